@@ -20,12 +20,14 @@ from ...spec.arch import ARCHS, Arch
 from ...spec.dense_decode import OPERANDS, TILE_ROWS
 from ...spec.dense_prefill import HEAD_DIMS
 from ...spec.dense_prefill import TILE_ROWS as PREFILL_ROWS
+from ...spec.dense_prefill_dkdv import TILE_KEYS as ITEM_KEYS
 from ...spec.mla import D_LATENT, D_QK, DTYPES
 from ...spec.sparse_decode import QUERY_AND_CACHE
 from ...spec.split_plan import TILE_KEYS
 from ...testing.cases.base import BaseCase
 from ...testing.cases.dense_decode import DenseDecodeCase
 from ...testing.cases.dense_prefill import DensePrefillCase
+from ...testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DqCase
 from ...testing.cases.sparse_decode import Pool, SparseDecodeCase
 from ...testing.cases.sparse_prefill import SparsePrefillCase
 from ...testing.operations import operation
@@ -96,7 +98,12 @@ def _executed(entry: KernelEntry, case: BaseCase, code: str) -> dict[str, Counte
 
 
 def _row_tiles(case: BaseCase) -> int:
-    """Return the tiles of 64 query rows: one for each CTA of a decode, two or four for each CTA of dense prefill."""
+    """Return the tiles of 64 query rows: one for each CTA of a decode, two or four for each CTA of dense prefill.
+
+    Of a kernel that loops over query rows, the tiles of 64 keys.
+    """
+    if case.kernel_op == "dense_prefill_dkdv":
+        return ITEM_KEYS // TILE_KEYS
     requests, tokens, heads, _ = case.q_shape
     return -(-requests * tokens * heads // TILE_ROWS)
 
@@ -145,12 +152,29 @@ def _dense_prefill(arch: Arch) -> Iterator[CaseFactory]:
         )
 
 
+def _dense_prefill_dq(arch: Arch) -> Iterator[CaseFactory]:
+    for dtype, d_qk, layout in product(DTYPES, HEAD_DIMS, ("packed", "odd")):
+        yield lambda blocks, pieces=1, d=dtype, c=d_qk, q=layout: DqCase(  # type: ignore[misc]
+            d, d_qk=c, lengths=((PREFILL_ROWS[arch.name], blocks * TILE_KEYS),) * pieces, q_layout=q, sm_count=1
+        )
+
+
+def _dense_prefill_dkdv(arch: Arch) -> Iterator[CaseFactory]:
+    """Yield factories whose blocks are of query rows, over which the kernel loops."""
+    for dtype, d_qk in product(DTYPES, HEAD_DIMS):
+        yield lambda blocks, pieces=1, d=dtype, c=d_qk: DensePrefillBackwardCase(  # type: ignore[misc]
+            d, d_qk=c, lengths=((blocks * TILE_KEYS, ITEM_KEYS),) * pieces, sm_count=1
+        )
+
+
 _ROWS = tuple(product((2 * TILE_ROWS, TILE_ROWS), ("packed", "odd")))  # (heads, layout of q) that together select every variant
 _CASES: dict[str, Callable[[Arch], Iterator[CaseFactory]]] = {
     "dense_decode": _dense_decode,
     "sparse_decode": _sparse_decode,
     "sparse_prefill": _sparse_prefill,
     "dense_prefill": _dense_prefill,
+    "dense_prefill_dq": _dense_prefill_dq,
+    "dense_prefill_dkdv": _dense_prefill_dkdv,
 }
 
 

@@ -29,6 +29,8 @@ PICTURES = {  # in docs/images
     "sparse_prefill_sm100_bf16_d576_cluster2": "sparse-prefill-sm100-clock.svg",
     "dense_prefill_sm90_bf16_d192": "dense-prefill-sm90-clock.svg",
     "dense_prefill_sm100_bf16_d192": "dense-prefill-sm100-clock.svg",
+    "dense_prefill_dq_sm90_bf16_d192": "dense-prefill-dq-sm90-clock.svg",
+    "dense_prefill_dkdv_sm90_bf16_d192": "dense-prefill-dkdv-sm90-clock.svg",
 }
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
 

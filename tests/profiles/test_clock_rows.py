@@ -25,6 +25,8 @@ STRUCTURES = (
     "sparse_decode_sm90_bf16_fp8_656_cluster2",
     "sparse_prefill_sm90_bf16_d576_cluster1",
     "dense_prefill_sm90_bf16_d192",
+    "dense_prefill_dq_sm90_bf16_d192",
+    "dense_prefill_dkdv_sm90_bf16_d192",
 )
 
 
@@ -35,7 +37,7 @@ def case(name: str) -> Case:
 def attention_kernels() -> dict[str, KernelEntry]:
     """Return the built kernels whose clocks must be recorded."""
     kernels = load_artifacts().manifest.kernels
-    with_keys = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill")
+    with_keys = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv")
     return {name: entry for name, entry in kernels.items() if entry.op in with_keys and entry.arch in golden_clocks.GPU_OF}
 
 

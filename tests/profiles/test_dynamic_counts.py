@@ -12,7 +12,7 @@ from cute_mla.profiles.kernel_stats.dynamic_counts import FEW, MANY, baseline_co
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import Arch
 
-WITH_KEYS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill")
+WITH_KEYS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv")
 
 
 def entry(name: str) -> KernelEntry:

@@ -84,6 +84,20 @@ class DensePrefillBackwardCase(DensePrefillCase):
         return least_alignment(DTYPES[self.dtype], self.q_layout, self.dout_layout, self.saved, self.outputs)
 
 
+@dataclass(frozen=True)
+class DqCase(DensePrefillBackwardCase):
+    """A call of which the kernel that computes dq is of interest; a plain case is about that of dk and dv."""
+
+    @property
+    def kernel_op(self) -> str:
+        """Return the op of the kernel."""
+        return "dense_prefill_dq"
+
+    def problem(self, arch: Arch) -> DensePrefillProblem:  # type: ignore[override]
+        """Return the shapes of dq."""
+        return self.dq_problem(arch)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DensePrefillBackwardTensors(DensePrefillTensors):
     """The operands of a case.

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cute_mla.spec.arch import SM90
+from cute_mla.testing.cases.dense_prefill_backward import DqCase
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, alone, each, planted, together
-from tests.support.dq_case import DqCase
 
 # One CTA walks items of three key tiles, of one and of none; rows that see nothing.
 WALK = DqCase(lengths=((130, 200), (0, 40), (5, 0), (64, 257), (3, 65)), causal=True, outputs="given", sm_count=1)

@@ -28,13 +28,12 @@ from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase, DensePrefillTensors
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DensePrefillBackwardTensors
+from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DensePrefillBackwardTensors, DqCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, SparseDecodeTensors
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase, SparsePrefillTensors
 from cute_mla.testing.cases.tensors import OutputBuffer
 from cute_mla.testing.operations import operation
 from tests.support.bench import Bench, Result, expect
-from tests.support.dq_case import DqCase
 
 CUT = INVARIANT_SPLIT_TILES * TILE_KEYS  # keys after which a batch-invariant request is cut
 FEW_HEADS, MANY_HEADS = 5, 128  # of which a CTA has one tile of rows, and two CTAs one each
