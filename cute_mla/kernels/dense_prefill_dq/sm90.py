@@ -11,6 +11,7 @@ Roles (384 threads):
   keys     warp 0: TMA of K; zeroes what lies behind the last key
   values   warp 1: TMA of V
   queries  warp 2: TMA of Q and dO (not in the `elements` variants, where the warpgroups load their rows themselves)
+  items    warp 3: finds the CTA's items, up to four ahead of the other roles; the forward's
   attend   warpgroups 1, 2: 64 rows each: delta, S = Q K^T, dP = dO V^T, dS, dQ += dS K with dS and dQ in registers
 
 Shared memory: Q and dO (128 rows), two tiles of K and of V.
@@ -23,6 +24,8 @@ Pipelines (producer -> consumer; arrivals per phase):
   value_free[n]    attend -> values    8
   query_ready[2]   queries -> attend   1 and the bytes of a warpgroup's rows of Q and dO, once per item
   query_free[2]    attend -> queries   4: the last S and dP of the item are there
+  item_ready[4]    items -> others     1: what the next item is, or that there is none
+  item_free[4]     others -> items     11: it has been read; 10 without a query role
   turn (bar.sync)  attend -> attend    the two warpgroups issue their products in turn
 
 The trick: no value of the tile leaves the registers but through a product. dS, packed in pairs, is the A operand of dQ, and K is
@@ -41,9 +44,11 @@ from ...spec.dense_prefill import TILE_ROWS, DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
+from ..dense_prefill.board import Board
 from ..dense_prefill.sm90_config import (
     COMPUTE_REGISTERS,
     GROUPS,
+    ITEM_WARP,
     KEY_WARP,
     LOAD_REGISTERS,
     QUERY_WARP,
@@ -54,6 +59,7 @@ from ..dense_prefill.sm90_config import (
     WARPGROUP,
     WARPS_PER_GROUP,
 )
+from ..dense_prefill.sm90_items import ItemRole
 from ..primitives.smem import fields_of
 from ..primitives.tma import prefetch_map
 from ..sm90.warpgroups import set_registers
@@ -83,35 +89,38 @@ class DensePrefillDqSm90(AttentionKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
-                initialise(pipes)
+                initialise(pipes, item_readers=GROUPS * WARPS_PER_GROUP + (3 if self.by_tma else 2))
                 for tensor_map in (operands.args.q_map, operands.args.dout_map, operands.args.k_map, operands.args.v_map):
                     prefetch_map(tensor_map)
         cute.arch.sync_threads()
         # all operands may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
-        group = warp // WARPS_PER_GROUP
+        group, board = warp // WARPS_PER_GROUP, Board(tiles.sItems, pipes)
         if group == 0:
             set_registers(LOAD_REGISTERS)
             if warp == KEY_WARP:
-                KeyRole(geometry).run(operands, tiles, pipes)
+                KeyRole(geometry).run(operands, board, tiles, pipes)
             if warp == VALUE_WARP:
-                ValueRole(geometry).run(operands, tiles, pipes)
+                ValueRole(geometry).run(operands, board, tiles, pipes)
+            if warp == ITEM_WARP:
+                ItemRole().run(operands, board)  # type: ignore[arg-type]
             if cutlass.const_expr(self.by_tma) and warp == QUERY_WARP:
-                QueryRole(geometry).run(operands, tiles, pipes)
+                QueryRole(geometry).run(operands, board, tiles, pipes)
         else:
             set_registers(COMPUTE_REGISTERS)
             attend = AttendRole(self.dtype, geometry, self.by_tma)
-            attend.run(operands, tiles, pipes, cute.arch.thread_idx()[0] % WARPGROUP, group - 1)
+            attend.run(operands, board, tiles, pipes, cute.arch.thread_idx()[0] % WARPGROUP, group - 1)
 
 
-def initialise(pipes: Pipes) -> None:
-    """Set the arrivals of every barrier."""
-    for ready in (pipes.key_ready, pipes.value_ready, pipes.key_landed, pipes.query_ready):
+def initialise(pipes: Pipes, item_readers: int) -> None:
+    """Set the arrivals of every barrier. item_readers: warps that take items."""
+    for ready in (pipes.key_ready, pipes.value_ready, pipes.key_landed, pipes.query_ready, pipes.item_ready):
         ready.initialise(1)
     for free in (pipes.key_free, pipes.value_free):
         free.initialise(GROUPS * WARPS_PER_GROUP)
     pipes.query_free.initialise(WARPS_PER_GROUP)
+    pipes.item_free.initialise(item_readers)
     cute.arch.mbarrier_init_fence()
 
 
@@ -128,6 +137,7 @@ def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
             Role("keys", KEY_WARP, 1),
             Role("values", VALUE_WARP, 1),
             Role("queries", QUERY_WARP, 1),
+            Role("items", ITEM_WARP, 1),
             *(Role(f"attend_{group}", (1 + group) * WARPS_PER_GROUP, WARPS_PER_GROUP) for group in range(GROUPS)),
         ),
         expected={"HGMMA": kernel.geometry.wgmma_per_tile},

@@ -13,6 +13,7 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...spec.dense_prefill import BOX_COLUMNS, D_V
 from ...spec.mla import LOG2E
+from ..dense_prefill.board import Board
 from ..dense_prefill.operands import WorkItem
 from ..dense_prefill.sm90_attend import give_turn, take_turn
 from ..dense_prefill.sm90_config import GROUP_ROWS, GROUPS, STAGE_BARRIER, WARPGROUP
@@ -73,34 +74,38 @@ class AttendRole:
         self.by_tma = by_tma
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32, group: Int32):
-        """Wait key_ready, value_ready, query_ready. Signal key_free, value_free, query_free. Write dq and the statistics."""
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, thread: Int32, group: Int32):
+        """Wait item_ready, key_ready, value_ready, query_ready. Signal item_free, key_free, value_free, query_free.
+
+        Write dq and the statistics.
+        """
         products = Products.create(self.dtype, tiles, thread, group)
         if group != 0:
             give_turn(group)
-        use, done = Int32(0), Int32(0)
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
-            if item.rows > 0:
-                products.gradient.clear()
-                if item.keys > 0:
-                    statistics = self.row_statistics(operands, tiles, pipes, item, products, done)
-                    count = self.geometry.tiles(item.keys)
-                    for i in cutlass.range(count, unroll=1):
-                        warpgroup.wait_group(0)
-                        if i > 0:
-                            pipes.key_free.consumer_release(use + i - 1)
-                        self.start_scores(pipes, products, use + i)
-                        warpgroup.wait_group(1)
-                        self.probabilities(operands, products, statistics)
-                        self.finish_scores(pipes, item, products, statistics, count - 1 - i)
-                        self.release(pipes, group, use + i, done, i == count - 1)
-                        self.start_gradient(pipes, products, use + i)
+        use, done, turn = Int32(0), Int32(0), Int32(1)
+        more, item = board.take(Int32(0))
+        while more:
+            products.gradient.clear()
+            if item.keys > 0:
+                statistics = self.row_statistics(operands, tiles, pipes, item, products, done)
+                count = self.geometry.tiles(item.keys)
+                for i in cutlass.range(count, unroll=1):
                     warpgroup.wait_group(0)
-                    use = use + count
-                    pipes.key_free.consumer_release(use - 1)
-                    done = done + 1
-                self.write_rows(operands, item, products)
+                    if i > 0:
+                        pipes.key_free.consumer_release(use + i - 1)
+                    self.start_scores(pipes, products, use + i)
+                    warpgroup.wait_group(1)
+                    self.probabilities(operands, products, statistics)
+                    self.finish_scores(pipes, item, products, statistics, count - 1 - i)
+                    self.release(pipes, group, use + i, done, i == count - 1)
+                    self.start_gradient(pipes, products, use + i)
+                warpgroup.wait_group(0)
+                use = use + count
+                pipes.key_free.consumer_release(use - 1)
+                done = done + 1
+            self.write_rows(operands, item, products)
+            more, item = board.take(turn)
+            turn = turn + 1
         if group == 0:
             take_turn(group)  # the one that the other warpgroup has given last
 

@@ -11,9 +11,10 @@ from ...spec.arch import SM90
 from ...spec.dense_prefill import D_V
 from ...spec.dense_prefill_dq import TILE_KEYS
 from ...spec.mla import ELEMENT_BYTES
-from ..dense_prefill.sm90_config import GROUP_ROWS, GROUPS
+from ..dense_prefill.board import ITEM_WORDS
+from ..dense_prefill.sm90_config import GROUP_ROWS, GROUPS, ITEM_STAGES
 from ..primitives.pipeline import StageBarriers
-from ..primitives.smem import SWIZZLE_PERIOD, Barriers, SmemLayout, Tile
+from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
 from ..primitives.wgmma import K_STEP
 
 
@@ -60,6 +61,7 @@ class Geometry:
             Tile("sD", dtype, (GROUP_ROWS, D_V, GROUPS)),
             Tile("sK", dtype, (self.tile_keys, self.d_qk, self.stages)),
             Tile("sV", dtype, (self.tile_keys, D_V, self.stages)),
+            Array("sItems", Int32, ITEM_STAGES * ITEM_WORDS, 16),
             Barriers("key_ready", self.stages),
             Barriers("key_free", self.stages),
             Barriers("value_ready", self.stages),
@@ -67,6 +69,8 @@ class Geometry:
             Barriers("key_landed", 1),
             Barriers("query_ready", GROUPS),
             Barriers("query_free", GROUPS),
+            Barriers("item_ready", ITEM_STAGES),
+            Barriers("item_free", ITEM_STAGES),
         ))  # fmt: skip
 
     def tiles(self, keys: Int32) -> Int32:
@@ -82,6 +86,7 @@ class Tiles:
     sD: cute.Tensor  # (64 rows, 128 columns, 2)
     sK: cute.Tensor  # (tile keys, d_qk, stages)
     sV: cute.Tensor  # (tile keys, 128 columns, stages)
+    sItems: cute.Pointer  # int32 (4, 8): items
 
 
 @dataclass(frozen=True)
@@ -95,3 +100,5 @@ class Pipes:
     key_landed: StageBarriers
     query_ready: StageBarriers
     query_free: StageBarriers
+    item_ready: StageBarriers
+    item_free: StageBarriers

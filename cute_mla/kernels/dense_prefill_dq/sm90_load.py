@@ -5,6 +5,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, cute
 
+from ..dense_prefill.board import Board
 from ..dense_prefill.sm90_config import GROUP_ROWS, GROUPS
 from ..dense_prefill.sm90_load import load_boxes
 from ..primitives.pipeline import arrive
@@ -20,14 +21,14 @@ class KeyRole:
         self.geometry = geometry
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Wait key_free. Signal key_ready.
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
+        """Wait item_ready, key_free. Signal item_free, key_ready.
 
         dS is 0 behind the last key, but 0 times a NaN that may lie there is NaN.
         """
-        use, cleared, size = Int32(0), Int32(0), self.geometry.tile_keys
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
+        use, cleared, turn, size = Int32(0), Int32(0), Int32(1), self.geometry.tile_keys
+        more, item = board.take(Int32(0))
+        while more:
             count = self.geometry.tiles(item.keys)
             for i in cutlass.range(count, unroll=1):
                 stage, ready = pipes.key_ready.stage(use + i), pipes.key_ready.barrier(use + i)
@@ -45,6 +46,8 @@ class KeyRole:
                     arrive(ready)
                     cleared = cleared + 1
             use = use + count
+            more, item = board.take(turn)
+            turn = turn + 1
         # the kernel behind this one waits for the end of it before it reads or writes anything
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -56,11 +59,14 @@ class ValueRole:
         self.geometry = geometry
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Wait value_free. Signal value_ready. What lies behind the last key reaches columns of dP that are not used."""
-        use, size = Int32(0), self.geometry.tile_keys
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
+        """Wait item_ready, value_free. Signal item_free, value_ready.
+
+        What lies behind the last key reaches columns of dP that are not used.
+        """
+        use, turn, size = Int32(0), Int32(1), self.geometry.tile_keys
+        more, item = board.take(Int32(0))
+        while more:
             count = self.geometry.tiles(item.keys)
             for i in cutlass.range(count, unroll=1):
                 stage, ready = pipes.value_ready.stage(use + i), pipes.value_ready.barrier(use + i)
@@ -70,6 +76,8 @@ class ValueRole:
                     cute.arch.mbarrier_arrive_and_expect_tx(ready, self.geometry.value_bytes)
                     load_boxes(tiles.sV, stage, operands.args.v_map, where, ready, size)
             use = use + count
+            more, item = board.take(turn)
+            turn = turn + 1
 
 
 class QueryRole:
@@ -79,11 +87,11 @@ class QueryRole:
         self.geometry = geometry
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Wait query_free. Signal query_ready. Rows behind the sequence's are those of the next one, or zeros."""
-        done = Int32(0)
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
+        """Wait item_ready, query_free. Signal item_free, query_ready. Rows behind the sequence's are those of the next one, or zeros."""
+        done, turn = Int32(0), Int32(1)
+        more, item = board.take(Int32(0))
+        while more:
             if item.keys > 0:
                 for group in cutlass.range_constexpr(GROUPS):
                     use = done * GROUPS + group
@@ -95,3 +103,5 @@ class QueryRole:
                         load_boxes(tiles.sQ, group, operands.args.q_map, where, ready)
                         load_boxes(tiles.sD, group, operands.args.dout_map, where, ready)
                 done = done + 1
+            more, item = board.take(turn)
+            turn = turn + 1
