@@ -16,9 +16,12 @@ ELEMENTS = replace(WALK, q_layout="odd")
 HEADS = replace(WALK, lengths=((130, 70), (3, 65)), h_kv=2, sm_count=4)  # a CTA for every item
 
 # In the order of the PTX.
-WAITS = ("key_free", "key_landed", "value_free", "query_free of warpgroup 0", "query_free of warpgroup 1", "query_ready", "key_ready",
-         "value_ready")  # fmt: skip
-ARRIVALS = ("key_ready", "key_free of the tile before", "value_free", "query_free")  # and key_free of an item's last tile
+WAITS = (
+    "first item_ready of keys", "key_free", "key_landed", "item_ready of keys", "first item_ready of values", "value_free",
+    "item_ready of values", "item_free", "item_free of the end", "first item_ready of queries", "query_free of warpgroup 0",
+    "query_free of warpgroup 1", "item_ready of queries", "first item_ready of attend", "query_ready", "key_ready", "value_ready",
+    "item_ready of attend",
+)  # fmt: skip
 COMPLETE = r"(wgmma\.wait_group\.sync\.aligned\s+)0;"
 MASKS = r"selp\.f32 (\s*%r\d+), (%r\d+), 0f00000000, %p\d+;"
 INFINITE = r"selp\.f32 (\s*%r\d+), 0f7F800000, (%r\d+), %p\d+;"
@@ -33,10 +36,7 @@ SUITE = Suite(
             planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
             for index, name in enumerate(WAITS)
         ),
-        *(
-            planted(f"missing arrival: {name}", WALK, ptx.ARRIVALS, "", alone(index), count=len(ARRIVALS) + 1)
-            for index, name in enumerate(ARRIVALS)
-        ),
+        planted("missing arrival", WALK, ptx.ARRIVALS, "", each, count=15),
         planted("turn not passed on", WALK, r"bar\.arrive\s+%r\d+, 256;"),
         planted("turn not awaited", WALK, r"bar\.sync\s+%r\d+, 256;"),
         *(
@@ -55,7 +55,7 @@ SUITE = Suite(
         planted("lse of -inf taken as it is", HOLES, INFINITE, TAKEN, together, count=2),
         planted("delta of a row without gradient", HOLES, DELTAS, TAKEN, together, count=2),
         planted("no delta", WALK, DELTAS, r"mov.b32 \1, 0;", together),
-        planted("delta of half a quad", WALK, r"shfl\.sync\.bfly\.b32 (\s*%r\d+), (%r\d+), 2, 31, -1;", r"mov.b32 \1, 0;", alone(0)),
+        planted("delta of half a quad", WALK, r"shfl\.sync\.bfly\.b32 (\s*%r\d+), (%r\d+), 2, 31, -1;", r"mov.b32 \1, 0;", alone(5)),
         planted("dQ not scaled", WALK, r"ld\.param\.b32 (\s*%r\d+), \[\w+_param_25\];", r"mov.b32 \1, 0x3F800000;"),
         planted("statistics not stored", WALK, r"st\.global\.b32 [^;]*;", "", each, count=4),
         planted("statistics of all heads in one place", HEADS, r"ld\.param\.b64 (\s*%rd\d+), \[\w+_param_24\];", r"mov.b64 \1, 0;"),
