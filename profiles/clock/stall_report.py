@@ -46,6 +46,11 @@ class StallReport:
     stalls: tuple[Stall, ...]
     missing: tuple[str, ...]
 
+    @property
+    def unit(self) -> str:
+        """Return what a block consists of."""
+        return "query rows" if self.kernel.startswith("dense_prefill_dkdv") else "keys"
+
 
 def default_setting(entry: KernelEntry, constants: Constants) -> Setting:
     """Return the circumstances of a full GPU: an equal share of HBM, and keys from there if the op reads them once."""
