@@ -194,6 +194,8 @@ SIMULATE: list[tuple[str, dict[str, Any], str]] = [
     ("sm_count", {"sm_count": 0}, "sm_count is 0; supported: 1 or more"),
     ("schedule", {"schedule": "lucky"}, "schedule 'lucky': supported are round_robin, lazy, random, adversarial"),
     ("on_finding", {"on_finding": "ignore"}, "on_finding is 'ignore'; supported: raise, collect"),
+    ("ignored", {"ignored": "poison"}, "ignored is 'poison'; supported: a collection of kinds of findings"),
+    ("ignored_number", {"ignored": [1]}, "ignored is .1.; supported: a collection of kinds of findings"),
 ]  # fmt: skip
 
 
