@@ -44,9 +44,8 @@ def stalls_as_json(report: StallReport) -> dict[str, Any]:
 
 def show_stalls(report: StallReport) -> None:
     """Print the longest waits of a report."""
-    click.echo(
-        f"{report.gpu}: predicted clocks that a warp of each role waits in a block of {report.keys} {report.unit}, which takes {report.block:,.0f}"
-    )
+    block = f"a block of {report.keys} {report.unit}, which takes {report.block:,.0f}"
+    click.echo(f"{report.gpu}: predicted clocks that a warp of each role waits in {block}")
     columns = ("role", "clocks", "cause", "waits for", "address", "machine code", "PTX line", "source")
     rows = [
         (
