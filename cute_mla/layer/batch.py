@@ -1,6 +1,7 @@
 """The batch of one step: decode requests first, then prefill requests, planned once for all layers.
 
-The dataclasses hold the tensors that the kernels read. plan_batch makes them from lengths on the host. An engine that has lengths only on
+The dataclasses hold the tensors that the kernels read. plan_batch makes them from lengths on the host, and plan_sequences for whole
+sequences without a cache, such as those of training. An engine that has lengths only on
 the device, or that replays a CUDA graph, constructs DecodeRequests itself.
 """
 
@@ -80,18 +81,20 @@ class MlaBatch:
     """The new tokens of a step, those of decode requests first.
 
     positions: int64 or int32 [tokens], position of each token in its sequence. slot_mapping: int64 or int32 [tokens], slot of each token's
-    key in the cache, page * page size + row; -1: the key is not written.
+    key in the cache, page * page size + row; -1: the key is not written. None: no key is written.
     """
 
     positions: torch.Tensor
-    slot_mapping: torch.Tensor
+    slot_mapping: torch.Tensor | None
     decode: DecodeRequests | None = None
     prefill: PrefillRequests | None = None
 
     def __post_init__(self) -> None:
         planned = sum(part.tokens for part in (self.decode, self.prefill) if part is not None)
-        for name in ("positions", "slot_mapping"):
-            spec = spec_of(name, getattr(self, name))
+        for name, tensor in (("positions", self.positions), ("slot_mapping", self.slot_mapping)):
+            if tensor is None and name == "slot_mapping":
+                continue
+            spec = spec_of(name, tensor)
             check_shape(name, spec, (planned,), " with these requests")
             check_dtype(name, spec, torch.int64, torch.int32)
 
@@ -148,6 +151,18 @@ def plan_batch(
         decode=_decode(lengths[:decodes], block_table) if decodes else None,
         prefill=_prefill(lengths[decodes:], block_table[decodes:], chunk_tokens) if lengths[decodes:] else None,
     )
+
+
+def plan_sequences(lengths: Sequence[int], device: torch.device | str) -> MlaBatch:
+    """Plan whole sequences of these lengths, packed, which neither read nor write a cache; does not synchronise with the device.
+
+    A layer computes their attention with gradients. Raises ValueError on bad arguments.
+    """
+    lengths = _check_integers("lengths", lengths)
+    device = torch.device(device)
+    _, positions = _locate_tokens([0] * len(lengths), lengths)
+    prefill = PrefillRequests(_cu_seqlens(lengths, device), max(lengths), sum(lengths)) if lengths else None
+    return MlaBatch(_to_device(positions, device), None, prefill=prefill)
 
 
 @dataclass(frozen=True)
