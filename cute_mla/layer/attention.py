@@ -27,6 +27,8 @@ from .path import MAX_STATES, AttentionPath, Cache, Packed, attention_path, warn
 from .rope import Rotation, frequencies, rotation
 from .weights import MlaWeights
 
+_WITHOUT_CACHE = "prefill requests without cached keys, as plan_sequences makes them"
+
 
 class _Keys(NamedTuple):
     """Keys of some tokens: latent columns [tokens, 512] and rotary columns [tokens, 64]."""
@@ -84,7 +86,8 @@ class MlaAttention(torch.nn.Module):
 
         hidden: [tokens, hidden_size], in the order of the batch, with dtype and device of the weights
         k_cache: [pages, page size, 1, 576] of the same dtype or float8_e4m3fn, with the cached keys of the requests; page size and strides
-        as in flash_mla_with_kvcache. Rotary columns 2i and 2i + 1 of a key are a pair. None for a batch of plan_sequences
+        as in flash_mla_with_kvcache. Rotary columns 2i and 2i + 1 of a key are a pair. None if the batch reads no
+        cached keys: new keys are not written
         descale_k: scale of an e4m3 cache, fp32, one element on the device; keys are descale_k * k_cache; default 1. A prefill request
         attends to its own new keys before they are rounded to e4m3; later steps read the rounded keys.
 
@@ -110,7 +113,7 @@ class MlaAttention(torch.nn.Module):
         q = self._queries(hidden, rope)
         keys = self._new_keys(hidden, rope)
         cache = Cache(hidden.new_empty(0, 1, 1, D_QK) if k_cache is None else k_cache, descale_k)
-        if batch.slot_mapping is not None:
+        if k_cache is not None:
             write_kv_cache(keys.latent.detach(), keys.rotary.detach(), cache.keys, batch.slot_mapping, descale_k=descale_k)
         parts = []
         decoded = 0
@@ -217,18 +220,15 @@ class MlaAttention(torch.nn.Module):
             check_dtype(name, spec, weights.dtype, *dtypes)
             if spec.device != weights.device:
                 raise ValueError(f"{name} is on {spec.device}; supported: the device of the weights, {weights.device}")
-        for tensor in (batch.positions, batch.slot_mapping):
-            if tensor is not None and tensor.device != weights.device:
-                raise ValueError(f"the batch is on {batch.positions.device}; supported: the device of the weights, {weights.device}")
+        if batch.positions.device != weights.device or batch.slot_mapping.device != weights.device:
+            raise ValueError(f"the batch is on {batch.positions.device}; supported: the device of the weights, {weights.device}")
 
 
 def _check_without_cache(batch: MlaBatch, descale_k: torch.Tensor | None) -> None:
-    """Raise ValueError if a call without a cache would read it or write to it."""
+    """Raise ValueError if a call without a cache would read it."""
     uses = _cached_requests(batch)
-    if batch.slot_mapping is not None:
-        uses.append("a slot_mapping")
     if uses:
-        raise ValueError(f"k_cache is None, and the batch has {' and '.join(uses)}; supported: a batch of plan_sequences")
+        raise ValueError(f"k_cache is None, and the batch has {uses}; supported: {_WITHOUT_CACHE}")
     if descale_k is not None:
         raise ValueError("descale_k is given, and k_cache is None; supported: descale_k of a cache")
 
@@ -238,14 +238,14 @@ def _check_differentiable(batch: MlaBatch) -> None:
     uses = _cached_requests(batch)
     if uses:
         raise ValueError(
-            f"hidden or a weight requires grad, and the batch has {' and '.join(uses)}; supported: prefill requests without cached keys, "
-            "as plan_sequences makes them, or any batch inside `with torch.no_grad():`"
+            f"hidden or a weight requires grad, and the batch has {uses}; supported: {_WITHOUT_CACHE}, or any batch inside "
+            "`with torch.no_grad():`"
         )
 
 
-def _cached_requests(batch: MlaBatch) -> list[str]:
-    """Name the requests of a batch that read the cache."""
+def _cached_requests(batch: MlaBatch) -> str:
+    """Describe the requests of a batch that read the cache, "" if there are none."""
     uses = [] if batch.decode is None else [f"{batch.decode.cache_seqlens.shape[0]} decode requests"]
     if batch.prefill is not None and batch.prefill.chunks:
         uses.append(f"{sum(chunk.keys for chunk in batch.prefill.chunks)} cached keys of prefill requests")
-    return uses
+    return " and ".join(uses)

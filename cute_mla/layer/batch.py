@@ -81,20 +81,18 @@ class MlaBatch:
     """The new tokens of a step, those of decode requests first.
 
     positions: int64 or int32 [tokens], position of each token in its sequence. slot_mapping: int64 or int32 [tokens], slot of each token's
-    key in the cache, page * page size + row; -1: the key is not written. None: no key is written.
+    key in the cache, page * page size + row; -1: the key is not written.
     """
 
     positions: torch.Tensor
-    slot_mapping: torch.Tensor | None
+    slot_mapping: torch.Tensor
     decode: DecodeRequests | None = None
     prefill: PrefillRequests | None = None
 
     def __post_init__(self) -> None:
         planned = sum(part.tokens for part in (self.decode, self.prefill) if part is not None)
-        for name, tensor in (("positions", self.positions), ("slot_mapping", self.slot_mapping)):
-            if tensor is None and name == "slot_mapping":
-                continue
-            spec = spec_of(name, tensor)
+        for name in ("positions", "slot_mapping"):
+            spec = spec_of(name, getattr(self, name))
             check_shape(name, spec, (planned,), " with these requests")
             check_dtype(name, spec, torch.int64, torch.int32)
 
@@ -154,15 +152,18 @@ def plan_batch(
 
 
 def plan_sequences(lengths: Sequence[int], device: torch.device | str) -> MlaBatch:
-    """Plan whole sequences of these lengths, packed, which neither read nor write a cache; does not synchronise with the device.
+    """Plan whole sequences of these lengths, packed, which leave the cache alone; does not synchronise with the device.
 
     A layer computes their attention with gradients. Raises ValueError on bad arguments.
     """
     lengths = _check_integers("lengths", lengths)
     device = torch.device(device)
     _, positions = _locate_tokens([0] * len(lengths), lengths)
-    prefill = PrefillRequests(_cu_seqlens(lengths, device), max(lengths), sum(lengths)) if lengths else None
-    return MlaBatch(_to_device(positions, device), None, prefill=prefill)
+    return MlaBatch(
+        positions=_to_device(positions, device),
+        slot_mapping=torch.full((len(positions),), -1, device=device),
+        prefill=PrefillRequests(_cu_seqlens(lengths, device), max(lengths), sum(lengths)) if lengths else None,
+    )
 
 
 @dataclass(frozen=True)
