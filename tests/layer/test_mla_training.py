@@ -121,7 +121,7 @@ def test_without_yarn_and_with_an_epsilon_that_counts() -> None:
     ],
 )
 def test_gradients_by_the_kernels(trained: Arch, model: str, lengths: Sequence[int], heads: int, dtype: torch.dtype) -> None:
-    """Of every weight. They are no worse than twice the reference path's in the same dtype, and the output is that without gradients."""
+    """No gradient is worse than twice the reference path's in the same dtype. The output has the bits of a call without gradients."""
     training = Training.drawn(MODELS[model], lengths, dtype, heads)
     layer, expected = training.layer(), training.expected()
     with cute_mla.simulate(trained, 2) as device:
@@ -152,7 +152,7 @@ def test_a_batch_without_tokens_has_gradients_of_0(trained: Arch) -> None:
 
 @pytest.mark.parametrize("name", ["q_b", "kv_a", "kv_b", "o"])
 def test_a_single_weight_may_require_a_gradient(name: str) -> None:
-    """As in fine-tuning of some weights: its gradient is the same."""
+    """Its gradient has the same bits, as in fine-tuning of some weights."""
     training = Training.drawn(V3, (5, 3), torch.float32)
     _, expected = training.gradients(training.layer())
     layer = training.layer().requires_grad_(False)
