@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint as recompute
 
 import cute_mla
-from cute_mla.layer import MlaAttention, MlaBatch, MlaConfig, MlaWeights, plan_batch, plan_sequences
+from cute_mla.layer import MlaAttention, MlaBatch, MlaConfig, MlaWeights, Shard, plan_batch, plan_sequences
 from cute_mla.ops.limits import arch_error
 from cute_mla.spec.arch import ARCHS, Arch
 from tests.layer.mla_models import MODELS, PREFIX, V2_LITE, V3, checkpoint, naive, reduced
@@ -160,6 +160,29 @@ def test_a_single_weight_may_require_a_gradient(name: str) -> None:
     layer(training.hidden, None, training.batch()).backward(training.dout)
     assert torch.equal(weight.grad, expected[name])
     assert all(other.grad is None for other in layer.parameters() if other is not weight)
+
+
+def test_hidden_states_may_be_all_that_requires_a_gradient() -> None:
+    training = Training.drawn(V3, (5, 3), torch.float32)
+    _, expected = training.gradients(training.layer())
+    hidden = training.hidden.clone().requires_grad_()
+    training.layer().requires_grad_(False)(hidden, None, training.batch()).backward(training.dout)
+    assert hidden.grad is not None
+    assert torch.equal(hidden.grad, expected["hidden"])
+
+
+@EVERY_MODEL
+def test_gradients_of_two_ranks_make_the_whole(model: str) -> None:
+    """Gradients of weights by head are the rank's own; the others add up."""
+    training = Training.drawn(MODELS[model], (9, 4), torch.float32, heads=4)
+    config = MlaConfig.from_hugging_face(training.config)
+    weights = [MlaWeights.from_tensors(training.weights, config, shard=Shard(rank, 2), prefix=PREFIX) for rank in range(2)]
+    first, second = (training.gradients(MlaAttention(config, part).requires_grad_())[1] for part in weights)
+    joined = {"q_b": 0, "kv_b": 0, "o": 1}
+    whole = {
+        name: torch.cat((first[name], second[name]), dim=joined[name]) if name in joined else first[name] + second[name] for name in first
+    }
+    expect(whole, training.expected(), torch.float32)
 
 
 def test_a_cache_gets_the_keys_without_their_history() -> None:
