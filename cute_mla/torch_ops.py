@@ -5,8 +5,8 @@ than the call. Each op allocates its results; the op beside it whose name ends i
 public functions, except that a plan is always two tensors and that empty_lse None means inf. Fakes stand for the ops while they are traced;
 they give shapes and dtypes, and other errors appear when the call is made.
 
-The packed forms of dense prefill are slices of their tensor, but where gradients are on: there they are one op, flash_attn_varlen_packed,
-whose backward pass writes the gradients of all slices straight into that of the tensor.
+A packed form of dense prefill passes slices of its tensor to flash_attn_varlen_func. Where gradients are on it is one op instead,
+flash_attn_varlen_packed, whose backward pass writes the gradients of the slices straight into one gradient of the tensor.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **opti
 
 
 def _split(q: Tensor | None, packed: Tensor, head_dim_qk: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v of a packed tensor, views but for a q beside it."""
+    """Return q, k and v, slices of the packed tensor; a q that is given beside it is returned as it is."""
     first = packed[..., :head_dim_qk]
     if q is not None:
         return q, first, packed[..., head_dim_qk:]
