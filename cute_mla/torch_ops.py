@@ -4,12 +4,15 @@ Each op runs the eager body of its function, ops.*.run. A call that is not trace
 than the call. Each op allocates its results; the op beside it whose name ends in _out writes to the caller's. Arguments are those of the
 public functions, except that a plan is always two tensors and that empty_lse None means inf. Fakes stand for the ops while they are traced;
 they give shapes and dtypes, and other errors appear when the call is made.
+
+A packed form of dense prefill passes slices of its tensor to flash_attn_varlen_func. Where gradients are on it is one op instead,
+flash_attn_varlen_packed, whose backward pass writes the gradients of the slices straight into one gradient of the tensor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -37,15 +40,15 @@ _PREFILL = (
     "Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v=512, Tensor? attn_sink=None, Tensor? topk_length=None, *, "
     "Tensor? kv_offsets=None, float? empty_lse=None"
 )
-_VARLEN = (
-    "Tensor q, Tensor k, Tensor v, Tensor cu_seqlens_qo, Tensor cu_seqlens_kv, SymInt max_seqlen_qo, SymInt max_seqlen_kv, "
-    "float dropout_p=0.0, float? softmax_scale=None, bool causal=False, bool deterministic=False, bool is_varlen=True, *, "
+_LENGTHS = "Tensor cu_seqlens_qo, Tensor cu_seqlens_kv, SymInt max_seqlen_qo, SymInt max_seqlen_kv"
+_VARLEN_OPTIONS = (
+    f"{_LENGTHS}, float dropout_p=0.0, float? softmax_scale=None, bool causal=False, bool deterministic=False, bool is_varlen=True, *, "
     "float? empty_lse=None"
 )
-_VARLEN_BACKWARD = (
-    "Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor cu_seqlens_qo, Tensor cu_seqlens_kv, "
-    "SymInt max_seqlen_qo, SymInt max_seqlen_kv, float? softmax_scale=None, bool causal=False, *, bool deterministic=True"
-)
+_VARLEN = f"Tensor q, Tensor k, Tensor v, {_VARLEN_OPTIONS}"
+_BACKWARD_OPTIONS = f"Tensor out, Tensor lse, {_LENGTHS}, float? softmax_scale=None, bool causal=False, *, bool deterministic=True"
+_VARLEN_BACKWARD = f"Tensor dout, Tensor q, Tensor k, Tensor v, {_BACKWARD_OPTIONS}"
+_PACKED = "Tensor? q, Tensor packed, int head_dim_qk"  # k and v are slices of packed, and q too if it is None
 _MERGE = "Tensor[] outs, Tensor[] lses, bool stacked=False, *, float? empty_lse=None"
 _PLAN = (
     "Tensor cache_seqlens, SymInt num_q_tokens_per_head_k, int num_heads_k, int? num_heads_q=None, bool is_fp8_kvcache=False, "
@@ -58,7 +61,7 @@ _GATHER = (
 )
 _SPARSE_PLAN = "Tensor indices, SymInt num_heads_q, Tensor? topk_length=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None"
 
-_VARLEN_ARGUMENTS = 12  # of flash_attn_varlen_func, without those by keyword only
+_VARLEN_ARGUMENTS = 12  # of flash_attn_varlen_func and of flash_attn_varlen_packed, without those by keyword only
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
 _library = torch.library.Library("cute_mla", "DEF")
@@ -158,24 +161,84 @@ def _gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **opti
     return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
 
 
+def _split(q: Tensor | None, packed: Tensor, head_dim_qk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v, slices of the packed tensor; a q that is given beside it is returned as it is."""
+    first = packed[..., :head_dim_qk]
+    if q is not None:
+        return q, first, packed[..., head_dim_qk:]
+    return first, packed[..., head_dim_qk : 2 * head_dim_qk], packed[..., 2 * head_dim_qk :]
+
+
+def _run_packed(q: Tensor | None, packed: Tensor, head_dim_qk: int, *args: Any, empty_lse: float | None = None) -> tuple[Tensor, Tensor]:
+    """Compute dense prefill of a packed tensor."""
+    return dense_prefill.run(*_split(q, packed, head_dim_qk), *args, empty_lse=math.inf if empty_lse is None else empty_lse)
+
+
+def _packed_results(q: Tensor | None, packed: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Allocate out and lse of dense prefill of a packed tensor."""
+    return _varlen_results(packed if q is None else q)
+
+
+def _run_packed_backward(
+    dout: Tensor, q: Tensor | None, packed: Tensor, head_dim_qk: int, out: Tensor, lse: Tensor, *args: Any, **options: Any
+) -> list[Tensor]:
+    """Compute the gradient of q, unless it is None, and that of the packed tensor."""
+    gradients = _packed_gradients(dout, q, packed)
+    dq, dk, dv = _split(None if q is None else gradients[0], gradients[-1], head_dim_qk)
+    dense_prefill_backward.run(dout, *_split(q, packed, head_dim_qk), out, lse, *args, **options, dq=dq, dk=dk, dv=dv)
+    return gradients
+
+
+def _packed_gradients(dout: Tensor, q: Tensor | None, packed: Tensor, *args: Any, **options: Any) -> list[Tensor]:
+    """Allocate the gradient of q, unless it is None, and that of the packed tensor. They are 0 in rows of no sequence."""
+    return [tensor.new_zeros(tensor.shape) for tensor in (q, packed) if tensor is not None]
+
+
 def _save_varlen(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
     """Keep what the backward pass of dense prefill reads."""
-    q, k, v, cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, _, softmax_scale, causal, *_ = inputs
+    _save(ctx, inputs[:3], inputs[3:], output)
+
+
+def _save_packed(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+    """Keep what the backward pass of a packed form reads."""
+    *operands, ctx.head_dim_qk = inputs[:3]
+    _save(ctx, operands, inputs[3:], output)
+
+
+def _save(ctx: Any, operands: Sequence[Tensor | None], others: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    """Keep tensors and options. others: the arguments after the operands."""
+    cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, _, softmax_scale, causal, *_ = others
     ctx.set_materialize_grads(False)
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens_qo, cu_seqlens_kv)
+    ctx.save_for_backward(*operands, *output, cu_seqlens_qo, cu_seqlens_kv)
     ctx.options = (max_seqlen_qo, max_seqlen_kv, softmax_scale, causal)
 
 
 def _varlen_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
     """Return the gradients of q, k and v, and None for the other arguments."""
-    if dlse is not None:
-        raise ValueError("lse has a gradient; supported: gradients of out only, so lse.detach() where a loss depends on lse")
+    dout = _out_gradient(dout, dlse)
     if dout is None:
         return (None,) * _VARLEN_ARGUMENTS
-    if dout.stride(-1) != 1:  # a sum has an expanded gradient
-        dout = dout.contiguous()
     gradients = torch.ops.cute_mla.flash_attn_varlen_backward(dout, *ctx.saved_tensors, *ctx.options)
     return (*gradients, *(None,) * (_VARLEN_ARGUMENTS - len(gradients)))
+
+
+def _packed_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, None if it is a slice, and of the packed tensor, and None for the other arguments."""
+    dout = _out_gradient(dout, dlse)
+    if dout is None:
+        return (None,) * _VARLEN_ARGUMENTS
+    q, packed, *saved = ctx.saved_tensors
+    gradients = torch.ops.cute_mla.flash_attn_varlen_packed_backward(dout, q, packed, ctx.head_dim_qk, *saved, *ctx.options)
+    return (None if q is None else gradients[0], gradients[-1], *(None,) * (_VARLEN_ARGUMENTS - 2))
+
+
+def _out_gradient(dout: Tensor | None, dlse: Tensor | None) -> Tensor | None:
+    """Return the gradient of out as kernels read it, None if there is none. Raise ValueError if lse has a gradient."""
+    if dlse is not None:
+        raise ValueError("lse has a gradient; supported: gradients of out only, so lse.detach() where a loss depends on lse")
+    if dout is None or dout.stride(-1) == 1:
+        return dout
+    return dout.contiguous()  # a sum has an expanded gradient
 
 
 def _no_double_backward(ctx: Any, *gradients: Any) -> None:
@@ -232,6 +295,18 @@ _define_both(
     _gradients,
     (_Gradient(_no_double_backward), NO_DOUBLE_BACKWARD),
 )
+_define(
+    f"flash_attn_varlen_packed({_PACKED}, {_VARLEN_OPTIONS}) -> (Tensor out, Tensor lse)",
+    _run_packed,
+    _packed_results,
+    _Gradient(_packed_backward, _save_packed),
+)
+_define(
+    f"flash_attn_varlen_packed_backward(Tensor dout, {_PACKED}, {_BACKWARD_OPTIONS}) -> Tensor[]",
+    _run_packed_backward,
+    _packed_gradients,
+    _Gradient(_no_double_backward),
+)
 _define_both("merge_states", _MERGE, ("out", "lse"), merge.run_lists, _merged_results)
 _define(f"get_mla_metadata({_PLAN}) -> {_PLAN_RESULTS}", split_plan.run, _new_plan)
 _define(f"plan_sparse_decode({_SPARSE_PLAN}) -> {_PLAN_RESULTS}", split_plan.run_sparse, _new_sparse_plan)
@@ -267,6 +342,12 @@ def flash_mla_sparse_fwd(given: dict[str, Tensor | None], **arguments: Any) -> t
 def flash_attn_varlen_func(given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor]:
     """Trace api.flash_attn_varlen_func."""
     out, lse = _call("flash_attn_varlen_func", _varlen_results, given, arguments)
+    return out, lse
+
+
+def flash_attn_varlen_packed(**arguments: Any) -> tuple[Tensor, Tensor]:
+    """Call a packed form of flash_attn_varlen_func with gradients. q: None if the packed tensor holds it."""
+    out, lse = torch.ops.cute_mla.flash_attn_varlen_packed(**arguments)
     return out, lse
 
 

@@ -251,7 +251,7 @@ def flash_attn_varlen_kvpacked_func(
     lse: torch.Tensor | None = None,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call flash_attn_varlen_func with keys and values in one tensor: slices, no copies.
+    """Call flash_attn_varlen_func with keys and values in one tensor: slices, no copies, and one gradient for both.
 
     kv               [total_k, h_kv, head_dim_qk + 128]: k is kv[..., :head_dim_qk], v the rest
     head_dim_qk      192 or 128
@@ -259,6 +259,22 @@ def flash_attn_varlen_kvpacked_func(
     Other arguments, results and errors are those of flash_attn_varlen_func.
     """
     _check_packed("kv", kv, ("total_k", "h_kv"), head_dim_qk, 1)
+    if needs_grad(q, kv) and out is None and lse is None:
+        return torch_ops.flash_attn_varlen_packed(
+            q=q,
+            packed=kv,
+            head_dim_qk=head_dim_qk,
+            cu_seqlens_qo=cu_seqlens_qo,
+            cu_seqlens_kv=cu_seqlens_kv,
+            max_seqlen_qo=max_seqlen_qo,
+            max_seqlen_kv=max_seqlen_kv,
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            deterministic=deterministic,
+            is_varlen=is_varlen,
+            empty_lse=empty_lse,
+        )
     return flash_attn_varlen_func(
         q,
         kv[..., :head_dim_qk],
@@ -293,7 +309,9 @@ def flash_attn_varlen_qkvpacked_func(
     lse: torch.Tensor | None = None,
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call flash_attn_varlen_func with queries, keys and values of the same tokens and heads in one tensor: slices, no copies.
+    """Call flash_attn_varlen_func with queries, keys and values of the same tokens and heads in one tensor.
+
+    They are slices, no copies, and have one gradient.
 
     qkv              [total, h, 2 * head_dim_qk + 128]: q is qkv[..., :head_dim_qk], k the next head_dim_qk columns, v the rest
     cu_seqlens, max_seqlen
@@ -303,6 +321,22 @@ def flash_attn_varlen_qkvpacked_func(
     Other arguments, results and errors are those of flash_attn_varlen_func.
     """
     _check_packed("qkv", qkv, ("total", "h"), head_dim_qk, 2)
+    if needs_grad(qkv) and out is None and lse is None:
+        return torch_ops.flash_attn_varlen_packed(
+            q=None,
+            packed=qkv,
+            head_dim_qk=head_dim_qk,
+            cu_seqlens_qo=cu_seqlens,
+            cu_seqlens_kv=cu_seqlens,
+            max_seqlen_qo=max_seqlen,
+            max_seqlen_kv=max_seqlen,
+            dropout_p=dropout_p,
+            softmax_scale=softmax_scale,
+            causal=causal,
+            deterministic=deterministic,
+            is_varlen=is_varlen,
+            empty_lse=empty_lse,
+        )
     return flash_attn_varlen_func(
         qkv[..., :head_dim_qk],
         qkv[..., head_dim_qk : 2 * head_dim_qk],

@@ -5,7 +5,7 @@ path selects the kernels or, on devices without kernels, plain torch.
 """
 
 from .attention import MlaAttention
-from .batch import ContextChunk, DecodeRequests, MlaBatch, PrefillRequests, plan_batch
+from .batch import ContextChunk, DecodeRequests, MlaBatch, PrefillRequests, plan_batch, plan_sequences
 from .config import MlaConfig, YarnScaling
 from .weights import MlaWeights, Shard, load_weights
 
@@ -21,4 +21,5 @@ __all__ = [
     "YarnScaling",
     "load_weights",
     "plan_batch",
+    "plan_sequences",
 ]

@@ -2,7 +2,8 @@
 
 Decode uses the absorbed form: the queries are multiplied by the key half of kv_b and attend to the latent cache, and the result is
 multiplied by the value half. Prefill uses the decompressed form: kv_b expands latent keys to keys and values of each head. It expands the
-new tokens at once and the cached tokens of the requests in chunks; the states of all chunks are merged.
+new tokens at once and the cached tokens of the requests in chunks; the states of all chunks are merged. Gradients pass through prefill of
+new tokens only. Where they do, rotary columns are joined by operations that autograd follows; elsewhere they are written in place.
 """
 
 from __future__ import annotations
@@ -16,14 +17,17 @@ from torch.nn.functional import linear, rms_norm
 
 from ..api.tracing import is_dynamo_compiling
 from ..cache import gather_kv_cache, write_kv_cache
+from ..ops.arguments import needs_grad
 from ..ops.limits import page_size_error
-from ..ops.tensor_spec import check_dtype, check_shape, spec_of
+from ..ops.tensor_spec import TensorSpec, check_dtype, check_shape, spec_of
 from ..spec.mla import D_QK, MAX_HEADS
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
 from .config import MlaConfig
 from .path import MAX_STATES, AttentionPath, Cache, Packed, attention_path, warn_reference
 from .rope import Rotation, frequencies, rotation
 from .weights import MlaWeights
+
+_WITHOUT_CACHE = "prefill requests without cached keys, as plan_sequences makes them"
 
 
 class _Keys(NamedTuple):
@@ -36,8 +40,9 @@ class _Keys(NamedTuple):
 class MlaAttention(torch.nn.Module):
     """Attention of one layer, of all heads or of the heads of one rank.
 
-    weights: bf16 or fp16; fp32 only on the reference path. Parameters without gradients hold them, under the names of MlaWeights:
-    state_dict, load_state_dict, to and parameters are those of torch.nn.Module. Raises ValueError if they hold more than 128 heads.
+    weights: bf16 or fp16; fp32 only on the reference path. Parameters hold them, under the names of MlaWeights; they have no gradients
+    until requires_grad_() asks for them. state_dict, load_state_dict, to and parameters are those of torch.nn.Module. Raises ValueError if
+    the weights hold more than 128 heads.
     """
 
     q_a: torch.Tensor | None
@@ -74,36 +79,43 @@ class MlaAttention(torch.nn.Module):
         sizes = f"hidden_size={self.config.hidden_size}, heads={self.heads} of {self.config.num_attention_heads}"
         return f"{sizes}, q_lora_rank={self.config.q_lora_rank}, dtype={self.kv_a.dtype}, device={str(self.kv_a.device)!r}"
 
-    @torch.no_grad()
     def forward(
-        self, hidden: torch.Tensor, k_cache: torch.Tensor, batch: MlaBatch, *, descale_k: torch.Tensor | None = None
+        self, hidden: torch.Tensor, k_cache: torch.Tensor | None, batch: MlaBatch, *, descale_k: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Compute attention of new tokens over their sequences, and write the keys of these tokens to the cache.
 
         hidden: [tokens, hidden_size], in the order of the batch, with dtype and device of the weights
         k_cache: [pages, page size, 1, 576] of the same dtype or float8_e4m3fn, with the cached keys of the requests; page size and strides
-        as in flash_mla_with_kvcache. Rotary columns 2i and 2i + 1 of a key are a pair.
+        as in flash_mla_with_kvcache. Rotary columns 2i and 2i + 1 of a key are a pair. None if the batch reads no
+        cached keys: new keys are not written
         descale_k: scale of an e4m3 cache, fp32, one element on the device; keys are descale_k * k_cache; default 1. A prefill request
         attends to its own new keys before they are rounded to e4m3; later steps read the rounded keys.
 
-        Returns [tokens, hidden_size]. The result of a shard is a partial sum: add up the results of all ranks (all-reduce). There are no
-        gradients. The kernel path never synchronises with the device, so that a step can be captured in a CUDA graph.
+        Returns [tokens, hidden_size]. The result of a shard is a partial sum: add up the results of all ranks (all-reduce). The kernel
+        path never synchronises with the device, so that a step can be captured in a CUDA graph.
+
+        Gradients reach hidden and the weights, through flash_attn_varlen_backward, if the batch has neither decode requests nor cached
+        keys. Other batches raise ValueError if hidden or a weight requires grad, unless gradients are off (torch.no_grad). Keys that are
+        written to the cache are detached.
 
         On devices without kernels (CPU tensors outside cute_mla.simulate(), GPUs of other architectures) the torch reference computes
         attention. `path` says so, and a warning does once per device.
 
         Raises ValueError on bad arguments, and the errors of flash_mla_with_kvcache and flash_attn_varlen_func.
         """
-        self._check(hidden, k_cache, batch)
+        self._check(hidden, k_cache, batch, descale_k)
+        if needs_grad(hidden, *self._parameters.values()):
+            _check_differentiable(batch)
         path = attention_path(hidden.device)
         if path.name == "reference":
             warn_reference(hidden.device)
         rope = rotation(batch.positions, self._radians, self.config)
         q = self._queries(hidden, rope)
         keys = self._new_keys(hidden, rope)
-        write_kv_cache(*keys, k_cache, batch.slot_mapping, descale_k=descale_k)
-        cache = Cache(k_cache, descale_k)
-        parts = [q.new_empty(0, self.heads, self.config.v_head_dim)]
+        cache = Cache(hidden.new_empty(0, 1, 1, D_QK) if k_cache is None else k_cache, descale_k)
+        if k_cache is not None:
+            write_kv_cache(keys.latent.detach(), keys.rotary.detach(), cache.keys, batch.slot_mapping, descale_k=descale_k)
+        parts = []
         decoded = 0
         if batch.decode is not None:
             decoded = batch.decode.tokens
@@ -111,7 +123,8 @@ class MlaAttention(torch.nn.Module):
         if batch.prefill is not None:
             own = _Keys(*(columns[decoded:] for columns in keys))
             parts.append(self._prefill(path, q[decoded:], own, cache, batch.prefill))
-        return linear(torch.cat(parts).flatten(1), self.o)
+        out = parts[0] if len(parts) == 1 else torch.cat([q.new_empty(0, self.heads, self.config.v_head_dim), *parts])
+        return linear(out.flatten(1), self.o)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Apply a function of to(), half() and so on to the parameters. The frequencies follow to their device, and stay in fp32."""
@@ -129,11 +142,14 @@ class MlaAttention(torch.nn.Module):
 
     def _queries(self, hidden: torch.Tensor, rope: Rotation) -> torch.Tensor:
         """Project queries [tokens, heads, 192], rotary embedding applied."""
-        nope = self.config.qk_nope_head_dim
         if self.q_a is not None and self.q_a_norm is not None:
             hidden = self._normalise(linear(hidden, self.q_a), self.q_a_norm)
         q = linear(hidden, self.q_b).unflatten(1, (self.heads, -1))
-        q[..., nope:] = rope.apply(q[..., nope:])
+        plain, rotary = q.split((self.config.qk_nope_head_dim, self.config.qk_rope_head_dim), dim=-1)
+        turned = rope.apply(rotary)
+        if needs_grad(turned):
+            return torch.cat((plain, turned), dim=-1)
+        rotary.copy_(turned)
         return q
 
     def _new_keys(self, hidden: torch.Tensor, rope: Rotation) -> _Keys:
@@ -178,22 +194,58 @@ class MlaAttention(torch.nn.Module):
         """Expand latent keys to keys [tokens, heads, 192] and values [tokens, heads, 128] of each head."""
         nope = self.config.qk_nope_head_dim
         both = linear(keys.latent, self.kv_b).unflatten(1, (self.heads, -1))
+        plain, v = both.split((nope, self.config.v_head_dim), dim=-1)
+        shared = keys.rotary.unsqueeze(1)
+        if needs_grad(plain, shared):
+            return torch.cat((plain, shared.expand(-1, self.heads, -1)), dim=-1), v
         k = both.new_empty(*both.shape[:2], self.config.query_columns)
-        k[..., :nope] = both[..., :nope]
-        k[..., nope:] = keys.rotary.unsqueeze(1)
-        return k, both[..., nope:]
+        k[..., :nope] = plain
+        k[..., nope:] = shared
+        return k, v
 
-    def _check(self, hidden: torch.Tensor, k_cache: torch.Tensor, batch: MlaBatch) -> None:
-        weights = spec_of("weights", self.kv_a)
-        states, cache = spec_of("hidden", hidden), spec_of("k_cache", k_cache)
+    def _check(self, hidden: torch.Tensor, k_cache: torch.Tensor | None, batch: MlaBatch, descale_k: torch.Tensor | None) -> None:
+        weights, states = spec_of("weights", self.kv_a), spec_of("hidden", hidden)
         check_shape("hidden", states, (batch.tokens, self.config.hidden_size), " with this batch")
-        check_shape("k_cache", cache, ("pages", "page size", 1, D_QK))
-        problem = page_size_error(cache.shape[1])
-        if problem is not None:
-            raise ValueError(f"k_cache has shape {list(cache.shape)}: {problem}")
-        for name, spec, dtypes in (("hidden", states, ()), ("k_cache", cache, (torch.float8_e4m3fn,))):
+        given: list[tuple[str, TensorSpec, tuple[torch.dtype, ...]]] = [("hidden", states, ())]
+        if k_cache is None:
+            _check_without_cache(batch, descale_k)
+        else:
+            cache = spec_of("k_cache", k_cache)
+            check_shape("k_cache", cache, ("pages", "page size", 1, D_QK))
+            problem = page_size_error(cache.shape[1])
+            if problem is not None:
+                raise ValueError(f"k_cache has shape {list(cache.shape)}: {problem}")
+            given.append(("k_cache", cache, (torch.float8_e4m3fn,)))
+        for name, spec, dtypes in given:
             check_dtype(name, spec, weights.dtype, *dtypes)
             if spec.device != weights.device:
                 raise ValueError(f"{name} is on {spec.device}; supported: the device of the weights, {weights.device}")
         if batch.positions.device != weights.device or batch.slot_mapping.device != weights.device:
             raise ValueError(f"the batch is on {batch.positions.device}; supported: the device of the weights, {weights.device}")
+
+
+def _check_without_cache(batch: MlaBatch, descale_k: torch.Tensor | None) -> None:
+    """Raise ValueError if a call without a cache would read it."""
+    uses = _cached_requests(batch)
+    if uses:
+        raise ValueError(f"k_cache is None, and the batch has {uses}; supported: {_WITHOUT_CACHE}")
+    if descale_k is not None:
+        raise ValueError("descale_k is given, and k_cache is None; supported: descale_k of a cache")
+
+
+def _check_differentiable(batch: MlaBatch) -> None:
+    """Raise ValueError if a gradient would have to pass through the cache."""
+    uses = _cached_requests(batch)
+    if uses:
+        raise ValueError(
+            f"hidden or a weight requires grad, and the batch has {uses}; supported: {_WITHOUT_CACHE}, or any batch inside "
+            "`with torch.no_grad():`"
+        )
+
+
+def _cached_requests(batch: MlaBatch) -> str:
+    """Describe the requests of a batch that read the cache, "" if there are none."""
+    uses = [] if batch.decode is None else [f"{batch.decode.cache_seqlens.shape[0]} decode requests"]
+    if batch.prefill is not None and batch.prefill.chunks:
+        uses.append(f"{sum(chunk.keys for chunk in batch.prefill.chunks)} cached keys of prefill requests")
+    return " and ".join(uses)

@@ -1,6 +1,7 @@
 """The batch of one step: decode requests first, then prefill requests, planned once for all layers.
 
-The dataclasses hold the tensors that the kernels read. plan_batch makes them from lengths on the host. An engine that has lengths only on
+The dataclasses hold the tensors that the kernels read. plan_batch makes them from lengths on the host, and plan_sequences for whole
+sequences without a cache, such as those of training. An engine that has lengths only on
 the device, or that replays a CUDA graph, constructs DecodeRequests itself.
 """
 
@@ -147,6 +148,21 @@ def plan_batch(
         slot_mapping=pages.slots(requests, positions) if slot_mapping is None else slot_mapping,
         decode=_decode(lengths[:decodes], block_table) if decodes else None,
         prefill=_prefill(lengths[decodes:], block_table[decodes:], chunk_tokens) if lengths[decodes:] else None,
+    )
+
+
+def plan_sequences(lengths: Sequence[int], device: torch.device | str) -> MlaBatch:
+    """Plan whole sequences of these lengths, packed, which leave the cache alone; does not synchronise with the device.
+
+    A layer computes their attention with gradients. Raises ValueError on bad arguments.
+    """
+    lengths = _check_integers("lengths", lengths)
+    device = torch.device(device)
+    _, positions = _locate_tokens([0] * len(lengths), lengths)
+    return MlaBatch(
+        positions=_to_device(positions, device),
+        slot_mapping=torch.full((len(positions),), -1, device=device),
+        prefill=PrefillRequests(_cu_seqlens(lengths, device), max(lengths), sum(lengths)) if lengths else None,
     )
 
 

@@ -20,7 +20,7 @@ class Rotation(NamedTuple):
         """Rotate rotary columns [tokens, .., 64], whose columns 2i and 2i + 1 are a pair; rounded once, to their dtype."""
         by_token = (*self.cos.shape[:1], *[1] * (columns.dim() - 2), *self.cos.shape[1:])
         cos, sin = self.cos.view(by_token), self.sin.view(by_token)
-        even, odd = columns[..., 0::2].float(), columns[..., 1::2].float()
+        even, odd = columns.float().unflatten(-1, (-1, 2)).unbind(-1)
         return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(columns.dtype)
 
 

@@ -179,13 +179,6 @@ def test_which_gpus_have_kernels(monkeypatch: pytest.MonkeyPatch, capability: tu
     assert not has_kernels(torch.device("cpu"))
 
 
-def test_outputs_have_no_gradients() -> None:
-    sequences = Sequences.drawn(V3, [3])
-    for states in sequences.hidden:
-        states.requires_grad_()
-    assert not sequences.step([0], 0).requires_grad
-
-
 def test_the_projections_of_the_references_turn_keys() -> None:
     """A planted bug that all tests above would miss, were positions ignored on both sides."""
     sequences = Sequences.drawn(V3, [2])

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_mla.layer import DecodeRequests, plan_batch
+from cute_mla.layer import DecodeRequests, plan_batch, plan_sequences
 
 TABLE = torch.tensor([[7, 2, -1], [5, -1, -1], [1, 4, 3]], dtype=torch.int32)
 
@@ -47,6 +47,21 @@ def test_only_decodes_and_nothing() -> None:
     assert batch.positions.tolist() == [0, 0, 0]
     nothing = plan_batch([], [], TABLE[:0], 16)
     assert (nothing.tokens, nothing.decode, nothing.prefill) == (0, None, None)
+
+
+def test_whole_sequences_are_a_prefill_that_writes_nothing() -> None:
+    lengths = [3, 0, 2]
+    batch, prefill = plan_sequences(lengths, "cpu"), plan_batch(lengths, [0, 0, 0], TABLE, 16)
+    assert batch.decode is None
+    assert batch.slot_mapping.tolist() == [-1] * 5
+    assert torch.equal(batch.positions, prefill.positions)
+    assert repr(batch.prefill) == repr(prefill.prefill)
+    assert batch.prefill is not None
+    assert batch.prefill.cu_seqlens.tolist() == [0, 3, 3, 5]
+    nothing = plan_sequences([], "cpu")
+    assert (nothing.tokens, nothing.prefill) == (0, None)
+    with pytest.raises(ValueError, match=r"lengths\[1\] is -1; supported: an integer, 0 or more"):
+        plan_sequences([1, -1], "cpu")
 
 
 def test_slots_beyond_32_bits() -> None:
