@@ -72,6 +72,8 @@ class SimulatedDevice:
             raise ValueError(f"on_finding is {on_finding!r}; supported: {', '.join(_ON_FINDING)}")
         if not isinstance(code, str) or code not in _CODES:
             raise ValueError(f"code is {code!r}; supported: {', '.join(_CODES)}")
+        if isinstance(ignored, str) or not all(isinstance(kind, str) for kind in ignored):
+            raise ValueError(f"ignored is {ignored!r}; supported: a collection of kinds of findings, such as ('poison',)")
         self.arch = arch
         self.sm_count = sm_count
         self.code = code
