@@ -90,11 +90,17 @@ def first_lane_key(begin_tile: Int32, warp: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class RowProducer:
-    """Four warps. columns: the mover of the columns that the CTA of a rank holds. bits: None where all keys of a request count."""
+    """Four warps.
+
+    columns: the mover of the columns that the CTA of a rank holds. bits: None where all keys of a request count. early: whether a tile is
+    handed over ahead of the wait for the stage of the tile LAG behind it. Behind that wait, S of a tile follows P V of the tile
+    three before.
+    """
 
     columns: Callable[[Int32], ColumnMover]
     source: KeySource
     bits: KeyBits | None = None
+    early: bool = False
 
     @cute.jit
     def run(self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, warp: Int32):
@@ -131,6 +137,10 @@ class RowProducer:
         position = first_key
         found = self.source.look_up(keys_of_request, cutlass.select_(tile_range.tiles > 0, position, Int32(NO_POSITION)))
         for t in cutlass.range(tile_range.tiles, unroll=1):
+            if cutlass.const_expr(self.early):
+                cute.arch.cp_async_wait_group(LAG - 1)
+                if first_tile + t >= LAG:
+                    self.finish(tiles, pipes, columns, first_tile + t - LAG, warp)
             keys = self.source.locate(operands, keys_of_request, found, position)
             position = position + TILE_KEYS
             # nothing is fetched for the work tile that follows: its tiles may be another partition's
@@ -141,9 +151,10 @@ class RowProducer:
             cute.arch.cp_async_commit_group()
             if cutlass.const_expr(self.bits is not None):
                 self.bits.store(pipes, pipes.kv_ready.stage(use), warp, keys)
-            cute.arch.cp_async_wait_group(LAG)
-            if use >= LAG:
-                self.finish(tiles, pipes, columns, use - LAG, warp)
+            if cutlass.const_expr(not self.early):
+                cute.arch.cp_async_wait_group(LAG)
+                if use >= LAG:
+                    self.finish(tiles, pipes, columns, use - LAG, warp)
 
     def finish(self, tiles: Tiles, pipes: Pipes, columns: ColumnMover, tile: Int32, warp: Int32) -> None:
         """Make columns of a tile whose copies have landed, and hand them over."""

@@ -80,7 +80,8 @@ class SparseDecodeSm100(AttentionKernel):
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_increase(PRODUCER_REGISTERS)
             columns = partial(columns_of_cta, self.format, self.dtype, memory.get("sScales"))
-            RowProducer(columns, SlotKeys(self.format), SeenBits()).run(operands, tiles, pipes, warp - PRODUCER_WARP)
+            producer = RowProducer(columns, SlotKeys(self.format), SeenBits(), early=self.format.quantised > 0)
+            producer.run(operands, tiles, pipes, warp - PRODUCER_WARP)
         else:
             cute.arch.setmaxregister_decrease(MMA_REGISTERS)
             if warp == MMA_WARP and cute.arch.block_idx_in_cluster() == EVEN_CTA:
