@@ -8,8 +8,8 @@ from cutlass import Float32, Int32, Uint8, cute
 
 from ...spec.arch import SM100
 from ...spec.dense_prefill import BOX_COLUMNS, D_V
-from ...spec.dense_prefill_dq import TILE_KEYS as TILE_KEYS_OF
 from ...spec.dense_prefill_dq import STATISTICS, TILE_ROWS
+from ...spec.dense_prefill_dq import TILE_KEYS as TILE_KEYS_OF
 from ..dense_prefill.board import ITEM_WORDS
 from ..dense_prefill.operands import WorkItem
 from ..dense_prefill.sm100_config import GROUP_WARPS, ITEM_STAGES, K_STEP, STAGE_BYTES, STEPS_PER_BOX, TILE_KEYS

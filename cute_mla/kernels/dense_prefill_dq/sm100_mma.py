@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import reduce
-from operator import and_
 
 import cutlass
 from cutlass import Boolean, Int32, cute
@@ -16,7 +14,7 @@ from ..dense_prefill.sm100_config import K_STEP, STAGE_BYTES, STEPS_PER_BOX, TIL
 from ..dense_prefill.sm100_mma import K_MAJOR_STEP, MN_MAJOR_STEP, TMEM_STEP
 from ..primitives import tcgen05
 from ..primitives.integers import larger
-from ..primitives.pipeline import PipelineState, StageBarriers
+from ..primitives.pipeline import PipelineState
 from .sm100_config import DQ_COLUMN, SCORE_COLUMN, SLOPE_COLUMN, VALUE_BOXES, WEIGHT_COLUMN, Geometry, Pipes, Tiles
 
 
@@ -125,23 +123,23 @@ class MmaRole:
 
     def multiply_scores(self, pipes: Pipes, gemm: TileGemm, count: Int32, keys: list[PipelineState]) -> None:
         """Issue S of the count-th tile when its keys have come and S of the tile before has been read."""
-        await_stages(pipes.key_ready, keys)
         pipes.scores_free.producer_acquire(count)
-        tcgen05.fence_after_wait()
-        with cute.arch.elect_one():
-            for box, use in enumerate(keys):
+        for box, use in enumerate(keys):
+            pipes.key_ready.consumer_wait(use)
+            tcgen05.fence_after_wait()
+            with cute.arch.elect_one():
                 gemm.scores(box, use.stage)
-            tcgen05.commit_alone(pipes.scores_ready.barrier(count))
+        self.commit(pipes.scores_ready.barrier(count))
 
     def multiply_slopes(self, pipes: Pipes, gemm: TileGemm, count: Int32, values: list[PipelineState]) -> None:
         """Issue dP of the count-th tile when its values have come. dP of the tile before has been read: its dS is there."""
-        await_stages(pipes.value_ready, values)
-        tcgen05.fence_after_wait()
-        with cute.arch.elect_one():
-            for box, use in enumerate(values):
+        for box, use in enumerate(values):
+            pipes.value_ready.consumer_wait(use)
+            tcgen05.fence_after_wait()
+            with cute.arch.elect_one():
                 gemm.slopes(box, use.stage)
                 tcgen05.commit_alone(pipes.value_free.barrier(use))
-            tcgen05.commit_alone(pipes.slopes_ready.barrier(count))
+        self.commit(pipes.slopes_ready.barrier(count))
 
     def multiply_dq(self, pipes: Pipes, gemm: TileGemm, count: Int32, first_stage: Int32, accumulate: Boolean) -> None:
         """Issue dQ of the count-th tile when its dS is there, and free its keys, 64 columns after the other."""
@@ -157,12 +155,3 @@ class MmaRole:
         """Arrive when everything issued so far is done."""
         with cute.arch.elect_one():
             tcgen05.commit_alone(barrier)
-
-
-@cute.jit
-def await_stages(ready: StageBarriers, uses: list[PipelineState]):
-    """Wait until stages are filled. All are asked before an answer is looked at: one takes 35 clocks."""
-    filled = [cute.arch.mbarrier_try_wait(ready.base + use.stage, use.phase) for use in uses]
-    if not reduce(and_, filled):
-        for i in cutlass.range_constexpr(len(uses)):
-            ready.consumer_wait(uses[i])

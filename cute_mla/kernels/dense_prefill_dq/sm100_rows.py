@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import cutlass
 from cutlass import Float32, Int32, cute
 
 from ...spec.dense_prefill import D_V
-from ...spec.dense_prefill_dq import TILE_ROWS
+from ...spec.dense_prefill_dq import STATISTICS, TILE_ROWS
 from ...spec.mla import LOG2E
 from ..dense_prefill.board import Board
 from ..dense_prefill.operands import WorkItem
-from ..dense_prefill.sm100_config import GROUP, first_lane
+from ..dense_prefill.sm100_config import GROUP, GROUP_WARPS, first_lane
 from ..primitives import tcgen05
 from ..primitives.elements import aligned, load_pair, store_row, store_words
 from ..primitives.integers import smaller
@@ -19,10 +21,42 @@ from .sm100_config import DQ_COLUMN, Geometry, Pipes, Tiles
 
 ROW_LANES = 8  # that share a row of out and dout: 128 bytes at a time
 CHUNK = 8  # elements of 16 bytes
-PASS_ROWS = GROUP // ROW_LANES
+WARP_ROWS = cute.arch.WARP_SIZE // ROW_LANES  # of a pass
+PASS_ROWS = GROUP_WARPS * WARP_ROWS
 PASSES = TILE_ROWS // PASS_ROWS
 PASSES_AT_ONCE = 2  # whose loads are on their way together
 STORED_AT_ONCE = 32  # columns of dQ
+
+
+@dataclass(frozen=True)
+class WarpRows:
+    """The rows of out and dout that a warp reads: four in each pass, eight lanes a row. first: of pass 0. chunk: of a row, the lane's."""
+
+    first: Int32
+    lane: Int32
+    chunk: Int32
+
+    @staticmethod
+    def create() -> WarpRows:
+        """Return the rows of this warp."""
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
+        return WarpRows(warp * WARP_ROWS, lane, lane % ROW_LANES)
+
+    def of_pass(self, step: int) -> Int32:
+        """Return the row that the lane helps to read."""
+        return self.first + (step * PASS_ROWS + self.lane // ROW_LANES)
+
+    def of_lane(self) -> Int32:
+        """Return the row whose statistics the lane collects: lane 4 p + i that of row i of pass p."""
+        return self.first + (self.lane // WARP_ROWS * PASS_ROWS + self.lane % WARP_ROWS)
+
+    def collect(self, step: int, share: Float32, before: Float32) -> Float32:
+        """Return the sum of the shares of eight lanes, if it is the lane's row's, or else what the lane has."""
+        for distance in (1, 2, 4):
+            share = share + cute.arch.shuffle_sync_bfly(share, distance)
+        total = cute.arch.shuffle_sync(share, self.lane % WARP_ROWS * ROW_LANES)
+        return cutlass.select_(self.lane // WARP_ROWS == step, total, before)
 
 
 class RowRole:
@@ -62,37 +96,41 @@ class RowRole:
         Rows behind the sequence's repeat its last one; their results go nowhere. A row with an infinite lse has no gradient: its P is
         0, and so is its delta.
         """
-        thread = cute.arch.thread_idx()[0] % GROUP
-        pipes.statistics_free.producer_acquire(use)
-        for first in cutlass.range(0, PASSES, PASSES_AT_ONCE, unroll=1):
-            rows = [(first + i) * PASS_ROWS + thread // ROW_LANES for i in range(PASSES_AT_ONCE)]
-            sources = [smaller(row, item.rows - 1) for row in rows]
-            lses = [operands.lse_of(item, source).load() for source in sources]
-            chunks = [self.load_rows(operands, item, source, thread % ROW_LANES) for source in sources]
+        rows = WarpRows.create()
+        own = rows.of_lane()
+        lse = operands.lse_of(item, smaller(own, item.rows - 1)).load()
+        delta = Float32(0)
+        following = self.load_rows(operands, item, rows, 0)
+        for first in cutlass.range_constexpr(0, PASSES, PASSES_AT_ONCE):
+            chunks = following
+            if cutlass.const_expr(first + PASSES_AT_ONCE < PASSES):
+                following = self.load_rows(operands, item, rows, first + PASSES_AT_ONCE)
             for i in cutlass.range_constexpr(PASSES_AT_ONCE):
-                share = self.share_of_delta(chunks[i])
-                for step in (1, 2, 4):
-                    share = share + cute.arch.shuffle_sync_bfly(share, step)
-                none = (lses[i] == Float32.inf) | (lses[i] == -Float32.inf)
-                numbers = (cutlass.select_(none, Float32.inf, lses[i] * LOG2E), cutlass.select_(none, Float32(0), share))
-                if thread % ROW_LANES == 0:
-                    for which, number in enumerate(numbers):
-                        (tiles.sStatistics + (which * TILE_ROWS + rows[i])).store(number)
+                delta = rows.collect(first + i, self.share_of_delta(chunks[i]), delta)
                 if cutlass.const_expr(not self.by_tma):
-                    self.copy_row(operands, item, rows[i], thread % ROW_LANES, chunks[i])
-                if (thread % ROW_LANES == 0) & (rows[i] < item.rows):
-                    for which, number in enumerate(numbers):
-                        operands.statistic_of(item, rows[i], which).store(number)
+                    self.copy_row(operands, item, rows, first + i, chunks[i])
+        none = (lse == Float32.inf) | (lse == -Float32.inf)
+        numbers = (cutlass.select_(none, Float32.inf, lse * LOG2E), cutlass.select_(none, Float32(0), delta))
+        pipes.statistics_free.producer_acquire(use)
+        for which in cutlass.range_constexpr(STATISTICS):
+            (tiles.sStatistics + (which * TILE_ROWS + own)).store(numbers[which])
         if cutlass.const_expr(not self.by_tma):
             # TMA reads the copies
             cute.arch.fence_proxy("async.global")
         pipes.statistics_ready.producer_commit(use)
+        if own < item.rows:
+            for which in cutlass.range_constexpr(STATISTICS):
+                operands.statistic_of(item, own, which).store(numbers[which])
 
-    def load_rows(self, operands: Operands, item: WorkItem, row: Int32, lane: Int32) -> tuple[list[Int32], list[Int32]]:
-        """Load a lane's chunks of a row of out and of dout."""
-        starts = (operands.out_row(item, row), operands.dout_row(item, row))
-        out, dout = (self.load_words(start + lane * CHUNK, D_V) for start in starts)
-        return out, dout
+    def load_rows(self, operands: Operands, item: WorkItem, rows: WarpRows, first: int) -> list[tuple[list[Int32], list[Int32]]]:
+        """Load the lane's chunks of out and dout for the passes from `first` on."""
+        chunks = []
+        for step in range(first, first + PASSES_AT_ONCE):
+            row = smaller(rows.of_pass(step), item.rows - 1)
+            starts = (operands.out_row(item, row), operands.dout_row(item, row))
+            out, dout = (self.load_words(start + rows.chunk * CHUNK, D_V) for start in starts)
+            chunks.append((out, dout))
+        return chunks
 
     def load_words(self, source: cute.Pointer, columns: int) -> list[Int32]:
         """Load a chunk of every 64 of a row's columns."""
@@ -121,11 +159,11 @@ class RowRole:
         return total[0] + total[1]
 
     @cute.jit
-    def copy_row(self, operands: Operands, item: WorkItem, row: Int32, lane: Int32, chunks: tuple[list[Int32], list[Int32]]):
+    def copy_row(self, operands: Operands, item: WorkItem, rows: WarpRows, step: int, chunks: tuple[list[Int32], list[Int32]]):
         """Store the lane's chunks of a row of Q and dO to their copies."""
+        row, lane = rows.of_pass(step), rows.chunk
         if row < item.rows:
-            dout = operands.dout_copy_row(item, row) + lane * CHUNK
-            store_chunks(dout, chunks[1])
+            store_chunks(operands.dout_copy_row(item, row) + lane * CHUNK, chunks[1])
             store_chunks(
                 operands.q_copy_row(item, row, self.geometry.d_qk) + lane * CHUNK,
                 self.load_words(operands.q_row(item, row) + lane * CHUNK, self.geometry.d_qk),
