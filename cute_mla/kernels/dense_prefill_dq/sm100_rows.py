@@ -24,7 +24,6 @@ CHUNK = 8  # elements of 16 bytes
 WARP_ROWS = cute.arch.WARP_SIZE // ROW_LANES  # of a pass
 PASS_ROWS = GROUP_WARPS * WARP_ROWS
 PASSES = TILE_ROWS // PASS_ROWS
-PASSES_AT_ONCE = 2  # whose loads are on their way together
 STORED_AT_ONCE = 32  # columns of dQ
 
 
@@ -43,7 +42,7 @@ class WarpRows:
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
         return WarpRows(warp * WARP_ROWS, lane, lane % ROW_LANES)
 
-    def of_pass(self, step: int) -> Int32:
+    def of_pass(self, step: Int32) -> Int32:
         """Return the row that the lane helps to read."""
         return self.first + (step * PASS_ROWS + self.lane // ROW_LANES)
 
@@ -51,7 +50,7 @@ class WarpRows:
         """Return the row whose statistics the lane collects: lane 4 p + i that of row i of pass p."""
         return self.first + (self.lane // WARP_ROWS * PASS_ROWS + self.lane % WARP_ROWS)
 
-    def collect(self, step: int, share: Float32, before: Float32) -> Float32:
+    def collect(self, step: Int32, share: Float32, before: Float32) -> Float32:
         """Return the sum of the shares of eight lanes, if it is the lane's row's, or else what the lane has."""
         for distance in (1, 2, 4):
             share = share + cute.arch.shuffle_sync_bfly(share, distance)
@@ -66,6 +65,7 @@ class RowRole:
         self.dtype = dtype
         self.geometry = geometry
         self.by_tma = by_tma
+        self.passes_at_once = 4 if by_tma else 1  # whose loads are on their way together
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32):
@@ -100,12 +100,9 @@ class RowRole:
         own = rows.of_lane()
         lse = operands.lse_of(item, smaller(own, item.rows - 1)).load()
         delta = Float32(0)
-        following = self.load_rows(operands, item, rows, 0)
-        for first in cutlass.range_constexpr(0, PASSES, PASSES_AT_ONCE):
-            chunks = following
-            if cutlass.const_expr(first + PASSES_AT_ONCE < PASSES):
-                following = self.load_rows(operands, item, rows, first + PASSES_AT_ONCE)
-            for i in cutlass.range_constexpr(PASSES_AT_ONCE):
+        for first in cutlass.range(0, PASSES, self.passes_at_once, unroll=1):
+            chunks = [self.load_row(operands, item, rows, first + i) for i in range(self.passes_at_once)]
+            for i in cutlass.range_constexpr(self.passes_at_once):
                 delta = rows.collect(first + i, self.share_of_delta(chunks[i]), delta)
                 if cutlass.const_expr(not self.by_tma):
                     self.copy_row(operands, item, rows, first + i, chunks[i])
@@ -122,15 +119,12 @@ class RowRole:
             for which in cutlass.range_constexpr(STATISTICS):
                 operands.statistic_of(item, own, which).store(numbers[which])
 
-    def load_rows(self, operands: Operands, item: WorkItem, rows: WarpRows, first: int) -> list[tuple[list[Int32], list[Int32]]]:
-        """Load the lane's chunks of out and dout for the passes from `first` on."""
-        chunks = []
-        for step in range(first, first + PASSES_AT_ONCE):
-            row = smaller(rows.of_pass(step), item.rows - 1)
-            starts = (operands.out_row(item, row), operands.dout_row(item, row))
-            out, dout = (self.load_words(start + rows.chunk * CHUNK, D_V) for start in starts)
-            chunks.append((out, dout))
-        return chunks
+    def load_row(self, operands: Operands, item: WorkItem, rows: WarpRows, step: Int32) -> tuple[list[Int32], list[Int32]]:
+        """Load the lane's chunks of out and dout for one pass."""
+        row = smaller(rows.of_pass(step), item.rows - 1)
+        starts = (operands.out_row(item, row), operands.dout_row(item, row))
+        out, dout = (self.load_words(start + rows.chunk * CHUNK, D_V) for start in starts)
+        return out, dout
 
     def load_words(self, source: cute.Pointer, columns: int) -> list[Int32]:
         """Load a chunk of every 64 of a row's columns."""
@@ -159,7 +153,7 @@ class RowRole:
         return total[0] + total[1]
 
     @cute.jit
-    def copy_row(self, operands: Operands, item: WorkItem, rows: WarpRows, step: int, chunks: tuple[list[Int32], list[Int32]]):
+    def copy_row(self, operands: Operands, item: WorkItem, rows: WarpRows, step: Int32, chunks: tuple[list[Int32], list[Int32]]):
         """Store the lane's chunks of a row of Q and dO to their copies."""
         row, lane = rows.of_pass(step), rows.chunk
         if row < item.rows:
