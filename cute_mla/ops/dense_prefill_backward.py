@@ -12,7 +12,7 @@ import torch
 from ..runtime.arguments import Memory, Span
 from ..runtime.current import device_for
 from ..runtime.device import Device
-from ..spec.arch import Arch
+from ..spec.arch import SM90, Arch
 from ..spec.dense_decode import MAX_ROW_ALIGNMENT
 from ..spec.dense_prefill import BOX_ROWS, D_V, MAX_ITEMS, DensePrefillProblem
 from ..spec.dense_prefill_dkdv import TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvProblem
@@ -207,7 +207,7 @@ def _statistics_map(layout: BackwardWorkspace, address: int) -> TensorMap:
         address=address,
         dims=(layout.total_q, layout.h_q, STATISTICS),
         strides=(head, layout.h_q * head),
-        box=(TILE_QUERIES[layout.d_qk], 1, STATISTICS),
+        box=(TILE_QUERIES[SM90.name][layout.d_qk], 1, STATISTICS),
     )
 
 
@@ -332,7 +332,7 @@ def _dq_layouts(call: CallSpec, workspace: BackwardWorkspace) -> dict[str, HeadL
 def _dkdv_layouts(call: CallSpec, workspace: BackwardWorkspace) -> dict[str, HeadLayout | None]:
     """Return the layouts of the maps of dkdv, which reads the copies of q and dout if there are any."""
     rows, keys = call.q.shape[0] > 0, call.k.shape[0] > 0
-    box_rows = TILE_QUERIES[workspace.d_qk]
+    box_rows = TILE_QUERIES[SM90.name][workspace.d_qk]
     q, dout = (_packed(spec) if workspace.copies else spec for spec in (call.q, call.dout))
     return {
         "q": _layout("q", q, box_rows) if rows else None,

@@ -1,0 +1,153 @@
+"""Tile geometry, shared and tensor memory, barriers and roles of the SM100 dK and dV kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from ...spec.arch import SM100
+from ...spec.dense_prefill import BOX_COLUMNS, D_V
+from ...spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES
+from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
+from ...spec.mla import ELEMENT_BYTES
+from ..primitives.integers import larger
+from ..primitives.pipeline import StageBarriers
+from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
+from .operands import KeyItem
+from .posted_item import ITEM_WORDS, ITEMS_AHEAD
+
+BOX_ALIGNMENT = 128  # bytes; of what TMA writes without swizzle
+ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES  # of a box
+K_STEP = 16  # contraction depth of one MMA
+STEPS_PER_BOX = BOX_COLUMNS // K_STEP
+
+HALVES = 2  # of a tile's query rows: a group of attend warps each
+GROUP_WARPS = 4
+ATTEND_WARPS = HALVES * GROUP_WARPS
+MMA_WARP, QUERY_WARP, SLOPE_WARP, KEY_WARP = range(ATTEND_WARPS, ATTEND_WARPS + 4)
+THREADS = 32 * (KEY_WARP + 1)
+
+# per lane of a warp, by setmaxnreg: 2 x 208 + 88 = 504, all that three lanes at launch have
+ATTEND_REGISTERS = 208
+OTHER_REGISTERS = 88
+
+# tensor memory, in 32-bit columns of 128 lanes, a key each: dV, dK, then S of a tile, and dP of it. P and dS, two elements a column,
+# overwrite the first half of the columns that they come from, in either half of the tile
+VALUES_COLUMN = 0
+KEYS_COLUMN = VALUES_COLUMN + D_V
+TMEM_COLUMNS = 512
+TMEM_LANE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Numbers that depend on the columns of q and k."""
+
+    d_qk: int
+
+    @property
+    def tile_queries(self) -> int:
+        """Return the query rows of a tile."""
+        return TILE_QUERIES[SM100.name][self.d_qk]
+
+    @property
+    def half_queries(self) -> int:
+        """Return the query rows of a tile that an attend warp has."""
+        return self.tile_queries // HALVES
+
+    @property
+    def scores_column(self) -> int:
+        """Return the first column of S."""
+        return KEYS_COLUMN + self.d_qk
+
+    @property
+    def dprobs_column(self) -> int:
+        """Return the first column of dP."""
+        return self.scores_column + self.tile_queries
+
+    @property
+    def item_bytes(self) -> int:
+        """Return the bytes of an item's K and V."""
+        return TILE_KEYS * (self.d_qk + D_V) * ELEMENT_BYTES
+
+    @property
+    def query_bytes(self) -> int:
+        """Return the bytes of one tile of Q and its statistics."""
+        return self.tile_queries * (self.d_qk * ELEMENT_BYTES + STATISTICS * STATISTIC_BYTES)
+
+    @property
+    def slope_bytes(self) -> int:
+        """Return the bytes of one tile of dO."""
+        return self.tile_queries * D_V * ELEMENT_BYTES
+
+    @property
+    def stages(self) -> int:
+        """Return the tiles of Q, and as many of dO, that shared memory has room for beside K, V and the barriers."""
+        return (SM100.smem_per_block - SWIZZLE_PERIOD - self.item_bytes) // (self.query_bytes + self.slope_bytes)
+
+    @property
+    def products(self) -> int:
+        """Return the matrix products of one tile: S, dP, dV and dK."""
+        return (self.d_qk + D_V + 2 * self.tile_queries) // K_STEP
+
+    def smem(self, dtype: type[cutlass.Numeric]) -> SmemLayout:
+        """Return the layout of shared memory. dtype: of q, dout, k and v."""
+        of_tile = ("scores_ready", "probs_ready", "dprobs_ready", "dscores_ready", "sums_ready", "sums_free")
+        return SmemLayout((
+            Tile("sK", dtype, (TILE_KEYS, self.d_qk, 1)),
+            Tile("sV", dtype, (TILE_KEYS, D_V, 1)),
+            Tile("sQ", dtype, (self.tile_queries, self.d_qk, self.stages)),
+            Tile("sD", dtype, (self.tile_queries, D_V, self.stages)),
+            Array("statistics", Float32, self.stages * STATISTICS * self.tile_queries, BOX_ALIGNMENT),
+            Array("items", Int32, ITEMS_AHEAD * ITEM_WORDS),
+            Barriers("query_ready", self.stages),
+            Barriers("query_free", self.stages),
+            Barriers("slope_ready", self.stages),
+            Barriers("slope_free", self.stages),
+            Barriers("query_landed", 1),
+            Barriers("slope_landed", 1),
+            Barriers("key_ready", 1),
+            Barriers("key_free", 1),
+            *(Barriers(name, 1) for name in of_tile),
+            Array("tmem_cell", Int32, 1),
+        ))  # fmt: skip
+
+    def tiles(self, item: KeyItem) -> Int32:
+        """Return the tiles of the query rows of one head that see the item."""
+        rows = larger(item.queries - item.first_query, Int32(0))
+        return (rows + (self.tile_queries - 1)) // self.tile_queries
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Shared memory as tensors: rows x columns x stages."""
+
+    sK: cute.Tensor  # (128 keys, d_qk, 1)
+    sV: cute.Tensor  # (128 keys, 128 columns, 1)
+    sQ: cute.Tensor  # (tile queries, d_qk, stages)
+    sD: cute.Tensor  # (tile queries, 128 columns, stages)
+    statistics: cute.Pointer  # fp32 [stages, 2, tile queries]: lse in log2 units, delta
+    items: cute.Pointer  # int32 [2, fields]: a PostedItem each, of turns by their parity
+    tmem_cell: cute.Pointer  # int32: address of the tensor memory
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """The barriers of Geometry.smem. sm100.py says who arrives where."""
+
+    query_ready: StageBarriers
+    query_free: StageBarriers
+    slope_ready: StageBarriers
+    slope_free: StageBarriers
+    query_landed: StageBarriers
+    slope_landed: StageBarriers
+    key_ready: StageBarriers
+    key_free: StageBarriers
+    scores_ready: StageBarriers
+    probs_ready: StageBarriers
+    dprobs_ready: StageBarriers
+    dscores_ready: StageBarriers
+    sums_ready: StageBarriers
+    sums_free: StageBarriers
