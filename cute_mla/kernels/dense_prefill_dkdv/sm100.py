@@ -18,15 +18,17 @@ Roles (384 threads):
 
 Tensor memory, a key a lane: dV in 128 columns, dK in d_qk, S^T and dP^T of a tile in a column for each of its rows. P^T and dS^T,
 16-bit, overwrite the first half of each half of these.
-Shared memory: K and V (128 keys), two tiles of Q, dO and the statistics, two posted work items.
+Shared memory: K and V (128 keys), boxes of 64 columns of a tile of Q and of dO, two tiles of statistics, two posted work items.
 
 Pipelines (producer -> consumer; arrivals per phase):
-  query_ready[2]   queries -> mma, attend  1 and the bytes of a tile; without them for a tile that ends behind the last row
-  query_free[2]    mma -> queries          1: dK of the tile is done, and the attend role has read the statistics
-  slope_ready[2]   slopes -> mma           as query_ready
-  slope_free[2]    mma -> slopes           1: dV of the tile is done
-  query_landed     queries -> itself       1 and the bytes of a tile that it clears the rest of before it hands it on
-  slope_landed     slopes -> itself        likewise
+  query_ready[n]     queries -> mma          1 and the bytes of a box; without them if the tile ends behind the last row; n = 9 or 5
+  query_free[n]      mma -> queries          1: dK of the box, or of the tile, is done
+  slope_ready[n]     slopes -> mma           as query_ready; n = 3 or 4
+  slope_free[n]      mma -> slopes           1: dV of the box, or of the tile, is done
+  statistic_ready[2] queries -> attend       1 and the bytes of the statistics of a tile, likewise
+  statistic_free[2]  attend -> queries       8
+  query_landed       queries -> itself       1 for each box and the statistics, with the bytes, of a tile that it clears the rest of
+  slope_landed       slopes -> itself        likewise
   key_ready        keys -> mma, attend     1 and the bytes of K and V, once per item, and once behind the last item
   key_free         mma, attend -> keys     10: the posted item has been read, and the item's last dP^T is done
   scores_ready     mma -> attend           1: S^T is complete
@@ -54,7 +56,7 @@ from ..primitives import tcgen05
 from ..primitives.smem import fields_of
 from ..primitives.tma import prefetch_map
 from .abi import DensePrefillDkdvAbi
-from .load import KeyRole, QueryRole, SlopeRole
+from .key_role import KeyRole
 from .operands import Operands
 from .sm100_attend import AttendRole
 from .sm100_config import (
@@ -66,6 +68,7 @@ from .sm100_config import (
     MMA_WARP,
     OTHER_REGISTERS,
     QUERY_WARP,
+    SLOPE_BOXES,
     SLOPE_WARP,
     THREADS,
     TMEM_COLUMNS,
@@ -73,6 +76,7 @@ from .sm100_config import (
     Pipes,
     Tiles,
 )
+from .sm100_load import QueryRole, SlopeRole
 from .sm100_mma import MmaRole, TileGemm
 
 
@@ -94,7 +98,7 @@ class DensePrefillDkdvSm100(AttentionKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == KEY_WARP:
             with cute.arch.elect_one():
-                initialise(pipes)
+                initialise(pipes, geometry)
                 for tensor_map in (args.q_map, args.dout_map, args.k_map, args.v_map, args.statistics_map):
                     prefetch_map(tensor_map)
         if warp == MMA_WARP:
@@ -125,14 +129,16 @@ class DensePrefillDkdvSm100(AttentionKernel):
             tcgen05.free(tmem, TMEM_COLUMNS, tcgen05.OWN_GROUP)
 
 
-def initialise(pipes: Pipes) -> None:
-    """Set the arrivals of every barrier: warps of the arriving roles, a load, or a commit."""
+def initialise(pipes: Pipes, geometry: Geometry) -> None:
+    """Set the arrivals of every barrier: warps of the arriving roles, loads, or a commit."""
     for by_one in (
-        pipes.query_ready, pipes.query_free, pipes.slope_ready, pipes.slope_free, pipes.query_landed, pipes.slope_landed, pipes.key_ready,
+        pipes.query_ready, pipes.query_free, pipes.slope_ready, pipes.slope_free, pipes.statistic_ready, pipes.key_ready,
         pipes.scores_ready, pipes.dprobs_ready, pipes.sums_ready,
     ):  # fmt: skip
         by_one.initialise(1)
-    for by_warps in (pipes.probs_ready, pipes.dscores_ready, pipes.sums_free):
+    pipes.query_landed.initialise(geometry.query_boxes + 1)
+    pipes.slope_landed.initialise(SLOPE_BOXES)
+    for by_warps in (pipes.statistic_free, pipes.probs_ready, pipes.dscores_ready, pipes.sums_free):
         by_warps.initialise(ATTEND_WARPS)
     pipes.key_free.initialise(2 + ATTEND_WARPS)
     cute.arch.mbarrier_init_fence()

@@ -1,6 +1,6 @@
 """The attend role of the SM100 dK and dV kernel: P^T and dS^T from S^T and dP^T, and the rows of dK and dV.
 
-A thread has a key, which is a lane of tensor memory, and half of the query rows of a tile. sm100.py describes pipelines and the trick.
+A warp has 32 keys, which are lanes of tensor memory, and half of the query rows of a tile. sm100.py describes pipelines and the trick.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from cutlass import Float32, Int32, cute
 from ...spec.dense_prefill import D_V
 from ...spec.dense_prefill_dkdv import TILE_KEYS
 from ...spec.dense_prefill_dq import STATISTICS
+from ..dense_prefill.sm100_softmax import exp2_on_fma
 from ..primitives import tcgen05
 from ..primitives.elements import aligned, pack_pair, store_row
 from .operands import Operands
@@ -20,96 +21,118 @@ from .posted_item import PostedItem
 from .sm100_config import GROUP_WARPS, HALVES, KEYS_COLUMN, TMEM_LANE, VALUES_COLUMN, Geometry, Pipes, Tiles
 
 STORED_AT_ONCE = 32  # columns of dV and dK
-VECTOR = 4  # statistics of one access
-WORD_BITS = 32
+LANE_PARTS = 2  # of a warp's lanes of tensor memory: 16 each
+QUAD = 4  # threads that share keys
+EIGHT = 8  # query rows of a quad
+PAIR = 2  # of them, of a thread
+PAIRS_PER_GROUP = 8
+POLYNOMIAL_PAIRS = 2  # of a group, whose exponentials are computed on the FMA pipe
 
 
 @dataclass(frozen=True)
-class KeyRow:
-    """A thread's key and its half of the query rows of a tile.
+class KeyRows:
+    """A thread's part of S or dP of a tile: four keys, and a quarter of the query rows of its half.
 
-    lanes: tensor memory at the first lane of the warp. half: of the query rows. key: of the item. rP: fp32, P of the tile.
+    Elements are those of load_fragment, of 16 keys and then of the next 16. A row a lane would need four times as many loads of lse and
+    delta, which are the same for all keys.
+    first_lane: tensor memory at the first lane of the warp. half: of the query rows. key: the first of the thread's keys, of the item.
+    rP: fp32, P of the tile.
     """
 
     dtype: type[cutlass.Numeric]
     geometry: Geometry
     tiles: Tiles
-    lanes: Int32
+    first_lane: Int32
     half: Int32
     key: Int32
     scale_log2: Float32
     rP: cute.Tensor
 
     @staticmethod
-    def create(dtype: type[cutlass.Numeric], geometry: Geometry, tiles: Tiles, tmem: Int32, half: Int32, scale_log2: Float32) -> KeyRow:
-        """Return the row of this thread."""
+    def create(dtype: type[cutlass.Numeric], geometry: Geometry, tiles: Tiles, tmem: Int32, half: Int32, scale_log2: Float32) -> KeyRows:
+        """Return the part of this thread."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
         rP = cute.make_rmem_tensor(cute.make_layout(geometry.half_queries), Float32)
-        key = cute.arch.thread_idx()[0] % TILE_KEYS
-        return KeyRow(dtype, geometry, tiles, tmem + warp * (32 * TMEM_LANE), half, key, scale_log2, rP)
+        key = warp * 32 + cute.arch.lane_idx() // QUAD
+        return KeyRows(dtype, geometry, tiles, tmem + warp * (32 * TMEM_LANE), half, key, scale_log2, rP)
 
     def load(self, column: int) -> list[Float32]:
-        """Load the thread's columns of S or dP, which begins at a column. They may be overwritten when this returns."""
-        first, parts, count = self._columns(column), [], self.geometry.half_queries
-        done = 0
-        while done < count:
-            size = 1 << ((count - done).bit_length() - 1)
-            parts.append((tcgen05.load_columns(first + done, size), size))
-            done += size
+        """Load the thread's part of S or dP, which begins at a column. It may be overwritten when this returns."""
+        columns = power_runs(self.geometry.half_queries)
+        parts = [
+            (tcgen05.load_fragment(self._place(column, part) + first, size), size) for part in range(LANE_PARTS) for first, size in columns
+        ]
         tcgen05.await_loads()
-        return [values[i] for values, size in parts for i in range(size)]
+        return [values[i] for values, size in parts for i in range(size // 2)]
 
     def store(self, column: int, values: list[Float32]) -> None:
-        """Store values, rounded, as A operand over the first of the thread's columns of S or dP; done when this returns."""
+        """Store values, rounded, as A operand over the first of the half's columns of S or dP; done when this returns."""
         words = [pack_pair(values[i], values[i + 1], self.dtype) for i in range(0, len(values), 2)]
-        done = 0
-        while done < len(words):
-            size = 1 << ((len(words) - done).bit_length() - 1)
-            tcgen05.store_columns(self._columns(column) + done, words[done : done + size])
-            done += size
+        columns = power_runs(self.geometry.half_queries // 2)
+        for part in range(LANE_PARTS):
+            own = words[part * len(words) // LANE_PARTS :]
+            for first, size in columns:
+                tcgen05.store_fragment(self._place(column, part) + first, own[first // 2 : (first + size) // 2])
         tcgen05.await_stores()
 
-    def statistic(self, stage: Int32, which: int) -> list[Float32]:
-        """Load lse or delta of the thread's query rows."""
+    def statistic(self, stage: Int32, which: int) -> list[tuple[Float32, Float32]]:
+        """Load lse or delta of the thread's query rows, in pairs."""
         size, half = self.geometry.tile_queries, self.geometry.half_queries
-        source = self.tiles.statistics + (stage * (STATISTICS * size) + which * size + self.half * half)
-        values: list[Float32] = []
-        for first in range(0, half, VECTOR):
-            rValues = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
-            cute.autovec_copy(cute.make_tensor(aligned(source + first, 16), rValues.layout), rValues)
-            values += [rValues[i] for i in range(VECTOR)]
-        return values
+        first = which * size + self.half * half + PAIR * (cute.arch.lane_idx() % QUAD)
+        source = self.tiles.statistics + (stage * (STATISTICS * size) + first)
+        pairs = []
+        for eight in range(0, half, EIGHT):
+            rPair = cute.make_rmem_tensor(cute.make_layout(PAIR), Float32)
+            cute.autovec_copy(cute.make_tensor(aligned(source + eight, 8), rPair.layout), rPair)
+            pairs.append((rPair[0], rPair[1]))
+        return pairs
 
-    def set_probabilities(self, scores: list[Float32], lse_log2: list[Float32]) -> None:
+    def set_probabilities(self, scores: list[Float32], lse_log2: list[tuple[Float32, Float32]]) -> None:
         """Set P to the exponentials of the scores."""
-        for i in range(0, self.geometry.half_queries, 2):
-            shift = (-lse_log2[i], -lse_log2[i + 1])
-            exponents = cute.arch.fma_packed_f32x2((scores[i], scores[i + 1]), (self.scale_log2,) * 2, shift)
-            self.rP[i], self.rP[i + 1] = (cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
+        shifts = [(-first, -second) for first, second in lse_log2]
+        for i in range(0, len(scores), PAIR):
+            exponents = cute.arch.fma_packed_f32x2((scores[i], scores[i + 1]), (self.scale_log2,) * 2, shifts[self._eight(i)])
+            if i // PAIR * POLYNOMIAL_PAIRS % PAIRS_PER_GROUP < POLYNOMIAL_PAIRS:
+                probs = exp2_on_fma(exponents)
+            else:
+                probs = tuple(cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
+            self.rP[i], self.rP[i + 1] = probs
 
     def mask(self, hidden: Int32) -> None:
-        """Set P of the rows that do not see the key to 0. hidden: rows of the tile, from its first on, that key 0 is hidden from.
+        """Set P of the rows that do not see a key to 0. hidden: rows of the tile, from its first on, that key 0 is hidden from.
 
         Selects, so that NaN vanishes.
         """
-        limit = hidden + self.key - self.half * self.geometry.half_queries
-        for start in range(0, self.geometry.half_queries, WORD_BITS):
-            below = limit - start  # of this word's rows; ptxas makes predicates of seven bits at a time
-            some = cutlass.select_(below > 0, ~(Int32(-1) << (below & (WORD_BITS - 1))), Int32(0))
-            unseen = cutlass.select_(below >= WORD_BITS, Int32(-1), some)
-            for bit in range(min(WORD_BITS, self.geometry.half_queries - start)):
-                self.rP[start + bit] = cutlass.select_((unseen & (1 << bit)) != 0, Float32(0), self.rP[start + bit])
+        limit = hidden + self.key - (self.half * self.geometry.half_queries + PAIR * (cute.arch.lane_idx() % QUAD))
+        for i in range(self.geometry.half_queries):
+            part, eight, of_part = i // (self.geometry.half_queries // LANE_PARTS), self._eight(i), i // PAIR % 2
+            row = EIGHT * eight + i % PAIR - (16 * part + EIGHT * of_part)
+            self.rP[i] = cutlass.select_(limit > row, Float32(0), self.rP[i])
 
-    def dscores(self, dprobs: list[Float32], delta: list[Float32]) -> list[Float32]:
+    def dscores(self, dprobs: list[Float32], delta: list[tuple[Float32, Float32]]) -> list[Float32]:
         """Return dS^T = P^T (dP^T - delta)."""
         values: list[Float32] = []
-        for i in range(0, self.geometry.half_queries, 2):
-            slopes = cute.arch.fma_packed_f32x2((delta[i], delta[i + 1]), (Float32(-1.0),) * 2, (dprobs[i], dprobs[i + 1]))
+        for i in range(0, len(dprobs), PAIR):
+            slopes = cute.arch.fma_packed_f32x2(delta[self._eight(i)], (Float32(-1.0),) * 2, (dprobs[i], dprobs[i + 1]))
             values += cute.arch.mul_packed_f32x2((self.rP[i], self.rP[i + 1]), slopes)
         return values
 
-    def _columns(self, column: int) -> Int32:
-        return self.lanes + (self.half * self.geometry.half_queries + column)
+    def _eight(self, element: int) -> int:
+        """Return which eight of the half's query rows an element is in."""
+        return element % (self.geometry.half_queries // LANE_PARTS) // 4
+
+    def _place(self, column: int, part: int) -> Int32:
+        return self.first_lane + (self.half * self.geometry.half_queries + column + part * (16 * TMEM_LANE))
+
+
+def power_runs(count: int) -> list[tuple[int, int]]:
+    """Return (first, size) of runs that make up `count`, with powers of two for sizes."""
+    runs, first = [], 0
+    while first < count:
+        size = 1 << ((count - first).bit_length() - 1)
+        runs.append((first, size))
+        first += size
+    return runs
 
 
 class AttendRole:
@@ -121,11 +144,11 @@ class AttendRole:
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, tmem: Int32, half: Int32):
-        """Wait key_ready, query_ready, scores_ready, dprobs_ready, sums_ready.
+        """Wait key_ready, statistic_ready, scores_ready, dprobs_ready, sums_ready.
 
-        Signal key_free, probs_ready, dscores_ready, sums_free. Write dk and dv.
+        Signal key_free, statistic_free, probs_ready, dscores_ready, sums_free. Write dk and dv.
         """
-        row = KeyRow.create(self.dtype, self.geometry, tiles, tmem, half, operands.scale_log2)
+        rows = KeyRows.create(self.dtype, self.geometry, tiles, tmem, half, operands.scale_log2)
         use, turn, filled = Int32(0), Int32(0), Int32(0)
         pipes.key_ready.consumer_wait(turn)
         item = PostedItem.of_turn(tiles.items, turn)
@@ -134,13 +157,13 @@ class AttendRole:
             until = use + item.tiles * operands.heads_per_kv
             hidden, last = item.hidden, item.hidden - (item.tiles - 1) * self.geometry.tile_queries
             while use < until:
-                self.attend_tile(pipes, row, hidden, use)
+                self.attend_tile(pipes, rows, hidden, use)
                 hidden = cutlass.select_(hidden > last, hidden - self.geometry.tile_queries, item.hidden)
                 use = use + 1
             if item.tiles > 0:
                 pipes.sums_ready.consumer_wait(filled)
                 tcgen05.fence_after_wait()
-            self.write_rows(operands, item, row)
+            self.write_rows(operands, item, rows)
             if item.tiles > 0:
                 tcgen05.fence_before_signal()
                 pipes.sums_free.consumer_release(filled)
@@ -150,40 +173,42 @@ class AttendRole:
             item = PostedItem.of_turn(tiles.items, turn)
 
     @cute.jit
-    def attend_tile(self, pipes: Pipes, row: KeyRow, hidden: Int32, use: Int32):
+    def attend_tile(self, pipes: Pipes, rows: KeyRows, hidden: Int32, use: Int32):
         """Compute P^T and dS^T of a tile. hidden: rows of the tile, from its first on, that key 0 of the item is hidden from."""
-        geometry, stage = self.geometry, pipes.query_ready.stage(use)
-        pipes.query_ready.consumer_wait(use)
-        lse_log2 = row.statistic(stage, 0)
+        geometry, stage = self.geometry, pipes.statistic_ready.stage(use)
+        pipes.statistic_ready.consumer_wait(use)
+        lse_log2 = rows.statistic(stage, 0)
         pipes.scores_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
-        row.set_probabilities(row.load(geometry.scores_column), lse_log2)
-        if hidden + (TILE_KEYS - 1) > row.half * geometry.half_queries:
-            row.mask(hidden)
-        row.store(geometry.scores_column, [row.rP[i] for i in range(geometry.half_queries)])
+        rows.set_probabilities(rows.load(geometry.scores_column), lse_log2)
+        if hidden + (TILE_KEYS - 1) > rows.half * geometry.half_queries:
+            rows.mask(hidden)
+        rows.store(geometry.scores_column, [rows.rP[i] for i in range(geometry.half_queries)])
         tcgen05.fence_before_signal()
         pipes.probs_ready.producer_commit(use)
-        delta = row.statistic(stage, 1)
+        delta = rows.statistic(stage, 1)
+        pipes.statistic_free.consumer_release(use)
         pipes.dprobs_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
-        row.store(geometry.dprobs_column, row.dscores(row.load(geometry.dprobs_column), delta))
+        rows.store(geometry.dprobs_column, rows.dscores(rows.load(geometry.dprobs_column), delta))
         tcgen05.fence_before_signal()
         pipes.dscores_ready.producer_commit(use)
 
     @cute.jit
-    def write_rows(self, operands: Operands, item: PostedItem, row: KeyRow):
-        """Write half of the columns of the key's rows of dV and dK, zeros if no row sees the item."""
+    def write_rows(self, operands: Operands, item: PostedItem, rows: KeyRows):
+        """Write half of the columns of a key's rows of dV and dK, zeros if no row sees the item. A thread has a key."""
+        key = cute.arch.thread_idx()[0] % TILE_KEYS
         for first, columns, target, factor in (
-            (VALUES_COLUMN, D_V, operands.dv_row(item, row.key), Float32(1)),
-            (KEYS_COLUMN, self.geometry.d_qk, operands.dk_row(item, row.key), operands.softmax_scale),
+            (VALUES_COLUMN, D_V, operands.dv_row(item, key), Float32(1)),
+            (KEYS_COLUMN, self.geometry.d_qk, operands.dk_row(item, key), operands.softmax_scale),
         ):
             of_half = columns // HALVES
             for step in cutlass.range_constexpr(0, of_half, STORED_AT_ONCE):
-                column = row.half * of_half + step
-                values = tcgen05.load_columns(row.lanes + (first + column), STORED_AT_ONCE)
+                column = rows.half * of_half + step
+                values = tcgen05.load_columns(rows.first_lane + (first + column), STORED_AT_ONCE)
                 tcgen05.await_loads()
                 results = [cutlass.select_(item.tiles > 0, values[i] * factor, Float32(0)) for i in range(STORED_AT_ONCE)]
-                if row.key < item.keys:
+                if key < item.keys:
                     if operands.args.aligned != 0:
                         store_row(target + column, results, self.dtype, True)
                     else:

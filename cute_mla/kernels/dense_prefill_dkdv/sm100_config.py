@@ -14,7 +14,7 @@ from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
 from ...spec.mla import ELEMENT_BYTES
 from ..primitives.integers import larger
 from ..primitives.pipeline import StageBarriers
-from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
+from ..primitives.smem import Array, Barriers, SmemLayout, Tile
 from .operands import KeyItem
 from .posted_item import ITEM_WORDS, ITEMS_AHEAD
 
@@ -22,6 +22,11 @@ BOX_ALIGNMENT = 128  # bytes; of what TMA writes without swizzle
 ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES  # of a box
 K_STEP = 16  # contraction depth of one MMA
 STEPS_PER_BOX = BOX_COLUMNS // K_STEP
+
+# by d_qk: boxes of a tile's rows x 64 columns of Q and of dO, as many as shared memory has room for beside K and V
+BOXES = {192: (9, 3), 128: (5, 4)}
+STATISTIC_STAGES = 2
+SLOPE_BOXES = D_V // BOX_COLUMNS  # of a tile of dO
 
 HALVES = 2  # of a tile's query rows: a group of attend warps each
 GROUP_WARPS = 4
@@ -73,39 +78,50 @@ class Geometry:
         return TILE_KEYS * (self.d_qk + D_V) * ELEMENT_BYTES
 
     @property
-    def query_bytes(self) -> int:
-        """Return the bytes of one tile of Q and its statistics."""
-        return self.tile_queries * (self.d_qk * ELEMENT_BYTES + STATISTICS * STATISTIC_BYTES)
+    def query_boxes(self) -> int:
+        """Return the boxes of a tile of Q."""
+        return self.d_qk // BOX_COLUMNS
 
     @property
-    def slope_bytes(self) -> int:
-        """Return the bytes of one tile of dO."""
-        return self.tile_queries * D_V * ELEMENT_BYTES
+    def box_bytes(self) -> int:
+        """Return the bytes of a box of Q or dO."""
+        return self.tile_queries * ROW_BYTES
 
     @property
-    def stages(self) -> int:
-        """Return the tiles of Q, and as many of dO, that shared memory has room for beside K, V and the barriers."""
-        return (SM100.smem_per_block - SWIZZLE_PERIOD - self.item_bytes) // (self.query_bytes + self.slope_bytes)
+    def statistic_bytes(self) -> int:
+        """Return the bytes of the statistics of a tile."""
+        return self.tile_queries * STATISTICS * STATISTIC_BYTES
 
     @property
     def products(self) -> int:
-        """Return the matrix products of one tile: S, dP, dV and dK."""
-        return (self.d_qk + D_V + 2 * self.tile_queries) // K_STEP
+        """Return the matrix products of one tile: S and dP, and dV and dK, in one piece or box by box."""
+        pieces = sum(
+            1 if turn % of_tile == 0 else of_tile for turn, of_tile in zip(self.boxes, (self.query_boxes, SLOPE_BOXES), strict=True)
+        )
+        return (self.d_qk + D_V + pieces * self.tile_queries) // K_STEP
+
+    @property
+    def boxes(self) -> tuple[int, int]:
+        """Return the boxes of Q and of dO in shared memory."""
+        return BOXES[self.d_qk]
 
     def smem(self, dtype: type[cutlass.Numeric]) -> SmemLayout:
         """Return the layout of shared memory. dtype: of q, dout, k and v."""
+        of_queries, of_slopes = self.boxes
         of_tile = ("scores_ready", "probs_ready", "dprobs_ready", "dscores_ready", "sums_ready", "sums_free")
         return SmemLayout((
             Tile("sK", dtype, (TILE_KEYS, self.d_qk, 1)),
             Tile("sV", dtype, (TILE_KEYS, D_V, 1)),
-            Tile("sQ", dtype, (self.tile_queries, self.d_qk, self.stages)),
-            Tile("sD", dtype, (self.tile_queries, D_V, self.stages)),
-            Array("statistics", Float32, self.stages * STATISTICS * self.tile_queries, BOX_ALIGNMENT),
+            Tile("sQ", dtype, (self.tile_queries, BOX_COLUMNS, of_queries)),
+            Tile("sD", dtype, (self.tile_queries, BOX_COLUMNS, of_slopes)),
+            Array("statistics", Float32, STATISTIC_STAGES * STATISTICS * self.tile_queries, BOX_ALIGNMENT),
             Array("items", Int32, ITEMS_AHEAD * ITEM_WORDS),
-            Barriers("query_ready", self.stages),
-            Barriers("query_free", self.stages),
-            Barriers("slope_ready", self.stages),
-            Barriers("slope_free", self.stages),
+            Barriers("query_ready", of_queries),
+            Barriers("query_free", of_queries),
+            Barriers("slope_ready", of_slopes),
+            Barriers("slope_free", of_slopes),
+            Barriers("statistic_ready", STATISTIC_STAGES),
+            Barriers("statistic_free", STATISTIC_STAGES),
             Barriers("query_landed", 1),
             Barriers("slope_landed", 1),
             Barriers("key_ready", 1),
@@ -122,13 +138,13 @@ class Geometry:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Shared memory as tensors: rows x columns x stages."""
+    """Shared memory as tensors: rows x columns x stages or boxes."""
 
     sK: cute.Tensor  # (128 keys, d_qk, 1)
     sV: cute.Tensor  # (128 keys, 128 columns, 1)
-    sQ: cute.Tensor  # (tile queries, d_qk, stages)
-    sD: cute.Tensor  # (tile queries, 128 columns, stages)
-    statistics: cute.Pointer  # fp32 [stages, 2, tile queries]: lse in log2 units, delta
+    sQ: cute.Tensor  # (tile queries, 64 columns, boxes)
+    sD: cute.Tensor  # (tile queries, 64 columns, boxes)
+    statistics: cute.Pointer  # fp32 [2 tiles, 2, tile queries]: lse in log2 units, delta
     items: cute.Pointer  # int32 [2, fields]: a PostedItem each, of turns by their parity
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
 
@@ -141,6 +157,8 @@ class Pipes:
     query_free: StageBarriers
     slope_ready: StageBarriers
     slope_free: StageBarriers
+    statistic_ready: StageBarriers
+    statistic_free: StageBarriers
     query_landed: StageBarriers
     slope_landed: StageBarriers
     key_ready: StageBarriers

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from ...spec.dense_prefill import D_V
+from ...spec.dense_prefill import BOX_COLUMNS
 from ...spec.dense_prefill_dkdv import TILE_KEYS
 from ..primitives import tcgen05
+from ..primitives.pipeline import StageBarriers
 from .operands import Operands
 from .posted_item import PostedItem
-from .sm100_config import HALVES, K_STEP, KEYS_COLUMN, ROW_BYTES, STEPS_PER_BOX, VALUES_COLUMN, Geometry, Pipes, Tiles
+from .sm100_config import HALVES, K_STEP, KEYS_COLUMN, ROW_BYTES, SLOPE_BOXES, STEPS_PER_BOX, VALUES_COLUMN, Geometry, Pipes, Tiles
 
 K_MAJOR_STEP = K_STEP * 2  # bytes of 16 elements
 MN_MAJOR_STEP = K_STEP * ROW_BYTES  # bytes of 16 rows
@@ -29,43 +30,40 @@ class TileGemm:
     tiles: Tiles
     tmem: Int32
 
-    def scores(self, stage: Int32) -> None:
-        """Issue S^T = K Q^T."""
-        self._outer(self.geometry.scores_column, self.tiles.sK, self.tiles.sQ, stage)
+    def scores(self, box: int, place: Int32) -> None:
+        """Issue S^T = K Q^T of a box of a tile's columns, or add to it. place: where Q of the box is."""
+        self._outer(self.geometry.scores_column, self.tiles.sK, self.tiles.sQ, box, place)
 
-    def dprobs(self, stage: Int32) -> None:
-        """Issue dP^T = V dO^T."""
-        self._outer(self.geometry.dprobs_column, self.tiles.sV, self.tiles.sD, stage)
+    def dprobs(self, box: int, place: Int32) -> None:
+        """Issue dP^T = V dO^T of a box of a tile's columns, likewise."""
+        self._outer(self.geometry.dprobs_column, self.tiles.sV, self.tiles.sD, box, place)
 
-    def values(self, stage: Int32, accumulate: Boolean) -> None:
-        """Issue dV += P^T dO, or dV = P^T dO."""
-        self._inner(VALUES_COLUMN, self.geometry.scores_column, self.tiles.sD, stage, accumulate)
+    def values(self, box: int, boxes: int, place: Int32, accumulate: Boolean) -> None:
+        """Issue dV += P^T dO, or dV = P^T dO, of the columns of some boxes, which lie one behind the other."""
+        self._inner(VALUES_COLUMN + box * BOX_COLUMNS, self.geometry.scores_column, (self.tiles.sD, boxes, place), accumulate)
 
-    def keys(self, stage: Int32, accumulate: Boolean) -> None:
-        """Issue dK += dS^T Q, or dK = dS^T Q."""
-        self._inner(KEYS_COLUMN, self.geometry.dprobs_column, self.tiles.sQ, stage, accumulate)
+    def keys(self, box: int, boxes: int, place: Int32, accumulate: Boolean) -> None:
+        """Issue dK += dS^T Q, or dK = dS^T Q, likewise."""
+        self._inner(KEYS_COLUMN + box * BOX_COLUMNS, self.geometry.dprobs_column, (self.tiles.sQ, boxes, place), accumulate)
 
-    def _outer(self, column: int, keys: cute.Tensor, streamed: cute.Tensor, stage: Int32) -> None:
-        """Issue the product of the item's rows of `keys` and the rows of a stage, over all columns of both."""
-        queries = self.geometry.tile_queries
-        shape = tcgen05.instruction(self.dtype, rows=TILE_KEYS, columns=queries)
-        a, b = tcgen05.k_major(keys.iterator), self._stage(streamed, stage, tcgen05.k_major)
-        for step in range(cute.size(keys, mode=[1]) // K_STEP):
-            box, step_in_box = divmod(step, STEPS_PER_BOX)
+    def _outer(self, column: int, keys: cute.Tensor, streamed: cute.Tensor, box: int, place: Int32) -> None:
+        shape = tcgen05.instruction(self.dtype, rows=TILE_KEYS, columns=self.geometry.tile_queries)
+        a, b = tcgen05.k_major(keys.iterator), tcgen05.k_major(self._box(streamed, place))
+        for step in range(STEPS_PER_BOX):
             tcgen05.multiply(
                 self.tmem + column,
-                a.advance_start_address(box * TILE_KEYS * ROW_BYTES + step_in_box * K_MAJOR_STEP),
-                b.advance_start_address(box * queries * ROW_BYTES + step_in_box * K_MAJOR_STEP),
+                a.advance_start_address(box * TILE_KEYS * ROW_BYTES + step * K_MAJOR_STEP),
+                b.advance_start_address(step * K_MAJOR_STEP),
                 shape,
-                accumulate=step > 0,
+                accumulate=box + step > 0,
                 group=tcgen05.OWN_GROUP,
             )
 
-    def _inner(self, column: int, factor: int, streamed: cute.Tensor, stage: Int32, accumulate: Boolean) -> None:
-        """Issue the product of P^T or dS^T, which are in tensor memory, and a stage, over its rows."""
-        geometry = self.geometry
-        shape = tcgen05.instruction(self.dtype, rows=TILE_KEYS, columns=cute.size(streamed, mode=[1]), transpose_b=True)
-        b = self._stage(streamed, stage, lambda tile: tcgen05.mn_major(tile, geometry.tile_queries * ROW_BYTES))
+    def _inner(self, column: int, factor: int, streamed: tuple[cute.Tensor, int, Int32], accumulate: Boolean) -> None:
+        """Issue the product of P^T or dS^T, which are in tensor memory, and boxes, over their rows."""
+        geometry, (tensor, boxes, place) = self.geometry, streamed
+        shape = tcgen05.instruction(self.dtype, rows=TILE_KEYS, columns=boxes * BOX_COLUMNS, transpose_b=True)
+        b = tcgen05.mn_major(self._box(tensor, place), geometry.box_bytes)
         steps = geometry.half_queries // K_STEP
         for step in range(HALVES * steps):
             half, step_in_half = divmod(step, steps)
@@ -78,8 +76,8 @@ class TileGemm:
                 group=tcgen05.OWN_GROUP,
             )
 
-    def _stage(self, streamed: cute.Tensor, stage: Int32, operand: Any) -> Any:
-        return operand(streamed.iterator + stage * (cute.size(streamed, mode=[0]) * cute.size(streamed, mode=[1])))
+    def _box(self, streamed: cute.Tensor, place: Int32) -> cute.Pointer:
+        return streamed.iterator + place * (self.geometry.tile_queries * BOX_COLUMNS)
 
 
 class MmaRole:
@@ -126,35 +124,44 @@ class MmaRole:
 
     def multiply_scores(self, pipes: Pipes, gemm: TileGemm, use: Int32) -> None:
         """Issue S^T of a tile. It may overwrite P^T of the one before, whose product is in front of this one in the queue."""
-        pipes.query_ready.consumer_wait(use)
-        tcgen05.fence_after_wait()
-        with cute.arch.elect_one():
-            gemm.scores(pipes.query_ready.stage(use))
-            tcgen05.commit_alone(pipes.scores_ready.barrier(use))
+        self._multiply_boxes(pipes.query_ready, self.geometry.query_boxes, gemm.scores, use)
+        self.commit(pipes.scores_ready.barrier(use))
 
     def multiply_dprobs(self, pipes: Pipes, gemm: TileGemm, use: Int32) -> None:
         """Issue dP^T of a tile, likewise over dS^T of the one before."""
-        pipes.slope_ready.consumer_wait(use)
-        tcgen05.fence_after_wait()
-        with cute.arch.elect_one():
-            gemm.dprobs(pipes.slope_ready.stage(use))
-            tcgen05.commit_alone(pipes.dprobs_ready.barrier(use))
+        self._multiply_boxes(pipes.slope_ready, SLOPE_BOXES, gemm.dprobs, use)
+        self.commit(pipes.dprobs_ready.barrier(use))
 
     def multiply_values(self, pipes: Pipes, gemm: TileGemm, use: Int32, accumulate: Boolean) -> None:
         """Issue dV of a tile when P^T is there."""
         pipes.probs_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
-        with cute.arch.elect_one():
-            gemm.values(pipes.slope_ready.stage(use), accumulate)
-            tcgen05.commit_alone(pipes.slope_free.barrier(use))
+        self._add_boxes(pipes.slope_free, SLOPE_BOXES, gemm.values, use, accumulate)
 
     def multiply_keys(self, pipes: Pipes, gemm: TileGemm, use: Int32, accumulate: Boolean) -> None:
-        """Issue dK of a tile when dS^T is there. The attend role has then read the statistics, too."""
+        """Issue dK of a tile when dS^T is there."""
         pipes.dscores_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
+        self._add_boxes(pipes.query_free, self.geometry.query_boxes, gemm.keys, use, accumulate)
+
+    def _multiply_boxes(self, ready: StageBarriers, boxes: int, product: Callable[[int, Int32], None], use: Int32) -> None:
+        for box in range(boxes):
+            number = use * boxes + box
+            ready.consumer_wait(number)
+            tcgen05.fence_after_wait()
+            with cute.arch.elect_one():
+                product(box, ready.stage(number))
+
+    def _add_boxes(
+        self, free: StageBarriers, boxes: int, product: Callable[[int, int, Int32, Boolean], None], use: Int32, accumulate: Boolean
+    ) -> None:
+        """Issue the product of a tile's boxes and release them. In one piece if the boxes of no tile wrap around."""
+        at_once = boxes if free.stages % boxes == 0 else 1
         with cute.arch.elect_one():
-            gemm.keys(pipes.query_ready.stage(use), accumulate)
-            tcgen05.commit_alone(pipes.query_free.barrier(use))
+            for first in range(0, boxes, at_once):
+                product(first, at_once, free.stage(use * boxes + first), accumulate)
+                for box in range(first, first + at_once):
+                    tcgen05.commit_alone(free.barrier(use * boxes + box))
 
     def commit(self, barrier: cute.Pointer) -> None:
         """Arrive when everything issued so far is done."""

@@ -48,10 +48,11 @@ from ..primitives.smem import fields_of
 from ..primitives.tma import prefetch_map
 from ..sm90.warpgroups import set_registers
 from .abi import DensePrefillDkdvAbi
+from .key_role import KeyRole
 from .operands import Operands
 from .sm90_attend import AttendRole
 from .sm90_config import COMPUTE_REGISTERS, KEY_WARP, LOAD_REGISTERS, QUERY_WARP, SLOPE_WARP, Geometry, Pipes, Tiles
-from .load import KeyRole, QueryRole, SlopeRole
+from .sm90_load import QueryRole, SlopeRole
 
 
 class DensePrefillDkdvSm90(AttentionKernel):
