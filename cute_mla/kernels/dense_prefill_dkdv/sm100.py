@@ -32,7 +32,8 @@ Pipelines (producer -> consumer; arrivals per phase):
   key_ready        keys -> mma, attend     1 and the bytes of K and V, once per item, and once behind the last item
   key_free         mma, attend -> keys     10: the posted item has been read, and the item's last dP^T is done
   scores_ready     mma -> attend           1: S^T is complete
-  probs_ready      attend -> mma           8: P^T is written
+  probs_ready        attend -> mma           8: P^T of two thirds of the rows (d_qk 192) or half of them is written
+  rest_ready         attend -> mma           8: P^T of the others is written
   dprobs_ready     mma -> attend           1: dP^T is complete
   dscores_ready    attend -> mma           8: dS^T is written
   sums_ready       mma -> attend           1: dV and dK are complete; once per item with tiles
@@ -138,7 +139,7 @@ def initialise(pipes: Pipes, geometry: Geometry) -> None:
         by_one.initialise(1)
     pipes.query_landed.initialise(geometry.query_boxes + 1)
     pipes.slope_landed.initialise(SLOPE_BOXES)
-    for by_warps in (pipes.statistic_free, pipes.probs_ready, pipes.dscores_ready, pipes.sums_free):
+    for by_warps in (pipes.statistic_free, pipes.probs_ready, pipes.rest_ready, pipes.dscores_ready, pipes.sums_free):
         by_warps.initialise(ATTEND_WARPS)
     pipes.key_free.initialise(2 + ATTEND_WARPS)
     cute.arch.mbarrier_init_fence()

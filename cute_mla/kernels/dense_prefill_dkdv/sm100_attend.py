@@ -18,15 +18,26 @@ from ..primitives import tcgen05
 from ..primitives.elements import aligned, pack_pair, store_row
 from .operands import Operands
 from .posted_item import PostedItem
-from .sm100_config import GROUP_WARPS, HALVES, KEYS_COLUMN, TMEM_LANE, VALUES_COLUMN, Geometry, Pipes, Tiles
+from .sm100_config import (
+    GROUP_WARPS,
+    HALVES,
+    KEYS_COLUMN,
+    POLYNOMIAL_PAIRS,
+    TMEM_LANE,
+    VALUES_COLUMN,
+    Geometry,
+    Pipes,
+    Tiles,
+)
 
 STORED_AT_ONCE = 32  # columns of dV and dK
 LANE_PARTS = 2  # of a warp's lanes of tensor memory: 16 each
 QUAD = 4  # threads that share keys
 EIGHT = 8  # query rows of a quad
 PAIR = 2  # of them, of a thread
-PAIRS_PER_GROUP = 8
-POLYNOMIAL_PAIRS = 2  # of a group, whose exponentials are computed on the FMA pipe
+PAIRS_PER_GROUP = 8  # of exponentials
+
+Pair = tuple[Float32, Float32]
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,6 @@ class KeyRows:
     Elements are those of load_fragment, of 16 keys and then of the next 16. A row a lane would need four times as many loads of lse and
     delta, which are the same for all keys.
     first_lane: tensor memory at the first lane of the warp. half: of the query rows. key: the first of the thread's keys, of the item.
-    rP: fp32, P of the tile.
     """
 
     dtype: type[cutlass.Numeric]
@@ -46,40 +56,36 @@ class KeyRows:
     half: Int32
     key: Int32
     scale_log2: Float32
-    rP: cute.Tensor
 
     @staticmethod
     def create(dtype: type[cutlass.Numeric], geometry: Geometry, tiles: Tiles, tmem: Int32, half: Int32, scale_log2: Float32) -> KeyRows:
         """Return the part of this thread."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
-        rP = cute.make_rmem_tensor(cute.make_layout(geometry.half_queries), Float32)
         key = warp * 32 + cute.arch.lane_idx() // QUAD
-        return KeyRows(dtype, geometry, tiles, tmem + warp * (32 * TMEM_LANE), half, key, scale_log2, rP)
+        return KeyRows(dtype, geometry, tiles, tmem + warp * (32 * TMEM_LANE), half, key, scale_log2)
 
-    def load(self, column: int) -> list[Float32]:
-        """Load the thread's part of S or dP, which begins at a column. It may be overwritten when this returns."""
-        columns = power_runs(self.geometry.half_queries)
-        parts = [
-            (tcgen05.load_fragment(self._place(column, part) + first, size), size) for part in range(LANE_PARTS) for first, size in columns
-        ]
+    def load(self, column: int, first: int, end: int) -> list[Float32]:
+        """Load the thread's part of rows first .. end - 1 of S or dP, which begins at a column. It may be overwritten when this returns."""
+        runs = power_runs(first, end)
+        parts = [(tcgen05.load_fragment(self._place(column, part) + row, size), size) for part in range(LANE_PARTS) for row, size in runs]
         tcgen05.await_loads()
         return [values[i] for values, size in parts for i in range(size // 2)]
 
-    def store(self, column: int, values: list[Float32]) -> None:
-        """Store values, rounded, as A operand over the first of the half's columns of S or dP; done when this returns."""
-        words = [pack_pair(values[i], values[i + 1], self.dtype) for i in range(0, len(values), 2)]
-        columns = power_runs(self.geometry.half_queries // 2)
+    def store(self, column: int, first: int, values: list[Float32]) -> None:
+        """Store values of rows from `first` on, rounded, as A operand in the first of the half's columns; done when this returns."""
+        words = [pack_pair(values[i], values[i + 1], self.dtype) for i in range(0, len(values), PAIR)]
+        count = len(words) // LANE_PARTS
         for part in range(LANE_PARTS):
-            own = words[part * len(words) // LANE_PARTS :]
-            for first, size in columns:
-                tcgen05.store_fragment(self._place(column, part) + first, own[first // 2 : (first + size) // 2])
+            own = words[part * count : (part + 1) * count]
+            for word, size in power_runs(0, count):
+                tcgen05.store_fragment(self._place(column, part) + (first // PAIR + word * 2), own[word : word + size])
         tcgen05.await_stores()
 
-    def statistic(self, stage: Int32, which: int) -> list[tuple[Float32, Float32]]:
-        """Load lse or delta of the thread's query rows, in pairs."""
+    def statistic(self, stage: Int32, which: int) -> list[Pair]:
+        """Load lse or delta of the thread's query rows, in pairs, one of every eight rows."""
         size, half = self.geometry.tile_queries, self.geometry.half_queries
-        first = which * size + self.half * half + PAIR * (cute.arch.lane_idx() % QUAD)
-        source = self.tiles.statistics + (stage * (STATISTICS * size) + first)
+        place = which * size + self.half * half + PAIR * (cute.arch.lane_idx() % QUAD)
+        source = self.tiles.statistics + (stage * (STATISTICS * size) + place)
         pairs = []
         for eight in range(0, half, EIGHT):
             rPair = cute.make_rmem_tensor(cute.make_layout(PAIR), Float32)
@@ -87,52 +93,53 @@ class KeyRows:
             pairs.append((rPair[0], rPair[1]))
         return pairs
 
-    def set_probabilities(self, scores: list[Float32], lse_log2: list[tuple[Float32, Float32]]) -> None:
-        """Set P to the exponentials of the scores."""
-        shifts = [(-first, -second) for first, second in lse_log2]
+    def set_probabilities(self, probs: cute.Tensor, scores: list[Float32], lse_log2: list[Pair]) -> None:
+        """Set P to the exponentials of the scores of as many rows."""
+        shifts, on_fma = [(-first, -second) for first, second in lse_log2], POLYNOMIAL_PAIRS[self.geometry.d_qk]
         for i in range(0, len(scores), PAIR):
-            exponents = cute.arch.fma_packed_f32x2((scores[i], scores[i + 1]), (self.scale_log2,) * 2, shifts[self._eight(i)])
-            if i // PAIR * POLYNOMIAL_PAIRS % PAIRS_PER_GROUP < POLYNOMIAL_PAIRS:
-                probs = exp2_on_fma(exponents)
+            exponents = cute.arch.fma_packed_f32x2((scores[i], scores[i + 1]), (self.scale_log2,) * 2, shifts[eight_of(i, len(scores))])
+            if i // PAIR * on_fma % PAIRS_PER_GROUP < on_fma:
+                probs[i], probs[i + 1] = exp2_on_fma(exponents)
             else:
-                probs = tuple(cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
-            self.rP[i], self.rP[i + 1] = probs
+                probs[i], probs[i + 1] = (cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
 
-    def mask(self, hidden: Int32) -> None:
-        """Set P of the rows that do not see a key to 0. hidden: rows of the tile, from its first on, that key 0 is hidden from.
+    def mask(self, probs: cute.Tensor, hidden: Int32) -> None:
+        """Set P of the rows that do not see a key to 0. hidden: rows from the first one on that key 0 is hidden from.
 
         Selects, so that NaN vanishes.
         """
-        limit = hidden + self.key - (self.half * self.geometry.half_queries + PAIR * (cute.arch.lane_idx() % QUAD))
-        for i in range(self.geometry.half_queries):
-            part, eight, of_part = i // (self.geometry.half_queries // LANE_PARTS), self._eight(i), i // PAIR % 2
-            row = EIGHT * eight + i % PAIR - (16 * part + EIGHT * of_part)
-            self.rP[i] = cutlass.select_(limit > row, Float32(0), self.rP[i])
+        count = cute.size(probs)
+        limit = hidden + self.key - PAIR * (cute.arch.lane_idx() % QUAD)
+        for i in range(count):
+            part, of_part = i // (count // LANE_PARTS), i // PAIR % 2
+            row = EIGHT * eight_of(i, count) + i % PAIR - (16 * part + EIGHT * of_part)
+            probs[i] = cutlass.select_(limit > row, Float32(0), probs[i])
 
-    def dscores(self, dprobs: list[Float32], delta: list[tuple[Float32, Float32]]) -> list[Float32]:
-        """Return dS^T = P^T (dP^T - delta)."""
+    def dscores(self, probs: cute.Tensor, dprobs: list[Float32], delta: list[Pair]) -> list[Float32]:
+        """Return dS^T = P^T (dP^T - delta) of as many rows."""
         values: list[Float32] = []
         for i in range(0, len(dprobs), PAIR):
-            slopes = cute.arch.fma_packed_f32x2(delta[self._eight(i)], (Float32(-1.0),) * 2, (dprobs[i], dprobs[i + 1]))
-            values += cute.arch.mul_packed_f32x2((self.rP[i], self.rP[i + 1]), slopes)
+            slopes = cute.arch.fma_packed_f32x2(delta[eight_of(i, len(dprobs))], (Float32(-1.0),) * 2, (dprobs[i], dprobs[i + 1]))
+            values += cute.arch.mul_packed_f32x2((probs[i], probs[i + 1]), slopes)
         return values
-
-    def _eight(self, element: int) -> int:
-        """Return which eight of the half's query rows an element is in."""
-        return element % (self.geometry.half_queries // LANE_PARTS) // 4
 
     def _place(self, column: int, part: int) -> Int32:
         return self.first_lane + (self.half * self.geometry.half_queries + column + part * (16 * TMEM_LANE))
 
 
-def power_runs(count: int) -> list[tuple[int, int]]:
-    """Return (first, size) of runs that make up `count`, with powers of two for sizes."""
-    runs, first = [], 0
-    while first < count:
-        size = 1 << ((count - first).bit_length() - 1)
+def power_runs(first: int, end: int) -> list[tuple[int, int]]:
+    """Return (first, size) of runs that make up first .. end - 1, with powers of two for sizes."""
+    runs = []
+    while first < end:
+        size = 1 << ((end - first).bit_length() - 1)
         runs.append((first, size))
         first += size
     return runs
+
+
+def eight_of(element: int, count: int) -> int:
+    """Return which eight of the query rows of `count` elements one of them is in."""
+    return element % (count // LANE_PARTS) // 4
 
 
 class AttendRole:
@@ -146,7 +153,7 @@ class AttendRole:
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, tmem: Int32, half: Int32):
         """Wait key_ready, statistic_ready, scores_ready, dprobs_ready, sums_ready.
 
-        Signal key_free, statistic_free, probs_ready, dscores_ready, sums_free. Write dk and dv.
+        Signal key_free, statistic_free, probs_ready, rest_ready, dscores_ready, sums_free. Write dk and dv.
         """
         rows = KeyRows.create(self.dtype, self.geometry, tiles, tmem, half, operands.scale_log2)
         use, turn, filled = Int32(0), Int32(0), Int32(0)
@@ -176,21 +183,30 @@ class AttendRole:
     def attend_tile(self, pipes: Pipes, rows: KeyRows, hidden: Int32, use: Int32):
         """Compute P^T and dS^T of a tile. hidden: rows of the tile, from its first on, that key 0 of the item is hidden from."""
         geometry, stage = self.geometry, pipes.statistic_ready.stage(use)
+        ranges, signals = geometry.parts, (pipes.probs_ready, pipes.rest_ready)
+        probs = [cute.make_rmem_tensor(cute.make_layout(end - first), Float32) for first, end in ranges]
         pipes.statistic_ready.consumer_wait(use)
         lse_log2 = rows.statistic(stage, 0)
         pipes.scores_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
-        rows.set_probabilities(rows.load(geometry.scores_column), lse_log2)
-        if hidden + (TILE_KEYS - 1) > rows.half * geometry.half_queries:
-            rows.mask(hidden)
-        rows.store(geometry.scores_column, [rows.rP[i] for i in range(geometry.half_queries)])
-        tcgen05.fence_before_signal()
-        pipes.probs_ready.producer_commit(use)
+        for part in cutlass.range_constexpr(len(ranges)):
+            first, end = ranges[part]
+            scores = rows.load(geometry.scores_column, first, end)
+            rows.set_probabilities(probs[part], scores, lse_log2[first // EIGHT : end // EIGHT])
+            hidden_of_part = hidden - (rows.half * geometry.half_queries + first)
+            if hidden_of_part + (TILE_KEYS - 1) > 0:
+                rows.mask(probs[part], hidden_of_part)
+            rows.store(geometry.scores_column, first, [probs[part][i] for i in range(end - first)])
+            tcgen05.fence_before_signal()
+            signals[part].producer_commit(use)
         delta = rows.statistic(stage, 1)
         pipes.statistic_free.consumer_release(use)
         pipes.dprobs_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
-        rows.store(geometry.dprobs_column, rows.dscores(rows.load(geometry.dprobs_column), delta))
+        for part in cutlass.range_constexpr(len(ranges)):
+            first, end = ranges[part]
+            dprobs = rows.load(geometry.dprobs_column, first, end)
+            rows.store(geometry.dprobs_column, first, rows.dscores(probs[part], dprobs, delta[first // EIGHT : end // EIGHT]))
         tcgen05.fence_before_signal()
         pipes.dscores_ready.producer_commit(use)
 

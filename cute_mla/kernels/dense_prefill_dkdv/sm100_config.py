@@ -24,11 +24,14 @@ K_STEP = 16  # contraction depth of one MMA
 STEPS_PER_BOX = BOX_COLUMNS // K_STEP
 
 # by d_qk: boxes of a tile's rows x 64 columns of Q and of dO, as many as shared memory has room for beside K and V
-BOXES = {192: (9, 3), 128: (5, 4)}
+BOXES = {192: (9, 3), 128: (4, 4)}
 STATISTIC_STAGES = 2
 SLOPE_BOXES = D_V // BOX_COLUMNS  # of a tile of dO
 
 HALVES = 2  # of a tile's query rows: a group of attend warps each
+# by d_qk: of every eight pairs of exponentials, those that are computed on the FMA pipe. 192 columns leave the others time enough
+POLYNOMIAL_PAIRS = {192: 0, 128: 2}
+FIRST_QUERIES = 32  # of a half, whose P is handed over while that of the others is computed
 GROUP_WARPS = 4
 ATTEND_WARPS = HALVES * GROUP_WARPS
 MMA_WARP, QUERY_WARP, SLOPE_WARP, KEY_WARP = range(ATTEND_WARPS, ATTEND_WARPS + 4)
@@ -61,6 +64,11 @@ class Geometry:
     def half_queries(self) -> int:
         """Return the query rows of a tile that an attend warp has."""
         return self.tile_queries // HALVES
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of half_queries whose P is handed over one after the other."""
+        return (0, FIRST_QUERIES), (FIRST_QUERIES, self.half_queries)
 
     @property
     def scores_column(self) -> int:
@@ -108,7 +116,7 @@ class Geometry:
     def smem(self, dtype: type[cutlass.Numeric]) -> SmemLayout:
         """Return the layout of shared memory. dtype: of q, dout, k and v."""
         of_queries, of_slopes = self.boxes
-        of_tile = ("scores_ready", "probs_ready", "dprobs_ready", "dscores_ready", "sums_ready", "sums_free")
+        of_tile = ("scores_ready", "probs_ready", "rest_ready", "dprobs_ready", "dscores_ready", "sums_ready", "sums_free")
         return SmemLayout((
             Tile("sK", dtype, (TILE_KEYS, self.d_qk, 1)),
             Tile("sV", dtype, (TILE_KEYS, D_V, 1)),
@@ -165,6 +173,7 @@ class Pipes:
     key_free: StageBarriers
     scores_ready: StageBarriers
     probs_ready: StageBarriers
+    rest_ready: StageBarriers
     dprobs_ready: StageBarriers
     dscores_ready: StageBarriers
     sums_ready: StageBarriers

@@ -17,8 +17,7 @@ from .posted_item import PostedItem
 from .sm100_config import HALVES, K_STEP, KEYS_COLUMN, ROW_BYTES, SLOPE_BOXES, STEPS_PER_BOX, VALUES_COLUMN, Geometry, Pipes, Tiles
 
 K_MAJOR_STEP = K_STEP * 2  # bytes of 16 elements
-MN_MAJOR_STEP = K_STEP * ROW_BYTES  # bytes of 16 rows
-TMEM_STEP = K_STEP // 2  # columns of 16 elements
+ELEMENTS_PER_COLUMN = 2  # of tensor memory
 
 
 @dataclass(frozen=True)
@@ -38,13 +37,17 @@ class TileGemm:
         """Issue dP^T = V dO^T of a box of a tile's columns, likewise."""
         self._outer(self.geometry.dprobs_column, self.tiles.sV, self.tiles.sD, box, place)
 
-    def values(self, box: int, boxes: int, place: Int32, accumulate: Boolean) -> None:
-        """Issue dV += P^T dO, or dV = P^T dO, of the columns of some boxes, which lie one behind the other."""
-        self._inner(VALUES_COLUMN + box * BOX_COLUMNS, self.geometry.scores_column, (self.tiles.sD, boxes, place), accumulate)
+    def values(self, box: int, place: Int32, part: tuple[int, int], accumulate: Boolean) -> None:
+        """Issue dV += P^T dO, or dV = P^T dO, of the columns from a box on, and a part of the rows."""
+        column = VALUES_COLUMN + box * BOX_COLUMNS
+        boxes = at_once(self.tiles.sD, SLOPE_BOXES)
+        self._inner(column, self.geometry.scores_column, (self.tiles.sD, boxes, place), part, accumulate)
 
-    def keys(self, box: int, boxes: int, place: Int32, accumulate: Boolean) -> None:
+    def keys(self, box: int, place: Int32, part: tuple[int, int], accumulate: Boolean) -> None:
         """Issue dK += dS^T Q, or dK = dS^T Q, likewise."""
-        self._inner(KEYS_COLUMN + box * BOX_COLUMNS, self.geometry.dprobs_column, (self.tiles.sQ, boxes, place), accumulate)
+        column = KEYS_COLUMN + box * BOX_COLUMNS
+        boxes = at_once(self.tiles.sQ, self.geometry.query_boxes)
+        self._inner(column, self.geometry.dprobs_column, (self.tiles.sQ, boxes, place), part, accumulate)
 
     def _outer(self, column: int, keys: cute.Tensor, streamed: cute.Tensor, box: int, place: Int32) -> None:
         shape = tcgen05.instruction(self.dtype, rows=TILE_KEYS, columns=self.geometry.tile_queries)
@@ -59,25 +62,31 @@ class TileGemm:
                 group=tcgen05.OWN_GROUP,
             )
 
-    def _inner(self, column: int, factor: int, streamed: tuple[cute.Tensor, int, Int32], accumulate: Boolean) -> None:
-        """Issue the product of P^T or dS^T, which are in tensor memory, and boxes, over their rows."""
+    def _inner(
+        self, column: int, factor: int, streamed: tuple[cute.Tensor, int, Int32], part: tuple[int, int], accumulate: Boolean
+    ) -> None:
+        """Issue the product of P^T or dS^T, which are in tensor memory, and boxes, over a part of the rows of each half."""
         geometry, (tensor, boxes, place) = self.geometry, streamed
         shape = tcgen05.instruction(self.dtype, rows=TILE_KEYS, columns=boxes * BOX_COLUMNS, transpose_b=True)
         b = tcgen05.mn_major(self._box(tensor, place), geometry.box_bytes)
-        steps = geometry.half_queries // K_STEP
-        for step in range(HALVES * steps):
-            half, step_in_half = divmod(step, steps)
-            tcgen05.multiply(
-                self.tmem + column,
-                tcgen05.a_in_tmem(self.tmem + (factor + half * geometry.half_queries + step_in_half * TMEM_STEP)),
-                b.advance_start_address(step * MN_MAJOR_STEP),
-                shape,
-                accumulate=accumulate if step == 0 else True,
-                group=tcgen05.OWN_GROUP,
-            )
+        for half in range(HALVES):
+            for row in range(*part, K_STEP):
+                tcgen05.multiply(
+                    self.tmem + column,
+                    tcgen05.a_in_tmem(self.tmem + (factor + half * geometry.half_queries + row // ELEMENTS_PER_COLUMN)),
+                    b.advance_start_address((half * geometry.half_queries + row) * ROW_BYTES),
+                    shape,
+                    accumulate=accumulate if half + row == 0 else True,
+                    group=tcgen05.OWN_GROUP,
+                )
 
     def _box(self, streamed: cute.Tensor, place: Int32) -> cute.Pointer:
         return streamed.iterator + place * (self.geometry.tile_queries * BOX_COLUMNS)
+
+
+def at_once(streamed: cute.Tensor, boxes: int) -> int:
+    """Return the boxes of a tile that lie one behind the other: all if no tile's wrap around."""
+    return boxes if cute.size(streamed, mode=[2]) % boxes == 0 else 1
 
 
 class MmaRole:
@@ -88,7 +97,7 @@ class MmaRole:
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, gemm: TileGemm):
-        """Wait key_ready, query_ready, slope_ready, probs_ready, dscores_ready, sums_free.
+        """Wait key_ready, query_ready, slope_ready, probs_ready, rest_ready, dscores_ready, sums_free.
 
         Signal key_free, query_free, slope_free, scores_ready, dprobs_ready, sums_ready.
         """
@@ -133,16 +142,26 @@ class MmaRole:
         self.commit(pipes.dprobs_ready.barrier(use))
 
     def multiply_values(self, pipes: Pipes, gemm: TileGemm, use: Int32, accumulate: Boolean) -> None:
-        """Issue dV of a tile when P^T is there."""
-        pipes.probs_ready.consumer_wait(use)
-        tcgen05.fence_after_wait()
-        self._add_boxes(pipes.slope_free, SLOPE_BOXES, gemm.values, use, accumulate)
+        """Issue dV of a tile, of one part of its rows after the other as P^T comes."""
+        firsts = range(0, SLOPE_BOXES, at_once(gemm.tiles.sD, SLOPE_BOXES))
+        places = [pipes.slope_ready.stage(use * SLOPE_BOXES + first) for first in firsts]
+        for ready, part in zip((pipes.probs_ready, pipes.rest_ready), self.geometry.parts, strict=True):
+            ready.consumer_wait(use)
+            tcgen05.fence_after_wait()
+            with cute.arch.elect_one():
+                for first, place in zip(firsts, places, strict=True):
+                    gemm.values(first, place, part, accumulate)
+        self.free_boxes(pipes.slope_free, SLOPE_BOXES, use)
 
     def multiply_keys(self, pipes: Pipes, gemm: TileGemm, use: Int32, accumulate: Boolean) -> None:
         """Issue dK of a tile when dS^T is there."""
+        boxes, every_row = self.geometry.query_boxes, (0, self.geometry.half_queries)
         pipes.dscores_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
-        self._add_boxes(pipes.query_free, self.geometry.query_boxes, gemm.keys, use, accumulate)
+        with cute.arch.elect_one():
+            for first in range(0, boxes, at_once(gemm.tiles.sQ, boxes)):
+                gemm.keys(first, pipes.query_ready.stage(use * boxes + first), every_row, accumulate)
+        self.free_boxes(pipes.query_free, boxes, use)
 
     def _multiply_boxes(self, ready: StageBarriers, boxes: int, product: Callable[[int, Int32], None], use: Int32) -> None:
         for box in range(boxes):
@@ -152,16 +171,11 @@ class MmaRole:
             with cute.arch.elect_one():
                 product(box, ready.stage(number))
 
-    def _add_boxes(
-        self, free: StageBarriers, boxes: int, product: Callable[[int, int, Int32, Boolean], None], use: Int32, accumulate: Boolean
-    ) -> None:
-        """Issue the product of a tile's boxes and release them. In one piece if the boxes of no tile wrap around."""
-        at_once = boxes if free.stages % boxes == 0 else 1
+    def free_boxes(self, free: StageBarriers, boxes: int, use: Int32) -> None:
+        """Release a tile's boxes when everything issued so far is done."""
         with cute.arch.elect_one():
-            for first in range(0, boxes, at_once):
-                product(first, at_once, free.stage(use * boxes + first), accumulate)
-                for box in range(first, first + at_once):
-                    tcgen05.commit_alone(free.barrier(use * boxes + box))
+            for box in range(boxes):
+                tcgen05.commit_alone(free.barrier(use * boxes + box))
 
     def commit(self, barrier: cute.Pointer) -> None:
         """Arrive when everything issued so far is done."""
