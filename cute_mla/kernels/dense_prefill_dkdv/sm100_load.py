@@ -9,11 +9,14 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS
 from ...spec.dense_prefill_dq import STATISTICS
+from ..primitives.elements import store_words
 from ..primitives.pipeline import StageBarriers, arrive
 from ..primitives.tma import load_box
-from ..sm90.clear_rows import clear_rows
+from ..sm100.boxes import CHUNKS_PER_ROW
 from .operands import Operands
 from .sm100_config import SLOPE_BOXES, Geometry, Pipes, Tiles
+
+ROWS_PER_PASS = cute.arch.WARP_SIZE // CHUNKS_PER_ROW  # that a warp clears
 
 
 class RowRole:
@@ -86,8 +89,13 @@ class RowRole:
     def clear(self, tiles: Tiles, pipes: Pipes, use: Int32, rows: Int32):
         """Clear the rows of a tile behind the first `rows`, and hand it on. lse is +inf there: P is 0."""
         (ready, _, _), size, lane = self.barriers(pipes), self.geometry.tile_queries, cute.arch.lane_idx()
-        for box in cutlass.range_constexpr(self.boxes):
-            clear_rows(self.target(tiles), ready.stage(use * self.boxes + box), rows, lane, cute.arch.WARP_SIZE)
+        places = [self.target(tiles).iterator + ready.stage(use * self.boxes + box) * (size * BOX_COLUMNS) for box in range(self.boxes)]
+        # whole rows, so the swizzle does not matter
+        for step in cutlass.range(rows // ROWS_PER_PASS, size // ROWS_PER_PASS, unroll=1):
+            row = step * ROWS_PER_PASS + lane // CHUNKS_PER_ROW
+            if row >= rows:
+                for place in places:
+                    store_words(cute.recast_ptr(place + row * BOX_COLUMNS, dtype=Int32) + lane % CHUNKS_PER_ROW * 4, [Int32(0)] * 4)
         if cutlass.const_expr(self.has_statistics):
             for step in cutlass.range_constexpr(0, size, cute.arch.WARP_SIZE):
                 row = step + lane
