@@ -14,7 +14,7 @@ from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec.arch import SM90, Arch
 from ..spec.dense_decode import MAX_ROW_ALIGNMENT
-from ..spec.dense_prefill import BOX_ROWS, D_V, MAX_ITEMS, DensePrefillProblem
+from ..spec.dense_prefill import BOX_ROWS, D_V, MAX_ITEMS, TILE_ROWS, DensePrefillProblem
 from ..spec.dense_prefill_dkdv import TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvProblem
 from ..spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS, TILE_KEYS, BackwardWorkspace, DensePrefillDqArguments
 from ..spec.mla import ELEMENT_BYTES, LOG2E
@@ -292,6 +292,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
                 **_named({name: strides[name] for name in ("dk", "dv")}),
                 **common,
                 "h_kv": h_kv,
+                "query_limit": min(problem.row_blocks * TILE_ROWS[arch.name], total_q),
                 "row_blocks": keys.row_blocks,
                 "aligned": int(aligned),
             },

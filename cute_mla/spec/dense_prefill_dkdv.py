@@ -50,6 +50,7 @@ class DensePrefillDkdvArguments(NamedTuple):
     heads_per_kv: Int32  # h_q / h_kv
     total_q: Int32
     total_k: Int32
+    query_limit: Int32  # query rows of a sequence, from its first on, that dense_prefill_dq has served: those behind give nothing
     row_blocks: Int32  # blocks of TILE_KEYS rows of k and v that the longest sequence may have
     causal: Int32  # 1: query i of s_q sees key j of s_k iff j <= i + s_k - s_q
     aligned: Int32  # 1: rows of dk and dv begin at multiples of 16 bytes; 0: at any element
