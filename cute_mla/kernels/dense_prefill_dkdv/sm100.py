@@ -10,7 +10,7 @@ A CTA takes one work item after the other: 128 keys of a KV head, against tiles 
 which begin at the first row that sees any of the keys.
 
 Roles (384 threads):
-  attend   warps 0..3, 4..7: half of the query rows of a tile each, a thread a key: P^T and dS^T; rows of dK and dV
+  attend   warps 0..3, 4..7: half of the query rows of a tile each, a warp 32 keys: P^T and dS^T; rows of dK and dV
   mma      warp 8: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q
   queries  warp 9: TMA of Q and the statistics of its rows; zeroes what lies behind the last row
   slopes   warp 10: TMA of dO; zeroes what lies behind the last row
@@ -21,23 +21,23 @@ Tensor memory, a key a lane: dV in 128 columns, dK in d_qk, S^T and dP^T of a ti
 Shared memory: K and V (128 keys), boxes of 64 columns of a tile of Q and of dO, two tiles of statistics, two posted work items.
 
 Pipelines (producer -> consumer; arrivals per phase):
-  query_ready[n]     queries -> mma          1 and the bytes of a box; without them if the tile ends behind the last row; n = 9 or 5
-  query_free[n]      mma -> queries          1: dK of the box, or of the tile, is done
-  slope_ready[n]     slopes -> mma           as query_ready; n = 3 or 4
-  slope_free[n]      mma -> slopes           1: dV of the box, or of the tile, is done
-  statistic_ready[2] queries -> attend       1 and the bytes of the statistics of a tile, likewise
-  statistic_free[2]  attend -> queries       8
-  query_landed       queries -> itself       1 for each box and the statistics, with the bytes, of a tile that it clears the rest of
-  slope_landed       slopes -> itself        likewise
-  key_ready        keys -> mma, attend     1 and the bytes of K and V, once per item, and once behind the last item
-  key_free         mma, attend -> keys     10: the posted item has been read, and the item's last dP^T is done
-  scores_ready     mma -> attend           1: S^T is complete
-  probs_ready        attend -> mma           8: P^T of two thirds of the rows (d_qk 192) or half of them is written
-  rest_ready         attend -> mma           8: P^T of the others is written
-  dprobs_ready     mma -> attend           1: dP^T is complete
-  dscores_ready    attend -> mma           8: dS^T is written
-  sums_ready       mma -> attend           1: dV and dK are complete; once per item with tiles
-  sums_free        attend -> mma           8: they have been read
+  query_ready[n]     queries -> mma      1 and the bytes of a box; without them if the tile ends behind the last row; n = 9 (d_qk 192) or 4
+  query_free[n]      mma -> queries      1: dK of the box, or of the tile, is done
+  slope_ready[n]     slopes -> mma       as query_ready; n = 3 or 4
+  slope_free[n]      mma -> slopes       1: dV of the box, or of the tile, is done
+  statistic_ready[2] queries -> attend   1 and the bytes of the statistics of a tile, likewise
+  statistic_free[2]  attend -> queries   8
+  query_landed       queries -> itself   4 or 3: each box and the statistics, with the bytes, of a tile that it clears the rest of before it hands it on
+  slope_landed       slopes -> itself    2, likewise
+  key_ready          keys -> mma, attend 1 and the bytes of K and V, once per item, and once behind the last item
+  key_free           mma, attend -> keys 10: the posted item has been read, and the item's last dP^T is done
+  scores_ready       mma -> attend       1: S^T is complete
+  probs_ready        attend -> mma       8: P^T of two thirds of the rows (d_qk 192) or half of them is written
+  rest_ready         attend -> mma       8: P^T of the others is written
+  dprobs_ready       mma -> attend       1: dP^T is complete
+  dscores_ready      attend -> mma       8: dS^T is written
+  sums_ready         mma -> attend       1: dV and dK are complete; once per item with tiles
+  sums_free          attend -> mma       8: they have been read
 
 The trick: scores are computed transposed, keys in lanes. P^T and dS^T are then A operands in tensor memory where S^T and dP^T were, and
 dO and Q are read a second time, transposed. The tensor cores go dV of a tile, S^T of the next, dK, dP^T of the next: P^T of the next is
