@@ -19,8 +19,8 @@ class KeyItem:
 
     first_head: of q, of the heads that share the KV head. first_key: row of k and v. keys: of the sequence from there on, 0 or less
     if the sequence ends before. first_row: row of q that is the sequence's first. first_query, queries: the rows that any key of the
-    block is seen by, and that have statistics, are first_query .. queries - 1 of the sequence. diagonal: key j of the block is seen by the rows j + diagonal
-    and those behind it, if causal; by all if not.
+    block is seen by, and that have statistics, are first_query .. queries - 1 of the sequence. diagonal: key j of the block is seen by
+    the rows j + diagonal and those behind it, if causal; by all if not.
     """
 
     kv_head: Int32

@@ -27,7 +27,7 @@ Pipelines (producer -> consumer; arrivals per phase):
   slope_free[n]      mma -> slopes       1: dV of the box, or of the tile, is done
   statistic_ready[2] queries -> attend   1 and the bytes of the statistics of a tile, likewise
   statistic_free[2]  attend -> queries   8
-  query_landed       queries -> itself   4 or 3: each box and the statistics, with the bytes, of a tile that it clears the rest of before it hands it on
+  query_landed       queries -> itself   4 or 3: each box and the statistics, with their bytes, of a tile that it clears the rest of
   slope_landed       slopes -> itself    2, likewise
   key_ready          keys -> mma, attend 1 and the bytes of K and V, once per item, and once behind the last item
   key_free           mma, attend -> keys 10: the posted item has been read, and the item's last dP^T is done
