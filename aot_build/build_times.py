@@ -16,6 +16,8 @@ SECONDS: dict[str, float] = {
     "sparse_decode": 2.1,
     "dense_prefill": 2.1,
     "sparse_prefill": 1.6,
+    "dense_prefill_dq": 1.6,
+    "dense_prefill_dkdv": 1.5,
     "split_plan": 0.8,
     "combine": 0.9,
     "merge_states": 0.7,

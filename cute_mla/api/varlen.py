@@ -173,7 +173,8 @@ def flash_attn_varlen_backward(
                      as in the forward call
     out              [total_q, h_q, 128], lse fp32 [total_q, h_q]: results of the forward call, of any empty_lse; last dimension of out
                      contiguous, other strides of both free
-    max_seqlen_qo    query tokens of the longest sequence, or more; query tokens of a sequence beyond it may be left out
+    max_seqlen_qo    query tokens of the longest sequence, or more; query tokens of a sequence beyond it may be left out: they then have
+                     no gradient and add nothing to dk and dv
     max_seqlen_kv    keys of the longest sequence, or more; keys of a sequence beyond it may be left out
     deterministic    without effect: equal inputs always give equal bits
     dq, dk, dv       gradients in q's dtype, with the shapes of q, k and v. Last dimension contiguous, other strides free

@@ -14,7 +14,7 @@ from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_ROW_ALIGNMENT
-from ..spec.dense_prefill import BOX_ROWS, D_V, MAX_ITEMS, DensePrefillProblem
+from ..spec.dense_prefill import BOX_ROWS, D_V, MAX_ITEMS, TILE_ROWS, DensePrefillProblem
 from ..spec.dense_prefill_dkdv import TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvProblem
 from ..spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS, TILE_KEYS, BackwardWorkspace, DensePrefillDqArguments
 from ..spec.mla import ELEMENT_BYTES, LOG2E
@@ -178,7 +178,8 @@ def _launch(device: Device, launch_plan: DensePrefillBackwardPlan, operands: Ope
             mapped |= {"q": parts["q_copy"], "dout": parts["dout_copy"]}
         maps = _maps(launch_plan.dkdv_maps, mapped)
         written = parts["statistics"]
-        statistics = maps["q_map"] if written is None else _statistics_map(launch_plan.workspace, written.data_ptr())
+        rows_of_box = TILE_QUERIES[device.arch.name][launch_plan.workspace.d_qk]
+        statistics = maps["q_map"] if written is None else _statistics_map(launch_plan.workspace, rows_of_box, written.data_ptr())
         dkdv_args = DensePrefillDkdvArguments(**maps, **shared, statistics_map=statistics, dk=results.dk, dv=results.dv, **keys.scalars)
         device.launch(device.kernel("dense_prefill_dkdv", keys.kernel), keys.grid, dkdv_args, pdl=True)
 
@@ -199,7 +200,7 @@ def _maps(layouts: Mapping[str, HeadLayout | None], tensors: Mapping[str, Memory
 
 
 @lru_cache(maxsize=4096)
-def _statistics_map(layout: BackwardWorkspace, address: int) -> TensorMap:
+def _statistics_map(layout: BackwardWorkspace, box_rows: int, address: int) -> TensorMap:
     """Return the tensor map of both statistics of all rows."""
     head = layout.statistics_stride * STATISTIC_BYTES
     return TensorMap(
@@ -207,7 +208,7 @@ def _statistics_map(layout: BackwardWorkspace, address: int) -> TensorMap:
         address=address,
         dims=(layout.total_q, layout.h_q, STATISTICS),
         strides=(head, layout.h_q * head),
-        box=(TILE_QUERIES[layout.d_qk], 1, STATISTICS),
+        box=(box_rows, 1, STATISTICS),
     )
 
 
@@ -292,13 +293,14 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
                 **_named({name: strides[name] for name in ("dk", "dv")}),
                 **common,
                 "h_kv": h_kv,
+                "query_limit": min(problem.row_blocks * TILE_ROWS[arch.name], total_q),
                 "row_blocks": keys.row_blocks,
                 "aligned": int(aligned),
             },
         ),
         workspace=workspace,
         dq_maps=_dq_layouts(call, workspace),
-        dkdv_maps=_dkdv_layouts(call, workspace),
+        dkdv_maps=_dkdv_layouts(call, workspace, TILE_QUERIES[arch.name][d_qk]),
         default_scale=d_qk**-0.5,
     )
 
@@ -329,10 +331,9 @@ def _dq_layouts(call: CallSpec, workspace: BackwardWorkspace) -> dict[str, HeadL
     }
 
 
-def _dkdv_layouts(call: CallSpec, workspace: BackwardWorkspace) -> dict[str, HeadLayout | None]:
+def _dkdv_layouts(call: CallSpec, workspace: BackwardWorkspace, box_rows: int) -> dict[str, HeadLayout | None]:
     """Return the layouts of the maps of dkdv, which reads the copies of q and dout if there are any."""
     rows, keys = call.q.shape[0] > 0, call.k.shape[0] > 0
-    box_rows = TILE_QUERIES[workspace.d_qk]
     q, dout = (_packed(spec) if workspace.copies else spec for spec in (call.q, call.dout))
     return {
         "q": _layout("q", q, box_rows) if rows else None,

@@ -44,6 +44,7 @@ class DensePrefillBackward(Workload[Operands]):
         self.ends = tuple(accumulate(shape.lengths, initial=0))
         self.cu_seqlens = torch.tensor(self.ends, dtype=torch.int32, device=self.device)
         self.longest = max(shape.lengths)
+        self.cu_seqlens_k, self.longest_k = self.cu_seqlens, self.longest
         size = workspace_size(
             self.case.op,
             batch=shape.batch,
@@ -62,7 +63,7 @@ class DensePrefillBackward(Workload[Operands]):
         q, k = (values(draw, dtype, shape.tokens, heads, shape.d_qk) for heads in (shape.h_q, shape.h_kv))
         v = values(draw, dtype, shape.tokens, shape.h_kv, D_V)
         dout = values(draw, dtype, shape.tokens, shape.h_q, D_V) * 10
-        ends = (self.cu_seqlens, self.cu_seqlens, self.longest, self.longest)
+        ends = (self.cu_seqlens, self.cu_seqlens_k, self.longest, self.longest_k)
         out, lse = flash_attn_varlen_func(q, k, v, *ends, causal=shape.causal)
         dq, dk, dv = (torch.full_like(tensor, math.nan) for tensor in (q, k, v))
         return Operands(dout, q, k, v, out, lse, dq, dk, dv)

@@ -20,7 +20,7 @@ from cute_mla.profiles.rows import OPS, Case, load
 from cute_mla.profiles.shapes import DecodeShape
 from cute_mla.spec.arch import SM90, SM100
 
-CASES = [case for op in OPS for case in load(op)]
+CASES = [case for op in OPS if op != "dense_prefill_backward" for case in load(op)]
 
 
 def case_named(name: str) -> Case:
@@ -219,6 +219,12 @@ def test_every_row_has_a_model(case: Case, gpu: str) -> None:
     best, worst = predictions(launch_on(case, gpu), gpu)
     assert best.binds in {*best.clocks, "HBM", "fixed"}
     assert worst.us < 4 * best.us
+
+
+def test_the_backward_pass_is_left_to_the_clock() -> None:
+    for case in load("dense_prefill_backward"):
+        with pytest.raises(NoModelError, match="no model of dense_prefill_backward"):
+            launch_of(case, Target(SM90, 132, read()))
 
 
 def test_a_kernel_without_counts_is_named() -> None:

@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from ...spec.dense_prefill_dkdv import DensePrefillDkdvArguments
 from ..dense_prefill.operands import ItemRounds, span
-from ..primitives.integers import clip
+from ..primitives.integers import clip, smaller
 
 
 @dataclass(frozen=True)
@@ -19,8 +19,8 @@ class KeyItem:
 
     first_head: of q, of the heads that share the KV head. first_key: row of k and v. keys: of the sequence from there on, 0 or less
     if the sequence ends before. first_row: row of q that is the sequence's first. first_query, queries: the rows that any key of the
-    block is seen by are first_query .. queries - 1 of the sequence. diagonal: key j of the block is seen by the rows j + diagonal
-    and those behind it, if causal; by all if not.
+    block is seen by, and that have statistics, are first_query .. queries - 1 of the sequence. diagonal: key j of the block is seen by
+    the rows j + diagonal and those behind it, if causal; by all if not.
     """
 
     kv_head: Int32
@@ -70,14 +70,15 @@ class KeyItems(ItemRounds):
         first_row, queries = span(self.args.cu_seqlens_q, sequence, self.args.total_q)
         first_key, keys = span(self.args.cu_seqlens_k, sequence, self.args.total_k)
         diagonal = cutlass.select_(self.causal, skipped + queries - keys, Int32(-self.item_rows))
+        served = smaller(queries, self.args.query_limit)
         return KeyItem(
             kv_head=kv_head,
             first_head=kv_head * self.args.heads_per_kv,
             first_key=first_key + skipped,
             keys=keys - skipped,
             first_row=first_row,
-            first_query=clip(diagonal, queries),
-            queries=cutlass.select_(keys > skipped, queries, Int32(0)),
+            first_query=clip(diagonal, served),
+            queries=cutlass.select_(keys > skipped, served, Int32(0)),
             diagonal=diagonal,
         )
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import ClassVar, Literal
 
 import torch
@@ -28,17 +29,32 @@ class DensePrefillBackwardCase(DensePrefillCase):
     dout_layout: as q_layout; "one": all rows are one row, expanded.
     saved: layout of out and lse, which the call reads, as `outputs` of a forward call names it.
     ends: "margins": also keys of no sequence only if the caller passes results.
+    longest: what the call says the longest sequence has in query tokens, a number of whole work items; None: the truth. Rows beyond it are
+        left out: they get no gradient, give none, and are NaN in q, dout, out and lse.
     """
 
     op: ClassVar[str] = "dense_prefill_backward"
     tags: ClassVar[Tags] = {
         "dout_layout": lambda layout: f"dout_{layout}",
         "saved": lambda saved: f"saved_{saved}",
+        "longest": lambda longest: f"longest{longest}",
         **DensePrefillCase.tags,
     }
 
     dout_layout: DoutLayout = "packed"
     saved: Outputs = "given"
+    longest: int | None = None
+
+    @property
+    def max_seqlen_q(self) -> int:
+        """Return the query tokens of the longest sequence, as the call says."""
+        return super().max_seqlen_q if self.longest is None else self.longest
+
+    @property
+    def left_out(self) -> Tensor:
+        """Return the rows of q that are left out."""
+        ranges = [torch.arange(first + self.max_seqlen_q, end) for first, end in pairwise(self.q_starts) if end - first > self.max_seqlen_q]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
 
     @property
     def kernel_op(self) -> str:
@@ -87,7 +103,20 @@ def make_dense_prefill_backward_tensors(case: DensePrefillBackwardCase, device: 
     saved_out = rows_buffer(case.saved, (*rows, D_V), DTYPES[case.dtype], device).tensor[0].copy_(out)
     saved_lse = fp32_buffer(case.saved, Fp32Result(rows, 1, 2), device).tensor[0].copy_(lse)
     buffers = _output_buffers(case, inputs, device)
-    return DensePrefillBackwardTensors(**inputs, dout=_dout(case, device), out=saved_out, lse=saved_lse, output_buffers=buffers)
+    tensors = DensePrefillBackwardTensors(**inputs, dout=_dout(case, device), out=saved_out, lse=saved_lse, output_buffers=buffers)
+    if case.longest is not None:
+        for tensor in (tensors.q, tensors.dout, tensors.out, tensors.lse):
+            tensor[case.left_out] = math.nan
+    return tensors
+
+
+def without_left_out(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors) -> DensePrefillBackwardTensors:
+    """Return operands for the reference, in which rows that are left out have an infinite lse."""
+    if case.longest is None:
+        return tensors
+    rows = case.left_out.to(tensors.q.device)
+    zeros = {name: getattr(tensors, name).index_fill(0, rows, 0.0) for name in ("q", "dout", "out")}
+    return replace(tensors, **zeros, lse=tensors.lse.index_fill(0, rows, math.inf))
 
 
 def _dout(case: DensePrefillBackwardCase, device: torch.device) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,7 @@ from ..cases.dense_prefill_backward import (
     DensePrefillBackwardCase,
     DensePrefillBackwardTensors,
     make_dense_prefill_backward_tensors,
+    without_left_out,
 )
 from ..low_precision import gradient_limits
 from .operation import Operation, Result, output_argument
@@ -51,9 +53,17 @@ def _workspace_bytes(case: DensePrefillBackwardCase, tensors: DensePrefillBackwa
 
 
 def _reference(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors) -> Result:
-    ends = (tensors.cu_seqlens_q, tensors.cu_seqlens_k)
-    operands = (tensors.dout, tensors.q, tensors.k, tensors.v, tensors.lse)
-    return reference.dense_prefill_backward(*operands, ends, case.softmax_scale, case.causal)
+    known = without_left_out(case, tensors)
+    ends = (known.cu_seqlens_q, known.cu_seqlens_k)
+    operands = (known.dout, known.q, known.k, known.v, known.lse)
+    dq, dk, dv = reference.dense_prefill_backward(*operands, ends, case.softmax_scale, case.causal)
+    if case.outputs != "allocated":  # not written
+        dq[case.left_out.to(dq.device)] = math.nan
+    return dq, dk, dv
+
+
+def _limits(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors, expected: Result) -> dict[str, float]:
+    return gradient_limits(case, without_left_out(case, tensors), expected)
 
 
 DENSE_PREFILL_BACKWARD = Operation(
@@ -62,5 +72,5 @@ DENSE_PREFILL_BACKWARD = Operation(
     _arguments,
     _reference,
     workspace_bytes=_workspace_bytes,
-    limits=gradient_limits,
+    limits=_limits,
 )

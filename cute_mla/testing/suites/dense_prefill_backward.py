@@ -110,6 +110,10 @@ _LARGE: tuple[DensePrefillBackwardCase, ...] = (
         "fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, causal=True, q_layout="even", outputs="strided", sm_count=1
     ),
     DensePrefillBackwardCase(lengths=()),
+    # The call says that sequences are shorter than they are. Tiles of dk and dv end at the last row that counts, within a tile.
+    DensePrefillBackwardCase(lengths=((300, 210), (60, 70), (129, 200)), causal=True, longest=128, outputs="given", sm_count=2),
+    DensePrefillBackwardCase("fp16", d_qk=128, lengths=((150, 130), (9, 40)), longest=128, q_layout="odd", sm_count=1),
+    DensePrefillBackwardCase(d_qk=128, lengths=((9, 40),), longest=0),
 )
 
 SMOKE: tuple[DensePrefillBackwardCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()]))

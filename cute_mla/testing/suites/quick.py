@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any
 
 from ...manifest import kernel_name
+from ...ops.limits import arch_error
 from ...spec.arch import ARCHS, Arch
 from ...spec.combine import CombineConfig
-from ...spec.dense_prefill_dq import closed_variants
 from ...spec.split_plan import SplitPlanConfig, accumulator_rows
 from ..cases.base import BaseCase, Config
 from ..cases.dense_decode import DenseDecodeCase
@@ -31,15 +31,21 @@ Feature = tuple[str, object]
 
 
 def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
-    """Return the manifest names of the kernels that a case launches.
+    """Return the manifest names of the kernels that a case launches; none on an architecture that lacks the op.
 
     Decode plans its splits, and combines their results if the plan could split a request.
     """
-    if not _has_rows(case):
+    if arch_error(case.op, arch.name) is not None:
         return set()
     if isinstance(case, DensePrefillBackwardCase):
-        both: dict[str, Config] = {"dense_prefill_dq": case.dq_problem(arch).config, "dense_prefill_dkdv": case.problem(arch).config}
-        return {kernel_name(op, arch.name, config.name) for op, config in both.items() if closed_variants(arch)}
+        rows, keys = case.dq_problem(arch), case.problem(arch)
+        both: tuple[tuple[str, int, Config], ...] = (
+            ("dense_prefill_dq", rows.items, rows.config),
+            ("dense_prefill_dkdv", keys.items, keys.config),
+        )
+        return {kernel_name(op, arch.name, config.name) for op, items, config in both if items}
+    if not _has_rows(case):
+        return set()
     names = {kernel_name(case.op, arch.name, case.problem(arch).config.name)}
     if isinstance(case, DenseDecodeCase | SparseDecodeCase):
         problem = case.problem(arch)

@@ -160,7 +160,7 @@ def test_get_mla_metadata(device: RecordingDevice, args: tuple[Any, ...], option
 
 
 SIZES: list[tuple[str, str, dict[str, Any], str]] = [
-    ("op", "mha", {}, "op is 'mha'; supported: dense_decode, sparse_decode, dense_prefill, sparse_prefill$"),
+    ("op", "mha", {}, "op is 'mha'; supported: dense_decode, sparse_decode, dense_prefill, sparse_prefill, dense_prefill_backward$"),
     ("negative batch", "dense_decode", {"batch": -1}, "batch is -1; supported: an integer, 0 or more"),
     ("negative s_q", "dense_decode", {"s_q": -1}, "s_q is -1; supported: an integer, 0 or more"),
     ("heads", "dense_decode", {"h_q": 200}, "h_q is 200; supported: 1 to 128"),

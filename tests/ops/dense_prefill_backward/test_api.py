@@ -68,7 +68,7 @@ def test_arguments_of_dq(device: RecordingDevice, causal: bool) -> None:
     assert (args["q_copy"], args["dout_copy"]) == (None, None)
 
 
-@pytest.mark.parametrize(("d_qk", "box_rows"), list(TILE_QUERIES.items()))
+@pytest.mark.parametrize(("d_qk", "box_rows"), list(TILE_QUERIES["sm90"].items()))
 def test_arguments_of_dk_and_dv(device: RecordingDevice, d_qk: int, box_rows: int) -> None:
     call = BackwardCall(d_qk=d_qk)
     call.run()
@@ -87,7 +87,8 @@ def test_arguments_of_dk_and_dv(device: RecordingDevice, d_qk: int, box_rows: in
         "dk_stride_token": 2 * d_qk, "dk_stride_head": d_qk, "dv_stride_token": 2 * 128, "dv_stride_head": 128,
     }  # fmt: skip
     assert of_kind("dense_prefill_dkdv", args, ParamKind.INT32) == {
-        "batch": 2, "h_kv": 2, "heads_per_kv": 4, "total_q": 300, "total_k": 500, "row_blocks": 4, "causal": 0, "aligned": 1,
+        "batch": 2, "h_kv": 2, "heads_per_kv": 4, "total_q": 300, "total_k": 500, "query_limit": 300, "row_blocks": 4, "causal": 0,
+        "aligned": 1,
     }  # fmt: skip
     assert args["softmax_scale"] == pytest.approx(d_qk**-0.5)
     for name in ("q_map", "dout_map", "k_map", "v_map", "statistics_map"):
