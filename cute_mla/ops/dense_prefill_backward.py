@@ -14,9 +14,17 @@ from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_ROW_ALIGNMENT
-from ..spec.dense_prefill import BOX_ROWS, D_V, MAX_ITEMS, TILE_ROWS, DensePrefillProblem
+from ..spec.dense_prefill import BOX_ROWS, D_V, MAX_ITEMS
 from ..spec.dense_prefill_dkdv import TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvProblem
-from ..spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS, TILE_KEYS, BackwardWorkspace, DensePrefillDqArguments
+from ..spec.dense_prefill_dq import (
+    STATISTIC_BYTES,
+    STATISTICS,
+    TILE_KEYS,
+    TILE_ROWS,
+    BackwardWorkspace,
+    DensePrefillDqArguments,
+    DensePrefillDqProblem,
+)
 from ..spec.mla import ELEMENT_BYTES, LOG2E
 from ..spec.tensor_map import TensorMap
 from .arguments import NO_DOUBLE_BACKWARD, check_flag, check_integer, check_no_grad, check_scale
@@ -167,6 +175,8 @@ def _launch(device: Device, launch_plan: DensePrefillBackwardPlan, operands: Ope
         "scale_log2": scale * LOG2E,
     }
     parts = _parts(launch_plan.workspace, results.workspace)
+    if parts["q_copy"] is not None and parts["dout_copy"] is not None:
+        mapped |= {"q": parts["q_copy"], "dout": parts["dout_copy"]}
     if 0 not in launch_plan.grid:
         rows = {name: getattr(operands, name) for name in ("q", "dout", "out", "lse")}
         maps = _maps(launch_plan.dq_maps, mapped)
@@ -174,8 +184,6 @@ def _launch(device: Device, launch_plan: DensePrefillBackwardPlan, operands: Ope
         device.launch(device.kernel("dense_prefill_dq", launch_plan.kernel), launch_plan.grid, dq_args, pdl=True)
     keys = launch_plan.keys
     if 0 not in keys.grid:
-        if parts["q_copy"] is not None and parts["dout_copy"] is not None:
-            mapped |= {"q": parts["q_copy"], "dout": parts["dout_copy"]}
         maps = _maps(launch_plan.dkdv_maps, mapped)
         written = parts["statistics"]
         rows_of_box = TILE_QUERIES[device.arch.name][launch_plan.workspace.d_qk]
@@ -259,7 +267,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
         strides[name] = output_strides(name, given, tuple(like.shape), q.dtype, q)
         if given is not None:
             check_last_contiguous(name, given)
-    problem = DensePrefillProblem(
+    problem = DensePrefillDqProblem(
         arch=arch,
         dtype=DTYPE_NAMES[q.dtype],
         d_qk=d_qk,
@@ -293,13 +301,13 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
                 **_named({name: strides[name] for name in ("dk", "dv")}),
                 **common,
                 "h_kv": h_kv,
-                "query_limit": min(problem.row_blocks * TILE_ROWS[arch.name], total_q),
+                "query_limit": min(problem.row_blocks * TILE_ROWS, total_q),
                 "row_blocks": keys.row_blocks,
                 "aligned": int(aligned),
             },
         ),
         workspace=workspace,
-        dq_maps=_dq_layouts(call, workspace),
+        dq_maps=_dq_layouts(call, workspace, TILE_KEYS[arch.name][d_qk]),
         dkdv_maps=_dkdv_layouts(call, workspace, TILE_QUERIES[arch.name][d_qk]),
         default_scale=d_qk**-0.5,
     )
@@ -319,13 +327,13 @@ def _named(strides: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     return {name: value for tensor, pair in strides.items() for name, value in named_strides(tensor, "token head", pair[:2]).items()}
 
 
-def _dq_layouts(call: CallSpec, workspace: BackwardWorkspace) -> dict[str, HeadLayout | None]:
-    """Return the layouts of the maps of dq. ValueError if a tensor map cannot hold a tensor that is always loaded by one."""
-    rows, keys = call.q.shape[0] > 0 and not workspace.copies, call.k.shape[0] > 0
-    box_keys = TILE_KEYS[workspace.d_qk]
+def _dq_layouts(call: CallSpec, workspace: BackwardWorkspace, box_keys: int) -> dict[str, HeadLayout | None]:
+    """Return the layouts of the maps of dq, those of copies if it makes any. ValueError if a tensor map cannot hold a tensor that is always loaded by one."""
+    rows, keys = call.q.shape[0] > 0, call.k.shape[0] > 0
+    q, dout = (_packed(spec) if workspace.copies else spec for spec in (call.q, call.dout))
     return {
-        "q": _layout("q", call.q, BOX_ROWS) if rows else None,
-        "dout": _layout("dout", call.dout, BOX_ROWS) if rows else None,
+        "q": _layout("q", q, BOX_ROWS) if rows else None,
+        "dout": _layout("dout", dout, BOX_ROWS) if rows else None,
         "k": _layout("k", call.k, box_keys) if keys else None,
         "v": _layout("v", call.v, box_keys) if keys else None,
     }
