@@ -328,7 +328,10 @@ def _named(strides: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def _dq_layouts(call: CallSpec, workspace: BackwardWorkspace, box_keys: int) -> dict[str, HeadLayout | None]:
-    """Return the layouts of the maps of dq, those of copies if it makes any. ValueError if a tensor map cannot hold a tensor that is always loaded by one."""
+    """Return the layouts of the maps of dq, over the copies of q and dout if there are any.
+
+    ValueError if a tensor map cannot hold a tensor that is always loaded by one.
+    """
     rows, keys = call.q.shape[0] > 0, call.k.shape[0] > 0
     q, dout = (_packed(spec) if workspace.copies else spec for spec in (call.q, call.dout))
     return {
