@@ -14,9 +14,17 @@ from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_ROW_ALIGNMENT
-from ..spec.dense_prefill import BOX_ROWS, D_V, MAX_ITEMS, TILE_ROWS, DensePrefillProblem
+from ..spec.dense_prefill import BOX_ROWS, D_V, MAX_ITEMS
 from ..spec.dense_prefill_dkdv import TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvProblem
-from ..spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS, TILE_KEYS, BackwardWorkspace, DensePrefillDqArguments
+from ..spec.dense_prefill_dq import (
+    STATISTIC_BYTES,
+    STATISTICS,
+    TILE_KEYS,
+    TILE_ROWS,
+    BackwardWorkspace,
+    DensePrefillDqArguments,
+    DensePrefillDqProblem,
+)
 from ..spec.mla import ELEMENT_BYTES, LOG2E
 from ..spec.tensor_map import TensorMap
 from .arguments import NO_DOUBLE_BACKWARD, check_flag, check_integer, check_no_grad, check_scale
@@ -166,6 +174,8 @@ def _launch(device: Device, launch_plan: DensePrefillBackwardPlan, operands: Ope
         "scale_log2": scale * LOG2E,
     }
     parts = _parts(launch_plan.workspace, results.workspace)
+    if parts["q_copy"] is not None and parts["dout_copy"] is not None:
+        mapped |= {"q": parts["q_copy"], "dout": parts["dout_copy"]}
     if 0 not in launch_plan.grid:
         rows = {name: getattr(operands, name) for name in ("q", "dout", "out", "lse")}
         maps = _maps(launch_plan.dq_maps, mapped)
@@ -173,11 +183,10 @@ def _launch(device: Device, launch_plan: DensePrefillBackwardPlan, operands: Ope
         device.launch(device.kernel("dense_prefill_dq", launch_plan.kernel), launch_plan.grid, dq_args, pdl=True)
     keys = launch_plan.keys
     if 0 not in keys.grid:
-        if parts["q_copy"] is not None and parts["dout_copy"] is not None:
-            mapped |= {"q": parts["q_copy"], "dout": parts["dout_copy"]}
         maps = _maps(launch_plan.dkdv_maps, mapped)
         written = parts["statistics"]
-        statistics = maps["q_map"] if written is None else _statistics_map(launch_plan.workspace, written.data_ptr())
+        rows_of_box = TILE_QUERIES[device.arch.name][launch_plan.workspace.d_qk]
+        statistics = maps["q_map"] if written is None else _statistics_map(launch_plan.workspace, rows_of_box, written.data_ptr())
         dkdv_args = DensePrefillDkdvArguments(**maps, **shared, statistics_map=statistics, dk=results.dk, dv=results.dv, **keys.scalars)
         device.launch(device.kernel("dense_prefill_dkdv", keys.kernel), keys.grid, dkdv_args, pdl=True)
 
@@ -198,7 +207,7 @@ def _maps(layouts: Mapping[str, HeadLayout | None], tensors: Mapping[str, Memory
 
 
 @lru_cache(maxsize=4096)
-def _statistics_map(layout: BackwardWorkspace, address: int) -> TensorMap:
+def _statistics_map(layout: BackwardWorkspace, box_rows: int, address: int) -> TensorMap:
     """Return the tensor map of both statistics of all rows."""
     head = layout.statistics_stride * STATISTIC_BYTES
     return TensorMap(
@@ -206,7 +215,7 @@ def _statistics_map(layout: BackwardWorkspace, address: int) -> TensorMap:
         address=address,
         dims=(layout.total_q, layout.h_q, STATISTICS),
         strides=(head, layout.h_q * head),
-        box=(TILE_QUERIES[layout.d_qk], 1, STATISTICS),
+        box=(box_rows, 1, STATISTICS),
     )
 
 
@@ -257,7 +266,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
         strides[name] = output_strides(name, given, tuple(like.shape), q.dtype, q)
         if given is not None:
             check_last_contiguous(name, given)
-    problem = DensePrefillProblem(
+    problem = DensePrefillDqProblem(
         arch=arch,
         dtype=DTYPE_NAMES[q.dtype],
         d_qk=d_qk,
@@ -291,14 +300,14 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
                 **_named({name: strides[name] for name in ("dk", "dv")}),
                 **common,
                 "h_kv": h_kv,
-                "query_limit": min(problem.row_blocks * TILE_ROWS[arch.name], total_q),
+                "query_limit": min(problem.row_blocks * TILE_ROWS, total_q),
                 "row_blocks": keys.row_blocks,
                 "aligned": int(aligned),
             },
         ),
         workspace=workspace,
-        dq_maps=_dq_layouts(call, workspace),
-        dkdv_maps=_dkdv_layouts(call, workspace),
+        dq_maps=_dq_layouts(call, workspace, TILE_KEYS[arch.name][d_qk]),
+        dkdv_maps=_dkdv_layouts(call, workspace, TILE_QUERIES[arch.name][d_qk]),
         default_scale=d_qk**-0.5,
     )
 
@@ -317,22 +326,24 @@ def _named(strides: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     return {name: value for tensor, pair in strides.items() for name, value in named_strides(tensor, "token head", pair[:2]).items()}
 
 
-def _dq_layouts(call: CallSpec, workspace: BackwardWorkspace) -> dict[str, HeadLayout | None]:
-    """Return the layouts of the maps of dq. ValueError if a tensor map cannot hold a tensor that is always loaded by one."""
-    rows, keys = call.q.shape[0] > 0 and not workspace.copies, call.k.shape[0] > 0
-    box_keys = TILE_KEYS[workspace.d_qk]
+def _dq_layouts(call: CallSpec, workspace: BackwardWorkspace, box_keys: int) -> dict[str, HeadLayout | None]:
+    """Return the layouts of the maps of dq, over the copies of q and dout if there are any.
+
+    ValueError if a tensor map cannot hold a tensor that is always loaded by one.
+    """
+    rows, keys = call.q.shape[0] > 0, call.k.shape[0] > 0
+    q, dout = (_packed(spec) if workspace.copies else spec for spec in (call.q, call.dout))
     return {
-        "q": _layout("q", call.q, BOX_ROWS) if rows else None,
-        "dout": _layout("dout", call.dout, BOX_ROWS) if rows else None,
+        "q": _layout("q", q, BOX_ROWS) if rows else None,
+        "dout": _layout("dout", dout, BOX_ROWS) if rows else None,
         "k": _layout("k", call.k, box_keys) if keys else None,
         "v": _layout("v", call.v, box_keys) if keys else None,
     }
 
 
-def _dkdv_layouts(call: CallSpec, workspace: BackwardWorkspace) -> dict[str, HeadLayout | None]:
+def _dkdv_layouts(call: CallSpec, workspace: BackwardWorkspace, box_rows: int) -> dict[str, HeadLayout | None]:
     """Return the layouts of the maps of dkdv, which reads the copies of q and dout if there are any."""
     rows, keys = call.q.shape[0] > 0, call.k.shape[0] > 0
-    box_rows = TILE_QUERIES[workspace.d_qk]
     q, dout = (_packed(spec) if workspace.copies else spec for spec in (call.q, call.dout))
     return {
         "q": _layout("q", q, box_rows) if rows else None,

@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
-from .arch import SM90, Arch
+from .arch import SM90, SM100, Arch
 from .dense_prefill import HEAD_DIMS
 from .mla import DTYPES, ceil_div
 
 TILE_KEYS = 128  # of one work item
-TILE_QUERIES = {192: 64, 128: 64}  # by d_qk: query rows of one tile, and rows of the boxes of q, dout and the statistics
+# by architecture and d_qk: query rows of one tile, and rows of the boxes of q, dout and the statistics
+TILE_QUERIES = {SM90.name: {192: 64, 128: 64}, SM100.name: {192: 96, 128: 128}}
 
 
 class DensePrefillDkdvArguments(NamedTuple):
@@ -28,11 +29,11 @@ class DensePrefillDkdvArguments(NamedTuple):
     q_map and dout_map lie over q and dout, or over their copies in the workspace where dense_prefill_dq made such.
     """
 
-    q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, TILE_QUERIES[d_qk]), 128-byte swizzle
+    q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, tile queries), 128-byte swizzle
     dout_map: TensorMap  # dims (128, h_q, total_q), likewise
     k_map: TensorMap  # dims (d_qk, h_kv, total_k), box (64, 1, 64), 128-byte swizzle
     v_map: TensorMap  # dims (128, h_kv, total_k), likewise
-    statistics_map: TensorMap  # fp32, dims (total_q, h_q, 2), box (TILE_QUERIES[d_qk], 1, 2), no swizzle: what dense_prefill_dq left
+    statistics_map: TensorMap  # fp32, dims (total_q, h_q, 2), box (tile queries, 1, 2), no swizzle: what dense_prefill_dq left
     cu_seqlens_q: Pointer  # int32 [batch + 1], as in DensePrefillArguments
     cu_seqlens_k: Pointer  # int32 [batch + 1]
     dk: Pointer  # dtype [total_k, h_kv, d_qk]
@@ -108,4 +109,4 @@ class DensePrefillDkdvProblem:
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillDkdvConfig, ...]:
     """Return every variant that ships for an architecture."""
-    return tuple(DensePrefillDkdvConfig(dtype, d_qk) for dtype in DTYPES for d_qk in HEAD_DIMS if arch == SM90)
+    return tuple(DensePrefillDkdvConfig(dtype, d_qk) for dtype in DTYPES for d_qk in HEAD_DIMS)

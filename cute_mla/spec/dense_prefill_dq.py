@@ -5,8 +5,8 @@ With the forward's lse and out, and dout, the gradient of out, for each sequence
     p_ij = exp(softmax_scale * <q_i, k_j> - lse_i)    delta_i = <out_i, dout_i>
     ds_ij = p_ij (<dout_i, v_j> - delta_i)            dq_i = softmax_scale * sum_j ds_ij k_j
 
-Variants, work items and grid are those of dense_prefill: DensePrefillConfig, DensePrefillProblem. The kernel leaves statistics of
-the rows in the workspace, and, in variants that access elements, copies of q and dout whose rows TMA can load.
+Variants and grid are those of dense_prefill, and so are work items, but for their rows: TILE_ROWS on every architecture. The kernel
+leaves statistics of the rows in the workspace, and, in variants that access elements, copies of q and dout whose rows TMA can load.
 """
 
 from __future__ import annotations
@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
-from .arch import SM90, Arch
-from .dense_prefill import D_V, DensePrefillConfig
+from .arch import SM90, SM100, Arch
+from .dense_prefill import D_V, DensePrefillConfig, DensePrefillProblem
 from .dense_prefill import closed_variants as forward_variants
 from .mla import ELEMENT_BYTES, ceil_div
 
-TILE_KEYS = {192: 96, 128: 128}  # by d_qk: keys of one tile, and rows of the boxes of k and v
+TILE_ROWS = 128  # query rows of one work item
+# by architecture and d_qk: keys of one tile, and rows of the boxes of k and v
+TILE_KEYS = {SM90.name: {192: 96, 128: 128}, SM100.name: {192: 128, 128: 128}}
 STATISTICS = 2  # of a row: lse in log2 units, delta
 STATISTIC_BYTES = 4  # fp32
 WORKSPACE_ALIGNMENT = 128  # bytes; of each part of the workspace
@@ -29,9 +31,9 @@ WORKSPACE_ALIGNMENT = 128  # bytes; of each part of the workspace
 class DensePrefillDqArguments(NamedTuple):
     """Launch arguments of dense_prefill_dq, in ABI order: the one list that host, launch and kernel share."""
 
-    q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, 64), 128-byte swizzle; any map in variants that access elements
+    q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, 64), 128-byte swizzle; of q_copy in variants that access elements
     dout_map: TensorMap  # dims (128, h_q, total_q), likewise
-    k_map: TensorMap  # dims (d_qk, h_kv, total_k), box (64, 1, TILE_KEYS[d_qk]), 128-byte swizzle
+    k_map: TensorMap  # dims (d_qk, h_kv, total_k), box (64, 1, TILE_KEYS), 128-byte swizzle
     v_map: TensorMap  # dims (128, h_kv, total_k), likewise
     q: Pointer  # dtype [total_q, h_q, d_qk]
     dout: Pointer  # dtype [total_q, h_q, 128]
@@ -67,6 +69,16 @@ class DensePrefillDqArguments(NamedTuple):
 
 
 PARAMS = params_of(DensePrefillDqArguments)
+
+
+@dataclass(frozen=True)
+class DensePrefillDqProblem(DensePrefillProblem):
+    """The shapes of one call, as in dense_prefill, of whose items an item has the rows of one tile."""
+
+    @property
+    def row_blocks(self) -> int:
+        """Blocks of query rows that a sequence may have."""
+        return ceil_div(self.max_seqlen_q, TILE_ROWS)
 
 
 @dataclass(frozen=True)
@@ -111,4 +123,4 @@ def _aligned(nbytes: int) -> int:
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
-    return forward_variants(arch) if arch == SM90 else ()
+    return forward_variants(arch)

@@ -9,7 +9,7 @@ from cutlass import Float32, cute
 from cutlass.experimental import cuda as tensor_maps
 
 from ...spec.dense_prefill import BOX_ROWS, D_V
-from ...spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvConfig
+from ...spec.dense_prefill_dkdv import TILE_KEYS, DensePrefillDkdvArguments, DensePrefillDkdvConfig
 from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
 from ..attention.kernel import ELEMENT_TYPES
 from ..dense_prefill.abi import box_map
@@ -18,9 +18,10 @@ from .operands import KeyItems, Operands
 
 @dataclass(frozen=True)
 class DensePrefillDkdvAbi:
-    """The arguments of one variant."""
+    """The arguments of one variant. tile_queries: query rows of a tile."""
 
     config: DensePrefillDkdvConfig
+    tile_queries: int
 
     op = "dense_prefill_dkdv"
     arguments = DensePrefillDkdvArguments
@@ -32,7 +33,7 @@ class DensePrefillDkdvAbi:
 
     def typed_maps(self, args: DensePrefillDkdvArguments) -> tuple[tensor_maps.TensorMap, ...]:
         """Return the maps of q, dout, k, v and the statistics."""
-        rows = TILE_QUERIES[self.config.d_qk]
+        rows = self.tile_queries
         boxes = ((self.config.d_qk, rows), (D_V, rows), (self.config.d_qk, BOX_ROWS), (D_V, BOX_ROWS))
         maps = tuple(box_map(pointer, self.config.dtype, *box) for pointer, box in zip(args[: len(boxes)], boxes, strict=True))
         return (*maps, _statistics_map(args.statistics_map, rows))

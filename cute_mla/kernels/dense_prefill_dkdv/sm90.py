@@ -40,7 +40,7 @@ from cutlass import cute
 
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
-from ...spec.dense_prefill_dkdv import DensePrefillDkdvConfig
+from ...spec.dense_prefill_dkdv import TILE_QUERIES, DensePrefillDkdvConfig
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..dense_prefill.sm90_config import GROUPS, THREADS, TURN_BARRIER, WARPGROUP, WARPS_PER_GROUP
@@ -48,10 +48,11 @@ from ..primitives.smem import fields_of
 from ..primitives.tma import prefetch_map
 from ..sm90.warpgroups import set_registers
 from .abi import DensePrefillDkdvAbi
+from .key_role import KeyRole
 from .operands import Operands
 from .sm90_attend import AttendRole
 from .sm90_config import COMPUTE_REGISTERS, KEY_WARP, LOAD_REGISTERS, QUERY_WARP, SLOPE_WARP, Geometry, Pipes, Tiles
-from .sm90_load import KeyRole, QueryRole, SlopeRole
+from .sm90_load import QueryRole, SlopeRole
 
 
 class DensePrefillDkdvSm90(AttentionKernel):
@@ -60,7 +61,7 @@ class DensePrefillDkdvSm90(AttentionKernel):
     threads = THREADS
 
     def __init__(self, config: DensePrefillDkdvConfig, arch: Arch) -> None:
-        super().__init__(DensePrefillDkdvAbi(config), arch)
+        super().__init__(DensePrefillDkdvAbi(config, TILE_QUERIES[arch.name][config.d_qk]), arch)
         self.geometry = Geometry(config.d_qk)
         self.smem = self.geometry.smem(self.dtype)
 

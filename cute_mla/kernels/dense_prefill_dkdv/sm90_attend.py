@@ -17,7 +17,8 @@ from ..dense_prefill.sm90_gradient import GradientProduct, ScoreProduct, gather_
 from ..primitives.elements import aligned
 from ..primitives.wgmma import ROWS_PER_THREAD, flat, fragment_column, fragment_row, half
 from .operands import Operands
-from .sm90_config import GROUP_KEYS, Geometry, Pipes, PostedItem, Tiles
+from .posted_item import PostedItem
+from .sm90_config import GROUP_KEYS, Geometry, Pipes, Tiles
 
 PAIR = 2  # neighbouring columns of a fragment
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -18,46 +18,15 @@ from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
 from ..primitives.wgmma import K_STEP
 from .operands import KeyItem
+from .posted_item import ITEM_WORDS, ITEMS_AHEAD
 
 GROUP_KEYS = TILE_KEYS // GROUPS  # of one warpgroup
 LOAD_REGISTERS = 24  # a lane; all threads start with 168
 COMPUTE_REGISTERS = 240
 BOX_ALIGNMENT = 128  # bytes; of what TMA writes without swizzle
 
-ITEMS_AHEAD = 2  # a warpgroup may be at the rows of an item while the next is posted
-
 # warps of the first warpgroup
 QUERY_WARP, SLOPE_WARP, KEY_WARP = 0, 1, 2
-
-
-@dataclass(frozen=True)
-class PostedItem:
-    """A work item as the role that looks it up hands it on through shared memory.
-
-    more: 0 behind the last item, else 1. keys, kv_head, first_key: as in KeyItem. tiles: of the rows of one head. hidden: rows of the
-    first tile, from its first on, that key 0 of the item is hidden from.
-    """
-
-    more: Int32
-    keys: Int32
-    kv_head: Int32
-    first_key: Int32
-    tiles: Int32
-    hidden: Int32
-
-    def post(self, items: cute.Pointer, turn: Int32) -> None:
-        """Write the item of a turn. One thread."""
-        for number, field in enumerate(fields(PostedItem)):
-            (_posted(items, turn) + number).store(getattr(self, field.name))
-
-    @staticmethod
-    def of_turn(items: cute.Pointer, turn: Int32) -> PostedItem:
-        """Read the item of a turn."""
-        return PostedItem(*((_posted(items, turn) + number).load() for number in range(len(fields(PostedItem)))))
-
-
-def _posted(items: cute.Pointer, turn: Int32) -> cute.Pointer:
-    return items + turn % ITEMS_AHEAD * len(fields(PostedItem))
 
 
 @dataclass(frozen=True)
@@ -69,7 +38,7 @@ class Geometry:
     @property
     def tile_queries(self) -> int:
         """Return the query rows of a tile."""
-        return TILE_QUERIES[self.d_qk]
+        return TILE_QUERIES[SM90.name][self.d_qk]
 
     @property
     def item_bytes(self) -> int:
@@ -104,7 +73,7 @@ class Geometry:
             Tile("sQ", dtype, (self.tile_queries, self.d_qk, self.stages)),
             Tile("sD", dtype, (self.tile_queries, D_V, self.stages)),
             Array("statistics", Float32, self.stages * STATISTICS * self.tile_queries, BOX_ALIGNMENT),
-            Array("items", Int32, ITEMS_AHEAD * len(fields(PostedItem))),
+            Array("items", Int32, ITEMS_AHEAD * ITEM_WORDS),
             Barriers("query_ready", self.stages),
             Barriers("query_free", self.stages),
             Barriers("slope_ready", self.stages),

@@ -1,20 +1,17 @@
-"""The roles of the SM90 dK and dV kernel that fill shared memory by TMA: one warp each, ahead of the warpgroups that compute."""
+"""The roles of the SM90 dK and dV kernel that load query rows by TMA: one warp each, ahead of the warpgroups that compute."""
 
 from __future__ import annotations
-
-from dataclasses import fields
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
 from ...spec.dense_prefill_dq import STATISTICS
-from ..dense_prefill.sm90_config import GROUPS
 from ..dense_prefill.sm90_load import load_boxes
 from ..primitives.pipeline import StageBarriers, arrive
 from ..primitives.tma import load_box
 from ..sm90.clear_rows import clear_rows
 from .operands import Operands
-from .sm90_config import GROUP_KEYS, Geometry, Pipes, PostedItem, Tiles
+from .sm90_config import Geometry, Pipes, Tiles
 
 
 class RowRole:
@@ -106,38 +103,3 @@ class SlopeRole(RowRole):
     def clear(self, tiles: Tiles, stage: Int32, rows: Int32) -> None:
         """Clear the rows of a stage behind the first `rows`."""
         clear_rows(tiles.sD, stage, rows, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
-
-
-class KeyRole:
-    """One warp: the work items for the warpgroups that compute, and TMA of their K and V."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
-
-    @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Wait key_free. Signal key_ready. What lies behind the last key reaches rows of dK and dV that are not written."""
-        posted = Int32(0)
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
-            if item.keys > 0:
-                count, ready = self.geometry.tiles(item), pipes.key_ready.barrier(posted)
-                pipes.key_free.producer_acquire(posted)
-                with cute.arch.elect_one():
-                    hidden = item.diagonal - item.first_query
-                    PostedItem(Int32(1), item.keys, item.kv_head, item.first_key, count, hidden).post(tiles.items, posted)
-                    if count > 0:
-                        cute.arch.mbarrier_arrive_and_expect_tx(ready, self.geometry.item_bytes)
-                        for group in cutlass.range_constexpr(GROUPS):
-                            where = (item.kv_head, item.first_key + group * GROUP_KEYS)
-                            load_boxes(tiles.sK, group, operands.args.k_map, where, ready)
-                            load_boxes(tiles.sV, group, operands.args.v_map, where, ready)
-                    else:
-                        cute.arch.mbarrier_arrive(ready)
-                posted = posted + 1
-        pipes.key_free.producer_acquire(posted)
-        with cute.arch.elect_one():
-            PostedItem(*[Int32(0)] * len(fields(PostedItem))).post(tiles.items, posted)
-            cute.arch.mbarrier_arrive(pipes.key_ready.barrier(posted))
-        # the kernel behind this one waits for the end of it before it reads or writes anything
-        cute.arch.griddepcontrol_launch_dependents()

@@ -9,7 +9,7 @@ from cutlass import Float32
 from cutlass.experimental import cuda as tensor_maps
 
 from ...spec.dense_prefill import BOX_ROWS, D_V, DensePrefillConfig
-from ...spec.dense_prefill_dq import TILE_KEYS, DensePrefillDqArguments
+from ...spec.dense_prefill_dq import TILE_ROWS, DensePrefillDqArguments
 from ..attention.kernel import ELEMENT_TYPES
 from ..dense_prefill.abi import box_map
 from ..dense_prefill.operands import WorkItems
@@ -18,10 +18,10 @@ from .operands import Operands
 
 @dataclass(frozen=True)
 class DensePrefillDqAbi:
-    """The arguments of one variant. item_rows: query rows of a work item."""
+    """The arguments of one variant. tile_keys: rows of the boxes of k and v."""
 
     config: DensePrefillConfig
-    item_rows: int
+    tile_keys: int
 
     op = "dense_prefill_dq"
     arguments = DensePrefillDqArguments
@@ -33,10 +33,9 @@ class DensePrefillDqAbi:
 
     def typed_maps(self, args: DensePrefillDqArguments) -> tuple[tensor_maps.TensorMap, ...]:
         """Return the maps of q, dout, k and v."""
-        keys = TILE_KEYS[self.config.d_qk]
-        boxes = ((self.config.d_qk, BOX_ROWS), (D_V, BOX_ROWS), (self.config.d_qk, keys), (D_V, keys))
+        boxes = ((self.config.d_qk, BOX_ROWS), (D_V, BOX_ROWS), (self.config.d_qk, self.tile_keys), (D_V, self.tile_keys))
         return tuple(box_map(pointer, self.config.dtype, *box) for pointer, box in zip(args[: len(boxes)], boxes, strict=True))
 
     def operands(self, args: DensePrefillDqArguments) -> Operands:
         """Return the arguments by meaning."""
-        return Operands(args, WorkItems(args, args.causal != 0, self.item_rows))
+        return Operands(args, WorkItems(args, args.causal != 0, TILE_ROWS))

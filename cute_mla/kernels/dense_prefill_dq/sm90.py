@@ -39,8 +39,8 @@ import cutlass
 from cutlass import cute
 
 from ...manifest import NamedBarrier, Role
-from ...spec.arch import SM90, Arch
-from ...spec.dense_prefill import TILE_ROWS, DensePrefillConfig
+from ...spec.arch import Arch
+from ...spec.dense_prefill import DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
@@ -76,8 +76,8 @@ class DensePrefillDqSm90(AttentionKernel):
     threads = THREADS
 
     def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
-        super().__init__(DensePrefillDqAbi(config, TILE_ROWS[SM90.name]), arch)
         self.geometry = Geometry(config.d_qk)
+        super().__init__(DensePrefillDqAbi(config, self.geometry.tile_keys), arch)
         self.smem = self.geometry.smem(self.dtype)
         self.by_tma = config.access_bytes > ELEMENT_BYTES  # Q and dO; else by the warpgroups that use them
 

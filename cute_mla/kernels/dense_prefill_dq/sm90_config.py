@@ -27,7 +27,7 @@ class Geometry:
     @property
     def tile_keys(self) -> int:
         """Return the keys of a tile."""
-        return TILE_KEYS[self.d_qk]
+        return TILE_KEYS[SM90.name][self.d_qk]
 
     @property
     def row_bytes(self) -> int:

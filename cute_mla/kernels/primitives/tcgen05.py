@@ -112,6 +112,23 @@ def store_columns(address: Int32, words: list[Any], dtype: type[cutlass.Numeric]
     primitives.tcgen05_st("32x32b", primitives.make_tmem_ptr(address, dtype), vector)
 
 
+def load_fragment(address: Int32, columns: int) -> Any:
+    """Load columns of 16 lanes, to be used after await_loads. A whole warp, `address` at the first of the lanes.
+
+    Register 4 e + 2 r + c of thread t is lane t / 4 + 8 r, column 8 e + 2 (t % 4) + c. columns: 8 times a power of two.
+    """
+    return primitives.tcgen05_ld("16x256b", primitives.make_tmem_ptr(address, Float32), num=columns // 8)
+
+
+def store_fragment(address: Int32, words: list[Int32]) -> None:
+    """Store columns of 16 lanes, visible to others after await_stores. A whole warp, `address` at the first of the lanes.
+
+    Word 2 e + r of thread t is lane t / 4 + 8 r, column 4 e + t % 4: pairs of a load_fragment. Their number: a power of two.
+    """
+    vector = cutlass.Vector.from_elements(words, dtype=Int32)
+    primitives.tcgen05_st("16x128b", primitives.make_tmem_ptr(address, Int32), vector)
+
+
 def await_loads() -> None:
     """Wait until the registers of this warp's loads are filled."""
     primitives.tcgen05_wait(primitives.Tcgen05Wait.LOAD)

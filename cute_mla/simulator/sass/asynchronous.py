@@ -263,7 +263,7 @@ def store_matrices(e: Emitter, ins: SassInstruction) -> None:
     e.line(f"store_matrices(w, {own(e, ins, 0)}, {values}, {'MT88' in ins.modifiers}, {poison})")
 
 
-@op(r"FENCE.VIEW.ASYNC.S", pure=False, taint="own", writes=())
+@op(r"FENCE.VIEW.ASYNC.[GS]", pure=False, taint="own", writes=())
 def fence_proxy(e: Emitter, ins: SassInstruction) -> None:
     """Emit fence.proxy.async."""
     e.line("order_proxies(w)")

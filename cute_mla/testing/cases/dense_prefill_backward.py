@@ -12,8 +12,9 @@ from torch import Tensor
 
 from ... import reference
 from ...spec.arch import Arch
-from ...spec.dense_prefill import D_V, DensePrefillProblem
+from ...spec.dense_prefill import D_V
 from ...spec.dense_prefill_dkdv import DensePrefillDkdvProblem
+from ...spec.dense_prefill_dq import DensePrefillDqProblem
 from ...spec.mla import ELEMENT_BYTES
 from .base import DTYPES, Outputs, QLayout, Tags, least_alignment
 from .dense_prefill import DensePrefillCase, DensePrefillTensors, make_inputs
@@ -68,9 +69,9 @@ class DensePrefillBackwardCase(DensePrefillCase):
         """Return the shapes of dk and dv."""
         return DensePrefillDkdvProblem(self.dtype, self.d_qk, len(self.lengths), self.h_kv, self.max_seqlen_k)
 
-    def dq_problem(self, arch: Arch) -> DensePrefillProblem:
+    def dq_problem(self, arch: Arch) -> DensePrefillDqProblem:
         """Return the shapes of dq."""
-        return super().problem(arch)
+        return DensePrefillDqProblem(**vars(super().problem(arch)))
 
     @property
     def _k_margins(self) -> bool:

@@ -1,0 +1,180 @@
+"""Tile geometry, shared and tensor memory, barriers and roles of the SM100 dK and dV kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from ...spec.arch import SM100
+from ...spec.dense_prefill import BOX_COLUMNS, D_V
+from ...spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES
+from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
+from ...spec.mla import ELEMENT_BYTES
+from ..primitives.integers import larger
+from ..primitives.pipeline import StageBarriers
+from ..primitives.smem import Array, Barriers, SmemLayout, Tile
+from .operands import KeyItem
+from .posted_item import ITEM_WORDS, ITEMS_AHEAD
+
+BOX_ALIGNMENT = 128  # bytes; of what TMA writes without swizzle
+ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES  # of a box
+K_STEP = 16  # contraction depth of one MMA
+STEPS_PER_BOX = BOX_COLUMNS // K_STEP
+
+# by d_qk: boxes of a tile's rows x 64 columns of Q and of dO, as many as shared memory has room for beside K and V
+BOXES = {192: (9, 3), 128: (4, 4)}
+STATISTIC_STAGES = 2
+SLOPE_BOXES = D_V // BOX_COLUMNS  # of a tile of dO
+
+HALVES = 2  # of a tile's query rows: a group of attend warps each
+# by d_qk: of every eight pairs of exponentials, those that are computed on the FMA pipe. 192 columns leave the others time enough
+POLYNOMIAL_PAIRS = {192: 0, 128: 2}
+FIRST_QUERIES = 32  # of a half, whose P is handed over while that of the others is computed
+GROUP_WARPS = 4
+ATTEND_WARPS = HALVES * GROUP_WARPS
+MMA_WARP, QUERY_WARP, SLOPE_WARP, KEY_WARP = range(ATTEND_WARPS, ATTEND_WARPS + 4)
+THREADS = 32 * (KEY_WARP + 1)
+
+# per lane of a warp, by setmaxnreg: 2 x 208 + 88 = 504, all that three lanes at launch have
+ATTEND_REGISTERS = 208
+OTHER_REGISTERS = 88
+
+# tensor memory, in 32-bit columns of 128 lanes, a key each: dV, dK, then S of a tile, and dP of it. P and dS, two elements a column,
+# overwrite the first half of the columns that they come from, in either half of the tile
+VALUES_COLUMN = 0
+KEYS_COLUMN = VALUES_COLUMN + D_V
+TMEM_COLUMNS = 512
+TMEM_LANE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Numbers that depend on the columns of q and k."""
+
+    d_qk: int
+
+    @property
+    def tile_queries(self) -> int:
+        """Return the query rows of a tile."""
+        return TILE_QUERIES[SM100.name][self.d_qk]
+
+    @property
+    def half_queries(self) -> int:
+        """Return the query rows of a tile that an attend warp has."""
+        return self.tile_queries // HALVES
+
+    @property
+    def parts(self) -> tuple[tuple[int, int], ...]:
+        """Return the ranges of half_queries whose P is handed over one after the other."""
+        return (0, FIRST_QUERIES), (FIRST_QUERIES, self.half_queries)
+
+    @property
+    def scores_column(self) -> int:
+        """Return the first column of S."""
+        return KEYS_COLUMN + self.d_qk
+
+    @property
+    def dprobs_column(self) -> int:
+        """Return the first column of dP."""
+        return self.scores_column + self.tile_queries
+
+    @property
+    def item_bytes(self) -> int:
+        """Return the bytes of an item's K and V."""
+        return TILE_KEYS * (self.d_qk + D_V) * ELEMENT_BYTES
+
+    @property
+    def query_boxes(self) -> int:
+        """Return the boxes of a tile of Q."""
+        return self.d_qk // BOX_COLUMNS
+
+    @property
+    def box_bytes(self) -> int:
+        """Return the bytes of a box of Q or dO."""
+        return self.tile_queries * ROW_BYTES
+
+    @property
+    def statistic_bytes(self) -> int:
+        """Return the bytes of the statistics of a tile."""
+        return self.tile_queries * STATISTICS * STATISTIC_BYTES
+
+    @property
+    def products(self) -> int:
+        """Return the matrix products of one tile: S and dP, and dV and dK, in one piece or box by box."""
+        pieces = sum(
+            1 if turn % of_tile == 0 else of_tile for turn, of_tile in zip(self.boxes, (self.query_boxes, SLOPE_BOXES), strict=True)
+        )
+        return (self.d_qk + D_V + pieces * self.tile_queries) // K_STEP
+
+    @property
+    def boxes(self) -> tuple[int, int]:
+        """Return the boxes of Q and of dO in shared memory."""
+        return BOXES[self.d_qk]
+
+    def smem(self, dtype: type[cutlass.Numeric]) -> SmemLayout:
+        """Return the layout of shared memory. dtype: of q, dout, k and v."""
+        of_queries, of_slopes = self.boxes
+        of_tile = ("scores_ready", "probs_ready", "rest_ready", "dprobs_ready", "dscores_ready", "sums_ready", "sums_free")
+        return SmemLayout((
+            Tile("sK", dtype, (TILE_KEYS, self.d_qk, 1)),
+            Tile("sV", dtype, (TILE_KEYS, D_V, 1)),
+            Tile("sQ", dtype, (self.tile_queries, BOX_COLUMNS, of_queries)),
+            Tile("sD", dtype, (self.tile_queries, BOX_COLUMNS, of_slopes)),
+            Array("statistics", Float32, STATISTIC_STAGES * STATISTICS * self.tile_queries, BOX_ALIGNMENT),
+            Array("items", Int32, ITEMS_AHEAD * ITEM_WORDS),
+            Barriers("query_ready", of_queries),
+            Barriers("query_free", of_queries),
+            Barriers("slope_ready", of_slopes),
+            Barriers("slope_free", of_slopes),
+            Barriers("statistic_ready", STATISTIC_STAGES),
+            Barriers("statistic_free", STATISTIC_STAGES),
+            Barriers("query_landed", 1),
+            Barriers("slope_landed", 1),
+            Barriers("key_ready", 1),
+            Barriers("key_free", 1),
+            *(Barriers(name, 1) for name in of_tile),
+            Array("tmem_cell", Int32, 1),
+        ))  # fmt: skip
+
+    def tiles(self, item: KeyItem) -> Int32:
+        """Return the tiles of the query rows of one head that see the item."""
+        rows = larger(item.queries - item.first_query, Int32(0))
+        return (rows + (self.tile_queries - 1)) // self.tile_queries
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Shared memory as tensors: rows x columns x stages or boxes."""
+
+    sK: cute.Tensor  # (128 keys, d_qk, 1)
+    sV: cute.Tensor  # (128 keys, 128 columns, 1)
+    sQ: cute.Tensor  # (tile queries, 64 columns, boxes)
+    sD: cute.Tensor  # (tile queries, 64 columns, boxes)
+    statistics: cute.Pointer  # fp32 [2 tiles, 2, tile queries]: lse in log2 units, delta
+    items: cute.Pointer  # int32 [2, fields]: a PostedItem each, of turns by their parity
+    tmem_cell: cute.Pointer  # int32: address of the tensor memory
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """The barriers of Geometry.smem. sm100.py says who arrives where."""
+
+    query_ready: StageBarriers
+    query_free: StageBarriers
+    slope_ready: StageBarriers
+    slope_free: StageBarriers
+    statistic_ready: StageBarriers
+    statistic_free: StageBarriers
+    query_landed: StageBarriers
+    slope_landed: StageBarriers
+    key_ready: StageBarriers
+    key_free: StageBarriers
+    scores_ready: StageBarriers
+    probs_ready: StageBarriers
+    rest_ready: StageBarriers
+    dprobs_ready: StageBarriers
+    dscores_ready: StageBarriers
+    sums_ready: StageBarriers
+    sums_free: StageBarriers

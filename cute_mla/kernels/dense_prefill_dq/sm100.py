@@ -1,0 +1,170 @@
+"""dQ of dense prefill on Blackwell, and the statistics of the rows that dK and dV need.
+
+For every sequence and query head, over the keys j that row r sees, with delta_r = <out_r, dout_r>:
+
+    s_rj = <q_r, k_j>    p = exp(scale * s - lse_r)    ds_rj = p_rj (<dout_r, v_j> - delta_r)    dq_r = scale * sum_j ds_rj k_j
+
+A CTA takes one work item after the other: 128 query rows of a head, against tiles of 128 keys, from the last to the first, so that the
+tiles that need a mask come before those that do not.
+
+Roles (512 threads):
+  attend   warps 0..3, 4..7: a thread a row, half of a tile's keys each: P, dS to tensor memory
+  rows     warps 8..11: delta and lse of the next item's rows; dQ of an item to global memory
+  mma      warp 12: S = Q K^T, dP = dO V^T, dQ += dS K
+  keys     warp 13: finds the items; TMA of K and Q
+  values   warp 14: TMA of V and dO
+
+Tensor memory: S in 128 columns, dP in 128, dQ in 192 or 128, dS, 16-bit, in 64.
+Shared memory: Q and dO, and 16 KB stages (64 columns of 128 rows) for K and for V.
+
+Pipelines (producer -> consumer; arrivals per phase):
+  item_ready[4]     keys -> all others           1: what the item of a round is
+  item_free[4]      all others -> keys           14: it has been read
+  key_ready[n]      keys -> mma                  1 and the bytes of a stage; n = 7 (d_qk 192) or 6
+  key_free[n]       mma -> keys                  1: dQ has been multiplied with it
+  value_ready[n]    values -> mma                1 and the bytes of a stage; n = 2 or 4
+  value_free[n]     mma -> values                1
+  query_ready       keys -> mma                  1 and the bytes of Q, once per item
+  query_free        mma -> keys                  1: the item's last S is complete
+  dout_ready        values -> mma                1 and the bytes of dO, once per item
+  dout_free         mma -> values                1: the item's last dP is complete
+  statistics_ready  rows -> attend               4: lse and delta of the item's rows; in the `elements` variants also -> keys, values:
+                                                 its rows of Q and dO have been copied to where TMA loads them from
+  statistics_free   attend -> rows               8, or 10 with keys and values
+  scores_ready      mma -> attend                1: S is complete
+  scores_free       attend -> mma                8: S has been read
+  slopes_ready      mma -> attend                1: dP is complete, and so is dQ of the tile before
+  weights_ready     attend -> mma                8: dS is there, dP has been read, keys behind the last are zeros
+  dq_ready          mma -> rows                  1: dQ is complete; once per item
+  dq_free           rows -> mma                  4: it has been read
+
+The trick: the products go in the order S of a tile, dQ of the tile before, dP of the tile. So exponentials run under dQ and dP, and
+dS is computed under the next S. dQ is multiplied 64 columns after the other, which frees the stages of K one by one. README.md has
+the clocks.
+"""
+
+from __future__ import annotations
+
+from cutlass import cute
+
+from ...manifest import Role
+from ...spec.arch import Arch
+from ...spec.dense_prefill import DensePrefillConfig
+from ...spec.mla import ELEMENT_BYTES
+from ..attention.kernel import AttentionKernel
+from ..definition import KernelDefinition
+from ..dense_prefill.board import Board
+from ..dense_prefill.sm100_config import GROUP_WARPS, TILE_KEYS
+from ..primitives import tcgen05
+from ..primitives.smem import fields_of
+from ..primitives.tma import prefetch_map
+from .abi import DensePrefillDqAbi
+from .operands import Operands
+from .sm100_attend import AttendRole
+from .sm100_config import (
+    ATTEND_REGISTERS,
+    GROUPS,
+    KEY_WARP,
+    LAST_WARP,
+    MMA_WARP,
+    OTHER_REGISTERS,
+    ROW_REGISTERS,
+    ROW_WARP,
+    THREADS,
+    TMEM_COLUMNS,
+    VALUE_WARP,
+    Geometry,
+    Pipes,
+    Tiles,
+)
+from .sm100_load import KeyRole, ValueRole
+from .sm100_mma import MmaRole, TileGemm
+from .sm100_rows import RowRole
+
+
+class DensePrefillDqSm100(AttentionKernel):
+    """One variant of the kernel."""
+
+    threads = THREADS
+
+    def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
+        super().__init__(DensePrefillDqAbi(config, TILE_KEYS), arch)
+        self.geometry = Geometry(config.d_qk)
+        self.smem = self.geometry.smem()
+        self.by_tma = config.access_bytes > ELEMENT_BYTES  # Q and dO come from where they lie; else from copies
+
+    @cute.jit
+    def run(self, operands: Operands):
+        """Allocate, initialise the barriers, and give each role its warps."""
+        memory = self.smem.allocate()
+        tiles, pipes = Tiles(**fields_of(Tiles, memory)), Pipes(**fields_of(Pipes, memory))
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == KEY_WARP:
+            with cute.arch.elect_one():
+                self.initialise(pipes)
+                for tensor_map in (operands.args.q_map, operands.args.dout_map, operands.args.k_map, operands.args.v_map):
+                    prefetch_map(tensor_map)
+        if warp == MMA_WARP:
+            tcgen05.allocate(tiles.tmem_cell, TMEM_COLUMNS, tcgen05.OWN_GROUP)
+        cute.arch.sync_threads()
+        tmem = tiles.tmem_cell.load()
+        # the lengths and all tensors may come from the kernel before
+        cute.arch.griddepcontrol_wait()
+
+        board = Board(tiles.sItems, pipes)
+        if warp < ROW_WARP:
+            cute.arch.setmaxregister_increase(ATTEND_REGISTERS)
+            AttendRole(self.dtype, self.geometry).run(operands, board, tiles, pipes, tmem, warp // GROUP_WARPS)
+        elif warp < MMA_WARP:
+            cute.arch.setmaxregister_decrease(ROW_REGISTERS)
+            RowRole(self.dtype, self.geometry, self.by_tma).run(operands, board, tiles, pipes, tmem)
+        else:
+            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            if warp == MMA_WARP:
+                MmaRole(self.geometry).run(board, pipes, TileGemm(self.dtype, tiles, tmem))
+            elif warp == KEY_WARP:
+                KeyRole(self.geometry, not self.by_tma).run(operands, board, tiles, pipes)
+            elif warp == VALUE_WARP:
+                ValueRole(self.geometry, not self.by_tma).run(operands, board, tiles, pipes)
+
+        tcgen05.fence_before_signal()
+        cute.arch.sync_threads()
+        if warp == MMA_WARP:
+            tcgen05.fence_after_wait()
+            tcgen05.free(tmem, TMEM_COLUMNS, tcgen05.OWN_GROUP)
+
+    def initialise(self, pipes: Pipes) -> None:
+        """Set the arrivals of every barrier: warps of the arriving roles, or one commit or warp that loads."""
+        for barriers in (
+            *(pipes.item_ready, pipes.key_ready, pipes.key_free, pipes.value_ready, pipes.value_free, pipes.query_ready),
+            *(pipes.query_free, pipes.dout_ready, pipes.dout_free, pipes.scores_ready, pipes.slopes_ready, pipes.dq_ready),
+        ):
+            barriers.initialise(1)
+        attending = GROUPS * GROUP_WARPS
+        for barriers in (pipes.scores_free, pipes.weights_ready):
+            barriers.initialise(attending)
+        for barriers in (pipes.statistics_ready, pipes.dq_free):
+            barriers.initialise(GROUP_WARPS)
+        pipes.statistics_free.initialise(attending + (0 if self.by_tma else 2))
+        pipes.item_free.initialise(LAST_WARP)
+        cute.arch.mbarrier_init_fence()
+
+
+def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
+    """Return the variant, ready to compile."""
+    kernel = DensePrefillDqSm100(config, arch)
+    attend = tuple(Role(f"attend_{group}", group * GROUP_WARPS, GROUP_WARPS) for group in range(GROUPS))
+    return kernel.definition(
+        smem_bytes=kernel.smem.nbytes,
+        barriers=kernel.smem.barriers(),
+        named_barriers=(),
+        roles=(
+            *attend,
+            Role("rows", ROW_WARP, GROUP_WARPS),
+            Role("mma", MMA_WARP, 1),
+            Role("keys", KEY_WARP, 1),
+            Role("values", VALUE_WARP, 1),
+        ),
+        expected={"UTCHMMA": kernel.geometry.products},
+        tmem_columns=TMEM_COLUMNS,
+    )

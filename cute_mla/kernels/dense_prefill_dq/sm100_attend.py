@@ -1,0 +1,160 @@
+"""The attend role of the SM100 dQ kernel: dS of half a tile's keys, a thread a row."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+
+from ...spec.dense_prefill_dq import STATISTICS, TILE_ROWS
+from ..dense_prefill.board import Board
+from ..dense_prefill.operands import WorkItem
+from ..dense_prefill.sm100_config import GROUP, STAGE_BYTES, TILE_KEYS, first_lane, key_tiles
+from ..dense_prefill.sm100_softmax import LOADED_AT_ONCE, WORD_BITS, exp2_on_fma, on_fma
+from ..primitives import tcgen05
+from ..primitives.elements import pack_pair
+from ..sm100.boxes import BOX_ROWS, ROW_BYTES, clear_rows
+from .operands import Operands
+from .sm100_config import GROUP_KEYS, SCORE_COLUMN, SLOPE_COLUMN, WEIGHT_COLUMN, Geometry, Pipes, Tiles, key_limit
+
+
+@dataclass(frozen=True)
+class RowSlice:
+    """A thread's row of one tile, half of the columns.
+
+    columns: tensor memory at the first lane of the warp, and the first of the group's columns of S. weights: the same of dS.
+    rP: fp32 (64 keys): scores, then probabilities, then dS. statistics: fp32: lse in log2 units, delta.
+    """
+
+    dtype: type[cutlass.Numeric]
+    row: Int32
+    columns: Int32
+    weights: Int32
+    scale_log2: Float32
+    rP: cute.Tensor
+    statistics: cute.Tensor
+
+    @staticmethod
+    def create(dtype: type[cutlass.Numeric], tmem: Int32, group: Int32, scale_log2: Float32) -> RowSlice:
+        """Return the row of this thread."""
+        lanes = first_lane(tmem)
+        rP, statistics = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in (GROUP_KEYS, STATISTICS))
+        return RowSlice(
+            dtype=dtype,
+            row=cute.arch.thread_idx()[0] % GROUP,
+            columns=lanes + (SCORE_COLUMN + group * GROUP_KEYS),
+            weights=lanes + (WEIGHT_COLUMN + group * (GROUP_KEYS // 2)),
+            scale_log2=scale_log2,
+            rP=rP,
+            statistics=statistics,
+        )
+
+    def take_statistics(self, sStatistics: cute.Pointer) -> None:
+        """Read the row's lse and delta."""
+        for which in range(STATISTICS):
+            self.statistics[which] = (sStatistics + (which * TILE_ROWS + self.row)).load()
+
+    def load(self, column: int) -> list[Float32]:
+        """Load the row's S or dP, whose columns begin at `column`."""
+        first = self.columns + (column - SCORE_COLUMN)
+        parts = [tcgen05.load_columns(first + i, LOADED_AT_ONCE) for i in range(0, GROUP_KEYS, LOADED_AT_ONCE)]
+        tcgen05.await_loads()
+        return [part[i] for part in parts for i in range(LOADED_AT_ONCE)]
+
+    def exponentiate(self, scores: list[Float32]) -> None:
+        """Set P. P of keys that a row does not see is whatever their scores make it."""
+        scale, shift = (self.scale_log2,) * 2, (-self.statistics[0],) * 2
+        for i in range(0, GROUP_KEYS, 2):
+            exponents = cute.arch.fma_packed_f32x2((scores[i], scores[i + 1]), scale, shift)
+            if on_fma(i // 2):
+                probs = exp2_on_fma(exponents)
+            else:
+                probs = tuple(cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
+            self.rP[i], self.rP[i + 1] = probs
+
+    def weigh(self, slopes: list[Float32]) -> None:
+        """Replace P by dS = P (dP - delta)."""
+        shift = (-self.statistics[1],) * 2
+        for i in range(0, GROUP_KEYS, 2):
+            differences = cute.arch.add_packed_f32x2((slopes[i], slopes[i + 1]), shift)
+            self.rP[i], self.rP[i + 1] = cute.arch.mul_packed_f32x2((self.rP[i], self.rP[i + 1]), differences)
+
+    def mask(self, limit: Int32) -> None:
+        """Set dS of keys from `limit` on, counted within the slice, to 0. Selects, so that NaN vanishes."""
+        for start in range(0, GROUP_KEYS, WORD_BITS):
+            seen = limit - start  # of this word's keys; ptxas makes predicates of seven bits at a time
+            some = cutlass.select_(seen > 0, Int32(-1) << (seen & (WORD_BITS - 1)), Int32(-1))
+            beyond = cutlass.select_(seen >= WORD_BITS, Int32(0), some)
+            for bit in range(WORD_BITS):
+                self.rP[start + bit] = cutlass.select_((beyond & (1 << bit)) != 0, Float32(0), self.rP[start + bit])
+
+    def store(self) -> None:
+        """Store dS as 16-bit A operand; done when this returns."""
+        tcgen05.store_columns(self.weights, [pack_pair(self.rP[i], self.rP[i + 1], self.dtype) for i in range(0, GROUP_KEYS, 2)])
+        tcgen05.await_stores()
+
+
+class AttendRole:
+    """Four warps, for half of the keys of every tile."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry) -> None:
+        self.dtype = dtype
+        self.geometry = geometry
+
+    @cute.jit
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32, group: Int32):
+        """Wait item_ready, statistics_ready, scores_ready, slopes_ready.
+
+        Signal item_free, statistics_free, scores_free, weights_ready.
+        """
+        rows = RowSlice.create(self.dtype, tmem, group, operands.scale_log2)
+        more, turn, items, done, stage = Boolean(True), Int32(0), Int32(0), Int32(0), Int32(0)
+        while more:
+            more, item = board.take(turn)
+            count = key_tiles(item.keys)
+            if count > 0:
+                pipes.statistics_ready.consumer_wait(items)
+                rows.take_statistics(tiles.sStatistics)
+                pipes.statistics_free.consumer_release(items)
+                for t in cutlass.range(count, unroll=1):
+                    self.attend_tile(tiles, pipes, rows, item, group, (count - 1 - t, done + t, stage))
+                    stage = stage + self.geometry.key_boxes
+                    stage = cutlass.select_(stage >= self.geometry.key_stages, stage - self.geometry.key_stages, stage)
+                items = items + 1
+                done = done + count
+            turn = turn + 1
+
+    @cute.jit
+    def attend_tile(self, tiles: Tiles, pipes: Pipes, rows: RowSlice, item: WorkItem, group: Int32, where: tuple[Int32, Int32, Int32]):
+        """Compute dS of a tile. where: the tile among the item's keys, its number, its first stage of keys."""
+        tile, use, stage = where
+        first_key = tile * TILE_KEYS + group * GROUP_KEYS
+        pipes.scores_ready.consumer_wait(use)
+        tcgen05.fence_after_wait()
+        scores = rows.load(SCORE_COLUMN)
+        tcgen05.fence_before_signal()
+        pipes.scores_free.consumer_release(use)
+        if item.keys < first_key + GROUP_KEYS:
+            self.clear_keys(tiles, stage, group, item.keys - first_key, rows.row)
+        rows.exponentiate(scores)
+        pipes.slopes_ready.consumer_wait(use)
+        tcgen05.fence_after_wait()
+        rows.weigh(rows.load(SLOPE_COLUMN))
+        if key_limit(item, Int32(0)) < first_key + GROUP_KEYS:
+            rows.mask(key_limit(item, rows.row) - first_key)
+        rows.store()
+        tcgen05.fence_before_signal()
+        pipes.weights_ready.producer_commit(use)
+
+    @cute.jit
+    def clear_keys(self, tiles: Tiles, stage: Int32, group: Int32, keys: Int32, thread: Int32):
+        """Zero the group's keys of a tile from `keys` on: dS is 0 there, but 0 times a NaN of an unused row is NaN.
+
+        S of the tile is complete, so the keys are there, and dQ has not begun: it waits for the arrival with dS.
+        """
+        for box in cutlass.range_constexpr(self.geometry.key_boxes):
+            place = stage + box
+            place = cutlass.select_(place >= self.geometry.key_stages, place - self.geometry.key_stages, place)
+            clear_rows(tiles.sK + (place * STAGE_BYTES + group * (BOX_ROWS * ROW_BYTES)), 1, keys, thread)
+        cute.arch.fence_proxy("async.shared", space="cta")

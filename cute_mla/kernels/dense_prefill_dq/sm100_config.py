@@ -1,0 +1,139 @@
+"""Constants of the SM100 dQ kernel: shared and tensor memory, barriers, roles. Boxes and products are the forward's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cutlass import Float32, Int32, Uint8, cute
+
+from ...spec.arch import SM100
+from ...spec.dense_prefill import BOX_COLUMNS, D_V
+from ...spec.dense_prefill_dq import STATISTICS, TILE_ROWS
+from ...spec.dense_prefill_dq import TILE_KEYS as TILE_KEYS_OF
+from ..dense_prefill.board import ITEM_WORDS
+from ..dense_prefill.operands import WorkItem
+from ..dense_prefill.sm100_config import GROUP_WARPS, ITEM_STAGES, K_STEP, STAGE_BYTES, STEPS_PER_BOX, TILE_KEYS
+from ..primitives.integers import smaller
+from ..primitives.pipeline import StageBarriers
+from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout
+
+assert set(TILE_KEYS_OF[SM100.name].values()) == {TILE_KEYS}
+
+GROUPS = 2  # warpgroups that share the keys of a tile: a thread has a row and half of the columns of S and dP
+GROUP_KEYS = TILE_KEYS // GROUPS
+VALUE_BOXES = D_V // BOX_COLUMNS  # stages of the values of a tile, and of dO
+
+# tensor memory, in 32-bit columns of 128 lanes: S, dP, dQ, and dS, two elements a column
+SCORE_COLUMN, SLOPE_COLUMN, DQ_COLUMN, WEIGHT_COLUMN = 0, 128, 256, 448
+TMEM_COLUMNS = 512
+
+ROW_WARP = GROUPS * GROUP_WARPS  # the first that does not attend
+MMA_WARP = ROW_WARP + GROUP_WARPS
+KEY_WARP = MMA_WARP + 1
+VALUE_WARP = MMA_WARP + 2
+LAST_WARP = VALUE_WARP
+THREADS = 512
+
+# per lane of a warp, by setmaxnreg: 2 x 176 + 112 + 48 = 512, all that four lanes at launch have
+ATTEND_REGISTERS = 176
+ROW_REGISTERS = 112
+OTHER_REGISTERS = 48
+
+SMALL_BYTES = 2048  # statistics, items, barriers, a cell: no more than that
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Numbers that follow from the number of columns of q and k."""
+
+    d_qk: int
+
+    @property
+    def key_boxes(self) -> int:
+        """Return the stages of the keys of a tile, and of Q; 64 columns each."""
+        return self.d_qk // BOX_COLUMNS
+
+    @property
+    def value_stages(self) -> int:
+        """Return the stages of the pipeline for values: one tile, or two if keys leave room for them."""
+        return VALUE_BOXES if self._stages < GROUPS * (self.key_boxes + VALUE_BOXES) else 2 * VALUE_BOXES
+
+    @property
+    def key_stages(self) -> int:
+        """Return the stages of the pipeline for keys: what Q, dO, values and the small things leave room for."""
+        return self._stages - self.value_stages
+
+    @property
+    def _stages(self) -> int:
+        rows = (self.key_boxes + VALUE_BOXES) * STAGE_BYTES
+        return (SM100.smem_per_block - SMALL_BYTES - rows) // STAGE_BYTES
+
+    @property
+    def products(self) -> int:
+        """Return the matrix products of one tile: S, dP, and dQ by 64 columns."""
+        return (self.key_boxes + VALUE_BOXES) * STEPS_PER_BOX + self.key_boxes * TILE_KEYS // K_STEP
+
+    def smem(self) -> SmemLayout:
+        """Return the layout of shared memory."""
+        once = (
+            *("query_ready", "query_free", "dout_ready", "dout_free", "statistics_ready", "statistics_free"),
+            *("scores_ready", "scores_free", "slopes_ready", "weights_ready", "dq_ready", "dq_free"),
+        )
+        return SmemLayout((
+            Array("sQ", Uint8, self.key_boxes * STAGE_BYTES, SWIZZLE_PERIOD),
+            Array("sD", Uint8, VALUE_BOXES * STAGE_BYTES, SWIZZLE_PERIOD),
+            Array("sK", Uint8, self.key_stages * STAGE_BYTES, SWIZZLE_PERIOD),
+            Array("sV", Uint8, self.value_stages * STAGE_BYTES, SWIZZLE_PERIOD),
+            Array("sStatistics", Float32, STATISTICS * TILE_ROWS),
+            Array("sItems", Int32, ITEM_STAGES * ITEM_WORDS, 16),
+            Barriers("item_ready", ITEM_STAGES),
+            Barriers("item_free", ITEM_STAGES),
+            Barriers("key_ready", self.key_stages),
+            Barriers("key_free", self.key_stages),
+            Barriers("value_ready", self.value_stages),
+            Barriers("value_free", self.value_stages),
+            *(Barriers(name, 1) for name in once),
+            Array("tmem_cell", Int32, 1),
+        ))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Shared memory. Stages are boxes of 128 rows x 128 swizzled bytes."""
+
+    sQ: cute.Pointer  # bytes of Q: a box for 64 columns
+    sD: cute.Pointer  # bytes of dO
+    sK: cute.Pointer  # bytes of the stages of K
+    sV: cute.Pointer  # bytes of the stages of V
+    sStatistics: cute.Pointer  # fp32 (2, 128 rows): lse in log2 units, delta
+    sItems: cute.Pointer  # int32 (4 rounds, 8): items
+    tmem_cell: cute.Pointer  # int32: address of the tensor memory
+
+
+@dataclass(frozen=True)
+class Pipes:
+    """The barriers of Geometry.smem. sm100.py says who arrives where."""
+
+    item_ready: StageBarriers
+    item_free: StageBarriers
+    key_ready: StageBarriers
+    key_free: StageBarriers
+    value_ready: StageBarriers
+    value_free: StageBarriers
+    query_ready: StageBarriers
+    query_free: StageBarriers
+    dout_ready: StageBarriers
+    dout_free: StageBarriers
+    statistics_ready: StageBarriers
+    statistics_free: StageBarriers
+    scores_ready: StageBarriers
+    scores_free: StageBarriers
+    slopes_ready: StageBarriers
+    weights_ready: StageBarriers
+    dq_ready: StageBarriers
+    dq_free: StageBarriers
+
+
+def key_limit(item: WorkItem, row: Int32) -> Int32:
+    """Return the keys that a row of the item sees; none if negative."""
+    return smaller(item.keys, item.diagonal + row + 1)

@@ -1,0 +1,123 @@
+"""The roles of the SM100 dQ kernel that fill shared memory by TMA: one warp each, ahead of the products by their pipelines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+
+from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
+from ...spec.dense_prefill_dq import TILE_ROWS
+from ..dense_prefill.board import Board
+from ..dense_prefill.operands import WorkItem
+from ..dense_prefill.sm100_config import BOX_BYTES, STAGE_BYTES, TILE_KEYS, key_tiles
+from ..primitives.pipeline import PipelineState, StageBarriers
+from ..primitives.tma import load_box
+from .operands import Operands
+from .sm100_config import VALUE_BOXES, Geometry, Pipes, Tiles
+
+
+class KeyRole:
+    """One warp: finds the items, loads K and Q. copied: whether Q comes from the copy that the row role makes of it."""
+
+    def __init__(self, geometry: Geometry, copied: bool) -> None:
+        self.geometry = geometry
+        self.copied = copied
+
+    @cute.jit
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
+        """Wait item_free, key_free, query_free. Signal item_ready, key_ready, query_ready."""
+        items = operands.items
+        boxes, stages = self.geometry.key_boxes, self.geometry.key_stages
+        turn, more, loads = Int32(0), Boolean(True), Int32(0)
+        stage, phase = Int32(0), Int32(0)
+        while more:
+            more = items.of_round(turn) < items.count()
+            item = items.take(turn)
+            board.post(turn, more, item)
+            for t in cutlass.range(key_tiles(item.keys), unroll=1):
+                uses = PipelineState(stage, phase).following(boxes, stages)
+                load_tile(tiles.sK, operands.args.k_map, (pipes.key_ready, pipes.key_free), uses, item, t)
+                if t == 0:
+                    # the keys are on their way while the last S of the item before still reads Q
+                    await_copies(pipes, self.copied, loads)
+                    pipes.query_free.producer_acquire(loads)
+                    load_rows(tiles.sQ, operands.args.q_map, pipes.query_ready.barrier(loads), item, boxes)
+                    loads = loads + 1
+                following = pipes.key_free.advance(uses[-1])
+                stage, phase = following.stage, following.phase
+            turn = turn + 1
+        cute.arch.griddepcontrol_launch_dependents()
+        drain(pipes.key_free, PipelineState(stage, phase))
+
+
+class ValueRole:
+    """One warp: loads V and dO. copied: as for KeyRole."""
+
+    def __init__(self, geometry: Geometry, copied: bool) -> None:
+        self.geometry = geometry
+        self.copied = copied
+
+    @cute.jit
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
+        """Wait item_ready, value_free, dout_free. Signal item_free, value_ready, dout_ready.
+
+        What lies behind the last key reaches columns of dP that are not used.
+        """
+        turn, more, loads = Int32(0), Boolean(True), Int32(0)
+        stage, phase = Int32(0), Int32(0)
+        while more:
+            more, item = board.take(turn)
+            for t in cutlass.range(key_tiles(item.keys), unroll=1):
+                uses = PipelineState(stage, phase).following(VALUE_BOXES, self.geometry.value_stages)
+                load_tile(tiles.sV, operands.args.v_map, (pipes.value_ready, pipes.value_free), uses, item, t)
+                if t == 0:
+                    await_copies(pipes, self.copied, loads)
+                    pipes.dout_free.producer_acquire(loads)
+                    load_rows(tiles.sD, operands.args.dout_map, pipes.dout_ready.barrier(loads), item, VALUE_BOXES)
+                    loads = loads + 1
+                following = pipes.value_free.advance(uses[-1])
+                stage, phase = following.stage, following.phase
+            turn = turn + 1
+        drain(pipes.value_free, PipelineState(stage, phase))
+
+
+def load_tile(
+    stages: cute.Pointer, tensor_map: Any, pipe: tuple[StageBarriers, StageBarriers], uses: list[PipelineState], item: WorkItem, t: Int32
+) -> None:
+    """Load the t-th tile of an item, the last tile of keys first, 64 columns a stage. pipe: ready, free."""
+    ready, free = pipe
+    row = item.first_key + (key_tiles(item.keys) - 1 - t) * TILE_KEYS
+    for box, use in enumerate(uses):
+        free.producer_acquire(use)
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(ready.barrier(use), STAGE_BYTES)
+            load_box(stages + use.stage * STAGE_BYTES, tensor_map, (box * BOX_COLUMNS, item.kv_head, row), ready.barrier(use))
+
+
+def load_rows(target: cute.Pointer, tensor_map: Any, ready: cute.Pointer, item: WorkItem, boxes: int) -> None:
+    """Load the item's rows of Q or dO. Rows past the sequence's end are another sequence's, or zeros: their results go nowhere."""
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * STAGE_BYTES)
+        for box in range(boxes):
+            for half in range(TILE_ROWS // BOX_ROWS):
+                where = (box * BOX_COLUMNS, item.head, item.first_row + half * BOX_ROWS)
+                load_box(target + (box * STAGE_BYTES + half * BOX_BYTES), tensor_map, where, ready)
+
+
+@cute.jit
+def await_copies(pipes: Pipes, copied: bool, loads: Int32):
+    """Wait until the rows have been copied, which come with their statistics, if they have to be."""
+    if cutlass.const_expr(copied):
+        pipes.statistics_ready.consumer_wait(loads)
+        pipes.statistics_free.consumer_release(loads)
+
+
+@cute.jit
+def drain(free: StageBarriers, following: PipelineState):
+    """Wait until every stage is free: no signal may reach a CTA that is gone. following: the next use."""
+    for i in cutlass.range(free.stages, unroll=1):
+        wraps = following.stage + i >= free.stages
+        stage = cutlass.select_(wraps, following.stage + i - free.stages, following.stage + i)
+        cute.arch.mbarrier_wait(free.base + stage, cutlass.select_(wraps, following.phase, following.phase ^ 1))

@@ -1,0 +1,192 @@
+"""The row role of the SM100 dQ kernel: statistics of an item's rows before its products, dQ behind them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from ...spec.dense_prefill import D_V
+from ...spec.dense_prefill_dq import STATISTICS, TILE_ROWS
+from ...spec.mla import LOG2E
+from ..dense_prefill.board import Board
+from ..dense_prefill.operands import WorkItem
+from ..dense_prefill.sm100_config import GROUP, GROUP_WARPS, first_lane
+from ..primitives import tcgen05
+from ..primitives.elements import aligned, load_pair, store_row, store_words
+from ..primitives.integers import smaller
+from .operands import Operands
+from .sm100_config import DQ_COLUMN, Geometry, Pipes, Tiles
+
+ROW_LANES = 8  # that share a row of out and dout: 128 bytes at a time
+CHUNK = 8  # elements of 16 bytes
+WARP_ROWS = cute.arch.WARP_SIZE // ROW_LANES  # of a pass
+PASS_ROWS = GROUP_WARPS * WARP_ROWS
+PASSES = TILE_ROWS // PASS_ROWS
+STORED_AT_ONCE = 32  # columns of dQ
+
+
+@dataclass(frozen=True)
+class WarpRows:
+    """The rows of out and dout that a warp reads: four in each pass, eight lanes a row. first: of pass 0. chunk: of a row, the lane's."""
+
+    first: Int32
+    lane: Int32
+    chunk: Int32
+
+    @staticmethod
+    def create() -> WarpRows:
+        """Return the rows of this warp."""
+        lane = cute.arch.lane_idx()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
+        return WarpRows(warp * WARP_ROWS, lane, lane % ROW_LANES)
+
+    def of_pass(self, step: Int32) -> Int32:
+        """Return the row that the lane helps to read."""
+        return self.first + (step * PASS_ROWS + self.lane // ROW_LANES)
+
+    def of_lane(self) -> Int32:
+        """Return the row whose statistics the lane collects: lane 4 p + i that of row i of pass p."""
+        return self.first + (self.lane // WARP_ROWS * PASS_ROWS + self.lane % WARP_ROWS)
+
+    def collect(self, step: Int32, share: Float32, before: Float32) -> Float32:
+        """Return the sum of the shares of eight lanes, if it is the lane's row's, or else what the lane has."""
+        for distance in (1, 2, 4):
+            share = share + cute.arch.shuffle_sync_bfly(share, distance)
+        total = cute.arch.shuffle_sync(share, self.lane % WARP_ROWS * ROW_LANES)
+        return cutlass.select_(self.lane // WARP_ROWS == step, total, before)
+
+
+class RowRole:
+    """Four warps. by_tma: whether Q and dO come by TMA from where they lie, and rows are read and written 16 bytes at a time."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry, by_tma: bool) -> None:
+        self.dtype = dtype
+        self.geometry = geometry
+        self.by_tma = by_tma
+        self.passes_at_once = 4 if by_tma else 1  # whose loads are on their way together
+
+    @cute.jit
+    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32):
+        """Wait item_ready, statistics_free, dq_ready. Signal item_free, statistics_ready, dq_free. Write dq and the statistics.
+
+        The statistics of an item are computed while the item before is being multiplied.
+        """
+        more, item = board.take(Int32(0))
+        turn, begun, done = Int32(1), Int32(0), Int32(0)  # begun, done: items with keys whose statistics, whose dQ are written
+        if item.keys > 0:
+            self.write_statistics(operands, tiles, pipes, item, begun)
+            begun = begun + 1
+        while more:
+            more, following = board.take(turn)
+            if following.keys > 0:
+                self.write_statistics(operands, tiles, pipes, following, begun)
+                begun = begun + 1
+            if item.rows > 0:
+                self.write_dq(operands, pipes, item, first_lane(tmem), done)
+                done = done + cutlass.select_(item.keys > 0, Int32(1), Int32(0))
+            item = following
+            turn = turn + 1
+
+    @cute.jit
+    def write_statistics(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, use: Int32):
+        """Hand lse and delta of the item's rows to the attend roles, and leave them to the next kernel; copy Q and dO if need be.
+
+        Rows behind the sequence's repeat its last one; their results go nowhere. A row with an infinite lse has no gradient: its P is
+        0, and so is its delta.
+        """
+        rows = WarpRows.create()
+        own = rows.of_lane()
+        lse = operands.lse_of(item, smaller(own, item.rows - 1)).load()
+        delta = Float32(0)
+        for first in cutlass.range(0, PASSES, self.passes_at_once, unroll=1):
+            chunks = [self.load_row(operands, item, rows, first + i) for i in range(self.passes_at_once)]
+            for i in cutlass.range_constexpr(self.passes_at_once):
+                delta = rows.collect(first + i, self.share_of_delta(chunks[i]), delta)
+                if cutlass.const_expr(not self.by_tma):
+                    self.copy_row(operands, item, rows, first + i, chunks[i])
+        none = (lse == Float32.inf) | (lse == -Float32.inf)
+        numbers = (cutlass.select_(none, Float32.inf, lse * LOG2E), cutlass.select_(none, Float32(0), delta))
+        pipes.statistics_free.producer_acquire(use)
+        for which in cutlass.range_constexpr(STATISTICS):
+            (tiles.sStatistics + (which * TILE_ROWS + own)).store(numbers[which])
+        if cutlass.const_expr(not self.by_tma):
+            # TMA reads the copies
+            cute.arch.fence_proxy("async.global")
+        pipes.statistics_ready.producer_commit(use)
+        if own < item.rows:
+            for which in cutlass.range_constexpr(STATISTICS):
+                operands.statistic_of(item, own, which).store(numbers[which])
+
+    def load_row(self, operands: Operands, item: WorkItem, rows: WarpRows, step: Int32) -> tuple[list[Int32], list[Int32]]:
+        """Load the lane's chunks of out and dout for one pass."""
+        row = smaller(rows.of_pass(step), item.rows - 1)
+        starts = (operands.out_row(item, row), operands.dout_row(item, row))
+        out, dout = (self.load_words(start + rows.chunk * CHUNK, D_V) for start in starts)
+        return out, dout
+
+    def load_words(self, source: cute.Pointer, columns: int) -> list[Int32]:
+        """Load a chunk of every 64 of a row's columns."""
+        words = []
+        for first in range(0, columns, ROW_LANES * CHUNK):
+            if self.by_tma:
+                chunk = cute.make_rmem_tensor(cute.make_layout(CHUNK // 2), Int32)
+                start = aligned(cute.recast_ptr(source + first, dtype=Int32), 16)
+                cute.autovec_copy(cute.make_tensor(start, cute.make_layout(CHUNK // 2)), chunk)
+                words += [chunk[i] for i in range(CHUNK // 2)]
+            else:
+                words += [load_pair(source + (first + 2 * i), False) for i in range(CHUNK // 2)]
+        return words
+
+    def share_of_delta(self, chunks: tuple[list[Int32], list[Int32]]) -> Float32:
+        """Return the sum of products of the pairs of elements of a row of out and of dout."""
+        total = (Float32(0), Float32(0))
+        for words in zip(*chunks, strict=True):
+            pairs = []
+            for word in words:
+                pair = cute.make_rmem_tensor(cute.make_layout(2), self.dtype)
+                cute.recast_tensor(pair, Int32)[0] = word
+                pairs.append((pair[0].to(Float32), pair[1].to(Float32)))
+            # two at a time: ptxas makes one instruction of a conversion and an FMA that the simulator does not know
+            total = cute.arch.fma_packed_f32x2(*pairs, total)
+        return total[0] + total[1]
+
+    @cute.jit
+    def copy_row(self, operands: Operands, item: WorkItem, rows: WarpRows, step: Int32, chunks: tuple[list[Int32], list[Int32]]):
+        """Store the lane's chunks of a row of Q and dO to their copies."""
+        row, lane = rows.of_pass(step), rows.chunk
+        if row < item.rows:
+            store_chunks(operands.dout_copy_row(item, row) + lane * CHUNK, chunks[1])
+            store_chunks(
+                operands.q_copy_row(item, row, self.geometry.d_qk) + lane * CHUNK,
+                self.load_words(operands.q_row(item, row) + lane * CHUNK, self.geometry.d_qk),
+            )
+
+    @cute.jit
+    def write_dq(self, operands: Operands, pipes: Pipes, item: WorkItem, lanes: Int32, use: Int32):
+        """Scale, round and write the rows of dQ that the sequence has: zeros if the item has no keys."""
+        row = cute.arch.thread_idx()[0] % GROUP
+        target = operands.dq_row(item, row)
+        if item.keys > 0:
+            pipes.dq_ready.consumer_wait(use)
+            tcgen05.fence_after_wait()
+        for first in cutlass.range_constexpr(0, self.geometry.d_qk, STORED_AT_ONCE):
+            rG = cute.make_rmem_tensor(cute.make_layout(STORED_AT_ONCE), Float32)
+            rG.fill(0.0)
+            if item.keys > 0:
+                values = tcgen05.load_columns(lanes + (DQ_COLUMN + first), STORED_AT_ONCE)
+                tcgen05.await_loads()
+                for i in cutlass.range_constexpr(STORED_AT_ONCE):
+                    rG[i] = values[i] * operands.softmax_scale
+            if row < item.rows:
+                store_row(target + first, [rG[i] for i in range(STORED_AT_ONCE)], self.dtype, self.by_tma)
+        if item.keys > 0:
+            tcgen05.fence_before_signal()
+            pipes.dq_free.consumer_release(use)
+
+
+def store_chunks(target: cute.Pointer, words: list[Int32]) -> None:
+    """Store a lane's chunk of every 64 columns, at a multiple of 16 bytes."""
+    for number, first in enumerate(range(0, len(words), CHUNK // 2)):
+        store_words(target + number * (ROW_LANES * CHUNK), words[first : first + CHUNK // 2])
