@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from ...manifest import KernelEntry
 from ...spec.split_plan import TILE_KEYS
 from ...testing.operations import operation
-from ..kernel_stats.dynamic_counts import case_of
-from ..model.tile_costs import PREFILL_KEYS
+from ..kernel_stats.dynamic_counts import case_of, keys_of_block
 from .cluster_run import ClusterRun, clock_call, cluster_run
 from .constants import Constants
 from .engine import Setting
@@ -35,11 +34,6 @@ class KernelTimes:
     fixed: float
     use: Shares
     waits: Mapping[str, Shares]
-
-
-def keys_of_block(entry: KernelEntry) -> int:
-    """Return the keys of a block of a kernel: those of its main loop, as in the tables of the model."""
-    return PREFILL_KEYS if entry.op == "dense_prefill" else TILE_KEYS
 
 
 def kernel_times(entry: KernelEntry, constants: Constants, setting: Setting) -> KernelTimes:

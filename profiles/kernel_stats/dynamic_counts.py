@@ -1,7 +1,8 @@
 """Warp instructions that a kernel executes per tile of keys, of its PTX or of its machine code, by role and class.
 
 A kernel runs twice on the simulated device, over FEW and over MANY blocks of keys. The difference gives the slope per 64 keys of 64 query
-rows. The rest is the fixed part of one CTA (of each CTA of a pair) with one request.
+rows. The rest is the fixed part of one CTA (of each CTA of a pair) with one request. dense_prefill_dkdv streams query rows over 128 keys:
+its blocks are of 64 rows.
 """
 
 from __future__ import annotations
@@ -20,15 +21,20 @@ from ...spec.arch import ARCHS, Arch
 from ...spec.dense_decode import OPERANDS, TILE_ROWS
 from ...spec.dense_prefill import HEAD_DIMS
 from ...spec.dense_prefill import TILE_ROWS as PREFILL_ROWS
+from ...spec.dense_prefill_dkdv import TILE_KEYS as DKDV_KEYS
+from ...spec.dense_prefill_dkdv import TILE_QUERIES as DKDV_QUERIES
+from ...spec.dense_prefill_dq import TILE_KEYS as DQ_KEYS
 from ...spec.mla import D_LATENT, D_QK, DTYPES
 from ...spec.sparse_decode import QUERY_AND_CACHE
 from ...spec.split_plan import TILE_KEYS
 from ...testing.cases.base import BaseCase
 from ...testing.cases.dense_decode import DenseDecodeCase
 from ...testing.cases.dense_prefill import DensePrefillCase
+from ...testing.cases.dense_prefill_backward import DensePrefillBackwardCase
 from ...testing.cases.sparse_decode import Pool, SparseDecodeCase
 from ...testing.cases.sparse_prefill import SparsePrefillCase
 from ...testing.operations import operation
+from ..model.tile_costs import PREFILL_KEYS
 
 FEW, MANY = 8, 16  # blocks of 64 keys: even, and more than the stages of any pipeline
 _FLASHMLA = Path(__file__).resolve().parents[1] / "definitions" / "flashmla_counts.toml"
@@ -75,14 +81,15 @@ def dynamic_counts(entry: KernelEntry, code: str = "ptx") -> DynamicCounts | Non
     make = case_of(entry)
     if make is None:
         return None
-    few, many = (_executed(entry, make(blocks), code) for blocks in (FEW, MANY))
-    tiles = _row_tiles(make(FEW))
+    least, most = runs_of(entry)
+    few, many = (_executed(entry, make(blocks), code) for blocks in (least, most))
+    tiles = _row_tiles(entry, make(least))
     slope, fixed = {}, {}
     for role in many:
         difference = Counter(many[role])
         difference.subtract(few[role])
-        slope[role] = {name: number / (MANY - FEW) / tiles for name, number in difference.most_common() if number}
-        fixed[role] = few[role].total() / tiles - FEW * sum(slope[role].values())
+        slope[role] = {name: number / (most - least) / tiles for name, number in difference.most_common() if number}
+        fixed[role] = few[role].total() / tiles - least * sum(slope[role].values())
     return DynamicCounts(slope, fixed, baseline_counts(entry) if code == "ptx" else None, code)
 
 
@@ -95,8 +102,24 @@ def _executed(entry: KernelEntry, case: BaseCase, code: str) -> dict[str, Counte
     return device.counts[entry.name]
 
 
-def _row_tiles(case: BaseCase) -> int:
-    """Return the tiles of 64 query rows: one for each CTA of a decode, two or four for each CTA of dense prefill."""
+def keys_of_block(entry: KernelEntry) -> int:
+    """Return the keys of a block of a kernel: those of a tile of its main loop. Of dense_prefill_dkdv, the query rows."""
+    if entry.op == "dense_prefill_dq":
+        return DQ_KEYS[int(entry.config["d_qk"])]
+    if entry.op == "dense_prefill_dkdv":
+        return DKDV_QUERIES[int(entry.config["d_qk"])]
+    return PREFILL_KEYS if entry.op == "dense_prefill" else TILE_KEYS
+
+
+def runs_of(entry: KernelEntry) -> tuple[int, int]:
+    """Return the blocks of 64 keys of the two runs: FEW and MANY, or three quarters of them where a tile has 96 keys."""
+    return (FEW * 3 // 4, MANY * 3 // 4) if keys_of_block(entry) % TILE_KEYS else (FEW, MANY)
+
+
+def _row_tiles(entry: KernelEntry, case: BaseCase) -> int:
+    """Return the tiles of 64 query rows: one for each CTA of a decode, two or four for each CTA of dense prefill; of dkdv, of 64 keys."""
+    if entry.op == "dense_prefill_dkdv":
+        return DKDV_KEYS // TILE_ROWS
     requests, tokens, heads, _ = case.q_shape
     return -(-requests * tokens * heads // TILE_ROWS)
 
@@ -112,9 +135,16 @@ def case_of(entry: KernelEntry) -> CaseFactory | None:
     """Return the factory of cases for a kernel; None for a kernel without a loop over keys."""
     arch = ARCHS[entry.arch]
     for make in _CASES.get(entry.op, lambda _: iter(()))(arch):
-        if entry.name.endswith(f"_{arch.name}_{make(FEW).problem(arch).config.name}"):
+        if entry.name.endswith(f"_{arch.name}_{config_name(entry, make(FEW), arch)}"):
             return make
     return None
+
+
+def config_name(entry: KernelEntry, case: BaseCase, arch: Arch) -> str:
+    """Return the variant that serves a case; of the backward pass, that of the entry's kernel."""
+    if isinstance(case, DensePrefillBackwardCase) and entry.op == "dense_prefill_dq":
+        return case.dq_problem(arch).config.name
+    return case.problem(arch).config.name
 
 
 def _dense_decode(arch: Arch) -> Iterator[CaseFactory]:
@@ -145,12 +175,28 @@ def _dense_prefill(arch: Arch) -> Iterator[CaseFactory]:
         )
 
 
+def _dense_prefill_dq(arch: Arch) -> Iterator[CaseFactory]:
+    for dtype, d_qk, layout in product(DTYPES, DQ_KEYS, ("packed", "odd")):
+        yield lambda blocks, pieces=1, d=dtype, c=d_qk, q=layout: DensePrefillBackwardCase(  # type: ignore[misc]
+            d, d_qk=c, lengths=((PREFILL_ROWS[arch.name], blocks * TILE_KEYS),) * pieces, q_layout=q, sm_count=1
+        )
+
+
+def _dense_prefill_dkdv(arch: Arch) -> Iterator[CaseFactory]:
+    for dtype, d_qk in product(DTYPES, DKDV_QUERIES):
+        yield lambda blocks, pieces=1, d=dtype, c=d_qk: DensePrefillBackwardCase(  # type: ignore[misc]
+            d, d_qk=c, lengths=((blocks * TILE_ROWS, DKDV_KEYS),) * pieces, sm_count=1
+        )
+
+
 _ROWS = tuple(product((2 * TILE_ROWS, TILE_ROWS), ("packed", "odd")))  # (heads, layout of q) that together select every variant
 _CASES: dict[str, Callable[[Arch], Iterator[CaseFactory]]] = {
     "dense_decode": _dense_decode,
     "sparse_decode": _sparse_decode,
     "sparse_prefill": _sparse_prefill,
     "dense_prefill": _dense_prefill,
+    "dense_prefill_dq": _dense_prefill_dq,
+    "dense_prefill_dkdv": _dense_prefill_dkdv,
 }
 
 

@@ -8,11 +8,11 @@ import pytest
 
 from cute_mla.aot_build.variants import closed_variants
 from cute_mla.manifest import KernelEntry
-from cute_mla.profiles.kernel_stats.dynamic_counts import FEW, MANY, baseline_counts, case_of, dynamic_counts
+from cute_mla.profiles.kernel_stats.dynamic_counts import FEW, MANY, baseline_counts, case_of, config_name, dynamic_counts
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import Arch
 
-WITH_KEYS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill")
+WITH_KEYS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv")
 
 
 def entry(name: str) -> KernelEntry:
@@ -27,7 +27,7 @@ def test_every_kernel_over_keys_has_a_case_with_one_cta_or_pair(arch: Arch) -> N
         make = case_of(entry(variant.name))
         assert make is not None, variant.name
         few, many = make(FEW), make(MANY)
-        assert few.problem(arch).config == many.problem(arch).config == variant.config
+        assert {config_name(entry(variant.name), case, arch) for case in (few, many)} == {variant.config.name}
         assert many.tiles == MANY // FEW * few.tiles
 
 
