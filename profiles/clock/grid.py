@@ -102,6 +102,14 @@ def row_time(launch: Launch, times: KernelTimes, seam: float, constants: Constan
     return RowTime(us, ghz, terms, _binds(terms, us, times))
 
 
+def in_sequence(first: RowTime, second: RowTime, constants: Constants) -> RowTime:
+    """Return the time of a call of two launches, the second of which waits for the first. ghz, binds: of the longer one."""
+    terms = {name: us + second.terms[name] for name, us in first.terms.items()}
+    terms["launch"] = constants.launch_us + constants.dependent_us
+    longer = max(first, second, key=lambda time: time.us)
+    return RowTime(sum(terms.values()), longer.ghz, terms, longer.binds)
+
+
 def _binds(terms: Mapping[str, float], us: float, times: KernelTimes) -> str:
     streamed = terms["blocks"] + terms["seams"] + terms["memory beyond them"]
     if streamed < us / 2:

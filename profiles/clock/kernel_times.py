@@ -6,11 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...manifest import KernelEntry
-from ...spec import dense_prefill_dkdv, dense_prefill_dq
 from ...spec.split_plan import TILE_KEYS
 from ...testing.operations import operation
-from ..kernel_stats.dynamic_counts import case_of
-from ..model.tile_costs import PREFILL_KEYS
+from ..kernel_stats.dynamic_counts import case_of, keys_of_block
 from .cluster_run import ClusterRun, clock_call, cluster_run
 from .constants import Constants
 from .engine import Setting
@@ -18,7 +16,6 @@ from .kernel import KernelClock
 
 SHORT, LONG = 6, 12  # blocks of keys of the two runs: even, and more than the stages of any pipeline
 _PIECES = 2
-_GRADIENT_TILES = {"dense_prefill_dq": dense_prefill_dq.TILE_KEYS, "dense_prefill_dkdv": dense_prefill_dkdv.TILE_QUERIES}  # by d_qk
 COLD_OPS = ("dense_decode", "sparse_decode")  # ops whose keys are read once, from HBM
 
 Shares = Mapping[str, float]
@@ -37,13 +34,6 @@ class KernelTimes:
     fixed: float
     use: Shares
     waits: Mapping[str, Shares]
-
-
-def keys_of_block(entry: KernelEntry) -> int:
-    """Return the keys of a block of a kernel: those of its main loop, as in the tables of the model. Of dense_prefill_dkdv, query rows."""
-    if entry.op in _GRADIENT_TILES:
-        return _GRADIENT_TILES[entry.op][int(entry.config["d_qk"])]
-    return PREFILL_KEYS if entry.op == "dense_prefill" else TILE_KEYS
 
 
 def kernel_times(entry: KernelEntry, constants: Constants, setting: Setting) -> KernelTimes:

@@ -15,6 +15,7 @@ from ...manifest import KernelEntry
 from ...runtime.artifacts import load_artifacts
 from ...runtime.errors import ArtifactError
 from ...simulator import SimulationError
+from ..kernel_stats.dynamic_counts import keys_of_block
 from ..model.launches import NoModelError
 from ..model.prediction import Combine, Launch
 from ..model.report import between, launch_on, model_of
@@ -23,9 +24,9 @@ from ..rows import OPS, Case, load
 from ..shapes import SparsePrefillShape
 from .constants import FAST, NOMINAL, SLOW, Constants, constants, gpus
 from .engine import Setting, StandstillError
-from .grid import RowTime, binding_unit, hbm_share, row_time, stream_setting_share, stream_time
+from .grid import RowTime, binding_unit, hbm_share, in_sequence, row_time, stream_setting_share, stream_time
 from .instructions import UnknownTimeError
-from .kernel_times import COLD_OPS, KernelTimes, kernel_times, keys_of_block, seam_clocks
+from .kernel_times import COLD_OPS, KernelTimes, kernel_times, seam_clocks
 from .streams import combine_clocks, stream_clocks
 
 ENDS = (NOMINAL, FAST, SLOW)
@@ -36,7 +37,10 @@ REFUSALS = (UnknownTimeError, StandstillError, NoModelError, SimulationError, Ar
 
 @dataclass(frozen=True)
 class Timed:
-    """A row at one end of the constants. kernel: its entry, None for a stream. seam: clocks, 0 if no CTA has two pieces."""
+    """A row at one end of the constants.
+
+    entry, kernel: of the longer of two launches over keys, None for a stream. seam: clocks, 0 if no CTA has two pieces.
+    """
 
     time: RowTime
     entry: KernelEntry | None = None
@@ -68,6 +72,16 @@ def timed(case: Case, gpu: str, end: str) -> Timed:
         setting = Setting(stream_setting_share(launch, values), cold=launch.cold)
         one = combine_clocks(launch, case.dtype, values, setting) if case.op == "combine" else stream_clocks(case, values, setting)
         return Timed(stream_time(launch, one, values))
+    first = _timed(case, launch, values, end)
+    if launch.after is None:
+        return first
+    second = _timed(case, launch.after, values, end)
+    longer = max(first, second, key=lambda part: part.time.us)
+    return replace(longer, time=in_sequence(first.time, second.time, values))
+
+
+def _timed(case: Case, launch: Launch, values: Constants, end: str) -> Timed:
+    """Time one launch over keys of a row, and the combine after it."""
     entry = load_artifacts().manifest.kernels.get(launch.kernel)
     if entry is None:
         raise ArtifactError(f"{launch.kernel} is not built")

@@ -8,11 +8,12 @@ from math import prod
 
 from ...aot_build.source_lines import SourceLines
 from ...manifest import KernelEntry
+from ..kernel_stats.dynamic_counts import keys_of_block
 from .cluster_run import cause_of
 from .constants import Constants
 from .engine import Setting
 from .kernel import KernelClock
-from .kernel_times import COLD_OPS, LONG, SHORT, clock_kernel, keys_of_block
+from .kernel_times import COLD_OPS, LONG, SHORT, clock_kernel
 from .recorded import lines_of
 
 LEAST = 0.5  # clocks a block below which a wait is left out

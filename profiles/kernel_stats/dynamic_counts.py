@@ -1,7 +1,8 @@
 """Warp instructions that a kernel executes per tile of keys, of its PTX or of its machine code, by role and class.
 
 A kernel runs twice on the simulated device, over FEW and over MANY blocks of keys. The difference gives the slope per 64 keys of 64 query
-rows. The rest is the fixed part of one CTA (of each CTA of a pair) with one request.
+rows. The rest is the fixed part of one CTA (of each CTA of a pair) with one request. dense_prefill_dkdv streams query rows over 128 keys:
+its blocks are of rows.
 """
 
 from __future__ import annotations
@@ -20,7 +21,10 @@ from ...spec.arch import ARCHS, Arch
 from ...spec.dense_decode import OPERANDS, TILE_ROWS
 from ...spec.dense_prefill import HEAD_DIMS
 from ...spec.dense_prefill import TILE_ROWS as PREFILL_ROWS
-from ...spec.dense_prefill_dkdv import TILE_KEYS as ITEM_KEYS
+from ...spec.dense_prefill_dkdv import TILE_KEYS as DKDV_KEYS
+from ...spec.dense_prefill_dkdv import TILE_QUERIES as DKDV_QUERIES
+from ...spec.dense_prefill_dq import TILE_KEYS as DQ_KEYS
+from ...spec.dense_prefill_dq import TILE_ROWS as DQ_ROWS
 from ...spec.mla import D_LATENT, D_QK, DTYPES
 from ...spec.sparse_decode import QUERY_AND_CACHE
 from ...spec.split_plan import TILE_KEYS
@@ -31,6 +35,7 @@ from ...testing.cases.dense_prefill_backward import DensePrefillBackwardCase, Dq
 from ...testing.cases.sparse_decode import Pool, SparseDecodeCase
 from ...testing.cases.sparse_prefill import SparsePrefillCase
 from ...testing.operations import operation
+from ..model.tile_costs import PREFILL_KEYS
 
 FEW, MANY = 8, 16  # blocks of 64 keys: even, and more than the stages of any pipeline
 _FLASHMLA = Path(__file__).resolve().parents[1] / "definitions" / "flashmla_counts.toml"
@@ -77,14 +82,15 @@ def dynamic_counts(entry: KernelEntry, code: str = "ptx") -> DynamicCounts | Non
     make = case_of(entry)
     if make is None:
         return None
-    few, many = (_executed(entry, make(blocks), code) for blocks in (FEW, MANY))
-    tiles = _row_tiles(make(FEW))
+    least, most = runs_of(entry)
+    few, many = (_executed(entry, make(blocks), code) for blocks in (least, most))
+    tiles = _row_tiles(entry, make(least))
     slope, fixed = {}, {}
     for role in many:
         difference = Counter(many[role])
         difference.subtract(few[role])
-        slope[role] = {name: number / (MANY - FEW) / tiles for name, number in difference.most_common() if number}
-        fixed[role] = few[role].total() / tiles - FEW * sum(slope[role].values())
+        slope[role] = {name: number / (most - least) / tiles for name, number in difference.most_common() if number}
+        fixed[role] = few[role].total() / tiles - least * sum(slope[role].values())
     return DynamicCounts(slope, fixed, baseline_counts(entry) if code == "ptx" else None, code)
 
 
@@ -97,13 +103,24 @@ def _executed(entry: KernelEntry, case: BaseCase, code: str) -> dict[str, Counte
     return device.counts[entry.name]
 
 
-def _row_tiles(case: BaseCase) -> int:
-    """Return the tiles of 64 query rows: one for each CTA of a decode, two or four for each CTA of dense prefill.
+def keys_of_block(entry: KernelEntry) -> int:
+    """Return the keys of a block of a kernel: those of a tile of its main loop. Of dense_prefill_dkdv, the query rows."""
+    if entry.op == "dense_prefill_dq":
+        return DQ_KEYS[entry.arch][int(entry.config["d_qk"])]
+    if entry.op == "dense_prefill_dkdv":
+        return DKDV_QUERIES[entry.arch][int(entry.config["d_qk"])]
+    return PREFILL_KEYS if entry.op == "dense_prefill" else TILE_KEYS
 
-    Of a kernel that loops over query rows, the tiles of 64 keys.
-    """
-    if case.kernel_op == "dense_prefill_dkdv":
-        return ITEM_KEYS // TILE_KEYS
+
+def runs_of(entry: KernelEntry) -> tuple[int, int]:
+    """Return the blocks of 64 keys of the two runs: FEW and MANY, or three quarters of them where a tile has 96 keys."""
+    return (FEW * 3 // 4, MANY * 3 // 4) if keys_of_block(entry) % TILE_KEYS else (FEW, MANY)
+
+
+def _row_tiles(entry: KernelEntry, case: BaseCase) -> int:
+    """Return the tiles of 64 query rows: one for each CTA of a decode, two or four for each CTA of dense prefill; of dkdv, of 64 keys."""
+    if entry.op == "dense_prefill_dkdv":
+        return DKDV_KEYS // TILE_ROWS
     requests, tokens, heads, _ = case.q_shape
     return -(-requests * tokens * heads // TILE_ROWS)
 
@@ -153,17 +170,16 @@ def _dense_prefill(arch: Arch) -> Iterator[CaseFactory]:
 
 
 def _dense_prefill_dq(arch: Arch) -> Iterator[CaseFactory]:
-    for dtype, d_qk, layout in product(DTYPES, HEAD_DIMS, ("packed", "odd")):
+    for dtype, d_qk, layout in product(DTYPES, DQ_KEYS[arch.name], ("packed", "odd")):
         yield lambda blocks, pieces=1, d=dtype, c=d_qk, q=layout: DqCase(  # type: ignore[misc]
-            d, d_qk=c, lengths=((PREFILL_ROWS[arch.name], blocks * TILE_KEYS),) * pieces, q_layout=q, sm_count=1
+            d, d_qk=c, lengths=((DQ_ROWS, blocks * TILE_KEYS),) * pieces, q_layout=q, sm_count=1
         )
 
 
 def _dense_prefill_dkdv(arch: Arch) -> Iterator[CaseFactory]:
-    """Yield factories whose blocks are of query rows, over which the kernel loops."""
-    for dtype, d_qk in product(DTYPES, HEAD_DIMS):
+    for dtype, d_qk in product(DTYPES, DKDV_QUERIES[arch.name]):
         yield lambda blocks, pieces=1, d=dtype, c=d_qk: DensePrefillBackwardCase(  # type: ignore[misc]
-            d, d_qk=c, lengths=((blocks * TILE_KEYS, ITEM_KEYS),) * pieces, sm_count=1
+            d, d_qk=c, lengths=((blocks * TILE_ROWS, DKDV_KEYS),) * pieces, sm_count=1
         )
 
 

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...manifest import kernel_name
-from ...spec import cache_write, dense_prefill, merge_states
+from ...spec import cache_write, dense_prefill, dense_prefill_dkdv, dense_prefill_dq, merge_states
 from ...spec import combine as combine_spec
-from ...spec.arch import Arch
+from ...spec.arch import SM90, Arch
 from ...spec.cache_rows import KEYS_PER_BLOCK
 from ...spec.dense_decode import DenseDecodeProblem
 from ...spec.mla import D_V, ELEMENT_BYTES, ceil_div
@@ -22,13 +22,16 @@ from ..shapes import (
     CacheWriteShape,
     CombineShape,
     DecodeShape,
+    DensePrefillBackwardShape,
     DensePrefillShape,
     MergeShape,
     SparseDecodeShape,
     SparsePrefillShape,
 )
 from .partition import (
+    CtaWork,
     DecodeWork,
+    KeyTiles,
     PrefillTiles,
     decode_work,
     dense_prefill_order,
@@ -146,6 +149,26 @@ def _dense_prefill(case: Case, shape: DensePrefillShape, target: Target) -> Laun
     return Launch(**kernel, cta_work=cta_work, row_ctas=1, ctas=ctas, bytes=case.work.bytes)
 
 
+def _dense_prefill_backward(case: Case, shape: DensePrefillBackwardShape, target: Target) -> Launch:
+    """Return the launch of dQ, with that of dK and dV after it. Both read every operand; the second writes two of the three results."""
+    if target.arch.name != SM90.name:
+        raise NoModelError(f"no model of {case.op} on {target.arch.name}")
+    arch, longest, group = target.arch, max(shape.lengths, default=0), shape.h_q // shape.h_kv
+    rows = dense_prefill_dq.DensePrefillDqProblem(arch, case.dtype, shape.d_qk, shape.batch, shape.h_q, shape.h_kv, longest)
+    keys = dense_prefill_dkdv.DensePrefillDkdvProblem(case.dtype, shape.d_qk, shape.batch, shape.h_kv, longest)
+    row_kernel, key_kernel = _kernel("dense_prefill_dq", rows.config, target), _kernel("dense_prefill_dkdv", keys.config, target)
+    row_ctas, key_ctas = rows.grid(target.sm_count)[0], keys.grid(target.sm_count)[0]
+    row_tiles = PrefillTiles(dense_prefill_dq.TILE_ROWS, dense_prefill_dq.TILE_KEYS[arch.name][shape.d_qk], shape.causal)
+    key_tiles = KeyTiles(
+        dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES[arch.name][shape.d_qk], shape.causal, longest=longest
+    )
+    row_work = prefill_work(row_tiles, sorted_prefill_order(row_tiles, shape.lengths, shape.h_q, row_ctas))
+    key_work = prefill_work(key_tiles, dense_prefill_order(key_tiles, shape.lengths, shape.h_kv, key_ctas))
+    key_work = tuple(CtaWork(work.blocks * group, work.pieces) for work in key_work)
+    after = Launch(**key_kernel, cta_work=key_work, row_ctas=1, ctas=key_ctas, bytes=case.work.bytes)
+    return Launch(**row_kernel, cta_work=row_work, row_ctas=1, ctas=row_ctas, bytes=case.work.bytes, after=after)
+
+
 def _combine_after(problem: DenseDecodeProblem | SparseDecodeProblem, num_parts: int, work: DecodeWork, sm_count: int) -> Combine | None:
     """Return the combine after a decode; None if the plan cannot split, because combine is not launched then."""
     batch, s_q, h_q = problem.batch, problem.s_q, problem.h_q
@@ -197,6 +220,7 @@ _LAUNCHES: Mapping[type, Callable[..., Launch | Combine]] = {
     SparseDecodeShape: _sparse_decode,
     SparsePrefillShape: _sparse_prefill,
     DensePrefillShape: _dense_prefill,
+    DensePrefillBackwardShape: _dense_prefill_backward,
     CombineShape: _combine,
     MergeShape: _merge_states,
     CacheWriteShape: _cache_write,

@@ -79,6 +79,23 @@ class PrefillTiles:
         return ceil_div((min(skipped + self.rows, item.length) if self.causal else item.length) + self.cached, self.keys)
 
 
+@dataclass(frozen=True)
+class KeyTiles(PrefillTiles):
+    """Tiles of dK and dV, whose items are blocks of keys. rows: keys of an item; keys: query rows of a tile.
+
+    longest: tokens of the longest sequence. Its items count from the first block on, which has the most rows under a causal mask.
+    """
+
+    longest: int = 0
+
+    def of_item(self, item: PrefillItem) -> int:
+        """Return the tiles of query rows of an item."""
+        skipped = (self.blocks(self.longest) - 1 - item.block) * self.rows
+        if skipped >= item.length:
+            return 0
+        return ceil_div(item.length - skipped if self.causal else item.length, self.keys)
+
+
 class PrefillItem(NamedTuple):
     """A block of rows of a head of a sequence, and the sequence's length."""
 

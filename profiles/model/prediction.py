@@ -52,7 +52,7 @@ class Combine:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of one kernel over keys, and the combine after it.
+    """A launch of one kernel over keys, and what follows it in the call: a combine, or another launch over keys.
 
     kernel: name in the manifest; op, arch, config: its variant. cta_work: work of each group of CTAs that share keys.
     row_ctas: CTAs that share the same keys and have different query rows. ctas: CTAs that run at the same time.
@@ -70,6 +70,7 @@ class Launch:
     ctas: int
     bytes: float
     combine: Combine | None = None
+    after: Launch | None = None
 
 
 @dataclass(frozen=True)
@@ -177,6 +178,16 @@ def combine_us(combine: Combine, machine: Machine) -> float:
 
 def predict(launch: Launch, machine: Machine, end: str) -> Prediction:
     """Predict a call. end: BEST or WORST, which of the two figures of a stage counts; `machine` is of the same end."""
+    if launch.after is None:
+        return _predict_one(launch, machine, end)
+    first, second = (_predict_one(each, machine, end) for each in (launch, launch.after))
+    terms = {name: us + second.terms[name] for name, us in first.terms.items()}
+    terms["launch"] = machine.launch_us + machine.overlap_gap_us
+    longer = max(first, second, key=lambda prediction: prediction.us)
+    return Prediction(sum(terms.values()), longer.clocks, terms, longer.binds)
+
+
+def _predict_one(launch: Launch, machine: Machine, end: str) -> Prediction:
     clocks = block_clocks(launch.block, launch.counts, machine, end, launch.ctas, launch.row_ctas)
     local = {name: number for name, number in clocks.items() if name != MEMORY}
     each, seam = max(local.values()), seam_clocks(launch, machine, end)

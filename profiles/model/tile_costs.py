@@ -1,8 +1,8 @@
 """Costs of each attention kernel per block of keys, derived in its README: products, bytes through each port, dependent stages.
 
 A block is a tile of 64 keys and 64 query rows on one SM; on Blackwell two SMs share 64 keys and 128 rows. In dense prefill a block has
-128 keys and 128 or 256 rows. Bytes are listed by cause, so that a sum can be checked. Instructions are counted instead
-(`profiles/kernel_stats/golden_counts.py`).
+128 keys and 128 or 256 rows; in its backward pass 128 rows and 96 or 128 keys for dQ, 128 keys and 64 rows for dK and dV. Bytes are
+listed by cause, so that a sum can be checked. Instructions are counted instead (`profiles/kernel_stats/golden_counts.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from ...spec import dense_prefill
+from ...spec import dense_prefill, dense_prefill_dkdv, dense_prefill_dq
 from ...spec.arch import SM90, SM100
 from ...spec.cache_format import FORMATS
 from ...spec.dense_decode import FP8, FP8_CACHE, TILE_ROWS
@@ -265,6 +265,55 @@ def _dense_prefill(arch: str, config: Config) -> Block:
     return Block(PREFILL_KEYS, rows, units, flops, smem, keys, 0.0, path, path, seam, loads=2)
 
 
+def _dense_prefill_dq_sm90(config: Config) -> Block:
+    """Return a block of dQ: the warpgroups issue in turn, S and dP of both, then dQ of both."""
+    d_qk = int(config["d_qk"])
+    rows, keys = dense_prefill_dq.TILE_ROWS, dense_prefill_dq.TILE_KEYS[SM90.name][d_qk]
+    step = (TILE_ROWS + keys) * 16 * ELEMENT_BYTES  # of both operands of a product over 16 columns, for one warpgroup
+    read = keys * (d_qk + D_V_PER_HEAD) * ELEMENT_BYTES
+    smem = {
+        "S: Q and K": 2 * d_qk // 16 * step,
+        "dP: dO and V": 2 * D_V_PER_HEAD // 16 * step,
+        "dQ: K": 2 * keys * d_qk * ELEMENT_BYTES,
+        "TMA": read,
+    }
+    flops = {"S": _product(rows, keys, d_qk), "dP": _product(rows, keys, D_V_PER_HEAD), "dQ": _product(rows, d_qk, keys)}
+    return _backward_sm90(keys, rows, flops, smem, read)
+
+
+def _dense_prefill_dkdv_sm90(config: Config) -> Block:
+    """Return a block of dK and dV: the warpgroups are half a block apart."""
+    d_qk = int(config["d_qk"])
+    keys, rows = dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES[SM90.name][d_qk]
+    step = (TILE_ROWS + rows) * 16 * ELEMENT_BYTES
+    read = rows * (d_qk + D_V_PER_HEAD) * ELEMENT_BYTES
+    smem = {
+        "S: K and Q": 2 * d_qk // 16 * step,
+        "dP: V and dO": 2 * D_V_PER_HEAD // 16 * step,
+        "dV: dO, dK: Q": 2 * read,
+        "TMA": read,
+        "lse and delta, by eight warps": 8 * 2 * rows * FLOAT_BYTES,
+    }
+    flops = {
+        "S": _product(keys, rows, d_qk),
+        "dP": _product(keys, rows, D_V_PER_HEAD),
+        "dV": _product(keys, D_V_PER_HEAD, rows),
+        "dK": _product(keys, d_qk, rows),
+    }
+    return _backward_sm90(keys, rows, flops, smem, read)
+
+
+def _backward_sm90(keys: int, rows: int, flops: Mapping[str, float], smem: Mapping[str, float], read: float) -> Block:
+    """Return a block of either kernel: each of two warpgroups has a chain of its products, with exponentials and dS in between.
+
+    Exponentials take the special function unit 2 clocks a row of 32; at worst, as long as the softmax of the forward pass.
+    """
+    exponentials = keys * rows / 2 / 16
+    chain = (*(Stage(f"{name} of one warpgroup", *(each / 2 / _MMA_16[SM90.name],) * 2) for name, each in flops.items()),)
+    path = (*chain, Stage("its exponentials and dS", exponentials, 950))
+    return Block(keys, rows, rows * keys // (TILE_ROWS * TILE_KEYS), flops, smem, read, 0.0, path, path, loads=2)
+
+
 _BLOCKS: Mapping[tuple[str, str], Callable[[Config], Block]] = {
     ("dense_decode", SM90.name): _dense_sm90,
     ("dense_decode", SM100.name): _dense_sm100,
@@ -274,6 +323,8 @@ _BLOCKS: Mapping[tuple[str, str], Callable[[Config], Block]] = {
     ("sparse_prefill", SM100.name): _sparse_prefill_sm100,
     ("dense_prefill", SM90.name): lambda config: _dense_prefill(SM90.name, config),
     ("dense_prefill", SM100.name): lambda config: _dense_prefill(SM100.name, config),
+    ("dense_prefill_dq", SM90.name): _dense_prefill_dq_sm90,
+    ("dense_prefill_dkdv", SM90.name): _dense_prefill_dkdv_sm90,
 }
 
 

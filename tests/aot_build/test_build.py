@@ -16,7 +16,7 @@ from cute_mla.aot_build.tools import ToolError
 from cute_mla.aot_build.variants import OPS, Variant, closed_variants
 from cute_mla.manifest import MANIFEST_NAME, Manifest
 from cute_mla.simulator.sass.disassembler import find_program
-from cute_mla.spec.arch import ARCHS, SM90, SM100, Arch
+from cute_mla.spec.arch import ARCHS, SM90, Arch
 from tests.aot_build.tma_copy import GOOD, NOT_RENAMED, SPILLING
 
 ATTENTION = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
@@ -202,8 +202,7 @@ def test_the_closed_list_names_each_kernel_once() -> None:
 
 
 def test_the_closed_list_has_every_op_for_every_architecture(arch: Arch) -> None:
-    hopper_only = {"dense_prefill_dq", "dense_prefill_dkdv"} if arch == SM100 else set()
-    assert {variant.op for variant in closed_variants(arch)} == set(OPS) - hopper_only
+    assert {variant.op for variant in closed_variants(arch)} == set(OPS)
     assert {variant.op for variant in closed_variants(arch, ["combine"])} == {"combine"}
     assert {variant.arch for variant in closed_variants(arch)} == {arch}
     for op in ATTENTION:

@@ -44,7 +44,7 @@ def moved(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[float, float]:
             lambda launch, memory, policy, observer, seen=seen: run(launch, memory, policy, seen if launch.entry == entry.entry else None),
         )
         module._executed(entry, make(blocks), "ptx")
-        sums.append(np.array([seen.tma, seen.stored]) / module._row_tiles(make(blocks)))
+        sums.append(np.array([seen.tma, seen.stored]) / module._row_tiles(entry, make(blocks)))
     by_tma, stored = (sums[1] - sums[0]) / (MANY - FEW)
     return float(by_tma), float(stored)
 

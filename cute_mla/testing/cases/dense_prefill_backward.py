@@ -94,7 +94,7 @@ class DqCase(DensePrefillBackwardCase):
         """Return the op of the kernel."""
         return "dense_prefill_dq"
 
-    def problem(self, arch: Arch) -> DensePrefillProblem:  # type: ignore[override]
+    def problem(self, arch: Arch) -> DensePrefillDqProblem:  # type: ignore[override]
         """Return the shapes of dq."""
         return self.dq_problem(arch)
 
