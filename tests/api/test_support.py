@@ -209,12 +209,6 @@ def test_not_supported(op: str, feature: str, value: Any, arch: Arch) -> None:
     assert "supported: " in reason
 
 
-def test_the_backward_pass_is_there_for_sm90() -> None:
-    assert is_supported("dense_prefill_backward", "sm90")[0]
-    for arch in ("sm100", "sm103"):
-        assert is_supported("dense_prefill_backward", arch) == (False, "arch is sm100; supported with dense_prefill_backward: sm90")
-
-
 def test_features_together() -> None:
     assert is_supported("dense_decode", "sm90", h_q=128, h_kv=2, dtype="fp16", page_size=64)[0]
     assert is_supported("dense_decode", "sm90", h_q=128, h_kv=1, dtype="e4m3", fp8_kvcache=True)[0]

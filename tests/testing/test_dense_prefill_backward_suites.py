@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from cute_mla.manifest import kernel_name
-from cute_mla.spec.arch import SM90, SM100
+from cute_mla.spec.arch import SM90, Arch
 from cute_mla.spec.dense_prefill_dkdv import closed_variants as dkdv_variants
 from cute_mla.spec.dense_prefill_dq import closed_variants as dq_variants
 from cute_mla.testing.cases.base import Outputs, QLayout
@@ -73,11 +73,10 @@ def test_the_edge_contract_is_not_met_by_an_ordinary_case() -> None:
     assert not any(meets(DensePrefillBackwardCase(ends="clipped")) for meets in CONTRACT.values())
 
 
-def test_smoke_has_every_variant() -> None:
-    shipped = {kernel_name("dense_prefill_dq", SM90.name, config.name) for config in dq_variants(SM90)}
-    shipped |= {kernel_name("dense_prefill_dkdv", SM90.name, config.name) for config in dkdv_variants(SM90)}
-    assert {name for case in SMOKE for name in kernels_of(case, SM90)} == shipped
-    assert not any(kernels_of(case, SM100) for case in SMOKE)
+def test_smoke_has_every_variant(arch: Arch) -> None:
+    shipped = {kernel_name("dense_prefill_dq", arch.name, config.name) for config in dq_variants(arch)}
+    shipped |= {kernel_name("dense_prefill_dkdv", arch.name, config.name) for config in dkdv_variants(arch)}
+    assert {name for case in SMOKE for name in kernels_of(case, arch)} == shipped
 
 
 def test_smoke_is_cheap() -> None:
@@ -86,10 +85,10 @@ def test_smoke_is_cheap() -> None:
     assert len({case.id for case in SMOKE}) == len(SMOKE)
 
 
-def test_quick_has_kernels_of_both_kinds_and_both_types() -> None:
-    names = {name for entry in suite("quick", "dense_prefill_backward", simulated=True) for name in kernels_of(entry.case, SM90)}
+def test_quick_has_kernels_of_both_kinds_and_both_types(arch: Arch) -> None:
+    names = {name for entry in suite("quick", "dense_prefill_backward", simulated=True) for name in kernels_of(entry.case, arch)}
     for kernel, dtype in product(("dq", "dkdv"), ("bf16", "fp16")):
-        assert any(name.startswith(f"dense_prefill_{kernel}_sm90_{dtype}") for name in names)
+        assert any(name.startswith(f"dense_prefill_{kernel}_{arch.name}_{dtype}") for name in names)
 
 
 def test_full_is_the_grid_with_the_corners() -> None:

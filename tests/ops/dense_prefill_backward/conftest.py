@@ -1,4 +1,4 @@
-"""Fixtures for tests of the backward pass, which has kernels for one architecture."""
+"""Fixtures for tests of the backward pass, on Hopper."""
 
 from __future__ import annotations
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 import cute_mla
-from cute_mla.spec.arch import SM100
 from tests.ops.dense_prefill_backward.backward_call import GRADIENTS, BackwardCall
 from tests.support.recording_device import RecordingDevice
 
@@ -126,12 +125,6 @@ def test_tensors_on_different_devices(device: RecordingDevice, tensor: str) -> N
     given = {**call.operands, **call.results()}
     with pytest.raises(ValueError, match=f"^{tensor} is on meta; supported: the device of q, cpu"):
         call.run(**{**given, tensor: given[tensor].to("meta")})
-    assert device.launches == []
-
-
-def test_an_architecture_without_kernels() -> None:
-    with RecordingDevice(SM100).active() as device, pytest.raises(ValueError, match=r"arch is sm100; supported with .*: sm90"):
-        BackwardCall().run()
     assert device.launches == []
 
 
