@@ -9,7 +9,7 @@ from typing import Any
 from ...manifest import kernel_name
 from ...spec import cache_write, dense_prefill, dense_prefill_dkdv, dense_prefill_dq, merge_states
 from ...spec import combine as combine_spec
-from ...spec.arch import SM90, Arch
+from ...spec.arch import Arch
 from ...spec.cache_rows import KEYS_PER_BLOCK
 from ...spec.dense_decode import DenseDecodeProblem
 from ...spec.mla import D_V, ELEMENT_BYTES, ceil_div
@@ -40,7 +40,7 @@ from .partition import (
     sparse_prefill_work,
 )
 from .prediction import Combine, Launch
-from .tile_costs import PREFILL_KEYS, block_of
+from .tile_costs import PREFILL_KEYS, block_of, has_block
 
 CACHE_WRITE_CTAS_PER_SM = 12  # 128 threads of 40 registers
 COMBINE_CTAS_PER_SM = 2  # 256 threads of 105 registers, and the launch asks for two
@@ -81,6 +81,8 @@ def launch_of(case: Case, target: Target, *, batch_invariant: bool = False) -> L
 def _kernel(op: str, config: Any, target: Target) -> dict[str, Any]:
     """Return the fields of a Launch that describe its kernel."""
     arch = target.arch.name
+    if not has_block(op, arch):
+        raise NoModelError(f"no model of {op} on {arch}")
     name = kernel_name(op, arch, config.name)
     if name not in target.golden:
         raise NoModelError(f"the instructions of {name} are not recorded ({COUNTED_DTYPE} and wide rows are)")
@@ -151,8 +153,6 @@ def _dense_prefill(case: Case, shape: DensePrefillShape, target: Target) -> Laun
 
 def _dense_prefill_backward(case: Case, shape: DensePrefillBackwardShape, target: Target) -> Launch:
     """Return the launch of dQ, with that of dK and dV after it. Both read every operand; the second writes two of the three results."""
-    if target.arch.name != SM90.name:
-        raise NoModelError(f"no model of {case.op} on {target.arch.name}")
     arch, longest, group = target.arch, max(shape.lengths, default=0), shape.h_q // shape.h_kv
     rows = dense_prefill_dq.DensePrefillDqProblem(arch, case.dtype, shape.d_qk, shape.batch, shape.h_q, shape.h_kv, longest)
     keys = dense_prefill_dkdv.DensePrefillDkdvProblem(case.dtype, shape.d_qk, shape.batch, shape.h_kv, longest)

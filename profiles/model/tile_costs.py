@@ -328,6 +328,11 @@ _BLOCKS: Mapping[tuple[str, str], Callable[[Config], Block]] = {
 }
 
 
+def has_block(op: str, arch: str) -> bool:
+    """Return whether the costs of a kernel are known."""
+    return (op, arch) in _BLOCKS
+
+
 def block_of(op: str, arch: str, config: Config) -> Block:
     """Return the block of the kernel with this configuration. ValueError for an op without a loop over keys."""
     make = _BLOCKS.get((op, arch))

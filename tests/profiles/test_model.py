@@ -226,7 +226,7 @@ def test_the_worst_machine_is_slower_everywhere() -> None:
 
 
 def test_the_backward_pass_has_no_model_on_blackwell() -> None:
-    with pytest.raises(NoModelError, match="no model of dense_prefill_backward on sm100"):
+    with pytest.raises(NoModelError, match="no model of dense_prefill_dq on sm100"):
         launch_on(case_named("M2.8k"), "B200")
 
 

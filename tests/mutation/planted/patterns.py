@@ -12,6 +12,7 @@ PAGES = r"(mov\.b32 \s*(%r\d+), -1;(?:[^;]*;){1,12}?\s*ld\.global\.b32 \s*\2, [^
 FIRST_PAGE = r"\1 max.s32 \2, \2, 0;"  # for a page below 0
 TENSOR_COPIES = r"cp\.async\.bulk\.tensor[^;]*;"
 COPY_WAITS = r"cp\.async\.wait_group \s*0;"
+COPY_WAITS_BUT_ONE = r"cp\.async\.wait_group \s*1;"
 COPY_WAITS_BUT_TWO = r"cp\.async\.wait_group \s*2;"
 PEER_COPIES = r"cp\.async\.bulk\.shared::cluster[^;]*;"
 PROXY_FENCES = r"fence\.proxy\.async[^;]*;"

@@ -22,7 +22,7 @@ SUITE = Suite(
         planted("missing arrival of the gather role", WALK, r"mbarrier\.arrive\.shared(?:::cluster)?\.b64 [^;]*;", "", each_in(-2)),
         planted("missing proxy fences", WALK, ptx.PROXY_FENCES, "", together),
         planted("missing copy, first and last", WALK, r"cp\.async\.c[ag]\.shared\.global [^;]*;", "", alone(0, -1)),
-        planted("copies of a tile still under way", WALK, ptx.COPY_WAITS_BUT_TWO, "cp.async.wait_group 3;"),
+        planted("copies of a tile still under way", WALK, ptx.COPY_WAITS_BUT_ONE, "cp.async.wait_group 2;"),
         planted("copies of the last tile still under way", WALK, ptx.COPY_WAITS, "cp.async.wait_group 1;"),
     ),
 )
