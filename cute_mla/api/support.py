@@ -14,7 +14,6 @@ from ..ops.limits import (
     MAX_QUERY_TOKENS,
     OPS,
     Limit,
-    arch_error,
     between,
     check_op,
     heads_error,
@@ -134,7 +133,7 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
         error = _FEATURES_OF[op][feature](value)
         if error is not None:
             return False, error
-    error = _conflict(op, features) or arch_error(op, ALIASES.get(arch, arch))
+    error = _conflict(op, features)
     if error is not None:
         return False, error
     return True, ARCHS[ALIASES.get(arch, arch)].proof

@@ -30,7 +30,6 @@ from ..spec.tensor_map import TensorMap
 from .arguments import NO_DOUBLE_BACKWARD, check_flag, check_integer, check_no_grad, check_scale
 from .dense_prefill import UNUSED_LAYOUT, HeadLayout, check_heads, check_lengths, tensor_map
 from .launch_plan import LaunchPlan, named_strides
-from .limits import arch_error
 from .overlap import check_no_overlap
 from .strides import TMA_ALIGNMENT, alignment, is_map_stride, map_stride, map_strides, output_strides, row_alignment
 from .tensor_spec import (
@@ -252,9 +251,6 @@ def _addresses(given: Mapping[str, torch.Tensor], *names: str) -> list[int]:
 def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
     """Return the launches of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
     q, k, v = call.q, call.k, call.v
-    error = arch_error(_OP, arch.name)
-    if error is not None:
-        raise ValueError(error)
     check_heads(q, k, v)
     batch = check_lengths(call.cu_seqlens_qo, call.cu_seqlens_kv, q)
     _check_rows(call)

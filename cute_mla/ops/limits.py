@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from ..spec import dense_prefill, dense_prefill_dq
-from ..spec.arch import ARCHS
+from ..spec import dense_prefill
 from ..spec.dense_decode import MAX_KEYS, SMALL_PAGES
 from ..spec.mla import MAX_HEADS
 from ..spec.split_plan import TILE_KEYS
@@ -43,12 +42,6 @@ def page_size_error(page_size: Any) -> str | None:
     if is_integer(page_size) and (page_size in SMALL_PAGES or (0 < page_size <= MAX_KEYS and page_size % TILE_KEYS == 0)):
         return None
     return f"page size is {short_repr(page_size)}; supported: {', '.join(map(str, SMALL_PAGES))} and multiples of {TILE_KEYS}"
-
-
-def arch_error(op: str, arch: str) -> str | None:
-    """Return why an op is not supported on an architecture, or None if it is."""
-    built = [name for name, each in ARCHS.items() if op not in BACKWARD_OPS or dense_prefill_dq.closed_variants(each)]
-    return None if arch in built else f"arch is {arch}; supported with {op}: {', '.join(built)}"
 
 
 def check_op(op: Any, ops: tuple[str, ...] = OPS) -> None:

@@ -13,7 +13,6 @@ from functools import cache
 from typing import Any
 
 from ...manifest import kernel_name
-from ...ops.limits import arch_error
 from ...spec.arch import ARCHS, Arch
 from ...spec.combine import CombineConfig
 from ...spec.split_plan import SplitPlanConfig, accumulator_rows
@@ -31,12 +30,10 @@ Feature = tuple[str, object]
 
 
 def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
-    """Return the manifest names of the kernels that a case launches; none on an architecture that lacks the op.
+    """Return the manifest names of the kernels that a case launches.
 
     Decode plans its splits, and combines their results if the plan could split a request.
     """
-    if arch_error(case.op, arch.name) is not None:
-        return set()
     if isinstance(case, DensePrefillBackwardCase):
         rows, keys = case.dq_problem(arch), case.problem(arch)
         both: tuple[tuple[str, int, Config], ...] = (
