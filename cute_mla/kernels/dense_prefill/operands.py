@@ -171,16 +171,17 @@ class Operands:
 
     def q_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
         """Return element 0 of a query row of the item's block."""
-        return self.args.q + _offset(self.args.q_stride_token, self.args.q_stride_head, item, row)
+        return self.args.q + row_offset(self.args.q_stride_token, self.args.q_stride_head, item.first_row + row, item.head)
 
     def out_row(self, item: WorkItem | Rows, row: Int32) -> cute.Pointer:
         """Return element 0 of an output row."""
-        return self.args.out + _offset(self.args.out_stride_token, self.args.out_stride_head, item, row)
+        return self.args.out + row_offset(self.args.out_stride_token, self.args.out_stride_head, item.first_row + row, item.head)
 
     def lse_of(self, item: WorkItem | Rows, row: Int32) -> cute.Pointer:
         """Return the lse of a query row."""
-        return self.args.lse + _offset(self.args.lse_stride_token, self.args.lse_stride_head, item, row)
+        return self.args.lse + row_offset(self.args.lse_stride_token, self.args.lse_stride_head, item.first_row + row, item.head)
 
 
-def _offset(token_stride: Int64, head_stride: Int64, item: WorkItem | Rows, row: Int32) -> Int64:
-    return Int64(item.first_row + row) * token_stride + Int64(item.head) * head_stride
+def row_offset(token_stride: Int64, head_stride: Int64, token: Int32, head: Int32) -> Int64:
+    """Return the elements before a row of a tensor [tokens, heads, columns]."""
+    return Int64(token) * token_stride + Int64(head) * head_stride

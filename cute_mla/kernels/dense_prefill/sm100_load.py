@@ -63,11 +63,7 @@ class LoadRole:
                 stage, phase = uses[-1].stage, uses[-1].phase
             turn = turn + 1
         cute.arch.griddepcontrol_launch_dependents()
-        # no signal may reach a CTA that is gone
-        for i in cutlass.range(stages, unroll=1):
-            wraps = stage + i >= stages
-            free = pipes.kv_free.base + cutlass.select_(wraps, stage + i - stages, stage + i)
-            cute.arch.mbarrier_wait(free, cutlass.select_(wraps, phase, phase ^ 1))
+        pipes.kv_free.drain(PipelineState(stage, phase))
 
     @cute.jit
     def load_keys(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, row: Int32, uses: list[PipelineState]):

@@ -120,12 +120,7 @@ class RowSoftmax:
 
         Selects, so that NaN vanishes.
         """
-        for start in range(first, TILE_KEYS, WORD_BITS):
-            seen = limit - start  # of this word's keys; ptxas makes predicates of seven bits at a time
-            some = cutlass.select_(seen > 0, Int32(-1) << (seen & (WORD_BITS - 1)), Int32(-1))
-            beyond = cutlass.select_(seen >= WORD_BITS, Int32(0), some)
-            for bit in range(WORD_BITS):
-                self.rS[start + bit] = cutlass.select_((beyond & (1 << bit)) != 0, -Float32.inf, self.rS[start + bit])
+        hide_keys(self.rS, limit, range(first, TILE_KEYS), -Float32.inf)
 
     def advance(self) -> Float32:
         """Move the reference to this tile if need be.
@@ -180,6 +175,16 @@ class RowSoftmax:
 def on_fma(pair: int) -> bool:
     """Return whether a pair of exponentials is computed on the FMA pipe: evenly spread, so that both pipes always have work."""
     return (pair * POLYNOMIAL_PAIRS) % PAIRS_PER_GROUP < POLYNOMIAL_PAIRS
+
+
+def hide_keys(values: cute.Tensor, limit: Int32, keys: range, hidden: Float32) -> None:
+    """Set the values of those keys that are `limit` or greater to `hidden`, by selects. keys: whole words of WORD_BITS."""
+    for start in keys[::WORD_BITS]:
+        seen = limit - start  # of this word's keys; ptxas makes predicates of seven bits at a time
+        some = cutlass.select_(seen > 0, Int32(-1) << (seen & (WORD_BITS - 1)), Int32(-1))
+        beyond = cutlass.select_(seen >= WORD_BITS, Int32(0), some)
+        for bit in range(WORD_BITS):
+            values[start + bit] = cutlass.select_((beyond & (1 << bit)) != 0, hidden, values[start + bit])
 
 
 class SoftmaxRole:

@@ -72,7 +72,7 @@ from .sm90_config import (
     Tiles,
 )
 from .sm90_items import ItemRole
-from .sm90_load import KeyRole, QueryRole, ValueRole
+from .sm90_load import QueryRole, TilePipe, TileRole
 
 
 class DensePrefillSm90(AttentionKernel):
@@ -105,13 +105,17 @@ class DensePrefillSm90(AttentionKernel):
         if group == 0:
             set_registers(LOAD_REGISTERS)
             if warp == KEY_WARP:
-                KeyRole(geometry).run(operands, board, tiles, pipes)
+                keys = TilePipe(pipes.key_ready, pipes.key_free)
+                TileRole(TILE_KEYS, geometry.key_bytes).run(operands.args.k_map, board, tiles.sK, keys)
+                # the kernel behind this one waits for the end of it before it reads or writes anything
+                cute.arch.griddepcontrol_launch_dependents()
             if warp == VALUE_WARP:
-                ValueRole(geometry).run(operands, board, tiles, pipes)
+                values = TilePipe(pipes.value_ready, pipes.value_free, pipes.value_landed)
+                TileRole(TILE_KEYS, geometry.value_bytes).run(operands.args.v_map, board, tiles.sV, values)
             if warp == ITEM_WARP:
-                ItemRole().run(operands, board)
+                ItemRole().run(operands.items, board)
             if cutlass.const_expr(self.by_tma) and warp == QUERY_WARP:
-                QueryRole(geometry).run(operands, board, tiles, pipes)
+                QueryRole(geometry.query_bytes).run(((operands.args.q_map, tiles.sQ),), board, pipes)
         else:
             set_registers(COMPUTE_REGISTERS)
             attend = AttendRole(self.dtype, geometry.d_qk, self.by_tma)

@@ -11,7 +11,7 @@ from ...spec.dense_prefill import RANKED_ROUNDS, TURNED_EIGHTHS
 from ..primitives.integers import clip, larger, smaller
 from ..primitives.warp import inclusive_sum
 from .board import Board
-from .operands import Operands, WorkItem, WorkItems, span
+from .operands import WorkItem, WorkItems, span
 from .sm90_config import TILE_KEY_BITS, TILE_KEYS, key_tiles
 
 
@@ -99,9 +99,9 @@ class ItemRole:
     """One warp: the CTA's work items, ahead of the other roles."""
 
     @cute.jit
-    def run(self, operands: Operands, board: Board):
+    def run(self, items: WorkItems, board: Board):
         """Wait item_free. Signal item_ready. Behind the last item comes the word that there is none."""
-        items, ctas = operands.items, cute.arch.grid_dim()[0]
+        ctas = cute.arch.grid_dim()[0]
         posted, first, place = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while first < items.args.batch:
             sequences = Sequences.create(items, first, RANKED_ROUNDS * ctas)

@@ -6,10 +6,10 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Uint32, cute
 
 from ...spec.dense_prefill_dkdv import DensePrefillDkdvArguments
-from ..dense_prefill.operands import ItemRounds, span
+from ..dense_prefill.operands import ItemRounds, row_offset, span
 from ..primitives.integers import clip, smaller
 
 
@@ -107,12 +107,8 @@ class Operands:
 
     def dk_row(self, item: KeyRows, key: Int32) -> cute.Pointer:
         """Return element 0 of a row of dk."""
-        return self.args.dk + _offset(self.args.dk_stride_token, self.args.dk_stride_head, item, key)
+        return self.args.dk + row_offset(self.args.dk_stride_token, self.args.dk_stride_head, item.first_key + key, item.kv_head)
 
     def dv_row(self, item: KeyRows, key: Int32) -> cute.Pointer:
         """Return element 0 of a row of dv."""
-        return self.args.dv + _offset(self.args.dv_stride_token, self.args.dv_stride_head, item, key)
-
-
-def _offset(token_stride: Int64, head_stride: Int64, item: KeyRows, key: Int32) -> Int64:
-    return Int64(item.first_key + key) * token_stride + Int64(item.kv_head) * head_stride
+        return self.args.dv + row_offset(self.args.dv_stride_token, self.args.dv_stride_head, item.first_key + key, item.kv_head)

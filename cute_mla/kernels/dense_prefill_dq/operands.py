@@ -8,7 +8,7 @@ from cutlass import Float32, Int32, Int64, cute
 
 from ...spec.dense_prefill import D_V
 from ...spec.dense_prefill_dq import DensePrefillDqArguments
-from ..dense_prefill.operands import WorkItem, WorkItems
+from ..dense_prefill.operands import WorkItem, WorkItems, row_offset
 
 
 @dataclass(frozen=True)
@@ -30,23 +30,23 @@ class Operands:
 
     def q_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
         """Return element 0 of a query row."""
-        return self.args.q + _offset(self.args.q_stride_token, self.args.q_stride_head, item, row)
+        return self.args.q + row_offset(self.args.q_stride_token, self.args.q_stride_head, item.first_row + row, item.head)
 
     def dout_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
         """Return element 0 of a row of dout."""
-        return self.args.dout + _offset(self.args.dout_stride_token, self.args.dout_stride_head, item, row)
+        return self.args.dout + row_offset(self.args.dout_stride_token, self.args.dout_stride_head, item.first_row + row, item.head)
 
     def out_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
         """Return element 0 of a row of out."""
-        return self.args.out + _offset(self.args.out_stride_token, self.args.out_stride_head, item, row)
+        return self.args.out + row_offset(self.args.out_stride_token, self.args.out_stride_head, item.first_row + row, item.head)
 
     def dq_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
         """Return element 0 of a row of dq."""
-        return self.args.dq + _offset(self.args.dq_stride_token, self.args.dq_stride_head, item, row)
+        return self.args.dq + row_offset(self.args.dq_stride_token, self.args.dq_stride_head, item.first_row + row, item.head)
 
     def lse_of(self, item: WorkItem, row: Int32) -> cute.Pointer:
         """Return the lse of a query row."""
-        return self.args.lse + _offset(self.args.lse_stride_token, self.args.lse_stride_head, item, row)
+        return self.args.lse + row_offset(self.args.lse_stride_token, self.args.lse_stride_head, item.first_row + row, item.head)
 
     def statistic_of(self, item: WorkItem, row: Int32, which: int) -> cute.Pointer:
         """Return a statistic of a query row. which: 0, lse in log2 units; 1, delta."""
@@ -64,7 +64,3 @@ class Operands:
     def _copied(self, item: WorkItem, row: Int32) -> Int64:
         """Return the number of a row in the copies."""
         return Int64(item.first_row + row) * Int64(self.args.h_q) + Int64(item.head)
-
-
-def _offset(token_stride: Int64, head_stride: Int64, item: WorkItem, row: Int32) -> Int64:
-    return Int64(item.first_row + row) * token_stride + Int64(item.head) * head_stride

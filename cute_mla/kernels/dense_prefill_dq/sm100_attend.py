@@ -11,7 +11,7 @@ from ...spec.dense_prefill_dq import STATISTICS, TILE_ROWS
 from ..dense_prefill.board import Board
 from ..dense_prefill.operands import WorkItem
 from ..dense_prefill.sm100_config import GROUP, STAGE_BYTES, TILE_KEYS, first_lane, key_tiles
-from ..dense_prefill.sm100_softmax import LOADED_AT_ONCE, WORD_BITS, exp2_on_fma, on_fma
+from ..dense_prefill.sm100_softmax import LOADED_AT_ONCE, exp2_on_fma, hide_keys, on_fma
 from ..primitives import tcgen05
 from ..primitives.elements import pack_pair
 from ..sm100.boxes import BOX_ROWS, ROW_BYTES, clear_rows
@@ -82,12 +82,7 @@ class RowSlice:
 
     def mask(self, limit: Int32) -> None:
         """Set dS of keys from `limit` on, counted within the slice, to 0. Selects, so that NaN vanishes."""
-        for start in range(0, GROUP_KEYS, WORD_BITS):
-            seen = limit - start  # of this word's keys; ptxas makes predicates of seven bits at a time
-            some = cutlass.select_(seen > 0, Int32(-1) << (seen & (WORD_BITS - 1)), Int32(-1))
-            beyond = cutlass.select_(seen >= WORD_BITS, Int32(0), some)
-            for bit in range(WORD_BITS):
-                self.rP[start + bit] = cutlass.select_((beyond & (1 << bit)) != 0, Float32(0), self.rP[start + bit])
+        hide_keys(self.rP, limit, range(GROUP_KEYS), Float32(0))
 
     def store(self) -> None:
         """Store dS as 16-bit A operand; done when this returns."""

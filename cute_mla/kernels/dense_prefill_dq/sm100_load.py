@@ -49,7 +49,7 @@ class KeyRole:
                 stage, phase = following.stage, following.phase
             turn = turn + 1
         cute.arch.griddepcontrol_launch_dependents()
-        drain(pipes.key_free, PipelineState(stage, phase))
+        pipes.key_free.drain(PipelineState(stage, phase))
 
 
 class ValueRole:
@@ -80,7 +80,7 @@ class ValueRole:
                 following = pipes.value_free.advance(uses[-1])
                 stage, phase = following.stage, following.phase
             turn = turn + 1
-        drain(pipes.value_free, PipelineState(stage, phase))
+        pipes.value_free.drain(PipelineState(stage, phase))
 
 
 def load_tile(
@@ -112,12 +112,3 @@ def await_copies(pipes: Pipes, copied: bool, loads: Int32):
     if cutlass.const_expr(copied):
         pipes.statistics_ready.consumer_wait(loads)
         pipes.statistics_free.consumer_release(loads)
-
-
-@cute.jit
-def drain(free: StageBarriers, following: PipelineState):
-    """Wait until every stage is free: no signal may reach a CTA that is gone. following: the next use."""
-    for i in cutlass.range(free.stages, unroll=1):
-        wraps = following.stage + i >= free.stages
-        stage = cutlass.select_(wraps, following.stage + i - free.stages, following.stage + i)
-        cute.arch.mbarrier_wait(free.base + stage, cutlass.select_(wraps, following.phase, following.phase ^ 1))

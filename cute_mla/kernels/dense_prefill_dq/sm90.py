@@ -60,6 +60,7 @@ from ..dense_prefill.sm90_config import (
     WARPS_PER_GROUP,
 )
 from ..dense_prefill.sm90_items import ItemRole
+from ..dense_prefill.sm90_load import QueryRole, TilePipe, TileRole
 from ..primitives.smem import fields_of
 from ..primitives.tma import prefetch_map
 from ..sm90.warpgroups import set_registers
@@ -67,7 +68,6 @@ from .abi import DensePrefillDqAbi
 from .operands import Operands
 from .sm90_attend import AttendRole
 from .sm90_config import Geometry, Pipes, Tiles
-from .sm90_load import KeyRole, QueryRole, ValueRole
 
 
 class DensePrefillDqSm90(AttentionKernel):
@@ -96,17 +96,22 @@ class DensePrefillDqSm90(AttentionKernel):
         # all operands may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
-        group, board = warp // WARPS_PER_GROUP, Board(tiles.sItems, pipes)
+        group, board, size = warp // WARPS_PER_GROUP, Board(tiles.sItems, pipes), geometry.tile_keys
         if group == 0:
             set_registers(LOAD_REGISTERS)
             if warp == KEY_WARP:
-                KeyRole(geometry).run(operands, board, tiles, pipes)
+                keys = TilePipe(pipes.key_ready, pipes.key_free, pipes.key_landed)
+                TileRole(size, geometry.key_bytes, size).run(operands.args.k_map, board, tiles.sK, keys)
+                # the kernel behind this one waits for the end of it before it reads or writes anything
+                cute.arch.griddepcontrol_launch_dependents()
             if warp == VALUE_WARP:
-                ValueRole(geometry).run(operands, board, tiles, pipes)
+                # what lies behind the last key reaches columns of dP that are not used
+                values = TilePipe(pipes.value_ready, pipes.value_free)
+                TileRole(size, geometry.value_bytes, size).run(operands.args.v_map, board, tiles.sV, values)
             if warp == ITEM_WARP:
-                ItemRole().run(operands, board)  # type: ignore[arg-type]
+                ItemRole().run(operands.items, board)
             if cutlass.const_expr(self.by_tma) and warp == QUERY_WARP:
-                QueryRole(geometry).run(operands, board, tiles, pipes)
+                QueryRole(geometry.row_bytes).run(((operands.args.q_map, tiles.sQ), (operands.args.dout_map, tiles.sD)), board, pipes)
         else:
             set_registers(COMPUTE_REGISTERS)
             attend = AttendRole(self.dtype, geometry, self.by_tma)

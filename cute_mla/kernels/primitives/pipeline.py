@@ -122,6 +122,14 @@ class StageBarriers:
         """Release a stage in every CTA of the cluster, whose producers fill it together."""
         arrive_cluster(self.barrier(use), ctas)
 
+    @cute.jit
+    def drain(self, following: PipelineState):
+        """Block until the consumers have released every stage: no signal may reach a CTA that is gone. following: the next use."""
+        for i in cutlass.range(self.stages, unroll=1):
+            wraps = following.stage + i >= self.stages
+            stage = cutlass.select_(wraps, following.stage + i - self.stages, following.stage + i)
+            cute.arch.mbarrier_wait(self.base + stage, cutlass.select_(wraps, following.phase, following.phase ^ 1))
+
     def _phase(self, use: Use) -> Int32:
         return use.phase if isinstance(use, PipelineState) else self.phase(use)
 
