@@ -61,9 +61,9 @@ class Records:
 @cute.kernel
 def find(arguments: ItemsArguments) -> None:
     args: Any = SimpleNamespace(**arguments._asdict(), heads_per_kv=Int32(1))
-    operands: Any = SimpleNamespace(items=WorkItems(args, arguments.causal != 0, TILE_ROWS[SM90.name]))
+    items = WorkItems(args, arguments.causal != 0, TILE_ROWS[SM90.name])
     board: Any = Records(arguments.records, arguments.counts, arguments.capacity)
-    ItemRole().run(operands, board)
+    ItemRole().run(items, board)
 
 
 @cute.jit
