@@ -105,6 +105,9 @@ def _key_values(case: CacheWriteCase, columns: int) -> Tensor:
     """Draw the keys, fp32 [tokens, columns]."""
     draw = generator_for(case, case.tokens * columns, torch.device("cpu"))
     values = torch.randn(case.tokens, columns, generator=draw)
+    groups = torch.arange(columns // _GROUP)
+    peaks = groups * _GROUP + (5 * torch.arange(case.tokens)[:, None] + groups) % _GROUP
+    values.scatter_(1, peaks, values.gather(1, peaks).sign() * 12)  # each place of a group has its largest value in some token
     if case.values == "normal":
         return values
     most = torch.finfo(DTYPES[case.dtype]).max

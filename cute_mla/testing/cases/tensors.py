@@ -165,8 +165,8 @@ def nan_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device)
 
 
 def outside_pages(pages: int, count: int) -> Tensor:
-    """Return int32 [count]: numbers that name no page of a cache of `pages` pages, the extreme ones among them."""
-    return torch.tensor([-1, -(1 << 31), pages, (1 << 31) - 1])[torch.arange(count) % 4].int()
+    """Return int32 [count]: numbers that name no page of a cache of `pages` pages, those next to the valid ones first."""
+    return torch.tensor([pages, -1, -(1 << 31), (1 << 31) - 1])[torch.arange(count) % 4].int()
 
 
 def allocate_q(case: BaseCase, device: torch.device) -> Tensor:
