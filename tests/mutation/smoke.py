@@ -11,13 +11,14 @@ from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import ARCHS
 from cute_mla.testing.cases.base import BaseCase
-from cute_mla.testing.runner import Record, Schedule, Target, run_case
+from cute_mla.testing.runner import Record, Schedule, Target, run_case, schedules
 from cute_mla.testing.suites import OPS, suite
 from tests.mutation.bench import UNNOTICED, Outcome, launched_instead, limited_time
 from tests.mutation.places import Places
 from tests.mutation.sites import Mutation
 
 ROUND_ROBIN = Schedule("round_robin", 0)
+VERIFIED = schedules(2, 0)  # those of `cute-mla verify`
 LEAST_SECONDS, SLOWER = 3.0, 5.0  # a broken case may take so much CPU time, and so many times that of the shipped kernel
 _DECODE = ("dense_decode", "sparse_decode")
 CALLERS = {  # of kernels that have no call of their own: the ops whose calls launch them
@@ -31,8 +32,8 @@ def ops_of(kernel: KernelEntry) -> list[str]:
     return [op for op in OPS if op in CALLERS.get(kernel.op, (kernel.op,))]
 
 
-def _run(case: BaseCase, kernel: KernelEntry) -> Record:
-    (record,) = run_case(case, Target(kernel.arch, "sim", (ROUND_ROBIN,)))
+def _run(case: BaseCase, kernel: KernelEntry, schedule: Schedule = ROUND_ROBIN) -> Record:
+    (record,) = run_case(case, Target(kernel.arch, "sim", (schedule,)))
     return record
 
 
@@ -45,11 +46,11 @@ class SmokeTrial:
     lines: frozenset[int]
     seconds: float
 
-    def __call__(self, ptx: str) -> Outcome:
-        by = f"{ROUND_ROBIN} {self.case.id}"
+    def __call__(self, ptx: str, schedule: Schedule) -> Outcome:
+        by = f"{schedule} {self.case.id}"
         try:
             with launched_instead(self.kernel, ptx), limited_time(LEAST_SECONDS + SLOWER * self.seconds):
-                record = _run(self.case, self.kernel)
+                record = _run(self.case, self.kernel, schedule)
         except TimeoutError:
             return Outcome("hang", "", by)
         if record.passed:
@@ -108,10 +109,11 @@ class SmokeSubject:
             yield SmokeTrial(self.kernel, case, frozenset(own.roles), time.process_time() - before)
 
     def judge(self, mutation: Mutation) -> Outcome:
-        """Run the cases that reach the broken line until one notices. UNNOTICED if none does."""
+        """Run the cases that reach the broken line, under one schedule after the other, until one notices. UNNOTICED if none does."""
         broken = mutation.apply(self.ptx)
-        for trial in self.trials:
-            if mutation.line in trial.lines and (outcome := trial(broken)).noticed:
-                self.notices[trial.case.id] += 1
-                return outcome
+        for schedule in VERIFIED:
+            for trial in self.trials:
+                if mutation.line in trial.lines and (outcome := trial(broken, schedule)).noticed:
+                    self.notices[trial.case.id] += 1
+                    return outcome
         return UNNOTICED

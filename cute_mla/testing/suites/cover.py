@@ -20,6 +20,10 @@ C = TypeVar("C", bound=BaseCase)
 Choice = Mapping[str, Any]
 Factors = Mapping[str, Sequence[Hashable]]
 
+# Scale for values "normal", whose products have deviations of 0.11 to 0.24: scores then spread by 0.3 to 0.7 powers of two. With a model's
+# scale every probability of a row would be nearly the same, and an exponential that errs by 10^-4 would leave no trace in lse.
+SPREAD_SCALE = 2.0
+
 # Scale for values "steps" with steps of STEP: weights grow by a little less than a factor of 2^16 from tile to tile. A kernel that rescales
 # O for 2^8 and more has probabilities of 1 there; one that does so for 2^16 and more has probabilities that fp16 cannot hold.
 STEPS_SCALE = 15.9998 * log(2) / (STEEP * D_ROPE * STEP)
@@ -31,7 +35,7 @@ def ramps(steps_scale: float = STEPS_SCALE) -> tuple[tuple[str, float | None], .
     Opposed scores span 44 powers of two, so that sums are rescaled by much less than 2^-8 once or twice, and not in the last tile. The
     greatest score of a tile of needles is 140 powers of two above the others: probabilities overflow in every type if it is not found.
     """
-    return (("normal", None), ("opposed", 0.03), ("steps", steps_scale), ("needles", 12.13), ("peaks", 0.1))
+    return (("normal", SPREAD_SCALE), ("opposed", 0.03), ("steps", steps_scale), ("needles", 12.13), ("peaks", 0.1))
 
 
 _CANDIDATES = 20  # draws of which the one with the most missing values, then the most new pairs, becomes a case

@@ -11,7 +11,7 @@ from ...spec.dense_prefill import HEAD_DIMS
 from ..cases.base import DTYPES
 from ..cases.dense_prefill import DensePrefillCase
 from ..cases.tensors import CLIFF_SCALE, ORDERED
-from .cover import STEPS_SCALE, Choice, Factors, cover, ramps
+from .cover import SPREAD_SCALE, STEPS_SCALE, Choice, Factors, cover, ramps
 from .entries import OpSuites, SimulatorReduction
 
 GRID_LENGTHS = (1, 17, 64, 127, 128, 129, 257, 1000)
@@ -97,10 +97,12 @@ def _staircase(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
 
 # Cases whose size is what they test.
 _LARGE: tuple[DensePrefillCase, ...] = (
-    DensePrefillCase(d_qk=128, lengths=((128, 128), (127, 127)), causal=True, kv_layout="heads_first", sm_count=2),
+    DensePrefillCase(
+        d_qk=128, lengths=((128, 128), (127, 127)), softmax_scale=SPREAD_SCALE, causal=True, kv_layout="heads_first", sm_count=2
+    ),
     DensePrefillCase(d_qk=128, lengths=((63, 0), (17, 0)), causal=True),
     DensePrefillCase("fp16", lengths=((257, 257), (64, 65)), values="rising", causal=True, outputs="given", sm_count=2),
-    DensePrefillCase("fp16", d_qk=128, lengths=((63, 257), (1, 128), (1, 127), (1, 65), (1, 63)), sm_count=2),
+    DensePrefillCase("fp16", d_qk=128, lengths=((63, 257), (1, 128), (1, 127), (1, 65), (1, 63)), softmax_scale=SPREAD_SCALE, sm_count=2),
     # Neighbours full of NaN, behind the keys of a sequence and before them.
     DensePrefillCase(lengths=((65, 127), (64, 64), (129, 17), (0, 130)), neighbours="nan", outputs="strided", causal=True, sm_count=1),
     # All keys of a long loop on one CTA: the running maximum moves in every tile, or never after the first tile.
