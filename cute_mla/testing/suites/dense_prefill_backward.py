@@ -19,8 +19,8 @@ _MINUS_INF = float("-inf")
 _KEY_TILE = 128  # keys of a tile of the kernels
 # More rows than one item of dq, more keys than one item of dk and dv, and neither of them a multiple of a tile.
 _LONG = ((129, 200), (3, 9))
-# More rows than one item has, first, since the statistics of a CTA's first item have code of their own, for 64 rows at a time; neither query
-# tokens nor keys, and none of either.
+# More rows than one item has, first, since the statistics of a CTA's first item have code of their own, for 64 rows at a time; one row;
+# neither query tokens nor keys, and none of either.
 _BEYOND_A_TILE = ((200, 90), (1, 1), (0, 0), (0, 70), (64, 0))
 _SORTED = ((1, 1), (63, 63), (64, 65), (65, 64), (520, 3), (2, 270))
 _MANY_HEADS = ((17, 17), (3, 9), (40, 150))
