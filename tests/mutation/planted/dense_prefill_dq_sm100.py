@@ -9,9 +9,10 @@ from cute_mla.testing.cases.dense_prefill_backward import DqCase
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, alone, each, planted, together
 
-# One CTA walks items of one key tile, two, three and none, more than there are stages and posted items; rows that see nothing. The first
-# item has one tile: its Q must not be overwritten, and no keys are waited for.
-WALK = DqCase(lengths=((130, 100), (0, 40), (5, 0), (64, 257), (3, 200)), causal=True, outputs="given", sm_count=1)
+# One CTA walks items of one key tile, two, three and none, more than there are stages and posted items; rows that see nothing.
+WALK = DqCase(lengths=((3, 65), (130, 200), (0, 40), (5, 0), (64, 257)), causal=True, outputs="given", sm_count=1)
+# The first item has one tile: its Q must not be overwritten, and no keys are waited for.
+SHORT = replace(WALK, lengths=((130, 100), (64, 257), (3, 200)))
 HOLES = replace(WALK, holes=True, empty_lse=float("-inf"))
 ELEMENTS = replace(WALK, q_layout="odd")
 HEADS = replace(WALK, lengths=((130, 70), (3, 65)), h_kv=2, group=2, sm_count=4)
@@ -34,11 +35,13 @@ POSTED = r"st\.shared\.v4\.b32 (\s*\[[^]]*\]), \{(%r\d+), (%r\d+), (%r\d+), (%r\
 
 SUITE = Suite(
     SM100,
-    {"walk": WALK, "holes": HOLES, "elements": ELEMENTS, "heads": HEADS},
+    {"walk": WALK, "short": SHORT, "holes": HOLES, "elements": ELEMENTS, "heads": HEADS},
     (
         # synchronisation
         *(
-            planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
+            planted(
+                f"missing wait: {name}", SHORT if name == "query_free" else WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS)
+            )
             for index, name in enumerate(WAITS)
             if name
         ),
