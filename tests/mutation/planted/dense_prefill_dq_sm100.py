@@ -10,7 +10,8 @@ from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, alone, each, planted, together
 
 # One CTA walks items of one key tile, two, three and none, more than there are stages and posted items; rows that see nothing.
-WALK = DqCase(lengths=((3, 65), (130, 200), (0, 40), (5, 0), (64, 257)), causal=True, outputs="given", sm_count=1)
+WALK = DqCase(lengths=((130, 200), (0, 40), (5, 0), (64, 257), (3, 65)), causal=True, outputs="given", sm_count=1)
+LATE = replace(WALK, lengths=((3, 65), (130, 200), (0, 40), (5, 0), (64, 257)))  # an item of one tile is followed by others
 # The first item has one tile: its Q must not be overwritten, and no keys are waited for.
 SHORT = replace(WALK, lengths=((130, 100), (64, 257), (3, 200)))
 HOLES = replace(WALK, holes=True, empty_lse=float("-inf"))
@@ -25,6 +26,7 @@ WAITS: tuple[str | None, ...] = (
     "key_free", "key_free of columns 64", "key_free of columns 128", "query_free", None, "item_ready of values",
     "value_free", "value_free of columns 64", None, None,
 )  # fmt: skip
+ROUNDS = {"query_free": SHORT, "statistics_free": LATE, "dq_free": LATE}
 MASKS = r"selp\.f32 (\s*%r\d+), (%r\d+), 0f00000000, %p\d+;"
 INFINITE = r"selp\.f32 (\s*%r\d+), 0f7F800000, (%r\d+), %p\d+;"
 DELTAS = r"selp\.f32 (\s*(%r\d+)), 0f00000000, (?!\2)(%r\d+), %p\d+;"
@@ -35,13 +37,11 @@ POSTED = r"st\.shared\.v4\.b32 (\s*\[[^]]*\]), \{(%r\d+), (%r\d+), (%r\d+), (%r\
 
 SUITE = Suite(
     SM100,
-    {"walk": WALK, "short": SHORT, "holes": HOLES, "elements": ELEMENTS, "heads": HEADS},
+    {"walk": WALK, "late": LATE, "short": SHORT, "holes": HOLES, "elements": ELEMENTS, "heads": HEADS},
     (
         # synchronisation
         *(
-            planted(
-                f"missing wait: {name}", SHORT if name == "query_free" else WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS)
-            )
+            planted(f"missing wait: {name}", ROUNDS.get(name, WALK), ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
             for index, name in enumerate(WAITS)
             if name
         ),
