@@ -11,7 +11,7 @@ from tests.mutation.planting import Suite, alone, each, planted, together
 
 # One CTA walks items of one key tile, two, three and none, more than there are stages and posted items; rows that see nothing.
 WALK = DqCase(lengths=((130, 200), (0, 40), (5, 0), (64, 257), (3, 65)), causal=True, outputs="given", sm_count=1)
-LATE = replace(WALK, lengths=((3, 65), (130, 200), (0, 40), (5, 0), (64, 257)))  # an item of one tile is followed by others
+LATE = replace(WALK, lengths=((3, 65), (130, 200), (0, 40), (5, 0), (64, 257)))  # the first rounds have no rows
 # The first item has one tile: its Q must not be overwritten, and no keys are waited for.
 SHORT = replace(WALK, lengths=((130, 100), (64, 257), (3, 200)))
 HOLES = replace(WALK, holes=True, empty_lse=float("-inf"))
