@@ -21,7 +21,7 @@ _KEY_TILE = 128  # keys of a tile of the kernels
 _LONG = ((129, 200), (3, 9))
 # More rows than one item has, first, since the statistics of a CTA's first item have code of their own, for 64 rows at a time; one row;
 # neither query tokens nor keys, and none of either.
-_BEYOND_A_TILE = ((200, 90), (1, 1), (0, 0), (0, 70), (64, 0))
+_BEYOND_A_TILE = ((190, 52), (1, 1), (0, 0), (0, 70), (64, 0))
 _SORTED = ((1, 1), (63, 63), (64, 65), (65, 64), (520, 3), (2, 270))
 _MANY_HEADS = ((17, 17), (3, 9), (40, 150))
 # 16 powers of two from key to key: with more, lse is so great that its rounding shows in P.
