@@ -100,6 +100,8 @@ SYNCHRONISATION = (
     _dropped("cluster arrival dropped", r"UCGABAR_ARV"),
     _dropped("cluster wait dropped", r"UCGABAR_WAIT"),
     _dropped("tensor copy dropped", r"UTMALDG\.\S+"),
+    _dropped("commit dropped", r"UTCBAR\S*"),
+    _dropped("wait for tensor stores dropped", r"FENCE\.VIEW\.ASYNC\.T"),
     _edit("wait for products 1 looser", r"(WARPGROUP\.DEPBAR\.LE gsb0, )0x0" + REST, r"\g<1>0x1"),
     _edit(
         "named barrier only arrived at", CODE + r"BAR\.SYNC\.DEFER_BLOCKING(?P<operands> \w+, \w+)" + REST, r"\g<gap>BAR.ARV\g<operands>"

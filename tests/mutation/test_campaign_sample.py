@@ -23,6 +23,8 @@ KERNELS = (
     "dense_prefill_sm100_bf16_d192",
     "dense_prefill_dq_sm90_bf16_d192",
     "dense_prefill_dkdv_sm90_bf16_d192",
+    "dense_prefill_dq_sm100_bf16_d192",
+    "dense_prefill_dkdv_sm100_bf16_d192",
     "combine_sm90_bf16",
     "split_plan_sm90_i32",
     "merge_states_sm100_bf16_d128",

@@ -18,6 +18,7 @@ from ...spec.dense_prefill_dq import DensePrefillDqProblem
 from ...spec.mla import ELEMENT_BYTES
 from .base import DTYPES, Outputs, QLayout, Tags, least_alignment
 from .dense_prefill import DensePrefillCase, DensePrefillTensors, make_inputs
+from .far import FAR_DIMENSIONS, far_tensor
 from .tensors import Fp32Result, OutputBuffer, allocate_rows, fp32_buffer, generator_for, rows_buffer, without_batch
 
 DoutLayout = Literal[QLayout, "one"]
@@ -28,6 +29,7 @@ class DensePrefillBackwardCase(DensePrefillCase):
     """One call of the backward pass of dense prefill, whose results are dq, dk and dv.
 
     dout_layout: as q_layout; "one": all rows are one row, expanded.
+    outputs: rows of far ones begin at any element if those of q or dout are "odd".
     saved: layout of out and lse, which the call reads, as `outputs` of a forward call names it.
     ends: "margins": also keys of no sequence only if the caller passes results.
     longest: what the call says the longest sequence has in query tokens, a number of whole work items; None: the truth. Rows beyond it are
@@ -157,4 +159,15 @@ def _output_buffers(case: DensePrefillBackwardCase, inputs: dict[str, Tensor], d
     if case.outputs == "allocated":
         return {}
     shapes = {f"d{name}": (1, *inputs[name].shape) for name in ("q", "k", "v")}
-    return {name: without_batch(rows_buffer(case.outputs, shape, DTYPES[case.dtype], device)) for name, shape in shapes.items()}
+    dtype = DTYPES[case.dtype]
+    if case.outputs in FAR_DIMENSIONS and "odd" in (case.q_layout, case.dout_layout):
+        return {
+            name: without_batch(_far_odd_buffer(FAR_DIMENSIONS.index(case.outputs), shape, dtype, device)) for name, shape in shapes.items()
+        }
+    return {name: without_batch(rows_buffer(case.outputs, shape, dtype, device)) for name, shape in shapes.items()}
+
+
+def _far_odd_buffer(dim: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> OutputBuffer:
+    """Allocate a result that is far in a dimension, with rows that begin at any element."""
+    storage = far_tensor((*shape[:-1], shape[-1] + 1), dim, dtype, device)
+    return OutputBuffer(storage[..., 1:], storage)
