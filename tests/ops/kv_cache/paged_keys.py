@@ -6,9 +6,14 @@ import torch
 from torch import Tensor
 
 from cute_mla.cache import empty_cache
-from cute_mla.spec.cache_rows import CACHED, latent_columns
+from cute_mla.spec.cache_rows import CACHED, latent_columns, rotary_columns
 
 FORMATS = tuple(CACHED)
+
+
+def named(cache: str) -> str | None:
+    """Return the kv_format argument: None where dtype and bytes of a token decide."""
+    return None if rotary_columns(CACHED[cache]) else cache
 
 
 def cache_of(cache: str, pages: int = 3, page_size: int = 16, dtype: torch.dtype = torch.bfloat16, fill: int = 0xAA) -> Tensor:
@@ -20,11 +25,11 @@ def cache_of(cache: str, pages: int = 3, page_size: int = 16, dtype: torch.dtype
     return empty_cache(cache, pages, page_size, page_stride=own + -own % 16, fill=fill)
 
 
-def keys(tokens: int, cache: str = "latent", dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """Return latent and rotary columns that tell tokens and columns apart."""
-    latent = latent_columns(CACHED[cache])
-    rows = torch.randn(tokens, latent + 64, generator=torch.Generator().manual_seed(tokens)).to(dtype)
-    return rows[:, :latent], rows[:, latent:]
+def keys(tokens: int, cache: str = "latent", dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor | None]:
+    """Return latent and rotary columns that tell tokens and columns apart; None where a format has no rotary columns apart."""
+    latent, rotary = latent_columns(CACHED[cache]), rotary_columns(CACHED[cache])
+    rows = torch.randn(tokens, latent + rotary, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+    return rows[:, :latent], rows[:, latent:] if rotary else None
 
 
 def bytes_of(cache: Tensor) -> Tensor:
