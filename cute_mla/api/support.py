@@ -176,9 +176,10 @@ def _format_conflict(op: str, features: dict[str, Any]) -> str | None:
     for argument, value in named.items():
         cache = KNOWN[value]
         dtypes = key_types(cache) if op in CACHE_OPS else DTYPES if cache is LATENT or op == "dense_decode" else (BF16,)
-        fitting = {"fp8_kvcache": (bool(cache.quantised),), "head_dim": (cache.d_qk,), "dtype": (*dtypes, E4M3)}
+        dtypes = (*dtypes, E4M3) if op == "dense_decode" and cache is FP8_576 else dtypes
+        fitting = {"fp8_kvcache": (bool(cache.quantised),), "head_dim": (cache.d_qk,), "dtype": dtypes}
         for name, supported in fitting.items():
             given = _dtype_name(features.get(name))
             if given is not None and given not in supported:
-                return f"{name} is {given} with {argument} {value!r}; supported: {', '.join(map(str, dtypes if name == 'dtype' else supported))}"
+                return f"{name} is {given} with {argument} {value!r}; supported: {', '.join(map(str, supported))}"
     return None

@@ -66,9 +66,9 @@ class CommonSpec(NamedTuple):
     causal: bool
     is_fp8_kvcache: bool
     batch_invariant: bool
-    kv_format: str | None
-    extra_kv_format: str | None
     address_alignment: int
+    kv_format: str | None = None
+    extra_kv_format: str | None = None
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,14 @@ from .tensor_spec import (
 
 Arguments = DenseDecodeArguments  # the kernel's
 WHERE = "without indices"  # the calls of this op, for messages
-EXCLUDED = ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length", "extra_kv_format")  # of sparse_decode
+EXCLUDED = (
+    "attn_sink",
+    "extra_k_cache",
+    "extra_indices_in_kvcache",
+    "topk_length",
+    "extra_topk_length",
+    "extra_kv_format",
+)  # of sparse_decode
 
 
 class Operands(NamedTuple):

@@ -84,11 +84,14 @@ class GatheredCache(NamedTuple):
 class NamedFormat(NamedTuple):
     """The argument that names the format of a cache, and its value; None: dtype and bytes of a token decide."""
 
-    argument: str
-    value: str | None
+    argument: str = "kv_format"
+    value: str | None = None
 
 
-def gathered_cache(name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: bool, named: NamedFormat) -> GatheredCache:
+UNNAMED = NamedFormat()
+
+
+def gathered_cache(name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: bool, named: NamedFormat = UNNAMED) -> GatheredCache:
     """Return the layout of a cache for these queries. ValueError if kernels cannot read it."""
     cache = _decoded_format(name, spec, q, is_fp8_kvcache, named)
     check_device(name, spec, q.device)

@@ -15,7 +15,7 @@ from .decode_plan import CommonSpec, DecodePlan, layout_results, plan_combine
 from .indices import check_indices, check_queries, check_sink
 from .launch_plan import named_strides
 from .limits import MAX_GRID_TOKENS
-from .paged_cache import GatheredCache, NamedFormat, gathered_cache
+from .paged_cache import UNNAMED, GatheredCache, NamedFormat, gathered_cache
 from .split_plan import ScheduleKey
 from .strides import row_alignment
 from .tensor_spec import DTYPE_NAMES, TensorSpec, check_counts, operand_spec, optional_spec
@@ -44,10 +44,10 @@ class Selection(NamedTuple):
     """A cache and the slots of it that are attended to. names: the three arguments. length: None if all indices count."""
 
     names: tuple[str, str, str]
-    kv_format: NamedFormat
     k_cache: TensorSpec
     indices: TensorSpec
     length: TensorSpec | None
+    kv_format: NamedFormat = UNNAMED
 
 
 class CallSpec(NamedTuple):
@@ -145,7 +145,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
 
 def _selection(names: tuple[str, str, str], kv_format: NamedFormat, k_cache: Any, indices: Any, length: Any) -> Selection:
     specs = operand_spec(names[0], k_cache), operand_spec(names[1], indices), optional_spec(names[2], length)
-    return Selection(names, kv_format, *specs)
+    return Selection(names, *specs, kv_format)
 
 
 def _extra_selection(operands: Operands, kv_format: NamedFormat) -> Selection | None:
@@ -165,7 +165,7 @@ def _check_selection(call: CallSpec, selection: Selection) -> tuple[GatheredCach
 
     ValueError unless the selection fits the queries.
     """
-    (cache_name, indices_name, length_name), kv_format, k_cache, indices, length = selection
+    (cache_name, indices_name, length_name), k_cache, indices, length, kv_format = selection
     cache = gathered_cache(cache_name, k_cache, call.q, call.common.is_fp8_kvcache, kv_format)
     batch, s_q = call.q.shape[:2]
     check_indices(indices_name, indices, (batch, s_q, "topk"), call.q)

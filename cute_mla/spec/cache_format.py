@@ -88,9 +88,7 @@ V41_PAGED = CacheFormat("v41_paged", D_LATENT, D_LATENT, 32, 512, 16, scales_ins
 NOPE_528 = CacheFormat("nope_528", D_LATENT, D_LATENT, 128, 528, 16, scales_inside=True)
 V41_FP4 = CacheFormat("v41_fp4", D_LATENT, D_LATENT, 16, 288, 32, scales_inside=True, scale="e4m3", code="e2m1")
 
-FORMATS: dict[str, CacheFormat] = {
-    cache.name: cache for cache in (LATENT, FP8_656, FP8_584, V41, V41_PAGED, NOPE_528, V41_FP4)
-}
+FORMATS: dict[str, CacheFormat] = {cache.name: cache for cache in (LATENT, FP8_656, FP8_584, V41, V41_PAGED, NOPE_528, V41_FP4)}
 
 
 def paged_twin(cache: CacheFormat) -> CacheFormat | None:

@@ -14,9 +14,7 @@ from .mla import D_QK, D_ROPE, DTYPES
 # All columns e4m3, times one fp32 scale for the whole cache: 576 bytes a token
 FP8_576 = CacheFormat("fp8_576", D_QK, D_QK, 0, D_QK, 0, scales_inside=True)
 
-CACHED: dict[str, CacheFormat] = {
-    cache.name: cache for cache in (LATENT, FP8_656, FP8_584, FP8_576, V41, V41_PAGED, NOPE_528)
-}
+CACHED: dict[str, CacheFormat] = {cache.name: cache for cache in (LATENT, FP8_656, FP8_584, FP8_576, V41, V41_PAGED, NOPE_528)}
 KNOWN: dict[str, CacheFormat] = {**FORMATS, FP8_576.name: FP8_576}  # every name of a format, with or without kernels
 
 BF16 = DTYPES[0]
