@@ -180,7 +180,7 @@ def test_what_is_refused() -> None:
         reorder_cache(cache, "v41", "nope_528")
     with pytest.raises(ValueError, match="cache_format is None; supported: v41, v41_paged"):
         reorder_cache(cache, None, "v41")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="out has shape .*; supported: that of cache"):
+    with pytest.raises(ValueError, match=r"out has shape .*; supported: that of cache"):
         reorder_cache(cache, "v41", "v41_paged", out=empty_cache("v41_paged", 2, 1))
     with pytest.raises(ValueError, match="out shares memory with cache"):
         reorder_cache(cache, "v41", "v41_paged", out=cache)
