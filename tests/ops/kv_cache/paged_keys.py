@@ -25,11 +25,17 @@ def cache_of(cache: str, pages: int = 3, page_size: int = 16, dtype: torch.dtype
     return empty_cache(cache, pages, page_size, page_stride=own + -own % 16, fill=fill)
 
 
-def keys(tokens: int, cache: str = "latent", dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor | None]:
-    """Return latent and rotary columns that tell tokens and columns apart; None where a format has no rotary columns apart."""
+def keys(tokens: int, cache: str = "latent", dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
+    """Return latent and rotary columns that tell tokens and columns apart; no rotary columns where a format has none apart."""
     latent, rotary = latent_columns(CACHED[cache]), rotary_columns(CACHED[cache])
     rows = torch.randn(tokens, latent + rotary, generator=torch.Generator().manual_seed(tokens)).to(dtype)
-    return rows[:, :latent], rows[:, latent:] if rotary else None
+    return rows[:, :latent], rows[:, latent:]
+
+
+def key_arguments(tokens: int, cache: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor | None]:
+    """Return kv_c and k_pe of a write: the columns of `keys`, and None for no rotary columns."""
+    kv_c, k_pe = keys(tokens, cache, dtype)
+    return kv_c, k_pe if k_pe.shape[1] else None
 
 
 def bytes_of(cache: Tensor) -> Tensor:

@@ -14,7 +14,7 @@ from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.suites.paged_cache import TYPES_AND_CACHES
-from tests.ops.kv_cache.paged_keys import FORMATS, cache_of, keys, named
+from tests.ops.kv_cache.paged_keys import FORMATS, cache_of, key_arguments, keys, named
 from tests.support.recording_device import RecordingDevice
 
 TABLE = torch.tensor([[4, 2, -7], [1, 2_000_000_000, 3], [0, 0, 0]], dtype=torch.int32)
@@ -24,7 +24,7 @@ CU_SEQLENS = torch.tensor([0, 9, 9, 16], dtype=torch.int32)
 def filled(cache: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """5 pages of 8, every slot with a key of its own."""
     paged = cache_of(cache, 5, 8, dtype)
-    write_kv_cache(*keys(40, cache, dtype), paged, torch.arange(40), kv_format=named(cache))
+    write_kv_cache(*key_arguments(40, cache, dtype), paged, torch.arange(40), kv_format=named(cache))
     return paged
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -62,7 +64,8 @@ def test_the_torch_path_is_the_same(arch: Arch) -> None:
         tensors = make_cache_write_tensors(case)
         paged = [copy_cache(case, tensors.k_cache) for _ in range(2)]
         table, ends = torch.tensor([[3, 1, 9]], dtype=torch.int32), torch.tensor([0, 140], dtype=torch.int32)
-        gathered, named = [], {"descale_k": tensors.descale_k, "kv_format": case.kv_format}
+        gathered: list[torch.Tensor] = []
+        named: dict[str, Any] = {"descale_k": tensors.descale_k, "kv_format": case.kv_format}
         for kernels, target in zip((True, False), paged, strict=True):
             operands = (tensors.kv_c, tensors.k_pe, target, tensors.slot_mapping)
             if kernels:

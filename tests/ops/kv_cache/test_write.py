@@ -14,7 +14,7 @@ from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.suites.paged_cache import TYPES_AND_CACHES
-from tests.ops.kv_cache.paged_keys import FORMATS, bytes_of, cache_of, keys, named
+from tests.ops.kv_cache.paged_keys import FORMATS, bytes_of, cache_of, key_arguments, keys, named
 from tests.support.recording_device import RecordingDevice
 
 SLOTS = [-1, 47, 0, 48, 17, -(2**31)]
@@ -34,7 +34,7 @@ def token_bytes(key: Tensor, cache: str, scale: float, power_of_two: bool) -> tu
 @pytest.mark.parametrize("slot_dtype", [torch.int64, torch.int32])
 @pytest.mark.parametrize(("dtype", "cache"), TYPES_AND_CACHES)
 def test_keys_go_to_their_slots_and_nowhere_else(cache: str, dtype: str, slot_dtype: torch.dtype) -> None:
-    paged, (kv_c, k_pe) = cache_of(cache, dtype=DTYPES[dtype]), keys(6, cache, DTYPES[dtype])
+    paged, (kv_c, k_pe) = cache_of(cache, dtype=DTYPES[dtype]), key_arguments(6, cache, DTYPES[dtype])
     rows, power_of_two = kv_c if k_pe is None else torch.cat((kv_c, k_pe), dim=1), cache in ("fp8_656", "nope_528")
     scale = torch.tensor(0.37) if cache == "fp8_576" else None
     expected, stride = bytes_of(paged), paged.stride(0) * paged.element_size()
@@ -56,7 +56,7 @@ def test_keys_go_to_their_slots_and_nowhere_else(cache: str, dtype: str, slot_dt
 def test_nothing_is_written(slots: list[int], cache: str) -> None:
     paged = cache_of(cache)
     before = bytes_of(paged)
-    write_kv_cache(*keys(len(slots), cache), paged, torch.tensor(slots, dtype=torch.int64), kv_format=named(cache))
+    write_kv_cache(*key_arguments(len(slots), cache), paged, torch.tensor(slots, dtype=torch.int64), kv_format=named(cache))
     assert torch.equal(bytes_of(paged), before)
 
 
@@ -96,7 +96,7 @@ def test_nothing_is_read_on_the_host(cache: str) -> None:
     slots = torch.zeros(3, dtype=torch.int64, device="meta")
     with pytest.raises(NotImplementedError):
         slots[slots >= 0]  # as a skip by a mask would do
-    kv_c, k_pe = (None if columns is None else columns.to("meta") for columns in keys(3, cache))
+    kv_c, k_pe = (None if columns is None else columns.to("meta") for columns in key_arguments(3, cache))
     write_kv_cache(kv_c, k_pe, cache_of(cache).to("meta"), slots, kv_format=named(cache))
 
 
@@ -131,7 +131,7 @@ def test_what_is_launched(arch: Arch) -> None:
 
 def given(cache: str = "latent", **change: Any) -> dict[str, Any]:
     """Return arguments of a call of two tokens, some of them changed."""
-    kv_c, k_pe = keys(2, cache)
+    kv_c, k_pe = key_arguments(2, cache)
     return {"kv_c": kv_c, "k_pe": k_pe, "k_cache": cache_of(cache), "slot_mapping": torch.tensor([0, 1]), **change}
 
 
