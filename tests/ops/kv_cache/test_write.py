@@ -96,8 +96,8 @@ def test_nothing_is_read_on_the_host(cache: str) -> None:
     slots = torch.zeros(3, dtype=torch.int64, device="meta")
     with pytest.raises(NotImplementedError):
         slots[slots >= 0]  # as a skip by a mask would do
-    kv_c, k_pe = (None if columns is None else columns.to("meta") for columns in key_arguments(3, cache))
-    write_kv_cache(kv_c, k_pe, cache_of(cache).to("meta"), slots, kv_format=named(cache))
+    kv_c, k_pe = key_arguments(3, cache)
+    write_kv_cache(kv_c.to("meta"), None if k_pe is None else k_pe.to("meta"), cache_of(cache).to("meta"), slots, kv_format=named(cache))
 
 
 def test_what_was_written_comes_back() -> None:
