@@ -40,6 +40,8 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
                 "fp8_576": f"{what}, e4m3 cache of 576 bytes a token",
                 "fp8_656": f"{what}, FP8 cache of 656 bytes a token",
                 "fp8_584": f"{what}, FP8 cache of 584 bytes a token",
+                "v41": f"{what}, FP8 cache of 528 bytes a token, `v41` and `v41_paged`",
+                "nope_528": f"{what}, FP8 cache of 528 bytes a token, `nope_528`",
             }
         }
         for op, what in (("cache_write", "writing keys"), ("cache_gather", "gathering keys"))

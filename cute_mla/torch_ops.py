@@ -21,9 +21,10 @@ from torch import Tensor
 from .ops import cache_gather, cache_write, decode, dense_prefill, dense_prefill_backward, sparse_prefill, split_plan
 from .ops import merge_states as merge
 from .ops.arguments import NO_BACKWARD, NO_DOUBLE_BACKWARD, NO_GIVEN_RESULTS, check_no_grad
+from .ops.paged_cache import columns_of
 from .ops.split_plan import MlaSchedule, ScheduleKey
 from .runtime.current import device_for
-from .spec.cache_format import FP8_584
+from .spec.cache_format import FORMATS
 from .spec.dense_decode import num_parts
 from .spec.dense_prefill import D_V as D_V_PREFILL
 from .spec.mla import D_QK, D_V
@@ -34,7 +35,7 @@ _DECODE = (
     "Tensor num_splits, float? softmax_scale=None, bool causal=False, Tensor? descale_q=None, Tensor? descale_k=None, "
     "bool is_fp8_kvcache=False, Tensor? indices=None, Tensor? attn_sink=None, Tensor? extra_k_cache=None, "
     "Tensor? extra_indices_in_kvcache=None, Tensor? topk_length=None, Tensor? extra_topk_length=None, *, "
-    "bool batch_invariant=False, float? empty_lse=None"
+    "bool batch_invariant=False, float? empty_lse=None, str? kv_format=None, str? extra_kv_format=None"
 )
 _PREFILL = (
     "Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v=512, Tensor? attn_sink=None, Tensor? topk_length=None, *, "
@@ -54,10 +55,13 @@ _PLAN = (
     "Tensor cache_seqlens, SymInt num_q_tokens_per_head_k, int num_heads_k, int? num_heads_q=None, bool is_fp8_kvcache=False, "
     "SymInt? topk=None"
 )
-_WRITE = "Tensor kv_c, Tensor k_pe, Tensor(a!) k_cache, Tensor slot_mapping, *, Tensor? descale_k=None, bool power_of_two=False"
+_WRITE = (
+    "Tensor kv_c, Tensor? k_pe, Tensor(a!) k_cache, Tensor slot_mapping, *, Tensor? descale_k=None, bool power_of_two=False, "
+    "str? kv_format=None"
+)
 _GATHER = (
     "Tensor k_cache, Tensor block_table, Tensor cu_seqlens, SymInt rows, *, Tensor? starts=None, Tensor? descale_k=None, "
-    "ScalarType? dtype=None"
+    "ScalarType? dtype=None, str? kv_format=None"
 )
 _SPARSE_PLAN = "Tensor indices, SymInt num_heads_q, Tensor? topk_length=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None"
 
@@ -267,8 +271,8 @@ def _new_sparse_plan(indices: Tensor, num_heads_q: int, *args: Any, **options: A
 def _new_keys(k_cache: Tensor, block_table: Tensor, cu_seqlens: Tensor, rows: int, **options: Any) -> Tensor:
     """Allocate the result of gather_kv_cache."""
     own = torch.bfloat16 if k_cache.dtype.itemsize == 1 else k_cache.dtype
-    columns = FP8_584.d_qk if k_cache.shape[-1] == FP8_584.page_bytes(1) else D_QK
-    return k_cache.new_empty((rows, columns), dtype=options.get("dtype") or own)
+    narrow = [columns_of(cache) for cache in FORMATS.values() if cache.d_qk == D_V]
+    return k_cache.new_empty((rows, D_V if k_cache.shape[-1] in narrow else D_QK), dtype=options.get("dtype") or own)
 
 
 def _gather_out(*args: Any, **options: Any) -> None:
@@ -367,7 +371,7 @@ def merge_states(outs: merge.States, lses: merge.States, given: dict[str, Tensor
     return out, lse
 
 
-def write_kv_cache(*args: Tensor, **options: Any) -> None:
+def write_kv_cache(*args: Tensor | None, **options: Any) -> None:
     """Trace cache.write_kv_cache."""
     torch.ops.cute_mla.write_kv_cache(*args, **options)
 

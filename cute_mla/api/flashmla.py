@@ -106,6 +106,8 @@ def flash_mla_with_kvcache(
     workspace: torch.Tensor | None = None,
     batch_invariant: bool = False,
     empty_lse: float = math.inf,
+    kv_format: str | None = None,
+    extra_kv_format: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend new query tokens to a paged latent cache: out = softmax(softmax_scale * q k^T) v.
 
@@ -155,6 +157,9 @@ def flash_mla_with_kvcache(
                      calls that may run at the same time
     batch_invariant  True: the bits of a request depend neither on its batchmates nor on the number of SMs
     empty_lse        lse of a row that attends to nothing, inf or -inf; its out is 0
+    kv_format, extra_kv_format
+                     names of the formats of k_cache and extra_k_cache (spec.cache_format), which must fit dtype and bytes a token;
+                     None: these two decide
 
     out, lse and workspace share memory neither with each other nor with operands; only the first call with its shapes and options
     checks that, and that a storage was not shrunk. No tensor may require gradients, unless gradients are switched off.
@@ -188,12 +193,14 @@ def flash_mla_with_kvcache(
             extra_topk_length=extra_topk_length,
             batch_invariant=batch_invariant,
             empty_lse=empty_lse,
+            kv_format=kv_format,
+            extra_kv_format=extra_kv_format,
         )
     return run_cached(
         q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal,
         descale_q, descale_k, is_fp8_kvcache, indices, attn_sink,
         extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
-        out, lse, workspace, batch_invariant, empty_lse,
+        out, lse, workspace, batch_invariant, empty_lse, kv_format, extra_kv_format,
     )  # fmt: skip
 
 

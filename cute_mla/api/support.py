@@ -23,8 +23,11 @@ from ..ops.limits import (
 from ..ops.tensor_spec import DTYPE_NAMES
 from ..spec import dense_prefill, sparse_prefill
 from ..spec.arch import ALIASES, ARCHS
+from ..spec.cache_format import LATENT
+from ..spec.cache_rows import BF16, CACHED, FP8_576, KNOWN, key_types
 from ..spec.dense_decode import MAX_KEYS
 from ..spec.mla import D_QK, D_V, DTYPES, MAX_HEADS
+from ..spec.sparse_decode import DECODED
 
 
 def _dtype_name(value: Any) -> Any:
@@ -52,6 +55,8 @@ _DENSE_DECODE: dict[str, Limit] = {
     "topk_length": one_of("topk_length", False),
     "topk": one_of("topk", None),
     "kv_offsets": one_of("kv_offsets", False),
+    "kv_format": one_of("kv_format", None, LATENT.name, FP8_576.name),
+    "extra_kv_format": one_of("extra_kv_format", None),
 }
 _SPARSE_DECODE: dict[str, Limit] = {
     **_DENSE_DECODE,
@@ -63,6 +68,7 @@ _SPARSE_DECODE: dict[str, Limit] = {
     "causal": one_of("causal", False),
     **{name: one_of(name, False, True) for name in ("fp8_kvcache", "attn_sink", "extra_cache", "topk_length")},
     "topk": between("topk", 0, MAX_KEYS),
+    **{name: one_of(name, None, *DECODED) for name in ("kv_format", "extra_kv_format")},
 }
 _DENSE_PREFILL: dict[str, Limit] = {
     **_DENSE_DECODE,
@@ -72,13 +78,13 @@ _DENSE_PREFILL: dict[str, Limit] = {
     "s_q": between("s_q", 1, dense_prefill.MAX_TOKENS),
     "head_dim": one_of("head_dim", *dense_prefill.HEAD_DIMS),
     "head_dim_v": one_of("head_dim_v", dense_prefill.D_V),
-    "page_size": one_of("page_size", None),
+    **{name: one_of(name, None) for name in ("page_size", "kv_format")},
 }
 _SPARSE_PREFILL: dict[str, Limit] = {
     **_SPARSE_DECODE,
     "s_q": between("s_q", 1, sparse_prefill.MAX_TOKENS),
     "head_dim": one_of("head_dim", *sparse_prefill.HEAD_DIMS),
-    "page_size": one_of("page_size", None),
+    **{name: one_of(name, None) for name in ("page_size", "kv_format", "extra_kv_format")},
     **{name: one_of(name, False) for name in ("fp8_kvcache", "extra_cache")},
     "kv_offsets": one_of("kv_offsets", False, True),
 }
@@ -90,6 +96,7 @@ _CACHE_ROWS: dict[str, Limit] = {
     "head_dim": one_of("head_dim", D_QK, D_V),
     "page_size": between("page_size", 1, MAX_KEYS),
     "causal": one_of("causal", False),
+    "kv_format": one_of("kv_format", None, *CACHED),
 }
 _FEATURES_OF = {
     **dict.fromkeys(CACHE_OPS, _CACHE_ROWS),
@@ -118,6 +125,7 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
         causal, batch_invariant        True or False; prefill is always batch invariant, without being asked
         fp8_kvcache, attn_sink, extra_cache, topk_length, kv_offsets   True if the call passes such an argument
         topk             indices of a query token; None without indices
+        kv_format, extra_kv_format     names of the formats of the cache and of the extra cache; None: dtype and bytes a token decide
 
     Returns (True, the verification status of the kernels: whether they have run on hardware, and how else they were checked) or
     (False, the reason), also for a value that no call could have. Raises ValueError for an unknown op, architecture or feature. The
@@ -145,6 +153,9 @@ def _conflict(op: str, features: dict[str, Any]) -> str | None:
         error = heads_error(features["h_q"], features["h_kv"], op)
         if error is not None:
             return error
+    error = _format_conflict(op, features)
+    if error is not None:
+        return error
     fp8 = features.get("fp8_kvcache")
     if op == "dense_decode" and fp8 and features.get("h_kv", 1) != 1:
         return f"h_kv is {features['h_kv']} with an FP8 cache; supported: 1"
@@ -154,4 +165,21 @@ def _conflict(op: str, features: dict[str, Any]) -> str | None:
         return "dtype is fp16 with an FP8 cache; supported: bf16"
     if op in ("sparse_decode", *CACHE_OPS) and fp8 is False and features.get("head_dim") == D_V:
         return f"head_dim is {D_V} without an FP8 cache; supported: {D_QK}"
+    return None
+
+
+def _format_conflict(op: str, features: dict[str, Any]) -> str | None:
+    """Return why the named formats and the other features are not supported together, or None if they are."""
+    named = {name: features[name] for name in ("kv_format", "extra_kv_format") if features.get(name) is not None}
+    if len(set(named.values())) > 1:
+        return f"extra_kv_format is {named['extra_kv_format']!r} with kv_format {named['kv_format']!r}; supported: the same format"
+    for argument, value in named.items():
+        cache = KNOWN[value]
+        dtypes = key_types(cache) if op in CACHE_OPS else DTYPES if cache is LATENT or op == "dense_decode" else (BF16,)
+        dtypes = (*dtypes, E4M3) if op == "dense_decode" and cache is FP8_576 else dtypes
+        fitting = {"fp8_kvcache": (bool(cache.quantised),), "head_dim": (cache.d_qk,), "dtype": dtypes}
+        for name, supported in fitting.items():
+            given = _dtype_name(features.get(name))
+            if given is not None and given not in supported:
+                return f"{name} is {given} with {argument} {value!r}; supported: {', '.join(map(str, supported))}"
     return None

@@ -14,6 +14,7 @@ import torch
 from .. import api
 from ..ops.arguments import needs_grad, short_repr
 from ..ops.split_plan import MlaSchedule
+from ..spec.cache_format import V41
 from ..spec.mla import D_V
 
 
@@ -105,6 +106,7 @@ def flash_mla_with_kvcache(
 
     tile_scheduler_metadata  a schedule object, of get_mla_metadata() or new. One that has a plan serves calls of the same shapes, also with
                              another causal or other lengths
+    k_cache, extra_k_cache   528 bytes a token are the format v41, each token's scales behind it
 
     Returns out [batch, s_q, h_q, 512] and lse fp32 [batch, h_q, s_q] in natural log, +inf for a row that attends to nothing.
     """
@@ -125,6 +127,8 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache=extra_indices_in_kvcache,
         topk_length=topk_length,
         extra_topk_length=extra_topk_length,
+        kv_format=None if indices is None else _format_of(k_cache),
+        extra_kv_format=None if indices is None else _format_of(extra_k_cache),
     )
     schedule = tile_scheduler_metadata
     if isinstance(schedule, FlashMLASchedMeta) and schedule.config is None and schedule.plan is not None:
@@ -231,6 +235,11 @@ def flash_attn_varlen_kvpacked_func(
         lse=lse, empty_lse=-math.inf,
     )  # fmt: skip
     return _tokens_first(lse, *results)
+
+
+def _format_of(cache: Any) -> str | None:
+    """Return the name of the format that FlashMLA means where the bytes of a token fit several; None where they decide."""
+    return V41.name if isinstance(cache, torch.Tensor) and cache.dim() == 4 and cache.shape[3] == V41.page_bytes(1) else None
 
 
 def _new_lse(q: Any) -> torch.Tensor | None:

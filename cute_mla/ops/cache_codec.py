@@ -1,8 +1,8 @@
 """Cache codec: the reference quantiser and dequantiser of the formats in spec.cache_format. Plain torch, on any device, exact.
 
-A cache is a tensor [pages, page size, 1, bytes of a token]: 656 or 584 bytes as uint8, int8 or float8_e4m3fn, or 576 columns
-of bf16 or fp16 ("latent"). Pages may lie apart, with any stride. In fp8_584 the bytes of a token are in two places of its page.
-There the tokens of a page follow each other without a gap, and the last two dimensions only count bytes.
+A cache is a tensor [pages, page size, 1, bytes of a token]: 656, 584, 528 or 288 bytes as uint8, int8 or float8_e4m3fn, or 576
+columns of bf16 or fp16 ("latent"). Pages may lie apart, with any stride. In fp8_584 and v41_paged the bytes of a token are in two
+places of its page. There the tokens of a page follow each other without a gap, and the last two dimensions only count bytes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..spec.cache_format import FORMATS, CacheFormat
+from ..spec.cache_format import FORMATS, V41, CacheFormat
 from ..spec.cache_rows import E4M3_MAX, LEAST_POWER_OF_TWO_AMAX
 from ..spec.mla import ELEMENT_BYTES
 from .arguments import check_flag, check_integer, check_no_grad, is_integer, short_repr
@@ -31,10 +31,14 @@ _MAX_BYTES = 1 << 40  # of a cache
 _E8M0_NAN = 255
 _E4M3_NAN = 0x7F  # the NaN that GPUs make, of the two codes
 _BF16_NAN = 0x7FFF  # the NaN that GPUs make when they round to bf16
+_E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # magnitudes of the codes 0 to 7; 8 is the sign
+_E2M1_MAX = _E2M1[-1]
+_E2M1_SIGN = 8
+_LEAST_E4M3 = 2.0**-9
 
 
 class Parts(NamedTuple):
-    """The bytes of a cache, one row per token: uint8 [pages, page, quantised], [.., scale bytes], [.., 128]."""
+    """The bytes of a cache, one row per token: uint8 [pages, page, bytes of codes], [.., scale bytes], [.., 128 or 0]."""
 
     codes: torch.Tensor
     scales: torch.Tensor
@@ -66,11 +70,12 @@ def empty_cache(cache_format: str, pages: int, page_size: int, *, page_stride: i
 def quantise_cache(kv: torch.Tensor, cache_format: str, *, power_of_two: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
     """Quantise keys: kv [pages, page size, 1, d_qk] of any float dtype to a cache uint8 [pages, page size, 1, bytes of a token].
 
-    cache_format: "fp8_656" (d_qk 576) or "fp8_584" (d_qk 512). A group of columns is divided by its scale, rounded to the
-    nearest e4m3 (ties to even) and limited to +-448; the other columns are rounded to bf16. The scale is amax / 448 in fp32;
-    with power_of_two, and always in fp8_584, whose scales are e8m0, it is the least power of two not below
-    max(amax / 448, 1e-4), as FlashMLA's quantiser takes it. A group with a NaN or an infinity becomes NaN. Rounding to bf16 gives the NaN
-    that GPUs give, 0x7FFF; bf16 columns are copied.
+    cache_format: "fp8_656" (d_qk 576), or one of d_qk 512: "fp8_584", "v41", "v41_paged", "nope_528", "v41_fp4". A group of columns is
+    divided by its scale, rounded to the nearest e4m3 (ties to even) and limited to +-448; the other columns are rounded to bf16. The scale
+    is amax / 448 in fp32; with power_of_two, and always in fp8_584, v41 and v41_paged, whose scales are e8m0, it is the least power of two
+    not below max(amax / 448, 1e-4), as FlashMLA's quantiser takes it. A group with a NaN or an infinity becomes NaN. Rounding to bf16
+    gives the NaN that GPUs give, 0x7FFF; bf16 columns are copied.
+    In v41_fp4 codes are e2m1, limited to +-6, and a scale is amax / 6, limited to 2^-9 .. 448 and rounded to e4m3; power_of_two is False.
     out: the cache to write to, of any strides that the format allows, such as one of empty_cache; default a new contiguous one.
     Bytes of padding in out stay as they are.
 
@@ -78,6 +83,8 @@ def quantise_cache(kv: torch.Tensor, cache_format: str, *, power_of_two: bool = 
     """
     layout = _quantised_format(cache_format)
     check_flag("power_of_two", power_of_two)
+    if power_of_two and layout.scale == "e4m3":
+        raise ValueError(f"power_of_two is True with {cache_format}; supported: False")
     spec = spec_of("kv", kv)
     check_no_grad(kv=kv)
     check_shape("kv", spec, ("pages", "page size", 1, layout.d_qk))
@@ -105,12 +112,13 @@ def quantise_cache(kv: torch.Tensor, cache_format: str, *, power_of_two: bool = 
 def quantised(keys: torch.Tensor, layout: CacheFormat, power_of_two: bool) -> Parts:
     """Return the bytes of keys [.., d_qk], without padding behind the scales."""
     groups = keys[..., : layout.quantised].float().unflatten(-1, (layout.groups, layout.group))
-    scales = _scales(groups, power_of_two or not layout.scales_inside)
+    scales = _fp4_scales(groups) if layout.scale == "e4m3" else _scales(groups, power_of_two or layout.scale == "e8m0")
     divisor = torch.where(scales > 0, scales, 1.0).unsqueeze(-1)  # where the scale is 0, all values are 0 or underflow
     divisor = torch.where(scales.isnan().unsqueeze(-1), scales.unsqueeze(-1), divisor)
+    values = (groups / divisor).flatten(-2)
     return Parts(
-        codes=to_e4m3(groups / divisor).flatten(-2),
-        scales=scales.contiguous().view(torch.uint8) if layout.scales_inside else _to_e8m0(scales),
+        codes=_to_e2m1(values) if layout.code == "e2m1" else to_e4m3(values),
+        scales={"fp32": _fp32_bytes, "e8m0": _to_e8m0, "e4m3": to_e4m3}[layout.scale](scales),
         wide=_contiguous_bytes(_to_bf16(keys[..., layout.quantised :])).view(torch.uint8),
     )
 
@@ -148,13 +156,51 @@ def dequantise_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
     return dequantised(parts_of("cache", cache, layout), layout).unsqueeze(2)
 
 
+def reorder_cache(cache: torch.Tensor, cache_format: str, to_format: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Copy a cache of DeepSeek-V4.1 into the other order of its bytes: every token's scales behind its row, or behind all rows of a page.
+
+    cache: [pages, page size, 1, 528] of uint8, int8 or float8_e4m3fn. cache_format, to_format: "v41" or "v41_paged", the order of cache and
+    of the result. out: the cache to write to, of any strides that to_format allows; default a new contiguous one of uint8.
+
+    Returns the cache. Codes and scales keep their bits. ValueError on another format, shape, dtype, device or stride.
+    """
+    orders = {name: layout for name, layout in FORMATS.items() if layout.kernels == V41.name}
+    for name, value in (("cache_format", cache_format), ("to_format", to_format)):
+        if not isinstance(value, str) or value not in orders:
+            raise ValueError(f"{name} is {short_repr(value)}; supported: {', '.join(orders)}")
+    spec = spec_of("cache", cache)
+    check_no_grad(cache=cache)
+    _check_memory("cache", spec)
+    source = parts_of("cache", cache, orders[cache_format])
+    pages, page_size = spec.shape[:2]
+    if out is None:
+        out = empty_cache(to_format, pages, page_size).to(cache.device)
+    else:
+        given = spec_of("out", out)
+        check_device("out", given, spec.device, "cache")
+        check_writable("out", given)
+        check_no_overlap({"out": out}, {"cache": cache})
+    target = parts_of("out", out, orders[to_format])
+    if out.shape != cache.shape:
+        raise ValueError(f"out has shape {list(out.shape)}; supported: that of cache, {list(cache.shape)}")
+    target.codes.copy_(source.codes)
+    target.scales.copy_(source.scales)
+    return out
+
+
 def dequantised(parts: Parts, layout: CacheFormat) -> torch.Tensor:
     """Return the keys of these bytes: fp32 [.., d_qk]."""
-    groups = _contiguous_bytes(parts.codes).view(torch.float8_e4m3fn).float().unflatten(-1, (layout.groups, layout.group))
-    scale_bytes = _contiguous_bytes(parts.scales)
-    scales = scale_bytes.view(torch.float32) if layout.scales_inside else _from_e8m0(scale_bytes[..., : layout.groups])
-    wide = _contiguous_bytes(parts.wide).view(torch.bfloat16).float()
-    return torch.cat([(groups * scales.unsqueeze(-1)).flatten(-2), wide], dim=-1)
+    codes, scale_bytes = _contiguous_bytes(parts.codes), _contiguous_bytes(parts.scales)
+    values = _from_e2m1(codes) if layout.code == "e2m1" else codes.view(torch.float8_e4m3fn).float()
+    groups = values.unflatten(-1, (layout.groups, layout.group))
+    if layout.scale == "e8m0":
+        scales = _from_e8m0(scale_bytes[..., : layout.groups])
+    else:
+        scales = scale_bytes.view(torch.float32 if layout.scale == "fp32" else torch.float8_e4m3fn).float()
+    narrow = (groups * scales.unsqueeze(-1)).flatten(-2)
+    if layout.quantised == layout.d_qk:
+        return narrow
+    return torch.cat([narrow, _contiguous_bytes(parts.wide).view(torch.bfloat16).float()], dim=-1)
 
 
 def _contiguous_bytes(view: torch.Tensor) -> torch.Tensor:
@@ -187,7 +233,7 @@ def parts_of(name: str, cache: torch.Tensor, layout: CacheFormat) -> Parts:
     wide = slice(layout.wide_offset, layout.wide_offset + (layout.d_qk - layout.quantised) * ELEMENT_BYTES)
     if layout.scales_inside:
         rows = cache.squeeze(2)
-        return Parts(rows[..., : layout.quantised], rows[..., layout.quantised : layout.wide_offset], rows[..., wide])
+        return Parts(rows[..., : layout.code_bytes], rows[..., layout.code_bytes : layout.wide_offset], rows[..., wide])
     pages, page_size = spec.shape[:2]
     if page_size > 1 and cache.stride(1) != token:
         raise ValueError(f"{name} has strides {list(spec.stride)}; supported: {token} bytes along dimension 1, pages without gaps")
@@ -195,7 +241,7 @@ def parts_of(name: str, cache: torch.Tensor, layout: CacheFormat) -> Parts:
     page = cache.as_strided((pages, page_size * token), (cache.stride(0), 1))
     rows = page[:, :data].unflatten(1, (page_size, layout.row_bytes))
     scales = page[:, data:].unflatten(1, (page_size, layout.scale_bytes))
-    return Parts(rows[..., : layout.quantised], scales, rows[..., wide])
+    return Parts(rows[..., : layout.code_bytes], scales, rows[..., wide])
 
 
 def _scales(groups: torch.Tensor, power_of_two: bool) -> torch.Tensor:
@@ -208,6 +254,36 @@ def _scales(groups: torch.Tensor, power_of_two: bool) -> torch.Tensor:
         exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
         scales = torch.where(scales.isfinite(), torch.ldexp(torch.ones_like(scales), exponent), scales)
     return torch.where(groups.isfinite().all(dim=-1), scales, float("nan"))
+
+
+def _fp4_scales(groups: torch.Tensor) -> torch.Tensor:
+    """Return the scales of v41_fp4, rounded to e4m3, as fp32; NaN for a group with a value that is not finite."""
+    scales = (groups.abs().amax(dim=-1) / _E2M1_MAX).clamp(_LEAST_E4M3, E4M3_MAX).to(torch.float8_e4m3fn).float()
+    return torch.where(groups.isfinite().all(dim=-1), scales, float("nan"))
+
+
+def _to_e2m1(values: torch.Tensor) -> torch.Tensor:
+    """Return the e2m1 codes of floats, two in a byte: rounded to nearest even and limited to +-6; 6 for NaN, as GPUs round it."""
+    magnitudes = torch.tensor(_E2M1, device=values.device)
+    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
+    size = values.abs().unsqueeze(-1)
+    ties_up = torch.arange(len(middles), device=values.device) % 2 == 1  # to the even one of the codes beside it
+    codes = ((size > middles) | ((size == middles) & ties_up)).sum(dim=-1)
+    codes = torch.where(values.isnan(), len(_E2M1) - 1, codes + _E2M1_SIGN * values.signbit())
+    low, high = codes.unflatten(-1, (-1, 2)).unbind(-1)
+    return (low | high << 4).to(torch.uint8)
+
+
+def _from_e2m1(codes: torch.Tensor) -> torch.Tensor:
+    """Return the values of e2m1 codes, two in a byte, in fp32."""
+    each = torch.stack((codes & 0xF, codes >> 4), dim=-1).flatten(-2).long()
+    magnitudes = torch.tensor((*_E2M1, *(-value for value in _E2M1)), device=codes.device)
+    return magnitudes[each]
+
+
+def _fp32_bytes(scales: torch.Tensor) -> torch.Tensor:
+    """Return the bytes of fp32 numbers."""
+    return scales.contiguous().view(torch.uint8)
 
 
 def _to_e8m0(scales: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,12 @@ import torch
 from ..runtime.current import device_for, has_kernels
 from ..spec.cache_format import LATENT
 from ..spec.cache_gather import CacheGatherArguments, grid
-from ..spec.cache_rows import config_of
+from ..spec.cache_rows import CACHED, config_of, key_types
 from .arguments import check_integer, check_no_grad, short_repr
 from .cache_torch import gather_requests
 from .launch_plan import LaunchPlan, named_strides
 from .overlap import check_no_overlap
-from .paged_cache import GATHER_ALIGNMENT, WIDE, CacheRows, cache_rows, check_cache_scale
+from .paged_cache import GATHER_ALIGNMENT, CacheRows, cache_rows, check_cache_scale, check_format_name, dtype_of
 from .strides import output_strides
 from .tensor_spec import (
     DTYPE_NAMES,
@@ -49,6 +49,7 @@ class Options(NamedTuple):
 
     rows: int
     dtype: torch.dtype | None
+    kv_format: str | None
 
 
 class CallSpec(NamedTuple):
@@ -84,10 +85,11 @@ def run(
     descale_k: torch.Tensor | None = None,
     dtype: torch.dtype | None = None,
     out: torch.Tensor | None = None,
+    kv_format: str | None = None,
 ) -> torch.Tensor:
     """Gather keys, with the arguments of api.kv_cache.gather_kv_cache."""
     operands = Operands(k_cache, block_table, cu_seqlens, starts, descale_k)
-    call = check(operands, Options(rows, dtype), out)
+    call = check(operands, Options(rows, dtype, kv_format), out)
     launch_plan = plan(call)
     if call.kernels:
         check_address("k_cache", k_cache.data_ptr(), GATHER_ALIGNMENT)
@@ -113,6 +115,7 @@ def check(operands: Operands, options: Options, out: Any) -> CallSpec:
     check_integer("rows", options.rows, 0, MAX_ROWS)
     if options.dtype is not None and not isinstance(options.dtype, torch.dtype):
         raise ValueError(f"dtype is {short_repr(options.dtype)}; supported: None and a torch dtype")
+    check_format_name(options.kv_format, CACHED)
     check_no_grad(k_cache=operands.k_cache, descale_k=operands.descale_k, out=out)
     k_cache = operand_spec("k_cache", operands.k_cache)
     return CallSpec(
@@ -131,7 +134,7 @@ def check(operands: Operands, options: Options, out: Any) -> CallSpec:
 def plan(call: CallSpec) -> CacheGatherPlan:
     """Return the launch of a call. ValueError unless its tensors fit together."""
     more = () if call.kernels else (torch.float32,)
-    cache = cache_rows("k_cache", call.k_cache, *more)
+    cache = cache_rows("k_cache", call.k_cache, call.options.kv_format, *more)
     table, device, rows = call.block_table, call.k_cache.device, call.options.rows
     check_shape("block_table", table, ("batch", "pages per request"))
     check_dtype("block_table", table, torch.int32)
@@ -171,7 +174,7 @@ def _dtype(call: CallSpec, cache: CacheRows, more: tuple[torch.dtype, ...]) -> t
     wanted = call.options.dtype
     given = wanted if wanted is not None or call.out is None else call.out.dtype
     own = call.k_cache.dtype if cache.format is LATENT else torch.bfloat16
-    supported = (own,) if cache.format is LATENT else (*WIDE, *more)
+    supported = (own,) if cache.format is LATENT else (*map(dtype_of, key_types(cache.format)), *more)
     if given is not None and given not in supported:
         raise ValueError(
             f"dtype is {given} with a {cache.format.name} cache of {call.k_cache.dtype}; supported: {', '.join(map(str, supported))}"

@@ -64,6 +64,8 @@ class CallKey(NamedTuple):
     is_fp8_kvcache: bool
     batch_invariant: bool
     empty_lse: float
+    kv_format: Any
+    extra_kv_format: Any
     descale_q: Any
     descale_k: Any
     attn_sink: Any
@@ -103,6 +105,8 @@ def run_cached(
     workspace: torch.Tensor | None = None,
     batch_invariant: bool = False,
     empty_lse: float = math.inf,
+    kv_format: str | None = None,
+    extra_kv_format: str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode, with the arguments of api.flashmla.flash_mla_with_kvcache."""
     schedule: MlaSchedule | None = None
@@ -118,7 +122,7 @@ def run_cached(
     # Both keys are tuples of the fields of CallKey, which takes three times as long to make.
     if indices is None:
         key: tuple[Any, ...] = (
-            dense_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse,
+            dense_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse, kv_format, extra_kv_format,
             descale_q is None, descale_k is None,
             attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
             planned_for, num_splits is None, out is None, lse is None, workspace is None, types,
@@ -129,7 +133,7 @@ def run_cached(
         )  # fmt: skip
     else:
         key = (
-            sparse_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse,
+            sparse_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse, kv_format, extra_kv_format,
             descale_q, descale_k,
             attn_sink is None, extra_k_cache is None, extra_indices_in_kvcache is None, topk_length is None, extra_topk_length is None,
             planned_for, num_splits is None, out is None, lse is None, workspace is None, types,

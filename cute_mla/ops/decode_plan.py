@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
+from ..spec.cache_rows import KNOWN
 from ..spec.combine import CombineConfig
 from ..spec.combine import grid as combine_grid
 from ..spec.dense_decode import DenseDecodeProblem
@@ -21,6 +22,7 @@ from ..spec.split_plan import accumulator_rows
 from ..spec.tensor_map import TensorMap
 from .arguments import check_columns, check_empty_lse, check_flag, check_no_grad, check_scale
 from .launch_plan import LaunchPlan, named_strides
+from .paged_cache import check_format_name
 from .split_plan import PlanSpecs, ScheduleKey, check_plan
 from .strides import alignment, output_strides
 from .tensor_spec import TensorSpec, address_of, check_last_contiguous, optional_spec
@@ -39,6 +41,8 @@ class Options(NamedTuple):
     is_fp8_kvcache: bool
     batch_invariant: bool
     empty_lse: float
+    kv_format: Any
+    extra_kv_format: Any
 
 
 class Results(NamedTuple):
@@ -63,6 +67,8 @@ class CommonSpec(NamedTuple):
     is_fp8_kvcache: bool
     batch_invariant: bool
     address_alignment: int
+    kv_format: str | None = None
+    extra_kv_format: str | None = None
 
 
 @dataclass(frozen=True)
@@ -142,6 +148,8 @@ def check_common(options: Options, q: Any, results: Results, split_plan: PlanSpe
         causal=bool(options.causal),
         is_fp8_kvcache=bool(options.is_fp8_kvcache),
         batch_invariant=bool(options.batch_invariant),
+        kv_format=check_format_name(options.kv_format, KNOWN),
+        extra_kv_format=check_format_name(options.extra_kv_format, KNOWN, "extra_kv_format"),
         address_alignment=alignment(address_of("q", q), 0 if results.out is None else address_of("out", results.out)),
     )
 

@@ -9,10 +9,11 @@ from typing import NamedTuple
 import torch
 
 from ..spec.arch import Arch
+from ..spec.cache_rows import FP8_576
 from ..spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeArguments, DenseDecodeProblem
 from ..spec.mla import D_QK
 from ..spec.split_plan import NO_LIMIT
-from .arguments import check_no_grad
+from .arguments import check_no_grad, short_repr
 from .decode_plan import CommonSpec, DecodePlan, layout_results, plan_combine
 from .launch_plan import named_strides
 from .limits import MAX_QUERY_TOKENS, heads_error
@@ -33,7 +34,14 @@ from .tensor_spec import (
 
 Arguments = DenseDecodeArguments  # the kernel's
 WHERE = "without indices"  # the calls of this op, for messages
-EXCLUDED = ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")  # arguments of sparse_decode
+EXCLUDED = (
+    "attn_sink",
+    "extra_k_cache",
+    "extra_indices_in_kvcache",
+    "topk_length",
+    "extra_topk_length",
+    "extra_kv_format",
+)  # of sparse_decode
 
 
 class Operands(NamedTuple):
@@ -65,6 +73,11 @@ def check(operands: Operands, common: CommonSpec) -> CallSpec:
     k_cache = operand_spec("k_cache", operands.k_cache)
     if common.is_fp8_kvcache and k_cache.dtype != torch.float8_e4m3fn:
         raise ValueError(f"is_fp8_kvcache is True with a k_cache of {k_cache.dtype}; supported {WHERE}: {torch.float8_e4m3fn}")
+    own = FP8_576.name if k_cache.dtype == torch.float8_e4m3fn else LATENT
+    if common.kv_format not in (None, own):
+        raise ValueError(
+            f"kv_format is {short_repr(common.kv_format)} with a k_cache of {k_cache.dtype}; supported {WHERE}: None and {own!r}"
+        )
     return CallSpec(
         q=operand_spec("q", operands.q),
         k_cache=k_cache,

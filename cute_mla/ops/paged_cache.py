@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from ..spec.cache_format import FORMATS, FP8_584, FP8_656, LATENT, UNSUPPORTED, CacheFormat
-from ..spec.cache_rows import CACHED, FP8_576
+from ..spec.cache_format import LATENT, CacheFormat, paged_twin
+from ..spec.cache_rows import CACHED, FP8_576, KNOWN
 from ..spec.mla import D_QK
+from ..spec.sparse_decode import DECODED
 from ..spec.tensor_map import Swizzle, TensorMap
+from .arguments import short_repr
 from .limits import page_size_error
 from .strides import map_strides
 from .tensor_spec import DTYPE_NAMES, TensorSpec, check_device, check_dtype, check_last_contiguous, check_shape
@@ -78,9 +81,19 @@ class GatheredCache(NamedTuple):
     row_stride: int
 
 
-def gathered_cache(name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: bool) -> GatheredCache:
+class NamedFormat(NamedTuple):
+    """The argument that names the format of a cache, and its value; None: dtype and bytes of a token decide."""
+
+    argument: str = "kv_format"
+    value: str | None = None
+
+
+UNNAMED = NamedFormat()
+
+
+def gathered_cache(name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: bool, named: NamedFormat = UNNAMED) -> GatheredCache:
     """Return the layout of a cache for these queries. ValueError if kernels cannot read it."""
-    cache = _format_of(name, spec, q, is_fp8_kvcache)
+    cache = _decoded_format(name, spec, q, is_fp8_kvcache, named)
     check_device(name, spec, q.device)
     check_last_contiguous(name, spec)
     page_stride, row_stride = _byte_strides(name, spec, cache)
@@ -98,25 +111,62 @@ class CacheRows(NamedTuple):
     row_stride: int
 
 
-def cache_rows(name: str, spec: TensorSpec, *more: torch.dtype) -> CacheRows:
+def cache_rows(name: str, spec: TensorSpec, kv_format: str | None = None, *more: torch.dtype) -> CacheRows:
     """Return the layout of a cache of any format. ValueError if the format is not supported.
 
-    more: dtypes that a latent cache may have besides bf16 and fp16.
+    kv_format: name of the format, or None. more: dtypes that a latent cache may have besides bf16 and fp16.
     """
-    fits = len(spec.shape) == 4 and spec.shape[2] == 1
-    for cache in CACHED.values():
-        allowed = (*dtypes_of(cache), *(more if cache is LATENT else ()))
-        if fits and spec.shape[3] == columns_of(cache) and spec.dtype in allowed:
-            check_last_contiguous(name, spec)
-            pages, page_size = spec.shape[:2]
-            if pages == 0:
-                raise ValueError(f"{name} has shape {list(spec.shape)}; supported: at least one page of at least one token")
-            page_stride, row_stride = _byte_strides(name, spec, cache)
-            if pages * page_size > MAX_SLOTS:
-                raise ValueError(f"{name} has shape {list(spec.shape)}, {pages * page_size} slots; supported: to {MAX_SLOTS}")
-            return CacheRows(cache, pages, page_size, page_stride, row_stride)
-    supported = "; ".join(map(_shape_text, CACHED.values()))
-    raise ValueError(f"{name} has shape {list(spec.shape)} and dtype {spec.dtype}{_unsupported_format(spec)}; supported: {supported}")
+    cache = format_of(name, spec, NamedFormat("kv_format", kv_format), CACHED, *more)
+    if cache is None:
+        supported = "; ".join(dict.fromkeys(map(_shape_text, CACHED.values())))
+        raise ValueError(f"{name} has shape {list(spec.shape)} and dtype {spec.dtype}; supported: {supported}")
+    check_last_contiguous(name, spec)
+    pages, page_size = spec.shape[:2]
+    if pages == 0:
+        raise ValueError(f"{name} has shape {list(spec.shape)}; supported: at least one page of at least one token")
+    page_stride, row_stride = _byte_strides(name, spec, cache)
+    if pages * page_size > MAX_SLOTS:
+        raise ValueError(f"{name} has shape {list(spec.shape)}, {pages * page_size} slots; supported: to {MAX_SLOTS}")
+    return CacheRows(cache, pages, page_size, page_stride, row_stride)
+
+
+def format_of(name: str, spec: TensorSpec, named: NamedFormat, served: Collection[str], *more: torch.dtype) -> CacheFormat | None:
+    """Return the format of a cache: the one named, else the only one that fits. None if no format fits and none is named.
+
+    named: as check_format_name returns it. served: formats that the call has kernels for. more: dtypes that a latent cache may have besides
+    bf16 and fp16. ValueError for a name that does not fit, for a format without kernels, and where several formats fit.
+    """
+    fitting = [cache for cache in KNOWN.values() if _fits(spec, cache, more)]
+    if named.value is not None:
+        known = KNOWN[named.value]
+        if known.name in served and known not in fitting:
+            raise ValueError(
+                f"{name} has shape {list(spec.shape)} and dtype {spec.dtype} with {named.argument} {known.name!r}; "
+                f"supported: {_shape_text(known)}"
+            )
+        fitting = [known]
+    if len(fitting) > 1:
+        names = ", ".join(repr(cache.name) for cache in fitting)
+        raise ValueError(
+            f"{name} has {spec.shape[3]} bytes a token, as {len(fitting)} formats have, and {named.argument} is None; supported: {names}"
+        )
+    if fitting and fitting[0].name not in served:
+        raise ValueError(f"{name} has the format {fitting[0].name}, which has no kernels here; supported: {', '.join(served)}")
+    return fitting[0] if fitting else None
+
+
+def _fits(spec: TensorSpec, cache: CacheFormat, more: tuple[torch.dtype, ...]) -> bool:
+    """Return whether shape and dtype of a cache are those of a format."""
+    allowed = (*dtypes_of(cache), *(more if cache is LATENT else ()))
+    return len(spec.shape) == 4 and spec.shape[2] == 1 and spec.shape[3] == columns_of(cache) and spec.dtype in allowed
+
+
+def check_format_name(value: Any, served: Collection[str], argument: str = "kv_format") -> str | None:
+    """Return the name of a format, or None. ValueError for a value that names no format."""
+    if value is not None and not (isinstance(value, str) and value in KNOWN):
+        raise ValueError(f"{argument} is {short_repr(value)}; supported: None, {', '.join(served)}")
+    name: str | None = value
+    return name
 
 
 def check_cache_scale(scale: TensorSpec | None, cache: CacheFormat, device: torch.device) -> None:
@@ -136,6 +186,11 @@ def columns_of(cache: CacheFormat) -> int:
     return cache.page_bytes(1) if cache.quantised else cache.d_qk
 
 
+def dtype_of(name: str) -> torch.dtype:
+    """Return the dtype with a name of spec.mla.DTYPES."""
+    return next(dtype for dtype in WIDE if DTYPE_NAMES[dtype] == name)
+
+
 def dtypes_of(cache: CacheFormat) -> tuple[torch.dtype, ...]:
     """Return the dtypes that a tensor of this format can have."""
     if cache is FP8_576:
@@ -146,12 +201,6 @@ def dtypes_of(cache: CacheFormat) -> tuple[torch.dtype, ...]:
 def _shape_text(cache: CacheFormat) -> str:
     dtypes = ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes_of(cache))
     return f"[pages, page size, 1, {columns_of(cache)}] of {dtypes}"
-
-
-def _unsupported_format(spec: TensorSpec) -> str:
-    """Return which known format without kernels a cache of bytes has, for a message; empty if it has none."""
-    known = UNSUPPORTED.get(spec.shape[-1]) if len(spec.shape) == 4 and spec.dtype in BYTES else None
-    return "" if known is None else f", as the format {known}, which has no kernels"
 
 
 def _byte_strides(name: str, spec: TensorSpec, cache: CacheFormat) -> tuple[int, int]:
@@ -167,6 +216,12 @@ def _byte_strides(name: str, spec: TensorSpec, cache: CacheFormat) -> tuple[int,
             f"without gaps, {token_bytes} bytes along dimension 1 (in this format a page has {page_size} rows of {cache.row_bytes} "
             "bytes, and their scales behind them)"
         )
+    twin = paged_twin(cache)
+    if twin is not None and given < cache.row_bytes:  # kernels tell the two orders apart by the stride
+        raise ValueError(
+            f"{name} has shape {list(spec.shape)} and strides {list(spec.stride)}, {given} bytes along dimension 1; supported for "
+            f"{cache.name}: at least {cache.row_bytes} (scales behind all rows of a page are {twin.name})"
+        )
     row_stride = given if cache.scales_inside else cache.row_bytes
     page_stride = spec.stride[0] * spec.dtype.itemsize if pages > 1 else row_stride  # arbitrary for a single page
     for dimension, stride in ((0, page_stride), (1, row_stride)):
@@ -178,21 +233,19 @@ def _byte_strides(name: str, spec: TensorSpec, cache: CacheFormat) -> tuple[int,
     return page_stride, row_stride
 
 
-def _format_of(name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: bool) -> CacheFormat:
-    """Return the format that shape and dtype of a cache tell. ValueError unless q and is_fp8_kvcache fit the format."""
-    fits = len(spec.shape) == 4 and spec.shape[2] == 1
-    found = [cache for cache in FORMATS.values() if fits and spec.shape[3] == columns_of(cache) and spec.dtype in dtypes_of(cache)]
-    if not found or q.shape[-1] != found[0].d_qk:
-        supported = "; ".join(f"{_shape_text(cache)} with q of {cache.d_qk} columns" for cache in FORMATS.values())
+def _decoded_format(name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: bool, named: NamedFormat) -> CacheFormat:
+    """Return the format of a cache for sparse decode. ValueError unless q and is_fp8_kvcache fit the format."""
+    cache = format_of(name, spec, named, DECODED)
+    if cache is None or q.shape[-1] != cache.d_qk:
+        supported = "; ".join(f"{_shape_text(known)} with q of {known.d_qk} columns" for known in DECODED.values())
         raise ValueError(
-            f"{name} has shape {list(spec.shape)} and dtype {spec.dtype}{_unsupported_format(spec)}, q {q.shape[-1]} columns; "
-            f"supported with indices: {supported}"
+            f"{name} has shape {list(spec.shape)} and dtype {spec.dtype}, q {q.shape[-1]} columns; supported with indices: {supported}"
         )
-    (cache,) = found
     if bool(cache.quantised) != is_fp8_kvcache:
+        quantised = " and ".join(known.name for known in DECODED.values() if known.quantised)
         raise ValueError(
             f"is_fp8_kvcache is {is_fp8_kvcache} with {name} of {spec.dtype} and {spec.shape[3]} columns; supported: "
-            f"True for {FP8_656.name} and {FP8_584.name} caches, False for {LATENT.name} ones of bf16 or fp16"
+            f"True for {quantised} caches, False for {LATENT.name} ones of bf16 or fp16"
         )
     q_dtype = torch.bfloat16 if cache.quantised else spec.dtype
     if q.dtype != q_dtype:

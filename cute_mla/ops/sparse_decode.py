@@ -15,7 +15,7 @@ from .decode_plan import CommonSpec, DecodePlan, layout_results, plan_combine
 from .indices import check_indices, check_queries, check_sink
 from .launch_plan import named_strides
 from .limits import MAX_GRID_TOKENS
-from .paged_cache import GatheredCache, gathered_cache
+from .paged_cache import UNNAMED, GatheredCache, NamedFormat, gathered_cache
 from .split_plan import ScheduleKey
 from .strides import row_alignment
 from .tensor_spec import DTYPE_NAMES, TensorSpec, check_counts, operand_spec, optional_spec
@@ -47,6 +47,7 @@ class Selection(NamedTuple):
     k_cache: TensorSpec
     indices: TensorSpec
     length: TensorSpec | None
+    kv_format: NamedFormat = UNNAMED
 
 
 class CallSpec(NamedTuple):
@@ -67,8 +68,8 @@ def check(operands: Operands, common: CommonSpec) -> CallSpec:
     names = ("k_cache", "indices", "topk_length")
     return CallSpec(
         q=operand_spec("q", operands.q),
-        main=_selection(names, operands.k_cache, operands.indices, operands.topk_length),
-        extra=_extra_selection(operands),
+        main=_selection(names, NamedFormat("kv_format", common.kv_format), operands.k_cache, operands.indices, operands.topk_length),
+        extra=_extra_selection(operands, NamedFormat("extra_kv_format", common.extra_kv_format)),
         attn_sink=optional_spec("attn_sink", operands.attn_sink),
         common=common,
     )
@@ -142,20 +143,21 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     )
 
 
-def _selection(names: tuple[str, str, str], k_cache: Any, indices: Any, length: Any) -> Selection:
-    return Selection(names, operand_spec(names[0], k_cache), operand_spec(names[1], indices), optional_spec(names[2], length))
+def _selection(names: tuple[str, str, str], kv_format: NamedFormat, k_cache: Any, indices: Any, length: Any) -> Selection:
+    specs = operand_spec(names[0], k_cache), operand_spec(names[1], indices), optional_spec(names[2], length)
+    return Selection(names, *specs, kv_format)
 
 
-def _extra_selection(operands: Operands) -> Selection | None:
+def _extra_selection(operands: Operands, kv_format: NamedFormat) -> Selection | None:
     """Return the selection of the second cache, or None without one. ValueError if only a part of its arguments is given."""
     names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
     given = (operands.extra_k_cache, operands.extra_indices_in_kvcache, operands.extra_topk_length)
-    if all(tensor is None for tensor in given):
+    if all(argument is None for argument in (*given, kv_format.value)):
         return None
     for name, tensor in zip(names[:2], given[:2], strict=True):
         if tensor is None:
             raise ValueError(f"{name} is None beside other arguments of a second cache; supported: a tensor, or None for all of them")
-    return _selection(names, *given)
+    return _selection(names, kv_format, *given)
 
 
 def _check_selection(call: CallSpec, selection: Selection) -> tuple[GatheredCache, int, tuple[int, int]]:
@@ -163,8 +165,8 @@ def _check_selection(call: CallSpec, selection: Selection) -> tuple[GatheredCach
 
     ValueError unless the selection fits the queries.
     """
-    (cache_name, indices_name, length_name), k_cache, indices, length = selection
-    cache = gathered_cache(cache_name, k_cache, call.q, call.common.is_fp8_kvcache)
+    (cache_name, indices_name, length_name), k_cache, indices, length, kv_format = selection
+    cache = gathered_cache(cache_name, k_cache, call.q, call.common.is_fp8_kvcache, kv_format)
     batch, s_q = call.q.shape[:2]
     check_indices(indices_name, indices, (batch, s_q, "topk"), call.q)
     if length is not None:

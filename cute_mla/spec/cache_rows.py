@@ -1,20 +1,23 @@
 """Rows of paged caches, as cache_write and cache_gather move them: the formats, and how a warp takes a key.
 
-A key is a latent part and 64 rotary columns: 512 + 64, in fp8_584 448 + 64. A lane takes 8 latent columns at a time, and two rotary ones.
+A key is a latent part and 64 rotary columns: 512 + 64, in fp8_584 448 + 64. Where one kind of group holds all columns (v41, nope_528), the
+latent part is the whole key. A lane takes 8 latent columns at a time, and two rotary ones.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .cache_format import FORMATS, LATENT, CacheFormat
+from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_PAGED, CacheFormat
 from .mla import D_QK, D_ROPE, DTYPES
 
 # All columns e4m3, times one fp32 scale for the whole cache: 576 bytes a token
 FP8_576 = CacheFormat("fp8_576", D_QK, D_QK, 0, D_QK, 0, scales_inside=True)
 
-CACHED: dict[str, CacheFormat] = {**FORMATS, FP8_576.name: FP8_576}
+CACHED: dict[str, CacheFormat] = {cache.name: cache for cache in (LATENT, FP8_656, FP8_584, FP8_576, V41, V41_PAGED, NOPE_528)}
+KNOWN: dict[str, CacheFormat] = {**FORMATS, FP8_576.name: FP8_576}  # every name of a format, with or without kernels
 
+BF16 = DTYPES[0]
 ANY_16_BITS = "b16"  # element type of keys that are only copied
 VECTOR = 8  # 16-bit elements that a lane moves at a time
 KEYS_PER_BLOCK = 4  # one warp takes one key
@@ -43,15 +46,24 @@ class CacheRowsConfig:
 
 def config_of(cache: CacheFormat, dtype: str) -> CacheRowsConfig:
     """Return the variant for a cache of this format and keys of this element type, "bf16" or "fp16"."""
-    return CacheRowsConfig(cache.name, dtype if cache.quantised else ANY_16_BITS)
+    return CacheRowsConfig(cache.kernels, dtype if cache.quantised else ANY_16_BITS)
+
+
+def rotary_columns(cache: CacheFormat) -> int:
+    """Return the number of columns of a key that lie apart from the latent columns: 64 or 0."""
+    return 0 if cache.groups and cache.quantised == cache.d_qk else D_ROPE
 
 
 def latent_columns(cache: CacheFormat) -> int:
     """Return the number of columns of a key before the rotary columns."""
-    return cache.d_qk - D_ROPE
+    return cache.d_qk - rotary_columns(cache)
+
+
+def key_types(cache: CacheFormat) -> tuple[str, ...]:
+    """Return the element types that keys outside a cache of this format can have."""
+    return DTYPES if rotary_columns(cache) else (BF16,)
 
 
 def closed_variants() -> tuple[CacheRowsConfig, ...]:
     """Return every variant that ships, of either op and on each architecture."""
-    quantised = (CacheRowsConfig(name, dtype) for name in CACHED if name != LATENT.name for dtype in DTYPES)
-    return CacheRowsConfig(LATENT.name, ANY_16_BITS), *quantised
+    return tuple(dict.fromkeys(config_of(cache, dtype) for cache in CACHED.values() for dtype in key_types(cache)))

@@ -12,8 +12,8 @@ from .mla import ceil_div
 class CacheWriteArguments(NamedTuple):
     """Launch arguments of cache_write, in ABI order: the one list that host, launch and kernel share."""
 
-    kv_c: Pointer  # dtype [tokens, 512 or 448]
-    k_pe: Pointer  # dtype [tokens, 64]
+    kv_c: Pointer  # dtype [tokens, 512 or 448]; for formats of 528 bytes a token all columns
+    k_pe: Pointer  # dtype [tokens, 64]; null for formats without rotary columns apart
     slot_mapping: Pointer  # int64 or int32 [tokens]; a slot outside [0, slots) is skipped
     descale_k: Pointer  # fp32 scalar of fp8_576, or null for 1
     k_cache: Pointer  # [pages, page size, row bytes]
@@ -26,7 +26,7 @@ class CacheWriteArguments(NamedTuple):
     slots: Int32  # pages * page_size
     page_size: Int32
     wide_slots: Int32  # 1: slot_mapping is int64
-    power_of_two: Int32  # 1: scales of fp8_656 are powers of two, as those of fp8_584 always are
+    power_of_two: Int32  # 1: fp32 scales are powers of two, as e8m0 scales always are
 
 
 PARAMS = params_of(CacheWriteArguments)

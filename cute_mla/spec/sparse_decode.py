@@ -75,6 +75,7 @@ PARAMS = params_of(SparseDecodeArguments)
 
 # The compiled variants: element type of q and out, cache format
 QUERY_AND_CACHE = (("bf16", LATENT.name), ("fp16", LATENT.name), ("bf16", FP8_656.name), ("bf16", FP8_584.name))
+DECODED: dict[str, CacheFormat] = {cache: FORMATS[cache] for _, cache in QUERY_AND_CACHE}  # formats with kernels
 
 
 @dataclass(frozen=True)

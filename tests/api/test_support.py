@@ -29,6 +29,8 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk_length": (False,),
         "topk": (None,),
         "kv_offsets": (False,),
+        "kv_format": (None, "latent", "fp8_576"),
+        "extra_kv_format": (None,),
     },
     "sparse_decode": {
         "dtype": ("bf16", "fp16", torch.bfloat16, torch.float16),
@@ -46,6 +48,8 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk_length": (False, True),
         "topk": (0, 1, 63, 2048),
         "kv_offsets": (False,),
+        "kv_format": (None, "latent", "fp8_656", "fp8_584"),
+        "extra_kv_format": (None, "latent", "fp8_656", "fp8_584"),
     },
     "dense_prefill": {
         "dtype": ("bf16", "fp16", torch.bfloat16, torch.float16),
@@ -63,6 +67,8 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk_length": (False,),
         "topk": (None,),
         "kv_offsets": (False,),
+        "kv_format": (None,),
+        "extra_kv_format": (None,),
     },
     "sparse_prefill": {
         "dtype": ("bf16", "fp16", torch.bfloat16, torch.float16),
@@ -80,6 +86,8 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk_length": (False, True),
         "topk": (0, 1, 63, 2048),
         "kv_offsets": (False, True),
+        "kv_format": (None,),
+        "extra_kv_format": (None,),
     },
 }
 ROWS: dict[str, tuple[Any, ...]] = {
@@ -95,6 +103,8 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "fp8_kvcache": (False, True),
     **dict.fromkeys(("attn_sink", "extra_cache", "topk_length", "kv_offsets"), (False,)),
     "topk": (None,),
+    "kv_format": (None, "latent", "fp8_576", "fp8_656", "fp8_584", "v41", "v41_paged", "nope_528"),
+    "extra_kv_format": (None,),
 }
 GOOD |= dict.fromkeys(CACHE_OPS, ROWS) | dict.fromkeys(BACKWARD_OPS, GOOD["dense_prefill"])
 BAD: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -114,6 +124,8 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk_length": (True,),
         "topk": (64,),
         "kv_offsets": (True,),
+        "kv_format": ("v41", "fp8_656"),
+        "extra_kv_format": ("latent",),
     },
     "sparse_decode": {
         "dtype": ("fp8", "e4m3", torch.float32),
@@ -131,6 +143,8 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk_length": (2,),
         "topk": (-1, None),
         "kv_offsets": (True,),
+        "kv_format": ("v41", "v41_fp4", "fp8_576", 528),
+        "extra_kv_format": ("v41_fp4",),
     },
     "dense_prefill": {
         "dtype": ("fp8", "e4m3", torch.float32),
@@ -148,6 +162,8 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk_length": (True,),
         "topk": (64,),
         "kv_offsets": (True,),
+        "kv_format": ("latent",),
+        "extra_kv_format": ("latent",),
     },
     "sparse_prefill": {
         "dtype": ("fp8", "e4m3", torch.float32),
@@ -165,6 +181,8 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk_length": (2,),
         "topk": (-1, None),
         "kv_offsets": (2,),
+        "kv_format": ("latent",),
+        "extra_kv_format": ("latent",),
     },
 }
 BAD_ROWS: dict[str, tuple[Any, ...]] = {
@@ -180,6 +198,8 @@ BAD_ROWS: dict[str, tuple[Any, ...]] = {
     "fp8_kvcache": (None,),
     **dict.fromkeys(("attn_sink", "extra_cache", "topk_length", "kv_offsets"), (True,)),
     "topk": (64,),
+    "kv_format": ("v41_fp4", "fp4"),
+    "extra_kv_format": ("latent",),
 }
 BAD |= dict.fromkeys(CACHE_OPS, BAD_ROWS) | dict.fromkeys(BACKWARD_OPS, BAD["dense_prefill"])
 
@@ -206,6 +226,24 @@ def test_not_supported(op: str, feature: str, value: Any, arch: Arch) -> None:
     supported, reason = is_supported(op, arch.name, **{feature: value})
     assert not supported
     assert "supported: " in reason
+
+
+def test_formats_with_other_features() -> None:
+    assert is_supported("cache_write", "sm90", kv_format="v41", dtype="bf16", head_dim=512, fp8_kvcache=True)[0]
+    assert is_supported("cache_write", "sm90", kv_format="v41", dtype="fp16") == (
+        False,
+        "dtype is fp16 with kv_format 'v41'; supported: bf16",
+    )
+    assert (
+        is_supported("cache_gather", "sm100", kv_format="fp8_656", head_dim=512)[1]
+        == "head_dim is 512 with kv_format 'fp8_656'; supported: 576"
+    )
+    refused = is_supported("sparse_decode", "sm90", kv_format="latent", fp8_kvcache=True)
+    assert refused == (False, "fp8_kvcache is True with kv_format 'latent'; supported: False")
+    assert is_supported("sparse_decode", "sm90", kv_format="fp8_656", dtype="fp16")[1].endswith("supported: bf16")
+    refused = is_supported("sparse_decode", "sm90", kv_format="latent", extra_kv_format="fp8_656")
+    assert refused == (False, "extra_kv_format is 'fp8_656' with kv_format 'latent'; supported: the same format")
+    assert is_supported("dense_decode", "sm90", kv_format="fp8_576", fp8_kvcache=True, dtype="e4m3")[0]
 
 
 def test_features_together() -> None:

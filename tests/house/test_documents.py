@@ -177,13 +177,15 @@ def test_the_bytes_of_a_row_are_those_of_the_format(layout: CacheFormat) -> None
     of_token = layout.row_bytes + (0 if layout.scales_inside else layout.scale_bytes)
     rows = table[table.index(f"| {of_token:,} (`{layout.name}`) |") :].splitlines()[:3]
     if layout.quantised:
-        assert f"0–{layout.quantised - 1}" in rows[0]
+        assert f"0–{layout.code_bytes - 1}" in rows[0]
+        assert f"{layout.quantised} latent columns, {layout.code}" in rows[0]
         scales = next(row for row in rows if "scales" in row)
         assert f"{layout.groups} scales" in scales
         assert f"of {layout.group} latent columns each" in scales
         behind = f"page size · {layout.row_bytes} + token · {layout.scale_bytes}"
-        placed = f"{layout.quantised}–{layout.wide_offset - 1}" if layout.scales_inside else behind
+        assert f"scales, {layout.scale}" in scales
+        placed = f"{layout.code_bytes}–{layout.wide_offset - 1}" if layout.scales_inside else behind
         assert placed in scales
-        assert any(wide in row and "rotary columns, bf16" in row for row in rows)
+        assert layout.quantised == layout.d_qk or any(wide in row and "rotary columns, bf16" in row for row in rows)
     else:
         assert f"{D_LATENT * ELEMENT_BYTES}–{layout.row_bytes - 1}" in rows[1]

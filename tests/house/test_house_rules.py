@@ -58,8 +58,10 @@ PUBLIC_API = {
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "gather_kv_cache",
     "is_supported",
     "workspace_size",
+    "write_kv_cache",
 }
 # Those of adapters are their engine's.
 ENGINE_API = {"supports_combination"}

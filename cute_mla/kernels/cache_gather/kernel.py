@@ -16,7 +16,7 @@ from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
 from ...spec.cache_gather import PARAMS, CacheGatherArguments
-from ...spec.cache_rows import ANY_16_BITS, KEYS_PER_BLOCK, VECTOR, CacheRowsConfig, latent_columns
+from ...spec.cache_rows import ANY_16_BITS, KEYS_PER_BLOCK, VECTOR, CacheRowsConfig, latent_columns, rotary_columns
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
@@ -101,6 +101,8 @@ class CacheGather:
         self.cache: CacheFormat = config.format
         self.dtype = Uint16 if config.dtype == ANY_16_BITS else ELEMENT_TYPES[config.dtype]
         self.latent = latent_columns(config.format)
+        self.rotary = rotary_columns(config.format)
+        self.is_flat = bool(self.cache.quantised) and not self.cache.groups  # one scale for the whole cache
 
     @cute.jit
     def host(self, args: CacheGatherArguments):
@@ -137,7 +139,7 @@ class CacheGather:
         columns = [SPAN * i + VECTOR * lane for i in range(2)]
         for words, column in zip(vectors, columns, strict=True):
             load_words(words, key.data + column * element_bytes, found & (column < self.latent))
-        pair = self.load_pair(key.data, lane, found)
+        pair = self.load_pair(key.data, lane, found) if self.rotary else None
         factors = [self.scale(key.scales, column, found, descale_k) for column in columns]
 
         whole = is_whole(target, VECTOR)
@@ -148,12 +150,13 @@ class CacheGather:
                 for i in range(WORDS):
                     halves[i] = pack_word(values[2 * i : 2 * i + 2], self.dtype)
             store_elements(halves, target + column * ELEMENT_BYTES, whole, column < self.latent)
-        self.store_pair(pair, target + (self.latent + PAIR * lane) * ELEMENT_BYTES, factors[0])
+        if pair is not None:
+            self.store_pair(pair, target + (self.latent + PAIR * lane) * ELEMENT_BYTES, factors[0])
 
     def load_pair(self, data: Int64, lane: Int32, found: Boolean) -> cute.Tensor:
         """Load the lane's 2 rotary columns, not converted."""
         pair = registers(1)
-        if self.cache.quantised == self.cache.d_qk:
+        if self.is_flat:
             pair[0] = load_scale(Uint16, data + self.latent + PAIR * lane, found)
         else:
             wide = self.cache.wide_offset + (0 if self.cache.quantised else self.latent * ELEMENT_BYTES)
@@ -162,7 +165,7 @@ class CacheGather:
 
     def store_pair(self, pair: cute.Tensor, target: Int64, factor: Float32) -> None:
         """Store the lane's 2 rotary columns in the type of out."""
-        if self.cache.quantised == self.cache.d_qk:
+        if self.is_flat:
             pair[0] = pack_word(scaled(pair, factor)[:PAIR], self.dtype)
         elif self.cache.quantised and self.dtype is not cutlass.BFloat16:
             pair[0] = pack_word(exact(pair, cutlass.BFloat16), self.dtype)
@@ -175,7 +178,7 @@ class CacheGather:
         if not self.cache.groups:
             return load_or_one(descale_k)
         wanted, group = found & (column < self.latent), column // self.cache.group
-        if self.cache.scales_inside:
+        if self.cache.scale == "fp32":
             return as_float(load_scale(Int32, scales + group * 4, wanted))
         code = load_scale(Uint8, scales + group, wanted)
         power = cutlass.select_(code == 0, Int32(E8M0_SMALLEST), code << MANTISSA_BITS)

@@ -2,8 +2,10 @@
 
     grid      (ceil(tokens / 4), 1, 1), 128 threads, no shared memory; one warp writes one key
     a key     as in primitives/key_rows.py: all of it is loaded before anything is worked out
-    a group   (128 columns of fp8_656, 64 of fp8_584) lies in 16 or 8 neighbouring lanes: a butterfly of shuffles gives each of them the
-              largest magnitude, as bits, so that what is not finite comes out on top; each works out the scale, one of them writes it
+    a group   (128 columns of fp8_656 and nope_528, 64 of fp8_584, 32 of v41) lies in 16, 8 or 4 neighbouring lanes: a butterfly of
+              shuffles gives each of them the largest magnitude, as bits, so that what is not finite comes out on top; each works out the
+              scale, one of them writes it
+    v41       one variant serves both orders, scales behind each row or behind all rows of a page: the stride of a row tells
     division  by the scale with div.rn, which is the reference's; by a power of two it is a product with its reciprocal, exact as well
 
 The trick is what is not done: a slot outside the cache ends its warp before a column is read. Operands and their meaning:
@@ -25,6 +27,7 @@ from ...spec.cache_rows import (
     VECTOR,
     CacheRowsConfig,
     latent_columns,
+    rotary_columns,
 )
 from ...spec.cache_write import PARAMS, CacheWriteArguments
 from ...spec.mla import ELEMENT_BYTES
@@ -102,7 +105,7 @@ def store_scale(element: cutlass.Constexpr, value: Int32, address: Int64, wanted
 
 @cute.jit
 def scale_of_group(amax: Int32, power_of_two: Int32) -> Int32:
-    """Return the bits of the fp32 scale of fp8_656."""
+    """Return the bits of an fp32 scale."""
     scale = as_bits(as_float(amax) / Float32(E4M3_MAX))
     if power_of_two != 0:
         scale = exponent_above(as_float(amax)) << MANTISSA_BITS
@@ -117,6 +120,8 @@ class CacheWrite:
         self.cache: CacheFormat = config.format
         self.dtype = Uint16 if config.dtype == ANY_16_BITS else ELEMENT_TYPES[config.dtype]
         self.latent = latent_columns(config.format)
+        self.rotary = rotary_columns(config.format)
+        self.is_flat = bool(self.cache.quantised) and not self.cache.groups  # one scale for the whole cache
 
     @cute.jit
     def host(self, args: CacheWriteArguments):
@@ -149,12 +154,14 @@ class CacheWrite:
             for i in cutlass.range_constexpr(2):
                 column = SPAN * i + VECTOR * lane
                 load_elements(vectors[i], latent + column * ELEMENT_BYTES, is_whole(latent, VECTOR), column < self.latent)
-            load_elements(pair, rotary + PAIR * lane * ELEMENT_BYTES, is_whole(rotary, PAIR), Boolean(True))
+            if cutlass.const_expr(self.rotary):
+                load_elements(pair, rotary + PAIR * lane * ELEMENT_BYTES, is_whole(rotary, PAIR), Boolean(True))
 
-            scale = load_or_one(args.descale_k) if cutlass.const_expr(self.cache.quantised == self.cache.d_qk) else Float32(1.0)
+            scale = load_or_one(args.descale_k) if cutlass.const_expr(self.is_flat) else Float32(1.0)
             for i in cutlass.range_constexpr(2):
                 self.write_vector(key, vectors[i], i, lane, scale, args.power_of_two)
-            self.write_pair(key, pair, lane, scale)
+            if cutlass.const_expr(self.rotary):
+                self.write_pair(key, pair, lane, scale)
 
     def write_vector(self, key: Key, words: cute.Tensor, i: int, lane: Int32, scale: Float32, power_of_two: Int32) -> None:
         """Write 8 latent columns of a lane."""
@@ -170,7 +177,7 @@ class CacheWrite:
             lanes = self.cache.group // VECTOR
             amax = largest(values, lanes)
             group, leads = column // self.cache.group, wanted & (lane % lanes == 0)
-            if self.cache.scales_inside:
+            if self.cache.scale == "fp32":
                 bits = scale_of_group(amax, power_of_two)
                 store_scale(Int32, bits, key.scales + group * 4, leads)
                 divisor = as_float(cutlass.select_(bits == 0, as_bits(Float32(1.0)), bits))
@@ -185,7 +192,7 @@ class CacheWrite:
 
     def write_pair(self, key: Key, words: cute.Tensor, lane: Int32, scale: Float32) -> None:
         """Write 2 rotary columns of a lane."""
-        if self.cache.quantised == self.cache.d_qk:
+        if self.is_flat:
             values = [value / scale for value in exact(words, self.dtype)]
             both = pack_word([*values, Float32(0.0), Float32(0.0)], Float8E4M3FN)
             element_at(Uint16, key.data + self.latent + PAIR * lane).store(Uint16(both & 0xFFFF))
@@ -203,8 +210,8 @@ def expected(cache: CacheFormat) -> dict[str, int]:
     """
     if not cache.quantised:
         return {"LDG.E.128": 2, "STG.E.128": 2}
-    rotary = PAIR if cache.quantised == cache.d_qk else 0
-    divided = 2 * VECTOR + rotary if cache.scales_inside else 0  # by scales that may be any number
+    rotary = 0 if cache.groups else PAIR
+    divided = 2 * VECTOR + rotary if cache.scale == "fp32" else 0  # by scales that may be any number
     return {
         "LDG.E.128": 2,
         "div.rn.f32": divided + (2 if cache.groups else 0),

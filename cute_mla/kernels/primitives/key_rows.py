@@ -1,7 +1,7 @@
 """One key, moved by one warp.
 
 lane     latent columns 256 i + 8 lane + {0..7}, i = 0, 1, which the last lanes of fp8_584 have only for i = 0; and rotary columns
-         2 lane + {0, 1}: loads and stores that a warp makes contiguous
+         2 lane + {0, 1}, which v41 and nope_528 do not have apart: loads and stores that a warp makes contiguous
 words    pairs of 16-bit elements, or four e4m3 values
 """
 
@@ -13,7 +13,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint16, cute
 from cutlass.cute.typing import AddressSpace
 
-from ...spec.cache_format import CacheFormat
+from ...spec.cache_format import CacheFormat, paged_twin
 from ...spec.cache_rows import VECTOR
 from ...spec.mla import ELEMENT_BYTES
 from .elements import load_pair
@@ -37,11 +37,15 @@ class Key:
 
     @staticmethod
     def of(cache: CacheFormat, page: Int64, row: Int32, row_stride: Int64, page_size: Int32) -> Key:
-        """Return the key in a row of the page at an address. row_stride in bytes."""
+        """Return the key in a row of the page at an address. row_stride in bytes: where one kernel serves both orders, the stride tells."""
         data = page + row * row_stride
-        if cache.scales_inside:
-            return Key(data, data + cache.quantised)
-        return Key(data, page + Int64(page_size) * cache.row_bytes + row * cache.scale_bytes)
+        twin = paged_twin(cache)
+        if cache.scales_inside and twin is None:
+            return Key(data, data + cache.code_bytes)
+        behind = page + Int64(page_size) * (twin or cache).row_bytes + row * cache.scale_bytes
+        if twin is None:
+            return Key(data, behind)
+        return Key(data, cutlass.select_(row_stride == twin.row_bytes, behind, data + cache.code_bytes))
 
 
 def registers(words: int) -> cute.Tensor:

@@ -10,8 +10,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
-from ...spec.cache_rows import latent_columns
-from ...spec.mla import D_ROPE
+from ...spec.cache_rows import latent_columns, rotary_columns
 from .base import DTYPES, Tags
 from .far import far_tensor
 from .paged_cache import PagedCacheCase, allocate_cache, scale_tensor
@@ -21,7 +20,7 @@ KeyValues = Literal["normal", "nasty"]
 KeyLayout = Literal["packed", "projection", "odd", "far"]
 SlotType = Literal["int64", "int32", "strided", "far", "far_int32"]
 
-_GROUP = 64  # columns; the groups of all formats are multiples
+_GROUP = 64  # columns; the groups of all formats are multiples or halves
 _E4M3_MAX = 448.0
 
 
@@ -35,7 +34,7 @@ class CacheWriteCase(PagedCacheCase):
     key_layout: "projection": latent and rotary columns are slices of wider rows; "odd": slices that begin at odd elements;
         "far": the last key lies FAR_ELEMENTS or more from the first.
     slot_type: "strided": int64, every second element of a tensor; "far" and "far_int32": far in the same way, "far" as int64.
-    power_of_two: scales of fp8_656 are powers of two.
+    power_of_two: fp32 scales are powers of two.
     """
 
     op: ClassVar[str] = "cache_write"
@@ -69,7 +68,7 @@ class CacheWriteTensors:
     """The operands of a case, as write_kv_cache takes them."""
 
     kv_c: Tensor
-    k_pe: Tensor
+    k_pe: Tensor | None
     k_cache: Tensor
     slot_mapping: Tensor
     descale_k: Tensor | None
@@ -79,7 +78,7 @@ class CacheWriteTensors:
 def make_cache_write_tensors(case: CacheWriteCase, device: str | torch.device = "cpu") -> CacheWriteTensors:
     """Make the operands of a case: equal for equal cases."""
     device, latent = torch.device(device), latent_columns(case.format)
-    columns = latent + D_ROPE
+    columns = latent + rotary_columns(case.format)
     values = _key_values(case, columns).to(DTYPES[case.dtype])
     if case.key_layout == "far":
         rows = far_tensor((case.tokens, columns), 0, values.dtype, device).copy_(values)
@@ -94,8 +93,9 @@ def make_cache_write_tensors(case: CacheWriteCase, device: str | torch.device = 
     return _with_keys(case, kv_c, k_pe, device)
 
 
-def _with_keys(case: CacheWriteCase, kv_c: Tensor, k_pe: Tensor, device: torch.device) -> CacheWriteTensors:
-    """Add the other operands."""
+def _with_keys(case: CacheWriteCase, kv_c: Tensor, rotary: Tensor, device: torch.device) -> CacheWriteTensors:
+    """Add the other operands. rotary: columns of k_pe, or none."""
+    k_pe = rotary if rotary.shape[1] else None
     slots = _slots(case)
     slots = far_tensor(slots.shape, 0, slots.dtype, device).copy_(slots) if case.slot_type.startswith("far") else slots.to(device)
     return CacheWriteTensors(kv_c, k_pe, allocate_cache(case, device), slots, scale_tensor(case, device))

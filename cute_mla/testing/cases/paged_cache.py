@@ -15,7 +15,7 @@ from torch import Tensor
 from ...ops.paged_cache import columns_of, dtypes_of
 from ...spec.arch import Arch
 from ...spec.cache_format import LATENT, CacheFormat
-from ...spec.cache_rows import CACHED, CacheRowsConfig, config_of
+from ...spec.cache_rows import CACHED, CacheRowsConfig, config_of, rotary_columns
 from ...spec.mla import ceil_div
 from .base import DTYPES, TAGS, BaseCase, Tags
 from .far import FAR_ELEMENTS, far_tensor, reserve
@@ -38,7 +38,7 @@ class PagedCacheCase(BaseCase):
 
     cache: the name of the cache's format; dtype: of the keys outside the cache. scale_of_cache: descale_k of fp8_576, None: omitted.
     cache_layout: "layers": one layer of three, whose pages lie side by side; "far": the last page lies beyond 2^32 elements; "far_rows":
-        the last row of every page does, not for fp8_584, whose scales lie behind all rows of a page.
+        the last row of every page does, not where scales lie behind all rows of a page.
     """
 
     cut_by: ClassVar[str] = "pages"
@@ -54,6 +54,11 @@ class PagedCacheCase(BaseCase):
     def format(self) -> CacheFormat:
         """Return the format of the cache."""
         return CACHED[self.cache]
+
+    @property
+    def kv_format(self) -> str | None:
+        """Return the argument that names the format, None where dtype and bytes of a token decide."""
+        return None if rotary_columns(self.format) else self.cache
 
     @property
     def keys(self) -> int:

@@ -26,6 +26,7 @@ def _arguments(case: CacheGatherCase, tensors: CacheGatherTensors, workspace: Te
         "descale_k": tensors.descale_k,
         "dtype": None if case.format is LATENT else DTYPES[case.dtype],
         "out": output_argument(tensors, "out"),
+        "kv_format": case.kv_format,
     }
 
 

@@ -26,6 +26,7 @@ def _arguments(case: CacheWriteCase, tensors: CacheWriteTensors, workspace: Tens
         "slot_mapping": tensors.slot_mapping,
         "descale_k": tensors.descale_k,
         "power_of_two": case.power_of_two,
+        "kv_format": case.kv_format,
     }
 
 
@@ -36,11 +37,11 @@ def _results_of(case: CacheWriteCase, arguments: Mapping[str, Any], returned: An
 
 def _reference(case: CacheWriteCase, tensors: CacheWriteTensors) -> Result:
     cache = copy_cache(case, tensors.k_cache)
-    keys = torch.cat((tensors.kv_c, tensors.k_pe), dim=1)
+    keys = tensors.kv_c if tensors.k_pe is None else torch.cat((tensors.kv_c, tensors.k_pe), dim=1)
     if case.format is FP8_576 and tensors.descale_k is not None:
         keys = keys.float() / tensors.descale_k
     if case.tokens:
-        write_rows(cache_rows("k_cache", spec_of("k_cache", cache)), cache, keys, tensors.slot_mapping, case.power_of_two)
+        write_rows(cache_rows("k_cache", spec_of("k_cache", cache), case.kv_format), cache, keys, tensors.slot_mapping, case.power_of_two)
     return (cache_bytes(case, cache),)
 
 

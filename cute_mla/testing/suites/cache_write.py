@@ -7,11 +7,10 @@ from functools import partial
 from itertools import product
 
 from ...spec.cache_rows import CACHED
-from ..cases.base import DTYPES
 from ..cases.cache_write import CacheWriteCase
 from .cover import Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
-from .paged_cache import PAGE_SIZES, TOKENS, pages_for
+from .paged_cache import PAGE_SIZES, TOKENS, TYPES_AND_CACHES, pages_for, takes_powers_of_two
 
 # Features of a case, by factor.
 _FACTORS: Factors = {
@@ -28,7 +27,7 @@ _FACTORS: Factors = {
 
 def _small(dtype: str, cache: str, choice: Choice) -> CacheWriteCase | None:
     """Return the case with these features; None if the values are not possible together."""
-    if choice["cache_layout"] == "packed" and cache == "fp8_584" and choice["page_size"] % 2:
+    if choice["cache_layout"] == "packed" and CACHED[cache].page_bytes(1) % 16 and choice["page_size"] % 2:
         return None  # pages begin at multiples of 16 bytes
     rest = {name: choice[name] for name in _FACTORS}
     return CacheWriteCase(dtype, cache=cache, pages=max(128 // choice["page_size"], 3), **rest)
@@ -37,13 +36,15 @@ def _small(dtype: str, cache: str, choice: Choice) -> CacheWriteCase | None:
 def _covers() -> Iterator[CacheWriteCase]:
     """Yield cases with every feature of every format and dtype."""
     seen: set[object] = set()
-    for dtype, cache in product(DTYPES, CACHED):
+    for dtype, cache in TYPES_AND_CACHES:
         factors = dict(_FACTORS)
-        if cache == "fp8_584":
+        if not CACHED[cache].scales_inside:
             factors["cache_layout"] = ("packed", "layers", "far")
+        if CACHED[cache].served_as:  # the kernels are covered; the addresses are other ones
+            factors |= {"key_layout": ("packed", "odd"), "slot_type": ("int64", "int32"), "page_size": (7, 61, 64)}
         if cache != "fp8_576":
             factors["scale_of_cache"] = (None,)
-        if cache != "fp8_656":
+        if not takes_powers_of_two(CACHED[cache]):
             factors["power_of_two"] = (False,)
         yield from cover(f"{dtype} {cache}", factors, partial(_small, dtype, cache), seen)
 
@@ -64,11 +65,11 @@ def full_cases() -> list[CacheWriteCase]:
 
 
 def _grid() -> Iterator[CacheWriteCase]:
-    for dtype, cache, page_size, tokens in product(DTYPES, CACHED, PAGE_SIZES, TOKENS):
+    for (dtype, cache), page_size, tokens in product(TYPES_AND_CACHES, PAGE_SIZES, TOKENS):
         yield CacheWriteCase(dtype, cache=cache, page_size=page_size, pages=pages_for(page_size), tokens=tokens, values="nasty")
-    for dtype, cache, seed in product(DTYPES, CACHED, range(3)):
+    for (dtype, cache), seed in product(TYPES_AND_CACHES, range(3)):
         yield CacheWriteCase(dtype, cache=cache, tokens=1000, pages=16, values="nasty", seed=seed)
-        if cache == "fp8_656":
+        if takes_powers_of_two(CACHED[cache]):
             yield CacheWriteCase(dtype, cache=cache, tokens=1000, pages=16, values="nasty", power_of_two=True, seed=seed)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from torch import Tensor
 import cute_mla
 from cute_mla.cache import empty_cache, gather_kv_cache, write_kv_cache
 from cute_mla.spec.cache_format import FP8_584, LATENT
-from cute_mla.spec.cache_rows import FP8_576, CacheRowsConfig, closed_variants, latent_columns
-from cute_mla.spec.mla import D_ROPE
+from cute_mla.spec.cache_rows import FP8_576, CacheRowsConfig, closed_variants, latent_columns, rotary_columns
 from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY
 from cute_mla.testing.cases.tensors import normal_values
@@ -40,12 +39,22 @@ def _dtype(case: Case) -> torch.dtype:
 def key_bytes(case: Case, cache: Tensor, slot: int) -> Tensor:
     """uint8 [bytes of a key]."""
     page, row = divmod(slot, cache.shape[1])
-    if case.config.format is not FP8_584:
+    if case.config.format.scales_inside:
         return cache.view(torch.uint8)[page, row].flatten()
     of_page, rows, scales = cache[page].flatten(), FP8_584.row_bytes, FP8_584.scale_bytes
     first = cache.shape[1] * rows + row * scales
     padding = torch.zeros(scales - FP8_584.groups, dtype=torch.uint8)  # of the byte behind the scales nothing is said
     return torch.cat([of_page[row * rows : (row + 1) * rows], of_page[first : first + FP8_584.groups], padding])
+
+
+def named(case: Case) -> str | None:
+    """kv_format."""
+    return None if rotary_columns(case.config.format) else case.config.cache
+
+
+def rotary_of(k_pe: Tensor) -> Tensor | None:
+    """k_pe, None for no columns."""
+    return k_pe if k_pe.shape[1] else None
 
 
 def scale_of(case: Case) -> Tensor | None:
@@ -70,7 +79,9 @@ def _write_make(case: Case) -> Written:
     """Return keys of very different sizes."""
     sizes = torch.tensor([1.0, 30.0, 1e-3, 0.0, 4.0])[:, None]
     draw = torch.Generator().manual_seed(7)
-    kv_c, k_pe = (sizes * normal_values((5, columns), draw) for columns in (latent_columns(case.config.format), D_ROPE))
+    kv_c, k_pe = (
+        sizes * normal_values((5, columns), draw) for columns in (latent_columns(case.config.format), rotary_columns(case.config.format))
+    )
     return Written(kv_c.to(_dtype(case)), k_pe.to(_dtype(case)), torch.tensor([40, 3, 70, 4, 31]))
 
 
@@ -83,7 +94,7 @@ def _write_taken(case: Case, operands: Written, picks: Picks, moved: bool) -> Ca
 
 def _write(case: Case, operands: Written) -> Result:
     cache = new_cache(case, operands.page_size, PAGES * PAGE_SIZE // operands.page_size)
-    write_kv_cache(operands.kv_c, operands.k_pe, cache, operands.slots, descale_k=scale_of(case))
+    write_kv_cache(operands.kv_c, rotary_of(operands.k_pe), cache, operands.slots, descale_k=scale_of(case), kv_format=named(case))
     return (torch.stack([key_bytes(case, cache, slot) for slot in operands.slots.tolist()]),)
 
 
@@ -113,9 +124,10 @@ def _gather_make(case: Case) -> Gathered:
     cache = new_cache(case, PAGE_SIZE, 8)
     draw = torch.Generator().manual_seed(8)
     kv_c, k_pe = (
-        normal_values((8 * PAGE_SIZE, columns), draw).to(_dtype(case)) for columns in (latent_columns(case.config.format), D_ROPE)
+        normal_values((8 * PAGE_SIZE, columns), draw).to(_dtype(case))
+        for columns in (latent_columns(case.config.format), rotary_columns(case.config.format))
     )
-    write_kv_cache(kv_c, k_pe, cache, torch.arange(8 * PAGE_SIZE), descale_k=scale_of(case))
+    write_kv_cache(kv_c, rotary_of(k_pe), cache, torch.arange(8 * PAGE_SIZE), descale_k=scale_of(case), kv_format=named(case))
     return Gathered(cache, torch.tensor([[5, -1], [-1, -1], [2, 7], [0, -1], [3, -1]], dtype=torch.int32), LENGTHS)
 
 
@@ -137,7 +149,8 @@ def _gather(case: Case, operands: Gathered) -> Result:
     starts = _starts(operands)
     offsets = torch.tensor(starts, dtype=torch.int32)
     dtype = None if case.config.format is LATENT else _dtype(case)
-    return (gather_kv_cache(operands.k_cache, operands.block_table, offsets, starts[-1], descale_k=scale_of(case), dtype=dtype),)
+    options: dict[str, Any] = {"descale_k": scale_of(case), "dtype": dtype, "kv_format": named(case)}
+    return (gather_kv_cache(operands.k_cache, operands.block_table, offsets, starts[-1], **options),)
 
 
 def _gather_of(operands: Gathered, results: Result, place: int) -> Result:

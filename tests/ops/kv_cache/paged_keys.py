@@ -6,9 +6,14 @@ import torch
 from torch import Tensor
 
 from cute_mla.cache import empty_cache
-from cute_mla.spec.cache_rows import CACHED, latent_columns
+from cute_mla.spec.cache_rows import CACHED, latent_columns, rotary_columns
 
 FORMATS = tuple(CACHED)
+
+
+def named(cache: str) -> str | None:
+    """Return the kv_format argument: None where dtype and bytes of a token decide."""
+    return None if rotary_columns(CACHED[cache]) else cache
 
 
 def cache_of(cache: str, pages: int = 3, page_size: int = 16, dtype: torch.dtype = torch.bfloat16, fill: int = 0xAA) -> Tensor:
@@ -21,10 +26,16 @@ def cache_of(cache: str, pages: int = 3, page_size: int = 16, dtype: torch.dtype
 
 
 def keys(tokens: int, cache: str = "latent", dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor]:
-    """Return latent and rotary columns that tell tokens and columns apart."""
-    latent = latent_columns(CACHED[cache])
-    rows = torch.randn(tokens, latent + 64, generator=torch.Generator().manual_seed(tokens)).to(dtype)
+    """Return latent and rotary columns that tell tokens and columns apart; no rotary columns where a format has none apart."""
+    latent, rotary = latent_columns(CACHED[cache]), rotary_columns(CACHED[cache])
+    rows = torch.randn(tokens, latent + rotary, generator=torch.Generator().manual_seed(tokens)).to(dtype)
     return rows[:, :latent], rows[:, latent:]
+
+
+def key_arguments(tokens: int, cache: str, dtype: torch.dtype = torch.bfloat16) -> tuple[Tensor, Tensor | None]:
+    """Return kv_c and k_pe of a write: the columns of `keys`, and None for no rotary columns."""
+    kv_c, k_pe = keys(tokens, cache, dtype)
+    return kv_c, k_pe if k_pe.shape[1] else None
 
 
 def bytes_of(cache: Tensor) -> Tensor:

@@ -12,7 +12,9 @@ from torch import Tensor
 from cute_mla.cache import dequantise_cache, gather_kv_cache, write_kv_cache
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_rows import CACHED
-from tests.ops.kv_cache.paged_keys import FORMATS, cache_of, keys
+from cute_mla.testing.cases.base import DTYPES
+from cute_mla.testing.suites.paged_cache import TYPES_AND_CACHES
+from tests.ops.kv_cache.paged_keys import FORMATS, cache_of, key_arguments, keys, named
 from tests.support.recording_device import RecordingDevice
 
 TABLE = torch.tensor([[4, 2, -7], [1, 2_000_000_000, 3], [0, 0, 0]], dtype=torch.int32)
@@ -22,7 +24,7 @@ CU_SEQLENS = torch.tensor([0, 9, 9, 16], dtype=torch.int32)
 def filled(cache: str, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     """5 pages of 8, every slot with a key of its own."""
     paged = cache_of(cache, 5, 8, dtype)
-    write_kv_cache(*keys(40, cache, dtype), paged, torch.arange(40))
+    write_kv_cache(*key_arguments(40, cache, dtype), paged, torch.arange(40), kv_format=named(cache))
     return paged
 
 
@@ -31,14 +33,14 @@ def test_requests_without_pages_are_rows_of_zeros() -> None:
     assert not gather_kv_cache(filled("latent", torch.bfloat16), TABLE[:, :0], CU_SEQLENS, 15, out=out).any()
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cache", FORMATS)
-def test_keys_in_the_order_of_the_requests(cache: str, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(("type_name", "cache"), TYPES_AND_CACHES)
+def test_keys_in_the_order_of_the_requests(cache: str, type_name: str) -> None:
+    dtype = DTYPES[type_name]
     paged = filled(cache, dtype)
     scale = torch.tensor([0.37]) if cache == "fp8_576" else None
     every = paged.float() * 0.37 if cache == "fp8_576" else dequantise_cache(paged, cache)
     starts = torch.tensor([3, 2, 18], dtype=torch.int32)
-    out = gather_kv_cache(paged, TABLE, CU_SEQLENS, 16, starts=starts, descale_k=scale, dtype=dtype)
+    out = gather_kv_cache(paged, TABLE, CU_SEQLENS, 16, starts=starts, descale_k=scale, dtype=dtype, kv_format=named(cache))
     wanted = [4 * 8 + row for row in range(3, 8)] + [2 * 8 + row for row in range(4)] + list(range(2, 8))
     assert (out.dtype, out.shape) == (dtype, (16, CACHED[cache].d_qk))
     assert torch.equal(out[:15], every.flatten(0, 2)[wanted].to(dtype))
@@ -99,7 +101,7 @@ filled_outside = filled("latent")
 @pytest.mark.parametrize("cache", FORMATS)
 def test_nothing_is_read_on_the_host(cache: str) -> None:
     table, cu_seqlens = TABLE.to("meta"), CU_SEQLENS.to("meta")
-    rows = gather_kv_cache(filled(cache).to("meta"), table, cu_seqlens, 16, starts=CU_SEQLENS[:3].to("meta"))
+    rows = gather_kv_cache(filled(cache).to("meta"), table, cu_seqlens, 16, starts=CU_SEQLENS[:3].to("meta"), kv_format=named(cache))
     assert rows.shape == (
         16,
         CACHED[cache].d_qk,
@@ -146,6 +148,12 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "shape of out": (given(out=torch.zeros(16, 512).bfloat16()), r"out has shape \[16, 512\]; supported: \[16, 576\]"),
     "columns of out": (given(out=torch.zeros(576, 16).bfloat16().T), "out has stride 16 along its last dimension"),
     "rows of out": (given(out=torch.zeros(1, 576).bfloat16().expand(16, -1)), "supported: an output of distinct elements"),
+    "528 bytes": (given("v41_paged"), "as 3 formats have, and kv_format is None; supported: 'v41', 'v41_paged', 'nope_528'"),
+    "rows that overlap": (
+        given("v41", k_cache=torch.zeros(1 << 14).byte().as_strided((3, 8, 1, 528), (4096, 512, 528, 1)), kv_format="v41"),
+        "512 bytes along dimension 1; supported for v41: at least 528 .* are v41_paged",
+    ),
+    "fp16 of 528 bytes": (given("v41", kv_format="v41", dtype=torch.float16), "dtype is torch.float16 with a v41 cache .* torch.bfloat16"),
     "scale": (given("fp8_656", descale_k=torch.ones(1)), "descale_k is given with a fp8_656 cache; supported: with fp8_576"),
 }  # fmt: skip
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 import cute_mla
 from cute_mla.cache import gather_kv_cache, write_kv_cache
 from cute_mla.spec.arch import Arch
-from cute_mla.spec.cache_rows import CACHED, latent_columns
+from cute_mla.spec.cache_rows import CACHED, key_types, latent_columns
+from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.cases.cache_gather import CacheGatherCase, make_cache_gather_tensors
 from cute_mla.testing.cases.cache_write import CacheWriteCase, make_cache_write_tensors
 from cute_mla.testing.cases.paged_cache import PagedCacheCase, copy_cache
@@ -36,39 +39,43 @@ def test_a_key_is_the_same_whoever_else_is_written(cache: str, arch: Arch) -> No
     """Batch invariance: a token alone, and the same among others, in another place."""
     case = CacheWriteCase(cache=cache, tokens=23, values="nasty")
     tensors = make_cache_write_tensors(case)
-    token = 13
+    token, kv_format = 13, case.kv_format
     alone, among = copy_cache(case, tensors.k_cache), copy_cache(case, tensors.k_cache)
     order = torch.randperm(case.tokens, generator=torch.Generator().manual_seed(1))
     with cute_mla.simulate(arch.name, sm_count=3):
-        write_kv_cache(tensors.kv_c[[token]], tensors.k_pe[[token]], alone, tensors.slot_mapping[[token]])
-        write_kv_cache(tensors.kv_c[order], tensors.k_pe[order], among, tensors.slot_mapping[order])
+        for chosen, target in (([token], alone), (order, among)):
+            k_pe = None if tensors.k_pe is None else tensors.k_pe[chosen]
+            write_kv_cache(tensors.kv_c[chosen], k_pe, target, tensors.slot_mapping[chosen], kv_format=kv_format)
         page, row = divmod(int(tensors.slot_mapping[token]), case.page_size)
         table, ends = torch.tensor([[page]], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
-        first, second = (gather_kv_cache(paged, table, ends, 1, starts=torch.tensor([row]).int()) for paged in (alone, among))
-        whole = gather_kv_cache(among, table, torch.tensor([0, 64]).int(), 64)
+        start = torch.tensor([row]).int()
+        first, second = (gather_kv_cache(paged, table, ends, 1, starts=start, kv_format=kv_format) for paged in (alone, among))
+        whole = gather_kv_cache(among, table, torch.tensor([0, 64]).int(), 64, kv_format=kv_format)
     assert torch.equal(first.view(torch.int16), second.view(torch.int16))
     assert torch.equal(first[0].view(torch.int16), whole[row].view(torch.int16))
-    assert first.shape[1] == latent_columns(CACHED[cache]) + 64
+    assert first.shape[1] == CACHED[cache].d_qk
 
 
 def test_the_torch_path_is_the_same(arch: Arch) -> None:
     """Outside simulate() plain torch writes the same bytes and gathers the same numbers, zeros of a page that the cache does not have."""
     for cache in CACHED:
-        case = CacheWriteCase("fp16", cache=cache, tokens=40, values="normal", scale_of_cache=0.3 if cache == "fp8_576" else None)
+        dtype = key_types(CACHED[cache])[-1]
+        case = CacheWriteCase(dtype, cache=cache, tokens=40, values="normal", scale_of_cache=0.3 if cache == "fp8_576" else None)
         tensors = make_cache_write_tensors(case)
         paged = [copy_cache(case, tensors.k_cache) for _ in range(2)]
         table, ends = torch.tensor([[3, 1, 9]], dtype=torch.int32), torch.tensor([0, 140], dtype=torch.int32)
-        gathered = []
+        gathered: list[torch.Tensor] = []
+        named: dict[str, Any] = {"descale_k": tensors.descale_k, "kv_format": case.kv_format}
         for kernels, target in zip((True, False), paged, strict=True):
             operands = (tensors.kv_c, tensors.k_pe, target, tensors.slot_mapping)
             if kernels:
                 with cute_mla.simulate(arch.name, on_finding="collect") as device:
-                    write_kv_cache(*operands, descale_k=tensors.descale_k)
-                    gathered.append(gather_kv_cache(target, table, ends, 140, descale_k=tensors.descale_k, dtype=torch.float16))
+                    write_kv_cache(*operands, **named)
+                    gathered.append(gather_kv_cache(target, table, ends, 140, **named, dtype=DTYPES[dtype]))
                 assert [finding.kind for finding in device.findings] == ["block_table"]
             else:
-                write_kv_cache(*operands, descale_k=tensors.descale_k)
-                gathered.append(gather_kv_cache(target, table, ends, 140, descale_k=tensors.descale_k, dtype=torch.float16))
+                write_kv_cache(*operands, **named)
+                gathered.append(gather_kv_cache(target, table, ends, 140, **named, dtype=DTYPES[dtype]))
         assert torch.equal(paged[0].view(torch.uint8), paged[1].view(torch.uint8))
         assert torch.equal(gathered[0].isnan(), gathered[1].isnan())
         assert torch.equal(gathered[0].nan_to_num(7.0), gathered[1].nan_to_num(7.0))
@@ -77,7 +84,7 @@ def test_the_torch_path_is_the_same(arch: Arch) -> None:
 NANS = (0x7E00, 0x7C01, 0x7FFF, 0xFE00, 0xFFFF, 0x7C00, 0xFC00)  # fp16: NaN of both signs, and infinities
 
 
-@pytest.mark.parametrize("cache", [name for name, layout in CACHED.items() if layout.quantised])
+@pytest.mark.parametrize("cache", [name for name, layout in CACHED.items() if layout.quantised and "fp16" in key_types(layout)])
 def test_nan_is_the_same_bytes_without_kernels(arch: Arch, cache: str) -> None:
     """In fp16 rotary columns, which some formats round to bf16."""
     layout = CACHED[cache]

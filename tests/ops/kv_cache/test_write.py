@@ -12,39 +12,42 @@ from torch import Tensor
 from cute_mla.cache import dequantise_cache, quantise_cache, write_kv_cache
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_rows import CACHED
-from tests.ops.kv_cache.paged_keys import FORMATS, bytes_of, cache_of, keys
+from cute_mla.testing.cases.base import DTYPES
+from cute_mla.testing.suites.paged_cache import TYPES_AND_CACHES
+from tests.ops.kv_cache.paged_keys import FORMATS, bytes_of, cache_of, key_arguments, keys, named
 from tests.support.recording_device import RecordingDevice
 
 SLOTS = [-1, 47, 0, 48, 17, -(2**31)]
 
 
-def token_bytes(kv_c: Tensor, k_pe: Tensor, cache: str, scale: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
+def token_bytes(key: Tensor, cache: str, scale: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """Return one token's bytes: its row, and its scales after the rows."""
-    key, nowhere = torch.cat((kv_c, k_pe)), torch.empty(0, dtype=torch.uint8)
+    nowhere = torch.empty(0, dtype=torch.uint8)
     if cache == "latent":
         return key.view(torch.uint8), nowhere
     if cache == "fp8_576":
         return (key.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), nowhere
-    row = quantise_cache(key[None, None, None], cache, power_of_two=power_of_two).flatten()
-    return (row, nowhere) if cache == "fp8_656" else (row[:576], row[576:583])
+    row, layout = quantise_cache(key[None, None, None], cache, power_of_two=power_of_two).flatten(), CACHED[cache]
+    return (row, nowhere) if layout.scales_inside else (row[: layout.row_bytes], row[layout.row_bytes :][: layout.groups])
 
 
 @pytest.mark.parametrize("slot_dtype", [torch.int64, torch.int32])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cache", FORMATS)
-def test_keys_go_to_their_slots_and_nowhere_else(cache: str, dtype: torch.dtype, slot_dtype: torch.dtype) -> None:
-    paged, (kv_c, k_pe) = cache_of(cache, dtype=dtype), keys(6, cache, dtype)
+@pytest.mark.parametrize(("dtype", "cache"), TYPES_AND_CACHES)
+def test_keys_go_to_their_slots_and_nowhere_else(cache: str, dtype: str, slot_dtype: torch.dtype) -> None:
+    paged, (kv_c, k_pe) = cache_of(cache, dtype=DTYPES[dtype]), key_arguments(6, cache, DTYPES[dtype])
+    rows, power_of_two = kv_c if k_pe is None else torch.cat((kv_c, k_pe), dim=1), cache in ("fp8_656", "nope_528")
     scale = torch.tensor(0.37) if cache == "fp8_576" else None
     expected, stride = bytes_of(paged), paged.stride(0) * paged.element_size()
-    row_bytes, page_size = CACHED[cache].row_bytes, paged.shape[1]
+    row_bytes, scale_bytes, page_size = CACHED[cache].row_bytes, CACHED[cache].scale_bytes, paged.shape[1]
     for token in (1, 2, 4):
         page, row = divmod(SLOTS[token], page_size)
-        data, scales = token_bytes(kv_c[token], k_pe[token], cache, 0.37, cache == "fp8_656")
+        data, scales = token_bytes(rows[token], cache, 0.37, power_of_two)
         begin = page * stride + row * row_bytes
         expected[begin : begin + row_bytes] = data
-        begin = page * stride + page_size * row_bytes + 8 * row
+        begin = page * stride + page_size * row_bytes + scale_bytes * row
         expected[begin : begin + len(scales)] = scales
-    write_kv_cache(kv_c, k_pe, paged, torch.tensor(SLOTS, dtype=slot_dtype), descale_k=scale, power_of_two=cache == "fp8_656")
+    slots = torch.tensor(SLOTS, dtype=slot_dtype)
+    write_kv_cache(kv_c, k_pe, paged, slots, descale_k=scale, power_of_two=power_of_two, kv_format=named(cache))
     assert torch.equal(bytes_of(paged), expected)
 
 
@@ -53,7 +56,7 @@ def test_keys_go_to_their_slots_and_nowhere_else(cache: str, dtype: torch.dtype,
 def test_nothing_is_written(slots: list[int], cache: str) -> None:
     paged = cache_of(cache)
     before = bytes_of(paged)
-    write_kv_cache(*keys(len(slots), cache), paged, torch.tensor(slots, dtype=torch.int64))
+    write_kv_cache(*key_arguments(len(slots), cache), paged, torch.tensor(slots, dtype=torch.int64), kv_format=named(cache))
     assert torch.equal(bytes_of(paged), before)
 
 
@@ -93,8 +96,8 @@ def test_nothing_is_read_on_the_host(cache: str) -> None:
     slots = torch.zeros(3, dtype=torch.int64, device="meta")
     with pytest.raises(NotImplementedError):
         slots[slots >= 0]  # as a skip by a mask would do
-    kv_c, k_pe = (columns.to("meta") for columns in keys(3, cache))
-    write_kv_cache(kv_c, k_pe, cache_of(cache).to("meta"), slots)
+    kv_c, k_pe = key_arguments(3, cache)
+    write_kv_cache(kv_c.to("meta"), None if k_pe is None else k_pe.to("meta"), cache_of(cache).to("meta"), slots, kv_format=named(cache))
 
 
 def test_what_was_written_comes_back() -> None:
@@ -128,7 +131,7 @@ def test_what_is_launched(arch: Arch) -> None:
 
 def given(cache: str = "latent", **change: Any) -> dict[str, Any]:
     """Return arguments of a call of two tokens, some of them changed."""
-    kv_c, k_pe = keys(2, cache)
+    kv_c, k_pe = key_arguments(2, cache)
     return {"kv_c": kv_c, "k_pe": k_pe, "k_cache": cache_of(cache), "slot_mapping": torch.tensor([0, 1]), **change}
 
 
@@ -137,7 +140,14 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "KV heads": (given(k_cache=torch.zeros(3, 16, 2, 576).bfloat16()), r"k_cache has shape \[3, 16, 2, 576\] .* supported: \[pages, "),
     "type of the cache": (given(k_cache=torch.zeros(3, 16, 1, 576).double()), "k_cache has .* dtype torch.float64; supported: "),
     "bytes": (given(k_cache=torch.zeros(3, 16, 1, 600).byte()), r"k_cache has shape \[3, 16, 1, 600\]"),
-    "528 bytes": (given(k_cache=torch.zeros(2, 16, 1, 528, dtype=torch.uint8)), r", as the format V41 \(.*no kernels; supported: "),
+    "528 bytes": (given("v41"), "528 bytes a token, as 3 formats have, and kv_format is None; supported: 'v41', 'v41_paged', 'nope_528'"),
+    "288 bytes": (given(k_cache=torch.zeros(2, 16, 1, 288).byte()), "the format v41_fp4, which has no kernels here; supported: "),
+    "another format": (given(kv_format="fp8_656"), "dtype torch.bfloat16 with kv_format 'fp8_656'; supported: .* 656"),
+    "no format": (given(kv_format="fp4"), "kv_format is 'fp4'; supported: None, latent, fp8_656"),
+    "a format that is no name": (given(kv_format=["v41"]), r"kv_format is \['v41'\]; supported: None, latent, fp8_656"),
+    "rotary columns apart": (given("v41", k_pe=torch.zeros(2, 64).bfloat16(), kv_format="v41"), "k_pe is given with a v41 cache"),
+    "no rotary columns": (given("fp8_656", k_pe=None), "k_pe is None with a fp8_656 cache; supported: a torch tensor"),
+    "fp16 keys": (given("v41", kv_c=torch.zeros(2, 512).half(), kv_format="v41"), "dtype torch.float16; supported: torch.bfloat16"),
     "no pages": (given(k_cache=cache_of("latent")[:0]), "supported: at least one page of at least one token"),
     "no cache": (given(k_cache=3), "k_cache is 3; supported: a torch tensor"),
     "other type": (given(k_cache=cache_of("latent", dtype=torch.float16)), "kv_c has dtype torch.bfloat16; supported: torch.float16"),

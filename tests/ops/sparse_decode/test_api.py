@@ -14,9 +14,8 @@ from cute_mla.ops.paged_cache import gathered_cache
 from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
-from cute_mla.spec.cache_format import FORMATS
 from cute_mla.spec.kernel_params import PARAMS_OF
-from cute_mla.spec.sparse_decode import SparseDecodeProblem
+from cute_mla.spec.sparse_decode import DECODED, SparseDecodeProblem
 from tests.ops.sparse_decode.sparse_call import SparseCall
 from tests.support.dispatch_modes import Allocations
 from tests.support.recording_device import RecordingDevice, row_ctas
@@ -139,7 +138,7 @@ def test_pages_far_apart_and_more_slots_than_an_index_names() -> None:
     assert (layout.slots, layout.page_stride) == ((1 << 31) - 1, 1 << 33)
 
 
-@pytest.mark.parametrize("cache", FORMATS)
+@pytest.mark.parametrize("cache", DECODED)
 @pytest.mark.parametrize("page_size", [1, 2, 61, 64, 69, 576])
 def test_pages_of_any_size(device: RecordingDevice, cache: str, page_size: int) -> None:
     SparseCall(cache=cache, page_size=page_size).run()
