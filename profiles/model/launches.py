@@ -40,7 +40,7 @@ from .partition import (
     sparse_prefill_work,
 )
 from .prediction import Combine, Launch
-from .tile_costs import PREFILL_KEYS, block_of, has_block
+from .tile_costs import PREFILL_KEYS, block_of
 
 CACHE_WRITE_CTAS_PER_SM = 12  # 128 threads of 40 registers
 COMBINE_CTAS_PER_SM = 2  # 256 threads of 105 registers, and the launch asks for two
@@ -81,8 +81,6 @@ def launch_of(case: Case, target: Target, *, batch_invariant: bool = False) -> L
 def _kernel(op: str, config: Any, target: Target) -> dict[str, Any]:
     """Return the fields of a Launch that describe its kernel."""
     arch = target.arch.name
-    if not has_block(op, arch):
-        raise NoModelError(f"no model of {op} on {arch}")
     name = kernel_name(op, arch, config.name)
     if name not in target.golden:
         raise NoModelError(f"the instructions of {name} are not recorded ({COUNTED_DTYPE} and wide rows are)")
@@ -162,7 +160,8 @@ def _dense_prefill_backward(case: Case, shape: DensePrefillBackwardShape, target
     key_tiles = KeyTiles(
         dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES[arch.name][shape.d_qk], shape.causal, longest=longest
     )
-    row_work = prefill_work(row_tiles, sorted_prefill_order(row_tiles, shape.lengths, shape.h_q, row_ctas))
+    deal = sorted_prefill_order if rows.sorts_sequences else dense_prefill_order
+    row_work = prefill_work(row_tiles, deal(row_tiles, shape.lengths, shape.h_q, row_ctas))
     key_work = prefill_work(key_tiles, dense_prefill_order(key_tiles, shape.lengths, shape.h_kv, key_ctas))
     key_work = tuple(CtaWork(work.blocks * group, work.pieces) for work in key_work)
     after = Launch(**key_kernel, cta_work=key_work, row_ctas=1, ctas=key_ctas, bytes=case.work.bytes)

@@ -1,8 +1,8 @@
 """Costs of each attention kernel per block of keys, derived in its README: products, bytes through each port, dependent stages.
 
 A block is a tile of 64 keys and 64 query rows on one SM; on Blackwell two SMs share 64 keys and 128 rows. In dense prefill a block has
-128 keys and 128 or 256 rows; in its backward pass 128 rows and 96 or 128 keys for dQ, 128 keys and 64 rows for dK and dV. Bytes are
-listed by cause, so that a sum can be checked. Instructions are counted instead (`profiles/kernel_stats/golden_counts.py`).
+128 keys and 128 or 256 rows; in its backward pass 128 rows and 96 or 128 keys for dQ, 128 keys and 64 to 128 rows for dK and dV. Bytes
+are listed by cause, so that a sum can be checked. Instructions are counted instead (`profiles/kernel_stats/golden_counts.py`).
 """
 
 from __future__ import annotations
@@ -310,8 +310,57 @@ def _backward_sm90(keys: int, rows: int, flops: Mapping[str, float], smem: Mappi
     """
     exponentials = keys * rows / 2 / 16
     chain = (*(Stage(f"{name} of one warpgroup", *(each / 2 / _MMA_16[SM90.name],) * 2) for name, each in flops.items()),)
-    path = (*chain, Stage("its exponentials and dS", exponentials, 950))
+    return _backward_block(keys, rows, flops, smem, read, (*chain, Stage("its exponentials and dS", exponentials, 950)))
+
+
+def _backward_block(
+    keys: int, rows: int, flops: Mapping[str, float], smem: Mapping[str, float], read: float, path: tuple[Stage, ...]
+) -> Block:
+    """Return a block of a kernel of the backward pass. read: bytes of its keys or query rows, from L2."""
     return Block(keys, rows, rows * keys // (TILE_ROWS * TILE_KEYS), flops, smem, read, 0.0, path, path, loads=2)
+
+
+def _dense_prefill_dq_sm100(config: Config) -> Block:
+    """Return a block of dQ. dS is in tensor memory: dQ of a tile waits for it, and dP of the next tile, in order, for dQ."""
+    d_qk = int(config["d_qk"])
+    rows, keys = dense_prefill_dq.TILE_ROWS, dense_prefill_dq.TILE_KEYS[SM100.name][d_qk]
+    step = (rows + keys) * 16 * ELEMENT_BYTES  # of both operands of a product over 16 columns
+    read = keys * (d_qk + D_V_PER_HEAD) * ELEMENT_BYTES
+    smem = {
+        "S: Q and K": d_qk // 16 * step,
+        "dP: dO and V": D_V_PER_HEAD // 16 * step,
+        "dQ: K": keys * d_qk * ELEMENT_BYTES,
+        "TMA": read,
+    }
+    flops = {"S": _product(rows, keys, d_qk), "dP": _product(rows, keys, D_V_PER_HEAD), "dQ": _product(rows, d_qk, keys)}
+    of_slopes, of_rows = (flops[name] / _MMA_16[SM100.name] for name in ("dP", "dQ"))
+    path = (Stage("dP", of_slopes, of_slopes), Stage("dS", 550, 590), Stage("dQ", of_rows, of_rows, barriers=0))
+    return _backward_block(keys, rows, flops, smem, read, path)
+
+
+def _dense_prefill_dkdv_sm100(config: Config) -> Block:
+    """Return a block of dK and dV. P takes the place of S: S of the next tile, in order, waits for dV of the last part of P."""
+    d_qk = int(config["d_qk"])
+    keys, rows = dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES[SM100.name][d_qk]
+    step = (keys + rows) * 16 * ELEMENT_BYTES
+    read = rows * (d_qk + D_V_PER_HEAD) * ELEMENT_BYTES
+    smem = {
+        "S: K and Q": d_qk // 16 * step,
+        "dP: V and dO": D_V_PER_HEAD // 16 * step,
+        "dV: dO, dK: Q": read,
+        "TMA": read,
+        "lse and delta, of eight rows in two turns, by four warps": 4 * 2 * rows // 8 * 256,
+    }
+    flops = {
+        "S": _product(keys, rows, d_qk),
+        "dP": _product(keys, rows, D_V_PER_HEAD),
+        "dV": _product(keys, D_V_PER_HEAD, rows),
+        "dK": _product(keys, d_qk, rows),
+    }
+    scores, values = (flops[name] / _MMA_16[SM100.name] for name in ("S", "dV"))
+    rest = values * (rows - 64) / rows  # 64 rows are handed over first
+    path = (Stage("S", scores, scores), Stage("P", 768, 1150), Stage("dV of the last part of P", rest, rest, barriers=0))
+    return _backward_block(keys, rows, flops, smem, read, path)
 
 
 _BLOCKS: Mapping[tuple[str, str], Callable[[Config], Block]] = {
@@ -324,13 +373,10 @@ _BLOCKS: Mapping[tuple[str, str], Callable[[Config], Block]] = {
     ("dense_prefill", SM90.name): lambda config: _dense_prefill(SM90.name, config),
     ("dense_prefill", SM100.name): lambda config: _dense_prefill(SM100.name, config),
     ("dense_prefill_dq", SM90.name): _dense_prefill_dq_sm90,
+    ("dense_prefill_dq", SM100.name): _dense_prefill_dq_sm100,
     ("dense_prefill_dkdv", SM90.name): _dense_prefill_dkdv_sm90,
+    ("dense_prefill_dkdv", SM100.name): _dense_prefill_dkdv_sm100,
 }
-
-
-def has_block(op: str, arch: str) -> bool:
-    """Return whether the costs of a kernel are known."""
-    return (op, arch) in _BLOCKS
 
 
 def block_of(op: str, arch: str, config: Config) -> Block:
