@@ -99,13 +99,14 @@ def _staircase(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
 
     The first sequence has blocks of rows that see nothing, three or five of them, so that later rounds of items begin at any block. The
     second has more rows than one tile, with more key tiles. The next with rows shifts the numbers by half of the 16 rows that a warp of
-    Hopper's tensor cores has; in the last only rows behind a tile see something.
+    Hopper's tensor cores has; in the last but one only rows behind a tile see something.
 
-    On Hopper a warp sums the blocks of sequences, one a lane, up to 12 for 3 CTAs. All 17 have 12. Those with rows have the lanes where a
-    step of the sum begins, 1, 3, 7 and 15: a sum that is too great in one of them alone loses its rows.
+    On Hopper a warp sums the blocks of sequences, one a lane, up to 12 for 3 CTAs. The first 17 have 12, and the last is sorted alone.
+    Those with rows have the lanes where a step of the sum begins, 1, 3, 7 and 15: a sum that is too great in one of them alone loses its
+    rows.
     """
     nothing = (0, 0)
-    lengths = ((520, 1), (192, 192), nothing, (128, 136), *[nothing] * 3, (1, 1), *[nothing] * 7, (3, 1), (130, 1))
+    lengths = ((520, 1), (192, 192), nothing, (128, 136), *[nothing] * 3, (1, 1), *[nothing] * 7, (3, 1), (130, 1), (1, 1))
     case = DensePrefillCase(dtype, d_qk=d_qk, lengths=lengths, causal=True, values="cliff", softmax_scale=CLIFF_SCALE, sm_count=3)
     return replace(case, q_layout="odd" if elements else "packed")
 
