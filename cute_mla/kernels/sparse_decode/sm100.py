@@ -16,7 +16,6 @@ from functools import partial
 from cutlass import Int32, cute
 
 from ...spec.arch import Arch
-from ...spec.cache_format import CacheFormat
 from ...spec.mla import D_LATENT
 from ...spec.sparse_decode import SparseDecodeConfig
 from ..attention.kernel import AttentionKernel
@@ -54,6 +53,7 @@ class SparseDecodeSm100(AttentionKernel):
 
     def __init__(self, config: SparseDecodeConfig, arch: Arch) -> None:
         super().__init__(SparseDecodeAbi(config), arch)
+        self.config = config
         self.format = config.format
         self.has_rope = config.format.d_qk > D_LATENT
         self.vectors = config.access_bytes == 4 * VECTOR
@@ -80,7 +80,7 @@ class SparseDecodeSm100(AttentionKernel):
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_increase(PRODUCER_REGISTERS)
             columns = partial(columns_of_cta, self.format, self.dtype, memory.get("sScales"))
-            producer = RowProducer(columns, SlotKeys(self.format), SeenBits(), early=self.format.quantised > 0)
+            producer = RowProducer(columns, SlotKeys(self.config), SeenBits(), early=self.format.quantised > 0)
             producer.run(operands, tiles, pipes, warp - PRODUCER_WARP)
         else:
             cute.arch.setmaxregister_decrease(MMA_REGISTERS)
@@ -93,8 +93,8 @@ class SparseDecodeSm100(AttentionKernel):
 class SlotKeys:
     """The slots that the indices of this CTA's query token name."""
 
-    def __init__(self, cache_format: CacheFormat) -> None:
-        self.format = cache_format
+    def __init__(self, config: SparseDecodeConfig) -> None:
+        self.config = config
 
     def key_list(self, operands: Operands, req: Int32) -> IndexList:
         """Return the indices of this CTA's query token."""
@@ -110,7 +110,7 @@ class SlotKeys:
 
     def locate(self, operands: Operands, keys: IndexList, found: Int32, position: Int32) -> ScaledKeys:
         """Return the where the slot of an index lies."""
-        return ScaledKeys(*slot_address(operands, self.format, found, keys.in_extra(position)))
+        return ScaledKeys(*slot_address(operands, self.config, found, keys.in_extra(position)))
 
 
 def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:

@@ -115,7 +115,7 @@ class SparseDecodeSm90(AttentionKernel):
 
     def __init__(self, config: SparseDecodeConfig, arch: Arch) -> None:
         super().__init__(SparseDecodeAbi(config), arch)
-        self.format = config.format
+        self.config = config
         self.cluster = config.cluster
         self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
         self.geometry = geometry_of(config.format)
@@ -138,7 +138,7 @@ class SparseDecodeSm90(AttentionKernel):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         if group == 0:
             set_registers(geometry.producer_registers)
-            GatherRole(self.format, self.dtype, geometry, self.cluster).run(operands, tiles, pipes, thread)
+            GatherRole(self.config, self.dtype, geometry).run(operands, tiles, pipes, thread)
         elif group == 1:
             set_registers(geometry.score_registers)
             scores = partial(LatentScores.create, geometry, self.dtype, self.pairs)
@@ -161,15 +161,16 @@ class Span:
 class GatherRole:
     """One warpgroup: indices, addresses, loads, conversion, and which keys are present.
 
-    dtype: what e4m3 becomes. cluster: CTAs that share the tiles.
+    dtype: what e4m3 becomes.
     """
 
-    def __init__(self, cache_format: CacheFormat, dtype: type[cutlass.Numeric], geometry: Geometry, cluster: int) -> None:
-        self.format = cache_format
+    def __init__(self, config: SparseDecodeConfig, dtype: type[cutlass.Numeric], geometry: Geometry) -> None:
+        self.config = config
+        self.format = config.format
         self.dtype = dtype
         self.geometry = geometry
-        self.cluster = cluster
-        self.batches = batches_of(tile_steps(cache_format, geometry, cluster)) if cache_format.group else ()
+        self.cluster = config.cluster
+        self.batches = batches_of(tile_steps(self.format, geometry, self.cluster)) if self.format.group else ()
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
@@ -200,7 +201,7 @@ class GatherRole:
         """Return the indices of a work tile, and this thread's position and keys in its first tile."""
         indices = Indices.create(operands, span.req, (span.begin_tile + span.tiles) * TILE_KEYS)
         position = span.begin_tile * TILE_KEYS + position_in_tile(thread)
-        keys = find_keys(operands, self.format, indices.look_up(position), indices.in_extra(position), halves, lane, thread)
+        keys = find_keys(operands, self.config, indices.look_up(position), indices.in_extra(position), halves, lane, thread)
         return indices, position, keys
 
     @cute.jit
@@ -247,7 +248,7 @@ class GatherRole:
                     clear_absent(step, words, keys, halves[step.key], thread)
                     if cutlass.const_expr(b + 2 == len(batches) and i + 1 == len(batches[b])):
                         # beside a conversion, whose instructions fill the time that each of these takes
-                        following = find_keys(operands, self.format, index, indices.in_extra(position), halves, lane, thread)
+                        following = find_keys(operands, self.config, index, indices.in_extra(position), halves, lane, thread)
                     factors = step_scales(self.format, step, scales, halves[step.key], thread)
                     store_step(step, words, factors, target ^ (step.key * HALF_BYTES), lane, self.dtype, acquire)
                     if cutlass.const_expr(step.ends_stage):
@@ -290,7 +291,7 @@ class GatherRole:
                     landing_rope = pipes.rope_free.advance(landing_rope)
             left = left - 1
             position = position + TILE_KEYS
-            keys = find_keys(operands, self.format, index, indices.in_extra(position), halves, lane, thread)
+            keys = find_keys(operands, self.config, index, indices.in_extra(position), halves, lane, thread)
             row0, row1, valid = *keys.rows, keys.valid
             index = indices.look_up(position + TILE_KEYS)
         self.finish_copies(pipes, landing, landing_rope, STAGES_PER_TILE - 1, first_stage, shift, 0)

@@ -19,6 +19,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.cache_format import CacheFormat
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
+from ...spec.sparse_decode import SparseDecodeConfig
 from ..attention.tiles import BOX_COLUMNS
 from ..primitives.integers import smaller
 from ..primitives.registers import as_float
@@ -130,16 +131,16 @@ def source_lane(thread: Int32, half: int | Int32) -> Int32:
 
 
 def find_keys(
-    operands: Operands, cache_format: CacheFormat, index: Int32, in_extra: Boolean, halves: tuple[Half, Half], lane: Lane, thread: Int32
+    operands: Operands, config: SparseDecodeConfig, index: Int32, in_extra: Boolean, halves: tuple[Half, Half], lane: Lane, thread: Int32
 ) -> Keys:
     """Return this thread's keys.
 
     Each lane computes one address, of the key that it has looked up, and gets those of its two keys, which lie in these halves of the
     tile, from the others.
     """
-    row, scales = slot_address(operands, cache_format, index, in_extra)
+    row, scales = slot_address(operands, config, index, in_extra)
     first, second = (shuffle_address(row, source_lane(thread, half)) + lane.source for half in halves)
-    if cache_format.scales_inside:
+    if config.format.scales_inside:
         scales = cutlass.select_(scales != 0, scales + scale_share(thread) * SCALE_SHARE, scales)
     return Keys((first, second), scales, cute.arch.vote_ballot_sync(row != 0))
 
