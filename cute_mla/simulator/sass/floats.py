@@ -251,15 +251,27 @@ def pack_bytes(e: Emitter, ins: SassInstruction) -> None:
 @op(r"F2FP.F16.(E4M3|E5M2).UNPACK_B", r"F2FP.BF16.E4M3.UNPACK_B", batch=True)
 def unpack_bytes(e: Emitter, ins: SassInstruction) -> None:
     """Emit a conversion of two 8-bit floats, of the lower half or the upper (H1), to f16 or bf16. bf16 has two scales, which must be 1."""
-    operand, *scales = ins.operands[1:]
-    assert isinstance(operand, Register)
+    scales = list(ins.operands[2:])
     if scales not in ([], [Immediate(_SCALES_OF_1, ("H0",))]):
         raise Unsupported(f"scales {scales}")
-    value = source(e, operand, "u32")
-    if operand.suffixes == ("H1",):
-        value = f"({value} >> {constant(e, 'u32', 16)})"
     narrow = e.constants.thing(np.dtype("u2"))
-    assign(e, ins.operands[0], "u32", f"fp8x2_to_{ins.modifiers[0].lower()}x2({value}.astype({narrow}), {ins.modifiers[1].lower()!r})")
+    pairs = f"{_byte_pair(e, ins)}.astype({narrow})"
+    assign(e, ins.operands[0], "u32", f"fp8x2_to_{ins.modifiers[0].lower()}x2({pairs}, {ins.modifiers[1].lower()!r})")
+
+
+def _byte_pair(e: Emitter, ins: SassInstruction) -> str:
+    """Return the half of the first source that an UNPACK_B converts, below other bits."""
+    operand = ins.operands[1]
+    assert isinstance(operand, Register)
+    value = source(e, operand, "u32")
+    return f"({value} >> {constant(e, 'u32', 16)})" if operand.suffixes == ("H1",) else value
+
+
+@op(r"F2FP.BF16.E8.UNPACK_B", batch=True)
+def unpack_scales(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a conversion of two powers of two (ue8m0), of the lower half or the upper (H1), to bf16."""
+    narrow = e.constants.thing(np.dtype("u2"))
+    assign(e, ins.operands[0], "u32", f"ue8m0x2_to_bf16x2({_byte_pair(e, ins)}.astype({narrow}))")
 
 
 @op(r"HADD2.F32", batch=True)
