@@ -82,7 +82,7 @@ QUERY_AND_CACHE = (
 DECODED: dict[str, CacheFormat] = {cache: FORMATS[cache] for _, cache in QUERY_AND_CACHE}  # formats of a first cache
 DECODED_BESIDE: dict[str, CacheFormat] = {**DECODED, V41_FP4.name: V41_FP4}  # formats of a second one
 
-_NOT_BUILT = {SM100.name: (V41.name, NOPE_528.name, V41_FP4.name)}  # formats of kernels that an architecture does not have
+_NOT_BUILT: dict[str, tuple[str, ...]] = {SM100.name: ()}  # formats of kernels that an architecture does not have
 
 
 def serving_kernels(cache: CacheFormat, extra: CacheFormat | None = None) -> str | None:
@@ -119,6 +119,11 @@ class SparseDecodeConfig:
     def extra_format(self) -> CacheFormat:
         """The layout of the second cache, likewise."""
         return FORMATS[self.cache]
+
+    @property
+    def mixes_formats(self) -> bool:
+        """True if the second cache has another format than the first, beyond the order of the same bytes."""
+        return self.extra_format is not self.format
 
     @property
     def name(self) -> str:
