@@ -78,6 +78,7 @@ from .sm90_gather import (
     position_in_tile,
     store_step,
     tile_steps,
+    widen_narrow,
 )
 from .sm90_scales import conversion_of, load_scales
 
@@ -219,13 +220,13 @@ class GatherRole:
         first_stage = pin_register(tiles.sKv.iterator.toint() + halves[0] * HALF_BYTES)
         buffers = new_buffers(batches)
         indices, position, keys = self.first_keys(operands, span, halves, lane, thread)
-        row0, row1, valid, loaded = *keys.rows, keys.valid, load_scales(self.conversion, keys.scales)
+        row0, row1, valid, narrow, loaded = *keys.rows, keys.valid, keys.narrow, load_scales(self.conversion, keys.scales)
         index = indices.look_up(position + TILE_KEYS)
         load_batch(batches[0], buffers[0], keys, halves, lane, thread)
         left = span.tiles
         while left > 0:
             left = left - 1
-            keys, scales = Keys((row0, row1), Int64(0), valid), self.conversion.ready(loaded, thread)
+            keys, scales = Keys((row0, row1), Int64(0), valid, narrow), self.conversion.ready(loaded, narrow, thread)
             position = position + TILE_KEYS
             following = keys
             for b in cutlass.range_constexpr(len(batches)):
@@ -233,7 +234,7 @@ class GatherRole:
                 zero = zero_behind(buffers[b % 2][0], row0)
                 if cutlass.const_expr(last):
                     # whatever is loaded from here on belongs to the next tile
-                    row0, row1, valid = *following.rows, following.valid
+                    row0, row1, valid, narrow = *following.rows, following.valid, following.narrow
                     loaded = load_scales(self.conversion, following.behind(zero).scales)
                     index = indices.look_up(position + zero + TILE_KEYS)
                 load_batch(batches[(b + 1) % len(batches)], buffers[(b + 1) % 2], following.behind(zero), halves, lane, thread)
@@ -244,10 +245,12 @@ class GatherRole:
                     acquire = stage_wait(pipes, step, kv)
                     target = first_stage + kv.stage * STAGE_BYTES
                     clear_absent(step, words, keys, halves[step.key], thread)
+                    if cutlass.const_expr(self.conversion.narrow):
+                        widen_narrow(step, words, keys, halves[step.key], thread)
                     if cutlass.const_expr(b + 2 == len(batches) and i + 1 == len(batches[b])):
                         # beside a conversion, whose instructions fill the time that each of these takes
                         following = find_keys(operands, self.conversion, index, indices.in_extra(position), halves, lane, thread)
-                    factors = self.conversion.of_step(step, scales, halves[step.key], thread)
+                    factors = self.conversion.of_step(step, scales, keys, halves[step.key], thread)
                     store_step(step, words, factors, target ^ (step.key * HALF_BYTES), lane, self.conversion, acquire)
                     if cutlass.const_expr(step.ends_stage):
                         self.finish_stage(pipes, kv, rope, step, target, shift)

@@ -21,10 +21,11 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 from ...spec.cache_format import CacheFormat
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ..attention.tiles import BOX_COLUMNS
+from ..primitives.e2m1 import e4m3_of_e2m1
 from ..primitives.integers import smaller
 from ..sm90.config import BOX_BYTES, STAGE_COLUMNS, STAGES_PER_TILE, Geometry
 from ..sm90.gather_split import CHUNK, HALF_BYTES, HALF_KEYS, HALVES, KEYS_PER_WARP, Half
-from ..sm90.row_conversion import LANES_PER_KEY, Batch, Lane, Run, Step, load_if, load_runs_if, store_runs
+from ..sm90.row_conversion import CHUNK_WORDS, LANES_PER_KEY, Batch, Lane, Run, Step, load_if, load_runs_if, part_of, store_runs
 from ..sm90.row_copy import copy_chunk
 from .operands import NO_SLOT, IndexList, Operands, slot_address
 from .sm90_scales import LOOKED_UP, Conversion, source_lane
@@ -98,20 +99,25 @@ class Keys:
 
     rows: addresses of the first bytes that it moves of its two keys, to be read only if the key is present. scales: address of its share
     of the scales of the key that it has looked up, 0 if that key is absent. valid: of all keys of the warp, a bit each, those of the
-    first half of the tile first.
+    first half of the tile first. narrow: likewise, which keys are of the second cache; None where both caches have one format.
     """
 
     rows: tuple[Int64, Int64]
     scales: Int64
     valid: Int32
+    narrow: Int32 | None = None
 
     def present(self, half: Half, thread: Int32) -> Int32:
         """Return 1 if the thread's key of a half of the tile is present, else 0."""
         return (self.valid >> source_lane(thread, half)) & 1
 
+    def is_narrow(self, half: Half, thread: Int32) -> Boolean:
+        """Return whether the thread's key of a half of the tile is of the second cache, where that has a format of its own."""
+        return (self.narrow >> source_lane(thread, half)) & 1 != 0
+
     def behind(self, zero: Int32) -> Keys:
         """Return the same keys, known no sooner than a number that is 0."""
-        return Keys((self.rows[0] + zero, self.rows[1] + zero), self.scales + zero, self.valid)
+        return Keys((self.rows[0] + zero, self.rows[1] + zero), self.scales + zero, self.valid, self.narrow)
 
 
 def position_in_tile(thread: Int32) -> Int32:
@@ -129,10 +135,21 @@ def find_keys(
     tile, from the others.
     """
     row, scales = slot_address(operands, conversion.config, index, in_extra)
+    if conversion.narrow:
+        narrow, share = cute.arch.vote_ballot_sync(in_extra), cutlass.select_(in_extra, conversion.source(scales, thread), scales)
+        found = Keys((row, row), cutlass.select_(scales != 0, share, scales), cute.arch.vote_ballot_sync(row != 0), narrow)
+        sources = [cutlass.select_(found.is_narrow(half, thread), narrow_source(lane), lane.source) for half in halves]
+        first, second = (shuffle_address(row, source_lane(thread, half)) + source for half, source in zip(halves, sources, strict=True))
+        return Keys((first, second), found.scales, found.valid, narrow)
     first, second = (shuffle_address(row, source_lane(thread, half)) + lane.source for half in halves)
     if conversion.shares:
         scales = cutlass.select_(scales != 0, conversion.source(scales, thread), scales)
     return Keys((first, second), scales, cute.arch.vote_ballot_sync(row != 0))
+
+
+def narrow_source(lane: Lane) -> Int32:
+    """Return where a lane's 16 bytes begin of 64 columns of e2m1: two lanes load the same, and use a half each."""
+    return (lane.source // HALVES) & CHUNK
 
 
 def shuffle_address(own: Int64, lane: Int32) -> Int64:
@@ -148,7 +165,14 @@ def shuffle_address(own: Int64, lane: Int32) -> Int64:
 def load_batch(batch: Batch, buffers: list[cute.Tensor], keys: Keys, halves: tuple[Half, Half], lane: Lane, thread: Int32) -> None:
     """Start the loads of a batch of steps."""
     for step, words in zip(batch, buffers, strict=False):
-        load_runs_if(step, words, keys.rows[step.key], lane, keys.present(halves[step.key], thread))
+        row, there = keys.rows[step.key], keys.present(halves[step.key], thread)
+        if keys.narrow is None:
+            load_runs_if(step, words, row, lane, there)
+            continue
+        narrow = keys.is_narrow(halves[step.key], thread)
+        for i, run in enumerate(step.runs):
+            source = cutlass.select_(narrow, Int32(run.source // HALVES), Int32(run.source))
+            load_if(there, part_of(words, i * CHUNK_WORDS, CHUNK_WORDS), row + source)
 
 
 @cute.jit
@@ -158,6 +182,25 @@ def clear_absent(step: cutlass.Constexpr[Step], words: cute.Tensor, keys: Keys, 
         mask = Int32(0) - keys.present(half, thread)
         for i in cutlass.range_constexpr(step.words):
             words[i] = words[i] & mask
+
+
+@cute.jit
+def widen_narrow(step: cutlass.Constexpr[Step], words: cute.Tensor, keys: Keys, half: Half, thread: Int32):
+    """Make e4m3 values of a step's bytes if its key has e2m1 values."""
+    if keys.narrow != 0:
+        narrow, odd = keys.is_narrow(half, thread), thread % HALVES != 0
+        for run in cutlass.range_constexpr(len(step.runs)):
+            first = run * CHUNK_WORDS
+            for i in cutlass.range_constexpr(HALVES):
+                codes = cutlass.select_(odd, words[first + HALVES + i], words[first + i])
+                if cutlass.const_expr(i == 0):
+                    wide0, wide1 = e4m3_of_e2m1(codes)
+                else:
+                    wide2, wide3 = e4m3_of_e2m1(codes)
+            words[first] = cutlass.select_(narrow, wide0, words[first])
+            words[first + 1] = cutlass.select_(narrow, wide1, words[first + 1])
+            words[first + 2] = cutlass.select_(narrow, wide2, words[first + 2])
+            words[first + 3] = cutlass.select_(narrow, wide3, words[first + 3])
 
 
 def copy_rope(

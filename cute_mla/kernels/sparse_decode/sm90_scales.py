@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, cute
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
 
 from ...spec.sparse_decode import SparseDecodeConfig
+from ..primitives.e2m1 import BF16_SCALES
 from ..primitives.e4m3 import widen
 from ..primitives.registers import as_float
 from ..sm90.gather_split import CHUNK, HALVES, KEYS_PER_WARP, Half
@@ -29,7 +30,10 @@ SCALE_SHARE = 8  # bytes of a key's scales that a lane loads, where they are loa
 E8M0_BITS = 255 << 23  # as the exponent of an fp32 number
 E8M0_ONE = 1 << 23
 PAIR_CODES = 0x00FF00FF  # every other byte of a word
-FIRST_HALVES, SECOND_HALVES = 0x1010, 0x3232  # bytes of a word, as prmt counts them
+# bytes of a word, or of two, as prmt counts them
+FIRST_HALVES, SECOND_HALVES = 0x1010, 0x3232
+EVEN_BYTES, ODD_BYTES = 0x2020, 0x3131
+LOW_PAIRS, HIGH_PAIRS = 0x5410, 0x7632
 
 Scales = tuple[Int32, ...]  # registers of a lane that has looked up a key
 
@@ -52,6 +56,7 @@ class ScaleProducts:
     dtype: type[cutlass.Numeric]
 
     words = SCALE_SHARE // 4
+    narrow = False
 
     @property
     def shares(self) -> bool:
@@ -62,11 +67,11 @@ class ScaleProducts:
         """Return the address of a lane's share of the scales that begin at an address."""
         return scales + scale_share(thread) * SCALE_SHARE
 
-    def ready(self, own: Scales, thread: Int32) -> Scales:
+    def ready(self, own: Scales, narrow: Int32 | None, thread: Int32) -> Scales:
         """Return the scales as they go round."""
         return own
 
-    def of_step(self, step: Step, own: Scales, half: Half, thread: Int32) -> list[Float32]:
+    def of_step(self, step: Step, own: Scales, keys: Any, half: Half, thread: Int32) -> list[Float32]:
         """Return the scales of a step's runs, whose key lies in this half of the tile. own: of this lane. All lanes."""
         if not step.quantised:
             return []
@@ -95,25 +100,69 @@ class Bf16Products:
     words = CHUNK // 4
     shares = False
 
-    def ready(self, own: Scales, thread: Int32) -> Scales:
-        """Return the scales as they go round: of either half of the boxes, as bf16."""
-        shift = scale_share(thread) * 8
-        return tuple(powers_of_two((word >> shift) & PAIR_CODES) for word in own)
+    @property
+    def narrow(self) -> bool:
+        """Return whether the second cache has e2m1 values."""
+        return self.config.extra_format is not self.config.format
 
-    def of_step(self, step: Step, own: Scales, half: Half, thread: Int32) -> list[Int32]:
-        """Return the scales of a step's runs, twice in a word. All lanes."""
+    def source(self, scales: Int64, thread: Int32) -> Int64:
+        """Return the address of a lane's share of the e4m3 scales of e2m1 values: of the first or the last 256 columns."""
+        return scales + scale_share(thread) * CHUNK
+
+    def ready(self, own: Scales, narrow: Int32 | None, thread: Int32) -> Scales:
+        """Return the scales as they go round: of either half of the boxes, as bf16. narrow: as in Keys."""
+        shift = scale_share(thread) * 8
+        powers = tuple(powers_of_two((word >> shift) & PAIR_CODES) for word in own)
+        return powers if narrow is None else narrow_scales(powers, own, narrow, thread)
+
+    def of_step(self, step: Step, own: Scales, keys: Any, half: Half, thread: Int32) -> list[Int32]:
+        """Return the scales of a step's runs, twice in a word. keys: of the tile. All lanes."""
         lane = source_lane(thread, half) + thread % LANES_PER_KEY // (LANES_PER_KEY // HALVES) * LOOKED_UP
         pair = cute.arch.shuffle_sync(own[step.scale_source // 4], lane)
+        if self.narrow:
+            pair = bf16_scales(pair, keys.narrow, keys.is_narrow(half, thread), thread)
         return [cute.arch.prmt(pair, pair, Int32(halves)) for halves in (FIRST_HALVES, SECOND_HALVES)]
 
     def dequantise(self, words: cute.Tensor, scale: Int32) -> cute.Tensor:
         """Return 16 e4m3 values in 4 words times a scale, in 8 words."""
         products = widen(words, BFloat16)
         for i in range(2 * self.words):
-            products[i] = cute.arch.inline_ptx(
-                "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[products[i], scale]
-            )
+            products[i] = multiply_pairs(products[i], scale)
         return products
+
+
+@cute.jit
+def narrow_scales(powers: Scales, own: Scales, narrow: Int32, thread: Int32) -> Scales:
+    """Return a lane's scales: powers of two, or of a key with e2m1 values, for each stage, a code for each 16 columns that it hands to.
+
+    own: as loaded, of e2m1 values those of 256 columns. The two lanes of a key exchange what the other one hands round.
+    """
+    scale0, scale1, scale2, scale3 = powers
+    if narrow != 0:
+        first = scale_share(thread) == 0
+        kept = cutlass.select_(first, Int32(LOW_PAIRS), Int32(HIGH_PAIRS))
+        given = cutlass.select_(first, Int32(HIGH_PAIRS), Int32(LOW_PAIRS))
+        kept0, kept1 = cute.arch.prmt(own[0], own[1], kept), cute.arch.prmt(own[2], own[3], kept)
+        got0 = cute.arch.shuffle_sync_bfly(cute.arch.prmt(own[0], own[1], given), offset=LOOKED_UP)
+        got1 = cute.arch.shuffle_sync_bfly(cute.arch.prmt(own[2], own[3], given), offset=LOOKED_UP)
+        mine = (narrow >> (thread % 32)) & 1 != 0
+        scale0 = cutlass.select_(mine, cutlass.select_(first, kept0, got0), scale0)
+        scale1 = cutlass.select_(mine, cutlass.select_(first, kept1, got1), scale1)
+        scale2 = cutlass.select_(mine, cutlass.select_(first, got0, kept0), scale2)
+        scale3 = cutlass.select_(mine, cutlass.select_(first, got1, kept1), scale3)
+    return scale0, scale1, scale2, scale3
+
+
+@cute.jit
+def bf16_scales(word: Int32, any_narrow: Int32, narrow: Boolean, thread: Int32) -> Int32:
+    """Return the scales of the lane's 16 columns of both boxes as bf16. word: two of them, or codes for two lanes if the key is narrow."""
+    pair = word
+    if any_narrow != 0:
+        codes = cute.arch.prmt(word, word, cutlass.select_(thread % HALVES == 0, Int32(EVEN_BYTES), Int32(ODD_BYTES)))
+        both = cute.make_rmem_tensor(cute.make_layout(2), Int32)
+        both[0], both[1] = codes, Int32(0)
+        pair = cutlass.select_(narrow, multiply_pairs(widen(both, BFloat16)[0], BF16_SCALES), word)
+    return pair
 
 
 Conversion = Any  # ScaleProducts or Bf16Products
@@ -131,6 +180,18 @@ def load_scales(conversion: Conversion, address: Int64) -> Scales:
     words.fill(0)
     load_if(address != 0, words, address)
     return tuple(words[i] for i in range(conversion.words))
+
+
+def multiply_pairs(left: Int32, right: Int32 | int) -> Int32:
+    """Multiply two pairs of bf16 numbers. right: a constant or not."""
+    constant = isinstance(right, int)
+    return cute.arch.inline_ptx(
+        f"{{ .reg .b32 right; mov.b32 right, {right:#x}; mul.rn.bf16x2 {{$w0}}, {{$r0}}, right; }}"
+        if constant
+        else "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};",
+        write_only_types=[Int32],
+        read_only_args=[left] if constant else [left, right],
+    )
 
 
 def power_of_two(word: Int32, byte: int) -> Float32:
