@@ -26,7 +26,7 @@ from cutlass import Boolean, Int32, Int64, Uint8, cute
 from ...manifest import NamedBarrier
 from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
-from ...spec.mla import ELEMENT_BYTES
+from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.sparse_decode import SparseDecodeConfig
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
@@ -75,12 +75,12 @@ from .sm90_gather import (
     copy_stage,
     find_keys,
     load_batch,
-    load_scales,
     position_in_tile,
-    step_scales,
     store_step,
     tile_steps,
+    widen_narrow,
 )
+from .sm90_scales import conversion_of, load_scales
 
 GATHER_BARRIER = OUTPUT_BARRIER + OUTPUT_GROUPS  # and the following: one for each stage of a tile and one for its RoPE columns
 SHARED_REGISTERS = ALL_REGISTERS - OUTPUT_GROUPS * OUTPUT_REGISTERS  # by gather and score
@@ -92,9 +92,9 @@ def geometry_of(cache_format: CacheFormat) -> Geometry:
     Copies of 16-bit columns take no registers, so that Q has them, and a tenth stage the shared memory. Few column tiles of Q in registers
     leave the gather role those for its loads in flight where it converts.
     """
-    q_tiles_in_registers, kv_stages, producer_registers = {"latent": (4, 10, 56), "fp8_656": (2, 9, 88), "fp8_584": (1, 9, 96)}[
-        cache_format.name
-    ]
+    q_tiles_in_registers, kv_stages, producer_registers = (4, 10, 56)
+    if cache_format.group:
+        q_tiles_in_registers, kv_stages, producer_registers = (2, 9, 88) if cache_format.d_qk > D_LATENT else (1, 9, 96)
     return Geometry(
         d_qk=cache_format.d_qk,
         q_tiles_in_registers=q_tiles_in_registers,
@@ -165,9 +165,8 @@ class GatherRole:
     """
 
     def __init__(self, config: SparseDecodeConfig, dtype: type[cutlass.Numeric], geometry: Geometry) -> None:
-        self.config = config
         self.format = config.format
-        self.dtype = dtype
+        self.conversion = conversion_of(config, dtype)
         self.geometry = geometry
         self.cluster = config.cluster
         self.batches = batches_of(tile_steps(self.format, geometry, self.cluster)) if self.format.group else ()
@@ -201,7 +200,7 @@ class GatherRole:
         """Return the indices of a work tile, and this thread's position and keys in its first tile."""
         indices = Indices.create(operands, span.req, (span.begin_tile + span.tiles) * TILE_KEYS)
         position = span.begin_tile * TILE_KEYS + position_in_tile(thread)
-        keys = find_keys(operands, self.config, indices.look_up(position), indices.in_extra(position), halves, lane, thread)
+        keys = find_keys(operands, self.conversion, indices.look_up(position), indices.in_extra(position), halves, lane, thread)
         return indices, position, keys
 
     @cute.jit
@@ -221,13 +220,13 @@ class GatherRole:
         first_stage = pin_register(tiles.sKv.iterator.toint() + halves[0] * HALF_BYTES)
         buffers = new_buffers(batches)
         indices, position, keys = self.first_keys(operands, span, halves, lane, thread)
-        row0, row1, valid, scales0, scales1 = *keys.rows, keys.valid, *load_scales(keys.scales)
+        row0, row1, valid, narrow, loaded = *keys.rows, keys.valid, keys.narrow, load_scales(self.conversion, keys.scales)
         index = indices.look_up(position + TILE_KEYS)
         load_batch(batches[0], buffers[0], keys, halves, lane, thread)
         left = span.tiles
         while left > 0:
             left = left - 1
-            keys, scales = Keys((row0, row1), Int64(0), valid), (scales0, scales1)
+            keys, scales = Keys((row0, row1), Int64(0), valid, narrow), self.conversion.ready(loaded, narrow, thread)
             position = position + TILE_KEYS
             following = keys
             for b in cutlass.range_constexpr(len(batches)):
@@ -235,8 +234,8 @@ class GatherRole:
                 zero = zero_behind(buffers[b % 2][0], row0)
                 if cutlass.const_expr(last):
                     # whatever is loaded from here on belongs to the next tile
-                    row0, row1, valid = *following.rows, following.valid
-                    scales0, scales1 = load_scales(following.behind(zero).scales)
+                    row0, row1, valid, narrow = *following.rows, following.valid, following.narrow
+                    loaded = load_scales(self.conversion, following.behind(zero).scales)
                     index = indices.look_up(position + zero + TILE_KEYS)
                 load_batch(batches[(b + 1) % len(batches)], buffers[(b + 1) % 2], following.behind(zero), halves, lane, thread)
                 if cutlass.const_expr(b == 0):
@@ -246,11 +245,13 @@ class GatherRole:
                     acquire = stage_wait(pipes, step, kv)
                     target = first_stage + kv.stage * STAGE_BYTES
                     clear_absent(step, words, keys, halves[step.key], thread)
+                    if cutlass.const_expr(self.conversion.narrow):
+                        widen_narrow(step, words, keys, halves[step.key], thread)
                     if cutlass.const_expr(b + 2 == len(batches) and i + 1 == len(batches[b])):
                         # beside a conversion, whose instructions fill the time that each of these takes
-                        following = find_keys(operands, self.config, index, indices.in_extra(position), halves, lane, thread)
-                    factors = step_scales(self.format, step, scales, halves[step.key], thread)
-                    store_step(step, words, factors, target ^ (step.key * HALF_BYTES), lane, self.dtype, acquire)
+                        following = find_keys(operands, self.conversion, index, indices.in_extra(position), halves, lane, thread)
+                    factors = self.conversion.of_step(step, scales, keys, halves[step.key], thread)
+                    store_step(step, words, factors, target ^ (step.key * HALF_BYTES), lane, self.conversion, acquire)
                     if cutlass.const_expr(step.ends_stage):
                         self.finish_stage(pipes, kv, rope, step, target, shift)
                         kv = pipes.kv_free.advance(kv)
@@ -291,7 +292,7 @@ class GatherRole:
                     landing_rope = pipes.rope_free.advance(landing_rope)
             left = left - 1
             position = position + TILE_KEYS
-            keys = find_keys(operands, self.config, index, indices.in_extra(position), halves, lane, thread)
+            keys = find_keys(operands, self.conversion, index, indices.in_extra(position), halves, lane, thread)
             row0, row1, valid = *keys.rows, keys.valid
             index = indices.look_up(position + TILE_KEYS)
         self.finish_copies(pipes, landing, landing_rope, STAGES_PER_TILE - 1, first_stage, shift, 0)
