@@ -21,6 +21,7 @@ from ...spec.sparse_decode import SparseDecodeConfig
 from ..attention.kernel import AttentionKernel
 from ..attention.softmax import SinkScale
 from ..definition import KernelDefinition
+from ..primitives.registers import pin_address
 from ..sm100.config import EVEN_CTA, SIXTEEN_BIT, TMEM_COLUMNS, VECTOR, Tiles
 from ..sm100.indexed_keys import IndexedPipes, SeenBits, SeenMask
 from ..sm100.mma import MmaRole, PairGemm
@@ -114,7 +115,9 @@ class SlotKeys:
         """Return the where the slot of an index lies."""
         in_extra = keys.in_extra(position)
         row, scales = slot_address(operands, self.config, found, in_extra)
-        return MixedKeys(row, scales, in_extra) if self.config.mixes_formats else ScaledKeys(row, scales)
+        if self.config.mixes_formats:
+            return MixedKeys(pin_address(row), pin_address(scales), in_extra)
+        return ScaledKeys(row, scales)
 
 
 def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:

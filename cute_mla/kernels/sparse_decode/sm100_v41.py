@@ -18,6 +18,7 @@ from ..attention.tiles import BOX_COLUMNS
 from ..primitives.e2m1 import BF16_SCALES, e4m3_of_e2m1
 from ..primitives.e4m3 import bf16_of_e4m3, widen_in_pairs
 from ..primitives.elements import multiply_pairs
+from ..primitives.registers import pin_register
 from ..sm100.config import CTA_COLUMNS
 from ..sm100.row_conversion import E4m3Columns
 from ..sm100.row_copy import CHUNK, LANES, WARP_KEYS, WarpRows, copy_runs, start_copy
@@ -151,7 +152,7 @@ class MixedTile:
         """Return the scale of a lane's 16 e2m1 values, as the lane has them in e4m3, twice. first, second: words of a lane."""
         codes = cutlass.select_(self.columns.box % HALVES == 0, first, second)
         same = cute.arch.prmt(codes, codes, self.columns.chunk * SAME_BYTES)
-        return multiply_pairs(bf16_of_e4m3(same), Int32(BF16_SCALES))
+        return multiply_pairs(bf16_of_e4m3(same), pin_register(BF16_SCALES))
 
     def _is_narrow(self, step: int, narrow: Int32) -> Boolean:
         return (narrow >> self.columns.key_of(step)) & 1 != 0
