@@ -15,7 +15,7 @@ from .abi import Float32, Int32, Int64, Pointer, params_of
 from .arch import SM100, Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
 from .dense_decode import MAX_ROW_ALIGNMENT, TILINGS, num_parts, row_ctas
-from .mla import DTYPES, ELEMENT_BYTES
+from .mla import ELEMENT_BYTES
 from .split_plan import invariant_splits
 
 
@@ -90,6 +90,10 @@ def serving_kernels(cache: CacheFormat, extra: CacheFormat | None = None) -> str
     if extra is None or extra.kernels == cache.kernels:
         return cache.kernels
     return extra.name if extra.beside == cache.kernels else None
+
+
+# The compiled variants: element type of q and out, and what serving_kernels names
+KERNELS = (*dict.fromkeys((dtype, FORMATS[cache].kernels) for dtype, cache in QUERY_AND_CACHE), ("bf16", V41_FP4.name))
 
 
 def built_error(arch: Arch, kernels: str) -> str | None:
@@ -181,6 +185,5 @@ class SparseDecodeProblem:
 def closed_variants(arch: Arch) -> tuple[SparseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
     shapes = TILINGS[arch.name].shapes
-    kinds = dict.fromkeys((dtype, FORMATS[cache].kernels) for dtype, cache in QUERY_AND_CACHE)
-    built = [kind for kind in (*kinds, (DTYPES[0], V41_FP4.name)) if built_error(arch, kind[1]) is None]
+    built = [kind for kind in KERNELS if built_error(arch, kind[1]) is None]
     return tuple(SparseDecodeConfig(dtype, cache, *shape) for dtype, cache in built for shape in shapes)

@@ -19,8 +19,9 @@ import cutlass
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
 
 from ...spec.sparse_decode import SparseDecodeConfig
-from ..primitives.e2m1 import BF16_SCALES
+from ..primitives.e2m1 import E2M1_SCALE
 from ..primitives.e4m3 import widen
+from ..primitives.elements import pack_pair
 from ..primitives.registers import as_float
 from ..sm90.gather_split import CHUNK, HALVES, KEYS_PER_WARP, Half
 from ..sm90.row_conversion import LANES_PER_KEY, Step, load_if
@@ -161,7 +162,8 @@ def bf16_scales(word: Int32, any_narrow: Int32, narrow: Boolean, thread: Int32) 
         codes = cute.arch.prmt(word, word, cutlass.select_(thread % HALVES == 0, Int32(EVEN_BYTES), Int32(ODD_BYTES)))
         both = cute.make_rmem_tensor(cute.make_layout(2), Int32)
         both[0], both[1] = codes, Int32(0)
-        pair = cutlass.select_(narrow, multiply_pairs(widen(both, BFloat16)[0], BF16_SCALES), word)
+        values = cute.recast_tensor(both, cutlass.Float8E4M3FN).load().to(Float32)
+        pair = cutlass.select_(narrow, pack_pair(values[0] * E2M1_SCALE, values[1] * E2M1_SCALE, BFloat16), word)
     return pair
 
 
@@ -182,16 +184,9 @@ def load_scales(conversion: Conversion, address: Int64) -> Scales:
     return tuple(words[i] for i in range(conversion.words))
 
 
-def multiply_pairs(left: Int32, right: Int32 | int) -> Int32:
-    """Multiply two pairs of bf16 numbers. right: a constant or not."""
-    constant = isinstance(right, int)
-    return cute.arch.inline_ptx(
-        f"{{ .reg .b32 right; mov.b32 right, {right:#x}; mul.rn.bf16x2 {{$w0}}, {{$r0}}, right; }}"
-        if constant
-        else "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};",
-        write_only_types=[Int32],
-        read_only_args=[left] if constant else [left, right],
-    )
+def multiply_pairs(left: Int32, right: Int32) -> Int32:
+    """Multiply two pairs of bf16 numbers."""
+    return cute.arch.inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[left, right])
 
 
 def power_of_two(word: Int32, byte: int) -> Float32:

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import product
 
 from ...spec.cache_format import FORMATS
-from ...spec.sparse_decode import QUERY_AND_CACHE
+from ...spec.sparse_decode import KERNELS, QUERY_AND_CACHE
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..cases.far import FAR_DIMENSIONS
 from ..cases.sparse_decode import ROWS_APART, Pool, SparseDecodeCase
@@ -64,7 +64,6 @@ _CACHES: dict[str, tuple[tuple[str, str], ...]] = {
     "v41": (("v41", ""), ("v41_paged", ""), ("v41", "v41_paged"), ("v41_paged", "v41")),
     "v41_fp4": (("v41", "v41_fp4"), ("v41_paged", "v41_fp4")),
 }
-_KERNELS = (*((dtype, cache) for dtype, cache in QUERY_AND_CACHE if FORMATS[cache].kernels == cache), ("bf16", "v41_fp4"))
 _FP32_SCALES = ("fp8_656", "nope_528")
 
 
@@ -99,7 +98,7 @@ def _small(dtype: str, kernels: str, choice: Choice) -> SparseDecodeCase | None:
 def _covers() -> Iterator[SparseDecodeCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
-    for (dtype, kernels), two, elements in product(_KERNELS, (False, True), (False, True)):
+    for (dtype, kernels), two, elements in product(KERNELS, (False, True), (False, True)):
         if elements and two:
             continue  # one variant serves all numbers of heads
         caches = _CACHES.get(kernels, ((kernels, ""),))
