@@ -15,7 +15,7 @@ from cutlass import BFloat16, Boolean, Int16, Int32, Int64, cute
 
 from ...spec.cache_format import V41, V41_FP4
 from ..attention.tiles import BOX_COLUMNS
-from ..primitives.e2m1 import BF16_SCALES, e4m3_of_e2m1
+from ..primitives.e2m1 import e4m3_of_e2m1
 from ..primitives.e4m3 import bf16_of_e4m3, widen_in_pairs
 from ..primitives.elements import multiply_pairs
 from ..primitives.registers import pin_register
@@ -29,6 +29,7 @@ KEY_SCALES = CTA_COLUMNS // V41.group  # bytes of a key and CTA
 NARROW_KEY_SCALES = CTA_COLUMNS // V41_FP4.group
 SCALE_CHUNKS = V41.group // CHUNK  # of 16 columns, that share a scale
 BOX_SCALES = BOX_COLUMNS // V41.group
+NARROW_SCALES = 0x42804280  # two bf16 numbers E2M1_SCALE
 SAME_BYTES = 0x1111  # times the number of a byte: that byte everywhere, as prmt counts bytes
 
 
@@ -152,7 +153,7 @@ class MixedTile:
         """Return the scale of a lane's 16 e2m1 values, as the lane has them in e4m3, twice. first, second: words of a lane."""
         codes = cutlass.select_(self.columns.box % HALVES == 0, first, second)
         same = cute.arch.prmt(codes, codes, self.columns.chunk * SAME_BYTES)
-        return multiply_pairs(bf16_of_e4m3(same), pin_register(BF16_SCALES))
+        return multiply_pairs(bf16_of_e4m3(same), pin_register(NARROW_SCALES))
 
     def _is_narrow(self, step: int, narrow: Int32) -> Boolean:
         return (narrow >> self.columns.key_of(step)) & 1 != 0
