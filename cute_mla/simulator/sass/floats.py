@@ -146,27 +146,32 @@ def halves(e: Emitter, ins: SassInstruction) -> None:
     """Emit arithmetic on pairs of 16-bit floats. H0_H0, H1_H1: one half of an operand for both."""
     kind = "bf16" if "BF16_V2" in ins.modifiers else "f16"
     function = elementwise.half_arithmetic({"HADD2": "add", "HMUL2": "mul"}[ins.base], kind, nan=False)
-    values = ", ".join(half_pair(e, operand) for operand in ins.operands[1:])
-    assign(e, ins.operands[0], "u32", f"on_halves({e.constants.thing(function)}, {values})")
+    assign(e, ins.operands[0], "u32", f"on_halves({e.constants.thing(function)}, {', '.join(half_pairs(e, ins, 2))})")
 
 
 @op(r"HFMA2(.MMA)?(.BF16_V2)?")
 def fused_halves(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a * b + c on pairs of 16-bit floats. A literal is printed as two halves; -0 * 0 plus a literal is a move."""
-    sources = [operand for operand in ins.operands[1:] if not isinstance(operand, Immediate)]
-    literals = len(ins.operands) - 1 - len(sources)
-    if len(sources) + literals // 2 != 3 or literals not in (0, 2):
-        raise Unsupported("HFMA2 with other literals")
-    pairs = [half_pair(e, operand) for operand in sources]
-    if literals:
-        literal = constant(e, "u32", ins.low >> 32)
-        place = next(index for index, operand in enumerate(ins.operands[1:]) if isinstance(operand, Immediate))
-        if place == 2 and all(isinstance(operand, Register) and operand.number is None for operand in sources):
-            assign(e, ins.operands[0], "u32", literal)
-            return
-        pairs.insert(place, literal)
+    """Emit a * b + c on pairs of 16-bit floats. -0 * 0 plus a literal is a move."""
+    pairs = half_pairs(e, ins, 3)
+    a, b, *rest = ins.operands[1:]
+    if isinstance(rest[0], Immediate) and all(isinstance(operand, Register) and operand.number is None for operand in (a, b)):
+        assign(e, ins.operands[0], "u32", pairs[2])
+        return
     function = elementwise.half_arithmetic("fma", "bf16" if "BF16_V2" in ins.modifiers else "f16", nan=False)
     assign(e, ins.operands[0], "u32", f"on_halves({e.constants.thing(function)}, {', '.join(pairs)})")
+
+
+def half_pairs(e: Emitter, ins: SassInstruction, count: int) -> list[str]:
+    """Return the expressions of the sources of an operation on pairs of 16-bit floats. A literal is printed as two halves."""
+    sources = [operand for operand in ins.operands[1:] if not isinstance(operand, Immediate)]
+    literals = len(ins.operands) - 1 - len(sources)
+    if len(sources) + literals // 2 != count or literals not in (0, 2):
+        raise Unsupported(f"{ins.base} with other literals")
+    pairs = [half_pair(e, operand) for operand in sources]
+    if literals:
+        place = next(index for index, operand in enumerate(ins.operands[1:]) if isinstance(operand, Immediate))
+        pairs.insert(place, constant(e, "u32", ins.low >> 32))
+    return pairs
 
 
 def half_pair(e: Emitter, operand: Operand) -> str:
