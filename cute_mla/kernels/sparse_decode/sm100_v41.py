@@ -66,17 +66,20 @@ class V41Tile:
         copy_runs((self.columns,), rows, keys)
 
     def finish(self, rows: WarpRows) -> None:
-        """Convert a tile that this warp's copies have brought, pass by pass: all at once would keep the port from the products longer."""
-        own = self._scale_word(rows).load()
-        byte = scale_byte(self.columns)
-        for step in range(self.columns.passes):
-            words = self.columns.load(step, rows.first)
-            codes = cute.arch.shuffle_sync(own, scale_lane(self.columns, step))
-            scales = bf16_of_e8m0(cute.arch.prmt(codes, codes, byte * SAME_BYTES))
-            self.columns.write(step, rows.first, scaled_bf16(words, scales))
+        """Convert a tile that this warp's copies have brought."""
+        convert_e4m3(self.columns, rows, self._scale_word(rows).load())
 
     def _scale_word(self, rows: WarpRows) -> cute.Pointer:
         return self.sScales + (rows.number * LANES + cute.arch.lane_idx())
+
+
+def convert_e4m3(columns: E4m3Columns, rows: WarpRows, scales: Int32) -> None:
+    """Convert a tile of e4m3 values, pass by pass: all at once would keep the port from the products longer. scales: of the lane."""
+    byte = scale_byte(columns)
+    for step in range(columns.passes):
+        words = columns.load(step, rows.first)
+        codes = cute.arch.shuffle_sync(scales, scale_lane(columns, step))
+        columns.write(step, rows.first, scaled_bf16(words, bf16_of_e8m0(cute.arch.prmt(codes, codes, byte * SAME_BYTES))))
 
 
 def scale_lane(columns: E4m3Columns, step: int) -> Int32:
@@ -131,16 +134,29 @@ class MixedTile:
         cute.arch.sync_warp()
         narrow = (self.sNarrow + rows.number).load()
         first, second = (word.load() for word in self._scale_words(rows))
-        for step in cutlass.range_constexpr(self.columns.passes):
-            words = self.columns.load(step, rows.first)
-            codes = cute.arch.shuffle_sync(first, scale_lane(self.columns, step))
-            scales = bf16_of_e8m0(cute.arch.prmt(codes, codes, scale_byte(self.columns) * SAME_BYTES))
-            if narrow != 0:
-                other = cute.arch.shuffle_sync(second, scale_lane(self.columns, step))
-                is_narrow = self._is_narrow(step, narrow)
-                scales = cutlass.select_(is_narrow, self._narrow_scales(codes, other), scales)
-                self._widen(words, is_narrow)
-            self.columns.write(step, rows.first, scaled_bf16(words, scales))
+        if narrow == 0:
+            convert_e4m3(self.columns, rows, first)
+        else:
+            self._convert(rows, narrow, first, second)
+
+    def _convert(self, rows: WarpRows, narrow: Int32, first: Int32, second: Int32) -> None:
+        """Convert a tile that has e2m1 values. narrow: a bit per key. first, second: scales of the lane."""
+        steps = range(self.columns.passes)
+        factors = [self._scales(step, narrow, first, second) for step in steps]
+        loaded = [self.columns.load(step, rows.first) for step in steps]
+        for step in steps:
+            self._widen(loaded[step], self._is_narrow(step, narrow))
+            self.columns.write(step, rows.first, scaled_bf16(loaded[step], factors[step]))
+
+    def _scales(self, step: int, narrow: Int32, first: Int32, second: Int32) -> Int32:
+        """Return the scale of a lane's columns of one pass, twice."""
+        lane, is_narrow = scale_lane(self.columns, step), self._is_narrow(step, narrow)
+        codes, other = cute.arch.shuffle_sync(first, lane), cute.arch.shuffle_sync(second, lane)
+        codes = cutlass.select_(is_narrow & (self.columns.box % HALVES != 0), other, codes)
+        byte = cutlass.select_(is_narrow, self.columns.chunk, scale_byte(self.columns))
+        same = cute.arch.prmt(codes, codes, byte * SAME_BYTES)
+        narrow_scale = multiply_pairs(bf16_of_e4m3(same), pin_register(NARROW_SCALES))
+        return cutlass.select_(is_narrow, narrow_scale, bf16_of_e8m0(same))
 
     def _widen(self, words: cute.Tensor, narrow: Boolean) -> None:
         """Make e4m3 values, 64 times smaller, of a lane's 16 e2m1 values."""
@@ -148,12 +164,6 @@ class MixedTile:
         wide = [word for i in range(HALVES) for word in e4m3_of_e2m1(cutlass.select_(odd, words[HALVES + i], words[i]))]
         for i, word in enumerate(wide):
             words[i] = cutlass.select_(narrow, word, words[i])
-
-    def _narrow_scales(self, first: Int32, second: Int32) -> Int32:
-        """Return the scale of a lane's 16 e2m1 values, as the lane has them in e4m3, twice. first, second: words of a lane."""
-        codes = cutlass.select_(self.columns.box % HALVES == 0, first, second)
-        same = cute.arch.prmt(codes, codes, self.columns.chunk * SAME_BYTES)
-        return multiply_pairs(bf16_of_e4m3(same), pin_register(NARROW_SCALES))
 
     def _is_narrow(self, step: int, narrow: Int32) -> Boolean:
         return (narrow >> self.columns.key_of(step)) & 1 != 0
