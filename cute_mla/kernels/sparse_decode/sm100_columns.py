@@ -38,7 +38,8 @@ def columns_of_cta(config: SparseDecodeConfig, dtype: type[cutlass.Numeric], mem
         return MixedTile(latent_e4m3_columns(rank), rank, memory["sScales"], memory["sNarrow"])
     if cache.scale == "e8m0" and cache.quantised == D_LATENT:
         return V41Tile(latent_e4m3_columns(rank), rank, memory["sScales"])
-    return ScaledTile(ScaledColumns.create(cache, dtype, rank), _wide_columns(cache, rank), rank, memory["sScales"])
+    copied = _wide_columns(cache, rank)
+    return ScaledTile(ScaledColumns.create(cache, dtype, rank), copied, rank, memory["sScales"])
 
 
 def _wide_columns(cache: CacheFormat, rank: Int32) -> tuple[CopiedColumns, ...]:
