@@ -155,7 +155,9 @@ def narrow_scales(powers: Scales, own: Scales, narrow: Int32, thread: Int32) -> 
 
 
 @cute.jit
-def widen_narrow(step: cutlass.Constexpr[Step], words: cute.Tensor, pair: Int32, any_narrow: Int32, narrow: Boolean, thread: Int32) -> Int32:
+def widen_narrow(
+    step: cutlass.Constexpr[Step], words: cute.Tensor, pair: Int32, any_narrow: Int32, narrow: Boolean, thread: Int32
+) -> Int32:
     """Make e4m3 values of a step's bytes if its key is narrow: if it has e2m1 values. any_narrow: not 0 if a key of the warp has.
 
     pair: scales of both boxes, or of a narrow key codes for two lanes. Return the scales of the lane's 16 columns of both boxes as bf16.
