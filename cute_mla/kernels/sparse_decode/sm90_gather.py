@@ -112,7 +112,7 @@ class Keys:
 
     def is_narrow(self, half: Half, thread: Int32) -> Boolean:
         """Return whether the thread's key of a half of the tile is of the second cache, where that has a format of its own."""
-        return (self.narrow >> source_lane(thread, half)) & 1 != 0
+        return ((self.narrow >> source_lane(thread, half)) & 1) != 0
 
     def behind(self, zero: Int32) -> Keys:
         """Return the same keys, known no sooner than a number that is 0."""
@@ -148,7 +148,7 @@ def find_keys(
 
 def narrow_source(lane: Lane) -> Int32:
     """Return where a lane's 16 bytes begin of 64 columns of e2m1: two lanes load the same, and use a half each."""
-    return (lane.source // HALVES) & CHUNK
+    return (lane.source >> 1) & CHUNK
 
 
 def shuffle_address(own: Int64, lane: Int32) -> Int64:

@@ -118,7 +118,7 @@ class Bf16Products:
 
     def of_step(self, step: Step, words: cute.Tensor, own: Scales, keys: Any, half: Half, thread: Int32) -> list[Int32]:
         """Return the scales of a step's runs, twice in a word, and make e4m3 values of its bytes. keys: of the tile. All lanes."""
-        lane = source_lane(thread, half) + thread % LANES_PER_KEY // (LANES_PER_KEY // HALVES) * LOOKED_UP
+        lane = source_lane(thread, half) + (thread & HALVES) * (LOOKED_UP // HALVES)
         pair = cute.arch.shuffle_sync(own[step.scale_source // 4], lane)
         if self.narrow:
             pair = widen_narrow(step, words, pair, keys.narrow, keys.is_narrow(half, thread), thread)
@@ -146,7 +146,7 @@ def narrow_scales(powers: Scales, own: Scales, narrow: Int32, thread: Int32) -> 
         kept0, kept1 = cute.arch.prmt(own[0], own[1], kept), cute.arch.prmt(own[2], own[3], kept)
         got0 = cute.arch.shuffle_sync_bfly(cute.arch.prmt(own[0], own[1], given), offset=LOOKED_UP)
         got1 = cute.arch.shuffle_sync_bfly(cute.arch.prmt(own[2], own[3], given), offset=LOOKED_UP)
-        mine = (narrow >> (thread % 32)) & 1 != 0
+        mine = ((narrow >> (thread % 32)) & 1) != 0
         scale0 = cutlass.select_(mine, cutlass.select_(first, kept0, got0), scale0)
         scale1 = cutlass.select_(mine, cutlass.select_(first, kept1, got1), scale1)
         scale2 = cutlass.select_(mine, cutlass.select_(first, got0, kept0), scale2)
@@ -163,7 +163,7 @@ def widen_narrow(
     pair: scales of both boxes, or of a narrow key codes for two lanes. Return the scales of the lane's 16 columns of both boxes as bf16.
     """
     if any_narrow != 0:
-        odd = thread % HALVES != 0
+        odd = (thread & 1) != 0
         both = cute.make_rmem_tensor(cute.make_layout(2), Int32)
         both[0], both[1] = cute.arch.prmt(pair, pair, cutlass.select_(odd, Int32(ODD_BYTES), Int32(EVEN_BYTES))), Int32(0)
         scales = cute.recast_tensor(both, cutlass.Float8E4M3FN).load().to(Float32)
