@@ -27,6 +27,9 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
             "latent": "sparse decode, 16-bit cache",
             "fp8_656": "sparse decode, FP8 cache of 656 bytes a token",
             "fp8_584": "sparse decode, FP8 cache of 584 bytes a token",
+            "v41": "sparse decode, FP8 cache of 528 bytes a token, `v41` and `v41_paged`",
+            "nope_528": "sparse decode, FP8 cache of 528 bytes a token, `nope_528`",
+            "v41_fp4": "sparse decode, `v41` or `v41_paged` with an FP4 extra cache of 288 bytes a token",
         }
     },
     "sparse_prefill": {"d_qk": {columns: f"sparse prefill, rows of {columns}" for columns in (576, 512)}},

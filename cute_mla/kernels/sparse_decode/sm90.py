@@ -78,7 +78,6 @@ from .sm90_gather import (
     position_in_tile,
     store_step,
     tile_steps,
-    widen_narrow,
 )
 from .sm90_scales import conversion_of, load_scales
 
@@ -245,12 +244,10 @@ class GatherRole:
                     acquire = stage_wait(pipes, step, kv)
                     target = first_stage + kv.stage * STAGE_BYTES
                     clear_absent(step, words, keys, halves[step.key], thread)
-                    if cutlass.const_expr(self.conversion.narrow):
-                        widen_narrow(step, words, keys, halves[step.key], thread)
                     if cutlass.const_expr(b + 2 == len(batches) and i + 1 == len(batches[b])):
                         # beside a conversion, whose instructions fill the time that each of these takes
                         following = find_keys(operands, self.conversion, index, indices.in_extra(position), halves, lane, thread)
-                    factors = self.conversion.of_step(step, scales, keys, halves[step.key], thread)
+                    factors = self.conversion.of_step(step, words, scales, keys, halves[step.key], thread)
                     store_step(step, words, factors, target ^ (step.key * HALF_BYTES), lane, self.conversion, acquire)
                     if cutlass.const_expr(step.ends_stage):
                         self.finish_stage(pipes, kv, rope, step, target, shift)

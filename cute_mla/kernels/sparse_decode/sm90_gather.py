@@ -21,7 +21,6 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 from ...spec.cache_format import CacheFormat
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ..attention.tiles import BOX_COLUMNS
-from ..primitives.e2m1 import e4m3_of_e2m1
 from ..primitives.integers import smaller
 from ..sm90.config import BOX_BYTES, STAGE_COLUMNS, STAGES_PER_TILE, Geometry
 from ..sm90.gather_split import CHUNK, HALF_BYTES, HALF_KEYS, HALVES, KEYS_PER_WARP, Half
@@ -113,7 +112,7 @@ class Keys:
 
     def is_narrow(self, half: Half, thread: Int32) -> Boolean:
         """Return whether the thread's key of a half of the tile is of the second cache, where that has a format of its own."""
-        return (self.narrow >> source_lane(thread, half)) & 1 != 0
+        return ((self.narrow >> source_lane(thread, half)) & 1) != 0
 
     def behind(self, zero: Int32) -> Keys:
         """Return the same keys, known no sooner than a number that is 0."""
@@ -149,7 +148,7 @@ def find_keys(
 
 def narrow_source(lane: Lane) -> Int32:
     """Return where a lane's 16 bytes begin of 64 columns of e2m1: two lanes load the same, and use a half each."""
-    return (lane.source // HALVES) & CHUNK
+    return (lane.source >> 1) & CHUNK
 
 
 def shuffle_address(own: Int64, lane: Int32) -> Int64:
@@ -182,25 +181,6 @@ def clear_absent(step: cutlass.Constexpr[Step], words: cute.Tensor, keys: Keys, 
         mask = Int32(0) - keys.present(half, thread)
         for i in cutlass.range_constexpr(step.words):
             words[i] = words[i] & mask
-
-
-@cute.jit
-def widen_narrow(step: cutlass.Constexpr[Step], words: cute.Tensor, keys: Keys, half: Half, thread: Int32):
-    """Make e4m3 values of a step's bytes if its key has e2m1 values."""
-    if keys.narrow != 0:
-        narrow, odd = keys.is_narrow(half, thread), thread % HALVES != 0
-        for run in cutlass.range_constexpr(len(step.runs)):
-            first = run * CHUNK_WORDS
-            for i in cutlass.range_constexpr(HALVES):
-                codes = cutlass.select_(odd, words[first + HALVES + i], words[first + i])
-                if cutlass.const_expr(i == 0):
-                    wide0, wide1 = e4m3_of_e2m1(codes)
-                else:
-                    wide2, wide3 = e4m3_of_e2m1(codes)
-            words[first] = cutlass.select_(narrow, wide0, words[first])
-            words[first + 1] = cutlass.select_(narrow, wide1, words[first + 1])
-            words[first + 2] = cutlass.select_(narrow, wide2, words[first + 2])
-            words[first + 3] = cutlass.select_(narrow, wide3, words[first + 3])
 
 
 def copy_rope(

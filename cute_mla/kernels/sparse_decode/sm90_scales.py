@@ -19,12 +19,12 @@ import cutlass
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
 
 from ...spec.sparse_decode import SparseDecodeConfig
-from ..primitives.e2m1 import E2M1_SCALE
+from ..primitives.e2m1 import E2M1_SCALE, e4m3_of_e2m1
 from ..primitives.e4m3 import widen
 from ..primitives.elements import multiply_pairs, pack_pair
 from ..primitives.registers import as_float
 from ..sm90.gather_split import CHUNK, HALVES, KEYS_PER_WARP, Half
-from ..sm90.row_conversion import LANES_PER_KEY, Step, load_if
+from ..sm90.row_conversion import CHUNK_WORDS, LANES_PER_KEY, Step, load_if
 
 LOOKED_UP = HALVES * KEYS_PER_WARP  # keys of a warp; two lanes each find where they lie
 SCALE_SHARE = 8  # bytes of a key's scales that a lane loads, where they are loaded once
@@ -72,7 +72,7 @@ class ScaleProducts:
         """Return the scales as they go round."""
         return own
 
-    def of_step(self, step: Step, own: Scales, keys: Any, half: Half, thread: Int32) -> list[Float32]:
+    def of_step(self, step: Step, words: cute.Tensor, own: Scales, keys: Any, half: Half, thread: Int32) -> list[Float32]:
         """Return the scales of a step's runs, whose key lies in this half of the tile. own: of this lane. All lanes."""
         if not step.quantised:
             return []
@@ -116,12 +116,12 @@ class Bf16Products:
         powers = tuple(powers_of_two((word >> shift) & PAIR_CODES) for word in own)
         return powers if narrow is None else narrow_scales(powers, own, narrow, thread)
 
-    def of_step(self, step: Step, own: Scales, keys: Any, half: Half, thread: Int32) -> list[Int32]:
-        """Return the scales of a step's runs, twice in a word. keys: of the tile. All lanes."""
-        lane = source_lane(thread, half) + thread % LANES_PER_KEY // (LANES_PER_KEY // HALVES) * LOOKED_UP
+    def of_step(self, step: Step, words: cute.Tensor, own: Scales, keys: Any, half: Half, thread: Int32) -> list[Int32]:
+        """Return the scales of a step's runs, twice in a word, and make e4m3 values of its bytes. keys: of the tile. All lanes."""
+        lane = source_lane(thread, half) + (thread & HALVES) * (LOOKED_UP // HALVES)
         pair = cute.arch.shuffle_sync(own[step.scale_source // 4], lane)
         if self.narrow:
-            pair = bf16_scales(pair, keys.narrow, keys.is_narrow(half, thread), thread)
+            pair = widen_narrow(step, words, pair, keys.narrow, keys.is_narrow(half, thread), thread)
         return [cute.arch.prmt(pair, pair, Int32(halves)) for halves in (FIRST_HALVES, SECOND_HALVES)]
 
     def dequantise(self, words: cute.Tensor, scale: Int32) -> cute.Tensor:
@@ -146,7 +146,7 @@ def narrow_scales(powers: Scales, own: Scales, narrow: Int32, thread: Int32) -> 
         kept0, kept1 = cute.arch.prmt(own[0], own[1], kept), cute.arch.prmt(own[2], own[3], kept)
         got0 = cute.arch.shuffle_sync_bfly(cute.arch.prmt(own[0], own[1], given), offset=LOOKED_UP)
         got1 = cute.arch.shuffle_sync_bfly(cute.arch.prmt(own[2], own[3], given), offset=LOOKED_UP)
-        mine = (narrow >> (thread % 32)) & 1 != 0
+        mine = ((narrow >> (thread % 32)) & 1) != 0
         scale0 = cutlass.select_(mine, cutlass.select_(first, kept0, got0), scale0)
         scale1 = cutlass.select_(mine, cutlass.select_(first, kept1, got1), scale1)
         scale2 = cutlass.select_(mine, cutlass.select_(first, got0, kept0), scale2)
@@ -155,15 +155,27 @@ def narrow_scales(powers: Scales, own: Scales, narrow: Int32, thread: Int32) -> 
 
 
 @cute.jit
-def bf16_scales(word: Int32, any_narrow: Int32, narrow: Boolean, thread: Int32) -> Int32:
-    """Return the scales of the lane's 16 columns of both boxes as bf16. word: two of them, or codes for two lanes if the key is narrow."""
-    pair = word
+def widen_narrow(
+    step: cutlass.Constexpr[Step], words: cute.Tensor, pair: Int32, any_narrow: Int32, narrow: Boolean, thread: Int32
+) -> Int32:
+    """Make e4m3 values of a step's bytes if its key is narrow: if it has e2m1 values. any_narrow: not 0 if a key of the warp has.
+
+    pair: scales of both boxes, or of a narrow key codes for two lanes. Return the scales of the lane's 16 columns of both boxes as bf16.
+    """
     if any_narrow != 0:
-        codes = cute.arch.prmt(word, word, cutlass.select_(thread % HALVES == 0, Int32(EVEN_BYTES), Int32(ODD_BYTES)))
+        odd = (thread & 1) != 0
         both = cute.make_rmem_tensor(cute.make_layout(2), Int32)
-        both[0], both[1] = codes, Int32(0)
-        values = cute.recast_tensor(both, cutlass.Float8E4M3FN).load().to(Float32)
-        pair = cutlass.select_(narrow, pack_pair(values[0] * E2M1_SCALE, values[1] * E2M1_SCALE, BFloat16), word)
+        both[0], both[1] = cute.arch.prmt(pair, pair, cutlass.select_(odd, Int32(ODD_BYTES), Int32(EVEN_BYTES))), Int32(0)
+        scales = cute.recast_tensor(both, cutlass.Float8E4M3FN).load().to(Float32)
+        pair = cutlass.select_(narrow, pack_pair(scales[0] * E2M1_SCALE, scales[1] * E2M1_SCALE, BFloat16), pair)
+        for run in cutlass.range_constexpr(len(step.runs)):
+            first = run * CHUNK_WORDS
+            wide0, wide1 = e4m3_of_e2m1(cutlass.select_(odd, words[first + 2], words[first]))
+            wide2, wide3 = e4m3_of_e2m1(cutlass.select_(odd, words[first + 3], words[first + 1]))
+            words[first] = cutlass.select_(narrow, wide0, words[first])
+            words[first + 1] = cutlass.select_(narrow, wide1, words[first + 1])
+            words[first + 2] = cutlass.select_(narrow, wide2, words[first + 2])
+            words[first + 3] = cutlass.select_(narrow, wide3, words[first + 3])
     return pair
 
 

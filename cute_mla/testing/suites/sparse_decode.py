@@ -64,6 +64,7 @@ _CACHES: dict[str, tuple[tuple[str, str], ...]] = {
     "v41": (("v41", ""), ("v41_paged", ""), ("v41", "v41_paged"), ("v41_paged", "v41")),
     "v41_fp4": (("v41", "v41_fp4"), ("v41_paged", "v41_fp4")),
 }
+_CALLS = (*((dtype, cache, "") for dtype, cache in QUERY_AND_CACHE), ("bf16", "v41", "v41_fp4"))  # of the full suite
 _FP32_SCALES = ("fp8_656", "nope_528")
 
 
@@ -162,12 +163,13 @@ SMOKE: tuple[SparseDecodeCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()])
 def grid() -> Iterator[SparseDecodeCase]:
     """Yield FlashMLA's sparse-decode grid: every pair of caches and every single cache, plain and with all options.
 
-    The 16-bit cache, which FlashMLA does not support, has the part of the grid with one cache.
+    The 16-bit cache, which FlashMLA does not support, has the part of the grid with one cache; two formats have that with two.
     """
     shapes = list(product(GRID_BATCH, GRID_S_Q, GRID_H_Q))
-    for (dtype, cache), (batch, s_q, h_q), main in product(QUERY_AND_CACHE, shapes, GRID_POOLS):
-        for extra in (None,) if cache == "latent" else (None, *GRID_POOLS):
-            plain = SparseDecodeCase(dtype, cache=cache, batch=batch, s_q=s_q, h_q=h_q, main=main, extra=extra)
+    for (dtype, cache, extra_cache), (batch, s_q, h_q), main in product(_CALLS, shapes, GRID_POOLS):
+        seconds = GRID_POOLS if extra_cache else (None,) if cache == "latent" else (None, *GRID_POOLS)
+        for extra in seconds:
+            plain = SparseDecodeCase(dtype, cache=cache, extra_cache=extra_cache, batch=batch, s_q=s_q, h_q=h_q, main=main, extra=extra)
             yield plain
             yield _with_all_options(plain)
 
@@ -189,16 +191,19 @@ def _exact_scales(case: SparseDecodeCase) -> SparseDecodeCase:
 
 def corner_cases() -> Iterator[SparseDecodeCase]:
     """Yield FlashMLA's corner cases, and numbers of heads and indices that FlashMLA rejects, in every format."""
-    for dtype, cache in QUERY_AND_CACHE:
-        case = SparseDecodeCase(dtype, cache=cache, batch=4, s_q=2, h_q=64, main=Pool(512, 128, 64))
+    for dtype, cache, extra_cache in _CALLS:
         extra = Pool(300, 70, 61)
-        yield from (replace(case, indices="none", extra=second, sinks=sinks) for second in (None, extra) for sinks in ("none", "infinite"))
+        alone = SparseDecodeCase(dtype, cache=cache, batch=4, s_q=2, h_q=64, main=Pool(512, 128, 64))
+        case = replace(alone, extra=extra, extra_cache=extra_cache)
+        cases = (case,) if extra_cache else (alone, case)
+        yield from (replace(each, indices="none", sinks=sinks) for each in cases for sinks in ("none", "infinite"))
         zeros, extra_zeros = case.main._replace(lengths="zeros"), extra._replace(lengths="zeros")
-        yield from (_exact_scales(replace(case, main=zeros, extra=second)) for second in (None, extra_zeros))
-        yield replace(case, extra=extra, cache_layout="layers", q_layout="sliced", index_layout="odd", outputs="strided")
-        yield from (replace(case, h_q=h_q, main=Pool(100, 65), indices="mixed", sinks="drawn") for h_q in HEADS)
-        yield from (replace(case, h_q=16, main=Pool(2046, topk, 2)) for topk in TOPKS if topk > 1)
-        yield _exact_scales(replace(case, h_q=16, main=Pool(2046, 1, 2)))
+        yield from (_exact_scales(replace(each, main=zeros, extra=each.extra and extra_zeros)) for each in cases)
+        yield replace(case, cache_layout="layers", q_layout="sliced", index_layout="odd", outputs="strided")
+        least = cases[0]
+        yield from (replace(least, h_q=h_q, main=Pool(100, 65), indices="mixed", sinks="drawn") for h_q in HEADS)
+        yield from (replace(least, h_q=16, main=Pool(2046, topk, 2)) for topk in TOPKS if topk > 1)
+        yield _exact_scales(replace(least, h_q=16, main=Pool(2046, 1, 2)))
 
 
 # Long cases of 4,096 keys: in one and in two caches, with one and with several query tokens.
@@ -225,7 +230,7 @@ def _runs_whole(case: SparseDecodeCase) -> bool:
 
 
 def _factors(case: SparseDecodeCase) -> tuple[Hashable, ...]:
-    kind, main = (case.dtype, case.cache), case.main._replace(lengths=None)
+    kind, main = (case.dtype, case.cache, case.extra_cache), case.main._replace(lengths=None)
     extra = None if case.extra is None else case.extra._replace(lengths=None)
     return kind, case.batch, case.s_q, case.h_q, main, extra, case.sinks
 
