@@ -22,12 +22,12 @@ from ..ops.limits import (
 )
 from ..ops.tensor_spec import DTYPE_NAMES
 from ..spec import dense_prefill, sparse_prefill
-from ..spec.arch import ALIASES, ARCHS, Arch
+from ..spec.arch import ALIASES, ARCHS
 from ..spec.cache_format import LATENT
 from ..spec.cache_rows import BF16, CACHED, FP8_576, KNOWN, key_types
 from ..spec.dense_decode import MAX_KEYS
 from ..spec.mla import D_QK, D_V, DTYPES, MAX_HEADS
-from ..spec.sparse_decode import DECODED, DECODED_BESIDE, built_error, serving_kernels
+from ..spec.sparse_decode import DECODED, DECODED_BESIDE, serving_kernels
 
 
 def _dtype_name(value: Any) -> Any:
@@ -142,7 +142,7 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
         error = _FEATURES_OF[op][feature](value)
         if error is not None:
             return False, error
-    error = _conflict(op, features) or _build_error(op, ARCHS[ALIASES.get(arch, arch)], features)
+    error = _conflict(op, features)
     if error is not None:
         return False, error
     return True, ARCHS[ALIASES.get(arch, arch)].proof
@@ -187,9 +187,3 @@ def _format_conflict(op: str, features: dict[str, Any]) -> str | None:
             if given is not None and given not in supported:
                 return f"{name} is {given} with {argument} {value!r}; supported: {', '.join(map(str, supported))}"
     return None
-
-
-def _build_error(op: str, arch: Arch, features: dict[str, Any]) -> str | None:
-    """Return why an architecture lacks the kernels for the named formats, or None if it has them."""
-    named = [KNOWN[features[name]] for name in ("kv_format", "extra_kv_format") if op == "sparse_decode" and features.get(name) is not None]
-    return next((error for cache in named if (error := built_error(arch, cache.kernels)) is not None), None)

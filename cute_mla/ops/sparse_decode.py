@@ -9,7 +9,7 @@ import torch
 
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_KEYS
-from ..spec.sparse_decode import DECODED, DECODED_BESIDE, SparseDecodeArguments, SparseDecodeProblem, built_error, serving_kernels
+from ..spec.sparse_decode import DECODED, DECODED_BESIDE, SparseDecodeArguments, SparseDecodeProblem, serving_kernels
 from .arguments import check_no_grad
 from .decode_plan import CommonSpec, DecodePlan, layout_results, plan_combine
 from .indices import check_indices, check_queries, check_sink
@@ -86,7 +86,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     extra, extra_topk, extra_strides = _NO_CACHE, 0, (0, 0)
     if call.extra is not None:
         extra, extra_topk, extra_strides = _check_selection(call, call.extra, cache.cache_format)
-    kernels = _kernels(arch, cache, extra)
+    kernels = _kernels(cache, extra)
     check_sink(call.attn_sink, call.q)
     if topk + extra_topk > MAX_KEYS:
         raise ValueError(f"indices and extra_indices_in_kvcache name {topk + extra_topk} slots a token; supported: to {MAX_KEYS}")
@@ -177,11 +177,7 @@ def _check_selection(call: CallSpec, selection: Selection, first: str | None = N
     return cache, indices.shape[2], (indices.stride[0], indices.stride[1])
 
 
-def _kernels(arch: Arch, cache: GatheredCache, extra: GatheredCache) -> str:
-    """Return the name of the kernels for both caches. ValueError if the architecture has none."""
+def _kernels(cache: GatheredCache, extra: GatheredCache) -> str:
+    """Return the name of the kernels for both caches, whose formats fit together."""
     beside = DECODED_BESIDE[extra.cache_format] if extra.cache_format else None
-    kernels = serving_kernels(DECODED[cache.cache_format], beside) or ""
-    error = built_error(arch, kernels)
-    if error is not None:
-        raise ValueError(error)
-    return kernels
+    return serving_kernels(DECODED[cache.cache_format], beside) or ""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
-from .arch import SM100, Arch
+from .arch import Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
 from .dense_decode import MAX_ROW_ALIGNMENT, TILINGS, num_parts, row_ctas
 from .mla import ELEMENT_BYTES
@@ -82,8 +82,6 @@ QUERY_AND_CACHE = (
 DECODED: dict[str, CacheFormat] = {cache: FORMATS[cache] for _, cache in QUERY_AND_CACHE}  # formats of a first cache
 DECODED_BESIDE: dict[str, CacheFormat] = {**DECODED, V41_FP4.name: V41_FP4}  # formats of a second one
 
-_NOT_BUILT = {SM100.name: (V41.name, NOPE_528.name, V41_FP4.name)}  # formats of kernels that an architecture does not have
-
 
 def serving_kernels(cache: CacheFormat, extra: CacheFormat | None = None) -> str | None:
     """Return the format by which the kernels for a first cache and a second one are named, or None if there are none for both together."""
@@ -94,11 +92,6 @@ def serving_kernels(cache: CacheFormat, extra: CacheFormat | None = None) -> str
 
 # The compiled variants: element type of q and out, and what serving_kernels names
 KERNELS = (*dict.fromkeys((dtype, FORMATS[cache].kernels) for dtype, cache in QUERY_AND_CACHE), ("bf16", V41_FP4.name))
-
-
-def built_error(arch: Arch, kernels: str) -> str | None:
-    """Return why an architecture has no kernels of a name that serving_kernels gives, or None if it has."""
-    return f"{kernels} has no kernels for {arch.name}" if kernels in _NOT_BUILT.get(arch.name, ()) else None
 
 
 @dataclass(frozen=True)
@@ -123,6 +116,11 @@ class SparseDecodeConfig:
     def extra_format(self) -> CacheFormat:
         """The layout of the second cache, likewise."""
         return FORMATS[self.cache]
+
+    @property
+    def mixes_formats(self) -> bool:
+        """True if the second cache has another format than the first, beyond the order of the same bytes."""
+        return self.extra_format is not self.format
 
     @property
     def name(self) -> str:
@@ -180,5 +178,4 @@ class SparseDecodeProblem:
 def closed_variants(arch: Arch) -> tuple[SparseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
     shapes = TILINGS[arch.name].shapes
-    built = [kind for kind in KERNELS if built_error(arch, kind[1]) is None]
-    return tuple(SparseDecodeConfig(dtype, cache, *shape) for dtype, cache in built for shape in shapes)
+    return tuple(SparseDecodeConfig(dtype, cache, *shape) for dtype, cache in KERNELS for shape in shapes)

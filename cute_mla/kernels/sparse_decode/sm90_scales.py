@@ -24,7 +24,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
 from ...spec.sparse_decode import SparseDecodeConfig
 from ..primitives.e2m1 import E2M1_SCALE, e4m3_of_e2m1
 from ..primitives.e4m3 import widen
-from ..primitives.elements import pack_pair
+from ..primitives.elements import multiply_pairs, pack_pair
 from ..primitives.registers import as_float
 from ..sm90.gather_split import CHUNK, HALVES, KEYS_PER_WARP, Half
 from ..sm90.row_conversion import CHUNK_WORDS, LANES_PER_KEY, Step, load_if
@@ -197,11 +197,6 @@ def load_scales(conversion: Conversion, address: Int64) -> Scales:
     words.fill(0)
     load_if(address != 0, words, address)
     return tuple(words[i] for i in range(conversion.words))
-
-
-def multiply_pairs(left: Int32, right: Int32) -> Int32:
-    """Multiply two pairs of bf16 numbers."""
-    return cute.arch.inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[left, right])
 
 
 def power_of_two(word: Int32, byte: int) -> Float32:

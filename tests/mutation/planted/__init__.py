@@ -21,6 +21,7 @@ from tests.mutation.planted import (
     sparse_decode_sm90,
     sparse_decode_sm90_528,
     sparse_decode_sm100,
+    sparse_decode_sm100_528,
     sparse_prefill_sm90,
     sparse_prefill_sm100,
 )
@@ -42,6 +43,7 @@ MODULES = (
     sparse_decode_sm90,
     sparse_decode_sm90_528,
     sparse_decode_sm100,
+    sparse_decode_sm100_528,
     sparse_prefill_sm90,
     sparse_prefill_sm100,
 )
