@@ -134,9 +134,7 @@ _PACKED = [
     floating("min.f32 %f9, %f1, %f2, %f3;"),
 ]
 
-_PACKED_BYTES = [
-    f"mov.b32 {{%h1, %h2}}, %r1; cvt.rn.bf16x2.{kind} $, {half};" for kind in ("e4m3x2", "ue8m0x2") for half in ("%h1", "%h2")
-]
+_PACKED_BYTES = [f"mov.b32 {{%h1, %h2}}, %r1; cvt.rn.bf16x2.{kind} $, {half};" for kind in ("e4m3x2", "ue8m0x2") for half in ("%h1", "%h2")]
 
 _BARRIER = """
 mov.u32 %r60, smem; setp.ne.u32 %p20, %r0, 0; @%p20 bra MADE; mbarrier.init.shared.b64 [%r60+8192], COUNT;
