@@ -5,13 +5,13 @@ name, from a cache of any format, and write them as 16-bit columns to the stages
 the dense kernel's, and so are tiles, barriers and the trick.
 
 Roles (512 threads):
-  gather   warpgroup 0: indices, addresses, loads, e4m3 x scale in fp32, rounded once; which keys are present
+  gather   warpgroup 0: indices, addresses, loads, value x scale, rounded once; which keys are present
   score    warpgroup 1: S = Q K^T, softmax, P to shared memory, lse; the sink
   output   warpgroups 2, 3
 
 A CTA holds up to 64 heads of one query token. Pipelines: as in dense_decode, with an arrival on kv_ready and rope_ready instead of
 bytes: of the one warp of the gather role whose turn it is, when all four have stored and fenced. RoPE columns, which nobody converts,
-go by cp.async. In fp8_584 a key has no columns but its values: the RoPE stages then hold P and validity alone.
+go by cp.async. Where q has 512 columns, a key has none but its values: the RoPE stages then hold P and validity alone.
 """
 
 from __future__ import annotations

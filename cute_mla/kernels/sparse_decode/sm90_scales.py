@@ -8,6 +8,9 @@ e8m0 scales of 32 columns (Bf16Products)
     Of each box of 64 columns a lane converts 16, which have one scale. Of the lanes that have a key's scales, the first keeps those of the
     boxes' first halves, the second those of the other halves: a word of two bf16 numbers for each stage of the tile. Values and scales are
     numbers of bf16, and a product in bf16 has the bits that the product in fp32 has after its rounding.
+e4m3 scales of 16 columns, of the e2m1 values of a narrow key (Bf16Products with a second format)
+    A lane loads the scales of 256 columns and exchanges half of them, so that it too has a word for each stage of the tile: codes for two
+    lanes and both boxes. Values become e4m3, and scales bf16, where they are used.
 """
 
 from __future__ import annotations

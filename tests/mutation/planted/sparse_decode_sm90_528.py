@@ -24,6 +24,7 @@ NOPE_PAIR = replace(V41_PAIR, cache="nope_528")
 FP4 = replace(V41, extra_cache="v41_fp4", main=Pool(100, 90, 61), extra=Pool(400, 300, 16, (300, 35)), values="normal")
 FP4_PAIR = replace(FP4, h_q=128, sm_count=2)
 
+SAYS_PAGED = r"setp\.eq\.b64 (\s*%p\d+, %rd\d+), 512;"  # the stride of the rows
 BF16_PRODUCTS = r"mul\.rn\.bf16x2 ([^,]*), ([^,]*), [^;]*;"
 HALF_EXCHANGES = r"shfl\.sync\.bfly\.b32 (\s*%r\d+), (%r\d+), 16, 31, -1;"
 
@@ -47,8 +48,8 @@ SUITE = Suite(
         planted("v41: the first box's scale for both", V41, r"mov\.b32 (\s*%r\d+), 12850;", r"mov.b32 \1, 4112;", together),
         planted("v41: the first half's scale for a whole box", ROWS, r"and\.b32 (\s*%r\d+, %r\d+), 2;", r"and.b32 \1, 0;", together),
         planted("v41: scales of the other half", ROWS, r"and\.b32 (\s*%r\d+, %r\d+), 16711935;", r"and.b32 \1, 255;", together),
-        planted("v41: paged scales sought behind the row", V41, r"setp\.eq\.b64 (\s*%p\d+, %rd\d+), 512;", r"setp.eq.b64 \1, 513;", together),
-        planted("v41: scales of rows sought behind the page", ROWS, r"setp\.eq\.b64 (\s*%p\d+, %rd\d+), 512;", r"setp.ne.b64 \1, 512;", together),
+        planted("v41: paged scales sought behind the row", V41, SAYS_PAGED, r"setp.eq.b64 \1, 513;", together),
+        planted("v41: scales of rows sought behind the page", ROWS, SAYS_PAGED, r"setp.ne.b64 \1, 512;", together),
         planted("nope: missing proxy fences", NOPE, ptx.PROXY_FENCES, "", together),
         planted("nope: missing arrival in a pair", NOPE_PAIR, ptx.CLUSTER_ARRIVALS),
         planted("nope: scales of the first lane", NOPE, ptx.SHUFFLES, ptx.LANE_0, together),

@@ -24,7 +24,7 @@ MIXED = SparseDecodeCase(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(("cache", "extra_cache"), [*((cache, "") for cache in DECODED), ("v41", "v41_fp4")])
+@pytest.mark.parametrize(("cache", "extra_cache"), [*((cache, "") for cache in DECODED), ("v41", "v41_fp4")], ids=[*DECODED, "v41_fp4"])
 def test_every_schedule_gives_the_same_bits(bench: Bench, cache: str, extra_cache: str) -> None:
     records = bench.judge(replace(MIXED, cache=cache, extra_cache=extra_cache), *schedules(4, 0))
     assert len(records) == 4

@@ -23,8 +23,11 @@ from cute_mla.testing.cases.sparse_indices import INT_MAX, INT_MIN
 from tests.support.bench import Bench, expect, identical
 
 FORMATS = pytest.mark.parametrize(("dtype", "cache"), QUERY_AND_CACHE)
-FP8 = pytest.mark.parametrize("cache", [cache for cache, layout in CACHES.items() if layout.quantised])
-PAIRS = pytest.mark.parametrize(("cache", "extra_cache"), [*((cache, "") for cache in FP8.args[1]), ("v41_paged", "v41_fp4")])
+QUANTISED = [cache for cache, layout in CACHES.items() if layout.quantised]
+FP8 = pytest.mark.parametrize("cache", QUANTISED)
+PAIRS = pytest.mark.parametrize(
+    ("cache", "extra_cache"), [*((cache, "") for cache in QUANTISED), ("v41_paged", "v41_fp4")], ids=[*QUANTISED, "v41_fp4"]
+)
 
 SMALL = SparseDecodeCase(batch=2, s_q=2, h_q=5, main=Pool(150, 130, 61), sm_count=6)
 
