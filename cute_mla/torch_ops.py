@@ -26,7 +26,7 @@ from .ops.split_plan import MlaSchedule, ScheduleKey
 from .runtime.current import device_for
 from .spec.cache_format import FORMATS
 from .spec.dense_decode import num_parts
-from .spec.dense_prefill import D_V as D_V_PREFILL
+from .spec.dense_prefill import HEAD_DIMS
 from .spec.mla import D_QK, D_V
 from .spec.split_plan import PLAN_COLUMNS
 
@@ -157,7 +157,7 @@ def _prefill_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Ten
 def _varlen_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Allocate out and lse of dense prefill."""
     rows = q.shape[:-1]
-    return q.new_empty((*rows, D_V_PREFILL)), q.new_empty(rows, dtype=torch.float32)
+    return q.new_empty((*rows, HEAD_DIMS[q.shape[-1]])), q.new_empty(rows, dtype=torch.float32)
 
 
 def _gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:

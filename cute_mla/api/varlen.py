@@ -13,7 +13,7 @@ from .. import torch_ops
 from ..ops import dense_prefill, dense_prefill_backward
 from ..ops.arguments import is_integer, needs_grad, short_repr
 from ..ops.tensor_spec import check_shape, spec_of
-from ..spec.dense_prefill import D_V, HEAD_DIMS
+from ..spec.dense_prefill import HEAD_DIMS
 from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
 
 __all__ = [
@@ -360,4 +360,4 @@ def _check_packed(name: str, packed: Any, leading: tuple[str, str], head_dim_qk:
     """Raise ValueError unless the last dimension holds 1 (keys) or 2 (queries, keys) operands of head_dim_qk, then the values."""
     if not is_integer(head_dim_qk) or head_dim_qk not in HEAD_DIMS:
         raise ValueError(f"head_dim_qk is {short_repr(head_dim_qk)}; supported: {', '.join(map(str, HEAD_DIMS))}")
-    check_shape(name, spec_of(name, packed), (*leading, before_v * head_dim_qk + D_V), f" with head_dim_qk {head_dim_qk}")
+    check_shape(name, spec_of(name, packed), (*leading, before_v * head_dim_qk + HEAD_DIMS[head_dim_qk]), f" with head_dim_qk {head_dim_qk}")

@@ -24,11 +24,11 @@ from .arch import SM90, SM100, Arch
 from .dense_decode import MAX_ROW_ALIGNMENT
 from .mla import DTYPES, ELEMENT_BYTES, ceil_div
 
-D_V = 128
-HEAD_DIMS = (192, 128)  # columns of q and k
+HEAD_DIMS = {192: 128, 128: 128, 256: 256}  # columns of q and k, and those of v and out that go with them
 TILE_ROWS = {SM90.name: 128, SM100.name: 256}  # query rows of one work item
 BOX_COLUMNS = 64  # of all boxes: 128 swizzled bytes
-BOX_ROWS = 64
+BOX_ROWS = 64  # of boxes of q; of k and v, where they divide a tile
+TILE_KEYS = {SM90.name: {192: 128, 128: 128, 256: 80}, SM100.name: dict.fromkeys(HEAD_DIMS, 128)}  # keys of one tile, by columns of q
 MAX_ITEMS = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - max(TILE_ROWS.values())  # of q, and of k and v: the end of the last tile can be counted in 32 bits
 RANKED_ROUNDS = 4  # 132 CTAs: keys of 67,584 rows, 43 MB with 192 columns; with 2, causal calls take up to 8 % longer in a model
@@ -40,12 +40,12 @@ class DensePrefillArguments(NamedTuple):
     """Launch arguments of dense_prefill, in ABI order: the one list that host, launch and kernel share."""
 
     q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, 64), 128-byte swizzle; any map in variants that access elements
-    k_map: TensorMap  # dims (d_qk, h_kv, total_k), likewise
-    v_map: TensorMap  # dims (128, h_kv, total_k), likewise
+    k_map: TensorMap  # dims (d_qk, h_kv, total_k), box (64, 1, key_box_rows), likewise
+    v_map: TensorMap  # dims (d_v, h_kv, total_k), likewise
     q: Pointer  # dtype [total_q, h_q, d_qk]
     cu_seqlens_q: Pointer  # int32 [batch + 1]: a sequence's query rows are cu[r] .. cu[r + 1] - 1, clipped to 0 .. total_q
     cu_seqlens_k: Pointer  # int32 [batch + 1]: its keys, clipped to 0 .. total_k
-    out: Pointer  # dtype [total_q, h_q, 128]
+    out: Pointer  # dtype [total_q, h_q, d_v]
     lse: Pointer  # fp32 [total_q, h_q], natural log
     # in elements
     q_stride_token: Int64
@@ -81,6 +81,11 @@ class DensePrefillConfig:
     access_bytes: int
 
     cluster = 1  # CTAs do not work together
+
+    @property
+    def d_v(self) -> int:
+        """Columns of v and out."""
+        return HEAD_DIMS[self.d_qk]
 
     @property
     def name(self) -> str:
@@ -128,6 +133,12 @@ class DensePrefillProblem:
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return one CTA per SM, or per item if there are fewer items."""
         return min(self.items, sm_count), 1, 1
+
+
+def key_box_rows(arch: Arch, d_qk: int) -> int:
+    """Return the rows of the boxes of k and v."""
+    keys = TILE_KEYS[arch.name][d_qk]
+    return keys if keys % BOX_ROWS else BOX_ROWS
 
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:

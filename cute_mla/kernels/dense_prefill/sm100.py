@@ -66,7 +66,6 @@ from .sm100_config import (
     QUERY_WARPS,
     SOFTMAX_REGISTERS,
     THREADS,
-    TILE_ROWS,
     TMEM_COLUMNS,
     Geometry,
     Pipes,
@@ -84,7 +83,7 @@ class DensePrefillSm100(AttentionKernel):
     threads = THREADS
 
     def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
-        super().__init__(DensePrefillAbi(config, QUERY_TILES * TILE_ROWS), arch)
+        super().__init__(DensePrefillAbi(config, arch), arch)
         self.config = config
         self.geometry = Geometry(config.d_qk)
         self.smem = self.geometry.smem()

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Float32, Int32, Uint8, cute
 
 from ...spec.arch import SM100
-from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V
+from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
 from ...spec.dense_prefill import TILE_ROWS as ITEM_ROWS
 from ..primitives.integers import larger, smaller
 from ..primitives.pipeline import StageBarriers
@@ -27,7 +27,7 @@ BOX_BYTES = BOX_ROWS * ROW_BYTES
 STAGE_BYTES = TILE_KEYS * ROW_BYTES
 BOXES_PER_STAGE = STAGE_BYTES // BOX_BYTES
 VALUE_STAGES = TILE_KEYS // HALF_KEYS  # of a key tile
-assert D_V == BOXES_PER_STAGE * BOX_COLUMNS
+D_V = BOXES_PER_STAGE * BOX_COLUMNS
 
 K_STEP = 16  # contraction depth of one MMA
 STEPS_PER_BOX = BOX_COLUMNS // K_STEP

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from ...spec.dense_prefill import D_V
 from ..primitives import tcgen05
 from ..primitives.elements import store_row
 from .board import Board
 from .operands import Operands
-from .sm100_config import GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Pipes, QueryTileWork, Tiles, first_lane, key_tiles
+from .sm100_config import D_V, GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Pipes, QueryTileWork, Tiles, first_lane, key_tiles
 
 SCALED_AT_ONCE = 16  # columns of O; with 32 ptxas spills two registers
 STORED_AT_ONCE = 32
