@@ -21,7 +21,6 @@ from ..spec.dense_prefill import (
     DensePrefillArguments,
     DensePrefillConfig,
     DensePrefillProblem,
-    key_box_rows,
 )
 from ..spec.mla import ELEMENT_BYTES, LOG2E
 from ..spec.tensor_map import Swizzle, TensorMap
@@ -242,7 +241,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
         },
         out_shape=out_shape,
         lse_shape=(total_q, h_q),
-        layouts=_layouts(call, problem.config, key_box_rows(arch, d_qk)),
+        layouts=_layouts(call, problem.config, arch),
         default_scale=d_qk**-0.5,
     )
 
@@ -271,9 +270,9 @@ def tensor_map(layout: HeadLayout, address: int) -> TensorMap:
     )
 
 
-def _layouts(call: CallSpec, config: DensePrefillConfig, key_rows: int) -> tuple[HeadLayout | None, ...]:
-    """Return the layouts of q, k and v. key_rows: of a box of k or v. ValueError if a tensor map cannot hold a tensor that is always loaded by one."""
-    layouts = []
+def _layouts(call: CallSpec, config: DensePrefillConfig, arch: Arch) -> tuple[HeadLayout | None, ...]:
+    """Return the layouts of q, k and v. ValueError if a tensor map cannot hold a tensor that is always loaded by one."""
+    layouts, key_rows = [], config.key_box_rows(arch)
     for name, spec, box_rows, used in (
         ("q", call.q, BOX_ROWS, config.access_bytes > ELEMENT_BYTES),
         ("k", call.k, key_rows, call.k.shape[0] > 0),

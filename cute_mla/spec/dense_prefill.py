@@ -28,7 +28,9 @@ HEAD_DIMS = {192: 128, 128: 128, 256: 256}  # columns of q and k, and those of v
 TILE_ROWS = {SM90.name: 128, SM100.name: 256}  # query rows of one work item
 BOX_COLUMNS = 64  # of all boxes: 128 swizzled bytes
 BOX_ROWS = 64  # of boxes of q; of k and v, where they divide a tile
-TILE_KEYS = {SM90.name: {192: 128, 128: 128, 256: 80}, SM100.name: dict.fromkeys(HEAD_DIMS, 128)}  # keys of one tile, by columns of q
+TILE_KEYS = 128
+# with 256 columns on sm90, where O takes half of the registers: what they hold beside it, and beside Q on its way to shared memory
+WIDE_TILE_KEYS, WIDE_ELEMENTS_TILE_KEYS = 80, 64
 MAX_ITEMS = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - max(TILE_ROWS.values())  # of q, and of k and v: the end of the last tile can be counted in 32 bits
 RANKED_ROUNDS = 4  # 132 CTAs: keys of 67,584 rows, 43 MB with 192 columns; with 2, causal calls take up to 8 % longer in a model
@@ -87,6 +89,17 @@ class DensePrefillConfig:
         """Columns of v and out."""
         return HEAD_DIMS[self.d_qk]
 
+    def tile_keys(self, arch: Arch) -> int:
+        """Keys of one tile."""
+        if arch.name != SM90.name or self.d_v == HEAD_DIMS[128]:
+            return TILE_KEYS
+        return WIDE_TILE_KEYS if self.access_bytes > ELEMENT_BYTES else WIDE_ELEMENTS_TILE_KEYS
+
+    def key_box_rows(self, arch: Arch) -> int:
+        """Rows of the boxes of k and v."""
+        keys = self.tile_keys(arch)
+        return keys if keys % BOX_ROWS else BOX_ROWS
+
     @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
@@ -133,12 +146,6 @@ class DensePrefillProblem:
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return one CTA per SM, or per item if there are fewer items."""
         return min(self.items, sm_count), 1, 1
-
-
-def key_box_rows(arch: Arch, d_qk: int) -> int:
-    """Return the rows of the boxes of k and v."""
-    keys = TILE_KEYS[arch.name][d_qk]
-    return keys if keys % BOX_ROWS else BOX_ROWS
 
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:

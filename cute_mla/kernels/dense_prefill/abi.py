@@ -9,7 +9,7 @@ from cutlass import cute
 from cutlass.experimental import cuda as tensor_maps
 
 from ...spec.arch import Arch
-from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, TILE_ROWS, DensePrefillArguments, DensePrefillConfig, key_box_rows
+from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, TILE_ROWS, DensePrefillArguments, DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from .operands import Operands, WorkItems
@@ -32,7 +32,7 @@ class DensePrefillAbi:
 
     def typed_maps(self, args: DensePrefillArguments) -> tuple[tensor_maps.TensorMap, ...]:
         """Return the maps of q, k and v."""
-        keys = key_box_rows(self.arch, self.config.d_qk)
+        keys = self.config.key_box_rows(self.arch)
         boxes = ((self.config.d_qk, BOX_ROWS), (self.config.d_qk, keys), (self.config.d_v, keys))
         return tuple(box_map(pointer, self.config.dtype, *box) for pointer, box in zip(args[: len(boxes)], boxes, strict=True))
 

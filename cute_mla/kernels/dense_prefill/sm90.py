@@ -6,8 +6,9 @@ For every sequence and query head, over the keys j that row r sees:
 
 d_qk and d_v are 192 and 128, 128 and 128, or 256 and 256.
 
-A CTA takes one work item after the other: 128 query rows of a head, against tiles of 128 keys, or of 80 with 256 columns, the
-last tile first, so that the tiles that need a mask come before those that do not.
+A CTA takes one work item after the other: 128 query rows of a head, against tiles of 128 keys, the last tile first, so that
+the tiles that need a mask come before those that do not. With 256 columns, where O takes half of the registers, tiles have 80 keys, or
+64 where Q comes through registers.
 
 Roles (384 threads):
   keys     warp 0: TMA of K
@@ -83,7 +84,7 @@ class DensePrefillSm90(AttentionKernel):
 
     def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
         super().__init__(DensePrefillAbi(config, arch), arch)
-        self.geometry = Geometry(config.d_qk)
+        self.geometry = Geometry(config)
         self.smem = self.geometry.smem(self.dtype)
         self.by_tma = config.access_bytes > ELEMENT_BYTES  # Q; else by the warpgroups that use it
 

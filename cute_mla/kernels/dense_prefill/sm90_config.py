@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from ...spec.arch import SM90
-from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, HEAD_DIMS, TILE_KEYS, TILE_ROWS, key_box_rows
+from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, TILE_ROWS, DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
@@ -40,19 +40,24 @@ BOX_BYTES = BOX_ROWS * BOX_COLUMNS * ELEMENT_BYTES
 
 @dataclass(frozen=True)
 class Geometry:
-    """Numbers that depend on the columns of q and k."""
+    """Numbers that depend on the variant."""
 
-    d_qk: int
+    config: DensePrefillConfig
+
+    @property
+    def d_qk(self) -> int:
+        """Return the columns of q and k."""
+        return self.config.d_qk
 
     @property
     def d_v(self) -> int:
         """Return the columns of v and out."""
-        return HEAD_DIMS[self.d_qk]
+        return self.config.d_v
 
     @property
     def tile_keys(self) -> int:
         """Return the keys of a tile."""
-        return TILE_KEYS[SM90.name][self.d_qk]
+        return self.config.tile_keys(SM90)
 
     @property
     def wide_output(self) -> bool:
@@ -67,7 +72,7 @@ class Geometry:
     @property
     def box_keys(self) -> int:
         """Return the keys of a TMA box."""
-        return key_box_rows(SM90, self.d_qk)
+        return self.config.key_box_rows(SM90)
 
     def key_tiles(self, keys: Int32) -> Int32:
         """Return the tiles of that many keys."""
