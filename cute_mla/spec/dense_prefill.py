@@ -76,13 +76,13 @@ class DensePrefillConfig:
 
     dtype: element type of q, k, v and out. d_qk: columns of q and k.
     access_bytes: 16: rows of q and out begin at multiples of it, and q comes by TMA; 2: at any element.
+    cluster: CTAs that take a work item together.
     """
 
     dtype: str
     d_qk: int
     access_bytes: int
-
-    cluster = 1  # CTAs do not work together
+    cluster: int = 1
 
     @property
     def d_v(self) -> int:
@@ -126,7 +126,7 @@ class DensePrefillProblem:
     def config(self) -> DensePrefillConfig:
         """The variant that serves this problem."""
         wide = self.row_alignment % MAX_ROW_ALIGNMENT == 0
-        return DensePrefillConfig(self.dtype, self.d_qk, MAX_ROW_ALIGNMENT if wide else ELEMENT_BYTES)
+        return variant(self.arch, self.dtype, self.d_qk, MAX_ROW_ALIGNMENT if wide else ELEMENT_BYTES)
 
     @property
     def row_blocks(self) -> int:
@@ -144,12 +144,19 @@ class DensePrefillProblem:
         return self.arch.name == SM90.name
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
-        """Return one CTA per SM, or per item if there are fewer items."""
-        return min(self.items, sm_count), 1, 1
+        """Return one CTA per SM, or as many as an item takes per item if there are fewer items."""
+        cluster = self.config.cluster
+        return min(self.items, max(sm_count // cluster, 1)) * cluster, 1, 1
+
+
+def variant(arch: Arch, dtype: str, d_qk: int, access_bytes: int) -> DensePrefillConfig:
+    """Return the variant of an architecture. On sm100 pairs of CTAs take items of heads of 256 columns."""
+    paired = arch.name == SM100.name and HEAD_DIMS[d_qk] > HEAD_DIMS[128]
+    return DensePrefillConfig(dtype, d_qk, access_bytes, 2 if paired else 1)
 
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
     return tuple(
-        DensePrefillConfig(dtype, d_qk, access) for dtype in DTYPES for d_qk in HEAD_DIMS for access in (MAX_ROW_ALIGNMENT, ELEMENT_BYTES)
+        variant(arch, dtype, d_qk, access) for dtype in DTYPES for d_qk in HEAD_DIMS for access in (MAX_ROW_ALIGNMENT, ELEMENT_BYTES)
     )

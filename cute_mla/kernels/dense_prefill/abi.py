@@ -38,7 +38,7 @@ class DensePrefillAbi:
 
     def operands(self, args: DensePrefillArguments) -> Operands:
         """Return the arguments by meaning."""
-        return Operands(args, WorkItems(args, args.causal != 0, TILE_ROWS[self.arch.name]))
+        return Operands(args, WorkItems(args, args.causal != 0, TILE_ROWS[self.arch.name], self.config.cluster))
 
 
 def box_map(pointer: cute.Pointer, dtype: str, columns: int, rows: int = BOX_ROWS) -> tensor_maps.TensorMap:

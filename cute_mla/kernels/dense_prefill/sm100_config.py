@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import cutlass
 from cutlass import Float32, Int32, Uint8, cute
@@ -124,6 +125,18 @@ class Tiles:
     sInverse: cute.Pointer  # fp32 (2 Q tiles, 128 rows): 1 / row sum, 0 for a row that attends to nothing
     sItems: cute.Pointer  # int32 (4 rounds, 8): items
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
+
+
+class RowTables(Protocol):
+    """What a thread hands to another one of its row, in shared memory."""
+
+    @property
+    def sAlpha(self) -> cute.Pointer:
+        """Return the rescale factors, fp32 (Q tiles or buffers of S, 128 rows)."""
+
+    @property
+    def sInverse(self) -> cute.Pointer:
+        """Return 1 / row sum, fp32 (Q tiles, 128 rows)."""
 
 
 @dataclass(frozen=True)
