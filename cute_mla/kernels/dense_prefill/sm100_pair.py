@@ -31,7 +31,8 @@ Pipelines (producer -> consumer; arrivals per phase). Barriers that mma waits fo
   sums_free         output -> softmax             4
 
 The trick: S of a key tile is multiplied in front of P V of the one before, in another buffer. So a softmax has the time of P V of the key
-tile before and of the next S, 2,048 clocks. README.md has the clocks.
+tile before and of the next S, 2,048 clocks. Between items, P V of the last key tile fills the time in which Q of the next item comes.
+README.md has the clocks.
 """
 
 from __future__ import annotations
@@ -105,7 +106,7 @@ class DensePrefillPairSm100(AttentionKernel):
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
             PairSoftmaxRole(self.dtype).run(operands, board, tiles, pipes, tmem)
         elif warp < MMA_WARP:
-            cute.arch.setmaxregister_decrease(OUTPUT_REGISTERS)
+            cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
             PairOutputRole(self.dtype, self.geometry, self.wide).run(operands, board, tiles, pipes, tmem)
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)

@@ -26,8 +26,8 @@ QUERY_WARPS = 2
 THREADS = 3 * GROUP_WARPS * 32
 
 # per lane of a warp, by setmaxnreg: 512 together; all threads start with 168
-SOFTMAX_REGISTERS = 232
-OUTPUT_REGISTERS = 152
+SOFTMAX_REGISTERS = 184
+OUTPUT_REGISTERS = 200
 OTHER_REGISTERS = 128
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -29,15 +28,6 @@ from .sm100_pair_config import (
 )
 
 
-@dataclass(frozen=True)
-class KeyTile:
-    """Where the values of a key tile are. row: of v. left: keys of the sequence from there on."""
-
-    kv_head: Int32
-    row: Int32
-    left: Int32
-
-
 class PairLoadRole:
     """One warp of each CTA. loads_queries: whether Q comes by TMA too."""
 
@@ -49,33 +39,30 @@ class PairLoadRole:
     def run(self, operands: Operands, board: Board, tiles: PairTiles, pipes: PairPipes):
         """Wait item_free, kv_free, query_free, value_landed. Signal item_ready, kv_ready, query_ready.
 
-        K of a key tile comes before V of the one before it, as they are multiplied.
+        K of a key tile comes before V of the item's tile before it, as they are multiplied.
         """
         items = operands.items
         turn, more, loads, cleared = Int32(0), Boolean(True), Int32(0), Int32(0)
         state = PipelineState(Int32(0), Int32(0))
-        begun, before = Boolean(False), KeyTile(Int32(0), Int32(0), Int32(0))
         while more:
             more = items.of_round(turn) < items.count()
             item = items.take(turn)
             board.post(turn, more, item)
             count = key_tiles(item.keys)
             for t in cutlass.range(count, unroll=1):
-                first = (count - 1 - t) * TILE_KEYS
-                self.load_keys(operands, tiles, pipes, item.kv_head, item.first_key + first, state)
+                self.load_keys(operands, tiles, pipes, item, (count - 1 - t) * TILE_KEYS, state)
                 state = pipes.kv_ready.advance(state)
                 if cutlass.const_expr(self.loads_queries):
                     if t == 0:
                         self.load_queries(operands, tiles, pipes, item, loads)
                         loads = loads + 1
-                if begun:
-                    cleared = self.load_values(operands, tiles, pipes, before, state, cleared)
+                if t > 0:
+                    cleared = self.load_values(operands, tiles, pipes, item, (count - t) * TILE_KEYS, state, cleared)
                     state = pipes.kv_ready.advance(state)
-                begun, before = Boolean(True), KeyTile(item.kv_head, item.first_key + first, item.keys - first)
+            if count > 0:
+                cleared = self.load_values(operands, tiles, pipes, item, Int32(0), state, cleared)
+                state = pipes.kv_ready.advance(state)
             turn = turn + 1
-        if begun:
-            cleared = self.load_values(operands, tiles, pipes, before, state, cleared)
-            state = pipes.kv_ready.advance(state)
         cute.arch.griddepcontrol_launch_dependents()
         # no signal may reach a CTA that is gone
         pipes.kv_free.drain(state)
@@ -83,36 +70,37 @@ class PairLoadRole:
             pipes.query_free.producer_acquire(loads)
 
     @cute.jit
-    def load_keys(self, operands: Operands, tiles: PairTiles, pipes: PairPipes, kv_head: Int32, row: Int32, state: PipelineState):
-        """Load this CTA's half of the keys from a row on."""
+    def load_keys(self, operands: Operands, tiles: PairTiles, pipes: PairPipes, item: WorkItem, first: Int32, state: PipelineState):
+        """Load this CTA's half of the keys of a tile. first: of the sequence, the tile's first key."""
         pipes.kv_free.producer_acquire(state)
         ready, target = pipes.kv_ready.barrier(state), tiles.sKv + state.stage * self.geometry.stage_bytes
         self.expect(ready, self.geometry.stage_bytes)
         with cute.arch.elect_one():
             for box in cutlass.range_constexpr(self.geometry.key_boxes):
-                where = (box * BOX_COLUMNS, kv_head, row + cta_rank() * CTA_KEYS)
+                where = (box * BOX_COLUMNS, item.kv_head, item.first_key + first + cta_rank() * CTA_KEYS)
                 pair_box(target + box * BOX_BYTES, operands.args.k_map, where, ready)
 
     @cute.jit
     def load_values(
-        self, operands: Operands, tiles: PairTiles, pipes: PairPipes, tile: KeyTile, state: PipelineState, cleared: Int32
+        self, operands: Operands, tiles: PairTiles, pipes: PairPipes, item: WorkItem, first: Int32, state: PipelineState, cleared: Int32
     ) -> Int32:
-        """Load this CTA's half of the columns of the values of a key tile. Return how many tiles were cleared so far.
+        """Load this CTA's half of the columns of the values of a tile. Return how many tiles were cleared so far.
 
         Values behind the sequence's end are zeroed before the tile is ready: P is 0 there, but 0 times a NaN of an unused row is NaN.
         """
         pipes.kv_free.producer_acquire(state)
         ready, target = pipes.kv_ready.barrier(state), tiles.sKv + state.stage * self.geometry.stage_bytes
-        if tile.left >= TILE_KEYS:
+        where = (item.kv_head, item.first_key + first)
+        if first + TILE_KEYS <= item.keys:
             self.expect(ready, self.geometry.stage_bytes)
-            self.load_value_boxes(operands, target, tile, ready, pair_box)
+            self.load_value_boxes(operands, target, where, ready, pair_box)
         else:
             landed = pipes.value_landed.barrier(Int32(0))
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(landed, self.geometry.stage_bytes)
-            self.load_value_boxes(operands, target, tile, landed, load_box)
+            self.load_value_boxes(operands, target, where, landed, load_box)
             pipes.value_landed.consumer_wait(cleared)
-            self.clear_values(target, tile.left)
+            self.clear_values(target, item.keys - first)
             cute.arch.fence_proxy("async.shared", space="cta")
             arrive_at(ready, EVEN_CTA)
             cleared = cleared + 1
@@ -127,14 +115,17 @@ class PairLoadRole:
         else:
             arrive_at(ready, EVEN_CTA)
 
-    def load_value_boxes(self, operands: Operands, target: cute.Pointer, tile: KeyTile, ready: cute.Pointer, load: Any) -> None:
-        """Start the copies of 128 values, 64 columns a box of 128 rows."""
+    def load_value_boxes(
+        self, operands: Operands, target: cute.Pointer, where: tuple[Int32, Int32], ready: cute.Pointer, load: Any
+    ) -> None:
+        """Start the copies of 128 values from (head, row) on, 64 columns a box of 128 rows."""
+        head, first = where
         with cute.arch.elect_one():
             for box in range(self.geometry.value_boxes):
                 column = (cta_rank() * self.geometry.value_boxes + box) * BOX_COLUMNS
                 for row in range(0, TILE_KEYS, BOX_ROWS):
                     place = target + (box * STAGE_BYTES + row * ROW_BYTES)
-                    load(place, operands.args.v_map, (column, tile.kv_head, tile.row + row), ready)
+                    load(place, operands.args.v_map, (column, head, first + row), ready)
 
     @cute.jit
     def clear_values(self, target: cute.Pointer, left: Int32):

@@ -63,11 +63,11 @@ class PairMmaRole:
 
         Signal item_free, scores_ready, output_ready, query_free, kv_free.
 
-        S of a key tile is issued in front of P V of the one before, of the item before if need be: so the tensor cores have work
-        during every softmax.
+        S of a key tile is issued in front of P V of the item's tile before: so the tensor cores have work during every softmax but an
+        item's last. That waits for less than Q of the next item, whose place the last S leaves.
         """
         turn, more, queries, count = Int32(0), Boolean(True), Int32(0), Int32(0)
-        state, accumulate = PipelineState(Int32(0), Int32(0)), Boolean(False)
+        state = PipelineState(Int32(0), Int32(0))
         while more:
             more, item = board.take(turn)
             tiles = key_tiles(item.keys)
@@ -79,14 +79,14 @@ class PairMmaRole:
                 if t == tiles - 1:
                     self.commit(pipes.query_free.barrier(Int32(0)))
                 state = pipes.kv_ready.advance(state)
-                if count > 0:
-                    self.multiply_output(pipes, gemm, count - 1, state, accumulate)
+                if t > 0:
+                    self.multiply_output(pipes, gemm, count - 1, state, t > 1)
                     state = pipes.kv_ready.advance(state)
-                accumulate = t > 0
                 count = count + 1
+            if tiles > 0:
+                self.multiply_output(pipes, gemm, count - 1, state, tiles > 1)
+                state = pipes.kv_ready.advance(state)
             turn = turn + 1
-        if count > 0:
-            self.multiply_output(pipes, gemm, count - 1, state, accumulate)
 
     def multiply_scores(self, pipes: PairPipes, gemm: PairTileGemm, count: Int32, state: PipelineState) -> None:
         """Issue S of the count-th key tile.

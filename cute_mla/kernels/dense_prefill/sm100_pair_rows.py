@@ -8,10 +8,11 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ..primitives import tcgen05
+from ..primitives.elements import pack_pair, store_pair, store_words
 from .board import Board
 from .operands import Operands, WorkItem
 from .sm100_config import FIRST_KEYS, TILE_KEYS, TILE_ROWS, first_lane, key_tiles
-from .sm100_output import OutputRows
+from .sm100_output import STORED_AT_ONCE, OutputRows
 from .sm100_pair_config import EVEN_CTA, PairGeometry, PairPipes, PairTiles, cta_rank, key_limit
 from .sm100_softmax import RowSoftmax
 
@@ -103,12 +104,26 @@ class PairOutputRole:
                 inverse = rows.inverse()
                 pipes.sums_free.consumer_release(sums)
                 sums = sums + 1
-                rows.store(operands.out_row(item, first_row + rows.row), item.rows - first_row, inverse, count > 0)
+                words = [Int32(0)] * (self.columns // 2)
                 if count > 0:
+                    words = self.take(rows, inverse)
                     done = done + count
                     tcgen05.fence_before_signal()
                     pipes.probs_ready.producer_commit(done, EVEN_CTA)  # O is free for the next item
+                if first_row + rows.row < item.rows:
+                    store_row_words(operands.out_row(item, first_row + rows.row), words, self.wide)
             turn = turn + 1
+
+    def take(self, rows: OutputRows, inverse: Float32) -> list[Int32]:
+        """Return the thread's row of O / row sum, rounded, two columns a word. A row that attends to nothing is 0."""
+        words = []
+        for first in range(0, self.columns, STORED_AT_ONCE):
+            values = tcgen05.load_columns(rows.place + first, STORED_AT_ONCE)
+            tcgen05.await_loads()
+            for i in range(0, STORED_AT_ONCE, 2):
+                word = pack_pair(values[i] * inverse, values[i + 1] * inverse, self.dtype)
+                words.append(cutlass.select_(inverse == 0.0, Int32(0), word))
+        return words
 
     @cute.jit
     def rescale(self, pipes: PairPipes, rows: OutputRows, use: Int32):
@@ -121,3 +136,13 @@ class PairOutputRole:
             rows.scale(alpha)
             tcgen05.fence_before_signal()
         pipes.probs_ready.producer_commit(use, EVEN_CTA)
+
+
+def store_row_words(target: cute.Pointer, words: list[Int32], wide: bool) -> None:
+    """Store a row of out, 16 bytes at a time, or element by element where rows begin at any."""
+    if wide:
+        for i in range(0, len(words), 4):
+            store_words(target + 2 * i, words[i : i + 4])
+    else:
+        for i, word in enumerate(words):
+            store_pair(target + 2 * i, word, False)
