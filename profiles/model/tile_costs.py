@@ -247,7 +247,7 @@ def _sparse_prefill_sm100(config: Config) -> Block:
 
 def prefill_variant(config: Config) -> DensePrefillConfig:
     """Return the variant of dense prefill that a configuration of the manifest names."""
-    return DensePrefillConfig(**config)  # type: ignore[arg-type]  # the manifest has the fields of the variant
+    return DensePrefillConfig("bf16", *(int(config.get(name, usual)) for name, usual in (("d_qk", 192), ("access_bytes", 16), ("cluster", 1))))
 
 
 def _dense_prefill(arch: str, config: Config) -> Block:
