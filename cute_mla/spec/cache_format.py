@@ -25,7 +25,6 @@ Code = Literal["e4m3", "e2m1"]
 Scale = Literal["fp32", "e8m0", "e4m3"]
 
 _CODE_BITS: dict[Code, int] = {"e4m3": 8, "e2m1": 4}
-_SCALE_BYTES: dict[Scale, int] = {"fp32": 4, "e8m0": 1, "e4m3": 1}
 
 
 @dataclass(frozen=True)
@@ -59,11 +58,6 @@ class CacheFormat:
     def code_bytes(self) -> int:
         """Bytes of a token's quantised columns."""
         return self.quantised * _CODE_BITS[self.code] // 8
-
-    @property
-    def bytes_of_scale(self) -> int:
-        """Bytes of one scale."""
-        return _SCALE_BYTES[self.scale]
 
     @property
     def wide_offset(self) -> int:
