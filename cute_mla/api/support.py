@@ -124,7 +124,8 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
                          also be "e4m3"; in cache_write and cache_gather, the dtype of the keys outside the cache
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
         head_dim         columns of q: 576, or 512 with an FP8 cache in sparse decode and in sparse prefill; 192, 128 or 256 in
-                         dense prefill, of which its backward pass has 192 and 128; columns of a key in cache_write and cache_gather: 576 or 512
+                         dense prefill, of which its backward pass has 192 and 128; columns of a key in cache_write and cache_gather:
+                         576 or 512
         head_dim_v       columns of out: 512; 128 in dense prefill, or 256 with a head_dim of 256; None in cache_write and cache_gather
         page_size        keys of a page; None in prefill, whose keys have no pages
         causal, batch_invariant        True or False; prefill is always batch invariant, without being asked

@@ -367,7 +367,8 @@ def _check_packed(name: str, packed: Any, leading: tuple[str, str], head_dim_qk:
     """Raise ValueError unless the last dimension holds 1 (keys) or 2 (queries, keys) operands of head_dim_qk, then the values."""
     if not is_integer(head_dim_qk) or head_dim_qk not in HEAD_DIMS:
         raise ValueError(f"head_dim_qk is {short_repr(head_dim_qk)}; supported: {', '.join(map(str, HEAD_DIMS))}")
-    check_shape(name, spec_of(name, packed), (*leading, before_v * head_dim_qk + HEAD_DIMS[head_dim_qk]), f" with head_dim_qk {head_dim_qk}")
+    columns = before_v * head_dim_qk + HEAD_DIMS[head_dim_qk]
+    check_shape(name, spec_of(name, packed), (*leading, columns), f" with head_dim_qk {head_dim_qk}")
 
 
 def _check_differentiable(columns: tuple[int, ...], **operands: Any) -> None:

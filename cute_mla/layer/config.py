@@ -74,8 +74,9 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class MlaConfig:
-    """Configuration of a layer, with the names of Hugging Face configs. Sizes that the kernels fix have one supported value, or
-    for the columns of a head two pairs: qk_nope_head_dim 128 with v_head_dim 128, and 192 with 256, which has no gradients.
+    """Configuration of a layer, with the names of Hugging Face configs. Sizes that the kernels fix have one supported value.
+
+    The columns of a head have two: qk_nope_head_dim 128 with v_head_dim 128, and 192 with 256, which has no gradients.
 
     max_position_embeddings: longest sequence of the model; positions lie on the device and are not checked against it.
     q_lora_rank: None if one matrix projects queries (DeepSeek-V2-Lite).

@@ -1,8 +1,8 @@
 """Costs of each attention kernel per block of keys, derived in its README: products, bytes through each port, dependent stages.
 
 A block is a tile of 64 keys and 64 query rows on one SM; on Blackwell two SMs share 64 keys and 128 rows. In dense prefill a block has
-128 keys, or 80 or 64 with 256 columns on Hopper, and 128 or 256 rows; in its backward pass 128 rows and 96 or 128 keys for dQ, 128 keys and 64 to 128 rows for dK and dV. Bytes
-are listed by cause, so that a sum can be checked. Instructions are counted instead (`profiles/kernel_stats/golden_counts.py`).
+128 keys, or 80 or 64 with 256 columns on Hopper, and 128 or 256 rows; in its backward pass 128 rows and 96 or 128 keys for dQ, 128 keys
+and 64 to 128 rows for dK and dV. Bytes are listed by cause, so that a sum can be checked. Instructions are counted instead (`profiles/kernel_stats/golden_counts.py`).
 """
 
 from __future__ import annotations
@@ -247,7 +247,8 @@ def _sparse_prefill_sm100(config: Config) -> Block:
 
 def prefill_variant(config: Config) -> DensePrefillConfig:
     """Return the variant of dense prefill that a configuration of the manifest names."""
-    return DensePrefillConfig("bf16", *(int(config.get(name, usual)) for name, usual in (("d_qk", 192), ("access_bytes", 16), ("cluster", 1))))
+    usual = {"d_qk": 192, "access_bytes": 16, "cluster": 1}
+    return DensePrefillConfig("bf16", *(int(config.get(name, number)) for name, number in usual.items()))
 
 
 def _dense_prefill(arch: str, config: Config) -> Block:

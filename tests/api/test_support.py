@@ -151,7 +151,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "h_q": (0, 1 << 31, 1.5),
         "h_kv": (0, 1 << 31),
         "s_q": (0, 1 << 31),
-        "head_dim": (64, 256, 576),
+        "head_dim": (64, 512, 576),
         "head_dim_v": (192, 512),
         "page_size": (64,),
         "causal": (None,),

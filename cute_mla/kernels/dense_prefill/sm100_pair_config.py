@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import cutlass
 from cutlass import Float32, Int32, Uint8, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS, DensePrefillConfig
@@ -13,7 +12,7 @@ from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout
 from .board import ITEM_WORDS
 from .operands import WorkItem
-from .sm100_config import BOX_BYTES, GROUP_WARPS, ITEM_STAGES, K_STEP, OUTPUT_COLUMN, STAGE_BYTES, TILE_KEYS, TILE_ROWS
+from .sm100_config import BOX_BYTES, GROUP_WARPS, ITEM_STAGES, K_STEP, STAGE_BYTES, TILE_KEYS, TILE_ROWS
 
 PAIR = 2  # CTAs that share the products of an item, with TILE_ROWS of its rows each
 EVEN_CTA = 0  # of a pair: it issues the products of both

@@ -8,10 +8,10 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
+from ..primitives.elements import store_words
 from ..primitives.pipeline import PipelineState, arrive_at
 from ..primitives.tma import load_box, pair_box
 from ..sm100.boxes import CHUNK, CHUNKS_PER_ROW, ROW_BYTES
-from ..primitives.elements import store_words
 from .board import Board
 from .operands import Operands, WorkItem
 from .sm100_config import BOX_BYTES, STAGE_BYTES, TILE_KEYS, TILE_ROWS, key_tiles
@@ -52,10 +52,9 @@ class PairLoadRole:
             for t in cutlass.range(count, unroll=1):
                 self.load_keys(operands, tiles, pipes, item, (count - 1 - t) * TILE_KEYS, state)
                 state = pipes.kv_ready.advance(state)
-                if cutlass.const_expr(self.loads_queries):
-                    if t == 0:
-                        self.load_queries(operands, tiles, pipes, item, loads)
-                        loads = loads + 1
+                if cutlass.const_expr(self.loads_queries) and t == 0:
+                    self.load_queries(operands, tiles, pipes, item, loads)
+                    loads = loads + 1
                 if t > 0:
                     cleared = self.load_values(operands, tiles, pipes, item, (count - t) * TILE_KEYS, state, cleared)
                     state = pipes.kv_ready.advance(state)

@@ -187,15 +187,12 @@ class AttendRole:
             self.write_row(operands, Rows.of(item), products, row_half, 0, words, operands.empty_lse)
 
     @cute.jit
-    def write_row(
-        self, operands: Operands, rows: Rows, products: Products, row_half: int, first: int, words: list[Int32], lse: Float32
-    ):
+    def write_row(self, operands: Operands, rows: Rows, products: Products, row_half: int, first: int, words: list[Int32], lse: Float32):
         """Write columns of one of the thread's rows from `first` on, and with the first ones lse, if the sequence has the row."""
         row, thread = block_row(products, row_half), products.thread
         if row < rows.rows:
-            if cutlass.const_expr(first == 0):
-                if thread % 4 == 0:
-                    operands.lse_of(rows, row).store(lse)
+            if cutlass.const_expr(first == 0) and thread % 4 == 0:
+                operands.lse_of(rows, row).store(lse)
             self.store_row(operands.out_row(rows, row) + first, words, thread)
 
     def store_row(self, target: cute.Pointer, words: list[Int32], thread: Int32) -> None:

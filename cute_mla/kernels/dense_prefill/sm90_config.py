@@ -100,7 +100,7 @@ class Geometry:
 
     @property
     def wgmma_per_tile(self) -> tuple[int, int]:
-        """Return the WGMMA instructions of S, in steps of 16 columns, and of P V, in steps of 16 keys. One role's code serves both warpgroups."""
+        """Return the WGMMA instructions of S and of P V, in steps of 16 columns and of 16 keys. One role's code serves both warpgroups."""
         return self.d_qk // K_STEP, self.tile_keys // K_STEP
 
     def smem(self, dtype: type[cutlass.Numeric]) -> SmemLayout:

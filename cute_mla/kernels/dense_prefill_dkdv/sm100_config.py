@@ -10,7 +10,7 @@ from cutlass import Float32, Int32, cute
 from ...spec.arch import SM100
 from ...spec.dense_prefill import BOX_COLUMNS
 from ...spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES
-from ...spec.dense_prefill_dq import D_V, STATISTICS, STATISTIC_BYTES
+from ...spec.dense_prefill_dq import D_V, STATISTIC_BYTES, STATISTICS
 from ...spec.mla import ELEMENT_BYTES
 from ..primitives.integers import larger
 from ..primitives.pipeline import StageBarriers
