@@ -2,7 +2,8 @@
 
 A block is a tile of 64 keys and 64 query rows on one SM; on Blackwell two SMs share 64 keys and 128 rows. In dense prefill a block has
 128 keys, or 80 or 64 with 256 columns on Hopper, and 128 or 256 rows; in its backward pass 128 rows and 96 or 128 keys for dQ, 128 keys
-and 64 to 128 rows for dK and dV. Bytes are listed by cause, so that a sum can be checked. Instructions are counted instead (`profiles/kernel_stats/golden_counts.py`).
+and 64 to 128 rows for dK and dV. Bytes are listed by cause, so that a sum can be checked. Instructions are counted instead
+(`profiles/kernel_stats/golden_counts.py`).
 """
 
 from __future__ import annotations

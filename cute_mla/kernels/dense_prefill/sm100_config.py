@@ -128,7 +128,7 @@ class Tiles:
 
 
 class RowTables(Protocol):
-    """What a thread hands to another one of its row, in shared memory."""
+    """Numbers that a thread hands to another one of its row, in shared memory."""
 
     @property
     def sAlpha(self) -> cute.Pointer:

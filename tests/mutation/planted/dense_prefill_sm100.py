@@ -33,7 +33,7 @@ WAITS = (
 MASKS = r"(setp\.gt\.s32 \t%p\d+, %r\d+, 31;\s+)selp\.b32 \t(%r\d+), 0, %r\d+, %p\d+;"
 
 CLEARING = r"st\.shared\.v4\.b32 .*\{0, 0, 0, 0\};"
-# Heads of 256 columns, by pairs of CTAs.
+# Heads of 256 columns, by pairs of CTAs. None: the waits at the end, behind which a CTA waits for the last P V anyway.
 PAIR_WALK = replace(WALK, d_qk=256, sm_count=2)
 PAIR_RISING = replace(RISING, d_qk=256, sm_count=2)
 PAIR_WAITS = (
@@ -41,7 +41,7 @@ PAIR_WAITS = (
     "output_ready of the last tile", "sums_ready", "item_ready of mma", "query_ready", "kv_ready of keys", "kv_ready of values",
     "probs_ready", "rest_ready", "kv_ready of the last values", "probs_ready of the last tile", "rest_ready of the last tile",
     "item_free", "kv_free of keys", "query_free", "kv_free of values", "value_landed", "kv_free of the last values",
-    "value_landed of the last values", "kv_free of the end", "query_free of the end",
+    "value_landed of the last values", None, None,
 )  # fmt: skip
 
 SUITE = Suite(
