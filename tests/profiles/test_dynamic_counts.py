@@ -11,6 +11,7 @@ from cute_mla.manifest import KernelEntry
 from cute_mla.profiles.kernel_stats.dynamic_counts import FEW, MANY, baseline_counts, case_of, dynamic_counts
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import Arch
+from cute_mla.spec.split_plan import TILE_KEYS
 
 WITH_KEYS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv")
 
@@ -26,7 +27,7 @@ def test_every_kernel_over_keys_has_a_case_with_one_cta_or_pair(arch: Arch) -> N
     for variant in kernels:
         make = case_of(entry(variant.name))
         assert make is not None, variant.name
-        few, many = make(FEW), make(MANY)
+        few, many = make(FEW * TILE_KEYS), make(MANY * TILE_KEYS)
         assert few.problem(arch).config == many.problem(arch).config == variant.config
         assert many.tiles == MANY // FEW * few.tiles
 

@@ -39,7 +39,8 @@ def ramps(steps_scale: float = STEPS_SCALE) -> tuple[tuple[str, float | None], .
 
 
 _CANDIDATES = 20  # draws of which the one with the most missing values, then the most new pairs, becomes a case
-_ATTEMPTS = 100  # rounds of candidates, none of them possible, after which values are taken to exclude each other
+_ATTEMPTS = 2000  # rounds of candidates, none of them possible, after which values are taken to exclude each other
+_IN_VAIN = 25  # such rounds after which fewer values are missing ones
 # Probability that a draw takes a missing value where there is one: not 1, since values may exclude each other; less after rounds in vain.
 _LACKING, _LACKING_IN_VAIN = 0.8, 0.3
 
@@ -55,7 +56,7 @@ def cover(name: str, factors: Factors, make: Callable[[Choice], C | None], seen:
     cases: list[C] = []
     vain = 0
     while missing:
-        lacking = _LACKING_IN_VAIN if vain > _ATTEMPTS // 4 else _LACKING
+        lacking = _LACKING_IN_VAIN if vain > _IN_VAIN else _LACKING
         made = ((choice, make(choice)) for choice in (_draw(factors, missing, draw, lacking) for _ in range(_CANDIDATES)))
         possible = [(choice, case) for choice, case in made if case is not None and missing & set(choice.items())]
         vain = 0 if possible else vain + 1
