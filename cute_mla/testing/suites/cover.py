@@ -45,11 +45,14 @@ _IN_VAIN = 25  # such rounds after which fewer values are missing ones
 _LACKING, _LACKING_IN_VAIN = 0.8, 0.3
 
 
-def cover(name: str, factors: Factors, make: Callable[[Choice], C | None], seen: set[object]) -> list[C]:
+def cover(
+    name: str, factors: Factors, make: Callable[[Choice], C | None], seen: set[object], settle: Callable[[Choice], Choice] = dict
+) -> list[C]:
     """Return cases of one variant that together have every value of every factor.
 
     name: of the variant; it determines the draws. make(choice): the case with these values by name, or None if they exclude each other.
-    seen: pairs of values that earlier variants have; this variant's pairs are added. Raise ValueError if a value occurs in no case.
+    seen: pairs of values that earlier variants have; this variant's pairs are added. settle(choice): drawn values, with those in the place
+    of others that they ask for. Raise ValueError if a value occurs in no case.
     """
     draw = random.Random(name)
     missing = {(factor, value) for factor, values in factors.items() for value in values}
@@ -57,7 +60,7 @@ def cover(name: str, factors: Factors, make: Callable[[Choice], C | None], seen:
     vain = 0
     while missing:
         lacking = _LACKING_IN_VAIN if vain > _IN_VAIN else _LACKING
-        made = ((choice, make(choice)) for choice in (_draw(factors, missing, draw, lacking) for _ in range(_CANDIDATES)))
+        made = ((choice, make(choice)) for choice in (settle(_draw(factors, missing, draw, lacking)) for _ in range(_CANDIDATES)))
         possible = [(choice, case) for choice, case in made if case is not None and missing & set(choice.items())]
         vain = 0 if possible else vain + 1
         if vain == _ATTEMPTS:

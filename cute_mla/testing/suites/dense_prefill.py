@@ -56,6 +56,14 @@ _FACTORS: Factors = {
 }
 
 
+def _settle(choice: Choice) -> Choice:
+    """Return a choice in which results that lie far are of one CTA, and of one head unless heads lie far."""
+    if choice["outputs"] not in _FAR_BLOCKS:
+        return choice
+    heads = (1, 2) if "far_heads" in (choice["q_layout"], choice["outputs"]) else (1, 1)
+    return {**choice, "lengths": _FAR_BLOCKS[choice["outputs"]], "heads": heads, "sm_count": 1}
+
+
 def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
     """Return the small case with these features; None if the values are not possible together."""
     rest = {name: choice[name] for name in _FACTORS if name not in ("heads", "values")}
@@ -66,11 +74,7 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
         return None
     if "far_heads" in (choice["q_layout"], choice["outputs"]) and h_kv * group == 1:
         return None
-    if {choice["q_layout"], choice["outputs"]} & _FAR_BLOCKS.keys() and choice["lengths"] != _BEYOND_A_TILE:
-        return None
-    if choice["outputs"] in _FAR_BLOCKS and choice["sm_count"] > 1:
-        return None
-    if choice["outputs"] == "far_tokens" and h_kv * group > 1:
+    if choice["q_layout"] in _FAR_BLOCKS and choice["lengths"] not in (_BEYOND_A_TILE, *_FAR_BLOCKS.values()):
         return None
     if (choice["kv_layout"] == "far_heads" and h_kv == 1) or (h_kv > 1 and choice["lengths"] != _MANY_HEADS):
         return None
@@ -78,7 +82,6 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
         return None
     if values in ORDERED and (choice["lengths"][-1][1] <= _KEY_TILE or (values == "needles" and choice["lengths"] != _LONG)):
         return None
-    rest["lengths"] = _FAR_BLOCKS.get(choice["outputs"], choice["lengths"])
     return DensePrefillCase(dtype, d_qk=d_qk, values=values, softmax_scale=scale, h_kv=h_kv, group=group, **rest)
 
 
@@ -90,7 +93,7 @@ def _covers() -> Iterator[DensePrefillCase]:
         if elements:
             layouts = {"q_layout": ("odd", "far_tokens", "far_heads"), "outputs": ("odd", "strided", "far_tokens", "far_heads")}
             factors = {**factors, **layouts}
-        yield from cover(f"{dtype} {d_qk} {elements}", factors, partial(_small, dtype, d_qk), seen)
+        yield from cover(f"{dtype} {d_qk} {elements}", factors, partial(_small, dtype, d_qk), seen, _settle)
         yield _staircase(dtype, d_qk, elements)
 
 
