@@ -257,7 +257,7 @@ def _sparse_prefill_sm90(config: Config) -> Block:
     values, rope = TILE_KEYS * D_LATENT * ELEMENT_BYTES, TILE_KEYS * (d_qk - D_LATENT) * ELEMENT_BYTES
     copied = values * _own_share(cluster, _EXCHANGED_PREFILL) + rope
     smem = {**_sm90_operands(d_qk, 5), "copies": copied, **_pair_copies(cluster, _EXCHANGED_PREFILL)}
-    seam = (Stage("Q of the next token from L2", 2000, 4000),)
+    seam = (Stage("rows of a token, then S and softmax of the next one", 1600, 2100),)
     return _sm90_latent(smem, copied, 0.0, d_qk, loads=3, seam=seam)
 
 
