@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from ...spec import dense_prefill, dense_prefill_dkdv, dense_prefill_dq
 from ...spec.arch import ARCHS, SM90, SM100
-from ...spec.cache_format import FORMATS
+from ...spec.cache_format import FORMATS, CacheFormat
 from ...spec.dense_decode import FP8, FP8_CACHE, TILE_ROWS
 from ...spec.dense_prefill import BOX_COLUMNS, DensePrefillConfig
 from ...spec.dense_prefill_dq import D_V as D_V_PER_HEAD
@@ -197,25 +197,51 @@ def _dense_sm100_fp8() -> Block:
 # ---------------------------------------------------------------- sparse decode and prefill
 
 
-def _gathered(config: Config, ctas: int) -> float:
+_SECTIONS = D_LATENT // 128  # of a gathered tile on sm90: stages of 128 columns
+_EXCHANGED_DECODE = 3  # of them, between the CTAs of a pair, where columns are converted; 16-bit ones are exchanged whole
+_EXCHANGED_PREFILL = 2
+
+
+def _sectors(row_bytes: int) -> int:
+    return -(-row_bytes // SECTOR) * SECTOR
+
+
+def _own_share(ctas: int, exchanged: int) -> float:
+    """Return the share of a tile's values that one of `ctas` CTAs brings: of exchanged stages its part, of the others all."""
+    return 1 - exchanged / _SECTIONS * (1 - 1 / ctas)
+
+
+def _pair_copies(ctas: int, exchanged: int) -> dict[str, float]:
+    """Return the bytes that a CTA of a pair reads for the peer and receives from it: half of every exchanged stage each."""
+    return {"copies to and from the peer": exchanged / _SECTIONS * TILE_KEYS * D_LATENT * ELEMENT_BYTES} if ctas > 1 else {}
+
+
+def _gathered(layout: CacheFormat, ctas: int, exchanged: int) -> float:
     """Return the bytes of a block's rows that one of `ctas` CTAs gathers, in whole sectors.
 
-    Both CTAs of a pair gather the columns that are no values (sm90: RoPE, 16 bits).
+    Of the keys that the peer brings, a CTA gathers what is not exchanged: columns that are no values, the last stages, and with
+    converted columns the scales.
     """
-    layout = FORMATS[str(config["cache"])]
-    row = -(-(layout.row_bytes + (0 if layout.scales_inside else layout.scale_bytes)) // SECTOR) * SECTOR
-    shared = D_ROPE * ELEMENT_BYTES if layout.d_qk > D_V else 0
-    return TILE_KEYS * ((row - shared) / ctas + shared)
+    row = _sectors(layout.page_bytes(1))
+    first = exchanged * D_LATENT // _SECTIONS  # column that is not exchanged
+    wide = (layout.d_qk - max(first, layout.quantised)) * ELEMENT_BYTES
+    codes = layout.code_bytes * max(layout.quantised - first, 0) // (layout.quantised or 1)
+    own = _sectors(codes + wide + layout.scale_bytes)
+    return TILE_KEYS * ((row - own) / ctas + own)
 
 
 def _sparse_decode_sm90(config: Config) -> Block:
     cluster, layout = int(config["cluster"]), FORMATS[str(config["cache"])]
+    exchanged = _EXCHANGED_DECODE if layout.group else _SECTIONS
     values, rope = TILE_KEYS * D_LATENT * ELEMENT_BYTES, TILE_KEYS * (layout.d_qk - D_LATENT) * ELEMENT_BYTES
-    smem = {**_sm90_operands(layout.d_qk, 2 if layout.d_qk > D_LATENT else 1), "stores": values / cluster, "copies": float(rope)}
-    if cluster > 1:
-        smem["copies to and from the peer"] = values
+    smem = {
+        **_sm90_operands(layout.d_qk, 2 if layout.d_qk > D_LATENT else 1),
+        "stores": values * _own_share(cluster, exchanged),
+        "copies": float(rope),
+        **_pair_copies(cluster, exchanged),
+    }
     hbm = TILE_KEYS * layout.page_bytes(1)
-    return _sm90_latent(smem, _gathered(config, cluster), hbm, layout.d_qk, loads=4)
+    return _sm90_latent(smem, _gathered(layout, cluster, exchanged), hbm, layout.d_qk, loads=4)
 
 
 def _sparse_decode_sm100(config: Config) -> Block:
@@ -229,11 +255,9 @@ def _sparse_prefill_sm90(config: Config) -> Block:
     """Return a block without memory bytes: neighbouring tokens select the same rows, whose single read is in the launch's bytes."""
     cluster, d_qk = int(config["cluster"]), int(config["d_qk"])
     values, rope = TILE_KEYS * D_LATENT * ELEMENT_BYTES, TILE_KEYS * (d_qk - D_LATENT) * ELEMENT_BYTES
-    copied = values / cluster + rope
-    smem = {**_sm90_operands(d_qk, 5), "copies": copied}
-    if cluster > 1:
-        smem["copies to and from the peer"] = values
-    seam = (Stage("Q of the next token from L2", 2000, 4000),)
+    copied = values * _own_share(cluster, _EXCHANGED_PREFILL) + rope
+    smem = {**_sm90_operands(d_qk, 5), "copies": copied, **_pair_copies(cluster, _EXCHANGED_PREFILL)}
+    seam = (Stage("rows of a token, then S and softmax of the next one", 1600, 2100),)
     return _sm90_latent(smem, copied, 0.0, d_qk, loads=3, seam=seam)
 
 

@@ -15,7 +15,7 @@ from ...spec.split_plan import TILE_KEYS
 from ..rows import OPS, Case, load
 from .prediction import Launch
 from .report import between, golden_counts, launch_on, predictions
-from .tile_costs import Stage, block_of
+from .tile_costs import block_of
 
 FEW_HEADS = 16  # columns of a product with swapped operands: keys as rows, heads as columns
 
@@ -112,10 +112,6 @@ def _half_l2(launch: Launch) -> Launch:
     return _block(launch, l2_bytes=launch.block.l2_bytes / 2)
 
 
-def _seam(clocks: float) -> Callable[[Launch], Launch]:
-    return lambda launch: _block(launch, seam=(Stage("shorter", clocks, clocks),))
-
-
 _SHORT = ("D5.fixed", "D12.h16", "D12.h128", "D13.mixed")
 
 
@@ -143,7 +139,6 @@ CHANGES: tuple[Change, ...] = (
     Change("P read once for 256 columns", ("D1.fixed", "S1.topk2048", "P1.8k", "F2.h128"), _one_p),
     Change("no pairs: every CTA converts or gathers all", ("S1.topk2048", "S2.b128", "P1.8k"), _alone),
     Change("keys as rows, for at most 16 heads", ("S3.h16", "D8.s1", "F2.h16"), _swapped),
-    Change("Q of the next token ahead: 900 clocks between tokens", ("P1.8k", "P2.h64", "P2.s512"), _seam(900)),
     Change("pairs that multicast keys: half the L2 reads", ("M1.2k", "M1.8k", "M1.16x1k", "P2.h64"), _half_l2),
     Change("V transposed for nothing", ("F1.s1", "F3.h16"), _less_port("transposition", 0.0)),
     Change("a second tensor map for the RoPE columns", ("F1.s1", "F3.h16"), _less_port("TMA, a box of 64 columns of zeros included", 0.9)),

@@ -14,7 +14,15 @@ from cute_mla.runtime.artifacts import load_artifacts
 AGAIN = "python -m cute_mla.profiles.kernel_stats.golden_counts"
 
 
-@pytest.mark.parametrize("name", ["dense_decode_sm90_bf16_cluster1", "dense_decode_sm100_bf16_cluster2", "dense_prefill_sm90_bf16_d192"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dense_decode_sm90_bf16_cluster1",
+        "dense_decode_sm100_bf16_cluster2",
+        "dense_prefill_sm90_bf16_d192",
+        "sparse_prefill_sm90_bf16_d576_cluster2",
+    ],
+)
 def test_kernels_execute_what_is_recorded(name: str) -> None:
     counts = counted(load_artifacts().manifest.kernels[name])
     assert counts is not None

@@ -10,9 +10,12 @@ import pytest
 from cute_mla import simulator
 from cute_mla.profiles.kernel_stats import dynamic_counts as module
 from cute_mla.profiles.kernel_stats.dynamic_counts import FEW, MANY, case_of
+from cute_mla.profiles.kernel_stats.golden_counts import read
 from cute_mla.profiles.model.tile_costs import block_of
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.simulator import Observer
+
+HANDED_OVER = 4096  # bytes of a bulk copy to the peer: 32 keys of a box
 
 
 class Bytes(Observer):
@@ -56,6 +59,7 @@ def moved(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[float, float]:
         ("dense_decode_sm90_bf16_cluster1", {"operands": "latent", "cluster": 1}, "TMA", ("P",)),
         ("dense_decode_sm90_bf16_fp8_cache_cluster1", {"operands": "fp8_cache", "cluster": 1}, None, ("P", "converted rows")),
         ("sparse_decode_sm90_bf16_fp8_656_cluster1", {"cache": "fp8_656", "cluster": 1}, None, ("P", "stores")),
+        ("sparse_decode_sm90_bf16_fp8_656_cluster2", {"cache": "fp8_656", "cluster": 2}, None, ("P", "stores")),
         ("dense_decode_sm100_bf16_cluster2", {"operands": "latent", "cluster": 2}, "TMA, a RoPE box of which half is used", ("P",)),
     ],
 )
@@ -66,3 +70,18 @@ def test_bytes_moved(monkeypatch: pytest.MonkeyPatch, name: str, config: dict[st
     assert by_tma == (smem[tma] if tma else 0)
     expected = sum(smem[what] for what in stores) + (smem.get("S swapped", 0) / 2)
     assert expected <= stored <= expected + 1024, (stored, expected)
+
+
+PAIRS = [name for name in read() if name.startswith(("sparse_decode_sm90", "sparse_prefill_sm90")) and name.endswith("cluster2")]
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_bytes_between_the_ctas_of_a_pair(name: str) -> None:
+    """Each bulk copy counted is read here, and one as long comes from the peer."""
+    entry = load_artifacts().manifest.kernels[name]
+    copies = sum(role.of("bulk copy") for role in read()[name].values())
+    assert block_of(entry.op, entry.arch, entry.config).smem["copies to and from the peer"] == 2 * copies * HANDED_OVER
+
+
+def test_every_pair_that_gathers_is_compared() -> None:
+    assert len(PAIRS) == 8

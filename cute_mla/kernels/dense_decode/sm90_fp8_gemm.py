@@ -96,6 +96,12 @@ class E4m3Scores:
             factors=RowPair.of(tiles.sAlpha, thread),
         )
 
+    def take_queries(self) -> None:
+        """Do nothing: this role loads Q itself."""
+
+    def release_queries(self, last: Boolean) -> None:
+        """Do nothing: this role loads Q itself."""
+
     @cute.jit
     def load_queries(self, operands: Operands, req: Int32):
         """Load Q of a work tile to registers, from any strides. Rows past the last one repeat it; their results go nowhere.

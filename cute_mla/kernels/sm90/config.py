@@ -42,7 +42,7 @@ class Geometry:
     RoPE columns. frees_rope: whether a barrier tells when a RoPE stage is free. None is needed where it is filled only after kv_free of
     the tile's first stages and of all stages of the tile before: those had, among them, the last stages of both output groups of the
     tile whose P the RoPE stage had. takes_turns: whether the right output group multiplies a tile after the left one, whose stages
-    then come free in half of the time.
+    then come free in half of the time. q_boxes: boxes of shared memory for Q, where more than the column tiles that stay there.
     """
 
     d_qk: int
@@ -57,6 +57,7 @@ class Geometry:
     rope_after: int = STAGES_PER_TILE
     frees_rope: bool = True
     takes_turns: bool = False
+    q_boxes: int = 0
 
     def __post_init__(self) -> None:
         total = self.producer_registers + self.score_registers + OUTPUT_GROUPS * OUTPUT_REGISTERS
@@ -108,7 +109,7 @@ class Geometry:
         return SmemLayout((
             Tile("sKv", dtype, (TILE_KEYS, STAGE_COLUMNS, self.kv_stages)),
             Tile("sRope", dtype, (TILE_KEYS, BOX_COLUMNS, self.rope_stages)),
-            Tile("sQ", dtype, (TILE_ROWS, BOX_COLUMNS, self.q_tiles_in_smem)),
+            Tile("sQ", dtype, (TILE_ROWS, BOX_COLUMNS, max(self.q_boxes, self.q_tiles_in_smem))),
             Table("sAlpha", Float32, (TILE_ROWS, self.rope_stages)),
             Table("sInverse", Float32, TILE_ROWS),
             *valid,
@@ -130,7 +131,7 @@ class Tiles:
 
     sKv: cute.Tensor  # (64 keys, 128 columns, kv_stages)
     sRope: cute.Tensor  # (64 keys, 64 columns, rope_stages): K's RoPE columns, then P as (64 rows, 64 keys)
-    sQ: cute.Tensor  # (64 rows, 64 columns, q_tiles_in_smem): the last column tiles of Q
+    sQ: cute.Tensor  # (64 rows, 64 columns, q_tiles_in_smem or q_boxes): the last column tiles of Q
     sAlpha: cute.Tensor  # (64 rows, rope_stages) fp32: rescale factors, beside P
     sInverse: cute.Tensor  # (64 rows) fp32: 1 / row sum, 0 for a row that attends to nothing
     sValid: cute.Pointer | None  # 8 bytes a stage, as many stages as RoPE columns: bit i of byte j is set if key 8 j + i is present

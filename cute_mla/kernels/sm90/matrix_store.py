@@ -36,7 +36,8 @@ def store_groups(place: Int32, first_row: int, pair: int, words: list[Int32]) ->
     primitives.stmatrix(smem_pointer(target).raw_ptr(), words, primitives.MMALayout.ROW)
 
 
-def load_groups(source: Int32) -> list[Int32]:
-    """Load four 8 x 8 matrices of pairs of bytes, transposed. source: the lane's row."""
-    words = primitives.ldmatrix(smem_pointer(source).raw_ptr(), 4, primitives.MMALayout.COL)
+def load_groups(source: Int32, transposed: bool = True) -> list[Int32]:
+    """Load four 8 x 8 matrices of pairs of bytes. source: the lane's row."""
+    layout = primitives.MMALayout.COL if transposed else primitives.MMALayout.ROW
+    words = primitives.ldmatrix(smem_pointer(source).raw_ptr(), 4, layout)
     return [words[i] for i in range(4)]

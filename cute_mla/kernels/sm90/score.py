@@ -74,6 +74,12 @@ class TileScores(Protocol):
     def load_queries(self, operands: Any, req: Int32) -> None:
         """Load Q of a work tile, from any strides. Rows past the last one repeat it; their results go nowhere."""
 
+    def take_queries(self) -> None:
+        """Begin load_queries of the next work tile. Only for a role that `reads_ahead`."""
+
+    def release_queries(self, last: Boolean) -> None:
+        """Hand the memory of Q on, if S that is complete is the last one of a work tile and another role brings Q."""
+
     def multiply(self, pipes: Any, state: TileState) -> None:
         """Issue the products of S of one key tile. Wait for each stage just before its first use."""
 
@@ -158,6 +164,15 @@ class LatentScores:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
 
+    def take_queries(self) -> None:
+        """Do nothing: this role loads Q itself."""
+
+    def await_smem_queries(self) -> None:
+        """Do nothing: load_queries has waited for all of Q."""
+
+    def release_queries(self, last: Boolean) -> None:
+        """Do nothing: this role loads Q itself."""
+
     def query_tile(self, tile: int) -> cute.Tensor:
         """Return the 32-bit registers that column tile `tile` of Q is loaded into.
 
@@ -176,6 +191,7 @@ class LatentScores:
         kv = state.kv
         for i in range(STAGES_PER_TILE):
             if i == self.geometry.rope_after:
+                self.await_smem_queries()
                 self._multiply_rope(pipes, state)
             pipes.kv_ready.consumer_wait(kv)
             warpgroup.fence()
@@ -241,7 +257,8 @@ class ScoreRole:
 
     partition: the products of one thread, from tiles and thread. new_softmax: the state of a thread's rows, from the factor of the
     scores. publishes_weights: whether this role hands the factors of rows of O to the output role, which else knows them. validity:
-    None where every tile has keys. writes_max_logits: whether the greatest logit of every row is a result too.
+    None where every tile has keys. writes_max_logits: whether the greatest logit of every row is a result too. reads_ahead: whether
+    another role brings Q, of which part is taken before the rows of the work tile before are finished.
     """
 
     partition: Callable[[Any, Int32], TileScores]
@@ -251,6 +268,7 @@ class ScoreRole:
     publishes_weights: bool = True
     validity: TileValidity | None = None
     writes_max_logits: bool = False
+    reads_ahead: bool = False
 
     @cute.jit
     def run(self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, thread: Int32):
@@ -269,6 +287,8 @@ class ScoreRole:
                 self.score_tiles(operands, tiles, pipes, gemm, softmax, tile_range, tile)
             tile = tile + tile_range.tiles
             work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+            if cutlass.const_expr(self.reads_ahead):
+                self.read_ahead(operands, gemm, work_tile, last)
             if cutlass.const_expr(self.publishes_weights):
                 pipes.stats_free.producer_acquire(done)
             self.finish_rows(operands, tiles, req, work_tile, softmax, thread)
@@ -298,7 +318,7 @@ class ScoreRole:
         """
         deferred_barrier = Int32(NO_BARRIER)
         for t in cutlass.range(tile_range.tiles, unroll=1):
-            state = pipes.tile(tile + t)
+            state, last = pipes.tile(tile + t), t + 1 == tile_range.tiles
             if deferred_barrier != NO_BARRIER:
                 here = cute.arch.mbarrier_test_wait(pipes.rope_ready.barrier(state.rope), state.rope.phase)
                 if not cute.arch.vote_all_sync(here):
@@ -307,26 +327,36 @@ class ScoreRole:
             if cutlass.const_expr(self.validity is not None):
                 self.validity.wait(pipes, state)
                 if self.validity.has_keys(tiles, state.rope.stage):
-                    self.multiply_tile(pipes, gemm, state, deferred_barrier)
+                    self.multiply_tile(pipes, gemm, state, deferred_barrier, last)
                     self.softmax_step(operands, tiles, pipes, gemm, softmax, state, tile_range.keys - t * TILE_KEYS)
                     deferred_barrier = gemm.probs_barrier(pipes, state).toint()
                 else:
-                    self.skip_tile(pipes, state, deferred_barrier)
+                    self.skip_tile(pipes, gemm, state, deferred_barrier, last)
                     deferred_barrier = Int32(NO_BARRIER)
             else:
-                self.multiply_tile(pipes, gemm, state, deferred_barrier)
+                self.multiply_tile(pipes, gemm, state, deferred_barrier, last)
                 self.softmax_step(operands, tiles, pipes, gemm, softmax, state, tile_range.keys - t * TILE_KEYS)
                 deferred_barrier = gemm.probs_barrier(pipes, state).toint()
         if deferred_barrier != NO_BARRIER:
             arrive(barrier_at(deferred_barrier))
 
     @cute.jit
-    def multiply_tile(self, pipes: Pipes, gemm: TileScores, state: TileState, deferred_barrier: Int32):
-        """Compute S of one tile. Hand over P of the tile before, if that was deferred, behind the products."""
+    def read_ahead(self, operands: QueryOperands, gemm: TileScores, work_tile: WorkTile, last: Int32):
+        """Begin to load Q of the work tile behind this one, if it has keys."""
+        tiles = Int32(0)
+        if work_tile.next_req <= last:
+            tiles = operands.schedule.tile_range(work_tile.next_req, work_tile.next_tile).tiles
+        if tiles > 0:
+            gemm.take_queries()
+
+    @cute.jit
+    def multiply_tile(self, pipes: Pipes, gemm: TileScores, state: TileState, deferred_barrier: Int32, last: Boolean):
+        """Compute S of one tile. Hand over P of the tile before, if that was deferred, behind the products. last: of the work tile."""
         gemm.multiply(pipes, state)
         if deferred_barrier != NO_BARRIER:
             arrive(barrier_at(deferred_barrier))
         gemm.complete(pipes, state)
+        gemm.release_queries(last)
         gemm.release_keys(pipes, state)
 
     @cute.jit
@@ -340,7 +370,7 @@ class ScoreRole:
         cute.arch.fence_proxy("async.shared", space="cta")
 
     @cute.jit
-    def skip_tile(self, pipes: Pipes, state: TileState, deferred_barrier: Int32):
+    def skip_tile(self, pipes: Pipes, gemm: TileScores, state: TileState, deferred_barrier: Int32, last: Boolean):
         """Pass on a tile without keys: handshakes only.
 
         Its stages are handed over before its RoPE columns, so that those tell of all, and no barrier is two phases ahead of what this
@@ -348,6 +378,7 @@ class ScoreRole:
         """
         if deferred_barrier != NO_BARRIER:
             arrive(barrier_at(deferred_barrier))
+        gemm.release_queries(last)
         pipes.rope_ready.consumer_wait(state.rope)
         pipes.probs_ready.producer_commit(state.rope)
 

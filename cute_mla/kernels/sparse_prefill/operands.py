@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
+from ...spec.mla import ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillArguments
 from ..attention.token_scheduler import TokenSchedule
 from ..primitives.integers import clip, larger
@@ -101,6 +102,10 @@ class Operands:
     def q_row(self, token: Int32, row: Int32) -> cute.Pointer:
         """Return element 0 of a query row."""
         return self.args.q + self._offset((self.args.q_stride_batch, self.args.q_stride_token, self.args.q_stride_head), token, row)
+
+    def q_rows(self, token: Int32) -> tuple[Int64, Int64]:
+        """Return (address of element 0 of a token's first query row, bytes from row to row)."""
+        return Int64(self.q_row(token, Int32(0)).toint()), self.args.q_stride_head * ELEMENT_BYTES
 
     def out_row(self, token: Int32, row: Int32) -> cute.Pointer:
         """Return element 0 of an output row."""

@@ -10,34 +10,41 @@ tile) at a time.
 Roles (512 threads):
   copy     warps 0, 1: cp.async of rows to the stages
   courier  warp 2: hands over stages that have landed, of a pair to the peer as well
-  scout    warp 3: indices, checks, which keys are there; Q of the next token to L2
+  scout    warp 3: indices, checks, which keys are there; Q of the next token to L2, and to shared memory
   score    warpgroup 1: S = Q K^T, softmax, P to shared memory, lse, the greatest logit; the sink
   output   warpgroups 2, 3
 
 Score and output are the decode kernels': dense_decode/sm90.py describes tiles, their pipelines and the trick. In front of them
 are (producer -> consumer; arrivals per phase):
   valid_ready[3]   scout -> copy, courier, score   1: rows of a tile, and a bit per key
-  kv_landed[10]    copy -> courier                 64: the threads' copies, as they complete (11 stages where d_qk is 512)
+  kv_landed[10]    copy -> courier                 64: the threads' copies, as they complete
   rope_landed[3]   copy -> courier                 64
   kv_ready[10]     courier -> score, output        1; of a stage that a pair shares, and the bytes of the peer's half
   rope_ready[3]    courier -> score                1
+  queries_landed   scout -> score                  32: the lanes' copies, as they complete
+  queries_free     score -> scout                  4: Q in shared memory has been read
+
+Q of a token comes while the token before is finished. As soon as the last S of a token is complete, the scout copies the column tiles of
+Q that go to registers to where the others were. Score takes them when it has written P, and then the others come: sm90/staged_queries.py.
+Where q may begin at any element, score loads it through registers instead, behind the rows of the token before.
 
 A pair shares the first two stages of a tile: each CTA copies half of their keys and hands them to the peer. The other two each copies
 whole: they take the place of stages that have just come free, and the peer's half would come too late. The RoPE columns come between.
 
-A tile without any key is passed by: of it there are only the handshakes. Nothing joins tokens: all roles walk from one to the
-next on their own, and the scout looks ahead over the end of a token.
+A tile without any key is passed by: of it there are only the handshakes. All roles walk from token to token on their own, and the scout
+looks ahead over the end of a token.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.arch import Arch
-from ...spec.mla import D_LATENT, D_QK, ELEMENT_BYTES
+from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillConfig
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
@@ -59,24 +66,29 @@ from ..sm90.gather_split import HALF_BYTES, HALF_KEYS, HALVES, halves_of_cta, ha
 from ..sm90.output import LatentOutput, OutputRole
 from ..sm90.row_copy import COPY_WARPS, COURIER_WARP, GATHER_ROLES, CopyLane, CopyPipes, TileRows, arrive_landed
 from ..sm90.score import LatentScores, ScoreRole
+from ..sm90.staged_queries import QueryBarriers, QueryLoader, StagedScores
 from ..sm90.valid_keys import AbsentKeyMask, has_keys
 from ..sm90.warpgroups import THREADS, WARPGROUP, group_of, named_barriers, role_table, set_registers, sync_start
 from .abi import SparsePrefillAbi
 from .operands import IndexList, Operands
-from .sm90_walk import first_tile, for_each_tile, next_tile
+from .sm90_walk import Cursor, first_tile, for_each_tile, next_tile
 
 ROPE_STAGES = 3
 VALID_STAGES = ROPE_STAGES  # a tile's bits take the place of those of the tile whose RoPE stage it gets
 
+Q_TILES_IN_REGISTERS = 5
 SHARED_STAGES = 2  # of a tile, between the CTAs of a pair: the first ones
 
 
-def geometry_of(d_qk: int) -> Geometry:
-    """Return the geometry: copies need no registers for bytes, so that Q gets them; what Q leaves of shared memory are stages."""
+def geometry_of(d_qk: int, staged: bool) -> Geometry:
+    """Return the geometry: copies need no registers for bytes, so that Q gets them.
+
+    staged: whether the scout brings Q. Then there are boxes for as many column tiles as go to registers.
+    """
     return Geometry(
         d_qk=d_qk,
-        q_tiles_in_registers=5,
-        kv_stages={D_QK: 10, D_LATENT: 11}[d_qk],
+        q_tiles_in_registers=Q_TILES_IN_REGISTERS,
+        kv_stages=10,
         rope_stages=ROPE_STAGES,
         producer_registers=40,
         score_registers=152,
@@ -84,6 +96,7 @@ def geometry_of(d_qk: int) -> Geometry:
         valid_stages=VALID_STAGES,
         rope_after=2,
         takes_turns=True,
+        q_boxes=Q_TILES_IN_REGISTERS if staged else 0,
     )
 
 
@@ -96,8 +109,9 @@ class SparsePrefillSm90(AttentionKernel):
         super().__init__(SparsePrefillAbi(config), arch)
         self.cluster = config.cluster
         self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
-        self.geometry = geometry_of(config.d_qk)
-        self.smem = self.geometry.smem(self.dtype, *CopyPipes.fields(self.geometry))
+        self.geometry = geometry_of(config.d_qk, self.pairs)
+        queries = QueryBarriers.fields() if self.pairs else ()
+        self.smem = self.geometry.smem(self.dtype, *CopyPipes.fields(self.geometry), *queries)
 
     @cute.jit
     def run(self, operands: Operands):
@@ -108,6 +122,8 @@ class SparsePrefillSm90(AttentionKernel):
         if warp == 0:
             with cute.arch.elect_one():
                 pipes.initialise_copies()
+                if cutlass.const_expr(self.pairs):
+                    self.query_barriers(memory).initialise()
                 initialise(pipes, geometry, self.cluster)
         sync_start(self.cluster)
         # the lengths, the indices, Q and the latent may come from the kernel before
@@ -123,17 +139,29 @@ class SparsePrefillSm90(AttentionKernel):
             elif producer == COURIER_WARP:
                 CourierRole(geometry, self.cluster).run(operands, tiles, pipes)
             else:
-                ScoutRole(geometry.d_qk).run(operands, tiles, pipes)
+                ScoutRole(geometry, self.query_barriers(memory)).run(operands, tiles, pipes)
         elif group == 1:
             set_registers(geometry.score_registers)
-            scores = partial(LatentScores.create, geometry, self.dtype, self.pairs)
+            scores = self.new_scores(memory)
             softmax = partial(OnlineSoftmax.create, keeps_maximum=True)
-            score = ScoreRole(scores, AbsentKeyMask(), SinkScale(), softmax, validity=ScoutedTiles(), writes_max_logits=True)
+            score = ScoreRole(
+                scores, AbsentKeyMask(), SinkScale(), softmax, validity=ScoutedTiles(), writes_max_logits=True, reads_ahead=self.pairs
+            )
             score.run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
             output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, validity=ScoutedTiles())
             OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
+
+    def query_barriers(self, memory: dict) -> QueryBarriers | None:
+        """Return the barriers of Q; None where the score role loads Q itself."""
+        return QueryBarriers.create(memory) if self.pairs else None
+
+    def new_scores(self, memory: dict) -> Callable[[Tiles, Int32], LatentScores]:
+        """Return what makes the products of a thread of the score role."""
+        if self.pairs:
+            return partial(StagedScores.from_loader, self.geometry, self.dtype, QueryBarriers.create(memory))
+        return partial(LatentScores.create, self.geometry, self.dtype, False)
 
 
 class ScoutedTiles:
@@ -149,25 +177,40 @@ class ScoutedTiles:
 
 
 class ScoutRole:
-    """One warp: indices, checks, which keys are present; Q of the next token to L2. d_qk: columns of Q."""
+    """One warp: indices, checks, which keys are present; Q.
 
-    def __init__(self, d_qk: int) -> None:
-        self.d_qk = d_qk
+    queries: None where the score role loads Q itself, which the scout then asks L2 for.
+    """
+
+    def __init__(self, geometry: Geometry, queries: QueryBarriers | None) -> None:
+        self.geometry = geometry
+        self.queries = queries
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: CopyPipes):
-        """Wait rope_free. Signal valid_ready. Indices are asked for a tile ahead."""
+        """Wait rope_free, queries_free. Signal valid_ready, queries_landed. Indices are asked for a tile ahead."""
         cursor = first_tile(operands)
         entries = cursor.entries()
-        tile = Int32(0)
+        tile, token = Int32(0), Int32(0)
         while cursor.token <= operands.schedule.last_request():
             # The tile VALID_STAGES before has been worked off. To wait for an older one would be to be overtaken: this stage's next
             # phase must not end before the scout has announced the tile.
             pipes.rope_free.producer_acquire(tile)
             self.announce(tiles, pipes, cursor.indices, entries, tile)
-            cursor = next_tile(operands, cursor, self.d_qk)
-            entries = cursor.entries()
+            following = next_tile(operands, cursor, self.geometry.d_qk)
+            entries = following.entries()
+            if cutlass.const_expr(self.queries is not None):
+                token = self.bring_queries(operands, tiles, cursor, token)
+            cursor = following
             tile = tile + 1
+
+    @cute.jit
+    def bring_queries(self, operands: Operands, tiles: Tiles, cursor: Cursor, number: Int32) -> Int32:
+        """Bring Q of a token, the number-th that has keys, at its first tile. Return the number of the next one. As QueryLoader.load."""
+        if cursor.position == 0:
+            QueryLoader(self.geometry).load(operands, tiles, self.queries, cursor.token, number)
+            number = number + 1
+        return number
 
     @cute.jit
     def announce(self, tiles: Tiles, pipes: CopyPipes, indices: IndexList, entries: tuple[Int32, Int32], tile: Int32):

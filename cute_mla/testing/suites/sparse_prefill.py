@@ -92,6 +92,14 @@ _LARGE: tuple[SparsePrefillCase, ...] = (
     ),
     SparsePrefillCase(s_q=5, h_q=128, d_qk=512, s_kv=95, topk=128, lengths="zeros", sinks="drawn", outputs="strided", sm_count=4),
     SparsePrefillCase(s_q=2, h_q=1, d_qk=512, s_kv=40, topk=1, q_layout="even"),
+    # Rows of q at multiples of 4 bytes only, in every structure of kernel, over tokens of no, one and many tiles.
+    *(
+        SparsePrefillCase(
+            dtype, s_q=5, h_q=h_q, d_qk=d_qk, s_kv=150, topk=140, lengths=(130, 64, 0, 140, 1), indices="mixed", q_layout="even",
+            sm_count=2,
+        )
+        for dtype, d_qk, h_q in (("bf16", 576, 68), ("fp16", 576, 5), ("fp16", 512, 128), ("bf16", 512, 64))
+    ),
     SparsePrefillCase(s_q=2, h_q=8, s_kv=70, topk=63, sm_count=4),
     SparsePrefillCase("fp16", s_q=2, h_q=8, d_qk=512, s_kv=70, topk=64, q_layout="sliced", sm_count=4),
     SparsePrefillCase(batch=0, form="batched", h_q=64),
