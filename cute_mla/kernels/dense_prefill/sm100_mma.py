@@ -57,16 +57,16 @@ class TileGemm:
         """Return V of a key tile as operands, 64 keys each."""
         return [tcgen05.mn_major(self.tiles.sKv + use.stage * STAGE_BYTES, BOX_BYTES) for use in uses]
 
-    def scores(self, tile: int, keys: list[Any]) -> None:
-        """Issue S = Q K^T of a Q tile."""
+    def scores(self, tile: int, keys: list[Any], boxes: range) -> None:
+        """Issue S = Q K^T of a Q tile over the columns of some boxes."""
         shape = tcgen05.instruction(self.dtype, rows=TILE_ROWS, columns=TILE_KEYS)
-        for box, operand in enumerate(keys):
+        for box in boxes:
             query = tcgen05.k_major(self.tiles.sQ + (tile * self.geometry.query_bytes + box * STAGE_BYTES))
             for step in range(STEPS_PER_BOX):
                 tcgen05.multiply(
                     self.tmem + tile * TILE_KEYS,
                     query.advance_start_address(step * K_MAJOR_STEP),
-                    operand.advance_start_address(step * K_MAJOR_STEP),
+                    keys[box].advance_start_address(step * K_MAJOR_STEP),
                     shape,
                     accumulate=box + step > 0,
                     group=tcgen05.OWN_GROUP,
@@ -126,7 +126,7 @@ class MmaRole:
                             self.commit(pipes.of_tile(tile).output_ready.barrier(queries[tile] - 1))
                     if cutlass.const_expr(tile == 0):
                         if tiles > 0:
-                            self.await_stages(pipes, keys)
+                            self.await_stages(pipes, keys[:-1])
                     elif begun:
                         self.free_stages(pipes, values)
                     own = t - works[tile].skipped
@@ -145,13 +145,18 @@ class MmaRole:
                     stage, phase = uses[-1].stage, uses[-1].phase
             turn = turn + 1
 
-    def multiply_scores(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, keys: list[PipelineState]) -> None:
-        """Issue S of a Q tile's count-th key tile, whose keys have come."""
+    @cute.jit
+    def multiply_scores(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, keys: list[PipelineState]):
+        """Issue S of a Q tile's count-th key tile, whose keys have come, but for the last columns."""
         # S may be overwritten: the product with P that lies over it is in front of this one in the tensor core's queue
         operands = gemm.keys(keys)
         tcgen05.fence_after_wait()
+        last = len(keys) - 1
         with cute.arch.elect_one():
-            gemm.scores(tile, operands)
+            gemm.scores(tile, operands, range(last))
+        self.await_stages(pipes, keys[last:])
+        with cute.arch.elect_one():
+            gemm.scores(tile, operands, range(last, last + 1))
             tcgen05.commit_alone(pipes.of_tile(tile).scores_ready.barrier(count))
 
     def multiply_output(

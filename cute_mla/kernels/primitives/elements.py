@@ -70,7 +70,11 @@ def store_words(target: cute.Pointer, words: list[Int32]) -> None:
 
 def store_row(target: cute.Pointer, values: list[Float32], dtype: type[cutlass.Numeric], vectors: bool) -> None:
     """Write contiguous 16-bit elements to gmem, a multiple of 8, at a multiple of 16 bytes if `vectors`."""
-    words = [pack_pair(values[i], values[i + 1], dtype) for i in range(0, len(values), 2)]
+    store_packed_row(target, [pack_pair(values[i], values[i + 1], dtype) for i in range(0, len(values), 2)], vectors)
+
+
+def store_packed_row(target: cute.Pointer, words: list[Int32], vectors: bool) -> None:
+    """Write contiguous pairs of 16-bit elements to gmem, a multiple of 4 pairs, at a multiple of 16 bytes if `vectors`."""
     for first in range(0, len(words), 4):
         if vectors:
             store_words(target + 2 * first, words[first : first + 4])

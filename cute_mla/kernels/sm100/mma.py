@@ -15,6 +15,7 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.split_kv_scheduler import SplitKvSchedule
 from ..attention.token_scheduler import TokenSchedule
 from ..primitives import tcgen05
+from ..primitives.integers import smaller
 from ..primitives.tcgen05 import Keep
 from .config import (
     BOX_BYTES,
@@ -117,10 +118,14 @@ class PairGemm:
 
 @dataclass(frozen=True)
 class MmaRole:
-    """One warp of the even CTA. validity: None where every tile has keys."""
+    """One warp of the even CTA.
+
+    validity: None where every tile has keys. queries_early: whether Q of a work tile comes once the last S of the one before is there.
+    """
 
     geometry: Geometry
     validity: TileValidity | None = None
+    queries_early: bool = False
 
     @cute.jit
     def run(self, schedule: SplitKvSchedule | TokenSchedule, pipes: Pipes, gemm: PairGemm):
@@ -128,6 +133,17 @@ class MmaRole:
 
         S of a tile is issued before P V of the tile before it, so that the tensor cores work during every softmax.
         """
+        if cutlass.const_expr(self.validity is None):
+            tile = self.multiply_work_tiles(schedule, pipes, gemm)
+        else:
+            tile = self.multiply_valid_work_tiles(schedule, pipes, gemm)
+        for i in cutlass.range_constexpr(self.geometry.scores):
+            # the peer's last arrival must not reach a CTA that is gone
+            pipes.scores_free.producer_acquire(tile * self.geometry.score_parts + i)
+
+    @cute.jit
+    def multiply_work_tiles(self, schedule: SplitKvSchedule | TokenSchedule, pipes: Pipes, gemm: PairGemm):
+        """Multiply all work tiles. Return the number of tiles."""
         req, begin_tile = schedule.first_work_tile()
         tile, queries = Int32(0), Int32(0)
         while req <= schedule.last_request():
@@ -135,16 +151,11 @@ class MmaRole:
             if tile_range.tiles > 0:
                 pipes.query_ready.consumer_wait(queries)
                 queries = queries + 1
-                if cutlass.const_expr(self.validity is None):
-                    self.multiply_tiles(pipes, gemm, tile_range.tiles, tile)
-                else:
-                    self.multiply_valid_tiles(pipes, gemm, tile_range.tiles, tile)
+                self.multiply_tiles(pipes, gemm, tile_range.tiles, tile)
             tile = tile + tile_range.tiles
             work_tile = schedule.work_tile(req, begin_tile)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
-        for i in cutlass.range_constexpr(self.geometry.scores):
-            # the peer's last arrival must not reach a CTA that is gone
-            pipes.scores_free.producer_acquire(tile * self.geometry.score_parts + i)
+        return tile
 
     @cute.jit
     def multiply_tiles(self, pipes: Pipes, gemm: PairGemm, tiles: Int32, tile: Int32):
@@ -182,17 +193,42 @@ class MmaRole:
     # ---- tiles that may have no keys --------------------------------------------------------------------------------
 
     @cute.jit
-    def multiply_valid_tiles(self, pipes: Pipes, gemm: PairGemm, tiles: Int32, tile: Int32):
-        """Multiply a work tile some of whose tiles may have no keys. The first tile with keys begins O anew."""
-        begun, filled = Boolean(False), Boolean(False)
-        for t in cutlass.range(tiles + 1, unroll=1):
-            next_filled = Boolean(False)
-            if t < tiles:
-                next_filled = self.multiply_valid_scores(pipes, gemm, tile + t)
-            if t > 0:
-                self.multiply_valid_output(pipes, gemm, tile + t - 1, begun, filled)
-            begun = begun | filled
-            filled = next_filled
+    def multiply_valid_work_tiles(self, schedule: SplitKvSchedule | TokenSchedule, pipes: Pipes, gemm: PairGemm):
+        """Multiply all work tiles, some of whose tiles may have no keys. Return the number of tiles.
+
+        The first tile with keys begins O anew. Where Q comes early, the first S of a work tile is issued before the last P V of the one
+        before. It is not if either has no tiles: Q then comes when that P V has been read out.
+        """
+        req, begin_tile = schedule.first_work_tile()
+        tile, queries, issued, filled = Int32(0), Int32(0), Int32(0), Boolean(False)
+        tiles = self.tiles_of(schedule, req, begin_tile)
+        while req <= schedule.last_request():
+            work_tile = schedule.work_tile(req, begin_tile)
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
+            next_tiles = self.tiles_of(schedule, req, begin_tile)
+            ahead = Int32(0)
+            if cutlass.const_expr(self.queries_early):
+                ahead = smaller(smaller(tiles, next_tiles), Int32(1))
+            begun = Boolean(False)
+            for t in cutlass.range(issued, smaller(tiles, Int32(1)) + tiles, unroll=1):
+                next_filled = Boolean(False)
+                if t < tiles + ahead:
+                    if t == 0 or t == tiles:
+                        pipes.query_ready.consumer_wait(queries)
+                        queries = queries + 1
+                    next_filled = self.multiply_valid_scores(pipes, gemm, tile + t)
+                if t > 0:
+                    self.multiply_valid_output(pipes, gemm, tile + t - 1, begun, filled)
+                    begun = begun | filled
+                filled = next_filled
+            tile, tiles, issued = tile + tiles, next_tiles, ahead
+        return tile
+
+    @cute.jit
+    def tiles_of(self, schedule: SplitKvSchedule | TokenSchedule, req: Int32, begin_tile: Int32):
+        """Return the tiles of a work tile, 0 behind the last one."""
+        last = schedule.last_request()
+        return cutlass.select_(req <= last, schedule.tile_range(smaller(req, last), begin_tile).tiles, Int32(0))
 
     @cute.jit
     def multiply_valid_scores(self, pipes: Pipes, gemm: PairGemm, tile: Int32):

@@ -6,7 +6,7 @@ dense_decode/sm100.py describes tiles, pipelines and the trick.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -19,33 +19,22 @@ from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
 from ..primitives.elements import aligned, store_row
 from .config import CTA_COLUMNS, EVEN_CTA, OUTPUT_COLUMN, SUM_COLUMN, VECTOR, Geometry, Pipes, Tiles
-from .mma import TileValidity
 from .score import thread_and_lanes
 
 STORED_AT_ONCE = 32  # columns of O
-SCALED_AT_ONCE = 2 * STORED_AT_ONCE
-
-
-class QueriesAhead(Protocol):
-    """Loads of Q a work tile ahead."""
-
-    def load(self, operands: Any, pipes: Any, req: Int32, begin_tile: Int32, thread: Int32, lanes: Int32) -> None:
-        """Load Q of a work tile that is still to come, if there is one and it has keys."""
 
 
 @dataclass(frozen=True)
 class OutputRole:
     """Four warps.
 
-    dtype: of out. vectors: whether rows of out may be stored 16 bytes at a time. queries_ahead: loads Q of the following work tile
-    before the results of one are stored; None where the score role loads it. validity: None where every tile has keys.
+    dtype: of out. vectors: whether rows of out may be stored 16 bytes at a time. scaled_at_once: columns of O.
     """
 
     geometry: Geometry
     dtype: type[cutlass.Numeric]
     vectors: bool
-    queries_ahead: QueriesAhead | None = None
-    validity: TileValidity | None = None
+    scaled_at_once: int = 2 * STORED_AT_ONCE
 
     @cute.jit
     def run(self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, tmem: Int32):
@@ -54,19 +43,11 @@ class OutputRole:
         thread, lanes = thread_and_lanes(tmem)
         req, begin_tile = schedule.first_work_tile()
         tile, done = Int32(0), Int32(0)
-        if cutlass.const_expr(self.queries_ahead is not None):
-            self.queries_ahead.load(operands, pipes, req, begin_tile, thread, lanes)
         while req <= schedule.last_request():
             tile_range = schedule.tile_range(req, begin_tile)
-            if cutlass.const_expr(self.validity is None):
-                self.scale_tiles(tiles, pipes, tile_range.tiles, tile, thread, lanes)
-            else:
-                self.scale_valid_tiles(tiles, pipes, tile_range.tiles, tile, thread, lanes)
+            self.scale_tiles(tiles, pipes, tile_range.tiles, tile, thread, lanes)
             tile = tile + tile_range.tiles
             work_tile = schedule.work_tile(req, begin_tile)
-            if cutlass.const_expr(self.queries_ahead is not None):
-                # the score role has had every score of this work tile
-                self.queries_ahead.load(operands, pipes, work_tile.next_req, work_tile.next_tile, thread, lanes)
             if tile_range.tiles > 0:
                 pipes.kv_free.consumer_wait(tile - 1)
                 tcgen05.fence_after_wait()
@@ -86,20 +67,6 @@ class OutputRole:
             self.scale_output(tiles, pipes, tile + t, thread, lanes, t > 0)
 
     @cute.jit
-    def scale_valid_tiles(self, tiles: Tiles, pipes: Pipes, count: Int32, tile: Int32, thread: Int32, lanes: Int32):
-        """Rescale O for each tile that has keys, and pass the others on."""
-        begun = Boolean(False)
-        for t in cutlass.range(count, unroll=1):
-            use = tile + t
-            self.validity.wait(pipes, use)
-            if self.validity.has_keys(pipes, use):
-                self.scale_output(tiles, pipes, use, thread, lanes, begun)
-                begun = Boolean(True)
-            else:
-                pipes.alpha_ready.consumer_wait(use)
-                pipes.output_ready.producer_commit(use, cta=EVEN_CTA)
-
-    @cute.jit
     def scale_output(self, tiles: Tiles, pipes: Pipes, tile: Int32, thread: Int32, lanes: Int32, begun: Boolean):
         """Return O *= alpha where the reference has moved, then let P V of this tile begin.
 
@@ -110,11 +77,11 @@ class OutputRole:
         if begun and cute.arch.vote_any_sync(alpha != 1.0):
             pipes.kv_free.consumer_wait(tile - 1)
             tcgen05.fence_after_wait()
-            for copy in cutlass.range_constexpr(CTA_COLUMNS // SCALED_AT_ONCE):
-                place = lanes + (OUTPUT_COLUMN + copy * SCALED_AT_ONCE)
-                values = tcgen05.load_columns(place, SCALED_AT_ONCE)
+            for copy in cutlass.range_constexpr(CTA_COLUMNS // self.scaled_at_once):
+                place = lanes + (OUTPUT_COLUMN + copy * self.scaled_at_once)
+                values = tcgen05.load_columns(place, self.scaled_at_once)
                 tcgen05.await_loads()
-                tcgen05.store_columns(place, scaled(values, alpha), Float32)
+                tcgen05.store_columns(place, scaled(values, self.scaled_at_once, alpha), Float32)
             if cutlass.const_expr(self.geometry.sums_probs):
                 total = load_sum(lanes)
                 tcgen05.store_columns(lanes + SUM_COLUMN, [total * alpha], Float32)
@@ -129,9 +96,7 @@ class OutputRole:
         stored = row < operands.rows()
         column = (thread // TILE_ROWS) * CTA_COLUMNS
         out = operands.out_row(req, row) + column
-        out_accum = None
-        if cutlass.const_expr(not work_tile.always_direct):
-            out_accum = operands.out_accum + (operands.accum_row(work_tile, row) * D_LATENT + column)
+        out_accum = operands.out_accum + (operands.accum_row(work_tile, row) * D_LATENT + column)
         for copy in cutlass.range_constexpr(CTA_COLUMNS // STORED_AT_ONCE):
             first = copy * STORED_AT_ONCE
             values = tcgen05.load_columns(lanes + (OUTPUT_COLUMN + first), STORED_AT_ONCE)
@@ -139,13 +104,10 @@ class OutputRole:
             # a row that attends to nothing is 0 whatever tensor memory holds
             normal = [cutlass.select_(weight == 0.0, Float32(0), values[i] * weight) for i in range(STORED_AT_ONCE)]
             if stored:
-                if cutlass.const_expr(work_tile.always_direct):
+                if work_tile.direct:
                     store_row(out + first, normal, self.dtype, self.vectors)
                 else:
-                    if work_tile.direct:
-                        store_row(out + first, normal, self.dtype, self.vectors)
-                    else:
-                        store_floats(out_accum + first, normal)
+                    store_floats(out_accum + first, normal)
 
 
 def load_sum(lanes: Int32) -> Float32:
@@ -160,10 +122,10 @@ def divided_by_sum(weight: Float32, lanes: Int32) -> Float32:
     return cutlass.select_(weight == 0.0, Float32(0), weight / load_sum(lanes))
 
 
-def scaled(values: Any, factor: Float32) -> list[Float32]:
+def scaled(values: Any, count: int, factor: Float32) -> list[Float32]:
     """Return the product of each of the columns read at once with a factor."""
     products: list[Float32] = []
-    for i in range(0, SCALED_AT_ONCE, 2):
+    for i in range(0, count, 2):
         products += cute.arch.mul_packed_f32x2((values[i], values[i + 1]), (factor, factor))
     return products
 

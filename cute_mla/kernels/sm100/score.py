@@ -54,6 +54,24 @@ NAMED_BARRIERS = (NamedBarrier("lower_rows", SCORE_BARRIER), NamedBarrier("upper
 
 
 @dataclass(frozen=True)
+class QueryRun:
+    """Contiguous columns of a row of Q, and where they go.
+
+    begin: the first element, of the threads that have the first half of the columns. apart: elements from there to the first one of the
+    other threads. words: how many. column: of tensor memory.
+    """
+
+    begin: int
+    apart: int
+    words: int
+    column: int
+
+    def first(self, half: Int32) -> Int32:
+        """Return the first element of a thread that has this half of the columns."""
+        return half * self.apart + self.begin
+
+
+@dataclass(frozen=True)
 class QueryLoader:
     """The loads of four warps.
 
@@ -75,19 +93,42 @@ class QueryLoader:
 
         Rows past the last one repeat it; their results go nowhere.
         """
-        row = first_query_row() + thread % TILE_ROWS
-        row = cutlass.select_(row < operands.rows(), row, operands.rows() - 1)
         half = thread // TILE_ROWS
-        source = operands.q_row(req, row)
-        elements = self.geometry.word_elements
-        for copy in cutlass.range_constexpr(CTA_COLUMNS // (COPY_WORDS * elements)):
-            offset = half * CTA_COLUMNS + copy * (COPY_WORDS * elements)
-            tcgen05.store_columns(lanes + (QUERY_COLUMN + copy * COPY_WORDS), self.load_words(source + offset, COPY_WORDS))
-        if cutlass.const_expr(self.has_rope):
-            rope = D_LATENT + half * CTA_ROPE
-            tcgen05.store_columns(lanes + self.geometry.query_rope_column, self.load_words(source + rope, CTA_ROPE // elements))
+        source = self.source(operands, req, thread)
+        for run in self.runs():
+            first = run.first(half)
+            tcgen05.store_columns(lanes + run.column, self.load_words(source + first, run.words))
         tcgen05.await_stores()
         tcgen05.fence_before_signal()
+
+    def fetch(self, operands: QueryOperands, req: Int32, thread: Int32) -> list[Int32]:
+        """Start to load the thread's row of Q, as load_rows does. Return its words, for store."""
+        half = thread // TILE_ROWS
+        source = self.source(operands, req, thread)
+        return [word for run in self.runs() for word in self.load_words(source + run.first(half), run.words)]
+
+    def store(self, pipes: Pipes, rWords: cute.Tensor, lanes: Int32) -> None:
+        """Store what fetch has loaded, once every score of the work tile before has been computed. Signal query_ready."""
+        first = 0
+        for run in self.runs():
+            tcgen05.store_columns(lanes + run.column, [rWords[first + i] for i in range(run.words)])
+            first += run.words
+        tcgen05.await_stores()
+        tcgen05.fence_before_signal()
+        pipes.query_ready.producer_commit(Int32(0), cta=EVEN_CTA)
+
+    def source(self, operands: QueryOperands, req: Int32, thread: Int32) -> cute.Pointer:
+        """Return element 0 of the thread's row."""
+        row = first_query_row() + thread % TILE_ROWS
+        return operands.q_row(req, cutlass.select_(row < operands.rows(), row, operands.rows() - 1))
+
+    def runs(self) -> list[QueryRun]:
+        """Return the columns that a thread loads."""
+        elements = self.geometry.word_elements
+        copied = COPY_WORDS * elements
+        runs = [QueryRun(i * copied, CTA_COLUMNS, COPY_WORDS, QUERY_COLUMN + i * COPY_WORDS) for i in range(CTA_COLUMNS // copied)]
+        rope = QueryRun(D_LATENT, CTA_ROPE, CTA_ROPE // elements, self.geometry.query_rope_column)
+        return [*runs, rope] if self.has_rope else runs
 
     def load_words(self, source: cute.Pointer, count: int) -> list[Int32]:
         """Load contiguous words of elements of Q."""
@@ -297,18 +338,17 @@ class ScoreRole:
     """Four warps, or two groups of four that take tiles in turn (alternating.py).
 
     dtype: of P. queries: loads Q when a work tile begins; None where the output role loads it ahead. create_rows: the state of a
-    thread, from dtype, tiles, lanes, thread and scale. validity: None where every tile has keys. writes_max_logits: whether the
-    greatest logit of every row is a result too.
+    thread, from dtype, tiles, lanes, thread and scale. validity: None where every tile has keys. row_scale: None in a subclass that
+    leaves the results of a row to another role.
     """
 
     geometry: Geometry
     dtype: type[cutlass.Numeric]
     mask: KeyMask
-    row_scale: RowScale
+    row_scale: RowScale | None
     queries: QueryLoader | None
     create_rows: Callable[..., ScoreRows] = ScoreRows.create
     validity: TileValidity | None = None
-    writes_max_logits: bool = False
 
     @cute.jit
     def run(self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, tmem: Int32):
@@ -328,13 +368,11 @@ class ScoreRole:
                 self.score_tiles(operands, pipes, rows, tile_range, tile)
             tile = tile + tile_range.tiles
             pipes.stats_free.producer_acquire(done)
-            total = self.publish_weight(operands, rows, req, begin_tile)
+            total = self.publish(operands, pipes, rows, req, begin_tile)
             pipes.stats_ready.producer_commit(done)
             done = done + 1
             work_tile = schedule.work_tile(req, begin_tile)
             self.store_lse(operands, rows, req, work_tile, total)
-            if cutlass.const_expr(self.writes_max_logits):
-                self.store_maximum(operands, rows, req, total)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
 
     @cute.jit
@@ -386,7 +424,7 @@ class ScoreRole:
             pipes.probs_ready.producer_commit(tile, cta=EVEN_CTA)
 
     @cute.jit
-    def publish_weight(self, operands: QueryOperands, rows: ScoreRows, req: Int32, begin_tile: Int32) -> Float32:
+    def publish(self, operands: QueryOperands, pipes: Any, rows: ScoreRows, req: Int32, begin_tile: Int32) -> Float32:
         """Hand the factor of a row of O to the output role. Return the row sum."""
         total = rows.row_sum()
         if rows.publishes:
@@ -394,6 +432,7 @@ class ScoreRole:
             # where P is summed up by the tensor cores, the output role divides by what they have
             divisor = Float32(1) if self.geometry.sums_probs else total
             row, work_tile = first_query_row() + rows.row, partial(operands.schedule.work_tile, req, begin_tile)
+            assert self.row_scale is not None
             weight = self.row_scale.weight(operands, work_tile, row, divisor, rows.row_ref[0])
             (rows.tiles.sInverse + rows.row).store(cutlass.select_(empty, Float32(0), weight))
         return total
@@ -413,14 +452,6 @@ class ScoreRole:
                 else:
                     target = operands.lse_accum + operands.accum_row(work_tile, row)
                     target.store(cutlass.select_(empty, -Float32.inf, lse))
-
-    @cute.jit
-    def store_maximum(self, operands: LatentOperands, rows: ScoreRows, req: Int32, total: Float32):
-        """Store the greatest logit of every row, natural units."""
-        row = first_query_row() + rows.row
-        logit = cutlass.select_(total == 0.0, -Float32.inf, rows.row_max[0] * (operands.scale_log2 * LN2))
-        if rows.publishes and row < operands.rows():
-            operands.max_logit_of(req, row).store(logit)
 
 
 def thread_and_lanes(tmem: Int32) -> tuple[Int32, Int32]:

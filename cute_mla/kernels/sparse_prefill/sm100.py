@@ -9,56 +9,61 @@ gathers its half of the columns of every key, by cp.async: a key is fetched once
 and pipelines: ../sm100/row_producer.py and dense_decode/sm100.py; what differs here:
 
   kv_free[5]       mma -> gather, output   1, and in the even CTA one more, when the bits have been read
-  query_ready      output -> mma           8: Q of a token is in tensor memory, before the token before it is stored
+  query_ready      output -> mma           8: Q of a token is in tensor memory, once the last S of the token before is there
+  scores_ready[2]  mma -> score, output    1: the output role waits for a token's last S
+  output_ready[2]  output -> mma           8: O is scaled; of a token's first tile, O of the token before has been read
   seen_ready[5]    gather -> score, output, and by way of kv_ready mma: a bit per key of the stage
 
 A tile of which no index names a row is passed on by all roles: no copies, no products, no softmax, no rescale. Its barriers
 complete as ever, so that use number n of every pipeline remains tile n.
+
+Between two tokens: the first S of the next token is issued before the last P V of this one. Its Q has waited in registers of the output
+role, and replaces this token's Q once the last S is there. In variants that load Q by words of fewer than 16 bytes, and where either
+token has no tiles, Q is loaded later and S follows P V.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-import cutlass
 from cutlass import Boolean, Int32, cute
-from cutlass.experimental import primitives
 
 from ...spec.arch import Arch
-from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillConfig
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
-from ..attention.softmax import SinkScale
-from ..attention.tiles import first_query_row
 from ..definition import KernelDefinition
-from ..primitives import tcgen05
-from ..primitives.integers import smaller
-from ..sm100.config import CTA_COLUMNS, CTA_ROPE, EVEN_CTA, HALF_KEYS, SIXTEEN_BIT_PARTS, TMEM_COLUMNS, VECTOR, Tiles
-from ..sm100.indexed_keys import IndexedPipes, SeenBits, SeenMask, SeenTiles
+from ..sm100.config import EVEN_CTA, HALF_KEYS, SIXTEEN_BIT_PARTS, TMEM_COLUMNS, VECTOR, Tiles
+from ..sm100.indexed_keys import SeenBits, SeenMask, SeenTiles
 from ..sm100.mma import MmaRole, PairGemm
 from ..sm100.output import OutputRole
 from ..sm100.pair import begin, end, initialise
 from ..sm100.row_copy import WARP_KEYS, CopiedTile, LaneKeys, WarpRows, copy_runs, latent_columns, rope_columns
 from ..sm100.row_producer import (
     KV_ARRIVALS,
-    MMA_REGISTERS,
     MMA_WARP,
-    OUTPUT_REGISTERS,
     OUTPUT_WARP,
-    PRODUCER_REGISTERS,
     PRODUCER_WARP,
-    SCORE_REGISTERS,
     THREADS,
     RowProducer,
     role_table,
 )
-from ..sm100.score import NAMED_BARRIERS, QueryLoader, ScoreRole
+from ..sm100.score import NAMED_BARRIERS, QueryLoader
 from .abi import SparsePrefillAbi
 from .operands import IndexList, Operands
+from .sm100_output import TokenOutputRole, TokenQueries
+from .sm100_score import TokenPipes, TokenScoreRole
 
-LINE_ELEMENTS = 128 // ELEMENT_BYTES  # of a cache line
+# more than the shared ones for output, which holds a row of Q
+SCORE_REGISTERS, OUTPUT_REGISTERS, PRODUCER_REGISTERS, MMA_REGISTERS = 128, 240, 96, 48
+assert SCORE_REGISTERS + OUTPUT_REGISTERS + PRODUCER_REGISTERS + MMA_REGISTERS <= 512, "of a lane in four warps"
+
+
+class Sm100Abi(SparsePrefillAbi):
+    """The arguments of one variant."""
+
+    min_blocks_per_sm = 1  # unless told that there is a CTA a multiprocessor, ptxas ignores setmaxnreg on Blackwell (C7508)
 
 
 class SparsePrefillSm100(AttentionKernel):
@@ -67,16 +72,16 @@ class SparsePrefillSm100(AttentionKernel):
     threads = THREADS
 
     def __init__(self, config: SparsePrefillConfig, arch: Arch) -> None:
-        super().__init__(SparsePrefillAbi(config), arch)
+        super().__init__(Sm100Abi(config), arch)
         self.has_rope = config.d_qk > D_LATENT
         self.vectors = config.access_bytes == 4 * VECTOR
-        self.smem = SIXTEEN_BIT_PARTS.smem(*IndexedPipes.fields())
+        self.smem = SIXTEEN_BIT_PARTS.smem(*TokenPipes.fields())
 
     @cute.jit
     def run(self, operands: Operands):
         """Allocate, initialise the barriers, and give each role its warps."""
         memory = self.smem.allocate()
-        tiles, pipes = Tiles.create(SIXTEEN_BIT_PARTS, memory), IndexedPipes.create(memory)
+        tiles, pipes = Tiles.create(SIXTEEN_BIT_PARTS, memory), TokenPipes.create(memory)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == PRODUCER_WARP:
             with cute.arch.elect_one():
@@ -84,17 +89,15 @@ class SparsePrefillSm100(AttentionKernel):
                 initialise(pipes, SIXTEEN_BIT_PARTS, KV_ARRIVALS, mma_releases=True)
         tmem = begin(tiles, warp, MMA_WARP)
         if warp < OUTPUT_WARP:
-            cute.arch.setmaxregister_increase(SCORE_REGISTERS)
-            score = ScoreRole(
-                SIXTEEN_BIT_PARTS, self.dtype, SeenMask(waits=False), SinkScale(), None, validity=SeenTiles(), writes_max_logits=True
-            )
+            score = TokenScoreRole(SIXTEEN_BIT_PARTS, self.dtype, SeenMask(waits=False), None, None, validity=SeenTiles())
             score.run(operands, tiles, pipes, tmem)
         elif warp < PRODUCER_WARP:
             cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
             queries = TokenQueries(QueryLoader(SIXTEEN_BIT_PARTS, self.has_rope, self.vectors))
-            OutputRole(SIXTEEN_BIT_PARTS, self.dtype, self.vectors, queries, SeenTiles()).run(operands, tiles, pipes, tmem)
+            output = OutputRole(SIXTEEN_BIT_PARTS, self.dtype, self.vectors, scaled_at_once=32)
+            TokenOutputRole(output, self.dtype, self.vectors, queries, SeenTiles()).run(operands, tiles, pipes, tmem)
         elif warp < MMA_WARP:
-            cute.arch.setmaxregister_increase(PRODUCER_REGISTERS)
+            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             RowProducer(self.columns, TokenRows(), SeenBits(SIXTEEN_BIT_PARTS.score_parts)).run(
                 operands, tiles, pipes, warp - PRODUCER_WARP
             )
@@ -102,7 +105,7 @@ class SparsePrefillSm100(AttentionKernel):
             cute.arch.setmaxregister_decrease(MMA_REGISTERS)
             if warp == MMA_WARP and cute.arch.block_idx_in_cluster() == EVEN_CTA:
                 gemm = PairGemm(self.dtype, self.has_rope, tiles, tmem)
-                MmaRole(SIXTEEN_BIT_PARTS, SeenTiles()).run(operands.schedule, pipes, gemm)
+                MmaRole(SIXTEEN_BIT_PARTS, SeenTiles(), queries_early=self.vectors).run(operands.schedule, pipes, gemm)
         end(warp, MMA_WARP, tmem)
 
     def columns(self, rank: Int32) -> SkippingTile:
@@ -153,36 +156,6 @@ class TokenRows:
     def locate(self, operands: Operands, keys: IndexList, found: tuple[Int32, Int32], position: Int32) -> TileKeys:
         """Return the row of the first index, and whether the second one names any."""
         return TileKeys(keys.row_address(found[0]), found[1] >= 0)
-
-
-@dataclass(frozen=True)
-class TokenQueries:
-    """Q, a token ahead."""
-
-    loader: QueryLoader
-
-    @cute.jit
-    def load(self, operands: Operands, pipes: IndexedPipes, req: Int32, begin_tile: Int32, thread: Int32, lanes: Int32):
-        """Load Q of a token that is still to come, if there is one and it has keys, and hint at the one after it."""
-        self.load_present(operands, pipes, req, begin_tile, thread, lanes)
-        following = operands.schedule.work_tile(req, begin_tile).next_req
-        row = first_query_row() + thread % TILE_ROWS
-        if following <= operands.schedule.last_request() and row < operands.rows():
-            half = thread // TILE_ROWS
-            source = operands.q_row(following, row)
-            for line in range(CTA_COLUMNS // LINE_ELEMENTS):
-                primitives.prefetch_l2((source + (half * CTA_COLUMNS + line * LINE_ELEMENTS)).raw_ptr())
-            if cutlass.const_expr(self.loader.has_rope):
-                primitives.prefetch_l2((source + (D_LATENT + half * CTA_ROPE)).raw_ptr())
-
-    @cute.jit
-    def load_present(self, operands: Operands, pipes: IndexedPipes, req: Int32, begin_tile: Int32, thread: Int32, lanes: Int32):
-        """Load Q of a token that is still to come, if there is one and it has keys."""
-        schedule = operands.schedule
-        last = schedule.last_request()
-        if req <= last and schedule.tile_range(smaller(req, last), begin_tile).tiles > 0:
-            tcgen05.fence_after_wait()
-            self.loader.load(operands, pipes, req, thread, lanes)
 
 
 def build(config: SparsePrefillConfig, arch: Arch) -> KernelDefinition:

@@ -5,16 +5,22 @@ dense_decode_sm100.py and sparse_decode_sm100.py break what the kernel shares wi
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cute_mla.spec.arch import SM100
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planting import Suite, alone, each_in, last_before_last, next_after_last, planted, together, together_in
+from tests.mutation.planting import Suite, alone, each_in, planted, together, together_in
 
 # One pair of CTAs walks tokens of none, one and many tiles, some of which have no valid index: in front, in the middle, all.
 WALK = SparsePrefillCase(s_q=6, h_q=9, s_kv=250, topk=250, lengths=(130, 200, 200, 70, 250, 0), indices="mixed", sinks="drawn", sm_count=2)
+RISING = replace(WALK, values="rising", indices="valid", s_kv=256, topk=256, lengths=None)  # O is rescaled for every tile but the first
 SPARSE = SparsePrefillCase(s_q=2, h_q=3, s_kv=3, topk=330, sm_count=2)  # most tiles with keys have one
 
-# In the order of the PTX: a barrier, and whether the wait is this kernel's own or stands where the others have none.
+# In the order of the PTX: a barrier, and whether the wait is this kernel's own or stands where the others have none. Without these, nothing
+# changes: the gather role writes the bits of a tile before it signals the tile two before, so that the output role has to wait for those of
+# the walk's first tile only; the output role takes no factor of a token's first tile; and the score role signals stats_ready behind
+# alpha_ready of a token's last tile.
 WAITS = (
     ("seen_ready of score", True),
     ("scores_ready of the lower keys", False),
@@ -22,12 +28,21 @@ WAITS = (
     ("scores_ready of the lower keys of a tile without keys", True),
     ("scores_ready of the upper keys of a tile without keys", True),
     ("stats_free", False),
-    ("seen_ready of output", True),
+    ("seen_ready of the walk's first tile", True),
+    ("alpha_ready of the walk's first tile", False),
+    ("seen_ready of output", False),
     ("alpha_ready", False),
     ("kv_free before O is scaled", False),
     ("alpha_ready of a tile without keys", True),
-    ("kv_free before O is stored", False),
+    ("the last scores_ready of a token, before its Q is replaced", True),
+    ("seen_ready of a token's last tile", False),
+    ("alpha_ready of a token's last tile", True),
+    ("kv_free before O is scaled for a token's last tile", False),  # of RISING, below
+    ("alpha_ready of a token's last tile, which has no keys", False),
     ("stats_ready", False),
+    ("kv_free before O is read", False),
+    ("seen_ready of the next token's first tile", False),
+    ("alpha_ready of the next token's first tile", False),
     ("kv_free", False),
     ("kv_free before the CTA ends", False),
     ("query_ready", True),
@@ -39,6 +54,7 @@ WAITS = (
     ("scores_free of the lower keys before the CTA ends", False),
     ("scores_free of the upper keys before the CTA ends", False),
 )
+LAST_SCALED = ("kv_free before O is scaled for a token's last tile", False)
 BOTH_WORDS = r"(ld\.shared\.v2\.b32\s+\{(%r\d+), %r\d+\}, [^;]*;\s*)or\.b32 (\s*%r\d+), [^;]*;"
 EITHER_WORD = r"(ld\.shared\.v2\.b32\s+\{%r\d+, %r\d+\}, [^;]*;\s*)or\.b32 (\s*%r\d+), [^;]*;"
 FIRST_PRODUCTS = r"(tcgen05\.mma[^;]*collector::a::(?:fill|lastuse) [^;]*, %r\d+), %p\d+;"
@@ -47,22 +63,33 @@ FENCES_AFTER = r"tcgen05\.fence::after[^;]*;"
 
 SUITE = Suite(
     SM100,
-    {"walk": WALK, "sparse": SPARSE},
+    {"walk": WALK, "sparse": SPARSE, "rising": RISING},
     (
         *(
             planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
             for index, (name, own) in enumerate(WAITS)
             if own
         ),
+        planted(
+            "missing wait: kv_free before O is scaled for a token's last tile",
+            RISING,
+            ptx.WAITS,
+            ptx.NO_WAIT,
+            alone(WAITS.index(LAST_SCALED)),
+            count=len(WAITS),
+        ),
+        planted("missing wait for stores of O of a token's last tile", RISING, ptx.STORE_WAITS, "", alone(3), count=4),
         planted("missing arrival", WALK, r"mbarrier\.arrive\.shared(?:::cluster)?\.b64 [^;]*;"),
         planted("tile taken for empty by the gather role", SPARSE, ptx.BALLOTS, r"mov.b32 \1, 0;", each_in(0, 2)),
-        planted("tile taken for empty by score, output or mma", SPARSE, BOTH_WORDS, r"\1mov.b32 \3, \2;", count=3),
-        # By output and mma. The score role masks all keys of such a tile.
-        planted("tile without keys taken for a full one", WALK, EITHER_WORD, r"\1mov.b32 \2, 1;", each_in(1)),
+        # For the output role the bits decide only whether O is rescaled, which SPARSE never needs.
+        planted("tile taken for empty by score or mma", SPARSE, BOTH_WORDS, r"\1mov.b32 \3, \2;", alone(0, 5), count=6),
+        # By output and mma. The score role masks all keys of such a tile; O of a token's first tile is overwritten anyway.
+        planted("tile without keys taken for a full one", WALK, EITHER_WORD, r"\1mov.b32 \2, 1;", alone(2, 3, 5), count=6),
         planted("products added to another token", WALK, FIRST_PRODUCTS, r"\1, 1;", together_in(0, 2)),
-        planted("missing wait for stores of Q", WALK, ptx.STORE_WAITS, "", alone(0, 2), count=3),
-        planted("missing fence behind prefetched Q", WALK, FENCES_BEFORE, "", next_after_last(ptx.STORE_WAITS)),
-        planted("missing fence in front of prefetched Q", WALK, FENCES_AFTER, "", last_before_last(ptx.STORE_WAITS)),
+        planted("missing wait for stores of Q", WALK, ptx.STORE_WAITS, "", alone(0, 2), count=4),
+        planted("missing fence behind prefetched Q", WALK, FENCES_BEFORE, "", alone(5), count=9),
+        planted("missing fence behind O that is read", WALK, FENCES_BEFORE, "", alone(7), count=9),
+        planted("missing fence in front of prefetched Q", WALK, FENCES_AFTER, "", alone(4), count=11),
         planted("logarithms in base 2", WALK, ptx.LN_2, ptx.ONE),
         planted("maximum of the last tile only", WALK, ptx.RUNNING_MAXIMUM, r"mov.f32 \1, \2;", together),
     ),

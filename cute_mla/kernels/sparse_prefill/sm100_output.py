@@ -1,0 +1,193 @@
+"""The output role of sparse prefill on Blackwell: Q of the next token, rescale of O, epilogue.
+
+sm100.py describes tiles, pipelines and the trick.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+from cutlass.experimental import primitives
+
+from ...spec.dense_decode import TILE_ROWS
+from ...spec.mla import D_LATENT, ELEMENT_BYTES
+from ..attention.tiles import first_query_row
+from ..primitives import tcgen05
+from ..primitives.elements import pack_pair, store_packed_row
+from ..primitives.integers import smaller
+from ..sm100.config import CTA_COLUMNS, CTA_ROPE, EVEN_CTA, OUTPUT_COLUMN, Tiles
+from ..sm100.indexed_keys import SeenTiles
+from ..sm100.output import OutputRole
+from ..sm100.score import QueryLoader, thread_and_lanes
+from .operands import Operands
+from .sm100_score import RowResult, TokenPipes
+
+LINE_ELEMENTS = 128 // ELEMENT_BYTES  # of a cache line
+READ_AT_ONCE = 64  # columns of O
+
+
+@dataclass(frozen=True)
+class TokenQueries:
+    """Q, a token ahead.
+
+    early: whether Q waits in registers for the last S of the token before. By words of fewer than 16 bytes that would take too long, and
+    P V would wait: Q is then loaded when all scores of the token before have been computed.
+    """
+
+    loader: QueryLoader
+
+    @property
+    def early(self) -> bool:
+        """Return whether Q waits in registers."""
+        return self.loader.vectors
+
+    def present(self, operands: Operands, token: Int32) -> Boolean:
+        """Return whether there is such a token, and it has keys."""
+        schedule = operands.schedule
+        last = schedule.last_request()
+        return (token <= last) & (schedule.tile_range(smaller(token, last), Int32(0)).tiles > 0)
+
+    @cute.jit
+    def load(self, operands: Operands, pipes: TokenPipes, token: Int32, present: Boolean, thread: Int32, lanes: Int32):
+        """Load Q of a token, if it is present. Signal query_ready."""
+        if present:
+            tcgen05.fence_after_wait()
+            self.loader.load(operands, pipes, token, thread, lanes)
+
+    @cute.jit
+    def hint(self, operands: Operands, token: Int32, thread: Int32):
+        """Ask L2 for Q of a token, if there is one."""
+        row = first_query_row() + thread % TILE_ROWS
+        if token <= operands.schedule.last_request() and row < operands.rows():
+            half = thread // TILE_ROWS
+            source = operands.q_row(token, row)
+            for line in range(CTA_COLUMNS // LINE_ELEMENTS):
+                primitives.prefetch_l2((source + (half * CTA_COLUMNS + line * LINE_ELEMENTS)).raw_ptr())
+            if cutlass.const_expr(self.loader.has_rope):
+                primitives.prefetch_l2((source + (D_LATENT + half * CTA_ROPE)).raw_ptr())
+
+    @cute.jit
+    def fetch(self, operands: Operands, token: Int32, present: Boolean, thread: Int32):
+        """Start to load the thread's row of Q of a token, if it is present. Return its words."""
+        rWords = cute.make_rmem_tensor(cute.make_layout(sum(run.words for run in self.loader.runs())), Int32)
+        rWords.fill(0)
+        if present:
+            words = self.loader.fetch(operands, token, thread)
+            for i in cutlass.range_constexpr(len(words)):
+                rWords[i] = words[i]
+        return rWords
+
+    @cute.jit
+    def store(self, pipes: TokenPipes, present: Boolean, rWords: cute.Tensor, lanes: Int32):
+        """Store what fetch has loaded, if the token is present. Signal query_ready."""
+        if present:
+            self.loader.store(pipes, rWords, lanes)
+
+
+@dataclass(frozen=True)
+class TokenOutputRole:
+    """Four warps. output: rescales O. vectors: whether rows of out may be stored 16 bytes at a time."""
+
+    output: OutputRole
+    dtype: type[cutlass.Numeric]
+    vectors: bool
+    queries: TokenQueries
+    validity: SeenTiles
+
+    @cute.jit
+    def run(self, operands: Operands, tiles: Tiles, pipes: TokenPipes, tmem: Int32):
+        """Wait seen_ready, scores_ready, alpha_ready, kv_free, stats_ready. Signal query_ready, output_ready, stats_free.
+
+        Write out, lse and max_logits.
+        """
+        schedule = operands.schedule
+        thread, lanes = thread_and_lanes(tmem)
+        token, _ = schedule.first_work_tile()
+        tile, done = Int32(0), Int32(0)
+        present = self.queries.present(operands, token)
+        self.queries.load(operands, pipes, token, present, thread, lanes)
+        begun = self.begin(pipes, tile, present)
+        while token <= schedule.last_request():
+            count = schedule.tile_range(token, Int32(0)).tiles
+            following = schedule.work_tile(token, Int32(0)).next_req
+            present = self.queries.present(operands, following)
+            rWords = self.queries.fetch(operands, following, present, thread) if self.queries.early else None
+            for t in cutlass.range(1, count - 1, unroll=1):
+                begun = self.scale(tiles, pipes, tile + t, thread, lanes, begun)
+            if cutlass.const_expr(self.queries.early):
+                if count > 0:
+                    # the token's last S
+                    pipes.scores_ready.consumer_wait((tile + count) * self.output.geometry.score_parts - 1)
+                    tcgen05.fence_after_wait()
+                self.queries.store(pipes, present, rWords, lanes)
+            if count > 1:
+                self.scale(tiles, pipes, tile + count - 1, thread, lanes, begun)
+            tile = tile + count
+            if cutlass.const_expr(not self.queries.early):
+                # the score role has had every score of this token
+                self.queries.load(operands, pipes, following, present, thread, lanes)
+                self.queries.hint(operands, schedule.work_tile(following, Int32(0)).next_req, thread)
+            pipes.stats_ready.consumer_wait(done)
+            result = RowResult.take(pipes, thread)
+            pipes.stats_free.consumer_release(done)
+            weight = result.weight(operands, token, thread)
+            result.store(operands, token, thread)
+            if count > 0:
+                pipes.kv_free.consumer_wait(tile - 1)
+                tcgen05.fence_after_wait()
+            words = self.read_output(lanes, weight)
+            if cutlass.const_expr(self.queries.early):
+                begun = self.begin(pipes, tile, present)
+                self.store(operands, token, words, thread)
+            else:
+                # the first scores of the next token come late
+                self.store(operands, token, words, thread)
+                begun = self.begin(pipes, tile, present)
+            token, done = following, done + 1
+
+    @cute.jit
+    def scale(self, tiles: Tiles, pipes: TokenPipes, tile: Int32, thread: Int32, lanes: Int32, begun: Boolean):
+        """Rescale O for a tile, if it has keys and O has been begun, then let its P V begin. Return whether O is begun then."""
+        self.validity.wait(pipes, tile)
+        filled = self.validity.has_keys(pipes, tile)
+        if filled:
+            self.output.scale_output(tiles, pipes, tile, thread, lanes, begun)
+        else:
+            pipes.alpha_ready.consumer_wait(tile)
+            pipes.output_ready.producer_commit(tile, cta=EVEN_CTA)
+        return begun | filled
+
+    @cute.jit
+    def begin(self, pipes: TokenPipes, tile: Int32, present: Boolean):
+        """Let P V of the first tile of a token begin, if the token is present: O of the one before has been read, so it overwrites O.
+
+        Return whether the tile has keys.
+        """
+        begun = Boolean(False)
+        if present:
+            self.validity.wait(pipes, tile)
+            begun = self.validity.has_keys(pipes, tile)
+            pipes.alpha_ready.consumer_wait(tile)
+            tcgen05.fence_before_signal()
+            pipes.output_ready.producer_commit(tile, cta=EVEN_CTA)
+        return begun
+
+    def read_output(self, lanes: Int32, weight: Float32) -> list[Int32]:
+        """Return the thread's row of O times the weight as pairs of 16-bit elements, 0 for weight 0, whatever tensor memory holds."""
+        words = []
+        for first in range(0, CTA_COLUMNS, READ_AT_ONCE):
+            values = tcgen05.load_columns(lanes + (OUTPUT_COLUMN + first), READ_AT_ONCE)
+            tcgen05.await_loads()
+            for i in range(0, READ_AT_ONCE, 2):
+                pair = cute.arch.mul_packed_f32x2((values[i], values[i + 1]), (weight, weight))
+                words.append(cutlass.select_(weight == 0.0, Int32(0), pack_pair(pair[0], pair[1], self.dtype)))
+        return words
+
+    @cute.jit
+    def store(self, operands: Operands, token: Int32, words: list[Int32], thread: Int32):
+        """Store the thread's 256 columns of a row of out."""
+        row = first_query_row() + thread % TILE_ROWS
+        if row < operands.rows():
+            store_packed_row(operands.out_row(token, row) + (thread // TILE_ROWS) * CTA_COLUMNS, words, self.vectors)
