@@ -100,6 +100,7 @@ class DenseDecodeSm100(AttentionKernel):
         self.operand_dtype = abi.query_dtype
         self.vectors = config.access_bytes == 4 * VECTOR
         self.geometry = Geometry.of(self.operand_dtype)
+        self.has_rope = config.dims.rotary > 0
         self.smem = self.geometry.smem()
         self.pipes_type: Any = AlternatingPipes if self.geometry.score_groups > 1 else Pipes
         self.mma_warp = self.geometry.load_warp + 1
@@ -129,14 +130,14 @@ class DenseDecodeSm100(AttentionKernel):
         else:
             self.set_registers(OTHER_REGISTERS)
             if warp == geometry.load_warp:
-                LoadRole(geometry).run(operands, tiles, pipes)
+                LoadRole(geometry, self.has_rope).run(operands, tiles, pipes)
             elif warp == self.mma_warp and cute.arch.block_idx_in_cluster() == EVEN_CTA:
-                MmaRole(geometry).run(operands.schedule, pipes, PairGemm(self.operand_dtype, True, tiles, tmem))
+                MmaRole(geometry).run(operands.schedule, pipes, PairGemm(self.operand_dtype, self.has_rope, tiles, tmem))
         end(warp, self.mma_warp, tmem)
 
     def score_role(self) -> ScoreRole:
         """Return the score role: with e4m3 operands, two groups of warps take tiles in turn."""
-        queries = QueryLoader(self.geometry, has_rope=True, vectors=self.vectors)
+        queries = QueryLoader(self.geometry, self.has_rope, vectors=self.vectors)
         rows = AlternatingRows.create if self.geometry.score_groups > 1 else ScoreRows.create
         return ScoreRole(self.geometry, self.operand_dtype, LengthMask(clears_unused=True), DescaledRows(self.kind), queries, rows)
 
@@ -149,8 +150,9 @@ class DenseDecodeSm100(AttentionKernel):
 class LoadRole:
     """One warp: TMA of this CTA's columns, page by page."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, has_rope: bool) -> None:
         self.geometry = geometry
+        self.has_rope = has_rope
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
@@ -168,7 +170,7 @@ class LoadRole:
         ready = pipes.kv_ready.barrier(tile)
         pipes.kv_free.producer_acquire(tile)
         if rank == EVEN_CTA and cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * self.geometry.stage_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * self.geometry.loaded_bytes(self.has_rope))
         cute.arch.sync_warp()
         if box.in_tile:
             where = (operands.kv_head(), box.row, box.page)
@@ -177,8 +179,9 @@ class LoadRole:
             for i in cutlass.range_constexpr(self.geometry.latent_boxes):
                 pair_box(target + i * BOX_BYTES, operands.args.kv_map, (rank * CTA_COLUMNS + i * columns, *where), ready)
             # a whole box, although half of it or less is used: its other columns are the peer's, or none
-            rope = D_LATENT + rank * CTA_ROPE
-            pair_box(target + self.geometry.probs_offset, operands.args.kv_map, (rope, *where), ready)
+            if cutlass.const_expr(self.has_rope):
+                rope = D_LATENT + rank * CTA_ROPE
+                pair_box(target + self.geometry.probs_offset, operands.args.kv_map, (rope, *where), ready)
 
 
 def tma_definition(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
@@ -195,7 +198,7 @@ def tma_definition(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
             Role("load", geometry.load_warp, 1),
             Role("mma", kernel.mma_warp, 1),
         ),
-        expected={"UTCQMMA" if kernel.kind == FP8 else "UTCHMMA": geometry.products_per_tile(has_rope=True)},
+        expected={"UTCQMMA" if kernel.kind == FP8 else "UTCHMMA": geometry.products_per_tile(kernel.has_rope)},
         tmem_columns=TMEM_COLUMNS,
     )
 

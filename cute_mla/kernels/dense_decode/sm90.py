@@ -65,19 +65,22 @@ from .sm90_convert import fp8_cache_definition
 from .sm90_fp8 import fp8_definition
 from .sm90_mask import LengthMask
 
-GEOMETRY = Geometry(
-    d_qk=D_QK,
-    q_tiles_in_registers=5,
-    kv_stages=10,
-    rope_stages=3,
-    producer_registers=32,
-    score_registers=160,
-    ready_arrivals=1,
-    valid_stages=0,
-    rope_after=2,
-    frees_rope=False,
-    takes_turns=True,
-)
+
+def geometry_of(d_qk: int) -> Geometry:
+    """Return the geometry of keys of so many columns: what Q leaves of shared memory are stages."""
+    return Geometry(
+        d_qk=d_qk,
+        q_tiles_in_registers=5,
+        kv_stages={D_QK: 10, D_LATENT: 11}[d_qk],
+        rope_stages=3,
+        producer_registers=32,
+        score_registers=160,
+        ready_arrivals=1,
+        valid_stages=0,
+        rope_after=2,
+        frees_rope=False,
+        takes_turns=True,
+    )
 
 
 class DenseDecodeSm90(AttentionKernel):
@@ -89,17 +92,18 @@ class DenseDecodeSm90(AttentionKernel):
         super().__init__(DenseDecodeAbi(config), arch)
         self.cluster = config.cluster
         self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
-        self.smem = GEOMETRY.smem(self.dtype)
+        self.geometry = geometry_of(config.d_qk)
+        self.smem = self.geometry.smem(self.dtype)
 
     @cute.jit
     def run(self, operands: Operands):
         """Allocate, initialise the barriers, and give each role its warps."""
-        memory = self.smem.allocate()
+        memory, geometry = self.smem.allocate(), self.geometry
         tiles, pipes = Tiles.create(memory), Pipes.create(memory)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
-                initialise(pipes, GEOMETRY, self.cluster)
+                initialise(pipes, geometry, self.cluster)
                 prefetch_map(operands.args.kv_map)
         sync_start(self.cluster)
         # the plan, the lengths, Q and the cache may come from the kernel before
@@ -108,23 +112,24 @@ class DenseDecodeSm90(AttentionKernel):
         group = group_of(warp)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         if group == 0:
-            set_registers(GEOMETRY.producer_registers)
+            set_registers(geometry.producer_registers)
             if warp == 0:
-                LoadRole(self.cluster).run(operands, tiles, pipes)
+                LoadRole(geometry, self.cluster).run(operands, tiles, pipes)
         elif group == 1:
-            set_registers(GEOMETRY.score_registers)
-            scores = partial(LatentScores.create, GEOMETRY, self.dtype, self.pairs)
+            set_registers(geometry.score_registers)
+            scores = partial(LatentScores.create, geometry, self.dtype, self.pairs)
             ScoreRole(scores, LengthMask(), DescaledRows(LATENT)).run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
-            output = partial(LatentOutput.create, GEOMETRY, self.dtype, self.cluster, clears_unused=True)
-            OutputRole(GEOMETRY.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
+            output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, clears_unused=True)
+            OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
 
 
 class LoadRole:
     """One warp: TMA of the key tiles. cluster: CTAs that share them."""
 
-    def __init__(self, cluster: int) -> None:
+    def __init__(self, geometry: Geometry, cluster: int) -> None:
+        self.geometry = geometry
         self.cluster = cluster
 
     @cute.jit
@@ -133,7 +138,7 @@ class LoadRole:
         tiles_done = for_each_tile(operands, partial(self.load_tile, operands, tiles, pipes))
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.cluster > 1):
-            await_peer(pipes, GEOMETRY, tiles_done)
+            await_peer(pipes, self.geometry, tiles_done)
 
     @cute.jit
     def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
@@ -143,7 +148,7 @@ class LoadRole:
         offset = box.offset * BOX_COLUMNS  # a box of fewer keys is a run of rows of the 64-key box
         kv = pipes.kv_ready.state(tile * STAGES_PER_TILE)
         for i in cutlass.range_constexpr(STAGES_PER_TILE):
-            if cutlass.const_expr(i == GEOMETRY.rope_after):
+            if cutlass.const_expr(self.geometry.has_rope and i == self.geometry.rope_after):
                 self.load_rope(operands, tiles, pipes, box, tile)
             ready = pipes.kv_ready.barrier(kv)
             pipes.kv_free.producer_acquire(kv)
@@ -152,7 +157,7 @@ class LoadRole:
             cute.arch.sync_warp()
             if box.in_tile:
                 target = tiles.sKv.iterator + (kv.stage * (TILE_KEYS * STAGE_COLUMNS) + offset)
-                self.load_stage(kv_map, target, GEOMETRY.first_column(i), where, ready)
+                self.load_stage(kv_map, target, self.geometry.first_column(i), where, ready)
             # two stages side by side, then divided anew: no registers are left to carry a state over more
             kv = pipes.kv_ready.advance_in_tile(kv, 0) if i % 2 == 0 else pipes.kv_ready.state(tile * STAGES_PER_TILE + (i + 1))
 
@@ -190,7 +195,7 @@ def latent_definition(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition
         barriers=kernel.smem.barriers(),
         named_barriers=named_barriers(),
         roles=role_table("load"),
-        expected={"HGMMA": GEOMETRY.wgmma_per_tile},
+        expected={"HGMMA": kernel.geometry.wgmma_per_tile},
     )
 
 

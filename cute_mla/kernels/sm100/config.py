@@ -137,6 +137,10 @@ class Geometry:
         """Return the bytes of a stage."""
         return self.stage_boxes * BOX_BYTES
 
+    def loaded_bytes(self, has_rope: bool) -> int:
+        """Return the bytes of a stage that TMA fills: without RoPE columns the last box is for P alone."""
+        return (self.stage_boxes if has_rope else self.latent_boxes) * BOX_BYTES
+
     @property
     def probs_offset(self) -> int:
         """Return the first byte of the last box of a stage."""

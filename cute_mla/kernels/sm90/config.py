@@ -41,7 +41,7 @@ class Geometry:
     groups' first ones, which come free first, are filled first. rope_after: stages of a tile that are filled, and multiplied, before its
     RoPE columns. frees_rope: whether a barrier tells when a RoPE stage is free. None is needed where it is filled only after kv_free of
     the tile's first stages and of all stages of the tile before: those had, among them, the last stages of both output groups of the
-    tile whose P the RoPE stage had. takes_turns: whether the right output group multiplies a tile after the left one, whose stages
+    tile whose P the RoPE stage had. Where keys have no RoPE columns P is written when all stages of its tile are filled. takes_turns: whether the right output group multiplies a tile after the left one, whose stages
     then come free in half of the time.
     """
 
@@ -62,7 +62,8 @@ class Geometry:
         total = self.producer_registers + self.score_registers + OUTPUT_GROUPS * OUTPUT_REGISTERS
         assert total <= ALL_REGISTERS, f"{total} registers a lane of four warpgroups"
         assert self.valid_stages in (0, self.rope_stages), "the bits go round with the RoPE columns"
-        last_read = STAGES_PER_TILE * (self.rope_stages - 1) + self.rope_after  # stages filled since P's tile, with those before RoPE
+        before = self.rope_after if self.has_rope else STAGES_PER_TILE
+        last_read = STAGES_PER_TILE * (self.rope_stages - 1) + before  # stages filled since P's tile, with those before RoPE
         assert self.frees_rope or self.kv_stages <= last_read, "kv stages come free before RoPE stages"
 
     @property
@@ -93,6 +94,11 @@ class Geometry:
         return self.d_qk > D_LATENT
 
     @property
+    def signals_rope(self) -> bool:
+        """Return whether a barrier tells that the RoPE columns of a tile are there, or the bits of its keys."""
+        return self.has_rope or self.valid_stages > 0
+
+    @property
     def wgmma_per_tile(self) -> int:
         """Return the WGMMA instructions of one tile.
 
@@ -103,6 +109,7 @@ class Geometry:
     def smem(self, dtype: type[cutlass.Numeric], *added: Field) -> SmemLayout:
         """Return the layout of shared memory. dtype: of keys, P and Q. added: fields of a kernel's own, behind the shared ones."""
         valid = (Array("sValid", Uint8, self.valid_stages * VALID_BYTES, 8),) if self.valid_stages else ()
+        rope_ready = (Barriers("rope_ready", self.rope_stages),) if self.signals_rope else ()
         rope_free = (Barriers("rope_free", self.rope_stages),) if self.frees_rope else ()
         right_turn = (Barriers("right_turn", self.rope_stages),) if self.takes_turns else ()
         return SmemLayout((
@@ -114,7 +121,7 @@ class Geometry:
             *valid,
             Barriers("kv_ready", self.kv_stages),
             Barriers("kv_free", self.kv_stages),
-            Barriers("rope_ready", self.rope_stages),
+            *rope_ready,
             *rope_free,
             Barriers("probs_ready", self.rope_stages),
             *right_turn,
@@ -160,10 +167,10 @@ class Pipes:
 
     kv_ready: StageBarriers
     kv_free: StageBarriers
-    rope_ready: StageBarriers
-    rope_free: StageBarriers  # without stages where the geometry has no barriers for it
+    rope_ready: StageBarriers  # without stages where the geometry has no barriers for it
+    rope_free: StageBarriers  # likewise
     probs_ready: StageBarriers
-    right_turn: StageBarriers  # without stages where the geometry takes no turns
+    right_turn: StageBarriers  # likewise
     stats_ready: StageBarriers
     stats_free: StageBarriers
 
@@ -171,11 +178,11 @@ class Pipes:
     def create(cls, memory: dict) -> Self:
         """Return the barriers of the shared memory that Geometry.smem allocates."""
         absent = StageBarriers(memory["kv_free"].base, 0)
-        return cls(**fields_of(cls, {"rope_free": absent, "right_turn": absent, **memory}))
+        return cls(**fields_of(cls, {"rope_ready": absent, "rope_free": absent, "right_turn": absent, **memory}))
 
     def tile(self, number: Int32) -> TileState:
         """Return the states of a tile by its number, for a role that uses all of it."""
-        return TileState(number, self.kv_ready.state(number * STAGES_PER_TILE), self.rope_ready.state(number))
+        return TileState(number, self.kv_ready.state(number * STAGES_PER_TILE), self.probs_ready.state(number))
 
     def first_tile(self, stage: int | Int32 = 0) -> TileState:
         """Return the states of the first tile. stage: the first of its stages that the role uses."""
@@ -183,4 +190,4 @@ class Pipes:
 
     def next_tile(self, state: TileState) -> TileState:
         """Return the states of the tile after one."""
-        return TileState(state.number + 1, self.kv_ready.advance_by(state.kv, STAGES_PER_TILE), self.rope_ready.advance(state.rope))
+        return TileState(state.number + 1, self.kv_ready.advance_by(state.kv, STAGES_PER_TILE), self.probs_ready.advance(state.rope))

@@ -77,6 +77,9 @@ class TileScores(Protocol):
     def multiply(self, pipes: Any, state: TileState) -> None:
         """Issue the products of S of one key tile. Wait for each stage just before its first use."""
 
+    def arrival(self, pipes: Any, state: TileState) -> tuple[cute.Pointer, Int32]:
+        """Return the barrier, and its phase, that tells that about half of a tile's keys have come."""
+
     def complete(self, pipes: Any, state: TileState) -> None:
         """Wait until S of a tile is complete. All of its stages have been waited for then."""
 
@@ -186,10 +189,17 @@ class LatentScores:
             self._multiply_rope(pipes, state)
         warpgroup.commit_group()
 
+    def arrival(self, pipes: Pipes, state: TileState) -> tuple[cute.Pointer, Int32]:
+        """Return barrier and phase of the RoPE columns, or of the second stage where no barrier tells of those."""
+        barriers, use = pipes.rope_ready, state.rope
+        if not self.geometry.signals_rope:
+            barriers, use = pipes.kv_ready, pipes.kv_ready.advance_in_tile(state.kv, 0)
+        return barriers.barrier(use), use.phase
+
     def complete(self, pipes: Pipes, state: TileState) -> None:
         """Wait until S of a tile is complete."""
         warpgroup.wait_group(0)
-        if not self.geometry.has_rope:
+        if self.geometry.signals_rope and not self.geometry.has_rope:
             pipes.rope_ready.consumer_wait(state.rope)
 
     def _multiply_rope(self, pipes: Pipes, state: TileState) -> None:
@@ -294,13 +304,13 @@ class ScoreRole:
 
         P of one tile is handed over only when all products of S of the next are issued: P V queues behind them and fills the tensor cores
         during the next softmax, without a gap before. When the next keys have not come yet there is nothing to wait for, and P goes at
-        once: the RoPE columns tell. deferred_barrier: the address of the barrier that hands over a P that is written, or NO_BARRIER.
+        once: the RoPE columns tell, or the second stage. deferred_barrier: the address of the barrier that hands over a P that is written, or NO_BARRIER.
         """
         deferred_barrier = Int32(NO_BARRIER)
         for t in cutlass.range(tile_range.tiles, unroll=1):
             state = pipes.tile(tile + t)
             if deferred_barrier != NO_BARRIER:
-                here = cute.arch.mbarrier_test_wait(pipes.rope_ready.barrier(state.rope), state.rope.phase)
+                here = cute.arch.mbarrier_test_wait(*gemm.arrival(pipes, state))
                 if not cute.arch.vote_all_sync(here):
                     arrive(barrier_at(deferred_barrier))
                     deferred_barrier = Int32(NO_BARRIER)
