@@ -16,7 +16,7 @@ from ...spec.cache_format import FORMATS
 from ...spec.dense_decode import FP8, FP8_CACHE, TILE_ROWS
 from ...spec.dense_prefill import BOX_COLUMNS
 from ...spec.dense_prefill import D_V as D_V_PER_HEAD
-from ...spec.mla import D_LATENT, D_QK, D_ROPE, D_V, ELEMENT_BYTES
+from ...spec.mla import D_LATENT, D_QK, D_ROPE, D_V, ELEMENT_BYTES, LATENT_DIMS
 from ...spec.split_plan import TILE_KEYS
 
 E4M3_BYTES = 1
@@ -141,8 +141,9 @@ def _dense_sm90(config: Config) -> Block:
         read = TILE_KEYS * D_QK * E4M3_BYTES
         rows = {"copies and their reads": 2 * read, "converted rows": TILE_KEYS * _LATENT_ROW}
         return _sm90_latent({**_sm90_operands(D_QK, 4), **rows}, read, read)
-    keys = TILE_KEYS * _LATENT_ROW
-    return _sm90_latent({**_sm90_operands(D_QK, 5), "TMA": keys}, keys / cluster, keys, lone=("load",))
+    d_qk = int(config["d_qk"])
+    keys = TILE_KEYS * d_qk * ELEMENT_BYTES
+    return _sm90_latent({**_sm90_operands(d_qk, 5), "TMA": keys}, keys / cluster, keys, d_qk, lone=("load",))
 
 
 def _dense_sm90_fp8(cluster: int) -> Block:
@@ -170,9 +171,10 @@ def _dense_sm100(config: Config) -> Block:
     if config["operands"] == FP8_CACHE:
         read = TILE_KEYS * D_QK * E4M3_BYTES / 2
         return _sm100_latent({"converted rows": TILE_KEYS * _LATENT_ROW / 2}, read, 2 * read)
-    keys = TILE_KEYS * _LATENT_ROW / 2
-    boxes = {"TMA, a RoPE box of which half is used": keys + TILE_KEYS * D_ROPE // 2 * ELEMENT_BYTES}
-    return _sm100_latent(boxes, sum(boxes.values()), 2 * keys)
+    d_qk = int(config["d_qk"])
+    keys, rotary = TILE_KEYS * d_qk * ELEMENT_BYTES / 2, LATENT_DIMS[d_qk].rotary
+    boxes = {"TMA, a RoPE box of which half is used": keys + TILE_KEYS * rotary // 2 * ELEMENT_BYTES}
+    return _sm100_latent(boxes, sum(boxes.values()), 2 * keys, d_qk)
 
 
 def _dense_sm100_fp8() -> Block:

@@ -58,7 +58,7 @@ class PagedCacheCase(BaseCase):
     @property
     def kv_format(self) -> str | None:
         """Return the argument that names the format, None where dtype and bytes of a token decide."""
-        return None if rotary_columns(self.format) else self.cache
+        return self.cache if self.format.quantised and not rotary_columns(self.format) else None
 
     @property
     def keys(self) -> int:
@@ -77,7 +77,7 @@ class PagedCacheCase(BaseCase):
 
 def allocate_cache(case: PagedCacheCase, device: torch.device) -> Tensor:
     """Allocate a cache [pages, page size, 1, columns] in its layout, full of NaN; "far", "far_rows": only its elements."""
-    layout, dtype = case.format, DTYPES[case.dtype] if case.format is LATENT else dtypes_of(case.format)[0]
+    layout, dtype = case.format, dtypes_of(case.format)[0] if case.format.quantised else DTYPES[case.dtype]
     token = columns_of(layout)
     shape = (case.pages, case.page_size, 1, token)
     if case.cache_layout == "far_rows":
