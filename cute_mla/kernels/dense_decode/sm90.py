@@ -52,7 +52,7 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
 from ..attention.tiles import BOX_COLUMNS
 from ..definition import KernelDefinition
-from ..primitives.tma import load_box, multicast_box, prefetch_map
+from ..primitives.tma import load_box, multicast_box, prefetch_box, prefetch_map
 from ..sm90.arrivals import await_peer, initialise
 from ..sm90.config import BOX_BYTES, OUTPUT_REGISTERS, STAGE_BYTES, STAGE_COLUMNS, STAGES_PER_TILE, Geometry, Pipes, Tiles
 from ..sm90.output import LatentOutput, OutputRole
@@ -79,6 +79,7 @@ def geometry_of(d_qk: int) -> Geometry:
         valid_stages=0,
         rope_after=2,
         frees_rope=False,
+        prefetched=() if d_qk == D_QK else (STAGES_PER_TILE - 1,),
         takes_turns=True,
     )
 
@@ -146,6 +147,11 @@ class LoadRole:
         lane = cute.arch.lane_idx()
         kv_map, where = operands.args.kv_map, (operands.kv_head(), box.row, box.page)
         offset = box.offset * BOX_COLUMNS  # a box of fewer keys is a run of rows of the 64-key box
+        if cutlass.const_expr(self.geometry.prefetched):
+            if box.in_tile:
+                for i in cutlass.range_constexpr(STAGES_PER_TILE):
+                    if cutlass.const_expr(i in self.geometry.prefetched):
+                        self.prefetch_stage(kv_map, self.geometry.first_column(i), where)
         kv = pipes.kv_ready.state(tile * STAGES_PER_TILE)
         for i in cutlass.range_constexpr(STAGES_PER_TILE):
             if cutlass.const_expr(self.geometry.has_rope and i == self.geometry.rope_after):
@@ -175,6 +181,14 @@ class LoadRole:
                 load_box(target, kv_map, (D_LATENT, *where), ready)
             elif cute.arch.block_idx_in_cluster() == tile % 2:
                 multicast_box(target, kv_map, (D_LATENT, *where), ready)
+
+    def prefetch_stage(self, kv_map: Any, column: int, where: tuple[Int32, ...]) -> None:
+        """Ask L2 for what load_stage fetches."""
+        if self.cluster == 1:
+            prefetch_box(kv_map, (column, *where))
+            prefetch_box(kv_map, (column + BOX_COLUMNS, *where))
+        else:
+            prefetch_box(kv_map, (column + cute.arch.block_idx_in_cluster() * BOX_COLUMNS, *where))
 
     def load_stage(self, kv_map: Any, target: cute.Pointer, column: int, where: tuple[Int32, ...], ready: cute.Pointer) -> None:
         """Load two boxes of columns; of a pair, each CTA fetches one for both."""

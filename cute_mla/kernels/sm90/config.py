@@ -42,7 +42,8 @@ class Geometry:
     RoPE columns. frees_rope: whether a barrier tells when a RoPE stage is free. None is needed where it is filled only after kv_free of
     the tile's first stages and of all stages of the tile before: those had, among them, the last stages of both output groups of the
     tile whose P the RoPE stage had. Where keys have no RoPE columns P is written when all stages of its tile are filled. takes_turns: whether the right output group multiplies a tile after the left one, whose stages
-    then come free in half of the time.
+    then come free in half of the time. prefetched: stages of a tile that L2 is asked for before the tile is loaded: those whose place
+    comes free last before their keys are needed.
     """
 
     d_qk: int
@@ -57,6 +58,7 @@ class Geometry:
     rope_after: int = STAGES_PER_TILE
     frees_rope: bool = True
     takes_turns: bool = False
+    prefetched: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         total = self.producer_registers + self.score_registers + OUTPUT_GROUPS * OUTPUT_REGISTERS
