@@ -56,8 +56,8 @@ class Results(NamedTuple):
 class CommonSpec(NamedTuple):
     """The part of a CallSpec that dense and sparse decode share.
 
-    split_plan: specs of the caller's plan, or None if a schedule object plans. d_v: head_dim_v. address_alignment: what strides.alignment gives for the
-    addresses of q and of the caller's out.
+    split_plan: specs of the caller's plan, or None if a schedule object plans. d_v: head_dim_v. address_alignment: what
+    strides.alignment gives for the addresses of q and of the caller's out.
     """
 
     split_plan: PlanSpecs | None

@@ -201,5 +201,8 @@ def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:
         smem_bytes=0,
         roles=(Role("gather", 0, KEYS_PER_BLOCK),),
         # a lane's vectors
-        expected={"LDG.E.64" if config.format.quantised else "LDG.E.128": vectors_of(config.format), "STG.E.128": vectors_of(config.format)},
+        expected={
+            "LDG.E.64" if config.format.quantised else "LDG.E.128": vectors_of(config.format),
+            "STG.E.128": vectors_of(config.format),
+        },
     )

@@ -147,11 +147,10 @@ class LoadRole:
         lane = cute.arch.lane_idx()
         kv_map, where = operands.args.kv_map, (operands.kv_head(), box.row, box.page)
         offset = box.offset * BOX_COLUMNS  # a box of fewer keys is a run of rows of the 64-key box
-        if cutlass.const_expr(self.geometry.prefetched):
-            if box.in_tile:
-                for i in cutlass.range_constexpr(STAGES_PER_TILE):
-                    if cutlass.const_expr(i in self.geometry.prefetched):
-                        self.prefetch_stage(kv_map, self.geometry.first_column(i), where)
+        for i in cutlass.range_constexpr(STAGES_PER_TILE):
+            if cutlass.const_expr(i in self.geometry.prefetched):
+                if box.in_tile:
+                    self.prefetch_stage(kv_map, self.geometry.first_column(i), where)
         kv = pipes.kv_ready.state(tile * STAGES_PER_TILE)
         for i in cutlass.range_constexpr(STAGES_PER_TILE):
             if cutlass.const_expr(self.geometry.has_rope and i == self.geometry.rope_after):

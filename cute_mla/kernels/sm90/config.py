@@ -41,9 +41,9 @@ class Geometry:
     groups' first ones, which come free first, are filled first. rope_after: stages of a tile that are filled, and multiplied, before its
     RoPE columns. frees_rope: whether a barrier tells when a RoPE stage is free. None is needed where it is filled only after kv_free of
     the tile's first stages and of all stages of the tile before: those had, among them, the last stages of both output groups of the
-    tile whose P the RoPE stage had. Where keys have no RoPE columns P is written when all stages of its tile are filled. takes_turns: whether the right output group multiplies a tile after the left one, whose stages
-    then come free in half of the time. prefetched: stages of a tile that L2 is asked for before the tile is loaded: those whose place
-    comes free last before their keys are needed.
+    tile whose P the RoPE stage had. Where keys have no RoPE columns, P is written when all stages of its tile are filled. takes_turns:
+    whether the right output group multiplies a tile after the left one, whose stages then come free in half of the time. prefetched:
+    stages of a tile that L2 is asked for before the tile is loaded: those whose place comes free last before their keys are needed.
     """
 
     d_qk: int

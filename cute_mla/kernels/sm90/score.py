@@ -304,7 +304,8 @@ class ScoreRole:
 
         P of one tile is handed over only when all products of S of the next are issued: P V queues behind them and fills the tensor cores
         during the next softmax, without a gap before. When the next keys have not come yet there is nothing to wait for, and P goes at
-        once: the RoPE columns tell, or the second stage. deferred_barrier: the address of the barrier that hands over a P that is written, or NO_BARRIER.
+        once: the RoPE columns tell, or the second stage. deferred_barrier: the address of the barrier that hands over a P that is
+        written, or NO_BARRIER.
         """
         deferred_barrier = Int32(NO_BARRIER)
         for t in cutlass.range(tile_range.tiles, unroll=1):
