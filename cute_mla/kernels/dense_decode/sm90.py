@@ -147,10 +147,8 @@ class LoadRole:
         lane = cute.arch.lane_idx()
         kv_map, where = operands.args.kv_map, (operands.kv_head(), box.row, box.page)
         offset = box.offset * BOX_COLUMNS  # a box of fewer keys is a run of rows of the 64-key box
-        for i in cutlass.range_constexpr(STAGES_PER_TILE):
-            if cutlass.const_expr(i in self.geometry.prefetched):
-                if box.in_tile:
-                    self.prefetch_stage(kv_map, self.geometry.first_column(i), where)
+        if cutlass.const_expr(len(self.geometry.prefetched) > 0):
+            self.prefetch_stages(operands, box)
         kv = pipes.kv_ready.state(tile * STAGES_PER_TILE)
         for i in cutlass.range_constexpr(STAGES_PER_TILE):
             if cutlass.const_expr(self.geometry.has_rope and i == self.geometry.rope_after):
@@ -181,13 +179,18 @@ class LoadRole:
             elif cute.arch.block_idx_in_cluster() == tile % 2:
                 multicast_box(target, kv_map, (D_LATENT, *where), ready)
 
-    def prefetch_stage(self, kv_map: Any, column: int, where: tuple[Int32, ...]) -> None:
-        """Ask L2 for what load_stage fetches."""
-        if self.cluster == 1:
-            prefetch_box(kv_map, (column, *where))
-            prefetch_box(kv_map, (column + BOX_COLUMNS, *where))
-        else:
-            prefetch_box(kv_map, (column + cute.arch.block_idx_in_cluster() * BOX_COLUMNS, *where))
+    @cute.jit
+    def prefetch_stages(self, operands: Operands, box: LaneBox):
+        """Ask L2 for what load_stage fetches of the stages that come free last."""
+        kv_map, where = operands.args.kv_map, (operands.kv_head(), box.row, box.page)
+        if box.in_tile:
+            for i in cutlass.range_constexpr(len(self.geometry.prefetched)):
+                column = self.geometry.first_column(self.geometry.prefetched[i])
+                if cutlass.const_expr(self.cluster == 1):
+                    prefetch_box(kv_map, (column, *where))
+                    prefetch_box(kv_map, (column + BOX_COLUMNS, *where))
+                else:
+                    prefetch_box(kv_map, (column + cute.arch.block_idx_in_cluster() * BOX_COLUMNS, *where))
 
     def load_stage(self, kv_map: Any, target: cute.Pointer, column: int, where: tuple[Int32, ...], ready: cute.Pointer) -> None:
         """Load two boxes of columns; of a pair, each CTA fetches one for both."""
