@@ -8,7 +8,6 @@ from typing import Any
 
 from cute_mla.aot_build.variants import Variant, closed_variants
 from cute_mla.spec.arch import ARCHS
-from cute_mla.spec.mla import D_QK
 
 # Fields that say how a kernel lays out and loads rows. The table leaves them out: listed kernels ship with all values that calls need.
 _UNLISTED_FIELDS = ("cluster", "access_bytes")
@@ -19,7 +18,6 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
     "dense_decode": {
         "operands": {
             "latent": "dense decode, 16-bit cache",
-            "latent 512": "dense decode, 16-bit cache, keys of 512 + 0 columns",
             "fp8_cache": "dense decode, e4m3 cache, 16-bit queries",
             "fp8": "dense decode, e4m3 cache and queries (types of out)",
         }
@@ -39,7 +37,7 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
         op: {
             "cache": {
                 "latent": f"{what}, 16-bit cache",
-                "latent_512": f"{what}, 16-bit cache, keys of 512 + 0 columns",
+                "latent_512": f"{what}, 16-bit cache",
                 "fp8_576": f"{what}, e4m3 cache of 576 bytes a token",
                 "fp8_656": f"{what}, FP8 cache of 656 bytes a token",
                 "fp8_584": f"{what}, FP8 cache of 584 bytes a token",
@@ -76,8 +74,8 @@ def _joined(types: Sequence[str]) -> str:
 
 def _what(variant: Variant) -> str:
     fields = {key: value for key, value in asdict(variant.config).items() if key not in (*_UNLISTED_FIELDS, "dtype")}  # type: ignore[call-overload]
-    if variant.op == "dense_decode" and (d_qk := fields.pop("d_qk")) != D_QK:
-        fields["operands"] += f" {d_qk}"
+    if "operands" in fields:
+        del fields["d_qk"]  # of dense decode, whose columns the second table lists
     ((name, value),) = fields.items()
     return _WORDS[variant.op][name][value]
 

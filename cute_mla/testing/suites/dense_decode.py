@@ -198,7 +198,6 @@ SMOKE = tuple(
         [
             *_LARGE_16_BITS,
             *(with_fp8(case, operands) for operands in OPERANDS for case in _LARGE),
-            *(replace(case, d_qk=d_qk) for d_qk in OTHER_COLUMNS for case in _LARGE),
             *_covers(),
         ]
     )

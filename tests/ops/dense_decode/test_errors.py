@@ -18,8 +18,10 @@ from tests.support.zero_tensors import ints, zeros
 pytestmark = pytest.mark.usefixtures("device")
 
 OPERANDS: list[tuple[str, str, Callable[[], Any], str]] = [
-    ("q of rank 3", "q", lambda: zeros(2, 64, 576), r"q has shape \[2, 64, 576\]; supported: \[batch, s_q, h_q, 576\]"),
-    ("q of 512 columns", "q", lambda: zeros(2, 1, 64, 512), r"q has shape \[2, 1, 64, 512\]; supported: \[batch, s_q, h_q, 576\]"),
+    ("q of rank 3", "q", lambda: zeros(2, 64, 576), r"q has shape \[2, 64, 576\]; supported .*: \[batch, s_q, h_q, 576 or 512\]"),
+    ("q of 320 columns", "q", lambda: zeros(2, 1, 64, 320), r"q has shape \[2, 1, 64, 320\]; supported .*, 576 or 512\]"),
+    ("q of 512 columns", "q", lambda: zeros(2, 1, 64, 512), r"k_cache has shape \[20, 64, 1, 576\]; supported: .*, h_kv, 512\]"),
+    ("cache of 512 columns", "k_cache", lambda: zeros(9, 64, 1, 512), r"k_cache has shape \[9, 64, 1, 512\]; supported: .*, h_kv, 576\]"),
     ("q fp32", "q", lambda: torch.zeros(2, 1, 64, 576), r"q has dtype torch.float32; supported: torch.bfloat16, torch.float16"),
     ("q transposed", "q", lambda: zeros(2, 1, 576, 64).mT, r"q has stride 64 along its last dimension .*supported: 1"),
     ("q not a tensor", "q", lambda: None, "q is None; supported: a torch tensor"),
@@ -51,6 +53,19 @@ def test_operands(device: RecordingDevice, operand: str, make: Callable[[], Any]
     call = Call()
     setattr(call, operand, make())
     with pytest.raises(ValueError, match=said):
+        call.run()
+    assert device.launches == []
+
+
+def test_an_e4m3_cache_has_keys_of_576_columns(device: RecordingDevice) -> None:
+    call = Call()
+    call.q, call.k_cache = zeros(2, 1, 64, 512), zeros(9, 64, 1, 512).to(torch.float8_e4m3fn)
+    with pytest.raises(
+        ValueError, match=r"k_cache has dtype torch.float8_e4m3fn with q of 512 columns; supported: torch.bfloat16, or q of 576"
+    ):
+        call.run()
+    call.k_cache, call.options["kv_format"] = zeros(9, 64, 1, 512), "latent"
+    with pytest.raises(ValueError, match="kv_format is 'latent' with a k_cache .* supported without indices: None and 'latent_512'"):
         call.run()
     assert device.launches == []
 
