@@ -65,7 +65,7 @@ def test_an_e4m3_cache_has_keys_of_576_columns(device: RecordingDevice) -> None:
     ):
         call.run()
     call.k_cache, call.options["kv_format"] = zeros(9, 64, 1, 512), "latent"
-    with pytest.raises(ValueError, match="kv_format is 'latent' with a k_cache .* supported without indices: None and 'latent_512'"):
+    with pytest.raises(ValueError, match=r"kv_format is 'latent' with a k_cache .* supported without indices: None and 'latent_512'"):
         call.run()
     assert device.launches == []
 
