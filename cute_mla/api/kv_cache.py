@@ -23,8 +23,8 @@ def write_kv_cache(
 
     kv_c             latent columns, bf16 or fp16 [tokens, 512], for a cache of 584 bytes a token [tokens, 448]; for 528 bytes a token
                      bf16 [tokens, 512], all columns of a key
-    k_pe             rotary columns [tokens, 64], of the same dtype; None for a cache of 528 bytes a token, or of 512 columns. Of both the last dimension is
-                     contiguous, the other stride free
+    k_pe             rotary columns [tokens, 64], of the same dtype; None for a cache of 528 bytes a token, or of 512 columns. Of both the
+                     last dimension is contiguous, the other stride free
     k_cache          one of, all strides but the last free multiples of 16 bytes:
                      bf16 or fp16 [pages, page size, 1, 576 or 512], of the keys' dtype, which are copied;
                      float8_e4m3fn [pages, page size, 1, 576]: keys divided by descale_k;
