@@ -25,7 +25,7 @@ class LatentDims:
 
 
 # By the columns of a key, which decide on both parts: DeepSeek and Kimi, GLM-5.3-Flash, Mistral Small 4
-LATENT_DIMS = {dims.d_qk: dims for dims in (LatentDims(D_LATENT, D_ROPE), LatentDims(D_LATENT, 0))}
+LATENT_DIMS = {dims.d_qk: dims for dims in (LatentDims(D_LATENT, D_ROPE), LatentDims(D_LATENT, 0), LatentDims(256, D_ROPE))}
 VALUE_COLUMNS = tuple(dict.fromkeys(dims.latent for dims in LATENT_DIMS.values()))
 
 MAX_HEADS = 128

@@ -53,7 +53,6 @@ from cutlass import Int32, cute
 from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, FP8_CACHE, DenseDecodeConfig
-from ...spec.mla import D_LATENT
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives.tma import pair_box, prefetch_map
@@ -61,7 +60,6 @@ from ..sm100.alternating import NAMED_BARRIERS as ALTERNATING_BARRIERS
 from ..sm100.alternating import AlternatingPipes, AlternatingRows
 from ..sm100.config import (
     BOX_BYTES,
-    CTA_COLUMNS,
     CTA_ROPE,
     EVEN_CTA,
     GROUP_WARPS,
@@ -99,7 +97,7 @@ class DenseDecodeSm100(AttentionKernel):
         self.kind = config.operands
         self.operand_dtype = abi.query_dtype
         self.vectors = config.access_bytes == 4 * VECTOR
-        self.geometry = Geometry.of(self.operand_dtype)
+        self.geometry = Geometry.of(self.operand_dtype, config.dims.latent)
         self.has_rope = config.dims.rotary > 0
         self.smem = self.geometry.smem()
         self.pipes_type: Any = AlternatingPipes if self.geometry.score_groups > 1 else Pipes
@@ -177,10 +175,10 @@ class LoadRole:
             target = tiles.stage(pipes.kv_ready.stage(tile)) + box.offset * ROW_BYTES
             columns = self.geometry.box_columns
             for i in cutlass.range_constexpr(self.geometry.latent_boxes):
-                pair_box(target + i * BOX_BYTES, operands.args.kv_map, (rank * CTA_COLUMNS + i * columns, *where), ready)
+                pair_box(target + i * BOX_BYTES, operands.args.kv_map, (rank * self.geometry.cta_columns + i * columns, *where), ready)
             # a whole box, although half of it or less is used: its other columns are the peer's, or none
             if cutlass.const_expr(self.has_rope):
-                rope = D_LATENT + rank * CTA_ROPE
+                rope = self.geometry.latent + rank * CTA_ROPE
                 pair_box(target + self.geometry.probs_offset, operands.args.kv_map, (rope, *where), ready)
 
 

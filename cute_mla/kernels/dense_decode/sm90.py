@@ -47,14 +47,14 @@ from cutlass import Int32, cute
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeConfig
-from ...spec.mla import D_LATENT, D_QK, ELEMENT_BYTES
+from ...spec.mla import ELEMENT_BYTES, LATENT_DIMS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
 from ..attention.tiles import BOX_COLUMNS
 from ..definition import KernelDefinition
 from ..primitives.tma import load_box, multicast_box, prefetch_box, prefetch_map
 from ..sm90.arrivals import await_peer, initialise
-from ..sm90.config import BOX_BYTES, OUTPUT_REGISTERS, STAGE_BYTES, STAGE_COLUMNS, STAGES_PER_TILE, Geometry, Pipes, Tiles
+from ..sm90.config import BOX_BYTES, OUTPUT_REGISTERS, STAGE_BYTES, STAGE_COLUMNS, Geometry, Pipes, Tiles
 from ..sm90.output import LatentOutput, OutputRole
 from ..sm90.score import LatentScores, ScoreRole
 from ..sm90.warpgroups import THREADS, WARPGROUP, group_of, named_barriers, role_table, set_registers, sync_start
@@ -66,21 +66,28 @@ from .sm90_fp8 import fp8_definition
 from .sm90_mask import LengthMask
 
 
+# By columns of a key: column tiles of Q in registers, stages of keys and of RoPE columns or P, stages before the RoPE columns, stages that
+# L2 is asked for. What Q leaves of shared memory are stages.
+TILINGS = {576: (5, 10, 3, 2, ()), 512: (5, 11, 3, 2, (3,)), 320: (4, 10, 6, 1, ())}
+
+
 def geometry_of(d_qk: int) -> Geometry:
-    """Return the geometry of keys of so many columns: what Q leaves of shared memory are stages."""
+    """Return the geometry of keys of so many columns."""
+    q_tiles_in_registers, kv_stages, rope_stages, rope_after, prefetched = TILINGS[d_qk]
     return Geometry(
         d_qk=d_qk,
-        q_tiles_in_registers=5,
-        kv_stages={D_QK: 10, D_LATENT: 11}[d_qk],
-        rope_stages=3,
+        q_tiles_in_registers=q_tiles_in_registers,
+        kv_stages=kv_stages,
+        rope_stages=rope_stages,
         producer_registers=32,
         score_registers=160,
         ready_arrivals=1,
         valid_stages=0,
-        rope_after=2,
+        rope_after=rope_after,
         frees_rope=False,
-        prefetched=() if d_qk == D_QK else (STAGES_PER_TILE - 1,),
         takes_turns=True,
+        prefetched=prefetched,
+        d_v=LATENT_DIMS[d_qk].latent,
     )
 
 
@@ -100,7 +107,7 @@ class DenseDecodeSm90(AttentionKernel):
     def run(self, operands: Operands):
         """Allocate, initialise the barriers, and give each role its warps."""
         memory, geometry = self.smem.allocate(), self.geometry
-        tiles, pipes = Tiles.create(memory), Pipes.create(memory)
+        tiles, pipes = Tiles.create(memory), Pipes.create(memory, geometry.tile_stages)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
@@ -123,7 +130,7 @@ class DenseDecodeSm90(AttentionKernel):
         else:
             set_registers(OUTPUT_REGISTERS)
             output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, clears_unused=True)
-            OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
+            OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs, geometry.d_v).run(operands, tiles, pipes, thread, group - 2)
 
 
 class LoadRole:
@@ -149,8 +156,8 @@ class LoadRole:
         offset = box.offset * BOX_COLUMNS  # a box of fewer keys is a run of rows of the 64-key box
         if cutlass.const_expr(len(self.geometry.prefetched) > 0):
             self.prefetch_stages(operands, box)
-        kv = pipes.kv_ready.state(tile * STAGES_PER_TILE)
-        for i in cutlass.range_constexpr(STAGES_PER_TILE):
+        kv = pipes.kv_ready.state(tile * self.geometry.tile_stages)
+        for i in cutlass.range_constexpr(self.geometry.tile_stages):
             if cutlass.const_expr(self.geometry.has_rope and i == self.geometry.rope_after):
                 self.load_rope(operands, tiles, pipes, box, tile)
             ready = pipes.kv_ready.barrier(kv)
@@ -162,7 +169,7 @@ class LoadRole:
                 target = tiles.sKv.iterator + (kv.stage * (TILE_KEYS * STAGE_COLUMNS) + offset)
                 self.load_stage(kv_map, target, self.geometry.first_column(i), where, ready)
             # two stages side by side, then divided anew: no registers are left to carry a state over more
-            kv = pipes.kv_ready.advance_in_tile(kv, 0) if i % 2 == 0 else pipes.kv_ready.state(tile * STAGES_PER_TILE + (i + 1))
+            kv = pipes.kv_ready.advance_in_tile(kv, 0) if i % 2 == 0 else pipes.kv_ready.state(tile * self.geometry.tile_stages + (i + 1))
 
     @cute.jit
     def load_rope(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
@@ -175,9 +182,9 @@ class LoadRole:
         if box.in_tile:
             target = tiles.sRope.iterator + (pipes.rope_ready.stage(tile) * (TILE_KEYS * BOX_COLUMNS) + box.offset * BOX_COLUMNS)
             if cutlass.const_expr(self.cluster == 1):
-                load_box(target, kv_map, (D_LATENT, *where), ready)
+                load_box(target, kv_map, (self.geometry.d_v, *where), ready)
             elif cute.arch.block_idx_in_cluster() == tile % 2:
-                multicast_box(target, kv_map, (D_LATENT, *where), ready)
+                multicast_box(target, kv_map, (self.geometry.d_v, *where), ready)
 
     @cute.jit
     def prefetch_stages(self, operands: Operands, box: LaneBox):

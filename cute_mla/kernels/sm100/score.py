@@ -21,7 +21,6 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
-from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..attention.operands import LatentOperands, QueryOperands
 from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
@@ -30,7 +29,6 @@ from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
 from ..primitives.elements import aligned, load_word, pack_word
 from .config import (
-    CTA_COLUMNS,
     CTA_ROPE,
     EVEN_CTA,
     GROUP,
@@ -80,11 +78,11 @@ class QueryLoader:
         half = thread // TILE_ROWS
         source = operands.q_row(req, row)
         elements = self.geometry.word_elements
-        for copy in cutlass.range_constexpr(CTA_COLUMNS // (COPY_WORDS * elements)):
-            offset = half * CTA_COLUMNS + copy * (COPY_WORDS * elements)
+        for copy in cutlass.range_constexpr(self.geometry.cta_columns // (COPY_WORDS * elements)):
+            offset = half * self.geometry.cta_columns + copy * (COPY_WORDS * elements)
             tcgen05.store_columns(lanes + (QUERY_COLUMN + copy * COPY_WORDS), self.load_words(source + offset, COPY_WORDS))
         if cutlass.const_expr(self.has_rope):
-            rope = D_LATENT + half * CTA_ROPE
+            rope = self.geometry.latent + half * CTA_ROPE
             tcgen05.store_columns(lanes + self.geometry.query_rope_column, self.load_words(source + rope, CTA_ROPE // elements))
         tcgen05.await_stores()
         tcgen05.fence_before_signal()

@@ -34,7 +34,7 @@ STAGE_BYTES = TILE_KEYS * STAGE_COLUMNS * ELEMENT_BYTES
 class Geometry:
     """Numbers that differ between the kernels.
 
-    d_qk: columns of a key, the values among them. q_tiles_in_registers: column tiles of Q that the score role keeps there.
+    d_qk: columns of a key, of which the first d_v are the values. q_tiles_in_registers: column tiles of Q that the score role keeps there.
     kv_stages, rope_stages: of the two pipelines for keys. producer_registers, score_registers: of the role that brings the keys, and
     of score. ready_arrivals: on kv_ready and rope_ready, per phase. valid_stages: of the bits that tell which keys are present, 0
     where all are. alternating: whether the stages of a tile alternate between the halves of the columns, so that both output
@@ -59,14 +59,30 @@ class Geometry:
     frees_rope: bool = True
     takes_turns: bool = False
     prefetched: tuple[int, ...] = ()
+    d_v: int = D_LATENT
 
     def __post_init__(self) -> None:
         total = self.producer_registers + self.score_registers + OUTPUT_GROUPS * OUTPUT_REGISTERS
         assert total <= ALL_REGISTERS, f"{total} registers a lane of four warpgroups"
         assert self.valid_stages in (0, self.rope_stages), "the bits go round with the RoPE columns"
-        before = self.rope_after if self.has_rope else STAGES_PER_TILE
-        last_read = STAGES_PER_TILE * (self.rope_stages - 1) + before  # stages filled since P's tile, with those before RoPE
+        before = self.rope_after if self.has_rope else self.tile_stages
+        last_read = self.tile_stages * (self.rope_stages - 1) + before  # stages filled since P's tile, with those before RoPE
         assert self.frees_rope or self.kv_stages <= last_read, "kv stages come free before RoPE stages"
+
+    @property
+    def tile_stages(self) -> int:
+        """Return the stages of a tile."""
+        return self.d_v // STAGE_COLUMNS
+
+    @property
+    def output_columns(self) -> int:
+        """Return the columns of O of an output group."""
+        return self.d_v // OUTPUT_GROUPS
+
+    @property
+    def output_chunks(self) -> int:
+        """Return the stages of a tile that an output group multiplies."""
+        return self.tile_stages // OUTPUT_GROUPS
 
     @property
     def q_tiles(self) -> int:
@@ -81,19 +97,18 @@ class Geometry:
     @property
     def stage_strides(self) -> tuple[int, int]:
         """Return, within a tile, the distance from a stage of one output group to the other's, and to the next of the same."""
-        chunks = STAGES_PER_TILE // OUTPUT_GROUPS
-        return (1, OUTPUT_GROUPS) if self.alternating else (chunks, 1)
+        return (1, OUTPUT_GROUPS) if self.alternating else (self.output_chunks, 1)
 
     def first_column(self, stage: int) -> int:
         """Return the first column of a stage of a tile."""
         to_other, to_next = self.stage_strides
-        side, chunk = stage // to_other % OUTPUT_GROUPS, stage // to_next % (STAGES_PER_TILE // OUTPUT_GROUPS)
-        return side * OUTPUT_COLUMNS + chunk * STAGE_COLUMNS
+        side, chunk = stage // to_other % OUTPUT_GROUPS, stage // to_next % self.output_chunks
+        return side * self.output_columns + chunk * STAGE_COLUMNS
 
     @property
     def has_rope(self) -> bool:
         """Return whether keys have columns that are not values. Else the RoPE stages hold P only."""
-        return self.d_qk > D_LATENT
+        return self.d_qk > self.d_v
 
     @property
     def signals_rope(self) -> bool:
@@ -106,7 +121,7 @@ class Geometry:
 
         S takes steps of 64 x 64 x 16, O chunks of 64 x 128 x 16; one role's code serves both sides.
         """
-        return self.d_qk // K_STEP + (OUTPUT_COLUMNS // STAGE_COLUMNS) * (TILE_KEYS // K_STEP)
+        return self.d_qk // K_STEP + self.output_chunks * (TILE_KEYS // K_STEP)
 
     def smem(self, dtype: type[cutlass.Numeric], *added: Field) -> SmemLayout:
         """Return the layout of shared memory. dtype: of keys, P and Q. added: fields of a kernel's own, behind the shared ones."""
@@ -175,16 +190,17 @@ class Pipes:
     right_turn: StageBarriers  # likewise
     stats_ready: StageBarriers
     stats_free: StageBarriers
+    tile_stages: int  # stages of a tile, in kv_ready and kv_free
 
     @classmethod
-    def create(cls, memory: dict) -> Self:
+    def create(cls, memory: dict, tile_stages: int = STAGES_PER_TILE) -> Self:
         """Return the barriers of the shared memory that Geometry.smem allocates."""
         absent = StageBarriers(memory["kv_free"].base, 0)
-        return cls(**fields_of(cls, {"rope_ready": absent, "rope_free": absent, "right_turn": absent, **memory}))
+        return cls(**fields_of(cls, {"rope_ready": absent, "rope_free": absent, "right_turn": absent, "tile_stages": tile_stages, **memory}))
 
     def tile(self, number: Int32) -> TileState:
         """Return the states of a tile by its number, for a role that uses all of it."""
-        return TileState(number, self.kv_ready.state(number * STAGES_PER_TILE), self.probs_ready.state(number))
+        return TileState(number, self.kv_ready.state(number * self.tile_stages), self.probs_ready.state(number))
 
     def first_tile(self, stage: int | Int32 = 0) -> TileState:
         """Return the states of the first tile. stage: the first of its stages that the role uses."""
@@ -192,4 +208,4 @@ class Pipes:
 
     def next_tile(self, state: TileState) -> TileState:
         """Return the states of the tile after one."""
-        return TileState(state.number + 1, self.kv_ready.advance_by(state.kv, STAGES_PER_TILE), self.probs_ready.advance(state.rope))
+        return TileState(state.number + 1, self.kv_ready.advance_by(state.kv, self.tile_stages), self.probs_ready.advance(state.rope))

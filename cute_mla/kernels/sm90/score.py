@@ -34,7 +34,7 @@ from ..primitives.wgmma import (
     packed,
     tiled_mma,
 )
-from .config import BOX_BYTES, STAGE_COLUMNS, STAGES_PER_TILE, STEPS_PER_BOX, Geometry, Pipes, Tiles, TileState
+from .config import BOX_BYTES, STAGE_COLUMNS, STEPS_PER_BOX, Geometry, Pipes, Tiles, TileState
 from .matrix_store import BOX_ROW_BYTES, store_groups, writer_address
 from .warpgroups import SCORE_BARRIER, WARPGROUP
 
@@ -177,7 +177,7 @@ class LatentScores:
         self.from_registers.set(warpgroup.Field.ACCUMULATE, False)
         self.from_smem.set(warpgroup.Field.ACCUMULATE, True)
         kv = state.kv
-        for i in range(STAGES_PER_TILE):
+        for i in range(self.geometry.tile_stages):
             if i == self.geometry.rope_after:
                 self._multiply_rope(pipes, state)
             pipes.kv_ready.consumer_wait(kv)
@@ -185,7 +185,7 @@ class LatentScores:
             for step in range(STEPS_PER_STAGE):
                 self._multiply_step(self.geometry.first_column(i) // K_STEP + step, self.tK[None, None, step, kv.stage])
             kv = pipes.kv_ready.advance_in_tile(kv, i)
-        if self.geometry.rope_after == STAGES_PER_TILE:
+        if self.geometry.rope_after == self.geometry.tile_stages:
             self._multiply_rope(pipes, state)
         warpgroup.commit_group()
 
@@ -208,7 +208,7 @@ class LatentScores:
             pipes.rope_ready.consumer_wait(state.rope)
             warpgroup.fence()
             for step in range(STEPS_PER_BOX):
-                self._multiply_step(STAGES_PER_TILE * STEPS_PER_STAGE + step, self.tRope[None, None, step, state.rope.stage])
+                self._multiply_step(self.geometry.tile_stages * STEPS_PER_STAGE + step, self.tRope[None, None, step, state.rope.stage])
 
     def _multiply_step(self, step: int, tK: cute.Tensor) -> None:
         """Return S += 16 columns of Q times 16 columns of K; the first step of a tile overwrites S."""
