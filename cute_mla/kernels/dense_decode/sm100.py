@@ -82,7 +82,7 @@ from .page_walk import for_each_tile_in_groups
 from .sm100_convert import fp8_cache_definition
 from .sm100_mask import LengthMask
 
-# registers of a thread, of 512 in four groups of warps; with e4m3 operands, where 512 threads share them out
+# registers of a thread, of 512 in four groups of warps; with two groups of score warps, where 512 threads share them out
 SCORE_REGISTERS = 136  # two groups
 OUTPUT_REGISTERS = 160
 OTHER_REGISTERS = 80
@@ -141,7 +141,7 @@ class DenseDecodeSm100(AttentionKernel):
 
     def set_registers(self, count: int) -> None:
         """Set the registers of the warps of a role, where 512 threads begin with 128 each."""
-        if self.kind == FP8:
+        if self.geometry.score_groups > 1:
             (cute.arch.setmaxregister_decrease if count == OTHER_REGISTERS else cute.arch.setmaxregister_increase)(count)
 
 

@@ -73,7 +73,7 @@ class Geometry:
     def of(dtype: type[cutlass.Numeric], latent: int = D_LATENT) -> Geometry:
         """Return the geometry of an element type and so many latent columns, where keys come by TMA."""
         if latent != D_LATENT:
-            return replace(SIXTEEN_BIT_PARTS, kv_stages=8, latent=latent)
+            return replace(SIXTEEN_BIT, kv_stages=7, score_groups=2, latent=latent)  # a softmax takes longer than the products of a tile
         return EIGHT_BIT if dtype.width == 8 else SIXTEEN_BIT_PARTS
 
     @property
