@@ -47,7 +47,7 @@ from cutlass import Int32, cute
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeConfig
-from ...spec.mla import ELEMENT_BYTES, LATENT_DIMS
+from ...spec.mla import D_LATENT, ELEMENT_BYTES, LATENT_DIMS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
 from ..attention.tiles import BOX_COLUMNS
@@ -60,7 +60,7 @@ from ..sm90.score import LatentScores, ScoreRole
 from ..sm90.warpgroups import THREADS, WARPGROUP, group_of, named_barriers, role_table, set_registers, sync_start
 from .abi import DenseDecodeAbi
 from .operands import DescaledRows, LaneBox, Operands
-from .page_walk import for_each_tile
+from .page_walk import for_each_tile, for_each_tile_in_groups
 from .sm90_convert import fp8_cache_definition
 from .sm90_fp8 import fp8_definition
 from .sm90_mask import LengthMask
@@ -85,7 +85,7 @@ def geometry_of(d_qk: int) -> Geometry:
         valid_stages=0,
         rope_after=rope_after,
         frees_rope=False,
-        takes_turns=True,
+        takes_turns=LATENT_DIMS[d_qk].latent == D_LATENT,
         prefetched=prefetched,
         d_v=LATENT_DIMS[d_qk].latent,
     )
@@ -143,7 +143,9 @@ class LoadRole:
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
         """Wait kv_free. Signal kv_ready, rope_ready."""
-        tiles_done = for_each_tile(operands, partial(self.load_tile, operands, tiles, pipes))
+        # a look-up takes longer than the copies of a tile of few stages are issued in
+        for_each = for_each_tile if self.geometry.d_v == D_LATENT else for_each_tile_in_groups
+        tiles_done = for_each(operands, partial(self.load_tile, operands, tiles, pipes))
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.cluster > 1):
             await_peer(pipes, self.geometry, tiles_done)
