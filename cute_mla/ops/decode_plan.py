@@ -181,8 +181,8 @@ def plan_combine(problem: Problem, results: ResultLayout, max_keys: tuple[int, i
         return None
     batch, s_q, h_q = problem.batch, problem.s_q, problem.h_q
     return LaunchPlan(
-        kernel=CombineConfig(problem.dtype).name,
-        grid=combine_grid(batch, s_q, h_q, sm_count),
+        kernel=CombineConfig(problem.dtype, results.out_shape[3]).name,
+        grid=combine_grid(batch, s_q, h_q, sm_count, results.out_shape[3]),
         scalars={
             **results.strides,
             "batch": batch,
