@@ -118,9 +118,10 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
         dtype            "bf16", "fp16" or the torch dtype of queries, cache and output; in dense decode over an FP8 cache queries may
                          also be "e4m3"; in cache_write and cache_gather, the dtype of the keys outside the cache
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
-        head_dim         columns of q: 576 or, in dense decode over a 16-bit cache, in sparse decode over an FP8 one and in sparse
-                         prefill, 512; 192 or 128 in dense prefill; columns of a key in cache_write and cache_gather: 576 or 512
-        head_dim_v       columns of out: 512; 128 in dense prefill; None in cache_write and cache_gather
+        head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512 or 320; in sparse decode 576, or 512 with an FP8
+                         cache; 576 or 512 in sparse prefill; 192 or 128 in dense prefill; columns of a key in cache_write and
+                         cache_gather: 576, 512 or 320
+        head_dim_v       columns of out: 512; 256 with head_dim 320; 128 in dense prefill; None in cache_write and cache_gather
         page_size        keys of a page; None in prefill, whose keys have no pages
         causal, batch_invariant        True or False; prefill is always batch invariant, without being asked
         fp8_kvcache, attn_sink, extra_cache, topk_length, kv_offsets   True if the call passes such an argument

@@ -16,7 +16,7 @@ from ..spec.cache_rows import KNOWN
 from ..spec.combine import CombineConfig
 from ..spec.combine import grid as combine_grid
 from ..spec.dense_decode import DenseDecodeProblem
-from ..spec.mla import D_V, VALUE_COLUMNS
+from ..spec.mla import D_V
 from ..spec.sparse_decode import SparseDecodeProblem
 from ..spec.split_plan import accumulator_rows
 from ..spec.tensor_map import TensorMap
@@ -133,9 +133,9 @@ def accumulator_bytes(accum_rows: int, s_q: int, h_q: int, d_v: int) -> tuple[in
     return lse_bytes * d_v, lse_bytes
 
 
-def check_common(options: Options, q: Any, results: Results, split_plan: PlanSpecs | None) -> CommonSpec:
-    """Check the options and results of a call. ValueError unless each is supported by itself."""
-    check_columns("head_dim_v", options.head_dim_v, *VALUE_COLUMNS)
+def check_common(options: Options, q: Any, results: Results, split_plan: PlanSpecs | None, value_columns: tuple[int, ...]) -> CommonSpec:
+    """Check the options and results of a call. ValueError unless each is supported by itself. value_columns: the op's head_dim_v."""
+    check_columns("head_dim_v", options.head_dim_v, *value_columns)
     if options.softmax_scale is not None:
         check_scale("softmax_scale", options.softmax_scale)
     check_empty_lse(options.empty_lse)

@@ -80,7 +80,7 @@ def _product(rows: int, columns: int, depth: int) -> float:
 
 
 def _latent_flops(d_qk: int) -> dict[str, float]:
-    return {"S": _product(TILE_ROWS, TILE_KEYS, d_qk), "P V": _product(TILE_ROWS, D_V, TILE_KEYS)}
+    return {"S": _product(TILE_ROWS, TILE_KEYS, d_qk), "P V": _product(TILE_ROWS, LATENT_DIMS[d_qk].latent, TILE_KEYS)}
 
 
 def _sm90_operands(d_qk: int, q_tiles_in_registers: int) -> dict[str, float]:
@@ -90,8 +90,8 @@ def _sm90_operands(d_qk: int, q_tiles_in_registers: int) -> dict[str, float]:
     return {
         "S: K": d_qk // 16 * step,
         "S: Q from shared memory": in_smem * step,
-        "P V: P for each half of the columns twice": 4 * _PV_STEPS * step,
-        "P V: V": TILE_KEYS * D_V * ELEMENT_BYTES,
+        "P V: P for every 128 columns": LATENT_DIMS[d_qk].latent // 128 * _PV_STEPS * step,
+        "P V: V": TILE_KEYS * LATENT_DIMS[d_qk].latent * ELEMENT_BYTES,
     }
 
 
@@ -102,7 +102,7 @@ def _sm100_operands(d_qk: int) -> dict[str, float]:
     """
     return {
         "S: K": d_qk // 32 * 2048,
-        "P V: V": 8 * 4096,
+        "P V: V": LATENT_DIMS[d_qk].latent // 64 * 4096,
         "P V: P": 4 * 2048,
         "P": _P_BYTES,
         "S swapped": 2 * TILE_ROWS * TILE_KEYS * FLOAT_BYTES,
@@ -143,7 +143,7 @@ def _dense_sm90(config: Config) -> Block:
         return _sm90_latent({**_sm90_operands(D_QK, 4), **rows}, read, read)
     d_qk = int(config["d_qk"])
     keys = TILE_KEYS * d_qk * ELEMENT_BYTES
-    return _sm90_latent({**_sm90_operands(d_qk, 5), "TMA": keys}, keys / cluster, keys, d_qk, lone=("load",))
+    return _sm90_latent({**_sm90_operands(d_qk, 5 if d_qk >= D_LATENT else 4), "TMA": keys}, keys / cluster, keys, d_qk, lone=("load",))
 
 
 def _dense_sm90_fp8(cluster: int) -> Block:

@@ -18,8 +18,8 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "h_q": (1, 3, 63, 128),
         "h_kv": (1, 8, 128),
         "s_q": (1, 7, 4096),
-        "head_dim": (576, 512),
-        "head_dim_v": (512,),
+        "head_dim": (576, 512, 320),
+        "head_dim_v": (512, 256),
         "page_size": (16, 32, 64, 128, 192, 4096),
         "causal": (False, True),
         "batch_invariant": (False, True),
@@ -95,7 +95,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "h_q": (None,),
     "h_kv": (1,),
     "s_q": (None,),
-    "head_dim": (576, 512),
+    "head_dim": (576, 512, 320),
     "head_dim_v": (None,),
     "page_size": (1, 2, 61, 64, 4096),
     "causal": (False,),
@@ -103,7 +103,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "fp8_kvcache": (False, True),
     **dict.fromkeys(("attn_sink", "extra_cache", "topk_length", "kv_offsets"), (False,)),
     "topk": (None,),
-    "kv_format": (None, "latent", "latent_512", "fp8_576", "fp8_656", "fp8_584", "v41", "v41_paged", "nope_528"),
+    "kv_format": (None, "latent", "latent_512", "latent_320", "fp8_576", "fp8_656", "fp8_584", "v41", "v41_paged", "nope_528"),
     "extra_kv_format": (None,),
 }
 GOOD |= dict.fromkeys(CACHE_OPS, ROWS) | dict.fromkeys(BACKWARD_OPS, GOOD["dense_prefill"])
@@ -113,7 +113,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "h_q": (0, 129, 1.5),
         "h_kv": (0, 129),
         "s_q": (0,),
-        "head_dim": (192, 320),
+        "head_dim": (192, 256),
         "head_dim_v": (128,),
         "page_size": (0, 1, 48, 96, -64),
         "causal": (None,),
@@ -251,6 +251,9 @@ def test_features_together() -> None:
     assert is_supported("dense_decode", "sm90", h_q=128, h_kv=1, dtype="e4m3", fp8_kvcache=True)[0]
     assert is_supported("dense_decode", "sm90", h_kv=2, fp8_kvcache=True) == (False, "h_kv is 2 with an FP8 cache; supported: 1")
     assert is_supported("dense_decode", "sm100", head_dim=512, head_dim_v=512, h_kv=2, kv_format="latent_512", fp8_kvcache=False)[0]
+    assert is_supported("dense_decode", "sm90", head_dim=320, head_dim_v=256, kv_format="latent_320", dtype="fp16")[0]
+    refused = is_supported("dense_decode", "sm90", head_dim=320, head_dim_v=512)
+    assert refused == (False, "head_dim_v is 512 with head_dim 320; supported: 256")
     for features in ({"fp8_kvcache": True}, {"dtype": "e4m3"}):
         refused = is_supported("dense_decode", "sm90", head_dim=512, **features)
         assert refused == (False, "head_dim is 512 with an FP8 cache; supported: 576")

@@ -65,7 +65,6 @@ from .sm90_convert import fp8_cache_definition
 from .sm90_fp8 import fp8_definition
 from .sm90_mask import LengthMask
 
-
 # By columns of a key: column tiles of Q in registers, stages of keys and of RoPE columns or P, stages before the RoPE columns, stages that
 # L2 is asked for. What Q leaves of shared memory are stages.
 TILINGS = {576: (5, 10, 3, 2, ()), 512: (5, 11, 3, 2, (3,)), 320: (4, 10, 6, 1, ())}
@@ -130,7 +129,9 @@ class DenseDecodeSm90(AttentionKernel):
         else:
             set_registers(OUTPUT_REGISTERS)
             output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, clears_unused=True)
-            OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs, geometry.d_v).run(operands, tiles, pipes, thread, group - 2)
+            OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs, geometry.d_v).run(
+                operands, tiles, pipes, thread, group - 2
+            )
 
 
 class LoadRole:

@@ -6,7 +6,8 @@ time, half a period apart, and S is computed two tiles ahead. What passes from o
   reference_ready[2]   score -> score      4: reference of a tile, which the other group begins its own from
 
 Where P is rounded to e4m3, with a dither, the reference follows every tile's maximum, up and down (softmax.follow_tile). P of 16 bits
-takes that of the other kernels (softmax.follow_maximum). A thread keeps its share of the row sum relative to the last reference of its own group; a work tile's four shares meet at its end.
+takes that of the other kernels (softmax.follow_maximum). A thread keeps its share of the row sum relative to the last reference of its own
+group; a work tile's four shares meet at its end.
 """
 
 from __future__ import annotations

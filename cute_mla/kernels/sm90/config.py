@@ -196,7 +196,9 @@ class Pipes:
     def create(cls, memory: dict, tile_stages: int = STAGES_PER_TILE) -> Self:
         """Return the barriers of the shared memory that Geometry.smem allocates."""
         absent = StageBarriers(memory["kv_free"].base, 0)
-        return cls(**fields_of(cls, {"rope_ready": absent, "rope_free": absent, "right_turn": absent, "tile_stages": tile_stages, **memory}))
+        return cls(
+            **fields_of(cls, {"rope_ready": absent, "rope_free": absent, "right_turn": absent, "tile_stages": tile_stages, **memory})
+        )
 
     def tile(self, number: Int32) -> TileState:
         """Return the states of a tile by its number, for a role that uses all of it."""

@@ -212,8 +212,8 @@ class OutputRole:
     """One of two warpgroups.
 
     side_stride: stages of a key tile from the first one of one side to that of the other. partition: the products of one thread, from
-    tiles and thread. dtype: of out. pairs: whether rows of out may be stored two elements at a time. d_v: columns of out, of which either group
-    has half.
+    tiles and thread. dtype: of out. pairs: whether rows of out may be stored two elements at a time. d_v: columns of out, of which either
+    group has half.
     """
 
     side_stride: int
