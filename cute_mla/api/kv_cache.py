@@ -78,7 +78,8 @@ def gather_kv_cache(
     kv_format        as in write_kv_cache
 
     Returns out: [rows, 576], for a cache of 584 or 528 bytes a token, or of 512 columns, [rows, 512]; of 320 columns, [rows, 320].
-    A column times its scale is rounded once. A key that lies in no page (a page number outside the cache, a position beyond the block table) gives a row of zeros; the
+    A column times its scale is rounded once. A key that lies in no page (a page number outside the cache, a position beyond the block
+    table) gives a row of zeros; the
     simulated device reports such a page number.
 
     With out given, nothing is allocated. Runs on the current stream, does not synchronise or read lengths on the host, and can be captured

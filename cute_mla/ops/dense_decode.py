@@ -11,7 +11,7 @@ import torch
 from ..spec.arch import Arch
 from ..spec.cache_rows import FP8_576, LATENTS
 from ..spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeArguments, DenseDecodeProblem
-from ..spec.mla import LATENT_DIMS
+from ..spec.mla import LATENT_DIMS, VALUE_COLUMNS
 from ..spec.split_plan import NO_LIMIT
 from .arguments import check_columns, check_no_grad, short_repr
 from .decode_plan import CommonSpec, DecodePlan, layout_results, plan_combine
@@ -34,6 +34,7 @@ from .tensor_spec import (
 
 Arguments = DenseDecodeArguments  # the kernel's
 WHERE = "without indices"  # the calls of this op, for messages
+HEAD_DIMS_V = VALUE_COLUMNS
 EXCLUDED = (
     "attn_sink",
     "extra_k_cache",

@@ -24,7 +24,7 @@ from .tensor_spec import DTYPE_NAMES, TensorSpec, check_counts, operand_spec, op
 Arguments = SparseDecodeArguments  # the kernel's
 WHERE = "with indices"  # the calls of this op, for messages
 EXCLUDED = ("descale_q", "descale_k")  # arguments of dense_decode
-VALUE_COLUMNS = (D_V,)
+HEAD_DIMS_V = (D_V,)
 
 _NO_CACHE = GatheredCache("", page_size=1, slots=0, page_stride=0, row_stride=0)
 

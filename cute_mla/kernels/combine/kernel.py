@@ -6,7 +6,8 @@
     grid     (x, y, 1, 4 or 8), 256 threads, no shared memory; a CTA takes every x-th query token of the batch and every y-th head,
              at most 8, and one warp merges one row (query token, head)
              z = 1: the warp takes all columns, 16 a lane of 512; z = 4: 128 of them, 4 a lane; z = 8: 64, 2 a lane, for batches too
-             small to fill the GPU; with rows of 256 columns z = 1, 2, 4. The bits are the same: a column is summed over the splits in their order, whoever does it.
+             small to fill the GPU; with rows of 256 columns z = 1, 2, 4. The bits are the same: a column is summed over the splits in
+             their order, whoever does it.
     a row    as in attention/merge_rows.py, 2 splits of 16 columns a lane in flight per buffer, 8 of 4, or 32 of 2 at once
 
 The trick is what is not done: a request that was not split is passed by after reading two integers, 32 query tokens of a CTA at once, and
