@@ -27,6 +27,8 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
             "latent": "sparse decode, 16-bit cache",
             "fp8_656": "sparse decode, FP8 cache of 656 bytes a token",
             "fp8_584": "sparse decode, FP8 cache of 584 bytes a token",
+            **dict.fromkeys(("v41", "nope_528"), "sparse decode, FP8 cache of 528 bytes a token, three formats"),
+            "v41_fp4": "sparse decode, the same with an FP4 extra cache of 288 bytes a token",
         }
     },
     "sparse_prefill": {"d_qk": {columns: f"sparse prefill, rows of {columns}" for columns in (576, 512)}},
@@ -42,8 +44,7 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
                 "fp8_576": f"{what}, e4m3 cache of 576 bytes a token",
                 "fp8_656": f"{what}, FP8 cache of 656 bytes a token",
                 "fp8_584": f"{what}, FP8 cache of 584 bytes a token",
-                "v41": f"{what}, FP8 cache of 528 bytes a token, `v41` and `v41_paged`",
-                "nope_528": f"{what}, FP8 cache of 528 bytes a token, `nope_528`",
+                **dict.fromkeys(("v41", "nope_528"), f"{what}, FP8 cache of 528 bytes a token, three formats"),
             }
         }
         for op, what in (("cache_write", "writing keys"), ("cache_gather", "gathering keys"))

@@ -134,17 +134,20 @@ def flash_mla_with_kvcache(
 
     indices          int32 [batch, s_q, topk], last dimension contiguous: page * page size + row. An index outside
                      [0, pages * page size) is skipped. Slots that no valid index names may hold anything, NaN too
-    q, k_cache       one of three formats (spec.cache_format), h_kv 1, any page size, pages and base 16-byte aligned:
+    q, k_cache       one of these formats (spec.cache_format), h_kv 1, any page size, pages and base 16-byte aligned:
                      q [..., 576] bf16, k_cache [pages, page size, 1, 656] of uint8, int8 or float8_e4m3fn, is_fp8_kvcache True:
                      512 e4m3, 4 fp32 scales, 64 bf16 RoPE columns a token; v = k[..., :512]
                      q [..., 512] bf16, k_cache [pages, page size, 1, 584], likewise: a page has 576 bytes a token, 448 e4m3 and
                      64 bf16 RoPE columns, then 8 bytes a token of which 7 are e8m0 scales; v = k. Pages may be padded
+                     q [..., 512] bf16, k_cache [pages, page size, 1, 528], likewise, and named by kv_format: 512 e4m3 and 16 e8m0
+                     scales ("v41", behind each token; "v41_paged", behind all rows of a page) or 4 fp32 scales ("nope_528"); v = k
                      q [..., 576] bf16 or fp16, k_cache of the same dtype [pages, page size, 1, 576], is_fp8_kvcache False
     topk_length      int32 [batch], contiguous: number of leading indices that count; None: all
     attn_sink        fp32 [h_q], contiguous: out is scaled by exp(lse) / (exp(lse) + exp(sink)), lse is not. -inf: no sink
     extra_k_cache, extra_indices_in_kvcache, extra_topk_length
                      a second cache of the same format, with a page size of its own; its indices [batch, s_q, extra topk];
-                     and their lengths. Attended to together with the first cache
+                     and their lengths. Attended to together with the first cache. Beside "v41" or "v41_paged" it may have either of
+                     these orders, or 288 bytes a token ("v41_fp4"): 512 e2m1 and 32 e4m3 scales
 
     Both:
 
@@ -160,7 +163,7 @@ def flash_mla_with_kvcache(
     empty_lse        lse of a row that attends to nothing, inf or -inf; its out is 0
     kv_format, extra_kv_format
                      names of the formats of k_cache and extra_k_cache (spec.cache_format), which must fit dtype and bytes a token;
-                     None: these two decide
+                     None: these two decide, but for 528 bytes, which three formats have
 
     out, lse and workspace share memory neither with each other nor with operands; only the first call with its shapes and options
     checks that, and that a storage was not shrunk. No tensor may require gradients, unless gradients are switched off.

@@ -26,7 +26,7 @@ from ..spec.arch import ALIASES, ARCHS
 from ..spec.cache_rows import BF16, CACHED, FP8_576, KNOWN, LATENTS, key_types
 from ..spec.dense_decode import MAX_KEYS
 from ..spec.mla import D_QK, D_V, DTYPES, LATENT_DIMS, MAX_HEADS, VALUE_COLUMNS
-from ..spec.sparse_decode import DECODED
+from ..spec.sparse_decode import DECODED, DECODED_BESIDE, serving_kernels
 
 
 def _dtype_name(value: Any) -> Any:
@@ -68,7 +68,8 @@ _SPARSE_DECODE: dict[str, Limit] = {
     "causal": one_of("causal", False),
     **{name: one_of(name, False, True) for name in ("fp8_kvcache", "attn_sink", "extra_cache", "topk_length")},
     "topk": between("topk", 0, MAX_KEYS),
-    **{name: one_of(name, None, *DECODED) for name in ("kv_format", "extra_kv_format")},
+    "kv_format": one_of("kv_format", None, *DECODED),
+    "extra_kv_format": one_of("extra_kv_format", None, *DECODED_BESIDE),
 }
 _DENSE_PREFILL: dict[str, Limit] = {
     **_DENSE_DECODE,
@@ -187,8 +188,11 @@ def _columns_conflict(op: str, features: dict[str, Any]) -> str | None:
 def _format_conflict(op: str, features: dict[str, Any]) -> str | None:
     """Return why the named formats and the other features are not supported together, or None if they are."""
     named = {name: features[name] for name in ("kv_format", "extra_kv_format") if features.get(name) is not None}
-    if len(set(named.values())) > 1:
-        return f"extra_kv_format is {named['extra_kv_format']!r} with kv_format {named['kv_format']!r}; supported: the same format"
+    if len(named) > 1:
+        first, second = named.values()
+        if serving_kernels(KNOWN[first], KNOWN[second]) is None:
+            beside = ", ".join(name for name, cache in DECODED_BESIDE.items() if serving_kernels(KNOWN[first], cache) is not None)
+            return f"extra_kv_format is {second!r} with kv_format {first!r}; supported: {beside}"
     for argument, value in named.items():
         cache = KNOWN[value]
         dtypes = key_types(cache) if op in CACHE_OPS else DTYPES if not cache.quantised or op == "dense_decode" else (BF16,)

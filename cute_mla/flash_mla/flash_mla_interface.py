@@ -106,7 +106,7 @@ def flash_mla_with_kvcache(
 
     tile_scheduler_metadata  a schedule object, of get_mla_metadata() or new. One that has a plan serves calls of the same shapes, also with
                              another causal or other lengths
-    k_cache, extra_k_cache   528 bytes a token are the format v41, each token's scales behind it
+    k_cache, extra_k_cache   528 bytes a token are the format v41, each token's scales behind it; 288 bytes of extra_k_cache are v41_fp4
 
     Returns out [batch, s_q, h_q, 512] and lse fp32 [batch, h_q, s_q] in natural log, +inf for a row that attends to nothing.
     """

@@ -91,17 +91,7 @@ def quantise_cache(kv: torch.Tensor, cache_format: str, *, power_of_two: bool = 
     if not kv.is_floating_point():
         raise ValueError(f"kv has dtype {kv.dtype}; supported: floating point")
     _check_memory("kv", spec)
-    pages, page_size = spec.shape[:2]
-    if out is None:
-        out = empty_cache(cache_format, pages, page_size).to(kv.device)
-    else:
-        given = spec_of("out", out)
-        check_device("out", given, spec.device, "kv")
-        check_writable("out", given)
-        check_no_overlap({"out": out}, {"kv": kv})
-    parts = parts_of("out", out, layout)
-    if out.shape[:2] != spec.shape[:2]:
-        raise ValueError(f"out has shape {list(out.shape)}; supported: as many pages and tokens as kv, {pages} and {page_size}")
+    out, parts = _result(out, cache_format, "kv", kv)
     rows = quantised(kv.squeeze(2), layout, power_of_two)
     parts.codes.copy_(rows.codes)
     parts.scales[..., : rows.scales.shape[-1]] = rows.scales
@@ -172,20 +162,29 @@ def reorder_cache(cache: torch.Tensor, cache_format: str, to_format: str, *, out
     check_no_grad(cache=cache)
     _check_memory("cache", spec)
     source = parts_of("cache", cache, orders[cache_format])
-    pages, page_size = spec.shape[:2]
-    if out is None:
-        out = empty_cache(to_format, pages, page_size).to(cache.device)
-    else:
-        given = spec_of("out", out)
-        check_device("out", given, spec.device, "cache")
-        check_writable("out", given)
-        check_no_overlap({"out": out}, {"cache": cache})
-    target = parts_of("out", out, orders[to_format])
-    if out.shape != cache.shape:
-        raise ValueError(f"out has shape {list(out.shape)}; supported: that of cache, {list(cache.shape)}")
+    out, target = _result(out, to_format, "cache", cache)
     target.codes.copy_(source.codes)
     target.scales.copy_(source.scales)
     return out
+
+
+def _result(out: torch.Tensor | None, cache_format: str, name: str, source: torch.Tensor) -> tuple[torch.Tensor, Parts]:
+    """Return the cache of this format that takes what the argument `name` holds, and its parts: `out`, or a new one if that is None.
+
+    source: [pages, page size, 1, ..]. ValueError for an `out` of another device, shape, dtype or stride, or over the memory of source.
+    """
+    pages, page_size = source.shape[:2]
+    if out is None:
+        out = empty_cache(cache_format, pages, page_size).to(source.device)
+    else:
+        given = spec_of("out", out)
+        check_device("out", given, source.device, name)
+        check_writable("out", given)
+        check_no_overlap({"out": out}, {name: source})
+    parts = parts_of("out", out, FORMATS[cache_format])
+    if out.shape[:2] != source.shape[:2]:
+        raise ValueError(f"out has shape {list(out.shape)}; supported: as many pages and tokens as {name}, {pages} and {page_size}")
+    return out, parts
 
 
 def dequantised(parts: Parts, layout: CacheFormat) -> torch.Tensor:

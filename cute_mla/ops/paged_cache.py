@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -12,7 +12,7 @@ import torch
 from ..spec.cache_format import LATENT, CacheFormat, paged_twin
 from ..spec.cache_rows import CACHED, FP8_576, KNOWN
 from ..spec.mla import D_QK
-from ..spec.sparse_decode import DECODED
+from ..spec.sparse_decode import DECODED, DECODED_BESIDE, serving_kernels
 from ..spec.tensor_map import Swizzle, TensorMap
 from .arguments import short_repr
 from .limits import page_size_error
@@ -94,9 +94,17 @@ class NamedFormat(NamedTuple):
 UNNAMED = NamedFormat()
 
 
-def gathered_cache(name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: bool, named: NamedFormat = UNNAMED) -> GatheredCache:
-    """Return the layout of a cache for these queries. ValueError if kernels cannot read it."""
-    cache = _decoded_format(name, spec, q, is_fp8_kvcache, named)
+def gathered_cache(
+    name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: bool, named: NamedFormat = UNNAMED, first: str | None = None
+) -> GatheredCache:
+    """Return the layout of a cache for these queries. first: format of the first cache, if this is a second one.
+
+    ValueError if kernels cannot read it.
+    """
+    cache = _decoded_format(name, spec, q, is_fp8_kvcache, named, DECODED if first is None else DECODED_BESIDE)
+    if first is not None and serving_kernels(DECODED[first], cache) is None:
+        beside = ", ".join(known.name for known in DECODED_BESIDE.values() if serving_kernels(DECODED[first], known) is not None)
+        raise ValueError(f"{name} has the format {cache.name} beside a k_cache of {first}; supported: {beside}")
     check_device(name, spec, q.device)
     check_last_contiguous(name, spec)
     page_stride, row_stride = _byte_strides(name, spec, cache)
@@ -236,16 +244,18 @@ def _byte_strides(name: str, spec: TensorSpec, cache: CacheFormat) -> tuple[int,
     return page_stride, row_stride
 
 
-def _decoded_format(name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: bool, named: NamedFormat) -> CacheFormat:
-    """Return the format of a cache for sparse decode. ValueError unless q and is_fp8_kvcache fit the format."""
-    cache = format_of(name, spec, named, DECODED)
+def _decoded_format(
+    name: str, spec: TensorSpec, q: TensorSpec, is_fp8_kvcache: bool, named: NamedFormat, served: Mapping[str, CacheFormat]
+) -> CacheFormat:
+    """Return the format of a cache for sparse decode, one of `served`. ValueError unless q and is_fp8_kvcache fit the format."""
+    cache = format_of(name, spec, named, served)
     if cache is None or q.shape[-1] != cache.d_qk:
-        supported = "; ".join(f"{_shape_text(known)} with q of {known.d_qk} columns" for known in DECODED.values())
+        supported = "; ".join(dict.fromkeys(f"{_shape_text(known)} with q of {known.d_qk} columns" for known in served.values()))
         raise ValueError(
             f"{name} has shape {list(spec.shape)} and dtype {spec.dtype}, q {q.shape[-1]} columns; supported with indices: {supported}"
         )
     if bool(cache.quantised) != is_fp8_kvcache:
-        quantised = " and ".join(known.name for known in DECODED.values() if known.quantised)
+        quantised = " and ".join(known.name for known in served.values() if known.quantised)
         raise ValueError(
             f"is_fp8_kvcache is {is_fp8_kvcache} with {name} of {spec.dtype} and {spec.shape[3]} columns; supported: "
             f"True for {quantised} caches, False for {LATENT.name} ones of bf16 or fp16"

@@ -10,7 +10,7 @@ import torch
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_KEYS
 from ..spec.mla import D_V
-from ..spec.sparse_decode import SparseDecodeArguments, SparseDecodeProblem
+from ..spec.sparse_decode import DECODED, DECODED_BESIDE, SparseDecodeArguments, SparseDecodeProblem, serving_kernels
 from .arguments import check_no_grad
 from .decode_plan import CommonSpec, DecodePlan, layout_results, plan_combine
 from .indices import check_indices, check_queries, check_sink
@@ -85,14 +85,17 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     if s_q > MAX_GRID_TOKENS:
         raise ValueError(f"q has shape {list(call.q.shape)}; supported {WHERE}: s_q to {MAX_GRID_TOKENS}")
     cache, topk, index_strides = _check_selection(call, call.main)
-    extra, extra_topk, extra_strides = (_NO_CACHE, 0, (0, 0)) if call.extra is None else _check_selection(call, call.extra)
+    extra, extra_topk, extra_strides = _NO_CACHE, 0, (0, 0)
+    if call.extra is not None:
+        extra, extra_topk, extra_strides = _check_selection(call, call.extra, cache.cache_format)
+    kernels = _kernels(cache, extra)
     check_sink(call.attn_sink, call.q)
     if topk + extra_topk > MAX_KEYS:
         raise ValueError(f"indices and extra_indices_in_kvcache name {topk + extra_topk} slots a token; supported: to {MAX_KEYS}")
     problem = SparseDecodeProblem(
         arch=arch,
         dtype=DTYPE_NAMES[call.q.dtype],
-        cache=cache.cache_format,
+        cache=kernels,
         batch=batch,
         s_q=s_q,
         h_q=h_q,
@@ -162,15 +165,21 @@ def _extra_selection(operands: Operands, kv_format: NamedFormat) -> Selection | 
     return _selection(names, kv_format, *given)
 
 
-def _check_selection(call: CallSpec, selection: Selection) -> tuple[GatheredCache, int, tuple[int, int]]:
+def _check_selection(call: CallSpec, selection: Selection, first: str | None = None) -> tuple[GatheredCache, int, tuple[int, int]]:
     """Return the layout of the cache, the indices of a token, and the strides of the indices between requests and tokens.
 
-    ValueError unless the selection fits the queries.
+    first: format of the first cache, if this is the second one. ValueError unless the selection fits the queries and the first cache.
     """
     (cache_name, indices_name, length_name), k_cache, indices, length, kv_format = selection
-    cache = gathered_cache(cache_name, k_cache, call.q, call.common.is_fp8_kvcache, kv_format)
+    cache = gathered_cache(cache_name, k_cache, call.q, call.common.is_fp8_kvcache, kv_format, first)
     batch, s_q = call.q.shape[:2]
     check_indices(indices_name, indices, (batch, s_q, "topk"), call.q)
     if length is not None:
         check_counts(length_name, length, (batch,), call.q.device)
     return cache, indices.shape[2], (indices.stride[0], indices.stride[1])
+
+
+def _kernels(cache: GatheredCache, extra: GatheredCache) -> str:
+    """Return the name of the kernels for both caches, whose formats fit together."""
+    beside = DECODED_BESIDE[extra.cache_format] if extra.cache_format else None
+    return serving_kernels(DECODED[cache.cache_format], beside) or ""

@@ -147,12 +147,13 @@ class ContextParallel:
         attn_sink: torch.Tensor | None = None,
         batch_invariant: bool = False,
         empty_lse: float = math.inf,
+        kv_format: str | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Sparse decode over the keys of all ranks. Every rank of the group calls it, with equally many requests, tokens and heads.
 
         q: [batch, s_q, h_q, d_qk], this rank's heads. k_cache: the rank's own cache, of any format of sparse decode. selected: from
         shard.local_indices, with the same selection of keys on every rank. attn_sink: fp32 [h_q], this rank's heads; each sink is added
-        once, not per rank. The other arguments and the results are as in decode.
+        once, not per rank. kv_format: as in flash_mla_with_kvcache. The other arguments and the results are as in decode.
         """
         _check_class("selected", selected, LocalIndices)
         spec = spec_of("q", q)
@@ -168,6 +169,7 @@ class ContextParallel:
             "is_fp8_kvcache": spec_of("k_cache", k_cache).dtype.itemsize == 1,
             "indices": selected.indices,
             "topk_length": selected.topk_length,
+            "kv_format": kv_format,
         }
         out, lse = self._attend(q, 1, empty_lse, k_cache, (None, None, D_V, MlaSchedule()), options)
         if attn_sink is not None:

@@ -36,7 +36,8 @@ class CacheFormat:
     after them have 16 bits. group: quantised columns that share a scale. row_bytes: bytes from one token's data to the next
     token's. scale_bytes: bytes of one token's scales. scales_inside: True if the scales lie between the quantised and the
     16-bit columns of the row, False if they lie behind all rows of the page. scale, code: types of a scale and of a quantised
-    column. served_as: name of the format whose kernels serve this one too; empty: kernels of its own.
+    column. served_as: name of the format whose kernels serve this one too; empty: kernels of its own. beside: name of the format that
+    the first cache must have where this is the format of a second one; empty: its own.
     """
 
     name: str
@@ -49,6 +50,7 @@ class CacheFormat:
     scale: Scale = "fp32"
     code: Code = "e4m3"
     served_as: str = ""
+    beside: str = ""
 
     @property
     def groups(self) -> int:
@@ -86,7 +88,7 @@ FP8_584 = CacheFormat("fp8_584", D_LATENT, D_LATENT - D_ROPE, 64, 576, 8, scales
 V41 = CacheFormat("v41", D_LATENT, D_LATENT, 32, 528, 16, scales_inside=True, scale="e8m0")
 V41_PAGED = CacheFormat("v41_paged", D_LATENT, D_LATENT, 32, 512, 16, scales_inside=False, scale="e8m0", served_as="v41")
 NOPE_528 = CacheFormat("nope_528", D_LATENT, D_LATENT, 128, 528, 16, scales_inside=True)
-V41_FP4 = CacheFormat("v41_fp4", D_LATENT, D_LATENT, 16, 288, 32, scales_inside=True, scale="e4m3", code="e2m1")
+V41_FP4 = CacheFormat("v41_fp4", D_LATENT, D_LATENT, 16, 288, 32, scales_inside=True, scale="e4m3", code="e2m1", beside="v41")
 
 FORMATS: dict[str, CacheFormat] = {cache.name: cache for cache in (LATENT, FP8_656, FP8_584, V41, V41_PAGED, NOPE_528, V41_FP4)}
 

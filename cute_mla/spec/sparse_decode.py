@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
 from .arch import Arch
-from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, CacheFormat
+from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
 from .dense_decode import MAX_ROW_ALIGNMENT, TILINGS, num_parts, row_ctas
 from .mla import ELEMENT_BYTES
 from .split_plan import invariant_splits
@@ -26,7 +26,7 @@ class SparseDecodeArguments(NamedTuple):
     cache: Pointer  # bytes, see cache_format
     indices: Pointer  # int32 [batch, s_q, topk]; a slot outside [0, slots) is skipped
     topk_length: Pointer  # int32 [batch], or null: all topk indices count
-    extra_cache: Pointer  # as cache, of the same format; null without
+    extra_cache: Pointer  # as cache, of the format that the variant has for it; null without
     extra_indices: Pointer  # int32 [batch, s_q, extra_topk]
     extra_topk_length: Pointer  # int32 [batch], or null
     attn_sink: Pointer  # fp32 [h_q], natural log, or null: out is scaled by exp(lse) / (exp(lse) + exp(sink))
@@ -73,16 +73,32 @@ class SparseDecodeArguments(NamedTuple):
 PARAMS = params_of(SparseDecodeArguments)
 
 
-# The compiled variants: element type of q and out, cache format
-QUERY_AND_CACHE = (("bf16", LATENT.name), ("fp16", LATENT.name), ("bf16", FP8_656.name), ("bf16", FP8_584.name))
-DECODED: dict[str, CacheFormat] = {cache: FORMATS[cache] for _, cache in QUERY_AND_CACHE}  # formats with kernels
+# What calls can have: element type of q and out, format of the first cache
+QUERY_AND_CACHE = (
+    ("bf16", LATENT.name),
+    ("fp16", LATENT.name),
+    *(("bf16", cache.name) for cache in (FP8_656, FP8_584, V41, V41_PAGED, NOPE_528)),
+)
+DECODED: dict[str, CacheFormat] = {cache: FORMATS[cache] for _, cache in QUERY_AND_CACHE}  # formats of a first cache
+DECODED_BESIDE: dict[str, CacheFormat] = {**DECODED, V41_FP4.name: V41_FP4}  # formats of a second one
+
+
+def serving_kernels(cache: CacheFormat, extra: CacheFormat | None = None) -> str | None:
+    """Return the format by which the kernels for a first cache and a second one are named, or None if there are none for both together."""
+    if extra is None or extra.kernels == cache.kernels:
+        return cache.kernels
+    return extra.name if extra.beside == cache.kernels else None
+
+
+# The compiled variants: element type of q and out, and what serving_kernels names
+KERNELS = (*dict.fromkeys((dtype, FORMATS[cache].kernels) for dtype, cache in QUERY_AND_CACHE), ("bf16", V41_FP4.name))
 
 
 @dataclass(frozen=True)
 class SparseDecodeConfig:
     """One compiled variant.
 
-    dtype: element type of q and out, and of a latent cache. cache: the name of a CacheFormat.
+    dtype: element type of q and out, and of a latent cache. cache: as serving_kernels names the formats of both caches.
     cluster: CTAs that share the gathered tiles (1 or 2). access_bytes: as in dense_decode.
     """
 
@@ -93,8 +109,18 @@ class SparseDecodeConfig:
 
     @property
     def format(self) -> CacheFormat:
-        """The cache's layout."""
+        """The layout of the first cache. Where that format has a paged twin, the row stride of a cache tells which of both it has."""
+        return FORMATS[FORMATS[self.cache].beside or self.cache]
+
+    @property
+    def extra_format(self) -> CacheFormat:
+        """The layout of the second cache, likewise."""
         return FORMATS[self.cache]
+
+    @property
+    def mixes_formats(self) -> bool:
+        """True if the second cache has another format than the first, beyond the order of the same bytes."""
+        return self.extra_format is not self.format
 
     @property
     def name(self) -> str:
@@ -106,7 +132,7 @@ class SparseDecodeConfig:
 class SparseDecodeProblem:
     """The shapes of one call. They decide, with the architecture, on variant, grid and workspace.
 
-    cache: the name of a CacheFormat. row_alignment: as in DenseDecodeProblem.
+    cache: as in SparseDecodeConfig. row_alignment: as in DenseDecodeProblem.
     """
 
     arch: Arch
@@ -152,4 +178,4 @@ class SparseDecodeProblem:
 def closed_variants(arch: Arch) -> tuple[SparseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
     shapes = TILINGS[arch.name].shapes
-    return tuple(SparseDecodeConfig(dtype, cache, *shape) for dtype, cache in QUERY_AND_CACHE for shape in shapes)
+    return tuple(SparseDecodeConfig(dtype, cache, *shape) for dtype, cache in KERNELS for shape in shapes)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import tomllib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 from typing import Protocol
@@ -18,6 +19,7 @@ from typing import Protocol
 from ...manifest import KernelEntry
 from ...runtime.current import simulate
 from ...spec.arch import ARCHS, Arch
+from ...spec.cache_format import FORMATS
 from ...spec.dense_decode import LATENT, OPERANDS, TILE_ROWS
 from ...spec.dense_prefill import HEAD_DIMS
 from ...spec.dense_prefill import TILE_ROWS as PREFILL_ROWS
@@ -26,9 +28,9 @@ from ...spec.dense_prefill_dkdv import TILE_QUERIES as DKDV_QUERIES
 from ...spec.dense_prefill_dq import TILE_KEYS as DQ_KEYS
 from ...spec.dense_prefill_dq import TILE_ROWS as DQ_ROWS
 from ...spec.mla import D_LATENT, D_QK, DTYPES, LATENT_DIMS
-from ...spec.sparse_decode import QUERY_AND_CACHE
+from ...spec.sparse_decode import KERNELS
 from ...spec.split_plan import TILE_KEYS
-from ...testing.cases.base import BaseCase
+from ...testing.cases.base import BaseCase, QLayout
 from ...testing.cases.dense_decode import DenseDecodeCase
 from ...testing.cases.dense_prefill import DensePrefillCase
 from ...testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DqCase
@@ -38,6 +40,7 @@ from ...testing.operations import operation
 from ..model.tile_costs import PREFILL_KEYS
 
 FEW, MANY = 8, 16  # blocks of 64 keys: even, and more than the stages of any pipeline
+WINDOW = 2  # tiles of a first cache whose format is not the second one's: the keys of DeepSeek-V4.1's window
 _FLASHMLA = Path(__file__).resolve().parents[1] / "definitions" / "flashmla_counts.toml"
 
 
@@ -150,10 +153,17 @@ def _dense_decode(arch: Arch) -> Iterator[CaseFactory]:
 
 
 def _sparse_decode(arch: Arch) -> Iterator[CaseFactory]:
-    for (dtype, cache), (heads, layout) in product(QUERY_AND_CACHE, _ROWS):
-        yield lambda blocks, pieces=1, d=dtype, c=cache, h=heads, q=layout: SparseDecodeCase(  # type: ignore[misc]
-            d, batch=pieces, cache=c, h_q=h, main=Pool(blocks * TILE_KEYS, blocks * TILE_KEYS), q_layout=q, sm_count=h // TILE_ROWS
-        )
+    for (dtype, kernels), (heads, layout) in product(KERNELS, _ROWS):
+        yield partial(_sparse_decode_case, dtype, kernels, heads, layout)
+
+
+def _sparse_decode_case(dtype: str, kernels: str, heads: int, layout: QLayout, blocks: int, pieces: int = 1) -> SparseDecodeCase:
+    """Return a case over one cache, or over a window of a first one and the rest of a second one whose format is its own."""
+    first = FORMATS[kernels].beside
+    tiles = (WINDOW, blocks - WINDOW) if first else (blocks,)
+    main, *extra = (Pool(number * TILE_KEYS, number * TILE_KEYS) for number in tiles)
+    case = SparseDecodeCase(dtype, batch=pieces, cache=first or kernels, h_q=heads, main=main, q_layout=layout, sm_count=heads // TILE_ROWS)
+    return replace(case, extra_cache=kernels, extra=extra[0]) if extra else case
 
 
 def _sparse_prefill(arch: Arch) -> Iterator[CaseFactory]:
@@ -184,7 +194,8 @@ def _dense_prefill_dkdv(arch: Arch) -> Iterator[CaseFactory]:
         )
 
 
-_ROWS = tuple(product((2 * TILE_ROWS, TILE_ROWS), ("packed", "odd")))  # (heads, layout of q) that together select every variant
+_LAYOUTS: tuple[QLayout, ...] = ("packed", "odd")
+_ROWS = tuple(product((2 * TILE_ROWS, TILE_ROWS), _LAYOUTS))  # (heads, layout of q) that together select every variant
 _CASES: dict[str, Callable[[Arch], Iterator[CaseFactory]]] = {
     "dense_decode": _dense_decode,
     "sparse_decode": _sparse_decode,

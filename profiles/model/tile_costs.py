@@ -271,30 +271,60 @@ def _dense_prefill_dq_sm90(config: Config) -> Block:
     """Return a block of dQ: the warpgroups issue in turn, S and dP of both, then dQ of both."""
     d_qk = int(config["d_qk"])
     rows, keys = dense_prefill_dq.TILE_ROWS, dense_prefill_dq.TILE_KEYS[SM90.name][d_qk]
-    step = (TILE_ROWS + keys) * 16 * ELEMENT_BYTES  # of both operands of a product over 16 columns, for one warpgroup
-    read = keys * (d_qk + D_V_PER_HEAD) * ELEMENT_BYTES
-    smem = {
-        "S: Q and K": 2 * d_qk // 16 * step,
-        "dP: dO and V": 2 * D_V_PER_HEAD // 16 * step,
-        "dQ: K": 2 * keys * d_qk * ELEMENT_BYTES,
-        "TMA": read,
-    }
-    flops = {"S": _product(rows, keys, d_qk), "dP": _product(rows, keys, D_V_PER_HEAD), "dQ": _product(rows, d_qk, keys)}
-    return _backward_sm90(keys, rows, flops, smem, read)
+    return _backward_sm90(_dq_tile(d_qk, rows, keys, issuers=2))
 
 
 def _dense_prefill_dkdv_sm90(config: Config) -> Block:
     """Return a block of dK and dV: the warpgroups are half a block apart."""
     d_qk = int(config["d_qk"])
     keys, rows = dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES[SM90.name][d_qk]
-    step = (TILE_ROWS + rows) * 16 * ELEMENT_BYTES
+    statistics = {"lse and delta, by eight warps": 8 * 2 * rows * FLOAT_BYTES}
+    return _backward_sm90(_dkdv_tile(d_qk, rows, keys, 2, statistics))
+
+
+@dataclass(frozen=True)
+class _BackwardTile:
+    """Products, bytes of shared memory, and bytes read from L2 of a tile of the backward pass, `rows` queries by `keys`."""
+
+    rows: int
+    keys: int
+    flops: Mapping[str, float]
+    smem: Mapping[str, float]
+    read: float
+
+    def block(self, path: tuple[Stage, ...]) -> Block:
+        """Return the tile as a block whose parts wait for each other in the order of `path`."""
+        units = self.rows * self.keys // (TILE_ROWS * TILE_KEYS)
+        return Block(self.keys, self.rows, units, self.flops, self.smem, self.read, 0.0, path, path, loads=2)
+
+
+def _dq_tile(d_qk: int, rows: int, keys: int, issuers: int) -> _BackwardTile:
+    """Return a tile of dQ whose rows are divided among so many issuers of products, which read the keys once each."""
+    step = (rows + issuers * keys) * 16 * ELEMENT_BYTES  # of both operands of a product over 16 columns
+    read = keys * (d_qk + D_V_PER_HEAD) * ELEMENT_BYTES
+    smem = {
+        "S: Q and K": d_qk // 16 * step,
+        "dP: dO and V": D_V_PER_HEAD // 16 * step,
+        "dQ: K": issuers * keys * d_qk * ELEMENT_BYTES,
+        "TMA": read,
+    }
+    flops = {"S": _product(rows, keys, d_qk), "dP": _product(rows, keys, D_V_PER_HEAD), "dQ": _product(rows, d_qk, keys)}
+    return _BackwardTile(rows, keys, flops, smem, read)
+
+
+def _dkdv_tile(d_qk: int, rows: int, keys: int, issuers: int, statistics: Mapping[str, int]) -> _BackwardTile:
+    """Return a tile of dK and dV whose keys are divided among so many issuers of products, which read the rows once each.
+
+    statistics: bytes of lse and delta that warps read, by cause.
+    """
+    step = (keys + issuers * rows) * 16 * ELEMENT_BYTES
     read = rows * (d_qk + D_V_PER_HEAD) * ELEMENT_BYTES
     smem = {
-        "S: K and Q": 2 * d_qk // 16 * step,
-        "dP: V and dO": 2 * D_V_PER_HEAD // 16 * step,
-        "dV: dO, dK: Q": 2 * read,
+        "S: K and Q": d_qk // 16 * step,
+        "dP: V and dO": D_V_PER_HEAD // 16 * step,
+        "dV: dO, dK: Q": issuers * read,
         "TMA": read,
-        "lse and delta, by eight warps": 8 * 2 * rows * FLOAT_BYTES,
+        **statistics,
     }
     flops = {
         "S": _product(keys, rows, d_qk),
@@ -302,67 +332,39 @@ def _dense_prefill_dkdv_sm90(config: Config) -> Block:
         "dV": _product(keys, D_V_PER_HEAD, rows),
         "dK": _product(keys, d_qk, rows),
     }
-    return _backward_sm90(keys, rows, flops, smem, read)
+    return _BackwardTile(rows, keys, flops, smem, read)
 
 
-def _backward_sm90(keys: int, rows: int, flops: Mapping[str, float], smem: Mapping[str, float], read: float) -> Block:
+def _backward_sm90(tile: _BackwardTile) -> Block:
     """Return a block of either kernel: each of two warpgroups has a chain of its products, with exponentials and dS in between.
 
     Exponentials take the special function unit 2 clocks a row of 32; at worst, as long as the softmax of the forward pass.
     """
-    exponentials = keys * rows / 2 / 16
-    chain = (*(Stage(f"{name} of one warpgroup", *(each / 2 / _MMA_16[SM90.name],) * 2) for name, each in flops.items()),)
-    return _backward_block(keys, rows, flops, smem, read, (*chain, Stage("its exponentials and dS", exponentials, 950)))
-
-
-def _backward_block(
-    keys: int, rows: int, flops: Mapping[str, float], smem: Mapping[str, float], read: float, path: tuple[Stage, ...]
-) -> Block:
-    """Return a block of a kernel of the backward pass. read: bytes of its keys or query rows, from L2."""
-    return Block(keys, rows, rows * keys // (TILE_ROWS * TILE_KEYS), flops, smem, read, 0.0, path, path, loads=2)
+    exponentials = tile.keys * tile.rows / 2 / 16
+    chain = (*(Stage(f"{name} of one warpgroup", *(each / 2 / _MMA_16[SM90.name],) * 2) for name, each in tile.flops.items()),)
+    return tile.block((*chain, Stage("its exponentials and dS", exponentials, 950)))
 
 
 def _dense_prefill_dq_sm100(config: Config) -> Block:
     """Return a block of dQ. dS is in tensor memory: dQ of a tile waits for it, and dP of the next tile, in order, for dQ."""
     d_qk = int(config["d_qk"])
     rows, keys = dense_prefill_dq.TILE_ROWS, dense_prefill_dq.TILE_KEYS[SM100.name][d_qk]
-    step = (rows + keys) * 16 * ELEMENT_BYTES  # of both operands of a product over 16 columns
-    read = keys * (d_qk + D_V_PER_HEAD) * ELEMENT_BYTES
-    smem = {
-        "S: Q and K": d_qk // 16 * step,
-        "dP: dO and V": D_V_PER_HEAD // 16 * step,
-        "dQ: K": keys * d_qk * ELEMENT_BYTES,
-        "TMA": read,
-    }
-    flops = {"S": _product(rows, keys, d_qk), "dP": _product(rows, keys, D_V_PER_HEAD), "dQ": _product(rows, d_qk, keys)}
-    of_slopes, of_rows = (flops[name] / _MMA_16[SM100.name] for name in ("dP", "dQ"))
+    tile = _dq_tile(d_qk, rows, keys, issuers=1)
+    of_slopes, of_rows = (tile.flops[name] / _MMA_16[SM100.name] for name in ("dP", "dQ"))
     path = (Stage("dP", of_slopes, of_slopes), Stage("dS", 550, 590), Stage("dQ", of_rows, of_rows, barriers=0))
-    return _backward_block(keys, rows, flops, smem, read, path)
+    return tile.block(path)
 
 
 def _dense_prefill_dkdv_sm100(config: Config) -> Block:
     """Return a block of dK and dV. P takes the place of S: S of the next tile, in order, waits for dV of the last part of P."""
     d_qk = int(config["d_qk"])
     keys, rows = dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES[SM100.name][d_qk]
-    step = (keys + rows) * 16 * ELEMENT_BYTES
-    read = rows * (d_qk + D_V_PER_HEAD) * ELEMENT_BYTES
-    smem = {
-        "S: K and Q": d_qk // 16 * step,
-        "dP: V and dO": D_V_PER_HEAD // 16 * step,
-        "dV: dO, dK: Q": read,
-        "TMA": read,
-        "lse and delta, of eight rows in two turns, by four warps": 4 * 2 * rows // 8 * 256,
-    }
-    flops = {
-        "S": _product(keys, rows, d_qk),
-        "dP": _product(keys, rows, D_V_PER_HEAD),
-        "dV": _product(keys, D_V_PER_HEAD, rows),
-        "dK": _product(keys, d_qk, rows),
-    }
-    scores, values = (flops[name] / _MMA_16[SM100.name] for name in ("S", "dV"))
+    statistics = {"lse and delta, of eight rows in two turns, by four warps": 4 * 2 * rows // 8 * 256}
+    tile = _dkdv_tile(d_qk, rows, keys, 1, statistics)
+    scores, values = (tile.flops[name] / _MMA_16[SM100.name] for name in ("S", "dV"))
     rest = values * (rows - 64) / rows  # 64 rows are handed over first
     path = (Stage("S", scores, scores), Stage("P", 768, 1150), Stage("dV of the last part of P", rest, rest, barriers=0))
-    return _backward_block(keys, rows, flops, smem, read, path)
+    return tile.block(path)
 
 
 _BLOCKS: Mapping[tuple[str, str], Callable[[Config], Block]] = {

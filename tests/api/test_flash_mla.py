@@ -16,7 +16,7 @@ import cute_mla
 from cute_mla import flash_mla, reference
 from cute_mla.flash_mla import FlashMLASchedMeta, flash_mla_interface, form_a
 from cute_mla.ops.split_plan import MlaSchedule
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import SM90, Arch
 from cute_mla.spec.mla import LOG2E
 from tests.ops.dense_decode.dense_call import Call
 from tests.ops.dense_prefill.varlen_call import VarlenCall
@@ -134,6 +134,20 @@ def test_sparse_decode_by_position(arch: Arch) -> None:
     assert main == theirs
     assert main["indices"] == indices.data_ptr()
     assert one == older
+
+
+@pytest.mark.parametrize(("extra", "kernels"), [(None, "v41"), (528, "v41"), (288, "v41_fp4")])
+def test_a_cache_of_528_bytes_is_that_of_the_newest_flashmla(extra: int | None, kernels: str) -> None:
+    call = SparseCall(cache="v41")
+    options = {name: value for name, value in call.options.items() if name != "kv_format"}
+    if extra is not None:
+        options["extra_k_cache"] = torch.zeros(20, 2, 1, extra, dtype=torch.float8_e4m3fn)
+        options["extra_indices_in_kvcache"] = call.make_indices(64)
+    with RecordingDevice(SM90).active() as device:
+        NEWER.flash_mla_with_kvcache(call.q, call.k_cache, None, None, 512, FlashMLASchedMeta(), **options)
+    (launch,) = (launch for launch in device.launches if launch.kernel.startswith("sparse_decode"))
+    assert launch.kernel == f"sparse_decode_sm90_bf16_{kernels}_cluster1"
+    assert (launch.args["row_stride"], launch.args["extra_row_stride"]) == (528, extra or 0)
 
 
 def test_the_attributes_of_the_schedule_object() -> None:

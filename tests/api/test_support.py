@@ -48,8 +48,8 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk_length": (False, True),
         "topk": (0, 1, 63, 2048),
         "kv_offsets": (False,),
-        "kv_format": (None, "latent", "fp8_656", "fp8_584"),
-        "extra_kv_format": (None, "latent", "fp8_656", "fp8_584"),
+        "kv_format": (None, "latent", "fp8_656", "fp8_584", "v41", "v41_paged", "nope_528"),
+        "extra_kv_format": (None, "latent", "fp8_656", "fp8_584", "v41", "v41_paged", "nope_528", "v41_fp4"),
     },
     "dense_prefill": {
         "dtype": ("bf16", "fp16", torch.bfloat16, torch.float16),
@@ -143,8 +143,8 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "topk_length": (2,),
         "topk": (-1, None),
         "kv_offsets": (True,),
-        "kv_format": ("v41", "v41_fp4", "fp8_576", 528),
-        "extra_kv_format": ("v41_fp4",),
+        "kv_format": ("v41_fp4", "fp8_576", 528),
+        "extra_kv_format": ("fp8_576", "fp4"),
     },
     "dense_prefill": {
         "dtype": ("fp8", "e4m3", torch.float32),
@@ -242,7 +242,12 @@ def test_formats_with_other_features() -> None:
     assert refused == (False, "fp8_kvcache is True with kv_format 'latent'; supported: False")
     assert is_supported("sparse_decode", "sm90", kv_format="fp8_656", dtype="fp16")[1].endswith("supported: bf16")
     refused = is_supported("sparse_decode", "sm90", kv_format="latent", extra_kv_format="fp8_656")
-    assert refused == (False, "extra_kv_format is 'fp8_656' with kv_format 'latent'; supported: the same format")
+    assert refused == (False, "extra_kv_format is 'fp8_656' with kv_format 'latent'; supported: latent")
+    assert is_supported("sparse_decode", "sm90", kv_format="v41_paged", extra_kv_format="v41_fp4", head_dim=512, fp8_kvcache=True)[0]
+    assert is_supported("sparse_decode", "sm90", kv_format="v41", extra_kv_format="v41_paged")[0]
+    refused = is_supported("sparse_decode", "sm90", kv_format="v41", extra_kv_format="nope_528")
+    assert refused == (False, "extra_kv_format is 'nope_528' with kv_format 'v41'; supported: v41, v41_paged, v41_fp4")
+    assert is_supported("sparse_decode", "sm90", kv_format="nope_528", extra_kv_format="v41_fp4")[1].endswith("supported: nope_528")
     assert is_supported("dense_decode", "sm90", kv_format="fp8_576", fp8_kvcache=True, dtype="e4m3")[0]
 
 

@@ -297,14 +297,16 @@ def _sparse_cache(c: Contract, q: Tensor) -> tuple[int, int, int, str] | None:
     c.require(not c.get("causal"), "causal")
     indices = [c.tensor("indices", torch.int32)]
     fp8 = c.get("is_fp8_kvcache")
-    kind = _gathered(c, "k_cache", q, bool(fp8))
-    extra = [name for name in ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length") if c.get(name) is not None]
+    kind = _gathered(c, "k_cache", "kv_format", q, bool(fp8))
+    second_names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length", "extra_kv_format")
+    extra = [name for name in second_names if c.get(name) is not None]
     if extra:
         c.require(c.get("extra_k_cache") is not None, "extra_k_cache")
         c.require(c.get("extra_indices_in_kvcache") is not None, "extra_indices_in_kvcache")
         indices.append(c.tensor("extra_indices_in_kvcache", torch.int32))
-        second = _gathered(c, "extra_k_cache", q, bool(fp8))
-        c.require(kind == second or None in (kind, second), "k_cache", "extra_k_cache")
+        second = _gathered(c, "extra_k_cache", "extra_kv_format", q, bool(fp8))
+        together = kind == second or None in (kind, second) or (kind in V41_ORDERS and second in (*V41_ORDERS, "v41_fp4"))
+        c.require(together, "k_cache", "extra_k_cache", "kv_format", "extra_kv_format")
     for name, tensor in zip(("indices", "extra_indices_in_kvcache"), indices, strict=False):
         c.shaped(name, tensor, *q.shape[:2], None)
         c.last_contiguous(name, tensor)
@@ -320,26 +322,37 @@ def _sparse_cache(c: Contract, q: Tensor) -> tuple[int, int, int, str] | None:
     return q.shape[2], q.shape[1], sum(tensor.shape[2] for tensor in found), "sparse_decode"
 
 
-def _gathered(c: Contract, name: str, q: Tensor, fp8: bool) -> int | None:
-    """Return elements of a token; None if the cache is of no format."""
+V41_ORDERS = ("v41", "v41_paged")
+_FORMATS_OF_BYTES = {656: ("fp8_656",), 584: ("fp8_584",), 528: (*V41_ORDERS, "nope_528"), 288: ("v41_fp4",)}
+_PAGED = {"fp8_584": 584, "v41_paged": 528}  # formats whose scales lie behind all rows of a page: bytes of a token
+
+
+def _gathered(c: Contract, name: str, format_name: str, q: Tensor, fp8: bool) -> str | None:
+    """Return the format of a cache; None if it is of no format."""
     cache = c.tensor(name)
     if cache is None:
         return None
     known = cache.dim() == 4 and cache.shape[2] == 1
-    quantised = known and cache.shape[3] in (656, 584) and cache.dtype in BYTES
+    quantised = known and cache.shape[3] in _FORMATS_OF_BYTES and cache.dtype in BYTES
     latent = known and cache.shape[3] == 576 and cache.dtype in WIDE
     if not c.require(quantised or latent, name, "k_cache"):
         return None
-    token = cache.shape[3]
+    fitting = _FORMATS_OF_BYTES[cache.shape[3]] if quantised else ("latent",)
+    named = c.get(format_name)
+    kind = fitting[0] if named is None and len(fitting) == 1 else named
+    if not c.require(kind in fitting and (kind != "v41_fp4" or name != "k_cache"), format_name, name):
+        return None
     c.require(quantised == fp8, "is_fp8_kvcache", name)
-    c.require(q.shape[3] == (512 if token == 584 else 576), "q", name)
+    c.require(q.shape[3] == (576 if kind in ("fp8_656", "latent") else 512), "q", name)
     c.require(q.dtype == (torch.bfloat16 if quantised else cache.dtype), "q", name)
     c.require(cache.shape[1] > 0, name)
     c.last_contiguous(name, cache)
-    c.aligned(name, cache, 0, *(() if token == 584 else (1,)))
-    if token == 584:
-        c.require(cache.shape[1] <= 1 or cache.stride(1) == 584, name)
-    return int(token)
+    c.aligned(name, cache, 0, *(() if kind in _PAGED else (1,)))
+    if kind in _PAGED:
+        c.require(cache.shape[1] <= 1 or cache.stride(1) == _PAGED[kind], name)
+    if kind == "v41":
+        c.require(cache.shape[1] <= 1 or cache.stride(1) >= 528, name)
+    return str(kind)
 
 
 def sparse_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.mla import ceil_div
+from cute_mla.spec.sparse_decode import DECODED, DECODED_BESIDE, serving_kernels
 from cute_mla.testing.cases.cache_gather import CacheGatherCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
@@ -137,20 +138,23 @@ def _pool(draw: st.DrawFn, batch_of_even: bool) -> Pool:
 @st.composite
 def sparse_cases(draw: st.DrawFn) -> SparseDecodeCase:
     """Sparse decode."""
-    cache = draw(st.sampled_from(("fp8_656", "fp8_584", "latent")))
+    cache = draw(st.sampled_from(tuple(DECODED)))
     values: Any = draw(st.sampled_from(("normal", "rising", "falling", "peaks", "spread", "coherent")))
     common = _common(draw, values == "normal")
     if cache != "latent":
         common["dtype"] = "bf16"
-    layout: Any = draw(st.sampled_from(("packed", "layers", "tight" if cache == "fp8_584" else "padded_rows")))
+    rows_apart = ("padded_rows",) if DECODED[cache].scales_inside else ()
+    layout: Any = draw(st.sampled_from(("packed", "layers", *(("tight",) if cache == "fp8_584" else rows_apart))))
     main = _pool(draw, layout == "tight")
     extra = _pool(draw, layout == "tight") if draw(st.booleans()) else None
+    beside = [name for name, other in DECODED_BESIDE.items() if serving_kernels(DECODED[cache], other) is not None and name != cache]
     s_q, h_q = _rows(draw, least=1)
     s_q = min(s_q, 2 if h_q <= 64 else 1)
     row_tiles = s_q * ceil_div(h_q, 64)
     return SparseDecodeCase(
         **common,
         cache=cache,
+        extra_cache=draw(st.sampled_from(("", *beside))) if extra is not None else "",
         values=values,
         cache_layout=layout,
         main=main,

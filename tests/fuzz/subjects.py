@@ -193,12 +193,12 @@ def _is_plan(arguments: Arguments, setting: Setting) -> bool:
 
 def _expect_sparse_decode(arguments: Arguments, empty_lse: float) -> Verify:
     caches = []
-    for cache, indices, length in (
-        ("k_cache", "indices", "topk_length"),
-        ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length"),
+    for cache, indices, length, named in (
+        ("k_cache", "indices", "topk_length", "kv_format"),
+        ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length", "extra_kv_format"),
     ):
         if arguments.get(cache) is not None:
-            kind = {656: "fp8_656", 584: "fp8_584", 576: "latent"}[arguments[cache].shape[3]]
+            kind = arguments.get(named) or {656: "fp8_656", 584: "fp8_584", 576: "latent", 288: "v41_fp4"}[arguments[cache].shape[3]]
             slots = dequantise_cache(arguments[cache], kind).flatten(0, 2)
             caches.append(IndexedCache(slots, arguments[indices], arguments.get(length)))
     scale = None if arguments["softmax_scale"] is None else float(arguments["softmax_scale"])

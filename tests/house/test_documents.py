@@ -116,7 +116,14 @@ def test_names_of_the_reference_exist(page: Path) -> None:
 
 @pytest.mark.parametrize(
     ("module", "page"),
-    [("", "functions"), (".flash_mla", "flash_mla"), (".cache", "cache"), (".layer", "layer"), (".parallel", "parallel")],
+    [
+        ("", "functions"),
+        (".shared_prefix", "functions"),
+        (".flash_mla", "flash_mla"),
+        (".cache", "cache"),
+        (".layer", "layer"),
+        (".parallel", "parallel"),
+    ],
 )
 def test_the_reference_has_every_public_name(module: str, page: str) -> None:
     shown = {name for each in (page, "simulate") for _, name in referenced(ROOT / "docs" / "reference" / f"{each}.md")}

@@ -17,6 +17,7 @@ from cute_mla import reference
 from cute_mla.cache import dequantise_cache, quantise_cache
 from cute_mla.parallel import ContextParallel, ContextShard
 from cute_mla.reference import IndexedCache
+from cute_mla.spec.cache_format import FORMATS
 from cute_mla.spec.mla import ceil_div
 
 PAGE_SIZE = 64
@@ -31,7 +32,7 @@ class DealtCall:
     """One call on `heads` query heads of every rank.
 
     lengths: keys of each request, on all ranks together. topk: of sparse decode; 0: dense. fp8: e4m3 queries and cache, or with topk a
-    cache of 656 bytes a token. sinks: with attn_sink, one of them +inf and one -inf.
+    cache of the format kv_format. sinks: with attn_sink, one of them +inf and one -inf.
     """
 
     lengths: tuple[int, ...]
@@ -41,20 +42,26 @@ class DealtCall:
     causal: bool = False
     fp8: bool = False
     topk: int = 0
+    kv_format: str = "fp8_656"
     sinks: bool = False
     batch_invariant: bool = False
     empty_lse: float = math.inf
 
+    @property
+    def d_qk(self) -> int:
+        """Columns of a key."""
+        return FORMATS[self.kv_format].d_qk
+
     def q(self, world: int) -> Tensor:
-        """bf16 or e4m3 [batch, s_q, all heads, 576], drawn head by head."""
-        drawn = normal(1, world * self.heads, len(self.lengths), self.s_q, 576).permute(1, 2, 0, 3)
+        """bf16 or e4m3 [batch, s_q, all heads, columns of a key], drawn head by head."""
+        drawn = normal(1, world * self.heads, len(self.lengths), self.s_q, self.d_qk).permute(1, 2, 0, 3)
         return (drawn / DESCALE_Q).to(torch.float8_e4m3fn) if self.fp8 and not self.topk else drawn.bfloat16()
 
     def keys(self) -> Tensor:
         """Return the keys of all requests one behind the other, as a cache holds them: [keys, columns or bytes]."""
-        drawn = normal(2, sum(self.lengths), 576)
+        drawn = normal(2, sum(self.lengths), self.d_qk)
         if self.fp8 and self.topk:
-            return quantise_cache(drawn[:, None, None], "fp8_656", power_of_two=True).flatten(0, 2)
+            return quantise_cache(drawn[:, None, None], self.kv_format, power_of_two=True).flatten(0, 2)
         return (drawn / DESCALE_K).to(torch.float8_e4m3fn) if self.fp8 else drawn.bfloat16()
 
     def positions(self) -> Tensor:
@@ -112,7 +119,7 @@ def expected(call: DealtCall, world: int) -> Result:
         scales_of = (scales.get("descale_q"), scales.get("descale_k"))
         return reference.dense_decode(call.q(world), cache, table, lengths, 576**-0.5, call.causal, call.empty_lse, scales_of)
     indices, topk_length = whole.local_indices(call.positions(), table, PAGE_SIZE)
-    slots = dequantise_cache(cache, "fp8_656" if call.fp8 else "latent").flatten(0, 2)
+    slots = dequantise_cache(cache, call.kv_format if call.fp8 else "latent").flatten(0, 2)
     return reference.sparse_decode(call.q(world), [IndexedCache(slots, indices, topk_length)], None, call.attn_sink(world), call.empty_lse)
 
 
@@ -139,7 +146,8 @@ def run(call: DealtCall, context: ContextParallel) -> Result:
         return context.decode(q, cache, requests, **call.descales(), **options)  # type: ignore[arg-type]
     sinks = call.attn_sink(shard.world)
     selected = shard.local_indices(call.positions(), table, PAGE_SIZE)
-    return context.sparse_decode(q, cache, selected, attn_sink=None if sinks is None else sinks[own].contiguous(), **options)  # type: ignore[arg-type]
+    own_sinks, kv_format = None if sinks is None else sinks[own].contiguous(), call.kv_format if call.fp8 else None
+    return context.sparse_decode(q, cache, selected, attn_sink=own_sinks, kv_format=kv_format, **options)  # type: ignore[arg-type]
 
 
 class Wire:

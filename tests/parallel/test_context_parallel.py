@@ -104,7 +104,7 @@ class Alone(ContextParallel):
 
 
 def test_one_rank_needs_no_communication() -> None:
-    for call in (SPECULATIVE, replace(SPARSE, sinks=False)):
+    for call in (SPECULATIVE, replace(SPARSE, sinks=False), replace(SPARSE, fp8=True, kv_format="v41")):
         with simulate("sm90", 4):
             check(run(call, Alone(call.interleave)), expected(call, 1), call)
 

@@ -166,6 +166,7 @@ _HALVES = [
     "mul.bf16x2 $, %r1, %r2;", "mov.b32 {%h1, %h2}, %r2; mov.b32 %r50, {%h1, %h1}; mul.bf16x2 $, %r1, %r50;",
     "mov.b32 {%h1, %h2}, %r2; mov.b32 %r50, {%h2, %h2}; mul.bf16x2 $, %r1, %r50;", "add.bf16x2 $, %r1, %r2;", "sub.bf16x2 $, %r1, %r2;",
     "fma.rn.bf16x2 $, %r1, %r2, %r3;", "mul.f16x2 $, %r1, %r2;", "add.f16x2 $, %r1, %r2;", "fma.rn.f16x2 $, %r1, %r2, %r3;",
+    "mov.b32 %r50, 0x40804280; mul.bf16x2 $, %r1, %r50;", "mov.b32 %r50, 0x4c003c00; mul.f16x2 $, %r1, %r50;",
 ]  # fmt: skip
 
 _PACKED = [

@@ -134,7 +134,7 @@ _PACKED = [
     floating("min.f32 %f9, %f1, %f2, %f3;"),
 ]
 
-_PACKED_BYTES = ["mov.b32 {%h1, %h2}, %r1; cvt.rn.bf16x2.e4m3x2 $, %h1;", "mov.b32 {%h1, %h2}, %r1; cvt.rn.bf16x2.e4m3x2 $, %h2;"]
+_PACKED_BYTES = [f"mov.b32 {{%h1, %h2}}, %r1; cvt.rn.bf16x2.{kind} $, {half};" for kind in ("e4m3x2", "ue8m0x2") for half in ("%h1", "%h2")]
 
 _BARRIER = """
 mov.u32 %r60, smem; setp.ne.u32 %p20, %r0, 0; @%p20 bra MADE; mbarrier.init.shared.b64 [%r60+8192], COUNT;
@@ -382,7 +382,7 @@ UNITS = (
             "PREEXIT",
         ),
     ),
-    gathered("packed bytes", _PACKED_BYTES, "F2FP.BF16.E4M3.UNPACK_B", archs=("sm100",)),
+    gathered("packed bytes", _PACKED_BYTES, "F2FP.BF16.E4M3.UNPACK_B F2FP.BF16.E8.UNPACK_B", archs=("sm100",)),
     Evidence("atomics on one word", _ATOMICS, 4, ("ATOMS.AND", "ATOMS.OR", "ATOMS.XOR", "REDUX", "VOTEU.ANY", "UFLO.U32")),
     Evidence("asynchronous stores", _SENT, 2, ("STAS",), cluster=2),
     Evidence("matrices", _MATRICES, 12, ("LDSM.16.M88.4", "LDSM.16.MT88.4", "STSM.16.M88.4")),

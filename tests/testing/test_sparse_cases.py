@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from cute_mla.cache import dequantise_cache
+from cute_mla.spec.cache_format import FORMATS
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
 from cute_mla.testing.cases.sparse_decode import (
+    ROWS_APART,
     Pool,
     SparseCacheLayout,
     SparseDecodeCase,
@@ -239,7 +241,7 @@ LAYOUTS = [
     (dtype, cache, layout)
     for dtype, cache in QUERY_AND_CACHE
     for layout in get_args(SparseCacheLayout)
-    if not (layout == "tight" and cache != "fp8_584") and not (layout in ("padded_rows", "far_rows") and cache == "fp8_584")
+    if (cache == "fp8_584" if layout == "tight" else FORMATS[cache].scales_inside or layout not in ROWS_APART)
 ]
 
 

@@ -9,7 +9,7 @@ from typing import get_args
 import pytest
 
 from cute_mla.spec.arch import Arch
-from cute_mla.spec.sparse_decode import QUERY_AND_CACHE, closed_variants
+from cute_mla.spec.sparse_decode import DECODED, DECODED_BESIDE, QUERY_AND_CACHE, closed_variants, serving_kernels
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from cute_mla.testing.cases.base import Metadata, Outputs, QLayout
 from cute_mla.testing.cases.sparse_decode import Pool, SparseCacheLayout, SparseDecodeCase, SparseValues
@@ -116,14 +116,18 @@ def test_smoke_has_every_variant(arch: Arch) -> None:
 
 
 def test_smoke_has_every_format_with_either_kind_of_problem() -> None:
-    """A second cache, and lengths, in the formats of both sizes of row."""
-    assert {case.cache for case in SMOKE if case.extra is not None} == {"latent", "fp8_656", "fp8_584"}
-    assert {case.cache for case in SMOKE if case.main.lengths is not None} == {"latent", "fp8_656", "fp8_584"}
-    assert {case.cache for case in SMOKE if case.indices == "mixed"} == {"latent", "fp8_656", "fp8_584"}
+    """A second cache, of every format that one may have beside the first, and lengths."""
+    assert {case.cache for case in SMOKE if case.extra is not None} == set(DECODED)
+    assert {case.cache for case in SMOKE if case.main.lengths is not None} == set(DECODED)
+    assert {case.cache for case in SMOKE if case.indices == "mixed"} == set(DECODED)
+    pairs = {(case.cache, case.extra_format.name) for case in SMOKE if case.extra is not None}
+    assert pairs == {
+        (first, second) for first in DECODED for second in DECODED_BESIDE if serving_kernels(DECODED[first], DECODED_BESIDE[second])
+    }
 
 
 def test_smoke_is_cheap() -> None:
-    assert sum(case.tiles for case in SMOKE) <= 1300
+    assert sum(case.tiles for case in SMOKE) <= 2300
     assert max(case.tiles for case in SMOKE) <= SMOKE_TILES
     assert len({case.id for case in SMOKE}) == len(SMOKE)
 
@@ -140,10 +144,11 @@ def test_the_grid_is_flashmlas() -> None:
         *((512, 64, 2), (512, 64, 64), (512, 64, 69), (1024, 576, 2), (1024, 576, 61)),
         *((2046, 2048, 2), (2046, 2048, 64), (2046, 2048, 576)),
     }
-    of_format = Counter((case.dtype, case.cache) for case in cases)
+    of_format = Counter((case.dtype, case.cache, case.extra_cache) for case in cases)
     alone, shapes, plain_or_not = 8, 3 * 2 * 2, 2
     assert of_format == {
-        (dtype, cache): alone * shapes * plain_or_not * (1 if cache == "latent" else 1 + 8) for dtype, cache in QUERY_AND_CACHE
+        **{(dtype, cache, ""): alone * shapes * plain_or_not * (1 if cache == "latent" else 1 + 8) for dtype, cache in QUERY_AND_CACHE},
+        ("bf16", "v41", "v41_fp4"): alone * shapes * plain_or_not * 8,
     }
     assert len({case.id for case in cases}) == len(cases)
 
@@ -172,7 +177,7 @@ def simulated() -> list[SuiteEntry[SparseDecodeCase]]:
 def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[SuiteEntry[SparseDecodeCase]]) -> None:
     whole = {item.case for item in simulated if item.mode == "whole"}
     short = {case for case in grid() if case.batch <= 6 and all(pool.topk <= 64 for pool in case.pools)}
-    assert len(short) == 2 * 2 * 3 * 2 * (2 * 4 + 2)
+    assert len(short) == 2 * 2 * 3 * 2 * (5 * 4 + 2 + 3)
     assert short <= whole
     assert sum(max(case.key_counts) >= 4096 for case in whole if case.batch) >= 5
 
@@ -188,7 +193,7 @@ def test_full_on_the_simulator_accounts_for_every_case(simulated: list[SuiteEntr
 def test_full_on_the_simulator_covers_all_pairs_of_the_rest(simulated: list[SuiteEntry[SparseDecodeCase]]) -> None:
     def factors(case: SparseDecodeCase) -> tuple[object, ...]:
         extra = None if case.extra is None else case.extra._replace(lengths=None)
-        return (case.dtype, case.cache), case.s_q, case.h_q, case.main._replace(lengths=None), extra, case.sinks
+        return (case.dtype, case.cache, case.extra_cache), case.s_q, case.h_q, case.main._replace(lengths=None), extra, case.sinks
 
     every = set().union(*(pairs(factors(case)) for case in grid()))  # type: ignore[arg-type]
     run = set().union(*(pairs(factors(item.case)) for item in simulated if item.mode != "skipped"))  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from cutlass import Int32, Uint32, cute
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8_CACHE, DenseDecodeConfig
-from ...spec.mla import D_LATENT, ELEMENT_BYTES
+from ...spec.mla import D_LATENT
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives.e4m3 import widen_in_pairs
@@ -72,10 +72,7 @@ class WidenedColumns:
 
     def store(self, step: int, rows: cute.Pointer, chunk: cute.Tensor) -> None:
         """Convert one pass and write it to the warp's rows of a stage."""
-        words = widen_in_pairs(chunk, self.dtype)
-        for half in range(ELEMENT_BYTES):
-            part = cute.make_tensor(words.iterator + half * VECTOR, cute.make_layout(VECTOR))
-            self.columns.store_half(step, half, rows, part)
+        self.columns.write(step, rows, widen_in_pairs(chunk, self.dtype))
 
 
 def rope_e4m3_columns(rank: Int32) -> E4m3Columns:

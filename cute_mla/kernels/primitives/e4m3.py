@@ -37,7 +37,12 @@ def widen_in_pairs(words: cute.Tensor, dtype: type[cutlass.Numeric]) -> cute.Ten
     count = 2 * cute.size(words)
     pairs = cute.make_rmem_tensor(cute.make_layout(count), Int32)
     for i in range(count):
-        pair = Int16((words[i // 2] >> (i % 2 * PAIR_BITS)) & 0xFFFF)
-        # the DSL's own wrapper asks for .satfinite, which nobody says what it makes of NaN
-        pairs[i] = cute.arch.inline_ptx("cvt.rn.bf16x2.e4m3x2 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[pair])
+        pairs[i] = bf16_of_e4m3(words[i // 2] >> (i % 2 * PAIR_BITS))
     return pairs
+
+
+def bf16_of_e4m3(pair: Int32) -> Int32:
+    """Convert the lower two e4m3 values of a word to a pair of bf16, on Blackwell."""
+    # the DSL's own wrapper asks for .satfinite, which nobody says what it makes of NaN
+    pair = Int16(pair & 0xFFFF)
+    return cute.arch.inline_ptx("cvt.rn.bf16x2.e4m3x2 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[pair])

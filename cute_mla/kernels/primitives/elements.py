@@ -26,6 +26,11 @@ def pack_word(values: list[Float32], dtype: type[cutlass.Numeric]) -> Int32:
     return cute.recast_tensor(rounded, Int32)[0]
 
 
+def multiply_pairs(left: Int32, right: Int32) -> Int32:
+    """Multiply two pairs of bf16."""
+    return cute.arch.inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[left, right])
+
+
 def load_pair(source: cute.Pointer, whole: bool) -> Int32:
     """Load two neighbouring 16-bit elements of gmem, at a multiple of 4 bytes if `whole`."""
     if whole:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 
 
 def pin_register(value: Int32) -> Int32:
     """Return the value through an opaque move, which stops ptxas from rematerialising a thread-invariant value at every use."""
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[Int32(value)])
+
+
+def pin_address(value: Int64) -> Int64:
+    """Return the value through an opaque move, which stops the compiler from computing it later than here."""
+    return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[value])
 
 
 def as_float(bits: Int32) -> Float32:

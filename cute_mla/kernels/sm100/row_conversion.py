@@ -56,9 +56,11 @@ class E4m3Columns:
         cute.autovec_copy(_chunk(self._target(step, 0, rows), words), words)
         return words
 
-    def store_half(self, step: int, half: int, rows: cute.Pointer, words: cute.Tensor) -> None:
-        """Write eight of the lane's columns, by now 16-bit, to the warp's rows of a stage."""
-        cute.autovec_copy(words, _chunk(self._target(step, half, rows), words))
+    def write(self, step: int, rows: cute.Pointer, words: cute.Tensor) -> None:
+        """Write the lane's columns of one pass, by now 16-bit, to the warp's rows of a stage."""
+        for half in range(ELEMENT_BYTES):
+            part = cute.make_tensor(words.iterator + half * VECTOR, cute.make_layout(VECTOR))
+            cute.autovec_copy(part, _chunk(self._target(step, half, rows), part))
 
     def _target(self, step: int, half: int, rows: cute.Pointer) -> cute.Pointer:
         key = self.key_of(step)

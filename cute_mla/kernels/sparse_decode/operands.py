@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from ...spec.cache_format import CacheFormat
-from ...spec.sparse_decode import SparseDecodeArguments
+from ...spec.cache_format import CacheFormat, paged_twin
+from ...spec.sparse_decode import SparseDecodeArguments, SparseDecodeConfig
 from ..attention.split_kv_scheduler import SplitKvSchedule, WorkTile
 
 NO_SLOT = -1
@@ -128,7 +128,7 @@ def look_up(indices: IndexList, position: Int32) -> Int32:
     return index
 
 
-def slot_address(operands: Operands, cache_format: CacheFormat, index: Int32, in_extra: Boolean) -> tuple[Int64, Int64]:
+def slot_address(operands: Operands, config: SparseDecodeConfig, index: Int32, in_extra: Boolean) -> tuple[Int64, Int64]:
     """Return (address of a slot's row, address of its scales) as numbers; (0, 0) for a slot outside the cache."""
 
     def pick(name: str) -> Int64 | Int32:
@@ -142,8 +142,17 @@ def slot_address(operands: Operands, cache_format: CacheFormat, index: Int32, in
     page_base = Int64(base) + Int64(page) * pick("page_stride")
     in_page = slot - page * page_size
     row = page_base + Int64(in_page) * row_stride
-    scales = row + cache_format.quantised
-    if not cache_format.scales_inside:
-        scales = page_base + (Int64(page_size) * cache_format.row_bytes + in_page * cache_format.scale_bytes)
+    scales = _scales_address(config.format, page_base, row, row_stride, page_size, in_page)
+    if config.extra_format is not config.format:
+        scales = cutlass.select_(in_extra, _scales_address(config.extra_format, page_base, row, row_stride, page_size, in_page), scales)
     nowhere = Int64(0)
     return cutlass.select_(valid, row, nowhere), cutlass.select_(valid, scales, nowhere)
+
+
+def _scales_address(cache: CacheFormat, page: Int64, row: Int64, row_stride: Int64, page_size: Int32, in_page: Int32) -> Int64:
+    """Return the address of a slot's scales. Where one kernel serves both orders of a format, the row stride tells which it is."""
+    inside, twin = row + cache.code_bytes, paged_twin(cache)
+    if cache.scales_inside and twin is None:
+        return inside
+    behind = page + (Int64(page_size) * (twin or cache).row_bytes + in_page * cache.scale_bytes)
+    return behind if twin is None else cutlass.select_(row_stride == twin.row_bytes, behind, inside)

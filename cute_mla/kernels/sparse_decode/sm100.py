@@ -16,12 +16,12 @@ from functools import partial
 from cutlass import Int32, cute
 
 from ...spec.arch import Arch
-from ...spec.cache_format import CacheFormat
 from ...spec.mla import D_LATENT
 from ...spec.sparse_decode import SparseDecodeConfig
 from ..attention.kernel import AttentionKernel
 from ..attention.softmax import SinkScale
 from ..definition import KernelDefinition
+from ..primitives.registers import pin_address
 from ..sm100.config import EVEN_CTA, SIXTEEN_BIT, TMEM_COLUMNS, VECTOR, Tiles
 from ..sm100.indexed_keys import IndexedPipes, SeenBits, SeenMask
 from ..sm100.mma import MmaRole, PairGemm
@@ -44,7 +44,9 @@ from ..sm100.row_producer import (
 from ..sm100.score import NAMED_BARRIERS, QueryLoader, ScoreRole
 from .abi import SparseDecodeAbi
 from .operands import IndexList, Operands, look_up, slot_address
-from .sm100_gather import ScaledKeys, columns_of_cta, scale_fields
+from .sm100_columns import columns_of_cta, scale_fields
+from .sm100_gather import ScaledKeys
+from .sm100_v41 import MixedKeys
 
 
 class SparseDecodeSm100(AttentionKernel):
@@ -54,10 +56,11 @@ class SparseDecodeSm100(AttentionKernel):
 
     def __init__(self, config: SparseDecodeConfig, arch: Arch) -> None:
         super().__init__(SparseDecodeAbi(config), arch)
+        self.config = config
         self.format = config.format
         self.has_rope = config.format.d_qk > D_LATENT
         self.vectors = config.access_bytes == 4 * VECTOR
-        self.smem = SIXTEEN_BIT.smem(*IndexedPipes.fields(), *scale_fields(config.format))
+        self.smem = SIXTEEN_BIT.smem(*IndexedPipes.fields(), *scale_fields(config))
 
     @cute.jit
     def run(self, operands: Operands):
@@ -79,8 +82,8 @@ class SparseDecodeSm100(AttentionKernel):
             OutputRole(SIXTEEN_BIT, self.dtype, self.vectors).run(operands, tiles, pipes, tmem)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_increase(PRODUCER_REGISTERS)
-            columns = partial(columns_of_cta, self.format, self.dtype, memory.get("sScales"))
-            producer = RowProducer(columns, SlotKeys(self.format), SeenBits(), early=self.format.quantised > 0)
+            columns = partial(columns_of_cta, self.config, self.dtype, memory)
+            producer = RowProducer(columns, SlotKeys(self.config), SeenBits(), early=self.format.quantised > 0)
             producer.run(operands, tiles, pipes, warp - PRODUCER_WARP)
         else:
             cute.arch.setmaxregister_decrease(MMA_REGISTERS)
@@ -93,8 +96,8 @@ class SparseDecodeSm100(AttentionKernel):
 class SlotKeys:
     """The slots that the indices of this CTA's query token name."""
 
-    def __init__(self, cache_format: CacheFormat) -> None:
-        self.format = cache_format
+    def __init__(self, config: SparseDecodeConfig) -> None:
+        self.config = config
 
     def key_list(self, operands: Operands, req: Int32) -> IndexList:
         """Return the indices of this CTA's query token."""
@@ -110,7 +113,11 @@ class SlotKeys:
 
     def locate(self, operands: Operands, keys: IndexList, found: Int32, position: Int32) -> ScaledKeys:
         """Return the where the slot of an index lies."""
-        return ScaledKeys(*slot_address(operands, self.format, found, keys.in_extra(position)))
+        in_extra = keys.in_extra(position)
+        row, scales = slot_address(operands, self.config, found, in_extra)
+        if self.config.mixes_formats:
+            return MixedKeys(pin_address(row), pin_address(scales), in_extra)
+        return ScaledKeys(row, scales)
 
 
 def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:

@@ -12,28 +12,22 @@ import cutlass
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, cute
 
 from ...spec.cache_format import CacheFormat
-from ...spec.mla import D_LATENT, D_ROPE, ELEMENT_BYTES
+from ...spec.mla import ELEMENT_BYTES
 from ..attention.tiles import BOX_COLUMNS
 from ..primitives.e4m3 import widen_in_pairs
-from ..primitives.elements import pack_pair
+from ..primitives.elements import multiply_pairs, pack_pair
 from ..primitives.registers import as_float
-from ..primitives.smem import Array, Field
-from ..sm100.config import GROUP_WARPS, PAIR, SIXTEEN_BIT, VECTOR
+from ..sm100.config import PAIR, SIXTEEN_BIT, VECTOR
 from ..sm100.row_conversion import E4m3Columns, latent_e4m3_columns
 from ..sm100.row_copy import (
-    CHUNK,
     LANES,
     WARP_KEYS,
     CopiedColumns,
-    CopiedTile,
     LaneKeys,
     WarpRows,
     copy_runs,
-    latent_columns,
-    rope_columns,
     start_copy,
 )
-from ..sm100.row_producer import KV_STAGES
 
 LATENT_BOXES = SIXTEEN_BIT.latent_boxes
 SCALE_WORD = 4  # bytes of an fp32 scale, or of the e8m0 scales of one CTA
@@ -80,8 +74,7 @@ class ScaledColumns(E4m3Columns):
         """Convert one pass and write it to the warp's rows of a stage. scales: the lane's."""
         scale = cute.arch.shuffle_sync(scales, self.key_of(step) + self.group // (LATENT_BOXES // HALVES) * WARP_KEYS)
         rWords = self._product(words, as_float(scale)) if self.cache_format.scales_inside else self._bf16_product(words, scale)
-        for half in range(ELEMENT_BYTES):
-            self.store_half(step, half, rows, cute.make_tensor(rWords.iterator + half * VECTOR, cute.make_layout(VECTOR)))
+        self.write(step, rows, rWords)
 
     def _product(self, words: cute.Tensor, scale: Float32) -> cute.Tensor:
         values = cute.recast_tensor(words, Float8E4M3FN).load().to(Float32)
@@ -96,9 +89,7 @@ class ScaledColumns(E4m3Columns):
         scale = cute.arch.prmt(scales, scales, cutlass.select_(self.group % 2 == 0, Int32(FIRST_HALVES), Int32(SECOND_HALVES)))
         rWords = widen_in_pairs(words, self.dtype)
         for i in range(ELEMENT_BYTES * VECTOR):
-            rWords[i] = cute.arch.inline_ptx(
-                "mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[rWords[i], scale]
-            )
+            rWords[i] = multiply_pairs(rWords[i], scale)
         return rWords
 
 
@@ -112,12 +103,12 @@ def bf16_of_e8m0(code: Int32) -> Int32:
 class ScaledTile:
     """A warp's share of a tile with scales.
 
-    rank: of this CTA. sScales: int32 (stages, 4 warps, 32 lanes): lane l has a word of the scales of key l % 16, an fp32 of its own in
-    either half of the lanes, or four codes of e8m0.
+    copied: 16-bit columns. rank: of this CTA. sScales: int32 (stages, 4 warps, 32 lanes): lane l has a word of the scales of key l % 16, an
+    fp32 of its own in either half of the lanes, or four codes of e8m0.
     """
 
     scaled: ScaledColumns
-    copied: CopiedColumns
+    copied: tuple[CopiedColumns, ...]
     rank: Int32
     sScales: cute.Pointer
 
@@ -127,7 +118,7 @@ class ScaledTile:
         if self.scaled.cache_format.scales_inside:
             offset = (self.rank * HALVES + cute.arch.lane_idx() // WARP_KEYS) * SCALE_WORD
         start_copy(self._scale_word(rows), keys.scales + offset, keys.scales != 0, SCALE_WORD)
-        copy_runs((self.scaled, self.copied), rows, keys)
+        copy_runs((self.scaled, *self.copied), rows, keys)
 
     def finish(self, rows: WarpRows) -> None:
         """Convert a tile that this warp's copies have brought. All loads come first: ptxas moves none ahead of a store."""
@@ -142,24 +133,3 @@ class ScaledTile:
 
     def _scale_word(self, rows: WarpRows) -> cute.Pointer:
         return self.sScales + (rows.number * LANES + cute.arch.lane_idx())
-
-
-def scale_fields(cache_format: CacheFormat) -> tuple[Field, ...]:
-    """Return the fields of shared memory for scales."""
-    return (Array("sScales", Int32, KV_STAGES * GROUP_WARPS * LANES),) if cache_format.quantised else ()
-
-
-def columns_of_cta(
-    cache_format: CacheFormat, dtype: type[cutlass.Numeric], sScales: cute.Pointer | None, rank: Int32
-) -> ScaledTile | CopiedTile:
-    """Return the mover of the columns that the CTA of this rank holds. sScales: where the format has any."""
-    wide = cache_format.wide_offset
-    if sScales is None:
-        return CopiedTile((latent_columns(rank), rope_columns(wide + D_LATENT * ELEMENT_BYTES, rank)))
-    if cache_format.d_qk > D_LATENT:
-        rope = rope_columns(wide, rank)
-    else:  # they are the last values, which the odd CTA holds
-        held = rank == PAIR - 1
-        box = cutlass.select_(held, Int32(LATENT_BOXES - 1), Int32(SPARE_BOX))
-        rope = CopiedColumns.create(D_ROPE * ELEMENT_BYTES // CHUNK, box, Int32(wide), held)
-    return ScaledTile(ScaledColumns.create(cache_format, dtype, rank), rope, rank, sScales)

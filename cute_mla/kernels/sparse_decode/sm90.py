@@ -5,13 +5,13 @@ name, from a cache of any format, and write them as 16-bit columns to the stages
 the dense kernel's, and so are tiles, barriers and the trick.
 
 Roles (512 threads):
-  gather   warpgroup 0: indices, addresses, loads, e4m3 x scale in fp32, rounded once; which keys are present
+  gather   warpgroup 0: indices, addresses, loads, value x scale, rounded once; which keys are present
   score    warpgroup 1: S = Q K^T, softmax, P to shared memory, lse; the sink
   output   warpgroups 2, 3
 
 A CTA holds up to 64 heads of one query token. Pipelines: as in dense_decode, with an arrival on kv_ready and rope_ready instead of
 bytes: of the one warp of the gather role whose turn it is, when all four have stored and fenced. RoPE columns, which nobody converts,
-go by cp.async. In fp8_584 a key has no columns but its values: the RoPE stages then hold P and validity alone.
+go by cp.async. Where q has 512 columns, a key has none but its values: the RoPE stages then hold P and validity alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cutlass import Boolean, Int32, Int64, Uint8, cute
 from ...manifest import NamedBarrier
 from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
-from ...spec.mla import ELEMENT_BYTES
+from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.sparse_decode import SparseDecodeConfig
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
@@ -75,12 +75,11 @@ from .sm90_gather import (
     copy_stage,
     find_keys,
     load_batch,
-    load_scales,
     position_in_tile,
-    step_scales,
     store_step,
     tile_steps,
 )
+from .sm90_scales import conversion_of, load_scales
 
 GATHER_BARRIER = OUTPUT_BARRIER + OUTPUT_GROUPS  # and the following: one for each stage of a tile and one for its RoPE columns
 SHARED_REGISTERS = ALL_REGISTERS - OUTPUT_GROUPS * OUTPUT_REGISTERS  # by gather and score
@@ -92,9 +91,9 @@ def geometry_of(cache_format: CacheFormat) -> Geometry:
     Copies of 16-bit columns take no registers, so that Q has them, and a tenth stage the shared memory. Few column tiles of Q in registers
     leave the gather role those for its loads in flight where it converts.
     """
-    q_tiles_in_registers, kv_stages, producer_registers = {"latent": (4, 10, 56), "fp8_656": (2, 9, 88), "fp8_584": (1, 9, 96)}[
-        cache_format.name
-    ]
+    q_tiles_in_registers, kv_stages, producer_registers = (4, 10, 56)
+    if cache_format.group:
+        q_tiles_in_registers, kv_stages, producer_registers = (2, 9, 88) if cache_format.d_qk > D_LATENT else (1, 9, 96)
     return Geometry(
         d_qk=cache_format.d_qk,
         q_tiles_in_registers=q_tiles_in_registers,
@@ -115,7 +114,7 @@ class SparseDecodeSm90(AttentionKernel):
 
     def __init__(self, config: SparseDecodeConfig, arch: Arch) -> None:
         super().__init__(SparseDecodeAbi(config), arch)
-        self.format = config.format
+        self.config = config
         self.cluster = config.cluster
         self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
         self.geometry = geometry_of(config.format)
@@ -138,7 +137,7 @@ class SparseDecodeSm90(AttentionKernel):
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         if group == 0:
             set_registers(geometry.producer_registers)
-            GatherRole(self.format, self.dtype, geometry, self.cluster).run(operands, tiles, pipes, thread)
+            GatherRole(self.config, self.dtype, geometry).run(operands, tiles, pipes, thread)
         elif group == 1:
             set_registers(geometry.score_registers)
             scores = partial(LatentScores.create, geometry, self.dtype, self.pairs)
@@ -161,15 +160,15 @@ class Span:
 class GatherRole:
     """One warpgroup: indices, addresses, loads, conversion, and which keys are present.
 
-    dtype: what e4m3 becomes. cluster: CTAs that share the tiles.
+    dtype: what e4m3 becomes.
     """
 
-    def __init__(self, cache_format: CacheFormat, dtype: type[cutlass.Numeric], geometry: Geometry, cluster: int) -> None:
-        self.format = cache_format
-        self.dtype = dtype
+    def __init__(self, config: SparseDecodeConfig, dtype: type[cutlass.Numeric], geometry: Geometry) -> None:
+        self.format = config.format
+        self.conversion = conversion_of(config, dtype)
         self.geometry = geometry
-        self.cluster = cluster
-        self.batches = batches_of(tile_steps(cache_format, geometry, cluster)) if cache_format.group else ()
+        self.cluster = config.cluster
+        self.batches = batches_of(tile_steps(self.format, geometry, self.cluster)) if self.format.group else ()
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
@@ -200,7 +199,7 @@ class GatherRole:
         """Return the indices of a work tile, and this thread's position and keys in its first tile."""
         indices = Indices.create(operands, span.req, (span.begin_tile + span.tiles) * TILE_KEYS)
         position = span.begin_tile * TILE_KEYS + position_in_tile(thread)
-        keys = find_keys(operands, self.format, indices.look_up(position), indices.in_extra(position), halves, lane, thread)
+        keys = find_keys(operands, self.conversion, indices.look_up(position), indices.in_extra(position), halves, lane, thread)
         return indices, position, keys
 
     @cute.jit
@@ -220,13 +219,13 @@ class GatherRole:
         first_stage = pin_register(tiles.sKv.iterator.toint() + halves[0] * HALF_BYTES)
         buffers = new_buffers(batches)
         indices, position, keys = self.first_keys(operands, span, halves, lane, thread)
-        row0, row1, valid, scales0, scales1 = *keys.rows, keys.valid, *load_scales(keys.scales)
+        row0, row1, valid, narrow, loaded = *keys.rows, keys.valid, keys.narrow, load_scales(self.conversion, keys.scales)
         index = indices.look_up(position + TILE_KEYS)
         load_batch(batches[0], buffers[0], keys, halves, lane, thread)
         left = span.tiles
         while left > 0:
             left = left - 1
-            keys, scales = Keys((row0, row1), Int64(0), valid), (scales0, scales1)
+            keys, scales = Keys((row0, row1), Int64(0), valid, narrow), self.conversion.ready(loaded, narrow, thread)
             position = position + TILE_KEYS
             following = keys
             for b in cutlass.range_constexpr(len(batches)):
@@ -234,8 +233,8 @@ class GatherRole:
                 zero = zero_behind(buffers[b % 2][0], row0)
                 if cutlass.const_expr(last):
                     # whatever is loaded from here on belongs to the next tile
-                    row0, row1, valid = *following.rows, following.valid
-                    scales0, scales1 = load_scales(following.behind(zero).scales)
+                    row0, row1, valid, narrow = *following.rows, following.valid, following.narrow
+                    loaded = load_scales(self.conversion, following.behind(zero).scales)
                     index = indices.look_up(position + zero + TILE_KEYS)
                 load_batch(batches[(b + 1) % len(batches)], buffers[(b + 1) % 2], following.behind(zero), halves, lane, thread)
                 if cutlass.const_expr(b == 0):
@@ -247,9 +246,9 @@ class GatherRole:
                     clear_absent(step, words, keys, halves[step.key], thread)
                     if cutlass.const_expr(b + 2 == len(batches) and i + 1 == len(batches[b])):
                         # beside a conversion, whose instructions fill the time that each of these takes
-                        following = find_keys(operands, self.format, index, indices.in_extra(position), halves, lane, thread)
-                    factors = step_scales(self.format, step, scales, halves[step.key], thread)
-                    store_step(step, words, factors, target ^ (step.key * HALF_BYTES), lane, self.dtype, acquire)
+                        following = find_keys(operands, self.conversion, index, indices.in_extra(position), halves, lane, thread)
+                    factors = self.conversion.of_step(step, words, scales, keys, halves[step.key], thread)
+                    store_step(step, words, factors, target ^ (step.key * HALF_BYTES), lane, self.conversion, acquire)
                     if cutlass.const_expr(step.ends_stage):
                         self.finish_stage(pipes, kv, rope, step, target, shift)
                         kv = pipes.kv_free.advance(kv)
@@ -290,7 +289,7 @@ class GatherRole:
                     landing_rope = pipes.rope_free.advance(landing_rope)
             left = left - 1
             position = position + TILE_KEYS
-            keys = find_keys(operands, self.format, index, indices.in_extra(position), halves, lane, thread)
+            keys = find_keys(operands, self.conversion, index, indices.in_extra(position), halves, lane, thread)
             row0, row1, valid = *keys.rows, keys.valid
             index = indices.look_up(position + TILE_KEYS)
         self.finish_copies(pipes, landing, landing_rope, STAGES_PER_TILE - 1, first_stage, shift, 0)

@@ -13,27 +13,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from ...spec.cache_format import CacheFormat
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ..attention.tiles import BOX_COLUMNS
 from ..primitives.integers import smaller
-from ..primitives.registers import as_float
 from ..sm90.config import BOX_BYTES, STAGE_COLUMNS, STAGES_PER_TILE, Geometry
 from ..sm90.gather_split import CHUNK, HALF_BYTES, HALF_KEYS, HALVES, KEYS_PER_WARP, Half
-from ..sm90.row_conversion import LANES_PER_KEY, Batch, Lane, Run, Step, load_if, load_runs_if, store_runs
+from ..sm90.row_conversion import CHUNK_WORDS, LANES_PER_KEY, Batch, Lane, Run, Step, load_if, load_runs_if, part_of, store_runs
 from ..sm90.row_copy import copy_chunk
 from .operands import NO_SLOT, IndexList, Operands, slot_address
+from .sm90_scales import LOOKED_UP, Conversion, source_lane
 
-LOOKED_UP = HALVES * KEYS_PER_WARP  # keys of a warp; one lane each finds where they lie
 ALL_PRESENT = -1
 LOCAL_STAGES: tuple[int, ...] = (3,)  # of a tile: both CTAs of a pair convert all of them, so that fewer bytes go between the SMs
-SCALE_SHARE = 8  # bytes of a key's scales that a lane loads
-E8M0_BITS = 255 << 23  # as the exponent of an fp32 number
-E8M0_ONE = 1 << 23
 
 
 def tile_steps(cache_format: CacheFormat, geometry: Geometry, cluster: int) -> tuple[Step, ...]:
@@ -42,8 +39,7 @@ def tile_steps(cache_format: CacheFormat, geometry: Geometry, cluster: int) -> t
     for stage in range(STAGES_PER_TILE):
         first = geometry.first_column(stage)
         runs = [_run(cache_format, first, column) for column in range(first, first + STAGE_COLUMNS, BOX_COLUMNS)]
-        scale_bytes = cache_format.scale_bytes // (cache_format.groups or 1)
-        scale_source = first // cache_format.group * max(scale_bytes, 1) if cache_format.group else 0
+        scale_source = first // cache_format.group * cache_format.bytes_of_scale if cache_format.group else 0
         # a step of two quantised boxes has the bytes of one box of 16-bit columns
         together = [tuple(runs)] if cache_format.group else [(run,) for run in runs]
         keys = range(HALVES if stage in LOCAL_STAGES else HALVES // cluster)
@@ -56,7 +52,7 @@ def tile_steps(cache_format: CacheFormat, geometry: Geometry, cluster: int) -> t
 def _run(cache_format: CacheFormat, first: int, column: int) -> Run:
     quantised = column < cache_format.quantised
     source = column if quantised else cache_format.wide_offset + (column - cache_format.quantised) * ELEMENT_BYTES
-    scale = (column - first) // cache_format.group if quantised else 0
+    scale = (column - first) // max(cache_format.group, BOX_COLUMNS) if quantised else 0
     return Run((column - first) // BOX_COLUMNS, source, quantised, scale)
 
 
@@ -102,20 +98,25 @@ class Keys:
 
     rows: addresses of the first bytes that it moves of its two keys, to be read only if the key is present. scales: address of its share
     of the scales of the key that it has looked up, 0 if that key is absent. valid: of all keys of the warp, a bit each, those of the
-    first half of the tile first.
+    first half of the tile first. narrow: likewise, which keys are of the second cache; None where both caches have one format.
     """
 
     rows: tuple[Int64, Int64]
     scales: Int64
     valid: Int32
+    narrow: Int32 | None = None
 
     def present(self, half: Half, thread: Int32) -> Int32:
         """Return 1 if the thread's key of a half of the tile is present, else 0."""
         return (self.valid >> source_lane(thread, half)) & 1
 
+    def is_narrow(self, half: Half, thread: Int32) -> Boolean:
+        """Return whether the thread's key of a half of the tile is of the second cache, where that has a format of its own."""
+        return ((self.narrow >> source_lane(thread, half)) & 1) != 0
+
     def behind(self, zero: Int32) -> Keys:
         """Return the same keys, known no sooner than a number that is 0."""
-        return Keys((self.rows[0] + zero, self.rows[1] + zero), self.scales + zero, self.valid)
+        return Keys((self.rows[0] + zero, self.rows[1] + zero), self.scales + zero, self.valid, self.narrow)
 
 
 def position_in_tile(thread: Int32) -> Int32:
@@ -124,29 +125,30 @@ def position_in_tile(thread: Int32) -> Int32:
     return own // KEYS_PER_WARP * HALF_KEYS + thread // 32 * KEYS_PER_WARP + own % KEYS_PER_WARP
 
 
-def source_lane(thread: Int32, half: int | Int32) -> Int32:
-    """Return the lane that looked up the thread's key of one half of the tile."""
-    return thread % 32 // LANES_PER_KEY + half * KEYS_PER_WARP
-
-
 def find_keys(
-    operands: Operands, cache_format: CacheFormat, index: Int32, in_extra: Boolean, halves: tuple[Half, Half], lane: Lane, thread: Int32
+    operands: Operands, conversion: Conversion, index: Int32, in_extra: Boolean, halves: tuple[Half, Half], lane: Lane, thread: Int32
 ) -> Keys:
     """Return this thread's keys.
 
     Each lane computes one address, of the key that it has looked up, and gets those of its two keys, which lie in these halves of the
     tile, from the others.
     """
-    row, scales = slot_address(operands, cache_format, index, in_extra)
+    row, scales = slot_address(operands, conversion.config, index, in_extra)
+    if conversion.narrow:
+        narrow, share = cute.arch.vote_ballot_sync(in_extra), cutlass.select_(in_extra, conversion.source(scales, thread), scales)
+        found = Keys((row, row), cutlass.select_(scales != 0, share, scales), cute.arch.vote_ballot_sync(row != 0), narrow)
+        sources = [cutlass.select_(found.is_narrow(half, thread), narrow_source(lane), lane.source) for half in halves]
+        first, second = (shuffle_address(row, source_lane(thread, half)) + source for half, source in zip(halves, sources, strict=True))
+        return Keys((first, second), found.scales, found.valid, narrow)
     first, second = (shuffle_address(row, source_lane(thread, half)) + lane.source for half in halves)
-    if cache_format.scales_inside:
-        scales = cutlass.select_(scales != 0, scales + scale_share(thread) * SCALE_SHARE, scales)
+    if conversion.shares:
+        scales = cutlass.select_(scales != 0, conversion.source(scales, thread), scales)
     return Keys((first, second), scales, cute.arch.vote_ballot_sync(row != 0))
 
 
-def scale_share(thread: Int32) -> Int32:
-    """Return which share of the scales a lane has of the key that it has looked up, where a key has fp32 scales: two lanes look it up."""
-    return thread % 32 // LOOKED_UP
+def narrow_source(lane: Lane) -> Int32:
+    """Return where a lane's 16 bytes begin of 64 columns of e2m1: two lanes load the same, and use a half each."""
+    return (lane.source >> 1) & CHUNK
 
 
 def shuffle_address(own: Int64, lane: Int32) -> Int64:
@@ -159,18 +161,17 @@ def shuffle_address(own: Int64, lane: Int32) -> Int64:
     )
 
 
-def load_scales(address: Int64) -> tuple[Int32, Int32]:
-    """Start the load of eight bytes of scales; 0, and no access, for an absent key."""
-    words = cute.make_rmem_tensor(cute.make_layout(SCALE_SHARE // 4), Int32)
-    words.fill(0)
-    load_if(address != 0, words, address)
-    return words[0], words[1]
-
-
 def load_batch(batch: Batch, buffers: list[cute.Tensor], keys: Keys, halves: tuple[Half, Half], lane: Lane, thread: Int32) -> None:
     """Start the loads of a batch of steps."""
     for step, words in zip(batch, buffers, strict=False):
-        load_runs_if(step, words, keys.rows[step.key], lane, keys.present(halves[step.key], thread))
+        row, there = keys.rows[step.key], keys.present(halves[step.key], thread)
+        if keys.narrow is None:
+            load_runs_if(step, words, row, lane, there)
+            continue
+        narrow = keys.is_narrow(halves[step.key], thread)
+        for i, run in enumerate(step.runs):
+            source = cutlass.select_(narrow, Int32(run.source // HALVES), Int32(run.source))
+            load_if(there, part_of(words, i * CHUNK_WORDS, CHUNK_WORDS), row + source)
 
 
 @cute.jit
@@ -207,42 +208,13 @@ def copy_box(row: Int64, target: Int32, lane: Lane, there: Boolean) -> None:
     copy_chunk(place ^ other, row + (lane.swapped ^ other), there)
 
 
-def step_scales(cache_format: CacheFormat, step: Step, own: tuple[Int32, Int32], half: Half, thread: Int32) -> list[Float32]:
-    """Return the scales of a step's runs, whose key lies in this half of the tile. own: what load_scales has loaded. All lanes."""
-    if not step.quantised:
-        return []
-    word, byte = divmod(step.scale_source, 4)
-    lane = source_lane(thread, half)
-    if cache_format.scales_inside:
-        share, word = divmod(word, SCALE_SHARE // 4)
-        return [as_float(cute.arch.shuffle_sync(own[word], lane + share * LOOKED_UP))]
-    scales = cute.arch.shuffle_sync(own[word], lane)
-    return [power_of_two(scales, byte + run.scale) for run in step.runs if run.quantised]
-
-
-def power_of_two(word: Int32, byte: int) -> Float32:
-    """Return 2^(e8m0 - 127) of a byte of a word, NaN for 255."""
-    bits = (word << (23 - 8 * byte) if byte < 3 else word >> 1) & E8M0_BITS
-    # 2^-127 is subnormal: it and NaN, which differ from their neighbours by more than the exponent, have this bit too
-    special = ((bits + E8M0_ONE) & (E8M0_BITS - E8M0_ONE)) == 0
-    return as_float(bits | cutlass.select_(special, Int32(E8M0_ONE >> 1), Int32(0)))
-
-
-def dequantise(words: cute.Tensor, scale: Float32, dtype: type[cutlass.Numeric]) -> cute.Tensor:
-    """Return 16 e4m3 values in 4 words times a scale, formed in fp32 and rounded once, in 8 words."""
-    values = cute.recast_tensor(words, cutlass.Float8E4M3FN).load().to(Float32)
-    rounded = cute.make_rmem_tensor(cute.make_layout(CHUNK), dtype)
-    rounded.store((values * scale).to(dtype))
-    return cute.recast_tensor(rounded, Int32)
-
-
 def store_step(
     step: Step,
     loaded: cute.Tensor,
-    scales: list[Float32],
+    factors: list[Any],
     target: Int32,
     lane: Lane,
-    dtype: type[cutlass.Numeric],
+    conversion: Conversion,
     acquire: Callable[[], None],
 ) -> None:
     """Convert a step and store it in the half of a stage that begins at a shared memory address. acquire: called before the first store."""
@@ -250,6 +222,6 @@ def store_step(
     def convert(words: cute.Tensor, run: Run) -> cute.Tensor:
         if run.box:
             cute.arch.sync_warp()  # keeps ptxas from converting both boxes at a time, for which registers are short
-        return dequantise(words, scales[run.scale], dtype)
+        return conversion.dequantise(words, factors[run.scale])
 
     store_runs(step, loaded, convert, target, lane, acquire)

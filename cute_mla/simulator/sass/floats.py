@@ -146,27 +146,32 @@ def halves(e: Emitter, ins: SassInstruction) -> None:
     """Emit arithmetic on pairs of 16-bit floats. H0_H0, H1_H1: one half of an operand for both."""
     kind = "bf16" if "BF16_V2" in ins.modifiers else "f16"
     function = elementwise.half_arithmetic({"HADD2": "add", "HMUL2": "mul"}[ins.base], kind, nan=False)
-    values = ", ".join(half_pair(e, operand) for operand in ins.operands[1:])
-    assign(e, ins.operands[0], "u32", f"on_halves({e.constants.thing(function)}, {values})")
+    assign(e, ins.operands[0], "u32", f"on_halves({e.constants.thing(function)}, {', '.join(half_pairs(e, ins, 2))})")
 
 
 @op(r"HFMA2(.MMA)?(.BF16_V2)?")
 def fused_halves(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a * b + c on pairs of 16-bit floats. A literal is printed as two halves; -0 * 0 plus a literal is a move."""
-    sources = [operand for operand in ins.operands[1:] if not isinstance(operand, Immediate)]
-    literals = len(ins.operands) - 1 - len(sources)
-    if len(sources) + literals // 2 != 3 or literals not in (0, 2):
-        raise Unsupported("HFMA2 with other literals")
-    pairs = [half_pair(e, operand) for operand in sources]
-    if literals:
-        literal = constant(e, "u32", ins.low >> 32)
-        place = next(index for index, operand in enumerate(ins.operands[1:]) if isinstance(operand, Immediate))
-        if place == 2 and all(isinstance(operand, Register) and operand.number is None for operand in sources):
-            assign(e, ins.operands[0], "u32", literal)
-            return
-        pairs.insert(place, literal)
+    """Emit a * b + c on pairs of 16-bit floats. -0 * 0 plus a literal is a move."""
+    pairs = half_pairs(e, ins, 3)
+    a, b, *rest = ins.operands[1:]
+    if isinstance(rest[0], Immediate) and all(isinstance(operand, Register) and operand.number is None for operand in (a, b)):
+        assign(e, ins.operands[0], "u32", pairs[2])
+        return
     function = elementwise.half_arithmetic("fma", "bf16" if "BF16_V2" in ins.modifiers else "f16", nan=False)
     assign(e, ins.operands[0], "u32", f"on_halves({e.constants.thing(function)}, {', '.join(pairs)})")
+
+
+def half_pairs(e: Emitter, ins: SassInstruction, count: int) -> list[str]:
+    """Return the expressions of the sources of an operation on pairs of 16-bit floats. A literal is printed as two halves."""
+    sources = [operand for operand in ins.operands[1:] if not isinstance(operand, Immediate)]
+    literals = len(ins.operands) - 1 - len(sources)
+    if len(sources) + literals // 2 != count or literals not in (0, 2):
+        raise Unsupported(f"{ins.base} with other literals")
+    pairs = [half_pair(e, operand) for operand in sources]
+    if literals:
+        place = next(index for index, operand in enumerate(ins.operands[1:]) if isinstance(operand, Immediate))
+        pairs.insert(place, constant(e, "u32", ins.low >> 32))
+    return pairs
 
 
 def half_pair(e: Emitter, operand: Operand) -> str:
@@ -251,15 +256,27 @@ def pack_bytes(e: Emitter, ins: SassInstruction) -> None:
 @op(r"F2FP.F16.(E4M3|E5M2).UNPACK_B", r"F2FP.BF16.E4M3.UNPACK_B", batch=True)
 def unpack_bytes(e: Emitter, ins: SassInstruction) -> None:
     """Emit a conversion of two 8-bit floats, of the lower half or the upper (H1), to f16 or bf16. bf16 has two scales, which must be 1."""
-    operand, *scales = ins.operands[1:]
-    assert isinstance(operand, Register)
+    scales = list(ins.operands[2:])
     if scales not in ([], [Immediate(_SCALES_OF_1, ("H0",))]):
         raise Unsupported(f"scales {scales}")
-    value = source(e, operand, "u32")
-    if operand.suffixes == ("H1",):
-        value = f"({value} >> {constant(e, 'u32', 16)})"
     narrow = e.constants.thing(np.dtype("u2"))
-    assign(e, ins.operands[0], "u32", f"fp8x2_to_{ins.modifiers[0].lower()}x2({value}.astype({narrow}), {ins.modifiers[1].lower()!r})")
+    pairs = f"{_byte_pair(e, ins)}.astype({narrow})"
+    assign(e, ins.operands[0], "u32", f"fp8x2_to_{ins.modifiers[0].lower()}x2({pairs}, {ins.modifiers[1].lower()!r})")
+
+
+def _byte_pair(e: Emitter, ins: SassInstruction) -> str:
+    """Return the half of the first source that an UNPACK_B converts, below other bits."""
+    operand = ins.operands[1]
+    assert isinstance(operand, Register)
+    value = source(e, operand, "u32")
+    return f"({value} >> {constant(e, 'u32', 16)})" if operand.suffixes == ("H1",) else value
+
+
+@op(r"F2FP.BF16.E8.UNPACK_B", batch=True)
+def unpack_scales(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a conversion of two powers of two (ue8m0), of the lower half or the upper (H1), to bf16."""
+    narrow = e.constants.thing(np.dtype("u2"))
+    assign(e, ins.operands[0], "u32", f"ue8m0x2_to_bf16x2({_byte_pair(e, ins)}.astype({narrow}))")
 
 
 @op(r"HADD2.F32", batch=True)

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...ops.paged_cache import columns_of, dtypes_of
 from ...spec.arch import Arch
 from ...spec.cache_format import LATENT, CacheFormat
-from ...spec.cache_rows import CACHED, CacheRowsConfig, config_of, rotary_columns
+from ...spec.cache_rows import CACHED, KNOWN, CacheRowsConfig, config_of
 from ...spec.mla import ceil_div
 from .base import DTYPES, TAGS, BaseCase, Tags
 from .far import FAR_ELEMENTS, far_tensor, reserve
@@ -58,7 +58,7 @@ class PagedCacheCase(BaseCase):
     @property
     def kv_format(self) -> str | None:
         """Return the argument that names the format, None where dtype and bytes of a token decide."""
-        return self.cache if self.format.quantised and not rotary_columns(self.format) else None
+        return named_format(self.format)
 
     @property
     def keys(self) -> int:
@@ -73,6 +73,11 @@ class PagedCacheCase(BaseCase):
     def problem(self, arch: Arch) -> CacheProblem:
         """Return the properties of the call that select the kernel."""
         return CacheProblem(config_of(self.format, self.dtype))
+
+
+def named_format(layout: CacheFormat) -> str | None:
+    """Return the argument that names a format, None where dtype and bytes of a token decide."""
+    return layout.name if [columns_of(known) for known in KNOWN.values()].count(columns_of(layout)) > 1 else None
 
 
 def allocate_cache(case: PagedCacheCase, device: torch.device) -> Tensor:

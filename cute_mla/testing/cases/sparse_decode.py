@@ -17,10 +17,10 @@ from torch import Tensor
 
 from ...cache import empty_cache, quantise_cache
 from ...spec.arch import Arch
-from ...spec.cache_format import FORMATS, CacheFormat
+from ...spec.cache_format import FORMATS, FP8_584, CacheFormat
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_ROPE, ceil_div
-from ...spec.sparse_decode import QUERY_AND_CACHE, SparseDecodeProblem
+from ...spec.sparse_decode import QUERY_AND_CACHE, SparseDecodeProblem, serving_kernels
 from ...spec.split_plan import TILE_KEYS
 from . import sparse_indices
 from .base import DTYPES, TAGS, DecodeCase, Tags, Values
@@ -46,6 +46,7 @@ _NAN_BYTE = 0xFF
 
 SparseValues = Literal[Values, "spread", "coherent"]
 SparseCacheLayout = Literal["packed", "tight", "layers", "padded_rows", "far", "far_rows"]
+ROWS_APART = ("padded_rows", "far_rows")  # layouts of formats whose scales lie beside the row
 
 
 class Pool(NamedTuple):
@@ -74,15 +75,16 @@ SMALL_POOL = Pool(512, 64)
 class SparseDecodeCase(DecodeCase):
     """One call of sparse decode.
 
-    cache: the name of a CacheFormat. main, extra: the first and the second cache.
+    cache: the name of the first cache's CacheFormat; extra_cache: of the second one's, "": the same. main, extra: the first and the second
+        cache.
     values: as in DenseDecodeCase, along the keys of a request; indices of ORDERED values ascend;
         "spread": groups of columns of very different magnitudes; "coherent": all terms of a score have one sign, and bf16 would
         round every scale of fp8_656 down, so that lse shows whether a kernel keeps scales in fp32.
-    power_of_two: scales of fp8_656 are powers of two. Scales of fp8_584 always are.
+    power_of_two: scales of fp8_656 and nope_528 are powers of two. Those of fp8_584, v41 and v41_paged always are.
     cache_layout: "packed": pages of fp8_584 end at multiples of 576 bytes, other pages have no padding; "tight": pages of fp8_584
         without padding; "layers": one layer of a cache that packs three layers in a block; "padded_rows": rows further apart than
-        their length, not for fp8_584; "far": the last page begins beyond 2^32 bytes; "far_rows": the last row of every page does,
-        not for fp8_584.
+        their length; "far": the last page begins beyond 2^32 bytes; "far_rows": the last row of every page does. The last two and
+        "padded_rows" are not for formats whose scales lie behind all rows of a page: such a cache is "packed" instead if it is one of two.
     indices: as in draw_key_positions, with invalid values of every kind. index_layout: as in lay_out_indices.
     sinks: as in draw_sinks.
     """
@@ -97,6 +99,7 @@ class SparseDecodeCase(DecodeCase):
     }
 
     cache: str = "fp8_656"
+    extra_cache: str = ""
     main: Pool = SMALL_POOL
     extra: Pool | None = None
     values: SparseValues = "normal"
@@ -112,14 +115,26 @@ class SparseDecodeCase(DecodeCase):
         for pool in self.pools:
             if isinstance(pool.lengths, tuple) and len(pool.lengths) != self.batch:
                 raise ValueError(f"lengths: got {len(pool.lengths)} for a batch of {self.batch}")
-        pages = self.cache == "fp8_584"
-        if (self.cache_layout == "tight" and not pages) or (self.cache_layout in ("padded_rows", "far_rows") and pages):
+        if serving_kernels(self.format, self.extra_format) is None or (self.extra_cache and self.extra is None):
+            raise ValueError(f"extra_cache is {self.extra_cache!r} with {self.cache} and extra {self.extra}; supported: formats that fit")
+        rows_apart = [cache for cache in (self.format, self.extra_format) if cache.scales_inside]
+        if (self.cache_layout == "tight" and self.cache != "fp8_584") or (self.cache_layout in ROWS_APART and not rows_apart):
             raise ValueError(f"cache_layout {self.cache_layout!r} is not one of {self.cache}")
 
     @property
     def format(self) -> CacheFormat:
-        """Return the format of both caches."""
+        """Return the format of the first cache."""
         return FORMATS[self.cache]
+
+    @property
+    def extra_format(self) -> CacheFormat:
+        """Return the format of the second cache, if there is one."""
+        return FORMATS[self.extra_cache or self.cache]
+
+    @property
+    def kernels(self) -> str:
+        """Return the name of the kernels that serve both formats."""
+        return serving_kernels(self.format, self.extra_format) or ""
 
     @property
     def pools(self) -> tuple[Pool, ...]:
@@ -130,7 +145,8 @@ class SparseDecodeCase(DecodeCase):
     def shape_id(self) -> str:
         """Return the first part of the id."""
         pools = "x".join(pool.id for pool in self.pools)
-        return f"{self.dtype}-{self.cache}-b{self.batch}-q{self.s_q}-{pools}-h{self.h_q}"
+        caches = "x".join(filter(None, (self.cache, self.extra_cache)))
+        return f"{self.dtype}-{caches}-b{self.batch}-q{self.s_q}-{pools}-h{self.h_q}"
 
     @property
     def d_qk(self) -> int:
@@ -161,7 +177,7 @@ class SparseDecodeCase(DecodeCase):
         return SparseDecodeProblem(
             arch=arch,
             dtype=self.dtype,
-            cache=self.cache,
+            cache=self.kernels,
             batch=self.batch,
             s_q=self.s_q,
             h_q=self.h_q,
@@ -200,7 +216,7 @@ class SparseDecodeTensors:
 def make_sparse_decode_tensors(case: SparseDecodeCase, device: str | torch.device = "cpu") -> SparseDecodeTensors:
     """Make the operands of a case: equal for equal cases, and on every device if none exceeds 2^25 elements."""
     device = torch.device(device)
-    k_cache, indices, topk_length = _pool(case, 0, case.main, device)
+    k_cache, indices, topk_length = _pool(case, 0, case.main, case.format, device)
     tensors = SparseDecodeTensors(
         q=_q(case, device),
         k_cache=k_cache,
@@ -210,7 +226,7 @@ def make_sparse_decode_tensors(case: SparseDecodeCase, device: str | torch.devic
         output_buffers=allocate_output_buffers(case, device, {"lse": Fp32Result((case.batch, case.h_q, case.s_q), 1, 1)}),
     )
     if case.extra is not None:
-        k_cache, indices, topk_length = _pool(case, 1, case.extra, device)
+        k_cache, indices, topk_length = _pool(case, 1, case.extra, case.extra_format, device)
         tensors = replace(tensors, extra_k_cache=k_cache, extra_indices=indices, extra_topk_length=topk_length)
     return tensors
 
@@ -223,7 +239,9 @@ def _q(case: SparseDecodeCase, device: torch.device) -> Tensor:
     return q.copy_(values)
 
 
-def _pool(case: SparseDecodeCase, number: int, pool: Pool, device: torch.device) -> tuple[Tensor, Tensor, Tensor | None]:
+def _pool(
+    case: SparseDecodeCase, number: int, pool: Pool, layout: CacheFormat, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """Make a cache with the keys that used indices name, the indices, and the topk_length argument."""
     pages_each = ceil_div(pool.s_k, pool.page_size)
     pages = case.batch * pages_each + SPARE_PAGES
@@ -232,17 +250,17 @@ def _pool(case: SparseDecodeCase, number: int, pool: Pool, device: torch.device)
     own.insert(0, own.pop(own.index(pages - 1)))  # use the last page, which may lie far away, first
     pages_of = torch.tensor(own[: case.batch * pages_each]).view(case.batch, pages_each)
     indices = torch.empty(case.batch, case.s_q, pool.topk, dtype=torch.int32)
-    storage = _cache_storage(case, pool, pages, device)
+    storage = _cache_storage(case, pool, layout, pages, device)
     generator = generator_for(case, case.batch * pool.s_k * case.d_qk, device, 10 * (number + 1) + 1)
     for request, count in enumerate(case.counts[number]):
         positions = torch.stack([_positions(case, request * case.s_q + token, pool, draw) for token in range(case.s_q)])
         indices[request] = sparse_indices.encode_indices(positions, _slots(pages_of[request], pool), _invalid(pages * pool.page_size))
         named = positions[:, :count]
-        keys = _request_keys(case, pool, pages_each, generator)
+        keys = _request_keys(case, pool, layout, pages_each, generator)
         unreferenced = torch.ones(len(keys), dtype=torch.bool, device=keys.device)
         unreferenced[named[named >= 0].to(keys.device)] = False
         keys[unreferenced] = float("nan")
-        storage[pages_of[request].to(device)] = _encoded(case, keys.view(pages_each, pool.page_size, 1, case.d_qk)).to(device)
+        storage[pages_of[request].to(device)] = _encoded(case, layout, keys.view(pages_each, pool.page_size, 1, case.d_qk)).to(device)
     cache = storage if case.format.quantised else storage.view(DTYPES[case.dtype])
     lengths = case.topk_lengths[number]
     topk_length = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=device)
@@ -265,15 +283,15 @@ def _slots(pages: Tensor, pool: Pool) -> Tensor:
     return (pages[:, None] * pool.page_size + torch.arange(pool.page_size)).flatten()
 
 
-def _request_keys(case: SparseDecodeCase, pool: Pool, pages: int, generator: torch.Generator) -> Tensor:
+def _request_keys(case: SparseDecodeCase, pool: Pool, layout: CacheFormat, pages: int, generator: torch.Generator) -> Tensor:
     """Draw the keys of a request, fp32 [pages * page size, d_qk]; keys past its end become NaN later, since no index names them."""
     keys = normal_values((pages * pool.page_size, case.d_qk), generator)
-    narrow = case.d_qk - D_ROPE
+    narrow = layout.quantised or case.d_qk - D_ROPE
     if case.values == "spread":
         exponents = torch.randn(len(keys), narrow // 64, generator=generator, device=keys.device).mul_(1.5).clamp_(-6, 4)
         keys[:, :narrow] *= exponents.exp2().repeat_interleave(64, dim=1)
     elif case.values == "coherent":
-        keys[:, :narrow] = _coherent_columns(len(keys), case.format, generator)
+        keys[:, :narrow] = _coherent_columns(len(keys), layout, generator)
     elif case.values in RAMPED:
         ramp_keys(case.values, keys, pool.s_k, generator)
     return keys
@@ -291,21 +309,22 @@ def _coherent_columns(keys: int, layout: CacheFormat, generator: torch.Generator
     return (columns * (448 / 512 * (1 + (fraction + 0.45) / 128))).flatten(1)
 
 
-def _encoded(case: SparseDecodeCase, keys: Tensor) -> Tensor:
+def _encoded(case: SparseDecodeCase, layout: CacheFormat, keys: Tensor) -> Tensor:
     """Encode fp32 keys [pages, page, 1, d_qk] as uint8 [pages, page, 1, bytes per token]; NaN stays NaN."""
-    if not case.format.quantised:
+    if not layout.quantised:
         return keys.to(DTYPES[case.dtype]).view(torch.uint8)
-    out = empty_cache(case.cache, *keys.shape[:2], fill=_NAN_BYTE).to(keys.device)
-    return quantise_cache(keys, case.cache, power_of_two=case.power_of_two, out=out)
+    out = empty_cache(layout.name, *keys.shape[:2], fill=_NAN_BYTE).to(keys.device)
+    return quantise_cache(keys, layout.name, power_of_two=case.power_of_two and layout.scale == "fp32", out=out)
 
 
-def _cache_storage(case: SparseDecodeCase, pool: Pool, pages: int, device: torch.device) -> Tensor:
+def _cache_storage(case: SparseDecodeCase, pool: Pool, layout: CacheFormat, pages: int, device: torch.device) -> Tensor:
     """Allocate uint8 [pages, page, 1, bytes per token] in its layout, with 0xFF in it and, in all layouts but the far ones, around it."""
-    token, page = case.format.page_bytes(1), case.format.page_bytes(pool.page_size)
-    padded = case.cache == "fp8_584" and case.cache_layout != "tight"
+    token, page = layout.page_bytes(1), layout.page_bytes(pool.page_size)
+    padded = layout is FP8_584 and case.cache_layout != "tight"
+    cache_layout = case.cache_layout if layout.scales_inside or case.cache_layout not in ROWS_APART else "packed"
     row, offset, span = token, 0, 0
     stride = ceil_div(page, V4_PAGE_MULTIPLE) * V4_PAGE_MULTIPLE if padded else page
-    match case.cache_layout:
+    match cache_layout:
         case "layers":
             offset, stride = stride, 3 * stride
         case "padded_rows":
@@ -318,7 +337,7 @@ def _cache_storage(case: SparseDecodeCase, pool: Pool, pages: int, device: torch
             stride, span = token, (pool.page_size - 1) * row + pages * token
         case _:
             pass
-    if case.cache_layout in ("far", "far_rows"):
+    if cache_layout in ("far", "far_rows"):
         storage = reserve(span or pages * stride, device)
         return storage.as_strided((pages, pool.page_size, 1, token), (stride, row, row, 1)).fill_(_NAN_BYTE)
     storage = torch.full((pages * stride,), _NAN_BYTE, dtype=torch.uint8, device=device)

@@ -11,7 +11,9 @@ from ... import reference
 from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ...cache import dequantise_cache
 from ...reference import IndexedCache
+from ...spec.cache_format import CacheFormat
 from ..cases.base import DTYPES
+from ..cases.paged_cache import named_format
 from ..cases.sparse_decode import SparseDecodeCase, SparseDecodeTensors, make_sparse_decode_tensors
 from .decode import Plan, decode_arguments
 from .operation import Operation, Result, empty_lse
@@ -29,6 +31,8 @@ def _arguments(case: SparseDecodeCase, tensors: SparseDecodeTensors, workspace: 
         "extra_indices_in_kvcache": tensors.extra_indices,
         "topk_length": tensors.topk_length,
         "extra_topk_length": tensors.extra_topk_length,
+        "kv_format": named_format(case.format),
+        "extra_kv_format": None if case.extra is None else named_format(case.extra_format),
     }
 
 
@@ -55,15 +59,17 @@ def _workspace_bytes(case: SparseDecodeCase, tensors: SparseDecodeTensors) -> in
 
 
 def _reference(case: SparseDecodeCase, tensors: SparseDecodeTensors) -> Result:
-    caches = [IndexedCache(_dequantise(case, tensors.k_cache), tensors.indices, tensors.topk_length)]
+    caches = [IndexedCache(_dequantise(case, case.format, tensors.k_cache), tensors.indices, tensors.topk_length)]
     if tensors.extra_k_cache is not None and tensors.extra_indices is not None:
-        caches.append(IndexedCache(_dequantise(case, tensors.extra_k_cache), tensors.extra_indices, tensors.extra_topk_length))
+        caches.append(
+            IndexedCache(_dequantise(case, case.extra_format, tensors.extra_k_cache), tensors.extra_indices, tensors.extra_topk_length)
+        )
     return reference.sparse_decode(tensors.q, caches, case.softmax_scale, tensors.attn_sink, empty_lse(case))
 
 
-def _dequantise(case: SparseDecodeCase, cache: Tensor) -> Tensor:
+def _dequantise(case: SparseDecodeCase, layout: CacheFormat, cache: Tensor) -> Tensor:
     """Return the keys of all slots, fp32 [slots, d_qk]: scale times value, rounded once, as the kernels' contract has it."""
-    return dequantise_cache(cache, case.cache).to(DTYPES[case.dtype]).float().flatten(0, 2)
+    return dequantise_cache(cache, layout.name).to(DTYPES[case.dtype]).float().flatten(0, 2)
 
 
 SPARSE_DECODE = Operation(

@@ -7,10 +7,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from ...spec.sparse_decode import QUERY_AND_CACHE
+from ...spec.cache_format import FORMATS
+from ...spec.sparse_decode import KERNELS, QUERY_AND_CACHE
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..cases.far import FAR_DIMENSIONS
-from ..cases.sparse_decode import Pool, SparseDecodeCase
+from ..cases.sparse_decode import ROWS_APART, Pool, SparseDecodeCase
 from ..cases.tensors import ORDERED
 from .cover import Choice, Factors, cover, ramps
 from .entries import OpSuites, SimulatorReduction
@@ -51,12 +52,32 @@ _FACTORS: Factors = {
 }
 _PAGES_OF_584 = ("packed", "layers", "tight", "far")
 
+# Caches of two formats: tiles of the first one alone, of both, and of the second one alone
+_TWO_FORMATS = (
+    (2, 2, 2, Pool(140, 130, 62), Pool(150, 140, 16)),
+    (2, 1, 4, Pool(200, 150, 64, (150, 64)), Pool(400, 330, 61, (330, 3))),
+    *_FACTORS["pools"][2:],
+)
 
-def _small(dtype: str, cache: str, choice: Choice) -> SparseDecodeCase | None:
+# By the name of the kernels: formats of the first and of the second cache, one of the latter for every case that has one
+_CACHES: dict[str, tuple[tuple[str, str], ...]] = {
+    "v41": (("v41", ""), ("v41_paged", ""), ("v41", "v41_paged"), ("v41_paged", "v41")),
+    "v41_fp4": (("v41", "v41_fp4"), ("v41_paged", "v41_fp4")),
+}
+_CALLS = (*((dtype, cache, "") for dtype, cache in QUERY_AND_CACHE), ("bf16", "v41", "v41_fp4"))  # of the full suite
+_FP32_SCALES = ("fp8_656", "nope_528")
+
+
+def _small(dtype: str, kernels: str, choice: Choice) -> SparseDecodeCase | None:
     """Return the small case with these features; None if the values are not possible together."""
     rest = {name: choice[name] for name in _FACTORS if name not in ("pools", "values")}
     values, scale = choice["values"]
     batch, s_q, sms, main, extra = choice["pools"]
+    cache, extra_cache = choice.get("caches", (kernels, ""))
+    if extra_cache and extra is None:
+        return None
+    if choice["cache_layout"] in ROWS_APART and not any(FORMATS[name or cache].scales_inside for name in (cache, extra_cache)):
+        return None
     layouts = (choice["q_layout"], choice["outputs"], choice["index_layout"])
     if (choice["elements"] and "odd" not in layouts[:2]) or (s_q == 1 and "far_tokens" in layouts):
         return None
@@ -70,32 +91,38 @@ def _small(dtype: str, cache: str, choice: Choice) -> SparseDecodeCase | None:
         return None  # nothing would be cut
     many = choice["indices"] == "valid" and main.lengths is None  # no token has few keys: see _exact_scales
     return SparseDecodeCase(
-        dtype, cache=cache, batch=batch, s_q=s_q, h_q=choice["h_q"], main=main, extra=extra, values=values, softmax_scale=scale,
-        power_of_two=cache == "fp8_656" and not many, sm_count=2 * sms * s_q, **rest,
+        dtype, cache=cache, extra_cache=extra_cache, batch=batch, s_q=s_q, h_q=choice["h_q"], main=main, extra=extra, values=values,
+        softmax_scale=scale, power_of_two=cache in _FP32_SCALES and not many, sm_count=2 * sms * s_q, **rest,
     )  # fmt: skip
 
 
 def _covers() -> Iterator[SparseDecodeCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
-    for (dtype, cache), two, elements in product(QUERY_AND_CACHE, (False, True), (False, True)):
+    for (dtype, kernels), two, elements in product(KERNELS, (False, True), (False, True)):
         if elements and two:
             continue  # one variant serves all numbers of heads
+        caches = _CACHES.get(kernels, ((kernels, ""),))
         factors: Factors = {**_FACTORS, "h_q": (68, 92, 96, 128) if two else (3, 12, 64), "elements": (elements,)}
-        if cache == "fp8_584":
+        if len(caches) > 1:
+            factors = {**factors, "caches": caches}
+        if kernels == "fp8_584":
             factors = {**factors, "cache_layout": _PAGES_OF_584}
+        if kernels == "v41_fp4":
+            factors = {**factors, "pools": _TWO_FORMATS}
         if elements:
             factors = {**factors, "q_layout": ("odd", *FAR_DIMENSIONS), "outputs": ("odd", "strided", *FAR_DIMENSIONS)}
         if two:
             factors = {**factors, "q_layout": ("packed", "far_heads"), "outputs": ("given", "strided", "far_heads")}
-        yield from cover(f"{dtype} {cache} {two} {elements}", factors, partial(_small, dtype, cache), seen)
+        yield from cover(f"{dtype} {kernels} {two} {elements}", factors, partial(_small, dtype, kernels), seen)
+        cache, extra_cache = caches[-1]
         yield SparseDecodeCase(  # a case of its own, since tokens without keys hide all other features
-            dtype, cache=cache, batch=2, h_q=66 if two else 7, main=Pool(100, 65), extra=Pool(64, 70, 2), indices="none", sinks="infinite",
-            q_layout="odd" if elements else "packed", empty_lse=_MINUS_INF, sm_count=2,
+            dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=66 if two else 7, main=Pool(100, 65), extra=Pool(64, 70, 2),
+            indices="none", sinks="infinite", q_layout="odd" if elements else "packed", empty_lse=_MINUS_INF, sm_count=2,
         )  # fmt: skip
         yield SparseDecodeCase(  # results are undefined, but the call keeps to its operands
-            dtype, cache=cache, batch=2, h_q=66 if two else 7, main=Pool(100, 66, 64, (66, 3)), metadata="overwritten",
-            outputs="odd" if elements else "given", sm_count=12,
+            dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=66 if two else 7, main=Pool(100, 66, 64, (66, 3)),
+            extra=Pool(64, 70, 2) if extra_cache else None, metadata="overwritten", outputs="odd" if elements else "given", sm_count=12,
         )  # fmt: skip
 
 
@@ -136,12 +163,13 @@ SMOKE: tuple[SparseDecodeCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()])
 def grid() -> Iterator[SparseDecodeCase]:
     """Yield FlashMLA's sparse-decode grid: every pair of caches and every single cache, plain and with all options.
 
-    The 16-bit cache, which FlashMLA does not support, has the part of the grid with one cache.
+    The 16-bit cache, which FlashMLA does not support, has the part of the grid with one cache; two formats have that with two.
     """
     shapes = list(product(GRID_BATCH, GRID_S_Q, GRID_H_Q))
-    for (dtype, cache), (batch, s_q, h_q), main in product(QUERY_AND_CACHE, shapes, GRID_POOLS):
-        for extra in (None,) if cache == "latent" else (None, *GRID_POOLS):
-            plain = SparseDecodeCase(dtype, cache=cache, batch=batch, s_q=s_q, h_q=h_q, main=main, extra=extra)
+    for (dtype, cache, extra_cache), (batch, s_q, h_q), main in product(_CALLS, shapes, GRID_POOLS):
+        seconds = GRID_POOLS if extra_cache else (None,) if cache == "latent" else (None, *GRID_POOLS)
+        for extra in seconds:
+            plain = SparseDecodeCase(dtype, cache=cache, extra_cache=extra_cache, batch=batch, s_q=s_q, h_q=h_q, main=main, extra=extra)
             yield plain
             yield _with_all_options(plain)
 
@@ -153,26 +181,29 @@ def _with_all_options(case: SparseDecodeCase) -> SparseDecodeCase:
 
 
 def _exact_scales(case: SparseDecodeCase) -> SparseDecodeCase:
-    """Return the case with power-of-two scales of fp8_656, for cases whose tokens may have a single key.
+    """Return the case with power-of-two scales where they are fp32, for cases whose tokens may have a single key.
 
     The lse of such a token is a score near 0. FlashMLA's bound for lse is almost purely relative; it holds if value times scale is exact in
     bf16, which the scales of FlashMLA's quantiser ensure.
     """
-    return replace(case, power_of_two=case.cache == "fp8_656")
+    return replace(case, power_of_two=case.cache in _FP32_SCALES)
 
 
 def corner_cases() -> Iterator[SparseDecodeCase]:
     """Yield FlashMLA's corner cases, and numbers of heads and indices that FlashMLA rejects, in every format."""
-    for dtype, cache in QUERY_AND_CACHE:
-        case = SparseDecodeCase(dtype, cache=cache, batch=4, s_q=2, h_q=64, main=Pool(512, 128, 64))
+    for dtype, cache, extra_cache in _CALLS:
         extra = Pool(300, 70, 61)
-        yield from (replace(case, indices="none", extra=second, sinks=sinks) for second in (None, extra) for sinks in ("none", "infinite"))
+        alone = SparseDecodeCase(dtype, cache=cache, batch=4, s_q=2, h_q=64, main=Pool(512, 128, 64))
+        case = replace(alone, extra=extra, extra_cache=extra_cache)
+        cases = (case,) if extra_cache else (alone, case)
+        yield from (replace(each, indices="none", sinks=sinks) for each in cases for sinks in ("none", "infinite"))
         zeros, extra_zeros = case.main._replace(lengths="zeros"), extra._replace(lengths="zeros")
-        yield from (_exact_scales(replace(case, main=zeros, extra=second)) for second in (None, extra_zeros))
-        yield replace(case, extra=extra, cache_layout="layers", q_layout="sliced", index_layout="odd", outputs="strided")
-        yield from (replace(case, h_q=h_q, main=Pool(100, 65), indices="mixed", sinks="drawn") for h_q in HEADS)
-        yield from (replace(case, h_q=16, main=Pool(2046, topk, 2)) for topk in TOPKS if topk > 1)
-        yield _exact_scales(replace(case, h_q=16, main=Pool(2046, 1, 2)))
+        yield from (_exact_scales(replace(each, main=zeros, extra=each.extra and extra_zeros)) for each in cases)
+        yield replace(case, cache_layout="layers", q_layout="sliced", index_layout="odd", outputs="strided")
+        least = cases[0]
+        yield from (replace(least, h_q=h_q, main=Pool(100, 65), indices="mixed", sinks="drawn") for h_q in HEADS)
+        yield from (replace(least, h_q=16, main=Pool(2046, topk, 2)) for topk in TOPKS if topk > 1)
+        yield _exact_scales(replace(least, h_q=16, main=Pool(2046, 1, 2)))
 
 
 # Long cases of 4,096 keys: in one and in two caches, with one and with several query tokens.
@@ -199,7 +230,7 @@ def _runs_whole(case: SparseDecodeCase) -> bool:
 
 
 def _factors(case: SparseDecodeCase) -> tuple[Hashable, ...]:
-    kind, main = (case.dtype, case.cache), case.main._replace(lengths=None)
+    kind, main = (case.dtype, case.cache, case.extra_cache), case.main._replace(lengths=None)
     extra = None if case.extra is None else case.extra._replace(lengths=None)
     return kind, case.batch, case.s_q, case.h_q, main, extra, case.sinks
 

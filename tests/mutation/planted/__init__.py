@@ -19,7 +19,9 @@ from tests.mutation.planted import (
     dense_prefill_sm100,
     kv_cache,
     sparse_decode_sm90,
+    sparse_decode_sm90_528,
     sparse_decode_sm100,
+    sparse_decode_sm100_528,
     sparse_prefill_sm90,
     sparse_prefill_sm100,
 )
@@ -39,7 +41,9 @@ MODULES = (
     dense_prefill_sm90,
     dense_prefill_sm100,
     sparse_decode_sm90,
+    sparse_decode_sm90_528,
     sparse_decode_sm100,
+    sparse_decode_sm100_528,
     sparse_prefill_sm90,
     sparse_prefill_sm100,
 )

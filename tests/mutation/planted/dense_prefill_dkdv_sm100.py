@@ -2,21 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from cute_mla.spec.arch import SM100
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
 from tests.mutation.planted import patterns as ptx
+from tests.mutation.planted.cases_dkdv import ELEMENTS, FULL, HEADS, SAID, WALK
 from tests.mutation.planting import Suite, alone, each, planted, together
-
-# One CTA walks items of four row tiles, of two and of none, more than there are stages; keys that no row sees.
-WALK = DensePrefillBackwardCase(
-    lengths=((130, 200), (0, 40), (5, 0), (64, 257), (3, 65)), group=2, causal=True, outputs="given", sm_count=1
-)
-FULL = replace(WALK, causal=False)
-SAID = replace(WALK, lengths=((150, 70), (3, 65)), longest=128)
-HEADS = replace(WALK, lengths=((70, 70), (3, 65)), h_kv=2, sm_count=4)  # a CTA for every item
-ELEMENTS = replace(WALK, outputs="odd")
 
 # In the order of the PTX. None: a wait that survivors.toml explains.
 WAITS: tuple[str | None, ...] = (
@@ -33,9 +22,7 @@ ARRIVALS = (
 )  # fmt: skip
 MASKS = r"selp\.f32 (\s*(%r\d+)), 0f00000000, \2, %p\d+;"
 EXPONENTS = r"fma\.rn\.f32x2 (\s*%rd\d+), (%rd\d+), %rd4, (%rd\d+);"
-BOXES = r"mov\.b32 (\s*%r\d+), {};(?=(?:[^;]*;){{0,2}}?\s*cp\.async\.bulk\.tensor)"  # first column of a box
 POSTED = r"st\.shared\.v2\.b32 (\s*\[[^]]*\]), \{(%r\d+|1), (%r\d+)\};"  # more, keys; KV head, first key; tiles, hidden rows
-PAIRS = r"(cvt\.rn\.bf16x2\.f32 \s*%r\d+), (%r\d+), (%r\d+);"
 
 SUITE = Suite(
     SM100,
@@ -67,7 +54,7 @@ SUITE = Suite(
         planted(
             "dS not multiplied by P", WALK, r"mul\.rn\.f32x2 (\s*%rd\d+), %rd\d+, (%rd\d+);", r"mov.b64 \1, \2;", alone(0, 23), count=24
         ),
-        planted("halves of a pair exchanged", WALK, PAIRS, r"\1, \3, \2;", alone(0, 16, 24, 40)),
+        planted("halves of a pair exchanged", WALK, ptx.PAIRS, r"\1, \3, \2;", alone(0, 16, 24, 40)),
         planted("dK not scaled", WALK, r"ld\.param\.b32 (\s*%r\d+), \[\w+_param_13\];", r"mov.b32 \1, 0x3F800000;"),
         planted(
             "dV not zero where no row sees", WALK, r"selp\.f32 (\s*%r\d+), (%r\d+), 0f00000000, %p\d+;", r"mov.b32 \1, \2;", alone(0, -1)
@@ -86,7 +73,7 @@ SUITE = Suite(
         planted(
             "S or dP begins with what was there",
             WALK,
-            r"mov\.pred (\s*%p\d+), 0;(?=\s*mov\.b32 \s*%r\d+, \d+;\s*tcgen05\.mma)",
+            ptx.FRESH_PRODUCTS,
             r"mov.pred \1, -1;",
             each,
             count=2,
@@ -114,7 +101,10 @@ SUITE = Suite(
         ),
         planted("statistics of delta for lse", WALK, r"(ld\.shared\.b64 \s*%rd5, \[%r37\+)229760\];", r"\g<1>229376];", count=1),
         planted("statistics of the rows before", WALK, r"(ld\.shared\.v2\.b32 \s*[^;]*\[%r37\+)229504\];", r"\g<1>229376];", count=1),
-        *(planted(f"box of columns {column} from the first", WALK, BOXES.format(column), r"mov.b32 \1, 0;", each) for column in (64, 128)),
+        *(
+            planted(f"box of columns {column} from the first", WALK, ptx.BOXES.format(column), r"mov.b32 \1, 0;", each)
+            for column in (64, 128)
+        ),
         planted("rows past the end not cleared", FULL, ptx.ZERO_STORES, "", together),
         planted("one box of rows past the end not cleared", FULL, ptx.ZERO_STORES, "", alone(0, -1)),
         planted("rest of P over its beginning", WALK, r"(tcgen05\.st[^;\[]*\[)%r30\]", r"\g<1>%r10]", count=1),

@@ -32,7 +32,6 @@ INFINITE = r"selp\.f32 (\s*%r\d+), 0f7F800000, (%r\d+), %p\d+;"
 DELTAS = r"selp\.f32 (\s*(%r\d+)), 0f00000000, (?!\2)(%r\d+), %p\d+;"
 TAKEN = r"mov.b32 \1, \2;"
 STATISTICS = r"st\.shared\.b32 (\s*\[%r\d+)\+(\d+)\], (%r\d+);"  # lse and delta, of the first item and of the others
-BOXES = r"mov\.b32 (\s*%r\d+), {};(?=(?:[^;]*;){{0,2}}?\s*cp\.async\.bulk\.tensor)"  # first column of a box
 POSTED = r"st\.shared\.v4\.b32 (\s*\[[^]]*\]), \{(%r\d+), (%r\d+), (%r\d+), (%r\d+)\};"  # more, head, KV head, row; rows, key, keys, limit
 
 SUITE = Suite(
@@ -81,12 +80,12 @@ SUITE = Suite(
             alone(0, -1),
         ),
         planted("dQ not scaled", WALK, r"ld\.param\.b32 (\s*%r\d+), \[\w+_param_25\];", r"mov.b32 \1, 0x3F800000;"),
-        planted("halves of a pair exchanged", WALK, r"(cvt\.rn\.bf16x2\.f32 \s*%r\d+), (%r\d+), (%r\d+);", r"\1, \3, \2;", alone(0, -1)),
+        planted("halves of a pair exchanged", WALK, ptx.PAIRS, r"\1, \3, \2;", alone(0, -1)),
         planted("dQ begins with what was there", WALK, r"setp\.ne\.b32 (\s*%p\d+), %r2618, 0;(?=\s*shl)", r"mov.pred \1, -1;", count=1),
         planted(
             "S begins with what was there",
             WALK,
-            r"mov\.pred (\s*%p\d+), 0;(?=\s*mov\.b32 \s*%r\d+, \d+;\s*tcgen05\.mma)",
+            ptx.FRESH_PRODUCTS,
             r"mov.pred \1, -1;",
             each,
             count=2,
@@ -114,7 +113,10 @@ SUITE = Suite(
         planted(
             "a key too many", WALK, POSTED, r"{ .reg .b32 %one; add.s32 %one, \5, 1; st.shared.v4.b32 \1, {\2, \3, \4, %one}; }", alone(1)
         ),
-        *(planted(f"box of columns {column} from the first", WALK, BOXES.format(column), r"mov.b32 \1, 0;", each) for column in (64, 128)),
+        *(
+            planted(f"box of columns {column} from the first", WALK, ptx.BOXES.format(column), r"mov.b32 \1, 0;", each)
+            for column in (64, 128)
+        ),
         planted("keys past the end not cleared", WALK, ptx.ZERO_STORES, "", together, count=12),
         planted("first box of keys not cleared", WALK, ptx.ZERO_STORES, "", alone(0, 4, 8)),
         planted(

@@ -33,3 +33,7 @@ RUNNING_MAXIMUM = r"max\.f32 \s*(%r\d+), \1, (%r\d+);"
 LN_2 = "0f3F317218"
 LOG2_E = "0f3FB8AA3B"
 ONE = "0f3F800000"
+# No sum from before: the first product of a tile by a constant.
+FRESH_PRODUCTS = r"mov\.pred (\s*%p\d+), 0;(?=\s*mov\.b32 \s*%r\d+, \d+;\s*tcgen05\.mma)"
+BOXES = r"mov\.b32 (\s*%r\d+), {};(?=(?:[^;]*;){{0,2}}?\s*cp\.async\.bulk\.tensor)"  # first column of a box: to be formatted in
+PAIRS = r"(cvt\.rn\.bf16x2\.f32 \s*%r\d+), (%r\d+), (%r\d+);"

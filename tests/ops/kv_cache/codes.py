@@ -41,6 +41,38 @@ def power_of_two_scale(amax: float) -> int:
     return next(exponent for exponent in range(-20, 128) if math.ldexp(1, exponent) >= wanted)
 
 
+def fp32_groups(row: list[float], power_of_two: bool) -> bytes:
+    """Return the codes of 512 columns, then 4 fp32 scales, one per 128 columns."""
+    codes, scales = b"", b""
+    for group in range(4):
+        columns = row[128 * group : 128 * group + 128]
+        amax = max(map(abs, columns))
+        scale = math.ldexp(1, power_of_two_scale(amax)) if power_of_two else fp32(amax / 448)
+        codes += bytes(nearest_e4m3(fp32(value / scale)) for value in columns)
+        scales += struct.pack("<f", scale)
+    return codes + scales
+
+
+def e8m0_groups(row: list[float], groups: int, group: int) -> tuple[bytes, bytes]:
+    """Return the codes of the first groups x group columns, and an e8m0 scale per group."""
+    codes, scales = b"", b""
+    for first in range(0, groups * group, group):
+        columns = row[first : first + group]
+        exponent = power_of_two_scale(max(map(abs, columns)))
+        codes += bytes(nearest_e4m3(fp32(math.ldexp(value, -exponent))) for value in columns)
+        scales += bytes([exponent + 127])
+    return codes, scales
+
+
+def drawn_keys(pages: int, page_size: int, d_qk: int, group: int, seed: int) -> torch.Tensor:
+    """Return keys fp32 [pages, page_size, 1, d_qk] of all sizes: the columns of a group are of one size, and column 5 is 0."""
+    generator = torch.Generator().manual_seed(seed)
+    kv = torch.randn(pages, page_size, 1, d_qk, generator=generator)
+    kv *= torch.exp(3 * torch.randn(pages, page_size, 1, d_qk // group, generator=generator)).repeat_interleave(group, -1)
+    kv[..., 5] = 0
+    return kv
+
+
 def page_bytes(cache: torch.Tensor, page: int) -> bytes:
     """Return all bytes of a page, in the order of memory."""
     nbytes = cache.shape[1] * cache.shape[3]

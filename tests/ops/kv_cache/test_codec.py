@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_mla.cache import dequantise_cache, empty_cache, quantise_cache
-from tests.ops.kv_cache.codes import NAN, e4m3, fp32, nearest_e4m3, page_bytes, power_of_two_scale
+from tests.ops.kv_cache.codes import NAN, drawn_keys, e4m3, e8m0_groups, fp32, fp32_groups, nearest_e4m3, page_bytes
 
 COLUMNS = {"fp8_656": 576, "fp8_584": 512}
 GROUPS = {"fp8_656": (4, 128), "fp8_584": (7, 64)}
@@ -23,37 +23,22 @@ def bf16_bytes(value: float) -> bytes:
 
 def token_656(row: list[float], power_of_two: bool) -> bytes:
     """Return one token of 576 columns, as DeepSeek-V3.2 stores it."""
-    codes, scales = b"", b""
-    for group in range(4):
-        columns = row[128 * group : 128 * group + 128]
-        amax = max(map(abs, columns))
-        scale = math.ldexp(1, power_of_two_scale(amax)) if power_of_two else fp32(amax / 448)
-        codes += bytes(nearest_e4m3(fp32(value / scale)) for value in columns)
-        scales += struct.pack("<f", scale)
-    return codes + scales + b"".join(map(bf16_bytes, row[512:]))
+    return fp32_groups(row, power_of_two) + b"".join(map(bf16_bytes, row[512:]))
 
 
 def page_584(rows: list[list[float]]) -> bytes:
     """Return one page of tokens of 512 columns, as DeepSeek-V4 stores it: all data, then all scales, whose padding byte is 0."""
     data, scales = b"", b""
     for row in rows:
-        for group in range(7):
-            columns = row[64 * group : 64 * group + 64]
-            exponent = power_of_two_scale(max(map(abs, columns)))
-            data += bytes(nearest_e4m3(fp32(math.ldexp(value, -exponent))) for value in columns)
-            scales += bytes([exponent + 127])
-        data += b"".join(map(bf16_bytes, row[448:]))
-        scales += b"\0"
+        codes, token_scales = e8m0_groups(row, groups=7, group=64)
+        data += codes + b"".join(map(bf16_bytes, row[448:]))
+        scales += token_scales + b"\0"
     return data + scales
 
 
 def keys(pages: int, page_size: int, cache_format: str, seed: int = 0) -> torch.Tensor:
     """fp32 [pages, page_size, 1, d_qk]: columns of all sizes, so that every group's scale is another one."""
-    generator = torch.Generator().manual_seed(seed)
-    kv = torch.randn(pages, page_size, 1, COLUMNS[cache_format], generator=generator)
-    kv *= torch.exp(3 * torch.randn(pages, page_size, 1, COLUMNS[cache_format] // 32, generator=generator)).repeat_interleave(32, -1)
-    kv[..., 5] = 0
-    return kv
+    return drawn_keys(pages, page_size, COLUMNS[cache_format], 32, seed)
 
 
 @pytest.mark.parametrize("power_of_two", [False, True])

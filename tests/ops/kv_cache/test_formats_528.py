@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import struct
 
 import pytest
 import torch
 
 from cute_mla.cache import dequantise_cache, empty_cache, gather_kv_cache, quantise_cache, reorder_cache, write_kv_cache
 from cute_mla.spec.cache_format import FORMATS
-from tests.ops.kv_cache.codes import e4m3, fp32, nearest_e4m3, page_bytes, power_of_two_scale
+from tests.ops.kv_cache.codes import drawn_keys, e4m3, e8m0_groups, fp32, fp32_groups, nearest_e4m3, page_bytes
 
 NAMES = ("v41", "v41_paged", "nope_528", "v41_fp4")
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
@@ -18,34 +17,7 @@ E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 
 def keys(pages: int, page_size: int, seed: int = 0) -> torch.Tensor:
     """fp32 [pages, page_size, 1, 512]: columns of all sizes, so that every group's scale is another one."""
-    generator = torch.Generator().manual_seed(seed)
-    kv = torch.randn(pages, page_size, 1, 512, generator=generator)
-    kv *= torch.exp(3 * torch.randn(pages, page_size, 1, 32, generator=generator)).repeat_interleave(16, -1)
-    kv[..., 5] = 0
-    return kv
-
-
-def token_v41(row: list[float]) -> tuple[bytes, bytes]:
-    """Return the codes and the 16 scales of a token, as DeepSeek-V4.1 stores them."""
-    codes, scales = b"", b""
-    for group in range(16):
-        columns = row[32 * group : 32 * group + 32]
-        exponent = power_of_two_scale(max(map(abs, columns)))
-        codes += bytes(nearest_e4m3(fp32(math.ldexp(value, -exponent))) for value in columns)
-        scales += bytes([exponent + 127])
-    return codes, scales
-
-
-def token_nope(row: list[float], power_of_two: bool) -> bytes:
-    """Return one token of 512 columns with 4 fp32 scales."""
-    codes, scales = b"", b""
-    for group in range(4):
-        columns = row[128 * group : 128 * group + 128]
-        amax = max(map(abs, columns))
-        scale = math.ldexp(1, power_of_two_scale(amax)) if power_of_two else fp32(amax / 448)
-        codes += bytes(nearest_e4m3(fp32(value / scale)) for value in columns)
-        scales += struct.pack("<f", scale)
-    return codes + scales
+    return drawn_keys(pages, page_size, 512, 16, seed)
 
 
 def nearest_e2m1(value: float) -> int:
@@ -70,7 +42,9 @@ def test_v41_byte_by_byte() -> None:
     cache = quantise_cache(kv, "v41")
     assert (cache.shape, cache.dtype) == ((2, 3, 1, 528), torch.uint8)
     for page in range(2):
-        assert page_bytes(cache, page) == b"".join(b"".join(token_v41(kv[page, token, 0].tolist())) for token in range(3))
+        assert page_bytes(cache, page) == b"".join(
+            b"".join(e8m0_groups(kv[page, token, 0].tolist(), groups=16, group=32)) for token in range(3)
+        )
 
 
 def test_v41_paged_byte_by_byte() -> None:
@@ -78,7 +52,7 @@ def test_v41_paged_byte_by_byte() -> None:
     out = empty_cache("v41_paged", 2, 3, page_stride=3 * 528 + 64)
     assert quantise_cache(kv, "v41_paged", out=out) is out
     for page in range(2):
-        tokens = [token_v41(kv[page, token, 0].tolist()) for token in range(3)]
+        tokens = [e8m0_groups(kv[page, token, 0].tolist(), groups=16, group=32) for token in range(3)]
         assert page_bytes(out, page) == b"".join(codes for codes, _ in tokens) + b"".join(scales for _, scales in tokens)
 
 
@@ -87,7 +61,7 @@ def test_nope_528_byte_by_byte(power_of_two: bool) -> None:
     kv = keys(2, 3)
     cache = quantise_cache(kv, "nope_528", power_of_two=power_of_two)
     for page in range(2):
-        assert page_bytes(cache, page) == b"".join(token_nope(kv[page, token, 0].tolist(), power_of_two) for token in range(3))
+        assert page_bytes(cache, page) == b"".join(fp32_groups(kv[page, token, 0].tolist(), power_of_two) for token in range(3))
 
 
 def test_v41_fp4_byte_by_byte() -> None:
@@ -180,7 +154,7 @@ def test_what_is_refused() -> None:
         reorder_cache(cache, "v41", "nope_528")
     with pytest.raises(ValueError, match="cache_format is None; supported: v41, v41_paged"):
         reorder_cache(cache, None, "v41")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=r"out has shape .*; supported: that of cache"):
+    with pytest.raises(ValueError, match=r"out has shape .*; supported: as many pages and tokens as cache"):
         reorder_cache(cache, "v41", "v41_paged", out=empty_cache("v41_paged", 2, 1))
     with pytest.raises(ValueError, match="out shares memory with cache"):
         reorder_cache(cache, "v41", "v41_paged", out=cache)

@@ -10,6 +10,7 @@ import torch
 import cute_mla
 from cute_mla.cache import empty_cache
 from cute_mla.spec.cache_format import FORMATS
+from cute_mla.testing.cases.paged_cache import named_format
 
 
 @dataclass
@@ -32,8 +33,13 @@ class SparseCall:
         self.q = torch.zeros(self.batch, self.s_q, self.h_q, FORMATS[self.cache].d_qk, dtype=self.dtype)
         self.k_cache = self.make_cache(self.page_size)
         self.options: dict[str, Any] = {"indices": self.make_indices(self.topk), "is_fp8_kvcache": self.cache != "latent"}
+        name = named_format(FORMATS[self.cache])
+        if name is not None:
+            self.options["kv_format"] = name
         if self.extra_topk is not None:
             self.options["extra_k_cache"] = self.make_cache(self.extra_page_size)
+            if name is not None:
+                self.options["extra_kv_format"] = name
             self.options["extra_indices_in_kvcache"] = self.make_indices(self.extra_topk)
 
     def make_cache(self, page_size: int) -> torch.Tensor:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 import cute_mla
+from cute_mla.spec.sparse_decode import DECODED
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, SparseDecodeTensors, make_sparse_decode_tensors
 from cute_mla.testing.runner import call, schedules
 from tests.support.bench import Bench, Result, expect, identical
@@ -23,9 +24,9 @@ MIXED = SparseDecodeCase(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("cache", ["fp8_656", "fp8_584", "latent"])
-def test_every_schedule_gives_the_same_bits(bench: Bench, cache: str) -> None:
-    records = bench.judge(replace(MIXED, cache=cache), *schedules(4, 0))
+@pytest.mark.parametrize(("cache", "extra_cache"), [*((cache, "") for cache in DECODED), ("v41", "v41_fp4")], ids=[*DECODED, "v41_fp4"])
+def test_every_schedule_gives_the_same_bits(bench: Bench, cache: str, extra_cache: str) -> None:
+    records = bench.judge(replace(MIXED, cache=cache, extra_cache=extra_cache), *schedules(4, 0))
     assert len(records) == 4
 
 

@@ -14,13 +14,20 @@ import torch
 from torch import Tensor
 
 from cute_mla.cache import dequantise_cache, quantise_cache
+from cute_mla.ops.cache_codec import parts_of
+from cute_mla.spec.cache_format import CacheFormat
+from cute_mla.spec.sparse_decode import DECODED as CACHES
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, make_sparse_decode_tensors
 from cute_mla.testing.cases.sparse_indices import INT_MAX, INT_MIN
 from tests.support.bench import Bench, expect, identical
 
 FORMATS = pytest.mark.parametrize(("dtype", "cache"), QUERY_AND_CACHE)
-FP8 = pytest.mark.parametrize("cache", ["fp8_656", "fp8_584"])
+QUANTISED = [cache for cache, layout in CACHES.items() if layout.quantised]
+FP8 = pytest.mark.parametrize("cache", QUANTISED)
+PAIRS = pytest.mark.parametrize(
+    ("cache", "extra_cache"), [*((cache, "") for cache in QUANTISED), ("v41_paged", "v41_fp4")], ids=[*QUANTISED, "v41_fp4"]
+)
 
 SMALL = SparseDecodeCase(batch=2, s_q=2, h_q=5, main=Pool(150, 130, 61), sm_count=6)
 
@@ -75,9 +82,9 @@ def test_a_cache_without_pages_has_no_valid_index(bench: Bench, dtype: str, cach
 
 
 @pytest.mark.parametrize("invalid", [INT_MIN, -123456, -1, "slots", "slots + 1", 2_147_480_000, INT_MAX])
-@FP8
-def test_an_index_outside_the_slots_is_skipped(bench: Bench, cache: str, invalid: int | str) -> None:
-    case = replace(SMALL, cache=cache, main=Pool(150, 130, 8), extra=Pool(90, 70, 6))
+@PAIRS
+def test_an_index_outside_the_slots_is_skipped(bench: Bench, cache: str, extra_cache: str, invalid: int | str) -> None:
+    case = replace(SMALL, cache=cache, extra_cache=extra_cache, main=Pool(150, 130, 8), extra=Pool(90, 70, 6))
     tensors = make_sparse_decode_tensors(case)
     assert tensors.extra_indices is not None
     for indices, slots in ((tensors.indices, len(tensors.k_cache) * 8), (tensors.extra_indices, len(tensors.extra_k_cache) * 6)):  # type: ignore[arg-type]
@@ -105,30 +112,26 @@ def test_the_last_slot_is_one(bench: Bench, dtype: str, cache: str) -> None:
     expect(case, tensors, bench.run(case, tensors))
 
 
-def with_unnamed(cache: Tensor, cache_format: str, byte: int) -> Tensor:
+def with_unnamed(cache: Tensor, layout: CacheFormat, byte: int) -> Tensor:
     """Return a cache whose tokens that no index names, which are NaN, have other bytes, scales and padding included."""
-    pages, page_size, _, token = cache.shape
-    unnamed = dequantise_cache(cache, cache_format)[:, :, 0].isnan().all(dim=-1)
+    unnamed = dequantise_cache(cache, layout.name)[:, :, 0].isnan().all(dim=-1)
     filled = cache.clone(memory_format=torch.contiguous_format)
-    if cache_format == "fp8_656":
-        filled[unnamed] = byte
-        return filled
-    page = filled.view(pages, page_size * token)
-    page[:, : page_size * 576].unflatten(1, (page_size, 576))[unnamed] = byte
-    scales = page[:, page_size * 576 :].unflatten(1, (page_size, 8))
-    scales[unnamed] = byte
-    scales[..., 7] = byte
+    parts = parts_of("cache", filled, layout)
+    for part in parts:
+        part[unnamed] = byte
+    parts.scales[..., layout.groups * layout.bytes_of_scale :] = byte
     return filled
 
 
 @pytest.mark.parametrize("byte", [0xFF, 0x7F, 0x7E, 0xFE, 0])
-@FP8
-def test_what_no_index_names_never_reaches_the_output(bench: Bench, cache: str, byte: int) -> None:
+@PAIRS
+def test_what_no_index_names_never_reaches_the_output(bench: Bench, cache: str, extra_cache: str, byte: int) -> None:
     """NaN values, NaN scales, and finite ones whose products are infinite."""
-    case = replace(SMALL, cache=cache, main=Pool(150, 70, 6), extra=Pool(90, 70, 2), indices="mixed")
+    case = replace(SMALL, cache=cache, extra_cache=extra_cache, main=Pool(150, 70, 6), extra=Pool(90, 70, 2), indices="mixed")
     tensors = make_sparse_decode_tensors(case)
     assert tensors.extra_k_cache is not None
-    k_cache, extra_k_cache = (with_unnamed(each, cache, byte) for each in (tensors.k_cache, tensors.extra_k_cache))
+    k_cache = with_unnamed(tensors.k_cache, case.format, byte)
+    extra_k_cache = with_unnamed(tensors.extra_k_cache, case.extra_format, byte)
     other = replace(tensors, k_cache=k_cache, extra_k_cache=extra_k_cache)
     assert not torch.equal(other.k_cache, tensors.k_cache)
     assert identical(bench.run(case, other), bench.run(case, tensors))

@@ -13,6 +13,7 @@ import cute_mla
 from cute_mla.ops import sparse_decode
 from cute_mla.ops.decode_plan import CommonSpec
 from cute_mla.ops.tensor_spec import TensorSpec, spec_of
+from cute_mla.spec.cache_format import FORMATS as FORMATS_OF
 from cute_mla.spec.dense_decode import MAX_KEYS
 from tests.ops.sparse_decode.sparse_call import SparseCall
 from tests.support.recording_device import RecordingDevice
@@ -53,7 +54,7 @@ OPERANDS: list[tuple[str, dict[str, Callable[[], Any]], str]] = [
     ("cache of int32", {"k_cache": lambda: ints(20, 64, 1, 656)}, f"dtype torch.int32.*; {FORMATS}"),
     ("cache of e5m2", {"k_cache": lambda: cache(20, 64, 1, 656).view(torch.float8_e5m2)}, f"dtype torch.float8_e5m2.*; {FORMATS}"),
     ("528 bytes", {"k_cache": lambda: cache(9, 64, 1, 528)}, "and kv_format is None; supported: 'v41', 'v41_paged', 'nope_528'"),
-    ("288 bytes", {"k_cache": lambda: cache(9, 64, 1, 288)}, "k_cache has the format v41_fp4, which has no kernels here; .*fp8_584$"),
+    ("288 bytes", {"k_cache": lambda: cache(9, 64, 1, 288)}, "k_cache has the format v41_fp4, which has no kernels here; .*nope_528$"),
     ("no pages, no tokens", {"k_cache": lambda: cache(0, 0, 1, 656)}, r"k_cache has shape \[0, 0, .*supported: pages of at"),
     ("pages without tokens", {"k_cache": lambda: cache(9, 0, 1, 656)}, r"k_cache has shape \[9, 0, .*supported: pages of at"),
     ("every other byte", {"k_cache": lambda: cache(20, 64, 1, 1312)[..., ::2]}, "k_cache has stride 2 along its last dimension"),
@@ -71,7 +72,20 @@ OPERANDS: list[tuple[str, dict[str, Callable[[], Any]], str]] = [
         {"q": lambda: zeros(2, 1, 64, 512), "k_cache": lambda: cache(20, 61, 1, 584)},
         "35624 bytes along dimension 0; supported: positive multiples of 16 bytes",
     ),
-    ("v41", {"k_cache": lambda: cache(9, 64, 1, 528), "kv_format": lambda: "v41"}, "the format v41, which has no kernels here"),
+    ("v41", {"k_cache": lambda: cache(9, 64, 1, 528), "kv_format": lambda: "v41"}, f"528.*uint8, q 576 columns; {FORMATS}"),
+    (
+        "v41_paged and a gap",
+        {
+            "q": lambda: zeros(2, 1, 64, 512), "kv_format": lambda: "v41_paged",
+            "k_cache": lambda: strided(20, 64, 528, 64 * 544, 544),
+        },
+        "supported: tokens that follow one another without gaps, 528 bytes along dimension 1",
+    ),
+    (
+        "v41 that is v41_paged",
+        {"q": lambda: zeros(2, 1, 64, 512), "kv_format": lambda: "v41", "k_cache": lambda: strided(20, 64, 528, 64 * 528, 512)},
+        r"512 bytes along dimension 1; supported for v41: at least 528 \(scales behind all rows of a page are v41_paged\)",
+    ),
     ("another format", {"kv_format": lambda: "latent"}, "dtype torch.uint8 with kv_format 'latent'; supported: .* 576"),
     ("no format", {"kv_format": lambda: 3}, "kv_format is 3; supported: None, latent, fp8_656"),
     ("latent said to be FP8", {"k_cache": lambda: zeros(20, 64, 1, 576)}, "is_fp8_kvcache is True with k_cache of torch.bfloat16 and 576"),
@@ -116,7 +130,8 @@ SECOND: list[tuple[str, dict[str, Callable[[], Any]], str]] = [
     ("latent", {"extra_k_cache": lambda: zeros(20, 2, 1, 576)}, "is_fp8_kvcache is True with extra_k_cache of torch.bfloat16"),
     ("no tokens", {"extra_k_cache": lambda: cache(2, 0, 1, 656)}, r"extra_k_cache has shape \[2, 0, .*supported: pages of at least one"),
     ("528 bytes", {"extra_k_cache": lambda: cache(9, 2, 1, 528)}, "528 bytes .* extra_kv_format is None; supported: 'v41', "),
-    ("a format without kernels", {"extra_k_cache": lambda: cache(9, 2, 1, 528), "extra_kv_format": lambda: "v41"}, "has no kernels"),
+    ("e2m1 beside fp8_656", {"extra_k_cache": lambda: cache(9, 2, 1, 288)}, "extra_k_cache has shape .* 288.*q 576 columns"),
+    ("a format without kernels", {"extra_kv_format": lambda: "fp8_576"}, "extra_k_cache has the format fp8_576, which has no kernels here"),
     ("a format that does not fit", {"extra_kv_format": lambda: "fp8_584"}, "extra_kv_format 'fp8_584'; supported: .* 584"),
     ("no format", {"extra_kv_format": lambda: "fp4"}, "extra_kv_format is 'fp4'; supported: None, latent, fp8_656"),
     ("rows of 657", {"extra_k_cache": lambda: strided(20, 2, 656, 1344, 657)}, "extra_k_cache .*657 bytes along dimension 1"),
@@ -131,6 +146,26 @@ SECOND: list[tuple[str, dict[str, Callable[[], Any]], str]] = [
 def test_the_second_cache(device: RecordingDevice, change: dict[str, Callable[[], Any]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
         SparseCall(extra_topk=64).run(**{name: make() for name, make in change.items()})
+    assert device.launches == []
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "supported"),
+    [
+        ("nope_528", "v41_fp4", "nope_528"),
+        ("nope_528", "v41", "nope_528"),
+        ("v41", "nope_528", "v41, v41_paged, v41_fp4"),
+        ("v41_paged", "fp8_584", "v41, v41_paged, v41_fp4"),
+        ("fp8_584", "v41_fp4", "fp8_584"),
+    ],
+)
+def test_two_formats_that_no_kernel_reads(device: RecordingDevice, first: str, second: str, supported: str) -> None:
+    call = SparseCall(cache=first, extra_topk=8)
+    extra = cache(20, 2, 1, FORMATS_OF[second].page_bytes(1))
+    extra = extra if second != "fp8_584" else strided(20, 2, 584, 1184, 584)
+    names = {"kv_format": first, "extra_kv_format": second}
+    with pytest.raises(ValueError, match=f"extra_k_cache has the format {second} beside a k_cache of {first}; supported: {supported}$"):
+        call.run(extra_k_cache=extra, **names)
     assert device.launches == []
 
 

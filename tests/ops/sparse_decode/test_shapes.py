@@ -7,9 +7,10 @@ from typing import get_args
 
 import pytest
 
+from cute_mla.spec.cache_format import FORMATS as CACHES
 from cute_mla.spec.mla import MAX_HEADS
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
-from cute_mla.testing.cases.sparse_decode import Pool, SparseCacheLayout, SparseDecodeCase
+from cute_mla.testing.cases.sparse_decode import ROWS_APART, Pool, SparseCacheLayout, SparseDecodeCase
 from tests.support.bench import Bench
 
 FORMATS = pytest.mark.parametrize(("dtype", "cache"), QUERY_AND_CACHE)
@@ -30,7 +31,7 @@ def test_every_number_of_heads(bench: Bench, h_q: int) -> None:
 @FORMATS
 @pytest.mark.parametrize("topk", [1, 63, 64, 65, 129])
 def test_numbers_of_indices(bench: Bench, dtype: str, cache: str, topk: int) -> None:
-    powers = cache == "fp8_656" and topk == 1
+    powers = CACHES[cache].scale == "fp32" and CACHES[cache].quantised > 0 and topk == 1
     bench.judge(SparseDecodeCase(dtype, cache=cache, h_q=5, main=Pool(200, topk), power_of_two=powers, sm_count=1))
 
 
@@ -63,7 +64,7 @@ CACHE_LAYOUTS = [
     (*kind, layout)
     for kind in QUERY_AND_CACHE
     for layout in get_args(SparseCacheLayout)
-    if {"tight": kind[1] == "fp8_584", "padded_rows": kind[1] != "fp8_584", "far_rows": kind[1] != "fp8_584"}.get(layout, True)
+    if (kind[1] == "fp8_584" if layout == "tight" else CACHES[kind[1]].scales_inside or layout not in ROWS_APART)
 ]
 
 

@@ -1,0 +1,121 @@
+"""Decode of requests that begin with the same keys, such as a system prompt: those keys are attended to once, by all queries together."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+
+import torch
+
+from .api import flash_mla_with_kvcache, merge_states
+from .ops.arguments import check_flag, check_integer, short_repr
+from .ops.limits import page_size_error
+from .ops.split_plan import MlaSchedule
+from .ops.tensor_spec import check_device, check_dtype, check_shape, record_repr, spec_of
+from .spec.mla import D_V
+
+__all__ = ["SharedPrefix", "decode_shared_prefix", "split_shared_prefix"]
+
+
+@dataclass(frozen=True)
+class SharedPrefix:
+    """Both parts of a decode step's keys, for all layers; made by split_shared_prefix.
+
+    prefix_table: int32 [1, pages], the pages of the prefix. prefix_length: int32 [1], its keys. block_table: int32 [batch, pages per
+    request], the pages behind the prefix. cache_seqlens: int32 [batch], the keys there. causal: of the new tokens.
+    """
+
+    prefix_table: torch.Tensor
+    prefix_length: torch.Tensor
+    block_table: torch.Tensor
+    cache_seqlens: torch.Tensor
+    causal: bool = False
+    prefix_schedule: MlaSchedule = field(default_factory=MlaSchedule)
+    schedule: MlaSchedule = field(default_factory=MlaSchedule)
+
+    __repr__ = record_repr
+
+
+def split_shared_prefix(
+    block_table: torch.Tensor, cache_seqlens: torch.Tensor, prefix_keys: int, page_size: int, causal: bool = False
+) -> SharedPrefix:
+    """Split the keys of a decode step into the prefix that all requests share and what follows it.
+
+    block_table: int32 [batch, pages per request], whose first prefix_keys / page_size columns are the same in every row; those of the first
+    row are used. cache_seqlens: int32 [batch], keys of each request, prefix and new tokens included. prefix_keys: a multiple of page_size,
+    at most the keys of a row of the block table. causal: as in flash_mla_with_kvcache. The keys of the new tokens lie behind the prefix, so
+    every query sees all of that.
+
+    A request with fewer keys than the prefix attends to the whole prefix and to nothing else: the host never reads its length.
+
+    Makes two small tensors on the device, without synchronisation. Raises ValueError on bad arguments.
+    """
+    table, lengths = spec_of("block_table", block_table), spec_of("cache_seqlens", cache_seqlens)
+    check_shape("block_table", table, ("batch", "pages per request"))
+    check_dtype("block_table", table, torch.int32)
+    check_shape("cache_seqlens", lengths, (table.shape[0],))
+    check_dtype("cache_seqlens", lengths, torch.int32)
+    check_device("cache_seqlens", lengths, table.device, "block_table")
+    error = page_size_error(page_size)
+    if error is not None:
+        raise ValueError(error)
+    check_flag("causal", causal)
+    check_integer("prefix_keys", prefix_keys, 0)
+    pages, rest = divmod(prefix_keys, page_size)
+    if rest or pages > table.shape[1]:
+        raise ValueError(
+            f"prefix_keys is {prefix_keys} with pages of {page_size} and {table.shape[1]} pages per request; "
+            f"supported: multiples of {page_size} up to {table.shape[1] * page_size}"
+        )
+    return SharedPrefix(
+        prefix_table=block_table[:1, :pages],
+        prefix_length=torch.full((1,), prefix_keys, dtype=torch.int32, device=block_table.device),
+        block_table=block_table[:, pages:],
+        cache_seqlens=cache_seqlens - prefix_keys,
+        causal=causal,
+    )
+
+
+def decode_shared_prefix(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    step: SharedPrefix,
+    *,
+    softmax_scale: float | None = None,
+    descale_q: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
+    batch_invariant: bool = False,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Dense decode over the keys of a step that split_shared_prefix has split.
+
+    q: [batch, s_q, h_q, 576]; strides that do not allow a view of all tokens as one request cost a copy. step: of as many requests. The
+    other arguments are as in flash_mla_with_kvcache.
+
+    The queries of all requests attend to the prefix as one request of batch * s_q tokens, then each to its request's own keys, and the two
+    states are merged by their lse. So the keys of the prefix are read once for as many query rows as fill the tiles. With few heads per
+    request this saves most of the work on the prefix; with 128 heads only bytes, as their rows fill tiles anyway.
+
+    Returns out [batch, s_q, h_q, 512] and lse fp32 [batch, h_q, s_q] over all keys. out is rounded to 16 bits in both states and in the
+    result. Raises the errors of flash_mla_with_kvcache.
+    """
+    if not isinstance(step, SharedPrefix):
+        raise ValueError(f"step is {short_repr(step)}; supported: a SharedPrefix")
+    spec = spec_of("q", q)
+    check_shape("q", spec, (step.cache_seqlens.shape[0], "s_q", "h_q", "d_qk"), " with this step")
+    batch, s_q, h_q, d_qk = spec.shape
+    rows = batch * s_q
+    own = (q, k_cache, step.block_table, step.cache_seqlens, D_V, step.schedule, None, softmax_scale, step.causal, descale_q, descale_k)
+    if not rows:
+        return flash_mla_with_kvcache(*own, batch_invariant=batch_invariant)
+    outs = q.new_empty((2, batch, s_q, h_q, D_V), dtype=torch.bfloat16 if spec.dtype.itemsize == 1 else spec.dtype)
+    lses = q.new_empty((2, batch, s_q, h_q), dtype=torch.float32)
+    flash_mla_with_kvcache(*own, out=outs[1], lse=lses[1].transpose(1, 2), batch_invariant=batch_invariant)
+    shared = (step.prefix_table, step.prefix_length, D_V, step.prefix_schedule, None, softmax_scale, False, descale_q, descale_k)
+    flash_mla_with_kvcache(
+        q.reshape(1, rows, h_q, d_qk), k_cache, *shared, batch_invariant=batch_invariant,
+        out=outs[0].view(1, rows, h_q, D_V), lse=lses[0].view(1, rows, h_q).transpose(1, 2),
+    )  # fmt: skip
+    lse = q.new_empty((batch, h_q, s_q), dtype=torch.float32)
+    out, _ = merge_states(outs, lses, out=torch.empty_like(outs[0]), lse=lse.transpose(1, 2), empty_lse=empty_lse)
+    return out, lse
