@@ -21,6 +21,7 @@ NOPE = replace(WALK, d_qk=512)
 NOPE_PAIR = replace(PAIR, d_qk=512)
 NOPE_SHORT = replace(SHORT, d_qk=512)
 NOPE_WAITS = 12
+NARROW, NARROW_PAIR = replace(WALK, d_qk=320), replace(PAIR, d_qk=320)  # 256 + 64 columns: two stages a tile, no turns
 
 
 def missing_waits(name: str, case: DenseDecodeCase, first: int, count: int) -> Planted:
@@ -38,6 +39,8 @@ SUITE = Suite(
         "NoPE": NOPE,
         "NoPE in a cluster": NOPE_PAIR,
         "NoPE, short": NOPE_SHORT,
+        "256 + 64": NARROW,
+        "256 + 64 in a cluster": NARROW_PAIR,
     },
     (
         planted("missing arrival", WALK, ptx.CLUSTER_ARRIVALS),
@@ -64,6 +67,9 @@ SUITE = Suite(
         planted("NoPE: missing wait for stats_ready", NOPE_SHORT, ptx.WAITS, ptx.NO_WAIT, together_in(11, 12), count=NOPE_WAITS),
         planted("NoPE: missing arrival in a cluster", NOPE_PAIR, ptx.CLUSTER_ARRIVALS),
         planted("NoPE: missing copy in a cluster", NOPE_PAIR, ptx.TENSOR_COPIES),
+        planted("256 + 64: missing arrival in a cluster", NARROW_PAIR, ptx.CLUSTER_ARRIVALS),
+        planted("256 + 64: missing copy in a cluster", NARROW_PAIR, ptx.TENSOR_COPIES),
+        planted("256 + 64: missing proxy fences", NARROW, ptx.PROXY_FENCES, "", together),
         planted("NoPE: missing proxy fences", NOPE, ptx.PROXY_FENCES, "", together),
         planted("missing named barriers", WALK, r"bar\.sync\s+(1|%r\d+), 128;", "", together),
     ),
