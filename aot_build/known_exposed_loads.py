@@ -11,8 +11,10 @@ from collections.abc import Mapping
 KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     "dense_prefill_sm100_bf16_d128_elements": {"LDG.E.U16": 32},
     "dense_prefill_sm100_bf16_d192_elements": {"LDG.E.U16": 48},
+    "dense_prefill_sm100_bf16_d256_elements": {"LDG.E.U16": 29},
     "dense_prefill_sm100_fp16_d128_elements": {"LDG.E.U16": 32},
     "dense_prefill_sm100_fp16_d192_elements": {"LDG.E.U16": 48},
+    "dense_prefill_sm100_fp16_d256_elements": {"LDG.E.U16": 29},
     "dense_prefill_dkdv_sm100_bf16_d128": {"LDG.E": 4},
     "dense_prefill_dkdv_sm100_bf16_d192": {"LDG.E": 4},
     "dense_prefill_dkdv_sm100_fp16_d128": {"LDG.E": 4},

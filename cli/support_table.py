@@ -8,6 +8,7 @@ from typing import Any
 
 from cute_mla.aot_build.variants import Variant, closed_variants
 from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.dense_prefill import HEAD_DIMS
 
 # Fields that say how a kernel lays out and loads rows. The table leaves them out: listed kernels ship with all values that calls need.
 _UNLISTED_FIELDS = ("cluster", "access_bytes")
@@ -32,7 +33,7 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
         }
     },
     "sparse_prefill": {"d_qk": {columns: f"sparse prefill, rows of {columns}" for columns in (576, 512)}},
-    "dense_prefill": {"d_qk": {columns: f"dense prefill, {columns} columns of q and k, 128 of v" for columns in (192, 128)}},
+    "dense_prefill": {"d_qk": {d_qk: f"dense prefill, {d_qk} columns of q and k, {d_v} of v" for d_qk, d_v in HEAD_DIMS.items()}},
     "dense_prefill_dkdv": {"d_qk": {columns: f"dense prefill, backward, {columns} columns of q and k, 128 of v" for columns in (192, 128)}},
     "merge_states": {"head_dim": dict.fromkeys((512, 256, 128), "`merge_states`, rows of 512, 256 and 128")},
     **{

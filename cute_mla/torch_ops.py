@@ -26,7 +26,6 @@ from .ops.split_plan import MlaSchedule, ScheduleKey
 from .runtime.current import device_for
 from .spec.cache_rows import CACHED
 from .spec.dense_decode import num_parts
-from .spec.dense_prefill import D_V as D_V_PREFILL
 from .spec.mla import D_QK, D_V, LATENT_DIMS
 from .spec.split_plan import PLAN_COLUMNS
 
@@ -155,10 +154,10 @@ def _prefill_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Ten
     return q.new_empty((*rows, D_V)), q.new_empty(rows, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32)
 
 
-def _varlen_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def _varlen_results(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Allocate out and lse of dense prefill."""
     rows = q.shape[:-1]
-    return q.new_empty((*rows, D_V_PREFILL)), q.new_empty(rows, dtype=torch.float32)
+    return q.new_empty((*rows, v.shape[-1])), q.new_empty(rows, dtype=torch.float32)
 
 
 def _gradients(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -179,9 +178,9 @@ def _run_packed(q: Tensor | None, packed: Tensor, head_dim_qk: int, *args: Any, 
     return dense_prefill.run(*_split(q, packed, head_dim_qk), *args, empty_lse=math.inf if empty_lse is None else empty_lse)
 
 
-def _packed_results(q: Tensor | None, packed: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def _packed_results(q: Tensor | None, packed: Tensor, head_dim_qk: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     """Allocate out and lse of dense prefill of a packed tensor."""
-    return _varlen_results(packed if q is None else q)
+    return _varlen_results(*_split(q, packed, head_dim_qk))
 
 
 def _run_packed_backward(

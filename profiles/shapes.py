@@ -16,7 +16,6 @@ from typing import TypeAlias
 from ..spec.arch import Arch
 from ..spec.cache_format import FORMATS, FP8_656, CacheFormat
 from ..spec.dense_decode import FP8, LATENT, TILE_ROWS, row_ctas
-from ..spec.dense_prefill import D_V as D_V_PER_HEAD
 from ..spec.dense_prefill import HEAD_DIMS as PREFILL_HEAD_DIMS
 from ..spec.mla import D_QK, D_V, ELEMENT_BYTES, LATENT_DIMS, ceil_div
 from .roofline import Work
@@ -191,8 +190,13 @@ class DensePrefillShape(UntiledShape):
     h_q: int
     h_kv: int
     causal: bool
-    d_qk: int = PREFILL_HEAD_DIMS[0]
+    d_qk: int = 192
     cached: int = 0
+
+    @property
+    def d_v(self) -> int:
+        """Columns of v and out."""
+        return PREFILL_HEAD_DIMS[self.d_qk]
 
     @property
     def batch(self) -> int:
@@ -212,10 +216,10 @@ class DensePrefillShape(UntiledShape):
     @property
     def work(self) -> Work:
         """Products over the visible pairs of tokens, the diagonal included; bytes of q, k, v, out and lse."""
-        q_row_bytes = ELEMENT_BYTES * (self.d_qk + D_V_PER_HEAD) + FLOAT_BYTES
-        kv_row_bytes = ELEMENT_BYTES * (self.d_qk + D_V_PER_HEAD)
+        q_row_bytes = ELEMENT_BYTES * (self.d_qk + self.d_v) + FLOAT_BYTES
+        kv_row_bytes = ELEMENT_BYTES * (self.d_qk + self.d_v)
         return Work(
-            flops=float(pair_flops(self.d_qk, D_V_PER_HEAD) * self.h_q * self.pairs),
+            flops=float(pair_flops(self.d_qk, self.d_v) * self.h_q * self.pairs),
             bytes=float(self.tokens * q_row_bytes * self.h_q + self.keys * kv_row_bytes * self.h_kv),
         )
 
@@ -230,7 +234,8 @@ class DensePrefillShape(UntiledShape):
         """Short form such as "b1 L8192 h128 causal" or "b1 L2048 after 32768 h128 causal"."""
         heads = f"h{self.h_q}" if self.h_q == self.h_kv else f"h{self.h_q}/{self.h_kv}"
         after = f" after {self.cached}" if self.cached else ""
-        return f"b{self.batch} {lengths_text(self.lengths)}{after} {heads} {'causal' if self.causal else 'full'}"
+        columns = "" if self.d_qk == 192 else f" d{self.d_qk}"
+        return f"b{self.batch} {lengths_text(self.lengths)}{after} {heads}{columns} {'causal' if self.causal else 'full'}"
 
 
 @dataclass(frozen=True)
@@ -243,11 +248,11 @@ class DensePrefillBackwardShape(DensePrefillShape):
 
         The products are q k^T, dout v^T, dv, dk and dq. Two kernels make the first two of them twice, which does not count.
         """
-        columns = self.d_qk + D_V_PER_HEAD
+        columns = self.d_qk + self.d_v
         q_row_bytes = ELEMENT_BYTES * 2 * columns + FLOAT_BYTES
         kv_row_bytes = ELEMENT_BYTES * 2 * columns
         return Work(
-            flops=float(2 * (3 * self.d_qk + 2 * D_V_PER_HEAD) * self.h_q * self.pairs),
+            flops=float(2 * (3 * self.d_qk + 2 * self.d_v) * self.h_q * self.pairs),
             bytes=float(self.tokens * (q_row_bytes * self.h_q + kv_row_bytes * self.h_kv)),
         )
 

@@ -21,7 +21,7 @@ from ..ops.limits import (
     page_size_error,
 )
 from ..ops.tensor_spec import DTYPE_NAMES
-from ..spec import dense_prefill, sparse_prefill
+from ..spec import dense_prefill, dense_prefill_dq, sparse_prefill
 from ..spec.arch import ALIASES, ARCHS
 from ..spec.cache_rows import BF16, CACHED, FP8_576, KNOWN, LATENTS, key_types
 from ..spec.dense_decode import MAX_KEYS
@@ -78,8 +78,13 @@ _DENSE_PREFILL: dict[str, Limit] = {
     **{name: between(name, 1, dense_prefill.MAX_ITEMS) for name in ("h_q", "h_kv")},
     "s_q": between("s_q", 1, dense_prefill.MAX_TOKENS),
     "head_dim": one_of("head_dim", *dense_prefill.HEAD_DIMS),
-    "head_dim_v": one_of("head_dim_v", dense_prefill.D_V),
+    "head_dim_v": one_of("head_dim_v", *dict.fromkeys(dense_prefill.HEAD_DIMS.values())),
     **{name: one_of(name, None) for name in ("page_size", "kv_format")},
+}
+_DENSE_PREFILL_BACKWARD: dict[str, Limit] = {
+    **_DENSE_PREFILL,
+    "head_dim": one_of("head_dim", *dense_prefill_dq.HEAD_DIMS),
+    "head_dim_v": one_of("head_dim_v", dense_prefill_dq.D_V),
 }
 _SPARSE_PREFILL: dict[str, Limit] = {
     **_SPARSE_DECODE,
@@ -104,7 +109,7 @@ _FEATURES_OF = {
     "dense_decode": _DENSE_DECODE,
     "sparse_decode": _SPARSE_DECODE,
     "dense_prefill": _DENSE_PREFILL,
-    "dense_prefill_backward": _DENSE_PREFILL,
+    "dense_prefill_backward": _DENSE_PREFILL_BACKWARD,
     "sparse_prefill": _SPARSE_PREFILL,
 }
 FEATURES = tuple(_DENSE_DECODE)
@@ -120,9 +125,10 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
                          also be "e4m3"; in cache_write and cache_gather, the dtype of the keys outside the cache
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
         head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512 or 320; in sparse decode 576, or 512 with an FP8
-                         cache; 576 or 512 in sparse prefill; 192 or 128 in dense prefill; columns of a key in cache_write and
-                         cache_gather: 576, 512 or 320
-        head_dim_v       columns of out: 512; 256 with head_dim 320; 128 in dense prefill; None in cache_write and cache_gather
+                         cache; 576 or 512 in sparse prefill; 192, 128 or 256 in dense prefill, of which its backward pass has 192 and
+                         128; columns of a key in cache_write and cache_gather: 576, 512 or 320
+        head_dim_v       columns of out: 512, or 256 in dense decode with head_dim 320; 128 in dense prefill, or 256 with a head_dim of
+                         256; None in cache_write and cache_gather
         page_size        keys of a page; None in prefill, whose keys have no pages
         causal, batch_invariant        True or False; prefill is always batch invariant, without being asked
         fp8_kvcache, attn_sink, extra_cache, topk_length, kv_offsets   True if the call passes such an argument
@@ -158,6 +164,9 @@ def _conflict(op: str, features: dict[str, Any]) -> str | None:
     error = _format_conflict(op, features)
     if error is not None:
         return error
+    d_qk, d_v = (features.get(name) for name in ("head_dim", "head_dim_v"))
+    if op == "dense_prefill" and d_qk is not None and d_v is not None and dense_prefill.HEAD_DIMS[d_qk] != d_v:
+        return f"head_dim_v is {d_v} with head_dim {d_qk}; supported: {dense_prefill.HEAD_DIMS[d_qk]}"
     fp8 = features.get("fp8_kvcache")
     if op == "dense_decode" and fp8 and features.get("h_kv", 1) != 1:
         return f"h_kv is {features['h_kv']} with an FP8 cache; supported: 1"

@@ -11,9 +11,10 @@ import torch
 
 from .. import torch_ops
 from ..ops import dense_prefill, dense_prefill_backward
-from ..ops.arguments import is_integer, needs_grad, short_repr
+from ..ops.arguments import check_no_grad, is_integer, needs_grad, short_repr
 from ..ops.tensor_spec import check_shape, spec_of
-from ..spec.dense_prefill import D_V, HEAD_DIMS
+from ..spec.dense_prefill import HEAD_DIMS
+from ..spec.dense_prefill_dq import HEAD_DIMS as GRADIENT_HEAD_DIMS
 from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
 
 __all__ = [
@@ -72,10 +73,10 @@ def flash_attn_varlen_func(
 
     out = softmax(softmax_scale * q k^T) v for each sequence and query head.
 
-    q                bf16 or fp16 [total_q, h_q, d_qk], d_qk 192 or 128; last dimension contiguous, other strides free
+    q                bf16 or fp16 [total_q, h_q, d_qk], d_qk 192, 128 or 256; last dimension contiguous, other strides free
     k                same dtype [total_k, h_kv, d_qk], h_kv divides h_q: neighbouring query heads share a KV head
-    v                same dtype [total_k, h_kv, 128]. Address and strides of k and v are multiples of 16 bytes, and their last
-                     dimension is contiguous; both may be slices of one tensor
+    v                same dtype [total_k, h_kv, d_v], d_v 128, or 256 with a d_qk of 256. Address and strides of k and v are multiples
+                     of 16 bytes, and their last dimension is contiguous; both may be slices of one tensor
     cu_seqlens_qo    int32 [batch + 1], contiguous: sequence r has the query tokens cu_seqlens_qo[r] to cu_seqlens_qo[r + 1] - 1.
                      Clipped to [0, total_q] on the device; a sequence that ends before it begins has none. Never read by the host
     cu_seqlens_kv    likewise for the keys of each sequence, which may be more or fewer than its query tokens. Keys that belong to
@@ -87,7 +88,7 @@ def flash_attn_varlen_func(
     causal           True: query token i of s_q sees key j of s_k iff j <= i + s_k - s_q
     deterministic, is_varlen
                      FlashMLA's flags, without effect: results are always deterministic, and sequences may always differ in length
-    out              [total_q, h_q, 128] in q's dtype; last dimension contiguous, other strides free
+    out              [total_q, h_q, d_v] in q's dtype; last dimension contiguous, other strides free
     lse              fp32 [total_q, h_q], any strides
     empty_lse        lse of a row that attends to nothing, inf or -inf; its out is 0
 
@@ -96,7 +97,8 @@ def flash_attn_varlen_func(
     with operands.
 
     Gradients of out reach q, k and v through flash_attn_varlen_backward; those of tokens that belong to no sequence are 0. Then
-    max_seqlen_kv bounds the keys that get a gradient. Gradients of lse, of a call with out or lse given, and of gradients (double
+    max_seqlen_kv bounds the keys that get a gradient. With a d_qk of 256 there are none: a call with an operand that requires gradients
+    raises ValueError. Gradients of lse, of a call with out or lse given, and of gradients (double
     backward) raise ValueError.
 
     With out and lse given, nothing is allocated; no workspace is needed, and no plan. No queries, no keys, no sequences and
@@ -108,8 +110,11 @@ def flash_attn_varlen_func(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
+    differentiated = needs_grad(q, k, v)
+    if differentiated:
+        _check_differentiable(getattr(q, "shape", ())[-1:], q=q, k=k, v=v)
     traced = (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q)
-    if traced or needs_grad(q, k, v):
+    if traced or differentiated:
         return torch_ops.flash_attn_varlen_func(
             {"out": out, "lse": lse},
             q=q,
@@ -170,7 +175,7 @@ def flash_attn_varlen_backward(
 
     dout             q's dtype [total_q, h_q, 128]: gradient of out; last dimension contiguous, other strides free
     q, k, v, cu_seqlens_qo, cu_seqlens_kv, softmax_scale, causal
-                     as in the forward call
+                     as in the forward call, d_qk 192 or 128
     out              [total_q, h_q, 128], lse fp32 [total_q, h_q]: results of the forward call, of any empty_lse; last dimension of out
                      contiguous, other strides of both free
     max_seqlen_qo    query tokens of the longest sequence, or more; query tokens of a sequence beyond it may be left out: they then have
@@ -253,12 +258,13 @@ def flash_attn_varlen_kvpacked_func(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call flash_attn_varlen_func with keys and values in one tensor: slices, no copies, and one gradient for both.
 
-    kv               [total_k, h_kv, head_dim_qk + 128]: k is kv[..., :head_dim_qk], v the rest
-    head_dim_qk      192 or 128
+    kv               [total_k, h_kv, head_dim_qk + d_v]: k is kv[..., :head_dim_qk], v the rest
+    head_dim_qk      192, 128 or 256
 
     Other arguments, results and errors are those of flash_attn_varlen_func.
     """
     _check_packed("kv", kv, ("total_k", "h_kv"), head_dim_qk, 1)
+    _check_differentiable((head_dim_qk,), q=q, kv=kv)
     if needs_grad(q, kv) and out is None and lse is None:
         return torch_ops.flash_attn_varlen_packed(
             q=q,
@@ -313,14 +319,15 @@ def flash_attn_varlen_qkvpacked_func(
 
     They are slices, no copies, and have one gradient.
 
-    qkv              [total, h, 2 * head_dim_qk + 128]: q is qkv[..., :head_dim_qk], k the next head_dim_qk columns, v the rest
+    qkv              [total, h, 2 * head_dim_qk + d_v]: q is qkv[..., :head_dim_qk], k the next head_dim_qk columns, v the rest
     cu_seqlens, max_seqlen
                      those of both queries and keys
-    head_dim_qk      192 or 128
+    head_dim_qk      192, 128 or 256
 
     Other arguments, results and errors are those of flash_attn_varlen_func.
     """
     _check_packed("qkv", qkv, ("total", "h"), head_dim_qk, 2)
+    _check_differentiable((head_dim_qk,), qkv=qkv)
     if needs_grad(qkv) and out is None and lse is None:
         return torch_ops.flash_attn_varlen_packed(
             q=None,
@@ -360,4 +367,12 @@ def _check_packed(name: str, packed: Any, leading: tuple[str, str], head_dim_qk:
     """Raise ValueError unless the last dimension holds 1 (keys) or 2 (queries, keys) operands of head_dim_qk, then the values."""
     if not is_integer(head_dim_qk) or head_dim_qk not in HEAD_DIMS:
         raise ValueError(f"head_dim_qk is {short_repr(head_dim_qk)}; supported: {', '.join(map(str, HEAD_DIMS))}")
-    check_shape(name, spec_of(name, packed), (*leading, before_v * head_dim_qk + D_V), f" with head_dim_qk {head_dim_qk}")
+    columns = before_v * head_dim_qk + HEAD_DIMS[head_dim_qk]
+    check_shape(name, spec_of(name, packed), (*leading, columns), f" with head_dim_qk {head_dim_qk}")
+
+
+def _check_differentiable(columns: tuple[int, ...], **operands: Any) -> None:
+    """Raise ValueError if an operand requires gradients and q has so many columns that there is no backward pass. columns: of q, or ()."""
+    if any(d_qk in HEAD_DIMS and d_qk not in GRADIENT_HEAD_DIMS for d_qk in columns):
+        dims = " or ".join(map(str, GRADIENT_HEAD_DIMS))
+        check_no_grad(f"gradients of heads of {dims} columns; q has {columns[0]}", **operands)

@@ -11,8 +11,8 @@ from ..ops.decode_plan import accumulator_bytes
 from ..ops.limits import BACKWARD_OPS, OPS, check_op, heads_error
 from ..runtime.current import default_device, device_for
 from ..spec.dense_decode import num_parts
-from ..spec.dense_prefill import HEAD_DIMS, MAX_TOKENS
-from ..spec.dense_prefill_dq import BackwardWorkspace
+from ..spec.dense_prefill import MAX_TOKENS
+from ..spec.dense_prefill_dq import HEAD_DIMS, BackwardWorkspace
 from ..spec.mla import D_V, VALUE_COLUMNS
 from ..spec.split_plan import accumulator_rows, invariant_splits
 

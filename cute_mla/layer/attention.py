@@ -141,7 +141,7 @@ class MlaAttention(torch.nn.Module):
         self._radians = frequencies(self.config).to(self.kv_a.device)
 
     def _queries(self, hidden: torch.Tensor, rope: Rotation) -> torch.Tensor:
-        """Project queries [tokens, heads, 192], rotary embedding applied."""
+        """Project queries [tokens, heads, columns], rotary embedding applied."""
         if self.q_a is not None and self.q_a_norm is not None:
             hidden = self._normalise(linear(hidden, self.q_a), self.q_a_norm)
         q = linear(hidden, self.q_b).unflatten(1, (self.heads, -1))
@@ -191,7 +191,7 @@ class MlaAttention(torch.nn.Module):
         return out
 
     def _decompress(self, keys: _Keys) -> tuple[torch.Tensor, torch.Tensor]:
-        """Expand latent keys to keys [tokens, heads, 192] and values [tokens, heads, 128] of each head."""
+        """Expand latent keys to keys [tokens, heads, columns of a query] and values [tokens, heads, v_head_dim] of each head."""
         nope = self.config.qk_nope_head_dim
         both = linear(keys.latent, self.kv_b).unflatten(1, (self.heads, -1))
         plain, v = both.split((nope, self.config.v_head_dim), dim=-1)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ops.arguments import check_flag, check_integer, is_integer, is_number, short_repr
-from ..spec.dense_prefill import D_V as HEAD_V
 from ..spec.dense_prefill import HEAD_DIMS
 from ..spec.mla import D_LATENT, D_ROPE
 
-D_NOPE = max(HEAD_DIMS) - D_ROPE  # columns of a head without rotary embedding
+D_NOPE = 192 - D_ROPE  # columns of a head without rotary embedding, of DeepSeek's and Kimi's models
+HEAD_V = HEAD_DIMS[192]
 
-_FIXED = {"kv_lora_rank": D_LATENT, "qk_nope_head_dim": D_NOPE, "qk_rope_head_dim": D_ROPE, "v_head_dim": HEAD_V}
+_FIXED = {"kv_lora_rank": D_LATENT, "qk_rope_head_dim": D_ROPE}
+_VALUE_COLUMNS = {d_qk - D_ROPE: HEAD_DIMS[d_qk] for d_qk in (192, 256)}  # of a head, by its columns without rotary embedding
 _POSITIVE_INTEGERS = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _YARN_TYPES = ("yarn", "deepseek_yarn")
 
@@ -75,6 +76,8 @@ class YarnScaling:
 class MlaConfig:
     """Configuration of a layer, with the names of Hugging Face configs. Sizes that the kernels fix have one supported value.
 
+    The columns of a head have two: qk_nope_head_dim 128 with v_head_dim 128, and 192 with 256, which has no gradients.
+
     max_position_embeddings: longest sequence of the model; positions lie on the device and are not checked against it.
     q_lora_rank: None if one matrix projects queries (DeepSeek-V2-Lite).
     rope_interleave: True if rotary columns 2i and 2i + 1 of a checkpoint are a pair, as in DeepSeek's; False if i and i + 32 are.
@@ -98,6 +101,11 @@ class MlaConfig:
             value = getattr(self, name)
             if not is_integer(value) or value != fixed:
                 raise ValueError(f"{name} is {short_repr(value)}; supported: {fixed}")
+        nope, d_v = self.qk_nope_head_dim, self.v_head_dim
+        if not is_integer(nope) or nope not in _VALUE_COLUMNS:
+            raise ValueError(f"qk_nope_head_dim is {short_repr(nope)}; supported: {', '.join(map(str, _VALUE_COLUMNS))}")
+        if not is_integer(d_v) or d_v != _VALUE_COLUMNS[nope]:
+            raise ValueError(f"v_head_dim is {short_repr(d_v)} with qk_nope_head_dim {nope}; supported: {_VALUE_COLUMNS[nope]}")
         for name in _POSITIVE_INTEGERS:
             check_integer(name, getattr(self, name), 1)
         if self.q_lora_rank is not None:
@@ -134,7 +142,7 @@ class MlaConfig:
 
     @property
     def softmax_scale(self) -> float:
-        """Return the scale of the softmax for the 192 columns of decompressed queries, YaRN's factor included."""
+        """Return the scale of the softmax for the columns of decompressed queries, YaRN's factor included."""
         scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
         return scale if self.rope_scaling is None else scale * self.rope_scaling.softmax_scale
 

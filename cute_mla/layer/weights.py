@@ -46,7 +46,7 @@ class MlaWeights:
     """Matrices [out, in], as torch.nn.functional.linear takes them, of one dtype and device. heads: the heads of the shard.
 
     q_a, q_a_norm: [q_lora_rank, hidden] and [q_lora_rank], None without q_lora_rank
-    q_b: [heads * 192, q_lora_rank or hidden], per head 128 columns without rotary embedding and 64 rotary columns
+    q_b: [heads * 192, q_lora_rank or hidden], per head 128 columns without rotary embedding and 64 rotary columns;
     kv_a, kv_a_norm: [576, hidden], 512 latent and 64 rotary columns, and [512]
     kv_b: [heads * 256, 512], per head 128 columns of keys and 128 columns of values
     o: [hidden, heads * 128]

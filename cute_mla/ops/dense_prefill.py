@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple
@@ -14,7 +15,6 @@ from ..spec.arch import Arch
 from ..spec.dense_prefill import (
     BOX_COLUMNS,
     BOX_ROWS,
-    D_V,
     HEAD_DIMS,
     MAX_ITEMS,
     MAX_TOKENS,
@@ -201,7 +201,8 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
     batch = check_lengths(call.cu_seqlens_qo, call.cu_seqlens_kv, q)
     total_q, h_q, d_qk = q.shape
     total_k, h_kv, _ = call.k.shape
-    out_strides = output_strides("out", call.out, (total_q, h_q, D_V), q.dtype, q)
+    out_shape = (total_q, h_q, HEAD_DIMS[d_qk])
+    out_strides = output_strides("out", call.out, out_shape, q.dtype, q)
     if call.out is not None:
         check_last_contiguous("out", call.out)
     lse_strides = output_strides("lse", call.lse, (total_q, h_q), torch.float32, q)
@@ -238,9 +239,9 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
             "row_blocks": problem.row_blocks,
             "causal": int(call.causal),
         },
-        out_shape=(total_q, h_q, D_V),
+        out_shape=out_shape,
         lse_shape=(total_q, h_q),
-        layouts=_layouts(call, problem.config),
+        layouts=_layouts(call, problem.config, arch),
         default_scale=d_qk**-0.5,
     )
 
@@ -269,26 +270,29 @@ def tensor_map(layout: HeadLayout, address: int) -> TensorMap:
     )
 
 
-def _layouts(call: CallSpec, config: DensePrefillConfig) -> tuple[HeadLayout | None, ...]:
+def _layouts(call: CallSpec, config: DensePrefillConfig, arch: Arch) -> tuple[HeadLayout | None, ...]:
     """Return the layouts of q, k and v. ValueError if a tensor map cannot hold a tensor that is always loaded by one."""
-    layouts = []
-    for name, spec, used in (
-        ("q", call.q, config.access_bytes > ELEMENT_BYTES),
-        ("k", call.k, call.k.shape[0] > 0),
-        ("v", call.v, call.v.shape[0] > 0),
+    layouts, key_rows = [], config.key_box_rows(arch)
+    for name, spec, box_rows, used in (
+        ("q", call.q, BOX_ROWS, config.access_bytes > ELEMENT_BYTES),
+        ("k", call.k, key_rows, call.k.shape[0] > 0),
+        ("v", call.v, key_rows, call.v.shape[0] > 0),
     ):
         tokens, heads, columns = spec.shape
-        layouts.append(HeadLayout(config.dtype, (columns, heads, tokens), map_strides(name, spec, 1, 0)) if used else None)
+        layouts.append(HeadLayout(config.dtype, (columns, heads, tokens), map_strides(name, spec, 1, 0), box_rows) if used else None)
     return tuple(layouts)
 
 
-def check_heads(q: TensorSpec, k: TensorSpec, v: TensorSpec) -> None:
-    """Raise ValueError unless q, k and v have supported head sizes and one dtype, and k and v as many tokens and heads."""
-    if len(q.shape) != 3 or q.shape[-1] not in HEAD_DIMS:
-        sizes = " or ".join(map(str, HEAD_DIMS))
+def check_heads(q: TensorSpec, k: TensorSpec, v: TensorSpec, head_dims: Collection[int] = tuple(HEAD_DIMS)) -> None:
+    """Raise ValueError unless q, k and v have supported head sizes and one dtype, and k and v as many tokens and heads.
+
+    head_dims: supported columns of q.
+    """
+    if len(q.shape) != 3 or q.shape[-1] not in head_dims:
+        sizes = " or ".join(map(str, head_dims))
         raise ValueError(f"q has shape {list(q.shape)}; supported: [total_q, h_q, {sizes}], the head sizes that kernels are built for")
     check_shape("k", k, ("total_k", "h_kv", q.shape[-1]))
-    check_shape("v", v, (*k.shape[:2], D_V))
+    check_shape("v", v, (*k.shape[:2], HEAD_DIMS[q.shape[-1]]))
     check_dtype("q", q, torch.bfloat16, torch.float16)
     for name, spec in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, spec, q.dtype)

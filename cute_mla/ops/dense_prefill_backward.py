@@ -14,9 +14,11 @@ from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_ROW_ALIGNMENT
-from ..spec.dense_prefill import BOX_ROWS, D_V, MAX_ITEMS
+from ..spec.dense_prefill import BOX_ROWS, MAX_ITEMS
 from ..spec.dense_prefill_dkdv import TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvProblem
 from ..spec.dense_prefill_dq import (
+    D_V,
+    HEAD_DIMS,
     STATISTIC_BYTES,
     STATISTICS,
     TILE_KEYS,
@@ -251,7 +253,7 @@ def _addresses(given: Mapping[str, torch.Tensor], *names: str) -> list[int]:
 def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
     """Return the launches of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
     q, k, v = call.q, call.k, call.v
-    check_heads(q, k, v)
+    check_heads(q, k, v, HEAD_DIMS)
     batch = check_lengths(call.cu_seqlens_qo, call.cu_seqlens_kv, q)
     _check_rows(call)
     total_q, h_q, d_qk = q.shape

@@ -24,11 +24,13 @@ from .arch import SM90, SM100, Arch
 from .dense_decode import MAX_ROW_ALIGNMENT
 from .mla import DTYPES, ELEMENT_BYTES, ceil_div
 
-D_V = 128
-HEAD_DIMS = (192, 128)  # columns of q and k
+HEAD_DIMS = {192: 128, 128: 128, 256: 256}  # columns of q and k, and those of v and out that go with them
 TILE_ROWS = {SM90.name: 128, SM100.name: 256}  # query rows of one work item
 BOX_COLUMNS = 64  # of all boxes: 128 swizzled bytes
-BOX_ROWS = 64
+BOX_ROWS = 64  # of boxes of q; of k and v, where they divide a tile
+TILE_KEYS = 128
+# with 256 columns on sm90, where O takes half of the registers: what they hold beside it, and beside Q on its way to shared memory
+WIDE_TILE_KEYS, WIDE_ELEMENTS_TILE_KEYS = 80, 64
 MAX_ITEMS = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - max(TILE_ROWS.values())  # of q, and of k and v: the end of the last tile can be counted in 32 bits
 RANKED_ROUNDS = 4  # 132 CTAs: keys of 67,584 rows, 43 MB with 192 columns; with 2, causal calls take up to 8 % longer in a model
@@ -40,12 +42,12 @@ class DensePrefillArguments(NamedTuple):
     """Launch arguments of dense_prefill, in ABI order: the one list that host, launch and kernel share."""
 
     q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, 64), 128-byte swizzle; any map in variants that access elements
-    k_map: TensorMap  # dims (d_qk, h_kv, total_k), likewise
-    v_map: TensorMap  # dims (128, h_kv, total_k), likewise
+    k_map: TensorMap  # dims (d_qk, h_kv, total_k), box (64, 1, key_box_rows), likewise
+    v_map: TensorMap  # dims (d_v, h_kv, total_k), likewise
     q: Pointer  # dtype [total_q, h_q, d_qk]
     cu_seqlens_q: Pointer  # int32 [batch + 1]: a sequence's query rows are cu[r] .. cu[r + 1] - 1, clipped to 0 .. total_q
     cu_seqlens_k: Pointer  # int32 [batch + 1]: its keys, clipped to 0 .. total_k
-    out: Pointer  # dtype [total_q, h_q, 128]
+    out: Pointer  # dtype [total_q, h_q, d_v]
     lse: Pointer  # fp32 [total_q, h_q], natural log
     # in elements
     q_stride_token: Int64
@@ -74,13 +76,29 @@ class DensePrefillConfig:
 
     dtype: element type of q, k, v and out. d_qk: columns of q and k.
     access_bytes: 16: rows of q and out begin at multiples of it, and q comes by TMA; 2: at any element.
+    cluster: CTAs that take a work item together.
     """
 
     dtype: str
     d_qk: int
     access_bytes: int
+    cluster: int = 1
 
-    cluster = 1  # CTAs do not work together
+    @property
+    def d_v(self) -> int:
+        """Columns of v and out."""
+        return HEAD_DIMS[self.d_qk]
+
+    def tile_keys(self, arch: Arch) -> int:
+        """Keys of one tile."""
+        if arch.name != SM90.name or self.d_v == HEAD_DIMS[128]:
+            return TILE_KEYS
+        return WIDE_TILE_KEYS if self.access_bytes > ELEMENT_BYTES else WIDE_ELEMENTS_TILE_KEYS
+
+    def key_box_rows(self, arch: Arch) -> int:
+        """Rows of the boxes of k and v."""
+        keys = self.tile_keys(arch)
+        return keys if keys % BOX_ROWS else BOX_ROWS
 
     @property
     def name(self) -> str:
@@ -108,7 +126,7 @@ class DensePrefillProblem:
     def config(self) -> DensePrefillConfig:
         """The variant that serves this problem."""
         wide = self.row_alignment % MAX_ROW_ALIGNMENT == 0
-        return DensePrefillConfig(self.dtype, self.d_qk, MAX_ROW_ALIGNMENT if wide else ELEMENT_BYTES)
+        return variant(self.arch, self.dtype, self.d_qk, MAX_ROW_ALIGNMENT if wide else ELEMENT_BYTES)
 
     @property
     def row_blocks(self) -> int:
@@ -126,12 +144,19 @@ class DensePrefillProblem:
         return self.arch.name == SM90.name
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
-        """Return one CTA per SM, or per item if there are fewer items."""
-        return min(self.items, sm_count), 1, 1
+        """Return one CTA per SM, or as many as an item takes per item if there are fewer items."""
+        cluster = self.config.cluster
+        return min(self.items, max(sm_count // cluster, 1)) * cluster, 1, 1
+
+
+def variant(arch: Arch, dtype: str, d_qk: int, access_bytes: int) -> DensePrefillConfig:
+    """Return the variant of an architecture. On sm100 pairs of CTAs take items of heads of 256 columns."""
+    paired = arch.name == SM100.name and HEAD_DIMS[d_qk] > HEAD_DIMS[128]
+    return DensePrefillConfig(dtype, d_qk, access_bytes, 2 if paired else 1)
 
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
     return tuple(
-        DensePrefillConfig(dtype, d_qk, access) for dtype in DTYPES for d_qk in HEAD_DIMS for access in (MAX_ROW_ALIGNMENT, ELEMENT_BYTES)
+        variant(arch, dtype, d_qk, access) for dtype in DTYPES for d_qk in HEAD_DIMS for access in (MAX_ROW_ALIGNMENT, ELEMENT_BYTES)
     )

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
-from .dense_prefill import HEAD_DIMS
+from .dense_prefill_dq import HEAD_DIMS
 from .mla import DTYPES, ceil_div
 
 TILE_KEYS = 128  # of one work item

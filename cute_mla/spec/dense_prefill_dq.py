@@ -16,10 +16,12 @@ from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
-from .dense_prefill import D_V, DensePrefillConfig, DensePrefillProblem
+from .dense_prefill import DensePrefillConfig, DensePrefillProblem
 from .dense_prefill import closed_variants as forward_variants
 from .mla import ELEMENT_BYTES, ceil_div
 
+HEAD_DIMS = (192, 128)  # columns of q and k
+D_V = 128
 TILE_ROWS = 128  # query rows of one work item
 # by architecture and d_qk: keys of one tile, and rows of the boxes of k and v
 TILE_KEYS = {SM90.name: {192: 96, 128: 128}, SM100.name: {192: 128, 128: 128}}
@@ -123,4 +125,4 @@ def _aligned(nbytes: int) -> int:
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
-    return forward_variants(arch)
+    return tuple(config for config in forward_variants(arch) if config.d_qk in HEAD_DIMS)

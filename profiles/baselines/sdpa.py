@@ -8,7 +8,6 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from ...spec.dense_prefill import D_V
 from ..rows import Case
 from ..shapes import DensePrefillShape
 from ..workloads.dense_prefill import DensePrefill
@@ -51,13 +50,13 @@ class Sdpa:
         options = {"is_causal": shape.causal, "scale": shape.d_qk**-0.5, "enable_gqa": shape.h_q != shape.h_kv}
 
         def of(operands: Leaves) -> Run:
-            v = pad(operands.v, (0, shape.d_qk - D_V)) if self._padded else operands.v
+            v = pad(operands.v, (0, shape.d_qk - shape.d_v)) if self._padded else operands.v
             heads_first = [tensor.unflatten(0, (shape.batch, -1)).transpose(1, 2) for tensor in (operands.q, operands.k, v)]
 
             def run() -> Results:
                 with sdpa_kernel(self._backend):
                     out = scaled_dot_product_attention(*heads_first, **options)  # type: ignore[arg-type]
-                return {"out": out.transpose(1, 2).flatten(0, 1)[..., :D_V]}
+                return {"out": out.transpose(1, 2).flatten(0, 1)[..., : shape.d_v]}
 
             return run
 

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ...manifest import KernelEntry
-from ...spec.split_plan import TILE_KEYS
 from ...testing.operations import operation
 from ..kernel_stats.dynamic_counts import case_of, keys_of_block
 from .cluster_run import ClusterRun, clock_call, cluster_run
@@ -78,7 +77,7 @@ def clock_kernel(entry: KernelEntry, constants: Constants, setting: Setting, blo
     make = case_of(entry)
     if make is None:
         raise ValueError(f"{entry.name} has no loop over keys")
-    case = make(blocks * keys_of_block(entry) // TILE_KEYS, pieces)
+    case = make(blocks * keys_of_block(entry), pieces)
     tensors = operation(case).make_tensors(case, "cpu")
     assert case.sm_count is not None
     return clock_call(entry, case.sm_count, constants, setting, lambda: operation(case).call(case, tensors, None))

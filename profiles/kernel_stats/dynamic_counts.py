@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from math import lcm
 from pathlib import Path
 from typing import Protocol
 
@@ -21,13 +22,13 @@ from ...runtime.current import simulate
 from ...spec.arch import ARCHS, Arch
 from ...spec.cache_format import FORMATS
 from ...spec.dense_decode import LATENT, OPERANDS, TILE_ROWS
-from ...spec.dense_prefill import HEAD_DIMS
+from ...spec.dense_prefill import HEAD_DIMS, variant
 from ...spec.dense_prefill import TILE_ROWS as PREFILL_ROWS
 from ...spec.dense_prefill_dkdv import TILE_KEYS as DKDV_KEYS
 from ...spec.dense_prefill_dkdv import TILE_QUERIES as DKDV_QUERIES
 from ...spec.dense_prefill_dq import TILE_KEYS as DQ_KEYS
 from ...spec.dense_prefill_dq import TILE_ROWS as DQ_ROWS
-from ...spec.mla import D_LATENT, D_QK, DTYPES, LATENT_DIMS
+from ...spec.mla import D_LATENT, D_QK, DTYPES, ELEMENT_BYTES, LATENT_DIMS
 from ...spec.sparse_decode import KERNELS
 from ...spec.split_plan import TILE_KEYS
 from ...testing.cases.base import BaseCase, QLayout
@@ -37,7 +38,7 @@ from ...testing.cases.dense_prefill_backward import DensePrefillBackwardCase, Dq
 from ...testing.cases.sparse_decode import Pool, SparseDecodeCase
 from ...testing.cases.sparse_prefill import SparsePrefillCase
 from ...testing.operations import operation
-from ..model.tile_costs import PREFILL_KEYS
+from ..model.tile_costs import prefill_variant
 
 FEW, MANY = 8, 16  # blocks of 64 keys: even, and more than the stages of any pipeline
 WINDOW = 2  # tiles of a first cache whose format is not the second one's: the keys of DeepSeek-V4.1's window
@@ -86,8 +87,8 @@ def dynamic_counts(entry: KernelEntry, code: str = "ptx") -> DynamicCounts | Non
     if make is None:
         return None
     least, most = runs_of(entry)
-    few, many = (_executed(entry, make(blocks), code) for blocks in (least, most))
-    tiles = _row_tiles(entry, make(least))
+    few, many = (_executed(entry, make(blocks * TILE_KEYS), code) for blocks in (least, most))
+    tiles = _row_tiles(entry, make(least * TILE_KEYS))
     slope, fixed = {}, {}
     for role in many:
         difference = Counter(many[role])
@@ -112,12 +113,13 @@ def keys_of_block(entry: KernelEntry) -> int:
         return DQ_KEYS[entry.arch][int(entry.config["d_qk"])]
     if entry.op == "dense_prefill_dkdv":
         return DKDV_QUERIES[entry.arch][int(entry.config["d_qk"])]
-    return PREFILL_KEYS if entry.op == "dense_prefill" else TILE_KEYS
+    return prefill_variant(entry.config).tile_keys(ARCHS[entry.arch]) if entry.op == "dense_prefill" else TILE_KEYS
 
 
 def runs_of(entry: KernelEntry) -> tuple[int, int]:
-    """Return the blocks of 64 keys of the two runs: FEW and MANY, or three quarters of them where a tile has 96 keys."""
-    return (FEW * 3 // 4, MANY * 3 // 4) if keys_of_block(entry) % TILE_KEYS else (FEW, MANY)
+    """Return the blocks of 64 keys of the two runs: FEW and MANY, or other numbers where whole tiles do not fill them."""
+    step = lcm(keys_of_block(entry), TILE_KEYS) // TILE_KEYS
+    return (2 * step, 4 * step) if FEW % step else (FEW, MANY)
 
 
 def _row_tiles(entry: KernelEntry, case: BaseCase) -> int:
@@ -131,15 +133,15 @@ def _row_tiles(entry: KernelEntry, case: BaseCase) -> int:
 class CaseFactory(Protocol):
     """Factory of cases that a kernel serves with one CTA or one CTA pair."""
 
-    def __call__(self, blocks: int, pieces: int = 1) -> BaseCase:
-        """Return a case over so many blocks of 64 keys. pieces: requests, query tokens or items, each over that many blocks."""
+    def __call__(self, keys: int, pieces: int = 1) -> BaseCase:
+        """Return a case over so many keys, of dkdv over so many query rows. pieces: requests, query tokens or items, each over as many."""
 
 
 def case_of(entry: KernelEntry) -> CaseFactory | None:
     """Return the factory of cases for a kernel; None for a kernel without a loop over keys."""
     arch = ARCHS[entry.arch]
     for make in _CASES.get(entry.op, lambda _: iter(()))(arch):
-        if entry.name.endswith(f"_{arch.name}_{make(FEW).problem(arch).config.name}"):
+        if entry.name.endswith(f"_{arch.name}_{make(FEW * TILE_KEYS).problem(arch).config.name}"):
             return make
     return None
 
@@ -147,8 +149,8 @@ def case_of(entry: KernelEntry) -> CaseFactory | None:
 def _dense_decode(arch: Arch) -> Iterator[CaseFactory]:
     variants = [*((operands, D_QK) for operands in OPERANDS), *((LATENT, d_qk) for d_qk in LATENT_DIMS if d_qk != D_QK)]
     for dtype, (operands, d_qk), (heads, layout) in product(DTYPES, variants, _ROWS):
-        yield lambda blocks, pieces=1, d=dtype, c=d_qk, o=operands, h=heads, q=layout: DenseDecodeCase(  # type: ignore[misc]
-            d, batch=pieces, s_k=blocks * TILE_KEYS, h_q=h, d_qk=c, operands=o, q_layout=q, outputs="given", sm_count=h // TILE_ROWS
+        yield lambda keys, pieces=1, d=dtype, c=d_qk, o=operands, h=heads, q=layout: DenseDecodeCase(  # type: ignore[misc]
+            d, batch=pieces, s_k=keys, h_q=h, d_qk=c, operands=o, q_layout=q, outputs="given", sm_count=h // TILE_ROWS
         )
 
 
@@ -168,29 +170,33 @@ def _sparse_decode_case(dtype: str, kernels: str, heads: int, layout: QLayout, b
 
 def _sparse_prefill(arch: Arch) -> Iterator[CaseFactory]:
     for dtype, d_qk, (heads, layout) in product(DTYPES, (D_QK, D_LATENT), _ROWS):
-        yield lambda blocks, pieces=1, d=dtype, c=d_qk, h=heads, q=layout: SparsePrefillCase(  # type: ignore[misc]
-            d, s_q=pieces, d_qk=c, h_q=h, s_kv=blocks * TILE_KEYS, topk=blocks * TILE_KEYS, q_layout=q, sm_count=h // TILE_ROWS
+        yield lambda keys, pieces=1, d=dtype, c=d_qk, h=heads, q=layout: SparsePrefillCase(  # type: ignore[misc]
+            d, s_q=pieces, d_qk=c, h_q=h, s_kv=keys, topk=keys, q_layout=q, sm_count=h // TILE_ROWS
         )
 
 
 def _dense_prefill(arch: Arch) -> Iterator[CaseFactory]:
     for dtype, d_qk, layout in product(DTYPES, HEAD_DIMS, ("packed", "odd")):
-        yield lambda blocks, pieces=1, d=dtype, c=d_qk, q=layout: DensePrefillCase(  # type: ignore[misc]
-            d, d_qk=c, lengths=((PREFILL_ROWS[arch.name], blocks * TILE_KEYS),) * pieces, q_layout=q, sm_count=1
+        yield lambda keys, pieces=1, d=dtype, c=d_qk, q=layout: DensePrefillCase(  # type: ignore[misc]
+            d,
+            d_qk=c,
+            lengths=((PREFILL_ROWS[arch.name], keys),) * pieces,
+            q_layout=q,
+            sm_count=variant(arch, d, c, ELEMENT_BYTES).cluster,
         )
 
 
 def _dense_prefill_dq(arch: Arch) -> Iterator[CaseFactory]:
     for dtype, d_qk, layout in product(DTYPES, DQ_KEYS[arch.name], ("packed", "odd")):
-        yield lambda blocks, pieces=1, d=dtype, c=d_qk, q=layout: DqCase(  # type: ignore[misc]
-            d, d_qk=c, lengths=((DQ_ROWS, blocks * TILE_KEYS),) * pieces, q_layout=q, sm_count=1
+        yield lambda keys, pieces=1, d=dtype, c=d_qk, q=layout: DqCase(  # type: ignore[misc]
+            d, d_qk=c, lengths=((DQ_ROWS, keys),) * pieces, q_layout=q, sm_count=1
         )
 
 
 def _dense_prefill_dkdv(arch: Arch) -> Iterator[CaseFactory]:
     for dtype, d_qk in product(DTYPES, DKDV_QUERIES[arch.name]):
-        yield lambda blocks, pieces=1, d=dtype, c=d_qk: DensePrefillBackwardCase(  # type: ignore[misc]
-            d, d_qk=c, lengths=((blocks * TILE_ROWS, DKDV_KEYS),) * pieces, sm_count=1
+        yield lambda keys, pieces=1, d=dtype, c=d_qk: DensePrefillBackwardCase(  # type: ignore[misc]
+            d, d_qk=c, lengths=((keys, DKDV_KEYS),) * pieces, sm_count=1
         )
 
 

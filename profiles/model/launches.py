@@ -40,7 +40,7 @@ from .partition import (
     sparse_prefill_work,
 )
 from .prediction import Combine, Launch
-from .tile_costs import PREFILL_KEYS, block_of
+from .tile_costs import block_of
 
 CACHE_WRITE_CTAS_PER_SM = 12  # 128 threads of 40 registers
 COMBINE_CTAS_PER_SM = 2  # 256 threads of 105 registers, and the launch asks for two
@@ -142,12 +142,13 @@ def _dense_prefill(case: Case, shape: DensePrefillShape, target: Target) -> Laun
     problem = dense_prefill.DensePrefillProblem(
         target.arch, case.dtype, shape.d_qk, shape.batch, shape.h_q, shape.h_kv, max(shape.lengths, default=0)
     )
-    kernel = _kernel("dense_prefill", problem.config, target)
+    config = problem.config
+    kernel = _kernel("dense_prefill", config, target)
     ctas = problem.grid(target.sm_count)[0]
-    tiles = PrefillTiles(dense_prefill.TILE_ROWS[target.arch.name], PREFILL_KEYS, shape.causal, shape.cached)
+    tiles = PrefillTiles(dense_prefill.TILE_ROWS[target.arch.name], config.tile_keys(target.arch), shape.causal, shape.cached)
     deal = sorted_prefill_order if problem.sorts_sequences else dense_prefill_order
-    cta_work = prefill_work(tiles, deal(tiles, shape.lengths, shape.h_q, ctas))
-    return Launch(**kernel, cta_work=cta_work, row_ctas=1, ctas=ctas, bytes=case.work.bytes)
+    cta_work = prefill_work(tiles, deal(tiles, shape.lengths, shape.h_q, ctas // config.cluster))
+    return Launch(**kernel, cta_work=cta_work, row_ctas=config.cluster, ctas=ctas, bytes=case.work.bytes)
 
 
 def _dense_prefill_backward(case: Case, shape: DensePrefillBackwardShape, target: Target) -> Launch:

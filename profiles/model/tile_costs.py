@@ -1,8 +1,9 @@
 """Costs of each attention kernel per block of keys, derived in its README: products, bytes through each port, dependent stages.
 
 A block is a tile of 64 keys and 64 query rows on one SM; on Blackwell two SMs share 64 keys and 128 rows. In dense prefill a block has
-128 keys and 128 or 256 rows; in its backward pass 128 rows and 96 or 128 keys for dQ, 128 keys and 64 to 128 rows for dK and dV. Bytes
-are listed by cause, so that a sum can be checked. Instructions are counted instead (`profiles/kernel_stats/golden_counts.py`).
+128 keys, or 80 or 64 with 256 columns on Hopper, and 128 or 256 rows; in its backward pass 128 rows and 96 or 128 keys for dQ, 128 keys
+and 64 to 128 rows for dK and dV. Bytes are listed by cause, so that a sum can be checked. Instructions are counted instead
+(`profiles/kernel_stats/golden_counts.py`).
 """
 
 from __future__ import annotations
@@ -11,18 +12,17 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ...spec import dense_prefill, dense_prefill_dkdv, dense_prefill_dq
-from ...spec.arch import SM90, SM100
+from ...spec.arch import ARCHS, SM90, SM100
 from ...spec.cache_format import FORMATS
 from ...spec.dense_decode import FP8, FP8_CACHE, TILE_ROWS
-from ...spec.dense_prefill import BOX_COLUMNS
-from ...spec.dense_prefill import D_V as D_V_PER_HEAD
+from ...spec.dense_prefill import BOX_COLUMNS, DensePrefillConfig
+from ...spec.dense_prefill_dq import D_V as D_V_PER_HEAD
 from ...spec.mla import D_LATENT, D_QK, D_ROPE, D_V, ELEMENT_BYTES, LATENT_DIMS
 from ...spec.split_plan import TILE_KEYS
 
 E4M3_BYTES = 1
 SECTOR = 32  # bytes, the least that a gather reads
 FLOAT_BYTES = 4
-PREFILL_KEYS = 128  # keys of a block of dense prefill
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Block:
 
     keys: int
     rows: int
-    units: int
+    units: float
     flops: Mapping[str, float]
     smem: Mapping[str, float]
     l2_bytes: float
@@ -248,23 +248,37 @@ def _sparse_prefill_sm100(config: Config) -> Block:
 # ---------------------------------------------------------------- dense prefill
 
 
+def prefill_variant(config: Config) -> DensePrefillConfig:
+    """Return the variant of dense prefill that a configuration of the manifest names."""
+    usual = {"d_qk": 192, "access_bytes": 16, "cluster": 1}
+    return DensePrefillConfig("bf16", *(int(config.get(name, number)) for name, number in usual.items()))
+
+
 def _dense_prefill(arch: str, config: Config) -> Block:
-    d_qk, rows = int(config["d_qk"]), dense_prefill.TILE_ROWS[arch]
+    variant = prefill_variant(config)
+    d_qk, d_v, keys, rows = variant.d_qk, variant.d_v, variant.tile_keys(ARCHS[arch]), dense_prefill.TILE_ROWS[arch] // variant.cluster
     tiles = rows // 128
-    keys = PREFILL_KEYS * (d_qk + D_V_PER_HEAD) * ELEMENT_BYTES
-    flops = {"S": _product(rows, PREFILL_KEYS, d_qk), "P V": _product(rows, D_V_PER_HEAD, PREFILL_KEYS)}
+    read = keys * (d_qk + d_v) * ELEMENT_BYTES // variant.cluster
+    flops = {"S": _product(rows, keys, d_qk), "P V": _product(rows, d_v, keys)}
     turn = flops["S"] / 2 / _MMA_16[arch]  # one of two groups of rows
+    values = keys // 16 * d_v * 16 * ELEMENT_BYTES  # of a product with every key of a tile
+    seam: tuple[Stage, ...]
     if arch == SM90.name:
-        smem = {"S: Q and K": 2 * d_qk // 16 * 6144, "P V: V": 2 * 8 * 4096, "TMA": keys}
-        path: tuple[Stage, ...] = (Stage("S of one warpgroup", turn, turn), Stage("its softmax and rescale", 950, 950))
+        smem = {"S: Q and K": 2 * d_qk // 16 * (64 + keys) * 16 * ELEMENT_BYTES, "P V: V": 2 * values, "TMA": read}
+        softmax = 950 if keys == 128 else 700
+        path: tuple[Stage, ...] = (Stage("S of one warpgroup", turn, turn), Stage("its softmax and rescale", softmax, softmax))
         seam = (Stage("the next item looked up, O written", 0, 1000),)
+    elif variant.cluster > 1:
+        smem = {"S: Q and K": d_qk // 16 * 6144, "P V: V": values // 2, "TMA": read}
+        path = (Stage("a softmax", 1330, 1900),)
+        seam = (Stage("Q of the next item, O read out", 0, 1500),)
     else:
-        smem = {"S: Q and K": 2 * d_qk // 16 * 8192, "P V: V": 2 * 8 * 4096, "TMA": keys}
-        values = flops["P V"] / 2 / _MMA_16[arch]
-        path = (Stage("S of one Q tile", turn, turn), Stage("its softmax", 1070, 1070), Stage("its P V", values, values))
+        smem = {"S: Q and K": 2 * d_qk // 16 * 8192, "P V: V": 2 * values, "TMA": read}
+        product = flops["P V"] / 2 / _MMA_16[arch]
+        path = (Stage("S of one Q tile", turn, turn), Stage("its softmax", 1070, 1070), Stage("its P V", product, product))
         seam = (Stage("ends of an item", 0, 0.1 * tiles * sum(flops.values()) / 2 / _MMA_16[arch]),)
-    units = rows // TILE_ROWS * PREFILL_KEYS // TILE_KEYS
-    return Block(PREFILL_KEYS, rows, units, flops, smem, keys, 0.0, path, path, seam, loads=2)
+    units = rows // TILE_ROWS * keys / TILE_KEYS
+    return Block(keys, rows, units, flops, smem, read, 0.0, path, path, seam, loads=2)
 
 
 def _dense_prefill_dq_sm90(config: Config) -> Block:

@@ -10,7 +10,6 @@ import torch
 
 from ... import reference
 from ...api import flash_attn_varlen_func
-from ...spec.dense_prefill import D_V
 from ...testing.compare import DENSE_PREFILL_OUT, PREFILL_LSE
 from ..shapes import DensePrefillShape
 from .dense_decode import sample_requests
@@ -54,8 +53,8 @@ class DensePrefill(Workload[Operands]):
         return Operands(
             q=values(draw, dtype, shape.tokens, shape.h_q, shape.d_qk),
             k=values(draw, dtype, shape.keys, shape.h_kv, shape.d_qk),
-            v=values(draw, dtype, shape.keys, shape.h_kv, D_V),
-            out=torch.full((shape.tokens, shape.h_q, D_V), math.nan, dtype=dtype, device=device),
+            v=values(draw, dtype, shape.keys, shape.h_kv, shape.d_v),
+            out=torch.full((shape.tokens, shape.h_q, shape.d_v), math.nan, dtype=dtype, device=device),
             lse=torch.full((shape.tokens, shape.h_q), math.nan, dtype=torch.float32, device=device),
         )
 
@@ -89,7 +88,7 @@ class DensePrefill(Workload[Operands]):
         return sorted({token for token in candidates if 0 <= token < length})
 
     def part(self, results: Results, sample: int) -> Results:
-        """Return out [h_q, tokens, 128] and lse [h_q, tokens] of the checked tokens of a sequence."""
+        """Return out [h_q, tokens, d_v] and lse [h_q, tokens] of the checked tokens of a sequence."""
         tokens = torch.tensor([self.ends[sample] + token for token in self._checked_tokens(sample)], device=self.device)
         return {name: tensor[tokens].transpose(0, 1) for name, tensor in results.items()}
 

@@ -10,7 +10,7 @@ import torch
 
 from ... import reference
 from ...api import flash_attn_varlen_backward, flash_attn_varlen_func, workspace_size
-from ...spec.dense_prefill import D_V
+from ...spec.dense_prefill_dq import D_V
 from ...testing.compare import DENSE_PREFILL_GRADIENT
 from ..shapes import DensePrefillBackwardShape
 from .dense_decode import sample_requests

@@ -56,8 +56,8 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "h_q": (1, 3, 128, 1000),
         "h_kv": (1, 8, 128, 1000),
         "s_q": (1, 7, 65_536, 2_000_000_000),
-        "head_dim": (192, 128),
-        "head_dim_v": (128,),
+        "head_dim": (192, 128, 256),
+        "head_dim_v": (128, 256),
         "page_size": (None,),
         "causal": (False, True),
         "batch_invariant": (False, True),
@@ -151,7 +151,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "h_q": (0, 1 << 31, 1.5),
         "h_kv": (0, 1 << 31),
         "s_q": (0, 1 << 31),
-        "head_dim": (64, 256, 576),
+        "head_dim": (64, 512, 576),
         "head_dim_v": (192, 512),
         "page_size": (64,),
         "causal": (None,),
@@ -289,10 +289,13 @@ def test_features_of_sparse_prefill_together(head_dim: int, dtype: str, arch: Ar
     assert is_supported("sparse_prefill", arch.name, fp8_kvcache=False, head_dim=head_dim, dtype=dtype)[0]
 
 
-@pytest.mark.parametrize("head_dim", [192, 128])
+@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (128, 128), (256, 256)])
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_features_of_dense_prefill_together(head_dim: int, dtype: str, arch: Arch) -> None:
-    assert is_supported("dense_prefill", arch.name, h_q=200, h_kv=5, head_dim=head_dim, head_dim_v=128, dtype=dtype, causal=True)[0]
+def test_features_of_dense_prefill_together(head_dim: int, head_dim_v: int, dtype: str, arch: Arch) -> None:
+    heads = {"h_q": 200, "h_kv": 5, "head_dim": head_dim}
+    assert is_supported("dense_prefill", arch.name, **heads, head_dim_v=head_dim_v, dtype=dtype, causal=True)[0]
+    refused = is_supported("dense_prefill", arch.name, head_dim=head_dim, head_dim_v=384 - head_dim_v)
+    assert refused == (False, f"head_dim_v is {384 - head_dim_v} with head_dim {head_dim}; supported: {head_dim_v}")
     refused = is_supported("dense_prefill", arch.name, h_q=40, h_kv=3)
     assert refused == (False, "h_kv is 3 with h_q 40; supported: divisors of h_q")
 

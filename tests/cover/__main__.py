@@ -28,11 +28,13 @@ def _movable(folder: Path) -> dict[str, CoverRecord]:
 
 @main.command()
 @_folder
-def choose(folder: Path) -> None:
+@click.option("--partial", is_flag=True, help="Not all tests were recorded: leave the other listed ones in the list.")
+def choose(folder: Path, partial: bool) -> None:
     """Write the list of tests that only `make test-full` runs. FOLDER: of a run with --record-cover."""
     records = _movable(folder)
     kept = cover(records, tiers.notices())
-    tiers.write(records.keys() - kept, tiers.notices())
+    unrecorded = tiers.moved() - records.keys() if partial else frozenset()
+    tiers.write(records.keys() - kept | unrecorded, tiers.notices())
     report(read(folder), records.keys() - kept)
 
 

@@ -91,6 +91,14 @@ def test_the_commands_write_and_check_the_list(folder: Path) -> None:
     assert f"{FAMILY}[four] alone reaches kernel e" in failed.output
 
 
+def test_a_partial_record_leaves_other_tests_in_the_list(folder: Path) -> None:
+    tiers.write([f"{FAMILY}[unrecorded]", f"{FAMILY}[one]"], {})
+    assert CliRunner().invoke(main, ["choose", "--partial", str(folder)]).exit_code == 0
+    assert tiers.moved() == {f"{FAMILY}[four]", f"{FAMILY}[unrecorded]"}
+    assert CliRunner().invoke(main, ["choose", str(folder)]).exit_code == 0
+    assert tiers.moved() == {f"{FAMILY}[four]"}
+
+
 def test_moved_tests_without_a_record_fail_the_check(folder: Path) -> None:
     tiers.write([f"{FAMILY}[gone]"], {})
     result = CliRunner().invoke(main, ["check", str(folder)])

@@ -19,6 +19,8 @@ from cute_mla.ops.split_plan import MlaSchedule
 WIDE = (torch.bfloat16, torch.float16)
 BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 E4M3 = torch.float8_e4m3fn
+PREFILL_COLUMNS = {192: 128, 128: 128, 256: 256}  # of q and k in dense prefill, and those of v and out that go with them
+GRADIENT_COLUMNS = (192, 128)
 
 
 def is_integer(value: Any) -> bool:
@@ -400,7 +402,7 @@ def _varlen(c: Contract) -> Tensor | None:
     for name in ("max_seqlen_qo", "max_seqlen_kv"):
         c.require(is_integer(c.get(name)) and c.get(name) >= 0, name)
     q = c.tensor("q", *WIDE)
-    if q is None or not c.require(q.dim() == 3 and q.shape[-1] in (192, 128) and q.shape[1] >= 1, "q"):
+    if q is None or not c.require(q.dim() == 3 and q.shape[-1] in PREFILL_COLUMNS and q.shape[1] >= 1, "q"):
         return None
     c.last_contiguous("q", q)
     k, v = c.tensor("k", q.dtype), c.tensor("v", q.dtype)
@@ -409,7 +411,7 @@ def _varlen(c: Contract) -> Tensor | None:
         return None
     if c.shaped("k", k, None, None, q.shape[2]):
         c.require(k.shape[1] >= 1 and q.shape[1] % max(k.shape[1], 1) == 0, "q", "k")
-        c.shaped("v", v, *k.shape[:2], 128, beside="k")
+        c.shaped("v", v, *k.shape[:2], PREFILL_COLUMNS[q.shape[-1]], beside="k")
     for name, tensor in (("k", k), ("v", v)):
         c.last_contiguous(name, tensor)
         if tensor.dim() == 3 and len(tensor):
@@ -437,7 +439,7 @@ def dense_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
     q = _varlen(c)
     if q is None:
         return c.faults
-    c.output("out", (*q.shape[:2], 128), (q.dtype,), last=True)
+    c.output("out", (*q.shape[:2], PREFILL_COLUMNS[q.shape[-1]]), (q.dtype,), last=True)
     c.output("lse", tuple(q.shape[:2]), (torch.float32,))
     c.same_device(q, "k", "v", "cu_seqlens_qo", "cu_seqlens_kv", "out", "lse")
     c.apart(("out", "lse"))
@@ -449,7 +451,7 @@ def backward_faults(arguments: Mapping[str, Any], workspace: Callable[..., int])
     c = Contract(arguments)
     c.numbers(softmax_scale=is_optional(is_scale), **dict.fromkeys(("causal", "deterministic"), is_flag))
     q = _varlen(c)
-    if q is None:
+    if q is None or not c.require(q.shape[-1] in GRADIENT_COLUMNS, "q"):
         return c.faults
     for name in ("dout", "out"):
         rows = c.tensor(name, q.dtype)
@@ -492,12 +494,13 @@ def packed_faults(name: str, before_v: int) -> Callable[[Mapping[str, Any]], set
         c = Contract(arguments)
         columns = c.get("head_dim_qk")
         packed = c.tensor(name)
-        if not c.require(is_integer(columns) and columns in (192, 128), "head_dim_qk"):
+        if not c.require(is_integer(columns) and columns in PREFILL_COLUMNS, "head_dim_qk"):
             return c.faults
-        if not c.shaped(name, packed, None, None, before_v * columns + 128, beside="head_dim_qk") or packed is None:
+        d_v = PREFILL_COLUMNS[columns]
+        if not c.shaped(name, packed, None, None, before_v * columns + d_v, beside="head_dim_qk") or packed is None:
             return c.faults
         plain = dict(arguments)
-        plain["k"], plain["v"] = packed[..., -128 - columns : -128], packed[..., -128:]
+        plain["k"], plain["v"] = packed[..., -d_v - columns : -d_v], packed[..., -d_v:]
         if name == "qkv":
             plain |= {"q": packed[..., :columns], "cu_seqlens_qo": plain["cu_seqlens"], "cu_seqlens_kv": plain["cu_seqlens"]}
             plain |= {"max_seqlen_qo": plain["max_seqlen"], "max_seqlen_kv": plain["max_seqlen"]}

@@ -8,6 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.dense_prefill_dq import HEAD_DIMS as GRADIENT_HEAD_DIMS
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.sparse_decode import DECODED, DECODED_BESIDE, serving_kernels
 from cute_mla.testing.cases.cache_gather import CacheGatherCase
@@ -215,7 +216,7 @@ def dense_prefill_cases(draw: st.DrawFn, packed: bool = False) -> DensePrefillCa
         group=group,
         causal=causal,
         values=values,
-        d_qk=draw(st.sampled_from((192, 128))),
+        d_qk=draw(st.sampled_from((192, 128, 256))),
         ends="clipped" if packed else draw(st.sampled_from(("margins", "clipped"))),
         neighbours=draw(st.sampled_from(("finite", "nan"))) if nan_allowed else "finite",
         kv_layout=draw(st.sampled_from(("packed", "padded", "kvpacked", "heads_first"))),
@@ -226,7 +227,7 @@ def dense_prefill_cases(draw: st.DrawFn, packed: bool = False) -> DensePrefillCa
 @st.composite
 def backward_cases(draw: st.DrawFn) -> DensePrefillBackwardCase:
     """Draw the gradients of a call of dense prefill."""
-    forward = draw(dense_prefill_cases())
+    forward = draw(dense_prefill_cases().filter(lambda case: case.d_qk in GRADIENT_HEAD_DIMS))
     layouts: st.SearchStrategy[Any] = st.sampled_from(("packed", "sliced", "odd", "heads_first", "one"))
     return DensePrefillBackwardCase(
         **{field.name: getattr(forward, field.name) for field in fields(forward)},
@@ -370,8 +371,8 @@ def plain_cases(subject: str) -> st.SearchStrategy[PlainCase]:
                 h_q=_HEADS | _ODD_VALUES,
                 h_kv=st.integers(1, 4) | _ODD_VALUES,
                 s_q=st.integers(1, 70_000) | _ODD_VALUES,
-                head_dim=st.sampled_from((576, 512, 192, 128)) | _ODD_VALUES,
-                head_dim_v=st.sampled_from((512, 128)) | _ODD_VALUES,
+                head_dim=st.sampled_from((576, 512, 256, 192, 128)) | _ODD_VALUES,
+                head_dim_v=st.sampled_from((512, 256, 128)) | _ODD_VALUES,
                 page_size=st.sampled_from((16, 32, 64, 128, 1, None)) | _ODD_VALUES,
                 causal=st.booleans() | _ODD_VALUES,
                 batch_invariant=st.booleans() | _ODD_VALUES,

@@ -147,10 +147,10 @@ def _feature_is_possible(op: str, name: str, value: Any) -> bool:
             limit = {"dense_decode": 1 << 24, "sparse_decode": 65_535}.get(op, (1 << 31) - 1)
             return is_integer(value) and 1 <= value <= limit
         case "head_dim":
-            known_sizes = {"dense_decode": (576,), "dense_prefill": (192, 128)}.get(op, (576, 512))
+            known_sizes = {"dense_decode": (576,), "dense_prefill": (192, 128, 256)}.get(op, (576, 512))
             return is_integer(value) and value in known_sizes
         case "head_dim_v":
-            return is_integer(value) and value == (128 if op == "dense_prefill" else 512)
+            return is_integer(value) and value in ((128, 256) if op == "dense_prefill" else (512,))
         case "page_size":
             if not decode:
                 return value is None
@@ -192,6 +192,8 @@ def _possible_together(op: str, features: Mapping[str, Any]) -> bool:
     fp8, dtype = features.get("fp8_kvcache"), str(features.get("dtype")).removeprefix("torch.")
     if features.get("h_q", 128) % features.get("h_kv", 1) and "h_q" in features:
         return False
+    if op == "dense_prefill":
+        return "head_dim" not in features or features.get("head_dim_v") in (None, 256 if features["head_dim"] == 256 else 128)
     if op == "dense_decode":
         return not (fp8 and features.get("h_kv", 1) != 1) and not (fp8 is not None and not fp8 and dtype in ("e4m3", "float8_e4m3fn"))
     if op == "sparse_decode":

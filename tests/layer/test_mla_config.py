@@ -56,9 +56,10 @@ def test_magnitudes_that_differ() -> None:
     ("change", "message"),
     [
         ({"kv_lora_rank": 256}, "kv_lora_rank is 256; supported: 512"),
-        ({"qk_nope_head_dim": 64}, "qk_nope_head_dim is 64; supported: 128"),
+        ({"qk_nope_head_dim": 64}, "qk_nope_head_dim is 64; supported: 128, 192"),
         ({"qk_rope_head_dim": 32}, "qk_rope_head_dim is 32; supported: 64"),
-        ({"v_head_dim": 192}, "v_head_dim is 192; supported: 128"),
+        ({"v_head_dim": 192}, "v_head_dim is 192 with qk_nope_head_dim 128; supported: 128"),
+        ({"qk_nope_head_dim": 192}, "v_head_dim is 128 with qk_nope_head_dim 192; supported: 256"),
         ({"hidden_size": 0}, "hidden_size is 0; supported: an integer, 1 or more"),
         ({"num_attention_heads": 2.5}, r"num_attention_heads is 2\.5; supported: an integer"),
         ({"q_lora_rank": -1}, "q_lora_rank is -1; supported: an integer, 1 or more"),

@@ -30,7 +30,7 @@ from cute_mla.testing.operations import Result, operation
 from cute_mla.testing.runner import Record, Schedule, Target, run_case
 from tests.mutation.cases import cases
 from tests.mutation.places import Places
-from tests.mutation.planting import Planted, survivors
+from tests.mutation.planting import EVERY, Planted, survivors
 from tests.mutation.reloading import Reloader
 from tests.mutation.sites import Mutation
 
@@ -138,11 +138,11 @@ def verify(case: BaseCase, arch: Arch, ptx: str, schedule: Schedule) -> Outcome:
     return Outcome("finding" if record.findings else "answer", record.reason, f"{schedule} {case.id}")
 
 
-def survivors_of_cases(planted: Planted, arch: Arch, schedules: Sequence[Schedule]) -> list[str]:
-    """Plant a bug in the built kernel of its cases; return what no case notices."""
+def survivors_of_cases(planted: Planted, arch: Arch, schedules: Sequence[Schedule], ways: slice = EVERY) -> list[str]:
+    """Plant a bug in the built kernel of its cases, in every way or in these; return what no case notices."""
     (kernel,) = {kernel_of(case, arch).name: kernel_of(case, arch) for case in planted.cases}.values()
     trials = [partial(verify, case, arch) for case in planted.cases]
-    return survivors(planted.bug, load_artifacts().ptx(kernel), lambda ptx: bool(first_notice(trials, ptx, schedules).noticed))
+    return survivors(planted.bug, load_artifacts().ptx(kernel), lambda ptx: bool(first_notice(trials, ptx, schedules).noticed), ways)
 
 
 @dataclass(frozen=True)

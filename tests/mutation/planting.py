@@ -10,6 +10,8 @@ from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases.base import BaseCase
 from tests.mutation.sites import Edit, Mutation, apply_all
 
+EVERY = slice(None)  # of the ways in which a bug breaks a kernel
+
 Group = Sequence[Mutation]  # sites that are broken at once
 Pick = Callable[[str, Group], list[Group]]  # from a PTX text and all sites of an edit
 
@@ -102,9 +104,9 @@ class Bug:
         ]
 
 
-def survivors(bug: Bug, ptx: str, is_noticed: Callable[[str], bool]) -> list[str]:
-    """Break a PTX text in every way that a bug says; return what nothing noticed, by its lines."""
-    return [label for label, broken in bug.broken(ptx) if not is_noticed(broken)]
+def survivors(bug: Bug, ptx: str, is_noticed: Callable[[str], bool], ways: slice = EVERY) -> list[str]:
+    """Break a PTX text in every way that a bug says, or in these; return what nothing noticed, by its lines."""
+    return [label for label, broken in bug.broken(ptx)[ways] if not is_noticed(broken)]
 
 
 @dataclass(frozen=True)

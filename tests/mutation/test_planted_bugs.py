@@ -1,4 +1,8 @@
-"""Every bug that tests/mutation/planted declares is noticed: by a finding, an error, or a wrong answer."""
+"""Every bug that tests/mutation/planted declares is noticed: by a finding, an error, or a wrong answer.
+
+`make test` plants it in the first three of the ways that it declares, `make test-full` in the others. Kernels without a bug run under one
+schedule each, and under all four.
+"""
 
 from __future__ import annotations
 
@@ -7,33 +11,43 @@ import pytest
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases.base import BaseCase
-from cute_mla.testing.runner import schedules
+from cute_mla.testing.runner import Schedule, schedules
 from tests.mutation.bench import kernel_of, run_with, survivors_of_cases
 from tests.mutation.planted import SUITES
 from tests.mutation.planting import Bug, Planted, alone, each, together
 
 SEEDS = 6  # some missing waits show only when one role is slow at one moment
+FIRST, OTHERS = slice(3), slice(3, None)  # of the ways in which a bug breaks a kernel
 EVERY_BUG = [
     pytest.param(planted, suite.arch, id=f"{name}: {planted.bug.name}") for name, suite in SUITES.items() for planted in suite.bugs
 ]
 EVERY_UNBROKEN = [
-    pytest.param(case, suite.arch, id=f"{name}: {case_name}")
+    pytest.param(case, suite.arch, schedule, id=f"{name}: {case_name}, {schedule}", marks=[pytest.mark.slow] if (i + j) % 4 else [])
     for name, suite in SUITES.items()
-    for case_name, case in suite.unbroken.items()
+    for i, (case_name, case) in enumerate(suite.unbroken.items())
+    for j, schedule in enumerate(schedules(4, 0))
 ]
 
 
 @pytest.mark.parametrize(("planted", "arch"), EVERY_BUG)
 def test_planted_bugs_are_noticed(planted: Planted, arch: Arch) -> None:
-    assert survivors_of_cases(planted, arch, schedules(4 * SEEDS, 0)) == []
+    assert survivors_of_cases(planted, arch, schedules(4 * SEEDS, 0), FIRST) == []
 
 
-@pytest.mark.parametrize(("case", "arch"), EVERY_UNBROKEN)
-def test_the_unbroken_kernel_passes(case: BaseCase, arch: Arch) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SUITES)
+def test_planted_bugs_are_noticed_at_every_site(name: str) -> None:
+    suite = SUITES[name]
+    found = {planted.bug.name: survivors_of_cases(planted, suite.arch, schedules(4 * SEEDS, 0), OTHERS) for planted in suite.bugs}
+    assert {bug: left for bug, left in found.items() if left} == {}
+
+
+@pytest.mark.parametrize(("case", "arch", "schedule"), EVERY_UNBROKEN)
+def test_the_unbroken_kernel_passes(case: BaseCase, arch: Arch, schedule: Schedule) -> None:
     """The runner, with a kernel replaced by itself, notices nothing."""
     ptx = "// as it was " + load_artifacts().ptx(kernel_of(case, arch))  # which begins with a comment
-    for record in run_with(ptx, case, arch, schedules(4, 0)):
-        assert record.passed, record.reason
+    (record,) = run_with(ptx, case, arch, (schedule,))
+    assert record.passed, record.reason
 
 
 def test_bugs_of_a_suite_have_names_of_their_own() -> None:

@@ -36,7 +36,7 @@ def test_the_suite_has_every_row_once() -> None:
     assert rows == {
         "sparse_decode": ["S1", "S2", "S3", "S4"],
         "sparse_prefill": ["P1", "P2"],
-        "dense_prefill": ["M1"],
+        "dense_prefill": ["M1", "M3"],
         "dense_prefill_backward": ["M2"],
         "combine": ["C1"],
         "merge_states": ["C2"],

@@ -8,7 +8,8 @@ import cutlass
 from cutlass import cute
 from cutlass.experimental import cuda as tensor_maps
 
-from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V, DensePrefillArguments, DensePrefillConfig
+from ...spec.arch import Arch
+from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, TILE_ROWS, DensePrefillArguments, DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from .operands import Operands, WorkItems
@@ -16,10 +17,10 @@ from .operands import Operands, WorkItems
 
 @dataclass(frozen=True)
 class DensePrefillAbi:
-    """The arguments of one variant. item_rows: query rows of a work item."""
+    """The arguments of one variant."""
 
     config: DensePrefillConfig
-    item_rows: int
+    arch: Arch
 
     op = "dense_prefill"
     arguments = DensePrefillArguments
@@ -31,12 +32,13 @@ class DensePrefillAbi:
 
     def typed_maps(self, args: DensePrefillArguments) -> tuple[tensor_maps.TensorMap, ...]:
         """Return the maps of q, k and v."""
-        columns = (self.config.d_qk, self.config.d_qk, D_V)
-        return tuple(box_map(pointer, self.config.dtype, count) for pointer, count in zip(args[: len(columns)], columns, strict=True))
+        keys = self.config.key_box_rows(self.arch)
+        boxes = ((self.config.d_qk, BOX_ROWS), (self.config.d_qk, keys), (self.config.d_v, keys))
+        return tuple(box_map(pointer, self.config.dtype, *box) for pointer, box in zip(args[: len(boxes)], boxes, strict=True))
 
     def operands(self, args: DensePrefillArguments) -> Operands:
         """Return the arguments by meaning."""
-        return Operands(args, WorkItems(args, args.causal != 0, self.item_rows))
+        return Operands(args, WorkItems(args, args.causal != 0, TILE_ROWS[self.arch.name], self.config.cluster))
 
 
 def box_map(pointer: cute.Pointer, dtype: str, columns: int, rows: int = BOX_ROWS) -> tensor_maps.TensorMap:

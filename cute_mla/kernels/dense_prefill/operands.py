@@ -52,12 +52,14 @@ class WorkItem:
 class ItemRounds:
     """The work items of a call, dealt out to CTAs in rounds; spec/dense_prefill.py has their order.
 
-    args: the arguments of a kernel, with `row_blocks`, the items of one head of one sequence. item_rows: rows of an item.
+    args: the arguments of a kernel, with `row_blocks`, the items of one head of one sequence. item_rows: rows of an item. ctas: that
+    take an item together; they count as one.
     """
 
     args: Any
     causal: Boolean
     item_rows: int
+    ctas: int = 1
 
     def count(self) -> Int32:
         """Return the number of items, with the ones that a sequence does not have."""
@@ -66,6 +68,8 @@ class ItemRounds:
     def of_round(self, turn: Int32) -> Int32:
         """Return this CTA's item of a round, count() if it has none: no CTA has one in a later round then."""
         cta, ctas, blocks = Uint32(cute.arch.block_idx()[0]), Uint32(cute.arch.grid_dim()[0]), Uint32(self.args.row_blocks)
+        if self.ctas > 1:
+            cta, ctas = cta // self.ctas, ctas // self.ctas
         first = Uint32(turn) // RANKED_ROUNDS * RANKED_ROUNDS * ctas
         size = smaller(Uint32(self.count()) - first, RANKED_ROUNDS * ctas)
         place = cutlass.select_((turn & 1) == 0, cta, ctas - 1 - cta)

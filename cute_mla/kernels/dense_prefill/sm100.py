@@ -4,6 +4,8 @@ For every sequence, query head and query row i of s_q, over the keys j of s_k th
 
     s_ij = <q_i, k_j> over 192 or 128 columns     p = softmax(scale * s)     out_i = sum_j p_ij v_j (128 columns)
 
+Heads of 256 columns have another kernel, sm100_pair.py.
+
 A CTA takes one work item after another: 256 query rows of a head, as two Q tiles of 128, against the keys of their KV head,
 128 (a key tile) at a time, from the last to the first, so that masks are needed in front only.
 
@@ -55,6 +57,7 @@ from .abi import DensePrefillAbi
 from .board import Board
 from .operands import Operands
 from .sm100_config import (
+    D_V,
     GROUP_WARPS,
     LOAD_WARP,
     MMA_WARP,
@@ -66,7 +69,6 @@ from .sm100_config import (
     QUERY_WARPS,
     SOFTMAX_REGISTERS,
     THREADS,
-    TILE_ROWS,
     TMEM_COLUMNS,
     Geometry,
     Pipes,
@@ -75,6 +77,7 @@ from .sm100_config import (
 from .sm100_load import LoadRole, QueryRole
 from .sm100_mma import MmaRole, TileGemm
 from .sm100_output import OutputRole
+from .sm100_pair import pair_definition
 from .sm100_softmax import SoftmaxRole
 
 
@@ -84,7 +87,7 @@ class DensePrefillSm100(AttentionKernel):
     threads = THREADS
 
     def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
-        super().__init__(DensePrefillAbi(config, QUERY_TILES * TILE_ROWS), arch)
+        super().__init__(DensePrefillAbi(config, arch), arch)
         self.config = config
         self.geometry = Geometry(config.d_qk)
         self.smem = self.geometry.smem()
@@ -148,6 +151,8 @@ class DensePrefillSm100(AttentionKernel):
 
 def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
+    if config.d_v > D_V:
+        return pair_definition(config, arch)
     kernel = DensePrefillSm100(config, arch)
     geometry = kernel.geometry
     softmax = tuple(Role(f"softmax{tile}", tile * GROUP_WARPS, GROUP_WARPS) for tile in range(QUERY_TILES))

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Protocol
 
 import cutlass
 from cutlass import Float32, Int32, Uint8, cute
 
 from ...spec.arch import SM100
-from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V
+from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
 from ...spec.dense_prefill import TILE_ROWS as ITEM_ROWS
 from ..primitives.integers import larger, smaller
 from ..primitives.pipeline import StageBarriers
@@ -27,7 +28,7 @@ BOX_BYTES = BOX_ROWS * ROW_BYTES
 STAGE_BYTES = TILE_KEYS * ROW_BYTES
 BOXES_PER_STAGE = STAGE_BYTES // BOX_BYTES
 VALUE_STAGES = TILE_KEYS // HALF_KEYS  # of a key tile
-assert D_V == BOXES_PER_STAGE * BOX_COLUMNS
+D_V = BOXES_PER_STAGE * BOX_COLUMNS
 
 K_STEP = 16  # contraction depth of one MMA
 STEPS_PER_BOX = BOX_COLUMNS // K_STEP
@@ -124,6 +125,18 @@ class Tiles:
     sInverse: cute.Pointer  # fp32 (2 Q tiles, 128 rows): 1 / row sum, 0 for a row that attends to nothing
     sItems: cute.Pointer  # int32 (4 rounds, 8): items
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
+
+
+class RowTables(Protocol):
+    """Numbers that a thread hands to another one of its row, in shared memory."""
+
+    @property
+    def sAlpha(self) -> cute.Pointer:
+        """Return the rescale factors, fp32 (Q tiles or buffers of S, 128 rows)."""
+
+    @property
+    def sInverse(self) -> cute.Pointer:
+        """Return 1 / row sum, fp32 (Q tiles, 128 rows)."""
 
 
 @dataclass(frozen=True)

@@ -132,24 +132,25 @@ class QueryRole:
                 if work.tiles > 0:
                     pipes.of_tile(tile).query_free.producer_acquire(loads[tile])
                     target = tiles.sQ + tile * self.geometry.query_bytes
-                    self.load_tile(operands, item, tile * TILE_ROWS, target, thread)
+                    load_rows(operands, item, tile * TILE_ROWS, target, thread, self.geometry.key_stages)
                     cute.arch.fence_proxy("async.shared", space="cta")
                     pipes.of_tile(tile).query_ready.producer_commit(loads[tile])
                     loads[tile] = loads[tile] + 1
             turn = turn + 1
 
-    @cute.jit
-    def load_tile(self, operands: Operands, item: WorkItem, first: int, target: cute.Pointer, thread: Int32):
-        """Load Q of the item's rows first .. first + 127, from any strides, as boxes of 128 rows x 128 swizzled bytes.
 
-        Rows past the sequence's end repeat the last one: their results go nowhere.
-        """
-        rows_per_pass = QUERY_THREADS // CHUNKS_PER_ROW
-        chunk = thread % CHUNKS_PER_ROW
-        for step in cutlass.range(TILE_ROWS // rows_per_pass, unroll=1):
-            row = step * rows_per_pass + thread // CHUNKS_PER_ROW
-            source = operands.q_row(item, smaller(first + row, item.rows - 1)) + chunk * CHUNK_COLUMNS
-            place = target + (row * ROW_BYTES + (chunk ^ (row % CHUNKS_PER_ROW)) * CHUNK)
-            for box in cutlass.range_constexpr(self.geometry.key_stages):
-                words = [load_pair(source + (box * BOX_COLUMNS + 2 * i), False) for i in range(CHUNK // 4)]
-                store_words(place + box * STAGE_BYTES, words)
+@cute.jit
+def load_rows(operands: Operands, item: WorkItem, first: int | Int32, target: cute.Pointer, thread: Int32, boxes: int):
+    """Load Q of the item's rows first .. first + 127, from any strides, as boxes of 128 rows x 128 swizzled bytes.
+
+    Rows past the sequence's end repeat the last one: their results go nowhere. thread: of QUERY_THREADS.
+    """
+    rows_per_pass = QUERY_THREADS // CHUNKS_PER_ROW
+    chunk = thread % CHUNKS_PER_ROW
+    for step in cutlass.range(TILE_ROWS // rows_per_pass, unroll=1):
+        row = step * rows_per_pass + thread // CHUNKS_PER_ROW
+        source = operands.q_row(item, smaller(first + row, item.rows - 1)) + chunk * CHUNK_COLUMNS
+        place = target + (row * ROW_BYTES + (chunk ^ (row % CHUNKS_PER_ROW)) * CHUNK)
+        for box in cutlass.range_constexpr(boxes):
+            words = [load_pair(source + (box * BOX_COLUMNS + 2 * i), False) for i in range(CHUNK // 4)]
+            store_words(place + box * STAGE_BYTES, words)

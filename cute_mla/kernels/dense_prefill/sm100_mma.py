@@ -10,7 +10,6 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from ...spec.dense_prefill import D_V
 from ..primitives import tcgen05
 from ..primitives.integers import larger
 from ..primitives.pipeline import PipelineState
@@ -18,6 +17,7 @@ from ..sm100.boxes import ROW_BYTES
 from .board import Board
 from .sm100_config import (
     BOX_BYTES,
+    D_V,
     FIRST_KEYS,
     K_STEP,
     OUTPUT_COLUMN,

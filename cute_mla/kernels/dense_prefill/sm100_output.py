@@ -7,12 +7,11 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
-from ...spec.dense_prefill import D_V
 from ..primitives import tcgen05
 from ..primitives.elements import store_row
 from .board import Board
 from .operands import Operands
-from .sm100_config import GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Pipes, QueryTileWork, Tiles, first_lane, key_tiles
+from .sm100_config import D_V, GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Pipes, QueryTileWork, RowTables, Tiles, first_lane, key_tiles
 
 SCALED_AT_ONCE = 16  # columns of O; with 32 ptxas spills two registers
 STORED_AT_ONCE = 32
@@ -20,23 +19,27 @@ STORED_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class OutputRows:
-    """O of one Q tile. tile, row: the Q tile, and this thread's row of it. place: address of O at the first lane of the warp."""
+    """O of one Q tile. tile, row: the Q tile, and this thread's row of it. place: address of O at the first lane of the warp.
+
+    columns: of O.
+    """
 
     dtype: type[cutlass.Numeric]
     wide: bool
-    tiles: Tiles
-    tile: int
+    tiles: RowTables
+    tile: int | Int32
     row: Int32
     place: Int32
+    columns: int
 
     @staticmethod
-    def create(dtype: type[cutlass.Numeric], wide: bool, tiles: Tiles, lanes: Int32, tile: int) -> OutputRows:
+    def create(dtype: type[cutlass.Numeric], wide: bool, tiles: RowTables, lanes: Int32, tile: int, columns: int = D_V) -> OutputRows:
         """Return O of one Q tile for this thread.
 
         lanes: tensor memory at the first lane of the warp. wide: whether rows of out are multiples of 16 bytes.
         """
         row = cute.arch.thread_idx()[0] % GROUP
-        return OutputRows(dtype, wide, tiles, tile, row, lanes + (OUTPUT_COLUMN + tile * D_V))
+        return OutputRows(dtype, wide, tiles, tile, row, lanes + (OUTPUT_COLUMN + tile * columns), columns)
 
     def factor(self) -> Float32:
         """Return the row's rescale factor."""
@@ -48,7 +51,7 @@ class OutputRows:
 
     def scale(self, alpha: Float32) -> None:
         """Multiply O by alpha; done when this returns."""
-        for first in range(0, D_V, SCALED_AT_ONCE):
+        for first in range(0, self.columns, SCALED_AT_ONCE):
             values = tcgen05.load_columns(self.place + first, SCALED_AT_ONCE)
             tcgen05.await_loads()
             products: list[Float32] = []
@@ -60,7 +63,7 @@ class OutputRows:
     @cute.jit
     def store(self, target: cute.Pointer, rows: Int32, inverse: Float32, accumulated: Boolean):
         """Store O / row sum, or zeros if nothing was accumulated, to a row of out, if it is one of the `rows` of the sequence."""
-        for first in cutlass.range_constexpr(0, D_V, STORED_AT_ONCE):
+        for first in cutlass.range_constexpr(0, self.columns, STORED_AT_ONCE):
             rO = cute.make_rmem_tensor(cute.make_layout(STORED_AT_ONCE), Float32)
             rO.fill(0.0)
             if accumulated:

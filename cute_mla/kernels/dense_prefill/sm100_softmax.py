@@ -33,6 +33,7 @@ from .sm100_config import (
     Geometry,
     Pipes,
     QueryTileWork,
+    RowTables,
     Tiles,
     first_lane,
     key_tiles,
@@ -83,7 +84,7 @@ class RowSoftmax:
     """
 
     dtype: type[cutlass.Numeric]
-    tiles: Tiles
+    tiles: RowTables
     tile: Int32
     row: Int32
     scores: Int32
@@ -93,7 +94,7 @@ class RowSoftmax:
     rSums: cute.Tensor
 
     @staticmethod
-    def create(dtype: type[cutlass.Numeric], tiles: Tiles, lanes: Int32, tile: Int32, scale_log2: Float32) -> RowSoftmax:
+    def create(dtype: type[cutlass.Numeric], tiles: RowTables, lanes: Int32, tile: Int32, scale_log2: Float32) -> RowSoftmax:
         """Return the state of a row that has seen nothing. lanes: tensor memory at the first lane of the warp."""
         row = cute.arch.thread_idx()[0] % GROUP
         rS, row_ref, rSums = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in (TILE_KEYS, 1, 2))

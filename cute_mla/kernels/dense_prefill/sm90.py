@@ -2,10 +2,13 @@
 
 For every sequence and query head, over the keys j that row r sees:
 
-    s_rj = <q_r, k_j> over 192 or 128 columns     p = softmax(scale * s)     out_r = sum_j p_rj v_j     (128 columns)
+    s_rj = <q_r, k_j> over d_qk columns     p = softmax(scale * s)     out_r = sum_j p_rj v_j     (d_v columns)
+
+d_qk and d_v are 192 and 128, 128 and 128, or 256 and 256.
 
 A CTA takes one work item after the other: 128 query rows of a head, against tiles of 128 keys, the last tile first, so that
-the tiles that need a mask come before those that do not.
+the tiles that need a mask come before those that do not. With 256 columns, where O takes half of the registers, tiles have 80 keys, or
+64 where Q comes through registers.
 
 Roles (384 threads):
   keys     warp 0: TMA of K
@@ -14,7 +17,7 @@ Roles (384 threads):
   items    warp 3: finds the CTA's items, up to four ahead of the other roles
   attend   warpgroups 1, 2: 64 rows each: S = Q K^T, softmax, O += P V with P and O in registers, out, lse
 
-Shared memory: Q (128 rows), and as many tiles of K and of V as fit: 2 each with 192 columns, 3 with 128.
+Shared memory: Q (128 rows), and as many tiles of K and of V as fit: 2 each with 192 or 256 columns, 3 with 128.
 
 Pipelines (producer -> consumer; arrivals per phase):
   key_ready[n]     keys -> attend      1 and the bytes of a tile
@@ -40,8 +43,8 @@ import cutlass
 from cutlass import cute
 
 from ...manifest import NamedBarrier, Role
-from ...spec.arch import SM90, Arch
-from ...spec.dense_prefill import TILE_ROWS, DensePrefillConfig
+from ...spec.arch import Arch
+from ...spec.dense_prefill import DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
@@ -62,7 +65,6 @@ from .sm90_config import (
     QUERY_WARP,
     STAGE_BARRIER,
     THREADS,
-    TILE_KEYS,
     TURN_BARRIER,
     VALUE_WARP,
     WARPGROUP,
@@ -81,8 +83,8 @@ class DensePrefillSm90(AttentionKernel):
     threads = THREADS
 
     def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
-        super().__init__(DensePrefillAbi(config, TILE_ROWS[SM90.name]), arch)
-        self.geometry = Geometry(config.d_qk)
+        super().__init__(DensePrefillAbi(config, arch), arch)
+        self.geometry = Geometry(config)
         self.smem = self.geometry.smem(self.dtype)
         self.by_tma = config.access_bytes > ELEMENT_BYTES  # Q; else by the warpgroups that use it
 
@@ -106,19 +108,19 @@ class DensePrefillSm90(AttentionKernel):
             set_registers(LOAD_REGISTERS)
             if warp == KEY_WARP:
                 keys = TilePipe(pipes.key_ready, pipes.key_free)
-                TileRole(TILE_KEYS, geometry.key_bytes).run(operands.args.k_map, board, tiles.sK, keys)
+                TileRole(geometry.tile_keys, geometry.key_bytes, geometry.box_keys).run(operands.args.k_map, board, tiles.sK, keys)
                 # the kernel behind this one waits for the end of it before it reads or writes anything
                 cute.arch.griddepcontrol_launch_dependents()
             if warp == VALUE_WARP:
                 values = TilePipe(pipes.value_ready, pipes.value_free, pipes.value_landed)
-                TileRole(TILE_KEYS, geometry.value_bytes).run(operands.args.v_map, board, tiles.sV, values)
+                TileRole(geometry.tile_keys, geometry.value_bytes, geometry.box_keys).run(operands.args.v_map, board, tiles.sV, values)
             if warp == ITEM_WARP:
                 ItemRole().run(operands.items, board)
             if cutlass.const_expr(self.by_tma) and warp == QUERY_WARP:
                 QueryRole(geometry.query_bytes).run(((operands.args.q_map, tiles.sQ),), board, pipes)
         else:
             set_registers(COMPUTE_REGISTERS)
-            attend = AttendRole(self.dtype, geometry.d_qk, self.by_tma)
+            attend = AttendRole(self.dtype, geometry, self.by_tma)
             attend.run(operands, board, tiles, pipes, cute.arch.thread_idx()[0] % WARPGROUP, group - 1)
 
 
@@ -152,5 +154,5 @@ def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
             *(Role(f"attend_{group}", (1 + group) * WARPS_PER_GROUP, WARPS_PER_GROUP) for group in range(GROUPS)),
         ),
         expected={"HGMMA": scores + 2 * output},  # of a tile, and the very last P V
-        overlapped={"MUFU.EX2": GROUP_ROWS * TILE_KEYS // WARPGROUP},  # P V goes on during the softmax
+        overlapped={"MUFU.EX2": GROUP_ROWS * geometry.tile_keys // WARPGROUP},  # P V goes on during the softmax
     )

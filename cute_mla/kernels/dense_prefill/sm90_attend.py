@@ -9,14 +9,14 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from ...spec.dense_prefill import BOX_COLUMNS, D_V
+from ...spec.dense_prefill import BOX_COLUMNS
 from ..attention.softmax import LN2, OnlineSoftmax, mask_keys
 from ..primitives.elements import load_pair, store_pair, store_words
 from ..primitives.integers import larger, smaller
 from ..primitives.wgmma import ROWS_PER_THREAD, fragment_row, gather_eights
 from .board import Board
 from .operands import Operands, Rows, WorkItem
-from .sm90_config import GROUP_ROWS, GROUPS, STAGE_BARRIER, TILE_KEYS, TURN_BARRIER, WARPGROUP, Pipes, Tiles, key_tiles
+from .sm90_config import GROUP_ROWS, GROUPS, STAGE_BARRIER, TURN_BARRIER, WARPGROUP, Geometry, Pipes, Tiles
 from .sm90_gemm import Products, QueryStage
 
 
@@ -26,9 +26,9 @@ class AttendRole:
     by_tma: whether Q comes by TMA and rows of out are written 16 bytes at a time; else the warpgroup loads its rows of Q itself.
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], d_qk: int, by_tma: bool) -> None:
+    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry, by_tma: bool) -> None:
         self.dtype = dtype
-        self.d_qk = d_qk
+        self.geometry = geometry
         self.by_tma = by_tma
 
     @cute.jit
@@ -48,13 +48,16 @@ class AttendRole:
         more, item = board.take(Int32(0))
         before, owed = Rows.of(item), Rows.none()
         while more:
-            count = key_tiles(item.keys)
+            count = self.geometry.key_tiles(item.keys)
             if count == 0:
                 self.write_empty_rows(operands, item, products)
             for i in cutlass.range(count, unroll=1):
+                if cutlass.const_expr(self.geometry.wide_output):
+                    self.settle_output(pipes, products, factors, use + i - 2, fresh)
                 if i == 0:
                     self.take_queries(operands, tiles, pipes, item, products, done)
-                self.settle_output(pipes, products, factors, use + i - 2, fresh)
+                if cutlass.const_expr(not self.geometry.wide_output):
+                    self.settle_output(pipes, products, factors, use + i - 2, fresh)
                 self.start_scores(pipes, products, use + i)
                 if due:
                     give_turn(group)
@@ -100,7 +103,7 @@ class AttendRole:
             for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
                 row = smaller(block_row(products, row_half), item.rows - 1)
                 rows.append(operands.q_row(item, row) + 2 * (products.thread % 4))
-            for tile in cutlass.range_constexpr(self.d_qk // BOX_COLUMNS):
+            for tile in cutlass.range_constexpr(self.geometry.d_qk // BOX_COLUMNS):
                 for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
                     for eight in cutlass.range_constexpr(BOX_COLUMNS // 8):
                         source = rows[row_half] + (tile * BOX_COLUMNS + 8 * eight)
@@ -154,9 +157,10 @@ class AttendRole:
     @cute.jit
     def mask(self, item: WorkItem, products: Products, tile: Int32):
         """Mask keys past the end, and causally hidden ones."""
-        left = item.keys - tile * TILE_KEYS
-        seen = item.diagonal + 1 - tile * TILE_KEYS  # by row 0 of the block
-        if smaller(left, seen + products.group * GROUP_ROWS) < TILE_KEYS:
+        tile_keys = self.geometry.tile_keys
+        left = item.keys - tile * tile_keys
+        seen = item.diagonal + 1 - tile * tile_keys  # by row 0 of the block
+        if smaller(left, seen + products.group * GROUP_ROWS) < tile_keys:
             limits = [smaller(left, seen + block_row(products, row_half)) for row_half in range(ROWS_PER_THREAD)]
             mask_keys(products.scores, products.thread, limits)
 
@@ -168,26 +172,28 @@ class AttendRole:
             empty = total == 0.0
             inverse = cutlass.select_(empty, Float32(0), 1.0 / total)
             lse = (softmax.row_ref[row_half] + cute.math.log2(total, fastmath=True)) * LN2
-            words = [cutlass.select_(empty, Int32(0), word) for word in products.row_words(row_half, inverse)]
-            if cutlass.const_expr(self.by_tma):
-                words = [word for i in range(0, len(words), 4) for word in gather_eights(words[i : i + 4], products.thread)]
-            self.write_row(operands, rows, products, row_half, words, cutlass.select_(empty, operands.empty_lse, lse))
+            for first in cutlass.range_constexpr(0, self.geometry.d_v, self.geometry.written_columns):
+                words = products.row_words(row_half, inverse, first, self.geometry.written_columns)
+                words = [cutlass.select_(empty, Int32(0), word) for word in words]
+                if cutlass.const_expr(self.by_tma):
+                    words = [word for i in range(0, len(words), 4) for word in gather_eights(words[i : i + 4], products.thread)]
+                self.write_row(operands, rows, products, row_half, first, words, cutlass.select_(empty, operands.empty_lse, lse))
 
     @cute.jit
     def write_empty_rows(self, operands: Operands, item: WorkItem, products: Products):
         """Write the rows of a block that sees no key."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            words = [Int32(0)] * (D_V // 8)
-            self.write_row(operands, Rows.of(item), products, row_half, words, operands.empty_lse)
+            words = [Int32(0)] * (self.geometry.d_v // 8)
+            self.write_row(operands, Rows.of(item), products, row_half, 0, words, operands.empty_lse)
 
     @cute.jit
-    def write_row(self, operands: Operands, rows: Rows, products: Products, row_half: int, words: list[Int32], lse: Float32):
-        """Write one of the thread's rows, if the sequence has it."""
+    def write_row(self, operands: Operands, rows: Rows, products: Products, row_half: int, first: int, words: list[Int32], lse: Float32):
+        """Write columns of one of the thread's rows from `first` on, and with the first ones lse, if the sequence has the row."""
         row, thread = block_row(products, row_half), products.thread
         if row < rows.rows:
-            if thread % 4 == 0:
+            if cutlass.const_expr(first == 0) and thread % 4 == 0:
                 operands.lse_of(rows, row).store(lse)
-            self.store_row(operands.out_row(rows, row), words, thread)
+            self.store_row(operands.out_row(rows, row) + first, words, thread)
 
     def store_row(self, target: cute.Pointer, words: list[Int32], thread: Int32) -> None:
         """Store a quad's row of out: a lane has runs of 8 columns, or pairs where rows begin at any element."""

@@ -8,15 +8,13 @@ import cutlass
 from cutlass import Int32, cute
 
 from ...spec.arch import SM90
-from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, D_V, TILE_ROWS
+from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, TILE_ROWS, DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
 from ..primitives.wgmma import K_STEP
 from .board import ITEM_WORDS
 
-TILE_KEYS = 128
-TILE_KEY_BITS = TILE_KEYS.bit_length() - 1
 GROUPS = 2  # of warps that compute, each with its own query rows
 GROUP_ROWS = TILE_ROWS[SM90.name] // GROUPS
 
@@ -25,9 +23,14 @@ WARPS_PER_GROUP = WARPGROUP // 32
 THREADS = (1 + GROUPS) * WARPGROUP
 KEY_WARP, VALUE_WARP, QUERY_WARP, ITEM_WARP = 0, 1, 2, 3  # of the first warpgroup
 ITEM_STAGES = 4  # items that may be posted ahead
+RANK_KEYS = TILE_ROWS[SM90.name]  # unit of an item's rank: under a causal mask, the keys that a block sees beyond those of the block before
+RANK_BITS = RANK_KEYS.bit_length() - 1
 
 LOAD_REGISTERS = 40  # a lane; all threads start with 168
 COMPUTE_REGISTERS = 232
+
+COLUMNS_AT_ONCE = 128  # of a row of out
+WIDE_COLUMNS_AT_ONCE = 32  # where O has 128 registers of a lane
 
 TURN_BARRIER = 1  # and 2: bar.sync ids, of the warpgroup whose turn it is; 0 is the CTA's
 STAGE_BARRIER = 3  # and 4: of one warpgroup
@@ -37,9 +40,43 @@ BOX_BYTES = BOX_ROWS * BOX_COLUMNS * ELEMENT_BYTES
 
 @dataclass(frozen=True)
 class Geometry:
-    """Numbers that depend on the columns of q and k."""
+    """Numbers that depend on the variant."""
 
-    d_qk: int
+    config: DensePrefillConfig
+
+    @property
+    def d_qk(self) -> int:
+        """Return the columns of q and k."""
+        return self.config.d_qk
+
+    @property
+    def d_v(self) -> int:
+        """Return the columns of v and out."""
+        return self.config.d_v
+
+    @property
+    def tile_keys(self) -> int:
+        """Return the keys of a tile."""
+        return self.config.tile_keys(SM90)
+
+    @property
+    def wide_output(self) -> bool:
+        """Return whether O leaves few registers: Q passes through them when the scores are rounded, and out in pieces."""
+        return self.d_v > COLUMNS_AT_ONCE
+
+    @property
+    def written_columns(self) -> int:
+        """Return the columns of a row of out that are rounded before they are written."""
+        return WIDE_COLUMNS_AT_ONCE if self.wide_output else COLUMNS_AT_ONCE
+
+    @property
+    def box_keys(self) -> int:
+        """Return the keys of a TMA box."""
+        return self.config.key_box_rows(SM90)
+
+    def key_tiles(self, keys: Int32) -> Int32:
+        """Return the tiles of that many keys."""
+        return (keys + (self.tile_keys - 1)) // self.tile_keys
 
     @property
     def query_bytes(self) -> int:
@@ -49,12 +86,12 @@ class Geometry:
     @property
     def key_bytes(self) -> int:
         """Return the bytes of one tile of K."""
-        return TILE_KEYS * self.d_qk * ELEMENT_BYTES
+        return self.tile_keys * self.d_qk * ELEMENT_BYTES
 
     @property
     def value_bytes(self) -> int:
         """Return the bytes of one tile of V."""
-        return TILE_KEYS * D_V * ELEMENT_BYTES
+        return self.tile_keys * self.d_v * ELEMENT_BYTES
 
     @property
     def stages(self) -> int:
@@ -63,15 +100,15 @@ class Geometry:
 
     @property
     def wgmma_per_tile(self) -> tuple[int, int]:
-        """Return the WGMMA instructions of S, in steps of 64 x 128 x 16, and of P V. One role's code serves both warpgroups."""
-        return self.d_qk // K_STEP, TILE_KEYS // K_STEP
+        """Return the WGMMA instructions of S and of P V, in steps of 16 columns and of 16 keys. One role's code serves both warpgroups."""
+        return self.d_qk // K_STEP, self.tile_keys // K_STEP
 
     def smem(self, dtype: type[cutlass.Numeric]) -> SmemLayout:
         """Return the layout of shared memory. dtype: of q, k and v."""
         return SmemLayout((
             Tile("sQ", dtype, (GROUP_ROWS, self.d_qk, GROUPS)),
-            Tile("sK", dtype, (TILE_KEYS, self.d_qk, self.stages)),
-            Tile("sV", dtype, (TILE_KEYS, D_V, self.stages)),
+            Tile("sK", dtype, (self.tile_keys, self.d_qk, self.stages)),
+            Tile("sV", dtype, (self.tile_keys, self.d_v, self.stages)),
             Array("sItems", Int32, ITEM_STAGES * ITEM_WORDS, 16),
             Barriers("key_ready", self.stages),
             Barriers("key_free", self.stages),
@@ -90,8 +127,8 @@ class Tiles:
     """Shared memory as tensors: rows x columns x stages."""
 
     sQ: cute.Tensor  # (64 rows, d_qk, 2): of each warpgroup
-    sK: cute.Tensor  # (128 keys, d_qk, stages)
-    sV: cute.Tensor  # (128 keys, 128 columns, stages)
+    sK: cute.Tensor  # (keys, d_qk, stages)
+    sV: cute.Tensor  # (keys, d_v, stages)
     sItems: cute.Pointer  # int32 (4, 8): items
 
 
@@ -108,8 +145,3 @@ class Pipes:
     query_free: StageBarriers
     item_ready: StageBarriers
     item_free: StageBarriers
-
-
-def key_tiles(keys: Int32) -> Int32:
-    """Return the tiles of that many keys."""
-    return (keys + (TILE_KEYS - 1)) // TILE_KEYS

@@ -1,4 +1,4 @@
-"""The two matrix products of one warpgroup: S = Q K^T for 64 rows and 128 keys, and O += P V with P from registers."""
+"""The two matrix products of one warpgroup: S = Q K^T for 64 rows and a tile of keys, and O += P V with P from registers."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from ...spec.dense_prefill import BOX_COLUMNS, D_V
+from ...spec.dense_prefill import BOX_COLUMNS
 from ..primitives.elements import pack_pair
 from ..primitives.wgmma import A_STRIDES, A_VALUES, REGISTERS_PER_STEP, flat, half, packed, tile_writer, tiled_mma
-from .sm90_config import GROUP_ROWS, K_STEP, TILE_KEYS, Tiles
+from .sm90_config import GROUP_ROWS, K_STEP, WARPGROUP, Tiles
 
 PAIRS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
 
@@ -37,18 +37,18 @@ class Products:
     @staticmethod
     def create(dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32, group: Int32) -> Products:
         """Return the for one thread of a warpgroup that computes."""
+        keys, d_v, stages = (cute.size(tiles.sV, mode=[mode]) for mode in range(3))
         # an MMA whose accumulation were switched in a loop would be a value that leaves the loop
-        overwrite_scores, add_scores = (tiled_mma(dtype, TILE_KEYS, warpgroup.OperandSource.SMEM, OperandMajorMode.K) for _ in range(2))
-        output_mma = tiled_mma(dtype, D_V, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        overwrite_scores, add_scores = (tiled_mma(dtype, keys, warpgroup.OperandSource.SMEM, OperandMajorMode.K) for _ in range(2))
+        output_mma = tiled_mma(dtype, d_v, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
         overwrite_scores.set(warpgroup.Field.ACCUMULATE, False)
         add_scores.set(warpgroup.Field.ACCUMULATE, True)
         output_mma.set(warpgroup.Field.ACCUMULATE, True)
         of_scores, of_output = add_scores.get_slice(thread), output_mma.get_slice(thread)
-        stages = cute.size(tiles.sV, mode=[2])
-        transposed = cute.make_layout((D_V, TILE_KEYS, stages), stride=(TILE_KEYS, 1, TILE_KEYS * D_V))
-        scores = cute.make_rmem_tensor(of_scores.partition_shape_C((GROUP_ROWS, TILE_KEYS)), Float32)
+        transposed = cute.make_layout((d_v, keys, stages), stride=(keys, 1, keys * d_v))
+        scores = cute.make_rmem_tensor(of_scores.partition_shape_C((GROUP_ROWS, keys)), Float32)
         probs = cute.make_rmem_tensor_like(scores, dtype)
-        steps = cute.make_layout((A_VALUES, 1, TILE_KEYS // K_STEP), stride=(A_STRIDES, 0, REGISTERS_PER_STEP))
+        steps = cute.make_layout((A_VALUES, 1, keys // K_STEP), stride=(A_STRIDES, 0, REGISTERS_PER_STEP))
         return Products(
             dtype=dtype,
             thread=thread,
@@ -62,7 +62,7 @@ class Products:
             scores=scores,
             probs=probs,
             tP=cute.make_tensor(probs.iterator, steps),
-            output=cute.make_rmem_tensor(of_output.partition_shape_C((GROUP_ROWS, D_V)), Float32),
+            output=cute.make_rmem_tensor(of_output.partition_shape_C((GROUP_ROWS, d_v)), Float32),
         )
 
     def start_scores(self, stage: Int32) -> None:
@@ -74,7 +74,8 @@ class Products:
 
     def start_output(self, stage: Int32, overwrite: Boolean) -> None:
         """Issue O += P V, or O = P V, as a group of WGMMAs."""
-        first = tiled_mma(self.dtype, D_V, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        d_v = cute.size(self.output) * WARPGROUP // GROUP_ROWS
+        first = tiled_mma(self.dtype, d_v, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
         first.set(warpgroup.Field.ACCUMULATE, cutlass.select_(overwrite, Boolean(False), Boolean(True)))
         for step in range(cute.size(self.tP, mode=[2])):
             cute.gemm(
@@ -107,16 +108,14 @@ class Products:
         for i in range(cute.size(rO)):
             rO[i] = rO[i] * factors[half(i)]
 
-    def row_words(self, row_half: int, inverse: Float32) -> list[Int32]:
-        """Return one of the thread's rows of O, normalised and rounded.
+    def row_words(self, row_half: int, inverse: Float32, first: int, columns: int) -> list[Int32]:
+        """Return columns of one of the thread's rows of O, from `first` on, normalised and rounded.
 
-        Word e has columns 8 e + 2 (t % 4) and the next.
+        Word e has columns first + 8 e + 2 (t % 4) and the next.
         """
         rO = flat(self.output)
-        words = []
-        for first in range(2 * row_half, cute.size(rO), 4):
-            words.append(pack_pair(rO[first] * inverse, rO[first + 1] * inverse, self.dtype))
-        return words
+        registers = range(first // 2 + 2 * row_half, (first + columns) // 2, 4)
+        return [pack_pair(rO[i] * inverse, rO[i + 1] * inverse, self.dtype) for i in registers]
 
 
 @dataclass(frozen=True)

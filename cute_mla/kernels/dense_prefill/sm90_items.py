@@ -12,7 +12,7 @@ from ..primitives.integers import clip, larger, smaller
 from ..primitives.warp import inclusive_sum
 from .board import Board
 from .operands import WorkItem, WorkItems, span
-from .sm90_config import TILE_KEY_BITS, TILE_KEYS, key_tiles
+from .sm90_config import RANK_BITS, RANK_KEYS
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Sequences:
     first_key: Int32
     keys: Int32
     blocks: Int32
-    rank: Int32  # of a block: the key tiles that its rows see, up to a constant of all blocks
+    rank: Int32  # of a block: the keys that its rows see, in units of RANK_KEYS, up to a constant of all blocks
 
     @staticmethod
     def create(items: WorkItems, first: Int32, most: Int32) -> Sequences:
@@ -49,8 +49,8 @@ class Sequences:
         blocks = cutlass.select_(there, blocks, Int32(0))
         fits = there & ((inclusive_sum(blocks, lane, Int32) <= most) | (lane == 0))
         blocks = cutlass.select_(fits, blocks, Int32(0))
-        last = ((keys - queries + (TILE_KEYS - 1)) >> TILE_KEY_BITS) + blocks - 1
-        rank = cutlass.select_(items.causal, last, key_tiles(keys))
+        last = ((keys - queries + (RANK_KEYS - 1)) >> RANK_BITS) + blocks - 1
+        rank = cutlass.select_(items.causal, last, (keys + (RANK_KEYS - 1)) // RANK_KEYS)
         highest = cutlass.select_(blocks > 0, rank, Int32(-(1 << 30)))
         lowest = cutlass.select_(blocks > 0, cutlass.select_(items.causal, last - blocks + 1, rank), Int32(1 << 30))
         return Sequences(

@@ -8,9 +8,9 @@ import cutlass
 from cutlass import Float32, cute
 from cutlass.experimental import cuda as tensor_maps
 
-from ...spec.dense_prefill import BOX_ROWS, D_V
+from ...spec.dense_prefill import BOX_ROWS
 from ...spec.dense_prefill_dkdv import TILE_KEYS, DensePrefillDkdvArguments, DensePrefillDkdvConfig
-from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
+from ...spec.dense_prefill_dq import D_V, STATISTIC_BYTES, STATISTICS
 from ..attention.kernel import ELEMENT_TYPES
 from ..dense_prefill.abi import box_map
 from .operands import KeyItems, Operands

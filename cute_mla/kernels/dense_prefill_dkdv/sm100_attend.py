@@ -10,9 +10,8 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from ...spec.dense_prefill import D_V
 from ...spec.dense_prefill_dkdv import TILE_KEYS
-from ...spec.dense_prefill_dq import STATISTICS
+from ...spec.dense_prefill_dq import D_V, STATISTICS
 from ..dense_prefill.sm100_softmax import exp2_on_fma
 from ..primitives import tcgen05
 from ..primitives.elements import aligned, pack_pair, store_row

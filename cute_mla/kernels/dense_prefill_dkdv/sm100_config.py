@@ -8,9 +8,9 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from ...spec.arch import SM100
-from ...spec.dense_prefill import BOX_COLUMNS, D_V
+from ...spec.dense_prefill import BOX_COLUMNS
 from ...spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES
-from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
+from ...spec.dense_prefill_dq import D_V, STATISTIC_BYTES, STATISTICS
 from ...spec.mla import ELEMENT_BYTES
 from ..primitives.integers import larger
 from ..primitives.pipeline import StageBarriers

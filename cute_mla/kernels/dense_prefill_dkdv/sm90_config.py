@@ -8,9 +8,8 @@ import cutlass
 from cutlass import Float32, Int32, cute
 
 from ...spec.arch import SM90
-from ...spec.dense_prefill import D_V
 from ...spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES
-from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
+from ...spec.dense_prefill_dq import D_V, STATISTIC_BYTES, STATISTICS
 from ...spec.mla import ELEMENT_BYTES
 from ..dense_prefill.sm90_config import GROUPS
 from ..primitives.integers import larger

@@ -8,8 +8,8 @@ import cutlass
 from cutlass import Float32
 from cutlass.experimental import cuda as tensor_maps
 
-from ...spec.dense_prefill import BOX_ROWS, D_V, DensePrefillConfig
-from ...spec.dense_prefill_dq import TILE_ROWS, DensePrefillDqArguments
+from ...spec.dense_prefill import BOX_ROWS, DensePrefillConfig
+from ...spec.dense_prefill_dq import D_V, TILE_ROWS, DensePrefillDqArguments
 from ..attention.kernel import ELEMENT_TYPES
 from ..dense_prefill.abi import box_map
 from ..dense_prefill.operands import WorkItems

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 from cutlass import Float32, Int32, Int64, cute
 
-from ...spec.dense_prefill import D_V
-from ...spec.dense_prefill_dq import DensePrefillDqArguments
+from ...spec.dense_prefill_dq import D_V, DensePrefillDqArguments
 from ..dense_prefill.operands import WorkItem, WorkItems, row_offset
 
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from cutlass import Float32, Int32, Uint8, cute
 
 from ...spec.arch import SM100
-from ...spec.dense_prefill import BOX_COLUMNS, D_V
-from ...spec.dense_prefill_dq import STATISTICS, TILE_ROWS
+from ...spec.dense_prefill import BOX_COLUMNS
+from ...spec.dense_prefill_dq import D_V, STATISTICS, TILE_ROWS
 from ...spec.dense_prefill_dq import TILE_KEYS as TILE_KEYS_OF
 from ..dense_prefill.board import ITEM_WORDS
 from ..dense_prefill.operands import WorkItem

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from ...spec.dense_prefill import D_V
-from ...spec.dense_prefill_dq import STATISTICS, TILE_ROWS
+from ...spec.dense_prefill_dq import D_V, STATISTICS, TILE_ROWS
 from ...spec.mla import LOG2E
 from ..dense_prefill.board import Board
 from ..dense_prefill.operands import WorkItem

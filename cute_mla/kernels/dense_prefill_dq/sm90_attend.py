@@ -11,7 +11,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from ...spec.dense_prefill import BOX_COLUMNS, D_V
+from ...spec.dense_prefill import BOX_COLUMNS
+from ...spec.dense_prefill_dq import D_V
 from ...spec.mla import LOG2E
 from ..dense_prefill.board import Board
 from ..dense_prefill.operands import WorkItem

@@ -8,8 +8,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from ...spec.arch import SM90
-from ...spec.dense_prefill import D_V
-from ...spec.dense_prefill_dq import TILE_KEYS
+from ...spec.dense_prefill_dq import D_V, TILE_KEYS
 from ...spec.mla import ELEMENT_BYTES
 from ..dense_prefill.board import ITEM_WORDS
 from ..dense_prefill.sm90_config import GROUP_ROWS, GROUPS, ITEM_STAGES

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...spec.arch import Arch
-from ...spec.dense_prefill import D_V, HEAD_DIMS, DensePrefillProblem
+from ...spec.dense_prefill import HEAD_DIMS, DensePrefillProblem
 from ...spec.mla import ceil_div
 from .base import DTYPES, TAGS, BaseCase, CausalValues, Tags
 from .far import far_tensor
@@ -62,7 +62,6 @@ class DensePrefillCase(BaseCase):
 
     op: ClassVar[str] = "dense_prefill"
     cut_by: ClassVar[str] = "group"
-    d_v: ClassVar[int] = D_V
     tags: ClassVar[Tags] = {
         "ends": str,
         "neighbours": lambda neighbours: f"{neighbours}_neighbours",
@@ -93,6 +92,11 @@ class DensePrefillCase(BaseCase):
         """Return the first part of the id."""
         causal = "causal" if self.causal else "full"
         return f"{self.dtype}-d{self.d_qk}-{_lengths_tag(self.lengths) or 'none'}-h{self.h_kv}x{self.group}-{causal}"
+
+    @property
+    def d_v(self) -> int:  # type: ignore[override]
+        """Return the columns of v and out."""
+        return HEAD_DIMS[self.d_qk]
 
     @property
     def h_q(self) -> int:
@@ -171,8 +175,8 @@ class DensePrefillCase(BaseCase):
 class DensePrefillTensors:
     """The operands of a case.
 
-    q dtype [total_q, h_q, d_qk]; k dtype [total_k, h_kv, d_qk]; v dtype [total_k, h_kv, 128]; cu_seqlens_q, cu_seqlens_k int32
-    [sequences + 1]. output_buffers: out dtype [total_q, h_q, 128], lse fp32 [total_q, h_q].
+    q dtype [total_q, h_q, d_qk]; k dtype [total_k, h_kv, d_qk]; v dtype [total_k, h_kv, d_v]; cu_seqlens_q, cu_seqlens_k int32
+    [sequences + 1]. output_buffers: out dtype [total_q, h_q, d_v], lse fp32 [total_q, h_q].
     """
 
     q: Tensor
@@ -226,21 +230,21 @@ def _fill_keys(case: DensePrefillCase, sequence: int, k: Tensor, v: Tensor) -> N
 
 
 def _kv_storage(case: DensePrefillCase, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Allocate k [total_k, h_kv, d_qk] and v [total_k, h_kv, 128] in their layout, with NaN in and around them."""
+    """Allocate k [total_k, h_kv, d_qk] and v [total_k, h_kv, d_v] in their layout, with NaN in and around them."""
     rows, heads, d_qk, dtype = case.total_k, case.h_kv, case.d_qk, DTYPES[case.dtype]
     match case.kv_layout:
         case "packed":
-            return nan_tensor((rows, heads, d_qk), dtype, device), nan_tensor((rows, heads, D_V), dtype, device)
+            return nan_tensor((rows, heads, d_qk), dtype, device), nan_tensor((rows, heads, case.d_v), dtype, device)
         case "padded":
-            k, v = (nan_tensor((rows, heads + 1, columns + 64), dtype, device) for columns in (d_qk, D_V))
-            return k[:, 1:, 8 : 8 + d_qk], v[:, :-1, 16 : 16 + D_V]
+            k, v = (nan_tensor((rows, heads + 1, columns + 64), dtype, device) for columns in (d_qk, case.d_v))
+            return k[:, 1:, 8 : 8 + d_qk], v[:, :-1, 16 : 16 + case.d_v]
         case "kvpacked":
-            both = nan_tensor((rows, heads, d_qk + D_V), dtype, device)
+            both = nan_tensor((rows, heads, d_qk + case.d_v), dtype, device)
             return both[..., :d_qk], both[..., d_qk:]
         case "heads_first":
-            k, v = (nan_tensor((heads, rows, columns), dtype, device) for columns in (d_qk, D_V))
+            k, v = (nan_tensor((heads, rows, columns), dtype, device) for columns in (d_qk, case.d_v))
             return k.transpose(0, 1), v.transpose(0, 1)
         case far:
             dim = ("far_tokens", "far_heads").index(far)
-            k, v = (far_tensor((rows, heads, columns), dim, dtype, device) for columns in (d_qk, D_V))
+            k, v = (far_tensor((rows, heads, columns), dim, dtype, device) for columns in (d_qk, case.d_v))
             return k, v

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from ... import reference
 from ...spec.arch import Arch
-from ...spec.dense_prefill import D_V
 from ...spec.dense_prefill_dkdv import DensePrefillDkdvProblem
-from ...spec.dense_prefill_dq import DensePrefillDqProblem
+from ...spec.dense_prefill_dq import D_V, DensePrefillDqProblem
 from ...spec.mla import ELEMENT_BYTES
 from .base import DTYPES, Outputs, QLayout, Tags, least_alignment
 from .dense_prefill import DensePrefillCase, DensePrefillTensors, make_inputs

@@ -26,8 +26,14 @@ _MINUS_INF = float("-inf")
 _KEY_TILE = 128  # keys of a tile of the kernels
 # Several tiles, of rows of every warp, with needles at all of their keys, also in the last item of a CTA; too costly with many heads.
 _LONG = ((1, 64), (0, 9), (128, 280))
-# Neither query tokens nor keys, none of either, rows that attend to nothing; and more rows than one tile has, the last of which lie far.
+# Neither query tokens nor keys, none of either, rows that attend to nothing; and more rows than one tile has.
 _BEYOND_A_TILE = ((0, 0), (0, 70), (64, 0), (1, 1), (130, 52))
+# The same of one CTA for results whose tokens or heads lie far, which are those behind the middle: a block without keys, and three with
+# keys, since a CTA's last item, the one before it and all others are written by code of their own, which has its own for 8 of 16 rows.
+_FAR_BLOCKS = {
+    "far_tokens": ((130, 52), (0, 70), (17, 9), (0, 0), (18, 40), (64, 0), (19, 20)),
+    "far_heads": ((17, 9), (0, 0), (18, 40), (64, 0), (19, 20)),
+}
 _MANY_HEADS = ((17, 17), (3, 9), (40, 150))
 # Features of a small case, by factor. With a small sm_count each CTA processes many tiles.
 _FACTORS: Factors = {
@@ -60,7 +66,11 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
         return None
     if "far_heads" in (choice["q_layout"], choice["outputs"]) and h_kv * group == 1:
         return None
-    if {choice["q_layout"], choice["outputs"]} & {"far_tokens", "far_heads"} and choice["lengths"] != _BEYOND_A_TILE:
+    if {choice["q_layout"], choice["outputs"]} & _FAR_BLOCKS.keys() and choice["lengths"] != _BEYOND_A_TILE:
+        return None
+    if choice["outputs"] in _FAR_BLOCKS and choice["sm_count"] > 1:
+        return None
+    if choice["outputs"] == "far_tokens" and h_kv * group > 1:
         return None
     if (choice["kv_layout"] == "far_heads" and h_kv == 1) or (h_kv > 1 and choice["lengths"] != _MANY_HEADS):
         return None
@@ -68,6 +78,7 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
         return None
     if values in ORDERED and (choice["lengths"][-1][1] <= _KEY_TILE or (values == "needles" and choice["lengths"] != _LONG)):
         return None
+    rest["lengths"] = _FAR_BLOCKS.get(choice["outputs"], choice["lengths"])
     return DensePrefillCase(dtype, d_qk=d_qk, values=values, softmax_scale=scale, h_kv=h_kv, group=group, **rest)
 
 
@@ -86,12 +97,17 @@ def _covers() -> Iterator[DensePrefillCase]:
 def _staircase(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
     """Return a causal case whose rows see every number of the keys of a tile. The last that a row sees outweighs all others.
 
-    The first sequence has more rows than one tile, with more key tiles. The second shifts the numbers by half of the 16 rows that a warp
-    of Hopper's tensor cores has. The third has blocks of rows that see nothing, three or five of them, so that later rounds of items
-    begin at any block; in the fifth only rows behind a tile see something.
+    The first sequence has blocks of rows that see nothing, three or five of them, so that later rounds of items begin at any block. The
+    second has more rows than one tile, with more key tiles. The next with rows shifts the numbers by half of the 16 rows that a warp of
+    Hopper's tensor cores has; in the last but one only rows behind a tile see something.
+
+    On Hopper a warp sums the blocks of sequences, one a lane, up to 12 for 3 CTAs. The first 17 have 12, and the last is sorted alone.
+    Those with rows have the lanes where a step of the sum begins, 1, 3, 7 and 15: a sum that is too great in one of them alone loses its
+    rows.
     """
-    lengths = ((192, 192), (128, 136), (520, 1), (1, 1), (130, 1), (3, 1))
-    case = DensePrefillCase(dtype, d_qk=d_qk, lengths=lengths, causal=True, values="cliff", softmax_scale=CLIFF_SCALE, sm_count=2)
+    nothing = (0, 0)
+    lengths = ((520, 1), (192, 192), nothing, (128, 136), *[nothing] * 3, (1, 1), *[nothing] * 7, (3, 1), (130, 1), (1, 1))
+    case = DensePrefillCase(dtype, d_qk=d_qk, lengths=lengths, causal=True, values="cliff", softmax_scale=CLIFF_SCALE, sm_count=3)
     return replace(case, q_layout="odd" if elements else "packed")
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from ...spec.dense_prefill import HEAD_DIMS
+from ...spec.dense_prefill_dq import HEAD_DIMS
 from ..cases.base import DTYPES
 from ..cases.dense_prefill_backward import DensePrefillBackwardCase
 from ..cases.tensors import CLIFF_SCALE, ORDERED

@@ -32,9 +32,21 @@ WAITS = (
 # and for the probabilities.
 MASKS = r"(setp\.gt\.s32 \t%p\d+, %r\d+, 31;\s+)selp\.b32 \t(%r\d+), 0, %r\d+, %p\d+;"
 
+CLEARING = r"st\.shared\.v4\.b32 .*\{0, 0, 0, 0\};"
+# Heads of 256 columns, by pairs of CTAs. None: the waits at the end, behind which a CTA waits for the last P V anyway.
+PAIR_WALK = replace(WALK, d_qk=256, sm_count=2)
+PAIR_RISING = replace(RISING, d_qk=256, sm_count=2)
+PAIR_WAITS = (
+    "item_ready of softmax", "scores_ready", "sums_free", "item_ready of output", "alpha_ready", "output_ready of the tile before",
+    "output_ready of the last tile", "sums_ready", "item_ready of mma", "query_ready", "kv_ready of keys", "kv_ready of values",
+    "probs_ready", "rest_ready", "kv_ready of the last values", "probs_ready of the last tile", "rest_ready of the last tile",
+    "item_free", "kv_free of keys", "query_free", "kv_free of values", "value_landed", "kv_free of the last values",
+    "value_landed of the last values", None, None,
+)  # fmt: skip
+
 SUITE = Suite(
     SM100,
-    {"walk": WALK},
+    {"walk": WALK, "pair walk": PAIR_WALK},
     (
         *(
             planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
@@ -51,5 +63,17 @@ SUITE = Suite(
         planted("too few bytes", WALK, ptx.EXPECTED_BYTES, r"\g<1>512;", alone(0, 3, -1)),
         *(planted(f"no mask of word {word}", RISING, MASKS, r"\1mov.b32 \2, 0;", alone(word), count=5) for word in range(5)),
         planted("logarithms in base 2", WALK, ptx.LN_2, ptx.ONE, together),
+        *(
+            planted(f"pair: missing wait: {name}", PAIR_WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(PAIR_WAITS))
+            for index, name in enumerate(PAIR_WAITS)
+            if name
+        ),
+        planted("pair: missing arrival", PAIR_WALK, ptx.CLUSTER_ARRIVALS),
+        planted("pair: missing commit", PAIR_WALK, ptx.COMMITS),
+        planted("pair: missing wait for stores", PAIR_WALK, ptx.STORE_WAITS),
+        planted("pair: values past the end not cleared", PAIR_WALK, CLEARING, "", together),
+        planted("pair: missing proxy fence after clearing", PAIR_WALK, ptx.PROXY_FENCES, ""),
+        planted("pair: too few bytes", PAIR_WALK, ptx.EXPECTED_BYTES, r"\g<1>512;"),
+        *(planted(f"pair: no mask of word {word}", PAIR_RISING, MASKS, r"\1mov.b32 \2, 0;", alone(word), count=5) for word in range(5)),
     ),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cute_mla.spec.arch import SM90
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from tests.mutation.planted import patterns as ptx
@@ -24,10 +26,12 @@ PRODUCTS = ("P V of the tile before", "P V of the last tile but one", "P V of th
 COMPLETE = r"(wgmma\.wait_group\.sync\.aligned\s+)0;"
 ALL_BUT_ONE = r"(wgmma\.wait_group\.sync\.aligned\s+)1;"
 MASKS = r"selp\.f32 \t(%r\d+), \1, 0fFF800000, %p\d+;"
+# Heads of 256 columns: tiles of 80 keys.
+WIDE_WALK = replace(WALK, d_qk=256)
 
 SUITE = Suite(
     SM90,
-    {"walk": WALK},
+    {"walk": WALK, "wide walk": WIDE_WALK},
     (
         *(
             planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
@@ -55,5 +59,20 @@ SUITE = Suite(
         planted("no mask", WALK, MASKS, "", together),
         planted("first mask missing", WALK, MASKS, "", alone(0)),
         planted("logarithms in base 2", WALK, ptx.LN_2, ptx.ONE, together),
+        *(
+            planted(f"wide: missing wait: {name}", WIDE_WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
+            for index, name in enumerate(WAITS)
+        ),
+        *(
+            planted(f"wide: missing wait for {name}", WIDE_WALK, COMPLETE, r"\g<1>1;", alone(index), count=len(PRODUCTS))
+            for index, name in enumerate(PRODUCTS)
+        ),
+        planted("wide: missing wait for scores", WIDE_WALK, ALL_BUT_ONE, r"\g<1>2;"),
+        planted("wide: turn not passed on", WIDE_WALK, r"bar\.arrive\s+%r\d+, 256;"),
+        planted("wide: values past the end not cleared", WIDE_WALK, r"st\.shared\.v4\.b32 .*\{0, 0, 0, 0\};", "", together),
+        planted("wide: missing proxy fence after clearing", WIDE_WALK, ptx.PROXY_FENCES, "", count=1),
+        planted("wide: too few bytes", WIDE_WALK, ptx.EXPECTED_BYTES, r"\g<1>512;"),
+        planted("wide: no mask", WIDE_WALK, MASKS, "", together),
+        planted("wide: first mask missing", WIDE_WALK, MASKS, "", alone(0)),
     ),
 )

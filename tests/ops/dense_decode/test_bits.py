@@ -57,9 +57,11 @@ def test_a_plan_used_with_other_lengths_gives_the_right_answer(bench: Bench, inv
     tensors = spacious()
     results: list[list[Result]] = [[] for _ in OTHER_LENGTHS]
     with cute_mla.simulate(bench.arch, 12):
-        for planned_for in ([500, 70, 260], [0, 0, 0], [1, 512, 64]):
+        for number, planned_for in enumerate(([500, 70, 260], [0, 0, 0], [1, 512, 64])):
             plan = cute_mla.get_mla_metadata(torch.tensor(planned_for, dtype=torch.int32), 80, 1, 40)
-            for lengths, found in zip(OTHER_LENGTHS, results, strict=True):
+            for i, (lengths, found) in enumerate(zip(OTHER_LENGTHS, results, strict=True)):
+                if i % 3 == number:
+                    continue  # two plans for each
                 used = with_lengths(tensors, lengths)
                 found.append(decode_planned(used, plan, batch_invariant=invariant))
                 expect(MIXED, used, found[-1])

@@ -24,8 +24,8 @@ Change = dict[str, Callable[[], Any]]
 # Of a call with q [300, 8, 192], k [500, 2, 192], v [500, 2, 128] and two sequences.
 OPERANDS: list[tuple[str, Change, str]] = [
     ("q not a tensor", {"q": lambda: None}, "q is None; supported: a torch tensor"),
-    ("q of rank 2", {"q": lambda: zeros(300, 192)}, r"q has shape \[300, 192\]; supported: \[total_q, h_q, 192 or 128\]"),
-    ("q of rank 4", {"q": lambda: zeros(2, 150, 8, 192)}, r"q has shape \[2, 150, 8, 192\]; supported: \[total_q, h_q, 192 or 128\]"),
+    ("q of rank 2", {"q": lambda: zeros(300, 192)}, r"q has shape \[300, 192\]; supported: \[total_q, h_q, 192 or 128 or 256"),
+    ("q of rank 4", {"q": lambda: zeros(2, 150, 8, 192)}, r"q has shape \[2, 150, 8, 192\]; supported: \[total_q, h_q, 192 or 128 or 256"),
     ("head size 64", {"q": lambda: zeros(300, 8, 64)}, r"\[300, 8, 64\]; supported: .*, the head sizes that kernels are built for"),
     ("head size 576", {"q": lambda: zeros(300, 8, 576)}, r"\[300, 8, 576\]; supported: .*, the head sizes that kernels are built for"),
     ("q fp32", {"q": lambda: torch.zeros(300, 8, 192)}, "q has dtype torch.float32; supported: torch.bfloat16, torch.float16"),
@@ -135,8 +135,8 @@ def test_tensors_on_another_kind_of_device() -> None:
 
 PACKED: list[tuple[str, dict[str, Any], str]] = [
     ("not a tensor", {"packed": 3}, "{} is 3; supported: a torch tensor"),
-    ("head size 64", {"head_dim_qk": 64}, "head_dim_qk is 64; supported: 192, 128"),
-    ("no head size", {"head_dim_qk": None}, "head_dim_qk is None; supported: 192, 128"),
+    ("head size 64", {"head_dim_qk": 64}, "head_dim_qk is 64; supported: 192, 128, 256"),
+    ("no head size", {"head_dim_qk": None}, "head_dim_qk is None; supported: 192, 128, 256"),
     ("another head size", {"head_dim_qk": 128}, r"{} has shape \[500, 8, \d+\]; supported with head_dim_qk 128: \[total\S*, h\S*, \d+\]"),
     ("one column more", {"packed": zeros(500, 8, 513)}, r"{} has shape \[500, 8, 513\]; supported with head_dim_qk 192: \[total"),
     ("rank 4", {"packed": zeros(500, 2, 8, 320)}, r"{} has shape \[500, 2, 8, 320\]; supported with head_dim_qk 192: \[total"),
