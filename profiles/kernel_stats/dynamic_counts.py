@@ -159,11 +159,11 @@ def _sparse_decode(arch: Arch) -> Iterator[CaseFactory]:
         yield partial(_sparse_decode_case, dtype, kernels, heads, layout)
 
 
-def _sparse_decode_case(dtype: str, kernels: str, heads: int, layout: QLayout, blocks: int, pieces: int = 1) -> SparseDecodeCase:
+def _sparse_decode_case(dtype: str, kernels: str, heads: int, layout: QLayout, keys: int, pieces: int = 1) -> SparseDecodeCase:
     """Return a case over one cache, or over a window of a first one and the rest of a second one whose format is its own."""
     first = FORMATS[kernels].beside
-    tiles = (WINDOW, blocks - WINDOW) if first else (blocks,)
-    main, *extra = (Pool(number * TILE_KEYS, number * TILE_KEYS) for number in tiles)
+    numbers = (WINDOW * TILE_KEYS, keys - WINDOW * TILE_KEYS) if first else (keys,)
+    main, *extra = (Pool(number, number) for number in numbers)
     case = SparseDecodeCase(dtype, batch=pieces, cache=first or kernels, h_q=heads, main=main, q_layout=layout, sm_count=heads // TILE_ROWS)
     return replace(case, extra_cache=kernels, extra=extra[0]) if extra else case
 

@@ -106,7 +106,9 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "kv_format": (None, "latent", "latent_512", "latent_320", "fp8_576", "fp8_656", "fp8_584", "v41", "v41_paged", "nope_528"),
     "extra_kv_format": (None,),
 }
-GOOD |= dict.fromkeys(CACHE_OPS, ROWS) | dict.fromkeys(BACKWARD_OPS, GOOD["dense_prefill"])
+GOOD |= dict.fromkeys(CACHE_OPS, ROWS) | {
+    op: {**GOOD["dense_prefill"], "head_dim": (192, 128), "head_dim_v": (128,)} for op in BACKWARD_OPS
+}
 BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "dense_decode": {
         "dtype": ("fp8", torch.float32),
@@ -201,7 +203,9 @@ BAD_ROWS: dict[str, tuple[Any, ...]] = {
     "kv_format": ("v41_fp4", "fp4"),
     "extra_kv_format": ("latent",),
 }
-BAD |= dict.fromkeys(CACHE_OPS, BAD_ROWS) | dict.fromkeys(BACKWARD_OPS, BAD["dense_prefill"])
+BAD |= dict.fromkeys(CACHE_OPS, BAD_ROWS) | {
+    op: {**BAD["dense_prefill"], "head_dim": (64, 256, 576), "head_dim_v": (256, 512)} for op in BACKWARD_OPS
+}
 
 
 def every(features: dict[str, dict[str, tuple[Any, ...]]]) -> list[tuple[str, str, Any]]:

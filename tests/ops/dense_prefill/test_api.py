@@ -75,15 +75,18 @@ def test_arguments(device: RecordingDevice, causal: bool) -> None:
     assert args["empty_lse"] == -math.inf
 
 
-@pytest.mark.parametrize("d_qk", [192, 128])
+@pytest.mark.parametrize(("d_qk", "d_v"), [(192, 128), (128, 128), (256, 256)])
 @pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
-def test_types_and_columns_decide_the_variant(device: RecordingDevice, dtype: torch.dtype, name: str, d_qk: int) -> None:
+def test_types_and_columns_decide_the_variant(device: RecordingDevice, dtype: torch.dtype, name: str, d_qk: int, d_v: int) -> None:
     out, _ = VarlenCall(dtype=dtype, d_qk=d_qk).run()
+    assert out.shape == (300, 8, d_v)
     (launch,) = device.launches
     assert launch.kernel == f"dense_prefill_{device.arch.name}_{name}_d{d_qk}"
     assert out.dtype == dtype
     assert {launch.args[f"{operand}_map"].dtype for operand in "qkv"} == {name}
-    assert [launch.args[f"{operand}_map"].dims[0] for operand in "qkv"] == [d_qk, d_qk, 128]
+    assert [launch.args[f"{operand}_map"].dims[0] for operand in "qkv"] == [d_qk, d_qk, d_v]
+    rows = 80 if d_v == 256 and device.arch.name == "sm90" else 64  # of a box of keys or values, which divides a tile
+    assert [launch.args[f"{operand}_map"].box for operand in "qkv"] == [(64, 1, 64), (64, 1, rows), (64, 1, rows)]
     assert launch.args["scale_log2"] == pytest.approx(d_qk**-0.5 * LOG2_E)
     assert launch.args["empty_lse"] == math.inf
     assert launch.args["causal"] == 0

@@ -154,10 +154,31 @@ def test_packed(device: RecordingDevice, name: str, change: dict[str, Any], said
     assert device.launches == []
 
 
+@pytest.mark.parametrize("operand", ["q", "k", "v"])
+def test_no_gradients_of_heads_of_256_columns(device: RecordingDevice, operand: str) -> None:
+    call = VarlenCall(d_qk=256)
+    call.operands[operand].requires_grad_()
+    with pytest.raises(ValueError, match=f"{operand} requires grad; supported: gradients of heads of 192 or 128 columns; q has 256"):
+        call.run()
+    with torch.no_grad():
+        call.run()
+    assert len(device.launches) == 1
+
+
+@pytest.mark.parametrize(("name", "columns"), [("kv", 512), ("qkv", 768)])
+def test_no_gradients_of_packed_heads_of_256_columns(device: RecordingDevice, name: str, columns: int) -> None:
+    packed = zeros(500, 8, columns).requires_grad_()
+    with pytest.raises(ValueError, match=f"{name} requires grad; supported: gradients of heads of 192 or 128 columns; q has 256"):
+        run_packed(name, packed, 256)
+    assert device.launches == []
+
+
 def run_packed(name: str, packed: Any, head_dim_qk: Any, **options: Any) -> None:
     """Call the form of flash_attn_varlen_func that takes this tensor."""
     if name == "kv":
-        cute_mla.flash_attn_varlen_kvpacked_func(zeros(300, 8, 192), packed, ints(3), ints(3), 290, 400, head_dim_qk, **options)
+        cute_mla.flash_attn_varlen_kvpacked_func(
+            zeros(300, 8, 256 if head_dim_qk == 256 else 192), packed, ints(3), ints(3), 290, 400, head_dim_qk, **options
+        )
     else:
         cute_mla.flash_attn_varlen_qkvpacked_func(packed, ints(3), 290, head_dim_qk, **options)
 

@@ -10,7 +10,7 @@ import torch
 import cute_mla
 from cute_mla.ops import dense_prefill
 from cute_mla.ops.tensor_spec import TensorSpec
-from cute_mla.spec.dense_prefill import MAX_ITEMS, MAX_TOKENS
+from cute_mla.spec.dense_prefill import HEAD_DIMS, MAX_ITEMS, MAX_TOKENS
 
 
 @dataclass
@@ -30,7 +30,7 @@ class VarlenCall:
         self.operands: dict[str, Any] = {
             "q": torch.zeros(self.total_q, self.h_q, self.d_qk, dtype=self.dtype),
             "k": torch.zeros(self.total_k, self.h_kv, self.d_qk, dtype=self.dtype),
-            "v": torch.zeros(self.total_k, self.h_kv, 128, dtype=self.dtype),
+            "v": torch.zeros(self.total_k, self.h_kv, HEAD_DIMS[self.d_qk], dtype=self.dtype),
             "cu_seqlens_qo": torch.zeros(self.batch + 1, dtype=torch.int32),
             "cu_seqlens_kv": torch.zeros(self.batch + 1, dtype=torch.int32),
             "max_seqlen_qo": self.max_seqlen_qo,
@@ -40,7 +40,7 @@ class VarlenCall:
     def results(self) -> dict[str, torch.Tensor]:
         """Return tensors for the results."""
         rows = (self.total_q, self.h_q)
-        return {"out": torch.empty(*rows, 128, dtype=self.dtype), "lse": torch.empty(rows)}
+        return {"out": torch.empty(*rows, HEAD_DIMS[self.d_qk], dtype=self.dtype), "lse": torch.empty(rows)}
 
     def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Call flash_attn_varlen_func."""
