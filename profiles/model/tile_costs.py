@@ -9,7 +9,7 @@ and 64 to 128 rows for dK and dV. Bytes are listed by cause, so that a sum can b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...spec import dense_prefill, dense_prefill_dkdv, dense_prefill_dq
 from ...spec.arch import ARCHS, SM90, SM100
@@ -174,7 +174,11 @@ def _dense_sm100(config: Config) -> Block:
     d_qk = int(config["d_qk"])
     keys, rotary = TILE_KEYS * d_qk * ELEMENT_BYTES / 2, LATENT_DIMS[d_qk].rotary
     boxes = {"TMA, a RoPE box of which half is used": keys + TILE_KEYS * rotary // 2 * ELEMENT_BYTES}
-    return _sm100_latent(boxes, sum(boxes.values()), 2 * keys, d_qk)
+    block = _sm100_latent(boxes, sum(boxes.values()), 2 * keys, d_qk)
+    if d_qk >= D_LATENT:
+        return block
+    best, worst = (sum(getattr(stage, end) for stage in block.path) / 2 for end in ("best", "worst"))
+    return replace(block, path=(Stage("half of it: two groups take turns", best, worst, barriers=0),))
 
 
 def _dense_sm100_fp8() -> Block:
