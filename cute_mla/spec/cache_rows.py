@@ -20,7 +20,9 @@ LATENTS = {
     for d_qk in LATENT_DIMS
 }
 
-CACHED: dict[str, CacheFormat] = {cache.name: cache for cache in (*LATENTS.values(), FP8_656, FP8_584, FP8_576, V41, V41_PAGED, NOPE_528)}
+CACHED: dict[str, CacheFormat] = {
+    cache.name: cache for cache in (LATENT, FP8_656, FP8_584, FP8_576, V41, V41_PAGED, NOPE_528, *LATENTS.values())
+}
 KNOWN: dict[str, CacheFormat] = {**FORMATS, **CACHED}  # every name of a format, with or without kernels
 
 BF16 = DTYPES[0]
