@@ -20,7 +20,7 @@ from cute_mla.spec import (
 )
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.combine import CombineConfig
-from cute_mla.spec.mla import DTYPES
+from cute_mla.spec.mla import DTYPES, VALUE_COLUMNS
 from cute_mla.spec.split_plan import SplitPlanConfig
 
 OPS = (
@@ -62,11 +62,12 @@ def closed_variants(arch: Arch, ops: Sequence[str] = OPS) -> tuple[Variant, ...]
         ("dense_prefill_dq", dense_prefill_dq.closed_variants(arch)),
         ("dense_decode", dense_decode.closed_variants(arch)),
     )
+    combines = [CombineConfig(dtype, d_v) for d_v in VALUE_COLUMNS for dtype in DTYPES]
     cache_kernels = [(op, config) for op in ("cache_write", "cache_gather") for config in cache_rows.closed_variants()]
     listed = (
         *(Variant(op, arch, config, f"cute_mla.kernels.{op}.{arch.name}") for op, configs in attention for config in configs),
         Variant("split_plan", arch, SplitPlanConfig(), "cute_mla.kernels.split_plan.kernel"),
-        *(Variant("combine", arch, CombineConfig(dtype), "cute_mla.kernels.combine.kernel") for dtype in DTYPES),
+        *(Variant("combine", arch, config, "cute_mla.kernels.combine.kernel") for config in combines),
         *(Variant("merge_states", arch, config, "cute_mla.kernels.merge_states.kernel") for config in merge_states.closed_variants()),
         *(Variant(op, arch, config, f"cute_mla.kernels.{op}.kernel") for op, config in cache_kernels),
     )

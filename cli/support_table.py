@@ -35,11 +35,13 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
     "sparse_prefill": {"d_qk": {columns: f"sparse prefill, rows of {columns}" for columns in (576, 512)}},
     "dense_prefill": {"d_qk": {d_qk: f"dense prefill, {d_qk} columns of q and k, {d_v} of v" for d_qk, d_v in HEAD_DIMS.items()}},
     "dense_prefill_dkdv": {"d_qk": {columns: f"dense prefill, backward, {columns} columns of q and k, 128 of v" for columns in (192, 128)}},
-    "merge_states": {"head_dim": {columns: f"`merge_states`, rows of {columns}" for columns in (512, 128)}},
+    "merge_states": {"head_dim": dict.fromkeys((512, 256, 128), "`merge_states`, rows of 512, 256 and 128")},
     **{
         op: {
             "cache": {
                 "latent": f"{what}, 16-bit cache",
+                "latent_512": f"{what}, 16-bit cache",
+                "latent_320": f"{what}, 16-bit cache",
                 "fp8_576": f"{what}, e4m3 cache of 576 bytes a token",
                 "fp8_656": f"{what}, FP8 cache of 656 bytes a token",
                 "fp8_584": f"{what}, FP8 cache of 584 bytes a token",
@@ -75,6 +77,8 @@ def _joined(types: Sequence[str]) -> str:
 
 def _what(variant: Variant) -> str:
     fields = {key: value for key, value in asdict(variant.config).items() if key not in (*_UNLISTED_FIELDS, "dtype")}  # type: ignore[call-overload]
+    if "operands" in fields:
+        del fields["d_qk"]  # of dense decode, whose columns the second table lists
     ((name, value),) = fields.items()
     return _WORDS[variant.op][name][value]
 

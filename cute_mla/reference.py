@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from .spec.mla import D_QK, D_V
+from .spec.mla import D_QK, D_V, LATENT_DIMS
 
 _EXACT_SCORES = 1 << 24  # of one sequence: 128 MB in fp64
 
@@ -50,9 +50,9 @@ def visible_keys(s_q: int, length: int, causal: bool, device: torch.device) -> t
 
 
 def gather_pages(k_cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
-    """Return the first `length` keys of a request: [length, h_kv, 576].
+    """Return the first `length` keys of a request: [length, h_kv, d_qk].
 
-    k_cache: [pages, page size, h_kv, 576]. pages: the request's row of the block table; an entry outside the cache is a page of zeros.
+    k_cache: [pages, page size, h_kv, d_qk]. pages: the request's row of the block table; an entry outside the cache is a page of zeros.
     Entries and keys beyond `length` are not read.
     """
     used = pages[: -(-length // k_cache.shape[1])].long()
@@ -79,18 +79,19 @@ def dense_decode(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute flash_mla_with_kvcache over a dense cache, with its operands. descales: descale_q and descale_k.
 
-    Returns out fp32 [batch, s_q, h_q, 512] and lse fp32 [batch, h_q, s_q].
+    Returns out fp32 [batch, s_q, h_q, d_v] and lse fp32 [batch, h_q, s_q]; d_v by the columns of q (LATENT_DIMS).
     """
-    batch, s_q, h_q, _ = q.shape
+    batch, s_q, h_q, d_qk = q.shape
+    d_v = LATENT_DIMS[d_qk].latent
     h_kv = k_cache.shape[2]
     group = h_q // h_kv  # query heads of one KV head: rows over the same keys, which are not repeated
-    out = torch.zeros(batch, s_q, h_q, D_V, device=q.device)
+    out = torch.zeros(batch, s_q, h_q, d_v, device=q.device)
     lse = torch.full((batch, h_q, s_q), empty_lse, device=q.device)
     for request, length in enumerate(cache_seqlens.tolist()):
-        k = scaled(gather_pages(k_cache, block_table[request], length), descales[1]).transpose(0, 1)  # [h_kv, length, 576]
-        rows = scaled(q[request], descales[0]).unflatten(1, (h_kv, group)).transpose(0, 1).flatten(1, 2)  # [h_kv, s_q * group, 576]
+        k = scaled(gather_pages(k_cache, block_table[request], length), descales[1]).transpose(0, 1)  # [h_kv, length, d_qk]
+        rows = scaled(q[request], descales[0]).unflatten(1, (h_kv, group)).transpose(0, 1).flatten(1, 2)  # [h_kv, s_q * group, d_qk]
         visible = visible_keys(s_q, length, causal and s_q > 1, q.device).repeat_interleave(group, dim=0)
-        row_out, row_lse = attention(rows, k, k[..., :D_V], softmax_scale, visible, empty_lse)
+        row_out, row_lse = attention(rows, k, k[..., :d_v], softmax_scale, visible, empty_lse)
         out[request] = row_out.unflatten(1, (s_q, group)).transpose(0, 1).flatten(1, 2)
         lse[request] = row_lse.unflatten(1, (s_q, group)).transpose(1, 2).flatten(0, 1)
     return out, lse

@@ -24,9 +24,9 @@ from .ops.arguments import NO_BACKWARD, NO_DOUBLE_BACKWARD, NO_GIVEN_RESULTS, ch
 from .ops.paged_cache import columns_of
 from .ops.split_plan import MlaSchedule, ScheduleKey
 from .runtime.current import device_for
-from .spec.cache_format import FORMATS
+from .spec.cache_rows import CACHED
 from .spec.dense_decode import num_parts
-from .spec.mla import D_QK, D_V
+from .spec.mla import D_QK, D_V, LATENT_DIMS
 from .spec.split_plan import PLAN_COLUMNS
 
 _DECODE = (
@@ -142,9 +142,10 @@ def _decode_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tens
     """Allocate out and lse of decode."""
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}; supported: [batch, s_q, h_q, columns]")
-    batch, s_q, h_q, _ = q.shape
+    batch, s_q, h_q, d_qk = q.shape
+    d_v = LATENT_DIMS[d_qk].latent if d_qk in LATENT_DIMS else D_V
     dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
-    return q.new_empty((batch, s_q, h_q, D_V), dtype=dtype), q.new_empty((batch, h_q, s_q), dtype=torch.float32)
+    return q.new_empty((batch, s_q, h_q, d_v), dtype=dtype), q.new_empty((batch, h_q, s_q), dtype=torch.float32)
 
 
 def _prefill_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -270,8 +271,8 @@ def _new_sparse_plan(indices: Tensor, num_heads_q: int, *args: Any, **options: A
 def _new_keys(k_cache: Tensor, block_table: Tensor, cu_seqlens: Tensor, rows: int, **options: Any) -> Tensor:
     """Allocate the result of gather_kv_cache."""
     own = torch.bfloat16 if k_cache.dtype.itemsize == 1 else k_cache.dtype
-    narrow = [columns_of(cache) for cache in FORMATS.values() if cache.d_qk == D_V]
-    return k_cache.new_empty((rows, D_V if k_cache.shape[-1] in narrow else D_QK), dtype=options.get("dtype") or own)
+    columns = {columns_of(cache): cache.d_qk for cache in CACHED.values() if bool(cache.quantised) == (k_cache.dtype.itemsize == 1)}
+    return k_cache.new_empty((rows, columns.get(k_cache.shape[-1], D_QK)), dtype=options.get("dtype") or own)
 
 
 def _gather_out(*args: Any, **options: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..spec.cache_format import FORMATS, FP8_656
 from ..spec.dense_decode import LATENT, OPERANDS
-from ..spec.mla import DTYPES
+from ..spec.mla import D_QK, DTYPES, LATENT_DIMS
 from .roofline import Work
 from .shapes import (
     CacheWriteShape,
@@ -91,6 +91,7 @@ def _dense_decode(document: Table, entry: Table) -> Shape:
         h_kv=entry.get("h_kv", 1),
         page_size=document["page_size"],
         operands=_known("operands", entry.get("operands", LATENT), OPERANDS),
+        d_qk=_known("d_qk", entry.get("d_qk", D_QK), tuple(LATENT_DIMS)),
     )
 
 
@@ -142,7 +143,7 @@ def _cache_write(document: Table, entry: Table) -> Shape:
 _LENGTHS = {"batch", "length", "lengths", "varlen"}
 # for each op: the function that makes a shape from a case's table, and the keys that the table may have
 _SHAPES: dict[str, tuple[Callable[[Table, Table], Shape], set[str]]] = {
-    "dense_decode": (_dense_decode, {*_LENGTHS, "s_q", "h_q", "h_kv", "operands"}),
+    "dense_decode": (_dense_decode, {*_LENGTHS, "s_q", "h_q", "h_kv", "operands", "d_qk"}),
     "sparse_decode": (_sparse_decode, {"batch", "s_q", "h_q", "topk", "context", "cache"}),
     "sparse_prefill": (_sparse_prefill, {"s_q", "h_q", "s_kv", "topk"}),
     "dense_prefill": (_dense_prefill, {*_LENGTHS, "h_q", "h_kv", "causal", "d_qk", "cached"}),
@@ -155,10 +156,10 @@ OPS = tuple(_SHAPES)
 _CASE_KEYS = {"name", "priority", "roof_us", "goal_us"}
 
 
-def _known(name: str, value: Any, supported: Sequence[str]) -> str:
+def _known(name: str, value: Any, supported: Sequence[Any]) -> Any:
     if value not in supported:
         raise ValueError(f"{name} is {value!r}; supported: {', '.join(supported)}")
-    return str(value)
+    return value
 
 
 def parse(text: str) -> tuple[Case, ...]:

@@ -17,7 +17,7 @@ from ..spec.arch import Arch
 from ..spec.cache_format import FORMATS, FP8_656, CacheFormat
 from ..spec.dense_decode import FP8, LATENT, TILE_ROWS, row_ctas
 from ..spec.dense_prefill import HEAD_DIMS as PREFILL_HEAD_DIMS
-from ..spec.mla import D_QK, D_V, ELEMENT_BYTES, ceil_div
+from ..spec.mla import D_QK, D_V, ELEMENT_BYTES, LATENT_DIMS, ceil_div
 from .roofline import Work
 
 E4M3_BYTES = 1
@@ -57,7 +57,7 @@ class DecodeShape:
     """A dense decode.
 
     lengths: keys of each request. s_q, h_q: query tokens and heads of a request. page_size: keys of a page.
-    operands: as in DenseDecodeConfig.
+    operands, d_qk: as in DenseDecodeConfig.
     """
 
     lengths: tuple[int, ...]
@@ -66,6 +66,12 @@ class DecodeShape:
     h_kv: int = 1
     page_size: int = 64
     operands: str = LATENT
+    d_qk: int = D_QK
+
+    @property
+    def d_v(self) -> int:
+        """Columns of a value."""
+        return LATENT_DIMS[self.d_qk].latent
 
     @property
     def batch(self) -> int:
@@ -82,11 +88,11 @@ class DecodeShape:
         """Products over all keys; bytes of cache rows, q, out, lse and the page table."""
         rows = self.batch * self.s_q * self.h_q
         pages = sum(ceil_div(length, self.page_size) for length in self.lengths)
-        q_bytes = D_QK * (E4M3_BYTES if self.operands == FP8 else ELEMENT_BYTES)
-        cache_row_bytes = D_QK * (ELEMENT_BYTES if self.operands == LATENT else E4M3_BYTES)
-        row_bytes = q_bytes + ELEMENT_BYTES * D_V + FLOAT_BYTES
+        q_bytes = self.d_qk * (E4M3_BYTES if self.operands == FP8 else ELEMENT_BYTES)
+        cache_row_bytes = self.d_qk * (ELEMENT_BYTES if self.operands == LATENT else E4M3_BYTES)
+        row_bytes = q_bytes + ELEMENT_BYTES * self.d_v + FLOAT_BYTES
         return Work(
-            flops=float(pair_flops(D_QK, D_V) * self.s_q * self.h_q * self.keys),
+            flops=float(pair_flops(self.d_qk, self.d_v) * self.s_q * self.h_q * self.keys),
             bytes=float(cache_row_bytes * self.h_kv * self.keys + row_bytes * rows + INDEX_BYTES * pages),
             rate=FP8_RATE if self.operands == FP8 else 1.0,
         )
@@ -95,6 +101,7 @@ class DecodeShape:
     def text(self) -> str:
         """Short form such as "b128 L4096 h128 s1"."""
         operands = "" if self.operands == LATENT else f" {self.operands}"
+        operands += "" if self.d_qk == D_QK else f" d{self.d_qk}"
         return f"b{self.batch} {lengths_text(self.lengths)} h{self.h_q} s{self.s_q}{operands}"
 
     def tile_padding(self, arch: Arch) -> float | None:

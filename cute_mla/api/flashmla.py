@@ -111,12 +111,13 @@ def flash_mla_with_kvcache(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend new query tokens to a paged latent cache: out = softmax(softmax_scale * q k^T) v.
 
-    Dense (without indices): each request attends to its cache_seqlens keys; v = k[..., :512].
+    Dense (without indices): each request attends to its cache_seqlens keys; v = k[..., :head_dim_v]. Keys have 512
+    latent and 64 rotary columns (d_qk 576), 512 latent ones alone (512), or 256 latent and 64 rotary ones (320).
 
-    q                bf16 or fp16 [batch, s_q, h_q, 576], h_q 1 to 128; last dimension contiguous, other strides free
-    k_cache          same dtype [pages, page size, h_kv, 576], h_kv divides h_q; page size 16, 32 or a multiple of 64;
+    q                bf16 or fp16 [batch, s_q, h_q, d_qk], h_q 1 to 128; last dimension contiguous, other strides free
+    k_cache          same dtype [pages, page size, h_kv, d_qk], h_kv divides h_q; page size 16, 32 or a multiple of 64;
                      address and strides multiples of 16 bytes, last dimension contiguous (block-strided caches are fine).
-                     Or float8_e4m3fn [pages, page size, 1, 576], likewise: the keys are descale_k * k_cache. q may then be
+                     Or, with d_qk 576, float8_e4m3fn [pages, page size, 1, 576], likewise: the keys are descale_k * k_cache. q may then be
                      float8_e4m3fn too, the queries being descale_q * q: probabilities are rounded to e4m3 as well, the bits of
                      out differ from those of exact products by up to 1e-3 in cosine, and out is bf16, or fp16 if given
     descale_q, descale_k
@@ -150,11 +151,11 @@ def flash_mla_with_kvcache(
 
     Both:
 
-    head_dim_v       512
+    head_dim_v       the latent columns: 512, or 256 in dense decode with d_qk 320
     tile_scheduler_metadata, num_splits
                      the result of get_mla_metadata: (schedule, None) or the two tensors
     softmax_scale    positive, default q.shape[-1] ** -0.5
-    out              [batch, s_q, h_q, 512] in q's dtype (see above for e4m3); last dimension contiguous, other strides free
+    out              [batch, s_q, h_q, head_dim_v] in q's dtype (see above for e4m3); last dimension contiguous, other strides free
     lse              fp32 [batch, h_q, s_q], any strides
     workspace        contiguous, at least workspace_size(op, ...) bytes, address a multiple of 16; not to be shared by
                      calls that may run at the same time

@@ -23,10 +23,9 @@ from ..ops.limits import (
 from ..ops.tensor_spec import DTYPE_NAMES
 from ..spec import dense_prefill, dense_prefill_dq, sparse_prefill
 from ..spec.arch import ALIASES, ARCHS
-from ..spec.cache_format import LATENT
-from ..spec.cache_rows import BF16, CACHED, FP8_576, KNOWN, key_types
+from ..spec.cache_rows import BF16, CACHED, FP8_576, KNOWN, LATENTS, key_types
 from ..spec.dense_decode import MAX_KEYS
-from ..spec.mla import D_QK, D_V, DTYPES, MAX_HEADS
+from ..spec.mla import D_QK, D_V, DTYPES, LATENT_DIMS, MAX_HEADS, VALUE_COLUMNS
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, serving_kernels
 
 
@@ -44,8 +43,8 @@ _DENSE_DECODE: dict[str, Limit] = {
     "h_q": between("h_q", 1, MAX_HEADS),
     "h_kv": between("h_kv", 1, MAX_HEADS),
     "s_q": between("s_q", 1, MAX_QUERY_TOKENS),
-    "head_dim": one_of("head_dim", D_QK),
-    "head_dim_v": one_of("head_dim_v", D_V),
+    "head_dim": one_of("head_dim", *LATENT_DIMS),
+    "head_dim_v": one_of("head_dim_v", *VALUE_COLUMNS),
     "page_size": page_size_error,
     "causal": one_of("causal", False, True),
     "batch_invariant": one_of("batch_invariant", False, True),
@@ -55,7 +54,7 @@ _DENSE_DECODE: dict[str, Limit] = {
     "topk_length": one_of("topk_length", False),
     "topk": one_of("topk", None),
     "kv_offsets": one_of("kv_offsets", False),
-    "kv_format": one_of("kv_format", None, LATENT.name, FP8_576.name),
+    "kv_format": one_of("kv_format", None, *(cache.name for cache in LATENTS.values()), FP8_576.name),
     "extra_kv_format": one_of("extra_kv_format", None),
 }
 _SPARSE_DECODE: dict[str, Limit] = {
@@ -64,6 +63,7 @@ _SPARSE_DECODE: dict[str, Limit] = {
     "h_kv": one_of("h_kv", 1),
     "s_q": between("s_q", 1, MAX_GRID_TOKENS),
     "head_dim": one_of("head_dim", D_QK, D_V),
+    "head_dim_v": one_of("head_dim_v", D_V),
     "page_size": between("page_size", 1, MAX_KEYS),
     "causal": one_of("causal", False),
     **{name: one_of(name, False, True) for name in ("fp8_kvcache", "attn_sink", "extra_cache", "topk_length")},
@@ -99,7 +99,7 @@ _CACHE_ROWS: dict[str, Limit] = {
     "dtype": _dtype_of(*DTYPES),
     **{name: one_of(name, None) for name in ("h_q", "s_q", "head_dim_v")},
     "h_kv": one_of("h_kv", 1),
-    "head_dim": one_of("head_dim", D_QK, D_V),
+    "head_dim": one_of("head_dim", *LATENT_DIMS),
     "page_size": between("page_size", 1, MAX_KEYS),
     "causal": one_of("causal", False),
     "kv_format": one_of("kv_format", None, *CACHED),
@@ -124,10 +124,11 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
         dtype            "bf16", "fp16" or the torch dtype of queries, cache and output; in dense decode over an FP8 cache queries may
                          also be "e4m3"; in cache_write and cache_gather, the dtype of the keys outside the cache
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
-        head_dim         columns of q: 576, or 512 with an FP8 cache in sparse decode and in sparse prefill; 192, 128 or 256 in
-                         dense prefill, of which its backward pass has 192 and 128; columns of a key in cache_write and cache_gather:
-                         576 or 512
-        head_dim_v       columns of out: 512; 128 in dense prefill, or 256 with a head_dim of 256; None in cache_write and cache_gather
+        head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512 or 320; in sparse decode 576, or 512 with an FP8
+                         cache; 576 or 512 in sparse prefill; 192, 128 or 256 in dense prefill, of which its backward pass has 192 and
+                         128; columns of a key in cache_write and cache_gather: 576, 512 or 320
+        head_dim_v       columns of out: 512, or 256 in dense decode with head_dim 320; 128 in dense prefill, or 256 with a head_dim of
+                         256; None in cache_write and cache_gather
         page_size        keys of a page; None in prefill, whose keys have no pages
         causal, batch_invariant        True or False; prefill is always batch invariant, without being asked
         fp8_kvcache, attn_sink, extra_cache, topk_length, kv_offsets   True if the call passes such an argument
@@ -173,8 +174,23 @@ def _conflict(op: str, features: dict[str, Any]) -> str | None:
         return "dtype is e4m3 without an FP8 cache; supported: bf16, fp16"
     if op == "sparse_decode" and fp8 and _dtype_name(features.get("dtype")) == "fp16":
         return "dtype is fp16 with an FP8 cache; supported: bf16"
-    if op in ("sparse_decode", *CACHE_OPS) and fp8 is False and features.get("head_dim") == D_V:
+    if op == "sparse_decode" and fp8 is False and features.get("head_dim") == D_V:
         return f"head_dim is {D_V} without an FP8 cache; supported: {D_QK}"
+    return _columns_conflict(op, features)
+
+
+def _columns_conflict(op: str, features: dict[str, Any]) -> str | None:
+    """Return why the columns of a key are not supported with the other features, or None if they are."""
+    columns, columns_v, fp8 = features.get("head_dim"), features.get("head_dim_v"), features.get("fp8_kvcache")
+    if op == "dense_decode" and columns is not None:
+        if columns_v is not None and columns_v != LATENT_DIMS[columns].latent:
+            return f"head_dim_v is {columns_v} with head_dim {columns}; supported: {LATENT_DIMS[columns].latent}"
+        if columns != D_QK and (fp8 or _dtype_name(features.get("dtype")) == E4M3):
+            return f"head_dim is {columns} with an FP8 cache; supported: {D_QK}"
+    if op in CACHE_OPS and fp8 and columns is not None:
+        quantised = tuple(dict.fromkeys(cache.d_qk for cache in CACHED.values() if cache.quantised))
+        if columns not in quantised:
+            return f"head_dim is {columns} with an FP8 cache; supported: {', '.join(map(str, quantised))}"
     return None
 
 
@@ -188,7 +204,7 @@ def _format_conflict(op: str, features: dict[str, Any]) -> str | None:
             return f"extra_kv_format is {second!r} with kv_format {first!r}; supported: {beside}"
     for argument, value in named.items():
         cache = KNOWN[value]
-        dtypes = key_types(cache) if op in CACHE_OPS else DTYPES if cache is LATENT or op == "dense_decode" else (BF16,)
+        dtypes = key_types(cache) if op in CACHE_OPS else DTYPES if not cache.quantised or op == "dense_decode" else (BF16,)
         dtypes = (*dtypes, E4M3) if op == "dense_decode" and cache is FP8_576 else dtypes
         fitting = {"fp8_kvcache": (bool(cache.quantised),), "head_dim": (cache.d_qk,), "dtype": dtypes}
         for name, supported in fitting.items():

@@ -6,13 +6,14 @@ from typing import Any
 
 import torch
 
-from ..ops.arguments import check_flag, check_integer, is_integer, short_repr
+from ..ops.arguments import check_columns, check_flag, check_integer, is_integer, short_repr
 from ..ops.decode_plan import accumulator_bytes
 from ..ops.limits import BACKWARD_OPS, OPS, check_op, heads_error
 from ..runtime.current import default_device, device_for
 from ..spec.dense_decode import num_parts
 from ..spec.dense_prefill import MAX_TOKENS
 from ..spec.dense_prefill_dq import HEAD_DIMS, BackwardWorkspace
+from ..spec.mla import D_V, VALUE_COLUMNS
 from ..spec.split_plan import accumulator_rows, invariant_splits
 
 
@@ -28,6 +29,7 @@ def workspace_size(
     topk: int | None = None,
     total_q: int | None = None,
     copied_head_dim: int | None = None,
+    head_dim_v: int = D_V,
     device: torch.device | str | int | None = None,
 ) -> int:
     """Return the bytes of workspace that a call needs. They depend on its shapes and the device, never on lengths.
@@ -40,6 +42,7 @@ def workspace_size(
     total_q: in dense_prefill_backward, where it is needed, q.shape[0]; then the workspace has 8 bytes a query row and head.
     copied_head_dim: in dense_prefill_backward, q.shape[2] of a call that copies q and dout to the workspace: one where a row of q, dout,
     out or dq does not begin at a multiple of 16 bytes, or where rows of q or dout share memory.
+    head_dim_v: as in the call, in dense decode.
     device: where the call runs; "cpu" inside cute_mla.simulate(). Default: the simulated device inside cute_mla.simulate(), else the
     current CUDA device.
 
@@ -47,6 +50,7 @@ def workspace_size(
     """
     check_op(op, (*OPS, *BACKWARD_OPS))
     check_flag("batch_invariant", batch_invariant)
+    check_columns("head_dim_v", head_dim_v, *(VALUE_COLUMNS if op == "dense_decode" else (D_V,)))
     batch, s_q = check_integer("batch", batch, 0), check_integer("s_q", s_q, 0)
     error = heads_error(h_q, h_kv, op)
     if error is not None:
@@ -61,7 +65,7 @@ def workspace_size(
     rows, columns = (h_q, s_q) if op == "sparse_decode" else (s_q * (h_q // h_kv), h_kv)
     parts = num_parts(found.arch, rows, columns, found.sm_count)
     max_splits = invariant_splits(max_keys) if batch_invariant else 0
-    return sum(accumulator_bytes(accumulator_rows(batch, parts, max_splits), s_q, h_q))
+    return sum(accumulator_bytes(accumulator_rows(batch, parts, max_splits), s_q, h_q, head_dim_v))
 
 
 def _torch_device(device: Any) -> torch.device:

@@ -55,10 +55,11 @@ def check_flag(name: str, value: Any) -> None:
         raise ValueError(f"{name} is {short_repr(value)}; supported: True and False")
 
 
-def check_columns(name: str, d_v: Any) -> None:
-    """Raise ValueError unless d_v is 512, the number of columns of v."""
-    if not is_integer(d_v) or d_v != D_V:
-        raise ValueError(f"{name} is {short_repr(d_v)}; supported: {D_V}")
+def check_columns(name: str, d_v: Any, *supported: int) -> None:
+    """Raise ValueError unless d_v is a supported number of columns of v, by default 512."""
+    supported = supported or (D_V,)
+    if not is_integer(d_v) or d_v not in supported:
+        raise ValueError(f"{name} is {short_repr(d_v)}; supported: {', '.join(map(str, supported))}")
 
 
 def check_scale(name: str, scale: Any) -> None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..spec.cache_format import FORMATS, V41, CacheFormat
-from ..spec.cache_rows import E4M3_MAX, LEAST_POWER_OF_TWO_AMAX
+from ..spec.cache_rows import E4M3_MAX, LATENTS, LEAST_POWER_OF_TWO_AMAX
 from ..spec.mla import ELEMENT_BYTES
 from .arguments import check_flag, check_integer, check_no_grad, is_integer, short_repr
 from .overlap import check_no_overlap
@@ -130,12 +130,14 @@ def _to_bf16(values: torch.Tensor) -> torch.Tensor:
 def dequantise_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
     """Return the keys of a cache: fp32 [pages, page size, 1, d_qk], value times scale in fp32, without further rounding.
 
-    cache: a tensor as quantise_cache returns it; for "latent" bf16 or fp16 [pages, page size, 1, 576].
+    cache: a tensor as quantise_cache returns it; for "latent" bf16 or fp16 [pages, page size, 1, 576]; for "latent_512"
+    and "latent_320" likewise, with so many columns.
     ValueError on another format, shape, dtype or stride.
     """
-    if not isinstance(cache_format, str) or cache_format not in FORMATS:
-        raise ValueError(f"cache_format is {short_repr(cache_format)}; supported: {', '.join(FORMATS)}")
-    layout = FORMATS[cache_format]
+    known = {**FORMATS, **{latent.name: latent for latent in LATENTS.values()}}
+    if not isinstance(cache_format, str) or cache_format not in known:
+        raise ValueError(f"cache_format is {short_repr(cache_format)}; supported: {', '.join(known)}")
+    layout = known[cache_format]
     spec = spec_of("cache", cache)
     _check_memory("cache", spec)
     if not layout.quantised:

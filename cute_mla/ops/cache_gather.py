@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime.current import device_for, has_kernels
-from ..spec.cache_format import LATENT
 from ..spec.cache_gather import CacheGatherArguments, grid
 from ..spec.cache_rows import CACHED, config_of, key_types
 from .arguments import check_integer, check_no_grad, short_repr
@@ -173,8 +172,8 @@ def _dtype(call: CallSpec, cache: CacheRows, more: tuple[torch.dtype, ...]) -> t
     """Return the dtype of out. ValueError for a dtype that this cache does not give."""
     wanted = call.options.dtype
     given = wanted if wanted is not None or call.out is None else call.out.dtype
-    own = call.k_cache.dtype if cache.format is LATENT else torch.bfloat16
-    supported = (own,) if cache.format is LATENT else (*map(dtype_of, key_types(cache.format)), *more)
+    own = torch.bfloat16 if cache.format.quantised else call.k_cache.dtype
+    supported = (*map(dtype_of, key_types(cache.format)), *more) if cache.format.quantised else (own,)
     if given is not None and given not in supported:
         raise ValueError(
             f"dtype is {given} with a {cache.format.name} cache of {call.k_cache.dtype}; supported: {', '.join(map(str, supported))}"

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..runtime.current import device_for, has_kernels
-from ..spec.cache_format import LATENT, CacheFormat
+from ..spec.cache_format import CacheFormat
 from ..spec.cache_rows import CACHED, FP8_576, config_of, key_types, latent_columns, rotary_columns
 from ..spec.cache_write import CacheWriteArguments, grid
 from .arguments import check_flag, check_no_grad
@@ -148,7 +148,7 @@ def _check_keys(call: CallSpec, cache: CacheFormat, tokens: int, more: tuple[tor
     """Raise ValueError unless kv_c and k_pe hold the columns of so many keys for a cache of this format. more: dtypes besides."""
     if rotary_columns(cache) == 0 and call.k_pe is not None:
         raise ValueError(f"k_pe is given with a {cache.name} cache; supported: None, with kv_c of all {cache.d_qk} columns")
-    dtypes = (call.k_cache.dtype,) if cache is LATENT else (*map(dtype_of, key_types(cache)), *more)
+    dtypes = (*map(dtype_of, key_types(cache)), *more) if cache.quantised else (call.k_cache.dtype,)
     for name, spec, width in (("kv_c", call.kv_c, latent_columns(cache)), ("k_pe", call.k_pe, rotary_columns(cache))):
         if spec is None and not width:
             continue

@@ -240,7 +240,7 @@ def _checked(key: CallKey, named: dict[str, Any], schedule: MlaSchedule | None) 
         if getattr(key, name) is not None:
             raise ValueError(f"{name} is {short_repr(getattr(key, name))}: not supported {key.op.WHERE}; supported: None")
     split_plan = plan_specs(*(named[name] for name in _PLAN)) if schedule is None else None
-    call = key.op.check(operands, check_common(options, operands.q, results, split_plan))
+    call = key.op.check(operands, check_common(options, operands.q, results, split_plan, key.op.HEAD_DIMS_V))
     device = device_for(operands.q.device)
     plan: DecodePlan = key.op.plan(call, device.arch, device.sm_count)
     if results.workspace is not None:

@@ -56,8 +56,8 @@ class Results(NamedTuple):
 class CommonSpec(NamedTuple):
     """The part of a CallSpec that dense and sparse decode share.
 
-    split_plan: specs of the caller's plan, or None if a schedule object plans. address_alignment: what strides.alignment gives for the
-    addresses of q and of the caller's out.
+    split_plan: specs of the caller's plan, or None if a schedule object plans. d_v: head_dim_v. address_alignment: what
+    strides.alignment gives for the addresses of q and of the caller's out.
     """
 
     split_plan: PlanSpecs | None
@@ -67,6 +67,7 @@ class CommonSpec(NamedTuple):
     is_fp8_kvcache: bool
     batch_invariant: bool
     address_alignment: int
+    d_v: int = D_V
     kv_format: str | None = None
     extra_kv_format: str | None = None
 
@@ -87,8 +88,8 @@ class ResultLayout:
     @property
     def accum_bytes(self) -> tuple[int, int]:
         """Return the bytes of out_accum and of lse_accum."""
-        _, h_q, s_q = self.lse_shape
-        return accumulator_bytes(self.accum_rows, s_q, h_q)
+        _, s_q, h_q, d_v = self.out_shape
+        return accumulator_bytes(self.accum_rows, s_q, h_q, d_v)
 
 
 @dataclass(frozen=True)
@@ -126,15 +127,15 @@ class DecodePlan(LaunchPlan):
         return 0 in self.results.out_shape
 
 
-def accumulator_bytes(accum_rows: int, s_q: int, h_q: int) -> tuple[int, int]:
-    """Return the bytes of out_accum, fp32 [accum_rows, s_q, h_q, 512], and of lse_accum, fp32 [accum_rows, s_q, h_q]."""
+def accumulator_bytes(accum_rows: int, s_q: int, h_q: int, d_v: int) -> tuple[int, int]:
+    """Return the bytes of out_accum, fp32 [accum_rows, s_q, h_q, d_v], and of lse_accum, fp32 [accum_rows, s_q, h_q]."""
     lse_bytes = accum_rows * s_q * h_q * _FLOAT_BYTES
-    return lse_bytes * D_V, lse_bytes
+    return lse_bytes * d_v, lse_bytes
 
 
-def check_common(options: Options, q: Any, results: Results, split_plan: PlanSpecs | None) -> CommonSpec:
-    """Check the options and results of a call. ValueError unless each is supported by itself."""
-    check_columns("head_dim_v", options.head_dim_v)
+def check_common(options: Options, q: Any, results: Results, split_plan: PlanSpecs | None, value_columns: tuple[int, ...]) -> CommonSpec:
+    """Check the options and results of a call. ValueError unless each is supported by itself. value_columns: the op's head_dim_v."""
+    check_columns("head_dim_v", options.head_dim_v, *value_columns)
     if options.softmax_scale is not None:
         check_scale("softmax_scale", options.softmax_scale)
     check_empty_lse(options.empty_lse)
@@ -148,6 +149,7 @@ def check_common(options: Options, q: Any, results: Results, split_plan: PlanSpe
         causal=bool(options.causal),
         is_fp8_kvcache=bool(options.is_fp8_kvcache),
         batch_invariant=bool(options.batch_invariant),
+        d_v=int(options.head_dim_v),
         kv_format=check_format_name(options.kv_format, KNOWN),
         extra_kv_format=check_format_name(options.extra_kv_format, KNOWN, "extra_kv_format"),
         address_alignment=alignment(address_of("q", q), 0 if results.out is None else address_of("out", results.out)),
@@ -156,7 +158,7 @@ def check_common(options: Options, q: Any, results: Results, split_plan: PlanSpe
 
 def layout_results(problem: Problem, common: CommonSpec, num_parts: int, q: TensorSpec, out_dtype: torch.dtype) -> ResultLayout:
     """Validate out, lse and the caller's plan of num_parts parts; return the layout of the results."""
-    out_shape = (problem.batch, problem.s_q, problem.h_q, D_V)
+    out_shape = (problem.batch, problem.s_q, problem.h_q, common.d_v)
     lse_shape = (problem.batch, problem.h_q, problem.s_q)
     out_strides = output_strides("out", common.out, out_shape, out_dtype, q)
     lse_strides = output_strides("lse", common.lse, lse_shape, torch.float32, q)
@@ -179,8 +181,8 @@ def plan_combine(problem: Problem, results: ResultLayout, max_keys: tuple[int, i
         return None
     batch, s_q, h_q = problem.batch, problem.s_q, problem.h_q
     return LaunchPlan(
-        kernel=CombineConfig(problem.dtype).name,
-        grid=combine_grid(batch, s_q, h_q, sm_count),
+        kernel=CombineConfig(problem.dtype, results.out_shape[3]).name,
+        grid=combine_grid(batch, s_q, h_q, sm_count, results.out_shape[3]),
         scalars={
             **results.strides,
             "batch": batch,

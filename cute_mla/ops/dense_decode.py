@@ -9,11 +9,11 @@ from typing import NamedTuple
 import torch
 
 from ..spec.arch import Arch
-from ..spec.cache_rows import FP8_576
+from ..spec.cache_rows import FP8_576, LATENTS
 from ..spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeArguments, DenseDecodeProblem
-from ..spec.mla import D_QK
+from ..spec.mla import LATENT_DIMS, VALUE_COLUMNS
 from ..spec.split_plan import NO_LIMIT
-from .arguments import check_no_grad, short_repr
+from .arguments import check_columns, check_no_grad, short_repr
 from .decode_plan import CommonSpec, DecodePlan, layout_results, plan_combine
 from .launch_plan import named_strides
 from .limits import MAX_QUERY_TOKENS, heads_error
@@ -34,6 +34,7 @@ from .tensor_spec import (
 
 Arguments = DenseDecodeArguments  # the kernel's
 WHERE = "without indices"  # the calls of this op, for messages
+HEAD_DIMS_V = VALUE_COLUMNS
 EXCLUDED = (
     "attn_sink",
     "extra_k_cache",
@@ -73,10 +74,11 @@ def check(operands: Operands, common: CommonSpec) -> CallSpec:
     k_cache = operand_spec("k_cache", operands.k_cache)
     if common.is_fp8_kvcache and k_cache.dtype != torch.float8_e4m3fn:
         raise ValueError(f"is_fp8_kvcache is True with a k_cache of {k_cache.dtype}; supported {WHERE}: {torch.float8_e4m3fn}")
-    own = FP8_576.name if k_cache.dtype == torch.float8_e4m3fn else LATENT
-    if common.kv_format not in (None, own):
+    own = FP8_576 if k_cache.dtype == torch.float8_e4m3fn else LATENTS.get(k_cache.shape[-1] if k_cache.shape else 0)
+    if common.kv_format not in (None, own and own.name):
         raise ValueError(
-            f"kv_format is {short_repr(common.kv_format)} with a k_cache of {k_cache.dtype}; supported {WHERE}: None and {own!r}"
+            f"kv_format is {short_repr(common.kv_format)} with a k_cache of {k_cache.dtype} and shape {list(k_cache.shape)}; "
+            f"supported {WHERE}: None" + (f" and {own.name!r}" if own else "")
         )
     return CallSpec(
         q=operand_spec("q", operands.q),
@@ -126,7 +128,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         schedule_key=ScheduleKey(problem.batch, problem.s_q, problem.h_q, problem.h_kv, problem.page_size, num_parts, call.q.device),
         results=results,
         combine=plan_combine(problem, results, (problem.max_keys, 0), sm_count),
-        default_scale=D_QK**-0.5,
+        default_scale=problem.d_qk**-0.5,
         has_keys=cache.pages > 0,
     )
 
@@ -134,11 +136,14 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
 def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, DenseCache]:
     """Return the problem and the layout of the cache. ValueError unless the operands fit together."""
     q = call.q
-    check_shape("q", q, ("batch", "s_q", "h_q", D_QK))
+    if len(q.shape) != 4 or q.shape[-1] not in LATENT_DIMS:
+        columns = " or ".join(map(str, LATENT_DIMS))
+        raise ValueError(f"q has shape {list(q.shape)}; supported {WHERE}: [batch, s_q, h_q, {columns}]")
     check_dtype("q", q, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
     check_last_contiguous("q", q)
-    batch, s_q, h_q, _ = q.shape
-    cache = dense_cache(call.k_cache, q.dtype)
+    batch, s_q, h_q, d_qk = q.shape
+    check_columns("head_dim_v", call.common.d_v, LATENT_DIMS[d_qk].latent)
+    cache = dense_cache(call.k_cache, q.dtype, d_qk)
     operands = _operand_types(call)
     dtype = _out_dtype(call)
     if s_q > MAX_QUERY_TOKENS:
@@ -166,6 +171,7 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
         batch_invariant=call.common.batch_invariant,
         row_alignment=row_alignment(call.common.address_alignment, q, call.common.out),
         operands=operands,
+        d_qk=d_qk,
     )
     return problem, cache
 

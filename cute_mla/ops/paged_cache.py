@@ -37,16 +37,19 @@ class DenseCache(NamedTuple):
     pages: int
     page_size: int
     h_kv: int
+    d_qk: int
     strides: tuple[int, ...]
 
 
-def dense_cache(spec: TensorSpec, dtype: torch.dtype) -> DenseCache:
-    """Return the layout of k_cache [pages, page size, h_kv, 576] for queries of this dtype. ValueError if kernels cannot read it.
+def dense_cache(spec: TensorSpec, dtype: torch.dtype, d_qk: int) -> DenseCache:
+    """Return the layout of k_cache [pages, page size, h_kv, d_qk] for queries of this dtype. ValueError if kernels cannot read it.
 
     A cache without pages has a layout, but no tensor map can describe it.
     """
     fp8 = spec.dtype == torch.float8_e4m3fn
-    check_shape("k_cache", spec, ("pages", "page size", 1 if fp8 else "h_kv", D_QK), f" of {spec.dtype}" if fp8 else "")
+    if fp8 and d_qk != D_QK:
+        raise ValueError(f"k_cache has dtype {spec.dtype} with q of {d_qk} columns; supported: {dtype}, or q of {D_QK} columns")
+    check_shape("k_cache", spec, ("pages", "page size", 1 if fp8 else "h_kv", d_qk), f" of {spec.dtype}" if fp8 else "")
     check_dtype("k_cache", spec, *dict.fromkeys((dtype, torch.float8_e4m3fn)))
     check_last_contiguous("k_cache", spec)
     pages, page_size, h_kv, _ = spec.shape
@@ -55,7 +58,7 @@ def dense_cache(spec: TensorSpec, dtype: torch.dtype) -> DenseCache:
         raise ValueError(f"k_cache has shape {list(spec.shape)}: {error}")
     if pages >= _MAX_MAP_SIZE:
         raise ValueError(f"k_cache has {pages} pages; supported: fewer than {_MAX_MAP_SIZE}")
-    return DenseCache("u8" if fp8 else DTYPE_NAMES[dtype], pages, page_size, h_kv, map_strides("k_cache", spec, 2, 1, 0))
+    return DenseCache("u8" if fp8 else DTYPE_NAMES[dtype], pages, page_size, h_kv, d_qk, map_strides("k_cache", spec, 2, 1, 0))
 
 
 @lru_cache(maxsize=4096)
@@ -64,7 +67,7 @@ def dense_tensor_map(cache: DenseCache, address: int, box_keys: int) -> TensorMa
     return TensorMap(
         dtype=cache.dtype,
         address=address,
-        dims=(D_QK, cache.h_kv, cache.page_size, cache.pages),
+        dims=(cache.d_qk, cache.h_kv, cache.page_size, cache.pages),
         strides=cache.strides,
         box=(_BOX_ROW_BYTES // _ELEMENT_SIZES[cache.dtype], 1, box_keys, 1),
         swizzle=Swizzle.B128,
@@ -165,7 +168,7 @@ def format_of(name: str, spec: TensorSpec, named: NamedFormat, served: Collectio
 
 def _fits(spec: TensorSpec, cache: CacheFormat, more: tuple[torch.dtype, ...]) -> bool:
     """Return whether shape and dtype of a cache are those of a format."""
-    allowed = (*dtypes_of(cache), *(more if cache is LATENT else ()))
+    allowed = (*dtypes_of(cache), *(() if cache.quantised else more))
     return len(spec.shape) == 4 and spec.shape[2] == 1 and spec.shape[3] == columns_of(cache) and spec.dtype in allowed
 
 

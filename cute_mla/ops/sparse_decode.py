@@ -9,6 +9,7 @@ import torch
 
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_KEYS
+from ..spec.mla import D_V
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, SparseDecodeArguments, SparseDecodeProblem, serving_kernels
 from .arguments import check_no_grad
 from .decode_plan import CommonSpec, DecodePlan, layout_results, plan_combine
@@ -23,6 +24,7 @@ from .tensor_spec import DTYPE_NAMES, TensorSpec, check_counts, operand_spec, op
 Arguments = SparseDecodeArguments  # the kernel's
 WHERE = "with indices"  # the calls of this op, for messages
 EXCLUDED = ("descale_q", "descale_k")  # arguments of dense_decode
+HEAD_DIMS_V = (D_V,)
 
 _NO_CACHE = GatheredCache("", page_size=1, slots=0, page_stride=0, row_stride=0)
 

@@ -1,7 +1,7 @@
 """Rows of paged caches, as cache_write and cache_gather move them: the formats, and how a warp takes a key.
 
-A key is a latent part and 64 rotary columns: 512 + 64, in fp8_584 448 + 64. Where one kind of group holds all columns (v41, nope_528), the
-latent part is the whole key. A lane takes 8 latent columns at a time, and two rotary ones.
+A key is a latent part and 64 rotary columns: 512 + 64, in fp8_584 448 + 64. Where one kind of group holds all columns (v41, nope_528), and
+in latent_512, the latent part is the whole key. A lane takes 8 latent columns at a time, and two rotary ones.
 """
 
 from __future__ import annotations
@@ -9,13 +9,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_PAGED, CacheFormat
-from .mla import D_QK, D_ROPE, DTYPES
+from .mla import D_QK, D_ROPE, DTYPES, ELEMENT_BYTES, LATENT_DIMS
 
 # All columns e4m3, times one fp32 scale for the whole cache: 576 bytes a token
 FP8_576 = CacheFormat("fp8_576", D_QK, D_QK, 0, D_QK, 0, scales_inside=True)
 
-CACHED: dict[str, CacheFormat] = {cache.name: cache for cache in (LATENT, FP8_656, FP8_584, FP8_576, V41, V41_PAGED, NOPE_528)}
-KNOWN: dict[str, CacheFormat] = {**FORMATS, FP8_576.name: FP8_576}  # every name of a format, with or without kernels
+# 16-bit columns of the other dimensions, latent ones before rotary ones
+LATENTS = {
+    d_qk: LATENT if d_qk == D_QK else CacheFormat(f"latent_{d_qk}", d_qk, 0, 0, d_qk * ELEMENT_BYTES, 0, scales_inside=True)
+    for d_qk in LATENT_DIMS
+}
+
+CACHED: dict[str, CacheFormat] = {
+    cache.name: cache for cache in (LATENT, FP8_656, FP8_584, FP8_576, V41, V41_PAGED, NOPE_528, *LATENTS.values())
+}
+KNOWN: dict[str, CacheFormat] = {**FORMATS, **CACHED}  # every name of a format, with or without kernels
 
 BF16 = DTYPES[0]
 ANY_16_BITS = "b16"  # element type of keys that are only copied
@@ -51,6 +59,8 @@ def config_of(cache: CacheFormat, dtype: str) -> CacheRowsConfig:
 
 def rotary_columns(cache: CacheFormat) -> int:
     """Return the number of columns of a key that lie apart from the latent columns: 64 or 0."""
+    if not cache.quantised:
+        return LATENT_DIMS[cache.d_qk].rotary
     return 0 if cache.groups and cache.quantised == cache.d_qk else D_ROPE
 
 
@@ -61,7 +71,7 @@ def latent_columns(cache: CacheFormat) -> int:
 
 def key_types(cache: CacheFormat) -> tuple[str, ...]:
     """Return the element types that keys outside a cache of this format can have."""
-    return DTYPES if rotary_columns(cache) else (BF16,)
+    return DTYPES if rotary_columns(cache) or not cache.quantised else (BF16,)
 
 
 def closed_variants() -> tuple[CacheRowsConfig, ...]:

@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
-from .mla import ceil_div
+from .mla import D_V, ceil_div
 
 ROWS_PER_BLOCK = 8  # at most; a warp merges one row (query token, head), or a part of its columns
-COLUMN_BLOCKS = 4  # along z, where one warp per row would leave multiprocessors idle; else 1
-NARROW_BLOCKS = 8  # along z, where as many CTAs run at once
+BLOCK_COLUMNS = 128  # of out that a CTA has where one warp per row would leave multiprocessors idle; else all
+NARROW_COLUMNS = 64  # where as many CTAs run at once
+COLUMN_BLOCKS, NARROW_BLOCKS = D_V // BLOCK_COLUMNS, D_V // NARROW_COLUMNS  # along z, of 512 columns
 RESIDENT_BLOCKS = 2  # CTAs that an SM holds at once
 BLOCKS_PER_SM = 4  # at most, twice as many: CTAs without anything to merge cost their start
 
@@ -25,9 +26,9 @@ class CombineArguments(NamedTuple):
     extra_lengths: Pointer
     num_splits: Pointer  # int32 [batch + 1]
     attn_sink: Pointer  # fp32 [h_q], natural log, or null: out is scaled by exp(lse) / (exp(lse) + exp(sink)); lse is not
-    out_accum: Pointer  # fp32 [accumulator rows, s_q, h_q, 512]
+    out_accum: Pointer  # fp32 [accumulator rows, s_q, h_q, d_v]
     lse_accum: Pointer  # fp32 [accumulator rows, s_q, h_q], base 2
-    out: Pointer  # dtype [batch, s_q, h_q, 512]
+    out: Pointer  # dtype [batch, s_q, h_q, d_v]
     lse: Pointer  # fp32 [batch, h_q, s_q], natural log
     out_stride_batch: Int64
     out_stride_token: Int64
@@ -48,27 +49,29 @@ class CombineArguments(NamedTuple):
 PARAMS = params_of(CombineArguments)
 
 
-def grid(batch: int, s_q: int, h_q: int, sm_count: int) -> tuple[int, int, int]:
+def grid(batch: int, s_q: int, h_q: int, sm_count: int, d_v: int = D_V) -> tuple[int, int, int]:
     """Return the CTAs along (batch * s_q, heads, blocks of columns).
 
     The CTAs of the first dimension take the query tokens in turn, those of the second the heads. Where all CTAs run at once they may have
     fewer heads each. The bits of the result do not depend on the grid.
     """
     tokens, head_blocks = batch * s_q, ceil_div(h_q, ROWS_PER_BLOCK)
+    column_blocks, narrow_blocks = d_v // BLOCK_COLUMNS, d_v // NARROW_COLUMNS
     resident = RESIDENT_BLOCKS * sm_count
-    if tokens * head_blocks * NARROW_BLOCKS <= resident:
-        return tokens, min(resident // (tokens * NARROW_BLOCKS), h_q), NARROW_BLOCKS
-    columns = COLUMN_BLOCKS if tokens * head_blocks <= resident else 1
+    if tokens * head_blocks * narrow_blocks <= resident:
+        return tokens, min(resident // (tokens * narrow_blocks), h_q), narrow_blocks
+    columns = column_blocks if tokens * head_blocks <= resident else 1
     return min(tokens, max(BLOCKS_PER_SM * sm_count // (head_blocks * columns), 1)), head_blocks, columns
 
 
 @dataclass(frozen=True)
 class CombineConfig:
-    """One compiled variant: the element type of out."""
+    """One compiled variant: the element type of out, and its columns."""
 
     dtype: str
+    d_v: int = D_V
 
     @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
-        return self.dtype
+        return self.dtype if self.d_v == D_V else f"{self.dtype}_d{self.d_v}"

@@ -1,4 +1,4 @@
-"""Dense decode: MQA over the paged latent cache. out = softmax(scale * q k^T) v with k = cache rows, v = k[:512].
+"""Dense decode: MQA over the paged latent cache. out = softmax(scale * q k^T) v with k = cache rows, v = their latent columns.
 
 The cache holds 16-bit elements, or e4m3 with one scale for all of it, k = descale_k * cache; then q may be e4m3, too.
 """
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
-from .mla import DTYPES, ELEMENT_BYTES, ceil_div
+from .mla import D_QK, DTYPES, ELEMENT_BYTES, LATENT_DIMS, LatentDims, ceil_div
 from .split_plan import MAX_PARTS, TILE_KEYS, invariant_splits
 
 TILE_ROWS = 64  # query rows (query token x head) of one CTA
@@ -22,8 +22,8 @@ SMALL_PAGES = (16, 32)  # pages smaller than a key tile; beside them any multipl
 class DenseDecodeArguments(NamedTuple):
     """Launch arguments of dense_decode, in ABI order: the one list that host, launch and kernel share."""
 
-    kv_map: TensorMap  # dims (576, h_kv, page, pages), box (128 bytes, 1, min(page, 64), 1), 128-byte swizzle
-    q: Pointer  # dtype, or e4m3 [batch, s_q, h_q, 576]
+    kv_map: TensorMap  # dims (d_qk, h_kv, page, pages), box (128 bytes, 1, min(page, 64), 1), 128-byte swizzle
+    q: Pointer  # dtype, or e4m3 [batch, s_q, h_q, d_qk]
     cache: Pointer  # e4m3 [pages, page, 1, 576], multiples of 16 bytes apart; read by the "fp8_cache" kernels alone, else null
     descale_q: Pointer  # fp32 [1], or null for 1: what e4m3 queries are multiplied with
     descale_k: Pointer  # fp32 [1], or null for 1: what an e4m3 cache is multiplied with
@@ -31,9 +31,9 @@ class DenseDecodeArguments(NamedTuple):
     cache_seqlens: Pointer  # int32 [batch]
     plan: Pointer  # int32 [num_parts, 8]
     num_splits: Pointer  # int32 [batch + 1]
-    out: Pointer  # dtype [batch, s_q, h_q, 512]
+    out: Pointer  # dtype [batch, s_q, h_q, d_v]
     lse: Pointer  # fp32 [batch, h_q, s_q], natural log
-    out_accum: Pointer  # fp32 [accumulator rows, s_q, h_q, 512], contiguous, normalised within the split
+    out_accum: Pointer  # fp32 [accumulator rows, s_q, h_q, d_v], contiguous, normalised within the split
     lse_accum: Pointer  # fp32 [accumulator rows, s_q, h_q], contiguous, base 2; -inf for an empty split
     # strides in elements
     q_stride_batch: Int64
@@ -120,17 +120,25 @@ class DenseDecodeConfig:
     access_bytes: every row of q and out begins at a multiple of this; the kernel may access as much at a time. ELEMENT_BYTES:
         a row may begin anywhere, and elements are accessed one by one.
     operands: LATENT, FP8_CACHE or FP8.
+    d_qk: columns of a key, one of LATENT_DIMS; other numbers than D_QK with LATENT only.
     """
 
     dtype: str
     cluster: int
     access_bytes: int
     operands: str = LATENT
+    d_qk: int = D_QK
+
+    @property
+    def dims(self) -> LatentDims:
+        """The columns of a key by their use."""
+        return LATENT_DIMS[self.d_qk]
 
     @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
         types = self.dtype if self.operands == LATENT else f"{self.dtype}_{self.operands}"
+        types += "" if self.d_qk == D_QK else f"_d{self.d_qk}"
         return f"{types}_cluster{self.cluster}" + ("_elements" if self.access_bytes == ELEMENT_BYTES else "")
 
 
@@ -138,7 +146,7 @@ class DenseDecodeConfig:
 class DenseDecodeProblem:
     """The shapes of one call. They decide, with the architecture, on variant, grid and workspace.
 
-    dtype, operands: as in DenseDecodeConfig. pages_per_request: columns of the block table, the bound on a request's length.
+    dtype, operands, d_qk: as in DenseDecodeConfig. pages_per_request: columns of the block table, the bound on a request's length.
     row_alignment: the greatest power of two, at most 16, that divides the address of every row of q and out.
     """
 
@@ -153,6 +161,12 @@ class DenseDecodeProblem:
     batch_invariant: bool = False
     row_alignment: int = MAX_ROW_ALIGNMENT
     operands: str = LATENT
+    d_qk: int = D_QK
+
+    @property
+    def d_v(self) -> int:
+        """Columns of a value."""
+        return LATENT_DIMS[self.d_qk].latent
 
     @property
     def rows(self) -> int:
@@ -168,7 +182,7 @@ class DenseDecodeProblem:
     def config(self) -> DenseDecodeConfig:
         """The variant that serves this problem."""
         shape = tiling(self.arch, self.operands).shape(self.row_ctas, self.row_alignment)
-        return DenseDecodeConfig(self.dtype, *shape, self.operands)
+        return DenseDecodeConfig(self.dtype, *shape, self.operands, self.d_qk)
 
     @property
     def box_keys(self) -> int:
@@ -208,5 +222,9 @@ def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int) -> int:
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
     return tuple(
-        DenseDecodeConfig(dtype, *shape, operands) for operands in OPERANDS for dtype in DTYPES for shape in tiling(arch, operands).shapes
+        DenseDecodeConfig(dtype, *shape, operands, d_qk)
+        for operands in OPERANDS
+        for d_qk in (LATENT_DIMS if operands == LATENT else (D_QK,))
+        for dtype in DTYPES
+        for shape in tiling(arch, operands).shapes
     )

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
-from .mla import DTYPES, ceil_div
+from .mla import DTYPES, VALUE_COLUMNS, ceil_div
 
 ROWS_PER_BLOCK = 8  # one warp merges one row (token, head)
 LISTED_STATES = 8  # states with a pointer each; more states have one stride between them
 MAX_TOKENS = (1 << 31) - 1  # over the batch: the grid's first dimension
 MAX_HEADS = 65_535 * ROWS_PER_BLOCK  # its second
-HEAD_DIMS = (512, 128)  # columns of a row: of decode and sparse prefill, and of dense prefill
+HEAD_DIMS = (*VALUE_COLUMNS, 128)  # columns of a row: of decode and sparse prefill, and of dense prefill
 
 
 class MergeStatesArguments(NamedTuple):

@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 D_LATENT = 512  # compressed KV: keys and values both read it
 D_ROPE = 64  # rotary part: keys only
 D_QK = D_LATENT + D_ROPE
 D_V = D_LATENT
+
+
+@dataclass(frozen=True)
+class LatentDims:
+    """Columns of a key: latent ones, which are the values, and rotary ones behind them."""
+
+    latent: int
+    rotary: int
+
+    @property
+    def d_qk(self) -> int:
+        """Return the columns of a key."""
+        return self.latent + self.rotary
+
+
+# By the columns of a key, which decide on both parts: DeepSeek and Kimi, GLM-5.3-Flash, Mistral Small 4
+LATENT_DIMS = {dims.d_qk: dims for dims in (LatentDims(D_LATENT, D_ROPE), LatentDims(D_LATENT, 0), LatentDims(256, D_ROPE))}
+VALUE_COLUMNS = tuple(dict.fromkeys(dims.latent for dims in LATENT_DIMS.values()))
 
 MAX_HEADS = 128
 

@@ -21,14 +21,14 @@ from ...manifest import KernelEntry
 from ...runtime.current import simulate
 from ...spec.arch import ARCHS, Arch
 from ...spec.cache_format import FORMATS
-from ...spec.dense_decode import OPERANDS, TILE_ROWS
+from ...spec.dense_decode import LATENT, OPERANDS, TILE_ROWS
 from ...spec.dense_prefill import HEAD_DIMS, variant
 from ...spec.dense_prefill import TILE_ROWS as PREFILL_ROWS
 from ...spec.dense_prefill_dkdv import TILE_KEYS as DKDV_KEYS
 from ...spec.dense_prefill_dkdv import TILE_QUERIES as DKDV_QUERIES
 from ...spec.dense_prefill_dq import TILE_KEYS as DQ_KEYS
 from ...spec.dense_prefill_dq import TILE_ROWS as DQ_ROWS
-from ...spec.mla import D_LATENT, D_QK, DTYPES, ELEMENT_BYTES
+from ...spec.mla import D_LATENT, D_QK, DTYPES, ELEMENT_BYTES, LATENT_DIMS
 from ...spec.sparse_decode import KERNELS
 from ...spec.split_plan import TILE_KEYS
 from ...testing.cases.base import BaseCase, QLayout
@@ -147,9 +147,10 @@ def case_of(entry: KernelEntry) -> CaseFactory | None:
 
 
 def _dense_decode(arch: Arch) -> Iterator[CaseFactory]:
-    for dtype, operands, (heads, layout) in product(DTYPES, OPERANDS, _ROWS):
-        yield lambda keys, pieces=1, d=dtype, o=operands, h=heads, q=layout: DenseDecodeCase(  # type: ignore[misc]
-            d, batch=pieces, s_k=keys, h_q=h, operands=o, q_layout=q, outputs="given", sm_count=h // TILE_ROWS
+    variants = [*((operands, D_QK) for operands in OPERANDS), *((LATENT, d_qk) for d_qk in LATENT_DIMS if d_qk != D_QK)]
+    for dtype, (operands, d_qk), (heads, layout) in product(DTYPES, variants, _ROWS):
+        yield lambda keys, pieces=1, d=dtype, c=d_qk, o=operands, h=heads, q=layout: DenseDecodeCase(  # type: ignore[misc]
+            d, batch=pieces, s_k=keys, h_q=h, d_qk=c, operands=o, q_layout=q, outputs="given", sm_count=h // TILE_ROWS
         )
 
 

@@ -108,6 +108,7 @@ def _dense_decode(case: Case, shape: DecodeShape, target: Target, batch_invarian
         columns,
         batch_invariant=batch_invariant,
         operands=shape.operands,
+        d_qk=shape.d_qk,
     )
     return _decode(case, problem, shape.lengths, shape.h_kv, target)
 

@@ -9,7 +9,7 @@ and 64 to 128 rows for dK and dV. Bytes are listed by cause, so that a sum can b
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...spec import dense_prefill, dense_prefill_dkdv, dense_prefill_dq
 from ...spec.arch import ARCHS, SM90, SM100
@@ -17,7 +17,7 @@ from ...spec.cache_format import FORMATS, CacheFormat
 from ...spec.dense_decode import FP8, FP8_CACHE, TILE_ROWS
 from ...spec.dense_prefill import BOX_COLUMNS, DensePrefillConfig
 from ...spec.dense_prefill_dq import D_V as D_V_PER_HEAD
-from ...spec.mla import D_LATENT, D_QK, D_ROPE, D_V, ELEMENT_BYTES
+from ...spec.mla import D_LATENT, D_QK, D_ROPE, D_V, ELEMENT_BYTES, LATENT_DIMS
 from ...spec.split_plan import TILE_KEYS
 
 E4M3_BYTES = 1
@@ -80,7 +80,7 @@ def _product(rows: int, columns: int, depth: int) -> float:
 
 
 def _latent_flops(d_qk: int) -> dict[str, float]:
-    return {"S": _product(TILE_ROWS, TILE_KEYS, d_qk), "P V": _product(TILE_ROWS, D_V, TILE_KEYS)}
+    return {"S": _product(TILE_ROWS, TILE_KEYS, d_qk), "P V": _product(TILE_ROWS, LATENT_DIMS[d_qk].latent, TILE_KEYS)}
 
 
 def _sm90_operands(d_qk: int, q_tiles_in_registers: int) -> dict[str, float]:
@@ -90,8 +90,8 @@ def _sm90_operands(d_qk: int, q_tiles_in_registers: int) -> dict[str, float]:
     return {
         "S: K": d_qk // 16 * step,
         "S: Q from shared memory": in_smem * step,
-        "P V: P for each half of the columns twice": 4 * _PV_STEPS * step,
-        "P V: V": TILE_KEYS * D_V * ELEMENT_BYTES,
+        "P V: P for every 128 columns": LATENT_DIMS[d_qk].latent // 128 * _PV_STEPS * step,
+        "P V: V": TILE_KEYS * LATENT_DIMS[d_qk].latent * ELEMENT_BYTES,
     }
 
 
@@ -102,7 +102,7 @@ def _sm100_operands(d_qk: int) -> dict[str, float]:
     """
     return {
         "S: K": d_qk // 32 * 2048,
-        "P V: V": 8 * 4096,
+        "P V: V": LATENT_DIMS[d_qk].latent // 64 * 4096,
         "P V: P": 4 * 2048,
         "P": _P_BYTES,
         "S swapped": 2 * TILE_ROWS * TILE_KEYS * FLOAT_BYTES,
@@ -141,8 +141,9 @@ def _dense_sm90(config: Config) -> Block:
         read = TILE_KEYS * D_QK * E4M3_BYTES
         rows = {"copies and their reads": 2 * read, "converted rows": TILE_KEYS * _LATENT_ROW}
         return _sm90_latent({**_sm90_operands(D_QK, 4), **rows}, read, read)
-    keys = TILE_KEYS * _LATENT_ROW
-    return _sm90_latent({**_sm90_operands(D_QK, 5), "TMA": keys}, keys / cluster, keys, lone=("load",))
+    d_qk = int(config["d_qk"])
+    keys = TILE_KEYS * d_qk * ELEMENT_BYTES
+    return _sm90_latent({**_sm90_operands(d_qk, 5 if d_qk >= D_LATENT else 4), "TMA": keys}, keys / cluster, keys, d_qk, lone=("load",))
 
 
 def _dense_sm90_fp8(cluster: int) -> Block:
@@ -170,9 +171,14 @@ def _dense_sm100(config: Config) -> Block:
     if config["operands"] == FP8_CACHE:
         read = TILE_KEYS * D_QK * E4M3_BYTES / 2
         return _sm100_latent({"converted rows": TILE_KEYS * _LATENT_ROW / 2}, read, 2 * read)
-    keys = TILE_KEYS * _LATENT_ROW / 2
-    boxes = {"TMA, a RoPE box of which half is used": keys + TILE_KEYS * D_ROPE // 2 * ELEMENT_BYTES}
-    return _sm100_latent(boxes, sum(boxes.values()), 2 * keys)
+    d_qk = int(config["d_qk"])
+    keys, rotary = TILE_KEYS * d_qk * ELEMENT_BYTES / 2, LATENT_DIMS[d_qk].rotary
+    boxes = {"TMA, a RoPE box of which half is used": keys + TILE_KEYS * rotary // 2 * ELEMENT_BYTES}
+    block = _sm100_latent(boxes, sum(boxes.values()), 2 * keys, d_qk)
+    if d_qk >= D_LATENT:
+        return block
+    best, worst = (sum(getattr(stage, end) for stage in block.path) / 2 for end in ("best", "worst"))
+    return replace(block, path=(Stage("half of it: two groups take turns", best, worst, barriers=0),))
 
 
 def _dense_sm100_fp8() -> Block:

@@ -12,7 +12,7 @@ import torch
 from ... import reference
 from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ...spec.dense_decode import FP8, LATENT
-from ...spec.mla import D_QK, D_V, ceil_div
+from ...spec.mla import ceil_div
 from ...testing.cases.dense_decode import DESCALE_K, DESCALE_Q, descale_tensor
 from ...testing.compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, LSE
 from ..shapes import DecodeShape
@@ -77,11 +77,11 @@ class DenseDecode(Workload[Operands]):
             return drawn if scale is None else drawn.div_(scale).to(torch.float8_e4m3fn)
 
         return Operands(
-            q=scaled_values(scales[0], shape.batch, shape.s_q, shape.h_q, D_QK),
-            k_cache=scaled_values(scales[1], pool, shape.page_size, shape.h_kv, D_QK),
+            q=scaled_values(scales[0], shape.batch, shape.s_q, shape.h_q, shape.d_qk),
+            k_cache=scaled_values(scales[1], pool, shape.page_size, shape.h_kv, shape.d_qk),
             block_table=table.to(device),
             descales=(descale_tensor(scales[0], device), descale_tensor(scales[1], device)),
-            out=torch.full((shape.batch, shape.s_q, shape.h_q, D_V), math.nan, dtype=dtype, device=device),
+            out=torch.full((shape.batch, shape.s_q, shape.h_q, shape.d_v), math.nan, dtype=dtype, device=device),
             lse=torch.full((shape.batch, shape.h_q, shape.s_q), math.nan, dtype=torch.float32, device=device),
         )
 
@@ -92,7 +92,7 @@ class DenseDecode(Workload[Operands]):
             operands.k_cache,
             operands.block_table,
             self.cache_seqlens,
-            D_V,
+            self.shape.d_v,
             self.metadata,
             self.num_splits,
             causal=self.causal,
@@ -112,7 +112,7 @@ class DenseDecode(Workload[Operands]):
         return sample_requests(self.shape.lengths)
 
     def part(self, results: Results, sample: int) -> Results:
-        """Return out [h_q, s_q, 512] and lse [h_q, s_q] of a request."""
+        """Return out [h_q, s_q, d_v] and lse [h_q, s_q] of a request."""
         return {name: tensor[sample].transpose(0, 1) if name == "out" else tensor[sample] for name, tensor in results.items()}
 
     def expected(self, operands: Operands, sample: int) -> Results:
@@ -121,11 +121,11 @@ class DenseDecode(Workload[Operands]):
         length, group = shape.lengths[sample], shape.h_q // shape.h_kv
         descale_q, descale_k = operands.descales
         k = reference.gather_pages(operands.k_cache, operands.block_table[sample], length)
-        k = reference.scaled(k, descale_k).transpose(0, 1)  # [h_kv, length, 576]
-        q = reference.scaled(operands.q[sample], descale_q).transpose(0, 1).reshape(shape.h_kv, group * shape.s_q, D_QK)
+        k = reference.scaled(k, descale_k).transpose(0, 1)  # [h_kv, length, d_qk]
+        q = reference.scaled(operands.q[sample], descale_q).transpose(0, 1).reshape(shape.h_kv, group * shape.s_q, shape.d_qk)
         visible = reference.visible_keys(shape.s_q, length, self.causal, q.device).repeat(group, 1)
-        out, lse = reference.attention(q, k, k[..., :D_V], D_QK**-0.5, visible)
-        return {"out": out.reshape(shape.h_q, shape.s_q, D_V), "lse": lse.reshape(shape.h_q, shape.s_q)}
+        out, lse = reference.attention(q, k, k[..., : shape.d_v], shape.d_qk**-0.5, visible)
+        return {"out": out.reshape(shape.h_q, shape.s_q, shape.d_v), "lse": lse.reshape(shape.h_q, shape.s_q)}
 
 
 def sample_requests(lengths: Sequence[int]) -> tuple[int, ...]:

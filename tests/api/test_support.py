@@ -18,8 +18,8 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "h_q": (1, 3, 63, 128),
         "h_kv": (1, 8, 128),
         "s_q": (1, 7, 4096),
-        "head_dim": (576,),
-        "head_dim_v": (512,),
+        "head_dim": (576, 512, 320),
+        "head_dim_v": (512, 256),
         "page_size": (16, 32, 64, 128, 192, 4096),
         "causal": (False, True),
         "batch_invariant": (False, True),
@@ -95,7 +95,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "h_q": (None,),
     "h_kv": (1,),
     "s_q": (None,),
-    "head_dim": (576, 512),
+    "head_dim": (576, 512, 320),
     "head_dim_v": (None,),
     "page_size": (1, 2, 61, 64, 4096),
     "causal": (False,),
@@ -103,7 +103,7 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "fp8_kvcache": (False, True),
     **dict.fromkeys(("attn_sink", "extra_cache", "topk_length", "kv_offsets"), (False,)),
     "topk": (None,),
-    "kv_format": (None, "latent", "fp8_576", "fp8_656", "fp8_584", "v41", "v41_paged", "nope_528"),
+    "kv_format": (None, "latent", "latent_512", "latent_320", "fp8_576", "fp8_656", "fp8_584", "v41", "v41_paged", "nope_528"),
     "extra_kv_format": (None,),
 }
 GOOD |= dict.fromkeys(CACHE_OPS, ROWS) | {
@@ -115,7 +115,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "h_q": (0, 129, 1.5),
         "h_kv": (0, 129),
         "s_q": (0,),
-        "head_dim": (512,),
+        "head_dim": (192, 256),
         "head_dim_v": (128,),
         "page_size": (0, 1, 48, 96, -64),
         "causal": (None,),
@@ -259,6 +259,13 @@ def test_features_together() -> None:
     assert is_supported("dense_decode", "sm90", h_q=128, h_kv=2, dtype="fp16", page_size=64)[0]
     assert is_supported("dense_decode", "sm90", h_q=128, h_kv=1, dtype="e4m3", fp8_kvcache=True)[0]
     assert is_supported("dense_decode", "sm90", h_kv=2, fp8_kvcache=True) == (False, "h_kv is 2 with an FP8 cache; supported: 1")
+    assert is_supported("dense_decode", "sm100", head_dim=512, head_dim_v=512, h_kv=2, kv_format="latent_512", fp8_kvcache=False)[0]
+    assert is_supported("dense_decode", "sm90", head_dim=320, head_dim_v=256, kv_format="latent_320", dtype="fp16")[0]
+    refused = is_supported("dense_decode", "sm90", head_dim=320, head_dim_v=512)
+    assert refused == (False, "head_dim_v is 512 with head_dim 320; supported: 256")
+    for features in ({"fp8_kvcache": True}, {"dtype": "e4m3"}):
+        refused = is_supported("dense_decode", "sm90", head_dim=512, **features)
+        assert refused == (False, "head_dim is 512 with an FP8 cache; supported: 576")
     for dtype in ("e4m3", torch.float8_e4m3fn):
         refused = is_supported("dense_decode", "sm90", dtype=dtype, fp8_kvcache=False)
         assert refused == (False, "dtype is e4m3 without an FP8 cache; supported: bf16, fp16")
@@ -300,7 +307,9 @@ def test_features_of_dense_prefill_together(head_dim: int, head_dim_v: int, dtyp
 @pytest.mark.parametrize("op", CACHE_OPS)
 def test_features_of_cache_kernels_together(op: str) -> None:
     assert is_supported(op, "sm90", fp8_kvcache=True, head_dim=512, dtype="fp16", page_size=61)[0]
-    assert is_supported(op, "sm90", fp8_kvcache=False, head_dim=512) == (False, "head_dim is 512 without an FP8 cache; supported: 576")
+    assert is_supported(op, "sm90", fp8_kvcache=False, head_dim=512, kv_format="latent_512")[0]
+    refused = is_supported(op, "sm90", head_dim=576, kv_format="latent_512")
+    assert refused == (False, "head_dim is 576 with kv_format 'latent_512'; supported: 512")
 
 
 @pytest.mark.parametrize("arch", ["sm90", "sm100"])

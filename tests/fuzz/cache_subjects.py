@@ -22,7 +22,7 @@ def _cache(c: Contract) -> tuple[Tensor | None, str]:
     cache = c.tensor("k_cache", *WIDE, *BYTES)
     if cache is None or not c.require(cache.dim() == 4 and cache.shape[2] == 1, "k_cache"):
         return None, ""
-    kinds = {(656, True): "fp8_656", (584, True): "fp8_584", (576, False): "latent"}
+    kinds = {(656, True): "fp8_656", (584, True): "fp8_584", (576, False): "latent", (512, False): "latent_512", (320, False): "latent_320"}
     known = kinds.get((cache.shape[3], cache.dtype in BYTES))
     kind = "fp8_576" if cache.shape[3] == 576 and cache.dtype == E4M3 else known
     if not c.require(kind is not None and cache.shape[0] > 0 and cache.shape[1] > 0, "k_cache"):
@@ -50,9 +50,12 @@ def _write_faults(arguments: Arguments, setting: Setting) -> set[str]:
     slots = c.tensor("slot_mapping", torch.int64, torch.int32)
     if cache is None or slots is None or not c.require(slots.dim() == 1 and len(slots) < 1 << 31, "slot_mapping"):
         return c.faults
-    kv_c = c.tensor("kv_c", *((cache.dtype,) if kind == "latent" else WIDE))
+    kv_c = c.tensor("kv_c", *((cache.dtype,) if kind.startswith("latent") else WIDE))
     k_pe = c.tensor("k_pe", *(WIDE if kv_c is None else (kv_c.dtype,)))
-    for name, tensor, width in (("kv_c", kv_c, 448 if kind == "fp8_584" else 512), ("k_pe", k_pe, 64)):
+    for name, tensor, width in (("kv_c", kv_c, {"fp8_584": 448, "latent_320": 256}.get(kind, 512)), ("k_pe", k_pe, 64)):
+        if name == "k_pe" and kind == "latent_512":
+            c.require(arguments["k_pe"] is None, "k_pe", "k_cache")
+            continue
         c.shaped(name, tensor, len(slots), width, beside="slot_mapping")
         c.last_contiguous(name, tensor)
         if tensor is None:
@@ -108,12 +111,12 @@ def _gather_faults(arguments: Arguments, setting: Setting) -> set[str]:
     _scale(c, kind)
     if c.faults:
         return c.faults
-    allowed = (cache.dtype,) if kind == "latent" else WIDE
+    allowed = (cache.dtype,) if kind.startswith("latent") else WIDE
     dtype, out = arguments["dtype"], arguments["out"]
     c.require(dtype is None or dtype in allowed, "dtype")
     if out is not None:
         wanted = allowed if dtype is None else (dtype,)
-        c.output("out", (arguments["rows"], 512 if kind == "fp8_584" else 576), wanted, last=True)
+        c.output("out", (arguments["rows"], {"fp8_584": 512, "latent_512": 512, "latent_320": 320}.get(kind, 576)), wanted, last=True)
         if "out" in c.faults:
             c.faults |= {"dtype", "rows"}
         c.require(not isinstance(out, Tensor) or out.device.type == "cpu", "out")

@@ -184,9 +184,12 @@ def equals(number: int) -> Callable[[Any], bool]:
     return lambda value: is_integer(value) and value == number
 
 
+DECODE_COLUMNS = {576: 512, 512: 512, 320: 256}  # of q and of out, in dense decode
+
+
 def _decode_options(c: Contract) -> None:
     c.numbers(
-        head_dim_v=equals(512),
+        head_dim_v=lambda value: is_integer(value) and value in DECODE_COLUMNS.values(),
         softmax_scale=is_optional(is_scale),
         empty_lse=is_empty_lse,
         causal=is_flag,
@@ -197,7 +200,7 @@ def _decode_options(c: Contract) -> None:
 
 def _decode_results(c: Contract, q: Tensor, dtypes: Sequence[torch.dtype], workspace_bytes: int | None) -> None:
     batch, s_q, h_q, _ = q.shape
-    c.output("out", (batch, s_q, h_q, 512), dtypes, last=True)
+    c.output("out", (batch, s_q, h_q, c.get("head_dim_v")), dtypes, last=True)
     c.output("lse", (batch, h_q, s_q), (torch.float32,))
     workspace = c.tensor("workspace", optional=True)
     if workspace is not None:
@@ -234,9 +237,10 @@ def decode_faults(arguments: Mapping[str, Any], parts: Callable[..., int], works
     for name in (*absent, *(() if sparse else ("topk_length", "extra_topk_length"))):
         c.require(c.get(name) is None, name)
     q = c.tensor("q", *WIDE, *(() if sparse else (E4M3,)))
-    columns = (576, 512) if sparse else (576,)
+    columns = {576: 512, 512: 512} if sparse else DECODE_COLUMNS
     if q is None or not c.require(q.dim() == 4 and q.shape[-1] in columns and 1 <= q.shape[2] <= 128, "q", "indices"):
         return c.faults
+    c.require(c.get("head_dim_v") == columns[q.shape[-1]], "head_dim_v", "q")
     c.last_contiguous("q", q)
     c.require(q.shape[1] <= (65_535 if sparse else 1 << 24), "q")
     sizes = _sparse_cache(c, q) if sparse else _dense_cache(c, q)
@@ -244,7 +248,12 @@ def decode_faults(arguments: Mapping[str, Any], parts: Callable[..., int], works
     if sizes is None or c.faults:
         return c.faults
     rows, columns_of_plan, keys, op = sizes
-    shape = {"batch": q.shape[0], "s_q": q.shape[1], "h_q": q.shape[2], **({} if sparse else {"h_kv": columns_of_plan})}
+    shape = {
+        "batch": q.shape[0],
+        "s_q": q.shape[1],
+        "h_q": q.shape[2],
+        **({} if sparse else {"h_kv": columns_of_plan, "head_dim_v": c.get("head_dim_v")}),
+    }
     invariant = bool(c.get("batch_invariant"))
     bound = ({"topk": keys} if sparse else {"max_cache_seqlen": keys}) if invariant else {}
     needed = workspace(op, **shape, **bound, batch_invariant=invariant, device="cpu")
@@ -264,8 +273,8 @@ def _dense_cache(c: Contract, q: Tensor) -> tuple[int, int, int, str] | None:
     if cache is None:
         c.faults.add("q")
         return None
-    fits = cache.dim() == 4 and cache.shape[3] == 576
-    if not c.require(fits, "k_cache"):
+    fits = cache.dim() == 4 and cache.shape[3] == q.shape[3] and (cache.dtype != E4M3 or q.shape[3] == 576)
+    if not c.require(fits, "k_cache", "q"):
         return None
     page, h_kv = cache.shape[1:3]
     c.require(page in (16, 32) or (page > 0 and page % 64 == 0), "k_cache")

@@ -116,6 +116,7 @@ def dense_cases(draw: st.DrawFn) -> DenseDecodeCase:
         h_kv=h_kv,
         lengths=lengths,
         operands=operands,
+        d_qk=draw(st.sampled_from((576, 576, 512, 320))) if operands == "latent" else 576,
         values=values,
         page_size=draw(st.sampled_from((16, 32, 64, 128, 192))),
         causal=draw(st.booleans()),
@@ -286,7 +287,7 @@ def cache_cases(draw: st.DrawFn) -> CacheCase:
 
 
 def _paged(draw: st.DrawFn) -> dict[str, Any]:
-    cache = draw(st.sampled_from(("latent", "fp8_576", "fp8_656", "fp8_584")))
+    cache = draw(st.sampled_from(("latent", "latent_320", "fp8_576", "fp8_656", "fp8_584")))
     return {
         "dtype": draw(_DTYPES),
         "cache": cache,

@@ -29,10 +29,14 @@ def case_named(name: str) -> Case:
 
 # MMA and shared memory: the clocks that the kernels' READMEs argue with
 CLOCKS = [
-    ("dense_decode", SM90.name, {"operands": "latent", "cluster": 2}, 2176, 2240),
+    ("dense_decode", SM90.name, {"operands": "latent", "cluster": 2, "d_qk": 576}, 2176, 2240),
+    ("dense_decode", SM90.name, {"operands": "latent", "cluster": 2, "d_qk": 512}, 2048, 2048),
+    ("dense_decode", SM90.name, {"operands": "latent", "cluster": 2, "d_qk": 320}, 1152, 1152),
+    ("dense_decode", SM100.name, {"operands": "latent", "cluster": 2, "d_qk": 512}, 1024, 1152),
+    ("dense_decode", SM100.name, {"operands": "latent", "cluster": 2, "d_qk": 320}, 576, 864),
     ("dense_decode", SM90.name, {"operands": "fp8", "cluster": 1}, 1104, 1544),
     ("dense_decode", SM90.name, {"operands": "fp8_cache", "cluster": 1}, 2176, 2880),
-    ("dense_decode", SM100.name, {"operands": "latent", "cluster": 2}, 1088, 1248),
+    ("dense_decode", SM100.name, {"operands": "latent", "cluster": 2, "d_qk": 576}, 1088, 1248),
     ("dense_decode", SM100.name, {"operands": "fp8", "cluster": 2}, 560, 792),
     ("dense_decode", SM100.name, {"operands": "fp8_cache", "cluster": 2}, 1088, 1216),
     ("sparse_decode", SM90.name, {"cache": "fp8_656", "cluster": 1}, 2176, 2432),
@@ -82,9 +86,9 @@ def test_dense_decode_by_hand() -> None:
 # L2: bytes of a block and SM, by the READMEs; of fp8_656, 656 bytes are 21 sectors of 32. Of a key that the peer brings, a CTA of a pair
 # gathers the columns that are no values, the stages that are not exchanged, and in sparse decode the scales
 L2_BYTES = [
-    ("dense_decode", SM90.name, {"operands": "latent", "cluster": 2}, 36864),
+    ("dense_decode", SM90.name, {"operands": "latent", "cluster": 2, "d_qk": 576}, 36864),
     ("dense_decode", SM90.name, {"operands": "fp8", "cluster": 1}, 36864),
-    ("dense_decode", SM100.name, {"operands": "latent", "cluster": 2}, 40960),
+    ("dense_decode", SM100.name, {"operands": "latent", "cluster": 2, "d_qk": 576}, 40960),
     ("sparse_decode", SM90.name, {"cache": "latent", "cluster": 1}, 73728),
     ("sparse_decode", SM90.name, {"cache": "latent", "cluster": 2}, 40960),
     ("sparse_decode", SM90.name, {"cache": "fp8_656", "cluster": 1}, 64 * 672),

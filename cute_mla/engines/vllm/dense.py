@@ -59,7 +59,7 @@ class CuteMla(MLACommonBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Return the supported columns of queries and keys."""
-        return head_sizes(_OP)
+        return [size for size in head_sizes(_OP) if supported_on_any(_OP, head_dim=size, fp8_kvcache=True)]
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:

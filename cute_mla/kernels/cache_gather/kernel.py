@@ -36,6 +36,7 @@ from ..primitives.key_rows import (
     load_words,
     registers,
     store_elements,
+    vectors_of,
 )
 from ..primitives.nullable import load_or_one
 from ..primitives.registers import as_float
@@ -135,8 +136,9 @@ class CacheGather:
     def gather(self, key: Key, target: Int64, lane: Int32, found: Boolean, descale_k: cute.Pointer) -> None:
         """Gather one key to one row of out."""
         element_bytes = 1 if self.cache.quantised else ELEMENT_BYTES
-        vectors = [registers(VECTOR * element_bytes // 4) for _ in range(2)]
-        columns = [SPAN * i + VECTOR * lane for i in range(2)]
+        count = vectors_of(self.cache)
+        vectors = [registers(VECTOR * element_bytes // 4) for _ in range(count)]
+        columns = [SPAN * i + VECTOR * lane for i in range(count)]
         for words, column in zip(vectors, columns, strict=True):
             load_words(words, key.data + column * element_bytes, found & (column < self.latent))
         pair = self.load_pair(key.data, lane, found) if self.rotary else None
@@ -198,6 +200,9 @@ def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:
         cluster=(1, 1, 1),
         smem_bytes=0,
         roles=(Role("gather", 0, KEYS_PER_BLOCK),),
-        # a lane's two vectors
-        expected={"LDG.E.64" if config.format.quantised else "LDG.E.128": 2, "STG.E.128": 2},
+        # a lane's vectors
+        expected={
+            "LDG.E.64" if config.format.quantised else "LDG.E.128": vectors_of(config.format),
+            "STG.E.128": vectors_of(config.format),
+        },
     )

@@ -50,6 +50,7 @@ from ..primitives.key_rows import (
     load_elements,
     registers,
     store_words,
+    vectors_of,
 )
 from ..primitives.nullable import load_or_one
 from ..primitives.registers import as_bits, as_float
@@ -120,6 +121,7 @@ class CacheWrite:
         self.cache: CacheFormat = config.format
         self.dtype = Uint16 if config.dtype == ANY_16_BITS else ELEMENT_TYPES[config.dtype]
         self.latent = latent_columns(config.format)
+        self.vectors = vectors_of(config.format)
         self.rotary = rotary_columns(config.format)
         self.is_flat = bool(self.cache.quantised) and not self.cache.groups  # one scale for the whole cache
 
@@ -149,16 +151,16 @@ class CacheWrite:
 
             latent = args.kv_c.toint() + token * args.kv_c_stride_token * ELEMENT_BYTES
             rotary = args.k_pe.toint() + token * args.k_pe_stride_token * ELEMENT_BYTES
-            vectors = [registers(WORDS) for _ in range(2)]
+            vectors = [registers(WORDS) for _ in range(self.vectors)]
             pair = registers(1)
-            for i in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(self.vectors):
                 column = SPAN * i + VECTOR * lane
                 load_elements(vectors[i], latent + column * ELEMENT_BYTES, is_whole(latent, VECTOR), column < self.latent)
             if cutlass.const_expr(self.rotary):
                 load_elements(pair, rotary + PAIR * lane * ELEMENT_BYTES, is_whole(rotary, PAIR), Boolean(True))
 
             scale = load_or_one(args.descale_k) if cutlass.const_expr(self.is_flat) else Float32(1.0)
-            for i in cutlass.range_constexpr(2):
+            for i in cutlass.range_constexpr(self.vectors):
                 self.write_vector(key, vectors[i], i, lane, scale, args.power_of_two)
             if cutlass.const_expr(self.rotary):
                 self.write_pair(key, pair, lane, scale)
@@ -206,16 +208,17 @@ class CacheWrite:
 def expected(cache: CacheFormat) -> dict[str, int]:
     """Return the instructions of a lane.
 
-    Its two vectors are loaded at once. Columns are divided and rounded as the reference does; ptxas would take div.full as well.
+    Its vectors are loaded at once. Columns are divided and rounded as the reference does; ptxas would take div.full as well.
     """
+    vectors = vectors_of(cache)
     if not cache.quantised:
-        return {"LDG.E.128": 2, "STG.E.128": 2}
+        return {"LDG.E.128": vectors, "STG.E.128": vectors}
     rotary = 0 if cache.groups else PAIR
-    divided = 2 * VECTOR + rotary if cache.scale == "fp32" else 0  # by scales that may be any number
+    divided = vectors * VECTOR + rotary if cache.scale == "fp32" else 0  # by scales that may be any number
     return {
-        "LDG.E.128": 2,
-        "div.rn.f32": divided + (2 if cache.groups else 0),
-        "cvt.rn.satfinite.e4m3x2.f32": (2 * VECTOR + rotary) // 2,
+        "LDG.E.128": vectors,
+        "div.rn.f32": divided + (vectors if cache.groups else 0),
+        "cvt.rn.satfinite.e4m3x2.f32": (vectors * VECTOR + rotary) // 2,
     }
 
 

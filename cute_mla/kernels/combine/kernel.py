@@ -5,8 +5,9 @@
 
     grid     (x, y, 1, 4 or 8), 256 threads, no shared memory; a CTA takes every x-th query token of the batch and every y-th head,
              at most 8, and one warp merges one row (query token, head)
-             z = 1: the warp takes all 512 columns, 16 a lane; z = 4: 128 of them, 4 a lane; z = 8: 64, 2 a lane, for batches too
-             small to fill the GPU. The bits are the same: a column is summed over the splits in their order, whoever does it.
+             z = 1: the warp takes all columns, 16 a lane of 512; z = 4: 128 of them, 4 a lane; z = 8: 64, 2 a lane, for batches too
+             small to fill the GPU; with rows of 256 columns z = 1, 2, 4. The bits are the same: a column is summed over the splits in
+             their order, whoever does it.
     a row    as in attention/merge_rows.py, 2 splits of 16 columns a lane in flight per buffer, 8 of 4, or 32 of 2 at once
 
 The trick is what is not done: a request that was not split is passed by after reading two integers, 32 query tokens of a CTA at once, and
@@ -22,8 +23,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 
 from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
-from ...spec.combine import COLUMN_BLOCKS, NARROW_BLOCKS, PARAMS, ROWS_PER_BLOCK, CombineArguments, CombineConfig
-from ...spec.mla import D_V
+from ...spec.combine import BLOCK_COLUMNS, NARROW_COLUMNS, PARAMS, ROWS_PER_BLOCK, CombineArguments, CombineConfig
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
 from ..attention.lengths import Lengths
@@ -35,7 +35,7 @@ from ..primitives.integers import clip
 
 THREADS = 32 * ROWS_PER_BLOCK
 KEPT_WEIGHTS = 4  # of a lane where a few rows have many splits
-assert COLUMN_BLOCKS * GROUP == NARROW_BLOCKS * 32 * NARROW_VECTOR == D_V, "along z, a warp takes one group of columns or all of them"
+assert (BLOCK_COLUMNS, NARROW_COLUMNS) == (GROUP, 32 * NARROW_VECTOR), "along z, a warp takes one group of columns or all of them"
 
 
 @cute.jit
@@ -80,7 +80,7 @@ class Splits(Results):
 
 
 @cute.kernel
-def combine(args: CombineArguments):
+def combine(args: CombineArguments, d_v: cutlass.Constexpr[int]):
     """Merge the splits of every row that has several, a warp a row."""
     first_token, head_block, column_block = cute.arch.block_idx()
     token_step, head_step, column_blocks = cute.arch.grid_dim()
@@ -88,7 +88,7 @@ def combine(args: CombineArguments):
     lane = thread % 32
     head = head_block + thread // 32 * head_step
     column = column_block * GROUP + lane * VECTOR
-    if column_blocks == NARROW_BLOCKS:
+    if column_blocks == d_v // NARROW_COLUMNS:
         column = (column_block * 32 + lane) * NARROW_VECTOR
     stride = Int64(args.s_q) * args.h_q
 
@@ -115,12 +115,12 @@ def combine(args: CombineArguments):
             token = begin + index * token_step - cut * args.s_q
             row = cute.arch.shuffle_sync(first, index) * stride + (Int64(token) * args.h_q + head)
             out_row = args.out + (cut * args.out_stride_batch + token * args.out_stride_token + head * args.out_stride_head + column)
-            splits = Splits(args.out_accum + (row * D_V + column), args.lse_accum + row, stride * D_V, stride)
+            splits = Splits(args.out_accum + (row * d_v + column), args.lse_accum + row, stride * d_v, stride)
             shift, total = Float32(0), Float32(0)
             results = cute.arch.shuffle_sync(count, index)
             if column_blocks == 1:
-                shift, total = merge_row(out_row, splits, results, sink, (VECTOR, D_V // GROUP))
-            elif column_blocks == NARROW_BLOCKS:
+                shift, total = merge_row(out_row, splits, results, sink, (VECTOR, d_v // GROUP))
+            elif column_blocks == d_v // NARROW_COLUMNS:
                 shift, total = merge_row(out_row, splits, results, sink, (NARROW_VECTOR, 1), KEPT_WEIGHTS)
             else:
                 shift, total = merge_row(out_row, splits, results, sink, (VECTOR, 1))
@@ -133,10 +133,10 @@ def combine(args: CombineArguments):
 
 
 @cute.jit
-def launch(args: CombineArguments, name: cutlass.Constexpr):
+def launch(args: CombineArguments, name: cutlass.Constexpr, d_v: cutlass.Constexpr):
     """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
     combine.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    combine(args).launch(
+    combine(args, d_v).launch(
         grid=(1, 1, 1),
         block=(THREADS, 1, 1),
         use_pdl=True,
@@ -147,9 +147,9 @@ def launch(args: CombineArguments, name: cutlass.Constexpr):
 
 
 def build(config: CombineConfig, arch: Arch) -> KernelDefinition:
-    """Return the kernel's source for one element type of out, ready to compile."""
+    """Return the kernel's source for one element type and number of columns of out, ready to compile."""
     elements = {"attn_sink": Float32, "out_accum": Float32, "lse_accum": Float32, "out": ELEMENT_TYPES[config.dtype], "lse": Float32}
-    args = (example_arguments(CombineArguments, elements), kernel_name("combine", arch.name, config.name))
+    args = (example_arguments(CombineArguments, elements), kernel_name("combine", arch.name, config.name), config.d_v)
     return KernelDefinition(
         op="combine",
         config=config,

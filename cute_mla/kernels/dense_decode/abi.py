@@ -9,7 +9,6 @@ from cutlass import Int32, Uint8
 from cutlass.experimental import cuda as tensor_maps
 
 from ...spec.dense_decode import FP8, LATENT, DenseDecodeArguments, DenseDecodeConfig
-from ...spec.mla import D_QK
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
 from ..attention.lengths import Lengths
@@ -46,8 +45,8 @@ class DenseDecodeAbi:
         kv_map = tensor_maps.create_tensor_map_tiled(
             global_address=args.kv_map.toint(),
             dtype=self.cache_dtype,
-            global_dims=[D_QK, TILE_KEYS],
-            global_strides=[D_QK // 8],
+            global_dims=[self.config.d_qk, TILE_KEYS],
+            global_strides=[self.config.d_qk // 8],
             box_dims=[BOX_BYTES_PER_KEY * 8 // self.cache_dtype.width, TILE_KEYS],
             swizzle=tensor_maps.TensorMapSwizzle.s128b,
         )

@@ -53,7 +53,6 @@ from cutlass import Int32, cute
 from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, FP8_CACHE, DenseDecodeConfig
-from ...spec.mla import D_LATENT
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives.tma import pair_box, prefetch_map
@@ -61,7 +60,6 @@ from ..sm100.alternating import NAMED_BARRIERS as ALTERNATING_BARRIERS
 from ..sm100.alternating import AlternatingPipes, AlternatingRows
 from ..sm100.config import (
     BOX_BYTES,
-    CTA_COLUMNS,
     CTA_ROPE,
     EVEN_CTA,
     GROUP_WARPS,
@@ -84,7 +82,7 @@ from .page_walk import for_each_tile_in_groups
 from .sm100_convert import fp8_cache_definition
 from .sm100_mask import LengthMask
 
-# registers of a thread, of 512 in four groups of warps; with e4m3 operands, where 512 threads share them out
+# registers of a thread, of 512 in four groups of warps; with two groups of score warps, where 512 threads share them out
 SCORE_REGISTERS = 136  # two groups
 OUTPUT_REGISTERS = 160
 OTHER_REGISTERS = 80
@@ -99,7 +97,8 @@ class DenseDecodeSm100(AttentionKernel):
         self.kind = config.operands
         self.operand_dtype = abi.query_dtype
         self.vectors = config.access_bytes == 4 * VECTOR
-        self.geometry = Geometry.of(self.operand_dtype)
+        self.geometry = Geometry.of(self.operand_dtype, config.dims.latent)
+        self.has_rope = config.dims.rotary > 0
         self.smem = self.geometry.smem()
         self.pipes_type: Any = AlternatingPipes if self.geometry.score_groups > 1 else Pipes
         self.mma_warp = self.geometry.load_warp + 1
@@ -129,28 +128,29 @@ class DenseDecodeSm100(AttentionKernel):
         else:
             self.set_registers(OTHER_REGISTERS)
             if warp == geometry.load_warp:
-                LoadRole(geometry).run(operands, tiles, pipes)
+                LoadRole(geometry, self.has_rope).run(operands, tiles, pipes)
             elif warp == self.mma_warp and cute.arch.block_idx_in_cluster() == EVEN_CTA:
-                MmaRole(geometry).run(operands.schedule, pipes, PairGemm(self.operand_dtype, True, tiles, tmem))
+                MmaRole(geometry).run(operands.schedule, pipes, PairGemm(self.operand_dtype, self.has_rope, tiles, tmem))
         end(warp, self.mma_warp, tmem)
 
     def score_role(self) -> ScoreRole:
         """Return the score role: with e4m3 operands, two groups of warps take tiles in turn."""
-        queries = QueryLoader(self.geometry, has_rope=True, vectors=self.vectors)
+        queries = QueryLoader(self.geometry, self.has_rope, vectors=self.vectors)
         rows = AlternatingRows.create if self.geometry.score_groups > 1 else ScoreRows.create
         return ScoreRole(self.geometry, self.operand_dtype, LengthMask(clears_unused=True), DescaledRows(self.kind), queries, rows)
 
     def set_registers(self, count: int) -> None:
         """Set the registers of the warps of a role, where 512 threads begin with 128 each."""
-        if self.kind == FP8:
+        if self.geometry.score_groups > 1:
             (cute.arch.setmaxregister_decrease if count == OTHER_REGISTERS else cute.arch.setmaxregister_increase)(count)
 
 
 class LoadRole:
     """One warp: TMA of this CTA's columns, page by page."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, has_rope: bool) -> None:
         self.geometry = geometry
+        self.has_rope = has_rope
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
@@ -168,17 +168,18 @@ class LoadRole:
         ready = pipes.kv_ready.barrier(tile)
         pipes.kv_free.producer_acquire(tile)
         if rank == EVEN_CTA and cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * self.geometry.stage_bytes)
+            cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * self.geometry.loaded_bytes(self.has_rope))
         cute.arch.sync_warp()
         if box.in_tile:
             where = (operands.kv_head(), box.row, box.page)
             target = tiles.stage(pipes.kv_ready.stage(tile)) + box.offset * ROW_BYTES
             columns = self.geometry.box_columns
             for i in cutlass.range_constexpr(self.geometry.latent_boxes):
-                pair_box(target + i * BOX_BYTES, operands.args.kv_map, (rank * CTA_COLUMNS + i * columns, *where), ready)
+                pair_box(target + i * BOX_BYTES, operands.args.kv_map, (rank * self.geometry.cta_columns + i * columns, *where), ready)
             # a whole box, although half of it or less is used: its other columns are the peer's, or none
-            rope = D_LATENT + rank * CTA_ROPE
-            pair_box(target + self.geometry.probs_offset, operands.args.kv_map, (rope, *where), ready)
+            if cutlass.const_expr(self.has_rope):
+                rope = self.geometry.latent + rank * CTA_ROPE
+                pair_box(target + self.geometry.probs_offset, operands.args.kv_map, (rope, *where), ready)
 
 
 def tma_definition(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
@@ -195,7 +196,7 @@ def tma_definition(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
             Role("load", geometry.load_warp, 1),
             Role("mma", kernel.mma_warp, 1),
         ),
-        expected={"UTCQMMA" if kernel.kind == FP8 else "UTCHMMA": geometry.products_per_tile(has_rope=True)},
+        expected={"UTCQMMA" if kernel.kind == FP8 else "UTCHMMA": geometry.products_per_tile(kernel.has_rope)},
         tmem_columns=TMEM_COLUMNS,
     )
 

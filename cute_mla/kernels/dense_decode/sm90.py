@@ -47,37 +47,47 @@ from cutlass import Int32, cute
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeConfig
-from ...spec.mla import D_LATENT, D_QK, ELEMENT_BYTES
+from ...spec.mla import D_LATENT, ELEMENT_BYTES, LATENT_DIMS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
 from ..attention.tiles import BOX_COLUMNS
 from ..definition import KernelDefinition
-from ..primitives.tma import load_box, multicast_box, prefetch_map
+from ..primitives.tma import load_box, multicast_box, prefetch_box, prefetch_map
 from ..sm90.arrivals import await_peer, initialise
-from ..sm90.config import BOX_BYTES, OUTPUT_REGISTERS, STAGE_BYTES, STAGE_COLUMNS, STAGES_PER_TILE, Geometry, Pipes, Tiles
+from ..sm90.config import BOX_BYTES, OUTPUT_REGISTERS, STAGE_BYTES, STAGE_COLUMNS, Geometry, Pipes, Tiles
 from ..sm90.output import LatentOutput, OutputRole
 from ..sm90.score import LatentScores, ScoreRole
 from ..sm90.warpgroups import THREADS, WARPGROUP, group_of, named_barriers, role_table, set_registers, sync_start
 from .abi import DenseDecodeAbi
 from .operands import DescaledRows, LaneBox, Operands
-from .page_walk import for_each_tile
+from .page_walk import for_each_tile, for_each_tile_in_groups
 from .sm90_convert import fp8_cache_definition
 from .sm90_fp8 import fp8_definition
 from .sm90_mask import LengthMask
 
-GEOMETRY = Geometry(
-    d_qk=D_QK,
-    q_tiles_in_registers=5,
-    kv_stages=10,
-    rope_stages=3,
-    producer_registers=32,
-    score_registers=160,
-    ready_arrivals=1,
-    valid_stages=0,
-    rope_after=2,
-    frees_rope=False,
-    takes_turns=True,
-)
+# By columns of a key: column tiles of Q in registers, stages of keys and of RoPE columns or P, stages before the RoPE columns, stages that
+# L2 is asked for. What Q leaves of shared memory are stages.
+TILINGS = {576: (5, 10, 3, 2, ()), 512: (5, 11, 3, 2, (3,)), 320: (4, 10, 6, 1, ())}
+
+
+def geometry_of(d_qk: int) -> Geometry:
+    """Return the geometry of keys of so many columns."""
+    q_tiles_in_registers, kv_stages, rope_stages, rope_after, prefetched = TILINGS[d_qk]
+    return Geometry(
+        d_qk=d_qk,
+        q_tiles_in_registers=q_tiles_in_registers,
+        kv_stages=kv_stages,
+        rope_stages=rope_stages,
+        producer_registers=32,
+        score_registers=160,
+        ready_arrivals=1,
+        valid_stages=0,
+        rope_after=rope_after,
+        frees_rope=False,
+        takes_turns=LATENT_DIMS[d_qk].latent == D_LATENT,
+        prefetched=prefetched,
+        d_v=LATENT_DIMS[d_qk].latent,
+    )
 
 
 class DenseDecodeSm90(AttentionKernel):
@@ -89,17 +99,18 @@ class DenseDecodeSm90(AttentionKernel):
         super().__init__(DenseDecodeAbi(config), arch)
         self.cluster = config.cluster
         self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
-        self.smem = GEOMETRY.smem(self.dtype)
+        self.geometry = geometry_of(config.d_qk)
+        self.smem = self.geometry.smem(self.dtype)
 
     @cute.jit
     def run(self, operands: Operands):
         """Allocate, initialise the barriers, and give each role its warps."""
-        memory = self.smem.allocate()
-        tiles, pipes = Tiles.create(memory), Pipes.create(memory)
+        memory, geometry = self.smem.allocate(), self.geometry
+        tiles, pipes = Tiles.create(memory), Pipes.create(memory, geometry.tile_stages)
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
-                initialise(pipes, GEOMETRY, self.cluster)
+                initialise(pipes, geometry, self.cluster)
                 prefetch_map(operands.args.kv_map)
         sync_start(self.cluster)
         # the plan, the lengths, Q and the cache may come from the kernel before
@@ -108,32 +119,37 @@ class DenseDecodeSm90(AttentionKernel):
         group = group_of(warp)
         thread = cute.arch.thread_idx()[0] % WARPGROUP
         if group == 0:
-            set_registers(GEOMETRY.producer_registers)
+            set_registers(geometry.producer_registers)
             if warp == 0:
-                LoadRole(self.cluster).run(operands, tiles, pipes)
+                LoadRole(geometry, self.cluster).run(operands, tiles, pipes)
         elif group == 1:
-            set_registers(GEOMETRY.score_registers)
-            scores = partial(LatentScores.create, GEOMETRY, self.dtype, self.pairs)
+            set_registers(geometry.score_registers)
+            scores = partial(LatentScores.create, geometry, self.dtype, self.pairs)
             ScoreRole(scores, LengthMask(), DescaledRows(LATENT)).run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
-            output = partial(LatentOutput.create, GEOMETRY, self.dtype, self.cluster, clears_unused=True)
-            OutputRole(GEOMETRY.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
+            output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, clears_unused=True)
+            OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs, geometry.d_v).run(
+                operands, tiles, pipes, thread, group - 2
+            )
 
 
 class LoadRole:
     """One warp: TMA of the key tiles. cluster: CTAs that share them."""
 
-    def __init__(self, cluster: int) -> None:
+    def __init__(self, geometry: Geometry, cluster: int) -> None:
+        self.geometry = geometry
         self.cluster = cluster
 
     @cute.jit
     def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
         """Wait kv_free. Signal kv_ready, rope_ready."""
-        tiles_done = for_each_tile(operands, partial(self.load_tile, operands, tiles, pipes))
+        # a look-up takes longer than the copies of a tile of few stages are issued in
+        for_each = for_each_tile if self.geometry.d_v == D_LATENT else for_each_tile_in_groups
+        tiles_done = for_each(operands, partial(self.load_tile, operands, tiles, pipes))
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.cluster > 1):
-            await_peer(pipes, GEOMETRY, tiles_done)
+            await_peer(pipes, self.geometry, tiles_done)
 
     @cute.jit
     def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
@@ -141,9 +157,11 @@ class LoadRole:
         lane = cute.arch.lane_idx()
         kv_map, where = operands.args.kv_map, (operands.kv_head(), box.row, box.page)
         offset = box.offset * BOX_COLUMNS  # a box of fewer keys is a run of rows of the 64-key box
-        kv = pipes.kv_ready.state(tile * STAGES_PER_TILE)
-        for i in cutlass.range_constexpr(STAGES_PER_TILE):
-            if cutlass.const_expr(i == GEOMETRY.rope_after):
+        if cutlass.const_expr(len(self.geometry.prefetched) > 0):
+            self.prefetch_stages(operands, box)
+        kv = pipes.kv_ready.state(tile * self.geometry.tile_stages)
+        for i in cutlass.range_constexpr(self.geometry.tile_stages):
+            if cutlass.const_expr(self.geometry.has_rope and i == self.geometry.rope_after):
                 self.load_rope(operands, tiles, pipes, box, tile)
             ready = pipes.kv_ready.barrier(kv)
             pipes.kv_free.producer_acquire(kv)
@@ -152,9 +170,9 @@ class LoadRole:
             cute.arch.sync_warp()
             if box.in_tile:
                 target = tiles.sKv.iterator + (kv.stage * (TILE_KEYS * STAGE_COLUMNS) + offset)
-                self.load_stage(kv_map, target, GEOMETRY.first_column(i), where, ready)
+                self.load_stage(kv_map, target, self.geometry.first_column(i), where, ready)
             # two stages side by side, then divided anew: no registers are left to carry a state over more
-            kv = pipes.kv_ready.advance_in_tile(kv, 0) if i % 2 == 0 else pipes.kv_ready.state(tile * STAGES_PER_TILE + (i + 1))
+            kv = pipes.kv_ready.advance_in_tile(kv, 0) if i % 2 == 0 else pipes.kv_ready.state(tile * self.geometry.tile_stages + (i + 1))
 
     @cute.jit
     def load_rope(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
@@ -167,9 +185,22 @@ class LoadRole:
         if box.in_tile:
             target = tiles.sRope.iterator + (pipes.rope_ready.stage(tile) * (TILE_KEYS * BOX_COLUMNS) + box.offset * BOX_COLUMNS)
             if cutlass.const_expr(self.cluster == 1):
-                load_box(target, kv_map, (D_LATENT, *where), ready)
+                load_box(target, kv_map, (self.geometry.d_v, *where), ready)
             elif cute.arch.block_idx_in_cluster() == tile % 2:
-                multicast_box(target, kv_map, (D_LATENT, *where), ready)
+                multicast_box(target, kv_map, (self.geometry.d_v, *where), ready)
+
+    @cute.jit
+    def prefetch_stages(self, operands: Operands, box: LaneBox):
+        """Ask L2 for what load_stage fetches of the stages that come free last."""
+        kv_map, where = operands.args.kv_map, (operands.kv_head(), box.row, box.page)
+        if box.in_tile:
+            for i in cutlass.range_constexpr(len(self.geometry.prefetched)):
+                column = self.geometry.first_column(self.geometry.prefetched[i])
+                if cutlass.const_expr(self.cluster == 1):
+                    prefetch_box(kv_map, (column, *where))
+                    prefetch_box(kv_map, (column + BOX_COLUMNS, *where))
+                else:
+                    prefetch_box(kv_map, (column + cute.arch.block_idx_in_cluster() * BOX_COLUMNS, *where))
 
     def load_stage(self, kv_map: Any, target: cute.Pointer, column: int, where: tuple[Int32, ...], ready: cute.Pointer) -> None:
         """Load two boxes of columns; of a pair, each CTA fetches one for both."""
@@ -190,7 +221,7 @@ def latent_definition(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition
         barriers=kernel.smem.barriers(),
         named_barriers=named_barriers(),
         roles=role_table("load"),
-        expected={"HGMMA": GEOMETRY.wgmma_per_tile},
+        expected={"HGMMA": kernel.geometry.wgmma_per_tile},
     )
 
 

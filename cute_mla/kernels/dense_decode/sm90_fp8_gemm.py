@@ -130,6 +130,10 @@ class E4m3Scores:
         self._multiply_box(LATENT_BOXES * STEPS_PER_BOX, self.tRope[None, None, None, state.rope.stage])
         warpgroup.commit_group()
 
+    def arrival(self, pipes: Pipes, state: TileState) -> tuple[cute.Pointer, Int32]:
+        """Return barrier and phase of the RoPE columns."""
+        return pipes.rope_ready.barrier(state.rope), state.rope.phase
+
     def complete(self, pipes: Pipes, state: TileState) -> None:
         """Wait until S of a tile is complete."""
         warpgroup.wait_group(0)

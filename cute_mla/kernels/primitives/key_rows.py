@@ -1,7 +1,7 @@
 """One key, moved by one warp.
 
 lane     latent columns 256 i + 8 lane + {0..7}, i = 0, 1, which the last lanes of fp8_584 have only for i = 0; and rotary columns
-         2 lane + {0, 1}, which v41 and nope_528 do not have apart: loads and stores that a warp makes contiguous
+         2 lane + {0, 1}, which v41, nope_528 and latent_512 do not have apart: loads and stores that a warp makes contiguous
 words    pairs of 16-bit elements, or four e4m3 values
 """
 
@@ -14,8 +14,8 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint16, cute
 from cutlass.cute.typing import AddressSpace
 
 from ...spec.cache_format import CacheFormat, paged_twin
-from ...spec.cache_rows import VECTOR
-from ...spec.mla import ELEMENT_BYTES
+from ...spec.cache_rows import VECTOR, latent_columns
+from ...spec.mla import ELEMENT_BYTES, ceil_div
 from .elements import load_pair
 
 WORDS = VECTOR * ELEMENT_BYTES // 4  # of a vector of 16-bit elements
@@ -46,6 +46,11 @@ class Key:
         if twin is None:
             return Key(data, behind)
         return Key(data, cutlass.select_(row_stride == twin.row_bytes, behind, data + cache.code_bytes))
+
+
+def vectors_of(cache: CacheFormat) -> int:
+    """Return the vectors of latent columns that a lane has."""
+    return ceil_div(latent_columns(cache), SPAN)
 
 
 def registers(words: int) -> cute.Tensor:

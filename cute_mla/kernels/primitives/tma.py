@@ -16,6 +16,11 @@ def prefetch_map(tensor_map: Any) -> None:
     primitives.prefetch_tensormap(tensor_map.get_ptr())
 
 
+def prefetch_box(tensor_map: Any, coordinates: tuple[Any, ...]) -> None:
+    """Ask L2 for the box at `coordinates` (innermost first)."""
+    primitives.cp_async_bulk_tensor_prefetch(tensor_map.get_ptr(), list(coordinates), [])
+
+
 def load_box(target: cute.Pointer, tensor_map: Any, coordinates: tuple[Any, ...], barrier: cute.Pointer) -> None:
     """Start the copy of the box at `coordinates` (innermost first) to `target`; its bytes count on `barrier`."""
     primitives.cp_async_bulk_tensor_shared_cta_global(target.raw_ptr(), tensor_map.get_ptr(), coordinates, barrier.raw_ptr())

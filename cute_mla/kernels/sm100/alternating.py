@@ -5,8 +5,9 @@ time, half a period apart, and S is computed two tiles ahead. What passes from o
 
   reference_ready[2]   score -> score      4: reference of a tile, which the other group begins its own from
 
-The reference follows every tile's maximum, up and down (softmax.follow_tile), since P is rounded to e4m3, with a dither. A
-thread keeps its share of the row sum relative to the last reference of its own group; a work tile's four shares meet at its end.
+Where P is rounded to e4m3, with a dither, the reference follows every tile's maximum, up and down (softmax.follow_tile). P of 16 bits
+takes that of the other kernels (softmax.follow_maximum). A thread keeps its share of the row sum relative to the last reference of its own
+group; a work tile's four shares meet at its end.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.operands import QueryOperands
-from ..attention.softmax import DITHER, Window, follow_tile
+from ..attention.softmax import DITHER, Window, follow_maximum, follow_tile
 from ..primitives import tcgen05
 from ..primitives.elements import pack_word, store_words
 from ..primitives.pipeline import StageBarriers
@@ -119,6 +120,11 @@ class AlternatingRows(ScoreRows):
     @cute.jit
     def store_ones(self):
         """Write what P is multiplied with for its sum: 16 bytes of each of 128 threads, of the group that has the first P."""
+        if cutlass.const_expr(self.tiles.geometry.sums_probs):
+            self._store_ones()
+
+    @cute.jit
+    def _store_ones(self):
         if self.group == 0:
             store_words(self.shared.sOnes + (self.half * TILE_ROWS + self.row) * 16, [Int32(ONES_WORD)] * VECTOR)
 
@@ -139,7 +145,9 @@ class AlternatingRows(ScoreRows):
         super().exponentiate(self.rFactor[0])
 
     def word_of_probs(self, first: int) -> Int32:
-        """Return four probabilities, dithered and rounded; their sum has been taken before."""
+        """Return a word of probabilities, rounded; e4m3 ones are dithered, and their sum has been taken before."""
+        if not self.tiles.geometry.sums_probs:
+            return super().word_of_probs(first)
         values: list[Float32] = []
         for i in range(first, first + self.tiles.geometry.word_elements, 2):
             factors = DITHER[i % len(DITHER)], DITHER[(i + 1) % len(DITHER)]
@@ -162,7 +170,10 @@ class AlternatingRows(ScoreRows):
             before = self._reference(pipes, tile - 1)
             old = before.load()
             greatest = cute.arch.fmax(greatest, (before + TILE_ROWS).load())
-        new, alpha = follow_tile(old, candidate, greatest, WINDOW)
+        if cutlass.const_expr(self.tiles.geometry.sums_probs):
+            new, alpha = follow_tile(old, candidate, greatest, WINDOW)
+        else:
+            new, alpha = follow_maximum(old, candidate)
         if self.half == 0:
             own = self._reference(pipes, tile)
             own.store(new)

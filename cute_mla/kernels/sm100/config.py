@@ -19,7 +19,7 @@ from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, Field, SmemLayout
 
 PAIR = 2  # CTAs that share one matrix product
 PAIR_ROWS = PAIR * TILE_ROWS
-CTA_COLUMNS = D_LATENT // PAIR  # latent columns whose keys and values a CTA holds
+CTA_COLUMNS = D_LATENT // PAIR  # latent columns whose keys and values a CTA holds, at most
 CTA_ROPE = D_ROPE // PAIR  # RoPE columns whose keys a CTA holds
 
 ROW_BYTES = 128  # of a key, or of a row of P, in a box: one period of the swizzle
@@ -28,8 +28,7 @@ STEP_BYTES = 32  # that one MMA contracts, of a row of A and B
 STEPS_PER_BOX = ROW_BYTES // STEP_BYTES
 WORD_BYTES = 4  # of a column of tensor memory
 STEP_COLUMNS = STEP_BYTES // WORD_BYTES
-OUTPUT_CHUNKS = 2  # an MMA has at most 256 columns, 128 of each CTA
-CHUNK_COLUMNS = CTA_COLUMNS // OUTPUT_CHUNKS
+CHUNK_COLUMNS = 128  # of each CTA: an MMA has at most 256
 
 # tensor memory, in 32-bit columns of 128 lanes. Lanes 0..63 and 64..127 are the same 64 query rows:
 # O and S of the columns that the even and the odd CTA hold, Q of the columns that each of them multiplies
@@ -68,10 +67,13 @@ class Geometry:
     kv_stages: int
     score_groups: int
     score_parts: int
+    latent: int = D_LATENT
 
     @staticmethod
-    def of(dtype: type[cutlass.Numeric]) -> Geometry:
-        """Return the geometry of an element type, where keys come by TMA."""
+    def of(dtype: type[cutlass.Numeric], latent: int = D_LATENT) -> Geometry:
+        """Return the geometry of an element type and so many latent columns, where keys come by TMA."""
+        if latent != D_LATENT:
+            return replace(SIXTEEN_BIT, kv_stages=7, score_groups=2, latent=latent)  # a softmax takes longer than the products of a tile
         return EIGHT_BIT if dtype.width == 8 else SIXTEEN_BIT_PARTS
 
     @property
@@ -123,9 +125,19 @@ class Geometry:
         return WORD_BYTES // self.element_bytes
 
     @property
+    def cta_columns(self) -> int:
+        """Return the latent columns whose keys and values a CTA holds."""
+        return self.latent // PAIR
+
+    @property
+    def output_chunks(self) -> int:
+        """Return the products of P V over the same keys."""
+        return self.cta_columns // CHUNK_COLUMNS
+
+    @property
     def latent_boxes(self) -> int:
         """Return the boxes of the latent columns of a CTA and tile."""
-        return CTA_COLUMNS // self.box_columns
+        return self.cta_columns // self.box_columns
 
     @property
     def stage_boxes(self) -> int:
@@ -137,6 +149,10 @@ class Geometry:
         """Return the bytes of a stage."""
         return self.stage_boxes * BOX_BYTES
 
+    def loaded_bytes(self, has_rope: bool) -> int:
+        """Return the bytes of a stage that TMA fills: without RoPE columns the last box is for P alone."""
+        return (self.stage_boxes if has_rope else self.latent_boxes) * BOX_BYTES
+
     @property
     def probs_offset(self) -> int:
         """Return the first byte of the last box of a stage."""
@@ -145,12 +161,12 @@ class Geometry:
     @property
     def query_rope_column(self) -> int:
         """Return the column of tensor memory at which the RoPE columns of Q begin."""
-        return QUERY_COLUMN + CTA_COLUMNS // self.word_elements
+        return QUERY_COLUMN + self.cta_columns // self.word_elements
 
     @property
     def latent_steps(self) -> int:
         """Return MMAs of S over the latent columns."""
-        return CTA_COLUMNS * self.element_bytes // STEP_BYTES
+        return self.cta_columns * self.element_bytes // STEP_BYTES
 
     @property
     def rope_steps(self) -> int:
@@ -170,7 +186,7 @@ class Geometry:
     def products_per_tile(self, has_rope: bool) -> int:
         """Return the matrix products of one tile."""
         scores = self.latent_steps + (self.rope_steps if has_rope else 0)
-        return self.score_parts * scores + (OUTPUT_CHUNKS + (1 if self.sums_probs else 0)) * self.key_steps
+        return self.score_parts * scores + (self.output_chunks + (1 if self.sums_probs else 0)) * self.key_steps
 
     @property
     def kv_bytes(self) -> int:

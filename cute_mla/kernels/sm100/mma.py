@@ -20,7 +20,6 @@ from ..primitives.tcgen05 import Keep
 from .config import (
     BOX_BYTES,
     CHUNK_COLUMNS,
-    OUTPUT_CHUNKS,
     OUTPUT_COLUMN,
     PAIR,
     PAIR_ROWS,
@@ -97,10 +96,11 @@ class PairGemm:
         """Issue O += P V, or O = P V, for the 256 value columns of each CTA; and so the sum of P, where it is asked for."""
         wide = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * CHUNK_COLUMNS, transpose_b=True)
         narrow = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * SUM_COLUMNS)
-        chunk_bytes = self.geometry.latent_boxes // OUTPUT_CHUNKS * BOX_BYTES
+        chunks = self.geometry.output_chunks
+        chunk_bytes = self.geometry.latent_boxes // chunks * BOX_BYTES
         for step in range(self.geometry.key_steps):
             row = step * self.geometry.step_keys * ROW_BYTES
-            products = [(OUTPUT_COLUMN + chunk * CHUNK_COLUMNS, values, row + chunk * chunk_bytes, wide) for chunk in range(OUTPUT_CHUNKS)]
+            products = [(OUTPUT_COLUMN + chunk * CHUNK_COLUMNS, values, row + chunk * chunk_bytes, wide) for chunk in range(chunks)]
             if self.geometry.sums_probs:
                 products.append((SUM_COLUMN, tcgen05.k_major(self.tiles.sOnes), 0, narrow))
             for i, (column, b, offset, product) in enumerate(products):

@@ -12,13 +12,12 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
-from ...spec.mla import D_LATENT
 from ..attention.operands import LatentOperands, QueryOperands
 from ..attention.split_kv_scheduler import WorkTile
 from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
 from ..primitives.elements import aligned, store_row
-from .config import CTA_COLUMNS, EVEN_CTA, OUTPUT_COLUMN, SUM_COLUMN, VECTOR, Geometry, Pipes, Tiles
+from .config import EVEN_CTA, OUTPUT_COLUMN, SUM_COLUMN, VECTOR, Geometry, Pipes, Tiles
 from .score import thread_and_lanes
 
 STORED_AT_ONCE = 32  # columns of O
@@ -77,7 +76,7 @@ class OutputRole:
         if begun and cute.arch.vote_any_sync(alpha != 1.0):
             pipes.kv_free.consumer_wait(tile - 1)
             tcgen05.fence_after_wait()
-            for copy in cutlass.range_constexpr(CTA_COLUMNS // self.scaled_at_once):
+            for copy in cutlass.range_constexpr(self.geometry.cta_columns // self.scaled_at_once):
                 place = lanes + (OUTPUT_COLUMN + copy * self.scaled_at_once)
                 values = tcgen05.load_columns(place, self.scaled_at_once)
                 tcgen05.await_loads()
@@ -91,13 +90,13 @@ class OutputRole:
 
     @cute.jit
     def store_rows(self, operands: LatentOperands, req: Int32, work_tile: WorkTile, thread: Int32, lanes: Int32, weight: Float32):
-        """Store 256 contiguous columns of the thread's row, from tensor memory to out or out_accum."""
+        """Store half of the columns of the thread's row, from tensor memory to out or out_accum."""
         row = first_query_row() + thread % TILE_ROWS
         stored = row < operands.rows()
-        column = (thread // TILE_ROWS) * CTA_COLUMNS
+        column = (thread // TILE_ROWS) * self.geometry.cta_columns
         out = operands.out_row(req, row) + column
-        out_accum = operands.out_accum + (operands.accum_row(work_tile, row) * D_LATENT + column)
-        for copy in cutlass.range_constexpr(CTA_COLUMNS // STORED_AT_ONCE):
+        out_accum = operands.out_accum + (operands.accum_row(work_tile, row) * self.geometry.latent + column)
+        for copy in cutlass.range_constexpr(self.geometry.cta_columns // STORED_AT_ONCE):
             first = copy * STORED_AT_ONCE
             values = tcgen05.load_columns(lanes + (OUTPUT_COLUMN + first), STORED_AT_ONCE)
             tcgen05.await_loads()

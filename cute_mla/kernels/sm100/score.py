@@ -21,7 +21,6 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
-from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..attention.operands import LatentOperands, QueryOperands
 from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
@@ -30,7 +29,6 @@ from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
 from ..primitives.elements import aligned, load_word, pack_word
 from .config import (
-    CTA_COLUMNS,
     CTA_ROPE,
     EVEN_CTA,
     GROUP,
@@ -125,9 +123,9 @@ class QueryLoader:
     def runs(self) -> list[QueryRun]:
         """Return the columns that a thread loads."""
         elements = self.geometry.word_elements
-        copied = COPY_WORDS * elements
-        runs = [QueryRun(i * copied, CTA_COLUMNS, COPY_WORDS, QUERY_COLUMN + i * COPY_WORDS) for i in range(CTA_COLUMNS // copied)]
-        rope = QueryRun(D_LATENT, CTA_ROPE, CTA_ROPE // elements, self.geometry.query_rope_column)
+        copied, columns = COPY_WORDS * elements, self.geometry.cta_columns
+        runs = [QueryRun(i * copied, columns, COPY_WORDS, QUERY_COLUMN + i * COPY_WORDS) for i in range(columns // copied)]
+        rope = QueryRun(self.geometry.latent, CTA_ROPE, CTA_ROPE // elements, self.geometry.query_rope_column)
         return [*runs, rope] if self.has_rope else runs
 
     def load_words(self, source: cute.Pointer, count: int) -> list[Int32]:

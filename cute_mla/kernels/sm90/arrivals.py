@@ -5,7 +5,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, cute
 
-from .config import STAGES_PER_TILE, Geometry, Pipes
+from .config import Geometry, Pipes
 from .warpgroups import OUTPUT_GROUPS, WARPS_PER_GROUP
 
 
@@ -28,7 +28,7 @@ def await_peer(pipes: Pipes, geometry: cutlass.Constexpr[Geometry], tiles_done: 
 
     No cluster barrier, which would make every warp wait for its stores. One warp is enough: the CTA stays as long as any.
     """
-    kv = pipes.kv_free.state(tiles_done * STAGES_PER_TILE)
+    kv = pipes.kv_free.state(tiles_done * geometry.tile_stages)
     for _ in cutlass.range(geometry.kv_stages, unroll=1):
         pipes.kv_free.producer_acquire(kv)
         kv = pipes.kv_free.advance(kv)

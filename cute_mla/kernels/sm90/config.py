@@ -34,15 +34,17 @@ STAGE_BYTES = TILE_KEYS * STAGE_COLUMNS * ELEMENT_BYTES
 class Geometry:
     """Numbers that differ between the kernels.
 
-    d_qk: columns of a key, the values among them. q_tiles_in_registers: column tiles of Q that the score role keeps there.
+    d_qk: columns of a key, of which the first d_v are the values. q_tiles_in_registers: column tiles of Q that the score role keeps there.
     kv_stages, rope_stages: of the two pipelines for keys. producer_registers, score_registers: of the role that brings the keys, and
     of score. ready_arrivals: on kv_ready and rope_ready, per phase. valid_stages: of the bits that tell which keys are present, 0
     where all are. alternating: whether the stages of a tile alternate between the halves of the columns, so that both output
     groups' first ones, which come free first, are filled first. rope_after: stages of a tile that are filled, and multiplied, before its
     RoPE columns. frees_rope: whether a barrier tells when a RoPE stage is free. None is needed where it is filled only after kv_free of
     the tile's first stages and of all stages of the tile before: those had, among them, the last stages of both output groups of the
-    tile whose P the RoPE stage had. takes_turns: whether the right output group multiplies a tile after the left one, whose stages
-    then come free in half of the time. q_boxes: boxes of shared memory for Q, where more than the column tiles that stay there.
+    tile whose P the RoPE stage had. Where keys have no RoPE columns, P is written when all stages of its tile are filled. takes_turns:
+    whether the right output group multiplies a tile after the left one, whose stages then come free in half of the time. q_boxes: boxes
+    of shared memory for Q, where more than the column tiles that stay there. prefetched: stages of a tile that L2 is asked for before
+    the tile is loaded: those whose place comes free last before their keys are needed.
     """
 
     d_qk: int
@@ -58,13 +60,31 @@ class Geometry:
     frees_rope: bool = True
     takes_turns: bool = False
     q_boxes: int = 0
+    prefetched: tuple[int, ...] = ()
+    d_v: int = D_LATENT
 
     def __post_init__(self) -> None:
         total = self.producer_registers + self.score_registers + OUTPUT_GROUPS * OUTPUT_REGISTERS
         assert total <= ALL_REGISTERS, f"{total} registers a lane of four warpgroups"
         assert self.valid_stages in (0, self.rope_stages), "the bits go round with the RoPE columns"
-        last_read = STAGES_PER_TILE * (self.rope_stages - 1) + self.rope_after  # stages filled since P's tile, with those before RoPE
+        before = self.rope_after if self.has_rope else self.tile_stages
+        last_read = self.tile_stages * (self.rope_stages - 1) + before  # stages filled since P's tile, with those before RoPE
         assert self.frees_rope or self.kv_stages <= last_read, "kv stages come free before RoPE stages"
+
+    @property
+    def tile_stages(self) -> int:
+        """Return the stages of a tile."""
+        return self.d_v // STAGE_COLUMNS
+
+    @property
+    def output_columns(self) -> int:
+        """Return the columns of O of an output group."""
+        return self.d_v // OUTPUT_GROUPS
+
+    @property
+    def output_chunks(self) -> int:
+        """Return the stages of a tile that an output group multiplies."""
+        return self.tile_stages // OUTPUT_GROUPS
 
     @property
     def q_tiles(self) -> int:
@@ -79,19 +99,23 @@ class Geometry:
     @property
     def stage_strides(self) -> tuple[int, int]:
         """Return, within a tile, the distance from a stage of one output group to the other's, and to the next of the same."""
-        chunks = STAGES_PER_TILE // OUTPUT_GROUPS
-        return (1, OUTPUT_GROUPS) if self.alternating else (chunks, 1)
+        return (1, OUTPUT_GROUPS) if self.alternating else (self.output_chunks, 1)
 
     def first_column(self, stage: int) -> int:
         """Return the first column of a stage of a tile."""
         to_other, to_next = self.stage_strides
-        side, chunk = stage // to_other % OUTPUT_GROUPS, stage // to_next % (STAGES_PER_TILE // OUTPUT_GROUPS)
-        return side * OUTPUT_COLUMNS + chunk * STAGE_COLUMNS
+        side, chunk = stage // to_other % OUTPUT_GROUPS, stage // to_next % self.output_chunks
+        return side * self.output_columns + chunk * STAGE_COLUMNS
 
     @property
     def has_rope(self) -> bool:
         """Return whether keys have columns that are not values. Else the RoPE stages hold P only."""
-        return self.d_qk > D_LATENT
+        return self.d_qk > self.d_v
+
+    @property
+    def signals_rope(self) -> bool:
+        """Return whether a barrier tells that the RoPE columns of a tile are there, or the bits of its keys."""
+        return self.has_rope or self.valid_stages > 0
 
     @property
     def wgmma_per_tile(self) -> int:
@@ -99,11 +123,12 @@ class Geometry:
 
         S takes steps of 64 x 64 x 16, O chunks of 64 x 128 x 16; one role's code serves both sides.
         """
-        return self.d_qk // K_STEP + (OUTPUT_COLUMNS // STAGE_COLUMNS) * (TILE_KEYS // K_STEP)
+        return self.d_qk // K_STEP + self.output_chunks * (TILE_KEYS // K_STEP)
 
     def smem(self, dtype: type[cutlass.Numeric], *added: Field) -> SmemLayout:
         """Return the layout of shared memory. dtype: of keys, P and Q. added: fields of a kernel's own, behind the shared ones."""
         valid = (Array("sValid", Uint8, self.valid_stages * VALID_BYTES, 8),) if self.valid_stages else ()
+        rope_ready = (Barriers("rope_ready", self.rope_stages),) if self.signals_rope else ()
         rope_free = (Barriers("rope_free", self.rope_stages),) if self.frees_rope else ()
         right_turn = (Barriers("right_turn", self.rope_stages),) if self.takes_turns else ()
         return SmemLayout((
@@ -115,7 +140,7 @@ class Geometry:
             *valid,
             Barriers("kv_ready", self.kv_stages),
             Barriers("kv_free", self.kv_stages),
-            Barriers("rope_ready", self.rope_stages),
+            *rope_ready,
             *rope_free,
             Barriers("probs_ready", self.rope_stages),
             *right_turn,
@@ -161,22 +186,25 @@ class Pipes:
 
     kv_ready: StageBarriers
     kv_free: StageBarriers
-    rope_ready: StageBarriers
-    rope_free: StageBarriers  # without stages where the geometry has no barriers for it
+    rope_ready: StageBarriers  # without stages where the geometry has no barriers for it
+    rope_free: StageBarriers  # likewise
     probs_ready: StageBarriers
-    right_turn: StageBarriers  # without stages where the geometry takes no turns
+    right_turn: StageBarriers  # likewise
     stats_ready: StageBarriers
     stats_free: StageBarriers
+    tile_stages: int  # stages of a tile, in kv_ready and kv_free
 
     @classmethod
-    def create(cls, memory: dict) -> Self:
+    def create(cls, memory: dict, tile_stages: int = STAGES_PER_TILE) -> Self:
         """Return the barriers of the shared memory that Geometry.smem allocates."""
         absent = StageBarriers(memory["kv_free"].base, 0)
-        return cls(**fields_of(cls, {"rope_free": absent, "right_turn": absent, **memory}))
+        return cls(
+            **fields_of(cls, {"rope_ready": absent, "rope_free": absent, "right_turn": absent, "tile_stages": tile_stages, **memory})
+        )
 
     def tile(self, number: Int32) -> TileState:
         """Return the states of a tile by its number, for a role that uses all of it."""
-        return TileState(number, self.kv_ready.state(number * STAGES_PER_TILE), self.rope_ready.state(number))
+        return TileState(number, self.kv_ready.state(number * self.tile_stages), self.probs_ready.state(number))
 
     def first_tile(self, stage: int | Int32 = 0) -> TileState:
         """Return the states of the first tile. stage: the first of its stages that the role uses."""
@@ -184,4 +212,4 @@ class Pipes:
 
     def next_tile(self, state: TileState) -> TileState:
         """Return the states of the tile after one."""
-        return TileState(state.number + 1, self.kv_ready.advance_by(state.kv, STAGES_PER_TILE), self.rope_ready.advance(state.rope))
+        return TileState(state.number + 1, self.kv_ready.advance_by(state.kv, self.tile_stages), self.probs_ready.advance(state.rope))

@@ -22,18 +22,16 @@ from ..primitives.elements import aligned, pack_pair, store_pair
 from ..primitives.pipeline import PipelineState
 from ..primitives.wgmma import K_STEP, ROWS_PER_THREAD, RowPair, flat, fragment_row, half, tiled_mma
 from .clear_rows import clear_rows
-from .config import OUTPUT_COLUMNS, STAGE_COLUMNS, Geometry, Pipes, Tiles, TileState
+from .config import STAGE_COLUMNS, Geometry, Pipes, Tiles, TileState
 from .score import TileValidity, query_row
-from .warpgroups import OUTPUT_BARRIER, WARPGROUP
-
-OUTPUT_CHUNKS = OUTPUT_COLUMNS // STAGE_COLUMNS
+from .warpgroups import OUTPUT_BARRIER, OUTPUT_GROUPS, WARPGROUP
 
 
 @dataclass(frozen=True)
 class OutputAccumulators:
-    """O (64 rows x 256 latent columns) of one thread, as two chunks of 128 columns, one stage of keys each.
+    """O (64 rows x half of the latent columns) of one thread, as chunks of 128 columns, one stage of keys each.
 
-    A subclass says how a tile is added. The accumulators are two 64 x 128 fragments: ptxas refuses a single 64 x 256 one under the
+    A subclass says how a tile is added. The accumulators are 64 x 128 fragments: ptxas refuses a single 64 x 256 one under the
     128 registers that 512 threads start with, although the role raises them.
     """
 
@@ -136,7 +134,7 @@ class LatentOutput(OutputAccumulators):
             tProbs=slice_.make_fragment_A(slice_.partition_A(tiles.sRope)),
             tV=slice_.make_fragment_B(slice_.partition_B(sV)),
             factors=RowPair.of(tiles.sAlpha, thread),
-            accumulators=tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(OUTPUT_CHUNKS)),
+            accumulators=tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(geometry.output_chunks)),
             geometry=geometry,
             cluster=cluster,
             clears_unused=clears_unused,
@@ -166,6 +164,8 @@ class LatentOutput(OutputAccumulators):
 
     def stages(self, pipes: Pipes, state: TileState) -> list[PipelineState]:
         """Return the stages of a side's chunks of a tile."""
+        if self.geometry.output_chunks == 1:
+            return [state.kv]
         _, to_next = self.geometry.stage_strides
         barriers = pipes.kv_ready
         return [state.kv, barriers.advance_in_tile(state.kv, 0) if to_next == 1 else barriers.advance_by(state.kv, to_next)]
@@ -182,12 +182,12 @@ class LatentOutput(OutputAccumulators):
         if cutlass.const_expr(self.geometry.takes_turns) and side == 1:
             pipes.right_turn.consumer_wait(state.rope)
         warpgroup.fence()
-        for chunk in cutlass.range_constexpr(OUTPUT_CHUNKS):
+        for chunk in cutlass.range_constexpr(self.geometry.output_chunks):
             self.multiply_steps(self.mma, chunk, TILE_KEYS // K_STEP, state.rope.stage, stages[chunk].stage, begun)
         if cutlass.const_expr(self.geometry.takes_turns) and side == 0:
             pipes.right_turn.producer_commit(state.rope)
-        for chunk in cutlass.range_constexpr(OUTPUT_CHUNKS):
-            warpgroup.wait_group(OUTPUT_CHUNKS - 1 - chunk)
+        for chunk in cutlass.range_constexpr(self.geometry.output_chunks):
+            warpgroup.wait_group(self.geometry.output_chunks - 1 - chunk)
             pipes.kv_free.consumer_release_in_cluster(stages[chunk], self.cluster)
 
     @cute.jit
@@ -212,13 +212,20 @@ class OutputRole:
     """One of two warpgroups.
 
     side_stride: stages of a key tile from the first one of one side to that of the other. partition: the products of one thread, from
-    tiles and thread. dtype: of out. pairs: whether rows of out may be stored two elements at a time.
+    tiles and thread. dtype: of out. pairs: whether rows of out may be stored two elements at a time. d_v: columns of out, of which either
+    group has half.
     """
 
     side_stride: int
     partition: Callable[[Any, Int32], OutputAccumulators]
     dtype: type[cutlass.Numeric]
     pairs: bool
+    d_v: int = D_LATENT
+
+    @property
+    def columns(self) -> int:
+        """Return the columns of a group."""
+        return self.d_v // OUTPUT_GROUPS
 
     @cute.jit
     def run(self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, thread: Int32, side: Int32):
@@ -253,8 +260,8 @@ class OutputRole:
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             row = query_row(gemm.thread, row_half)
             if row < operands.rows():
-                target = operands.out_row(req, row) + (side * OUTPUT_COLUMNS + gemm.lane_column())
-                for pair in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
+                target = operands.out_row(req, row) + (side * self.columns + gemm.lane_column())
+                for pair in cutlass.range_constexpr(self.columns // 8):
                     low, high = gemm.pair(pair, row_half, weights[row_half])
                     store_pair(target + gemm.pair_column(pair), pack_pair(low, high, self.dtype), self.pairs)
 
@@ -264,9 +271,9 @@ class OutputRole:
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             row = query_row(gemm.thread, row_half)
             if row < operands.rows():
-                target = operands.out_accum + operands.accum_row(work_tile, row) * D_LATENT
-                target = aligned(target + (side * OUTPUT_COLUMNS + gemm.lane_column()), 8)
-                for pair in cutlass.range_constexpr(OUTPUT_COLUMNS // 8):
+                target = operands.out_accum + operands.accum_row(work_tile, row) * self.d_v
+                target = aligned(target + (side * self.columns + gemm.lane_column()), 8)
+                for pair in cutlass.range_constexpr(self.columns // 8):
                     rPair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
                     rPair[0], rPair[1] = gemm.pair(pair, row_half, weights[row_half])
                     cute.autovec_copy(rPair, cute.make_tensor(target + gemm.pair_column(pair), cute.make_layout(2)))

@@ -34,7 +34,7 @@ from ..primitives.wgmma import (
     packed,
     tiled_mma,
 )
-from .config import BOX_BYTES, STAGE_COLUMNS, STAGES_PER_TILE, STEPS_PER_BOX, Geometry, Pipes, Tiles, TileState
+from .config import BOX_BYTES, STAGE_COLUMNS, STEPS_PER_BOX, Geometry, Pipes, Tiles, TileState
 from .matrix_store import BOX_ROW_BYTES, store_groups, writer_address
 from .warpgroups import SCORE_BARRIER, WARPGROUP
 
@@ -82,6 +82,9 @@ class TileScores(Protocol):
 
     def multiply(self, pipes: Any, state: TileState) -> None:
         """Issue the products of S of one key tile. Wait for each stage just before its first use."""
+
+    def arrival(self, pipes: Any, state: TileState) -> tuple[cute.Pointer, Int32]:
+        """Return the barrier, and its phase, that tells that about half of a tile's keys have come."""
 
     def complete(self, pipes: Any, state: TileState) -> None:
         """Wait until S of a tile is complete. All of its stages have been waited for then."""
@@ -189,7 +192,7 @@ class LatentScores:
         self.from_registers.set(warpgroup.Field.ACCUMULATE, False)
         self.from_smem.set(warpgroup.Field.ACCUMULATE, True)
         kv = state.kv
-        for i in range(STAGES_PER_TILE):
+        for i in range(self.geometry.tile_stages):
             if i == self.geometry.rope_after:
                 self.await_smem_queries()
                 self._multiply_rope(pipes, state)
@@ -198,14 +201,21 @@ class LatentScores:
             for step in range(STEPS_PER_STAGE):
                 self._multiply_step(self.geometry.first_column(i) // K_STEP + step, self.tK[None, None, step, kv.stage])
             kv = pipes.kv_ready.advance_in_tile(kv, i)
-        if self.geometry.rope_after == STAGES_PER_TILE:
+        if self.geometry.rope_after == self.geometry.tile_stages:
             self._multiply_rope(pipes, state)
         warpgroup.commit_group()
+
+    def arrival(self, pipes: Pipes, state: TileState) -> tuple[cute.Pointer, Int32]:
+        """Return barrier and phase of the RoPE columns, or of the second stage where no barrier tells of those."""
+        barriers, use = pipes.rope_ready, state.rope
+        if not self.geometry.signals_rope:
+            barriers, use = pipes.kv_ready, pipes.kv_ready.advance_in_tile(state.kv, 0)
+        return barriers.barrier(use), use.phase
 
     def complete(self, pipes: Pipes, state: TileState) -> None:
         """Wait until S of a tile is complete."""
         warpgroup.wait_group(0)
-        if not self.geometry.has_rope:
+        if self.geometry.signals_rope and not self.geometry.has_rope:
             pipes.rope_ready.consumer_wait(state.rope)
 
     def _multiply_rope(self, pipes: Pipes, state: TileState) -> None:
@@ -214,7 +224,7 @@ class LatentScores:
             pipes.rope_ready.consumer_wait(state.rope)
             warpgroup.fence()
             for step in range(STEPS_PER_BOX):
-                self._multiply_step(STAGES_PER_TILE * STEPS_PER_STAGE + step, self.tRope[None, None, step, state.rope.stage])
+                self._multiply_step(self.geometry.tile_stages * STEPS_PER_STAGE + step, self.tRope[None, None, step, state.rope.stage])
 
     def _multiply_step(self, step: int, tK: cute.Tensor) -> None:
         """Return S += 16 columns of Q times 16 columns of K; the first step of a tile overwrites S."""
@@ -314,13 +324,14 @@ class ScoreRole:
 
         P of one tile is handed over only when all products of S of the next are issued: P V queues behind them and fills the tensor cores
         during the next softmax, without a gap before. When the next keys have not come yet there is nothing to wait for, and P goes at
-        once: the RoPE columns tell. deferred_barrier: the address of the barrier that hands over a P that is written, or NO_BARRIER.
+        once: the RoPE columns tell, or the second stage. deferred_barrier: the address of the barrier that hands over a P that is
+        written, or NO_BARRIER.
         """
         deferred_barrier = Int32(NO_BARRIER)
         for t in cutlass.range(tile_range.tiles, unroll=1):
             state, last = pipes.tile(tile + t), t + 1 == tile_range.tiles
             if deferred_barrier != NO_BARRIER:
-                here = cute.arch.mbarrier_test_wait(pipes.rope_ready.barrier(state.rope), state.rope.phase)
+                here = cute.arch.mbarrier_test_wait(*gemm.arrival(pipes, state))
                 if not cute.arch.vote_all_sync(here):
                     arrive(barrier_at(deferred_barrier))
                     deferred_barrier = Int32(NO_BARRIER)

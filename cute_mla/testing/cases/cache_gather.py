@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ...cache import quantise_cache
 from ...ops.cache_codec import to_e4m3
-from ...spec.cache_format import LATENT
 from ...spec.cache_rows import FP8_576
 from ...spec.mla import ceil_div
 from .base import DTYPES, Tags
@@ -150,7 +149,7 @@ def _filled(case: CacheGatherCase, used: Tensor, device: torch.device) -> Tensor
         case.pages, case.page_size, 1, 1
     ).uniform_(-3, 2, generator=draw)
     keys = torch.where(used.view(case.pages, case.page_size, 1, 1), keys, math.nan).to(device)
-    if layout is LATENT:
+    if not layout.quantised:
         cache.copy_(keys)
     elif layout is FP8_576:
         cache.view(torch.uint8).copy_(to_e4m3(keys))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, DenseDecodeProblem
-from ...spec.mla import D_QK, ceil_div
+from ...spec.mla import D_QK, LATENT_DIMS, ceil_div
 from ...spec.split_plan import TILE_KEYS
 from .base import DTYPES, TAGS, CausalValues, DecodeCase, Tags
 from .far import far_tensor
@@ -64,13 +64,14 @@ class DenseDecodeCase(DecodeCase):
         "opposed": scores rise from the first key to the middle one, or from the last to the middle one, in OPPOSED_ROWS neighbouring query
         rows each; no later tile hides a wrong sum. "steps": scores are alike in a tile and rise in such rows or fall from tile to tile.
         "needles": in each tile one key outweighs all others, in each row another. "cliff": each key outweighs all before it.
-    cache_layout: "layers": one layer of a cache that packs three layers in a block; "padded_rows": rows of 640 elements;
-        "heads_first": a transposed [pages, h_kv, page, 576]; "far": the last page lies FAR_ELEMENTS or more from the first;
+    cache_layout: "layers": one layer of a cache that packs three layers in a block; "padded_rows": rows of 64 elements more;
+        "heads_first": a transposed [pages, h_kv, page, d_qk]; "far": the last page lies FAR_ELEMENTS or more from the first;
         "far_rows": the last row of every page does.
     table_pages: columns of the block table, None: two more than any request needs. Lengths beyond the table are cut to its capacity, and
         negative lengths to 0.
     far_table: the last row of the block table lies FAR_ELEMENTS or more from the first.
     broken: every third used entry of the block table lies outside the cache.
+    d_qk: columns of a key, one of LATENT_DIMS.
     operands: which of q and cache are e4m3, as in DenseDecodeConfig; their scales are DESCALE_Q and DESCALE_K.
     scaled: whether the call passes these scales; without them they are 1.
     """
@@ -81,6 +82,7 @@ class DenseDecodeCase(DecodeCase):
         "zero_lengths": lambda _: "zeros",
         "operands": str,
         "scaled": lambda _: "unscaled",
+        "d_qk": lambda columns: f"d{columns}",
         **TABLE_TAGS,
         **TAGS,
     }
@@ -94,6 +96,7 @@ class DenseDecodeCase(DecodeCase):
     lengths: tuple[int, ...] | None = None
     values: CausalValues = "normal"
     cache_layout: CacheLayout = "packed"
+    d_qk: int = D_QK
     operands: str = LATENT
     scaled: bool = True
     table_pages: int | None = None
@@ -101,8 +104,8 @@ class DenseDecodeCase(DecodeCase):
     broken: bool = False
 
     def __post_init__(self) -> None:
-        if self.operands not in OPERANDS or (self.operands != LATENT and self.h_kv != 1):
-            raise ValueError(f"operands: got {self.operands!r} with h_kv {self.h_kv}")
+        if self.operands not in OPERANDS or (self.operands != LATENT and (self.h_kv != 1 or self.d_qk != D_QK)):
+            raise ValueError(f"operands: got {self.operands!r} with h_kv {self.h_kv} and d_qk {self.d_qk}")
         if self.operands == FP8 and self.dtype != "bf16" and self.outputs == "allocated":
             raise ValueError(f"out is bf16 for e4m3 queries unless it is given, got {self.dtype}")
         if self.lengths is not None and len(self.lengths) != self.batch:
@@ -117,9 +120,9 @@ class DenseDecodeCase(DecodeCase):
         return f"{self.dtype}-b{self.batch}-q{self.s_q}-{lengths}-h{self.h_q}x{self.h_kv}-p{self.page_size}"
 
     @property
-    def d_qk(self) -> int:
-        """Return the columns of q."""
-        return D_QK
+    def d_v(self) -> int:  # type: ignore[override]  # of other cases a constant
+        """Return the columns of out."""
+        return LATENT_DIMS[self.d_qk].latent
 
     @property
     def q_dtype(self) -> torch.dtype:
@@ -191,6 +194,7 @@ class DenseDecodeCase(DecodeCase):
             batch_invariant=self.batch_invariant,
             row_alignment=self.row_alignment,
             operands=self.operands,
+            d_qk=self.d_qk,
         )
 
     @property
@@ -209,8 +213,8 @@ class DenseDecodeCase(DecodeCase):
 class DenseDecodeTensors:
     """The operands of a case.
 
-    q dtype or e4m3 [b, s_q, h_q, 576]; k_cache dtype or e4m3 [pages, page, h_kv, 576]; block_table int32 [b, columns];
-    cache_seqlens int32 [b]; descale_q, descale_k: fp32 [1] of e4m3 operands, else None; output_buffers: out dtype [b, s_q, h_q, 512]
+    q dtype or e4m3 [b, s_q, h_q, d_qk]; k_cache dtype or e4m3 [pages, page, h_kv, d_qk]; block_table int32 [b, columns];
+    cache_seqlens int32 [b]; descale_q, descale_k: fp32 [1] of e4m3 operands, else None; output_buffers: out dtype [b, s_q, h_q, d_v]
     and lse fp32 [b, h_q, s_q], unless the call allocates them.
     """
 
@@ -248,21 +252,21 @@ def descale_tensor(value: float | None, device: torch.device) -> Tensor | None:
 
 
 def _cache_storage(case: DenseDecodeCase, pages: int, device: torch.device) -> Tensor:
-    """Allocate k_cache [pages, page, h_kv, 576] in its layout, with NaN in it and, in all layouts but the far ones, around it."""
-    page, h_kv, dtype = case.page_size, case.h_kv, case.cache_dtype
+    """Allocate k_cache [pages, page, h_kv, d_qk] in its layout, with NaN in it and, in all layouts but the far ones, around it."""
+    page, h_kv, dtype, d_qk = case.page_size, case.h_kv, case.cache_dtype, case.d_qk
     match case.cache_layout:
         case "packed":
-            return nan_tensor((pages, page, h_kv, D_QK), dtype, device)
+            return nan_tensor((pages, page, h_kv, d_qk), dtype, device)
         case "layers":
-            return nan_tensor((pages, 3, page, h_kv, D_QK), dtype, device)[:, 1]
+            return nan_tensor((pages, 3, page, h_kv, d_qk), dtype, device)[:, 1]
         case "padded_rows":
-            return nan_tensor((pages, page, h_kv, D_QK + 64), dtype, device)[..., :D_QK]
+            return nan_tensor((pages, page, h_kv, d_qk + 64), dtype, device)[..., :d_qk]
         case "heads_first":
-            return nan_tensor((pages, h_kv, page, D_QK), dtype, device).transpose(1, 2)
+            return nan_tensor((pages, h_kv, page, d_qk), dtype, device).transpose(1, 2)
         case "far":
-            return far_tensor((pages, page, h_kv, D_QK), 0, dtype, device)
+            return far_tensor((pages, page, h_kv, d_qk), 0, dtype, device)
         case "far_rows":
-            return far_tensor((pages, page, h_kv, D_QK), 1, dtype, device)
+            return far_tensor((pages, page, h_kv, d_qk), 1, dtype, device)
 
 
 def _paged_cache(case: DenseDecodeCase, device: torch.device) -> tuple[Tensor, Tensor]:
@@ -270,7 +274,7 @@ def _paged_cache(case: DenseDecodeCase, device: torch.device) -> tuple[Tensor, T
     used = sum(case.pages)
     pages = used + SPARE_PAGES
     cache = _cache_storage(case, pages, device)
-    generator = generator_for(case, used * case.page_size * case.h_kv * D_QK, device)
+    generator = generator_for(case, used * case.page_size * case.h_kv * case.d_qk, device)
     generator.manual_seed(case.seed + 1)
     shuffled = torch.randperm(pages, generator=torch.Generator().manual_seed(case.seed + 2)).tolist()
     shuffled.insert(0, shuffled.pop(shuffled.index(pages - 1)))  # use the last page, which may lie far away, first
@@ -296,12 +300,12 @@ def _block_table_storage(case: DenseDecodeCase, device: torch.device) -> Tensor:
 
 
 def _request_pages(case: DenseDecodeCase, length: int, count: int, generator: torch.Generator) -> Tensor:
-    """Draw the keys of one request, fp32 [count, page, h_kv, 576], as the cache holds them; NaN past its end."""
-    keys = normal_values((count * case.page_size, case.h_kv, D_QK), generator)
+    """Draw the keys of one request, fp32 [count, page, h_kv, d_qk], as the cache holds them; NaN past its end."""
+    keys = normal_values((count * case.page_size, case.h_kv, case.d_qk), generator)
     if case.values != "normal":
         ramp_keys(case.values, keys, length, generator, case.step)
     keys[length:] = float("nan")
     _, descale_k = case.descales
     if descale_k is not None:
         keys /= descale_k
-    return keys.view(count, case.page_size, case.h_kv, D_QK)
+    return keys.view(count, case.page_size, case.h_kv, case.d_qk)

@@ -82,7 +82,7 @@ def named_format(layout: CacheFormat) -> str | None:
 
 def allocate_cache(case: PagedCacheCase, device: torch.device) -> Tensor:
     """Allocate a cache [pages, page size, 1, columns] in its layout, full of NaN; "far", "far_rows": only its elements."""
-    layout, dtype = case.format, DTYPES[case.dtype] if case.format is LATENT else dtypes_of(case.format)[0]
+    layout, dtype = case.format, dtypes_of(case.format)[0] if case.format.quantised else DTYPES[case.dtype]
     token = columns_of(layout)
     shape = (case.pages, case.page_size, 1, token)
     if case.cache_layout == "far_rows":

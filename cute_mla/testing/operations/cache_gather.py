@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ...cache import dequantise_cache, gather_kv_cache
-from ...spec.cache_format import LATENT
 from ...spec.cache_rows import FP8_576
 from ..cases.base import DTYPES
 from ..cases.cache_gather import CacheGatherCase, CacheGatherTensors, make_cache_gather_tensors
@@ -24,7 +23,7 @@ def _arguments(case: CacheGatherCase, tensors: CacheGatherTensors, workspace: Te
         "rows": case.keys + case.rest,
         "starts": tensors.starts,
         "descale_k": tensors.descale_k,
-        "dtype": None if case.format is LATENT else DTYPES[case.dtype],
+        "dtype": DTYPES[case.dtype] if case.format.quantised else None,
         "out": output_argument(tensors, "out"),
         "kv_format": case.kv_format,
     }
@@ -35,6 +34,8 @@ def _reference(case: CacheGatherCase, tensors: CacheGatherTensors) -> Result:
     cache, out = tensors.k_cache, torch.full((case.keys + case.rest, case.format.d_qk), math.nan)
     if case.format is FP8_576:
         keys = cache.float() * (1.0 if tensors.descale_k is None else tensors.descale_k)
+    elif not case.format.quantised:
+        keys = cache.float()
     else:
         keys = dequantise_cache(cache, case.cache)
     table, row = tensors.block_table.tolist(), 0

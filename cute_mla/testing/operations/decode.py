@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ...api import get_mla_metadata
-from ...spec.mla import D_V
 from ...spec.split_plan import (
     PART_BEGIN_REQ,
     PART_BEGIN_SPLIT,
@@ -43,7 +42,7 @@ def decode_arguments(
     return {
         "q": tensors.q,
         "k_cache": tensors.k_cache,
-        "head_dim_v": D_V,
+        "head_dim_v": case.d_v,
         "tile_scheduler_metadata": metadata,
         "num_splits": num_splits,
         "softmax_scale": case.softmax_scale,

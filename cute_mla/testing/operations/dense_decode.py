@@ -35,6 +35,7 @@ def _workspace_bytes(case: DenseDecodeCase, tensors: DenseDecodeTensors) -> int:
         h_kv=case.h_kv,
         batch_invariant=case.batch_invariant,
         max_cache_seqlen=case.pages_per_request * case.page_size if case.batch_invariant else None,
+        head_dim_v=case.d_v,
         device=tensors.q.device,
     )
 

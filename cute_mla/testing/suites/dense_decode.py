@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, OPERANDS, TILE_ROWS
+from ...spec.mla import D_QK, LATENT_DIMS
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..cases.base import DTYPES
 from ..cases.dense_decode import DESCALE_K, STEP_CODE, DenseDecodeCase
@@ -22,6 +23,7 @@ GRID_S_K = (20, 140, 4096)
 GRID_H_Q = (1, 3, 9, 63, 64, 126, 128)
 GRID_H_KV = (1, 2, 3, 8)
 GRID_TYPES = (*((dtype, LATENT) for dtype in DTYPES), *((dtype, FP8_CACHE) for dtype in DTYPES), ("bf16", FP8))
+OTHER_COLUMNS = tuple(d_qk for d_qk in LATENT_DIMS if d_qk != D_QK)  # of keys, with LATENT only
 
 _TWO_SPLITS = INVARIANT_SPLIT_TILES * TILE_KEYS + TILE_KEYS  # keys of a request that a batch-invariant call splits in two
 
@@ -66,13 +68,17 @@ _FACTORS: Factors = {
 }
 _STEPS_SCALE_OF_E4M3 = STEPS_SCALE * STEP / (STEP_CODE * DESCALE_K)
 _TYPES = (*GRID_TYPES, ("fp16", FP8))
+_VARIANTS = (
+    *((dtype, operands, D_QK) for dtype, operands in _TYPES),
+    *((dtype, LATENT, d_qk) for d_qk in OTHER_COLUMNS for dtype in DTYPES),
+)
 # Query heads and KV heads, by whether two CTAs or one take a KV head's rows; other operands than LATENT have one KV head.
 # Two or three tokens are 42 rows or more of a tile, so that needles are at all of its keys.
 _HEADS_OF_ROWS = {"one": ((21, 1), (63, 3)), "two": ((42, 1), (126, 3))}
 _HEADS_OF_ELEMENTS = ((21, 1), (42, 2))  # 3 tokens of 42 heads are so many rows of out that a warp of combine takes whole ones
 
 
-def _small(dtype: str, operands: str, choice: Choice) -> DenseDecodeCase | None:
+def _small(dtype: str, operands: str, d_qk: int, choice: Choice) -> DenseDecodeCase | None:
     """Return the small case with these features; None if the values are not possible together."""
     rest = {name: choice[name] for name in _FACTORS if name not in ("lengths", "values")}
     (lengths, blocks, sms), (h_q, h_kv), (values, scale) = choice["lengths"], choice["heads"], choice["values"]
@@ -97,7 +103,7 @@ def _small(dtype: str, operands: str, choice: Choice) -> DenseDecodeCase | None:
             return None  # no request is whole
     table = None if blocks is None else max(blocks * TILE_KEYS // choice["page_size"], 1)
     return DenseDecodeCase(
-        dtype, batch=len(lengths), lengths=lengths, h_q=h_q, h_kv=h_kv, operands=operands, table_pages=table, values=values,
+        dtype, batch=len(lengths), lengths=lengths, h_q=h_q, h_kv=h_kv, d_qk=d_qk, operands=operands, table_pages=table, values=values,
         softmax_scale=scale, sm_count=2 * sms * h_kv, **rest,
     )  # fmt: skip
 
@@ -105,7 +111,7 @@ def _small(dtype: str, operands: str, choice: Choice) -> DenseDecodeCase | None:
 def _covers() -> Iterator[DenseDecodeCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
-    for (dtype, operands), rows, elements in product(_TYPES, _HEADS_OF_ROWS, (False, True)):
+    for (dtype, operands, d_qk), rows, elements in product(_VARIANTS, _HEADS_OF_ROWS, (False, True)):
         if elements and rows == "two":
             continue  # one variant serves all numbers of rows
         every = _HEADS_OF_ELEMENTS if elements else _HEADS_OF_ROWS[rows]
@@ -124,10 +130,11 @@ def _covers() -> Iterator[DenseDecodeCase]:
                 "outputs": ("strided", *FAR_DIMENSIONS),
             }
             factors = {**factors, **layouts, "lengths": _LENGTHS[1:], "s_q": (2,)}
-        yield from cover(f"{dtype} {operands} {rows} {elements}", factors, partial(_small, dtype, operands), seen)
+        columns = "" if d_qk == D_QK else f" {d_qk}"
+        yield from cover(f"{dtype} {operands}{columns} {rows} {elements}", factors, partial(_small, dtype, operands, d_qk), seen)
         if rows == "one" or operands != FP8_CACHE:  # two CTAs never share the conversion of a tile
-            yield _staircase(dtype, operands, rows, elements)
-            yield _overwritten_plan(dtype, operands, rows, elements)
+            yield replace(_staircase(dtype, operands, rows, elements), d_qk=d_qk)
+            yield replace(_overwritten_plan(dtype, operands, rows, elements), d_qk=d_qk)
 
 
 def _staircase(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
@@ -186,18 +193,26 @@ _LARGE: tuple[DenseDecodeCase, ...] = (
     DenseDecodeCase("fp16", s_k=1050, h_q=9, values="falling", sm_count=1),
 )
 
-SMOKE = tuple(dict.fromkeys([*_LARGE_16_BITS, *(with_fp8(case, operands) for operands in OPERANDS for case in _LARGE), *_covers()]))
+SMOKE = tuple(
+    dict.fromkeys(
+        [
+            *_LARGE_16_BITS,
+            *(with_fp8(case, operands) for operands in OPERANDS for case in _LARGE),
+            *_covers(),
+        ]
+    )
+)
 
 
 def _heads() -> Iterator[tuple[int, int]]:
     return ((h_q, h_kv) for h_q, h_kv in product(GRID_H_Q, GRID_H_KV) if h_q % h_kv == 0)
 
 
-def grid(dtype: str, operands: str = LATENT) -> list[DenseDecodeCase]:
+def grid(dtype: str, operands: str = LATENT, d_qk: int = D_QK) -> list[DenseDecodeCase]:
     """Return FlashMLA's dense-decode grid; with an e4m3 cache, its cases with one KV head."""
     factors = product(GRID_BATCH, GRID_S_Q, GRID_S_K, _heads(), (False, True), (False, True))
     cases = [
-        DenseDecodeCase(dtype, batch=batch, s_q=s_q, s_k=s_k, h_q=h_q, h_kv=h_kv, varlen=varlen, causal=causal)
+        DenseDecodeCase(dtype, batch=batch, s_q=s_q, s_k=s_k, h_q=h_q, h_kv=h_kv, d_qk=d_qk, varlen=varlen, causal=causal)
         for batch, s_q, s_k, (h_q, h_kv), varlen, causal in factors
     ]
     return cases if operands == LATENT else [with_fp8(case, operands) for case in cases if case.h_kv == 1]
@@ -221,11 +236,12 @@ def _types_and_masks() -> Iterator[tuple[str, bool]]:
 
 def full_cases() -> list[DenseDecodeCase]:
     """Return every case of the full suite once."""
-    return list(dict.fromkeys([*SMOKE, *(case for types in GRID_TYPES for case in grid(*types)), *zero_length_cases()]))
+    others = (grid(dtype, d_qk=d_qk) for d_qk in OTHER_COLUMNS for dtype in DTYPES)
+    return list(dict.fromkeys([*SMOKE, *(case for types in GRID_TYPES for case in grid(*types)), *chain(*others), *zero_length_cases()]))
 
 
 def _runs_whole(case: DenseDecodeCase) -> bool:
-    in_bf16_grid = case.dtype == "bf16" and case.batch <= 6 and case.s_k <= 140
+    in_bf16_grid = case.dtype == "bf16" and case.d_qk == D_QK and case.batch <= 6 and case.s_k <= 140
     return case in _ALWAYS_WHOLE or (in_bf16_grid and case.batch > 0)
 
 
@@ -240,13 +256,14 @@ _ALWAYS_WHOLE = frozenset(
         DenseDecodeCase(batch=2, s_q=4, s_k=4096, h_q=63, varlen=True, causal=True),
         DenseDecodeCase(s_k=4096, h_q=64, h_kv=8, varlen=True),
         *(DenseDecodeCase(s_k=4096, h_q=h_q, operands=operands) for h_q in (16, 128) for operands in (FP8_CACHE, FP8)),
+        *(DenseDecodeCase(s_k=4096, h_q=h_q, d_qk=d_qk) for h_q in (16, 128) for d_qk in OTHER_COLUMNS),
     }
 )
 
 
 def _factors(case: DenseDecodeCase) -> tuple[str | int | bool | tuple[int, int], ...]:
     heads = (case.h_q, case.h_kv)
-    return case.dtype, case.operands, case.batch, case.s_q, case.s_k, heads, case.varlen, case.causal, case.zero_lengths
+    return case.dtype, case.operands, case.d_qk, case.batch, case.s_q, case.s_k, heads, case.varlen, case.causal, case.zero_lengths
 
 
 OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_runs_whole, _factors, lambda case: "fp16" if case.dtype == "fp16" else "large"))

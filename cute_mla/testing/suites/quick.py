@@ -48,7 +48,7 @@ def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
         problem = case.problem(arch)
         names.add(kernel_name("split_plan", arch.name, SplitPlanConfig().name))
         if accumulator_rows(problem.batch, problem.num_parts(case.sm_count or arch.sm_count), problem.max_splits):
-            names.add(kernel_name("combine", arch.name, CombineConfig(case.dtype).name))
+            names.add(kernel_name("combine", arch.name, CombineConfig(case.dtype, case.d_v).name))
     return names
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from cute_mla.spec.arch import SM100
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planted.cases_sm100 import BROKEN, GAPS, RISING, WALK
@@ -29,9 +31,20 @@ WAITS = (
     ("scores_free of the upper keys before the CTA ends", None),
 )
 
+NARROW = replace(WALK, d_qk=320)  # 256 + 64 columns: two groups of score warps
+NOPE = replace(WALK, d_qk=512)  # keys without rotary columns: S of a tile has 2 x 16 products
+
 SUITE = Suite(
     SM100,
-    {"walk": WALK, "rising": RISING, "gaps": GAPS, "broken": BROKEN},
+    {
+        "walk": WALK,
+        "rising": RISING,
+        "gaps": GAPS,
+        "broken": BROKEN,
+        "NoPE": NOPE,
+        "256 + 64": NARROW,
+        "256 + 64, rising": replace(RISING, d_qk=320),
+    },
     (
         *(
             planted(f"missing wait: {name}", case, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
@@ -58,6 +71,15 @@ SUITE = Suite(
         planted("missing fence before", WALK, ptx.FENCES_BEFORE, "", each_but_around_dealloc, or_case=RISING),
         planted("missing fence after", WALK, ptx.FENCES_AFTER, "", each_but_around_dealloc, or_case=RISING),
         planted("missing proxy fences", WALK, ptx.PROXY_FENCES, "", together),
+        planted("NoPE: missing wait for kv_free", NOPE, ptx.WAITS, ptx.NO_WAIT, alone(7), count=len(WAITS)),
+        planted("NoPE: missing wait for kv_ready", NOPE, ptx.WAITS, ptx.NO_WAIT, alone(10), count=len(WAITS)),
+        planted("NoPE: missing wait for probs_ready", NOPE, ptx.WAITS, ptx.NO_WAIT, alone(13), count=len(WAITS)),
+        planted("256 + 64: missing copy", NARROW, ptx.TENSOR_COPIES),
+        planted("256 + 64: missing product", NARROW, ptx.PRODUCTS, "", alone(0, 9, 10, 13)),
+        planted("256 + 64: missing commit", NARROW, ptx.COMMITS),
+        planted("256 + 64: missing proxy fences", NARROW, ptx.PROXY_FENCES, "", together),
+        planted("NoPE: missing copy", NOPE, ptx.TENSOR_COPIES),
+        planted("NoPE: missing product", NOPE, ptx.PRODUCTS, "", alone(0, 15, 16, 31, 32, 39)),
         planted("missing waits for loads", WALK, ptx.LOAD_WAITS, "", together),
     ),
 )

@@ -16,6 +16,14 @@ BROKEN = replace(WALK, lengths=(64, 180, 640), broken=True)  # first and later p
 SHORT = replace(WALK, batch=8, lengths=(60,) * 8)  # so short that a role may be several requests ahead of another
 
 
+# Keys without rotary columns: kv_free 4; kv_ready 4, stats_free; probs_ready, right_turn, stats_ready.
+NOPE = replace(WALK, d_qk=512)
+NOPE_PAIR = replace(PAIR, d_qk=512)
+NOPE_SHORT = replace(SHORT, d_qk=512)
+NOPE_WAITS = 12
+NARROW, NARROW_PAIR = replace(WALK, d_qk=320), replace(PAIR, d_qk=320)  # 256 + 64 columns: two stages a tile, no turns
+
+
 def missing_waits(name: str, case: DenseDecodeCase, first: int, count: int) -> Planted:
     """Delete some of the 13 waits: kv_free 4; kv_ready 4, rope_ready, stats_free; probs_ready, right_turn, stats_ready."""
     return planted(f"missing waits: {name}", case, ptx.WAITS, ptx.NO_WAIT, together_in(first, first + count), count=13)
@@ -23,7 +31,17 @@ def missing_waits(name: str, case: DenseDecodeCase, first: int, count: int) -> P
 
 SUITE = Suite(
     SM90,
-    {"alone": WALK, "cluster": PAIR, "short": SHORT, "broken": BROKEN},
+    {
+        "alone": WALK,
+        "cluster": PAIR,
+        "short": SHORT,
+        "broken": BROKEN,
+        "NoPE": NOPE,
+        "NoPE in a cluster": NOPE_PAIR,
+        "NoPE, short": NOPE_SHORT,
+        "256 + 64": NARROW,
+        "256 + 64 in a cluster": NARROW_PAIR,
+    },
     (
         planted("missing arrival", WALK, ptx.CLUSTER_ARRIVALS),
         planted("missing arrival in a cluster", PAIR, ptx.CLUSTER_ARRIVALS),
@@ -42,6 +60,17 @@ SUITE = Suite(
         planted("unused rows not cleared", WALK, ptx.ZERO_STORES),
         planted("lse in base 2", WALK, ptx.LN_2, ptx.ONE),
         planted("missing proxy fences", WALK, ptx.PROXY_FENCES, "", together),
+        planted("NoPE: missing wait for kv_free", NOPE, ptx.WAITS, ptx.NO_WAIT, together_in(0, 4), count=NOPE_WAITS),
+        planted("NoPE: missing wait for kv_ready", NOPE, ptx.WAITS, ptx.NO_WAIT, together_in(4, 8), count=NOPE_WAITS),
+        planted("NoPE: missing wait for stats_free", NOPE_SHORT, ptx.WAITS, ptx.NO_WAIT, together_in(8, 9), count=NOPE_WAITS),
+        planted("NoPE: missing wait for probs_ready", NOPE, ptx.WAITS, ptx.NO_WAIT, together_in(9, 10), count=NOPE_WAITS),
+        planted("NoPE: missing wait for stats_ready", NOPE_SHORT, ptx.WAITS, ptx.NO_WAIT, together_in(11, 12), count=NOPE_WAITS),
+        planted("NoPE: missing arrival in a cluster", NOPE_PAIR, ptx.CLUSTER_ARRIVALS),
+        planted("NoPE: missing copy in a cluster", NOPE_PAIR, ptx.TENSOR_COPIES),
+        planted("256 + 64: missing arrival in a cluster", NARROW_PAIR, ptx.CLUSTER_ARRIVALS),
+        planted("256 + 64: missing copy in a cluster", NARROW_PAIR, ptx.TENSOR_COPIES),
+        planted("256 + 64: missing proxy fences", NARROW, ptx.PROXY_FENCES, "", together),
+        planted("NoPE: missing proxy fences", NOPE, ptx.PROXY_FENCES, "", together),
         planted("missing named barriers", WALK, r"bar\.sync\s+(1|%r\d+), 128;", "", together),
     ),
 )

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import cute_mla
 from cute_mla.cache import empty_cache, gather_kv_cache, write_kv_cache
-from cute_mla.spec.cache_format import FP8_584, LATENT
+from cute_mla.spec.cache_format import FP8_584
 from cute_mla.spec.cache_rows import FP8_576, CacheRowsConfig, closed_variants, latent_columns, rotary_columns
 from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY
@@ -26,9 +26,9 @@ Case = ConfigCase[CacheRowsConfig]
 
 def new_cache(case: Case, page_size: int, pages: int = PAGES) -> Tensor:
     """Return all bytes 0xFF."""
-    if case.config.format in (LATENT, FP8_576):
+    if not case.config.format.quantised or case.config.format is FP8_576:
         dtype = torch.float8_e4m3fn if case.config.format is FP8_576 else _dtype(case)
-        return torch.full((pages, page_size, 1, 576 * dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype)
+        return torch.full((pages, page_size, 1, case.config.format.d_qk * dtype.itemsize), 0xFF, dtype=torch.uint8).view(dtype)
     return empty_cache(case.config.cache, pages, page_size, fill=0xFF)
 
 
@@ -148,7 +148,7 @@ def _starts(operands: Gathered) -> list[int]:
 def _gather(case: Case, operands: Gathered) -> Result:
     starts = _starts(operands)
     offsets = torch.tensor(starts, dtype=torch.int32)
-    dtype = None if case.config.format is LATENT else _dtype(case)
+    dtype = _dtype(case) if case.config.format.quantised else None
     options: dict[str, Any] = {"descale_k": scale_of(case), "dtype": dtype, "kv_format": named(case)}
     return (gather_kv_cache(operands.k_cache, operands.block_table, offsets, starts[-1], **options),)
 

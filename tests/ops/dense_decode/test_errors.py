@@ -18,8 +18,11 @@ from tests.support.zero_tensors import ints, zeros
 pytestmark = pytest.mark.usefixtures("device")
 
 OPERANDS: list[tuple[str, str, Callable[[], Any], str]] = [
-    ("q of rank 3", "q", lambda: zeros(2, 64, 576), r"q has shape \[2, 64, 576\]; supported: \[batch, s_q, h_q, 576\]"),
-    ("q of 512 columns", "q", lambda: zeros(2, 1, 64, 512), r"q has shape \[2, 1, 64, 512\]; supported: \[batch, s_q, h_q, 576\]"),
+    ("q of rank 3", "q", lambda: zeros(2, 64, 576), r"q has shape \[2, 64, 576\]; supported .*: \[batch, s_q, h_q, 576 or 512 or 320\]"),
+    ("q of 384 columns", "q", lambda: zeros(2, 1, 64, 384), r"q has shape \[2, 1, 64, 384\]; supported .*, 576 or 512 or 320\]"),
+    ("q of 320 columns", "q", lambda: zeros(2, 1, 64, 320), "head_dim_v is 512; supported: 256"),
+    ("q of 512 columns", "q", lambda: zeros(2, 1, 64, 512), r"k_cache has shape \[20, 64, 1, 576\]; supported: .*, h_kv, 512\]"),
+    ("cache of 512 columns", "k_cache", lambda: zeros(9, 64, 1, 512), r"k_cache has shape \[9, 64, 1, 512\]; supported: .*, h_kv, 576\]"),
     ("q fp32", "q", lambda: torch.zeros(2, 1, 64, 576), r"q has dtype torch.float32; supported: torch.bfloat16, torch.float16"),
     ("q transposed", "q", lambda: zeros(2, 1, 576, 64).mT, r"q has stride 64 along its last dimension .*supported: 1"),
     ("q not a tensor", "q", lambda: None, "q is None; supported: a torch tensor"),
@@ -42,7 +45,8 @@ OPERANDS: list[tuple[str, str, Callable[[], Any], str]] = [
     ("lengths of int64", "cache_seqlens", lambda: ints(2).long(), "cache_seqlens has dtype torch.int64; supported: torch.int32"),
     ("lengths strided", "cache_seqlens", lambda: ints(4)[::2], r"cache_seqlens has shape \[2\] and strides \[2\]; supported: a contiguous"),
     ("lengths a list", "cache_seqlens", lambda: [1, 2], r"cache_seqlens is \[1, 2\]; supported: a torch tensor"),
-    ("head_dim_v", "head_dim_v", lambda: 128, "head_dim_v is 128; supported: 512"),
+    ("head_dim_v", "head_dim_v", lambda: 128, "head_dim_v is 128; supported: 512, 256"),
+    ("head_dim_v of other keys", "head_dim_v", lambda: 256, "head_dim_v is 256; supported: 512"),
 ]  # fmt: skip
 
 
@@ -51,6 +55,19 @@ def test_operands(device: RecordingDevice, operand: str, make: Callable[[], Any]
     call = Call()
     setattr(call, operand, make())
     with pytest.raises(ValueError, match=said):
+        call.run()
+    assert device.launches == []
+
+
+def test_an_e4m3_cache_has_keys_of_576_columns(device: RecordingDevice) -> None:
+    call = Call()
+    call.q, call.k_cache = zeros(2, 1, 64, 512), zeros(9, 64, 1, 512).to(torch.float8_e4m3fn)
+    with pytest.raises(
+        ValueError, match=r"k_cache has dtype torch.float8_e4m3fn with q of 512 columns; supported: torch.bfloat16, or q of 576"
+    ):
+        call.run()
+    call.k_cache, call.options["kv_format"] = zeros(9, 64, 1, 512), "latent"
+    with pytest.raises(ValueError, match=r"kv_format is 'latent' with a k_cache .* supported without indices: None and 'latent_512'"):
         call.run()
     assert device.launches == []
 

@@ -13,14 +13,14 @@ FORMATS = tuple(CACHED)
 
 def named(cache: str) -> str | None:
     """Return the kv_format argument: None where dtype and bytes of a token decide."""
-    return None if rotary_columns(CACHED[cache]) else cache
+    return cache if CACHED[cache].quantised and not rotary_columns(CACHED[cache]) else None
 
 
 def cache_of(cache: str, pages: int = 3, page_size: int = 16, dtype: torch.dtype = torch.bfloat16, fill: int = 0xAA) -> Tensor:
     """Return a cache, every byte `fill`; pages begin at multiples of 16 bytes."""
-    if cache in ("latent", "fp8_576"):
+    if not CACHED[cache].quantised or cache == "fp8_576":
         dtype = torch.float8_e4m3fn if cache == "fp8_576" else dtype
-        return torch.full((pages, page_size, 1, 576 * dtype.itemsize), fill, dtype=torch.uint8).view(dtype)
+        return torch.full((pages, page_size, 1, CACHED[cache].d_qk * dtype.itemsize), fill, dtype=torch.uint8).view(dtype)
     own = CACHED[cache].page_bytes(page_size)
     return empty_cache(cache, pages, page_size, page_stride=own + -own % 16, fill=fill)
 

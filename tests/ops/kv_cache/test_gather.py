@@ -132,7 +132,7 @@ def given(cache: str = "latent", **change: Any) -> dict[str, Any]:
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
-    "cache": (given(k_cache=torch.zeros(3, 16, 1, 512).bfloat16()), r"k_cache has shape \[3, 16, 1, 512\]"),
+    "cache": (given(k_cache=torch.zeros(3, 16, 1, 448).bfloat16()), r"k_cache has shape \[3, 16, 1, 448\]"),
     "table": (given(block_table=TABLE[0]), r"block_table has shape \[3\]; supported: \[batch, pages per request\]"),
     "type of the table": (given(block_table=TABLE.long()), "block_table has dtype torch.int64; supported: torch.int32"),
     "table's columns": (given(block_table=TABLE.T), "block_table has stride 3 along its last dimension"),

@@ -23,7 +23,7 @@ SLOTS = [-1, 47, 0, 48, 17, -(2**31)]
 def token_bytes(key: Tensor, cache: str, scale: float, power_of_two: bool) -> tuple[Tensor, Tensor]:
     """Return one token's bytes: its row, and its scales after the rows."""
     nowhere = torch.empty(0, dtype=torch.uint8)
-    if cache == "latent":
+    if not CACHED[cache].quantised:
         return key.view(torch.uint8), nowhere
     if cache == "fp8_576":
         return (key.float() / scale).clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8), nowhere
