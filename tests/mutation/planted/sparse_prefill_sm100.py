@@ -83,8 +83,8 @@ SUITE = Suite(
         planted("tile taken for empty by the gather role", SPARSE, ptx.BALLOTS, r"mov.b32 \1, 0;", each_in(0, 2)),
         # For the output role the bits decide only whether O is rescaled, which SPARSE never needs.
         planted("tile taken for empty by score or mma", SPARSE, BOTH_WORDS, r"\1mov.b32 \3, \2;", alone(0, 5), count=6),
-        # By output and mma. The score role masks all keys of such a tile; O of a token's first tile is overwritten anyway.
-        planted("tile without keys taken for a full one", WALK, EITHER_WORD, r"\1mov.b32 \2, 1;", alone(2, 3, 5), count=6),
+        # By output and mma. The score role masks all keys of such a tile; O of the first tile is overwritten, the last needs no rescale.
+        planted("tile without keys taken for a full one", WALK, EITHER_WORD, r"\1mov.b32 \2, 1;", alone(2, 5), count=6),
         planted("products added to another token", WALK, FIRST_PRODUCTS, r"\1, 1;", together_in(0, 2)),
         planted("missing wait for stores of Q", WALK, ptx.STORE_WAITS, "", alone(0, 2), count=4),
         planted("missing fence behind prefetched Q", WALK, FENCES_BEFORE, "", alone(5), count=9),
