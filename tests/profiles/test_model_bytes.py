@@ -14,6 +14,7 @@ from cute_mla.profiles.kernel_stats.golden_counts import read
 from cute_mla.profiles.model.tile_costs import block_of
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.simulator import Observer
+from cute_mla.spec.split_plan import TILE_KEYS
 
 HANDED_OVER = 4096  # bytes of a bulk copy to the peer: 32 keys of a box
 
@@ -46,8 +47,8 @@ def moved(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[float, float]:
             "run",
             lambda launch, memory, policy, observer, seen=seen: run(launch, memory, policy, seen if launch.entry == entry.entry else None),
         )
-        module._executed(entry, make(blocks), "ptx")
-        sums.append(np.array([seen.tma, seen.stored]) / module._row_tiles(entry, make(blocks)))
+        module._executed(entry, make(blocks * TILE_KEYS), "ptx")
+        sums.append(np.array([seen.tma, seen.stored]) / module._row_tiles(entry, make(blocks * TILE_KEYS)))
     by_tma, stored = (sums[1] - sums[0]) / (MANY - FEW)
     return float(by_tma), float(stored)
 
