@@ -65,14 +65,16 @@ from .sm90_convert import fp8_cache_definition
 from .sm90_fp8 import fp8_definition
 from .sm90_mask import LengthMask
 
-# By columns of a key: column tiles of Q in registers, stages of keys and of RoPE columns or P, stages before the RoPE columns, stages that
-# L2 is asked for. What Q leaves of shared memory are stages.
-TILINGS = {576: (5, 10, 3, 2, ()), 512: (5, 11, 3, 2, (3,)), 320: (4, 10, 6, 1, ())}
+# By columns of a key: column tiles of Q in registers, stages of keys and of RoPE columns or P, stages before the RoPE columns. What Q
+# leaves of shared memory are stages.
+TILINGS = {576: (5, 10, 3, 2), 512: (5, 11, 3, 2), 320: (4, 10, 6, 1)}
+# By columns of a key and CTAs of a cluster: stages of a tile that L2 is asked for. With 576 columns a CTA alone gains nothing: HBM binds.
+PREFETCHED = {(576, 2): (3,), (512, 1): (3,), (512, 2): (3,)}
 
 
-def geometry_of(d_qk: int) -> Geometry:
-    """Return the geometry of keys of so many columns."""
-    q_tiles_in_registers, kv_stages, rope_stages, rope_after, prefetched = TILINGS[d_qk]
+def geometry_of(d_qk: int, cluster: int) -> Geometry:
+    """Return the geometry of keys of so many columns in a cluster of so many CTAs."""
+    q_tiles_in_registers, kv_stages, rope_stages, rope_after = TILINGS[d_qk]
     return Geometry(
         d_qk=d_qk,
         q_tiles_in_registers=q_tiles_in_registers,
@@ -85,7 +87,7 @@ def geometry_of(d_qk: int) -> Geometry:
         rope_after=rope_after,
         frees_rope=False,
         takes_turns=LATENT_DIMS[d_qk].latent == D_LATENT,
-        prefetched=prefetched,
+        prefetched=PREFETCHED.get((d_qk, cluster), ()),
         d_v=LATENT_DIMS[d_qk].latent,
     )
 
@@ -99,7 +101,7 @@ class DenseDecodeSm90(AttentionKernel):
         super().__init__(DenseDecodeAbi(config), arch)
         self.cluster = config.cluster
         self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
-        self.geometry = geometry_of(config.d_qk)
+        self.geometry = geometry_of(config.d_qk, config.cluster)
         self.smem = self.geometry.smem(self.dtype)
 
     @cute.jit
