@@ -143,7 +143,7 @@ def _decode_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tens
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}; supported: [batch, s_q, h_q, columns]")
     batch, s_q, h_q, d_qk = q.shape
-    d_v = LATENT_DIMS[d_qk].latent if d_qk in LATENT_DIMS else D_V
+    d_v = next((dims.latent for dims in LATENT_DIMS.values() if dims.d_qk == d_qk), D_V)  # no dict: a symbol has no hash
     dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
     return q.new_empty((batch, s_q, h_q, d_v), dtype=dtype), q.new_empty((batch, h_q, s_q), dtype=torch.float32)
 
@@ -271,8 +271,9 @@ def _new_sparse_plan(indices: Tensor, num_heads_q: int, *args: Any, **options: A
 def _new_keys(k_cache: Tensor, block_table: Tensor, cu_seqlens: Tensor, rows: int, **options: Any) -> Tensor:
     """Allocate the result of gather_kv_cache."""
     own = torch.bfloat16 if k_cache.dtype.itemsize == 1 else k_cache.dtype
-    columns = {columns_of(cache): cache.d_qk for cache in CACHED.values() if bool(cache.quantised) == (k_cache.dtype.itemsize == 1)}
-    return k_cache.new_empty((rows, columns.get(k_cache.shape[-1], D_QK)), dtype=options.get("dtype") or own)
+    same = [cache for cache in CACHED.values() if bool(cache.quantised) == (k_cache.dtype.itemsize == 1)]
+    d_qk = next((cache.d_qk for cache in same if columns_of(cache) == k_cache.shape[-1]), D_QK)  # no dict: a symbol has no hash
+    return k_cache.new_empty((rows, d_qk), dtype=options.get("dtype") or own)
 
 
 def _gather_out(*args: Any, **options: Any) -> None:

@@ -57,11 +57,16 @@ def moved(monkeypatch: pytest.MonkeyPatch, name: str) -> tuple[float, float]:
 @pytest.mark.parametrize(
     ("name", "config", "tma", "stores"),
     [
-        ("dense_decode_sm90_bf16_cluster1", {"operands": "latent", "cluster": 1}, "TMA", ("P",)),
+        ("dense_decode_sm90_bf16_cluster1", {"operands": "latent", "d_qk": 576, "cluster": 1}, "TMA", ("P",)),
         ("dense_decode_sm90_bf16_fp8_cache_cluster1", {"operands": "fp8_cache", "cluster": 1}, None, ("P", "converted rows")),
         ("sparse_decode_sm90_bf16_fp8_656_cluster1", {"cache": "fp8_656", "cluster": 1}, None, ("P", "stores")),
         ("sparse_decode_sm90_bf16_fp8_656_cluster2", {"cache": "fp8_656", "cluster": 2}, None, ("P", "stores")),
-        ("dense_decode_sm100_bf16_cluster2", {"operands": "latent", "cluster": 2}, "TMA, a RoPE box of which half is used", ("P",)),
+        (
+            "dense_decode_sm100_bf16_cluster2",
+            {"operands": "latent", "d_qk": 576, "cluster": 2},
+            "TMA, a RoPE box of which half is used",
+            ("P",),
+        ),
     ],
 )
 def test_bytes_moved(monkeypatch: pytest.MonkeyPatch, name: str, config: dict[str, Any], tma: str | None, stores: tuple[str, ...]) -> None:

@@ -24,8 +24,8 @@ WAITS = (
     "item_ready of output", "alpha_ready of tile 0", "alpha_ready of tile 1", "output_ready of tile 0", "sums_ready of tile 0",
     "output_ready of tile 1", "sums_ready of tile 1",
     "item_ready of mma", "kv_ready of values", "kv_ready of other values", "probs_ready of tile 0", "rest_ready of tile 0",
-    "kv_ready of keys", "kv_ready of other keys", "kv_ready of the last keys", "query_ready of tile 0", "probs_ready of tile 1",
-    "rest_ready of tile 1", "query_ready of tile 1",
+    "kv_ready of keys", "kv_ready of other keys", "query_ready of tile 0", "kv_ready of the last keys of tile 0", "probs_ready of tile 1",
+    "rest_ready of tile 1", "query_ready of tile 1", "kv_ready of the last keys of tile 1",
     "item_free", None, "kv_free of keys", None, "query_free of tile 0", "query_free of tile 1", "kv_free of values", None, None,
 )  # fmt: skip
 # Each masks 32 of the 128 keys of a tile. The last 32 keys are masked twice: for the maximum, which fp16 tells and bf16 does not,

@@ -17,7 +17,7 @@ from torch import Tensor
 import cute_mla
 from cute_mla import reference
 from cute_mla.spec.arch import Arch
-from cute_mla.spec.cache_format import FP8_656, NOPE_528
+from cute_mla.spec.cache_format import FP8_656, NOPE_528, V41, V41_FP4
 from cute_mla.spec.dense_decode import FP8, OPERANDS
 from cute_mla.spec.dense_prefill import HEAD_DIMS as DENSE_HEAD_DIMS
 from cute_mla.spec.merge_states import HEAD_DIMS as MERGED_HEAD_DIMS
@@ -138,12 +138,14 @@ def _as_given(given: OutputBuffer, requests: int) -> OutputBuffer:
 
 def _sparse_cases(main: Pool, extra: Pool) -> tuple[SparseDecodeCase, ...]:
     assert isinstance(main.lengths, tuple)
+    caches = (*((dtype, cache, "") for dtype, cache in QUERY_AND_CACHE), ("bf16", V41.name, V41_FP4.name))
     return tuple(
         SparseDecodeCase(
-            dtype, cache=cache, batch=len(main.lengths), s_q=s_q, h_q=h_q, main=main, extra=extra, indices="mixed", sinks="drawn",
-            power_of_two=cache in (FP8_656.name, NOPE_528.name), q_layout=layout, batch_invariant=True, sm_count=6,  # type: ignore[arg-type]
+            dtype, cache=cache, extra_cache=extra_cache, batch=len(main.lengths), s_q=s_q, h_q=h_q, main=main, extra=extra, indices="mixed",
+            sinks="drawn", power_of_two=cache in (FP8_656.name, NOPE_528.name), q_layout=layout, batch_invariant=True,
+            sm_count=6,  # type: ignore[arg-type]
         )
-        for (dtype, cache), (s_q, h_q), layout in product(QUERY_AND_CACHE, ((1, FEW_HEADS), (2, MANY_HEADS)), LAYOUTS)
+        for (dtype, cache, extra_cache), (s_q, h_q), layout in product(caches, ((1, FEW_HEADS), (2, MANY_HEADS)), LAYOUTS)
     )  # fmt: skip
 
 
