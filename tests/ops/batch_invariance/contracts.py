@@ -142,8 +142,8 @@ def _sparse_cases(main: Pool, extra: Pool) -> tuple[SparseDecodeCase, ...]:
     return tuple(
         SparseDecodeCase(
             dtype, cache=cache, extra_cache=extra_cache, batch=len(main.lengths), s_q=s_q, h_q=h_q, main=main, extra=extra, indices="mixed",
-            sinks="drawn", power_of_two=cache in (FP8_656.name, NOPE_528.name), q_layout=layout, batch_invariant=True,
-            sm_count=6,  # type: ignore[arg-type]
+            sinks="drawn", power_of_two=cache in (FP8_656.name, NOPE_528.name), batch_invariant=True, sm_count=6,
+            q_layout=layout,  # type: ignore[arg-type]
         )
         for (dtype, cache, extra_cache), (s_q, h_q), layout in product(caches, ((1, FEW_HEADS), (2, MANY_HEADS)), LAYOUTS)
     )  # fmt: skip
