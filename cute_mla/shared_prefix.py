@@ -9,10 +9,10 @@ import torch
 
 from .api import flash_mla_with_kvcache, merge_states
 from .ops.arguments import check_flag, check_integer, short_repr
-from .ops.limits import page_size_error
+from .ops.limits import page_size_error, value_columns
+from .ops.paged_cache import check_requests
 from .ops.split_plan import MlaSchedule
-from .ops.tensor_spec import check_device, check_dtype, check_shape, record_repr, spec_of
-from .spec.mla import D_V
+from .ops.tensor_spec import check_shape, record_repr, spec_of
 
 __all__ = ["SharedPrefix", "decode_shared_prefix", "split_shared_prefix"]
 
@@ -50,22 +50,17 @@ def split_shared_prefix(
 
     Makes two small tensors on the device, without synchronisation. Raises ValueError on bad arguments.
     """
-    table, lengths = spec_of("block_table", block_table), spec_of("cache_seqlens", cache_seqlens)
-    check_shape("block_table", table, ("batch", "pages per request"))
-    check_dtype("block_table", table, torch.int32)
-    check_shape("cache_seqlens", lengths, (table.shape[0],))
-    check_dtype("cache_seqlens", lengths, torch.int32)
-    check_device("cache_seqlens", lengths, table.device, "block_table")
+    check_requests(cache_seqlens, block_table)
     error = page_size_error(page_size)
     if error is not None:
         raise ValueError(error)
     check_flag("causal", causal)
     check_integer("prefix_keys", prefix_keys, 0)
     pages, rest = divmod(prefix_keys, page_size)
-    if rest or pages > table.shape[1]:
+    if rest or pages > block_table.shape[1]:
         raise ValueError(
-            f"prefix_keys is {prefix_keys} with pages of {page_size} and {table.shape[1]} pages per request; "
-            f"supported: multiples of {page_size} up to {table.shape[1] * page_size}"
+            f"prefix_keys is {prefix_keys} with pages of {page_size} and {block_table.shape[1]} pages per request; "
+            f"supported: multiples of {page_size} up to {block_table.shape[1] * page_size}"
         )
     return SharedPrefix(
         prefix_table=block_table[:1, :pages],
@@ -89,14 +84,14 @@ def decode_shared_prefix(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Dense decode over the keys of a step that split_shared_prefix has split.
 
-    q: [batch, s_q, h_q, 576]; strides that do not allow a view of all tokens as one request cost a copy. step: of as many requests. The
+    q: [batch, s_q, h_q, d_qk]; strides that do not allow a view of all tokens as one request cost a copy. step: of as many requests. The
     other arguments are as in flash_mla_with_kvcache.
 
     The queries of all requests attend to the prefix as one request of batch * s_q tokens, then each to its request's own keys, and the two
     states are merged by their lse. So the keys of the prefix are read once for as many query rows as fill the tiles. With few heads per
     request this saves most of the work on the prefix; with 128 heads only bytes, as their rows fill tiles anyway.
 
-    Returns out [batch, s_q, h_q, 512] and lse fp32 [batch, h_q, s_q] over all keys. out is rounded to 16 bits in both states and in the
+    Returns out [batch, s_q, h_q, d_v] and lse fp32 [batch, h_q, s_q] over all keys. out is rounded to 16 bits in both states and in the
     result. Raises the errors of flash_mla_with_kvcache.
     """
     if not isinstance(step, SharedPrefix):
@@ -104,17 +99,17 @@ def decode_shared_prefix(
     spec = spec_of("q", q)
     check_shape("q", spec, (step.cache_seqlens.shape[0], "s_q", "h_q", "d_qk"), " with this step")
     batch, s_q, h_q, d_qk = spec.shape
-    rows = batch * s_q
-    own = (q, k_cache, step.block_table, step.cache_seqlens, D_V, step.schedule, None, softmax_scale, step.causal, descale_q, descale_k)
+    rows, d_v = batch * s_q, value_columns(d_qk)
+    own = (q, k_cache, step.block_table, step.cache_seqlens, d_v, step.schedule, None, softmax_scale, step.causal, descale_q, descale_k)
     if not rows:
         return flash_mla_with_kvcache(*own, batch_invariant=batch_invariant)
-    outs = q.new_empty((2, batch, s_q, h_q, D_V), dtype=torch.bfloat16 if spec.dtype.itemsize == 1 else spec.dtype)
+    outs = q.new_empty((2, batch, s_q, h_q, d_v), dtype=torch.bfloat16 if spec.dtype.itemsize == 1 else spec.dtype)
     lses = q.new_empty((2, batch, s_q, h_q), dtype=torch.float32)
     flash_mla_with_kvcache(*own, out=outs[1], lse=lses[1].transpose(1, 2), batch_invariant=batch_invariant)
-    shared = (step.prefix_table, step.prefix_length, D_V, step.prefix_schedule, None, softmax_scale, False, descale_q, descale_k)
+    shared = (step.prefix_table, step.prefix_length, d_v, step.prefix_schedule, None, softmax_scale, False, descale_q, descale_k)
     flash_mla_with_kvcache(
         q.reshape(1, rows, h_q, d_qk), k_cache, *shared, batch_invariant=batch_invariant,
-        out=outs[0].view(1, rows, h_q, D_V), lse=lses[0].view(1, rows, h_q).transpose(1, 2),
+        out=outs[0].view(1, rows, h_q, d_v), lse=lses[0].view(1, rows, h_q).transpose(1, 2),
     )  # fmt: skip
     lse = q.new_empty((batch, h_q, s_q), dtype=torch.float32)
     out, _ = merge_states(outs, lses, out=torch.empty_like(outs[0]), lse=lse.transpose(1, 2), empty_lse=empty_lse)

@@ -21,12 +21,13 @@ from torch import Tensor
 from .ops import cache_gather, cache_write, decode, dense_prefill, dense_prefill_backward, sparse_prefill, split_plan
 from .ops import merge_states as merge
 from .ops.arguments import NO_BACKWARD, NO_DOUBLE_BACKWARD, NO_GIVEN_RESULTS, check_no_grad
+from .ops.limits import value_columns
 from .ops.paged_cache import columns_of
 from .ops.split_plan import MlaSchedule, ScheduleKey
 from .runtime.current import device_for
 from .spec.cache_rows import CACHED
 from .spec.dense_decode import num_parts
-from .spec.mla import D_QK, D_V, LATENT_DIMS
+from .spec.mla import D_QK, D_V
 from .spec.split_plan import PLAN_COLUMNS
 
 _DECODE = (
@@ -143,7 +144,7 @@ def _decode_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tens
     if q.dim() != 4:
         raise ValueError(f"q has shape {list(q.shape)}; supported: [batch, s_q, h_q, columns]")
     batch, s_q, h_q, d_qk = q.shape
-    d_v = next((dims.latent for dims in LATENT_DIMS.values() if dims.d_qk == d_qk), D_V)  # no dict: a symbol has no hash
+    d_v = value_columns(d_qk)
     dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
     return q.new_empty((batch, s_q, h_q, d_v), dtype=dtype), q.new_empty((batch, h_q, s_q), dtype=torch.float32)
 

@@ -17,7 +17,7 @@ from ..spec.tensor_map import Swizzle, TensorMap
 from .arguments import short_repr
 from .limits import page_size_error
 from .strides import map_strides
-from .tensor_spec import DTYPE_NAMES, TensorSpec, check_device, check_dtype, check_last_contiguous, check_shape
+from .tensor_spec import DTYPE_NAMES, TensorSpec, check_device, check_dtype, check_last_contiguous, check_shape, spec_of
 
 GATHER_ALIGNMENT = 16  # bytes: of the address of every row, for the widest load
 MAX_SLOTS = (1 << 31) - 1  # slots that an int32 can name
@@ -82,6 +82,16 @@ class GatheredCache(NamedTuple):
     slots: int
     page_stride: int
     row_stride: int
+
+
+def check_requests(cache_seqlens: torch.Tensor, block_table: torch.Tensor) -> None:
+    """Raise ValueError unless these are int32 [batch] and [batch, pages per request] on one device."""
+    lengths, table = spec_of("cache_seqlens", cache_seqlens), spec_of("block_table", block_table)
+    check_shape("cache_seqlens", lengths, ("batch",))
+    check_dtype("cache_seqlens", lengths, torch.int32)
+    check_shape("block_table", table, (lengths.shape[0], "pages per request"))
+    check_dtype("block_table", table, torch.int32)
+    check_device("block_table", table, lengths.device)
 
 
 class NamedFormat(NamedTuple):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ..api import flash_mla_with_kvcache, merge_states
 from ..ops.arguments import check_flag, check_integer, short_repr
 from ..ops.limits import MAX_QUERY_TOKENS
+from ..ops.paged_cache import check_requests
 from ..ops.split_plan import MlaSchedule
 from ..ops.tensor_spec import check_device, check_dtype, check_shape, record_repr, spec_of
 from ..spec.mla import D_V
@@ -98,15 +99,10 @@ class ContextParallel:
         """
         check_integer("s_q", s_q, 1, MAX_QUERY_TOKENS)
         check_flag("causal", causal)
-        lengths, table = spec_of("cache_seqlens", cache_seqlens), spec_of("block_table", block_table)
-        check_shape("cache_seqlens", lengths, ("batch",))
-        check_dtype("cache_seqlens", lengths, torch.int32)
-        check_shape("block_table", table, (lengths.shape[0], "pages per request"))
-        check_dtype("block_table", table, torch.int32)
-        check_device("block_table", table, lengths.device)
+        check_requests(cache_seqlens, block_table)
         if s_q == 1 or not causal:
             return ShardedRequests(block_table, self.shard.local_lengths(cache_seqlens), s_q, 1)
-        unseen = torch.arange(s_q - 1, -1, -1, dtype=torch.int32, device=lengths.device)
+        unseen = torch.arange(s_q - 1, -1, -1, dtype=torch.int32, device=cache_seqlens.device)
         seen = self.shard.local_lengths(cache_seqlens.unsqueeze(1) - unseen)
         return ShardedRequests(block_table.repeat_interleave(s_q, dim=0), seen.flatten(), s_q, s_q)
 

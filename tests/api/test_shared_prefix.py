@@ -33,6 +33,7 @@ class PrefixCall:
     heads: int = 3
     causal: bool = False
     dtype: torch.dtype = torch.bfloat16
+    d_qk: int = 576
     batch_invariant: bool = False
 
     @property
@@ -44,18 +45,18 @@ class PrefixCall:
         draw = torch.Generator().manual_seed(0)
         shared, own_pages = self.prefix // PAGE_SIZE, [ceil_div(length, PAGE_SIZE) for length in self.own]
         order = torch.randperm(shared + sum(own_pages) + 2, generator=draw).int()
-        cache = torch.full((len(order), PAGE_SIZE, 1, 576), math.nan)
+        cache = torch.full((len(order), PAGE_SIZE, 1, self.d_qk), math.nan)
         table = torch.full((len(self.own), shared + max(own_pages) + 1), UNUSED, dtype=torch.int32)
         table[:, :shared] = order[:shared]
-        cache[order[:shared].long()] = torch.randn(shared, PAGE_SIZE, 1, 576, generator=draw) / 10
+        cache[order[:shared].long()] = torch.randn(shared, PAGE_SIZE, 1, self.d_qk, generator=draw) / 10
         first = shared
         for request, (length, pages) in enumerate(zip(self.own, own_pages, strict=True)):
             table[request, shared : shared + pages] = order[first : first + pages]
             for page in range(pages):
                 keys = min(length - page * PAGE_SIZE, PAGE_SIZE)
-                cache[int(order[first + page]), :keys] = torch.randn(keys, 1, 576, generator=draw) / 10
+                cache[int(order[first + page]), :keys] = torch.randn(keys, 1, self.d_qk, generator=draw) / 10
             first += pages
-        q = torch.randn(len(self.own), self.s_q, self.heads, 576, generator=draw) / 10
+        q = torch.randn(len(self.own), self.s_q, self.heads, self.d_qk, generator=draw) / 10
         if self.is_fp8:
             q, cache = q / DESCALE_Q, cache / DESCALE_K
         lengths = torch.tensor([self.prefix + length for length in self.own], dtype=torch.int32)
@@ -83,6 +84,7 @@ CALLS = {
     "causal": PrefixCall((2, 65, 130), s_q=2, heads=5, causal=True),
     "fp16, many rows": PrefixCall((1,) * 7, prefix=64, s_q=2, heads=16, causal=True, dtype=torch.float16),
     "e4m3": PrefixCall((0, 1, 65), dtype=torch.float8_e4m3fn),
+    "256 + 64 columns": PrefixCall((0, 65), d_qk=320),
     "batch invariant": PrefixCall((2, 65), s_q=2, causal=True, batch_invariant=True),
 }
 
@@ -168,7 +170,7 @@ BAD_SPLITS: list[tuple[str, dict[str, Any], str]] = [
     ("a page size", {"page_size": 65}, "page size is 65; supported"),
     ("causal", {"causal": 1}, "causal is 1"),
     ("int64 lengths", {"cache_seqlens": LENGTHS.long()}, "cache_seqlens has dtype torch.int64; supported"),
-    ("lengths of other requests", {"cache_seqlens": LENGTHS[:1]}, r"cache_seqlens has shape \[1\]; supported: \[2\]"),
+    ("lengths of other requests", {"cache_seqlens": LENGTHS[:1]}, r"block_table has shape \[2, 3\]; supported: \[1, pages per request\]"),
     ("int64 block table", {"block_table": TABLE.long()}, "block_table has dtype torch.int64; supported"),
     ("flat block table", {"block_table": TABLE[0]}, "block_table has shape"),
 ]
