@@ -12,7 +12,7 @@ from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout
 from .board import ITEM_WORDS
 from .operands import WorkItem
-from .sm100_config import BOX_BYTES, GROUP_WARPS, ITEM_STAGES, K_STEP, STAGE_BYTES, TILE_KEYS, TILE_ROWS
+from .sm100_config import BOX_BYTES, GROUP_WARPS, ITEM_STAGES, K_STEP, STAGE_BYTES, TILE_KEYS, TILE_ROWS, Pipes
 
 PAIR = 2  # CTAs that share the products of an item, with TILE_ROWS of its rows each
 EVEN_CTA = 0  # of a pair: it issues the products of both
@@ -100,23 +100,10 @@ class PairTiles:
 
 
 @dataclass(frozen=True)
-class PairPipes:
+class PairPipes(Pipes):
     """The barriers of PairGeometry.smem. sm100_pair.py says who arrives where."""
 
-    item_ready: StageBarriers
-    item_free: StageBarriers
-    kv_ready: StageBarriers
-    kv_free: StageBarriers
     value_landed: StageBarriers
-    query_ready: StageBarriers
-    query_free: StageBarriers
-    scores_ready: StageBarriers
-    alpha_ready: StageBarriers
-    probs_ready: StageBarriers
-    rest_ready: StageBarriers
-    output_ready: StageBarriers
-    sums_ready: StageBarriers
-    sums_free: StageBarriers
 
 
 def cta_rank() -> Int32:

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ..primitives import tcgen05
-from ..primitives.elements import pack_pair, store_pair, store_words
+from ..primitives.elements import pack_pair, store_packed_row
 from .board import Board
 from .operands import Operands, WorkItem
 from .sm100_config import FIRST_KEYS, TILE_KEYS, TILE_ROWS, first_lane, key_tiles
@@ -111,7 +111,7 @@ class PairOutputRole:
                     tcgen05.fence_before_signal()
                     pipes.probs_ready.producer_commit(done, EVEN_CTA)  # O is free for the next item
                 if first_row + rows.row < item.rows:
-                    store_row_words(operands.out_row(item, first_row + rows.row), words, self.wide)
+                    store_packed_row(operands.out_row(item, first_row + rows.row), words, self.wide)
             turn = turn + 1
 
     def take(self, rows: OutputRows, inverse: Float32) -> list[Int32]:
@@ -136,13 +136,3 @@ class PairOutputRole:
             rows.scale(alpha)
             tcgen05.fence_before_signal()
         pipes.probs_ready.producer_commit(use, EVEN_CTA)
-
-
-def store_row_words(target: cute.Pointer, words: list[Int32], wide: bool) -> None:
-    """Store a row of out, 16 bytes at a time, or element by element where rows begin at any."""
-    if wide:
-        for i in range(0, len(words), 4):
-            store_words(target + 2 * i, words[i : i + 4])
-    else:
-        for i, word in enumerate(words):
-            store_pair(target + 2 * i, word, False)
