@@ -1,0 +1,1 @@
+"""Positions of the greatest numbers of each row."""

@@ -1,0 +1,82 @@
+"""topk_indices: positions of the greatest numbers of each row, or the slots of the keys there, in ascending order of position.
+
+Numbers are ordered by value, -0 as +0 and NaN below -inf, and equal ones by position, the lower first. So the result is a function of the
+row alone, whatever divides it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from .abi import Int32, Int64, Pointer, params_of
+
+DTYPE = "fp32"  # of logits
+THREADS = 512
+WARPS = THREADS // 32
+RESIDENT_ROWS = 1024  # numbers of its part of a row that a warp keeps in shared memory
+RESIDENT = WARPS * RESIDENT_ROWS  # of a CTA
+CLUSTERS = (1, 8)  # CTAs that share a row
+WIDE, NARROW = max(CLUSTERS), min(CLUSTERS)
+BLOCKS_PER_SM = 2
+
+MAX_ROWS = ((1 << 31) - 1) // WIDE  # the grid's first dimension
+MAX_COLUMNS = 1 << 30  # so that every position computed from a warp's share is an int32
+MAX_TOPK = 1 << 30
+
+
+class TopkIndicesArguments(NamedTuple):
+    """Launch arguments of topk_indices, in ABI order: the one list that host, launch and kernel share.
+
+    Row r is query token r % tokens_per_request of request r // tokens_per_request. Its first `length` columns count:
+    end - first, clipped to 0 .. columns, with first and end clipped to 0 .. keys.
+    """
+
+    logits: Pointer  # fp32 [rows, columns]; null if columns <= topk, where none is read
+    first_keys: Pointer  # int32 [rows], or null: all 0
+    end_keys: Pointer  # int32 [rows], or [requests] if not length_per_token
+    block_table: Pointer  # int32 [requests, table columns] of a variant with slots, else null
+    indices: Pointer  # int32 [rows, topk], out
+    logits_stride_row: Int64  # in elements, as the next two
+    indices_stride_row: Int64
+    table_stride: Int64
+    columns: Int32
+    topk: Int32
+    keys: Int32
+    tokens_per_request: Int32
+    length_per_token: Int32  # 1: end is end_keys[r]; 0: end_keys[request], clipped, - tokens_per_request + 1 + token
+    page_size: Int32  # of a variant with slots: a power of two
+    pages: Int32  # an entry of the table outside [0, pages) has the slot -1 for each of its keys
+
+
+PARAMS = params_of(TopkIndicesArguments)
+
+
+@dataclass(frozen=True)
+class TopkIndicesConfig:
+    """One compiled variant: element type of the rows, CTAs that share a row, and whether keys are given by their slots."""
+
+    dtype: str
+    cluster: int
+    slots: bool = False
+
+    @property
+    def name(self) -> str:
+        """The kernel's name in the manifest, without op and arch."""
+        return f"{self.dtype}_cluster{self.cluster}{'_slots' if self.slots else ''}"
+
+
+def config_for(rows: int, columns: int, sm_count: int, slots: bool = False) -> TopkIndicesConfig:
+    """Return the variant for a shape: CTAs share a row where one cannot keep it, or where single CTAs would leave half the SMs idle."""
+    few = rows * WIDE <= BLOCKS_PER_SM * sm_count and columns > RESIDENT // WIDE
+    return TopkIndicesConfig(DTYPE, WIDE if few or columns > RESIDENT else NARROW, slots)
+
+
+def grid(rows: int, cluster: int) -> tuple[int, int, int]:
+    """Return the CTAs: those of a row follow one another."""
+    return rows * cluster, 1, 1
+
+
+def closed_variants() -> tuple[TopkIndicesConfig, ...]:
+    """Return every variant that ships, on each architecture."""
+    return tuple(TopkIndicesConfig(DTYPE, cluster, slots) for slots in (False, True) for cluster in CLUSTERS)

@@ -1,0 +1,179 @@
+"""Cases of topk_indices."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...spec.arch import Arch
+from ...spec.mla import ceil_div
+from ...spec.topk_indices import TopkIndicesConfig, config_for
+from .base import TAGS, BaseCase, Tags
+from .far import far_tensor
+from .tensors import OutputBuffer, generator_for
+
+LogitValues = Literal["random", "rising", "falling", "narrow", "plateau", "equal", "few", "specials", "nan"]
+LogitLayout = Literal["packed", "odd", "expanded", "far_rows"]
+RowLengths = Literal["full", "edges", "about_topk", "short", "empty"]
+
+_NUMBERS_OF_A_TILE = 3_000  # numbers that cost about as much on the simulated device as a tile of attention
+_ROW_TILES = {1: 1, 8: 4}  # of a row besides its numbers, by CTAs that share it
+_FEW = 5  # different numbers of "few"
+_SIGNS = torch.tensor([0.0, -0.0])
+
+
+class TopkProblem(NamedTuple):
+    """The properties of a call that select the kernel."""
+
+    config: TopkIndicesConfig
+
+
+@dataclass(frozen=True)
+class TopkIndicesCase(BaseCase):
+    """One selection of `topk` of n numbers in each of `rows` rows.
+
+    lengths: "full": n; "edges": 0, negative, 1, 31 to 33, 255 to 257, n - 1, n, and more than n; "about_topk": topk - 1 to topk + 1;
+        "short": 1 to topk; "empty": 0 and less. Numbers behind a length are inf or NaN, which would be chosen, or spread.
+    values: "narrow": in [1, 1.245), equal in their upper bits; "plateau": 0 and -0 but for a few; "equal": one number; "few": five
+        numbers; "specials": inf, -inf, NaN of both signs, 0, -0 and subnormals among others; "nan": NaN but for topk / 2.
+    layout: "odd": rows of n + 1 numbers, from the second on; "expanded": all rows are one; "far_rows": the last row lies FAR_ELEMENTS or
+        more from the first.
+    outputs: far_requests puts the last row far.
+    """
+
+    op: ClassVar[str] = "topk_indices"
+    cut_by: ClassVar[str] = "rows"
+    tags: ClassVar[Tags] = {
+        "values": str,
+        "lengths": lambda lengths: f"{lengths}_lengths",
+        "layout": lambda layout: f"logits_{layout}",
+        **TAGS,
+    }
+
+    dtype: str = "fp32"
+    rows: int = 3
+    columns: int = 1000
+    topk: int = 64
+    values: LogitValues = "random"
+    lengths: RowLengths = "full"
+    layout: LogitLayout = "packed"
+
+    @property
+    def shape_id(self) -> str:
+        """Return the first part of the id."""
+        return f"r{self.rows}-n{self.columns}-k{self.topk}"
+
+    @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        """Return rows, 1, positions and 1: a call without them launches nothing."""
+        return self.rows, 1, self.topk, 1
+
+    @property
+    def tiles(self) -> int:
+        """Return the cost on the simulated device, in tiles of attention."""
+        return max(
+            ceil_div(self.rows * self.columns, _NUMBERS_OF_A_TILE),
+            self.rows * _ROW_TILES[config_for(self.rows, self.columns, 132).cluster],
+            1,
+        )
+
+    def problem(self, arch: Arch) -> TopkProblem:
+        """Return the properties of the call that select the kernel."""
+        return TopkProblem(config_for(self.rows, self.columns, self.sm_count or arch.sm_count))
+
+
+@dataclass(frozen=True)
+class TopkIndicesTensors:
+    """The operands of a case: logits fp32 [rows, n] and lengths int32 [rows]."""
+
+    logits: Tensor
+    lengths: Tensor
+    output_buffers: Mapping[str, OutputBuffer] = field(default_factory=dict)
+
+
+def make_topk_indices_tensors(case: TopkIndicesCase, device: str | torch.device = "cpu") -> TopkIndicesTensors:
+    """Make the operands of a case: equal for equal cases."""
+    device = torch.device(device)
+    distinct = min(case.rows, 1) if case.layout == "expanded" else case.rows
+    logits = _numbers(case, distinct)
+    lengths = _row_lengths(case)
+    behind = torch.arange(case.columns) >= lengths[:, None]
+    if case.layout == "expanded":
+        behind = behind.all(dim=0, keepdim=True)[:distinct]
+    tempting = torch.where(torch.arange(case.columns) % 2 == 0, math.inf, math.nan).expand(distinct, -1)
+    logits = torch.where(behind, tempting, logits)
+    return TopkIndicesTensors(_placed(case, logits.to(device)), lengths.int().to(device), _output_buffers(case, device))
+
+
+def _numbers(case: TopkIndicesCase, rows: int) -> Tensor:
+    """Draw the numbers of so many rows, fp32 [rows, n]."""
+    shape = (rows, case.columns)
+    draw = generator_for(case, math.prod(shape), torch.device("cpu"))
+    random = torch.randn(shape, generator=draw)
+    place = torch.arange(case.columns).expand(shape)
+    kind = torch.randint(0, 12, shape, generator=draw)
+    match case.values:
+        case "rising":
+            return place * 0.25 - 40.0
+        case "falling":
+            return 40.0 - place * 0.25
+        case "narrow":
+            return 1.0 + 0.245 * torch.rand(shape, generator=draw)
+        case "plateau":
+            zeros = _SIGNS[(kind % 2)]
+            return torch.where(kind == 11, random, zeros)
+        case "equal":
+            return torch.full(shape, -1.5)
+        case "few":
+            return (kind % _FEW).float() - 2.0
+        case "specials":
+            special = torch.tensor([math.inf, -math.inf, math.nan, -math.nan, 0.0, -0.0, 1e-40, -1e-40, 3.4e38, -3.4e38, 1.0, -1.0])
+            return torch.where(torch.rand(shape, generator=draw) < 0.5, special[kind], random)
+        case "nan":
+            return torch.where(
+                place % max(2 * case.columns // max(case.topk, 1), 1) == 0, random, torch.copysign(torch.tensor(math.nan), random)
+            )
+        case _:
+            return random
+
+
+def _row_lengths(case: TopkIndicesCase) -> Tensor:
+    """Return the lengths of the rows, int64 [rows]."""
+    n, topk = case.columns, case.topk
+    kinds = {
+        "full": [n],
+        "edges": [n, 0, n - 1, -1, n + 1, 33, (1 << 31) - 1, 257, 1, 31, 32, 255, 256, -(1 << 31), n // 2 + 1],
+        "about_topk": [topk + 1, topk, topk - 1],
+        "short": [topk, topk // 2 + 1, 1],
+        "empty": [0, -3],
+    }[case.lengths]
+    return torch.tensor([kinds[row % len(kinds)] for row in range(case.rows)], dtype=torch.int64)
+
+
+def _placed(case: TopkIndicesCase, logits: Tensor) -> Tensor:
+    """Copy logits [rows, n] to their layout, with NaN around them."""
+    if case.layout == "expanded":
+        return logits.expand(case.rows, -1)
+    if case.layout == "far_rows":
+        return far_tensor(logits.shape, 0, logits.dtype, logits.device).copy_(logits)
+    if case.layout == "odd":
+        wide = torch.full((case.rows, case.columns + 1), math.nan, device=logits.device)
+        return wide[:, 1:].copy_(logits)
+    return logits.contiguous()
+
+
+def _output_buffers(case: TopkIndicesCase, device: torch.device) -> dict[str, OutputBuffer]:
+    """Allocate the result if the caller passes it; those of "strided" and "odd" are slices."""
+    if case.outputs == "allocated":
+        return {}
+    if case.outputs == "far_requests":
+        far = far_tensor((case.rows, case.topk), 0, torch.int32, device)
+        return {"out": OutputBuffer(far, far)}
+    before, after = {"given": (0, 0), "strided": (8, 8), "odd": (1, 2)}[case.outputs]
+    storage = torch.zeros((case.rows, case.topk + before + after), dtype=torch.int32, device=device)
+    return {"out": OutputBuffer(storage[:, before : before + case.topk], storage)}

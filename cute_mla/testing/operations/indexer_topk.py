@@ -1,0 +1,49 @@
+"""The operation indexer_topk: the public functions indexer_topk and indexer_topk_prefill."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ... import reference
+from ...api import workspace_size
+from ...indexer import indexer_topk, indexer_topk_prefill
+from ..cases.indexer_topk import IndexerTopkCase, make_indexer_topk_tensors
+from ..cases.mqa_logits import MqaLogitsTensors
+from .operation import Operation, Result, output_argument
+
+
+def _operands(case: IndexerTopkCase, tensors: MqaLogitsTensors) -> dict[str, Any]:
+    shared = {"q": tensors.q, "weights": tensors.weights, "topk": case.topk}
+    if case.page_size is None:
+        return {**shared, "kv": (tensors.keys, tensors.scales), "ks": tensors.ks, "ke": tensors.ke, "max_seqlen_k": case.columns}
+    return {**shared, "index_cache": tensors.keys, "context_lens": tensors.ke, "block_table": tensors.block_table, "slots": case.slots}
+
+
+def _arguments(case: IndexerTopkCase, tensors: MqaLogitsTensors, workspace: Tensor | None) -> dict[str, Any]:
+    return {**_operands(case, tensors), "workspace": workspace, "out": output_argument(tensors, "out")}
+
+
+def _call(**arguments: Any) -> Tensor:
+    return indexer_topk(**arguments) if "index_cache" in arguments else indexer_topk_prefill(**arguments)
+
+
+def _reference(case: IndexerTopkCase, tensors: MqaLogitsTensors) -> Result:
+    given = _operands(case, tensors)
+    return (reference.indexer_topk(**given) if "index_cache" in given else reference.indexer_topk_prefill(**given),)
+
+
+def _workspace_bytes(case: IndexerTopkCase, tensors: MqaLogitsTensors) -> int:
+    return workspace_size(
+        case.op,
+        batch=case.requests,
+        s_q=case.tokens,
+        h_q=case.heads,
+        max_cache_seqlen=case.most_keys,
+        topk=case.topk,
+        device=tensors.q.device,
+    )
+
+
+INDEXER_TOPK = Operation(make_indexer_topk_tensors, _call, _arguments, _reference, workspace_bytes=_workspace_bytes)

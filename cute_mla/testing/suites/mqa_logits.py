@@ -1,0 +1,110 @@
+"""Suites of mqa_logits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import get_args
+
+from ...spec.mqa_logits import HEAD_TILES, PAGE_SIZES, MqaLogitsConfig, closed_variants
+from ..cases.mqa_logits import KeyWindows, LogitsLayout, LogitsValues, MqaLogitsCase, RequestLengths
+from .cover import Choice, Factors, cover
+from .entries import OpSuites, SimulatorReduction
+
+_FEW_SMS = 1  # SMs of a device whose CTA takes all work items
+
+# Features of a case, by factor. modes: whether logits are cleaned, and whether columns are relative, fewer than the keys or more.
+_SHARED: Factors = {
+    "values": get_args(LogitsValues),
+    "keys": (1, 64, 65, 129, 300, 700),
+    "outputs": ("allocated", "given", "strided", "odd", "far_requests"),
+    "mode": ("clean", "unclean", "other_columns"),
+    "sm_count": (None, _FEW_SMS),
+}
+_ROWS: Factors = {
+    **_SHARED,
+    "tokens": (1, 3, 4, 5, 9),
+    "windows": get_args(KeyWindows),
+    "layout": ("packed", "strided", "far_q", "far_keys", "far_weights"),
+}
+_PAGES: Factors = {
+    **_SHARED,
+    "requests": (1, 2, 5),
+    "tokens": (1, 2, 3, 5),
+    "page_size": PAGE_SIZES,
+    "lengths": get_args(RequestLengths),
+    "per_token": (False, True),
+    "layout": get_args(LogitsLayout),
+    "broken": (False, True),
+}
+_HEADS = {32: (1, 8, 31, 32), 64: (33, 48, 63, 64)}
+
+
+def _small(config: MqaLogitsConfig, choice: Choice) -> MqaLogitsCase | None:
+    """Return the case with these features; None if the values are not possible together."""
+    drawn = dict(choice)
+    mode, rows = drawn.pop("mode"), drawn["tokens"] * drawn.get("requests", 1)
+    if drawn["outputs"] != "allocated" and drawn["values"] == "nan_keys":
+        return None
+    if rows < 2 and (drawn["outputs"] == "far_requests" or drawn["layout"] in ("far_q", "far_weights")):
+        return None
+    if drawn["layout"] in ("far_table", "aliased") and drawn["requests"] < 2:
+        return None
+    if drawn["layout"] == "far_keys" and drawn["keys"] < 2:
+        return None
+    if drawn.get("broken") and (drawn["lengths"] == "empty" or drawn["keys"] <= 2 * drawn["page_size"] or drawn["values"] == "normal"):
+        return None
+    if mode == "other_columns":
+        drawn["columns"] = drawn["keys"] + 37 if config.paged else drawn["keys"] // 2 + 1
+    drawn["clean"] = mode == "clean" or (mode == "other_columns" and config.paged)
+    return MqaLogitsCase(**drawn)
+
+
+def _covers() -> Iterator[MqaLogitsCase]:
+    """Yield cases with every feature of every variant."""
+    seen: set[object] = set()
+    for config in closed_variants():
+        factors = {**(_PAGES if config.paged else _ROWS), "heads": _HEADS[config.head_tile]}
+        yield from cover(config.name, factors, partial(_small, config), seen)
+
+
+_MORE: tuple[MqaLogitsCase, ...] = (
+    # A prefill's windows over several row blocks and chunks, all of which one CTA takes; and items of which many see nothing.
+    MqaLogitsCase(tokens=10, keys=1200, sm_count=_FEW_SMS, values="normal"),
+    MqaLogitsCase(tokens=14, keys=400, heads=32, windows="edges", values="normal"),
+    MqaLogitsCase(tokens=12, keys=1300, heads=32, windows="sequences", clean=False, outputs="given", sm_count=2),
+    # Tokens that see none of an item's first tiles, whose columns are filled.
+    MqaLogitsCase(tokens=12, keys=1300, windows="sequences", outputs="given", sm_count=_FEW_SMS),
+    # A table that holds fewer keys than there are columns, and fewer columns than keys.
+    MqaLogitsCase(requests=7, tokens=2, keys=100, page_size=64, columns=700, lengths="edges", heads=8, outputs="given"),
+    MqaLogitsCase(requests=2, tokens=3, keys=300, page_size=16, columns=131, lengths="edges", outputs="given"),
+    # No tokens, no keys, no columns.
+    MqaLogitsCase(tokens=0),
+    MqaLogitsCase(keys=0),
+    MqaLogitsCase(keys=0, columns=70, clean=False, outputs="given"),
+    MqaLogitsCase(requests=2, tokens=2, keys=0, page_size=64, columns=70, outputs="given"),
+    MqaLogitsCase(requests=0, page_size=64),
+)
+SMOKE: tuple[MqaLogitsCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))
+
+
+def _grid() -> Iterator[MqaLogitsCase]:
+    """Yield every number of heads, and lengths about the borders of tiles and pages, in all variants."""
+    for heads in range(1, max(HEAD_TILES) + 1):
+        yield MqaLogitsCase(heads=heads, tokens=3, keys=70)
+        yield MqaLogitsCase(heads=heads, requests=2, tokens=2, keys=70, page_size=64)
+    for keys, tokens in product((63, 127, 128, 255, 256, 257, 511, 513), (1, 2, 6)):
+        yield MqaLogitsCase(tokens=tokens, keys=keys, heads=32, windows="edges", clean=False, outputs="given")
+        yield MqaLogitsCase(tokens=tokens, keys=keys, requests=3, page_size=32, lengths="edges", values="normal")
+    for tokens, per_token in product(range(1, 9), (False, True)):
+        yield MqaLogitsCase(tokens=tokens, keys=200, requests=4, heads=32, page_size=64, lengths="edges", per_token=per_token)
+
+
+def full_cases() -> list[MqaLogitsCase]:
+    """Return every case of the full suite once."""
+    return list(dict.fromkeys([*SMOKE, *_grid()]))
+
+
+# All cases are small: the simulated device runs the full suite.
+OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(lambda case: True))

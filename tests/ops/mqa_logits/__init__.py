@@ -1,0 +1,1 @@
+"""Tests of mqa_logits."""

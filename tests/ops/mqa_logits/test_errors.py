@@ -1,0 +1,169 @@
+"""Arguments of the indexer's logits that are refused: each message says what was given and what is supported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cute_mla.indexer import fp8_mqa_logits, fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
+from cute_mla.spec.mqa_logits import ROW_BYTES
+from tests.ops.mqa_logits.logits_call import exact, ints, paged
+from tests.support.recording_device import RecordingDevice
+
+E4M3 = torch.float8_e4m3fn
+Change = Callable[[Any], Any]
+
+
+def e4m3(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape).to(E4M3)
+
+
+def rows(**changes: Change) -> dict[str, Any]:
+    """Return arguments of fp8_mqa_logits, some of them changed."""
+    values = exact(3, 8, 40)
+    given: dict[str, Any] = {
+        "q": values.q, "kv": (values.keys, values.scales), "weights": values.weights, "ks": ints(0, 1, 2), "ke": ints(40, 40, 40),
+        "clean_logits": True, "max_seqlen_k": 0, "out": torch.zeros(3, 40),
+    }  # fmt: skip
+    return {name: changes[name](value) if name in changes else value for name, value in given.items()}
+
+
+def pages(**changes: Change) -> dict[str, Any]:
+    """Return arguments of fp8_paged_mqa_logits, some of them changed."""
+    call = paged([70, 64], 2, 8)
+    given = {**call._asdict(), "metadata": None, "clean_logits": True, "out": torch.zeros(4, 70)}
+    return {name: changes[name](value) if name in changes else value for name, value in given.items()}
+
+
+def keys(change: Change) -> Change:
+    return lambda kv: (change(kv[0]), kv[1])
+
+
+def scales(change: Change) -> Change:
+    return lambda kv: (kv[0], change(kv[1]))
+
+
+def moved(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy that begins 8 bytes behind a multiple of 16."""
+    memory = torch.zeros(tensor.numel() + 8, dtype=torch.uint8)
+    return memory[8:].view(tensor.dtype).view(tensor.shape)
+
+
+def apart(cache: torch.Tensor, stride: int) -> torch.Tensor:
+    """Return a cache of the same shape, its pages `stride` bytes apart."""
+    storage = torch.zeros(len(cache) * stride + 64, dtype=torch.uint8)
+    return storage.as_strided(cache.shape, (stride, ROW_BYTES, ROW_BYTES, 1))
+
+
+BAD_ROWS = {
+    "no tensor": (rows(q=lambda _: 3), "q is 3; supported: a torch tensor"),
+    "dimensions of q": (rows(q=lambda q: q[0]), r"q has shape \[8, 128\]; supported: \[tokens, heads, 128\]"),
+    "columns": (rows(q=lambda _: e4m3(3, 8, 64)), r"q has shape \[3, 8, 64\]; supported: \[tokens, heads, 128\]"),
+    "heads": (rows(q=lambda _: e4m3(3, 65, 128), weights=lambda _: torch.zeros(3, 65)), "heads is 65; supported: 1 to 64"),
+    "no heads": (rows(q=lambda _: e4m3(3, 0, 128), weights=lambda _: torch.zeros(3, 0)), "heads is 0; supported: 1 to 64"),
+    "type of q": (rows(q=lambda q: q.view(torch.int8)), "q has dtype torch.int8; supported: torch.float8_e4m3fn"),
+    "stride of q": (rows(q=lambda _: e4m3(3, 8, 136)[..., :128]), "q has .*multiples? of 16"),
+    "address of q": (rows(q=moved), "q .*16"),
+    "kv of one": (rows(kv=lambda kv: kv[0]), "supported: two tensors, keys and their scales"),
+    "kv of three": (rows(kv=lambda kv: (*kv, kv[1])), "supported: two tensors, keys and their scales"),
+    "type of kv": (rows(kv=keys(lambda k: k.view(torch.uint8))), "kv has dtype torch.uint8; supported: torch.float8_e4m3fn"),
+    "columns of kv": (rows(kv=keys(lambda k: k[:, :64])), r"kv has shape \[40, 64\]; supported: \[keys, 128\]"),
+    "address of kv": (rows(kv=keys(moved)), "kv .*16"),
+    "scales": (rows(kv=scales(lambda s: s[:39])), r"the scale of kv has shape \[39\]; supported: \[40\]"),
+    "UE8M0 scales": (rows(kv=scales(lambda s: s.view(torch.int32))), "the scale of kv has dtype torch.int32; supported: torch.float32"),
+    "scales apart": (rows(kv=scales(lambda _: torch.zeros(80)[::2])), "the scale of kv has .*contiguous"),
+    "weights": (rows(weights=lambda w: w[:, :7]), r"weights has shape \[3, 7\]; supported: \[3, 8\]"),
+    "type of weights": (rows(weights=torch.Tensor.bfloat16), "weights has dtype torch.bfloat16; supported: torch.float32"),
+    "last dimension of weights": (rows(weights=lambda _: torch.zeros(8, 3).T), "weights .*contiguous last dimension"),
+    "ks": (rows(ks=lambda ks: ks[:2]), r"ks has shape \[2\]; supported: \[3\]"),
+    "type of ke": (rows(ke=torch.Tensor.long), "ke has dtype torch.int64; supported: torch.int32"),
+    "ke apart": (rows(ke=lambda _: torch.zeros(6, dtype=torch.int32)[::2]), "ke has .*contiguous"),
+    "clean": (rows(clean_logits=lambda _: 1), "clean_logits is 1; supported"),
+    "clean relative": (
+        rows(max_seqlen_k=lambda _: 9, out=lambda _: None), "clean_logits is True with max_seqlen_k 9; supported: False, or max_seqlen_k 0"
+    ),
+    "negative max_seqlen_k": (rows(max_seqlen_k=lambda _: -1), "max_seqlen_k is -1; supported: an integer"),
+    "max_seqlen_k": (rows(max_seqlen_k=lambda _: 4.0), "max_seqlen_k is 4.0; supported: an integer"),
+    "out": (rows(out=lambda out: out[:, 1:]), r"out has shape \[3, 39\]; supported: \[3, 40\]"),
+    "type of out": (rows(out=torch.Tensor.bfloat16), "out has dtype torch.bfloat16; supported: torch.float32"),
+    "out of one row": (rows(out=lambda out: out[:1].expand(3, 40)), "elements share memory"),
+    "last dimension of out": (rows(out=lambda _: torch.zeros(40, 3).T), "contiguous last dimension"),
+    "gradients": (rows(weights=torch.Tensor.requires_grad_), "weights requires grad"),
+}  # fmt: skip
+BAD_PAGES = {
+    "dimensions of q": (pages(q=lambda q: q[0]), r"q has shape \[2, 8, 128\]; supported: \[batch, tokens, heads, 128\]"),
+    "requests of q apart": (pages(q=lambda _: e4m3(2, 3, 8, 128)[:, :2]), "q has .*requests 2 tokens apart"),
+    "bytes of a key": (pages(cache=lambda c: c[..., :128]), r"cache has shape .*supported: \[pages, page size, 1, 132\]"),
+    "type of cache": (pages(cache=lambda c: c.view(torch.int8)), "cache has dtype torch.int8; supported: torch.uint8"),
+    "page size": (pages(cache=lambda _: torch.zeros(5, 48, 1, 132, dtype=torch.uint8)), "page size is 48; supported: 16, 32, 64, 128"),
+    "no pages": (pages(cache=lambda c: c[:0]), "cache has shape .*supported: 1 to"),
+    "keys apart": (pages(cache=lambda _: torch.zeros(5, 64, 1, 144, dtype=torch.uint8)[..., :132]), "cache has .*contiguous pages"),
+    "pages apart": (pages(cache=lambda c: apart(c, 64 * ROW_BYTES + 4)), "pages a multiple of 16 bytes apart"),
+    "pages that overlap": (pages(cache=lambda c: apart(c, 64 * ROW_BYTES - 16)), "pages a multiple of 16 bytes apart, at least 8448"),
+    "address of cache": (pages(cache=moved), "cache .*16"),
+    "weights": (pages(weights=lambda w: w[:2]), r"weights has shape \[2, 8\]; supported: \[4, 8\]"),
+    "lengths": (pages(context_lens=lambda lens: lens[:1]), r"context_lens has shape \[1\]; supported: \[2\]"),
+    "lengths of tokens": (pages(context_lens=lambda lens: lens.view(2, 1)), r"context_lens has shape \[2, 1\]; supported: \[2, 2\]"),
+    "type of lengths": (pages(context_lens=torch.Tensor.long), "context_lens has dtype torch.int64; supported: torch.int32"),
+    "table": (pages(block_table=lambda t: t[:1]), r"block_table has shape \[1, 2\]; supported: \[2, pages per request\]"),
+    "type of table": (pages(block_table=torch.Tensor.long), "block_table has dtype torch.int64; supported: torch.int32"),
+    "last dimension of table": (pages(block_table=lambda _: torch.zeros(2, 2, dtype=torch.int32).T), "block_table .*contiguous last"),
+    "columns": (pages(max_context_len=lambda _: -1), "max_context_len is -1; supported: an integer, 0 to 1073741824"),
+    "columns that are no number": (pages(max_context_len=lambda _: "70"), "max_context_len is '70'; supported: an integer"),
+    "metadata": (pages(metadata=lambda _: 7), "metadata is 7; supported: a torch tensor"),
+    "out": (pages(out=lambda out: out[:3]), r"out has shape \[3, 70\]; supported: \[4, 70\]"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD_ROWS)
+def test_bad_arguments_of_rows(name: str) -> None:
+    arguments, message = BAD_ROWS[name]
+    with RecordingDevice().active() as device, pytest.raises(ValueError, match=message):
+        fp8_mqa_logits(**arguments)
+    assert device.launches == []
+
+
+@pytest.mark.parametrize("name", BAD_PAGES)
+def test_bad_arguments_of_pages(name: str) -> None:
+    arguments, message = BAD_PAGES[name]
+    with RecordingDevice().active() as device, pytest.raises(ValueError, match=message):
+        fp8_paged_mqa_logits(**arguments)
+    assert device.launches == []
+
+
+def test_right_arguments() -> None:
+    with RecordingDevice().active() as device:
+        fp8_mqa_logits(**rows())
+        fp8_paged_mqa_logits(**pages())
+    assert len(device.launches) == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((ints(5).view(1, 1, 1), 64, 132), r"context_lens has shape \[1, 1, 1\]; supported: \[batch\] and \[batch, tokens\]"),
+        ((ints(5).long(), 64, 132), "context_lens has dtype torch.int64; supported: torch.int32"),
+        ((ints(5, 6, 7, 8)[::2], 64, 132), "context_lens has .*contiguous"),
+        ((ints(5), 48, 132), "block_kv: page size is 48; supported: 16, 32, 64, 128"),
+        ((ints(5), 64, 0), "num_sms is 0; supported: an integer, 1 to"),
+        ((ints(5), 64, None), "num_sms is None; supported: an integer"),
+    ],
+)
+def test_bad_arguments_of_metadata(arguments: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        get_paged_mqa_logits_metadata(*arguments)
+
+
+def test_a_result_shares_no_memory() -> None:
+    given = rows()
+    given["out"] = torch.zeros(3, 48)[:, :40]
+    given["weights"] = given["out"].as_strided((3, 8), (48, 1))
+    with RecordingDevice().active(), pytest.raises(ValueError, match="out shares memory with weights"):
+        fp8_mqa_logits(**given)
+    cache = torch.zeros(5, 64, 1, ROW_BYTES, dtype=torch.uint8)
+    inside = cache.view(-1).view(torch.float32)[: 4 * 70].view(4, 70)
+    with RecordingDevice().active(), pytest.raises(ValueError, match="out shares memory with cache"):
+        fp8_paged_mqa_logits(**pages(cache=lambda _: cache, out=lambda _: inside))

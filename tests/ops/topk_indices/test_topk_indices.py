@@ -1,0 +1,213 @@
+"""topk_indices: the public call, what it launches, refuses and computes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import cute_mla
+from cute_mla import reference
+from cute_mla.indexer import topk_indices
+from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.spec.topk_indices import BLOCKS_PER_SM, CLUSTERS, MAX_COLUMNS, MAX_ROWS, MAX_TOPK, NARROW, RESIDENT, WIDE, config_for
+from tests.support.recording_device import RecordingDevice
+
+FEW_SMS = 1  # of a device on which one CTA takes a row of up to RESIDENT numbers
+SHARED = RESIDENT // WIDE + 1  # numbers of a row that a cluster shares where rows are few
+SCHEDULES = ("round_robin", "lazy", "random", "adversarial")
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def normal(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def selected(arch: Arch, logits: torch.Tensor, lengths: torch.Tensor, topk: int, sm_count: int | None = None) -> torch.Tensor:
+    """Return the result on the simulated device, which is the reference's."""
+    with cute_mla.simulate(arch.name, sm_count) as device:
+        found = topk_indices(logits, lengths, topk)
+        assert device.launches == 1
+    assert torch.equal(found, reference.topk_indices(logits, lengths, topk))
+    return found
+
+
+@pytest.mark.parametrize("sm_count", [FEW_SMS, None], ids=["alone", "shared"])
+def test_agrees_with_torch_where_numbers_differ(arch: Arch, sm_count: int | None) -> None:
+    logits = normal(2, SHARED)
+    found = selected(arch, logits, ints(SHARED, SHARED), 100, sm_count)
+    assert torch.equal(found, logits.topk(100).indices.sort().values.int())
+
+
+@pytest.mark.parametrize("code", ["ptx", "sass"])
+def test_ties_go_to_the_lower_position(arch: Arch, code: str) -> None:
+    """-0 equals +0, NaN of either sign comes behind -inf, and all kinds occur among the chosen."""
+    logits = torch.tensor([[-0.0, math.nan, 1.0, 0.0, -math.inf, -0.0, -math.nan, 1.0, math.inf, 0.0]])
+    wanted = {1: [8], 3: [2, 7, 8], 4: [0, 2, 7, 8], 5: [0, 2, 3, 7, 8], 8: [0, 2, 3, 4, 5, 7, 8, 9], 9: [0, 1, 2, 3, 4, 5, 7, 8, 9]}
+    for topk, positions in wanted.items():
+        with cute_mla.simulate(arch.name, code=code):
+            assert topk_indices(logits, ints(10), topk).tolist() == [positions]
+
+
+@pytest.mark.parametrize("sm_count", [FEW_SMS, None], ids=["alone", "shared"])
+@pytest.mark.parametrize("topk", [255, 256, 257])
+def test_equal_numbers_beyond_any_list(arch: Arch, topk: int, sm_count: int | None) -> None:
+    """Every number is a candidate of its warp, whose list holds 256; topk is one below, at and one above the greater numbers."""
+    logits = torch.full((1, 8 * 512 + 5), -2.0)
+    logits[:, 7 : 7 + 16 * 256 : 16] = 3.0
+    selected(arch, logits, ints(logits.shape[1]), topk, sm_count)
+
+
+@pytest.mark.parametrize("values", ["narrow", "rising", "falling", "next"])
+def test_numbers_that_share_their_upper_bits(arch: Arch, values: str) -> None:
+    """In one digit of the first histogram; neighbouring floats share all but the last bits."""
+    places = torch.arange(SHARED)
+    logits = {
+        "narrow": 1.0 + 0.245 * torch.rand(SHARED, generator=torch.Generator().manual_seed(3)),
+        "rising": places * 1e-5 + 1.0,
+        "falling": 1.0 - places * 1e-5,
+        "next": (places * 7919 % SHARED + (1 << 30)).int().view(torch.float32),
+    }[values]
+    selected(arch, logits[None], ints(SHARED), 700)
+
+
+def test_lengths_by_rule(arch: Arch) -> None:
+    """Negative: none; more than n: n. What lies behind a length is never looked at."""
+    lengths = ints(0, -5, 1, 63, 64, 65, 300, 301, 1 << 30)
+    logits = normal(9, 300)
+    for row, length in enumerate(lengths.tolist()):
+        logits[row, max(length, 0) :] = math.nan if row % 2 else math.inf
+    found = selected(arch, logits, lengths, 64)
+    assert (found[:2] == -1).all()
+    assert found[2].tolist() == [0, *[-1] * 63]
+    assert found[3].tolist() == [*range(63), -1]
+    assert found[4].tolist() == [*range(64)]
+
+
+def test_every_length_about_a_warp_and_a_block(arch: Arch) -> None:
+    lengths = ints(*(base + off for base in (512, 4096) for off in (-1, 0, 1)), 31, 33, 257)
+    selected(arch, normal(9, 4100), lengths, 30)
+
+
+def test_more_positions_than_numbers(arch: Arch) -> None:
+    assert selected(arch, normal(1, 5), ints(5), 9).tolist() == [[0, 1, 2, 3, 4, -1, -1, -1, -1]]
+
+
+@pytest.mark.parametrize("shape", [(0, 40, 5), (3, 40, 0), (0, 0, 5)])
+def test_no_rows_or_positions_launch_nothing(shape: tuple[int, int, int]) -> None:
+    rows, columns, topk = shape
+    with RecordingDevice().active() as device:
+        found = topk_indices(torch.zeros(rows, columns), torch.zeros(rows, dtype=torch.int32), topk)
+    assert (found.shape, found.dtype, device.launches) == ((rows, topk), torch.int32, [])
+
+
+def test_rows_without_numbers_are_written(arch: Arch) -> None:
+    with cute_mla.simulate(arch.name):
+        assert topk_indices(torch.zeros(2, 0), ints(0, 7), 3).tolist() == [[-1] * 3] * 2
+
+
+@pytest.mark.parametrize("columns", [700, SHARED])
+def test_rows_may_start_at_any_number(arch: Arch, columns: int) -> None:
+    """Take a slice, one row for all, and a result between others."""
+    memory = torch.full((3, columns + 3), math.nan)
+    logits = memory[:, 1:-2].copy_(normal(3, columns))
+    lengths, storage = ints(columns, 80, columns - 1), torch.full((3, 70), 12345, dtype=torch.int32)
+    with cute_mla.simulate(arch.name):
+        found = topk_indices(logits, lengths, 64, out=storage[:, 3:67])
+        one = topk_indices(logits[:1].expand(3, -1), lengths, 64)
+    assert found.data_ptr() == storage[:, 3:].data_ptr()
+    assert torch.equal(found, reference.topk_indices(logits, lengths, 64))
+    assert torch.equal(one, reference.topk_indices(logits[:1].expand(3, -1), lengths, 64))
+    assert (storage[:, [0, 1, 2, 67, 68, 69]] == 12345).all()
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_row_is_the_same_however_it_is_divided(arch: Arch, schedule: str) -> None:
+    """Alone and among others, by one CTA and by a cluster, whatever the order of warps."""
+    logits, lengths = torch.round(normal(3, SHARED) * 4), ints(SHARED, SHARED - 9, 400)
+    results = []
+    for sm_count in (FEW_SMS, None):
+        with cute_mla.simulate(arch.name, sm_count, schedule=schedule, seed=3):
+            results.append(topk_indices(logits, lengths, 333))
+            results.append(torch.cat([topk_indices(logits[row : row + 1], lengths[row : row + 1], 333) for row in range(3)]))
+    assert all(torch.equal(found, results[0]) for found in results)
+
+
+def test_what_is_launched(arch: Arch) -> None:
+    logits, lengths = torch.zeros(3, 2 * SHARED)[:, ::1], ints(1, 2, 3)
+    with RecordingDevice(arch).active() as device:
+        out = topk_indices(logits, lengths, 5)
+        topk_indices(logits[:, :60], lengths, 5, out=out)
+    shared, alone = device.launches
+    assert (shared.kernel, shared.grid, shared.pdl) == (f"topk_indices_{arch.name}_fp32_cluster{WIDE}", (3 * WIDE, 1, 1), True)
+    assert (alone.kernel, alone.grid) == (f"topk_indices_{arch.name}_fp32_cluster{NARROW}", (3, 1, 1))
+    assert (alone.args["columns"], alone.args["logits_stride_row"], alone.args["topk"]) == (60, 2 * SHARED, 5)
+    assert device.poisoned == [out.data_ptr()]
+
+
+@pytest.mark.parametrize("name", ARCHS)
+def test_the_variant_of_a_shape(name: str) -> None:
+    """One CTA keeps at most RESIDENT numbers; where rows are few and not short, CTAs share them."""
+    sms = ARCHS[name].sm_count
+    many = BLOCKS_PER_SM * sms // WIDE + 1
+    for rows, columns, cluster in (
+        (1, RESIDENT // WIDE, 1),
+        (1, SHARED, 8),
+        (many, SHARED, 1),
+        (many, RESIDENT, 1),
+        (many, RESIDENT + 1, 8),
+    ):
+        assert config_for(rows, columns, sms).cluster == cluster
+    assert {config_for(rows, columns, sms).cluster for rows in (1, 9999) for columns in (1, 1 << 20)} == set(CLUSTERS)
+
+
+def changed(**changes: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return arguments of a call, some of them changed."""
+    given: dict[str, Any] = {
+        "logits": torch.zeros(3, 40), "lengths": ints(1, 2, 3), "topk": 8, "out": torch.zeros(3, 8, dtype=torch.int32)
+    }  # fmt: skip
+    return {name: changes[name](value) if name in changes else value for name, value in given.items()}
+
+
+BAD = {
+    "no tensor": (changed(logits=lambda _: 3), "logits is 3; supported: a torch tensor"),
+    "dimensions": (changed(logits=lambda logits: logits[0]), r"logits has shape \[40\]; supported: \[rows, n\]"),
+    "type of logits": (changed(logits=torch.Tensor.bfloat16), "logits has dtype torch.bfloat16; supported: torch.float32"),
+    "last dimension": (changed(logits=lambda logits: torch.zeros(3, 80)[:, ::2]), "contiguous last dimension"),
+    "too many columns": (changed(logits=lambda _: torch.empty(3, MAX_COLUMNS + 1, device="meta")), f"rows of {MAX_COLUMNS} numbers"),
+    "too many rows": (changed(logits=lambda _: torch.empty(MAX_ROWS + 1, 4, device="meta")), f"to {MAX_ROWS} rows"),
+    "lengths": (changed(lengths=lambda lengths: lengths[:2]), r"lengths has shape \[2\]; supported: \[3\]"),
+    "type of lengths": (changed(lengths=torch.Tensor.long), "lengths has dtype torch.int64; supported: torch.int32"),
+    "lengths apart": (changed(lengths=lambda _: torch.zeros(6, dtype=torch.int32)[::2]), "lengths has .*supported: a contiguous tensor"),
+    "negative topk": (changed(topk=lambda _: -1), f"topk is -1; supported: an integer, 0 to {MAX_TOPK}"),
+    "great topk": (changed(topk=lambda _: MAX_TOPK + 1), f"topk is {MAX_TOPK + 1}; supported"),
+    "topk": (changed(topk=lambda _: 2.0), "topk is 2.0; supported: an integer"),
+    "out": (changed(out=lambda out: out[:, :7]), r"out has shape \[3, 7\]; supported: \[3, 8\]"),
+    "type of out": (changed(out=torch.Tensor.long), "out has dtype torch.int64; supported: torch.int32"),
+    "out of one row": (changed(out=lambda out: out[:1].expand(3, 8)), "elements share memory"),
+    "last dimension of out": (changed(out=lambda _: torch.zeros(8, 3, dtype=torch.int32).T), "contiguous last dimension"),
+    "gradients": (changed(logits=torch.Tensor.requires_grad_), "logits requires grad"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_arguments(name: str) -> None:
+    arguments, message = BAD[name]
+    with RecordingDevice().active() as device, pytest.raises(ValueError, match=message):
+        topk_indices(**arguments)
+    assert device.launches == []
+
+
+def test_a_result_shares_no_memory() -> None:
+    memory = torch.zeros(3, 40)
+    with RecordingDevice().active(), pytest.raises(ValueError, match="out shares memory with logits"):
+        topk_indices(memory, ints(1, 2, 3), 8, out=memory.view(torch.int32)[:, 30:38])
+    lengths = torch.zeros(24, dtype=torch.int32)
+    with RecordingDevice().active(), pytest.raises(ValueError, match="out shares memory with lengths"):
+        topk_indices(memory, lengths[:3], 8, out=lengths.view(3, 8))
