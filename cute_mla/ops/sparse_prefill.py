@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,7 +14,7 @@ from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_KEYS
 from ..spec.mla import D_V, LOG2E
 from ..spec.sparse_prefill import MAX_TOKENS, SparsePrefillArguments, SparsePrefillProblem
-from .arguments import check_columns, check_empty_lse, check_no_grad, check_scale
+from .arguments import check_columns, check_empty_lse, check_integer, check_no_grad, check_scale
 from .indices import check_indices, check_queries, check_sink
 from .launch_plan import LaunchPlan, named_strides
 from .overlap import check_no_overlap
@@ -51,15 +51,17 @@ class Options(NamedTuple):
 
     sm_scale: float
     d_v: int
+    indexer_topk: int
     empty_lse: float
 
 
 class Results(NamedTuple):
-    """The tensors that a call writes; None: to be allocated."""
+    """The tensors that a call writes; None: to be allocated, lse_indexer only with indexer_topk."""
 
     out: torch.Tensor | None
     max_logits: torch.Tensor | None
     lse: torch.Tensor | None
+    lse_indexer: torch.Tensor | None = None
 
 
 class CallSpec(NamedTuple):
@@ -77,6 +79,8 @@ class CallSpec(NamedTuple):
     out: TensorSpec | None
     max_logits: TensorSpec | None
     lse: TensorSpec | None
+    lse_indexer: TensorSpec | None
+    indexer_topk: int
     address_alignment: int
 
     @property
@@ -87,7 +91,7 @@ class CallSpec(NamedTuple):
 
 @dataclass(frozen=True)
 class SparsePrefillPlan(LaunchPlan):
-    """The launch of a call. out_shape: shape of out. row_shape: shape of max_logits and of lse."""
+    """The launch of a call. out_shape: shape of out. row_shape: shape of max_logits, lse and lse_indexer."""
 
     out_shape: tuple[int, ...]
     row_shape: tuple[int, ...]
@@ -106,31 +110,33 @@ def run(
     d_v: int = D_V,
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
+    indexer_topk: int = 0,
     *,
     kv_offsets: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     max_logits: torch.Tensor | None = None,
+    lse_indexer: torch.Tensor | None = None,
     empty_lse: float = math.inf,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Attend to indexed rows, with the arguments of api.flashmla.flash_mla_sparse_fwd."""
     operands = Operands(q, kv, indices, topk_length, attn_sink, kv_offsets)
-    given = Results(out, max_logits, lse)
-    call = check(operands, Options(sm_scale, d_v, empty_lse), given)
+    given = Results(out, max_logits, lse, lse_indexer)
+    call = check(operands, Options(sm_scale, d_v, indexer_topk, empty_lse), given)
     device = device_for(q.device)
     launch_plan = plan(call, device.arch, device.sm_count)
     check_address("kv", kv.data_ptr(), GATHER_ALIGNMENT)
     check_no_overlap(given._asdict(), operands._asdict())
+    rows = (max_logits, lse, lse_indexer) if call.indexer_topk else (max_logits, lse)
     results = (
         q.new_empty(launch_plan.out_shape) if out is None else out,
-        q.new_empty(launch_plan.row_shape, dtype=torch.float32) if max_logits is None else max_logits,
-        q.new_empty(launch_plan.row_shape, dtype=torch.float32) if lse is None else lse,
+        *(q.new_empty(launch_plan.row_shape, dtype=torch.float32) if tensor is None else tensor for tensor in rows),
     )
     if not launch_plan.is_empty:
         device.mark_uninitialized(*results)
         args = SparsePrefillArguments(
             **operands._asdict(),
-            **dict(zip(Results._fields, results, strict=True)),
+            **Results(*results)._asdict(),
             **launch_plan.scalars,
             scale_log2=sm_scale * LOG2E,
             empty_lse=empty_lse,
@@ -143,6 +149,7 @@ def check(operands: Operands, options: Options, results: Results) -> CallSpec:
     """Check each argument by itself. ValueError unless it is supported."""
     check_columns("d_v", options.d_v)
     check_scale("sm_scale", options.sm_scale)
+    indexer_topk = check_indexer(options.indexer_topk, results.lse_indexer)
     check_empty_lse(options.empty_lse)
     q, out = operands.q, results.out
     address_alignment = alignment(address_of("q", q), 0 if out is None else address_of("out", out))
@@ -157,8 +164,18 @@ def check(operands: Operands, options: Options, results: Results) -> CallSpec:
         out=optional_spec("out", out),
         max_logits=optional_spec("max_logits", results.max_logits),
         lse=optional_spec("lse", results.lse),
+        lse_indexer=optional_spec("lse_indexer", results.lse_indexer),
+        indexer_topk=indexer_topk,
         address_alignment=address_alignment,
     )
+
+
+def check_indexer(indexer_topk: Any, lse_indexer: torch.Tensor | None) -> int:
+    """Return the indices that lse_indexer counts. ValueError unless they are a number, and not 0 with a tensor for the result."""
+    count = check_integer("indexer_topk", indexer_topk, 0)
+    if count == 0 and lse_indexer is not None:
+        raise ValueError("lse_indexer is given with indexer_topk 0; supported: with indexer_topk 1 to topk")
+    return count
 
 
 @lru_cache(maxsize=4096)
@@ -193,6 +210,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> SparsePrefillPlan:
             **named_strides("out", "batch token head", out_strides[:-1]),
             **named_strides("max_logits", "batch token head", output_strides("max_logits", call.max_logits, row_shape, torch.float32, q)),
             **named_strides("lse", "batch token head", output_strides("lse", call.lse, row_shape, torch.float32, q)),
+            **named_strides("lse_indexer", "batch token head", _lse_indexer_strides(call, row_shape, topk)),
             **named_strides("indices", "batch token", call.indices.stride[:-2]),
             **named_strides("kv", "batch row", kv_strides),
             "tokens": problem.tokens,
@@ -200,10 +218,17 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> SparsePrefillPlan:
             "h_q": h_q,
             "s_kv": s_kv,
             "topk": topk,
+            "indexer_topk": call.indexer_topk,
         },
         out_shape=out_shape,
         row_shape=row_shape,
     )
+
+
+def _lse_indexer_strides(call: CallSpec, shape: tuple[int, ...], topk: int) -> tuple[int, ...]:
+    """Return the strides of lse_indexer, 0 if it is not asked for. ValueError unless tensor and number of indices fit the call."""
+    check_integer("indexer_topk", call.indexer_topk, 0, topk)
+    return output_strides("lse_indexer", call.lse_indexer, shape, torch.float32, call.q) if call.indexer_topk else (0,) * len(shape)
 
 
 def _check_kv(call: CallSpec) -> tuple[int, tuple[int, int]]:

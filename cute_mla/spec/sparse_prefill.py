@@ -9,12 +9,13 @@ prologue and epilogue overlap with its neighbours. A token is numbered over the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
 from .arch import Arch
-from .dense_decode import MAX_ROW_ALIGNMENT, TILINGS, row_ctas
-from .mla import D_LATENT, D_QK, DTYPES, ELEMENT_BYTES
+from .dense_decode import MAX_ROW_ALIGNMENT, TILE_ROWS, TILINGS
+from .mla import D_LATENT, D_QK, DTYPES, ELEMENT_BYTES, ceil_div
 
 HEAD_DIMS = (D_QK, D_LATENT)  # columns of q and of a row of the latent
 MAX_GROUPS = (1 << 16) - 1  # groups of CTAs: what the third dimension of a grid can hold
@@ -33,6 +34,7 @@ class SparsePrefillArguments(NamedTuple):
     out: Pointer  # dtype [batch, s_q, h_q, 512]
     max_logits: Pointer  # fp32 [batch, s_q, h_q]: the greatest sm_scale * score of a row, -inf for a row that attends to nothing
     lse: Pointer  # fp32 [batch, s_q, h_q], natural log
+    lse_indexer: Pointer  # fp32 [batch, s_q, h_q], natural log: over the first indexer_topk indices of a token alone; null: not asked for
     # in elements
     q_stride_batch: Int64
     q_stride_token: Int64
@@ -46,6 +48,9 @@ class SparsePrefillArguments(NamedTuple):
     lse_stride_batch: Int64
     lse_stride_token: Int64
     lse_stride_head: Int64
+    lse_indexer_stride_batch: Int64
+    lse_indexer_stride_token: Int64
+    lse_indexer_stride_head: Int64
     indices_stride_batch: Int64
     indices_stride_token: Int64
     # in bytes, multiples of 16
@@ -58,6 +63,7 @@ class SparsePrefillArguments(NamedTuple):
     h_q: Int32
     s_kv: Int32  # rows of kv, or with kv_stride_batch of a request's
     topk: Int32
+    indexer_topk: Int32  # 1 .. topk; not read without lse_indexer
 
 
 PARAMS = params_of(SparsePrefillArguments)
@@ -68,7 +74,7 @@ class SparsePrefillConfig:
     """One compiled variant.
 
     dtype: element type of q, kv and out. d_qk: columns of a row, 576 or 512.
-    cluster: CTAs that share the gathered tiles (1 or 2). access_bytes: as in dense_decode.
+    cluster: CTAs that share the gathered tiles (1 or 2); on sm100, the CTAs along the heads. access_bytes: as in dense_decode.
     """
 
     dtype: str
@@ -102,12 +108,14 @@ class SparsePrefillProblem:
     @property
     def row_ctas(self) -> int:
         """CTAs along the heads of one query token."""
-        return row_ctas(self.arch, self.h_q)
+        return ceil_div(self.h_q, TILE_ROWS)
 
     @property
     def config(self) -> SparsePrefillConfig:
         """The variant that serves this problem."""
-        return SparsePrefillConfig(self.dtype, self.d_qk, *TILINGS[self.arch.name].shape(self.row_ctas, self.row_alignment))
+        tiling = TILINGS[self.arch.name]
+        cluster, access_bytes = tiling.shape(self.row_ctas, self.row_alignment)
+        return SparsePrefillConfig(self.dtype, self.d_qk, self.row_ctas if tiling.paired else cluster, access_bytes)
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return the CTAs along (heads, 1, tokens that run at the same time): as many as keep every SM busy with one CTA."""
@@ -116,5 +124,7 @@ class SparsePrefillProblem:
 
 def closed_variants(arch: Arch) -> tuple[SparsePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
-    shapes = TILINGS[arch.name].shapes
+    tiling = TILINGS[arch.name]
+    # where CTAs come in pairs, a kernel of its own has up to TILE_ROWS heads, for which the rows of a pair would be half empty
+    shapes = tuple(product((1, 2), (tiling.wide_bytes, ELEMENT_BYTES))) if tiling.paired else tiling.shapes
     return tuple(SparsePrefillConfig(dtype, d_qk, *shape) for dtype in DTYPES for d_qk in HEAD_DIMS for shape in shapes)

@@ -10,6 +10,12 @@ def pin_register(value: Int32) -> Int32:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[Int32(value)])
 
 
+def computed_with(value: Int32, varying: Int32) -> Int32:
+    """Return the first value through moves that take both: what follows from it is not computed before `varying` is, out of a loop."""
+    moves = "mov.b32 {$w0}, {$r1}; mov.b32 {$w0}, {$r0};"
+    return cute.arch.inline_ptx(moves, write_only_types=[Int32], read_only_args=[Int32(value), Int32(varying)])
+
+
 def pin_address(value: Int64) -> Int64:
     """Return the value through an opaque move, which stops the compiler from computing it later than here."""
     return cute.arch.inline_ptx("mov.b64 {$w0}, {$r0};", write_only_types=[Int64], read_only_args=[value])

@@ -86,6 +86,15 @@ def multiply(
     primitives.tcgen05_mma(product.kind, group, target, a, b, product.descriptor, accumulate, collector_op=keep_a)
 
 
+def multiply_stationary(accumulator: Int32, a: Any, b: Any, product: Product, accumulate: bool | Boolean) -> None:
+    """Issue D = A B, or += A B, as multiply does, of one CTA, with D of 64 rows in all lanes, at the rate of 128.
+
+    The lanes 64..127 have the same rows as 0..63, and the second half of the columns. columns: 64, 128 or 256.
+    """
+    target = primitives.make_tmem_ptr(accumulator, Int8)
+    primitives.tcgen05_mma_ws(product.kind, target, a, b, product.descriptor, accumulate)
+
+
 def a_in_tmem(address: Int32) -> Any:
     """Return an A operand in tensor memory: a row is a lane, 4 bytes a column, so a step of 32 bytes is 8 columns further."""
     return primitives.make_tmem_ptr(address, Int8)

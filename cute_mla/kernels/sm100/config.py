@@ -38,6 +38,8 @@ SUM_COLUMN = QUERY_COLUMN + 96  # sums of rounded P, behind 8-bit Q
 TMEM_COLUMNS = 512  # what is allocated: a power of two
 SCORE_COLUMN = TMEM_COLUMNS - TILE_KEYS
 
+HALF_LANES = 16  # of a warp's: where D has 64 rows and one CTA, it takes every other 16 lanes
+
 GROUP_WARPS = 4
 GROUP = 32 * GROUP_WARPS
 SCORE_WARP = 0
@@ -60,7 +62,8 @@ class Geometry:
 
     element_bytes: 2 (bf16, fp16) or 1 (e4m3). kv_stages: key tiles of the pipeline. score_groups: groups of score warps, which take
     tiles in turn; so many scores are in tensor memory, and S is so many tiles ahead of P V. score_parts: pieces of S, each of other
-    keys, that are computed, handed over and released one by one.
+    keys, that are computed, handed over and released one by one. paired: whether two CTAs multiply together, half of the columns each;
+    a CTA that works alone has them all, half of Q in each 16 of 32 lanes, and quarters of O (sparse_prefill/sm100_heads64.py).
     """
 
     element_bytes: int
@@ -68,6 +71,7 @@ class Geometry:
     score_groups: int
     score_parts: int
     latent: int = D_LATENT
+    paired: bool = True
 
     @staticmethod
     def of(dtype: type[cutlass.Numeric], latent: int = D_LATENT) -> Geometry:
@@ -83,6 +87,19 @@ class Geometry:
         The tensor cores add that sum up: P times a column of ones.
         """
         return self.element_bytes == 1
+
+    @property
+    def mma_cta(self) -> int | None:
+        """Return the CTA of a pair whose mma role waits for the others; None where each CTA has one of its own."""
+        return EVEN_CTA if self.paired else None
+
+    def query_row(self, thread: Int32) -> Int32:
+        """Return the row of Q in the lane of a thread of four warps."""
+        return thread % TILE_ROWS if self.paired else thread // 32 * HALF_LANES + thread % HALF_LANES
+
+    def query_half(self, thread: Int32) -> Int32:
+        """Return which half of the columns of Q the lane of a thread has."""
+        return thread // TILE_ROWS if self.paired else thread // HALF_LANES % 2
 
     @property
     def scores(self) -> int:

@@ -12,6 +12,7 @@ import cutlass
 from cutlass import Boolean, Int32, Uint16, cute
 
 from ...spec.split_plan import TILE_KEYS
+from ..attention.split_kv_scheduler import KeyTile
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import Array, Barriers, Field
 from .config import GROUP_WARPS, HALF_KEYS, Pipes
@@ -81,7 +82,7 @@ class SeenMask:
     waits: bool = True
 
     @cute.jit
-    def apply(self, operands: Any, pipes: IndexedPipes, rows: ScoreRows, left: Int32, tile: Int32):
+    def apply(self, operands: Any, pipes: IndexedPipes, rows: ScoreRows, keys: KeyTile, tile: Int32):
         """Set scores of keys that do not count to -inf."""
         if cutlass.const_expr(self.waits):
             pipes.seen_ready.consumer_wait(tile)
@@ -89,5 +90,5 @@ class SeenMask:
         if seen != ALL_SEEN:
             rows.mask_unseen(seen)
 
-    def clear_values(self, rows: ScoreRows, stage: Int32, left: Int32) -> None:
+    def clear_values(self, operands: Any, rows: ScoreRows, stage: Int32, keys: KeyTile) -> None:
         """Do nothing: keys that do not count are zeros."""

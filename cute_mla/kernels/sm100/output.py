@@ -17,7 +17,7 @@ from ..attention.split_kv_scheduler import WorkTile
 from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
 from ..primitives.elements import aligned, store_row
-from .config import EVEN_CTA, OUTPUT_COLUMN, SUM_COLUMN, VECTOR, Geometry, Pipes, Tiles
+from .config import OUTPUT_COLUMN, SUM_COLUMN, VECTOR, Geometry, Pipes, Tiles
 from .score import thread_and_lanes
 
 STORED_AT_ONCE = 32  # columns of O
@@ -86,15 +86,16 @@ class OutputRole:
                 tcgen05.store_columns(lanes + SUM_COLUMN, [total * alpha], Float32)
             tcgen05.await_stores()
         tcgen05.fence_before_signal()
-        pipes.output_ready.producer_commit(tile, cta=EVEN_CTA)
+        pipes.output_ready.producer_commit(tile, cta=self.geometry.mma_cta)
 
     @cute.jit
     def store_rows(self, operands: LatentOperands, req: Int32, work_tile: WorkTile, thread: Int32, lanes: Int32, weight: Float32):
         """Store half of the columns of the thread's row, from tensor memory to out or out_accum."""
         row = first_query_row() + thread % TILE_ROWS
-        stored = row < operands.rows()
+        rows = operands.row_range(req)
+        stored = rows.holds(row)
         column = (thread // TILE_ROWS) * self.geometry.cta_columns
-        out = operands.out_row(req, row) + column
+        out = rows.out_row(row) + column
         out_accum = operands.out_accum + (operands.accum_row(work_tile, row) * self.geometry.latent + column)
         for copy in cutlass.range_constexpr(self.geometry.cta_columns // STORED_AT_ONCE):
             first = copy * STORED_AT_ONCE

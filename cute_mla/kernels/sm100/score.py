@@ -21,16 +21,14 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
-from ...spec.split_plan import TILE_KEYS
 from ..attention.operands import LatentOperands, QueryOperands
 from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
-from ..attention.split_kv_scheduler import TileRange, WorkTile
+from ..attention.split_kv_scheduler import KeyTile, TileRange, WorkTile
 from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
 from ..primitives.elements import aligned, load_word, pack_word
 from .config import (
     CTA_ROPE,
-    EVEN_CTA,
     GROUP,
     GROUP_WARPS,
     HALF_KEYS,
@@ -83,7 +81,7 @@ class QueryLoader:
     def load(self, operands: QueryOperands, pipes: Pipes, req: Int32, thread: Int32, lanes: Int32) -> None:
         """Load Q of a work tile that has keys, once every score of the one before has been computed. Signal query_ready."""
         self.load_rows(operands, req, thread, lanes)
-        pipes.query_ready.producer_commit(Int32(0), cta=EVEN_CTA)
+        pipes.query_ready.producer_commit(Int32(0), cta=self.geometry.mma_cta)
 
     @cute.jit
     def load_rows(self, operands: QueryOperands, req: Int32, thread: Int32, lanes: Int32):
@@ -91,7 +89,7 @@ class QueryLoader:
 
         Rows past the last one repeat it; their results go nowhere.
         """
-        half = thread // TILE_ROWS
+        half = self.geometry.query_half(thread)
         source = self.source(operands, req, thread)
         for run in self.runs():
             first = run.first(half)
@@ -101,7 +99,7 @@ class QueryLoader:
 
     def fetch(self, operands: QueryOperands, req: Int32, thread: Int32) -> list[Int32]:
         """Start to load the thread's row of Q, as load_rows does. Return its words, for store."""
-        half = thread // TILE_ROWS
+        half = self.geometry.query_half(thread)
         source = self.source(operands, req, thread)
         return [word for run in self.runs() for word in self.load_words(source + run.first(half), run.words)]
 
@@ -113,12 +111,13 @@ class QueryLoader:
             first += run.words
         tcgen05.await_stores()
         tcgen05.fence_before_signal()
-        pipes.query_ready.producer_commit(Int32(0), cta=EVEN_CTA)
+        pipes.query_ready.producer_commit(Int32(0), cta=self.geometry.mma_cta)
 
     def source(self, operands: QueryOperands, req: Int32, thread: Int32) -> cute.Pointer:
         """Return element 0 of the thread's row."""
-        row = first_query_row() + thread % TILE_ROWS
-        return operands.q_row(req, cutlass.select_(row < operands.rows(), row, operands.rows() - 1))
+        row = first_query_row() + self.geometry.query_row(thread)
+        stored = operands.row_range(req)
+        return stored.q_row(stored.nearest(row))
 
     def runs(self) -> list[QueryRun]:
         """Return the columns that a thread loads."""
@@ -247,14 +246,15 @@ class ScoreRows:
         offset = ((sender * VECTORS + vector) * TILE_ROWS + self.row) * VECTOR
         return cute.make_tensor(aligned(self.tiles.sExchange + offset, 16), cute.make_layout(VECTOR))
 
-    def mask(self, limit: Int32) -> None:
-        """Set the scores of keys from `limit` on, counted within the tile, to -inf. Selects, so that NaN vanishes."""
-        geometry = self.tiles.geometry
-        own_limit = limit - self.half * geometry.run_keys
-        for i in range(HALF_KEYS):
-            part, place = divmod(i, geometry.run_keys)
-            key = part * geometry.part_keys + place  # counted from the thread's first one
-            self.rS[i] = cutlass.select_(own_limit <= key, -Float32.inf, self.rS[i])
+    def own_bits(self, words: list[Int32]) -> Int32:
+        """Return the bits of this thread's keys, in its order. words: bits of the keys 0..31 and 32..63 of a tile."""
+        run_keys = self.tiles.geometry.run_keys
+        if run_keys == HALF_KEYS:
+            return cutlass.select_(self.half == 0, words[0], words[1])
+        seen, run = Int32(0), (1 << run_keys) - 1
+        for part, word in enumerate(words):
+            seen = seen | (((word >> (self.half * run_keys)) & run) << (part * run_keys))
+        return seen
 
     def mask_unseen(self, seen: Int32) -> None:
         """Set the scores of keys whose bit is 0 to -inf, among the bits of this thread's keys."""
@@ -324,10 +324,10 @@ class ScoreRows:
 class KeyMask(Protocol):
     """The keys that count."""
 
-    def apply(self, operands: Any, pipes: Any, rows: ScoreRows, left: Int32, tile: Int32) -> None:
-        """Set scores of keys that do not count to -inf, in a tile `left` keys before the end."""
+    def apply(self, operands: Any, pipes: Any, rows: ScoreRows, keys: KeyTile, tile: Int32) -> None:
+        """Set scores of keys that do not count to -inf, in the tile-th tile of this CTA."""
 
-    def clear_values(self, rows: ScoreRows, stage: Int32, left: Int32) -> None:
+    def clear_values(self, operands: Any, rows: ScoreRows, stage: Int32, keys: KeyTile) -> None:
         """Make values of keys that do not count zeros, where they are not already: 0 times NaN is NaN."""
 
 
@@ -378,23 +378,23 @@ class ScoreRole:
         """Score the tiles of a work tile that are this thread's."""
         for t in cutlass.range(rows.begin(tile), tile_range.tiles, rows.tile_step, unroll=1):
             if cutlass.const_expr(self.validity is None):
-                self.score_tile(operands, pipes, rows, tile_range.keys - t * TILE_KEYS, tile + t)
+                self.score_tile(operands, pipes, rows, tile_range.tile(t), tile + t)
             else:
-                self.score_valid_tile(operands, pipes, rows, tile_range.keys - t * TILE_KEYS, tile + t)
+                self.score_valid_tile(operands, pipes, rows, tile_range.tile(t), tile + t)
         rows.conclude(pipes, tile + tile_range.tiles - 1)
 
     @cute.jit
-    def score_tile(self, operands: QueryOperands, pipes: Pipes, rows: ScoreRows, left: Int32, tile: Int32):
+    def score_tile(self, operands: QueryOperands, pipes: Pipes, rows: ScoreRows, keys: KeyTile, tile: Int32):
         """Turn S of one tile into P."""
         for part in range(self.geometry.score_parts):
             use = tile * self.geometry.score_parts + part
             pipes.scores_ready.consumer_wait(use)
             tcgen05.fence_after_wait()
             others = rows.take_partial_sums(part)
-            pipes.scores_free.consumer_release(use, cta=EVEN_CTA)
+            pipes.scores_free.consumer_release(use, cta=self.geometry.mma_cta)
             rows.send_partial_sums(part, others)
         rows.add_partial_sums()
-        self.mask.apply(operands, pipes, rows, left, tile)
+        self.mask.apply(operands, pipes, rows, keys, tile)
         alpha = rows.advance(pipes, tile)
         if rows.half == 0:
             (rows.tiles.sAlpha + ((tile % self.geometry.parities) * TILE_ROWS + rows.row)).store(alpha)
@@ -402,24 +402,24 @@ class ScoreRole:
         rows.exponentiate(alpha)
         stage = pipes.kv_ready.stage(tile)
         rows.store_probs(stage)
-        self.mask.clear_values(rows, stage, left)
+        self.mask.clear_values(operands, rows, stage, keys)
         cute.arch.fence_proxy("async.shared", space="cta")
-        pipes.probs_ready.producer_commit(tile, cta=EVEN_CTA)
+        pipes.probs_ready.producer_commit(tile, cta=self.geometry.mma_cta)
 
     @cute.jit
-    def score_valid_tile(self, operands: QueryOperands, pipes: Pipes, rows: ScoreRows, left: Int32, tile: Int32):
+    def score_valid_tile(self, operands: QueryOperands, pipes: Pipes, rows: ScoreRows, keys: KeyTile, tile: Int32):
         """Turn S of one tile into P, or pass the tile on if it has no keys."""
         self.validity.wait(pipes, tile)
         if self.validity.has_keys(pipes, tile):
-            self.score_tile(operands, pipes, rows, left, tile)
+            self.score_tile(operands, pipes, rows, keys, tile)
         else:
             for part in cutlass.range_constexpr(self.geometry.score_parts):
                 use = tile * self.geometry.score_parts + part
                 pipes.scores_ready.consumer_wait(use)
-                pipes.scores_free.consumer_release(use, cta=EVEN_CTA)
+                pipes.scores_free.consumer_release(use, cta=self.geometry.mma_cta)
             if rows.half == 0:
                 pipes.alpha_ready.producer_commit(tile)
-            pipes.probs_ready.producer_commit(tile, cta=EVEN_CTA)
+            pipes.probs_ready.producer_commit(tile, cta=self.geometry.mma_cta)
 
     @cute.jit
     def publish(self, operands: QueryOperands, pipes: Any, rows: ScoreRows, req: Int32, begin_tile: Int32) -> Float32:
@@ -427,11 +427,9 @@ class ScoreRole:
         total = rows.row_sum()
         if rows.publishes:
             empty = total == 0.0
-            # where P is summed up by the tensor cores, the output role divides by what they have
-            divisor = Float32(1) if self.geometry.sums_probs else total
             row, work_tile = first_query_row() + rows.row, partial(operands.schedule.work_tile, req, begin_tile)
             assert self.row_scale is not None
-            weight = self.row_scale.weight(operands, work_tile, row, divisor, rows.row_ref[0])
+            weight = self.row_scale.weight(operands, work_tile, row, total, rows.row_ref[0])
             (rows.tiles.sInverse + rows.row).store(cutlass.select_(empty, Float32(0), weight))
         return total
 
@@ -441,12 +439,13 @@ class ScoreRole:
         empty = total == 0.0
         row = first_query_row() + rows.row
         lse = rows.row_ref[0] + cute.math.log2(total, fastmath=True)
-        if rows.publishes and row < operands.rows():
+        stored = operands.row_range(req)
+        if rows.publishes and stored.holds(row):
             if cutlass.const_expr(work_tile.always_direct):
-                operands.lse_of(req, row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+                stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
             else:
                 if work_tile.direct:
-                    operands.lse_of(req, row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+                    stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
                 else:
                     target = operands.lse_accum + operands.accum_row(work_tile, row)
                     target.store(cutlass.select_(empty, -Float32.inf, lse))

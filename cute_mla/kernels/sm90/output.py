@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -17,7 +17,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..attention.operands import LatentOperands, QueryOperands
-from ..attention.split_kv_scheduler import WorkTile
+from ..attention.split_kv_scheduler import KeyTile, WorkTile
 from ..primitives.elements import aligned, pack_pair, store_pair
 from ..primitives.pipeline import PipelineState
 from ..primitives.wgmma import K_STEP, ROWS_PER_THREAD, RowPair, flat, fragment_row, half, tiled_mma
@@ -25,6 +25,16 @@ from .clear_rows import clear_rows
 from .config import STAGE_COLUMNS, Geometry, Pipes, Tiles, TileState
 from .score import TileValidity, query_row
 from .warpgroups import OUTPUT_BARRIER, OUTPUT_GROUPS, WARPGROUP
+
+
+class UnseenKeys(Protocol):
+    """The keys of a tile that no query token sees."""
+
+    def hides_values(self, keys: KeyTile) -> Boolean:
+        """Return whether a tile has such keys."""
+
+    def hole(self, keys: KeyTile) -> tuple[Int32, Int32]:
+        """Return those before the end, begin and end; further ones are those past the end."""
 
 
 @dataclass(frozen=True)
@@ -42,8 +52,8 @@ class OutputAccumulators:
     factors: RowPair
     accumulators: tuple[cute.Tensor, ...]
 
-    def add_tile(self, tiles: Any, pipes: Any, state: TileState, begun: Boolean, left: Int32, side: Int32) -> Boolean:
-        """Return O += P V of one tile, of which `left` keys remain in the request; O = P V unless O has begun.
+    def add_tile(self, tiles: Any, pipes: Any, state: TileState, begun: Boolean, keys: KeyTile, side: Int32) -> Boolean:
+        """Return O += P V of one tile; O = P V unless O has begun.
 
         Return whether O has begun now.
         """
@@ -107,19 +117,19 @@ class OutputAccumulators:
 class LatentOutput(OutputAccumulators):
     """O += P V of 16-bit operands, with V the transposed key tile.
 
-    cluster: CTAs that share the stages. clears_unused: whether keys come with whatever lies behind the last one. validity: None
+    cluster: CTAs that share the stages. unseen: tells of keys that no query token sees, where they come as they are. validity: None
     where every tile has keys.
     """
 
     geometry: Geometry
     cluster: int
-    clears_unused: bool
+    unseen: UnseenKeys | None
     validity: TileValidity | None
 
     @staticmethod
     def create(
         geometry: Geometry, dtype: type[cutlass.Numeric], cluster: int, tiles: Tiles, thread: Int32,
-        *, clears_unused: bool = False, validity: TileValidity | None = None,
+        *, unseen: UnseenKeys | None = None, validity: TileValidity | None = None,
     ) -> LatentOutput:  # fmt: skip
         """Partition the tiles for one thread of an output warpgroup."""
         mma = tiled_mma(dtype, STAGE_COLUMNS, warpgroup.OperandSource.SMEM, OperandMajorMode.MN)
@@ -137,18 +147,18 @@ class LatentOutput(OutputAccumulators):
             accumulators=tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(geometry.output_chunks)),
             geometry=geometry,
             cluster=cluster,
-            clears_unused=clears_unused,
+            unseen=unseen,
             validity=validity,
         )
 
     @cute.jit
-    def add_tile(self, tiles: Tiles, pipes: Pipes, state: TileState, begun: Boolean, left: Int32, side: Int32) -> Boolean:
+    def add_tile(self, tiles: Tiles, pipes: Pipes, state: TileState, begun: Boolean, keys: KeyTile, side: Int32) -> Boolean:
         """Return O += P V of one tile. Wait probs_ready, right_turn. Signal kv_free, rope_free, right_turn."""
         # the score role has waited for the keys before it made P
         pipes.probs_ready.consumer_wait(state.rope)
         if cutlass.const_expr(self.validity is not None):
             if self.validity.has_keys(tiles, state.rope.stage):
-                self.add_values(tiles, pipes, state, begun, left, side)
+                self.add_values(tiles, pipes, state, begun, keys, side)
                 begun = Boolean(True)
             else:
                 if cutlass.const_expr(self.geometry.takes_turns) and side == 0:
@@ -156,7 +166,7 @@ class LatentOutput(OutputAccumulators):
                 for stage in self.stages(pipes, state):
                     pipes.kv_free.consumer_release_in_cluster(stage, self.cluster)
         else:
-            self.add_values(tiles, pipes, state, begun, left, side)
+            self.add_values(tiles, pipes, state, begun, keys, side)
             begun = Boolean(True)
         if cutlass.const_expr(self.geometry.frees_rope):
             pipes.rope_free.consumer_release_in_cluster(state.rope, self.cluster)
@@ -171,14 +181,14 @@ class LatentOutput(OutputAccumulators):
         return [state.kv, barriers.advance_in_tile(state.kv, 0) if to_next == 1 else barriers.advance_by(state.kv, to_next)]
 
     @cute.jit
-    def add_values(self, tiles: Tiles, pipes: Pipes, state: TileState, begun: Boolean, left: Int32, side: Int32):
+    def add_values(self, tiles: Tiles, pipes: Pipes, state: TileState, begun: Boolean, keys: KeyTile, side: Int32):
         """Add P V of a tile whose keys and probabilities have come to O, or O = P V. Signal kv_free."""
         stages = self.stages(pipes, state)
         alpha = self.factors.load(state.rope.stage)
         if cute.arch.vote_any_sync(begun & ((alpha[0] != 1.0) | (alpha[1] != 1.0))):
             self.scale(alpha)
-        if cutlass.const_expr(self.clears_unused):
-            self.clear_unused(tiles, stages, left, side)
+        if cutlass.const_expr(self.unseen is not None):
+            self.clear_unseen(tiles, stages, keys, side)
         if cutlass.const_expr(self.geometry.takes_turns) and side == 1:
             pipes.right_turn.consumer_wait(state.rope)
         warpgroup.fence()
@@ -191,11 +201,11 @@ class LatentOutput(OutputAccumulators):
             pipes.kv_free.consumer_release_in_cluster(stages[chunk], self.cluster)
 
     @cute.jit
-    def clear_unused(self, tiles: Tiles, stages: list[PipelineState], left: Int32, side: Int32):
-        """Zero the rows of V behind the last key: P is 0 there, but 0 times a NaN of an unused row is NaN."""
-        if left < TILE_KEYS:
+    def clear_unseen(self, tiles: Tiles, stages: list[PipelineState], keys: KeyTile, side: Int32):
+        """Zero the rows of V of keys that no query token sees: P is 0 there, but 0 times a NaN of an unused row is NaN."""
+        if self.unseen.hides_values(keys):
             for stage in stages:
-                clear_rows(tiles.sKv, stage.stage, left, self.thread)
+                clear_rows(tiles.sKv, stage.stage, keys.left, self.thread, hole=self.unseen.hole(keys))
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER + side, number_of_threads=WARPGROUP)
 
@@ -239,7 +249,7 @@ class OutputRole:
             tile_range = schedule.tile_range(req, begin_tile)
             begun = Boolean(False)
             for t in cutlass.range(tile_range.tiles, unroll=1):
-                begun = gemm.add_tile(tiles, pipes, state, begun, tile_range.keys - t * TILE_KEYS, side)
+                begun = gemm.add_tile(tiles, pipes, state, begun, tile_range.tile(t), side)
                 state = pipes.next_tile(state)
             weights = gemm.row_weights(operands, tiles, pipes, done, begun)
             gemm.clear_weightless(weights)
@@ -250,27 +260,31 @@ class OutputRole:
                 if work_tile.direct:
                     self.store_out(operands, gemm, weights, req, side)
                 else:
-                    self.store_accum(operands, gemm, weights, work_tile, side)
+                    self.store_accum(operands, gemm, weights, req, work_tile, side)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
 
     @cute.jit
     def store_out(self, operands: QueryOperands, gemm: OutputAccumulators, weights: list[Float32], req: Int32, side: Int32):
         """Store registers straight to out: the quad writes 16 contiguous bytes of a row."""
+        stored = operands.row_range(req)
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             row = query_row(gemm.thread, row_half)
-            if row < operands.rows():
-                target = operands.out_row(req, row) + (side * self.columns + gemm.lane_column())
+            if stored.holds(row):
+                target = stored.out_row(row) + (side * self.columns + gemm.lane_column())
                 for pair in cutlass.range_constexpr(self.columns // 8):
                     low, high = gemm.pair(pair, row_half, weights[row_half])
                     store_pair(target + gemm.pair_column(pair), pack_pair(low, high, self.dtype), self.pairs)
 
     @cute.jit
-    def store_accum(self, operands: LatentOperands, gemm: OutputAccumulators, weights: list[Float32], work_tile: WorkTile, side: Int32):
+    def store_accum(
+        self, operands: LatentOperands, gemm: OutputAccumulators, weights: list[Float32], req: Int32, work_tile: WorkTile, side: Int32
+    ):
         """Store fp32 rows of the split accumulators, 32 contiguous bytes per quad."""
+        stored = operands.row_range(req)
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             row = query_row(gemm.thread, row_half)
-            if row < operands.rows():
+            if stored.holds(row):
                 target = operands.out_accum + operands.accum_row(work_tile, row) * self.d_v
                 target = aligned(target + (side * self.columns + gemm.lane_column()), 8)
                 for pair in cutlass.range_constexpr(self.columns // 8):

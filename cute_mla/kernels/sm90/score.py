@@ -17,9 +17,10 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 from ...spec.split_plan import TILE_KEYS
 from ..attention.operands import LatentOperands, QueryOperands
 from ..attention.softmax import LN2, OnlineSoftmax, RowScale
-from ..attention.split_kv_scheduler import TileRange, WorkTile
+from ..attention.split_kv_scheduler import KeyTile, TileRange, WorkTile
 from ..attention.tiles import BOX_COLUMNS, first_query_row
 from ..primitives.elements import load_pair
+from ..primitives.matrix_store import BOX_ROW_BYTES, store_groups, writer_address
 from ..primitives.pipeline import arrive, barrier_at
 from ..primitives.registers import pin_register
 from ..primitives.wgmma import (
@@ -35,7 +36,6 @@ from ..primitives.wgmma import (
     tiled_mma,
 )
 from .config import BOX_BYTES, STAGE_COLUMNS, STEPS_PER_BOX, Geometry, Pipes, Tiles, TileState
-from .matrix_store import BOX_ROW_BYTES, store_groups, writer_address
 from .warpgroups import SCORE_BARRIER, WARPGROUP
 
 NO_BARRIER = 0  # address of a barrier that does not exist
@@ -46,8 +46,8 @@ STEPS_PER_STAGE = STAGE_COLUMNS // K_STEP
 class KeyMask(Protocol):
     """The keys that a row sees."""
 
-    def apply(self, operands: Any, tiles: Any, scores: TileScores, state: TileState, left: Int32) -> None:
-        """Set the scores of keys that a row does not see to -inf. left: keys of the request from the tile on."""
+    def apply(self, operands: Any, tiles: Any, scores: TileScores, state: TileState, keys: KeyTile) -> None:
+        """Set the scores of keys that a row does not see to -inf."""
 
 
 class TileValidity(Protocol):
@@ -149,11 +149,10 @@ class LatentScores:
     @cute.jit
     def load_queries(self, operands: QueryOperands, req: Int32):
         """Load Q of a work tile: the first column tiles to registers, the others through registers to smem."""
-        rows = []
+        rows, stored = [], operands.row_range(req)
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            row = query_row(self.thread, row_half)
-            row = cutlass.select_(row < operands.rows(), row, operands.rows() - 1)
-            rows.append(operands.q_row(req, row) + 2 * (self.thread % 4))
+            row = stored.nearest(query_row(self.thread, row_half))
+            rows.append(stored.q_row(row) + 2 * (self.thread % 4))
         for tile in cutlass.range_constexpr(self.geometry.q_tiles):
             rQ = self.query_tile(tile)
             for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
@@ -266,16 +265,14 @@ class ScoreRole:
     """One warpgroup.
 
     partition: the products of one thread, from tiles and thread. new_softmax: the state of a thread's rows, from the factor of the
-    scores. publishes_weights: whether this role hands the factors of rows of O to the output role, which else knows them. validity:
-    None where every tile has keys. writes_max_logits: whether the greatest logit of every row is a result too. reads_ahead: whether
-    another role brings Q, of which part is taken before the rows of the work tile before are finished.
+    scores. validity: None where every tile has keys. writes_max_logits: whether the greatest logit of every row is a result too.
+    reads_ahead: whether another role brings Q, of which part is taken before the rows of the work tile before are finished.
     """
 
     partition: Callable[[Any, Int32], TileScores]
     mask: KeyMask
     row_scale: RowScale
     new_softmax: Callable[[Float32], OnlineSoftmax] = OnlineSoftmax.create
-    publishes_weights: bool = True
     validity: TileValidity | None = None
     writes_max_logits: bool = False
     reads_ahead: bool = False
@@ -291,7 +288,7 @@ class ScoreRole:
         softmax = self.new_softmax(self.row_scale.score_scale(operands))
         while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)
-            softmax.reset()
+            self.begin_rows(operands, softmax, tile_range)
             if tile_range.tiles > 0:
                 gemm.load_queries(operands, req)
                 self.score_tiles(operands, tiles, pipes, gemm, softmax, tile_range, tile)
@@ -299,13 +296,22 @@ class ScoreRole:
             work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
             if cutlass.const_expr(self.reads_ahead):
                 self.read_ahead(operands, gemm, work_tile, last)
-            if cutlass.const_expr(self.publishes_weights):
-                pipes.stats_free.producer_acquire(done)
+            pipes.stats_free.producer_acquire(done)
             self.finish_rows(operands, tiles, req, work_tile, softmax, thread)
-            if cutlass.const_expr(self.publishes_weights):
-                pipes.stats_ready.producer_commit(done)
+            pipes.stats_ready.producer_commit(done)
+            self.end_rows(operands, req, softmax, thread)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
+
+    def begin_rows(self, operands: QueryOperands, softmax: OnlineSoftmax, tile_range: TileRange) -> None:
+        """Begin the rows of a work tile."""
+        softmax.reset()
+
+    def watch_tile(self, softmax: OnlineSoftmax, gemm: TileScores, left: Int32) -> None:
+        """Look at the scores of a tile that are to be added to the softmax. left: keys of the work tile from this tile on."""
+
+    def end_rows(self, operands: QueryOperands, req: Int32, softmax: OnlineSoftmax, thread: Int32) -> None:
+        """Write further results of the rows of a work tile, which the output role need not wait for."""
 
     @cute.jit
     def score_tiles(
@@ -339,14 +345,14 @@ class ScoreRole:
                 self.validity.wait(pipes, state)
                 if self.validity.has_keys(tiles, state.rope.stage):
                     self.multiply_tile(pipes, gemm, state, deferred_barrier, last)
-                    self.softmax_step(operands, tiles, pipes, gemm, softmax, state, tile_range.keys - t * TILE_KEYS)
+                    self.softmax_step(operands, tiles, pipes, gemm, softmax, state, tile_range.tile(t))
                     deferred_barrier = gemm.probs_barrier(pipes, state).toint()
                 else:
                     self.skip_tile(pipes, gemm, state, deferred_barrier, last)
                     deferred_barrier = Int32(NO_BARRIER)
             else:
                 self.multiply_tile(pipes, gemm, state, deferred_barrier, last)
-                self.softmax_step(operands, tiles, pipes, gemm, softmax, state, tile_range.keys - t * TILE_KEYS)
+                self.softmax_step(operands, tiles, pipes, gemm, softmax, state, tile_range.tile(t))
                 deferred_barrier = gemm.probs_barrier(pipes, state).toint()
         if deferred_barrier != NO_BARRIER:
             arrive(barrier_at(deferred_barrier))
@@ -372,10 +378,11 @@ class ScoreRole:
 
     @cute.jit
     def softmax_step(
-        self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, gemm: TileScores, softmax: OnlineSoftmax, state: TileState, left: Int32
+        self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, gemm: TileScores, softmax: OnlineSoftmax, state: TileState, keys: KeyTile
     ):
         """Turn S of one tile into P, in shared memory with its rescale factors. Not handed over yet."""
-        self.mask.apply(operands, tiles, gemm, state, left)
+        self.mask.apply(operands, tiles, gemm, state, keys)
+        self.watch_tile(softmax, gemm, keys.left)
         alpha = softmax.add_tile(gemm.scores)
         gemm.store_probs(pipes, state, alpha)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -396,22 +403,22 @@ class ScoreRole:
     @cute.jit
     def finish_rows(self, operands: LatentOperands, tiles: Tiles, req: Int32, work_tile: WorkTile, softmax: OnlineSoftmax, thread: Int32):
         """Publish the factor of each row of O and write lse: natural log if the work tile is the whole request, else base 2."""
+        stored = operands.row_range(req)
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             total = softmax.row_sum(row_half)
             empty = total == 0.0
             row = query_row(thread, row_half)
             lse = softmax.row_ref[row_half] + cute.math.log2(total, fastmath=True)
             if thread % 4 == 0:
-                if cutlass.const_expr(self.publishes_weights):
-                    weight = self.row_scale.weight(operands, lambda: work_tile, row, total, softmax.row_ref[row_half])
-                    inverse = cutlass.select_(empty, Float32(0), weight)
-                    tiles.sInverse[fragment_row(thread, row_half)] = inverse
-                if row < operands.rows():
+                weight = self.row_scale.weight(operands, lambda: work_tile, row, total, softmax.row_ref[row_half])
+                inverse = cutlass.select_(empty, Float32(0), weight)
+                tiles.sInverse[fragment_row(thread, row_half)] = inverse
+                if stored.holds(row):
                     if cutlass.const_expr(work_tile.always_direct):
-                        operands.lse_of(req, row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+                        stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
                     else:
                         if work_tile.direct:
-                            target = operands.lse_of(req, row)
+                            target = stored.lse_of(row)
                             target.store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
                         else:
                             target = operands.lse_accum + operands.accum_row(work_tile, row)

@@ -20,11 +20,11 @@ from cutlass.experimental import primitives
 from ...spec.dense_decode import TILE_ROWS
 from ..attention.tiles import BOX_COLUMNS, first_query_row
 from ..primitives.integers import smaller
+from ..primitives.matrix_store import load_groups
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import Barriers, Field, fields_of
 from .config import BOX_BYTES, STAGE_COLUMNS, STEPS_PER_BOX, Geometry, Tiles
 from .gather_split import CHUNK, ROW_BYTES
-from .matrix_store import load_groups
 from .row_copy import LANES_PER_KEY, SWIZZLE_KEYS, arrive_landed
 from .score import LatentScores
 from .warpgroups import WARPS_PER_GROUP

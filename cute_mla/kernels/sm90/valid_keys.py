@@ -8,7 +8,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.split_plan import TILE_KEYS
-from ..primitives.wgmma import flat, fragment_column
+from ..attention.split_kv_scheduler import KeyTile
+from ..primitives.wgmma import flat, fragment_column, half
 from .config import VALID_BYTES, Tiles, TileState
 from .score import TileScores
 
@@ -31,18 +32,22 @@ class AbsentKeyMask:
     """Mask of keys that are not present, the same for all rows of a CTA."""
 
     @cute.jit
-    def apply(self, operands: Any, tiles: Tiles, scores: TileScores, state: TileState, left: Int32):
+    def apply(self, operands: Any, tiles: Tiles, scores: TileScores, state: TileState, keys: KeyTile):
         """Set the scores of absent keys to -inf."""
         low, high = valid_words(tiles, state.rope.stage)
         if (low & high) != ALL_VALID:
-            mask_absent(scores.scores, scores.thread, low, high)
+            mask_absent(scores.scores, scores.thread, {0: low, 1: high})
 
 
-def mask_absent(scores: cute.Tensor, thread: Int32, low: Int32, high: Int32) -> None:
-    """Set the scores of keys 0..31, 32..63 whose bit is 0 to -inf. Selects, so that NaN vanishes."""
+def mask_absent(scores: cute.Tensor, thread: Int32, words: dict[int, Int32], row_half: int | None = None) -> None:
+    """Set the scores of keys whose bit is 0 to -inf. Selects, so that NaN vanishes.
+
+    words: bits of the keys 0..31, word 0, or 32..63, word 1, or of both. row_half: one of the thread's rows; None: both.
+    """
     rS = flat(scores)
-    halves = (low >> fragment_column(thread, 0), high >> fragment_column(thread, 0))
+    shifted = {number: word >> fragment_column(thread, 0) for number, word in words.items()}
     for i in range(cute.size(rS)):
-        half_of_tile, bit = divmod(fragment_column(0, i), TILE_KEYS // 2)
-        absent = (halves[half_of_tile] & Int32(1 << bit)) == 0
-        rS[i] = cutlass.select_(absent, -Float32.inf, rS[i])
+        number, bit = divmod(fragment_column(0, i), TILE_KEYS // 2)
+        if number in shifted and row_half in (None, half(i)):
+            absent = (shifted[number] & Int32(1 << bit)) == 0
+            rS[i] = cutlass.select_(absent, -Float32.inf, rS[i])

@@ -35,3 +35,9 @@ class SparsePrefillAbi:
         """Return the arguments by meaning."""
         latent = Latent(args.kv, args.kv_offsets, args.kv_stride_batch, args.kv_stride_row, args.s_kv)
         return Operands(args, latent, TokenSchedule(args.topk_length, args.topk, args.tokens))
+
+
+class Sm100Abi(SparsePrefillAbi):
+    """The arguments of one variant."""
+
+    min_blocks_per_sm = 1  # unless told that there is a CTA a multiprocessor, ptxas ignores setmaxnreg on Blackwell (C7508)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillArguments
 from ..attention.token_scheduler import TokenSchedule
+from ..attention.units import RowRange
 from ..primitives.integers import clip, larger
 from ..primitives.nullable import load_or
 
@@ -99,6 +100,10 @@ class Operands:
         """Return the number of query rows that share this CTA's keys: the heads of one query token."""
         return self.args.h_q
 
+    def row_range(self, req: Int32) -> RowRange:
+        """Return all query rows."""
+        return RowRange(self, req, self.rows())
+
     def q_row(self, token: Int32, row: Int32) -> cute.Pointer:
         """Return element 0 of a query row."""
         return self.args.q + self._offset((self.args.q_stride_batch, self.args.q_stride_token, self.args.q_stride_head), token, row)
@@ -121,6 +126,15 @@ class Operands:
         """Return the lse of a query row."""
         strides = (self.args.lse_stride_batch, self.args.lse_stride_token, self.args.lse_stride_head)
         return self.args.lse + self._offset(strides, token, row)
+
+    def asks_lse_indexer(self) -> Boolean:
+        """Return whether the lse of a token's first indexer_topk indices is a result too."""
+        return self.args.lse_indexer.toint() != 0
+
+    def lse_indexer_of(self, token: Int32, row: Int32) -> cute.Pointer:
+        """Return the lse of a query row over the first indexer_topk indices."""
+        strides = (self.args.lse_indexer_stride_batch, self.args.lse_indexer_stride_token, self.args.lse_indexer_stride_head)
+        return self.args.lse_indexer + self._offset(strides, token, row)
 
     def index_list(self, token: Int32) -> IndexList:
         """Return the indices of a query token."""

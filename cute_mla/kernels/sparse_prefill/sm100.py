@@ -24,22 +24,19 @@ token has no tiles, Q is loaded later and S follows P V.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from cutlass import Boolean, Int32, cute
+from cutlass import Int32, cute
 
 from ...spec.arch import Arch
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillConfig
-from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
-from ..sm100.config import EVEN_CTA, HALF_KEYS, SIXTEEN_BIT_PARTS, TMEM_COLUMNS, VECTOR, Tiles
+from ..sm100.config import EVEN_CTA, SIXTEEN_BIT_PARTS, TMEM_COLUMNS, VECTOR, Tiles
 from ..sm100.indexed_keys import SeenBits, SeenMask, SeenTiles
 from ..sm100.mma import MmaRole, PairGemm
 from ..sm100.output import OutputRole
 from ..sm100.pair import begin, end, initialise
-from ..sm100.row_copy import WARP_KEYS, CopiedTile, LaneKeys, WarpRows, copy_runs, latent_columns, rope_columns
+from ..sm100.row_copy import latent_columns, rope_columns
 from ..sm100.row_producer import (
     KV_ARRIVALS,
     MMA_WARP,
@@ -50,20 +47,16 @@ from ..sm100.row_producer import (
     role_table,
 )
 from ..sm100.score import NAMED_BARRIERS, QueryLoader
-from .abi import SparsePrefillAbi
-from .operands import IndexList, Operands
+from . import sm100_heads64
+from .abi import Sm100Abi
+from .operands import Operands
+from .sm100_keys import SkippingTile, TokenRows
 from .sm100_output import TokenOutputRole, TokenQueries
 from .sm100_score import TokenPipes, TokenScoreRole
 
 # more than the shared ones for output, which holds a row of Q
 SCORE_REGISTERS, OUTPUT_REGISTERS, PRODUCER_REGISTERS, MMA_REGISTERS = 128, 240, 96, 48
 assert SCORE_REGISTERS + OUTPUT_REGISTERS + PRODUCER_REGISTERS + MMA_REGISTERS <= 512, "of a lane in four warps"
-
-
-class Sm100Abi(SparsePrefillAbi):
-    """The arguments of one variant."""
-
-    min_blocks_per_sm = 1  # unless told that there is a CTA a multiprocessor, ptxas ignores setmaxnreg on Blackwell (C7508)
 
 
 class SparsePrefillSm100(AttentionKernel):
@@ -114,52 +107,10 @@ class SparsePrefillSm100(AttentionKernel):
         return SkippingTile(runs if self.has_rope else runs[:1])
 
 
-@dataclass(frozen=True)
-class TileKeys(LaneKeys):
-    """The keys of a warp, and which of the tile's count.
-
-    Lane l has the l-th key from the warp's first one on, and the one 32 keys from it. other: the second one counts.
-    """
-
-    other: Boolean
-
-    def any_seen(self) -> Boolean:
-        """Return whether a key of the tile counts."""
-        return (cute.arch.vote_ballot_sync(self.row != 0) | cute.arch.vote_ballot_sync(self.other)) != 0
-
-
-class SkippingTile(CopiedTile):
-    """Copies of a tile's columns, of tiles that have keys."""
-
-    @cute.jit
-    def copy(self, rows: WarpRows, keys: TileKeys):
-        """Start the copies of a tile that has keys."""
-        if keys.any_seen():
-            copy_runs(self.runs, rows, keys)
-
-
-class TokenRows:
-    """The rows that the indices of a query token name."""
-
-    def key_list(self, operands: Operands, req: Int32) -> IndexList:
-        """Return the indices of a token."""
-        return operands.index_list(req)
-
-    def first_key(self, begin_tile: Int32, warp: Int32) -> Int32:
-        """Return the position of the lane's key: the tile's keys in turn, from the warp's first one on."""
-        return begin_tile * TILE_KEYS + (warp * WARP_KEYS + cute.arch.lane_idx()) % TILE_KEYS
-
-    def look_up(self, keys: IndexList, position: Int32) -> tuple[Int32, Int32]:
-        """Return the indices at the lane's position, and 32 positions from it within the tile: a warp looks at all 64."""
-        return keys.look_up(position), keys.look_up(position ^ HALF_KEYS)
-
-    def locate(self, operands: Operands, keys: IndexList, found: tuple[Int32, Int32], position: Int32) -> TileKeys:
-        """Return the row of the first index, and whether the second one names any."""
-        return TileKeys(keys.row_address(found[0]), found[1] >= 0)
-
-
 def build(config: SparsePrefillConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
+    if config.cluster == 1:
+        return sm100_heads64.build(config, arch)
     kernel = SparsePrefillSm100(config, arch)
     return kernel.definition(
         smem_bytes=kernel.smem.nbytes,

@@ -17,12 +17,12 @@ from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
 from ..primitives.elements import pack_pair, store_packed_row
 from ..primitives.integers import smaller
-from ..sm100.config import CTA_COLUMNS, CTA_ROPE, EVEN_CTA, OUTPUT_COLUMN, Tiles
+from ..sm100.config import CHUNK_COLUMNS, CTA_COLUMNS, CTA_ROPE, OUTPUT_COLUMN, Tiles
 from ..sm100.indexed_keys import SeenTiles
 from ..sm100.output import OutputRole
 from ..sm100.score import QueryLoader, thread_and_lanes
 from .operands import Operands
-from .sm100_score import RowResult, TokenPipes
+from .sm100_score import RowResult, TokenPipes, store_lse_indexer
 
 LINE_ELEMENTS = 128 // ELEMENT_BYTES  # of a cache line
 READ_AT_ONCE = 64  # columns of O
@@ -59,9 +59,9 @@ class TokenQueries:
     @cute.jit
     def hint(self, operands: Operands, token: Int32, thread: Int32):
         """Ask L2 for Q of a token, if there is one."""
-        row = first_query_row() + thread % TILE_ROWS
+        row = first_query_row() + self.loader.geometry.query_row(thread)
         if token <= operands.schedule.last_request() and row < operands.rows():
-            half = thread // TILE_ROWS
+            half = self.loader.geometry.query_half(thread)
             source = operands.q_row(token, row)
             for line in range(CTA_COLUMNS // LINE_ELEMENTS):
                 primitives.prefetch_l2((source + (half * CTA_COLUMNS + line * LINE_ELEMENTS)).raw_ptr())
@@ -100,7 +100,7 @@ class TokenOutputRole:
     def run(self, operands: Operands, tiles: Tiles, pipes: TokenPipes, tmem: Int32):
         """Wait seen_ready, scores_ready, alpha_ready, kv_free, stats_ready. Signal query_ready, output_ready, stats_free.
 
-        Write out, lse and max_logits.
+        Write out, lse, max_logits and lse_indexer.
         """
         schedule = operands.schedule
         thread, lanes = thread_and_lanes(tmem)
@@ -131,6 +131,7 @@ class TokenOutputRole:
                 self.queries.hint(operands, schedule.work_tile(following, Int32(0)).next_req, thread)
             pipes.stats_ready.consumer_wait(done)
             result = RowResult.take(pipes, thread)
+            store_lse_indexer(operands, pipes, token, thread)
             pipes.stats_free.consumer_release(done)
             weight = result.weight(operands, token, thread)
             result.store(operands, token, thread)
@@ -156,7 +157,7 @@ class TokenOutputRole:
             self.output.scale_output(tiles, pipes, tile, thread, lanes, begun)
         else:
             pipes.alpha_ready.consumer_wait(tile)
-            pipes.output_ready.producer_commit(tile, cta=EVEN_CTA)
+            pipes.output_ready.producer_commit(tile, cta=self.output.geometry.mma_cta)
         return begun | filled
 
     @cute.jit
@@ -171,7 +172,7 @@ class TokenOutputRole:
             begun = self.validity.has_keys(pipes, tile)
             pipes.alpha_ready.consumer_wait(tile)
             tcgen05.fence_before_signal()
-            pipes.output_ready.producer_commit(tile, cta=EVEN_CTA)
+            pipes.output_ready.producer_commit(tile, cta=self.output.geometry.mma_cta)
         return begun
 
     def read_output(self, lanes: Int32, weight: Float32) -> list[Int32]:
@@ -190,4 +191,12 @@ class TokenOutputRole:
         """Store the thread's 256 columns of a row of out."""
         row = first_query_row() + thread % TILE_ROWS
         if row < operands.rows():
-            store_packed_row(operands.out_row(token, row) + (thread // TILE_ROWS) * CTA_COLUMNS, words, self.vectors)
+            out = operands.out_row(token, row)
+            if cutlass.const_expr(self.output.geometry.paired):
+                store_packed_row(out + (thread // TILE_ROWS) * CTA_COLUMNS, words, self.vectors)
+            else:
+                # a lane has every other 128 columns
+                out = out + (thread // TILE_ROWS) * CHUNK_COLUMNS
+                for chunk in cutlass.range_constexpr(CTA_COLUMNS // CHUNK_COLUMNS):
+                    run = words[chunk * CHUNK_COLUMNS // 2 : (chunk + 1) * CHUNK_COLUMNS // 2]
+                    store_packed_row(out + chunk * CTA_COLUMNS, run, self.vectors)

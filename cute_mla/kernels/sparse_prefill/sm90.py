@@ -11,7 +11,7 @@ Roles (512 threads):
   copy     warps 0, 1: cp.async of rows to the stages
   courier  warp 2: hands over stages that have landed, of a pair to the peer as well
   scout    warp 3: indices, checks, which keys are there; Q of the next token to L2, and to shared memory
-  score    warpgroup 1: S = Q K^T, softmax, P to shared memory, lse, the greatest logit; the sink
+  score    warpgroup 1: S = Q K^T, softmax, P to shared memory, lse, the greatest logit, lse of the first indices; the sink
   output   warpgroups 2, 3
 
 Score and output are the decode kernels': dense_decode/sm90.py describes tiles, their pipelines and the trick. In front of them
@@ -65,12 +65,13 @@ from ..sm90.config import (
 from ..sm90.gather_split import HALF_BYTES, HALF_KEYS, HALVES, halves_of_cta, hand_over, peer_shift
 from ..sm90.output import LatentOutput, OutputRole
 from ..sm90.row_copy import COPY_WARPS, COURIER_WARP, GATHER_ROLES, CopyLane, CopyPipes, TileRows, arrive_landed
-from ..sm90.score import LatentScores, ScoreRole
+from ..sm90.score import LatentScores
 from ..sm90.staged_queries import QueryBarriers, QueryLoader, StagedScores
 from ..sm90.valid_keys import AbsentKeyMask, has_keys
 from ..sm90.warpgroups import THREADS, WARPGROUP, group_of, named_barriers, role_table, set_registers, sync_start
 from .abi import SparsePrefillAbi
 from .operands import IndexList, Operands
+from .sm90_score import IndexerRows, TokenScoreRole
 from .sm90_walk import Cursor, first_tile, for_each_tile, next_tile
 
 ROPE_STAGES = 3
@@ -111,7 +112,7 @@ class SparsePrefillSm90(AttentionKernel):
         self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
         self.geometry = geometry_of(config.d_qk, self.pairs)
         queries = QueryBarriers.fields() if self.pairs else ()
-        self.smem = self.geometry.smem(self.dtype, *CopyPipes.fields(self.geometry), *queries)
+        self.smem = self.geometry.smem(self.dtype, *CopyPipes.fields(self.geometry), *queries, *IndexerRows.fields())
 
     @cute.jit
     def run(self, operands: Operands):
@@ -144,9 +145,10 @@ class SparsePrefillSm90(AttentionKernel):
             set_registers(geometry.score_registers)
             scores = self.new_scores(memory)
             softmax = partial(OnlineSoftmax.create, keeps_maximum=True)
-            score = ScoreRole(
-                scores, AbsentKeyMask(), SinkScale(), softmax, validity=ScoutedTiles(), writes_max_logits=True, reads_ahead=self.pairs
-            )
+            score = TokenScoreRole(
+                scores, AbsentKeyMask(), SinkScale(), softmax, validity=ScoutedTiles(), writes_max_logits=True, reads_ahead=self.pairs,
+                indexer=IndexerRows.create(memory),
+            )  # fmt: skip
             score.run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)

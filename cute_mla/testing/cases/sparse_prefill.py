@@ -62,6 +62,7 @@ class SparsePrefillCase(BatchedCase):
     kv_layout: "padded_rows": rows further apart than their length; "layers": one layer of several that lie side by side;
         "far": the last eighth of the rows lies FAR_ELEMENTS or more from the first.
     indices: as in draw_key_positions, with the values of invalid_indices. index_layout: as in lay_out_indices. sinks: as in draw_sinks.
+    indexer_topk: the first indices, of which lse_indexer is asked for; 0: it is not.
     """
 
     op: ClassVar[str] = "sparse_prefill"
@@ -73,6 +74,7 @@ class SparsePrefillCase(BatchedCase):
         "sinks": lambda sinks: f"sinks_{sinks}",
         "index_layout": lambda layout: f"idx_{layout}",
         "kv_layout": lambda layout: f"kv_{layout}",
+        "indexer_topk": lambda count: f"indexer_{count}",
         **TAGS,
     }
 
@@ -86,6 +88,7 @@ class SparsePrefillCase(BatchedCase):
     indices: Indices = "valid"
     index_layout: IndexLayout = "packed"
     sinks: Sinks = "none"
+    indexer_topk: int = 0
 
     def __post_init__(self) -> None:
         if self.d_qk not in HEAD_DIMS:
@@ -94,6 +97,8 @@ class SparsePrefillCase(BatchedCase):
             raise ValueError(f"batch is {self.batch} with form 'single'; supported: 1")
         if isinstance(self.lengths, tuple) and len(self.lengths) != self.tokens:
             raise ValueError(f"lengths: got {len(self.lengths)} for {self.tokens} tokens")
+        if not 0 <= self.indexer_topk <= self.topk:
+            raise ValueError(f"indexer_topk is {self.indexer_topk}; supported: 0 to topk, {self.topk}")
 
     @property
     def shape_id(self) -> str:
@@ -179,7 +184,8 @@ class SparsePrefillTensors:
 
     q dtype [b, s_q, h_q, d_qk]; kv dtype [b, s_kv, 1, d_qk], with kv_offsets [kv_rows, 1, d_qk]; indices int32
     [b, s_q, 1, topk]; topk_length int32 [b, s_q]; attn_sink fp32 [h_q]; kv_offsets int32 [b + 1]. output_buffers: out dtype
-    [b, s_q, h_q, 512], max_logits and lse fp32 [b, s_q, h_q]. Tensors of form "single" have no dimension b.
+    [b, s_q, h_q, 512], max_logits, lse and, with indexer_topk, lse_indexer fp32 [b, s_q, h_q]. Tensors of form "single" have no
+    dimension b.
     """
 
     q: Tensor
@@ -220,6 +226,8 @@ def _int32(values: tuple[int, ...], device: torch.device) -> Tensor:
 def _output_buffers(case: SparsePrefillCase, device: torch.device) -> dict[str, OutputBuffer]:
     shape = (case.batch, case.s_q, case.h_q)
     fp32 = {"max_logits": Fp32Result(shape, 1, 2), "lse": Fp32Result(shape, 2, 2)}
+    if case.indexer_topk:
+        fp32["lse_indexer"] = Fp32Result(shape, 1, 2)
     return allocate_output_buffers(case, device, fp32, drop_batch=case.form == "single")
 
 

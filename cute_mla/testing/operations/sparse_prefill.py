@@ -22,10 +22,12 @@ def _arguments(case: SparsePrefillCase, tensors: SparsePrefillTensors, workspace
         "d_v": D_V,
         "attn_sink": tensors.attn_sink,
         "topk_length": tensors.topk_length,
+        "indexer_topk": case.indexer_topk,
         "kv_offsets": tensors.kv_offsets,
         "out": output_argument(tensors, "out"),
         "lse": output_argument(tensors, "lse"),
         "max_logits": output_argument(tensors, "max_logits"),
+        "lse_indexer": output_argument(tensors, "lse_indexer"),
         "empty_lse": empty_lse(case),
     }
 
@@ -35,16 +37,9 @@ def _workspace_bytes(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> 
 
 
 def _reference(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> Result:
-    return reference.sparse_prefill(
-        tensors.q,
-        tensors.kv,
-        tensors.indices,
-        case.scale,
-        tensors.attn_sink,
-        tensors.topk_length,
-        tensors.kv_offsets,
-        empty_lse(case),
-    )
+    operands = (tensors.q, tensors.kv, tensors.indices, case.scale, tensors.attn_sink, tensors.topk_length, tensors.kv_offsets)
+    found = reference.sparse_prefill(*operands, empty_lse(case))
+    return (*found, reference.lse_indexer(case.indexer_topk, *operands, empty_lse(case))) if case.indexer_topk else found
 
 
 SPARSE_PREFILL = Operation(

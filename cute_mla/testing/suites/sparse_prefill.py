@@ -22,6 +22,8 @@ GRID_H_Q = (64, 128)
 MOSTLY_INVALID = ((32, 2048), (64, 8192))  # (s_kv, topk)
 HEADS = (1, 3, 16, 48, 64, 96, 128)
 TOPKS = (1, 63, 65, 2048)
+# indexer_topk of the small cases of a variant in turn, topk at most: not asked for, within a tile, between two, all indices, the first
+INDEXER_TOPKS = (65, 0, 63, 64, 130, 1, 129)
 SHORT_TILES = 128  # the simulated device runs cases of the grid with at most this many tiles whole
 
 _MINUS_INF = float("-inf")
@@ -67,17 +69,19 @@ def _covers() -> Iterator[SparsePrefillCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
     for dtype, d_qk, two, elements in product(DTYPES, HEAD_DIMS, (False, True), (False, True)):
-        if elements and two:
-            continue  # one variant serves all numbers of heads
         factors: Factors = {**_FACTORS, "h_q": (68, 92, 96, 128) if two else (3, 12, 64), "elements": (elements,)}
         if elements:
             factors = {**factors, "q_layout": ("odd", *FAR_DIMENSIONS), "outputs": ("odd", "strided", *FAR_DIMENSIONS)}
-        if two:
+        if two and not elements:
             factors = {**factors, "q_layout": ("packed", "far_heads"), "outputs": ("given", "far_heads")}
-        yield from cover(f"{dtype} {d_qk} {two} {elements}", factors, partial(_small, dtype, d_qk), seen)
+        if two and elements:  # a variant of its own on Blackwell, of which only the rows of q and out are new
+            factors = {**factors, "empty_lse": _FACTORS["empty_lse"][:1], "q_layout": ("odd", "far_heads"), "outputs": ("odd", "far_heads")}
+        covered = cover(f"{dtype} {d_qk} {two} {elements}", factors, partial(_small, dtype, d_qk), seen)
+        for i, case in enumerate(covered):
+            yield replace(case, indexer_topk=min(INDEXER_TOPKS[i % len(INDEXER_TOPKS)], case.topk))
         yield SparsePrefillCase(  # a case of its own, since tokens without keys hide all other features
             dtype, d_qk=d_qk, s_q=2, h_q=66 if two else 7, s_kv=64, topk=130, indices="none", sinks="infinite",
-            q_layout="odd" if elements else "packed", outputs="strided", empty_lse=_MINUS_INF, sm_count=2,
+            q_layout="odd" if elements else "packed", outputs="strided", empty_lse=_MINUS_INF, sm_count=2, indexer_topk=100,
         )  # fmt: skip
 
 
@@ -85,10 +89,13 @@ def _covers() -> Iterator[SparsePrefillCase]:
 _LARGE: tuple[SparsePrefillCase, ...] = (
     # The heads of DeepSeek-V3.2.
     SparsePrefillCase(s_q=2, h_q=128, s_kv=1521, topk=512, sm_count=4),
-    # Tokens of no, one and many tiles in sequence on one group of CTAs.
-    SparsePrefillCase(
-        s_q=12, h_q=48, s_kv=300, topk=400, lengths=(400, 0, 1, 400, 64, 0, 0, 65, 300, 400, 7, 129), indices="mixed", sinks="drawn",
-        sm_count=2,
+    # Tokens of no, one and many tiles in sequence on one group of CTAs, of either kernel on Blackwell.
+    *(
+        SparsePrefillCase(
+            s_q=12, h_q=h_q, s_kv=300, topk=400, lengths=(400, 0, 1, 400, 64, 0, 0, 65, 300, 400, 7, 129), indices="mixed", sinks="drawn",
+            sm_count=sms, indexer_topk=130,
+        )
+        for h_q, sms in ((48, 1), (68, 2))
     ),
     SparsePrefillCase(s_q=5, h_q=128, d_qk=512, s_kv=95, topk=128, lengths="zeros", sinks="drawn", outputs="strided", sm_count=4),
     SparsePrefillCase(s_q=2, h_q=1, d_qk=512, s_kv=40, topk=1, q_layout="even"),
@@ -104,11 +111,16 @@ _LARGE: tuple[SparsePrefillCase, ...] = (
     SparsePrefillCase("fp16", s_q=2, h_q=8, d_qk=512, s_kv=70, topk=64, q_layout="sliced", sm_count=4),
     SparsePrefillCase(batch=0, form="batched", h_q=64),
     # Mostly invalid indices.
-    SparsePrefillCase(s_q=2, h_q=64, s_kv=32, topk=2048, lengths="drawn", empty_lse=_MINUS_INF, index_layout="odd", sm_count=2),
+    SparsePrefillCase(
+        s_q=2, h_q=64, s_kv=32, topk=2048, lengths="drawn", empty_lse=_MINUS_INF, index_layout="odd", sm_count=2,
+        indexer_topk=200,
+    ),
     # The running maximum moves in every tile of a long loop, never after the first tile, or jumps at a few keys.
-    SparsePrefillCase(h_q=128, s_kv=1300, topk=1000, values="rising", sm_count=2),
-    SparsePrefillCase("fp16", s_q=2, h_q=16, d_qk=512, s_kv=1200, topk=1000, values="falling", softmax_scale=0.1, sm_count=2),
-    SparsePrefillCase(s_q=2, h_q=128, s_kv=2000, topk=832, values="amplified", softmax_scale=64.0, sm_count=4),
+    SparsePrefillCase(h_q=128, s_kv=1300, topk=1000, values="rising", sm_count=2, indexer_topk=520),
+    SparsePrefillCase(
+        "fp16", s_q=2, h_q=16, d_qk=512, s_kv=1200, topk=1000, values="falling", softmax_scale=0.1, sm_count=1, indexer_topk=1000,
+    ),
+    SparsePrefillCase(s_q=2, h_q=128, s_kv=2000, topk=832, values="amplified", softmax_scale=64.0, sm_count=4, indexer_topk=512),
 )  # fmt: skip
 
 SMOKE: tuple[SparsePrefillCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()]))
@@ -123,7 +135,7 @@ def grid() -> Iterator[SparsePrefillCase]:
 
 
 def _with_all_options(case: SparsePrefillCase) -> SparsePrefillCase:
-    return replace(case, lengths="drawn", indices="mixed", sinks="infinite")
+    return replace(case, lengths="drawn", indices="mixed", sinks="infinite", indexer_topk=case.topk // 2 + 5)
 
 
 def corner_cases() -> Iterator[SparsePrefillCase]:

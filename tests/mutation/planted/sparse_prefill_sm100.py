@@ -1,4 +1,4 @@
-"""Bugs in sparse prefill for Blackwell.
+"""Bugs in sparse prefill for Blackwell with more than 64 heads.
 
 dense_decode_sm100.py and sparse_decode_sm100.py break what the kernel shares with decode.
 """
@@ -13,20 +13,26 @@ from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, alone, each_in, planted, together, together_in
 
 # One pair of CTAs walks tokens of none, one and many tiles, some of which have no valid index: in front, in the middle, all.
-WALK = SparsePrefillCase(s_q=6, h_q=9, s_kv=250, topk=250, lengths=(130, 200, 200, 70, 250, 0), indices="mixed", sinks="drawn", sm_count=2)
+# lse_indexer ends in the second tile.
+WALK = SparsePrefillCase(
+    s_q=6, h_q=73, s_kv=250, topk=250, lengths=(130, 200, 200, 70, 250, 0), indices="mixed", sinks="drawn", sm_count=2, indexer_topk=100,
+)  # fmt: skip
 RISING = replace(WALK, values="rising", indices="valid", s_kv=256, topk=256, lengths=None)  # O is rescaled for every tile but the first
-SPARSE = SparsePrefillCase(s_q=2, h_q=3, s_kv=3, topk=330, sm_count=2)  # most tiles with keys have one
+SPARSE = SparsePrefillCase(s_q=2, h_q=67, s_kv=3, topk=330, sm_count=2)  # most tiles with keys have one
 
 # In the order of the PTX: a barrier, and whether the wait is this kernel's own or stands where the others have none. Without these, nothing
 # changes: the gather role writes the bits of a tile before it signals the tile two before, so that the output role has to wait for those of
 # the walk's first tile only; the output role takes no factor of a token's first tile; and the score role signals stats_ready behind
 # alpha_ready of a token's last tile.
+_SCORE_WAITS = ("scores_ready of the lower keys", "scores_ready of the upper keys", "lower, without keys", "upper, without keys")
 WAITS = (
     ("seen_ready of score", True),
     ("scores_ready of the lower keys", False),
     ("scores_ready of the upper keys", False),
     ("scores_ready of the lower keys of a tile without keys", True),
     ("scores_ready of the upper keys of a tile without keys", True),
+    ("seen_ready of the tile that lse_indexer ends in", False),  # waited for twice
+    *((f"{name} of that tile or of the tiles behind", False) for name in ("seen_ready", *_SCORE_WAITS) * 2),
     ("stats_free", False),
     ("seen_ready of the walk's first tile", True),
     ("alpha_ready of the walk's first tile", False),
@@ -58,6 +64,7 @@ LAST_SCALED = ("kv_free before O is scaled for a token's last tile", False)
 BOTH_WORDS = r"(ld\.shared\.v2\.b32\s+\{(%r\d+), %r\d+\}, [^;]*;\s*)or\.b32 (\s*%r\d+), [^;]*;"
 EITHER_WORD = r"(ld\.shared\.v2\.b32\s+\{%r\d+, %r\d+\}, [^;]*;\s*)or\.b32 (\s*%r\d+), [^;]*;"
 FIRST_PRODUCTS = r"(tcgen05\.mma[^;]*collector::a::(?:fill|lastuse) [^;]*, %r\d+), %p\d+;"
+TILES_BEFORE = r"(selp\.b32\s+%r\d+, -1, 0, %p\d+;\s*shr\.s32\s+%r\d+, %r\d+), 6;"  # of the bound of lse_indexer
 FENCES_BEFORE = r"tcgen05\.fence::before[^;]*;"
 FENCES_AFTER = r"tcgen05\.fence::after[^;]*;"
 
@@ -82,15 +89,16 @@ SUITE = Suite(
         planted("missing arrival", WALK, r"mbarrier\.arrive\.shared(?:::cluster)?\.b64 [^;]*;"),
         planted("tile taken for empty by the gather role", SPARSE, ptx.BALLOTS, r"mov.b32 \1, 0;", each_in(0, 2)),
         # For the output role the bits decide only whether O is rescaled, which SPARSE never needs.
-        planted("tile taken for empty by score or mma", SPARSE, BOTH_WORDS, r"\1mov.b32 \3, \2;", alone(0, 5), count=6),
+        planted("tile taken for empty by score or mma", SPARSE, BOTH_WORDS, r"\1mov.b32 \3, \2;", alone(0, 8), count=9),
         # By output and mma. The score role masks all keys of such a tile; O of the first tile is overwritten, the last needs no rescale.
-        planted("tile without keys taken for a full one", WALK, EITHER_WORD, r"\1mov.b32 \2, 1;", alone(2, 5), count=6),
+        planted("tile without keys taken for a full one", WALK, EITHER_WORD, r"\1mov.b32 \2, 1;", alone(5, 8), count=9),
         planted("products added to another token", WALK, FIRST_PRODUCTS, r"\1, 1;", together_in(0, 2)),
         planted("missing wait for stores of Q", WALK, ptx.STORE_WAITS, "", alone(0, 2), count=4),
-        planted("missing fence behind prefetched Q", WALK, FENCES_BEFORE, "", alone(5), count=9),
-        planted("missing fence behind O that is read", WALK, FENCES_BEFORE, "", alone(7), count=9),
-        planted("missing fence in front of prefetched Q", WALK, FENCES_AFTER, "", alone(4), count=11),
+        planted("missing fence behind prefetched Q", WALK, FENCES_BEFORE, "", alone(9), count=13),
+        planted("missing fence behind O that is read", WALK, FENCES_BEFORE, "", alone(11), count=13),
+        planted("missing fence in front of prefetched Q", WALK, FENCES_AFTER, "", alone(8), count=15),
         planted("logarithms in base 2", WALK, ptx.LN_2, ptx.ONE),
+        planted("lse_indexer ends in another tile", WALK, TILES_BEFORE, r"\1, 7;", count=1),
         planted("maximum of the last tile only", WALK, ptx.RUNNING_MAXIMUM, r"mov.f32 \1, \2;", together),
     ),
 )

@@ -13,7 +13,9 @@ from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, alone, each_in, planted, together
 
 # One CTA walks tokens of none, one and many tiles, some of which have no valid index: in front, in the middle, all.
-ALONE = SparsePrefillCase(s_q=6, h_q=9, s_kv=250, topk=250, lengths=(130, 200, 200, 70, 250, 0), indices="mixed", sinks="drawn", sm_count=1)
+ALONE = SparsePrefillCase(
+    s_q=6, h_q=9, s_kv=250, topk=250, lengths=(130, 200, 200, 70, 250, 0), indices="mixed", sinks="drawn", sm_count=1, indexer_topk=100,
+)  # fmt: skip
 PAIR = replace(ALONE, s_q=3, lengths=(130, 200, 70), h_q=128, sm_count=2)  # each CTA gathers half of the keys of two stages for both
 NO_KEYS = replace(ALONE, s_q=4, lengths=(200, 130, 250, 70), indices="none")  # no token waits for the Q that stays in shared memory
 EVEN = replace(ALONE, q_layout="even")  # rows of q begin at multiples of 4 bytes
@@ -49,6 +51,7 @@ SUITE = Suite(
         planted("absent keys read", ALONE, r"selp\.b32 (\s*%r\d+), 0, 16, %p\d+;", r"mov.b32 \1, 16;", alone(0, -1)),
         planted("every key taken for present", ALONE, ptx.BALLOTS, r"mov.b32 \1, -1;"),
         planted("every key taken for absent", SPARSE, ptx.BALLOTS, r"mov.b32 \1, 0;"),
+        planted("lse_indexer counts a key too many", ALONE, r"(mov\.b64 \s*%rd\d+), -1;", r"\1, -2;", count=1),
         planted("logarithms in base 2", ALONE, ptx.LN_2, ptx.ONE),
         planted("sink in base 2", ALONE, ptx.LOG2_E, ptx.ONE, together),
         planted("maximum of the last tile only", ALONE, ptx.RUNNING_MAXIMUM, r"mov.f32 \1, \2;", together),

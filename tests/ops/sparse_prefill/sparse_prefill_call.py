@@ -41,7 +41,7 @@ class PrefillCall:
         rows = (*self.leading, self.h_q)
         return {"out": torch.empty(*rows, 512, dtype=self.dtype), "lse": torch.empty(rows), "max_logits": torch.empty(rows)}
 
-    def run(self, **options: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def run(self, **options: Any) -> tuple[torch.Tensor, ...]:
         """Call flash_mla_sparse_fwd."""
         given = {"q": self.q, "kv": self.kv, "indices": self.indices}
         return cute_mla.flash_mla_sparse_fwd(**{**given, **self.options, **options})

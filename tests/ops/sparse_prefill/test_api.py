@@ -18,7 +18,7 @@ from cute_mla.spec.kernel_params import PARAMS_OF
 from cute_mla.spec.sparse_prefill import MAX_GROUPS, SparsePrefillProblem
 from tests.ops.sparse_prefill.sparse_prefill_call import PrefillCall
 from tests.support.dispatch_modes import Allocations, NoReads
-from tests.support.recording_device import RecordingDevice, row_ctas
+from tests.support.recording_device import RecordingDevice
 
 LOG2_E = math.log2(math.e)
 
@@ -52,15 +52,16 @@ def test_arguments(device: RecordingDevice) -> None:
     args = launch.args
     given = {"q": call.q, "kv": call.kv, "indices": call.indices, "out": out, "max_logits": max_logits, "lse": lse}
     assert all(args[name] is tensor for name, tensor in given.items())
-    assert [args[name] for name in ("kv_offsets", "topk_length", "attn_sink")] == [None] * 3
+    assert [args[name] for name in ("kv_offsets", "topk_length", "attn_sink", "lse_indexer")] == [None] * 4
     assert of_kind(args, ParamKind.INT64) == {
         "q_stride_batch": 0, "q_stride_token": 24 * 576, "q_stride_head": 576,
         "out_stride_batch": 0, "out_stride_token": 24 * 512, "out_stride_head": 512,
         "max_logits_stride_batch": 0, "max_logits_stride_token": 24, "max_logits_stride_head": 1,
         "lse_stride_batch": 0, "lse_stride_token": 24, "lse_stride_head": 1,
+        "lse_indexer_stride_batch": 0, "lse_indexer_stride_token": 0, "lse_indexer_stride_head": 0,
         "indices_stride_batch": 0, "indices_stride_token": 65, "kv_stride_batch": 0, "kv_stride_row": 1152,
     }  # fmt: skip
-    assert of_kind(args, ParamKind.INT32) == {"tokens": 3, "s_q": 3, "h_q": 24, "s_kv": 100, "topk": 65}
+    assert of_kind(args, ParamKind.INT32) == {"tokens": 3, "s_q": 3, "h_q": 24, "s_kv": 100, "topk": 65, "indexer_topk": 0}
     assert args["scale_log2"] == pytest.approx(0.25 * LOG2_E)
     assert args["empty_lse"] == -math.inf
 
@@ -68,21 +69,24 @@ def test_arguments(device: RecordingDevice) -> None:
 @pytest.mark.parametrize("ragged", [False, True])
 def test_arguments_of_a_batch(device: RecordingDevice, ragged: bool) -> None:
     call = PrefillCall(batch=2, s_q=3, h_q=24, d_qk=512, ragged=ragged)
-    out, max_logits, lse = call.run()
+    out, max_logits, lse, lse_indexer = call.run(indexer_topk=7)
     (launch,) = device.launches
     args = launch.args
+    assert args["lse_indexer"] is lse_indexer
     assert args["kv_offsets"] is call.options.get("kv_offsets")
     assert of_kind(args, ParamKind.INT64) == {
         "q_stride_batch": 3 * 24 * 512, "q_stride_token": 24 * 512, "q_stride_head": 512,
         "out_stride_batch": 3 * 24 * 512, "out_stride_token": 24 * 512, "out_stride_head": 512,
         "max_logits_stride_batch": 72, "max_logits_stride_token": 24, "max_logits_stride_head": 1,
         "lse_stride_batch": 72, "lse_stride_token": 24, "lse_stride_head": 1,
+        "lse_indexer_stride_batch": 72, "lse_indexer_stride_token": 24, "lse_indexer_stride_head": 1,
         "indices_stride_batch": 3 * 64, "indices_stride_token": 64,
         "kv_stride_batch": 0 if ragged else 100 * 1024, "kv_stride_row": 1024,
     }  # fmt: skip
-    assert of_kind(args, ParamKind.INT32) == {"tokens": 6, "s_q": 3, "h_q": 24, "s_kv": 100, "topk": 64}
+    assert of_kind(args, ParamKind.INT32) == {"tokens": 6, "s_q": 3, "h_q": 24, "s_kv": 100, "topk": 64, "indexer_topk": 7}
     assert args["empty_lse"] == math.inf
-    assert [tensor.shape for tensor in (out, max_logits, lse)] == [(2, 3, 24, 512), (2, 3, 24), (2, 3, 24)]
+    assert [tensor.shape for tensor in (out, max_logits, lse, lse_indexer)] == [(2, 3, 24, 512), *[(2, 3, 24)] * 3]
+    assert lse_indexer.dtype == torch.float32
 
 
 @pytest.mark.parametrize("batch", [None, 2])
@@ -111,13 +115,15 @@ def test_strided_operands_are_passed_as_they_are(device: RecordingDevice) -> Non
     out = torch.zeros(2, 8, 2, 600, dtype=torch.bfloat16)[..., 9:521].transpose(1, 2)
     lse = torch.zeros(8, 2, 7).permute(2, 1, 0)[1:5:3]
     max_logits = torch.zeros(2, 30, 33)[:, 1:3, ::4][:, :, 1:]
-    call.run(out=out, lse=lse, max_logits=max_logits)
+    lse_indexer = torch.zeros(8, 2, 2).permute(2, 1, 0)
+    assert call.run(out=out, lse=lse, max_logits=max_logits, lse_indexer=lse_indexer, indexer_topk=128)[3] is lse_indexer
     args = device.launches[0].args
     assert args["q"].data_ptr() == call.q.data_ptr()
     assert strides(args, "q") == [3 * 20 * 601, 20 * 601, 601]
     assert strides(args, "out") == [8 * 2 * 600, 600, 2 * 600]
     assert strides(args, "lse") == [3, 7, 14]
     assert strides(args, "max_logits") == [990, 33, 4]
+    assert strides(args, "lse_indexer") == [1, 2, 4]
     assert (args["kv_stride_batch"], args["kv_stride_row"], args["s_kv"]) == (2 * 3 * 50 * 1280, 2560, 20)
     assert (args["indices_stride_batch"], args["indices_stride_token"], args["topk"]) == (1500, 600, 128)
     assert device.launches[0].kernel.endswith("_elements")
@@ -155,11 +161,13 @@ def test_operands_far_apart(arch: Arch) -> None:
         out=TensorSpec((2, 3, 128, 512), (600 * far, 200 * far, far, 1), torch.bfloat16, cpu),
         max_logits=rows,
         lse=rows,
+        lse_indexer=rows,
+        indexer_topk=1_999_999_999,
         address_alignment=16,
     )
     plan = sparse_prefill.plan(call, arch, 132)
-    strides = (5 * far, 2 * far, far, *[600 * far, 200 * far, far] * 3, 2 * far, far, 6 * far, 2 * far)
-    assert tuple(plan.scalars.values()) == (*strides, 6, 3, 128, 2_000_000_000, 2_000_000_000)
+    strides = (5 * far, 2 * far, far, *[600 * far, 200 * far, far] * 4, 2 * far, far, 6 * far, 2 * far)
+    assert tuple(plan.scalars.values()) == (*strides, 6, 3, 128, 2_000_000_000, 2_000_000_000, 1_999_999_999)
     assert not plan.kernel.endswith("_elements")
 
 
@@ -167,8 +175,14 @@ def test_operands_far_apart(arch: Arch) -> None:
 @pytest.mark.parametrize("s_q", [1, 3, 66, 67, 500])
 def test_heads_and_tokens_decide_the_grid(device: RecordingDevice, h_q: int, s_q: int) -> None:
     PrefillCall(h_q=h_q, s_q=s_q).run()
-    ctas = row_ctas(device, h_q)
+    ctas = -(-h_q // 64)
     assert device.launches[0].grid == (ctas, 1, min(132 // ctas, s_q))
+
+
+@pytest.mark.parametrize(("h_q", "cluster"), [(1, 1), (64, 1), (65, 2), (128, 2)])
+def test_heads_decide_the_variant(device: RecordingDevice, h_q: int, cluster: int) -> None:
+    PrefillCall(h_q=h_q).run()
+    assert device.launches[0].kernel.endswith(f"_cluster{cluster}")
 
 
 @pytest.mark.parametrize("sm_count", [1, 2, 3, 148])
@@ -186,7 +200,7 @@ def test_more_tokens_than_a_dimension_of_a_grid_holds(device: RecordingDevice, b
     call.indices = call.indices[..., :1, :, :].expand(*call.leading, -1, -1)
     out, max_logits, _ = call.run(topk_length=call.lengths())
     (launch,) = device.launches
-    assert launch.grid == (row_ctas(device, 1), 1, 132 // row_ctas(device, 1))
+    assert launch.grid == (1, 1, 132)
     assert (launch.args["tokens"], launch.args["s_q"]) == (70_000 * (batch or 1), 70_000)
     assert (launch.args["q_stride_token"], launch.args["indices_stride_token"]) == (0, 0)
     assert out.shape == (*call.leading, 1, 512)
@@ -196,14 +210,14 @@ def test_more_tokens_than_a_dimension_of_a_grid_holds(device: RecordingDevice, b
 
 def test_many_short_requests_fill_the_grid_as_one_long_one_does(device: RecordingDevice) -> None:
     PrefillCall(batch=70, s_q=3).run()
-    assert device.launches[0].grid[2] == 132 // row_ctas(device, 64)
+    assert device.launches[0].grid[2] == 132
     PrefillCall(batch=7, s_q=3).run()
     assert device.launches[1].grid[2] == 21
 
 
 def test_more_sms_than_a_grid_has_groups(arch: Arch) -> None:
     problem = SparsePrefillProblem(arch, "bf16", 576, batch=1, s_q=1 << 30, h_q=1)
-    assert problem.grid(1 << 20) == (row_ctas(RecordingDevice(arch), 1), 1, MAX_GROUPS)
+    assert problem.grid(1 << 20) == (1, 1, MAX_GROUPS)
 
 
 @pytest.mark.parametrize(
@@ -227,7 +241,8 @@ def test_nothing_is_allocated_when_everything_is_given(device: RecordingDevice, 
     options = {**call.results(), "topk_length": call.lengths(), "attn_sink": torch.zeros(64)}
     with Allocations() as allocations:
         out, max_logits, lse = call.run(**options)
-    assert allocations.seen == []
+        call.run(**options, indexer_topk=9, lse_indexer=torch.empty_like(lse))
+    assert allocations.seen == ["aten.empty_like.default"]
     assert [out is options["out"], max_logits is options["max_logits"], lse is options["lse"]] == [True] * 3
 
 
@@ -236,6 +251,9 @@ def test_a_call_allocates_what_it_returns_and_no_more(device: RecordingDevice) -
     with Allocations() as allocations:
         call.run()
     assert allocations.seen == ["aten.new_empty.default"] * 3
+    with Allocations() as allocations:
+        call.run(indexer_topk=1)
+    assert allocations.seen == ["aten.new_empty.default"] * 4
     assert cute_mla.workspace_size("sparse_prefill", batch=1, s_q=5, h_q=64, topk=64, device="cpu") == 0
 
 
@@ -247,7 +265,8 @@ def test_nothing_is_read_by_the_host(device: RecordingDevice) -> None:
 
 
 def test_results_are_declared_undefined(device: RecordingDevice) -> None:
-    results = PrefillCall().run()
+    results = PrefillCall().run(indexer_topk=64)
+    assert len(results) == 4
     assert device.poisoned == [tensor.data_ptr() for tensor in results]
 
 

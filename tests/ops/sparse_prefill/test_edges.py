@@ -134,6 +134,51 @@ def test_sinks_scale_out_and_leave_lse_and_max_logits_alone(bench: Bench) -> Non
     expect(case, replace(tensors, attn_sink=sinks), (scaled, max_logits, lse))
 
 
+@pytest.mark.parametrize(("dtype", "d_qk", "h_q"), [("bf16", 576, 5), ("fp16", 512, 70)])
+@pytest.mark.parametrize("counts", [(64, 100), pytest.param((1, 63, 65, 127, 128, 129, 200), marks=pytest.mark.slow)])
+def test_lse_indexer_is_lse_of_a_call_that_ends_there(bench: Bench, dtype: str, d_qk: int, h_q: int, counts: tuple[int, ...]) -> None:
+    """Bit for bit, for every kind of length; sinks do not count, and the other results are those of a call without it."""
+    lengths = (200, 0, 130, 64, 65, -1)
+    case = SparsePrefillCase(
+        dtype, d_qk=d_qk, s_q=len(lengths), h_q=h_q, s_kv=150, topk=200, lengths=lengths, indices="mixed", sinks="drawn", values="rising",
+        sm_count=2,
+    )  # fmt: skip
+    tensors = make_sparse_prefill_tensors(case)
+    tensors.indices[2, :, 64:128] = -1  # a tile without keys, at the bound and behind it
+    without = bench.run(case, tensors)
+    assert tensors.topk_length is not None
+    for count in counts:
+        *others, lse_indexer = bench.run(replace(case, indexer_topk=count), tensors)
+        assert identical(tuple(others), without), count
+        ended = replace(tensors, topk_length=tensors.topk_length.clamp(max=count))
+        assert identical((lse_indexer,), bench.run(case, ended)[2:]), count
+
+
+def test_lse_indexer_of_no_keys_is_that_of_a_row_that_attends_to_nothing(bench: Bench) -> None:
+    case = replace(SMALL, s_q=3, empty_lse=-math.inf, indexer_topk=70, lengths=(130, 0, 130))
+    tensors = make_sparse_prefill_tensors(case)
+    tensors.indices[0, :, :70] = -1
+    results = bench.run(case, tensors)
+    assert (results[3][:2] == -math.inf).all()
+    assert results[3][2].isfinite().all()
+    assert results[2][0].isfinite().all()
+    expect(case, tensors, results)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])
+def test_a_row_behind_the_indexer_does_not_reach_its_lse(bench: Bench, value: float) -> None:
+    """Not even in the same tile, and however much greater its score is."""
+    case = replace(SMALL, s_q=2, topk=70, indexer_topk=40)
+    tensors = make_sparse_prefill_tensors(case)
+    tensors.indices[:] = torch.arange(70, dtype=torch.int32)
+    tensors.kv.copy_(torch.randn(tensors.kv.shape, generator=torch.Generator().manual_seed(0)))
+    expected = bench.run(case, tensors)[3]
+    tensors.kv[40:70, 0, 5] = value
+    out, _, _, lse_indexer = bench.run(case, tensors)
+    assert identical((lse_indexer,), (expected,))
+    assert value == 3e38 or not out.isfinite().all()
+
+
 @pytest.mark.parametrize("empty", [{"s_kv": 0}, {"topk": 0}])
 def test_nothing_to_attend_to(bench: Bench, empty: dict[str, int]) -> None:
     out, max_logits, lse = bench.run(replace(SMALL, indices="mixed", **empty))  # type: ignore[arg-type]

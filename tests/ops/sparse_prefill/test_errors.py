@@ -86,6 +86,11 @@ SCALARS: list[tuple[str, dict[str, Any], str]] = [
     ("scale beyond fp32", {"sm_scale": 1e39}, r"sm_scale is 1e\+39; supported: a positive finite number of fp32"),
     ("scale a tensor", {"sm_scale": torch.ones(1)}, r"sm_scale is a tensor of shape \[1\]; supported: a positive finite number"),
     ("empty_lse", {"empty_lse": 0.0}, "empty_lse is 0.0; supported: inf and -inf"),
+    ("indexer_topk negative", {"indexer_topk": -1}, "indexer_topk is -1; supported: an integer, 0 or more"),
+    ("indexer_topk beyond topk", {"indexer_topk": 65}, "indexer_topk is 65; supported: an integer, 0 to 64"),
+    ("indexer_topk a flag", {"indexer_topk": True}, "indexer_topk is True; supported: an integer, 0 or more"),
+    ("indexer_topk None", {"indexer_topk": None}, "indexer_topk is None; supported: an integer, 0 or more"),
+    ("indexer_topk a float", {"indexer_topk": 64.0}, "indexer_topk is 64.0; supported: an integer, 0 or more"),
 ]
 
 
@@ -108,7 +113,22 @@ RESULTS: list[tuple[str, Change, str]] = [
     ("max_logits head first", {"max_logits": lambda: torch.zeros(64, 5)}, r"max_logits has shape \[64, 5\]; supported: \[5, 64\]"),
     ("max_logits of another dtype", {"max_logits": lambda: zeros(5, 64)}, "max_logits has dtype torch.bfloat16; supported: torch.float32"),
     ("max_logits expanded", {"max_logits": lambda: torch.zeros(1, 64).expand(5, 64)}, "max_logits has strides .*elements share memory"),
+    ("lse_indexer not asked for", {"lse_indexer": lambda: torch.zeros(5, 64)}, "lse_indexer is given with indexer_topk 0; supported: with"),
 ]  # fmt: skip
+INDEXER_RESULTS: list[tuple[str, Change, str]] = [
+    ("head first", {"lse_indexer": lambda: torch.zeros(64, 5)}, r"lse_indexer has shape \[64, 5\]; supported: \[5, 64\]"),
+    ("another dtype", {"lse_indexer": lambda: zeros(5, 64)}, "lse_indexer has dtype torch.bfloat16; supported: torch.float32"),
+    ("expanded", {"lse_indexer": lambda: torch.zeros(1, 64).expand(5, 64)}, "lse_indexer has strides .*elements share memory"),
+    ("a gradient", {"lse_indexer": lambda: torch.zeros(5, 64, requires_grad=True)}, "lse_indexer requires grad"),
+    ("a number", {"lse_indexer": lambda: 5}, "lse_indexer is 5; supported: a torch tensor"),
+]
+
+
+@pytest.mark.parametrize(("change", "said"), [case[1:] for case in INDEXER_RESULTS], ids=[case[0] for case in INDEXER_RESULTS])
+def test_results_of_the_indexer(device: RecordingDevice, change: Change, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        PrefillCall().run(indexer_topk=64, **{name: make() for name, make in change.items()})
+    assert device.launches == []
 
 
 @pytest.mark.parametrize(("change", "said"), [case[1:] for case in RESULTS], ids=[case[0] for case in RESULTS])
@@ -158,7 +178,7 @@ def test_ragged(device: RecordingDevice, change: Change, said: str) -> None:
     assert device.launches == []
 
 
-OPERANDS_OF_A_BATCH = ("kv", "indices", "topk_length", "attn_sink", "kv_offsets", "out", "lse", "max_logits")
+OPERANDS_OF_A_BATCH = ("kv", "indices", "topk_length", "attn_sink", "kv_offsets", "out", "lse", "max_logits", "lse_indexer")
 
 
 @pytest.mark.parametrize("operand", OPERANDS_OF_A_BATCH)
@@ -171,9 +191,10 @@ def test_tensors_on_different_devices(device: RecordingDevice, operand: str) -> 
         "attn_sink": torch.zeros(64),
         **call.options,
         **call.results(),
+        "lse_indexer": torch.empty(2, 5, 64),
     }
     with pytest.raises(ValueError, match=f"^{operand} is on meta; supported: the device of q, cpu"):
-        call.run(**{operand: given[operand].to("meta")})
+        call.run(indexer_topk=64, **{operand: given[operand].to("meta")})
     assert device.launches == []
 
 
@@ -204,6 +225,8 @@ def test_more_than_32_bits_count(arch: Arch, sizes: tuple[int, int, int], said: 
         out=None,
         max_logits=None,
         lse=None,
+        lse_indexer=None,
+        indexer_topk=0,
         address_alignment=16,
     )
     with pytest.raises(ValueError, match=said):
