@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,6 +49,32 @@ def visible_keys(s_q: int, length: int, causal: bool, device: torch.device) -> t
     return torch.arange(length, device=device) < length - (s_q - 1 - token)
 
 
+def tree_keys(tree_mask: torch.Tensor, length: int) -> torch.Tensor:
+    """Return bool [s_q, length]: the keys that each query token of a request sees by its tree mask, int32 [s_q, words]."""
+    s_q = len(tree_mask)
+    token = torch.arange(length, device=tree_mask.device) - (length - s_q)  # of each key, among the new ones; negative before them
+    new = token.clamp(min=0)
+    bits = (tree_mask[:, new // 32] >> (new % 32)) & 1 if s_q else tree_mask.new_empty((0, length))
+    return (bits != 0) | (token < 0)
+
+
+def window_keys(s_q: int, length: int, window: int | None, window_sink: int, device: torch.device) -> torch.Tensor:
+    """Return bool [s_q, length]: the last `window` keys up to each query token's own, all behind that, and the first window_sink ones."""
+    key = torch.arange(length, device=device)
+    own = length - s_q + torch.arange(s_q, device=device).unsqueeze(1)
+    first = own - length if window is None else own - window + 1
+    return (key >= first) | (key < window_sink)
+
+
+def scale_by_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:
+    """Return out [batch, s_q, h_q, d_v] with the sinks [h_q] in the denominator.
+
+    lse: fp32 [batch, h_q, s_q]; infinite for rows of zeros.
+    """
+    share = (lse - attn_sink.unsqueeze(-1)).sigmoid().masked_fill(lse.isinf(), 0.0)
+    return out * share.transpose(1, 2).unsqueeze(-1)
+
+
 def gather_pages(k_cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
     """Return the first `length` keys of a request: [length, h_kv, d_qk].
 
@@ -67,20 +93,37 @@ def scaled(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
     return values if scale is None else values.float() * scale
 
 
+class SeenKeys(NamedTuple):
+    """Arguments that decide which keys a query token sees. window: window and window_sink."""
+
+    causal: bool = False
+    tree_mask: torch.Tensor | None = None
+    window: tuple[int | None, int] = (None, 0)
+
+    def mask(self, request: int, s_q: int, length: int, device: torch.device) -> torch.Tensor:
+        """Return bool [s_q, length] of a request with `length` keys: whether a query token sees a key."""
+        visible = visible_keys(s_q, length, self.causal and s_q > 1, device)
+        if self.tree_mask is not None:
+            visible = tree_keys(self.tree_mask[request], length)
+        return visible & window_keys(s_q, length, *self.window, device)
+
+
 def dense_decode(
     q: torch.Tensor,
     k_cache: torch.Tensor,
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     softmax_scale: float = D_QK**-0.5,
-    causal: bool = False,
+    causal: bool | SeenKeys = False,
     empty_lse: float = math.inf,
     descales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute flash_mla_with_kvcache over a dense cache, with its operands. descales: descale_q and descale_k.
+    """Compute flash_mla_with_kvcache over a dense cache, with its operands. For sinks: scale_by_sink.
 
+    causal: the argument, or all that decide on keys. descales: descale_q and descale_k.
     Returns out fp32 [batch, s_q, h_q, d_v] and lse fp32 [batch, h_q, s_q]; d_v by the columns of q (LATENT_DIMS).
     """
+    seen = causal if isinstance(causal, SeenKeys) else SeenKeys(causal)
     batch, s_q, h_q, d_qk = q.shape
     d_v = LATENT_DIMS[d_qk].latent
     h_kv = k_cache.shape[2]
@@ -90,8 +133,9 @@ def dense_decode(
     for request, length in enumerate(cache_seqlens.tolist()):
         k = scaled(gather_pages(k_cache, block_table[request], length), descales[1]).transpose(0, 1)  # [h_kv, length, d_qk]
         rows = scaled(q[request], descales[0]).unflatten(1, (h_kv, group)).transpose(0, 1).flatten(1, 2)  # [h_kv, s_q * group, d_qk]
-        visible = visible_keys(s_q, length, causal and s_q > 1, q.device).repeat_interleave(group, dim=0)
-        row_out, row_lse = attention(rows, k, k[..., :d_v], softmax_scale, visible, empty_lse)
+        visible = seen.mask(request, s_q, length, q.device)
+        k = k.float().masked_fill(~visible.any(dim=0).unsqueeze(-1), 0.0)  # 0 times NaN is NaN
+        row_out, row_lse = attention(rows, k, k[..., :d_v], softmax_scale, visible.repeat_interleave(group, dim=0), empty_lse)
         out[request] = row_out.unflatten(1, (s_q, group)).transpose(0, 1).flatten(1, 2)
         lse[request] = row_lse.unflatten(1, (s_q, group)).transpose(1, 2).flatten(0, 1)
     return out, lse
@@ -170,7 +214,8 @@ def sparse_prefill(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute flash_mla_sparse_fwd, with its operands: each query token over the rows of its request that it names.
 
-    Returns fp32 out [.., s_q, h_q, 512], max_logits [.., s_q, h_q] and lse [.., s_q, h_q], with the batch in front if q has one.
+    lse_indexer is the lse over the first indexer_topk indices. Returns fp32 out [.., s_q, h_q, 512], max_logits [.., s_q, h_q] and lse [..,
+    s_q, h_q], with the batch in front if q has one.
     """
     out = torch.zeros(*q.shape[:-1], D_V, device=q.device)
     max_logits = torch.full(q.shape[:-1], -math.inf, device=q.device)
@@ -181,6 +226,11 @@ def sparse_prefill(
         if len(keys):
             out[token], max_logits[token], lse[token] = attend_to_all(q[token], keys, sm_scale, attn_sink)
     return out, max_logits, lse
+
+
+def lse_indexer(indexer_topk: int, q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, *operands: Any) -> torch.Tensor:
+    """Return lse_indexer of flash_mla_sparse_fwd, fp32 [.., s_q, h_q]. operands: those of sparse_prefill from sm_scale on."""
+    return sparse_prefill(q, kv, indices[..., :indexer_topk], *operands)[2]
 
 
 def rows_of_request(kv: torch.Tensor, kv_offsets: torch.Tensor | None, request: tuple[int, ...]) -> torch.Tensor:
@@ -289,3 +339,137 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor, empty_lse: float = math
     weights = (lses - lse.masked_fill(empty, 0.0)).exp().unsqueeze(-1)
     out = torch.where(weights == 0, 0.0, outs.float() * weights).sum(dim=0)
     return out, lse.masked_fill(empty, empty_lse)
+
+
+def topk_indices(logits: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
+    """Positions of the topk greatest of logits[r, : lengths[r]], ascending, -1 behind the last: int32 [rows, topk].
+
+    logits: fp32 [rows, n]. lengths: int32 [rows], clipped to 0 .. n. A stable sort orders by value, NaN last, then by position.
+    """
+    out = torch.full((len(logits), topk), -1, dtype=torch.int32, device=logits.device)
+    for row, length in enumerate(lengths.clamp(0, logits.shape[1]).tolist()):
+        values = logits[row, :length].double()
+        order = torch.where(values.isnan(), math.inf, -values)  # -inf becomes inf too: NaN must follow it
+        first = torch.argsort(order, stable=True)
+        first = torch.cat([first[~values[first].isnan()], first[values[first].isnan()]])[:topk]
+        out[row, : len(first)] = first.sort().values.int()
+    return out
+
+
+def mqa_logits(
+    q: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor, seen: torch.Tensor, unseen: float = -math.inf
+) -> torch.Tensor:
+    """Compute logits fp32 [tokens, keys]: scale * sum_h weight_h * relu(<q_h, key>), summed in fp64; `unseen` where a token sees no key.
+
+    q: [tokens, heads, columns]; keys: [keys, columns]; scales: [keys]; weights: [tokens, heads]; seen: bool [tokens, keys].
+    """
+    dots = q.double() @ keys.double().T  # [tokens, heads, keys]
+    sums = (weights.double().unsqueeze(1) @ dots.relu()).squeeze(1)
+    return (scales.double() * sums).float().masked_fill(~seen, unseen)
+
+
+def fp8_mqa_logits(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    ks: torch.Tensor,
+    ke: torch.Tensor,
+    clean_logits: bool = True,
+    max_seqlen_k: int = 0,
+) -> torch.Tensor:
+    """Compute indexer.fp8_mqa_logits, with its operands. Logits that the call does not write are NaN."""
+    keys, scales = kv
+    place = torch.arange(len(keys), device=q.device)
+    first, end = (bound.long().clamp(0, len(keys)).unsqueeze(1) for bound in (ks, ke))
+    logits = mqa_logits(q, keys, scales, weights, (place >= first) & (place < end), -math.inf if clean_logits else math.nan)
+    if not max_seqlen_k:
+        return logits
+    key = first + torch.arange(max_seqlen_k, device=q.device)
+    unseen = logits.new_full((len(logits), max_seqlen_k), math.nan)
+    return torch.where(key < end, torch.cat([logits, unseen], 1).gather(1, key.clamp(max=len(keys))), unseen)
+
+
+def fp8_paged_mqa_logits(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    weights: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_context_len: int,
+    clean_logits: bool = True,
+) -> torch.Tensor:
+    """Compute indexer.fp8_paged_mqa_logits, with its operands. Logits that the call does not write are NaN."""
+    batch, tokens = q.shape[:2]
+    logits = torch.full((batch * tokens, max_context_len), -math.inf if clean_logits else math.nan, device=q.device)
+    most = min(max_context_len, block_table.shape[1] * cache.shape[1])
+    ends = paged_ends(context_lens, tokens, most)
+    for request, end in enumerate(ends):
+        keys, scales = indexed_keys(cache, block_table[request], int(end.max()) if tokens else 0)
+        rows = slice(request * tokens, (request + 1) * tokens)
+        seen = torch.arange(len(keys), device=q.device) < end.unsqueeze(1)
+        logits[rows, : len(keys)] = mqa_logits(q[request], keys, scales, weights[rows], seen, -math.inf if clean_logits else math.nan)
+    return logits
+
+
+def paged_ends(context_lens: torch.Tensor, tokens: int, most: int) -> torch.Tensor:
+    """Return int64 [batch, tokens]: how many keys each query token of a request sees, by its length [batch], or [batch, tokens]."""
+    lengths = context_lens.long().clamp(0, most)
+    if lengths.dim() == 2:
+        return lengths
+    behind = tokens - 1 - torch.arange(tokens, device=lengths.device)
+    return (lengths.unsqueeze(1) - behind).clamp(min=0)
+
+
+def indexed_keys(cache: torch.Tensor, pages: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the first `length` keys of a request in an index cache: e4m3 [length, columns], and their scales, fp32 [length].
+
+    cache: uint8 [pages, page size, 1, columns + 4], a page the values of its keys, then their scales. pages: as in gather_pages; a page
+    outside the cache has scales of 0.
+    """
+    page_size, columns = cache.shape[1], cache.shape[3] - 4
+    used = pages[: -(-length // page_size)].long()
+    inside = (used >= 0) & (used < len(cache))
+    content = cache.new_zeros(len(used), page_size * (columns + 4))
+    content[inside] = cache[used[inside]].flatten(1)
+    values = content[:, : page_size * columns].reshape(-1, columns).view(torch.float8_e4m3fn)
+    scales = content[:, page_size * columns :].contiguous().view(torch.float32).flatten()
+    return values[:length], scales[:length]
+
+
+def indexer_topk(
+    q: torch.Tensor,
+    weights: torch.Tensor,
+    index_cache: torch.Tensor,
+    context_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    topk: int,
+    slots: bool = False,
+) -> torch.Tensor:
+    """Compute indexer.indexer_topk, with its operands."""
+    tokens, page_size = q.shape[1], index_cache.shape[1]
+    most = block_table.shape[1] * page_size
+    logits = fp8_paged_mqa_logits(q, index_cache, weights, context_lens, block_table, most)
+    positions = topk_indices(logits, paged_ends(context_lens, tokens, most).flatten(), topk)
+    if not slots or not most:
+        return positions
+    key = positions.clamp(min=0).long()
+    page = block_table.repeat_interleave(tokens, 0).gather(1, key // page_size)
+    is_key = (positions >= 0) & (page >= 0) & (page < len(index_cache))
+    return torch.where(is_key, page.long() * page_size + key % page_size, -1).int()
+
+
+def indexer_topk_prefill(
+    q: torch.Tensor,
+    kv: tuple[torch.Tensor, torch.Tensor],
+    weights: torch.Tensor,
+    ks: torch.Tensor,
+    ke: torch.Tensor,
+    topk: int,
+    max_seqlen_k: int | None = None,
+) -> torch.Tensor:
+    """Compute indexer.indexer_topk_prefill, with its operands."""
+    keys = len(kv[0])
+    columns = keys if max_seqlen_k is None else min(max_seqlen_k, keys)
+    counts = ke.long().clamp(0, keys) - ks.long().clamp(0, keys)
+    logits = fp8_mqa_logits(q, kv, weights, ks, ke, False, columns) if columns else torch.empty(len(q), 0, device=q.device)
+    return topk_indices(logits, counts, topk)

@@ -19,8 +19,11 @@ import torch
 from torch import Tensor
 
 from .ops import cache_gather, cache_write, decode, dense_prefill, dense_prefill_backward, sparse_prefill, split_plan
+from .ops import indexer_topk as indexer_op
 from .ops import merge_states as merge
-from .ops.arguments import NO_BACKWARD, NO_DOUBLE_BACKWARD, NO_GIVEN_RESULTS, check_no_grad
+from .ops import mqa_logits as logits_op
+from .ops import topk_indices as topk_op
+from .ops.arguments import NO_BACKWARD, NO_DOUBLE_BACKWARD, NO_GIVEN_RESULTS, check_integer, check_no_grad
 from .ops.limits import value_columns
 from .ops.paged_cache import columns_of
 from .ops.split_plan import MlaSchedule, ScheduleKey
@@ -35,12 +38,14 @@ _DECODE = (
     "Tensor num_splits, float? softmax_scale=None, bool causal=False, Tensor? descale_q=None, Tensor? descale_k=None, "
     "bool is_fp8_kvcache=False, Tensor? indices=None, Tensor? attn_sink=None, Tensor? extra_k_cache=None, "
     "Tensor? extra_indices_in_kvcache=None, Tensor? topk_length=None, Tensor? extra_topk_length=None, *, "
-    "bool batch_invariant=False, float? empty_lse=None, str? kv_format=None, str? extra_kv_format=None"
+    "bool batch_invariant=False, float? empty_lse=None, str? kv_format=None, str? extra_kv_format=None, Tensor? cu_seqlens_q=None, "
+    "SymInt? max_seqlen_q=None, Tensor? tree_mask=None, SymInt? window=None, SymInt window_sink=0"
 )
 _PREFILL = (
     "Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v=512, Tensor? attn_sink=None, Tensor? topk_length=None, *, "
     "Tensor? kv_offsets=None, float? empty_lse=None"
 )
+_INDEXER_PREFILL = _PREFILL.replace("*, ", "*, SymInt indexer_topk, ")
 _LENGTHS = "Tensor cu_seqlens_qo, Tensor cu_seqlens_kv, SymInt max_seqlen_qo, SymInt max_seqlen_kv"
 _VARLEN_OPTIONS = (
     f"{_LENGTHS}, float dropout_p=0.0, float? softmax_scale=None, bool causal=False, bool deterministic=False, bool is_varlen=True, *, "
@@ -53,7 +58,7 @@ _PACKED = "Tensor? q, Tensor packed, int head_dim_qk"  # k and v are slices of p
 _MERGE = "Tensor[] outs, Tensor[] lses, bool stacked=False, *, float? empty_lse=None"
 _PLAN = (
     "Tensor cache_seqlens, SymInt num_q_tokens_per_head_k, int num_heads_k, int? num_heads_q=None, bool is_fp8_kvcache=False, "
-    "SymInt? topk=None"
+    "SymInt? topk=None, Tensor? cu_seqlens_q=None, SymInt? total_q=None, SymInt? window=None, SymInt window_sink=0"
 )
 _WRITE = (
     "Tensor kv_c, Tensor? k_pe, Tensor(a!) k_cache, Tensor slot_mapping, *, Tensor? descale_k=None, bool power_of_two=False, "
@@ -63,7 +68,18 @@ _GATHER = (
     "Tensor k_cache, Tensor block_table, Tensor cu_seqlens, SymInt rows, *, Tensor? starts=None, Tensor? descale_k=None, "
     "ScalarType? dtype=None, str? kv_format=None"
 )
-_SPARSE_PLAN = "Tensor indices, SymInt num_heads_q, Tensor? topk_length=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None"
+_ROW_LOGITS = "Tensor q, Tensor keys, Tensor scales, Tensor weights, Tensor ks, Tensor ke, bool clean_logits=True, SymInt max_seqlen_k=0"
+_PAGED_LOGITS = (
+    "Tensor q, Tensor cache, Tensor weights, Tensor context_lens, Tensor block_table, Tensor? metadata, SymInt max_context_len, "
+    "bool clean_logits=True"
+)
+_TOPK = "Tensor logits, Tensor lengths, SymInt topk"
+_PAGED_TOPK = "Tensor q, Tensor weights, Tensor index_cache, Tensor context_lens, Tensor block_table, SymInt topk, *, bool slots=False"
+_ROW_TOPK = "Tensor q, Tensor keys, Tensor scales, Tensor weights, Tensor ks, Tensor ke, SymInt topk, *, SymInt? max_seqlen_k=None"
+_SPARSE_PLAN = (
+    "Tensor indices, SymInt num_heads_q, Tensor? topk_length=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "
+    "Tensor? cu_seqlens_q=None"
+)
 
 _VARLEN_ARGUMENTS = 12  # of flash_attn_varlen_func and of flash_attn_varlen_packed, without those by keyword only
 
@@ -139,20 +155,32 @@ def _nothing(*args: Any, **options: Any) -> None:
     """Stand for an op that writes to tensors of the caller."""
 
 
-def _decode_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+def _decode_results(q: Tensor, *args: Any, cu_seqlens_q: Tensor | None = None, **options: Any) -> tuple[Tensor, Tensor]:
     """Allocate out and lse of decode."""
-    if q.dim() != 4:
-        raise ValueError(f"q has shape {list(q.shape)}; supported: [batch, s_q, h_q, columns]")
-    batch, s_q, h_q, d_qk = q.shape
-    d_v = value_columns(d_qk)
+    shape = "[batch, s_q, h_q, columns]" if cu_seqlens_q is None else "[total_q, h_q, columns]"
+    if q.dim() != (4 if cu_seqlens_q is None else 3):
+        raise ValueError(f"q has shape {list(q.shape)}; supported: {shape}")
+    *tokens, h_q, d_qk = q.shape
     dtype = torch.bfloat16 if q.dtype == torch.float8_e4m3fn else q.dtype
-    return q.new_empty((batch, s_q, h_q, d_v), dtype=dtype), q.new_empty((batch, h_q, s_q), dtype=torch.float32)
+    out = q.new_empty((*tokens, h_q, value_columns(d_qk)), dtype=dtype)
+    return out, q.new_empty((*tokens[:1], h_q, *tokens[1:]), dtype=torch.float32)
 
 
 def _prefill_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate out, max_logits and lse of sparse prefill."""
     rows = q.shape[:-1]
     return q.new_empty((*rows, D_V)), q.new_empty(rows, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32)
+
+
+def _run_indexer_prefill(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+    """Compute sparse prefill with lse_indexer."""
+    check_integer("indexer_topk", options["indexer_topk"], 1)
+    return sparse_prefill.run(*args, **options)
+
+
+def _indexer_prefill_results(q: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate out, max_logits, lse and lse_indexer of sparse prefill."""
+    return *_prefill_results(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
 def _varlen_results(q: Tensor, k: Tensor, v: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
@@ -257,16 +285,30 @@ def _merged_results(outs: list[Tensor], lses: list[Tensor], stacked: bool = Fals
     return outs[0].new_empty(shape), outs[0].new_empty(shape[:-1], dtype=torch.float32)
 
 
-def _new_plan(cache_seqlens: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    device = device_for(cache_seqlens.device)
-    parts = num_parts(device.arch, *split_plan.Options(*args, **options).shape, device.sm_count)
-    return cache_seqlens.new_empty((parts, PLAN_COLUMNS)), cache_seqlens.new_empty((cache_seqlens.shape[0] + 1,))
+def _new_plan(
+    cache_seqlens: Tensor,
+    num_q_tokens_per_head_k: int,
+    num_heads_k: int,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+    cu_seqlens_q: Tensor | None = None,
+    total_q: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    options = split_plan.Options(num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk, total_q)
+    return _plan_tensors(options.call(cache_seqlens.shape[0]), cache_seqlens)
 
 
 def _new_sparse_plan(indices: Tensor, num_heads_q: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
-    device = device_for(indices.device)
-    parts = num_parts(device.arch, num_heads_q, max(indices.shape[1], 1), device.sm_count)
-    return indices.new_empty((parts, PLAN_COLUMNS)), indices.new_empty((indices.shape[0] + 1,))
+    s_q = indices.shape[1] if indices.dim() == 3 else 1
+    return _plan_tensors(split_plan.CallSpec(indices.shape[0], num_heads_q, max(s_q, 1), indices.shape[-1], 0), indices)
+
+
+def _plan_tensors(call: split_plan.CallSpec, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Allocate a plan's two tensors."""
+    device = device_for(like.device)
+    rows = num_parts(device.arch, call.rows, call.columns, device.sm_count) + (call.ragged.table_rows if call.ragged else 0)
+    return like.new_empty((rows, PLAN_COLUMNS)), like.new_empty((call.batch + 1,))
 
 
 def _new_keys(k_cache: Tensor, block_table: Tensor, cu_seqlens: Tensor, rows: int, **options: Any) -> Tensor:
@@ -281,10 +323,69 @@ def _gather_out(*args: Any, **options: Any) -> None:
     cache_gather.run(*args, **options)
 
 
+def _new_indices(logits: Tensor, lengths: Tensor, topk: int) -> Tensor:
+    """Allocate the result of topk_indices."""
+    return lengths.new_empty((logits.shape[0], topk))
+
+
+def _new_keys_of_tokens(q: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Allocate the result of indexer_topk or indexer_topk_prefill: topk is the sixth or seventh argument."""
+    place = 4 if q.dim() == 4 else 5
+    topk = args[place] if len(args) > place else options["topk"]
+    tokens = q.shape[0] * q.shape[1] if q.dim() == 4 else q.shape[0]
+    return q.new_empty((tokens, topk), dtype=torch.int32)
+
+
+def _row_topk(q: Tensor, keys: Tensor, scales: Tensor, *args: Any, **options: Any) -> Tensor:
+    return indexer_op.run_rows(q, (keys, scales), *args, **options)
+
+
+def _topk_out(*args: Any, **options: Any) -> None:
+    topk_op.run(*args, **options)
+
+
+def _new_logits(weights: Tensor, columns: int) -> Tensor:
+    """Allocate the logits of the tokens that weights [tokens, heads] are of."""
+    stride = (columns + logits_op.ROW_ALIGNMENT - 1) // logits_op.ROW_ALIGNMENT * logits_op.ROW_ALIGNMENT
+    return weights.new_empty((weights.shape[0], stride))[:, :columns]
+
+
+def _new_row_logits(q: Tensor, keys: Tensor, scales: Tensor, weights: Tensor, *args: Any, **options: Any) -> Tensor:
+    """Allocate the result of fp8_mqa_logits."""
+    columns = args[3] if len(args) > 3 else options.get("max_seqlen_k", 0)
+    return _new_logits(weights, columns or keys.shape[0])
+
+
+def _new_paged_logits(
+    q: Tensor, cache: Tensor, weights: Tensor, context_lens: Tensor, block_table: Tensor, metadata: Tensor | None, columns: int, *args: Any
+) -> Tensor:
+    """Allocate the result of fp8_paged_mqa_logits."""
+    return _new_logits(weights, columns)
+
+
+def _row_logits(q: Tensor, keys: Tensor, scales: Tensor, *args: Any, **options: Any) -> Tensor:
+    return logits_op.run_rows(q, (keys, scales), *args, **options)
+
+
+def _row_logits_out(*args: Any, **options: Any) -> None:
+    _row_logits(*args, **options)
+
+
+def _paged_logits_out(*args: Any, **options: Any) -> None:
+    logits_op.run_pages(*args, **options)
+
+
 _PLAN_RESULTS = "(Tensor tile_scheduler_metadata, Tensor num_splits)"
 
 _define_both("flash_mla_with_kvcache", _DECODE, ("out", "lse", "workspace?"), decode.run_cached, _decode_results)
 _define_both("flash_mla_sparse_fwd", _PREFILL, ("out", "max_logits", "lse"), sparse_prefill.run, _prefill_results)
+_define_both(
+    "flash_mla_sparse_fwd_indexer",
+    _INDEXER_PREFILL,
+    ("out", "max_logits", "lse", "lse_indexer"),
+    _run_indexer_prefill,
+    _indexer_prefill_results,
+)
 _define_both(
     "flash_attn_varlen_func",
     _VARLEN,
@@ -319,6 +420,14 @@ _define(f"plan_sparse_decode({_SPARSE_PLAN}) -> {_PLAN_RESULTS}", split_plan.run
 _define(f"write_kv_cache({_WRITE}) -> ()", cache_write.run, _nothing)
 _define(f"gather_kv_cache({_GATHER}) -> Tensor", cache_gather.run, _new_keys)
 _define(f"gather_kv_cache_out({_GATHER}, Tensor(a!) out) -> ()", _gather_out, _nothing)
+_define(f"fp8_mqa_logits({_ROW_LOGITS}) -> Tensor", _row_logits, _new_row_logits)
+_define(f"fp8_mqa_logits_out({_ROW_LOGITS}, *, Tensor(a!) out) -> ()", _row_logits_out, _nothing)
+_define(f"fp8_paged_mqa_logits({_PAGED_LOGITS}) -> Tensor", logits_op.run_pages, _new_paged_logits)
+_define(f"fp8_paged_mqa_logits_out({_PAGED_LOGITS}, *, Tensor(a!) out) -> ()", _paged_logits_out, _nothing)
+_define_both("indexer_topk", _PAGED_TOPK, ("out", "workspace?"), indexer_op.run_pages, _new_keys_of_tokens)
+_define_both("indexer_topk_prefill", _ROW_TOPK, ("out", "workspace?"), _row_topk, _new_keys_of_tokens)
+_define(f"topk_indices({_TOPK}) -> Tensor", topk_op.run, _new_indices)
+_define(f"topk_indices_out({_TOPK}, *, Tensor(a!) out) -> ()", _topk_out, _nothing)
 
 
 def get_mla_metadata(cache_seqlens: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -339,8 +448,13 @@ def flash_mla_with_kvcache(planned: tuple[Any, Tensor | None], given: dict[str, 
     return out, lse
 
 
-def flash_mla_sparse_fwd(given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Trace api.flash_mla_sparse_fwd."""
+def flash_mla_sparse_fwd(given: dict[str, Tensor | None], *, indexer_topk: int, **arguments: Any) -> tuple[Tensor, ...]:
+    """Trace api.flash_mla_sparse_fwd: an op of its own where lse_indexer is asked for."""
+    if sparse_prefill.check_indexer(indexer_topk, given["lse_indexer"]):
+        arguments["indexer_topk"] = indexer_topk
+        results: tuple[Tensor, ...] = _call("flash_mla_sparse_fwd_indexer", _indexer_prefill_results, given, arguments)
+        return results
+    given = {name: tensor for name, tensor in given.items() if name != "lse_indexer"}
     out, max_logits, lse = _call("flash_mla_sparse_fwd", _prefill_results, given, arguments)
     return out, max_logits, lse
 
@@ -387,6 +501,47 @@ def gather_kv_cache(*args: Any, out: Tensor | None, **options: Any) -> Tensor:
     return out
 
 
+def fp8_mqa_logits(q: Tensor, kv: Any, *args: Any, out: Tensor | None) -> Tensor:
+    """Trace indexer.fp8_mqa_logits."""
+    return _to_given("fp8_mqa_logits", (q, *kv, *args), out)
+
+
+def fp8_paged_mqa_logits(*args: Any, out: Tensor | None) -> Tensor:
+    """Trace indexer.fp8_paged_mqa_logits."""
+    return _to_given("fp8_paged_mqa_logits", args, out)
+
+
+def indexer_topk(arguments: dict[str, Any], given: dict[str, Tensor | None]) -> Tensor:
+    """Trace indexer.indexer_topk. given: out and workspace."""
+    return _chosen("indexer_topk", arguments, given)
+
+
+def indexer_topk_prefill(arguments: dict[str, Any], given: dict[str, Tensor | None]) -> Tensor:
+    """Trace indexer.indexer_topk_prefill. given: out and workspace."""
+    return _chosen("indexer_topk_prefill", arguments, given)
+
+
+def _chosen(name: str, arguments: dict[str, Any], given: dict[str, Tensor | None]) -> Tensor:
+    """Call one of the two ops, or the one that writes to the caller's tensors if any is given."""
+    called = _call(name, lambda **made_of: (_new_keys_of_tokens(**made_of),), given, arguments)
+    chosen: Tensor = called[0] if isinstance(called, tuple) else called
+    return chosen
+
+
+def _to_given(name: str, args: tuple[Any, ...], out: Tensor | None) -> Tensor:
+    """Call the op that allocates its result, or the op that writes to the caller's."""
+    if out is None:
+        new: Tensor = getattr(torch.ops.cute_mla, name)(*args)
+        return new
+    getattr(torch.ops.cute_mla, f"{name}_out")(*args, out=out)
+    return out
+
+
+def topk_indices(logits: Tensor, lengths: Tensor, topk: int, out: Tensor | None) -> Tensor:
+    """Trace indexer.topk_indices."""
+    return _to_given("topk_indices", (logits, lengths, topk), out)
+
+
 def _call(name: str, make: Callable[..., tuple[Tensor, ...]], given: dict[str, Tensor | None], arguments: dict[str, Any]) -> Any:
     """Call the op that allocates its results or, if a result or workspace is given, the op that writes to given tensors."""
     if all(tensor is None for tensor in given.values()):
@@ -403,15 +558,27 @@ def _planned_by(schedule: MlaSchedule, **arguments: Any) -> tuple[Tensor, Tensor
     if schedule.plan is not None:
         return schedule.plan
     q, k_cache, indices, extra = (arguments[name] for name in ("q", "k_cache", "indices", "extra_indices_in_kvcache"))
-    batch, s_q, h_q, _ = q.shape
+    offsets, max_seqlen_q = arguments["cu_seqlens_q"], arguments["max_seqlen_q"]
+    if (offsets is None) != (max_seqlen_q is None) or q.dim() != (4 if offsets is None else 3):
+        raise ValueError(f"q has shape {list(q.shape)}; supported: 4 dimensions, or 3 with cu_seqlens_q and max_seqlen_q")
+    *tokens, h_q, _ = q.shape
+    batch, s_q = tokens if offsets is None else (offsets.shape[0] - 1, max_seqlen_q)
+    total_q = None if offsets is None else tokens[0]
     page_size, h_kv = k_cache.shape[1:3]
+    table_rows = 0
     if indices is None:
         topk = extra_topk = None
-        plan = torch.ops.cute_mla.get_mla_metadata(arguments["cache_seqlens"], s_q * (h_q // h_kv), h_kv)
+        per_head = (s_q * (h_q // h_kv), h_kv, h_q)
+        given = {"cu_seqlens_q": offsets, "total_q": total_q} | {name: arguments[name] for name in ("window", "window_sink")}
+        plan = torch.ops.cute_mla.get_mla_metadata(arguments["cache_seqlens"], *per_head, **given)
+        if total_q is not None:
+            table_rows = split_plan.ragged_queries(batch, total_q, s_q, h_q // h_kv).table_rows
     else:
-        topk, extra_topk = indices.shape[2], 0 if extra is None else extra.shape[2]
+        topk, extra_topk = indices.shape[-1], 0 if extra is None else extra.shape[-1]
         lengths = (arguments["topk_length"], extra, arguments["extra_topk_length"])
-        plan = torch.ops.cute_mla.plan_sparse_decode(indices, h_q, *lengths)
-    schedule.key = ScheduleKey(batch, s_q, h_q, h_kv, page_size, plan[0].shape[0], q.device, topk, extra_topk)
+        plan = torch.ops.cute_mla.plan_sparse_decode(indices, h_q, *lengths, offsets)
+    parts = plan[0].shape[0] - table_rows
+    shapes = (batch, s_q, h_q, h_kv, page_size, parts, q.device, topk, extra_topk, total_q)
+    schedule.key = ScheduleKey(*shapes, arguments["window"], arguments["window_sink"])
     schedule.plan = plan
     return plan

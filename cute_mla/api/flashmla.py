@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import overload
+from typing import Literal, overload
 
 import torch
 
@@ -30,6 +30,11 @@ def get_mla_metadata(
     num_heads_q: int | None = None,
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    total_q: int | None = None,
+    window: int | None = None,
+    window_sink: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -40,6 +45,11 @@ def get_mla_metadata(
     num_heads_q: int | None = None,
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
+    *,
+    cu_seqlens_q: torch.Tensor | None = None,
+    total_q: int | None = None,
+    window: int | None = None,
+    window_sink: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[MlaSchedule, None]:
     """Plan how decode work is divided among SMs, now or at the first use of a schedule object.
 
@@ -57,6 +67,14 @@ def get_mla_metadata(
                                  num_heads_q given. Every request counts as having topk keys, and only the length of cache_seqlens
                                  matters. (A schedule object plans by topk_length as well.)
         is_fp8_kvcache           whether the cache is an FP8 one; the plan is the same
+        cu_seqlens_q, total_q    for requests with different numbers of query tokens: cu_seqlens_q of the call, int32 [batch + 1], and
+                                 q.shape[0]. num_q_tokens_per_head_k is then max_seqlen_q * h_q / h_kv, and num_heads_q must be given
+        window, window_sink      those of the calls; num_heads_q must be given with a window. A plan for other windows is less balanced
+
+    With cu_seqlens_q, a plan cuts work units: as many query tokens of one request as have at most 128 rows per KV head (in sparse decode
+    each token). num_splits is int32 [units + 1]; in dense decode the rows of tile_scheduler_metadata behind the first num_sm_parts are a
+    table of the units (spec.split_plan). Their number depends on batch, total_q, max_seqlen_q and heads alone. Such a plan belongs to the
+    contents of cu_seqlens_q, which must not change between plan and call. It is balanced for causal calls.
 
     One plan serves calls with and without batch_invariant, and block tables of any width. A plan stays correct when lengths
     change afterwards, but is then less balanced. Replaying a CUDA graph does not make a plan again whose first use was outside
@@ -67,7 +85,8 @@ def get_mla_metadata(
     """
     check_flag("is_fp8_kvcache", is_fp8_kvcache)
     if cache_seqlens is None:
-        if any(value is not None for value in (num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk)):
+        others = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, cu_seqlens_q, total_q, window)
+        if any(value is not None for value in others):
             raise ValueError("cache_seqlens is None beside other arguments; supported: get_mla_metadata() or all of the first three")
         return MlaSchedule(), None
     if num_q_tokens_per_head_k is None or num_heads_k is None:
@@ -75,7 +94,8 @@ def get_mla_metadata(
             "num_q_tokens_per_head_k or num_heads_k is missing beside cache_seqlens; "
             "supported: get_mla_metadata() or all of the first three"
         )
-    shape = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk)
+    ragged = (cu_seqlens_q, total_q)
+    shape = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk, *ragged, window, window_sink)
     if (is_dynamo_compiling() or dispatch_modes() or cache_seqlens.__class__ is not torch.Tensor) and is_traced(cache_seqlens):
         return torch_ops.get_mla_metadata(cache_seqlens, *shape)
     return split_plan.run(cache_seqlens, *shape)
@@ -108,13 +128,19 @@ def flash_mla_with_kvcache(
     empty_lse: float = math.inf,
     kv_format: str | None = None,
     extra_kv_format: str | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    tree_mask: torch.Tensor | None = None,
+    window: int | None = None,
+    window_sink: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend new query tokens to a paged latent cache: out = softmax(softmax_scale * q k^T) v.
 
     Dense (without indices): each request attends to its cache_seqlens keys; v = k[..., :head_dim_v]. Keys have 512
     latent and 64 rotary columns (d_qk 576), 512 latent ones alone (512), or 256 latent and 64 rotary ones (320).
 
-    q                bf16 or fp16 [batch, s_q, h_q, d_qk], h_q 1 to 128; last dimension contiguous, other strides free
+    q                bf16 or fp16 [batch, s_q, h_q, d_qk], h_q 1 to 128; last dimension contiguous, other strides free; bf16 where
+                     dense decode has a d_qk of 512 or 320
     k_cache          same dtype [pages, page size, h_kv, d_qk], h_kv divides h_q; page size 16, 32 or a multiple of 64;
                      address and strides multiples of 16 bytes, last dimension contiguous (block-strided caches are fine).
                      Or, with d_qk 576, float8_e4m3fn [pages, page size, 1, 576], likewise: the keys are descale_k * k_cache. q may then be
@@ -128,6 +154,15 @@ def flash_mla_with_kvcache(
     cache_seqlens    int32 [batch], contiguous: keys of each request, the new tokens' included. Never read by the host; the
                      device clips each length to 0 .. pages per request * page size. Over a cache without pages each length counts as 0
     causal           True: query token i sees key j iff j < cache_seqlens - (s_q - 1 - i). No effect for s_q 1
+    tree_mask        int32 [batch, s_q, ceil(s_q / 32)], or [total_q, ceil(max_seqlen_q / 32)] with cu_seqlens_q, last dimension contiguous:
+                     which new tokens, a request's last keys, each new token sees. Token i sees new token j iff bit j % 32 of word
+                     j // 32 is set, and all keys before the new tokens. Bits of no token count for nothing. causal then has no effect
+    window           query token i, whose own key is cache_seqlens - s_q + i, sees of the keys up to that one only the last `window`, its
+                     own included: those from cache_seqlens - s_q + i - window + 1 on. It is window_size[0] + 1 of FlashAttention, and
+                     sliding_window of a model. causal decides on later keys as ever. 1 to 2^30, None: all. Neither with tree_mask nor
+                     with cu_seqlens_q
+    window_sink      the first keys, which every token sees in spite of its window; 0 without a window. Tiles of 64 keys of which no
+                     token sees a key are skipped: their block_table entries are not read. KV that no token sees may be anything
 
     Sparse (with indices): each query token attends to the slots that its indices name. causal must be False. block_table
     and cache_seqlens are ignored and may be None.
@@ -143,7 +178,6 @@ def flash_mla_with_kvcache(
                      scales ("v41", behind each token; "v41_paged", behind all rows of a page) or 4 fp32 scales ("nope_528"); v = k
                      q [..., 576] bf16 or fp16, k_cache of the same dtype [pages, page size, 1, 576], is_fp8_kvcache False
     topk_length      int32 [batch], contiguous: number of leading indices that count; None: all
-    attn_sink        fp32 [h_q], contiguous: out is scaled by exp(lse) / (exp(lse) + exp(sink)), lse is not. -inf: no sink
     extra_k_cache, extra_indices_in_kvcache, extra_topk_length
                      a second cache of the same format, with a page size of its own; its indices [batch, s_q, extra topk];
                      and their lengths. Attended to together with the first cache. Beside "v41" or "v41_paged" it may have either of
@@ -155,6 +189,7 @@ def flash_mla_with_kvcache(
     tile_scheduler_metadata, num_splits
                      the result of get_mla_metadata: (schedule, None) or the two tensors
     softmax_scale    positive, default q.shape[-1] ** -0.5
+    attn_sink        fp32 [h_q], contiguous: out is scaled by exp(lse) / (exp(lse) + exp(sink)), lse is not. -inf: no sink
     out              [batch, s_q, h_q, head_dim_v] in q's dtype (see above for e4m3); last dimension contiguous, other strides free
     lse              fp32 [batch, h_q, s_q], any strides
     workspace        contiguous, at least workspace_size(op, ...) bytes, address a multiple of 16; not to be shared by
@@ -164,6 +199,15 @@ def flash_mla_with_kvcache(
     kv_format, extra_kv_format
                      names of the formats of k_cache and extra_k_cache (spec.cache_format), which must fit dtype and bytes a token;
                      None: these two decide, but for 528 bytes, which three formats have
+    cu_seqlens_q, max_seqlen_q
+                     requests with different numbers of query tokens, 0 included, whose tokens are packed one request behind the other:
+                     q [total_q, h_q, d_qk], out [total_q, h_q, head_dim_v], lse fp32 [total_q, h_q]; indices [total_q, topk], topk_length
+                     int32 [total_q], and likewise of the second cache; block_table and cache_seqlens have a row per request. Request r
+                     has the tokens cu_seqlens_q[r] to cu_seqlens_q[r + 1] - 1: int32 [batch + 1], contiguous, 0 first, ascending, never
+                     read by the host. Tokens from cu_seqlens_q[batch] on are neither read nor written. max_seqlen_q bounds the tokens
+                     of a request; with fewer rows than 128 per KV head it should be small, since tokens that requests lack cost as much
+                     as others. The device clips cu_seqlens_q to total_q. Dense decode takes no more than max_seqlen_q tokens of a
+                     request; sparse decode, where every token has indices of its own, takes all
 
     out, lse and workspace share memory neither with each other nor with operands; only the first call with its shapes and options
     checks that, and that a storage was not shrunk. No tensor may require gradients, unless gradients are switched off.
@@ -199,13 +243,59 @@ def flash_mla_with_kvcache(
             empty_lse=empty_lse,
             kv_format=kv_format,
             extra_kv_format=extra_kv_format,
+            cu_seqlens_q=cu_seqlens_q,
+            max_seqlen_q=max_seqlen_q,
+            tree_mask=tree_mask,
+            window=window,
+            window_sink=window_sink,
         )
     return run_cached(
         q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal,
         descale_q, descale_k, is_fp8_kvcache, indices, attn_sink,
         extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
-        out, lse, workspace, batch_invariant, empty_lse, kv_format, extra_kv_format,
+        out, lse, workspace, batch_invariant, empty_lse, kv_format, extra_kv_format, cu_seqlens_q, max_seqlen_q,
+        tree_mask, window, window_sink,
     )  # fmt: skip
+
+
+@overload
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = D_V,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    indexer_topk: Literal[0] = 0,
+    *,
+    kv_offsets: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
+    lse_indexer: None = None,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+
+@overload
+def flash_mla_sparse_fwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = D_V,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    indexer_topk: int = 0,
+    *,
+    kv_offsets: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    max_logits: torch.Tensor | None = None,
+    lse_indexer: torch.Tensor | None = None,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, ...]: ...
 
 
 def flash_mla_sparse_fwd(
@@ -216,13 +306,15 @@ def flash_mla_sparse_fwd(
     d_v: int = D_V,
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
+    indexer_topk: int = 0,
     *,
     kv_offsets: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     max_logits: torch.Tensor | None = None,
+    lse_indexer: torch.Tensor | None = None,
     empty_lse: float = math.inf,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, ...]:
     """Attend each query token to the rows of an unpaged latent that its indices name: sparse prefill.
 
     out = softmax(sm_scale * q k^T) v, where k are a token's rows and v = k[:, :512].
@@ -237,6 +329,7 @@ def flash_mla_sparse_fwd(
                      not. -inf: no sink
     topk_length      int32 [s_q], contiguous: number of a token's leading indices that count, clipped to 0 .. topk on the
                      device; later indices are never read. None: all. Never read by the host
+    indexer_topk     0 to topk. Not 0: return lse_indexer too, the lse of the indexer's entries, a token's first indexer_topk indices
 
     A batch of requests, each with its own rows: q [batch, s_q, h_q, d_qk], indices [batch, s_q, 1, topk], topk_length
     [batch, s_q], the results with the batch in front as well, and kv one of
@@ -247,16 +340,19 @@ def flash_mla_sparse_fwd(
         and a request whose rows end before they begin has none. Never read by the host
 
     out              [.., s_q, h_q, 512] in q's dtype; last dimension contiguous, other strides free
-    max_logits, lse  fp32 [.., s_q, h_q], any strides
-    empty_lse        lse of a row that attends to nothing, inf or -inf
+    max_logits, lse, lse_indexer
+                     fp32 [.., s_q, h_q], any strides; lse_indexer only with indexer_topk
+    empty_lse        lse and lse_indexer of a row that attends to nothing, inf or -inf
 
     Results share memory neither with each other nor with operands. No tensor may require gradients, unless gradients are switched off.
 
-    Returns (out, max_logits, lse). max_logits is the greatest sm_scale * score of a row, in natural units; lse is the
-    natural log of the sum of exp(sm_scale * score). A row that attends to nothing has out 0, max_logits -inf and lse
-    empty_lse. The bits of a token depend neither on the tokens beside it nor on the number of SMs.
+    Returns (out, max_logits, lse), with indexer_topk (out, max_logits, lse, lse_indexer). max_logits is the greatest sm_scale * score
+    of a row, in natural units; lse is the natural log of the sum of exp(sm_scale * score), and lse_indexer the same over the first
+    indexer_topk indices, of which invalid ones and those behind topk_length are skipped. It has the bits of lse of a call whose
+    topk_length ends there. A row that attends to nothing has out 0, max_logits -inf and lse empty_lse; so has lse_indexer where no index
+    counts. The bits of a token depend neither on the tokens beside it nor on the number of SMs.
 
-    With out, lse and max_logits given, nothing is allocated; no workspace is needed, and no plan. s_q, s_kv, topk or batch 0
+    With all results given, nothing is allocated; no workspace is needed, and no plan. s_q, s_kv, topk or batch 0
     and offsets beyond 2^31 elements are fine. Runs on the current stream, does not synchronise, and can be captured in a
     CUDA graph. CPU tensors run on the simulated device inside cute_mla.simulate().
 
@@ -265,7 +361,7 @@ def flash_mla_sparse_fwd(
     """
     if (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q):
         return torch_ops.flash_mla_sparse_fwd(
-            {"out": out, "max_logits": max_logits, "lse": lse},
+            {"out": out, "max_logits": max_logits, "lse": lse, "lse_indexer": lse_indexer},
             q=q,
             kv=kv,
             indices=indices,
@@ -273,6 +369,7 @@ def flash_mla_sparse_fwd(
             d_v=d_v,
             attn_sink=attn_sink,
             topk_length=topk_length,
+            indexer_topk=indexer_topk,
             kv_offsets=kv_offsets,
             empty_lse=empty_lse,
         )
@@ -284,9 +381,11 @@ def flash_mla_sparse_fwd(
         d_v,
         attn_sink,
         topk_length,
+        indexer_topk,
         kv_offsets=kv_offsets,
         out=out,
         lse=lse,
         max_logits=max_logits,
+        lse_indexer=lse_indexer,
         empty_lse=empty_lse,
     )

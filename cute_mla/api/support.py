@@ -10,6 +10,7 @@ from ..ops.arguments import short_repr
 from ..ops.limits import (
     BACKWARD_OPS,
     CACHE_OPS,
+    INDEXER_OPS,
     MAX_GRID_TOKENS,
     MAX_QUERY_TOKENS,
     OPS,
@@ -21,11 +22,11 @@ from ..ops.limits import (
     page_size_error,
 )
 from ..ops.tensor_spec import DTYPE_NAMES
-from ..spec import dense_prefill, dense_prefill_dq, sparse_prefill
+from ..spec import dense_prefill, dense_prefill_dq, mqa_logits, sparse_prefill, topk_indices
 from ..spec.arch import ALIASES, ARCHS
 from ..spec.cache_rows import BF16, CACHED, FP8_576, KNOWN, LATENTS, key_types
-from ..spec.dense_decode import MAX_KEYS
-from ..spec.mla import D_QK, D_V, DTYPES, LATENT_DIMS, MAX_HEADS, VALUE_COLUMNS
+from ..spec.dense_decode import FP8_CACHE, MAX_KEYS, takes_key_masks
+from ..spec.mla import D_QK, D_V, DTYPES, LATENT_DIMS, MAX_HEADS, VALUE_COLUMNS, key_dtypes
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, serving_kernels
 
 
@@ -49,11 +50,15 @@ _DENSE_DECODE: dict[str, Limit] = {
     "causal": one_of("causal", False, True),
     "batch_invariant": one_of("batch_invariant", False, True),
     "fp8_kvcache": one_of("fp8_kvcache", False, True),
-    "attn_sink": one_of("attn_sink", False),
+    "attn_sink": one_of("attn_sink", False, True),
+    "tree_mask": one_of("tree_mask", False, True),
+    "window": one_of("window", False, True),
     "extra_cache": one_of("extra_cache", False),
     "topk_length": one_of("topk_length", False),
     "topk": one_of("topk", None),
+    "indexer_topk": one_of("indexer_topk", 0),
     "kv_offsets": one_of("kv_offsets", False),
+    "cu_seqlens_q": one_of("cu_seqlens_q", False, True),
     "kv_format": one_of("kv_format", None, *(cache.name for cache in LATENTS.values()), FP8_576.name),
     "extra_kv_format": one_of("extra_kv_format", None),
 }
@@ -66,6 +71,7 @@ _SPARSE_DECODE: dict[str, Limit] = {
     "head_dim_v": one_of("head_dim_v", D_V),
     "page_size": between("page_size", 1, MAX_KEYS),
     "causal": one_of("causal", False),
+    **{name: one_of(name, False) for name in ("tree_mask", "window")},
     **{name: one_of(name, False, True) for name in ("fp8_kvcache", "attn_sink", "extra_cache", "topk_length")},
     "topk": between("topk", 0, MAX_KEYS),
     "kv_format": one_of("kv_format", None, *DECODED),
@@ -74,12 +80,13 @@ _SPARSE_DECODE: dict[str, Limit] = {
 _DENSE_PREFILL: dict[str, Limit] = {
     **_DENSE_DECODE,
     "dtype": _dtype_of(*DTYPES),
-    "fp8_kvcache": one_of("fp8_kvcache", False),
+    **{name: one_of(name, False) for name in ("fp8_kvcache", "attn_sink", "tree_mask", "window")},
     **{name: between(name, 1, dense_prefill.MAX_ITEMS) for name in ("h_q", "h_kv")},
     "s_q": between("s_q", 1, dense_prefill.MAX_TOKENS),
     "head_dim": one_of("head_dim", *dense_prefill.HEAD_DIMS),
     "head_dim_v": one_of("head_dim_v", *dict.fromkeys(dense_prefill.HEAD_DIMS.values())),
     **{name: one_of(name, None) for name in ("page_size", "kv_format")},
+    "cu_seqlens_q": one_of("cu_seqlens_q", False),
 }
 _DENSE_PREFILL_BACKWARD: dict[str, Limit] = {
     **_DENSE_PREFILL,
@@ -91,8 +98,9 @@ _SPARSE_PREFILL: dict[str, Limit] = {
     "s_q": between("s_q", 1, sparse_prefill.MAX_TOKENS),
     "head_dim": one_of("head_dim", *sparse_prefill.HEAD_DIMS),
     **{name: one_of(name, None) for name in ("page_size", "kv_format", "extra_kv_format")},
-    **{name: one_of(name, False) for name in ("fp8_kvcache", "extra_cache")},
+    **{name: one_of(name, False) for name in ("fp8_kvcache", "extra_cache", "cu_seqlens_q")},
     "kv_offsets": one_of("kv_offsets", False, True),
+    "indexer_topk": between("indexer_topk", 0, MAX_KEYS),
 }
 _CACHE_ROWS: dict[str, Limit] = {
     **_DENSE_DECODE,
@@ -101,8 +109,30 @@ _CACHE_ROWS: dict[str, Limit] = {
     "h_kv": one_of("h_kv", 1),
     "head_dim": one_of("head_dim", *LATENT_DIMS),
     "page_size": between("page_size", 1, MAX_KEYS),
-    "causal": one_of("causal", False),
+    **{name: one_of(name, False) for name in ("causal", "attn_sink", "tree_mask", "window", "cu_seqlens_q")},
     "kv_format": one_of("kv_format", None, *CACHED),
+}
+_TOPK_INDICES: dict[str, Limit] = {
+    **{name: one_of(name, None) for name in _DENSE_DECODE},
+    **{
+        name: one_of(name, False)
+        for name in (
+            *("causal", "fp8_kvcache", "attn_sink", "tree_mask", "window", "extra_cache", "topk_length", "kv_offsets", "cu_seqlens_q"),
+        )
+    },
+    "dtype": _dtype_of(topk_indices.DTYPE),
+    "topk": between("topk", 0, topk_indices.MAX_TOPK),
+    "batch_invariant": one_of("batch_invariant", False, True),
+}
+_MQA_LOGITS: dict[str, Limit] = {
+    **_TOPK_INDICES,
+    "dtype": _dtype_of(mqa_logits.DTYPE),
+    "h_q": between("h_q", 1, mqa_logits.MAX_HEADS),
+    "h_kv": one_of("h_kv", 1),
+    "s_q": between("s_q", 1, MAX_QUERY_TOKENS),
+    "head_dim": one_of("head_dim", mqa_logits.COLUMNS),
+    "page_size": one_of("page_size", None, *mqa_logits.PAGE_SIZES),
+    "topk": one_of("topk", None),
 }
 _FEATURES_OF = {
     **dict.fromkeys(CACHE_OPS, _CACHE_ROWS),
@@ -111,35 +141,48 @@ _FEATURES_OF = {
     "dense_prefill": _DENSE_PREFILL,
     "dense_prefill_backward": _DENSE_PREFILL_BACKWARD,
     "sparse_prefill": _SPARSE_PREFILL,
+    "topk_indices": _TOPK_INDICES,
+    "mqa_logits": _MQA_LOGITS,
+    "indexer_topk": {**_MQA_LOGITS, "topk": _TOPK_INDICES["topk"]},
 }
 FEATURES = tuple(_DENSE_DECODE)
+# By op and columns (of q, of out), where 16-bit types differ
+_DTYPES_OF_COLUMNS = {
+    "dense_decode": {(d_qk, dims.latent): key_dtypes(d_qk) for d_qk, dims in LATENT_DIMS.items()},
+    "dense_prefill": {dims: dense_prefill.head_dtypes(dims[0]) for dims in dense_prefill.HEAD_DIMS.items()},
+}
 
 
 def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     """Return whether this version has a kernel for an op on an architecture with these features.
 
-    op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"; "dense_prefill_backward"; "cache_write", "cache_gather".
+    op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"; "dense_prefill_backward"; "cache_write", "cache_gather";
+    "topk_indices", which has the features dtype, topk and batch_invariant alone; "mqa_logits", fp8_mqa_logits and
+    fp8_paged_mqa_logits; "indexer_topk", also of indexer_topk_prefill.
     arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve.
     features: any of these, each with the value that a call would have
         dtype            "bf16", "fp16" or the torch dtype of queries, cache and output; in dense decode over an FP8 cache queries may
-                         also be "e4m3"; in cache_write and cache_gather, the dtype of the keys outside the cache
+                         also be "e4m3"; in cache_write and cache_gather, the dtype of the keys outside the cache; "fp32" in topk_indices;
+                         "e4m3" in mqa_logits and indexer_topk
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
         head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512 or 320; in sparse decode 576, or 512 with an FP8
                          cache; 576 or 512 in sparse prefill; 192, 128 or 256 in dense prefill, of which its backward pass has 192 and
-                         128; columns of a key in cache_write and cache_gather: 576, 512 or 320
+                         128; columns of a key in cache_write and cache_gather: 576, 512 or 320; 128 in mqa_logits and indexer_topk
         head_dim_v       columns of out: 512, or 256 in dense decode with head_dim 320; 128 in dense prefill, or 256 with a head_dim of
                          256; None in cache_write and cache_gather
-        page_size        keys of a page; None in prefill, whose keys have no pages
+        page_size        keys of a page; None in prefill, whose keys have no pages, and of logits of keys in a row
         causal, batch_invariant        True or False; prefill is always batch invariant, without being asked
-        fp8_kvcache, attn_sink, extra_cache, topk_length, kv_offsets   True if the call passes such an argument
-        topk             indices of a query token; None without indices
+        fp8_kvcache, attn_sink, tree_mask, window, extra_cache, topk_length, kv_offsets, cu_seqlens_q
+                         True if the call passes such an argument
+        topk             indices of a query token; None without indices; in topk_indices the positions of a row
+        indexer_topk     the first indices, over which lse_indexer is asked for; 0: it is not
         kv_format, extra_kv_format     names of the formats of the cache and of the extra cache; None: dtype and bytes a token decide
 
     Returns (True, the verification status of the kernels: whether they have run on hardware, and how else they were checked) or
     (False, the reason), also for a value that no call could have. Raises ValueError for an unknown op, architecture or feature. The
     answer does not depend on the machine: its device, driver or build.
     """
-    check_op(op, (*OPS, *BACKWARD_OPS, *CACHE_OPS))
+    check_op(op, (*OPS, *BACKWARD_OPS, *CACHE_OPS, *INDEXER_OPS))
     if not isinstance(arch, str) or (arch not in ARCHS and arch not in ALIASES):
         raise ValueError(f"arch is {short_repr(arch)}; supported: {', '.join((*ARCHS, *ALIASES))}")
     for feature in features:
@@ -149,7 +192,7 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
         error = _FEATURES_OF[op][feature](value)
         if error is not None:
             return False, error
-    error = _conflict(op, features)
+    error = _conflict(op, features) or _mask_conflict(features)
     if error is not None:
         return False, error
     return True, ARCHS[ALIASES.get(arch, arch)].proof
@@ -164,6 +207,8 @@ def _conflict(op: str, features: dict[str, Any]) -> str | None:
     error = _format_conflict(op, features)
     if error is not None:
         return error
+    if "topk" in features and features.get("indexer_topk", 0) > (features["topk"] or 0):
+        return f"indexer_topk is {features['indexer_topk']} with topk {features['topk']}; supported: 0 to topk"
     d_qk, d_v = (features.get(name) for name in ("head_dim", "head_dim_v"))
     if op == "dense_prefill" and d_qk is not None and d_v is not None and dense_prefill.HEAD_DIMS[d_qk] != d_v:
         return f"head_dim_v is {d_v} with head_dim {d_qk}; supported: {dense_prefill.HEAD_DIMS[d_qk]}"
@@ -176,7 +221,32 @@ def _conflict(op: str, features: dict[str, Any]) -> str | None:
         return "dtype is fp16 with an FP8 cache; supported: bf16"
     if op == "sparse_decode" and fp8 is False and features.get("head_dim") == D_V:
         return f"head_dim is {D_V} without an FP8 cache; supported: {D_QK}"
-    return _columns_conflict(op, features)
+    return _columns_conflict(op, features) or _dtype_conflict(op, features)
+
+
+def _dtype_conflict(op: str, features: dict[str, Any]) -> str | None:
+    """Return why the dtype is not supported with the columns of keys or heads, or None if it is."""
+    dtype = _dtype_name(features.get("dtype"))
+    kinds = _DTYPES_OF_COLUMNS.get(op, {})
+    for place, name in enumerate(("head_dim", "head_dim_v")):
+        columns = features.get(name)
+        supported = {known for pair, dtypes in kinds.items() if pair[place] == columns for known in dtypes}
+        if dtype in DTYPES and supported and dtype not in supported:
+            return f"dtype is {dtype} with {name} {columns}; supported: {', '.join(sorted(supported))}"
+    return None
+
+
+def _mask_conflict(features: dict[str, Any]) -> str | None:
+    """Return why a tree mask or a window is not supported with the other features, or None if both are."""
+    if features.get("tree_mask") and features.get("window"):
+        return "window is True with tree_mask; supported: False"
+    fp8 = features.get("fp8_kvcache") or _dtype_name(features.get("dtype")) == E4M3
+    for name in ("tree_mask", "window"):
+        if features.get(name) and fp8 and not takes_key_masks(FP8_CACHE):
+            return f"{name} is True with an FP8 cache; supported: False"
+    if features.get("window") and features.get("cu_seqlens_q"):
+        return "window is True with cu_seqlens_q; supported: False"
+    return None
 
 
 def _columns_conflict(op: str, features: dict[str, Any]) -> str | None:
@@ -204,7 +274,7 @@ def _format_conflict(op: str, features: dict[str, Any]) -> str | None:
             return f"extra_kv_format is {second!r} with kv_format {first!r}; supported: {beside}"
     for argument, value in named.items():
         cache = KNOWN[value]
-        dtypes = key_types(cache) if op in CACHE_OPS else DTYPES if not cache.quantised or op == "dense_decode" else (BF16,)
+        dtypes = key_types(cache) if op in CACHE_OPS else key_dtypes(cache.d_qk) if not cache.quantised or op == "dense_decode" else (BF16,)
         dtypes = (*dtypes, E4M3) if op == "dense_decode" and cache is FP8_576 else dtypes
         fitting = {"fp8_kvcache": (bool(cache.quantised),), "head_dim": (cache.d_qk,), "dtype": dtypes}
         for name, supported in fitting.items():

@@ -73,7 +73,7 @@ def flash_attn_varlen_func(
 
     out = softmax(softmax_scale * q k^T) v for each sequence and query head.
 
-    q                bf16 or fp16 [total_q, h_q, d_qk], d_qk 192, 128 or 256; last dimension contiguous, other strides free
+    q                bf16 or fp16 [total_q, h_q, d_qk], d_qk 192, 128 or, in bf16, 256; last dimension contiguous, other strides free
     k                same dtype [total_k, h_kv, d_qk], h_kv divides h_q: neighbouring query heads share a KV head
     v                same dtype [total_k, h_kv, d_v], d_v 128, or 256 with a d_qk of 256. Address and strides of k and v are multiples
                      of 16 bytes, and their last dimension is contiguous; both may be slices of one tensor

@@ -6,15 +6,19 @@ from typing import Any
 
 import torch
 
+from ..ops import indexer_topk
 from ..ops.arguments import check_columns, check_flag, check_integer, is_integer, short_repr
 from ..ops.decode_plan import accumulator_bytes
-from ..ops.limits import BACKWARD_OPS, OPS, check_op, heads_error
+from ..ops.limits import BACKWARD_OPS, MAX_QUERY_TOKENS, OPS, check_op, heads_error
+from ..ops.split_plan import ragged_queries
 from ..runtime.current import default_device, device_for
 from ..spec.dense_decode import num_parts
 from ..spec.dense_prefill import MAX_TOKENS
 from ..spec.dense_prefill_dq import HEAD_DIMS, BackwardWorkspace
 from ..spec.mla import D_V, VALUE_COLUMNS
-from ..spec.split_plan import accumulator_rows, invariant_splits
+from ..spec.split_plan import RaggedQueries, accumulator_rows, invariant_splits
+
+_INDEXER_TOPK = "indexer_topk"
 
 
 def workspace_size(
@@ -34,12 +38,15 @@ def workspace_size(
 ) -> int:
     """Return the bytes of workspace that a call needs. They depend on its shapes and the device, never on lengths.
 
-    op: "dense_decode", "sparse_decode" or "dense_prefill_backward"; "dense_prefill" and "sparse_prefill" need none.
-    batch, s_q, h_q, h_kv: as in the call; in prefill s_q is max_seqlen_qo.
-    batch_invariant: as in the call; then max_cache_seqlen, block_table.shape[1] * page size, is needed too in dense decode.
+    op: "dense_decode", "sparse_decode", "dense_prefill_backward" or "indexer_topk"; "dense_prefill" and "sparse_prefill" need none.
+    batch, s_q, h_q, h_kv: as in the call; in prefill s_q is max_seqlen_qo, in decode with cu_seqlens_q max_seqlen_q. In
+    indexer_topk_prefill batch is 1 and s_q its tokens.
+    batch_invariant: as in the call; then max_cache_seqlen, block_table.shape[1] * page size, is needed too in dense decode. It always is in
+    indexer_topk; in indexer_topk_prefill it is max_seqlen_k, by default the keys of kv.
     topk: in sparse decode, indices of a token in both caches together, indices.shape[2] + extra_indices_in_kvcache.shape[2];
-    needed with batch_invariant.
-    total_q: in dense_prefill_backward, where it is needed, q.shape[0]; then the workspace has 8 bytes a query row and head.
+    needed with batch_invariant. In indexer_topk as in the call, always needed. That workspace is at most 64 MB.
+    total_q: in decode with cu_seqlens_q, q.shape[0]. In dense_prefill_backward, where it is needed, q.shape[0]; then the workspace has 8
+    bytes a query row and head.
     copied_head_dim: in dense_prefill_backward, q.shape[2] of a call that copies q and dout to the workspace: one where a row of q, dout,
     out or dq does not begin at a multiple of 16 bytes, or where rows of q or dout share memory.
     head_dim_v: as in the call, in dense decode.
@@ -48,7 +55,7 @@ def workspace_size(
 
     Raises ValueError on bad arguments, ArtifactError and DeviceError if the device cannot be used, DeviceError also without a GPU.
     """
-    check_op(op, (*OPS, *BACKWARD_OPS))
+    check_op(op, (*OPS, *BACKWARD_OPS, _INDEXER_TOPK))
     check_flag("batch_invariant", batch_invariant)
     check_columns("head_dim_v", head_dim_v, *(VALUE_COLUMNS if op == "dense_decode" else (D_V,)))
     batch, s_q = check_integer("batch", batch, 0), check_integer("s_q", s_q, 0)
@@ -56,16 +63,32 @@ def workspace_size(
     if error is not None:
         raise ValueError(error)
     max_keys = _max_keys(op, batch_invariant, max_cache_seqlen, topk)
-    backward_bytes = _backward_bytes(op, h_q, total_q, copied_head_dim)
+    decodes = op in ("dense_decode", "sparse_decode")
+    backward_bytes = _backward_bytes(op, h_q, None if decodes else total_q, copied_head_dim)
     found = device_for(_torch_device(device))
+    if op == _INDEXER_TOPK:
+        return indexer_topk.divide(batch, s_q, max_keys, check_integer("topk", topk, 0)).nbytes
     if op in BACKWARD_OPS:
         return backward_bytes
     if batch == 0 or s_q == 0 or op in ("dense_prefill", "sparse_prefill"):
         return 0
+    if total_q is not None:
+        ragged = _ragged_queries(op, batch, s_q, h_q // h_kv, total_q)
+        batch, s_q = ragged.units, max(ragged.unit_tokens, 1)
+        if not batch:
+            return 0
     rows, columns = (h_q, s_q) if op == "sparse_decode" else (s_q * (h_q // h_kv), h_kv)
     parts = num_parts(found.arch, rows, columns, found.sm_count)
     max_splits = invariant_splits(max_keys) if batch_invariant else 0
     return sum(accumulator_bytes(accumulator_rows(batch, parts, max_splits), s_q, h_q, head_dim_v))
+
+
+def _ragged_queries(op: str, batch: int, max_seqlen_q: int, heads_per_kv: int, total_q: int) -> RaggedQueries:
+    """Return the query tokens of a decode call with cu_seqlens_q."""
+    check_integer("total_q", total_q, 0, MAX_QUERY_TOKENS)
+    if op == "dense_decode":
+        return ragged_queries(batch, total_q, max_seqlen_q, heads_per_kv)
+    return RaggedQueries(batch, total_q, max_seqlen_q)
 
 
 def _torch_device(device: Any) -> torch.device:
@@ -94,6 +117,8 @@ def _backward_bytes(op: str, h_q: int, total_q: int | None, copied_head_dim: int
 
 def _max_keys(op: str, batch_invariant: bool, max_cache_seqlen: int | None, topk: int | None) -> int:
     """Return the bound on a request's keys, 0 where none is needed. ValueError if a needed bound is missing, or given without need."""
+    if op == _INDEXER_TOPK:
+        return check_integer("max_cache_seqlen", max_cache_seqlen, 0)
     dense = op == "dense_decode"
     if op in ("dense_decode", "dense_prefill", *BACKWARD_OPS) and topk is not None:
         raise ValueError(f"topk is {short_repr(topk)}; supported with {op}: None")

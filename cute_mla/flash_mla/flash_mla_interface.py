@@ -155,13 +155,15 @@ def flash_mla_sparse_fwd(
     d_v: int = D_V,
     attn_sink: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    indexer_topk: int = 0,
+) -> tuple[torch.Tensor, ...]:
     """Call cute_mla.flash_mla_sparse_fwd.
 
-    Returns out [s_q, h_q, 512], max_logits and lse fp32 [s_q, h_q], both in natural log. A row that attends to nothing has max_logits -inf
-    and lse +inf.
+    Returns out [s_q, h_q, 512], max_logits and lse fp32 [s_q, h_q], both in natural log. With indexer_topk, lse_indexer fp32 [s_q, h_q]
+    comes behind them: the natural log over a token's first indexer_topk indices. FlashMLA has an indexer_topk of 512, 1024 and 2048. A row
+    that attends to nothing has max_logits -inf, lse and lse_indexer +inf.
     """
-    return api.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length)
+    return api.flash_mla_sparse_fwd(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, indexer_topk)
 
 
 def flash_attn_varlen_func(

@@ -31,6 +31,7 @@ from ..runtime.launch import BufferRef, CallSteps, Launches, MappedTensor, step_
 from ..spec.combine import CombineArguments
 from ..spec.dense_decode import MAX_ROW_ALIGNMENT
 from ..spec.mla import LOG2E
+from ..spec.split_plan import PLAN_COLUMNS, UNIT_COLUMNS
 from . import dense_decode, sparse_decode
 from .arguments import is_flag, short_repr
 from .decode_plan import DecodePlan, Options, Results, check_common
@@ -44,6 +45,7 @@ _PLAN = ("tile_scheduler_metadata", "num_splits")
 _RESULTS = Results._fields
 
 _ALIGNED = ("k_cache", "extra_k_cache", "workspace")  # tensors whose addresses are multiples of ADDRESS_ALIGNMENT
+assert UNIT_COLUMNS == PLAN_COLUMNS  # parts and units are rows of one tensor
 assert ADDRESS_ALIGNMENT == TMA_ALIGNMENT == GATHER_ALIGNMENT == MAX_ROW_ALIGNMENT
 
 _data_ptr = torch.Tensor.data_ptr
@@ -52,9 +54,10 @@ _data_ptr = torch.Tensor.data_ptr
 class CallKey(NamedTuple):
     """The part of a call that is not a tensor, and which tensors are absent.
 
-    op: dense_decode or sparse_decode. descale_q to extra_topk_length: whether the argument is None, or, for an argument that the op must be
+    op: dense_decode or sparse_decode. descale_q to tree_mask: whether the argument is None, or, for an argument that the op must be
     without, the argument itself. schedule: False without a schedule object, True with one that has no plan yet, else the shapes that it
-    was planned for. num_splits to workspace: whether the tensor is None. types: classes of head_dim_v to empty_lse, because 1 equals True.
+        was planned for. num_splits to workspace, cu_seqlens_q: whether the tensor is None. types: classes of head_dim_v to empty_lse, of
+    max_seqlen_q and of both windows, because 1 equals True.
     """
 
     op: ModuleType
@@ -66,6 +69,8 @@ class CallKey(NamedTuple):
     empty_lse: float
     kv_format: Any
     extra_kv_format: Any
+    window: int | None
+    window_sink: int
     descale_q: Any
     descale_k: Any
     attn_sink: Any
@@ -73,11 +78,14 @@ class CallKey(NamedTuple):
     extra_indices_in_kvcache: Any
     topk_length: Any
     extra_topk_length: Any
+    tree_mask: Any
     schedule: ScheduleKey | bool
     num_splits: bool
     out: bool
     lse: bool
     workspace: bool
+    max_seqlen_q: int | None
+    cu_seqlens_q: bool
     types: tuple[type, ...]
 
 
@@ -107,6 +115,11 @@ def run_cached(
     empty_lse: float = math.inf,
     kv_format: str | None = None,
     extra_kv_format: str | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    max_seqlen_q: int | None = None,
+    tree_mask: torch.Tensor | None = None,
+    window: int | None = None,
+    window_sink: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Decode, with the arguments of api.flashmla.flash_mla_with_kvcache."""
     schedule: MlaSchedule | None = None
@@ -117,29 +130,31 @@ def run_cached(
         tile_scheduler_metadata, num_splits = schedule.plan or (None, None)
     types = (
         head_dim_v.__class__, softmax_scale.__class__, causal.__class__, is_fp8_kvcache.__class__, batch_invariant.__class__,
-        empty_lse.__class__,
+        empty_lse.__class__, max_seqlen_q.__class__, window.__class__, window_sink.__class__,
     )  # fmt: skip
     # Both keys are tuples of the fields of CallKey, which takes three times as long to make.
     if indices is None:
         key: tuple[Any, ...] = (
             dense_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse, kv_format, extra_kv_format,
-            descale_q is None, descale_k is None,
-            attn_sink, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
-            planned_for, num_splits is None, out is None, lse is None, workspace is None, types,
+            window, window_sink, descale_q is None, descale_k is None,
+            attn_sink is None, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, tree_mask is None,
+            planned_for, num_splits is None, out is None, lse is None, workspace is None,
+            max_seqlen_q, cu_seqlens_q is None, types,
         )  # fmt: skip
         tensors: tuple[Any, ...] = (
-            q, k_cache, block_table, cache_seqlens, descale_q, descale_k,
+            q, k_cache, block_table, cache_seqlens, descale_q, descale_k, attn_sink, tree_mask, cu_seqlens_q,
             tile_scheduler_metadata, num_splits, out, lse, workspace,
         )  # fmt: skip
     else:
         key = (
             sparse_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse, kv_format, extra_kv_format,
-            descale_q, descale_k,
+            window, window_sink, descale_q, descale_k,
             attn_sink is None, extra_k_cache is None, extra_indices_in_kvcache is None, topk_length is None, extra_topk_length is None,
-            planned_for, num_splits is None, out is None, lse is None, workspace is None, types,
+            tree_mask, planned_for, num_splits is None, out is None, lse is None, workspace is None,
+            max_seqlen_q, cu_seqlens_q is None, types,
         )  # fmt: skip
         tensors = (
-            q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink,
+            q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink, cu_seqlens_q,
             tile_scheduler_metadata, num_splits, out, lse, workspace,
         )  # fmt: skip
     cache: CallCache | None = None
@@ -181,7 +196,7 @@ def prepare(key: CallKey, tensors: tuple[Any, ...], schedule: MlaSchedule | None
     if launching:
         launches = device.prepare(_steps(key, device, plan, numbers))
     elif not plan.is_empty:
-        launches = NoKeys(numbers["out"], numbers["lse"], key.empty_lse)
+        launches = NoKeys(numbers["out"], numbers["lse"], key.empty_lse, numbers.get("cu_seqlens_q"))
     return PreparedCall(
         pick=pick,
         like=guard(pick(tensors)),
@@ -205,16 +220,26 @@ def prepare(key: CallKey, tensors: tuple[Any, ...], schedule: MlaSchedule | None
 
 
 class NoKeys(NamedTuple):
-    """The results of requests that cannot have keys, written by torch. out, lse: numbers of the tensors among those of a call."""
+    """The results of requests that cannot have keys, written by torch.
+
+    out, lse, cu_seqlens_q: numbers of the tensors among those of a call; the last one None where the call has none.
+    """
 
     out: int
     lse: int
     empty_lse: float
+    cu_seqlens_q: int | None
 
     def start(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
         """Fill out with 0 and lse with empty_lse, on the current stream."""
-        tensors[self.out].zero_()
-        tensors[self.lse].fill_(self.empty_lse)
+        out, lse = tensors[self.out], tensors[self.lse]
+        if self.cu_seqlens_q is None:
+            out.zero_()
+            lse.fill_(self.empty_lse)
+        else:
+            used = torch.arange(len(out), dtype=torch.int32, device=out.device) < tensors[self.cu_seqlens_q][-1]
+            out.masked_fill_(used.view(-1, 1, 1), 0)
+            lse.masked_fill_(used.view(-1, 1), self.empty_lse)
 
 
 def _planner(device: Device, plan: DecodePlan, names: tuple[str, ...]) -> Callable[[Tensors, MlaSchedule], Tensors]:
@@ -223,8 +248,9 @@ def _planner(device: Device, plan: DecodePlan, names: tuple[str, ...]) -> Callab
 
     def make(tensors: Tensors, schedule: MlaSchedule) -> Tensors:
         lengths, extra_lengths = (None if name is None else tensors[names.index(name)] for name in plan.lengths)
-        counts = KeyCounts(lengths, extra_lengths, *plan.key_limits)
-        made = schedule.prepare(device, plan.schedule_key, counts)
+        offsets = None if plan.ragged is None else tensors[names.index("cu_seqlens_q")]
+        counts = KeyCounts(lengths, extra_lengths, *plan.key_limits, offsets)
+        made = schedule.prepare(device, plan.schedule_key, counts, plan.split)
         return *tensors[:at], *made, *tensors[at + len(made) :]
 
     return make
@@ -274,12 +300,17 @@ def _steps(key: CallKey, device: Device, plan: DecodePlan, numbers: dict[str, in
         out_bytes, lse_bytes = plan.results.accum_bytes
         out_accum = BufferRef(numbers["workspace"], 0, out_bytes)
         lse_accum = BufferRef(numbers["workspace"], out_bytes, lse_bytes)
+    units = None
+    if plan.split.table_rows:
+        parts_bytes, table_bytes = (rows * PLAN_COLUMNS * 4 for rows in (plan.grid[2], plan.split.table_rows))
+        units = BufferRef(numbers["tile_scheduler_metadata"], parts_bytes, table_bytes)
     shared = {name: buffer(name) for name in ("num_splits", "out", "lse")} | {"out_accum": out_accum, "lse_accum": lse_accum}
     arguments = key.op.Arguments(
         **{name: MappedTensor(numbers[operand], layout) for name, (operand, layout) in plan.maps.items()},
         **{name: buffer(operand) for name, operand in plan.pointers.items()},
         **shared,
         **plan.scalars,
+        **({} if key.op is sparse_decode else {"units": units}),
         plan=buffer("tile_scheduler_metadata"),
         scale_log2=(plan.default_scale if key.softmax_scale is None else key.softmax_scale) * LOG2E,
         empty_lse=key.empty_lse,
@@ -293,8 +324,11 @@ def _steps(key: CallKey, device: Device, plan: DecodePlan, numbers: dict[str, in
             lengths=lengths,
             extra_lengths=extra_lengths,
             attn_sink=buffer("attn_sink"),
+            cu_seqlens_q=None if units else buffer("cu_seqlens_q"),
+            units=units,
             empty_lse=key.empty_lse,
         )
         steps.append(step_of(device.kernel("combine", plan.combine.kernel), plan.combine.grid, merging))
-    uninitialized = ("out", "lse", "workspace") if plan.workspace_bytes else ("out", "lse")
+    # rows of query tokens that no request has keep what they hold
+    uninitialized = (*(("out", "lse") if plan.ragged is None else ()), *(("workspace",) if plan.workspace_bytes else ()))
     return CallSteps(tuple(steps), len(numbers), tuple(numbers[name] for name in uninitialized))

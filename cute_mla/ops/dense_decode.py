@@ -10,22 +10,36 @@ import torch
 
 from ..spec.arch import Arch
 from ..spec.cache_rows import FP8_576, LATENTS
-from ..spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeArguments, DenseDecodeProblem
-from ..spec.mla import LATENT_DIMS, VALUE_COLUMNS
-from ..spec.split_plan import NO_LIMIT
+from ..spec.dense_decode import (
+    ALL_KEYS,
+    CAUSAL,
+    FP8,
+    FP8_CACHE,
+    LATENT,
+    TREE,
+    TREE_WORD_TOKENS,
+    DenseDecodeArguments,
+    DenseDecodeProblem,
+    takes_key_masks,
+)
+from ..spec.mla import LATENT_DIMS, VALUE_COLUMNS, ceil_div, key_dtypes
+from ..spec.split_plan import NO_LIMIT, TILE_KEYS, KeyWindow, RaggedQueries
 from .arguments import check_columns, check_no_grad, short_repr
-from .decode_plan import CommonSpec, DecodePlan, layout_results, plan_combine
-from .launch_plan import named_strides
+from .decode_plan import CommonSpec, DecodePlan, check_tokens, layout_results, plan_combine, query_strides
+from .indices import check_sink
 from .limits import MAX_QUERY_TOKENS, heads_error
 from .paged_cache import DenseCache, dense_cache, dense_tensor_map
-from .split_plan import ScheduleKey
+from .split_plan import CallSpec as SplitPlanCall
+from .split_plan import ScheduleKey, key_window, launch_plan, ragged_queries
 from .strides import row_alignment
 from .tensor_spec import (
     DTYPE_NAMES,
     TensorSpec,
     check_contiguous,
+    check_counts,
     check_device,
     check_dtype,
+    check_dtype_of_columns,
     check_last_contiguous,
     check_shape,
     operand_spec,
@@ -36,7 +50,6 @@ Arguments = DenseDecodeArguments  # the kernel's
 WHERE = "without indices"  # the calls of this op, for messages
 HEAD_DIMS_V = VALUE_COLUMNS
 EXCLUDED = (
-    "attn_sink",
     "extra_k_cache",
     "extra_indices_in_kvcache",
     "topk_length",
@@ -54,6 +67,9 @@ class Operands(NamedTuple):
     cache_seqlens: torch.Tensor
     descale_q: torch.Tensor | None
     descale_k: torch.Tensor | None
+    attn_sink: torch.Tensor | None
+    tree_mask: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
 
 
 class CallSpec(NamedTuple):
@@ -65,6 +81,9 @@ class CallSpec(NamedTuple):
     cache_seqlens: TensorSpec
     descale_q: TensorSpec | None
     descale_k: TensorSpec | None
+    attn_sink: TensorSpec | None
+    tree_mask: TensorSpec | None
+    cu_seqlens_q: TensorSpec | None
     common: CommonSpec
 
 
@@ -87,6 +106,9 @@ def check(operands: Operands, common: CommonSpec) -> CallSpec:
         cache_seqlens=operand_spec("cache_seqlens", operands.cache_seqlens),
         descale_q=optional_spec("descale_q", operands.descale_q),
         descale_k=optional_spec("descale_k", operands.descale_k),
+        attn_sink=optional_spec("attn_sink", operands.attn_sink),
+        tree_mask=optional_spec("tree_mask", operands.tree_mask),
+        cu_seqlens_q=optional_spec("cu_seqlens_q", operands.cu_seqlens_q),
         common=common,
     )
 
@@ -94,14 +116,23 @@ def check(operands: Operands, common: CommonSpec) -> CallSpec:
 @lru_cache(maxsize=4096)
 def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     """Return the launches of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
-    problem, cache = _check_inputs(call, arch)
+    problem, cache, ragged = _check_inputs(call, arch)
+    window = _window(call, problem)
+    for name, given in (("tree_mask", call.tree_mask), ("window", call.common.window)):
+        if given is not None and not takes_key_masks(problem.operands):
+            raise ValueError(f"{name} is given with a k_cache of {call.k_cache.dtype}: not supported; supported: with a 16-bit k_cache")
     num_parts = problem.num_parts(sm_count) if problem.rows else 1
-    results = layout_results(problem, call.common, num_parts, call.q, _out_dtype(call))
+    results = layout_results(problem, call.common, num_parts, call.q, _out_dtype(call), ragged)
+    requests, total_q = (problem.batch, None) if ragged is None else (ragged.requests, ragged.total_q)
+    s_q = problem.s_q if ragged is None else ragged.max_seqlen_q
+    mask = _mask(call, s_q)
+    hidden_keys = {ALL_KEYS: 0, CAUSAL: problem.s_q - 1, TREE: s_q}[mask]
+    split = SplitPlanCall(problem.batch, problem.rows, problem.h_kv, NO_LIMIT, 0, ragged, window)
     return DecodePlan(
         kernel=problem.config.name,
         grid=(problem.row_ctas, problem.h_kv, num_parts),
         scalars={
-            **named_strides("q", "batch token head", call.q.stride[:3]),
+            **query_strides("q", "batch token head", call.q.stride[:-1], ragged),
             **results.strides,
             "table_stride": call.block_table.stride[0],
             "page_stride": cache.strides[2],
@@ -111,59 +142,81 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
             "heads_per_kv": problem.h_q // problem.h_kv,
             "page_size": problem.page_size,
             "pages": min(cache.pages, NO_LIMIT),
-            "causal": int(call.common.causal and problem.s_q > 1),
+            "mask": mask,
             "batch": problem.batch,
             "max_keys": problem.max_keys,
             "max_splits": problem.max_splits,
             "accum_rows": results.accum_rows,
+            "requests": requests,
+            "total_q": s_q if total_q is None else total_q,
+            **_mask_scalars(window, call.common.window, hidden_keys),
+            **query_strides("tree", "batch token", () if call.tree_mask is None else call.tree_mask.stride[:-1], ragged),
         },
         op="dense_decode",
         maps={"kv_map": ("k_cache", dense_tensor_map(cache, 0, problem.box_keys))} if cache.pages else {},
         pointers={
             "cache": "k_cache" if problem.operands == FP8_CACHE else None,
-            **{name: name for name in ("q", "descale_q", "descale_k", "block_table", "cache_seqlens")},
+            **{name: name for name in ("q", "descale_q", "descale_k", "block_table", "cache_seqlens", "attn_sink", "tree_mask")},
         },
         lengths=("cache_seqlens", None),
         key_limits=(NO_LIMIT, 0),  # block tables of any width share a plan
-        schedule_key=ScheduleKey(problem.batch, problem.s_q, problem.h_q, problem.h_kv, problem.page_size, num_parts, call.q.device),
+        schedule_key=ScheduleKey(
+            *(requests, s_q, problem.h_q, problem.h_kv, problem.page_size, num_parts, call.q.device),
+            total_q=total_q,
+            window=call.common.window,
+            window_sink=call.common.window_sink,
+        ),
         results=results,
-        combine=plan_combine(problem, results, (problem.max_keys, 0), sm_count),
+        combine=plan_combine(problem, results, (problem.max_keys, 0), sm_count, split, int(mask == CAUSAL)),
         default_scale=problem.d_qk**-0.5,
         has_keys=cache.pages > 0,
+        split=launch_plan(split, num_parts),
+        ragged=ragged,
     )
 
 
-def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, DenseCache]:
-    """Return the problem and the layout of the cache. ValueError unless the operands fit together."""
-    q = call.q
-    if len(q.shape) != 4 or q.shape[-1] not in LATENT_DIMS:
+def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, DenseCache, RaggedQueries | None]:
+    """Return the problem, the layout of the cache, and packed query tokens. ValueError unless the operands fit together."""
+    q, offsets = call.q, call.cu_seqlens_q
+    check_tokens(q, offsets, call.common.max_seqlen_q, WHERE)
+    if len(q.shape) != (4 if offsets is None else 3) or q.shape[-1] not in LATENT_DIMS:
         columns = " or ".join(map(str, LATENT_DIMS))
         raise ValueError(f"q has shape {list(q.shape)}; supported {WHERE}: [batch, s_q, h_q, {columns}]")
     check_dtype("q", q, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
     check_last_contiguous("q", q)
-    batch, s_q, h_q, d_qk = q.shape
+    *tokens, h_q, d_qk = q.shape
     check_columns("head_dim_v", call.common.d_v, LATENT_DIMS[d_qk].latent)
+    if q.dtype != torch.float8_e4m3fn:
+        check_dtype_of_columns("q", q, key_dtypes(d_qk))
     cache = dense_cache(call.k_cache, q.dtype, d_qk)
     operands = _operand_types(call)
     dtype = _out_dtype(call)
-    if s_q > MAX_QUERY_TOKENS:
+    if offsets is None and tokens[1] > MAX_QUERY_TOKENS:
         raise ValueError(f"q has shape {list(q.shape)}; supported: s_q to {MAX_QUERY_TOKENS}")
     error = heads_error(h_q, cache.h_kv)
     if error is not None:
         raise ValueError(f"q has shape {list(q.shape)}, k_cache {list(call.k_cache.shape)}: {error}")
-    check_shape("block_table", call.block_table, (batch, "pages per request"))
+    requests = tokens[0] if offsets is None else "batch"
+    check_shape("block_table", call.block_table, (requests, "pages per request"))
+    requests = call.block_table.shape[0]
     check_last_contiguous("block_table", call.block_table)
-    check_shape("cache_seqlens", call.cache_seqlens, (batch,))
+    check_shape("cache_seqlens", call.cache_seqlens, (requests,))
     check_contiguous("cache_seqlens", call.cache_seqlens)
     for name, table in (("block_table", call.block_table), ("cache_seqlens", call.cache_seqlens)):
         check_dtype(name, table, torch.int32)
         check_device(name, table, q.device)
     check_device("k_cache", call.k_cache, q.device)
+    ragged = None
+    if offsets is not None:
+        check_counts("cu_seqlens_q", offsets, (requests + 1,), q.device)
+        ragged = ragged_queries(requests, tokens[0], call.common.max_seqlen_q or 1, h_q // cache.h_kv)
+    check_sink(call.attn_sink, q)
+    _check_tree(call, tokens[1] if ragged is None else ragged.max_seqlen_q)
     problem = DenseDecodeProblem(
         arch=arch,
         dtype=DTYPE_NAMES[dtype],
-        batch=batch,
-        s_q=s_q,
+        batch=requests if ragged is None else ragged.units,
+        s_q=tokens[1] if ragged is None else ragged.unit_tokens,
         h_q=h_q,
         h_kv=cache.h_kv,
         page_size=cache.page_size,
@@ -173,7 +226,57 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
         operands=operands,
         d_qk=d_qk,
     )
-    return problem, cache
+    return problem, cache, ragged
+
+
+def _check_tree(call: CallSpec, s_q: int) -> None:
+    """Raise ValueError unless tree_mask is None or int32, with rows contiguous, on q's device, of the shape that goes with q.
+
+    The shape is [batch, s_q, ceil(s_q / 32)], or [total_q, ceil(max_seqlen_q / 32)] with cu_seqlens_q. s_q: s_q or max_seqlen_q.
+    """
+    q, tree_mask = call.q, call.tree_mask
+    if tree_mask is not None:
+        check_shape("tree_mask", tree_mask, (*q.shape[:-2], ceil_div(s_q, TREE_WORD_TOKENS)))
+        check_dtype("tree_mask", tree_mask, torch.int32)
+        check_last_contiguous("tree_mask", tree_mask)
+        check_device("tree_mask", tree_mask, q.device)
+
+
+def _window(call: CallSpec, problem: DenseDecodeProblem) -> KeyWindow:
+    """Return the keys that any query token of a request sees. ValueError for a window beside a tree mask or cu_seqlens_q."""
+    window = call.common.window
+    if window is not None and call.cu_seqlens_q is not None:
+        raise ValueError(f"window is {window} with cu_seqlens_q; supported: None, or as many query tokens of each request")
+    if window is not None and call.tree_mask is not None:
+        raise ValueError(
+            f"window is {window} with a tree_mask: not supported, since the position of a token of a tree is its depth, not its place in "
+            "q; supported: one of them"
+        )
+    return key_window(window, call.common.window_sink, problem.s_q)
+
+
+def _mask_scalars(keys: KeyWindow, window: int | None, hidden_keys: int) -> dict[str, int]:
+    """Return the kernel's arguments that say which tiles need a mask. hidden_keys: last keys that the mask may hide."""
+    if window is None:
+        steady = {"steady_keys": NO_LIMIT, "steady_values": NO_LIMIT}
+        return {"hidden_keys": hidden_keys, "reach": keys.reach, "sink_keys": 0, **steady}
+    return {
+        "hidden_keys": hidden_keys,
+        "reach": keys.reach,
+        "sink_keys": keys.sink_keys,
+        "steady_keys": max(window - hidden_keys - TILE_KEYS + 1, 0),
+        "steady_values": max(keys.reach - TILE_KEYS + 1, 0),
+    }
+
+
+def _mask(call: CallSpec, s_q: int) -> int:
+    """Return the mask of the kernel's arguments. A tree mask decides on the new tokens alone, whatever causal is.
+
+    s_q: as in _check_tree.
+    """
+    if call.tree_mask is not None:
+        return TREE
+    return CAUSAL if call.common.causal and (s_q > 1 or call.cu_seqlens_q is not None) else ALL_KEYS
 
 
 def _out_dtype(call: CallSpec) -> torch.dtype:
@@ -195,7 +298,7 @@ def _operand_types(call: CallSpec) -> str:
         if scaled.dtype != torch.float8_e4m3fn:
             raise ValueError(f"{name} is given with {scaled.dtype}; supported: with {torch.float8_e4m3fn}")
         if math.prod(scale.shape) != 1:
-            raise ValueError(f"{name} has shape {list(scale.shape)}; supported: one element")
+            raise ValueError(f"{name} has shape {list(scale.shape)}; supported: one element, for all heads and requests")
         check_dtype(name, scale, torch.float32)
         check_device(name, scale, call.q.device)
     if call.k_cache.dtype != torch.float8_e4m3fn:

@@ -21,6 +21,7 @@ from ..spec.dense_prefill import (
     DensePrefillArguments,
     DensePrefillConfig,
     DensePrefillProblem,
+    head_dtypes,
 )
 from ..spec.mla import ELEMENT_BYTES, LOG2E
 from ..spec.tensor_map import Swizzle, TensorMap
@@ -37,6 +38,7 @@ from .tensor_spec import (
     check_counts,
     check_device,
     check_dtype,
+    check_dtype_of_columns,
     check_last_contiguous,
     check_shape,
     operand_spec,
@@ -294,6 +296,7 @@ def check_heads(q: TensorSpec, k: TensorSpec, v: TensorSpec, head_dims: Collecti
     check_shape("k", k, ("total_k", "h_kv", q.shape[-1]))
     check_shape("v", v, (*k.shape[:2], HEAD_DIMS[q.shape[-1]]))
     check_dtype("q", q, torch.bfloat16, torch.float16)
+    check_dtype_of_columns("q", q, head_dtypes(q.shape[-1]))
     for name, spec in (("q", q), ("k", k), ("v", v)):
         check_dtype(name, spec, q.dtype)
         check_device(name, spec, q.device)

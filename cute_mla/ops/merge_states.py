@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 
 from ..runtime.current import device_for
-from ..spec.merge_states import HEAD_DIMS, LISTED_STATES, MAX_HEADS, MAX_TOKENS, MergeStatesArguments, MergeStatesConfig, grid
+from ..spec.merge_states import HEAD_DIMS, LISTED_STATES, MAX_HEADS, MAX_TOKENS, MergeStatesArguments, MergeStatesConfig, grid, row_dtypes
 from .arguments import check_empty_lse, check_no_grad
 from .launch_plan import LaunchPlan, named_strides
 from .overlap import check_no_overlap
@@ -21,6 +21,7 @@ from .tensor_spec import (
     TensorSpec,
     check_device,
     check_dtype,
+    check_dtype_of_columns,
     check_last_contiguous,
     check_shape,
     operand_spec,
@@ -151,6 +152,7 @@ def plan(call: CallSpec) -> MergeStatesPlan:
             f"a state has out of shape {list(outs.shape)}; supported: [tokens, heads, {dims}] and [batch, tokens, heads, {dims}]"
         )
     check_dtype("a state's out", outs, torch.bfloat16, torch.float16)
+    check_dtype_of_columns("a state's out", outs, row_dtypes(outs.shape[-1]))
     check_last_contiguous("a state's out", outs)
     *leading, tokens, heads, head_dim = outs.shape
     lse_shape = (*leading, tokens, heads)

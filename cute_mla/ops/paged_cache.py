@@ -197,7 +197,7 @@ def check_cache_scale(scale: TensorSpec | None, cache: CacheFormat, device: torc
     if cache is not FP8_576:
         raise ValueError(f"descale_k is given with a {cache.name} cache; supported: with {FP8_576.name}")
     if math.prod(scale.shape) != 1:
-        raise ValueError(f"descale_k has shape {list(scale.shape)}; supported: one element")
+        raise ValueError(f"descale_k has shape {list(scale.shape)}; supported: one element, for all heads and requests")
     check_dtype("descale_k", scale, torch.float32)
     check_device("descale_k", scale, device, "k_cache")
 

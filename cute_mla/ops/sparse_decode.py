@@ -11,19 +11,20 @@ from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_KEYS
 from ..spec.mla import D_V
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, SparseDecodeArguments, SparseDecodeProblem, serving_kernels
+from ..spec.split_plan import RaggedQueries
 from .arguments import check_no_grad
-from .decode_plan import CommonSpec, DecodePlan, layout_results, plan_combine
+from .decode_plan import CommonSpec, DecodePlan, check_tokens, layout_results, plan_combine, query_strides
 from .indices import check_indices, check_queries, check_sink
-from .launch_plan import named_strides
 from .limits import MAX_GRID_TOKENS
 from .paged_cache import UNNAMED, GatheredCache, NamedFormat, gathered_cache
-from .split_plan import ScheduleKey
+from .split_plan import CallSpec as SplitPlanCall
+from .split_plan import ScheduleKey, check_offsets, launch_plan
 from .strides import row_alignment
 from .tensor_spec import DTYPE_NAMES, TensorSpec, check_counts, operand_spec, optional_spec
 
 Arguments = SparseDecodeArguments  # the kernel's
 WHERE = "with indices"  # the calls of this op, for messages
-EXCLUDED = ("descale_q", "descale_k")  # arguments of dense_decode
+EXCLUDED = ("descale_q", "descale_k", "tree_mask")  # arguments of dense_decode
 HEAD_DIMS_V = (D_V,)
 
 _NO_CACHE = GatheredCache("", page_size=1, slots=0, page_stride=0, row_stride=0)
@@ -40,6 +41,7 @@ class Operands(NamedTuple):
     extra_indices_in_kvcache: torch.Tensor | None
     extra_topk_length: torch.Tensor | None
     attn_sink: torch.Tensor | None
+    cu_seqlens_q: torch.Tensor | None
 
 
 class Selection(NamedTuple):
@@ -59,12 +61,15 @@ class CallSpec(NamedTuple):
     main: Selection
     extra: Selection | None
     attn_sink: TensorSpec | None
+    cu_seqlens_q: TensorSpec | None
     common: CommonSpec
 
 
 def check(operands: Operands, common: CommonSpec) -> CallSpec:
     """Check each argument by itself. ValueError unless it is supported."""
     check_no_grad(**operands._asdict())
+    if common.window is not None:
+        raise ValueError(f"window is {common.window}: not supported {WHERE}; supported: None")
     if common.causal:
         raise ValueError(f"causal is True: not supported {WHERE}; supported: False")
     names = ("k_cache", "indices", "topk_length")
@@ -73,6 +78,7 @@ def check(operands: Operands, common: CommonSpec) -> CallSpec:
         main=_selection(names, NamedFormat("kv_format", common.kv_format), operands.k_cache, operands.indices, operands.topk_length),
         extra=_extra_selection(operands, NamedFormat("extra_kv_format", common.extra_kv_format)),
         attn_sink=optional_spec("attn_sink", operands.attn_sink),
+        cu_seqlens_q=optional_spec("cu_seqlens_q", operands.cu_seqlens_q),
         common=common,
     )
 
@@ -80,12 +86,19 @@ def check(operands: Operands, common: CommonSpec) -> CallSpec:
 @lru_cache(maxsize=4096)
 def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     """Return the launches of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
-    check_queries(call.q, ("batch", "s_q"))
-    batch, s_q, h_q, d_qk = call.q.shape
+    offsets = call.cu_seqlens_q
+    check_tokens(call.q, offsets, call.common.max_seqlen_q, WHERE)
+    check_queries(call.q, ("batch", "s_q") if offsets is None else ("total_q",))
+    *tokens, h_q, d_qk = call.q.shape
+    batch, s_q = tokens if offsets is None else (tokens[0], 1)  # with cu_seqlens_q every query token is a request of its own
+    ragged = None
+    if offsets is not None:
+        ragged = RaggedQueries(check_offsets(offsets, call.q.device), batch, call.common.max_seqlen_q or 1)
     if s_q > MAX_GRID_TOKENS:
         raise ValueError(f"q has shape {list(call.q.shape)}; supported {WHERE}: s_q to {MAX_GRID_TOKENS}")
     cache, topk, index_strides = _check_selection(call, call.main)
-    extra, extra_topk, extra_strides = _NO_CACHE, 0, (0, 0)
+    extra, extra_topk = _NO_CACHE, 0
+    extra_strides: tuple[int, ...] = ()
     if call.extra is not None:
         extra, extra_topk, extra_strides = _check_selection(call, call.extra, cache.cache_format)
     kernels = _kernels(cache, extra)
@@ -105,15 +118,18 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         row_alignment=row_alignment(call.common.address_alignment, call.q, call.common.out),
     )
     num_parts = problem.num_parts(sm_count) if s_q else 1
-    results = layout_results(problem, call.common, num_parts, call.q, call.q.dtype)
+    results = layout_results(problem, call.common, num_parts, call.q, call.q.dtype, ragged)
+    split = SplitPlanCall(batch, h_q, s_q, topk, extra_topk, ragged)
+    planned_for = (batch, s_q) if ragged is None else (ragged.requests, ragged.max_seqlen_q)
+    total_q = None if ragged is None else ragged.total_q
     return DecodePlan(
         kernel=problem.config.name,
         grid=(problem.row_ctas, s_q, num_parts),
         scalars={
-            **named_strides("q", "batch token head", call.q.stride[:3]),
+            **query_strides("q", "batch token head", call.q.stride[:-1], ragged),
             **results.strides,
-            **named_strides("indices", "batch token", index_strides),
-            **named_strides("extra_indices", "batch token", extra_strides),
+            **query_strides("indices", "batch token", index_strides, ragged),
+            **query_strides("extra_indices", "batch token", extra_strides, ragged),
             "page_stride": cache.page_stride,
             "row_stride": cache.row_stride,
             "extra_page_stride": extra.page_stride,
@@ -140,11 +156,13 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         },
         lengths=("topk_length", "extra_topk_length"),
         key_limits=(topk, extra_topk),
-        schedule_key=ScheduleKey(batch, s_q, h_q, 1, cache.page_size, num_parts, call.q.device, topk, extra_topk),
+        schedule_key=ScheduleKey(*planned_for, h_q, 1, cache.page_size, num_parts, call.q.device, topk, extra_topk, total_q),
         results=results,
-        combine=plan_combine(problem, results, (topk, extra_topk), sm_count),
+        combine=plan_combine(problem, results, (topk, extra_topk), sm_count, split),
         default_scale=d_qk**-0.5,
         has_keys=True,  # a cache without pages is one whose indices are all invalid
+        split=launch_plan(split, num_parts),
+        ragged=ragged,
     )
 
 
@@ -165,18 +183,18 @@ def _extra_selection(operands: Operands, kv_format: NamedFormat) -> Selection | 
     return _selection(names, kv_format, *given)
 
 
-def _check_selection(call: CallSpec, selection: Selection, first: str | None = None) -> tuple[GatheredCache, int, tuple[int, int]]:
+def _check_selection(call: CallSpec, selection: Selection, first: str | None = None) -> tuple[GatheredCache, int, tuple[int, ...]]:
     """Return the layout of the cache, the indices of a token, and the strides of the indices between requests and tokens.
 
     first: format of the first cache, if this is the second one. ValueError unless the selection fits the queries and the first cache.
     """
     (cache_name, indices_name, length_name), k_cache, indices, length, kv_format = selection
     cache = gathered_cache(cache_name, k_cache, call.q, call.common.is_fp8_kvcache, kv_format, first)
-    batch, s_q = call.q.shape[:2]
-    check_indices(indices_name, indices, (batch, s_q, "topk"), call.q)
+    tokens = call.q.shape[:-2]
+    check_indices(indices_name, indices, (*tokens, "topk"), call.q)
     if length is not None:
-        check_counts(length_name, length, (batch,), call.q.device)
-    return cache, indices.shape[2], (indices.stride[0], indices.stride[1])
+        check_counts(length_name, length, (tokens[0],), call.q.device)
+    return cache, indices.shape[-1], indices.stride[:-1]
 
 
 def _kernels(cache: GatheredCache, extra: GatheredCache) -> str:

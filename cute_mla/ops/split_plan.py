@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, NamedTuple, TypeAlias
 
@@ -10,32 +11,38 @@ import torch
 from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec.arch import Arch
-from ..spec.dense_decode import MAX_KEYS, num_parts
+from ..spec.dense_decode import MAX_KEYS, MAX_WINDOW, num_parts, unit_tokens
 from ..spec.mla import MAX_HEADS
-from ..spec.split_plan import NO_LIMIT, PLAN_COLUMNS, SplitPlanArguments, SplitPlanConfig
+from ..spec.split_plan import NO_LIMIT, NO_WINDOW, PLAN_COLUMNS, KeyWindow, RaggedQueries, SplitPlanArguments, SplitPlanConfig
 from .arguments import check_flag, check_integer, short_repr
 from .indices import check_indices
 from .launch_plan import LaunchPlan
-from .limits import heads_error
+from .limits import MAX_QUERY_TOKENS, heads_error
 from .tensor_spec import TensorSpec, check_contiguous, check_counts, check_device, check_dtype, check_shape, operand_spec
 
-# tile_scheduler_metadata, int32 [num_parts, 8], and num_splits, int32 [batch + 1].
+# tile_scheduler_metadata, int32 [num_parts, 8], and num_splits, int32 [batch + 1]. With cu_seqlens_q, num_splits has an element a unit and
+# one, and the rows of the table of units, if there is one, follow those of the parts.
 SplitPlan: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 
 
 class KeyCounts(NamedTuple):
-    """Keys of each request in its cache and in a second cache: int32 [batch], or None where every request has the limit."""
+    """Keys of each request in its cache and in a second cache: int32 [batch], or None where every request has the limit.
+
+    cu_seqlens_q: int32 [requests + 1] where requests have different numbers of query tokens.
+    """
 
     lengths: torch.Tensor | None
     extra_lengths: torch.Tensor | None
     limit: int
     extra_limit: int
+    cu_seqlens_q: torch.Tensor | None = None
 
 
 class CallSpec(NamedTuple):
     """Everything that decides on a plan, but for the lengths of the requests.
 
-    rows: query rows that share keys. columns: groups of such rows in a request. limit, extra_limit: as in KeyCounts.
+    batch: requests, or the room for units. rows: query rows that share keys. columns: groups of such rows in a request. limit,
+    extra_limit: as in KeyCounts. ragged: given where requests have different numbers of query tokens. window: the keys that count.
     """
 
     batch: int
@@ -43,6 +50,8 @@ class CallSpec(NamedTuple):
     columns: int
     limit: int
     extra_limit: int
+    ragged: RaggedQueries | None = None
+    window: KeyWindow = NO_WINDOW
 
 
 class Options(NamedTuple):
@@ -53,15 +62,36 @@ class Options(NamedTuple):
     num_heads_q: int | None = None
     is_fp8_kvcache: bool = False
     topk: int | None = None
+    total_q: int | None = None
+    window: int | None = None
+    window_sink: int = 0
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and columns of the CallSpec. ValueError unless the options are supported."""
-        _check_heads(self.num_q_tokens_per_head_k, self.num_heads_k, self.num_heads_q)
-        if self.topk is None:
-            return self.num_q_tokens_per_head_k, self.num_heads_k
-        heads = _sparse_heads(self.num_heads_k, self.num_heads_q, self.topk)
-        return heads, self.num_q_tokens_per_head_k // heads
+    def key_window(self, s_q: int) -> KeyWindow:
+        """Return the keys that any of s_q query tokens sees. ValueError unless the options are supported."""
+        window = check_window(self.window, self.window_sink)
+        if window is not None and (self.num_heads_q is None or self.topk is not None):
+            raise ValueError(
+                f"window is {window} with num_heads_q {self.num_heads_q} and topk {self.topk}; supported: with num_heads_q, without topk"
+            )
+        return key_window(window, self.window_sink, s_q)
+
+    def call(self, batch: int) -> CallSpec:
+        """Return the CallSpec of so many requests. ValueError unless the options are supported."""
+        tokens, h_kv, h_q = self.num_q_tokens_per_head_k, self.num_heads_k, self.num_heads_q
+        _check_heads(tokens, h_kv, h_q)
+        limit = NO_LIMIT if self.topk is None else self.topk
+        heads = 0 if self.topk is None else _sparse_heads(h_kv, h_q, self.topk)
+        if self.total_q is None:
+            window = self.key_window(tokens * h_kv // (h_q or h_kv))
+            return CallSpec(batch, *((heads, tokens // heads) if heads else (tokens, h_kv)), limit, 0, window=window)
+        check_integer("total_q", self.total_q, 0, MAX_QUERY_TOKENS)
+        if check_window(self.window, self.window_sink) is not None:
+            raise ValueError(f"window is {self.window} with cu_seqlens_q; supported: None, or as many query tokens of each request")
+        if h_q is None:
+            raise ValueError(f"num_heads_q is None with cu_seqlens_q; supported: 1 to {MAX_HEADS}")
+        if heads:
+            return ragged_call(RaggedQueries(batch, self.total_q, tokens // heads), heads, 1, limit)
+        return ragged_call(ragged_queries(batch, self.total_q, tokens * h_kv // h_q, h_q // h_kv), h_q // h_kv, h_kv, limit)
 
 
 def run(
@@ -71,12 +101,17 @@ def run(
     num_heads_q: int | None = None,
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
+    total_q: int | None = None,
+    window: int | None = None,
+    window_sink: int = 0,
 ) -> SplitPlan:
     """Plan a batch, with the arguments of api.flashmla.get_mla_metadata."""
-    call = check(cache_seqlens, Options(num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk))
+    options = Options(num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk, total_q, window, window_sink)
+    call = check(cache_seqlens, options, cu_seqlens_q)
     device = device_for(cache_seqlens.device)
     lengths = cache_seqlens if topk is None else None
-    counts = KeyCounts(lengths, None, call.limit, call.extra_limit)
+    counts = KeyCounts(lengths, None, call.limit, call.extra_limit, cu_seqlens_q)
     return launch(device, plan(call, device.arch, device.sm_count), counts, cache_seqlens.device)
 
 
@@ -86,69 +121,150 @@ def run_sparse(
     topk_length: torch.Tensor | None = None,
     extra_indices: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    cu_seqlens_q: torch.Tensor | None = None,
 ) -> SplitPlan:
     """Plan a batch of sparse decode by its indices and their lengths, as a schedule object does at its first use."""
-    call = check_sparse(indices, num_heads_q, topk_length, extra_indices, extra_topk_length)
+    call = check_sparse(indices, num_heads_q, topk_length, extra_indices, extra_topk_length, cu_seqlens_q)
     device = device_for(indices.device)
-    counts = KeyCounts(topk_length, extra_topk_length, call.limit, call.extra_limit)
+    counts = KeyCounts(topk_length, extra_topk_length, call.limit, call.extra_limit, cu_seqlens_q)
     return launch(device, plan(call, device.arch, device.sm_count), counts, indices.device)
 
 
-def check(cache_seqlens: Any, options: Options) -> CallSpec:
+def check(cache_seqlens: Any, options: Options, cu_seqlens_q: Any = None) -> CallSpec:
     """Check the arguments of get_mla_metadata. ValueError unless they are supported."""
     check_flag("is_fp8_kvcache", options.is_fp8_kvcache)
-    rows, columns = options.shape
+    if (cu_seqlens_q is None) != (options.total_q is None):
+        given, missing = ("total_q", "cu_seqlens_q") if cu_seqlens_q is None else ("cu_seqlens_q", "total_q")
+        raise ValueError(f"{missing} is None beside {given}; supported: both, or neither")
     spec = operand_spec("cache_seqlens", cache_seqlens)
     check_shape("cache_seqlens", spec, ("batch",))
     check_dtype("cache_seqlens", spec, torch.int32)
     check_contiguous("cache_seqlens", spec)
-    return CallSpec(spec.shape[0], rows, columns, NO_LIMIT if options.topk is None else options.topk, 0)
+    if cu_seqlens_q is not None:
+        check_counts("cu_seqlens_q", operand_spec("cu_seqlens_q", cu_seqlens_q), (spec.shape[0] + 1,), spec.device, "cache_seqlens")
+    return options.call(spec.shape[0])
 
 
 def check_sparse(
-    indices: Any, num_heads_q: int, topk_length: Any = None, extra_indices: Any = None, extra_topk_length: Any = None
+    indices: Any,
+    num_heads_q: int,
+    topk_length: Any = None,
+    extra_indices: Any = None,
+    extra_topk_length: Any = None,
+    cu_seqlens_q: Any = None,
 ) -> CallSpec:
     """Check the arguments of run_sparse. ValueError unless they are supported."""
     spec = operand_spec("indices", indices)
-    check_indices("indices", spec, ("batch", "s_q", "topk"), spec)
-    batch, s_q, topk = spec.shape
+    check_indices("indices", spec, ("batch", "s_q", "topk") if cu_seqlens_q is None else ("total_q", "topk"), spec)
+    *tokens, topk = spec.shape
     extra_topk = 0
     if extra_indices is not None:
         extra = operand_spec("extra_indices_in_kvcache", extra_indices)
-        check_indices("extra_indices_in_kvcache", extra, (batch, s_q, "topk"), spec)
-        extra_topk = extra.shape[2]
+        check_indices("extra_indices_in_kvcache", extra, (*tokens, "topk"), spec)
+        extra_topk = extra.shape[-1]
     for name, lengths in (("topk_length", topk_length), ("extra_topk_length", extra_topk_length)):
         if lengths is not None:
-            check_counts(name, operand_spec(name, lengths), (batch,), spec.device)
-    return CallSpec(batch, num_heads_q, max(s_q, 1), topk, extra_topk)
+            check_counts(name, operand_spec(name, lengths), (tokens[0],), spec.device)
+    if cu_seqlens_q is None:
+        return CallSpec(tokens[0], num_heads_q, max(tokens[1], 1), topk, extra_topk)
+    requests = check_offsets(operand_spec("cu_seqlens_q", cu_seqlens_q), spec.device)
+    return ragged_call(RaggedQueries(requests, tokens[0], max(tokens[0], 1)), num_heads_q, 1, topk, extra_topk)
+
+
+def check_offsets(cu_seqlens_q: TensorSpec, device: torch.device) -> int:
+    """Return the number of requests. ValueError unless cu_seqlens_q is contiguous int32 [batch + 1] on `device`."""
+    check_counts("cu_seqlens_q", cu_seqlens_q, ("batch + 1",), device)
+    if not cu_seqlens_q.shape[0]:
+        raise ValueError(f"cu_seqlens_q has shape {list(cu_seqlens_q.shape)}; supported: [batch + 1]")
+    return cu_seqlens_q.shape[0] - 1
+
+
+def ragged_queries(requests: int, total_q: int, max_seqlen_q: int, heads_per_kv: int) -> RaggedQueries:
+    """Return the query tokens of dense decode."""
+    return RaggedQueries(requests, total_q, max_seqlen_q, unit_tokens(max_seqlen_q, heads_per_kv))
+
+
+def ragged_call(ragged: RaggedQueries, heads_per_kv: int, h_kv: int, limit: int, extra_limit: int = 0) -> CallSpec:
+    """Return the CallSpec of requests with different numbers of query tokens."""
+    return CallSpec(ragged.units, max(ragged.unit_tokens, 1) * heads_per_kv, h_kv, limit, extra_limit, ragged)
 
 
 @lru_cache(maxsize=4096)
-def plan(call: CallSpec, arch: Arch, sm_count: int) -> LaunchPlan:
+def plan(call: CallSpec, arch: Arch, sm_count: int) -> PlanLaunch:
     """Return the launch of split_plan on a device with sm_count SMs."""
-    return _launch_plan(call.batch, num_parts(arch, call.rows, call.columns, sm_count), call.limit, call.extra_limit)
+    return launch_plan(call, num_parts(arch, call.rows, call.columns, sm_count))
 
 
-def _launch_plan(batch: int, parts: int, limit: int, extra_limit: int) -> LaunchPlan:
-    scalars = {"batch": batch, "num_parts": parts, "max_keys": limit, "extra_max_keys": extra_limit}
-    return LaunchPlan(SplitPlanConfig().name, (1, 1, 1), scalars)
+@dataclass(frozen=True)
+class PlanLaunch(LaunchPlan):
+    """The launch of split_plan. table_rows: of the table of units."""
+
+    table_rows: int
 
 
-def launch(device: Device, launch_plan: LaunchPlan, counts: KeyCounts, where: torch.device) -> SplitPlan:
+def check_window(window: Any, window_sink: Any) -> int | None:
+    """Return the window. ValueError unless both are supported, and the sink is 0 without a window."""
+    check_integer("window_sink", window_sink, 0, MAX_WINDOW)
+    if window is None:
+        if window_sink:
+            raise ValueError(f"window_sink is {window_sink} without a window; supported: 0")
+        return None
+    return check_integer("window", window, 1, MAX_WINDOW)
+
+
+def key_window(window: int | None, window_sink: int, s_q: int) -> KeyWindow:
+    """Return the keys that any of s_q query tokens sees."""
+    return NO_WINDOW if window is None else KeyWindow(window + s_q - 1, window_sink)
+
+
+def window_scalars(window: KeyWindow) -> dict[str, int]:
+    """Return the arguments of split_plan and combine that describe a window."""
+    return {"reach": window.reach, "sink_tiles": window.sink_tiles}
+
+
+def launch_plan(call: CallSpec, parts: int) -> PlanLaunch:
+    """Return the launch of split_plan for so many parts."""
+    ragged = call.ragged or RaggedQueries(0, 0, 0)
+    scalars = {
+        "batch": call.batch,
+        "num_parts": parts,
+        "max_keys": call.limit,
+        "extra_max_keys": call.extra_limit,
+        "requests": ragged.requests,
+        "total_q": ragged.total_q,
+        "max_seqlen_q": ragged.max_seqlen_q,
+        "unit_tokens": max(ragged.unit_tokens, 1),
+        **window_scalars(call.window),
+    }
+    return PlanLaunch(SplitPlanConfig().name, (1, 1, 1), scalars, ragged.table_rows)
+
+
+def launch(device: Device, launch_plan: PlanLaunch, counts: KeyCounts, where: torch.device) -> SplitPlan:
     """Allocate a plan's two tensors on the torch device `where`, and launch split_plan. An empty batch has a plan of zeros."""
-    batch, parts = launch_plan.scalars["batch"], launch_plan.scalars["num_parts"]
+    batch, parts, table_rows = launch_plan.scalars["batch"], launch_plan.scalars["num_parts"], launch_plan.table_rows
     allocate = torch.empty if batch else torch.zeros
-    metadata = allocate((parts, PLAN_COLUMNS), dtype=torch.int32, device=where)
+    metadata = allocate((parts + table_rows, PLAN_COLUMNS), dtype=torch.int32, device=where)
     num_splits = allocate((batch + 1,), dtype=torch.int32, device=where)
     if batch:
         device.mark_uninitialized(metadata, num_splits)
-        args = SplitPlanArguments(counts.lengths, counts.extra_lengths, metadata, num_splits, **launch_plan.scalars)
+        args = SplitPlanArguments(
+            counts.lengths,
+            counts.extra_lengths,
+            metadata,
+            num_splits,
+            cu_seqlens_q=counts.cu_seqlens_q,
+            units=metadata[parts:] if table_rows else None,
+            **launch_plan.scalars,
+        )
         device.launch(device.kernel("split_plan", launch_plan.kernel), launch_plan.grid, args)
     return metadata, num_splits
 
 
 class ScheduleKey(NamedTuple):
-    """The shapes that a schedule object was planned for. topk, extra_topk: None in dense decode."""
+    """The shapes and windows that a schedule object was planned for.
+
+    s_q: max_seqlen_q with cu_seqlens_q. topk, extra_topk: None in dense decode. total_q: None without cu_seqlens_q.
+    """
 
     batch: int
     s_q: int
@@ -159,6 +275,9 @@ class ScheduleKey(NamedTuple):
     device: torch.device
     topk: int | None = None
     extra_topk: int | None = None
+    total_q: int | None = None
+    window: int | None = None
+    window_sink: int = 0
 
 
 class MlaSchedule:
@@ -175,7 +294,8 @@ class MlaSchedule:
     def __repr__(self) -> str:
         if self.key is None:
             return f"{type(self).__name__}(not planned)"
-        shapes = ", ".join(f"{name}={value}" for name, value in self.key._asdict().items() if value is not None)
+        given = {name: value for name, value in self.key._asdict().items() if value is not None and (name != "window_sink" or value)}
+        shapes = ", ".join(f"{name}={value}" for name, value in given.items())
         return f"{type(self).__name__}({shapes})"
 
     @property
@@ -199,9 +319,8 @@ class MlaSchedule:
                 "get another from get_mla_metadata()"
             )
 
-    def prepare(self, device: Device, key: ScheduleKey, counts: KeyCounts) -> SplitPlan:
+    def prepare(self, device: Device, key: ScheduleKey, counts: KeyCounts, launch_plan: PlanLaunch) -> SplitPlan:
         """Make, store and return the plan for these shapes."""
-        launch_plan = _launch_plan(key.batch, key.num_parts, counts.limit, counts.extra_limit)
         self.plan, self.key = launch(device, launch_plan, counts, key.device), key
         return self.plan
 
@@ -227,14 +346,13 @@ def plan_specs(metadata: Any, num_splits: Any) -> PlanSpecs | None:
     return PlanSpecs(operand_spec("tile_scheduler_metadata", metadata), operand_spec("num_splits", num_splits))
 
 
-def check_plan(specs: PlanSpecs, batch: int, num_parts: int, device: torch.device) -> None:
-    """Raise ValueError unless the tensors have the shapes of a plan with num_parts parts for this batch, and are on `device`."""
+def check_plan(specs: PlanSpecs, batch: int, rows: int, device: torch.device) -> None:
+    """Raise ValueError unless the tensors have the shapes of a plan for this batch, and are on `device`. rows: of parts and of units."""
     check_shape("tile_scheduler_metadata", specs.metadata, ("num_sm_parts", PLAN_COLUMNS))
-    parts = specs.metadata.shape[0]
-    if parts != num_parts:
+    if specs.metadata.shape[0] != rows:
         raise ValueError(
-            f"tile_scheduler_metadata has {parts} rows; supported: {num_parts}, as get_mla_metadata returns for this call's "
-            "s_q * h_q / h_kv, h_kv and device"
+            f"tile_scheduler_metadata has {specs.metadata.shape[0]} rows; supported: {rows}, as get_mla_metadata returns for this call's "
+            "s_q * h_q / h_kv, h_kv, device and, with cu_seqlens_q, batch and total_q"
         )
     check_shape("num_splits", specs.num_splits, (batch + 1,))
     for name, spec in (("tile_scheduler_metadata", specs.metadata), ("num_splits", specs.num_splits)):

@@ -5,6 +5,7 @@ Checks take a TensorSpec rather than the tensor, so that plans can be cached by 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import fields, is_dataclass
 from typing import Any, NamedTuple
 
@@ -104,6 +105,13 @@ def check_dtype(name: str, spec: TensorSpec, *supported: torch.dtype) -> None:
     """Raise ValueError unless the dtype is a supported one."""
     if spec.dtype not in supported:
         raise ValueError(f"{name} has dtype {spec.dtype}; supported: {', '.join(str(dtype) for dtype in supported)}")
+
+
+def check_dtype_of_columns(name: str, spec: TensorSpec, supported: Collection[str]) -> None:
+    """Raise ValueError unless the dtype is one that kernels have for the columns of the tensor, "bf16" or "fp16"."""
+    if DTYPE_NAMES.get(spec.dtype) not in supported:
+        known = ", ".join(str(dtype) for dtype, short in DTYPE_NAMES.items() if short in supported)
+        raise ValueError(f"{name} has dtype {spec.dtype} with {spec.shape[-1]} columns; supported: {known}")
 
 
 def check_device(name: str, spec: TensorSpec, device: torch.device, beside: str = "q") -> None:

@@ -14,7 +14,7 @@ from ..ops.arguments import check_flag, check_integer, short_repr
 from ..ops.limits import MAX_QUERY_TOKENS
 from ..ops.paged_cache import check_requests
 from ..ops.split_plan import MlaSchedule
-from ..ops.tensor_spec import check_device, check_dtype, check_shape, record_repr, spec_of
+from ..ops.tensor_spec import check_counts, check_device, check_dtype, check_shape, record_repr, spec_of
 from ..spec.mla import D_V
 from .shard import ContextShard, LocalIndices
 
@@ -29,13 +29,15 @@ class ShardedRequests:
     """A rank's share of the requests of a step, for all layers; made by ContextParallel.plan.
 
     block_table: int32 [rows, pages per request], the rank's pages. cache_seqlens: int32 [rows], the rank's keys per row. s_q: query tokens
-    per request. rows_of_request: 1, or s_q if every query token is a row of its own.
+    per request. rows_of_request: 1, or s_q if every query token is a row of its own. packed: whether query tokens are packed, each a row
+    and a request of its own.
     """
 
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
     s_q: int
     rows_of_request: int
+    packed: bool = False
     schedule: MlaSchedule = field(default_factory=MlaSchedule)
 
     @property
@@ -87,7 +89,16 @@ class ContextParallel:
     def __repr__(self) -> str:
         return f"ContextParallel(rank={self.shard.rank}, world={self.shard.world}, interleave={self.shard.interleave})"
 
-    def plan(self, cache_seqlens: torch.Tensor, block_table: torch.Tensor, s_q: int = 1, causal: bool = False) -> ShardedRequests:
+    def plan(
+        self,
+        cache_seqlens: torch.Tensor,
+        block_table: torch.Tensor,
+        s_q: int = 1,
+        causal: bool = False,
+        *,
+        cu_seqlens_q: torch.Tensor | None = None,
+        total_q: int | None = None,
+    ) -> ShardedRequests:
         """Return this rank's share of the requests of a step, without communication and without synchronisation.
 
         cache_seqlens: int32 [batch], keys per request on all ranks together, those of the new tokens included. block_table: int32 [batch,
@@ -96,15 +107,34 @@ class ContextParallel:
         The newest keys lie on different ranks: the number of the rank's keys that a token attends to does not grow by one per token. The
         causal mask of a decode call cannot express that. Causal query tokens are therefore rows with lengths of their own, and the rank's
         keys are read s_q times.
+
+        cu_seqlens_q, total_q: for requests with different numbers of query tokens, as in get_mla_metadata; s_q must then be 1. Every query
+        token is a row, causal or not. Tokens of no request have no keys.
         """
         check_integer("s_q", s_q, 1, MAX_QUERY_TOKENS)
         check_flag("causal", causal)
         check_requests(cache_seqlens, block_table)
+        if cu_seqlens_q is not None or total_q is not None:
+            return self._plan_packed(cache_seqlens, block_table, causal, *_check_packed(cache_seqlens, s_q, cu_seqlens_q, total_q))
         if s_q == 1 or not causal:
             return ShardedRequests(block_table, self.shard.local_lengths(cache_seqlens), s_q, 1)
         unseen = torch.arange(s_q - 1, -1, -1, dtype=torch.int32, device=cache_seqlens.device)
         seen = self.shard.local_lengths(cache_seqlens.unsqueeze(1) - unseen)
         return ShardedRequests(block_table.repeat_interleave(s_q, dim=0), seen.flatten(), s_q, s_q)
+
+    def _plan_packed(
+        self, cache_seqlens: torch.Tensor, block_table: torch.Tensor, causal: bool, cu_seqlens_q: torch.Tensor, total_q: int
+    ) -> ShardedRequests:
+        """Return the rank's share of packed query tokens."""
+        tokens = torch.arange(total_q, dtype=torch.int32, device=cache_seqlens.device)
+        ends = cu_seqlens_q[1:]
+        if not ends.shape[0]:
+            return ShardedRequests(block_table.new_zeros(total_q, block_table.shape[1]), torch.zeros_like(tokens), 1, 1, packed=True)
+        request = torch.searchsorted(ends, tokens, right=True).clamp(max=ends.shape[0] - 1)
+        unseen = ends[request] - 1 - tokens
+        keys = cache_seqlens[request] - (unseen if causal else 0)
+        lengths = self.shard.local_lengths(keys.masked_fill(unseen < 0, 0))
+        return ShardedRequests(block_table[request], lengths, 1, 1, packed=True)
 
     def decode(
         self,
@@ -124,14 +154,19 @@ class ContextParallel:
         the options are as in flash_mla_with_kvcache, descale_q and descale_k equal on all ranks. requests: from plan().
 
         Returns out [batch, s_q, h_q, 512] and lse fp32 [batch, h_q, s_q] of this rank's heads over all keys. A token without keys on any
-        rank has out 0 and lse empty_lse. A rank may have no keys of a request.
+        rank has out 0 and lse empty_lse. A rank may have no keys of a request. With packed query tokens q is [total_q, h_q, 576], out
+        [total_q, h_q, 512] and lse fp32 [total_q, h_q]; rows of tokens of no request are those of tokens without keys.
         """
         _check_class("requests", requests, ShardedRequests)
+        if requests.packed:
+            check_shape("q", spec_of("q", q), (requests.batch, "h_q", "d_qk"), " with these requests")
+            q = q.unsqueeze(1)
         spec = spec_of("q", q)
         check_shape("q", spec, (requests.batch, requests.s_q, "h_q", "d_qk"), " with these requests")
         options = {"descale_q": descale_q, "descale_k": descale_k, "softmax_scale": softmax_scale, "batch_invariant": batch_invariant}
         planned = (requests.block_table, requests.cache_seqlens, D_V, requests.schedule)
-        return self._attend(q, requests.rows_of_request, empty_lse, k_cache, planned, options)
+        out, lse = self._attend(q, requests.rows_of_request, empty_lse, k_cache, planned, options)
+        return (out.squeeze(1), lse.squeeze(2)) if requests.packed else (out, lse)
 
     def sparse_decode(
         self,
@@ -217,6 +252,18 @@ class ContextParallel:
         received = torch.empty_like(states)
         dist.all_to_all_single(received.view(torch.uint8), states.view(torch.uint8), group=self.group)
         return received
+
+
+def _check_packed(cache_seqlens: torch.Tensor, s_q: int, cu_seqlens_q: Any, total_q: Any) -> tuple[torch.Tensor, int]:
+    """Return cu_seqlens_q and total_q. ValueError unless they are given both and fit the requests."""
+    if cu_seqlens_q is None or total_q is None or s_q != 1:
+        raise ValueError(
+            f"cu_seqlens_q is {short_repr(cu_seqlens_q)}, total_q {short_repr(total_q)}, s_q {s_q}; supported: both with s_q 1, or neither"
+        )
+    check_counts(
+        "cu_seqlens_q", spec_of("cu_seqlens_q", cu_seqlens_q), (cache_seqlens.shape[0] + 1,), cache_seqlens.device, "cache_seqlens"
+    )
+    return cu_seqlens_q, check_integer("total_q", total_q, 0, MAX_QUERY_TOKENS)
 
 
 def _check_class(name: str, value: Any, expected: type) -> None:

@@ -1,7 +1,7 @@
 """Block tables of simulated launches: used entries that name no page of the cache are findings.
 
 Kernels read such a page as zeros, so no result shows the mistake. A kernel takes part by the names of its parameters: block_table,
-page_size, pages, and either cache_seqlens with max_keys, or cu_seqlens with starts and rows.
+page_size, pages, and either cache_seqlens with max_keys, reach and sink_keys, or cu_seqlens with starts and rows.
 """
 
 from __future__ import annotations
@@ -40,20 +40,22 @@ def findings_of(kernel: KernelEntry, args: Sequence[Any]) -> list[Finding]:
 
 def _used(named: Mapping[str, Any]) -> torch.Tensor:
     """Return bool [batch, pages per request]: the entries whose pages hold a key that the launch uses."""
-    begin, end = _decoded(named) if "cache_seqlens" in named else _gathered(named)
     page = named["page_size"]
     first = torch.arange(named["block_table"].shape[1]) * page  # key of each entry
+    if "cache_seqlens" in named:
+        end = named["cache_seqlens"].long().clamp(0, named["max_keys"])[:, None]
+        return (first < end) & ((first < named["sink_keys"]) | (first + page > end - named["reach"]))
+    if "end_keys" in named:
+        return first < named["end_keys"].long().clamp(0, named["keys"]).view(len(named["block_table"]), -1).amax(1, keepdim=True)
+    begin, end = _gathered(named)
     return (begin < end) & (first < end) & (first + page > begin)
 
 
-def _decoded(named: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions of the first key and behind the last key of every request, int64 [batch, 1]: of a decode launch."""
-    end = named["cache_seqlens"].long().clamp(0, named["max_keys"])[:, None]
-    return torch.zeros_like(end), end
-
-
 def _gathered(named: Mapping[str, Any]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the positions as `_decoded` does: of a gather, where a request with a negative start has no key."""
+    """Return the positions of the first key and behind the last key of every request, int64 [batch, 1]: of a gather.
+
+    A request with a negative start has no key.
+    """
     rows = named["cu_seqlens"].long()
     begin = torch.zeros_like(rows[:-1]) if named["starts"] is None else named["starts"].long()
     first, end = rows[:-1].clamp(min=0), rows[1:].clamp(max=named["rows"])

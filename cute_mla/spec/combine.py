@@ -30,6 +30,8 @@ class CombineArguments(NamedTuple):
     lse_accum: Pointer  # fp32 [accumulator rows, s_q, h_q], base 2
     out: Pointer  # dtype [batch, s_q, h_q, d_v]
     lse: Pointer  # fp32 [batch, h_q, s_q], natural log
+    cu_seqlens_q: Pointer  # int32 [requests + 1], as in split_plan, where every query token is a unit; else null
+    units: Pointer  # int32 [batch, 8], the table of units of split_plan, or null
     out_stride_batch: Int64
     out_stride_token: Int64
     out_stride_head: Int64
@@ -44,6 +46,12 @@ class CombineArguments(NamedTuple):
     extra_max_keys: Int32
     max_splits: Int32  # as in dense_decode: if not 0, a request uses ceil(tiles / INVARIANT_SPLIT_TILES) of that many rows
     accum_rows: Int32  # rows of out_accum and lse_accum: nothing beyond them is read, whatever num_splits says
+    # requests with different numbers of query tokens: batch counts units, s_q is unit_tokens, batch strides are 0
+    requests: Int32
+    total_q: Int32
+    causal: Int32  # 1: a unit has no keys that only later query tokens of its request see, as in dense_decode
+    reach: Int32  # as in split_plan
+    sink_tiles: Int32
 
 
 PARAMS = params_of(CombineArguments)

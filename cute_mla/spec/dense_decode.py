@@ -10,13 +10,22 @@ from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
-from .mla import D_QK, DTYPES, ELEMENT_BYTES, LATENT_DIMS, LatentDims, ceil_div
+from .mla import D_QK, ELEMENT_BYTES, LATENT_DIMS, LatentDims, ceil_div, key_dtypes
 from .split_plan import MAX_PARTS, TILE_KEYS, invariant_splits
 
 TILE_ROWS = 64  # query rows (query token x head) of one CTA
+UNIT_ROWS = 2 * TILE_ROWS  # of a work unit where requests have different numbers of query tokens
 MAX_ROW_ALIGNMENT = 16  # bytes, the most that one instruction of a thread accesses
 MAX_KEYS = (1 << 31) - TILE_KEYS  # of a request, so that its tiles can be counted in 32 bits
 SMALL_PAGES = (16, 32)  # pages smaller than a key tile; beside them any multiple of TILE_KEYS
+
+
+# Masks. The keys that query token i sees of a request of `length` keys, of which the last s_q are the new tokens:
+ALL_KEYS = 0
+CAUSAL = 1  # j < length - (s_q - 1 - i)
+TREE = 2  # all before the new tokens, and new token j if bit j % 32 of word j / 32 of the token's tree mask is set
+MAX_WINDOW = 1 << 30  # keys
+TREE_WORD_TOKENS = 32  # new tokens of a word of the tree mask
 
 
 class DenseDecodeArguments(NamedTuple):
@@ -35,6 +44,9 @@ class DenseDecodeArguments(NamedTuple):
     lse: Pointer  # fp32 [batch, h_q, s_q], natural log
     out_accum: Pointer  # fp32 [accumulator rows, s_q, h_q, d_v], contiguous, normalised within the split
     lse_accum: Pointer  # fp32 [accumulator rows, s_q, h_q], contiguous, base 2; -inf for an empty split
+    units: Pointer  # int32 [batch, 8], the table of units of split_plan; or null: unit r is request r with s_q tokens
+    attn_sink: Pointer  # fp32 [h_q], natural log, or null: out is scaled by exp(lse) / (exp(lse) + exp(sink)), in combine if cut
+    tree_mask: Pointer  # int32 [batch, s_q, ceil(s_q / 32)], or null: read if mask is TREE
     # strides in elements
     q_stride_batch: Int64
     q_stride_token: Int64
@@ -46,6 +58,8 @@ class DenseDecodeArguments(NamedTuple):
     lse_stride_head: Int64
     lse_stride_token: Int64
     table_stride: Int64
+    tree_stride_batch: Int64
+    tree_stride_token: Int64
     # in bytes, of `cache`
     page_stride: Int64
     row_stride: Int64
@@ -56,11 +70,19 @@ class DenseDecodeArguments(NamedTuple):
     heads_per_kv: Int32  # h_q / h_kv
     page_size: Int32
     pages: Int32  # of `cache`: a page beyond them counts as zeros
-    causal: Int32  # 1: key j is seen by query token i iff j < length - (s_q - 1 - i)
+    mask: Int32  # ALL_KEYS, CAUSAL or TREE
     batch: Int32
     max_keys: Int32  # keys that a row of block_table has room for; longer lengths are clipped to it
     max_splits: Int32  # 0: requests are cut where the plan cuts them. Else batch invariant, with so many rows per request
     accum_rows: Int32  # rows of out_accum and lse_accum: nothing beyond them is written, whatever the plan says; 0 if nothing is cut
+    # requests with different numbers of query tokens: batch counts units, s_q is unit_tokens, batch strides are 0
+    requests: Int32
+    total_q: Int32  # rows of q and out; s_q where all requests have that many
+    hidden_keys: Int32  # last keys of a request that the mask may hide from a query token: s_q - 1 if CAUSAL; if TREE, most new tokens
+    reach: Int32  # window + s_q - 1: keys before the end that some query token's window reaches; NO_LIMIT without a window
+    sink_keys: Int32  # keys at the beginning that every query token sees in spite of its window
+    steady_keys: Int32  # of tiles that need no mask: that many numbers, from hidden_keys + TILE_KEYS on, of keys from the tile on
+    steady_values: Int32  # of tiles whose values need no zeros, likewise, from TILE_KEYS on
 
 
 PARAMS = params_of(DenseDecodeArguments)
@@ -111,6 +133,15 @@ def tiling(arch: Arch, operands: str) -> Tiling:
     return replace(tiling, clusters=(1,)) if operands == FP8_CACHE and not tiling.paired else tiling
 
 
+def takes_key_masks(operands: str) -> bool:
+    """Return whether calls with these operands take tree masks and windows.
+
+    On SM90, where a cache is converted no registers are left for trees, and by the clock the code of both, even if no call uses it, makes
+    the kernels of e4m3 caches 7 % slower.
+    """
+    return operands == LATENT
+
+
 @dataclass(frozen=True)
 class DenseDecodeConfig:
     """One compiled variant.
@@ -120,7 +151,7 @@ class DenseDecodeConfig:
     access_bytes: every row of q and out begins at a multiple of this; the kernel may access as much at a time. ELEMENT_BYTES:
         a row may begin anywhere, and elements are accessed one by one.
     operands: LATENT, FP8_CACHE or FP8.
-    d_qk: columns of a key, one of LATENT_DIMS; other numbers than D_QK with LATENT only.
+    d_qk: columns of a key, one of LATENT_DIMS; other numbers than D_QK with LATENT and bf16 only.
     """
 
     dtype: str
@@ -208,6 +239,14 @@ class DenseDecodeProblem:
         return self.row_ctas, self.h_kv, self.num_parts(sm_count)
 
 
+def unit_tokens(max_seqlen_q: int, heads_per_kv: int) -> int:
+    """Return the most query tokens of a work unit where requests have different numbers of them: as many as two CTAs hold, whole.
+
+    More CTAs would be idle for short requests. With half the rows, a request of several units would be read twice as often.
+    """
+    return max(min(max_seqlen_q, UNIT_ROWS // heads_per_kv), 1)
+
+
 def row_ctas(arch: Arch, rows: int) -> int:
     """Return the CTAs along the query rows of one KV head, TILE_ROWS of them each."""
     tiles = ceil_div(rows, TILE_ROWS)
@@ -225,6 +264,6 @@ def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
         DenseDecodeConfig(dtype, *shape, operands, d_qk)
         for operands in OPERANDS
         for d_qk in (LATENT_DIMS if operands == LATENT else (D_QK,))
-        for dtype in DTYPES
+        for dtype in key_dtypes(d_qk)
         for shape in tiling(arch, operands).shapes
     )

@@ -149,6 +149,11 @@ class DensePrefillProblem:
         return min(self.items, max(sm_count // cluster, 1)) * cluster, 1, 1
 
 
+def head_dtypes(d_qk: int) -> tuple[str, ...]:
+    """Return the element types of heads with this many columns of q and k: models whose values have 256 columns have bf16."""
+    return DTYPES if HEAD_DIMS[d_qk] == HEAD_DIMS[128] else DTYPES[:1]
+
+
 def variant(arch: Arch, dtype: str, d_qk: int, access_bytes: int) -> DensePrefillConfig:
     """Return the variant of an architecture. On sm100 pairs of CTAs take items of heads of 256 columns."""
     paired = arch.name == SM100.name and HEAD_DIMS[d_qk] > HEAD_DIMS[128]
@@ -158,5 +163,9 @@ def variant(arch: Arch, dtype: str, d_qk: int, access_bytes: int) -> DensePrefil
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
     return tuple(
-        variant(arch, dtype, d_qk, access) for dtype in DTYPES for d_qk in HEAD_DIMS for access in (MAX_ROW_ALIGNMENT, ELEMENT_BYTES)
+        variant(arch, dtype, d_qk, access)
+        for dtype in DTYPES
+        for d_qk in HEAD_DIMS
+        if dtype in head_dtypes(d_qk)
+        for access in (MAX_ROW_ALIGNMENT, ELEMENT_BYTES)
     )

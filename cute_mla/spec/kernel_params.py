@@ -11,9 +11,11 @@ from . import (
     dense_prefill_dkdv,
     dense_prefill_dq,
     merge_states,
+    mqa_logits,
     sparse_decode,
     sparse_prefill,
     split_plan,
+    topk_indices,
 )
 from .abi import Param
 
@@ -26,7 +28,9 @@ PARAMS_OF: dict[str, tuple[Param, ...]] = {
     "dense_prefill_dkdv": dense_prefill_dkdv.PARAMS,
     "dense_prefill_dq": dense_prefill_dq.PARAMS,
     "merge_states": merge_states.PARAMS,
+    "mqa_logits": mqa_logits.PARAMS,
     "sparse_decode": sparse_decode.PARAMS,
     "sparse_prefill": sparse_prefill.PARAMS,
     "split_plan": split_plan.PARAMS,
+    "topk_indices": topk_indices.PARAMS,
 }

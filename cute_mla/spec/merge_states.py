@@ -85,6 +85,11 @@ def grid(batch: int, tokens: int, heads: int) -> tuple[int, int, int]:
     return batch * tokens, ceil_div(heads, ROWS_PER_BLOCK), 1
 
 
+def row_dtypes(head_dim: int) -> tuple[str, ...]:
+    """Return the element types of rows of this many columns: those of 256 are results of decode and prefill that have bf16 alone."""
+    return DTYPES[:1] if head_dim == HEAD_DIMS[1] else DTYPES
+
+
 def closed_variants() -> tuple[MergeStatesConfig, ...]:
     """Return every variant that ships, on each architecture."""
-    return tuple(MergeStatesConfig(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS)
+    return tuple(MergeStatesConfig(dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS if dtype in row_dtypes(head_dim))

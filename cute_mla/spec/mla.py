@@ -36,6 +36,11 @@ ELEMENT_BYTES = 2  # of either
 LOG2E = math.log2(math.e)  # of softmax scales and sinks, for exponentials in base 2
 
 
+def key_dtypes(d_qk: int) -> tuple[str, ...]:
+    """Return the 16-bit element types of dense decode over keys of this many columns: models with other columns than D_QK have bf16."""
+    return DTYPES if d_qk == D_QK else DTYPES[:1]
+
+
 def ceil_div(numerator: int, denominator: int) -> int:
     """Return the least integer not below numerator / denominator, for positive denominators."""
     return -(-numerator // denominator)

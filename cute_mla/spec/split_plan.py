@@ -10,6 +10,13 @@ directly. num_splits[r] is the first row of the accumulators that request r uses
 A plan is never wrong, only less balanced: the parts of a request cover all its tiles whatever its length has become,
 since the last part of a request runs to its actual end (PART_END_OPEN) and the others clip their tiles to it.
 
+Requests may have different numbers of query tokens (RaggedQueries). What the plan cuts are then work units, in place of requests. A unit
+is up to unit_tokens neighbouring query tokens of one request, with that request's keys. The plan's table of units lies behind its parts.
+Units without tokens fill it up; no part has them.
+
+With an attention window, tiles of which no query token sees a key are skipped: a request counts as long as the others are, and its
+tiles are numbered without them (visible_keys).
+
 A plan does not depend on whether its calls are batch invariant. A batch-invariant call rounds every cut down to a multiple of
 INVARIANT_SPLIT_TILES, cuts requests at all those multiples, and counts accumulator rows itself; it ignores num_splits.
 """
@@ -23,7 +30,7 @@ from .abi import Int32, Pointer, params_of
 from .mla import ceil_div
 
 TILE_KEYS = 64  # keys of one tile, the unit of the plan
-NO_LIMIT = (1 << 31) - 1  # keys of a request, as max_keys
+NO_LIMIT = (1 << 31) - 1  # keys of a request, as max_keys, and keys that a window reaches
 
 PLAN_COLUMNS = 8
 PART_BEGIN_REQ = 0
@@ -34,6 +41,14 @@ PART_BEGIN_SPLIT = 4  # index among the splits of begin_req of the part's first 
 PART_FIRST_IS_SPLIT = 5
 PART_LAST_IS_SPLIT = 6
 PART_END_OPEN = 7  # 1: this part owns the tail of end_req, whatever its length
+
+UNIT_COLUMNS = 8  # of a row of the table of units
+UNIT_REQUEST = 0
+UNIT_FIRST_TOKEN = 1  # among those of all requests
+UNIT_TOKENS = 2  # 0: not a unit
+UNIT_ALL_TOKENS = 3  # query tokens of its request
+UNIT_LATER = 4  # those of them that follow the unit
+UNIT_BASE = 5  # UNIT_FIRST_TOKEN less the tokens that the unit lacks
 
 PIECE_OVERHEAD_TILES = 5  # cost of starting a request, in key tiles (FlashMLA's fixed_overhead_num_blocks)
 MAX_PARTS = 1024
@@ -49,13 +64,49 @@ class SplitPlanArguments(NamedTuple):
     extra_lengths: Pointer  # int32 [batch]: keys in a second cache, which follow; or null: extra_max_keys each
     plan: Pointer  # int32 [num_parts, 8], out
     num_splits: Pointer  # int32 [batch + 1], out
+    cu_seqlens_q: Pointer  # int32 [requests + 1]: query tokens of all requests before each; or null: every request is a unit
+    units: Pointer  # int32 [batch, 8], out: the table of units; or null: every query token is a unit, with a length of its own
     batch: Int32
     num_parts: Int32
     max_keys: Int32  # more count as that many; NO_LIMIT for any number
     extra_max_keys: Int32  # 0 without a second cache. The sum of both is an int32
+    # requests with different numbers of query tokens, as in RaggedQueries; batch is then the room for units
+    requests: Int32
+    total_q: Int32
+    max_seqlen_q: Int32
+    unit_tokens: Int32  # 1 or more
+    reach: Int32  # keys before the end of a request that windows reach; NO_LIMIT without a window
+    sink_tiles: Int32  # tiles at the beginning of a request that count in spite of that
 
 
 PARAMS = params_of(SplitPlanArguments)
+
+
+@dataclass(frozen=True)
+class RaggedQueries:
+    """Query tokens of requests that may have different numbers of them, packed one request behind the other.
+
+    requests: number of requests. total_q: room for query tokens; how many there are is in device memory. max_seqlen_q: most of a request.
+    unit_tokens: most of a work unit; 0 if every query token is a unit and needs no entry in a table.
+    """
+
+    requests: int
+    total_q: int
+    max_seqlen_q: int
+    unit_tokens: int = 0
+
+    @property
+    def units(self) -> int:
+        """Return the most units: a request with n tokens has ceil(n / unit_tokens)."""
+        if not self.unit_tokens:
+            return self.total_q
+        rounded_up = min(self.requests, self.total_q) * (self.unit_tokens - 1)
+        return min(self.requests * ceil_div(self.max_seqlen_q, self.unit_tokens), (self.total_q + rounded_up) // self.unit_tokens)
+
+    @property
+    def table_rows(self) -> int:
+        """Return the rows of the table of units."""
+        return self.units if self.unit_tokens else 0
 
 
 @dataclass(frozen=True)
@@ -66,6 +117,32 @@ class SplitPlanConfig:
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
         return "i32"
+
+
+class KeyWindow(NamedTuple):
+    """The keys of a request that an attention window leaves visible, for any of its query tokens.
+
+    reach: keys before the end; NO_LIMIT: all. sink_keys: keys at the beginning.
+    """
+
+    reach: int = NO_LIMIT
+    sink_keys: int = 0
+
+    @property
+    def sink_tiles(self) -> int:
+        """Tiles at the beginning that hold a visible key."""
+        return ceil_div(self.sink_keys, TILE_KEYS)
+
+    def skipped_tiles(self, length: int) -> int:
+        """Return the tiles of a request of `length` keys that hold no visible key. They follow the sink tiles."""
+        return max(max(length - self.reach, 0) // TILE_KEYS - self.sink_tiles, 0)
+
+    def visible_keys(self, length: int) -> int:
+        """Return the keys of a request of `length` keys without those of skipped tiles."""
+        return length - TILE_KEYS * self.skipped_tiles(length)
+
+
+NO_WINDOW = KeyWindow()
 
 
 def invariant_splits(max_keys: int) -> int:

@@ -18,6 +18,7 @@ from ..spec.split_plan import (
     PART_END_TILE,
     PIECE_OVERHEAD_TILES,
     TILE_KEYS,
+    RaggedQueries,
 )
 
 
@@ -82,9 +83,38 @@ def whole_boundaries(starts: Sequence[int], num_parts: int, cap: int) -> list[in
     return boundaries
 
 
-def reference_plan(lengths: Sequence[int], num_parts: int) -> SplitPlan:
-    """Return the plan for these lengths, computed boundary by boundary."""
+@dataclass(frozen=True)
+class Unit:
+    """A work unit: `tokens` query tokens of a request, `later` of the request behind them. all_tokens: of the request. most: of a unit."""
+
+    request: int
+    first_token: int
+    tokens: int
+    all_tokens: int
+    later: int
+    most: int
+
+    @property
+    def row(self) -> tuple[int, ...]:
+        """Return the unit's row of the table."""
+        return self.request, self.first_token, self.tokens, self.all_tokens, self.later, self.first_token + self.tokens - self.most, 0, 0
+
+
+def reference_units(cu_seqlens_q: Sequence[int], ragged: RaggedQueries) -> list[Unit]:
+    """Return the units of packed query tokens, request by request. Offsets are clipped to the tokens that there are."""
+    units = []
+    for request, (first, end) in enumerate(pairwise(min(max(offset, 0), ragged.total_q) for offset in cu_seqlens_q)):
+        tokens = min(max(end - first, 0), ragged.max_seqlen_q)
+        for earlier in range(0, tokens, ragged.unit_tokens):
+            own = min(tokens - earlier, ragged.unit_tokens)
+            units.append(Unit(request, first + earlier, own, tokens, tokens - earlier - own, ragged.unit_tokens))
+    return units[: ragged.units]
+
+
+def reference_plan(lengths: Sequence[int], num_parts: int, room: int | None = None) -> SplitPlan:
+    """Return the plan for these lengths, computed boundary by boundary. room: for requests, those that there are not included."""
     batch = len(lengths)
+    room = batch if room is None else room
     boundaries = reference_boundaries(lengths, num_parts)
     cuts = [0] * batch
     parts = []
@@ -93,12 +123,12 @@ def reference_plan(lengths: Sequence[int], num_parts: int) -> SplitPlan:
         if begin[1] > 0:
             cuts[begin[0]] += 1
             begin_split = _pieces_before(boundaries, begin)
-        parts.append(_part(lengths, begin, end, begin_split))
+        parts.append(_part(lengths, begin, end, begin_split) if begin != end else (room, room, 0, 0, 0, 0, 0, 0))
     # Boundary 0 splits no request and the last boundary is the end of the batch: the loop above has seen every cut.
     rows = [0]
     for count in cuts:
         rows.append(rows[-1] + (count + 1 if count else 0))
-    return SplitPlan(tuple(parts), tuple(rows))
+    return SplitPlan(tuple(parts), (*rows, *rows[-1:] * (room - batch)))
 
 
 def _pieces_before(boundaries: list[tuple[int, int]], begin: tuple[int, int]) -> int:
@@ -107,9 +137,6 @@ def _pieces_before(boundaries: list[tuple[int, int]], begin: tuple[int, int]) ->
 
 
 def _part(lengths: Sequence[int], begin: tuple[int, int], end: tuple[int, int], begin_split: int) -> tuple[int, ...]:
-    batch = len(lengths)
-    if begin == end:
-        return (batch, batch, 0, 0, 0, 0, 0, 0)
     end_open = end[1] == 0
     end_req = end[0] - 1 if end_open else end[0]
     end_tile = planned_tiles(lengths[end_req]) if end_open else end[1]

@@ -15,7 +15,8 @@ from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
 
 ELEMENT_TYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
-FLOATS = ("attn_sink", "max_logits", "lse", "out_accum", "lse_accum", "descale_q", "descale_k")  # pointers to fp32, where an op has them
+# pointers to fp32, where an op has them
+FLOATS = ("attn_sink", "max_logits", "lse", "lse_indexer", "out_accum", "lse_accum", "descale_q", "descale_k")
 
 
 class AttentionConfig(Protocol):

@@ -4,10 +4,61 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import Int32, cute
+import cutlass
+from cutlass import Boolean, Int32, Uint32, cute
 
-from ..primitives.integers import clip
+from ...spec.dense_decode import CAUSAL, TILE_ROWS
+from ...spec.split_plan import NO_LIMIT, TILE_KEYS
+from ..primitives.integers import clip, larger, smaller
 from ..primitives.nullable import load_or
+from ..primitives.registers import pin_register
+from .units import Units
+
+
+@dataclass(frozen=True)
+class VisibleTiles:
+    """The tiles of a request of which some query token sees a key: spec.split_plan.KeyWindow, at run time."""
+
+    reach: Int32
+    sink_tiles: Int32
+
+    def skipped(self, length: Int32) -> Int32:
+        """Return the number of tiles without such a key, of a request of `length` keys. They follow the sink tiles."""
+        return larger((larger(length - self.reach, Int32(0)) >> (TILE_KEYS.bit_length() - 1)) - self.sink_tiles, Int32(0))
+
+
+@dataclass(frozen=True)
+class RowTile:
+    """The query rows of a CTA, or of a cluster whose CTAs share keys, under a causal mask: how many of the last keys they do not see.
+
+    mask, s_q, heads_per_kv, reach: spec.dense_decode. ctas: of the cluster. With a window nothing is skipped here.
+    pinned: whether x of the CTA passes an opaque move. In one form or the other, ptxas 13.4 leaves out waits of uniform registers on SM100
+    (gate control_codes): with the move in kernels of 576 16-bit columns, without it in those of 320.
+    """
+
+    mask: Int32
+    s_q: Int32
+    heads_per_kv: Int32
+    reach: Int32
+    ctas: int
+    pinned: bool = True
+
+    def hides_tiles(self) -> Boolean:
+        """Return whether rows may not see the last keys. The same for all CTAs of a launch."""
+        return (self.mask == CAUSAL) & (self.reach == NO_LIMIT)
+
+    def seen_tiles(self, tiles: Int32, length: Int32) -> Int32:
+        """Return how many of a request's first tiles hold a key that one of the rows sees, out of `tiles`. length: keys of the request."""
+        x = cute.arch.block_idx()[0]
+        row_end = ((pin_register(x) if self.pinned else x) // self.ctas + 1) * (self.ctas * TILE_ROWS)
+        last_token = Int32(Uint32(row_end - 1) // Uint32(self.heads_per_kv))
+        hidden = cutlass.select_(self.hides_tiles(), larger(self.s_q - 1 - last_token, Int32(0)), Int32(0))
+        return smaller(tiles, tiles_of(larger(length - hidden, Int32(0))))
+
+
+def tiles_of(keys: Int32) -> Int32:
+    """Return the tiles that hold so many keys."""
+    return (keys + (TILE_KEYS - 1)) >> (TILE_KEYS.bit_length() - 1)
 
 
 @dataclass(frozen=True)
@@ -16,16 +67,32 @@ class Lengths:
 
     lengths, extra: int32 [batch], clipped to limit and extra_limit, whose sum is an int32 too. Either may be null at run
     time: then every request has as many keys of that cache as its limit. extra None when compiling: there is no second
-    cache, and `lengths` is not null.
+    cache, and `lengths` is not null. units: where they are given, `req` is a unit, which has the keys of its request that its
+    last query token sees; None when compiling: every request is a unit. window: None when compiling: all tiles are visible.
     """
 
     lengths: cute.Pointer
     extra: cute.Pointer | None
     limit: Int32
     extra_limit: Int32
+    units: Units | None = None
+    window: VisibleTiles | None = None
 
     def keys(self, req: Int32) -> Int32:
-        """Return the keys of a request, in both caches."""
+        """Return the keys of a request, in both caches, without those of skipped tiles."""
+        keys, skipped = self.keys_and_skipped(req)
+        return keys if self.window is None else keys - skipped * TILE_KEYS
+
+    def keys_and_skipped(self, req: Int32) -> tuple[Int32, Int32]:
+        """Return the keys of a request, in both caches, and the number of its tiles that are skipped."""
+        if self.units is None:
+            keys = self._keys_of_request(req)
+        else:
+            request, later = self.units.request_and_later(req)
+            keys = larger(self._keys_of_request(request) - later, Int32(0))
+        return keys, Int32(0) if self.window is None else self.window.skipped(keys)
+
+    def _keys_of_request(self, req: Int32) -> Int32:
         first, second = self.keys_by_cache(req)
         return first if self.extra is None else first + second
 

@@ -8,10 +8,11 @@ from cutlass import Float32, Int32, Int64, cute
 
 from .split_kv_scheduler import SplitKvSchedule, WorkTile
 from .token_scheduler import TokenSchedule
+from .units import RowRange
 
 
 class QueryOperands(Protocol):
-    """Rows of q, out and lse of a request (in sparse prefill of a query token), and the work of this CTA."""
+    """Rows of q, out and lse of a request (in sparse prefill of a query token, in dense decode of a unit), and the work of this CTA."""
 
     @property
     def schedule(self) -> SplitKvSchedule | TokenSchedule:
@@ -26,7 +27,10 @@ class QueryOperands(Protocol):
         """Return the lse of a row that attends to nothing."""
 
     def rows(self) -> Int32:
-        """Return the number of query rows that attend to this CTA's keys."""
+        """Return the number of query rows that attend to this CTA's keys, those of a request that lacks some of them included."""
+
+    def row_range(self, req: Int32) -> RowRange:
+        """Return the query rows of a request that exist."""
 
     def q_row(self, req: Int32, row: Int32) -> cute.Pointer:
         """Return element 0 of a query row."""

@@ -30,7 +30,7 @@ from ...spec.split_plan import (
 )
 from ..primitives.integers import clip, larger, smaller
 from ..primitives.registers import pin_register
-from .lengths import Lengths
+from .lengths import Lengths, RowTile, tiles_of
 
 MOST_TILES = MAX_KEYS // TILE_KEYS  # of any request
 assert INVARIANT_SPLIT_TILES & (INVARIANT_SPLIT_TILES - 1) == 0, "tiles are rounded by masks and divided by shifts"
@@ -38,15 +38,30 @@ assert TILE_KEYS & (TILE_KEYS - 1) == 0, "keys are divided by shifts"
 
 
 @dataclass(frozen=True)
+class KeyTile:
+    """One key tile of a request. first: number of its first key. left: keys of the request from the tile on. Skipped tiles do not count."""
+
+    req: Int32
+    first: Int32
+    left: Int32
+
+
+@dataclass(frozen=True)
 class TileRange:
     """The main loop's view of a work tile: key tiles to do, and the keys in the cache from its first key tile on.
 
-    more: whether the next work tile of the same partition belongs to the same request.
+    req: the request. begin: its first tile. more: whether the next work tile of the same partition belongs to the same request.
     """
 
+    req: Int32
+    begin: Int32
     tiles: Int32
     keys: Int32
     more: Boolean | bool
+
+    def tile(self, index: Int32) -> KeyTile:
+        """Return one of the tiles. index: counted from the first."""
+        return KeyTile(self.req, (self.begin + index) * TILE_KEYS, self.keys - index * TILE_KEYS)
 
 
 @dataclass(frozen=True)
@@ -69,14 +84,12 @@ class WorkTile:
         return self.direct is True
 
 
-def tiles_of(keys: Int32) -> Int32:
-    """Return the tiles that hold so many keys."""
-    return (keys + (TILE_KEYS - 1)) >> (TILE_KEYS.bit_length() - 1)
-
-
 @dataclass(frozen=True)
 class SplitKvSchedule:
-    """The plan of split_plan and the lengths as they are now, which together decide the work tiles. The integers: spec.dense_decode."""
+    """The plan of split_plan and the lengths as they are now, which together decide the work tiles. The integers: spec.dense_decode.
+
+    row_tile: what cuts the last tiles off work tiles, none of which is left out for that; None when compiling: all rows see all tiles.
+    """
 
     plan: cute.Pointer  # int32 [num_parts, 8]
     num_splits: cute.Pointer  # int32 [batch + 1]
@@ -84,6 +97,7 @@ class SplitKvSchedule:
     batch: Int32
     max_splits: Int32
     accum_rows: Int32
+    row_tile: RowTile | None = None
 
     @property
     def invariant(self) -> Boolean:
@@ -139,18 +153,20 @@ class SplitKvSchedule:
 
         All follow the lengths as they are now.
         """
-        length = self.lengths.keys(req)
-        tiles = tiles_of(length)
         row = self._plan_row()
         cut = (req == (row + PART_END_REQ).load()) & self._ends_inside(row)
-        part_end = cutlass.select_(cut, smaller(self._cut_tile(row, PART_END_TILE), tiles), tiles)
+        cut_tile = self._cut_tile(row, PART_END_TILE)
+        length = self.lengths.keys(req)  # behind the loads above, since it may branch
+        tiles = tiles_of(length)
+        part_end = cutlass.select_(cut, smaller(cut_tile, tiles), tiles)
         next_multiple = (begin_tile | (INVARIANT_SPLIT_TILES - 1)) + 1
         return length, part_end, cutlass.select_(self.invariant, smaller(part_end, next_multiple), part_end)
 
     def tile_range(self, req: Int32, begin_tile: Int32) -> TileRange:
         """Return the main loop's view of the work tile that begins at (req, begin_tile)."""
         length, part_end, end = self._work_tile_bounds(req, begin_tile)
-        return TileRange(tiles=larger(end - begin_tile, Int32(0)), keys=length - begin_tile * TILE_KEYS, more=end < part_end)
+        seen = end if self.row_tile is None else self.row_tile.seen_tiles(end, length)
+        return TileRange(req, begin_tile, larger(seen - begin_tile, Int32(0)), keys=length - begin_tile * TILE_KEYS, more=end < part_end)
 
     def work_tile(self, req: Int32, begin_tile: Int32) -> WorkTile:
         """Return the epilogue's view of the work tile that begins at (req, begin_tile)."""
@@ -173,5 +189,16 @@ class SplitKvSchedule:
             direct=is_whole | (self.accum_rows == 0),
             accum_row=clip(cutlass.select_(self.invariant, invariant_row, first_row + begin_split), self.accum_rows - 1),
             next_req=cutlass.select_(tile_range.more, req, req + 1),
-            next_tile=cutlass.select_(tile_range.more, begin_tile + tile_range.tiles, Int32(0)),
+            next_tile=cutlass.select_(tile_range.more, self._tile_behind(tile_range, begin_tile), Int32(0)),
         )
+
+    def _tile_behind(self, tile_range: TileRange, begin_tile: Int32) -> Int32:
+        """Return the tile at which the next work tile of the same request begins.
+
+        That is where a batch-invariant call may cut, though no row may see the tiles before. The load role also ends runs of tiles for a
+        window, with which rows see all of them.
+        """
+        behind = begin_tile + tile_range.tiles
+        if self.row_tile is None:
+            return behind
+        return cutlass.select_(self.row_tile.hides_tiles(), (begin_tile | (INVARIANT_SPLIT_TILES - 1)) + 1, behind)

@@ -41,7 +41,7 @@ class TokenSchedule:
     def tile_range(self, token: Int32, begin_tile: Int32) -> TileRange:
         """Return all of a token, whose first tile is 0."""
         keys = self.keys(token)
-        return TileRange(tiles=tiles_of(keys), keys=keys, more=False)
+        return TileRange(token, begin_tile, tiles_of(keys), keys, more=False)
 
     def work_tile(self, token: Int32, begin_tile: Int32) -> WorkTile:
         """Return the epilogue's view of a token, which is never split."""

@@ -26,9 +26,10 @@ from ...spec.arch import Arch
 from ...spec.combine import BLOCK_COLUMNS, NARROW_COLUMNS, PARAMS, ROWS_PER_BLOCK, CombineArguments, CombineConfig
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
-from ..attention.lengths import Lengths
+from ..attention.lengths import Lengths, VisibleTiles
 from ..attention.merge_rows import BUFFER, GROUP, NARROW_VECTOR, VECTOR, Results, merge_row, vector_at
 from ..attention.softmax import LN2
+from ..attention.units import Units
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
 from ..primitives.integers import clip
@@ -50,6 +51,15 @@ def splits_of(lengths: Lengths, num_splits: cute.Pointer, request: Int32, max_sp
         first = clip(num_splits[request], accum_rows)
         count = clip(num_splits[request + 1], accum_rows) - first
     return first, count
+
+
+@cute.jit
+def token_count(args: CombineArguments) -> Int32:
+    """Return the number of query tokens of all requests or units, those that a unit lacks included."""
+    tokens = args.batch * args.s_q
+    if args.cu_seqlens_q.toint() != 0:
+        tokens = clip(args.cu_seqlens_q[args.requests], tokens)
+    return tokens
 
 
 @dataclass(frozen=True)
@@ -96,17 +106,22 @@ def combine(args: CombineArguments, d_v: cutlass.Constexpr[int]):
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
 
-    keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys)
+    units = Units(args.units, args.requests, args.total_q, args.s_q, args.causal)
+    window = VisibleTiles(args.reach, args.sink_tiles)
+    keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys, units, window)
+    tokens = token_count(args)
     sink = Float32(-math.inf)
     if args.attn_sink.toint() != 0 and head < args.h_q:
         sink = args.attn_sink[head]
     begin = first_token
-    while begin < args.batch * args.s_q:
+    while begin < tokens:
         mine = begin + lane * token_step  # lane l asks for the l-th query token from here on
         request = Int32(Uint32(mine) // Uint32(args.s_q))
         first, count = Int32(0), Int32(0)
-        if mine < args.batch * args.s_q:
-            first, count = splits_of(keys, args.num_splits, request, args.max_splits, args.accum_rows)
+        if mine < tokens:
+            missing, _ = units.missing_and_first(request)
+            if mine - request * args.s_q >= missing:
+                first, count = splits_of(keys, args.num_splits, request, args.max_splits, args.accum_rows)
         split = cute.arch.vote_ballot_sync(count > 1) if head < args.h_q else Int32(0)
         while split != 0:
             index = cute.arch.popc((split & -split) - 1)  # of the lowest bit
@@ -114,6 +129,8 @@ def combine(args: CombineArguments, d_v: cutlass.Constexpr[int]):
             cut = cute.arch.shuffle_sync(request, index)
             token = begin + index * token_step - cut * args.s_q
             row = cute.arch.shuffle_sync(first, index) * stride + (Int64(token) * args.h_q + head)
+            _, first_token = units.missing_and_first(cut)
+            token += first_token
             out_row = args.out + (cut * args.out_stride_batch + token * args.out_stride_token + head * args.out_stride_head + column)
             splits = Splits(args.out_accum + (row * d_v + column), args.lse_accum + row, stride * d_v, stride)
             shift, total = Float32(0), Float32(0)

@@ -8,11 +8,13 @@ import cutlass
 from cutlass import Int32, Uint8
 from cutlass.experimental import cuda as tensor_maps
 
-from ...spec.dense_decode import FP8, LATENT, DenseDecodeArguments, DenseDecodeConfig
+from ...spec.dense_decode import CAUSAL, FP8, LATENT, DenseDecodeArguments, DenseDecodeConfig, takes_key_masks
+from ...spec.mla import D_QK
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
-from ..attention.lengths import Lengths
+from ..attention.lengths import Lengths, RowTile, VisibleTiles, tiles_of
 from ..attention.split_kv_scheduler import SplitKvSchedule
+from ..attention.units import Units
 from .operands import BOX_BYTES_PER_KEY, Operands
 
 
@@ -54,6 +56,12 @@ class DenseDecodeAbi:
 
     def operands(self, args: DenseDecodeArguments) -> Operands:
         """Return the arguments by meaning."""
-        lengths = Lengths(args.cache_seqlens, None, args.max_keys, Int32(0))
-        schedule = SplitKvSchedule(args.plan, args.num_splits, lengths, args.batch, args.max_splits, args.accum_rows)
-        return Operands(args, schedule, args.scale_log2)
+        causal = cutlass.select_(args.mask == CAUSAL, Int32(1), Int32(0))
+        units = Units(args.units, args.requests, args.total_q, args.s_q, causal)
+        key_masks = takes_key_masks(self.config.operands)
+        window = VisibleTiles(args.reach, tiles_of(args.sink_keys)) if key_masks else None
+        lengths = Lengths(args.cache_seqlens, None, args.max_keys, Int32(0), units, window)
+        pinned = not key_masks or self.config.d_qk != D_QK
+        rows = RowTile(args.mask, args.s_q, args.heads_per_kv, args.reach, self.config.cluster, pinned)
+        schedule = SplitKvSchedule(args.plan, args.num_splits, lengths, args.batch, args.max_splits, args.accum_rows, rows)
+        return Operands(args, schedule, args.scale_log2, units, key_masks)

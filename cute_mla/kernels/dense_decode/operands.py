@@ -7,14 +7,16 @@ from dataclasses import dataclass, replace
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from ...spec.dense_decode import FP8, LATENT, SMALL_PAGES, DenseDecodeArguments
+from ...spec.dense_decode import CAUSAL, FP8, LATENT, SMALL_PAGES, TREE, DenseDecodeArguments
 from ...spec.mla import ELEMENT_BYTES
-from ...spec.split_plan import TILE_KEYS
-from ..attention.softmax import FindWorkTile
-from ..attention.split_kv_scheduler import SplitKvSchedule, WorkTile
+from ...spec.split_plan import NO_LIMIT, TILE_KEYS
+from ..attention.softmax import FindWorkTile, sink_weight
+from ..attention.split_kv_scheduler import KeyTile, SplitKvSchedule, WorkTile
 from ..attention.tiles import BOX_COLUMNS
+from ..attention.units import RowRange, Units
 from ..primitives.integers import larger, smaller
 from ..primitives.nullable import load_or_one
+from ..primitives.registers import pin_register
 
 BOX_BYTES_PER_KEY = BOX_COLUMNS * ELEMENT_BYTES
 NO_PAGE = -1  # of a box or key that is not in use: outside every cache
@@ -22,11 +24,17 @@ NO_PAGE = -1  # of a box or key that is not in use: outside every cache
 
 @dataclass(frozen=True)
 class Operands:
-    """The arguments by meaning. scale_log2: factor of the scores, log2 units; with the scales of e4m3 operands after with_descales."""
+    """The arguments by meaning.
+
+    scale_log2: factor of the scores, log2 units; with the scales of e4m3 operands after with_descales. key_masks: whether calls of the
+    variant may have tree masks and windows.
+    """
 
     args: DenseDecodeArguments
     schedule: SplitKvSchedule
     scale_log2: Float32
+    units: Units
+    key_masks: bool
 
     @property
     def empty_lse(self) -> Float32:
@@ -40,8 +48,13 @@ class Operands:
     # ---- query rows -------------------------------------------------------------------------------------------------
 
     def rows(self) -> Int32:
-        """Return the number of query rows of one KV head."""
-        return self.args.s_q * self.args.heads_per_kv
+        """Return the number of query rows of one KV head. Computed at every call, lest it lives in a register through the main loop."""
+        return pin_register(self.args.s_q) * self.args.heads_per_kv
+
+    def row_range(self, req: Int32) -> RowRange:
+        """Return the query rows that a unit has: those of its last tokens."""
+        missing, token = self.units.missing_and_first(req)
+        return RowRange(self, req, self.rows(), missing * self.args.heads_per_kv, (token,))
 
     def kv_head(self) -> Int32:
         """Return the KV head of this CTA."""
@@ -50,25 +63,27 @@ class Operands:
     def token_and_head(self, row: Int32) -> tuple[Int32, Int32]:
         """Return the query token and query head of a row of this CTA's KV head."""
         token = Int32(Uint32(row) // Uint32(self.args.heads_per_kv))
-        return token, self.kv_head() * self.args.heads_per_kv + (row - token * self.args.heads_per_kv)
+        return token, pin_register(self.kv_head()) * self.args.heads_per_kv + (row - token * self.args.heads_per_kv)
 
-    def q_row(self, req: Int32, row: Int32) -> cute.Pointer:
-        """Return element 0 of a query row."""
-        return self.args.q + self._offset((self.args.q_stride_batch, self.args.q_stride_token, self.args.q_stride_head), req, row)
+    def q_row(self, req: Int32, row: Int32, first_token: Int32) -> cute.Pointer:
+        """Return element 0 of a query row. first_token: as Units.missing_and_first has it, of q_row, out_row and lse_of."""
+        return self.args.q + self._offset(
+            (self.args.q_stride_batch, self.args.q_stride_token, self.args.q_stride_head), req, row, first_token
+        )
 
-    def out_row(self, req: Int32, row: Int32) -> cute.Pointer:
+    def out_row(self, req: Int32, row: Int32, first_token: Int32) -> cute.Pointer:
         """Return element 0 of an output row."""
         strides = (self.args.out_stride_batch, self.args.out_stride_token, self.args.out_stride_head)
-        return self.args.out + self._offset(strides, req, row)
+        return self.args.out + self._offset(strides, req, row, first_token)
 
-    def lse_of(self, req: Int32, row: Int32) -> cute.Pointer:
+    def lse_of(self, req: Int32, row: Int32, first_token: Int32) -> cute.Pointer:
         """Return the lse of a query row."""
         strides = (self.args.lse_stride_batch, self.args.lse_stride_token, self.args.lse_stride_head)
-        return self.args.lse + self._offset(strides, req, row)
+        return self.args.lse + self._offset(strides, req, row, first_token)
 
-    def _offset(self, strides: tuple[Int64, Int64, Int64], req: Int32, row: Int32) -> Int64:
+    def _offset(self, strides: tuple[Int64, Int64, Int64], req: Int32, row: Int32, first_token: Int32) -> Int64:
         token, head = self.token_and_head(row)
-        return Int64(req) * strides[0] + Int64(token) * strides[1] + Int64(head) * strides[2]
+        return Int64(req) * strides[0] + Int64(first_token + token) * strides[1] + Int64(head) * strides[2]
 
     @property
     def out_accum(self) -> cute.Pointer:
@@ -83,21 +98,36 @@ class Operands:
     def accum_row(self, work_tile: WorkTile, row: Int32) -> Int64:
         """Return the number of a query row in the split accumulators."""
         token, head = self.token_and_head(row)
-        return (Int64(work_tile.accum_row) * self.args.s_q + token) * self.args.h_q + head
+        return (Int64(work_tile.accum_row) * Int64(Uint32(self.args.s_q)) + token) * Int64(Uint32(self.args.h_q)) + head
 
     # ---- keys -------------------------------------------------------------------------------------------------------
 
-    def least_limit(self, left: Int32) -> Int32:
-        """Return the least key_limit of all rows."""
-        return left - cutlass.select_(self.args.causal != 0, self.args.s_q - 1, Int32(0))
+    def hides_keys(self, keys: KeyTile) -> Boolean:
+        """Return whether a row may not see a key of a tile."""
+        return Uint32(keys.left - self.args.hidden_keys - TILE_KEYS) >= Uint32(self.args.steady_keys)
 
-    def key_limit(self, left: Int32, row: Int32) -> Int32:
-        """Return the first key that a query row does not see, counted from a tile `left` keys before the end of the cache.
+    def has_tree(self) -> Boolean:
+        """Return whether a tree mask decides on the new tokens."""
+        return self.args.mask == TREE
 
-        The limit is the end, or bottom-right causal. Rows past the last one see no key past the end either.
+    def has_window(self) -> Boolean:
+        """Return whether query tokens see a window of the keys."""
+        return self.args.reach != NO_LIMIT
+
+    def hides_values(self, keys: KeyTile) -> Boolean:
+        """Return whether a tile has keys that no query token sees: past the end, or before all windows."""
+        return Uint32(keys.left - TILE_KEYS) >= Uint32(self.args.steady_values)
+
+    def hole(self, keys: KeyTile) -> tuple[Int32, Int32]:
+        """Return the keys between the first ones, always seen, and all windows, counted within a tile: begin and end, or begin >= end."""
+        return self.args.sink_keys - keys.first, keys.left - self.args.reach
+
+    def key_limit(self, keys: KeyTile, token: Int32) -> Int32:
+        """Return the key, counted within a tile, from which on a query token sees none: the end, or bottom-right causal.
+
+        Tokens past the last one see no key past the end either.
         """
-        token, _ = self.token_and_head(row)
-        return left - cutlass.select_(self.args.causal != 0, larger(self.args.s_q - 1 - token, Int32(0)), Int32(0))
+        return keys.left - cutlass.select_(self.args.mask == CAUSAL, larger(self.args.s_q - 1 - token, Int32(0)), Int32(0))
 
     def box_keys(self) -> Int32:
         """Return the keys of one TMA box: a page, or a tile if that is less."""
@@ -121,8 +151,8 @@ class Operands:
         )
 
     def table_row(self, req: Int32) -> cute.Pointer:
-        """Return a request's row of the block table."""
-        return self.args.block_table + Int64(req) * self.args.table_stride
+        """Return the row of the block table of a unit's request."""
+        return self.args.block_table + Int64(self.units.request(req)) * self.args.table_stride
 
     def e4m3_address(self, page: Int32, row: Int32, byte: Int32) -> Int64:
         """Return the address of a byte of a row of an e4m3 cache; 0 for a page that the cache does not have."""
@@ -133,7 +163,7 @@ class Operands:
 
 @dataclass(frozen=True)
 class DescaledRows:
-    """Row scale with the scales of e4m3 operands, read when asked for: the kernel before may have written them.
+    """Row scale with attention sinks and the scales of e4m3 operands, read when asked for: the kernel before may have written them.
 
     kind: the variant's operands.
     """
@@ -148,17 +178,31 @@ class DescaledRows:
         return scale_log2 * load_or_one(operands.args.descale_q) if self.kind == FP8 else scale_log2
 
     def weight(self, operands: Operands, work_tile: FindWorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
-        """Return the factor of a row of O."""
-        return descaled_weight(operands, self.kind, total)
+        """Return the factor of a row of O: 1 / (row sum + weight of the row's sink), times the scale of e4m3 values.
+
+        With e4m3 probabilities the output role divides by their sum as it was rounded, so here the row sum counts as 1. The scale is read
+        again, once per work tile, so that no register holds it meanwhile.
+        """
+        weight = 1.0 / divisor_with_sink(operands, work_tile, row, (total, reference), self.kind == FP8)
+        return weight if self.kind == LATENT else weight * load_or_one(operands.args.descale_k)
 
 
-def descaled_weight(operands: Operands, kind: str, total: Float32) -> Float32:
-    """Return 1 / row sum, times the scale of e4m3 values.
+@cute.jit
+def divisor_with_sink(
+    operands: Operands, work_tile: FindWorkTile, row: Int32, softmax: tuple[Float32, Float32], relative: cutlass.Constexpr[bool]
+) -> Float32:
+    """Return the divisor of a row: its sum, and the weight of the row's sink where this work tile writes the output.
 
-    Read the scale again, once per work tile, so that no register holds it meanwhile.
+    A split does without the sink, since combine adds it. softmax: row sum, not 0, and reference. relative: in units of the row sum.
     """
-    weight = 1.0 / total
-    return weight if kind == LATENT else weight * load_or_one(operands.args.descale_k)
+    total, reference = softmax
+    divisor = Float32(1) if cutlass.const_expr(relative) else total
+    if operands.args.attn_sink.toint() != 0:  # noqa: SIM102  # of the DSL, which would read the work tile in every call
+        if work_tile().direct:
+            _, head = operands.token_and_head(row)
+            weight = sink_weight((operands.args.attn_sink + head).load(), reference)
+            divisor = divisor + (weight / total if cutlass.const_expr(relative) else weight)
+    return divisor
 
 
 @dataclass(frozen=True)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 
 import cutlass
-from cutlass import Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, cute
 
 from ...spec.split_plan import TILE_KEYS
+from ..attention.lengths import tiles_of
+from ..attention.split_kv_scheduler import TileRange
 from ..primitives.integers import smaller
 from .operands import NO_PAGE, LaneBox, Operands
+
+TILE_SHIFT = TILE_KEYS.bit_length() - 1
 
 
 @cute.jit
@@ -23,17 +28,18 @@ def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[Lan
     last = schedule.last_request()
     tile = Int32(0)
     while req <= last:
-        tile_range = schedule.tile_range(req, begin_tile)
-        entry, row = operands.page_entry(begin_tile * TILE_KEYS + cute.arch.lane_idx() * operands.box_keys())
-        page = look_up(operands, req, entry, tile_range.keys)
-        for t in cutlass.range(tile_range.tiles, unroll=1):
+        run = TileRun.create(operands, schedule.tile_range(req, begin_tile))
+        entry, row = operands.page_entry(run.tile * TILE_KEYS + cute.arch.lane_idx() * operands.box_keys())
+        request = operands.units.request(req)
+        page = look_up(operands, request, entry, run.span.keys, run.hole)
+        for t in cutlass.range(run.span.tiles, unroll=1):
             # asked for a tile ahead: the answer takes longer than a stage takes to come free
             next_entry, next_row = operands.next_tile_entry(entry, row)
-            next_page = look_up(operands, req, next_entry, tile_range.keys - (t + 1) * TILE_KEYS)
+            next_page = look_up(operands, request, next_entry, run.span.keys - (t + 1) * TILE_KEYS)
             load_tile(LaneBox.create(operands, page, row), tile + t)
             page, entry, row = next_page, next_entry, next_row
-        tile = tile + tile_range.tiles
-        work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+        tile = tile + run.span.tiles
+        work_tile = schedule.work_tile_of(run.span, req, begin_tile)
         req, begin_tile = work_tile.next_req, work_tile.next_tile
     return tile
 
@@ -52,32 +58,84 @@ def for_each_tile_in_groups(operands: Operands, load_tile: cutlass.Constexpr[Cal
     group = group_keys // TILE_KEYS
     tile = Int32(0)
     while req <= last:
-        tile_range = schedule.tile_range(req, begin_tile)
-        entry, row = operands.page_entry(begin_tile * TILE_KEYS + lane * operands.box_keys())
-        for first in cutlass.range(0, tile_range.tiles, group, unroll=1):
+        run = TileRun.create(operands, schedule.tile_range(req, begin_tile))
+        entry, row = operands.page_entry(run.tile * TILE_KEYS + lane * operands.box_keys())
+        for first in cutlass.range(0, run.span.tiles, group, unroll=1):
             first_entry = cute.arch.shuffle_sync(entry, 0)
             pages = Int32(NO_PAGE)
             behind = Int64(lane) * operands.args.page_size - cute.arch.shuffle_sync(row, 0)  # keys from the group's first to the page
-            if behind < smaller(tile_range.keys - first * TILE_KEYS, group_keys):
+            used = behind < smaller(run.span.keys - first * TILE_KEYS, group_keys)
+            if used & ((first > 0) | sees_box(operands, run.hole)):
                 pages = (operands.table_row(req) + first_entry + lane).load()
-            for t in cutlass.range(first, smaller(first + group, tile_range.tiles), unroll=1):
+            for t in cutlass.range(first, smaller(first + group, run.span.tiles), unroll=1):
                 page = cute.arch.shuffle_sync(pages, entry - first_entry)
-                is_used = lane * operands.box_keys() < tile_range.keys - t * TILE_KEYS
+                is_used = lane * operands.box_keys() < run.span.keys - t * TILE_KEYS
                 load_tile(LaneBox.create(operands, cutlass.select_(is_used, page, Int32(NO_PAGE)), row), tile + t)
                 entry, row = operands.next_tile_entry(entry, row)
-        tile = tile + tile_range.tiles
-        work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+        tile = tile + run.span.tiles
+        work_tile = schedule.work_tile_of(run.span, req, begin_tile)
         req, begin_tile = work_tile.next_req, work_tile.next_tile
     return tile
 
 
+@dataclass(frozen=True)
+class TileRun:
+    """First tiles of a work tile that follow one another in the request, without a skipped tile between them.
+
+    span: these tiles, as if the rest were another work tile; its keys end with the run. tile: number of the first in the request, skipped
+    tiles included. hole: keys of the first tile that no query token sees, begin and end. Of the other tiles none has such keys. None: nor
+    has the first one.
+    """
+
+    span: TileRange
+    tile: Int32
+    hole: tuple[Int32, Int32] | None
+
+    @staticmethod
+    def create(operands: Operands, tile_range: TileRange) -> TileRun:
+        """Return the run that a work tile, or the rest of one, begins with."""
+        if not operands.key_masks:
+            return TileRun(tile_range, tile_range.begin, None)
+        tiles, tile, hole_begin, hole_end = _find_run(operands, tile_range)
+        cut = tiles < tile_range.tiles
+        keys = cutlass.select_(cut, tiles * TILE_KEYS, tile_range.keys)
+        return TileRun(replace(tile_range, tiles=tiles, keys=keys, more=tile_range.more | cut), tile, (hole_begin, hole_end))
+
+
 @cute.jit
-def look_up(operands: Operands, req: Int32, entry: Int32, left: Int32) -> Int32:
+def _find_run(operands: Operands, tile_range: TileRange) -> tuple[Int32, Int32, Int32, Int32]:
+    """Return tiles, tile and hole of a run. It ends before a tile with keys that no query token sees: where sinks end or windows begin."""
+    tiles, tile = tile_range.tiles, tile_range.begin
+    hole_begin, hole_end = Int32(0), Int32(0)
+    if operands.has_window():
+        hole_begin, hole_end = operands.hole(tile_range.tile(Int32(0)))
+        if hole_begin <= hole_end:  # equal where no tile has a hidden key, but tiles are skipped
+            # tiles from here on: to the one in which the sinks end, and to that in which the windows begin
+            to_last_sink, to_window = hole_begin >> TILE_SHIFT, hole_end >> TILE_SHIFT
+            following = cutlass.select_(to_window > 0, to_window, tiles)
+            tiles = smaller(tiles, cutlass.select_(to_last_sink > 0, to_last_sink, following))
+            _, skipped = operands.schedule.lengths.keys_and_skipped(tile_range.req)
+            tile = tile + cutlass.select_(tile < tiles_of(operands.args.sink_keys), Int32(0), skipped)
+    return tiles, tile, hole_begin, hole_end
+
+
+def sees_box(operands: Operands, hole: tuple[Int32, Int32] | None) -> Boolean:
+    """Return whether a key of this lane's box of a tile lies outside the hole. Only pages smaller than a tile may lie in one."""
+    if hole is None:
+        return Boolean(True)
+    offset = cute.arch.lane_idx() * operands.box_keys()
+    return (offset < hole[0]) | (offset + operands.box_keys() > hole[1])
+
+
+@cute.jit
+def look_up(operands: Operands, request: Int32, entry: Int32, left: Int32, hole: tuple[Int32, Int32] | None = None) -> Int32:
     """Return the page of this lane's box in a tile `left` keys before the end.
 
-    The entry of a box without a key in use is never read: its page is NO_PAGE, of which the TMA makes zeros.
+    The entry of a box without a key in use is never read: its page is NO_PAGE, of which the TMA makes zeros. hole: keys that are not.
     """
     page = Int32(NO_PAGE)
-    if cute.arch.lane_idx() * operands.box_keys() < smaller(left, Int32(TILE_KEYS)):
-        page = (operands.args.block_table + (Int64(req) * operands.args.table_stride + entry)).load()
+    offset = cute.arch.lane_idx() * operands.box_keys()
+    used = offset < smaller(left, Int32(TILE_KEYS))
+    if used & sees_box(operands, hole):
+        page = (operands.args.block_table + (Int64(request) * operands.args.table_stride + entry)).load()
     return page

@@ -80,7 +80,7 @@ from .abi import DenseDecodeAbi
 from .operands import DescaledRows, LaneBox, Operands
 from .page_walk import for_each_tile_in_groups
 from .sm100_convert import fp8_cache_definition
-from .sm100_mask import LengthMask
+from .sm100_mask import KeyMask
 
 # registers of a thread, of 512 in four groups of warps; with two groups of score warps, where 512 threads share them out
 SCORE_REGISTERS = 136  # two groups
@@ -137,7 +137,7 @@ class DenseDecodeSm100(AttentionKernel):
         """Return the score role: with e4m3 operands, two groups of warps take tiles in turn."""
         queries = QueryLoader(self.geometry, self.has_rope, vectors=self.vectors)
         rows = AlternatingRows.create if self.geometry.score_groups > 1 else ScoreRows.create
-        return ScoreRole(self.geometry, self.operand_dtype, LengthMask(clears_unused=True), DescaledRows(self.kind), queries, rows)
+        return ScoreRole(self.geometry, self.operand_dtype, KeyMask(clears_unused=True), DescaledRows(self.kind), queries, rows)
 
     def set_registers(self, count: int) -> None:
         """Set the registers of the warps of a role, where 512 threads begin with 128 each."""

@@ -45,7 +45,7 @@ from ..sm100.row_producer import (
 from ..sm100.score import NAMED_BARRIERS, QueryLoader, ScoreRole
 from .abi import DenseDecodeAbi
 from .operands import NO_PAGE, DescaledRows, Operands
-from .sm100_mask import LengthMask
+from .sm100_mask import KeyMask
 
 ROPE_LANES = CTA_ROPE // CHUNK  # that fetch the RoPE columns of one key: all keys of a warp at once
 
@@ -130,7 +130,7 @@ class DenseDecodeSm100Fp8Cache(AttentionKernel):
         if warp < OUTPUT_WARP:
             cute.arch.setmaxregister_increase(SCORE_REGISTERS)
             queries = QueryLoader(SIXTEEN_BIT, has_rope=True, vectors=self.vectors)
-            mask, row_scale = LengthMask(clears_unused=False), DescaledRows(FP8_CACHE)
+            mask, row_scale = KeyMask(clears_unused=False), DescaledRows(FP8_CACHE)
             ScoreRole(SIXTEEN_BIT, self.dtype, mask, row_scale, queries).run(operands.with_descales(FP8_CACHE), tiles, pipes, tmem)
         elif warp < PRODUCER_WARP:
             cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)

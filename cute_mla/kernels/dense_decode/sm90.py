@@ -63,7 +63,7 @@ from .operands import DescaledRows, LaneBox, Operands
 from .page_walk import for_each_tile, for_each_tile_in_groups
 from .sm90_convert import fp8_cache_definition
 from .sm90_fp8 import fp8_definition
-from .sm90_mask import LengthMask
+from .sm90_mask import KeyMask
 
 # By columns of a key: column tiles of Q in registers, stages of keys and of RoPE columns or P, stages before the RoPE columns. What Q
 # leaves of shared memory are stages.
@@ -127,10 +127,10 @@ class DenseDecodeSm90(AttentionKernel):
         elif group == 1:
             set_registers(geometry.score_registers)
             scores = partial(LatentScores.create, geometry, self.dtype, self.pairs)
-            ScoreRole(scores, LengthMask(), DescaledRows(LATENT)).run(operands, tiles, pipes, thread)
+            ScoreRole(scores, KeyMask(), DescaledRows(LATENT)).run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
-            output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, clears_unused=True)
+            output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, unseen=operands)
             OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs, geometry.d_v).run(
                 operands, tiles, pipes, thread, group - 2
             )

@@ -65,7 +65,7 @@ from ..sm90.warpgroups import (
 )
 from .abi import DenseDecodeAbi
 from .operands import NO_PAGE, DescaledRows, Operands
-from .sm90_mask import LengthMask
+from .sm90_mask import EndMask
 
 CONVERT_REGISTERS = 56
 LINE_BYTES = 128  # of L2, which a prefetch brings
@@ -116,7 +116,7 @@ class DenseDecodeSm90Fp8Cache(AttentionKernel):
         elif group == 1:
             set_registers(GEOMETRY.score_registers)
             scores = partial(LatentScores.create, GEOMETRY, self.dtype, self.pairs)
-            ScoreRole(scores, LengthMask(), DescaledRows(FP8_CACHE)).run(operands, tiles, pipes, thread)
+            ScoreRole(scores, EndMask(), DescaledRows(FP8_CACHE)).run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
             output = partial(LatentOutput.create, GEOMETRY, self.dtype, self.cluster)
@@ -145,7 +145,7 @@ class ConvertRole:
                 first = thread // LANES_PER_KEY
                 entry, row = operands.page_entry(begin_tile * TILE_KEYS + first)
                 keys = KeyPositions(entry, row, smaller(tile_range.keys, tile_range.tiles * TILE_KEYS) - first)
-                self.convert_tiles(operands, tiles, pipes, req, keys, tile, end, thread)
+                self.convert_tiles(operands, tiles, pipes, operands.units.request(req), keys, tile, end, thread)
             tile = end
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()

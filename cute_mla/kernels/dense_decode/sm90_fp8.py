@@ -22,6 +22,8 @@ Pipelines (producer -> consumer; arrivals per phase, c = CTAs of the cluster):
   values_free[8]   output -> transpose        4: the warps of the side that reads them
   probs_ready[2]   score -> output            4: P and alpha are written
   probs_free[2]    output -> score            8
+  stats_ready      score -> output            4: the factors of rows of O are written, once per work tile
+  stats_free       output -> score            8
 
 The trick: e4m3 products contract along rows only, so V needs a transpose, which shared memory cannot give. A matrix load of byte
 pairs, two byte permutations and a matrix store do it, if the keys of P and V^T may lie in the order that falls out, which is
@@ -46,10 +48,10 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
 from ..attention.softmax import TileSoftmax
 from ..definition import KernelDefinition
+from ..primitives.matrix_store import smem_pointer
 from ..primitives.smem import fields_of
 from ..primitives.tma import load_box, multicast_box, prefetch_map
 from ..sm90.byte_transpose import ONES, transpose_box
-from ..sm90.matrix_store import smem_pointer
 from ..sm90.output import OutputRole
 from ..sm90.score import ScoreRole
 from ..sm90.warpgroups import (
@@ -83,7 +85,7 @@ from .sm90_fp8_config import (
     Tiles,
 )
 from .sm90_fp8_gemm import E4m3Output, E4m3Scores
-from .sm90_mask import LengthMask
+from .sm90_mask import EndMask
 
 FIRST_TRANSPOSER = 1  # warp
 TRANSPOSERS = 3  # a chunk each, by turns
@@ -132,7 +134,7 @@ class DenseDecodeSm90Fp8(AttentionKernel):
             set_registers(SCORE_REGISTERS)
             scores = partial(E4m3Scores.create, self.pairs, self.cluster)
             softmax = partial(TileSoftmax.create, keeps_maximum=True)
-            ScoreRole(scores, LengthMask(), DescaledRows(FP8), softmax, publishes_weights=False).run(operands, tiles, pipes, thread)
+            ScoreRole(scores, EndMask(), DescaledRows(FP8), softmax).run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
             write_ones(tiles, pipes, thread, group - 2)
@@ -148,6 +150,8 @@ def initialise(pipes: Pipes, cluster: int) -> None:
     pipes.values_free.initialise(LATENT_BOXES, WARPS_PER_GROUP)
     pipes.probs_ready.initialise(WARPS_PER_GROUP)
     pipes.probs_free.initialise(OUTPUT_GROUPS * WARPS_PER_GROUP)
+    pipes.stats_ready.initialise(WARPS_PER_GROUP)
+    pipes.stats_free.initialise(OUTPUT_GROUPS * WARPS_PER_GROUP)
     cute.arch.mbarrier_init_fence()
 
 

@@ -44,6 +44,7 @@ SMEM = SmemLayout((
     Tile("sVt", Float8E4M3FN, (VALUE_ROWS, TILE_KEYS, VALUE_STAGES * LATENT_BOXES), swizzle=64),
     Tile("sProbs", Float8E4M3FN, (TILE_ROWS, TILE_KEYS, PROBS_STAGES), swizzle=64),
     Table("sAlpha", Float32, (TILE_ROWS, PROBS_STAGES)),
+    Table("sInverse", Float32, TILE_ROWS),
     Barriers("kv_ready", STAGES * LATENT_BOXES),
     Barriers("rope_ready", STAGES),
     Barriers("keys_free", STAGES),
@@ -51,6 +52,8 @@ SMEM = SmemLayout((
     Barriers("values_free", VALUE_STAGES * LATENT_BOXES),
     Barriers("probs_ready", PROBS_STAGES),
     Barriers("probs_free", PROBS_STAGES),
+    Barriers("stats_ready", 1),
+    Barriers("stats_free", 1),
 ))  # fmt: skip
 
 
@@ -63,6 +66,7 @@ class Tiles:
     sVt: cute.Tensor  # e4m3 (128 latent columns and 8 rows of ones, 64 keys, 4 boxes of 2 stages), in the orders of byte_transpose
     sProbs: cute.Tensor  # e4m3 (64 rows, 64 keys, 2), the same order of keys
     sAlpha: cute.Tensor  # fp32 (64 rows, stages of P): rescale factors
+    sInverse: cute.Tensor  # fp32 (64 rows): factor of a row of O, but for its division by the sum of rounded P
 
 
 @dataclass(frozen=True)
@@ -96,6 +100,8 @@ class Pipes:
     values_free: BoxBarriers
     probs_ready: StageBarriers
     probs_free: StageBarriers
+    stats_ready: StageBarriers
+    stats_free: StageBarriers
 
     @classmethod
     def create(cls, memory: dict) -> Pipes:

@@ -8,18 +8,19 @@ import cutlass
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from ...spec.dense_decode import FP8, TILE_ROWS
+from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.softmax import DITHER
+from ..attention.split_kv_scheduler import KeyTile
 from ..primitives.elements import load_word, pack_word
+from ..primitives.matrix_store import CHUNK, store_groups, writer_address
 from ..primitives.registers import pin_register
-from ..primitives.wgmma import ROWS_PER_THREAD, RowPair, flat
+from ..primitives.wgmma import ROWS_PER_THREAD, RowPair, flat, fragment_row
 from ..sm90.byte_transpose import KEY_GROUPS
 from ..sm90.config import TileState
-from ..sm90.matrix_store import CHUNK, store_groups, writer_address
 from ..sm90.output import OutputAccumulators
 from ..sm90.score import WARP_ROWS, query_row
-from .operands import Operands, descaled_weight
+from .operands import Operands
 from .sm90_fp8_config import (
     BOX_COLUMNS,
     CHUNKS,
@@ -108,11 +109,9 @@ class E4m3Scores:
 
         Columns 16 n + 4 (t % 4) and the next three of row half h are register 2 n + h.
         """
-        words = cute.recast_tensor(flat(self.rQ), Int32)
+        words, stored = cute.recast_tensor(flat(self.rQ), Int32), operands.row_range(req)
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            row = query_row(self.thread, row_half)
-            row = cutlass.select_(row < operands.rows(), row, operands.rows() - 1)
-            source = operands.q_row(req, row) + 4 * (self.thread % 4)
+            source = stored.q_row(stored.nearest(query_row(self.thread, row_half))) + 4 * (self.thread % 4)
             for sixteen in cutlass.range_constexpr(2 * Q_STEPS):
                 if cutlass.const_expr(self.words):
                     word = cute.recast_ptr(source + 16 * sixteen, dtype=Int32).load()
@@ -206,7 +205,7 @@ class E4m3Output(OutputAccumulators):
         )
 
     @cute.jit
-    def add_tile(self, tiles: Tiles, pipes: Pipes, state: TileState, begun: Boolean, left: Int32, side: Int32) -> Boolean:
+    def add_tile(self, tiles: Tiles, pipes: Pipes, state: TileState, begun: Boolean, keys: KeyTile, side: Int32) -> Boolean:
         """Add P V of one tile to O, or O = P V unless O has begun, which it has then."""
         first, tile = side * CHUNKS, state.number
         for chunk in cutlass.range_constexpr(CHUNKS):
@@ -227,11 +226,17 @@ class E4m3Output(OutputAccumulators):
         return Boolean(True)
 
     def row_weights(self, operands: Operands, tiles: Tiles, pipes: Pipes, work: Int32, begun: Boolean) -> list[Float32]:
-        """Return the descale_k / the sum of P as it was multiplied; 0 for a row that attends to nothing."""
+        """Return the published factors / the sum of P as it was multiplied; 0 for a row that attends to nothing.
+
+        Wait stats_ready. Signal stats_free.
+        """
+        pipes.stats_ready.consumer_wait(work)
+        factors = [tiles.sInverse[fragment_row(self.thread, row_half)] for row_half in range(ROWS_PER_THREAD)]
+        pipes.stats_free.consumer_release(work)
         weights = []
         for row_half in range(ROWS_PER_THREAD):
             total = cutlass.select_(begun, self.row_sum(row_half), Float32(0))
-            weights.append(cutlass.select_(total == 0.0, Float32(0), descaled_weight(operands, FP8, total)))
+            weights.append(cutlass.select_(total == 0.0, Float32(0), factors[row_half] / total))
         return weights
 
     def row_sum(self, row_half: int) -> Float32:

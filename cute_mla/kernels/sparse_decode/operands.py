@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 from ...spec.cache_format import CacheFormat, paged_twin
 from ...spec.sparse_decode import SparseDecodeArguments, SparseDecodeConfig
 from ..attention.split_kv_scheduler import SplitKvSchedule, WorkTile
+from ..attention.units import RowRange
 
 NO_SLOT = -1
 
@@ -58,6 +59,10 @@ class Operands:
     def rows(self) -> Int32:
         """Return the number of query rows that share this CTA's keys: the heads of one query token."""
         return self.args.h_q
+
+    def row_range(self, req: Int32) -> RowRange:
+        """Return all query rows."""
+        return RowRange(self, req, self.rows())
 
     def q_row(self, req: Int32, row: Int32) -> cute.Pointer:
         """Return element 0 of a query row."""

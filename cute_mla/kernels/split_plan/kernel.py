@@ -9,9 +9,15 @@
         boundary p lies at cost x = min(p * step, T), in the request r with C_r <= x < C_r+1,
         and cuts it at tile max(x - C_r - 5, 0): 0 moves the boundary back to where the request starts.
 
+Requests with different numbers of query tokens are cut into work units first, and "request" means unit above and below. Unit u lies in
+the request r with U_r <= u < U_r+1, where U_r is the number of units before r. Where each query token is a unit, only their number is read.
+
 The trick: nothing is walked. Cuts do not depend on one another, and boundaries between whole requests are found by doubling. 1,024
 threads each own
 
+    phase 0   a run of ceil(requests / 1024) requests, and every 1,024th unit
+                                                     only if tokens differ: count its units; block scan -> s_cost[1025], the units before
+                                                     each run; search it for each unit, walk inside the run; write the table of units
     phase 1   a run of ceil(batch / 1024) requests   sum its cost; block scan -> s_cost[1025], exclusive, 64 bits
     phase 2   one request, and one boundary          search s_cost for the boundary behind it -> s_next[1025]; s_next of s_next, 9 times,
                                                      each time a step of 2^level boundaries -> the boundary; only where runs are requests
@@ -26,7 +32,7 @@ num_splits, int32, only ever holds accumulator rows. Operands and their meaning:
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64
+from cutlass import Boolean, Int32, Int64, Uint32
 
 from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
@@ -45,12 +51,21 @@ from ...spec.split_plan import (
     PIECE_OVERHEAD_TILES,
     PLAN_COLUMNS,
     TILE_KEYS,
+    UNIT_ALL_TOKENS,
+    UNIT_BASE,
+    UNIT_COLUMNS,
+    UNIT_FIRST_TOKEN,
+    UNIT_LATER,
+    UNIT_REQUEST,
+    UNIT_TOKENS,
     SplitPlanArguments,
     SplitPlanConfig,
 )
-from ..attention.lengths import Lengths
+from ..attention.lengths import Lengths, VisibleTiles
+from ..attention.units import Units
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
+from ..primitives.integers import clip
 from ..primitives.warp import inclusive_sum
 
 THREADS = 1024
@@ -62,7 +77,7 @@ assert THREADS == MOST_WHOLE_REQUESTS, "one thread per request that may stay who
 
 @cute.struct
 class Smem:
-    """cost: exclusive prefix sum over the runs of requests, total at the end.
+    """cost: exclusive prefix sum over the runs of requests, total at the end. In phase 0 of units, without total.
 
     next, next_doubled: how far boundaries get from a request. whole: whether requests stay whole. req, tile: the boundaries. rows:
     exclusive prefix sum of the accumulator rows over the boundaries. warp_cost, warp_rows: totals of the warps, during a scan.
@@ -122,6 +137,64 @@ def count_not_above(values: cute.Pointer, count: Int32, bound):
 
 
 @cute.jit
+def tokens_of(args: SplitPlanArguments, request: Int32):
+    """Return (first query token, number of query tokens) of a request, inside the total_q that there are, whatever cu_seqlens_q holds."""
+    first, end = clip(args.cu_seqlens_q[request], args.total_q), clip(args.cu_seqlens_q[request + 1], args.total_q)
+    return first, clip(end - first, args.max_seqlen_q)
+
+
+@cute.jit
+def units_of(args: SplitPlanArguments, request: Int32) -> Int32:
+    """Return the number of units of a request."""
+    _, tokens = tokens_of(args, request)
+    return Int32(Uint32(tokens + args.unit_tokens - 1) // Uint32(args.unit_tokens))
+
+
+@cute.jit
+def write_units(args: SplitPlanArguments, before: cute.Pointer, warp_totals: cute.Pointer) -> Int32:
+    """Write the table of units and return their number. Every thread must call it; it contains barriers.
+
+    before: int64 [1024], for the units before each run of requests; it ends up in any state.
+    """
+    thread, _, _ = cute.arch.thread_idx()
+    run = (args.requests + (THREADS - 1)) // THREADS
+    begin = cutlass.min(thread * run, args.requests)
+    count = Int64(0)
+    for request in cutlass.range(begin, cutlass.min(begin + run, args.requests), unroll=1):
+        count += Int64(units_of(args, request))
+    before_run, total = block_exclusive_scan(count, warp_totals, Int64)
+    before[thread] = before_run
+    cute.arch.sync_threads()
+    units = Int32(cutlass.min(total, Int64(args.batch)))
+    for unit in cutlass.range(thread, args.batch, THREADS, unroll=1):
+        request, first, tokens, all_tokens, later = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        if unit < units:
+            index = count_not_above(before, Int32(THREADS), Int64(unit)) - 1
+            offset = unit - Int32(before[index])
+            request = index * run
+            last = cutlass.min(request + run, args.requests) - 1
+            while request < last and offset >= units_of(args, request):
+                offset -= units_of(args, request)
+                request += 1
+            first_of_all, all_tokens = tokens_of(args, request)
+            earlier = offset * args.unit_tokens
+            first = first_of_all + earlier
+            tokens = cutlass.min(all_tokens - earlier, args.unit_tokens)
+            later = all_tokens - earlier - tokens
+        row = args.units + unit * UNIT_COLUMNS
+        row[UNIT_REQUEST] = request
+        row[UNIT_FIRST_TOKEN] = first
+        row[UNIT_TOKENS] = tokens
+        row[UNIT_ALL_TOKENS] = all_tokens
+        row[UNIT_LATER] = later
+        row[UNIT_BASE] = first + tokens - args.unit_tokens
+        for column in cutlass.range_constexpr(UNIT_BASE + 1, UNIT_COLUMNS):
+            row[column] = Int32(0)
+    cute.arch.sync_threads()
+    return units
+
+
+@cute.jit
 def find_whole(costs: cute.Pointer, tables: tuple, batch: Int32, cap: Int64) -> Int32:
     """Return the boundary of this thread, if every part takes as many whole requests as fit: the request it lies at.
 
@@ -168,7 +241,8 @@ def locate(lengths: Lengths, costs: cute.Pointer, cost: Int64, run: Int32, batch
 def write_part(row: cute.Pointer, lengths: Lengths, begin: tuple, end: tuple, split: Int32, batch: Int32):
     """Write one row of the plan, for the part between the boundaries begin and end, each (request, tile).
 
-    split: index among the splits of begin's request. Written as scalars: a caller's table need not be aligned to more than an int32.
+    batch: where a part without work begins and ends. split: index among the splits of begin's request. Written as scalars: a caller's
+    table need not be aligned to more than an int32.
     """
     begin_req, begin_tile = begin
     end_req, end_tile = end
@@ -196,9 +270,12 @@ def write_part(row: cute.Pointer, lengths: Lengths, begin: tuple, end: tuple, sp
 
 @cute.kernel
 def split_plan(args: SplitPlanArguments):
-    """Write the plan and num_splits, in five phases of one CTA."""
+    """Write the plan and num_splits, in five phases of one CTA, and before them the table of units."""
     thread, _, _ = cute.arch.thread_idx()
-    keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys)
+    # a plan is made for causal calls; others have more keys in all units but the last one of a request
+    units = Units(args.units, args.requests, args.total_q, args.unit_tokens, Int32(1))
+    window = VisibleTiles(args.reach, args.sink_tiles)
+    keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys, units, window)
     smem = cutlass.memory.SmemAllocator().allocate(Smem)
     costs, reqs, tiles, rows = smem.cost.data_ptr(), smem.req.data_ptr(), smem.tile.data_ptr(), smem.rows.data_ptr()
     whole = smem.whole.data_ptr()
@@ -207,23 +284,30 @@ def split_plan(args: SplitPlanArguments):
     cute.arch.griddepcontrol_launch_dependents()
     cute.arch.griddepcontrol_wait()
 
+    # Phase 0: units.
+    batch = args.batch
+    if args.units.toint() != 0:
+        batch = write_units(args, costs, smem.warp_cost.data_ptr())
+    elif args.cu_seqlens_q.toint() != 0:
+        batch = clip(args.cu_seqlens_q[args.requests], args.batch)
+
     # Phase 1: cost of the runs.
-    run = (args.batch + (THREADS - 1)) // THREADS
-    run_begin = cutlass.min(thread * run, args.batch)
-    run_cost = sum_cost(keys, run_begin, cutlass.min(run_begin + run, args.batch))
+    run = (batch + (THREADS - 1)) // THREADS
+    run_begin = cutlass.min(thread * run, batch)
+    run_cost = sum_cost(keys, run_begin, cutlass.min(run_begin + run, batch))
     cost_before, total = block_exclusive_scan(run_cost, smem.warp_cost.data_ptr(), Int64)
     costs[thread] = cost_before
 
     # Phase 2: boundaries between whole requests.
     step = (total + Int64(args.num_parts - 1)) // Int64(args.num_parts)
     cap = step + PIECE_OVERHEAD_TILES
-    req, tile = args.batch, Int32(0)
+    req, tile = batch, Int32(0)
     if thread == 0:
         costs[THREADS] = total
         whole[0] = Int32(0)
     cute.arch.sync_threads()
     if run <= 1:
-        req = find_whole(costs, (smem.next.data_ptr(), smem.next_doubled.data_ptr()), args.batch, cap)
+        req = find_whole(costs, (smem.next.data_ptr(), smem.next_doubled.data_ptr()), batch, cap)
         if thread == args.num_parts - 1 and total - costs[req] <= cap:
             whole[0] = Int32(1)
         cute.arch.sync_threads()
@@ -232,14 +316,14 @@ def split_plan(args: SplitPlanArguments):
     if thread < args.num_parts:
         cost = Int64(thread) * step
         if whole[0] == 0:
-            req = args.batch
+            req = batch
         if whole[0] == 0 and cost < total:
-            req, offset = locate(keys, costs, cost, run, args.batch)
+            req, offset = locate(keys, costs, cost, run, batch)
             tile = cutlass.max(offset - PIECE_OVERHEAD_TILES, 0)
         reqs[thread] = req
         tiles[thread] = tile
     if thread == 0:
-        reqs[args.num_parts] = args.batch
+        reqs[args.num_parts] = batch
         tiles[args.num_parts] = Int32(0)
     cute.arch.sync_threads()
 
@@ -264,7 +348,7 @@ def split_plan(args: SplitPlanArguments):
         end = (reqs[thread + 1], tiles[thread + 1])
         write_part(args.plan + thread * PLAN_COLUMNS, keys, (req, tile), end, split, args.batch)
     for request in cutlass.range(thread, args.batch + 1, THREADS, unroll=1):
-        args.num_splits[request] = rows[count_not_above(reqs, args.num_parts + 1, request - 1)]
+        args.num_splits[request] = rows[count_not_above(reqs, args.num_parts + 1, cutlass.min(request, batch) - 1)]
 
 
 @cute.jit
@@ -289,5 +373,5 @@ def build(config: SplitPlanConfig, arch: Arch) -> KernelDefinition:
         barriers=(),
         named_barriers=(),
         roles=(Role("planner", 0, WARPS),),
-        expected={"bar.sync": 6 + LEVELS},
+        expected={"bar.sync": 9 + LEVELS},
     )

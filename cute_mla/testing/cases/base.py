@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from itertools import accumulate
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -37,6 +38,9 @@ TAGS: Tags = {
     "sm_count": lambda count: f"sm{count}",
     "seed": lambda seed: f"seed{seed}",
 }
+
+# Those of a decode call.
+DECODE_TAGS: Tags = {**TAGS, "tokens": lambda tokens: f"tokens{'_'.join(map(str, tokens))}"}
 
 
 class Config(Protocol):
@@ -169,10 +173,15 @@ class BatchedCase(BaseCase):
         return self.batch, self.s_q, self.h_q, self.d_qk
 
 
+SPARE_TOKENS = 3
+
+
 @dataclass(frozen=True)
 class DecodeCase(BatchedCase):
     """One call of a decode op.
 
+    tokens: query tokens of each request, None: s_q. If given, tokens are packed, max_seqlen_q is s_q or the most of a request, and
+        behind the tokens of the requests there are SPARE_TOKENS of none, where the caller passes results.
     metadata: "tensors": get_mla_metadata gets the lengths and returns the plan's tensors; "stale": it gets other lengths, as if they had
         changed since: for dense decode those of the requests before, for sparse decode half the indices; "overwritten": other numbers
         are in the plan's tensors, so that results are undefined; "object": get_mla_metadata() returns a schedule that plans in its
@@ -181,6 +190,37 @@ class DecodeCase(BatchedCase):
 
     metadata: Metadata = "object"
     batch_invariant: bool = False
+    tokens: tuple[int, ...] | None = None
+
+    @property
+    def used_tokens(self) -> int:
+        """Return the query tokens of all requests."""
+        return self.batch * self.s_q if self.tokens is None else sum(self.tokens)
+
+    @property
+    def total_q(self) -> int | None:
+        """Return the rows of packed query tokens, None without `tokens`."""
+        return None if self.tokens is None else self.used_tokens + (0 if self.outputs == "allocated" else SPARE_TOKENS)
+
+    @property
+    def max_seqlen_q(self) -> int | None:
+        """Return the argument of a call with packed query tokens, None without `tokens`."""
+        return None if self.tokens is None else max(self.s_q, *self.tokens)
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """Return the first packed query token of each request, and the end of the last request's."""
+        return tuple(accumulate(self.tokens or (), initial=0))
+
+    @property
+    def q_shape(self) -> tuple[int, int, int, int]:
+        """Return the shape of q: requests, query tokens per request, query heads, columns; of packed tokens (1, total_q, ..)."""
+        return super().q_shape if self.total_q is None else (1, self.total_q, self.h_q, self.d_qk)
+
+    @property
+    def lse_shape(self) -> tuple[int, int, int]:
+        """Return the shape of lse: requests, heads, tokens; of packed tokens (1, total_q, heads)."""
+        return (self.batch, self.h_q, self.s_q) if self.total_q is None else (1, self.total_q, self.h_q)
 
     @property
     def results_defined(self) -> bool:

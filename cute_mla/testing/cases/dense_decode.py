@@ -10,30 +10,36 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate
 from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
+from ...ops.split_plan import key_window, ragged_queries
+from ...reference import window_keys
 from ...spec.arch import Arch
-from ...spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, DenseDecodeProblem
+from ...spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, TREE_WORD_TOKENS, DenseDecodeProblem
 from ...spec.mla import D_QK, LATENT_DIMS, ceil_div
-from ...spec.split_plan import TILE_KEYS
-from .base import DTYPES, TAGS, CausalValues, DecodeCase, Tags
-from .far import far_tensor
+from ...spec.split_plan import TILE_KEYS, RaggedQueries
+from .base import DECODE_TAGS, DTYPES, CausalValues, DecodeCase, Tags
+from .far import FAR_DIMENSIONS, far_tensor
+from .sparse_indices import Sinks, draw_sinks
 from .tensors import (
     OUTSIDE,
     STEP,
-    Fp32Result,
     OutputBuffer,
-    allocate_output_buffers,
     allocate_q,
+    decode_outputs,
     draw_queries,
     generator_for,
     nan_tensor,
     normal_values,
     outside_pages,
+    packed_queries,
     ramp_keys,
+    token_offsets,
 )
 
 UNUSED_TABLE_ENTRY = 2_147_480_000
@@ -50,6 +56,7 @@ TABLE_TAGS: Tags = {
     "broken": lambda _: "broken_table",
 }
 
+Tree = Literal["none", "drawn", "strided", "far_requests", "far_tokens"]
 CacheLayout = Literal["packed", "layers", "padded_rows", "heads_first", "far", "far_rows"]
 
 
@@ -74,6 +81,8 @@ class DenseDecodeCase(DecodeCase):
     d_qk: columns of a key, one of LATENT_DIMS.
     operands: which of q and cache are e4m3, as in DenseDecodeConfig; their scales are DESCALE_Q and DESCALE_K.
     scaled: whether the call passes these scales; without them they are 1.
+    sinks: as in draw_sinks. tree: "none": no tree mask; else one as in draw_tree_mask, in this layout, "drawn" being packed.
+    window, window_sink: as in the call. Keys that no query token sees are NaN, and the table's entries for their pages out of range.
     """
 
     op: ClassVar[str] = "dense_decode"
@@ -83,8 +92,12 @@ class DenseDecodeCase(DecodeCase):
         "operands": str,
         "scaled": lambda _: "unscaled",
         "d_qk": lambda columns: f"d{columns}",
+        "sinks": lambda sinks: f"sinks_{sinks}",
+        "tree": lambda layout: f"tree_{layout}",
+        "window": lambda window: f"window{window}",
+        "window_sink": lambda sink: f"first{sink}",
         **TABLE_TAGS,
-        **TAGS,
+        **DECODE_TAGS,
     }
 
     s_k: int = 128
@@ -102,6 +115,10 @@ class DenseDecodeCase(DecodeCase):
     table_pages: int | None = None
     far_table: bool = False
     broken: bool = False
+    sinks: Sinks = "none"
+    tree: Tree = "none"
+    window: int | None = None
+    window_sink: int = 0
 
     def __post_init__(self) -> None:
         if self.operands not in OPERANDS or (self.operands != LATENT and (self.h_kv != 1 or self.d_qk != D_QK)):
@@ -110,6 +127,12 @@ class DenseDecodeCase(DecodeCase):
             raise ValueError(f"out is bf16 for e4m3 queries unless it is given, got {self.dtype}")
         if self.lengths is not None and len(self.lengths) != self.batch:
             raise ValueError(f"lengths: got {len(self.lengths)} for a batch of {self.batch}")
+        if self.tokens is not None and len(self.tokens) != self.batch:
+            raise ValueError(f"tokens: got {len(self.tokens)} for a batch of {self.batch}")
+        if self.window is not None and (self.broken or self.tree != "none"):
+            raise ValueError("a window hides broken pages, and is not for trees")
+        if self.window is not None and self.tokens is not None:
+            raise ValueError("a window is for requests with equally many query tokens")
         if self.h_q % self.h_kv:
             raise ValueError(f"h_q must be a multiple of h_kv, got {self.h_q} and {self.h_kv}")
 
@@ -180,13 +203,20 @@ class DenseDecodeCase(DecodeCase):
         """Return the columns of the block table."""
         return max(self.pages, default=0) + TABLE_SLACK if self.table_pages is None else self.table_pages
 
+    @property
+    def ragged(self) -> RaggedQueries | None:
+        """Return the packed query tokens, None without `tokens`."""
+        if self.total_q is None:
+            return None
+        return ragged_queries(self.batch, self.total_q, self.max_seqlen_q or 1, self.h_q // self.h_kv)
+
     def problem(self, arch: Arch) -> DenseDecodeProblem:
         """Return the shapes of the call."""
         return DenseDecodeProblem(
             arch=arch,
             dtype=self.dtype,
-            batch=self.batch,
-            s_q=self.s_q,
+            batch=self.batch if self.ragged is None else self.ragged.units,
+            s_q=self.s_q if self.ragged is None else self.ragged.unit_tokens,
             h_q=self.h_q,
             h_kv=self.h_kv,
             page_size=self.page_size,
@@ -200,22 +230,28 @@ class DenseDecodeCase(DecodeCase):
     @property
     def tiles(self) -> int:
         """Return the cost on the simulated device: tiles of 64 query rows x 64 keys; an empty request costs one key tile."""
-        key_tiles = sum(max(ceil_div(length, TILE_KEYS), 1) for length in self.key_lengths)
-        return key_tiles * ceil_div(self.s_q * self.h_q // self.h_kv, TILE_ROWS) * self.h_kv
+        most = self.s_q if self.ragged is None else self.ragged.unit_tokens
+        window = key_window(self.window, self.window_sink, self.s_q)
+        key_tiles = [max(ceil_div(window.visible_keys(length), TILE_KEYS), 1) for length in self.key_lengths]
+        if self.tokens is not None:
+            key_tiles = [tiles * ceil_div(tokens, most) for tiles, tokens in zip(key_tiles, self.tokens, strict=True)]
+        return sum(key_tiles) * ceil_div(most * self.h_q // self.h_kv, TILE_ROWS) * self.h_kv
 
     @property
     def has_masked_rows(self) -> bool:
         """Return True if the causal mask hides every key of a nonempty request from some query row."""
-        return self.causal and any(0 < length < self.s_q for length in self.key_lengths)
+        tokens = self.tokens or (self.s_q,) * self.batch
+        return self.causal and any(0 < length < s_q for length, s_q in zip(self.key_lengths, tokens, strict=True))
 
 
 @dataclass(frozen=True)
 class DenseDecodeTensors:
     """The operands of a case.
 
-    q dtype or e4m3 [b, s_q, h_q, d_qk]; k_cache dtype or e4m3 [pages, page, h_kv, d_qk]; block_table int32 [b, columns];
-    cache_seqlens int32 [b]; descale_q, descale_k: fp32 [1] of e4m3 operands, else None; output_buffers: out dtype [b, s_q, h_q, d_v]
-    and lse fp32 [b, h_q, s_q], unless the call allocates them.
+    q dtype or e4m3 [b, s_q, h_q, d_qk], or packed [total_q, h_q, d_qk] with cu_seqlens_q int32 [b + 1]; k_cache dtype or e4m3 [pages,
+    page, h_kv, d_qk]; block_table int32 [b, columns]; cache_seqlens int32 [b]; descale_q, descale_k: fp32 [1] of e4m3 operands, else None;
+    attn_sink: fp32 [h_q] or None; tree_mask: int32 [b, s_q, words], or packed, or None; output_buffers: out dtype [b, s_q, h_q, d_v] and
+    lse fp32 [b, h_q, s_q], or packed, unless the call allocates them.
     """
 
     q: Tensor
@@ -224,15 +260,19 @@ class DenseDecodeTensors:
     cache_seqlens: Tensor
     descale_q: Tensor | None = None
     descale_k: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
+    attn_sink: Tensor | None = None
+    tree_mask: Tensor | None = None
     output_buffers: Mapping[str, OutputBuffer] = field(default_factory=dict)
 
 
 def make_dense_decode_tensors(case: DenseDecodeCase, device: str | torch.device = "cpu") -> DenseDecodeTensors:
     """Make the operands of a case: equal for equal cases, and on every device if none exceeds 2^25 elements."""
     q = allocate_q(case, torch.device(device))
-    values = draw_queries(case.values, case.q_shape, generator_for(case, q.numel(), q.device))
+    shape = case.q_shape if case.tokens is None else (case.used_tokens, *case.q_shape[2:])
+    values = draw_queries(case.values, shape, generator_for(case, q.numel(), q.device))
     descale_q, descale_k = case.descales
-    q.copy_(values if descale_q is None else values / descale_q)
+    q = packed_queries(case, q, values if descale_q is None else values / descale_q)
     k_cache, block_table = _paged_cache(case, q.device)
     cache_seqlens = torch.tensor(case.given_lengths, dtype=torch.int32, device=device)
     return DenseDecodeTensors(
@@ -242,13 +282,46 @@ def make_dense_decode_tensors(case: DenseDecodeCase, device: str | torch.device 
         cache_seqlens=cache_seqlens,
         descale_q=descale_tensor(descale_q, q.device),
         descale_k=descale_tensor(descale_k, q.device),
-        output_buffers=allocate_output_buffers(case, q.device, {"lse": Fp32Result((case.batch, case.h_q, case.s_q), 1, 1)}),
+        cu_seqlens_q=token_offsets(case, q.device),
+        attn_sink=draw_sinks(case.sinks, case.h_q, case.seed, q.device),
+        tree_mask=draw_tree_mask(case, q.device),
+        output_buffers=decode_outputs(case, q.device),
     )
 
 
 def descale_tensor(value: float | None, device: torch.device) -> Tensor | None:
     """Return a scale as calls take it, fp32 [1], or None for None."""
     return None if value is None else torch.full((1,), value, device=device)
+
+
+def draw_tree_mask(case: DenseDecodeCase, device: torch.device) -> Tensor | None:
+    """Draw the tree mask of a case, int32 [batch, s_q, words] or packed [total_q, words]: about half of its bits are 1.
+
+    Bits behind the new tokens are drawn too. One of five tokens sees itself alone of the new ones, and one of them none, so that it sees
+    nothing in a request that has no other keys.
+    """
+    if case.tree == "none":
+        return None
+    counts, most = (case.tokens or (case.s_q,) * case.batch), case.max_seqlen_q or case.s_q
+    shape = (*case.q_shape[:2], ceil_div(most, TREE_WORD_TOKENS))
+    match case.tree:
+        case "drawn":
+            mask = torch.empty(shape, dtype=torch.int32, device=device)
+        case "strided":
+            mask = torch.full((shape[0], shape[1] + 1, shape[2] + 2), -1, dtype=torch.int32, device=device)[:, 1:, 1:-1]
+        case far:
+            mask = far_tensor(shape, FAR_DIMENSIONS.index(far), torch.int32, device)
+    draw = torch.Generator().manual_seed(case.seed + 4)
+    bits = torch.randint(2, (*shape, TREE_WORD_TOKENS), generator=draw).bool()
+    rows = bits.flatten(0, 1).flatten(1)
+    for first, tokens in zip(accumulate(counts, initial=0), counts, strict=False):
+        new = rows[first : first + tokens, :tokens]  # the others are no tokens
+        token = torch.arange(tokens)
+        blind, alone = (token % 5 == rest for rest in (2, 4))
+        new[blind | alone] = False
+        new[alone] |= torch.eye(tokens, dtype=torch.bool)[alone]
+    mask.copy_((bits.long() << torch.arange(TREE_WORD_TOKENS)).sum(-1).int())
+    return mask if case.tokens is None else mask[0]
 
 
 def _cache_storage(case: DenseDecodeCase, pages: int, device: torch.device) -> Tensor:
@@ -288,8 +361,18 @@ def _paged_cache(case: DenseDecodeCase, device: torch.device) -> tuple[Tensor, T
     for request, (own, there) in enumerate(parts):
         table[request, : len(own)] = own.to(device)
         keys = _request_pages(case, case.key_lengths[request], len(own), generator)
+        unseen = _unseen_pages(case, case.key_lengths[request], len(own), keys)
+        table[request, : len(own)][unseen] = UNUSED_TABLE_ENTRY
         cache[own[there].long().to(device)] = keys[there.to(device)].to(cache)
     return cache, table
+
+
+def _unseen_pages(case: DenseDecodeCase, length: int, count: int, keys: Tensor) -> Tensor:
+    """Return bool [count]: the pages of a request of which no query token sees a key. Write NaN to such keys, [count, page, h_kv, d_qk]."""
+    seen = window_keys(case.s_q, length, case.window, case.window_sink, keys.device).any(dim=0)
+    seen = functional.pad(seen, (0, count * case.page_size - length)).view(count, case.page_size)
+    keys[~seen] = float("nan")
+    return ~seen.any(dim=1)
 
 
 def _block_table_storage(case: DenseDecodeCase, device: torch.device) -> Tensor:

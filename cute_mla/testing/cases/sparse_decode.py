@@ -23,20 +23,21 @@ from ...spec.mla import D_ROPE, ceil_div
 from ...spec.sparse_decode import QUERY_AND_CACHE, SparseDecodeProblem, serving_kernels
 from ...spec.split_plan import TILE_KEYS
 from . import sparse_indices
-from .base import DTYPES, TAGS, DecodeCase, Tags, Values
+from .base import DECODE_TAGS, DTYPES, DecodeCase, Tags, Values
 from .far import reserve
 from .sparse_indices import FAR_BYTES, INT_MAX, INT_MIN, IndexLayout, Indices, Lengths, Sinks
 from .tensors import (
     ORDERED,
     RAMPED,
-    Fp32Result,
     OutputBuffer,
-    allocate_output_buffers,
     allocate_q,
+    decode_outputs,
     draw_queries,
     generator_for,
     normal_values,
+    packed_queries,
     ramp_keys,
+    token_offsets,
 )
 
 SPARE_PAGES = 3  # pages of a cache that no request uses
@@ -87,6 +88,7 @@ class SparseDecodeCase(DecodeCase):
         "padded_rows" are not for formats whose scales lie behind all rows of a page: such a cache is "packed" instead if it is one of two.
     indices: as in draw_key_positions, with invalid values of every kind. index_layout: as in lay_out_indices.
     sinks: as in draw_sinks.
+    tokens: as in DecodeCase, but batch is then the number of all query tokens: each has keys of its own, as a request has without.
     """
 
     op: ClassVar[str] = "sparse_decode"
@@ -95,7 +97,7 @@ class SparseDecodeCase(DecodeCase):
         "sinks": lambda sinks: f"sinks_{sinks}",
         "power_of_two": lambda _: "powers",
         "index_layout": lambda layout: f"idx_{layout}",
-        **TAGS,
+        **DECODE_TAGS,
     }
 
     cache: str = "fp8_656"
@@ -112,6 +114,8 @@ class SparseDecodeCase(DecodeCase):
     def __post_init__(self) -> None:
         if (self.dtype, self.cache) not in QUERY_AND_CACHE:
             raise ValueError(f"dtype is {self.dtype} with a {self.cache} cache; supported: {QUERY_AND_CACHE}")
+        if self.tokens is not None and (sum(self.tokens) != self.batch or self.s_q != 1):
+            raise ValueError(f"tokens: got {self.tokens} for a batch of {self.batch} and s_q {self.s_q}")
         for pool in self.pools:
             if isinstance(pool.lengths, tuple) and len(pool.lengths) != self.batch:
                 raise ValueError(f"lengths: got {len(pool.lengths)} for a batch of {self.batch}")
@@ -178,7 +182,7 @@ class SparseDecodeCase(DecodeCase):
             arch=arch,
             dtype=self.dtype,
             cache=self.kernels,
-            batch=self.batch,
+            batch=self.batch if self.total_q is None else self.total_q,
             s_q=self.s_q,
             h_q=self.h_q,
             topk=self.main.topk,
@@ -199,7 +203,8 @@ class SparseDecodeTensors:
     """The operands of a case; the call omits operands that are None.
 
     q dtype [b, s_q, h_q, d_qk]; k_cache, extra_k_cache: paged caches in the case's CacheFormat; indices, extra_indices int32
-    [b, s_q, topk]; topk_length, extra_topk_length int32 [b]; attn_sink fp32 [h_q]; output_buffers: as in DenseDecodeTensors.
+    [b, s_q, topk]; topk_length, extra_topk_length int32 [b]; attn_sink fp32 [h_q]; output_buffers: as in DenseDecodeTensors. With packed
+    query tokens total_q in place of b, s_q, and cu_seqlens_q int32 [requests + 1].
     """
 
     q: Tensor
@@ -210,6 +215,7 @@ class SparseDecodeTensors:
     extra_indices: Tensor | None = None
     extra_topk_length: Tensor | None = None
     attn_sink: Tensor | None = None
+    cu_seqlens_q: Tensor | None = None
     output_buffers: Mapping[str, OutputBuffer] = field(default_factory=dict)
 
 
@@ -223,7 +229,8 @@ def make_sparse_decode_tensors(case: SparseDecodeCase, device: str | torch.devic
         indices=indices,
         topk_length=topk_length,
         attn_sink=sparse_indices.draw_sinks(case.sinks, case.h_q, case.seed, device),
-        output_buffers=allocate_output_buffers(case, device, {"lse": Fp32Result((case.batch, case.h_q, case.s_q), 1, 1)}),
+        cu_seqlens_q=token_offsets(case, device),
+        output_buffers=decode_outputs(case, device),
     )
     if case.extra is not None:
         k_cache, indices, topk_length = _pool(case, 1, case.extra, case.extra_format, device)
@@ -233,10 +240,11 @@ def make_sparse_decode_tensors(case: SparseDecodeCase, device: str | torch.devic
 
 def _q(case: SparseDecodeCase, device: torch.device) -> Tensor:
     q = allocate_q(case, device)
-    values = draw_queries(case.values, case.q_shape, generator_for(case, q.numel(), device))
+    shape = (case.batch, case.s_q, *case.q_shape[2:])
+    values = draw_queries(case.values, shape, generator_for(case, q.numel(), device))
     if case.values == "coherent":
         values[..., : case.d_qk - D_ROPE] += 1
-    return q.copy_(values)
+    return packed_queries(case, q, values)
 
 
 def _pool(
@@ -249,7 +257,8 @@ def _pool(
     own = torch.randperm(pages, generator=draw).tolist()
     own.insert(0, own.pop(own.index(pages - 1)))  # use the last page, which may lie far away, first
     pages_of = torch.tensor(own[: case.batch * pages_each]).view(case.batch, pages_each)
-    indices = torch.empty(case.batch, case.s_q, pool.topk, dtype=torch.int32)
+    spare = 0 if case.total_q is None else case.total_q - case.batch
+    indices = torch.zeros(case.batch + spare, case.s_q, pool.topk, dtype=torch.int32)
     storage = _cache_storage(case, pool, layout, pages, device)
     generator = generator_for(case, case.batch * pool.s_k * case.d_qk, device, 10 * (number + 1) + 1)
     for request, count in enumerate(case.counts[number]):
@@ -263,8 +272,9 @@ def _pool(
         storage[pages_of[request].to(device)] = _encoded(case, layout, keys.view(pages_each, pool.page_size, 1, case.d_qk)).to(device)
     cache = storage if case.format.quantised else storage.view(DTYPES[case.dtype])
     lengths = case.topk_lengths[number]
-    topk_length = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=device)
-    return cache, sparse_indices.lay_out_indices(indices, case.index_layout, device), topk_length
+    topk_length = None if lengths is None else torch.tensor((*lengths, *(INT_MAX,) * spare), dtype=torch.int32, device=device)
+    indices = sparse_indices.lay_out_indices(indices, case.index_layout, device)
+    return cache, indices if case.tokens is None else indices[:, 0], topk_length
 
 
 def _positions(case: SparseDecodeCase, row: int, pool: Pool, draw: torch.Generator) -> Tensor:

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ...spec.mla import D_ROPE
 from ...spec.split_plan import TILE_KEYS
-from .base import DTYPES, BaseCase, Outputs, QLayout
+from .base import DTYPES, BaseCase, DecodeCase, Outputs, QLayout
 from .far import FAR_DIMENSIONS, far_tensor
 
 _CPU_ELEMENTS = 1 << 25  # up to this size the CPU draws a tensor, so that every device gets the same bits
@@ -30,6 +30,19 @@ CLIFF_SCALE = 130 * log(2) * (1 << CLIFF_BITS - 1) / STEEP**2
 RAMPED = ("rising", "falling", "peaks", "opposed", "steps", "needles", "cliff")  # values whose scores depend on the position of the key
 ORDERED = ("rising", "falling", "opposed", "steps", "needles")  # of these, values whose indices ascend in sparse ops
 OUTSIDE = "block_table"  # kind of the finding that a used block-table entry outside the cache is
+
+
+_UNTOUCHED = -0x5A5A5A5B  # integers that no call returns
+
+
+def make_untouched(tensor: Tensor) -> None:
+    """Fill a tensor with NaN, one of integers with a number that no call returns."""
+    tensor.fill_(float("nan") if tensor.is_floating_point() else _UNTOUCHED)
+
+
+def is_untouched(tensor: Tensor) -> bool:
+    """Return whether a tensor is as make_untouched leaves it."""
+    return bool((tensor.isnan() if tensor.is_floating_point() else tensor == _UNTOUCHED).all())
 
 
 class OutputBuffer(NamedTuple):
@@ -190,6 +203,25 @@ def allocate_rows(layout: QLayout, shape: tuple[int, int, int, int], dtype: torc
             return nan_tensor((heads, batch, tokens, columns), dtype, device).permute(1, 2, 0, 3)
         case far:
             return far_tensor(shape, FAR_DIMENSIONS.index(far), dtype, device)
+
+
+def packed_queries(case: DecodeCase, q: Tensor, values: Tensor) -> Tensor:
+    """Copy values, those of all query tokens [.., h_q, d_qk], to q, and return q as the call takes it: [total_q, h_q, d_qk] if packed."""
+    if case.tokens is None:
+        return q.copy_(values)
+    q[0, : case.used_tokens] = values.flatten(0, -3).to(q)
+    return q[0]
+
+
+def decode_outputs(case: DecodeCase, device: torch.device) -> dict[str, OutputBuffer]:
+    """Allocate out and lse of a decode call, if the caller passes them."""
+    lse = Fp32Result(case.lse_shape, 1, 1 if case.tokens is None else 2)
+    return allocate_output_buffers(case, device, {"lse": lse}, drop_batch=case.tokens is not None)
+
+
+def token_offsets(case: DecodeCase, device: torch.device) -> Tensor | None:
+    """Return cu_seqlens_q of a case with packed query tokens, int32 [requests + 1]."""
+    return None if case.tokens is None else torch.tensor(case.offsets, dtype=torch.int32, device=device)
 
 
 def allocate_output_buffers(

@@ -11,10 +11,13 @@ from .cache_write import CACHE_WRITE
 from .dense_decode import DENSE_DECODE
 from .dense_prefill import DENSE_PREFILL
 from .dense_prefill_backward import DENSE_PREFILL_BACKWARD
+from .indexer_topk import INDEXER_TOPK
 from .merge_states import MERGE_STATES
+from .mqa_logits import MQA_LOGITS
 from .operation import Operation, Result
 from .sparse_decode import SPARSE_DECODE
 from .sparse_prefill import SPARSE_PREFILL
+from .topk_indices import TOPK_INDICES
 
 __all__ = ["OPERATIONS", "Operation", "Result", "operation"]
 
@@ -25,6 +28,9 @@ OPERATIONS = {
     "dense_prefill": DENSE_PREFILL,
     "dense_prefill_backward": DENSE_PREFILL_BACKWARD,
     "merge_states": MERGE_STATES,
+    "mqa_logits": MQA_LOGITS,
+    "indexer_topk": INDEXER_TOPK,
+    "topk_indices": TOPK_INDICES,
     "cache_write": CACHE_WRITE,
     "cache_gather": CACHE_GATHER,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +22,7 @@ from ...spec.split_plan import (
 from ..cases.base import DecodeCase
 from ..cases.dense_decode import DenseDecodeTensors
 from ..cases.sparse_decode import SparseDecodeTensors
-from .operation import empty_lse, output_argument
+from .operation import Result, empty_lse, output_argument
 
 Plan = tuple[Tensor, Tensor]  # tile_scheduler_metadata, num_splits
 
@@ -51,7 +52,22 @@ def decode_arguments(
         "workspace": workspace,
         "batch_invariant": case.batch_invariant,
         "empty_lse": empty_lse(case),
+        "cu_seqlens_q": tensors.cu_seqlens_q,
+        "max_seqlen_q": case.max_seqlen_q,
     }
+
+
+def packed(case: DecodeCase, results: list[Result]) -> Result:
+    """Return out fp32 [total_q, h_q, d_v] and lse fp32 [total_q, h_q] of requests one by one, [1, n, h_q, d_v] and [1, h_q, n].
+
+    Rows of no request are NaN.
+    """
+    assert case.total_q is not None
+    out = torch.full((case.total_q, case.h_q, case.d_v), math.nan)
+    lse = torch.full((case.total_q, case.h_q), math.nan)
+    for first, end, (own_out, own_lse) in zip(case.offsets, case.offsets[1:], results, strict=False):
+        out[first:end], lse[first:end] = own_out[0], own_lse[0].T
+    return out, lse
 
 
 def _plan_tensors(case: DecodeCase, plan: Plan) -> Plan:
@@ -64,7 +80,7 @@ def _plan_tensors(case: DecodeCase, plan: Plan) -> Plan:
 
 def _overwrite_plan(metadata: Tensor, num_splits: Tensor) -> None:
     """Write a plan that is none: each part has a request of its own turn, and one number that no plan has."""
-    parts, batch = len(metadata), len(num_splits) - 1
+    parts, batch = len(metadata), len(num_splits) - 1  # the table of units, if there is one, becomes parts that are none, too
     rows = torch.zeros(parts, PLAN_COLUMNS, dtype=metadata.dtype)
     requests = torch.arange(parts) % max(batch, 1)
     rows[:, PART_BEGIN_REQ] = rows[:, PART_END_REQ] = requests

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,13 +16,13 @@ from ...spec.cache_format import CacheFormat
 from ..cases.base import DTYPES
 from ..cases.paged_cache import named_format
 from ..cases.sparse_decode import SparseDecodeCase, SparseDecodeTensors, make_sparse_decode_tensors
-from .decode import Plan, decode_arguments
+from .decode import Plan, decode_arguments, packed
 from .operation import Operation, Result, empty_lse
 
 
 def _arguments(case: SparseDecodeCase, tensors: SparseDecodeTensors, workspace: Tensor | None) -> dict[str, Any]:
     return {
-        **decode_arguments(case, tensors, workspace, lambda: _plan(case, tensors.q.device)),
+        **decode_arguments(case, tensors, workspace, lambda: _plan(case, tensors.cu_seqlens_q, tensors.q.device)),
         "block_table": None,
         "cache_seqlens": None,
         "is_fp8_kvcache": case.format.quantised > 0,
@@ -36,10 +37,14 @@ def _arguments(case: SparseDecodeCase, tensors: SparseDecodeTensors, workspace: 
     }
 
 
-def _plan(case: SparseDecodeCase, device: torch.device) -> Plan:
-    lengths = torch.zeros(case.batch, dtype=torch.int32, device=device)  # a sparse plan depends on their number only
+def _plan(case: SparseDecodeCase, offsets: Tensor | None, device: torch.device) -> Plan:
+    requests = case.batch if case.tokens is None else len(case.tokens)
+    lengths = torch.zeros(requests, dtype=torch.int32, device=device)  # a sparse plan depends on their number only
     topk = max(_topk(case) // 2, 1) if case.metadata == "stale" else _topk(case)
-    return get_mla_metadata(lengths, case.s_q * case.h_q, 1, case.h_q, case.format.quantised > 0, topk)
+    s_q = case.max_seqlen_q or case.s_q
+    return get_mla_metadata(
+        lengths, s_q * case.h_q, 1, case.h_q, case.format.quantised > 0, topk, cu_seqlens_q=offsets, total_q=case.total_q
+    )
 
 
 def _topk(case: SparseDecodeCase) -> int:
@@ -49,8 +54,9 @@ def _topk(case: SparseDecodeCase) -> int:
 def _workspace_bytes(case: SparseDecodeCase, tensors: SparseDecodeTensors) -> int:
     return workspace_size(
         case.op,
-        batch=case.batch,
-        s_q=case.s_q,
+        batch=case.batch if case.tokens is None else len(case.tokens),
+        s_q=case.max_seqlen_q or case.s_q,
+        total_q=case.total_q,
         h_q=case.h_q,
         batch_invariant=case.batch_invariant,
         topk=_topk(case),
@@ -59,12 +65,20 @@ def _workspace_bytes(case: SparseDecodeCase, tensors: SparseDecodeTensors) -> in
 
 
 def _reference(case: SparseDecodeCase, tensors: SparseDecodeTensors) -> Result:
-    caches = [IndexedCache(_dequantise(case, case.format, tensors.k_cache), tensors.indices, tensors.topk_length)]
+    caches = [_selected(case, case.format, tensors.k_cache, tensors.indices, tensors.topk_length)]
     if tensors.extra_k_cache is not None and tensors.extra_indices is not None:
-        caches.append(
-            IndexedCache(_dequantise(case, case.extra_format, tensors.extra_k_cache), tensors.extra_indices, tensors.extra_topk_length)
-        )
-    return reference.sparse_decode(tensors.q, caches, case.softmax_scale, tensors.attn_sink, empty_lse(case))
+        second = (tensors.extra_k_cache, tensors.extra_indices, tensors.extra_topk_length)
+        caches.append(_selected(case, case.extra_format, *second))
+    q = tensors.q if case.tokens is None else tensors.q[: case.batch, None]
+    out, lse = reference.sparse_decode(q, caches, case.softmax_scale, tensors.attn_sink, empty_lse(case))
+    if case.tokens is None:
+        return out, lse
+    return packed(case, [(out[None, first:end, 0], lse[None, first:end, :, 0].mT) for first, end in pairwise(case.offsets)])
+
+
+def _selected(case: SparseDecodeCase, layout: CacheFormat, cache: Tensor, indices: Tensor, length: Tensor | None) -> IndexedCache:
+    """Return a cache and its indices [tokens, 1, topk] where query tokens are packed."""
+    return IndexedCache(_dequantise(case, layout, cache), indices if case.tokens is None else indices[:, None], length)
 
 
 def _dequantise(case: SparseDecodeCase, layout: CacheFormat, cache: Tensor) -> Tensor:

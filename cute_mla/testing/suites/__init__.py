@@ -16,7 +16,19 @@ from dataclasses import replace
 from typing import Any
 
 from ...spec.arch import Arch
-from . import cache_gather, cache_write, dense_decode, dense_prefill, dense_prefill_backward, merge_states, sparse_decode, sparse_prefill
+from . import (
+    cache_gather,
+    cache_write,
+    dense_decode,
+    dense_prefill,
+    dense_prefill_backward,
+    indexer_topk,
+    merge_states,
+    mqa_logits,
+    sparse_decode,
+    sparse_prefill,
+    topk_indices,
+)
 from .entries import OpSuites, SuiteEntry
 from .quick import kernels_of, quick_cases
 
@@ -29,6 +41,9 @@ _SUITES_OF_OP: dict[str, OpSuites[Any]] = {
     "dense_prefill": dense_prefill.OP_SUITES,
     "dense_prefill_backward": dense_prefill_backward.OP_SUITES,
     "merge_states": merge_states.OP_SUITES,
+    "mqa_logits": mqa_logits.OP_SUITES,
+    "indexer_topk": indexer_topk.OP_SUITES,
+    "topk_indices": topk_indices.OP_SUITES,
     "cache_write": cache_write.OP_SUITES,
     "cache_gather": cache_gather.OP_SUITES,
 }

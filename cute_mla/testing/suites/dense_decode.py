@@ -7,14 +7,14 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 
-from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, OPERANDS, TILE_ROWS
-from ...spec.mla import D_QK, LATENT_DIMS
+from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, OPERANDS, TILE_ROWS, takes_key_masks
+from ...spec.mla import D_QK, D_V, LATENT_DIMS, key_dtypes
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
-from ..cases.base import DTYPES
+from ..cases.base import DTYPES, Outputs, QLayout
 from ..cases.dense_decode import DESCALE_K, STEP_CODE, DenseDecodeCase
 from ..cases.far import FAR_DIMENSIONS
 from ..cases.tensors import CLIFF_SCALE, ORDERED, STEP
-from .cover import STEPS_SCALE, Choice, Factors, cover, ramps
+from .cover import SPREAD_SCALE, STEPS_SCALE, Choice, Factors, cover, ramps
 from .entries import OpSuites, SimulatorReduction
 
 GRID_BATCH = (1, 2, 6, 64)
@@ -26,6 +26,7 @@ GRID_TYPES = (*((dtype, LATENT) for dtype in DTYPES), *((dtype, FP8_CACHE) for d
 OTHER_COLUMNS = tuple(d_qk for d_qk in LATENT_DIMS if d_qk != D_QK)  # of keys, with LATENT only
 
 _TWO_SPLITS = INVARIANT_SPLIT_TILES * TILE_KEYS + TILE_KEYS  # keys of a request that a batch-invariant call splits in two
+_MOST_SEEN = _TWO_SPLITS + 2 * TILE_KEYS + 17  # of one that also has room for cuts of a plan behind the split
 
 
 def with_fp8(case: DenseDecodeCase, operands: str) -> DenseDecodeCase:
@@ -50,6 +51,11 @@ _LENGTHS = (
     _CUT,
     _STALE,
 )
+# Tree mask, window, and first keys that are always seen.
+_ALL_SEEN = ("none", None, 0)
+_TREES = (("strided", None, 0), ("far_requests", None, 0), ("far_tokens", None, 0))
+# One key; first keys that end in the second half of a tile, and with a tile
+_WINDOWS = (("none", 1, 0), ("none", 50, 40), ("none", 70, 64))
 _FACTORS: Factors = {
     "lengths": _LENGTHS,
     "page_size": (16, 32, 64, 128),
@@ -65,12 +71,14 @@ _FACTORS: Factors = {
     "batch_invariant": (False, True),
     "empty_lse": (None, _MINUS_INF),
     "scaled": (True,),  # whether e4m3 operands have scales
+    "sinks": ("none", "drawn", "infinite"),
+    "seen": (_ALL_SEEN, *_TREES, *_WINDOWS),
 }
 _STEPS_SCALE_OF_E4M3 = STEPS_SCALE * STEP / (STEP_CODE * DESCALE_K)
 _TYPES = (*GRID_TYPES, ("fp16", FP8))
 _VARIANTS = (
     *((dtype, operands, D_QK) for dtype, operands in _TYPES),
-    *((dtype, LATENT, d_qk) for d_qk in OTHER_COLUMNS for dtype in DTYPES),
+    *((dtype, LATENT, d_qk) for d_qk in OTHER_COLUMNS for dtype in key_dtypes(d_qk)),
 )
 # Query heads and KV heads, by whether two CTAs or one take a KV head's rows; other operands than LATENT have one KV head.
 # Two or three tokens are 42 rows or more of a tile, so that needles are at all of its keys.
@@ -80,8 +88,11 @@ _HEADS_OF_ELEMENTS = ((21, 1), (42, 2))  # 3 tokens of 42 heads are so many rows
 
 def _small(dtype: str, operands: str, d_qk: int, choice: Choice) -> DenseDecodeCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name not in ("lengths", "values")}
+    rest = {name: choice[name] for name in _FACTORS if name not in ("lengths", "values", "seen")}
+    rest["tree"], rest["window"], rest["window_sink"] = choice["seen"]
     (lengths, blocks, sms), (h_q, h_kv), (values, scale) = choice["lengths"], choice["heads"], choice["values"]
+    if rest["window"] is not None and choice["broken"]:
+        return None  # a window hides broken pages
     if values in ORDERED and max(lengths) < 3 * TILE_KEYS:
         return None
     if operands == FP8 and dtype != "bf16" and choice["outputs"] == "allocated":
@@ -119,6 +130,8 @@ def _covers() -> Iterator[DenseDecodeCase]:
         factors: Factors = {**_FACTORS, "heads": heads, "elements": (elements,)}
         if operands != LATENT:
             factors = {**factors, "values": ramps(_STEPS_SCALE_OF_E4M3), "scaled": (True, False)}
+        if not takes_key_masks(operands):
+            factors = {**factors, "seen": (_ALL_SEEN,)}
         if operands == FP8 and dtype != "bf16":
             factors = {**factors, "outputs": tuple(value for value in _FACTORS["outputs"] if value != "allocated")}
         if elements:
@@ -135,6 +148,11 @@ def _covers() -> Iterator[DenseDecodeCase]:
         if rows == "one" or operands != FP8_CACHE:  # two CTAs never share the conversion of a tile
             yield replace(_staircase(dtype, operands, rows, elements), d_qk=d_qk)
             yield replace(_overwritten_plan(dtype, operands, rows, elements), d_qk=d_qk)
+            yield replace(_ragged(dtype, operands, rows, elements), d_qk=d_qk)
+        if takes_key_masks(operands):
+            yield replace(_long_window(dtype, operands, rows, elements), d_qk=d_qk)
+            yield replace(_tree_staircase(dtype, operands, rows, elements), d_qk=d_qk)
+            yield replace(_ragged_tree(dtype, operands, rows, elements), d_qk=d_qk)
 
 
 def _staircase(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
@@ -149,6 +167,52 @@ def _staircase(dtype: str, operands: str, rows: str, elements: bool) -> DenseDec
     case = DenseDecodeCase(dtype, batch=3, s_q=tokens, h_q=1, lengths=(most, tokens + 36, tokens + 44), causal=True, sm_count=4)
     case = replace(case, values="cliff", softmax_scale=CLIFF_SCALE, q_layout="odd" if elements else "packed")
     return replace(with_fp8(case, operands), batch_invariant=True, metadata="stale")
+
+
+def _tree_staircase(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
+    """Return the staircase with a tree mask of several words, whose tokens begin at any bit of a tile. The plan is a right one."""
+    case = replace(_staircase(dtype, operands, rows, elements), causal=False, tree="strided", sinks="drawn")
+    return replace(case, metadata="object", batch_invariant=False)
+
+
+def _long_window(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
+    """Return the staircase of 64 tokens with a window, so that what rows see begins at every key of a tile; all scores count.
+
+    The first request has a skipped tile, whose last key all windows just miss. A tile of the second has one key that the last window misses
+    and one of the third has one key that all miss. The first keys end with the first key of a tile.
+    """
+    case = replace(_staircase(dtype, operands, rows, elements), values="normal", softmax_scale=SPREAD_SCALE)
+    window, reach = 150, 150 + TILE_ROWS - 1
+    lengths = (reach + 3 * TILE_KEYS, window + 1 + 2 * TILE_KEYS, reach + 1 + 2 * TILE_KEYS)
+    h_q = 1 if rows == "one" else 2
+    return replace(case, s_q=TILE_ROWS, h_q=h_q, lengths=lengths, window=window, window_sink=TILE_KEYS + 1, page_size=32)
+
+
+def _ragged(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
+    """Return a causal case of requests with different numbers of query tokens, none too, in one work unit or in two.
+
+    The plan cuts a unit that lacks tokens, of 330 keys, and the first token of the last request sees no key.
+    """
+    whole = rows == "one" and not elements  # one CTA holds all rows of a request, or two take them
+    tokens, h_q, sms = ((3, 0, 1, 2, 2), 21, 12) if whole else ((4, 0, 1, 2, 2), 42, 20)
+    layouts: tuple[QLayout, Outputs] = ("odd", "odd") if elements else ("heads_first", "strided")
+    if whole:  # without tokens behind those of the last request where the call allocates its results
+        layouts = ("far_tokens", "far_tokens" if operands == LATENT or dtype != "bf16" else "allocated")
+    elif rows == "two" and dtype == "bf16":
+        layouts = ("heads_first", "allocated")
+    case = DenseDecodeCase(dtype, batch=5, tokens=tokens, lengths=(66, 70, 330, 64, 1), h_q=h_q, causal=True, sm_count=sms)
+    return replace(with_fp8(case, operands), q_layout=layouts[0], outputs=layouts[1], metadata="object" if rows == "one" else "tensors")
+
+
+def _ragged_tree(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
+    """Return the case of _ragged with a tree mask of two words, of which most requests use the first bits.
+
+    Where one CTA holds all rows, there are no tokens behind those of the last request.
+    """
+    case = replace(_ragged(dtype, operands, rows, elements), q_layout="odd" if elements else "packed", outputs="given", tree="strided")
+    if rows == "one" and not elements:
+        return replace(case, s_q=40, h_q=1, outputs="allocated")
+    return replace(case, s_q=33)
 
 
 def _overwritten_plan(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
@@ -176,27 +240,59 @@ _LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
     DenseDecodeCase(s_k=300, h_q=128, q_layout="even", values="peaks", softmax_scale=0.1, sm_count=4),
     DenseDecodeCase(batch=6, s_q=4, s_k=20, h_q=1, page_size=128, varlen=True, causal=True, zero_lengths=True, sm_count=4),
     DenseDecodeCase(s_q=5, s_k=140, h_q=26, h_kv=2, causal=True, sm_count=4),
+    # Requests with different numbers of query tokens: units that a batch-invariant call splits, where a part of the plan begins at the
+    # second split.
+    DenseDecodeCase(
+        batch=3, tokens=(0, 2, 3), lengths=(50, _MOST_SEEN, 100), causal=True, batch_invariant=True, outputs="given", sm_count=144
+    ),
+    # Units of two row tiles, the first of which sees a tile less.
+    DenseDecodeCase(batch=2, tokens=(130, 3), lengths=(300, 70), h_q=1, causal=True, outputs="odd", sm_count=4),
+    # Of several KV heads, whose keys are not masked, under a plan of other lengths.
+    DenseDecodeCase(
+        batch=3, tokens=(1, 3, 2), s_q=8, lengths=(100, 400, 70), h_q=16, h_kv=2, outputs="given", metadata="stale", sm_count=12
+    ),
+    DenseDecodeCase(batch=3, tokens=(1, 5, 2), lengths=(66, 20, 3), h_q=64, outputs="given", metadata="overwritten", sm_count=12),
     # Decode batches of serving engines: TP8, and one long request among short ones.
     DenseDecodeCase(batch=8, s_k=700, varlen=True, q_layout="sliced", cache_layout="layers", outputs="given", sm_count=12),
     DenseDecodeCase("fp16", batch=4, s_q=4, lengths=(464, 4511, 173, 169), page_size=32, causal=True, metadata="tensors"),
 )
+# A request that a batch-invariant call splits, beside one that it does not split, on a device with another number of SMs.
+# Two of the plan's cuts lie behind the only multiple at which the call may cut.
+_INVARIANT = DenseDecodeCase(batch=2, lengths=(100, _MOST_SEEN), page_size=128, batch_invariant=True, metadata="tensors", sm_count=144)
+# The same with three skipped tiles, of the last of which the window just misses the last key. A part of the plan has both splits.
+_INVARIANT_WINDOW = replace(_INVARIANT, lengths=(100, _MOST_SEEN + 3 * TILE_KEYS), window=_MOST_SEEN, sm_count=4)
 # Cases of this kind with all operands.
 _LARGE: tuple[DenseDecodeCase, ...] = (
-    # A request that a batch-invariant call splits, beside one that it does not split, on a device with another number of SMs.
-    # Two of the plan's cuts lie behind the only multiple at which the call may cut.
-    DenseDecodeCase(
-        batch=2, lengths=(100, _TWO_SPLITS + 2 * TILE_KEYS + 17), page_size=128, batch_invariant=True, metadata="tensors", sm_count=144
-    ),
     DenseDecodeCase(batch=0, h_q=64),
+    # No query token at all.
+    DenseDecodeCase(batch=2, tokens=(0, 0), s_q=4, outputs="given", sm_count=4),
+    # Row tiles of which the first see fewer tiles of keys, or none, of requests that are cut; as CTAs alone and as pairs.
+    DenseDecodeCase(batch=2, s_q=320, lengths=(430, 100), h_q=1, causal=True, sm_count=15),
+    DenseDecodeCase("fp16", batch=2, s_q=256, lengths=(300, 70), h_q=1, causal=True, sm_count=12),
     # The running maximum moves in every tile of a long loop, or never after the first tile; a single CTA, or a pair, processes it.
     DenseDecodeCase(batch=2, s_k=1100, h_q=64, values="rising", sm_count=2),
     DenseDecodeCase("fp16", s_k=1050, h_q=9, values="falling", sm_count=1),
 )
 
+
+def _other_columns() -> Iterator[DenseDecodeCase]:
+    """Yield cases with other columns of keys: loops with more tiles than a ring has stages, and requests that an invariant call splits.
+
+    Of the latter, one has a CTA a tile and two have a pair: a part of the plan begins at the second split, or has both.
+    """
+    for d_qk, h_q in product(OTHER_COLUMNS, (TILE_ROWS, 2 * TILE_ROWS)):
+        yield DenseDecodeCase(s_k=13 * TILE_KEYS - 9, h_q=h_q, d_qk=d_qk, values="rising", sm_count=2)
+    for d_qk, h_q in zip(OTHER_COLUMNS, (2 * TILE_ROWS, TILE_ROWS), strict=True):
+        yield DenseDecodeCase(batch=2, lengths=(100, _MOST_SEEN), h_q=h_q, d_qk=d_qk, page_size=128, batch_invariant=True, sm_count=144)
+    yield DenseDecodeCase(s_k=_TWO_SPLITS, h_q=2 * TILE_ROWS, d_qk=D_V, page_size=128, batch_invariant=True, sm_count=4)
+
+
 SMOKE = tuple(
     dict.fromkeys(
         [
             *_LARGE_16_BITS,
+            *_other_columns(),
+            *(_INVARIANT_WINDOW if takes_key_masks(operands) else with_fp8(_INVARIANT, operands) for operands in OPERANDS),
             *(with_fp8(case, operands) for operands in OPERANDS for case in _LARGE),
             *_covers(),
         ]
@@ -236,7 +332,7 @@ def _types_and_masks() -> Iterator[tuple[str, bool]]:
 
 def full_cases() -> list[DenseDecodeCase]:
     """Return every case of the full suite once."""
-    others = (grid(dtype, d_qk=d_qk) for d_qk in OTHER_COLUMNS for dtype in DTYPES)
+    others = (grid(dtype, d_qk=d_qk) for d_qk in OTHER_COLUMNS for dtype in key_dtypes(d_qk))
     return list(dict.fromkeys([*SMOKE, *(case for types in GRID_TYPES for case in grid(*types)), *chain(*others), *zero_length_cases()]))
 
 

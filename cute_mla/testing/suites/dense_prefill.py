@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
-from ...spec.dense_prefill import HEAD_DIMS
+from ...spec.dense_prefill import HEAD_DIMS, head_dtypes
 from ..cases.base import DTYPES
 from ..cases.dense_prefill import DensePrefillCase
 from ..cases.tensors import CLIFF_SCALE, ORDERED
@@ -20,6 +20,8 @@ GRID_GROUPS = (1, 4, 8)
 # Half of the grid has as many keys as query tokens. In the other half the i-th length goes with this number of keys.
 OTHER_KEYS = (64, 1, 300, 17, 129, 128, 65, 257)
 SHORT_TILES = 100  # the simulated device runs cases of the grid with at most this many tiles whole
+
+KINDS = tuple((dtype, d_qk) for dtype in DTYPES for d_qk in HEAD_DIMS if dtype in head_dtypes(d_qk))
 
 _MINUS_INF = float("-inf")
 
@@ -88,13 +90,25 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
 def _covers() -> Iterator[DensePrefillCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
-    for dtype, d_qk, elements in product(DTYPES, HEAD_DIMS, (False, True)):
+    for (dtype, d_qk), elements in product(KINDS, (False, True)):
         factors: Factors = {**_FACTORS, "elements": (elements,)}
         if elements:
             layouts = {"q_layout": ("odd", "far_tokens", "far_heads"), "outputs": ("odd", "strided", "far_tokens", "far_heads")}
             factors = {**factors, **layouts}
         yield from cover(f"{dtype} {d_qk} {elements}", factors, partial(_small, dtype, d_qk), seen, _settle)
         yield _staircase(dtype, d_qk, elements)
+        if dtype == "bf16":  # rows are cleared alike in both types
+            yield _ends(dtype, d_qk, elements)
+
+
+def _ends(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
+    """Return a case of sequences that end at every fourth key of a tile, each in front of keys and values full of NaN.
+
+    A warp of Hopper's clears four rows at a time behind the last value.
+    """
+    lengths = tuple(chain.from_iterable(((1, keys), (0, 3)) for keys in range(1, _KEY_TILE, 4)))
+    case = DensePrefillCase(dtype, d_qk=d_qk, lengths=lengths, neighbours="nan", sm_count=2)
+    return replace(case, q_layout="odd" if elements else "packed")
 
 
 def _staircase(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
@@ -136,8 +150,8 @@ SMOKE: tuple[DensePrefillCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()])
 def grid() -> Iterator[DensePrefillCase]:
     """Yield every length with as many and with other numbers of keys, causal and full, over numbers of heads, in every variant with TMA."""
     heads = tuple(product(GRID_KV_HEADS, GRID_GROUPS))
-    for dtype, d_qk, causal, (h_kv, group), (s_q, other) in product(
-        DTYPES, HEAD_DIMS, (True, False), heads, zip(GRID_LENGTHS, OTHER_KEYS, strict=True)
+    for (dtype, d_qk), causal, (h_kv, group), (s_q, other) in product(
+        KINDS, (True, False), heads, zip(GRID_LENGTHS, OTHER_KEYS, strict=True)
     ):
         for s_k in (s_q, other):
             yield DensePrefillCase(dtype, d_qk=d_qk, lengths=((s_q, s_k),), h_kv=h_kv, group=group, causal=causal)
@@ -149,7 +163,7 @@ TOGETHER = tuple(zip((*GRID_LENGTHS, 0), (*OTHER_KEYS, 64), strict=True))
 
 def corner_cases() -> Iterator[DensePrefillCase]:
     """Yield all lengths in one call, and long sequences, in every variant."""
-    for dtype, d_qk, causal in product(DTYPES, HEAD_DIMS, (True, False)):
+    for (dtype, d_qk), causal in product(KINDS, (True, False)):
         case = DensePrefillCase(dtype, d_qk=d_qk, lengths=TOGETHER, causal=causal, outputs="strided")
         yield case
         yield DensePrefillCase(dtype, d_qk=d_qk, lengths=TOGETHER, causal=causal, q_layout="odd", outputs="odd", sm_count=3)

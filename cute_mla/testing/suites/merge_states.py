@@ -7,12 +7,13 @@ from functools import partial
 from itertools import product
 from typing import get_args
 
-from ...spec.merge_states import HEAD_DIMS, LISTED_STATES, ROWS_PER_BLOCK
+from ...spec.merge_states import HEAD_DIMS, LISTED_STATES, ROWS_PER_BLOCK, row_dtypes
 from ..cases.base import DTYPES
 from ..cases.merge_states import LseValues, MergeStatesCase, StateForm, StateLayout
 from .cover import Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 
+KINDS = tuple((dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS if dtype in row_dtypes(head_dim))
 _MINUS_INF = float("-inf")
 _HEADS = (1, ROWS_PER_BLOCK, ROWS_PER_BLOCK + 1, 128)
 _STATES = (1, 2, 3, LISTED_STATES)
@@ -55,7 +56,7 @@ def _small(dtype: str, head_dim: int, choice: Choice) -> MergeStatesCase | None:
 def _covers() -> Iterator[MergeStatesCase]:
     """Yield cases with every feature of every variant."""
     seen: set[object] = set()
-    for dtype, head_dim in product(DTYPES, HEAD_DIMS):
+    for dtype, head_dim in KINDS:
         yield from cover(f"{dtype} d{head_dim}", _FACTORS, partial(_small, dtype, head_dim), seen)
 
 
@@ -74,7 +75,7 @@ SMOKE: tuple[MergeStatesCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))
 
 def _grid() -> Iterator[MergeStatesCase]:
     """Yield every layout over numbers of heads and states, in every variant."""
-    for dtype, head_dim, form, layout in product(DTYPES, HEAD_DIMS, get_args(StateForm), _LAYOUTS):
+    for (dtype, head_dim), form, layout in product(KINDS, get_args(StateForm), _LAYOUTS):
         for h_q, states in product(_HEADS, _STATES):
             yield MergeStatesCase(dtype, head_dim=head_dim, form=form, layout=layout, h_q=h_q, states=states, empty="some")
 

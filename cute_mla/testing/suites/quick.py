@@ -1,7 +1,7 @@
 """The quick suite, drawn from the smoke cases by a rule: cases that add most features for their cost, within a budget an op.
 
-A feature is a kernel, or a value of a field that names a layout, a format, a mask or another option. The rule has no list of cases, so that
-it follows the smoke suite. The kernels that a suite launches follow from its cases.
+A feature is a kernel, the columns of a key, or a value of a field that names a layout, a format, a mask or another option. The rule has no
+list of cases, so that it follows the smoke suite. The kernels that a suite launches follow from its cases.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from ...spec.split_plan import SplitPlanConfig, accumulator_rows
 from ..cases.base import BaseCase, Config
 from ..cases.dense_decode import DenseDecodeCase
 from ..cases.dense_prefill_backward import DensePrefillBackwardCase
+from ..cases.indexer_topk import IndexerTopkCase
 from ..cases.paged_cache import PagedCacheCase
 from ..cases.sparse_decode import SparseDecodeCase
 
@@ -32,7 +33,7 @@ Feature = tuple[str, object]
 def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
     """Return the manifest names of the kernels that a case launches.
 
-    Decode plans its splits, and combines their results if the plan could split a request.
+    Decode plans its splits, and combines their results if the plan could split a request. indexer_topk computes logits first.
     """
     if isinstance(case, DensePrefillBackwardCase):
         rows, keys = case.dq_problem(arch), case.problem(arch)
@@ -43,7 +44,9 @@ def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
         return {kernel_name(op, arch.name, config.name) for op, items, config in both if items}
     if not _has_rows(case):
         return set()
-    names = {kernel_name(case.op, arch.name, case.problem(arch).config.name)}
+    names = {kernel_name(case.kernel_op, arch.name, case.problem(arch).config.name)}
+    if isinstance(case, IndexerTopkCase) and case.is_scored:
+        names.add(kernel_name("mqa_logits", arch.name, case.logits.problem(arch).config.name))
     if isinstance(case, DenseDecodeCase | SparseDecodeCase):
         problem = case.problem(arch)
         names.add(kernel_name("split_plan", arch.name, SplitPlanConfig().name))
@@ -65,7 +68,7 @@ def quick_cases(smoke: Sequence[Any]) -> tuple[Any, ...]:
     cost = 0
     while True:
         costs = {case: _cost(case, known) for case in left if cost + _cost(case, known) <= BUDGET_TILES}
-        best = max(costs, key=lambda case: len(left[case] - known) / costs[case], default=None)
+        best = max(costs, key=lambda case: (_adds_columns(left[case] - known), len(left[case] - known) / costs[case]), default=None)
         if best is None or not left[best] - known:
             return tuple(case for case in smoke if case in chosen)
         chosen.append(best)
@@ -79,13 +82,18 @@ def _cost(case: BaseCase, known: Iterable[Feature]) -> int:
     return case.tiles + _CASE_TILES + _KERNEL_TILES * len(new) // len(ARCHS)
 
 
+def _adds_columns(new: Iterable[Feature]) -> bool:
+    """Return whether keys of a number of columns are among new features. They come first: such keys have kernels of their own."""
+    return any(name == "d_qk" for name, _ in new)
+
+
 def _kernels(case: BaseCase) -> Iterator[Feature]:
     for arch in ARCHS.values():
         yield from (("kernel", name) for name in kernels_of(case, arch))
 
 
 def _features(case: BaseCase) -> Iterator[Feature]:
-    """Yield the kernels of a case, the values of its fields that name something, and whether other options are at their defaults.
+    """Yield the kernels of a case, its columns, the values of fields that name something, and whether other options are at their defaults.
 
     A call without rows shows only that such a call is taken.
     """
@@ -95,7 +103,7 @@ def _features(case: BaseCase) -> Iterator[Feature]:
     yield from _kernels(case)
     for field in fields(case):
         value = getattr(case, field.name)
-        if isinstance(value, bool | str):
+        if isinstance(value, bool | str) or field.name == "d_qk":
             yield field.name, value
         elif field.name in case.tags:
             yield field.name, value != field.default

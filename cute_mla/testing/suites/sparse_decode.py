@@ -113,13 +113,21 @@ def _covers() -> Iterator[SparseDecodeCase]:
         if elements:
             factors = {**factors, "q_layout": ("odd", *FAR_DIMENSIONS), "outputs": ("odd", "strided", *FAR_DIMENSIONS)}
         if two:
-            factors = {**factors, "q_layout": ("packed", "far_heads"), "outputs": ("given", "strided", "far_heads")}
+            factors = {**factors, "q_layout": ("packed", *FAR_DIMENSIONS), "outputs": ("given", "strided", "far_heads")}
         yield from cover(f"{dtype} {kernels} {two} {elements}", factors, partial(_small, dtype, kernels), seen)
         cache, extra_cache = caches[-1]
         yield SparseDecodeCase(  # a case of its own, since tokens without keys hide all other features
             dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=66 if two else 7, main=Pool(100, 65), extra=Pool(64, 70, 2),
             indices="none", sinks="infinite", q_layout="odd" if elements else "packed", empty_lse=_MINUS_INF, sm_count=2,
         )  # fmt: skip
+        if not two:
+            yield SparseDecodeCase(  # requests with different numbers of query tokens, each with a number of indices of its own
+                dtype, cache=cache, extra_cache=extra_cache, batch=5, tokens=(2, 0, 3), h_q=7,
+                main=Pool(140, 130, 62, (130, 0, 3, 70, 500)), extra=Pool(64, 70, 2, "drawn"), sinks="drawn",
+                q_layout="odd" if elements else "packed", index_layout="odd",
+                outputs="odd" if elements else "far_tokens", metadata="tensors" if elements else "object", sm_count=12,
+                power_of_two=cache in _FP32_SCALES,
+            )  # fmt: skip
         yield SparseDecodeCase(  # results are undefined, but the call keeps to its operands
             dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=66 if two else 7, main=Pool(100, 66, 64, (66, 3)),
             extra=Pool(64, 70, 2) if extra_cache else None, metadata="overwritten", outputs="odd" if elements else "given", sm_count=12,
@@ -144,6 +152,11 @@ _LARGE: tuple[SparseDecodeCase, ...] = (
         extra=Pool(5000, _SPLIT_KEYS // 2 + 77, 69, (_SPLIT_KEYS // 2 + 77, 63)),
         batch_invariant=True, metadata="tensors", sinks="drawn", sm_count=78,
     ),
+    # The same for query tokens of two requests, behind which there are tokens of none. Two CTAs take the heads of a token.
+    SparseDecodeCase(
+        batch=3, tokens=(1, 2), h_q=66, main=Pool(9000, _SPLIT_KEYS + 30, 64, (_SPLIT_KEYS + 30, 40, 70)), batch_invariant=True,
+        outputs="given", power_of_two=True, sm_count=6,
+    ),
     # The running maximum moves in every tile of a long loop, or never after the first tile.
     SparseDecodeCase(h_q=64, main=Pool(2048, 2048), values="rising", sm_count=2),
     SparseDecodeCase("fp16", cache="latent", main=Pool(1100, 1100), values="falling", sm_count=1),
@@ -157,7 +170,20 @@ _LARGE: tuple[SparseDecodeCase, ...] = (
     ),
 )  # fmt: skip
 
-SMOKE: tuple[SparseDecodeCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()]))
+
+def _pairs() -> Iterator[SparseDecodeCase]:
+    """Yield cases of two CTAs a tile, over caches of 528 and of 656 bytes.
+
+    A request that a batch-invariant call splits, and requests without keys in one cache or in both, whose results lie far.
+    """
+    long = Pool(5000, _SPLIT_KEYS + 77, 64, (_SPLIT_KEYS + 77, 37))
+    yield SparseDecodeCase(cache="v41", batch=2, h_q=128, main=long, batch_invariant=True, metadata="tensors", sm_count=78)
+    for cache in ("v41", "nope_528", "fp8_656"):
+        main, extra = Pool(200, 70, 64, (0, 70, -3)), Pool(90, 65, 61, (0, 0, 65))
+        yield SparseDecodeCase(cache=cache, batch=3, h_q=128, main=main, extra=extra, outputs="far_requests", sm_count=2)
+
+
+SMOKE: tuple[SparseDecodeCase, ...] = tuple(dict.fromkeys([*_LARGE, *_pairs(), *_covers()]))
 
 
 def grid() -> Iterator[SparseDecodeCase]:
