@@ -21,6 +21,8 @@ SECONDS: dict[str, float] = {
     "split_plan": 0.8,
     "combine": 0.9,
     "merge_states": 0.7,
+    "mqa_logits": 1.3,
+    "topk_indices": 1.3,
     "cache_write": 0.6,
     "cache_gather": 0.6,
 }

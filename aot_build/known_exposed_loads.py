@@ -7,14 +7,27 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from cute_mla.manifest import kernel_name
+from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.dense_decode import TILINGS, closed_variants, takes_key_masks
+
+# Words of tree_mask and, where requests have different numbers of query tokens, what the table of units says, for each row of a thread: one
+# where CTAs are paired, else two. Only the tiles with new tokens load them, and only in calls with a tree.
+_TREE_WORDS = {True: 8, False: 16}
+
 # fmt: off
 KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
+    **{
+        kernel_name("dense_decode", arch.name, config.name): {"LDG.E": _TREE_WORDS[TILINGS[arch.name].paired]}
+        for arch in ARCHS.values()
+        for config in closed_variants(arch)
+        if takes_key_masks(config.operands)
+    },
     "dense_prefill_sm100_bf16_d128_elements": {"LDG.E.U16": 32},
     "dense_prefill_sm100_bf16_d192_elements": {"LDG.E.U16": 48},
     "dense_prefill_sm100_bf16_d256_elements": {"LDG.E.U16": 29},
     "dense_prefill_sm100_fp16_d128_elements": {"LDG.E.U16": 32},
     "dense_prefill_sm100_fp16_d192_elements": {"LDG.E.U16": 48},
-    "dense_prefill_sm100_fp16_d256_elements": {"LDG.E.U16": 29},
     "dense_prefill_dkdv_sm100_bf16_d128": {"LDG.E": 4},
     "dense_prefill_dkdv_sm100_bf16_d192": {"LDG.E": 4},
     "dense_prefill_dkdv_sm100_fp16_d128": {"LDG.E": 4},
@@ -31,13 +44,21 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     "dense_prefill_dq_sm100_fp16_d128_elements": {"LDG.E.U16": 48},
     "dense_prefill_dq_sm100_fp16_d192": {"LDG.E.128": 15},
     "dense_prefill_dq_sm100_fp16_d192_elements": {"LDG.E.U16": 56},
+    "sparse_prefill_sm100_bf16_d512_cluster1": {"LDG.E": 2},
     "sparse_prefill_sm100_bf16_d512_cluster2": {"LDG.E": 2},
+    "sparse_prefill_sm100_bf16_d512_cluster1_elements": {"LDG.E": 2},
     "sparse_prefill_sm100_bf16_d512_cluster2_elements": {"LDG.E": 2},
+    "sparse_prefill_sm100_bf16_d576_cluster1": {"LDG.E": 2},
     "sparse_prefill_sm100_bf16_d576_cluster2": {"LDG.E": 2},
+    "sparse_prefill_sm100_bf16_d576_cluster1_elements": {"LDG.E": 2},
     "sparse_prefill_sm100_bf16_d576_cluster2_elements": {"LDG.E": 2},
+    "sparse_prefill_sm100_fp16_d512_cluster1": {"LDG.E": 2},
     "sparse_prefill_sm100_fp16_d512_cluster2": {"LDG.E": 2},
+    "sparse_prefill_sm100_fp16_d512_cluster1_elements": {"LDG.E": 2},
     "sparse_prefill_sm100_fp16_d512_cluster2_elements": {"LDG.E": 2},
+    "sparse_prefill_sm100_fp16_d576_cluster1": {"LDG.E": 2},
     "sparse_prefill_sm100_fp16_d576_cluster2": {"LDG.E": 2},
+    "sparse_prefill_sm100_fp16_d576_cluster1_elements": {"LDG.E": 2},
     "sparse_prefill_sm100_fp16_d576_cluster2_elements": {"LDG.E": 2},
     "sparse_prefill_sm90_bf16_d512_cluster1": {"LDG.E": 7},
     "sparse_prefill_sm90_bf16_d512_cluster1_elements": {"LDG.E": 7},

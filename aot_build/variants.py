@@ -15,17 +15,19 @@ from cute_mla.spec import (
     dense_prefill_dkdv,
     dense_prefill_dq,
     merge_states,
+    mqa_logits,
     sparse_decode,
     sparse_prefill,
+    topk_indices,
 )
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.combine import CombineConfig
-from cute_mla.spec.mla import DTYPES, VALUE_COLUMNS
+from cute_mla.spec.mla import LATENT_DIMS, key_dtypes
 from cute_mla.spec.split_plan import SplitPlanConfig
 
 OPS = (
     *("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill", "dense_prefill_dq", "dense_prefill_dkdv"),
-    *("split_plan", "combine", "merge_states", "cache_write", "cache_gather"),
+    *("split_plan", "combine", "merge_states", "mqa_logits", "topk_indices", "cache_write", "cache_gather"),
 )
 
 
@@ -61,14 +63,16 @@ def closed_variants(arch: Arch, ops: Sequence[str] = OPS) -> tuple[Variant, ...]
         ("dense_prefill_dkdv", dense_prefill_dkdv.closed_variants(arch)),
         ("dense_prefill_dq", dense_prefill_dq.closed_variants(arch)),
         ("dense_decode", dense_decode.closed_variants(arch)),
+        ("mqa_logits", mqa_logits.closed_variants()),
     )
-    combines = [CombineConfig(dtype, d_v) for d_v in VALUE_COLUMNS for dtype in DTYPES]
+    combines = dict.fromkeys(CombineConfig(dtype, dims.latent) for d_qk, dims in LATENT_DIMS.items() for dtype in key_dtypes(d_qk))
     cache_kernels = [(op, config) for op in ("cache_write", "cache_gather") for config in cache_rows.closed_variants()]
     listed = (
         *(Variant(op, arch, config, f"cute_mla.kernels.{op}.{arch.name}") for op, configs in attention for config in configs),
         Variant("split_plan", arch, SplitPlanConfig(), "cute_mla.kernels.split_plan.kernel"),
         *(Variant("combine", arch, config, "cute_mla.kernels.combine.kernel") for config in combines),
         *(Variant("merge_states", arch, config, "cute_mla.kernels.merge_states.kernel") for config in merge_states.closed_variants()),
+        *(Variant("topk_indices", arch, config, "cute_mla.kernels.topk_indices.kernel") for config in topk_indices.closed_variants()),
         *(Variant(op, arch, config, f"cute_mla.kernels.{op}.kernel") for op, config in cache_kernels),
     )
     return tuple(variant for variant in listed if variant.op in ops)

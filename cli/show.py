@@ -1,4 +1,4 @@
-"""Command `cute-mla show`: the built kernels, one kernel, the environment, or what is supported."""
+"""Command `cute-mla show`: the built kernels, one kernel, the environment, what is supported, or which models are served."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("what", type=Name(["manifest", "kernel", "env", "support"]), default="manifest")
+@click.argument("what", type=Name(["manifest", "kernel", "env", "support", "models"]), default="manifest")
 @click.argument("name", required=False)
 @click.option("--counts", is_flag=True, help="With kernel: run it on the simulated device and count its instructions (takes seconds).")
 @click.option(
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 @click.option("--gpu", metavar="NAME", show_default="first of the architecture", help="With --stalls: the GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(what: str, name: str | None, counts: bool, code: str, stalls: bool, gpu: str | None, as_json: bool) -> None:
-    """Print the manifest (the default), one kernel by NAME, the environment, or what this version supports."""
+    """Print the manifest (the default), one kernel by NAME, the environment, what this version supports, or the models that it serves."""
     if (what == "kernel") != (name is not None):
         raise click.UsageError("`show kernel` takes the name of one kernel" if what == "kernel" else f"`show {what}` takes no name")
     if counts and what != "kernel":
@@ -49,8 +49,8 @@ def show(what: str, name: str | None, counts: bool, code: str, stalls: bool, gpu
     if what == "env":
         _show_env(as_json)
         return
-    if what == "support":
-        _show_support(as_json)
+    if what in ("support", "models"):
+        (_show_support if what == "support" else _show_models)(as_json)
         return
     artifacts = load_artifacts()
     if name is None:
@@ -185,5 +185,14 @@ def _show_support(as_json: bool) -> None:
 
     if as_json:
         print_json({"kernels": dict(kernels()), "proof": {arch.name: arch.proof for arch in ARCHS.values()}, "options": dict(options())})
+    else:
+        click.echo(markdown(), nl=False)
+
+
+def _show_models(as_json: bool) -> None:
+    from .served_models import HEADS, markdown, served_models
+
+    if as_json:
+        print_json({"models": [dict(zip(HEADS, cells, strict=True)) for cells in served_models()]})
     else:
         click.echo(markdown(), nl=False)

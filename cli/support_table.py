@@ -11,7 +11,7 @@ from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.dense_prefill import HEAD_DIMS
 
 # Fields that say how a kernel lays out and loads rows. The table leaves them out: listed kernels ship with all values that calls need.
-_UNLISTED_FIELDS = ("cluster", "access_bytes")
+_UNLISTED_FIELDS = ("cluster", "access_bytes", "slots", "head_tile")
 _INTERNAL_OPS = ("split_plan", "combine", "dense_prefill_dq")  # run inside other calls; no public function calls them alone
 
 # Meaning of the values of a configuration, except the element type. A kernel without an entry here cannot be listed.
@@ -35,6 +35,8 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
     "sparse_prefill": {"d_qk": {columns: f"sparse prefill, rows of {columns}" for columns in (576, 512)}},
     "dense_prefill": {"d_qk": {d_qk: f"dense prefill, {d_qk} columns of q and k, {d_v} of v" for d_qk, d_v in HEAD_DIMS.items()}},
     "dense_prefill_dkdv": {"d_qk": {columns: f"dense prefill, backward, {columns} columns of q and k, 128 of v" for columns in (192, 128)}},
+    "mqa_logits": {"paged": dict.fromkeys((False, True), "the indexer's logits, keys in a row and in an index cache")},
+    "topk_indices": {"": {None: "`topk_indices`"}},
     "merge_states": {"head_dim": dict.fromkeys((512, 256, 128), "`merge_states`, rows of 512, 256 and 128")},
     **{
         op: {
@@ -79,7 +81,7 @@ def _what(variant: Variant) -> str:
     fields = {key: value for key, value in asdict(variant.config).items() if key not in (*_UNLISTED_FIELDS, "dtype")}  # type: ignore[call-overload]
     if "operands" in fields:
         del fields["d_qk"]  # of dense decode, whose columns the second table lists
-    ((name, value),) = fields.items()
+    ((name, value),) = fields.items() or ((("", None)),)
     return _WORDS[variant.op][name][value]
 
 

@@ -24,6 +24,7 @@ _ERRORS = (
     ("out cos diff", "out_cos_diff"),
     ("lse max abs", "lse_max_abs"),
     ("max_logits max abs", "max_logits_max_abs"),
+    ("lse_indexer max abs", "lse_indexer_max_abs"),
 )
 _DEVICES = {"sim": "the simulated device", "cuda": "a GPU"}
 

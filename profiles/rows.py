@@ -7,12 +7,17 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from ..spec.cache_format import FORMATS, FP8_656
+from ..spec.cache_format import FP8_656
+from ..spec.cache_rows import CACHED
 from ..spec.dense_decode import LATENT, OPERANDS
 from ..spec.mla import D_QK, DTYPES, LATENT_DIMS
+from ..spec.sparse_decode import DECODED, DECODED_BESIDE
+from ..spec.sparse_prefill import HEAD_DIMS
+from ..spec.topk_indices import DTYPE as LOGITS
 from .roofline import Work
 from .shapes import (
     CacheWriteShape,
@@ -24,6 +29,7 @@ from .shapes import (
     Shape,
     SparseDecodeShape,
     SparsePrefillShape,
+    TopkShape,
 )
 
 DEFINITIONS = Path(__file__).resolve().parent / "definitions"
@@ -83,10 +89,22 @@ def _lengths(document: Table, entry: Table, least: int) -> tuple[int, ...]:
     return (entry["length"],) * entry["batch"]
 
 
+def _tokens(entry: Table, batch: int) -> tuple[int, tuple[int, ...]]:
+    """Return the most query tokens of a request, and those of each: `s_q` and none, or `tokens`, over and over."""
+    if "tokens" not in entry:
+        return entry["s_q"], ()
+    if "s_q" in entry:
+        raise ValueError("s_q and tokens are given; supported: one of them")
+    return max(entry["tokens"]), tuple(islice(cycle(entry["tokens"]), batch))
+
+
 def _dense_decode(document: Table, entry: Table) -> Shape:
+    lengths = _lengths(document, entry, entry.get("s_q", 1))
+    s_q, tokens = _tokens(entry, len(lengths))
     return DecodeShape(
-        lengths=_lengths(document, entry, entry["s_q"]),
-        s_q=entry["s_q"],
+        lengths=lengths,
+        s_q=s_q,
+        tokens=tokens,
         h_q=entry["h_q"],
         h_kv=entry.get("h_kv", 1),
         page_size=document["page_size"],
@@ -96,19 +114,25 @@ def _dense_decode(document: Table, entry: Table) -> Shape:
 
 
 def _sparse_decode(document: Table, entry: Table) -> Shape:
+    s_q, tokens = _tokens(entry, entry["batch"])
     return SparseDecodeShape(
         batch=entry["batch"],
-        s_q=entry["s_q"],
+        s_q=s_q,
+        tokens=tokens,
         h_q=entry["h_q"],
         topk=entry["topk"],
         context=entry["context"],
-        cache=_known("cache", entry.get("cache", FP8_656.name), tuple(FORMATS)),
+        cache=_known("cache", entry.get("cache", FP8_656.name), tuple(DECODED)),
         page_size=document["page_size"],
+        extra=_known("extra", entry["extra"], tuple(DECODED_BESIDE)) if "extra" in entry else None,
+        extra_topk=entry["extra_topk"] if "extra" in entry else 0,
     )
 
 
 def _sparse_prefill(document: Table, entry: Table) -> Shape:
-    return SparsePrefillShape(s_q=entry["s_q"], h_q=entry["h_q"], s_kv=entry["s_kv"], topk=entry["topk"])
+    return SparsePrefillShape(
+        s_q=entry["s_q"], h_q=entry["h_q"], s_kv=entry["s_kv"], topk=entry["topk"], d_qk=_known("d_qk", entry.get("d_qk", D_QK), HEAD_DIMS)
+    )
 
 
 def _dense_prefill(document: Table, entry: Table) -> Shape:
@@ -125,7 +149,7 @@ def _dense_prefill(document: Table, entry: Table) -> Shape:
 def _dense_prefill_backward(document: Table, entry: Table) -> Shape:
     forward = _dense_prefill(document, entry)
     assert isinstance(forward, DensePrefillShape)
-    return DensePrefillBackwardShape(forward.lengths, forward.h_q, forward.h_kv, forward.causal)
+    return DensePrefillBackwardShape(forward.lengths, forward.h_q, forward.h_kv, forward.causal, forward.d_qk)
 
 
 def _combine(document: Table, entry: Table) -> Shape:
@@ -137,20 +161,25 @@ def _merge_states(document: Table, entry: Table) -> Shape:
 
 
 def _cache_write(document: Table, entry: Table) -> Shape:
-    return CacheWriteShape(tokens=entry["tokens"], cache=_known("cache", entry["cache"], tuple(FORMATS)), page_size=document["page_size"])
+    return CacheWriteShape(tokens=entry["tokens"], cache=_known("cache", entry["cache"], tuple(CACHED)), page_size=document["page_size"])
+
+
+def _topk_indices(document: Table, entry: Table) -> Shape:
+    return TopkShape(rows=entry["rows"], columns=entry["columns"], topk=entry["topk"])
 
 
 _LENGTHS = {"batch", "length", "lengths", "varlen"}
 # for each op: the function that makes a shape from a case's table, and the keys that the table may have
 _SHAPES: dict[str, tuple[Callable[[Table, Table], Shape], set[str]]] = {
-    "dense_decode": (_dense_decode, {*_LENGTHS, "s_q", "h_q", "h_kv", "operands", "d_qk"}),
-    "sparse_decode": (_sparse_decode, {"batch", "s_q", "h_q", "topk", "context", "cache"}),
-    "sparse_prefill": (_sparse_prefill, {"s_q", "h_q", "s_kv", "topk"}),
+    "dense_decode": (_dense_decode, {*_LENGTHS, "s_q", "tokens", "h_q", "h_kv", "operands", "d_qk"}),
+    "sparse_decode": (_sparse_decode, {"batch", "s_q", "tokens", "h_q", "topk", "context", "cache", "extra", "extra_topk"}),
+    "sparse_prefill": (_sparse_prefill, {"s_q", "h_q", "s_kv", "topk", "d_qk"}),
     "dense_prefill": (_dense_prefill, {*_LENGTHS, "h_q", "h_kv", "causal", "d_qk", "cached"}),
-    "dense_prefill_backward": (_dense_prefill_backward, {*_LENGTHS, "h_q", "h_kv", "causal"}),
+    "dense_prefill_backward": (_dense_prefill_backward, {*_LENGTHS, "h_q", "h_kv", "causal", "d_qk"}),
     "combine": (_combine, {"batch", "s_q", "h_q", "splits"}),
     "merge_states": (_merge_states, {"tokens", "h_q", "states"}),
     "cache_write": (_cache_write, {"tokens", "cache"}),
+    "topk_indices": (_topk_indices, {"rows", "columns", "topk"}),
 }
 OPS = tuple(_SHAPES)
 _CASE_KEYS = {"name", "priority", "roof_us", "goal_us"}
@@ -158,7 +187,7 @@ _CASE_KEYS = {"name", "priority", "roof_us", "goal_us"}
 
 def _known(name: str, value: Any, supported: Sequence[Any]) -> Any:
     if value not in supported:
-        raise ValueError(f"{name} is {value!r}; supported: {', '.join(supported)}")
+        raise ValueError(f"{name} is {value!r}; supported: {', '.join(map(str, supported))}")
     return value
 
 
@@ -167,7 +196,7 @@ def parse(text: str) -> tuple[Case, ...]:
     document = tomllib.loads(text)
     if document.get("op") not in OPS:
         raise ValueError(f"op is {document.get('op')!r}; benchmark rows exist for {', '.join(OPS)}")
-    _known("dtype", document.get("dtype"), DTYPES)
+    _known("dtype", document.get("dtype"), (LOGITS,) if document["op"] == "topk_indices" else DTYPES)
     cases = tuple(_case(document, row, entry) for row in document["row"] for entry in row["cases"])
     names = [case.name for case in cases]
     for name in names:

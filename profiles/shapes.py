@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from ..spec.arch import Arch
 from ..spec.cache_format import FORMATS, FP8_656, CacheFormat
+from ..spec.cache_rows import CACHED
 from ..spec.dense_decode import FP8, LATENT, TILE_ROWS, row_ctas
 from ..spec.dense_prefill import HEAD_DIMS as PREFILL_HEAD_DIMS
 from ..spec.mla import D_QK, D_V, ELEMENT_BYTES, LATENT_DIMS, ceil_div
@@ -44,6 +45,11 @@ def lengths_text(lengths: tuple[int, ...]) -> str:
     return f"L{min(lengths)}-{max(lengths)} (mean {sum(lengths) // len(lengths)})"
 
 
+def tokens_text(s_q: int, tokens: tuple[int, ...]) -> str:
+    """Format query tokens: "s2" if all requests have as many, else least, greatest and their sum."""
+    return f"s{min(tokens)}-{max(tokens)} (sum {sum(tokens)})" if tokens else f"s{s_q}"
+
+
 class UntiledShape:
     """Base of shapes whose tiles of query rows add no arithmetic."""
 
@@ -57,7 +63,7 @@ class DecodeShape:
     """A dense decode.
 
     lengths: keys of each request. s_q, h_q: query tokens and heads of a request. page_size: keys of a page.
-    operands, d_qk: as in DenseDecodeConfig.
+    operands, d_qk: as in DenseDecodeConfig. tokens: query tokens of each request, packed, of which s_q is the most; empty: s_q each.
     """
 
     lengths: tuple[int, ...]
@@ -67,6 +73,12 @@ class DecodeShape:
     page_size: int = 64
     operands: str = LATENT
     d_qk: int = D_QK
+    tokens: tuple[int, ...] = ()
+
+    @property
+    def query_tokens(self) -> tuple[int, ...]:
+        """Query tokens of each request."""
+        return self.tokens or (self.s_q,) * self.batch
 
     @property
     def d_v(self) -> int:
@@ -84,16 +96,21 @@ class DecodeShape:
         return sum(self.lengths)
 
     @property
+    def cache_row_bytes(self) -> int:
+        """Bytes of a key of one KV head."""
+        return self.d_qk * (ELEMENT_BYTES if self.operands == LATENT else E4M3_BYTES)
+
+    @property
     def work(self) -> Work:
         """Products over all keys; bytes of cache rows, q, out, lse and the page table."""
-        rows = self.batch * self.s_q * self.h_q
+        rows = sum(self.query_tokens) * self.h_q
+        pairs = sum(tokens * length for tokens, length in zip(self.query_tokens, self.lengths, strict=True))
         pages = sum(ceil_div(length, self.page_size) for length in self.lengths)
         q_bytes = self.d_qk * (E4M3_BYTES if self.operands == FP8 else ELEMENT_BYTES)
-        cache_row_bytes = self.d_qk * (ELEMENT_BYTES if self.operands == LATENT else E4M3_BYTES)
         row_bytes = q_bytes + ELEMENT_BYTES * self.d_v + FLOAT_BYTES
         return Work(
-            flops=float(pair_flops(self.d_qk, self.d_v) * self.s_q * self.h_q * self.keys),
-            bytes=float(cache_row_bytes * self.h_kv * self.keys + row_bytes * rows + INDEX_BYTES * pages),
+            flops=float(pair_flops(self.d_qk, self.d_v) * self.h_q * pairs),
+            bytes=float(self.cache_row_bytes * self.h_kv * self.keys + row_bytes * rows + INDEX_BYTES * pages),
             rate=FP8_RATE if self.operands == FP8 else 1.0,
         )
 
@@ -102,7 +119,7 @@ class DecodeShape:
         """Short form such as "b128 L4096 h128 s1"."""
         operands = "" if self.operands == LATENT else f" {self.operands}"
         operands += "" if self.d_qk == D_QK else f" d{self.d_qk}"
-        return f"b{self.batch} {lengths_text(self.lengths)} h{self.h_q} s{self.s_q}{operands}"
+        return f"b{self.batch} {lengths_text(self.lengths)} h{self.h_q} {tokens_text(self.s_q, self.tokens)}{operands}"
 
     def tile_padding(self, arch: Arch) -> float | None:
         """Return the padding of the query rows of one KV head."""
@@ -114,7 +131,8 @@ class SparseDecodeShape:
     """A sparse decode.
 
     topk: indices of a query token, all valid. context: keys of each request, from which the indices select.
-    cache: name of a CacheFormat.
+    cache: name of a CacheFormat. extra: that of a second cache of the same context, of which a token selects extra_topk keys; None: none.
+    tokens: query tokens of each request, packed, of which s_q is the most; empty: s_q each.
     """
 
     batch: int
@@ -124,6 +142,14 @@ class SparseDecodeShape:
     context: int
     cache: str = FP8_656.name
     page_size: int = 64
+    extra: str | None = None
+    extra_topk: int = 0
+    tokens: tuple[int, ...] = ()
+
+    @property
+    def query_tokens(self) -> tuple[int, ...]:
+        """Query tokens of each request."""
+        return self.tokens or (self.s_q,) * self.batch
 
     @property
     def format(self) -> CacheFormat:
@@ -133,17 +159,21 @@ class SparseDecodeShape:
     @property
     def work(self) -> Work:
         """Products over the selected keys; bytes of the selected rows, indices, q, out and lse of each query token."""
-        tokens, layout = self.batch * self.s_q, self.format
+        tokens, layout = sum(self.query_tokens), self.format
         row_bytes = ELEMENT_BYTES * (layout.d_qk + D_V) + FLOAT_BYTES
+        extra_bytes = 0 if self.extra is None else (FORMATS[self.extra].page_bytes(1) + INDEX_BYTES) * self.extra_topk
         return Work(
-            flops=float(pair_flops(layout.d_qk, D_V) * tokens * self.h_q * self.topk),
-            bytes=float(tokens * ((layout.page_bytes(1) + INDEX_BYTES) * self.topk + row_bytes * self.h_q)),
+            flops=float(pair_flops(layout.d_qk, D_V) * tokens * self.h_q * (self.topk + self.extra_topk)),
+            bytes=float(tokens * ((layout.page_bytes(1) + INDEX_BYTES) * self.topk + extra_bytes + row_bytes * self.h_q)),
         )
 
     @property
     def text(self) -> str:
-        """Short form such as "b128 topk2048 of 32768 h128 s2 fp8_656"."""
-        return f"b{self.batch} topk{self.topk} of {self.context} h{self.h_q} s{self.s_q} {self.cache}"
+        """Short form such as "b128 topk2048 of 32768 h128 s2 fp8_656" or "b128 topk128+512 of 4096 h64 s1 v41+v41_fp4"."""
+        more, beside = ("", "") if self.extra is None else (f"+{self.extra_topk}", f"+{self.extra}")
+        return (
+            f"b{self.batch} topk{self.topk}{more} of {self.context} h{self.h_q} {tokens_text(self.s_q, self.tokens)} {self.cache}{beside}"
+        )
 
     def tile_padding(self, arch: Arch) -> float | None:
         """Return the padding of the heads of one query token."""
@@ -172,7 +202,8 @@ class SparsePrefillShape:
     @property
     def text(self) -> str:
         """Short form such as "s4096 topk2048 of 131072 h128"."""
-        return f"s{self.s_q} topk{self.topk} of {self.s_kv} h{self.h_q}"
+        columns = "" if self.d_qk == D_QK else f" d{self.d_qk}"
+        return f"s{self.s_q} topk{self.topk} of {self.s_kv} h{self.h_q}{columns}"
 
     def tile_padding(self, arch: Arch) -> float | None:
         """Return the padding of the heads of one query token."""
@@ -314,7 +345,7 @@ class CacheWriteShape(UntiledShape):
     @property
     def format(self) -> CacheFormat:
         """The cache's layout."""
-        return FORMATS[self.cache]
+        return CACHED[self.cache]
 
     @property
     def work(self) -> Work:
@@ -328,4 +359,25 @@ class CacheWriteShape(UntiledShape):
         return f"tokens{self.tokens} {self.cache}"
 
 
-Shape: TypeAlias = DecodeShape | SparseDecodeShape | SparsePrefillShape | DensePrefillShape | CombineShape | MergeShape | CacheWriteShape
+@dataclass(frozen=True)
+class TopkShape(UntiledShape):
+    """A topk_indices of `topk` out of `columns` fp32 numbers in each of so many rows."""
+
+    rows: int
+    columns: int
+    topk: int
+
+    @property
+    def work(self) -> Work:
+        """Zero flops, as comparisons are not counted as useful arithmetic; bytes of numbers and lengths in, and of positions out."""
+        return Work(flops=0.0, bytes=float(self.rows * (FLOAT_BYTES * self.columns + INDEX_BYTES * (self.topk + 1))))
+
+    @property
+    def text(self) -> str:
+        """Short form such as "rows64 n65536 topk2048"."""
+        return f"rows{self.rows} n{self.columns} topk{self.topk}"
+
+
+Shape: TypeAlias = (
+    DecodeShape | SparseDecodeShape | SparsePrefillShape | DensePrefillShape | CombineShape | MergeShape | CacheWriteShape | TopkShape
+)

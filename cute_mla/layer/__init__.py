@@ -1,4 +1,4 @@
-"""Multi-head latent attention of DeepSeek-V2 and V3, from a layer's weights to its output.
+"""Multi-head latent attention of DeepSeek-V2, V3 and models with other columns, from a layer's weights to its output.
 
 config has the sizes of a layer, weights its matrices or a shard of them, and batch the requests of one step. attention computes the layer;
 path selects the kernels or, on devices without kernels, plain torch.

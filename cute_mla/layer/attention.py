@@ -20,6 +20,7 @@ from ..cache import gather_kv_cache, write_kv_cache
 from ..ops.arguments import needs_grad
 from ..ops.limits import page_size_error
 from ..ops.tensor_spec import TensorSpec, check_dtype, check_shape, spec_of
+from ..spec.dense_prefill_dq import HEAD_DIMS as GRADIENT_HEAD_DIMS
 from ..spec.mla import D_QK, MAX_HEADS
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
 from .config import MlaConfig
@@ -31,7 +32,7 @@ _WITHOUT_CACHE = "prefill requests without cached keys, as plan_sequences makes 
 
 
 class _Keys(NamedTuple):
-    """Keys of some tokens: latent columns [tokens, 512] and rotary columns [tokens, 64]."""
+    """Keys of some tokens: latent columns [tokens, 512 or 256] and rotary columns [tokens, 64 or 0]."""
 
     latent: torch.Tensor
     rotary: torch.Tensor
@@ -85,9 +86,9 @@ class MlaAttention(torch.nn.Module):
         """Compute attention of new tokens over their sequences, and write the keys of these tokens to the cache.
 
         hidden: [tokens, hidden_size], in the order of the batch, with dtype and device of the weights
-        k_cache: [pages, page size, 1, 576] of the same dtype or float8_e4m3fn, with the cached keys of the requests; page size and strides
-        as in flash_mla_with_kvcache. Rotary columns 2i and 2i + 1 of a key are a pair. None if the batch reads no
-        cached keys: new keys are not written
+        k_cache: [pages, page size, 1, latent + rotary columns] of the same dtype, with the cached keys of the requests, or with 576 columns
+        of float8_e4m3fn; page size and strides as in flash_mla_with_kvcache. Rotary columns 2i and 2i + 1 of a key are a pair. None if the
+        batch reads no cached keys: new keys are not written
         descale_k: scale of an e4m3 cache, fp32, one element on the device; keys are descale_k * k_cache; default 1. A prefill request
         attends to its own new keys before they are rounded to e4m3; later steps read the rounded keys.
 
@@ -95,8 +96,8 @@ class MlaAttention(torch.nn.Module):
         path never synchronises with the device, so that a step can be captured in a CUDA graph.
 
         Gradients reach hidden and the weights, through flash_attn_varlen_backward, if the batch has neither decode requests nor cached
-        keys. Other batches raise ValueError if hidden or a weight requires grad, unless gradients are off (torch.no_grad). Keys that are
-        written to the cache are detached.
+        keys. Other batches raise ValueError if hidden or a weight requires grad, unless gradients are off (torch.no_grad); so do heads with
+        queries of 256 columns where kernels compute them. Keys that are written to the cache are detached.
 
         On devices without kernels (CPU tensors outside cute_mla.simulate(), GPUs of other architectures) the torch reference computes
         attention. `path` says so, and a warning does once per device.
@@ -104,17 +105,20 @@ class MlaAttention(torch.nn.Module):
         Raises ValueError on bad arguments, and the errors of flash_mla_with_kvcache and flash_attn_varlen_func.
         """
         self._check(hidden, k_cache, batch, descale_k)
+        path = attention_path(hidden.device)
         if needs_grad(hidden, *self._parameters.values()):
             _check_differentiable(batch)
-        path = attention_path(hidden.device)
+            if path.name == "kernels":
+                _check_gradients_of_kernels(self.config)
         if path.name == "reference":
             warn_reference(hidden.device)
         rope = rotation(batch.positions, self._radians, self.config)
         q = self._queries(hidden, rope)
         keys = self._new_keys(hidden, rope)
-        cache = Cache(hidden.new_empty(0, 1, 1, D_QK) if k_cache is None else k_cache, descale_k)
+        cache = Cache(hidden.new_empty(0, 1, 1, self.config.key_columns) if k_cache is None else k_cache, descale_k)
         if k_cache is not None:
-            write_kv_cache(keys.latent.detach(), keys.rotary.detach(), cache.keys, batch.slot_mapping, descale_k=descale_k)
+            rotary = keys.rotary.detach() if self.config.qk_rope_head_dim else None
+            write_kv_cache(keys.latent.detach(), rotary, cache.keys, batch.slot_mapping, descale_k=descale_k)
         parts = []
         decoded = 0
         if batch.decode is not None:
@@ -145,6 +149,10 @@ class MlaAttention(torch.nn.Module):
         if self.q_a is not None and self.q_a_norm is not None:
             hidden = self._normalise(linear(hidden, self.q_a), self.q_a_norm)
         q = linear(hidden, self.q_b).unflatten(1, (self.heads, -1))
+        if rope.query_scale is not None:
+            q = (q * rope.query_scale.view(-1, 1, 1)).to(q.dtype)
+        if not self.config.qk_rope_head_dim:
+            return q
         plain, rotary = q.split((self.config.qk_nope_head_dim, self.config.qk_rope_head_dim), dim=-1)
         turned = rope.apply(rotary)
         if needs_grad(turned):
@@ -161,11 +169,11 @@ class MlaAttention(torch.nn.Module):
         return rms_norm(columns.float(), weight.shape, weight.float(), self.config.rms_norm_eps).to(columns.dtype)
 
     def _decode(self, path: AttentionPath, q: torch.Tensor, cache: Cache, requests: DecodeRequests) -> torch.Tensor:
-        """Attend in the absorbed form: [tokens, heads, 128]."""
+        """Attend in the absorbed form: [tokens, heads, v_head_dim]."""
         nope, latent = self.config.qk_nope_head_dim, self.config.kv_lora_rank
         by_head = self.kv_b.view(self.heads, -1, latent)
-        query_to_latent, latent_to_value = by_head[:, :nope], by_head[:, nope:].transpose(1, 2)  # [heads, 128, 512], [heads, 512, 128]
-        absorbed = q.new_empty(*q.shape[:2], D_QK)
+        query_to_latent, latent_to_value = by_head[:, :nope], by_head[:, nope:].transpose(1, 2)  # [heads, nope, latent], [heads, latent, v]
+        absorbed = q.new_empty(*q.shape[:2], self.config.key_columns)
         queries, latent_part = q[..., :nope].transpose(0, 1), absorbed[..., :latent].transpose(0, 1)
         if is_dynamo_compiling():  # Dynamo accepts no view as out=
             latent_part.copy_(torch.bmm(queries, query_to_latent))
@@ -177,7 +185,7 @@ class MlaAttention(torch.nn.Module):
         return torch.bmm(out.flatten(0, 1).transpose(0, 1), latent_to_value).transpose(0, 1)
 
     def _prefill(self, path: AttentionPath, q: torch.Tensor, own: _Keys, cache: Cache, requests: PrefillRequests) -> torch.Tensor:
-        """Attend in the decompressed form: [tokens, heads, 128]."""
+        """Attend in the decompressed form: [tokens, heads, v_head_dim]."""
         scale, ends = self.config.softmax_scale, Packed(requests.cu_seqlens, requests.max_seqlen)
         states = [path.varlen(q, self._decompress(own), (ends, ends), scale, causal=True)]
         for chunk in requests.chunks:
@@ -195,6 +203,8 @@ class MlaAttention(torch.nn.Module):
         nope = self.config.qk_nope_head_dim
         both = linear(keys.latent, self.kv_b).unflatten(1, (self.heads, -1))
         plain, v = both.split((nope, self.config.v_head_dim), dim=-1)
+        if not self.config.qk_rope_head_dim:
+            return plain, v
         shared = keys.rotary.unsqueeze(1)
         if needs_grad(plain, shared):
             return torch.cat((plain, shared.expand(-1, self.heads, -1)), dim=-1), v
@@ -211,11 +221,12 @@ class MlaAttention(torch.nn.Module):
             _check_without_cache(batch, descale_k)
         else:
             cache = spec_of("k_cache", k_cache)
-            check_shape("k_cache", cache, ("pages", "page size", 1, D_QK))
+            columns = self.config.key_columns
+            check_shape("k_cache", cache, ("pages", "page size", 1, columns))
             problem = page_size_error(cache.shape[1])
             if problem is not None:
                 raise ValueError(f"k_cache has shape {list(cache.shape)}: {problem}")
-            given.append(("k_cache", cache, (torch.float8_e4m3fn,)))
+            given.append(("k_cache", cache, (torch.float8_e4m3fn,) if columns == D_QK else ()))
         for name, spec, dtypes in given:
             check_dtype(name, spec, weights.dtype, *dtypes)
             if spec.device != weights.device:
@@ -240,6 +251,16 @@ def _check_differentiable(batch: MlaBatch) -> None:
         raise ValueError(
             f"hidden or a weight requires grad, and the batch has {uses}; supported: {_WITHOUT_CACHE}, or any batch inside "
             "`with torch.no_grad():`"
+        )
+
+
+def _check_gradients_of_kernels(config: MlaConfig) -> None:
+    """Raise ValueError if the kernels of prefill have no backward pass for the columns of the heads."""
+    if config.query_columns not in GRADIENT_HEAD_DIMS:
+        dims = " or ".join(map(str, GRADIENT_HEAD_DIMS))
+        raise ValueError(
+            f"hidden or a weight requires grad, and qk_nope_head_dim + qk_rope_head_dim is {config.query_columns}; supported by the "
+            f"kernels: {dims}, or any inside `with torch.no_grad():`"
         )
 
 

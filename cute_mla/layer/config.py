@@ -7,15 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..ops.arguments import check_flag, check_integer, is_integer, is_number, short_repr
+from ..ops.arguments import check_flag, check_integer, is_number, short_repr
 from ..spec.dense_prefill import HEAD_DIMS
-from ..spec.mla import D_LATENT, D_ROPE
+from ..spec.mla import D_LATENT, D_ROPE, LATENT_DIMS
 
-D_NOPE = 192 - D_ROPE  # columns of a head without rotary embedding, of DeepSeek's and Kimi's models
-HEAD_V = HEAD_DIMS[192]
-
-_FIXED = {"kv_lora_rank": D_LATENT, "qk_rope_head_dim": D_ROPE}
-_VALUE_COLUMNS = {d_qk - D_ROPE: HEAD_DIMS[d_qk] for d_qk in (192, 256)}  # of a head, by its columns without rotary embedding
 _POSITIVE_INTEGERS = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _YARN_TYPES = ("yarn", "deepseek_yarn")
 
@@ -28,6 +23,9 @@ class YarnScaling:
     beta_fast: frequencies with at least this many turns within the original context stay as they are. beta_slow: frequencies with at most
     this many turns are divided by `factor`.
     mscale: scale of the rotary columns of queries and keys. mscale_all_dim: scale of all columns, applied to the scale of the softmax.
+    llama_4_scaling_beta: of Mistral's models, whose queries grow with their position: at position p a query is multiplied by
+    1 + beta * ln(1 + floor(p / original_max_position_embeddings)). Their scale of the softmax has no factor (transformers,
+    modeling_mistral4.py). None: DeepSeek's models.
     """
 
     factor: float
@@ -36,12 +34,15 @@ class YarnScaling:
     beta_slow: float = 1.0
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
+    llama_4_scaling_beta: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
             _check_positive(f"rope_scaling[{name!r}]", getattr(self, name))
-        for name in ("mscale", "mscale_all_dim"):
+        for name in ("mscale", "mscale_all_dim", "llama_4_scaling_beta"):
             value = getattr(self, name)
+            if name == "llama_4_scaling_beta" and value is None:
+                continue
             if not is_number(value) or not 0 <= float(value) < math.inf:
                 raise ValueError(f"rope_scaling[{name!r}] is {short_repr(value)}; supported: a number, 0 or more")
         if self.beta_slow >= self.beta_fast:
@@ -58,7 +59,7 @@ class YarnScaling:
             raise ValueError(f"rope_scaling is of type {kind!r}; supported: {', '.join(_YARN_TYPES)}")
         required = ("factor", "original_max_position_embeddings")
         _check_present("rope_scaling", scaling, required)
-        names = (*required, "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+        names = (*required, "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta")
         return YarnScaling(**{name: scaling[name] for name in names if scaling.get(name) is not None})
 
     @property
@@ -69,15 +70,17 @@ class YarnScaling:
     @property
     def softmax_scale(self) -> float:
         """Return the factor of the scale of the softmax."""
-        return _magnitude(self.factor, self.mscale_all_dim) ** 2
+        return _magnitude(self.factor, self.mscale_all_dim) ** 2 if self.llama_4_scaling_beta is None else 1.0
 
 
 @dataclass(frozen=True)
 class MlaConfig:
-    """Configuration of a layer, with the names of Hugging Face configs. Sizes that the kernels fix have one supported value.
+    """Configuration of a layer, with the names of Hugging Face configs.
 
-    The columns of a head have two: qk_nope_head_dim 128 with v_head_dim 128, and 192 with 256, which has no gradients.
-
+    kv_lora_rank, qk_rope_head_dim: columns of a key in the cache, latent and rotary: 512 and 64, 512 and 0 (no rotary embedding), or 256
+    and 64.
+    qk_nope_head_dim, v_head_dim: a head's query has qk_nope_head_dim + qk_rope_head_dim columns: 192 or 128 with a v_head_dim of 128, or
+    256 with 256. The kernels have no gradients of the last.
     max_position_embeddings: longest sequence of the model; positions lie on the device and are not checked against it.
     q_lora_rank: None if one matrix projects queries (DeepSeek-V2-Lite).
     rope_interleave: True if rotary columns 2i and 2i + 1 of a checkpoint are a pair, as in DeepSeek's; False if i and i + 32 are.
@@ -87,9 +90,9 @@ class MlaConfig:
     num_attention_heads: int
     q_lora_rank: int | None
     kv_lora_rank: int = D_LATENT
-    qk_nope_head_dim: int = D_NOPE
+    qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = D_ROPE
-    v_head_dim: int = HEAD_V
+    v_head_dim: int = 128
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
     rope_scaling: YarnScaling | None = None
@@ -97,15 +100,7 @@ class MlaConfig:
     max_position_embeddings: int = 163_840
 
     def __post_init__(self) -> None:
-        for name, fixed in _FIXED.items():
-            value = getattr(self, name)
-            if not is_integer(value) or value != fixed:
-                raise ValueError(f"{name} is {short_repr(value)}; supported: {fixed}")
-        nope, d_v = self.qk_nope_head_dim, self.v_head_dim
-        if not is_integer(nope) or nope not in _VALUE_COLUMNS:
-            raise ValueError(f"qk_nope_head_dim is {short_repr(nope)}; supported: {', '.join(map(str, _VALUE_COLUMNS))}")
-        if not is_integer(d_v) or d_v != _VALUE_COLUMNS[nope]:
-            raise ValueError(f"v_head_dim is {short_repr(d_v)} with qk_nope_head_dim {nope}; supported: {_VALUE_COLUMNS[nope]}")
+        self._check_columns()
         for name in _POSITIVE_INTEGERS:
             check_integer(name, getattr(self, name), 1)
         if self.q_lora_rank is not None:
@@ -116,13 +111,33 @@ class MlaConfig:
         for name in ("rms_norm_eps", "rope_theta"):
             _check_positive(name, getattr(self, name))
 
+    def _check_columns(self) -> None:
+        """Raise ValueError unless kernels have the columns of keys and of heads."""
+        latent, rotary, nope, d_v = (
+            check_integer(name, getattr(self, name), 0) for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+        )
+        keys = [(dims.latent, dims.rotary) for dims in LATENT_DIMS.values()]
+        if (latent, rotary) not in keys:
+            listed = ", ".join(f"{known} with {columns}" for known, columns in keys)
+            raise ValueError(f"kv_lora_rank is {latent} with qk_rope_head_dim {rotary}; supported: {listed}")
+        heads = {d_qk - rotary: columns for d_qk, columns in HEAD_DIMS.items()}
+        if heads.get(nope) != d_v:
+            listed = ", ".join(f"{known} with {columns}" for known, columns in heads.items())
+            raise ValueError(f"qk_nope_head_dim is {nope} with v_head_dim {d_v}; supported with qk_rope_head_dim {rotary}: {listed}")
+        if not rotary and self.rope_scaling is not None:
+            raise ValueError(f"rope_scaling is {short_repr(self.rope_scaling)} with qk_rope_head_dim 0; supported: None")
+
     @staticmethod
     def from_hugging_face(config: Mapping[str, Any]) -> MlaConfig:
         """Read a model's config.json; keys that do not concern attention are ignored.
 
-        Raises ValueError if a key is missing or has an unsupported value.
+        The config of a multimodal model has them under text_config, and is read from there. Raises ValueError if a key is missing or has
+        an unsupported value.
         """
         _check_mapping("config", config)
+        if "text_config" in config:
+            config = config["text_config"]
+            _check_mapping("text_config", config)
         required = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         _check_present("the config", config, (*required, "q_lora_rank"))
         if config.get("attention_bias"):
@@ -143,13 +158,18 @@ class MlaConfig:
     @property
     def softmax_scale(self) -> float:
         """Return the scale of the softmax for the columns of decompressed queries, YaRN's factor included."""
-        scale = (self.qk_nope_head_dim + self.qk_rope_head_dim) ** -0.5
+        scale = self.query_columns**-0.5
         return scale if self.rope_scaling is None else scale * self.rope_scaling.softmax_scale
 
     @property
     def query_columns(self) -> int:
         """Return the columns of a head's query."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
+
+    @property
+    def key_columns(self) -> int:
+        """Return the columns of a key in the cache."""
+        return self.kv_lora_rank + self.qk_rope_head_dim
 
 
 def _magnitude(factor: float, mscale: float) -> float:

@@ -12,9 +12,9 @@ import torch
 from .. import reference
 from ..api import flash_attn_varlen_func, flash_mla_with_kvcache, merge_states
 from ..api.tracing import constant_when_traced
+from ..ops.limits import value_columns
 from ..runtime.current import has_kernels
 from ..spec.arch import ARCHS
-from ..spec.mla import D_V
 from .batch import DecodeRequests
 
 MAX_STATES = 8  # states that merge_states reads without a copy
@@ -30,7 +30,7 @@ class Packed(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """A cache: keys [pages, page size, 1, 576], and the fp32 scale of e4m3 keys, or None."""
+    """A cache: keys [pages, page size, 1, latent + rotary columns], and the fp32 scale of e4m3 keys, or None."""
 
     keys: torch.Tensor
     descale: torch.Tensor | None
@@ -45,7 +45,7 @@ class AttentionPath(Protocol):
         ...
 
     def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, scale: float) -> torch.Tensor:
-        """Compute causal attention of q [requests, s_q, heads, 576] over the cache: [requests, s_q, heads, 512]."""
+        """Compute causal attention of q [requests, s_q, heads, columns of a key] over the cache: [requests, s_q, heads, latent columns]."""
         ...
 
     def varlen(
@@ -66,8 +66,8 @@ class KernelPath:
 
     def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, scale: float) -> torch.Tensor:
         """Decode as AttentionPath.decode."""
-        table, lengths, schedule = requests.block_table, requests.cache_seqlens, requests.schedule
-        out, _ = flash_mla_with_kvcache(q, cache.keys, table, lengths, D_V, schedule, None, scale, causal=True, descale_k=cache.descale)
+        table, lengths, schedule, d_v = requests.block_table, requests.cache_seqlens, requests.schedule, value_columns(q.shape[-1])
+        out, _ = flash_mla_with_kvcache(q, cache.keys, table, lengths, d_v, schedule, None, scale, causal=True, descale_k=cache.descale)
         return out
 
     def varlen(

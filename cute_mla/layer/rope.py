@@ -11,13 +11,19 @@ from .config import MlaConfig, YarnScaling
 
 
 class Rotation(NamedTuple):
-    """Rotation of some tokens: fp32 cosines and sines [tokens, 32], YaRN's scale of rotary columns included."""
+    """Rotation of some tokens: fp32 cosines and sines [tokens, pairs], YaRN's scale of rotary columns included.
+
+    query_scale: fp32 [tokens], what queries are multiplied with; None for 1.
+    """
 
     cos: torch.Tensor
     sin: torch.Tensor
+    query_scale: torch.Tensor | None = None
 
     def apply(self, columns: torch.Tensor) -> torch.Tensor:
-        """Rotate rotary columns [tokens, .., 64], whose columns 2i and 2i + 1 are a pair; rounded once, to their dtype."""
+        """Rotate rotary columns [tokens, .., 64 or 0], whose columns 2i and 2i + 1 are a pair; rounded once, to their dtype."""
+        if not columns.shape[-1]:
+            return columns
         by_token = (*self.cos.shape[:1], *[1] * (columns.dim() - 2), *self.cos.shape[1:])
         cos, sin = self.cos.view(by_token), self.sin.view(by_token)
         even, odd = columns.float().unflatten(-1, (-1, 2)).unbind(-1)
@@ -25,9 +31,9 @@ class Rotation(NamedTuple):
 
 
 def frequencies(config: MlaConfig) -> torch.Tensor:
-    """Return the radians per position of each pair of columns, fp32 [32]."""
+    """Return the radians per position of each pair of columns, fp32 [pairs]."""
     pairs = torch.arange(config.qk_rope_head_dim // 2, dtype=torch.float32)
-    plain = config.rope_theta ** (-2 * pairs / config.qk_rope_head_dim)
+    plain = config.rope_theta ** (-2 * pairs / max(config.qk_rope_head_dim, 1))
     yarn = config.rope_scaling
     if yarn is None:
         return plain
@@ -39,12 +45,23 @@ def frequencies(config: MlaConfig) -> torch.Tensor:
 def rotation(positions: torch.Tensor, radians: torch.Tensor, config: MlaConfig) -> Rotation:
     """Return the rotation of tokens at integer positions [tokens]. radians: from frequencies(), on the same device."""
     angles = positions.float().unsqueeze(1) * radians
-    scale = 1.0 if config.rope_scaling is None else config.rope_scaling.rotary_scale
-    return Rotation(angles.cos() * scale, angles.sin() * scale)
+    yarn = config.rope_scaling
+    scale = 1.0 if yarn is None else yarn.rotary_scale
+    return Rotation(angles.cos() * scale, angles.sin() * scale, None if yarn is None else _query_scale(positions, yarn))
+
+
+def _query_scale(positions: torch.Tensor, yarn: YarnScaling) -> torch.Tensor | None:
+    """Return what queries at these positions are multiplied with, fp32 [tokens]; None for 1."""
+    if not yarn.llama_4_scaling_beta:
+        return None
+    contexts = positions.div(yarn.original_max_position_embeddings, rounding_mode="floor")
+    return 1 + yarn.llama_4_scaling_beta * contexts.float().log1p()
 
 
 def interleaved(rows: torch.Tensor) -> torch.Tensor:
-    """Reorder the rows of a projection to rotary columns [.., 64, columns]: pairs i and i + 32 become pairs 2i and 2i + 1."""
+    """Reorder the rows of a projection to rotary columns [.., 64 or 0, columns]: pairs i and i + 32 become pairs 2i and 2i + 1."""
+    if not rows.shape[-2]:
+        return rows
     halves = rows.unflatten(-2, (2, -1))
     return halves.transpose(-3, -2).flatten(-3, -2)
 

@@ -46,10 +46,12 @@ class MlaWeights:
     """Matrices [out, in], as torch.nn.functional.linear takes them, of one dtype and device. heads: the heads of the shard.
 
     q_a, q_a_norm: [q_lora_rank, hidden] and [q_lora_rank], None without q_lora_rank
-    q_b: [heads * 192, q_lora_rank or hidden], per head 128 columns without rotary embedding and 64 rotary columns;
-    kv_a, kv_a_norm: [576, hidden], 512 latent and 64 rotary columns, and [512]
-    kv_b: [heads * 256, 512], per head 128 columns of keys and 128 columns of values
-    o: [hidden, heads * 128]
+    q_b: [heads * (nope + rotary), q_lora_rank or hidden], per head columns without rotary embedding, then rotary columns
+    kv_a, kv_a_norm: [latent + rotary, hidden], and [latent]
+    kv_b: [heads * (nope + v), latent], per head columns of keys, then columns of values
+    o: [hidden, heads * v]
+
+    nope, rotary, latent and v are the config's qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank and v_head_dim.
 
     Rotary columns 2i and 2i + 1 are a pair, whatever the order in the checkpoint.
     """

@@ -41,6 +41,8 @@ class FlashMla:
     def unsupported_reason(self, case: Case) -> str:
         """Return the reason for unsupported caches, page sizes and topk, else ""."""
         shape = case.shape
+        if isinstance(shape, DecodeShape | SparseDecodeShape) and shape.tokens:
+            return "its requests have equally many query tokens"
         if isinstance(shape, DecodeShape) and shape.operands == FP8_CACHE:
             return "it takes an e4m3 cache with e4m3 queries only"
         if isinstance(shape, DecodeShape) and shape.page_size != _PAGE_SIZE:
@@ -88,8 +90,8 @@ def _sparse_decode(library: Any, workload: SparseDecode) -> list[Run]:
     heads = workload.shape.h_q
 
     def of(operands: Any) -> Run:
-        arguments = (padded_heads(operands.q, 2), operands.k_cache, None, None, D_V, plan)
-        options = {"indices": operands.indices, "is_fp8_kvcache": True, "use_legacy": True}
+        arguments = (padded_heads(operands.q, 2), operands.caches[0], None, None, D_V, plan)
+        options = {"indices": operands.indices[0], "is_fp8_kvcache": True, "use_legacy": True}
 
         def run() -> Results:
             out, lse = library.flash_mla_with_kvcache(*arguments, **options)

@@ -34,8 +34,10 @@ class TritonDecode:
         return str(importlib.import_module("triton").__version__)
 
     def unsupported_reason(self, case: Case) -> str:
-        """Return the reason for 8-bit operands or several KV heads, else ""."""
+        """Return the reason for 8-bit operands, several KV heads or packed query tokens, else ""."""
         assert isinstance(case.shape, DecodeShape)
+        if case.shape.tokens:
+            return "its requests have equally many query tokens"
         if case.shape.operands != LATENT:
             return "it takes operands of 16 bits"
         return "it takes one KV head" if case.shape.h_kv != 1 else ""

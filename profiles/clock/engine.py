@@ -326,6 +326,14 @@ class Engine:
         self.hold(warp, op.read_board, clock + op.read, op.base)
         return clock + op.stall
 
+    def _do_generic_load(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess | int) -> int | None:
+        if isinstance(access, GlobalAccess):
+            return self._do_global_load(clock, warp, op, access)
+        end = warp.sm.remote.serve(clock, access / self.constants.remote_bytes)
+        self.hold(warp, op.write_board, end + self.constants.remote_latency, op.base)
+        self.hold(warp, op.read_board, clock + op.read, op.base)
+        return clock + op.stall
+
     def _do_global_store(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess) -> int | None:
         end = warp.sm.port.queue.serve(clock, access.wavefronts * 128 / self.constants.l1_bytes)
         warp.sm.memory.link.serve(clock, access.request.nbytes / self.constants.l2_bytes)

@@ -31,7 +31,8 @@ PIPE_NUMBERS = {pipe: number for number, pipe in enumerate(_PIPES)}
 _KINDS = {
     "shared": "LDS LDSM STS STSM ATOMS",
     "local": "LDL STL",
-    "global load": "LD LDG",
+    "global load": "LDG",
+    "generic load": "LD",
     "global store": "ST STG RED REDG ATOMG",
     "copy": "LDGSTS",
     "copies arrive": "ARRIVES",

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ...simulator.frontend.layout import SHARED_WINDOW
 from ...simulator.sass.accesses import fragment
 from ...simulator.sass.listing import INSTRUCTION_BYTES, Address, Immediate, Listing, Operand, Register, SassInstruction
 from ...simulator.sass.trace import Step
@@ -251,6 +252,8 @@ class Decoder:
         places = self._address(operand, step, active)
         if ins.base in ("LDSM", "STSM"):
             return self._matrix_waves(places, int(ins.modifiers[-1]) if ins.modifiers[-1].isdigit() else 1)
+        if ins.base == "ATOMS":  # lanes at one word take turns
+            return int(np.bincount(places // BANK_BYTES % BANKS).max())
         return self._wavefronts(places, width_of(ins))
 
     def _matrix_waves(self, places: np.ndarray, matrices: int) -> int:
@@ -272,6 +275,13 @@ class Decoder:
         size = width_of(ins)
         sectors = np.unique(np.concatenate([places // SECTOR, (places + size - 1) // SECTOR]))
         return GlobalAccess(_request(ins, sectors), max(1, -(-len(places) * size // LINE)))
+
+    def _generic_load(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> GlobalAccess | int:
+        """Return the access to global memory, or the bytes of a load from shared memory of the cluster."""
+        operand = next(item for item in ins.operands if isinstance(item, Address))
+        if bool((self._address(operand, step, active) >= SHARED_WINDOW).all()):
+            return int(active.sum()) * width_of(ins)
+        return self._global_load(rank, ins, step, active)
 
     _global_store = _global_load
 

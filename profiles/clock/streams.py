@@ -1,4 +1,4 @@
-"""Clocks of one CTA of the kernels without a loop over keys: combine, merge_states and cache_write, run on small shapes."""
+"""Clocks of one CTA of the kernels without a loop over keys: combine, merge_states, cache_write and topk_indices, run on small shapes."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from ...spec.arch import ARCHS
 from ...spec.cache_rows import KEYS_PER_BLOCK, CacheRowsConfig, config_of
 from ...spec.combine import BLOCKS_PER_SM, NARROW_BLOCKS, RESIDENT_BLOCKS, CombineConfig
 from ...spec.merge_states import ROWS_PER_BLOCK, MergeStatesConfig
+from ...spec.topk_indices import TopkIndicesConfig, config_for
 from ..model.prediction import Combine
 from ..rows import Case
-from ..shapes import CacheWriteShape, CombineShape, MergeShape, Shape
+from ..shapes import CacheWriteShape, CombineShape, MergeShape, Shape, TopkShape
 from ..workloads import WORKLOADS
 from .cluster_run import run_call
 from .constants import Constants
@@ -43,19 +44,26 @@ def _combine_shape(combine: Combine, tokens: int, splits: int) -> CombineShape:
 
 
 def stream_clocks(case: Case, constants: Constants, setting: Setting) -> float:
-    """Return the clocks of one CTA of a row of merge_states or cache_write. ValueError for another op."""
+    """Return the clocks of one CTA of a row of merge_states or cache_write, or of a cluster of topk_indices. ValueError for another op."""
     shape = case.shape
-    config: MergeStatesConfig | CacheRowsConfig
+    config: MergeStatesConfig | CacheRowsConfig | TopkIndicesConfig
+    sms = 1
     if isinstance(shape, MergeShape):
         config = MergeStatesConfig(case.dtype, shape.head_dim)
         small: Shape = replace(shape, tokens=1, h_q=min(shape.h_q, ROWS_PER_BLOCK))
     elif isinstance(shape, CacheWriteShape):
         config = config_of(shape.format, case.dtype)
         small = replace(shape, tokens=min(shape.tokens, KEYS_PER_BLOCK))
+    elif isinstance(shape, TopkShape):
+        sms = constants.sm_count
+        config = config_for(shape.rows, shape.columns, sms)
+        small = replace(shape, rows=1)
+        if config != config_for(1, shape.columns, sms):
+            sms = 1  # on which a single row has the variant of many
     else:
         raise ValueError(f"{case.op} is no stream: it has a loop over keys")
     entry = load_artifacts().entry(case.op, ARCHS[constants.arch].name, config.name)
-    return float(_run(case.op, entry, case.dtype, small, constants, setting))
+    return float(_run(case.op, entry, case.dtype, small, constants, setting, sms))
 
 
 def _run(op: str, entry: KernelEntry, dtype: str, shape: Shape, constants: Constants, setting: Setting, sm_count: int = 1) -> int:

@@ -7,13 +7,14 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...manifest import kernel_name
-from ...spec import cache_write, dense_prefill, dense_prefill_dkdv, dense_prefill_dq, merge_states
+from ...spec import cache_write, dense_prefill, dense_prefill_dkdv, dense_prefill_dq, merge_states, topk_indices
 from ...spec import combine as combine_spec
 from ...spec.arch import Arch
+from ...spec.cache_format import FORMATS
 from ...spec.cache_rows import KEYS_PER_BLOCK
-from ...spec.dense_decode import DenseDecodeProblem
+from ...spec.dense_decode import DenseDecodeProblem, unit_tokens
 from ...spec.mla import D_V, ELEMENT_BYTES, ceil_div
-from ...spec.sparse_decode import SparseDecodeProblem
+from ...spec.sparse_decode import SparseDecodeProblem, serving_kernels
 from ...spec.sparse_prefill import SparsePrefillProblem
 from ...spec.split_plan import TILE_KEYS, accumulator_rows
 from ..kernel_stats.golden_counts import COUNTED_DTYPE, Counts
@@ -27,6 +28,7 @@ from ..shapes import (
     MergeShape,
     SparseDecodeShape,
     SparsePrefillShape,
+    TopkShape,
 )
 from .partition import (
     CtaWork,
@@ -46,6 +48,7 @@ CACHE_WRITE_CTAS_PER_SM = 12  # 128 threads of 40 registers
 COMBINE_CTAS_PER_SM = 2  # 256 threads of 105 registers, and the launch asks for two
 ACCUMULATOR_ROW_BYTES = 4 * (D_V + 1)
 BATCH_INVARIANT_OPS = ("dense_decode", "sparse_decode")  # ops whose calls take batch_invariant
+_TOPK_LOADS = 8  # length, numbers, and twice two look-ups and a barrier of the cluster
 _TOKENS_PER_LOOKUP = 32  # query tokens that combine looks up at once, one a lane
 
 GoldenCounts = Mapping[str, Counts]  # by kernel
@@ -97,11 +100,17 @@ def _kernel(op: str, config: Any, target: Target) -> dict[str, Any]:
 
 def _dense_decode(case: Case, shape: DecodeShape, target: Target, batch_invariant: bool = False) -> Launch:
     columns = ceil_div(max(shape.lengths, default=0), shape.page_size)
+    requests, s_q, lengths, again = shape.batch, shape.s_q, shape.lengths, 0
+    if shape.tokens:  # work units, of which those of a request read its keys one after the other
+        s_q = unit_tokens(shape.s_q, shape.h_q // shape.h_kv)
+        units = [(tokens, ceil_div(tokens, s_q), length) for tokens, length in zip(shape.tokens, shape.lengths, strict=True)]
+        lengths = tuple(max(length - max(tokens - (unit + 1) * s_q, 0), 0) for tokens, count, length in units for unit in range(count))
+        requests, again = len(lengths), sum(lengths) - sum(length for _, count, length in units if count)
     problem = DenseDecodeProblem(
         target.arch,
         case.dtype,
-        shape.batch,
-        shape.s_q,
+        requests,
+        s_q,
         shape.h_q,
         shape.h_kv,
         shape.page_size,
@@ -110,14 +119,26 @@ def _dense_decode(case: Case, shape: DecodeShape, target: Target, batch_invarian
         operands=shape.operands,
         d_qk=shape.d_qk,
     )
-    return _decode(case, problem, shape.lengths, shape.h_kv, target)
+    launch = _decode(case, problem, lengths, shape.h_kv, target)
+    return replace(launch, bytes=launch.bytes + float(again * shape.cache_row_bytes * shape.h_kv))
 
 
 def _sparse_decode(case: Case, shape: SparseDecodeShape, target: Target, batch_invariant: bool = False) -> Launch:
+    kernels = serving_kernels(FORMATS[shape.cache], None if shape.extra is None else FORMATS[shape.extra])
+    assert kernels is not None, "rows have formats that are served together"
+    batch, s_q = (sum(shape.tokens), 1) if shape.tokens else (shape.batch, shape.s_q)  # each packed token is a unit
     problem = SparseDecodeProblem(
-        target.arch, case.dtype, shape.cache, shape.batch, shape.s_q, shape.h_q, shape.topk, batch_invariant=batch_invariant
+        target.arch,
+        case.dtype,
+        kernels,
+        batch,
+        s_q,
+        shape.h_q,
+        shape.topk,
+        shape.extra_topk,
+        batch_invariant=batch_invariant,
     )
-    return _decode(case, problem, (shape.topk,) * shape.batch, shape.s_q, target)
+    return _decode(case, problem, (problem.max_keys,) * batch, s_q, target)
 
 
 def _decode(case: Case, problem: DenseDecodeProblem | SparseDecodeProblem, lengths: Sequence[int], columns: int, target: Target) -> Launch:
@@ -216,6 +237,13 @@ def _cache_write(case: Case, shape: CacheWriteShape, target: Target) -> Combine:
     return Combine(ctas, CACHE_WRITE_CTAS_PER_SM, case.work.bytes, busiest, cold=True, loads=1)
 
 
+def _topk_indices(case: Case, shape: TopkShape, target: Target) -> Combine:
+    """Return topk_indices: CTAs that read their part of a row once, with look-ups in one another's counts behind it."""
+    cluster = topk_indices.config_for(shape.rows, shape.columns, target.sm_count).cluster
+    ctas = topk_indices.grid(shape.rows, cluster)[0]
+    return Combine(ctas, topk_indices.BLOCKS_PER_SM, case.work.bytes, case.work.bytes / ctas, cold=True, loads=_TOPK_LOADS)
+
+
 _LAUNCHES: Mapping[type, Callable[..., Launch | Combine]] = {
     DecodeShape: _dense_decode,
     SparseDecodeShape: _sparse_decode,
@@ -225,4 +253,5 @@ _LAUNCHES: Mapping[type, Callable[..., Launch | Combine]] = {
     CombineShape: _combine,
     MergeShape: _merge_states,
     CacheWriteShape: _cache_write,
+    TopkShape: _topk_indices,
 }

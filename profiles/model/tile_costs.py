@@ -1,9 +1,9 @@
 """Costs of each attention kernel per block of keys, derived in its README: products, bytes through each port, dependent stages.
 
-A block is a tile of 64 keys and 64 query rows on one SM; on Blackwell two SMs share 64 keys and 128 rows. In dense prefill a block has
-128 keys, or 80 or 64 with 256 columns on Hopper, and 128 or 256 rows; in its backward pass 128 rows and 96 or 128 keys for dQ, 128 keys
-and 64 to 128 rows for dK and dV. Bytes are listed by cause, so that a sum can be checked. Instructions are counted instead
-(`profiles/kernel_stats/golden_counts.py`).
+A block is a tile of 64 keys and 64 query rows on one SM; on Blackwell two SMs share 64 keys and 128 rows, but for sparse prefill with up to
+64 heads. In dense prefill a block has 128 keys, or 80 or 64 with 256 columns on Hopper, and 128 or 256 rows; in its backward pass 128 rows
+and 96 or 128 keys for dQ, 128 keys and 64 to 128 rows for dK and dV. Bytes are listed by cause, so that a sum can be checked. Instructions
+are counted instead (`profiles/kernel_stats/golden_counts.py`).
 """
 
 from __future__ import annotations
@@ -71,6 +71,8 @@ _SOFTMAX_SM90 = Stage("softmax", 486, 650)
 _SOFTMAX_SM90_FP8 = Stage("softmax", 600, 700)
 # sm100: read S, swap, swap maxima, exp2, write P; then the handover of S and P: dense_decode/README.md, `# SM100`
 _SOFTMAX_SM100 = Stage("softmax and swaps", 950, 1050, barriers=0)
+# the same with up to 64 heads of sparse prefill, where nothing is swapped: sparse_prefill/README.md, `# SM100, up to 64 heads`
+_SOFTMAX_HEADS64 = Stage("softmax", 550, 750, barriers=0)
 _HANDED_SM100 = Stage("S and P handed over", 200, 300, barriers=0)
 _MMA_16 = {SM90.name: 4096, SM100.name: 8192}
 
@@ -269,8 +271,23 @@ def _sparse_prefill_sm90(config: Config) -> Block:
 
 def _sparse_prefill_sm100(config: Config) -> Block:
     d_qk = int(config["d_qk"])
+    if config["cluster"] == 1:
+        return _sparse_prefill_heads64(d_qk)
     copied = TILE_KEYS * d_qk * ELEMENT_BYTES / 2
     return _sm100_latent({"copies": copied}, copied, 0.0, d_qk, loads=3, seam=(Stage("bubble between tokens", 1000, 1700),))
+
+
+def _sparse_prefill_heads64(d_qk: int) -> Block:
+    """Return a block of a CTA that works alone: S of 64 rows takes the time of 128, P V as D of 64 rows in all lanes does not."""
+    flops = _latent_flops(d_qk)
+    flops = {"S, at half of the rate": 2 * flops["S"], "P V": flops["P V"]}
+    copied = float(TILE_KEYS * d_qk * ELEMENT_BYTES)
+    values = TILE_KEYS * D_LATENT * ELEMENT_BYTES
+    smem = {"S: K": copied, "P V: V": values, "P V: P": 2 * _PV_STEPS * 2048, "P": _P_BYTES, "copies": copied}
+    chain = (_SOFTMAX_HEADS64, _HANDED_SM100)
+    scores = Stage("S", *(flops["S, at half of the rate"] / _MMA_16[SM100.name],) * 2)
+    seam = (Stage("bubble between tokens", 1000, 2000),)
+    return Block(TILE_KEYS, TILE_ROWS, 1, flops, smem, copied, 0.0, path=chain, fill=(scores, *chain), seam=seam)
 
 
 # ---------------------------------------------------------------- dense prefill

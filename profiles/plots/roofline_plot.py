@@ -28,6 +28,7 @@ OP_COLORS = {
     "combine": "#3b6f8f",
     "merge_states": "#555",
     "cache_write": "#0f8a8a",
+    "topk_indices": "#a0522d",
 }
 
 

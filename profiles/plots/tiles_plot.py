@@ -27,6 +27,7 @@ PICTURES = {  # in docs/images
     "sparse_decode_sm100_bf16_fp8_656_cluster2": "sparse-decode-sm100-clock.svg",
     "sparse_prefill_sm90_bf16_d576_cluster2": "sparse-prefill-sm90-clock.svg",
     "sparse_prefill_sm100_bf16_d576_cluster2": "sparse-prefill-sm100-clock.svg",
+    "sparse_prefill_sm100_bf16_d576_cluster1": "sparse-prefill-heads64-sm100-clock.svg",
     "dense_prefill_sm90_bf16_d192": "dense-prefill-sm90-clock.svg",
     "dense_prefill_sm100_bf16_d192": "dense-prefill-sm100-clock.svg",
     "dense_prefill_dq_sm90_bf16_d192": "dense-prefill-dq-sm90-clock.svg",

@@ -15,6 +15,7 @@ from .dense_prefill_backward import DensePrefillBackward
 from .merge_states import MergeStates
 from .sparse_decode import SparseDecode
 from .sparse_prefill import SparsePrefill
+from .topk_indices import TopkIndices
 from .workload import Workload
 
 WORKLOADS: dict[str, type[Workload[Any]]] = {
@@ -26,6 +27,7 @@ WORKLOADS: dict[str, type[Workload[Any]]] = {
     "combine": Combine,
     "merge_states": MergeStates,
     "cache_write": CacheWrite,
+    "topk_indices": TopkIndices,
 }
 
 

@@ -50,7 +50,8 @@ class CacheWrite(Workload[Operands]):
     def call(self, operands: Operands) -> None:
         """Call write_kv_cache."""
         columns = latent_columns(self.shape.format)
-        write_kv_cache(operands.keys[:, :columns], operands.keys[:, columns:], operands.k_cache, operands.slots)
+        rotary = operands.keys[:, columns:] if columns < self.shape.format.d_qk else None
+        write_kv_cache(operands.keys[:, :columns], rotary, operands.k_cache, operands.slots, kv_format=self.shape.cache)
 
     def poison(self) -> None:
         """Fill the caches with bytes that are NaN both as e4m3 codes and as scales."""

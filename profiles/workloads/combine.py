@@ -14,10 +14,11 @@ import torch
 
 from ... import reference
 from ...ops.launch_plan import named_strides
+from ...ops.split_plan import window_scalars
 from ...runtime.current import device_for
 from ...spec.combine import CombineArguments, CombineConfig, grid
 from ...spec.mla import D_V, LOG2E
-from ...spec.split_plan import NO_LIMIT
+from ...spec.split_plan import NO_LIMIT, NO_WINDOW
 from ...testing.compare import DENSE_DECODE_OUT, LSE
 from ..shapes import CombineShape
 from .operands import generator, values
@@ -81,6 +82,12 @@ class Combine(Workload[Operands]):
             extra_max_keys=0,
             max_splits=0,
             accum_rows=shape.batch * shape.splits,
+            cu_seqlens_q=None,
+            units=None,
+            requests=shape.batch,
+            total_q=0,
+            causal=0,
+            **window_scalars(NO_WINDOW),
         )
         self.runner.launch(self.kernel, self.grid, args, pdl=True)
 

@@ -16,7 +16,7 @@ from ...spec.mla import ceil_div
 from ...testing.cases.dense_decode import DESCALE_K, DESCALE_Q, descale_tensor
 from ...testing.compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, LSE
 from ..shapes import DecodeShape
-from .operands import generator, page_order, values
+from .operands import first_tokens, generator, page_order, values
 from .workload import DTYPES, MOST_SAMPLES, Results, Workload
 
 _UNUSED_PAGE = 2147480000  # fills table entries beyond a request's length, which must never be read
@@ -42,10 +42,14 @@ class DenseDecode(Workload[Operands]):
         assert isinstance(self.case.shape, DecodeShape)
         self.shape = shape = self.case.shape
         self.causal = shape.s_q > 1
+        self.cu_seqlens_q = first_tokens(shape.tokens, self.device)
+        self.total_q = sum(shape.tokens) if shape.tokens else None
         self.tolerances = {"out": FP8_DENSE_OUT if shape.operands == FP8 else DENSE_DECODE_OUT, "lse": LSE}
         self.cache_seqlens = torch.tensor(shape.lengths, dtype=torch.int32, device=self.device)
         self.metadata, self.num_splits = self.plan()
-        nbytes = workspace_size("dense_decode", batch=shape.batch, s_q=shape.s_q, h_q=shape.h_q, h_kv=shape.h_kv, device=self.device)
+        nbytes = workspace_size(
+            "dense_decode", batch=shape.batch, s_q=shape.s_q, h_q=shape.h_q, h_kv=shape.h_kv, total_q=self.total_q, device=self.device
+        )
         self.workspace = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
 
     @property
@@ -56,7 +60,9 @@ class DenseDecode(Workload[Operands]):
     def plan(self) -> Any:
         """Make a new plan on the device."""
         shape = self.shape
-        return get_mla_metadata(self.cache_seqlens, shape.s_q * (shape.h_q // shape.h_kv), shape.h_kv, shape.h_q)
+        rows = shape.s_q * (shape.h_q // shape.h_kv)
+        offsets, total_q = self.cu_seqlens_q, self.total_q
+        return get_mla_metadata(self.cache_seqlens, rows, shape.h_kv, shape.h_q, cu_seqlens_q=offsets, total_q=total_q)
 
     def make_operands(self, seed: int) -> Operands:
         """Allocate one operand set."""
@@ -76,13 +82,14 @@ class DenseDecode(Workload[Operands]):
             drawn = values(draw, dtype, *size)
             return drawn if scale is None else drawn.div_(scale).to(torch.float8_e4m3fn)
 
+        tokens = (shape.batch, shape.s_q) if self.total_q is None else (self.total_q,)
         return Operands(
-            q=scaled_values(scales[0], shape.batch, shape.s_q, shape.h_q, shape.d_qk),
+            q=scaled_values(scales[0], *tokens, shape.h_q, shape.d_qk),
             k_cache=scaled_values(scales[1], pool, shape.page_size, shape.h_kv, shape.d_qk),
             block_table=table.to(device),
             descales=(descale_tensor(scales[0], device), descale_tensor(scales[1], device)),
-            out=torch.full((shape.batch, shape.s_q, shape.h_q, shape.d_v), math.nan, dtype=dtype, device=device),
-            lse=torch.full((shape.batch, shape.h_q, shape.s_q), math.nan, dtype=torch.float32, device=device),
+            out=torch.full((*tokens, shape.h_q, shape.d_v), math.nan, dtype=dtype, device=device),
+            lse=torch.full((tokens[0], shape.h_q, *tokens[1:]), math.nan, dtype=torch.float32, device=device),
         )
 
     def call(self, operands: Operands) -> None:
@@ -101,7 +108,14 @@ class DenseDecode(Workload[Operands]):
             out=operands.out,
             lse=operands.lse,
             workspace=self.workspace,
+            cu_seqlens_q=self.cu_seqlens_q,
+            max_seqlen_q=None if self.cu_seqlens_q is None else self.shape.s_q,
         )
+
+    def _tokens(self, sample: int) -> slice:
+        """Return the packed query tokens of a request."""
+        end = sum(self.shape.tokens[: sample + 1])
+        return slice(end - self.shape.tokens[sample], end)
 
     def results(self, operands: Operands) -> Results:
         """Return out and lse."""
@@ -113,6 +127,8 @@ class DenseDecode(Workload[Operands]):
 
     def part(self, results: Results, sample: int) -> Results:
         """Return out [h_q, s_q, d_v] and lse [h_q, s_q] of a request."""
+        if self.shape.tokens:
+            return {name: tensor[self._tokens(sample)].transpose(0, 1) for name, tensor in results.items()}
         return {name: tensor[sample].transpose(0, 1) if name == "out" else tensor[sample] for name, tensor in results.items()}
 
     def expected(self, operands: Operands, sample: int) -> Results:
@@ -122,10 +138,12 @@ class DenseDecode(Workload[Operands]):
         descale_q, descale_k = operands.descales
         k = reference.gather_pages(operands.k_cache, operands.block_table[sample], length)
         k = reference.scaled(k, descale_k).transpose(0, 1)  # [h_kv, length, d_qk]
-        q = reference.scaled(operands.q[sample], descale_q).transpose(0, 1).reshape(shape.h_kv, group * shape.s_q, shape.d_qk)
-        visible = reference.visible_keys(shape.s_q, length, self.causal, q.device).repeat(group, 1)
+        s_q = shape.query_tokens[sample]
+        own = operands.q[self._tokens(sample) if shape.tokens else sample]
+        q = reference.scaled(own, descale_q).transpose(0, 1).reshape(shape.h_kv, group * s_q, shape.d_qk)
+        visible = reference.visible_keys(s_q, length, self.causal, q.device).repeat(group, 1)
         out, lse = reference.attention(q, k, k[..., : shape.d_v], shape.d_qk**-0.5, visible)
-        return {"out": out.reshape(shape.h_q, shape.s_q, shape.d_v), "lse": lse.reshape(shape.h_q, shape.s_q)}
+        return {"out": out.reshape(shape.h_q, s_q, shape.d_v), "lse": lse.reshape(shape.h_q, s_q)}
 
 
 def sample_requests(lengths: Sequence[int]) -> tuple[int, ...]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import accumulate
+
 import torch
 
 VALUE_DEVIATION = 0.1  # standard deviation of values, which are clamped to [-1, 1]
@@ -17,6 +20,11 @@ def values(draw: torch.Generator, dtype: torch.dtype, *size: int) -> torch.Tenso
     """Draw N(0, 0.1) clamped to [-1, 1], on the generator's device. Zeros would run faster."""
     made = torch.empty(size, dtype=dtype, device=draw.device)
     return made.normal_(0.0, VALUE_DEVIATION, generator=draw).clamp_(-1.0, 1.0)
+
+
+def first_tokens(tokens: Sequence[int], device: torch.device) -> torch.Tensor | None:
+    """Return cu_seqlens_q, int32 [requests + 1], of query tokens of each request; None without any."""
+    return torch.tensor([0, *accumulate(tokens)], dtype=torch.int32, device=device) if tokens else None
 
 
 def selections(draw: torch.Generator, tokens: int, count: int, rows: int) -> torch.Tensor:

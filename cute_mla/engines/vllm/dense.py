@@ -21,11 +21,11 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionLayer, MultipleOf, max_decode_query_len
 
 from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
-from ...spec.mla import D_V
+from ...ops.limits import value_columns
 from ..plan_buffers import Plan, PlanBuffers
 from . import DENSE
 from .capability import DTYPES, E4M3_CACHES, WIDE_CACHES, block_sizes, has_kernels_for, head_sizes, supported_on_any, unsupported_reason
-from .layers import CacheWriteMixin, check_options, concatenate_queries, max_decode_tokens, reserve_queries
+from .layers import CacheWriteMixin, check_options, concatenate_queries, graph_query_len, max_decode_tokens, reserve_queries
 
 _OP = "dense_decode"
 
@@ -59,7 +59,7 @@ class CuteMla(MLACommonBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Return the supported columns of queries and keys."""
-        return [size for size in head_sizes(_OP) if supported_on_any(_OP, head_dim=size, fp8_kvcache=True)]
+        return head_sizes(_OP)
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
@@ -73,8 +73,8 @@ class CuteMla(MLACommonBackend):
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
-        """Return False: decode takes equally many tokens of each request, counted on the host."""
-        return False
+        """Return True: the device says how many query tokens a decode request has."""
+        return True
 
     @classmethod
     def supports_combination(
@@ -90,13 +90,20 @@ class CuteMla(MLACommonBackend):
         device_capability: DeviceCapability,
     ) -> str | None:
         """Return why this combination is not supported, or None if it is supported."""
-        return unsupported_reason(_OP, device_capability, dtype, kv_cache_dtype, head_dim=head_size, head_dim_v=D_V, h_kv=1, causal=True)
+        columns = {"head_dim": head_size, "head_dim_v": value_columns(head_size)}
+        return unsupported_reason(_OP, device_capability, dtype, kv_cache_dtype, **columns, h_kv=1, causal=True)
 
 
 @dataclass
 class CuteMlaDecodeMetadata(MLACommonDecodeMetadata):
-    """Metadata of the decode requests. plan: their tile_scheduler_metadata and num_splits. dtype: dtype of the model and of out."""
+    """Metadata of the decode requests.
 
+    query_start_loc: int32 [requests + 1] on the device, their query tokens. max_query_len: the most of a request, by any batch that replays
+    the same CUDA graph. plan: tile_scheduler_metadata and num_splits. dtype: dtype of the model and of out.
+    """
+
+    query_start_loc: torch.Tensor
+    max_query_len: int
     plan: Plan
     dtype: torch.dtype
 
@@ -106,16 +113,25 @@ class CuteMlaMetadata(MLACommonMetadata[CuteMlaDecodeMetadata]):
 
 
 class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
-    """Metadata builder. It plans once a step for all layers, in the buffers that CUDA graphs read."""
+    """Metadata builder. It plans once a step for all layers, in the buffers that CUDA graphs read.
+
+    Graphs replay decode batches whose requests have any numbers of query tokens up to a bound, but no prefill, which vLLM's MLA layers
+    call with shapes from the host. AttentionCGSupport.ALWAYS would let vLLM replay them for batches with prefill.
+    """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
-    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.UNIFORM
+    query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, CuteMlaMetadata)
         self._decode_heads = self.num_heads * self.dcp_world_size  # the heads of all ranks attend to this rank's keys
-        # Keyed by query tokens per request: nothing else that varies affects the number of parts of a plan.
-        self._plans = PlanBuffers(vllm_config.scheduler_config.max_num_seqs)
+        # Keyed by max_query_len: nothing else that varies affects the number of parts of a plan. A unit has a query token or more.
+        self._plans = PlanBuffers(vllm_config.scheduler_config.max_num_seqs * max(self.reorder_batch_threshold, 1))
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
+        """Return the most query tokens of a decode request in a CUDA graph, whose other requests may have fewer."""
+        return graph_query_len(vllm_config, varlen_with_dcp=False)
 
     def _build_decode(
         self,
@@ -132,13 +148,18 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            plan=self._plan(seq_lens_device, tokens_per_request(num_decode_tokens, seq_lens_device.shape[0])),
+            query_start_loc=query_start_loc_device,
+            max_query_len=max(max_query_len, 1),  # 0 in a batch of padding alone
+            plan=self._plan(seq_lens_device, query_start_loc_device, num_decode_tokens, max(max_query_len, 1)),
             dtype=self.model_config.dtype,
         )
 
-    def _plan(self, lengths: torch.Tensor, tokens: int) -> Plan:
-        """Plan requests with these lengths and this many query tokens each. Lengths stay on the device."""
-        return self._plans.store(tokens, get_mla_metadata(lengths, max(tokens, 1) * self._decode_heads, 1, self._decode_heads))
+    def _plan(self, lengths: torch.Tensor, query_start_loc: torch.Tensor, tokens: int, max_query_len: int) -> Plan:
+        """Plan requests with room for this many query tokens, at most max_query_len each. Lengths stay on the device."""
+        plan = get_mla_metadata(
+            lengths, max_query_len * self._decode_heads, 1, self._decode_heads, cu_seqlens_q=query_start_loc, total_q=tokens
+        )
+        return self._plans.store(max_query_len, plan)
 
 
 class CuteMlaImpl(CacheWriteMixin, MLACommonImpl[CuteMlaMetadata]):
@@ -151,9 +172,9 @@ class CuteMlaImpl(CacheWriteMixin, MLACommonImpl[CuteMlaMetadata]):
     supports_mtp_with_cp_non_trivial_interleave_size: bool = False
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, **options: Any) -> None:
-        check_options(options)
+        check_options(head_size, options)
         super().__init__(num_heads, head_size, scale, num_kv_heads, **options)
-        reserve_queries(max_decode_tokens(), num_heads)
+        reserve_queries(max_decode_tokens(), num_heads, head_size)
 
     def reserve_workspace(self) -> None:
         """Allocate the largest workspace of decode that does not depend on lengths, for vLLM's memory profiler."""
@@ -161,7 +182,9 @@ class CuteMlaImpl(CacheWriteMixin, MLACommonImpl[CuteMlaMetadata]):
         heads, requests = self.num_heads * self.dcp_world_size, config.scheduler_config.max_num_seqs
         device = next(self.kv_b_proj.parameters()).device
         sizes = [
-            workspace_size(_OP, batch=requests, s_q=tokens, h_q=heads, device=device)
+            workspace_size(
+                _OP, batch=requests, s_q=tokens, h_q=heads, head_dim_v=self.kv_lora_rank, total_q=requests * tokens, device=device
+            )
             for tokens in range(1, max_decode_query_len(config) + 1)
         ]
         torch.empty(max(sizes), dtype=torch.uint8, device=device)
@@ -173,25 +196,27 @@ class CuteMlaImpl(CacheWriteMixin, MLACommonImpl[CuteMlaMetadata]):
         attn_metadata: CuteMlaMetadata,
         layer: AttentionLayer,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Decode all tokens of the decode requests, equally many per request.
+        """Decode all tokens of the decode requests, any number of each.
 
-        q: [tokens, heads, 576], or (latent [tokens, heads, 512], rotary [tokens, heads, 64]). Cache: [blocks, block size, 576]; vLLM passes
-        an FP8 cache as e4m3. Returns out [tokens, heads, 512] and, if vLLM merges ranks, lse fp32 [tokens, heads] in natural log, -inf for
-        a row without keys, as vLLM's merge expects. A padding request has length 0 and out 0.
+        q: [tokens, heads, columns], or (latent [tokens, heads, latent columns], rotary [tokens, heads, rotary columns]). Cache: [blocks,
+        block size, columns]; vLLM passes an FP8 cache as e4m3. Returns out [tokens, heads, latent columns] and, if vLLM merges ranks, lse
+        fp32 [tokens, heads] in natural log, -inf for a row without keys, as vLLM's merge expects. Tokens that pad the batch have out 0,
+        lest what vLLM quantises by all rows is NaN.
         """
-        decode, q = attn_metadata.decode, concatenate_queries(q)
+        decode, q = attn_metadata.decode, concatenate_queries(q, self.head_size)
         metadata, num_splits = decode.plan
         tokens, heads, _ = q.shape
-        shape = (attn_metadata.num_decodes, tokens_per_request(tokens, attn_metadata.num_decodes))
-        out = q.new_empty((tokens, heads, D_V), dtype=decode.dtype)
+        out = q.new_zeros((tokens, heads, self.kv_lora_rank), dtype=decode.dtype)
         lse = q.new_empty((tokens, heads), dtype=torch.float32)
+        if self.need_to_return_lse_for_decode:
+            lse.fill_(-math.inf)  # of the tokens that pad the batch
         quantised = kv_c_and_k_pe_cache.dtype == torch.float8_e4m3fn
         flash_mla_with_kvcache(
-            q.unflatten(0, shape),
+            q,
             kv_c_and_k_pe_cache.unsqueeze(2),
             decode.block_table,
             decode.seq_lens,
-            D_V,
+            self.kv_lora_rank,
             metadata,
             num_splits,
             softmax_scale=self.scale,
@@ -199,17 +224,11 @@ class CuteMlaImpl(CacheWriteMixin, MLACommonImpl[CuteMlaMetadata]):
             descale_q=layer._q_scale if q.dtype == torch.float8_e4m3fn else None,
             descale_k=layer._k_scale if quantised else None,
             is_fp8_kvcache=quantised,
-            out=out.unflatten(0, shape),
-            lse=lse.unflatten(0, shape).transpose(1, 2),
+            out=out,
+            lse=lse,
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
             empty_lse=-math.inf,
+            cu_seqlens_q=decode.query_start_loc,
+            max_seqlen_q=decode.max_query_len,
         )
         return out, lse if self.need_to_return_lse_for_decode else None
-
-
-def tokens_per_request(tokens: int, requests: int) -> int:
-    """Return the query tokens per request. Raise ValueError unless all requests have equally many."""
-    each, more = divmod(tokens, requests)
-    if more:
-        raise ValueError(f"{tokens} query tokens of {requests} requests; supported: equally many of each request")
-    return each

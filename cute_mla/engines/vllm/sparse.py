@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 import vllm.envs as envs
 from vllm.config import get_current_vllm_config
+from vllm.config.vllm import get_current_vllm_config_or_none
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadata,
@@ -21,13 +22,14 @@ from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, fl
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from ...api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
-from ...spec.mla import D_V
+from ...spec.mla import D_QK, D_V, LATENT_DIMS
 from ..plan_buffers import Plan, PlanBuffers
 from . import SPARSE
 from .capability import DTYPES, PACKED_CACHE, WIDE_CACHES, block_sizes, has_kernels_for, head_sizes, supported_on_any, unsupported_reason
-from .layers import CacheWriteMixin, check_options, concatenate_queries, reserve_queries
+from .layers import CacheWriteMixin, check_options, concatenate_queries, graph_query_len, reserve_queries
 
 _OP = "sparse_decode"
+_PREFILL = "sparse_prefill"  # also decodes over 16-bit caches of 512 columns
 
 
 class CuteMlaSparse(AttentionBackend):
@@ -64,7 +66,7 @@ class CuteMlaSparse(AttentionBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Return the supported columns of queries and keys."""
-        return [size for size in head_sizes(_OP) if supported_on_any(_OP, head_dim=size, fp8_kvcache=False)]
+        return head_sizes(_PREFILL)
 
     @classmethod
     def is_mla(cls) -> bool:
@@ -100,9 +102,23 @@ class CuteMlaSparse(AttentionBackend):
         device_capability: DeviceCapability,
     ) -> str | None:
         """Return why this combination is not supported, or None if it is supported."""
-        return unsupported_reason(
-            _OP, device_capability, dtype, kv_cache_dtype, head_dim=head_size, head_dim_v=D_V, h_kv=1, topk_length=True
-        )
+        reason = _rotary_reason(head_size)
+        if reason is not None:
+            return reason
+        packed = kv_cache_dtype == PACKED_CACHE
+        columns = {"head_dim": D_QK if packed else head_size, "head_dim_v": D_V}
+        op = _OP if packed or head_size == D_QK else _PREFILL
+        return unsupported_reason(op, device_capability, dtype, kv_cache_dtype, **columns, h_kv=1, topk_length=True)
+
+
+def _rotary_reason(head_size: int) -> str | None:
+    """Return why keys of this many columns are not supported with the rotary columns of the current model, None if they are."""
+    config = get_current_vllm_config_or_none()
+    if config is None or config.model_config is None or head_size not in LATENT_DIMS:
+        return None
+    rotary = LATENT_DIMS[head_size].rotary
+    given = getattr(config.model_config.hf_text_config, "qk_rope_head_dim", rotary)
+    return None if given == rotary else f"qk_rope_head_dim is {given} with a head size of {head_size}; supported: {rotary}"
 
 
 @dataclass(kw_only=True)
@@ -120,14 +136,17 @@ class CuteMlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[CuteMlaSparseM
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        parallel = vllm_config.parallel_config
         # Indices determine the keys of a token: requests may differ in their numbers of tokens, and keys may lie on several ranks.
-        self._init_reorder_batch_threshold(
-            1, supports_spec_as_decode=True, supports_dcp_with_varlen=parallel.cp_kv_cache_interleave_size == 1
-        )
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=shares_single_tokens(vllm_config))
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._decode_heads = layer.num_heads * self.dcp_world_size
         self._plans = PlanBuffers(vllm_config.scheduler_config.max_num_batched_tokens)
+        self._topk = kv_cache_spec.topk_buffer_width or self.topk_tokens  # GLM-5.3-Flash appends keys to those that the indexer chooses
+
+    @classmethod
+    def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
+        """Return the most query tokens of a decode request in a CUDA graph, whose other requests may have fewer."""
+        return graph_query_len(vllm_config, varlen_with_dcp=shares_single_tokens(vllm_config))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -143,7 +162,7 @@ class CuteMlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[CuteMlaSparseM
 
     def _plan(self, buffer: int, tokens: int, int32s: torch.Tensor) -> Plan:
         """Plan this many tokens in one of two persistent buffers. The plan depends on the length of int32s only."""
-        plan = get_mla_metadata(int32s[:tokens], self._decode_heads, 1, self._decode_heads, True, self.topk_tokens)
+        plan = get_mla_metadata(int32s[:tokens], self._decode_heads, 1, self._decode_heads, True, self._topk)
         return self._plans.store(buffer, plan)
 
 
@@ -152,6 +171,8 @@ class CuteMlaSparseImpl(CacheWriteMixin, SparseMLACommonImpl[CuteMlaSparseMetada
 
     vLLM also compacts the slots to the front of each row, in an order that differs from run to run, and decides per batch whether prefill
     uses indices. With batch invariance the adapter converts without compaction, and one kernel computes all tokens.
+
+    Keys of 512 columns have no rotary ones. Packed caches hold zeros in their place, and so do queries then, as in vLLM's own backends.
     """
 
     can_return_lse_for_decode: bool = True
@@ -161,12 +182,14 @@ class CuteMlaSparseImpl(CacheWriteMixin, SparseMLACommonImpl[CuteMlaSparseMetada
     supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, **options: Any) -> None:
-        check_options(options)
+        check_options(head_size, options)
         super().__init__(num_heads, head_size, scale, num_kv_heads, **options)
+        self._columns = D_QK if self.kv_cache_dtype == PACKED_CACHE else head_size
         if isinstance(self.index_group, HiSparseMLAIndexGroup):
             raise NotImplementedError("hisparse_config is given; supported: caches on the device")
-        self.supports_dense_mha_prefill = not envs.VLLM_BATCH_INVARIANT
-        reserve_queries(get_current_vllm_config().scheduler_config.max_num_batched_tokens, num_heads)
+        # vLLM would gather packed keys into rows without room for the rotary columns that the model does not have.
+        self.supports_dense_mha_prefill = not envs.VLLM_BATCH_INVARIANT and self._columns == head_size
+        reserve_queries(get_current_vllm_config().scheduler_config.max_num_batched_tokens, num_heads, self._columns)
 
     def forward_mqa(
         self,
@@ -180,7 +203,7 @@ class CuteMlaSparseImpl(CacheWriteMixin, SparseMLACommonImpl[CuteMlaSparseMetada
         q: as in dense decode. Returns out [tokens, heads, 512] and, if vLLM merges ranks, lse fp32 [tokens, heads] in natural log, -inf for
         a row without keys.
         """
-        q = concatenate_queries(q)
+        q = concatenate_queries(q, self._columns)
         self._plans = attn_metadata.plans
         if not envs.VLLM_BATCH_INVARIANT:
             return super().forward_mqa(q, kv_c_and_k_pe_cache, attn_metadata, layer)
@@ -214,12 +237,12 @@ class CuteMlaSparseImpl(CacheWriteMixin, SparseMLACommonImpl[CuteMlaSparseMetada
         """Attend to slots, rows of the cache's flat view.
 
         topk_indices: int32 [tokens, topk]. valid_counts: int32 [tokens], number of leading slots that count; None: all. Over a 16-bit
-        cache, batches with prefill run sparse prefill, all others sparse decode.
+        cache, batches with prefill and keys of 512 columns run sparse prefill, all others sparse decode.
         """
         rows, _ = flat_kv_row_view(kv_cache, block_size)
         out = q.new_empty((*q.shape[:2], D_V))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        if is_decode or self.kv_cache_dtype == PACKED_CACHE:
+        if self.kv_cache_dtype == PACKED_CACHE or (is_decode and self._columns == D_QK):
             self._decode(q, rows, topk_indices, valid_counts, (out, lse))
         else:
             flash_mla_sparse_fwd(
@@ -263,3 +286,9 @@ class CuteMlaSparseImpl(CacheWriteMixin, SparseMLACommonImpl[CuteMlaSparseMetada
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
             empty_lse=-math.inf,
         )
+
+
+def shares_single_tokens(config: Any) -> bool:
+    """Return whether ranks of decode context parallelism take single keys in turn."""
+    interleave: int = config.parallel_config.cp_kv_cache_interleave_size
+    return interleave == 1

@@ -1,4 +1,4 @@
-"""Single-threaded matrix products in NumPy: the tiles are small, and helper threads only wait for each other."""
+"""Matrix products in NumPy: the same bits wherever a row lies, on one thread, as the tiles are small and helpers only wait."""
 
 from __future__ import annotations
 
@@ -7,6 +7,9 @@ import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
+
+import numpy as np
+import numpy.typing as npt
 
 _PREFIXES = ("scipy_openblas_", "openblas_")
 _SUFFIXES = ("64_", "")
@@ -43,3 +46,18 @@ def single_threaded() -> Iterator[None]:
         yield
     finally:
         setter(before)
+
+
+def products(a: npt.NDArray[np.float32], b: npt.NDArray[np.float32]) -> npt.NDArray[np.float64]:
+    """Return A B^T (m, n) of a (m, k) and b (n, k), summed in float64.
+
+    In float32 the last bits of a sum depend on the row's place in the tile, as BLAS blocks the rows, so that a request's result would
+    depend on its neighbours. In float64 sums of products of 8-bit and 16-bit operands are exact or so close that rounding hides it.
+    """
+    return np.matmul(a.astype(np.float64), b.T.astype(np.float64))
+
+
+def rounded(sums: npt.NDArray[np.float64]) -> npt.NDArray[np.float32]:
+    """Return sums rounded to float32; what exceeds its range becomes an infinity."""
+    with np.errstate(over="ignore"):
+        return sums.astype(np.float32)

@@ -3,8 +3,9 @@
 An operand is read as whole 16-byte chunks: its descriptor gives an array of absolute chunk indices, made once per descriptor, so that
 reading is one gather. A run of wgmmas on one accumulator may be read as one operand of the summed depth and multiplied at once.
 
-Shapes: A (64, k), B (n, k), D (64, n); registers (register, thread) with the 128 threads of the warpgroup. Products are summed in f32 (s32
-for integers) in NumPy's order, which is not the hardware's. Bad opcodes, descriptors and ranges raise ValueError.
+Shapes: A (64, k), B (n, k), D (64, n); registers (register, thread) with the 128 threads of the warpgroup. Products are summed in
+f64, rounded to f32 once and added to D; integers are exact. The hardware sums in another order and rounds more often. Bad opcodes,
+descriptors and ranges raise ValueError.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ import numpy.typing as npt
 
 from ...spec.tensor_map import Swizzle
 from . import elementwise
+from .blas import products, rounded
 from .tma import CHUNK, SWIZZLE_SPAN, swizzle_chunks
 
 Array = npt.NDArray[Any]
@@ -31,7 +33,6 @@ THREADS = 128
 DEPTH_BYTES = 32  # bytes of one row of A or B along k
 _CHUNK = np.dtype("V16")
 _ITEM_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
-_EXACT_DEPTH = 256  # sums of this many products of 8-bit integers are exact in float32
 _FP8 = ("e4m3", "e5m2")
 _INT8 = ("s8", "u8")
 
@@ -296,16 +297,15 @@ def multiply_accumulate(form: Instruction, a: Array, b: Array, c: Array | None, 
     c: the accumulator tile, None with scale-d 0 (it is then not read). negate: imm-scale-a * imm-scale-b is -1.
     Returns float32, float16 (rounded once from the f32 sum) or int32, wrapping or, with satfinite, clamped.
     """
-    if form.d == "s32" and a.shape[1] > _EXACT_DEPTH:
-        a, b = a.astype(np.float64), b.astype(np.float64)
-    product = np.matmul(a, b.T)
+    sums = products(a, b)
     if negate:
-        np.negative(product, out=product)
-    if form.d == "f32":
-        return product if c is None else np.add(product, c, out=product)
-    if form.d == "f16":
-        return (product if c is None else product + c).astype(np.float16)
-    total = product.astype(np.int64)
+        np.negative(sums, out=sums)
+    if form.d != "s32":
+        product = rounded(sums)
+        if c is not None:
+            product = np.add(product, c, out=product)
+        return product if form.d == "f32" else product.astype(np.float16)
+    total = sums.astype(np.int64)
     if c is not None:
         total += c
     if form.satfinite:

@@ -71,9 +71,9 @@ def extremes(e: Emitter, ins: SassInstruction) -> None:
 _UNORDERED = {"equ": "not_equal_ordered", "ltu": "greater_equal", "leu": "greater", "gtu": "less_equal", "geu": "less"}
 
 
-@op(r"FSETP.(EQ|NE|LT|LE|GT|GE)U?(.FTZ)?.(AND|OR|XOR)", taint="own", batch=True)
+@op(r"FSETP.((EQ|NE|LT|LE|GT|GE)U?|NAN)(.FTZ)?.(AND|OR|XOR)", taint="own", batch=True)
 def compare(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a comparison. With a NaN operand, ordered comparisons are false and unordered ones (..U) true."""
+    """Emit a comparison. With a NaN operand, ordered comparisons are false and unordered ones (..U) true; NAN is true only then."""
     left, right, other = ins.operands[2:]
     a, b = floats(e, ins, (left, right))
     name = ins.modifiers[0].lower()
@@ -81,9 +81,18 @@ def compare(e: Emitter, ins: SassInstruction) -> None:
         value = f"logical_not({_UNORDERED[name]}({a}, {b}))"
     elif name == "ne":
         value = f"not_equal_ordered({a}, {b})"
+    elif name == "nan":
+        value = f"either_nan({a}, {b})"
     else:
         value = f"{COMPARE['ne' if name == 'neu' else name]}({a}, {b})"
     assign_compared(e, ins, value, [left, right], other)
+
+
+@runtime
+def either_nan(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return whether an operand is NaN."""
+    result: np.ndarray = np.isnan(a) | np.isnan(b)
+    return result
 
 
 @op(r"MUFU.(RCP|RSQ|LG2|EX2|SQRT|TANH)", batch=True)
@@ -114,13 +123,14 @@ def needs_slow_division(a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 def lanes_of_pair(e: Emitter, operand: Operand) -> tuple[str, str]:
-    """Return the two floats of a pair, or a single float or literal for both."""
+    """Return the two floats of a pair, or a single float or literal for both.
+
+    Signs are those of both floats: ptxas makes |pair| of two magnitudes, and leaves a single one an instruction of its own.
+    """
     if isinstance(operand, Register) and "HI_LO" in operand.suffixes:
         if operand.number is None:
             raise Unsupported("RZ as a pair of floats")
         low, high = operand.registers(2)
-        if operand.absolute:
-            raise Unsupported("the magnitude of a pair of floats")
         return signed(operand, e.row(low, "f32"), "f32"), signed(operand, e.row(high, "f32"), "f32")
     value = source(e, operand, "f32")
     return value, value

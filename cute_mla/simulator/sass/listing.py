@@ -7,7 +7,7 @@ cover raises SassError.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 from ..findings import SassError
@@ -193,6 +193,7 @@ _ADDRESS = re.compile(r"(?:(gdesc|idesc|tmem|desc)(?=\[))?(?:\[(UR\d+|URZ)\](?=\
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+|-?\d+|[-+]?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|INF|QNAN)\s*")
 _PLACE_REGISTERS = {"Rpc.LO": 256, "Rpc.HI": 257}  # of indirect control flow, which ptxas also keeps values in
+_GENERIC = re.compile(r"(LD|ST)\.E\b")
 _SYSTEM = ("PR", "SRZ", "gsb0")
 
 
@@ -244,7 +245,14 @@ def read_instruction(address: int, code: str, low: int, high: int) -> SassInstru
         operands = (*(operand for part in split(rest) for operand in read_operand(part, low)), *targets)
     except ValueError as error:
         raise SassError(f"{address:#x}: cannot read {error} of {code!r}") from error
+    if _GENERIC.match(opcode) is not None:
+        operands = tuple(_as_pair(operand) for operand in operands)
     return SassInstruction(address, opcode, operands, guard, Control.of(high), low, high, code)
+
+
+def _as_pair(operand: Operand) -> Operand:
+    """Return an operand; a generic address in a pair of registers, though the text does not say so where there is no descriptor."""
+    return replace(operand, wide=True) if isinstance(operand, Address) and operand.base is not None else operand
 
 
 def split(rest: str) -> list[str]:

@@ -117,7 +117,7 @@ def own_shared(w: Window, place: np.ndarray) -> np.ndarray:
     return own
 
 
-@op(r"ATOMS.(AND|OR|XOR)", pure=False, taint="own", loads=True)
+@op(r"ATOMS.(ADD|AND|OR|XOR)", pure=False, taint="own", loads=True)
 def change_shared(e: Emitter, ins: SassInstruction) -> None:
     """Emit a read-modify-write of a word of shared memory that returns the old value; lanes act in order."""
     _, _, value = ins.operands

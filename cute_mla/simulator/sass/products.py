@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..frontend.ptx import Reg
 from ..isa.emitter import Emitter, Unsupported
 from ..isa.table import runtime
 from ..isa.wgmma_ops import Step, shared_rows
@@ -21,6 +22,11 @@ _TYPES = {("HGMMA", ""): "f16", ("HGMMA", "BF16"): "bf16", ("QGMMA", "E4M3"): "e
 _GROUP_ENDS = SystemRegister("gsb0")
 
 
+def joined_words(e: Emitter, words: tuple[Reg, ...]) -> str:
+    """Return the expression of a descriptor in two uniform registers."""
+    return f"join_words({', '.join(e.row(register, 'u32') for register in words)})"
+
+
 @op(r"HGMMA.64x\d+x16.F32(.BF16)?", r"QGMMA.64x\d+x32.F32.E4M3.E4M3", pure=False, taint="own", needs="warpgroup", asynchronous=True)
 def multiply(e: Emitter, ins: SassInstruction) -> None:
     """Emit D = A B (+ D) of a warpgroup. gsb0 ends a group of products."""
@@ -35,13 +41,13 @@ def multiply(e: Emitter, ins: SassInstruction) -> None:
     step = Step(form, False, "tnspA" in place.suffixes, "tnspB" in place.suffixes, from_registers)
     access = accesses(ins)
     rows = shared_rows(e, tuple(e.layout.row(register) for register in access.accumulators))
-    first, second = (tuple(e.row(register, "u32") for register in words) for words in descriptors(place))
+    first, second = descriptors(place)
     e.check_taint([register for register in access.reads if register.name.startswith("U")], "a matrix product")
     if from_registers:
         left = e.constants.thing(np.array([e.layout.row(register) for register in ins.operands[1].registers(4)]))  # type: ignore[union-attr]
     else:
-        left = f"join_words({', '.join(first)})"
-    arguments = f"{e.constants.thing(step)}, {e.constants.thing(rows)}, {left}, join_words({', '.join(second)}), {scale(e, ins)}"
+        left = joined_words(e, first)
+    arguments = f"{e.constants.thing(step)}, {e.constants.thing(rows)}, {left}, {joined_words(e, second)}, {scale(e, ins)}"
     e.line(f"wgmma_issue(w, {arguments}, {e.tainted})")
     if _GROUP_ENDS in ins.operands:
         e.line("end_products(w)")

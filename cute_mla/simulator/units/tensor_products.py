@@ -9,14 +9,13 @@ import numpy as np
 
 from ..findings import Fault
 from ..numerics import tcgen05 as forms
+from ..numerics.blas import products, rounded
 from ..numerics.wgmma import TO_F32, Operand
 from ..state.cta import Cta
 from ..state.memory import SharedMemory
 from ..state.origin import Origin
 from ..state.tensor_memory import split_address
 from ..state.tensor_queue import Cells
-
-_EXACT_DEPTH = 256  # sums of this many products of 8-bit integers are exact in float32
 
 
 @dataclass
@@ -198,11 +197,11 @@ def poison_of(rows: np.ndarray | None, columns: np.ndarray | None) -> np.ndarray
 
 
 def product_of(product: forms.Product, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Return A B^T in float32 (integers: in a type that holds the sums exactly)."""
-    if product.d == "s32" and a.shape[1] > _EXACT_DEPTH:
-        a, b = a.astype(np.float64), b.astype(np.float64)
-    result = np.matmul(a, b.T)
-    return np.negative(result, out=result) if product.negate else result
+    """Return A B^T in float32 (integers: in float64, which holds the sums exactly)."""
+    sums = products(a, b)
+    if product.negate:
+        np.negative(sums, out=sums)
+    return sums if product.d == "s32" else rounded(sums)
 
 
 def store(chain: MmaChain, cta: Cta, slab: forms.Slab, column: int, result: np.ndarray, bad: np.ndarray | None, mask: int) -> None:

@@ -1,0 +1,157 @@
+"""Table of models with Multi-head Latent Attention: their columns, and what serves them, as is_supported and the layer answer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cute_mla.spec.arch import ARCHS
+
+HEADS = ("model", "heads", "columns of a key", "columns of a head", "dense decode", "sparse decode", "prefill", "sparse prefill", "layer")
+_NONE = "–"  # what a model has no use for
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model, with the sizes of its configuration under Hugging Face's names.
+
+    qk_nope_head_dim, v_head_dim: None where keys are values, and prefill has no heads of its own. formats: of its caches that engines use;
+    extra_formats: those beside the first. topk: keys that its indexer chooses; None without an indexer.
+    """
+
+    name: str
+    num_attention_heads: int
+    kv_lora_rank: int = 512
+    qk_rope_head_dim: int = 64
+    qk_nope_head_dim: int | None = 128
+    v_head_dim: int | None = 128
+    formats: tuple[str, ...] = ("latent", "fp8_576")
+    extra_formats: tuple[str, ...] = ()
+    topk: int | None = None
+
+    @property
+    def d_qk(self) -> int:
+        """Return the columns of a key in the cache; those of V4 hold its rotary columns."""
+        return self.kv_lora_rank + (0 if self.qk_nope_head_dim is None else self.qk_rope_head_dim)
+
+    @property
+    def columns(self) -> str:
+        """Return the columns of a key, latent and rotary."""
+        if self.qk_nope_head_dim is None:
+            return f"{self.kv_lora_rank}, of them {self.qk_rope_head_dim} rotary"
+        return f"{self.kv_lora_rank} + {self.qk_rope_head_dim}"
+
+    @property
+    def head(self) -> tuple[int, int] | None:
+        """Return the columns of a head's query and value in prefill, or None."""
+        if self.qk_nope_head_dim is None or self.v_head_dim is None:
+            return None
+        return self.qk_nope_head_dim + self.qk_rope_head_dim, self.v_head_dim
+
+
+_V3_2 = Model("DeepSeek-V3.2", 128, formats=("latent", "fp8_656"), topk=2048)
+_V4 = Model("DeepSeek-V4", 64, qk_nope_head_dim=None, v_head_dim=None, formats=("fp8_584",), topk=512)
+
+# Sizes by transformers' configuration_*.py and by the models' cards; formats by FlashMLA, vLLM and SGLang (docs/models.md)
+MODELS: tuple[Model, ...] = (
+    Model("DeepSeek-V2", 128),
+    Model("DeepSeek-V2-Lite", 16),
+    Model("DeepSeek-V3, V3.1, R1", 128),
+    _V3_2,
+    _V4,
+    replace(_V4, name="DeepSeek-V4.1", formats=("v41", "v41_paged"), extra_formats=("v41_fp4",)),
+    Model("Kimi K2", 64),
+    Model("Kimi K3", 96),
+    Model("GLM-4.7-Flash", 20, qk_nope_head_dim=192, v_head_dim=256),
+    replace(_V3_2, name="GLM-5, 5.1, 5.2", num_attention_heads=64, qk_nope_head_dim=192, v_head_dim=256),
+    Model("GLM-5.3-Flash", 64, 512, 0, 256, 256, formats=("latent_512", "nope_528"), topk=2048),
+    Model("Mistral Small 4", 32, 256, 64, 64, 128, formats=("latent_320",)),
+    Model("MiniCPM3", 40, 256, 32, 64, 64, formats=("latent",)),
+)
+
+
+def served_models() -> list[tuple[str, ...]]:
+    """Return a row of the table for each model, with a cell for each of HEADS."""
+    return [_row(model) for model in MODELS]
+
+
+def _row(model: Model) -> tuple[str, ...]:
+    sparse = model.topk is not None
+    return (
+        model.name,
+        str(model.num_attention_heads),
+        model.columns,
+        _NONE if model.head is None else "q, k {}; v {}".format(*model.head),
+        _NONE if model.head is None else _decode("dense_decode", model),
+        _decode("sparse_decode", model) if sparse else _NONE,
+        _prefill(model),
+        _sparse_prefill(model) if sparse else _NONE,
+        _layer(model),
+    )
+
+
+def _decode(op: str, model: Model) -> str:
+    """Return the names of the cache formats that an op reads for a model, or why it reads none."""
+    features: dict[str, Any] = {"h_q": model.num_attention_heads, "head_dim": model.d_qk, "head_dim_v": model.kv_lora_rank}
+    refused = _refusal(op, **features)
+    if refused is not None:
+        return f"not served: {refused}"
+    reads = _served(op, model.formats, features, "kv_format")
+    if not reads:
+        return f"not served: its formats are {', '.join(model.formats)}"
+    extra = _served(op, model.extra_formats, {**features, "kv_format": reads[0], "extra_cache": True}, "extra_kv_format")
+    return ", ".join(_code(reads)) + (f"; beside `{reads[0]}` also {', '.join(_code(extra))}" if extra else "")
+
+
+def _served(op: str, formats: Iterable[str], features: dict[str, Any], argument: str) -> list[str]:
+    return [name for name in formats if _refusal(op, **{**features, argument: name}) is None]
+
+
+def _prefill(model: Model) -> str:
+    """Return the gradients of the prefill that serves a model, or why none does."""
+    if model.head is None:
+        return _NONE
+    features = {"head_dim": model.head[0], "head_dim_v": model.head[1]}
+    refused = _refusal("dense_prefill", **features)
+    if refused is not None:
+        return f"not served: {refused}"
+    return "with gradients" if _refusal("dense_prefill_backward", **features) is None else "without gradients"
+
+
+def _layer(model: Model) -> str:
+    """Return whether the layer has a model's attention, or why not."""
+    from cute_mla.layer import MlaConfig
+
+    if model.head is None:
+        return "not served: keys are values"
+    names = ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    try:
+        MlaConfig(hidden_size=1, q_lora_rank=None, **{name: getattr(model, name) for name in names})
+    except ValueError as error:
+        return f"not served: {error}"
+    return "yes" if model.topk is None else f"up to {model.topk:,} keys, all of which it attends to"
+
+
+def _sparse_prefill(model: Model) -> str:
+    refused = _refusal("sparse_prefill", h_q=model.num_attention_heads, head_dim=model.d_qk, head_dim_v=model.kv_lora_rank)
+    return "yes" if refused is None else f"not served: {refused}"
+
+
+def _refusal(op: str, **features: Any) -> str | None:
+    """Return why bf16 calls with these features are not supported, None if they are. The answers of all architectures must be equal."""
+    from cute_mla.api import is_supported
+
+    answers = {is_supported(op, arch, dtype="bf16", **features) for arch in ARCHS}
+    verdicts = {(supported, None if supported else reason) for supported, reason in answers}
+    ((_, reason),) = verdicts
+    return reason
+
+
+def _code(names: Iterable[str]) -> list[str]:
+    return [f"`{name}`" for name in names]
+
+
+def markdown() -> str:
+    """Return the table, as docs/models.md has it."""
+    return "".join(f"| {' | '.join(cells)} |\n" for cells in (HEADS, ["---"] * len(HEADS), *served_models()))
