@@ -49,7 +49,7 @@ FORM_B: dict[str, dict[str, Any]] = {
         **DECODE,
         **dict.fromkeys(("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")),
     },
-    "flash_mla_sparse_fwd": {**PREFILL, "attn_sink": None, "topk_length": None},
+    "flash_mla_sparse_fwd": {**PREFILL, "attn_sink": None, "topk_length": None, "indexer_topk": 0},
     **VARLEN,
 }
 FORM_A: dict[str, dict[str, Any]] = {
@@ -114,7 +114,7 @@ def test_dense_decode_by_position(arch: Arch) -> None:
         arguments = (*dense_arguments(call)[:5], *plan, 0.25, True, False, None)
         older = given_by_name(device, lambda: OLDER.flash_mla_with_kvcache(*arguments), "dense_decode")
     assert main == theirs == older
-    assert main["causal"] == 1
+    assert main["mask"] == 1
 
 
 def test_sparse_decode_by_position(arch: Arch) -> None:
@@ -268,3 +268,19 @@ def test_the_older_sparse_prefill_has_logarithms_to_base_2(arch: Arch) -> None:
     assert (lse[1] == -math.inf).all()
     assert (newer[2][1] == math.inf).all()
     torch.testing.assert_close(newer[2][0], expected_lse[0], rtol=2.01 / 65536, atol=1e-6)
+
+
+def test_sparse_prefill_returns_the_lse_of_the_indexer_fourth(arch: Arch) -> None:
+    """By position, in natural log, +inf where none of its indices names a row; indexer_topk 0 leaves three results."""
+    draw = torch.Generator().manual_seed(1)
+    q = torch.randn(2, 3, 576, generator=draw).to(torch.bfloat16)
+    kv = torch.randn(5, 1, 576, generator=draw).to(torch.bfloat16)
+    indices = torch.tensor([[[0, -1, 4, 3]], [[-1, 7, 1, 2]]], dtype=torch.int32)
+    with cute_mla.simulate(arch, 2):
+        results = NEWER.flash_mla_sparse_fwd(q, kv, indices, 0.125, 512, None, None, 2)
+        assert len(NEWER.flash_mla_sparse_fwd(q, kv, indices, 0.125, 512, None, None, 0)) == 3
+    assert [result.shape for result in results] == [(2, 3, 512), *[(2, 3)] * 3]
+    expected = (q[0].float() @ kv[0, 0].float()) * 0.125  # the one row among the first two indices of token 0
+    torch.testing.assert_close(results[3][0], expected, rtol=2.01 / 65536, atol=1e-6)
+    assert (results[3][1] == math.inf).all()
+    assert results[2].isfinite().all()

@@ -9,7 +9,7 @@ import torch
 
 from cute_mla import is_supported
 from cute_mla.api.support import FEATURES
-from cute_mla.ops.limits import BACKWARD_OPS, CACHE_OPS, OPS
+from cute_mla.ops.limits import BACKWARD_OPS, CACHE_OPS, INDEXER_OPS, OPS
 from cute_mla.spec.arch import Arch
 
 GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
@@ -24,11 +24,15 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "causal": (False, True),
         "batch_invariant": (False, True),
         "fp8_kvcache": (False, True),
-        "attn_sink": (False,),
+        "attn_sink": (False, True),
+        "tree_mask": (False, True),
+        "window": (False, True),
         "extra_cache": (False,),
         "topk_length": (False,),
         "topk": (None,),
+        "indexer_topk": (0,),
         "kv_offsets": (False,),
+        "cu_seqlens_q": (False, True),
         "kv_format": (None, "latent", "fp8_576"),
         "extra_kv_format": (None,),
     },
@@ -44,10 +48,14 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "batch_invariant": (False, True),
         "fp8_kvcache": (False, True),
         "attn_sink": (False, True),
+        "tree_mask": (False,),
+        "window": (False,),
         "extra_cache": (False, True),
         "topk_length": (False, True),
         "topk": (0, 1, 63, 2048),
+        "indexer_topk": (0,),
         "kv_offsets": (False,),
+        "cu_seqlens_q": (False, True),
         "kv_format": (None, "latent", "fp8_656", "fp8_584", "v41", "v41_paged", "nope_528"),
         "extra_kv_format": (None, "latent", "fp8_656", "fp8_584", "v41", "v41_paged", "nope_528", "v41_fp4"),
     },
@@ -63,10 +71,14 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "batch_invariant": (False, True),
         "fp8_kvcache": (False,),
         "attn_sink": (False,),
+        "tree_mask": (False,),
+        "window": (False,),
         "extra_cache": (False,),
         "topk_length": (False,),
         "topk": (None,),
+        "indexer_topk": (0,),
         "kv_offsets": (False,),
+        "cu_seqlens_q": (False,),
         "kv_format": (None,),
         "extra_kv_format": (None,),
     },
@@ -82,10 +94,14 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "batch_invariant": (False, True),
         "fp8_kvcache": (False,),
         "attn_sink": (False, True),
+        "tree_mask": (False,),
+        "window": (False,),
         "extra_cache": (False,),
         "topk_length": (False, True),
         "topk": (0, 1, 63, 2048),
+        "indexer_topk": (0, 1, 65, 2048),
         "kv_offsets": (False, True),
+        "cu_seqlens_q": (False,),
         "kv_format": (None,),
         "extra_kv_format": (None,),
     },
@@ -101,13 +117,38 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "causal": (False,),
     "batch_invariant": (False, True),
     "fp8_kvcache": (False, True),
-    **dict.fromkeys(("attn_sink", "extra_cache", "topk_length", "kv_offsets"), (False,)),
+    **dict.fromkeys(("attn_sink", "tree_mask", "window", "extra_cache", "topk_length", "kv_offsets", "cu_seqlens_q"), (False,)),
     "topk": (None,),
+    "indexer_topk": (0,),
     "kv_format": (None, "latent", "latent_512", "latent_320", "fp8_576", "fp8_656", "fp8_584", "v41", "v41_paged", "nope_528"),
     "extra_kv_format": (None,),
 }
 GOOD |= dict.fromkeys(CACHE_OPS, ROWS) | {
     op: {**GOOD["dense_prefill"], "head_dim": (192, 128), "head_dim_v": (128,)} for op in BACKWARD_OPS
+}
+_FLAGS = ("causal", "fp8_kvcache", "attn_sink", "tree_mask", "window", "extra_cache", "topk_length", "kv_offsets", "cu_seqlens_q")
+GOOD |= {
+    op: {
+        **dict.fromkeys(FEATURES, (None,)),
+        **dict.fromkeys(_FLAGS, (False,)),
+        "dtype": ("fp32", torch.float32),
+        "topk": (0, 2048, 1 << 30),
+        "batch_invariant": (False, True),
+    }
+    for op in INDEXER_OPS
+}
+GOOD |= {
+    op: {
+        **GOOD["topk_indices"],
+        "dtype": ("e4m3", torch.float8_e4m3fn),
+        "h_q": (1, 33, 64),
+        "h_kv": (1,),
+        "s_q": (1, 7, 1 << 24),
+        "head_dim": (128,),
+        "page_size": (None, 16, 32, 64, 128),
+        "topk": (None,) if op == "mqa_logits" else GOOD["topk_indices"]["topk"],
+    }
+    for op in ("mqa_logits", "indexer_topk")
 }
 BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "dense_decode": {
@@ -121,11 +162,15 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "causal": (None,),
         "batch_invariant": (2,),
         "fp8_kvcache": (None,),
-        "attn_sink": (True,),
+        "attn_sink": (2,),
+        "tree_mask": (2,),
+        "window": (128,),
         "extra_cache": (True,),
         "topk_length": (True,),
         "topk": (64,),
+        "indexer_topk": (64,),
         "kv_offsets": (True,),
+        "cu_seqlens_q": (2,),
         "kv_format": ("v41", "fp8_656"),
         "extra_kv_format": ("latent",),
     },
@@ -141,10 +186,14 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "batch_invariant": (2,),
         "fp8_kvcache": (None,),
         "attn_sink": (2,),
+        "tree_mask": (True,),
+        "window": (True,),
         "extra_cache": (2,),
         "topk_length": (2,),
         "topk": (-1, None),
+        "indexer_topk": (64,),
         "kv_offsets": (True,),
+        "cu_seqlens_q": (2,),
         "kv_format": ("v41_fp4", "fp8_576", 528),
         "extra_kv_format": ("fp8_576", "fp4"),
     },
@@ -160,10 +209,14 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "batch_invariant": (2,),
         "fp8_kvcache": (True,),
         "attn_sink": (True,),
+        "tree_mask": (True,),
+        "window": (True,),
         "extra_cache": (True,),
         "topk_length": (True,),
         "topk": (64,),
+        "indexer_topk": (64,),
         "kv_offsets": (True,),
+        "cu_seqlens_q": (True,),
         "kv_format": ("latent",),
         "extra_kv_format": ("latent",),
     },
@@ -179,10 +232,14 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "batch_invariant": (2,),
         "fp8_kvcache": (True,),
         "attn_sink": (2,),
+        "tree_mask": (True,),
+        "window": (True,),
         "extra_cache": (True,),
         "topk_length": (2,),
         "topk": (-1, None),
+        "indexer_topk": (-1, None, True),
         "kv_offsets": (2,),
+        "cu_seqlens_q": (True,),
         "kv_format": ("latent",),
         "extra_kv_format": ("latent",),
     },
@@ -198,13 +255,38 @@ BAD_ROWS: dict[str, tuple[Any, ...]] = {
     "causal": (True,),
     "batch_invariant": (2,),
     "fp8_kvcache": (None,),
-    **dict.fromkeys(("attn_sink", "extra_cache", "topk_length", "kv_offsets"), (True,)),
+    **dict.fromkeys(("attn_sink", "tree_mask", "window", "extra_cache", "topk_length", "kv_offsets", "cu_seqlens_q"), (True,)),
     "topk": (64,),
+    "indexer_topk": (64,),
     "kv_format": ("v41_fp4", "fp4"),
     "extra_kv_format": ("latent",),
 }
 BAD |= dict.fromkeys(CACHE_OPS, BAD_ROWS) | {
     op: {**BAD["dense_prefill"], "head_dim": (64, 256, 576), "head_dim_v": (256, 512)} for op in BACKWARD_OPS
+}
+
+BAD |= {
+    op: {
+        **dict.fromkeys(FEATURES, (1, "latent")),
+        **dict.fromkeys(_FLAGS, (True, None)),
+        "dtype": ("bf16", torch.float16),
+        "topk": (None, -1, 1.5, (1 << 30) + 1),
+        "batch_invariant": (None,),
+    }
+    for op in INDEXER_OPS
+}
+BAD |= {
+    op: {
+        **BAD["topk_indices"],
+        "dtype": ("fp32", "bf16"),
+        "h_q": (0, 65, None),
+        "h_kv": (2, None),
+        "s_q": (0, None),
+        "head_dim": (64, 576),
+        "page_size": (8, 48, 256),
+        "topk": (64,) if op == "mqa_logits" else BAD["topk_indices"]["topk"],
+    }
+    for op in ("mqa_logits", "indexer_topk")
 }
 
 
@@ -213,7 +295,7 @@ def every(features: dict[str, dict[str, tuple[Any, ...]]]) -> list[tuple[str, st
     return [(op, feature, value) for op, listed in features.items() for feature, values in listed.items() for value in values]
 
 
-@pytest.mark.parametrize("op", [*OPS, *BACKWARD_OPS, *CACHE_OPS])
+@pytest.mark.parametrize("op", [*OPS, *BACKWARD_OPS, *CACHE_OPS, *INDEXER_OPS])
 def test_every_feature_is_tested_and_documented(op: str) -> None:
     assert set(FEATURES) == set(GOOD[op]) == set(BAD[op])
     assert is_supported.__doc__ is not None
@@ -260,7 +342,13 @@ def test_features_together() -> None:
     assert is_supported("dense_decode", "sm90", h_q=128, h_kv=1, dtype="e4m3", fp8_kvcache=True)[0]
     assert is_supported("dense_decode", "sm90", h_kv=2, fp8_kvcache=True) == (False, "h_kv is 2 with an FP8 cache; supported: 1")
     assert is_supported("dense_decode", "sm100", head_dim=512, head_dim_v=512, h_kv=2, kv_format="latent_512", fp8_kvcache=False)[0]
-    assert is_supported("dense_decode", "sm90", head_dim=320, head_dim_v=256, kv_format="latent_320", dtype="fp16")[0]
+    assert is_supported("dense_decode", "sm90", head_dim=320, head_dim_v=256, kv_format="latent_320", dtype="bf16")[0]
+    for dtype in ("fp16", torch.float16):
+        for columns in ({"head_dim": 320}, {"head_dim": 512, "head_dim_v": 512}, {"head_dim_v": 256}, {"kv_format": "latent_512"}):
+            name, value = next(iter(columns.items()))
+            refused = is_supported("dense_decode", "sm90", dtype=dtype, **columns)
+            assert refused == (False, f"dtype is fp16 with {name} {value!r}; supported: bf16")
+    assert is_supported("dense_decode", "sm90", head_dim_v=512, dtype="fp16")[0]
     refused = is_supported("dense_decode", "sm90", head_dim=320, head_dim_v=512)
     assert refused == (False, "head_dim_v is 512 with head_dim 320; supported: 256")
     for features in ({"fp8_kvcache": True}, {"dtype": "e4m3"}):
@@ -291,10 +379,22 @@ def test_features_of_sparse_prefill_together(head_dim: int, dtype: str, arch: Ar
     options = {"attn_sink": True, "topk_length": True, "kv_offsets": True}
     assert is_supported("sparse_prefill", arch.name, h_q=96, h_kv=1, head_dim=head_dim, dtype=dtype, topk=77, **options)[0]
     assert is_supported("sparse_prefill", arch.name, fp8_kvcache=False, head_dim=head_dim, dtype=dtype)[0]
+    assert is_supported("sparse_prefill", arch.name, head_dim=head_dim, dtype=dtype, topk=77, indexer_topk=77)[0]
+    refused = is_supported("sparse_prefill", arch.name, head_dim=head_dim, dtype=dtype, topk=77, indexer_topk=78)
+    assert refused == (False, "indexer_topk is 78 with topk 77; supported: 0 to topk")
 
 
-@pytest.mark.parametrize(("head_dim", "head_dim_v"), [(192, 128), (128, 128), (256, 256)])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+def test_heads_of_256_columns_are_bf16() -> None:
+    for columns in ({"head_dim": 256}, {"head_dim_v": 256}):
+        ((name, value),) = columns.items()
+        refused = is_supported("dense_prefill", "sm90", dtype="fp16", **columns)
+        assert refused == (False, f"dtype is fp16 with {name} {value}; supported: bf16")
+
+
+@pytest.mark.parametrize(
+    ("head_dim", "head_dim_v", "dtype"),
+    [(192, 128, "bf16"), (192, 128, "fp16"), (128, 128, "bf16"), (128, 128, "fp16"), (256, 256, "bf16")],
+)
 def test_features_of_dense_prefill_together(head_dim: int, head_dim_v: int, dtype: str, arch: Arch) -> None:
     heads = {"h_q": 200, "h_kv": 5, "head_dim": head_dim}
     assert is_supported("dense_prefill", arch.name, **heads, head_dim_v=head_dim_v, dtype=dtype, causal=True)[0]

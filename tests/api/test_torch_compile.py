@@ -30,7 +30,7 @@ Arguments = dict[str, Any]
 def arguments_of(case: BaseCase, *left_out: str) -> Arguments:
     """Return arguments of the public function, without results and what else is left out."""
     op = operation(case)
-    left_out = (*left_out, "out", "lse", "max_logits", "workspace")
+    left_out = (*left_out, "out", "lse", "max_logits", "lse_indexer", "workspace")
     return {key: value for key, value in op.arguments(case, op.make_tensors(case, "cpu"), None).items() if key not in left_out}
 
 
@@ -125,8 +125,9 @@ def test_packed_prefill_is_one_graph() -> None:
     [
         SparseDecodeCase(batch=2, h_q=3, main=Pool(80, 70, lengths="drawn"), extra=Pool(9, 5), sinks="drawn"),
         SparsePrefillCase(s_q=2, h_q=3, s_kv=90, sinks="drawn"),
+        SparsePrefillCase(s_q=2, h_q=3, s_kv=90, sinks="drawn", indexer_topk=7),
     ],
-    ids=["decode", "prefill"],
+    ids=["decode", "prefill", "indexer"],
 )
 def test_sparse_calls_are_one_graph(case: BaseCase) -> None:
     def step(q: Tensor, **arguments: Any) -> Any:

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import cute_mla
 import cute_mla.cache
 import cute_mla.torch_ops  # which makes them
+from cute_mla import indexer
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
@@ -40,10 +41,11 @@ CASES: dict[str, BaseCase] = {
     "fp8": DenseDecodeCase(batch=1, lengths=(40,), h_q=2, operands="fp8", metadata="tensors", empty_lse=float("-inf")),
     "sparse": SparseDecodeCase(batch=2, h_q=3, main=Pool(80, 70, lengths="drawn"), extra=Pool(9, 5), sinks="drawn", metadata="tensors"),
     "sparse_prefill": SparsePrefillCase(s_q=2, h_q=3, s_kv=90, sinks="drawn"),
+    "indexer_prefill": SparsePrefillCase(s_q=2, h_q=3, s_kv=90, sinks="drawn", indexer_topk=7),
     "dense_prefill": DensePrefillCase(lengths=((3, 70), (2, 1)), group=2, causal=True),
     "dense_prefill_backward": DensePrefillBackwardCase(lengths=((3, 70), (2, 1)), group=2, causal=True),
 }
-RESULTS = ("out", "max_logits", "lse", "workspace")
+RESULTS = ("out", "max_logits", "lse", "lse_indexer", "workspace")
 GRADIENTS = ("dq", "dk", "dv", "workspace")
 Call = tuple[str, dict[str, Any]]  # an op's name and its arguments
 
@@ -55,7 +57,11 @@ def call_of(case: BaseCase) -> Call:
     if isinstance(case, DensePrefillCase):  # no row without a sequence, for those are not written
         arguments["cu_seqlens_qo"][0], arguments["cu_seqlens_qo"][-1] = 0, arguments["q"].shape[0]
         arguments["max_seqlen_qo"] = arguments["q"].shape[0]
-    return PUBLIC[case.op], {name: value for name, value in arguments.items() if name not in results_of(PUBLIC[case.op])}
+    name = PUBLIC[case.op]
+    if isinstance(case, SparsePrefillCase):
+        name += "_indexer" if case.indexer_topk else ""
+        arguments = {key: value for key, value in arguments.items() if key != "indexer_topk" or case.indexer_topk}
+    return name, {key: value for key, value in arguments.items() if key not in results_of(name)}
 
 
 def results_of(function: str) -> tuple[str, ...]:
@@ -99,18 +105,57 @@ def gather_call() -> Call:
     return "gather_kv_cache", {"k_cache": cache, "block_table": table, "cu_seqlens": cu_seqlens, "rows": 5, "dtype": torch.float16}
 
 
+def topk_call() -> Call:
+    """Return a selection in two rows."""
+    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
+    return "topk_indices", {"logits": logits, "lengths": torch.tensor([300, 7], dtype=torch.int32), "topk": 20}
+
+
+def logits_call(paged: bool) -> Call:
+    """Return logits of two tokens, of keys in a row or in an index cache."""
+    draw = torch.Generator().manual_seed(0)
+    q = torch.randint(-4, 5, (2, 1, 9, 128), generator=draw).to(torch.float8_e4m3fn)
+    weights, count = torch.ones(2, 9), torch.tensor([70, 3], dtype=torch.int32)
+    if not paged:
+        keys = torch.randint(-4, 5, (70, 128), generator=draw).to(torch.float8_e4m3fn)
+        return "fp8_mqa_logits", {"q": q[:, 0], "keys": keys, "scales": torch.ones(70), "weights": weights, "ks": count - 3, "ke": count}
+    cache = torch.zeros(3, 64, 1, 132, dtype=torch.uint8)
+    table = torch.tensor([[1, 2], [0, 0]], dtype=torch.int32)
+    arguments = {"q": q, "cache": cache, "weights": weights, "context_lens": count, "block_table": table}
+    return "fp8_paged_mqa_logits", {**arguments, "metadata": None, "max_context_len": 70}
+
+
+def indexer_call(paged: bool) -> Call:
+    """Return a choice of keys of the same tokens."""
+    arguments = {**logits_call(paged)[1], "topk": 40}
+    if not paged:
+        return "indexer_topk_prefill", arguments
+    del arguments["metadata"], arguments["max_context_len"]
+    arguments["index_cache"] = arguments.pop("cache")
+    return "indexer_topk", {**arguments, "slots": True}
+
+
 CALLS: dict[str, Callable[[], Call]] = {
     **{name: partial(call_of, case) for name, case in CASES.items()},
     "merge": merge_call,
     "merge_stacked": lambda: merge_call(stacked=True),
+    "logits": partial(logits_call, False),
+    "paged_logits": partial(logits_call, True),
+    "chosen": partial(indexer_call, False),
+    "paged_chosen": partial(indexer_call, True),
+    "topk": topk_call,
     "write": write_call,
     "gather": gather_call,
     "plan": plan_call,
     "plan_topk": lambda: ("get_mla_metadata", plan_call()[1] | {"num_heads_q": 8, "topk": 70}),
     "plan_sparse": sparse_plan_call,
 }
-SLOW = ("sparse", "sparse_prefill", "merge_stacked")
-WITH_RESULTS = [pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in (*CASES, "merge", "merge_stacked", "gather")]
+_E4M3 = ("fp8", "logits", "paged_logits", "chosen", "paged_chosen")  # calls with e4m3 operands
+SLOW = ("sparse", "sparse_prefill", "indexer_prefill", "merge_stacked")
+WITH_RESULTS = [
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
+    for name in (*CASES, *_E4M3[1:], "merge", "merge_stacked", "topk", "gather")
+]
 
 
 def given_results(name: str, arguments: dict[str, Any]) -> dict[str, Tensor]:
@@ -130,7 +175,7 @@ def device() -> Iterator[RecordingDevice]:
 
 def check_op(name: str, op: Any, arguments: dict[str, Any]) -> None:
     """All that torch checks of an op; but for e4m3 tensors the check of its schema, which cannot compare these."""
-    utils = ["test_schema"] * (name != "fp8") + ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
+    utils = ["test_schema"] * (name not in _E4M3) + ["test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic"]
     torch.library.opcheck(op, (), arguments, test_utils=utils)
 
 
@@ -178,9 +223,13 @@ class Seen(TorchDispatchMode):
 def public_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the public function that an op stands for, and the same arguments."""
     op, arguments = CALLS[name]()
+    op = op.removesuffix("_indexer")
     if arguments.pop("stacked", False):
         arguments = {key: value[0] for key, value in arguments.items()}
-    return getattr(cute_mla.cache if op.endswith("kv_cache") else cute_mla, op), arguments
+    if "keys" in arguments:
+        arguments["kv"] = [arguments.pop("keys"), arguments.pop("scales")]
+    home = cute_mla.cache if op.endswith("kv_cache") else indexer if hasattr(indexer, op) else cute_mla
+    return getattr(home, op), arguments
 
 
 @pytest.mark.parametrize("name", [name for name in CALLS if name != "plan_sparse"])
@@ -204,9 +253,10 @@ def test_calls_that_are_traced_become_ops(device: RecordingDevice, name: str, ho
         return function(**tensors, **others)
 
     graph = make_fx(call, tracing_mode="fake" if how == "fake" else "real")(tensors)
+    launched = device.launches != []  # by the call: to make the operands again plans as well
     called = [str(node.target) for node in graph.graph.nodes if "cute_mla" in str(node.target)]
-    assert called == [f"cute_mla.{function.__name__}.default"]
-    assert (device.launches != []) == (how == "real")
+    assert called == [f"cute_mla.{CALLS[name]()[0]}.default"]
+    assert launched == (how == "real")
 
 
 def test_fake_tensors_outside_their_mode_become_ops(device: RecordingDevice) -> None:
@@ -219,7 +269,7 @@ def test_fake_tensors_outside_their_mode_become_ops(device: RecordingDevice) -> 
     assert device.launches == []
 
 
-FLOATS = {"dense": "q", "sparse": "attn_sink", "sparse_prefill": "kv"}
+FLOATS = {"dense": "q", "sparse": "attn_sink", "sparse_prefill": "kv", "indexer_prefill": "q"}
 
 
 @pytest.mark.parametrize("name", FLOATS)

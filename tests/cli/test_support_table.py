@@ -30,7 +30,8 @@ def test_every_kernel_that_is_called_by_itself_is_in_one_row() -> None:
 
 
 def test_a_kernel_without_words_is_not_left_out_in_silence(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(support_table._WORDS["sparse_decode"]["cache"], "fp8_584")
+    words = {name: text for name, text in support_table._WORDS["sparse_decode"]["cache"].items() if name != "fp8_584"}
+    monkeypatch.setitem(support_table._WORDS["sparse_decode"], "cache", words)  # the order of the words is that of the rows
     with pytest.raises(KeyError, match="fp8_584"):
         support_table.kernels()
 
@@ -38,7 +39,7 @@ def test_a_kernel_without_words_is_not_left_out_in_silence(monkeypatch: pytest.M
 def test_options_are_those_of_is_supported() -> None:
     listed = dict(support_table.options())
     assert tuple(listed) == FEATURES
-    assert listed["attn_sink"] == {"dense_decode": "no", "sparse_decode": "yes", "dense_prefill": "no", "sparse_prefill": "yes"}
+    assert listed["attn_sink"] == {"dense_decode": "yes", "sparse_decode": "yes", "dense_prefill": "no", "sparse_prefill": "yes"}
     assert listed["h_q"]["dense_decode"] == "1 to 128"
     for feature in ("causal", "attn_sink", "extra_cache", "topk_length", "kv_offsets", "fp8_kvcache", "batch_invariant"):
         for op, answer in listed[feature].items():

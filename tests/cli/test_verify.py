@@ -24,9 +24,12 @@ from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
+from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
 from cute_mla.testing.cases.merge_states import MergeStatesCase
+from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
 from cute_mla.testing.cases.sparse_decode import SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
+from cute_mla.testing.cases.topk_indices import TopkIndicesCase
 from cute_mla.testing.runner import Record, Schedule, Target
 from cute_mla.testing.suites.entries import SuiteEntry
 
@@ -272,6 +275,9 @@ def test_all_ops_run_unless_one_is_named(stand_in: StandIn, monkeypatch: pytest.
         "merge_states": [SuiteEntry(MergeStatesCase())],
         "cache_write": [SuiteEntry(CacheWriteCase())],
         "cache_gather": [SuiteEntry(CacheGatherCase())],
+        "mqa_logits": [SuiteEntry(MqaLogitsCase())],
+        "indexer_topk": [SuiteEntry(IndexerTopkCase())],
+        "topk_indices": [SuiteEntry(TopkIndicesCase())],
     }
     monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: of_op[op])
     every = [op for op in verify.OPS for _ in of_op[op]]
@@ -297,7 +303,8 @@ def test_json_holds_every_record_in_the_suites_order(stand_in: StandIn, tmp_path
     entries = both[:3]
     assert list(entries[0]) == [
         *("op", "arch", "case", "config", "device", "schedule", "seed", "sm_count", "kernel_sha256", "status", "reason", "passed"),
-        *("out_max_abs", "out_cos_diff", "out_cos_limit", "lse_max_abs", "max_logits_max_abs", "findings", "seconds", "code"),
+        *("out_max_abs", "out_cos_diff", "out_cos_limit", "lse_max_abs", "max_logits_max_abs", "lse_indexer_max_abs"),
+        *("findings", "seconds", "code"),
     ]
     assert [entry["status"] for entry in entries] == ["skipped", "failed", "reduced"]
     assert [entry["passed"] for entry in entries] == [None, False, True]

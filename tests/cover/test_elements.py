@@ -75,7 +75,7 @@ def test_types_share_a_structure_and_its_blocks(bench: Bench, tmp_path: Path) ->
     (name,) = (name for name in short if name.startswith(f"dense_decode {bench.arch.name}"))
     assert short.keys() == other.keys() == long.keys()
     blocks = [{item for item in found[name] if item.startswith("#")} for found in (short, other, long)]
-    assert len(blocks[0] ^ blocks[1]) <= len(blocks[0]) / 20
+    assert len(blocks[0] ^ blocks[1]) <= len(blocks[0]) / 16
     assert blocks[2] - blocks[0]
     assert short[name] - other[name] >= {"dtype=bf16"}
     assert {"causal=True", "schedule round_robin"} <= long[name]

@@ -23,8 +23,10 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "AttentionBackend": (
             *("forward_decode", "forward_extend", "init_forward_metadata", "init_forward_metadata_out_graph"),
             *("init_cuda_graph_state", "get_cuda_graph_seq_len_fill_value", "needs_cpu_seq_lens", "forward_metadata", "data_type"),
+            *("supports_ragged_verify_graph", "verify_mask"),
         )
     },
+    "sglang.srt.layers.attention.verify_mask": {"VerifyMask": ("buffer", "mode", "max_bs", "is_read", "fits")},
     "sglang.srt.layers.radix_attention": {"RadixAttention": ("tp_q_head_num", "head_dim", "scaling", "layer_id")},
     "sglang.srt.mem_cache.memory_pool": {
         "KVWriteLoc": ("for_batch",),
@@ -32,17 +34,26 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "ReqToTokenPool": ("req_to_token",),
     },
     "sglang.srt.model_executor.forward_batch_info": {
-        "ForwardBatch": ("forward_mode", "batch_size", "seq_lens", "req_pool_indices"),
+        "ForwardBatch": ("forward_mode", "batch_size", "seq_lens", "req_pool_indices", "positions", "spec_info"),
         "ForwardMode": ("is_decode_or_idle", "is_target_verify"),
     },
     "sglang.srt.model_executor.model_runner": {
         "ModelRunner": ("page_size", "device", "kv_cache_dtype", "req_to_token_pool", "token_to_kv_pool", "model_config")
     },
     "sglang.srt.configs.model_config": {"ModelConfig": ("num_attention_heads", "context_len")},
+    "sglang.srt.speculative.eagle_utils": {"TreeMaskMode": ()},
+    "sglang.srt.speculative.eagle_info": {"EagleVerifyInput": ("custom_mask",)},
+    "sglang.srt.speculative.ragged_verify": {
+        "RaggedVerifyLayout": ("bs", "verify_lens", "qo_indptr_device", "padded_to_bucket"),
+        "resolve_ragged_verify_layout": (),
+    },
     "sglang.srt.runtime_context": {"get_parallel": (), "get_spec": ()},
 }
 # What these two return answers by name at run time: recorded is what SGLang's own code asks for.
-ASKED = {"get_parallel": ("attn_tp_size", "attn_dcp_size"), "get_spec": ("speculative_num_draft_tokens", "speculative_eagle_topk")}
+ASKED = {
+    "get_parallel": ("attn_tp_size", "attn_dcp_size"),
+    "get_spec": ("speculative_num_draft_tokens", "speculative_eagle_topk", "speculative_algorithm"),
+}
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:

@@ -9,7 +9,7 @@ import ast
 import inspect
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -30,6 +30,7 @@ SOURCES = sorted(Path(adapter.__file__).parent.glob("*.py"))
 HEADS, PAGE, CONTEXT = 16, 64, 512
 SCALE = 192**-0.5
 E4M3 = torch.float8_e4m3fn
+LATENT = {576: 512, 512: 512, 320: 256}  # of the columns of a key: DeepSeek-V3, no rotary columns, Mistral Small 4
 
 
 def members(module: str, name: str) -> dict[str, Any]:
@@ -53,17 +54,38 @@ class Written:
         return forward_batch
 
 
+def verify_mask(**fields: Any) -> Any:
+    return Recorded(members("layers.attention.verify_mask", "VerifyMask"), **fields)
+
+
+def layout_of(counts: list[int], padded_to: int = 0) -> Any:
+    """Return a layout of so many draft tokens each; padded_to_bucket appends requests of one token."""
+
+    def pad(*, padded_bs: int, cap: int) -> Any:
+        assert (padded_bs, cap >= max(counts)) == (padded_to, True)
+        return layout_of([*counts, *[1] * (padded_bs - len(counts))])
+
+    return Recorded(
+        members("speculative.ragged_verify", "RaggedVerifyLayout"),
+        bs=len(counts),
+        verify_lens=torch.tensor(counts, dtype=torch.int32),
+        qo_indptr_device=torch.tensor([0, *counts]).cumsum(0),
+        padded_to_bucket=pad,
+    )
+
+
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Yield modules of SGLang that the adapter imports, and what its two look-ups answer."""
     asked = INTERFACE["asked"]
     answers = SimpleNamespace(
         parallel=Recorded(asked["get_parallel"], attn_tp_size=8, attn_dcp_size=1),
-        spec=Recorded(asked["get_spec"], speculative_num_draft_tokens=3, speculative_eagle_topk=None),
+        spec=Recorded(asked["get_spec"], speculative_num_draft_tokens=3, speculative_eagle_topk=None, speculative_algorithm=None),
         factories={},
         choices=["triton"],
     )
-    base = type("AttentionBackend", (), {"forward_metadata": None, "data_type": None, "needs_cpu_seq_lens": True})
+    attributes = {"forward_metadata": None, "data_type": None, "needs_cpu_seq_lens": True, "supports_ragged_verify_graph": False}
+    base = type("AttentionBackend", (), {**attributes, "verify_mask": None})
 
     def register_attention_backend(name: str) -> Any:
         return lambda factory: answers.factories.setdefault(name, factory)
@@ -72,8 +94,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         "server_args": {"ATTENTION_BACKEND_CHOICES": answers.choices, "add_attention_backend_choices": answers.choices.extend},
         "layers.attention.attention_registry": {"register_attention_backend": register_attention_backend},
         "layers.attention.base_attn_backend": {"AttentionBackend": base},
+        "layers.attention.verify_mask": {"VerifyMask": verify_mask},
         "mem_cache.memory_pool": {"KVWriteLoc": Written},
         "runtime_context": {"get_parallel": lambda: answers.parallel, "get_spec": lambda: answers.spec},
+        "speculative.eagle_utils": {"TreeMaskMode": SimpleNamespace(QLEN_ONLY="draft tokens alone")},
+        "speculative.ragged_verify": {"resolve_ragged_verify_layout": lambda batch: getattr(batch, "layout", None)},
     }
     monkeypatch.delitem(sys.modules, "cute_mla.engines.sglang.decode", raising=False)
     for name, contents in stand_ins.items():
@@ -87,20 +112,20 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
 
 class Pool:
-    """A pool of latent keys: slots of 576 columns, one KV head. Keys are saved as they are, rounded to the pool's type."""
+    """A pool of latent keys: slots of so many columns, one KV head. Keys are saved as they are, rounded to the pool's type."""
 
-    def __init__(self, slots: int, dtype: torch.dtype) -> None:
-        self.buffer = torch.randn(slots, 1, 576, generator=torch.Generator().manual_seed(2)).to(dtype)
+    def __init__(self, slots: int, dtype: torch.dtype, columns: int) -> None:
+        self.buffer = torch.randn(slots, 1, columns, generator=torch.Generator().manual_seed(2)).to(dtype)
 
     def get_key_buffer(self, layer_id: int) -> Tensor:
         return self.buffer
 
     def set_kv_buffer(self, layer: Any, loc_info: Any, cache_k: Tensor, cache_v: Tensor) -> None:
-        assert torch.equal(cache_v, cache_k[..., :512])
+        assert torch.equal(cache_v, cache_k[..., : LATENT[cache_k.shape[-1]]])
         self.buffer[loc_info.out_cache_loc] = cache_k.to(self.buffer.dtype)
 
 
-def runner_with(dtype: torch.dtype, page_size: int = PAGE) -> Any:
+def runner_with(dtype: torch.dtype, page_size: int = PAGE, columns: int = 576) -> Any:
     """Return a model runner with 4 request slots, whose pages are in random order."""
     pages = torch.randperm(4 * CONTEXT // page_size, generator=torch.Generator().manual_seed(1)).view(4, -1)
     slots = (pages[..., None] * page_size + torch.arange(page_size)).flatten(1).to(torch.int32)
@@ -110,14 +135,14 @@ def runner_with(dtype: torch.dtype, page_size: int = PAGE) -> Any:
         device="cpu",
         kv_cache_dtype=dtype,
         req_to_token_pool=Recorded(members("mem_cache.memory_pool", "ReqToTokenPool"), req_to_token=slots),
-        token_to_kv_pool=Pool(slots.numel(), dtype),
+        token_to_kv_pool=Pool(slots.numel(), dtype, columns),
         model_config=Recorded(members("configs.model_config", "ModelConfig"), num_attention_heads=8 * HEADS, context_len=CONTEXT),
     )
 
 
-def layer_of(heads: int = HEADS) -> Any:
+def layer_of(columns: int = 576) -> Any:
     known = members("layers.radix_attention", "RadixAttention")
-    return Recorded(known, tp_q_head_num=heads, head_dim=576, scaling=SCALE, layer_id=0)
+    return Recorded(known, tp_q_head_num=HEADS, head_dim=columns, scaling=SCALE, layer_id=0)
 
 
 def mode(name: str) -> Any:
@@ -136,19 +161,23 @@ def batch_of(lengths: list[int], requests: list[int], kind: str = "decode") -> A
     )
 
 
-def expected(runner: Any, q: Tensor, lengths: list[int], requests: list[int]) -> Tensor:
-    """[batch * tokens, heads * 512], of q [batch, tokens, heads, 576] over all of lengths keys."""
+def expected(
+    runner: Any, q: Sequence[Tensor] | Tensor, lengths: list[int], requests: list[int], masks: Sequence[Tensor] | None = None
+) -> Tensor:
+    """[all tokens, heads * latent columns], of q [tokens, heads, columns] of each request over lengths keys. masks: of the last keys."""
     out = []
-    for mine, length, request in zip(q.float(), lengths, requests, strict=True):
+    for i, (mine, length, request) in enumerate(zip(q, lengths, requests, strict=True)):
         slots = runner.req_to_token_pool.req_to_token[request, :length].long()
         keys = runner.token_to_kv_pool.buffer[slots, 0].float()[None]
-        visible = visible_keys(len(mine), length, True, q.device)
-        out.append(attention(mine.transpose(0, 1), keys, keys[..., :512], SCALE, visible)[0].transpose(0, 1))
+        visible = visible_keys(len(mine), length, True, mine.device)
+        if masks is not None:
+            visible[:, length - len(mine) :] = masks[i]
+        out.append(attention(mine.float().transpose(0, 1), keys, keys[..., : LATENT[keys.shape[-1]]], SCALE, visible)[0].transpose(0, 1))
     return torch.cat(out).flatten(1)
 
 
-def queries(batch: int, tokens: int) -> Tensor:
-    return torch.randn(batch, tokens, HEADS, 576, generator=torch.Generator().manual_seed(3)).bfloat16()
+def queries(batch: int, tokens: int, columns: int = 576) -> Tensor:
+    return torch.randn(batch, tokens, HEADS, columns, generator=torch.Generator().manual_seed(3)).bfloat16()
 
 
 def agree(out: Tensor, wanted: Tensor) -> None:
@@ -188,18 +217,22 @@ def test_registration(engine: SimpleNamespace) -> None:
 
 
 @pytest.mark.usefixtures("engine")
-@pytest.mark.parametrize(("dtype", "page_size"), [(torch.bfloat16, 64), (torch.bfloat16, 16), (E4M3, 64)], ids=str)
-def test_decode(arch: Arch, dtype: torch.dtype, page_size: int) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "page_size", "columns"),
+    [(torch.bfloat16, 64, 576), (torch.bfloat16, 16, 576), (E4M3, 64, 576), (torch.bfloat16, 64, 512), (torch.bfloat16, 64, 320)],
+    ids=str,
+)
+def test_decode(arch: Arch, dtype: torch.dtype, page_size: int, columns: int) -> None:
     from cute_mla.engines.sglang.decode import CuteMlaDecode
 
-    runner, lengths, requests = runner_with(dtype, page_size), [70, 1, 200], [2, 0, 3]
-    backend, batch, q = CuteMlaDecode(runner), batch_of(lengths, requests), queries(3, 1)
-    k = torch.randn(3, 1, 576, generator=torch.Generator().manual_seed(9)).bfloat16()
+    runner, lengths, requests = runner_with(dtype, page_size, columns), [70, 1, 200], [2, 0, 3]
+    backend, batch, q = CuteMlaDecode(runner), batch_of(lengths, requests), queries(3, 1, columns)
+    k = torch.randn(3, 1, columns, generator=torch.Generator().manual_seed(9)).bfloat16()
     table = runner.req_to_token_pool.req_to_token
     batch.out_cache_loc = torch.stack([table[request, length - 1] for request, length in zip(requests, lengths, strict=True)]).long()
     with cute_mla.simulate(arch, 6):
         backend.init_forward_metadata(batch)
-        out = backend.forward_decode(q.flatten(1), k, k[..., :512], layer_of(), batch)
+        out = backend.forward_decode(q.flatten(1), k, k[..., : LATENT[columns]], layer_of(columns), batch)
     assert torch.equal(runner.token_to_kv_pool.buffer[batch.out_cache_loc].float(), k.to(dtype).float())
     agree(out, expected(runner, q, lengths, requests))
 
@@ -217,6 +250,60 @@ def test_verification_of_draft_tokens(arch: Arch) -> None:
 
 
 @pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize("padded", [False, True])
+def test_drafts_of_different_lengths(arch: Arch, padded: bool) -> None:
+    from cute_mla.engines.sglang.decode import CuteMlaDecode
+
+    runner, requests, counts = runner_with(torch.bfloat16), [1, 3, 0], [3, 1, 2]
+    backend, batch = CuteMlaDecode(runner), batch_of([61, 5, 128], requests, "verify")
+    batch.layout, batch.positions = layout_of(counts), torch.zeros(8 if padded else 6)
+    if padded:  # by a request of one token, and by a token of no request
+        batch.layout = layout_of(counts, padded_to=4)
+        batch.batch_size, batch.seq_lens, batch.req_pool_indices = 4, torch.tensor([61, 5, 128, 1]), torch.tensor([*requests, 0])
+    q = queries(1, len(batch.positions))[0]
+    q[7:] = torch.nan
+    with cute_mla.simulate(arch, 6):
+        backend.init_forward_metadata(batch)
+        out = backend.forward_extend(q.flatten(1), None, None, layer_of(), batch)
+    agree(out[:6], expected(runner, q[:6].split(counts), [64, 6, 130], requests))
+    assert (out[7:] == 0).all()
+
+
+def test_trees_of_draft_tokens(arch: Arch, engine: SimpleNamespace) -> None:
+    from cute_mla.engines.sglang.decode import CuteMlaDecode
+
+    engine.spec.speculative_eagle_topk, engine.spec.speculative_num_draft_tokens = 2, 5
+    runner, requests = runner_with(torch.bfloat16), [1, 3]
+    backend = CuteMlaDecode(runner)
+    assert backend.verify_mask is not None
+    assert not backend.verify_mask.buffer.numel()
+    backend.init_cuda_graph_state(2, 10)
+    mask = backend.verify_mask
+    assert (mask.mode, mask.max_bs, mask.is_read, mask.buffer.dtype) == ("draft tokens alone", 2, True, torch.bool)
+    parents = torch.tensor([[-1, 0, 0, 1, 2], [-1, 0, 1, 1, 0]])
+    trees = mask.buffer.view(2, 5, 5)
+    for tree, up in zip(trees, parents.tolist(), strict=True):
+        for token in range(5):
+            tree[token] = tree[up[token]] if token else False
+            tree[token, token] = True
+    batch, q = batch_of([61, 5], requests, "verify"), queries(2, 5)
+    batch.spec_info = Recorded(members("speculative.eagle_info", "EagleVerifyInput"), custom_mask=mask.buffer)
+    with cute_mla.simulate(arch, 6):
+        backend.init_forward_metadata_out_graph(batch, in_capture=True)
+        captured = backend.forward_metadata
+        first = backend.forward_extend(q.flatten(0, 1).flatten(1), None, None, layer_of(), batch)
+        wanted = expected(runner, q, [66, 10], requests, trees)
+        agree(first, wanted)
+        mask.buffer.copy_(trees.flip(0).flatten().clone())
+        backend.init_forward_metadata_out_graph(batch)
+        backend.forward_metadata = captured
+        agree(
+            backend.forward_extend(q.flatten(0, 1).flatten(1), None, None, layer_of(), batch),
+            expected(runner, q, [66, 10], requests, trees),
+        )
+
+
+@pytest.mark.usefixtures("engine")
 def test_replays_find_their_metadata_where_it_was_captured(arch: Arch) -> None:
     from cute_mla.engines.sglang.decode import CuteMlaDecode
 
@@ -230,7 +317,8 @@ def test_replays_find_their_metadata_where_it_was_captured(arch: Arch) -> None:
         captured = backend.forward_metadata
         backend.init_forward_metadata_out_graph(batch_of([100, 3], [2, 1]))
         replayed = backend.forward_metadata
-        assert [tensor.data_ptr() for tensor in replayed[:4]] == [tensor.data_ptr() for tensor in captured[:4]]
+        places = [[None if part is None else part.data_ptr() for part in metadata[:6]] for metadata in (captured, replayed)]
+        assert places[0] == places[1]
         q = queries(2, 1)
         backend.forward_metadata = captured  # a graph holds the addresses that it saw
         out = backend.forward_decode(q.flatten(1), None, None, layer_of(), batch_of([100, 3], [2, 1]))
@@ -247,8 +335,13 @@ def test_what_is_refused(engine: SimpleNamespace) -> None:
         backend.init_forward_metadata(batch_of([3], [0], "extend"))
     with pytest.raises(NotImplementedError, match="topk_indices given"):
         backend.forward_decode(queries(1, 1).flatten(1), None, None, layer_of(), batch_of([3], [0]), topk_indices=torch.zeros(1))
-    engine.spec.speculative_eagle_topk = 4
-    with pytest.raises(ValueError, match="--speculative-eagle-topk is 4; supported: 1"):
+    refused = CuteMlaDecode(runner_with(torch.bfloat16, columns=288))
+    with cute_mla.simulate("sm90", 6):
+        refused.init_forward_metadata(batch_of([3], [0]))
+        with pytest.raises(ValueError, match=r"q has shape .*; supported without indices: \[batch, s_q, h_q, 576 or 512 or 320\]"):
+            refused.forward_decode(queries(1, 1, 288).flatten(1), None, None, layer_of(288), batch_of([3], [0]))
+    engine.spec.speculative_algorithm = "NGRAM"
+    with pytest.raises(ValueError, match="--speculative-algorithm is NGRAM"):
         CuteMlaDecode(runner_with(torch.bfloat16))
     engine.parallel.attn_dcp_size = 2
     with pytest.raises(ValueError, match="--dcp-size is 2; supported: 1"):

@@ -10,7 +10,8 @@ from torch import Tensor
 from cute_mla.cache import gather_kv_cache, write_kv_cache
 from cute_mla.testing.compare import Tolerance
 from tests.fuzz.calls import Setting
-from tests.fuzz.contract import BYTES, E4M3, WIDE, Contract, is_flag, is_integer, is_optional
+from tests.fuzz.contract import BYTES, E4M3, WIDE, Contract, is_optional
+from tests.fuzz.scalars import is_flag, is_integer
 from tests.fuzz.subjects import Arguments, Subject, Verify, against, anything, case_arguments, same_slots
 
 _EXACT = Tolerance(1e-30, 1e-30, 1e-12)

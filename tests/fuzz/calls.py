@@ -11,8 +11,11 @@ from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
+from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
+from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
+from cute_mla.testing.cases.topk_indices import TopkIndicesCase
 
 
 @dataclass(frozen=True)
@@ -101,7 +104,7 @@ class PlainCase:
 
 _LIBRARY = (
     *(DenseDecodeCase, SparseDecodeCase, SparsePrefillCase, DensePrefillCase, DensePrefillBackwardCase),
-    *(CacheWriteCase, CacheGatherCase),
+    *(CacheWriteCase, CacheGatherCase, MqaLogitsCase, IndexerTopkCase, TopkIndicesCase),
 )
 _OWN = (MergeCase, PlanCase, CacheCase, BatchCase, PlainCase)
 

@@ -19,7 +19,7 @@ CHUNK = 60  # calls between two looks at the clock; after a failure, the next ch
 # Of the calls of each subject: three have one function behind them, some cost next to nothing. Of all others 2.
 _WEIGHTS = {
     **dict.fromkeys(("dense_prefill", "dense_prefill_kvpacked", "dense_prefill_qkvpacked"), 1),
-    **dict.fromkeys(("merge_states", "write_kv_cache", "gather_kv_cache"), 3),
+    **dict.fromkeys(("merge_states", "topk_indices", "write_kv_cache", "gather_kv_cache"), 3),
 }
 _MOST_SHRINKS = 400  # calls to make a failing one smaller
 

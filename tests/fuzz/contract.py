@@ -7,40 +7,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Integral, Real
+from numbers import Real
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from cute_mla.ops.split_plan import MlaSchedule
+from tests.fuzz.scalars import is_flag, is_integer, is_scale
 
 WIDE = (torch.bfloat16, torch.float16)
 BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 E4M3 = torch.float8_e4m3fn
 PREFILL_COLUMNS = {192: 128, 128: 128, 256: 256}  # of q and k in dense prefill, and those of v and out that go with them
 GRADIENT_COLUMNS = (192, 128)
-
-
-def is_integer(value: Any) -> bool:
-    """Return whether the value is an integer of any kind; True and False are not."""
-    return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def is_flag(value: Any) -> bool:
-    """Return whether the value is True or False, numpy's too."""
-    return isinstance(value, bool | np.bool_)
-
-
-def is_scale(value: Any) -> bool:
-    """Return whether the value is a positive number that fp32 holds, also after multiplication by log2(e)."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        return False
-    try:
-        return bool(1.1754944e-38 <= float(value) <= 1.7014117e38)
-    except OverflowError:
-        return False
+MERGED = {*((columns, dtype) for columns in (512, 128) for dtype in WIDE), (256, torch.bfloat16)}  # of rows of merge_states
 
 
 def is_plain(value: Any) -> bool:
@@ -184,183 +165,12 @@ def equals(number: int) -> Callable[[Any], bool]:
     return lambda value: is_integer(value) and value == number
 
 
-DECODE_COLUMNS = {576: 512, 512: 512, 320: 256}  # of q and of out, in dense decode
-
-
-def _decode_options(c: Contract) -> None:
-    c.numbers(
-        head_dim_v=lambda value: is_integer(value) and value in DECODE_COLUMNS.values(),
-        softmax_scale=is_optional(is_scale),
-        empty_lse=is_empty_lse,
-        causal=is_flag,
-        is_fp8_kvcache=is_flag,
-        batch_invariant=is_flag,
-    )
-
-
-def _decode_results(c: Contract, q: Tensor, dtypes: Sequence[torch.dtype], workspace_bytes: int | None) -> None:
-    batch, s_q, h_q, _ = q.shape
-    c.output("out", (batch, s_q, h_q, c.get("head_dim_v")), dtypes, last=True)
-    c.output("lse", (batch, h_q, s_q), (torch.float32,))
-    workspace = c.tensor("workspace", optional=True)
-    if workspace is not None:
-        c.require(workspace.is_contiguous() and (workspace_bytes is None or workspace.nbytes >= workspace_bytes), "workspace")
-        c.require(workspace.device.type == "meta" or workspace.data_ptr() % 16 == 0, "workspace")
-    c.same_device(q, "out", "lse", "workspace")
-    c.apart(("out", "lse", "workspace"))
-
-
-def _plan(c: Contract, q: Tensor, parts: int | None) -> None:
-    """parts: of a plan for these shapes, None if they have none."""
-    metadata, num_splits = c.get("tile_scheduler_metadata"), c.get("num_splits")
-    names = ("tile_scheduler_metadata", "num_splits")
-    if isinstance(metadata, MlaSchedule):
-        c.require(num_splits is None, *names)
-        return
-    table = c.tensor(names[0], torch.int32)
-    c.shaped(names[0], table, parts, 8)
-    splits = c.counts(names[1], (len(q) + 1,))
-    if table is not None:
-        c.require(table.is_contiguous(), names[0])
-    if splits is not None or table is not None:
-        c.same_device(q, *names)
-
-
-def decode_faults(arguments: Mapping[str, Any], parts: Callable[..., int], workspace: Callable[..., int]) -> set[str]:
-    """Return the faulty arguments of flash_mla_with_kvcache. parts(rows, h_kv): of a plan. workspace(..): bytes, as workspace_size."""
-    c = Contract(arguments)
-    _decode_options(c)
-    if c.faults:
-        return c.faults
-    sparse = c.get("indices") is not None
-    absent = ("descale_q", "descale_k") if sparse else ("attn_sink", "extra_k_cache", "extra_indices_in_kvcache")
-    for name in (*absent, *(() if sparse else ("topk_length", "extra_topk_length"))):
-        c.require(c.get(name) is None, name)
-    q = c.tensor("q", *WIDE, *(() if sparse else (E4M3,)))
-    columns = {576: 512, 512: 512} if sparse else DECODE_COLUMNS
-    if q is None or not c.require(q.dim() == 4 and q.shape[-1] in columns and 1 <= q.shape[2] <= 128, "q", "indices"):
-        return c.faults
-    c.require(c.get("head_dim_v") == columns[q.shape[-1]], "head_dim_v", "q")
-    c.last_contiguous("q", q)
-    c.require(q.shape[1] <= (65_535 if sparse else 1 << 24), "q")
-    sizes = _sparse_cache(c, q) if sparse else _dense_cache(c, q)
-    c.same_device(q, "k_cache", "block_table", "cache_seqlens", "descale_q", "descale_k", *_SPARSE_TENSORS)
-    if sizes is None or c.faults:
-        return c.faults
-    rows, columns_of_plan, keys, op = sizes
-    shape = {
-        "batch": q.shape[0],
-        "s_q": q.shape[1],
-        "h_q": q.shape[2],
-        **({} if sparse else {"h_kv": columns_of_plan, "head_dim_v": c.get("head_dim_v")}),
-    }
-    invariant = bool(c.get("batch_invariant"))
-    bound = ({"topk": keys} if sparse else {"max_cache_seqlen": keys}) if invariant else {}
-    needed = workspace(op, **shape, **bound, batch_invariant=invariant, device="cpu")
-    _plan(c, q, parts(rows, columns_of_plan) if q.shape[1] else 1)
-    _decode_results(c, q, WIDE if q.dtype == E4M3 else (q.dtype,), needed)
-    if q.dtype == E4M3 and c.get("out") is None:
-        c.require(True, "out")
-    return c.faults
-
-
-_SPARSE_TENSORS = ("indices", "attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-
-
-def _dense_cache(c: Contract, q: Tensor) -> tuple[int, int, int, str] | None:
-    """Return query rows of a KV head, KV heads, the most keys of a request, the op."""
-    cache = c.tensor("k_cache", *dict.fromkeys((q.dtype, E4M3)))
-    if cache is None:
-        c.faults.add("q")
-        return None
-    fits = cache.dim() == 4 and cache.shape[3] == q.shape[3] and (cache.dtype != E4M3 or q.shape[3] == 576)
-    if not c.require(fits, "k_cache", "q"):
-        return None
-    page, h_kv = cache.shape[1:3]
-    c.require(page in (16, 32) or (page > 0 and page % 64 == 0), "k_cache")
-    c.require(h_kv >= 1 and q.shape[2] % max(h_kv, 1) == 0 and (h_kv == 1 or cache.dtype != E4M3), "k_cache", "q")
-    c.last_contiguous("k_cache", cache)
-    c.aligned("k_cache", cache, 0, 1, 2)
-    c.require(not c.get("is_fp8_kvcache") or cache.dtype == E4M3, "is_fp8_kvcache", "k_cache")
-    for name, scaled in (("descale_q", q), ("descale_k", cache)):
-        scale = c.tensor(name, torch.float32, optional=True)
-        if scale is not None:
-            c.require(scale.numel() == 1, name)
-        c.require(c.get(name) is None or scaled.dtype == E4M3, name)
-    table = c.tensor("block_table", torch.int32)
-    c.counts("cache_seqlens", (len(q),))
-    if not c.shaped("block_table", table, len(q), None) or table is None or h_kv < 1:
-        return None
-    c.last_contiguous("block_table", table)
-    return q.shape[1] * (q.shape[2] // h_kv), h_kv, table.shape[1] * page, "dense_decode"
-
-
-def _sparse_cache(c: Contract, q: Tensor) -> tuple[int, int, int, str] | None:
-    c.require(not c.get("causal"), "causal")
-    indices = [c.tensor("indices", torch.int32)]
-    fp8 = c.get("is_fp8_kvcache")
-    kind = _gathered(c, "k_cache", "kv_format", q, bool(fp8))
-    second_names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length", "extra_kv_format")
-    extra = [name for name in second_names if c.get(name) is not None]
-    if extra:
-        c.require(c.get("extra_k_cache") is not None, "extra_k_cache")
-        c.require(c.get("extra_indices_in_kvcache") is not None, "extra_indices_in_kvcache")
-        indices.append(c.tensor("extra_indices_in_kvcache", torch.int32))
-        second = _gathered(c, "extra_k_cache", "extra_kv_format", q, bool(fp8))
-        together = kind == second or None in (kind, second) or (kind in V41_ORDERS and second in (*V41_ORDERS, "v41_fp4"))
-        c.require(together, "k_cache", "extra_k_cache", "kv_format", "extra_kv_format")
-    for name, tensor in zip(("indices", "extra_indices_in_kvcache"), indices, strict=False):
-        c.shaped(name, tensor, *q.shape[:2], None)
-        c.last_contiguous(name, tensor)
-    for name in ("topk_length", "extra_topk_length"):
-        c.counts(name, (len(q),), optional=True)
-    sink = c.tensor("attn_sink", torch.float32, optional=True)
-    if sink is not None and c.shaped("attn_sink", sink, q.shape[2]):
-        c.require(sink.is_contiguous(), "attn_sink")
-    found = [tensor for tensor in indices if tensor is not None and tensor.dim() == 3]
-    c.require(sum(tensor.shape[2] for tensor in found) <= (1 << 31) - 64, "indices", "extra_indices_in_kvcache")
-    if len(found) != len(indices):
-        return None
-    return q.shape[2], q.shape[1], sum(tensor.shape[2] for tensor in found), "sparse_decode"
-
-
-V41_ORDERS = ("v41", "v41_paged")
-_FORMATS_OF_BYTES = {656: ("fp8_656",), 584: ("fp8_584",), 528: (*V41_ORDERS, "nope_528"), 288: ("v41_fp4",)}
-_PAGED = {"fp8_584": 584, "v41_paged": 528}  # formats whose scales lie behind all rows of a page: bytes of a token
-
-
-def _gathered(c: Contract, name: str, format_name: str, q: Tensor, fp8: bool) -> str | None:
-    """Return the format of a cache; None if it is of no format."""
-    cache = c.tensor(name)
-    if cache is None:
-        return None
-    known = cache.dim() == 4 and cache.shape[2] == 1
-    quantised = known and cache.shape[3] in _FORMATS_OF_BYTES and cache.dtype in BYTES
-    latent = known and cache.shape[3] == 576 and cache.dtype in WIDE
-    if not c.require(quantised or latent, name, "k_cache"):
-        return None
-    fitting = _FORMATS_OF_BYTES[cache.shape[3]] if quantised else ("latent",)
-    named = c.get(format_name)
-    kind = fitting[0] if named is None and len(fitting) == 1 else named
-    if not c.require(kind in fitting and (kind != "v41_fp4" or name != "k_cache"), format_name, name):
-        return None
-    c.require(quantised == fp8, "is_fp8_kvcache", name)
-    c.require(q.shape[3] == (576 if kind in ("fp8_656", "latent") else 512), "q", name)
-    c.require(q.dtype == (torch.bfloat16 if quantised else cache.dtype), "q", name)
-    c.require(cache.shape[1] > 0, name)
-    c.last_contiguous(name, cache)
-    c.aligned(name, cache, 0, *(() if kind in _PAGED else (1,)))
-    if kind in _PAGED:
-        c.require(cache.shape[1] <= 1 or cache.stride(1) == _PAGED[kind], name)
-    if kind == "v41":
-        c.require(cache.shape[1] <= 1 or cache.stride(1) >= 528, name)
-    return str(kind)
-
-
 def sparse_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
     """Return the faulty arguments of flash_mla_sparse_fwd."""
     c = Contract(arguments)
-    c.numbers(d_v=equals(512), sm_scale=is_scale, empty_lse=is_empty_lse)
+    c.numbers(d_v=equals(512), sm_scale=is_scale, empty_lse=is_empty_lse, indexer_topk=lambda value: is_integer(value) and value >= 0)
+    indexed = arguments.get("indexer_topk", 0)
+    c.require(c.get("lse_indexer") is None or not is_integer(indexed) or indexed != 0, "lse_indexer", "indexer_topk")
     q = c.tensor("q", *WIDE)
     if q is None or not c.require(q.dim() in (3, 4) and q.shape[-1] in (576, 512) and 1 <= q.shape[-2] <= 128, "q", "kv"):
         return c.faults
@@ -385,15 +195,16 @@ def sparse_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
     if c.shaped("indices", indices, *leading, 1, None) and indices is not None:
         c.last_contiguous("indices", indices)
         c.require(indices.shape[-1] <= (1 << 31) - 64, "indices")
+        c.require(not is_integer(indexed) or indexed <= indices.shape[-1], "indexer_topk", "indices")
     c.counts("topk_length", leading, optional=True)
     sink = c.tensor("attn_sink", torch.float32, optional=True)
     if sink is not None and c.shaped("attn_sink", sink, h_q):
         c.require(sink.is_contiguous(), "attn_sink")
     c.output("out", (*leading, h_q, 512), (q.dtype,), last=True)
-    for name in ("max_logits", "lse"):
+    for name in ("max_logits", "lse", "lse_indexer"):
         c.output(name, (*leading, h_q), (torch.float32,))
-    c.same_device(q, "kv", "indices", "topk_length", "attn_sink", "kv_offsets", "out", "max_logits", "lse")
-    c.apart(("out", "max_logits", "lse"))
+    c.same_device(q, "kv", "indices", "topk_length", "attn_sink", "kv_offsets", "out", "max_logits", "lse", "lse_indexer")
+    c.apart(("out", "max_logits", "lse", "lse_indexer"))
     return c.faults
 
 
@@ -402,6 +213,8 @@ def _varlen(c: Contract) -> Tensor | None:
     for name in ("max_seqlen_qo", "max_seqlen_kv"):
         c.require(is_integer(c.get(name)) and c.get(name) >= 0, name)
     q = c.tensor("q", *WIDE)
+    if q is not None and q.dim() == 3:
+        c.require(q.dtype == torch.bfloat16 or q.shape[-1] != 256, "q")
     if q is None or not c.require(q.dim() == 3 and q.shape[-1] in PREFILL_COLUMNS and q.shape[1] >= 1, "q"):
         return None
     c.last_contiguous("q", q)
@@ -531,7 +344,7 @@ def merge_faults(arguments: Mapping[str, Any]) -> set[str]:
         c.require(len(looks) == 1, "outs", "lses")
         c.require(not stacked or len(states) == 1 or states.stride(0) > 0 or not states.numel(), "outs", "lses")
     first, lse = outs[0], lses[0]
-    shape = first.dim() in (3, 4) and first.shape[-1] in (512, 128) and first.dtype in WIDE
+    shape = first.dim() in (3, 4) and (first.shape[-1], first.dtype) in MERGED
     if not c.require(shape and lse.shape == first.shape[:-1] and lse.dtype == torch.float32, "outs", "lses"):
         return c.faults
     c.require(first.shape[-2] <= 65_535 * 4 and math.prod(first.shape[:-2]) < 1 << 31, "outs")

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
-from typing import Any
+from itertools import pairwise
+from typing import Any, get_args
 
 from hypothesis import strategies as st
 
 from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.dense_decode import UNIT_ROWS, takes_key_masks
 from cute_mla.spec.dense_prefill_dq import HEAD_DIMS as GRADIENT_HEAD_DIMS
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.sparse_decode import DECODED, DECODED_BESIDE, serving_kernels
@@ -16,9 +18,12 @@ from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
+from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
+from cute_mla.testing.cases.mqa_logits import KeyWindows, MqaLogitsCase, RequestLengths
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.cases.sparse_indices import Lengths
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
+from cute_mla.testing.cases.topk_indices import LogitValues, RowLengths, TopkIndicesCase
 from cute_mla.testing.runner import SCHEDULES
 from tests.fuzz.breaking import BREAKS
 from tests.fuzz.calls import BatchCase, Break, CacheCase, FuzzCall, MergeCase, PlainCase, PlanCase, Setting
@@ -62,6 +67,10 @@ def _cases(subject: str) -> st.SearchStrategy[Any]:
         "dense_prefill_qkvpacked": dense_prefill_cases(packed=True),
         "dense_prefill_backward": backward_cases(),
         "merge_states": merge_cases(),
+        "topk_indices": topk_cases(),
+        "fp8_mqa_logits": row_logits_cases(),
+        "fp8_paged_mqa_logits": paged_logits_cases(),
+        "indexer_topk": indexer_topk_cases(),
         "get_mla_metadata": plan_cases(),
         "write_kv_cache": write_cases(),
         "gather_kv_cache": gather_cases(),
@@ -108,22 +117,50 @@ def dense_cases(draw: st.DrawFn) -> DenseDecodeCase:
     longest = draw(_SIZES)
     batch = _batch(draw, ceil_div(s_q * h_q // h_kv, 64) * h_kv, longest)
     lengths = tuple(draw(st.lists(_SIZES.map(lambda size: min(size, longest)), min_size=batch, max_size=batch)))
+    d_qk = draw(st.sampled_from((576, 576, 512, 320))) if operands == "latent" else 576
+    common["dtype"] = common["dtype"] if d_qk == 576 else "bf16"
+    tokens, s_q = _tokens(draw, batch, s_q, h_q // h_kv)
     return DenseDecodeCase(
         **common,
         batch=batch,
+        tokens=tokens,
         s_q=s_q,
         h_q=h_q,
         h_kv=h_kv,
         lengths=lengths,
         operands=operands,
-        d_qk=draw(st.sampled_from((576, 576, 512, 320))) if operands == "latent" else 576,
+        d_qk=d_qk,
         values=values,
         page_size=draw(st.sampled_from((16, 32, 64, 128, 192))),
         causal=draw(st.booleans()),
         cache_layout=draw(st.sampled_from(("packed", "layers", "padded_rows", "heads_first"))),
         metadata=draw(st.sampled_from(("object", "tensors"))) if s_q else "object",
         batch_invariant=draw(st.booleans()),
+        sinks=draw(st.sampled_from(("none", "none", "drawn", "infinite"))),
+        **(_seen(draw, operands, tokens is not None) if s_q else {}),
     )
+
+
+def _tokens(draw: st.DrawFn, batch: int, s_q: int, heads_per_kv: int) -> tuple[tuple[int, ...] | None, int]:
+    """Draw query tokens of each request, or None, and s_q, which may be more than any request has.
+
+    With s_q 0 or no request all have s_q tokens.
+    """
+    if not batch or not s_q or not draw(st.booleans()):
+        return None, s_q
+    few = st.integers(0, min(s_q + 2, 4 if heads_per_kv <= UNIT_ROWS // 2 else 2))
+    return tuple(draw(st.lists(few, min_size=batch, max_size=batch))), draw(st.sampled_from((1, s_q, s_q + 1, 33)))
+
+
+def _seen(draw: st.DrawFn, operands: str, ragged: bool) -> dict[str, Any]:
+    """Draw a tree mask or a window, or neither. ragged: no window."""
+    kinds = ("all", "all", "tree", *(() if ragged else ("window",)))
+    kind = draw(st.sampled_from(kinds if takes_key_masks(operands) else ("all",)))
+    if kind == "tree":
+        return {"tree": draw(st.sampled_from(("drawn", "strided")))}
+    if kind == "window":
+        return {"window": draw(st.sampled_from((1, 5, 63, 64, 65, 130))), "window_sink": draw(st.sampled_from((0, 0, 3, 64, 70)))}
+    return {}
 
 
 def _told(draw: st.DrawFn, topk: int) -> Lengths | None:
@@ -152,6 +189,11 @@ def sparse_cases(draw: st.DrawFn) -> SparseDecodeCase:
     s_q, h_q = _rows(draw, least=1)
     s_q = min(s_q, 2 if h_q <= 64 else 1)
     row_tiles = s_q * ceil_div(h_q, 64)
+    batch = _batch(draw, row_tiles, main.topk + (0 if extra is None else extra.topk), TILES // 2)
+    tokens = None
+    if s_q == 1 and batch and draw(st.booleans()):  # the tokens of up to three requests, of which each has any number
+        cuts = draw(st.lists(st.integers(0, batch), max_size=2).map(sorted))
+        tokens = tuple(end - first for first, end in pairwise((0, *cuts, batch)))
     return SparseDecodeCase(
         **common,
         cache=cache,
@@ -162,7 +204,8 @@ def sparse_cases(draw: st.DrawFn) -> SparseDecodeCase:
         extra=extra,
         s_q=s_q,
         h_q=h_q,
-        batch=_batch(draw, row_tiles, main.topk + (0 if extra is None else extra.topk), TILES // 2),
+        batch=batch,
+        tokens=tokens,
         power_of_two=draw(st.booleans()),
         indices=draw(st.sampled_from(("valid", "mixed", "none"))),
         index_layout=draw(st.sampled_from(("packed", "odd"))),
@@ -191,6 +234,7 @@ def sparse_prefill_cases(draw: st.DrawFn) -> SparsePrefillCase:
         d_qk=draw(st.sampled_from((576, 512))),
         s_kv=draw(_SIZES),
         lengths=_told(draw, topk),
+        indexer_topk=draw(st.sampled_from((0, 1, 64, topk - 1, topk)).map(lambda count: min(max(count, 0), topk))),
         kv_layout=draw(st.sampled_from(("packed", "padded_rows", "layers"))),
         indices=draw(st.sampled_from(("valid", "mixed", "none"))),
         index_layout=draw(st.sampled_from(("packed", "odd"))),
@@ -209,6 +253,8 @@ def dense_prefill_cases(draw: st.DrawFn, packed: bool = False) -> DensePrefillCa
     lengths = tuple(draw(st.lists(pairs, max_size=3)))
     causal = draw(st.booleans())
     nan_allowed = not (causal and any(s_q > s_k > 0 for s_q, s_k in lengths[1::2]))
+    d_qk = draw(st.sampled_from((192, 128, 256)))
+    common["dtype"] = common["dtype"] if d_qk != 256 else "bf16"
     case = DensePrefillCase(
         **common,
         lengths=lengths,
@@ -216,7 +262,7 @@ def dense_prefill_cases(draw: st.DrawFn, packed: bool = False) -> DensePrefillCa
         group=group,
         causal=causal,
         values=values,
-        d_qk=draw(st.sampled_from((192, 128, 256))),
+        d_qk=d_qk,
         ends="clipped" if packed else draw(st.sampled_from(("margins", "clipped"))),
         neighbours=draw(st.sampled_from(("finite", "nan"))) if nan_allowed else "finite",
         kv_layout=draw(st.sampled_from(("packed", "padded", "kvpacked", "heads_first"))),
@@ -254,6 +300,79 @@ def merge_cases(draw: st.DrawFn) -> MergeCase:
         empty=draw(st.sampled_from((0, 1, 2, 3))),
         empty_lse=draw(st.sampled_from((float("inf"), float("-inf")))),
         seed=draw(_SEEDS),
+    )
+
+
+@st.composite
+def topk_cases(draw: st.DrawFn) -> TopkIndicesCase:
+    """Draw selections in a few rows."""
+    return TopkIndicesCase(
+        rows=draw(st.integers(0, 4)),
+        columns=draw(st.sampled_from((0, 1, 31, 257, 1000, 2049, 2500)) | st.integers(0, 600)),
+        topk=draw(st.sampled_from((0, 1, 64, 300)) | st.integers(0, 100)),
+        values=draw(st.sampled_from(get_args(LogitValues))),
+        lengths=draw(st.sampled_from(get_args(RowLengths))),
+        layout=draw(st.sampled_from(("packed", "odd", "expanded"))),
+        outputs=draw(st.sampled_from(("allocated", "given", "strided", "odd"))),
+        seed=draw(_SEEDS),
+    )
+
+
+def _scored(draw: st.DrawFn) -> dict[str, Any]:
+    """Draw the fields that all calls with logits share."""
+    return {
+        "heads": draw(st.sampled_from((1, 8, 32, 33, 64)) | st.integers(1, 64)),
+        "tokens": draw(st.integers(0, 5)),
+        "keys": draw(st.sampled_from((0, 1, 63, 64, 65, 127, 128, 129, 257)) | st.integers(0, 300)),
+        "layout": draw(st.sampled_from(("packed", "strided"))),
+        "outputs": draw(_OUTPUTS),
+        "seed": draw(_SEEDS),
+    }
+
+
+def _paged_keys(draw: st.DrawFn) -> dict[str, Any]:
+    return {
+        "requests": draw(st.integers(0, 3)),
+        "page_size": draw(st.sampled_from((16, 32, 64, 128))),
+        "lengths": draw(st.sampled_from(get_args(RequestLengths))),
+        "per_token": draw(st.booleans()),
+    }
+
+
+@st.composite
+def row_logits_cases(draw: st.DrawFn) -> MqaLogitsCase:
+    """Draw logits of keys in a row."""
+    relative = draw(st.booleans())
+    return MqaLogitsCase(
+        **_scored(draw),
+        windows=draw(st.sampled_from(get_args(KeyWindows))),
+        columns=draw(st.integers(1, 200)) if relative else None,
+        clean=False if relative else draw(st.booleans()),
+        values=draw(st.sampled_from(("exact", "plateau", "normal"))),
+    )
+
+
+@st.composite
+def paged_logits_cases(draw: st.DrawFn) -> MqaLogitsCase:
+    """Draw logits of keys in an index cache."""
+    return MqaLogitsCase(
+        **_scored(draw),
+        **_paged_keys(draw),
+        columns=draw(st.none() | st.integers(1, 400)),
+        clean=draw(st.booleans()),
+        values=draw(st.sampled_from(("exact", "plateau", "normal"))),
+    )
+
+
+@st.composite
+def indexer_topk_cases(draw: st.DrawFn) -> IndexerTopkCase:
+    """Draw choices of keys of an index cache."""
+    return IndexerTopkCase(
+        **_scored(draw),
+        **_paged_keys(draw),
+        topk=draw(st.sampled_from((0, 1, 64, 300)) | st.integers(0, 100)),
+        slots=draw(st.booleans()),
+        values=draw(st.sampled_from(("exact", "plateau"))),
     )
 
 

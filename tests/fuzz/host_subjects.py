@@ -17,7 +17,8 @@ from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_format import FORMATS
 from cute_mla.testing.runner import SCHEDULES
 from tests.fuzz.calls import BatchCase, CacheCase, PlainCase, Setting
-from tests.fuzz.contract import BYTES, Contract, is_flag, is_integer, is_optional
+from tests.fuzz.contract import BYTES, Contract, is_optional
+from tests.fuzz.scalars import is_flag, is_integer
 from tests.fuzz.subjects import Arguments, Subject, Verify
 
 OPS = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
@@ -121,6 +122,7 @@ _FEATURES = (
     "extra_cache",
     "topk_length",
     "topk",
+    "indexer_topk",
     "kv_offsets",
 )
 
@@ -147,14 +149,16 @@ def _feature_is_possible(op: str, name: str, value: Any) -> bool:
             limit = {"dense_decode": 1 << 24, "sparse_decode": 65_535}.get(op, (1 << 31) - 1)
             return is_integer(value) and 1 <= value <= limit
         case "head_dim":
-            known_sizes = {"dense_decode": (576,), "dense_prefill": (192, 128, 256)}.get(op, (576, 512))
+            known_sizes = {"dense_decode": (576, 512, 320), "dense_prefill": (192, 128, 256)}.get(op, (576, 512))
             return is_integer(value) and value in known_sizes
         case "head_dim_v":
-            return is_integer(value) and value in ((128, 256) if op == "dense_prefill" else (512,))
+            return is_integer(value) and value in {"dense_prefill": (128, 256), "dense_decode": (512, 256)}.get(op, (512,))
         case "page_size":
             if not decode:
                 return value is None
             return is_integer(value) and 1 <= value <= _MOST_KEYS and (not dense or value in (16, 32) or value % 64 == 0)
+        case "indexer_topk":
+            return is_integer(value) and 0 <= value <= (_MOST_KEYS if op == "sparse_prefill" else 0)
         case "topk":
             return value is None if dense else is_integer(value) and 0 <= value <= _MOST_KEYS
         case "batch_invariant":
@@ -192,12 +196,24 @@ def _possible_together(op: str, features: Mapping[str, Any]) -> bool:
     fp8, dtype = features.get("fp8_kvcache"), str(features.get("dtype")).removeprefix("torch.")
     if features.get("h_q", 128) % features.get("h_kv", 1) and "h_q" in features:
         return False
+    if "topk" in features and features.get("indexer_topk", 0) > (features["topk"] or 0):
+        return False
+    columns, columns_v, half = features.get("head_dim"), features.get("head_dim_v"), dtype in ("fp16", "float16")
     if op == "dense_prefill":
-        return "head_dim" not in features or features.get("head_dim_v") in (None, 256 if features["head_dim"] == 256 else 128)
+        fitting = columns is None or columns_v in (None, 256 if columns == 256 else 128)
+        return fitting and not (half and 256 in (columns, columns_v))
     if op == "dense_decode":
-        return not (fp8 and features.get("h_kv", 1) != 1) and not (fp8 is not None and not fp8 and dtype in ("e4m3", "float8_e4m3fn"))
+        e4m3 = dtype in ("e4m3", "float8_e4m3fn")
+        fitting = columns is None or columns_v in (None, 256 if columns == 320 else 512)
+        other = columns not in (None, 576)
+        return (
+            fitting
+            and not (other and (half or fp8 or e4m3))
+            and not (half and columns_v == 256)
+            and not (fp8 and features.get("h_kv", 1) != 1)
+            and not (fp8 is not None and not fp8 and e4m3)
+        )
     if op == "sparse_decode":
-        half = dtype in ("fp16", "float16")
         return not (fp8 and half) and not (fp8 is not None and not fp8 and features.get("head_dim") == 512)
     return True
 

@@ -25,10 +25,11 @@ from tests.fuzz.breaking import BREAKS
 from tests.fuzz.cache_subjects import CACHE_SUBJECTS
 from tests.fuzz.calls import FuzzCall
 from tests.fuzz.host_subjects import HOST_SUBJECTS
+from tests.fuzz.indexer_subjects import INDEXER_SUBJECTS
 from tests.fuzz.subjects import ALLOWED_FINDINGS, DEVICE_SUBJECTS, Arguments, Subject, allowed_findings, anything
 from tests.support.recording_device import RecordingDevice
 
-SUBJECTS: dict[str, Subject] = {**DEVICE_SUBJECTS, **CACHE_SUBJECTS, **HOST_SUBJECTS}
+SUBJECTS: dict[str, Subject] = {**DEVICE_SUBJECTS, **CACHE_SUBJECTS, **INDEXER_SUBJECTS, **HOST_SUBJECTS}
 
 MOST_SECONDS = 300  # of a call, on a machine that is busy with others
 
@@ -218,7 +219,9 @@ def _in_place(call: FuzzCall) -> bool:
 
 
 def _written(arguments: Arguments) -> list[Tensor]:
-    results = ("dq", "dk", "dv") if "dout" in arguments else ("out", "lse", "max_logits")  # the backward pass reads out and lse
+    results = (
+        ("dq", "dk", "dv") if "dout" in arguments else ("out", "lse", "max_logits", "lse_indexer")
+    )  # the backward pass reads out and lse
     names = (*results, "workspace", *(("k_cache",) if "kv_c" in arguments else ()))
     return [value for name in names if isinstance(value := arguments.get(name), Tensor)]
 

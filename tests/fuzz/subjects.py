@@ -35,6 +35,8 @@ from cute_mla.testing.operations import operation
 from cute_mla.testing.split_plan_reference import reference_plan
 from tests.fuzz import contract
 from tests.fuzz.calls import MergeCase, PlanCase, Setting
+from tests.fuzz.decode_contract import decode_faults
+from tests.fuzz.ragged import Expected, are_apart, is_ragged_plan, of_used_rows, ragged_reference, token_ranges, used_tokens
 from tests.support.recording_device import RecordingDevice
 
 Arguments = dict[str, Any]
@@ -85,7 +87,7 @@ def against_tame(expected: tuple[Tensor, ...], tolerances: Mapping[str, Toleranc
 
     Unreliable are scores so large that fp32 rounds them by more than the tolerances, and rows over keys that are NaN.
     """
-    lse = expected[-1]
+    lse = torch.stack([result for name, result in zip(tolerances, expected, strict=True) if name.startswith("lse")])
     return anything if (lse.isnan() | (lse.isfinite() & (lse.abs() > _MOST_SCORE))).any() else against(expected, tolerances)
 
 
@@ -114,7 +116,22 @@ def allowed_findings(verify: Verify, arguments: Arguments) -> set[str]:
     read = "k_cache" in arguments and isinstance(arguments.get("block_table"), Tensor) and arguments.get("indices") is None
     if read and _uses_no_page(arguments):
         kinds.add("block_table")
+    if isinstance(arguments.get("context_lens"), Tensor) and _names_no_page(arguments):
+        kinds.add("block_table")
     return kinds
+
+
+def _names_no_page(arguments: Arguments) -> bool:
+    """Return whether the longest token of a request sees a key on a page that the index cache does not have. Written key by key."""
+    pages, page = arguments["cache" if "cache" in arguments else "index_cache"].shape[:2]
+    most = arguments.get("max_context_len", math.inf)
+    lens = arguments["context_lens"]
+    lengths = (lens if lens.dim() == 2 else lens.unsqueeze(1)).tolist()
+    return any(
+        not 0 <= row[key // page] < pages
+        for row, ends in zip(arguments["block_table"].tolist(), lengths, strict=True)
+        for key in range(min(max(ends, default=0), len(row) * page, most))
+    )
 
 
 def _uses_no_page(arguments: Arguments) -> bool:
@@ -154,27 +171,40 @@ def _is_tame(scale: Any) -> bool:
 def _decode_faults(arguments: Arguments, setting: Setting) -> set[str]:
     arch = ARCHS[setting.arch]
     with RecordingDevice(arch, setting.sm_count).active():
-        return contract.decode_faults(
-            arguments, lambda rows, columns: num_parts(arch, rows, columns, setting.sm_count), cute_mla.workspace_size
-        )
+        return decode_faults(arguments, lambda rows, columns: num_parts(arch, rows, columns, setting.sm_count), cute_mla.workspace_size)
 
 
 def _expect_decode(arguments: Arguments, setting: Setting) -> Verify:
     metadata = arguments["tile_scheduler_metadata"]
-    if not isinstance(metadata, MlaSchedule) and not _is_plan(arguments, setting):
+    ragged = arguments.get("cu_seqlens_q") is not None
+    if ragged and not are_apart(token_ranges(arguments)):
+        return overwritten_plan
+    if not isinstance(metadata, MlaSchedule) and not (is_ragged_plan(arguments) if ragged else _is_plan(arguments, setting)):
         return overwritten_plan
     if not _is_tame(arguments["softmax_scale"]):
         return anything
-    empty_lse = arguments["empty_lse"]
-    if arguments.get("indices") is not None:
-        return _expect_sparse_decode(arguments, empty_lse)
+    decode = _sparse_decode if arguments.get("indices") is not None else _dense_decode
+    if not ragged:
+        return against_tame(*decode(arguments))
+    expected, tolerances = ragged_reference(arguments, decode)
+    used = used_tokens(arguments)
+    if against_tame((expected[0][used], expected[1][used]), tolerances) is anything:
+        return anything
+    return of_used_rows(arguments, against(expected, tolerances))
+
+
+def _dense_decode(arguments: Arguments) -> Expected:
     cache, table = arguments["k_cache"], arguments["block_table"]
     lengths = arguments["cache_seqlens"].clamp(0, table.shape[1] * cache.shape[1] if len(cache) else 0)
-    scale = 576**-0.5 if arguments["softmax_scale"] is None else float(arguments["softmax_scale"])
+    scale = arguments["q"].shape[-1] ** -0.5 if arguments["softmax_scale"] is None else float(arguments["softmax_scale"])
     descales = (arguments.get("descale_q"), arguments.get("descale_k"))
-    expected = reference.dense_decode(arguments["q"], cache, table, lengths, scale, bool(arguments["causal"]), empty_lse, descales)
+    window = (arguments.get("window"), arguments.get("window_sink", 0))
+    seen = reference.SeenKeys(bool(arguments["causal"]), arguments.get("tree_mask"), window)
+    expected = reference.dense_decode(arguments["q"], cache, table, lengths, scale, seen, arguments["empty_lse"], descales)
+    if arguments.get("attn_sink") is not None:
+        expected = reference.scale_by_sink(*expected, arguments["attn_sink"]), expected[1]
     out = FP8_DENSE_OUT if arguments["q"].dtype == torch.float8_e4m3fn else DENSE_DECODE_OUT
-    return against_tame(expected, {"out": out, "lse": LSE})
+    return expected, {"out": out, "lse": LSE}
 
 
 def _is_plan(arguments: Arguments, setting: Setting) -> bool:
@@ -191,7 +221,7 @@ def _is_plan(arguments: Arguments, setting: Setting) -> bool:
     return not metadata or not batch or (place == (batch, 0) and splits[0] == 0 and splits == sorted(splits))
 
 
-def _expect_sparse_decode(arguments: Arguments, empty_lse: float) -> Verify:
+def _sparse_decode(arguments: Arguments) -> Expected:
     caches = []
     for cache, indices, length, named in (
         ("k_cache", "indices", "topk_length", "kv_format"),
@@ -199,12 +229,12 @@ def _expect_sparse_decode(arguments: Arguments, empty_lse: float) -> Verify:
     ):
         if arguments.get(cache) is not None:
             kind = arguments.get(named) or {656: "fp8_656", 584: "fp8_584", 576: "latent", 288: "v41_fp4"}[arguments[cache].shape[3]]
-            slots = dequantise_cache(arguments[cache], kind).flatten(0, 2)
+            slots = dequantise_cache(arguments[cache], kind).to(arguments["q"].dtype).flatten(0, 2)  # value times scale, rounded once
             caches.append(IndexedCache(slots, arguments[indices], arguments.get(length)))
     scale = None if arguments["softmax_scale"] is None else float(arguments["softmax_scale"])
-    expected = reference.sparse_decode(arguments["q"], caches, scale, arguments.get("attn_sink"), empty_lse)
+    expected = reference.sparse_decode(arguments["q"], caches, scale, arguments.get("attn_sink"), arguments["empty_lse"])
     fp8 = arguments["k_cache"].shape[3] != 576
-    return against_tame(expected, {"out": SPARSE_DECODE_OUT, "lse": _ROUNDED_LSE if fp8 else LSE})
+    return expected, {"out": SPARSE_DECODE_OUT, "lse": _ROUNDED_LSE if fp8 else LSE}
 
 
 def _expect_sparse_prefill(arguments: Arguments, setting: Setting) -> Verify:
@@ -213,7 +243,12 @@ def _expect_sparse_prefill(arguments: Arguments, setting: Setting) -> Verify:
     names = ("q", "kv", "indices", "sm_scale", "attn_sink", "topk_length", "kv_offsets", "empty_lse")
     values = [arguments[name] for name in names]
     values[3] = float(values[3])
-    return against_tame(reference.sparse_prefill(*values), {"out": SPARSE_PREFILL_OUT, "max_logits": PREFILL_LSE, "lse": PREFILL_LSE})
+    first = int(arguments["indexer_topk"])
+    rows = ("max_logits", "lse", "lse_indexer")[: 3 if first else 2]
+    expected: tuple[Tensor, ...] = reference.sparse_prefill(*values)
+    if first:
+        expected = (*expected, reference.lse_indexer(first, *values))
+    return against_tame(expected, {"out": SPARSE_PREFILL_OUT, **dict.fromkeys(rows, PREFILL_LSE)})
 
 
 def _expect_dense_prefill(arguments: Arguments, setting: Setting) -> Verify:
@@ -366,6 +401,7 @@ def _expect_plan(arguments: Arguments, setting: Setting) -> Verify:
 _DECODE = ("q", "k_cache", "head_dim_v", "tile_scheduler_metadata", "num_splits", "softmax_scale", "causal", "descale_q", "descale_k")
 _DECODE_RESULTS = ("is_fp8_kvcache", "out", "lse", "workspace", "batch_invariant", "empty_lse")
 _SPARSE = ("indices", "attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
+_RAGGED = ("cu_seqlens_q", "max_seqlen_q", "tree_mask", "window", "window_sink")  # and what else decides on keys by query token
 _VARLEN = ("dropout_p", "softmax_scale", "causal", "deterministic", "is_varlen", "out", "lse", "empty_lse")
 
 _BACKWARD = ("dout", "q", "k", "v", "out", "lse", "cu_seqlens_qo", "cu_seqlens_kv", "max_seqlen_qo", "max_seqlen_kv")
@@ -376,21 +412,24 @@ DEVICE_SUBJECTS: dict[str, Subject] = {
         lambda case: {**case_arguments(case), "is_fp8_kvcache": case.seed % 2 == 1 and case.operands != "latent"},
         _decode_faults,
         _expect_decode,
-        (*_DECODE, *_DECODE_RESULTS, "block_table", "cache_seqlens", "attn_sink", "extra_k_cache"),
+        (*_DECODE, *_DECODE_RESULTS, *_RAGGED, "block_table", "cache_seqlens", "attn_sink", "extra_k_cache"),
     ),
     "sparse_decode": Subject(
         cute_mla.flash_mla_with_kvcache,
         lambda case: {**case_arguments(case), "causal": False},
         _decode_faults,
         _expect_decode,
-        (*_DECODE, *_DECODE_RESULTS, *_SPARSE),
+        (*_DECODE, *_DECODE_RESULTS, *_SPARSE, *_RAGGED),
     ),
     "sparse_prefill": Subject(
         cute_mla.flash_mla_sparse_fwd,
         case_arguments,
         lambda arguments, setting: contract.sparse_prefill_faults(arguments),
         _expect_sparse_prefill,
-        ("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length", "kv_offsets", "out", "lse", "max_logits", "empty_lse"),
+        (
+            *("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length", "indexer_topk", "kv_offsets"),
+            *("out", "lse", "max_logits", "lse_indexer", "empty_lse"),
+        ),
     ),
     "dense_prefill": Subject(
         cute_mla.flash_attn_varlen_func,

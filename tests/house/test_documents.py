@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 
 import cute_mla
+from cute_mla import indexer
 from cute_mla.cache import gather_kv_cache, write_kv_cache
 from cute_mla.spec.cache_format import FORMATS, CacheFormat
 from cute_mla.spec.mla import D_LATENT, ELEMENT_BYTES
@@ -121,6 +122,7 @@ def test_names_of_the_reference_exist(page: Path) -> None:
         (".shared_prefix", "functions"),
         (".flash_mla", "flash_mla"),
         (".cache", "cache"),
+        (".indexer", "indexer"),
         (".layer", "layer"),
         (".parallel", "parallel"),
     ],
@@ -140,10 +142,11 @@ def markdown_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
 
 
 DESCRIBED_WITH_OTHERS = {"is_fp8_kvcache", "kv_offsets"}  # with the formats of k_cache and the layouts of kv
+INDEXER = [getattr(indexer, name) for name in indexer.__all__]
 FUNCTIONS = [cute_mla.flash_mla_with_kvcache, cute_mla.flash_mla_sparse_fwd, cute_mla.flash_attn_varlen_func, cute_mla.merge_states]
 
 
-@pytest.mark.parametrize("function", [*FUNCTIONS, write_kv_cache, gather_kv_cache], ids=lambda function: function.__name__)
+@pytest.mark.parametrize("function", [*FUNCTIONS, write_kv_cache, gather_kv_cache, *INDEXER], ids=lambda function: function.__name__)
 def test_the_reference_lists_every_argument(markdown_of: Callable[..., str], function: Callable[..., object]) -> None:
     arguments = set(inspect.signature(function).parameters)
     text = markdown_of(inspect.getdoc(function), arguments)

@@ -21,7 +21,7 @@ MAX_PARAMETERS = 8
 OPAQUE_WORDS = {"Of", "Those", "That", "As", "What", "Which", "Whether", "Where", "How", "This", "It", "They"}
 
 # The rooms that take and return torch tensors, from the bottom up: each may import those in front of it, spec and runtime.
-TORCH_FACING = ("reference", "ops", "torch_ops", "api", "flash_mla", "cache", "shared_prefix", "parallel", "layer")
+TORCH_FACING = ("reference", "ops", "torch_ops", "api", "flash_mla", "cache", "indexer", "shared_prefix", "parallel", "layer")
 ANYTHING = {"testing", "cli", "profiles", "__main__"}
 # Each room, and the rooms that it may import besides itself. The package's own __init__ only re-exports.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -49,7 +49,7 @@ OUTSIDE: dict[str, set[str]] = {
 }
 CUDA_MODULE = "runtime/driver.py"
 
-# Their signatures are FlashMLA's, which engines call: the design fixes them.
+# Their signatures are FlashMLA's and DeepGEMM's, which engines call, or like them: the design fixes them.
 PUBLIC_API = {
     "flash_attn_varlen_backward",
     "get_mla_metadata",
@@ -58,7 +58,10 @@ PUBLIC_API = {
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "fp8_paged_mqa_logits",
     "gather_kv_cache",
+    "indexer_topk",
+    "indexer_topk_prefill",
     "is_supported",
     "workspace_size",
     "write_kv_cache",
@@ -127,7 +130,7 @@ def is_exempt(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 def is_public(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Return whether a function is part of the API, the eager body of one, which has its parameters, or a test's stand-in for one."""
-    bodies = ("run", "run_cached")
+    bodies = ("run", "run_cached", "run_pages", "run_rows")
     return (node.name in PUBLIC_API and room_of(name) in {*TORCH_FACING, "tests"}) or (node.name in bodies and room_of(name) == "ops")
 
 

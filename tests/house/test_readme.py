@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 
@@ -10,7 +11,7 @@ import click
 import pytest
 
 import cute_mla
-from cute_mla.cli.support_table import markdown
+from cute_mla.cli import served_models, support_table
 from tests.support.documents import DOCUMENTS, README
 from tests.support.tree import ROOT
 
@@ -33,10 +34,15 @@ def test_options_of_commands_exist(line: str) -> None:
         assert set(values.split("\\|")) <= set(choice.choices)
 
 
-def test_the_tables_of_what_is_supported_are_the_ones_that_show_prints() -> None:
-    """On failure: put what `cute-mla show support` prints between the two comments."""
-    begin, end = "<!-- begin: cute-mla show support -->\n", "<!-- end -->"
-    assert TEXT[TEXT.index(begin) + len(begin) : TEXT.index(end)] == markdown()
+@pytest.mark.parametrize(
+    ("what", "text", "printed"),
+    [("support", TEXT, support_table.markdown), ("models", (ROOT / "docs" / "models.md").read_text(), served_models.markdown)],
+    ids=["support", "models"],
+)
+def test_the_tables_of_what_is_supported_are_the_ones_that_show_prints(what: str, text: str, printed: Callable[[], str]) -> None:
+    """On failure: put what `cute-mla show` prints between the two comments."""
+    begin, end = f"<!-- begin: cute-mla show {what} -->\n", "<!-- end -->"
+    assert text[text.index(begin) + len(begin) : text.index(end)] == printed()
 
 
 def test_every_target_of_make_is_listed() -> None:

@@ -7,7 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from cute_mla.spec.split_plan import NO_WINDOW
+
 INT_MAX = (1 << 31) - 1
+WITHOUT_WINDOW = (NO_WINDOW.reach, NO_WINDOW.sink_tiles)  # the last arguments of kernels that know windows, without one
 
 
 @dataclass(frozen=True)

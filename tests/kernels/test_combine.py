@@ -15,7 +15,7 @@ from cute_mla import simulator
 from cute_mla.spec.combine import BLOCKS_PER_SM, COLUMN_BLOCKS, NARROW_BLOCKS, ROWS_PER_BLOCK, grid
 from cute_mla.spec.mla import D_V, ceil_div
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS, invariant_splits
-from tests.kernels.caches import Keys
+from tests.kernels.caches import WITHOUT_WINDOW, Keys
 from tests.kernels.launching import CompiledKernel, fails, launch, nbytes, shipped
 from tests.mutation.planting import Bug, together
 
@@ -108,9 +108,10 @@ class Problem:
     def args(self, out: torch.Tensor | int, lse: torch.Tensor | int, strides: Sequence[int]) -> list[int | float | torch.Tensor]:
         """Return the kernel's arguments. strides: three of out, three of lse."""
         keys = self.keys or Keys(len(self.rows), None, None)
-        operands = [*self.tables, self.num_splits, self.attn_sink, self.accum, self.lse_accum, out, lse]
+        operands = [*self.tables, self.num_splits, self.attn_sink, self.accum, self.lse_accum, out, lse, 0, 0]
         limits = (keys.limit, keys.extra_limit, self.max_splits, len(self.accum))
-        return [*operands, *strides, self.empty_lse, len(self.rows), self.s_q, self.h_q, *limits]
+        units = (0, 0, 0)  # requests, total_q, causal: without cu_seqlens_q
+        return [*operands, *strides, self.empty_lse, len(self.rows), self.s_q, self.h_q, *limits, *units, *WITHOUT_WINDOW]
 
     def _written(self, first: int, count: int) -> list[tuple[int, int, int]]:
         positions = [(first + s, token, head) for s in range(count) for token in range(self.s_q) for head in range(self.h_q)]

@@ -11,7 +11,7 @@ from cute_mla import simulator
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.split_plan import MAX_PARTS, PIECE_OVERHEAD_TILES, PLAN_COLUMNS, TILE_KEYS
 from cute_mla.testing.split_plan_reference import SplitPlan, reference_plan
-from tests.kernels.caches import Keys
+from tests.kernels.caches import WITHOUT_WINDOW, Keys
 from tests.kernels.launching import CompiledKernel, launch, nbytes, shipped
 from tests.mutation.planting import Bug, together
 
@@ -45,7 +45,7 @@ def run_plan(
             memory.add(name, table.data_ptr(), nbytes(table), writable=False)
     memory.add("plan", parts.data_ptr(), nbytes(parts))
     memory.add("num_splits", splits.data_ptr(), nbytes(splits))
-    args = [*tables, parts, splits, batch, num_parts, keys.limit, keys.extra_limit]
+    args = [*tables, parts, splits, 0, 0, batch, num_parts, keys.limit, keys.extra_limit, 0, 0, 0, 1, *WITHOUT_WINDOW]
     findings = launch(kernel, (1, 1, 1), args, memory, policy)
     rows = tuple(tuple(row) for row in parts.view(num_parts, PLAN_COLUMNS).tolist())
     return SplitPlan(rows, tuple(splits.tolist())), findings

@@ -5,16 +5,16 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from cute_mla import simulator
 from cute_mla.spec.arch import Arch
-from cute_mla.spec.dense_decode import MAX_KEYS
+from cute_mla.spec.dense_decode import ALL_KEYS, CAUSAL, MAX_KEYS, TILE_ROWS
 from cute_mla.spec.mla import ceil_div
-from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, PLAN_COLUMNS, TILE_KEYS, accumulator_rows, invariant_splits
+from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, NO_LIMIT, PLAN_COLUMNS, TILE_KEYS, accumulator_rows, invariant_splits
 from cute_mla.testing.split_plan_reference import SplitPlan, actual_tiles, pieces, reference_plan
 from tests.kernels.caches import Keys
 from tests.kernels.launching import CompiledKernel, launch, nbytes
@@ -27,12 +27,36 @@ CUT = INVARIANT_SPLIT_TILES * TILE_KEYS
 EXTREMES = [0, 1, 2, 3, 127, 128, 129, -1, 1 << 24, 1 << 25, (1 << 25) - 1, 1 << 30, (1 << 31) - 1, -(1 << 31), 1 - (1 << 31)]
 
 
-def compile_walk(arch: Arch) -> CompiledKernel:
-    """Return the walk kernel."""
+class Rows(NamedTuple):
+    """The last arguments of the walk kernels: query rows, and what hides keys from them."""
+
+    mask: int = ALL_KEYS
+    s_q: int = 1
+    heads: int = 1
+    reach: int = NO_LIMIT
+
+    @property
+    def row_tiles(self) -> int:
+        """Return the CTAs along the rows."""
+        return ceil_div(self.s_q * self.heads, TILE_ROWS)
+
+    def hidden_keys(self, row_tile: int, cluster: int) -> int:
+        """Return the last keys of a request that no row of a row tile's cluster sees."""
+        if self.mask != CAUSAL or self.reach != NO_LIMIT:
+            return 0
+        rows = [row for row in range(self.s_q * self.heads) if row // TILE_ROWS // cluster == row_tile // cluster]
+        return self.s_q - 1 - rows[-1] // self.heads
+
+
+ONE_ROW = Rows()
+
+
+def compile_walk(arch: Arch, cluster: int = 0) -> CompiledKernel:
+    """Return a walk kernel."""
     from cute_mla.aot_build.compile import compile_source
     from tests.kernels import walk_kernel
 
-    source = walk_kernel.source()
+    source = walk_kernel.source(cluster)
     result = compile_source(source, arch)
     return CompiledKernel(source, result.entry, result.ptx)
 
@@ -45,27 +69,29 @@ def kernel(built_for: Arch) -> CompiledKernel:
     return compile_walk_once(built_for)
 
 
-def walk(kernel: CompiledKernel, plan: SplitPlan, keys: Keys, invariant: bool) -> tuple[list[list[Record]], list[simulator.Finding]]:
-    """Return the pieces of every part. The records have room for no more than a part can have at most."""
+def walk(
+    kernel: CompiledKernel, plan: SplitPlan, keys: Keys, invariant: bool, rows: Rows = ONE_ROW
+) -> tuple[list[list[Record]], list[simulator.Finding]]:
+    """Return the pieces of every CTA: of a row tile, every part. The records have room for no more than a part can have at most."""
     batch, parts = keys.batch, len(plan.parts)
     max_splits = invariant_splits(keys.most) if invariant else 0
     accum_rows = accumulator_rows(batch, parts, max_splits)
-    capacity = batch * invariant_splits(keys.most)
+    capacity, ctas = batch * invariant_splits(keys.most), rows.row_tiles * parts
     lengths, extra_lengths = keys.tables()
     tensors: dict[str, torch.Tensor | int] = {
         "plan": torch.tensor(plan.parts, dtype=torch.int32),
         "num_splits": torch.tensor(plan.num_splits, dtype=torch.int32),
         "lengths": lengths,
         "extra_lengths": extra_lengths,
-        "records": (records := torch.zeros((parts, capacity, 6), dtype=torch.int32)),
-        "counts": (counts := torch.zeros(parts, dtype=torch.int32)),
+        "records": (records := torch.zeros((ctas, capacity, 6), dtype=torch.int32)),
+        "counts": (counts := torch.zeros(ctas, dtype=torch.int32)),
     }
     memory = simulator.GlobalMemory()
     for name, tensor in tensors.items():
         if isinstance(tensor, torch.Tensor):
             memory.add(name, tensor.data_ptr(), nbytes(tensor), writable=name in ("records", "counts"))
-    args: list[Any] = [*tensors.values(), batch, keys.limit, keys.extra_limit, max_splits, accum_rows, capacity]
-    findings = launch(kernel, (1, 1, parts), args, memory)
+    args: list[Any] = [*tensors.values(), batch, keys.limit, keys.extra_limit, max_splits, accum_rows, capacity, *rows]
+    findings = launch(kernel, (rows.row_tiles, 1, parts), args, memory)
     walks = zip(records.tolist(), counts.tolist(), strict=True)
     return [[tuple(record) for record in rows[:count]] for rows, count in walks], findings
 
@@ -113,6 +139,34 @@ def test_keys_of_two_caches_with_and_without_tables(kernel: CompiledKernel, seed
     check(kernel, reference_plan(keys.counts, draw.choice([1, 2, 5, 24])), keys, invariant)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("seed", range(4))
+def test_row_tiles_end_with_the_last_key_that_a_row_sees(built_for: Arch, seed: int, cluster: int, invariant: bool) -> None:
+    """Work tiles, their places and their accumulator rows stay; only their tiles are fewer, down to none."""
+    draw = random.Random(seed)
+    kernel = compile_walk_once(built_for, cluster)
+    lengths = draw_lengths(draw, draw.randrange(1, 5))
+    plan = reference_plan(lengths, draw.choice([1, 2, 5, 24]))
+    s_q, heads = draw.choice([(2, 128), (300, 1), (5, 100)])
+    for mask, reach in ((CAUSAL, NO_LIMIT), (ALL_KEYS, NO_LIMIT), (CAUSAL, 1 << 20)):
+        rows = Rows(mask, s_q, heads, reach)
+        for keys in (Keys.of(lengths, max(*lengths, 1)), Keys.of(draw_lengths(draw, len(lengths)), CUT + 64)):
+            walks, findings = walk(kernel, plan, keys, invariant, rows)
+            assert not findings
+            whole = expected_walk(plan, keys, invariant)
+            seen = [of_row_tile(walk, keys, rows.hidden_keys(tile, cluster)) for tile in range(rows.row_tiles) for walk in whole]
+            assert without_unused_rows(walks) == seen
+
+
+def of_row_tile(walk: list[Record], keys: Keys, hidden: int) -> list[Record]:
+    """Return a walk without the tiles that hold only a request's last `hidden` keys."""
+    return [
+        (req, begin, min(tiles, max(ceil_div(max(keys.counts[req] - hidden, 0), TILE_KEYS) - begin, 0)), *others)
+        for req, begin, tiles, *others in walk
+    ]
+
+
 def check(kernel: CompiledKernel, plan: SplitPlan, keys: Keys, invariant: bool) -> None:
     """Expect the plan's pieces."""
     walks, findings = walk(kernel, plan, keys, invariant)
@@ -136,7 +190,7 @@ def faults(kernel: CompiledKernel, plan: SplitPlan, lengths: list[int], max_keys
     walks, findings = walk(kernel, plan, Keys.of(lengths, max_keys), invariant)
     yield from map(str, findings)
     accum_rows = accumulator_rows(len(lengths), len(plan.parts), invariant_splits(max_keys) if invariant else 0)
-    for part, records in enumerate(walks):
+    for part, records in enumerate(walks):  # of one row tile
         places = [record[:2] for record in records]
         if sorted(set(places)) != places:
             yield f"part {part} does not move on: {places}"

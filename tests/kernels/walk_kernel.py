@@ -1,4 +1,4 @@
-"""A kernel that only walks: every part writes down the work tiles that the decode kernels would do in it."""
+"""Kernels that only walk: every CTA writes down the work tiles that it would do as one of a decode kernel."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 import cutlass
 from cutlass import Int32, cute
 
-from cute_mla.kernels.attention.lengths import Lengths
+from cute_mla.kernels.attention.lengths import Lengths, RowTile
 from cute_mla.kernels.attention.split_kv_scheduler import SplitKvSchedule
 from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.spec import abi
@@ -17,7 +17,10 @@ RECORD = 6  # request, first tile, tiles, keys from the first tile on, direct, a
 
 
 class WalkArguments(NamedTuple):
-    """Arguments of the kernel. records: int32 [parts, capacity, RECORD]. The others: as in the decode kernels."""
+    """Arguments of the kernels.
+
+    records: int32 [CTAs, capacity, RECORD]; CTA (x, 0, part) is number x * parts + part. The others: as in the decode kernels.
+    """
 
     plan: abi.Pointer
     num_splits: abi.Pointer
@@ -31,20 +34,26 @@ class WalkArguments(NamedTuple):
     max_splits: abi.Int32
     accum_rows: abi.Int32
     capacity: abi.Int32
+    mask: abi.Int32
+    s_q: abi.Int32
+    heads_per_kv: abi.Int32
+    reach: abi.Int32
 
 
 @cute.kernel
-def walk(args: WalkArguments) -> None:
+def walk(args: WalkArguments, cluster: cutlass.Constexpr[int]) -> None:
     lengths = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys)
-    schedule = SplitKvSchedule(args.plan, args.num_splits, lengths, args.batch, args.max_splits, args.accum_rows)
-    part = cute.arch.block_idx()[2]
+    rows = RowTile(args.mask, args.s_q, args.heads_per_kv, args.reach, cluster) if cluster else None
+    schedule = SplitKvSchedule(args.plan, args.num_splits, lengths, args.batch, args.max_splits, args.accum_rows, rows)
+    x, _, part = cute.arch.block_idx()
+    cta = x * cute.arch.grid_dim()[2] + part
     done = Int32(0)
     if cute.arch.thread_idx()[0] == 0:
         req, begin_tile = schedule.first_work_tile()
         while req <= schedule.last_request():
             tile_range = schedule.tile_range(req, begin_tile)
             work_tile = schedule.work_tile(req, begin_tile)
-            record = args.records + (part * args.capacity + done) * RECORD
+            record = args.records + (cta * args.capacity + done) * RECORD
             record[0] = req
             record[1] = begin_tile
             record[2] = tile_range.tiles
@@ -53,14 +62,24 @@ def walk(args: WalkArguments) -> None:
             record[5] = work_tile.accum_row
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
-        args.counts[part] = done
+        args.counts[cta] = done
 
 
 @cute.jit
-def host(args: WalkArguments) -> None:
-    walk(args).launch(grid=(1, 1, 1), block=(32, 1, 1))
+def walk_all_tiles(args: WalkArguments) -> None:
+    walk(args, 0).launch(grid=(1, 1, 1), block=(32, 1, 1))
 
 
-def source() -> KernelDefinition:
-    """Return the kernel, ready to compile."""
-    return plain_kernel("walk", host, WalkArguments)
+@cute.jit
+def walk_alone(args: WalkArguments) -> None:
+    walk(args, 1).launch(grid=(1, 1, 1), block=(32, 1, 1))
+
+
+@cute.jit
+def walk_as_pair(args: WalkArguments) -> None:
+    walk(args, 2).launch(grid=(1, 1, 1), block=(32, 1, 1))
+
+
+def source(cluster: int = 0) -> KernelDefinition:
+    """Return a kernel, ready to compile. cluster: CTAs of a cluster whose rows decide which tiles a CTA does; 0: it does all of them."""
+    return plain_kernel("walk", (walk_all_tiles, walk_alone, walk_as_pair)[cluster], WalkArguments)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,55 @@ V2_LITE: dict[str, Any] = {
     "q_lora_rank": None,
     "rope_scaling": {**YARN, "mscale": 0.707, "mscale_all_dim": 0.707},
 }
-MODELS = {"v3": V3, "v2_lite": V2_LITE}
+# Defaults of transformers' configuration_glm_moe_dsa.py, configuration_glm5_next.py and configuration_mistral4.py. Heads of 192 + 64
+# columns and 256 of values; keys of 512 columns without rotary ones; keys of 256 + 64 columns, and queries that grow with their position.
+GLM_5: dict[str, Any] = {
+    **_HEADS,
+    "hidden_size": 6144,
+    "num_attention_heads": 64,
+    "q_lora_rank": 2048,
+    "qk_nope_head_dim": 192,
+    "v_head_dim": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000},
+    "max_position_embeddings": 202752,
+    "index_topk": 2048,
+}
+GLM_5_3_FLASH: dict[str, Any] = {
+    **GLM_5,
+    "hidden_size": 4096,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 256,
+    "qk_rope_head_dim": 0,
+    "rope_parameters": None,
+    "index_kpool": 16,
+}
+MISTRAL_SMALL_4: dict[str, Any] = {
+    **_HEADS,
+    "hidden_size": 4096,
+    "num_attention_heads": 32,
+    "q_lora_rank": 1024,
+    "kv_lora_rank": 256,
+    "qk_nope_head_dim": 64,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {
+        **YARN,
+        "rope_theta": 10000.0,
+        "factor": 128.0,
+        "original_max_position_embeddings": 8192,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "llama_4_scaling_beta": 0.1,
+    },
+    "max_position_embeddings": 1048576,
+}
+# The same, with a context so short that the positions of tests lie far behind it.
+MISTRAL_FAR: dict[str, Any] = {
+    **MISTRAL_SMALL_4,
+    "rope_parameters": {**MISTRAL_SMALL_4["rope_parameters"], "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5},
+}
+OTHER_COLUMNS = {"glm_5": GLM_5, "glm_5_3_flash": GLM_5_3_FLASH, "mistral_small_4": MISTRAL_SMALL_4, "mistral_far": MISTRAL_FAR}
+MODELS = {"v3": V3, "v2_lite": V2_LITE, **OTHER_COLUMNS}
 PREFIX = "model.layers.0.self_attn."
 
 
@@ -41,10 +89,25 @@ def reduced(config: Mapping[str, Any], hidden: int = 96, heads: int = 3) -> dict
     return {**config, "hidden_size": hidden, "num_attention_heads": heads}
 
 
+class Columns(NamedTuple):
+    """Columns of a layer: of a key, latent and rotary, and of a head, without rotary embedding and of values."""
+
+    latent: int
+    rotary: int
+    nope: int
+    v: int
+
+    @staticmethod
+    def of(config: Mapping[str, Any]) -> Columns:
+        """Return those of a configuration."""
+        return Columns(*(config[name] for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")))
+
+
 def checkpoint(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
     """Return weights by Hugging Face's names, such that values stay near 1 on their way."""
     draw = torch.Generator().manual_seed(seed)
     heads, hidden, q_lora = config["num_attention_heads"], config["hidden_size"], config["q_lora_rank"]
+    columns = Columns.of(config)
 
     def matrix(rows: int, columns: int) -> Tensor:
         return (torch.randn(rows, columns, generator=draw) * columns**-0.5).to(dtype)
@@ -52,20 +115,39 @@ def checkpoint(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, se
     def norm(columns: int) -> Tensor:
         return (1 + 0.2 * torch.randn(columns, generator=draw)).to(dtype)
 
-    weights = {"kv_a_proj_with_mqa": matrix(576, hidden), "kv_a_layernorm": norm(512), "kv_b_proj": matrix(heads * 256, 512)}
-    weights |= {"o_proj": matrix(hidden, heads * 128)}
+    weights = {
+        "kv_a_proj_with_mqa": matrix(columns.latent + columns.rotary, hidden),
+        "kv_a_layernorm": norm(columns.latent),
+        "kv_b_proj": matrix(heads * (columns.nope + columns.v), columns.latent),
+        "o_proj": matrix(hidden, heads * columns.v),
+    }
+    q_rows = heads * (columns.nope + columns.rotary)
     if q_lora is None:
-        weights |= {"q_proj": matrix(heads * 192, hidden)}
+        weights |= {"q_proj": matrix(q_rows, hidden)}
     else:
-        weights |= {"q_a_proj": matrix(q_lora, hidden), "q_a_layernorm": norm(q_lora), "q_b_proj": matrix(heads * 192, q_lora)}
+        weights |= {"q_a_proj": matrix(q_lora, hidden), "q_a_layernorm": norm(q_lora), "q_b_proj": matrix(q_rows, q_lora)}
     return {f"{PREFIX}{name}.weight": weight for name, weight in weights.items()}
 
 
+def rope_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, float]:
+    """Return YaRN's parameters, or None, and theta, from where older configurations keep them or newer ones."""
+    newer = config.get("rope_parameters") or {}
+    yarn = config.get("rope_scaling") or (newer if "factor" in newer else None)
+    theta: float = newer["rope_theta"] if "rope_theta" in newer else config.get("rope_theta", 0.0)
+    return yarn, theta
+
+
+# Of the pairs that turn 32 times and once in so many positions: 10.47 and 22.51, 12.88 and 24.92, -8.79 and 3.25
+_RAMPS = {4096: (10, 23), 8192: (12, 25), 16: (0, 4)}
+
+
 def turned(columns: Tensor, config: Mapping[str, Any]) -> Tensor:
-    """Return rotary columns [tokens, .., 64] of the tokens 0, 1, ..., as complex numbers turned by their positions."""
+    """Return rotary columns [tokens, .., 64 or 0] of the tokens 0, 1, ..., as complex numbers turned by their positions."""
+    if not columns.shape[-1]:
+        return columns
     pairs = torch.view_as_complex(columns.double().unflatten(-1, (-1, 2)).contiguous())
-    yarn, theta = config["rope_scaling"], config["rope_theta"]
-    first, last = 10, 23  # of the pairs that turn 32 times and once in 4096 positions, 10.47 and 22.51
+    yarn, theta = rope_of(config)
+    first, last = _RAMPS[yarn["original_max_position_embeddings"]] if yarn else (0, 1)
     radians = []
     for pair in range(32):
         plain = theta ** (-pair / 32)
@@ -77,14 +159,24 @@ def turned(columns: Tensor, config: Mapping[str, Any]) -> Tensor:
 
 
 def softmax_scale(config: Mapping[str, Any]) -> float:
-    """192 ** -0.5, times the square of YaRN's magnitude."""
-    yarn = config["rope_scaling"]
-    return 192**-0.5 * ((0.1 * yarn["mscale_all_dim"] * math.log(yarn["factor"]) + 1) ** 2 if yarn else 1)
+    """Return columns ** -0.5 of a query, times the square of YaRN's magnitude, but not of Mistral's."""
+    yarn, _ = rope_of(config)
+    magnitude = 0.1 * yarn["mscale_all_dim"] * math.log(yarn["factor"]) + 1 if yarn and "llama_4_scaling_beta" not in yarn else 1
+    return (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5 * magnitude**2
+
+
+def query_scales(tokens: int, config: Mapping[str, Any]) -> Tensor:
+    """Return what the queries of the tokens 0, 1, ... are multiplied with, [tokens]."""
+    yarn, _ = rope_of(config)
+    if not yarn or "llama_4_scaling_beta" not in yarn:
+        return torch.ones(tokens)
+    context = yarn["original_max_position_embeddings"]
+    return torch.tensor([1 + yarn["llama_4_scaling_beta"] * math.log(1 + token // context) for token in range(tokens)])
 
 
 @dataclass(frozen=True)
 class Projected:
-    """Projections of one sequence, after RoPE: queries [tokens, heads, 192], keys' latent [tokens, 512] and rotary [tokens, 64] columns."""
+    """Projections of a sequence, after RoPE: q [tokens, heads, nope + rotary], latent and rotary columns of keys [tokens, columns]."""
 
     q: Tensor
     latent: Tensor
@@ -103,37 +195,38 @@ def project(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, 
         q = states @ own["q_proj"].T
     else:
         q = _norm(states @ own["q_a_proj"].T, own["q_a_layernorm"], eps) @ own["q_b_proj"].T
-    q = q.view(len(hidden), config["num_attention_heads"], 192)
+    columns = Columns.of(config)
+    q = q.view(len(hidden), config["num_attention_heads"], columns.nope + columns.rotary) * query_scales(len(hidden), config).view(-1, 1, 1)
     keys = states @ own["kv_a_proj_with_mqa"].T
     return Projected(
-        q=torch.cat((q[..., :128], turned(q[..., 128:], config)), dim=-1),
-        latent=_norm(keys[:, :512], own["kv_a_layernorm"], eps),
-        rotary=turned(keys[:, 512:], config),
+        q=torch.cat((q[..., : columns.nope], turned(q[..., columns.nope :], config)), dim=-1),
+        latent=_norm(keys[:, : columns.latent], own["kv_a_layernorm"], eps),
+        rotary=turned(keys[:, columns.latent :], config),
     )
 
 
 def naive(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
     """Return the layer's output [tokens, hidden size] for a whole sequence: keys and values of every head, full causal attention."""
-    own, heads = project(hidden, weights, config), config["num_attention_heads"]
-    both = (own.latent @ weights[f"{PREFIX}kv_b_proj.weight"].float().T).view(-1, heads, 256)
-    k = torch.cat((both[..., :128], own.rotary.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
+    own, heads, columns = project(hidden, weights, config), config["num_attention_heads"], Columns.of(config)
+    both = (own.latent @ weights[f"{PREFIX}kv_b_proj.weight"].float().T).view(-1, heads, columns.nope + columns.v)
+    k = torch.cat((both[..., : columns.nope], own.rotary.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
     scores = torch.einsum("ihd,jhd->hij", own.q, k) * softmax_scale(config)
     future = torch.ones(len(hidden), len(hidden), dtype=torch.bool).triu(1)
-    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(future, -math.inf).softmax(dim=-1), both[..., 128:])
+    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(future, -math.inf).softmax(dim=-1), both[..., columns.nope :])
     return out.flatten(1) @ weights[f"{PREFIX}o_proj.weight"].float().T
 
 
 def absorbed(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
     """Compute the result of `naive` token by token, with queries and outputs in the latent space."""
-    own, heads = project(hidden, weights, config), config["num_attention_heads"]
-    up = weights[f"{PREFIX}kv_b_proj.weight"].float().view(heads, 256, 512)
+    own, heads, columns = project(hidden, weights, config), config["num_attention_heads"], Columns.of(config)
+    up = weights[f"{PREFIX}kv_b_proj.weight"].float().view(heads, columns.nope + columns.v, columns.latent)
     keys = torch.cat((own.latent, own.rotary), dim=-1)
     outputs = []
     for token in range(len(hidden)):
-        latent_q = torch.einsum("hd,hdc->hc", own.q[token, :, :128], up[:, :128])
-        q = torch.cat((latent_q, own.q[token, :, 128:]), dim=-1)
+        latent_q = torch.einsum("hd,hdc->hc", own.q[token, :, : columns.nope], up[:, : columns.nope])
+        q = torch.cat((latent_q, own.q[token, :, columns.nope :]), dim=-1)
         shares = torch.softmax(q @ keys[: token + 1].T * softmax_scale(config), dim=-1)
         latent_out = shares @ own.latent[: token + 1]
-        outputs.append(torch.einsum("hdc,hc->hd", up[:, 128:], latent_out).flatten())
-    stacked = torch.stack(outputs) if outputs else torch.empty(0, heads * 128)
+        outputs.append(torch.einsum("hdc,hc->hd", up[:, columns.nope :], latent_out).flatten())
+    stacked = torch.stack(outputs) if outputs else torch.empty(0, heads * columns.v)
     return stacked @ weights[f"{PREFIX}o_proj.weight"].float().T

@@ -42,7 +42,7 @@ class Sequences:
             config=config,
             weights=checkpoint(config, dtype),
             hidden=tuple(torch.randn(length, config["hidden_size"], generator=draw).to(dtype) for length in lengths),
-            k_cache=torch.full((sum(pages) + 1, page_size, 1, 576), math.nan, dtype=dtype),
+            k_cache=torch.full((sum(pages) + 1, page_size, 1, config["kv_lora_rank"] + config["qk_rope_head_dim"]), math.nan, dtype=dtype),
             block_table=block_table,
         )
 

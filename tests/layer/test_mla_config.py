@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cute_mla.layer import MlaConfig, YarnScaling
-from tests.layer.mla_models import V2_LITE, V3, YARN
+from tests.layer.mla_models import GLM_5, GLM_5_3_FLASH, MISTRAL_SMALL_4, V2_LITE, V3, YARN
 
 
 def test_deepseek_v3() -> None:
@@ -26,6 +26,33 @@ def test_deepseek_v2_lite() -> None:
     assert config.q_lora_rank is None
     # 0.0707 ln 40 + 1 = 1.26080378; squared 1.58962617; over the root of 192.
     assert config.softmax_scale == pytest.approx(0.11472138, rel=1e-6)
+
+
+def test_glm_5() -> None:
+    """GLM-4.7-Flash has the same columns, and 20 heads."""
+    config = MlaConfig.from_hugging_face({**GLM_5, "model_type": "glm_moe_dsa"})
+    assert (config.query_columns, config.v_head_dim, config.key_columns) == (256, 256, 576)
+    assert (config.rope_theta, config.rope_scaling, config.rms_norm_eps) == (1_000_000, None, 1e-5)
+    assert config.softmax_scale == 1 / 16
+    assert MlaConfig.from_hugging_face({**GLM_5, "num_attention_heads": 20, "hidden_size": 2048, "q_lora_rank": 768}).v_head_dim == 256
+
+
+def test_glm_5_3_flash() -> None:
+    """Keys without rotary columns; attention is that of the part of a multimodal model that reads text."""
+    config = MlaConfig.from_hugging_face({"model_type": "glm5_next", "text_config": GLM_5_3_FLASH, "vision_config": {"hidden_size": 1}})
+    assert (config.kv_lora_rank, config.qk_rope_head_dim, config.key_columns) == (512, 0, 512)
+    assert (config.qk_nope_head_dim, config.v_head_dim, config.query_columns) == (256, 256, 256)
+    assert config.softmax_scale == 1 / 16
+
+
+def test_mistral_small_4() -> None:
+    """Its YaRN scales neither the softmax nor rotary columns; queries grow with their position instead."""
+    config = MlaConfig.from_hugging_face({"text_config": MISTRAL_SMALL_4})
+    assert (config.kv_lora_rank, config.qk_rope_head_dim, config.key_columns) == (256, 64, 320)
+    assert (config.qk_nope_head_dim, config.v_head_dim, config.query_columns) == (64, 128, 128)
+    assert config.rope_scaling == YarnScaling(128, 8192, 32, 1, 1.0, 1.0, 0.1)
+    assert config.rope_scaling.rotary_scale == 1.0
+    assert config.softmax_scale == 128**-0.5
 
 
 def test_without_scaling() -> None:
@@ -55,11 +82,26 @@ def test_magnitudes_that_differ() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"kv_lora_rank": 256}, "kv_lora_rank is 256; supported: 512"),
-        ({"qk_nope_head_dim": 64}, "qk_nope_head_dim is 64; supported: 128, 192"),
-        ({"qk_rope_head_dim": 32}, "qk_rope_head_dim is 32; supported: 64"),
-        ({"v_head_dim": 192}, "v_head_dim is 192 with qk_nope_head_dim 128; supported: 128"),
-        ({"qk_nope_head_dim": 192}, "v_head_dim is 128 with qk_nope_head_dim 192; supported: 256"),
+        ({"kv_lora_rank": 384}, "kv_lora_rank is 384 with qk_rope_head_dim 64; supported: 512 with 64, 512 with 0, 256 with 64"),
+        ({"kv_lora_rank": 256, "qk_rope_head_dim": 0}, "kv_lora_rank is 256 with qk_rope_head_dim 0; supported: 512 with 64"),
+        ({"qk_rope_head_dim": 32}, "kv_lora_rank is 512 with qk_rope_head_dim 32; supported: 512 with 64"),
+        ({"kv_lora_rank": "512"}, "kv_lora_rank is '512'; supported: an integer, 0 or more"),
+        (
+            {"qk_nope_head_dim": 96},
+            "qk_nope_head_dim is 96 with v_head_dim 128; supported with qk_rope_head_dim 64: 128 with 128, 64 with 128",
+        ),
+        ({"v_head_dim": 192}, "qk_nope_head_dim is 128 with v_head_dim 192; supported"),
+        ({"qk_nope_head_dim": 192}, "qk_nope_head_dim is 192 with v_head_dim 128; supported with qk_rope_head_dim 64: .*, 192 with 256"),
+        (
+            {**GLM_5_3_FLASH, "qk_nope_head_dim": 192},
+            "qk_nope_head_dim is 192 with v_head_dim 256; supported with qk_rope_head_dim 0: 192 with 128, 128 with 128, 256 with 256",
+        ),
+        ({"qk_nope_head_dim": 192, "qk_rope_head_dim": 0}, r"rope_scaling is YarnScaling.* with qk_rope_head_dim 0; supported: None"),
+        ({"text_config": [1]}, r"text_config is \[1\]; supported: a mapping"),
+        (
+            {"rope_scaling": {**YARN, "llama_4_scaling_beta": "0.1"}},
+            r"rope_scaling\['llama_4_scaling_beta'\] is '0.1'; supported: a number",
+        ),
         ({"hidden_size": 0}, "hidden_size is 0; supported: an integer, 1 or more"),
         ({"num_attention_heads": 2.5}, r"num_attention_heads is 2\.5; supported: an integer"),
         ({"q_lora_rank": -1}, "q_lora_rank is -1; supported: an integer, 1 or more"),

@@ -10,7 +10,7 @@ import torch
 
 from cute_mla.layer import MlaConfig, YarnScaling
 from cute_mla.layer.rope import Rotation, frequencies, interleaved, rotation
-from tests.layer.mla_models import V3
+from tests.layer.mla_models import GLM_5_3_FLASH, MISTRAL_SMALL_4, V3
 
 CONFIG = MlaConfig.from_hugging_face(V3)
 
@@ -60,6 +60,24 @@ def test_rotary_columns_are_scaled() -> None:
     scaled = replace(CONFIG, rope_scaling=YarnScaling(40, 4096, mscale=1.0, mscale_all_dim=0.0))
     turn = rotation(torch.tensor([0]), frequencies(scaled), scaled)
     torch.testing.assert_close(turn.apply(torch.ones(1, 64)), torch.full((1, 64), 1.36888795))
+
+
+def test_queries_grow_with_their_position() -> None:
+    """Mistral's: by 0.1 ln(1 + floor(position / 8192)), at the boundary and not before."""
+    config = MlaConfig.from_hugging_face(MISTRAL_SMALL_4)
+    scale = rotation(torch.tensor([0, 8191, 8192, 16383, 81920]), frequencies(config), config).query_scale
+    assert scale is not None
+    # ln 2 = 0.69314718, ln 11 = 2.39789527
+    assert scale.tolist() == pytest.approx([1.0, 1.0, 1.069314718, 1.069314718, 1.239789527], rel=1e-6)
+    assert rotation(torch.tensor([9000]), frequencies(CONFIG), CONFIG).query_scale is None
+
+
+def test_keys_without_rotary_columns() -> None:
+    config = MlaConfig.from_hugging_face(GLM_5_3_FLASH)
+    turn = rotation(torch.tensor([0, 5]), frequencies(config), config)
+    assert turn.cos.shape == (2, 0)
+    assert turn.apply(torch.ones(2, 3, 0)).shape == (2, 3, 0)
+    assert interleaved(torch.ones(3, 0, 7)).shape == (3, 0, 7)
 
 
 def test_rounded_once() -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 import cute_mla
+from cute_mla.runtime.simulated_device import SimulatedDevice
 from cute_mla.spec.arch import Arch
-from tests.layer.mla_models import V2_LITE, V3
+from tests.layer.mla_models import GLM_5, GLM_5_3_FLASH, MISTRAL_FAR, V2_LITE, V3
 from tests.layer.mla_steps import Sequences
 
 CONTEXTS, DECODES = [65, 0, 5], 1  # of a decode, and of two prefills
@@ -31,6 +34,60 @@ def test_a_mixed_batch_by_the_kernels(arch: Arch) -> None:
     sequences.expect(by_reference.step(CONTEXTS, DECODES), out.float())
     assert device.launches == ran
     assert torch.equal(by_reference.k_cache.nan_to_num(7.0), sequences.k_cache.nan_to_num(7.0))
+
+
+@pytest.fixture
+def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the names of the kernels that the simulated device runs, in order, without their architecture."""
+    names: list[str] = []
+    launch: Callable[..., Any] = SimulatedDevice.launch
+
+    def record(self: SimulatedDevice, kernel: Any, *arguments: Any, **options: Any) -> Any:
+        names.append(kernel.name.replace(f"_{self.arch.name}", ""))
+        return launch(self, kernel, *arguments, **options)
+
+    monkeypatch.setattr(SimulatedDevice, "launch", record)
+    return names
+
+
+@pytest.mark.parametrize(
+    ("model", "cache", "decode", "prefill", "merge"),
+    [
+        (GLM_5, "latent", "bf16_cluster", "bf16_d256", "bf16_d256"),
+        (GLM_5_3_FLASH, "latent_512", "bf16_d512_cluster", "bf16_d256", "bf16_d256"),
+        (MISTRAL_FAR, "latent_320", "bf16_d320_cluster", "bf16_d128", "bf16_d128"),
+    ],
+    ids=["glm_5", "glm_5_3_flash", "mistral_far"],
+)
+def test_other_columns(model: dict[str, Any], cache: str, decode: str, prefill: str, merge: str, arch: Arch, launched: list[str]) -> None:
+    """A mixed batch by the kernels of these columns, and of no others. The bytes in the cache are those of the reference path."""
+    sequences = Sequences.drawn(model, [66, 9, 8], torch.bfloat16).with_context(CONTEXTS)
+    by_reference = replace(sequences, k_cache=sequences.k_cache.clone())
+    with cute_mla.simulate(arch, SMS) as device:
+        out = sequences.step(CONTEXTS, DECODES)
+    assert device.findings == []
+    first, second, *rest = launched
+    assert [first, second] == [f"cache_write_b16_{cache}", "split_plan_i32"]
+    assert rest[0].startswith(f"dense_decode_{decode}")
+    assert [name for name in rest[1:] if not name.startswith("combine")] == [
+        f"dense_prefill_{prefill}",
+        f"cache_gather_b16_{cache}",
+        f"dense_prefill_{prefill}",
+        f"merge_states_{merge}",
+    ]
+    sequences.expect(out, sequences.expected(CONTEXTS))
+    by_reference.step(CONTEXTS, DECODES)
+    assert torch.equal(by_reference.k_cache.nan_to_num(7.0), sequences.k_cache.nan_to_num(7.0))
+
+
+def test_an_e4m3_cache_is_for_576_columns() -> None:
+    sequences = Sequences.drawn(MISTRAL_FAR, [3], torch.bfloat16)
+    cache = sequences.k_cache.to(torch.float8_e4m3fn)
+    with (
+        cute_mla.simulate("sm90", SMS),
+        pytest.raises(ValueError, match=r"k_cache has dtype torch\.float8_e4m3fn; supported: torch\.bfloat16"),
+    ):
+        sequences.layer()(torch.cat(sequences.hidden), cache, sequences.plan([0], 1))
 
 
 def test_one_schedule_serves_all_layers_of_a_step(arch: Arch) -> None:

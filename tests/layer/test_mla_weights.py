@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from cute_mla.layer import MlaConfig, MlaWeights, Shard, load_weights
-from tests.layer.mla_models import MODELS, PREFIX, V2_LITE, V3, checkpoint, reduced
+from tests.layer.mla_models import MODELS, PREFIX, V2_LITE, V3, Columns, checkpoint, reduced
 
 SMALL = reduced(V3, hidden=24, heads=4) | {"q_lora_rank": 40}
 CONFIG = MlaConfig.from_hugging_face(SMALL)
@@ -31,7 +31,10 @@ def test_shapes(model: str) -> None:
     weights = MlaWeights.from_tensors(checkpoint(reduced(MODELS[model], hidden=24, heads=4)), config, prefix=PREFIX)
     assert weights.heads(config) == 4
     assert (weights.q_a is None) == (weights.q_a_norm is None) == (model == "v2_lite")
-    assert weights.q_b.shape == (768, 24 if model == "v2_lite" else 1536)
+    columns = Columns.of(MODELS[model])
+    assert weights.q_b.shape == (4 * (columns.nope + columns.rotary), 24 if model == "v2_lite" else MODELS[model]["q_lora_rank"])
+    assert weights.kv_a.shape == (columns.latent + columns.rotary, 24)
+    assert weights.kv_b.shape == (4 * (columns.nope + columns.v), columns.latent)
 
 
 def test_a_rank_holds_its_heads() -> None:

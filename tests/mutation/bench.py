@@ -180,7 +180,7 @@ class ShippedBits:
 
 def call_of(arch: str, case: BaseCase, tensors: Any, schedule: Schedule, code: str = "ptx") -> tuple[Result, Sequence[simulator.Finding]]:
     for given in tensors.output_buffers.values():
-        given.storage.fill_(float("nan"))
+        given.storage.fill_(float("nan") if given.storage.is_floating_point() else -1 << 30)
     with simulate(arch, case.sm_count, schedule=schedule.name, seed=schedule.seed, on_finding="collect", code=code) as device:
         results = operation(case).call(case, tensors, None)
     return tuple(result.clone() for result in results), device.findings

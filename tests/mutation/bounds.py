@@ -13,9 +13,11 @@ from cute_mla.spec import (
     dense_prefill_dkdv,
     dense_prefill_dq,
     merge_states,
+    mqa_logits,
     sparse_decode,
     sparse_prefill,
     split_plan,
+    topk_indices,
 )
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.cache_rows import KEYS_PER_BLOCK
@@ -23,7 +25,7 @@ from tests.mutation.ranges import Range
 
 _MODULES = (
     *(cache_gather, cache_write, combine, dense_decode, dense_prefill, dense_prefill_dkdv, dense_prefill_dq),
-    *(merge_states, sparse_decode, sparse_prefill, split_plan),
+    *(merge_states, mqa_logits, sparse_decode, sparse_prefill, split_plan, topk_indices),
 )
 _PARAMS = {module.__name__.rpartition(".")[2]: module.PARAMS for module in _MODULES}
 _MOST = (1 << 31) - 1
@@ -40,8 +42,17 @@ _BLOCKS = {  # most CTAs in x
     "sparse_decode": _HEADS_OF_LATENT // _TILE_ROWS,
 }
 MOST_CTAS = 16  # of a cluster
-_FLAGS = ("aligned", "causal", "wide_slots", "power_of_two")
-_POSITIVE = ("s_q", "h_q", "heads_per_kv", "page_size", "states", "heads")  # a call without rows or keys is not launched
+_FLAGS = ("aligned", "causal", "wide_slots", "power_of_two", "length_per_token", "relative", "clean")
+_POSITIVE = (
+    "s_q",
+    "h_q",
+    "heads_per_kv",
+    "page_size",
+    "states",
+    "heads",
+    "tokens_per_request",
+    "chunk",
+)  # a call without rows or keys is not launched
 
 
 def bounds(kernel: KernelEntry, entry: EntryText) -> dict[str, Range]:

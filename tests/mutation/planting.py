@@ -92,15 +92,20 @@ class Bug:
     pick: Pick = each
     count: int | None = None
 
-    def broken(self, ptx: str) -> list[tuple[str, str]]:
-        """Return (what is broken, broken text) for every group of sites. AssertionError if the pattern no longer fits."""
+    def groups(self, ptx: str) -> list[Group]:
+        """Return the groups of sites that break at once. AssertionError if the pattern no longer fits."""
         sites = Edit(self.name, re.compile(self.pattern), self.replacement).sites(ptx)
         assert sites, f"{self.pattern!r} does not occur in the PTX: the planted bug is out of date"
         assert self.count in (None, len(sites)), f"{self.pattern!r} occurs {len(sites)} times: the planted bug is out of date"
         groups = self.pick(ptx, sites)
         assert all(groups), f"no site of {self.pattern!r} is picked: the planted bug is out of date"
+        return groups
+
+    def broken(self, ptx: str) -> list[tuple[str, str]]:
+        """Return (what is broken, broken text) for every group of sites. AssertionError if the pattern no longer fits."""
         return [
-            (", ".join(f"line {site.line}: {ptx[site.start : site.stop]}" for site in group), apply_all(ptx, group)) for group in groups
+            (", ".join(f"line {site.line}: {ptx[site.start : site.stop]}" for site in group), apply_all(ptx, group))
+            for group in self.groups(ptx)
         ]
 
 

@@ -80,7 +80,10 @@ BAD: dict[str, Any] = {
     "softmax_scale list": {"softmax_scale": [1.0]},
     "descale_q": {"descale_q": torch.ones(1)},
     "fp8 flag": {"is_fp8_kvcache": True},
-    "sink": {"attn_sink": torch.zeros(16)},
+    "sink": {"attn_sink": torch.zeros(17)},
+    "window True": {"window": True},
+    "window_sink alone": {"window_sink": 1},
+    "tree": {"tree_mask": torch.zeros(2, 1, 2, dtype=torch.int32)},
     "out shape": {"out": torch.zeros(2, 1, 16, 576, dtype=torch.bfloat16)},
     "out overlap": {"out": torch.zeros(1, 1, 16, 512, dtype=torch.bfloat16).expand(2, 1, 16, 512)},
     "lse dtype": {"lse": torch.zeros(2, 16, 1, dtype=torch.bfloat16)},
@@ -227,7 +230,7 @@ def test_another_alignment_is_another_variant(device: RecordingDevice, name: str
 
 @pytest.mark.parametrize(
     ("option", "value", "parameter"),
-    [("softmax_scale", 0.5, "scale_log2"), ("empty_lse", float("-inf"), "empty_lse"), ("causal", True, "causal")],
+    [("softmax_scale", 0.5, "scale_log2"), ("empty_lse", float("-inf"), "empty_lse"), ("causal", True, "mask"), ("window", 5, "reach")],
 )
 def test_options_are_part_of_a_call(device: RecordingDevice, option: str, value: Any, parameter: str) -> None:
     def launched(**options: Any) -> Any:

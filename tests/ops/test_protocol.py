@@ -10,6 +10,7 @@ from typing import Any, get_type_hints
 
 import pytest
 
+from cute_mla import indexer as public_indexer
 from cute_mla import ops, torch_ops
 from cute_mla.api import flashmla, kv_cache, varlen
 from cute_mla.api import merge_states as public_merge_states
@@ -20,17 +21,24 @@ from cute_mla.ops import (
     dense_decode,
     dense_prefill,
     dense_prefill_backward,
+    indexer_topk,
     merge_states,
+    mqa_logits,
     sparse_decode,
     sparse_prefill,
     split_plan,
+    topk_indices,
 )
 from cute_mla.ops.decode_plan import Options, Results
 from cute_mla.ops.launch_plan import LaunchPlan
 from cute_mla.ops.protocol import Op, Planner
 
-OPS: tuple[Op, ...] = (cache_gather, cache_write, dense_prefill, dense_prefill_backward, merge_states, sparse_prefill, split_plan)
+OPS: tuple[Op, ...] = (
+    *(cache_gather, cache_write, dense_prefill, dense_prefill_backward, merge_states, sparse_prefill, split_plan),
+    topk_indices,
+)
 DECODE: tuple[Planner, ...] = (dense_decode, sparse_decode)
+PLANNERS: tuple[Planner, ...] = (*DECODE, mqa_logits)  # whose public functions have other bodies than `run`
 
 # The body of each public function.
 BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -39,6 +47,11 @@ BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "flash_attn_varlen_func": (dense_prefill.run, varlen.flash_attn_varlen_func),
     "flash_attn_varlen_backward": (dense_prefill_backward.run, varlen.flash_attn_varlen_backward),
     "merge_states": (merge_states.run, public_merge_states),
+    "topk_indices": (topk_indices.run, public_indexer.topk_indices),
+    "fp8_mqa_logits": (mqa_logits.run_rows, public_indexer.fp8_mqa_logits),
+    "fp8_paged_mqa_logits": (mqa_logits.run_pages, public_indexer.fp8_paged_mqa_logits),
+    "indexer_topk": (indexer_topk.run_pages, public_indexer.indexer_topk),
+    "indexer_topk_prefill": (indexer_topk.run_rows, public_indexer.indexer_topk_prefill),
     "get_mla_metadata": (split_plan.run, flashmla.get_mla_metadata),
     "write_kv_cache": (cache_write.run, kv_cache.write_kv_cache),
     "gather_kv_cache": (cache_gather.run, kv_cache.gather_kv_cache),
@@ -53,7 +66,7 @@ def modules() -> dict[str, Any]:
 @pytest.mark.parametrize("name", ["plan", "check", "CallSpec"])
 def test_every_op_is_on_the_list(name: str) -> None:
     """A module with a part of the protocol has all of it."""
-    listed = {op.__name__ for op in (*OPS, *DECODE)}  # type: ignore[attr-defined]
+    listed = {op.__name__ for op in (*OPS, *PLANNERS)}  # type: ignore[attr-defined]
     assert {module.__name__ for module in modules().values() if name in vars(module)} == listed
 
 
@@ -61,7 +74,7 @@ def test_every_run_is_on_the_list() -> None:
     assert {module.__name__ for module in modules().values() if "run" in vars(module)} == {op.__name__ for op in OPS}  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("op", [*OPS, *DECODE])
+@pytest.mark.parametrize("op", [*OPS, *PLANNERS])
 def test_check_gives_what_plan_takes(op: Planner) -> None:
     """Check returns the CallSpec, a NamedTuple; plan takes it, gives a LaunchPlan, and is cached."""
     hints = get_type_hints(op.plan.__wrapped__)  # type: ignore[attr-defined]

@@ -12,6 +12,7 @@ from torch._subclasses import FakeTensorMode
 
 import cute_mla
 from cute_mla.cache import dequantise_cache, gather_kv_cache, quantise_cache, write_kv_cache
+from cute_mla.indexer import fp8_mqa_logits, fp8_paged_mqa_logits, indexer_topk, topk_indices
 from cute_mla.ops.overlap import check_no_overlap
 from cute_mla.parallel import ContextShard
 from tests.support.decode_arguments import bytes_from, dense, dense_fp8, sparse_extra
@@ -74,6 +75,7 @@ def sparse_prefill(**changes: Any) -> dict[str, Any]:
     arguments = {
         "q": zeros(3, 2, 576), "kv": zeros(9, 1, 576), "indices": ints(3, 1, 5), "sm_scale": 0.1, "attn_sink": torch.zeros(2),
         "topk_length": ints(3), "out": zeros(3, 2, 512), "max_logits": torch.zeros(3, 2), "lse": torch.zeros(3, 2),
+        "lse_indexer": torch.zeros(3, 2), "indexer_topk": 3,
     }  # fmt: skip
     return {**arguments, **changes}
 
@@ -110,6 +112,29 @@ def gathering(**changes: Any) -> dict[str, Any]:
     return {**arguments, **changes}
 
 
+def selecting(**changes: Any) -> dict[str, Any]:
+    return {"logits": torch.zeros(3, 40), "lengths": ints(3), "topk": 5, "out": ints(3, 5), **changes}
+
+
+def rows_scored(**changes: Any) -> dict[str, Any]:
+    keys = bytes_from(0, 40, 128, dtype=torch.float8_e4m3fn)
+    arguments = {"q": bytes_from(0, 3, 8, 128, dtype=torch.float8_e4m3fn), "kv": (keys, torch.zeros(40)), "weights": torch.zeros(3, 8)}
+    return {**arguments, "ks": ints(3), "ke": ints(3), "out": torch.zeros(3, 40), **changes}
+
+
+def pages_scored(**changes: Any) -> dict[str, Any]:
+    q, cache = bytes_from(0, 2, 1, 8, 128, dtype=torch.float8_e4m3fn), bytes_from(0, 3, 16, 1, 132, dtype=torch.uint8)
+    arguments = {"q": q, "weights": torch.zeros(2, 8), "context_lens": ints(2), "block_table": ints(2, 3), **changes}
+    arguments = {"cache": cache, "metadata": ints(9, 2), "max_context_len": 48, "out": torch.zeros(2, 48), **arguments}
+    return arguments
+
+
+def keys_chosen(**changes: Any) -> dict[str, Any]:
+    scored = {name: value for name, value in pages_scored().items() if name not in ("cache", "metadata", "max_context_len", "out")}
+    cache, workspace = bytes_from(0, 3, 16, 1, 132, dtype=torch.uint8), torch.zeros(2 * 1024, dtype=torch.uint8)
+    return {**scored, "index_cache": cache, "topk": 5, "slots": True, "workspace": workspace, "out": ints(2, 5), **changes}
+
+
 Make = Callable[..., dict[str, Any]]
 CALLS: dict[str, tuple[Callable[..., Any], Make]] = {
     "dense": (cute_mla.flash_mla_with_kvcache, dense),
@@ -118,13 +143,18 @@ CALLS: dict[str, tuple[Callable[..., Any], Make]] = {
     "sparse_prefill": (cute_mla.flash_mla_sparse_fwd, sparse_prefill),
     "dense_prefill": (cute_mla.flash_attn_varlen_func, dense_prefill),
     "merge": (cute_mla.merge_states, merging),
+    "topk": (topk_indices, selecting),
+    "row_logits": (fp8_mqa_logits, rows_scored),
+    "paged_logits": (fp8_paged_mqa_logits, pages_scored),
+    "indexer_topk": (indexer_topk, keys_chosen),
     "plan": (cute_mla.get_mla_metadata, planning),
     "write": (write_kv_cache, writing),
     "gather": (gather_kv_cache, gathering),
 }
 
 # The tensor that decides whether a call is traced.
-TRACED_BY = {call: {"merge": "outs", "plan": "cache_seqlens", "write": "k_cache", "gather": "k_cache"}.get(call, "q") for call in CALLS}
+_NOT_Q = {"merge": "outs", "topk": "logits", "plan": "cache_seqlens", "write": "k_cache", "gather": "k_cache"}
+TRACED_BY = {call: _NOT_Q.get(call, "q") for call in CALLS}
 
 
 @pytest.fixture(autouse=True)

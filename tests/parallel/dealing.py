@@ -6,7 +6,9 @@ import math
 import time
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +25,7 @@ from cute_mla.spec.mla import ceil_div
 PAGE_SIZE = 64
 UNUSED = 2_147_480_000
 SPARE_PAGES = 2
+SPARE_TOKENS = 2  # of no request, behind packed query tokens
 DESCALE_Q, DESCALE_K = 0.0171, 0.0137
 Result = tuple[Tensor, Tensor]
 
@@ -32,7 +35,8 @@ class DealtCall:
     """One call on `heads` query heads of every rank.
 
     lengths: keys of each request, on all ranks together. topk: of sparse decode; 0: dense. fp8: e4m3 queries and cache, or with topk a
-    cache of the format kv_format. sinks: with attn_sink, one of them +inf and one -inf.
+    cache of the format kv_format. sinks: with attn_sink, one of them +inf and one -inf. tokens: of a dense causal call, the query tokens
+    of each request, packed: the last ones of its s_q.
     """
 
     lengths: tuple[int, ...]
@@ -44,8 +48,14 @@ class DealtCall:
     topk: int = 0
     kv_format: str = "fp8_656"
     sinks: bool = False
+    tokens: tuple[int, ...] = ()
     batch_invariant: bool = False
     empty_lse: float = math.inf
+
+    @property
+    def packed(self) -> Tensor:
+        """Return bool [batch, s_q]: the query tokens that a call with packed ones has."""
+        return torch.arange(self.s_q) >= self.s_q - torch.tensor(self.tokens)[:, None]
 
     @property
     def d_qk(self) -> int:
@@ -117,7 +127,10 @@ def expected(call: DealtCall, world: int) -> Result:
     if not call.topk:
         scales = call.descales()
         scales_of = (scales.get("descale_q"), scales.get("descale_k"))
-        return reference.dense_decode(call.q(world), cache, table, lengths, 576**-0.5, call.causal, call.empty_lse, scales_of)
+        out, lse = reference.dense_decode(call.q(world), cache, table, lengths, 576**-0.5, call.causal, call.empty_lse, scales_of)
+        if call.tokens:
+            out[~call.packed] = lse.transpose(1, 2)[~call.packed] = math.nan
+        return out, lse
     indices, topk_length = whole.local_indices(call.positions(), table, PAGE_SIZE)
     slots = dequantise_cache(cache, call.kv_format if call.fp8 else "latent").flatten(0, 2)
     return reference.sparse_decode(call.q(world), [IndexedCache(slots, indices, topk_length)], None, call.attn_sink(world), call.empty_lse)
@@ -140,6 +153,8 @@ def run(call: DealtCall, context: ContextParallel) -> Result:
     own = slice(shard.rank * call.heads, (shard.rank + 1) * call.heads)
     q = call.q(shard.world)[:, :, own]
     options = {"batch_invariant": call.batch_invariant, "empty_lse": call.empty_lse}
+    if call.tokens:
+        return _run_packed(call, context, q, (cache, table), options)
     if not call.topk:
         lengths = torch.tensor(call.lengths, dtype=torch.int32)
         requests = context.plan(lengths, table, call.s_q, call.causal)
@@ -148,6 +163,20 @@ def run(call: DealtCall, context: ContextParallel) -> Result:
     selected = shard.local_indices(call.positions(), table, PAGE_SIZE)
     own_sinks, kv_format = None if sinks is None else sinks[own].contiguous(), call.kv_format if call.fp8 else None
     return context.sparse_decode(q, cache, selected, attn_sink=own_sinks, kv_format=kv_format, **options)  # type: ignore[arg-type]
+
+
+def _run_packed(call: DealtCall, context: ContextParallel, q: Tensor, keys: tuple[Tensor, Tensor], options: dict[str, Any]) -> Result:
+    """Return the results of packed query tokens where they are in a call of s_q tokens; NaN for others. Behind them are tokens of none."""
+    cache, table = keys
+    offsets = torch.tensor([0, *accumulate(call.tokens)], dtype=torch.int32)
+    lengths, used = torch.tensor(call.lengths, dtype=torch.int32), sum(call.tokens)
+    requests = context.plan(lengths, table, causal=True, cu_seqlens_q=offsets, total_q=used + SPARE_TOKENS)
+    tokens = torch.cat([q[call.packed], q.new_zeros(SPARE_TOKENS, *q.shape[2:])])
+    packed_out, packed_lse = context.decode(tokens, cache, requests, **options)  # type: ignore[arg-type]
+    out = packed_out.new_full((*q.shape[:3], 512), math.nan)
+    lse = packed_lse.new_full(q.shape[:3], math.nan)
+    out[call.packed], lse[call.packed] = packed_out[:used], packed_lse[:used]
+    return out, lse.transpose(1, 2)
 
 
 class Wire:

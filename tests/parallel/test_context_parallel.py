@@ -15,7 +15,7 @@ from torch.multiprocessing.spawn import spawn
 from cute_mla.parallel import ContextParallel, ContextShard
 from cute_mla.runtime.current import simulate
 from cute_mla.testing.compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, LSE, SPARSE_DECODE_OUT, compare, same_bits
-from tests.parallel.dealing import DealtCall, Result, expected, rank_main, run, undealt
+from tests.parallel.dealing import SPARE_TOKENS, DealtCall, Result, expected, rank_main, run, undealt
 
 # Requests with keys on all ranks, on the first alone, on none, and around the ends of blocks; with two tokens, the first of the second
 # request sees nothing.
@@ -24,7 +24,7 @@ BLOCKS = DealtCall((150, 64, 3, 0), s_q=3, interleave=64, batch_invariant=True, 
 SPARSE = DealtCall((200, 2, 0), s_q=2, interleave=16, topk=90, sinks=True)
 
 CALLS = {
-    ("sm90", 2): (SPECULATIVE, BLOCKS, replace(SPARSE, fp8=True)),
+    ("sm90", 2): (SPECULATIVE, BLOCKS, replace(SPARSE, fp8=True), replace(SPECULATIVE, s_q=3, tokens=(3, 2, 0, 1))),
     ("sm100", 3): (
         replace(SPECULATIVE, interleave=4),
         replace(BLOCKS, causal=True, s_q=2),
@@ -76,7 +76,7 @@ def test_agrees_with_the_reference_over_all_keys(ran: list[Ran]) -> None:
 
 def test_agrees_with_the_kernel_over_all_keys(ran: list[Ran]) -> None:
     for one in ran[1:]:
-        if not one.call.topk and not one.call.fp8:
+        if not one.call.topk and not one.call.fp8 and not one.call.tokens:
             out, lse = undealt(one.call, one.world, one.arch)
             check(one.result(), (out.float(), lse), one.call)
 
@@ -90,7 +90,8 @@ def test_the_same_bits_whichever_rank_is_ready_first(ran: list[Ran]) -> None:
 def test_what_goes_over_the_wire(ran: list[Ran]) -> None:
     """Queries and states of a rank's own heads from every other rank, each once, as the docstring counts them."""
     for one in ran:
-        rows = (one.world - 1) * len(one.call.lengths) * one.call.s_q * one.call.heads
+        tokens = sum(one.call.tokens) + SPARE_TOKENS if one.call.tokens else len(one.call.lengths) * one.call.s_q
+        rows = (one.world - 1) * tokens * one.call.heads
         wanted = [rows * 576 * (1 if one.call.fp8 and not one.call.topk else 2), rows * 1040]
         for _, received in one.of_ranks:
             assert received == wanted, one.call
@@ -122,6 +123,10 @@ def test_bad_arguments() -> None:
         context.plan(lengths.long(), table)
     with pytest.raises(ValueError, match=r"block_table has shape \[2, 3\]; supported: \[3, pages per request\]"):
         context.plan(torch.zeros(3, dtype=torch.int32), table)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q is None, total_q 3, s_q 1; supported: both with s_q 1, or neither"):
+        context.plan(lengths, table, total_q=3)
+    with pytest.raises(ValueError, match=r"cu_seqlens_q has shape \[2\]; supported: \[3\]"):
+        context.plan(lengths, table, cu_seqlens_q=lengths, total_q=3)
     q, cache = torch.zeros(2, 2, 3, 576, dtype=torch.bfloat16), torch.zeros(4, 64, 1, 576, dtype=torch.bfloat16)
     with pytest.raises(ValueError, match=r"q has shape \[2, 2, 3, 576\]; supported with these requests: \[2, 1, h_q, d_qk\]"):
         context.decode(q, cache, context.plan(lengths, table))

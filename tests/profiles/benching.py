@@ -69,7 +69,7 @@ class FakeKernel:
     def flash_mla_with_kvcache(
         self, q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor, cache_seqlens: torch.Tensor, head_dim_v: int,
         metadata: object, num_splits: object, *, causal: bool, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor,
-        descale_q: torch.Tensor | None, descale_k: torch.Tensor | None,
+        descale_q: torch.Tensor | None, descale_k: torch.Tensor | None, cu_seqlens_q: None, max_seqlen_q: None,
     ) -> None:  # fmt: skip
         descales = descale_q, descale_k
         result, result_lse = reference.dense_decode(q, k_cache, block_table, cache_seqlens, causal=causal, descales=descales)
@@ -83,7 +83,7 @@ class FakeKernel:
 def install(monkeypatch: pytest.MonkeyPatch, kernel: FakeKernel) -> None:
     """Put the fake where the bench finds the API."""
     monkeypatch.setattr(dense_decode, "flash_mla_with_kvcache", kernel.flash_mla_with_kvcache)
-    monkeypatch.setattr(dense_decode, "get_mla_metadata", lambda *args: (None, None))
+    monkeypatch.setattr(dense_decode, "get_mla_metadata", lambda *args, **kwargs: (None, None))
     monkeypatch.setattr(dense_decode, "workspace_size", lambda *args, **kwargs: 64)
     monkeypatch.setattr(workload, "rotation_sets", lambda set_bytes, l2_bytes: 3)
 

@@ -44,7 +44,7 @@ RAGGED = case_of("dense_prefill", DensePrefillShape(lengths=(70, 3), h_q=2, h_kv
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make workloads without kernels and without a device, of two sets."""
     install(monkeypatch, FakeKernel())
-    monkeypatch.setattr(sparse_decode, "get_mla_metadata", lambda *args: (None, None))
+    monkeypatch.setattr(sparse_decode, "get_mla_metadata", lambda *args, **kwargs: (None, None))
     monkeypatch.setattr(sparse_decode, "workspace_size", lambda *args, **kwargs: 64)
     monkeypatch.setattr(workload_module, "rotation_sets", lambda set_bytes, l2_bytes: 2)
     return lambda case: make_workload(case, CPU, 1)
@@ -237,7 +237,7 @@ def test_triton_says_what_it_does_not_take(changes: dict[str, Any], reason: str)
 
 def test_every_prefill_and_decode_has_a_baseline_that_covers_its_rows() -> None:
     assert len({baseline.name for baseline in BASELINES}) == len(BASELINES)
-    assert {op for baseline in BASELINES for op in baseline.ops} == set(OPS) - {"combine", "merge_states", "cache_write"}
+    assert {op for baseline in BASELINES for op in baseline.ops} == set(OPS) - {"combine", "merge_states", "cache_write", "topk_indices"}
     for baseline in BASELINES:
         for op in baseline.ops:
             assert any(baseline.unsupported_reason(case) == "" for case in load(op))

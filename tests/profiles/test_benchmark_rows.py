@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from cute_mla.api import is_supported
 from cute_mla.profiles.rows import OPS, by_priority, load, parse, select, varlen_lengths
 from cute_mla.profiles.shapes import DecodeShape, DensePrefillShape, SparseDecodeShape
+from cute_mla.spec import dense_prefill, dense_prefill_dq, sparse_prefill
 from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.cache_rows import CACHED
+from cute_mla.spec.dense_decode import OPERANDS
+from cute_mla.spec.mla import LATENT_DIMS
+from cute_mla.spec.sparse_decode import DECODED, DECODED_BESIDE
 
 GOOD = """
 op = "dense_decode"
@@ -30,17 +37,18 @@ cases = [{ name = "y", lengths = [5, 6], s_q = 2, h_q = 8, h_kv = 2, roof_us = 1
 
 def test_the_suite_has_every_row_once() -> None:
     cases = load("dense_decode")
-    assert list(dict.fromkeys(case.row for case in cases)) == [*(f"D{number}" for number in range(1, 16)), "F1", "F2", "F3"]
+    assert list(dict.fromkeys(case.row for case in cases)) == [*(f"D{number}" for number in range(1, 16)), "F1", "F2", "F3", "D16", "D17"]
     assert len({case.name for case in cases}) == len(cases)
     rows = {op: list(dict.fromkeys(case.row for case in load(op))) for op in OPS if op != "dense_decode"}
     assert rows == {
-        "sparse_decode": ["S1", "S2", "S3", "S4"],
-        "sparse_prefill": ["P1", "P2"],
-        "dense_prefill": ["M1", "M3"],
-        "dense_prefill_backward": ["M2"],
+        "sparse_decode": ["S1", "S2", "S3", "S4", "S5", "S6", "S7"],
+        "sparse_prefill": ["P1", "P2", "P3"],
+        "dense_prefill": ["M1", "M3", "M4"],
+        "dense_prefill_backward": ["M2", "M5"],
         "combine": ["C1"],
         "merge_states": ["C2"],
-        "cache_write": ["K1"],
+        "cache_write": ["K1", "K2"],
+        "topk_indices": ["X1"],
     }
     names = [case.name for op in OPS for case in load(op)]
     assert len(set(names)) == len(names)
@@ -112,12 +120,33 @@ def test_shapes_of_every_op_are_read() -> None:
     assert (varlen.shape.batch, len(set(varlen.shape.lengths)), min(varlen.shape.lengths) >= 1) == (16, 16, True)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op not in ("combine", "merge_states", "cache_write")])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("combine", "merge_states", "cache_write", "topk_indices")])
 def test_rows_are_problems_that_the_kernels_support(op: str) -> None:
     for case in load(op):
         features = {name: getattr(case.shape, name) for name in ("s_q", "h_q", "h_kv", "topk", "page_size") if hasattr(case.shape, name)}
         for arch in ARCHS:
             assert is_supported(op, arch, dtype=case.dtype, **features)[0], case.name
+
+
+def test_every_format_and_every_number_of_columns_has_a_row() -> None:
+    """Everything that ships for an architecture is timed on it: each cache format, also as second cache, and each number of columns."""
+    shapes: dict[str, list[Any]] = {op: [case.shape for case in load(op)] for op in OPS}
+    assert {shape.d_qk for shape in shapes["dense_decode"]} == set(LATENT_DIMS)
+    assert {shape.operands for shape in shapes["dense_decode"]} == set(OPERANDS)
+    assert {shape.cache for shape in shapes["sparse_decode"]} == set(DECODED)
+    assert {shape.extra for shape in shapes["sparse_decode"]} - {None} == set(DECODED_BESIDE) - set(DECODED)
+    assert {shape.d_qk for shape in shapes["sparse_prefill"]} == set(sparse_prefill.HEAD_DIMS)
+    assert {shape.d_qk for shape in shapes["dense_prefill"]} == set(dense_prefill.HEAD_DIMS)
+    assert {shape.d_qk for shape in shapes["dense_prefill_backward"]} == set(dense_prefill_dq.HEAD_DIMS)
+    assert {shape.cache for shape in shapes["cache_write"]} == set(CACHED)
+
+
+def test_the_keys_of_a_second_cache_count() -> None:
+    """128 keys of 528 bytes and 512 of 288, beside indices of 4 bytes; q of 512 columns, out and lse of 64 heads."""
+    (case,) = select(load("sparse_decode"), ["S5.v41_fp4"])
+    assert case.work.flops == 128 * 64 * 640 * 2 * (512 + 512)
+    assert case.work.bytes == 128 * (128 * (528 + 4) + 512 * (288 + 4) + 64 * (2 * 512 + 2 * 512 + 4))
+    assert case.text == "b128 topk128+512 of 8192 h64 s1 v41+v41_fp4"
 
 
 def test_a_cache_that_does_not_exist_is_refused() -> None:

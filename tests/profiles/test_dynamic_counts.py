@@ -38,11 +38,13 @@ def test_other_kernels_have_none(op: str, arch: Arch) -> None:
 
 
 # Of 64 keys x 64 rows. sm90: 36 and 2 x 8 products of 64 x 64 x 16 and 64 x 128 x 16, counted by each warp of a group.
-# sm100: one thread issues those of a pair of CTAs: 2 x 18 for S, which has two parts of 32 keys, and 8 for P V.
+# sm100: one thread issues those of a pair of CTAs: 2 x 18 for S, which has two parts of 32 keys, and 8 for P V. Where a CTA works alone,
+# both S and P V have two halves of the columns.
 PRODUCTS = [
     ("dense_decode_sm90_bf16_cluster1", {"score": 4 * 36, "output_left": 4 * 8, "output_right": 4 * 8}),
     ("sparse_decode_sm90_bf16_fp8_584_cluster2", {"score": 4 * 32, "output_left": 4 * 8, "output_right": 4 * 8}),
     ("sparse_prefill_sm100_bf16_d576_cluster2", {"mma": (2 * 18 + 8) / 2}),
+    ("sparse_prefill_sm100_bf16_d576_cluster1", {"mma": 2 * 18 + 2 * 4}),
 ]
 
 

@@ -16,6 +16,7 @@ from cute_mla.profiles.shapes import (
     MergeShape,
     SparseDecodeShape,
     SparsePrefillShape,
+    TopkShape,
 )
 from cute_mla.spec.arch import ARCHS, SM90, SM100
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
@@ -142,6 +143,11 @@ def test_writing_keys_counts_every_byte_once() -> None:
     assert CacheWriteShape(tokens=3, cache="latent").work.bytes == 3 * (1152 + 8 + 1152)
     assert CacheWriteShape(tokens=3, cache="fp8_656").work.bytes == 3 * (1152 + 8 + 656)
     assert CacheWriteShape(tokens=3, cache="fp8_584").work.bytes == 3 * (1024 + 8 + 584)
+
+
+def test_selecting_positions_counts_every_byte_once() -> None:
+    work = TopkShape(rows=3, columns=100, topk=7).work
+    assert (work.flops, work.bytes) == (0, 3 * (4 * 100 + 4 + 4 * 7))
 
 
 def test_the_ridge_divides_memory_from_compute() -> None:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import cute_mla
 from cute_mla.profiles.measure.runner import TIMED, WRONG, measure_case
@@ -14,13 +16,15 @@ from cute_mla.profiles.rows import OPS, Case
 from cute_mla.profiles.shapes import (
     CacheWriteShape,
     CombineShape,
+    DecodeShape,
     DensePrefillBackwardShape,
     DensePrefillShape,
     MergeShape,
     SparseDecodeShape,
     SparsePrefillShape,
+    TopkShape,
 )
-from cute_mla.profiles.workloads import WORKLOADS, cache_write, make_workload, workload
+from cute_mla.profiles.workloads import WORKLOADS, cache_write, make_workload, topk_indices, workload
 from cute_mla.profiles.workloads.dense_decode import DenseDecode
 from cute_mla.profiles.workloads.operands import generator, selections
 from cute_mla.runtime.simulated_device import SimulatedDevice
@@ -40,6 +44,10 @@ CASES = {
     "sparse decode, bf16 cache": case_of(
         "sparse_decode", SparseDecodeShape(batch=1, s_q=1, h_q=8, topk=200, context=300, cache="latent", page_size=2)
     ),
+    "packed query tokens": case_of("dense_decode", DecodeShape(lengths=(130, 3, 70), s_q=3, h_q=4, tokens=(2, 0, 3))),
+    "sparse decode, packed query tokens": case_of(
+        "sparse_decode", SparseDecodeShape(batch=3, s_q=2, h_q=16, topk=70, context=150, tokens=(2, 0, 1))
+    ),
     "sparse prefill": case_of("sparse_prefill", SparsePrefillShape(s_q=3, h_q=16, s_kv=150, topk=70)),
     "dense prefill, causal": case_of("dense_prefill", DensePrefillShape(lengths=(130, 1, 40), h_q=2, h_kv=1, causal=True)),
     "dense prefill": case_of("dense_prefill", DensePrefillShape(lengths=(70,), h_q=1, h_kv=1, causal=False)),
@@ -50,6 +58,7 @@ CASES = {
 }
 # what these leave is equal to the reference
 WRITES = {name: case_of("cache_write", CacheWriteShape(tokens=5, cache=name, page_size=3)) for name in ("latent", "fp8_656", "fp8_584")}
+SELECTED = case_of("topk_indices", TopkShape(rows=2, columns=300, topk=20))
 
 
 @pytest.fixture
@@ -60,7 +69,7 @@ def few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_op_with_rows_has_a_workload_and_a_case_here() -> None:
-    assert set(WORKLOADS) == set(OPS) == {case.op for case in (*CASES.values(), *WRITES.values())}
+    assert set(WORKLOADS) == set(OPS) == {case.op for case in (*CASES.values(), *WRITES.values(), SELECTED)}
 
 
 @pytest.mark.usefixtures("few_launches")
@@ -82,10 +91,28 @@ def test_a_row_of_written_keys_is_checked_and_timed(name: str, arch: Arch, monke
         record = measure_case(WRITES[name], bench())
         assert (record["status"], record["reason"], record["check"]["out_max_abs"]) == (TIMED, "", 0)
         write = cache_write.write_kv_cache
-        monkeypatch.setattr(cache_write, "write_kv_cache", lambda kv_c, *rest: write(kv_c * 1.02, *rest))
+        monkeypatch.setattr(cache_write, "write_kv_cache", lambda kv_c, *rest, **kwargs: write(kv_c * 1.02, *rest, **kwargs))
         assert measure_case(WRITES[name], bench())["reason"].startswith("out[0]")
-        monkeypatch.setattr(cache_write, "write_kv_cache", lambda kv_c, k_pe, cache, slots: write(kv_c[1:], k_pe[1:], cache, slots[1:]))
+
+        def all_but_one(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, **kwargs: Any) -> None:
+            write(kv_c[1:], k_pe[1:], cache, slots[1:], **kwargs)
+
+        monkeypatch.setattr(cache_write, "write_kv_cache", all_but_one)
         assert "was not written everywhere" in measure_case(WRITES[name], bench())["reason"]
+
+
+@pytest.mark.usefixtures("few_launches")
+def test_a_row_of_selected_positions_is_checked_and_timed(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cute_mla.simulate(arch, sm_count=4):
+        record = measure_case(SELECTED, bench())
+        assert (record["status"], record["reason"], record["check"]["out_max_abs"]) == (TIMED, "", 0)
+        select = topk_indices.topk_indices
+        monkeypatch.setattr(topk_indices, "topk_indices", lambda logits, *rest, out: select(-logits, *rest, out=out))
+        assert measure_case(SELECTED, bench())["reason"].startswith("out[0]")
+        monkeypatch.setattr(
+            topk_indices, "topk_indices", lambda logits, lengths, topk, out: select(logits, lengths, topk - 1, out=out[:, 1:])
+        )
+        assert "was not written everywhere" in measure_case(SELECTED, bench())["reason"]
 
 
 @pytest.mark.usefixtures("few_launches")
@@ -150,7 +177,7 @@ def test_every_token_selects_among_its_own_request(arch: Arch, monkeypatch: pyte
     shape = SparseDecodeShape(batch=3, s_q=2, h_q=4, topk=100, context=100, page_size=16)
     with cute_mla.simulate(arch, sm_count=4):
         made = make_workload(replace(CASES["sparse decode"], shape=shape), CPU, 1)
-    slots = made.sets[0].indices.flatten(1)
+    slots = made.sets[0].indices[0].flatten(1)
     assert [len(set(request.tolist())) for request in slots] == [100, 100, 100]  # both tokens took all that there are
     assert len(set(slots.flatten().tolist())) == 300
 

@@ -8,14 +8,12 @@ from __future__ import annotations
 import ctypes
 import json
 import sys
-from typing import Any
-
-import torch
 
 from cute_mla.runtime import cuda_device, cuda_launches
-from cute_mla.runtime.arguments import Span
+from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.dense_decode import PARAMS
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
+from tests.runtime.decode_arguments import COUNTS, decode_arguments
 
 
 class Attribute(ctypes.Structure):
@@ -48,10 +46,10 @@ def main() -> None:
     (ctypes.c_int * 2).in_dll(stub, "stub_capability")[:] = [int(sys.argv[1]), int(sys.argv[2])]
     device = cuda_device.CudaDevice(0)
     kernel = device.kernel("dense_decode", "bf16_cluster2")
-    workspace = torch.empty(8192, dtype=torch.uint8)
     kv_map = TensorMap("bf16", 0x70000000, (576, 1, 64, 100), (1152, 1152, 73728), (64, 1, 64, 1), Swizzle.B128)
-    tensors = [torch.empty(4) for _ in range(10)]
-    args: tuple[Any, ...] = (kv_map, *tensors, Span(workspace, 0, 4096), Span(workspace, 4096, 512), *range(12), 0.5, 1.5, *range(10))
+    args = decode_arguments(kv_map, first_int64=0)
+    floats = 1 + COUNTS[ParamKind.POINTER] + COUNTS[ParamKind.INT64]  # the first of them
+    int64s = floats - COUNTS[ParamKind.INT64]
     for _ in range(2):
         device.launch(kernel, (2, 1, 66), args, pdl=True)
     record = Record.in_dll(stub, "stub_record")
@@ -65,10 +63,10 @@ def main() -> None:
         "stream": record.stream,
         "attributes": {a.id: list(a.value[:3]) for a in record.attribute[: record.attributes]},
         "map_words": list(record.map_words),
-        "addresses": list(record.argument[1:13]),
-        "expected_addresses": [arg.data_ptr() for arg in args[1:13]],
-        "int64s": list(record.argument[13:25]),
-        "int32s": [word & 0xFFFF_FFFF for word in record.argument[27 : len(PARAMS)]],
+        "addresses": list(record.argument[1:int64s]),
+        "expected_addresses": [arg.data_ptr() for arg in args[1:int64s]],
+        "int64s": list(record.argument[int64s:floats]),
+        "int32s": [word & 0xFFFF_FFFF for word in record.argument[floats + COUNTS[ParamKind.FLOAT32] : len(PARAMS)]],
         "library_bytes": record.library_bytes,
         "encode_calls": record.encode_calls,
         "encode_misaligned": record.encode_misaligned,

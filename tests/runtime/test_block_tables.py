@@ -11,6 +11,7 @@ from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.block_tables import findings_of
 from cute_mla.spec import cache_gather, cache_write, dense_decode
 from cute_mla.spec.abi import Param
+from cute_mla.spec.split_plan import NO_WINDOW
 from tests.runtime.fake_artifacts import entry, fake_cubin
 
 NONE = -(1 << 31)
@@ -33,6 +34,7 @@ def ints(*numbers: Any) -> torch.Tensor:
 def decode(table: torch.Tensor, *lengths: int, max_keys: int = 48) -> list[str]:
     """Return the findings of a decode over 5 pages of 16 keys."""
     given = {"block_table": table, "cache_seqlens": ints(*lengths), "page_size": 16, "pages": 5, "max_keys": max_keys}
+    given |= {"reach": NO_WINDOW.reach, "sink_keys": NO_WINDOW.sink_keys}
     return messages(kernel("dense_decode", dense_decode.PARAMS), **given)
 
 

@@ -15,15 +15,17 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_mla.api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from cute_mla.runtime import cuda_launches, driver
-from cute_mla.runtime.arguments import ArgumentBlock, Span
+from cute_mla.runtime.arguments import ArgumentBlock
 from cute_mla.runtime.cuda_device import CudaDevice
 from cute_mla.runtime.current import cpu_tensors_on
 from cute_mla.runtime.errors import ArtifactError, DeviceError
 from cute_mla.runtime.launch import BufferRef, CallSteps, Step
 from cute_mla.spec import dense_decode
+from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
-from cute_mla.spec.split_plan import NO_LIMIT
+from cute_mla.spec.split_plan import NO_LIMIT, SplitPlanArguments
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
+from tests.runtime.decode_arguments import COUNTS, decode_arguments
 from tests.runtime.fake_artifacts import dense_entries, fake_cubin, write_artifacts
 from tests.runtime.fake_driver import FakeDriver, scalar
 from tests.support.params import float32s, int32s, int64s, pointers, tensor_maps
@@ -47,15 +49,7 @@ KV_MAP = TensorMap("bf16", 0x7000_0000, (576, 1, 64, 100), (1152, 1152, 73_728),
 def plan_args(batch: int = 3) -> tuple[Any, ...]:
     """Return arguments of split_plan."""
     lengths, plan, splits = torch.zeros(batch, dtype=torch.int32), torch.zeros(132, 8, dtype=torch.int32), torch.zeros(batch + 1)
-    return lengths, None, plan, splits, batch, 132, NO_LIMIT, 0
-
-
-def decode_args() -> tuple[Any, ...]:
-    """Return arguments of dense_decode: distinct values for every scalar."""
-    workspace = torch.empty(4096, dtype=torch.uint8)
-    tensors = [torch.empty(4) for _ in range(10)]
-    int64s_ = [2**33 + i for i in range(12)]
-    return (KV_MAP, *tensors, Span(workspace, 0, 1024), Span(workspace, 1024, 512), *int64s_, 0.5, float("inf"), *range(10))
+    return SplitPlanArguments(lengths, None, plan, splits, None, None, batch, 132, NO_LIMIT, 0, 0, 0, 0, 1, NO_LIMIT, 0)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +68,7 @@ def test_the_devices_of_a_family_load_one_cubin(fake: FakeDriver, artifacts: Pat
     device = CudaDevice(0)
     kernel = device.kernel("dense_decode", "bf16_cluster2")
     assert kernel.name == "dense_decode_sm100_bf16_cluster2"
-    device.launch(kernel, (2, 1, 74), decode_args(), pdl=True)
+    device.launch(kernel, (2, 1, 74), decode_arguments(KV_MAP), pdl=True)
     ((cubin, *_),) = fake.called("cuLibraryLoadData")
     assert cubin == (artifacts / "dense_decode_sm100_bf16_cluster2.cubin").read_bytes() == fake_cubin(100)
     assert fake.called("cuKernelSetAttribute") == [(SMEM_LIMIT, 230_000, kernel.entry, 0)]
@@ -86,8 +80,8 @@ def test_the_devices_of_a_family_load_one_cubin(fake: FakeDriver, artifacts: Pat
 def test_first_launch_loads_checks_and_prepares_the_kernel_once(fake: FakeDriver, artifacts: Path) -> None:
     device = CudaDevice(0)
     kernel = device.kernel("dense_decode", "bf16_cluster2")
-    device.launch(kernel, (2, 1, 66), decode_args())
-    device.launch(kernel, (2, 1, 66), decode_args())
+    device.launch(kernel, (2, 1, 66), decode_arguments(KV_MAP))
+    device.launch(kernel, (2, 1, 66), decode_arguments(KV_MAP))
     assert fake.called("cuLibraryLoadData") == [((artifacts / kernel.cubin).read_bytes(), [], [], 0, [], [], 0)]
     assert fake.called("cuLibraryGetKernel") == [("library 1", kernel.entry.encode())]
     assert fake.called("cuKernelSetAttribute") == [(SMEM_LIMIT, 230_000, kernel.entry, 0)]
@@ -120,8 +114,8 @@ def test_loading_is_allowed_while_a_stream_is_captured(fake: FakeDriver) -> None
 def test_launch_configuration(fake: FakeDriver) -> None:
     device = CudaDevice(0)
     decode = device.kernel("dense_decode", "bf16_cluster2")
-    device.launch(decode, (2, 3, 22), decode_args(), pdl=True)
-    device.launch(decode, (2, 1, 66), decode_args(), stream=123)
+    device.launch(decode, (2, 3, 22), decode_arguments(KV_MAP), pdl=True)
+    device.launch(decode, (2, 1, 66), decode_arguments(KV_MAP), stream=123)
     device.launch(device.kernel("split_plan", "i32"), (1, 1, 1), plan_args(), stream=0)
     first, second, third = fake.launches
     assert (first.grid, first.block, first.smem_bytes, first.stream) == ((2, 3, 22), (384, 1, 1), 230_000, 77)
@@ -133,19 +127,19 @@ def test_launch_configuration(fake: FakeDriver) -> None:
 
 def test_argument_block_holds_every_argument_in_order(fake: FakeDriver) -> None:
     device = CudaDevice(0)
-    args = decode_args()
+    args = decode_arguments(KV_MAP)
     device.launch(device.kernel("dense_decode", "fp16_cluster1"), (1, 1, 1), args)
     (launch,) = fake.launches
     assert list(launch.arguments) == [param.name for param in dense_decode.PARAMS]
     assert launch.arguments["kv_map"][:124] == struct.pack("<Q", KV_MAP.address) + b"\xee" * 116
     assert scalar(launch.arguments["q"], "Q") == args[1].data_ptr()
     assert scalar(launch.arguments["lse"], "Q") == args[10].data_ptr()
-    assert scalar(launch.arguments["lse_accum"], "Q") == args[12].tensor.data_ptr() + 1024
+    assert scalar(launch.arguments["lse_accum"], "Q") == args[12].tensor.data_ptr() + 4096
     assert scalar(launch.arguments["q_stride_batch"], "q") == 2**33
     assert scalar(launch.arguments["table_stride"], "q") == 2**33 + 9
     assert scalar(launch.arguments["scale_log2"], "f") == 0.5
     assert scalar(launch.arguments["empty_lse"], "f") == float("inf")
-    assert [scalar(launch.arguments[name], "i") for name in ("s_q", "h_q", "accum_rows")] == [0, 1, 9]
+    assert [scalar(launch.arguments[name], "i") for name in ("s_q", "h_q", "steady_values")] == [0, 1, COUNTS[ParamKind.INT32] - 1]
 
 
 def test_argument_block_aligns_every_argument() -> None:
@@ -172,7 +166,7 @@ def test_argument_block_refuses_a_wrong_number_of_arguments() -> None:
 def test_tensor_map_is_encoded_once_with_all_its_fields(fake: FakeDriver) -> None:
     device = CudaDevice(0)
     for _ in range(2):
-        device.launch(device.kernel("dense_decode", "bf16_cluster1"), (1, 1, 1), decode_args())
+        device.launch(device.kernel("dense_decode", "bf16_cluster1"), (1, 1, 1), decode_arguments(KV_MAP))
     (encoded,) = fake.maps
     assert encoded.data_type == real.CUtensorMapDataType.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
     assert (encoded.address, encoded.dims, encoded.strides, encoded.box) == (KV_MAP.address, KV_MAP.dims, KV_MAP.strides, KV_MAP.box)
@@ -186,7 +180,7 @@ def test_tensor_map_is_encoded_once_with_all_its_fields(fake: FakeDriver) -> Non
 def test_tensor_map_is_encoded_into_aligned_memory(fake: FakeDriver) -> None:
     device = CudaDevice(0)
     for address in range(0x1000, 0x1400, 0x10):
-        args = (replace(KV_MAP, address=address), *decode_args()[1:])
+        args = decode_arguments(replace(KV_MAP, address=address))
         device.launch(device.kernel("dense_decode", "bf16_cluster1"), (1, 1, 1), args)
     targets = [args[0] for args in fake.called("cuTensorMapEncodeTiled")]
     assert len(targets) == 64
@@ -200,7 +194,7 @@ def test_small_tensor_flag_of_old_drivers(fake: FakeDriver, version: int, pages:
     fake.version = version
     device = CudaDevice(0)
     small = replace(KV_MAP, dims=(576, 1, 64, pages))
-    device.launch(device.kernel("dense_decode", "bf16_cluster1"), (1, 1, 1), (small, *decode_args()[1:]))
+    device.launch(device.kernel("dense_decode", "bf16_cluster1"), (1, 1, 1), decode_arguments(small))
     word = int.from_bytes(fake.launches[0].arguments["kv_map"][8:16], "little")
     assert word == 0xEEEE_EEEE_EEEE_EEEE & ~(1 << 21 if cleared else 0)
 
@@ -280,8 +274,9 @@ def test_threads_do_not_share_prepared_launches(fake: FakeDriver) -> None:
 
     fake._cuLaunchKernelEx = launch  # type: ignore[method-assign]
     device = CudaDevice(0)
-    pointers = (BufferRef(0), None, BufferRef(1), BufferRef(2))
-    step = Step(device.kernel("split_plan", "i32"), (1, 1, 1), (), pointers, (3, 132, NO_LIMIT, 0), pdl=False)
+    pointers = (BufferRef(0), None, BufferRef(1), BufferRef(2), None, None)
+    scalars = tuple(argument for argument in plan_args() if isinstance(argument, int))
+    step = Step(device.kernel("split_plan", "i32"), (1, 1, 1), (), pointers, scalars, pdl=False)
     launches = device.prepare(CallSteps((step,), 3, ()))
     tensors = [torch.zeros(1)] * 3
     first = threading.Thread(target=launches.start, args=(tensors, [1, 2, 3]))
@@ -331,14 +326,14 @@ def test_tensor_map_error_shows_the_map(fake: FakeDriver) -> None:
     device = CudaDevice(0)
     fake.fail["cuTensorMapEncodeTiled"] = 1
     with pytest.raises(DeviceError, match=r"BFLOAT16, 0x70000000, dims \(576, 1, 64, 100\).*CUDA_ERROR_INVALID_VALUE \(1\)"):
-        device.launch(device.kernel("dense_decode", "bf16_cluster1"), (1, 1, 1), decode_args())
+        device.launch(device.kernel("dense_decode", "bf16_cluster1"), (1, 1, 1), decode_arguments(KV_MAP))
 
 
 def test_driver_without_tensor_maps(fake: FakeDriver) -> None:
     fake.proc_address = 0
     device = CudaDevice(0)
     with pytest.raises(DeviceError, match="has no tensor maps"):
-        device.launch(device.kernel("dense_decode", "bf16_cluster1"), (1, 1, 1), decode_args())
+        device.launch(device.kernel("dense_decode", "bf16_cluster1"), (1, 1, 1), decode_arguments(KV_MAP))
 
 
 def test_no_driver(monkeypatch: pytest.MonkeyPatch, artifacts: Path) -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 import cute_mla
 from cute_mla.cache import gather_kv_cache, write_kv_cache
+from cute_mla.indexer import get_paged_mqa_logits_metadata, indexer_topk, topk_indices
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.runtime.cuda_device import CudaDevice
 from cute_mla.runtime.current import cpu_tensors_on
@@ -26,6 +27,7 @@ from cute_mla.testing.cases.dense_prefill import DensePrefillCase, make_dense_pr
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, SparseDecodeTensors, make_sparse_decode_tensors
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase, make_sparse_prefill_tensors
 from cute_mla.testing.operations import operation
+from tests.ops.mqa_logits.logits_call import paged
 from tests.runtime.captured_graph import CapturingDriver, Graph, captured
 from tests.runtime.fake_driver import installed
 from tests.support.bench import expect
@@ -165,6 +167,59 @@ def test_states_are_merged_in_a_graph(driver: CapturingDriver, arch: Arch) -> No
     torch.testing.assert_close(lse, wanted_lse)
     assert bool((out[2:] == 0).all())
     assert bool((lse[2:] == float("inf")).all())
+
+
+def test_logits_are_computed_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:
+    """Replay with other queries, tables and lengths: one kernel, without metadata to be brought up to date."""
+    call = paged([1, 1], 2, 40)._replace(max_context_len=300, block_table=torch.zeros(2, 5, dtype=torch.int32))
+    other = paged([300, 257], 2, 40, seed=1)
+    cache, out = other.cache, torch.zeros(4, 300)
+    metadata = get_paged_mqa_logits_metadata(call.context_lens, 64, SM_COUNT)
+    call = call._replace(cache=cache)
+    call.logits(metadata, out=out)
+    with captured(driver) as graph:
+        call.logits(metadata, out=out)
+    assert (graph.kernels, graph.operations) == (["mqa_logits"], [])
+    for name in ("q", "weights", "context_lens", "block_table"):
+        getattr(call, name).copy_(getattr(other, name))
+    with cute_mla.simulate(arch, SM_COUNT) as device:
+        graph.replay(device, [*call[:5], out])
+    assert torch.equal(out, other.expected())
+
+
+def test_positions_are_selected_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:
+    """Other numbers and lengths at the replay."""
+    logits, lengths, out = torch.zeros(2, 2100), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 30, dtype=torch.int32)
+    topk_indices(logits, lengths, 30, out=out)
+    with captured(driver) as graph:
+        topk_indices(logits, lengths, 30, out=out)
+    assert (graph.kernels, graph.operations) == (["topk_indices"], [])
+    logits.copy_(torch.randn(2, 2100))
+    lengths[0], lengths[1] = 2100, 31
+    with cute_mla.simulate(arch, SM_COUNT) as device:
+        graph.replay(device, [logits, lengths, out])
+    assert torch.equal(out, cute_mla.reference.topk_indices(logits, lengths, 30))
+
+
+def test_keys_are_chosen_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:
+    """Other keys, lengths and pages at the replay: lengths are read on the device, and the workspace is the caller's."""
+    q, weights = torch.ones(2, 1, 8, 128).to(torch.float8_e4m3fn), torch.ones(2, 8)
+    cache, table = torch.zeros(6, 64, 1, 132, dtype=torch.uint8), torch.zeros(2, 5, dtype=torch.int32)
+    lengths, out, workspace = torch.zeros(2, dtype=torch.int32), torch.zeros(2, 30, dtype=torch.int32), torch.zeros(4096, dtype=torch.uint8)
+    given: dict[str, Any] = {"slots": True, "out": out, "workspace": workspace}
+    indexer_topk(q, weights, cache, lengths, table, 30, **given)
+    with captured(driver) as graph:
+        indexer_topk(q, weights, cache, lengths, table, 30, **given)
+    assert graph.kernels == ["mqa_logits", "topk_indices"]
+    assert {operation.split(".")[1] for operation in graph.operations} <= {"view", "slice", "detach", "alias"}  # no work
+    values, scales = cache.flatten(1).split([64 * 128, 64 * 4], dim=1)
+    values.view(torch.float8_e4m3fn)[:] = 1.0
+    scales.view(torch.float32)[:] = torch.randperm(6 * 64).view(6, 64).float()
+    table.copy_(torch.tensor([[5, 3, 1, 0, 2], [4, 2, 0, 1, 3]]))
+    lengths[0], lengths[1] = 257, 256
+    with cute_mla.simulate(arch, SM_COUNT) as device:
+        graph.replay(device, [q, weights, cache, lengths, table, out, workspace])
+    assert torch.equal(out, cute_mla.reference.indexer_topk(q, weights, cache, lengths, table, 30, slots=True))
 
 
 def test_keys_are_written_and_gathered_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:

@@ -151,7 +151,7 @@ def params_changed(kind: str, params: list[dict[str, str]]) -> list[dict[str, st
         ("less", r"\d+ parameters, expected \d+"),
         ("more", r"\d+ parameters, expected \d+"),
         ("order", r"\[1\] pointer"),
-        ("kind", r"\[\d+\] float32 accum_rows, expected int32 accum_rows"),
+        ("kind", r"\[\d+\] float32 steady_values, expected int32 steady_values"),
     ],
 )
 def test_parameters_that_the_launches_do_not_pass(artifacts: Path, kind: str, said: str) -> None:

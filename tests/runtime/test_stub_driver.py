@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from cute_mla.profiles import host_cost
+from cute_mla.spec.abi import ParamKind
+from tests.runtime.decode_arguments import COUNTS
 from tests.runtime.fake_artifacts import fake_cubin
 from tests.support.tree import ROOT
 
@@ -51,8 +53,8 @@ def test_launch_through_the_real_bindings(stub: Path, artifacts: Path, capabilit
     assert seen["attributes"] == {"4": [2, 1, 1], "6": [1, 0, 0]}
     assert seen["library_bytes"] == int.from_bytes(fake_cubin()[:8], "little")
     assert seen["addresses"] == seen["expected_addresses"]
-    assert seen["int64s"] == list(range(12))
-    assert seen["int32s"] == list(range(10))
+    assert seen["int64s"] == list(range(COUNTS[ParamKind.INT64]))
+    assert seen["int32s"] == list(range(COUNTS[ParamKind.INT32]))
     assert (seen["encode_calls"], seen["encode_misaligned"]) == (1, 0)
     bf16 = 9
     assert seen["map_words"][:13] == [0x70000000, bf16, 4, 576, 1, 64, 100, 0, 1152, 1152, 73728, 0, 0]

@@ -124,7 +124,7 @@ _FLOATS = [
     *(floating(f"{f}.f32 %f9, %f1, %f2;") for f in ("min", "max", "max.NaN", "min.NaN", "max.ftz")), floating("neg.f32 %f9, %f1;"),
     floating("abs.f32 %f8, %f1; add.rn.f32 %f9, %f8, %f2;"), floating("fma.rn.f32 %f9, %f1, 0f40200000, 0fBF800000;"),
     *(predicate(f"setp.{c}.f32 %p1, %f1, %f2;") for c in
-      ("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "lt.ftz")),
+      ("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "nan", "lt.ftz")),
     floating("setp.lt.f32 %p1, %f1, %f2; selp.f32 %f9, %f3, %f4, %p1;"),
     floating("setp.gt.f32 %p1, %f1, %f2; selp.f32 %f9, %f3, 0f7FFFFFFF, %p1;"),
     floating("div.rn.f32 %f9, %f1, %f2;"), floating("rcp.rn.f32 %f9, %f1;"), floating("rcp.approx.ftz.f32 %f9, %f1;"),
@@ -230,7 +230,8 @@ _ATOMICS = """
 mov.u32 %r60, smem; shl.b32 %r61, %r0, 2; add.u32 %r62, %r60, %r61; st.shared.u32 [%r62], %r1; bar.sync 0;
 atom.shared.or.b32 %r100, [%r62], %r2; atom.shared.and.b32 %r101, [%r62], %r3; atom.shared.xor.b32 %r102, [%r62], %r4;
 bar.sync 0; and.b32 %r63, %r0, 7; shl.b32 %r63, %r63, 2; add.u32 %r64, %r60, %r63;
-red.shared.or.b32 [%r64], %r1; red.shared.and.b32 [%r64+32], %r2; red.shared.xor.b32 [%r64+64], %r3; bar.sync 0;
+red.shared.or.b32 [%r64], %r1; red.shared.and.b32 [%r64+32], %r2; red.shared.xor.b32 [%r64+64], %r3;
+red.shared.add.u32 [%r64+96], %r4; bar.sync 0;
 ld.shared.u32 %r103, [%r62];
 """
 
@@ -246,14 +247,14 @@ PLAIN = (
     gathered("wide", _WIDE, "IADD3.X IMAD.WIDE.U32 IMAD.WIDE IMAD.X SHF.L.U64.HI ISETP.GE.U32.AND.EX ISETP.GE.AND.EX LEA"),
     gathered("divisions", _DIVISIONS, "I2F.U32.RP F2I.FTZ.U32.TRUNC.NTZ CALL.REL.NOINC RET.REL.NODEC I2F.U64.RP MUFU.RCP"),
     gathered("floats", _FLOATS, "FADD FADD.RM FADD.RP FADD.RZ FADD.FTZ FMUL FMUL.RM FFMA FFMA.RZ FFMA.RM FMNMX FMNMX.NAN FSETP.NEU "
-        "FSETP.GTU FSEL FCHK MUFU.EX2 MUFU.LG2 MUFU.RSQ F2FP.BF16.F32.PACK_AB F2FP.F16.F32.PACK_AB "
+        "FSETP.GTU FSETP.NAN FSEL FCHK MUFU.EX2 MUFU.LG2 MUFU.RSQ F2FP.BF16.F32.PACK_AB F2FP.F16.F32.PACK_AB "
         "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C F2I I2FP",
         floats=True),
     gathered("bytes", _BYTES, "F2FP.F16.E4M3.UNPACK_B HADD2.F32"),
     gathered("warps", _WARPS, "SHFL.BFLY SHFL.IDX SHFL.UP SHFL.DOWN VOTE.ANY VOTE.ALL ELECT S2R"),
     Evidence("memory", _MEMORY, 26, ("LDS.128", "LDS.64", "LDS.U8", "LDS.S8", "LDS.U16", "LDS.S16", "STS.128", "STS.64", "STS.U8",
                                      "STS.U16", "BAR.SYNC", "LDG.E.128", "LDG.E.U8", "LDG.E.S16")),
-    Evidence("atomics", _ATOMICS, 4, ("ATOMS.OR", "ATOMS.AND", "ATOMS.XOR")),
+    Evidence("atomics", _ATOMICS, 4, ("ATOMS.OR", "ATOMS.AND", "ATOMS.XOR", "ATOMS.ADD")),
     gathered("halves", _HALVES, "HMUL2.BF16_V2 HADD2.BF16_V2 HFMA2 HMUL2 HADD2", floats=True),
     gathered("packed", _PACKED, "FADD2 FADD2.RM FADD2.FTZ FMUL2 FFMA2 FFMA2.FTZ", floats=True, archs=("sm100",)),
     gathered("words", _WORDS, "SHF.R.U64 FLO.U32"),

@@ -114,6 +114,7 @@ _UNIFORM = [
         )
         for mode in ("and", "or")
     ),
+    scalar("setp.gt.s32 %p2, %r70, %r73; setp.eq.xor.u32 %p1, %r72, %r73, %p2; selp.b32 %r80, %r72, %r70, %p1;"),
 ]
 
 _PACKED = [
@@ -290,6 +291,14 @@ barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned; add.u32 %r68, %r60
 shl.b32 %r61, %r0, 2; and.b32 %r61, %r61, 255; add.u32 %r61, %r61, %r60; ld.shared.u32 %r100, [%r61];
 """
 
+_PAIRS_FLAT_BOX = (
+    _PAIRS_BOX.replace("mov.u64 %rd20, p3;", "mov.u64 %rd20, p4;")
+    .replace("%rd7, [%r60+8192], 512;", "%rd7, [%r60+8192], 256;")
+    .replace(_ISSUE.format(4, ".cta_group::2"), _ISSUE.format(3, ".cta_group::2"))
+    .replace("{0, 1, %r69, 0}", "{4, 1, %r69}")
+    .replace("and.b32 %r61, %r61, 255;", "and.b32 %r61, %r61, 127;")
+)
+
 _WORDS = """
 mov.u32 %r60, smem; shl.b32 %r61, %r0, 4; add.u32 %r62, %r60, %r61;
 cvt.rn.TYPE.f32 %r40, %f1, %f2; cvt.rn.TYPE.f32 %r41, %f3, %f4; cvt.rn.TYPE.f32 %r42, %f2, %f3; cvt.rn.TYPE.f32 %r43, %f4, %f1;
@@ -301,8 +310,13 @@ shr.u32 %r63, %r60, 4; cvt.u64.u32 %rd7, %r63; or.b64 %rd7, %rd7, 0x000000100008
 _TAIL = "wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;\n"
 
 
-def product(n: int, k: int, types: str, packed: str, from_registers: bool = False, transposed: bool = False) -> tuple[str, int]:
-    """Return a kernel of two products on one accumulator, and its result registers. packed: type of the words in shared memory."""
+def product(
+    n: int, k: int, types: str, packed: str, from_registers: bool = False, transposed: bool = False, same: bool = False
+) -> tuple[str, int]:
+    """Return a kernel of two products on one accumulator, and its result registers.
+
+    packed: type of the words in shared memory. same: whether B begins where A does, where it would else be longer than the memory.
+    """
     count = n // 2
     accumulators = ", ".join(f"%r{100 + index}" for index in range(count))
     a = "{%r40, %r41, %r42, %r43}" if from_registers else "%rd7"
@@ -311,7 +325,8 @@ def product(n: int, k: int, types: str, packed: str, from_registers: bool = Fals
         f"wgmma.mma_async.sync.aligned.m64n{n}k{k}.{types} {{{accumulators}}}, {a}, %rd8, {scale}, 1, 1{majors};"
         for scale in ("0", "1", "%p1")
     ]
-    head = _WORDS.replace("TYPE", packed).replace("cvt.rn.e4m3x2.f32", "cvt.rn.bf16x2.f32")
+    words = _WORDS.replace("add.s64 %rd8, %rd7, 128;", "mov.u64 %rd8, %rd7;") if same else _WORDS
+    head = words.replace("TYPE", packed).replace("cvt.rn.e4m3x2.f32", "cvt.rn.bf16x2.f32")
     return f"{head}\nsetp.gt.u32 %p1, %r60, 7;\nwgmma.fence.sync.aligned;\n" + "\n".join(lines) + f"\n{_TAIL}", count
 
 
@@ -396,11 +411,17 @@ UNITS = (
     Evidence("box of three dimensions", _LOW_BOX, 1, ("UTMALDG.3D",)),
     Evidence("box of each lane", _EACH_LANES_BOX, 1, ("BRA.U.ANY", "R2UR", "R2UR.BROADCAST")),
     Evidence("boxes of a pair", _PAIRS_BOX, 1, ("UTMALDG.4D.2CTA",), cluster=2, archs=("sm100",)),
+    Evidence("flat boxes of a pair", _PAIRS_FLAT_BOX, 1, ("UTMALDG.3D.2CTA",), cluster=2, archs=("sm100",)),
     Evidence("box for two CTAs", _SHARED_BOX, 1, ("UTMALDG.4D.MULTICAST",), cluster=2),
     _product("bf16 product", "HGMMA.64x64x16.F32.BF16 WARPGROUP.ARRIVE WARPGROUP.DEPBAR.LE", 64, 16, "f32.bf16.bf16", "bf16x2"),
     _product("f16 product", "HGMMA.64x64x16.F32", 64, 16, "f32.f16.f16", "f16x2", from_registers=True, transposed=True),
     _product("wide bf16 product", "HGMMA.64x128x16.F32.BF16", 128, 16, "f32.bf16.bf16", "bf16x2", transposed=True),
     _product("wide f16 product", "HGMMA.64x128x16.F32", 128, 16, "f32.f16.f16", "f16x2"),
+    *(
+        _product(f"{kind} product of {n}", f"HGMMA.64x{n}x16.F32{suffix}", n, 16, f"f32.{kind}.{kind}", f"{kind}x2", same=n > 192)
+        for n in (80, 96, 192, 256)
+        for kind, suffix in (("bf16", ".BF16"), ("f16", ""))
+    ),
     _product("e4m3 product", "QGMMA.64x64x32.F32.E4M3.E4M3", 64, 32, "f32.e4m3.e4m3", "e4m3x2", from_registers=True),
     _product("wide e4m3 product", "QGMMA.64x128x32.F32.E4M3.E4M3", 128, 32, "f32.e4m3.e4m3", "e4m3x2"),
     _product("odd e4m3 product", "QGMMA.64x136x32.F32.E4M3.E4M3", 136, 32, "f32.e4m3.e4m3", "e4m3x2"),

@@ -92,7 +92,7 @@ def test_a_loop_inside_a_main_loop_belongs_to_it() -> None:
 
 
 def test_a_wait_that_moves_up_in_a_built_kernel_is_found() -> None:
-    listing = listing_of("dense_decode_sm90_bf16_cluster2")
+    listing = listing_of("sparse_decode_sm90_bf16_fp8_656_cluster2")
     assert not exposed_loads(listing)
     code, blocks = listing.instructions, spans(listing)
     inside = [

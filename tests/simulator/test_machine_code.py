@@ -22,15 +22,17 @@ from cute_mla.simulator.sass.listing import read_listing
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.simulator.sass.text_cache import disassembly
 from cute_mla.spec.arch import Arch
+from cute_mla.spec.dense_decode import FP8, FP8_CACHE
 from cute_mla.testing.cases.base import BaseCase
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.operations import operation
 from cute_mla.testing.runner import call
 from cute_mla.testing.suites import suite
 from tests.simulator.both_codes import both_codes
 
-CASES = ("merge_states", "cache_write", "cache_gather", "dense_decode")
+CASES = ("merge_states", "mqa_logits", "topk_indices", "cache_write", "cache_gather", "dense_decode")
 ATTENTION = ("dense_prefill", "sparse_prefill", "sparse_decode", "dense_decode")
-COVERED = ("merge_states", "cache_", "split_plan", "combine")
+COVERED = ("merge_states", "mqa_logits", "topk_indices", "cache_", "split_plan", "combine")
 MAX_TILES = 6
 
 
@@ -79,6 +81,18 @@ def test_an_attention_kernel_gives_the_bytes_of_its_ptx(name: str, op: str, sche
     assert not launches.findings
     assert not launches.differing
     assert not launches.unchecked
+
+
+@pytest.mark.parametrize("operands", [FP8, FP8_CACHE])
+def test_decode_over_e4m3_gives_the_bytes_of_its_ptx(arch: Arch, operands: str) -> None:
+    """On SM90 a product whose A is in registers has a descriptor of A in two uniform registers, one of which no instruction may write."""
+    case = DenseDecodeCase(lengths=(70,), h_q=3, operands=operands, sm_count=2)
+    tensors = operation(case).make_tensors(case, "cpu")
+    with cute_mla.simulate(arch, case.sm_count), both_codes("dense_decode") as launches:
+        call(case, tensors)
+    assert launches.kernels
+    assert not launches.findings
+    assert not launches.differing
 
 
 MUTATIONS = {  # each at every place of its pattern

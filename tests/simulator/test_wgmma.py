@@ -251,6 +251,16 @@ def test_products() -> None:
     assert not np.allclose(exact.T, exact)  # a b^T is not mistaken for b a^T
 
 
+@pytest.mark.parametrize("depth", [64, 576])
+def test_sums_of_a_row_do_not_depend_on_its_place(depth: int) -> None:
+    rng = np.random.default_rng(1)
+    a, b = (rng.standard_normal((rows, depth)).astype(np.float16).astype(np.float32) for rows in (64, 256))
+    places, columns = rng.permutation(64), rng.permutation(256)
+    form = opcode(256, 16, "f32.f16.f16")
+    there = wgmma.multiply_accumulate(form, a, b, None)
+    assert np.array_equal(wgmma.multiply_accumulate(form, a[places], b[columns], None), there[places][:, columns])
+
+
 def test_a_discarded_accumulator_is_not_read() -> None:
     a = np.ones((64, 16), np.float32)
     result = wgmma.multiply_accumulate(opcode(8, 16, "f32.bf16.bf16"), a, np.ones((8, 16), np.float32), None)

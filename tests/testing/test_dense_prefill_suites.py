@@ -129,13 +129,15 @@ def test_smoke_is_the_same_on_both_devices() -> None:
 def test_the_grid_has_every_length_over_every_head_count() -> None:
     cases = list(grid())
     assert {(case.h_kv, case.group) for case in cases} == set(product((1, 5), (1, 4, 8)))
-    every = set(product(("bf16", "fp16"), (192, 128, 256), (True, False), (1, 5), (1, 4, 8), (1, 17, 64, 127, 128, 129, 257, 1000)))
+    kinds = (*product(("bf16", "fp16"), (192, 128)), ("bf16", 256))
+    shapes = product(kinds, (True, False), (1, 5), (1, 4, 8), (1, 17, 64, 127, 128, 129, 257, 1000))
+    every = {(*kind, *shape) for kind, *shape in shapes}
     for same in (True, False):
         found = [case for case in cases if (case.lengths[0][0] == case.lengths[0][1]) == same]
         assert Counter((case.dtype, case.d_qk, case.causal, case.h_kv, case.group, case.lengths[0][0]) for case in found) == dict.fromkeys(
             every, 1
         )
-    assert len({case.id for case in cases}) == len(cases) == 1152
+    assert len({case.id for case in cases}) == len(cases) == 960
 
 
 def test_full_on_a_gpu_is_the_whole_grid_with_the_corners() -> None:

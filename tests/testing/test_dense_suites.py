@@ -104,7 +104,7 @@ def test_smoke_has_every_variant(arch: Arch) -> None:
 
 
 def test_smoke_is_cheap() -> None:
-    assert sum(case.tiles for case in SMOKE) <= 4100
+    assert sum(case.tiles for case in SMOKE) <= 6100
     assert max(case.tiles for case in SMOKE) <= SMOKE_TILES
     assert len({case.id for case in SMOKE}) == len(SMOKE)
 

@@ -20,9 +20,12 @@ from cute_mla.testing.suites import (
     dense_decode,
     dense_prefill,
     dense_prefill_backward,
+    indexer_topk,
     merge_states,
+    mqa_logits,
     sparse_decode,
     sparse_prefill,
+    topk_indices,
 )
 from cute_mla.testing.suites.quick import kernels_of
 from tests.support.recording_device import RecordingDevice
@@ -31,7 +34,7 @@ SMOKE: list[BaseCase] = [*dense_decode.SMOKE, *sparse_decode.SMOKE, *sparse_pref
 
 
 def test_every_op_has_its_cases() -> None:
-    others = (dense_prefill_backward, cache_write, cache_gather, merge_states)
+    others = (dense_prefill_backward, cache_write, cache_gather, merge_states, mqa_logits, indexer_topk, topk_indices)
     assert set(OPERATIONS) == {case.op for case in (*SMOKE, *(case for suites in others for case in suites.SMOKE))}
 
 

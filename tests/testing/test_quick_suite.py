@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.spec.mla import LATENT_DIMS
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.operations import operation
 from cute_mla.testing.suites import OPS, suite, suite_kernels
@@ -17,11 +18,11 @@ QUICK: list[BaseCase] = [entry.case for op in OPS for entry in suite("quick", op
 
 def test_it_launches_a_kernel_of_every_op_that_ships(arch: Arch) -> None:
     names = {name for op in OPS for name in suite_kernels("quick", op, arch)}
-    parts = {"dense_prefill_backward": ("dense_prefill_dq", "dense_prefill_dkdv")}
+    parts = {"dense_prefill_backward": ("dense_prefill_dq", "dense_prefill_dkdv"), "indexer_topk": ("topk_indices",)}
     shipped = [part for op in OPS for part in parts.get(op, (op,))]
     for op in (*shipped, "split_plan", "combine"):
         assert any(name.startswith(f"{op}_{arch.name}_") for name in names), op
-    assert {case.dtype for case in QUICK} == {"bf16", "fp16"}
+    assert {case.dtype for case in QUICK} == {"bf16", "fp16", "fp32", "e4m3"}
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -40,6 +41,14 @@ def test_the_kernels_are_those_that_the_call_launches(case: BaseCase, arch: Arch
     with RecordingDevice(arch, case.sm_count or arch.sm_count).active() as device:
         op.call(case, tensors, torch.zeros(op.workspace_bytes(case, tensors), dtype=torch.uint8))
     assert {launch.kernel for launch in device.launches} == kernels_of(case, arch)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_it_has_keys_of_every_number_of_columns(op: str) -> None:
+    """Such as 256 + 64 in dense decode. Every case runs on both architectures."""
+    columns = [{getattr(entry.case, "d_qk", None) for entry in suite(name, op, simulated=True)} for name in ("quick", "smoke")]
+    assert columns[0] == columns[1]
+    assert op != "dense_decode" or columns[0] == set(LATENT_DIMS)
 
 
 def test_it_needs_few_of_the_kernels() -> None:

@@ -91,7 +91,7 @@ def test_a_right_kernel_passes(kernel: StandIn) -> None:
     assert 0 < record.out_cos_diff < 2e-6
     assert record.out_cos_limit == 4e-6
     assert record.lse_max_abs == 0
-    assert record.max_logits_max_abs is None
+    assert record.max_logits_max_abs is record.lse_indexer_max_abs is None
     assert record.seconds > 0
 
 
@@ -99,7 +99,8 @@ def test_a_record_says_what_ran(kernel: StandIn) -> None:
     record = run(replace(CASE, seed=3, sm_count=5))
     assert list(asdict(record)) == [
         *("op", "arch", "case", "config", "device", "schedule", "seed", "sm_count", "kernel_sha256", "status", "reason", "passed"),
-        *("out_max_abs", "out_cos_diff", "out_cos_limit", "lse_max_abs", "max_logits_max_abs", "findings", "seconds", "code"),
+        *("out_max_abs", "out_cos_diff", "out_cos_limit", "lse_max_abs", "max_logits_max_abs", "lse_indexer_max_abs"),
+        *("findings", "seconds", "code"),
     ]
     assert (record.op, record.arch, record.device, record.schedule, record.code) == ("dense_decode", "sm90", "sim", "round_robin", "ptx")
     assert record.case == replace(CASE, seed=3, sm_count=5).id

@@ -212,7 +212,7 @@ def test_plans_stay_where_they_are(tmp_path: Path) -> None:
     kept = first.clone()
     second, other_splits = served.build(short).decode.plan
     assert (first.data_ptr(), splits.data_ptr()) == (second.data_ptr(), other_splits.data_ptr())
-    fresh, fresh_splits = cute_mla.get_mla_metadata(short.seq_lens, 16, 1, 16)
+    fresh, fresh_splits = cute_mla.get_mla_metadata(short.seq_lens, 16, 1, 16, cu_seqlens_q=short.query_start_loc, total_q=2)
     assert torch.equal(second, fresh)
     assert torch.equal(other_splits, fresh_splits)
     assert not torch.equal(second, kept)
@@ -264,12 +264,54 @@ def test_queries_apart_meet_in_the_same_place(spy: Spy, tmp_path: Path) -> None:
     assert len(places) == 1
 
 
+RAGGED: dict[str, list[Request]] = {
+    "lengths of query": [Request(1, 70), Request(3, 66), Request(4, 4), Request(2, 129)],
+    "padding": [Request(4, 90), Request(1, 20), Request(0, 0), Request(0, 0)],
+}
+
+
 @pytest.mark.usefixtures("on_device")
-def test_requests_of_different_lengths_of_query_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("heads", [16, 128, 5])
+@pytest.mark.parametrize("requests", RAGGED.values(), ids=RAGGED)
+def test_requests_of_different_lengths_of_query(requests: list[Request], heads: int, tmp_path: Path) -> None:
+    served = serve(Setting(heads), tmp_path)
+    served.builder.reorder_batch_threshold = 4
+    check(served, requests, queries(sum(request.tokens for request in requests), heads, torch.bfloat16))
+
+
+@pytest.mark.usefixtures("on_device")
+def test_the_device_trims_the_drafts_that_the_host_counts(tmp_path: Path) -> None:
+    """Adaptive verification: query_start_loc on the device has fewer tokens than the host's; the rest is padding."""
     served = serve(Setting(16), tmp_path)
-    metadata = served.build(batch_of([Request(1, 70), Request(1, 20)], 64))
-    with pytest.raises(ValueError, match="3 query tokens of 2 requests; supported: equally many"):
-        served.mqa(queries(3, 16, torch.bfloat16), torch.empty(1, 64, 576, dtype=torch.bfloat16), metadata)
+    served.builder.reorder_batch_threshold = 4
+    real = [Request(1, 70), Request(4, 130), Request(2, 9)]
+    batch = batch_of(real, 64, padded_tokens=9)
+    batch.query_start_loc_cpu = torch.tensor([0, 3, 6, 9], dtype=torch.int32)
+    batch.max_query_len = 4
+    cache = filled_cache(batch, served.setting)
+    q = queries(9, 16, torch.bfloat16)
+    q[7:] = math.nan
+    out, _ = served.mqa(q, cache, served.build(batch))
+    wanted, _ = expected(batch_of(real, 64), q[:7], cache)
+    agree(out[:7], wanted)
+    assert (out[7:] == 0).all()
+
+
+@pytest.mark.usefixtures("on_device")
+def test_a_batch_of_other_lengths_finds_the_plan_of_its_graph_in_place(tmp_path: Path) -> None:
+    """A graph for 3 requests with 6 tokens, at most 4 each, is captured with 2 tokens each and replayed with others."""
+    served = serve(Setting(16), tmp_path)
+    served.builder.reorder_batch_threshold = 4
+    places = set()
+    for tokens in ((2, 2, 2), (1, 4, 1), (0, 2, 4)):
+        batch = batch_of([Request(count, 70 * count) for count in tokens], 64)
+        batch.max_query_len = 4
+        decode = served.build(batch).decode
+        assert decode.max_query_len == 4
+        places.add(tuple((part.data_ptr(), part.shape) for part in decode.plan))
+        fresh = cute_mla.get_mla_metadata(batch.seq_lens, 4 * 16, 1, 16, cu_seqlens_q=batch.query_start_loc, total_q=6)
+        assert all(torch.equal(part, wanted) for part, wanted in zip(decode.plan, fresh, strict=True))
+    assert len(places) == 1
 
 
 @pytest.mark.parametrize(
@@ -289,4 +331,4 @@ def test_the_memory_profiler_sees_partial_results(tmp_path: Path, monkeypatch: p
 
     with set_current_vllm_config(served.config):
         served.layer.impl.reserve_workspace()
-    assert sizes == [cute_mla.workspace_size("dense_decode", batch=8, s_q=1, h_q=16, device="cpu")]
+    assert sizes == [cute_mla.workspace_size("dense_decode", batch=8, s_q=1, h_q=16, total_q=8, device="cpu")]

@@ -15,14 +15,16 @@ import cute_mla
 from cute_mla.reference import attention, visible_keys
 from cute_mla.spec.arch import Arch
 from tests.engines.vllm_adapter.vllm_parts import (
+    DEEPSEEK_V3,
+    GLM_4_7_FLASH,
+    GLM_5_3_FLASH,
     LATENT,
-    NOPE,
+    MISTRAL_SMALL_4,
     ROPE,
-    SCALE,
+    Columns,
     Request,
     Served,
     Setting,
-    V,
     agree,
     batch_of,
     empty_cache,
@@ -34,15 +36,15 @@ from tests.engines.vllm_adapter.vllm_parts import (
 HEADS = 4
 
 
-def keys_of(batch: CommonAttentionMetadata, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
-    """Return latent [keys, 512] and rotary columns [keys, 64] of all keys of each request."""
+def keys_of(batch: CommonAttentionMetadata, setting: Setting) -> list[tuple[Tensor, Tensor]]:
+    """Return latent and rotary columns [keys, columns] of all keys of each request."""
     generator = torch.Generator().manual_seed(5)
     lengths = batch.seq_lens.tolist()
 
     def drawn(keys: int, columns: int) -> torch.Tensor:
-        return torch.randn(keys, columns, generator=generator).to(dtype)
+        return torch.randn(keys, columns, generator=generator).to(setting.dtype)
 
-    return [(drawn(n, LATENT), drawn(n, ROPE)) for n in lengths]
+    return [(drawn(n, setting.columns.latent), drawn(n, setting.columns.rope)) for n in lengths]
 
 
 def write(served: Served, cache: Tensor, kv: Sequence[tuple[Tensor, Tensor]], slots: Tensor) -> None:
@@ -53,15 +55,16 @@ def write(served: Served, cache: Tensor, kv: Sequence[tuple[Tensor, Tensor]], sl
 
 
 def expected(served: Served, batch: CommonAttentionMetadata, q: Tensor, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """[tokens, heads * 128]: every request over its decompressed keys."""
-    weight = served.layer.kv_b_proj.weight.float().view(-1, NOPE + V, LATENT)
-    out = torch.zeros(len(q), weight.shape[0], V)
+    """[tokens, heads * values]: every request over its decompressed keys."""
+    columns = served.setting.columns
+    weight = served.layer.kv_b_proj.weight.float().view(-1, columns.nope + columns.v, columns.latent)
+    out = torch.zeros(len(q), weight.shape[0], columns.v)
     for request, (latent, rotary) in enumerate(kv):
         up = torch.einsum("hdl,tl->htd", weight, latent.float())
-        k = torch.cat((up[..., :NOPE], rotary.float().expand(len(weight), -1, -1)), dim=-1)
+        k = torch.cat((up[..., : columns.nope], rotary.float().expand(len(weight), -1, -1)), dim=-1)
         own = query_rows(batch, request)
         mine = q[own].float().transpose(0, 1)
-        found, _ = attention(mine, k, up[..., NOPE:], SCALE, visible_keys(mine.shape[1], len(latent), True, q.device))
+        found, _ = attention(mine, k, up[..., columns.nope :], columns.scale, visible_keys(mine.shape[1], len(latent), True, q.device))
         out[own] = found.transpose(0, 1)
     return out.flatten(1)
 
@@ -74,22 +77,31 @@ BATCHES: dict[str, list[Request]] = {
 }
 
 
+OTHER_COLUMNS = {"GLM-4.7-Flash": GLM_4_7_FLASH, "GLM-5.3-Flash": GLM_5_3_FLASH, "Mistral Small 4": MISTRAL_SMALL_4}
+
+
 @pytest.mark.parametrize(
-    ("requests", "cache"), [*((batch, "auto") for batch in BATCHES.values()), (BATCHES["mixed"], "fp8")], ids=[*BATCHES, "mixed fp8"]
+    ("requests", "cache", "columns"),
+    [
+        *((batch, "auto", DEEPSEEK_V3) for batch in BATCHES.values()),
+        (BATCHES["mixed"], "fp8", DEEPSEEK_V3),
+        *((BATCHES["mixed"], "auto", columns) for columns in OTHER_COLUMNS.values()),
+    ],
+    ids=[*BATCHES, "mixed fp8", *OTHER_COLUMNS],
 )
-def test_a_layer(arch: Arch, requests: list[Request], cache: str, tmp_path: Path) -> None:
-    served = serve(Setting(HEADS, cache=cache), tmp_path)
+def test_a_layer(arch: Arch, requests: list[Request], cache: str, columns: Columns, tmp_path: Path) -> None:
+    served = serve(Setting(HEADS, cache=cache, columns=columns), tmp_path)
     batch = batch_of(requests, 64)
     generator = torch.Generator().manual_seed(6)
-    q = torch.randn(batch.num_actual_tokens, HEADS, NOPE + ROPE, generator=generator).to(torch.bfloat16)
-    kv = keys_of(batch, torch.bfloat16)
+    q = torch.randn(batch.num_actual_tokens, HEADS, columns.nope + columns.rope, generator=generator).to(torch.bfloat16)
+    kv = keys_of(batch, served.setting)
     storage = empty_cache(batch, served.setting)
     new = [
         (latent[len(latent) - request.tokens :], rotary[len(rotary) - request.tokens :])
         for request, (latent, rotary) in zip(requests, kv, strict=True)
     ]
     slots = torch.cat([rows[0] * 64 + rows[1] for rows in (rows_of(batch, request, 64) for request in range(batch.num_reqs))])
-    out = torch.full((len(q), HEADS * V), torch.nan, dtype=torch.bfloat16)
+    out = torch.full((len(q), HEADS * columns.v), torch.nan, dtype=torch.bfloat16)
     with cute_mla.simulate(arch, 6), set_current_vllm_config(served.config), torch.inference_mode():
         write(served, storage, kv, slots)  # the context, of which the last ones are then written over
         write(served, storage, new, batch.slot_mapping)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import itertools
 from importlib.metadata import entry_points
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import vllm
+from vllm.config import set_current_vllm_config
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
@@ -20,6 +23,7 @@ from vllm.v1.worker.utils import select_common_block_size
 from cute_mla import is_supported
 from cute_mla.engines.vllm import register
 from cute_mla.spec.arch import ARCHS
+from tests.engines.vllm_adapter.vllm_parts import GLM_5_3_FLASH, Columns, Setting, configuration
 
 HOPPER, BLACKWELL = DeviceCapability(9, 0), DeviceCapability(10, 0)
 ARCH_OF = {HOPPER: "sm90", BLACKWELL: "sm100", DeviceCapability(10, 3): "sm103"}
@@ -71,19 +75,30 @@ def test_a_process_may_load_plugins_twice() -> None:
 @pytest.mark.parametrize("capability", ARCH_OF, ids=str)
 @pytest.mark.parametrize("name", ["CUTE_MLA", "CUTE_MLA_SPARSE"])
 def test_what_is_supported_is_valid_and_nothing_else(name: str, capability: DeviceCapability) -> None:
-    op = "sparse_decode" if name == "CUTE_MLA_SPARSE" else "dense_decode"
+    sparse = name == "CUTE_MLA_SPARSE"
     wide = {"auto": None, "float16": torch.float16, "bfloat16": torch.bfloat16}
-    fp8 = ("fp8_ds_mla",) if op == "sparse_decode" else ("fp8", "fp8_e4m3")
+    fp8 = ("fp8_ds_mla",) if sparse else ("fp8", "fp8_e4m3")
     valid = 0
     for head_size, dtype, cache in itertools.product((320, 512, 576), DTYPES, (*wide, "fp8", "fp8_e4m3", "fp8_ds_mla", "fp8_e5m2")):
         known = cache in fp8 or (cache in wide and wide[cache] in (None, dtype))
-        supported, _ = is_supported(op, ARCH_OF[capability], head_dim=head_size, dtype=dtype, fp8_kvcache=cache in fp8, h_kv=1)
-        # A cache of V3.2 beside queries of 512 columns would be one of V4, which has layers of its own in vLLM.
-        expected = known and supported and head_size == 576
+        # Without rotary columns, packed caches and their queries have zeros for them, and sparse prefill decodes over 16-bit caches.
+        op = "dense_decode" if not sparse else "sparse_decode" if cache in fp8 or head_size == 576 else "sparse_prefill"
+        columns = 576 if sparse and cache in fp8 and head_size == 512 else head_size
+        supported, _ = is_supported(op, ARCH_OF[capability], head_dim=columns, dtype=dtype, fp8_kvcache=cache in fp8, h_kv=1)
+        expected = known and supported
         reasons = verdict(name, head_size=head_size, dtype=dtype, kv_cache_dtype=cache, device_capability=capability)
         assert (reasons == []) == expected, (head_size, dtype, cache, reasons)
         valid += expected
-    assert valid == (5 if op == "sparse_decode" else 8)
+    assert valid == (10 if sparse else 12)
+
+
+def test_512_columns_are_for_models_without_rotary_ones(tmp_path: Path) -> None:
+    for columns, reasons in (
+        (GLM_5_3_FLASH, []),
+        (Columns(latent=448), ["qk_rope_head_dim is 64 with a head size of 512; supported: 0"]),
+    ):
+        with set_current_vllm_config(configuration(Setting(16, topk=128, columns=columns), tmp_path)):
+            assert verdict("CUTE_MLA_SPARSE", head_size=512) == reasons
 
 
 @pytest.mark.parametrize("name", ["CUTE_MLA", "CUTE_MLA_SPARSE"])
@@ -121,9 +136,18 @@ def test_dense_and_sparse_models_have_different_backends() -> None:
     assert verdict("CUTE_MLA_SPARSE", use_sparse=False) == ["non-sparse not supported"]
 
 
-def test_ragged_verification_is_for_sparse_decode_only() -> None:
-    assert len(verdict("CUTE_MLA", use_adaptive_verification=True)) == 1
-    assert verdict("CUTE_MLA_SPARSE", use_adaptive_verification=True) == []
+@pytest.mark.parametrize("name", ["CUTE_MLA", "CUTE_MLA_SPARSE"])
+def test_adaptive_verification_is_supported(name: str) -> None:
+    assert verdict(name, use_adaptive_verification=True) == []
+
+
+@pytest.mark.parametrize(("ranks", "interleave", "dense", "sparse"), [(1, 1, 4, 4), (1, 16, 4, 4), (2, 1, 1, 4), (2, 16, 1, 1)])
+def test_graphs_have_a_bound_on_lengths_of_query(ranks: int, interleave: int, dense: int, sparse: int) -> None:
+    parallel = SimpleNamespace(decode_context_parallel_size=ranks, cp_kv_cache_interleave_size=interleave)
+    speculation = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=False)
+    config = SimpleNamespace(parallel_config=parallel, speculative_config=speculation, use_v2_model_runner=True)
+    for name, bound in (("CUTE_MLA", dense), ("CUTE_MLA_SPARSE", sparse)):
+        assert backend(name).get_builder_cls().get_varlen_cudagraph_max_query_len(config, None) == bound
 
 
 def test_fp16_over_the_packed_cache_has_our_reason() -> None:
@@ -148,7 +172,7 @@ def test_cuda_graphs_and_the_base_of_lse_are_declared(name: str) -> None:
 @pytest.mark.parametrize("capability", [*ARCH_OF, DeviceCapability(8, 9)], ids=str)
 def test_prefill_is_valid_for_the_dimensions_that_are_supported(capability: DeviceCapability) -> None:
     prefill = MLAPrefillBackendEnum["CUTE_MLA"].get_class()
-    for nope, rope, v in ((128, 64, 128), (64, 64, 128), (128, 0, 128), (192, 64, 256), (128, 64, 192)):
+    for nope, rope, v in ((128, 64, 128), (64, 64, 128), (128, 0, 128), (192, 64, 256), (256, 0, 256), (128, 64, 192)):
         config = MLAPrefillSelectorConfig(torch.bfloat16, MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=v))
         expected = capability in ARCH_OF and is_supported("dense_prefill", ARCHS["sm90"].name, head_dim=nope + rope, head_dim_v=v)[0]
         assert (prefill.validate_configuration(capability, config) == []) == expected

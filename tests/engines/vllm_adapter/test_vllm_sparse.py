@@ -11,6 +11,7 @@ import torch
 import vllm.envs as envs
 from torch import Tensor
 from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.v1.worker.workspace import current_workspace_manager
 
 import cute_mla
 from cute_mla.cache import dequantise_cache, quantise_cache
@@ -18,9 +19,12 @@ from cute_mla.reference import attention
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.compare import same_bits
 from tests.engines.vllm_adapter.vllm_parts import (
+    DEEPSEEK_V3,
+    GLM_5_3_FLASH,
     LATENT,
     ROPE,
     SCALE,
+    Columns,
     Request,
     Served,
     Setting,
@@ -36,8 +40,8 @@ TOPK = 128
 LSE = {"auto": 5e-4, "fp8_ds_mla": 5e-3}  # of the latter, keys are rounded to bf16 once more
 
 
-def served_by(heads: int, cache: str, folder: Path) -> Served:
-    return serve(Setting(heads, cache=cache, topk=TOPK), folder, "CUTE_MLA_SPARSE")
+def served_by(heads: int, cache: str, folder: Path, columns: Columns = DEEPSEEK_V3) -> Served:
+    return serve(Setting(heads, cache=cache, topk=TOPK, columns=columns), folder, "CUTE_MLA_SPARSE")
 
 
 def filled_cache(batch: CommonAttentionMetadata, setting: Setting) -> tuple[Tensor, list[Tensor]]:
@@ -46,11 +50,12 @@ def filled_cache(batch: CommonAttentionMetadata, setting: Setting) -> tuple[Tens
     cache, worth = empty_cache(batch, setting), []
     for request in range(batch.num_reqs):
         blocks, rows = rows_of(batch, request, setting.block_size)
-        keys = torch.randn(len(rows), LATENT + ROPE, generator=generator).bfloat16()
+        keys = torch.randn(len(rows), setting.columns.latent + setting.columns.rope, generator=generator).bfloat16()
         if setting.cache == "fp8_ds_mla":
-            packed = quantise_cache(keys[None, :, None], "fp8_656")
+            padded = torch.nn.functional.pad(keys, (0, LATENT + ROPE - keys.shape[1]))  # vLLM has zeros for rotary columns
+            packed = quantise_cache(padded[None, :, None], "fp8_656")
             cache[blocks, rows] = packed[0, :, 0].view(torch.uint8)
-            keys = dequantise_cache(packed, "fp8_656")[0, :, 0]
+            keys = dequantise_cache(packed, "fp8_656")[0, :, 0, : keys.shape[1]]
         else:
             cache[blocks, rows] = keys
         worth.append(keys.float())
@@ -72,7 +77,7 @@ def choose(served: Served, batch: CommonAttentionMetadata) -> Tensor:
 
 
 def expected(
-    batch: CommonAttentionMetadata, q: Tensor, worth: Sequence[Tensor], chosen: Tensor, shard: tuple[int, int]
+    batch: CommonAttentionMetadata, q: Tensor, worth: Sequence[Tensor], chosen: Tensor, shard: tuple[int, int], scale: float = SCALE
 ) -> tuple[Tensor, Tensor]:
     """Out [tokens, heads, 512] and lse [tokens, heads] over the chosen keys of a rank; shard: how many ranks there are, and which it is."""
     ranks, rank = shard
@@ -83,7 +88,7 @@ def expected(
             ids = chosen[token][chosen[token] >= 0]
             keys = worth[request][(ids[ids % ranks == rank] // ranks).long()][None]
             visible = torch.ones(1, keys.shape[1], dtype=torch.bool)
-            found, norm = attention(q[token, :, None].float(), keys, keys[..., :LATENT], SCALE, visible, -math.inf)
+            found, norm = attention(q[token, :, None].float(), keys, keys[..., :LATENT], scale, visible, -math.inf)
             out[token], lse[token] = found[:, 0], norm[:, 0]
     return out, lse
 
@@ -115,6 +120,37 @@ def test_a_batch(arch: Arch, requests: list[Request], cache: str, invariant: boo
     wanted, _ = expected(batch, torch.cat(q, dim=-1), worth, chosen, (1, 0))
     agree(out, wanted, 8e-3)
     assert lse is None
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("whole", [False, True], ids=["parts", "whole"])
+def test_keys_without_rotary_columns(arch: Arch, cache: str, whole: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """GLM-5.3-Flash: new keys, decode and prefill by indices. Its queries may come in parts, of which one has no columns."""
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", whole, raising=False)
+    served = served_by(16, cache, tmp_path, GLM_5_3_FLASH)
+    assert served.layer.impl.supports_dense_mha_prefill is (cache == "auto" and not whole)
+    requests = BATCHES["ragged"]
+    batch = batch_of(requests, 64)
+    storage, worth = filled_cache(batch, served.setting)
+    chosen = choose(served, batch)
+    q = torch.randn(batch.num_actual_tokens, 16, LATENT, generator=torch.Generator().manual_seed(4)).bfloat16()
+    last = rows_of(batch, 2, 64)[:, -1]
+    before = storage[tuple(last)].clone()
+    storage[tuple(last)] = storage[0, 0]  # NaN, until it is written again
+    (queries_of_others,) = current_workspace_manager().get_simultaneous(((len(q), 16, LATENT + ROPE), q.dtype))
+    queries_of_others.fill_(math.nan)
+    with cute_mla.simulate(arch, 6):
+        key = torch.randn(90, LATENT, generator=torch.Generator().manual_seed(5)).bfloat16()[-1:]
+        served.layer.update_kv_cache(key, key.new_empty(1, 1, 0), storage, (last[:1] * 64 + last[1:]), None, cache, served.layer._k_scale)
+        written = storage[tuple(last)].clone()
+        storage[tuple(last)] = before
+        out, _ = served.mqa(q if whole else (q, q[..., :0]), storage, served.build(batch))
+    if cache == "auto":
+        assert torch.equal(written, key[0])
+    else:
+        wide = torch.nn.functional.pad(key, (0, ROPE))
+        assert torch.equal(written, quantise_cache(wide[None, :, None], "fp8_656")[0, 0, 0].view(torch.uint8))
+    agree(out, expected(batch, q, worth, chosen, (1, 0), GLM_5_3_FLASH.scale)[0], 8e-3)
 
 
 @pytest.mark.parametrize("heads", [128, 8, 5])

@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,9 +17,29 @@ from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
-LATENT, ROPE, NOPE, V = 512, 64, 128, 128
+LATENT, ROPE, NOPE, V = 512, 64, 128, 128  # of DeepSeek-V3
 SCALE = (NOPE + ROPE) ** -0.5
 LAYER = "model.layers.0.self_attn.attn"
+
+
+class Columns(NamedTuple):
+    """Columns of a model: of a key, latent and rotary, and of a head, without rotary embedding and of values."""
+
+    latent: int = LATENT
+    rope: int = ROPE
+    nope: int = NOPE
+    v: int = V
+
+    @property
+    def scale(self) -> float:
+        """Return the scale of the softmax."""
+        return float((self.nope + self.rope) ** -0.5)
+
+
+DEEPSEEK_V3 = Columns()
+GLM_4_7_FLASH = Columns(nope=192, v=256)
+GLM_5_3_FLASH = Columns(rope=0, nope=256, v=256)
+MISTRAL_SMALL_4 = Columns(latent=256, nope=64)
 
 _MODEL = {
     "architectures": ["DeepseekV3ForCausalLM"],
@@ -28,10 +48,6 @@ _MODEL = {
     "intermediate_size": 512,
     "num_hidden_layers": 1,
     "q_lora_rank": 64,
-    "kv_lora_rank": LATENT,
-    "qk_nope_head_dim": NOPE,
-    "qk_rope_head_dim": ROPE,
-    "v_head_dim": V,
     "vocab_size": 1024,
     "max_position_embeddings": 2048,
     "n_routed_experts": 4,
@@ -53,13 +69,16 @@ class Setting:
     cache: str = "auto"
     block_size: int = 64
     topk: int | None = None
+    columns: Columns = DEEPSEEK_V3
 
 
 def configuration(setting: Setting, folder: Path) -> VllmConfig:
     """VLLM's configuration, of a model whose config.json is written to a folder."""
     heads = {"num_attention_heads": setting.heads, "num_key_value_heads": setting.heads}
     sparse = {} if setting.topk is None else {"index_topk": setting.topk}
-    (folder / "config.json").write_text(json.dumps({**_MODEL, **heads, **sparse}))
+    names = ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    columns = dict(zip(names, setting.columns, strict=True))
+    (folder / "config.json").write_text(json.dumps({**_MODEL, **columns, **heads, **sparse}))
     model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype=str(setting.dtype).removeprefix("torch."), max_model_len=2048)
     return VllmConfig(
         model_config=model,
@@ -107,7 +126,8 @@ def serve(setting: Setting, folder: Path, name: str = "CUTE_MLA") -> Served:
     """Return a layer of this backend, and of our prefill backend, as vLLM makes it."""
     config = configuration(setting, folder)
     backend = AttentionBackendEnum[name].get_class()
-    weight = torch.randn(setting.heads * (NOPE + V), LATENT, generator=torch.Generator().manual_seed(1)) * LATENT**-0.5
+    latent, rope, nope, v = setting.columns
+    weight = torch.randn(setting.heads * (nope + v), latent, generator=torch.Generator().manual_seed(1)) * latent**-0.5
     sparse = (
         {} if setting.topk is None else {"use_sparse": True, "topk_indices_buffer": torch.full((256, setting.topk), -1, dtype=torch.int32)}
     )
@@ -117,12 +137,12 @@ def serve(setting: Setting, folder: Path, name: str = "CUTE_MLA") -> Served:
         with set_current_vllm_config(config):
             layer = MLAAttention(
                 num_heads=setting.heads,
-                scale=SCALE,
-                qk_nope_head_dim=NOPE,
-                qk_rope_head_dim=ROPE,
-                v_head_dim=V,
+                scale=setting.columns.scale,
+                qk_nope_head_dim=nope,
+                qk_rope_head_dim=rope,
+                v_head_dim=v,
                 q_lora_rank=64,
-                kv_lora_rank=LATENT,
+                kv_lora_rank=latent,
                 kv_b_proj=Projection(weight.to(setting.dtype)),
                 cache_config=config.cache_config,
                 prefix=LAYER,
@@ -181,13 +201,13 @@ def batch_of(requests: Sequence[Request], block_size: int, seed: int = 0, padded
 
 def empty_cache(batch: CommonAttentionMetadata, setting: Setting) -> Tensor:
     """[blocks, block size, columns] as vLLM allocates it, full of NaN, blocks twice as far apart as they need to be."""
-    blocks = int(batch.block_table_tensor.max()) + 1
+    blocks, columns = int(batch.block_table_tensor.max()) + 1, setting.columns.latent + setting.columns.rope
     if setting.cache == "fp8_ds_mla":
         storage = torch.full((2 * blocks, setting.block_size, 656), 0xFF, dtype=torch.uint8)
     elif setting.cache == "auto":
-        storage = torch.full((2 * blocks, setting.block_size, LATENT + ROPE), math.nan, dtype=setting.dtype)
+        storage = torch.full((2 * blocks, setting.block_size, columns), math.nan, dtype=setting.dtype)
     else:
-        storage = torch.full((2 * blocks, setting.block_size, LATENT + ROPE), 0xFF, dtype=torch.uint8)
+        storage = torch.full((2 * blocks, setting.block_size, columns), 0xFF, dtype=torch.uint8)
     return storage[::2]
 
 

@@ -18,12 +18,15 @@ from tests.mutation.planted import (
     dense_prefill_sm90,
     dense_prefill_sm100,
     kv_cache,
+    mqa_logits_sm90,
+    mqa_logits_sm100,
     sparse_decode_sm90,
     sparse_decode_sm90_528,
     sparse_decode_sm100,
     sparse_decode_sm100_528,
     sparse_prefill_sm90,
     sparse_prefill_sm100,
+    sparse_prefill_sm100_heads64,
 )
 from tests.mutation.planting import Suite
 
@@ -40,11 +43,14 @@ MODULES = (
     dense_prefill_dq_sm100,
     dense_prefill_sm90,
     dense_prefill_sm100,
+    mqa_logits_sm90,
+    mqa_logits_sm100,
     sparse_decode_sm90,
     sparse_decode_sm90_528,
     sparse_decode_sm100,
     sparse_decode_sm100_528,
     sparse_prefill_sm90,
     sparse_prefill_sm100,
+    sparse_prefill_sm100_heads64,
 )
 SUITES: Mapping[str, Suite] = {**{module.__name__.rpartition(".")[2]: module.SUITE for module in MODULES}, **kv_cache.SUITES}

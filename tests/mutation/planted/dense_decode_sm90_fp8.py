@@ -28,9 +28,11 @@ WAITS = (  # in the order of the PTX
     "kv_ready[3]",
     "rope_ready",
     "probs_free",
+    "stats_free",
     "values_ready of the first chunk",
     "values_ready of the second chunk",
     "probs_ready",
+    "stats_ready",
 )
 FENCES = ("V^T", "P", "ones")
 

@@ -35,7 +35,7 @@ MASKS = r"(setp\.gt\.s32 \t%p\d+, %r\d+, 31;\s+)selp\.b32 \t(%r\d+), 0, %r\d+, %
 CLEARING = r"st\.shared\.v4\.b32 .*\{0, 0, 0, 0\};"
 # Heads of 256 columns, by pairs of CTAs. None: the waits at the end, behind which a CTA waits for the last P V anyway.
 PAIR_WALK = replace(WALK, d_qk=256, sm_count=2)
-PAIR_RISING = replace(RISING, d_qk=256, sm_count=2)
+PAIR_RISING = replace(PAIR_WALK, values="rising")
 PAIR_WAITS = (
     "item_ready of softmax", "scores_ready", "sums_free", "item_ready of output", "alpha_ready", "output_ready of the tile before",
     "output_ready of the last tile", "sums_ready", "item_ready of mma", "query_ready", "kv_ready of keys", "kv_ready of values",

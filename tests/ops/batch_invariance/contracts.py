@@ -1,7 +1,7 @@
 """Batch invariance, op by op: the requests of a call, and how the same requests look in another call.
 
 A request is what keeps its bits: of decode a request with all its query tokens, of sparse prefill a query token, of dense prefill
-a sequence, of merge_states a token.
+a sequence, of merge_states a token, of topk_indices a row.
 """
 
 from __future__ import annotations
@@ -16,23 +16,29 @@ from torch import Tensor
 
 import cute_mla
 from cute_mla import reference
+from cute_mla.indexer import topk_indices
+from cute_mla.ops.topk_indices import Keys, select
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_format import FP8_656, NOPE_528, V41, V41_FP4
 from cute_mla.spec.dense_decode import FP8, OPERANDS
-from cute_mla.spec.dense_prefill import HEAD_DIMS as DENSE_HEAD_DIMS
-from cute_mla.spec.merge_states import HEAD_DIMS as MERGED_HEAD_DIMS
+from cute_mla.spec.dense_prefill_dq import HEAD_DIMS as GRADIENT_HEAD_DIMS
 from cute_mla.spec.merge_states import MergeStatesConfig
+from cute_mla.spec.merge_states import closed_variants as merged_variants
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
 from cute_mla.spec.sparse_prefill import HEAD_DIMS as SPARSE_HEAD_DIMS
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
+from cute_mla.spec.topk_indices import RESIDENT, WIDE, TopkIndicesConfig
+from cute_mla.spec.topk_indices import closed_variants as topk_variants
 from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase, DensePrefillTensors
 from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DensePrefillBackwardTensors, DqCase
+from cute_mla.testing.cases.mqa_logits import MqaLogitsCase, MqaLogitsTensors
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, SparseDecodeTensors
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase, SparsePrefillTensors
 from cute_mla.testing.cases.tensors import OutputBuffer
 from cute_mla.testing.operations import operation
+from cute_mla.testing.suites.dense_prefill import KINDS as PREFILL_KINDS
 from tests.support.bench import Bench, Result, expect
 
 CUT = INVARIANT_SPLIT_TILES * TILE_KEYS  # keys after which a batch-invariant request is cut
@@ -223,7 +229,7 @@ _VARLEN_CASES = tuple(
         dtype, d_qk=d_qk, lengths=((65, 150), (0, 20), (3, 1), (130, 129), (9, 0)), group=2, causal=d_qk > 128, q_layout=layout,  # type: ignore[arg-type]
         sm_count=2,
     )
-    for dtype, d_qk, layout in product(DTYPES, DENSE_HEAD_DIMS, LAYOUTS)
+    for (dtype, d_qk), layout in product(PREFILL_KINDS, LAYOUTS)
 )  # fmt: skip
 
 
@@ -251,7 +257,7 @@ def _gradient_cases(kind: type[DensePrefillBackwardCase], layouts: Sequence[str]
             dtype, d_qk=d_qk, lengths=((65, 150), (0, 20), (3, 1), (130, 129), (9, 0)), group=2, causal=d_qk > 128, q_layout=layout,  # type: ignore[arg-type]
             sm_count=2,
         )
-        for dtype, d_qk, layout in product(DTYPES, DENSE_HEAD_DIMS, layouts)
+        for dtype, d_qk, layout in product(DTYPES, GRADIENT_HEAD_DIMS, layouts)
     )  # fmt: skip
 
 
@@ -321,6 +327,93 @@ def _merge_expect(case: ConfigCase[MergeStatesConfig], operands: tuple[Tensor, T
     torch.testing.assert_close(results[1], expected[1], rtol=1e-6, atol=2e-6)
 
 
+# ---------------------------------------------------------------- topk_indices
+
+
+_TOPK_PAGE = 64  # keys of a page, where keys are given by their slots
+
+
+def _topk_make(case: ConfigCase[TopkIndicesConfig]) -> tuple[Tensor, Tensor]:
+    """Return five rows with equal numbers among theirs, and their lengths."""
+    columns = RESIDENT // WIDE + 1 if case.config.cluster == WIDE else 900
+    logits = torch.round(4 * torch.randn(5, columns, generator=torch.Generator().manual_seed(7)))
+    return logits, torch.tensor([columns, 0, 400, 63, columns - 1], dtype=torch.int32)
+
+
+def _topk_taken(case: ConfigCase[TopkIndicesConfig], operands: tuple[Tensor, Tensor], picks: Picks, moved: bool) -> Call:
+    """Take rows of a call. moved: further apart, from an odd number on."""
+    logits, lengths = (tensor[list(picks)] for tensor in operands)
+    if moved:
+        logits = torch.cat([logits[:, :1], logits, logits[:, :2]], dim=1)[:, 1:-2]
+    return case, (logits, lengths)
+
+
+def _topk_run(bench: Bench, case: ConfigCase[TopkIndicesConfig], operands: tuple[Tensor, Tensor]) -> Result:
+    logits, lengths = operands
+    with cute_mla.simulate(bench.arch, case.sm_count) as device:  # the SMs decide whether CTAs share a row
+        if not case.config.slots:
+            return (topk_indices(logits, lengths, 100),)
+        out, columns = lengths.new_empty(len(lengths), 100), logits.shape[1]
+        keys = Keys(None, lengths, _topk_table(logits), columns, 1, True, _TOPK_PAGE, columns // _TOPK_PAGE + 1)
+        select(device, logits, columns, keys, out)
+        return (out,)
+
+
+def _topk_table(logits: Tensor) -> Tensor:
+    """Return a block table, by which all rows have the same pages, the last one first."""
+    pages = logits.shape[1] // _TOPK_PAGE + 1
+    return torch.arange(pages - 1, -1, -1, dtype=torch.int32).expand(len(logits), -1).contiguous()
+
+
+def _topk_expect(case: ConfigCase[TopkIndicesConfig], operands: tuple[Tensor, Tensor], results: Result) -> None:
+    positions = reference.topk_indices(*operands, 100)
+    if case.config.slots:
+        page = _topk_table(operands[0]).gather(1, positions.clamp(min=0).long() // _TOPK_PAGE)
+        positions = torch.where(positions >= 0, page * _TOPK_PAGE + positions % _TOPK_PAGE, -1)
+    assert torch.equal(results[0], positions)
+
+
+# ---------------------------------------------------------------- mqa_logits
+
+
+def _logits_cases() -> tuple[MqaLogitsCase, ...]:
+    """Five requests, or tokens without pages, on two SMs."""
+    return tuple(
+        MqaLogitsCase(heads=heads, requests=5, tokens=2, keys=200, page_size=64, lengths="edges", values="normal", sm_count=2)
+        if paged
+        else MqaLogitsCase(heads=heads, tokens=5, keys=200, windows="random", values="normal", sm_count=2)
+        for paged in (False, True)
+        for heads in (32, 48)
+    )
+
+
+def _logits_taken(case: MqaLogitsCase, operands: MqaLogitsTensors, picks: Picks, moved: bool) -> Call:
+    """Take requests of a call, or tokens without pages. moved: keys further apart, and pages elsewhere."""
+    picked = list(picks)
+    tokens = [case.tokens * pick + token for pick in picked for token in range(case.tokens)] if operands.block_table is not None else picked
+    taken = replace(operands, q=at(operands.q, picks), weights=operands.weights[tokens], ke=operands.ke[picked])
+    if operands.block_table is None:
+        assert operands.ks is not None
+        taken = replace(taken, ks=operands.ks[picked])
+        if moved:
+            wide = torch.cat([taken.keys.view(torch.uint8), taken.keys.view(torch.uint8)[:, :16]], dim=1)
+            taken = replace(taken, keys=wide[:, :128].view(torch.float8_e4m3fn))
+        return replace(case, tokens=len(picked)), taken
+    table = operands.block_table[picked]
+    if moved:
+        order, place = elsewhere(len(taken.keys))
+        used = table < len(taken.keys)
+        table = torch.where(used, place[table.where(used, torch.zeros_like(table)).long()].int(), table)
+        taken = replace(taken, keys=taken.keys[order])
+    return replace(case, requests=len(picked)), replace(taken, block_table=table)
+
+
+def _logits_of(operands: MqaLogitsTensors, results: Result, place: int) -> Result:
+    """Return the rows of a request, or of a token without pages."""
+    each = 1 if operands.block_table is None else operands.q.shape[1]
+    return tuple(result[place * each : (place + 1) * each] for result in results)
+
+
 # ---------------------------------------------------------------- the table
 
 SHORT = (70, 0, 200, 1, 129)
@@ -337,12 +430,21 @@ COMPUTING: dict[str, Contract] = {
     "dense_prefill_dq": Contract(_gradient_cases(DqCase, LAYOUTS), _gradient_taken, _gradient_of),
     "dense_prefill_dkdv": Contract(_gradient_cases(DensePrefillBackwardCase, ("packed",)), _gradient_taken, _gradient_of),
     "merge_states": Contract(
-        tuple(ConfigCase(MergeStatesConfig(*config)) for config in product(DTYPES, MERGED_HEAD_DIMS)),
+        tuple(ConfigCase(config) for config in merged_variants()),
         _merge_taken,
         own_rows,
         make=_merge_make,
         run=_merge_run,
         expect=_merge_expect,
+    ),
+    "mqa_logits": Contract(_logits_cases(), _logits_taken, _logits_of),
+    "topk_indices": Contract(
+        tuple(ConfigCase(config, sm_count=132) for config in topk_variants()),
+        _topk_taken,
+        own_rows,
+        make=_topk_make,
+        run=_topk_run,
+        expect=_topk_expect,
     ),
 }
 

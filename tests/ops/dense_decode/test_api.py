@@ -48,10 +48,18 @@ def test_split_plan_arguments(device: RecordingDevice) -> None:
         "extra_lengths": None,
         "plan": metadata,
         "num_splits": num_splits,
+        "cu_seqlens_q": None,
+        "units": None,
         "batch": 3,
         "num_parts": parts,
         "max_keys": (1 << 31) - 1,
         "extra_max_keys": 0,
+        "requests": 0,
+        "total_q": 0,
+        "max_seqlen_q": 0,
+        "unit_tokens": 1,
+        "reach": (1 << 31) - 1,
+        "sink_tiles": 0,
     }
 
 
@@ -76,8 +84,10 @@ def test_dense_decode_arguments(device: RecordingDevice) -> None:
     assert args["scale_log2"] == pytest.approx(0.25 * math.log2(math.e))
     assert args["empty_lse"] == -math.inf
     assert {param.name: args[param.name] for param in PARAMS_OF["dense_decode"] if param.kind is ParamKind.INT32} == {
-        "s_q": 3, "h_q": 24, "heads_per_kv": 8, "page_size": 32, "pages": 20, "causal": 1, "batch": 2,
+        "s_q": 3, "h_q": 24, "heads_per_kv": 8, "page_size": 32, "pages": 20, "mask": 1, "batch": 2,
         "max_keys": 7 * 32, "max_splits": 0, "accum_rows": 2 + 44 // ctas - 1,
+        "requests": 2, "total_q": 3, "hidden_keys": 2,
+        **dict.fromkeys(("reach", "steady_keys", "steady_values"), (1 << 31) - 1), "sink_keys": 0,
     }  # fmt: skip
 
 
@@ -102,7 +112,7 @@ def test_default_scale_and_causal_of_one_token(device: RecordingDevice) -> None:
     Call().run(causal=True)
     args = device.launches[1].args
     assert args["scale_log2"] == pytest.approx(SCALE_LOG2)
-    assert args["causal"] == 0
+    assert args["mask"] == 0
     assert args["empty_lse"] == math.inf
 
 

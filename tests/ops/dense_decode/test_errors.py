@@ -59,6 +59,16 @@ def test_operands(device: RecordingDevice, operand: str, make: Callable[[], Any]
     assert device.launches == []
 
 
+@pytest.mark.parametrize(("columns", "values"), [(512, 512), (320, 256)])
+def test_other_columns_than_576_are_bf16(device: RecordingDevice, columns: int, values: int) -> None:
+    call = Call()
+    call.q, call.k_cache = zeros(2, 1, 64, columns).half(), zeros(9, 64, 1, columns).half()
+    call.head_dim_v = values
+    with pytest.raises(ValueError, match=f"q has dtype torch.float16 with {columns} columns; supported: torch.bfloat16$"):
+        call.run()
+    assert device.launches == []
+
+
 def test_an_e4m3_cache_has_keys_of_576_columns(device: RecordingDevice) -> None:
     call = Call()
     call.q, call.k_cache = zeros(2, 1, 64, 512), zeros(9, 64, 1, 512).to(torch.float8_e4m3fn)
@@ -93,7 +103,21 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("descale_q", {"descale_q": torch.ones(1)}, "descale_q is given with torch.bfloat16; supported: with torch.float8_e4m3fn"),
     ("descale_k", {"descale_k": torch.ones(1)}, "descale_k is given with torch.bfloat16; supported: with torch.float8_e4m3fn"),
     ("is_fp8_kvcache", {"is_fp8_kvcache": True}, "is_fp8_kvcache is True with a k_cache of torch.bfloat16; supported without indices"),
-    ("attn_sink", {"attn_sink": torch.zeros(64)}, "attn_sink is .*not supported"),
+    ("attn_sink of 63 heads", {"attn_sink": torch.zeros(63)}, r"attn_sink has shape \[63\]; supported: \[64\]"),
+    ("attn_sink of bf16", {"attn_sink": torch.zeros(64).bfloat16()}, "attn_sink has dtype torch.bfloat16; supported: torch.float32"),
+    ("attn_sink strided", {"attn_sink": torch.zeros(128)[::2]}, "attn_sink has shape .*supported: a contiguous"),
+    ("tree_mask of 2 words", {"tree_mask": ints(2, 1, 2)}, r"tree_mask has shape \[2, 1, 2\]; supported: \[2, 1, 1\]"),
+    ("tree_mask of rank 2", {"tree_mask": ints(2, 1)}, r"tree_mask has shape \[2, 1\]; supported: \[2, 1, 1\]"),
+    ("tree_mask of int64", {"tree_mask": ints(2, 1, 1).long()}, "tree_mask has dtype torch.int64; supported: torch.int32"),
+    ("tree_mask on another device", {"tree_mask": ints(2, 1, 1).to("meta")}, "tree_mask is on meta"),
+    ("tree_mask a list", {"tree_mask": [1]}, r"tree_mask is \[1\]; supported: a torch tensor"),
+    ("window 0", {"window": 0}, "window is 0; supported: an integer, 1 to 1073741824"),
+    ("window True", {"window": True}, "window is True; supported: an integer, 1 to"),
+    ("window a float", {"window": 4.0}, r"window is 4.0; supported: an integer, 1 to"),
+    ("window beyond 2^30", {"window": (1 << 30) + 1}, "window is 1073741825; supported: an integer, 1 to 1073741824"),
+    ("window_sink negative", {"window": 4, "window_sink": -1}, "window_sink is -1; supported: an integer, 0 to"),
+    ("window_sink alone", {"window_sink": 4}, "window_sink is 4 without a window; supported: 0"),
+    ("window and tree_mask", {"window": 4, "tree_mask": ints(2, 1, 1)}, "window is 4 with a tree_mask: not supported, .*one of them"),
     ("extra_k_cache", {"extra_k_cache": zeros(1)}, "extra_k_cache is .*not supported"),
     ("extra_indices_in_kvcache", {"extra_indices_in_kvcache": ints(1)}, "extra_indices_in_kvcache is .*not supported"),
     ("topk_length", {"topk_length": ints(2)}, "topk_length is .*not supported"),
@@ -177,7 +201,7 @@ def test_get_mla_metadata(device: RecordingDevice, args: tuple[Any, ...], option
 
 
 SIZES: list[tuple[str, str, dict[str, Any], str]] = [
-    ("op", "mha", {}, "op is 'mha'; supported: dense_decode, sparse_decode, dense_prefill, sparse_prefill, dense_prefill_backward$"),
+    ("op", "mha", {}, "op is 'mha'; supported: dense_decode, sparse_decode, .*, dense_prefill_backward, indexer_topk$"),
     ("negative batch", "dense_decode", {"batch": -1}, "batch is -1; supported: an integer, 0 or more"),
     ("negative s_q", "dense_decode", {"s_q": -1}, "s_q is -1; supported: an integer, 0 or more"),
     ("heads", "dense_decode", {"h_q": 200}, "h_q is 200; supported: 1 to 128"),

@@ -75,9 +75,11 @@ def test_arguments(device: RecordingDevice, causal: bool) -> None:
     assert args["empty_lse"] == -math.inf
 
 
-@pytest.mark.parametrize(("d_qk", "d_v"), [(192, 128), (128, 128), (256, 256)])
-@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
-def test_types_and_columns_decide_the_variant(device: RecordingDevice, dtype: torch.dtype, name: str, d_qk: int, d_v: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "d_qk", "d_v"), [("bf16", 192, 128), ("fp16", 192, 128), ("bf16", 128, 128), ("fp16", 128, 128), ("bf16", 256, 256)]
+)
+def test_types_and_columns_decide_the_variant(device: RecordingDevice, name: str, d_qk: int, d_v: int) -> None:
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
     out, _ = VarlenCall(dtype=dtype, d_qk=d_qk).run()
     assert out.shape == (300, 8, d_v)
     (launch,) = device.launches

@@ -154,6 +154,15 @@ def test_packed(device: RecordingDevice, name: str, change: dict[str, Any], said
     assert device.launches == []
 
 
+def test_heads_of_256_columns_are_bf16(device: RecordingDevice) -> None:
+    call = VarlenCall(d_qk=256)
+    for name in ("q", "k", "v"):
+        call.operands[name] = call.operands[name].half()
+    with pytest.raises(ValueError, match=r"q has dtype torch\.float16 with 256 columns; supported: torch\.bfloat16$"):
+        call.run()
+    assert device.launches == []
+
+
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
 def test_no_gradients_of_heads_of_256_columns(device: RecordingDevice, operand: str) -> None:
     call = VarlenCall(d_qk=256)

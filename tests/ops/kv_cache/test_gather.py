@@ -154,6 +154,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
         "512 bytes along dimension 1; supported for v41: at least 528 .* are v41_paged",
     ),
     "fp16 of 528 bytes": (given("v41", kv_format="v41", dtype=torch.float16), "dtype is torch.float16 with a v41 cache .* torch.bfloat16"),
+    "e5m2": (given(k_cache=torch.zeros(3, 16, 1, 576).to(torch.float8_e5m2)), "k_cache has .* dtype torch.float8_e5m2; supported: "),
+    "a scale a head": (given("fp8_576", descale_k=torch.ones(16)), r"descale_k has shape \[16\]; supported: one element, for all heads"),
     "scale": (given("fp8_656", descale_k=torch.ones(1)), "descale_k is given with a fp8_656 cache; supported: with fp8_576"),
 }  # fmt: skip
 

@@ -139,6 +139,8 @@ HUGE = torch.empty(1 << 26, 64, 1, 656, dtype=torch.uint8, device="meta")
 BAD: dict[str, tuple[dict[str, Any], str]] = {
     "KV heads": (given(k_cache=torch.zeros(3, 16, 2, 576).bfloat16()), r"k_cache has shape \[3, 16, 2, 576\] .* supported: \[pages, "),
     "type of the cache": (given(k_cache=torch.zeros(3, 16, 1, 576).double()), "k_cache has .* dtype torch.float64; supported: "),
+    "e5m2": (given(k_cache=torch.zeros(3, 16, 1, 576).to(torch.float8_e5m2)), "k_cache has .* dtype torch.float8_e5m2; supported: "),
+    "a scale a head": (given("fp8_576", descale_k=torch.ones(16)), r"descale_k has shape \[16\]; supported: one element, for all heads"),
     "bytes": (given(k_cache=torch.zeros(3, 16, 1, 600).byte()), r"k_cache has shape \[3, 16, 1, 600\]"),
     "528 bytes": (given("v41"), "528 bytes a token, as 3 formats have, and kv_format is None; supported: 'v41', 'v41_paged', 'nope_528'"),
     "288 bytes": (given(k_cache=torch.zeros(2, 16, 1, 288).byte()), "the format v41_fp4, which has no kernels here; supported: "),

@@ -140,6 +140,10 @@ BAD = {
     "columns": (changed(outs=lambda outs: outs[..., :64]), r"out of shape \[5, 4, 64\]"),
     "dimensions": (changed(outs=lambda outs: outs[:, 0, 0]), r"out of shape \[512\]"),
     "type of outs": (changed(outs=torch.Tensor.float), "supported: torch.bfloat16, torch.float16"),
+    "type of 256 columns": (
+        changed(outs=lambda outs: outs[..., :256].half()),
+        r"a state's out has dtype torch\.float16 with 256 columns; supported: torch\.bfloat16",
+    ),
     "type of lses": (changed(lses=torch.Tensor.double), "supported: torch.float32"),
     "shape of lses": (changed(lses=lambda lses: lses[:, :4]), r"a state's lse has shape \[4, 4\]; supported: \[5, 4\]"),
     "last dimension": (changed(outs=lambda outs: outs.transpose(2, 3).contiguous().transpose(2, 3)), "contiguous last dimension"),

@@ -175,7 +175,7 @@ def test_more_indices_than_tiles_are_counted(device: RecordingDevice) -> None:
     indices = spec_of("i", call.options["extra_indices_in_kvcache"])
     second = sparse_decode.Selection(("a", "b", "c"), spec_of("k", call.k_cache), indices, None)
     common = CommonSpec(None, None, None, causal=False, is_fp8_kvcache=True, batch_invariant=False, address_alignment=16)
-    whole = sparse_decode.CallSpec(spec_of("q", call.q), second._replace(indices=spec), second, None, common)
+    whole = sparse_decode.CallSpec(spec_of("q", call.q), second._replace(indices=spec), second, None, None, common)
     with pytest.raises(
         ValueError, match=f"indices and extra_indices_in_kvcache name {MAX_KEYS + 64} slots a token; supported: to {MAX_KEYS}"
     ):
