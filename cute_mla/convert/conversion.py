@@ -111,7 +111,7 @@ def _target_dtype(checkpoint: SourceCheckpoint, options: ConvertOptions) -> torc
 
 def _weight_bytes(config: SourceConfig, options: ConvertOptions, dtype: torch.dtype) -> int:
     """Return the size of the converted weights."""
-    by_layer = sum(math.prod(shape) for shape in converted_shapes(config, options.rank).values())
+    by_layer = sum(math.prod(shape) for shape in converted_shapes(config, options.latent).values())
     outer = sum(math.prod(shape) for shape in config.outer_shapes().values())
     return (by_layer * config.num_hidden_layers + outer) * dtype.itemsize
 

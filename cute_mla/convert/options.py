@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..ops.arguments import check_integer, is_number, short_repr
-from ..spec.mla import D_LATENT
+from ..spec.mla import D_LATENT, D_ROPE, LATENT_DIMS
 
 METHODS = ("transmla", "mha2mla")
 ROTATIONS = ("complex", "real")
@@ -60,6 +60,11 @@ class ConvertOptions:
         if self.method == "mha2mla" and self.svd == "split" and self.rank < 2:
             raise ValueError("rank is 1 with svd 'split'; supported: 2 or more, half of them for keys")
         self._check_others_untouched()
+
+    @property
+    def latent(self) -> int:
+        """Return the smallest kv_lora_rank of the kernels that holds the rank."""
+        return min(dims.latent for dims in LATENT_DIMS.values() if dims.rotary == D_ROPE and dims.latent >= self.rank)
 
     def _check_others_untouched(self) -> None:
         """Raise ValueError if an option of the other method is set."""

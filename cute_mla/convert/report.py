@@ -19,17 +19,13 @@ class LayerReport:
 
     kept_rotary_energy: share of the energy of scores whose keys keep a rotary embedding, 0 to 1; where frequencies are folded, some of it
     at a neighbouring frequency. rank_loss: share of the energy of keys and values that the rank drops, 0 to 1. Losses below rounding
-    count as none. fold: neighbouring frequencies that are treated as one.
+    count as none. fold: neighbouring frequencies that are treated as one. exact: nothing was lost but rounding.
     """
 
     kept_rotary_energy: float
     rank_loss: float
     fold: int
-
-    @property
-    def exact(self) -> bool:
-        """Return whether nothing was lost but rounding."""
-        return self.kept_rotary_energy == 1 and self.rank_loss == 0
+    exact: bool
 
 
 @dataclass(frozen=True)
@@ -51,7 +47,7 @@ class ConversionReport:
     def of(config: SourceConfig, options: ConvertOptions, layers: Sequence[LayerReport], tokens: int, dtype: str) -> ConversionReport:
         """Return the report of the conversion of a model with these losses by layer."""
         before = 2 * config.num_key_value_heads * config.head_dim
-        columns = (before, options.rank + D_ROPE)
+        columns = (before, options.latent + D_ROPE)
         return ConversionReport(options, dtype, tokens, columns, tuple(layers), tuple(_notes(config, options, tokens)))
 
     @property
@@ -107,7 +103,7 @@ class ConversionReport:
             "dtype": self.dtype,
             "calibration_tokens": self.calibration_tokens,
             "cache_columns": {"before": self.cache_columns[0], "after": self.cache_columns[1]},
-            "layers": [{**asdict(layer), "exact": layer.exact} for layer in self.layers],
+            "layers": [asdict(layer) for layer in self.layers],
         }
 
 

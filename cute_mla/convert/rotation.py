@@ -18,7 +18,7 @@ from .options import ConvertOptions
 from .source import SourceConfig
 
 SLOTS = D_ROPE // 2
-_LEAST_WEIGHT = 1e-6  # of the largest, for the keys of queries that are zero
+_LEAST_WEIGHT = 1e-8  # of the largest, for the keys of queries that are zero
 
 
 class Pairs(NamedTuple):
@@ -73,7 +73,10 @@ class Rotation:
 
 
 class Chosen(NamedTuple):
-    """Rotation of a layer, the keys that it leaves, and its loss: their share of the energy of scores, 0 to 1. fold: frequencies as one."""
+    """Rotation of a layer, the keys that it leaves, and its loss: their share of the energy of scores, 0 to 1.
+
+    fold: neighbouring frequencies that are treated as one.
+    """
 
     rotation: Rotation
     rest: Tensor
@@ -92,9 +95,7 @@ def choose(pairs: Pairs, config: SourceConfig, options: ConvertOptions, toleranc
     """Return the rotation of a layer by the method of the options. tolerance: loss up to which it is exact; such a rest is set to zero."""
     if options.method == "mha2mla":
         return _judge(owned(pairs, config, options.strategy), pairs, 1, tolerance)
-    fewest = config.head_dim // D_ROPE
-    folds = (fewest, 2 * fewest) if options.fold is None else (options.fold,)
-    for fold in folds:
+    for fold in (1, 2 * _stride(config)) if options.fold is None else (options.fold,):
         chosen = _judge(principal(pairs, config, fold, options.rotation), pairs, fold, tolerance)
         if not chosen.loss:
             break
@@ -102,18 +103,23 @@ def choose(pairs: Pairs, config: SourceConfig, options: ConvertOptions, toleranc
 
 
 def _judge(rotation: Rotation, pairs: Pairs, fold: int, tolerance: float) -> Chosen:
-    rest = rotation.rest(pairs)
-    weights = _floored(pairs.weights)
-    left = (weights * root_mean_square(rest, pairs.metric)).square().sum()
-    loss = float(left / (weights * root_mean_square(pairs.k, pairs.metric)).square().sum().clamp(min=1e-300))
+    """Return the rotation with its loss. A rest that the queries do not see is set to zero."""
+    rest, weights = rotation.rest(pairs), pairs.weights
+    left, whole = ((weights * root_mean_square(keys, pairs.metric)).square().sum() for keys in (rest, pairs.k))
+    loss = float(left / whole) if whole > 0 else 0.0
     return Chosen(rotation, torch.zeros_like(rest), 0.0, fold) if loss <= tolerance else Chosen(rotation, rest, loss, fold)
 
 
+def _stride(config: SourceConfig) -> int:
+    """Return the pairs of a head for each slot: the frequency of slot s is that of pair stride * s."""
+    return config.pairs // SLOTS
+
+
 def check_fold(fold: int | None, config: SourceConfig) -> None:
-    """Raise ValueError unless the pairs of a head divide into groups of `fold`, each of which fills whole slots."""
-    fewest = config.head_dim // D_ROPE
-    if fold is not None and (fold % fewest or config.pairs % fold):
-        known = [each for each in range(fewest, config.pairs + 1, fewest) if config.pairs % each == 0]
+    """Raise ValueError unless `fold` is 1 or divides the pairs of a head into groups that fill whole slots."""
+    stride = _stride(config)
+    known = sorted({1, *(each for each in range(stride, config.pairs + 1, stride) if config.pairs % each == 0)})
+    if fold is not None and fold not in known:
         raise ValueError(f"fold is {fold} with head_dim {config.head_dim}; supported: {', '.join(map(str, known))}")
 
 
@@ -123,20 +129,21 @@ def principal(pairs: Pairs, config: SourceConfig, fold: int, kind: str) -> Rotat
     A matrix that mixes the pairs of one frequency commutes with their rotation if it is complex linear. kind: "complex", unitary with
     weighted keys, minimises the error of the scores; "real", orthogonal without weights, is the published step (arXiv 2502.07864).
     """
-    kv_heads, slots_of_group = config.num_key_value_heads, fold * D_ROPE // config.head_dim
+    kv_heads, stride = config.num_key_value_heads, _stride(config)
+    step = max(fold, stride)  # pairs of a group, of which the first `fold` are mixed
     weights = _floored(pairs.weights) if kind == "complex" else torch.ones_like(pairs.weights)
-    weighted = (weights.unsqueeze(-1) * pairs.k).unflatten(1, (-1, fold))  # [KV heads, groups, fold, inputs]
+    weighted = (weights.unsqueeze(-1) * pairs.k).unflatten(1, (-1, step))[:, :, :fold]  # [KV heads, groups, fold, inputs]
     entries = weighted.transpose(0, 1).flatten(1, 2)  # [groups, KV heads * fold, inputs]
     outputs = torch.complex(entries.real @ pairs.metric, entries.imag @ pairs.metric)
     if kind == "real":
         basis = torch.linalg.svd(torch.cat((outputs.real, outputs.imag), dim=-1), full_matrices=False).U.to(torch.complex128)
     else:
         basis = torch.linalg.svd(outputs, full_matrices=False).U
-    kept = basis[..., :slots_of_group].conj().unflatten(1, (kv_heads, fold))  # [groups, KV heads, fold, slots of a group]
-    mixed = torch.zeros(SLOTS, kv_heads, config.pairs, dtype=torch.complex128)
+    kept = basis[..., : step // stride].conj().unflatten(1, (kv_heads, fold))  # [groups, KV heads, fold, slots of a group]
+    mixed = torch.zeros(len(kept), step // stride, kv_heads, config.pairs, dtype=torch.complex128)
     for group, components in enumerate(kept):
-        slots = slice(group * slots_of_group, (group + 1) * slots_of_group)
-        mixed[slots, :, group * fold : (group + 1) * fold] = components.permute(2, 0, 1)
+        mixed[group, ..., group * step : group * step + fold] = components.permute(2, 0, 1)
+    mixed = mixed.flatten(0, 1)
     return Rotation(mixed * weights, (mixed / weights).transpose(0, 1), config.rope_theta)
 
 
@@ -147,7 +154,7 @@ def owned(pairs: Pairs, config: SourceConfig, strategy: str) -> Rotation:
     largest. Sizes are root mean squares.
     """
     bound = pairs.sizes.unflatten(0, (len(pairs.k), -1)).sum(1) * root_mean_square(pairs.k, pairs.metric)
-    kept = torch.arange(SLOTS) * (1 if strategy == "high" else config.pairs // SLOTS)
+    kept = torch.arange(SLOTS) * (1 if strategy == "high" else _stride(config))
     owners = bound[:, kept].argmax(dim=0)
     mixed = torch.zeros(SLOTS, config.num_key_value_heads, config.pairs, dtype=torch.complex128)
     mixed[torch.arange(SLOTS), owners, kept] = 1
@@ -175,6 +182,6 @@ def slot_theta(config: SourceConfig, strategy: str | None = None) -> float:
 
 
 def _floored(weights: Tensor) -> Tensor:
-    """Return weights of at least 1e-6 of the largest; ones if all are zero."""
+    """Return weights of at least 1e-8 of the largest; ones if all are zero."""
     most = float(weights.max())
     return weights.clamp(min=_LEAST_WEIGHT * most) if most > 0 else torch.ones_like(weights)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..layer.rope import pair_frequencies
-from ..spec.mla import D_ROPE, LATENT_DIMS
+from ..spec.mla import D_ROPE
 from .calibration import root
 from .low_rank import Factors, balanced, joint, split
 from .options import ConvertOptions
@@ -26,11 +26,6 @@ _GAIN = _DOWN * _WEIGHT / math.sqrt(EPS)  # what the norm leaves of a latent: 0.
 _BIAS_INPUTS = 64  # inputs of q_b_proj behind the hidden size, of which the first is 1: the alignment of matrix products
 
 Tensors = dict[str, Tensor]
-
-
-def latent_columns(rank: int) -> int:
-    """Return the smallest kv_lora_rank of the kernels that holds a rank."""
-    return min(dims.latent for dims in LATENT_DIMS.values() if dims.rotary == D_ROPE and dims.latent >= rank)
 
 
 def query_inputs(config: SourceConfig) -> int | None:
@@ -56,7 +51,7 @@ def target_config(config: SourceConfig, options: ConvertOptions, dtype: torch.dt
         "num_attention_heads": config.num_attention_heads,
         "num_key_value_heads": config.num_attention_heads,
         "q_lora_rank": query_inputs(config),
-        "kv_lora_rank": latent_columns(options.rank),
+        "kv_lora_rank": options.latent,
         "qk_nope_head_dim": COLUMNS,
         "qk_rope_head_dim": D_ROPE,
         "v_head_dim": COLUMNS,
@@ -93,14 +88,15 @@ def convert_layer(
     factors = _factors(_columns(chosen.rest), v, metric, options)
     weights = {
         **_queries(q, pairs, chosen, config, options),
-        **_keys(pairs, chosen, factors, config, latent_columns(options.rank)),
+        **_keys(pairs, chosen, factors, config, options.latent),
         **_output(layer, config),
         "mlp.down_proj.weight": layer["mlp.down_proj.weight"].double() * residual_scale(config),
         **{name: layer[name] for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight")},
         **{name: layer[name] for name in ("input_layernorm.weight", "post_attention_layernorm.weight")},
     }
     rank_loss = factors.loss if factors.loss > tolerance else 0.0
-    return weights, LayerReport(kept_rotary_energy=1 - chosen.loss, rank_loss=rank_loss, fold=chosen.fold)
+    exact = not chosen.loss and not rank_loss and chosen.fold == 1
+    return weights, LayerReport(kept_rotary_energy=1 - chosen.loss, rank_loss=rank_loss, fold=chosen.fold, exact=exact)
 
 
 def convert_outer(weights: Mapping[str, Tensor], config: SourceConfig) -> Tensors:
@@ -113,9 +109,9 @@ def convert_outer(weights: Mapping[str, Tensor], config: SourceConfig) -> Tensor
     return converted
 
 
-def converted_shapes(config: SourceConfig, rank: int) -> dict[str, tuple[int, ...]]:
+def converted_shapes(config: SourceConfig, latent: int) -> dict[str, tuple[int, ...]]:
     """Return the shape of each weight of a converted layer, by its name behind "model.layers.N."."""
-    hidden, heads, latent = config.hidden_size, config.num_attention_heads, latent_columns(rank)
+    hidden, heads = config.hidden_size, config.num_attention_heads
     inputs = query_inputs(config)
     attention: dict[str, tuple[int, ...]] = {
         "kv_a_proj_with_mqa.weight": (latent + D_ROPE, hidden),

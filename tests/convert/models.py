@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -112,20 +112,36 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, Any], Weights]:
 
 def logits(folder: Path, tokens: Tensor, dtype: torch.dtype) -> Tensor:
     """Return the logits [sequences, tokens, vocabulary] of a checkpoint, computed in a dtype."""
+    config, weights = _read_as(folder, dtype)
+    *_, (hidden, _) = _layers(config, weights, tokens)
+    head = weights["model.embed_tokens.weight"] if config["tie_word_embeddings"] else weights["lm_head.weight"]
+    return linear(_norm(hidden, weights["model.norm.weight"], config["rms_norm_eps"]), head)
+
+
+def attention_inputs(folder: Path, tokens: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    """Return the input of each layer's attention [sequences, tokens, hidden size]."""
+    return [inputs for _, inputs in _layers(*_read_as(folder, dtype), tokens)]
+
+
+def _read_as(folder: Path, dtype: torch.dtype) -> tuple[dict[str, Any], Weights]:
     config, weights = read_checkpoint(folder)
-    weights = {name: weight.to(dtype) for name, weight in weights.items()}
-    attend = {"deepseek_v3": _latent_attention}.get(config["model_type"], _grouped_attention)
+    return config, {name: weight.to(dtype) for name, weight in weights.items()}
+
+
+def _layers(config: Mapping[str, Any], weights: Weights, tokens: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield the hidden states behind each layer, and the input of its attention."""
+    attend = {"deepseek_v3": _latent_attention}.get(config["model_type"], grouped_attention)
     eps = config["rms_norm_eps"]
     hidden = weights["model.embed_tokens.weight"][tokens]
     for layer in range(config["num_hidden_layers"]):
         prefix = f"model.layers.{layer}."
         own = {name.removeprefix(prefix): weight for name, weight in weights.items() if name.startswith(prefix)}
-        hidden = hidden + attend(_norm(hidden, own["input_layernorm.weight"], eps), own, config)
+        attended = _norm(hidden, own["input_layernorm.weight"], eps)
+        hidden = hidden + attend(attended, own, config)
         inputs = _norm(hidden, own["post_attention_layernorm.weight"], eps)
         inner = silu(linear(inputs, own["mlp.gate_proj.weight"])) * linear(inputs, own["mlp.up_proj.weight"])
         hidden = hidden + linear(inner, own["mlp.down_proj.weight"])
-    head = weights["model.embed_tokens.weight"] if config["tie_word_embeddings"] else weights["lm_head.weight"]
-    return linear(_norm(hidden, weights["model.norm.weight"], eps), head)
+        yield hidden, attended
 
 
 def _norm(columns: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -165,7 +181,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("bhij,bjhd->bihd", scores.masked_fill(future, -math.inf).softmax(dim=-1), v).flatten(2)
 
 
-def _grouped_attention(inputs: Tensor, own: Weights, config: Mapping[str, Any]) -> Tensor:
+def grouped_attention(inputs: Tensor, own: Weights, config: Mapping[str, Any]) -> Tensor:
     q, k, v = (
         linear(inputs, own[f"self_attn.{name}_proj.weight"], own.get(f"self_attn.{name}_proj.bias")).unflatten(2, (-1, config["head_dim"]))
         for name in ("q", "k", "v")
