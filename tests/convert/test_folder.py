@@ -1,4 +1,4 @@
-"""What a conversion leaves on the disk: a whole folder or an incomplete one, from which the next run goes on."""
+"""Files that a conversion leaves: a whole folder or an incomplete one, from which the next run goes on."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_f
 
 
 def test_llama_3() -> None:
-    """Its scaling changes frequencies alone."""
+    """The scaling of Llama 3.1 changes frequencies alone."""
     others = {name: value for name, value in V3.items() if name not in ("rope_theta", "rope_scaling")}
     config = MlaConfig.from_hugging_face({**others, "rope_parameters": {**LLAMA_3, "rope_theta": 5e5}})
     assert config.rope_scaling == Llama3Scaling(8, 1, 4, 8192)
