@@ -90,8 +90,8 @@ class Calibration:
     def moment(self, layer: Mapping[str, Tensor]) -> Tensor:
         """Return the mean of x x^T over the inputs x of a layer's attention, fp64 [inputs, inputs].
 
-        The last input is 1 if the model has biases. The first token of a sequence must count: it attracts much attention, and where the rank
-        does not suffice its key would be lost (SmolLM2-135M at rank 256 has a perplexity of 20.1 without it, of 17.5 with it).
+        The last input is 1 if the model has biases. The first token of a sequence must count: it attracts much attention, and a rank that
+        does not suffice would lose its key (perplexity of SmolLM2-135M at rank 256: 20.1 without the first tokens, 17.5 with them).
         """
         width = self.config.hidden_size + bool(self.config.biases)
         total, count = torch.zeros(width, width, dtype=torch.float64), 0

@@ -101,6 +101,16 @@ class Llama3Scaling:
         _check_present("rope_scaling", scaling, names)
         return Llama3Scaling(**{name: scaling[name] for name in names})
 
+    @property
+    def rotary_scale(self) -> float:
+        """Return the factor of the rotary columns of queries, and of those of keys: 1."""
+        return 1.0
+
+    @property
+    def softmax_scale(self) -> float:
+        """Return the factor of the scale of the softmax: 1."""
+        return 1.0
+
     def to_hugging_face(self) -> dict[str, Any]:
         """Return the scaling as a config has it."""
         return {"rope_type": "llama3", **asdict(self)}
@@ -193,7 +203,7 @@ class MlaConfig:
     def softmax_scale(self) -> float:
         """Return the scale of the softmax for the columns of decompressed queries, YaRN's factor included."""
         scale = self.query_columns**-0.5
-        return scale * self.rope_scaling.softmax_scale if isinstance(self.rope_scaling, YarnScaling) else scale
+        return scale if self.rope_scaling is None else scale * self.rope_scaling.softmax_scale
 
     @property
     def query_columns(self) -> int:

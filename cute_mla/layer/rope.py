@@ -63,9 +63,11 @@ def _stretched(yarn: YarnScaling, columns: int, theta: float) -> torch.Tensor:
 def rotation(positions: torch.Tensor, radians: torch.Tensor, config: MlaConfig) -> Rotation:
     """Return the rotation of tokens at integer positions [tokens]. radians: from frequencies(), on the same device."""
     angles = positions.float().unsqueeze(1) * radians
-    yarn = config.rope_scaling if isinstance(config.rope_scaling, YarnScaling) else None
-    scale = 1.0 if yarn is None else yarn.rotary_scale
-    return Rotation(angles.cos() * scale, angles.sin() * scale, None if yarn is None else _query_scale(positions, yarn))
+    scaling = config.rope_scaling
+    scale = 1.0 if scaling is None else scaling.rotary_scale
+    return Rotation(
+        angles.cos() * scale, angles.sin() * scale, _query_scale(positions, scaling) if isinstance(scaling, YarnScaling) else None
+    )
 
 
 def _query_scale(positions: torch.Tensor, yarn: YarnScaling) -> torch.Tensor | None:

@@ -16,14 +16,15 @@ import pytest
 import torch
 
 import cute_mla
-from tests.support.documents import DOCUMENTS, Snippet, name_of, runs_inside_simulate, snippets
+from tests.support.documents import DOCUMENTS, Snippet, execute, name_of, runs_inside_simulate, snippets
 from tests.support.tree import ROOT
 
 # Snippets that are not run, by the reason that stands above them. A snippet gets a reason only if it cannot run here.
 NOT_RUN = {
     "needs a GPU": 2,
     "needs an engine": 2,
-    "needs a checkpoint": 3,
+    "needs a checkpoint": 4,
+    "needs transformers, run by make test-transformers": 4,
     "builds kernels": 1,
     "names a kernel to be written": 2,
 }
@@ -65,8 +66,7 @@ def test_snippets_run(document: Path, tmp_path: Path, monkeypatch: pytest.Monkey
             if snippet.language == "bash":
                 run_commands(snippet)
                 continue
-            padding = "\n" * (snippet.line - 1)  # so that a traceback names the line of the document
-            exec(compile(padding + snippet.text, name_of(document), "exec"), names)
+            execute(document, snippet, names)
             assert capsys.readouterr().out == (snippet.printed or ""), f"{name_of(document)}:{snippet.line}"
             for name, value in names.items():
                 if isinstance(value, torch.Tensor) and name in ("out", "lse"):
