@@ -11,7 +11,16 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
+from vllm.config import (
+    CacheConfig,
+    CUDAGraphMode,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
@@ -62,7 +71,7 @@ _MODEL = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A model and how it is served. topk: indices of a token; None of a dense model."""
+    """A model and how it is served. topk: indices of a token; None of a dense model. graphs: vLLM's cudagraph_mode."""
 
     heads: int
     dtype: torch.dtype = torch.bfloat16
@@ -70,6 +79,7 @@ class Setting:
     block_size: int = 64
     topk: int | None = None
     columns: Columns = DEEPSEEK_V3
+    graphs: CUDAGraphMode = CUDAGraphMode.NONE
 
 
 def configuration(setting: Setting, folder: Path) -> VllmConfig:
@@ -80,13 +90,15 @@ def configuration(setting: Setting, folder: Path) -> VllmConfig:
     columns = dict(zip(names, setting.columns, strict=True))
     (folder / "config.json").write_text(json.dumps({**_MODEL, **columns, **heads, **sparse}))
     model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype=str(setting.dtype).removeprefix("torch."), max_model_len=2048)
-    return VllmConfig(
+    config = VllmConfig(
         model_config=model,
         device_config=DeviceConfig(device="cpu"),
         cache_config=CacheConfig(block_size=setting.block_size, cache_dtype=setting.cache),
         scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2048, is_encoder_decoder=False),
         parallel_config=ParallelConfig(),
     )
+    config.compilation_config.cudagraph_mode = setting.graphs  # vLLM has none without a GPU
+    return config
 
 
 class Projection(torch.nn.Module):
