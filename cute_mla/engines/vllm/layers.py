@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config import CUDAGraphMode, get_current_vllm_config
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionType, max_decode_query_len
 from vllm.v1.worker.workspace import current_workspace_manager
 
