@@ -71,7 +71,10 @@ _MODEL = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A model and how it is served. topk: indices of a token; None of a dense model. graphs: vLLM's cudagraph_mode."""
+    """A model and how it is served. topk: indices of a token; None of a dense model. graphs: vLLM's cudagraph_mode.
+
+    ranks: that share the keys of requests.
+    """
 
     heads: int
     dtype: torch.dtype = torch.bfloat16
@@ -80,6 +83,7 @@ class Setting:
     topk: int | None = None
     columns: Columns = DEEPSEEK_V3
     graphs: CUDAGraphMode = CUDAGraphMode.NONE
+    ranks: int = 1
 
 
 def configuration(setting: Setting, folder: Path) -> VllmConfig:
@@ -98,6 +102,7 @@ def configuration(setting: Setting, folder: Path) -> VllmConfig:
         parallel_config=ParallelConfig(),
     )
     config.compilation_config.cudagraph_mode = setting.graphs  # vLLM has none without a GPU
+    config.parallel_config.decode_context_parallel_size = setting.ranks  # more ranks would be more processes
     return config
 
 
