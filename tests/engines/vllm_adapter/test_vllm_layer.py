@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -174,7 +175,7 @@ def test_output_that_vllm_quantises(arch: Arch, kind: str, monkeypatch: pytest.M
     wide = torch.full((tokens, columns), torch.nan, dtype=torch.bfloat16)
     quantised = torch.zeros(tokens, columns // 2, dtype=torch.uint8) if kind == "nvfp4" else torch.zeros(tokens, columns, dtype=E4M3)
     scale, scales = torch.tensor([0.01]), torch.zeros(tokens, columns // (16 if kind == "nvfp4" else 128))
-    options = {
+    options: dict[str, dict[str, Any]] = {
         "tensor": {"output_scale": scale},
         "group": {
             "output_block_scale": scales,
