@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
 import math
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -23,60 +21,13 @@ import cute_mla
 from cute_mla.engines import sglang as adapter
 from cute_mla.reference import attention, visible_keys
 from cute_mla.spec.arch import Arch
-from tests.engines.sglang_interface import RECORDS
+from tests.engines.sglang_parts import HEADS, INTERFACE, INTERFACES, MODULES, SCALE, Recorded, members, mha_layer, plain
 from tests.support.launched import launched_ops
 
-INTERFACES: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))]
-INTERFACE = INTERFACES[-1]
-MODULES: dict[str, dict[str, Any]] = INTERFACE["modules"]
 SOURCES = sorted(Path(adapter.__file__).parent.glob("*.py"))
-HEADS, PAGE, CONTEXT = 16, 64, 512
-SCALE = 192**-0.5
+PAGE, CONTEXT = 64, 512
 E4M3 = torch.float8_e4m3fn
-ADAPTERS = ("cute_mla.engines.sglang.dense", "cute_mla.engines.sglang.sparse")
 LATENT = {576: 512, 512: 512, 320: 256}  # of the columns of a key: DeepSeek-V3, no rotary columns, Mistral Small 4
-
-
-def members(module: str, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = MODULES[f"sglang.srt.{module}"][name]
-    return found
-
-
-class Recorded(SimpleNamespace):
-    """An object that may have recorded members only."""
-
-    def __init__(self, known: Any, **given: Any) -> None:
-        assert not given.keys() - set(known), "the record does not have these"
-        super().__init__(**given)
-
-
-class Written:
-    """KVWriteLoc.for_batch, whose result only set_kv_buffer looks into."""
-
-    @classmethod
-    def for_batch(cls, forward_batch: Any) -> Any:
-        return forward_batch
-
-
-class FlashMlaPlan(NamedTuple):
-    """SGLang's record of a plan."""
-
-    flashmla_metadata: Tensor
-    num_splits: Tensor
-
-
-class SparseBase:
-    """Stand-in for SGLang's backend of sparse attention, of which a model runner says everything."""
-
-    def __init__(self, model_runner: Any, skip_prefill: bool = False) -> None:
-        known = members("layers.attention.dsa_backend", "DeepseekSparseAttnBackend")
-        for name, value in model_runner.sparse.items():
-            assert known[name] == "attribute"
-            setattr(self, name, value)
-
-
-def verify_mask(**fields: Any) -> Any:
-    return Recorded(members("layers.attention.verify_mask", "VerifyMask"), **fields)
 
 
 def layout_of(counts: list[int], padded_to: int = 0) -> Any:
@@ -93,66 +44,6 @@ def layout_of(counts: list[int], padded_to: int = 0) -> Any:
         qo_indptr_device=torch.tensor([0, *counts]).cumsum(0),
         padded_to_bucket=pad,
     )
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Yield modules of SGLang that the adapter imports, and what its two look-ups answer."""
-    asked = INTERFACE["asked"]
-    answers = SimpleNamespace(
-        parallel=Recorded(asked["get_parallel"], attn_tp_size=8, attn_dcp_size=1),
-        kernel=SimpleNamespace(dsa_prefill_backend="flashmla_auto", dsa_decode_backend="flashmla_kv"),
-        spec=Recorded(asked["get_spec"], speculative_num_draft_tokens=3, speculative_eagle_topk=None, speculative_algorithm=None),
-        factories={},
-        choices=["triton"],
-        handlers={},
-        split_queries=["dsa"],
-        hooks={},
-        sparse=False,
-    )
-    attributes = {"forward_metadata": None, "data_type": None, "needs_cpu_seq_lens": True, "supports_ragged_verify_graph": False}
-    base = type("AttentionBackend", (), {**attributes, "verify_mask": None})
-
-    def register_attention_backend(name: str) -> Any:
-        return lambda factory: answers.factories.setdefault(name, factory)
-
-    hooks = SimpleNamespace(register=lambda target, hook, kind: answers.hooks.update({target: (hook(), kind)}), apply_hooks=lambda: None)
-    handlers = SimpleNamespace(register=answers.handlers.__setitem__)
-
-    stand_ins = {
-        "server_args": {"ATTENTION_BACKEND_CHOICES": answers.choices, "add_attention_backend_choices": answers.choices.extend},
-        "layers.attention.attention_registry": {"register_attention_backend": register_attention_backend},
-        "layers.attention.base_attn_backend": {"AttentionBackend": base},
-        "layers.attention.verify_mask": {"VerifyMask": verify_mask},
-        "mem_cache.memory_pool": {"KVWriteLoc": Written},
-        "runtime_context": {
-            "get_exec": lambda: SimpleNamespace(kernel=answers.kernel),
-            "get_parallel": lambda: answers.parallel,
-            "get_spec": lambda: answers.spec,
-        },
-        "configs.model_config": {"is_deepseek_dsa": lambda config: answers.sparse},
-        "layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": SparseBase, "DSAFlashMLAMetadata": FlashMlaPlan},
-        "plugins.hook_registry": {"HookRegistry": hooks, "HookType": SimpleNamespace(REPLACE="replace")},
-        "models.deepseek_common.attention_backend_handler": {
-            "AttentionBackendRegistry": handlers,
-            "handle_attention_dsa": "as dsa",
-            "handle_attention_trtllm_mla": "as trtllm_mla",
-        },
-        "models.deepseek_common.utils": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": answers.split_queries},
-        "speculative.eagle_utils": {"TreeMaskMode": SimpleNamespace(QLEN_ONLY="draft tokens alone")},
-        "speculative.ragged_verify": {"resolve_ragged_verify_layout": lambda batch: getattr(batch, "layout", None)},
-    }
-    for name in ADAPTERS:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    for name, contents in stand_ins.items():
-        module = ModuleType(f"sglang.srt.{name}")
-        for key, value in contents.items():
-            assert key in MODULES[module.__name__]
-            setattr(module, key, value)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    yield answers
-    for name in ADAPTERS:
-        sys.modules.pop(name, None)
 
 
 class Pool:
@@ -359,19 +250,6 @@ def test_trees_of_draft_tokens(arch: Arch, engine: SimpleNamespace) -> None:
         )
 
 
-def plain(q: Tensor, k: Tensor, v: Tensor, first: int) -> tuple[Tensor, Tensor]:
-    """Attention of tokens [tokens, heads, columns] over decompressed keys, the first of which is that of token `first`; and lse."""
-    visible = torch.arange(len(k)) <= first + torch.arange(len(q))[:, None]
-    mine, keys, values = (part.float().transpose(0, 1) for part in (q, k, v))
-    out, lse = attention(mine, keys, values, SCALE, visible, -math.inf)
-    return out.transpose(0, 1).flatten(1), lse.T
-
-
-def mha_layer(columns: int, values: int, heads: int = HEADS) -> Any:
-    known = members("layers.radix_attention", "RadixAttention")
-    return Recorded(known, tp_q_head_num=heads, tp_k_head_num=heads, head_dim=columns, v_head_dim=values, scaling=SCALE, layer_id=0)
-
-
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize(("columns", "values"), [(192, 128), (128, 128), (256, 256)])
 def test_prefill_of_new_tokens_and_of_chunks_of_a_prefix(arch: Arch, columns: int, values: int) -> None:
@@ -431,7 +309,7 @@ def test_prefill_without_a_prefix_returns_out_alone(arch: Arch) -> None:
 
 @pytest.mark.usefixtures("engine")
 def test_prefill_over_latent_keys(arch: Arch) -> None:
-    """Where SGLang absorbs projections: in captured prefill, or without chunks of the prefix."""
+    """Absorbed projections, in captured prefill or without chunks of the prefix."""
     from cute_mla.engines.sglang.dense import CuteMla
 
     runner, counts, lengths, requests = runner_with(torch.bfloat16), [5, 1, 40], [75, 1, 40], [1, 3, 0]

@@ -16,12 +16,10 @@ from cute_mla.cache import dequantise_cache, quantise_cache
 from cute_mla.engines import sglang as adapter
 from cute_mla.reference import attention
 from cute_mla.spec.arch import Arch
-from tests.engines.test_sglang_adapter import FlashMlaPlan, Recorded, engine, members, mha_layer, plain
+from tests.engines.sglang_parts import SCALE, FlashMlaPlan, Recorded, members, mha_layer, plain
 from tests.support.launched import launched_ops
 
-__all__ = ["engine"]
-
-PAGE, TOPK, SCALE, LATENT = 64, 128, 192**-0.5, 512
+PAGE, TOPK, LATENT = 64, 128, 512
 
 
 def runner_of(heads: int, fp8: bool, **changes: Any) -> Any:
@@ -101,7 +99,7 @@ def test_decode_over_the_pool(arch: Arch, engine: SimpleNamespace, fp8: bool, he
 
 @pytest.mark.parametrize("lengths", [COUNTS, None, [1, 2]], ids=["lengths", "none", "of other rows"])
 def test_rows_of_16_bits(arch: Arch, engine: SimpleNamespace, lengths: list[int] | None) -> None:
-    """As prefill and decode over pools of 16 bits call it. Indices behind a length may be anything."""
+    """Calls of prefill and decode over pools of 16 bits. Indices behind a length may be anything."""
     backend, (pool, worth), slots, q = backend_of(engine, 8), pool_of(False), chosen_slots(COUNTS), queries(len(COUNTS), 8)
     given = slots.clone()
     if lengths == COUNTS:

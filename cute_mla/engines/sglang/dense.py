@@ -216,8 +216,9 @@ class CuteMla(AttentionBackend):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend to the keys of the new tokens, causally, or to those of a chunk of the cached prefixes.
 
-        The latent keys of new tokens are in the pool already. q: [all tokens, heads * columns]; k, v: alike, of the keys. Returns out [all tokens, heads, value columns], 0 for tokens of no
-        request, and lse fp32 [all tokens, heads] in natural log, -inf for a token without keys.
+        The latent keys of new tokens are in the pool already. q: [all tokens, heads * columns]; k, v: alike, of the keys. Returns out [all
+        tokens, heads, value columns], 0 for tokens of no request, and lse fp32 [all tokens, heads] in natural log, -inf for a token without
+        keys.
         """
         heads, keys, metadata = layer.tp_q_head_num, layer.tp_k_head_num, self.forward_metadata
         prefix = bool(forward_batch.attn_attend_prefix_cache)

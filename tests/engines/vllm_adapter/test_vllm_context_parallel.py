@@ -20,9 +20,6 @@ from vllm.model_executor.layers.attention import mla_attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
 from cute_mla.spec.arch import Arch
-from tests.engines.vllm_adapter import test_vllm_layer as whole
-from tests.engines.vllm_adapter.conftest import _gather
-from tests.engines.vllm_adapter.test_vllm_dense import merged
 from tests.engines.vllm_adapter.vllm_parts import (
     LATENT,
     ROPE,
@@ -31,6 +28,10 @@ from tests.engines.vllm_adapter.vllm_parts import (
     Setting,
     agree,
     batch_of,
+    gather_keys,
+    keys_of,
+    layer_output,
+    merged,
     query_rows,
     rows_of,
     serve,
@@ -42,7 +43,7 @@ REQUESTS = [Request(1, 301), Request(1, 2), Request(20, 150), Request(9, 9)]
 
 
 class Exchange:
-    """What each rank gave to each collective, in the order of its calls."""
+    """Values that each rank gave to each collective, in the order of its calls."""
 
     def __init__(self) -> None:
         self.given: dict[int, list[Any]] = {rank: [] for rank in range(RANKS)}
@@ -128,7 +129,7 @@ def _gathering(monkeypatch: pytest.MonkeyPatch) -> None:
         """Torch for vLLM's op that gathers keys of a 16-bit cache. Rows of padding may be past a request's keys."""
         owners = torch.repeat_interleave(torch.arange(batch_size), cu_seq_lens.diff().long())
         options = {"token_to_seq": owners, "cu_seq_lens": cu_seq_lens, "seq_starts": seq_starts, "scale": torch.ones(())}
-        _gather(src_cache, dst, block_table=block_table, num_tokens=len(dst), **options)
+        gather_keys(src_cache, dst, block_table=block_table, num_tokens=len(dst), **options)
 
     monkeypatch.setattr(vllm._custom_ops, "cp_gather_cache", gather)
 
@@ -142,7 +143,7 @@ def test_decode_and_prefill_with_context(arch: Arch, cache: str, monkeypatch: py
         batch, own = batch_on(rank)
         served = served_on(rank, exchange, tmp_path, cache, monkeypatch)
         q = torch.randn(batch.num_actual_tokens, HEADS, 192, generator=generator).to(torch.bfloat16)
-        kv = whole.keys_of(batch, served.setting)
+        kv = keys_of(batch, served.setting)
         parts.append((served, batch, q, kv, stored(served, own, kv, rank)))
     for _ in range(3):
         exchange.begin()
@@ -159,7 +160,7 @@ def test_decode_and_prefill_with_context(arch: Arch, cache: str, monkeypatch: py
     assert (metadata.num_decodes, metadata.num_prefills) == (2, 2)
     assert all(launched == ["split_plan", "dense_prefill", "dense_prefill", "dense_decode", "combine"] for launched in ops)
     for (served, batch, q, kv, _), out in zip(parts, outs, strict=True):
-        wanted = whole.expected(served, batch, q, kv)
+        wanted = layer_output(served, batch, q, kv)
         for request in range(len(REQUESTS)):
             rows = query_rows(batch, request)
             if cache == "auto":

@@ -54,7 +54,7 @@ def test_there_is_no_hook_for_a_shared_prefix() -> None:
 
 
 class Persistent:
-    """What vLLM's runner keeps at fixed addresses for its graphs: a batch padded to REQUESTS requests and TOKENS tokens."""
+    """Tensors that vLLM's runner keeps at fixed addresses for its graphs: a batch padded to REQUESTS requests and TOKENS tokens."""
 
     def __init__(self) -> None:
         self.table = torch.zeros(REQUESTS, PAGES, dtype=torch.int32)

@@ -12,10 +12,8 @@ import vllm._custom_ops
 from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8StaticTensorSym, kNvfp4Dynamic
-from vllm.v1.attention.backend import CommonAttentionMetadata
 
 import cute_mla
-from cute_mla.reference import attention, visible_keys
 from cute_mla.spec.arch import Arch
 from tests.engines.vllm_adapter.vllm_parts import (
     DEEPSEEK_V3,
@@ -31,7 +29,8 @@ from tests.engines.vllm_adapter.vllm_parts import (
     agree,
     batch_of,
     empty_cache,
-    query_rows,
+    keys_of,
+    layer_output,
     rows_of,
     serve,
 )
@@ -41,37 +40,11 @@ HEADS = 4
 E4M3 = torch.float8_e4m3fn
 
 
-def keys_of(batch: CommonAttentionMetadata, setting: Setting) -> list[tuple[Tensor, Tensor]]:
-    """Return latent and rotary columns [keys, columns] of all keys of each request."""
-    generator = torch.Generator().manual_seed(5)
-    lengths = batch.seq_lens.tolist()
-
-    def drawn(keys: int, columns: int) -> torch.Tensor:
-        return torch.randn(keys, columns, generator=generator).to(setting.dtype)
-
-    return [(drawn(n, setting.columns.latent), drawn(n, setting.columns.rope)) for n in lengths]
-
-
 def write(served: Served, cache: Tensor, kv: Sequence[tuple[Tensor, Tensor]], slots: Tensor) -> None:
     """Write new keys into the cache, as vLLM's layer does. More rows than slots, as in a padded batch."""
     latent, rotary = (torch.cat([*part, torch.full((2, part[0].shape[1]), torch.nan)]).to(part[0].dtype) for part in zip(*kv, strict=True))
     layer = served.layer
     layer.update_kv_cache(latent, rotary.unsqueeze(1), cache, slots, None, layer.kv_cache_dtype, layer._k_scale)
-
-
-def expected(served: Served, batch: CommonAttentionMetadata, q: Tensor, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """[tokens, heads * values]: every request over its decompressed keys."""
-    columns = served.setting.columns
-    weight = served.layer.kv_b_proj.weight.float().view(-1, columns.nope + columns.v, columns.latent)
-    out = torch.zeros(len(q), weight.shape[0], columns.v)
-    for request, (latent, rotary) in enumerate(kv):
-        up = torch.einsum("hdl,tl->htd", weight, latent.float())
-        k = torch.cat((up[..., : columns.nope], rotary.float().expand(len(weight), -1, -1)), dim=-1)
-        own = query_rows(batch, request)
-        mine = q[own].float().transpose(0, 1)
-        found, _ = attention(mine, k, up[..., columns.nope :], columns.scale, visible_keys(mine.shape[1], len(latent), True, q.device))
-        out[own] = found.transpose(0, 1)
-    return out.flatten(1)
 
 
 BATCHES: dict[str, list[Request]] = {
@@ -112,7 +85,7 @@ def test_a_layer(arch: Arch, requests: list[Request], cache: str, columns: Colum
         write(served, storage, new, batch.slot_mapping)
         latent, rotary = (torch.cat(part) for part in zip(*new, strict=True))
         served.layer.forward_impl(q, latent, rotary.unsqueeze(1), storage, served.builder.build(0, batch), output=out)
-    wanted = expected(served, batch, q, kv)
+    wanted = layer_output(served, batch, q, kv)
     if cache == "auto":
         agree(out, wanted, 2e-2)  # vLLM rounds absorbed queries and decompressed keys to bf16
     else:
