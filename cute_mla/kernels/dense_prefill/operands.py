@@ -31,6 +31,20 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TileWalk:
+    """The first key tiles of a sequence, `count` of them, from the last to the first."""
+
+    count: Int32
+
+    def advance(self) -> None:
+        """Go to the first tile, or on to the next one."""
+
+    def tile(self, i: Int32) -> Int32:
+        """Return the i-th tile, after as many advances and one more."""
+        return self.count - 1 - i
+
+
+@dataclass(frozen=True)
 class WorkItem:
     """A block of query rows of one head of one sequence.
 
@@ -46,6 +60,44 @@ class WorkItem:
     first_key: Int32
     keys: Int32
     diagonal: Int32
+
+    @property
+    def in_parts(self) -> bool:
+        """Return whether items come in parts, each of which has some of the key tiles."""
+        return False
+
+    @property
+    def leading(self) -> int | Int32:
+        """Return 1 if the walk begins with the item's first tile, else 0."""
+        return 1
+
+    def walk(self, count: Int32) -> TileWalk:
+        """Return the key tiles. count: tiles of the item's keys."""
+        return TileWalk(count)
+
+    def tiles_of(self, rows: Int32, count: Int32) -> Int32:
+        """Return how many of the tiles are multiplied with some rows of the block. rows: of the sequence. count: tiles that they see."""
+        return count
+
+    def has_queries(self) -> Boolean:
+        """Return whether Q is needed, and has not been needed before."""
+        return self.keys > 0
+
+    def is_empty(self, count: Int32) -> Boolean:
+        """Return whether the item has no tile at all. count: of the walk."""
+        return count == 0
+
+    def opens(self, i: Int32) -> Boolean:
+        """Return whether the i-th tile of the walk is the item's first."""
+        return i == 0
+
+    def closes(self, i: Int32, count: Int32) -> Boolean:
+        """Return whether the i-th of `count` tiles of the walk is the item's last."""
+        return i == count - 1
+
+    def items_after(self, done: Int32) -> Int32:
+        """Return the number of items with tiles, up to this one. done: of those before."""
+        return done + 1
 
 
 @dataclass(frozen=True)
