@@ -39,6 +39,11 @@ class DensePrefillAbi:
         return tuple(box_map(pointer, self.config.dtype, *box) for pointer, box in zip(args[: len(boxes)], boxes, strict=True))
 
     @property
+    def in_parts(self) -> bool:
+        """Return whether items come in parts, which a warp of its own finds."""
+        return False
+
+    @property
     def item_words(self) -> int:
         """Return the words of an item on the board."""
         return ITEM_WORDS

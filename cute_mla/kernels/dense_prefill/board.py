@@ -51,7 +51,11 @@ class Board:
 
     def post_end(self, turn: Int32) -> None:
         """Post that there is no further item."""
-        self.post(turn, Boolean(False), self.kind(*[Int32(0)] * (self.words - 1)))
+        self.post(turn, Boolean(False), self.nothing())
+
+    def nothing(self) -> WorkItem:
+        """Return an item without rows and keys."""
+        return self.kind(*[Int32(0)] * (self.words - 1))
 
     def post(self, turn: Int32, there: Boolean, item: WorkItem) -> None:
         """Signal item_ready when the item may be read. One warp."""

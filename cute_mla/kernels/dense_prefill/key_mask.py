@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from cutlass import cute
+from cutlass import Boolean, Int32, cute
 
 from .operands import TileWalk, WorkItem
 
@@ -14,12 +14,16 @@ from .operands import TileWalk, WorkItem
 class EveryKey:
     """The mask of a call that gives none: it hides nothing, and costs nothing."""
 
-    def rows_of(self, item: WorkItem, thread: Any) -> EveryKey:
-        """Return the mask of a thread's rows of an item's block. thread: what says which rows these are."""
+    def rows_of(self, item: WorkItem, thread: Any, walk: TileWalk) -> EveryKey:
+        """Return the mask of a thread's rows of an item's block, along a walk. thread: what says which rows these are."""
         return self
 
-    def load(self, walk: TileWalk) -> None:
-        """Start to load the bits of the tile that the walk is at."""
+    def kept(self, flag: Boolean) -> Boolean | Int32:
+        """Return a flag as a role keeps it while scores are masked."""
+        return flag
 
-    def hide(self, scores: cute.Tensor) -> None:
-        """Set the scores of hidden keys of that tile to -inf, by selects, so that NaN vanishes."""
+    def load(self) -> None:
+        """Start to load the bits of the tile that the walk is at, unless they have come."""
+
+    def hide(self, scores: cute.Tensor, first: int = 0) -> None:
+        """Set the scores of hidden keys of that tile, from key `first` on, to -inf, by selects, so that NaN vanishes."""

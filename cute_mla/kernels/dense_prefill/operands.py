@@ -67,6 +67,11 @@ class WorkItem:
         return False
 
     @property
+    def complete(self) -> bool | Boolean:
+        """Return whether the item ends with this walk."""
+        return True
+
+    @property
     def leading(self) -> int | Int32:
         """Return 1 if the walk begins with the item's first tile, else 0."""
         return 1
@@ -90,6 +95,26 @@ class WorkItem:
     def opens(self, i: Int32) -> Boolean:
         """Return whether the i-th tile of the walk is the item's first."""
         return i == 0
+
+    def follows(self, i: Int32) -> Boolean:
+        """Return whether another tile of the item comes in front of the i-th of the walk, if there is an i-th."""
+        return i > 0
+
+    def shows(self, tile: Int32) -> bool | Boolean:
+        """Return whether the walk comes to the last tile of the item's keys, which is `tile`."""
+        return True
+
+    def accumulated(self, tiles: Int32) -> Boolean:
+        """Return whether anything has been multiplied for rows of the block. tiles: what tiles_of gives for them, all rows of a sequence."""
+        return tiles > 0
+
+    def number(self, i: Int32) -> Int32:
+        """Return 0 for the item's first tile, else a positive number. i: of the tile in the walk."""
+        return i
+
+    def rounds(self, count: Int32) -> Int32:
+        """Return the steps of a role that multiplies for the tile before in each: at least one where an item begins. count: of the walk."""
+        return larger(count, Int32(1))
 
     def closes(self, i: Int32, count: Int32) -> Boolean:
         """Return whether the i-th of `count` tiles of the walk is the item's last."""

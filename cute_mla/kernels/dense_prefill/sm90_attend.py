@@ -48,30 +48,31 @@ class AttendRole:
         if group != 0:
             give_turn(group)
         # fresh: whether the next P V is the first of its item. due: whether O then still is the result of the item before, `owed`
-        use, done, turn, fresh, due = Int32(0), Int32(0), Int32(1), Boolean(True), Boolean(False)
+        use, done, turn = Int32(0), Int32(0), Int32(1)
         more, item = board.take(Int32(0))
+        fresh, due = self.key_mask.kept(Boolean(True)), self.key_mask.kept(Boolean(False))
         before, owed = Rows.of(item), Rows.none()
         while more:
             walk = item.walk(self.geometry.key_tiles(item.keys))
-            rows, count = self.key_mask.rows_of(item, products), walk.count
+            rows, count = self.key_mask.rows_of(item, products, walk), walk.count
             if item.is_empty(count):
                 self.write_empty_rows(operands, item, products)
             for i in cutlass.range(count, unroll=1):
                 walk.advance()
-                rows.load(walk)
+                rows.load()
                 if cutlass.const_expr(self.geometry.wide_output):
-                    self.settle_output(pipes, products, factors, use + i - 2, fresh)
+                    self.settle_output(pipes, products, factors, use + i - 2, Boolean(fresh))
                 if item.opens(i):
                     self.take_queries(operands, tiles, pipes, item, products, done)
                 if cutlass.const_expr(not self.geometry.wide_output):
-                    self.settle_output(pipes, products, factors, use + i - 2, fresh)
+                    self.settle_output(pipes, products, factors, use + i - 2, Boolean(fresh))
                 self.start_scores(pipes, products, use + i)
-                if due:
+                if Boolean(due):
                     give_turn(group)
                     self.finish_rows(operands, owed, products, ended)
                     warpgroup.fence()
-                self.start_output(pipes, products, larger(use + i - 1, Int32(0)), fresh)
-                if not due:
+                self.start_output(pipes, products, larger(use + i - 1, Int32(0)), Boolean(fresh))
+                if not Boolean(due):
                     give_turn(group)
                 warpgroup.wait_group(1)
                 self.free_operands(pipes, group, use + i, done, item.closes(i, count))
@@ -79,8 +80,8 @@ class AttendRole:
                     start_anew(softmax, ended)
                     owed = before
                 factors = self.softmax_step(item, products, softmax, walk.tile(i), rows)
-                fresh = item.opens(i)
-                due = fresh and (done > 0)
+                fresh = self.key_mask.kept(item.opens(i))
+                due = self.key_mask.kept(Boolean(fresh) and (done > 0))
             if count > 0:
                 use, done, before = use + count, item.items_after(done), Rows.of(item)
             if cutlass.const_expr(item.in_parts):
@@ -88,11 +89,11 @@ class AttendRole:
             more, item = board.take(turn)
             turn = turn + 1
         if done > 0:
-            self.settle_output(pipes, products, factors, use - 2, fresh)
-            if due:
+            self.settle_output(pipes, products, factors, use - 2, Boolean(fresh))
+            if Boolean(due):
                 self.finish_rows(operands, owed, products, ended)
             warpgroup.fence()
-            self.start_output(pipes, products, use - 1, fresh)
+            self.start_output(pipes, products, use - 1, Boolean(fresh))
             warpgroup.wait_group(0)
             self.finish_rows(operands, before, products, softmax)
         if group == 0:

@@ -27,6 +27,11 @@ class MaskedPrefillAbi(DensePrefillAbi):
     arguments = MaskedPrefillArguments
 
     @property
+    def in_parts(self) -> bool:
+        """Return whether items come in parts, which a warp of its own finds."""
+        return True
+
+    @property
     def item_words(self) -> int:
         """Return the words of a part of an item on the board."""
         return 1 + len(fields(MaskedItem))
@@ -34,12 +39,12 @@ class MaskedPrefillAbi(DensePrefillAbi):
     def board(self, operands: Operands, sItems: cute.Pointer, pipes: BoardPipes) -> Board:
         """Return the board of a CTA."""
         return MaskedBoard(
-            sItems, pipes, mask=MaskRows(operands.args), tile_keys=self.config.tile_keys(self.arch), item_rows=TILE_ROWS[self.arch.name]
+            sItems, pipes, mask=MaskRows.of(operands.args), tile_keys=self.config.tile_keys(self.arch), item_rows=TILE_ROWS[self.arch.name]
         )
 
     def key_mask(self, operands: Operands) -> EveryKey:
         """Return the caller's mask over the keys."""
-        return self.mask_kind(MaskRows(operands.args))
+        return self.mask_kind(MaskRows.of(operands.args))
 
     def operands(self, args: MaskedPrefillArguments) -> Operands:
         """Return the arguments by meaning."""

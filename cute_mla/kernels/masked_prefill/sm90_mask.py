@@ -11,13 +11,12 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from ..dense_prefill.key_mask import EveryKey
 from ..dense_prefill.operands import TileWalk, WorkItem
 from ..dense_prefill.sm90_attend import block_row
 from ..dense_prefill.sm90_gemm import Products
 from ..primitives.integers import smaller
 from ..primitives.wgmma import ROWS_PER_THREAD, flat, half
-from .operands import MaskRows
+from .operands import KeyMask, MaskRows
 
 TILE_WORDS = 4
 MASK_WORD_BYTES = 4
@@ -27,45 +26,44 @@ FIELD_BITS = 2
 
 
 @dataclass(frozen=True)
-class QuadMask(EveryKey):
+class QuadMask(KeyMask):
     """The mask of a call."""
 
     mask: MaskRows
 
-    def rows_of(self, item: WorkItem, thread: Products) -> QuadRows:
-        """Return the mask of the thread's two rows of an item's block."""
+    def rows_of(self, item: WorkItem, thread: Products, walk: TileWalk) -> QuadRows:
+        """Return the mask of the thread's two rows of an item's block, along a walk."""
         lane = thread.thread % TILE_WORDS
         starts = tuple(self.mask.row(item, block_row(thread, row_half)).toint() for row_half in range(ROWS_PER_THREAD))
-        return QuadRows(lane, self.mask.last_word(item), starts, cute.make_rmem_tensor(cute.make_layout(ROWS_PER_THREAD), Int32))
+        return QuadRows(walk, lane, self.mask.last_word(item), starts, cute.make_rmem_tensor(cute.make_layout(ROWS_PER_THREAD), Int32))
 
 
 @dataclass(frozen=True)
-class QuadRows(EveryKey):
+class QuadRows(KeyMask):
     """The mask of a thread's two rows.
 
     lane: of the quad. last: word with bits. starts: addresses of word 0 of the rows. rWords: the lane's word of each row.
     """
 
+    walk: TileWalk
     lane: Int32
     last: Int32
     starts: tuple[Int64, ...]
     rWords: cute.Tensor
 
-    def load(self, walk: TileWalk) -> None:
+    def load(self) -> None:
         """Start to load the lane's words of the tile that the walk is at."""
-        place = smaller(walk.tile(Int32(0)) * TILE_WORDS + self.lane, self.last)
+        place = smaller(self.walk.tile(Int32(0)) * TILE_WORDS + self.lane, self.last)
         for row_half, start in enumerate(self.starts):
             word = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=MASK_WORD_BYTES) + place
             self.rWords[row_half] = word.load()
 
-    def hide(self, scores: cute.Tensor) -> None:
+    def hide(self, scores: cute.Tensor, first: int = 0) -> None:
         """Set the scores of hidden keys to -inf, by selects, so that NaN vanishes."""
         rS = flat(scores)
         words = [self.own_bits(Uint32(self.rWords[row_half])) for row_half in range(ROWS_PER_THREAD)]
-        for i in range(cute.size(rS)):
-            word, eight = divmod(i >> 2, TILE_WORDS)
-            bit = 1 << (8 * eight + FIELD_BITS * word + (i & 1))
-            rS[i] = cutlass.select_((words[half(i)] & Uint32(bit)) != 0, rS[i], -Float32.inf)
+        for i in sorted(range(cute.size(rS)), key=lambda i: (half(i), own_bit(i))):
+            rS[i] = cutlass.select_((words[half(i)] & Uint32(1 << own_bit(i))) != 0, rS[i], -Float32.inf)
 
     def own_bits(self, word: Uint32) -> Uint32:
         """Return the bits of the lane's scores of a row, from the lane's word of it: bits 8 e + 2 w and the next are those of bytes e of word w.
@@ -83,3 +81,9 @@ class QuadRows(EveryKey):
                 (word & Uint32(low)) | ((received & Uint32(low)) << shift),
             )
         return word
+
+
+def own_bit(register: int) -> int:
+    """Return the bit of a score in its row's word."""
+    word, eight = divmod(register >> 2, TILE_WORDS)
+    return 8 * eight + FIELD_BITS * word + (register & 1)

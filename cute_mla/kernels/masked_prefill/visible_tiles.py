@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import reduce
 from operator import or_
 
@@ -48,6 +48,10 @@ class MaskedBoard(Board):
                 self.post(turn, Boolean(True), self.part(item, visible, first, opening, Int32(not more)))
                 turn, opening = turn + 1, Int32(0)
         return turn
+
+    def nothing(self) -> WorkItem:
+        """Return an item without rows and keys, of one part."""
+        return replace(Board.nothing(self), opening=Int32(1), closing=Int32(1))
 
     def part(self, item: WorkItem, visible: Int32, first: Int32, opening: Int32, closing: Int32) -> MaskedItem:
         """Return a part of an item."""
