@@ -64,7 +64,7 @@ class DensePrefillCase(BaseCase):
         transposed [h_kv, total_k, ..]; "far_tokens", "far_heads": far in this dimension.
     mask: the keys that key_mask shows a row, None: there is no mask. "random": a fourth of the keys, to every fifth row none; "blocks":
         every third of 128 keys, others to the next 128 rows; "single": one key; "edges": the first and last keys of some words; "gaps": every second
-        of 32 tiles of 128 keys, others to the next 128 rows. Bits of
+        of 32 tiles of 128 keys, others to the next 256 rows. Bits of
         keys that a sequence does not have are 1, and so are rows of no sequence. Keys that no row of a sequence sees are NaN.
     mask_layout: "padded": rows an odd number of words apart, from a second word on.
     """
@@ -253,7 +253,7 @@ def shown_keys(mask: Mask, s_q: int, s_k: int, generator: torch.Generator) -> Te
         case "edges":
             return ((key + row) % 64 == 0) | ((key + row) % 64 == 31) | (key == 0)
         case "gaps":
-            return (key // (32 * PREFILL_TILE_KEYS) + row // PREFILL_TILE_KEYS) % 2 == 1
+            return (key // (32 * PREFILL_TILE_KEYS) + row // 256) % 2 == 1
 
 
 def pack_bits(seen: Tensor, words: Tensor) -> None:
