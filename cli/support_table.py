@@ -35,7 +35,9 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
     },
     "sparse_prefill": {"d_qk": dict.fromkeys((576, 512), "sparse prefill, rows of 576 and 512")},
     "dense_prefill": {"d_qk": {d_qk: f"dense prefill, {d_qk} columns of q and k, {d_v} of v" for d_qk, d_v in HEAD_DIMS.items()}},
-    "masked_prefill": {"d_qk": dict.fromkeys(MASKED_HEAD_DIMS, "dense prefill with a mask of keys, 192 or 128 columns of q and k, 128 of v")},
+    "masked_prefill": {
+        "d_qk": dict.fromkeys(MASKED_HEAD_DIMS, "dense prefill with a mask of keys, 192 or 128 columns of q and k, 128 of v")
+    },
     "dense_prefill_dkdv": {"d_qk": dict.fromkeys((192, 128), "dense prefill, backward, 192 or 128 columns of q and k, 128 of v")},
     "mqa_logits": {"paged": dict.fromkeys((False, True), "the indexer's logits, keys in a row and in an index cache")},
     "topk_indices": {"": {None: "`topk_indices`"}},

@@ -28,8 +28,8 @@ from ...spec.dense_prefill_dkdv import TILE_KEYS as DKDV_KEYS
 from ...spec.dense_prefill_dkdv import TILE_QUERIES as DKDV_QUERIES
 from ...spec.dense_prefill_dq import TILE_KEYS as DQ_KEYS
 from ...spec.dense_prefill_dq import TILE_ROWS as DQ_ROWS
-from ...spec.mla import D_LATENT, D_QK, DTYPES, ELEMENT_BYTES, LATENT_DIMS
 from ...spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
+from ...spec.mla import D_LATENT, D_QK, DTYPES, ELEMENT_BYTES, LATENT_DIMS
 from ...spec.sparse_decode import KERNELS
 from ...spec.split_plan import TILE_KEYS
 from ...testing.cases.base import BaseCase, QLayout

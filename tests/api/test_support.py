@@ -130,7 +130,10 @@ ROWS: dict[str, tuple[Any, ...]] = {
 GOOD |= dict.fromkeys(CACHE_OPS, ROWS) | {
     op: {**GOOD["dense_prefill"], "head_dim": (192, 128), "head_dim_v": (128,), "key_mask": (False,)} for op in BACKWARD_OPS
 }
-_FLAGS = ("causal", "fp8_kvcache", "attn_sink", "tree_mask", "window", "key_mask", "extra_cache", "topk_length", "kv_offsets", "cu_seqlens_q")
+_FLAGS = (
+    *("causal", "fp8_kvcache", "attn_sink", "tree_mask", "window", "key_mask"),
+    *("extra_cache", "topk_length", "kv_offsets", "cu_seqlens_q"),
+)
 GOOD |= {
     op: {
         **dict.fromkeys(FEATURES, (None,)),

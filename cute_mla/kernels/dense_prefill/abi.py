@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import cutlass
 from cutlass import cute
@@ -25,7 +26,7 @@ class DensePrefillAbi:
     arch: Arch
 
     op = "dense_prefill"
-    arguments = DensePrefillArguments
+    arguments: ClassVar[type] = DensePrefillArguments
     min_blocks_per_sm = 1  # unless told that there is a CTA a multiprocessor, ptxas ignores setmaxnreg on Blackwell (C7508)
 
     def elements(self) -> dict[str, type[cutlass.Numeric]]:

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from ...spec.dense_prefill import RANKED_ROUNDS, DensePrefillArguments
+from ...spec.dense_prefill import RANKED_ROUNDS
 from ..primitives.integers import clip, larger, smaller
 
 
@@ -105,7 +105,7 @@ class WorkItem:
         return True
 
     def accumulated(self, tiles: Int32) -> Boolean:
-        """Return whether anything has been multiplied for rows of the block. tiles: what tiles_of gives for them, all rows of a sequence."""
+        """Return whether anything has been multiplied for rows of the block that the sequence has. tiles: what tiles_of gives for them."""
         return tiles > 0
 
     def number(self, i: Int32) -> Int32:
@@ -119,6 +119,10 @@ class WorkItem:
     def closes(self, i: Int32, count: Int32) -> Boolean:
         """Return whether the i-th of `count` tiles of the walk is the item's last."""
         return i == count - 1
+
+    def closes_late(self) -> Boolean:
+        """Return whether this part says that the one before it was the item's last with tiles."""
+        return Boolean(False)
 
     def items_after(self, done: Int32) -> Int32:
         """Return the number of items with tiles, up to this one. done: of those before."""
@@ -235,9 +239,9 @@ def span(offsets: cute.Pointer, sequence: Int32, total: Int32) -> tuple[Int32, I
 
 @dataclass(frozen=True)
 class Operands:
-    """The arguments by meaning. Strides in elements, of (token, head)."""
+    """The arguments by meaning. Strides in elements, of (token, head). args: DensePrefillArguments, or those and more."""
 
-    args: DensePrefillArguments
+    args: Any
     items: WorkItems
 
     @property

@@ -82,6 +82,7 @@ class DensePrefillSm100(AttentionKernel):
     """One variant of the kernel."""
 
     threads = THREADS
+    abi: DensePrefillAbi
 
     def __init__(self, abi: DensePrefillAbi) -> None:
         super().__init__(abi, abi.arch)
@@ -117,7 +118,8 @@ class DensePrefillSm100(AttentionKernel):
         board = self.abi.board(operands, tiles.sItems, pipes)
         if warp < OUTPUT_WARP:
             cute.arch.setmaxregister_increase(softmax)
-            SoftmaxRole(self.dtype, self.geometry, self.abi.key_mask(operands)).run(operands, board, tiles, pipes, tmem, warp // GROUP_WARPS)
+            role = SoftmaxRole(self.dtype, self.geometry, self.abi.key_mask(operands))
+            role.run(operands, board, tiles, pipes, tmem, warp // GROUP_WARPS)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_decrease(output)
             OutputRole(self.dtype, self.wide).run(operands, board, tiles, pipes, tmem)

@@ -78,6 +78,7 @@ class DensePrefillSm90(AttentionKernel):
     """One variant of the kernel."""
 
     threads = THREADS
+    abi: DensePrefillAbi
 
     def __init__(self, abi: DensePrefillAbi) -> None:
         super().__init__(abi, abi.arch)

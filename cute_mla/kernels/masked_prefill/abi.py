@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 from cutlass import cute
 
@@ -24,7 +25,7 @@ class MaskedPrefillAbi(DensePrefillAbi):
     mask_kind: Callable[[MaskRows], EveryKey]
 
     op = "masked_prefill"
-    arguments = MaskedPrefillArguments
+    arguments: ClassVar[type] = MaskedPrefillArguments
 
     @property
     def in_parts(self) -> bool:
@@ -46,6 +47,6 @@ class MaskedPrefillAbi(DensePrefillAbi):
         """Return the caller's mask over the keys."""
         return self.mask_kind(MaskRows.of(operands.args))
 
-    def operands(self, args: MaskedPrefillArguments) -> Operands:
+    def operands(self, args: Any) -> Operands:
         """Return the arguments by meaning."""
         return Operands(args, MaskedItems(args, args.causal != 0, TILE_ROWS[self.arch.name], self.config.cluster))

@@ -124,7 +124,7 @@ class MaskedItem(WorkItem):
         return (i == count - 1) & (self.closing != 0)
 
     def closes_late(self) -> Boolean:
-        """Return whether the part says that the one before it was the item's last with tiles."""
+        """Return whether this part says that the one before it was the item's last with tiles."""
         return (self.opening == 0) & (self.visible == 0)
 
     def items_after(self, done: Int32) -> Int32:

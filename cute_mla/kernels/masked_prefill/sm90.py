@@ -1,4 +1,6 @@
-"""Masked dense prefill on Hopper: dense_prefill/sm90.py, whose items come in parts with their visible key tiles, and whose scores are masked.
+"""Masked dense prefill on Hopper: items come in parts, with their visible key tiles, and scores are masked.
+
+The rest is dense_prefill/sm90.py.
 
 Formula, with the mask m of the caller, which all heads share:
 

@@ -1,7 +1,7 @@
 """The caller's mask in the attend role of the SM90 kernel.
 
-A quad has two rows of a tile of 128 keys, four words each. A lane loads one word of each row, while S is multiplied, and the quad transposes
-the words: what a lane gets has the bits of its own 32 scores.
+A quad has two rows of a tile of 128 keys, four words each. A lane loads one word of each row, while S is multiplied. The quad transposes
+the words: what a lane gets has the bits of its own 32 scores of a row.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ class QuadRows(KeyMask):
             rS[i] = cutlass.select_((words[half(i)] & Uint32(1 << own_bit(i))) != 0, rS[i], -Float32.inf)
 
     def own_bits(self, word: Uint32) -> Uint32:
-        """Return the bits of the lane's scores of a row, from the lane's word of it: bits 8 e + 2 w and the next are those of bytes e of word w.
+        """Return the bits of the lane's scores of a row, given the lane's word of it.
 
-        In a word of the mask, they are bits 8 e + 2 l and the next, of lane l.
+        Bits 8 e + 2 w and the next of the result are bits 8 e + 2 l and the next of word w, for lane l: its columns of byte e.
         """
         for step, low in LOW_FIELDS.items():
             shift = Uint32(FIELD_BITS * step)

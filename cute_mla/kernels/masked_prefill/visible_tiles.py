@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from functools import reduce
 from operator import or_
 
-import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.masked_prefill import MASK_WORD_KEYS
@@ -51,11 +50,12 @@ class MaskedBoard(Board):
 
     def nothing(self) -> WorkItem:
         """Return an item without rows and keys, of one part."""
-        return replace(Board.nothing(self), opening=Int32(1), closing=Int32(1))
+        return self.part(WorkItem(*[Int32(0)] * len(fields(WorkItem))), Int32(0), Int32(0), Int32(1), Int32(1))
 
     def part(self, item: WorkItem, visible: Int32, first: Int32, opening: Int32, closing: Int32) -> MaskedItem:
         """Return a part of an item."""
-        return MaskedItem(*(getattr(item, field.name) for field in fields(WorkItem)), visible, first, opening, closing)
+        numbers = [getattr(item, field.name) for field in fields(WorkItem)]
+        return MaskedItem(*[*numbers, visible, first, opening, closing])
 
     @cute.jit
     def visible_tiles(self, item: WorkItem, first: Int32, tiles: Int32) -> Int32:

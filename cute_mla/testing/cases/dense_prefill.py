@@ -62,10 +62,10 @@ class DensePrefillCase(BaseCase):
     neighbours: "nan": keys and values of the second, fourth, .. sequence are NaN, and so are the results of these sequences.
     kv_layout: "padded": rows further apart than their length; "kvpacked": k and v are slices of one tensor; "heads_first":
         transposed [h_kv, total_k, ..]; "far_tokens", "far_heads": far in this dimension.
-    mask: the keys that key_mask shows a row, None: there is no mask. "random": a fourth of the keys, to every fifth row none; "blocks":
-        every third of 128 keys, others to the next 128 rows; "single": one key; "edges": the first and last keys of some words; "gaps": every second
-        of 32 tiles of 128 keys, others to the next 256 rows. Bits of
-        keys that a sequence does not have are 1, and so are rows of no sequence. Keys that no row of a sequence sees are NaN.
+    mask: the keys that key_mask shows a row; None: there is no mask. "random": a fourth of the keys, to every fifth row none; "blocks":
+        every third of 128 keys, others to the next 128 rows; "single": one key; "edges": the first and last keys of some words;
+        "gaps": every second of 32 tiles of 128 keys, others to the next 256 rows. Bits of keys that a sequence does not have are 1, and
+        so are rows of no sequence. Keys that no row of a sequence sees are NaN.
     mask_layout: "padded": rows an odd number of words apart, from a second word on.
     """
 
@@ -228,7 +228,9 @@ def _masks(case: DensePrefillCase, k: Tensor) -> dict[str, Tensor]:
     if case.mask is None:
         return {}
     words = ceil_div(case.max_seqlen_k, MASK_WORD_KEYS)
-    storage = torch.full((case.total_q, words + (3 - words % 2 if case.mask_layout == "padded" else 0)), -1, dtype=torch.int32, device=k.device)
+    storage = torch.full(
+        (case.total_q, words + (3 - words % 2 if case.mask_layout == "padded" else 0)), -1, dtype=torch.int32, device=k.device
+    )
     mask = storage[:, 1 : 1 + words] if case.mask_layout == "padded" else storage
     for sequence, (s_q, s_k) in enumerate(case.lengths):
         rows = slice(case.q_starts[sequence], case.q_starts[sequence] + s_q)
