@@ -27,7 +27,7 @@ def _arguments(case: DensePrefillCase, tensors: DensePrefillTensors, workspace: 
         "out": output_argument(tensors, "out"),
         "lse": output_argument(tensors, "lse"),
         "empty_lse": empty_lse(case),
-        "key_mask": tensors.key_mask,
+        **({} if tensors.key_mask is None else {"key_mask": tensors.key_mask}),
     }
 
 
