@@ -41,6 +41,7 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
     "dense_prefill_dkdv": {"d_qk": dict.fromkeys((192, 128), "dense prefill, backward, 192 or 128 columns of q and k, 128 of v")},
     "mqa_logits": {"paged": dict.fromkeys((False, True), "the indexer's logits, keys in a row and in an index cache")},
     "topk_indices": {"": {None: "`topk_indices`"}},
+    "index_write": {"rows": dict.fromkeys(("keys", "queries"), "the indexer's keys into an index cache, and its queries")},
     "merge_states": {"head_dim": dict.fromkeys((512, 256, 128), "`merge_states`, rows of 512, 256 and 128")},
     **{
         op: {
