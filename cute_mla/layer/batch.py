@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +19,7 @@ from ..ops.arguments import check_integer, is_integer, short_repr
 from ..ops.limits import page_size_error
 from ..ops.split_plan import MlaSchedule
 from ..ops.tensor_spec import check_device, check_dtype, check_shape, record_repr, spec_of
+from .selection import KeyRows, Selection
 
 CHUNK_TOKENS = 8_192  # 128 heads decompressed to 192 and 128 columns of 2 bytes: 671 MB
 
@@ -28,17 +30,24 @@ class DecodeRequests:
 
     block_table: int32 [requests, pages per request]. cache_seqlens: int32 [requests], keys per request, the new keys included; 0: a padding
     request, whose attention is 0. schedule: valid for all layers of this step only.
+    max_keys: no request has more keys; None: as many as the block table holds. Up to index_topk of a model with an indexer, its layers
+    attend to all keys and do without it.
     """
 
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
     s_q: int = 1
     schedule: MlaSchedule = field(default_factory=MlaSchedule)
+    max_keys: int | None = None
 
     @property
     def tokens(self) -> int:
         """Return the new tokens of all requests."""
         return self.cache_seqlens.shape[0] * self.s_q
+
+    def most_keys(self, page_size: int) -> int:
+        """Return a number of keys that no request exceeds."""
+        return self.block_table.shape[1] * page_size if self.max_keys is None else self.max_keys
 
     __repr__ = record_repr
 
@@ -57,6 +66,13 @@ class ContextChunk:
     keys: int
     max_seqlen: int
 
+    def slots(self, page_size: int) -> torch.Tensor:
+        """Return the slots of the keys, int64 [keys]."""
+        numbers = torch.arange(self.cu_seqlens.shape[0] - 1, device=self.cu_seqlens.device)
+        request = numbers.repeat_interleave(self.cu_seqlens.diff(), output_size=self.keys)
+        position = torch.arange(self.keys, device=request.device) + (self.starts - self.cu_seqlens[:-1])[request]
+        return self.block_table[request, position // page_size].long() * page_size + position % page_size
+
     __repr__ = record_repr
 
 
@@ -73,6 +89,30 @@ class PrefillRequests:
     tokens: int
     chunks: tuple[ContextChunk, ...] = ()
 
+    @property
+    def most_keys(self) -> int:
+        """Return a number of keys, cached and new, that no request exceeds."""
+        return self.max_seqlen + sum(chunk.max_seqlen for chunk in self.chunks)
+
+    @cached_property
+    def rows(self) -> KeyRows:
+        """Lay out all keys of the requests in rows, once for all layers of a step."""
+        begins, device = self.cu_seqlens[:-1], self.cu_seqlens.device
+        lengths = self.cu_seqlens.diff()
+        contexts = sum((chunk.cu_seqlens.diff() for chunk in self.chunks), torch.zeros_like(lengths))
+        firsts = sum((chunk.cu_seqlens[:-1] for chunk in self.chunks), begins)
+        number = torch.arange(self.tokens, dtype=torch.int32, device=device)
+        first, begin, context = (
+            of_request.repeat_interleave(lengths, output_size=self.tokens) for of_request in (firsts, begins, contexts)
+        )
+        own = first + context + number - begin
+        chunks = tuple(
+            (firsts + chunk.starts - chunk.cu_seqlens[:-1]).repeat_interleave(chunk.cu_seqlens.diff(), output_size=chunk.keys).long()
+            + torch.arange(chunk.keys, device=device)
+            for chunk in self.chunks
+        )
+        return KeyRows(self.tokens + sum(chunk.keys for chunk in self.chunks), first, own + 1, own.long(), chunks)
+
     __repr__ = record_repr
 
 
@@ -81,13 +121,15 @@ class MlaBatch:
     """The new tokens of a step, those of decode requests first.
 
     positions: int64 or int32 [tokens], position of each token in its sequence. slot_mapping: int64 or int32 [tokens], slot of each token's
-    key in the cache, page * page size + row; -1: the key is not written.
+    key in the cache, page * page size + row; -1: the key is not written. selection: of a model with an indexer, the keys that the last
+    layer chose.
     """
 
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     decode: DecodeRequests | None = None
     prefill: PrefillRequests | None = None
+    selection: Selection = field(default_factory=Selection)
 
     def __post_init__(self) -> None:
         planned = sum(part.tokens for part in (self.decode, self.prefill) if part is not None)
@@ -216,7 +258,8 @@ def _cu_seqlens(counts: Sequence[int], device: torch.device) -> torch.Tensor:
 
 def _decode(lengths: list[tuple[int, int]], block_table: torch.Tensor) -> DecodeRequests:
     keys = torch.tensor([new + context for new, context in lengths], dtype=torch.int32)
-    return DecodeRequests(block_table[: len(lengths)], _to_device(keys, block_table.device), lengths[0][0])
+    most = max(new + context for new, context in lengths)
+    return DecodeRequests(block_table[: len(lengths)], _to_device(keys, block_table.device), lengths[0][0], max_keys=most)
 
 
 def _prefill(lengths: list[tuple[int, int]], block_table: torch.Tensor, chunk_tokens: int) -> PrefillRequests:

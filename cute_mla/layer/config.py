@@ -10,6 +10,7 @@ from typing import Any
 from ..ops.arguments import check_flag, check_integer, is_number, short_repr
 from ..spec.dense_prefill import HEAD_DIMS
 from ..spec.mla import D_LATENT, D_ROPE, LATENT_DIMS
+from .indexer_config import IndexerConfig
 
 _POSITIVE_INTEGERS = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _YARN_TYPES = ("yarn", "deepseek_yarn")
@@ -84,6 +85,7 @@ class MlaConfig:
     max_position_embeddings: longest sequence of the model; positions lie on the device and are not checked against it.
     q_lora_rank: None if one matrix projects queries (DeepSeek-V2-Lite).
     rope_interleave: True if rotary columns 2i and 2i + 1 of a checkpoint are a pair, as in DeepSeek's; False if i and i + 32 are.
+    indexer: that of a model with sparse attention; None: every token attends to all keys.
     """
 
     hidden_size: int
@@ -98,6 +100,7 @@ class MlaConfig:
     rope_scaling: YarnScaling | None = None
     rope_interleave: bool = True
     max_position_embeddings: int = 163_840
+    indexer: IndexerConfig | None = None
 
     def __post_init__(self) -> None:
         self._check_columns()
@@ -108,6 +111,8 @@ class MlaConfig:
         check_flag("rope_interleave", self.rope_interleave)
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, YarnScaling):
             raise ValueError(f"rope_scaling is {short_repr(self.rope_scaling)}; supported: None and YarnScaling")
+        if self.indexer is not None and not isinstance(self.indexer, IndexerConfig):
+            raise ValueError(f"indexer is {short_repr(self.indexer)}; supported: None and IndexerConfig")
         for name in ("rms_norm_eps", "rope_theta"):
             _check_positive(name, getattr(self, name))
 
@@ -152,6 +157,7 @@ class MlaConfig:
             **{name: config[name] for name in required},
             q_lora_rank=config["q_lora_rank"],
             rope_scaling=YarnScaling.from_hugging_face(scaling),
+            indexer=IndexerConfig.from_hugging_face(config),
             **{name: value for name, value in optional.items() if value is not None},
         )
 
