@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from cute_mla.layer import Indexer, IndexerConfig, IndexerWeights, MlaAttention,
 from cute_mla.layer.indexer_config import IndexerType
 from tests.layer.dsa_models import GLM_5_2, V3_2, indexer_checkpoint, short_topk
 from tests.layer.mla_models import GLM_5, GLM_5_3_FLASH, PREFIX, V2_LITE, V3, reduced
+from tests.layer.mla_steps import Sequences
 
 
 def config_of(config: dict[str, Any]) -> IndexerConfig:
@@ -85,6 +87,15 @@ def test_indexers_that_are_not_supported() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             IndexerWeights.from_tensors({}, MlaConfig.from_hugging_face(model))
+
+
+def test_beyond_topk_without_an_indexer_is_refused() -> None:
+    """GLM-5.3-Flash: up to index_topk keys a layer attends to all, and not to more."""
+    sequences = Sequences.drawn({**GLM_5_3_FLASH, "index_topk": 32}, [33])
+    part = replace(sequences, hidden=(sequences.hidden[0][:32],))
+    part.expect(part.step([0], 0), part.expected([0]))
+    with pytest.raises(ValueError, match=r"the layer has no indexer, and batch\.selection is empty"):
+        sequences.step([32], 1)
 
 
 def test_weights_by_name(tmp_path: Path) -> None:
