@@ -21,15 +21,17 @@ from ..api.tracing import is_dynamo_compiling
 from ..cache import write_kv_cache
 from ..ops.arguments import check_flag, needs_grad
 from ..ops.cache_codec import to_e4m3
-from ..spec.mla import MAX_HEADS
+from ..parallel import ContextParallel
+from ..spec.mla import D_QK, MAX_HEADS
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
 from .checks import Given, check_differentiable, check_forms, check_given, check_gradients_of_kernels
 from .choosing import Indexed, Step, choose_rows, choose_slots
 from .config import MlaConfig
+from .context_path import ContextPath
 from .forms import Forms, Sparsity, forms_of
 from .index_keys import write_index_rows
 from .indexer import Indexer
-from .path import MAX_STATES, Cache, DecodeOptions, Packed, attention_path, warn_reference
+from .path import MAX_STATES, AttentionPath, Cache, DecodeOptions, Packed, attention_path, warn_reference
 from .rope import Rotation, frequencies, rotation
 from .weights import MlaWeights
 
@@ -59,8 +61,10 @@ class MlaAttention(torch.nn.Module):
     batch_invariant: True if the bits of a request shall not depend on the other requests of a batch, as far as the layer decides: decode
     calls are batch invariant, and a config with an indexer uses sparse attention for sequences of every length. Products with the weights
     are torch's.
+    context: of a layer whose cached keys are distributed over the ranks of a group, as the batch's plan says (plan_batch, context=). All
+    ranks call the layer with the same hidden states; each has the weights of its own heads, and its own keys in its caches.
 
-    Raises ValueError if the weights hold more than 128 heads.
+    Raises ValueError if the weights hold more than 128 heads, or if the columns of the config do not go with the other arguments.
     """
 
     q_a: torch.Tensor | None
@@ -71,13 +75,24 @@ class MlaAttention(torch.nn.Module):
     kv_b: torch.Tensor
     o: torch.Tensor
 
-    def __init__(self, config: MlaConfig, weights: MlaWeights, indexer: Indexer | None = None, *, batch_invariant: bool = False) -> None:
+    def __init__(
+        self,
+        config: MlaConfig,
+        weights: MlaWeights,
+        indexer: Indexer | None = None,
+        *,
+        batch_invariant: bool = False,
+        context: ContextParallel | None = None,
+    ) -> None:
         super().__init__()
         check_flag("batch_invariant", batch_invariant)
         if indexer is not None and config.indexer is None:
             raise ValueError("an indexer is given, and the config has none; supported: configs with index_topk")
+        if context is not None and config.key_columns != D_QK:
+            raise ValueError(f"a context is given, and keys have {config.key_columns} columns; supported: {D_QK}")
         self.config = config
         self.batch_invariant = batch_invariant
+        self.context = context
         self.heads = weights.heads(config)
         if self.heads > MAX_HEADS:
             raise ValueError(f"the weights hold {self.heads} heads; supported: up to {MAX_HEADS}, shard them over ranks")
@@ -145,9 +160,10 @@ class MlaAttention(torch.nn.Module):
         """
         given = Given(k_cache, index_cache, descale_q, descale_k)
         check_given(self.config, self.kv_a, hidden, batch, given)
-        path = attention_path(hidden.device)
+        path = self._path(hidden.device)
         cache = Cache(hidden.new_empty(0, 1, 1, self.config.key_columns) if k_cache is None else k_cache, descale_k)
-        forms = self._forms(batch, cache)
+        sparsity = Sparsity(self._topk, not cache.is_fp8_656, self.batch_invariant)
+        forms = forms_of(batch, cache.keys.shape[1] * path.world, sparsity)
         check_forms(forms, given, self.indexer is not None)
         if needs_grad(hidden, *self._parameters.values()):
             check_differentiable(batch, forms)
@@ -176,8 +192,14 @@ class MlaAttention(torch.nn.Module):
         out = parts[0] if len(parts) == 1 else torch.cat([q.new_empty(0, self.heads, self.config.v_head_dim), *parts])
         return linear(out.flatten(1), self.o)
 
-    def _forms(self, batch: MlaBatch, cache: Cache) -> Forms:
-        return forms_of(batch, cache.keys.shape[1], Sparsity(self._topk, not cache.is_fp8_656, self.batch_invariant))
+    def _path(self, device: torch.device) -> AttentionPath:
+        """Return the implementation of attention. Raise ValueError for context parallelism without kernels."""
+        path = attention_path(device)
+        if self.context is None:
+            return path
+        if path.name == "reference":
+            raise ValueError(f"the layer has a context, and there are no kernels on {device}; supported: devices with kernels")
+        return ContextPath(self.context)
 
     @property
     def _topk(self) -> int | None:

@@ -37,7 +37,7 @@ def choose_slots(step: Step, requests: DecodeRequests) -> ChosenKeys:
     """Return the keys of decode requests, and leave them to the layers behind this one. ValueError if nobody has chosen."""
     selection, page_size = step.batch.selection, step.cache.keys.shape[1]
     topk, queries, index_cache = _operands(step)
-    if requests.most_keys(page_size) <= topk:
+    if requests.most_keys(page_size * step.path.world) <= topk:
         selection.decode = selection.decode or step.path.every_slot(requests, page_size, topk)
     elif queries is not None and index_cache is not None:
         own = IndexQueries(*(part[: requests.tokens] for part in queries))

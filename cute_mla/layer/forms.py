@@ -45,10 +45,10 @@ def prefill_form(most_keys: int, sparsity: Sparsity) -> Form:
     return "sparse"
 
 
-def forms_of(batch: MlaBatch, page_size: int, sparsity: Sparsity) -> Forms:
-    """Return the forms of attention of a step. page_size: of the cache."""
+def forms_of(batch: MlaBatch, keys_per_column: int, sparsity: Sparsity) -> Forms:
+    """Return the forms of attention of a step. keys_per_column: of a column of the block table, on all ranks."""
     decode, prefill = batch.decode, batch.prefill
     return Forms(
-        decode=None if decode is None else decode_form(decode.most_keys(page_size), sparsity),
+        decode=None if decode is None else decode_form(decode.most_keys(keys_per_column), sparsity),
         prefill=None if prefill is None else prefill_form(prefill.most_keys, sparsity),
     )

@@ -71,6 +71,11 @@ class AttentionPath(Protocol):
         """Return "kernels" or "reference"."""
         ...
 
+    @property
+    def world(self) -> int:
+        """Return the number of ranks over which keys are distributed."""
+        ...
+
     def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, options: DecodeOptions) -> torch.Tensor:
         """Compute causal attention of q [requests, s_q, heads, columns of a key] over the cache: [requests, s_q, heads, latent columns]."""
         ...
@@ -118,6 +123,11 @@ class AttentionPath(Protocol):
 
 class _CachedKeys:
     """Reading of caches that lie on one device."""
+
+    @property
+    def world(self) -> int:
+        """Return 1."""
+        return 1
 
     def every_slot(self, requests: DecodeRequests, page_size: int, topk: int) -> ChosenKeys:
         """Choose as AttentionPath.every_slot."""
