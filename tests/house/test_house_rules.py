@@ -33,12 +33,13 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": {"spec", "manifest", "simulator"},
     **{room: {"spec", "runtime", *TORCH_FACING[:i]} for i, room in enumerate(TORCH_FACING)},
     "engines": {"spec", *TORCH_FACING},
+    "integrations": {"spec", *TORCH_FACING},
 }
 
 # Packages from elsewhere that only some rooms may import.
 OUTSIDE: dict[str, set[str]] = {
     "cutlass": {"kernels", "aot_build"},
-    "torch": {"runtime", "engines", *TORCH_FACING, *ANYTHING},
+    "torch": {"runtime", "engines", "integrations", *TORCH_FACING, *ANYTHING},
     "numpy": {"simulator", "runtime", *TORCH_FACING, *ANYTHING},
     "cuda": {"runtime"},
     "click": {"cli"},
@@ -46,6 +47,7 @@ OUTSIDE: dict[str, set[str]] = {
     "triton": {"profiles"},
     "safetensors": {"layer"},
     **{engine: {"engines"} for engine in ("vllm", "sglang")},
+    "transformers": {"integrations"},
 }
 CUDA_MODULE = "runtime/driver.py"
 
@@ -64,6 +66,8 @@ PUBLIC_API = {
     "indexer_topk_prefill",
     "is_supported",
     "workspace_size",
+    "write_index_cache",
+    "run_keys",  # its eager body
     "write_kv_cache",
 }
 # Those of adapters are their engine's.
@@ -287,6 +291,8 @@ NINE = "a, b, c, d, e, f, g, h, i"
         (layering, "api/x.py", "import cutlass", "api imports cutlass"),
         (layering, "api/x.py", "from vllm import envs", "api imports vllm"),
         (layering, "api/x.py", "from ..engines import vllm", "api imports engines"),
+        (layering, "layer/x.py", "from ..integrations import transformers", "layer imports integrations"),
+        (layering, "layer/x.py", "from transformers import DynamicCache", "layer imports transformers"),
         (layering, "simulator/isa/x.py", "from ...runtime import driver", "simulator imports runtime"),
         (layering, "kernels/combine/x.py", "import torch", "kernels imports torch"),
         (layering, "runtime/current.py", "from cuda.bindings import driver", "runtime imports cuda"),
