@@ -29,7 +29,6 @@ from .choosing import Indexed, Step, choose_rows, choose_slots
 from .config import MlaConfig
 from .context_path import ContextPath
 from .forms import Forms, Sparsity, forms_of
-from .index_keys import write_index_rows
 from .indexer import Indexer
 from .path import MAX_STATES, AttentionPath, Cache, DecodeOptions, Packed, attention_path, warn_reference
 from .rope import Rotation, frequencies, rotation
@@ -208,10 +207,10 @@ class MlaAttention(torch.nn.Module):
 
     def _index(self, indexer: Indexer, inputs: _Inputs, batch: MlaBatch, forms: Forms, index_cache: torch.Tensor | None) -> Indexed:
         """Make the indexer's keys of the new tokens, write them to its cache, and make queries where tokens choose by them."""
-        keys = indexer.keys(inputs.hidden, inputs.rope)
+        keys = indexer.keys(inputs.hidden)
         if index_cache is not None:
-            write_index_rows(keys, index_cache, batch.slot_mapping)
-        return Indexed(keys, indexer.queries(*inputs) if "sparse" in forms else None, index_cache)
+            indexer.write(keys, inputs.rope, index_cache, batch.slot_mapping)
+        return Indexed(indexer, inputs.rope, keys, indexer.queries(*inputs) if "sparse" in forms else None, index_cache)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Apply a function of to(), half() and so on to the parameters. The frequencies follow to their device, and stay in fp32."""

@@ -9,15 +9,18 @@ import torch
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
 from .forms import Forms
 from .index_keys import IndexRows
-from .indexer import IndexQueries
+from .indexer import Indexer, IndexQueries
 from .path import AttentionPath, Cache
+from .rope import Rotation
 from .selection import ChosenKeys, every_row, row_counts
 
 
 class Indexed(NamedTuple):
-    """Results of an indexer for the tokens of a step: keys, and queries if tokens choose by them; and its cache."""
+    """Results of an indexer for the tokens of a step, and its cache. keys: [tokens, 128], projected; queries: if tokens choose by them."""
 
-    keys: IndexRows
+    indexer: Indexer
+    rotation: Rotation
+    keys: torch.Tensor
     queries: IndexQueries | None
     cache: torch.Tensor | None
 
@@ -71,7 +74,8 @@ def _index_rows(step: Step, requests: PrefillRequests) -> IndexRows:
     indexed, rows = step.indexed, requests.rows
     if indexed is None:
         raise ValueError("the layer has no indexer; supported: rows of keys of one")
-    own = IndexRows(*(part[step.batch.tokens - requests.tokens :] for part in indexed.keys))
+    first = step.batch.tokens - requests.tokens
+    own = indexed.indexer.rows(indexed.keys[first:], Rotation(indexed.rotation.cos[first:], indexed.rotation.sin[first:]))
     if not requests.chunks or indexed.cache is None:
         return own
     values, scales = own.values.view(torch.uint8), own.scales

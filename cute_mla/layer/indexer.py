@@ -10,18 +10,22 @@ from typing import NamedTuple
 import torch
 from torch.nn.functional import linear
 
+from ..indexer import prepare_index_queries, write_index_cache
 from ..ops.tensor_spec import record_repr
-from ..spec.mqa_logits import COLUMNS
+from ..spec.index_write import Rope
+from ..spec.mla import ceil_div
+from ..spec.mqa_logits import COLUMNS, ROW_BYTES
 from .config import MlaConfig
-from .index_keys import IndexRows, KeyNorm, index_keys, quantised_rows
+from .index_keys import IndexRows, gather_index_rows
 from .rope import Rotation
 from .weights import copy_contiguous, layer_prefix, load_tensors, read_tensor, read_weight
 
+_PAGE_SIZE = 64  # of keys that are written to be read at once
 _NORM_EPS = 1e-6  # of k_norm, whatever rms_norm_eps says (transformers, modeling_deepseek_v32.py)
 
 
 class IndexQueries(NamedTuple):
-    """Queries of the indexer: e4m3 [tokens, heads, 128], and what their logits are multiplied with, fp32 [tokens, heads]."""
+    """Queries of the indexer: e4m3 [tokens, heads, 128], and the weights of their heads, scales included, fp32 [tokens, heads]."""
 
     q: torch.Tensor
     weights: torch.Tensor
@@ -31,8 +35,8 @@ class IndexQueries(NamedTuple):
 class IndexerWeights:
     """Matrices [out, in] of an indexer; every rank has all of its heads.
 
-    wq_b: [heads * 128, q_lora_rank], wk: [128, hidden], of one dtype. k_norm, k_norm_bias: [128]. weights_proj: [heads, hidden]; it is
-    multiplied in fp32. Columns are in the order of the checkpoint.
+    wq_b: [heads * 128, q_lora_rank], wk: [128, hidden], bf16; fp32 only on the reference path. k_norm, k_norm_bias: [128], weights_proj:
+    [heads, hidden], fp32, as they are used. Columns are in the order of the checkpoint.
     """
 
     wq_b: torch.Tensor
@@ -53,13 +57,13 @@ class IndexerWeights:
         return IndexerWeights(
             wq_b=copy_contiguous(read_weight(tensors, f"{prefix}wq_b", (heads * COLUMNS, q_columns))),
             wk=copy_contiguous(read_weight(tensors, f"{prefix}wk", (COLUMNS, config.hidden_size))),
-            k_norm=copy_contiguous(read_weight(tensors, f"{prefix}k_norm", (COLUMNS,))),
-            k_norm_bias=copy_contiguous(read_tensor(tensors, f"{prefix}k_norm.bias", (COLUMNS,))),
-            weights_proj=copy_contiguous(read_weight(tensors, f"{prefix}weights_proj", (heads, config.hidden_size))),
+            k_norm=copy_contiguous(read_weight(tensors, f"{prefix}k_norm", (COLUMNS,)).float()),
+            k_norm_bias=copy_contiguous(read_tensor(tensors, f"{prefix}k_norm.bias", (COLUMNS,)).float()),
+            weights_proj=copy_contiguous(read_weight(tensors, f"{prefix}weights_proj", (heads, config.hidden_size)).float()),
         )
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> IndexerWeights:
-        """Return the weights on another device, and wq_b and wk in another dtype; the others keep theirs."""
+        """Return the weights on another device, and wq_b and wk in another dtype; the others stay fp32."""
         return IndexerWeights(
             self.wq_b.to(device=device, dtype=dtype),
             self.wk.to(device=device, dtype=dtype),
@@ -103,31 +107,40 @@ class Indexer(torch.nn.Module):
     def __init__(self, config: MlaConfig, weights: IndexerWeights) -> None:
         super().__init__()
         self.heads, _ = supported_indexer(config)
-        self.interleave = config.indexer is not None and config.indexer.rope_interleave
+        interleave = config.indexer is not None and config.indexer.rope_interleave
+        self.rope: Rope = "interleaved" if interleave else "half_split"
         for field in fields(weights):
             self.register_parameter(field.name, torch.nn.Parameter(getattr(weights, field.name), requires_grad=False))
 
     def extra_repr(self) -> str:
         """Return the sizes of the indexer, for repr()."""
-        return f"heads={self.heads}, rope_interleave={self.interleave}"
+        return f"heads={self.heads}, rope={self.rope!r}"
 
     @torch.no_grad()
-    def keys(self, hidden: torch.Tensor, rope: Rotation) -> IndexRows:
-        """Return the keys of tokens: values e4m3 [tokens, 128], scales fp32 [tokens]. hidden: [tokens, hidden_size]."""
-        norm = KeyNorm(self.k_norm, self.k_norm_bias, _NORM_EPS)
-        return index_keys(linear(hidden, self.wk), norm, rope, self.interleave)
+    def keys(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Project keys [tokens, 128], which write() takes. hidden: [tokens, hidden_size]."""
+        return linear(hidden, self.wk)
 
     @torch.no_grad()
-    def queries(self, hidden: torch.Tensor, latent: torch.Tensor, rope: Rotation) -> IndexQueries:
-        """Return the queries of tokens. hidden: [tokens, hidden_size]; latent: [tokens, q_lora_rank], behind q_a_norm.
+    def write(self, keys: torch.Tensor, rotation: Rotation, index_cache: torch.Tensor, slots: torch.Tensor) -> None:
+        """Normalise, rotate and quantise keys, and write them to their slots in an index cache."""
+        norm = self.k_norm.float(), self.k_norm_bias.float()
+        write_index_cache(keys, index_cache, slots, *norm, rotation.cos_sin, rope=self.rope, eps=_NORM_EPS)
 
-        A logit is the sum over heads of weight * relu(<q, key>) * heads ** -0.5 * 128 ** -0.5, and the scales of both; the weights returned
-        hold all factors but the scale of the key.
-        """
-        projected = linear(latent, self.wq_b).float().unflatten(1, (self.heads, COLUMNS))
-        rows = quantised_rows(projected, rope, self.interleave)
-        weights = linear(hidden.float(), self.weights_proj.float()) * (self.heads**-0.5 * COLUMNS**-0.5)
-        return IndexQueries(rows.values, weights * rows.scales)
+    def rows(self, keys: torch.Tensor, rotation: Rotation) -> IndexRows:
+        """Return keys as an index cache would hold them, for all of these tokens."""
+        pages = ceil_div(keys.shape[0], _PAGE_SIZE)
+        scratch = keys.new_empty((max(pages, 1), _PAGE_SIZE, 1, ROW_BYTES), dtype=torch.uint8)
+        slots = torch.arange(keys.shape[0], device=keys.device)
+        self.write(keys, rotation, scratch, slots)
+        return gather_index_rows(scratch, slots)
+
+    @torch.no_grad()
+    def queries(self, hidden: torch.Tensor, latent: torch.Tensor, rotation: Rotation) -> IndexQueries:
+        """Return the queries of tokens. hidden: [tokens, hidden_size]; latent: [tokens, q_lora_rank], behind q_a_norm."""
+        projected = linear(latent, self.wq_b).unflatten(1, (self.heads, COLUMNS))
+        weights = linear(hidden.float(), self.weights_proj.float())
+        return IndexQueries(*prepare_index_queries(projected, weights, rotation.cos_sin, rope=self.rope))
 
 
 def supported_indexer(config: MlaConfig) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Rotary position embedding over pairs of columns, with YaRN."""
+"""Rotary position embedding over pairs of neighbouring columns, with YaRN."""
 
 from __future__ import annotations
 
@@ -20,18 +20,19 @@ class Rotation(NamedTuple):
     sin: torch.Tensor
     query_scale: torch.Tensor | None = None
 
-    def apply(self, columns: torch.Tensor, interleave: bool = True) -> torch.Tensor:
-        """Rotate rotary columns [tokens, .., 64 or 0]; rounded once, to their dtype.
+    @property
+    def cos_sin(self) -> torch.Tensor:
+        """Return cosines, then sines: fp32 [tokens, 2 * pairs]."""
+        return torch.cat((self.cos, self.sin), dim=1)
 
-        interleave: True if columns 2i and 2i + 1 are a pair, False if i and i + 32 are.
-        """
+    def apply(self, columns: torch.Tensor) -> torch.Tensor:
+        """Rotate rotary columns [tokens, .., 64 or 0], whose columns 2i and 2i + 1 are a pair; rounded once, to their dtype."""
         if not columns.shape[-1]:
             return columns
         by_token = (*self.cos.shape[:1], *[1] * (columns.dim() - 2), *self.cos.shape[1:])
         cos, sin = self.cos.view(by_token), self.sin.view(by_token)
-        pairs, within = ((-1, 2), -1) if interleave else ((2, -1), -2)
-        first, second = columns.float().unflatten(-1, pairs).unbind(within)
-        return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=within).flatten(-2).to(columns.dtype)
+        even, odd = columns.float().unflatten(-1, (-1, 2)).unbind(-1)
+        return torch.stack((even * cos - odd * sin, odd * cos + even * sin), dim=-1).flatten(-2).to(columns.dtype)
 
 
 def frequencies(config: MlaConfig) -> torch.Tensor:

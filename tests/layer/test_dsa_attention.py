@@ -62,6 +62,13 @@ def test_decode_and_prefill_in_one_batch(model: str, chunk_tokens: int) -> None:
     sequences.own.expect(out, sequences.expected(contexts))
 
 
+def test_requests_without_new_tokens() -> None:
+    sequences = SparseSequences.drawn(V3_2, [40, 65])
+    sequences.step([0, 0], 0)
+    out, _ = sequences.step([40, 65], 0)
+    assert out.shape == (0, 96)
+
+
 def test_a_sequence_in_steps_is_the_sequence() -> None:
     whole = SparseSequences.drawn(V3_2, [75])
     expected = whole.expected([0])

@@ -112,6 +112,7 @@ def test_weights_by_name(tmp_path: Path) -> None:
     assert torch.equal(weights.wk, (codes.float() * 0.5).bfloat16())
     assert torch.equal(weights.wq_b, tensors[f"{PREFIX}indexer.wq_b.weight"].bfloat16())
     for field, stored in (("k_norm", "k_norm.weight"), ("k_norm_bias", "k_norm.bias"), ("weights_proj", "weights_proj.weight")):
+        assert getattr(weights, field).dtype == torch.float32
         assert torch.equal(getattr(weights, field), tensors[f"{PREFIX}indexer.{stored}"])
     assert load_indexer_weights(tmp_path, 1, config) is None
     assert load_indexer_weights(tmp_path, 0, MlaConfig.from_hugging_face(reduced(V3))) is None
@@ -137,7 +138,7 @@ def test_the_indexer_is_part_of_the_layer() -> None:
     assert {name for name in layer.state_dict() if name.startswith("indexer.")} == {
         f"indexer.{name}" for name in ("wq_b", "wk", "k_norm", "k_norm_bias", "weights_proj")
     }
-    assert repr(indexer) == "Indexer(heads=4, rope_interleave=True)"
+    assert repr(indexer) == "Indexer(heads=4, rope='interleaved')"
     dense = MlaConfig.from_hugging_face(reduced({key: value for key, value in GLM_5.items() if key != "index_topk"}))
     with pytest.raises(ValueError, match="an indexer is given, and the config has none; supported: configs with index_topk"):
         MlaAttention(dense, layer.weights, indexer)

@@ -20,7 +20,14 @@ ROUNDING = {"latent": TOLERANCE[torch.bfloat16], "fp8_656": 0.05}  # of keys of 
 SMS = 2
 
 
-@pytest.mark.parametrize(("model", "cache"), [(V3_2, "latent"), (V3_2, "fp8_656"), (GLM_5, "latent")], ids=["v3_2", "v3_2_fp8", "glm_5"])
+@pytest.mark.parametrize(
+    ("model", "cache"),
+    [
+        pytest.param(V3_2, "latent", id="v3_2"),
+        pytest.param(V3_2, "fp8_656", id="v3_2_fp8", marks=pytest.mark.slow),
+        pytest.param(GLM_5, "latent", id="glm_5", marks=pytest.mark.slow),
+    ],
+)
 def test_a_mixed_batch_by_the_kernels(model: dict[str, Any], cache: str, arch: Arch) -> None:
     """Both kinds of sparse attention in one step: against the reference over the chosen keys, and the layer's own reference path."""
     sequences = SparseSequences.drawn(model, ENDS, torch.bfloat16, cache)
