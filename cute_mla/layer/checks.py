@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import torch
@@ -38,8 +39,8 @@ def check_given(config: MlaConfig, weight: torch.Tensor, hidden: torch.Tensor, b
         _check_without_cache(batch, given)
     else:
         _check_cache(config, weights, given.k_cache)
-    if given.descale_q is not None and (given.k_cache is None or given.k_cache.dtype != torch.float8_e4m3fn):
-        raise ValueError("descale_q is given, and k_cache is not e4m3; supported: e4m3 queries over an e4m3 cache of 576 columns")
+    if given.descale_q is not None:
+        _check_query_scale(weights, given.descale_q, given.k_cache)
     if given.index_cache is not None:
         _check_index_cache(config, weights, given.index_cache, given.k_cache)
     for name in ("positions", "slot_mapping"):
@@ -105,6 +106,16 @@ def _check_cache(config: MlaConfig, weights: TensorSpec, k_cache: torch.Tensor) 
     if problem is not None:
         raise ValueError(f"k_cache has shape {list(cache.shape)}: {problem}")
     _check_place("k_cache", cache, weights)
+
+
+def _check_query_scale(weights: TensorSpec, descale_q: torch.Tensor, k_cache: torch.Tensor | None) -> None:
+    if k_cache is None or k_cache.dtype != torch.float8_e4m3fn:
+        raise ValueError("descale_q is given, and k_cache is not e4m3; supported: e4m3 queries over an e4m3 cache of 576 columns")
+    scale = spec_of("descale_q", descale_q)
+    if math.prod(scale.shape) != 1:
+        raise ValueError(f"descale_q has shape {list(scale.shape)}; supported: one element, for all heads and requests")
+    check_dtype("descale_q", scale, torch.float32)
+    _check_place("descale_q", scale, weights)
 
 
 def _check_index_cache(config: MlaConfig, weights: TensorSpec, index_cache: torch.Tensor, k_cache: torch.Tensor | None) -> None:
