@@ -127,7 +127,7 @@ def positions(batch: MlaBatch, block_table: Tensor) -> list[Tensor]:
     if batch.prefill is None or batch.selection.prefill is None:
         raise SystemExit("nobody has chosen")
     rows = batch.selection.prefill.indices.cpu()[:, 0]
-    return [own[own >= 0].long() - first for own, first in zip(rows, batch.prefill.rows.first.cpu(), strict=True)]
+    return [own[own >= 0].long() - first for own, first in zip(rows, batch.prefill.rows().first.cpu(), strict=True)]
 
 
 def naive_attention(states: Tensor, weights: dict[str, Tensor], seen: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from ..parallel import ContextParallel
 from ..spec.mla import D_QK, MAX_HEADS
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
 from .checks import Given, check_differentiable, check_forms, check_given, check_gradients_of_kernels
-from .choosing import Indexed, Step, choose_rows, choose_slots
+from .choosing import Indexed, Step, choose_rows, choose_slots, rows_of
 from .config import MlaConfig
 from .context_path import ContextPath
 from .forms import Forms, Sparsity, forms_of
@@ -269,7 +269,7 @@ class MlaAttention(torch.nn.Module):
 
     def _sparse_prefill(self, step: Step, q: torch.Tensor, own: _Keys, requests: PrefillRequests) -> torch.Tensor:
         """Attend in the absorbed form, over the rows that tokens choose: [tokens, heads, v_head_dim]."""
-        rows = requests.rows
+        rows = rows_of(step, requests)
         kv = torch.cat(own, dim=1)
         if requests.chunks:
             kv = kv.new_empty(rows.total, kv.shape[1]).index_copy_(0, rows.own, kv)

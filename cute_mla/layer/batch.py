@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
@@ -101,9 +100,8 @@ class PrefillRequests:
         """Return a number of keys, cached and new, that no request exceeds."""
         return self.max_seqlen + sum(chunk.max_seqlen for chunk in self.chunks)
 
-    @cached_property
     def rows(self) -> KeyRows:
-        """Lay out all keys of the requests in rows, once for all layers of a step."""
+        """Lay out all keys of the requests in rows."""
         begins, device = self.cu_seqlens[:-1], self.cu_seqlens.device
         lengths = self.cu_seqlens.diff()
         contexts = sum((chunk.cu_seqlens.diff() for chunk in self.chunks), torch.zeros_like(lengths))

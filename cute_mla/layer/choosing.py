@@ -12,7 +12,7 @@ from .index_keys import IndexRows
 from .indexer import Indexer, IndexQueries
 from .path import AttentionPath, Cache
 from .rope import Rotation
-from .selection import ChosenKeys, every_row, row_counts
+from .selection import ChosenKeys, KeyRows, every_row, row_counts
 
 
 class Indexed(NamedTuple):
@@ -50,7 +50,7 @@ def choose_slots(step: Step, requests: DecodeRequests) -> ChosenKeys:
 
 def choose_rows(step: Step, requests: PrefillRequests) -> ChosenKeys:
     """Return the keys of prefill requests, and leave them to the layers behind this one. ValueError if nobody has chosen."""
-    selection, rows = step.batch.selection, requests.rows
+    selection, rows = step.batch.selection, rows_of(step, requests)
     topk, queries, _ = _operands(step)
     if requests.most_keys <= topk:
         selection.prefill = selection.prefill or every_row(rows, topk)
@@ -62,6 +62,14 @@ def choose_rows(step: Step, requests: PrefillRequests) -> ChosenKeys:
     return _chosen(selection.prefill)
 
 
+def rows_of(step: Step, requests: PrefillRequests) -> KeyRows:
+    """Return the rows of all keys of prefill requests, which are laid out once for all layers of a step."""
+    rows = step.batch.selection.rows
+    if rows is None:
+        rows = step.batch.selection.rows = requests.rows()
+    return rows
+
+
 def _operands(step: Step) -> tuple[int, IndexQueries | None, torch.Tensor | None]:
     """Return topk, and the queries and the cache of the layer's indexer, None without one."""
     if step.topk is None:
@@ -71,7 +79,7 @@ def _operands(step: Step) -> tuple[int, IndexQueries | None, torch.Tensor | None
 
 def _index_rows(step: Step, requests: PrefillRequests) -> IndexRows:
     """Return the indexer's keys of prefill requests, cached and new, in the order of KeyRows."""
-    indexed, rows = step.indexed, requests.rows
+    indexed, rows = step.indexed, rows_of(step, requests)
     if indexed is None:
         raise ValueError("the layer has no indexer; supported: rows of keys of one")
     first = step.batch.tokens - requests.tokens

@@ -27,14 +27,16 @@ class ChosenKeys(NamedTuple):
 class Selection:
     """Keys that the last layer with an indexer chose for the tokens of a step; layers without one attend to the same.
 
-    decode, prefill: of the requests of each kind, None until a layer has chosen. schedule: of sparse decode, for all layers of the step. A
-    model whose first layers run elsewhere, and end with a layer whose keys are shared, sets decode and prefill itself.
+    decode, prefill: of the requests of each kind, None until a layer has chosen. schedule: of sparse decode, and rows: of prefill requests,
+    both for all layers of the step. A model whose first layers run elsewhere, and end with a layer whose keys are shared, sets decode and
+    prefill itself.
     """
 
     def __init__(self) -> None:
         self.decode: ChosenKeys | None = None
         self.prefill: ChosenKeys | None = None
         self.schedule = MlaSchedule()
+        self.rows: KeyRows | None = None
 
     def __repr__(self) -> str:
         made = [name for name in ("decode", "prefill") if getattr(self, name) is not None]

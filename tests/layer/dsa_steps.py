@@ -72,7 +72,7 @@ class SparseSequences:
         if batch.prefill is not None:
             assert batch.selection.prefill is not None
             tokens = [own for (own,) in _valid(batch.selection.prefill)]
-            found += [own.long() - first for own, first in zip(tokens, batch.prefill.rows.first, strict=True)]
+            found += [own.long() - first for own, first in zip(tokens, batch.prefill.rows().first, strict=True)]
         return found
 
     def expected(self, contexts: Sequence[int]) -> Tensor:
