@@ -7,7 +7,7 @@ between dense and sparse attention, and selection holds the keys chosen, for all
 
 from .attention import MlaAttention
 from .batch import ContextChunk, DecodeRequests, MlaBatch, PrefillRequests, plan_batch, plan_sequences
-from .config import MlaConfig, YarnScaling
+from .config import Llama3Scaling, MlaConfig, YarnScaling
 from .indexer import Indexer, IndexerWeights, load_indexer_weights
 from .indexer_config import IndexerConfig
 from .selection import ChosenKeys, Selection
@@ -20,6 +20,7 @@ __all__ = [
     "Indexer",
     "IndexerConfig",
     "IndexerWeights",
+    "Llama3Scaling",
     "MlaAttention",
     "MlaBatch",
     "MlaConfig",

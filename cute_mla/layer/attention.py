@@ -73,6 +73,9 @@ class MlaAttention(torch.nn.Module):
     kv_a_norm: torch.Tensor
     kv_b: torch.Tensor
     o: torch.Tensor
+    q_a_bias: torch.Tensor | None
+    kv_a_bias: torch.Tensor | None
+    o_bias: torch.Tensor | None
 
     def __init__(
         self,
@@ -109,7 +112,7 @@ class MlaAttention(torch.nn.Module):
     @property
     def weights(self) -> MlaWeights:
         """Return the parameters."""
-        return MlaWeights(self.q_a, self.q_a_norm, self.q_b, self.kv_a, self.kv_a_norm, self.kv_b, self.o)
+        return MlaWeights(**{field.name: getattr(self, field.name) for field in fields(MlaWeights)})
 
     def extra_repr(self) -> str:
         """Return the sizes of the layer, for repr()."""
@@ -189,7 +192,7 @@ class MlaAttention(torch.nn.Module):
             attend = self._sparse_prefill if forms.prefill == "sparse" else self._prefill
             parts.append(attend(step, q[decoded:], own, batch.prefill))
         out = parts[0] if len(parts) == 1 else torch.cat([q.new_empty(0, self.heads, self.config.v_head_dim), *parts])
-        return linear(out.flatten(1), self.o)
+        return linear(out.flatten(1), self.o, self.o_bias)
 
     def _path(self, device: torch.device) -> AttentionPath:
         """Return the implementation of attention. Raise ValueError for context parallelism without kernels."""
@@ -230,7 +233,7 @@ class MlaAttention(torch.nn.Module):
         """Return what queries are projected from: [tokens, q_lora_rank], normalised, or the hidden states without q_lora_rank."""
         if self.q_a is None or self.q_a_norm is None:
             return hidden
-        return self._normalise(linear(hidden, self.q_a), self.q_a_norm)
+        return self._normalise(linear(hidden, self.q_a, self.q_a_bias), self.q_a_norm)
 
     def _queries(self, latent: torch.Tensor, rope: Rotation) -> torch.Tensor:
         """Project queries [tokens, heads, columns], rotary embedding applied."""
@@ -247,7 +250,7 @@ class MlaAttention(torch.nn.Module):
         return q
 
     def _new_keys(self, hidden: torch.Tensor, rope: Rotation) -> _Keys:
-        latent, rotary = linear(hidden, self.kv_a).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
+        latent, rotary = linear(hidden, self.kv_a, self.kv_a_bias).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
         return _Keys(self._normalise(latent, self.kv_a_norm), rope.apply(rotary))
 
     def _normalise(self, columns: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

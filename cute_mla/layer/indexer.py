@@ -18,7 +18,7 @@ from ..spec.mqa_logits import COLUMNS, ROW_BYTES
 from .config import MlaConfig
 from .index_keys import IndexRows, gather_index_rows
 from .rope import Rotation
-from .weights import copy_contiguous, layer_prefix, load_tensors, read_tensor, read_weight
+from .weights import copy_contiguous, layer_prefix, load_tensors, read_weight
 
 _PAGE_SIZE = 64  # of keys that are written to be read at once
 _NORM_EPS = 1e-6  # of k_norm, whatever rms_norm_eps says (transformers, modeling_deepseek_v32.py)
@@ -58,7 +58,7 @@ class IndexerWeights:
             wq_b=copy_contiguous(read_weight(tensors, f"{prefix}wq_b", (heads * COLUMNS, q_columns))),
             wk=copy_contiguous(read_weight(tensors, f"{prefix}wk", (COLUMNS, config.hidden_size))),
             k_norm=copy_contiguous(read_weight(tensors, f"{prefix}k_norm", (COLUMNS,)).float()),
-            k_norm_bias=copy_contiguous(read_tensor(tensors, f"{prefix}k_norm.bias", (COLUMNS,)).float()),
+            k_norm_bias=copy_contiguous(read_weight(tensors, f"{prefix}k_norm.bias", (COLUMNS,)).float()),
             weights_proj=copy_contiguous(read_weight(tensors, f"{prefix}weights_proj", (heads, config.hidden_size)).float()),
         )
 
