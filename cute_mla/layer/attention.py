@@ -189,7 +189,7 @@ class MlaAttention(torch.nn.Module):
             parts.append(self._decode(step, q[:decoded], batch.decode, descale_q))
         if batch.prefill is not None:
             own = _Keys(*(columns[decoded:] for columns in keys))
-            attend = self._sparse_prefill if forms.prefill == "sparse" else self._prefill
+            attend = self._prefill if forms.prefill == "dense" else self._sparse_prefill
             parts.append(attend(step, q[decoded:], own, batch.prefill))
         out = parts[0] if len(parts) == 1 else torch.cat([q.new_empty(0, self.heads, self.config.v_head_dim), *parts])
         return linear(out.flatten(1), self.o, self.o_bias)
@@ -213,7 +213,7 @@ class MlaAttention(torch.nn.Module):
         keys = indexer.keys(inputs.hidden)
         if index_cache is not None:
             indexer.write(keys, inputs.rope, index_cache, batch.slot_mapping)
-        return Indexed(indexer, inputs.rope, keys, indexer.queries(*inputs) if "sparse" in forms else None, index_cache)
+        return Indexed(indexer, inputs.rope, keys, indexer.queries(*inputs) if "chosen" in forms else None, index_cache)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Apply a function of to(), half() and so on to the parameters. The frequencies follow to their device, and stay in fp32."""
@@ -261,13 +261,13 @@ class MlaAttention(torch.nn.Module):
         """Attend in the absorbed form: [tokens, heads, v_head_dim]."""
         by_request = self._absorb(q).unflatten(0, (requests.cache_seqlens.shape[0], requests.s_q))
         options = DecodeOptions(self.config.softmax_scale, q.dtype, descale_q, self.batch_invariant)
-        if step.forms.decode == "sparse":
-            chosen, schedule = choose_slots(step, requests), step.batch.selection.schedule
-            out = step.path.sparse_decode(by_request, step.cache, chosen, schedule, options)
-        else:
+        if step.forms.decode == "dense":
             if descale_q is not None:
                 by_request = to_e4m3(by_request.float() / descale_q).view(torch.float8_e4m3fn)
             out = step.path.decode(by_request, step.cache, requests, options)
+        else:
+            chosen, schedule = choose_slots(step, requests), step.batch.selection.schedule
+            out = step.path.sparse_decode(by_request, step.cache, chosen, schedule, options)
         return self._expand(out.flatten(0, 1))
 
     def _sparse_prefill(self, step: Step, q: torch.Tensor, own: _Keys, requests: PrefillRequests) -> torch.Tensor:

@@ -40,7 +40,7 @@ def choose_slots(step: Step, requests: DecodeRequests) -> ChosenKeys:
     """Return the keys of decode requests, and leave them to the layers behind this one. ValueError if nobody has chosen."""
     selection, page_size = step.batch.selection, step.cache.keys.shape[1]
     topk, queries, index_cache = _operands(step)
-    if requests.most_keys(page_size * step.path.world) <= topk:
+    if step.forms.decode == "all":
         selection.decode = selection.decode or step.path.every_slot(requests, page_size, topk)
     elif queries is not None and index_cache is not None:
         own = IndexQueries(*(part[: requests.tokens] for part in queries))
@@ -52,7 +52,7 @@ def choose_rows(step: Step, requests: PrefillRequests) -> ChosenKeys:
     """Return the keys of prefill requests, and leave them to the layers behind this one. ValueError if nobody has chosen."""
     selection, rows = step.batch.selection, rows_of(step, requests)
     topk, queries, _ = _operands(step)
-    if requests.most_keys <= topk:
+    if step.forms.prefill == "all":
         selection.prefill = selection.prefill or every_row(rows, topk)
     elif queries is not None:
         own = IndexQueries(*(part[step.batch.tokens - requests.tokens :] for part in queries))

@@ -6,7 +6,8 @@ from typing import Literal, NamedTuple
 
 from .batch import MlaBatch
 
-Form = Literal["dense", "sparse"]
+# Dense attention; the kernels of sparse attention, over all keys of a token or over those chosen by an indexer.
+Form = Literal["dense", "all", "chosen"]
 
 
 class Forms(NamedTuple):
@@ -29,20 +30,21 @@ class Sparsity(NamedTuple):
 
 
 def decode_form(most_keys: int, sparsity: Sparsity) -> Form:
-    """Return "sparse" if some token has to choose among its keys, or if only sparse decode reads the cache.
-
-    most_keys: no request has more.
-    """
+    """Return the form for decode requests, none of which has more than so many keys."""
     if sparsity.topk is None:
         return "dense"
-    return "dense" if most_keys <= sparsity.topk and sparsity.dense_cache and not sparsity.batch_invariant else "sparse"
+    if most_keys > sparsity.topk:
+        return "chosen"
+    return "dense" if sparsity.dense_cache and not sparsity.batch_invariant else "all"
 
 
 def prefill_form(most_keys: int, sparsity: Sparsity) -> Form:
-    """Return "sparse" if some token has to choose among its keys. most_keys: no request has more, cached and new."""
-    if sparsity.topk is None or (most_keys <= sparsity.topk and not sparsity.batch_invariant):
+    """Return the form for prefill requests, none of which has more than so many keys, cached and new."""
+    if sparsity.topk is None:
         return "dense"
-    return "sparse"
+    if most_keys > sparsity.topk:
+        return "chosen"
+    return "all" if sparsity.batch_invariant else "dense"
 
 
 def forms_of(batch: MlaBatch, keys_per_column: int, sparsity: Sparsity) -> Forms:

@@ -138,7 +138,7 @@ def test_without_caches() -> None:
     hidden, batch = torch.cat(sequences.own.hidden), plan_sequences([TOPK, 40], "cpu")
     layer = sequences.layer()
     torch.testing.assert_close(layer(hidden, None, batch), sequences.expected([0, 0]), rtol=0, atol=1e-4)
-    with pytest.raises(ValueError, match="requires grad, and the batch has tokens that choose their keys"):
+    with pytest.raises(ValueError, match="requires grad, and the batch has sparse attention"):
         layer(hidden.requires_grad_(), None, batch)
     short = layer(hidden[:TOPK], None, plan_sequences([TOPK], "cpu"))
     short.sum().backward()
@@ -201,7 +201,7 @@ def test_slots_of_minus_one_are_not_written() -> None:
         ({"index_cache": None}, "index_cache is None, and tokens choose their keys; supported: a cache of the indexer's keys"),
         ({"index_cache": torch.zeros(3, 64, 1, 132)}, r"index_cache has dtype torch\.float32; supported: torch\.uint8"),
         ({"index_cache": torch.zeros(9, 64, 1, 132, dtype=torch.uint8)}, r"index_cache has shape \[9, 64, 1, 132\]; supported with this k"),
-        ({"k_cache": torch.zeros(3, 64, 1, 576).to(torch.float8_e4m3fn)}, "k_cache is e4m3 with one scale, and tokens choose"),
+        ({"k_cache": torch.zeros(3, 64, 1, 576).to(torch.float8_e4m3fn)}, "k_cache is e4m3 with one scale, and attention is sparse"),
         ({"descale_q": torch.ones(1)}, "descale_q is given, and k_cache is not e4m3; supported"),
     ],
 )
