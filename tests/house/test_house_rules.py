@@ -66,6 +66,8 @@ PUBLIC_API = {
     "indexer_topk_prefill",
     "is_supported",
     "workspace_size",
+    "write_index_cache",
+    "run_keys",  # its eager body
     "write_kv_cache",
 }
 # Those of adapters are their engine's.
