@@ -501,7 +501,7 @@ def gather_kv_cache(*args: Any, out: Tensor | None, **options: Any) -> Tensor:
 
 def write_index_cache(*args: Tensor | None, **options: Any) -> None:
     """Trace indexer.write_index_cache."""
-    torch.ops.cute_mla.write_index_cache(*args, **options)
+    _ops.write_index_cache(*args, **options)
 
 
 def prepare_index_queries(given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor]:

@@ -90,6 +90,16 @@ def test_imports_are_relative_and_lead_into_the_folder(build: Path) -> None:
                     assert any(each.is_file() for each in found), f"{path}: {ast.unparse(node)}"
 
 
+def test_no_module_names_the_namespace_of_the_ops(build: Path) -> None:
+    """torch.ops.cute_mla and cute_mla::op are there in no process that has the kernel alone."""
+    for path in build.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute):
+                assert node.attr != "cute_mla", f"{path}:{node.lineno}"
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                assert "cute_mla::" not in node.value, f"{path}:{node.lineno}"
+
+
 def test_a_process_without_cute_mla_and_cuda_python(build: Path) -> None:
     command = [sys.executable, "-m", "tests.aot_build.hub_session", str(build), "sm100"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=300)

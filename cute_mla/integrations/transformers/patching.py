@@ -99,7 +99,9 @@ def _check_rotation(rotary: Any, config: MlaConfig) -> None:
     rounding = max(torch.finfo(given.dtype).eps, 1e-4)
     same = given.shape == expected.shape and torch.allclose(given.float().cpu(), expected, rtol=rounding, atol=0)
     if not same or abs(rotary.attention_scaling / scale - 1) > 1e-6:
-        raise ValueError(f"rope_parameters are {rotary.config.rope_parameters}; supported: no scaling or YaRN, over {len(expected)} pairs")
+        raise ValueError(
+            f"rope_parameters are {rotary.config.rope_parameters}; supported: no scaling, YaRN or llama3, over {len(expected)} pairs"
+        )
 
 
 def _layer_of(module: Any, config: MlaConfig) -> MlaAttention:

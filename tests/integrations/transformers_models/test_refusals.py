@@ -57,8 +57,8 @@ def quantise(model: PreTrainedModel) -> None:
     ("change", "message"),
     [
         (rescale, r"the scale of the softmax is 0\.\d+; supported with this configuration: 0\.\d+"),
-        (rotate_faster, r"rope_parameters are \{.*\}; supported: no scaling or YaRN, over 32 pairs"),
-        (scale_rotary, r"rope_parameters are \{.*\}; supported: no scaling or YaRN, over 32 pairs"),
+        (rotate_faster, r"rope_parameters are \{.*\}; supported: no scaling, YaRN or llama3, over 32 pairs"),
+        (scale_rotary, r"rope_parameters are \{.*\}; supported: no scaling, YaRN or llama3, over 32 pairs"),
         (add_other_attention, r"latent attention of class OtherLatentAttention; supported: DeepseekV2Attention, .*KimiLinearAttention"),
         (forget_weights, r"the weights are on meta; supported: a model with its weights loaded"),
         (quantise, r"o_proj\.weight has shape \[8, 8\]; supported with this config: \[64, 256\]"),
@@ -79,7 +79,6 @@ def test_a_model_that_is_not_replaced_is_left_as_it_was(change: Callable[[PreTra
     [
         ({"kv_lora_rank": 256, "qk_rope_head_dim": 32}, r"kv_lora_rank is 256 with qk_rope_head_dim 32; supported: 512 with 64"),
         ({"v_head_dim": 64}, r"qk_nope_head_dim is 128 with v_head_dim 64; supported"),
-        ({"attention_bias": True}, r"attention_bias is True; supported: False"),
         ({"num_attention_heads": 129, "num_key_value_heads": 129}, r"the weights hold 129 heads; supported: up to 128"),
         ({"rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}, r"of type 'linear'; supported: yarn"),
     ],
