@@ -7,12 +7,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+_DAMPING = 1e-6  # of the mean of the diagonals of Gram matrices
+
 
 class Factors(NamedTuple):
     """Low-rank factors, fp64: keys are about up_k @ down, values about up_v @ down.
 
     down: [rank, inputs]; up_k, up_v: [KV heads * head_dim, rank]
-    loss: share of the energy that the rank drops, 0 to 1
+    loss: share of the energy that the rank drops, 0 to 1, as the method counts it
     """
 
     down: Tensor
@@ -21,15 +23,42 @@ class Factors(NamedTuple):
     loss: float
 
 
-def balanced(k: Tensor, v: Tensor, metric: Tensor, rank: int) -> Factors:
+class Importance(NamedTuple):
+    """Upper triangular matrices R of the KV heads, fp64 [KV heads, head_dim, head_dim]: |R e| is the effect of an error e of a head.
+
+    k: on the scores, from the queries that meet the keys. v: on the output of attention, from the output projection.
+    """
+
+    k: Tensor
+    v: Tensor
+
+
+def effect(rows: Tensor) -> Tensor:
+    """Return R, as in Importance, with |R e|^2 = the sum of (w e)^2 over the rows w of a head, damped.
+
+    rows: fp64 [KV heads, any, head_dim].
+    """
+    gram = rows.transpose(1, 2) @ rows
+    mean = float(gram.diagonal(dim1=1, dim2=2).mean()) or 1.0
+    return torch.linalg.cholesky(gram + _DAMPING * mean * torch.eye(gram.shape[1], dtype=gram.dtype)).transpose(1, 2)
+
+
+def balanced(k: Tensor, v: Tensor, metric: Tensor, rank: int, importance: Importance) -> Factors:
     """Factorise keys and values together, by the principal components of their outputs (TransMLA, arXiv 2502.07864).
 
-    k, v: fp64 [KV heads * head_dim, inputs]. metric: calibration.root. Keys are divided by the ratio of the mean sizes of key columns and
-    value columns, so that the larger of the two does not take all of the rank.
+    k, v: fp64 [KV heads * head_dim, inputs]. metric: calibration.root. Outputs count by their effect, which the published step does not do.
+    Keys are divided by the ratio of the mean sizes of key columns and value columns, so that the larger of the two does not take all of the
+    rank.
     """
+    k, v = ((root @ each.unflatten(0, (len(root), -1))).flatten(0, 1) for root, each in zip(importance, (k, v), strict=True))
     size_k, size_v = (float((each @ metric).norm(dim=1).mean()) for each in (k, v))
     ratio = size_k / size_v if size_k > 0 and size_v > 0 else 1.0
-    return _factorise(k, v, metric, rank, ratio)
+    factors = _factorise(k, v, metric, rank, ratio)
+    up_k, up_v = (
+        torch.linalg.solve_triangular(root, up.unflatten(0, (len(root), -1)), upper=True).flatten(0, 1)
+        for root, up in zip(importance, (factors.up_k, factors.up_v), strict=True)
+    )
+    return factors._replace(up_k=up_k, up_v=up_v)
 
 
 def joint(k: Tensor, v: Tensor, rank: int) -> Factors:

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..layer.rope import pair_frequencies
 from ..spec.mla import D_ROPE
 from .calibration import root
-from .low_rank import Factors, balanced, joint, split
+from .low_rank import Factors, Importance, balanced, effect, joint, split
 from .options import ConvertOptions
 from .report import LayerReport
 from .rotation import Chosen, Pairs, choose, slot_theta
@@ -85,9 +85,10 @@ def convert_layer(
     metric = root(moment, q.shape[1])
     pairs = Pairs.of(q, k, config, metric)
     chosen = choose(pairs, config, options, tolerance)
-    factors = _factors(_columns(chosen.rest), v, metric, options)
+    queries = _attenuated(q, config, options)
+    factors = _factors(_columns(chosen.rest), v, metric, options, _importance(queries, layer, config, metric))
     weights = {
-        **_queries(q, pairs, chosen, config, options),
+        **_queries(queries, pairs, chosen, config),
         **_keys(pairs, chosen, factors, config, options.latent),
         **_output(layer, config),
         "mlp.down_proj.weight": layer["mlp.down_proj.weight"].double() * residual_scale(config),
@@ -139,9 +140,25 @@ def _with_bias(layer: Mapping[str, Tensor], name: str, config: SourceConfig) -> 
     return torch.cat((weight, column.unsqueeze(1)), dim=1)
 
 
-def _factors(k: Tensor, v: Tensor, metric: Tensor, options: ConvertOptions) -> Factors:
+def _attenuated(q: Tensor, config: SourceConfig, options: ConvertOptions) -> Tensor:
+    """Return the rows of queries for the keys without rotary embedding: those of fast pairs are smaller (ConvertOptions.attenuation)."""
+    if options.method == "mha2mla":
+        return q
+    radians = pair_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, torch.float64)
+    return q / (1 + (options.attenuation * radians).square()).repeat(2 * config.num_attention_heads).unsqueeze(1)
+
+
+def _importance(queries: Tensor, layer: Mapping[str, Tensor], config: SourceConfig, metric: Tensor) -> Importance:
+    """Return the effect of errors of keys and of values: by the queries of a KV head's group, and by its part of the output projection."""
+    by_head = (queries @ metric).unflatten(0, (config.num_key_value_heads, config.group, config.head_dim))
+    output = layer["self_attn.o_proj.weight"].double().unflatten(1, (config.num_key_value_heads, config.group, config.head_dim))
+    rows_k, rows_v = by_head.transpose(2, 3).flatten(1, 2), output.permute(1, 2, 0, 3).flatten(1, 2)
+    return Importance(effect(rows_k), effect(rows_v))
+
+
+def _factors(k: Tensor, v: Tensor, metric: Tensor, options: ConvertOptions, importance: Importance) -> Factors:
     if options.method == "transmla":
-        return balanced(k, v, metric, options.rank)
+        return balanced(k, v, metric, options.rank, importance)
     return joint(k, v, options.rank) if options.svd == "joint" else split(k, v, options.rank)
 
 
@@ -161,14 +178,11 @@ def _padded(rows: Tensor, config: SourceConfig) -> Tensor:
     return torch.cat((by_head, by_head.new_zeros(len(by_head), COLUMNS - config.head_dim, rows.shape[1])), dim=1)
 
 
-def _queries(q: Tensor, pairs: Pairs, chosen: Chosen, config: SourceConfig, options: ConvertOptions) -> Tensors:
+def _queries(queries: Tensor, pairs: Pairs, chosen: Chosen, config: SourceConfig) -> Tensors:
     """Return the weights of queries: per head columns for the latent, then slots; scaled, because DeepSeek's softmax has another scale."""
-    attenuation = options.attenuation if options.method == "transmla" else 0.0
-    radians = pair_frequencies(config.head_dim, config.rope_theta, config.rope_scaling, torch.float64)
-    by_pair = (1 / (1 + (attenuation * radians).square())).repeat(2 * config.num_attention_heads).unsqueeze(1)
     rotary = _interleaved(chosen.rotation.rotary_queries(pairs))
     scale = math.sqrt((COLUMNS + D_ROPE) / config.head_dim)
-    rows = torch.cat((_padded(q * by_pair, config), rotary), dim=1).flatten(0, 1) * scale
+    rows = torch.cat((_padded(queries, config), rotary), dim=1).flatten(0, 1) * scale
     inputs, hidden = query_inputs(config), config.hidden_size
     if inputs is None:
         return {"self_attn.q_proj.weight": rows}

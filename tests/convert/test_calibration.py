@@ -12,7 +12,7 @@ import torch
 
 from cute_mla.convert import ConvertOptions, convert_checkpoint, read_tokens
 from cute_mla.convert.calibration import Calibration, root
-from cute_mla.convert.low_rank import balanced, joint, split
+from cute_mla.convert.low_rank import Importance, balanced, effect, joint, split
 from cute_mla.convert.rotation import Pairs, choose
 from cute_mla.convert.source import SourceCheckpoint, SourceConfig
 from tests.convert.models import LLAMA, LLAMA3_ROPE, QWEN2, TOKENS, attention_inputs, logits, random_weights, write_checkpoint
@@ -117,16 +117,40 @@ def test_factors() -> None:
         matrix, up = (k, factors.up_k) if part == "k" else (v, factors.up_v)  # type: ignore[attr-defined]
         return float(((matrix - up @ factors.down) @ inputs.T).square().mean())  # type: ignore[attr-defined]
 
-    for whole in (balanced(k, v, metric, 60), joint(k, v, 60), split(k, v, 80)):
+    plain = Importance(*(torch.eye(20, dtype=torch.float64).expand(2, 20, 20) for _ in range(2)))
+    for whole in (balanced(k, v, metric, 60, plain), joint(k, v, 60), split(k, v, 80)):
         assert max(error(whole, "k"), error(whole, "v")) < 1e-20
         assert whole.loss < 1e-20
-    fewer = balanced(k, v, metric, 20), joint(k, v, 20), split(k, v, 20)
+    fewer = balanced(k, v, metric, 20, plain), joint(k, v, 20), split(k, v, 20)
     assert [factors.down.shape for factors in fewer] == [(20, 60)] * 3
     sums = [error(factors, "k") + error(factors, "v") for factors in fewer]
     assert 1.5 * sums[0] < min(sums[1:])
     assert fewer[2].up_k[:, 10:].abs().max() == fewer[2].up_v[:, :10].abs().max() == 0
-    large = balanced(1e4 * k, v, metric, 20)
+    large = balanced(1e4 * k, v, metric, 20, plain)
     assert error(large, "v") == pytest.approx(error(fewer[0], "v"), rel=1e-6)
+
+
+def test_factors_count_by_their_effect() -> None:
+    """Errors of keys that strong queries meet, and of values that reach the output, are smaller than without weights."""
+    draw = torch.Generator().manual_seed(2)
+    k, v = (torch.randn(40, 60, dtype=torch.float64, generator=draw) for _ in range(2))
+    metric = root(None, 60)
+    strength = torch.tensor([30.0] * 5 + [0.1] * 15, dtype=torch.float64)
+    rows = torch.randn(2, 80, 20, dtype=torch.float64, generator=draw) * strength
+    weights = effect(rows)
+    torch.testing.assert_close(weights.transpose(1, 2) @ weights, rows.transpose(1, 2) @ rows, rtol=1e-3, atol=1.0)
+    plain = torch.eye(20, dtype=torch.float64).expand(2, 20, 20)
+
+    def errors(importance: Importance) -> list[float]:
+        factors = balanced(k, v, metric, 20, importance)
+        lost = ((k - factors.up_k @ factors.down).view(2, 20, 60), (v - factors.up_v @ factors.down).view(2, 20, 60))
+        return [float((rows @ each).square().sum()) for each in lost]
+
+    weighted, unweighted = errors(Importance(weights, weights)), errors(Importance(plain, plain))
+    assert weighted[0] < unweighted[0] / 2
+    assert weighted[1] < unweighted[1] / 2
+    unused = effect(torch.zeros(2, 3, 20, dtype=torch.float64))
+    assert bool(torch.isfinite(balanced(k, v, metric, 20, Importance(unused, unused)).up_k).all())
 
 
 def test_tokens_from_an_array(tmp_path: Path) -> None:
