@@ -25,6 +25,7 @@ NOT_RUN = {
     "needs an engine": 2,
     "needs a checkpoint": 4,
     "needs transformers, run by make test-transformers": 4,
+    "needs kernels, run by make test-transformers": 2,
     "builds kernels": 1,
     "names a kernel to be written": 2,
 }
