@@ -15,6 +15,7 @@ SECONDS: dict[str, float] = {
     "dense_decode": 2.1,
     "sparse_decode": 2.1,
     "dense_prefill": 2.1,
+    "masked_prefill": 2.1,
     "sparse_prefill": 1.6,
     "dense_prefill_dq": 1.6,
     "dense_prefill_dkdv": 1.5,

@@ -15,6 +15,7 @@ from cute_mla.spec import (
     dense_prefill_dkdv,
     dense_prefill_dq,
     index_write,
+    masked_prefill,
     merge_states,
     mqa_logits,
     sparse_decode,
@@ -27,7 +28,8 @@ from cute_mla.spec.mla import LATENT_DIMS, key_dtypes
 from cute_mla.spec.split_plan import SplitPlanConfig
 
 OPS = (
-    *("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill", "dense_prefill_dq", "dense_prefill_dkdv"),
+    *("dense_decode", "sparse_decode", "dense_prefill", "masked_prefill", "sparse_prefill"),
+    *("dense_prefill_dq", "dense_prefill_dkdv"),
     *("split_plan", "combine", "merge_states", "mqa_logits", "topk_indices", "index_write", "cache_write", "cache_gather"),
 )
 
@@ -61,6 +63,7 @@ def closed_variants(arch: Arch, ops: Sequence[str] = OPS) -> tuple[Variant, ...]
         ("sparse_decode", sparse_decode.closed_variants(arch)),
         ("sparse_prefill", sparse_prefill.closed_variants(arch)),
         ("dense_prefill", dense_prefill.closed_variants(arch)),
+        ("masked_prefill", masked_prefill.closed_variants(arch)),
         ("dense_prefill_dkdv", dense_prefill_dkdv.closed_variants(arch)),
         ("dense_prefill_dq", dense_prefill_dq.closed_variants(arch)),
         ("dense_decode", dense_decode.closed_variants(arch)),

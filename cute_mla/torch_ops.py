@@ -390,6 +390,7 @@ _define_both(
     _varlen_results,
     (_Gradient(_varlen_backward, _save_varlen), NO_GIVEN_RESULTS),
 )
+_define_both("flash_attn_varlen_masked", f"{_VARLEN}, Tensor key_mask", ("out", "lse"), dense_prefill.run, _varlen_results)
 _define_both(
     "flash_attn_varlen_backward",
     _VARLEN_BACKWARD,
@@ -453,9 +454,12 @@ def flash_mla_sparse_fwd(given: dict[str, Tensor | None], *, indexer_topk: int, 
     return out, max_logits, lse
 
 
-def flash_attn_varlen_func(given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor]:
-    """Trace api.flash_attn_varlen_func."""
-    out, lse = _call("flash_attn_varlen_func", _varlen_results, given, arguments)
+def flash_attn_varlen_func(given: dict[str, Tensor | None], *, key_mask: Tensor | None, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """Trace api.flash_attn_varlen_func. With a mask it is an op without gradients."""
+    if key_mask is None:
+        out, lse = _call("flash_attn_varlen_func", _varlen_results, given, arguments)
+    else:
+        out, lse = _call("flash_attn_varlen_masked", _varlen_results, given, {**arguments, "key_mask": key_mask})
     return out, lse
 
 

@@ -43,6 +43,7 @@ CASES: dict[str, BaseCase] = {
     "sparse_prefill": SparsePrefillCase(s_q=2, h_q=3, s_kv=90, sinks="drawn"),
     "indexer_prefill": SparsePrefillCase(s_q=2, h_q=3, s_kv=90, sinks="drawn", indexer_topk=7),
     "dense_prefill": DensePrefillCase(lengths=((3, 70), (2, 1)), group=2, causal=True),
+    "masked_prefill": DensePrefillCase(lengths=((3, 70), (2, 1)), group=2, causal=True, mask="edges"),
     "dense_prefill_backward": DensePrefillBackwardCase(lengths=((3, 70), (2, 1)), group=2, causal=True),
 }
 RESULTS = ("out", "out_weights", "max_logits", "lse", "lse_indexer", "workspace")
@@ -57,7 +58,7 @@ def call_of(case: BaseCase) -> Call:
     if isinstance(case, DensePrefillCase):  # no row without a sequence, for those are not written
         arguments["cu_seqlens_qo"][0], arguments["cu_seqlens_qo"][-1] = 0, arguments["q"].shape[0]
         arguments["max_seqlen_qo"] = arguments["q"].shape[0]
-    name = PUBLIC[case.op]
+    name = "flash_attn_varlen_masked" if "key_mask" in arguments else PUBLIC[case.op]
     if isinstance(case, SparsePrefillCase):
         name += "_indexer" if case.indexer_topk else ""
         arguments = {key: value for key, value in arguments.items() if key != "indexer_topk" or case.indexer_topk}
@@ -237,7 +238,7 @@ class Seen(TorchDispatchMode):
 def public_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     """Return the public function that an op stands for, and the same arguments."""
     op, arguments = CALLS[name]()
-    op = op.removesuffix("_indexer")
+    op = op.removesuffix("_indexer").replace("_masked", "_func")
     if arguments.pop("stacked", False):
         arguments = {key: value[0] for key, value in arguments.items()}
     if "keys" in arguments:
