@@ -14,9 +14,10 @@ BIN := $(VENV)/bin
 # The stamp carries the hash of all that decides what is installed, so that editing either file reinstalls.
 SETUP_STAMP := $(VENV)/.setup-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 
-# vLLM has an environment of its own, as its pins are not ours.
+# Each version of vLLM has an environment of its own, as its pins are not ours.
+VLLM ?= 0.33.0
 VLLM_TESTS := tests/engines/vllm_adapter
-VLLM_VENV := .venv-vllm
+VLLM_VENV := .venv-vllm-$(VLLM)
 VLLM_STAMP := $(VLLM_VENV)/.setup-$(shell cat pyproject.toml constraints.txt $(VLLM_TESTS)/requirements.txt | sha256sum | cut -c1-16)
 
 # transformers and the package kernels likewise.
@@ -61,14 +62,14 @@ test-full: lint build
 	$(BIN)/python -m pytest $(PYTEST_ARGS) --record-cover $(COVER)
 	$(BIN)/python -m tests.cover check $(COVER)
 
-# The adapter against vLLM itself, of the version in the requirements. Not part of `make test`.
+# The adapter against vLLM itself; VLLM=version picks another one. Writes its row of the table in docs/engines.md. Not part of `make test`.
 test-vllm: build $(VLLM_STAMP)
-	$(VLLM_VENV)/bin/python -m pytest $(VLLM_TESTS)
+	$(VLLM_VENV)/bin/python -m tests.engines.versions
 
 $(VLLM_STAMP): $(SETUP_STAMP)
 	$(BIN)/python -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(VLLM_TESTS)/requirements.txt
+	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(VLLM_TESTS)/requirements.txt vllm==$(VLLM)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation -e .
 	rm -f $(VLLM_VENV)/.setup-*
 	touch $@
@@ -124,4 +125,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) $(DOCS_VENV) cute_mla/artifacts build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) .venv-vllm-* $(TRANSFORMERS_VENV) $(DOCS_VENV) cute_mla/artifacts build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
