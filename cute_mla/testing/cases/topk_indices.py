@@ -39,8 +39,9 @@ class TopkIndicesCase(BaseCase):
 
     lengths: "full": n; "edges": 0, negative, 1, 31 to 33, 255 to 257, n - 1, n, and more than n; "about_topk": topk - 1 to topk + 1;
         "short": 1 to topk; "empty": 0 and less. Numbers behind a length are inf or NaN, which would be chosen, or spread.
-    values: "narrow": in [1, 1.245), equal in their upper bits; "crowded": in (-2.24, -2] but for every 250th, which is 3; "plateau": 0 and -0 but for a few; "equal": one number; "few": five
-        numbers; "specials": inf, -inf, NaN of both signs, 0, -0 and subnormals among others; "nan": NaN but for topk / 2.
+    values: "narrow": in [1, 1.245), equal in their upper bits; "crowded": in (-2.24, -2] but for every 250th, which is 3; "plateau": 0 and
+        -0 but for a few; "equal": one number; "few": five numbers; "specials": inf, -inf, NaN of both signs, 0, -0 and subnormals among
+        others; "nan": NaN but for topk / 2.
     layout: "odd": rows of n + 1 numbers, from the second on; "expanded": all rows are one; "far_rows": the last row lies FAR_ELEMENTS or
         more from the first.
     outputs: far_requests puts the last row far.
