@@ -15,6 +15,7 @@ SECONDS: dict[str, float] = {
     "dense_decode": 2.1,
     "sparse_decode": 2.1,
     "dense_prefill": 2.1,
+    "masked_prefill": 2.1,
     "sparse_prefill": 1.6,
     "dense_prefill_dq": 1.6,
     "dense_prefill_dkdv": 1.5,
@@ -23,6 +24,7 @@ SECONDS: dict[str, float] = {
     "merge_states": 0.7,
     "mqa_logits": 1.3,
     "topk_indices": 1.3,
+    "index_write": 0.7,
     "cache_write": 0.6,
     "cache_gather": 0.6,
 }

@@ -44,6 +44,11 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     "dense_prefill_dq_sm100_fp16_d128_elements": {"LDG.E.U16": 48},
     "dense_prefill_dq_sm100_fp16_d192": {"LDG.E.128": 15},
     "dense_prefill_dq_sm100_fp16_d192_elements": {"LDG.E.U16": 56},
+    # the warp that finds visible tiles reads the words of four rows, and looks at them
+    "masked_prefill_sm100_bf16_d128": {"LDG.E": 16},
+    "masked_prefill_sm100_bf16_d192": {"LDG.E": 16},
+    "masked_prefill_sm90_bf16_d128": {"LDG.E": 16},
+    "masked_prefill_sm90_bf16_d192": {"LDG.E": 16},
     "sparse_prefill_sm100_bf16_d512_cluster1": {"LDG.E": 2},
     "sparse_prefill_sm100_bf16_d512_cluster2": {"LDG.E": 2},
     "sparse_prefill_sm100_bf16_d512_cluster1_elements": {"LDG.E": 2},

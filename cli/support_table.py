@@ -9,6 +9,7 @@ from typing import Any
 from cute_mla.aot_build.variants import Variant, closed_variants
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.dense_prefill import HEAD_DIMS
+from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 
 # Fields that say how a kernel lays out and loads rows. The table leaves them out: listed kernels ship with all values that calls need.
 _UNLISTED_FIELDS = ("cluster", "access_bytes", "slots", "head_tile")
@@ -32,11 +33,15 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
             "v41_fp4": "sparse decode, the same with an FP4 extra cache of 288 bytes a token",
         }
     },
-    "sparse_prefill": {"d_qk": {columns: f"sparse prefill, rows of {columns}" for columns in (576, 512)}},
+    "sparse_prefill": {"d_qk": dict.fromkeys((576, 512), "sparse prefill, rows of 576 and 512")},
     "dense_prefill": {"d_qk": {d_qk: f"dense prefill, {d_qk} columns of q and k, {d_v} of v" for d_qk, d_v in HEAD_DIMS.items()}},
-    "dense_prefill_dkdv": {"d_qk": {columns: f"dense prefill, backward, {columns} columns of q and k, 128 of v" for columns in (192, 128)}},
+    "masked_prefill": {
+        "d_qk": dict.fromkeys(MASKED_HEAD_DIMS, "dense prefill with a mask of keys, 192 or 128 columns of q and k, 128 of v")
+    },
+    "dense_prefill_dkdv": {"d_qk": dict.fromkeys((192, 128), "dense prefill, backward, 192 or 128 columns of q and k, 128 of v")},
     "mqa_logits": {"paged": dict.fromkeys((False, True), "the indexer's logits, keys in a row and in an index cache")},
     "topk_indices": {"": {None: "`topk_indices`"}},
+    "index_write": {"rows": dict.fromkeys(("keys", "queries"), "the indexer's keys into an index cache, and its queries")},
     "merge_states": {"head_dim": dict.fromkeys((512, 256, 128), "`merge_states`, rows of 512, 256 and 128")},
     **{
         op: {

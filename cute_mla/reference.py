@@ -58,6 +58,17 @@ def tree_keys(tree_mask: torch.Tensor, length: int) -> torch.Tensor:
     return (bits != 0) | (token < 0)
 
 
+def mask_keys(key_mask: torch.Tensor, length: int) -> torch.Tensor:
+    """Return bool [rows, length]: the keys of a sequence that each of its query tokens sees by its mask, int32 [rows, words].
+
+    Keys beyond the words are hidden.
+    """
+    key = torch.arange(length, device=key_mask.device)
+    there = key < 32 * key_mask.shape[1]
+    words = key_mask[:, torch.where(there, key // 32, 0)] if key_mask.shape[1] else key_mask.new_zeros((len(key_mask), length))
+    return (((words >> (key % 32)) & 1) != 0) & there
+
+
 def window_keys(s_q: int, length: int, window: int | None, window_sink: int, device: torch.device) -> torch.Tensor:
     """Return bool [s_q, length]: the last `window` keys up to each query token's own, all behind that, and the first window_sink ones."""
     key = torch.arange(length, device=device)
@@ -249,6 +260,7 @@ def dense_prefill(
     softmax_scale: float | None = None,
     causal: bool = False,
     empty_lse: float = math.inf,
+    key_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute flash_attn_varlen_func, with its operands.
 
@@ -263,6 +275,8 @@ def dense_prefill(
         own_k, own_v = (tensor[keys].transpose(0, 1).repeat_interleave(h_q // h_kv, dim=0) for tensor in (k, v))
         own_q = q[rows].transpose(0, 1)
         visible = visible_keys(own_q.shape[1], own_k.shape[1], causal, q.device)
+        if key_mask is not None:
+            visible = visible & mask_keys(key_mask[rows], own_k.shape[1])
         row_out, row_lse = attention(own_q, own_k, own_v, scale, visible, empty_lse)
         out[rows], lse[rows] = row_out.transpose(0, 1), row_lse.transpose(0, 1)
     return out, lse

@@ -22,7 +22,7 @@ from ..ops.limits import (
     page_size_error,
 )
 from ..ops.tensor_spec import DTYPE_NAMES
-from ..spec import dense_prefill, dense_prefill_dq, mqa_logits, sparse_prefill, topk_indices
+from ..spec import dense_prefill, dense_prefill_dq, index_write, masked_prefill, mqa_logits, sparse_prefill, topk_indices
 from ..spec.arch import ALIASES, ARCHS
 from ..spec.cache_rows import BF16, CACHED, FP8_576, KNOWN, LATENTS, key_types
 from ..spec.dense_decode import FP8_CACHE, MAX_KEYS, takes_key_masks
@@ -38,6 +38,7 @@ def _dtype_of(*supported: str) -> Limit:
     return lambda value: one_of("dtype", *supported)(_dtype_name(value))
 
 
+MASKED_D_V = dense_prefill.HEAD_DIMS[masked_prefill.HEAD_DIMS[0]]
 E4M3 = "e4m3"  # dtype of queries over an e4m3 cache
 _DENSE_DECODE: dict[str, Limit] = {
     "dtype": _dtype_of(*DTYPES, E4M3),
@@ -53,6 +54,7 @@ _DENSE_DECODE: dict[str, Limit] = {
     "attn_sink": one_of("attn_sink", False, True),
     "tree_mask": one_of("tree_mask", False, True),
     "window": one_of("window", False, True),
+    "key_mask": one_of("key_mask", False),
     "extra_cache": one_of("extra_cache", False),
     "topk_length": one_of("topk_length", False),
     "topk": one_of("topk", None),
@@ -81,6 +83,7 @@ _DENSE_PREFILL: dict[str, Limit] = {
     **_DENSE_DECODE,
     "dtype": _dtype_of(*DTYPES),
     **{name: one_of(name, False) for name in ("fp8_kvcache", "attn_sink", "tree_mask", "window")},
+    "key_mask": one_of("key_mask", False, True),
     **{name: between(name, 1, dense_prefill.MAX_ITEMS) for name in ("h_q", "h_kv")},
     "s_q": between("s_q", 1, dense_prefill.MAX_TOKENS),
     "head_dim": one_of("head_dim", *dense_prefill.HEAD_DIMS),
@@ -90,6 +93,7 @@ _DENSE_PREFILL: dict[str, Limit] = {
 }
 _DENSE_PREFILL_BACKWARD: dict[str, Limit] = {
     **_DENSE_PREFILL,
+    "key_mask": one_of("key_mask", False),
     "head_dim": one_of("head_dim", *dense_prefill_dq.HEAD_DIMS),
     "head_dim_v": one_of("head_dim_v", dense_prefill_dq.D_V),
 }
@@ -117,7 +121,8 @@ _TOPK_INDICES: dict[str, Limit] = {
     **{
         name: one_of(name, False)
         for name in (
-            *("causal", "fp8_kvcache", "attn_sink", "tree_mask", "window", "extra_cache", "topk_length", "kv_offsets", "cu_seqlens_q"),
+            *("causal", "fp8_kvcache", "attn_sink", "tree_mask", "window", "key_mask", "extra_cache", "topk_length", "kv_offsets"),
+            "cu_seqlens_q",
         )
     },
     "dtype": _dtype_of(topk_indices.DTYPE),
@@ -134,6 +139,11 @@ _MQA_LOGITS: dict[str, Limit] = {
     "page_size": one_of("page_size", None, *mqa_logits.PAGE_SIZES),
     "topk": one_of("topk", None),
 }
+_INDEX_WRITE: dict[str, Limit] = {
+    **_MQA_LOGITS,
+    "dtype": _dtype_of(index_write.DTYPE),
+    "s_q": one_of("s_q", None),
+}
 _FEATURES_OF = {
     **dict.fromkeys(CACHE_OPS, _CACHE_ROWS),
     "dense_decode": _DENSE_DECODE,
@@ -143,6 +153,7 @@ _FEATURES_OF = {
     "sparse_prefill": _SPARSE_PREFILL,
     "topk_indices": _TOPK_INDICES,
     "mqa_logits": _MQA_LOGITS,
+    "index_write": _INDEX_WRITE,
     "indexer_topk": {**_MQA_LOGITS, "topk": _TOPK_INDICES["topk"]},
 }
 FEATURES = tuple(_DENSE_DECODE)
@@ -158,12 +169,12 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
 
     op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"; "dense_prefill_backward"; "cache_write", "cache_gather";
     "topk_indices", which has the features dtype, topk and batch_invariant alone; "mqa_logits", fp8_mqa_logits and
-    fp8_paged_mqa_logits; "indexer_topk", also of indexer_topk_prefill.
+    fp8_paged_mqa_logits; "indexer_topk", also of indexer_topk_prefill; "index_write", write_index_cache and prepare_index_queries.
     arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve.
     features: any of these, each with the value that a call would have
         dtype            "bf16", "fp16" or the torch dtype of queries, cache and output; in dense decode over an FP8 cache queries may
                          also be "e4m3"; in cache_write and cache_gather, the dtype of the keys outside the cache; "fp32" in topk_indices;
-                         "e4m3" in mqa_logits and indexer_topk
+                         "e4m3" in mqa_logits and indexer_topk, "bf16" in index_write, where it is that of keys and queries before
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
         head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512 or 320; in sparse decode 576, or 512 with an FP8
                          cache; 576 or 512 in sparse prefill; 192, 128 or 256 in dense prefill, of which its backward pass has 192 and
@@ -172,7 +183,7 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
                          256; None in cache_write and cache_gather
         page_size        keys of a page; None in prefill, whose keys have no pages, and of logits of keys in a row
         causal, batch_invariant        True or False; prefill is always batch invariant, without being asked
-        fp8_kvcache, attn_sink, tree_mask, window, extra_cache, topk_length, kv_offsets, cu_seqlens_q
+        fp8_kvcache, attn_sink, tree_mask, window, key_mask, extra_cache, topk_length, kv_offsets, cu_seqlens_q
                          True if the call passes such an argument
         topk             indices of a query token; None without indices; in topk_indices the positions of a row
         indexer_topk     the first indices, over which lse_indexer is asked for; 0: it is not
@@ -237,7 +248,7 @@ def _dtype_conflict(op: str, features: dict[str, Any]) -> str | None:
 
 
 def _mask_conflict(features: dict[str, Any]) -> str | None:
-    """Return why a tree mask or a window is not supported with the other features, or None if both are."""
+    """Return why a mask or a window is not supported with the other features, or None if all are."""
     if features.get("tree_mask") and features.get("window"):
         return "window is True with tree_mask; supported: False"
     fp8 = features.get("fp8_kvcache") or _dtype_name(features.get("dtype")) == E4M3
@@ -246,6 +257,11 @@ def _mask_conflict(features: dict[str, Any]) -> str | None:
             return f"{name} is True with an FP8 cache; supported: False"
     if features.get("window") and features.get("cu_seqlens_q"):
         return "window is True with cu_seqlens_q; supported: False"
+    if features.get("key_mask"):
+        for name, supported in (("dtype", (masked_prefill.DTYPE,)), ("head_dim", masked_prefill.HEAD_DIMS), ("head_dim_v", (MASKED_D_V,))):
+            value = _dtype_name(features.get(name))
+            if value is not None and value not in supported:
+                return f"{name} is {value} with key_mask; supported: {', '.join(map(str, supported))}"
     return None
 
 

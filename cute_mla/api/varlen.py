@@ -68,6 +68,7 @@ def flash_attn_varlen_func(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     empty_lse: float = math.inf,
+    key_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend each packed sequence of a batch to its own keys: dense prefill, differentiable.
 
@@ -91,6 +92,13 @@ def flash_attn_varlen_func(
     out              [total_q, h_q, d_v] in q's dtype; last dimension contiguous, other strides free
     lse              fp32 [total_q, h_q], any strides
     empty_lse        lse of a row that attends to nothing, inf or -inf; its out is 0
+    key_mask         int32 [total_q, words], last dimension contiguous, any other stride, words at least ceil(max_seqlen_kv / 32): query
+                     token t sees key j of its sequence, counted from 0, iff bit j & 31 of key_mask[t, j >> 5] is set and, with causal,
+                     j <= i + s_k - s_q as well. All heads share it. Keys of a sequence beyond 32 * words are hidden. Bits of keys that a
+                     sequence does not have, bits that causal hides, and rows of tokens of no sequence may be anything. k of a key that
+                     no token sees may hold anything; v of a sequence must be finite. Tiles of 128 keys of which none of 128 tokens
+                     (Blackwell: 256) sees one cost next to nothing. bf16, d_qk 192 or 128, rows of q and out at multiples of 16 bytes, and
+                     no gradients
 
     Returns (out, lse), lse in natural log. Rows of query tokens that belong to no sequence are not written. The bits of a
     sequence depend neither on the sequences beside it nor on the number of SMs. out and lse share memory neither with each other nor
@@ -111,6 +119,8 @@ def flash_attn_varlen_func(
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
     differentiated = needs_grad(q, k, v)
+    if differentiated and key_mask is not None:
+        check_no_grad("gradients of calls without key_mask", q=q, k=k, v=v)
     if differentiated:
         _check_differentiable(getattr(q, "shape", ())[-1:], q=q, k=k, v=v)
     traced = (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q)
@@ -130,6 +140,7 @@ def flash_attn_varlen_func(
             deterministic=deterministic,
             is_varlen=is_varlen,
             empty_lse=empty_lse,
+            key_mask=key_mask,
         )
     return dense_prefill.run(
         q,
@@ -147,6 +158,7 @@ def flash_attn_varlen_func(
         out=out,
         lse=lse,
         empty_lse=empty_lse,
+        key_mask=key_mask,
     )
 
 

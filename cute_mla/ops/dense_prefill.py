@@ -12,6 +12,7 @@ import torch
 
 from ..runtime.current import device_for
 from ..spec.arch import Arch
+from ..spec.dense_decode import MAX_ROW_ALIGNMENT
 from ..spec.dense_prefill import (
     BOX_COLUMNS,
     BOX_ROWS,
@@ -23,7 +24,10 @@ from ..spec.dense_prefill import (
     DensePrefillProblem,
     head_dtypes,
 )
-from ..spec.mla import ELEMENT_BYTES, LOG2E
+from ..spec.masked_prefill import DTYPE as MASKED_DTYPE
+from ..spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
+from ..spec.masked_prefill import MASK_WORD_KEYS, MaskedPrefillArguments
+from ..spec.mla import ELEMENT_BYTES, LOG2E, ceil_div
 from ..spec.tensor_map import Swizzle, TensorMap
 from .arguments import check_empty_lse, check_flag, check_integer, check_no_grad, check_scale, is_number, short_repr
 from .launch_plan import LaunchPlan, named_strides
@@ -54,6 +58,7 @@ class Operands(NamedTuple):
     v: torch.Tensor
     cu_seqlens_qo: torch.Tensor
     cu_seqlens_kv: torch.Tensor
+    key_mask: torch.Tensor | None
 
 
 class Options(NamedTuple):
@@ -72,6 +77,7 @@ class Options(NamedTuple):
 class CallSpec(NamedTuple):
     """Everything that decides on a launch, but for values and addresses.
 
+    max_seqlen_kv: 0 where it decides nothing: without a mask.
     address_alignment: what strides.alignment gives for the addresses of q and of the caller's out.
     """
 
@@ -80,8 +86,10 @@ class CallSpec(NamedTuple):
     v: TensorSpec
     cu_seqlens_qo: TensorSpec
     cu_seqlens_kv: TensorSpec
+    key_mask: TensorSpec | None
     causal: bool
     max_seqlen_qo: int
+    max_seqlen_kv: int
     out: TensorSpec | None
     lse: TensorSpec | None
     address_alignment: int
@@ -103,9 +111,10 @@ class HeadLayout(NamedTuple):
 class DensePrefillPlan(LaunchPlan):
     """The launch of a call, and the shapes of its results.
 
-    layouts: of the tensor maps of q, k and v; None for a map that no instruction uses.
+    op: of the kernel. layouts: of the tensor maps of q, k and v; None for a map that no instruction uses.
     """
 
+    op: str
     out_shape: tuple[int, ...]
     lse_shape: tuple[int, ...]
     layouts: tuple[HeadLayout | None, ...]
@@ -134,9 +143,10 @@ def run(
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     empty_lse: float = math.inf,
+    key_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend packed sequences, with the arguments of api.varlen.flash_attn_varlen_func."""
-    operands = Operands(q, k, v, cu_seqlens_qo, cu_seqlens_kv)
+    operands = Operands(q, k, v, cu_seqlens_qo, cu_seqlens_kv, key_mask)
     options = Options(max_seqlen_qo, max_seqlen_kv, dropout_p, softmax_scale, causal, deterministic, is_varlen, empty_lse)
     call = check(operands, options, out, lse)
     device = device_for(q.device)
@@ -153,20 +163,21 @@ def run(
     if not launch_plan.is_empty:
         scale = launch_plan.default_scale if softmax_scale is None else softmax_scale
         q_map, k_map, v_map = (_map(tensor, layout, q) for tensor, layout in zip((q, k, v), launch_plan.layouts, strict=True))
-        args = DensePrefillArguments(
-            q_map=q_map,
-            k_map=k_map,
-            v_map=v_map,
-            q=q,
-            cu_seqlens_q=cu_seqlens_qo,
-            cu_seqlens_k=cu_seqlens_kv,
-            out=out,
-            lse=lse,
+        common: dict[str, Any] = {
             **launch_plan.scalars,
-            scale_log2=scale * LOG2E,
-            empty_lse=empty_lse,
-        )
-        device.launch(device.kernel("dense_prefill", launch_plan.kernel), launch_plan.grid, args, pdl=True)
+            "q_map": q_map,
+            "k_map": k_map,
+            "v_map": v_map,
+            "q": q,
+            "cu_seqlens_q": cu_seqlens_qo,
+            "cu_seqlens_k": cu_seqlens_kv,
+            "out": out,
+            "lse": lse,
+            "scale_log2": scale * LOG2E,
+            "empty_lse": empty_lse,
+        }
+        args = DensePrefillArguments(**common) if key_mask is None else MaskedPrefillArguments(**common, key_mask=key_mask)
+        device.launch(device.kernel(launch_plan.op, launch_plan.kernel), launch_plan.grid, args, pdl=True)
     return out, lse
 
 
@@ -179,7 +190,7 @@ def check(operands: Operands, options: Options, out: Any, lse: Any) -> CallSpec:
     check_empty_lse(options.empty_lse)
     for name in ("causal", "deterministic", "is_varlen"):
         check_flag(name, getattr(options, name))
-    check_integer("max_seqlen_kv", options.max_seqlen_kv, 0)
+    max_seqlen_kv = check_integer("max_seqlen_kv", options.max_seqlen_kv, 0)
     check_no_grad(q=operands.q, k=operands.k, v=operands.v, out=out, lse=lse)
     return CallSpec(
         q=operand_spec("q", operands.q),
@@ -187,8 +198,10 @@ def check(operands: Operands, options: Options, out: Any, lse: Any) -> CallSpec:
         v=operand_spec("v", operands.v),
         cu_seqlens_qo=operand_spec("cu_seqlens_qo", operands.cu_seqlens_qo),
         cu_seqlens_kv=operand_spec("cu_seqlens_kv", operands.cu_seqlens_kv),
+        key_mask=optional_spec("key_mask", operands.key_mask),
         causal=bool(options.causal),
         max_seqlen_qo=check_integer("max_seqlen_qo", options.max_seqlen_qo, 0),
+        max_seqlen_kv=0 if operands.key_mask is None else max_seqlen_kv,
         out=optional_spec("out", out),
         lse=optional_spec("lse", lse),
         address_alignment=alignment(address_of("q", operands.q), 0 if out is None else address_of("out", out)),
@@ -221,12 +234,16 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
         # Variants without a tensor map of q serve the strides that no tensor map can hold, 0 among them.
         row_alignment=aligned if all(map(is_map_stride, q_strides)) else ELEMENT_BYTES,
     )
+    if call.key_mask is not None:
+        check_mask(call.key_mask, q, min(call.max_seqlen_kv, total_k))
+        check_masked_rows(problem)
     if problem.items > MAX_ITEMS:
         raise ValueError(
             f"q has shape {list(q.shape)}, cu_seqlens_qo {list(call.cu_seqlens_qo.shape)}, and max_seqlen_qo is {call.max_seqlen_qo}: "
             f"{problem.items} work items; supported: to {MAX_ITEMS}"
         )
     return DensePrefillPlan(
+        op="dense_prefill" if call.key_mask is None else "masked_prefill",
         kernel=problem.config.name,
         grid=problem.grid(sm_count),
         scalars={
@@ -240,12 +257,22 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
             "total_k": total_k,
             "row_blocks": problem.row_blocks,
             "causal": int(call.causal),
+            **_mask_scalars(call.key_mask, total_k),
         },
         out_shape=out_shape,
         lse_shape=(total_q, h_q),
         layouts=_layouts(call, problem.config, arch),
         default_scale=d_qk**-0.5,
     )
+
+
+def _mask_scalars(key_mask: TensorSpec | None, total_k: int) -> dict[str, int]:
+    """Return the integer arguments that a mask adds."""
+    if key_mask is None:
+        return {}
+    # no sequence has more keys, and so their number fits 32 bits
+    words = min(key_mask.shape[1], ceil_div(total_k, MASK_WORD_KEYS))
+    return {**named_strides("mask", "token", key_mask.stride[:1]), "mask_words": words}
 
 
 # The smallest tensor map: the 16 bytes at its address.
@@ -306,6 +333,32 @@ def check_heads(q: TensorSpec, k: TensorSpec, v: TensorSpec, head_dims: Collecti
     error = heads_error(q.shape[1], k.shape[1], "dense_prefill")
     if error is not None:
         raise ValueError(f"q has shape {list(q.shape)}, k {list(k.shape)}: {error}")
+
+
+def check_mask(key_mask: TensorSpec, q: TensorSpec, keys: int) -> None:
+    """Raise ValueError unless key_mask has a bit for every key that a sequence may have, and kernels for heads such as q's take masks.
+
+    keys: of the longest sequence.
+    """
+    if key_mask.shape[:1] != q.shape[:1] or len(key_mask.shape) != 2 or key_mask.shape[1] < ceil_div(keys, MASK_WORD_KEYS):
+        words = ceil_div(keys, MASK_WORD_KEYS)
+        raise ValueError(f"key_mask has shape {list(key_mask.shape)}; supported: [{q.shape[0]}, {words} or more], a bit a key")
+    check_dtype("key_mask", key_mask, torch.int32)
+    check_device("key_mask", key_mask, q.device)
+    check_last_contiguous("key_mask", key_mask)
+    if q.shape[-1] not in MASKED_HEAD_DIMS:
+        sizes = " or ".join(map(str, MASKED_HEAD_DIMS))
+        raise ValueError(f"q has {q.shape[-1]} columns with key_mask; supported: {sizes}")
+    check_dtype_of_columns("q with key_mask", q, (MASKED_DTYPE,))
+
+
+def check_masked_rows(problem: DensePrefillProblem) -> None:
+    """Raise ValueError unless rows of q and out are those that kernels with a mask are built for."""
+    if problem.config.access_bytes == ELEMENT_BYTES:
+        raise ValueError(
+            f"q or out has rows that do not begin at multiples of {MAX_ROW_ALIGNMENT} bytes with key_mask; supported: addresses and "
+            f"strides of q and out that are multiples of {MAX_ROW_ALIGNMENT} bytes"
+        )
 
 
 def check_lengths(cu_seqlens_qo: TensorSpec, cu_seqlens_kv: TensorSpec, q: TensorSpec) -> int:

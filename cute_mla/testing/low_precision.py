@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ..reference import sequence_rows, visible_keys
+from ..reference import mask_keys, sequence_rows, visible_keys
 from .cases.dense_prefill import DensePrefillCase, DensePrefillTensors
 from .cases.dense_prefill_backward import DensePrefillBackwardCase, DensePrefillBackwardTensors
 from .compare import ErrorLimit
@@ -27,6 +27,8 @@ def low_precision_attention(case: DensePrefillCase, tensors: DensePrefillTensors
         own_k, own_v = (tensor[keys].transpose(0, 1).repeat_interleave(case.group, dim=0) for tensor in (k, v))
         own_q = q[rows].transpose(0, 1)
         visible = visible_keys(own_q.shape[1], own_k.shape[1], case.causal, q.device)
+        if tensors.key_mask is not None:
+            visible = visible & mask_keys(tensors.key_mask[rows], own_k.shape[1])
         scores = ((own_q * case.scale) @ own_k.transpose(1, 2)).masked_fill(~visible, -math.inf)
         weights = scores.softmax(dim=-1).masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
         out[rows] = (weights @ own_v).transpose(0, 1)

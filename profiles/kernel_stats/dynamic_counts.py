@@ -28,6 +28,7 @@ from ...spec.dense_prefill_dkdv import TILE_KEYS as DKDV_KEYS
 from ...spec.dense_prefill_dkdv import TILE_QUERIES as DKDV_QUERIES
 from ...spec.dense_prefill_dq import TILE_KEYS as DQ_KEYS
 from ...spec.dense_prefill_dq import TILE_ROWS as DQ_ROWS
+from ...spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from ...spec.mla import D_LATENT, D_QK, DTYPES, ELEMENT_BYTES, LATENT_DIMS
 from ...spec.mqa_logits import HEAD_TILES, ITEM_BLOCKS, MqaLogitsConfig
 from ...spec.mqa_logits import TILE_KEYS as LOGITS_KEYS
@@ -119,7 +120,7 @@ def keys_of_block(entry: KernelEntry) -> int:
         return DKDV_QUERIES[entry.arch][int(entry.config["d_qk"])]
     if entry.op == "mqa_logits":
         return LOGITS_KEYS
-    return prefill_variant(entry.config).tile_keys(ARCHS[entry.arch]) if entry.op == "dense_prefill" else TILE_KEYS
+    return prefill_variant(entry.config).tile_keys(ARCHS[entry.arch]) if entry.op in ("dense_prefill", "masked_prefill") else TILE_KEYS
 
 
 def runs_of(entry: KernelEntry) -> tuple[int, int]:
@@ -192,6 +193,13 @@ def _dense_prefill(arch: Arch) -> Iterator[CaseFactory]:
         )
 
 
+def _masked_prefill(arch: Arch) -> Iterator[CaseFactory]:
+    for d_qk in MASKED_HEAD_DIMS:
+        yield lambda keys, pieces=1, c=d_qk: DensePrefillCase(  # type: ignore[misc]
+            d_qk=c, lengths=((PREFILL_ROWS[arch.name], keys),) * pieces, mask="random", sm_count=1
+        )
+
+
 def _dense_prefill_dq(arch: Arch) -> Iterator[CaseFactory]:
     for dtype, d_qk, layout in product(DTYPES, DQ_KEYS[arch.name], ("packed", "odd")):
         yield lambda keys, pieces=1, d=dtype, c=d_qk, q=layout: DqCase(  # type: ignore[misc]
@@ -234,6 +242,7 @@ _CASES: dict[str, Callable[[Arch], Iterator[CaseFactory]]] = {
     "sparse_decode": _sparse_decode,
     "sparse_prefill": _sparse_prefill,
     "dense_prefill": _dense_prefill,
+    "masked_prefill": _masked_prefill,
     "dense_prefill_dq": _dense_prefill_dq,
     "dense_prefill_dkdv": _dense_prefill_dkdv,
     "mqa_logits": _mqa_logits,

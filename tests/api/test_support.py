@@ -27,6 +27,7 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "attn_sink": (False, True),
         "tree_mask": (False, True),
         "window": (False, True),
+        "key_mask": (False,),
         "extra_cache": (False,),
         "topk_length": (False,),
         "topk": (None,),
@@ -50,6 +51,7 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "attn_sink": (False, True),
         "tree_mask": (False,),
         "window": (False,),
+        "key_mask": (False,),
         "extra_cache": (False, True),
         "topk_length": (False, True),
         "topk": (0, 1, 63, 2048),
@@ -73,6 +75,7 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "attn_sink": (False,),
         "tree_mask": (False,),
         "window": (False,),
+        "key_mask": (False, True),
         "extra_cache": (False,),
         "topk_length": (False,),
         "topk": (None,),
@@ -96,6 +99,7 @@ GOOD: dict[str, dict[str, tuple[Any, ...]]] = {
         "attn_sink": (False, True),
         "tree_mask": (False,),
         "window": (False,),
+        "key_mask": (False,),
         "extra_cache": (False,),
         "topk_length": (False, True),
         "topk": (0, 1, 63, 2048),
@@ -117,16 +121,19 @@ ROWS: dict[str, tuple[Any, ...]] = {
     "causal": (False,),
     "batch_invariant": (False, True),
     "fp8_kvcache": (False, True),
-    **dict.fromkeys(("attn_sink", "tree_mask", "window", "extra_cache", "topk_length", "kv_offsets", "cu_seqlens_q"), (False,)),
+    **dict.fromkeys(("attn_sink", "tree_mask", "window", "key_mask", "extra_cache", "topk_length", "kv_offsets", "cu_seqlens_q"), (False,)),
     "topk": (None,),
     "indexer_topk": (0,),
     "kv_format": (None, "latent", "latent_512", "latent_320", "fp8_576", "fp8_656", "fp8_584", "v41", "v41_paged", "nope_528"),
     "extra_kv_format": (None,),
 }
 GOOD |= dict.fromkeys(CACHE_OPS, ROWS) | {
-    op: {**GOOD["dense_prefill"], "head_dim": (192, 128), "head_dim_v": (128,)} for op in BACKWARD_OPS
+    op: {**GOOD["dense_prefill"], "head_dim": (192, 128), "head_dim_v": (128,), "key_mask": (False,)} for op in BACKWARD_OPS
 }
-_FLAGS = ("causal", "fp8_kvcache", "attn_sink", "tree_mask", "window", "extra_cache", "topk_length", "kv_offsets", "cu_seqlens_q")
+_FLAGS = (
+    *("causal", "fp8_kvcache", "attn_sink", "tree_mask", "window", "key_mask"),
+    *("extra_cache", "topk_length", "kv_offsets", "cu_seqlens_q"),
+)
 GOOD |= {
     op: {
         **dict.fromkeys(FEATURES, (None,)),
@@ -150,6 +157,7 @@ GOOD |= {
     }
     for op in ("mqa_logits", "indexer_topk")
 }
+GOOD["index_write"] = {**GOOD["mqa_logits"], "dtype": ("bf16", torch.bfloat16), "s_q": (None,)}
 BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "dense_decode": {
         "dtype": ("fp8", torch.float32),
@@ -165,6 +173,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "attn_sink": (2,),
         "tree_mask": (2,),
         "window": (128,),
+        "key_mask": (True,),
         "extra_cache": (True,),
         "topk_length": (True,),
         "topk": (64,),
@@ -188,6 +197,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "attn_sink": (2,),
         "tree_mask": (True,),
         "window": (True,),
+        "key_mask": (True,),
         "extra_cache": (2,),
         "topk_length": (2,),
         "topk": (-1, None),
@@ -211,6 +221,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "attn_sink": (True,),
         "tree_mask": (True,),
         "window": (True,),
+        "key_mask": (128,),
         "extra_cache": (True,),
         "topk_length": (True,),
         "topk": (64,),
@@ -234,6 +245,7 @@ BAD: dict[str, dict[str, tuple[Any, ...]]] = {
         "attn_sink": (2,),
         "tree_mask": (True,),
         "window": (True,),
+        "key_mask": (True,),
         "extra_cache": (True,),
         "topk_length": (2,),
         "topk": (-1, None),
@@ -255,14 +267,14 @@ BAD_ROWS: dict[str, tuple[Any, ...]] = {
     "causal": (True,),
     "batch_invariant": (2,),
     "fp8_kvcache": (None,),
-    **dict.fromkeys(("attn_sink", "tree_mask", "window", "extra_cache", "topk_length", "kv_offsets", "cu_seqlens_q"), (True,)),
+    **dict.fromkeys(("attn_sink", "tree_mask", "window", "key_mask", "extra_cache", "topk_length", "kv_offsets", "cu_seqlens_q"), (True,)),
     "topk": (64,),
     "indexer_topk": (64,),
     "kv_format": ("v41_fp4", "fp4"),
     "extra_kv_format": ("latent",),
 }
 BAD |= dict.fromkeys(CACHE_OPS, BAD_ROWS) | {
-    op: {**BAD["dense_prefill"], "head_dim": (64, 256, 576), "head_dim_v": (256, 512)} for op in BACKWARD_OPS
+    op: {**BAD["dense_prefill"], "head_dim": (64, 256, 576), "head_dim_v": (256, 512), "key_mask": (True,)} for op in BACKWARD_OPS
 }
 
 BAD |= {
@@ -288,6 +300,7 @@ BAD |= {
     }
     for op in ("mqa_logits", "indexer_topk")
 }
+BAD["index_write"] = {**BAD["mqa_logits"], "dtype": ("fp16", "e4m3"), "s_q": (1,)}
 
 
 def every(features: dict[str, dict[str, tuple[Any, ...]]]) -> list[tuple[str, str, Any]]:
@@ -400,6 +413,9 @@ def test_features_of_dense_prefill_together(head_dim: int, head_dim_v: int, dtyp
     assert is_supported("dense_prefill", arch.name, **heads, head_dim_v=head_dim_v, dtype=dtype, causal=True)[0]
     refused = is_supported("dense_prefill", arch.name, head_dim=head_dim, head_dim_v=384 - head_dim_v)
     assert refused == (False, f"head_dim_v is {384 - head_dim_v} with head_dim {head_dim}; supported: {head_dim_v}")
+    masked = is_supported("dense_prefill", arch.name, head_dim=head_dim, dtype=dtype, key_mask=True)
+    assert masked[0] == (head_dim_v == 128 and dtype == "bf16")
+    assert masked[0] or "with key_mask; supported: " in masked[1]
     refused = is_supported("dense_prefill", arch.name, h_q=40, h_kv=3)
     assert refused == (False, "h_kv is 3 with h_q 40; supported: divisors of h_q")
 

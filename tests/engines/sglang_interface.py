@@ -1,6 +1,6 @@
 """The interface of SGLang that the adapter relies on, read from SGLang's source without importing it.
 
-python tests/engines/sglang_interface.py FOLDER     # of an unpacked wheel or a site-packages: writes sglang_interface.json beside this file
+python tests/engines/sglang_interface.py FOLDER     # of an unpacked wheel or a site-packages: writes sglang_interfaces/VERSION.json
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
-RECORD = Path(__file__).with_suffix(".json")
+RECORDS = Path(__file__).with_name("sglang_interfaces")  # a file per version
 
 # Module: what of it. A class has the members that count: methods are recorded with their parameters, attributes as "attribute". Values, and
 # names that another module defines, are recorded as "value".
 WANTED: dict[str, dict[str, tuple[str, ...]]] = {
     "sglang.srt.plugins": {"GENERAL_PLUGINS_GROUP": ()},
+    "sglang.srt.plugins.hook_registry": {"HookRegistry": ("register", "apply_hooks"), "HookType": ("REPLACE",)},
     "sglang.srt.server_args": {"ATTENTION_BACKEND_CHOICES": (), "add_attention_backend_choices": ()},
     "sglang.srt.layers.attention.attention_registry": {"register_attention_backend": ()},
     "sglang.srt.layers.attention.base_attn_backend": {
@@ -26,31 +27,65 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
             *("supports_ragged_verify_graph", "verify_mask"),
         )
     },
+    "sglang.srt.layers.attention.dsa_backend": {
+        "DSAFlashMLAMetadata": ("flashmla_metadata", "num_splits"),
+        "DSAMetadata": (
+            *("cu_seqlens_q", "cu_seqlens_k", "max_seq_len_q", "max_seq_len_k", "dsa_cache_seqlens_int32", "flashmla_metadata"),
+        ),
+        "DeepseekSparseAttnBackend": (
+            *("__init__", "_compute_flashmla_metadata", "_forward_flashmla_sparse", "_forward_flashmla_kv", "_forward_standard_mha"),
+            *("dsa_kv_cache_store_fp8", "dsa_index_topk", "kv_cache_dim", "physical_page_size", "num_q_heads"),
+            *("kv_lora_rank", "qk_rope_head_dim"),
+        ),
+    },
+    "sglang.srt.layers.attention.dsa.utils": {
+        "resolve_fp8_mqa_logits_fn": (),
+        "resolve_fp8_paged_mqa_logits_fn": (),
+        "resolve_paged_mqa_logits_metadata_fn": (),
+    },
     "sglang.srt.layers.attention.verify_mask": {"VerifyMask": ("buffer", "mode", "max_bs", "is_read", "fits")},
-    "sglang.srt.layers.radix_attention": {"RadixAttention": ("tp_q_head_num", "head_dim", "scaling", "layer_id")},
+    "sglang.srt.layers.radix_attention": {
+        "RadixAttention": ("tp_q_head_num", "tp_k_head_num", "head_dim", "v_head_dim", "scaling", "layer_id")
+    },
     "sglang.srt.mem_cache.memory_pool": {
         "KVWriteLoc": ("for_batch",),
         "MLATokenToKVPool": ("get_key_buffer", "set_kv_buffer"),
         "ReqToTokenPool": ("req_to_token",),
     },
     "sglang.srt.model_executor.forward_batch_info": {
-        "ForwardBatch": ("forward_mode", "batch_size", "seq_lens", "req_pool_indices", "positions", "spec_info"),
-        "ForwardMode": ("is_decode_or_idle", "is_target_verify"),
+        "ForwardBatch": (
+            *("forward_mode", "batch_size", "seq_lens", "req_pool_indices", "positions", "spec_info"),
+            *("extend_seq_lens", "extend_seq_lens_cpu"),
+        ),
+        "ForwardMode": ("is_decode_or_idle", "is_target_verify", "is_extend_without_speculative"),
+    },
+    "sglang.srt.model_executor.forward_batch_deepseek_mha_mixin": {
+        "ForwardBatchDeepSeekMHAMixin": (
+            *("attn_attend_prefix_cache", "mha_return_lse"),
+            *("prefix_chunk_idx", "prefix_chunk_cu_seq_lens", "prefix_chunk_max_seq_lens"),
+        )
     },
     "sglang.srt.model_executor.model_runner": {
         "ModelRunner": ("page_size", "device", "kv_cache_dtype", "req_to_token_pool", "token_to_kv_pool", "model_config")
     },
-    "sglang.srt.configs.model_config": {"ModelConfig": ("num_attention_heads", "context_len")},
+    "sglang.srt.configs.model_config": {"ModelConfig": ("num_attention_heads", "context_len", "hf_config"), "is_deepseek_dsa": ()},
+    "sglang.srt.models.deepseek_common.attention_backend_handler": {
+        "AttentionBackendRegistry": ("register",),
+        "handle_attention_dsa": (),
+        "handle_attention_trtllm_mla": (),
+    },
+    "sglang.srt.models.deepseek_common.utils": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": ()},
     "sglang.srt.speculative.eagle_utils": {"TreeMaskMode": ()},
     "sglang.srt.speculative.eagle_info": {"EagleVerifyInput": ("custom_mask",)},
     "sglang.srt.speculative.ragged_verify": {
         "RaggedVerifyLayout": ("bs", "verify_lens", "qo_indptr_device", "padded_to_bucket"),
         "resolve_ragged_verify_layout": (),
     },
-    "sglang.srt.runtime_context": {"get_parallel": (), "get_spec": ()},
+    "sglang.srt.runtime_context": {"get_exec": (), "get_parallel": (), "get_spec": ()},
 }
-# What these two return answers by name at run time: recorded is what SGLang's own code asks for.
+# What these return answers by name at run time: recorded is what SGLang's own code asks for.
 ASKED = {
+    "get_exec": ("kernel.dsa_prefill_backend", "kernel.dsa_decode_backend"),
     "get_parallel": ("attn_tp_size", "attn_dcp_size"),
     "get_spec": ("speculative_num_draft_tokens", "speculative_eagle_topk", "speculative_algorithm"),
 }
@@ -94,7 +129,7 @@ def describe(tree: ast.Module, name: str, members: tuple[str, ...]) -> Any:
         if isinstance(node, ast.ClassDef) and node.name == name:
             found: dict[str, Any] = dict.fromkeys(attributes(node), "attribute")
             found |= {part.name: parameters(part) for part in node.body if isinstance(part, ast.FunctionDef)}
-            return {member: found[member] for member in members}
+            return {member: found[member] for member in members} or "value"
         if isinstance(node, ast.Assign | ast.AnnAssign) and any(getattr(target, "id", "") == name for target in targets(node)):
             return "value"
         if isinstance(node, ast.ImportFrom) and any((alias.asname or alias.name) == name for alias in node.names):
@@ -116,4 +151,5 @@ def record(folder: Path) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    RECORD.write_text(json.dumps(record(Path(sys.argv[1])), indent=1) + "\n")
+    found = record(Path(sys.argv[1]))
+    (RECORDS / f"{found['version']}.json").write_text(json.dumps(found, indent=1) + "\n")

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-import json
-import sys
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,40 +21,13 @@ import cute_mla
 from cute_mla.engines import sglang as adapter
 from cute_mla.reference import attention, visible_keys
 from cute_mla.spec.arch import Arch
-from tests.engines.sglang_interface import RECORD
+from tests.engines.sglang_parts import HEADS, INTERFACE, INTERFACES, MODULES, SCALE, Recorded, members, mha_layer, plain
+from tests.support.launched import launched_ops
 
-INTERFACE: dict[str, Any] = json.loads(RECORD.read_text())
-MODULES: dict[str, dict[str, Any]] = INTERFACE["modules"]
 SOURCES = sorted(Path(adapter.__file__).parent.glob("*.py"))
-HEADS, PAGE, CONTEXT = 16, 64, 512
-SCALE = 192**-0.5
+PAGE, CONTEXT = 64, 512
 E4M3 = torch.float8_e4m3fn
 LATENT = {576: 512, 512: 512, 320: 256}  # of the columns of a key: DeepSeek-V3, no rotary columns, Mistral Small 4
-
-
-def members(module: str, name: str) -> dict[str, Any]:
-    found: dict[str, Any] = MODULES[f"sglang.srt.{module}"][name]
-    return found
-
-
-class Recorded(SimpleNamespace):
-    """An object that may have recorded members only."""
-
-    def __init__(self, known: Any, **given: Any) -> None:
-        assert not given.keys() - set(known), "the record does not have these"
-        super().__init__(**given)
-
-
-class Written:
-    """KVWriteLoc.for_batch, whose result only set_kv_buffer looks into."""
-
-    @classmethod
-    def for_batch(cls, forward_batch: Any) -> Any:
-        return forward_batch
-
-
-def verify_mask(**fields: Any) -> Any:
-    return Recorded(members("layers.attention.verify_mask", "VerifyMask"), **fields)
 
 
 def layout_of(counts: list[int], padded_to: int = 0) -> Any:
@@ -72,43 +44,6 @@ def layout_of(counts: list[int], padded_to: int = 0) -> Any:
         qo_indptr_device=torch.tensor([0, *counts]).cumsum(0),
         padded_to_bucket=pad,
     )
-
-
-@pytest.fixture
-def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
-    """Yield modules of SGLang that the adapter imports, and what its two look-ups answer."""
-    asked = INTERFACE["asked"]
-    answers = SimpleNamespace(
-        parallel=Recorded(asked["get_parallel"], attn_tp_size=8, attn_dcp_size=1),
-        spec=Recorded(asked["get_spec"], speculative_num_draft_tokens=3, speculative_eagle_topk=None, speculative_algorithm=None),
-        factories={},
-        choices=["triton"],
-    )
-    attributes = {"forward_metadata": None, "data_type": None, "needs_cpu_seq_lens": True, "supports_ragged_verify_graph": False}
-    base = type("AttentionBackend", (), {**attributes, "verify_mask": None})
-
-    def register_attention_backend(name: str) -> Any:
-        return lambda factory: answers.factories.setdefault(name, factory)
-
-    stand_ins = {
-        "server_args": {"ATTENTION_BACKEND_CHOICES": answers.choices, "add_attention_backend_choices": answers.choices.extend},
-        "layers.attention.attention_registry": {"register_attention_backend": register_attention_backend},
-        "layers.attention.base_attn_backend": {"AttentionBackend": base},
-        "layers.attention.verify_mask": {"VerifyMask": verify_mask},
-        "mem_cache.memory_pool": {"KVWriteLoc": Written},
-        "runtime_context": {"get_parallel": lambda: answers.parallel, "get_spec": lambda: answers.spec},
-        "speculative.eagle_utils": {"TreeMaskMode": SimpleNamespace(QLEN_ONLY="draft tokens alone")},
-        "speculative.ragged_verify": {"resolve_ragged_verify_layout": lambda batch: getattr(batch, "layout", None)},
-    }
-    monkeypatch.delitem(sys.modules, "cute_mla.engines.sglang.decode", raising=False)
-    for name, contents in stand_ins.items():
-        module = ModuleType(f"sglang.srt.{name}")
-        for key, value in contents.items():
-            assert key in MODULES[module.__name__]
-            setattr(module, key, value)
-        monkeypatch.setitem(sys.modules, module.__name__, module)
-    yield answers
-    sys.modules.pop("cute_mla.engines.sglang.decode", None)
 
 
 class Pool:
@@ -136,7 +71,9 @@ def runner_with(dtype: torch.dtype, page_size: int = PAGE, columns: int = 576) -
         kv_cache_dtype=dtype,
         req_to_token_pool=Recorded(members("mem_cache.memory_pool", "ReqToTokenPool"), req_to_token=slots),
         token_to_kv_pool=Pool(slots.numel(), dtype, columns),
-        model_config=Recorded(members("configs.model_config", "ModelConfig"), num_attention_heads=8 * HEADS, context_len=CONTEXT),
+        model_config=Recorded(
+            members("configs.model_config", "ModelConfig"), num_attention_heads=8 * HEADS, context_len=CONTEXT, hf_config=None
+        ),
     )
 
 
@@ -146,14 +83,17 @@ def layer_of(columns: int = 576) -> Any:
 
 
 def mode(name: str) -> Any:
-    answers = {"is_decode_or_idle": name == "decode", "is_target_verify": name == "verify"}
+    questions = {"is_decode_or_idle": "decode", "is_target_verify": "verify", "is_extend_without_speculative": "extend"}
+    answers = {question: name == kind for question, kind in questions.items()}
     assert answers.keys() <= members("model_executor.forward_batch_info", "ForwardMode").keys()
     return SimpleNamespace(**{question: lambda answer=answer: answer for question, answer in answers.items()})
 
 
-def batch_of(lengths: list[int], requests: list[int], kind: str = "decode") -> Any:
+def batch_of(lengths: list[int], requests: list[int], kind: str = "decode", **more: Any) -> Any:
+    mixin = members("model_executor.forward_batch_deepseek_mha_mixin", "ForwardBatchDeepSeekMHAMixin")
     return Recorded(
-        members("model_executor.forward_batch_info", "ForwardBatch"),
+        {**members("model_executor.forward_batch_info", "ForwardBatch"), **mixin},
+        **more,
         forward_mode=mode(kind),
         batch_size=len(lengths),
         seq_lens=torch.tensor(lengths),
@@ -194,15 +134,15 @@ def test_everything_that_the_adapter_imports_is_recorded() -> None:
 
 @pytest.mark.usefixtures("engine")
 def test_what_sglang_calls_takes_what_sglang_gives() -> None:
-    from cute_mla.engines.sglang.decode import CuteMlaDecode
+    from cute_mla.engines.sglang.dense import CuteMla
 
     recorded = members("layers.attention.base_attn_backend", "AttentionBackend")
-    ours = {name for name in vars(CuteMlaDecode) if not name.startswith("_")} | {"data_type"}
+    ours = {name for name in vars(CuteMla) if not name.startswith("_")} | {"data_type"}
     assert ours <= recorded.keys()
     for name in ours:
-        if inspect.isfunction(getattr(CuteMlaDecode, name, None)):
+        if inspect.isfunction(getattr(CuteMla, name, None)):
             marks: dict[Any, str] = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
-            given = [marks.get(p.kind, "") + p.name for p in inspect.signature(getattr(CuteMlaDecode, name)).parameters.values()]
+            given = [marks.get(p.kind, "") + p.name for p in inspect.signature(getattr(CuteMla, name)).parameters.values()]
             assert given == recorded[name], name
     assert recorded.keys() - ours == {"forward_metadata"}
 
@@ -212,8 +152,15 @@ def test_registration(engine: SimpleNamespace) -> None:
     adapter.register()
     assert engine.choices == ["triton", "cute_mla"]
     backend = engine.factories["cute_mla"](runner_with(torch.bfloat16))
-    assert type(backend).__name__ == "CuteMlaDecode"
+    assert type(backend).__name__ == "CuteMla"
     assert backend.needs_cpu_seq_lens is False
+    assert engine.handlers == {"cute_mla": "as trtllm_mla"}
+    assert engine.split_queries == ["dsa"]
+
+
+def test_versions_whose_interface_is_the_same() -> None:
+    assert [record["version"] for record in INTERFACES] == ["0.5.22", "0.5.23"]
+    assert all({**record, "version": None} == {**INTERFACE, "version": None} for record in INTERFACES)
 
 
 @pytest.mark.usefixtures("engine")
@@ -223,10 +170,10 @@ def test_registration(engine: SimpleNamespace) -> None:
     ids=str,
 )
 def test_decode(arch: Arch, dtype: torch.dtype, page_size: int, columns: int) -> None:
-    from cute_mla.engines.sglang.decode import CuteMlaDecode
+    from cute_mla.engines.sglang.dense import CuteMla
 
     runner, lengths, requests = runner_with(dtype, page_size, columns), [70, 1, 200], [2, 0, 3]
-    backend, batch, q = CuteMlaDecode(runner), batch_of(lengths, requests), queries(3, 1, columns)
+    backend, batch, q = CuteMla(runner), batch_of(lengths, requests), queries(3, 1, columns)
     k = torch.randn(3, 1, columns, generator=torch.Generator().manual_seed(9)).bfloat16()
     table = runner.req_to_token_pool.req_to_token
     batch.out_cache_loc = torch.stack([table[request, length - 1] for request, length in zip(requests, lengths, strict=True)]).long()
@@ -239,10 +186,10 @@ def test_decode(arch: Arch, dtype: torch.dtype, page_size: int, columns: int) ->
 
 @pytest.mark.usefixtures("engine")
 def test_verification_of_draft_tokens(arch: Arch) -> None:
-    from cute_mla.engines.sglang.decode import CuteMlaDecode
+    from cute_mla.engines.sglang.dense import CuteMla
 
     runner, requests = runner_with(torch.bfloat16), [1, 3]
-    backend, batch, q = CuteMlaDecode(runner), batch_of([61, 5], requests, "verify"), queries(2, 3)
+    backend, batch, q = CuteMla(runner), batch_of([61, 5], requests, "verify"), queries(2, 3)
     with cute_mla.simulate(arch, 6):
         backend.init_forward_metadata(batch)
         out = backend.forward_extend(q.flatten(0, 1).flatten(1), None, None, layer_of(), batch)
@@ -252,10 +199,10 @@ def test_verification_of_draft_tokens(arch: Arch) -> None:
 @pytest.mark.usefixtures("engine")
 @pytest.mark.parametrize("padded", [False, True])
 def test_drafts_of_different_lengths(arch: Arch, padded: bool) -> None:
-    from cute_mla.engines.sglang.decode import CuteMlaDecode
+    from cute_mla.engines.sglang.dense import CuteMla
 
     runner, requests, counts = runner_with(torch.bfloat16), [1, 3, 0], [3, 1, 2]
-    backend, batch = CuteMlaDecode(runner), batch_of([61, 5, 128], requests, "verify")
+    backend, batch = CuteMla(runner), batch_of([61, 5, 128], requests, "verify")
     batch.layout, batch.positions = layout_of(counts), torch.zeros(8 if padded else 6)
     if padded:  # by a request of one token, and by a token of no request
         batch.layout = layout_of(counts, padded_to=4)
@@ -270,11 +217,11 @@ def test_drafts_of_different_lengths(arch: Arch, padded: bool) -> None:
 
 
 def test_trees_of_draft_tokens(arch: Arch, engine: SimpleNamespace) -> None:
-    from cute_mla.engines.sglang.decode import CuteMlaDecode
+    from cute_mla.engines.sglang.dense import CuteMla
 
     engine.spec.speculative_eagle_topk, engine.spec.speculative_num_draft_tokens = 2, 5
     runner, requests = runner_with(torch.bfloat16), [1, 3]
-    backend = CuteMlaDecode(runner)
+    backend = CuteMla(runner)
     assert backend.verify_mask is not None
     assert not backend.verify_mask.buffer.numel()
     backend.init_cuda_graph_state(2, 10)
@@ -304,11 +251,86 @@ def test_trees_of_draft_tokens(arch: Arch, engine: SimpleNamespace) -> None:
 
 
 @pytest.mark.usefixtures("engine")
+@pytest.mark.parametrize(("columns", "values"), [(192, 128), (128, 128), (256, 256)])
+def test_prefill_of_new_tokens_and_of_chunks_of_a_prefix(arch: Arch, columns: int, values: int) -> None:
+    """By SGLang's calls: new tokens causally, then each chunk of the cached prefix, merged by lse. Padding is NaN."""
+    from cute_mla.engines.sglang.dense import CuteMla
+
+    runner, counts, prefix, heads = runner_with(torch.bfloat16), [5, 64, 1], [70, 0, 3], 2
+    lengths = [count + cached for count, cached in zip(counts, prefix, strict=True)]
+    draw = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(n, heads, d, generator=draw).bfloat16() for n, d in ((72, columns), (143, columns), (143, values)))
+    q[70:] = torch.nan  # tokens of no request
+    places = [torch.arange(end - n, end) for n, end in zip(lengths, torch.tensor(lengths).cumsum(0).tolist(), strict=True)]
+    fresh = torch.cat([rows[cached:] for rows, cached in zip(places, prefix, strict=True)])
+    chunk_ends = [[64, 0, 3], [6, 0, 0]]  # of the prefix of each request: two chunks
+    extend = {"extend_seq_lens": torch.tensor(counts), "extend_seq_lens_cpu": counts, "positions": torch.zeros(72)}
+    batch = batch_of(lengths, [1, 3, 0], "extend", **extend, attn_attend_prefix_cache=False, mha_return_lse=True)
+    backend, layer = CuteMla(runner), mha_layer(columns, values, heads)
+    with launched_ops(arch) as ops:
+        backend.init_forward_metadata(batch)
+        del ops[:]
+        pad = torch.full((2, heads), torch.nan)
+        new_k, new_v = (torch.cat((part[fresh], pad[:, :, None].expand(-1, -1, part.shape[2]).bfloat16())) for part in (k, v))
+        states = [backend.forward_extend(q.flatten(1), new_k.flatten(1), new_v.flatten(1), layer, batch, save_kv_cache=False)]
+        batch.attn_attend_prefix_cache = True
+        batch.prefix_chunk_cu_seq_lens = torch.tensor([[0, *ends] for ends in chunk_ends]).cumsum(1).to(torch.int32)
+        batch.prefix_chunk_max_seq_lens = [64, 6]
+        done = [0, 0, 0]
+        for batch.prefix_chunk_idx, ends in enumerate(chunk_ends):
+            rows = torch.cat([own[start : start + n] for own, start, n in zip(places, done, ends, strict=True)])
+            done = [start + n for start, n in zip(done, ends, strict=True)]
+            states.append(backend.forward_extend(q.flatten(1), k[rows].flatten(1), v[rows].flatten(1), layer, batch, save_kv_cache=False))
+    assert ops == 3 * ["dense_prefill"]
+    lse = torch.stack([norm for _, norm in states])
+    weights = (lse - lse.logsumexp(0)).exp().nan_to_num(0.0)
+    out = sum(weight[..., None] * part.float() for weight, (part, _) in zip(weights, states, strict=True)).flatten(1)
+    wanted = [plain(mine, k[rows], v[rows], cached) for mine, rows, cached in zip(q[:70].split(counts), places, prefix, strict=True)]
+    torch.testing.assert_close(out[:70], torch.cat([part for part, _ in wanted]), rtol=1e-2, atol=1e-2)
+    assert (lse.logsumexp(0)[:70] - torch.cat([norm for _, norm in wanted])).abs().max() < 2e-3
+    assert (out[70:] == 0).all()
+    assert (lse[1:, 5:69] == -math.inf).all()  # the second request has no prefix
+
+
+@pytest.mark.usefixtures("engine")
+def test_prefill_without_a_prefix_returns_out_alone(arch: Arch) -> None:
+    from cute_mla.engines.sglang.dense import CuteMla
+
+    draw = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(9, HEADS, d, generator=draw).bfloat16() for d in (192, 192, 128))
+    extend = {"extend_seq_lens": torch.tensor([2, 7]), "extend_seq_lens_cpu": [2, 7], "positions": torch.zeros(9)}
+    batch = batch_of([2, 7], [1, 3], "extend", **extend, attn_attend_prefix_cache=None, mha_return_lse=False)
+    backend = CuteMla(runner_with(torch.bfloat16))
+    with launched_ops(arch):
+        backend.init_forward_metadata(batch)
+        out = backend.forward_extend(q.flatten(1), k.flatten(1), v.flatten(1), mha_layer(192, 128), batch, save_kv_cache=False)
+    agree(out, torch.cat([plain(q[rows], k[rows], v[rows], 0)[0] for rows in (slice(0, 2), slice(2, 9))]))
+
+
+@pytest.mark.usefixtures("engine")
+def test_prefill_over_latent_keys(arch: Arch) -> None:
+    """Absorbed projections, in captured prefill or without chunks of the prefix."""
+    from cute_mla.engines.sglang.dense import CuteMla
+
+    runner, counts, lengths, requests = runner_with(torch.bfloat16), [5, 1, 40], [75, 1, 40], [1, 3, 0]
+    extend = {"extend_seq_lens": torch.tensor(counts), "extend_seq_lens_cpu": counts, "positions": torch.zeros(48)}
+    batch, backend = batch_of(lengths, requests, "extend", **extend), CuteMla(runner)
+    q = queries(1, 48)[0]
+    q[46:] = torch.nan
+    with launched_ops(arch) as ops:
+        backend.init_forward_metadata(batch)
+        out = backend.forward_extend(q.flatten(1), None, None, layer_of(), batch)
+    assert ops == ["split_plan", "dense_decode", "combine"]
+    agree(out[:46], expected(runner, q[:46].split(counts), lengths, requests))
+    assert (out[46:] == 0).all()
+
+
+@pytest.mark.usefixtures("engine")
 def test_replays_find_their_metadata_where_it_was_captured(arch: Arch) -> None:
-    from cute_mla.engines.sglang.decode import CuteMlaDecode
+    from cute_mla.engines.sglang.dense import CuteMla
 
     runner = runner_with(torch.bfloat16)
-    backend = CuteMlaDecode(runner)
+    backend = CuteMla(runner)
     with pytest.raises(ValueError, match="init_cuda_graph_state has not been called"):
         backend.init_forward_metadata_out_graph(batch_of([1], [0]), in_capture=True)
     backend.init_cuda_graph_state(4, 4)
@@ -326,23 +348,23 @@ def test_replays_find_their_metadata_where_it_was_captured(arch: Arch) -> None:
 
 
 def test_what_is_refused(engine: SimpleNamespace) -> None:
-    from cute_mla.engines.sglang.decode import CuteMlaDecode
+    from cute_mla.engines.sglang.dense import CuteMla
 
     with pytest.raises(ValueError, match="--page-size: page size is 1; supported"):
-        CuteMlaDecode(runner_with(torch.bfloat16, 1))
-    backend = CuteMlaDecode(runner_with(torch.bfloat16))
-    with pytest.raises(NotImplementedError, match="--prefill-attention-backend"):
-        backend.init_forward_metadata(batch_of([3], [0], "extend"))
+        CuteMla(runner_with(torch.bfloat16, 1))
+    backend = CuteMla(runner_with(torch.bfloat16))
+    with pytest.raises(NotImplementedError, match="supported: prefill, decode and verification, of target models"):
+        backend.init_forward_metadata(batch_of([3], [0], "draft extend"))
     with pytest.raises(NotImplementedError, match="topk_indices given"):
         backend.forward_decode(queries(1, 1).flatten(1), None, None, layer_of(), batch_of([3], [0]), topk_indices=torch.zeros(1))
-    refused = CuteMlaDecode(runner_with(torch.bfloat16, columns=288))
+    refused = CuteMla(runner_with(torch.bfloat16, columns=288))
     with cute_mla.simulate("sm90", 6):
         refused.init_forward_metadata(batch_of([3], [0]))
         with pytest.raises(ValueError, match=r"q has shape .*; supported without indices: \[batch, s_q, h_q, 576 or 512 or 320\]"):
             refused.forward_decode(queries(1, 1, 288).flatten(1), None, None, layer_of(288), batch_of([3], [0]))
     engine.spec.speculative_algorithm = "NGRAM"
     with pytest.raises(ValueError, match="--speculative-algorithm is NGRAM"):
-        CuteMlaDecode(runner_with(torch.bfloat16))
+        CuteMla(runner_with(torch.bfloat16))
     engine.parallel.attn_dcp_size = 2
     with pytest.raises(ValueError, match="--dcp-size is 2; supported: 1"):
-        CuteMlaDecode(runner_with(torch.bfloat16))
+        CuteMla(runner_with(torch.bfloat16))

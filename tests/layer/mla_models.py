@@ -45,6 +45,9 @@ GLM_5: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000},
     "max_position_embeddings": 202752,
     "index_topk": 2048,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "indexer_rope_interleave": True,
 }
 GLM_5_3_FLASH: dict[str, Any] = {
     **GLM_5,
@@ -126,7 +129,11 @@ def checkpoint(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, se
         weights |= {"q_proj": matrix(q_rows, hidden)}
     else:
         weights |= {"q_a_proj": matrix(q_lora, hidden), "q_a_layernorm": norm(q_lora), "q_b_proj": matrix(q_rows, q_lora)}
-    return {f"{PREFIX}{name}.weight": weight for name, weight in weights.items()}
+    tensors = {f"{PREFIX}{name}.weight": weight for name, weight in weights.items()}
+    if config["attention_bias"]:
+        biased = [name for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if name in weights]
+        tensors |= {f"{PREFIX}{name}.bias": 0.5 * matrix(1, len(weights[name]))[0] * len(weights[name]) ** 0.5 for name in biased}
+    return tensors
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, float]:
@@ -190,14 +197,15 @@ def _norm(columns: Tensor, weight: Tensor, eps: float) -> Tensor:
 def project(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Projected:
     """Project the hidden states [tokens, hidden size] of a sequence, from its first token on."""
     own = {name.removeprefix(PREFIX).removesuffix(".weight"): weight.float() for name, weight in weights.items()}
+    q_a_bias, kv_a_bias = own.get("q_a_proj.bias", 0), own.get("kv_a_proj_with_mqa.bias", 0)
     states, eps = hidden.float(), config["rms_norm_eps"]
     if config["q_lora_rank"] is None:
         q = states @ own["q_proj"].T
     else:
-        q = _norm(states @ own["q_a_proj"].T, own["q_a_layernorm"], eps) @ own["q_b_proj"].T
+        q = _norm(states @ own["q_a_proj"].T + q_a_bias, own["q_a_layernorm"], eps) @ own["q_b_proj"].T
     columns = Columns.of(config)
     q = q.view(len(hidden), config["num_attention_heads"], columns.nope + columns.rotary) * query_scales(len(hidden), config).view(-1, 1, 1)
-    keys = states @ own["kv_a_proj_with_mqa"].T
+    keys = states @ own["kv_a_proj_with_mqa"].T + kv_a_bias
     return Projected(
         q=torch.cat((q[..., : columns.nope], turned(q[..., columns.nope :], config)), dim=-1),
         latent=_norm(keys[:, : columns.latent], own["kv_a_layernorm"], eps),
@@ -205,15 +213,23 @@ def project(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, 
     )
 
 
-def naive(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
-    """Return the layer's output [tokens, hidden size] for a whole sequence: keys and values of every head, full causal attention."""
+def _output(columns: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    out = columns @ weights[f"{PREFIX}o_proj.weight"].float().T
+    return out + weights[f"{PREFIX}o_proj.bias"].float() if f"{PREFIX}o_proj.bias" in weights else out
+
+
+def naive(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any], seen: Tensor | None = None) -> Tensor:
+    """Return the layer's output [tokens, hidden size] for a whole sequence: keys and values of every head, full causal attention.
+
+    seen: bool [tokens, tokens], the keys that each token attends to instead.
+    """
     own, heads, columns = project(hidden, weights, config), config["num_attention_heads"], Columns.of(config)
     both = (own.latent @ weights[f"{PREFIX}kv_b_proj.weight"].float().T).view(-1, heads, columns.nope + columns.v)
     k = torch.cat((both[..., : columns.nope], own.rotary.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
     scores = torch.einsum("ihd,jhd->hij", own.q, k) * softmax_scale(config)
-    future = torch.ones(len(hidden), len(hidden), dtype=torch.bool).triu(1)
-    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(future, -math.inf).softmax(dim=-1), both[..., columns.nope :])
-    return out.flatten(1) @ weights[f"{PREFIX}o_proj.weight"].float().T
+    unseen = torch.ones(len(hidden), len(hidden), dtype=torch.bool).triu(1) if seen is None else ~seen
+    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(unseen, -math.inf).softmax(dim=-1), both[..., columns.nope :])
+    return _output(out.flatten(1), weights)
 
 
 def absorbed(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
@@ -229,4 +245,4 @@ def absorbed(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str,
         latent_out = shares @ own.latent[: token + 1]
         outputs.append(torch.einsum("hdc,hc->hd", up[:, columns.nope :], latent_out).flatten())
     stacked = torch.stack(outputs) if outputs else torch.empty(0, heads * columns.v)
-    return stacked @ weights[f"{PREFIX}o_proj.weight"].float().T
+    return _output(stacked, weights)

@@ -54,7 +54,7 @@ def test_a_case_launches_its_kernel_with_the_workspace_that_it_needs(case: BaseC
     assert all(results[name] is given.tensor for name, given in tensors.output_buffers.items())
     launched = [launch.kernel for launch in device.launches]
     config = case.problem(arch).config
-    assert (kernel_name(case.op, arch.name, config.name) in launched) == (case.q_shape[0] * case.q_shape[1] > 0)
+    assert (kernel_name(case.kernel_op, arch.name, config.name) in launched) == (case.q_shape[0] * case.q_shape[1] > 0)
 
 
 @pytest.mark.parametrize("case", dense_prefill_backward.SMOKE[::3], ids=lambda case: case.id)

@@ -22,10 +22,19 @@ from vllm.v1.attention.backend import AttentionCGSupport, AttentionLayer, Multip
 
 from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ...ops.limits import value_columns
+from ...spec.dense_decode import unit_tokens
 from ..plan_buffers import Plan, PlanBuffers
 from . import DENSE
 from .capability import DTYPES, E4M3_CACHES, WIDE_CACHES, block_sizes, has_kernels_for, head_sizes, supported_on_any, unsupported_reason
-from .layers import CacheWriteMixin, check_options, concatenate_queries, graph_query_len, max_decode_tokens, reserve_queries
+from .layers import (
+    CacheWriteMixin,
+    check_options,
+    concatenate_queries,
+    decodes_all,
+    graph_query_len,
+    max_decode_tokens,
+    reserve_queries,
+)
 
 _OP = "dense_decode"
 
@@ -115,8 +124,8 @@ class CuteMlaMetadata(MLACommonMetadata[CuteMlaDecodeMetadata]):
 class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
     """Metadata builder. It plans once a step for all layers, in the buffers that CUDA graphs read.
 
-    Graphs replay decode batches whose requests have any numbers of query tokens up to a bound, but no prefill, which vLLM's MLA layers
-    call with shapes from the host. AttentionCGSupport.ALWAYS would let vLLM replay them for batches with prefill.
+    Graphs replay decode batches whose requests have any numbers of query tokens up to a bound. Where vLLM is to replay graphs for batches
+    with prefill, too, the builder has it decode all tokens.
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -125,8 +134,16 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, CuteMlaMetadata)
         self._decode_heads = self.num_heads * self.dcp_world_size  # the heads of all ranks attend to this rank's keys
-        # Keyed by max_query_len: nothing else that varies affects the number of parts of a plan. A unit has a query token or more.
-        self._plans = PlanBuffers(vllm_config.scheduler_config.max_num_seqs * max(self.reorder_batch_threshold, 1))
+        self._decodes_all = decodes_all(vllm_config)
+        if self._decodes_all:
+            self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens
+        # Keyed by the tokens of a unit: nothing else that varies affects the number of parts of a plan. A unit has a query token or more.
+        self._plans = PlanBuffers(max_decode_tokens(vllm_config))
+
+    @classmethod
+    def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
+        """Return the batches that CUDA graphs may hold: any, if vLLM is to capture batches with prefill."""
+        return AttentionCGSupport.ALWAYS if decodes_all(vllm_config) else cls._cudagraph_support
 
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
@@ -144,13 +161,15 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
         max_query_len: int,
         dcp_tot_seq_lens_device: torch.Tensor | None,
     ) -> CuteMlaDecodeMetadata:
+        # A graph of any batch is replayed with any lengths: its tokens are the bound. In a batch of padding alone, vLLM's is 0.
+        longest = max(num_decode_tokens if self._decodes_all else max_query_len, 1)
         return CuteMlaDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
             query_start_loc=query_start_loc_device,
-            max_query_len=max(max_query_len, 1),  # 0 in a batch of padding alone
-            plan=self._plan(seq_lens_device, query_start_loc_device, num_decode_tokens, max(max_query_len, 1)),
+            max_query_len=longest,
+            plan=self._plan(seq_lens_device, query_start_loc_device, num_decode_tokens, longest),
             dtype=self.model_config.dtype,
         )
 
@@ -159,7 +178,7 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
         plan = get_mla_metadata(
             lengths, max_query_len * self._decode_heads, 1, self._decode_heads, cu_seqlens_q=query_start_loc, total_q=tokens
         )
-        return self._plans.store(max_query_len, plan)
+        return self._plans.store(unit_tokens(max_query_len, self._decode_heads), plan)
 
 
 class CuteMlaImpl(CacheWriteMixin, MLACommonImpl[CuteMlaMetadata]):
@@ -174,18 +193,25 @@ class CuteMlaImpl(CacheWriteMixin, MLACommonImpl[CuteMlaMetadata]):
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, **options: Any) -> None:
         check_options(head_size, options)
         super().__init__(num_heads, head_size, scale, num_kv_heads, **options)
-        reserve_queries(max_decode_tokens(), num_heads, head_size)
+        reserve_queries(max_decode_tokens(get_current_vllm_config()), num_heads, head_size)
 
     def reserve_workspace(self) -> None:
         """Allocate the largest workspace of decode that does not depend on lengths, for vLLM's memory profiler."""
         config = get_current_vllm_config()
         heads, requests = self.num_heads * self.dcp_world_size, config.scheduler_config.max_num_seqs
-        device = next(self.kv_b_proj.parameters()).device
+        device, room = next(self.kv_b_proj.parameters()).device, max_decode_tokens(config)
+        longest = [room] if decodes_all(config) else range(1, max_decode_query_len(config) + 1)
         sizes = [
             workspace_size(
-                _OP, batch=requests, s_q=tokens, h_q=heads, head_dim_v=self.kv_lora_rank, total_q=requests * tokens, device=device
+                _OP,
+                batch=requests,
+                s_q=tokens,
+                h_q=heads,
+                head_dim_v=self.kv_lora_rank,
+                total_q=min(requests * tokens, room),
+                device=device,
             )
-            for tokens in range(1, max_decode_query_len(config) + 1)
+            for tokens in longest
         ]
         torch.empty(max(sizes), dtype=torch.uint8, device=device)
 

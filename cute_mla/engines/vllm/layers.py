@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from vllm.config import get_current_vllm_config
+from vllm.config import CUDAGraphMode
 from vllm.v1.attention.backend import AttentionType, max_decode_query_len
 from vllm.v1.worker.workspace import current_workspace_manager
 
@@ -28,11 +28,21 @@ def check_options(head_size: int, options: dict[str, Any]) -> None:
         raise NotImplementedError(f"attn_type is {attn_type!r}; supported: {AttentionType.DECODER!r}")
 
 
-def max_decode_tokens() -> int:
+def decodes_all(config: Any) -> bool:
+    """Return whether batches with prefill run from CUDA graphs, too (cudagraph_mode FULL). All of their tokens are decoded then.
+
+    Prefill itself has shapes from the host. With decode context parallelism, dense decode takes one token a request.
+    """
+    mode, parallel = config.compilation_config.cudagraph_mode, config.parallel_config
+    whole = mode is not None and mode.mixed_mode() == CUDAGraphMode.FULL
+    return whole and parallel.decode_context_parallel_size == 1 and parallel.prefill_context_parallel_size == 1
+
+
+def max_decode_tokens(config: Any) -> int:
     """Return the largest number of query tokens that vLLM decodes in one step."""
-    config = get_current_vllm_config()
     scheduler = config.scheduler_config
-    return min(scheduler.max_num_batched_tokens, scheduler.max_num_seqs * max_decode_query_len(config))
+    tokens: int = scheduler.max_num_batched_tokens
+    return tokens if decodes_all(config) else min(tokens, scheduler.max_num_seqs * max_decode_query_len(config))
 
 
 def graph_query_len(config: Any, varlen_with_dcp: bool) -> int:

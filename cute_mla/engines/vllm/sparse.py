@@ -26,6 +26,7 @@ from ...spec.mla import D_QK, D_V, LATENT_DIMS
 from ..plan_buffers import Plan, PlanBuffers
 from . import SPARSE
 from .capability import DTYPES, PACKED_CACHE, WIDE_CACHES, block_sizes, has_kernels_for, head_sizes, supported_on_any, unsupported_reason
+from .indexer import serve_indexer
 from .layers import CacheWriteMixin, check_options, concatenate_queries, graph_query_len, reserve_queries
 
 _OP = "sparse_decode"
@@ -189,7 +190,9 @@ class CuteMlaSparseImpl(CacheWriteMixin, SparseMLACommonImpl[CuteMlaSparseMetada
             raise NotImplementedError("hisparse_config is given; supported: caches on the device")
         # vLLM would gather packed keys into rows without room for the rotary columns that the model does not have.
         self.supports_dense_mha_prefill = not envs.VLLM_BATCH_INVARIANT and self._columns == head_size
-        reserve_queries(get_current_vllm_config().scheduler_config.max_num_batched_tokens, num_heads, self._columns)
+        config = get_current_vllm_config()
+        serve_indexer(options.get("indexer"), config)
+        reserve_queries(config.scheduler_config.max_num_batched_tokens, num_heads, self._columns)
 
     def forward_mqa(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import cutlass
 from cutlass import cute
@@ -12,6 +13,8 @@ from ...spec.arch import Arch
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, TILE_ROWS, DensePrefillArguments, DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
+from .board import ITEM_WORDS, Board, BoardPipes
+from .key_mask import EveryKey
 from .operands import Operands, WorkItems
 
 
@@ -23,7 +26,7 @@ class DensePrefillAbi:
     arch: Arch
 
     op = "dense_prefill"
-    arguments = DensePrefillArguments
+    arguments: ClassVar[type] = DensePrefillArguments
     min_blocks_per_sm = 1  # unless told that there is a CTA a multiprocessor, ptxas ignores setmaxnreg on Blackwell (C7508)
 
     def elements(self) -> dict[str, type[cutlass.Numeric]]:
@@ -35,6 +38,24 @@ class DensePrefillAbi:
         keys = self.config.key_box_rows(self.arch)
         boxes = ((self.config.d_qk, BOX_ROWS), (self.config.d_qk, keys), (self.config.d_v, keys))
         return tuple(box_map(pointer, self.config.dtype, *box) for pointer, box in zip(args[: len(boxes)], boxes, strict=True))
+
+    @property
+    def in_parts(self) -> bool:
+        """Return whether items come in parts, which a warp of its own finds."""
+        return False
+
+    @property
+    def item_words(self) -> int:
+        """Return the words of an item on the board."""
+        return ITEM_WORDS
+
+    def board(self, operands: Operands, sItems: cute.Pointer, pipes: BoardPipes) -> Board:
+        """Return the board of a CTA."""
+        return Board(sItems, pipes)
+
+    def key_mask(self, operands: Operands) -> EveryKey:
+        """Return the caller's mask over the keys."""
+        return EveryKey()
 
     def operands(self, args: DensePrefillArguments) -> Operands:
         """Return the arguments by meaning."""

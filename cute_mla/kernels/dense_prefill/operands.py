@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from ...spec.dense_prefill import RANKED_ROUNDS, DensePrefillArguments
+from ...spec.dense_prefill import RANKED_ROUNDS
 from ..primitives.integers import clip, larger, smaller
 
 
@@ -31,6 +31,20 @@ class Rows(NamedTuple):
 
 
 @dataclass(frozen=True)
+class TileWalk:
+    """The first key tiles of a sequence, `count` of them, from the last to the first."""
+
+    count: Int32
+
+    def advance(self) -> None:
+        """Go to the first tile, or on to the next one."""
+
+    def tile(self, i: Int32) -> Int32:
+        """Return the i-th tile, after as many advances and one more."""
+        return self.count - 1 - i
+
+
+@dataclass(frozen=True)
 class WorkItem:
     """A block of query rows of one head of one sequence.
 
@@ -46,6 +60,73 @@ class WorkItem:
     first_key: Int32
     keys: Int32
     diagonal: Int32
+
+    @property
+    def in_parts(self) -> bool:
+        """Return whether items come in parts, each of which has some of the key tiles."""
+        return False
+
+    @property
+    def complete(self) -> bool | Boolean:
+        """Return whether the item ends with this walk."""
+        return True
+
+    @property
+    def leading(self) -> int | Int32:
+        """Return 1 if the walk begins with the item's first tile, else 0."""
+        return 1
+
+    def walk(self, count: Int32) -> TileWalk:
+        """Return the key tiles. count: tiles of the item's keys."""
+        return TileWalk(count)
+
+    def tiles_of(self, rows: Int32, count: Int32) -> Int32:
+        """Return how many of the tiles are multiplied with some rows of the block. rows: of the sequence. count: tiles that they see."""
+        return count
+
+    def has_queries(self) -> Boolean:
+        """Return whether Q is needed, and has not been needed before."""
+        return self.keys > 0
+
+    def is_empty(self, count: Int32) -> Boolean:
+        """Return whether the item has no tile at all. count: of the walk."""
+        return count == 0
+
+    def opens(self, i: Int32) -> Boolean:
+        """Return whether the i-th tile of the walk is the item's first."""
+        return i == 0
+
+    def follows(self, i: Int32) -> Boolean:
+        """Return whether another tile of the item comes in front of the i-th of the walk, if there is an i-th."""
+        return i > 0
+
+    def shows(self, tile: Int32) -> bool | Boolean:
+        """Return whether the walk comes to the last tile of the item's keys, which is `tile`."""
+        return True
+
+    def accumulated(self, tiles: Int32) -> Boolean:
+        """Return whether anything has been multiplied for rows of the block that the sequence has. tiles: what tiles_of gives for them."""
+        return tiles > 0
+
+    def number(self, i: Int32) -> Int32:
+        """Return 0 for the item's first tile, else a positive number. i: of the tile in the walk."""
+        return i
+
+    def rounds(self, count: Int32) -> Int32:
+        """Return the steps of a role that multiplies for the tile before in each: at least one where an item begins. count: of the walk."""
+        return larger(count, Int32(1))
+
+    def closes(self, i: Int32, count: Int32) -> Boolean:
+        """Return whether the i-th of `count` tiles of the walk is the item's last."""
+        return i == count - 1
+
+    def closes_late(self) -> Boolean:
+        """Return whether this part says that the one before it was the item's last with tiles."""
+        return Boolean(False)
+
+    def items_after(self, done: Int32) -> Int32:
+        """Return the number of items with tiles, up to this one. done: of those before."""
+        return done + 1
 
 
 @dataclass(frozen=True)
@@ -158,9 +239,9 @@ def span(offsets: cute.Pointer, sequence: Int32, total: Int32) -> tuple[Int32, I
 
 @dataclass(frozen=True)
 class Operands:
-    """The arguments by meaning. Strides in elements, of (token, head)."""
+    """The arguments by meaning. Strides in elements, of (token, head). args: DensePrefillArguments, or those and more."""
 
-    args: DensePrefillArguments
+    args: Any
     items: WorkItems
 
     @property

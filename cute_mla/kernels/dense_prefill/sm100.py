@@ -54,27 +54,24 @@ from ..primitives import tcgen05
 from ..primitives.smem import fields_of
 from ..primitives.tma import prefetch_map
 from .abi import DensePrefillAbi
-from .board import Board
 from .operands import Operands
 from .sm100_config import (
     D_V,
     GROUP_WARPS,
+    ITEM_WARP,
     LOAD_WARP,
     MMA_WARP,
-    OTHER_REGISTERS,
-    OUTPUT_REGISTERS,
     OUTPUT_WARP,
     QUERY_TILES,
     QUERY_WARP,
     QUERY_WARPS,
-    SOFTMAX_REGISTERS,
     THREADS,
     TMEM_COLUMNS,
     Geometry,
     Pipes,
     Tiles,
 )
-from .sm100_load import LoadRole, QueryRole
+from .sm100_load import ItemRole, LoadRole, QueryRole
 from .sm100_mma import MmaRole, TileGemm
 from .sm100_output import OutputRole
 from .sm100_pair import pair_definition
@@ -85,11 +82,13 @@ class DensePrefillSm100(AttentionKernel):
     """One variant of the kernel."""
 
     threads = THREADS
+    abi: DensePrefillAbi
 
-    def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
-        super().__init__(DensePrefillAbi(config, arch), arch)
-        self.config = config
-        self.geometry = Geometry(config.d_qk)
+    def __init__(self, abi: DensePrefillAbi) -> None:
+        super().__init__(abi, abi.arch)
+        self.config = abi.config
+        self.in_parts = abi.in_parts
+        self.geometry = Geometry(abi.config.d_qk, abi.item_words)
         self.smem = self.geometry.smem()
 
     @property
@@ -115,19 +114,24 @@ class DensePrefillSm100(AttentionKernel):
         # the lengths and all tensors may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
-        board = Board(tiles.sItems, pipes)
+        softmax, output, others = self.geometry.registers
+        board = self.abi.board(operands, tiles.sItems, pipes)
         if warp < OUTPUT_WARP:
-            cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            SoftmaxRole(self.dtype, self.geometry).run(operands, board, tiles, pipes, tmem, warp // GROUP_WARPS)
+            cute.arch.setmaxregister_increase(softmax)
+            role = SoftmaxRole(self.dtype, self.geometry, self.abi.key_mask(operands))
+            role.run(operands, board, tiles, pipes, tmem, warp // GROUP_WARPS)
         elif warp < MMA_WARP:
-            cute.arch.setmaxregister_decrease(OUTPUT_REGISTERS)
+            cute.arch.setmaxregister_decrease(output)
             OutputRole(self.dtype, self.wide).run(operands, board, tiles, pipes, tmem)
         else:
-            cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
+            cute.arch.setmaxregister_decrease(others)
             if warp == MMA_WARP:
                 MmaRole(self.geometry).run(board, pipes, TileGemm(self.dtype, self.geometry, tiles, tmem))
             elif warp == LOAD_WARP:
-                LoadRole(self.geometry, self.wide).run(operands, board, tiles, pipes)
+                LoadRole(self.geometry, self.wide, not self.in_parts).run(operands, board, tiles, pipes)
+            elif cutlass.const_expr(self.in_parts):
+                if warp == ITEM_WARP:
+                    ItemRole().run(operands.items, board)
             elif cutlass.const_expr(not self.wide):
                 QueryRole(self.geometry).run(operands, board, tiles, pipes)
 
@@ -145,7 +149,7 @@ class DensePrefillSm100(AttentionKernel):
         for barriers in (pipes.alpha_ready, pipes.rest_ready, pipes.sums_ready, pipes.sums_free):
             barriers.initialise(GROUP_WARPS)
         pipes.probs_ready.initialise(2 * GROUP_WARPS)
-        pipes.item_free.initialise(MMA_WARP + 1 + (0 if self.wide else QUERY_WARPS))
+        pipes.item_free.initialise(MMA_WARP + 1 + (1 if self.in_parts else 0) + (0 if self.wide else QUERY_WARPS))
         cute.arch.mbarrier_init_fence()
 
 
@@ -153,15 +157,21 @@ def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
     if config.d_v > D_V:
         return pair_definition(config, arch)
-    kernel = DensePrefillSm100(config, arch)
+    return definition(DensePrefillAbi(config, arch))
+
+
+def definition(abi: DensePrefillAbi) -> KernelDefinition:
+    """Return the kernel of one variant's arguments, ready to compile."""
+    kernel = DensePrefillSm100(abi)
     geometry = kernel.geometry
     softmax = tuple(Role(f"softmax{tile}", tile * GROUP_WARPS, GROUP_WARPS) for tile in range(QUERY_TILES))
+    items = (Role("items", ITEM_WARP, 1),) if kernel.in_parts else ()
     query = () if kernel.wide else (Role("query", QUERY_WARP, QUERY_WARPS),)
     return kernel.definition(
         smem_bytes=kernel.smem.nbytes,
         barriers=kernel.smem.barriers(),
         named_barriers=(),
-        roles=(*softmax, Role("output", OUTPUT_WARP, GROUP_WARPS), Role("mma", MMA_WARP, 1), Role("load", LOAD_WARP, 1), *query),
+        roles=(*softmax, Role("output", OUTPUT_WARP, GROUP_WARPS), Role("mma", MMA_WARP, 1), Role("load", LOAD_WARP, 1), *items, *query),
         expected={"UTCHMMA": geometry.products},
         tmem_columns=TMEM_COLUMNS,
     )

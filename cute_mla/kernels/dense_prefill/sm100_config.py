@@ -47,12 +47,14 @@ MMA_WARP = OUTPUT_WARP + GROUP_WARPS
 LOAD_WARP = MMA_WARP + 1
 QUERY_WARP = MMA_WARP + 2  # and the one after it, in variants that read Q element by element
 QUERY_WARPS = 2
+ITEM_WARP = MMA_WARP + 2  # where items come in parts
 THREADS = 512
 
 # per lane of a warp, by setmaxnreg: 2 x 184 + 96 + 48 = 512, all that four lanes at launch have
 SOFTMAX_REGISTERS = 184
 OUTPUT_REGISTERS = 96
 OTHER_REGISTERS = 48
+MASK_REGISTERS = (192, 88, 40)  # the same where items come in parts, and the softmax role holds words of a mask
 
 ITEM_STAGES = 4  # rounds whose items the load role may post ahead
 
@@ -61,9 +63,15 @@ TMEM_LANE = 1 << 16
 
 @dataclass(frozen=True)
 class Geometry:
-    """Numbers that follow from the number of columns of q and k."""
+    """Numbers that follow from the number of columns of q and k. item_words: of an item on the board."""
 
     d_qk: int
+    item_words: int = ITEM_WORDS
+
+    @property
+    def registers(self) -> tuple[int, int, int]:
+        """Return the registers of a lane of the softmax roles, the output role and the others."""
+        return MASK_REGISTERS if self.item_words > ITEM_WORDS else (SOFTMAX_REGISTERS, OUTPUT_REGISTERS, OTHER_REGISTERS)
 
     @property
     def key_stages(self) -> int:
@@ -97,7 +105,7 @@ class Geometry:
             Array("sKv", Uint8, self.stages * STAGE_BYTES, SWIZZLE_PERIOD),
             Array("sAlpha", Float32, QUERY_TILES * TILE_ROWS),
             Array("sInverse", Float32, QUERY_TILES * TILE_ROWS),
-            Array("sItems", Int32, ITEM_STAGES * ITEM_WORDS, 16),
+            Array("sItems", Int32, ITEM_STAGES * self.item_words, 16),
             Barriers("item_ready", ITEM_STAGES),
             Barriers("item_free", ITEM_STAGES),
             Barriers("kv_ready", self.stages),
@@ -112,7 +120,7 @@ class Geometry:
         return QUERY_TILES * (self.key_stages * STEPS_PER_BOX + TILE_KEYS // K_STEP)
 
 
-SMALL_BYTES = 2560  # factors and sums, items, barriers, a cell: no more than that
+SMALL_BYTES = 2640  # factors and sums, items, barriers, a cell: no more than that
 
 
 @dataclass(frozen=True)
@@ -123,7 +131,7 @@ class Tiles:
     sKv: cute.Pointer  # bytes of the stages: 128 keys x 128 bytes, or two boxes of 64 keys x 128 bytes of values
     sAlpha: cute.Pointer  # fp32 (2 Q tiles, 128 rows): rescale factors
     sInverse: cute.Pointer  # fp32 (2 Q tiles, 128 rows): 1 / row sum, 0 for a row that attends to nothing
-    sItems: cute.Pointer  # int32 (4 rounds, 8): items
+    sItems: cute.Pointer  # int32 (4 rounds, item_words): items
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
 
 
@@ -186,8 +194,8 @@ class QueryTileWork:
         rows = item.rows - first
         limit = item.diagonal + first
         keys = smaller(item.keys, limit + TILE_ROWS)
-        tiles = key_tiles(cutlass.select_(rows > 0, larger(keys, Int32(0)), Int32(0)))
-        return QueryTileWork(rows, tiles, key_tiles(item.keys) - tiles, limit, item.keys)
+        tiles = item.tiles_of(rows, key_tiles(cutlass.select_(rows > 0, larger(keys, Int32(0)), Int32(0))))
+        return QueryTileWork(rows, tiles, item.walk(key_tiles(item.keys)).count - tiles, limit, item.keys)
 
     def key_limit(self, row: Int32) -> Int32:
         """Return the keys that a row of the tile sees; none if negative."""

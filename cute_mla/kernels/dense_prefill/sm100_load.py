@@ -12,7 +12,7 @@ from ..primitives.pipeline import PipelineState
 from ..primitives.tma import load_box
 from ..sm100.boxes import CHUNK, CHUNKS_PER_ROW, ROW_BYTES
 from .board import Board
-from .operands import Operands, WorkItem
+from .operands import Operands, WorkItem, WorkItems
 from .sm100_config import (
     BOX_BYTES,
     BOXES_PER_STAGE,
@@ -36,28 +36,28 @@ QUERY_THREADS = 32 * QUERY_WARPS
 
 
 class LoadRole:
-    """One warp. loads_queries: whether Q comes by TMA too."""
+    """One warp. loads_queries: whether Q comes by TMA too. finds_items: whether it finds the items, and posts them; else it takes them."""
 
-    def __init__(self, geometry: Geometry, loads_queries: bool) -> None:
+    def __init__(self, geometry: Geometry, loads_queries: bool, finds_items: bool = True) -> None:
         self.geometry = geometry
         self.loads_queries = loads_queries
+        self.finds_items = finds_items
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
-        """Wait item_free, kv_free, query_free. Signal item_ready, kv_ready, query_ready."""
-        items = operands.items
+        """Wait item_free or item_ready, kv_free, query_free. Signal item_ready or item_free, kv_ready, query_ready."""
         stages = self.geometry.stages
         turn, more = Int32(0), Boolean(True)
         stage, phase, loads = Int32(0), Int32(0), [Int32(0), Int32(0)]
         while more:
-            more = items.of_round(turn) < items.count()
-            item = items.take(turn)
-            board.post(turn, more, item)
-            for t in cutlass.range(key_tiles(item.keys), unroll=1):
+            more, item = find(operands.items, board, turn) if self.finds_items else board.take(turn)
+            walk = item.walk(key_tiles(item.keys))
+            for t in cutlass.range(walk.count, unroll=1):
+                walk.advance()
                 uses = PipelineState(stage, phase).following(self.geometry.tile_stages + 1, stages)
-                row = item.first_key + (key_tiles(item.keys) - 1 - t) * TILE_KEYS
+                row = item.first_key + walk.tile(t) * TILE_KEYS
                 self.load_keys(operands, tiles, pipes, item, row, uses)
-                if cutlass.const_expr(self.loads_queries) and t == 0:
+                if cutlass.const_expr(self.loads_queries) and item.opens(t):
                     loads = self.load_query_tiles(operands, tiles, pipes, item, loads)
                 self.load_values(operands, tiles, pipes, item, row, uses[self.geometry.key_stages :])
                 stage, phase = uses[-1].stage, uses[-1].phase
@@ -112,6 +112,27 @@ class LoadRole:
                         load_box(target, operands.args.q_map, where, ready)
                 done[tile] = done[tile] + 1
         return done
+
+
+def find(items: WorkItems, board: Board, turn: Int32) -> tuple[Boolean, WorkItem]:
+    """Find this CTA's item of a round and post it. Return (whether there is one in this round, the item, without rows if not)."""
+    more = items.of_round(turn) < items.count()
+    item = items.take(turn)
+    board.post(turn, more, item)
+    return more, item
+
+
+class ItemRole:
+    """One warp, where the board looks further into items than the load role has time for."""
+
+    @cute.jit
+    def run(self, items: WorkItems, board: Board):
+        """Wait item_free. Signal item_ready."""
+        turn, posted = Int32(0), Int32(0)
+        while items.of_round(turn) < items.count():
+            posted = board.post_item(posted, items.take(turn))
+            turn = turn + 1
+        board.post_end(posted)
 
 
 class QueryRole:

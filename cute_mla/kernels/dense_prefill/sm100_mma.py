@@ -11,10 +11,10 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ..primitives import tcgen05
-from ..primitives.integers import larger
 from ..primitives.pipeline import PipelineState
 from ..sm100.boxes import ROW_BYTES
 from .board import Board
+from .operands import WorkItem
 from .sm100_config import (
     BOX_BYTES,
     D_V,
@@ -110,10 +110,10 @@ class MmaRole:
         queries, count, waiting = [Int32(0), Int32(0)], [Int32(0), Int32(0)], [Int32(-1), Int32(-1)]
         while more:
             more, item = board.take(turn)
-            tiles = key_tiles(item.keys)
+            tiles = item.walk(key_tiles(item.keys)).count
             works = [QueryTileWork.create(item, tile) for tile in range(QUERY_TILES)]
             # the last P V of the item before may not wait for keys to come
-            for t in cutlass.range(larger(tiles, Int32(1)), unroll=1):
+            for t in cutlass.range(item.rounds(tiles), unroll=1):
                 uses = PipelineState(stage, phase).following(geometry.tile_stages + 1, geometry.stages)
                 values, keys = uses[:VALUE_STAGES], uses[VALUE_STAGES:-1]
                 begun = (waiting[0] >= 0) | (waiting[1] >= 0)
@@ -122,7 +122,7 @@ class MmaRole:
                 for tile in cutlass.range_constexpr(QUERY_TILES):
                     if waiting[tile] >= 0:
                         self.multiply_output(pipes, gemm, tile, count[tile] - 1, values, waiting[tile] > 0)
-                        if t == 0:
+                        if item.opens(t):
                             self.commit(pipes.of_tile(tile).output_ready.barrier(queries[tile] - 1))
                     if cutlass.const_expr(tile == 0):
                         if tiles > 0:
@@ -132,18 +132,28 @@ class MmaRole:
                     own = t - works[tile].skipped
                     waiting[tile] = Int32(-1)
                     if own >= 0 and own < works[tile].tiles:
-                        if own == 0:
+                        if item.opens(own):
                             pipes.of_tile(tile).query_ready.consumer_wait(queries[tile])
                             queries[tile] = queries[tile] + 1
                         self.multiply_scores(pipes, gemm, tile, count[tile], keys)
-                        if t == tiles - 1:
+                        if item.closes(t, tiles):
                             self.commit(pipes.of_tile(tile).query_free.barrier(queries[tile] - 1))
                         count[tile] = count[tile] + 1
-                        waiting[tile] = own
+                        waiting[tile] = item.number(own)
                 if tiles > 0:
                     self.free_stages(pipes, keys)
                     stage, phase = uses[-1].stage, uses[-1].phase
+            if cutlass.const_expr(item.in_parts):
+                self.close_item(pipes, item, works, queries)
             turn = turn + 1
+
+    @cute.jit
+    def close_item(self, pipes: Pipes, item: WorkItem, works: list[QueryTileWork], queries: list[Int32]):
+        """Release Q behind an item whose last part has no tile. queries: items with keys of each Q tile, this one included."""
+        if item.closes_late():
+            for tile in cutlass.range_constexpr(QUERY_TILES):
+                if works[tile].rows > 0:
+                    self.commit(pipes.of_tile(tile).query_free.barrier(queries[tile] - 1))
 
     @cute.jit
     def multiply_scores(self, pipes: Pipes, gemm: TileGemm, tile: int, count: Int32, keys: list[PipelineState]):

@@ -10,7 +10,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from ..primitives import tcgen05
 from ..primitives.elements import store_row
 from .board import Board
-from .operands import Operands
+from .operands import Operands, WorkItem
 from .sm100_config import D_V, GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Pipes, QueryTileWork, RowTables, Tiles, first_lane, key_tiles
 
 SCALED_AT_ONCE = 16  # columns of O; with 32 ptxas spills two registers
@@ -76,6 +76,11 @@ class OutputRows:
                 store_row(target + first, [rO[i] for i in range(STORED_AT_ONCE)], self.dtype, self.wide)
 
 
+def ends(item: WorkItem, work: QueryTileWork) -> Boolean:
+    """Return whether a Q tile has rows and all products of the item."""
+    return work.rows > 0 if item.complete is True else (work.rows > 0) & item.complete
+
+
 class OutputRole:
     """Four warps. wide: whether rows of out are multiples of 16 bytes."""
 
@@ -96,16 +101,16 @@ class OutputRole:
         while more:
             more, item = board.take(turn)
             works = [QueryTileWork.create(item, tile) for tile in range(QUERY_TILES)]
-            for t in cutlass.range(1, key_tiles(item.keys), unroll=1):
+            for t in cutlass.range(item.leading, item.walk(key_tiles(item.keys)).count, unroll=1):
                 for tile in cutlass.range_constexpr(QUERY_TILES):
                     step = t - works[tile].skipped
-                    if step > 0:
+                    if item.follows(step):
                         # an item's first key tile has no factors
                         self.rescale(own[tile], rows[tile], done[tile] + step, done[tile] - outputs[tile] + step - 1)
             for tile in cutlass.range_constexpr(QUERY_TILES):
                 work = works[tile]
-                if work.rows > 0:
-                    if work.tiles > 0:
+                if ends(item, work):
+                    if item.accumulated(work.tiles):
                         own[tile].output_ready.consumer_wait(outputs[tile])
                         tcgen05.fence_after_wait()
                         outputs[tile] = outputs[tile] + 1
@@ -114,11 +119,13 @@ class OutputRole:
                     own[tile].sums_free.consumer_release(sums[tile])
                     sums[tile] = sums[tile] + 1
                     target = operands.out_row(item, tile * TILE_ROWS + rows[tile].row)
-                    rows[tile].store(target, work.rows, inverse, work.tiles > 0)
-                    if work.tiles > 0:
+                    rows[tile].store(target, work.rows, inverse, item.accumulated(work.tiles))
+                    if item.accumulated(work.tiles):
                         done[tile] = done[tile] + work.tiles
                         tcgen05.fence_before_signal()
                         own[tile].probs_ready.producer_commit(done[tile])  # O is free for the next item
+                if cutlass.const_expr(item.in_parts):
+                    done[tile] = done[tile] + cutlass.select_(item.complete, Int32(0), work.tiles)
             turn = turn + 1
 
     @cute.jit

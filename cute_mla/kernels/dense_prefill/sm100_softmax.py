@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -20,6 +20,7 @@ from ..primitives.elements import pack_pair
 from ..primitives.integers import larger
 from ..sm100.boxes import clear_rows
 from .board import Board
+from .key_mask import EveryKey
 from .operands import Operands, WorkItem
 from .sm100_config import (
     BOXES_PER_STAGE,
@@ -188,12 +189,22 @@ def hide_keys(values: cute.Tensor, limit: Int32, keys: range, hidden: Float32) -
             values[start + bit] = cutlass.select_((beyond & (1 << bit)) != 0, hidden, values[start + bit])
 
 
-class SoftmaxRole:
-    """Four warps, for one Q tile."""
+class TilePlace(NamedTuple):
+    """A key tile of a Q tile: its number, whether another one of the item comes before, and its uses of barriers and of alpha_ready."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry) -> None:
+    tile: Int32
+    follows: Boolean
+    use: Int32
+    alpha_use: Int32
+
+
+class SoftmaxRole:
+    """Four warps, for one Q tile. key_mask: of the call."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry, key_mask: EveryKey) -> None:
         self.dtype = dtype
         self.geometry = geometry
+        self.key_mask = key_mask
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32, tile: Int32):
@@ -208,54 +219,63 @@ class SoftmaxRole:
             more, item = board.take(turn)
             work = QueryTileWork.create(item, tile)
             if work.rows > 0:
-                rows.reset()
+                if item.leading:
+                    rows.reset()
+                walk = item.walk(work.tiles)
+                mask = self.key_mask.rows_of(item, tile * TILE_ROWS + rows.row, walk)
                 for t in cutlass.range(work.tiles, unroll=1):
+                    walk.advance()
+                    mask.load()
                     own.scores_ready.consumer_wait(done + t)
                     tcgen05.fence_after_wait()
                     if t == 0 and self.clears_values(item, work, tile):
                         self.clear_values(tiles, pipes, uses + self.geometry.key_stages, item.keys, rows.row)
-                    self.softmax_tile(own, rows, work, t, done + t, alphas + t - 1)
+                    place = TilePlace(walk.tile(t), item.follows(t), done + t, alphas + t - item.leading)
+                    self.softmax_tile(own, rows, work, place, mask)
                 done = done + work.tiles
-                alphas = alphas + larger(work.tiles - 1, Int32(0))
-                own.sums_free.producer_acquire(sums)
-                total = rows.publish_sum()
-                own.sums_ready.producer_commit(sums)
-                sums = sums + 1
-                if rows.row < work.rows:
-                    lse = cutlass.select_(total == 0.0, operands.empty_lse, rows.lse(total))
-                    operands.lse_of(item, tile * TILE_ROWS + rows.row).store(lse)
-            uses = uses + key_tiles(item.keys) * self.geometry.tile_stages
+                alphas = alphas + larger(work.tiles - item.leading, Int32(0))
+                if item.complete:
+                    own.sums_free.producer_acquire(sums)
+                    total = rows.publish_sum()
+                    own.sums_ready.producer_commit(sums)
+                    sums = sums + 1
+                    if rows.row < work.rows:
+                        lse = cutlass.select_(total == 0.0, operands.empty_lse, rows.lse(total))
+                        operands.lse_of(item, tile * TILE_ROWS + rows.row).store(lse)
+            uses = uses + item.walk(key_tiles(item.keys)).count * self.geometry.tile_stages
             turn = turn + 1
 
     @cute.jit
-    def softmax_tile(self, own: Pipes, rows: RowSoftmax, work: QueryTileWork, t: Int32, use: Int32, alpha_use: Int32):
-        """Turn the scores of a Q tile's t-th key tile, which are complete, into probabilities.
+    def softmax_tile(self, own: Pipes, rows: RowSoftmax, work: QueryTileWork, place: TilePlace, mask: EveryKey):
+        """Turn the scores of one of a Q tile's key tiles, which are complete, into probabilities. mask: of the row.
 
         The last scores are loaded again when the first part of P is handed over: ptxas would otherwise compute all of P before it
         stores any.
         """
-        first_key = (work.tiles - 1 - t) * TILE_KEYS
+        first_key = place.tile * TILE_KEYS
         limit = work.key_limit(rows.row) - first_key
-        masked = work.key_limit(Int32(0)) < first_key + TILE_KEYS
+        masked = mask.kept(work.key_limit(Int32(0)) < first_key + TILE_KEYS)
         rows.finish_load(rows.start_load(0))
-        if masked:
+        mask.hide(rows.rS)
+        if Boolean(masked):
             rows.mask(limit, 0)
         alpha = rows.advance()
-        if t > 0:
+        if place.follows:
             rows.publish_factor(alpha)
-            own.alpha_ready.producer_commit(alpha_use)
+            own.alpha_ready.producer_commit(place.alpha_use)
         rows.exponentiate(0, FIRST_KEYS)
         again = rows.start_load(FIRST_KEYS)
         rows.store(0, FIRST_KEYS)
         tcgen05.fence_before_signal()
-        own.probs_ready.producer_commit(use)
+        own.probs_ready.producer_commit(place.use)
         rows.finish_load(again)
-        if masked:
+        mask.hide(rows.rS, FIRST_KEYS)
+        if Boolean(masked):
             rows.mask(limit, FIRST_KEYS)
         rows.exponentiate(FIRST_KEYS, TILE_KEYS)
         rows.store(FIRST_KEYS, TILE_KEYS)
         tcgen05.fence_before_signal()
-        own.rest_ready.producer_commit(use)
+        own.rest_ready.producer_commit(place.use)
 
     def clears_values(self, item: WorkItem, work: QueryTileWork, tile: Int32) -> Boolean:
         """Return whether this Q tile clears values: it is the first to be multiplied with values that belong to no key.
@@ -263,7 +283,7 @@ class SoftmaxRole:
         Only the item's last key tile can have such values.
         """
         first = (tile == 0) | (QueryTileWork.create(item, 0).skipped > 0)
-        return (item.keys % TILE_KEYS != 0) & (work.skipped == 0) & first
+        return (item.keys % TILE_KEYS != 0) & (work.skipped == 0) & first & item.shows(key_tiles(item.keys) - 1)
 
     @cute.jit
     def clear_values(self, tiles: Tiles, pipes: Pipes, use: Int32, keys: Int32, thread: Int32):

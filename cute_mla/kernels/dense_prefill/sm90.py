@@ -52,16 +52,13 @@ from ..primitives.smem import fields_of
 from ..primitives.tma import prefetch_map
 from ..sm90.warpgroups import set_registers
 from .abi import DensePrefillAbi
-from .board import Board
 from .operands import Operands
 from .sm90_attend import AttendRole
 from .sm90_config import (
-    COMPUTE_REGISTERS,
     GROUP_ROWS,
     GROUPS,
     ITEM_WARP,
     KEY_WARP,
-    LOAD_REGISTERS,
     QUERY_WARP,
     STAGE_BARRIER,
     THREADS,
@@ -81,10 +78,12 @@ class DensePrefillSm90(AttentionKernel):
     """One variant of the kernel."""
 
     threads = THREADS
+    abi: DensePrefillAbi
 
-    def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
-        super().__init__(DensePrefillAbi(config, arch), arch)
-        self.geometry = Geometry(config)
+    def __init__(self, abi: DensePrefillAbi) -> None:
+        super().__init__(abi, abi.arch)
+        config = abi.config
+        self.geometry = Geometry(config, abi.item_words)
         self.smem = self.geometry.smem(self.dtype)
         self.by_tma = config.access_bytes > ELEMENT_BYTES  # Q; else by the warpgroups that use it
 
@@ -103,9 +102,9 @@ class DensePrefillSm90(AttentionKernel):
         # Q, K, V and the lengths may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
-        group, board = warp // WARPS_PER_GROUP, Board(tiles.sItems, pipes)
+        group, board = warp // WARPS_PER_GROUP, self.abi.board(operands, tiles.sItems, pipes)
         if group == 0:
-            set_registers(LOAD_REGISTERS)
+            set_registers(geometry.registers[0])
             if warp == KEY_WARP:
                 keys = TilePipe(pipes.key_ready, pipes.key_free)
                 TileRole(geometry.tile_keys, geometry.key_bytes, geometry.box_keys).run(operands.args.k_map, board, tiles.sK, keys)
@@ -119,8 +118,8 @@ class DensePrefillSm90(AttentionKernel):
             if cutlass.const_expr(self.by_tma) and warp == QUERY_WARP:
                 QueryRole(geometry.query_bytes).run(((operands.args.q_map, tiles.sQ),), board, pipes)
         else:
-            set_registers(COMPUTE_REGISTERS)
-            attend = AttendRole(self.dtype, geometry, self.by_tma)
+            set_registers(geometry.registers[1])
+            attend = AttendRole(self.dtype, geometry, self.by_tma, self.abi.key_mask(operands))
             attend.run(operands, board, tiles, pipes, cute.arch.thread_idx()[0] % WARPGROUP, group - 1)
 
 
@@ -137,7 +136,12 @@ def initialise(pipes: Pipes, item_readers: int) -> None:
 
 def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
-    kernel = DensePrefillSm90(config, arch)
+    return definition(DensePrefillAbi(config, arch))
+
+
+def definition(abi: DensePrefillAbi) -> KernelDefinition:
+    """Return the kernel of one variant's arguments, ready to compile."""
+    kernel = DensePrefillSm90(abi)
     geometry = kernel.geometry
     scores, output = geometry.wgmma_per_tile
     named = [(f"turn_{group}", TURN_BARRIER + group) for group in range(GROUPS)]

@@ -13,8 +13,10 @@ from ...spec.dense_prefill import BOX_COLUMNS
 from ..attention.softmax import LN2, OnlineSoftmax, mask_keys
 from ..primitives.elements import load_pair, store_pair, store_words
 from ..primitives.integers import larger, smaller
+from ..primitives.pipeline import arrive
 from ..primitives.wgmma import ROWS_PER_THREAD, fragment_row, gather_eights
 from .board import Board
+from .key_mask import EveryKey
 from .operands import Operands, Rows, WorkItem
 from .sm90_config import GROUP_ROWS, GROUPS, STAGE_BARRIER, TURN_BARRIER, WARPGROUP, Geometry, Pipes, Tiles
 from .sm90_gemm import Products, QueryStage
@@ -24,12 +26,14 @@ class AttendRole:
     """One of two warpgroups.
 
     by_tma: whether Q comes by TMA and rows of out are written 16 bytes at a time; else the warpgroup loads its rows of Q itself.
+    key_mask: of the call.
     """
 
-    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry, by_tma: bool) -> None:
+    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry, by_tma: bool, key_mask: EveryKey) -> None:
         self.dtype = dtype
         self.geometry = geometry
         self.by_tma = by_tma
+        self.key_mask = key_mask
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, thread: Int32, group: Int32):
@@ -44,46 +48,52 @@ class AttendRole:
         if group != 0:
             give_turn(group)
         # fresh: whether the next P V is the first of its item. due: whether O then still is the result of the item before, `owed`
-        use, done, turn, fresh, due = Int32(0), Int32(0), Int32(1), Boolean(True), Boolean(False)
+        use, done, turn = Int32(0), Int32(0), Int32(1)
         more, item = board.take(Int32(0))
+        fresh, due = self.key_mask.kept(Boolean(True)), self.key_mask.kept(Boolean(False))
         before, owed = Rows.of(item), Rows.none()
         while more:
-            count = self.geometry.key_tiles(item.keys)
-            if count == 0:
+            walk = item.walk(self.geometry.key_tiles(item.keys))
+            rows, count = self.key_mask.rows_of(item, products, walk), walk.count
+            if item.is_empty(count):
                 self.write_empty_rows(operands, item, products)
             for i in cutlass.range(count, unroll=1):
+                walk.advance()
+                rows.load()
                 if cutlass.const_expr(self.geometry.wide_output):
-                    self.settle_output(pipes, products, factors, use + i - 2, fresh)
-                if i == 0:
+                    self.settle_output(pipes, products, factors, use + i - 2, Boolean(fresh))
+                if item.opens(i):
                     self.take_queries(operands, tiles, pipes, item, products, done)
                 if cutlass.const_expr(not self.geometry.wide_output):
-                    self.settle_output(pipes, products, factors, use + i - 2, fresh)
+                    self.settle_output(pipes, products, factors, use + i - 2, Boolean(fresh))
                 self.start_scores(pipes, products, use + i)
-                if due:
+                if Boolean(due):
                     give_turn(group)
                     self.finish_rows(operands, owed, products, ended)
                     warpgroup.fence()
-                self.start_output(pipes, products, larger(use + i - 1, Int32(0)), fresh)
-                if not due:
+                self.start_output(pipes, products, larger(use + i - 1, Int32(0)), Boolean(fresh))
+                if not Boolean(due):
                     give_turn(group)
                 warpgroup.wait_group(1)
-                self.free_operands(pipes, group, use + i, done, i == count - 1)
-                if i == 0:
+                self.free_operands(pipes, group, use + i, done, item.closes(i, count))
+                if item.opens(i):
                     start_anew(softmax, ended)
                     owed = before
-                factors = self.softmax_step(item, products, softmax, count - 1 - i)
-                fresh = i == 0
-                due = fresh and (done > 0)
+                factors = self.softmax_step(item, products, softmax, walk.tile(i), rows)
+                fresh = self.key_mask.kept(item.opens(i))
+                due = self.key_mask.kept(Boolean(fresh) and (done > 0))
             if count > 0:
-                use, done, before = use + count, done + 1, Rows.of(item)
+                use, done, before = use + count, item.items_after(done), Rows.of(item)
+            if cutlass.const_expr(item.in_parts):
+                done = self.close_item(pipes, item, products.group, done)
             more, item = board.take(turn)
             turn = turn + 1
         if done > 0:
-            self.settle_output(pipes, products, factors, use - 2, fresh)
-            if due:
+            self.settle_output(pipes, products, factors, use - 2, Boolean(fresh))
+            if Boolean(due):
                 self.finish_rows(operands, owed, products, ended)
             warpgroup.fence()
-            self.start_output(pipes, products, use - 1, fresh)
+            self.start_output(pipes, products, use - 1, Boolean(fresh))
             warpgroup.wait_group(0)
             self.finish_rows(operands, before, products, softmax)
         if group == 0:
@@ -112,8 +122,17 @@ class AttendRole:
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=STAGE_BARRIER + products.group, number_of_threads=WARPGROUP)
 
-    def softmax_step(self, item: WorkItem, products: Products, softmax: OnlineSoftmax, tile: Int32) -> list[Float32]:
-        """Turn the scores of a tile into probabilities. Return the factors that this asks of O."""
+    @cute.jit
+    def close_item(self, pipes: Pipes, item: WorkItem, group: Int32, done: Int32) -> Int32:
+        """Release Q behind an item whose last part has no tile. Return the number of items with tiles."""
+        if item.closes_late():
+            arrive(pipes.query_free.barrier(done * GROUPS + group))
+            done = done + 1
+        return done
+
+    def softmax_step(self, item: WorkItem, products: Products, softmax: OnlineSoftmax, tile: Int32, rows: EveryKey) -> list[Float32]:
+        """Turn the scores of a tile into probabilities. rows: the mask of the thread's rows. Return the factors that this asks of O."""
+        rows.hide(products.scores)
         self.mask(item, products, tile)
         return softmax.add_tile(products.scores)
 

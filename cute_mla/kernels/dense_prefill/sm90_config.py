@@ -28,6 +28,7 @@ RANK_BITS = RANK_KEYS.bit_length() - 1
 
 LOAD_REGISTERS = 40  # a lane; all threads start with 168
 COMPUTE_REGISTERS = 232
+SEARCH_REGISTERS = (56, 224)  # the same, where the role that finds items also looks for their visible tiles
 
 COLUMNS_AT_ONCE = 128  # of a row of out
 WIDE_COLUMNS_AT_ONCE = 32  # where O has 128 registers of a lane
@@ -40,9 +41,15 @@ BOX_BYTES = BOX_ROWS * BOX_COLUMNS * ELEMENT_BYTES
 
 @dataclass(frozen=True)
 class Geometry:
-    """Numbers that depend on the variant."""
+    """Numbers that depend on the variant. item_words: of an item on the board."""
 
     config: DensePrefillConfig
+    item_words: int = ITEM_WORDS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Return the registers of a lane of the warps that load and find items, and of those that compute."""
+        return SEARCH_REGISTERS if self.item_words > ITEM_WORDS else (LOAD_REGISTERS, COMPUTE_REGISTERS)
 
     @property
     def d_qk(self) -> int:
@@ -109,7 +116,7 @@ class Geometry:
             Tile("sQ", dtype, (GROUP_ROWS, self.d_qk, GROUPS)),
             Tile("sK", dtype, (self.tile_keys, self.d_qk, self.stages)),
             Tile("sV", dtype, (self.tile_keys, self.d_v, self.stages)),
-            Array("sItems", Int32, ITEM_STAGES * ITEM_WORDS, 16),
+            Array("sItems", Int32, ITEM_STAGES * self.item_words, 16),
             Barriers("key_ready", self.stages),
             Barriers("key_free", self.stages),
             Barriers("value_ready", self.stages),
@@ -129,7 +136,7 @@ class Tiles:
     sQ: cute.Tensor  # (64 rows, d_qk, 2): of each warpgroup
     sK: cute.Tensor  # (keys, d_qk, stages)
     sV: cute.Tensor  # (keys, d_v, stages)
-    sItems: cute.Pointer  # int32 (4, 8): items
+    sItems: cute.Pointer  # int32 (4, item_words): items
 
 
 @dataclass(frozen=True)

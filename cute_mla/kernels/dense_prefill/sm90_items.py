@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import cutlass
 from cutlass import Boolean, Int32, Uint32, cute
@@ -113,12 +113,10 @@ class ItemRole:
                 while start < sequences.sum * together:
                     rank = start + cutlass.select_(forward, place, ctas - 1 - place)
                     if rank < sequences.sum * together:
-                        board.post(posted, Boolean(True), sequences.item(rank, head, together))
-                        posted = posted + 1
+                        posted = board.post_item(posted, sequences.item(rank, head, together))
                     start, forward = start + ctas, not forward
                 place = place + ctas * TURNED_EIGHTHS // 8
                 place = cutlass.select_(place >= ctas, place - ctas, place)
                 head = head + together
             first = first + sequences.count
-        nothing = WorkItem(*[Int32(0)] * len(fields(WorkItem)))
-        board.post(posted, Boolean(False), nothing)
+        board.post_end(posted)

@@ -45,11 +45,12 @@ class TileRole:
         use, cleared, turn = Int32(0), Int32(0), Int32(1)
         more, item = board.take(Int32(0))
         while more:
-            count = (item.keys + (self.keys - 1)) // self.keys
-            for i in cutlass.range(count, unroll=1):
+            walk = item.walk((item.keys + (self.keys - 1)) // self.keys)
+            for i in cutlass.range(walk.count, unroll=1):
+                walk.advance()
                 stage, ready = pipe.ready.stage(use + i), pipe.ready.barrier(use + i)
                 pipe.free.producer_acquire(use + i)
-                first = (count - 1 - i) * self.keys
+                first = walk.tile(i) * self.keys
                 where = (item.kv_head, item.first_key + first)
                 if cutlass.const_expr(pipe.landed is None):
                     load_tile(target, stage, tensor_map, where, ready, self.nbytes, self.box_rows)
@@ -63,7 +64,7 @@ class TileRole:
                         cute.arch.fence_proxy("async.shared", space="cta")
                         arrive(ready)
                         cleared = cleared + 1
-            use = use + count
+            use = use + walk.count
             more, item = board.take(turn)
             turn = turn + 1
 
@@ -95,7 +96,7 @@ class QueryRole:
         done, turn = Int32(0), Int32(1)
         more, item = board.take(Int32(0))
         while more:
-            if item.keys > 0:
+            if item.has_queries():
                 for group in cutlass.range_constexpr(GROUPS):
                     use = done * GROUPS + group
                     ready = pipes.query_ready.barrier(use)

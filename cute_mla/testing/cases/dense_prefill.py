@@ -6,6 +6,7 @@ and so is the memory between and around rows. The keys and values of a sequence'
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -15,8 +16,10 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor
 
+from ...reference import visible_keys
 from ...spec.arch import Arch
 from ...spec.dense_prefill import HEAD_DIMS, DensePrefillProblem
+from ...spec.masked_prefill import MASK_WORD_KEYS
 from ...spec.mla import ceil_div
 from .base import DTYPES, TAGS, BaseCase, CausalValues, Tags
 from .far import far_tensor
@@ -39,6 +42,7 @@ BLOCK = 64  # query rows and keys of a tile, the unit of a case's cost
 Ends = Literal["margins", "clipped"]
 Neighbours = Literal["finite", "nan"]
 KvLayout = Literal["packed", "padded", "kvpacked", "heads_first", "far_tokens", "far_heads"]
+Mask = Literal["random", "blocks", "single", "edges", "gaps"]
 SeqLengths = tuple[tuple[int, int], ...]  # query tokens and keys of each sequence
 
 
@@ -58,6 +62,11 @@ class DensePrefillCase(BaseCase):
     neighbours: "nan": keys and values of the second, fourth, .. sequence are NaN, and so are the results of these sequences.
     kv_layout: "padded": rows further apart than their length; "kvpacked": k and v are slices of one tensor; "heads_first":
         transposed [h_kv, total_k, ..]; "far_tokens", "far_heads": far in this dimension.
+    mask: the keys that key_mask shows a row; None: there is no mask. "random": a fourth of the keys, to every fifth row none; "blocks":
+        every third of 128 keys, others to the next 128 rows; "single": one key; "edges": the first and last keys of some words;
+        "gaps": every second of 32 tiles of 128 keys, others to the next 256 rows. Bits of keys that a sequence does not have are 1, and
+        so are rows of no sequence. Keys that no row of a sequence sees are NaN.
+    mask_layout: "padded": rows an odd number of words apart, from a second word on.
     """
 
     op: ClassVar[str] = "dense_prefill"
@@ -66,6 +75,8 @@ class DensePrefillCase(BaseCase):
         "ends": str,
         "neighbours": lambda neighbours: f"{neighbours}_neighbours",
         "kv_layout": lambda layout: f"kv_{layout}",
+        "mask": lambda mask: f"mask_{mask}",
+        "mask_layout": lambda layout: f"mask_{layout}",
         **TAGS,
     }
 
@@ -78,6 +89,8 @@ class DensePrefillCase(BaseCase):
     ends: Ends = "margins"
     neighbours: Neighbours = "finite"
     kv_layout: KvLayout = "packed"
+    mask: Mask | None = None
+    mask_layout: Literal["packed", "padded"] = "packed"
 
     def __post_init__(self) -> None:
         if self.d_qk not in HEAD_DIMS:
@@ -143,6 +156,11 @@ class DensePrefillCase(BaseCase):
         return max((s_k for _, s_k in self.lengths), default=0)
 
     @property
+    def kernel_op(self) -> str:
+        """Return the op of the kernel that a record names."""
+        return self.op if self.mask is None else "masked_prefill"
+
+    @property
     def q_shape(self) -> tuple[int, int, int, int]:
         """Return (1, total_q, h_q, d_qk)."""
         return 1, self.total_q, self.h_q, self.d_qk
@@ -176,7 +194,7 @@ class DensePrefillTensors:
     """The operands of a case.
 
     q dtype [total_q, h_q, d_qk]; k dtype [total_k, h_kv, d_qk]; v dtype [total_k, h_kv, d_v]; cu_seqlens_q, cu_seqlens_k int32
-    [sequences + 1]. output_buffers: out dtype [total_q, h_q, d_v], lse fp32 [total_q, h_q].
+    [sequences + 1]; key_mask int32 [total_q, words] or None. output_buffers: out dtype [total_q, h_q, d_v], lse fp32 [total_q, h_q].
     """
 
     q: Tensor
@@ -184,6 +202,7 @@ class DensePrefillTensors:
     v: Tensor
     cu_seqlens_q: Tensor
     cu_seqlens_k: Tensor
+    key_mask: Tensor | None = None
     output_buffers: Mapping[str, OutputBuffer] = field(default_factory=dict)
 
 
@@ -201,7 +220,51 @@ def make_inputs(case: DensePrefillCase, device: torch.device) -> dict[str, Tenso
         if case.neighbours == "finite" or sequence % 2 == 0:
             _fill_keys(case, sequence, k[first : first + s_k], v[first : first + s_k])
     ends = {"cu_seqlens_q": _offsets(case, case.q_starts, device), "cu_seqlens_k": _offsets(case, case.k_starts, device)}
-    return {"q": _q(case, device), "k": k, "v": v, **ends}
+    return {"q": _q(case, device), "k": k, "v": v, **ends, **_masks(case, k)}
+
+
+def _masks(case: DensePrefillCase, k: Tensor) -> dict[str, Tensor]:
+    """Make the mask of a case that has one, and fill the keys that nobody sees with NaN."""
+    if case.mask is None:
+        return {}
+    words = ceil_div(case.max_seqlen_k, MASK_WORD_KEYS)
+    storage = torch.full(
+        (case.total_q, words + (3 - words % 2 if case.mask_layout == "padded" else 0)), -1, dtype=torch.int32, device=k.device
+    )
+    mask = storage[:, 1 : 1 + words] if case.mask_layout == "padded" else storage
+    for sequence, (s_q, s_k) in enumerate(case.lengths):
+        rows = slice(case.q_starts[sequence], case.q_starts[sequence] + s_q)
+        seen = shown_keys(case.mask, s_q, s_k, generator_for(case, s_q * s_k, k.device, 2000 + sequence))
+        pack_bits(seen, mask[rows])
+        if case.causal:
+            seen &= visible_keys(s_q, s_k, True, k.device)
+        k[case.k_starts[sequence] : case.k_starts[sequence] + s_k][~seen.any(dim=0)] = math.nan
+    return {"key_mask": mask}
+
+
+def shown_keys(mask: Mask, s_q: int, s_k: int, generator: torch.Generator) -> Tensor:
+    """Return bool [s_q, s_k]: the keys that a mask shows each row of a sequence."""
+    row, key = torch.arange(s_q, device=generator.device).unsqueeze(1), torch.arange(s_k, device=generator.device)
+    match mask:
+        case "random":
+            return (torch.rand((s_q, s_k), generator=generator, device=generator.device) < 0.25) & (row % 5 != 3)
+        case "blocks":
+            return (key // PREFILL_TILE_KEYS + row // PREFILL_TILE_KEYS) % 3 == 0
+        case "single":
+            return key == (row * 37 + 5) % max(s_k, 1)
+        case "edges":
+            return ((key + row) % 64 == 0) | ((key + row) % 64 == 31) | (key == 0)
+        case "gaps":
+            return (key // (32 * PREFILL_TILE_KEYS) + row // 256) % 2 == 1
+
+
+def pack_bits(seen: Tensor, words: Tensor) -> None:
+    """Write bool [rows, keys] to the first bits of int32 [rows, words]. Bits behind the last key stay as they are."""
+    for key in range(seen.shape[1]):
+        bit = 1 << (key % MASK_WORD_KEYS)
+        bit = bit - (1 << MASK_WORD_KEYS) if bit >> (MASK_WORD_KEYS - 1) else bit
+        word = words[:, key // MASK_WORD_KEYS]
+        word.copy_(torch.where(seen[:, key], word | bit, word & ~bit))
 
 
 def _offsets(case: DensePrefillCase, starts: tuple[int, ...], device: torch.device) -> Tensor:

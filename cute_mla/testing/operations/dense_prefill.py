@@ -27,6 +27,7 @@ def _arguments(case: DensePrefillCase, tensors: DensePrefillTensors, workspace: 
         "out": output_argument(tensors, "out"),
         "lse": output_argument(tensors, "lse"),
         "empty_lse": empty_lse(case),
+        **({} if tensors.key_mask is None else {"key_mask": tensors.key_mask}),
     }
 
 
@@ -44,6 +45,7 @@ def _reference(case: DensePrefillCase, tensors: DensePrefillTensors) -> Result:
         case.softmax_scale,
         case.causal,
         empty_lse(case),
+        tensors.key_mask,
     )
 
 

@@ -8,6 +8,8 @@ from functools import partial
 from itertools import chain, product
 
 from ...spec.dense_prefill import HEAD_DIMS, head_dtypes
+from ...spec.masked_prefill import DTYPE as MASKED_DTYPE
+from ...spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from ..cases.base import DTYPES
 from ..cases.dense_prefill import DensePrefillCase
 from ..cases.tensors import CLIFF_SCALE, ORDERED
@@ -58,6 +60,10 @@ _FACTORS: Factors = {
 }
 
 
+# Masks, in variants that have them.
+_MASKS: Factors = {"mask": ("random", "blocks", "single", "edges"), "mask_layout": ("packed", "padded")}
+
+
 def _settle(choice: Choice) -> Choice:
     """Return a choice in which results that lie far are of one CTA, and of one head unless heads lie far."""
     if choice["outputs"] not in _FAR_BLOCKS:
@@ -68,10 +74,12 @@ def _settle(choice: Choice) -> Choice:
 
 def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name not in ("heads", "values")}
+    rest = {name: choice[name] for name in (*_FACTORS, *_MASKS) if name in choice and name not in ("heads", "values")}
     values, scale = choice["values"]
     h_kv, group = choice["heads"]
     masked = choice["causal"] and any(s_q > s_k > 0 for s_q, s_k in choice["lengths"][1::2])
+    if "mask" in choice and choice["neighbours"] == "nan" and any(s_q > 0 for s_q, _ in choice["lengths"][1::2]):
+        return None  # values of a sequence's own keys, seen or hidden, are finite
     if (choice["elements"] and "odd" not in (choice["q_layout"], choice["outputs"])) or (choice["neighbours"] == "nan" and masked):
         return None
     if "far_heads" in (choice["q_layout"], choice["outputs"]) and h_kv * group == 1:
@@ -96,6 +104,10 @@ def _covers() -> Iterator[DensePrefillCase]:
             layouts = {"q_layout": ("odd", "far_tokens", "far_heads"), "outputs": ("odd", "strided", "far_tokens", "far_heads")}
             factors = {**factors, **layouts}
         yield from cover(f"{dtype} {d_qk} {elements}", factors, partial(_small, dtype, d_qk), seen, _settle)
+        if not elements and dtype == MASKED_DTYPE and d_qk in MASKED_HEAD_DIMS:
+            yield from cover(f"masked {d_qk}", {**factors, **_MASKS}, partial(_small, dtype, d_qk), seen, _settle)
+            # Of two parts of an item only the first has a visible tile.
+            yield DensePrefillCase(dtype, d_qk=d_qk, lengths=((1, 4200), (0, 9), (2, 40)), mask="gaps", sm_count=1)
         yield _staircase(dtype, d_qk, elements)
         if dtype == "bf16":  # rows are cleared alike in both types
             yield _ends(dtype, d_qk, elements)
@@ -168,6 +180,11 @@ def corner_cases() -> Iterator[DensePrefillCase]:
         yield case
         yield DensePrefillCase(dtype, d_qk=d_qk, lengths=TOGETHER, causal=causal, q_layout="odd", outputs="odd", sm_count=3)
         yield DensePrefillCase(dtype, d_qk=d_qk, lengths=((257, 2300), (1, 4096)), causal=causal, values="rising", sm_count=2)
+        if dtype == MASKED_DTYPE and d_qk in MASKED_HEAD_DIMS:
+            for mask in ("random", "edges"):
+                yield replace(case, mask=mask, mask_layout="padded" if causal else "packed")
+            # Parts without a visible tile in front of others, behind them and between.
+            yield DensePrefillCase(dtype, d_qk=d_qk, lengths=((258, 8200), (1, 30)), causal=causal, mask="gaps", sm_count=1)
 
 
 def full_cases() -> list[DensePrefillCase]:
@@ -183,7 +200,7 @@ def _runs_whole(case: DensePrefillCase) -> bool:
 
 
 def _factors(case: DensePrefillCase) -> tuple[Hashable, ...]:
-    return case.dtype, case.d_qk, case.causal, case.h_kv, case.group, case.lengths
+    return case.dtype, case.d_qk, case.causal, case.h_kv, case.group, case.mask, case.lengths
 
 
 OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_runs_whole, _factors))

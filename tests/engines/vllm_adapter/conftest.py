@@ -17,6 +17,8 @@ from vllm.v1.attention.ops import metadata
 from vllm.v1.attention.ops.merge_attn_states import _merge_attn_states_torch
 from vllm.v1.worker.workspace import init_workspace_manager, reset_workspace_manager
 
+from tests.engines.vllm_adapter.vllm_parts import gather_keys
+
 _ORDER = torch.Generator().manual_seed(7)  # never the same twice, as on a GPU
 
 
@@ -34,9 +36,10 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(module, "PIN_MEMORY", False)
     monkeypatch.setattr(metadata, "compute_token_to_req_indices", _token_to_request)
     monkeypatch.setattr(mla_attention, "merge_attn_states", _merge_attn_states_torch)  # vLLM's own, of its CPU platform
-    monkeypatch.setattr(vllm._custom_ops, "gather_and_maybe_dequant_cache", _gather)
+    monkeypatch.setattr(vllm._custom_ops, "gather_and_maybe_dequant_cache", gather_keys)
     monkeypatch.setattr(sparse, "triton_filter_and_convert_dcp_index", _slots)
-    monkeypatch.setattr(sparse_mla_attention, "triton_filter_and_convert_dcp_index", _slots)
+    # Not in vLLM 0.32, whose other tests may then run.
+    monkeypatch.setattr(sparse_mla_attention, "triton_filter_and_convert_dcp_index", _slots, raising=False)
     monkeypatch.setattr(sparse_mla_attention, "get_tensor_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(SparseMLAIndexGroup, "convert_logical_to_physical_topk", _slots_of_group)
     init_workspace_manager(torch.device("cpu"))
@@ -49,13 +52,6 @@ def _token_to_request(query_start_loc: Tensor, out: Tensor, num_mapped_tokens: i
     out[:num_tokens] = 0
     out[:num_mapped_tokens] = torch.searchsorted(query_start_loc[1:].long(), tokens, right=True).to(torch.int32)
     return out[:num_tokens]
-
-
-def _gather(src_cache: Tensor, dst: Tensor, *, block_table: Tensor, num_tokens: int, **options: Any) -> None:
-    request = options["token_to_seq"][:num_tokens].long()
-    position = torch.arange(num_tokens) - options["cu_seq_lens"][request] + options["seq_starts"][request]
-    rows = src_cache[block_table[request, position // src_cache.shape[1]].long(), position % src_cache.shape[1]]
-    dst[:num_tokens] = rows.float() * options["scale"] if rows.dtype == torch.float8_e4m3fn else rows
 
 
 def _slots(

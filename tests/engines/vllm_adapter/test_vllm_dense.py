@@ -27,6 +27,7 @@ from tests.engines.vllm_adapter.vllm_parts import (
     agree,
     batch_of,
     empty_cache,
+    merged,
     query_rows,
     rows_of,
     serve,
@@ -154,13 +155,6 @@ def test_padded_requests_are_finite_and_leave_the_others_alone(tmp_path: Path) -
     wanted, _ = expected(batch_of(real, 64), q[:2], cache)
     agree(out[:2], wanted)
     assert (out[2:] == 0).all()
-
-
-def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """Merge results as vLLM's ranks do: by natural log, with -inf for ranks without keys."""
-    lse = torch.stack([lse for _, lse in parts])
-    weights = (lse - lse.logsumexp(0)).exp().nan_to_num(0.0)
-    return sum(weight.unsqueeze(-1) * out.float() for weight, (out, _) in zip(weights, parts, strict=True))
 
 
 @pytest.mark.usefixtures("on_device")

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import vllm._custom_ops
 from torch import Tensor
 from vllm.config import set_current_vllm_config
-from vllm.v1.attention.backend import CommonAttentionMetadata
+from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8StaticTensorSym, kNvfp4Dynamic
 
 import cute_mla
-from cute_mla.reference import attention, visible_keys
 from cute_mla.spec.arch import Arch
 from tests.engines.vllm_adapter.vllm_parts import (
     DEEPSEEK_V3,
@@ -28,23 +29,15 @@ from tests.engines.vllm_adapter.vllm_parts import (
     agree,
     batch_of,
     empty_cache,
-    query_rows,
+    keys_of,
+    layer_output,
     rows_of,
     serve,
 )
+from tests.support.launched import launched_ops
 
 HEADS = 4
-
-
-def keys_of(batch: CommonAttentionMetadata, setting: Setting) -> list[tuple[Tensor, Tensor]]:
-    """Return latent and rotary columns [keys, columns] of all keys of each request."""
-    generator = torch.Generator().manual_seed(5)
-    lengths = batch.seq_lens.tolist()
-
-    def drawn(keys: int, columns: int) -> torch.Tensor:
-        return torch.randn(keys, columns, generator=generator).to(setting.dtype)
-
-    return [(drawn(n, setting.columns.latent), drawn(n, setting.columns.rope)) for n in lengths]
+E4M3 = torch.float8_e4m3fn
 
 
 def write(served: Served, cache: Tensor, kv: Sequence[tuple[Tensor, Tensor]], slots: Tensor) -> None:
@@ -52,21 +45,6 @@ def write(served: Served, cache: Tensor, kv: Sequence[tuple[Tensor, Tensor]], sl
     latent, rotary = (torch.cat([*part, torch.full((2, part[0].shape[1]), torch.nan)]).to(part[0].dtype) for part in zip(*kv, strict=True))
     layer = served.layer
     layer.update_kv_cache(latent, rotary.unsqueeze(1), cache, slots, None, layer.kv_cache_dtype, layer._k_scale)
-
-
-def expected(served: Served, batch: CommonAttentionMetadata, q: Tensor, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
-    """[tokens, heads * values]: every request over its decompressed keys."""
-    columns = served.setting.columns
-    weight = served.layer.kv_b_proj.weight.float().view(-1, columns.nope + columns.v, columns.latent)
-    out = torch.zeros(len(q), weight.shape[0], columns.v)
-    for request, (latent, rotary) in enumerate(kv):
-        up = torch.einsum("hdl,tl->htd", weight, latent.float())
-        k = torch.cat((up[..., : columns.nope], rotary.float().expand(len(weight), -1, -1)), dim=-1)
-        own = query_rows(batch, request)
-        mine = q[own].float().transpose(0, 1)
-        found, _ = attention(mine, k, up[..., columns.nope :], columns.scale, visible_keys(mine.shape[1], len(latent), True, q.device))
-        out[own] = found.transpose(0, 1)
-    return out.flatten(1)
 
 
 BATCHES: dict[str, list[Request]] = {
@@ -107,7 +85,7 @@ def test_a_layer(arch: Arch, requests: list[Request], cache: str, columns: Colum
         write(served, storage, new, batch.slot_mapping)
         latent, rotary = (torch.cat(part) for part in zip(*new, strict=True))
         served.layer.forward_impl(q, latent, rotary.unsqueeze(1), storage, served.builder.build(0, batch), output=out)
-    wanted = expected(served, batch, q, kv)
+    wanted = layer_output(served, batch, q, kv)
     if cache == "auto":
         agree(out, wanted, 2e-2)  # vLLM rounds absorbed queries and decompressed keys to bf16
     else:
@@ -134,3 +112,63 @@ def test_new_keys_go_to_their_slots_alone(arch: Arch, cache: str, tmp_path: Path
     assert torch.equal(after[blocks, rows], keys[[0, 2]].view(torch.uint8))
     after[blocks, rows] = before[blocks, rows]
     assert torch.equal(after, before)
+
+
+def group_scaled(x: Tensor, out: Tensor, scales: Tensor, group: int, eps: float, least: float, greatest: float, *layout: bool) -> None:
+    """Torch for vLLM's op that quantises groups of columns, each by a scale of its own."""
+    assert layout == (False, False, False)
+    groups = x.float().unflatten(1, (-1, group))
+    factors = groups.abs().amax(2).clamp(min=eps) / greatest
+    scales.copy_(factors)
+    out.copy_((groups / factors.unsqueeze(2)).clamp(least, greatest).flatten(1).to(out.dtype))
+
+
+def nvfp4(x: Tensor, scale: Tensor) -> tuple[Tensor, Tensor]:
+    """Stand-in for vLLM's op: bytes and scales that tell of every pair and group of columns which numbers they were given."""
+    pairs = x.float().unflatten(1, (-1, 2)).sum(2)
+    return pairs.view(torch.int32).bitwise_and(255).to(torch.uint8), x.float().unflatten(1, (-1, 16)).sum(2)
+
+
+@pytest.mark.parametrize("kind", ["tensor", "group", "nvfp4"])
+def test_output_that_vllm_quantises(arch: Arch, kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """All tokens, of decode and of prefill, are what vLLM makes of the layer's own output."""
+    served = serve(Setting(HEADS), tmp_path)
+    keys = {"tensor": kFp8StaticTensorSym, "group": kFp8Dynamic128Sym, "nvfp4": kNvfp4Dynamic}
+    assert served.layer.impl.fused_output_quant_supported(keys[kind])
+    assert not served.layer.prefill_backend.supports_quant_output(keys[kind])
+    monkeypatch.setattr(torch.ops._C, "per_token_group_fp8_quant", group_scaled, raising=False)
+    monkeypatch.setattr(vllm._custom_ops, "scaled_fp4_quant", nvfp4)
+    batch = batch_of(BATCHES["mixed"], 64)
+    tokens, columns = batch.num_actual_tokens, HEADS * DEEPSEEK_V3.v
+    q = torch.randn(tokens, HEADS, 192, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
+    kv, storage = keys_of(batch, served.setting), empty_cache(batch, served.setting)
+    slots = torch.cat([rows[0] * 64 + rows[1] for rows in (rows_of(batch, request, 64) for request in range(batch.num_reqs))])
+    new = [tuple(part[len(part) - request.tokens :] for part in both) for request, both in zip(BATCHES["mixed"], kv, strict=True)]
+    latent, rotary = (torch.cat(part) for part in zip(*new, strict=True))
+    wide = torch.full((tokens, columns), torch.nan, dtype=torch.bfloat16)
+    quantised = torch.zeros(tokens, columns // 2, dtype=torch.uint8) if kind == "nvfp4" else torch.zeros(tokens, columns, dtype=E4M3)
+    scale, scales = torch.tensor([0.01]), torch.zeros(tokens, columns // (16 if kind == "nvfp4" else 128))
+    options: dict[str, dict[str, Any]] = {
+        "tensor": {"output_scale": scale},
+        "group": {
+            "output_block_scale": scales,
+            "quant_group_size": 128,
+            **dict.fromkeys(("quant_scale_ue8m0", "quant_col_major", "quant_tma_aligned"), False),
+        },
+        "nvfp4": {"output_scale": scale, "output_block_scale": scales},
+    }
+    with launched_ops(arch) as ops, set_current_vllm_config(served.config), torch.inference_mode():
+        write(served, storage, kv, slots)
+        metadata = served.builder.build(0, batch)
+        given = (q, latent, rotary.unsqueeze(1), storage, metadata)
+        served.layer.forward_impl(*given, output=wide)
+        del ops[:]
+        served.layer.forward_impl(*given, output=quantised, **options[kind])
+    assert ops == ["dense_prefill", "dense_prefill", "dense_decode", "combine"]
+    if kind == "tensor":
+        assert torch.equal(quantised.float(), (wide.float() / scale).clamp(-448, 448).to(E4M3).float())
+    elif kind == "group":
+        worth = quantised.float().unflatten(1, (-1, 128)) * scales.unsqueeze(2)
+        torch.testing.assert_close(worth.flatten(1), wide.float(), rtol=1 / 16, atol=1e-3)
+    else:
+        assert all(torch.equal(found, wanted) for found, wanted in zip((quantised, scales), nvfp4(wide, scale), strict=True))

@@ -11,11 +11,22 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, ParallelConfig, SchedulerConfig, VllmConfig, set_current_vllm_config
+from vllm.config import (
+    CacheConfig,
+    CUDAGraphMode,
+    DeviceConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    VllmConfig,
+    set_current_vllm_config,
+)
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from cute_mla.reference import attention, visible_keys
 
 LATENT, ROPE, NOPE, V = 512, 64, 128, 128  # of DeepSeek-V3
 SCALE = (NOPE + ROPE) ** -0.5
@@ -62,7 +73,10 @@ _MODEL = {
 
 @dataclass(frozen=True)
 class Setting:
-    """A model and how it is served. topk: indices of a token; None of a dense model."""
+    """A model and how it is served. topk: indices of a token; None of a dense model. graphs: vLLM's cudagraph_mode.
+
+    ranks: that share the keys of requests.
+    """
 
     heads: int
     dtype: torch.dtype = torch.bfloat16
@@ -70,6 +84,8 @@ class Setting:
     block_size: int = 64
     topk: int | None = None
     columns: Columns = DEEPSEEK_V3
+    graphs: CUDAGraphMode = CUDAGraphMode.NONE
+    ranks: int = 1
 
 
 def configuration(setting: Setting, folder: Path) -> VllmConfig:
@@ -80,13 +96,16 @@ def configuration(setting: Setting, folder: Path) -> VllmConfig:
     columns = dict(zip(names, setting.columns, strict=True))
     (folder / "config.json").write_text(json.dumps({**_MODEL, **columns, **heads, **sparse}))
     model = ModelConfig(model=str(folder), skip_tokenizer_init=True, dtype=str(setting.dtype).removeprefix("torch."), max_model_len=2048)
-    return VllmConfig(
+    config = VllmConfig(
         model_config=model,
         device_config=DeviceConfig(device="cpu"),
         cache_config=CacheConfig(block_size=setting.block_size, cache_dtype=setting.cache),
         scheduler_config=SchedulerConfig(max_num_seqs=8, max_num_batched_tokens=256, max_model_len=2048, is_encoder_decoder=False),
         parallel_config=ParallelConfig(),
     )
+    config.compilation_config.cudagraph_mode = setting.graphs  # vLLM has none without a GPU
+    config.parallel_config.decode_context_parallel_size = setting.ranks  # more ranks would be more processes
+    return config
 
 
 class Projection(torch.nn.Module):
@@ -226,3 +245,44 @@ def query_rows(batch: CommonAttentionMetadata, request: int) -> slice:
 def agree(out: Tensor, wanted: Tensor, absolute: float = 5e-3) -> None:
     """Assert that bf16 or fp16 results are those of fp32, to within the rounding of probabilities and results."""
     torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=absolute)
+
+
+def keys_of(batch: CommonAttentionMetadata, setting: Setting) -> list[tuple[Tensor, Tensor]]:
+    """Return latent and rotary columns [keys, columns] of all keys of each request."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = batch.seq_lens.tolist()
+
+    def drawn(keys: int, columns: int) -> torch.Tensor:
+        return torch.randn(keys, columns, generator=generator).to(setting.dtype)
+
+    return [(drawn(n, setting.columns.latent), drawn(n, setting.columns.rope)) for n in lengths]
+
+
+def layer_output(served: Served, batch: CommonAttentionMetadata, q: Tensor, kv: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """[tokens, heads * values]: every request over its decompressed keys."""
+    columns = served.setting.columns
+    weight = served.layer.kv_b_proj.weight.float().view(-1, columns.nope + columns.v, columns.latent)
+    out = torch.zeros(len(q), weight.shape[0], columns.v)
+    for request, (latent, rotary) in enumerate(kv):
+        up = torch.einsum("hdl,tl->htd", weight, latent.float())
+        k = torch.cat((up[..., : columns.nope], rotary.float().expand(len(weight), -1, -1)), dim=-1)
+        own = query_rows(batch, request)
+        mine = q[own].float().transpose(0, 1)
+        found, _ = attention(mine, k, up[..., columns.nope :], columns.scale, visible_keys(mine.shape[1], len(latent), True, q.device))
+        out[own] = found.transpose(0, 1)
+    return out.flatten(1)
+
+
+def merged(parts: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    """Merge results as vLLM's ranks do: by natural log, with -inf for ranks without keys."""
+    lse = torch.stack([lse for _, lse in parts])
+    weights = (lse - lse.logsumexp(0)).exp().nan_to_num(0.0)
+    return sum(weight.unsqueeze(-1) * out.float() for weight, (out, _) in zip(weights, parts, strict=True))
+
+
+def gather_keys(src_cache: Tensor, dst: Tensor, *, block_table: Tensor, num_tokens: int, **options: Any) -> None:
+    """Torch for vLLM's op that gathers keys of requests in a row, dequantised."""
+    request = options["token_to_seq"][:num_tokens].long()
+    position = torch.arange(num_tokens) - options["cu_seq_lens"][request] + options["seq_starts"][request]
+    rows = src_cache[block_table[request, position // src_cache.shape[1]].long(), position % src_cache.shape[1]]
+    dst[:num_tokens] = rows.float() * options["scale"] if rows.dtype == torch.float8_e4m3fn else rows

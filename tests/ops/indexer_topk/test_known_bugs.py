@@ -30,7 +30,7 @@ OPS = "tests.ops"
 HERE = f"{OPS}.indexer_topk.test_known_bugs"
 TOPK, CHAIN = f"{OPS}.topk_indices.test_topk_indices", f"{OPS}.indexer_topk.test_indexer_topk"
 LOGITS, ROWS, PAGES = (f"{OPS}.mqa_logits.test_{name}" for name in ("mqa_logits", "rows", "pages"))
-ERRORS = f"{OPS}.mqa_logits.test_errors"
+ERRORS, WRITER = f"{OPS}.mqa_logits.test_errors", f"{OPS}.index_write.test_index_write"
 SELECTION, SCORES = "tests.kernels.test_topk_indices_kernel", "tests.kernels.test_mqa_logits_kernel"
 PLANTED, SAMPLE = "tests.mutation.test_planted_bugs", "tests.mutation.test_campaign_sample"
 
@@ -105,8 +105,13 @@ GROUPS: dict[int, tuple[str, tuple[tuple[str, str], ...] | str]] = {
         ((HERE, "test_suites_have_every_number_of_heads"), (ROWS, "test_heads"), (ERRORS, "test_bad_arguments_of_rows")),
     ),
     11: (
-        "scales taken for another format",
-        ((HERE, "test_scales_are_fp32_of_any_value"), (HERE, "test_scales_of_another_type_are_refused")),
+        "pairs of columns, Hadamard, scales taken for another format",
+        (
+            (WRITER, "test_the_rule_is_that_of_the_model"),
+            (WRITER, "test_logits_of_written_keys_are_those_of_the_model"),
+            (HERE, "test_scales_are_fp32_of_any_value"),
+            (HERE, "test_scales_of_another_type_are_refused"),
+        ),
     ),
     12: ("layers that share positions", ((HERE, "test_every_entry_of_a_result_is_written"),)),
     13: ("masks of dense attention over chosen keys", "no function of the indexer takes or makes a mask"),

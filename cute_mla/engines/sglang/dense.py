@@ -1,7 +1,8 @@
-"""Decode over SGLang's paged pools of 16-bit and e4m3 latent keys."""
+"""Decode over SGLang's paged pools of 16-bit and e4m3 latent keys, and dense prefill."""
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +13,15 @@ from sglang.srt.runtime_context import get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.ragged_verify import resolve_ragged_verify_layout
 
-from ...api import flash_mla_with_kvcache, get_mla_metadata
+from ...api import flash_attn_varlen_func, flash_mla_with_kvcache, get_mla_metadata
 from ...ops.limits import page_size_error, value_columns
+from ...spec.mla import LATENT_DIMS
 from ..plan_buffers import PlanBuffers
 
 _WORD = 32  # tokens that an int32 of a tree mask tells of
 
 
-class DecodeMetadata(NamedTuple):
+class DenseMetadata(NamedTuple):
     """Metadata of a batch: block_table int32 [batch, pages], lengths int32 [batch], the plan, and the most query tokens per request.
 
     cu_seqlens_q: int32 [batch + 1] where requests have different numbers of query tokens. tree_mask: int32 [batch, tokens, words] where
@@ -45,8 +47,8 @@ class GraphBuffers(NamedTuple):
     plans: PlanBuffers
 
 
-class CuteMlaDecode(AttentionBackend):
-    """Decode backend; SGLang combines it with another backend for prefill (--prefill-attention-backend)."""
+class CuteMla(AttentionBackend):
+    """Backend of decode, verification of drafts and prefill; SGLang may combine it with another one for either."""
 
     needs_cpu_seq_lens: bool = False
     supports_ragged_verify_graph: bool = True
@@ -108,7 +110,7 @@ class CuteMlaDecode(AttentionBackend):
             raise ValueError("init_cuda_graph_state has not been called; supported: once, before batches are captured")
         metadata = self._metadata(forward_batch)
         plan, num_splits = self._graph.plans.store(metadata.tokens, (metadata.plan, metadata.num_splits))
-        self.forward_metadata = DecodeMetadata(
+        self.forward_metadata = DenseMetadata(
             kept(self._graph.block_table, metadata.block_table),
             kept(self._graph.lengths, metadata.lengths),
             None if metadata.cu_seqlens_q is None else kept(self._graph.cu_seqlens_q, metadata.cu_seqlens_q),
@@ -118,13 +120,11 @@ class CuteMlaDecode(AttentionBackend):
             metadata.tokens,
         )
 
-    def _metadata(self, forward_batch: Any) -> DecodeMetadata:
+    def _metadata(self, forward_batch: Any) -> DenseMetadata:
         mode, batch = forward_batch.forward_mode, forward_batch.batch_size
-        if not (mode.is_decode_or_idle() or mode.is_target_verify()):
-            raise NotImplementedError(
-                f"forward_mode is {mode}; supported: decode, and verification with --speculative-attention-mode decode. "
-                "Give --decode-attention-backend cute_mla and another --prefill-attention-backend"
-            )
+        prefill = mode.is_extend_without_speculative()
+        if not (mode.is_decode_or_idle() or mode.is_target_verify() or prefill):
+            raise NotImplementedError(f"forward_mode is {mode}; supported: prefill, decode and verification, of target models")
         tokens = self.draft_tokens if mode.is_target_verify() else 1
         layout = resolve_ragged_verify_layout(forward_batch) if mode.is_target_verify() else None
         lengths = forward_batch.seq_lens[:batch].to(torch.int32)
@@ -138,11 +138,15 @@ class CuteMlaDecode(AttentionBackend):
             lengths = lengths + tokens  # SGLang adds the draft tokens to seq_lens only after verification
             if self._verify_mask is not None:
                 tree_mask = packed(forward_batch.spec_info.custom_mask[: batch * tokens**2].view(batch, tokens, tokens))
+        elif prefill:
+            counts, tokens = forward_batch.extend_seq_lens, max(*forward_batch.extend_seq_lens_cpu, 1)
+            offsets = torch.nn.functional.pad(counts.cumsum(0), (1, 0)).to(torch.int32)
+            ragged = {"cu_seqlens_q": offsets, "total_q": forward_batch.positions.shape[0]}
         # The slots of a page are consecutive: its first slot determines the page.
         slots = self.req_to_token[:, : self._pages * self.page_size : self.page_size]
         table = slots.index_select(0, forward_batch.req_pool_indices[:batch]).div(self.page_size, rounding_mode="floor").to(torch.int32)
         plan = get_mla_metadata(lengths, tokens * self._heads, 1, self._heads, **ragged)
-        return DecodeMetadata(table, lengths, offsets, tree_mask, *plan, tokens)
+        return DenseMetadata(table, lengths, offsets, tree_mask, *plan, tokens)
 
     def forward_decode(
         self,
@@ -187,7 +191,58 @@ class CuteMlaDecode(AttentionBackend):
         )
         return out.view(-1, heads * d_v)
 
-    forward_extend = forward_decode  # SGLang verifies draft tokens by forward_extend: decode with several tokens per request
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: Any,
+        forward_batch: Any,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> Any:
+        """Attend with several tokens per request: as forward_decode over latent keys, or to the decompressed keys and values of prefill.
+
+        Of the latter, returns out [all tokens, heads * value columns]. If SGLang merges parts of the keys, returns (out [all tokens, heads,
+        value columns], lse fp32 [all tokens, heads]).
+        """
+        if k is None or v is None or layer.head_dim in LATENT_DIMS:
+            return self.forward_decode(q, k, v, layer, forward_batch, save_kv_cache, **kwargs)
+        out, lse = self._prefill(q, k, v, layer, forward_batch)
+        return (out, lse) if forward_batch.mha_return_lse else out.flatten(1)
+
+    def _prefill(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: Any, forward_batch: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Attend to the keys of the new tokens, causally, or to those of a chunk of the cached prefixes.
+
+        The latent keys of new tokens are in the pool already. q: [all tokens, heads * columns]; k, v: alike, of the keys. Returns out [all
+        tokens, heads, value columns], 0 for tokens of no request, and lse fp32 [all tokens, heads] in natural log, -inf for a token without
+        keys.
+        """
+        heads, keys, metadata = layer.tp_q_head_num, layer.tp_k_head_num, self.forward_metadata
+        prefix = bool(forward_batch.attn_attend_prefix_cache)
+        queries: Any = metadata.cu_seqlens_q
+        starts, longest = queries, metadata.tokens
+        if prefix:
+            chunk = forward_batch.prefix_chunk_idx
+            starts, longest = forward_batch.prefix_chunk_cu_seq_lens[chunk], forward_batch.prefix_chunk_max_seq_lens[chunk]
+        lse = q.new_full((q.shape[0], heads), -math.inf, dtype=torch.float32)
+        out, _ = flash_attn_varlen_func(
+            q.view(-1, heads, layer.head_dim),
+            k.view(-1, keys, layer.head_dim),
+            v.view(-1, keys, layer.v_head_dim),
+            queries,
+            starts.to(torch.int32),
+            metadata.tokens,
+            longest,
+            softmax_scale=layer.scaling,
+            causal=not prefix,
+            out=q.new_zeros((q.shape[0], heads, layer.v_head_dim)),
+            lse=lse,
+            empty_lse=-math.inf,
+        )
+        return out, lse
 
 
 def kept(buffer: torch.Tensor, given: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,1 @@
+"""Masked dense prefill; see README.md."""

@@ -1,0 +1,72 @@
+"""SGLang's modules, as far as the adapter imports them."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.engines.sglang_parts import ADAPTERS, INTERFACE, MODULES, FlashMlaPlan, Recorded, SparseBase, Written, verify_mask
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    """Yield modules of SGLang that the adapter imports, and what its two look-ups answer."""
+    asked = INTERFACE["asked"]
+    answers = SimpleNamespace(
+        parallel=Recorded(asked["get_parallel"], attn_tp_size=8, attn_dcp_size=1),
+        kernel=SimpleNamespace(dsa_prefill_backend="flashmla_auto", dsa_decode_backend="flashmla_kv"),
+        spec=Recorded(asked["get_spec"], speculative_num_draft_tokens=3, speculative_eagle_topk=None, speculative_algorithm=None),
+        factories={},
+        choices=["triton"],
+        handlers={},
+        split_queries=["dsa"],
+        hooks={},
+        sparse=False,
+    )
+    attributes = {"forward_metadata": None, "data_type": None, "needs_cpu_seq_lens": True, "supports_ragged_verify_graph": False}
+    base = type("AttentionBackend", (), {**attributes, "verify_mask": None})
+
+    def register_attention_backend(name: str) -> Any:
+        return lambda factory: answers.factories.setdefault(name, factory)
+
+    hooks = SimpleNamespace(register=lambda target, hook, kind: answers.hooks.update({target: (hook(), kind)}), apply_hooks=lambda: None)
+    handlers = SimpleNamespace(register=answers.handlers.__setitem__)
+
+    stand_ins = {
+        "server_args": {"ATTENTION_BACKEND_CHOICES": answers.choices, "add_attention_backend_choices": answers.choices.extend},
+        "layers.attention.attention_registry": {"register_attention_backend": register_attention_backend},
+        "layers.attention.base_attn_backend": {"AttentionBackend": base},
+        "layers.attention.verify_mask": {"VerifyMask": verify_mask},
+        "mem_cache.memory_pool": {"KVWriteLoc": Written},
+        "runtime_context": {
+            "get_exec": lambda: SimpleNamespace(kernel=answers.kernel),
+            "get_parallel": lambda: answers.parallel,
+            "get_spec": lambda: answers.spec,
+        },
+        "configs.model_config": {"is_deepseek_dsa": lambda config: answers.sparse},
+        "layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": SparseBase, "DSAFlashMLAMetadata": FlashMlaPlan},
+        "plugins.hook_registry": {"HookRegistry": hooks, "HookType": SimpleNamespace(REPLACE="replace")},
+        "models.deepseek_common.attention_backend_handler": {
+            "AttentionBackendRegistry": handlers,
+            "handle_attention_dsa": "as dsa",
+            "handle_attention_trtllm_mla": "as trtllm_mla",
+        },
+        "models.deepseek_common.utils": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": answers.split_queries},
+        "speculative.eagle_utils": {"TreeMaskMode": SimpleNamespace(QLEN_ONLY="draft tokens alone")},
+        "speculative.ragged_verify": {"resolve_ragged_verify_layout": lambda batch: getattr(batch, "layout", None)},
+    }
+    for name in ADAPTERS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    for name, contents in stand_ins.items():
+        module = ModuleType(f"sglang.srt.{name}")
+        for key, value in contents.items():
+            assert key in MODULES[module.__name__]
+            setattr(module, key, value)
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield answers
+    for name in ADAPTERS:
+        sys.modules.pop(name, None)
