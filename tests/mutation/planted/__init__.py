@@ -27,6 +27,7 @@ from tests.mutation.planted import (
     sparse_prefill_sm90,
     sparse_prefill_sm100,
     sparse_prefill_sm100_heads64,
+    topk_indices,
 )
 from tests.mutation.planting import Suite
 
@@ -53,4 +54,8 @@ MODULES = (
     sparse_prefill_sm100,
     sparse_prefill_sm100_heads64,
 )
-SUITES: Mapping[str, Suite] = {**{module.__name__.rpartition(".")[2]: module.SUITE for module in MODULES}, **kv_cache.SUITES}
+SUITES: Mapping[str, Suite] = {
+    **{module.__name__.rpartition(".")[2]: module.SUITE for module in MODULES},
+    **kv_cache.SUITES,
+    **topk_indices.SUITES,
+}
