@@ -23,6 +23,7 @@ SECONDS: dict[str, float] = {
     "merge_states": 0.7,
     "mqa_logits": 1.3,
     "topk_indices": 1.3,
+    "index_write": 0.7,
     "cache_write": 0.6,
     "cache_gather": 0.6,
 }

@@ -14,6 +14,7 @@ from cute_mla.spec import (
     dense_prefill,
     dense_prefill_dkdv,
     dense_prefill_dq,
+    index_write,
     merge_states,
     mqa_logits,
     sparse_decode,
@@ -27,7 +28,7 @@ from cute_mla.spec.split_plan import SplitPlanConfig
 
 OPS = (
     *("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill", "dense_prefill_dq", "dense_prefill_dkdv"),
-    *("split_plan", "combine", "merge_states", "mqa_logits", "topk_indices", "cache_write", "cache_gather"),
+    *("split_plan", "combine", "merge_states", "mqa_logits", "topk_indices", "index_write", "cache_write", "cache_gather"),
 )
 
 
@@ -73,6 +74,7 @@ def closed_variants(arch: Arch, ops: Sequence[str] = OPS) -> tuple[Variant, ...]
         *(Variant("combine", arch, config, "cute_mla.kernels.combine.kernel") for config in combines),
         *(Variant("merge_states", arch, config, "cute_mla.kernels.merge_states.kernel") for config in merge_states.closed_variants()),
         *(Variant("topk_indices", arch, config, "cute_mla.kernels.topk_indices.kernel") for config in topk_indices.closed_variants()),
+        *(Variant("index_write", arch, config, "cute_mla.kernels.index_write.kernel") for config in index_write.closed_variants()),
         *(Variant(op, arch, config, f"cute_mla.kernels.{op}.kernel") for op, config in cache_kernels),
     )
     return tuple(variant for variant in listed if variant.op in ops)

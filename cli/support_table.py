@@ -37,6 +37,7 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
     "dense_prefill_dkdv": {"d_qk": {columns: f"dense prefill, backward, {columns} columns of q and k, 128 of v" for columns in (192, 128)}},
     "mqa_logits": {"paged": dict.fromkeys((False, True), "the indexer's logits, keys in a row and in an index cache")},
     "topk_indices": {"": {None: "`topk_indices`"}},
+    "index_write": {"rows": dict.fromkeys(("keys", "queries"), "the indexer's keys into an index cache, and its queries")},
     "merge_states": {"head_dim": dict.fromkeys((512, 256, 128), "`merge_states`, rows of 512, 256 and 128")},
     **{
         op: {

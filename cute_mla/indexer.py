@@ -1,5 +1,6 @@
 """Sparse attention's indexer: which keys a query token attends to."""
 
+from .api.index_write import prepare_index_queries, write_index_cache
 from .api.indexer import topk_indices
 from .api.indexer_topk import indexer_topk, indexer_topk_prefill
 from .api.mqa_logits import fp8_mqa_logits, fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
@@ -10,5 +11,7 @@ __all__ = [
     "get_paged_mqa_logits_metadata",
     "indexer_topk",
     "indexer_topk_prefill",
+    "prepare_index_queries",
     "topk_indices",
+    "write_index_cache",
 ]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .ops import cache_gather, cache_write, decode, dense_prefill, dense_prefill_backward, sparse_prefill, split_plan
+from .ops import index_write as index_op
 from .ops import indexer_topk as indexer_op
 from .ops import merge_states as merge
 from .ops import mqa_logits as logits_op
@@ -68,6 +69,11 @@ _GATHER = (
     "Tensor k_cache, Tensor block_table, Tensor cu_seqlens, SymInt rows, *, Tensor? starts=None, Tensor? descale_k=None, "
     "ScalarType? dtype=None, str? kv_format=None"
 )
+_INDEX_KEYS = (
+    "Tensor k, Tensor(a!) index_cache, Tensor slot_mapping, Tensor norm_weight, Tensor norm_bias, Tensor cos_sin, Tensor? positions=None, "
+    "*, str rope, bool hadamard=False, str scale_format='fp32', float eps=1e-06"
+)
+_INDEX_QUERIES = "Tensor q, Tensor weights, Tensor cos_sin, Tensor? positions=None, *, str rope, bool hadamard=False"
 _ROW_LOGITS = "Tensor q, Tensor keys, Tensor scales, Tensor weights, Tensor ks, Tensor ke, bool clean_logits=True, SymInt max_seqlen_k=0"
 _PAGED_LOGITS = (
     "Tensor q, Tensor cache, Tensor weights, Tensor context_lens, Tensor block_table, Tensor? metadata, SymInt max_context_len, "
@@ -146,9 +152,10 @@ def _define_both(
         call(*args, **options)
 
     results = [out for out in outs if not out.endswith("?")]
+    options = "" if "*" in arguments else "*, "
     written = [f"Tensor({letter}!){out[len(out.rstrip('?')) :]} {out.rstrip('?')}" for letter, out in zip("abcd", outs, strict=False)]
     _define(f"{name}({arguments}) -> ({', '.join(f'Tensor {out}' for out in results)})", call, fake, gradients[0])
-    _define(f"{name}_out({arguments}, {', '.join(written)}) -> ()", write, _nothing, gradients[1])
+    _define(f"{name}_out({arguments}, {options}{', '.join(written)}) -> ()", write, _nothing, gradients[1])
 
 
 def _nothing(*args: Any, **options: Any) -> None:
@@ -319,8 +326,9 @@ def _new_keys(k_cache: Tensor, block_table: Tensor, cu_seqlens: Tensor, rows: in
     return k_cache.new_empty((rows, d_qk), dtype=options.get("dtype") or own)
 
 
-def _gather_out(*args: Any, **options: Any) -> None:
-    cache_gather.run(*args, **options)
+def _prepared(q: Tensor, weights: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Allocate the results of prepare_index_queries."""
+    return q.new_empty(q.shape, dtype=torch.float8_e4m3fn), weights.new_empty(weights.shape, dtype=torch.float32)
 
 
 def _new_indices(logits: Tensor, lengths: Tensor, topk: int) -> Tensor:
@@ -338,10 +346,6 @@ def _new_keys_of_tokens(q: Tensor, *args: Any, **options: Any) -> Tensor:
 
 def _row_topk(q: Tensor, keys: Tensor, scales: Tensor, *args: Any, **options: Any) -> Tensor:
     return indexer_op.run_rows(q, (keys, scales), *args, **options)
-
-
-def _topk_out(*args: Any, **options: Any) -> None:
-    topk_op.run(*args, **options)
 
 
 def _new_logits(weights: Tensor, columns: int) -> Tensor:
@@ -365,14 +369,6 @@ def _new_paged_logits(
 
 def _row_logits(q: Tensor, keys: Tensor, scales: Tensor, *args: Any, **options: Any) -> Tensor:
     return logits_op.run_rows(q, (keys, scales), *args, **options)
-
-
-def _row_logits_out(*args: Any, **options: Any) -> None:
-    _row_logits(*args, **options)
-
-
-def _paged_logits_out(*args: Any, **options: Any) -> None:
-    logits_op.run_pages(*args, **options)
 
 
 _PLAN_RESULTS = "(Tensor tile_scheduler_metadata, Tensor num_splits)"
@@ -418,16 +414,14 @@ _define_both("merge_states", _MERGE, ("out", "lse"), merge.run_lists, _merged_re
 _define(f"get_mla_metadata({_PLAN}) -> {_PLAN_RESULTS}", split_plan.run, _new_plan)
 _define(f"plan_sparse_decode({_SPARSE_PLAN}) -> {_PLAN_RESULTS}", split_plan.run_sparse, _new_sparse_plan)
 _define(f"write_kv_cache({_WRITE}) -> ()", cache_write.run, _nothing)
-_define(f"gather_kv_cache({_GATHER}) -> Tensor", cache_gather.run, _new_keys)
-_define(f"gather_kv_cache_out({_GATHER}, Tensor(a!) out) -> ()", _gather_out, _nothing)
-_define(f"fp8_mqa_logits({_ROW_LOGITS}) -> Tensor", _row_logits, _new_row_logits)
-_define(f"fp8_mqa_logits_out({_ROW_LOGITS}, *, Tensor(a!) out) -> ()", _row_logits_out, _nothing)
-_define(f"fp8_paged_mqa_logits({_PAGED_LOGITS}) -> Tensor", logits_op.run_pages, _new_paged_logits)
-_define(f"fp8_paged_mqa_logits_out({_PAGED_LOGITS}, *, Tensor(a!) out) -> ()", _paged_logits_out, _nothing)
+_define_both("gather_kv_cache", _GATHER, ("out",), cache_gather.run, _new_keys)
+_define(f"write_index_cache({_INDEX_KEYS}) -> ()", index_op.run_keys, _nothing)
+_define_both("prepare_index_queries", _INDEX_QUERIES, ("out", "out_weights"), index_op.run_queries, _prepared)
+_define_both("fp8_mqa_logits", _ROW_LOGITS, ("out",), _row_logits, _new_row_logits)
+_define_both("fp8_paged_mqa_logits", _PAGED_LOGITS, ("out",), logits_op.run_pages, _new_paged_logits)
 _define_both("indexer_topk", _PAGED_TOPK, ("out", "workspace?"), indexer_op.run_pages, _new_keys_of_tokens)
 _define_both("indexer_topk_prefill", _ROW_TOPK, ("out", "workspace?"), _row_topk, _new_keys_of_tokens)
-_define(f"topk_indices({_TOPK}) -> Tensor", topk_op.run, _new_indices)
-_define(f"topk_indices_out({_TOPK}, *, Tensor(a!) out) -> ()", _topk_out, _nothing)
+_define_both("topk_indices", _TOPK, ("out",), topk_op.run, _new_indices)
 
 
 def get_mla_metadata(cache_seqlens: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
@@ -499,6 +493,17 @@ def gather_kv_cache(*args: Any, out: Tensor | None, **options: Any) -> Tensor:
         return new
     torch.ops.cute_mla.gather_kv_cache_out(*args, **options, out=out)
     return out
+
+
+def write_index_cache(*args: Tensor | None, **options: Any) -> None:
+    """Trace indexer.write_index_cache."""
+    torch.ops.cute_mla.write_index_cache(*args, **options)
+
+
+def prepare_index_queries(given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor]:
+    """Trace indexer.prepare_index_queries. given: out and out_weights."""
+    out, out_weights = _call("prepare_index_queries", _prepared, given, arguments)
+    return out, out_weights
 
 
 def fp8_mqa_logits(q: Tensor, kv: Any, *args: Any, out: Tensor | None) -> Tensor:

@@ -22,7 +22,7 @@ from ..ops.limits import (
     page_size_error,
 )
 from ..ops.tensor_spec import DTYPE_NAMES
-from ..spec import dense_prefill, dense_prefill_dq, mqa_logits, sparse_prefill, topk_indices
+from ..spec import dense_prefill, dense_prefill_dq, index_write, mqa_logits, sparse_prefill, topk_indices
 from ..spec.arch import ALIASES, ARCHS
 from ..spec.cache_rows import BF16, CACHED, FP8_576, KNOWN, LATENTS, key_types
 from ..spec.dense_decode import FP8_CACHE, MAX_KEYS, takes_key_masks
@@ -134,6 +134,11 @@ _MQA_LOGITS: dict[str, Limit] = {
     "page_size": one_of("page_size", None, *mqa_logits.PAGE_SIZES),
     "topk": one_of("topk", None),
 }
+_INDEX_WRITE: dict[str, Limit] = {
+    **_MQA_LOGITS,
+    "dtype": _dtype_of(index_write.DTYPE),
+    "s_q": one_of("s_q", None),
+}
 _FEATURES_OF = {
     **dict.fromkeys(CACHE_OPS, _CACHE_ROWS),
     "dense_decode": _DENSE_DECODE,
@@ -143,6 +148,7 @@ _FEATURES_OF = {
     "sparse_prefill": _SPARSE_PREFILL,
     "topk_indices": _TOPK_INDICES,
     "mqa_logits": _MQA_LOGITS,
+    "index_write": _INDEX_WRITE,
     "indexer_topk": {**_MQA_LOGITS, "topk": _TOPK_INDICES["topk"]},
 }
 FEATURES = tuple(_DENSE_DECODE)
@@ -158,12 +164,12 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
 
     op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"; "dense_prefill_backward"; "cache_write", "cache_gather";
     "topk_indices", which has the features dtype, topk and batch_invariant alone; "mqa_logits", fp8_mqa_logits and
-    fp8_paged_mqa_logits; "indexer_topk", also of indexer_topk_prefill.
+    fp8_paged_mqa_logits; "indexer_topk", also of indexer_topk_prefill; "index_write", write_index_cache and prepare_index_queries.
     arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve.
     features: any of these, each with the value that a call would have
         dtype            "bf16", "fp16" or the torch dtype of queries, cache and output; in dense decode over an FP8 cache queries may
                          also be "e4m3"; in cache_write and cache_gather, the dtype of the keys outside the cache; "fp32" in topk_indices;
-                         "e4m3" in mqa_logits and indexer_topk
+                         "e4m3" in mqa_logits and indexer_topk, "bf16" in index_write, where it is that of keys and queries before
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
         head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512 or 320; in sparse decode 576, or 512 with an FP8
                          cache; 576 or 512 in sparse prefill; 192, 128 or 256 in dense prefill, of which its backward pass has 192 and

@@ -108,7 +108,7 @@ def quantised(keys: torch.Tensor, layout: CacheFormat, power_of_two: bool) -> Pa
     values = (groups / divisor).flatten(-2)
     return Parts(
         codes=_to_e2m1(values) if layout.code == "e2m1" else to_e4m3(values),
-        scales={"fp32": _fp32_bytes, "e8m0": _to_e8m0, "e4m3": to_e4m3}[layout.scale](scales),
+        scales={"fp32": _fp32_bytes, "e8m0": to_e8m0, "e4m3": to_e4m3}[layout.scale](scales),
         wide=_contiguous_bytes(_to_bf16(keys[..., layout.quantised :])).view(torch.uint8),
     )
 
@@ -250,11 +250,15 @@ def _scales(groups: torch.Tensor, power_of_two: bool) -> torch.Tensor:
     amax = groups.abs().amax(dim=-1)
     scales = amax / E4M3_MAX
     if power_of_two:
-        scales = scales.clamp_min(LEAST_POWER_OF_TWO_AMAX)
-        mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1): ceil(log2) without a logarithm's rounding
-        exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
-        scales = torch.where(scales.isfinite(), torch.ldexp(torch.ones_like(scales), exponent), scales)
+        scales = power_of_two_scales(scales.clamp_min(LEAST_POWER_OF_TWO_AMAX))
     return torch.where(groups.isfinite().all(dim=-1), scales, float("nan"))
+
+
+def power_of_two_scales(scales: torch.Tensor) -> torch.Tensor:
+    """Return the least power of two that is not below each positive fp32 number; infinities and NaN stay."""
+    mantissa, exponent = torch.frexp(scales)  # mantissa in [0.5, 1): ceil(log2) without a logarithm's rounding
+    exponent = torch.where(mantissa == 0.5, exponent - 1, exponent)
+    return torch.where(scales.isfinite(), torch.ldexp(torch.ones_like(scales), exponent), scales)
 
 
 def _fp4_scales(groups: torch.Tensor) -> torch.Tensor:
@@ -287,7 +291,7 @@ def _fp32_bytes(scales: torch.Tensor) -> torch.Tensor:
     return scales.contiguous().view(torch.uint8)
 
 
-def _to_e8m0(scales: torch.Tensor) -> torch.Tensor:
+def to_e8m0(scales: torch.Tensor) -> torch.Tensor:
     """Return the biased exponents of powers of two as uint8, 255 for NaN."""
     exponent = (scales.contiguous().view(torch.int32) >> 23) & 0xFF
     return torch.where(scales.isnan(), _E8M0_NAN, exponent).to(torch.uint8)

@@ -13,7 +13,7 @@ from .arguments import is_flag, is_integer, short_repr
 
 OPS = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
 CACHE_OPS = ("cache_write", "cache_gather")
-INDEXER_OPS = ("mqa_logits", "topk_indices", "indexer_topk")
+INDEXER_OPS = ("mqa_logits", "topk_indices", "indexer_topk", "index_write")
 BACKWARD_OPS = ("dense_prefill_backward",)
 
 MAX_QUERY_TOKENS = 1 << 24  # per request; query rows are numbered in 32 bits

@@ -18,6 +18,7 @@ from ..spec.dense_decode import FP8
 from .cases.base import BaseCase
 from .cases.dense_decode import DenseDecodeCase
 from .cases.dense_prefill_backward import DensePrefillBackwardCase
+from .cases.index_write import IndexWriteCase
 from .cases.mqa_logits import MqaLogitsCase
 from .cases.sparse_prefill import SparsePrefillCase
 from .compare import (
@@ -74,6 +75,8 @@ def bounds(case: BaseCase) -> Mapping[str, Tolerance]:
         return _gradient_bounds(case)
     if isinstance(case, MqaLogitsCase) and case.values == "normal":  # a logit has a limit besides (operations/mqa_logits.py)
         return {"out": replace(NO_BOUND, cos_tol=_LOGITS_COS_DIFF)}
+    if isinstance(case, IndexWriteCase) and case.rows == "queries":
+        return {"out": EQUAL, "out_weights": EQUAL}
     if case.op not in _OUT_OF_OP:
         return {"out": EQUAL}
     fp8 = isinstance(case, DenseDecodeCase) and case.operands == FP8

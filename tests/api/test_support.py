@@ -150,6 +150,7 @@ GOOD |= {
     }
     for op in ("mqa_logits", "indexer_topk")
 }
+GOOD["index_write"] = {**GOOD["mqa_logits"], "dtype": ("bf16", torch.bfloat16), "s_q": (None,)}
 BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "dense_decode": {
         "dtype": ("fp8", torch.float32),
@@ -288,6 +289,7 @@ BAD |= {
     }
     for op in ("mqa_logits", "indexer_topk")
 }
+BAD["index_write"] = {**BAD["mqa_logits"], "dtype": ("fp16", "e4m3"), "s_q": (1,)}
 
 
 def every(features: dict[str, dict[str, tuple[Any, ...]]]) -> list[tuple[str, str, Any]]:

@@ -45,7 +45,7 @@ CASES: dict[str, BaseCase] = {
     "dense_prefill": DensePrefillCase(lengths=((3, 70), (2, 1)), group=2, causal=True),
     "dense_prefill_backward": DensePrefillBackwardCase(lengths=((3, 70), (2, 1)), group=2, causal=True),
 }
-RESULTS = ("out", "max_logits", "lse", "lse_indexer", "workspace")
+RESULTS = ("out", "out_weights", "max_logits", "lse", "lse_indexer", "workspace")
 GRADIENTS = ("dq", "dk", "dv", "workspace")
 Call = tuple[str, dict[str, Any]]  # an op's name and its arguments
 
@@ -135,6 +135,18 @@ def indexer_call(paged: bool) -> Call:
     return "indexer_topk", {**arguments, "slots": True}
 
 
+def index_call(queries: bool) -> Call:
+    """Return a call that writes one key of two to an index cache, or prepares two tokens' queries."""
+    draw = torch.Generator().manual_seed(0)
+    arguments = {"cos_sin": torch.randn(5, 64, generator=draw), "positions": torch.tensor([4, 1]), "rope": "half_split", "hadamard": True}
+    if queries:
+        q = torch.randn(2, 3, 128, generator=draw).bfloat16()
+        return "prepare_index_queries", {"q": q, "weights": torch.ones(2, 3), **arguments}
+    k, cache = torch.randn(2, 128, generator=draw).bfloat16(), torch.zeros(2, 16, 1, 132, dtype=torch.uint8)
+    norm = {"norm_weight": torch.ones(128), "norm_bias": torch.zeros(128)}
+    return "write_index_cache", {"k": k, "index_cache": cache, "slot_mapping": torch.tensor([17, -1]), **norm, **arguments}
+
+
 CALLS: dict[str, Callable[[], Call]] = {
     **{name: partial(call_of, case) for name, case in CASES.items()},
     "merge": merge_call,
@@ -144,13 +156,15 @@ CALLS: dict[str, Callable[[], Call]] = {
     "chosen": partial(indexer_call, False),
     "paged_chosen": partial(indexer_call, True),
     "topk": topk_call,
+    "index_keys": partial(index_call, False),
+    "index_queries": partial(index_call, True),
     "write": write_call,
     "gather": gather_call,
     "plan": plan_call,
     "plan_topk": lambda: ("get_mla_metadata", plan_call()[1] | {"num_heads_q": 8, "topk": 70}),
     "plan_sparse": sparse_plan_call,
 }
-_E4M3 = ("fp8", "logits", "paged_logits", "chosen", "paged_chosen")  # calls with e4m3 operands
+_E4M3 = ("fp8", "logits", "paged_logits", "chosen", "paged_chosen", "index_queries")  # calls with e4m3 operands
 SLOW = ("sparse", "sparse_prefill", "indexer_prefill", "merge_stacked")
 WITH_RESULTS = [
     pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))

@@ -12,6 +12,7 @@ from cute_mla.spec import (
     dense_prefill,
     dense_prefill_dkdv,
     dense_prefill_dq,
+    index_write,
     merge_states,
     mqa_logits,
     sparse_decode,
@@ -25,7 +26,7 @@ from tests.mutation.ranges import Range
 
 _MODULES = (
     *(cache_gather, cache_write, combine, dense_decode, dense_prefill, dense_prefill_dkdv, dense_prefill_dq),
-    *(merge_states, mqa_logits, sparse_decode, sparse_prefill, split_plan, topk_indices),
+    *(index_write, merge_states, mqa_logits, sparse_decode, sparse_prefill, split_plan, topk_indices),
 )
 _PARAMS = {module.__name__.rpartition(".")[2]: module.PARAMS for module in _MODULES}
 _MOST = (1 << 31) - 1
@@ -39,10 +40,14 @@ _BLOCKS = {  # most CTAs in x
     "cache_gather": _MOST // KEYS_PER_BLOCK + 1,
     "cache_write": _MOST // KEYS_PER_BLOCK + 1,
     "dense_decode": _TOKENS["dense_decode"] * _HEADS_OF_LATENT // _TILE_ROWS,
+    "index_write": index_write.MAX_ROWS // index_write.ROWS_PER_BLOCK,
     "sparse_decode": _HEADS_OF_LATENT // _TILE_ROWS,
 }
 MOST_CTAS = 16  # of a cluster
-_FLAGS = ("aligned", "causal", "wide_slots", "power_of_two", "length_per_token", "relative", "clean")
+_FLAGS = (
+    *("aligned", "causal", "wide_slots", "power_of_two", "length_per_token", "relative", "clean"),
+    *("wide_positions", "wide_weights", "half_split", "hadamard", "exponents"),
+)
 _POSITIVE = (
     "s_q",
     "h_q",

@@ -14,6 +14,7 @@ from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
+from cute_mla.testing.cases.index_write import IndexWriteCase
 from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
 from cute_mla.testing.cases.merge_states import MergeStatesCase
 from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
@@ -76,6 +77,16 @@ CASES: dict[str, tuple[BaseCase, ...]] = {
             IndexerTopkCase(requests=2, tokens=1, keys=keys, heads=8, page_size=64, topk=300, slots=True, outputs="given")
             for keys in (1000, 2600)
         ),
+    ),
+    "index_write": tuple(
+        replace(case, tokens=9, hadamard=hadamard)
+        for case in (
+            IndexWriteCase(),
+            IndexWriteCase(rope="interleaved", scale_format="ue8m0"),
+            IndexWriteCase(rows="queries", heads=3),
+            IndexWriteCase(rows="queries", heads=3, rope="interleaved"),
+        )
+        for hadamard in (False, True)
     ),
     "cache_write": tuple(CacheWriteCase(cache=cache, tokens=9) for cache in CACHED),
     "cache_gather": tuple(CacheGatherCase(cache=cache, lengths=(6, 0, 5)) for cache in CACHED),

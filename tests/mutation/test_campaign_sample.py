@@ -28,6 +28,7 @@ KERNELS = (
     "merge_states_sm100_bf16_d128",
     "mqa_logits_sm90_e4m3_pages_h32",
     "topk_indices_sm90_fp32_cluster8",
+    "index_write_sm100_bf16_keys",
     "cache_write_sm90_bf16_fp8_656",
     "cache_gather_sm100_b16_latent",
 )

@@ -21,6 +21,7 @@ from cute_mla.ops import (
     dense_decode,
     dense_prefill,
     dense_prefill_backward,
+    index_write,
     indexer_topk,
     merge_states,
     mqa_logits,
@@ -38,7 +39,7 @@ OPS: tuple[Op, ...] = (
     topk_indices,
 )
 DECODE: tuple[Planner, ...] = (dense_decode, sparse_decode)
-PLANNERS: tuple[Planner, ...] = (*DECODE, mqa_logits)  # whose public functions have other bodies than `run`
+PLANNERS: tuple[Planner, ...] = (*DECODE, mqa_logits, index_write)  # whose public functions have other bodies than `run`
 
 # The body of each public function.
 BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -50,6 +51,8 @@ BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "topk_indices": (topk_indices.run, public_indexer.topk_indices),
     "fp8_mqa_logits": (mqa_logits.run_rows, public_indexer.fp8_mqa_logits),
     "fp8_paged_mqa_logits": (mqa_logits.run_pages, public_indexer.fp8_paged_mqa_logits),
+    "write_index_cache": (index_write.run_keys, public_indexer.write_index_cache),
+    "prepare_index_queries": (index_write.run_queries, public_indexer.prepare_index_queries),
     "indexer_topk": (indexer_topk.run_pages, public_indexer.indexer_topk),
     "indexer_topk_prefill": (indexer_topk.run_rows, public_indexer.indexer_topk_prefill),
     "get_mla_metadata": (split_plan.run, flashmla.get_mla_metadata),

@@ -12,7 +12,14 @@ from torch._subclasses import FakeTensorMode
 
 import cute_mla
 from cute_mla.cache import dequantise_cache, gather_kv_cache, quantise_cache, write_kv_cache
-from cute_mla.indexer import fp8_mqa_logits, fp8_paged_mqa_logits, indexer_topk, topk_indices
+from cute_mla.indexer import (
+    fp8_mqa_logits,
+    fp8_paged_mqa_logits,
+    indexer_topk,
+    prepare_index_queries,
+    topk_indices,
+    write_index_cache,
+)
 from cute_mla.ops.overlap import check_no_overlap
 from cute_mla.parallel import ContextShard
 from tests.support.decode_arguments import bytes_from, dense, dense_fp8, sparse_extra
@@ -135,6 +142,18 @@ def keys_chosen(**changes: Any) -> dict[str, Any]:
     return {**scored, "index_cache": cache, "topk": 5, "slots": True, "workspace": workspace, "out": ints(2, 5), **changes}
 
 
+def index_written(**changes: Any) -> dict[str, Any]:
+    norm = {"norm_weight": torch.zeros(128), "norm_bias": torch.zeros(128)}
+    arguments = {"k": torch.zeros(2, 128).bfloat16(), "slot_mapping": ints(2), **norm, "cos_sin": torch.zeros(5, 64), "positions": ints(2)}
+    return {**arguments, "index_cache": bytes_from(0, 3, 16, 1, 132, dtype=torch.uint8), "rope": "half_split", **changes}
+
+
+def index_queries(**changes: Any) -> dict[str, Any]:
+    arguments = {"q": torch.zeros(2, 3, 128).bfloat16(), "weights": torch.zeros(2, 3), "cos_sin": torch.zeros(5, 64), "positions": ints(2)}
+    results = {"out": bytes_from(0, 2, 3, 128, dtype=torch.float8_e4m3fn), "out_weights": torch.zeros(2, 3)}
+    return {**arguments, **results, "rope": "interleaved", **changes}
+
+
 Make = Callable[..., dict[str, Any]]
 CALLS: dict[str, tuple[Callable[..., Any], Make]] = {
     "dense": (cute_mla.flash_mla_with_kvcache, dense),
@@ -147,13 +166,15 @@ CALLS: dict[str, tuple[Callable[..., Any], Make]] = {
     "row_logits": (fp8_mqa_logits, rows_scored),
     "paged_logits": (fp8_paged_mqa_logits, pages_scored),
     "indexer_topk": (indexer_topk, keys_chosen),
+    "index_write": (write_index_cache, index_written),
+    "index_queries": (prepare_index_queries, index_queries),
     "plan": (cute_mla.get_mla_metadata, planning),
     "write": (write_kv_cache, writing),
     "gather": (gather_kv_cache, gathering),
 }
 
 # The tensor that decides whether a call is traced.
-_NOT_Q = {"merge": "outs", "topk": "logits", "plan": "cache_seqlens", "write": "k_cache", "gather": "k_cache"}
+_NOT_Q = {"merge": "outs", "topk": "logits", "index_write": "k", "plan": "cache_seqlens", "write": "k_cache", "gather": "k_cache"}
 TRACED_BY = {call: _NOT_Q.get(call, "q") for call in CALLS}
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 
 import cute_mla
 from cute_mla.cache import gather_kv_cache, write_kv_cache
-from cute_mla.indexer import get_paged_mqa_logits_metadata, indexer_topk, topk_indices
+from cute_mla.indexer import get_paged_mqa_logits_metadata, indexer_topk, prepare_index_queries, topk_indices, write_index_cache
+from cute_mla.ops.index_torch import layer_norm, prepared
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.runtime.cuda_device import CudaDevice
 from cute_mla.runtime.current import cpu_tensors_on
@@ -220,6 +221,34 @@ def test_keys_are_chosen_in_a_graph(driver: CapturingDriver, arch: Arch) -> None
     with cute_mla.simulate(arch, SM_COUNT) as device:
         graph.replay(device, [q, weights, cache, lengths, table, out, workspace])
     assert torch.equal(out, cute_mla.reference.indexer_topk(q, weights, cache, lengths, table, 30, slots=True))
+
+
+def test_keys_and_queries_of_the_indexer_are_prepared_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:
+    """Other rows, slots and positions at the replay."""
+    k, q = torch.randn(3, 128).bfloat16(), torch.randn(3, 5, 128).bfloat16()
+    cache, slots, positions = torch.zeros(2, 16, 1, 132, dtype=torch.uint8), torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0])
+    norm, table, weights = torch.randn(2, 128), torch.randn(9, 64), torch.randn(3, 5)
+    out, scaled = torch.zeros(3, 5, 128).to(torch.float8_e4m3fn), torch.zeros(3, 5)
+
+    def step(cache: torch.Tensor, out: torch.Tensor, scaled: torch.Tensor) -> None:
+        write_index_cache(k, cache, slots, norm[0], norm[1], table, positions, rope="half_split")
+        prepare_index_queries(q, weights, table, positions, rope="half_split", out=out, out_weights=scaled)
+
+    step(cache, out, scaled)
+    with captured(driver) as graph:
+        step(cache, out, scaled)
+    assert graph.kernels == ["index_write", "index_write"]
+    slots.copy_(torch.tensor([31, -1, 16]))
+    positions.copy_(torch.tensor([8, 3, 1]))
+    q.copy_(torch.randn(3, 5, 128))
+    with cute_mla.simulate(arch, SM_COUNT) as device:
+        graph.replay(device, [k, q, cache, slots, positions, norm, table, weights, out, scaled])
+    assert len(cache.flatten(1).count_nonzero(1)) == 2
+    expected = prepared(q, table[positions], "half_split", False)
+    assert torch.equal(out.view(torch.uint8), expected.codes)
+    key = prepared(layer_norm(k, norm[0], norm[1], 1e-6), table[positions], "half_split", False)
+    assert torch.equal(cache.flatten(1)[:, :2048].view(2, 16, 128)[[1, 1], [15, 0]], key.codes[[0, 2]])
+    assert cache[0].count_nonzero() == 0
 
 
 def test_keys_are_written_and_gathered_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:

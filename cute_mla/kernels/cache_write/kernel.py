@@ -53,48 +53,11 @@ from ..primitives.key_rows import (
     vectors_of,
 )
 from ..primitives.nullable import load_or_one
+from ..primitives.quantise import EXPONENT_OF_ONE_TWICE, codes, exponent_above, largest
 from ..primitives.registers import as_bits, as_float
+from ..primitives.wide_integers import load_integer
 
 THREADS = 32 * KEYS_PER_BLOCK
-MAGNITUDE = 0x7FFFFFFF
-EXPONENT_OF_ONE_TWICE = 254  # exponents of a power of two and of its reciprocal add up to it
-
-
-@cute.jit
-def slot_of(slot_mapping: cute.Pointer, place: Int64, wide: Int32) -> Int64:
-    """Load a token's slot, int64 or int32."""
-    slot = Int64(0)
-    if wide != 0:
-        slot = element_at(Int64, slot_mapping.toint() + place * 8).load()
-    else:
-        slot = Int64((slot_mapping + place).load())
-    return slot
-
-
-def largest(values: list[Float32], lanes: int) -> Int32:
-    """Return the bits of the largest magnitude in so many neighbouring lanes."""
-    found = as_bits(values[0]) & MAGNITUDE
-    for value in values[1:]:
-        found = cutlass.max(found, as_bits(value) & MAGNITUDE)
-    step = 1
-    while step < lanes:
-        found = cutlass.max(found, cute.arch.shuffle_sync_bfly(found, step))
-        step *= 2
-    return found
-
-
-def exponent_above(amax: Float32) -> Int32:
-    """Return the biased exponent of the least power of two that is allowed and not below amax / 448."""
-    bits = as_bits(cute.arch.fmax(amax / Float32(E4M3_MAX), Float32(LEAST_POWER_OF_TWO_AMAX)))
-    return (bits + ((1 << MANTISSA_BITS) - 1)) >> MANTISSA_BITS
-
-
-def codes(values: list[Float32]) -> cute.Tensor:
-    """Round values to e4m3, four in a word."""
-    words = registers(len(values) // 4)
-    for i in range(cute.size(words)):
-        words[i] = pack_word(values[4 * i : 4 * i + 4], Float8E4M3FN)
-    return words
 
 
 @cute.jit
@@ -109,7 +72,7 @@ def scale_of_group(amax: Int32, power_of_two: Int32) -> Int32:
     """Return the bits of an fp32 scale."""
     scale = as_bits(as_float(amax) / Float32(E4M3_MAX))
     if power_of_two != 0:
-        scale = exponent_above(as_float(amax)) << MANTISSA_BITS
+        scale = exponent_above(as_float(amax), LEAST_POWER_OF_TWO_AMAX) << MANTISSA_BITS
     return cutlass.select_(amax >= INFINITE, Int32(NAN), scale)
 
 
@@ -144,7 +107,7 @@ class CacheWrite:
 
         slot = Int64(-1)
         if token < args.tokens:
-            slot = slot_of(args.slot_mapping, token * args.slot_stride_token, args.wide_slots)
+            slot = load_integer(args.slot_mapping, token * args.slot_stride_token, args.wide_slots)
         if slot >= 0 and slot < args.slots:
             page, row = Int32(slot) // args.page_size, Int32(slot) % args.page_size
             key = Key.of(self.cache, args.k_cache.toint() + page * args.cache_stride_page, row, args.cache_stride_row, args.page_size)
@@ -185,7 +148,7 @@ class CacheWrite:
                 divisor = as_float(cutlass.select_(bits == 0, as_bits(Float32(1.0)), bits))
                 scaled = [value / divisor for value in values]
             else:
-                exponent = exponent_above(as_float(amax))
+                exponent = exponent_above(as_float(amax), LEAST_POWER_OF_TWO_AMAX)
                 finite = amax < INFINITE
                 store_scale(Uint8, cutlass.select_(finite, exponent, Int32(E8M0_NAN)), key.scales + group, leads)
                 reciprocal = as_float(cutlass.select_(finite, (EXPONENT_OF_ONE_TWICE - exponent) << MANTISSA_BITS, Int32(NAN)))

@@ -11,6 +11,7 @@ from .cache_write import CACHE_WRITE
 from .dense_decode import DENSE_DECODE
 from .dense_prefill import DENSE_PREFILL
 from .dense_prefill_backward import DENSE_PREFILL_BACKWARD
+from .index_write import INDEX_WRITE
 from .indexer_topk import INDEXER_TOPK
 from .merge_states import MERGE_STATES
 from .mqa_logits import MQA_LOGITS
@@ -31,6 +32,7 @@ OPERATIONS = {
     "mqa_logits": MQA_LOGITS,
     "indexer_topk": INDEXER_TOPK,
     "topk_indices": TOPK_INDICES,
+    "index_write": INDEX_WRITE,
     "cache_write": CACHE_WRITE,
     "cache_gather": CACHE_GATHER,
 }

@@ -22,6 +22,7 @@ from . import (
     dense_decode,
     dense_prefill,
     dense_prefill_backward,
+    index_write,
     indexer_topk,
     merge_states,
     mqa_logits,
@@ -44,6 +45,7 @@ _SUITES_OF_OP: dict[str, OpSuites[Any]] = {
     "mqa_logits": mqa_logits.OP_SUITES,
     "indexer_topk": indexer_topk.OP_SUITES,
     "topk_indices": topk_indices.OP_SUITES,
+    "index_write": index_write.OP_SUITES,
     "cache_write": cache_write.OP_SUITES,
     "cache_gather": cache_gather.OP_SUITES,
 }

@@ -1,4 +1,7 @@
-"""Batch invariance of the kernels that move keys: a key's bytes are its own, whatever is written or gathered beside it."""
+"""Batch invariance of the kernels that move keys: a key's bytes are its own, whatever is written or gathered beside it.
+
+The indexer's keys and queries likewise.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,11 @@ from torch import Tensor
 
 import cute_mla
 from cute_mla.cache import empty_cache, gather_kv_cache, write_kv_cache
+from cute_mla.indexer import prepare_index_queries, write_index_cache
 from cute_mla.spec.cache_format import FP8_584
 from cute_mla.spec.cache_rows import FP8_576, CacheRowsConfig, closed_variants, latent_columns, rotary_columns
+from cute_mla.spec.index_write import IndexWriteConfig
+from cute_mla.spec.index_write import closed_variants as index_variants
 from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY
 from cute_mla.testing.cases.tensors import normal_values
@@ -168,7 +174,65 @@ def _gather_expect(case: Case, operands: Gathered, results: Result) -> None:
     assert torch.equal(results[0], _gather(case, operands)[0])
 
 
+# ---------------------------------------------------------------- index_write
+
+
+class IndexRows(NamedTuple):
+    """Rows of tokens, the tokens' positions, and the slots of keys in pages of so many."""
+
+    rows: Tensor
+    positions: Tensor
+    slots: Tensor
+    page_size: int = 16
+
+
+def _index_make(case: ConfigCase[IndexWriteConfig]) -> IndexRows:
+    """Return rows of very different sizes."""
+    sizes = torch.tensor([1.0, 30.0, 1e-3, 0.0, 4.0])[:, None, None]
+    rows = sizes * normal_values((5, 3, 128), torch.Generator().manual_seed(7))
+    return IndexRows(rows.bfloat16(), torch.tensor([3, 0, 7, 7, 1]), torch.tensor([40, 3, 70, 4, 31]))
+
+
+def _index_taken(case: ConfigCase[IndexWriteConfig], operands: IndexRows, picks: Picks, moved: bool) -> Call:
+    """Take tokens of a call. moved: at slots elsewhere, in pages of another size, by positions of the other type."""
+    picked = list(picks)
+    slots = elsewhere(PAGES * PAGE_SIZE)[int(moved)][: len(picked)]
+    taken = IndexRows(operands.rows[picked], operands.positions[picked], slots)
+    return case, taken._replace(positions=taken.positions.int(), page_size=PAGE_SIZE) if moved else taken
+
+
+def _index(case: ConfigCase[IndexWriteConfig], operands: IndexRows) -> Result:
+    draw = torch.Generator().manual_seed(9)
+    table, norm = torch.randn(8, 64, generator=draw), torch.randn(2, 128, generator=draw)
+    if case.config.rows == "queries":
+        weights = torch.ones(operands.rows.shape[:2])
+        out, scaled = prepare_index_queries(operands.rows, weights, table, operands.positions, rope="half_split", hadamard=True)
+        return out.view(torch.uint8), scaled
+    cache = torch.zeros(PAGES * PAGE_SIZE // operands.page_size, operands.page_size, 1, 132, dtype=torch.uint8)
+    write_index_cache(operands.rows[:, 0], cache, operands.slots, norm[0], norm[1], table, operands.positions, rope="interleaved")
+    codes, scales = cache.flatten(1).split((operands.page_size * 128, operands.page_size * 4), dim=1)
+    return (torch.cat((codes.reshape(-1, 128), scales.reshape(-1, 4)), dim=1)[operands.slots],)
+
+
+def _index_run(bench: Bench, case: ConfigCase[IndexWriteConfig], operands: IndexRows) -> Result:
+    with cute_mla.simulate(bench.arch, case.sm_count):
+        return _index(case, operands)
+
+
+def _index_expect(case: ConfigCase[IndexWriteConfig], operands: IndexRows, results: Result) -> None:
+    """Plain torch, outside of the device, does the same."""
+    assert all(map(torch.equal, results, _index(case, operands)))
+
+
 MOVING: dict[str, Contract] = {
+    "index_write": Contract(
+        tuple(ConfigCase(config) for config in index_variants()),
+        _index_taken,
+        own_rows,
+        make=_index_make,
+        run=_index_run,
+        expect=_index_expect,
+    ),
     "cache_write": Contract(
         tuple(ConfigCase(config) for config in closed_variants()),
         _write_taken,

@@ -1,0 +1,1 @@
+"""Keys of the indexer into an index cache, and its queries prepared likewise."""

@@ -1,0 +1,70 @@
+"""The operation index_write: write_index_cache and prepare_index_queries."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...indexer import prepare_index_queries, write_index_cache
+from ...ops.index_torch import angles_at, layer_norm, prepared, write_index_rows
+from ...ops.index_write import factor_of
+from ..cases.index_write import (
+    IndexWriteCase,
+    IndexWriteTensors,
+    allocate_index_cache,
+    index_cache_bytes,
+    make_index_write_tensors,
+)
+from .operation import Operation, Result, output_argument
+
+_EPS = 1e-6
+
+
+def _arguments(case: IndexWriteCase, tensors: IndexWriteTensors, workspace: Tensor | None) -> dict[str, Any]:
+    shared = {"cos_sin": tensors.cos_sin, "positions": tensors.positions, "rope": case.rope, "hadamard": case.hadamard}
+    if case.rows == "queries":
+        results = {name: output_argument(tensors, name) for name in ("out", "out_weights")}
+        return {"q": tensors.rows, "weights": tensors.weights, **shared, **results}
+    return {
+        "k": tensors.rows,
+        "index_cache": _copied(case, tensors),
+        "slot_mapping": tensors.slot_mapping,
+        "norm_weight": tensors.norm_weight,
+        "norm_bias": tensors.norm_bias,
+        **shared,
+        "scale_format": case.scale_format,
+        "eps": _EPS,
+    }
+
+
+def _copied(case: IndexWriteCase, tensors: IndexWriteTensors) -> Tensor:
+    """Return a copy of the cache in the same layout."""
+    copy = allocate_index_cache(case, tensors.rows.device)
+    return copy.copy_(tensors.index_cache)
+
+
+def _call(**arguments: Any) -> Any:
+    return prepare_index_queries(**arguments) if "q" in arguments else write_index_cache(**arguments)
+
+
+def _results_of(case: IndexWriteCase, arguments: Mapping[str, Any], returned: Any) -> Result:
+    """Return what the call has written: the bytes of the cache, or queries and weights."""
+    return tuple(returned) if case.rows == "queries" else (index_cache_bytes(case, arguments["index_cache"]),)
+
+
+def _reference(case: IndexWriteCase, tensors: IndexWriteTensors) -> Result:
+    rows, angles = tensors.rows, angles_at(tensors.cos_sin, tensors.positions, case.tokens)
+    if case.rows == "queries":
+        rounded = prepared(rows, angles, case.rope, case.hadamard)
+        return rounded.codes.view(torch.float8_e4m3fn), tensors.weights.float() * factor_of(case.heads) * rounded.scales
+    cache = _copied(case, tensors)
+    if case.tokens:
+        rounded = prepared(layer_norm(rows, tensors.norm_weight, tensors.norm_bias, _EPS), angles, case.rope, case.hadamard)
+        write_index_rows(rounded, cache, tensors.slot_mapping, case.scale_format == "ue8m0")
+    return (index_cache_bytes(case, cache),)
+
+
+INDEX_WRITE = Operation(make_index_write_tensors, _call, _arguments, _reference, results_of=_results_of)

@@ -1,0 +1,1 @@
+"""Tests of converted checkpoints in transformers."""
