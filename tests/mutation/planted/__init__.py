@@ -17,6 +17,7 @@ from tests.mutation.planted import (
     dense_prefill_dq_sm100,
     dense_prefill_sm90,
     dense_prefill_sm100,
+    index_write,
     kv_cache,
     mqa_logits_sm90,
     mqa_logits_sm100,
@@ -53,4 +54,8 @@ MODULES = (
     sparse_prefill_sm100,
     sparse_prefill_sm100_heads64,
 )
-SUITES: Mapping[str, Suite] = {**{module.__name__.rpartition(".")[2]: module.SUITE for module in MODULES}, **kv_cache.SUITES}
+SUITES: Mapping[str, Suite] = {
+    **{module.__name__.rpartition(".")[2]: module.SUITE for module in MODULES},
+    **index_write.SUITES,
+    **kv_cache.SUITES,
+}
