@@ -121,7 +121,7 @@ def place_queries(case: CacheInsertCase, queries: Tensor, device: torch.device) 
     if case.queries in ("far_tokens", "far_heads"):
         return far_tensor(queries.shape, int(case.queries == "far_heads"), queries.dtype, device).copy_(queries)
     if case.queries == "heads_first":
-        return queries.to(device).transpose(0, 1).contiguous().transpose(0, 1)
+        return queries.to(device).transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
     before, around = {"packed": (0, 0), "sliced": (128, 128), "odd": (3, 7)}[case.queries]
     wide = nan_tensor((*queries.shape[:2], D_ROPE + around), queries.dtype, device)
     return wide[..., before : before + D_ROPE].copy_(queries)
