@@ -125,7 +125,7 @@ def _refusal(op: Any, supported: str) -> Callable[..., Any]:
     """Return the autograd kernel of an op that refuses tensors that require gradients."""
     named = [argument.name for argument in op._schema.arguments]
 
-    def refuse(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+    def refuse(keys: torch._C.DispatchKeySet, /, *args: Any, **options: Any) -> Any:
         for argument, value in (*zip(named, args, strict=False), *options.items()):
             for tensor in value if isinstance(value, list) else (value,):
                 check_no_grad(supported, **{argument: tensor})

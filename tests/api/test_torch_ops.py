@@ -250,7 +250,7 @@ def public_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     op = op.removesuffix("_indexer")
     if arguments.pop("stacked", False):
         arguments = {key: value[0] for key, value in arguments.items()}
-    if "keys" in arguments:
+    if "scales" in arguments:
         arguments["kv"] = [arguments.pop("keys"), arguments.pop("scales")]
     home = cute_mla.cache if op.endswith("kv_cache") else indexer if hasattr(indexer, op) else cute_mla
     return getattr(home, op), arguments
