@@ -19,13 +19,18 @@ VLLM_TESTS := tests/engines/vllm_adapter
 VLLM_VENV := .venv-vllm
 VLLM_STAMP := $(VLLM_VENV)/.setup-$(shell cat pyproject.toml constraints.txt $(VLLM_TESTS)/requirements.txt | sha256sum | cut -c1-16)
 
+# transformers and the package kernels likewise.
+INTEGRATION_TESTS := tests/integrations
+TRANSFORMERS_VENV := .venv-transformers
+TRANSFORMERS_STAMP := $(TRANSFORMERS_VENV)/.setup-$(shell cat constraints.txt $(INTEGRATION_TESTS)/requirements.txt | sha256sum | cut -c1-16)
+
 # mkdocs has one too: the test suite does not need it.
 DOCS_VENV := .venv-docs
 DOCS_STAMP := $(DOCS_VENV)/.setup-$(shell cat pyproject.toml constraints.txt | sha256sum | cut -c1-16)
 # The requirements of the extra `docs` alone: the pages are built from the sources, without torch.
 DOCS_TOOLS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
 
-.PHONY: setup build quick verify test test-full test-vllm fuzz mutate mutate-numbers wheel wheel-check docs lint clean
+.PHONY: setup build quick verify test test-full test-vllm test-transformers fuzz mutate mutate-numbers wheel wheel-check docs lint clean
 
 setup: $(SETUP_STAMP)
 
@@ -68,6 +73,17 @@ $(VLLM_STAMP): $(SETUP_STAMP)
 	rm -f $(VLLM_VENV)/.setup-*
 	touch $@
 
+# The integrations against transformers and kernels themselves, of the versions in the requirements. Not part of `make test`.
+test-transformers: build $(TRANSFORMERS_STAMP)
+	$(TRANSFORMERS_VENV)/bin/python -m pytest $(INTEGRATION_TESTS)
+
+$(TRANSFORMERS_STAMP): $(SETUP_STAMP)
+	$(BIN)/python -m venv $(TRANSFORMERS_VENV)
+	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(INTEGRATION_TESTS)/requirements.txt
+	rm -f $(TRANSFORMERS_VENV)/.setup-*
+	touch $@
+
 # Calls of the whole API at random, right and wrong ones: each agrees with the reference or raises the documented error.
 fuzz: build
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
@@ -108,4 +124,4 @@ lint: setup
 	$(BIN)/mypy
 
 clean:
-	rm -rf $(VENV) $(VLLM_VENV) $(DOCS_VENV) cute_mla/artifacts build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) $(TRANSFORMERS_VENV) $(DOCS_VENV) cute_mla/artifacts build dist site *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

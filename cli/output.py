@@ -16,9 +16,14 @@ def is_terminal() -> bool:
     return Console().is_terminal
 
 
+def json_text(value: Any) -> str:
+    """Return JSON, one field a line, keys in the given order."""
+    return json.dumps(value, indent=1)
+
+
 def print_json(value: Any) -> None:
     """Print JSON, one field a line, keys in the given order."""
-    click.echo(json.dumps(value, indent=1))
+    click.echo(json_text(value))
 
 
 def four_digits(value: float | None) -> float | None:

@@ -15,6 +15,7 @@ from ..spec.cache_format import FP8_656
 from ..spec.cache_rows import CACHED
 from ..spec.dense_decode import LATENT, OPERANDS
 from ..spec.mla import D_QK, DTYPES, LATENT_DIMS
+from ..spec.mqa_logits import DTYPE as KEYS
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE
 from ..spec.sparse_prefill import HEAD_DIMS
 from ..spec.topk_indices import DTYPE as LOGITS
@@ -25,6 +26,7 @@ from .shapes import (
     DecodeShape,
     DensePrefillBackwardShape,
     DensePrefillShape,
+    IndexerShape,
     MergeShape,
     Shape,
     SparseDecodeShape,
@@ -168,6 +170,17 @@ def _topk_indices(document: Table, entry: Table) -> Shape:
     return TopkShape(rows=entry["rows"], columns=entry["columns"], topk=entry["topk"])
 
 
+def _indexer_topk(document: Table, entry: Table) -> Shape:
+    return IndexerShape(
+        tokens=entry["tokens"],
+        h_q=entry["h_q"],
+        context=entry["context"],
+        topk=entry["topk"],
+        paged=entry["paged"],
+        page_size=document["page_size"],
+    )
+
+
 _LENGTHS = {"batch", "length", "lengths", "varlen"}
 # for each op: the function that makes a shape from a case's table, and the keys that the table may have
 _SHAPES: dict[str, tuple[Callable[[Table, Table], Shape], set[str]]] = {
@@ -180,8 +193,10 @@ _SHAPES: dict[str, tuple[Callable[[Table, Table], Shape], set[str]]] = {
     "merge_states": (_merge_states, {"tokens", "h_q", "states"}),
     "cache_write": (_cache_write, {"tokens", "cache"}),
     "topk_indices": (_topk_indices, {"rows", "columns", "topk"}),
+    "indexer_topk": (_indexer_topk, {"tokens", "h_q", "context", "topk", "paged"}),
 }
 OPS = tuple(_SHAPES)
+_DTYPES = {"topk_indices": (LOGITS,), "indexer_topk": (KEYS,)}  # of ops whose operands are not 16-bit numbers
 _CASE_KEYS = {"name", "priority", "roof_us", "goal_us"}
 
 
@@ -196,7 +211,7 @@ def parse(text: str) -> tuple[Case, ...]:
     document = tomllib.loads(text)
     if document.get("op") not in OPS:
         raise ValueError(f"op is {document.get('op')!r}; benchmark rows exist for {', '.join(OPS)}")
-    _known("dtype", document.get("dtype"), (LOGITS,) if document["op"] == "topk_indices" else DTYPES)
+    _known("dtype", document.get("dtype"), _DTYPES.get(document["op"], DTYPES))
     cases = tuple(_case(document, row, entry) for row in document["row"] for entry in row["cases"])
     names = [case.name for case in cases]
     for name in names:

@@ -19,6 +19,7 @@ from ..spec.cache_rows import CACHED
 from ..spec.dense_decode import FP8, LATENT, TILE_ROWS, row_ctas
 from ..spec.dense_prefill import HEAD_DIMS as PREFILL_HEAD_DIMS
 from ..spec.mla import D_QK, D_V, ELEMENT_BYTES, LATENT_DIMS, ceil_div
+from ..spec.mqa_logits import COLUMNS, ROW_BYTES
 from .roofline import Work
 
 E4M3_BYTES = 1
@@ -378,6 +379,49 @@ class TopkShape(UntiledShape):
         return f"rows{self.rows} n{self.columns} topk{self.topk}"
 
 
+@dataclass(frozen=True)
+class IndexerShape(UntiledShape):
+    """Logits of an indexer and a selection of `topk` of the `context` keys that each of so many query tokens sees.
+
+    paged: each token is a request's, whose keys have pages of their own; else all tokens see the same keys, in a row.
+    """
+
+    tokens: int
+    h_q: int
+    context: int
+    topk: int
+    paged: bool
+    page_size: int = 64
+
+    @property
+    def work(self) -> Work:
+        """Products over all keys; bytes of keys with their scales, pages, q and weights in, and of positions out. Logits do not count."""
+        pages, owners = (ceil_div(self.context, self.page_size), self.tokens) if self.paged else (0, 1)
+        token_bytes = (COLUMNS * E4M3_BYTES + FLOAT_BYTES) * self.h_q + INDEX_BYTES * self.topk
+        return Work(
+            flops=float(2 * COLUMNS * self.h_q * self.tokens * self.context),
+            bytes=float(owners * (ROW_BYTES * self.context + INDEX_BYTES * pages) + token_bytes * self.tokens),
+            rate=FP8_RATE,
+        )
+
+    def selection(self, rows: int) -> TopkShape:
+        """Return the selection for so many of the query tokens."""
+        return TopkShape(rows, self.context, self.topk)
+
+    @property
+    def text(self) -> str:
+        """Short form such as "tokens4096 topk2048 of 131072 h64" or "b64 topk2048 of 65536 h64"."""
+        return f"{'b' if self.paged else 'tokens'}{self.tokens} topk{self.topk} of {self.context} h{self.h_q}"
+
+
 Shape: TypeAlias = (
-    DecodeShape | SparseDecodeShape | SparsePrefillShape | DensePrefillShape | CombineShape | MergeShape | CacheWriteShape | TopkShape
+    DecodeShape
+    | SparseDecodeShape
+    | SparsePrefillShape
+    | DensePrefillShape
+    | CombineShape
+    | MergeShape
+    | CacheWriteShape
+    | TopkShape
+    | IndexerShape
 )

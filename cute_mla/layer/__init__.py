@@ -6,12 +6,13 @@ path selects the kernels or, on devices without kernels, plain torch.
 
 from .attention import MlaAttention
 from .batch import ContextChunk, DecodeRequests, MlaBatch, PrefillRequests, plan_batch, plan_sequences
-from .config import MlaConfig, YarnScaling
+from .config import Llama3Scaling, MlaConfig, YarnScaling
 from .weights import MlaWeights, Shard, load_weights
 
 __all__ = [
     "ContextChunk",
     "DecodeRequests",
+    "Llama3Scaling",
     "MlaAttention",
     "MlaBatch",
     "MlaConfig",

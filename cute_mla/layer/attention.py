@@ -53,6 +53,9 @@ class MlaAttention(torch.nn.Module):
     kv_a_norm: torch.Tensor
     kv_b: torch.Tensor
     o: torch.Tensor
+    q_a_bias: torch.Tensor | None
+    kv_a_bias: torch.Tensor | None
+    o_bias: torch.Tensor | None
 
     def __init__(self, config: MlaConfig, weights: MlaWeights) -> None:
         super().__init__()
@@ -73,7 +76,7 @@ class MlaAttention(torch.nn.Module):
     @property
     def weights(self) -> MlaWeights:
         """Return the parameters."""
-        return MlaWeights(self.q_a, self.q_a_norm, self.q_b, self.kv_a, self.kv_a_norm, self.kv_b, self.o)
+        return MlaWeights(**{field.name: getattr(self, field.name) for field in fields(MlaWeights)})
 
     def extra_repr(self) -> str:
         """Return the sizes of the layer, for repr()."""
@@ -128,7 +131,7 @@ class MlaAttention(torch.nn.Module):
             own = _Keys(*(columns[decoded:] for columns in keys))
             parts.append(self._prefill(path, q[decoded:], own, cache, batch.prefill))
         out = parts[0] if len(parts) == 1 else torch.cat([q.new_empty(0, self.heads, self.config.v_head_dim), *parts])
-        return linear(out.flatten(1), self.o)
+        return linear(out.flatten(1), self.o, self.o_bias)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Apply a function of to(), half() and so on to the parameters. The frequencies follow to their device, and stay in fp32."""
@@ -147,7 +150,7 @@ class MlaAttention(torch.nn.Module):
     def _queries(self, hidden: torch.Tensor, rope: Rotation) -> torch.Tensor:
         """Project queries [tokens, heads, columns], rotary embedding applied."""
         if self.q_a is not None and self.q_a_norm is not None:
-            hidden = self._normalise(linear(hidden, self.q_a), self.q_a_norm)
+            hidden = self._normalise(linear(hidden, self.q_a, self.q_a_bias), self.q_a_norm)
         q = linear(hidden, self.q_b).unflatten(1, (self.heads, -1))
         if rope.query_scale is not None:
             q = (q * rope.query_scale.view(-1, 1, 1)).to(q.dtype)
@@ -161,7 +164,7 @@ class MlaAttention(torch.nn.Module):
         return q
 
     def _new_keys(self, hidden: torch.Tensor, rope: Rotation) -> _Keys:
-        latent, rotary = linear(hidden, self.kv_a).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
+        latent, rotary = linear(hidden, self.kv_a, self.kv_a_bias).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
         return _Keys(self._normalise(latent, self.kv_a_norm), rope.apply(rotary))
 
     def _normalise(self, columns: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..ops.arguments import check_flag, check_integer, is_number, short_repr
@@ -13,6 +13,7 @@ from ..spec.mla import D_LATENT, D_ROPE, LATENT_DIMS
 
 _POSITIVE_INTEGERS = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _YARN_TYPES = ("yarn", "deepseek_yarn")
+_LLAMA3 = "llama3"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class YarnScaling:
         if kind == "default":
             return None
         if kind not in _YARN_TYPES:
-            raise ValueError(f"rope_scaling is of type {kind!r}; supported: {', '.join(_YARN_TYPES)}")
+            raise ValueError(f"rope_scaling is of type {kind!r}; supported: {', '.join((*_YARN_TYPES, _LLAMA3))}")
         required = ("factor", "original_max_position_embeddings")
         _check_present("rope_scaling", scaling, required)
         names = (*required, "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta")
@@ -74,6 +75,48 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
+class Llama3Scaling:
+    """Scaling of Llama 3.1: frequencies that turn rarely within the original context are divided by `factor`.
+
+    factor: what slow frequencies are divided by. low_freq_factor, high_freq_factor: frequencies with at most the former many turns within
+    original_max_position_embeddings are divided, those with at least the latter stay as they are.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position_embeddings: int
+
+    def __post_init__(self) -> None:
+        for name in ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"):
+            _check_positive(f"rope_scaling[{name!r}]", getattr(self, name))
+        if self.low_freq_factor >= self.high_freq_factor:
+            given = f"low_freq_factor {self.low_freq_factor} and high_freq_factor {self.high_freq_factor}"
+            raise ValueError(f"rope_scaling has {given}; supported: the former less")
+
+    @staticmethod
+    def from_hugging_face(scaling: Mapping[str, Any]) -> Llama3Scaling:
+        """Read `rope_scaling` of a config, of type llama3. Raise ValueError if a value is missing or unsupported."""
+        names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        _check_present("rope_scaling", scaling, names)
+        return Llama3Scaling(**{name: scaling[name] for name in names})
+
+    @property
+    def rotary_scale(self) -> float:
+        """Return the factor of the rotary columns of queries, and of those of keys: 1."""
+        return 1.0
+
+    @property
+    def softmax_scale(self) -> float:
+        """Return the factor of the scale of the softmax: 1."""
+        return 1.0
+
+    def to_hugging_face(self) -> dict[str, Any]:
+        """Return the scaling as a config has it."""
+        return {"rope_type": "llama3", **asdict(self)}
+
+
+@dataclass(frozen=True)
 class MlaConfig:
     """Configuration of a layer, with the names of Hugging Face configs.
 
@@ -84,6 +127,7 @@ class MlaConfig:
     max_position_embeddings: longest sequence of the model; positions lie on the device and are not checked against it.
     q_lora_rank: None if one matrix projects queries (DeepSeek-V2-Lite).
     rope_interleave: True if rotary columns 2i and 2i + 1 of a checkpoint are a pair, as in DeepSeek's; False if i and i + 32 are.
+    attention_bias: True if kv_a, o and, with a q_lora_rank, q_a have a bias.
     """
 
     hidden_size: int
@@ -95,9 +139,10 @@ class MlaConfig:
     v_head_dim: int = 128
     rms_norm_eps: float = 1e-6
     rope_theta: float = 10_000.0
-    rope_scaling: YarnScaling | None = None
+    rope_scaling: YarnScaling | Llama3Scaling | None = None
     rope_interleave: bool = True
     max_position_embeddings: int = 163_840
+    attention_bias: bool = False
 
     def __post_init__(self) -> None:
         self._check_columns()
@@ -106,8 +151,9 @@ class MlaConfig:
         if self.q_lora_rank is not None:
             check_integer("q_lora_rank", self.q_lora_rank, 1)
         check_flag("rope_interleave", self.rope_interleave)
-        if self.rope_scaling is not None and not isinstance(self.rope_scaling, YarnScaling):
-            raise ValueError(f"rope_scaling is {short_repr(self.rope_scaling)}; supported: None and YarnScaling")
+        check_flag("attention_bias", self.attention_bias)
+        if self.rope_scaling is not None and not isinstance(self.rope_scaling, YarnScaling | Llama3Scaling):
+            raise ValueError(f"rope_scaling is {short_repr(self.rope_scaling)}; supported: None, YarnScaling and Llama3Scaling")
         for name in ("rms_norm_eps", "rope_theta"):
             _check_positive(name, getattr(self, name))
 
@@ -140,18 +186,16 @@ class MlaConfig:
             _check_mapping("text_config", config)
         required = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         _check_present("the config", config, (*required, "q_lora_rank"))
-        if config.get("attention_bias"):
-            raise ValueError(f"attention_bias is {config['attention_bias']!r}; supported: False")
         rope = config.get("rope_parameters") or {}  # newer configs keep rope_theta and rope_scaling here
         scaling = config.get("rope_scaling") or rope
         optional = {
-            **{name: config.get(name) for name in ("rms_norm_eps", "max_position_embeddings", "rope_interleave")},
+            **{name: config.get(name) for name in ("rms_norm_eps", "max_position_embeddings", "rope_interleave", "attention_bias")},
             "rope_theta": config.get("rope_theta", rope.get("rope_theta")),
         }
         return MlaConfig(
             **{name: config[name] for name in required},
             q_lora_rank=config["q_lora_rank"],
-            rope_scaling=YarnScaling.from_hugging_face(scaling),
+            rope_scaling=_read_scaling(scaling),
             **{name: value for name, value in optional.items() if value is not None},
         )
 
@@ -170,6 +214,13 @@ class MlaConfig:
     def key_columns(self) -> int:
         """Return the columns of a key in the cache."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+def _read_scaling(scaling: Any) -> YarnScaling | Llama3Scaling | None:
+    """Read `rope_scaling` of a config. Raise ValueError for other types than default, YaRN and llama3."""
+    if isinstance(scaling, Mapping) and scaling.get("rope_type") == _LLAMA3:
+        return Llama3Scaling.from_hugging_face(scaling)
+    return YarnScaling.from_hugging_face(scaling)
 
 
 def _magnitude(factor: float, mscale: float) -> float:

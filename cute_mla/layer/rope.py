@@ -1,4 +1,4 @@
-"""Rotary position embedding over pairs of neighbouring columns, with YaRN."""
+"""Rotary position embedding over pairs of neighbouring columns, with YaRN or the scaling of Llama 3.1."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from .config import MlaConfig, YarnScaling
+from .config import Llama3Scaling, MlaConfig, YarnScaling
 
 
 class Rotation(NamedTuple):
@@ -32,22 +32,42 @@ class Rotation(NamedTuple):
 
 def frequencies(config: MlaConfig) -> torch.Tensor:
     """Return the radians per position of each pair of columns, fp32 [pairs]."""
-    pairs = torch.arange(config.qk_rope_head_dim // 2, dtype=torch.float32)
-    plain = config.rope_theta ** (-2 * pairs / max(config.qk_rope_head_dim, 1))
-    yarn = config.rope_scaling
-    if yarn is None:
+    columns, theta = config.qk_rope_head_dim, config.rope_theta
+    if isinstance(config.rope_scaling, YarnScaling):
+        return _stretched(config.rope_scaling, columns, theta)
+    return pair_frequencies(columns, theta, config.rope_scaling)
+
+
+def pair_frequencies(columns: int, theta: float, scaling: Llama3Scaling | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Return the radians per position of each pair of columns, [pairs], with the scaling of Llama 3.1 if there is one.
+
+    The scaling is that of transformers' _compute_llama3_parameters (modeling_rope_utils.py): a share of each frequency stays, from 0 at
+    low_freq_factor turns within the original context to 1 at high_freq_factor turns, and the rest is divided by the factor.
+    """
+    plain = theta ** (-2 * torch.arange(columns // 2, dtype=dtype) / max(columns, 1))
+    if scaling is None:
         return plain
-    first, last = _ramp(yarn, config)
-    stretched = ((pairs - first) / (last - first)).clamp(0, 1)
+    turns = scaling.original_max_position_embeddings * plain / (2 * math.pi)
+    share = ((turns - scaling.low_freq_factor) / (scaling.high_freq_factor - scaling.low_freq_factor)).clamp(0, 1)
+    return plain * share + plain / scaling.factor * (1 - share)
+
+
+def _stretched(yarn: YarnScaling, columns: int, theta: float) -> torch.Tensor:
+    """Return the frequencies of YaRN, fp32 [pairs]."""
+    plain = pair_frequencies(columns, theta, None)
+    first, last = _ramp(yarn, columns, theta)
+    stretched = ((torch.arange(columns // 2, dtype=torch.float32) - first) / (last - first)).clamp(0, 1)
     return plain * (1 - stretched) + plain / yarn.factor * stretched
 
 
 def rotation(positions: torch.Tensor, radians: torch.Tensor, config: MlaConfig) -> Rotation:
     """Return the rotation of tokens at integer positions [tokens]. radians: from frequencies(), on the same device."""
     angles = positions.float().unsqueeze(1) * radians
-    yarn = config.rope_scaling
-    scale = 1.0 if yarn is None else yarn.rotary_scale
-    return Rotation(angles.cos() * scale, angles.sin() * scale, None if yarn is None else _query_scale(positions, yarn))
+    scaling = config.rope_scaling
+    scale = 1.0 if scaling is None else scaling.rotary_scale
+    return Rotation(
+        angles.cos() * scale, angles.sin() * scale, _query_scale(positions, scaling) if isinstance(scaling, YarnScaling) else None
+    )
 
 
 def _query_scale(positions: torch.Tensor, yarn: YarnScaling) -> torch.Tensor | None:
@@ -66,13 +86,12 @@ def interleaved(rows: torch.Tensor) -> torch.Tensor:
     return halves.transpose(-3, -2).flatten(-3, -2)
 
 
-def _ramp(yarn: YarnScaling, config: MlaConfig) -> tuple[float, float]:
+def _ramp(yarn: YarnScaling, columns: int, theta: float) -> tuple[float, float]:
     """Return the pair up to which frequencies stay as they are, and the pair from which on they are divided by YaRN's factor."""
-    columns = config.qk_rope_head_dim
 
     def pair_that_turns(times: float) -> float:
         length = yarn.original_max_position_embeddings / (2 * math.pi * times)
-        return columns * math.log(length) / (2 * math.log(config.rope_theta))
+        return columns * math.log(length) / (2 * math.log(theta))
 
     first = max(math.floor(pair_that_turns(yarn.beta_fast)), 0)
     last = min(math.ceil(pair_that_turns(yarn.beta_slow)), columns - 1)

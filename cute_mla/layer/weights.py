@@ -50,6 +50,7 @@ class MlaWeights:
     kv_a, kv_a_norm: [latent + rotary, hidden], and [latent]
     kv_b: [heads * (nope + v), latent], per head columns of keys, then columns of values
     o: [hidden, heads * v]
+    q_a_bias, kv_a_bias, o_bias: [q_lora_rank], [latent + rotary], [hidden]; None without attention_bias. Only the first shard has o_bias
 
     nope, rotary, latent and v are the config's qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank and v_head_dim.
 
@@ -63,6 +64,9 @@ class MlaWeights:
     kv_a_norm: torch.Tensor
     kv_b: torch.Tensor
     o: torch.Tensor
+    q_a_bias: torch.Tensor | None = None
+    kv_a_bias: torch.Tensor | None = None
+    o_bias: torch.Tensor | None = None
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor], config: MlaConfig, *, shard: Shard | None = None, prefix: str = "") -> MlaWeights:
@@ -72,13 +76,17 @@ class MlaWeights:
         this rank's heads is a partial sum; the sum over the ranks is the layer's output. Raises ValueError if a weight is missing or its
         shape does not match the config.
         """
-        held = (Shard() if shard is None else shard).heads(config)
+        shard = Shard() if shard is None else shard
+        held = shard.heads(config)
         read = {name: _read(tensors, prefix, name, shape) for name, shape in _shapes(config).items()}
         by_head = {name: read[name].unflatten(0, (config.num_attention_heads, -1)) for name in (_query_name(config), "kv_b_proj")}
-        q_b, kv_a = by_head[_query_name(config)][held], read["kv_a_proj_with_mqa"]
+        q_b, kv_a, kv_a_bias = by_head[_query_name(config)][held], read["kv_a_proj_with_mqa"], read.get("kv_a_proj_with_mqa.bias")
         if not config.rope_interleave:
             q_b = torch.cat((q_b[:, : config.qk_nope_head_dim], interleaved(q_b[:, config.qk_nope_head_dim :])), dim=1)
             kv_a = torch.cat((kv_a[: config.kv_lora_rank], interleaved(kv_a[config.kv_lora_rank :])))
+            if kv_a_bias is not None:
+                plain, rotary = kv_a_bias[: config.kv_lora_rank], kv_a_bias[config.kv_lora_rank :]
+                kv_a_bias = torch.cat((plain, interleaved(rotary.unsqueeze(1)).squeeze(1)))
         return MlaWeights(
             q_a=read.get("q_a_proj"),
             q_a_norm=read.get("q_a_layernorm"),
@@ -87,6 +95,9 @@ class MlaWeights:
             kv_a_norm=read["kv_a_layernorm"],
             kv_b=_copy_contiguous(by_head["kv_b_proj"][held].flatten(0, 1)),
             o=_copy_contiguous(read["o_proj"].unflatten(1, (config.num_attention_heads, -1))[:, held].flatten(1)),
+            q_a_bias=read.get("q_a_proj.bias"),
+            kv_a_bias=kv_a_bias,
+            o_bias=read.get("o_proj.bias") if shard.rank == 0 else None,
         )
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> MlaWeights:
@@ -149,7 +160,7 @@ def _query_name(config: MlaConfig) -> str:
 
 
 def _shapes(config: MlaConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight in a checkpoint by name."""
+    """Return the shape of each weight in a checkpoint by name; a bias has ".bias" at the end of its name."""
     heads, latent = config.num_attention_heads, config.kv_lora_rank
     query_inputs = config.hidden_size if config.q_lora_rank is None else config.q_lora_rank
     shapes: dict[str, tuple[int, ...]] = {
@@ -161,12 +172,14 @@ def _shapes(config: MlaConfig) -> dict[str, tuple[int, ...]]:
     }
     if config.q_lora_rank is not None:
         shapes |= {"q_a_proj": (config.q_lora_rank, config.hidden_size), "q_a_layernorm": (config.q_lora_rank,)}
+    if config.attention_bias:
+        shapes |= {f"{name}.bias": shapes[name][:1] for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if name in shapes}
     return shapes
 
 
 def _read(tensors: Mapping[str, torch.Tensor], prefix: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return one weight of a checkpoint in a 16-bit or 32-bit float dtype. Raise ValueError for a missing weight, wrong shape or dtype."""
-    full = f"{prefix}{name}.weight"
+    full = f"{prefix}{name}" if name.endswith(".bias") else f"{prefix}{name}.weight"
     if full not in tensors:
         raise ValueError(f"there is no {full}; supported: a checkpoint with all weights of the layer's attention")
     weight = tensors[full]

@@ -3,14 +3,15 @@
     logit[t, s] = scale[s] * sum_h weight[t, h] * relu(<q[t, h], k[s]>)        128 columns, sums in fp32
 
 A row block is BLOCK_COLUMNS columns of a product: BLOCK_COLUMNS / head_tile query tokens, each with head_tile heads, those behind the last
-head zeros. With pages, all tokens of a block belong to one request. A work item is a row block against `chunk` consecutive tiles of keys;
-items are numbered by chunk, then row block, and CTA c takes the items c, c + CTAs, ... Bits of a logit depend on its token, its key and
-the number of heads alone.
+head zeros. With pages, all tokens of a block belong to one request. A work item is ITEM_BLOCKS row blocks, the last of a request maybe
+fewer, against `chunk` consecutive tiles of keys; items are numbered by chunk, then row block, and CTA c takes the items c, c + CTAs, ...
+Bits of a logit depend on its token, its key and the number of heads alone.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from .abi import Int32, Int64, Pointer, TensorMap, params_of
@@ -21,13 +22,16 @@ COLUMNS = 128  # of q and of keys
 SCALE_BYTES = 4  # of a key, fp32
 ROW_BYTES = COLUMNS + SCALE_BYTES  # of a key in an index cache: the values of a page's keys, then their scales
 BLOCK_COLUMNS = 128  # query tokens times heads of a row block
+ITEM_BLOCKS = 2  # row blocks of a work item
 HEAD_TILES = (32, 64)  # heads of a token within a row block
 TILE_KEYS = 128
 MAX_HEADS = max(HEAD_TILES)
 PAGE_SIZES = (16, 32, 64, 128)  # of an index cache: a tile is whole pages
 MAX_KEYS = 1 << 30  # so that every position is an int32
-ITEMS_PER_SM = 8  # that a chunk is chosen for
-MIN_CHUNK_TILES, MAX_CHUNK_TILES = 4, 64
+MIN_CHUNK_TILES, MAX_CHUNK_TILES = 4, 64  # of a work item
+# In tiles, for the choice of a chunk: what an item costs besides its tiles, and, as a share of a chunk, what unequal lengths add to the
+# CTA that ends last.
+ITEM_COST, UNEVEN_SHARE = 1.0, 0.125
 
 
 class MqaLogitsArguments(NamedTuple):
@@ -109,18 +113,41 @@ class MqaLogitsProblem:
         """Tiles of keys of a row block, at most."""
         return ceil_div(self.keys, TILE_KEYS)
 
+    @property
+    def item_rows(self) -> int:
+        """Groups of ITEM_BLOCKS row blocks of all requests, each with items of its own."""
+        return self.requests * ceil_div(self.tokens, ITEM_BLOCKS * self.config.block_tokens)
+
     def chunk(self, sm_count: int) -> int:
-        """Return the tiles of a work item: so many that every SM has about ITEMS_PER_SM, within the limits."""
-        even = self.row_blocks * self.tiles // (ITEMS_PER_SM * sm_count)
-        return min(max(even, MIN_CHUNK_TILES), MAX_CHUNK_TILES)
+        """Return the tiles of a work item with which the CTA that has most to do ends first, if all tokens see all keys."""
+        return _best_chunk(self.item_rows, self.tiles, sm_count)
 
     def items(self, sm_count: int) -> int:
         """Return the work items."""
-        return self.row_blocks * ceil_div(self.tiles, self.chunk(sm_count))
+        return self.item_rows * ceil_div(self.tiles, self.chunk(sm_count))
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return the CTAs along x, y and z: one an SM, or fewer."""
         return max(min(self.items(sm_count), sm_count), 1), 1, 1
+
+
+@lru_cache(maxsize=4096)
+def _best_chunk(item_rows: int, tiles: int, sm_count: int) -> int:
+    return min(range(MIN_CHUNK_TILES, MAX_CHUNK_TILES + 1), key=lambda chunk: chunk_cost(item_rows, tiles, chunk, sm_count))
+
+
+def chunk_cost(item_rows: int, tiles: int, chunk: int, sm_count: int) -> float:
+    """Return the time, in tiles, that a chunk leads to: that of the CTA with most to do, and what unequal lengths add to it.
+
+    CTA 0 has as many whole items as any, and the first CTA behind the last whole item is the first to have a shorter one.
+    """
+    whole = max(tiles - 1, 0) // chunk  # chunks before the last one
+    each, more = divmod(item_rows * whole, sm_count)
+    most = each * (chunk + ITEM_COST) + ceil_div(item_rows, sm_count) * (tiles - whole * chunk + ITEM_COST)
+    if more:
+        shorter = max(ceil_div(item_rows - sm_count + more, sm_count), 0)
+        most = max(most, (each + 1) * (chunk + ITEM_COST) + shorter * (tiles - whole * chunk + ITEM_COST))
+    return most + UNEVEN_SHARE * chunk
 
 
 def closed_variants() -> tuple[MqaLogitsConfig, ...]:

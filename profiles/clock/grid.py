@@ -98,6 +98,8 @@ def row_time(launch: Launch, times: KernelTimes, seam: float, constants: Constan
         if launch.combine is None or combine is None
         else constants.dependent_us + stream_us(launch.combine, combine, constants),
     }
+    terms = {name: term * launch.rounds for name, term in terms.items()}
+    terms["launch"] = constants.launch_us + (launch.rounds - 1) * constants.dependent_us
     us = sum(terms.values())
     return RowTime(us, ghz, terms, _binds(terms, us, times))
 

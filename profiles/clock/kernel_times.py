@@ -15,7 +15,7 @@ from .kernel import KernelClock
 
 SHORT, LONG = 6, 12  # blocks of keys of the two runs: even, and more than the stages of any pipeline
 _PIECES = 2
-COLD_OPS = ("dense_decode", "sparse_decode")  # ops whose keys are read once, from HBM
+_COLD_OPS = ("dense_decode", "sparse_decode")
 
 Shares = Mapping[str, float]
 
@@ -33,6 +33,11 @@ class KernelTimes:
     fixed: float
     use: Shares
     waits: Mapping[str, Shares]
+
+
+def is_cold(entry: KernelEntry) -> bool:
+    """Return whether the keys of a kernel are read once, from HBM."""
+    return entry.op in _COLD_OPS or (entry.op == "mqa_logits" and bool(entry.config["paged"]))
 
 
 def kernel_times(entry: KernelEntry, constants: Constants, setting: Setting) -> KernelTimes:

@@ -26,8 +26,8 @@ from .constants import FAST, NOMINAL, SLOW, Constants, constants, gpus
 from .engine import Setting, StandstillError
 from .grid import RowTime, binding_unit, hbm_share, in_sequence, row_time, stream_setting_share, stream_time
 from .instructions import UnknownTimeError
-from .kernel_times import COLD_OPS, KernelTimes, kernel_times, seam_clocks
-from .streams import combine_clocks, stream_clocks
+from .kernel_times import KernelTimes, is_cold, kernel_times, seam_clocks
+from .streams import clocks_after, combine_clocks, stream_clocks
 
 ENDS = (NOMINAL, FAST, SLOW)
 CLOCK = "clock"
@@ -48,13 +48,14 @@ class Timed:
     seam: float = 0.0
 
 
-def setting_of(case: Case, launch: Launch, cluster: int, constants: Constants) -> Setting:
+def setting_of(case: Case, launch: Launch, entry: KernelEntry, constants: Constants) -> Setting:
     """Return the circumstances of a cluster in a row: its share of HBM, and whether keys come from there.
 
-    Keys of dense prefill are read by many CTAs, and rows of sparse prefill by many tokens: they come from L2 as far as it holds them.
+    Keys of dense prefill and of logits in a row are read by many CTAs, and rows of sparse prefill by many tokens: they come from L2 as far
+    as it holds them.
     """
-    share = hbm_share(constants, launch, cluster)
-    if case.op in COLD_OPS:
+    share = hbm_share(constants, launch, prod(entry.cluster))
+    if is_cold(entry):
         return Setting(share)
     missing = 0.0
     if isinstance(case.shape, SparsePrefillShape):
@@ -85,15 +86,16 @@ def _timed(case: Case, launch: Launch, values: Constants, end: str) -> Timed:
     entry = load_artifacts().manifest.kernels.get(launch.kernel)
     if entry is None:
         raise ArtifactError(f"{launch.kernel} is not built")
-    setting = setting_of(case, launch, prod(entry.cluster), values)
+    setting = setting_of(case, launch, entry, values)
     times = kernel_times(entry, values, setting)
     has_seams = any(work.pieces > 1 for work in launch.cta_work)
     seam = seam_clocks(entry, values, setting, times) if has_seams else 0.0
     combine = None
     if launch.combine is not None:
-        after = replace(launch.combine, cold=end == SLOW)  # whether L2 still holds the partial results
+        # whether L2 still holds the partial results
+        after = replace(launch.combine, cold=end == SLOW or launch.combine.bytes > values.l2_mbytes * 1e6)
         launch = replace(launch, combine=after)
-        combine = combine_clocks(after, case.dtype, values, Setting(stream_setting_share(after, values), cold=after.cold))
+        combine = clocks_after(case, after, values, Setting(stream_setting_share(after, values), cold=after.cold))
     return Timed(row_time(launch, times, seam, values, combine), entry, times, seam)
 
 

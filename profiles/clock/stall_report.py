@@ -13,7 +13,7 @@ from .cluster_run import cause_of
 from .constants import Constants
 from .engine import Setting
 from .kernel import KernelClock
-from .kernel_times import COLD_OPS, LONG, SHORT, clock_kernel
+from .kernel_times import LONG, SHORT, clock_kernel, is_cold
 from .recorded import lines_of
 
 LEAST = 0.5  # clocks a block below which a wait is left out
@@ -54,8 +54,8 @@ class StallReport:
 
 
 def default_setting(entry: KernelEntry, constants: Constants) -> Setting:
-    """Return the circumstances of a full GPU: an equal share of HBM, and keys from there if the op reads them once."""
-    return Setting(constants.hbm_bytes / constants.sm_count, cold=entry.op in COLD_OPS)
+    """Return the circumstances of a full GPU: an equal share of HBM, and keys from there if the kernel reads them once."""
+    return Setting(constants.hbm_bytes / constants.sm_count, cold=is_cold(entry))
 
 
 def stall_report(entry: KernelEntry, constants: Constants, setting: Setting) -> StallReport:

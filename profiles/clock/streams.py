@@ -12,10 +12,11 @@ from ...spec.arch import ARCHS
 from ...spec.cache_rows import KEYS_PER_BLOCK, CacheRowsConfig, config_of
 from ...spec.combine import BLOCKS_PER_SM, NARROW_BLOCKS, RESIDENT_BLOCKS, CombineConfig
 from ...spec.merge_states import ROWS_PER_BLOCK, MergeStatesConfig
+from ...spec.topk_indices import DTYPE as LOGITS
 from ...spec.topk_indices import TopkIndicesConfig, config_for
 from ..model.prediction import Combine
 from ..rows import Case
-from ..shapes import CacheWriteShape, CombineShape, MergeShape, Shape, TopkShape
+from ..shapes import CacheWriteShape, CombineShape, IndexerShape, MergeShape, Shape, TopkShape
 from ..workloads import WORKLOADS
 from .cluster_run import run_call
 from .constants import Constants
@@ -41,6 +42,14 @@ def combine_clocks(combine: Combine, dtype: str, constants: Constants, setting: 
 def _combine_shape(combine: Combine, tokens: int, splits: int) -> CombineShape:
     """Return the shape whose CTAs take so many query tokens each, with heads and columns divided as in `combine`."""
     return CombineShape(1 if combine.columns > 1 else BLOCKS_PER_SM, tokens, combine.heads, splits)
+
+
+def clocks_after(case: Case, after: Combine, constants: Constants, setting: Setting) -> float:
+    """Return the clocks of the busiest CTA or cluster of what follows a launch over keys: combine, or the selection of an indexer."""
+    if isinstance(case.shape, IndexerShape):
+        rows = round(after.bytes / case.shape.selection(1).work.bytes)
+        return stream_clocks(replace(case, op="topk_indices", dtype=LOGITS, shape=case.shape.selection(rows)), constants, setting)
+    return combine_clocks(after, case.dtype, constants, setting)
 
 
 def stream_clocks(case: Case, constants: Constants, setting: Setting) -> float:

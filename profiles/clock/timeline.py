@@ -7,7 +7,6 @@ source line and one for each wait; mbarriers have one for each phase. Overlappin
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from math import prod
 from typing import Any
 
 from ...runtime.artifacts import load_artifacts
@@ -61,7 +60,7 @@ def record_case(case: Case, gpu: str) -> Recorded:
     entry = load_artifacts().manifest.kernels.get(launch.kernel)
     if entry is None:
         raise ArtifactError(f"{launch.kernel} is not built")
-    return record(entry, values, setting_of(case, launch, prod(entry.cluster), values), BLOCKS, case.name)
+    return record(entry, values, setting_of(case, launch, entry, values), BLOCKS, case.name)
 
 
 def _tracks(run: Recorded, rank: int, every_warp: bool) -> Iterator[tuple[str, Iterator[Event]]]:

@@ -29,18 +29,22 @@ from ...spec.dense_prefill_dkdv import TILE_QUERIES as DKDV_QUERIES
 from ...spec.dense_prefill_dq import TILE_KEYS as DQ_KEYS
 from ...spec.dense_prefill_dq import TILE_ROWS as DQ_ROWS
 from ...spec.mla import D_LATENT, D_QK, DTYPES, ELEMENT_BYTES, LATENT_DIMS
+from ...spec.mqa_logits import HEAD_TILES, ITEM_BLOCKS, MqaLogitsConfig
+from ...spec.mqa_logits import TILE_KEYS as LOGITS_KEYS
 from ...spec.sparse_decode import KERNELS
 from ...spec.split_plan import TILE_KEYS
 from ...testing.cases.base import BaseCase, QLayout
 from ...testing.cases.dense_decode import DenseDecodeCase
 from ...testing.cases.dense_prefill import DensePrefillCase
 from ...testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DqCase
+from ...testing.cases.mqa_logits import MqaLogitsCase
 from ...testing.cases.sparse_decode import Pool, SparseDecodeCase
 from ...testing.cases.sparse_prefill import SparsePrefillCase
 from ...testing.operations import operation
 from ..model.tile_costs import prefill_variant
 
 FEW, MANY = 8, 16  # blocks of 64 keys: even, and more than the stages of any pipeline
+PAGE_SIZE = 64  # of index caches
 WINDOW = 2  # tiles of a first cache whose format is not the second one's: the keys of DeepSeek-V4.1's window
 _FLASHMLA = Path(__file__).resolve().parents[1] / "definitions" / "flashmla_counts.toml"
 
@@ -113,6 +117,8 @@ def keys_of_block(entry: KernelEntry) -> int:
         return DQ_KEYS[entry.arch][int(entry.config["d_qk"])]
     if entry.op == "dense_prefill_dkdv":
         return DKDV_QUERIES[entry.arch][int(entry.config["d_qk"])]
+    if entry.op == "mqa_logits":
+        return LOGITS_KEYS
     return prefill_variant(entry.config).tile_keys(ARCHS[entry.arch]) if entry.op == "dense_prefill" else TILE_KEYS
 
 
@@ -200,6 +206,27 @@ def _dense_prefill_dkdv(arch: Arch) -> Iterator[CaseFactory]:
         )
 
 
+def _mqa_logits(arch: Arch) -> Iterator[CaseFactory]:
+    for paged, head_tile in product((False, True), HEAD_TILES):
+        yield partial(_mqa_logits_case, MqaLogitsConfig(paged, head_tile))
+
+
+def _mqa_logits_case(config: MqaLogitsConfig, keys: int, pieces: int = 1) -> MqaLogitsCase:
+    """Return a case whose items are of two row blocks, or with pages of a request's query token."""
+    requests, tokens, page_size = (pieces, 1, PAGE_SIZE) if config.paged else (1, pieces * ITEM_BLOCKS * config.block_tokens, None)
+    return MqaLogitsCase(
+        heads=config.head_tile,
+        requests=requests,
+        tokens=tokens,
+        keys=keys,
+        page_size=page_size,
+        windows="whole",
+        clean=False,
+        values="normal",
+        sm_count=1,
+    )
+
+
 _LAYOUTS: tuple[QLayout, ...] = ("packed", "odd")
 _ROWS = tuple(product((2 * TILE_ROWS, TILE_ROWS), _LAYOUTS))  # (heads, layout of q) that together select every variant
 _CASES: dict[str, Callable[[Arch], Iterator[CaseFactory]]] = {
@@ -209,6 +236,7 @@ _CASES: dict[str, Callable[[Arch], Iterator[CaseFactory]]] = {
     "dense_prefill": _dense_prefill,
     "dense_prefill_dq": _dense_prefill_dq,
     "dense_prefill_dkdv": _dense_prefill_dkdv,
+    "mqa_logits": _mqa_logits,
 }
 
 

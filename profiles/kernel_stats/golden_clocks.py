@@ -17,7 +17,7 @@ from pathlib import Path
 from ...manifest import KernelEntry
 from ..clock.constants import constants
 from ..clock.engine import Setting
-from ..clock.kernel_times import COLD_OPS, kernel_times
+from ..clock.kernel_times import is_cold, kernel_times
 from . import golden
 from .dynamic_counts import case_of
 
@@ -33,7 +33,7 @@ def clocks(entry: KernelEntry) -> dict[str, float] | None:
     if entry.arch not in GPU_OF or case_of(entry) is None:
         return None
     values = constants(GPU_OF[entry.arch])
-    times = kernel_times(entry, values, Setting(float(values.l2_bytes), cold=entry.op in COLD_OPS))
+    times = kernel_times(entry, values, Setting(float(values.l2_bytes), cold=is_cold(entry)))
     return {"block": round(times.block, 1), "fixed": round(times.fixed, 1)}
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ...manifest import kernel_name
+from ...ops.indexer_topk import divide
 from ...spec import cache_write, dense_prefill, dense_prefill_dkdv, dense_prefill_dq, merge_states, topk_indices
 from ...spec import combine as combine_spec
 from ...spec.arch import Arch
@@ -14,6 +15,7 @@ from ...spec.cache_format import FORMATS
 from ...spec.cache_rows import KEYS_PER_BLOCK
 from ...spec.dense_decode import DenseDecodeProblem, unit_tokens
 from ...spec.mla import D_V, ELEMENT_BYTES, ceil_div
+from ...spec.mqa_logits import MqaLogitsProblem
 from ...spec.sparse_decode import SparseDecodeProblem, serving_kernels
 from ...spec.sparse_prefill import SparsePrefillProblem
 from ...spec.split_plan import TILE_KEYS, accumulator_rows
@@ -25,6 +27,7 @@ from ..shapes import (
     DecodeShape,
     DensePrefillBackwardShape,
     DensePrefillShape,
+    IndexerShape,
     MergeShape,
     SparseDecodeShape,
     SparsePrefillShape,
@@ -37,6 +40,7 @@ from .partition import (
     PrefillTiles,
     decode_work,
     dense_prefill_order,
+    logits_work,
     prefill_work,
     sorted_prefill_order,
     sparse_prefill_work,
@@ -241,7 +245,28 @@ def _topk_indices(case: Case, shape: TopkShape, target: Target) -> Combine:
     """Return topk_indices: CTAs that read their part of a row once, with look-ups in one another's counts behind it."""
     cluster = topk_indices.config_for(shape.rows, shape.columns, target.sm_count).cluster
     ctas = topk_indices.grid(shape.rows, cluster)[0]
-    return Combine(ctas, topk_indices.BLOCKS_PER_SM, case.work.bytes, case.work.bytes / ctas, cold=True, loads=_TOPK_LOADS)
+    return Combine(ctas, topk_indices.BLOCKS_PER_SM, shape.work.bytes, shape.work.bytes / ctas, cold=True, loads=_TOPK_LOADS)
+
+
+def _indexer_topk(case: Case, shape: IndexerShape, target: Target) -> Launch:
+    """Return the logits of as many query tokens as the workspace holds, with their selection behind it, and how often both are launched.
+
+    Keys are read again each time.
+    """
+    requests, tokens = (shape.tokens, 1) if shape.paged else (1, shape.tokens)
+    chunks = divide(requests, tokens, shape.context, shape.topk).chunks
+    rounds = sum(1 for _ in chunks.slices())
+    problem = MqaLogitsProblem(shape.paged, shape.h_q, min(chunks.requests_each, requests), min(chunks.tokens_each, tokens), shape.context)
+    keys = replace(shape, tokens=chunks.rows)
+    return Launch(
+        **_kernel("mqa_logits", problem.config, target),
+        cta_work=logits_work(problem, target.sm_count),
+        row_ctas=1,
+        ctas=problem.grid(target.sm_count)[0],
+        bytes=keys.work.bytes,
+        combine=replace(_topk_indices(case, shape.selection(chunks.rows), target), cold=False),
+        rounds=rounds,
+    )
 
 
 _LAUNCHES: Mapping[type, Callable[..., Launch | Combine]] = {
@@ -254,4 +279,5 @@ _LAUNCHES: Mapping[type, Callable[..., Launch | Combine]] = {
     MergeShape: _merge_states,
     CacheWriteShape: _cache_write,
     TopkShape: _topk_indices,
+    IndexerShape: _indexer_topk,
 }

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 from ...spec.dense_prefill import LANE_BITS, RANKED_ROUNDS, TURNED_EIGHTHS
 from ...spec.mla import ceil_div
+from ...spec.mqa_logits import MqaLogitsProblem
 from ...spec.split_plan import INVARIANT_SPLIT_TILES
 from ...testing.split_plan_reference import pieces, reference_plan
 
@@ -56,6 +57,18 @@ def sparse_prefill_work(tokens: int, groups: int, blocks: int) -> tuple[CtaWork,
     """Return the work of sparse prefill, where group z of n takes the tokens z, z + n, ... and each token has `blocks` blocks."""
     each = [len(range(group, tokens, groups)) for group in range(groups)]
     return tuple(CtaWork(number * blocks, number) for number in each)
+
+
+def logits_work(problem: MqaLogitsProblem, sm_count: int) -> tuple[CtaWork, ...]:
+    """Return the work of the indexer's logits, where CTA c of n takes the items c, c + n, ... and all tokens see all keys."""
+    chunk, ctas = problem.chunk(sm_count), problem.grid(sm_count)[0]
+    tiles: Counter[int] = Counter()
+    pieces: Counter[int] = Counter()
+    for item in range(problem.items(sm_count)):
+        first = item // problem.item_rows * chunk
+        tiles[item % ctas] += min(chunk, problem.tiles - first)
+        pieces[item % ctas] += 1
+    return tuple(CtaWork(tiles[cta], pieces[cta]) for cta in range(ctas))
 
 
 @dataclass(frozen=True)

@@ -52,11 +52,11 @@ class Combine:
 
 @dataclass(frozen=True)
 class Launch:
-    """A launch of one kernel over keys, and what follows it in the call: a combine, or another launch over keys.
+    """A launch of one kernel over keys, and what follows it in the call: a combine or another streaming kernel, or a launch over keys.
 
     kernel: name in the manifest; op, arch, config: its variant. cta_work: work of each group of CTAs that share keys.
     row_ctas: CTAs that share the same keys and have different query rows. ctas: CTAs that run at the same time.
-    bytes: device memory traffic.
+    bytes: device memory traffic. rounds: how often the launch, and what follows it, is made in a call, one time after the other.
     """
 
     op: str
@@ -71,6 +71,7 @@ class Launch:
     bytes: float
     combine: Combine | None = None
     after: Launch | None = None
+    rounds: int = 1
 
 
 @dataclass(frozen=True)
@@ -205,8 +206,10 @@ def _predict_one(launch: Launch, machine: Machine, end: str) -> Prediction:
         "epilogue": machine.us(epilogue_clocks(launch, machine)),
         "combine": machine.overlap_gap_us + combine_us(launch.combine, machine) if launch.combine is not None else 0.0,
     }
+    terms = {name: term * launch.rounds for name, term in terms.items()}
+    terms["launch"] = machine.launch_us + (launch.rounds - 1) * machine.overlap_gap_us
     us = sum(terms.values())
-    streamed = max(blocks + seams, memory)
+    streamed = max(blocks + seams, memory) * launch.rounds
     if streamed < us / 2:
         binds = FIXED
     else:

@@ -2,8 +2,9 @@
 
 A block is a tile of 64 keys and 64 query rows on one SM; on Blackwell two SMs share 64 keys and 128 rows, but for sparse prefill with up to
 64 heads. In dense prefill a block has 128 keys, or 80 or 64 with 256 columns on Hopper, and 128 or 256 rows; in its backward pass 128 rows
-and 96 or 128 keys for dQ, 128 keys and 64 to 128 rows for dK and dV. Bytes are listed by cause, so that a sum can be checked. Instructions
-are counted instead (`profiles/kernel_stats/golden_counts.py`).
+and 96 or 128 keys for dQ, 128 keys and 64 to 128 rows for dK and dV. Logits of an indexer have tiles of 128 keys and 256 rows,
+128 with pages, of which rows have one query token a request. Bytes are listed by cause, so that a sum can be checked. Instructions are
+counted instead (`profiles/kernel_stats/golden_counts.py`).
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ...spec import dense_prefill, dense_prefill_dkdv, dense_prefill_dq
+from ...spec import dense_prefill, dense_prefill_dkdv, dense_prefill_dq, mqa_logits
 from ...spec.arch import ARCHS, SM90, SM100
 from ...spec.cache_format import FORMATS, CacheFormat
 from ...spec.dense_decode import FP8, FP8_CACHE, TILE_ROWS
@@ -426,6 +427,42 @@ def _dense_prefill_dkdv_sm100(config: Config) -> Block:
     return tile.block(path)
 
 
+# ---------------------------------------------------------------- logits of the indexer
+
+
+def _logits_block(config: Config, smem: Mapping[str, float], path: tuple[Stage, ...]) -> Block:
+    """Return a tile of keys against two row blocks, whose keys other row blocks bring to L2; with pages, against one, from memory."""
+    keys, blocks = mqa_logits.TILE_KEYS, logits_row_blocks(config)
+    rows, read = blocks * mqa_logits.BLOCK_COLUMNS, float(keys * mqa_logits.ROW_BYTES)
+    flops = {"scores": _product(keys, rows, mqa_logits.COLUMNS) / 2}
+    units = keys // TILE_KEYS * (1 if config["paged"] else rows // TILE_ROWS)  # instructions are counted with a token of 64 rows or less
+    smem = {"TMA": keys * mqa_logits.COLUMNS, **smem}
+    return Block(keys, rows, units, flops, smem, read, read if config["paged"] else 0.0, path, path, lone=("load", "item", "mma", "fill"))
+
+
+def logits_row_blocks(config: Config) -> int:
+    """Return the row blocks of an item of the rows that are modelled."""
+    return 1 if config["paged"] else mqa_logits.ITEM_BLOCKS
+
+
+def _logits_sm90(config: Config) -> Block:
+    """Return a tile of which each row block takes two warpgroups. Another warpgroup has its product while one sums."""
+    blocks = logits_row_blocks(config)
+    operands = blocks * 8 * (64 + mqa_logits.BLOCK_COLUMNS) * 32
+    weights = blocks * 256 * mqa_logits.BLOCK_COLUMNS / 8 * FLOAT_BYTES / 2
+    product = _product(64, mqa_logits.BLOCK_COLUMNS, mqa_logits.COLUMNS) / 2 / _MMA_16[SM90.name]
+    path = (Stage("product of a warpgroup", product, product), Stage("its sums", 480, 620))
+    return _logits_block(config, {"operands": operands, "weights and scales": weights}, path)
+
+
+def _logits_sm100(config: Config) -> Block:
+    """Return a tile whose row blocks have a group of warps each; the groups take turns at tiles of one row block."""
+    blocks = logits_row_blocks(config)
+    operands = blocks * (mqa_logits.TILE_KEYS + mqa_logits.BLOCK_COLUMNS) * mqa_logits.COLUMNS
+    path = (Stage("sums of a group", 560 * blocks / 2, 760 * blocks / 2, barriers=0),)
+    return _logits_block(config, {"operands": operands}, path)
+
+
 _BLOCKS: Mapping[tuple[str, str], Callable[[Config], Block]] = {
     ("dense_decode", SM90.name): _dense_sm90,
     ("dense_decode", SM100.name): _dense_sm100,
@@ -439,6 +476,8 @@ _BLOCKS: Mapping[tuple[str, str], Callable[[Config], Block]] = {
     ("dense_prefill_dq", SM100.name): _dense_prefill_dq_sm100,
     ("dense_prefill_dkdv", SM90.name): _dense_prefill_dkdv_sm90,
     ("dense_prefill_dkdv", SM100.name): _dense_prefill_dkdv_sm100,
+    ("mqa_logits", SM90.name): _logits_sm90,
+    ("mqa_logits", SM100.name): _logits_sm100,
 }
 
 

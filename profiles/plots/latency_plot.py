@@ -60,6 +60,8 @@ def _axes_of(op: str, shape: Mapping[str, Any]) -> tuple[str, float | None, floa
             return f"h{shape['h_q']} s{shape['s_q']} splits{shape['splits']}", shape["batch"], None
         case "cache_write":
             return shape["cache"], shape["tokens"], None
+        case "indexer_topk":
+            return f"h{shape['h_q']} topk{shape['topk']} {'pages' if shape['paged'] else 'rows'}", shape["tokens"], shape["context"]
         case "topk_indices":
             return f"topk{shape['topk']}", shape["rows"], shape["columns"]
         case _:

@@ -11,7 +11,7 @@ from .svg import FAINT, GRID, line, log_fraction, mark, path, picture, text
 
 WIDTH, HEIGHT = 860, 520
 LEFT, RIGHT, TOP, BOTTOM = 70, 24, 62, 62
-X_RANGE = (0.3, 20000.0)
+X_RANGE = (0.3, 200000.0)
 Y_RANGE = (1.0, 3000.0)
 _ROOF = "#1f5fa8"
 _LABEL_GAP = 13.0  # pixels between the text baselines of stacked labels
@@ -29,6 +29,7 @@ OP_COLORS = {
     "merge_states": "#555",
     "cache_write": "#0f8a8a",
     "topk_indices": "#a0522d",
+    "indexer_topk": "#d2691e",
 }
 
 

@@ -12,6 +12,7 @@ from .combine import Combine
 from .dense_decode import DenseDecode
 from .dense_prefill import DensePrefill
 from .dense_prefill_backward import DensePrefillBackward
+from .indexer_topk import IndexerTopk
 from .merge_states import MergeStates
 from .sparse_decode import SparseDecode
 from .sparse_prefill import SparsePrefill
@@ -28,6 +29,7 @@ WORKLOADS: dict[str, type[Workload[Any]]] = {
     "merge_states": MergeStates,
     "cache_write": CacheWrite,
     "topk_indices": TopkIndices,
+    "indexer_topk": IndexerTopk,
 }
 
 

@@ -28,12 +28,12 @@ def test_help_lists_the_commands_without_importing_them() -> None:
         "print([name for name in ('torch', 'cutlass', 'cute_mla.cli.build') if name in sys.modules])"
     )
     output = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for command in ("build", "verify", "profile", "show"):
+    for command in ("build", "verify", "profile", "convert", "show"):
         assert f"\n  {command} " in output
     assert output.endswith("[]\n")
 
 
-@pytest.mark.parametrize("command", ["build", "verify", "profile", "show"])
+@pytest.mark.parametrize("command", ["build", "verify", "profile", "convert", "show"])
 def test_every_command_has_help(command: str) -> None:
     result = CliRunner().invoke(commands, [command, "--help"])
     assert result.exit_code == 0
@@ -45,7 +45,7 @@ def test_wrong_usage_is_exit_code_2(arguments: list[str]) -> None:
     assert CliRunner().invoke(commands, arguments).exit_code == 2
 
 
-@pytest.mark.parametrize("command", ["build", "verify", "profile", "show"])
+@pytest.mark.parametrize("command", ["build", "verify", "profile", "convert", "show"])
 def test_help_gives_the_default_of_every_option(command: str) -> None:
     loaded = commands.get_command(click.Context(commands), command)
     assert loaded is not None

@@ -21,7 +21,7 @@ MAX_PARAMETERS = 8
 OPAQUE_WORDS = {"Of", "Those", "That", "As", "What", "Which", "Whether", "Where", "How", "This", "It", "They"}
 
 # The rooms that take and return torch tensors, from the bottom up: each may import those in front of it, spec and runtime.
-TORCH_FACING = ("reference", "ops", "torch_ops", "api", "flash_mla", "cache", "indexer", "shared_prefix", "parallel", "layer")
+TORCH_FACING = ("reference", "ops", "torch_ops", "api", "flash_mla", "cache", "indexer", "shared_prefix", "parallel", "layer", "convert")
 ANYTHING = {"testing", "cli", "profiles", "__main__"}
 # Each room, and the rooms that it may import besides itself. The package's own __init__ only re-exports.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -33,19 +33,22 @@ MAY_IMPORT: dict[str, set[str]] = {
     "runtime": {"spec", "manifest", "simulator"},
     **{room: {"spec", "runtime", *TORCH_FACING[:i]} for i, room in enumerate(TORCH_FACING)},
     "engines": {"spec", *TORCH_FACING},
+    "integrations": {"spec", *TORCH_FACING},
 }
 
 # Packages from elsewhere that only some rooms may import.
 OUTSIDE: dict[str, set[str]] = {
     "cutlass": {"kernels", "aot_build"},
-    "torch": {"runtime", "engines", *TORCH_FACING, *ANYTHING},
+    "torch": {"runtime", "engines", "integrations", *TORCH_FACING, *ANYTHING},
     "numpy": {"simulator", "runtime", *TORCH_FACING, *ANYTHING},
     "cuda": {"runtime"},
     "click": {"cli"},
     "rich": {"cli", "profiles"},
     "triton": {"profiles"},
-    "safetensors": {"layer"},
+    "safetensors": {"layer", "convert"},
+    "tokenizers": {"convert"},
     **{engine: {"engines"} for engine in ("vllm", "sglang")},
+    "transformers": {"integrations"},
 }
 CUDA_MODULE = "runtime/driver.py"
 
@@ -290,6 +293,8 @@ NINE = "a, b, c, d, e, f, g, h, i"
         (layering, "api/x.py", "import cutlass", "api imports cutlass"),
         (layering, "api/x.py", "from vllm import envs", "api imports vllm"),
         (layering, "api/x.py", "from ..engines import vllm", "api imports engines"),
+        (layering, "layer/x.py", "from ..integrations import transformers", "layer imports integrations"),
+        (layering, "layer/x.py", "from transformers import DynamicCache", "layer imports transformers"),
         (layering, "simulator/isa/x.py", "from ...runtime import driver", "simulator imports runtime"),
         (layering, "kernels/combine/x.py", "import torch", "kernels imports torch"),
         (layering, "runtime/current.py", "from cuda.bindings import driver", "runtime imports cuda"),

@@ -77,6 +77,8 @@ def test_names_that_are_imported_exist() -> None:
     imports = re.findall(r"^from (cute_mla[.\w]*) import (.+)$", ALL, re.MULTILINE)
     assert "cute_mla.layer" in dict(imports)
     for module, names in imports:
+        if module.startswith("cute_mla.integrations."):
+            continue  # needs another package: `make test-transformers` runs these snippets
         for name in names.split(", "):
             found = getattr(import_module(module), name)
             assert callable(found) or isinstance(found, ModuleType)

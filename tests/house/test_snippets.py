@@ -16,25 +16,26 @@ import pytest
 import torch
 
 import cute_mla
-from tests.support.documents import DOCUMENTS, Snippet, name_of, runs_inside_simulate, snippets
+from tests.support.documents import DOCUMENTS, Snippet, execute, name_of, runs_inside_simulate, snippets
 from tests.support.tree import ROOT
 
 # Snippets that are not run, by the reason that stands above them. A snippet gets a reason only if it cannot run here.
 NOT_RUN = {
     "needs a GPU": 2,
     "needs an engine": 2,
-    "needs a checkpoint": 1,
+    "needs a checkpoint": 4,
+    "needs transformers, run by make test-transformers": 4,
     "builds kernels": 1,
     "names a kernel to be written": 2,
 }
-RUN = {"python": 39, "bash": 6, "text": 1}
+RUN = {"python": 43, "bash": 7, "text": 1}
 OTHER_PROGRAMS = {"make", "pip", "vllm", "python", "profiles/on_gpu.sh"}
 
 ALL = [(document, snippet) for document in DOCUMENTS for snippet in snippets(document)]
 
 
-def runnable(document: Path, language: str) -> list[Snippet]:
-    return [snippet for snippet in snippets(document) if snippet.language == language and snippet.reason is None]
+def runnable(document: Path) -> list[Snippet]:
+    return [snippet for snippet in snippets(document) if snippet.language in ("python", "bash") and snippet.reason is None]
 
 
 def commands(snippet: Snippet) -> list[list[str]]:
@@ -52,31 +53,37 @@ def test_no_code_hides_in_an_indented_block() -> None:
         assert not re.findall(r"\n\n {4,}(?:cute-mla|make|pip|python|import|from) .*", document.read_text()), name_of(document)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the snippets make CPU tensors")
-@pytest.mark.parametrize("document", [each for each in DOCUMENTS if runnable(each, "python")], ids=name_of)
-def test_python_runs(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("document", [each for each in DOCUMENTS if runnable(each)], ids=name_of)
+def test_snippets_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Run Python and commands of a document in their order and in one folder, so that commands find the files that Python wrote."""
+    if torch.cuda.is_available() and any(snippet.language == "python" for snippet in runnable(document)):
+        pytest.skip("the snippets make CPU tensors")
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {"__name__": "snippets"}
     device = cute_mla.simulate("sm90", sm_count=8) if runs_inside_simulate(document) else nullcontext()
     with torch.random.fork_rng(devices=[]), device:
-        for snippet in runnable(document, "python"):
-            padding = "\n" * (snippet.line - 1)  # so that a traceback names the line of the document
-            exec(compile(padding + snippet.text, name_of(document), "exec"), names)
+        for snippet in runnable(document):
+            if snippet.language == "bash":
+                run_commands(snippet)
+                continue
+            execute(document, snippet, names)
             assert capsys.readouterr().out == (snippet.printed or ""), f"{name_of(document)}:{snippet.line}"
             for name, value in names.items():
                 if isinstance(value, torch.Tensor) and name in ("out", "lse"):
                     assert bool(torch.isfinite(value.float()).all()), f"{name} of {name_of(document)}:{snippet.line}"
 
 
-@pytest.mark.parametrize("document", [each for each in DOCUMENTS if runnable(each, "bash")], ids=name_of)
-def test_commands_run(document: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    for snippet in runnable(document, "bash"):
-        for words in commands(snippet):
-            if words[0] == "cute-mla":
-                run = [sys.executable, "-m", "cute_mla", *words[1:]]
-                result = subprocess.run(run, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=300, check=False)
-                assert result.returncode == 0, f"{shlex.join(words)}\n{result.stdout}{result.stderr}"
+def run_commands(snippet: Snippet) -> None:
+    """Run the `cute-mla` commands of a snippet in the current folder. Each must succeed, and print what the document shows behind them."""
+    printed = ""
+    for words in commands(snippet):
+        if words[0] == "cute-mla":
+            run = [sys.executable, "-m", "cute_mla", *words[1:]]
+            environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+            result = subprocess.run(run, capture_output=True, text=True, env=environment, timeout=300, check=False)
+            assert result.returncode == 0, f"{shlex.join(words)}\n{result.stdout}{result.stderr}"
+            printed += result.stdout
+    assert snippet.printed is None or printed == snippet.printed
 
 
 def test_other_programs_are_known() -> None:

@@ -126,7 +126,11 @@ def checkpoint(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, se
         weights |= {"q_proj": matrix(q_rows, hidden)}
     else:
         weights |= {"q_a_proj": matrix(q_lora, hidden), "q_a_layernorm": norm(q_lora), "q_b_proj": matrix(q_rows, q_lora)}
-    return {f"{PREFIX}{name}.weight": weight for name, weight in weights.items()}
+    tensors = {f"{PREFIX}{name}.weight": weight for name, weight in weights.items()}
+    if config["attention_bias"]:
+        biased = [name for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if name in weights]
+        tensors |= {f"{PREFIX}{name}.bias": 0.5 * matrix(1, len(weights[name]))[0] * len(weights[name]) ** 0.5 for name in biased}
+    return tensors
 
 
 def rope_of(config: Mapping[str, Any]) -> tuple[Mapping[str, Any] | None, float]:
@@ -190,19 +194,25 @@ def _norm(columns: Tensor, weight: Tensor, eps: float) -> Tensor:
 def project(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Projected:
     """Project the hidden states [tokens, hidden size] of a sequence, from its first token on."""
     own = {name.removeprefix(PREFIX).removesuffix(".weight"): weight.float() for name, weight in weights.items()}
+    q_a_bias, kv_a_bias = own.get("q_a_proj.bias", 0), own.get("kv_a_proj_with_mqa.bias", 0)
     states, eps = hidden.float(), config["rms_norm_eps"]
     if config["q_lora_rank"] is None:
         q = states @ own["q_proj"].T
     else:
-        q = _norm(states @ own["q_a_proj"].T, own["q_a_layernorm"], eps) @ own["q_b_proj"].T
+        q = _norm(states @ own["q_a_proj"].T + q_a_bias, own["q_a_layernorm"], eps) @ own["q_b_proj"].T
     columns = Columns.of(config)
     q = q.view(len(hidden), config["num_attention_heads"], columns.nope + columns.rotary) * query_scales(len(hidden), config).view(-1, 1, 1)
-    keys = states @ own["kv_a_proj_with_mqa"].T
+    keys = states @ own["kv_a_proj_with_mqa"].T + kv_a_bias
     return Projected(
         q=torch.cat((q[..., : columns.nope], turned(q[..., columns.nope :], config)), dim=-1),
         latent=_norm(keys[:, : columns.latent], own["kv_a_layernorm"], eps),
         rotary=turned(keys[:, columns.latent :], config),
     )
+
+
+def _output(columns: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    out = columns @ weights[f"{PREFIX}o_proj.weight"].float().T
+    return out + weights[f"{PREFIX}o_proj.bias"].float() if f"{PREFIX}o_proj.bias" in weights else out
 
 
 def naive(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
@@ -213,7 +223,7 @@ def naive(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, An
     scores = torch.einsum("ihd,jhd->hij", own.q, k) * softmax_scale(config)
     future = torch.ones(len(hidden), len(hidden), dtype=torch.bool).triu(1)
     out = torch.einsum("hij,jhd->ihd", scores.masked_fill(future, -math.inf).softmax(dim=-1), both[..., columns.nope :])
-    return out.flatten(1) @ weights[f"{PREFIX}o_proj.weight"].float().T
+    return _output(out.flatten(1), weights)
 
 
 def absorbed(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
@@ -229,4 +239,4 @@ def absorbed(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str,
         latent_out = shares @ own.latent[: token + 1]
         outputs.append(torch.einsum("hdc,hc->hd", up[:, columns.nope :], latent_out).flatten())
     stacked = torch.stack(outputs) if outputs else torch.empty(0, heads * columns.v)
-    return stacked @ weights[f"{PREFIX}o_proj.weight"].float().T
+    return _output(stacked, weights)

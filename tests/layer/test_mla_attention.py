@@ -123,11 +123,19 @@ def test_padded_decode_requests_give_zeros_and_write_nothing() -> None:
     assert sequences.k_cache[sequences.block_table[1, 0]].isnan().all()
 
 
+@pytest.mark.parametrize("model", ["v3", "v2_lite"])
+def test_biases(model: str) -> None:
+    """Without q_lora_rank, queries have none."""
+    contexts = [9, 5]
+    sequences = Sequences.drawn({**MODELS[model], "attention_bias": True}, [10, 12]).with_context(contexts)
+    sequences.expect(sequences.step(contexts, 1), sequences.expected(contexts))
+
+
 @EVERY_MODEL
 def test_two_ranks_add_up_to_the_whole(model: str) -> None:
     contexts = [30, 10]
     three = Sequences.drawn(MODELS[model], [31, 20])
-    config = {**three.config, "num_attention_heads": 4}
+    config = {**three.config, "num_attention_heads": 4, "attention_bias": True}
     sequences = replace(three, config=config, weights=checkpoint(config)).with_context(contexts)
     parts = []
     for rank in range(2):

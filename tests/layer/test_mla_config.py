@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from cute_mla.layer import MlaConfig, YarnScaling
+from cute_mla.layer import Llama3Scaling, MlaConfig, YarnScaling
 from tests.layer.mla_models import GLM_5, GLM_5_3_FLASH, MISTRAL_SMALL_4, V2_LITE, V3, YARN
 
 
@@ -19,6 +19,19 @@ def test_deepseek_v3() -> None:
     # 0.1 ln 40 + 1 = 1.36888795; squared 1.87385421; over the root of 192, 13.8564065.
     assert config.softmax_scale == pytest.approx(0.13523377, rel=1e-6)
     assert config.rope_scaling.rotary_scale == 1.0
+
+
+LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4, "original_max_position_embeddings": 8192}
+
+
+def test_llama_3() -> None:
+    """The scaling of Llama 3.1 changes frequencies alone."""
+    others = {name: value for name, value in V3.items() if name not in ("rope_theta", "rope_scaling")}
+    config = MlaConfig.from_hugging_face({**others, "rope_parameters": {**LLAMA_3, "rope_theta": 5e5}})
+    assert config.rope_scaling == Llama3Scaling(8, 1, 4, 8192)
+    assert config.rope_theta == 5e5
+    assert config.softmax_scale == 192**-0.5
+    assert config.rope_scaling.to_hugging_face() == LLAMA_3
 
 
 def test_deepseek_v2_lite() -> None:
@@ -107,7 +120,11 @@ def test_magnitudes_that_differ() -> None:
         ({"q_lora_rank": -1}, "q_lora_rank is -1; supported: an integer, 1 or more"),
         ({"rope_theta": 0}, "rope_theta is 0; supported: a positive finite number"),
         ({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'; supported: a positive finite number"),
-        ({"attention_bias": True}, "attention_bias is True; supported: False"),
+        ({"attention_bias": 1}, "attention_bias is 1; supported: True and False"),
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8}}, "rope_scaling has no low_freq_factor, high_freq_factor"),
+        ({"rope_scaling": {**LLAMA_3, "factor": 0}}, r"rope_scaling\['factor'\] is 0; supported: a positive"),
+        ({"rope_scaling": {**LLAMA_3, "low_freq_factor": 4}}, "low_freq_factor 4 and high_freq_factor 4; supported: the former less"),
+        ({"rope_scaling": {**LLAMA_3, "rope_type": "dynamic"}}, "type 'dynamic'; supported: yarn, deepseek_yarn, llama3"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling is of type 'linear'; supported: yarn"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling has no original_max_position_embeddings"),
         ({"rope_scaling": {**YARN, "factor": -2}}, r"rope_scaling\['factor'\] is -2; supported: a positive"),

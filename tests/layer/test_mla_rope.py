@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_mla.layer import MlaConfig, YarnScaling
+from cute_mla.layer import Llama3Scaling, MlaConfig, YarnScaling
 from cute_mla.layer.rope import Rotation, frequencies, interleaved, rotation
 from tests.layer.mla_models import GLM_5_3_FLASH, MISTRAL_SMALL_4, V3
 
@@ -34,6 +34,21 @@ def test_frequencies_with_yarn() -> None:
     assert shares[23:] == pytest.approx([1 / 40] * 9, rel=1e-6)
     assert radians[16] == pytest.approx(0.0055, rel=1e-6)
     assert shares[11] == pytest.approx(12 / 13 + 1 / 13 / 40, rel=1e-6)
+
+
+def test_frequencies_of_llama_3() -> None:
+    """Pairs that turn 4 times within 8192 positions keep their frequency, those that turn once or less are 8 times slower.
+
+    With theta 500,000 pair 16 turns 1.84 times: (1.8438 - 1) / 3 = 0.28127 of its frequency stays, and 0.71873 / 8 of it, 0.37111 in all.
+    """
+    config = replace(CONFIG, rope_scaling=Llama3Scaling(8, 1, 4, 8192), rope_theta=500_000.0)
+    shares = [own / 500_000 ** (-pair / 32) for pair, own in enumerate(frequencies(config).tolist())]
+    assert shares[:15] == pytest.approx([1.0] * 15, rel=1e-6)
+    assert shares[18:] == pytest.approx([1 / 8] * 14, rel=1e-6)
+    assert shares[16] == pytest.approx(0.37111, rel=1e-4)
+    turn = rotation(torch.tensor([0, 5]), frequencies(config), config)
+    assert float(turn.cos[0].min()) == 1.0
+    assert turn.query_scale is None
 
 
 def test_a_ramp_of_no_width_is_a_step() -> None:

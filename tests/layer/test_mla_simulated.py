@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +9,10 @@ import pytest
 import torch
 
 import cute_mla
-from cute_mla.runtime.simulated_device import SimulatedDevice
 from cute_mla.spec.arch import Arch
 from tests.layer.mla_models import GLM_5, GLM_5_3_FLASH, MISTRAL_FAR, V2_LITE, V3
 from tests.layer.mla_steps import Sequences
+from tests.support.launched_kernels import record_launches
 
 CONTEXTS, DECODES = [65, 0, 5], 1  # of a decode, and of two prefills
 SMS = 2
@@ -38,16 +37,7 @@ def test_a_mixed_batch_by_the_kernels(arch: Arch) -> None:
 
 @pytest.fixture
 def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the names of the kernels that the simulated device runs, in order, without their architecture."""
-    names: list[str] = []
-    launch: Callable[..., Any] = SimulatedDevice.launch
-
-    def record(self: SimulatedDevice, kernel: Any, *arguments: Any, **options: Any) -> Any:
-        names.append(kernel.name.replace(f"_{self.arch.name}", ""))
-        return launch(self, kernel, *arguments, **options)
-
-    monkeypatch.setattr(SimulatedDevice, "launch", record)
-    return names
+    return record_launches(monkeypatch)
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,26 @@ def test_a_rank_holds_its_heads() -> None:
         assert weight.untyped_storage().nbytes() == weight.nbytes
 
 
+def test_biases_of_halves_and_of_ranks() -> None:
+    """The rotary part of kv_a's bias is reordered as its rows are; only the first rank adds o's bias."""
+    biased = SMALL | {"attention_bias": True, "rope_interleave": False}
+    tensors, config = checkpoint(biased), MlaConfig.from_hugging_face(biased)
+    first, second = (MlaWeights.from_tensors(tensors, config, shard=Shard(rank, 2), prefix=PREFIX) for rank in range(2))
+    bias = tensors[f"{PREFIX}kv_a_proj_with_mqa.bias"]
+    for weights in (first, second):
+        assert weights.kv_a_bias is not None
+        assert weights.q_a_bias is not None
+        assert torch.equal(weights.kv_a_bias[:512], bias[:512])
+        assert torch.equal(weights.kv_a_bias[512:].view(32, 2).T.flatten(), bias[512:])
+        assert torch.equal(weights.q_a_bias, tensors[f"{PREFIX}q_a_proj.bias"])
+    assert first.o_bias is not None
+    assert torch.equal(first.o_bias, tensors[f"{PREFIX}o_proj.bias"])
+    assert second.o_bias is None
+    del tensors[f"{PREFIX}o_proj.bias"]
+    with pytest.raises(ValueError, match=r"there is no model\.layers\.0\.self_attn\.o_proj\.bias"):
+        MlaWeights.from_tensors(tensors, config, prefix=PREFIX)
+
+
 @pytest.mark.parametrize("layout", ["file", "folder", "index"])
 def test_safetensors(tmp_path: Path, layout: str) -> None:
     own = checkpoint(SMALL, torch.bfloat16)

@@ -49,6 +49,7 @@ def test_the_suite_has_every_row_once() -> None:
         "merge_states": ["C2"],
         "cache_write": ["K1", "K2"],
         "topk_indices": ["X1"],
+        "indexer_topk": ["X2"],
     }
     names = [case.name for op in OPS for case in load(op)]
     assert len(set(names)) == len(names)
@@ -120,7 +121,7 @@ def test_shapes_of_every_op_are_read() -> None:
     assert (varlen.shape.batch, len(set(varlen.shape.lengths)), min(varlen.shape.lengths) >= 1) == (16, 16, True)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op not in ("combine", "merge_states", "cache_write", "topk_indices")])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("combine", "merge_states", "cache_write", "topk_indices", "indexer_topk")])
 def test_rows_are_problems_that_the_kernels_support(op: str) -> None:
     for case in load(op):
         features = {name: getattr(case.shape, name) for name in ("s_q", "h_q", "h_kv", "topk", "page_size") if hasattr(case.shape, name)}
@@ -139,6 +140,15 @@ def test_every_format_and_every_number_of_columns_has_a_row() -> None:
     assert {shape.d_qk for shape in shapes["dense_prefill"]} == set(dense_prefill.HEAD_DIMS)
     assert {shape.d_qk for shape in shapes["dense_prefill_backward"]} == set(dense_prefill_dq.HEAD_DIMS)
     assert {shape.cache for shape in shapes["cache_write"]} == set(CACHED)
+
+
+def test_the_least_work_of_an_indexer() -> None:
+    """Keys of 132 bytes and an entry of 4 a page of 64; 64 heads of 132 bytes, and 2,048 positions. Keys in a row count once."""
+    (paged,), (rows,) = (select(load("indexer_topk"), [name]) for name in ("X2.64x64k", "X2.4096x128k"))
+    assert paged.work.bytes == 64 * (65536 * 132 + 65536 // 64 * 4 + 64 * 132 + 2048 * 4)
+    assert rows.work.bytes == 131072 * 132 + 4096 * (64 * 132 + 2048 * 4)
+    assert rows.work.flops == 2 * 128 * 64 * 4096 * 131072
+    assert (paged.text, rows.text) == ("b64 topk2048 of 65536 h64", "tokens4096 topk2048 of 131072 h64")
 
 
 def test_the_keys_of_a_second_cache_count() -> None:

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from cute_mla.manifest import KernelEntry
 from cute_mla.profiles.clock.cluster_run import HBM, ISSUE, L2, SHARED, TENSOR, ClusterRun, cause_of
 from cute_mla.profiles.clock.constants import FAST, NOMINAL, SLOW, constants, gpus
 from cute_mla.profiles.clock.grid import (
@@ -41,6 +42,20 @@ def launch(name: str, **changes: object) -> Launch:
     found = launch_on(case(name), "H200")
     assert isinstance(found, Launch)
     return replace(found, **changes)  # type: ignore[arg-type]
+
+
+def entry(name: str) -> KernelEntry:
+    return load_artifacts().manifest.kernels[launch(name).kernel]
+
+
+def test_a_call_takes_its_rounds() -> None:
+    """Launches of one call follow one another; only the first waits for the host."""
+    after = Combine(ctas=1, ctas_per_sm=1, bytes=0.0, busiest_bytes=0.0)
+    row = launch("X2.4096x128k", cta_work=(CtaWork(10, 1),), ctas=1, bytes=0.0, combine=after, rounds=1)
+    one, three = (row_time(replace(row, rounds=rounds), TIMES, 0.0, H200, 2000.0) for rounds in (1, 3))
+    assert one.terms["launch"] == H200.launch_us
+    assert three.us - H200.launch_us == pytest.approx(3 * (one.us - H200.launch_us) + 2 * H200.dependent_us)
+    assert three.us == pytest.approx(sum(three.terms.values()))
 
 
 def test_the_longest_cta_decides_with_its_seams() -> None:
@@ -107,13 +122,15 @@ def test_clusters_that_share_keys_share_their_bytes() -> None:
 
 
 def test_rows_of_sparse_prefill_come_from_l2_as_far_as_it_holds_them() -> None:
-    small, large = (setting_of(case(name), launch(name), 2, H200) for name in ("P1.8k", "P1.128k"))
+    small, large = (setting_of(case(name), launch(name), entry(name), H200) for name in ("P1.8k", "P1.128k"))
     assert not small.cold
     assert large.cold
     missing = 1 - 50e6 / (2 * 576 * 131072)
     assert large.hbm_bytes == pytest.approx(H200.hbm_bytes / 132 / missing)
-    assert not setting_of(case("M1.8k"), launch("M1.8k"), 1, H200).cold
-    assert setting_of(case("S1.topk2048"), launch("S1.topk2048"), 2, H200).cold
+    assert not setting_of(case("M1.8k"), launch("M1.8k"), entry("M1.8k"), H200).cold
+    assert setting_of(case("S1.topk2048"), launch("S1.topk2048"), entry("S1.topk2048"), H200).cold
+    pages, rows = (setting_of(case(name), launch(name), entry(name), H200) for name in ("X2.64x64k", "X2.4096x128k"))
+    assert (pages.cold, rows.cold) == (True, False)
 
 
 def test_streams_take_waves_or_the_time_of_their_bytes() -> None:

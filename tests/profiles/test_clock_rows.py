@@ -27,6 +27,7 @@ STRUCTURES = (
     "dense_prefill_sm90_bf16_d192",
     "dense_prefill_dq_sm90_bf16_d192",
     "dense_prefill_dkdv_sm90_bf16_d192",
+    "mqa_logits_sm100_e4m3_pages_h64",
 )
 
 
@@ -37,7 +38,7 @@ def case(name: str) -> Case:
 def attention_kernels() -> dict[str, KernelEntry]:
     """Return the built kernels whose clocks must be recorded."""
     kernels = load_artifacts().manifest.kernels
-    with_keys = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv")
+    with_keys = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv", "mqa_logits")
     return {name: entry for name, entry in kernels.items() if entry.op in with_keys and entry.arch in golden_clocks.GPU_OF}
 
 

@@ -12,10 +12,12 @@ from cute_mla.profiles.model.partition import (
     PrefillTiles,
     decode_work,
     dense_prefill_order,
+    logits_work,
     prefill_work,
     sorted_prefill_order,
     sparse_prefill_work,
 )
+from cute_mla.spec.mqa_logits import ITEM_COST, MAX_CHUNK_TILES, MIN_CHUNK_TILES, UNEVEN_SHARE, MqaLogitsProblem, chunk_cost
 
 Order = Callable[[PrefillTiles, list[int], int, int], list[list[PrefillItem]]]
 
@@ -74,3 +76,38 @@ def test_sequences_of_many_lengths_are_spread_evenly() -> None:
     tiles, lengths = PrefillTiles(128, 128, True), [331, 946, 1804, 763, 991, 842, 1036, 1291, 88, 605, 635, 369, 1349, 813, 601, 1123]
     blocks = [work.blocks for work in prefill_work(tiles, sorted_prefill_order(tiles, lengths, 128, 132))]
     assert max(blocks) * len(blocks) < 1.02 * sum(blocks)
+
+
+LOGITS = [
+    MqaLogitsProblem(True, 64, 1, 1, 131072),
+    MqaLogitsProblem(True, 64, 64, 1, 65536),
+    MqaLogitsProblem(False, 32, 1, 128, 131072),
+    MqaLogitsProblem(True, 48, 7, 5, 1000),
+    MqaLogitsProblem(True, 48, 3, 1, 0),
+]
+
+
+@pytest.mark.parametrize("problem", LOGITS, ids=str)
+@pytest.mark.parametrize("sm_count", [1, 7, 132, 148])
+def test_every_tile_of_logits_is_someones(problem: MqaLogitsProblem, sm_count: int) -> None:
+    work = logits_work(problem, sm_count)
+    assert sum(each.blocks for each in work) == problem.item_rows * problem.tiles
+    assert sum(each.pieces for each in work) == problem.items(sm_count)
+    chunk = problem.chunk(sm_count)
+    longest = max(each.blocks + ITEM_COST * each.pieces for each in work)
+    assert chunk_cost(problem.item_rows, problem.tiles, chunk, sm_count) == pytest.approx(
+        longest + UNEVEN_SHARE * chunk + (0 if problem.items(sm_count) else ITEM_COST * -(-problem.item_rows // sm_count))
+    )
+
+
+@pytest.mark.parametrize("problem", LOGITS[:4], ids=str)
+def test_no_other_chunk_ends_sooner(problem: MqaLogitsProblem) -> None:
+    chosen = problem.chunk(132)
+    costs = {chunk: chunk_cost(problem.item_rows, problem.tiles, chunk, 132) for chunk in range(MIN_CHUNK_TILES, MAX_CHUNK_TILES + 1)}
+    assert costs[chosen] == min(costs.values())
+
+
+def test_many_tokens_leave_few_sms_idle() -> None:
+    """128 tokens of 131,072 keys: 32 groups of 4 tokens with 1,024 tiles, 248.2 of each SM."""
+    work = logits_work(MqaLogitsProblem(False, 64, 1, 128, 131072), 132)
+    assert max(each.blocks for each in work) <= 250

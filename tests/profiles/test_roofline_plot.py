@@ -76,7 +76,7 @@ def test_every_row_of_the_suite_has_a_place() -> None:
 
 
 def test_what_lies_outside_the_axes_is_left_out() -> None:
-    assert circles(drawn([Point("dense_decode", "D14", 0.0, 0.0, False), Point("dense_decode", "D15", 50000.0, 790.0, False)])) == []
+    assert circles(drawn([Point("dense_decode", "D14", 0.0, 0.0, False), Point("dense_decode", "D15", 500000.0, 790.0, False)])) == []
 
 
 def test_labels_stay_inside_and_apart() -> None:

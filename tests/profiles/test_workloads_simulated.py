@@ -19,12 +19,13 @@ from cute_mla.profiles.shapes import (
     DecodeShape,
     DensePrefillBackwardShape,
     DensePrefillShape,
+    IndexerShape,
     MergeShape,
     SparseDecodeShape,
     SparsePrefillShape,
     TopkShape,
 )
-from cute_mla.profiles.workloads import WORKLOADS, cache_write, make_workload, topk_indices, workload
+from cute_mla.profiles.workloads import WORKLOADS, cache_write, indexer_topk, make_workload, topk_indices, workload
 from cute_mla.profiles.workloads.dense_decode import DenseDecode
 from cute_mla.profiles.workloads.operands import generator, selections
 from cute_mla.runtime.simulated_device import SimulatedDevice
@@ -59,6 +60,10 @@ CASES = {
 # what these leave is equal to the reference
 WRITES = {name: case_of("cache_write", CacheWriteShape(tokens=5, cache=name, page_size=3)) for name in ("latent", "fp8_656", "fp8_584")}
 SELECTED = case_of("topk_indices", TopkShape(rows=2, columns=300, topk=20))
+INDEXED = {
+    "pages": case_of("indexer_topk", IndexerShape(tokens=2, h_q=33, context=300, topk=20, paged=True)),
+    "rows": case_of("indexer_topk", IndexerShape(tokens=3, h_q=16, context=150, topk=20, paged=False)),
+}
 
 
 @pytest.fixture
@@ -69,7 +74,7 @@ def few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_op_with_rows_has_a_workload_and_a_case_here() -> None:
-    assert set(WORKLOADS) == set(OPS) == {case.op for case in (*CASES.values(), *WRITES.values(), SELECTED)}
+    assert set(WORKLOADS) == set(OPS) == {case.op for case in (*CASES.values(), *WRITES.values(), SELECTED, *INDEXED.values())}
 
 
 @pytest.mark.usefixtures("few_launches")
@@ -113,6 +118,19 @@ def test_a_row_of_selected_positions_is_checked_and_timed(arch: Arch, monkeypatc
             topk_indices, "topk_indices", lambda logits, lengths, topk, out: select(logits, lengths, topk - 1, out=out[:, 1:])
         )
         assert "was not written everywhere" in measure_case(SELECTED, bench())["reason"]
+
+
+@pytest.mark.usefixtures("few_launches")
+@pytest.mark.parametrize(("name", "call"), [("pages", "indexer_topk"), ("rows", "indexer_topk_prefill")])
+def test_a_row_of_scored_and_selected_keys_is_checked_and_timed(name: str, call: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cute_mla.simulate(arch, sm_count=4):
+        record = measure_case(INDEXED[name], bench())
+        assert (record["status"], record["reason"], record["check"]["out_max_abs"]) == (TIMED, "", 0)
+        choose = getattr(indexer_topk, call)
+        monkeypatch.setattr(indexer_topk, call, lambda q, *rest, **kwargs: choose((-q.float()).to(q.dtype), *rest, **kwargs))
+        assert measure_case(INDEXED[name], bench())["reason"].startswith("out[0]")
+        monkeypatch.setattr(indexer_topk, call, lambda *rest, **kwargs: None)
+        assert "was not written everywhere" in measure_case(INDEXED[name], bench())["reason"]
 
 
 @pytest.mark.usefixtures("few_launches")

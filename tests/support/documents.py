@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.support.tree import ROOT
 
@@ -44,6 +45,11 @@ def snippets(document: Path) -> list[Snippet]:
         Snippet(found["language"], found["text"], text.count("\n", 0, found.start("text")) + 1, found["reason"], found["printed"])
         for found in _FENCE.finditer(text)
     ]
+
+
+def execute(document: Path, snippet: Snippet, names: dict[str, Any]) -> None:
+    """Run a Python snippet among these names. A traceback names the line of the document."""
+    exec(compile("\n" * (snippet.line - 1) + snippet.text, name_of(document), "exec"), names)
 
 
 def runs_inside_simulate(document: Path) -> bool:

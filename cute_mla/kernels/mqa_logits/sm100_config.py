@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from cutlass import Float32, Int32, Uint8, cute
 
-from ...spec.mqa_logits import BLOCK_COLUMNS, COLUMNS, TILE_KEYS, MqaLogitsConfig
+from ...spec.mqa_logits import BLOCK_COLUMNS, COLUMNS, ITEM_BLOCKS, TILE_KEYS, MqaLogitsConfig
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout
 from .items import ItemBoard
 
-GROUPS = 2  # score groups, and row blocks of an item
+GROUPS = ITEM_BLOCKS  # of score warps: one for each row block of an item
 ITEM_COLUMNS = GROUPS * BLOCK_COLUMNS
 
 TILE_BYTES = TILE_KEYS * COLUMNS

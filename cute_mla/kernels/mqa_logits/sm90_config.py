@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cutlass import Float8E4M3FN, Float32, Int32, cute
 
-from ...spec.mqa_logits import BLOCK_COLUMNS, COLUMNS, HEAD_TILES, TILE_KEYS
+from ...spec.mqa_logits import BLOCK_COLUMNS, COLUMNS, HEAD_TILES, ITEM_BLOCKS, TILE_KEYS
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import Array, Barriers, SmemLayout, Table, Tile
 from .items import ItemBoard
@@ -15,7 +15,7 @@ WARPGROUP = 128
 WARPS_PER_GROUP = WARPGROUP // 32
 GROUP_KEYS = 64  # rows of a product
 HALVES = TILE_KEYS // GROUP_KEYS
-BLOCKS = 2  # row blocks of an item, which share its keys
+BLOCKS = ITEM_BLOCKS  # which share the keys of an item
 GROUPS = HALVES * BLOCKS  # of warps that compute
 COMPUTE_WARPS = GROUPS * WARPS_PER_GROUP
 PAIR_THREADS = HALVES * WARPGROUP  # of a row block

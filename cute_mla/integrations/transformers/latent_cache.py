@@ -1,0 +1,128 @@
+"""Latent keys of one layer in pages, as a layer of transformers' DynamicCache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer
+
+PAGE_SIZE = 64
+_REPLACED = (DynamicLayer, DynamicIndexedLayer)  # cache layers without contents that a LatentCacheLayer takes the place of
+
+
+class LatentCacheLayer(DynamicLayer):
+    """Cache layer that a patched attention module writes.
+
+    keys: [batch * pages per request, 64, 1, latent + rotary columns]; request b has the pages from b * pages per request on. Padding
+    tokens take no rows: a request's keys are its first `lengths[b]` rows.
+
+    seen: tokens of each request so far, padding included, as transformers counts them. lengths: keys of each request.
+    unpadded: the most recent tokens that are padding in no request; crop() removes no more than these.
+    """
+
+    keys: torch.Tensor | None
+    values: torch.Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+        self.lengths: list[int] = []
+        self.unpadded = 0
+
+    @property
+    def pages(self) -> int:
+        """Return the pages of each request."""
+        return 0 if self.keys is None else self.keys.shape[0] // len(self.lengths)
+
+    def reserve(self, batch: int, tokens: int, like: torch.Tensor, columns: int) -> None:
+        """Make room for this many more tokens of each request. like: a tensor with dtype and device of the keys.
+
+        Pages grow by half or more, so that a token is copied a bounded number of times. Raises ValueError if the cache holds another
+        number of requests.
+        """
+        if self.keys is None:
+            self.lengths = [0] * batch
+        elif batch != len(self.lengths):
+            raise ValueError(f"the batch has {batch} requests, and the cache {len(self.lengths)}; supported: as many")
+        held = self.pages
+        needed = -(-(self.seen + tokens) // PAGE_SIZE)
+        if needed <= held:
+            return
+        grown = like.new_empty(batch, max(needed, held + held // 2), PAGE_SIZE, 1, columns)
+        if self.keys is not None:
+            grown[:, :held] = self.keys.unflatten(0, (batch, held))
+        self.keys, self.values = grown.flatten(0, 1), like.new_empty(0)
+        self.device, self.is_initialized = like.device, True
+
+    def append(self, tokens: int, new: list[int]) -> None:
+        """Count tokens that were written. new: those of each request that are no padding."""
+        self.seen += tokens
+        self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
+        self.unpadded = self.unpadded + tokens if all(count == tokens for count in new) else 0
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Refuse keys of an attention module that was not patched."""
+        raise ValueError("a cache layer of cute_mla was given keys by another attention module; supported: the module that patch() made")
+
+    def get_seq_length(self) -> int:
+        """Return the tokens of each request, padding included."""
+        return self.seen
+
+    def reset(self) -> None:
+        """Drop all keys."""
+        super().reset()
+        self.seen, self.lengths, self.unpadded = 0, [], 0
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Drop the last -tokens_to_remove tokens. ValueError if one of them may be padding, or if the number is positive."""
+        count = -tokens_to_remove
+        if not 0 <= count <= self.unpadded:
+            raise ValueError(
+                f"crop({tokens_to_remove}) of {self.unpadded} tokens behind the last padding; supported: 0 to {-self.unpadded}"
+            )
+        self.append(-count, [-count] * len(self.lengths))
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Take the request beam_idx[b] as request b."""
+        self.batch_select_indices(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat each request."""
+        self._select(lambda rows: rows.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the requests that `indices`, integers or a mask, select."""
+        self._select(lambda rows: rows[indices.to(rows.device)])
+
+    def _select(self, choose: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """Apply a selection to the requests. Where requests differ in length, the lengths pass through the device."""
+        if self.keys is None:
+            return
+        kept = choose(self.keys.unflatten(0, (len(self.lengths), self.pages)))
+        if len(set(self.lengths)) > 1:
+            self.lengths = choose(torch.tensor(self.lengths)).tolist()
+        else:
+            self.lengths = self.lengths[:1] * len(kept)
+        self.keys = kept.flatten(0, 1)
+
+
+def latent_layer(cache: Any, index: int) -> LatentCacheLayer:
+    """Return the layer of a DynamicCache, after putting a LatentCacheLayer in the place of one without contents.
+
+    Raises ValueError for caches that hold no such layer: static, quantised and offloaded ones, and keys of an unpatched model.
+    """
+    supported = "supported: a DynamicCache, new or filled by a patched model, without offloading"
+    if not isinstance(cache, Cache) or cache.offloading:
+        raise ValueError(f"the cache is {type(cache).__name__}{' with offloading' if isinstance(cache, Cache) else ''}; {supported}")
+    if cache.layer_class_to_replicate is not None:
+        while len(cache.layers) <= index:
+            cache.layers.append(cache.layer_class_to_replicate())
+    layer = cache.layers[index]
+    if type(layer) in _REPLACED and not layer.is_initialized:
+        layer = cache.layers[index] = LatentCacheLayer()
+    if not isinstance(layer, LatentCacheLayer):
+        filled = " with keys" if type(layer) in _REPLACED else ""
+        raise ValueError(f"layer {index} of the cache is {type(layer).__name__}{filled}; {supported}")
+    return layer

@@ -1,0 +1,115 @@
+"""Replacement of transformers' attention modules: which ones, and how their weights and configuration are read."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import fields, replace
+from typing import Any
+
+import torch
+
+from ...layer import MlaAttention, MlaConfig, MlaWeights
+from ...layer.batch import CHUNK_TOKENS
+from ...layer.rope import frequencies
+from ...ops.arguments import check_integer
+from .attention import LatentAttention, Traits
+from .interface import LATENT, register
+from .step import Planner
+
+# By module below transformers.models, and class. Kimi K2 is of the class of DeepSeek-V3; Kimi K2.5 has it inside.
+TRAITS = {
+    "deepseek_v2.DeepseekV2Attention": Traits(),
+    "deepseek_v3.DeepseekV3Attention": Traits(),
+    "deepseek_v32.DeepseekV32Attention": Traits(indexed=True),
+    "glm4_moe_lite.Glm4MoeLiteAttention": Traits(),
+    "glm_moe_dsa.GlmMoeDsaAttention": Traits(indexed=True, results=3),
+    "kimi_linear.KimiLinearAttention": Traits(rotates=False),
+}
+
+
+def patch(model: torch.nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> int:
+    """Replace every attention module of a model by cute_mla.layer over a latent cache, and return how many there were.
+
+    model: a model of transformers with its weights, of DeepSeek-V2, V3 or V3.2, GLM-5, GLM-4.7-Flash, Kimi K2, K2.5 or Kimi Linear.
+    Changed in place. Its weights move to the new modules, whose names in state_dict() are those of MlaWeights: save a checkpoint before.
+    chunk_tokens: cached keys that prefill decompresses at a time, over all requests.
+
+    The model then computes decode in the absorbed form, and prefill of new tokens over cached ones in chunks, both on the layer's path:
+    by the kernels on their devices, else in torch. Attention weights are not returned. The keys are in the layers of the DynamicCache
+    that the model makes or is given. Models with an indexer attend to all tokens, and refuse more tokens than the indexer would choose.
+
+    Raises ValueError, and changes nothing, if the model has no such module, has latent attention of another class, has other columns,
+    biases, other rotary embeddings than the layer, or weights without contents.
+    """
+    check_integer("chunk_tokens", chunk_tokens, 1)
+    found = list(_attention_modules(model))
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no latent attention to replace; supported: {_supported()}")
+    built = [(parent, name, _config_of(model, module, traits)) for parent, name, module, traits in found]
+    planners: dict[int, Planner] = {}
+    for (parent, name, config), (_, _, module, traits) in zip(built, found, strict=True):
+        planner = planners.setdefault(id(module.config), Planner(module.layer_idx, chunk_tokens, traits.rotates))
+        setattr(parent, name, LatentAttention(_layer_of(module, config), module, traits, planner))
+    register()
+    for _, _, module, _ in found:
+        module.config._attn_implementation = LATENT
+    return len(found)
+
+
+def _supported() -> str:
+    return ", ".join(name.partition(".")[2] for name in TRAITS)
+
+
+def _attention_modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module, str, Any, Traits]]:
+    """Yield parent, name, module and traits of each module to replace. ValueError for latent attention of another class."""
+    for parent in model.modules():
+        for name, module in parent.named_children():
+            kind = type(module)
+            traits = TRAITS.get(f"{kind.__module__.removeprefix('transformers.models.').partition('.')[0]}.{kind.__name__}")
+            if traits is not None:
+                if "cache" not in inspect.signature(kind.forward).parameters:
+                    raise ValueError(f"{kind.__name__}.forward has no argument `cache`; supported: that of transformers 5.24")
+                yield parent, name, module, traits
+            elif hasattr(module, "kv_a_proj_with_mqa"):
+                raise ValueError(f"the model has latent attention of class {kind.__name__}; supported: {_supported()}")
+
+
+def _config_of(model: torch.nn.Module, module: Any, traits: Traits) -> MlaConfig:
+    """Return the layer's configuration. ValueError if the module computes something else than the layer would."""
+    given = module.config.to_dict()
+    if not traits.rotates:
+        given = {name: value for name, value in given.items() if name not in ("rope_parameters", "rope_scaling")}
+    config = replace(MlaConfig.from_hugging_face(given), rms_norm_eps=module.kv_a_layernorm.variance_epsilon)
+    if abs(module.scaling / config.softmax_scale - 1) > 1e-6:
+        raise ValueError(f"the scale of the softmax is {module.scaling}; supported with this configuration: {config.softmax_scale}")
+    if any(weight.is_meta for weight in module.parameters()):
+        raise ValueError("the weights are on meta; supported: a model with its weights loaded")
+    MlaAttention(config, MlaWeights.from_tensors({name: weight.to("meta") for name, weight in module.state_dict().items()}, config))
+    for rotary in model.modules():
+        if traits.rotates and getattr(rotary, "config", None) is module.config and hasattr(rotary, "inv_freq"):
+            _check_rotation(rotary, config)
+    return config
+
+
+def _check_rotation(rotary: Any, config: MlaConfig) -> None:
+    """Raise ValueError if a model's rotary embedding is not the layer's, to the precision that model.to(dtype) has left of it."""
+    expected, given = frequencies(config), rotary.inv_freq
+    scale = 1.0 if config.rope_scaling is None else config.rope_scaling.rotary_scale
+    rounding = max(torch.finfo(given.dtype).eps, 1e-4)
+    same = given.shape == expected.shape and torch.allclose(given.float().cpu(), expected, rtol=rounding, atol=0)
+    if not same or abs(rotary.attention_scaling / scale - 1) > 1e-6:
+        raise ValueError(
+            f"rope_parameters are {rotary.config.rope_parameters}; supported: no scaling, YaRN or llama3, over {len(expected)} pairs"
+        )
+
+
+def _layer_of(module: Any, config: MlaConfig) -> MlaAttention:
+    """Return the layer with the weights of a module; they require gradients as before."""
+    layer = MlaAttention(config, MlaWeights.from_tensors(module.state_dict(), config))
+    trained = any(weight.requires_grad for weight in module.parameters())
+    for field in fields(layer.weights):
+        weight = getattr(layer, field.name)
+        if weight is not None:
+            weight.requires_grad_(trained)
+    return layer

@@ -1,0 +1,1 @@
+"""Tests of cute_mla.integrations.transformers beside the package transformers: `make test-transformers`."""
