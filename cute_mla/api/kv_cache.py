@@ -92,7 +92,7 @@ def insert_kv_cache(
     sums, and so on (torch's order is another one). A token whose slot is outside the cache is not written to the cache; its queries are
     rotated, and its key is kept.
 
-    norm_weight, cos_sin and k_cache start at multiples of 16 bytes; q_pe, keys and k_cache share memory with nothing else. Allocates
+    cos_sin and k_cache start at multiples of 16 bytes; q_pe, keys and k_cache share memory with nothing else. Allocates
     nothing, runs on the current stream, does not synchronise or read slots on the host, and can be captured in a CUDA graph. CPU tensors
     run on the simulated device inside cute_mla.simulate(). Where there are no kernels, plain torch does the same, which does allocate;
     there cache, keys and queries may be fp32 too.

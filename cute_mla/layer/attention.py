@@ -16,7 +16,8 @@ import torch
 from torch.nn.functional import linear, rms_norm
 
 from ..api.tracing import is_dynamo_compiling
-from ..cache import gather_kv_cache, write_kv_cache
+from ..cache import gather_kv_cache, insert_kv_cache, write_kv_cache
+from ..ops import norm_rope
 from ..ops.arguments import needs_grad
 from ..ops.limits import page_size_error
 from ..ops.tensor_spec import TensorSpec, check_dtype, check_shape, spec_of
@@ -116,12 +117,14 @@ class MlaAttention(torch.nn.Module):
         if path.name == "reference":
             warn_reference(hidden.device)
         rope = rotation(batch.positions, self._radians, self.config)
-        q = self._queries(hidden, rope)
-        keys = self._new_keys(hidden, rope)
         cache = Cache(hidden.new_empty(0, 1, 1, self.config.key_columns) if k_cache is None else k_cache, descale_k)
-        if k_cache is not None:
-            rotary = keys.rotary.detach() if self.config.qk_rope_head_dim else None
-            write_kv_cache(keys.latent.detach(), rotary, cache.keys, batch.slot_mapping, descale_k=descale_k)
+        if k_cache is not None and path.name == "kernels" and not needs_grad(hidden, *self._parameters.values()):
+            q, keys = self._insert(hidden, rope, cache, batch)
+        else:
+            q, keys = self._queries(hidden, rope), self._new_keys(hidden, rope)
+            if k_cache is not None:
+                rotary = keys.rotary.detach() if self.config.qk_rope_head_dim else None
+                write_kv_cache(keys.latent.detach(), rotary, cache.keys, batch.slot_mapping, descale_k=descale_k)
         parts = []
         decoded = 0
         if batch.decode is not None:
@@ -147,13 +150,26 @@ class MlaAttention(torch.nn.Module):
     def _place_frequencies(self) -> None:
         self._radians = frequencies(self.config).to(self.kv_a.device)
 
+    def _insert(self, hidden: torch.Tensor, rope: Rotation, cache: Cache, batch: MlaBatch) -> tuple[torch.Tensor, _Keys]:
+        """Project queries and keys; normalise, rotate and write them in one launch. Keys are uninitialised in a batch without prefill."""
+        q, projected = self._projected(hidden, rope), linear(hidden, self.kv_a, self.kv_a_bias)
+        columns = (self.config.kv_lora_rank, self.config.qk_rope_head_dim)
+        latent, rotary = projected.split(columns, dim=1)
+        keys = torch.empty_like(projected)
+        operands: tuple[torch.Tensor | None, ...] = (None, None, None)
+        if self.config.qk_rope_head_dim:
+            operands = (rotary, q[..., self.config.qk_nope_head_dim :], torch.cat((rope.cos, rope.sin), dim=1))
+        insert_kv_cache(
+            *(latent, *operands[:2], cache.keys, batch.slot_mapping, self.kv_a_norm, operands[2]),
+            keys=None if batch.prefill is None else keys,
+            descale_k=cache.descale,
+            eps=self.config.rms_norm_eps,
+        )
+        return q, _Keys(*keys.split(columns, dim=1))
+
     def _queries(self, hidden: torch.Tensor, rope: Rotation) -> torch.Tensor:
         """Project queries [tokens, heads, columns], rotary embedding applied."""
-        if self.q_a is not None and self.q_a_norm is not None:
-            hidden = self._normalise(linear(hidden, self.q_a, self.q_a_bias), self.q_a_norm)
-        q = linear(hidden, self.q_b).unflatten(1, (self.heads, -1))
-        if rope.query_scale is not None:
-            q = (q * rope.query_scale.view(-1, 1, 1)).to(q.dtype)
+        q = self._projected(hidden, rope)
         if not self.config.qk_rope_head_dim:
             return q
         plain, rotary = q.split((self.config.qk_nope_head_dim, self.config.qk_rope_head_dim), dim=-1)
@@ -163,9 +179,20 @@ class MlaAttention(torch.nn.Module):
         rotary.copy_(turned)
         return q
 
+    def _projected(self, hidden: torch.Tensor, rope: Rotation) -> torch.Tensor:
+        """Project queries [tokens, heads, columns], without rotary embedding."""
+        if self.q_a is not None and self.q_a_norm is not None:
+            hidden = self._normalise(linear(hidden, self.q_a, self.q_a_bias), self.q_a_norm)
+        q = linear(hidden, self.q_b).unflatten(1, (self.heads, -1))
+        if rope.query_scale is not None:
+            q = (q * rope.query_scale.view(-1, 1, 1)).to(q.dtype)
+        return q
+
     def _new_keys(self, hidden: torch.Tensor, rope: Rotation) -> _Keys:
         latent, rotary = linear(hidden, self.kv_a, self.kv_a_bias).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
-        return _Keys(self._normalise(latent, self.kv_a_norm), rope.apply(rotary))
+        if needs_grad(latent, self.kv_a_norm):
+            return _Keys(self._normalise(latent, self.kv_a_norm), rope.apply(rotary))
+        return _Keys(norm_rope.rms_norm(latent, self.kv_a_norm, self.config.rms_norm_eps), rope.apply(rotary))  # the bits of _insert
 
     def _normalise(self, columns: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Apply RMSNorm in fp32, rounded once."""

@@ -94,9 +94,8 @@ def run(
     written = {"k_cache": k_cache, **results._asdict()}
     if call.write.kernels:
         check_address("k_cache", k_cache.data_ptr(), GATHER_ALIGNMENT)
-        for name, tensor in (("norm_weight", norm_weight), ("cos_sin", cos_sin)):
-            if tensor is not None:
-                check_address(name, tensor.data_ptr(), GATHER_ALIGNMENT)
+        if cos_sin is not None:
+            check_address("cos_sin", cos_sin.data_ptr(), GATHER_ALIGNMENT)
         check_no_overlap(written, {**writes._asdict(), **operands._asdict()})
     if launch_plan.tokens == 0:
         return

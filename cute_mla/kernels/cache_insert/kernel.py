@@ -45,7 +45,6 @@ from ..primitives.key_rows import (
     exact,
     is_whole,
     load_elements,
-    load_words,
     registers,
     store_elements,
 )
@@ -155,9 +154,10 @@ class CacheInsert:
         squares = neighbour_sum([lane_sum(neighbour_sum([product(x, x) for x in values]), 32) for values in columns])
         mean = product(squares, Float32(1 / self.normalised))
         inverse = Float32(1.0) / square_root(mean + args.epsilon)
+        first = args.norm_weight.toint()
         for i in cutlass.range_constexpr(self.vectors):
             weights = registers(WORDS)
-            load_words(weights, args.norm_weight.toint() + (SPAN * i + VECTOR * lane) * ELEMENT_BYTES, Boolean(True))
+            load_elements(weights, first + (SPAN * i + VECTOR * lane) * ELEMENT_BYTES, is_whole(first, VECTOR), Boolean(True))
             factors = exact(weights, self.dtype)
             scaled = [product(product(x, inverse), factor) for x, factor in zip(columns[i], factors, strict=True)]
             for word in cutlass.range_constexpr(WORDS):

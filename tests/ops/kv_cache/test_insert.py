@@ -237,5 +237,15 @@ def test_results_have_memory_of_their_own() -> None:
             insert_kv_cache(**{**given, "k_pe": whole[:, :64], "q_pe": whole.view(9, 10, 64)})
         with pytest.raises(ValueError, match="keys shares memory with kv_c"):
             insert_kv_cache(**{**given, "kv_c": whole[:, :512], "keys": whole[:, 64:]})
-        with pytest.raises(ValueError, match=r"norm_weight starts at address .*; supported: multiples of 16 bytes"):
-            insert_kv_cache(**{**given, "norm_weight": torch.zeros(513, dtype=torch.bfloat16)[1:]})
+        with pytest.raises(ValueError, match=r"cos_sin starts at address .*; supported: multiples of 16 bytes"):
+            insert_kv_cache(**{**given, "cos_sin": torch.zeros(65)[1:].view(1, 64)})
+
+
+def test_a_weight_may_begin_at_any_element(arch: Arch) -> None:
+    given, others = arguments(), arguments()
+    given["norm_weight"] = torch.cat((torch.zeros(1), given["norm_weight"])).bfloat16()[1:]
+    insert_kv_cache(**others)
+    with cute_mla.simulate(arch) as device:
+        insert_kv_cache(**given)
+    assert device.findings == []
+    assert torch.equal(bytes_of(given["k_cache"]), bytes_of(others["k_cache"]))
