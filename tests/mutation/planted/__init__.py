@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tests.mutation.planted import (
+    cache_insert,
     dense_decode_sm90,
     dense_decode_sm90_fp8,
     dense_decode_sm90_fp8_cache,
@@ -56,6 +57,7 @@ MODULES = (
 )
 SUITES: Mapping[str, Suite] = {
     **{module.__name__.rpartition(".")[2]: module.SUITE for module in MODULES},
+    **cache_insert.SUITES,
     **index_write.SUITES,
     **kv_cache.SUITES,
 }
