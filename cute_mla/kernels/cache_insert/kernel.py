@@ -107,17 +107,25 @@ class CacheInsert:
     @cute.jit
     def insert_key(self, args: CacheInsertArguments, token: Int32, lane: Int32):
         """Process the key of a token: all lanes of a warp."""
-        slot = Int64(-1)
+        slot, angles, inside = Int64(-1), Int64(0), Boolean(False)
+        if cutlass.const_expr(self.rotates):
+            angles, inside = self.angles_of(args, token, token < args.tokens)
         if token < args.tokens:
             slot = load_integer(args.slot_mapping, token * args.slot_stride_token, args.wide_slots)
         written = slot >= 0 and slot < args.slots
         if written or (token < args.tokens and args.keys.toint() != 0):
             vectors = [registers(WORDS) for _ in range(self.vectors)]
             pair = registers(1)
+            weights = [registers(WORDS) for _ in range(self.vectors)]
+            cosines = cute.make_rmem_tensor(WORDS if self.rotates_values else 1, Float32)
+            sines = cute.make_rmem_tensor(WORDS if self.rotates_values else 1, Float32)
             self.load_key(args, vectors, pair, token, lane)
-            self.normalise(args, vectors, lane)
             if cutlass.const_expr(self.rotates):
-                self.rotate_key(args, vectors, pair, token, lane)
+                self.load_angles(cosines, sines, angles, inside, lane)
+            self.load_weights(args, weights, lane)
+            self.normalise(args, vectors, weights)
+            if cutlass.const_expr(self.rotates):
+                self.rotate_key(vectors, pair, cosines, sines, lane)
             if args.keys.toint() != 0:
                 self.store_key(args, vectors, pair, token, lane)
             if written:
@@ -148,39 +156,45 @@ class CacheInsert:
             load_elements(pair, rotary + PAIR * lane * ELEMENT_BYTES, is_whole(rotary, PAIR), Boolean(True))
 
     @cute.jit
-    def normalise(self, args: CacheInsertArguments, vectors: cutlass.Constexpr, lane: Int32):
+    def load_angles(self, cosines: cute.Tensor, sines: cute.Tensor, angles: Int64, inside: Boolean, lane: Int32):
+        """Load the cosines and sines of a lane's pairs; NaN for a position outside the table."""
+        first, wanted = angles + lane * FLOAT_BYTES, inside
+        if cutlass.const_expr(self.rotates_values):
+            first = angles + (lane - ROTARY_LANE) * WORDS * FLOAT_BYTES
+            wanted = inside & (lane >= ROTARY_LANE)
+        load_floats(cosines, first, wanted)
+        load_floats(sines, first + PAIRS * FLOAT_BYTES, wanted)
+
+    @cute.jit
+    def load_weights(self, args: CacheInsertArguments, weights: cutlass.Constexpr, lane: Int32):
+        """Load the norm's weights of a lane's columns."""
+        first = args.norm_weight.toint()
+        for i in cutlass.range_constexpr(self.vectors):
+            load_elements(weights[i], first + (SPAN * i + VECTOR * lane) * ELEMENT_BYTES, is_whole(first, VECTOR), Boolean(True))
+
+    @cute.jit
+    def normalise(self, args: CacheInsertArguments, vectors: cutlass.Constexpr, weights: cutlass.Constexpr):
         """Apply RMSNorm, rounded once to the keys' type."""
         columns = [exact(words, self.dtype) for words in vectors]
         squares = neighbour_sum([lane_sum(neighbour_sum([product(x, x) for x in values]), 32) for values in columns])
         mean = product(squares, Float32(1 / self.normalised))
         inverse = Float32(1.0) / square_root(mean + args.epsilon)
-        first = args.norm_weight.toint()
         for i in cutlass.range_constexpr(self.vectors):
-            weights = registers(WORDS)
-            load_elements(weights, first + (SPAN * i + VECTOR * lane) * ELEMENT_BYTES, is_whole(first, VECTOR), Boolean(True))
-            factors = exact(weights, self.dtype)
+            factors = exact(weights[i], self.dtype)
             scaled = [product(product(x, inverse), factor) for x, factor in zip(columns[i], factors, strict=True)]
             for word in cutlass.range_constexpr(WORDS):
                 vectors[i][word] = pack_pair(scaled[2 * word], scaled[2 * word + 1], self.dtype)
 
     @cute.jit
-    def rotate_key(self, args: CacheInsertArguments, vectors: cutlass.Constexpr, pair: cute.Tensor, token: Int32, lane: Int32):
+    def rotate_key(self, vectors: cutlass.Constexpr, pair: cute.Tensor, cosines: cute.Tensor, sines: cute.Tensor, lane: Int32):
         """Rotate the rotary columns of a key."""
-        angles, inside = self.angles_of(args, token, Boolean(True))
         if cutlass.const_expr(self.rotates_values):
-            words, is_rotary = vectors[-1], lane >= ROTARY_LANE
-            first = angles + (lane - ROTARY_LANE) * WORDS * FLOAT_BYTES
-            cosines, sines = cute.make_rmem_tensor(WORDS, Float32), cute.make_rmem_tensor(WORDS, Float32)
-            load_floats(cosines, first, inside & is_rotary)
-            load_floats(sines, first + PAIRS * FLOAT_BYTES, inside & is_rotary)
+            words = vectors[-1]
             rotated = turned(words, cosines, sines, self.dtype)
             for word in cutlass.range_constexpr(WORDS):
-                words[word] = cutlass.select_(is_rotary, rotated[word], words[word])
+                words[word] = cutlass.select_(lane >= ROTARY_LANE, rotated[word], words[word])
         else:
-            cosine, sine = cute.make_rmem_tensor(1, Float32), cute.make_rmem_tensor(1, Float32)
-            load_floats(cosine, angles + lane * FLOAT_BYTES, inside)
-            load_floats(sine, angles + (PAIRS + lane) * FLOAT_BYTES, inside)
-            pair[0] = turned(pair, cosine, sine, self.dtype)[0]
+            pair[0] = turned(pair, cosines, sines, self.dtype)[0]
 
     @cute.jit
     def store_key(self, args: CacheInsertArguments, vectors: cutlass.Constexpr, pair: cute.Tensor, token: Int32, lane: Int32):
