@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .ops import cache_gather, cache_write, decode, dense_prefill, dense_prefill_backward, sparse_prefill, split_plan
+from .ops import cache_gather, cache_insert, cache_write, decode, dense_prefill, dense_prefill_backward, sparse_prefill, split_plan
 from .ops import index_write as index_op
 from .ops import indexer_topk as indexer_op
 from .ops import merge_states as merge
@@ -66,6 +66,10 @@ _PLAN = (
 _WRITE = (
     "Tensor kv_c, Tensor? k_pe, Tensor(a!) k_cache, Tensor slot_mapping, *, Tensor? descale_k=None, bool power_of_two=False, "
     "str? kv_format=None"
+)
+_INSERT = (
+    "Tensor kv_c, Tensor? k_pe, Tensor(a!)? q_pe, Tensor(b!) k_cache, Tensor slot_mapping, Tensor norm_weight, Tensor? cos_sin=None, "
+    "Tensor? positions=None, *, Tensor(c!)? keys=None, Tensor? descale_k=None, bool power_of_two=False, str? kv_format=None, float eps=1e-6"
 )
 _GATHER = (
     "Tensor k_cache, Tensor block_table, Tensor cu_seqlens, SymInt rows, *, Tensor? starts=None, Tensor? descale_k=None, "
@@ -125,7 +129,7 @@ def _refusal(op: Any, supported: str) -> Callable[..., Any]:
     """Return the autograd kernel of an op that refuses tensors that require gradients."""
     named = [argument.name for argument in op._schema.arguments]
 
-    def refuse(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+    def refuse(keys: torch._C.DispatchKeySet, /, *args: Any, **options: Any) -> Any:
         for argument, value in (*zip(named, args, strict=False), *options.items()):
             for tensor in value if isinstance(value, list) else (value,):
                 check_no_grad(supported, **{argument: tensor})
@@ -419,6 +423,7 @@ _define_both("merge_states", _MERGE, ("out", "lse"), merge.run_lists, _merged_re
 _define(f"get_mla_metadata({_PLAN}) -> {_PLAN_RESULTS}", split_plan.run, _new_plan)
 _define(f"plan_sparse_decode({_SPARSE_PLAN}) -> {_PLAN_RESULTS}", split_plan.run_sparse, _new_sparse_plan)
 _define(f"write_kv_cache({_WRITE}) -> ()", cache_write.run, _nothing)
+_define(f"insert_kv_cache({_INSERT}) -> ()", cache_insert.run, _nothing)
 _define_both("gather_kv_cache", _GATHER, ("out",), cache_gather.run, _new_keys)
 _define(f"write_index_cache({_INDEX_KEYS}) -> ()", index_op.run_keys, _nothing)
 _define_both("prepare_index_queries", _INDEX_QUERIES, ("out", "out_weights"), index_op.run_queries, _prepared)
@@ -492,6 +497,11 @@ def merge_states(outs: merge.States, lses: merge.States, given: dict[str, Tensor
 def write_kv_cache(*args: Tensor | None, **options: Any) -> None:
     """Trace cache.write_kv_cache."""
     _ops.write_kv_cache(*args, **options)
+
+
+def insert_kv_cache(*args: Tensor | None, **options: Any) -> None:
+    """Trace cache.insert_kv_cache."""
+    torch.ops.cute_mla.insert_kv_cache(*args, **options)
 
 
 def gather_kv_cache(*args: Any, out: Tensor | None, **options: Any) -> Tensor:

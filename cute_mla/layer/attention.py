@@ -18,7 +18,8 @@ import torch
 from torch.nn.functional import linear, rms_norm
 
 from ..api.tracing import is_dynamo_compiling
-from ..cache import write_kv_cache
+from ..cache import insert_kv_cache, write_kv_cache
+from ..ops import norm_rope
 from ..ops.arguments import check_flag, needs_grad
 from ..ops.cache_codec import to_e4m3
 from ..parallel import ContextParallel
@@ -43,7 +44,7 @@ class _Keys(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """Inputs of an indexer: hidden states [tokens, hidden_size], the latent of queries [tokens, q_lora_rank], and the rotation."""
+    """Inputs of queries and of an indexer: hidden states [tokens, hidden_size], their latent [tokens, q_lora_rank], and the rotation."""
 
     hidden: torch.Tensor
     latent: torch.Tensor
@@ -174,13 +175,15 @@ class MlaAttention(torch.nn.Module):
         if path.name == "reference":
             warn_reference(hidden.device)
         rope = rotation(batch.positions, self._radians, self.config)
-        latent = self._query_latent(hidden)
-        q = self._queries(latent, rope)
-        keys = self._new_keys(hidden, rope)
-        if k_cache is not None:
-            rotary = keys.rotary.detach() if self.config.qk_rope_head_dim else None
-            write_kv_cache(keys.latent.detach(), rotary, k_cache, batch.slot_mapping, descale_k=descale_k)
-        indexed = None if self.indexer is None else self._index(self.indexer, _Inputs(hidden, latent, rope), batch, forms, index_cache)
+        inputs = _Inputs(hidden, self._query_latent(hidden), rope)
+        if k_cache is not None and path.name == "kernels" and not needs_grad(hidden, *self._parameters.values()):
+            q, keys = self._insert(inputs, cache, batch)
+        else:
+            q, keys = self._queries(inputs), self._new_keys(hidden, rope)
+            if k_cache is not None:
+                rotary = keys.rotary.detach() if self.config.qk_rope_head_dim else None
+                write_kv_cache(keys.latent.detach(), rotary, k_cache, batch.slot_mapping, descale_k=descale_k)
+        indexed = None if self.indexer is None else self._index(self.indexer, inputs, batch, forms, index_cache)
         step = Step(path, cache, batch, forms, self._topk, indexed)
         parts = []
         decoded = 0
@@ -235,23 +238,47 @@ class MlaAttention(torch.nn.Module):
             return hidden
         return self._normalise(linear(hidden, self.q_a, self.q_a_bias), self.q_a_norm)
 
-    def _queries(self, latent: torch.Tensor, rope: Rotation) -> torch.Tensor:
+    def _insert(self, inputs: _Inputs, cache: Cache, batch: MlaBatch) -> tuple[torch.Tensor, _Keys]:
+        """Project queries and keys; normalise, rotate and write them in one launch. Keys are uninitialised in a batch without prefill."""
+        q, projected = self._projected(inputs), linear(inputs.hidden, self.kv_a, self.kv_a_bias)
+        columns = (self.config.kv_lora_rank, self.config.qk_rope_head_dim)
+        latent, rotary = projected.split(columns, dim=1)
+        keys = torch.empty_like(projected)
+        operands: tuple[torch.Tensor | None, ...] = (None, None, None)
+        if self.config.qk_rope_head_dim:
+            operands = (rotary, q[..., self.config.qk_nope_head_dim :], torch.cat((inputs.rope.cos, inputs.rope.sin), dim=1))
+        insert_kv_cache(
+            *(latent, *operands[:2], cache.keys, batch.slot_mapping, self.kv_a_norm, operands[2]),
+            keys=None if batch.prefill is None else keys,
+            descale_k=cache.descale,
+            eps=self.config.rms_norm_eps,
+        )
+        return q, _Keys(*keys.split(columns, dim=1))
+
+    def _queries(self, inputs: _Inputs) -> torch.Tensor:
         """Project queries [tokens, heads, columns], rotary embedding applied."""
-        q = linear(latent, self.q_b).unflatten(1, (self.heads, -1))
-        if rope.query_scale is not None:
-            q = (q * rope.query_scale.view(-1, 1, 1)).to(q.dtype)
+        q = self._projected(inputs)
         if not self.config.qk_rope_head_dim:
             return q
         plain, rotary = q.split((self.config.qk_nope_head_dim, self.config.qk_rope_head_dim), dim=-1)
-        turned = rope.apply(rotary)
+        turned = inputs.rope.apply(rotary)
         if needs_grad(turned):
             return torch.cat((plain, turned), dim=-1)
         rotary.copy_(turned)
         return q
 
+    def _projected(self, inputs: _Inputs) -> torch.Tensor:
+        """Project queries [tokens, heads, columns], without rotary embedding."""
+        q = linear(inputs.latent, self.q_b).unflatten(1, (self.heads, -1))
+        if inputs.rope.query_scale is not None:
+            q = (q * inputs.rope.query_scale.view(-1, 1, 1)).to(q.dtype)
+        return q
+
     def _new_keys(self, hidden: torch.Tensor, rope: Rotation) -> _Keys:
         latent, rotary = linear(hidden, self.kv_a, self.kv_a_bias).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
-        return _Keys(self._normalise(latent, self.kv_a_norm), rope.apply(rotary))
+        if needs_grad(latent, self.kv_a_norm):
+            return _Keys(self._normalise(latent, self.kv_a_norm), rope.apply(rotary))
+        return _Keys(norm_rope.rms_norm(latent, self.kv_a_norm, self.config.rms_norm_eps), rope.apply(rotary))  # the bits of _insert
 
     def _normalise(self, columns: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Apply RMSNorm in fp32, rounded once."""
