@@ -263,7 +263,7 @@ def _expect_dense_prefill(arguments: Arguments, setting: Setting) -> Verify:
     scale = None if scale is None else float(scale)
     causal = bool(arguments["causal"])
     empty_lse, mask = arguments["empty_lse"], arguments.get("key_mask")
-    expected = reference.dense_prefill(q, k, v, cu_seqlens_qo, cu_seqlens_kv, scale, causal, empty_lse, mask)
+    expected = reference.masked_prefill(q, k, v, (cu_seqlens_qo, cu_seqlens_kv), mask, scale, causal, empty_lse)
     return against(expected, {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE})
 
 
