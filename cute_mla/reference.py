@@ -260,18 +260,34 @@ def dense_prefill(
     softmax_scale: float | None = None,
     causal: bool = False,
     empty_lse: float = math.inf,
-    key_mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute flash_attn_varlen_func, with its operands.
 
     Returns fp32 out [total_q, h_q, d_v] and lse [total_q, h_q], NaN in rows that belong to no sequence.
     """
+    return masked_prefill(q, k, v, (cu_seqlens_q, cu_seqlens_k), None, softmax_scale, causal, empty_lse)
+
+
+def masked_prefill(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    cu_seqlens: tuple[torch.Tensor, torch.Tensor],
+    key_mask: torch.Tensor | None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    empty_lse: float = math.inf,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute flash_attn_varlen_func with key_mask; None: without one.
+
+    cu_seqlens: of queries, and of keys. Returns what dense_prefill returns.
+    """
     h_q, h_kv = q.shape[1], k.shape[1]
     scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
     out = torch.full((len(q), h_q, v.shape[-1]), math.nan, device=q.device)
     lse = torch.full((len(q), h_q), math.nan, device=q.device)
-    for sequence in range(len(cu_seqlens_q) - 1):
-        rows, keys = sequence_rows(cu_seqlens_q, sequence, len(q)), sequence_rows(cu_seqlens_k, sequence, len(k))
+    for sequence in range(len(cu_seqlens[0]) - 1):
+        rows, keys = sequence_rows(cu_seqlens[0], sequence, len(q)), sequence_rows(cu_seqlens[1], sequence, len(k))
         own_k, own_v = (tensor[keys].transpose(0, 1).repeat_interleave(h_q // h_kv, dim=0) for tensor in (k, v))
         own_q = q[rows].transpose(0, 1)
         visible = visible_keys(own_q.shape[1], own_k.shape[1], causal, q.device)

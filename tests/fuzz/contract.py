@@ -254,9 +254,28 @@ def dense_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
         return c.faults
     c.output("out", (*q.shape[:2], PREFILL_COLUMNS[q.shape[-1]]), (q.dtype,), last=True)
     c.output("lse", tuple(q.shape[:2]), (torch.float32,))
-    c.same_device(q, "k", "v", "cu_seqlens_qo", "cu_seqlens_kv", "out", "lse")
+    _masked(c, q)
+    c.same_device(q, "k", "v", "cu_seqlens_qo", "cu_seqlens_kv", "key_mask", "out", "lse")
     c.apart(("out", "lse"))
     return c.faults
+
+
+def _masked(c: Contract, q: Tensor) -> None:
+    """Find faults of a mask, and of what does not go with one."""
+    mask = c.tensor("key_mask", torch.int32, optional=True)
+    if mask is None:
+        return
+    if c.shaped("key_mask", mask, len(q), None):
+        keys = min(int(c.arguments["max_seqlen_kv"]), len(c.arguments["k"])) if is_integer(c.arguments["max_seqlen_kv"]) else 0
+        c.require(mask.shape[1] >= -(-keys // 32), "key_mask")
+        c.last_contiguous("key_mask", mask)
+    c.require(q.dtype == torch.bfloat16 and q.shape[-1] in GRADIENT_COLUMNS, "q", "key_mask")
+    for name in ("q", "out"):
+        rows = c.get(name)
+        if isinstance(rows, Tensor) and rows.dim() == 3:
+            strides = byte_strides(rows, 0, 1)
+            whole = not any(number % 16 for number in (*strides, 0 if rows.device.type == "meta" else rows.data_ptr()))
+            c.require(whole and (name == "out" or all(0 < stride < 1 << 40 for stride in strides)), name, "key_mask")
 
 
 def backward_faults(arguments: Mapping[str, Any], workspace: Callable[..., int]) -> set[str]:

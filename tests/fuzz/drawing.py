@@ -64,7 +64,7 @@ def _cases(subject: str) -> st.SearchStrategy[Any]:
         "dense_decode": dense_cases(),
         "sparse_decode": sparse_cases(),
         "sparse_prefill": sparse_prefill_cases(),
-        "dense_prefill": dense_prefill_cases(),
+        "dense_prefill": dense_prefill_cases(masked=True),
         "dense_prefill_kvpacked": dense_prefill_cases(),
         "dense_prefill_qkvpacked": dense_prefill_cases(packed=True),
         "dense_prefill_backward": backward_cases(),
@@ -248,8 +248,8 @@ def sparse_prefill_cases(draw: st.DrawFn) -> SparsePrefillCase:
 
 
 @st.composite
-def dense_prefill_cases(draw: st.DrawFn, packed: bool = False) -> DensePrefillCase:
-    """Dense prefill. packed: queries and keys are of the same tokens and heads."""
+def dense_prefill_cases(draw: st.DrawFn, packed: bool = False, masked: bool = False) -> DensePrefillCase:
+    """Dense prefill. packed: queries and keys are of the same tokens and heads. masked: whether the call may have a mask."""
     values: Any = draw(st.sampled_from(("normal", "rising", "falling", "peaks")))
     common = _common(draw, values == "normal")
     h_kv, group = draw(st.integers(1, 3)), 1 if packed else draw(st.integers(1, 2))
@@ -272,6 +272,10 @@ def dense_prefill_cases(draw: st.DrawFn, packed: bool = False) -> DensePrefillCa
         neighbours=draw(st.sampled_from(("finite", "nan"))) if nan_allowed else "finite",
         kv_layout=draw(st.sampled_from(("packed", "padded", "kvpacked", "heads_first"))),
     )
+    aligned = case.row_alignment == 16
+    if masked and aligned and (case.dtype, case.d_qk in GRADIENT_HEAD_DIMS, case.neighbours) == ("bf16", True, "finite"):
+        masks: st.SearchStrategy[Any] = st.sampled_from((None, "random", "blocks", "single", "edges"))
+        case = replace(case, mask=draw(masks), mask_layout=draw(st.sampled_from(("packed", "padded"))))
     return case if case.tiles <= 2 * TILES else replace(case, h_kv=1, group=1, lengths=case.lengths[:1])
 
 

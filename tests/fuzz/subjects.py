@@ -262,7 +262,8 @@ def _expect_dense_prefill(arguments: Arguments, setting: Setting) -> Verify:
     q, k, v, cu_seqlens_qo, cu_seqlens_kv = (arguments[name] for name in ("q", "k", "v", "cu_seqlens_qo", "cu_seqlens_kv"))
     scale = None if scale is None else float(scale)
     causal = bool(arguments["causal"])
-    expected = reference.dense_prefill(q, k, v, cu_seqlens_qo, cu_seqlens_kv, scale, causal, arguments["empty_lse"])
+    empty_lse, mask = arguments["empty_lse"], arguments.get("key_mask")
+    expected = reference.masked_prefill(q, k, v, (cu_seqlens_qo, cu_seqlens_kv), mask, scale, causal, empty_lse)
     return against(expected, {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE})
 
 
@@ -436,7 +437,7 @@ DEVICE_SUBJECTS: dict[str, Subject] = {
         case_arguments,
         lambda arguments, setting: contract.dense_prefill_faults(arguments),
         _expect_dense_prefill,
-        ("q", "k", "v", "cu_seqlens_qo", "cu_seqlens_kv", "max_seqlen_qo", "max_seqlen_kv", *_VARLEN),
+        ("q", "k", "v", "cu_seqlens_qo", "cu_seqlens_kv", "max_seqlen_qo", "max_seqlen_kv", *_VARLEN, "key_mask"),
     ),
     "dense_prefill_kvpacked": Subject(
         cute_mla.flash_attn_varlen_kvpacked_func,

@@ -17,7 +17,7 @@ PART_TILES = 32  # key tiles of a part of an item: a word of bits
 
 @dataclass(frozen=True)
 class VisibleTiles(TileWalk):
-    """Those of 32 key tiles that a row of the item sees something of, from the last to the first.
+    """Visible tiles of 32: those that a row of the item sees something of, from the last to the first.
 
     first: the first of the 32. rLeft: bits of the tiles to come, and the tile that the walk is at.
     """

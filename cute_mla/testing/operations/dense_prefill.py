@@ -36,16 +36,15 @@ def _workspace_bytes(case: DensePrefillCase, tensors: DensePrefillTensors) -> in
 
 
 def _reference(case: DensePrefillCase, tensors: DensePrefillTensors) -> Result:
-    return reference.dense_prefill(
+    return reference.masked_prefill(
         tensors.q,
         tensors.k,
         tensors.v,
-        tensors.cu_seqlens_q,
-        tensors.cu_seqlens_k,
+        (tensors.cu_seqlens_q, tensors.cu_seqlens_k),
+        tensors.key_mask,
         case.softmax_scale,
         case.causal,
         empty_lse(case),
-        tensors.key_mask,
     )
 
 

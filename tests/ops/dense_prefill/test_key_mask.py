@@ -185,7 +185,7 @@ def test_tiles_without_a_visible_key_are_not_touched(bench: Bench, s_k: int) -> 
 
 
 def test_rows_that_see_nothing(bench: Bench) -> None:
-    """Of every length, in a tile that others see something of and where nobody does."""
+    """Rows in a tile that others see something of, and where nobody does."""
     case = replace(MASKED, lengths=((130, 300), (3, 64), (1, 1)), empty_lse=-math.inf)
     tensors = make_dense_prefill_tensors(case)
     assert tensors.key_mask is not None
@@ -208,7 +208,7 @@ def test_keys_beyond_the_mask_are_hidden(bench: Bench) -> None:
     short = tensors.key_mask[:, :3]
     with cute_mla.simulate(bench.arch, 1):
         out, lse = call_of(case, tensors, key_mask=short, max_seqlen_kv=96)
-    wanted = reference.dense_prefill(tensors.q, tensors.k, tensors.v, tensors.cu_seqlens_q, tensors.cu_seqlens_k, key_mask=short)
+    wanted = reference.masked_prefill(tensors.q, tensors.k, tensors.v, (tensors.cu_seqlens_q, tensors.cu_seqlens_k), short)
     torch.testing.assert_close(out.float(), wanted[0], rtol=0, atol=1e-2)
     torch.testing.assert_close(lse, wanted[1], rtol=1e-5, atol=1e-5)
 
@@ -255,7 +255,7 @@ def test_the_results_are_those_of_sparse_prefill_over_the_same_keys(bench: Bench
             q, k.bfloat16(), v.bfloat16(), **ends, max_seqlen_qo=tokens, max_seqlen_kv=keys, key_mask=mask
         )
         sparse, _, sparse_lse = cute_mla.flash_mla_sparse_fwd(absorbed.bfloat16(), latent, chosen.unsqueeze(1), 192**-0.5)
-    exact, exact_lse = reference.dense_prefill(q.float(), k, v, **ends, key_mask=mask)
+    exact, exact_lse = reference.masked_prefill(q.float(), k, v, tuple(ends.values()), mask)
     values = torch.einsum("thc,hcd->thd", sparse.float(), up_v)
     for found, found_lse in ((out.float(), lse), (values, sparse_lse)):
         torch.testing.assert_close(found, exact, rtol=0, atol=3e-2)
