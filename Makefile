@@ -31,7 +31,7 @@ DOCS_STAMP := $(DOCS_VENV)/.setup-$(shell cat pyproject.toml constraints.txt | s
 # The requirements of the extra `docs` alone: the pages are built from the sources, without torch.
 DOCS_TOOLS := import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"])
 
-.PHONY: setup build quick verify test test-full test-vllm test-transformers fuzz mutate mutate-numbers wheel wheel-check docs lint clean
+.PHONY: setup build quick verify test test-full test-vllm test-transformers fuzz mutate mutate-numbers wheel wheel-check hf-kernel docs lint clean
 
 setup: $(SETUP_STAMP)
 
@@ -106,6 +106,10 @@ wheel: build
 # Builds the kernels of dist/*.whl, or of WHEEL=FILE, again from the commit that the wheel records, and compares all bytes.
 wheel-check: setup
 	$(BIN)/python -m cute_mla.aot_build.rebuild $(WHEEL) $(WHEEL_CHECK_ARGS)
+
+# The folder of a Hugging Face kernel in dist/hf-kernel, with the same kernels and record.
+hf-kernel: build
+	$(BIN)/python -m cute_mla.aot_build.hub_kernel
 
 # The pages in site/. Fails on a dead link or anchor, on a page that the navigation lacks, and on anything loaded from the network.
 docs: $(DOCS_STAMP)

@@ -26,6 +26,7 @@ SECONDS: dict[str, float] = {
     "topk_indices": 1.3,
     "index_write": 0.7,
     "cache_write": 0.6,
+    "cache_insert": 0.9,
     "cache_gather": 0.6,
 }
 _OTHER = 2.0  # an op that the table lacks

@@ -9,6 +9,7 @@ from importlib import import_module
 from cute_mla.kernels.definition import KernelConfig, KernelDefinition
 from cute_mla.manifest import kernel_name
 from cute_mla.spec import (
+    cache_insert,
     cache_rows,
     dense_decode,
     dense_prefill,
@@ -30,7 +31,8 @@ from cute_mla.spec.split_plan import SplitPlanConfig
 OPS = (
     *("dense_decode", "sparse_decode", "dense_prefill", "masked_prefill", "sparse_prefill"),
     *("dense_prefill_dq", "dense_prefill_dkdv"),
-    *("split_plan", "combine", "merge_states", "mqa_logits", "topk_indices", "index_write", "cache_write", "cache_gather"),
+    *("split_plan", "combine", "merge_states", "mqa_logits", "topk_indices", "index_write", "cache_write"),
+    *("cache_insert", "cache_gather"),
 )
 
 
@@ -70,7 +72,10 @@ def closed_variants(arch: Arch, ops: Sequence[str] = OPS) -> tuple[Variant, ...]
         ("mqa_logits", mqa_logits.closed_variants()),
     )
     combines = dict.fromkeys(CombineConfig(dtype, dims.latent) for d_qk, dims in LATENT_DIMS.items() for dtype in key_dtypes(d_qk))
-    cache_kernels = [(op, config) for op in ("cache_write", "cache_gather") for config in cache_rows.closed_variants()]
+    cache_kernels: list[tuple[str, KernelConfig]] = [
+        *((op, config) for op in ("cache_write", "cache_gather") for config in cache_rows.closed_variants()),
+        *(("cache_insert", config) for config in cache_insert.closed_variants()),
+    ]
     listed = (
         *(Variant(op, arch, config, f"cute_mla.kernels.{op}.{arch.name}") for op, configs in attention for config in configs),
         Variant("split_plan", arch, SplitPlanConfig(), "cute_mla.kernels.split_plan.kernel"),

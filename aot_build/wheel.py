@@ -41,25 +41,41 @@ def make_wheel(tree: Path, artifacts: Path, out: Path) -> Path:
     Untracked files that git does not ignore are packed as well; the provenance then records local changes.
     ToolError if git or pip fails; ManifestError without artefacts, or if a file is not the one that the manifest describes.
     """
-    commit = git(tree, "rev-parse", "HEAD").strip()
-    manifest = Manifest.load(artifacts)
     with tempfile.TemporaryDirectory() as folder:
         staged, made = Path(folder) / "tree", Path(folder) / "wheel"
         stage(tree, staged)
-        target = staged / PACKAGE / "artifacts"
-        target.mkdir()
-        for entry in manifest.kernels.values():
-            for name, sha256 in ((entry.cubin, entry.cubin_sha256), (entry.ptx, entry.ptx_sha256)):
-                (target / name).write_bytes(read_verified(artifacts / name, sha256))
-                (target / name).chmod(0o644)
-        manifest.save(target)
-        _provenance(tree, commit, target).save(target)
+        commit = place_artifacts(tree, artifacts, staged / PACKAGE / "artifacts").commit
         options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation", "--no-cache-dir")
         epoch = f"SOURCE_DATE_EPOCH={git(tree, 'show', '-s', '--format=%ct', commit).strip()}"
         _run(["env", epoch, sys.executable, "-m", "pip", "wheel", *options, "--wheel-dir", str(made), str(staged)])
         (wheel,) = made.glob("*.whl")
         out.mkdir(parents=True, exist_ok=True)
         return Path(shutil.move(wheel, out / wheel.name))
+
+
+def place_artifacts(tree: Path, artifacts: Path, target: Path) -> Provenance:
+    """Make the folder `target` with these artefacts and their provenance, and return the latter.
+
+    ManifestError without artefacts, or if a file is not the one that the manifest describes.
+    """
+    manifest = Manifest.load(artifacts)
+    target.mkdir()
+    for entry in manifest.kernels.values():
+        for name, sha256 in ((entry.cubin, entry.cubin_sha256), (entry.ptx, entry.ptx_sha256)):
+            (target / name).write_bytes(read_verified(artifacts / name, sha256))
+            (target / name).chmod(0o644)
+    manifest.save(target)
+    provenance = _provenance(tree, git(tree, "rev-parse", "HEAD").strip(), target)
+    provenance.save(target)
+    return provenance
+
+
+def check_current(artifacts: Path) -> None:
+    """Raise ToolError if kernels are missing, or were not built from these sources."""
+    stale = stale_kernels(Manifest.load(artifacts))
+    if stale:
+        names = ", ".join(stale[:_MOST_NAMED]) + (", ..." if len(stale) > _MOST_NAMED else "")
+        raise ToolError(f"{len(stale)} kernels were not built from these sources: {names}; run `cute-mla build`")
 
 
 def stale_kernels(manifest: Manifest) -> list[str]:
@@ -127,18 +143,19 @@ def _run(command: Sequence[str]) -> str:
     return done.stdout
 
 
+def packing_options(description: str, out: Path, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the options of a command that packs kernels. out: the default of --out."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--artifacts", type=Path, default=TREE / PACKAGE / "artifacts", help="folder of the built kernels")
+    parser.add_argument("--out", type=Path, default=out, help="folder for what is made")
+    return parser.parse_args(arguments)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command. Return 0 if the wheel was made, else 1."""
-    parser = argparse.ArgumentParser(description="Pack this tree, with its built kernels, into a wheel.")
-    parser.add_argument("--artifacts", type=Path, default=TREE / PACKAGE / "artifacts", help="folder of the built kernels")
-    parser.add_argument("--out", type=Path, default=TREE / "dist", help="folder for the wheel")
-    options = parser.parse_args(arguments)
+    options = packing_options("Pack this tree, with its built kernels, into a wheel.", TREE / "dist", arguments)
     try:
-        stale = stale_kernels(Manifest.load(options.artifacts))
-        if stale:
-            names = ", ".join(stale[:_MOST_NAMED]) + (", ..." if len(stale) > _MOST_NAMED else "")
-            print(f"{len(stale)} kernels were not built from these sources: {names}; run `cute-mla build`", file=sys.stderr)
-            return 1
+        check_current(options.artifacts)
         wheel = make_wheel(TREE, options.artifacts, options.out)
     except (ToolError, ManifestError) as error:
         print(error, file=sys.stderr)

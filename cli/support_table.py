@@ -8,6 +8,7 @@ from typing import Any
 
 from cute_mla.aot_build.variants import Variant, closed_variants
 from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.dense_prefill import HEAD_DIMS
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 
@@ -57,6 +58,7 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
         }
         for op, what in (("cache_write", "writing keys"), ("cache_gather", "gathering keys"))
     },
+    "cache_insert": {"cache": dict.fromkeys(CACHED, "norm, rotation and writing of keys, and rotation of queries, every format")},
 }
 _TYPES = {"b16": "bf16, fp16"}
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 OPS = (
     *("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "dense_prefill_backward"),
-    *("merge_states", "mqa_logits", "indexer_topk", "topk_indices", "index_write", "cache_write", "cache_gather"),
+    *("merge_states", "mqa_logits", "indexer_topk", "topk_indices", "index_write", "cache_write", "cache_insert", "cache_gather"),
 )
 SUITES = ("quick", "smoke", "full")
 

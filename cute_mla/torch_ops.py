@@ -1,5 +1,7 @@
 """The public functions as ops of torch, torch.ops.cute_mla, and the traced forms of the functions, which call the ops.
 
+The namespace is the name of the package: copies of it under other names, such as versions of a kernel package, live in one process.
+
 Each op runs the eager body of its function, ops.*.run. A call that is not traced never comes here, because torch's dispatcher costs more
 than the call. Each op allocates its results; the op beside it whose name ends in _out writes to the caller's. Arguments are those of the
 public functions, except that a plan is always two tensors and that empty_lse None means inf. Fakes stand for the ops while they are traced;
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .ops import cache_gather, cache_write, decode, dense_prefill, dense_prefill_backward, sparse_prefill, split_plan
+from .ops import cache_gather, cache_insert, cache_write, decode, dense_prefill, dense_prefill_backward, sparse_prefill, split_plan
 from .ops import index_write as index_op
 from .ops import indexer_topk as indexer_op
 from .ops import merge_states as merge
@@ -65,6 +67,10 @@ _WRITE = (
     "Tensor kv_c, Tensor? k_pe, Tensor(a!) k_cache, Tensor slot_mapping, *, Tensor? descale_k=None, bool power_of_two=False, "
     "str? kv_format=None"
 )
+_INSERT = (
+    "Tensor kv_c, Tensor? k_pe, Tensor(a!)? q_pe, Tensor(b!) k_cache, Tensor slot_mapping, Tensor norm_weight, Tensor? cos_sin=None, "
+    "Tensor? positions=None, *, Tensor(c!)? keys=None, Tensor? descale_k=None, bool power_of_two=False, str? kv_format=None, float eps=1e-6"
+)
 _GATHER = (
     "Tensor k_cache, Tensor block_table, Tensor cu_seqlens, SymInt rows, *, Tensor? starts=None, Tensor? descale_k=None, "
     "ScalarType? dtype=None, str? kv_format=None"
@@ -90,7 +96,9 @@ _SPARSE_PLAN = (
 _VARLEN_ARGUMENTS = 12  # of flash_attn_varlen_func and of flash_attn_varlen_packed, without those by keyword only
 
 _TAGS = (torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides)
-_library = torch.library.Library("cute_mla", "DEF")
+_NAMESPACE = __name__.rpartition(".")[0].replace(".", "_")
+_library = torch.library.Library(_NAMESPACE, "DEF")
+_ops = getattr(torch.ops, _NAMESPACE)
 
 
 class _Gradient(NamedTuple):
@@ -108,20 +116,20 @@ def _define(schema: str, call: Callable[..., Any], fake: Callable[..., Any], gra
     """
     _library.define(schema, tags=_TAGS)
     name = schema[: schema.index("(")]
-    op = getattr(torch.ops.cute_mla, name).default
+    op = getattr(_ops, name).default
     _library.impl(name, call, "CompositeExplicitAutograd")
     if isinstance(gradient, str):
         _library.impl(name, _refusal(op, gradient), "Autograd", with_keyset=True)
     else:
-        torch.library.register_autograd(f"cute_mla::{name}", gradient.backward, setup_context=gradient.setup_context, lib=_library)
-    torch.library.register_fake(f"cute_mla::{name}", fake, lib=_library)
+        torch.library.register_autograd(f"{_NAMESPACE}::{name}", gradient.backward, setup_context=gradient.setup_context, lib=_library)
+    torch.library.register_fake(f"{_NAMESPACE}::{name}", fake, lib=_library)
 
 
 def _refusal(op: Any, supported: str) -> Callable[..., Any]:
     """Return the autograd kernel of an op that refuses tensors that require gradients."""
     named = [argument.name for argument in op._schema.arguments]
 
-    def refuse(keys: torch._C.DispatchKeySet, *args: Any, **options: Any) -> Any:
+    def refuse(keys: torch._C.DispatchKeySet, /, *args: Any, **options: Any) -> Any:
         for argument, value in (*zip(named, args, strict=False), *options.items()):
             for tensor in value if isinstance(value, list) else (value,):
                 check_no_grad(supported, **{argument: tensor})
@@ -258,7 +266,7 @@ def _varlen_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tupl
     dout = _out_gradient(dout, dlse)
     if dout is None:
         return (None,) * _VARLEN_ARGUMENTS
-    gradients = torch.ops.cute_mla.flash_attn_varlen_backward(dout, *ctx.saved_tensors, *ctx.options)
+    gradients = _ops.flash_attn_varlen_backward(dout, *ctx.saved_tensors, *ctx.options)
     return (*gradients, *(None,) * (_VARLEN_ARGUMENTS - len(gradients)))
 
 
@@ -268,7 +276,7 @@ def _packed_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tupl
     if dout is None:
         return (None,) * _VARLEN_ARGUMENTS
     q, packed, *saved = ctx.saved_tensors
-    gradients = torch.ops.cute_mla.flash_attn_varlen_packed_backward(dout, q, packed, ctx.head_dim_qk, *saved, *ctx.options)
+    gradients = _ops.flash_attn_varlen_packed_backward(dout, q, packed, ctx.head_dim_qk, *saved, *ctx.options)
     return (None if q is None else gradients[0], gradients[-1], *(None,) * (_VARLEN_ARGUMENTS - 2))
 
 
@@ -415,6 +423,7 @@ _define_both("merge_states", _MERGE, ("out", "lse"), merge.run_lists, _merged_re
 _define(f"get_mla_metadata({_PLAN}) -> {_PLAN_RESULTS}", split_plan.run, _new_plan)
 _define(f"plan_sparse_decode({_SPARSE_PLAN}) -> {_PLAN_RESULTS}", split_plan.run_sparse, _new_sparse_plan)
 _define(f"write_kv_cache({_WRITE}) -> ()", cache_write.run, _nothing)
+_define(f"insert_kv_cache({_INSERT}) -> ()", cache_insert.run, _nothing)
 _define_both("gather_kv_cache", _GATHER, ("out",), cache_gather.run, _new_keys)
 _define(f"write_index_cache({_INDEX_KEYS}) -> ()", index_op.run_keys, _nothing)
 _define_both("prepare_index_queries", _INDEX_QUERIES, ("out", "out_weights"), index_op.run_queries, _prepared)
@@ -427,7 +436,7 @@ _define_both("topk_indices", _TOPK, ("out",), topk_op.run, _new_indices)
 
 def get_mla_metadata(cache_seqlens: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
     """Trace api.get_mla_metadata with arguments."""
-    plan: tuple[Tensor, Tensor] = torch.ops.cute_mla.get_mla_metadata(cache_seqlens, *args)
+    plan: tuple[Tensor, Tensor] = _ops.get_mla_metadata(cache_seqlens, *args)
     return plan
 
 
@@ -465,7 +474,7 @@ def flash_attn_varlen_func(given: dict[str, Tensor | None], *, key_mask: Tensor 
 
 def flash_attn_varlen_packed(**arguments: Any) -> tuple[Tensor, Tensor]:
     """Call a packed form of flash_attn_varlen_func with gradients. q: None if the packed tensor holds it."""
-    out, lse = torch.ops.cute_mla.flash_attn_varlen_packed(**arguments)
+    out, lse = _ops.flash_attn_varlen_packed(**arguments)
     return out, lse
 
 
@@ -487,21 +496,26 @@ def merge_states(outs: merge.States, lses: merge.States, given: dict[str, Tensor
 
 def write_kv_cache(*args: Tensor | None, **options: Any) -> None:
     """Trace cache.write_kv_cache."""
-    torch.ops.cute_mla.write_kv_cache(*args, **options)
+    _ops.write_kv_cache(*args, **options)
+
+
+def insert_kv_cache(*args: Tensor | None, **options: Any) -> None:
+    """Trace cache.insert_kv_cache."""
+    torch.ops.cute_mla.insert_kv_cache(*args, **options)
 
 
 def gather_kv_cache(*args: Any, out: Tensor | None, **options: Any) -> Tensor:
     """Trace cache.gather_kv_cache."""
     if out is None:
-        new: Tensor = torch.ops.cute_mla.gather_kv_cache(*args, **options)
+        new: Tensor = _ops.gather_kv_cache(*args, **options)
         return new
-    torch.ops.cute_mla.gather_kv_cache_out(*args, **options, out=out)
+    _ops.gather_kv_cache_out(*args, **options, out=out)
     return out
 
 
 def write_index_cache(*args: Tensor | None, **options: Any) -> None:
     """Trace indexer.write_index_cache."""
-    torch.ops.cute_mla.write_index_cache(*args, **options)
+    _ops.write_index_cache(*args, **options)
 
 
 def prepare_index_queries(given: dict[str, Tensor | None], **arguments: Any) -> tuple[Tensor, Tensor]:
@@ -540,9 +554,9 @@ def _chosen(name: str, arguments: dict[str, Any], given: dict[str, Tensor | None
 def _to_given(name: str, args: tuple[Any, ...], out: Tensor | None) -> Tensor:
     """Call the op that allocates its result, or the op that writes to the caller's."""
     if out is None:
-        new: Tensor = getattr(torch.ops.cute_mla, name)(*args)
+        new: Tensor = getattr(_ops, name)(*args)
         return new
-    getattr(torch.ops.cute_mla, f"{name}_out")(*args, out=out)
+    getattr(_ops, f"{name}_out")(*args, out=out)
     return out
 
 
@@ -554,11 +568,11 @@ def topk_indices(logits: Tensor, lengths: Tensor, topk: int, out: Tensor | None)
 def _call(name: str, make: Callable[..., tuple[Tensor, ...]], given: dict[str, Tensor | None], arguments: dict[str, Any]) -> Any:
     """Call the op that allocates its results or, if a result or workspace is given, the op that writes to given tensors."""
     if all(tensor is None for tensor in given.values()):
-        return getattr(torch.ops.cute_mla, name)(**arguments)
+        return getattr(_ops, name)(**arguments)
     made = make(**arguments)
     names = [name for name in given if name != "workspace"]
     results = {name: new if given[name] is None else given[name] for name, new in zip(names, made, strict=True)}
-    getattr(torch.ops.cute_mla, f"{name}_out")(**arguments, **{**given, **results})
+    getattr(_ops, f"{name}_out")(**arguments, **{**given, **results})
     return tuple(results.values())
 
 
@@ -579,13 +593,13 @@ def _planned_by(schedule: MlaSchedule, **arguments: Any) -> tuple[Tensor, Tensor
         topk = extra_topk = None
         per_head = (s_q * (h_q // h_kv), h_kv, h_q)
         given = {"cu_seqlens_q": offsets, "total_q": total_q} | {name: arguments[name] for name in ("window", "window_sink")}
-        plan = torch.ops.cute_mla.get_mla_metadata(arguments["cache_seqlens"], *per_head, **given)
+        plan = _ops.get_mla_metadata(arguments["cache_seqlens"], *per_head, **given)
         if total_q is not None:
             table_rows = split_plan.ragged_queries(batch, total_q, s_q, h_q // h_kv).table_rows
     else:
         topk, extra_topk = indices.shape[-1], 0 if extra is None else extra.shape[-1]
         lengths = (arguments["topk_length"], extra, arguments["extra_topk_length"])
-        plan = torch.ops.cute_mla.plan_sparse_decode(indices, h_q, *lengths, offsets)
+        plan = _ops.plan_sparse_decode(indices, h_q, *lengths, offsets)
     parts = plan[0].shape[0] - table_rows
     shapes = (batch, s_q, h_q, h_kv, page_size, parts, q.device, topk, extra_topk, total_q)
     schedule.key = ScheduleKey(*shapes, arguments["window"], arguments["window_sink"])

@@ -40,6 +40,10 @@ int stub_capability[2] = {9, 0};
 int stub_arguments = 0; /* number of arguments to copy at a launch; the first is a tensor map */
 
 CUresult cuInit(unsigned flags) { return 0; }
+CUresult cuGetErrorName(CUresult code, const char **name) {
+    *name = code == NOT_FOUND ? "CUDA_ERROR_NOT_FOUND" : NULL;
+    return *name ? 0 : INVALID_VALUE;
+}
 CUresult cuDriverGetVersion(int *version) { *version = 13020; return 0; }
 CUresult cuDeviceGetCount(int *count) { *count = 1; return 0; }
 CUresult cuDeviceGetName(char *name, int length, CUdevice device) { strncpy(name, "Stub", length); return 0; }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .. import torch_ops
-from ..ops import cache_gather, cache_write
+from ..ops import cache_gather, cache_insert, cache_write
 from .tracing import is_traced
 
 
@@ -49,6 +49,60 @@ def write_kv_cache(
         torch_ops.write_kv_cache(kv_c, k_pe, k_cache, slot_mapping, descale_k=descale_k, power_of_two=power_of_two, kv_format=kv_format)
     else:
         cache_write.run(kv_c, k_pe, k_cache, slot_mapping, descale_k=descale_k, power_of_two=power_of_two, kv_format=kv_format)
+
+
+def insert_kv_cache(
+    kv_c: torch.Tensor,
+    k_pe: torch.Tensor | None,
+    q_pe: torch.Tensor | None,
+    k_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    norm_weight: torch.Tensor,
+    cos_sin: torch.Tensor | None = None,
+    positions: torch.Tensor | None = None,
+    *,
+    keys: torch.Tensor | None = None,
+    descale_k: torch.Tensor | None = None,
+    power_of_two: bool = False,
+    kv_format: str | None = None,
+    eps: float = 1e-6,
+) -> None:
+    """Normalise, rotate, quantise and write the keys of new tokens to a paged cache, and rotate the tokens' queries, in one launch.
+
+    kv_c, k_pe       as in write_kv_cache, before norm and rotation
+    q_pe             rotary columns of queries, of the same dtype, [tokens, heads, 64], 1 to 128 heads; last dimension contiguous, other
+                     strides free. Rotated in place. None: there are none
+    k_cache, slot_mapping
+                     as in write_kv_cache
+    norm_weight      of RMSNorm, of the keys' dtype, contiguous: [512], of 320 columns [256]. In "fp8_584", "v41" and "v41_paged" the norm
+                     is over all 512 columns, rotary ones included; in other formats over those of kv_c
+    cos_sin          fp32 [positions, 64]: the cosines of 32 pairs of columns, then their sines; rows multiples of 16 bytes apart. A pair is
+                     rotary columns 2i and 2i + 1. Rotary columns are k_pe, in "v41" and "v41_paged" the last 64 of kv_c. None for
+                     "latent_512" and "nope_528", whose keys have none, as positions and q_pe
+    positions        int64 or int32 [tokens]: row of cos_sin of each token; None: row t for token t. At a position outside cos_sin the
+                     rotary columns are NaN
+    keys             tensor for the normalised and rotated keys, of their dtype, [tokens, columns of a key], before they are quantised; last
+                     dimension contiguous, other stride free. None: they are not kept
+    descale_k, power_of_two, kv_format
+                     as in write_kv_cache
+    eps              added to the mean of squares
+
+    Bits are those of the parts one after the other: RMSNorm in fp32, rounded to the keys' dtype; rotation in fp32, rounded to it; then
+    write_kv_cache. Each operation of norm and rotation is rounded by itself, and the sum of squares adds neighbours, then neighbouring
+    sums, and so on (torch's order is another one). A token whose slot is outside the cache is not written to the cache; its queries are
+    rotated, and its key is kept.
+
+    cos_sin and k_cache start at multiples of 16 bytes; q_pe, keys and k_cache share memory with nothing else. Allocates
+    nothing, runs on the current stream, does not synchronise or read slots on the host, and can be captured in a CUDA graph. CPU tensors
+    run on the simulated device inside cute_mla.simulate(). Where there are no kernels, plain torch does the same, which does allocate;
+    there cache, keys and queries may be fp32 too.
+
+    Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device refuse,
+    SimulationError if the simulated device finds fault with a kernel.
+    """
+    operands = (kv_c, k_pe, q_pe, k_cache, slot_mapping, norm_weight, cos_sin, positions)
+    insert = torch_ops.insert_kv_cache if is_traced(k_cache) else cache_insert.run
+    insert(*operands, keys=keys, descale_k=descale_k, power_of_two=power_of_two, kv_format=kv_format, eps=eps)
 
 
 def gather_kv_cache(

@@ -146,6 +146,7 @@ _INDEX_WRITE: dict[str, Limit] = {
 }
 _FEATURES_OF = {
     **dict.fromkeys(CACHE_OPS, _CACHE_ROWS),
+    "cache_insert": {**_CACHE_ROWS, "h_q": between("h_q", 1, MAX_HEADS)},
     "dense_decode": _DENSE_DECODE,
     "sparse_decode": _SPARSE_DECODE,
     "dense_prefill": _DENSE_PREFILL,
@@ -168,8 +169,9 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     """Return whether this version has a kernel for an op on an architecture with these features.
 
     op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"; "dense_prefill_backward"; "cache_write", "cache_gather";
-    "topk_indices", which has the features dtype, topk and batch_invariant alone; "mqa_logits", fp8_mqa_logits and
-    fp8_paged_mqa_logits; "indexer_topk", also of indexer_topk_prefill; "index_write", write_index_cache and prepare_index_queries.
+    "cache_insert", which is insert_kv_cache; "topk_indices", which has the features dtype, topk and batch_invariant alone; "mqa_logits",
+    fp8_mqa_logits and fp8_paged_mqa_logits; "indexer_topk", also of indexer_topk_prefill; "index_write", write_index_cache and
+    prepare_index_queries.
     arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve.
     features: any of these, each with the value that a call would have
         dtype            "bf16", "fp16" or the torch dtype of queries, cache and output; in dense decode over an FP8 cache queries may

@@ -87,17 +87,16 @@ def _convert_layers(
     reports = []
     for index in range(partial.layers):
         report = partial.finished(index)
-        layer = None if report is not None and calibration is None else checkpoint.layer(index)
-        if report is None and layer is not None:
+        layer = checkpoint.layer(index) if report is None or calibration is not None else {}
+        if report is None:
             moment = None if calibration is None else calibration.moment(layer)
             weights, report = convert_layer(layer, checkpoint.config, options, moment, tolerance)
             partial.write_layer(index, weights, dtype, report)
-        if calibration is not None and layer is not None:
+        if calibration is not None:
             calibration.advance(layer)
-        if report is not None:
-            reports.append(report)
-            if progress is not None:
-                progress(index, partial.layers, report)
+        reports.append(report)
+        if progress is not None:
+            progress(index, partial.layers, report)
     return reports
 
 

@@ -76,7 +76,7 @@ def target_config(config: SourceConfig, options: ConvertOptions, dtype: torch.dt
 def convert_layer(
     layer: Mapping[str, Tensor], config: SourceConfig, options: ConvertOptions, moment: Tensor | None, tolerance: float
 ) -> tuple[Tensors, LayerReport]:
-    """Convert a layer: return its weights, fp64 where they change, and what was lost.
+    """Convert a layer: return its weights, fp32 or wider where they change, and what was lost.
 
     layer: weights by the names of SourceConfig.layer_shapes. moment: Calibration.moment, or None to count all inputs alike.
     tolerance: share of the energy of scores that counts as rounding.
@@ -91,7 +91,7 @@ def convert_layer(
         **_queries(queries, pairs, chosen, config),
         **_keys(pairs, chosen, factors, config, options.latent),
         **_output(layer, config),
-        "mlp.down_proj.weight": layer["mlp.down_proj.weight"].double() * residual_scale(config),
+        "mlp.down_proj.weight": _scaled(layer["mlp.down_proj.weight"], residual_scale(config)),
         **{name: layer[name] for name in ("mlp.gate_proj.weight", "mlp.up_proj.weight")},
         **{name: layer[name] for name in ("input_layernorm.weight", "post_attention_layernorm.weight")},
     }
@@ -104,9 +104,9 @@ def convert_outer(weights: Mapping[str, Tensor], config: SourceConfig) -> Tensor
     """Convert the embedding, the last norm and the head."""
     scale = residual_scale(config)
     converted = dict(weights)
-    converted["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"].double() * scale
+    converted["model.embed_tokens.weight"] = _scaled(weights["model.embed_tokens.weight"], scale)
     if config.tie_word_embeddings:  # the head is the scaled embedding
-        converted["model.norm.weight"] = weights["model.norm.weight"].double() / scale
+        converted["model.norm.weight"] = _scaled(weights["model.norm.weight"], 1 / scale)
     return converted
 
 
@@ -128,6 +128,11 @@ def converted_shapes(config: SourceConfig, latent: int) -> dict[str, tuple[int, 
         attention["kv_a_proj_with_mqa.bias"] = (latent + D_ROPE,)
     kept = {name: shape for name, shape in config.layer_shapes().items() if not name.startswith("self_attn.")}
     return {**kept, **{f"self_attn.{name}": shape for name, shape in attention.items()}}
+
+
+def _scaled(weight: Tensor, scale: float) -> Tensor:
+    """Return a weight times a scale, in fp32 or wider: fp64 copies of embeddings would be the largest tensors of a conversion."""
+    return weight if scale == 1 else weight.to(torch.promote_types(weight.dtype, torch.float32)) * scale
 
 
 def _with_bias(layer: Mapping[str, Tensor], name: str, config: SourceConfig) -> Tensor:

@@ -4,6 +4,8 @@ Decode uses the absorbed form: the queries are multiplied by the key half of kv_
 multiplied by the value half. Prefill uses the decompressed form: kv_b expands latent keys to keys and values of each head. It expands the
 new tokens at once and the cached tokens of the requests in chunks; the states of all chunks are merged. Gradients pass through prefill of
 new tokens only. Where they do, rotary columns are joined by operations that autograd follows; elsewhere they are written in place.
+
+Where tokens choose their keys, both kinds of requests use the absorbed form, over the keys that an indexer chose.
 """
 
 from __future__ import annotations
@@ -16,19 +18,22 @@ import torch
 from torch.nn.functional import linear, rms_norm
 
 from ..api.tracing import is_dynamo_compiling
-from ..cache import gather_kv_cache, write_kv_cache
-from ..ops.arguments import needs_grad
-from ..ops.limits import page_size_error
-from ..ops.tensor_spec import TensorSpec, check_dtype, check_shape, spec_of
-from ..spec.dense_prefill_dq import HEAD_DIMS as GRADIENT_HEAD_DIMS
+from ..cache import insert_kv_cache, write_kv_cache
+from ..ops import norm_rope
+from ..ops.arguments import check_flag, needs_grad
+from ..ops.cache_codec import to_e4m3
+from ..parallel import ContextParallel
 from ..spec.mla import D_QK, MAX_HEADS
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
+from .checks import Given, check_differentiable, check_forms, check_given, check_gradients_of_kernels
+from .choosing import Indexed, Step, choose_rows, choose_slots, rows_of
 from .config import MlaConfig
-from .path import MAX_STATES, AttentionPath, Cache, Packed, attention_path, warn_reference
+from .context_path import ContextPath
+from .forms import Forms, Sparsity, forms_of
+from .indexer import Indexer
+from .path import MAX_STATES, AttentionPath, Cache, DecodeOptions, Packed, attention_path, warn_reference
 from .rope import Rotation, frequencies, rotation
 from .weights import MlaWeights
-
-_WITHOUT_CACHE = "prefill requests without cached keys, as plan_sequences makes them"
 
 
 class _Keys(NamedTuple):
@@ -38,12 +43,28 @@ class _Keys(NamedTuple):
     rotary: torch.Tensor
 
 
+class _Inputs(NamedTuple):
+    """Inputs of queries and of an indexer: hidden states [tokens, hidden_size], their latent [tokens, q_lora_rank], and the rotation."""
+
+    hidden: torch.Tensor
+    latent: torch.Tensor
+    rope: Rotation
+
+
 class MlaAttention(torch.nn.Module):
     """Attention of one layer, of all heads or of the heads of one rank.
 
     weights: bf16 or fp16; fp32 only on the reference path. Parameters hold them, under the names of MlaWeights; they have no gradients
-    until requires_grad_() asks for them. state_dict, load_state_dict, to and parameters are those of torch.nn.Module. Raises ValueError if
-    the weights hold more than 128 heads.
+    until requires_grad_() asks for them. state_dict, load_state_dict, to and parameters are those of torch.nn.Module.
+    indexer: of a layer that has one of its own. A layer without one, of a config with an indexer, attends to the keys that the last layer
+    before it chose.
+    batch_invariant: True if the bits of a request shall not depend on the other requests of a batch, as far as the layer decides: decode
+    calls are batch invariant, and a config with an indexer uses sparse attention for sequences of every length. Products with the weights
+    are torch's.
+    context: of a layer whose cached keys are distributed over the ranks of a group, as the batch's plan says (plan_batch, context=). All
+    ranks call the layer with the same hidden states; each has the weights of its own heads, and its own keys in its caches.
+
+    Raises ValueError if the weights hold more than 128 heads, or if the columns of the config do not go with the other arguments.
     """
 
     q_a: torch.Tensor | None
@@ -57,15 +78,31 @@ class MlaAttention(torch.nn.Module):
     kv_a_bias: torch.Tensor | None
     o_bias: torch.Tensor | None
 
-    def __init__(self, config: MlaConfig, weights: MlaWeights) -> None:
+    def __init__(
+        self,
+        config: MlaConfig,
+        weights: MlaWeights,
+        indexer: Indexer | None = None,
+        *,
+        batch_invariant: bool = False,
+        context: ContextParallel | None = None,
+    ) -> None:
         super().__init__()
+        check_flag("batch_invariant", batch_invariant)
+        if indexer is not None and config.indexer is None:
+            raise ValueError("an indexer is given, and the config has none; supported: configs with index_topk")
+        if context is not None and config.key_columns != D_QK:
+            raise ValueError(f"a context is given, and keys have {config.key_columns} columns; supported: {D_QK}")
         self.config = config
+        self.batch_invariant = batch_invariant
+        self.context = context
         self.heads = weights.heads(config)
         if self.heads > MAX_HEADS:
             raise ValueError(f"the weights hold {self.heads} heads; supported: up to {MAX_HEADS}, shard them over ranks")
         for field in fields(weights):
             weight = getattr(weights, field.name)
             self.register_parameter(field.name, None if weight is None else torch.nn.Parameter(weight, requires_grad=False))
+        self.indexer = indexer
         self._place_frequencies()
 
     @property
@@ -84,54 +121,102 @@ class MlaAttention(torch.nn.Module):
         return f"{sizes}, q_lora_rank={self.config.q_lora_rank}, dtype={self.kv_a.dtype}, device={str(self.kv_a.device)!r}"
 
     def forward(
-        self, hidden: torch.Tensor, k_cache: torch.Tensor | None, batch: MlaBatch, *, descale_k: torch.Tensor | None = None
+        self,
+        hidden: torch.Tensor,
+        k_cache: torch.Tensor | None,
+        batch: MlaBatch,
+        *,
+        index_cache: torch.Tensor | None = None,
+        descale_q: torch.Tensor | None = None,
+        descale_k: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Compute attention of new tokens over their sequences, and write the keys of these tokens to the cache.
 
         hidden: [tokens, hidden_size], in the order of the batch, with dtype and device of the weights
         k_cache: [pages, page size, 1, latent + rotary columns] of the same dtype, with the cached keys of the requests, or with 576 columns
-        of float8_e4m3fn; page size and strides as in flash_mla_with_kvcache. Rotary columns 2i and 2i + 1 of a key are a pair. None if the
-        batch reads no cached keys: new keys are not written
+        of float8_e4m3fn, or, with an indexer in the config and weights of bf16, uint8 [pages, page size, 1, 656]; page size and strides as
+        in flash_mla_with_kvcache. Rotary columns 2i and 2i + 1 of a key are a pair. None if the batch reads no cached keys: new keys are
+        not written
+        index_cache: of a layer with an indexer: uint8 [pages, page size, 1, 132], the indexer's keys in the same slots as those of k_cache,
+        in pages of 16, 32, 64 or 128 that are contiguous inside (cute_mla.indexer has the layout). The keys of the new tokens are written
+        to it. None if no request has more keys than index_topk, nor ever will
         descale_k: scale of an e4m3 cache, fp32, one element on the device; keys are descale_k * k_cache; default 1. A prefill request
-        attends to its own new keys before they are rounded to e4m3; later steps read the rounded keys.
+        attends to its own new keys before they are rounded to e4m3; later steps read the rounded keys. The same holds of 656 bytes a token
+        descale_q: with an e4m3 cache, decode rounds its queries divided by this scale to e4m3, fp32, one element on the device; None: it
+        does not
 
         Returns [tokens, hidden_size]. The result of a shard is a partial sum: add up the results of all ranks (all-reduce). The kernel
         path never synchronises with the device, so that a step can be captured in a CUDA graph.
 
+        With an indexer in the config, tokens with more than index_topk keys attend to those that the layer's indexer chooses, or to those
+        that batch.selection holds. Other tokens attend to all of their keys.
+
         Gradients reach hidden and the weights, through flash_attn_varlen_backward, if the batch has neither decode requests nor cached
-        keys. Other batches raise ValueError if hidden or a weight requires grad, unless gradients are off (torch.no_grad); so do heads with
-        queries of 256 columns where kernels compute them. Keys that are written to the cache are detached.
+        keys, and no tokens that choose their keys. Other batches raise ValueError if hidden or a weight requires grad, unless gradients are
+        off (torch.no_grad); so do heads with queries of 256 columns where kernels compute them. Keys that are written to the cache are
+        detached.
 
         On devices without kernels (CPU tensors outside cute_mla.simulate(), GPUs of other architectures) the torch reference computes
         attention. `path` says so, and a warning does once per device.
 
         Raises ValueError on bad arguments, and the errors of flash_mla_with_kvcache and flash_attn_varlen_func.
         """
-        self._check(hidden, k_cache, batch, descale_k)
-        path = attention_path(hidden.device)
+        given = Given(k_cache, index_cache, descale_q, descale_k)
+        check_given(self.config, self.kv_a, hidden, batch, given)
+        path = self._path(hidden.device)
+        cache = Cache(hidden.new_empty(0, 1, 1, self.config.key_columns) if k_cache is None else k_cache, descale_k)
+        sparsity = Sparsity(self._topk, not cache.is_fp8_656, self.batch_invariant)
+        forms = forms_of(batch, cache.keys.shape[1] * path.world, sparsity)
+        check_forms(forms, given, self.indexer is not None)
         if needs_grad(hidden, *self._parameters.values()):
-            _check_differentiable(batch)
+            check_differentiable(batch, forms)
             if path.name == "kernels":
-                _check_gradients_of_kernels(self.config)
+                check_gradients_of_kernels(self.config)
         if path.name == "reference":
             warn_reference(hidden.device)
         rope = rotation(batch.positions, self._radians, self.config)
-        q = self._queries(hidden, rope)
-        keys = self._new_keys(hidden, rope)
-        cache = Cache(hidden.new_empty(0, 1, 1, self.config.key_columns) if k_cache is None else k_cache, descale_k)
-        if k_cache is not None:
-            rotary = keys.rotary.detach() if self.config.qk_rope_head_dim else None
-            write_kv_cache(keys.latent.detach(), rotary, cache.keys, batch.slot_mapping, descale_k=descale_k)
+        inputs = _Inputs(hidden, self._query_latent(hidden), rope)
+        if k_cache is not None and path.name == "kernels" and not needs_grad(hidden, *self._parameters.values()):
+            q, keys = self._insert(inputs, cache, batch)
+        else:
+            q, keys = self._queries(inputs), self._new_keys(hidden, rope)
+            if k_cache is not None:
+                rotary = keys.rotary.detach() if self.config.qk_rope_head_dim else None
+                write_kv_cache(keys.latent.detach(), rotary, k_cache, batch.slot_mapping, descale_k=descale_k)
+        indexed = None if self.indexer is None else self._index(self.indexer, inputs, batch, forms, index_cache)
+        step = Step(path, cache, batch, forms, self._topk, indexed)
         parts = []
         decoded = 0
         if batch.decode is not None:
             decoded = batch.decode.tokens
-            parts.append(self._decode(path, q[:decoded], cache, batch.decode))
+            parts.append(self._decode(step, q[:decoded], batch.decode, descale_q))
         if batch.prefill is not None:
             own = _Keys(*(columns[decoded:] for columns in keys))
-            parts.append(self._prefill(path, q[decoded:], own, cache, batch.prefill))
+            attend = self._prefill if forms.prefill == "dense" else self._sparse_prefill
+            parts.append(attend(step, q[decoded:], own, batch.prefill))
         out = parts[0] if len(parts) == 1 else torch.cat([q.new_empty(0, self.heads, self.config.v_head_dim), *parts])
         return linear(out.flatten(1), self.o, self.o_bias)
+
+    def _path(self, device: torch.device) -> AttentionPath:
+        """Return the implementation of attention. Raise ValueError for context parallelism without kernels."""
+        path = attention_path(device)
+        if self.context is None:
+            return path
+        if path.name == "reference":
+            raise ValueError(f"the layer has a context, and there are no kernels on {device}; supported: devices with kernels")
+        return ContextPath(self.context)
+
+    @property
+    def _topk(self) -> int | None:
+        """Return how many keys a token attends to at most, None for all."""
+        return None if self.config.indexer is None else self.config.indexer.topk
+
+    def _index(self, indexer: Indexer, inputs: _Inputs, batch: MlaBatch, forms: Forms, index_cache: torch.Tensor | None) -> Indexed:
+        """Make the indexer's keys of the new tokens, write them to its cache, and make queries where tokens choose by them."""
+        keys = indexer.keys(inputs.hidden)
+        if index_cache is not None:
+            indexer.write(keys, inputs.rope, index_cache, batch.slot_mapping)
+        return Indexed(indexer, inputs.rope, keys, indexer.queries(*inputs) if "chosen" in forms else None, index_cache)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Apply a function of to(), half() and so on to the parameters. The frequencies follow to their device, and stay in fp32."""
@@ -147,35 +232,91 @@ class MlaAttention(torch.nn.Module):
     def _place_frequencies(self) -> None:
         self._radians = frequencies(self.config).to(self.kv_a.device)
 
-    def _queries(self, hidden: torch.Tensor, rope: Rotation) -> torch.Tensor:
+    def _query_latent(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return what queries are projected from: [tokens, q_lora_rank], normalised, or the hidden states without q_lora_rank."""
+        if self.q_a is None or self.q_a_norm is None:
+            return hidden
+        return self._normalise(linear(hidden, self.q_a, self.q_a_bias), self.q_a_norm)
+
+    def _insert(self, inputs: _Inputs, cache: Cache, batch: MlaBatch) -> tuple[torch.Tensor, _Keys]:
+        """Project queries and keys; normalise, rotate and write them in one launch. Keys are uninitialised in a batch without prefill."""
+        q, projected = self._projected(inputs), linear(inputs.hidden, self.kv_a, self.kv_a_bias)
+        columns = (self.config.kv_lora_rank, self.config.qk_rope_head_dim)
+        latent, rotary = projected.split(columns, dim=1)
+        keys = torch.empty_like(projected)
+        operands: tuple[torch.Tensor | None, ...] = (None, None, None)
+        if self.config.qk_rope_head_dim:
+            operands = (rotary, q[..., self.config.qk_nope_head_dim :], torch.cat((inputs.rope.cos, inputs.rope.sin), dim=1))
+        insert_kv_cache(
+            *(latent, *operands[:2], cache.keys, batch.slot_mapping, self.kv_a_norm, operands[2]),
+            keys=None if batch.prefill is None else keys,
+            descale_k=cache.descale,
+            eps=self.config.rms_norm_eps,
+        )
+        return q, _Keys(*keys.split(columns, dim=1))
+
+    def _queries(self, inputs: _Inputs) -> torch.Tensor:
         """Project queries [tokens, heads, columns], rotary embedding applied."""
-        if self.q_a is not None and self.q_a_norm is not None:
-            hidden = self._normalise(linear(hidden, self.q_a, self.q_a_bias), self.q_a_norm)
-        q = linear(hidden, self.q_b).unflatten(1, (self.heads, -1))
-        if rope.query_scale is not None:
-            q = (q * rope.query_scale.view(-1, 1, 1)).to(q.dtype)
+        q = self._projected(inputs)
         if not self.config.qk_rope_head_dim:
             return q
         plain, rotary = q.split((self.config.qk_nope_head_dim, self.config.qk_rope_head_dim), dim=-1)
-        turned = rope.apply(rotary)
+        turned = inputs.rope.apply(rotary)
         if needs_grad(turned):
             return torch.cat((plain, turned), dim=-1)
         rotary.copy_(turned)
         return q
 
+    def _projected(self, inputs: _Inputs) -> torch.Tensor:
+        """Project queries [tokens, heads, columns], without rotary embedding."""
+        q = linear(inputs.latent, self.q_b).unflatten(1, (self.heads, -1))
+        if inputs.rope.query_scale is not None:
+            q = (q * inputs.rope.query_scale.view(-1, 1, 1)).to(q.dtype)
+        return q
+
     def _new_keys(self, hidden: torch.Tensor, rope: Rotation) -> _Keys:
         latent, rotary = linear(hidden, self.kv_a, self.kv_a_bias).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
-        return _Keys(self._normalise(latent, self.kv_a_norm), rope.apply(rotary))
+        if needs_grad(latent, self.kv_a_norm):
+            return _Keys(self._normalise(latent, self.kv_a_norm), rope.apply(rotary))
+        return _Keys(norm_rope.rms_norm(latent, self.kv_a_norm, self.config.rms_norm_eps), rope.apply(rotary))  # the bits of _insert
 
     def _normalise(self, columns: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """Apply RMSNorm in fp32, rounded once."""
         return rms_norm(columns.float(), weight.shape, weight.float(), self.config.rms_norm_eps).to(columns.dtype)
 
-    def _decode(self, path: AttentionPath, q: torch.Tensor, cache: Cache, requests: DecodeRequests) -> torch.Tensor:
+    def _decode(self, step: Step, q: torch.Tensor, requests: DecodeRequests, descale_q: torch.Tensor | None) -> torch.Tensor:
         """Attend in the absorbed form: [tokens, heads, v_head_dim]."""
+        by_request = self._absorb(q).unflatten(0, (requests.cache_seqlens.shape[0], requests.s_q))
+        options = DecodeOptions(self.config.softmax_scale, q.dtype, descale_q, self.batch_invariant)
+        if step.forms.decode == "dense":
+            if descale_q is not None:
+                by_request = to_e4m3(by_request.float() / descale_q).view(torch.float8_e4m3fn)
+            out = step.path.decode(by_request, step.cache, requests, options)
+        else:
+            chosen, schedule = choose_slots(step, requests), step.batch.selection.schedule
+            out = step.path.sparse_decode(by_request, step.cache, chosen, schedule, options)
+        return self._expand(out.flatten(0, 1))
+
+    def _sparse_prefill(self, step: Step, q: torch.Tensor, own: _Keys, requests: PrefillRequests) -> torch.Tensor:
+        """Attend in the absorbed form, over the rows that tokens choose: [tokens, heads, v_head_dim]."""
+        rows = rows_of(step, requests)
+        kv = torch.cat(own, dim=1)
+        if requests.chunks:
+            kv = kv.new_empty(rows.total, kv.shape[1]).index_copy_(0, rows.own, kv)
+            for chunk, places in zip(requests.chunks, rows.chunks, strict=True):
+                kv.index_copy_(0, places, step.path.gather(step.cache, chunk, q.dtype))
+        chosen = choose_rows(step, requests)
+        return self._expand(step.path.sparse_prefill(self._absorb(q), kv.unsqueeze(1), chosen, self.config.softmax_scale))
+
+    def _halves(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the halves of kv_b by head: from queries to the latent space [heads, nope, latent], and back [heads, latent, v]."""
+        by_head = self.kv_b.view(self.heads, -1, self.config.kv_lora_rank)
+        return by_head[:, : self.config.qk_nope_head_dim], by_head[:, self.config.qk_nope_head_dim :].transpose(1, 2)
+
+    def _absorb(self, q: torch.Tensor) -> torch.Tensor:
+        """Return queries of the latent space, [tokens, heads, columns of a key]."""
         nope, latent = self.config.qk_nope_head_dim, self.config.kv_lora_rank
-        by_head = self.kv_b.view(self.heads, -1, latent)
-        query_to_latent, latent_to_value = by_head[:, :nope], by_head[:, nope:].transpose(1, 2)  # [heads, nope, latent], [heads, latent, v]
+        query_to_latent, _ = self._halves()
         absorbed = q.new_empty(*q.shape[:2], self.config.key_columns)
         queries, latent_part = q[..., :nope].transpose(0, 1), absorbed[..., :latent].transpose(0, 1)
         if is_dynamo_compiling():  # Dynamo accepts no view as out=
@@ -183,17 +324,19 @@ class MlaAttention(torch.nn.Module):
         else:
             torch.bmm(queries, query_to_latent, out=latent_part)
         absorbed[..., latent:] = q[..., nope:]
-        by_request = absorbed.unflatten(0, (requests.cache_seqlens.shape[0], requests.s_q))
-        out = path.decode(by_request, cache, requests, self.config.softmax_scale)
-        return torch.bmm(out.flatten(0, 1).transpose(0, 1), latent_to_value).transpose(0, 1)
+        return absorbed
 
-    def _prefill(self, path: AttentionPath, q: torch.Tensor, own: _Keys, cache: Cache, requests: PrefillRequests) -> torch.Tensor:
+    def _expand(self, out: torch.Tensor) -> torch.Tensor:
+        """Return values [tokens, heads, v_head_dim] from those of the latent space [tokens, heads, latent columns]."""
+        _, latent_to_value = self._halves()
+        return torch.bmm(out.transpose(0, 1), latent_to_value).transpose(0, 1)
+
+    def _prefill(self, step: Step, q: torch.Tensor, own: _Keys, requests: PrefillRequests) -> torch.Tensor:
         """Attend in the decompressed form: [tokens, heads, v_head_dim]."""
-        scale, ends = self.config.softmax_scale, Packed(requests.cu_seqlens, requests.max_seqlen)
+        path, scale, ends = step.path, self.config.softmax_scale, Packed(requests.cu_seqlens, requests.max_seqlen)
         states = [path.varlen(q, self._decompress(own), (ends, ends), scale, causal=True)]
         for chunk in requests.chunks:
-            packed = (chunk.block_table, chunk.cu_seqlens, chunk.keys)
-            cached = gather_kv_cache(cache.keys, *packed, starts=chunk.starts, descale_k=cache.descale, dtype=q.dtype)
+            cached = path.gather(step.cache, chunk, q.dtype)
             kv = self._decompress(_Keys(*cached.split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)))
             if len(states) == MAX_STATES:
                 states = [path.merge(*zip(*states, strict=True))]
@@ -215,61 +358,3 @@ class MlaAttention(torch.nn.Module):
         k[..., :nope] = plain
         k[..., nope:] = shared
         return k, v
-
-    def _check(self, hidden: torch.Tensor, k_cache: torch.Tensor | None, batch: MlaBatch, descale_k: torch.Tensor | None) -> None:
-        weights, states = spec_of("weights", self.kv_a), spec_of("hidden", hidden)
-        check_shape("hidden", states, (batch.tokens, self.config.hidden_size), " with this batch")
-        given: list[tuple[str, TensorSpec, tuple[torch.dtype, ...]]] = [("hidden", states, ())]
-        if k_cache is None:
-            _check_without_cache(batch, descale_k)
-        else:
-            cache = spec_of("k_cache", k_cache)
-            columns = self.config.key_columns
-            check_shape("k_cache", cache, ("pages", "page size", 1, columns))
-            problem = page_size_error(cache.shape[1])
-            if problem is not None:
-                raise ValueError(f"k_cache has shape {list(cache.shape)}: {problem}")
-            given.append(("k_cache", cache, (torch.float8_e4m3fn,) if columns == D_QK else ()))
-        for name, spec, dtypes in given:
-            check_dtype(name, spec, weights.dtype, *dtypes)
-            if spec.device != weights.device:
-                raise ValueError(f"{name} is on {spec.device}; supported: the device of the weights, {weights.device}")
-        if batch.positions.device != weights.device or batch.slot_mapping.device != weights.device:
-            raise ValueError(f"the batch is on {batch.positions.device}; supported: the device of the weights, {weights.device}")
-
-
-def _check_without_cache(batch: MlaBatch, descale_k: torch.Tensor | None) -> None:
-    """Raise ValueError if a call without a cache would read it."""
-    uses = _cached_requests(batch)
-    if uses:
-        raise ValueError(f"k_cache is None, and the batch has {uses}; supported: {_WITHOUT_CACHE}")
-    if descale_k is not None:
-        raise ValueError("descale_k is given, and k_cache is None; supported: descale_k of a cache")
-
-
-def _check_differentiable(batch: MlaBatch) -> None:
-    """Raise ValueError if a gradient would have to pass through the cache."""
-    uses = _cached_requests(batch)
-    if uses:
-        raise ValueError(
-            f"hidden or a weight requires grad, and the batch has {uses}; supported: {_WITHOUT_CACHE}, or any batch inside "
-            "`with torch.no_grad():`"
-        )
-
-
-def _check_gradients_of_kernels(config: MlaConfig) -> None:
-    """Raise ValueError if the kernels of prefill have no backward pass for the columns of the heads."""
-    if config.query_columns not in GRADIENT_HEAD_DIMS:
-        dims = " or ".join(map(str, GRADIENT_HEAD_DIMS))
-        raise ValueError(
-            f"hidden or a weight requires grad, and qk_nope_head_dim + qk_rope_head_dim is {config.query_columns}; supported by the "
-            f"kernels: {dims}, or any inside `with torch.no_grad():`"
-        )
-
-
-def _cached_requests(batch: MlaBatch) -> str:
-    """Describe the requests of a batch that read the cache, "" if there are none."""
-    uses = [] if batch.decode is None else [f"{batch.decode.cache_seqlens.shape[0]} decode requests"]
-    if batch.prefill is not None and batch.prefill.chunks:
-        uses.append(f"{sum(chunk.keys for chunk in batch.prefill.chunks)} cached keys of prefill requests")
-    return " and ".join(uses)

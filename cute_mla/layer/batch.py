@@ -18,6 +18,9 @@ from ..ops.arguments import check_integer, is_integer, short_repr
 from ..ops.limits import page_size_error
 from ..ops.split_plan import MlaSchedule
 from ..ops.tensor_spec import check_device, check_dtype, check_shape, record_repr, spec_of
+from ..parallel import ContextParallel, ContextShard
+from ..parallel.decode import ShardedRequests
+from .selection import KeyRows, Selection
 
 CHUNK_TOKENS = 8_192  # 128 heads decompressed to 192 and 128 columns of 2 bytes: 671 MB
 
@@ -28,17 +31,25 @@ class DecodeRequests:
 
     block_table: int32 [requests, pages per request]. cache_seqlens: int32 [requests], keys per request, the new keys included; 0: a padding
     request, whose attention is 0. schedule: valid for all layers of this step only.
+    max_keys: no request has more keys; None: as many as the block table holds. Up to index_topk of a model with an indexer, its layers
+    attend to all keys and do without it. share: with context parallelism, the rank's share; block_table then holds the rank's pages.
     """
 
     block_table: torch.Tensor
     cache_seqlens: torch.Tensor
     s_q: int = 1
     schedule: MlaSchedule = field(default_factory=MlaSchedule)
+    max_keys: int | None = None
+    share: ShardedRequests | None = None
 
     @property
     def tokens(self) -> int:
         """Return the new tokens of all requests."""
         return self.cache_seqlens.shape[0] * self.s_q
+
+    def most_keys(self, keys_per_column: int) -> int:
+        """Return a number of keys that no request exceeds. keys_per_column: of a column of the block table, on all ranks."""
+        return self.block_table.shape[1] * keys_per_column if self.max_keys is None else self.max_keys
 
     __repr__ = record_repr
 
@@ -57,6 +68,17 @@ class ContextChunk:
     keys: int
     max_seqlen: int
 
+    def places(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the request of each key and its position there, int64 [keys]."""
+        numbers = torch.arange(self.cu_seqlens.shape[0] - 1, device=self.cu_seqlens.device)
+        request = numbers.repeat_interleave(self.cu_seqlens.diff(), output_size=self.keys)
+        return request, torch.arange(self.keys, device=request.device) + (self.starts - self.cu_seqlens[:-1])[request]
+
+    def slots(self, page_size: int) -> torch.Tensor:
+        """Return the slots of the keys, int64 [keys]."""
+        request, position = self.places()
+        return self.block_table[request, position // page_size].long() * page_size + position % page_size
+
     __repr__ = record_repr
 
 
@@ -73,6 +95,29 @@ class PrefillRequests:
     tokens: int
     chunks: tuple[ContextChunk, ...] = ()
 
+    @property
+    def most_keys(self) -> int:
+        """Return a number of keys, cached and new, that no request exceeds."""
+        return self.max_seqlen + sum(chunk.max_seqlen for chunk in self.chunks)
+
+    def rows(self) -> KeyRows:
+        """Lay out all keys of the requests in rows."""
+        begins, device = self.cu_seqlens[:-1], self.cu_seqlens.device
+        lengths = self.cu_seqlens.diff()
+        contexts = sum((chunk.cu_seqlens.diff() for chunk in self.chunks), torch.zeros_like(lengths))
+        firsts = sum((chunk.cu_seqlens[:-1] for chunk in self.chunks), begins)
+        number = torch.arange(self.tokens, dtype=torch.int32, device=device)
+        first, begin, context = (
+            of_request.repeat_interleave(lengths, output_size=self.tokens) for of_request in (firsts, begins, contexts)
+        )
+        own = first + context + number - begin
+        chunks = tuple(
+            (firsts + chunk.starts - chunk.cu_seqlens[:-1]).repeat_interleave(chunk.cu_seqlens.diff(), output_size=chunk.keys).long()
+            + torch.arange(chunk.keys, device=device)
+            for chunk in self.chunks
+        )
+        return KeyRows(self.tokens + sum(chunk.keys for chunk in self.chunks), first, own + 1, own.long(), chunks)
+
     __repr__ = record_repr
 
 
@@ -81,13 +126,15 @@ class MlaBatch:
     """The new tokens of a step, those of decode requests first.
 
     positions: int64 or int32 [tokens], position of each token in its sequence. slot_mapping: int64 or int32 [tokens], slot of each token's
-    key in the cache, page * page size + row; -1: the key is not written.
+    key in the cache, page * page size + row; -1: the key is not written. selection: of a model with an indexer, the keys that the last
+    layer chose.
     """
 
     positions: torch.Tensor
     slot_mapping: torch.Tensor
     decode: DecodeRequests | None = None
     prefill: PrefillRequests | None = None
+    selection: Selection = field(default_factory=Selection)
 
     def __post_init__(self) -> None:
         planned = sum(part.tokens for part in (self.decode, self.prefill) if part is not None)
@@ -113,6 +160,7 @@ def plan_batch(
     decodes: int = 0,
     slot_mapping: torch.Tensor | None = None,
     chunk_tokens: int = CHUNK_TOKENS,
+    context: ContextParallel | None = None,
 ) -> MlaBatch:
     """Plan a step from the new and the cached tokens of each request; does not synchronise with the device.
 
@@ -121,6 +169,7 @@ def plan_batch(
     block_table: int32 [requests, pages per request], on the device of the layer.
     slot_mapping: slots of the new keys; default: the slots that the block table assigns.
     chunk_tokens: cached keys, over all prefill requests, that are decompressed at a time.
+    context: of a layer whose keys are distributed over ranks. block_table then holds the rank's own pages.
     Raises ValueError on bad arguments.
     """
     query_lengths, context_lengths = _check_integers("query_lengths", query_lengths), _check_integers("context_lengths", context_lengths)
@@ -137,16 +186,13 @@ def plan_batch(
     if problem is not None:
         raise ValueError(problem)
     check_integer("chunk_tokens", chunk_tokens, 1)
-    room = table.shape[1] * page_size
-    for request, (new, context) in enumerate(lengths):
-        if new + context > room:
-            raise ValueError(f"request {request} has {context} + {new} keys; supported with this block table: up to {room}")
-    pages = _Pages(block_table, page_size)
-    requests, positions = _locate_tokens([context for _, context in lengths], [new for new, _ in lengths])
+    pages = _Pages(block_table, page_size, ContextShard(0, 1) if context is None else context.shard)
+    pages.check_room(lengths)
+    requests, positions = _locate_tokens([cached for _, cached in lengths], [new for new, _ in lengths])
     return MlaBatch(
         positions=_to_device(positions, table.device),
         slot_mapping=pages.slots(requests, positions) if slot_mapping is None else slot_mapping,
-        decode=_decode(lengths[:decodes], block_table) if decodes else None,
+        decode=_decode(lengths[:decodes], block_table, context) if decodes else None,
         prefill=_prefill(lengths[decodes:], block_table[decodes:], chunk_tokens) if lengths[decodes:] else None,
     )
 
@@ -168,16 +214,30 @@ def plan_sequences(lengths: Sequence[int], device: torch.device | str) -> MlaBat
 
 @dataclass(frozen=True)
 class _Pages:
-    """The pages of the requests."""
+    """The pages of the requests, on one rank."""
 
     block_table: torch.Tensor
     page_size: int
+    shard: ContextShard
+
+    def check_room(self, lengths: Sequence[tuple[int, int]]) -> None:
+        """Raise ValueError if the block table has too few pages. lengths: new and cached keys of each request."""
+        room = self.block_table.shape[1] * self.page_size
+        own = self.shard.local_lengths(torch.tensor([new + cached for new, cached in lengths], dtype=torch.int64)).tolist()
+        for request, ((new, cached), count) in enumerate(zip(lengths, own, strict=True)):
+            if count > room:
+                share = "" if self.shard.world == 1 else f", {count} of them on this rank"
+                raise ValueError(f"request {request} has {cached} + {new} keys{share}; supported with this block table: up to {room}")
 
     def slots(self, requests: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the slots of keys, int64 [keys]. requests, positions: of each key, int64 [keys] on the CPU."""
+        """Return the slots of keys, int64 [keys], -1 for other ranks' keys. requests, positions: of each key, int64 [keys] on the CPU."""
         device = self.block_table.device
-        columns, rows = _to_device(positions // self.page_size, device), _to_device(positions % self.page_size, device)
-        return self.block_table[_to_device(requests, device), columns].long() * self.page_size + rows
+        own, local = self.shard.locate(positions)
+        requests, columns, rows, own = (
+            _to_device(numbers, device) for numbers in (requests, torch.where(own, local // self.page_size, 0), local % self.page_size, own)
+        )
+        slots = self.block_table[requests, columns].long() * self.page_size + rows
+        return slots if self.shard.world == 1 else torch.where(own, slots, -1)
 
 
 def _to_device(counts: torch.Tensor, device: torch.device) -> torch.Tensor:
@@ -214,9 +274,12 @@ def _cu_seqlens(counts: Sequence[int], device: torch.device) -> torch.Tensor:
     return _to_device(torch.tensor([0, *accumulate(counts)], dtype=torch.int32), device)
 
 
-def _decode(lengths: list[tuple[int, int]], block_table: torch.Tensor) -> DecodeRequests:
-    keys = torch.tensor([new + context for new, context in lengths], dtype=torch.int32)
-    return DecodeRequests(block_table[: len(lengths)], _to_device(keys, block_table.device), lengths[0][0])
+def _decode(lengths: list[tuple[int, int]], block_table: torch.Tensor, context: ContextParallel | None) -> DecodeRequests:
+    keys = torch.tensor([new + cached for new, cached in lengths], dtype=torch.int32)
+    most, s_q = max(new + cached for new, cached in lengths), lengths[0][0]
+    table, seqlens = block_table[: len(lengths)], _to_device(keys, block_table.device)
+    share = None if context is None else context.plan(seqlens, table, s_q, causal=True)
+    return DecodeRequests(table, seqlens, s_q, max_keys=most, share=share)
 
 
 def _prefill(lengths: list[tuple[int, int]], block_table: torch.Tensor, chunk_tokens: int) -> PrefillRequests:

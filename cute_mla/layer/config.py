@@ -10,6 +10,7 @@ from typing import Any
 from ..ops.arguments import check_flag, check_integer, is_number, short_repr
 from ..spec.dense_prefill import HEAD_DIMS
 from ..spec.mla import D_LATENT, D_ROPE, LATENT_DIMS
+from .indexer_config import IndexerConfig
 
 _POSITIVE_INTEGERS = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _YARN_TYPES = ("yarn", "deepseek_yarn")
@@ -127,6 +128,7 @@ class MlaConfig:
     max_position_embeddings: longest sequence of the model; positions lie on the device and are not checked against it.
     q_lora_rank: None if one matrix projects queries (DeepSeek-V2-Lite).
     rope_interleave: True if rotary columns 2i and 2i + 1 of a checkpoint are a pair, as in DeepSeek's; False if i and i + 32 are.
+    indexer: that of a model with sparse attention; None: every token attends to all keys.
     attention_bias: True if kv_a, o and, with a q_lora_rank, q_a have a bias.
     """
 
@@ -142,6 +144,7 @@ class MlaConfig:
     rope_scaling: YarnScaling | Llama3Scaling | None = None
     rope_interleave: bool = True
     max_position_embeddings: int = 163_840
+    indexer: IndexerConfig | None = None
     attention_bias: bool = False
 
     def __post_init__(self) -> None:
@@ -154,6 +157,8 @@ class MlaConfig:
         check_flag("attention_bias", self.attention_bias)
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, YarnScaling | Llama3Scaling):
             raise ValueError(f"rope_scaling is {short_repr(self.rope_scaling)}; supported: None, YarnScaling and Llama3Scaling")
+        if self.indexer is not None and not isinstance(self.indexer, IndexerConfig):
+            raise ValueError(f"indexer is {short_repr(self.indexer)}; supported: None and IndexerConfig")
         for name in ("rms_norm_eps", "rope_theta"):
             _check_positive(name, getattr(self, name))
 
@@ -196,6 +201,7 @@ class MlaConfig:
             **{name: config[name] for name in required},
             q_lora_rank=config["q_lora_rank"],
             rope_scaling=_read_scaling(scaling),
+            indexer=IndexerConfig.from_hugging_face(config),
             **{name: value for name, value in optional.items() if value is not None},
         )
 

@@ -10,12 +10,20 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .. import reference
-from ..api import flash_attn_varlen_func, flash_mla_with_kvcache, merge_states
+from ..api import flash_attn_varlen_func, flash_mla_sparse_fwd, flash_mla_with_kvcache, merge_states
 from ..api.tracing import constant_when_traced
+from ..cache import dequantise_cache, gather_kv_cache
+from ..indexer import indexer_topk, indexer_topk_prefill
 from ..ops.limits import value_columns
+from ..ops.split_plan import MlaSchedule
 from ..runtime.current import has_kernels
 from ..spec.arch import ARCHS
-from .batch import DecodeRequests
+from ..spec.cache_format import FP8_656
+from ..spec.mla import D_V
+from .batch import ContextChunk, DecodeRequests
+from .index_keys import IndexRows, gather_index_rows
+from .indexer import IndexQueries
+from .selection import ChosenKeys, KeyRows, every_slot
 
 MAX_STATES = 8  # states that merge_states reads without a copy
 
@@ -30,22 +38,76 @@ class Packed(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """A cache: keys [pages, page size, 1, latent + rotary columns], and the fp32 scale of e4m3 keys, or None."""
+    """A cache: keys [pages, page size, 1, latent + rotary columns, or bytes of a token], and the fp32 scale of e4m3 keys, or None."""
 
     keys: torch.Tensor
     descale: torch.Tensor | None
 
+    @property
+    def is_fp8_656(self) -> bool:
+        """Return whether a token has 656 bytes, which hold their scales."""
+        return self.keys.shape[3] == FP8_656.page_bytes(1)
+
+
+class DecodeOptions(NamedTuple):
+    """Options of decode. scale: of the softmax. descale_q: fp32, the scale of e4m3 queries. dtype: of the result."""
+
+    scale: float
+    dtype: torch.dtype
+    descale_q: torch.Tensor | None = None
+    batch_invariant: bool = False
+
+    @property
+    def needs_out(self) -> bool:
+        """Return whether the kernels give this dtype only if asked for: e4m3 queries give bf16."""
+        return self.descale_q is not None and self.dtype != torch.bfloat16
+
 
 class AttentionPath(Protocol):
-    """Implementation of attention. Results have the dtype of q."""
+    """Implementation of attention, of the choice of keys, and of reading caches. Results have the dtype of q, unless options name one."""
 
     @property
     def name(self) -> str:
         """Return "kernels" or "reference"."""
         ...
 
-    def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, scale: float) -> torch.Tensor:
+    @property
+    def world(self) -> int:
+        """Return the number of ranks over which keys are distributed."""
+        ...
+
+    def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, options: DecodeOptions) -> torch.Tensor:
         """Compute causal attention of q [requests, s_q, heads, columns of a key] over the cache: [requests, s_q, heads, latent columns]."""
+        ...
+
+    def sparse_decode(
+        self, q: torch.Tensor, cache: Cache, chosen: ChosenKeys, schedule: MlaSchedule, options: DecodeOptions
+    ) -> torch.Tensor:
+        """Compute attention of q [requests, s_q, heads, 576] over the slots chosen: [requests, s_q, heads, 512]."""
+        ...
+
+    def sparse_prefill(self, q: torch.Tensor, kv: torch.Tensor, chosen: ChosenKeys, scale: float) -> torch.Tensor:
+        """Compute attention of q [tokens, heads, 576] over the rows chosen of kv [rows, 1, 576]: [tokens, heads, 512]."""
+        ...
+
+    def choose_slots(self, queries: IndexQueries, index_cache: torch.Tensor, requests: DecodeRequests, topk: int) -> ChosenKeys:
+        """Return the slots that an indexer chooses for the tokens of decode requests."""
+        ...
+
+    def every_slot(self, requests: DecodeRequests, page_size: int, topk: int) -> ChosenKeys:
+        """Return the slots of all keys of decode requests, which have at most topk."""
+        ...
+
+    def choose_rows(self, queries: IndexQueries, keys: IndexRows, rows: KeyRows, most_keys: int, topk: int) -> torch.Tensor:
+        """Return the positions that an indexer chooses for the tokens of prefill requests, int32 [tokens, topk]."""
+        ...
+
+    def gather(self, cache: Cache, chunk: ContextChunk, dtype: torch.dtype) -> torch.Tensor:
+        """Return cached keys [keys, latent + rotary columns], dequantised."""
+        ...
+
+    def gather_index(self, index_cache: torch.Tensor, chunk: ContextChunk) -> IndexRows:
+        """Return cached keys of an indexer."""
         ...
 
     def varlen(
@@ -59,16 +121,86 @@ class AttentionPath(Protocol):
         ...
 
 
-class KernelPath:
+class _CachedKeys:
+    """Reading of caches that lie on one device."""
+
+    @property
+    def world(self) -> int:
+        """Return 1."""
+        return 1
+
+    def every_slot(self, requests: DecodeRequests, page_size: int, topk: int) -> ChosenKeys:
+        """Choose as AttentionPath.every_slot."""
+        return every_slot(requests.block_table, requests.cache_seqlens, requests.s_q, page_size, topk)
+
+    def gather(self, cache: Cache, chunk: ContextChunk, dtype: torch.dtype) -> torch.Tensor:
+        """Gather as AttentionPath.gather."""
+        packed = (chunk.block_table, chunk.cu_seqlens, chunk.keys)
+        return gather_kv_cache(cache.keys, *packed, starts=chunk.starts, descale_k=cache.descale, dtype=dtype)
+
+    def gather_index(self, index_cache: torch.Tensor, chunk: ContextChunk) -> IndexRows:
+        """Gather as AttentionPath.gather_index."""
+        return gather_index_rows(index_cache, chunk.slots(index_cache.shape[1]))
+
+
+class KernelPath(_CachedKeys):
     """Attention by the kernels, on a GPU or on the simulated device."""
 
     name = "kernels"
 
-    def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, scale: float) -> torch.Tensor:
+    def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, options: DecodeOptions) -> torch.Tensor:
         """Decode as AttentionPath.decode."""
-        table, lengths, schedule, d_v = requests.block_table, requests.cache_seqlens, requests.schedule, value_columns(q.shape[-1])
-        out, _ = flash_mla_with_kvcache(q, cache.keys, table, lengths, d_v, schedule, None, scale, causal=True, descale_k=cache.descale)
+        d_v = value_columns(q.shape[-1])
+        out, _ = flash_mla_with_kvcache(
+            q,
+            cache.keys,
+            requests.block_table,
+            requests.cache_seqlens,
+            d_v,
+            requests.schedule,
+            softmax_scale=options.scale,
+            causal=True,
+            descale_q=options.descale_q,
+            descale_k=cache.descale,
+            out=q.new_empty((*q.shape[:-1], d_v), dtype=options.dtype) if options.needs_out else None,
+            batch_invariant=options.batch_invariant,
+        )
         return out
+
+    def sparse_decode(
+        self, q: torch.Tensor, cache: Cache, chosen: ChosenKeys, schedule: MlaSchedule, options: DecodeOptions
+    ) -> torch.Tensor:
+        """Decode as AttentionPath.sparse_decode."""
+        out, _ = flash_mla_with_kvcache(
+            q,
+            cache.keys,
+            None,
+            None,
+            D_V,
+            schedule,
+            softmax_scale=options.scale,
+            is_fp8_kvcache=cache.is_fp8_656,
+            indices=chosen.indices,
+            topk_length=chosen.counts,
+            batch_invariant=options.batch_invariant,
+        )
+        return out
+
+    def sparse_prefill(self, q: torch.Tensor, kv: torch.Tensor, chosen: ChosenKeys, scale: float) -> torch.Tensor:
+        """Attend as AttentionPath.sparse_prefill."""
+        out, *_ = flash_mla_sparse_fwd(q, kv, chosen.indices, scale, topk_length=chosen.counts)
+        return out
+
+    def choose_slots(self, queries: IndexQueries, index_cache: torch.Tensor, requests: DecodeRequests, topk: int) -> ChosenKeys:
+        """Choose as AttentionPath.choose_slots."""
+        by_request = queries.q.unflatten(0, (-1, requests.s_q))
+        lengths, table = requests.cache_seqlens, requests.block_table
+        slots = indexer_topk(by_request, queries.weights, index_cache, lengths, table, topk, slots=True)
+        return ChosenKeys(slots.unflatten(0, (-1, requests.s_q)), lengths.clamp(0, topk))
+
+    def choose_rows(self, queries: IndexQueries, keys: IndexRows, rows: KeyRows, most_keys: int, topk: int) -> torch.Tensor:
+        """Choose as AttentionPath.choose_rows."""
+        return indexer_topk_prefill(queries.q, keys, queries.weights, rows.first, rows.end, topk, max_seqlen_k=most_keys)
 
     def varlen(
         self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], ends: tuple[Packed, Packed], scale: float, causal: bool
@@ -83,16 +215,41 @@ class KernelPath:
         return merge_states(outs, lses)
 
 
-class ReferencePath:
+class ReferencePath(_CachedKeys):
     """Attention in plain torch on any device, accumulated in fp32: slow. Reads lengths on the host."""
 
     name = "reference"
 
-    def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, scale: float) -> torch.Tensor:
+    def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, options: DecodeOptions) -> torch.Tensor:
         """Decode as AttentionPath.decode."""
-        table, lengths = requests.block_table, requests.cache_seqlens
-        out, _ = reference.dense_decode(q, cache.keys, table, lengths, scale, causal=True, descales=(None, cache.descale))
+        table, lengths, descales = requests.block_table, requests.cache_seqlens, (options.descale_q, cache.descale)
+        out, _ = reference.dense_decode(q, cache.keys, table, lengths, options.scale, causal=True, descales=descales)
+        return out.to(options.dtype)
+
+    def sparse_decode(
+        self, q: torch.Tensor, cache: Cache, chosen: ChosenKeys, schedule: MlaSchedule, options: DecodeOptions
+    ) -> torch.Tensor:
+        """Decode as AttentionPath.sparse_decode."""
+        keys = dequantise_cache(cache.keys, FP8_656.name) if cache.is_fp8_656 else cache.keys
+        read = reference.IndexedCache(keys.flatten(0, 2), chosen.indices, chosen.counts)
+        out, _ = reference.sparse_decode(q, [read], options.scale)
+        return out.to(options.dtype)
+
+    def sparse_prefill(self, q: torch.Tensor, kv: torch.Tensor, chosen: ChosenKeys, scale: float) -> torch.Tensor:
+        """Attend as AttentionPath.sparse_prefill."""
+        out, *_ = reference.sparse_prefill(q, kv, chosen.indices, scale, topk_length=chosen.counts)
         return out.to(q.dtype)
+
+    def choose_slots(self, queries: IndexQueries, index_cache: torch.Tensor, requests: DecodeRequests, topk: int) -> ChosenKeys:
+        """Choose as AttentionPath.choose_slots."""
+        by_request = queries.q.unflatten(0, (-1, requests.s_q))
+        lengths, table = requests.cache_seqlens, requests.block_table
+        slots = reference.indexer_topk(by_request, queries.weights, index_cache, lengths, table, topk, slots=True)
+        return ChosenKeys(slots.unflatten(0, (-1, requests.s_q)), lengths.clamp(0, topk))
+
+    def choose_rows(self, queries: IndexQueries, keys: IndexRows, rows: KeyRows, most_keys: int, topk: int) -> torch.Tensor:
+        """Choose as AttentionPath.choose_rows."""
+        return reference.indexer_topk_prefill(queries.q, keys, queries.weights, rows.first, rows.end, topk, most_keys)
 
     def varlen(
         self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], ends: tuple[Packed, Packed], scale: float, causal: bool

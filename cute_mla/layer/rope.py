@@ -20,6 +20,11 @@ class Rotation(NamedTuple):
     sin: torch.Tensor
     query_scale: torch.Tensor | None = None
 
+    @property
+    def cos_sin(self) -> torch.Tensor:
+        """Return cosines, then sines: fp32 [tokens, 2 * pairs]."""
+        return torch.cat((self.cos, self.sin), dim=1)
+
     def apply(self, columns: torch.Tensor) -> torch.Tensor:
         """Rotate rotary columns [tokens, .., 64 or 0], whose columns 2i and 2i + 1 are a pair; rounded once, to their dtype."""
         if not columns.shape[-1]:

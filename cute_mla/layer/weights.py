@@ -78,7 +78,7 @@ class MlaWeights:
         """
         shard = Shard() if shard is None else shard
         held = shard.heads(config)
-        read = {name: _read(tensors, prefix, name, shape) for name, shape in _shapes(config).items()}
+        read = {name: read_weight(tensors, prefix + name, shape) for name, shape in _shapes(config).items()}
         by_head = {name: read[name].unflatten(0, (config.num_attention_heads, -1)) for name in (_query_name(config), "kv_b_proj")}
         q_b, kv_a, kv_a_bias = by_head[_query_name(config)][held], read["kv_a_proj_with_mqa"], read.get("kv_a_proj_with_mqa.bias")
         if not config.rope_interleave:
@@ -90,11 +90,11 @@ class MlaWeights:
         return MlaWeights(
             q_a=read.get("q_a_proj"),
             q_a_norm=read.get("q_a_layernorm"),
-            q_b=_copy_contiguous(q_b.flatten(0, 1)),
-            kv_a=_copy_contiguous(kv_a),
+            q_b=copy_contiguous(q_b.flatten(0, 1)),
+            kv_a=copy_contiguous(kv_a),
             kv_a_norm=read["kv_a_layernorm"],
-            kv_b=_copy_contiguous(by_head["kv_b_proj"][held].flatten(0, 1)),
-            o=_copy_contiguous(read["o_proj"].unflatten(1, (config.num_attention_heads, -1))[:, held].flatten(1)),
+            kv_b=copy_contiguous(by_head["kv_b_proj"][held].flatten(0, 1)),
+            o=copy_contiguous(read["o_proj"].unflatten(1, (config.num_attention_heads, -1))[:, held].flatten(1)),
             q_a_bias=read.get("q_a_proj.bias"),
             kv_a_bias=kv_a_bias,
             o_bias=read.get("o_proj.bias") if shard.rank == 0 else None,
@@ -129,6 +129,17 @@ def load_weights(
 
     Raises ModuleNotFoundError without the safetensors package, and FileNotFoundError if path has no .safetensors file.
     """
+    prefix = layer_prefix(layer)
+    return MlaWeights.from_tensors(load_tensors(path, prefix), config, shard=shard, prefix=prefix).to(device, dtype)
+
+
+def layer_prefix(layer: int) -> str:
+    """Return what the names of the weights of a layer's attention begin with."""
+    return f"model.layers.{layer}.self_attn."
+
+
+def load_tensors(path: str | Path, prefix: str) -> dict[str, torch.Tensor]:
+    """Read the tensors whose names begin with the prefix; for path and errors see load_weights."""
     try:
         from safetensors import safe_open
     except ModuleNotFoundError as error:
@@ -136,12 +147,11 @@ def load_weights(
             "load_weights reads .safetensors files with the package safetensors, which is not installed: pip install 'cute-mla[weights]'",
             name="safetensors",
         ) from error
-    prefix = f"model.layers.{layer}.self_attn."
     tensors: dict[str, torch.Tensor] = {}
     for file in _files(Path(path), prefix):
         with safe_open(file, framework="pt") as stored:
             tensors |= {name: stored.get_tensor(name) for name in stored.keys() if name.startswith(prefix)}  # noqa: SIM118  # no mapping
-    return MlaWeights.from_tensors(tensors, config, shard=shard, prefix=prefix).to(device, dtype)
+    return tensors
 
 
 def _files(path: Path, prefix: str) -> list[Path]:
@@ -177,9 +187,12 @@ def _shapes(config: MlaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _read(tensors: Mapping[str, torch.Tensor], prefix: str, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return one weight of a checkpoint in a 16-bit or 32-bit float dtype. Raise ValueError for a missing weight, wrong shape or dtype."""
-    full = f"{prefix}{name}" if name.endswith(".bias") else f"{prefix}{name}.weight"
+def read_weight(tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Return a weight of a checkpoint, or a bias by a name with ".bias" at its end, in a 16-bit or 32-bit float dtype.
+
+    Raises ValueError for a missing weight, wrong shape or dtype.
+    """
+    full = name if name.endswith(".bias") else f"{name}.weight"
     if full not in tensors:
         raise ValueError(f"there is no {full}; supported: a checkpoint with all weights of the layer's attention")
     weight = tensors[full]
@@ -203,6 +216,6 @@ def _dequantise(name: str, weight: torch.Tensor, scales: torch.Tensor | None) ->
     return (weight.float() * spread).to(torch.bfloat16)
 
 
-def _copy_contiguous(weight: torch.Tensor) -> torch.Tensor:
+def copy_contiguous(weight: torch.Tensor) -> torch.Tensor:
     """Copy a weight to contiguous storage of its own, so that slices do not keep the checkpoint alive."""
     return weight.clone(memory_format=torch.contiguous_format)

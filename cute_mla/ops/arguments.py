@@ -69,6 +69,12 @@ def check_scale(name: str, scale: Any) -> None:
         raise ValueError(f"{name} is {short_repr(scale)}; supported: a positive finite number of fp32")
 
 
+def check_eps(eps: Any) -> None:
+    """Raise ValueError unless what a norm adds to a mean of squares is a number of fp32 that is not negative."""
+    if not is_number(eps) or not 0 <= float(eps) <= torch.finfo(torch.float32).max:
+        raise ValueError(f"eps is {short_repr(eps)}; supported: 0 or a positive number of fp32")
+
+
 def check_empty_lse(empty_lse: Any) -> None:
     """Raise ValueError unless empty_lse, the lse of a row that attends to nothing, is inf or -inf."""
     if not is_number(empty_lse) or not math.isinf(empty_lse):

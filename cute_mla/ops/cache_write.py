@@ -86,9 +86,14 @@ def run(
         device.launch(device.kernel("cache_write", launch_plan.kernel), launch_plan.grid, args, pdl=True)
         return
     keys = kv_c if k_pe is None else torch.cat((kv_c, k_pe), dim=1)
-    if launch_plan.rows.format is FP8_576:
-        keys = keys.float() if descale_k is None else keys.float() / descale_k
-    write_rows(launch_plan.rows, k_cache, keys, slot_mapping, power_of_two)
+    write_rows(launch_plan.rows, k_cache, scaled(launch_plan.rows, keys, descale_k), slot_mapping, power_of_two)
+
+
+def scaled(rows: CacheRows, keys: torch.Tensor, descale_k: torch.Tensor | None) -> torch.Tensor:
+    """Return keys as cache_torch.write_rows takes them: those of fp8_576 divided by the scale of the cache."""
+    if rows.format is not FP8_576:
+        return keys
+    return keys.float() if descale_k is None else keys.float() / descale_k
 
 
 def check(operands: Operands, k_cache: torch.Tensor, power_of_two: bool, kv_format: Any) -> CallSpec:

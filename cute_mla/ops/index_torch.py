@@ -1,7 +1,6 @@
 """Rows of the indexer in plain torch: the rule that the kernels of index_write follow bit for bit, on devices without kernels too.
 
-Every addition, multiplication, division and root is rounded to fp32 by itself. A sum over columns adds neighbours, then neighbouring sums,
-and so on.
+Operations are rounded and sums ordered as in norm_rope.py.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from ..spec.cache_rows import E4M3_MAX
 from ..spec.index_write import HADAMARD_SCALE, LEAST_AMAX, ROTARY, Rope
 from ..spec.mqa_logits import COLUMNS
 from .cache_codec import power_of_two_scales, to_e4m3, to_e8m0
+from .norm_rope import column_sum, inverse_root, rotated
 
 
 class IndexRows(NamedTuple):
@@ -27,33 +27,8 @@ def layer_norm(rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps
     """Return LayerNorm of rows [.., 128] in fp32, with weight and bias fp32 [128]."""
     distances = rows.float() - (column_sum(rows.float()) / COLUMNS).unsqueeze(-1)
     variance = column_sum(distances * distances) / COLUMNS
-    inverse = 1 / (variance + eps).sqrt()
+    inverse = inverse_root(variance + eps)
     return distances * inverse.unsqueeze(-1) * weight + bias
-
-
-def column_sum(values: torch.Tensor) -> torch.Tensor:
-    """Return the sums of fp32 [.., columns], as many as a power of two, over neighbours, then over neighbouring sums, and so on."""
-    while values.shape[-1] > 1:
-        values = values[..., 0::2] + values[..., 1::2]
-    return values.squeeze(-1)
-
-
-def angles_at(cos_sin: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> torch.Tensor:
-    """Return the rows of cos_sin for tokens, fp32 [tokens, 64]: NaN for a position that it lacks. positions None: 0, 1, .."""
-    places = torch.arange(tokens, device=cos_sin.device) if positions is None else positions.long()
-    known = (places >= 0) & (places < len(cos_sin))
-    padded = torch.cat((cos_sin, cos_sin.new_full((1, ROTARY), float("nan"))))
-    return padded[torch.where(known, places, len(cos_sin))]
-
-
-def rotated(rows: torch.Tensor, angles: torch.Tensor, rope: Rope) -> torch.Tensor:
-    """Rotate the first 64 columns of fp32 [tokens, .., 128]. angles: fp32 [tokens, 64], cosines and sines of 32 pairs."""
-    cos, sin = angles.view(len(rows), *[1] * (rows.dim() - 2), ROTARY).chunk(2, dim=-1)
-    rotary, plain = rows[..., :ROTARY], rows[..., ROTARY:]
-    first, second = rotary.chunk(2, dim=-1) if rope == "half_split" else rotary.unflatten(-1, (-1, 2)).unbind(-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    both = torch.cat(turned, dim=-1) if rope == "half_split" else torch.stack(turned, dim=-1).flatten(-2)
-    return torch.cat((both, plain), dim=-1)
 
 
 def transformed(rows: torch.Tensor) -> torch.Tensor:
@@ -67,8 +42,9 @@ def transformed(rows: torch.Tensor) -> torch.Tensor:
 
 
 def prepared(rows: torch.Tensor, angles: torch.Tensor, rope: Rope, hadamard: bool) -> IndexRows:
-    """Rotate, transform if `hadamard`, and quantise rows [tokens, .., 128]. angles: as in rotated."""
-    values = rotated(rows.float(), angles, rope)
+    """Rotate, transform if `hadamard`, and quantise rows [tokens, .., 128]. angles: as in norm_rope.rotated."""
+    values = rows.float()
+    values = torch.cat((rotated(values[..., :ROTARY], angles, rope == "half_split"), values[..., ROTARY:]), dim=-1)
     if hadamard:
         values = transformed(values)
     amax = values.abs().amax(dim=-1)

@@ -10,14 +10,16 @@ from typing import Any, NamedTuple, get_args
 import torch
 
 from ..runtime.current import device_for, has_kernels
-from ..spec.index_write import MAX_ROWS, ROTARY, IndexWriteArguments, IndexWriteConfig, Rope, ScaleFormat, grid
+from ..spec.index_write import MAX_ROWS, IndexWriteArguments, IndexWriteConfig, Rope, ScaleFormat, grid
 from ..spec.mqa_logits import COLUMNS, MAX_HEADS
-from .arguments import check_flag, check_no_grad, is_number, short_repr
-from .index_torch import angles_at, layer_norm, prepared, write_index_rows
+from .arguments import check_eps, check_flag, check_no_grad, short_repr
+from .index_torch import layer_norm, prepared, write_index_rows
 from .launch_plan import LaunchPlan
 from .mqa_logits import check_cache
+from .norm_rope import angles_at
 from .overlap import check_no_overlap
 from .paged_cache import MAX_SLOTS
+from .rotation_tables import check_integers, check_table
 from .strides import TMA_ALIGNMENT, output_strides
 from .tensor_spec import (
     TensorSpec,
@@ -30,9 +32,6 @@ from .tensor_spec import (
     operand_spec,
     optional_spec,
 )
-
-_MAX_POSITIONS = (1 << 31) - 1
-_FLOATS = TMA_ALIGNMENT // 4  # fp32 numbers that a lane loads at once
 
 
 class Keys(NamedTuple):
@@ -176,8 +175,7 @@ def check(operands: Keys | Queries, written: dict[str, torch.Tensor | None], opt
     for name, value, known in named:
         if not isinstance(value, str) or value not in known:
             raise ValueError(f"{name} is {short_repr(value)}; supported: {', '.join(map(repr, known))}")
-    if not is_number(options.eps) or not 0 <= float(options.eps) <= torch.finfo(torch.float32).max:
-        raise ValueError(f"eps is {short_repr(options.eps)}; supported: 0 or a positive number of fp32")
+    check_eps(options.eps)
     check_no_grad(**operands._asdict(), **written)
     given = operands._asdict()
     specs: tuple[tuple[str, Any], ...] = tuple((name, operand_spec(name, tensor)) for name, tensor in given.items() if name != "positions")
@@ -203,7 +201,7 @@ def _plan_keys(call: CallSpec, names: dict[str, Any]) -> IndexWritePlan:
     page_size, page_stride = check_cache("index_cache", cache, k.device)
     if cache.shape[0] * page_size > MAX_SLOTS:
         raise ValueError(f"index_cache has shape {list(cache.shape)}, {cache.shape[0] * page_size} slots; supported: to {MAX_SLOTS}")
-    _check_integers("slot_mapping", slots, tokens, k.device, "k")
+    check_integers("slot_mapping", slots, tokens, k.device, "k")
     for name in ("norm_weight", "norm_bias"):
         check_shape(name, names[name], (COLUMNS,))
         check_dtype(name, names[name], torch.float32)
@@ -268,28 +266,13 @@ def _check_rows(name: str, call: CallSpec, rows: TensorSpec) -> int:
     return rows.shape[0]
 
 
-def _check_integers(name: str, spec: TensorSpec, tokens: int, device: torch.device, beside: str) -> None:
-    """Raise ValueError unless an argument holds an integer for each token."""
-    check_shape(name, spec, (tokens,), f" with this {beside}")
-    check_dtype(name, spec, torch.int64, torch.int32)
-    check_device(name, spec, device, beside)
-
-
 def _plan(call: CallSpec, names: dict[str, Any], config: IndexWriteConfig, tokens: int, scalars: dict[str, int]) -> IndexWritePlan:
     """Return the launch of either call: check what they share, and add its scalars. scalars: of what they do not share."""
     first, rows = call.operands[0]
     table, positions = names["cos_sin"], names["positions"]
-    check_shape("cos_sin", table, ("positions", ROTARY))
-    check_dtype("cos_sin", table, torch.float32)
-    check_last_contiguous("cos_sin", table)
-    check_device("cos_sin", table, rows.device, first)
-    if table.shape[0] > _MAX_POSITIONS or (table.shape[0] > 1 and table.stride[0] % _FLOATS):
-        raise ValueError(
-            f"cos_sin has shape {list(table.shape)} and strides {list(table.stride)}; supported: to {_MAX_POSITIONS} positions, "
-            f"multiples of {_FLOATS} elements apart"
-        )
+    check_table("cos_sin", table, rows.device, first)
     if positions is not None:
-        _check_integers("positions", positions, tokens, rows.device, first)
+        check_integers("positions", positions, tokens, rows.device, first)
     count = tokens * scalars["heads"]
     return IndexWritePlan(
         kernel=config.name,

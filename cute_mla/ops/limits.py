@@ -12,7 +12,7 @@ from ..spec.split_plan import TILE_KEYS
 from .arguments import is_flag, is_integer, short_repr
 
 OPS = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
-CACHE_OPS = ("cache_write", "cache_gather")
+CACHE_OPS = ("cache_write", "cache_gather", "cache_insert")
 INDEXER_OPS = ("mqa_logits", "topk_indices", "indexer_topk", "index_write")
 BACKWARD_OPS = ("dense_prefill_backward",)
 

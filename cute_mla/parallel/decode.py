@@ -16,6 +16,7 @@ from ..ops.paged_cache import check_requests
 from ..ops.split_plan import MlaSchedule
 from ..ops.tensor_spec import check_counts, check_device, check_dtype, check_shape, record_repr, spec_of
 from ..spec.mla import D_V
+from .choice import best_of, own_topk
 from .shard import ContextShard, LocalIndices
 
 # 16-bit columns of a state in transfers: out, then lse as fp32, then padding to a multiple of 16 bytes, so that the decode kernel stores
@@ -208,6 +209,48 @@ class ContextParallel:
             share = torch.sigmoid(rows - attn_sink).masked_fill(rows.isinf(), 0.0)  # out of an empty row is 0 with any sink
             out.mul_(share.unsqueeze(-1))
         return out, lse
+
+    def indexer_topk(
+        self, q: torch.Tensor, weights: torch.Tensor, index_cache: torch.Tensor, requests: ShardedRequests, topk: int
+    ) -> torch.Tensor:
+        """Choose keys by an indexer whose keys are distributed as those of attention. Every rank calls it with the same queries.
+
+        q: float8_e4m3fn [batch, s_q, heads, 128], and weights: fp32 [batch * s_q, heads], of all heads, as in
+        cute_mla.indexer.indexer_topk. index_cache: the rank's own, on the pages of requests.block_table. requests: from plan(), causal.
+
+        Returns int32 [batch, s_q, topk], on every rank the same: positions in the request, ascending, then -1. They are those that
+        indexer_topk chooses over all keys in one place. A rank computes the logits of its own keys, all at once, chooses among them, and
+        receives (world - 1) * batch * s_q * topk * 8 bytes.
+        """
+        _check_class("requests", requests, ShardedRequests)
+        if requests.s_q != requests.rows_of_request:
+            raise ValueError(f"requests have {requests.s_q} query tokens that see the same keys; supported: those of plan(.., causal=True)")
+        spec = spec_of("q", q)
+        check_shape("q", spec, (requests.batch, requests.s_q, "heads", "columns"), " with these requests")
+        operands = (q.flatten(0, 1).unsqueeze(1), weights, index_cache, requests.cache_seqlens, requests.block_table)
+        values, local = own_topk(*operands, topk)
+        positions = self.shard.positions(local)
+        values, positions = (self._gather_ranks(part).transpose(0, 1).flatten(1) for part in (values, positions))
+        return best_of(values, positions, topk).view(requests.batch, requests.s_q, topk)
+
+    def join(self, rows: torch.Tensor) -> torch.Tensor:
+        """Return rows of which each rank has some, bit for bit; every rank gets all of them.
+
+        rows: contiguous, a multiple of 4 bytes a row, of any dtype; zero bytes in those of other ranks. It is overwritten. A rank receives
+        each row twice, in a reduction of integers.
+        """
+        if self.shard.world > 1:
+            dist.all_reduce(rows.view(torch.int32), group=self.group)
+        return rows
+
+    def _gather_ranks(self, own: torch.Tensor) -> torch.Tensor:
+        """Gather a tensor of every rank: [world, ..]."""
+        own = own.contiguous()
+        if self.shard.world == 1:
+            return own.unsqueeze(0)
+        gathered = own.new_empty((self.shard.world, *own.shape))
+        dist.all_gather_into_tensor(gathered.flatten(0, 1), own, group=self.group)
+        return gathered
 
     def _attend(
         self,

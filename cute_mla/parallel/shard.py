@@ -72,14 +72,32 @@ class ContextShard:
         check_shape("positions", keys, (table.shape[0], "n"), " with this block_table")
         check_dtype("positions", keys, torch.int32, torch.int64)
         check_device("positions", keys, table.device)
-        positions = positions.long()
-        local = positions // self._round * self.interleave + positions % self.interleave
+        own, local = self.locate(positions.long())
         column = local // page_size
-        own = (positions >= 0) & (positions // self.interleave % self.world == self.rank) & (column < table.shape[1])
+        own = own & (column < table.shape[1])
         if not table.shape[1]:
             return torch.full_like(positions, -1)
         page = block_table.gather(1, column.clamp(0, table.shape[1] - 1)).long()
         return torch.where(own, page * page_size + local % page_size, -1)
+
+    def locate(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return whether keys are on the rank, and their numbers among the request's keys on the rank that has them.
+
+        positions: int32 or int64 of any shape, positions of keys in their request; no rank has those of negative positions. Returns bool
+        and the dtype of positions, of the same shape.
+        """
+        check_dtype("positions", spec_of("positions", positions), torch.int32, torch.int64)
+        own = (positions >= 0) & (positions // self.interleave % self.world == self.rank)
+        return own, positions // self._round * self.interleave + positions % self.interleave
+
+    def positions(self, local: torch.Tensor) -> torch.Tensor:
+        """Return the positions in their request of the rank's own keys, given by their numbers among them; -1 for negative numbers.
+
+        local: int32 or int64 of any shape, whose dtype the result has.
+        """
+        check_dtype("local", spec_of("local", local), torch.int32, torch.int64)
+        block = local // self.interleave * self.world + self.rank
+        return torch.where(local < 0, -1, block * self.interleave + local % self.interleave)
 
     def local_indices(self, positions: torch.Tensor, block_table: torch.Tensor, page_size: int) -> LocalIndices:
         """Return the rank's own keys among those that query tokens select, as slots of its cache, for sparse decode.

@@ -1,4 +1,4 @@
-"""The CUDA driver as typed functions. The only module that imports cuda.bindings, and only at its first use."""
+"""The CUDA driver as typed functions. The only module that imports cuda.bindings, and only at its first use; without it, libcuda."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from . import libcuda
 from .errors import DeviceError
 
 TENSOR_MAP_BYTES = 128
@@ -20,8 +21,8 @@ _CAPTURE_ERRORS = range(900, 909)  # CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED and r
 def _bindings() -> Any:
     try:
         return importlib.import_module("cuda.bindings.driver")
-    except ImportError as error:
-        raise DeviceError(f"cuda-python is needed to use a CUDA device and cannot be imported: {error}") from error
+    except ImportError:
+        return libcuda
 
 
 def _call(function: str, *args: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from . import (
     cache_gather,
+    cache_insert,
     cache_write,
     combine,
     dense_decode,
@@ -23,6 +24,7 @@ from .abi import Param
 
 PARAMS_OF: dict[str, tuple[Param, ...]] = {
     "cache_gather": cache_gather.PARAMS,
+    "cache_insert": cache_insert.PARAMS,
     "cache_write": cache_write.PARAMS,
     "combine": combine.PARAMS,
     "dense_decode": dense_decode.PARAMS,

@@ -16,8 +16,9 @@ THREADS = 512
 WARPS = THREADS // 32
 RESIDENT_ROWS = 1024  # numbers of its part of a row that a warp keeps in shared memory
 RESIDENT = WARPS * RESIDENT_ROWS  # of a CTA
-CLUSTERS = (1, 8)  # CTAs that share a row
+CLUSTERS = (1, 2, 4, 8)  # CTAs that share a row
 WIDE, NARROW = max(CLUSTERS), min(CLUSTERS)
+LEAST_SHARED = 2  # CTAs that share a row which one cannot keep
 BLOCKS_PER_SM = 2
 
 MAX_ROWS = ((1 << 31) - 1) // WIDE  # the grid's first dimension
@@ -67,9 +68,16 @@ class TopkIndicesConfig:
 
 
 def config_for(rows: int, columns: int, sm_count: int, slots: bool = False) -> TopkIndicesConfig:
-    """Return the variant for a shape: CTAs share a row where one cannot keep it, or where single CTAs would leave half the SMs idle."""
-    few = rows * WIDE <= BLOCKS_PER_SM * sm_count and columns > RESIDENT // WIDE
-    return TopkIndicesConfig(DTYPE, WIDE if few or columns > RESIDENT else NARROW, slots)
+    """Return the variant for a shape: as many CTAs share a row as run at once, two at least where one cannot keep it.
+
+    Of a row that one can keep, it is eight or one.
+    """
+    together = [cluster for cluster in CLUSTERS if rows * cluster <= BLOCKS_PER_SM * sm_count]
+    if columns > RESIDENT:
+        cluster = max(LEAST_SHARED, *together, NARROW)
+    else:
+        cluster = WIDE if WIDE in together and columns > RESIDENT // WIDE else NARROW
+    return TopkIndicesConfig(DTYPE, cluster, slots)
 
 
 def grid(rows: int, cluster: int) -> tuple[int, int, int]:

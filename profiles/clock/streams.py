@@ -12,6 +12,7 @@ from ...spec.arch import ARCHS
 from ...spec.cache_rows import KEYS_PER_BLOCK, CacheRowsConfig, config_of
 from ...spec.combine import BLOCKS_PER_SM, NARROW_BLOCKS, RESIDENT_BLOCKS, CombineConfig
 from ...spec.merge_states import ROWS_PER_BLOCK, MergeStatesConfig
+from ...spec.topk_indices import BLOCKS_PER_SM as SELECTIONS_PER_SM
 from ...spec.topk_indices import DTYPE as LOGITS
 from ...spec.topk_indices import TopkIndicesConfig, config_for
 from ..model.prediction import Combine
@@ -68,7 +69,7 @@ def stream_clocks(case: Case, constants: Constants, setting: Setting) -> float:
         config = config_for(shape.rows, shape.columns, sms)
         small = replace(shape, rows=1)
         if config != config_for(1, shape.columns, sms):
-            sms = 1  # on which a single row has the variant of many
+            sms = max(config.cluster // SELECTIONS_PER_SM, 1)  # on which a single row has the variant of many
     else:
         raise ValueError(f"{case.op} is no stream: it has a loop over keys")
     entry = load_artifacts().entry(case.op, ARCHS[constants.arch].name, config.name)

@@ -157,6 +157,7 @@ GOOD |= {
     }
     for op in ("mqa_logits", "indexer_topk")
 }
+GOOD["cache_insert"] = {**ROWS, "h_q": (1, 33, 128)}
 GOOD["index_write"] = {**GOOD["mqa_logits"], "dtype": ("bf16", torch.bfloat16), "s_q": (None,)}
 BAD: dict[str, dict[str, tuple[Any, ...]]] = {
     "dense_decode": {
@@ -300,6 +301,7 @@ BAD |= {
     }
     for op in ("mqa_logits", "indexer_topk")
 }
+BAD["cache_insert"] = {**BAD_ROWS, "h_q": (0, 129, None)}
 BAD["index_write"] = {**BAD["mqa_logits"], "dtype": ("fp16", "e4m3"), "s_q": (1,)}
 
 

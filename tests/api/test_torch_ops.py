@@ -148,6 +148,15 @@ def index_call(queries: bool) -> Call:
     return "write_index_cache", {"k": k, "index_cache": cache, "slot_mapping": torch.tensor([17, -1]), **norm, **arguments}
 
 
+def insert_call() -> Call:
+    """Return a call that inserts one key of two, keeps both, and rotates their queries."""
+    _, written = write_call()
+    draw = torch.Generator().manual_seed(0)
+    rotary = {"q_pe": torch.randn(2, 3, 64, generator=draw).bfloat16(), "cos_sin": torch.randn(5, 64, generator=draw)}
+    keys = {"norm_weight": torch.ones(512).bfloat16(), "keys": torch.zeros(2, 576).bfloat16()}
+    return "insert_kv_cache", {**written, **rotary, **keys}
+
+
 CALLS: dict[str, Callable[[], Call]] = {
     **{name: partial(call_of, case) for name, case in CASES.items()},
     "merge": merge_call,
@@ -160,6 +169,7 @@ CALLS: dict[str, Callable[[], Call]] = {
     "index_keys": partial(index_call, False),
     "index_queries": partial(index_call, True),
     "write": write_call,
+    "insert": insert_call,
     "gather": gather_call,
     "plan": plan_call,
     "plan_topk": lambda: ("get_mla_metadata", plan_call()[1] | {"num_heads_q": 8, "topk": 70}),
@@ -196,7 +206,7 @@ def check_op(name: str, op: Any, arguments: dict[str, Any]) -> None:
 
 def somewhere(name: str) -> AbstractContextManager[Any]:
     """Activate the device of a call. Keys are written and gathered on the CPU, too."""
-    return nullcontext() if name in ("write", "gather") else cute_mla.simulate("sm90", 2)
+    return nullcontext() if name in ("write", "insert", "gather") else cute_mla.simulate("sm90", 2)
 
 
 @pytest.mark.parametrize("name", CALLS)
@@ -241,7 +251,7 @@ def public_call(name: str) -> tuple[Callable[..., Any], dict[str, Any]]:
     op = op.removesuffix("_indexer").replace("_masked", "_func")
     if arguments.pop("stacked", False):
         arguments = {key: value[0] for key, value in arguments.items()}
-    if "keys" in arguments:
+    if "scales" in arguments:
         arguments["kv"] = [arguments.pop("keys"), arguments.pop("scales")]
     home = cute_mla.cache if op.endswith("kv_cache") else indexer if hasattr(indexer, op) else cute_mla
     return getattr(home, op), arguments

@@ -12,6 +12,7 @@ import cute_mla.api
 from cute_mla.cli import commands, served_models
 from cute_mla.cli.served_models import HEADS, MODELS
 from cute_mla.layer import MlaConfig
+from tests.layer.dsa_models import V3_2
 from tests.layer.mla_models import GLM_5, GLM_5_3_FLASH, MISTRAL_SMALL_4, V2_LITE, V3
 
 ROWS = {cells[0]: dict(zip(HEADS, cells, strict=True)) for cells in served_models.served_models()}
@@ -25,6 +26,10 @@ ROWS = {cells[0]: dict(zip(HEADS, cells, strict=True)) for cells in served_model
         ("GLM-4.7-Flash", ("20", "512 + 64", "q, k 256; v 256", "`latent`, `fp8_576`", "–", "without gradients", "–", "yes")),
         ("GLM-5.3-Flash", ("64", "512 + 0", "q, k 256; v 256", "`latent_512`", "`nope_528`", "without gradients", "yes")),
         ("Mistral Small 4", ("32", "256 + 64", "q, k 128; v 128", "`latent_320`", "–", "with gradients", "–", "yes")),
+        (
+            "DeepSeek-V3.2",
+            ("128", "512 + 64", "q, k 192; v 128", "`latent`", "`latent`, `fp8_656`", "with gradients", "yes", "yes, with indexer"),
+        ),
     ],
 )
 def test_rows(model: str, cells: tuple[str, ...]) -> None:
@@ -46,6 +51,7 @@ def test_a_model_that_is_not_served_says_why() -> None:
         ("DeepSeek-V2-Lite", V2_LITE),
         ("GLM-5, 5.1, 5.2", GLM_5),
         ("GLM-5.3-Flash", GLM_5_3_FLASH),
+        ("DeepSeek-V3.2", V3_2),
         ("Mistral Small 4", MISTRAL_SMALL_4),
     ],
 )
@@ -54,6 +60,7 @@ def test_sizes_are_those_of_the_configurations(model: str, config: dict[str, Any
     for name in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"):
         assert getattr(own, name) == config[name]
     assert own.topk == config.get("index_topk")
+    assert own.key_pool == config.get("index_kpool", 1)
     assert own.d_qk == MlaConfig.from_hugging_face(config).key_columns
 
 

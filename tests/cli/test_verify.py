@@ -20,10 +20,12 @@ from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec import combine
 from cute_mla.testing import runner, suites
 from cute_mla.testing.cases.cache_gather import CacheGatherCase
+from cute_mla.testing.cases.cache_insert import CacheInsertCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
+from cute_mla.testing.cases.index_write import IndexWriteCase
 from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
 from cute_mla.testing.cases.merge_states import MergeStatesCase
 from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
@@ -275,6 +277,8 @@ def test_all_ops_run_unless_one_is_named(stand_in: StandIn, monkeypatch: pytest.
         "merge_states": [SuiteEntry(MergeStatesCase())],
         "cache_write": [SuiteEntry(CacheWriteCase())],
         "cache_gather": [SuiteEntry(CacheGatherCase())],
+        "cache_insert": [SuiteEntry(CacheInsertCase())],
+        "index_write": [SuiteEntry(IndexWriteCase())],
         "mqa_logits": [SuiteEntry(MqaLogitsCase())],
         "indexer_topk": [SuiteEntry(IndexerTopkCase())],
         "topk_indices": [SuiteEntry(TopkIndicesCase())],

@@ -18,7 +18,7 @@ _EXACT = Tolerance(1e-30, 1e-30, 1e-12)
 _MOST_ROWS = (1 << 31) - 1
 
 
-def _cache(c: Contract) -> tuple[Tensor | None, str]:
+def cache_of(c: Contract) -> tuple[Tensor | None, str]:
     """Return the cache, and the name of its format."""
     cache = c.tensor("k_cache", *WIDE, *BYTES)
     if cache is None or not c.require(cache.dim() == 4 and cache.shape[2] == 1, "k_cache"):
@@ -36,26 +36,19 @@ def _cache(c: Contract) -> tuple[Tensor | None, str]:
     return cache, str(kind)
 
 
-def _scale(c: Contract, kind: str) -> None:
+def scale_faults(c: Contract, kind: str) -> None:
     scale = c.tensor("descale_k", torch.float32, optional=True)
     c.require(c.get("descale_k") is None or (kind == "fp8_576" and scale is not None and scale.numel() == 1), "descale_k", "k_cache")
     c.require(scale is None or scale.device.type == "cpu", "descale_k")
 
 
-def _write_faults(arguments: Arguments, setting: Setting) -> set[str]:
-    c = Contract(arguments)
-    c.numbers(power_of_two=is_flag)
-    if c.faults:
-        return c.faults
-    cache, kind = _cache(c)
-    slots = c.tensor("slot_mapping", torch.int64, torch.int32)
-    if cache is None or slots is None or not c.require(slots.dim() == 1 and len(slots) < 1 << 31, "slot_mapping"):
-        return c.faults
+def key_faults(c: Contract, cache: Tensor, kind: str, slots: Tensor) -> Tensor | None:
+    """Check kv_c, k_pe and the device of the slots; return kv_c."""
     kv_c = c.tensor("kv_c", *((cache.dtype,) if kind.startswith("latent") else WIDE))
     k_pe = c.tensor("k_pe", *(WIDE if kv_c is None else (kv_c.dtype,)))
     for name, tensor, width in (("kv_c", kv_c, {"fp8_584": 448, "latent_320": 256}.get(kind, 512)), ("k_pe", k_pe, 64)):
         if name == "k_pe" and kind == "latent_512":
-            c.require(arguments["k_pe"] is None, "k_pe", "k_cache")
+            c.require(c.get("k_pe") is None, "k_pe", "k_cache")
             continue
         c.shaped(name, tensor, len(slots), width, beside="slot_mapping")
         c.last_contiguous(name, tensor)
@@ -64,7 +57,20 @@ def _write_faults(arguments: Arguments, setting: Setting) -> set[str]:
     for name in ("kv_c", "k_pe", "slot_mapping"):
         value = c.get(name)
         c.require(not isinstance(value, Tensor) or value.device.type == "cpu", name)
-    _scale(c, kind)
+    return kv_c
+
+
+def _write_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    c = Contract(arguments)
+    c.numbers(power_of_two=is_flag)
+    if c.faults:
+        return c.faults
+    cache, kind = cache_of(c)
+    slots = c.tensor("slot_mapping", torch.int64, torch.int32)
+    if cache is None or slots is None or not c.require(slots.dim() == 1 and len(slots) < 1 << 31, "slot_mapping"):
+        return c.faults
+    key_faults(c, cache, kind, slots)
+    scale_faults(c, kind)
     c.require(not c.get("power_of_two") or kind in ("fp8_656", "fp8_584"), "power_of_two")
     if not c.faults:
         c.output("k_cache", tuple(cache.shape), (cache.dtype,))
@@ -79,15 +85,19 @@ def _expect_written(arguments: Arguments, setting: Setting) -> Verify:
         return same_slots
     copy = torch.empty(0, dtype=cache.dtype).set_(cache.untyped_storage().clone(), cache.storage_offset(), cache.shape, cache.stride())
     Context().run(lambda: write_kv_cache(**{**arguments, "k_cache": copy}))  # where there is no device: plain torch
-    expected = _bytes(copy)
+    expected = bytes_of_storage(copy)
 
     def verify(result: None) -> str:
-        return "" if torch.equal(_bytes(cache), expected) else f"{int((_bytes(cache) != expected).sum())} other bytes in the cache"
+        return (
+            ""
+            if torch.equal(bytes_of_storage(cache), expected)
+            else f"{int((bytes_of_storage(cache) != expected).sum())} other bytes in the cache"
+        )
 
     return verify
 
 
-def _bytes(cache: Tensor) -> Tensor:
+def bytes_of_storage(cache: Tensor) -> Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).clone()
 
 
@@ -97,7 +107,7 @@ def _gather_faults(arguments: Arguments, setting: Setting) -> set[str]:
         rows=lambda value: is_integer(value) and 0 <= value <= _MOST_ROWS,
         dtype=is_optional(lambda value: isinstance(value, torch.dtype)),
     )
-    cache, kind = _cache(c)
+    cache, kind = cache_of(c)
     table = c.tensor("block_table", torch.int32)
     if cache is None or table is None or not c.require(table.dim() == 2, "block_table"):
         return c.faults
@@ -109,7 +119,7 @@ def _gather_faults(arguments: Arguments, setting: Setting) -> set[str]:
     for name in ("block_table", "cu_seqlens", "starts"):
         value = c.get(name)
         c.require(not isinstance(value, Tensor) or value.device.type == "cpu", name)
-    _scale(c, kind)
+    scale_faults(c, kind)
     if c.faults:
         return c.faults
     allowed = (cache.dtype,) if kind.startswith("latent") else WIDE

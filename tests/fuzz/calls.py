@@ -7,10 +7,12 @@ from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 from cute_mla.testing.cases.cache_gather import CacheGatherCase
+from cute_mla.testing.cases.cache_insert import CacheInsertCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
+from cute_mla.testing.cases.index_write import IndexWriteCase
 from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
 from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
@@ -104,6 +106,7 @@ class PlainCase:
 
 _LIBRARY = (
     *(DenseDecodeCase, SparseDecodeCase, SparsePrefillCase, DensePrefillCase, DensePrefillBackwardCase),
+    *(CacheInsertCase, IndexWriteCase),
     *(CacheWriteCase, CacheGatherCase, MqaLogitsCase, IndexerTopkCase, TopkIndicesCase),
 )
 _OWN = (MergeCase, PlanCase, CacheCase, BatchCase, PlainCase)

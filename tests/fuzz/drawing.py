@@ -14,10 +14,12 @@ from cute_mla.spec.dense_prefill_dq import HEAD_DIMS as GRADIENT_HEAD_DIMS
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.sparse_decode import DECODED, DECODED_BESIDE, serving_kernels
 from cute_mla.testing.cases.cache_gather import CacheGatherCase
+from cute_mla.testing.cases.cache_insert import CacheInsertCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
+from cute_mla.testing.cases.index_write import IndexWriteCase
 from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
 from cute_mla.testing.cases.mqa_logits import KeyWindows, MqaLogitsCase, RequestLengths
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
@@ -73,6 +75,9 @@ def _cases(subject: str) -> st.SearchStrategy[Any]:
         "indexer_topk": indexer_topk_cases(),
         "get_mla_metadata": plan_cases(),
         "write_kv_cache": write_cases(),
+        "insert_kv_cache": insert_cases(),
+        "write_index_cache": index_cases("keys"),
+        "prepare_index_queries": index_cases("queries"),
         "gather_kv_cache": gather_cases(),
         "quantise_cache": cache_cases(),
         "dequantise_cache": cache_cases(),
@@ -433,6 +438,44 @@ def write_cases(draw: st.DrawFn) -> CacheWriteCase:
         key_layout=draw(st.sampled_from(("packed", "projection", "odd"))),
         slot_type=draw(st.sampled_from(("int64", "int32", "strided"))),
         power_of_two=draw(st.booleans()) if paged["cache"] in ("fp8_656", "fp8_584") else False,
+    )
+
+
+@st.composite
+def insert_cases(draw: st.DrawFn) -> CacheInsertCase:
+    """Draw calls that insert keys into a cache."""
+    written = {field.name: getattr(case, field.name) for case in (draw(write_cases()),) for field in fields(case)}
+    return CacheInsertCase(
+        **written,
+        heads=draw(st.sampled_from((0, 1, 3, 17))),
+        queries=draw(st.sampled_from(("packed", "sliced", "odd", "heads_first"))),
+        position_type=draw(st.sampled_from(("int64", "int32", "strided"))),
+        kept=draw(st.sampled_from(("none", "packed", "odd"))),
+        eps=draw(st.sampled_from((1e-6, 0.0, 0.5))),
+    )
+
+
+@st.composite
+def index_cases(draw: st.DrawFn, rows: Any) -> IndexWriteCase:
+    """Draw calls that write the indexer's keys or prepare its queries."""
+    return IndexWriteCase(
+        rows=rows,
+        tokens=draw(st.integers(0, 20)),
+        heads=1 if rows == "keys" else draw(st.sampled_from((1, 2, 7, 33, 64))),
+        page_size=draw(st.sampled_from((16, 32, 64, 128))),
+        pages=draw(st.integers(1, 4)),
+        rope=draw(st.sampled_from(("half_split", "interleaved"))),
+        hadamard=draw(st.booleans()),
+        scale_format=draw(st.sampled_from(("fp32", "ue8m0"))) if rows == "keys" else "fp32",
+        values=draw(st.sampled_from(("normal", "nasty"))),
+        positions=draw(st.booleans()),
+        layout=draw(st.sampled_from(("packed", "projection", "odd"))),
+        integers=draw(st.sampled_from(("int64", "int32", "strided"))),
+        table=draw(st.sampled_from(("packed", "strided"))),
+        cache_layout=draw(st.sampled_from(("packed", "layers"))),
+        outputs="allocated" if rows == "keys" else draw(_OUTPUTS),
+        wide_weights=draw(st.booleans()),
+        seed=draw(_SEEDS),
     )
 
 

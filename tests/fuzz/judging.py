@@ -26,10 +26,11 @@ from tests.fuzz.cache_subjects import CACHE_SUBJECTS
 from tests.fuzz.calls import FuzzCall
 from tests.fuzz.host_subjects import HOST_SUBJECTS
 from tests.fuzz.indexer_subjects import INDEXER_SUBJECTS
+from tests.fuzz.insert_subjects import INSERT_SUBJECTS
 from tests.fuzz.subjects import ALLOWED_FINDINGS, DEVICE_SUBJECTS, Arguments, Subject, allowed_findings, anything
 from tests.support.recording_device import RecordingDevice
 
-SUBJECTS: dict[str, Subject] = {**DEVICE_SUBJECTS, **CACHE_SUBJECTS, **INDEXER_SUBJECTS, **HOST_SUBJECTS}
+SUBJECTS: dict[str, Subject] = {**DEVICE_SUBJECTS, **CACHE_SUBJECTS, **INDEXER_SUBJECTS, **INSERT_SUBJECTS, **HOST_SUBJECTS}
 
 MOST_SECONDS = 300  # of a call, on a machine that is busy with others
 
@@ -48,6 +49,10 @@ _SPOKEN = {
     "arch": ("feature",),
     "tile_scheduler_metadata": ("num_splits",),
 }
+
+
+# Subjects whose results may replace an operand, or a part of one.
+_REPLACING = ("merge_states", "write_kv_cache", "insert_kv_cache", "write_index_cache")
 
 
 class Failure(AssertionError):
@@ -190,7 +195,7 @@ def _return(call: FuzzCall, subject: Subject, arguments: Arguments, device: Simu
     if verify in (anything, *ALLOWED_FINDINGS) and not call.breaks:
         raise Failure("the judge knows nothing of a right call")
     written = _written(arguments)
-    if call.subject not in ("merge_states", "write_kv_cache"):  # where a result may replace an operand, or a part of one
+    if call.subject not in _REPLACING:
         for tensor in written:
             tensor.detach().fill_(math.nan if tensor.is_floating_point() else 0)
     memory = _Memory(arguments)
@@ -220,9 +225,10 @@ def _in_place(call: FuzzCall) -> bool:
 
 def _written(arguments: Arguments) -> list[Tensor]:
     results = (
-        ("dq", "dk", "dv") if "dout" in arguments else ("out", "lse", "max_logits", "lse_indexer")
+        ("dq", "dk", "dv") if "dout" in arguments else ("out", "lse", "max_logits", "lse_indexer", "out_weights")
     )  # the backward pass reads out and lse
-    names = (*results, "workspace", *(("k_cache",) if "kv_c" in arguments else ()))
+    inserted = ("k_cache", "q_pe", "keys") if "kv_c" in arguments else ("index_cache",) if "norm_bias" in arguments else ()
+    names = (*results, "workspace", *inserted)
     return [value for name in names if isinstance(value := arguments.get(name), Tensor)]
 
 

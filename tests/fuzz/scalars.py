@@ -18,6 +18,16 @@ def is_flag(value: Any) -> bool:
     return isinstance(value, bool | np.bool_)
 
 
+def is_eps(value: Any) -> bool:
+    """Return whether the value is a number that fp32 holds and that is not negative."""
+    if isinstance(value, bool | np.bool_) or not isinstance(value, Real):
+        return False
+    try:
+        return bool(0 <= float(value) <= 3.4028235e38)
+    except OverflowError:
+        return False
+
+
 def is_scale(value: Any) -> bool:
     """Return whether the value is a positive number that fp32 holds, also after multiplication by log2(e)."""
     if isinstance(value, bool) or not isinstance(value, Real):

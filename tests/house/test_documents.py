@@ -16,7 +16,7 @@ import pytest
 
 import cute_mla
 from cute_mla import indexer
-from cute_mla.cache import gather_kv_cache, write_kv_cache
+from cute_mla.cache import gather_kv_cache, insert_kv_cache, write_kv_cache
 from cute_mla.spec.cache_format import FORMATS, CacheFormat
 from cute_mla.spec.mla import D_LATENT, ELEMENT_BYTES
 from docs.site.repository_pages import documents, linked_files, remote_resources, rewrite_links, site_path
@@ -146,7 +146,9 @@ INDEXER = [getattr(indexer, name) for name in indexer.__all__]
 FUNCTIONS = [cute_mla.flash_mla_with_kvcache, cute_mla.flash_mla_sparse_fwd, cute_mla.flash_attn_varlen_func, cute_mla.merge_states]
 
 
-@pytest.mark.parametrize("function", [*FUNCTIONS, write_kv_cache, gather_kv_cache, *INDEXER], ids=lambda function: function.__name__)
+@pytest.mark.parametrize(
+    "function", [*FUNCTIONS, write_kv_cache, insert_kv_cache, gather_kv_cache, *INDEXER], ids=lambda function: function.__name__
+)
 def test_the_reference_lists_every_argument(markdown_of: Callable[..., str], function: Callable[..., object]) -> None:
     arguments = set(inspect.signature(function).parameters)
     text = markdown_of(inspect.getdoc(function), arguments)

@@ -64,6 +64,7 @@ PUBLIC_API = {
     "fp8_paged_mqa_logits",
     "gather_kv_cache",
     "indexer_topk",
+    "insert_kv_cache",
     "indexer_topk_prefill",
     "is_supported",
     "workspace_size",

@@ -81,7 +81,7 @@ BUGS = (
     Bug("-0 is less than 0", r"add\.f32(\s+%r\d+, %r\d+), 0f00000000;", r"mov.b32\1;", alone(0)),
     Bug("a far distance is negative", r"min\.u32(\s+%r\d+, %r\d+, 2047)", r"min.s32\1", together),
     Bug("a histogram is not cleared", r"st\.shared\.v4\.b32\s+\[%r\d+\+\d+\], \{[^}]*\};", "", each_in(0), count=4),
-    Bug("a lane counts those above it, too", r"and\.b32(\s+%r\d+, %r\d+), %r\d+;(\s+popc)", r"mov.b32\1;\2", alone(0, 8, 9), count=16),
+    Bug("a lane counts those above it, too", r"and\.b32(\s+%r\d+, %r\d+), %r\d+;(\s+popc)", r"mov.b32\1;\2", alone(0, 16, 17), count=24),
     Bug("no barrier of the cluster", r"barrier\.cluster\.arrive;\s+barrier\.cluster\.wait;", "", each_in(0)),
     Bug("no barrier of the CTA", r"bar\.sync\s+0;", "", each_in(0)),
 )

@@ -45,6 +45,9 @@ GLM_5: dict[str, Any] = {
     "rope_parameters": {"rope_type": "default", "rope_theta": 1_000_000},
     "max_position_embeddings": 202752,
     "index_topk": 2048,
+    "index_n_heads": 32,
+    "index_head_dim": 128,
+    "indexer_rope_interleave": True,
 }
 GLM_5_3_FLASH: dict[str, Any] = {
     **GLM_5,
@@ -215,14 +218,17 @@ def _output(columns: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
     return out + weights[f"{PREFIX}o_proj.bias"].float() if f"{PREFIX}o_proj.bias" in weights else out
 
 
-def naive(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
-    """Return the layer's output [tokens, hidden size] for a whole sequence: keys and values of every head, full causal attention."""
+def naive(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any], seen: Tensor | None = None) -> Tensor:
+    """Return the layer's output [tokens, hidden size] for a whole sequence: keys and values of every head, full causal attention.
+
+    seen: bool [tokens, tokens], the keys that each token attends to instead.
+    """
     own, heads, columns = project(hidden, weights, config), config["num_attention_heads"], Columns.of(config)
     both = (own.latent @ weights[f"{PREFIX}kv_b_proj.weight"].float().T).view(-1, heads, columns.nope + columns.v)
     k = torch.cat((both[..., : columns.nope], own.rotary.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
     scores = torch.einsum("ihd,jhd->hij", own.q, k) * softmax_scale(config)
-    future = torch.ones(len(hidden), len(hidden), dtype=torch.bool).triu(1)
-    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(future, -math.inf).softmax(dim=-1), both[..., columns.nope :])
+    unseen = torch.ones(len(hidden), len(hidden), dtype=torch.bool).triu(1) if seen is None else ~seen
+    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(unseen, -math.inf).softmax(dim=-1), both[..., columns.nope :])
     return _output(out.flatten(1), weights)
 
 

@@ -72,6 +72,29 @@ def test_by_the_kernels(config: dict[str, object], dtype: torch.dtype, arch: Arc
     assert (out.float() - naive).abs().max() <= (ROUNDING + TOLERANCE[dtype]) * naive.abs().max()
 
 
+@pytest.mark.parametrize(("config", "dtype"), [(V3, torch.bfloat16), (V2_LITE, torch.float16)])
+def test_queries_in_e4m3(config: dict[str, object], dtype: torch.dtype, arch: Arch) -> None:
+    """Decode rounds its queries too, and prefill does not: by the kernels as on the reference path, and near the exact result."""
+    contexts = [65, 20, 0]
+    sequences = Sequences.drawn(config, [66, 21, 6], dtype).with_context(contexts)
+    hidden, layer = torch.cat(sequences.new_tokens(contexts)), sequences.layer()
+
+    def run(descale_q: Tensor | None) -> Tensor:
+        return layer(hidden, rounded(sequences), sequences.plan(contexts, 2), descale_q=descale_q, descale_k=SCALE)
+
+    plain, by_reference = run(None), run(torch.tensor([0.05]))
+    with cute_mla.simulate(arch, 2) as device:
+        by_kernels = run(torch.tensor([0.05]))
+    assert device.findings == []
+    assert by_kernels.dtype == by_reference.dtype == dtype
+    assert torch.equal(by_reference[2:], plain[2:])
+    assert not torch.equal(by_reference[:2], plain[:2])
+    expected = sequences.expected(contexts)
+    for out in (by_reference, by_kernels):
+        assert (out.float() - expected).abs().max() <= 2 * (ROUNDING + TOLERANCE[dtype]) * expected.abs().max()
+    assert (by_kernels.float() - by_reference.float()).abs().max() <= ROUNDING * expected.abs().max()
+
+
 def test_keys_beyond_the_range_are_limited() -> None:
     sequences = Sequences.drawn(V3, [3])
     cache = rounded(sequences)
@@ -91,3 +114,7 @@ def test_what_is_refused() -> None:
         layer(hidden, sequences.k_cache.to(torch.float8_e5m2), plan)
     with pytest.raises(ValueError, match=r"descale_k has shape \[2\]; supported: one element"):
         layer(hidden, rounded(sequences), plan, descale_k=torch.ones(2))
+    with pytest.raises(ValueError, match=r"descale_q has shape \[2\]; supported: one element"):
+        layer(hidden, rounded(sequences), plan, descale_q=torch.ones(2))
+    with pytest.raises(ValueError, match=r"descale_q has dtype torch\.float64; supported: torch\.float32"):
+        layer(hidden, rounded(sequences), plan, descale_q=torch.ones(1).double())

@@ -113,8 +113,8 @@ def test_what_objects_look_like() -> None:
     assert text.startswith(
         "MlaBatch(positions=<int64 [3] on cpu>, slot_mapping=<int64 [3] on cpu>, decode=DecodeRequests(block_table=<int32"
     )
-    assert "schedule=MlaSchedule(not planned)), prefill=PrefillRequests(" in text
-    assert text.endswith("chunks=<1 of ContextChunk>))")
+    assert "schedule=MlaSchedule(not planned), max_keys=6, share=None), prefill=PrefillRequests(" in text
+    assert text.endswith("chunks=<1 of ContextChunk>), selection=Selection(empty))")
     assert plan.prefill is not None
     assert repr(plan.prefill.chunks[0]).startswith("ContextChunk(block_table=<int32 [1, 1] on cpu>, starts=")
     assert repr(replace(plan.prefill, chunks=())).endswith("tokens=2, chunks=())")

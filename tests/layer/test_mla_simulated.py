@@ -57,7 +57,7 @@ def test_other_columns(model: dict[str, Any], cache: str, decode: str, prefill: 
         out = sequences.step(CONTEXTS, DECODES)
     assert device.findings == []
     first, second, *rest = launched
-    assert [first, second] == [f"cache_write_b16_{cache}", "split_plan_i32"]
+    assert [first, second] == [f"cache_insert_bf16_{cache}", "split_plan_i32"]
     assert rest[0].startswith(f"dense_decode_{decode}")
     assert [name for name in rest[1:] if not name.startswith("combine")] == [
         f"dense_prefill_{prefill}",

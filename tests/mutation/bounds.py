@@ -6,6 +6,7 @@ from cute_mla.manifest import KernelEntry
 from cute_mla.simulator.frontend.ptx import EntryText
 from cute_mla.spec import (
     cache_gather,
+    cache_insert,
     cache_write,
     combine,
     dense_decode,
@@ -25,7 +26,7 @@ from cute_mla.spec.cache_rows import KEYS_PER_BLOCK
 from tests.mutation.ranges import Range
 
 _MODULES = (
-    *(cache_gather, cache_write, combine, dense_decode, dense_prefill, dense_prefill_dkdv, dense_prefill_dq),
+    *(cache_gather, cache_insert, cache_write, combine, dense_decode, dense_prefill, dense_prefill_dkdv, dense_prefill_dq),
     *(index_write, merge_states, mqa_logits, sparse_decode, sparse_prefill, split_plan, topk_indices),
 )
 _PARAMS = {module.__name__.rpartition(".")[2]: module.PARAMS for module in _MODULES}
@@ -38,6 +39,7 @@ _REQUESTS = (1 << 29) - 1  # most requests of a decode call: each has a row of q
 _TILE_ROWS = 64  # query rows of a CTA of dense decode
 _BLOCKS = {  # most CTAs in x
     "cache_gather": _MOST // KEYS_PER_BLOCK + 1,
+    "cache_insert": _MOST // KEYS_PER_BLOCK + 1 + cache_insert.MAX_QUERIES // cache_insert.ROWS_PER_BLOCK,
     "cache_write": _MOST // KEYS_PER_BLOCK + 1,
     "dense_decode": _TOKENS["dense_decode"] * _HEADS_OF_LATENT // _TILE_ROWS,
     "index_write": index_write.MAX_ROWS // index_write.ROWS_PER_BLOCK,

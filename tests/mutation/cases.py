@@ -10,6 +10,7 @@ from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.topk_indices import RESIDENT, WIDE
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.cache_gather import CacheGatherCase
+from cute_mla.testing.cases.cache_insert import CacheInsertCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
@@ -89,6 +90,7 @@ CASES: dict[str, tuple[BaseCase, ...]] = {
         for hadamard in (False, True)
     ),
     "cache_write": tuple(CacheWriteCase(cache=cache, tokens=9) for cache in CACHED),
+    "cache_insert": tuple(CacheInsertCase(cache=cache, tokens=9, kept="packed") for cache in CACHED),
     "cache_gather": tuple(CacheGatherCase(cache=cache, lengths=(6, 0, 5)) for cache in CACHED),
 }
 AROUND = ("combine", "split_plan")  # kernels that the calls of other ops launch

@@ -30,6 +30,7 @@ KERNELS = (
     "topk_indices_sm90_fp32_cluster8",
     "index_write_sm100_bf16_keys",
     "cache_write_sm90_bf16_fp8_656",
+    "cache_insert_sm90_bf16_latent",
     "cache_gather_sm100_b16_latent",
 )
 OF_THE_OTHER_ARCHITECTURE = (

@@ -16,6 +16,7 @@ from cute_mla.api import flashmla, kv_cache, varlen
 from cute_mla.api import merge_states as public_merge_states
 from cute_mla.ops import (
     cache_gather,
+    cache_insert,
     cache_write,
     decode,
     dense_decode,
@@ -35,7 +36,7 @@ from cute_mla.ops.launch_plan import LaunchPlan
 from cute_mla.ops.protocol import Op, Planner
 
 OPS: tuple[Op, ...] = (
-    *(cache_gather, cache_write, dense_prefill, dense_prefill_backward, merge_states, sparse_prefill, split_plan),
+    *(cache_gather, cache_insert, cache_write, dense_prefill, dense_prefill_backward, merge_states, sparse_prefill, split_plan),
     topk_indices,
 )
 DECODE: tuple[Planner, ...] = (dense_decode, sparse_decode)
@@ -57,6 +58,7 @@ BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "indexer_topk_prefill": (indexer_topk.run_rows, public_indexer.indexer_topk_prefill),
     "get_mla_metadata": (split_plan.run, flashmla.get_mla_metadata),
     "write_kv_cache": (cache_write.run, kv_cache.write_kv_cache),
+    "insert_kv_cache": (cache_insert.run, kv_cache.insert_kv_cache),
     "gather_kv_cache": (cache_gather.run, kv_cache.gather_kv_cache),
 }
 

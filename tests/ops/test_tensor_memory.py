@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import cute_mla
-from cute_mla.cache import dequantise_cache, gather_kv_cache, quantise_cache, write_kv_cache
+from cute_mla.cache import dequantise_cache, gather_kv_cache, insert_kv_cache, quantise_cache, write_kv_cache
 from cute_mla.indexer import (
     fp8_mqa_logits,
     fp8_paged_mqa_logits,
@@ -154,6 +154,12 @@ def index_queries(**changes: Any) -> dict[str, Any]:
     return {**arguments, **results, "rope": "interleaved", **changes}
 
 
+def inserting(**changes: Any) -> dict[str, Any]:
+    rotary = {"q_pe": torch.zeros(2, 3, 64).bfloat16(), "cos_sin": torch.zeros(5, 64), "positions": ints(2)}
+    arguments = {**writing(), **rotary, "norm_weight": torch.zeros(512).bfloat16()}
+    return {**arguments, "keys": torch.zeros(2, 576).bfloat16(), **changes}
+
+
 Make = Callable[..., dict[str, Any]]
 CALLS: dict[str, tuple[Callable[..., Any], Make]] = {
     "dense": (cute_mla.flash_mla_with_kvcache, dense),
@@ -170,11 +176,20 @@ CALLS: dict[str, tuple[Callable[..., Any], Make]] = {
     "index_queries": (prepare_index_queries, index_queries),
     "plan": (cute_mla.get_mla_metadata, planning),
     "write": (write_kv_cache, writing),
+    "insert": (insert_kv_cache, inserting),
     "gather": (gather_kv_cache, gathering),
 }
 
 # The tensor that decides whether a call is traced.
-_NOT_Q = {"merge": "outs", "topk": "logits", "index_write": "k", "plan": "cache_seqlens", "write": "k_cache", "gather": "k_cache"}
+_NOT_Q = {
+    "merge": "outs",
+    "topk": "logits",
+    "index_write": "k",
+    "plan": "cache_seqlens",
+    "write": "k_cache",
+    "insert": "k_cache",
+    "gather": "k_cache",
+}
 TRACED_BY = {call: _NOT_Q.get(call, "q") for call in CALLS}
 
 

@@ -1,6 +1,6 @@
 """Run by test_stub_driver.py in a process whose libcuda is the stub: launches dense_decode twice and prints what the stub saw.
 
-Its arguments are the compute capability of the device, as in `10 3`.
+Its arguments are the compute capability of the device, as in `10 3`, and `ctypes` for a process without cuda-python.
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class Record(ctypes.Structure):
 
 def main() -> None:
     """Print a JSON object."""
+    if "ctypes" in sys.argv:
+        sys.modules["cuda.bindings.driver"] = None  # type: ignore[assignment]  # as Python marks a module that cannot be imported
     cuda_launches.current_stream = lambda index: 0x5757
     stub = ctypes.CDLL("libcuda.so.1")
     ctypes.c_int.in_dll(stub, "stub_arguments").value = len(PARAMS)

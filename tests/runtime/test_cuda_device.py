@@ -14,7 +14,7 @@ from cuda.bindings import driver as real
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_mla.api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
-from cute_mla.runtime import cuda_launches, driver
+from cute_mla.runtime import cuda_launches, driver, libcuda
 from cute_mla.runtime.arguments import ArgumentBlock
 from cute_mla.runtime.cuda_device import CudaDevice
 from cute_mla.runtime.current import cpu_tensors_on
@@ -348,8 +348,10 @@ def test_no_driver(monkeypatch: pytest.MonkeyPatch, artifacts: Path) -> None:
 
 def test_no_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, "cuda.bindings.driver", None)
+    monkeypatch.setattr(libcuda, "_LIBRARY", "libnowhere.so.1")
     driver._bindings.cache_clear()
-    with pytest.raises(DeviceError, match="cuda-python is needed to use a CUDA device"):
+    libcuda._function.cache_clear()
+    with pytest.raises(DeviceError, match=r"no usable NVIDIA driver: cuInit cannot be called: libnowhere\.so\.1"):
         driver.init()
     driver._bindings.cache_clear()
 

@@ -1,4 +1,4 @@
-"""The whole launch path through the real cuda.bindings, down to a libcuda of our own: needs a C compiler, not a GPU."""
+"""The whole launch path, through the real cuda.bindings or ctypes, down to a libcuda of our own: needs a C compiler, not a GPU."""
 
 from __future__ import annotations
 
@@ -34,16 +34,17 @@ def stub(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_session(stub: Path, artifacts: Path, *capability: int) -> subprocess.CompletedProcess[str]:
+def run_session(stub: Path, artifacts: Path, *arguments: int | str) -> subprocess.CompletedProcess[str]:
     """Run stub_session.py."""
     environment = {**os.environ, "LD_LIBRARY_PATH": str(stub), "PYTHONPATH": str(ROOT), "CUTE_MLA_ARTIFACTS": str(artifacts)}
-    command = [sys.executable, str(HERE / "stub_session.py"), *map(str, capability)]
+    command = [sys.executable, str(HERE / "stub_session.py"), *map(str, arguments)]
     return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, timeout=120)
 
 
+@pytest.mark.parametrize("binding", ["cuda.bindings", "ctypes"])
 @pytest.mark.parametrize(("capability", "arch"), [((9, 0), "sm90"), ((10, 0), "sm100"), ((10, 3), "sm100")])
-def test_launch_through_the_real_bindings(stub: Path, artifacts: Path, capability: tuple[int, int], arch: str) -> None:
-    done = run_session(stub, artifacts, *capability)
+def test_a_launch(stub: Path, artifacts: Path, capability: tuple[int, int], arch: str, binding: str) -> None:
+    done = run_session(stub, artifacts, *capability, binding)
     assert done.returncode == 0, done.stderr
     seen: dict[str, Any] = json.loads(done.stdout)
     assert seen["kernel"] == f"dense_decode_{arch}_bf16_cluster2"
@@ -60,10 +61,21 @@ def test_launch_through_the_real_bindings(stub: Path, artifacts: Path, capabilit
     assert seen["map_words"][:13] == [0x70000000, bf16, 4, 576, 1, 64, 100, 0, 1152, 1152, 73728, 0, 0]
 
 
-def test_a_device_without_kernels_is_refused(stub: Path, artifacts: Path) -> None:
-    done = run_session(stub, artifacts, 12, 0)
+@pytest.mark.parametrize("binding", ["cuda.bindings", "ctypes"])
+def test_a_device_without_kernels_is_refused(stub: Path, artifacts: Path, binding: str) -> None:
+    done = run_session(stub, artifacts, 12, 0, binding)
     assert "cuda:0 (Stub) has compute capability 12.0; supported: 9.0 (sm90), 10.0 or 10.3 (sm100)" in done.stderr
     assert done.returncode
+
+
+@pytest.mark.parametrize("binding", ["cuda.bindings", "ctypes"])
+def test_an_error_has_the_name_that_the_driver_gives_it(stub: Path, artifacts: Path, binding: str) -> None:
+    """The stub has no kernel of this name."""
+    manifest = artifacts / "manifest.json"
+    manifest.write_text(manifest.read_text().replace("_0", "_9"))
+    done = run_session(stub, artifacts, 9, 0, binding)
+    assert done.returncode
+    assert "DeviceError: cuLibraryGetKernel failed: CUDA_ERROR_NOT_FOUND (500)" in done.stderr
 
 
 def test_the_cost_of_a_call_on_the_host_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,7 +30,7 @@ from cute_mla.testing.runner import call
 from cute_mla.testing.suites import suite
 from tests.simulator.both_codes import both_codes
 
-CASES = ("merge_states", "mqa_logits", "topk_indices", "index_write", "cache_write", "cache_gather", "dense_decode")
+CASES = ("merge_states", "mqa_logits", "topk_indices", "index_write", "cache_write", "cache_insert", "cache_gather", "dense_decode")
 ATTENTION = ("dense_prefill", "sparse_prefill", "sparse_decode", "dense_decode")
 COVERED = ("merge_states", "mqa_logits", "topk_indices", "index_write", "cache_", "split_plan", "combine")
 MAX_TILES = 6

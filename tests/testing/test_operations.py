@@ -16,10 +16,12 @@ from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.operations import OPERATIONS, operation
 from cute_mla.testing.suites import (
     cache_gather,
+    cache_insert,
     cache_write,
     dense_decode,
     dense_prefill,
     dense_prefill_backward,
+    index_write,
     indexer_topk,
     merge_states,
     mqa_logits,
@@ -34,7 +36,17 @@ SMOKE: list[BaseCase] = [*dense_decode.SMOKE, *sparse_decode.SMOKE, *sparse_pref
 
 
 def test_every_op_has_its_cases() -> None:
-    others = (dense_prefill_backward, cache_write, cache_gather, merge_states, mqa_logits, indexer_topk, topk_indices)
+    others = (
+        dense_prefill_backward,
+        cache_write,
+        cache_gather,
+        merge_states,
+        mqa_logits,
+        indexer_topk,
+        topk_indices,
+        cache_insert,
+        index_write,
+    )
     assert set(OPERATIONS) == {case.op for case in (*SMOKE, *(case for suites in others for case in suites.SMOKE))}
 
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 import vllm.envs as envs
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_dcp_group
 from vllm.model_executor.layers.attention.mla_attention import (
     MLACommonBackend,
     MLACommonDecodeMetadata,
@@ -19,6 +20,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
 )
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionCGSupport, AttentionLayer, MultipleOf, max_decode_query_len
+from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ...ops.limits import value_columns
@@ -31,7 +33,6 @@ from .layers import (
     check_options,
     concatenate_queries,
     decodes_all,
-    graph_query_len,
     max_decode_tokens,
     reserve_queries,
 )
@@ -107,14 +108,32 @@ class CuteMla(MLACommonBackend):
 class CuteMlaDecodeMetadata(MLACommonDecodeMetadata):
     """Metadata of the decode requests.
 
-    query_start_loc: int32 [requests + 1] on the device, their query tokens. max_query_len: the most of a request, by any batch that replays
-    the same CUDA graph. plan: tile_scheduler_metadata and num_splits. dtype: dtype of the model and of out.
+    The kernels' requests are vLLM's, or single tokens where ranks share the keys of requests with drafts. tables: int32 [requests, pages]
+    and lengths: int32 [requests], of this rank's keys. query_start_loc: int32 [requests + 1] on the device, their query tokens.
+    max_query_len: the most of a request, by any batch that replays the same CUDA graph. plan: tile_scheduler_metadata and num_splits.
+    dtype: dtype of the model and of out.
     """
 
+    tables: torch.Tensor
+    lengths: torch.Tensor
     query_start_loc: torch.Tensor
     max_query_len: int
     plan: Plan
     dtype: torch.dtype
+
+
+class TokenRows:
+    """Buffers of query tokens as requests of their own, which CUDA graphs read at fixed addresses."""
+
+    def __init__(self, tokens: int, pages: int, device: torch.device) -> None:
+        self._tables = torch.zeros((tokens, pages), dtype=torch.int32, device=device)
+        self._lengths = torch.zeros(tokens, dtype=torch.int32, device=device)
+        self._starts = torch.arange(tokens + 1, dtype=torch.int32, device=device)
+
+    def store(self, tables: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Copy block tables and lengths of tokens to the buffers, and return the copies and offsets [tokens + 1]."""
+        tokens = lengths.shape[0]
+        return self._tables[:tokens].copy_(tables), self._lengths[:tokens].copy_(lengths), self._starts[: tokens + 1]
 
 
 class CuteMlaMetadata(MLACommonMetadata[CuteMlaDecodeMetadata]):
@@ -132,13 +151,14 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
-        super().__init__(kv_cache_spec, layer_names, vllm_config, device, CuteMlaMetadata)
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device, CuteMlaMetadata, supports_dcp_with_varlen=True)
         self._decode_heads = self.num_heads * self.dcp_world_size  # the heads of all ranks attend to this rank's keys
         self._decodes_all = decodes_all(vllm_config)
         if self._decodes_all:
             self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens
         # Keyed by the tokens of a unit: nothing else that varies affects the number of parts of a plan. A unit has a query token or more.
         self._plans = PlanBuffers(max_decode_tokens(vllm_config))
+        self._rows: TokenRows | None = None  # made by the first batch that needs it, which knows the width of block tables
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -148,7 +168,7 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
         """Return the most query tokens of a decode request in a CUDA graph, whose other requests may have fewer."""
-        return graph_query_len(vllm_config, varlen_with_dcp=False)
+        return max_decode_query_len(vllm_config)
 
     def _build_decode(
         self,
@@ -163,15 +183,39 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
     ) -> CuteMlaDecodeMetadata:
         # A graph of any batch is replayed with any lengths: its tokens are the bound. In a batch of padding alone, vLLM's is 0.
         longest = max(num_decode_tokens if self._decodes_all else max_query_len, 1)
+        requests = (block_table_tensor, seq_lens_device, query_start_loc_device)
+        if dcp_tot_seq_lens_device is not None and longest > 1:
+            requests = self._token_rows(block_table_tensor, dcp_tot_seq_lens_device, query_start_loc_device, num_decode_tokens)
+            longest = 1
+        tables, lengths, starts = requests
         return CuteMlaDecodeMetadata(
             block_table=block_table_tensor,
             seq_lens=seq_lens_device,
             dcp_tot_seq_lens=dcp_tot_seq_lens_device,
-            query_start_loc=query_start_loc_device,
+            tables=tables,
+            lengths=lengths,
+            query_start_loc=starts,
             max_query_len=longest,
-            plan=self._plan(seq_lens_device, query_start_loc_device, num_decode_tokens, longest),
+            plan=self._plan(lengths, starts, num_decode_tokens, longest),
             dtype=self.model_config.dtype,
         )
+
+    def _token_rows(
+        self, tables: torch.Tensor, lengths: torch.Tensor, starts: torch.Tensor, tokens: int
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return block tables, lengths and offsets of query tokens as requests of their own, by the lengths of all ranks' keys.
+
+        Which of this rank's keys a token sees depends on its position, not on how many of them its successors see.
+        """
+        if self._rows is None:
+            scheduler = self.vllm_config.scheduler_config
+            most = min(scheduler.max_num_seqs * self.reorder_batch_threshold, scheduler.max_num_batched_tokens)
+            self._rows = TokenRows(max(most, tokens), tables.shape[1], tables.device)
+        row = torch.arange(tokens, device=starts.device)
+        owner = torch.searchsorted(starts[1:], row, right=True).clamp(max=len(lengths) - 1)
+        seen = torch.where(row < starts[-1], lengths[owner] - starts[owner + 1] + row + 1, 0)
+        own = get_dcp_local_seq_lens(seen, self.dcp_world_size, get_dcp_group().rank_in_group, self.cp_kv_cache_interleave_size)
+        return self._rows.store(tables[owner], own)
 
     def _plan(self, lengths: torch.Tensor, query_start_loc: torch.Tensor, tokens: int, max_query_len: int) -> Plan:
         """Plan requests with room for this many query tokens, at most max_query_len each. Lengths stay on the device."""
@@ -188,7 +232,7 @@ class CuteMlaImpl(CacheWriteMixin, MLACommonImpl[CuteMlaMetadata]):
     lse_base_on_e: bool = True
     supports_dcp: bool = True
     supports_pcp: bool = False
-    supports_mtp_with_cp_non_trivial_interleave_size: bool = False
+    supports_mtp_with_cp_non_trivial_interleave_size: bool = True
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, **options: Any) -> None:
         check_options(head_size, options)
@@ -240,8 +284,8 @@ class CuteMlaImpl(CacheWriteMixin, MLACommonImpl[CuteMlaMetadata]):
         flash_mla_with_kvcache(
             q,
             kv_c_and_k_pe_cache.unsqueeze(2),
-            decode.block_table,
-            decode.seq_lens,
+            decode.tables,
+            decode.lengths,
             self.kv_lora_rank,
             metadata,
             num_splits,

@@ -14,66 +14,37 @@ cute_mla/spec/cache_write.py.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16
 
 from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
 from ...spec.cache_rows import (
     ANY_16_BITS,
-    E4M3_MAX,
     KEYS_PER_BLOCK,
-    LEAST_POWER_OF_TWO_AMAX,
     VECTOR,
     CacheRowsConfig,
-    latent_columns,
-    rotary_columns,
 )
 from ...spec.cache_write import PARAMS, CacheWriteArguments
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
-from ..primitives.elements import pack_word
 from ..primitives.key_rows import (
-    E8M0_NAN,
-    INFINITE,
-    MANTISSA_BITS,
-    NAN,
     PAIR,
     SPAN,
     WORDS,
     Key,
-    element_at,
-    exact,
     is_whole,
     load_elements,
     registers,
-    store_words,
     vectors_of,
 )
+from ..primitives.key_writer import KeyWriter
 from ..primitives.nullable import load_or_one
-from ..primitives.quantise import EXPONENT_OF_ONE_TWICE, codes, exponent_above, largest
-from ..primitives.registers import as_bits, as_float
 from ..primitives.wide_integers import load_integer
 
 THREADS = 32 * KEYS_PER_BLOCK
-
-
-@cute.jit
-def store_scale(element: cutlass.Constexpr, value: Int32, address: Int64, wanted: Boolean):
-    """Store one scale."""
-    if wanted:
-        element_at(element, address).store(element(value))
-
-
-@cute.jit
-def scale_of_group(amax: Int32, power_of_two: Int32) -> Int32:
-    """Return the bits of an fp32 scale."""
-    scale = as_bits(as_float(amax) / Float32(E4M3_MAX))
-    if power_of_two != 0:
-        scale = exponent_above(as_float(amax), LEAST_POWER_OF_TWO_AMAX) << MANTISSA_BITS
-    return cutlass.select_(amax >= INFINITE, Int32(NAN), scale)
 
 
 class CacheWrite:
@@ -82,11 +53,8 @@ class CacheWrite:
     def __init__(self, config: CacheRowsConfig, arch: Arch) -> None:
         self.name = kernel_name("cache_write", arch.name, config.name)
         self.cache: CacheFormat = config.format
-        self.dtype = Uint16 if config.dtype == ANY_16_BITS else ELEMENT_TYPES[config.dtype]
-        self.latent = latent_columns(config.format)
         self.vectors = vectors_of(config.format)
-        self.rotary = rotary_columns(config.format)
-        self.is_flat = bool(self.cache.quantised) and not self.cache.groups  # one scale for the whole cache
+        self.writer = KeyWriter(config.format, Uint16 if config.dtype == ANY_16_BITS else ELEMENT_TYPES[config.dtype])
 
     @cute.jit
     def host(self, args: CacheWriteArguments):
@@ -118,54 +86,15 @@ class CacheWrite:
             pair = registers(1)
             for i in cutlass.range_constexpr(self.vectors):
                 column = SPAN * i + VECTOR * lane
-                load_elements(vectors[i], latent + column * ELEMENT_BYTES, is_whole(latent, VECTOR), column < self.latent)
-            if cutlass.const_expr(self.rotary):
+                load_elements(vectors[i], latent + column * ELEMENT_BYTES, is_whole(latent, VECTOR), column < self.writer.latent)
+            if cutlass.const_expr(self.writer.rotary):
                 load_elements(pair, rotary + PAIR * lane * ELEMENT_BYTES, is_whole(rotary, PAIR), Boolean(True))
 
-            scale = load_or_one(args.descale_k) if cutlass.const_expr(self.is_flat) else Float32(1.0)
+            scale = load_or_one(args.descale_k) if cutlass.const_expr(self.writer.is_flat) else Float32(1.0)
             for i in cutlass.range_constexpr(self.vectors):
-                self.write_vector(key, vectors[i], i, lane, scale, args.power_of_two)
-            if cutlass.const_expr(self.rotary):
-                self.write_pair(key, pair, lane, scale)
-
-    def write_vector(self, key: Key, words: cute.Tensor, i: int, lane: Int32, scale: Float32, power_of_two: Int32) -> None:
-        """Write 8 latent columns of a lane."""
-        column = SPAN * i + VECTOR * lane
-        wanted = column < self.latent
-        if not self.cache.quantised:
-            store_words(words, key.data + column * ELEMENT_BYTES, wanted)
-            return
-        values = exact(words, self.dtype)
-        if not self.cache.groups:
-            scaled = [value / scale for value in values]
-        else:
-            lanes = self.cache.group // VECTOR
-            amax = largest(values, lanes)
-            group, leads = column // self.cache.group, wanted & (lane % lanes == 0)
-            if self.cache.scale == "fp32":
-                bits = scale_of_group(amax, power_of_two)
-                store_scale(Int32, bits, key.scales + group * 4, leads)
-                divisor = as_float(cutlass.select_(bits == 0, as_bits(Float32(1.0)), bits))
-                scaled = [value / divisor for value in values]
-            else:
-                exponent = exponent_above(as_float(amax), LEAST_POWER_OF_TWO_AMAX)
-                finite = amax < INFINITE
-                store_scale(Uint8, cutlass.select_(finite, exponent, Int32(E8M0_NAN)), key.scales + group, leads)
-                reciprocal = as_float(cutlass.select_(finite, (EXPONENT_OF_ONE_TWICE - exponent) << MANTISSA_BITS, Int32(NAN)))
-                scaled = [value * reciprocal for value in values]
-        store_words(codes(scaled), key.data + column, wanted)
-
-    def write_pair(self, key: Key, words: cute.Tensor, lane: Int32, scale: Float32) -> None:
-        """Write 2 rotary columns of a lane."""
-        if self.is_flat:
-            values = [value / scale for value in exact(words, self.dtype)]
-            both = pack_word([*values, Float32(0.0), Float32(0.0)], Float8E4M3FN)
-            element_at(Uint16, key.data + self.latent + PAIR * lane).store(Uint16(both & 0xFFFF))
-            return
-        wide = self.cache.wide_offset + (0 if self.cache.quantised else self.latent * ELEMENT_BYTES)
-        if self.cache.quantised and self.dtype is not cutlass.BFloat16:
-            words[0] = pack_word(exact(words, self.dtype), cutlass.BFloat16)
-        store_words(words, key.data + wide + PAIR * lane * ELEMENT_BYTES, Boolean(True))
+                self.writer.write_vector(key, vectors[i], i, lane, scale, args.power_of_two)
+            if cutlass.const_expr(self.writer.rotary):
+                self.writer.write_pair(key, pair, lane, scale)
 
 
 def expected(cache: CacheFormat) -> dict[str, int]:

@@ -44,16 +44,14 @@ from ..primitives.key_rows import (
     exact,
     is_whole,
     load_elements,
-    load_words,
     registers,
     store_words,
 )
 from ..primitives.quantise import EXPONENT_OF_ONE_TWICE, codes, exponent_above, largest
 from ..primitives.registers import as_float
-from ..primitives.row_sums import lane_sum, neighbour_sum, product, signed, square_root
+from ..primitives.row_sums import FLOAT_BYTES, lane_sum, load_floats, neighbour_sum, product, signed, square_root
 from ..primitives.wide_integers import load_integer
 
-FLOAT_BYTES = 4
 PAIRS = ROTARY // 2
 ROTARY_LANES = ROTARY // VECTOR
 PARTNER = PAIRS // VECTOR  # lanes between the columns of a half-split pair
@@ -63,17 +61,6 @@ EVERY_BYTE = 0x01010101  # times a byte: a word of four such bytes
 def listed(tensor: cute.Tensor) -> list[Float32]:
     """Return the elements of a tensor in registers."""
     return [tensor[i] for i in range(cute.size(tensor))]
-
-
-@cute.jit
-def load_floats(target: cute.Tensor, address: Int64, wanted: Boolean):
-    """Load fp32 numbers, four at a time, from a multiple of 16 bytes; NaN, and no access, unless wanted."""
-    for first in cutlass.range_constexpr(0, cute.size(target), 4):
-        words = registers(4)
-        load_words(words, address + first * FLOAT_BYTES, wanted)
-        numbers = cute.recast_tensor(words, Float32)
-        for i in cutlass.range_constexpr(4):
-            target[first + i] = cutlass.select_(wanted, numbers[i], as_float(Int32(NAN)))
 
 
 @cute.jit

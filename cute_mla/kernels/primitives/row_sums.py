@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from cutlass import Float32, Int32, cute
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from .key_rows import NAN, load_words, registers
+from .registers import as_float
+
+FLOAT_BYTES = 4
 
 
 def product(a: Float32, b: Float32) -> Float32:
@@ -29,6 +35,18 @@ def lane_sum(value: Float32, lanes: int) -> Float32:
         value = value + cute.arch.shuffle_sync_bfly(value, step)
         step *= 2
     return value
+
+
+@cute.jit
+def load_floats(target: cute.Tensor, address: Int64, wanted: Boolean):
+    """Load fp32 numbers, four at a time, from a multiple of 16 bytes, or a single one; NaN, and no access, unless wanted."""
+    each = min(cute.size(target), 4)
+    for first in cutlass.range_constexpr(0, cute.size(target), each):
+        words = registers(each)
+        load_words(words, address + first * FLOAT_BYTES, wanted)
+        numbers = cute.recast_tensor(words, Float32)
+        for i in cutlass.range_constexpr(each):
+            target[first + i] = cutlass.select_(wanted, numbers[i], as_float(Int32(NAN)))
 
 
 def signed(value: Float32, negative: Int32) -> Float32:

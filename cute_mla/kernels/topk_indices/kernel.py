@@ -5,7 +5,7 @@
     out      the positions with key > most, and the first `need` of those at the pivot, in ascending order; -1 behind them
     slot     a variant writes the place in the cache of the key at a position in its stead, by a block table
 
-    grid     (rows * cluster, 1, 1), 512 threads: a cluster of 1 or 8 CTAs shares a row, and each of its warps takes one run of it
+    grid     (rows * cluster, 1, 1), 512 threads: a cluster of 1, 2, 4 or 8 CTAs shares a row, and each of its warps takes one run of it
     memory   keys of each warp's first 1,024 numbers, which never leave the SM; two histograms of 2,048 digits; the warps' candidates
 
     bound    load the row; count the greatest key of every 8 numbers of a lane by its upper 11 bits. topk such keys reach the digit of the
@@ -381,22 +381,35 @@ class TopkIndices:
     @cute.jit
     def gather(self, places: cute.Pointer, run: Run, least: Uint32):
         """List the numbers with keys of at least `least`; return the candidates."""
-        lane = cute.arch.lane_idx()
-        lower_lanes = (Uint32(1) << Uint32(lane)) - 1
-        keys = cute.make_rmem_tensor(EACH, Uint32)
-        total = Int32(0)
-        for place in cutlass.range(0, run.count, BLOCK, unroll=1):
-            recall_keys(keys, run, place)
-            for i in cutlass.range_constexpr(EACH):
-                found = keys[i] >= least
-                ballot = Uint32(cute.arch.vote_ballot_sync(found))
-                slot = total + Int32(cute.arch.popc(ballot & lower_lanes))
-                if found & (slot < LISTED):
-                    places[slot] = place + LANES * i + lane
-                total += Int32(cute.arch.popc(ballot))
+        keys, total = cute.make_rmem_tensor(EACH, Uint32), Int32(0)
+        for place in cutlass.range(0, smaller(run.count, Int32(RESIDENT_ROWS)), BLOCK, unroll=1):
+            kept_keys(keys, run, place)
+            total = self.list_block(places, keys, place, least, total)
+        if cutlass.const_expr(run.rest is not None):
+            ahead = cute.make_rmem_tensor(EACH, Float32)
+            if run.count > RESIDENT_ROWS:
+                load_numbers(ahead, run.rest, run.count, Int32(RESIDENT_ROWS))
+            for place in cutlass.range(RESIDENT_ROWS, run.count, BLOCK, unroll=1):
+                keys_of(keys, ahead, run.count - place)
+                load_numbers(ahead, run.rest, run.count, place + BLOCK)
+                total = self.list_block(places, keys, place, least, total)
         cute.arch.sync_warp()
         listed = total <= LISTED
         return Candidates(run, places, cutlass.select_(listed, total, run.count), listed)
+
+    @cute.jit
+    def list_block(self, places: cute.Pointer, keys: cute.Tensor, place: Int32, least: Uint32, total: Int32):
+        """List the numbers of a block with keys of at least `least`, behind `total` others; return how many there are then."""
+        lane = cute.arch.lane_idx()
+        lower_lanes = (Uint32(1) << Uint32(lane)) - 1
+        for i in cutlass.range_constexpr(EACH):
+            found = keys[i] >= least
+            ballot = Uint32(cute.arch.vote_ballot_sync(found))
+            slot = total + Int32(cute.arch.popc(ballot & lower_lanes))
+            if found & (slot < LISTED):
+                places[slot] = place + LANES * i + lane
+            total += Int32(cute.arch.popc(ballot))
+        return total
 
     @cute.jit
     def count_candidates(self, histogram: cute.Pointer, candidates: Candidates, span: tuple, shift: Int32):

@@ -17,12 +17,12 @@ from .base import TAGS, BaseCase, Tags
 from .far import far_tensor
 from .tensors import OutputBuffer, generator_for
 
-LogitValues = Literal["random", "rising", "falling", "narrow", "plateau", "equal", "few", "specials", "nan"]
+LogitValues = Literal["random", "rising", "falling", "narrow", "crowded", "plateau", "equal", "few", "specials", "nan"]
 LogitLayout = Literal["packed", "odd", "expanded", "far_rows"]
 RowLengths = Literal["full", "edges", "about_topk", "short", "empty"]
 
 _NUMBERS_OF_A_TILE = 3_000  # numbers that cost about as much on the simulated device as a tile of attention
-_ROW_TILES = {1: 1, 8: 4}  # of a row besides its numbers, by CTAs that share it
+_ROW_TILES = {1: 1, 2: 2, 4: 3, 8: 4}  # of a row besides its numbers, by CTAs that share it
 _FEW = 5  # different numbers of "few"
 _SIGNS = torch.tensor([0.0, -0.0])
 
@@ -39,8 +39,9 @@ class TopkIndicesCase(BaseCase):
 
     lengths: "full": n; "edges": 0, negative, 1, 31 to 33, 255 to 257, n - 1, n, and more than n; "about_topk": topk - 1 to topk + 1;
         "short": 1 to topk; "empty": 0 and less. Numbers behind a length are inf or NaN, which would be chosen, or spread.
-    values: "narrow": in [1, 1.245), equal in their upper bits; "plateau": 0 and -0 but for a few; "equal": one number; "few": five
-        numbers; "specials": inf, -inf, NaN of both signs, 0, -0 and subnormals among others; "nan": NaN but for topk / 2.
+    values: "narrow": in [1, 1.245), equal in their upper bits; "crowded": in (-2.24, -2] but for every 250th, which is 3; "plateau": 0 and
+        -0 but for a few; "equal": one number; "few": five numbers; "specials": inf, -inf, NaN of both signs, 0, -0 and subnormals among
+        others; "nan": NaN but for topk / 2.
     layout: "odd": rows of n + 1 numbers, from the second on; "expanded": all rows are one; "far_rows": the last row lies FAR_ELEMENTS or
         more from the first.
     outputs: far_requests puts the last row far.
@@ -124,6 +125,8 @@ def _numbers(case: TopkIndicesCase, rows: int) -> Tensor:
             return 40.0 - place * 0.25
         case "narrow":
             return 1.0 + 0.245 * torch.rand(shape, generator=draw)
+        case "crowded":
+            return torch.where(place % 250 == 9, 3.0, -2.0 - 0.2 * random.abs().clamp(max=1.2))
         case "plateau":
             zeros = _SIGNS[(kind % 2)]
             return torch.where(kind == 11, random, zeros)

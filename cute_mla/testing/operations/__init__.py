@@ -7,6 +7,7 @@ from dataclasses import replace
 from ..bounds import bounds
 from ..cases.base import BaseCase
 from .cache_gather import CACHE_GATHER
+from .cache_insert import CACHE_INSERT
 from .cache_write import CACHE_WRITE
 from .dense_decode import DENSE_DECODE
 from .dense_prefill import DENSE_PREFILL
@@ -34,6 +35,7 @@ OPERATIONS = {
     "topk_indices": TOPK_INDICES,
     "index_write": INDEX_WRITE,
     "cache_write": CACHE_WRITE,
+    "cache_insert": CACHE_INSERT,
     "cache_gather": CACHE_GATHER,
 }
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from ...indexer import prepare_index_queries, write_index_cache
-from ...ops.index_torch import angles_at, layer_norm, prepared, write_index_rows
+from ...ops.index_torch import layer_norm, prepared, write_index_rows
 from ...ops.index_write import factor_of
+from ...ops.norm_rope import angles_at
 from ..cases.index_write import (
     IndexWriteCase,
     IndexWriteTensors,

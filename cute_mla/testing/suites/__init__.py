@@ -18,6 +18,7 @@ from typing import Any
 from ...spec.arch import Arch
 from . import (
     cache_gather,
+    cache_insert,
     cache_write,
     dense_decode,
     dense_prefill,
@@ -47,6 +48,7 @@ _SUITES_OF_OP: dict[str, OpSuites[Any]] = {
     "topk_indices": topk_indices.OP_SUITES,
     "index_write": index_write.OP_SUITES,
     "cache_write": cache_write.OP_SUITES,
+    "cache_insert": cache_insert.OP_SUITES,
     "cache_gather": cache_gather.OP_SUITES,
 }
 OPS = tuple(_SUITES_OF_OP)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from ...spec.mqa_logits import PAGE_SIZES
+from ...spec.topk_indices import RESIDENT
 from ..cases.indexer_topk import IndexerTopkCase
 from .cover import Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
@@ -61,6 +62,11 @@ _MORE: tuple[IndexerTopkCase, ...] = (
     IndexerTopkCase(requests=2, tokens=1, keys=2200, page_size=128, heads=32, topk=2048, slots=True),
     IndexerTopkCase(tokens=3, keys=2300, heads=32, topk=2048, sm_count=_FEW_SMS),
     IndexerTopkCase(requests=2, tokens=1, keys=2048, page_size=128, heads=32, topk=2048, slots=True),
+    # Two CTAs share a row, and four.
+    *(
+        IndexerTopkCase(requests=2, tokens=1, keys=RESIDENT + 100, page_size=128, heads=8, topk=2048, slots=True, sm_count=sm_count)
+        for sm_count in (2, 4)
+    ),
     # No tokens, no keys, none to choose.
     IndexerTopkCase(tokens=0),
     IndexerTopkCase(keys=0),

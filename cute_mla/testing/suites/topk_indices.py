@@ -7,7 +7,7 @@ from functools import partial
 from itertools import product
 from typing import get_args
 
-from ...spec.topk_indices import CLUSTERS, NARROW, RESIDENT, WIDE
+from ...spec.topk_indices import BLOCKS_PER_SM, CLUSTERS, LEAST_SHARED, NARROW, RESIDENT, WIDE
 from ..cases.topk_indices import LogitLayout, LogitValues, RowLengths, TopkIndicesCase
 from .cover import Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
@@ -24,20 +24,23 @@ _FACTORS: Factors = {
     "topk": (1, 63, 64, 65, 300),
 }
 _COLUMNS = {NARROW: (33, 700, 1025), WIDE: (_SHARED + 1, 2600, 4097)}
+_LONG_COLUMNS = (RESIDENT + 1, RESIDENT + 700)  # of rows that 2 or 4 CTAs share
 
 
 def _small(cluster: int, choice: Choice) -> TopkIndicesCase | None:
     """Return the case with these features; None if the values are not possible together."""
-    edges = 8 if cluster == WIDE else 15  # of which a cluster has the first, since its rows cost most
+    shares = LEAST_SHARED <= cluster < WIDE
+    edges = 15 if cluster == NARROW else 3 if shares else 8  # of which a cluster has the first, since its rows cost most
     rows = {"edges": edges, "about_topk": 3, "short": 3}.get(choice["lengths"], 2)
-    return TopkIndicesCase(rows=rows, **choice)
+    sm_count = rows * cluster // BLOCKS_PER_SM if shares else None  # on which rows have just this variant
+    return TopkIndicesCase(rows=rows, sm_count=sm_count, **choice)
 
 
 def _covers() -> Iterator[TopkIndicesCase]:
     """Yield cases with every feature of every variant."""
     seen: set[object] = set()
     for cluster in CLUSTERS:
-        yield from cover(f"cluster{cluster}", {**_FACTORS, "columns": _COLUMNS[cluster]}, partial(_small, cluster), seen)
+        yield from cover(f"cluster{cluster}", {**_FACTORS, "columns": _COLUMNS.get(cluster, _LONG_COLUMNS)}, partial(_small, cluster), seen)
 
 
 _MORE: tuple[TopkIndicesCase, ...] = (

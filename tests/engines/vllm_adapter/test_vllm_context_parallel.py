@@ -19,6 +19,7 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.layers.attention import mla_attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from cute_mla.engines.vllm import dense
 from cute_mla.spec.arch import Arch
 from tests.engines.vllm_adapter.vllm_parts import (
     LATENT,
@@ -32,7 +33,6 @@ from tests.engines.vllm_adapter.vllm_parts import (
     keys_of,
     layer_output,
     merged,
-    query_rows,
     rows_of,
     serve,
 )
@@ -86,40 +86,42 @@ class Manager:
         return merged(states)[:, self.exchange.rank * HEADS :][:, :HEADS].to(out.dtype).contiguous()
 
 
-def local(keys: int, rank: int) -> int:
-    """Return how many of a request's keys a rank has, which takes single keys in turn."""
-    return (keys + RANKS - 1 - rank) // RANKS
+def positions(keys: int, rank: int, interleave: int) -> Tensor:
+    """Return the positions of a request's keys that a rank has, which takes this many keys in turn."""
+    place = torch.arange(keys)
+    return place[place // interleave % RANKS == rank]
 
 
-def batch_on(rank: int) -> tuple[CommonAttentionMetadata, CommonAttentionMetadata]:
+def batch_on(requests: list[Request], rank: int, interleave: int) -> tuple[CommonAttentionMetadata, CommonAttentionMetadata]:
     """Return the batch over the pages of a rank as vLLM describes it, and with lengths of this rank's keys."""
-    keys = [local(request.keys, rank) for request in REQUESTS]
+    keys = [len(positions(request.keys, rank, interleave)) for request in requests]
     own = batch_of([Request(0, length) for length in keys], 64, seed=rank)
-    batch = batch_of(REQUESTS, 64)
+    batch = batch_of(requests, 64)
     batch.block_table_tensor, batch.dcp_local_seq_lens = own.block_table_tensor, own.seq_lens
     return batch, own
 
 
-def served_on(rank: int, exchange: Exchange, folder: Path, cache: str, monkeypatch: pytest.MonkeyPatch) -> Served:
+def served_on(rank: int, exchange: Exchange, setting: Setting, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
     """Return a rank's layer: its own heads, and the settings of two ranks."""
     exchange.rank = rank
     group = SimpleNamespace(world_size=RANKS, rank_in_group=rank)
     monkeypatch.setattr(mla_attention, "get_dcp_group", lambda: group)
     bound = type("Bound", (Manager,), {"__init__": lambda self, **_: Manager.__init__(self, exchange)})
     monkeypatch.setattr(mla_attention, "MLADCPManager", bound)
-    served = serve(Setting(HEADS, cache=cache, ranks=RANKS), folder)
+    served = serve(setting, folder)
     served.layer.impl.need_to_return_lse_for_decode = True  # vLLM asks torch.distributed
     return served
 
 
 def stored(served: Served, own: CommonAttentionMetadata, kv: Sequence[tuple[Tensor, Tensor]], rank: int) -> Tensor:
-    """Return a rank's cache: every other key, NaN elsewhere."""
+    """Return a rank's cache: its keys, NaN elsewhere."""
     cache = torch.full((int(own.block_table_tensor.max()) + 1, 64, LATENT + ROPE), torch.nan, dtype=torch.bfloat16)
     quantised = served.setting.cache == "fp8"
     cache = cache.to(torch.float8_e4m3fn) if quantised else cache
     for request, parts in enumerate(kv):
         blocks, rows = rows_of(own, request, 64)
-        cache[blocks, rows] = torch.cat(parts, dim=1)[rank::RANKS].to(cache.dtype)
+        keys = torch.cat(parts, dim=1)
+        cache[blocks, rows] = keys[positions(len(keys), rank, served.setting.interleave)].to(cache.dtype)
     return cache.view(torch.uint8) if quantised else cache
 
 
@@ -134,14 +136,19 @@ def _gathering(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm._custom_ops, "cp_gather_cache", gather)
 
 
-@pytest.mark.parametrize("cache", ["auto", "fp8"])
-def test_decode_and_prefill_with_context(arch: Arch, cache: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    exchange = Exchange()
-    parts = []
+def outputs(
+    arch: Arch, setting: Setting, requests: list[Request], longest: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> tuple[list[tuple[Tensor, Tensor]], list[list[str]], Any]:
+    """Return the layer's output and the wanted one of each rank, the ops of each rank, and the metadata of the last.
+
+    longest: query tokens of a request up to which vLLM decodes it.
+    """
+    exchange, parts = Exchange(), []
     generator = torch.Generator().manual_seed(6)
     for rank in range(RANKS):
-        batch, own = batch_on(rank)
-        served = served_on(rank, exchange, tmp_path, cache, monkeypatch)
+        batch, own = batch_on(requests, rank, setting.interleave)
+        served = served_on(rank, exchange, setting, folder, monkeypatch)
+        served.builder.reorder_batch_threshold = longest
         q = torch.randn(batch.num_actual_tokens, HEADS, 192, generator=generator).to(torch.bfloat16)
         kv = keys_of(batch, served.setting)
         parts.append((served, batch, q, kv, stored(served, own, kv, rank)))
@@ -149,7 +156,8 @@ def test_decode_and_prefill_with_context(arch: Arch, cache: str, monkeypatch: py
         exchange.begin()
         outs, ops = [], []
         for exchange.rank, (served, batch, q, kv, storage) in enumerate(parts):
-            new = [tuple(part[len(part) - request.tokens :] for part in both) for request, both in zip(REQUESTS, kv, strict=True)]
+            monkeypatch.setattr(dense, "get_dcp_group", lambda: SimpleNamespace(rank_in_group=exchange.rank))
+            new = [tuple(part[len(part) - request.tokens :] for part in both) for request, both in zip(requests, kv, strict=True)]
             latent, rotary = (torch.cat(part) for part in zip(*new, strict=True))
             out = torch.full((len(q), HEADS * 128), torch.nan, dtype=torch.bfloat16)
             with launched_ops(arch) as launched, set_current_vllm_config(served.config), torch.inference_mode():
@@ -157,13 +165,53 @@ def test_decode_and_prefill_with_context(arch: Arch, cache: str, monkeypatch: py
                 served.layer.forward_impl(q, latent, rotary.unsqueeze(1), storage, metadata, output=out)
             outs.append(out)
             ops.append(launched)
+    wanted = [layer_output(served, batch, q, kv) for served, batch, q, kv, _ in parts]
+    return list(zip(outs, wanted, strict=True)), ops, metadata
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_decode_and_prefill_with_context(arch: Arch, cache: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    setting = Setting(HEADS, cache=cache, ranks=RANKS)
+    results, ops, metadata = outputs(arch, setting, REQUESTS, 1, tmp_path, monkeypatch)
     assert (metadata.num_decodes, metadata.num_prefills) == (2, 2)
     assert all(launched == ["split_plan", "dense_prefill", "dense_prefill", "dense_decode", "combine"] for launched in ops)
-    for (served, batch, q, kv, _), out in zip(parts, outs, strict=True):
-        wanted = layer_output(served, batch, q, kv)
-        for request in range(len(REQUESTS)):
-            rows = query_rows(batch, request)
-            if cache == "auto":
-                agree(out[rows], wanted[rows], 2e-2)
-            else:
-                assert torch.nn.functional.cosine_similarity(out[rows].float().flatten(), wanted[rows].flatten(), dim=0) > 0.995
+    for out, wanted in results:
+        if cache == "auto":
+            agree(out, wanted, 2e-2)
+        else:
+            assert torch.nn.functional.cosine_similarity(out.float().flatten(), wanted.flatten(), dim=0) > 0.995
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_drafts_are_decoded(arch: Arch, interleave: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Different numbers of draft tokens: each token sees this rank's keys up to its own position."""
+    requests = [Request(3, 301), Request(1, 2), Request(2, 65), Request(3, 3)]
+    setting = Setting(HEADS, ranks=RANKS, interleave=interleave)
+    results, ops, metadata = outputs(arch, setting, requests, 3, tmp_path, monkeypatch)
+    assert (metadata.num_decodes, metadata.num_prefills) == (4, 0)
+    assert all(launched == ["split_plan", "dense_decode", "combine"] for launched in ops)
+    for out, wanted in results:
+        agree(out, wanted, 2e-2)
+
+
+def test_graphs_find_the_tokens_in_place(arch: Arch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tokens that pad a batch see no keys."""
+    served = served_on(1, Exchange(), Setting(HEADS, ranks=RANKS), tmp_path, monkeypatch)
+    served.builder.reorder_batch_threshold = 3
+    monkeypatch.setattr(dense, "get_dcp_group", lambda: SimpleNamespace(rank_in_group=1))
+    places = set()
+    with launched_ops(arch):
+        for requests, lengths in (
+            ([Request(3, 60), Request(3, 9)], [29, 29, 30, 3, 4, 4]),
+            ([Request(2, 90), Request(0, 0)], [44, 45, 0, 0, 0, 0]),
+        ):
+            batch = batch_of(requests, 64, padded_tokens=6)
+            batch.max_query_len = 3
+            batch.block_table_tensor = torch.nn.functional.pad(batch.block_table_tensor, (0, 8 - batch.block_table_tensor.shape[1]))
+            batch.dcp_local_seq_lens = batch.seq_lens // 2
+            decode = served.build(batch).decode
+            assert decode.lengths.tolist() == lengths
+            assert decode.query_start_loc.tolist() == list(range(7))
+            assert torch.equal(decode.seq_lens, batch.dcp_local_seq_lens)  # vLLM masks the shards of requests by these
+            places.add(tuple(part.data_ptr() for part in (decode.tables, decode.lengths, decode.query_start_loc, *decode.plan)))
+    assert len(places) == 1

@@ -75,7 +75,7 @@ _MODEL = {
 class Setting:
     """A model and how it is served. topk: indices of a token; None of a dense model. graphs: vLLM's cudagraph_mode.
 
-    ranks: that share the keys of requests.
+    ranks: that share the keys of requests. interleave: keys that a rank takes in turn.
     """
 
     heads: int
@@ -86,6 +86,7 @@ class Setting:
     columns: Columns = DEEPSEEK_V3
     graphs: CUDAGraphMode = CUDAGraphMode.NONE
     ranks: int = 1
+    interleave: int = 1
 
 
 def configuration(setting: Setting, folder: Path) -> VllmConfig:
@@ -105,6 +106,7 @@ def configuration(setting: Setting, folder: Path) -> VllmConfig:
     )
     config.compilation_config.cudagraph_mode = setting.graphs  # vLLM has none without a GPU
     config.parallel_config.decode_context_parallel_size = setting.ranks  # more ranks would be more processes
+    config.parallel_config.cp_kv_cache_interleave_size = setting.interleave
     return config
 
 

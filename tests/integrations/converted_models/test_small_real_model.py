@@ -68,7 +68,7 @@ def test_the_goal(measured: dict[str, float]) -> None:
 
 
 def test_generation_and_decode_by_the_kernels(model: SmallModel, tmp_path: Path) -> None:
-    """In bf16, the kernels on the simulated device give the tokens of the torch path wherever its first two are apart."""
+    """In bf16, the kernels on the simulated device give the tokens of the torch path, and at most twice its error against fp32."""
     convert_checkpoint(model.folder, tmp_path / "out", calibration=model.calibration)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "out")
     converted = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).eval()
@@ -82,8 +82,9 @@ def test_generation_and_decode_by_the_kernels(model: SmallModel, tmp_path: Path)
         by_kernels = converted.generate(**prompt, **options)
     assert device.findings == []
     assert device.launches > 30 * 3
-    for kernels, torch_path in zip(by_kernels.logits, by_torch.logits, strict=True):
-        error = float((kernels.float() - torch_path.float()).abs().max())
-        first, second = torch_path.float()[0].topk(2).values.tolist()
-        assert error < 0.5
-        assert first - second < 2 * error or bool(kernels.argmax() == torch_path.argmax())
+    assert torch.equal(by_kernels.sequences, by_torch.sequences)
+    with torch.no_grad():
+        exact = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()(by_torch.sequences).logits[0, -4:-1]
+    own, error = (float((torch.cat(found.logits).float() - exact).abs().max()) for found in (by_torch, by_kernels))
+    print(f"largest error of bf16 logits: {own:.3f} by torch, {error:.3f} by the kernels")
+    assert error < 2 * own

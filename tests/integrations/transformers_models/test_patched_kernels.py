@@ -72,12 +72,12 @@ def test_a_padded_prompt_and_the_tokens_behind_it(name: str, arch: Arch, launche
         agree(one, other)
     wide = "d256" if name.startswith("glm") else "d192"
     layers = {"glm_5": 3}.get(name, 2)
-    prefill = ["cache_write_b16_latent", f"dense_prefill_bf16_{wide}"] * layers
+    prefill = ["cache_insert_bf16_latent", f"dense_prefill_bf16_{wide}"] * layers
     assert [each.removesuffix("_elements") for each in launched[: 2 * layers]] == prefill
     decode = [each for each in launched[2 * layers :] if not each.startswith("combine")]
     assert [each.startswith("split_plan") for each in decode].count(True) == STEPS  # one plan a step, for all layers
     rest = [each for each in decode if not each.startswith("split_plan")]
-    assert rest[::2] == ["cache_write_b16_latent"] * layers * STEPS
+    assert rest[::2] == ["cache_insert_bf16_latent"] * layers * STEPS
     assert {each.startswith("dense_decode_bf16") for each in rest[1::2]} == {True}
     assert len(rest) == 2 * layers * STEPS
 
@@ -92,7 +92,7 @@ def test_prefill_over_cached_keys(arch: Arch, launched: list[str]) -> None:
             expected, found = (model(part, cache=cache).logits for model, cache in zip((exact, ours), caches, strict=True))
             agree(found, expected)
     assert device.findings == []
-    own = ["cache_write_b16_latent", "dense_prefill_bf16_d192"]
+    own = ["cache_insert_bf16_latent", "dense_prefill_bf16_d192"]
     assert launched == [*own, *own, "cache_gather_b16_latent", "dense_prefill_bf16_d192", "merge_states_bf16_d128"]
 
 

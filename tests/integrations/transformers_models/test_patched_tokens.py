@@ -125,6 +125,19 @@ def test_positions_of_the_caller() -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
 
 
+def test_a_mask_that_changes_in_place() -> None:
+    """The tensor of the call before, with other contents, is planned anew."""
+    module = patched(make("deepseek_v3")).model.layers[0].self_attn
+    hidden, mask = torch.randn(2, 6, 64), torch.ones(2, 6, dtype=torch.bool)
+    with torch.no_grad():
+        module(hidden, mask, DynamicCache())
+        mask[1, :3] = False
+        found, _ = module(hidden, mask, DynamicCache())
+        expected, _ = module(hidden, mask.clone(), DynamicCache())
+    assert torch.equal(found, expected)
+    assert not found[1, :3].any()
+
+
 def test_padding_may_hold_anything() -> None:
     """NaN in the hidden states of padding reaches nothing, and the output there is 0."""
     model = patched(make("deepseek_v3"))

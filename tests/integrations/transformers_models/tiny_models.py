@@ -36,7 +36,14 @@ _YARN: dict[str, Any] = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
-_V3 = {"q_lora_rank": 48, "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0}, "max_position_embeddings": 163840, **_MIXED}
+# The latents are normalised with 1e-6 whatever rms_norm_eps is.
+_V3 = {
+    "q_lora_rank": 48,
+    "rms_norm_eps": 0.01,
+    "rope_parameters": {**_YARN, "mscale": 1.0, "mscale_all_dim": 1.0},
+    "max_position_embeddings": 163840,
+    **_MIXED,
+}
 _INDEXED = {"index_topk": 640, "index_head_dim": 128, "index_n_heads": 2}
 _KIMI_VISION = {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "pos_emb_height": 4}
 

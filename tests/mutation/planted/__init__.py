@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from tests.mutation.planted import (
+    cache_insert,
     dense_decode_sm90,
     dense_decode_sm90_fp8,
     dense_decode_sm90_fp8_cache,
@@ -17,6 +18,7 @@ from tests.mutation.planted import (
     dense_prefill_dq_sm100,
     dense_prefill_sm90,
     dense_prefill_sm100,
+    index_write,
     kv_cache,
     mqa_logits_sm90,
     mqa_logits_sm100,
@@ -27,6 +29,7 @@ from tests.mutation.planted import (
     sparse_prefill_sm90,
     sparse_prefill_sm100,
     sparse_prefill_sm100_heads64,
+    topk_indices,
 )
 from tests.mutation.planting import Suite
 
@@ -53,4 +56,10 @@ MODULES = (
     sparse_prefill_sm100,
     sparse_prefill_sm100_heads64,
 )
-SUITES: Mapping[str, Suite] = {**{module.__name__.rpartition(".")[2]: module.SUITE for module in MODULES}, **kv_cache.SUITES}
+SUITES: Mapping[str, Suite] = {
+    **{module.__name__.rpartition(".")[2]: module.SUITE for module in MODULES},
+    **cache_insert.SUITES,
+    **index_write.SUITES,
+    **kv_cache.SUITES,
+    **topk_indices.SUITES,
+}

@@ -13,9 +13,11 @@ import torch
 from torch import Tensor
 
 import cute_mla
-from cute_mla.cache import empty_cache, gather_kv_cache, write_kv_cache
+from cute_mla.cache import empty_cache, gather_kv_cache, insert_kv_cache, write_kv_cache
 from cute_mla.indexer import prepare_index_queries, write_index_cache
 from cute_mla.spec.cache_format import FP8_584
+from cute_mla.spec.cache_insert import CacheInsertConfig, normalised_columns, rotates
+from cute_mla.spec.cache_insert import closed_variants as insert_variants
 from cute_mla.spec.cache_rows import FP8_576, CacheRowsConfig, closed_variants, latent_columns, rotary_columns
 from cute_mla.spec.index_write import IndexWriteConfig
 from cute_mla.spec.index_write import closed_variants as index_variants
@@ -27,7 +29,8 @@ from tests.support.bench import Bench, Result
 
 PAGE_SIZE, PAGES = 32, 3
 LENGTHS = (9, 0, 40, 1, 5)
-Case = ConfigCase[CacheRowsConfig]
+InsertCase = ConfigCase[CacheInsertConfig]
+Case = ConfigCase[CacheRowsConfig] | InsertCase
 
 
 def new_cache(case: Case, page_size: int, pages: int = PAGES) -> Tensor:
@@ -174,6 +177,57 @@ def _gather_expect(case: Case, operands: Gathered, results: Result) -> None:
     assert torch.equal(results[0], _gather(case, operands)[0])
 
 
+# ---------------------------------------------------------------- cache_insert
+
+
+@dataclass(frozen=True)
+class Inserted:
+    """New keys and the queries and positions of their tokens."""
+
+    written: Written
+    q_pe: Tensor
+    positions: Tensor
+
+
+def _insert_make(case: InsertCase) -> Inserted:
+    """Return keys of very different sizes, and queries."""
+    q_pe = normal_values((5, 3, 64), torch.Generator().manual_seed(8)).to(_dtype(case))
+    return Inserted(_write_make(case), q_pe, torch.tensor([3, 0, 7, 7, 1]))
+
+
+def _insert_taken(case: InsertCase, operands: Inserted, picks: Picks, moved: bool) -> Call:
+    """Take tokens of a call, as keys are taken; moved: by positions of the other type."""
+    _, written = _write_taken(case, operands.written, picks, moved)
+    positions = operands.positions[list(picks)]
+    return case, Inserted(written, operands.q_pe[list(picks)], positions.int() if moved else positions)
+
+
+def _insert(case: InsertCase, operands: Inserted) -> Result:
+    written, layout = operands.written, case.config.format
+    cache = new_cache(case, written.page_size, PAGES * PAGE_SIZE // written.page_size)
+    draw, dtype = torch.Generator().manual_seed(9), _dtype(case)
+    weight, table = torch.randn(normalised_columns(layout), generator=draw).to(dtype), torch.randn(8, 64, generator=draw)
+    keys, q_pe = torch.empty(len(written.slots), layout.d_qk, dtype=dtype), operands.q_pe.clone()
+    rotary = (q_pe, table, operands.positions) if rotates(layout) else (None, None, None)
+    insert_kv_cache(
+        *(written.kv_c, rotary_of(written.k_pe), rotary[0], cache, written.slots, weight, *rotary[1:]),
+        keys=keys,
+        descale_k=scale_of(case),
+        kv_format=named(case),
+    )
+    return torch.stack([key_bytes(case, cache, slot) for slot in written.slots.tolist()]), q_pe, keys
+
+
+def _insert_run(bench: Bench, case: InsertCase, operands: Inserted) -> Result:
+    with cute_mla.simulate(bench.arch, case.sm_count):
+        return _insert(case, operands)
+
+
+def _insert_expect(case: InsertCase, operands: Inserted, results: Result) -> None:
+    """Plain torch, outside of the device, does the same."""
+    assert all(map(torch.equal, results, _insert(case, operands)))
+
+
 # ---------------------------------------------------------------- index_write
 
 
@@ -225,6 +279,14 @@ def _index_expect(case: ConfigCase[IndexWriteConfig], operands: IndexRows, resul
 
 
 MOVING: dict[str, Contract] = {
+    "cache_insert": Contract(
+        tuple(ConfigCase(config) for config in insert_variants()),
+        _insert_taken,
+        own_rows,
+        make=_insert_make,
+        run=_insert_run,
+        expect=_insert_expect,
+    ),
     "index_write": Contract(
         tuple(ConfigCase(config) for config in index_variants()),
         _index_taken,

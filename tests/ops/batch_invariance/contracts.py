@@ -27,7 +27,7 @@ from cute_mla.spec.merge_states import closed_variants as merged_variants
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
 from cute_mla.spec.sparse_prefill import HEAD_DIMS as SPARSE_HEAD_DIMS
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
-from cute_mla.spec.topk_indices import RESIDENT, WIDE, TopkIndicesConfig
+from cute_mla.spec.topk_indices import BLOCKS_PER_SM, LEAST_SHARED, NARROW, RESIDENT, WIDE, TopkIndicesConfig
 from cute_mla.spec.topk_indices import closed_variants as topk_variants
 from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors
@@ -331,12 +331,19 @@ def _merge_expect(case: ConfigCase[MergeStatesConfig], operands: tuple[Tensor, T
 
 
 _TOPK_PAGE = 64  # keys of a page, where keys are given by their slots
+_TOPK_ROWS = 5
+
+
+def _topk_case(config: TopkIndicesConfig) -> ConfigCase[TopkIndicesConfig]:
+    """Return a case on a device where five rows have this variant."""
+    shares = LEAST_SHARED <= config.cluster < WIDE
+    return ConfigCase(config, sm_count=_TOPK_ROWS * config.cluster // BLOCKS_PER_SM if shares else 132)
 
 
 def _topk_make(case: ConfigCase[TopkIndicesConfig]) -> tuple[Tensor, Tensor]:
     """Return five rows with equal numbers among theirs, and their lengths."""
-    columns = RESIDENT // WIDE + 1 if case.config.cluster == WIDE else 900
-    logits = torch.round(4 * torch.randn(5, columns, generator=torch.Generator().manual_seed(7)))
+    columns = {WIDE: RESIDENT // WIDE + 1, NARROW: 900}.get(case.config.cluster, RESIDENT + 1)
+    logits = torch.round(4 * torch.randn(_TOPK_ROWS, columns, generator=torch.Generator().manual_seed(7)))
     return logits, torch.tensor([columns, 0, 400, 63, columns - 1], dtype=torch.int32)
 
 
@@ -439,7 +446,7 @@ COMPUTING: dict[str, Contract] = {
     ),
     "mqa_logits": Contract(_logits_cases(), _logits_taken, _logits_of),
     "topk_indices": Contract(
-        tuple(ConfigCase(config, sm_count=132) for config in topk_variants()),
+        tuple(_topk_case(config) for config in topk_variants()),
         _topk_taken,
         own_rows,
         make=_topk_make,

@@ -11,7 +11,8 @@ from torch import Tensor
 
 import cute_mla
 from cute_mla.indexer import fp8_paged_mqa_logits, prepare_index_queries, write_index_cache
-from cute_mla.ops.index_torch import angles_at, layer_norm, prepared, transformed
+from cute_mla.ops.index_torch import layer_norm, prepared, transformed
+from cute_mla.ops.norm_rope import angles_at
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.runner import SCHEDULES
 from tests.support.recording_device import RecordingDevice

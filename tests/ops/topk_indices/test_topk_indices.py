@@ -153,18 +153,22 @@ def test_what_is_launched(arch: Arch) -> None:
 
 @pytest.mark.parametrize("name", ARCHS)
 def test_the_variant_of_a_shape(name: str) -> None:
-    """One CTA keeps at most RESIDENT numbers; where rows are few and not short, CTAs share them."""
+    """One CTA keeps at most RESIDENT numbers. CTAs share longer rows, and where rows are few shorter ones, as many as run at once."""
     sms = ARCHS[name].sm_count
-    many = BLOCKS_PER_SM * sms // WIDE + 1
+    many, more, most = (BLOCKS_PER_SM * sms // cluster + 1 for cluster in (8, 4, 2))
     for rows, columns, cluster in (
         (1, RESIDENT // WIDE, 1),
         (1, SHARED, 8),
         (many, SHARED, 1),
         (many, RESIDENT, 1),
-        (many, RESIDENT + 1, 8),
+        (many - 1, RESIDENT + 1, 8),
+        (many, RESIDENT + 1, 4),
+        (more - 1, 1 << 20, 4),
+        (more, 1 << 20, 2),
+        (most, 1 << 20, 2),
     ):
         assert config_for(rows, columns, sms).cluster == cluster
-    assert {config_for(rows, columns, sms).cluster for rows in (1, 9999) for columns in (1, 1 << 20)} == set(CLUSTERS)
+    assert {config_for(rows, columns, sms).cluster for rows in (1, 40, 9999) for columns in (1, 1 << 20)} == set(CLUSTERS)
 
 
 def changed(**changes: Callable[[Any], Any]) -> dict[str, Any]:

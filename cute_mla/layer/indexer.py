@@ -1,0 +1,158 @@
+"""The indexer of sparse attention: which keys the tokens of a step attend to (DeepSeek-V3.2, GLM-5)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.nn.functional import linear
+
+from ..indexer import prepare_index_queries, write_index_cache
+from ..ops.tensor_spec import record_repr
+from ..spec.index_write import Rope
+from ..spec.mla import ceil_div
+from ..spec.mqa_logits import COLUMNS, ROW_BYTES
+from .config import MlaConfig
+from .index_keys import IndexRows, gather_index_rows
+from .rope import Rotation
+from .weights import copy_contiguous, layer_prefix, load_tensors, read_weight
+
+_PAGE_SIZE = 64  # of keys that are written to be read at once
+_NORM_EPS = 1e-6  # of k_norm, whatever rms_norm_eps says (transformers, modeling_deepseek_v32.py)
+
+
+class IndexQueries(NamedTuple):
+    """Queries of the indexer: e4m3 [tokens, heads, 128], and the weights of their heads, scales included, fp32 [tokens, heads]."""
+
+    q: torch.Tensor
+    weights: torch.Tensor
+
+
+@dataclass(frozen=True)
+class IndexerWeights:
+    """Matrices [out, in] of an indexer; every rank has all of its heads.
+
+    wq_b: [heads * 128, q_lora_rank], wk: [128, hidden], bf16; fp32 only on the reference path. k_norm, k_norm_bias: [128], weights_proj:
+    [heads, hidden], fp32, as they are used. Columns are in the order of the checkpoint.
+    """
+
+    wq_b: torch.Tensor
+    wk: torch.Tensor
+    k_norm: torch.Tensor
+    k_norm_bias: torch.Tensor
+    weights_proj: torch.Tensor
+
+    @staticmethod
+    def from_tensors(tensors: Mapping[str, torch.Tensor], config: MlaConfig, *, prefix: str = "") -> IndexerWeights:
+        """Read a state dict with Hugging Face's names behind a prefix, such as "model.layers.0.self_attn."; other names are ignored.
+
+        e4m3 weights are dequantised as in MlaWeights.from_tensors. Raises ValueError if a weight is missing or its shape does not match
+        the config, or if the config has no indexer that the layer supports.
+        """
+        heads, q_columns = supported_indexer(config)
+        prefix = f"{prefix}indexer."
+        return IndexerWeights(
+            wq_b=copy_contiguous(read_weight(tensors, f"{prefix}wq_b", (heads * COLUMNS, q_columns))),
+            wk=copy_contiguous(read_weight(tensors, f"{prefix}wk", (COLUMNS, config.hidden_size))),
+            k_norm=copy_contiguous(read_weight(tensors, f"{prefix}k_norm", (COLUMNS,)).float()),
+            k_norm_bias=copy_contiguous(read_weight(tensors, f"{prefix}k_norm.bias", (COLUMNS,)).float()),
+            weights_proj=copy_contiguous(read_weight(tensors, f"{prefix}weights_proj", (heads, config.hidden_size)).float()),
+        )
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> IndexerWeights:
+        """Return the weights on another device, and wq_b and wk in another dtype; the others stay fp32."""
+        return IndexerWeights(
+            self.wq_b.to(device=device, dtype=dtype),
+            self.wk.to(device=device, dtype=dtype),
+            *(weight.to(device=device) for weight in (self.k_norm, self.k_norm_bias, self.weights_proj)),
+        )
+
+    __repr__ = record_repr
+
+
+def load_indexer_weights(
+    path: str | Path,
+    layer: int,
+    config: MlaConfig,
+    *,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.bfloat16,
+) -> IndexerWeights | None:
+    """Read the indexer's weights of a layer as load_weights reads the others; None for a layer without an indexer of its own.
+
+    Raises the errors of load_weights.
+    """
+    if config.indexer is None or not config.indexer.is_full(layer):
+        return None
+    prefix = layer_prefix(layer)
+    return IndexerWeights.from_tensors(load_tensors(path, prefix), config, prefix=prefix).to(device, dtype)
+
+
+class Indexer(torch.nn.Module):
+    """Indexer of one layer: projects and quantises its queries and keys.
+
+    weights: parameters hold them, under the names of IndexerWeights; they have no gradients. Raises ValueError if the config has no indexer
+    that the layer supports.
+    """
+
+    wq_b: torch.Tensor
+    wk: torch.Tensor
+    k_norm: torch.Tensor
+    k_norm_bias: torch.Tensor
+    weights_proj: torch.Tensor
+
+    def __init__(self, config: MlaConfig, weights: IndexerWeights) -> None:
+        super().__init__()
+        self.heads, _ = supported_indexer(config)
+        interleave = config.indexer is not None and config.indexer.rope_interleave
+        self.rope: Rope = "interleaved" if interleave else "half_split"
+        for field in fields(weights):
+            self.register_parameter(field.name, torch.nn.Parameter(getattr(weights, field.name), requires_grad=False))
+
+    def extra_repr(self) -> str:
+        """Return the sizes of the indexer, for repr()."""
+        return f"heads={self.heads}, rope={self.rope!r}"
+
+    @torch.no_grad()
+    def keys(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Project keys [tokens, 128], which write() takes. hidden: [tokens, hidden_size]."""
+        return linear(hidden, self.wk)
+
+    @torch.no_grad()
+    def write(self, keys: torch.Tensor, rotation: Rotation, index_cache: torch.Tensor, slots: torch.Tensor) -> None:
+        """Normalise, rotate and quantise keys, and write them to their slots in an index cache."""
+        norm = self.k_norm.float(), self.k_norm_bias.float()
+        write_index_cache(keys, index_cache, slots, *norm, rotation.cos_sin, rope=self.rope, eps=_NORM_EPS)
+
+    def rows(self, keys: torch.Tensor, rotation: Rotation) -> IndexRows:
+        """Return keys as an index cache would hold them, for all of these tokens."""
+        pages = ceil_div(keys.shape[0], _PAGE_SIZE)
+        scratch = keys.new_empty((max(pages, 1), _PAGE_SIZE, 1, ROW_BYTES), dtype=torch.uint8)
+        slots = torch.arange(keys.shape[0], device=keys.device)
+        self.write(keys, rotation, scratch, slots)
+        return gather_index_rows(scratch, slots)
+
+    @torch.no_grad()
+    def queries(self, hidden: torch.Tensor, latent: torch.Tensor, rotation: Rotation) -> IndexQueries:
+        """Return the queries of tokens. hidden: [tokens, hidden_size]; latent: [tokens, q_lora_rank], behind q_a_norm."""
+        projected = linear(latent, self.wq_b).unflatten(1, (self.heads, COLUMNS))
+        weights = linear(hidden.float(), self.weights_proj.float())
+        return IndexQueries(*prepare_index_queries(projected, weights, rotation.cos_sin, rope=self.rope))
+
+
+def supported_indexer(config: MlaConfig) -> tuple[int, int]:
+    """Return the heads of the config's indexer, and the columns that its queries are projected from. ValueError if there is none."""
+    indexer = config.indexer
+    if indexer is None:
+        raise ValueError("the config has no indexer; supported: configs with index_topk")
+    if indexer.key_pool != 1:
+        raise ValueError(f"index_kpool is {indexer.key_pool}; supported: 1, keys that are chosen one by one")
+    if config.q_lora_rank is None:
+        raise ValueError("q_lora_rank is None with an indexer; supported: an integer, whose columns the indexer's queries come from")
+    if (config.kv_lora_rank, config.qk_rope_head_dim) != (512, 64):
+        columns = f"{config.kv_lora_rank} and qk_rope_head_dim {config.qk_rope_head_dim}"
+        raise ValueError(f"kv_lora_rank is {columns} with an indexer; supported: 512 and 64")
+    return indexer.heads, config.q_lora_rank

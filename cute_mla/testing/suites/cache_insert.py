@@ -1,0 +1,86 @@
+"""Suites of cache_insert."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from itertools import product
+from typing import get_args
+
+from ...spec.cache_insert import rotates
+from ...spec.cache_rows import CACHED
+from ..cases.cache_insert import CacheInsertCase, KeptKeys, PositionType, QueryLayout
+from .cover import Choice, Factors, cover
+from .entries import OpSuites, SimulatorReduction
+from .paged_cache import PAGE_SIZES, TOKENS, TYPES_AND_CACHES, pages_for, takes_powers_of_two
+
+# Features of a case, by factor.
+_FACTORS: Factors = {
+    "tokens": (30, 33),
+    "values": ("normal", "nasty"),
+    "page_size": (8, 16, 64),
+    "cache_layout": ("packed", "far"),
+    "key_layout": ("packed", "projection", "odd", "far"),
+    "slot_type": ("int64", "int32", "strided", "far"),
+    "scale_of_cache": (None, 0.037),
+    "power_of_two": (False, True),
+    "heads": (0, 2, 5),
+    "queries": get_args(QueryLayout),
+    "position_type": get_args(PositionType),
+    "kept": get_args(KeptKeys),
+    "eps": (1e-6, 0.5),
+}
+
+
+def _small(dtype: str, cache: str, choice: Choice) -> CacheInsertCase:
+    """Return the case with these features."""
+    return CacheInsertCase(dtype, cache=cache, pages=max(64 // choice["page_size"], 3), **choice)
+
+
+def _covers() -> Iterator[CacheInsertCase]:
+    """Yield cases with every feature of every format and dtype."""
+    seen: set[object] = set()
+    for dtype, cache in TYPES_AND_CACHES:
+        factors = dict(_FACTORS)
+        if CACHED[cache].served_as:  # the kernels are covered; the addresses are other ones
+            factors |= {
+                "key_layout": ("packed",),
+                "slot_type": ("int64",),
+                "queries": ("packed",),
+                "position_type": ("int64",),
+                "kept": ("none",),
+            }
+        if not rotates(CACHED[cache]):
+            factors |= {"heads": (0,), "queries": ("packed",), "position_type": ("int64",)}
+        if cache != "fp8_576":
+            factors["scale_of_cache"] = (None,)
+        if not takes_powers_of_two(CACHED[cache]):
+            factors["power_of_two"] = (False,)
+        yield from cover(f"{dtype} {cache}", factors, partial(_small, dtype, cache), seen)
+
+
+_MORE: tuple[CacheInsertCase, ...] = (
+    # One token; none; a table without positions; so many heads that the queries of a token fill two CTAs.
+    CacheInsertCase(tokens=1, page_size=1, pages=1, heads=1, kept="packed"),
+    CacheInsertCase(cache="fp8_656", tokens=0),
+    CacheInsertCase(cache="v41", tokens=5, table_rows=0, kept="packed"),
+    CacheInsertCase(cache="fp8_656", tokens=3, heads=128, queries="sliced"),
+)
+SMOKE: tuple[CacheInsertCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))
+
+
+def full_cases() -> list[CacheInsertCase]:
+    """Return every case of the full suite once."""
+    return list(dict.fromkeys([*SMOKE, *_grid()]))
+
+
+def _grid() -> Iterator[CacheInsertCase]:
+    for (dtype, cache), page_size, tokens in product(TYPES_AND_CACHES, PAGE_SIZES, TOKENS):
+        heads = 2 if rotates(CACHED[cache]) else 0
+        yield CacheInsertCase(
+            dtype, cache=cache, page_size=page_size, pages=pages_for(page_size), tokens=tokens, values="nasty", heads=heads, kept="packed"
+        )
+
+
+# All cases are small: the simulated device runs the full suite.
+OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(lambda case: True))

@@ -1,0 +1,314 @@
+"""Bugs that were reported of other indexers, in fifteen groups: which tests would notice each here, and those that no other file has.
+
+Groups are numbered as in the names of tests that begin with [n].
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from importlib import import_module
+from typing import Any
+
+import pytest
+import torch
+
+import cute_mla
+from cute_mla import reference
+from cute_mla.indexer import fp8_mqa_logits, fp8_paged_mqa_logits, indexer_topk, indexer_topk_prefill, topk_indices
+from cute_mla.spec.arch import Arch
+from cute_mla.spec.topk_indices import RESIDENT
+from cute_mla.testing.cases.indexer_topk import IndexerTopkCase, make_indexer_topk_tensors
+from cute_mla.testing.operations.indexer_topk import INDEXER_TOPK
+from cute_mla.testing.suites import indexer_topk as chain_suite
+from cute_mla.testing.suites import mqa_logits as logits_suite
+from cute_mla.testing.suites import topk_indices as topk_suite
+from tests.ops.mqa_logits.logits_call import E4M3_MAX, exact, ints, normal, paged
+from tests.support.recording_device import RecordingDevice
+
+OPS = "tests.ops"
+HERE = f"{OPS}.indexer_topk.test_known_bugs"
+TOPK, CHAIN = f"{OPS}.topk_indices.test_topk_indices", f"{OPS}.indexer_topk.test_indexer_topk"
+LOGITS, ROWS, PAGES = (f"{OPS}.mqa_logits.test_{name}" for name in ("mqa_logits", "rows", "pages"))
+ERRORS, WRITER = f"{OPS}.mqa_logits.test_errors", f"{OPS}.index_write.test_index_write"
+SELECTION, SCORES = "tests.kernels.test_topk_indices_kernel", "tests.kernels.test_mqa_logits_kernel"
+PLANTED, SAMPLE = "tests.mutation.test_planted_bugs", "tests.mutation.test_campaign_sample"
+
+# group: (the bugs, module and name of the tests). A group that no function of this module can have has its reason.
+GROUPS: dict[int, tuple[str, tuple[tuple[str, str], ...] | str]] = {
+    1: (
+        "candidates beyond a list",
+        (
+            (HERE, "test_rows_in_one_digit_of_half_precision"),
+            (TOPK, "test_equal_numbers_beyond_any_list"),
+            (TOPK, "test_numbers_that_share_their_upper_bits"),
+        ),
+    ),
+    2: ("plateaus of 0 and -0", ((HERE, "test_a_plateau_is_chosen_from_the_front"), (ROWS, "test_a_plateau_is_zero"))),
+    3: (
+        "positions out of NaN and infinities",
+        (
+            (HERE, "test_nan_leads_to_no_position_outside"),
+            (TOPK, "test_ties_go_to_the_lower_position"),
+            (ROWS, "test_nan_stays_where_it_is"),
+        ),
+    ),
+    4: (
+        "lengths of 0, below 0 and about borders, odd numbers of tokens, many requests",
+        (
+            (HERE, "test_lengths_about_topk"),
+            (HERE, "test_4096_requests"),
+            (LOGITS, "test_tokens_of_a_request_see_one_key_more_each"),
+            (PAGES, "test_lengths_by_rule"),
+            (PAGES, "test_no_request_has_keys"),
+            (PAGES, "test_more_requests_than_sms"),
+            (TOPK, "test_lengths_by_rule"),
+        ),
+    ),
+    5: ("more than 2^31 elements and 2^32 bytes", ((HERE, "test_suites_have_far_operands"), (CHAIN, "test_logits_take_at_most_64_mb"))),
+    6: (
+        "empty, turned and crossed windows, scales at the end of their memory",
+        (
+            (ROWS, "test_windows_by_rule"),
+            (ROWS, "test_numbers_of_keys"),
+            (LOGITS, "test_scales_end_with_their_memory"),
+            (SCORES, "test_logits_are_those_of_the_formula"),
+        ),
+    ),
+    7: (
+        "NaN in unused slots, page 0 and entries, pages apart and shared",
+        (
+            (PAGES, "test_unused_bytes_are_nan"),
+            (PAGES, "test_a_length_beyond_the_table_is_what_the_table_holds"),
+            (LOGITS, "test_pages_of_two_requests_may_be_the_same"),
+            (LOGITS, "test_pages_outside_the_cache_are_zeros_and_a_finding"),
+            (CHAIN, "test_keys_of_no_page_have_no_slot"),
+        ),
+    ),
+    8: (
+        "stale metadata, graphs with other lengths",
+        ((LOGITS, "test_stale_metadata_does_no_harm"), (HERE, "test_a_call_again_with_other_lengths")),
+    ),
+    9: (
+        "bits that vary",
+        (
+            (HERE, "test_twenty_runs_have_the_same_bits"),
+            (LOGITS, "test_pages_and_rows_have_the_same_bits"),
+            (LOGITS, "test_bits_depend_on_token_and_key_alone"),
+            (TOPK, "test_a_row_is_the_same_however_it_is_divided"),
+            (CHAIN, "test_chunks_change_nothing"),
+            (CHAIN, "test_prefill_and_decode_choose_the_same"),
+        ),
+    ),
+    10: (
+        "heads and columns",
+        ((HERE, "test_suites_have_every_number_of_heads"), (ROWS, "test_heads"), (ERRORS, "test_bad_arguments_of_rows")),
+    ),
+    11: (
+        "pairs of columns, Hadamard, scales taken for another format",
+        (
+            (WRITER, "test_the_rule_is_that_of_the_model"),
+            (WRITER, "test_logits_of_written_keys_are_those_of_the_model"),
+            (HERE, "test_scales_are_fp32_of_any_value"),
+            (HERE, "test_scales_of_another_type_are_refused"),
+        ),
+    ),
+    12: ("layers that share positions", ((HERE, "test_every_entry_of_a_result_is_written"),)),
+    13: ("masks of dense attention over chosen keys", "no function of the indexer takes or makes a mask"),
+    14: (
+        "races at barriers",
+        (
+            (PLANTED, "test_planted_bugs_are_noticed"),
+            (SELECTION, "test_planted_bugs_are_noticed"),
+            (SCORES, "test_logits_do_not_depend_on_the_items"),
+        ),
+    ),
+    15: (
+        "accesses outside that show later",
+        ((SELECTION, "test_numbers_behind_a_length_are_not_read"), (SCORES, "test_logits_are_those_of_the_formula")),
+    ),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_every_group_has_tests_or_a_reason(group: int) -> None:
+    tests = GROUPS[group][1]
+    assert tests
+    for module, name in () if isinstance(tests, str) else tests:
+        assert callable(getattr(import_module(module), name)), f"{module} has no {name}"
+
+
+def test_there_are_fifteen_groups() -> None:
+    assert list(GROUPS) == list(range(1, 16))
+
+
+def chosen(arch: Arch, logits: torch.Tensor, lengths: torch.Tensor, topk: int, sm_count: int | None = None) -> torch.Tensor:
+    """Return the positions on the simulated device, which are the reference's."""
+    with cute_mla.simulate(arch.name, sm_count):
+        found = topk_indices(logits, lengths, topk)
+    assert torch.equal(found, reference.topk_indices(logits, lengths, topk))
+    return found
+
+
+@pytest.mark.parametrize("columns", [RESIDENT, RESIDENT + 1])
+@pytest.mark.parametrize("values", ["bin", "equal", "above"])
+def test_rows_in_one_digit_of_half_precision(arch: Arch, columns: int, values: str) -> None:
+    """[1] 16,384 and 16,385 numbers in [1, 1.245), all equal, or with topk - 1 greater ones."""
+    draw = torch.Generator().manual_seed(columns)
+    logits = {
+        "bin": 1 + 0.245 * torch.rand(1, columns, generator=draw),
+        "equal": torch.full((1, columns), 1.125),
+        "above": torch.full((1, columns), 1.0).scatter_(1, torch.randperm(columns, generator=draw)[None, :2047], 1.2),
+    }[values]
+    chosen(arch, logits, ints(columns), 2048, sm_count=1)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_plateau_is_chosen_from_the_front(arch: Arch, sign: int) -> None:
+    """[2] Where no head is positive, all logits are 0, or -0 with negative weights, which are equal: the first keys are chosen."""
+    values = exact(2, 8, 300)
+    keys = values.keys.float().abs().neg().to(values.keys.dtype)
+    q = values.q.float().abs().to(values.q.dtype)
+    arguments = (q, (keys, values.scales), sign * (values.weights.abs() + 1))
+    with cute_mla.simulate(arch.name):
+        assert (fp8_mqa_logits(*arguments, ints(0, 0), ints(300, 300)) == 0).all()
+        found = indexer_topk_prefill(arguments[0], arguments[1], arguments[2], ints(0, 100), ints(300, 300), 70)
+    assert found.tolist() == [[*range(70)]] * 2
+
+
+def test_nan_leads_to_no_position_outside(arch: Arch) -> None:
+    """[3] Keys with NaN, infinities among the scales: each position occurs once, within the length, and NaN comes last."""
+    values = normal(3, 8, 200)
+    values.keys.view(torch.uint8)[::3, 5] = 0x7F
+    values.scales[1::30] = math.inf
+    lengths = ints(200, 150, 90)
+    with cute_mla.simulate(arch.name):
+        found = indexer_topk_prefill(values.q, (values.keys, values.scales), values.weights, ints(0, 0, 0), lengths, 80)
+        logits = fp8_mqa_logits(values.q, (values.keys, values.scales), values.weights, ints(0, 0, 0), lengths, False)
+    assert torch.equal(found, reference.topk_indices(logits, lengths, 80))
+    for row, length in zip(found, lengths.tolist(), strict=True):
+        assert len(set(row.tolist())) == 80
+        assert 0 <= int(row.min()) <= int(row.max()) < length
+    assert not logits[0, found[0].long()].isnan().any()
+    assert int(logits[2, found[2].long()].isnan().sum()) == 80 - int((~logits[2, :90].isnan()).sum())
+
+
+def test_lengths_about_topk(arch: Arch) -> None:
+    """[4] The indexer's topk, one below, at and above it; NaN behind the length."""
+    logits = torch.randn(4, 2060, generator=torch.Generator().manual_seed(4))
+    lengths = ints(2047, 2048, 2049, -(1 << 31))
+    for row, length in enumerate(lengths.tolist()):
+        logits[row, max(length, 0) :] = math.nan
+    found = chosen(arch, logits, lengths, 2048)
+    assert found[0].tolist() == [*range(2047), -1]
+    assert found[1].tolist() == [*range(2048)]
+    assert (found[3] == -1).all()
+
+
+def test_4096_requests(arch: Arch) -> None:
+    """[4] Of which few have keys. The others' entries of the table name no page."""
+    with_keys = {0: 17, 5: 1, 1029: 65, 4095: 40}
+    call = paged([with_keys.get(request, -(request % 2)) for request in range(4096)], 1, 1)
+    logits = torch.full((4096, 65), math.inf)
+    with cute_mla.simulate(arch.name):
+        call.logits(clean_logits=False, out=logits)
+    assert {row: count for row, count in enumerate(logits.isfinite().sum(1).tolist()) if count} == with_keys
+    rows = list(with_keys)
+    expected = call.expected()[rows]
+    assert torch.equal(logits[rows], expected.masked_fill(expected.isinf(), math.inf))
+
+
+def test_suites_have_far_operands() -> None:
+    """[5] The last row of each operand lies more than 2^31 elements from the first, in cases of the smoke suites."""
+    assert {"far_q", "far_keys", "far_weights", "far_table"} <= {case.layout for case in logits_suite.SMOKE}
+    assert "far_rows" in {case.layout for case in topk_suite.SMOKE}
+    assert "far_keys" in {case.layout for case in chain_suite.SMOKE}
+    for suite in (logits_suite, topk_suite, chain_suite):
+        assert "far_requests" in {case.outputs for case in suite.SMOKE}
+
+
+def arguments_of(case: IndexerTopkCase) -> dict[str, Any]:
+    return INDEXER_TOPK.arguments(case, make_indexer_topk_tensors(case), None)
+
+
+PAGED = IndexerTopkCase(requests=2, tokens=2, keys=300, heads=8, page_size=64, topk=40)
+
+
+def test_a_call_again_with_other_lengths(arch: Arch) -> None:
+    """[8] A captured graph makes the launches of its call again: nothing in them follows the lengths, which are read on the device."""
+    arguments = arguments_of(PAGED)
+    lengths, out = arguments["context_lens"], torch.zeros(4, 40, dtype=torch.int32)
+    with cute_mla.simulate(arch.name):
+        nbytes = cute_mla.workspace_size("indexer_topk", batch=2, s_q=2, h_q=8, max_cache_seqlen=320, topk=40)
+    workspace = torch.zeros(nbytes, dtype=torch.uint8)
+    arguments |= {"out": out, "workspace": workspace}
+    launched = []
+    for given in ((257, 300), (256, 0)):
+        lengths.copy_(ints(*given))
+        with RecordingDevice(arch).active() as device:
+            indexer_topk(**arguments)
+        launched.append([(launch.kernel, launch.grid, plain(launch.args)) for launch in device.launches])
+        with cute_mla.simulate(arch.name):
+            indexer_topk(**arguments)
+        expected = {name: value for name, value in arguments.items() if name not in ("out", "workspace")}
+        assert torch.equal(out, reference.indexer_topk(**expected))
+    assert launched[0] == launched[1]
+
+
+def plain(arguments: Any) -> dict[str, Any]:
+    """Return launch arguments with addresses in the place of tensors."""
+    return {name: value.data_ptr() if hasattr(value, "data_ptr") else value for name, value in dict(arguments).items()}
+
+
+def test_twenty_runs_have_the_same_bits(arch: Arch) -> None:
+    """[9] Whatever the order of warps and of atomic sums; logits whose last bits depend on the order of a sum."""
+    call, results = paged([300, 77], 2, 33, spread=normal), []
+    for seed in range(20):
+        with cute_mla.simulate(arch.name, schedule="random", seed=seed):
+            logits = fp8_paged_mqa_logits(call.q, call.cache, call.weights, call.context_lens, call.block_table, None, 300)
+            results.append((logits, topk_indices(torch.round(logits), ints(299, 300, 76, 77), 60)))
+    assert all(torch.equal(logits, results[0][0]) and torch.equal(found, results[0][1]) for logits, found in results)
+
+
+def test_suites_have_every_number_of_heads() -> None:
+    """[10] From 1 to 64, in both kinds of calls."""
+    for is_paged in (False, True):
+        heads = {case.heads for case in logits_suite.full_cases() if (case.page_size is not None) == is_paged}
+        assert heads == set(range(1, 65))
+
+
+def test_scales_are_fp32_of_any_value(arch: Arch) -> None:
+    """[11] Scales that are no powers of two, whose bytes are no four equal e8m0 numbers, in a cache as well as in a row."""
+    call = paged([130], 1, 8)
+    count = call.cache.shape[1] * 128
+    scales = call.cache.flatten(1)[:, count:].view(torch.float32)
+    scales.copy_(torch.where(scales.isnan(), scales, scales * (3 / E4M3_MAX)))
+    with cute_mla.simulate(arch.name):
+        found = fp8_paged_mqa_logits(call.q, call.cache, call.weights, call.context_lens, call.block_table, None, 130)
+    torch.testing.assert_close(found, call.expected(), rtol=1e-6, atol=0)
+    assert found.unique().numel() > 60
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e8m0fnu, torch.bfloat16])
+def test_scales_of_another_type_are_refused(dtype: torch.dtype) -> None:
+    """[11] A cache is bytes, so its scales are fp32 by contract; scales of keys in a row say what they are."""
+    values = exact(1, 8, 40)
+    scales = torch.zeros(40, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.zeros(40, dtype=dtype)
+    with (
+        RecordingDevice().active() as device,
+        pytest.raises(ValueError, match=f"the scale of kv has dtype {dtype}; supported: torch.float32"),
+    ):
+        indexer_topk_prefill(values.q, (values.keys, scales), values.weights, ints(0), ints(40), 5)
+    assert device.launches == []
+
+
+@pytest.mark.parametrize("slots", [False, True])
+def test_every_entry_of_a_result_is_written(arch: Arch, slots: bool) -> None:
+    """[12] A buffer that layers share holds nothing of the call before: -1 behind the last, also of requests without keys."""
+    case = replace(PAGED, requests=3, lengths="edges", slots=slots, topk=90)
+    arguments = arguments_of(case)
+    out = torch.full((6, 90), 12345, dtype=torch.int32)
+    with cute_mla.simulate(arch.name):
+        indexer_topk(**{**arguments, "out": out})
+    assert not (out == 12345).any()
+    assert torch.equal(out, INDEXER_TOPK.reference(case, make_indexer_topk_tensors(case))[0])
