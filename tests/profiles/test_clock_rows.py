@@ -38,7 +38,8 @@ def case(name: str) -> Case:
 def attention_kernels() -> dict[str, KernelEntry]:
     """Return the built kernels whose clocks must be recorded."""
     kernels = load_artifacts().manifest.kernels
-    with_keys = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv", "mqa_logits")
+    prefills = ("sparse_prefill", "dense_prefill", "masked_prefill", "dense_prefill_dq", "dense_prefill_dkdv")
+    with_keys = ("dense_decode", "sparse_decode", *prefills, "mqa_logits")
     return {name: entry for name, entry in kernels.items() if entry.op in with_keys and entry.arch in golden_clocks.GPU_OF}
 
 
