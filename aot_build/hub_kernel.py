@@ -46,6 +46,7 @@ PARTS = (
     "simulator",
     "spec",
     "torch_ops.py",
+    "torch_schemas.py",
 )
 VERSION = 1  # of the interface on the Hub: a greater one may change what callers rely on
 _LEAST_KERNELS = "0.17.0"

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from . import torch_schemas as schemas
 from .ops import cache_gather, cache_insert, cache_write, decode, dense_prefill, dense_prefill_backward, sparse_prefill, split_plan
 from .ops import index_write as index_op
 from .ops import indexer_topk as indexer_op
@@ -35,63 +36,6 @@ from .spec.cache_rows import CACHED
 from .spec.dense_decode import num_parts
 from .spec.mla import D_QK, D_V
 from .spec.split_plan import PLAN_COLUMNS
-
-_DECODE = (
-    "Tensor q, Tensor k_cache, Tensor? block_table, Tensor? cache_seqlens, int head_dim_v, Tensor tile_scheduler_metadata, "
-    "Tensor num_splits, float? softmax_scale=None, bool causal=False, Tensor? descale_q=None, Tensor? descale_k=None, "
-    "bool is_fp8_kvcache=False, Tensor? indices=None, Tensor? attn_sink=None, Tensor? extra_k_cache=None, "
-    "Tensor? extra_indices_in_kvcache=None, Tensor? topk_length=None, Tensor? extra_topk_length=None, *, "
-    "bool batch_invariant=False, float? empty_lse=None, str? kv_format=None, str? extra_kv_format=None, Tensor? cu_seqlens_q=None, "
-    "SymInt? max_seqlen_q=None, Tensor? tree_mask=None, SymInt? window=None, SymInt window_sink=0"
-)
-_PREFILL = (
-    "Tensor q, Tensor kv, Tensor indices, float sm_scale, int d_v=512, Tensor? attn_sink=None, Tensor? topk_length=None, *, "
-    "Tensor? kv_offsets=None, float? empty_lse=None"
-)
-_INDEXER_PREFILL = _PREFILL.replace("*, ", "*, SymInt indexer_topk, ")
-_LENGTHS = "Tensor cu_seqlens_qo, Tensor cu_seqlens_kv, SymInt max_seqlen_qo, SymInt max_seqlen_kv"
-_VARLEN_OPTIONS = (
-    f"{_LENGTHS}, float dropout_p=0.0, float? softmax_scale=None, bool causal=False, bool deterministic=False, bool is_varlen=True, *, "
-    "float? empty_lse=None"
-)
-_VARLEN = f"Tensor q, Tensor k, Tensor v, {_VARLEN_OPTIONS}"
-_BACKWARD_OPTIONS = f"Tensor out, Tensor lse, {_LENGTHS}, float? softmax_scale=None, bool causal=False, *, bool deterministic=True"
-_VARLEN_BACKWARD = f"Tensor dout, Tensor q, Tensor k, Tensor v, {_BACKWARD_OPTIONS}"
-_PACKED = "Tensor? q, Tensor packed, int head_dim_qk"  # k and v are slices of packed, and q too if it is None
-_MERGE = "Tensor[] outs, Tensor[] lses, bool stacked=False, *, float? empty_lse=None"
-_PLAN = (
-    "Tensor cache_seqlens, SymInt num_q_tokens_per_head_k, int num_heads_k, int? num_heads_q=None, bool is_fp8_kvcache=False, "
-    "SymInt? topk=None, Tensor? cu_seqlens_q=None, SymInt? total_q=None, SymInt? window=None, SymInt window_sink=0"
-)
-_WRITE = (
-    "Tensor kv_c, Tensor? k_pe, Tensor(a!) k_cache, Tensor slot_mapping, *, Tensor? descale_k=None, bool power_of_two=False, "
-    "str? kv_format=None"
-)
-_INSERT = (
-    "Tensor kv_c, Tensor? k_pe, Tensor(a!)? q_pe, Tensor(b!) k_cache, Tensor slot_mapping, Tensor norm_weight, Tensor? cos_sin=None, "
-    "Tensor? positions=None, *, Tensor(c!)? keys=None, Tensor? descale_k=None, bool power_of_two=False, str? kv_format=None, float eps=1e-6"
-)
-_GATHER = (
-    "Tensor k_cache, Tensor block_table, Tensor cu_seqlens, SymInt rows, *, Tensor? starts=None, Tensor? descale_k=None, "
-    "ScalarType? dtype=None, str? kv_format=None"
-)
-_INDEX_KEYS = (
-    "Tensor k, Tensor(a!) index_cache, Tensor slot_mapping, Tensor norm_weight, Tensor norm_bias, Tensor cos_sin, Tensor? positions=None, "
-    "*, str rope, bool hadamard=False, str scale_format='fp32', float eps=1e-06"
-)
-_INDEX_QUERIES = "Tensor q, Tensor weights, Tensor cos_sin, Tensor? positions=None, *, str rope, bool hadamard=False"
-_ROW_LOGITS = "Tensor q, Tensor keys, Tensor scales, Tensor weights, Tensor ks, Tensor ke, bool clean_logits=True, SymInt max_seqlen_k=0"
-_PAGED_LOGITS = (
-    "Tensor q, Tensor cache, Tensor weights, Tensor context_lens, Tensor block_table, Tensor? metadata, SymInt max_context_len, "
-    "bool clean_logits=True"
-)
-_TOPK = "Tensor logits, Tensor lengths, SymInt topk"
-_PAGED_TOPK = "Tensor q, Tensor weights, Tensor index_cache, Tensor context_lens, Tensor block_table, SymInt topk, *, bool slots=False"
-_ROW_TOPK = "Tensor q, Tensor keys, Tensor scales, Tensor weights, Tensor ks, Tensor ke, SymInt topk, *, SymInt? max_seqlen_k=None"
-_SPARSE_PLAN = (
-    "Tensor indices, SymInt num_heads_q, Tensor? topk_length=None, Tensor? extra_indices=None, Tensor? extra_topk_length=None, "
-    "Tensor? cu_seqlens_q=None"
-)
 
 _VARLEN_ARGUMENTS = 12  # of flash_attn_varlen_func and of flash_attn_varlen_packed, without those by keyword only
 
@@ -379,59 +323,57 @@ def _row_logits(q: Tensor, keys: Tensor, scales: Tensor, *args: Any, **options: 
     return logits_op.run_rows(q, (keys, scales), *args, **options)
 
 
-_PLAN_RESULTS = "(Tensor tile_scheduler_metadata, Tensor num_splits)"
-
-_define_both("flash_mla_with_kvcache", _DECODE, ("out", "lse", "workspace?"), decode.run_cached, _decode_results)
-_define_both("flash_mla_sparse_fwd", _PREFILL, ("out", "max_logits", "lse"), sparse_prefill.run, _prefill_results)
+_define_both("flash_mla_with_kvcache", schemas.DECODE, ("out", "lse", "workspace?"), decode.run_cached, _decode_results)
+_define_both("flash_mla_sparse_fwd", schemas.PREFILL, ("out", "max_logits", "lse"), sparse_prefill.run, _prefill_results)
 _define_both(
     "flash_mla_sparse_fwd_indexer",
-    _INDEXER_PREFILL,
+    schemas.INDEXER_PREFILL,
     ("out", "max_logits", "lse", "lse_indexer"),
     _run_indexer_prefill,
     _indexer_prefill_results,
 )
 _define_both(
     "flash_attn_varlen_func",
-    _VARLEN,
+    schemas.VARLEN,
     ("out", "lse"),
     dense_prefill.run,
     _varlen_results,
     (_Gradient(_varlen_backward, _save_varlen), NO_GIVEN_RESULTS),
 )
-_define_both("flash_attn_varlen_masked", f"{_VARLEN}, Tensor key_mask", ("out", "lse"), dense_prefill.run, _varlen_results)
+_define_both("flash_attn_varlen_masked", f"{schemas.VARLEN}, Tensor key_mask", ("out", "lse"), dense_prefill.run, _varlen_results)
 _define_both(
     "flash_attn_varlen_backward",
-    _VARLEN_BACKWARD,
+    schemas.VARLEN_BACKWARD,
     ("dq", "dk", "dv", "workspace?"),
     dense_prefill_backward.run,
     _gradients,
     (_Gradient(_no_double_backward), NO_DOUBLE_BACKWARD),
 )
 _define(
-    f"flash_attn_varlen_packed({_PACKED}, {_VARLEN_OPTIONS}) -> (Tensor out, Tensor lse)",
+    f"flash_attn_varlen_packed({schemas.PACKED}, {schemas.VARLEN_OPTIONS}) -> (Tensor out, Tensor lse)",
     _run_packed,
     _packed_results,
     _Gradient(_packed_backward, _save_packed),
 )
 _define(
-    f"flash_attn_varlen_packed_backward(Tensor dout, {_PACKED}, {_BACKWARD_OPTIONS}) -> Tensor[]",
+    f"flash_attn_varlen_packed_backward(Tensor dout, {schemas.PACKED}, {schemas.BACKWARD_OPTIONS}) -> Tensor[]",
     _run_packed_backward,
     _packed_gradients,
     _Gradient(_no_double_backward),
 )
-_define_both("merge_states", _MERGE, ("out", "lse"), merge.run_lists, _merged_results)
-_define(f"get_mla_metadata({_PLAN}) -> {_PLAN_RESULTS}", split_plan.run, _new_plan)
-_define(f"plan_sparse_decode({_SPARSE_PLAN}) -> {_PLAN_RESULTS}", split_plan.run_sparse, _new_sparse_plan)
-_define(f"write_kv_cache({_WRITE}) -> ()", cache_write.run, _nothing)
-_define(f"insert_kv_cache({_INSERT}) -> ()", cache_insert.run, _nothing)
-_define_both("gather_kv_cache", _GATHER, ("out",), cache_gather.run, _new_keys)
-_define(f"write_index_cache({_INDEX_KEYS}) -> ()", index_op.run_keys, _nothing)
-_define_both("prepare_index_queries", _INDEX_QUERIES, ("out", "out_weights"), index_op.run_queries, _prepared)
-_define_both("fp8_mqa_logits", _ROW_LOGITS, ("out",), _row_logits, _new_row_logits)
-_define_both("fp8_paged_mqa_logits", _PAGED_LOGITS, ("out",), logits_op.run_pages, _new_paged_logits)
-_define_both("indexer_topk", _PAGED_TOPK, ("out", "workspace?"), indexer_op.run_pages, _new_keys_of_tokens)
-_define_both("indexer_topk_prefill", _ROW_TOPK, ("out", "workspace?"), _row_topk, _new_keys_of_tokens)
-_define_both("topk_indices", _TOPK, ("out",), topk_op.run, _new_indices)
+_define_both("merge_states", schemas.MERGE, ("out", "lse"), merge.run_lists, _merged_results)
+_define(f"get_mla_metadata({schemas.PLAN}) -> {schemas.PLAN_RESULTS}", split_plan.run, _new_plan)
+_define(f"plan_sparse_decode({schemas.SPARSE_PLAN}) -> {schemas.PLAN_RESULTS}", split_plan.run_sparse, _new_sparse_plan)
+_define(f"write_kv_cache({schemas.WRITE}) -> ()", cache_write.run, _nothing)
+_define(f"insert_kv_cache({schemas.INSERT}) -> ()", cache_insert.run, _nothing)
+_define_both("gather_kv_cache", schemas.GATHER, ("out",), cache_gather.run, _new_keys)
+_define(f"write_index_cache({schemas.INDEX_KEYS}) -> ()", index_op.run_keys, _nothing)
+_define_both("prepare_index_queries", schemas.INDEX_QUERIES, ("out", "out_weights"), index_op.run_queries, _prepared)
+_define_both("fp8_mqa_logits", schemas.ROW_LOGITS, ("out",), _row_logits, _new_row_logits)
+_define_both("fp8_paged_mqa_logits", schemas.PAGED_LOGITS, ("out",), logits_op.run_pages, _new_paged_logits)
+_define_both("indexer_topk", schemas.PAGED_TOPK, ("out", "workspace?"), indexer_op.run_pages, _new_keys_of_tokens)
+_define_both("indexer_topk_prefill", schemas.ROW_TOPK, ("out", "workspace?"), _row_topk, _new_keys_of_tokens)
+_define_both("topk_indices", schemas.TOPK, ("out",), topk_op.run, _new_indices)
 
 
 def get_mla_metadata(cache_seqlens: Tensor, *args: Any) -> tuple[Tensor, Tensor]:

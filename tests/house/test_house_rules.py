@@ -21,7 +21,10 @@ MAX_PARAMETERS = 8
 OPAQUE_WORDS = {"Of", "Those", "That", "As", "What", "Which", "Whether", "Where", "How", "This", "It", "They"}
 
 # The rooms that take and return torch tensors, from the bottom up: each may import those in front of it, spec and runtime.
-TORCH_FACING = ("reference", "ops", "torch_ops", "api", "flash_mla", "cache", "indexer", "shared_prefix", "parallel", "layer", "convert")
+TORCH_FACING = (
+    *("reference", "ops", "torch_schemas", "torch_ops", "api", "flash_mla"),
+    *("cache", "indexer", "shared_prefix", "parallel", "layer", "convert"),
+)
 ANYTHING = {"testing", "cli", "profiles", "__main__"}
 # Each room, and the rooms that it may import besides itself. The package's own __init__ only re-exports.
 MAY_IMPORT: dict[str, set[str]] = {

@@ -16,20 +16,17 @@ from .step import Planner, StepInputs
 class Traits:
     """Properties of a class of attention modules.
 
-    rotates: False if the rotary columns are not rotated (Kimi Linear). results: results of forward. indexed: True if an indexer chooses
-    the keys.
+    rotates: False if the rotary columns are not rotated (Kimi Linear). results: results of forward.
     """
 
     rotates: bool = True
     results: int = 2
-    indexed: bool = False
 
 
 class LatentAttention(torch.nn.Module):
     """Module in the place of an attention module of transformers, `replaced`.
 
-    attention: the layer, with the weights. dropout: that of the attention weights in training; only 0 is computed. max_tokens: tokens up
-    to which an indexer chooses all of them; None without an indexer.
+    attention: the layer, with the weights. dropout: that of the attention weights in training; only 0 is computed.
     """
 
     def __init__(self, attention: MlaAttention, replaced: Any, traits: Traits, planner: Planner) -> None:
@@ -37,7 +34,6 @@ class LatentAttention(torch.nn.Module):
         self.attention = attention
         self.layer_idx: int = replaced.layer_idx
         self.dropout: float = replaced.attention_dropout
-        self.max_tokens: int | None = replaced.config.index_topk if traits.indexed else None
         self.results = traits.results
         self.planner = planner
         self.train(replaced.training)
@@ -56,30 +52,22 @@ class LatentAttention(torch.nn.Module):
         cache: a DynamicCache, or None. position_ids: [batch or 1, new tokens]. Other options of transformers do not concern the result.
 
         Returns the output [batch, new tokens, hidden size], 0 for padding, and None for each further result of transformers' module.
-        Raises ValueError for other caches and masks, for dropout, and for more tokens than an indexer chooses; and the errors of
-        MlaAttention.
+        Raises ValueError for other caches and masks and for dropout, and the errors of MlaAttention.
         """
+        if self.training and self.dropout:
+            raise ValueError(f"attention_dropout is {self.dropout} in training; supported: 0")
         batch, tokens = hidden_states.shape[:2]
         inputs = StepInputs((batch, tokens), hidden_states.device, attention_mask, position_ids)
+        attention = self.attention
         cached = None if cache is None else latent_layer(cache, self.layer_idx)
-        self._check(tokens if cached is None else cached.seen + tokens)
         if cached is not None:
-            cached.reserve(batch, tokens, self.attention.kv_a, self.attention.config.key_columns)
-        step = self.planner.step(inputs, self.layer_idx, cached, self.attention.config)
+            cached.reserve(batch, tokens, attention.kv_a, attention.config.key_columns, attention.indexer is not None)
+        step = self.planner.step(inputs, self.layer_idx, cached, attention.config)
         flat = hidden_states.flatten(0, 1)
-        out = self.attention(flat if step.rows is None else flat[step.rows], None if cached is None else cached.keys, step.batch)
+        keys, index_keys = (None, None) if cached is None else (cached.keys, cached.index_keys)
+        out = attention(flat if step.rows is None else flat[step.rows], keys, step.batch, index_cache=index_keys)
         if cached is not None:
             cached.append(tokens, step.new)
         if step.rows is not None:
             out = out.new_zeros(flat.shape).index_copy(0, step.rows, out)
         return out.view(hidden_states.shape), *[None] * (self.results - 1)
-
-    def _check(self, tokens: int) -> None:
-        """Raise ValueError if this many tokens, cached ones included, are too many, or if dropout is on."""
-        if self.training and self.dropout:
-            raise ValueError(f"attention_dropout is {self.dropout} in training; supported: 0")
-        if self.max_tokens is not None and tokens > self.max_tokens:
-            raise ValueError(
-                f"the sequences have {tokens} tokens, of which the model's indexer chooses {self.max_tokens}; supported: up to "
-                f"{self.max_tokens}, all of which are attended to"
-            )

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer
 
+from ...spec.mqa_logits import ROW_BYTES
+
 PAGE_SIZE = 64
 _REPLACED = (DynamicLayer, DynamicIndexedLayer)  # cache layers without contents that a LatentCacheLayer takes the place of
 
@@ -18,6 +20,7 @@ class LatentCacheLayer(DynamicLayer):
     keys: [batch * pages per request, 64, 1, latent + rotary columns]; request b has the pages from b * pages per request on. Padding
     tokens take no rows: a request's keys are its first `lengths[b]` rows.
 
+    index_keys: uint8 [batch * pages per request, 64, 1, 132], the keys of the layer's indexer in the same rows; None without an indexer.
     seen: tokens of each request so far, padding included, as transformers counts them. lengths: keys of each request.
     unpadded: the most recent tokens that are padding in no request; crop() removes no more than these.
     """
@@ -27,6 +30,7 @@ class LatentCacheLayer(DynamicLayer):
 
     def __init__(self) -> None:
         super().__init__()
+        self.index_keys: torch.Tensor | None = None
         self.seen = 0
         self.lengths: list[int] = []
         self.unpadded = 0
@@ -36,11 +40,11 @@ class LatentCacheLayer(DynamicLayer):
         """Return the pages of each request."""
         return 0 if self.keys is None else self.keys.shape[0] // len(self.lengths)
 
-    def reserve(self, batch: int, tokens: int, like: torch.Tensor, columns: int) -> None:
+    def reserve(self, batch: int, tokens: int, like: torch.Tensor, columns: int, indexed: bool) -> None:
         """Make room for this many more tokens of each request. like: a tensor with dtype and device of the keys.
 
-        Pages grow by half or more, so that a token is copied a bounded number of times. Raises ValueError if the cache holds another
-        number of requests.
+        columns: of a key. indexed: whether the layer has an indexer. Pages grow by half or more, so that a token is copied a bounded
+        number of times. Raises ValueError if the cache holds another number of requests.
         """
         if self.keys is None:
             self.lengths = [0] * batch
@@ -50,11 +54,21 @@ class LatentCacheLayer(DynamicLayer):
         needed = -(-(self.seen + tokens) // PAGE_SIZE)
         if needed <= held:
             return
-        grown = like.new_empty(batch, max(needed, held + held // 2), PAGE_SIZE, 1, columns)
-        if self.keys is not None:
-            grown[:, :held] = self.keys.unflatten(0, (batch, held))
-        self.keys, self.values = grown.flatten(0, 1), like.new_empty(0)
+        pages = max(needed, held + held // 2)
+        self.keys = self._grown(self.keys, pages, like.new_empty(0, PAGE_SIZE, 1, columns))
+        if indexed:
+            self.index_keys = self._grown(self.index_keys, pages, like.new_empty(0, PAGE_SIZE, 1, ROW_BYTES, dtype=torch.uint8))
+        self.values = like.new_empty(0)
         self.device, self.is_initialized = like.device, True
+
+    def _grown(self, held: torch.Tensor | None, pages: int, page: torch.Tensor) -> torch.Tensor:
+        """Return so many pages of each request, the first ones with what is held. page: an empty tensor of such pages."""
+        batch = len(self.lengths)
+        grown = page.new_empty(batch, pages, *page.shape[1:])
+        if held is not None:
+            rows = held.unflatten(0, (batch, -1))
+            grown[:, : rows.shape[1]] = rows
+        return grown.flatten(0, 1)
 
     def append(self, tokens: int, new: list[int]) -> None:
         """Count tokens that were written. new: those of each request that are no padding."""
@@ -73,6 +87,7 @@ class LatentCacheLayer(DynamicLayer):
     def reset(self) -> None:
         """Drop all keys."""
         super().reset()
+        self.index_keys = None
         self.seen, self.lengths, self.unpadded = 0, [], 0
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -100,7 +115,10 @@ class LatentCacheLayer(DynamicLayer):
         """Apply a selection to the requests. Where requests differ in length, the lengths pass through the device."""
         if self.keys is None:
             return
-        kept = choose(self.keys.unflatten(0, (len(self.lengths), self.pages)))
+        shape = (len(self.lengths), self.pages)
+        kept = choose(self.keys.unflatten(0, shape))
+        if self.index_keys is not None:
+            self.index_keys = choose(self.index_keys.unflatten(0, shape)).flatten(0, 1)
         if len(set(self.lengths)) > 1:
             self.lengths = choose(torch.tensor(self.lengths)).tolist()
         else:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
 from typing import Any
 
 import torch
 
-from ...layer import MlaAttention, MlaConfig, MlaWeights
+from ...layer import Indexer, IndexerWeights, MlaAttention, MlaConfig, MlaWeights
 from ...layer.batch import CHUNK_TOKENS
 from ...layer.rope import frequencies
 from ...ops.arguments import check_integer
@@ -21,9 +21,9 @@ from .step import Planner
 TRAITS = {
     "deepseek_v2.DeepseekV2Attention": Traits(),
     "deepseek_v3.DeepseekV3Attention": Traits(),
-    "deepseek_v32.DeepseekV32Attention": Traits(indexed=True),
+    "deepseek_v32.DeepseekV32Attention": Traits(),
     "glm4_moe_lite.Glm4MoeLiteAttention": Traits(),
-    "glm_moe_dsa.GlmMoeDsaAttention": Traits(indexed=True, results=3),
+    "glm_moe_dsa.GlmMoeDsaAttention": Traits(results=3),
     "kimi_linear.KimiLinearAttention": Traits(rotates=False),
 }
 
@@ -37,7 +37,8 @@ def patch(model: torch.nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> int:
 
     The model then computes decode in the absorbed form, and prefill of new tokens over cached ones in chunks, both on the layer's path:
     by the kernels on their devices, else in torch. Attention weights are not returned. The keys are in the layers of the DynamicCache
-    that the model makes or is given. Models with an indexer attend to all tokens, and refuse more tokens than the indexer would choose.
+    that the model makes or is given. Beyond index_topk tokens, models with an indexer attend to those that it chooses, by e4m3 queries and
+    keys as in DeepSeek's own implementation; transformers does not round them.
 
     Raises ValueError, and changes nothing, if the model has no such module, has latent attention of another class, has other columns,
     biases, other rotary embeddings than the layer, or weights without contents.
@@ -50,7 +51,7 @@ def patch(model: torch.nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> int:
     planners: dict[int, Planner] = {}
     for (parent, name, config), (_, _, module, traits) in zip(built, found, strict=True):
         planner = planners.setdefault(id(module.config), Planner(module.layer_idx, chunk_tokens, traits.rotates))
-        setattr(parent, name, LatentAttention(_layer_of(module, config), module, traits, planner))
+        setattr(parent, name, LatentAttention(_trainable_as(module, config), module, traits, planner))
     register()
     for _, _, module, _ in found:
         module.config._attn_implementation = LATENT
@@ -85,7 +86,7 @@ def _config_of(model: torch.nn.Module, module: Any, traits: Traits) -> MlaConfig
         raise ValueError(f"the scale of the softmax is {module.scaling}; supported with this configuration: {config.softmax_scale}")
     if any(weight.is_meta for weight in module.parameters()):
         raise ValueError("the weights are on meta; supported: a model with its weights loaded")
-    MlaAttention(config, MlaWeights.from_tensors({name: weight.to("meta") for name, weight in module.state_dict().items()}, config))
+    _layer_of({name: weight.to("meta") for name, weight in module.state_dict().items()}, config)
     for rotary in model.modules():
         if traits.rotates and getattr(rotary, "config", None) is module.config and hasattr(rotary, "inv_freq"):
             _check_rotation(rotary, config)
@@ -104,9 +105,16 @@ def _check_rotation(rotary: Any, config: MlaConfig) -> None:
         )
 
 
-def _layer_of(module: Any, config: MlaConfig) -> MlaAttention:
-    """Return the layer with the weights of a module; they require gradients as before."""
-    layer = MlaAttention(config, MlaWeights.from_tensors(module.state_dict(), config))
+def _layer_of(tensors: Mapping[str, torch.Tensor], config: MlaConfig) -> MlaAttention:
+    """Return the layer with the weights of a module, and with its indexer if it has one."""
+    indexed = any(name.startswith("indexer.") for name in tensors)
+    indexer = Indexer(config, IndexerWeights.from_tensors(tensors, config)) if indexed else None
+    return MlaAttention(config, MlaWeights.from_tensors(tensors, config), indexer)
+
+
+def _trainable_as(module: Any, config: MlaConfig) -> MlaAttention:
+    """Return the layer with the weights of a module, which require gradients as before; those of an indexer do not."""
+    layer = _layer_of(module.state_dict(), config)
     trained = any(weight.requires_grad for weight in module.parameters())
     for field in fields(layer.weights):
         weight = getattr(layer, field.name)

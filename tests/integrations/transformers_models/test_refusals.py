@@ -110,22 +110,6 @@ def model() -> PreTrainedModel:
     return patched
 
 
-@pytest.mark.parametrize("name", ["deepseek_v32", "glm_5"])
-def test_an_indexer_leaves_out_tokens(name: str) -> None:
-    """Up to index_topk tokens, all of which it would choose; not one more, cached or new."""
-    patched = make(name, index_topk=12)
-    exact = make(name, index_topk=12)
-    patch(patched)
-    ids, _ = tokens(13)
-    with torch.no_grad():
-        torch.testing.assert_close(patched(ids[:, :12]).logits, exact(ids[:, :12]).logits, rtol=0, atol=1e-3)
-        for call in (lambda: patched(ids), lambda: patched(ids[:, 12:], cache=patched(ids[:, :12], use_cache=True).cache)):
-            with pytest.raises(
-                ValueError, match=r"the sequences have 13 tokens, of which the model's indexer chooses 12; supported: up to 12"
-            ):
-                call()
-
-
 def test_caches_of_other_kinds(model: PreTrainedModel) -> None:
     ids, _ = tokens(4)
     filled = DynamicCache(config=model.config)
