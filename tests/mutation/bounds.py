@@ -14,6 +14,7 @@ from cute_mla.spec import (
     dense_prefill_dkdv,
     dense_prefill_dq,
     index_write,
+    masked_prefill,
     merge_states,
     mqa_logits,
     sparse_decode,
@@ -27,7 +28,7 @@ from tests.mutation.ranges import Range
 
 _MODULES = (
     *(cache_gather, cache_insert, cache_write, combine, dense_decode, dense_prefill, dense_prefill_dkdv, dense_prefill_dq),
-    *(index_write, merge_states, mqa_logits, sparse_decode, sparse_prefill, split_plan, topk_indices),
+    *(index_write, masked_prefill, merge_states, mqa_logits, sparse_decode, sparse_prefill, split_plan, topk_indices),
 )
 _PARAMS = {module.__name__.rpartition(".")[2]: module.PARAMS for module in _MODULES}
 _MOST = (1 << 31) - 1
@@ -85,7 +86,7 @@ def parameter_names(kernel: KernelEntry, entry: EntryText) -> dict[str, str]:
 def _parameter(op: str, name: str, general: Range) -> Range:
     if name in _FLAGS:
         return 0, 1
-    if name in ("h_q", "heads_per_kv") and not op.startswith("dense_prefill"):
+    if name in ("h_q", "heads_per_kv") and not op.startswith(("dense_prefill", "masked_prefill")):
         return 1, _HEADS_OF_LATENT
     if name == "batch" and op in (*_TOKENS, "combine"):
         return 0, _REQUESTS

@@ -59,6 +59,7 @@ CASES: dict[str, tuple[BaseCase, ...]] = {
     ),
     "sparse_prefill": tuple(replace(case, d_qk=d_qk) for d_qk in (576, 512) for case in (INDEXER, replace(TOKENS, values="rising"), FEW)),
     "dense_prefill": tuple(replace(case, d_qk=d_qk) for d_qk in (192, 128) for case in (PREFILL, MANY)),
+    "masked_prefill": tuple(replace(case, d_qk=d_qk, causal=False, mask="single") for d_qk in (192, 128) for case in (PREFILL, MANY)),
     "dense_prefill_dq": tuple(replace(GRADIENTS, d_qk=d_qk) for d_qk in (192, 128)),
     "dense_prefill_dkdv": tuple(replace(GRADIENTS, d_qk=d_qk) for d_qk in (192, 128)),
     "combine": (SPLIT,),

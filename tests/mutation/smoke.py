@@ -24,6 +24,7 @@ _DECODE = ("dense_decode", "sparse_decode")
 CALLERS = {  # of kernels that have no call of their own: the ops whose calls launch them
     **dict.fromkeys(("split_plan", "combine"), _DECODE),
     **dict.fromkeys(("dense_prefill_dq", "dense_prefill_dkdv"), ("dense_prefill_backward",)),
+    "masked_prefill": ("dense_prefill",),
 }
 
 

@@ -20,6 +20,7 @@ from tests.mutation.planted import (
     dense_prefill_sm100,
     index_write,
     kv_cache,
+    masked_prefill,
     mqa_logits_sm90,
     mqa_logits_sm100,
     sparse_decode_sm90,
@@ -58,6 +59,8 @@ MODULES = (
 )
 SUITES: Mapping[str, Suite] = {
     **{module.__name__.rpartition(".")[2]: module.SUITE for module in MODULES},
+    "masked_prefill_sm90": masked_prefill.SUITE_SM90,
+    "masked_prefill_sm100": masked_prefill.SUITE_SM100,
     **cache_insert.SUITES,
     **index_write.SUITES,
     **kv_cache.SUITES,
