@@ -443,7 +443,7 @@ def write_kv_cache(*args: Tensor | None, **options: Any) -> None:
 
 def insert_kv_cache(*args: Tensor | None, **options: Any) -> None:
     """Trace cache.insert_kv_cache."""
-    torch.ops.cute_mla.insert_kv_cache(*args, **options)
+    _ops.insert_kv_cache(*args, **options)
 
 
 def gather_kv_cache(*args: Any, out: Tensor | None, **options: Any) -> Tensor:

@@ -276,8 +276,6 @@ class MlaAttention(torch.nn.Module):
 
     def _new_keys(self, hidden: torch.Tensor, rope: Rotation) -> _Keys:
         latent, rotary = linear(hidden, self.kv_a, self.kv_a_bias).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
-        if needs_grad(latent, self.kv_a_norm):
-            return _Keys(self._normalise(latent, self.kv_a_norm), rope.apply(rotary))
         return _Keys(norm_rope.rms_norm(latent, self.kv_a_norm, self.config.rms_norm_eps), rope.apply(rotary))  # the bits of _insert
 
     def _normalise(self, columns: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -192,7 +192,7 @@ def test_without_the_dsl_the_extra_is_named(tmp_path: Path, monkeypatch: pytest.
 def test_unknown_names_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="unknown architecture 'sm70'; supported: sm90, sm100"):
         build_all(["sm70"], OPS, 1, tmp_path)
-    with pytest.raises(ValueError, match="unknown op 'conv'; supported: dense_decode, sparse_decode, dense_prefill, sparse_prefill, "):
+    with pytest.raises(ValueError, match="unknown op 'conv'; supported: dense_decode, sparse_decode, dense_prefill, masked_prefill, "):
         build_all(["sm90"], ["conv"], 1, tmp_path)
 
 

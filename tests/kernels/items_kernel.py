@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -43,6 +43,15 @@ class Records:
     records: cute.Pointer
     counts: cute.Pointer
     capacity: Int32
+
+    def post_item(self, turn: Int32, item: WorkItem) -> Int32:
+        """Write an item down. Return the next turn."""
+        self.post(turn, Boolean(True), item)
+        return turn + 1
+
+    def post_end(self, turn: Int32) -> None:
+        """Write the number of items down."""
+        self.post(turn, Boolean(False), WorkItem(*[Int32(0)] * len(fields(WorkItem))))
 
     @cute.jit
     def post(self, turn: Int32, there: Boolean, item: WorkItem) -> None:

@@ -22,6 +22,7 @@ from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_format import FP8_656, NOPE_528, V41, V41_FP4
 from cute_mla.spec.dense_decode import FP8, OPERANDS
 from cute_mla.spec.dense_prefill_dq import HEAD_DIMS as GRADIENT_HEAD_DIMS
+from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from cute_mla.spec.merge_states import MergeStatesConfig
 from cute_mla.spec.merge_states import closed_variants as merged_variants
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
@@ -233,6 +234,12 @@ _VARLEN_CASES = tuple(
 )  # fmt: skip
 
 
+_MASKED_CASES = tuple(
+    DensePrefillCase("bf16", d_qk=d_qk, lengths=((65, 150), (0, 20), (3, 1), (130, 129), (9, 0)), group=2, mask="random", sm_count=2)
+    for d_qk in MASKED_HEAD_DIMS
+)
+
+
 def _varlen_taken(case: DensePrefillCase, operands: DensePrefillTensors, picks: Picks, moved: bool) -> Call:
     """Take requests of a call. moved: with unused rows in front of the keys, and room for longer sequences."""
     lengths = tuple(case.lengths[pick] for pick in picks)
@@ -243,7 +250,8 @@ def _varlen_taken(case: DensePrefillCase, operands: DensePrefillTensors, picks: 
     k, v = (tensor[[*in_front, *(row for rows in keys for row in rows)]] for tensor in (operands.k, operands.v))
     starts = [list(accumulate(map(len, rows), initial=first)) for rows, first in ((queries, 0), (keys, len(in_front)))]
     of_queries, of_keys = (torch.tensor(start, dtype=torch.int32) for start in starts)
-    return replace(case, lengths=case.lengths if moved else lengths), DensePrefillTensors(q, k, v, of_queries, of_keys)
+    mask = None if operands.key_mask is None else operands.key_mask[[row for rows in queries for row in rows]]
+    return replace(case, lengths=case.lengths if moved else lengths), DensePrefillTensors(q, k, v, of_queries, of_keys, mask)
 
 
 def _varlen_of(operands: DensePrefillTensors, results: Result, place: int) -> Result:
@@ -434,6 +442,7 @@ COMPUTING: dict[str, Contract] = {
     "sparse_decode": SPARSE,
     "sparse_prefill": Contract(_PREFILL_CASES, _prefill_taken, _prefill_of),
     "dense_prefill": Contract(_VARLEN_CASES, _varlen_taken, _varlen_of),
+    "masked_prefill": Contract(_MASKED_CASES, _varlen_taken, _varlen_of),
     "dense_prefill_dq": Contract(_gradient_cases(DqCase, LAYOUTS), _gradient_taken, _gradient_of),
     "dense_prefill_dkdv": Contract(_gradient_cases(DensePrefillBackwardCase, ("packed",)), _gradient_taken, _gradient_of),
     "merge_states": Contract(
