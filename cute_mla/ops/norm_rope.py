@@ -16,7 +16,9 @@ _NAN = 0x7FFF
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return fp32 values in a dtype, rounded to nearest even; in 16 bits NaN is 0x7FFF, as GPUs round it, unless gradients flow."""
     narrow = values.to(dtype)
-    return narrow if dtype == torch.float32 or narrow.requires_grad else narrow.view(torch.int16).masked_fill(narrow.isnan(), _NAN).view(dtype)
+    if dtype == torch.float32 or narrow.requires_grad:
+        return narrow
+    return narrow.view(torch.int16).masked_fill(narrow.isnan(), _NAN).view(dtype)
 
 
 def column_sum(values: torch.Tensor) -> torch.Tensor:
