@@ -5,9 +5,10 @@ smoke   Small cases of which each kernel variant meets every feature of its op (
         page sizes, lengths, kinds of scores, sinks, masks. Beside these a few cases whose size is what they test, of at most 200 tiles.
         Every line of the edge contract occurs. All architectures, the simulated device and GPUs run the same cases.
 full    FlashMLA's grid of the op in every dtype (dense prefill: a grid of this project), its corner cases and the smoke cases. A GPU runs
-        all of them. The simulated device runs the grid's small cases whole: short sequences and at most 6 requests (dense decode: in
-        bf16), or few tiles (prefill). A pairwise cover of the factor values replaces the large cases. Its cases are cut to a budget of
-        tiles: by batch (decode), query tokens (sparse prefill) or query heads per KV head (dense prefill). A few long cases run whole.
+        all of them. The simulated device runs the corner and smoke cases, a few long cases, and of the grid a pairwise cover: of all
+        kernel variants and factor values. Small cases run whole: short sequences and at most 6 requests, or few tiles (prefill). Large
+        ones add the pairs that no small case has, cut to a budget of tiles: by batch (decode), query tokens (sparse prefill) or query
+        heads per KV head (dense prefill).
 """
 
 from __future__ import annotations
