@@ -14,6 +14,7 @@ full    FlashMLA's grid of the op in every dtype (dense prefill: a grid of this 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from ...spec.arch import Arch
@@ -65,10 +66,17 @@ def suite(name: str, op: str, *, simulated: bool, seed: int = 0) -> list[SuiteEn
     elif name == "smoke":
         entries = [SuiteEntry(case) for case in suites.smoke]
     elif simulated:
-        entries = suites.simulated.entries(suites.full())
+        entries = _simulated_full(op)
     else:
         entries = [SuiteEntry(case) for case in suites.full()]
     return [replace(entry, case=replace(entry.case, seed=seed)) for entry in entries]
+
+
+@cache
+def _simulated_full(op: str) -> list[SuiteEntry[Any]]:
+    """Return the full suite of the simulated device, whose cover takes a second or two."""
+    suites = _SUITES_OF_OP[op]
+    return suites.simulated.entries(suites.full())
 
 
 def suite_kernels(name: str, op: str, arch: Arch) -> set[str]:
