@@ -50,7 +50,7 @@ from cutlass import cute
 
 from ...manifest import Role
 from ...spec.arch import Arch
-from ...spec.dense_prefill_dkdv import TILE_QUERIES, DensePrefillDkdvConfig
+from ...spec.dense_prefill_dkdv import DensePrefillDkdvConfig
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives import tcgen05
@@ -87,7 +87,7 @@ class DensePrefillDkdvSm100(AttentionKernel):
     threads = THREADS
 
     def __init__(self, config: DensePrefillDkdvConfig, arch: Arch) -> None:
-        super().__init__(DensePrefillDkdvAbi(config, TILE_QUERIES[arch.name][config.d_qk]), arch)
+        super().__init__(DensePrefillDkdvAbi(config, arch), arch)
         self.geometry = Geometry(config.d_qk)
         self.smem = self.geometry.smem(self.dtype)
 

@@ -36,11 +36,12 @@ one, dP^T of the other. So the exponentials of one run while the tensor cores wo
 
 from __future__ import annotations
 
+import cutlass
 from cutlass import cute
 
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
-from ...spec.dense_prefill_dkdv import TILE_QUERIES, DensePrefillDkdvConfig
+from ...spec.dense_prefill_dkdv import DensePrefillDkdvConfig
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..dense_prefill.sm90_config import GROUPS, THREADS, TURN_BARRIER, WARPGROUP, WARPS_PER_GROUP
@@ -51,8 +52,18 @@ from .abi import DensePrefillDkdvAbi
 from .key_role import KeyRole
 from .operands import Operands
 from .sm90_attend import AttendRole
-from .sm90_config import COMPUTE_REGISTERS, KEY_WARP, LOAD_REGISTERS, QUERY_WARP, SLOPE_WARP, Geometry, Pipes, Tiles
+from .sm90_config import (
+    COMPUTE_REGISTERS,
+    KEY_WARP,
+    LOAD_REGISTERS,
+    QUERY_WARP,
+    SLOPE_WARP,
+    Geometry,
+    Pipes,
+    Tiles,
+)
 from .sm90_load import QueryRole, SlopeRole
+from .sm90_shared import KeySumRole, ValueSumRole
 
 
 class DensePrefillDkdvSm90(AttentionKernel):
@@ -61,7 +72,7 @@ class DensePrefillDkdvSm90(AttentionKernel):
     threads = THREADS
 
     def __init__(self, config: DensePrefillDkdvConfig, arch: Arch) -> None:
-        super().__init__(DensePrefillDkdvAbi(config, TILE_QUERIES[arch.name][config.d_qk]), arch)
+        super().__init__(DensePrefillDkdvAbi(config, arch), arch)
         self.geometry = Geometry(config.d_qk)
         self.smem = self.geometry.smem(self.dtype)
 
@@ -91,7 +102,13 @@ class DensePrefillDkdvSm90(AttentionKernel):
                 KeyRole(geometry).run(operands, tiles, pipes)
         else:
             set_registers(COMPUTE_REGISTERS)
-            AttendRole(self.dtype, geometry).run(operands, tiles, pipes, cute.arch.thread_idx()[0] % WARPGROUP, group - 1)
+            thread = cute.arch.thread_idx()[0] % WARPGROUP
+            if cutlass.const_expr(not geometry.shares_keys):
+                AttendRole(self.dtype, geometry).run(operands, tiles, pipes, thread, group - 1)
+            elif group == 1:
+                ValueSumRole(self.dtype, geometry).run(operands, tiles, pipes, thread)
+            else:
+                KeySumRole(self.dtype, geometry).run(operands, tiles, pipes, thread)
 
 
 def initialise(pipes: Pipes) -> None:
@@ -100,16 +117,19 @@ def initialise(pipes: Pipes) -> None:
         ready.initialise(1)
     for free in (pipes.query_free, pipes.slope_free, pipes.key_free):
         free.initialise(GROUPS * WARPS_PER_GROUP)
+    if pipes.probs_ready is not None:
+        pipes.probs_ready.initialise(WARPS_PER_GROUP)
     cute.arch.mbarrier_init_fence()
 
 
 def build(config: DensePrefillDkdvConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
     kernel = DensePrefillDkdvSm90(config, arch)
+    turns = tuple(NamedBarrier(f"turn_{group}", TURN_BARRIER + group) for group in range(GROUPS))
     return kernel.definition(
         smem_bytes=kernel.smem.nbytes,
         barriers=kernel.smem.barriers(),
-        named_barriers=tuple(NamedBarrier(f"turn_{group}", TURN_BARRIER + group) for group in range(GROUPS)),
+        named_barriers=() if kernel.geometry.shares_keys else turns,
         roles=(
             Role("queries", QUERY_WARP, 1),
             Role("slopes", SLOPE_WARP, 1),
