@@ -41,6 +41,8 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     "dense_prefill_dq_sm100_bf16_d128_elements": {"LDG.E.U16": 48},
     "dense_prefill_dq_sm100_bf16_d192": {"LDG.E.128": 16},
     "dense_prefill_dq_sm100_bf16_d192_elements": {"LDG.E.U16": 56},
+    "dense_prefill_dq_sm100_bf16_d256": {"LDG.E.128": 16},
+    "dense_prefill_dq_sm100_bf16_d256_elements": {"LDG.E.U16": 68},
     "dense_prefill_dq_sm100_fp16_d128": {"LDG.E.128": 15},
     "dense_prefill_dq_sm100_fp16_d128_elements": {"LDG.E.U16": 48},
     "dense_prefill_dq_sm100_fp16_d192": {"LDG.E.128": 15},

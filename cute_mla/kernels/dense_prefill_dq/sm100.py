@@ -54,7 +54,7 @@ from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..dense_prefill.board import Board
-from ..dense_prefill.sm100_config import GROUP_WARPS, TILE_KEYS
+from ..dense_prefill.sm100_config import GROUP_WARPS
 from ..primitives import tcgen05
 from ..primitives.smem import fields_of
 from ..primitives.tma import prefetch_map
@@ -88,8 +88,8 @@ class DensePrefillDqSm100(AttentionKernel):
     threads = THREADS
 
     def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
-        super().__init__(DensePrefillDqAbi(config, TILE_KEYS), arch)
         self.geometry = Geometry(config.d_qk)
+        super().__init__(DensePrefillDqAbi(config, self.geometry.tile_keys), arch)
         self.smem = self.geometry.smem()
         self.by_tma = config.access_bytes > ELEMENT_BYTES  # Q and dO come from where they lie; else from copies
 
@@ -121,7 +121,7 @@ class DensePrefillDqSm100(AttentionKernel):
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == MMA_WARP:
-                MmaRole(self.geometry).run(board, pipes, TileGemm(self.dtype, tiles, tmem))
+                MmaRole(self.geometry).run(board, pipes, TileGemm(self.dtype, self.geometry, tiles, tmem))
             elif warp == KEY_WARP:
                 KeyRole(self.geometry, not self.by_tma).run(operands, board, tiles, pipes)
             elif warp == VALUE_WARP:

@@ -24,6 +24,7 @@ WARP_ROWS = cute.arch.WARP_SIZE // ROW_LANES  # of a pass
 PASS_ROWS = GROUP_WARPS * WARP_ROWS
 PASSES = TILE_ROWS // PASS_ROWS
 STORED_AT_ONCE = 32  # columns of dQ
+ELEMENTS_AT_ONCE = 512  # of out, and of dout, that eight lanes load before they use them
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class RowRole:
         self.dtype = dtype
         self.geometry = geometry
         self.by_tma = by_tma
-        self.passes_at_once = 4 if by_tma else 1  # whose loads are on their way together
+        self.passes_at_once = ELEMENTS_AT_ONCE // geometry.d_v if by_tma else 1  # whose loads are on their way together
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32):
