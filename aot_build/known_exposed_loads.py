@@ -30,6 +30,7 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     "dense_prefill_sm100_fp16_d192_elements": {"LDG.E.U16": 48},
     "dense_prefill_dkdv_sm100_bf16_d128": {"LDG.E": 4},
     "dense_prefill_dkdv_sm100_bf16_d192": {"LDG.E": 4},
+    "dense_prefill_dkdv_sm100_bf16_d256": {"LDG.E": 4},
     "dense_prefill_dkdv_sm100_fp16_d128": {"LDG.E": 4},
     "dense_prefill_dkdv_sm100_fp16_d192": {"LDG.E": 4},
     "dense_prefill_dkdv_sm90_bf16_d128": {"LDG.E": 4},

@@ -20,6 +20,8 @@ from .mla import DTYPES, ceil_div
 
 # by architecture and d_qk: keys of one work item
 TILE_KEYS = {SM90.name: {192: 128, 128: 128, 256: 64}, SM100.name: {192: 128, 128: 128, 256: 128}}
+# by architecture and d_qk: work items of a block of keys: 2 where dK and dV are an item each, since tensor memory holds one of them
+ITEM_SUMS = {SM90.name: {192: 1, 128: 1, 256: 1}, SM100.name: {192: 1, 128: 1, 256: 2}}
 # by architecture and d_qk: query rows of one tile, and rows of the boxes of q, dout and the statistics
 TILE_QUERIES = {SM90.name: {192: 64, 128: 64, 256: 64}, SM100.name: {192: 96, 128: 128, 256: 64}}
 
@@ -107,7 +109,7 @@ class DensePrefillDkdvProblem:
     @property
     def items(self) -> int:
         """Work items, including those of blocks that a sequence may not have."""
-        return self.row_blocks * self.batch * self.h_kv
+        return self.row_blocks * ITEM_SUMS[self.arch.name][self.d_qk] * self.batch * self.h_kv
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return one CTA per SM, or per item if there are fewer items."""

@@ -10,7 +10,7 @@ from cutlass.experimental import cuda as tensor_maps
 
 from ...spec.arch import Arch
 from ...spec.dense_prefill import BOX_ROWS
-from ...spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvConfig
+from ...spec.dense_prefill_dkdv import ITEM_SUMS, TILE_KEYS, TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvConfig
 from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
 from ..attention.kernel import ELEMENT_TYPES
 from ..dense_prefill.abi import box_map
@@ -41,7 +41,8 @@ class DensePrefillDkdvAbi:
 
     def operands(self, args: DensePrefillDkdvArguments) -> Operands:
         """Return the arguments by meaning."""
-        return Operands(args, KeyItems(args, args.causal != 0, TILE_KEYS[self.arch.name][self.config.d_qk]))
+        arch, d_qk = self.arch.name, self.config.d_qk
+        return Operands(args, KeyItems(args, args.causal != 0, TILE_KEYS[arch][d_qk], sums=ITEM_SUMS[arch][d_qk]))
 
 
 def _statistics_map(pointer: cute.Pointer, rows: int) -> tensor_maps.TensorMap:

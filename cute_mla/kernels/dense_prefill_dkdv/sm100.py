@@ -69,7 +69,6 @@ from .sm100_config import (
     MMA_WARP,
     OTHER_REGISTERS,
     QUERY_WARP,
-    SLOPE_BOXES,
     SLOPE_WARP,
     THREADS,
     TMEM_COLUMNS,
@@ -138,7 +137,7 @@ def initialise(pipes: Pipes, geometry: Geometry) -> None:
     ):  # fmt: skip
         by_one.initialise(1)
     pipes.query_landed.initialise(geometry.query_boxes + 1)
-    pipes.slope_landed.initialise(SLOPE_BOXES)
+    pipes.slope_landed.initialise(geometry.slope_boxes)
     for by_warps in (pipes.statistic_free, pipes.probs_ready, pipes.rest_ready, pipes.dscores_ready, pipes.sums_free):
         by_warps.initialise(ATTEND_WARPS)
     pipes.key_free.initialise(2 + ATTEND_WARPS)

@@ -84,7 +84,7 @@ class AttendRole:
         use, turn = Int32(0), Int32(0)
         pipes.key_ready.consumer_wait(turn)
         item = PostedItem.of_turn(tiles.items, turn)
-        while item.more != 0:
+        while item.sums != 0:
             products.values.clear()
             products.keys.clear()
             if item.tiles > 0:

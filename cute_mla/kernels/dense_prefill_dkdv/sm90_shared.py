@@ -33,7 +33,7 @@ class SharedKeyRole(AttendRole):
         use, turn = Int32(0), Int32(0)
         pipes.key_ready.consumer_wait(turn)
         item = PostedItem.of_turn(tiles.items, turn)
-        while item.more != 0:
+        while item.sums != 0:
             own[0].clear()
             if item.tiles > 0:
                 first, until = use, use + item.tiles * operands.heads_per_kv
