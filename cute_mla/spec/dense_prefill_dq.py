@@ -5,8 +5,9 @@ With the forward's lse and out, and dout, the gradient of out, for each sequence
     p_ij = exp(softmax_scale * <q_i, k_j> - lse_i)    delta_i = <out_i, dout_i>
     ds_ij = p_ij (<dout_i, v_j> - delta_i)            dq_i = softmax_scale * sum_j ds_ij k_j
 
-Variants and work items are those of dense_prefill, but for the rows of an item, TILE_ROWS on every architecture, and no CTAs that share one. The kernel
-leaves statistics of the rows in the workspace, and, in variants that access elements, copies of q and dout whose rows TMA can load.
+Variants and work items are those of dense_prefill, but for the rows of an item, TILE_ROWS on every architecture, and no CTAs share one.
+The kernel leaves statistics of the rows in the workspace, and, in variants that access elements, copies of q and dout whose rows TMA can
+load.
 """
 
 from __future__ import annotations

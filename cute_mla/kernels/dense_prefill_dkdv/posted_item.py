@@ -14,8 +14,8 @@ ITEMS_AHEAD = 2  # a role may be at the rows of an item while the next is posted
 class PostedItem:
     """A work item as the role that looks it up hands it on through shared memory.
 
-    sums: as in KeyItem, but 0 behind the last item. keys, kv_head, first_key: as in KeyItem. tiles: of the rows of one head. hidden: rows of the
-    first tile, from its first on, that key 0 of the item is hidden from.
+    sums, keys, kv_head, first_key: as in KeyItem, but sums is 0 behind the last item. tiles: of the rows of one head. hidden: rows of
+    the first tile, from its first on, that key 0 of the item is hidden from.
     """
 
     sums: Int32

@@ -221,24 +221,19 @@ class AttendRole:
         """Write half of the columns of a key's rows of the item's sums, zeros if no row sees the item. A thread has a key."""
         key, geometry = cute.arch.thread_idx()[0] % TILE_KEYS, self.geometry
         of_values, of_keys = geometry.sums_of(item)
-        if of_values:
-            self.write_row(operands, item, rows, (VALUES_COLUMN, geometry.d_v), operands.dv_row(item, key), Float32(1))
-        if of_keys:
-            self.write_row(operands, item, rows, (geometry.keys_column, geometry.d_qk), operands.dk_row(item, key), operands.softmax_scale)
-
-    @cute.jit
-    def write_row(
-        self, operands: Operands, item: PostedItem, rows: KeyRows, columns: tuple[int, int], target: cute.Pointer, factor: Float32
-    ):
-        """Write the thread's half of a row of a sum, times a factor. columns: the first one of the sum in tensor memory; their number."""
-        of_half = columns[1] // HALVES
-        for step in cutlass.range_constexpr(0, of_half, STORED_AT_ONCE):
-            column = rows.half * of_half + step
-            values = tcgen05.load_columns(rows.first_lane + (columns[0] + column), STORED_AT_ONCE)
-            tcgen05.await_loads()
-            results = [cutlass.select_(item.tiles > 0, values[i] * factor, Float32(0)) for i in range(STORED_AT_ONCE)]
-            if cute.arch.thread_idx()[0] % TILE_KEYS < item.keys:
-                if operands.args.aligned != 0:
-                    store_row(target + column, results, self.dtype, True)
-                else:
-                    store_row(target + column, results, self.dtype, False)
+        for wanted, first, columns, target, factor in (
+            (of_values, VALUES_COLUMN, geometry.d_v, operands.dv_row(item, key), Float32(1)),
+            (of_keys, geometry.keys_column, geometry.d_qk, operands.dk_row(item, key), operands.softmax_scale),
+        ):
+            of_half = columns // HALVES
+            if wanted:
+                for step in cutlass.range_constexpr(0, of_half, STORED_AT_ONCE):
+                    column = rows.half * of_half + step
+                    values = tcgen05.load_columns(rows.first_lane + (first + column), STORED_AT_ONCE)
+                    tcgen05.await_loads()
+                    results = [cutlass.select_(item.tiles > 0, values[i] * factor, Float32(0)) for i in range(STORED_AT_ONCE)]
+                    if key < item.keys:
+                        if operands.args.aligned != 0:
+                            store_row(target + column, results, self.dtype, True)
+                        else:
+                            store_row(target + column, results, self.dtype, False)

@@ -45,8 +45,8 @@ THREADS = 32 * (KEY_WARP + 1)
 ATTEND_REGISTERS = 208
 OTHER_REGISTERS = 88
 
-# tensor memory, in 32-bit columns of 128 lanes, a key each: dV, dK, or one of them, then S of a tile, and dP of it. P and dS, two elements a column,
-# overwrite the first half of the columns that they come from, in either half of the tile
+# tensor memory, in 32-bit columns of 128 lanes, a key each: dV, dK (or one of them), then S of a tile, and dP of it. P and dS, two
+# elements a column, overwrite the first half of the columns that they come from, in either half of the tile
 VALUES_COLUMN = 0
 TMEM_COLUMNS = 512
 TMEM_LANE = 1 << 16

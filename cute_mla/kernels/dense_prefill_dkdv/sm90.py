@@ -6,16 +6,18 @@ For every sequence and KV head, over the query rows i, of all heads that share i
 
     dv_j = sum_i p_ij dout_i    dk_j = scale * sum_i ds_ij q_i
 
-A CTA takes one work item after the other: 128 keys of a KV head, against tiles of 64 query rows, which
+A CTA takes one work item after the other: 128 keys of a KV head (64 with 256 columns), against tiles of 64 query rows, which
 begin at the first row that sees any of the keys.
 
 Roles (384 threads):
   queries  warp 0: TMA of Q and the statistics of its rows; zeroes what lies behind the last row
   slopes   warp 1: TMA of dO; zeroes what lies behind the last row
   keys     warp 2: looks up the work items; TMA of K and V
-  attend   warpgroups 1, 2: 64 keys each: S^T = K Q^T, dP^T = V dO^T, P^T, dS^T, dV += P^T dO, dK += dS^T Q
+  attend   warpgroups 1, 2: 64 keys each: S^T = K Q^T, dP^T = V dO^T, P^T, dS^T, dV += P^T dO, dK += dS^T Q; with 256 columns they
+           share the keys: S^T, P^T and dV are the first one's, dP^T, dS^T and dK the second one's (sm90_shared.py)
 
-Shared memory: K and V (128 keys), three tiles (d_qk 192) or four of Q, dO and the statistics, two posted work items.
+Shared memory: K and V, three tiles (d_qk 192), four or two (d_qk 256) of Q, dO and the statistics, two posted work items; where the
+warpgroups share the keys, P^T of two tiles.
 
 Pipelines (producer -> consumer; arrivals per phase):
   query_ready[n]   queries -> attend   1 and the bytes of a tile; without them for a tile that ends behind the last row
@@ -26,12 +28,14 @@ Pipelines (producer -> consumer; arrivals per phase):
   slope_landed     slopes -> itself    likewise
   key_ready        keys -> attend      1 and the bytes of K and V, once per item, and once behind the last item
   key_free         attend -> keys      8
-  turn (bar.sync)  attend -> attend    the two warpgroups issue their products in turn
+  turn (bar.sync)  attend -> attend    the two warpgroups issue their products in turn, unless they share the keys
+  probs_ready[2]   attend -> attend    4: P^T of a tile is in shared memory, where they do; its stage is free when that of Q is
 
 The trick: scores are computed transposed, keys in rows. P^T and dS^T, packed in pairs, are then A operands in registers, and dO and Q
 are read a second time, transposed: no value of the tile leaves the registers but through a product, and no sum leaves the CTA.
 The warpgroups issue in turn, half a tile apart: S^T of one, dV and dK of the other, dP^T of the one, S^T of the other, dV and dK of the
-one, dP^T of the other. So the exponentials of one run while the tensor cores work for the other. README.md has the clocks.
+one, dP^T of the other. So the exponentials of one run while the tensor cores work for the other. Two sums of 256 columns do not fit
+into the registers of a warpgroup. README.md has the clocks.
 """
 
 from __future__ import annotations

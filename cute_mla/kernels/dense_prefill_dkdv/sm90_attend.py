@@ -107,7 +107,8 @@ class AttendRole:
                 take_turn(group)  # without products: the other warpgroup waits for it with its last half tile
                 give_turn(group)
             # read again, so that fewer registers are held during the loop
-            self.write_rows(operands, PostedItem.of_turn(tiles.items, turn), products, (key_sum(operands, products), value_sum(operands, products)))
+            sums = (key_sum(operands, products), value_sum(operands, products))
+            self.write_rows(operands, PostedItem.of_turn(tiles.items, turn), products, sums)
             turn = turn + 1
             pipes.key_ready.consumer_wait(turn)
             item = PostedItem.of_turn(tiles.items, turn)

@@ -13,7 +13,6 @@ from ...spec.dense_prefill import HEAD_DIMS
 from ...spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES
 from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
 from ...spec.mla import ELEMENT_BYTES
-from ..dense_prefill.sm90_config import GROUPS
 from ..primitives.integers import larger
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
@@ -138,4 +137,4 @@ class Pipes:
     slope_landed: StageBarriers
     key_ready: StageBarriers
     key_free: StageBarriers
-    probs_ready: Any  # where the warpgroups share the keys
+    probs_ready: Any  # likewise

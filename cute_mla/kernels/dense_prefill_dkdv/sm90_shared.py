@@ -68,9 +68,7 @@ class SharedKeyRole(AttendRole):
         """Issue the product of the keys with a tile."""
         raise NotImplementedError
 
-    def finish_scores(
-        self, operands: Operands, tiles: Tiles, pipes: Pipes, products: Products, tile: tuple[Int32, Int32]
-    ) -> None:
+    def finish_scores(self, operands: Operands, tiles: Tiles, pipes: Pipes, products: Products, tile: tuple[Int32, Int32]) -> None:
         """Make the factor of the sum from the product. tile: the number of its use, and the rows that key 0 of the item is hidden from."""
         raise NotImplementedError
 
@@ -98,9 +96,7 @@ class ValueSumRole(SharedKeyRole):
         warpgroup.fence()
         products.scores.start(products.group, pipes.query_ready.stage(use))
 
-    def finish_scores(
-        self, operands: Operands, tiles: Tiles, pipes: Pipes, products: Products, tile: tuple[Int32, Int32]
-    ) -> None:
+    def finish_scores(self, operands: Operands, tiles: Tiles, pipes: Pipes, products: Products, tile: tuple[Int32, Int32]) -> None:
         """Compute P^T, rounded. Wait slope_ready. Signal probs_ready, query_free.
 
         P^T of a tile lies in the tile's stage: it is free when Q is.
@@ -135,9 +131,7 @@ class KeySumRole(SharedKeyRole):
         warpgroup.fence()
         products.slopes.start(products.group, pipes.slope_ready.stage(use))
 
-    def finish_scores(
-        self, operands: Operands, tiles: Tiles, pipes: Pipes, products: Products, tile: tuple[Int32, Int32]
-    ) -> None:
+    def finish_scores(self, operands: Operands, tiles: Tiles, pipes: Pipes, products: Products, tile: tuple[Int32, Int32]) -> None:
         """Compute dS^T, rounded. Wait probs_ready, query_ready. Signal slope_free."""
         use, stage = tile[0], pipes.query_ready.stage(tile[0])
         pipes.slope_free.consumer_release(use)

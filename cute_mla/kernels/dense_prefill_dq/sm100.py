@@ -4,8 +4,8 @@ For every sequence and query head, over the keys j that row r sees, with delta_r
 
     s_rj = <q_r, k_j>    p = exp(scale * s - lse_r)    ds_rj = p_rj (<dout_r, v_j> - delta_r)    dq_r = scale * sum_j ds_rj k_j
 
-A CTA takes one work item after the other: 128 query rows of a head, against tiles of 128 keys, from the last to the first, so that the
-tiles that need a mask come before those that do not.
+A CTA takes one work item after the other: 128 query rows of a head, against tiles of 128 keys, or 64 with 256 columns, from the last to
+the first, so that the tiles that need a mask come before those that do not.
 
 Roles (512 threads):
   attend   warps 0..3, 4..7: a thread a row, half of a tile's keys each: P, dS to tensor memory
@@ -14,13 +14,13 @@ Roles (512 threads):
   keys     warp 13: finds the items; TMA of K and Q
   values   warp 14: TMA of V and dO
 
-Tensor memory: S in 128 columns, dP in 128, dQ in 192 or 128, dS, 16-bit, in 64.
-Shared memory: Q and dO, and 16 KB stages (64 columns of 128 rows) for K and for V.
+Tensor memory: S and dP in a column for each key of a tile, dQ in d_qk columns, dS, 16-bit, in half as many as S.
+Shared memory: Q and dO, and stages of 64 columns of the keys of a tile for K and for V.
 
 Pipelines (producer -> consumer; arrivals per phase):
   item_ready[4]     keys -> all others           1: what the item of a round is
   item_free[4]      all others -> keys           14: it has been read
-  key_ready[n]      keys -> mma                  1 and the bytes of a stage; n = 7 (d_qk 192) or 6
+  key_ready[n]      keys -> mma                  1 and the bytes of a stage; n = 7 (d_qk 192), 6 or 8 (256)
   key_free[n]       mma -> keys                  1: dQ has been multiplied with it
   value_ready[n]    values -> mma                1 and the bytes of a stage; n = 2 or 4
   value_free[n]     mma -> values                1
