@@ -39,7 +39,12 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
     "masked_prefill": {
         "d_qk": dict.fromkeys(MASKED_HEAD_DIMS, "dense prefill with a mask of keys, 192 or 128 columns of q and k, 128 of v")
     },
-    "dense_prefill_dkdv": {"d_qk": dict.fromkeys((192, 128), "dense prefill, backward, 192 or 128 columns of q and k, 128 of v")},
+    "dense_prefill_dkdv": {
+        "d_qk": {
+            **dict.fromkeys((192, 128), "dense prefill, backward, 192 or 128 columns of q and k, 128 of v"),
+            256: "dense prefill, backward, 256 columns of q and k, 256 of v",
+        }
+    },
     "mqa_logits": {"paged": dict.fromkeys((False, True), "the indexer's logits, keys in a row and in an index cache")},
     "topk_indices": {"": {None: "`topk_indices`"}},
     "index_write": {"rows": dict.fromkeys(("keys", "queries"), "the indexer's keys into an index cache, and its queries")},

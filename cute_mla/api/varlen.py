@@ -182,10 +182,10 @@ def flash_attn_varlen_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of flash_attn_varlen_func's q, k and v from that of its out.
 
-    dout             q's dtype [total_q, h_q, 128]: gradient of out; last dimension contiguous, other strides free
+    dout             q's dtype [total_q, h_q, d_v]: gradient of out; last dimension contiguous, other strides free
     q, k, v, cu_seqlens_qo, cu_seqlens_kv, softmax_scale, causal
-                     as in the forward call, d_qk 192 or 128
-    out              [total_q, h_q, 128], lse fp32 [total_q, h_q]: results of the forward call, of any empty_lse; last dimension of out
+                     as in the forward call
+    out              [total_q, h_q, d_v], lse fp32 [total_q, h_q]: results of the forward call, of any empty_lse; last dimension of out
                      contiguous, other strides of both free
     max_seqlen_qo    query tokens of the longest sequence, or more; query tokens of a sequence beyond it may be left out: they then have
                      no gradient and add nothing to dk and dv

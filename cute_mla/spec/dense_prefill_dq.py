@@ -91,7 +91,7 @@ class DensePrefillDqProblem(DensePrefillProblem):
 class BackwardWorkspace:
     """Layout of the workspace that both kernels of the backward share; offsets and sizes in bytes.
 
-    copies: whether it holds copies of q and dout: in variants that access elements.
+    copies: whether it holds copies of q and dout: in variants that access elements. d_qk: of these.
     """
 
     total_q: int
@@ -117,7 +117,7 @@ class BackwardWorkspace:
     @property
     def nbytes(self) -> int:
         """Return the size."""
-        return self.dout_copy + self._rows(HEAD_DIMS[self.d_qk])
+        return self.dout_copy + (self._rows(HEAD_DIMS[self.d_qk]) if self.copies else 0)
 
     def _rows(self, columns: int) -> int:
         return _aligned(self.total_q * self.h_q * columns * ELEMENT_BYTES) if self.copies else 0
