@@ -430,7 +430,7 @@ def _dense_prefill_dkdv_sm100(config: Config) -> Block:
     keys, rows, sums = (
         sizes[SM100.name][d_qk] for sizes in (dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES, dense_prefill_dkdv.ITEM_SUMS)
     )
-    statistics = {"lse and delta, of eight rows in two turns, by four warps": 4 * 2 * rows // 8 * 256}
+    statistics = {"lse and delta, of eight rows in two turns, by four warps": 4 * 2 * rows // 8 * 256 * sums}
     tile = _dkdv_tile(d_qk, rows, keys, 1, statistics, sums)
     scores, values = (tile.flops[name] / _MMA_16[SM100.name] for name in ("S", "dV"))
     first = 32 if sums > 1 else 64  # rows that are handed over before the rest

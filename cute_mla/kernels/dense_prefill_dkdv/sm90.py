@@ -29,7 +29,7 @@ Pipelines (producer -> consumer; arrivals per phase):
   key_ready        keys -> attend      1 and the bytes of K and V, once per item, and once behind the last item
   key_free         attend -> keys      8
   turn (bar.sync)  attend -> attend    the two warpgroups issue their products in turn, unless they share the keys
-  probs_ready[2]   attend -> attend    4: P^T of a tile is in shared memory, where they do; its stage is free when that of Q is
+  probs_ready[2]   attend -> attend    4: P^T of a tile is in shared memory, where they do, and so is Q; its stage is free when Q's is
 
 The trick: scores are computed transposed, keys in rows. P^T and dS^T, packed in pairs, are then A operands in registers, and dO and Q
 are read a second time, transposed: no value of the tile leaves the registers but through a product, and no sum leaves the CTA.

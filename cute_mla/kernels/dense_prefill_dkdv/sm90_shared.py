@@ -132,10 +132,9 @@ class KeySumRole(SharedKeyRole):
         products.slopes.start(products.group, pipes.slope_ready.stage(use))
 
     def finish_scores(self, operands: Operands, tiles: Tiles, pipes: Pipes, products: Products, tile: tuple[Int32, Int32]) -> None:
-        """Compute dS^T, rounded. Wait probs_ready, query_ready. Signal slope_free."""
+        """Compute dS^T, rounded. Wait probs_ready: the other warpgroup has seen that Q and its statistics are there. Signal slope_free."""
         use, stage = tile[0], pipes.query_ready.stage(tile[0])
         pipes.slope_free.consumer_release(use)
-        pipes.query_ready.consumer_wait(use)
         pipes.probs_ready.consumer_wait(use)
         factor = products.values.factor
         for i, chunk in enumerate(self.chunks(tiles, products, stage)):
