@@ -181,16 +181,18 @@ def _dense_prefill(case: Case, shape: DensePrefillShape, target: Target) -> Laun
 
 
 def _dense_prefill_backward(case: Case, shape: DensePrefillBackwardShape, target: Target) -> Launch:
-    """Return the launch of dQ, with that of dK and dV after it. Both read every operand; the second writes two of the three results."""
+    """Return the launch of dQ, with that of dK and dV after it. Both read every operand; the second writes two of the three results.
+
+    Where dK and dV of a block of keys are an item each, both are counted as one, which is what a block of the model has.
+    """
     arch, longest, group = target.arch, max(shape.lengths, default=0), shape.h_q // shape.h_kv
     rows = dense_prefill_dq.DensePrefillDqProblem(arch, case.dtype, shape.d_qk, shape.batch, shape.h_q, shape.h_kv, longest)
-    keys = dense_prefill_dkdv.DensePrefillDkdvProblem(case.dtype, shape.d_qk, shape.batch, shape.h_kv, longest)
+    keys = dense_prefill_dkdv.DensePrefillDkdvProblem(arch, case.dtype, shape.d_qk, shape.batch, shape.h_kv, longest)
     row_kernel, key_kernel = _kernel("dense_prefill_dq", rows.config, target), _kernel("dense_prefill_dkdv", keys.config, target)
     row_ctas, key_ctas = rows.grid(target.sm_count)[0], keys.grid(target.sm_count)[0]
     row_tiles = PrefillTiles(dense_prefill_dq.TILE_ROWS, dense_prefill_dq.TILE_KEYS[arch.name][shape.d_qk], shape.causal)
-    key_tiles = KeyTiles(
-        dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES[arch.name][shape.d_qk], shape.causal, longest=longest
-    )
+    tile_keys, tile_queries = (sizes[arch.name][shape.d_qk] for sizes in (dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES))
+    key_tiles = KeyTiles(tile_keys, tile_queries, shape.causal, longest=longest)
     deal = sorted_prefill_order if rows.sorts_sequences else dense_prefill_order
     row_work = prefill_work(row_tiles, deal(row_tiles, shape.lengths, shape.h_q, row_ctas))
     key_work = prefill_work(key_tiles, dense_prefill_order(key_tiles, shape.lengths, shape.h_kv, key_ctas))

@@ -9,7 +9,7 @@ import pytest
 from cute_mla.api import is_supported
 from cute_mla.profiles.rows import OPS, by_priority, load, parse, select, varlen_lengths
 from cute_mla.profiles.shapes import DecodeShape, DensePrefillShape, SparseDecodeShape
-from cute_mla.spec import dense_prefill, dense_prefill_dq, sparse_prefill
+from cute_mla.spec import dense_prefill, sparse_prefill
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.dense_decode import OPERANDS
@@ -45,7 +45,7 @@ def test_the_suite_has_every_row_once() -> None:
         "sparse_decode": ["S1", "S2", "S3", "S4", "S5", "S6", "S7"],
         "sparse_prefill": ["P1", "P2", "P3"],
         "dense_prefill": ["M1", "M3", "M4"],
-        "dense_prefill_backward": ["M2", "M5"],
+        "dense_prefill_backward": ["M2", "M5", "M6"],
         "combine": ["C1"],
         "merge_states": ["C2"],
         "cache_write": ["K1", "K2"],
@@ -141,7 +141,7 @@ def test_every_format_and_every_number_of_columns_has_a_row() -> None:
     assert {shape.extra for shape in shapes["sparse_decode"]} - {None} == set(DECODED_BESIDE) - set(DECODED)
     assert {shape.d_qk for shape in shapes["sparse_prefill"]} == set(sparse_prefill.HEAD_DIMS)
     assert {shape.d_qk for shape in shapes["dense_prefill"]} == set(dense_prefill.HEAD_DIMS)
-    assert {shape.d_qk for shape in shapes["dense_prefill_backward"]} == set(dense_prefill_dq.HEAD_DIMS)
+    assert {shape.d_qk for shape in shapes["dense_prefill_backward"]} == set(dense_prefill.HEAD_DIMS)
     assert {shape.cache for shape in shapes["cache_write"]} == {shape.cache for shape in shapes["cache_insert"]} == set(CACHED)
     assert {shape.h_q > 0 for shape in shapes["index_write"]} == {True, False}
 
