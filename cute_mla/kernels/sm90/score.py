@@ -297,8 +297,9 @@ class ScoreRole:
             if cutlass.const_expr(self.reads_ahead):
                 self.read_ahead(operands, gemm, work_tile, last)
             pipes.stats_free.producer_acquire(done)
-            self.finish_rows(operands, tiles, req, work_tile, softmax, thread)
+            totals = self.publish_factors(operands, tiles, work_tile, softmax, thread)
             pipes.stats_ready.producer_commit(done)
+            self.finish_rows(operands, req, work_tile, softmax, totals, thread)
             self.end_rows(operands, req, softmax, thread)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
@@ -401,30 +402,41 @@ class ScoreRole:
         pipes.probs_ready.producer_commit(state.rope)
 
     @cute.jit
-    def finish_rows(self, operands: LatentOperands, tiles: Tiles, req: Int32, work_tile: WorkTile, softmax: OnlineSoftmax, thread: Int32):
-        """Publish the factor of each row of O and write lse: natural log if the work tile is the whole request, else base 2."""
+    def publish_factors(self, operands: LatentOperands, tiles: Tiles, work_tile: WorkTile, softmax: OnlineSoftmax, thread: Int32):
+        """Publish the factor of each row of O, 0 for a row that attends to nothing. Return the row sums.
+
+        The output role waits for the factors, so all that it does not wait for comes behind them.
+        """
+        totals = [softmax.row_sum(row_half) for row_half in range(ROWS_PER_THREAD)]
+        if thread % 4 == 0:
+            for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+                total = totals[row_half]
+                weight = self.row_scale.weight(operands, lambda: work_tile, query_row(thread, row_half), total, softmax.row_ref[row_half])
+                tiles.sInverse[fragment_row(thread, row_half)] = cutlass.select_(total == 0.0, Float32(0), weight)
+        return totals
+
+    @cute.jit
+    def finish_rows(
+        self, operands: LatentOperands, req: Int32, work_tile: WorkTile, softmax: OnlineSoftmax, totals: list[Float32], thread: Int32
+    ):
+        """Write lse of each row: natural log if the work tile is the whole request, else base 2. totals: the row sums."""
         stored = operands.row_range(req)
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            total = softmax.row_sum(row_half)
-            empty = total == 0.0
+            empty = totals[row_half] == 0.0
             row = query_row(thread, row_half)
-            lse = softmax.row_ref[row_half] + cute.math.log2(total, fastmath=True)
-            if thread % 4 == 0:
-                weight = self.row_scale.weight(operands, lambda: work_tile, row, total, softmax.row_ref[row_half])
-                inverse = cutlass.select_(empty, Float32(0), weight)
-                tiles.sInverse[fragment_row(thread, row_half)] = inverse
-                if stored.holds(row):
-                    if cutlass.const_expr(work_tile.always_direct):
-                        stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+            lse = softmax.row_ref[row_half] + cute.math.log2(totals[row_half], fastmath=True)
+            if (thread % 4 == 0) & stored.holds(row):
+                if cutlass.const_expr(work_tile.always_direct):
+                    stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+                else:
+                    if work_tile.direct:
+                        target = stored.lse_of(row)
+                        target.store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
                     else:
-                        if work_tile.direct:
-                            target = stored.lse_of(row)
-                            target.store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
-                        else:
-                            target = operands.lse_accum + operands.accum_row(work_tile, row)
-                            target.store(cutlass.select_(empty, -Float32.inf, lse))
-                    if cutlass.const_expr(self.writes_max_logits):
-                        operands.max_logit_of(req, row).store(softmax.maximum(row_half) * LN2)
+                        target = operands.lse_accum + operands.accum_row(work_tile, row)
+                        target.store(cutlass.select_(empty, -Float32.inf, lse))
+                if cutlass.const_expr(self.writes_max_logits):
+                    operands.max_logit_of(req, row).store(softmax.maximum(row_half) * LN2)
 
 
 def query_row(thread: Int32, row_half: int) -> Int32:
