@@ -127,7 +127,7 @@ class DenseDecodeSm90(AttentionKernel):
         elif group == 1:
             set_registers(geometry.score_registers)
             scores = partial(LatentScores.create, geometry, self.dtype, self.pairs)
-            ScoreRole(scores, KeyMask(), DescaledRows(LATENT)).run(operands, tiles, pipes, thread)
+            ScoreRole(scores, KeyMask(), DescaledRows(LATENT), d_v=geometry.d_v).run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
             output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, unseen=operands)

@@ -14,6 +14,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..attention.operands import LatentOperands, QueryOperands
 from ..attention.softmax import LN2, OnlineSoftmax, RowScale
@@ -36,6 +37,7 @@ from ..primitives.wgmma import (
     tiled_mma,
 )
 from .config import BOX_BYTES, STAGE_COLUMNS, STEPS_PER_BOX, Geometry, Pipes, Tiles, TileState
+from .row_targets import target_of
 from .warpgroups import SCORE_BARRIER, WARPGROUP
 
 NO_BARRIER = 0  # address of a barrier that does not exist
@@ -266,7 +268,8 @@ class ScoreRole:
 
     partition: the products of one thread, from tiles and thread. new_softmax: the state of a thread's rows, from the factor of the
     scores. validity: None where every tile has keys. writes_max_logits: whether the greatest logit of every row is a result too.
-    reads_ahead: whether another role brings Q, of which part is taken before the rows of the work tile before are finished.
+    reads_ahead: whether another role brings Q, of which part is taken before the rows of the work tile before are finished. d_v: columns of
+    out.
     """
 
     partition: Callable[[Any, Int32], TileScores]
@@ -276,6 +279,7 @@ class ScoreRole:
     validity: TileValidity | None = None
     writes_max_logits: bool = False
     reads_ahead: bool = False
+    d_v: int = D_LATENT
 
     @cute.jit
     def run(self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, thread: Int32):
@@ -297,7 +301,7 @@ class ScoreRole:
             if cutlass.const_expr(self.reads_ahead):
                 self.read_ahead(operands, gemm, work_tile, last)
             pipes.stats_free.producer_acquire(done)
-            totals = self.publish_factors(operands, tiles, work_tile, softmax, thread)
+            totals = self.publish_rows(operands, tiles, req, work_tile, softmax, thread)
             pipes.stats_ready.producer_commit(done)
             self.finish_rows(operands, req, work_tile, softmax, totals, thread)
             self.end_rows(operands, req, softmax, thread)
@@ -402,17 +406,20 @@ class ScoreRole:
         pipes.probs_ready.producer_commit(state.rope)
 
     @cute.jit
-    def publish_factors(self, operands: LatentOperands, tiles: Tiles, work_tile: WorkTile, softmax: OnlineSoftmax, thread: Int32):
-        """Publish the factor of each row of O, 0 for a row that attends to nothing. Return the row sums.
+    def publish_rows(self, operands: LatentOperands, tiles: Tiles, req: Int32, work_tile: WorkTile, softmax: OnlineSoftmax, thread: Int32):
+        """Publish the factor of each row of O, 0 for a row that attends to nothing, and where the row goes. Return the row sums.
 
-        The output role waits for the factors, so all that it does not wait for comes behind them.
+        The output role waits for it, so all that it does not wait for comes behind.
         """
         totals = [softmax.row_sum(row_half) for row_half in range(ROWS_PER_THREAD)]
+        stored = operands.row_range(req)
         if thread % 4 == 0:
             for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-                total = totals[row_half]
-                weight = self.row_scale.weight(operands, lambda: work_tile, query_row(thread, row_half), total, softmax.row_ref[row_half])
-                tiles.sInverse[fragment_row(thread, row_half)] = cutlass.select_(total == 0.0, Float32(0), weight)
+                row, place, total = query_row(thread, row_half), fragment_row(thread, row_half), totals[row_half]
+                weight = self.row_scale.weight(operands, lambda: work_tile, row, total, softmax.row_ref[row_half])
+                tiles.sInverse[place] = cutlass.select_(total == 0.0, Float32(0), weight)
+                if cutlass.const_expr(tiles.sTarget is not None):
+                    tiles.sTarget[place] = target_of(operands, stored, work_tile, row, self.d_v)
         return totals
 
     @cute.jit
