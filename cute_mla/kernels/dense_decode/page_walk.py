@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, cute
+from cutlass.experimental import primitives
 
 from ...spec.split_plan import TILE_KEYS
 from ..attention.lengths import tiles_of
@@ -28,9 +29,13 @@ def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[Lan
     last = schedule.last_request()
     tile = Int32(0)
     while req <= last:
-        run = TileRun.create(operands, schedule.tile_range(req, begin_tile))
-        entry, row = operands.page_entry(run.tile * TILE_KEYS + cute.arch.lane_idx() * operands.box_keys())
         request = operands.units.request(req)
+        entry, row = first_entry(operands, begin_tile)
+        # the length, known next, tells whether the entry is used; until then L2 may bring it
+        prefetch_entry(operands, request, entry)
+        run = TileRun.create(operands, schedule.tile_range(req, begin_tile))
+        if run.tile != begin_tile:
+            entry, row = first_entry(operands, run.tile)
         page = look_up(operands, request, entry, run.span.keys, run.hole)
         for t in cutlass.range(run.span.tiles, unroll=1):
             # asked for a tile ahead: the answer takes longer than a stage takes to come free
@@ -125,6 +130,18 @@ def sees_box(operands: Operands, hole: tuple[Int32, Int32] | None) -> Boolean:
         return Boolean(True)
     offset = cute.arch.lane_idx() * operands.box_keys()
     return (offset < hole[0]) | (offset + operands.box_keys() > hole[1])
+
+
+def first_entry(operands: Operands, tile: Int32) -> tuple[Int32, Int32]:
+    """Return (entry in the block table, row in that page) of this lane's box of a tile of a request."""
+    return operands.page_entry(tile * TILE_KEYS + cute.arch.lane_idx() * operands.box_keys())
+
+
+@cute.jit
+def prefetch_entry(operands: Operands, request: Int32, entry: Int32):
+    """Ask L2 for an entry of the block table, of which nothing is read."""
+    if cute.arch.lane_idx() * operands.box_keys() < TILE_KEYS:
+        primitives.prefetch_l2((operands.args.block_table + (Int64(request) * operands.args.table_stride + entry)).raw_ptr())
 
 
 @cute.jit

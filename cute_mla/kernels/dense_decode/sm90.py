@@ -114,6 +114,8 @@ class DenseDecodeSm90(AttentionKernel):
             with cute.arch.elect_one():
                 initialise(pipes, geometry, self.cluster)
                 prefetch_map(operands.args.kv_map)
+        elif warp == 1:
+            operands.schedule.prefetch()
         sync_start(self.cluster)
         # the plan, the lengths, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()

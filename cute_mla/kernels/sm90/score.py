@@ -412,14 +412,17 @@ class ScoreRole:
         The output role waits for it, so all that it does not wait for comes behind.
         """
         totals = [softmax.row_sum(row_half) for row_half in range(ROWS_PER_THREAD)]
-        stored = operands.row_range(req)
+        rows = [query_row(thread, row_half) for row_half in range(ROWS_PER_THREAD)]
+        if cutlass.const_expr(tiles.sTarget is not None):
+            stored = operands.row_range(req)
+            targets = [target_of(operands, stored, work_tile, row, self.d_v) for row in rows]
         if thread % 4 == 0:
             for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-                row, place, total = query_row(thread, row_half), fragment_row(thread, row_half), totals[row_half]
-                weight = self.row_scale.weight(operands, lambda: work_tile, row, total, softmax.row_ref[row_half])
+                place, total = fragment_row(thread, row_half), totals[row_half]
+                weight = self.row_scale.weight(operands, lambda: work_tile, rows[row_half], total, softmax.row_ref[row_half])
                 tiles.sInverse[place] = cutlass.select_(total == 0.0, Float32(0), weight)
                 if cutlass.const_expr(tiles.sTarget is not None):
-                    tiles.sTarget[place] = target_of(operands, stored, work_tile, row, self.d_v)
+                    tiles.sTarget[place] = targets[row_half]
         return totals
 
     @cute.jit
