@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import Boolean, Int32, cute
-from cutlass.experimental import primitives
 
 from ...spec.dense_decode import MAX_KEYS
 from ...spec.split_plan import (
@@ -30,10 +29,10 @@ from ...spec.split_plan import (
     TILE_KEYS,
 )
 from ..primitives.integers import clip, larger, smaller
+from ..primitives.prefetch import LINE_BYTES, prefetch_line
 from ..primitives.registers import pin_register
 from .lengths import Lengths, RowTile, tiles_of
 
-LINE_BYTES = 128  # of L2, which a prefetch brings
 INT32_BYTES = 4
 MOST_TILES = MAX_KEYS // TILE_KEYS  # of any request
 assert INVARIANT_SPLIT_TILES & (INVARIANT_SPLIT_TILES - 1) == 0, "tiles are rounded by masks and divided by shifts"
@@ -118,11 +117,12 @@ class SplitKvSchedule:
     def prefetch(self):
         """Ask L2 for the row of the plan, and for the lengths and splits of the first requests. One warp, before anything is read."""
         first = cute.arch.lane_idx() * (LINE_BYTES // INT32_BYTES)
-        if first <= self.batch:
-            primitives.prefetch_l2((self.num_splits + first).raw_ptr())
-            primitives.prefetch_l2((self.lengths.lengths + first).raw_ptr())
+        if first < self.batch:
+            prefetch_line(self.num_splits + first)
+            if cutlass.const_expr(self.lengths.extra is None):  # else lengths may be null
+                prefetch_line(self.lengths.lengths + first)
         if first == 0:
-            primitives.prefetch_l2(self._plan_row().raw_ptr())
+            prefetch_line(self._plan_row())
 
     def _cut_tile(self, row: cute.Pointer, column: int) -> Int32:
         """Return a tile at which this CTA's partition begins or ends.

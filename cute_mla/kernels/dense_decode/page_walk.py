@@ -6,13 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, cute
-from cutlass.experimental import primitives
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from ...spec.split_plan import TILE_KEYS
 from ..attention.lengths import tiles_of
 from ..attention.split_kv_scheduler import TileRange
 from ..primitives.integers import smaller
+from ..primitives.prefetch import prefetch_line
 from .operands import NO_PAGE, LaneBox, Operands
 
 TILE_SHIFT = TILE_KEYS.bit_length() - 1
@@ -32,7 +32,7 @@ def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[Lan
         request = operands.units.request(req)
         entry, row = first_entry(operands, begin_tile)
         # the length, known next, tells whether the entry is used; until then L2 may bring it
-        prefetch_entry(operands, request, entry)
+        prefetch_entry(operands, request, entry, begin_tile)
         run = TileRun.create(operands, schedule.tile_range(req, begin_tile))
         if run.tile != begin_tile:
             entry, row = first_entry(operands, run.tile)
@@ -138,10 +138,11 @@ def first_entry(operands: Operands, tile: Int32) -> tuple[Int32, Int32]:
 
 
 @cute.jit
-def prefetch_entry(operands: Operands, request: Int32, entry: Int32):
-    """Ask L2 for an entry of the block table, of which nothing is read."""
-    if cute.arch.lane_idx() * operands.box_keys() < TILE_KEYS:
-        primitives.prefetch_l2((operands.args.block_table + (Int64(request) * operands.args.table_stride + entry)).raw_ptr())
+def prefetch_entry(operands: Operands, request: Int32, entry: Int32, tile: Int32):
+    """Ask L2 for the block table's entry of this lane's box of a tile, if the table has room for it. Nothing is read."""
+    offset = cute.arch.lane_idx() * operands.box_keys()
+    if (offset < TILE_KEYS) & (Uint32(tile * TILE_KEYS + offset) < Uint32(operands.args.max_keys)):
+        prefetch_line(operands.args.block_table + (Int64(request) * operands.args.table_stride + entry))
 
 
 @cute.jit

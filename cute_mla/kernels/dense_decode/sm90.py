@@ -22,7 +22,7 @@ Pipelines (producer -> consumer; arrivals per phase, c = CTAs of the cluster):
   rope_ready[3]   load -> score           1 and the bytes of one box
   probs_ready[3]  score -> output         4: P and alpha are written
   right_turn[3]   output -> output        4: the left output group has issued its products of a tile, the right one may
-  stats_ready     score -> output         4: 1 / row sum is written, once per work tile
+  stats_ready     score -> output         4: 1 / row sum and places of rows are written, once per work tile
   stats_free      output -> score         8
 
 The RoPE columns of a tile come behind its second stage. A RoPE stage has no barrier of its own that tells when it is free, and the

@@ -225,9 +225,7 @@ class E4m3Output(OutputAccumulators):
         pipes.probs_free.consumer_release(tile)
         return Boolean(True)
 
-    def row_weights(
-        self, operands: Operands, tiles: Tiles, pipes: Pipes, work: Int32, begun: Boolean
-    ) -> tuple[list[Float32], list[Int64]]:
+    def row_weights(self, operands: Operands, tiles: Tiles, pipes: Pipes, work: Int32, begun: Boolean) -> tuple[list[Float32], list[Int64]]:
         """Return the published factors / the sum of P as it was multiplied, 0 for a row that attends to nothing, and where the rows go.
 
         Wait stats_ready. Signal stats_free.

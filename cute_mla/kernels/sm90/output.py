@@ -16,8 +16,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
-from ..attention.operands import LatentOperands, QueryOperands
-from ..attention.split_kv_scheduler import KeyTile, WorkTile
+from ..attention.operands import QueryOperands
+from ..attention.split_kv_scheduler import KeyTile
 from ..primitives.elements import aligned, pack_pair, store_pair
 from ..primitives.pipeline import PipelineState
 from ..primitives.wgmma import K_STEP, ROWS_PER_THREAD, RowPair, flat, fragment_row, half, tiled_mma
@@ -61,10 +61,9 @@ class OutputAccumulators:
         raise NotImplementedError
 
     def row_weights(self, operands: Any, tiles: Any, pipes: Any, work: Int32, begun: Boolean) -> tuple[list[Float32], list[Int64]]:
-        """Return the factor of either of the thread's rows at the end of the work-th work tile, 0 for a row that attends to nothing, and
-        where the rows go, if the score role says so.
+        """Return the factors of the thread's two rows at the end of the work-th work tile, and where they go, if the score role tells.
 
-        begun: whether O holds anything.
+        The factor of a row that attends to nothing is 0. begun: whether O holds anything.
         """
         raise NotImplementedError
 
@@ -274,19 +273,28 @@ class OutputRole:
 
     @cute.jit
     def store_row(self, gemm: OutputAccumulators, row_half: int, weight: Float32, target: Int64, side: Int32, always_direct: bool):
-        """Store a row straight from registers: the quad writes 16 contiguous bytes of out, or 32 of the split accumulators."""
+        """Store a row of O, if it exists. target: row_targets.target_of."""
         column = side * self.columns + gemm.lane_column()
-        if target & IS_SPLIT == 0:
+        if cutlass.const_expr(always_direct):
             if target != 0:
-                out = cute.make_ptr(self.dtype, target, cute.AddressSpace.gmem, assumed_align=self.dtype.width // 8) + column
-                for pair in cutlass.range_constexpr(self.columns // 8):
-                    low, high = gemm.pair(pair, row_half, weight)
-                    store_pair(out + gemm.pair_column(pair), pack_pair(low, high, self.dtype), self.pairs)
-        if cutlass.const_expr(not always_direct):
+                self.store_out(gemm, row_half, weight, target, column)
+        else:
             if target & IS_SPLIT != 0:
-                accum = cute.make_ptr(Float32, target - IS_SPLIT, cute.AddressSpace.gmem, assumed_align=8) + column
-                accum = aligned(accum, 8)
-                for pair in cutlass.range_constexpr(self.columns // 8):
-                    rPair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-                    rPair[0], rPair[1] = gemm.pair(pair, row_half, weight)
-                    cute.autovec_copy(rPair, cute.make_tensor(accum + gemm.pair_column(pair), cute.make_layout(2)))
+                self.store_accum(gemm, row_half, weight, target - IS_SPLIT, column)
+            elif target != 0:
+                self.store_out(gemm, row_half, weight, target, column)
+
+    def store_out(self, gemm: OutputAccumulators, row_half: int, weight: Float32, row: Int64, column: Int32) -> None:
+        """Store registers straight to out: the quad writes 16 contiguous bytes of a row."""
+        target = cute.make_ptr(self.dtype, row, cute.AddressSpace.gmem, assumed_align=self.dtype.width // 8) + column
+        for pair in range(self.columns // 8):
+            low, high = gemm.pair(pair, row_half, weight)
+            store_pair(target + gemm.pair_column(pair), pack_pair(low, high, self.dtype), self.pairs)
+
+    def store_accum(self, gemm: OutputAccumulators, row_half: int, weight: Float32, row: Int64, column: Int32) -> None:
+        """Store a fp32 row of the split accumulators, 32 contiguous bytes per quad."""
+        target = aligned(cute.make_ptr(Float32, row, cute.AddressSpace.gmem, assumed_align=8) + column, 8)
+        for pair in range(self.columns // 8):
+            rPair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+            rPair[0], rPair[1] = gemm.pair(pair, row_half, weight)
+            cute.autovec_copy(rPair, cute.make_tensor(target + gemm.pair_column(pair), cute.make_layout(2)))

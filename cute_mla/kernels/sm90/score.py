@@ -422,7 +422,7 @@ class ScoreRole:
                 weight = self.row_scale.weight(operands, lambda: work_tile, rows[row_half], total, softmax.row_ref[row_half])
                 tiles.sInverse[place] = cutlass.select_(total == 0.0, Float32(0), weight)
                 if cutlass.const_expr(tiles.sTarget is not None):
-                    tiles.sTarget[place] = targets[row_half]
+                    tiles.sTarget[place] = targets[row_half]  # type: ignore[index]  # not None here
         return totals
 
     @cute.jit
