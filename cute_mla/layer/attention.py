@@ -25,7 +25,7 @@ from ..ops.cache_codec import to_e4m3
 from ..parallel import ContextParallel
 from ..spec.mla import D_QK, MAX_HEADS
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
-from .checks import Given, check_differentiable, check_forms, check_given, check_gradients_of_kernels
+from .checks import Given, check_differentiable, check_forms, check_given
 from .choosing import Indexed, Step, choose_rows, choose_slots, rows_of
 from .config import MlaConfig
 from .context_path import ContextPath
@@ -170,8 +170,6 @@ class MlaAttention(torch.nn.Module):
         check_forms(forms, given, self.indexer is not None)
         if needs_grad(hidden, *self._parameters.values()):
             check_differentiable(batch, forms)
-            if path.name == "kernels":
-                check_gradients_of_kernels(self.config)
         if path.name == "reference":
             warn_reference(hidden.device)
         rope = rotation(batch.positions, self._radians, self.config)
