@@ -247,18 +247,13 @@ def test_more_sms_are_never_slower(name: str) -> None:
 ROWS = [(case, gpu) for case in CASES for gpu in machines()]
 
 
-def test_the_worst_machine_is_slower_everywhere() -> None:
-    for case, gpu in ROWS:
-        best, worst = predictions(launch_on(case, gpu), gpu)
-        assert 0 < best.us < worst.us, (gpu, case.name)
-        assert sum(best.terms.values()) == pytest.approx(best.us)
-
-
 @pytest.mark.parametrize(("case", "gpu"), ROWS, ids=str)
 def test_every_row_has_a_model(case: Case, gpu: str) -> None:
+    """On the worst machine every row is slower."""
     best, worst = predictions(launch_on(case, gpu), gpu)
     assert best.binds in {*best.clocks, "HBM", "fixed"}
-    assert worst.us < 4 * best.us
+    assert sum(best.terms.values()) == pytest.approx(best.us)
+    assert 0 < best.us < worst.us < 4 * best.us
 
 
 def test_a_kernel_without_counts_is_named() -> None:

@@ -60,6 +60,7 @@ def test_an_interruption_ends_the_workers_at_once(interrupt: str) -> None:
         "    print('started', flush=True)\n"
         f"{interrupt}"
         "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background with the signal ignored\n"
         "    long = DenseDecodeCase(batch=4, s_k=100_000, h_q=128, sm_count=1)\n"
         "    try:\n"
         "        list(run_all([(long, Target('sm90', 'sim'), '')], workers=1, on_start=interrupt))\n"
