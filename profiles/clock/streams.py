@@ -94,7 +94,7 @@ def _insert_clocks(case: Case, shape: CacheInsertShape, constants: Constants, se
     CTAs of keys start first, and SMs that have done theirs take queries.
     """
     entry = load_artifacts().entry(case.op, ARCHS[constants.arch].name, cache_insert.config_of(shape.format, case.dtype).name)
-    ctas, of_keys = cache_insert.grid(shape.tokens, shape.tokens * shape.h_q)[0], cache_insert.key_blocks(shape.tokens)
+    ctas, of_keys = cache_insert.grid(shape.tokens, shape.h_q)[0], cache_insert.key_blocks(shape.tokens)
     small = replace(shape, tokens=min(shape.tokens, KEYS_PER_BLOCK))
     keys = _run(case.op, entry, case.dtype, small, constants, setting)
     if ctas == of_keys:

@@ -51,7 +51,7 @@ from .prediction import Combine, Launch
 from .tile_costs import block_of
 
 CACHE_WRITE_CTAS_PER_SM = 12  # 128 threads of 40 registers
-CACHE_INSERT_CTAS_PER_SM = 9  # 128 threads of 56 registers
+CACHE_INSERT_CTAS_PER_SM = 8  # 128 threads of 64 registers
 INDEX_WRITE_CTAS_PER_SM = {True: 12, False: 16}  # by whether rows are keys: 128 threads of 40 registers, of queries 32
 COMBINE_CTAS_PER_SM = 2  # 256 threads of 105 registers, and the launch asks for two
 ACCUMULATOR_ROW_BYTES = 4 * (D_V + 1)
@@ -249,7 +249,7 @@ def _cache_write(case: Case, shape: CacheWriteShape, target: Target) -> Combine:
 
 def _cache_insert(case: Case, shape: CacheInsertShape, target: Target) -> Combine:
     """Return cache_insert: warps that take keys as cache_write does, with a position ahead of its angles, and CTAs that take queries."""
-    ctas = cache_insert.grid(shape.tokens, shape.tokens * shape.h_q)[0]
+    ctas = cache_insert.grid(shape.tokens, shape.h_q)[0]
     busiest = replace(shape, tokens=min(shape.tokens, KEYS_PER_BLOCK), h_q=0).work.bytes
     return Combine(ctas, CACHE_INSERT_CTAS_PER_SM, case.work.bytes, busiest, cold=True, loads=2)
 
