@@ -77,8 +77,9 @@ _SOFTMAX_SM100 = Stage("softmax and swaps", 950, 1050, barriers=0)
 # the same with up to 64 heads of sparse prefill, where nothing is swapped: sparse_prefill/README.md, `# SM100, up to 64 heads`
 _SOFTMAX_HEADS64 = Stage("softmax", 550, 750, barriers=0)
 _HANDED_SM100 = Stage("S and P handed over", 200, 300, barriers=0)
-# 64 selects and 40 further instructions on the ALU pipe for the fragment of a lane on sm90, 165 and 29 for a row on sm100, two clocks each
-_MASK_CLOCKS = {SM90.name: 208, SM100.name: 388}
+# Selects and instructions for their predicates, two clocks each on the ALU pipe: 64 and 40 for the fragment of a lane on sm90, 128 and
+# 32 for a row on sm100 (masked_prefill/README.md)
+_MASK_CLOCKS = {SM90.name: 208, SM100.name: 320}
 _MMA_16 = {SM90.name: 4096, SM100.name: 8192}
 
 
