@@ -21,12 +21,14 @@ from ..spec.sparse_prefill import HEAD_DIMS
 from ..spec.topk_indices import DTYPE as LOGITS
 from .roofline import Work
 from .shapes import (
+    CacheInsertShape,
     CacheWriteShape,
     CombineShape,
     DecodeShape,
     DensePrefillBackwardShape,
     DensePrefillShape,
     IndexerShape,
+    IndexWriteShape,
     MergeShape,
     Shape,
     SparseDecodeShape,
@@ -167,6 +169,15 @@ def _cache_write(document: Table, entry: Table) -> Shape:
     return CacheWriteShape(tokens=entry["tokens"], cache=_known("cache", entry["cache"], tuple(CACHED)), page_size=document["page_size"])
 
 
+def _cache_insert(document: Table, entry: Table) -> Shape:
+    cache = _known("cache", entry["cache"], tuple(CACHED))
+    return CacheInsertShape(tokens=entry["tokens"], h_q=entry["h_q"], cache=cache, page_size=document["page_size"])
+
+
+def _index_write(document: Table, entry: Table) -> Shape:
+    return IndexWriteShape(tokens=entry["tokens"], h_q=entry["h_q"], page_size=document["page_size"])
+
+
 def _topk_indices(document: Table, entry: Table) -> Shape:
     return TopkShape(rows=entry["rows"], columns=entry["columns"], topk=entry["topk"])
 
@@ -193,6 +204,8 @@ _SHAPES: dict[str, tuple[Callable[[Table, Table], Shape], set[str]]] = {
     "combine": (_combine, {"batch", "s_q", "h_q", "splits"}),
     "merge_states": (_merge_states, {"tokens", "h_q", "states"}),
     "cache_write": (_cache_write, {"tokens", "cache"}),
+    "cache_insert": (_cache_insert, {"tokens", "h_q", "cache"}),
+    "index_write": (_index_write, {"tokens", "h_q"}),
     "topk_indices": (_topk_indices, {"rows", "columns", "topk"}),
     "indexer_topk": (_indexer_topk, {"tokens", "h_q", "context", "topk", "paged"}),
 }

@@ -16,11 +16,12 @@ from typing import TypeAlias
 
 from ..spec.arch import Arch
 from ..spec.cache_format import FORMATS, FP8_656, CacheFormat
+from ..spec.cache_insert import normalised_columns, rotates
 from ..spec.cache_rows import CACHED
 from ..spec.dense_decode import FP8, LATENT, TILE_ROWS, row_ctas
 from ..spec.dense_prefill import HEAD_DIMS as PREFILL_HEAD_DIMS
 from ..spec.masked_prefill import MASK_WORD_KEYS
-from ..spec.mla import D_QK, D_V, ELEMENT_BYTES, LATENT_DIMS, ceil_div
+from ..spec.mla import D_QK, D_ROPE, D_V, ELEMENT_BYTES, LATENT_DIMS, ceil_div
 from ..spec.mqa_logits import COLUMNS, ROW_BYTES
 from .roofline import Work
 
@@ -30,6 +31,8 @@ FLOAT_BYTES = 4  # an element of lse, max_logits and accumulators
 INDEX_BYTES = 4  # an entry of page tables and of selected indices
 WORD_BYTES = 4  # a word of a mask of keys
 SLOT_BYTES = 8  # an entry of slot mappings
+POSITION_BYTES = 8  # an entry of positions
+ANGLE_BYTES = FLOAT_BYTES * D_ROPE  # cosines and sines of a position
 
 
 def pair_flops(d_qk: int, d_v: int) -> int:
@@ -378,6 +381,70 @@ class CacheWriteShape(UntiledShape):
 
 
 @dataclass(frozen=True)
+class CacheInsertShape(UntiledShape):
+    """An insert_kv_cache of one key for each token, to slots in random order, with the queries of `h_q` heads; 0: without queries.
+
+    cache: name of a CacheFormat. Positions are all different, so that each token has angles of its own.
+    """
+
+    tokens: int
+    h_q: int
+    cache: str
+    page_size: int = 64
+
+    @property
+    def format(self) -> CacheFormat:
+        """The cache's layout."""
+        return CACHED[self.cache]
+
+    @property
+    def work(self) -> Work:
+        """Zero flops, as norm, rotation and quantisation are not counted as useful arithmetic.
+
+        Bytes of 16-bit keys, slots, positions, angles and the norm's weights in, of rotary columns of queries in and out, and of cache rows
+        out.
+        """
+        layout = self.format
+        token = ELEMENT_BYTES * (layout.d_qk + 2 * D_ROPE * self.h_q) + SLOT_BYTES + layout.page_bytes(1)
+        if rotates(layout):
+            token += POSITION_BYTES + ANGLE_BYTES
+        return Work(flops=0.0, bytes=float(self.tokens * token + ELEMENT_BYTES * normalised_columns(layout)))
+
+    @property
+    def text(self) -> str:
+        """Short form such as "tokens4096 h16 fp8_656"."""
+        return f"tokens{self.tokens} h{self.h_q} {self.cache}"
+
+
+@dataclass(frozen=True)
+class IndexWriteShape(UntiledShape):
+    """A write_index_cache of one key for each token, to slots in random order, or with heads a prepare_index_queries.
+
+    h_q: heads of the queries; 0: keys. Positions are all different, so that each token has angles of its own.
+    """
+
+    tokens: int
+    h_q: int
+    page_size: int = 64
+
+    @property
+    def work(self) -> Work:
+        """Zero flops, as norm, rotation and quantisation are not counted as useful arithmetic.
+
+        Bytes of bf16 rows, positions and angles in. Keys: those of slots and of LayerNorm in, of keys with their scales out. Queries: fp32
+        weights in and out, and codes out.
+        """
+        row = ELEMENT_BYTES * COLUMNS + ROW_BYTES
+        token = POSITION_BYTES + ANGLE_BYTES + (self.h_q * (row + FLOAT_BYTES) if self.h_q else row + SLOT_BYTES)
+        return Work(flops=0.0, bytes=float(self.tokens * token + (0 if self.h_q else 2 * FLOAT_BYTES * COLUMNS)))
+
+    @property
+    def text(self) -> str:
+        """Short form such as "tokens4096 h64", or "tokens4096 keys"."""
+        return f"tokens{self.tokens} {f'h{self.h_q}' if self.h_q else 'keys'}"
+
+
+@dataclass(frozen=True)
 class TopkShape(UntiledShape):
     """A topk_indices of `topk` out of `columns` fp32 numbers in each of so many rows."""
 
@@ -439,6 +506,8 @@ Shape: TypeAlias = (
     | CombineShape
     | MergeShape
     | CacheWriteShape
+    | CacheInsertShape
+    | IndexWriteShape
     | TopkShape
     | IndexerShape
 )

@@ -27,7 +27,7 @@ from ..parallel import ContextParallel
 from ..spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from ..spec.mla import D_QK, MAX_HEADS
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
-from .checks import Given, check_differentiable, check_forms, check_given, check_gradients_of_kernels
+from .checks import Given, check_differentiable, check_forms, check_given
 from .choosing import Indexed, Step, choose_rows, choose_slots, mask_keys, rows_of
 from .config import MlaConfig
 from .context_path import ContextPath
@@ -172,8 +172,6 @@ class MlaAttention(torch.nn.Module):
         check_forms(forms, given, self.indexer is not None)
         if needs_grad(hidden, *self._parameters.values()):
             check_differentiable(batch, forms)
-            if path.name == "kernels":
-                check_gradients_of_kernels(self.config)
         if path.name == "reference":
             warn_reference(hidden.device)
         rope = rotation(batch.positions, self._radians, self.config)

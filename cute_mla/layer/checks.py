@@ -10,7 +10,6 @@ import torch
 from ..ops.limits import page_size_error
 from ..ops.tensor_spec import TensorSpec, check_dtype, check_shape, spec_of
 from ..spec.cache_format import FP8_656
-from ..spec.dense_prefill_dq import HEAD_DIMS as GRADIENT_HEAD_DIMS
 from ..spec.mla import D_QK
 from ..spec.mqa_logits import PAGE_SIZES, ROW_BYTES
 from .batch import MlaBatch
@@ -67,16 +66,6 @@ def check_differentiable(batch: MlaBatch, forms: Forms) -> None:
         raise ValueError(
             f"hidden or a weight requires grad, and the batch has {uses}; supported: {_WITHOUT_CACHE}, or any batch inside "
             "`with torch.no_grad():`"
-        )
-
-
-def check_gradients_of_kernels(config: MlaConfig) -> None:
-    """Raise ValueError if the kernels of prefill have no backward pass for the columns of the heads."""
-    if config.query_columns not in GRADIENT_HEAD_DIMS:
-        dims = " or ".join(map(str, GRADIENT_HEAD_DIMS))
-        raise ValueError(
-            f"hidden or a weight requires grad, and qk_nope_head_dim + qk_rope_head_dim is {config.query_columns}; supported by the "
-            f"kernels: {dims}, or any inside `with torch.no_grad():`"
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -9,7 +10,7 @@ import torch
 
 from ...layer.key_masks import pack_flags
 from ...spec.masked_prefill import MASK_WORD_KEYS
-from ...spec.mla import ceil_div
+from ...spec.mla import D_ROPE, ceil_div
 
 VALUE_DEVIATION = 0.1  # standard deviation of values, which are clamped to [-1, 1]
 _MOST_DRAWS = 1 << 26  # random numbers sorted at a time
@@ -24,6 +25,17 @@ def values(draw: torch.Generator, dtype: torch.dtype, *size: int) -> torch.Tenso
     """Draw N(0, 0.1) clamped to [-1, 1], on the generator's device. Zeros would run faster."""
     made = torch.empty(size, dtype=dtype, device=draw.device)
     return made.normal_(0.0, VALUE_DEVIATION, generator=draw).clamp_(-1.0, 1.0)
+
+
+def random_slots(draw: torch.Generator, tokens: int, page_size: int) -> torch.Tensor:
+    """Draw int64 [tokens]: different slots of a cache just large enough for the tokens."""
+    return torch.randperm(ceil_div(tokens, page_size) * page_size, generator=draw, device=draw.device)[:tokens]
+
+
+def angle_table(draw: torch.Generator, positions: int) -> torch.Tensor:
+    """Return fp32 [positions, 64]: cosines of 32 random angles of each position, then their sines."""
+    angles = torch.empty(positions, D_ROPE // 2, device=draw.device).uniform_(0, 2 * math.pi, generator=draw)
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
 
 
 def first_tokens(tokens: Sequence[int], device: torch.device) -> torch.Tensor | None:

@@ -244,6 +244,8 @@ def test_every_prefill_and_decode_has_a_baseline_that_covers_its_rows() -> None:
         "combine",
         "merge_states",
         "cache_write",
+        "cache_insert",
+        "index_write",
         "topk_indices",
         "indexer_topk",
     }

@@ -61,10 +61,14 @@ CLOCKS = [
     ("dense_prefill_dq", SM90.name, {"d_qk": 128}, 3072, 2560),
     ("dense_prefill_dkdv", SM90.name, {"d_qk": 192}, 2560, 2272),
     ("dense_prefill_dkdv", SM90.name, {"d_qk": 128}, 2048, 1824),
+    ("dense_prefill_dq", SM90.name, {"d_qk": 256}, 3072, 3072),
+    ("dense_prefill_dkdv", SM90.name, {"d_qk": 256}, 2048, 2192),
     ("dense_prefill_dq", SM100.name, {"d_qk": 192}, 2048, 2304),
     ("dense_prefill_dq", SM100.name, {"d_qk": 128}, 1536, 1792),
     ("dense_prefill_dkdv", SM100.name, {"d_qk": 192}, 1920, 2272),
     ("dense_prefill_dkdv", SM100.name, {"d_qk": 128}, 2048, 2304),
+    ("dense_prefill_dq", SM100.name, {"d_qk": 256}, 1536, 2304),
+    ("dense_prefill_dkdv", SM100.name, {"d_qk": 256}, 2560, 4096),
 ]
 
 
@@ -103,6 +107,7 @@ L2_BYTES = [
     ("dense_prefill", SM100.name, {"d_qk": 256, "cluster": 2}, 65536),
     ("dense_prefill_dq", SM100.name, {"d_qk": 192}, 81920),
     ("dense_prefill_dkdv", SM100.name, {"d_qk": 192}, 61440),
+    ("dense_prefill_dkdv", SM100.name, {"d_qk": 256}, 131072),
 ]
 
 
