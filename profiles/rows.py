@@ -147,6 +147,7 @@ def _dense_prefill(document: Table, entry: Table) -> Shape:
         causal=entry["causal"],
         d_qk=entry.get("d_qk", 192),
         cached=entry.get("cached", 0),
+        shown=entry.get("shown", 0),
     )
 
 
@@ -198,7 +199,7 @@ _SHAPES: dict[str, tuple[Callable[[Table, Table], Shape], set[str]]] = {
     "dense_decode": (_dense_decode, {*_LENGTHS, "s_q", "tokens", "h_q", "h_kv", "operands", "d_qk"}),
     "sparse_decode": (_sparse_decode, {"batch", "s_q", "tokens", "h_q", "topk", "context", "cache", "extra", "extra_topk"}),
     "sparse_prefill": (_sparse_prefill, {"s_q", "h_q", "s_kv", "topk", "d_qk"}),
-    "dense_prefill": (_dense_prefill, {*_LENGTHS, "h_q", "h_kv", "causal", "d_qk", "cached"}),
+    "dense_prefill": (_dense_prefill, {*_LENGTHS, "h_q", "h_kv", "causal", "d_qk", "cached", "shown"}),
     "dense_prefill_backward": (_dense_prefill_backward, {*_LENGTHS, "h_q", "h_kv", "causal", "d_qk"}),
     "combine": (_combine, {"batch", "s_q", "h_q", "splits"}),
     "merge_states": (_merge_states, {"tokens", "h_q", "states"}),

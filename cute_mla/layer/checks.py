@@ -51,16 +51,16 @@ def check_forms(forms: Forms, given: Given, has_indexer: bool) -> None:
     """Raise ValueError if sparse attention of a step lacks what it needs. has_indexer: whether the layer has an indexer of its own."""
     if given.k_cache is None:
         return
-    if given.k_cache.dtype == torch.float8_e4m3fn and not {"all", "chosen"}.isdisjoint(forms):
+    if given.k_cache.dtype == torch.float8_e4m3fn and forms.is_sparse:
         raise ValueError("k_cache is e4m3 with one scale, and attention is sparse; supported: 16 bits, or 656 bytes a token")
-    if has_indexer and "chosen" in forms and given.index_cache is None:
+    if has_indexer and forms.is_chosen and given.index_cache is None:
         raise ValueError("index_cache is None, and tokens choose their keys; supported: a cache of the indexer's keys beside k_cache")
 
 
 def check_differentiable(batch: MlaBatch, forms: Forms) -> None:
     """Raise ValueError if a gradient would have to pass through the cache, or through sparse attention."""
     uses = _cached_requests(batch)
-    if not uses and not {"all", "chosen"}.isdisjoint(forms):
+    if not uses and forms.is_sparse:
         uses = "sparse attention"
     if uses:
         raise ValueError(

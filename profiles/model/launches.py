@@ -172,7 +172,7 @@ def _dense_prefill(case: Case, shape: DensePrefillShape, target: Target) -> Laun
         target.arch, case.dtype, shape.d_qk, shape.batch, shape.h_q, shape.h_kv, max(shape.lengths, default=0)
     )
     config = problem.config
-    kernel = _kernel("dense_prefill", config, target)
+    kernel = _kernel("masked_prefill" if shape.shown else "dense_prefill", config, target)
     ctas = problem.grid(target.sm_count)[0]
     tiles = PrefillTiles(dense_prefill.TILE_ROWS[target.arch.name], config.tile_keys(target.arch), shape.causal, shape.cached)
     deal = sorted_prefill_order if problem.sorts_sequences else dense_prefill_order

@@ -18,12 +18,14 @@ from ...spec.cache_format import FORMATS, CacheFormat
 from ...spec.dense_decode import FP8, FP8_CACHE, TILE_ROWS
 from ...spec.dense_prefill import BOX_COLUMNS, DensePrefillConfig
 from ...spec.dense_prefill import HEAD_DIMS as VALUE_COLUMNS_OF
+from ...spec.masked_prefill import MASK_WORD_KEYS
 from ...spec.mla import D_LATENT, D_QK, D_ROPE, D_V, ELEMENT_BYTES, LATENT_DIMS
 from ...spec.split_plan import TILE_KEYS
 
 E4M3_BYTES = 1
 SECTOR = 32  # bytes, the least that a gather reads
 FLOAT_BYTES = 4
+_WORD_BYTES = 4  # a word of a mask of keys
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ _SOFTMAX_SM100 = Stage("softmax and swaps", 950, 1050, barriers=0)
 # the same with up to 64 heads of sparse prefill, where nothing is swapped: sparse_prefill/README.md, `# SM100, up to 64 heads`
 _SOFTMAX_HEADS64 = Stage("softmax", 550, 750, barriers=0)
 _HANDED_SM100 = Stage("S and P handed over", 200, 300, barriers=0)
+# Selects and instructions for their predicates, two clocks each on the ALU pipe: 64 and 40 for the fragment of a lane on sm90, 128 and
+# 32 for a row on sm100 (masked_prefill/README.md)
+_MASK_CLOCKS = {SM90.name: 208, SM100.name: 320}
 _MMA_16 = {SM90.name: 4096, SM100.name: 8192}
 
 
@@ -327,6 +332,17 @@ def _dense_prefill(arch: str, config: Config) -> Block:
     return Block(keys, rows, units, flops, smem, read, 0.0, path, path, seam, loads=2)
 
 
+def _masked_prefill(arch: str, config: Config) -> Block:
+    """Return a block of dense prefill whose mask is read twice from L2, and whose softmax is behind selects (masked_prefill/README.md)."""
+    block = _dense_prefill(arch, config)
+    words = 2 * block.rows * block.keys // MASK_WORD_KEYS * _WORD_BYTES
+    path = tuple(
+        replace(stage, best=stage.best + _MASK_CLOCKS[arch], worst=stage.worst + _MASK_CLOCKS[arch]) if "softmax" in stage.name else stage
+        for stage in block.path
+    )
+    return replace(block, l2_bytes=block.l2_bytes + words, path=path, fill=path)
+
+
 def _dense_prefill_dq_sm90(config: Config) -> Block:
     """Return a block of dQ: the warpgroups issue in turn, S and dP of both, then dQ of both."""
     d_qk = int(config["d_qk"])
@@ -484,6 +500,8 @@ _BLOCKS: Mapping[tuple[str, str], Callable[[Config], Block]] = {
     ("sparse_prefill", SM100.name): _sparse_prefill_sm100,
     ("dense_prefill", SM90.name): lambda config: _dense_prefill(SM90.name, config),
     ("dense_prefill", SM100.name): lambda config: _dense_prefill(SM100.name, config),
+    ("masked_prefill", SM90.name): lambda config: _masked_prefill(SM90.name, config),
+    ("masked_prefill", SM100.name): lambda config: _masked_prefill(SM100.name, config),
     ("dense_prefill_dq", SM90.name): _dense_prefill_dq_sm90,
     ("dense_prefill_dq", SM100.name): _dense_prefill_dq_sm100,
     ("dense_prefill_dkdv", SM90.name): _dense_prefill_dkdv_sm90,

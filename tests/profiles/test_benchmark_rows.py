@@ -44,7 +44,7 @@ def test_the_suite_has_every_row_once() -> None:
     assert rows == {
         "sparse_decode": ["S1", "S2", "S3", "S4", "S5", "S6", "S7"],
         "sparse_prefill": ["P1", "P2", "P3"],
-        "dense_prefill": ["M1", "M3", "M4"],
+        "dense_prefill": ["M1", "M3", "M4", "M7"],
         "dense_prefill_backward": ["M2", "M5", "M6"],
         "combine": ["C1"],
         "merge_states": ["C2"],

@@ -116,6 +116,15 @@ def test_bytes_from_l2(op: str, arch: str, config: Mapping[str, Any], l2_bytes: 
     assert block_of(op, arch, config).l2_bytes == l2_bytes
 
 
+@pytest.mark.parametrize(("arch", "path", "words"), [(SM90.name, 208, 2 * 128 * 16), (SM100.name, 320, 2 * 256 * 16)])
+def test_what_a_mask_adds_to_a_block(arch: str, path: int, words: int) -> None:
+    """Selects behind which the softmax waits, and 16 bytes of mask for each row, read twice."""
+    plain, masked = (block_of(op, arch, {"d_qk": 192}) for op in ("dense_prefill", "masked_prefill"))
+    assert sum(stage.best for stage in masked.path) - sum(stage.best for stage in plain.path) == path
+    assert masked.l2_bytes - plain.l2_bytes == words
+    assert (masked.flops, masked.smem, masked.units) == (plain.flops, plain.smem, plain.units)
+
+
 def test_exponentials_of_dense_prefill() -> None:
     """128 x 128 scores, and one factor a row and lane of its quad: the README's 1,056 clocks. On Blackwell 6 of 8 of twice as many."""
     assert predictions(launch_on(case_named("M1.8k"), "H200"), "H200")[0].clocks["MUFU"] == pytest.approx(1056, rel=0.01)

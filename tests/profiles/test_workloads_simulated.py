@@ -64,6 +64,9 @@ CASES = {
     "sparse prefill": case_of("sparse_prefill", SparsePrefillShape(s_q=3, h_q=16, s_kv=150, topk=70)),
     "dense prefill, causal": case_of("dense_prefill", DensePrefillShape(lengths=(130, 1, 40), h_q=2, h_kv=1, causal=True)),
     "dense prefill": case_of("dense_prefill", DensePrefillShape(lengths=(70,), h_q=1, h_kv=1, causal=False)),
+    "dense prefill, masked": case_of(
+        "dense_prefill", DensePrefillShape(lengths=(130, 1, 40), h_q=2, h_kv=1, causal=True, cached=33, shown=20)
+    ),
     "dense prefill, backward": case_of("dense_prefill_backward", DensePrefillBackwardShape(lengths=(130, 40), h_q=2, h_kv=1, causal=True)),
     "combine": case_of("combine", CombineShape(batch=3, s_q=2, h_q=9, splits=2)),
     "combine of many": case_of("combine", CombineShape(batch=1, s_q=1, h_q=4, splits=37)),
