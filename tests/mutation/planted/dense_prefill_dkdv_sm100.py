@@ -129,7 +129,7 @@ SUITE = Suite(
         ),
         planted("wide: missing arrival", WIDE, ptx.ARRIVALS, "", each, count=19),
         planted("wide: missing commit", WIDE, ptx.COMMITS, "", each, count=12),
-        planted("wide: missing wait for stores", WIDE, ptx.STORE_WAITS, "", each, count=4),
+        planted("wide: missing wait for stores", WIDE, ptx.STORE_WAITS, "", alone(0, 1, 3), count=4),
         planted("wide: too few bytes", WIDE, r"(mov\.b32 \s*%r\d+, )(?:8192|512|131072);(?=\s*mbarrier)", r"\g<1>256;", each, count=10),
         planted("elements of rows of dK and dV", ELEMENTS, r"st\.global\.b16 [^;]*;", "", alone(0, 32, -1)),
     ),
