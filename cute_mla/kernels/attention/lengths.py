@@ -17,14 +17,22 @@ from .units import Units
 
 @dataclass(frozen=True)
 class VisibleTiles:
-    """The tiles of a request of which some query token sees a key: spec.split_plan.KeyWindow, at run time."""
+    """The tiles of a request of which some query token sees a key: spec.split_plan.KeyWindow, at run time.
+
+    sinks: what is seen at the beginning in spite of the reach, in tiles; in keys if in_keys.
+    """
 
     reach: Int32
-    sink_tiles: Int32
+    sinks: Int32
+    in_keys: bool = False
+
+    def sink_tiles(self) -> Int32:
+        """Return the tiles seen at the beginning. Computed at every call, lest their number lives in a register from the start on."""
+        return tiles_of(pin_register(self.sinks)) if self.in_keys else self.sinks
 
     def skipped(self, length: Int32) -> Int32:
         """Return the number of tiles without such a key, of a request of `length` keys. They follow the sink tiles."""
-        return larger((larger(length - self.reach, Int32(0)) >> (TILE_KEYS.bit_length() - 1)) - self.sink_tiles, Int32(0))
+        return larger((larger(length - self.reach, Int32(0)) >> (TILE_KEYS.bit_length() - 1)) - self.sink_tiles(), Int32(0))
 
 
 @dataclass(frozen=True)

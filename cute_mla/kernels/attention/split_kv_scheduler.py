@@ -29,9 +29,11 @@ from ...spec.split_plan import (
     TILE_KEYS,
 )
 from ..primitives.integers import clip, larger, smaller
+from ..primitives.prefetch import LINE_BYTES, prefetch_line
 from ..primitives.registers import pin_register
 from .lengths import Lengths, RowTile, tiles_of
 
+INT32_BYTES = 4
 MOST_TILES = MAX_KEYS // TILE_KEYS  # of any request
 assert INVARIANT_SPLIT_TILES & (INVARIANT_SPLIT_TILES - 1) == 0, "tiles are rounded by masks and divided by shifts"
 assert TILE_KEYS & (TILE_KEYS - 1) == 0, "keys are divided by shifts"
@@ -110,6 +112,17 @@ class SplitKvSchedule:
         Computed at every call, lest the address lives in registers through the main loop.
         """
         return self.plan + pin_register(cute.arch.block_idx()[2]) * PLAN_COLUMNS
+
+    @cute.jit
+    def prefetch(self):
+        """Ask L2 for the row of the plan, and for the lengths and splits of the first requests. One warp, before anything is read."""
+        first = cute.arch.lane_idx() * (LINE_BYTES // INT32_BYTES)
+        if first < self.batch:
+            prefetch_line(self.num_splits + first)
+            if cutlass.const_expr(self.lengths.extra is None):  # else lengths may be null
+                prefetch_line(self.lengths.lengths + first)
+        if first == 0:
+            prefetch_line(self._plan_row())
 
     def _cut_tile(self, row: cute.Pointer, column: int) -> Int32:
         """Return a tile at which this CTA's partition begins or ends.

@@ -12,7 +12,7 @@ from ...spec.dense_decode import CAUSAL, FP8, LATENT, DenseDecodeArguments, Dens
 from ...spec.mla import D_QK
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
-from ..attention.lengths import Lengths, RowTile, VisibleTiles, tiles_of
+from ..attention.lengths import Lengths, RowTile, VisibleTiles
 from ..attention.split_kv_scheduler import SplitKvSchedule
 from ..attention.units import Units
 from .operands import BOX_BYTES_PER_KEY, Operands
@@ -59,7 +59,7 @@ class DenseDecodeAbi:
         causal = cutlass.select_(args.mask == CAUSAL, Int32(1), Int32(0))
         units = Units(args.units, args.requests, args.total_q, args.s_q, causal)
         key_masks = takes_key_masks(self.config.operands)
-        window = VisibleTiles(args.reach, tiles_of(args.sink_keys)) if key_masks else None
+        window = VisibleTiles(args.reach, args.sink_keys, in_keys=True) if key_masks else None
         lengths = Lengths(args.cache_seqlens, None, args.max_keys, Int32(0), units, window)
         pinned = not key_masks or self.config.d_qk != D_QK
         rows = RowTile(args.mask, args.s_q, args.heads_per_kv, args.reach, self.config.cluster, pinned)

@@ -6,12 +6,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from ...spec.split_plan import TILE_KEYS
 from ..attention.lengths import tiles_of
 from ..attention.split_kv_scheduler import TileRange
 from ..primitives.integers import smaller
+from ..primitives.prefetch import prefetch_line
 from .operands import NO_PAGE, LaneBox, Operands
 
 TILE_SHIFT = TILE_KEYS.bit_length() - 1
@@ -28,9 +29,13 @@ def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[Lan
     last = schedule.last_request()
     tile = Int32(0)
     while req <= last:
-        run = TileRun.create(operands, schedule.tile_range(req, begin_tile))
-        entry, row = operands.page_entry(run.tile * TILE_KEYS + cute.arch.lane_idx() * operands.box_keys())
         request = operands.units.request(req)
+        entry, row = first_entry(operands, begin_tile)
+        # the length, known next, tells whether the entry is used; until then L2 may bring it
+        prefetch_entry(operands, request, entry, begin_tile)
+        run = TileRun.create(operands, schedule.tile_range(req, begin_tile))
+        if run.tile != begin_tile:
+            entry, row = first_entry(operands, run.tile)
         page = look_up(operands, request, entry, run.span.keys, run.hole)
         for t in cutlass.range(run.span.tiles, unroll=1):
             # asked for a tile ahead: the answer takes longer than a stage takes to come free
@@ -125,6 +130,19 @@ def sees_box(operands: Operands, hole: tuple[Int32, Int32] | None) -> Boolean:
         return Boolean(True)
     offset = cute.arch.lane_idx() * operands.box_keys()
     return (offset < hole[0]) | (offset + operands.box_keys() > hole[1])
+
+
+def first_entry(operands: Operands, tile: Int32) -> tuple[Int32, Int32]:
+    """Return (entry in the block table, row in that page) of this lane's box of a tile of a request."""
+    return operands.page_entry(tile * TILE_KEYS + cute.arch.lane_idx() * operands.box_keys())
+
+
+@cute.jit
+def prefetch_entry(operands: Operands, request: Int32, entry: Int32, tile: Int32):
+    """Ask L2 for the block table's entry of this lane's box of a tile, if the table has room for it. Nothing is read."""
+    offset = cute.arch.lane_idx() * operands.box_keys()
+    if (offset < TILE_KEYS) & (Uint32(tile * TILE_KEYS + offset) < Uint32(operands.args.max_keys)):
+        prefetch_line(operands.args.block_table + (Int64(request) * operands.args.table_stride + entry))
 
 
 @cute.jit

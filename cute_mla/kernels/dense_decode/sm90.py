@@ -22,7 +22,7 @@ Pipelines (producer -> consumer; arrivals per phase, c = CTAs of the cluster):
   rope_ready[3]   load -> score           1 and the bytes of one box
   probs_ready[3]  score -> output         4: P and alpha are written
   right_turn[3]   output -> output        4: the left output group has issued its products of a tile, the right one may
-  stats_ready     score -> output         4: 1 / row sum is written, once per work tile
+  stats_ready     score -> output         4: 1 / row sum and places of rows are written, once per work tile
   stats_free      output -> score         8
 
 The RoPE columns of a tile come behind its second stage. A RoPE stage has no barrier of its own that tells when it is free, and the
@@ -114,6 +114,8 @@ class DenseDecodeSm90(AttentionKernel):
             with cute.arch.elect_one():
                 initialise(pipes, geometry, self.cluster)
                 prefetch_map(operands.args.kv_map)
+        elif warp == 1:
+            operands.schedule.prefetch()
         sync_start(self.cluster)
         # the plan, the lengths, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
@@ -127,7 +129,7 @@ class DenseDecodeSm90(AttentionKernel):
         elif group == 1:
             set_registers(geometry.score_registers)
             scores = partial(LatentScores.create, geometry, self.dtype, self.pairs)
-            ScoreRole(scores, KeyMask(), DescaledRows(LATENT)).run(operands, tiles, pipes, thread)
+            ScoreRole(scores, KeyMask(), DescaledRows(LATENT), d_v=geometry.d_v).run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
             output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, unseen=operands)

@@ -24,7 +24,6 @@ from functools import partial
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
-from cutlass.experimental import primitives
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8_CACHE, DenseDecodeConfig
@@ -35,6 +34,7 @@ from ..attention.tiles import BOX_COLUMNS
 from ..definition import KernelDefinition
 from ..primitives.e4m3 import widen
 from ..primitives.integers import smaller
+from ..primitives.prefetch import LINE_BYTES, prefetch_line
 from ..sm90.arrivals import initialise
 from ..sm90.config import (
     ALL_REGISTERS,
@@ -68,7 +68,6 @@ from .operands import NO_PAGE, DescaledRows, Operands
 from .sm90_mask import EndMask
 
 CONVERT_REGISTERS = 56
-LINE_BYTES = 128  # of L2, which a prefetch brings
 GEOMETRY = Geometry(
     d_qk=D_QK,
     q_tiles_in_registers=4,
@@ -104,6 +103,8 @@ class DenseDecodeSm90Fp8Cache(AttentionKernel):
         if warp == 0:
             with cute.arch.elect_one():
                 initialise(pipes, GEOMETRY, self.cluster)
+        elif warp == 1:
+            operands.schedule.prefetch()
         sync_start(self.cluster)
         # the plan, the lengths, the scales, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
@@ -228,7 +229,7 @@ def prefetch_row(row: Int64, lane: Lane):
     if row != 0:
         first = row + lane.source * (LINE_BYTES // CHUNK - 1)
         for address in (first, row + D_LATENT):
-            primitives.prefetch_l2(cute.make_ptr(Int32, address, cute.AddressSpace.gmem).raw_ptr())
+            prefetch_line(cute.make_ptr(Int32, address, cute.AddressSpace.gmem))
 
 
 PARTS = (*range(GEOMETRY.rope_after), ROPE_STAGE, *range(GEOMETRY.rope_after, STAGES_PER_TILE))  # of a tile, in the order of their use

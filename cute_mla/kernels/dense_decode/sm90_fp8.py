@@ -22,7 +22,7 @@ Pipelines (producer -> consumer; arrivals per phase, c = CTAs of the cluster):
   values_free[8]   output -> transpose        4: the warps of the side that reads them
   probs_ready[2]   score -> output            4: P and alpha are written
   probs_free[2]    output -> score            8
-  stats_ready      score -> output            4: the factors of rows of O are written, once per work tile
+  stats_ready      score -> output            4: factors and places of rows of O are written, once per work tile
   stats_free       output -> score            8
 
 The trick: e4m3 products contract along rows only, so V needs a transpose, which shared memory cannot give. A matrix load of byte
@@ -118,6 +118,8 @@ class DenseDecodeSm90Fp8(AttentionKernel):
             with cute.arch.elect_one():
                 initialise(pipes, self.cluster)
                 prefetch_map(operands.args.kv_map)
+        elif warp == 1:
+            operands.schedule.prefetch()
         sync_start(self.cluster)
         # the plan, the lengths, the scales, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cutlass import Float8E4M3FN, Float32, Int32, cute
+from cutlass import Float8E4M3FN, Float32, Int32, Int64, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, D_QK
@@ -45,6 +45,7 @@ SMEM = SmemLayout((
     Tile("sProbs", Float8E4M3FN, (TILE_ROWS, TILE_KEYS, PROBS_STAGES), swizzle=64),
     Table("sAlpha", Float32, (TILE_ROWS, PROBS_STAGES)),
     Table("sInverse", Float32, TILE_ROWS),
+    Table("sTarget", Int64, TILE_ROWS),
     Barriers("kv_ready", STAGES * LATENT_BOXES),
     Barriers("rope_ready", STAGES),
     Barriers("keys_free", STAGES),
@@ -67,6 +68,7 @@ class Tiles:
     sProbs: cute.Tensor  # e4m3 (64 rows, 64 keys, 2), the same order of keys
     sAlpha: cute.Tensor  # fp32 (64 rows, stages of P): rescale factors
     sInverse: cute.Tensor  # fp32 (64 rows): factor of a row of O, but for its division by the sum of rounded P
+    sTarget: cute.Tensor  # int64 (64 rows): where rows of O go, by row_targets.target_of
 
 
 @dataclass(frozen=True)

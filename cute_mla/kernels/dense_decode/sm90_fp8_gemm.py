@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Boolean, Float8E4M3FN, Float32, Int32, cute
+from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.dense_decode import TILE_ROWS
@@ -18,7 +18,7 @@ from ..primitives.registers import pin_register
 from ..primitives.wgmma import ROWS_PER_THREAD, RowPair, flat, fragment_row
 from ..sm90.byte_transpose import KEY_GROUPS
 from ..sm90.config import TileState
-from ..sm90.output import OutputAccumulators
+from ..sm90.output import OutputAccumulators, published_targets
 from ..sm90.score import WARP_ROWS, query_row
 from .operands import Operands
 from .sm90_fp8_config import (
@@ -225,19 +225,20 @@ class E4m3Output(OutputAccumulators):
         pipes.probs_free.consumer_release(tile)
         return Boolean(True)
 
-    def row_weights(self, operands: Operands, tiles: Tiles, pipes: Pipes, work: Int32, begun: Boolean) -> list[Float32]:
-        """Return the published factors / the sum of P as it was multiplied; 0 for a row that attends to nothing.
+    def row_weights(self, operands: Operands, tiles: Tiles, pipes: Pipes, work: Int32, begun: Boolean) -> tuple[list[Float32], list[Int64]]:
+        """Return the published factors / the sum of P as it was multiplied, 0 for a row that attends to nothing, and where the rows go.
 
         Wait stats_ready. Signal stats_free.
         """
         pipes.stats_ready.consumer_wait(work)
         factors = [tiles.sInverse[fragment_row(self.thread, row_half)] for row_half in range(ROWS_PER_THREAD)]
+        targets = published_targets(tiles, self.thread)
         pipes.stats_free.consumer_release(work)
         weights = []
         for row_half in range(ROWS_PER_THREAD):
             total = cutlass.select_(begun, self.row_sum(row_half), Float32(0))
             weights.append(cutlass.select_(total == 0.0, Float32(0), factors[row_half] / total))
-        return weights
+        return weights, targets
 
     def row_sum(self, row_half: int) -> Float32:
         """Return the row sum of P as it was multiplied, for either of the thread's rows: any of the columns of ones."""

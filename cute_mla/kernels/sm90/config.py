@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Self
 
 import cutlass
-from cutlass import Float32, Int32, Uint8, cute
+from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
@@ -44,7 +44,8 @@ class Geometry:
     tile whose P the RoPE stage had. Where keys have no RoPE columns, P is written when all stages of its tile are filled. takes_turns:
     whether the right output group multiplies a tile after the left one, whose stages then come free in half of the time. q_boxes: boxes
     of shared memory for Q, where more than the column tiles that stay there. prefetched: stages of a tile that L2 is asked for before
-    the tile is loaded: those whose place comes free last before their keys are needed.
+    the tile is loaded: those whose place comes free last before their keys are needed. tells_targets: whether the score role tells the
+    output role where rows of O go.
     """
 
     d_qk: int
@@ -62,6 +63,7 @@ class Geometry:
     q_boxes: int = 0
     prefetched: tuple[int, ...] = ()
     d_v: int = D_LATENT
+    tells_targets: bool = True
 
     def __post_init__(self) -> None:
         total = self.producer_registers + self.score_registers + OUTPUT_GROUPS * OUTPUT_REGISTERS
@@ -131,12 +133,14 @@ class Geometry:
         rope_ready = (Barriers("rope_ready", self.rope_stages),) if self.signals_rope else ()
         rope_free = (Barriers("rope_free", self.rope_stages),) if self.frees_rope else ()
         right_turn = (Barriers("right_turn", self.rope_stages),) if self.takes_turns else ()
+        targets = (Table("sTarget", Int64, TILE_ROWS),) if self.tells_targets else ()
         return SmemLayout((
             Tile("sKv", dtype, (TILE_KEYS, STAGE_COLUMNS, self.kv_stages)),
             Tile("sRope", dtype, (TILE_KEYS, BOX_COLUMNS, self.rope_stages)),
             Tile("sQ", dtype, (TILE_ROWS, BOX_COLUMNS, max(self.q_boxes, self.q_tiles_in_smem))),
             Table("sAlpha", Float32, (TILE_ROWS, self.rope_stages)),
             Table("sInverse", Float32, TILE_ROWS),
+            *targets,
             *valid,
             Barriers("kv_ready", self.kv_stages),
             Barriers("kv_free", self.kv_stages),
@@ -159,6 +163,7 @@ class Tiles:
     sQ: cute.Tensor  # (64 rows, 64 columns, q_tiles_in_smem or q_boxes): the last column tiles of Q
     sAlpha: cute.Tensor  # (64 rows, rope_stages) fp32: rescale factors, beside P
     sInverse: cute.Tensor  # (64 rows) fp32: 1 / row sum, 0 for a row that attends to nothing
+    sTarget: cute.Tensor | None  # (64 rows) int64: where rows of O go, by row_targets.target_of
     sValid: cute.Pointer | None  # 8 bytes a stage, as many stages as RoPE columns: bit i of byte j is set if key 8 j + i is present
 
     @classmethod

@@ -11,18 +11,19 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
-from ..attention.operands import LatentOperands, QueryOperands
-from ..attention.split_kv_scheduler import KeyTile, WorkTile
+from ..attention.operands import QueryOperands
+from ..attention.split_kv_scheduler import KeyTile
 from ..primitives.elements import aligned, pack_pair, store_pair
 from ..primitives.pipeline import PipelineState
 from ..primitives.wgmma import K_STEP, ROWS_PER_THREAD, RowPair, flat, fragment_row, half, tiled_mma
 from .clear_rows import clear_rows
 from .config import STAGE_COLUMNS, Geometry, Pipes, Tiles, TileState
+from .row_targets import IS_SPLIT, target_of
 from .score import TileValidity, query_row
 from .warpgroups import OUTPUT_BARRIER, OUTPUT_GROUPS, WARPGROUP
 
@@ -59,10 +60,10 @@ class OutputAccumulators:
         """
         raise NotImplementedError
 
-    def row_weights(self, operands: Any, tiles: Any, pipes: Any, work: Int32, begun: Boolean) -> list[Float32]:
-        """Return the factor of either of the thread's rows at the end of the work-th work tile; 0 for a row that attends to nothing.
+    def row_weights(self, operands: Any, tiles: Any, pipes: Any, work: Int32, begun: Boolean) -> tuple[list[Float32], list[Int64]]:
+        """Return the factors of the thread's two rows at the end of the work-th work tile, and where they go, if the score role tells.
 
-        begun: whether O holds anything.
+        The factor of a row that attends to nothing is 0. begun: whether O holds anything.
         """
         raise NotImplementedError
 
@@ -111,6 +112,11 @@ class OutputAccumulators:
             chunk, i = divmod(register, STAGE_COLUMNS // 2)
             values.append(flat(self.accumulators[chunk])[i] * weight)
         return values[0], values[1]
+
+
+def published_targets(tiles: Any, thread: Int32) -> list[Int64]:
+    """Return where the thread's two rows go; nothing for a kernel whose score role does not say."""
+    return [] if tiles.sTarget is None else [tiles.sTarget[fragment_row(thread, row_half)] for row_half in range(ROWS_PER_THREAD)]
 
 
 @dataclass(frozen=True)
@@ -209,12 +215,15 @@ class LatentOutput(OutputAccumulators):
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER + side, number_of_threads=WARPGROUP)
 
-    def row_weights(self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, work: Int32, begun: Boolean) -> list[Float32]:
-        """Return the factors that the score role has published. Wait stats_ready. Signal stats_free."""
+    def row_weights(
+        self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, work: Int32, begun: Boolean
+    ) -> tuple[list[Float32], list[Int64]]:
+        """Return the factors and targets that the score role has published. Wait stats_ready. Signal stats_free."""
         pipes.stats_ready.consumer_wait(work)
-        weights = [tiles.sInverse[fragment_row(self.thread, row_half)] for row_half in (0, 1)]
+        weights = [tiles.sInverse[fragment_row(self.thread, row_half)] for row_half in range(ROWS_PER_THREAD)]
+        targets = published_targets(tiles, self.thread)
         pipes.stats_free.consumer_release(work)
-        return weights
+        return weights, targets
 
 
 @dataclass(frozen=True)
@@ -251,43 +260,41 @@ class OutputRole:
             for t in cutlass.range(tile_range.tiles, unroll=1):
                 begun = gemm.add_tile(tiles, pipes, state, begun, tile_range.tile(t), side)
                 state = pipes.next_tile(state)
-            weights = gemm.row_weights(operands, tiles, pipes, done, begun)
-            gemm.clear_weightless(weights)
             work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
-            if cutlass.const_expr(work_tile.always_direct):
-                self.store_out(operands, gemm, weights, req, side)
-            else:
-                if work_tile.direct:
-                    self.store_out(operands, gemm, weights, req, side)
-                else:
-                    self.store_accum(operands, gemm, weights, req, work_tile, side)
+            weights, targets = gemm.row_weights(operands, tiles, pipes, done, begun)
+            if cutlass.const_expr(tiles.sTarget is None):
+                stored = operands.row_range(req)
+                targets = [target_of(operands, stored, work_tile, query_row(thread, half), self.d_v) for half in range(ROWS_PER_THREAD)]
+            gemm.clear_weightless(weights)
+            for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+                self.store_row(gemm, row_half, weights[row_half], targets[row_half], side, work_tile.always_direct)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
 
     @cute.jit
-    def store_out(self, operands: QueryOperands, gemm: OutputAccumulators, weights: list[Float32], req: Int32, side: Int32):
-        """Store registers straight to out: the quad writes 16 contiguous bytes of a row."""
-        stored = operands.row_range(req)
-        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            row = query_row(gemm.thread, row_half)
-            if stored.holds(row):
-                target = stored.out_row(row) + (side * self.columns + gemm.lane_column())
-                for pair in cutlass.range_constexpr(self.columns // 8):
-                    low, high = gemm.pair(pair, row_half, weights[row_half])
-                    store_pair(target + gemm.pair_column(pair), pack_pair(low, high, self.dtype), self.pairs)
+    def store_row(self, gemm: OutputAccumulators, row_half: int, weight: Float32, target: Int64, side: Int32, always_direct: bool):
+        """Store a row of O, if it exists. target: row_targets.target_of."""
+        column = side * self.columns + gemm.lane_column()
+        if cutlass.const_expr(always_direct):
+            if target != 0:
+                self.store_out(gemm, row_half, weight, target, column)
+        else:
+            if target & IS_SPLIT != 0:
+                self.store_accum(gemm, row_half, weight, target - IS_SPLIT, column)
+            elif target != 0:
+                self.store_out(gemm, row_half, weight, target, column)
 
-    @cute.jit
-    def store_accum(
-        self, operands: LatentOperands, gemm: OutputAccumulators, weights: list[Float32], req: Int32, work_tile: WorkTile, side: Int32
-    ):
-        """Store fp32 rows of the split accumulators, 32 contiguous bytes per quad."""
-        stored = operands.row_range(req)
-        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            row = query_row(gemm.thread, row_half)
-            if stored.holds(row):
-                target = operands.out_accum + operands.accum_row(work_tile, row) * self.d_v
-                target = aligned(target + (side * self.columns + gemm.lane_column()), 8)
-                for pair in cutlass.range_constexpr(self.columns // 8):
-                    rPair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-                    rPair[0], rPair[1] = gemm.pair(pair, row_half, weights[row_half])
-                    cute.autovec_copy(rPair, cute.make_tensor(target + gemm.pair_column(pair), cute.make_layout(2)))
+    def store_out(self, gemm: OutputAccumulators, row_half: int, weight: Float32, row: Int64, column: Int32) -> None:
+        """Store registers straight to out: the quad writes 16 contiguous bytes of a row."""
+        target = cute.make_ptr(self.dtype, row, cute.AddressSpace.gmem, assumed_align=self.dtype.width // 8) + column
+        for pair in range(self.columns // 8):
+            low, high = gemm.pair(pair, row_half, weight)
+            store_pair(target + gemm.pair_column(pair), pack_pair(low, high, self.dtype), self.pairs)
+
+    def store_accum(self, gemm: OutputAccumulators, row_half: int, weight: Float32, row: Int64, column: Int32) -> None:
+        """Store a fp32 row of the split accumulators, 32 contiguous bytes per quad."""
+        target = aligned(cute.make_ptr(Float32, row, cute.AddressSpace.gmem, assumed_align=8) + column, 8)
+        for pair in range(self.columns // 8):
+            rPair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+            rPair[0], rPair[1] = gemm.pair(pair, row_half, weight)
+            cute.autovec_copy(rPair, cute.make_tensor(target + gemm.pair_column(pair), cute.make_layout(2)))

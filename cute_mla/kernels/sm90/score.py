@@ -14,6 +14,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
+from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..attention.operands import LatentOperands, QueryOperands
 from ..attention.softmax import LN2, OnlineSoftmax, RowScale
@@ -36,6 +37,7 @@ from ..primitives.wgmma import (
     tiled_mma,
 )
 from .config import BOX_BYTES, STAGE_COLUMNS, STEPS_PER_BOX, Geometry, Pipes, Tiles, TileState
+from .row_targets import target_of
 from .warpgroups import SCORE_BARRIER, WARPGROUP
 
 NO_BARRIER = 0  # address of a barrier that does not exist
@@ -266,7 +268,8 @@ class ScoreRole:
 
     partition: the products of one thread, from tiles and thread. new_softmax: the state of a thread's rows, from the factor of the
     scores. validity: None where every tile has keys. writes_max_logits: whether the greatest logit of every row is a result too.
-    reads_ahead: whether another role brings Q, of which part is taken before the rows of the work tile before are finished.
+    reads_ahead: whether another role brings Q, of which part is taken before the rows of the work tile before are finished. d_v: columns of
+    out.
     """
 
     partition: Callable[[Any, Int32], TileScores]
@@ -276,6 +279,7 @@ class ScoreRole:
     validity: TileValidity | None = None
     writes_max_logits: bool = False
     reads_ahead: bool = False
+    d_v: int = D_LATENT
 
     @cute.jit
     def run(self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, thread: Int32):
@@ -297,8 +301,9 @@ class ScoreRole:
             if cutlass.const_expr(self.reads_ahead):
                 self.read_ahead(operands, gemm, work_tile, last)
             pipes.stats_free.producer_acquire(done)
-            self.finish_rows(operands, tiles, req, work_tile, softmax, thread)
+            totals = self.publish_rows(operands, tiles, req, work_tile, softmax, thread)
             pipes.stats_ready.producer_commit(done)
+            self.finish_rows(operands, req, work_tile, softmax, totals, thread)
             self.end_rows(operands, req, softmax, thread)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
@@ -401,30 +406,47 @@ class ScoreRole:
         pipes.probs_ready.producer_commit(state.rope)
 
     @cute.jit
-    def finish_rows(self, operands: LatentOperands, tiles: Tiles, req: Int32, work_tile: WorkTile, softmax: OnlineSoftmax, thread: Int32):
-        """Publish the factor of each row of O and write lse: natural log if the work tile is the whole request, else base 2."""
+    def publish_rows(self, operands: LatentOperands, tiles: Tiles, req: Int32, work_tile: WorkTile, softmax: OnlineSoftmax, thread: Int32):
+        """Publish the factor of each row of O, 0 for a row that attends to nothing, and where the row goes. Return the row sums.
+
+        The output role waits for it, so all that it does not wait for comes behind.
+        """
+        totals = [softmax.row_sum(row_half) for row_half in range(ROWS_PER_THREAD)]
+        rows = [query_row(thread, row_half) for row_half in range(ROWS_PER_THREAD)]
+        if cutlass.const_expr(tiles.sTarget is not None):
+            stored = operands.row_range(req)
+            targets = [target_of(operands, stored, work_tile, row, self.d_v) for row in rows]
+        if thread % 4 == 0:
+            for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+                place, total = fragment_row(thread, row_half), totals[row_half]
+                weight = self.row_scale.weight(operands, lambda: work_tile, rows[row_half], total, softmax.row_ref[row_half])
+                tiles.sInverse[place] = cutlass.select_(total == 0.0, Float32(0), weight)
+                if cutlass.const_expr(tiles.sTarget is not None):
+                    tiles.sTarget[place] = targets[row_half]  # type: ignore[index]  # not None here
+        return totals
+
+    @cute.jit
+    def finish_rows(
+        self, operands: LatentOperands, req: Int32, work_tile: WorkTile, softmax: OnlineSoftmax, totals: list[Float32], thread: Int32
+    ):
+        """Write lse of each row: natural log if the work tile is the whole request, else base 2. totals: the row sums."""
         stored = operands.row_range(req)
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            total = softmax.row_sum(row_half)
-            empty = total == 0.0
+            empty = totals[row_half] == 0.0
             row = query_row(thread, row_half)
-            lse = softmax.row_ref[row_half] + cute.math.log2(total, fastmath=True)
-            if thread % 4 == 0:
-                weight = self.row_scale.weight(operands, lambda: work_tile, row, total, softmax.row_ref[row_half])
-                inverse = cutlass.select_(empty, Float32(0), weight)
-                tiles.sInverse[fragment_row(thread, row_half)] = inverse
-                if stored.holds(row):
-                    if cutlass.const_expr(work_tile.always_direct):
-                        stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+            lse = softmax.row_ref[row_half] + cute.math.log2(totals[row_half], fastmath=True)
+            if (thread % 4 == 0) & stored.holds(row):
+                if cutlass.const_expr(work_tile.always_direct):
+                    stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+                else:
+                    if work_tile.direct:
+                        target = stored.lse_of(row)
+                        target.store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
                     else:
-                        if work_tile.direct:
-                            target = stored.lse_of(row)
-                            target.store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
-                        else:
-                            target = operands.lse_accum + operands.accum_row(work_tile, row)
-                            target.store(cutlass.select_(empty, -Float32.inf, lse))
-                    if cutlass.const_expr(self.writes_max_logits):
-                        operands.max_logit_of(req, row).store(softmax.maximum(row_half) * LN2)
+                        target = operands.lse_accum + operands.accum_row(work_tile, row)
+                        target.store(cutlass.select_(empty, -Float32.inf, lse))
+                if cutlass.const_expr(self.writes_max_logits):
+                    operands.max_logit_of(req, row).store(softmax.maximum(row_half) * LN2)
 
 
 def query_row(thread: Int32, row_half: int) -> Int32:

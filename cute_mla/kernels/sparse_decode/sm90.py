@@ -104,6 +104,7 @@ def geometry_of(cache_format: CacheFormat) -> Geometry:
         ready_arrivals=1,
         valid_stages=3,
         alternating=True,
+        tells_targets=False,
     )
 
 
@@ -129,6 +130,8 @@ class SparseDecodeSm90(AttentionKernel):
         if warp == 0:
             with cute.arch.elect_one():
                 initialise(pipes, geometry, self.cluster)
+        elif warp == 1:
+            operands.schedule.prefetch()
         sync_start(self.cluster)
         # the plan, the lengths, the indices, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()

@@ -98,6 +98,7 @@ def geometry_of(d_qk: int, staged: bool) -> Geometry:
         rope_after=2,
         takes_turns=True,
         q_boxes=Q_TILES_IN_REGISTERS if staged else 0,
+        tells_targets=False,
     )
 
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import cutlass
 from cutlass import Int32, cute
 from cutlass.cute.typing import AddressSpace
-from cutlass.experimental import primitives
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import ELEMENT_BYTES
@@ -19,11 +18,11 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.tiles import first_query_row
 from ..attention.token_scheduler import TokenSchedule
 from ..primitives.integers import smaller
+from ..primitives.prefetch import LINE_BYTES, prefetch_line
 from ..sm90.gather_split import HALF_KEYS
 from .operands import IndexList, Operands
 
 LANES = 32
-LINE_BYTES = 128  # of L2, which a prefetch brings
 
 
 @dataclass(frozen=True)
@@ -95,7 +94,7 @@ def prefetch_queries(operands: Operands, token: Int32, d_qk: cutlass.Constexpr[i
         if token <= operands.schedule.last_request() and row < operands.rows():
             first = operands.q_row(token, row).toint()
             for byte in cutlass.range_constexpr(0, d_qk * ELEMENT_BYTES, LINE_BYTES):
-                primitives.prefetch_l2(cute.make_ptr(Int32, first + byte, AddressSpace.gmem).raw_ptr())
+                prefetch_line(cute.make_ptr(Int32, first + byte, AddressSpace.gmem))
 
 
 @cute.jit

@@ -50,6 +50,7 @@ SUITE = Suite(
         missing_waits("stats_free", SHORT, 9, 1),
         missing_waits("probs_ready", WALK, 10, 1),
         missing_waits("stats_ready", SHORT, 12, 1),
+        planted("missing place of a row", WALK, r"st\.shared\.b64 \s*\[[^]]*\], %rd\d+;", count=2),
         planted("missing copy", WALK, ptx.TENSOR_COPIES),
         planted("missing copy in a cluster", PAIR, ptx.TENSOR_COPIES),
         planted("wrong number of bytes", WALK, r"(mbarrier\.arrive\.expect_tx[^;]*, )%r\d+;", r"\g<1>4096;"),
