@@ -21,10 +21,11 @@ ROUND_ROBIN = Schedule("round_robin", 0)
 VERIFIED = schedules(2, 0)  # those of `cute-mla verify`
 LEAST_SECONDS, SLOWER = 3.0, 5.0  # a broken case may take so much CPU time, and so many times that of the shipped kernel
 _DECODE = ("dense_decode", "sparse_decode")
-CALLERS = {  # of kernels that have no call of their own: the ops whose calls launch them
+CALLERS = {  # of kernels that others than the op of their name launch, or others alone: the ops whose calls launch them
     **dict.fromkeys(("split_plan", "combine"), _DECODE),
     **dict.fromkeys(("dense_prefill_dq", "dense_prefill_dkdv"), ("dense_prefill_backward",)),
     "masked_prefill": ("dense_prefill",),
+    **{op: (op, "indexer_topk") for op in ("mqa_logits", "topk_indices")},
 }
 
 

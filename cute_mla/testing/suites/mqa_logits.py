@@ -38,6 +38,7 @@ _PAGES: Factors = {
     "layout": get_args(LogitsLayout),
     "broken": (False, True),
 }
+_WHOLE_ITEMS = ((8, 32), (4, 64))  # tokens of a work item, and heads
 _HEADS = {32: (1, 8, 31, 32), 64: (33, 48, 63, 64)}
 
 
@@ -79,6 +80,34 @@ _MORE: tuple[MqaLogitsCase, ...] = (
     # A table that holds fewer keys than there are columns, and fewer columns than keys.
     MqaLogitsCase(requests=7, tokens=2, keys=100, page_size=64, columns=700, lengths="edges", heads=8, outputs="given"),
     MqaLogitsCase(requests=2, tokens=3, keys=300, page_size=16, columns=131, lengths="edges", outputs="given"),
+    # Every token of a work item far, by weights and by logits, also the first one.
+    *(
+        MqaLogitsCase(tokens=2 * tokens, keys=65, heads=heads, windows="whole", layout="far_weights", outputs="far_requests")
+        for tokens, heads in _WHOLE_ITEMS
+    ),
+    *(
+        MqaLogitsCase(
+            requests=2, tokens=tokens, keys=65, columns=300, heads=heads, page_size=32, layout="far_weights", outputs="far_requests"
+        )
+        for tokens, heads in _WHOLE_ITEMS
+    ),
+    # Tokens with lengths of their own, of which some see more keys than there are columns; items of them and one token more.
+    *(
+        MqaLogitsCase(
+            requests=9,
+            tokens=tokens + 1,
+            keys=1100,
+            columns=1000,
+            heads=heads,
+            page_size=64,
+            lengths="edges",
+            per_token=True,
+            layout="far_table",
+            outputs="strided",
+            sm_count=_FEW_SMS,
+        )
+        for tokens, heads in _WHOLE_ITEMS
+    ),
     # No tokens, no keys, no columns.
     MqaLogitsCase(tokens=0),
     MqaLogitsCase(keys=0),
