@@ -24,7 +24,8 @@ if TYPE_CHECKING:
 
 OPS = (
     *("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "dense_prefill_backward"),
-    *("combine", "merge_states", "mqa_logits", "topk_indices", "indexer_topk", "cache_write", "cache_gather", "split_plan"),
+    *("combine", "merge_states", "mqa_logits", "topk_indices", "indexer_topk"),
+    *("cache_write", "cache_insert", "index_write", "cache_gather", "split_plan"),
 )
 GPUS = ("H200", "H100", "H800", "B200", "B300")
 

@@ -9,12 +9,12 @@ from typing import Any
 from cute_mla.aot_build.variants import Variant, closed_variants
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.cache_rows import CACHED
-from cute_mla.spec.dense_prefill import HEAD_DIMS
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 
 # Fields that say how a kernel lays out and loads rows. The table leaves them out: listed kernels ship with all values that calls need.
 _UNLISTED_FIELDS = ("cluster", "access_bytes", "slots", "head_tile")
 _INTERNAL_OPS = ("split_plan", "combine", "dense_prefill_dq")  # run inside other calls; no public function calls them alone
+_HEADS = {**dict.fromkeys((192, 128), "192 or 128 columns of q and k, 128 of v"), 256: "256 columns of q and k, 256 of v"}  # by d_qk
 
 # Meaning of the values of a configuration, except the element type. A kernel without an entry here cannot be listed.
 _WORDS: dict[str, dict[str, dict[Any, str]]] = {
@@ -35,11 +35,11 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
         }
     },
     "sparse_prefill": {"d_qk": dict.fromkeys((576, 512), "sparse prefill, rows of 576 and 512")},
-    "dense_prefill": {"d_qk": {d_qk: f"dense prefill, {d_qk} columns of q and k, {d_v} of v" for d_qk, d_v in HEAD_DIMS.items()}},
+    "dense_prefill": {"d_qk": {d_qk: f"dense prefill, {heads}" for d_qk, heads in _HEADS.items()}},
     "masked_prefill": {
         "d_qk": dict.fromkeys(MASKED_HEAD_DIMS, "dense prefill with a mask of keys, 192 or 128 columns of q and k, 128 of v")
     },
-    "dense_prefill_dkdv": {"d_qk": dict.fromkeys((192, 128), "dense prefill, backward, 192 or 128 columns of q and k, 128 of v")},
+    "dense_prefill_dkdv": {"d_qk": {d_qk: f"dense prefill, backward, {heads}" for d_qk, heads in _HEADS.items()}},
     "mqa_logits": {"paged": dict.fromkeys((False, True), "the indexer's logits, keys in a row and in an index cache")},
     "topk_indices": {"": {None: "`topk_indices`"}},
     "index_write": {"rows": dict.fromkeys(("keys", "queries"), "the indexer's keys into an index cache, and its queries")},

@@ -21,12 +21,14 @@ from ..spec.sparse_prefill import HEAD_DIMS
 from ..spec.topk_indices import DTYPE as LOGITS
 from .roofline import Work
 from .shapes import (
+    CacheInsertShape,
     CacheWriteShape,
     CombineShape,
     DecodeShape,
     DensePrefillBackwardShape,
     DensePrefillShape,
     IndexerShape,
+    IndexWriteShape,
     MergeShape,
     Shape,
     SparseDecodeShape,
@@ -145,6 +147,7 @@ def _dense_prefill(document: Table, entry: Table) -> Shape:
         causal=entry["causal"],
         d_qk=entry.get("d_qk", 192),
         cached=entry.get("cached", 0),
+        shown=entry.get("shown", 0),
     )
 
 
@@ -164,6 +167,15 @@ def _merge_states(document: Table, entry: Table) -> Shape:
 
 def _cache_write(document: Table, entry: Table) -> Shape:
     return CacheWriteShape(tokens=entry["tokens"], cache=_known("cache", entry["cache"], tuple(CACHED)), page_size=document["page_size"])
+
+
+def _cache_insert(document: Table, entry: Table) -> Shape:
+    cache = _known("cache", entry["cache"], tuple(CACHED))
+    return CacheInsertShape(tokens=entry["tokens"], h_q=entry["h_q"], cache=cache, page_size=document["page_size"])
+
+
+def _index_write(document: Table, entry: Table) -> Shape:
+    return IndexWriteShape(tokens=entry["tokens"], h_q=entry["h_q"], page_size=document["page_size"])
 
 
 def _topk_indices(document: Table, entry: Table) -> Shape:
@@ -187,11 +199,13 @@ _SHAPES: dict[str, tuple[Callable[[Table, Table], Shape], set[str]]] = {
     "dense_decode": (_dense_decode, {*_LENGTHS, "s_q", "tokens", "h_q", "h_kv", "operands", "d_qk"}),
     "sparse_decode": (_sparse_decode, {"batch", "s_q", "tokens", "h_q", "topk", "context", "cache", "extra", "extra_topk"}),
     "sparse_prefill": (_sparse_prefill, {"s_q", "h_q", "s_kv", "topk", "d_qk"}),
-    "dense_prefill": (_dense_prefill, {*_LENGTHS, "h_q", "h_kv", "causal", "d_qk", "cached"}),
+    "dense_prefill": (_dense_prefill, {*_LENGTHS, "h_q", "h_kv", "causal", "d_qk", "cached", "shown"}),
     "dense_prefill_backward": (_dense_prefill_backward, {*_LENGTHS, "h_q", "h_kv", "causal", "d_qk"}),
     "combine": (_combine, {"batch", "s_q", "h_q", "splits"}),
     "merge_states": (_merge_states, {"tokens", "h_q", "states"}),
     "cache_write": (_cache_write, {"tokens", "cache"}),
+    "cache_insert": (_cache_insert, {"tokens", "h_q", "cache"}),
+    "index_write": (_index_write, {"tokens", "h_q"}),
     "topk_indices": (_topk_indices, {"rows", "columns", "topk"}),
     "indexer_topk": (_indexer_topk, {"tokens", "h_q", "context", "topk", "paged"}),
 }

@@ -10,15 +10,18 @@ executed over useful arithmetic, because tiles of query rows are whole; None for
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
 from ..spec.arch import Arch
 from ..spec.cache_format import FORMATS, FP8_656, CacheFormat
+from ..spec.cache_insert import normalised_columns, rotates
 from ..spec.cache_rows import CACHED
 from ..spec.dense_decode import FP8, LATENT, TILE_ROWS, row_ctas
 from ..spec.dense_prefill import HEAD_DIMS as PREFILL_HEAD_DIMS
-from ..spec.mla import D_QK, D_V, ELEMENT_BYTES, LATENT_DIMS, ceil_div
+from ..spec.masked_prefill import MASK_WORD_KEYS
+from ..spec.mla import D_QK, D_ROPE, D_V, ELEMENT_BYTES, LATENT_DIMS, ceil_div
 from ..spec.mqa_logits import COLUMNS, ROW_BYTES
 from .roofline import Work
 
@@ -26,7 +29,10 @@ E4M3_BYTES = 1
 FP8_RATE = 2.0  # matrix rate of e4m3 over that of bf16
 FLOAT_BYTES = 4  # an element of lse, max_logits and accumulators
 INDEX_BYTES = 4  # an entry of page tables and of selected indices
+WORD_BYTES = 4  # a word of a mask of keys
 SLOT_BYTES = 8  # an entry of slot mappings
+POSITION_BYTES = 8  # an entry of positions
+ANGLE_BYTES = FLOAT_BYTES * D_ROPE  # cosines and sines of a position
 
 
 def pair_flops(d_qk: int, d_v: int) -> int:
@@ -216,6 +222,7 @@ class DensePrefillShape(UntiledShape):
     """A forward dense prefill of sequences that attend to themselves.
 
     lengths: tokens of each sequence. cached: earlier keys of each sequence, in front of those of its tokens.
+    shown: keys that a mask shows each token, all that it sees if they are fewer; 0: there is no mask.
     """
 
     lengths: tuple[int, ...]
@@ -224,6 +231,7 @@ class DensePrefillShape(UntiledShape):
     causal: bool
     d_qk: int = 192
     cached: int = 0
+    shown: int = 0
 
     @property
     def d_v(self) -> int:
@@ -247,27 +255,39 @@ class DensePrefillShape(UntiledShape):
 
     @property
     def work(self) -> Work:
-        """Products over the visible pairs of tokens, the diagonal included; bytes of q, k, v, out and lse."""
+        """Products over the visible pairs of tokens, the diagonal included; bytes of q, k, v, out, lse and mask."""
         q_row_bytes = ELEMENT_BYTES * (self.d_qk + self.d_v) + FLOAT_BYTES
         kv_row_bytes = ELEMENT_BYTES * (self.d_qk + self.d_v)
         return Work(
             flops=float(pair_flops(self.d_qk, self.d_v) * self.h_q * self.pairs),
-            bytes=float(self.tokens * q_row_bytes * self.h_q + self.keys * kv_row_bytes * self.h_kv),
+            bytes=float(self.tokens * (q_row_bytes * self.h_q + self.mask_words * WORD_BYTES) + self.keys * kv_row_bytes * self.h_kv),
         )
+
+    @property
+    def mask_words(self) -> int:
+        """Words of a token's mask, 0 without one."""
+        return ceil_div(max(self.lengths, default=0) + self.cached, MASK_WORD_KEYS) if self.shown else 0
 
     @property
     def pairs(self) -> int:
         """Number of visible pairs of a token and a key of a head."""
+        if self.shown:
+            return sum(min(self.shown, keys) for length in self.lengths for keys in self.seen(length))
         own = sum(length * (length + 1) // 2 if self.causal else length * length for length in self.lengths)
         return own + self.tokens * self.cached
 
+    def seen(self, length: int) -> Sequence[int]:
+        """Return the keys that each token of a sequence sees without a mask."""
+        return range(self.cached + 1, self.cached + length + 1) if self.causal else (self.cached + length,) * length
+
     @property
     def text(self) -> str:
-        """Short form such as "b1 L8192 h128 causal" or "b1 L2048 after 32768 h128 causal"."""
+        """Short form such as "b1 L8192 h128 causal", "b1 L2048 after 32768 h128 causal" or "b1 L8192 h16 causal shown2048"."""
         heads = f"h{self.h_q}" if self.h_q == self.h_kv else f"h{self.h_q}/{self.h_kv}"
         after = f" after {self.cached}" if self.cached else ""
         columns = "" if self.d_qk == 192 else f" d{self.d_qk}"
-        return f"b{self.batch} {lengths_text(self.lengths)}{after} {heads}{columns} {'causal' if self.causal else 'full'}"
+        shown = f" shown{self.shown}" if self.shown else ""
+        return f"b{self.batch} {lengths_text(self.lengths)}{after} {heads}{columns} {'causal' if self.causal else 'full'}{shown}"
 
 
 @dataclass(frozen=True)
@@ -361,6 +381,70 @@ class CacheWriteShape(UntiledShape):
 
 
 @dataclass(frozen=True)
+class CacheInsertShape(UntiledShape):
+    """An insert_kv_cache of one key for each token, to slots in random order, with the queries of `h_q` heads; 0: without queries.
+
+    cache: name of a CacheFormat. Positions are all different, so that each token has angles of its own.
+    """
+
+    tokens: int
+    h_q: int
+    cache: str
+    page_size: int = 64
+
+    @property
+    def format(self) -> CacheFormat:
+        """The cache's layout."""
+        return CACHED[self.cache]
+
+    @property
+    def work(self) -> Work:
+        """Zero flops, as norm, rotation and quantisation are not counted as useful arithmetic.
+
+        Bytes of 16-bit keys, slots, positions, angles and the norm's weights in, of rotary columns of queries in and out, and of cache rows
+        out.
+        """
+        layout = self.format
+        token = ELEMENT_BYTES * (layout.d_qk + 2 * D_ROPE * self.h_q) + SLOT_BYTES + layout.page_bytes(1)
+        if rotates(layout):
+            token += POSITION_BYTES + ANGLE_BYTES
+        return Work(flops=0.0, bytes=float(self.tokens * token + ELEMENT_BYTES * normalised_columns(layout)))
+
+    @property
+    def text(self) -> str:
+        """Short form such as "tokens4096 h16 fp8_656"."""
+        return f"tokens{self.tokens} h{self.h_q} {self.cache}"
+
+
+@dataclass(frozen=True)
+class IndexWriteShape(UntiledShape):
+    """A write_index_cache of one key for each token, to slots in random order, or with heads a prepare_index_queries.
+
+    h_q: heads of the queries; 0: keys. Positions are all different, so that each token has angles of its own.
+    """
+
+    tokens: int
+    h_q: int
+    page_size: int = 64
+
+    @property
+    def work(self) -> Work:
+        """Zero flops, as norm, rotation and quantisation are not counted as useful arithmetic.
+
+        Bytes of bf16 rows, positions and angles in. Keys: those of slots and of LayerNorm in, of keys with their scales out. Queries: fp32
+        weights in and out, and codes out.
+        """
+        row = ELEMENT_BYTES * COLUMNS + ROW_BYTES
+        token = POSITION_BYTES + ANGLE_BYTES + (self.h_q * (row + FLOAT_BYTES) if self.h_q else row + SLOT_BYTES)
+        return Work(flops=0.0, bytes=float(self.tokens * token + (0 if self.h_q else 2 * FLOAT_BYTES * COLUMNS)))
+
+    @property
+    def text(self) -> str:
+        """Short form such as "tokens4096 h64", or "tokens4096 keys"."""
+        return f"tokens{self.tokens} {f'h{self.h_q}' if self.h_q else 'keys'}"
+
+
+@dataclass(frozen=True)
 class TopkShape(UntiledShape):
     """A topk_indices of `topk` out of `columns` fp32 numbers in each of so many rows."""
 
@@ -422,6 +506,8 @@ Shape: TypeAlias = (
     | CombineShape
     | MergeShape
     | CacheWriteShape
+    | CacheInsertShape
+    | IndexWriteShape
     | TopkShape
     | IndexerShape
 )

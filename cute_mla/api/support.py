@@ -22,7 +22,7 @@ from ..ops.limits import (
     page_size_error,
 )
 from ..ops.tensor_spec import DTYPE_NAMES
-from ..spec import dense_prefill, dense_prefill_dq, index_write, masked_prefill, mqa_logits, sparse_prefill, topk_indices
+from ..spec import dense_prefill, index_write, masked_prefill, mqa_logits, sparse_prefill, topk_indices
 from ..spec.arch import ALIASES, ARCHS
 from ..spec.cache_rows import BF16, CACHED, FP8_576, KNOWN, LATENTS, key_types
 from ..spec.dense_decode import FP8_CACHE, MAX_KEYS, takes_key_masks
@@ -94,8 +94,6 @@ _DENSE_PREFILL: dict[str, Limit] = {
 _DENSE_PREFILL_BACKWARD: dict[str, Limit] = {
     **_DENSE_PREFILL,
     "key_mask": one_of("key_mask", False),
-    "head_dim": one_of("head_dim", *dense_prefill_dq.HEAD_DIMS),
-    "head_dim_v": one_of("head_dim_v", dense_prefill_dq.D_V),
 }
 _SPARSE_PREFILL: dict[str, Limit] = {
     **_SPARSE_DECODE,
@@ -161,7 +159,10 @@ FEATURES = tuple(_DENSE_DECODE)
 # By op and columns (of q, of out), where 16-bit types differ
 _DTYPES_OF_COLUMNS = {
     "dense_decode": {(d_qk, dims.latent): key_dtypes(d_qk) for d_qk, dims in LATENT_DIMS.items()},
-    "dense_prefill": {dims: dense_prefill.head_dtypes(dims[0]) for dims in dense_prefill.HEAD_DIMS.items()},
+    **{
+        op: {dims: dense_prefill.head_dtypes(dims[0]) for dims in dense_prefill.HEAD_DIMS.items()}
+        for op in ("dense_prefill", "dense_prefill_backward")
+    },
 }
 
 
@@ -223,7 +224,7 @@ def _conflict(op: str, features: dict[str, Any]) -> str | None:
     if "topk" in features and features.get("indexer_topk", 0) > (features["topk"] or 0):
         return f"indexer_topk is {features['indexer_topk']} with topk {features['topk']}; supported: 0 to topk"
     d_qk, d_v = (features.get(name) for name in ("head_dim", "head_dim_v"))
-    if op == "dense_prefill" and d_qk is not None and d_v is not None and dense_prefill.HEAD_DIMS[d_qk] != d_v:
+    if op in ("dense_prefill", "dense_prefill_backward") and d_qk is not None and d_v is not None and dense_prefill.HEAD_DIMS[d_qk] != d_v:
         return f"head_dim_v is {d_v} with head_dim {d_qk}; supported: {dense_prefill.HEAD_DIMS[d_qk]}"
     fp8 = features.get("fp8_kvcache")
     if op == "dense_decode" and fp8 and features.get("h_kv", 1) != 1:

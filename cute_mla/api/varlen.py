@@ -14,7 +14,6 @@ from ..ops import dense_prefill, dense_prefill_backward
 from ..ops.arguments import check_no_grad, is_integer, needs_grad, short_repr
 from ..ops.tensor_spec import check_shape, spec_of
 from ..spec.dense_prefill import HEAD_DIMS
-from ..spec.dense_prefill_dq import HEAD_DIMS as GRADIENT_HEAD_DIMS
 from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
 
 __all__ = [
@@ -121,8 +120,6 @@ def flash_attn_varlen_func(
     differentiated = needs_grad(q, k, v)
     if differentiated and key_mask is not None:
         check_no_grad("gradients of calls without key_mask", q=q, k=k, v=v)
-    if differentiated:
-        _check_differentiable(getattr(q, "shape", ())[-1:], q=q, k=k, v=v)
     traced = (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q)
     if traced or differentiated:
         return torch_ops.flash_attn_varlen_func(
@@ -185,10 +182,10 @@ def flash_attn_varlen_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of flash_attn_varlen_func's q, k and v from that of its out.
 
-    dout             q's dtype [total_q, h_q, 128]: gradient of out; last dimension contiguous, other strides free
+    dout             q's dtype [total_q, h_q, d_v]: gradient of out; last dimension contiguous, other strides free
     q, k, v, cu_seqlens_qo, cu_seqlens_kv, softmax_scale, causal
-                     as in the forward call, d_qk 192 or 128
-    out              [total_q, h_q, 128], lse fp32 [total_q, h_q]: results of the forward call, of any empty_lse; last dimension of out
+                     as in the forward call
+    out              [total_q, h_q, d_v], lse fp32 [total_q, h_q]: results of the forward call, of any empty_lse; last dimension of out
                      contiguous, other strides of both free
     max_seqlen_qo    query tokens of the longest sequence, or more; query tokens of a sequence beyond it may be left out: they then have
                      no gradient and add nothing to dk and dv
@@ -276,7 +273,6 @@ def flash_attn_varlen_kvpacked_func(
     Other arguments, results and errors are those of flash_attn_varlen_func.
     """
     _check_packed("kv", kv, ("total_k", "h_kv"), head_dim_qk, 1)
-    _check_differentiable((head_dim_qk,), q=q, kv=kv)
     if needs_grad(q, kv) and out is None and lse is None:
         return torch_ops.flash_attn_varlen_packed(
             q=q,
@@ -339,7 +335,6 @@ def flash_attn_varlen_qkvpacked_func(
     Other arguments, results and errors are those of flash_attn_varlen_func.
     """
     _check_packed("qkv", qkv, ("total", "h"), head_dim_qk, 2)
-    _check_differentiable((head_dim_qk,), qkv=qkv)
     if needs_grad(qkv) and out is None and lse is None:
         return torch_ops.flash_attn_varlen_packed(
             q=None,
@@ -381,10 +376,3 @@ def _check_packed(name: str, packed: Any, leading: tuple[str, str], head_dim_qk:
         raise ValueError(f"head_dim_qk is {short_repr(head_dim_qk)}; supported: {', '.join(map(str, HEAD_DIMS))}")
     columns = before_v * head_dim_qk + HEAD_DIMS[head_dim_qk]
     check_shape(name, spec_of(name, packed), (*leading, columns), f" with head_dim_qk {head_dim_qk}")
-
-
-def _check_differentiable(columns: tuple[int, ...], **operands: Any) -> None:
-    """Raise ValueError if an operand requires gradients and q has so many columns that there is no backward pass. columns: of q, or ()."""
-    if any(d_qk in HEAD_DIMS and d_qk not in GRADIENT_HEAD_DIMS for d_qk in columns):
-        dims = " or ".join(map(str, GRADIENT_HEAD_DIMS))
-        check_no_grad(f"gradients of heads of {dims} columns; q has {columns[0]}", **operands)

@@ -13,8 +13,8 @@ from ..ops.limits import BACKWARD_OPS, MAX_QUERY_TOKENS, OPS, check_op, heads_er
 from ..ops.split_plan import ragged_queries
 from ..runtime.current import default_device, device_for
 from ..spec.dense_decode import num_parts
-from ..spec.dense_prefill import MAX_TOKENS
-from ..spec.dense_prefill_dq import HEAD_DIMS, BackwardWorkspace
+from ..spec.dense_prefill import HEAD_DIMS, MAX_TOKENS
+from ..spec.dense_prefill_dq import BackwardWorkspace
 from ..spec.mla import D_V, VALUE_COLUMNS
 from ..spec.split_plan import RaggedQueries, accumulator_rows, invariant_splits
 

@@ -5,7 +5,8 @@ multiplied by the value half. Prefill uses the decompressed form: kv_b expands l
 new tokens at once and the cached tokens of the requests in chunks; the states of all chunks are merged. Gradients pass through prefill of
 new tokens only. Where they do, rotary columns are joined by operations that autograd follows; elsewhere they are written in place.
 
-Where tokens choose their keys, both kinds of requests use the absorbed form, over the keys that an indexer chose.
+Where tokens choose their keys, decode uses the absorbed form over the keys that an indexer chose. Prefill does so, too, or uses the
+decompressed form with a mask of these keys, by what is faster.
 """
 
 from __future__ import annotations
@@ -23,15 +24,16 @@ from ..ops import norm_rope
 from ..ops.arguments import check_flag, needs_grad
 from ..ops.cache_codec import to_e4m3
 from ..parallel import ContextParallel
+from ..spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from ..spec.mla import D_QK, MAX_HEADS
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
-from .checks import Given, check_differentiable, check_forms, check_given, check_gradients_of_kernels
-from .choosing import Indexed, Step, choose_rows, choose_slots, rows_of
+from .checks import Given, check_differentiable, check_forms, check_given
+from .choosing import Indexed, Step, choose_rows, choose_slots, mask_keys, rows_of
 from .config import MlaConfig
 from .context_path import ContextPath
 from .forms import Forms, Sparsity, forms_of
 from .indexer import Indexer
-from .path import MAX_STATES, AttentionPath, Cache, DecodeOptions, Packed, attention_path, warn_reference
+from .path import MAX_STATES, AttentionPath, Cache, DecodeOptions, Packed, PrefillOptions, attention_path, warn_reference
 from .rope import Rotation, frequencies, rotation
 from .weights import MlaWeights
 
@@ -165,13 +167,11 @@ class MlaAttention(torch.nn.Module):
         check_given(self.config, self.kv_a, hidden, batch, given)
         path = self._path(hidden.device)
         cache = Cache(hidden.new_empty(0, 1, 1, self.config.key_columns) if k_cache is None else k_cache, descale_k)
-        sparsity = Sparsity(self._topk, not cache.is_fp8_656, self.batch_invariant)
+        sparsity = Sparsity(self._topk, not cache.is_fp8_656, self.batch_invariant, self._masked_heads)
         forms = forms_of(batch, cache.keys.shape[1] * path.world, sparsity)
         check_forms(forms, given, self.indexer is not None)
         if needs_grad(hidden, *self._parameters.values()):
             check_differentiable(batch, forms)
-            if path.name == "kernels":
-                check_gradients_of_kernels(self.config)
         if path.name == "reference":
             warn_reference(hidden.device)
         rope = rotation(batch.positions, self._radians, self.config)
@@ -192,7 +192,7 @@ class MlaAttention(torch.nn.Module):
             parts.append(self._decode(step, q[:decoded], batch.decode, descale_q))
         if batch.prefill is not None:
             own = _Keys(*(columns[decoded:] for columns in keys))
-            attend = self._prefill if forms.prefill == "dense" else self._sparse_prefill
+            attend = self._prefill if forms.prefill in ("dense", "masked") else self._sparse_prefill
             parts.append(attend(step, q[decoded:], own, batch.prefill))
         out = parts[0] if len(parts) == 1 else torch.cat([q.new_empty(0, self.heads, self.config.v_head_dim), *parts])
         return linear(out.flatten(1), self.o, self.o_bias)
@@ -211,12 +211,18 @@ class MlaAttention(torch.nn.Module):
         """Return how many keys a token attends to at most, None for all."""
         return None if self.config.indexer is None else self.config.indexer.topk
 
+    @property
+    def _masked_heads(self) -> int | None:
+        """Return the heads if dense prefill of them takes a mask of keys, else None."""
+        is_masked = self.config.query_columns in MASKED_HEAD_DIMS and self.kv_a.dtype != torch.float16
+        return self.heads if is_masked else None
+
     def _index(self, indexer: Indexer, inputs: _Inputs, batch: MlaBatch, forms: Forms, index_cache: torch.Tensor | None) -> Indexed:
         """Make the indexer's keys of the new tokens, write them to its cache, and make queries where tokens choose by them."""
         keys = indexer.keys(inputs.hidden)
         if index_cache is not None:
             indexer.write(keys, inputs.rope, index_cache, batch.slot_mapping)
-        return Indexed(indexer, inputs.rope, keys, indexer.queries(*inputs) if "chosen" in forms else None, index_cache)
+        return Indexed(indexer, inputs.rope, keys, indexer.queries(*inputs) if forms.is_chosen else None, index_cache)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Apply a function of to(), half() and so on to the parameters. The frequencies follow to their device, and stay in fp32."""
@@ -330,15 +336,16 @@ class MlaAttention(torch.nn.Module):
         return torch.bmm(out.transpose(0, 1), latent_to_value).transpose(0, 1)
 
     def _prefill(self, step: Step, q: torch.Tensor, own: _Keys, requests: PrefillRequests) -> torch.Tensor:
-        """Attend in the decompressed form: [tokens, heads, v_head_dim]."""
+        """Attend in the decompressed form, where tokens choose their keys with masks of these: [tokens, heads, v_head_dim]."""
         path, scale, ends = step.path, self.config.softmax_scale, Packed(requests.cu_seqlens, requests.max_seqlen)
-        states = [path.varlen(q, self._decompress(own), (ends, ends), scale, causal=True)]
-        for chunk in requests.chunks:
+        masks = mask_keys(step, requests) if step.forms.prefill == "masked" else (None,) * (1 + len(requests.chunks))
+        states = [path.varlen(q, self._decompress(own), (ends, ends), PrefillOptions(scale, True, masks[0]))]
+        for chunk, mask in zip(requests.chunks, masks[1:], strict=True):
             cached = path.gather(step.cache, chunk, q.dtype)
             kv = self._decompress(_Keys(*cached.split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)))
             if len(states) == MAX_STATES:
                 states = [path.merge(*zip(*states, strict=True))]
-            states.append(path.varlen(q, kv, (ends, Packed(chunk.cu_seqlens, chunk.max_seqlen)), scale, causal=False))
+            states.append(path.varlen(q, kv, (ends, Packed(chunk.cu_seqlens, chunk.max_seqlen)), PrefillOptions(scale, False, mask)))
         out, _ = states[0] if len(states) == 1 else path.merge(*zip(*states, strict=True))
         return out
 

@@ -107,16 +107,17 @@ class PrefillRequests:
         contexts = sum((chunk.cu_seqlens.diff() for chunk in self.chunks), torch.zeros_like(lengths))
         firsts = sum((chunk.cu_seqlens[:-1] for chunk in self.chunks), begins)
         number = torch.arange(self.tokens, dtype=torch.int32, device=device)
-        first, begin, context = (
-            of_request.repeat_interleave(lengths, output_size=self.tokens) for of_request in (firsts, begins, contexts)
+        first, begin, *parts = (
+            of_request.repeat_interleave(lengths, output_size=self.tokens)
+            for of_request in (firsts, begins, firsts + contexts, *(firsts + chunk.starts for chunk in self.chunks))
         )
-        own = first + context + number - begin
+        own = parts[0] + number - begin
         chunks = tuple(
             (firsts + chunk.starts - chunk.cu_seqlens[:-1]).repeat_interleave(chunk.cu_seqlens.diff(), output_size=chunk.keys).long()
             + torch.arange(chunk.keys, device=device)
             for chunk in self.chunks
         )
-        return KeyRows(self.tokens + sum(chunk.keys for chunk in self.chunks), first, own + 1, own.long(), chunks)
+        return KeyRows(self.tokens + sum(chunk.keys for chunk in self.chunks), first, own + 1, own.long(), chunks, tuple(parts))
 
     __repr__ = record_repr
 

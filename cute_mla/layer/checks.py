@@ -10,7 +10,6 @@ import torch
 from ..ops.limits import page_size_error
 from ..ops.tensor_spec import TensorSpec, check_dtype, check_shape, spec_of
 from ..spec.cache_format import FP8_656
-from ..spec.dense_prefill_dq import HEAD_DIMS as GRADIENT_HEAD_DIMS
 from ..spec.mla import D_QK
 from ..spec.mqa_logits import PAGE_SIZES, ROW_BYTES
 from .batch import MlaBatch
@@ -52,31 +51,21 @@ def check_forms(forms: Forms, given: Given, has_indexer: bool) -> None:
     """Raise ValueError if sparse attention of a step lacks what it needs. has_indexer: whether the layer has an indexer of its own."""
     if given.k_cache is None:
         return
-    if given.k_cache.dtype == torch.float8_e4m3fn and not {"all", "chosen"}.isdisjoint(forms):
+    if given.k_cache.dtype == torch.float8_e4m3fn and forms.is_sparse:
         raise ValueError("k_cache is e4m3 with one scale, and attention is sparse; supported: 16 bits, or 656 bytes a token")
-    if has_indexer and "chosen" in forms and given.index_cache is None:
+    if has_indexer and forms.is_chosen and given.index_cache is None:
         raise ValueError("index_cache is None, and tokens choose their keys; supported: a cache of the indexer's keys beside k_cache")
 
 
 def check_differentiable(batch: MlaBatch, forms: Forms) -> None:
     """Raise ValueError if a gradient would have to pass through the cache, or through sparse attention."""
     uses = _cached_requests(batch)
-    if not uses and not {"all", "chosen"}.isdisjoint(forms):
+    if not uses and forms.is_sparse:
         uses = "sparse attention"
     if uses:
         raise ValueError(
             f"hidden or a weight requires grad, and the batch has {uses}; supported: {_WITHOUT_CACHE}, or any batch inside "
             "`with torch.no_grad():`"
-        )
-
-
-def check_gradients_of_kernels(config: MlaConfig) -> None:
-    """Raise ValueError if the kernels of prefill have no backward pass for the columns of the heads."""
-    if config.query_columns not in GRADIENT_HEAD_DIMS:
-        dims = " or ".join(map(str, GRADIENT_HEAD_DIMS))
-        raise ValueError(
-            f"hidden or a weight requires grad, and qk_nope_head_dim + qk_rope_head_dim is {config.query_columns}; supported by the "
-            f"kernels: {dims}, or any inside `with torch.no_grad():`"
         )
 
 

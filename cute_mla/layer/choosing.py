@@ -10,9 +10,10 @@ from .batch import DecodeRequests, MlaBatch, PrefillRequests
 from .forms import Forms
 from .index_keys import IndexRows
 from .indexer import Indexer, IndexQueries
+from .key_masks import mask_of_rows
 from .path import AttentionPath, Cache
 from .rope import Rotation
-from .selection import ChosenKeys, KeyRows, every_row, row_counts
+from .selection import ChosenKeys, KeyMasks, KeyRows, every_row, row_counts
 
 
 class Indexed(NamedTuple):
@@ -60,6 +61,19 @@ def choose_rows(step: Step, requests: PrefillRequests) -> ChosenKeys:
         indices = torch.where(positions < 0, positions, positions + rows.first.unsqueeze(1))
         selection.prefill = ChosenKeys(indices.unsqueeze(1), row_counts(rows, topk))
     return _chosen(selection.prefill)
+
+
+def mask_keys(step: Step, requests: PrefillRequests) -> tuple[torch.Tensor, ...]:
+    """Return masks of the keys of prefill requests, and leave them to the layers that share these keys. ValueError if nobody has chosen.
+
+    One mask is over the new tokens' keys, then there is one for each chunk of cached keys: int32 [tokens, words].
+    """
+    selection, chosen = step.batch.selection, choose_rows(step, requests)
+    if selection.masks is None or selection.masks.chosen is not chosen:
+        keys = (requests.max_seqlen, *(chunk.max_seqlen for chunk in requests.chunks))
+        parts = zip(rows_of(step, requests).parts, keys, strict=True)
+        selection.masks = KeyMasks(chosen, tuple(mask_of_rows(chosen, firsts, number) for firsts, number in parts))
+    return selection.masks.masks
 
 
 def rows_of(step: Step, requests: PrefillRequests) -> KeyRows:

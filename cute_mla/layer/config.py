@@ -26,8 +26,7 @@ class YarnScaling:
     this many turns are divided by `factor`.
     mscale: scale of the rotary columns of queries and keys. mscale_all_dim: scale of all columns, applied to the scale of the softmax.
     llama_4_scaling_beta: of Mistral's models, whose queries grow with their position: at position p a query is multiplied by
-    1 + beta * ln(1 + floor(p / original_max_position_embeddings)). Their scale of the softmax has no factor (transformers,
-    modeling_mistral4.py). None: DeepSeek's models.
+    1 + beta * ln(1 + floor(p / original_max_position_embeddings)) (transformers, modeling_mistral4.py). None: DeepSeek's models.
     """
 
     factor: float
@@ -62,7 +61,11 @@ class YarnScaling:
         required = ("factor", "original_max_position_embeddings")
         _check_present("rope_scaling", scaling, required)
         names = (*required, "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta")
-        return YarnScaling(**{name: scaling[name] for name in names if scaling.get(name) is not None})
+        yarn = YarnScaling(**{name: scaling[name] for name in names if scaling.get(name) is not None})
+        given = scaling.get("attention_factor")
+        if given is not None and not (is_number(given) and math.isclose(given, yarn.rotary_scale, rel_tol=1e-6)):
+            raise ValueError(f"rope_scaling['attention_factor'] is {short_repr(given)}; supported: {yarn.rotary_scale}, that of mscale")
+        return yarn
 
     @property
     def rotary_scale(self) -> float:
@@ -72,7 +75,7 @@ class YarnScaling:
     @property
     def softmax_scale(self) -> float:
         """Return the factor of the scale of the softmax."""
-        return _magnitude(self.factor, self.mscale_all_dim) ** 2 if self.llama_4_scaling_beta is None else 1.0
+        return _magnitude(self.factor, self.mscale_all_dim) ** 2
 
 
 @dataclass(frozen=True)

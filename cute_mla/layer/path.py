@@ -63,6 +63,14 @@ class DecodeOptions(NamedTuple):
         return self.descale_q is not None and self.dtype != torch.bfloat16
 
 
+class PrefillOptions(NamedTuple):
+    """Options of dense prefill, as flash_attn_varlen_func's softmax_scale, causal and key_mask."""
+
+    scale: float
+    causal: bool
+    key_mask: torch.Tensor | None = None
+
+
 class AttentionPath(Protocol):
     """Implementation of attention, of the choice of keys, and of reading caches. Results have the dtype of q, unless options name one."""
 
@@ -111,7 +119,7 @@ class AttentionPath(Protocol):
         ...
 
     def varlen(
-        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], ends: tuple[Packed, Packed], scale: float, causal: bool
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], ends: tuple[Packed, Packed], options: PrefillOptions
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute out and lse of packed queries over packed keys and values, as flash_attn_varlen_func. ends: of queries and of keys."""
         ...
@@ -203,12 +211,13 @@ class KernelPath(_CachedKeys):
         return indexer_topk_prefill(queries.q, keys, queries.weights, rows.first, rows.end, topk, max_seqlen_k=most_keys)
 
     def varlen(
-        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], ends: tuple[Packed, Packed], scale: float, causal: bool
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], ends: tuple[Packed, Packed], options: PrefillOptions
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend as AttentionPath.varlen."""
         (cu_seqlens_q, max_seqlen_q), (cu_seqlens_k, max_seqlen_k) = ends
         k, v = kv
-        return flash_attn_varlen_func(q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, softmax_scale=scale, causal=causal)
+        lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+        return flash_attn_varlen_func(q, k, v, *lengths, softmax_scale=options.scale, causal=options.causal, key_mask=options.key_mask)
 
     def merge(self, outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         """Merge as AttentionPath.merge."""
@@ -252,12 +261,13 @@ class ReferencePath(_CachedKeys):
         return reference.indexer_topk_prefill(queries.q, keys, queries.weights, rows.first, rows.end, topk, most_keys)
 
     def varlen(
-        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], ends: tuple[Packed, Packed], scale: float, causal: bool
+        self, q: torch.Tensor, kv: tuple[torch.Tensor, torch.Tensor], ends: tuple[Packed, Packed], options: PrefillOptions
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Attend as AttentionPath.varlen."""
         queries, keys = ends
         k, v = kv
-        out, lse = reference.dense_prefill(q, k, v, queries.cu_seqlens, keys.cu_seqlens, scale, causal)
+        lengths = (queries.cu_seqlens, keys.cu_seqlens)
+        out, lse = reference.masked_prefill(q, k, v, lengths, options.key_mask, options.scale, options.causal)
         return out.to(q.dtype), lse
 
     def merge(self, outs: Sequence[torch.Tensor], lses: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:

@@ -24,12 +24,22 @@ class ChosenKeys(NamedTuple):
         return record_repr(self)
 
 
+class KeyMasks(NamedTuple):
+    """Masks of the keys that prefill tokens choose, over the keys of the new tokens, and over those of each chunk of cached keys.
+
+    chosen: what they were made of. masks: int32 [tokens, words], as flash_attn_varlen_func's key_mask.
+    """
+
+    chosen: ChosenKeys
+    masks: tuple[torch.Tensor, ...]
+
+
 class Selection:
     """Keys that the last layer with an indexer chose for the tokens of a step; layers without one attend to the same.
 
     decode, prefill: of the requests of each kind, None until a layer has chosen. schedule: of sparse decode, and rows: of prefill requests,
-    both for all layers of the step. A model whose first layers run elsewhere, and end with a layer whose keys are shared, sets decode and
-    prefill itself.
+    both for all layers of the step. masks: of the keys of prefill, None until a layer needs them. A model whose first layers run elsewhere,
+    and end with a layer whose keys are shared, sets decode and prefill itself.
     """
 
     def __init__(self) -> None:
@@ -37,6 +47,7 @@ class Selection:
         self.prefill: ChosenKeys | None = None
         self.schedule = MlaSchedule()
         self.rows: KeyRows | None = None
+        self.masks: KeyMasks | None = None
 
     def __repr__(self) -> str:
         made = [name for name in ("decode", "prefill") if getattr(self, name) is not None]
@@ -47,7 +58,8 @@ class KeyRows(NamedTuple):
     """All keys of prefill requests, cached and new, in rows: one request behind the other, in the order of positions.
 
     total: rows. first, end: int32 [tokens], the first row of the token's request, and the row behind its own key. own: int64 [tokens], the
-    row of its own key. chunks: int64 [keys] of each chunk of cached keys, their rows.
+    row of its own key. chunks: int64 [keys] of each chunk of cached keys, their rows. parts: int32 [tokens], the row of the first new key
+    of the token's request, then that of the first key of each chunk.
     """
 
     total: int
@@ -55,6 +67,7 @@ class KeyRows(NamedTuple):
     end: torch.Tensor
     own: torch.Tensor
     chunks: tuple[torch.Tensor, ...]
+    parts: tuple[torch.Tensor, ...]
 
 
 def every_slot(block_table: torch.Tensor, cache_seqlens: torch.Tensor, s_q: int, page_size: int, topk: int) -> ChosenKeys:

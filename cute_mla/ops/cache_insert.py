@@ -10,7 +10,7 @@ import torch
 
 from ..runtime.current import device_for
 from ..spec.cache_format import CacheFormat
-from ..spec.cache_insert import MAX_QUERIES, CacheInsertArguments, config_of, grid, key_blocks, normalised_columns, rotates
+from ..spec.cache_insert import MAX_QUERIES, CacheInsertArguments, config_of, grid, groups, key_blocks, normalised_columns, rotates
 from ..spec.mla import D_ROPE, MAX_HEADS
 from . import cache_write
 from .arguments import check_eps, check_no_grad
@@ -152,18 +152,17 @@ def plan(call: CallSpec) -> CacheInsertPlan:
     if call.keys is not None:
         check_shape("keys", call.keys, (tokens, cache.d_qk), f" with a {cache.name} cache and this slot_mapping")
         _check_result("keys", call.keys, keys)
-    queries = tokens * heads
     return CacheInsertPlan(
         kernel=config_of(cache, DTYPE_NAMES[keys.dtype]).name,
-        grid=grid(tokens, queries),
+        grid=grid(tokens, heads),
         scalars={
             **write.scalars,
             **table_scalars,
             "q_pe_stride_token": 0 if call.q_pe is None else call.q_pe.stride[0],
             "q_pe_stride_head": 0 if call.q_pe is None else call.q_pe.stride[1],
             "keys_stride_token": 0 if call.keys is None else call.keys.stride[0],
-            "queries": queries,
-            "heads": max(heads, 1),
+            "heads": heads,
+            "groups": max(groups(heads), 1),
             "key_blocks": key_blocks(tokens),
         },
         rows=write.rows,

@@ -14,11 +14,9 @@ from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_ROW_ALIGNMENT
-from ..spec.dense_prefill import BOX_ROWS, MAX_ITEMS
+from ..spec.dense_prefill import BOX_ROWS, HEAD_DIMS, MAX_ITEMS
 from ..spec.dense_prefill_dkdv import TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvProblem
 from ..spec.dense_prefill_dq import (
-    D_V,
-    HEAD_DIMS,
     STATISTIC_BYTES,
     STATISTICS,
     TILE_KEYS,
@@ -274,7 +272,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
         max_seqlen_q=min(call.max_seqlen_qo, total_q),
         row_alignment=_row_alignment(call),
     )
-    keys = DensePrefillDkdvProblem(problem.dtype, d_qk, batch, h_kv, min(call.max_seqlen_kv, total_k))
+    keys = DensePrefillDkdvProblem(arch, problem.dtype, d_qk, batch, h_kv, min(call.max_seqlen_kv, total_k))
     _check_items("q", q, ("max_seqlen_qo", call.max_seqlen_qo), problem.items)
     _check_items("k", k, ("max_seqlen_kv", call.max_seqlen_kv), keys.items)
     workspace = BackwardWorkspace(total_q, h_q, d_qk, copies=problem.config.access_bytes == ELEMENT_BYTES)
@@ -366,7 +364,7 @@ def _check_rows(call: CallSpec) -> None:
     """Raise ValueError unless dout, out and lse have a row for every row of q."""
     rows = tuple(call.q.shape[:2])
     for name, spec in (("dout", call.dout), ("out", call.out)):
-        check_shape(name, spec, (*rows, D_V))
+        check_shape(name, spec, (*rows, HEAD_DIMS[call.q.shape[2]]))
         check_dtype(name, spec, call.q.dtype)
         check_last_contiguous(name, spec)
         check_device(name, spec, call.q.device)

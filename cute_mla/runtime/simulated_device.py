@@ -142,7 +142,7 @@ class SimulatedDevice:
         self.counts = {}
 
     def trace_machine_code(self, attach: Callable[[KernelEntry, MachineTrace], None]) -> None:
-        """Record the instructions of the first cluster of all later launches. ValueError unless the code is "sass".
+        """Record the instructions of one cluster of all later launches, by default the first. ValueError unless the code is "sass".
 
         attach: called with the kernel and the empty trace of each launch, before it runs.
         """

@@ -14,11 +14,12 @@ from .cache_format import FP8_584, V41, CacheFormat
 from .cache_rows import CACHED, KEYS_PER_BLOCK, key_types, latent_columns, rotary_columns
 from .mla import D_ROPE, ceil_div
 
+WARPS = KEYS_PER_BLOCK
+THREADS = 32 * WARPS
 LANES = 8  # threads that take the rotary columns of a query, 16 bytes each
-THREADS = 32 * KEYS_PER_BLOCK
-ROWS = THREADS // LANES  # queries that a CTA takes at a time
+HEADS_AT_ONCE = 32 // LANES  # of a warp, all of one token
 PASSES = 4
-ROWS_PER_BLOCK = ROWS * PASSES  # queries of a CTA
+HEADS = HEADS_AT_ONCE * PASSES  # of a warp
 MAX_QUERIES = 1 << 30  # tokens times heads
 
 
@@ -47,8 +48,8 @@ class CacheInsertArguments(NamedTuple):
     cache_stride_row: Int64
     keys_stride_token: Int64  # elements
     tokens: Int32
-    queries: Int32  # tokens * heads
     heads: Int32
+    groups: Int32  # warps that take a token's queries, 1 without heads
     key_blocks: Int32  # CTAs in front, which take keys; the others take queries
     table_rows: Int32  # positions of cos_sin; rotary columns at any other are NaN
     slots: Int32  # pages * page_size
@@ -99,14 +100,19 @@ def rotates(cache: CacheFormat) -> bool:
     return rotates_values(cache) or rotary_columns(cache) == D_ROPE
 
 
+def groups(heads: int) -> int:
+    """Return the warps that take a token's queries."""
+    return ceil_div(heads, HEADS)
+
+
 def key_blocks(tokens: int) -> int:
     """Return the CTAs that take keys."""
     return ceil_div(tokens, KEYS_PER_BLOCK)
 
 
-def grid(tokens: int, queries: int) -> tuple[int, int, int]:
+def grid(tokens: int, heads: int) -> tuple[int, int, int]:
     """Return the CTAs along x, y and z: those of keys, then those of queries."""
-    return key_blocks(tokens) + ceil_div(queries, ROWS_PER_BLOCK), 1, 1
+    return key_blocks(tokens) + ceil_div(tokens * groups(heads), WARPS), 1, 1
 
 
 def closed_variants() -> tuple[CacheInsertConfig, ...]:

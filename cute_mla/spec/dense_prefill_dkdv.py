@@ -15,12 +15,15 @@ from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
-from .dense_prefill_dq import HEAD_DIMS
+from .dense_prefill import HEAD_DIMS, head_dtypes
 from .mla import DTYPES, ceil_div
 
-TILE_KEYS = 128  # of one work item
+# by architecture and d_qk: keys of one work item
+TILE_KEYS = {SM90.name: {192: 128, 128: 128, 256: 64}, SM100.name: {192: 128, 128: 128, 256: 128}}
+# by architecture and d_qk: work items of a block of keys: 2 where dK and dV are an item each, since tensor memory holds one of them
+ITEM_SUMS = {SM90.name: {192: 1, 128: 1, 256: 1}, SM100.name: {192: 1, 128: 1, 256: 2}}
 # by architecture and d_qk: query rows of one tile, and rows of the boxes of q, dout and the statistics
-TILE_QUERIES = {SM90.name: {192: 64, 128: 64}, SM100.name: {192: 96, 128: 128}}
+TILE_QUERIES = {SM90.name: {192: 64, 128: 64, 256: 64}, SM100.name: {192: 96, 128: 128, 256: 64}}
 
 
 class DensePrefillDkdvArguments(NamedTuple):
@@ -30,14 +33,14 @@ class DensePrefillDkdvArguments(NamedTuple):
     """
 
     q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, tile queries), 128-byte swizzle
-    dout_map: TensorMap  # dims (128, h_q, total_q), likewise
+    dout_map: TensorMap  # dims (d_v, h_q, total_q), likewise
     k_map: TensorMap  # dims (d_qk, h_kv, total_k), box (64, 1, 64), 128-byte swizzle
-    v_map: TensorMap  # dims (128, h_kv, total_k), likewise
+    v_map: TensorMap  # dims (d_v, h_kv, total_k), likewise
     statistics_map: TensorMap  # fp32, dims (total_q, h_q, 2), box (tile queries, 1, 2), no swizzle: what dense_prefill_dq left
     cu_seqlens_q: Pointer  # int32 [batch + 1], as in DensePrefillArguments
     cu_seqlens_k: Pointer  # int32 [batch + 1]
     dk: Pointer  # dtype [total_k, h_kv, d_qk]
-    dv: Pointer  # dtype [total_k, h_kv, 128]
+    dv: Pointer  # dtype [total_k, h_kv, d_v]
     # in elements
     dk_stride_token: Int64
     dk_stride_head: Int64
@@ -69,6 +72,11 @@ class DensePrefillDkdvConfig:
     cluster = 1  # CTAs do not work together
 
     @property
+    def d_v(self) -> int:
+        """Columns of v and dout."""
+        return HEAD_DIMS[self.d_qk]
+
+    @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
         return f"{self.dtype}_d{self.d_qk}"
@@ -81,6 +89,7 @@ class DensePrefillDkdvProblem:
     max_seqlen_k: keys of the longest sequence.
     """
 
+    arch: Arch
     dtype: str
     d_qk: int
     batch: int
@@ -95,12 +104,12 @@ class DensePrefillDkdvProblem:
     @property
     def row_blocks(self) -> int:
         """Blocks of keys that a sequence may have."""
-        return ceil_div(self.max_seqlen_k, TILE_KEYS)
+        return ceil_div(self.max_seqlen_k, TILE_KEYS[self.arch.name][self.d_qk])
 
     @property
     def items(self) -> int:
         """Work items, including those of blocks that a sequence may not have."""
-        return self.row_blocks * self.batch * self.h_kv
+        return self.row_blocks * ITEM_SUMS[self.arch.name][self.d_qk] * self.batch * self.h_kv
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return one CTA per SM, or per item if there are fewer items."""
@@ -109,4 +118,4 @@ class DensePrefillDkdvProblem:
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillDkdvConfig, ...]:
     """Return every variant that ships for an architecture."""
-    return tuple(DensePrefillDkdvConfig(dtype, d_qk) for dtype in DTYPES for d_qk in HEAD_DIMS)
+    return tuple(DensePrefillDkdvConfig(dtype, d_qk) for dtype in DTYPES for d_qk in HEAD_DIMS if dtype in head_dtypes(d_qk))

@@ -5,26 +5,25 @@ With the forward's lse and out, and dout, the gradient of out, for each sequence
     p_ij = exp(softmax_scale * <q_i, k_j> - lse_i)    delta_i = <out_i, dout_i>
     ds_ij = p_ij (<dout_i, v_j> - delta_i)            dq_i = softmax_scale * sum_j ds_ij k_j
 
-Variants and grid are those of dense_prefill, and so are work items, but for their rows: TILE_ROWS on every architecture. The kernel
-leaves statistics of the rows in the workspace, and, in variants that access elements, copies of q and dout whose rows TMA can load.
+Variants and work items are those of dense_prefill, but for the rows of an item, TILE_ROWS on every architecture, and no CTAs share one.
+The kernel leaves statistics of the rows in the workspace, and, in variants that access elements, copies of q and dout whose rows TMA can
+load.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
-from .dense_prefill import DensePrefillConfig, DensePrefillProblem
+from .dense_prefill import HEAD_DIMS, DensePrefillConfig, DensePrefillProblem
 from .dense_prefill import closed_variants as forward_variants
 from .mla import ELEMENT_BYTES, ceil_div
 
-HEAD_DIMS = (192, 128)  # columns of q and k
-D_V = 128
 TILE_ROWS = 128  # query rows of one work item
 # by architecture and d_qk: keys of one tile, and rows of the boxes of k and v
-TILE_KEYS = {SM90.name: {192: 96, 128: 128}, SM100.name: {192: 128, 128: 128}}
+TILE_KEYS = {SM90.name: {192: 96, 128: 128, 256: 64}, SM100.name: {192: 128, 128: 128, 256: 64}}
 STATISTICS = 2  # of a row: lse in log2 units, delta
 STATISTIC_BYTES = 4  # fp32
 WORKSPACE_ALIGNMENT = 128  # bytes; of each part of the workspace
@@ -34,19 +33,19 @@ class DensePrefillDqArguments(NamedTuple):
     """Launch arguments of dense_prefill_dq, in ABI order: the one list that host, launch and kernel share."""
 
     q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, 64), 128-byte swizzle; of q_copy in variants that access elements
-    dout_map: TensorMap  # dims (128, h_q, total_q), likewise
+    dout_map: TensorMap  # dims (d_v, h_q, total_q), likewise
     k_map: TensorMap  # dims (d_qk, h_kv, total_k), box (64, 1, TILE_KEYS), 128-byte swizzle
-    v_map: TensorMap  # dims (128, h_kv, total_k), likewise
+    v_map: TensorMap  # dims (d_v, h_kv, total_k), likewise
     q: Pointer  # dtype [total_q, h_q, d_qk]
-    dout: Pointer  # dtype [total_q, h_q, 128]
-    out: Pointer  # dtype [total_q, h_q, 128]: the forward's result
+    dout: Pointer  # dtype [total_q, h_q, d_v]
+    out: Pointer  # dtype [total_q, h_q, d_v]: the forward's result
     lse: Pointer  # fp32 [total_q, h_q], natural log; a row with +inf or -inf has no gradient
     cu_seqlens_q: Pointer  # int32 [batch + 1], as in DensePrefillArguments
     cu_seqlens_k: Pointer  # int32 [batch + 1]
     dq: Pointer  # dtype [total_q, h_q, d_qk]
     statistics: Pointer  # fp32 [2, h_q, statistics_stride], out: lse * log2(e), +inf for a row without gradient; delta
     q_copy: Pointer  # dtype [total_q, h_q, d_qk], contiguous, out, in variants that access elements; else unused
-    dout_copy: Pointer  # dtype [total_q, h_q, 128], likewise
+    dout_copy: Pointer  # dtype [total_q, h_q, d_v], likewise
     # in elements
     q_stride_token: Int64
     q_stride_head: Int64
@@ -78,6 +77,11 @@ class DensePrefillDqProblem(DensePrefillProblem):
     """The shapes of one call, as in dense_prefill, of whose items an item has the rows of one tile."""
 
     @property
+    def config(self) -> DensePrefillConfig:
+        """The variant that serves this problem."""
+        return replace(super().config, cluster=1)
+
+    @property
     def row_blocks(self) -> int:
         """Blocks of query rows that a sequence may have."""
         return ceil_div(self.max_seqlen_q, TILE_ROWS)
@@ -87,7 +91,7 @@ class DensePrefillDqProblem(DensePrefillProblem):
 class BackwardWorkspace:
     """Layout of the workspace that both kernels of the backward share; offsets and sizes in bytes.
 
-    copies: whether it holds copies of q and dout: in variants that access elements.
+    copies: whether it holds copies of q and dout: in variants that access elements. d_qk: of these.
     """
 
     total_q: int
@@ -113,7 +117,7 @@ class BackwardWorkspace:
     @property
     def nbytes(self) -> int:
         """Return the size."""
-        return self.dout_copy + self._rows(D_V)
+        return self.dout_copy + (self._rows(HEAD_DIMS[self.d_qk]) if self.copies else 0)
 
     def _rows(self, columns: int) -> int:
         return _aligned(self.total_q * self.h_q * columns * ELEMENT_BYTES) if self.copies else 0
@@ -125,4 +129,4 @@ def _aligned(nbytes: int) -> int:
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
-    return tuple(config for config in forward_variants(arch) if config.d_qk in HEAD_DIMS)
+    return tuple(replace(config, cluster=1) for config in forward_variants(arch))

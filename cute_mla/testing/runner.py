@@ -17,7 +17,7 @@ from concurrent.futures import wait as wait_for_futures
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing import active_children, get_context, parent_process
+from multiprocessing import active_children, get_context, parent_process, resource_tracker
 from multiprocessing.connection import wait
 from threading import Thread, current_thread, main_thread
 from typing import Any, Literal
@@ -210,7 +210,7 @@ def _run_simulated(jobs: Mapping[int, Job], workers: int, on_start: Callable[[Ba
         if position is not None:
             job = jobs[order[position]]
             on_start(job[0])
-            with _workers_ignore_interrupts():
+            with _interrupts_held():
                 running[pools[worker].submit(run_case, *job)] = worker, order[position]
 
     try:
@@ -236,16 +236,25 @@ def _run_simulated(jobs: Mapping[int, Job], workers: int, on_start: Callable[[Ba
 
 
 @contextmanager
-def _workers_ignore_interrupts() -> Iterator[None]:
-    """Let processes that are started inside ignore Ctrl-C, which a terminal sends to all of them: this process ends them."""
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back until the end. Processes started inside never get it, though a terminal sends it to all: this process ends them.
+
+    They inherit a mask that blocks the signal. This process would lose a signal that it ignored in the meantime.
+    """
     if current_thread() is not main_thread():
         yield
         return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    resource_tracker.ensure_running()  # its start would unblock the signal
+    held: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))  # in case that another thread takes it
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         signal.signal(signal.SIGINT, before)
+    if held:
+        signal.raise_signal(signal.SIGINT)
 
 
 def _worker() -> ProcessPoolExecutor:

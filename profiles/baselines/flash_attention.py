@@ -7,6 +7,7 @@ from importlib import metadata
 from typing import Any
 
 from ..rows import Case
+from ..shapes import DensePrefillShape
 from ..workloads.dense_prefill import DensePrefill
 from ..workloads.dense_prefill_backward import DensePrefillBackward
 from ..workloads.workload import Results, Workload
@@ -29,8 +30,9 @@ class FlashAttention4:
         return metadata.version("flash-attn-4")
 
     def unsupported_reason(self, case: Case) -> str:
-        """Return "": all rows are supported."""
-        return ""
+        """Return the reason for a mask of keys, else ""."""
+        assert isinstance(case.shape, DensePrefillShape)
+        return "it takes no mask of keys" if case.shape.shown else ""
 
     def runs(self, workload: Workload[Any]) -> list[Run]:
         """Return a run for each operand set. The library's lse is [h, tokens] or [b, h, tokens], and is transposed."""

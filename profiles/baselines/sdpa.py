@@ -37,8 +37,10 @@ class Sdpa:
         return torch.__version__ if cudnn is None else f"{torch.__version__}, cuDNN {cudnn}"
 
     def unsupported_reason(self, case: Case) -> str:
-        """Return the reason for sequences of several lengths or with cached keys, else ""."""
+        """Return the reason for sequences of several lengths, with cached keys or with a mask of keys, else ""."""
         assert isinstance(case.shape, DensePrefillShape)
+        if case.shape.shown:
+            return "these backends take no mask of keys"
         if case.shape.cached:
             return "its causal mask begins at the first key"
         return "it takes sequences of one length" if len(set(case.shape.lengths)) > 1 else ""

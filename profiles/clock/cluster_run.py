@@ -60,13 +60,17 @@ def _listing(cubin: bytes) -> Listing:
     return read_listing(disassembly(cubin))
 
 
-def run_call(entry: KernelEntry, sm_count: int, constants: Constants, setting: Setting, call: Callable[[], object]) -> ClusterRun:
-    """Make a call on a simulated device and return the times of the first cluster of one of its kernels (see clock_call)."""
-    return cluster_run(clock_call(entry, sm_count, constants, setting, call))
+def run_call(
+    entry: KernelEntry, sm_count: int, constants: Constants, setting: Setting, call: Callable[[], object], cluster: int = 0
+) -> ClusterRun:
+    """Make a call on a simulated device and return the times of one cluster of one of its kernels (see clock_call)."""
+    return cluster_run(clock_call(entry, sm_count, constants, setting, call, cluster))
 
 
-def clock_call(entry: KernelEntry, sm_count: int, constants: Constants, setting: Setting, call: Callable[[], object]) -> KernelClock:
-    """Make a call on a simulated device of `sm_count` SMs and time the first cluster of one of its kernels.
+def clock_call(
+    entry: KernelEntry, sm_count: int, constants: Constants, setting: Setting, call: Callable[[], object], cluster: int = 0
+) -> KernelClock:
+    """Make a call on a simulated device of `sm_count` SMs and time one cluster of one of its kernels, by default the first.
 
     UnknownTimeError for machine code that the clock cannot time, ValueError if the call does not launch the kernel.
     """
@@ -75,6 +79,7 @@ def clock_call(entry: KernelEntry, sm_count: int, constants: Constants, setting:
 
     def attach(kernel: KernelEntry, trace: MachineTrace) -> None:
         if kernel.name == entry.name:
+            trace.cluster = cluster
             clocks.append(kernel_clock(listing, prod(entry.cluster), prod(entry.block), constants, setting))
             clocks[-1].attach(trace)
 

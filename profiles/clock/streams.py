@@ -1,4 +1,7 @@
-"""Clocks of one CTA of the kernels without a loop over keys: combine, merge_states, cache_write and topk_indices, run on small shapes."""
+"""Clocks of one CTA of the kernels without a loop over keys, run on small shapes.
+
+These are combine, merge_states and topk_indices, and the writers: cache_write, cache_insert and index_write.
+"""
 
 from __future__ import annotations
 
@@ -8,22 +11,26 @@ import torch
 
 from ...manifest import KernelEntry
 from ...runtime.artifacts import load_artifacts
+from ...spec import cache_insert
 from ...spec.arch import ARCHS
 from ...spec.cache_rows import KEYS_PER_BLOCK, CacheRowsConfig, config_of
 from ...spec.combine import BLOCKS_PER_SM, NARROW_BLOCKS, RESIDENT_BLOCKS, CombineConfig
+from ...spec.index_write import ROWS_PER_BLOCK as INDEX_ROWS_PER_BLOCK
+from ...spec.index_write import IndexWriteConfig
 from ...spec.merge_states import ROWS_PER_BLOCK, MergeStatesConfig
 from ...spec.topk_indices import BLOCKS_PER_SM as SELECTIONS_PER_SM
 from ...spec.topk_indices import DTYPE as LOGITS
 from ...spec.topk_indices import TopkIndicesConfig, config_for
+from ..model.launches import CACHE_INSERT_CTAS_PER_SM
 from ..model.prediction import Combine
 from ..rows import Case
-from ..shapes import CacheWriteShape, CombineShape, IndexerShape, MergeShape, Shape, TopkShape
+from ..shapes import CacheInsertShape, CacheWriteShape, CombineShape, IndexerShape, IndexWriteShape, MergeShape, Shape, TopkShape
 from ..workloads import WORKLOADS
 from .cluster_run import run_call
 from .constants import Constants
 from .engine import Setting
 
-_clocks: dict[tuple[str, Constants, Setting, Shape], int] = {}  # by kernel, circumstances and shape
+_clocks: dict[tuple[str, Constants, Setting, Shape, int], int] = {}  # by kernel, circumstances, shape and CTA
 
 
 def combine_clocks(combine: Combine, dtype: str, constants: Constants, setting: Setting) -> float:
@@ -54,9 +61,11 @@ def clocks_after(case: Case, after: Combine, constants: Constants, setting: Sett
 
 
 def stream_clocks(case: Case, constants: Constants, setting: Setting) -> float:
-    """Return the clocks of one CTA of a row of merge_states or cache_write, or of a cluster of topk_indices. ValueError for another op."""
+    """Return the clocks of one CTA of a row of merge_states or a writer, or of a cluster of topk_indices. ValueError for another op."""
     shape = case.shape
-    config: MergeStatesConfig | CacheRowsConfig | TopkIndicesConfig
+    config: MergeStatesConfig | CacheRowsConfig | IndexWriteConfig | TopkIndicesConfig
+    if isinstance(shape, CacheInsertShape):
+        return _insert_clocks(case, shape, constants, setting)
     sms = 1
     if isinstance(shape, MergeShape):
         config = MergeStatesConfig(case.dtype, shape.head_dim)
@@ -64,6 +73,9 @@ def stream_clocks(case: Case, constants: Constants, setting: Setting) -> float:
     elif isinstance(shape, CacheWriteShape):
         config = config_of(shape.format, case.dtype)
         small = replace(shape, tokens=min(shape.tokens, KEYS_PER_BLOCK))
+    elif isinstance(shape, IndexWriteShape):
+        config = IndexWriteConfig("queries" if shape.h_q else "keys")
+        small = replace(shape, tokens=min(shape.tokens, INDEX_ROWS_PER_BLOCK))
     elif isinstance(shape, TopkShape):
         sms = constants.sm_count
         config = config_for(shape.rows, shape.columns, sms)
@@ -76,8 +88,27 @@ def stream_clocks(case: Case, constants: Constants, setting: Setting) -> float:
     return float(_run(case.op, entry, case.dtype, small, constants, setting, sms))
 
 
-def _run(op: str, entry: KernelEntry, dtype: str, shape: Shape, constants: Constants, setting: Setting, sm_count: int = 1) -> int:
-    key = entry.cubin_sha256, constants, setting, shape
+def _insert_clocks(case: Case, shape: CacheInsertShape, constants: Constants, setting: Setting) -> float:
+    """Return the clocks of a CTA of cache_insert: of keys or of queries, whichever takes longer if all run at once, else the mean of all.
+
+    CTAs of keys start first, and SMs that have done theirs take queries.
+    """
+    entry = load_artifacts().entry(case.op, ARCHS[constants.arch].name, cache_insert.config_of(shape.format, case.dtype).name)
+    ctas, of_keys = cache_insert.grid(shape.tokens, shape.h_q)[0], cache_insert.key_blocks(shape.tokens)
+    small = replace(shape, tokens=min(shape.tokens, KEYS_PER_BLOCK))
+    keys = _run(case.op, entry, case.dtype, small, constants, setting)
+    if ctas == of_keys:
+        return float(keys)
+    queries = _run(case.op, entry, case.dtype, small, constants, setting, cta=1)
+    if ctas <= CACHE_INSERT_CTAS_PER_SM * constants.sm_count:
+        return float(max(keys, queries))
+    return (of_keys * keys + (ctas - of_keys) * queries) / ctas
+
+
+def _run(
+    op: str, entry: KernelEntry, dtype: str, shape: Shape, constants: Constants, setting: Setting, sm_count: int = 1, cta: int = 0
+) -> int:
+    key = entry.cubin_sha256, constants, setting, shape, cta
     if key not in _clocks:
         case = Case(op, "", "", "", 1, dtype, shape, 0, "", 0.0, None)
 
@@ -85,5 +116,5 @@ def _run(op: str, entry: KernelEntry, dtype: str, shape: Shape, constants: Const
             workload = WORKLOADS[op](case, torch.device("cpu"), 0, 1)
             workload.call(workload.sets[0])
 
-        _clocks[key] = run_call(entry, sm_count, constants, setting, call).end
+        _clocks[key] = run_call(entry, sm_count, constants, setting, call, cta).end
     return _clocks[key]

@@ -1,8 +1,8 @@
 """Warp instructions that a kernel executes per tile of keys, of its PTX or of its machine code, by role and class.
 
 A kernel runs twice on the simulated device, over FEW and over MANY blocks of keys. The difference gives the slope per 64 keys of 64 query
-rows. The rest is the fixed part of one CTA (of each CTA of a pair) with one request. dense_prefill_dkdv streams query rows over 128 keys:
-its blocks are of rows.
+rows. The rest is the fixed part of one CTA (of each CTA of a pair) with one request. dense_prefill_dkdv streams query rows over the keys
+of an item: its blocks are of rows, and where dK and dV are an item each, of both.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def runs_of(entry: KernelEntry) -> tuple[int, int]:
 def _row_tiles(entry: KernelEntry, case: BaseCase) -> int:
     """Return the tiles of 64 query rows: one for each CTA of a decode, two or four for each CTA of dense prefill; of dkdv, of 64 keys."""
     if entry.op == "dense_prefill_dkdv":
-        return DKDV_KEYS // TILE_ROWS
+        return DKDV_KEYS[entry.arch][int(entry.config["d_qk"])] // TILE_ROWS
     requests, tokens, heads, _ = case.q_shape
     return -(-requests * tokens * heads // TILE_ROWS)
 
@@ -210,7 +210,7 @@ def _dense_prefill_dq(arch: Arch) -> Iterator[CaseFactory]:
 def _dense_prefill_dkdv(arch: Arch) -> Iterator[CaseFactory]:
     for dtype, d_qk in product(DTYPES, DKDV_QUERIES[arch.name]):
         yield lambda keys, pieces=1, d=dtype, c=d_qk: DensePrefillBackwardCase(  # type: ignore[misc]
-            d, d_qk=c, lengths=((keys, DKDV_KEYS),) * pieces, sm_count=1
+            d, d_qk=c, lengths=((keys, DKDV_KEYS[arch.name][c]),) * pieces, sm_count=1
         )
 
 

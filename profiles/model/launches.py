@@ -8,7 +8,7 @@ from typing import Any
 
 from ...manifest import kernel_name
 from ...ops.indexer_topk import divide
-from ...spec import cache_write, dense_prefill, dense_prefill_dkdv, dense_prefill_dq, merge_states, topk_indices
+from ...spec import cache_insert, cache_write, dense_prefill, dense_prefill_dkdv, dense_prefill_dq, index_write, merge_states, topk_indices
 from ...spec import combine as combine_spec
 from ...spec.arch import Arch
 from ...spec.cache_format import FORMATS
@@ -22,12 +22,14 @@ from ...spec.split_plan import TILE_KEYS, accumulator_rows
 from ..kernel_stats.golden_counts import COUNTED_DTYPE, Counts
 from ..rows import Case
 from ..shapes import (
+    CacheInsertShape,
     CacheWriteShape,
     CombineShape,
     DecodeShape,
     DensePrefillBackwardShape,
     DensePrefillShape,
     IndexerShape,
+    IndexWriteShape,
     MergeShape,
     SparseDecodeShape,
     SparsePrefillShape,
@@ -49,6 +51,8 @@ from .prediction import Combine, Launch
 from .tile_costs import block_of
 
 CACHE_WRITE_CTAS_PER_SM = 12  # 128 threads of 40 registers
+CACHE_INSERT_CTAS_PER_SM = 8  # 128 threads of 64 registers
+INDEX_WRITE_CTAS_PER_SM = {True: 12, False: 16}  # by whether rows are keys: 128 threads of 40 registers, of queries 32
 COMBINE_CTAS_PER_SM = 2  # 256 threads of 105 registers, and the launch asks for two
 ACCUMULATOR_ROW_BYTES = 4 * (D_V + 1)
 BATCH_INVARIANT_OPS = ("dense_decode", "sparse_decode")  # ops whose calls take batch_invariant
@@ -168,7 +172,7 @@ def _dense_prefill(case: Case, shape: DensePrefillShape, target: Target) -> Laun
         target.arch, case.dtype, shape.d_qk, shape.batch, shape.h_q, shape.h_kv, max(shape.lengths, default=0)
     )
     config = problem.config
-    kernel = _kernel("dense_prefill", config, target)
+    kernel = _kernel("masked_prefill" if shape.shown else "dense_prefill", config, target)
     ctas = problem.grid(target.sm_count)[0]
     tiles = PrefillTiles(dense_prefill.TILE_ROWS[target.arch.name], config.tile_keys(target.arch), shape.causal, shape.cached)
     deal = sorted_prefill_order if problem.sorts_sequences else dense_prefill_order
@@ -177,16 +181,18 @@ def _dense_prefill(case: Case, shape: DensePrefillShape, target: Target) -> Laun
 
 
 def _dense_prefill_backward(case: Case, shape: DensePrefillBackwardShape, target: Target) -> Launch:
-    """Return the launch of dQ, with that of dK and dV after it. Both read every operand; the second writes two of the three results."""
+    """Return the launch of dQ, with that of dK and dV after it. Both read every operand; the second writes two of the three results.
+
+    Where dK and dV of a block of keys are an item each, both are counted as one, which is what a block of the model has.
+    """
     arch, longest, group = target.arch, max(shape.lengths, default=0), shape.h_q // shape.h_kv
     rows = dense_prefill_dq.DensePrefillDqProblem(arch, case.dtype, shape.d_qk, shape.batch, shape.h_q, shape.h_kv, longest)
-    keys = dense_prefill_dkdv.DensePrefillDkdvProblem(case.dtype, shape.d_qk, shape.batch, shape.h_kv, longest)
+    keys = dense_prefill_dkdv.DensePrefillDkdvProblem(arch, case.dtype, shape.d_qk, shape.batch, shape.h_kv, longest)
     row_kernel, key_kernel = _kernel("dense_prefill_dq", rows.config, target), _kernel("dense_prefill_dkdv", keys.config, target)
     row_ctas, key_ctas = rows.grid(target.sm_count)[0], keys.grid(target.sm_count)[0]
     row_tiles = PrefillTiles(dense_prefill_dq.TILE_ROWS, dense_prefill_dq.TILE_KEYS[arch.name][shape.d_qk], shape.causal)
-    key_tiles = KeyTiles(
-        dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES[arch.name][shape.d_qk], shape.causal, longest=longest
-    )
+    tile_keys, tile_queries = (sizes[arch.name][shape.d_qk] for sizes in (dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES))
+    key_tiles = KeyTiles(tile_keys, tile_queries, shape.causal, longest=longest)
     deal = sorted_prefill_order if rows.sorts_sequences else dense_prefill_order
     row_work = prefill_work(row_tiles, deal(row_tiles, shape.lengths, shape.h_q, row_ctas))
     key_work = prefill_work(key_tiles, dense_prefill_order(key_tiles, shape.lengths, shape.h_kv, key_ctas))
@@ -241,6 +247,20 @@ def _cache_write(case: Case, shape: CacheWriteShape, target: Target) -> Combine:
     return Combine(ctas, CACHE_WRITE_CTAS_PER_SM, case.work.bytes, busiest, cold=True, loads=1)
 
 
+def _cache_insert(case: Case, shape: CacheInsertShape, target: Target) -> Combine:
+    """Return cache_insert: warps that take keys as cache_write does, with a position ahead of its angles, and CTAs that take queries."""
+    ctas = cache_insert.grid(shape.tokens, shape.h_q)[0]
+    busiest = replace(shape, tokens=min(shape.tokens, KEYS_PER_BLOCK), h_q=0).work.bytes
+    return Combine(ctas, CACHE_INSERT_CTAS_PER_SM, case.work.bytes, busiest, cold=True, loads=2)
+
+
+def _index_write(case: Case, shape: IndexWriteShape, target: Target) -> Combine:
+    """Return index_write: 16 lanes a row, with a position ahead of its angles."""
+    rows = shape.tokens * max(shape.h_q, 1)
+    busiest = case.work.bytes / rows * min(rows, index_write.ROWS_PER_BLOCK)
+    return Combine(index_write.grid(rows)[0], INDEX_WRITE_CTAS_PER_SM[not shape.h_q], case.work.bytes, busiest, cold=True, loads=2)
+
+
 def _topk_indices(case: Case, shape: TopkShape, target: Target) -> Combine:
     """Return topk_indices: CTAs that read their part of a row once, with look-ups in one another's counts behind it."""
     cluster = topk_indices.config_for(shape.rows, shape.columns, target.sm_count).cluster
@@ -278,6 +298,8 @@ _LAUNCHES: Mapping[type, Callable[..., Launch | Combine]] = {
     CombineShape: _combine,
     MergeShape: _merge_states,
     CacheWriteShape: _cache_write,
+    CacheInsertShape: _cache_insert,
+    IndexWriteShape: _index_write,
     TopkShape: _topk_indices,
     IndexerShape: _indexer_topk,
 }

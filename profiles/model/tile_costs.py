@@ -17,13 +17,15 @@ from ...spec.arch import ARCHS, SM90, SM100
 from ...spec.cache_format import FORMATS, CacheFormat
 from ...spec.dense_decode import FP8, FP8_CACHE, TILE_ROWS
 from ...spec.dense_prefill import BOX_COLUMNS, DensePrefillConfig
-from ...spec.dense_prefill_dq import D_V as D_V_PER_HEAD
+from ...spec.dense_prefill import HEAD_DIMS as VALUE_COLUMNS_OF
+from ...spec.masked_prefill import MASK_WORD_KEYS
 from ...spec.mla import D_LATENT, D_QK, D_ROPE, D_V, ELEMENT_BYTES, LATENT_DIMS
 from ...spec.split_plan import TILE_KEYS
 
 E4M3_BYTES = 1
 SECTOR = 32  # bytes, the least that a gather reads
 FLOAT_BYTES = 4
+_WORD_BYTES = 4  # a word of a mask of keys
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ _SOFTMAX_SM100 = Stage("softmax and swaps", 950, 1050, barriers=0)
 # the same with up to 64 heads of sparse prefill, where nothing is swapped: sparse_prefill/README.md, `# SM100, up to 64 heads`
 _SOFTMAX_HEADS64 = Stage("softmax", 550, 750, barriers=0)
 _HANDED_SM100 = Stage("S and P handed over", 200, 300, barriers=0)
+# Selects and instructions for their predicates, two clocks each on the ALU pipe: 64 and 40 for the fragment of a lane on sm90, 128 and
+# 32 for a row on sm100 (masked_prefill/README.md)
+_MASK_CLOCKS = {SM90.name: 208, SM100.name: 320}
 _MMA_16 = {SM90.name: 4096, SM100.name: 8192}
 
 
@@ -327,6 +332,17 @@ def _dense_prefill(arch: str, config: Config) -> Block:
     return Block(keys, rows, units, flops, smem, read, 0.0, path, path, seam, loads=2)
 
 
+def _masked_prefill(arch: str, config: Config) -> Block:
+    """Return a block of dense prefill whose mask is read twice from L2, and whose softmax is behind selects (masked_prefill/README.md)."""
+    block = _dense_prefill(arch, config)
+    words = 2 * block.rows * block.keys // MASK_WORD_KEYS * _WORD_BYTES
+    path = tuple(
+        replace(stage, best=stage.best + _MASK_CLOCKS[arch], worst=stage.worst + _MASK_CLOCKS[arch]) if "softmax" in stage.name else stage
+        for stage in block.path
+    )
+    return replace(block, l2_bytes=block.l2_bytes + words, path=path, fill=path)
+
+
 def _dense_prefill_dq_sm90(config: Config) -> Block:
     """Return a block of dQ: the warpgroups issue in turn, S and dP of both, then dQ of both."""
     d_qk = int(config["d_qk"])
@@ -337,9 +353,18 @@ def _dense_prefill_dq_sm90(config: Config) -> Block:
 def _dense_prefill_dkdv_sm90(config: Config) -> Block:
     """Return a block of dK and dV: the warpgroups are half a block apart."""
     d_qk = int(config["d_qk"])
-    keys, rows = dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES[SM90.name][d_qk]
-    statistics = {"lse and delta, by eight warps": 8 * 2 * rows * FLOAT_BYTES}
-    return _backward_sm90(_dkdv_tile(d_qk, rows, keys, 2, statistics))
+    keys, rows = (sizes[SM90.name][d_qk] for sizes in (dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES))
+    groups = keys // TILE_KEYS
+    statistics = {"lse and delta, by eight warps": 8 * groups * rows * FLOAT_BYTES}
+    if groups > 1:
+        return _backward_sm90(_dkdv_tile(d_qk, rows, keys, groups, statistics))
+    tile = _dkdv_tile(d_qk, rows, keys, groups, {**statistics, "P: written and read": 2 * rows * keys * ELEMENT_BYTES})
+    exponentials = rows * keys / 16
+    path = (
+        *(Stage(name, *(tile.flops[name] / _MMA_16[SM90.name],) * 2) for name in ("S", "dK")),
+        Stage("P, on its way to the other warpgroup, and dS", exponentials, 950),
+    )
+    return tile.block(path)
 
 
 @dataclass(frozen=True)
@@ -360,36 +385,36 @@ class _BackwardTile:
 
 def _dq_tile(d_qk: int, rows: int, keys: int, issuers: int) -> _BackwardTile:
     """Return a tile of dQ whose rows are divided among so many issuers of products, which read the keys once each."""
-    step = (rows + issuers * keys) * 16 * ELEMENT_BYTES  # of both operands of a product over 16 columns
-    read = keys * (d_qk + D_V_PER_HEAD) * ELEMENT_BYTES
+    d_v, step = VALUE_COLUMNS_OF[d_qk], (rows + issuers * keys) * 16 * ELEMENT_BYTES  # step: both operands of a product over 16 columns
+    read = keys * (d_qk + d_v) * ELEMENT_BYTES
     smem = {
         "S: Q and K": d_qk // 16 * step,
-        "dP: dO and V": D_V_PER_HEAD // 16 * step,
+        "dP: dO and V": d_v // 16 * step,
         "dQ: K": issuers * keys * d_qk * ELEMENT_BYTES,
         "TMA": read,
     }
-    flops = {"S": _product(rows, keys, d_qk), "dP": _product(rows, keys, D_V_PER_HEAD), "dQ": _product(rows, d_qk, keys)}
+    flops = {"S": _product(rows, keys, d_qk), "dP": _product(rows, keys, d_v), "dQ": _product(rows, d_qk, keys)}
     return _BackwardTile(rows, keys, flops, smem, read)
 
 
-def _dkdv_tile(d_qk: int, rows: int, keys: int, issuers: int, statistics: Mapping[str, int]) -> _BackwardTile:
+def _dkdv_tile(d_qk: int, rows: int, keys: int, issuers: int, statistics: Mapping[str, int], sums: int = 1) -> _BackwardTile:
     """Return a tile of dK and dV whose keys are divided among so many issuers of products, which read the rows once each.
 
-    statistics: bytes of lse and delta that warps read, by cause.
+    statistics: bytes of lse and delta that warps read, by cause. sums: 2 where dK and dV are computed apart, S twice.
     """
-    step = (keys + issuers * rows) * 16 * ELEMENT_BYTES
-    read = rows * (d_qk + D_V_PER_HEAD) * ELEMENT_BYTES
+    d_v, step = VALUE_COLUMNS_OF[d_qk], (keys + issuers * rows) * 16 * ELEMENT_BYTES
+    read = sums * rows * (d_qk + d_v) * ELEMENT_BYTES
     smem = {
-        "S: K and Q": d_qk // 16 * step,
-        "dP: V and dO": D_V_PER_HEAD // 16 * step,
-        "dV: dO, dK: Q": issuers * read,
+        "S: K and Q": sums * d_qk // 16 * step,
+        "dP: V and dO": d_v // 16 * step,
+        "dV: dO, dK: Q": issuers * read // sums,
         "TMA": read,
         **statistics,
     }
     flops = {
-        "S": _product(keys, rows, d_qk),
-        "dP": _product(keys, rows, D_V_PER_HEAD),
-        "dV": _product(keys, D_V_PER_HEAD, rows),
+        "S": sums * _product(keys, rows, d_qk),
+        "dP": _product(keys, rows, d_v),
+        "dV": _product(keys, d_v, rows),
         "dK": _product(keys, d_qk, rows),
     }
     return _BackwardTile(rows, keys, flops, smem, read)
@@ -411,18 +436,21 @@ def _dense_prefill_dq_sm100(config: Config) -> Block:
     rows, keys = dense_prefill_dq.TILE_ROWS, dense_prefill_dq.TILE_KEYS[SM100.name][d_qk]
     tile = _dq_tile(d_qk, rows, keys, issuers=1)
     of_slopes, of_rows = (tile.flops[name] / _MMA_16[SM100.name] for name in ("dP", "dQ"))
-    path = (Stage("dP", of_slopes, of_slopes), Stage("dS", 550, 590), Stage("dQ", of_rows, of_rows, barriers=0))
+    path = (Stage("dP", of_slopes, of_slopes), Stage("dS", 550 * keys / 128, 590), Stage("dQ", of_rows, of_rows, barriers=0))
     return tile.block(path)
 
 
 def _dense_prefill_dkdv_sm100(config: Config) -> Block:
     """Return a block of dK and dV. P takes the place of S: S of the next tile, in order, waits for dV of the last part of P."""
     d_qk = int(config["d_qk"])
-    keys, rows = dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES[SM100.name][d_qk]
-    statistics = {"lse and delta, of eight rows in two turns, by four warps": 4 * 2 * rows // 8 * 256}
-    tile = _dkdv_tile(d_qk, rows, keys, 1, statistics)
+    keys, rows, sums = (
+        sizes[SM100.name][d_qk] for sizes in (dense_prefill_dkdv.TILE_KEYS, dense_prefill_dkdv.TILE_QUERIES, dense_prefill_dkdv.ITEM_SUMS)
+    )
+    statistics = {"lse and delta, of eight rows in two turns, by four warps": 4 * 2 * rows // 8 * 256 * sums}
+    tile = _dkdv_tile(d_qk, rows, keys, 1, statistics, sums)
     scores, values = (tile.flops[name] / _MMA_16[SM100.name] for name in ("S", "dV"))
-    rest = values * (rows - 64) / rows  # 64 rows are handed over first
+    first = 32 if sums > 1 else 64  # rows that are handed over before the rest
+    rest = values * (rows - first) / rows
     path = (Stage("S", scores, scores), Stage("P", 768, 1150), Stage("dV of the last part of P", rest, rest, barriers=0))
     return tile.block(path)
 
@@ -472,6 +500,8 @@ _BLOCKS: Mapping[tuple[str, str], Callable[[Config], Block]] = {
     ("sparse_prefill", SM100.name): _sparse_prefill_sm100,
     ("dense_prefill", SM90.name): lambda config: _dense_prefill(SM90.name, config),
     ("dense_prefill", SM100.name): lambda config: _dense_prefill(SM100.name, config),
+    ("masked_prefill", SM90.name): lambda config: _masked_prefill(SM90.name, config),
+    ("masked_prefill", SM100.name): lambda config: _masked_prefill(SM100.name, config),
     ("dense_prefill_dq", SM90.name): _dense_prefill_dq_sm90,
     ("dense_prefill_dq", SM100.name): _dense_prefill_dq_sm100,
     ("dense_prefill_dkdv", SM90.name): _dense_prefill_dkdv_sm90,

@@ -14,7 +14,7 @@ from .svg import FAINT, GRID, line, log_fraction, mark, path, picture, text
 OURS = ""  # library of our own points
 WIDTH, HEIGHT = 1320, 520
 TOP, BOTTOM = 62, 62
-_TITLES = {"batch": "requests (tokens of merge_states and cache_write)", "length": "keys of a request"}
+_TITLES = {"batch": "requests (tokens of merge_states and of writers)", "length": "keys of a request"}
 _PANEL, _LEFT, _LABELS = 660, 70, 190  # pixels: width of a panel, and its margins left and right of the axes
 
 
@@ -60,6 +60,10 @@ def _axes_of(op: str, shape: Mapping[str, Any]) -> tuple[str, float | None, floa
             return f"h{shape['h_q']} s{shape['s_q']} splits{shape['splits']}", shape["batch"], None
         case "cache_write":
             return shape["cache"], shape["tokens"], None
+        case "cache_insert":
+            return f"h{shape['h_q']} {shape['cache']}", shape["tokens"], None
+        case "index_write":
+            return f"h{shape['h_q']}" if shape["h_q"] else "keys", shape["tokens"], None
         case "indexer_topk":
             return f"h{shape['h_q']} topk{shape['topk']} {'pages' if shape['paged'] else 'rows'}", shape["tokens"], shape["context"]
         case "topk_indices":

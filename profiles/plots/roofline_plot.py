@@ -28,6 +28,8 @@ OP_COLORS = {
     "combine": "#3b6f8f",
     "merge_states": "#555",
     "cache_write": "#0f8a8a",
+    "cache_insert": "#0b5d5d",
+    "index_write": "#4aa3a3",
     "topk_indices": "#a0522d",
     "indexer_topk": "#d2691e",
 }

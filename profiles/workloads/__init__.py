@@ -7,11 +7,13 @@ from typing import Any
 import torch
 
 from ..rows import Case
+from .cache_insert import CacheInsert
 from .cache_write import CacheWrite
 from .combine import Combine
 from .dense_decode import DenseDecode
 from .dense_prefill import DensePrefill
 from .dense_prefill_backward import DensePrefillBackward
+from .index_write import IndexWrite
 from .indexer_topk import IndexerTopk
 from .merge_states import MergeStates
 from .sparse_decode import SparseDecode
@@ -28,6 +30,8 @@ WORKLOADS: dict[str, type[Workload[Any]]] = {
     "combine": Combine,
     "merge_states": MergeStates,
     "cache_write": CacheWrite,
+    "cache_insert": CacheInsert,
+    "index_write": IndexWrite,
     "topk_indices": TopkIndices,
     "indexer_topk": IndexerTopk,
 }

@@ -10,8 +10,8 @@ from ...cache import dequantise_cache, quantise_cache, write_kv_cache
 from ...spec.cache_rows import latent_columns
 from ...spec.mla import ceil_div
 from ...testing.compare import EQUAL
-from ..shapes import CacheWriteShape
-from .operands import generator, values
+from ..shapes import CacheInsertShape, CacheWriteShape
+from .operands import generator, random_slots, values
 from .workload import DTYPES, POISON_BYTE, Results, Workload, spread_samples
 
 
@@ -22,6 +22,18 @@ class Operands:
     keys: torch.Tensor
     k_cache: torch.Tensor
     slots: torch.Tensor
+
+
+def unwritten_cache(shape: CacheWriteShape | CacheInsertShape, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Allocate a cache just large enough for the tokens, filled with NaN bytes."""
+    layout = shape.format
+    row = (ceil_div(shape.tokens, shape.page_size), shape.page_size, 1)
+    if layout.quantised:
+        cache = torch.empty((*row, layout.page_bytes(1)), dtype=torch.uint8, device=device)
+    else:
+        cache = torch.empty((*row, layout.d_qk), dtype=dtype, device=device)
+    cache.view(torch.uint8).fill_(POISON_BYTE)
+    return cache
 
 
 class CacheWrite(Workload[Operands]):
@@ -35,17 +47,11 @@ class CacheWrite(Workload[Operands]):
 
     def make_operands(self, seed: int) -> Operands:
         """Allocate one operand set; the cache is filled with NaN bytes."""
-        shape, layout, dtype = self.shape, self.shape.format, DTYPES[self.case.dtype]
+        shape, dtype = self.shape, DTYPES[self.case.dtype]
         draw = generator(self.device, seed)
-        pages = ceil_div(shape.tokens, shape.page_size)
-        row = (pages, shape.page_size, 1)
-        if layout.quantised:
-            cache = torch.empty((*row, layout.page_bytes(1)), dtype=torch.uint8, device=self.device)
-        else:
-            cache = torch.empty((*row, layout.d_qk), dtype=dtype, device=self.device)
-        cache.view(torch.uint8).fill_(POISON_BYTE)
-        slots = torch.randperm(pages * shape.page_size, generator=draw, device=self.device)[: shape.tokens]
-        return Operands(values(draw, dtype, shape.tokens, layout.d_qk), cache, slots)
+        cache = unwritten_cache(shape, dtype, self.device)
+        slots = random_slots(draw, shape.tokens, shape.page_size)
+        return Operands(values(draw, dtype, shape.tokens, shape.format.d_qk), cache, slots)
 
     def call(self, operands: Operands) -> None:
         """Call write_kv_cache."""

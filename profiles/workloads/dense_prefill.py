@@ -13,7 +13,7 @@ from ...api import flash_attn_varlen_func
 from ...testing.compare import DENSE_PREFILL_OUT, PREFILL_LSE
 from ..shapes import DensePrefillShape
 from .dense_decode import sample_requests
-from .operands import generator, values
+from .operands import generator, shown_keys, values
 from .workload import DTYPES, Results, Workload
 
 _CHECKED_TOKENS = (0, 1, 127, 128)  # query tokens of a sequence that are compared, from its start and from its end
@@ -28,6 +28,7 @@ class Operands:
     v: torch.Tensor
     out: torch.Tensor
     lse: torch.Tensor
+    key_mask: torch.Tensor | None
 
 
 class DensePrefill(Workload[Operands]):
@@ -45,6 +46,8 @@ class DensePrefill(Workload[Operands]):
         )
         self.longest = max(self.shape.lengths)
         self.longest_k = self.longest + self.shape.cached
+        seen = [keys for length in self.shape.lengths for keys in self.shape.seen(length)] if self.shape.shown else []
+        self.seen = torch.tensor(seen, dtype=torch.int64, device=self.device)
 
     def make_operands(self, seed: int) -> Operands:
         """Allocate one operand set."""
@@ -56,6 +59,7 @@ class DensePrefill(Workload[Operands]):
             v=values(draw, dtype, shape.keys, shape.h_kv, shape.d_v),
             out=torch.full((shape.tokens, shape.h_q, shape.d_v), math.nan, dtype=dtype, device=device),
             lse=torch.full((shape.tokens, shape.h_q), math.nan, dtype=torch.float32, device=device),
+            key_mask=shown_keys(draw, self.seen, self.longest_k, shape.shown) if shape.shown else None,
         )
 
     def call(self, operands: Operands) -> None:
@@ -71,6 +75,7 @@ class DensePrefill(Workload[Operands]):
             causal=self.shape.causal,
             out=operands.out,
             lse=operands.lse,
+            key_mask=operands.key_mask,
         )
 
     def results(self, operands: Operands) -> Results:
@@ -101,5 +106,7 @@ class DensePrefill(Workload[Operands]):
         k, v = (tensor[keys].transpose(0, 1).repeat_interleave(group, dim=0) for tensor in (operands.k, operands.v))
         length = self.shape.lengths[sample] + self.shape.cached
         visible = torch.arange(length, device=self.device) <= (tokens[:, None] + self.shape.cached if self.shape.causal else length)
+        if operands.key_mask is not None:
+            visible = visible & reference.mask_keys(operands.key_mask[rows][tokens], length)
         out, lse = reference.attention(q, k, v, self.shape.d_qk**-0.5, visible)
         return {"out": out, "lse": lse}

@@ -10,7 +10,7 @@ import torch
 
 from ... import reference
 from ...api import flash_attn_varlen_backward, flash_attn_varlen_func, workspace_size
-from ...spec.dense_prefill_dq import D_V
+from ...spec.dense_prefill import HEAD_DIMS
 from ...testing.compare import DENSE_PREFILL_GRADIENT
 from ..shapes import DensePrefillBackwardShape
 from .dense_decode import sample_requests
@@ -59,10 +59,10 @@ class DensePrefillBackward(Workload[Operands]):
     def make_operands(self, seed: int) -> Operands:
         """Allocate one operand set; out and lse are those of a forward call."""
         shape, dtype, device = self.shape, DTYPES[self.case.dtype], self.device
-        draw = generator(device, seed)
+        draw, d_v = generator(device, seed), HEAD_DIMS[shape.d_qk]
         q, k = (values(draw, dtype, shape.tokens, heads, shape.d_qk) for heads in (shape.h_q, shape.h_kv))
-        v = values(draw, dtype, shape.tokens, shape.h_kv, D_V)
-        dout = values(draw, dtype, shape.tokens, shape.h_q, D_V) * 10
+        v = values(draw, dtype, shape.tokens, shape.h_kv, d_v)
+        dout = values(draw, dtype, shape.tokens, shape.h_q, d_v) * 10
         ends = (self.cu_seqlens, self.cu_seqlens_k, self.longest, self.longest_k)
         out, lse = flash_attn_varlen_func(q, k, v, *ends, causal=shape.causal)
         dq, dk, dv = (torch.full_like(tensor, math.nan) for tensor in (q, k, v))

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+
+from ...layer.key_masks import pack_flags
+from ...spec.masked_prefill import MASK_WORD_KEYS
+from ...spec.mla import D_ROPE, ceil_div
 
 VALUE_DEVIATION = 0.1  # standard deviation of values, which are clamped to [-1, 1]
 _MOST_DRAWS = 1 << 26  # random numbers sorted at a time
@@ -22,6 +27,17 @@ def values(draw: torch.Generator, dtype: torch.dtype, *size: int) -> torch.Tenso
     return made.normal_(0.0, VALUE_DEVIATION, generator=draw).clamp_(-1.0, 1.0)
 
 
+def random_slots(draw: torch.Generator, tokens: int, page_size: int) -> torch.Tensor:
+    """Draw int64 [tokens]: different slots of a cache just large enough for the tokens."""
+    return torch.randperm(ceil_div(tokens, page_size) * page_size, generator=draw, device=draw.device)[:tokens]
+
+
+def angle_table(draw: torch.Generator, positions: int) -> torch.Tensor:
+    """Return fp32 [positions, 64]: cosines of 32 random angles of each position, then their sines."""
+    angles = torch.empty(positions, D_ROPE // 2, device=draw.device).uniform_(0, 2 * math.pi, generator=draw)
+    return torch.cat((angles.cos(), angles.sin()), dim=1)
+
+
 def first_tokens(tokens: Sequence[int], device: torch.device) -> torch.Tensor | None:
     """Return cu_seqlens_q, int32 [requests + 1], of query tokens of each request; None without any."""
     return torch.tensor([0, *accumulate(tokens)], dtype=torch.int32, device=device) if tokens else None
@@ -35,6 +51,23 @@ def selections(draw: torch.Generator, tokens: int, count: int, rows: int) -> tor
         here = chosen[first : first + step]
         here.copy_(torch.rand(len(here), rows, generator=draw, device=draw.device).argsort(dim=-1)[:, :count])
     return chosen
+
+
+def shown_keys(draw: torch.Generator, seen: torch.Tensor, keys: int, count: int) -> torch.Tensor:
+    """Draw a mask of keys, int32 [tokens, ceil(keys / 32)], that shows each token `count` of the keys that it sees, or all of them.
+
+    seen: int64 [tokens] on the generator's device, the first keys of its sequence that a token sees. Further bits are arbitrary.
+    """
+    words = ceil_div(keys, MASK_WORD_KEYS)
+    mask = torch.empty(len(seen), words, dtype=torch.int32, device=draw.device)
+    step = max(_MOST_DRAWS // max(keys, 1), 1)
+    for first in range(0, len(seen), step):
+        here = seen[first : first + step].unsqueeze(1)
+        order = torch.rand(len(here), keys, generator=draw, device=draw.device)
+        order += torch.arange(keys, device=draw.device) >= here
+        flags = torch.zeros(len(here), words * MASK_WORD_KEYS, dtype=torch.uint8, device=draw.device)
+        mask[first : first + step] = pack_flags(flags.scatter_(1, order.argsort(dim=-1)[:, :count], 1))
+    return mask
 
 
 def page_order(device: torch.device, pages: int, seed: int) -> torch.Tensor:

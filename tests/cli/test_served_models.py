@@ -23,8 +23,8 @@ ROWS = {cells[0]: dict(zip(HEADS, cells, strict=True)) for cells in served_model
     [
         ("DeepSeek-V2-Lite", ("16", "512 + 64", "q, k 192; v 128", "`latent`, `fp8_576`", "–", "with gradients", "–", "yes")),
         ("DeepSeek-V4.1", ("64", "512, of them 64 rotary", "–", "–", "`v41`, `v41_paged`; beside `v41` also `v41_fp4`", "–", "yes")),
-        ("GLM-4.7-Flash", ("20", "512 + 64", "q, k 256; v 256", "`latent`, `fp8_576`", "–", "without gradients", "–", "yes")),
-        ("GLM-5.3-Flash", ("64", "512 + 0", "q, k 256; v 256", "`latent_512`", "`nope_528`", "without gradients", "yes")),
+        ("GLM-4.7-Flash", ("20", "512 + 64", "q, k 256; v 256", "`latent`, `fp8_576`", "–", "with gradients", "–", "yes")),
+        ("GLM-5.3-Flash", ("64", "512 + 0", "q, k 256; v 256", "`latent_512`", "`nope_528`", "with gradients", "yes")),
         ("Mistral Small 4", ("32", "256 + 64", "q, k 128; v 128", "`latent_320`", "–", "with gradients", "–", "yes")),
         (
             "DeepSeek-V3.2",

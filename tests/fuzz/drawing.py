@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.dense_decode import UNIT_ROWS, takes_key_masks
-from cute_mla.spec.dense_prefill_dq import HEAD_DIMS as GRADIENT_HEAD_DIMS
+from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.sparse_decode import DECODED, DECODED_BESIDE, serving_kernels
 from cute_mla.testing.cases.cache_gather import CacheGatherCase
@@ -273,7 +273,7 @@ def dense_prefill_cases(draw: st.DrawFn, packed: bool = False, masked: bool = Fa
         kv_layout=draw(st.sampled_from(("packed", "padded", "kvpacked", "heads_first"))),
     )
     aligned = case.row_alignment == 16
-    if masked and aligned and (case.dtype, case.d_qk in GRADIENT_HEAD_DIMS, case.neighbours) == ("bf16", True, "finite"):
+    if masked and aligned and (case.dtype, case.d_qk in MASKED_HEAD_DIMS, case.neighbours) == ("bf16", True, "finite"):
         masks: st.SearchStrategy[Any] = st.sampled_from((None, "random", "blocks", "single", "edges"))
         case = replace(case, mask=draw(masks), mask_layout=draw(st.sampled_from(("packed", "padded"))))
     return case if case.tiles <= 2 * TILES else replace(case, h_kv=1, group=1, lengths=case.lengths[:1])
@@ -282,7 +282,7 @@ def dense_prefill_cases(draw: st.DrawFn, packed: bool = False, masked: bool = Fa
 @st.composite
 def backward_cases(draw: st.DrawFn) -> DensePrefillBackwardCase:
     """Draw the gradients of a call of dense prefill."""
-    forward = draw(dense_prefill_cases().filter(lambda case: case.d_qk in GRADIENT_HEAD_DIMS))
+    forward = draw(dense_prefill_cases())
     layouts: st.SearchStrategy[Any] = st.sampled_from(("packed", "sliced", "odd", "heads_first", "one"))
     return DensePrefillBackwardCase(
         **{field.name: getattr(forward, field.name) for field in fields(forward)},

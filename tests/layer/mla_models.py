@@ -166,9 +166,9 @@ def turned(columns: Tensor, config: Mapping[str, Any]) -> Tensor:
 
 
 def softmax_scale(config: Mapping[str, Any]) -> float:
-    """Return columns ** -0.5 of a query, times the square of YaRN's magnitude, but not of Mistral's."""
+    """Return columns ** -0.5 of a query, times the square of YaRN's magnitude."""
     yarn, _ = rope_of(config)
-    magnitude = 0.1 * yarn["mscale_all_dim"] * math.log(yarn["factor"]) + 1 if yarn and "llama_4_scaling_beta" not in yarn else 1
+    magnitude = 0.1 * yarn["mscale_all_dim"] * math.log(yarn["factor"]) + 1 if yarn else 1
     return (config["qk_nope_head_dim"] + config["qk_rope_head_dim"]) ** -0.5 * magnitude**2
 
 

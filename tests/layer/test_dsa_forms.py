@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cute_mla.layer import DecodeRequests, MlaBatch, plan_batch, plan_sequences
+from cute_mla.layer import DecodeRequests, MlaBatch, PrefillRequests, plan_batch, plan_sequences
 from cute_mla.layer.forms import Form, Forms, Sparsity, decode_form, forms_of, prefill_form
 
 
@@ -17,11 +17,36 @@ from cute_mla.layer.forms import Form, Forms, Sparsity, decode_form, forms_of, p
         (Sparsity(16, True, False), ("dense", "chosen"), ("dense", "chosen")),
         (Sparsity(16, False, False), ("all", "chosen"), ("dense", "chosen")),
         (Sparsity(16, True, True), ("all", "chosen"), ("all", "chosen")),
+        (Sparsity(16, True, False, 16), ("dense", "chosen"), ("dense", "masked")),
+        (Sparsity(16, True, True, 16), ("all", "chosen"), ("all", "chosen")),
     ],
 )
 def test_up_to_topk_and_beyond(sparsity: Sparsity, decode: tuple[Form, Form], prefill: tuple[Form, Form]) -> None:
     assert (decode_form(16, sparsity), decode_form(17, sparsity)) == decode
-    assert (prefill_form(16, sparsity), prefill_form(17, sparsity)) == prefill
+    assert (prefill_form(requests(16), sparsity), prefill_form(requests(17), sparsity)) == prefill
+
+
+@pytest.mark.parametrize(
+    ("heads", "new", "cached", "form"),
+    [
+        (16, 16384, 0, "masked"), (32, 16384, 0, "masked"), (64, 16384, 0, "chosen"), (128, 16384, 0, "chosen"),
+        (16, 51200, 0, "masked"), (16, 51202, 0, "chosen"), (64, 12800, 0, "masked"), (64, 12802, 0, "chosen"),
+        (65, 16384, 0, "masked"), (128, 12800, 0, "masked"), (128, 12802, 0, "chosen"),
+        (16, 2000, 24600, "masked"), (16, 2000, 24601, "chosen"), (1, 2000, 400_000, "masked"),
+    ],
+)  # fmt: skip
+def test_a_mask_while_it_is_faster(heads: int, new: int, cached: int, form: Form) -> None:
+    """One head over 200 times the keys that are chosen, a token's mean; sparse prefill takes 64 heads at a time."""
+    assert prefill_form(requests(new, cached), Sparsity(2048, True, False, heads)) == form
+    assert prefill_form(requests(new, cached), Sparsity(2048, True, False)) == "chosen"
+
+
+def requests(new: int, cached: int = 0) -> PrefillRequests:
+    """Return one prefill request."""
+    pages = torch.zeros(1, -(-(new + cached) // 64), dtype=torch.int32)
+    planned = plan_batch([new], [cached], pages, 64).prefill
+    assert planned is not None
+    return planned
 
 
 def test_what_a_batch_says_of_its_keys() -> None:

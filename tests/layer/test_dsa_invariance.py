@@ -21,6 +21,7 @@ from cute_mla.spec.arch import Arch
 from cute_mla.testing.compare import same_bits
 from tests.layer.dsa_models import V3_2
 from tests.layer.dsa_steps import SparseSequences
+from tests.layer.mla_models import GLM_5
 
 # Enough keys that a request alone may be divided among SMs. Decodes: of more and of fewer keys than are chosen. Prefills: the same, behind
 # cached keys, and a short prompt.
@@ -92,18 +93,24 @@ def step(
 
 
 def test_shuffled_and_resized_batches(prepared: SparseSequences, arch: Arch) -> None:
-    """In another order, on other pages, on other SMs, in part and alone."""
+    """In another order, on other pages, on other SMs, in part and alone.
+
+    Alone on 8 SMs, which pairs of CTAs are four parts for, the keys of the first request would be split without the flag.
+    """
     whole = step(prepared, range(len(ENDS)), (arch.name, 2))
     assert [len(own) for own in whole[0].positions] == [TOPK]
     assert [len(own) for own in whole[1].positions] == [6]
-    for requests, moved, sms in (((1, 0, 4, 3, 2), True, 3), ((0,), False, 4), ((4, 2), True, 2)):
+    for requests, moved, sms in (((1, 0, 4, 3, 2), True, 3), ((0,), False, 8), ((4, 2), True, 2)):
         for request, ran in zip(requests, step(prepared, requests, (arch.name, sms), moved=moved), strict=True):
             assert ran.positions == whole[request].positions
             assert same_bits(ran.out, whole[request].out), (requests, request)
 
 
-def test_without_the_flag_a_long_request_changes_a_short_one(prepared: SparseSequences) -> None:
+@pytest.mark.usefixtures("_rows_alone")
+def test_without_the_flag_a_long_request_changes_a_short_one() -> None:
     """The planted difference: beside a prompt of many keys a short one is attended to sparsely, and alone densely."""
+    prepared = SparseSequences.drawn(GLM_5, ENDS, torch.bfloat16, topk=TOPK)
+    prepared.until(CONTEXTS).step([0] * len(ENDS), 0)
     (alone,) = step(prepared, [4], ("sm90", 2), invariant=False)
     beside = step(prepared, [2, 4], ("sm90", 2), invariant=False)[1]
     assert not same_bits(alone.out, beside.out)

@@ -59,13 +59,13 @@ def test_glm_5_3_flash() -> None:
 
 
 def test_mistral_small_4() -> None:
-    """Its YaRN scales neither the softmax nor rotary columns; queries grow with their position instead."""
+    """Its YaRN scales the softmax, by (0.1 ln 128 + 1) squared, and not the rotary columns; queries grow with their position."""
     config = MlaConfig.from_hugging_face({"text_config": MISTRAL_SMALL_4})
     assert (config.kv_lora_rank, config.qk_rope_head_dim, config.key_columns) == (256, 64, 320)
     assert (config.qk_nope_head_dim, config.v_head_dim, config.query_columns) == (64, 128, 128)
     assert config.rope_scaling == YarnScaling(128, 8192, 32, 1, 1.0, 1.0, 0.1)
     assert config.rope_scaling.rotary_scale == 1.0
-    assert config.softmax_scale == 128**-0.5
+    assert config.softmax_scale == pytest.approx(128**-0.5 * 1.48520303**2, rel=1e-6)
 
 
 def test_without_scaling() -> None:
@@ -129,6 +129,8 @@ def test_magnitudes_that_differ() -> None:
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling has no original_max_position_embeddings"),
         ({"rope_scaling": {**YARN, "factor": -2}}, r"rope_scaling\['factor'\] is -2; supported: a positive"),
         ({"rope_scaling": {**YARN, "mscale": -1}}, r"rope_scaling\['mscale'\] is -1; supported: a number, 0 or more"),
+        ({"rope_scaling": {**YARN, "attention_factor": 1.2}}, r"rope_scaling\['attention_factor'\] is 1\.2; supported: 1\.36888"),
+        ({"rope_scaling": {**YARN, "attention_factor": "1"}}, r"rope_scaling\['attention_factor'\] is '1'; supported: 1\.36888"),
         ({"rope_scaling": {**YARN, "beta_fast": 1}}, "beta_slow 1 and beta_fast 1; supported: the former less"),
     ],
 )

@@ -12,7 +12,7 @@ import cute_mla
 from cute_mla.spec.arch import Arch
 from tests.layer.mla_models import GLM_5, GLM_5_3_FLASH, MISTRAL_FAR, V2_LITE, V3
 from tests.layer.mla_steps import Sequences
-from tests.support.launched_kernels import record_launches
+from tests.support.launched import record_launches
 
 CONTEXTS, DECODES = [65, 0, 5], 1  # of a decode, and of two prefills
 SMS = 2

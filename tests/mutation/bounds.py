@@ -40,7 +40,7 @@ _REQUESTS = (1 << 29) - 1  # most requests of a decode call: each has a row of q
 _TILE_ROWS = 64  # query rows of a CTA of dense decode
 _BLOCKS = {  # most CTAs in x
     "cache_gather": _MOST // KEYS_PER_BLOCK + 1,
-    "cache_insert": _MOST // KEYS_PER_BLOCK + 1 + cache_insert.MAX_QUERIES // cache_insert.ROWS_PER_BLOCK,
+    "cache_insert": _MOST // KEYS_PER_BLOCK + 1 + cache_insert.MAX_QUERIES // cache_insert.WARPS,
     "cache_write": _MOST // KEYS_PER_BLOCK + 1,
     "dense_decode": _TOKENS["dense_decode"] * _HEADS_OF_LATENT // _TILE_ROWS,
     "index_write": index_write.MAX_ROWS // index_write.ROWS_PER_BLOCK,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Edit:
 
     def sites(self, ptx: str) -> list[Mutation]:
         """Find every site of a text, in its order. Comments do not count."""
-        code = re.sub(r"//[^\n]*", lambda comment: " " * len(comment[0]), ptx)
+        code = _without_comments(ptx)
         found: list[Mutation] = []
         line, counted = 1, 0  # counting from the start for each of thousands of matches would take seconds
         for match in self.pattern.finditer(code):
@@ -44,6 +45,12 @@ class Edit:
             text += "\n" * (match[0].count("\n") - text.count("\n"))  # lines behind it keep their numbers
             found.append(Mutation(self.name, len(found), line, match.start(), match.end(), text))
         return found
+
+
+@lru_cache(maxsize=1)
+def _without_comments(ptx: str) -> str:
+    """Return a text with blanks in place of its comments. All kinds of mutations of a text ask for it."""
+    return re.sub(r"//[^\n]*", lambda comment: " " * len(comment[0]), ptx)
 
 
 def apply_all(ptx: str, mutations: Iterable[Mutation]) -> str:

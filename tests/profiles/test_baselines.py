@@ -37,6 +37,7 @@ SPARSE = case_of("sparse_decode", SparseDecodeShape(batch=2, s_q=2, h_q=16, topk
 PREFILL = case_of("sparse_prefill", SparsePrefillShape(s_q=3, h_q=70, s_kv=200, topk=128))
 EQUAL = case_of("dense_prefill", DensePrefillShape(lengths=(70, 70), h_q=2, h_kv=2, causal=True))
 FULL = case_of("dense_prefill", DensePrefillShape(lengths=(70,), h_q=4, h_kv=2, causal=False))
+MASKED = case_of("dense_prefill", DensePrefillShape(lengths=(70,), h_q=4, h_kv=2, causal=True, shown=9))
 RAGGED = case_of("dense_prefill", DensePrefillShape(lengths=(70, 3), h_q=2, h_kv=2, causal=True))
 
 
@@ -195,6 +196,8 @@ def test_torch_attention_gives_the_answer(made: Any, case: Case, padded: bool) -
 
 def test_torch_attention_does_not_take_sequences_of_several_lengths() -> None:
     assert "one length" in Sdpa("SDPA", SDPBackend.MATH, padded=False).unsupported_reason(RAGGED)
+    assert "no mask of keys" in Sdpa("SDPA", SDPBackend.MATH, padded=False).unsupported_reason(MASKED)
+    assert "no mask of keys" in fa4.FlashAttention4().unsupported_reason(MASKED)
 
 
 @pytest.mark.parametrize(
@@ -241,6 +244,8 @@ def test_every_prefill_and_decode_has_a_baseline_that_covers_its_rows() -> None:
         "combine",
         "merge_states",
         "cache_write",
+        "cache_insert",
+        "index_write",
         "topk_indices",
         "indexer_topk",
     }

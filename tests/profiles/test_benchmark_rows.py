@@ -9,13 +9,14 @@ import pytest
 from cute_mla.api import is_supported
 from cute_mla.profiles.rows import OPS, by_priority, load, parse, select, varlen_lengths
 from cute_mla.profiles.shapes import DecodeShape, DensePrefillShape, SparseDecodeShape
-from cute_mla.spec import dense_prefill, dense_prefill_dq, sparse_prefill
+from cute_mla.spec import dense_prefill, sparse_prefill
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.dense_decode import OPERANDS
 from cute_mla.spec.mla import LATENT_DIMS
 from cute_mla.spec.sparse_decode import DECODED, DECODED_BESIDE
 
+WRITERS = ("cache_write", "cache_insert", "index_write")
 GOOD = """
 op = "dense_decode"
 dtype = "bf16"
@@ -43,11 +44,13 @@ def test_the_suite_has_every_row_once() -> None:
     assert rows == {
         "sparse_decode": ["S1", "S2", "S3", "S4", "S5", "S6", "S7"],
         "sparse_prefill": ["P1", "P2", "P3"],
-        "dense_prefill": ["M1", "M3", "M4"],
-        "dense_prefill_backward": ["M2", "M5"],
+        "dense_prefill": ["M1", "M3", "M4", "M7"],
+        "dense_prefill_backward": ["M2", "M5", "M6"],
         "combine": ["C1"],
         "merge_states": ["C2"],
         "cache_write": ["K1", "K2"],
+        "cache_insert": ["K3", "K4"],
+        "index_write": ["K5"],
         "topk_indices": ["X1"],
         "indexer_topk": ["X2"],
     }
@@ -121,7 +124,7 @@ def test_shapes_of_every_op_are_read() -> None:
     assert (varlen.shape.batch, len(set(varlen.shape.lengths)), min(varlen.shape.lengths) >= 1) == (16, 16, True)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op not in ("combine", "merge_states", "cache_write", "topk_indices", "indexer_topk")])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("combine", "merge_states", *WRITERS, "topk_indices", "indexer_topk")])
 def test_rows_are_problems_that_the_kernels_support(op: str) -> None:
     for case in load(op):
         features = {name: getattr(case.shape, name) for name in ("s_q", "h_q", "h_kv", "topk", "page_size") if hasattr(case.shape, name)}
@@ -138,8 +141,9 @@ def test_every_format_and_every_number_of_columns_has_a_row() -> None:
     assert {shape.extra for shape in shapes["sparse_decode"]} - {None} == set(DECODED_BESIDE) - set(DECODED)
     assert {shape.d_qk for shape in shapes["sparse_prefill"]} == set(sparse_prefill.HEAD_DIMS)
     assert {shape.d_qk for shape in shapes["dense_prefill"]} == set(dense_prefill.HEAD_DIMS)
-    assert {shape.d_qk for shape in shapes["dense_prefill_backward"]} == set(dense_prefill_dq.HEAD_DIMS)
-    assert {shape.cache for shape in shapes["cache_write"]} == set(CACHED)
+    assert {shape.d_qk for shape in shapes["dense_prefill_backward"]} == set(dense_prefill.HEAD_DIMS)
+    assert {shape.cache for shape in shapes["cache_write"]} == {shape.cache for shape in shapes["cache_insert"]} == set(CACHED)
+    assert {shape.h_q > 0 for shape in shapes["index_write"]} == {True, False}
 
 
 def test_the_least_work_of_an_indexer() -> None:
@@ -149,6 +153,24 @@ def test_the_least_work_of_an_indexer() -> None:
     assert rows.work.bytes == 131072 * 132 + 4096 * (64 * 132 + 2048 * 4)
     assert rows.work.flops == 2 * 128 * 64 * 4096 * 131072
     assert (paged.text, rows.text) == ("b64 topk2048 of 65536 h64", "tokens4096 topk2048 of 131072 h64")
+
+
+def test_the_least_work_of_writers() -> None:
+    """Of a token of K3: 1,152 bytes of key, 656 of the cache, 8 of slot, 8 of position, 256 of angles, 16 queries of 128 in and out.
+
+    Of a token of K5: 256 of key, 132 of the cache, 8, 8 and 256; of 64 queries 256 in, 128 of codes and 8 of weights each, 8 and 256.
+    Weights of norms are 512 elements of bf16, and 256 of fp32.
+    """
+    (insert,), (keys, queries) = (
+        select(load("cache_insert"), ["K3.656_128_h16"]),
+        select(load("index_write"), ["K5.keys_128", "K5.h64_128"]),
+    )
+    assert insert.work.bytes == 128 * (1152 + 656 + 8 + 8 + 256 + 16 * 256) + 1024
+    assert keys.work.bytes == 128 * (256 + 132 + 8 + 8 + 256) + 1024
+    assert queries.work.bytes == 128 * (64 * (256 + 128 + 8) + 8 + 256)
+    (bare,) = select(load("cache_insert"), ["K4.latent_512"])
+    assert bare.work.bytes == 4096 * (1024 + 1024 + 8) + 1024
+    assert (insert.text, keys.text, queries.text) == ("tokens128 h16 fp8_656", "tokens128 keys", "tokens128 h64")
 
 
 def test_the_keys_of_a_second_cache_count() -> None:

@@ -13,7 +13,8 @@ from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.split_plan import TILE_KEYS
 
-WITH_KEYS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv", "mqa_logits")
+PREFILLS = ("sparse_prefill", "dense_prefill", "masked_prefill", "dense_prefill_dq", "dense_prefill_dkdv")
+WITH_KEYS = ("dense_decode", "sparse_decode", *PREFILLS, "mqa_logits")
 
 
 def entry(name: str) -> KernelEntry:

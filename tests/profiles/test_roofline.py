@@ -134,6 +134,15 @@ def test_dense_prefill_counts_the_pairs_of_each_sequence_and_every_byte_once() -
     assert DensePrefillShape(lengths=(1, 3), h_q=2, h_kv=1, causal=False).work.flops == 640 * 2 * (1 + 9)
 
 
+def test_a_mask_leaves_the_pairs_that_it_shows() -> None:
+    """Sequences of 1 and 3 tokens behind 2 keys, of which a mask shows 4 at most; a word of mask a token."""
+    causal, full = (DensePrefillShape(lengths=(1, 3), h_q=2, h_kv=1, causal=causal, cached=2, shown=4) for causal in (True, False))
+    assert causal.work.flops == 640 * 2 * (3 + 3 + 4 + 4)
+    assert full.work.flops == 640 * 2 * (3 + 4 + 4 + 4)
+    assert causal.work.bytes == 4 * (2 * (2 * 192 + 2 * 128 + 4) + 4) + 2 * (4 + 4) * (192 + 128)
+    assert causal.text == "b2 L1-3 (mean 2) after 2 h2/1 causal shown4"
+
+
 def test_merge_states_counts_every_byte_once() -> None:
     work = MergeShape(tokens=3, h_q=2, states=4).work
     assert work.bytes == 3 * 2 * 5 * (2 * 512 + 4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,18 +15,29 @@ import cute_mla
 from cute_mla.profiles.measure.runner import TIMED, WRONG, measure_case
 from cute_mla.profiles.rows import OPS, Case
 from cute_mla.profiles.shapes import (
+    CacheInsertShape,
     CacheWriteShape,
     CombineShape,
     DecodeShape,
     DensePrefillBackwardShape,
     DensePrefillShape,
     IndexerShape,
+    IndexWriteShape,
     MergeShape,
     SparseDecodeShape,
     SparsePrefillShape,
     TopkShape,
 )
-from cute_mla.profiles.workloads import WORKLOADS, cache_write, indexer_topk, make_workload, topk_indices, workload
+from cute_mla.profiles.workloads import (
+    WORKLOADS,
+    cache_insert,
+    cache_write,
+    index_write,
+    indexer_topk,
+    make_workload,
+    topk_indices,
+    workload,
+)
 from cute_mla.profiles.workloads.dense_decode import DenseDecode
 from cute_mla.profiles.workloads.operands import generator, selections
 from cute_mla.runtime.simulated_device import SimulatedDevice
@@ -52,6 +64,9 @@ CASES = {
     "sparse prefill": case_of("sparse_prefill", SparsePrefillShape(s_q=3, h_q=16, s_kv=150, topk=70)),
     "dense prefill, causal": case_of("dense_prefill", DensePrefillShape(lengths=(130, 1, 40), h_q=2, h_kv=1, causal=True)),
     "dense prefill": case_of("dense_prefill", DensePrefillShape(lengths=(70,), h_q=1, h_kv=1, causal=False)),
+    "dense prefill, masked": case_of(
+        "dense_prefill", DensePrefillShape(lengths=(130, 1, 40), h_q=2, h_kv=1, causal=True, cached=33, shown=20)
+    ),
     "dense prefill, backward": case_of("dense_prefill_backward", DensePrefillBackwardShape(lengths=(130, 40), h_q=2, h_kv=1, causal=True)),
     "combine": case_of("combine", CombineShape(batch=3, s_q=2, h_q=9, splits=2)),
     "combine of many": case_of("combine", CombineShape(batch=1, s_q=1, h_q=4, splits=37)),
@@ -59,6 +74,11 @@ CASES = {
 }
 # what these leave is equal to the reference
 WRITES = {name: case_of("cache_write", CacheWriteShape(tokens=5, cache=name, page_size=3)) for name in ("latent", "fp8_656", "fp8_584")}
+INSERTS = {
+    name: case_of("cache_insert", CacheInsertShape(tokens=5, h_q=heads, cache=name, page_size=3))
+    for name, heads in (("fp8_656", 3), ("v41", 2), ("latent_512", 0))
+}
+PREPARED = {name: case_of("index_write", IndexWriteShape(tokens=5, h_q=heads, page_size=16)) for name, heads in (("keys", 0), ("h3", 3))}
 SELECTED = case_of("topk_indices", TopkShape(rows=2, columns=300, topk=20))
 INDEXED = {
     "pages": case_of("indexer_topk", IndexerShape(tokens=2, h_q=33, context=300, topk=20, paged=True)),
@@ -74,7 +94,11 @@ def few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_op_with_rows_has_a_workload_and_a_case_here() -> None:
-    assert set(WORKLOADS) == set(OPS) == {case.op for case in (*CASES.values(), *WRITES.values(), SELECTED, *INDEXED.values())}
+    assert (
+        set(WORKLOADS)
+        == set(OPS)
+        == {case.op for case in (*CASES.values(), *WRITES.values(), *INSERTS.values(), *PREPARED.values(), SELECTED, *INDEXED.values())}
+    )
 
 
 @pytest.mark.usefixtures("few_launches")
@@ -104,6 +128,43 @@ def test_a_row_of_written_keys_is_checked_and_timed(name: str, arch: Arch, monke
 
         monkeypatch.setattr(cache_write, "write_kv_cache", all_but_one)
         assert "was not written everywhere" in measure_case(WRITES[name], bench())["reason"]
+
+
+@pytest.mark.usefixtures("few_launches")
+@pytest.mark.parametrize("name", INSERTS)
+def test_a_row_of_inserted_keys_is_checked_and_timed(name: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cute_mla.simulate(arch, sm_count=4):
+        record = measure_case(INSERTS[name], bench())
+        assert (record["status"], record["reason"], record["check"]["out_max_abs"]) == (TIMED, "", 0)
+        insert: Callable[..., None] = cache_insert.insert_kv_cache
+
+        def with_other_angles(*rest: Any, **kwargs: Any) -> None:
+            *others, positions = rest
+            insert(*others, None if positions is None else positions.flip(0), **kwargs)
+
+        monkeypatch.setattr(cache_insert, "insert_kv_cache", with_other_angles)
+        assert (measure_case(INSERTS[name], bench())["status"] == WRONG) == (name != "latent_512")
+
+        def with_half_the_weights(*rest: Any, **kwargs: Any) -> None:
+            insert(*(each / 2 if i == 5 else each for i, each in enumerate(rest)), **kwargs)
+
+        monkeypatch.setattr(cache_insert, "insert_kv_cache", with_half_the_weights)
+        assert measure_case(INSERTS[name], bench())["reason"].startswith("out[0]")
+        monkeypatch.setattr(cache_insert, "insert_kv_cache", lambda *rest, **kwargs: None)
+        assert "was not written everywhere" in measure_case(INSERTS[name], bench())["reason"]
+
+
+@pytest.mark.usefixtures("few_launches")
+@pytest.mark.parametrize(("name", "call"), [("keys", "write_index_cache"), ("h3", "prepare_index_queries")])
+def test_a_row_of_an_indexer_is_checked_and_timed(name: str, call: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cute_mla.simulate(arch, sm_count=4):
+        record = measure_case(PREPARED[name], bench())
+        assert (record["status"], record["reason"], record["check"]["out_max_abs"]) == (TIMED, "", 0)
+        write = getattr(index_write, call)
+        monkeypatch.setattr(index_write, call, lambda rows, *rest, **kwargs: write(rows.flip(-1), *rest, **kwargs))
+        assert measure_case(PREPARED[name], bench())["reason"].startswith("out[0]")
+        monkeypatch.setattr(index_write, call, lambda *rest, **kwargs: None)
+        assert "was not written everywhere" in measure_case(PREPARED[name], bench())["reason"]
 
 
 @pytest.mark.usefixtures("few_launches")

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 import cute_mla
-from cute_mla.cache import gather_kv_cache, write_kv_cache
+from cute_mla.cache import gather_kv_cache, insert_kv_cache, write_kv_cache
 from cute_mla.indexer import get_paged_mqa_logits_metadata, indexer_topk, prepare_index_queries, topk_indices, write_index_cache
 from cute_mla.ops.index_torch import layer_norm, prepared
+from cute_mla.ops.norm_rope import rms_norm, rotated
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.runtime.cuda_device import CudaDevice
 from cute_mla.runtime.current import cpu_tensors_on
@@ -249,6 +250,32 @@ def test_keys_and_queries_of_the_indexer_are_prepared_in_a_graph(driver: Capturi
     key = prepared(layer_norm(k, norm[0], norm[1], 1e-6), table[positions], "half_split", False)
     assert torch.equal(cache.flatten(1)[:, :2048].view(2, 16, 128)[[1, 1], [15, 0]], key.codes[[0, 2]])
     assert cache[0].count_nonzero() == 0
+
+
+def test_keys_are_inserted_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:
+    """Other keys, queries, slots and positions at the replay; one token is padding, whose queries are rotated all the same."""
+    kv_c, k_pe, q_pe = torch.randn(3, 512).bfloat16(), torch.randn(3, 64).bfloat16(), torch.zeros(3, 5, 64).bfloat16()
+    cache, slots, positions = torch.zeros(2, 16, 1, 576).bfloat16(), torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0])
+    weight, table, keys = torch.randn(512).bfloat16(), torch.randn(9, 64), torch.zeros(3, 576).bfloat16()
+    call = (kv_c, k_pe, q_pe, cache, slots, weight, table, positions)
+    insert_kv_cache(*call, keys=keys)
+    with captured(driver) as graph:
+        insert_kv_cache(*call, keys=keys)
+    assert (graph.kernels, graph.operations) == (["cache_insert"], [])
+    cache.zero_()
+    slots.copy_(torch.tensor([31, -1, 16]))
+    positions.copy_(torch.tensor([8, 3, 1]))
+    for tensor in (kv_c, k_pe, q_pe):
+        tensor.copy_(torch.randn(tensor.shape))
+    queries = q_pe.clone()
+    with cute_mla.simulate(arch, SM_COUNT) as device:
+        graph.replay(device, [*call, keys])
+    assert torch.equal(q_pe, rotated(queries, table[positions]))
+    expected = torch.cat((rms_norm(kv_c, weight, 1e-6), rotated(k_pe, table[positions])), dim=1)
+    assert torch.equal(keys, expected)
+    rows = cache.flatten(0, 2)
+    assert torch.equal(rows[[31, 16]], expected[[0, 2]])
+    assert rows.any(dim=1).sum() == 2
 
 
 def test_keys_are_written_and_gathered_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:

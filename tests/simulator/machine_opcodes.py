@@ -89,7 +89,8 @@ _INTEGERS = [
     *(f"lop3.b32 $, %r1, %r2, %r3, {table};" for table in (0x1B, 0xE8, 0x96, 0xCA, 0x2A, 0xF8, 0x0C, 0x30)),
     "min.s32 $, %r1, %r2;", "max.s32 $, %r1, %r2;", "min.u32 $, %r1, %r2;", "max.u32 $, %r1, %r2;", "abs.s32 $, %r1;",
     "add.s32 %r50, %r1, %r2; min.s32 $, %r50, %r3;", "add.u32 %r50, %r1, %r2; max.u32 $, %r50, %r3;",
-    "max.u32 %r50, %r1, %r2; max.u32 $, %r50, %r3;", "popc.b32 $, %r1;", "min.s32 %r50, %r1, %r2; max.s32 $, %r50, 0;",
+    "max.u32 %r50, %r1, %r2; max.u32 $, %r50, %r3;", "max.s32 %r50, %r1, %r2; max.s32 $, %r50, %r3;",
+    "min.s32 %r50, %r1, %r2; min.s32 $, %r50, %r3;", "popc.b32 $, %r1;", "min.s32 %r50, %r1, %r2; max.s32 $, %r50, 0;",
     *(f"prmt.b32 $, %r1, %r2, {selector};" for selector in (0x5410, 0x7632, 0x3210, 0x0123, 0x6543, 0x9180)), "prmt.b32 $, %r1, %r2, %r3;",
     *(predicate(f"setp.{c}.{t} %p1, %r1, %r2;") for c in ("eq", "ne", "lt", "le", "gt", "ge") for t in ("s32", "u32")),
     *(predicate(f"setp.lt.s32 %p2, %r1, %r3; setp.ge.{b}.u32 %p1, %r2, %r4, %p2;") for b in ("and", "or", "xor")),
@@ -132,6 +133,7 @@ _FLOATS = [
     floating("abs.f32 %f8, %f1; rsqrt.approx.ftz.f32 %f9, %f8;"),
     "cvt.rn.bf16x2.f32 $, %f1, %f2;", "cvt.rn.f16x2.f32 $, %f1, %f2;", "cvt.rzi.u32.f32 $, %f1;", "cvt.rzi.s32.f32 $, %f1;",
     "cvt.rn.satfinite.e4m3x2.f32 %h1, %f1, %f2; cvt.rn.satfinite.e4m3x2.f32 %h2, %f3, %f4; mov.b32 $, {%h1, %h2};",
+    "cvt.rn.bf16.f32 %h1, %f1; cvt.u32.u16 $, %h1;", "cvt.rn.f16.f32 %h1, %f1; cvt.u32.u16 $, %h1;",
     floating("cvt.rn.f32.s32 %f9, %r1;"), floating("cvt.rn.f32.u32 %f9, %r1;"),
 ]  # fmt: skip
 
@@ -184,7 +186,8 @@ bar.sync 0; sub.s64 %rd9, %rd6, %rd1; xor.b32 %r61, %r0, 37; mul.wide.u32 %rd10,
 red.global.add.u32 [%rd10+4608], %r1; atom.global.add.u32 %r100, [%rd10+4608], %r2; atom.global.xor.b32 %r101, [%rd10+4608], %r3;
 atom.global.exch.b32 %r102, [%rd10+4608], %r4; st.u32 [%rd10+5120], %r2; mov.u32 %r103, %r1;
 ld.global.nc.u32 %r104, [%rd2]; ld.global.nc.v4.u32 {%r105, %r106, %r107, %r108}, [%rd0+16]; bar.sync 0;
-ld.global.u32 %r109, [%rd6+4608]; ld.u32 %r110, [%rd6+5120];
+ld.global.u32 %r109, [%rd6+4608]; ld.u32 %r110, [%rd6+5120]; mul.wide.u32 %rd11, %r61, 8; add.s64 %rd11, %rd0, %rd11;
+ld.v2.u32 {%r111, %r112}, [%rd11];
 """
 
 _BULK = """
@@ -248,7 +251,7 @@ PLAIN = (
     gathered("divisions", _DIVISIONS, "I2F.U32.RP F2I.FTZ.U32.TRUNC.NTZ CALL.REL.NOINC RET.REL.NODEC I2F.U64.RP MUFU.RCP"),
     gathered("floats", _FLOATS, "FADD FADD.RM FADD.RP FADD.RZ FADD.FTZ FMUL FMUL.RM FFMA FFMA.RZ FFMA.RM FMNMX FMNMX.NAN FSETP.NEU "
         "FSETP.GTU FSETP.NAN FSEL FCHK MUFU.EX2 MUFU.LG2 MUFU.RSQ F2FP.BF16.F32.PACK_AB F2FP.F16.F32.PACK_AB "
-        "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C F2I I2FP",
+        "F2FP.SATFINITE.E4M3.F32.PACK_AB_MERGE_C F2F.BF16.F32 F2F.F16.F32 F2I I2FP",
         floats=True),
     gathered("bytes", _BYTES, "F2FP.F16.E4M3.UNPACK_B HADD2.F32"),
     gathered("warps", _WARPS, "SHFL.BFLY SHFL.IDX SHFL.UP SHFL.DOWN VOTE.ANY VOTE.ALL ELECT S2R"),
@@ -258,7 +261,8 @@ PLAIN = (
     gathered("halves", _HALVES, "HMUL2.BF16_V2 HADD2.BF16_V2 HFMA2 HMUL2 HADD2", floats=True),
     gathered("packed", _PACKED, "FADD2 FADD2.RM FADD2.FTZ FMUL2 FFMA2 FFMA2.FTZ", floats=True, archs=("sm100",)),
     gathered("words", _WORDS, "SHF.R.U64 FLO.U32"),
-    Evidence("global", _GLOBAL, 11, ("ATOMG.E.ADD", "ATOMG.E.XOR", "ATOMG.E.EXCH", "REDG.E.ADD", "LDG.E.CONSTANT", "ST.E", "LD.E")),
+    Evidence("global", _GLOBAL, 13, ("ATOMG.E.ADD", "ATOMG.E.XOR", "ATOMG.E.EXCH", "REDG.E.ADD", "LDG.E.CONSTANT", "ST.E", "LD.E",
+                                     "LD.E.64")),
     Evidence("bulk", _BULK, 2, ("UBLKCP.G.S", "UTMACMDFLUSH", "DEPBAR.LE", "R2UR", "R2UR.OR", "BRA.U.ANY", "CCTL.IVALL")),
     Evidence("spilled", _SPILLED, _MANY, ("STL", "LDL"), registers=32),
     Evidence("control", _CONTROL, 4, ("BSSY", "BSYNC", "BRA")),

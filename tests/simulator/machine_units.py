@@ -9,7 +9,7 @@ _MODES = ("and", "or", "xor")
 _COMPARISONS = [
     *(
         predicate(f"setp.gt.s32 %p2, %r3, %r4; setp.{c}.{mode}.{t} %p1, %r1, %r2, {other};")
-        for c, t in (("lt", "s32"), ("le", "s32"), ("gt", "s32"), ("ge", "s32"), ("eq", "u32"), ("ne", "u32"))
+        for c, t in (("lt", "s32"), ("le", "s32"), ("gt", "s32"), ("ge", "s32"), ("eq", "u32"), ("ne", "u32"), ("lt", "u32"), ("le", "u32"))
         for mode in _MODES
         for other in ("%p2", "!%p2")
     ),
@@ -213,6 +213,13 @@ PLAIN: mbarrier.arrive.shared.b64 %rd7, [%r60+8192]; JOINED: {wait("SECOND", "1"
 xor.b32 %r65, %r61, 496; add.u32 %r65, %r65, %r60; ld.shared.v4.u32 {{%r100, %r101, %r102, %r103}}, [%r65+4096];
 """
 
+_WRITTEN = f"""{barrier(1)}
+st.global.u32 [%rd6], %r1; fence.proxy.async.global; bar.sync 0;
+@%p20 bra ASKED; mbarrier.arrive.expect_tx.shared.b64 %rd8, [%r60+8192], 512; sub.s64 %rd9, %rd6, %rd1;
+cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%r60], [%rd9], 512, [%r60+8192]; ASKED:
+{wait("READ", "0")} xor.b32 %r61, %r0, 37; shl.b32 %r61, %r61, 2; add.u32 %r61, %r61, %r60; ld.shared.u32 %r100, [%r61]; bar.sync 0;
+"""
+
 _PEERS = f"""{barrier(256)}
 mov.u32 %r61, %cluster_ctarank; xor.b32 %r62, %r61, 1; barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;
 add.u32 %r63, %r60, 8192; mapa.shared::cluster.u32 %r64, %r63, %r62;
@@ -270,6 +277,7 @@ cp.async.bulk.prefetch.tensor.4d.L2.global.tile [%rd20, {{0, 1, 2, -1}}];
 {_ISSUE.format(4, "")} [%r60], [%rd20, {{0, 1, 2, -1}}], [%r60+8192]; SENT:""",
 )
 _LOW_BOX = _box("p4", 128, f"@%p20 bra SENT; {_ISSUE.format(3, '')} [%r60], [%rd20, {{4, 1, 2}}], [%r60+8192]; SENT:")
+_PLANE_BOX = _box("p5", 128, f"@%p20 bra SENT; {_ISSUE.format(2, '')} [%r60], [%rd20, {{4, 3}}], [%r60+8192]; SENT:")
 _EACH_LANES_BOX = _box(
     "p3",
     512,
@@ -340,7 +348,7 @@ UNITS = (
         "comparisons",
         _COMPARISONS,
         "ISETP.EQ.U32.OR ISETP.EQ.U32.OR.EX ISETP.GE.OR ISETP.GE.OR.EX ISETP.GT.OR ISETP.GT.OR.EX ISETP.LE.AND "
-        "ISETP.LT.AND ISETP.LT.OR ISETP.LT.XOR ISETP.NE.U32.OR",
+        "ISETP.LE.U32.AND ISETP.LT.AND ISETP.LT.OR ISETP.LT.U32.OR ISETP.LT.XOR ISETP.NE.U32.OR",
     ),
     gathered("float comparisons", _FLOAT_COMPARISONS, "FSETP.EQ.OR FSETP.GT.OR FSETP.NEU.OR", floats=True),
     gathered("bits", _BITS, "R2P"),
@@ -403,12 +411,14 @@ UNITS = (
     Evidence("matrices", _MATRICES, 12, ("LDSM.16.M88.4", "LDSM.16.MT88.4", "STSM.16.M88.4")),
     Evidence("stores", _STORES, 4, ("STG.E.128", "STG.E.64", "STG.E.U16", "STG.E.U8", "LDG.E.64", "STS", "LDS"), extra=10),
     Evidence("phases", _PHASES, 4, ("SYNCS.ARRIVE.TRANS64", "SYNCS.ARRIVE.TRANS64.A1T0", "UBLKCP.S.S", "FENCE.VIEW.ASYNC.S")),
+    Evidence("words written, then copied", _WRITTEN, 1, ("FENCE.VIEW.ASYNC.G", "UBLKCP.S.G")),
     Evidence("peers", _PEERS, 1, ("SYNCS.ARRIVE.TRANS64.RED.A1T0", "UCGABAR_ARV", "UCGABAR_WAIT", "NANOSLEEP.SYNCS"), cluster=2),
     Evidence("registers", _REGISTERS, 1, ("USETMAXREG.DEALLOC.CTAPOOL", "USETMAXREG.TRY_ALLOC.CTAPOOL", "ACQBULK")),
     Evidence("leaving a region", _LEAVING, 2, ("BREAK", "BREAK.RELIABLE", "BSSY.RELIABLE", "BSYNC.RELIABLE")),
     Evidence("scalar loop", _SCALAR_LOOP, 1, ("ULEA.HI", "ULEA.HI.SX32", "ULDC", "LDCU")),
     Evidence("box", _BOX, 1, ("UTMALDG.4D", "UTMACCTL.PF", "UTMAPF.L2.4D", "UBLKPF.L2")),
     Evidence("box of three dimensions", _LOW_BOX, 1, ("UTMALDG.3D",)),
+    Evidence("box of two dimensions", _PLANE_BOX, 1, ("UTMALDG.2D",)),
     Evidence("box of each lane", _EACH_LANES_BOX, 1, ("BRA.U.ANY", "R2UR", "R2UR.BROADCAST")),
     Evidence("boxes of a pair", _PAIRS_BOX, 1, ("UTMALDG.4D.2CTA",), cluster=2, archs=("sm100",)),
     Evidence("flat boxes of a pair", _PAIRS_FLAT_BOX, 1, ("UTMALDG.3D.2CTA",), cluster=2, archs=("sm100",)),

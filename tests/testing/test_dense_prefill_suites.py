@@ -18,6 +18,7 @@ from cute_mla.testing.pairwise import pairs
 from cute_mla.testing.suites import suite
 from cute_mla.testing.suites.dense_prefill import SHORT_TILES, SMOKE, full_cases, grid
 from cute_mla.testing.suites.entries import REDUCED_TILES, SMOKE_TILES, SuiteEntry
+from tests.testing.covering import variant_features
 
 FACTORS: dict[str, tuple[object, ...]] = {
     "dtype": ("bf16", "fp16"),
@@ -168,16 +169,18 @@ def simulated() -> list[SuiteEntry[DensePrefillCase]]:
     return suite("full", "dense_prefill", simulated=True)
 
 
-def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[SuiteEntry[DensePrefillCase]]) -> None:
+def test_full_on_the_simulator_runs_short_cases_of_every_variant_and_feature(simulated: list[SuiteEntry[DensePrefillCase]]) -> None:
     whole = {item.case for item in simulated if item.mode == "whole"}
     short = {case for case in grid() if case.tiles <= SHORT_TILES}
     assert len(short) > 500
     assert {case for case in grid() if case.max_seqlen_q <= 127 and case.max_seqlen_k <= 129 and case.h_q <= 20} <= short
-    assert short <= whole
+    assert variant_features(short) <= variant_features(short & whole)
+    assert len(short & whole) <= 100
 
 
 def test_full_on_the_simulator_accounts_for_every_case(simulated: list[SuiteEntry[DensePrefillCase]]) -> None:
     assert len(simulated) == len(full_cases())
+    assert sum(item.case.tiles for item in simulated if item.mode != "skipped") <= 13_500
     for item in simulated:
         assert bool(item.reason) == (item.mode != "whole")
     running = Counter(item.case for item in simulated if item.mode != "skipped")
@@ -200,7 +203,7 @@ def test_full_on_the_simulator_covers_all_pairs_of_the_rest(simulated: list[Suit
 def test_a_reduced_case_keeps_everything_but_heads_that_share_keys(simulated: list[SuiteEntry[DensePrefillCase]]) -> None:
     for item in simulated:
         assert item.mode == "skipped" or item.case.tiles <= REDUCED_TILES or item.case.group == 1
-        assert item.mode != "reduced" or f"cut to {item.case.group}: budget of 400 tiles" in item.reason
+        assert item.mode != "reduced" or f"cut to {item.case.group}: budget of {REDUCED_TILES} tiles" in item.reason
 
 
 def test_a_seed_reaches_every_case() -> None:

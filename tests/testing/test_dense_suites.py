@@ -16,8 +16,19 @@ from cute_mla.testing.cases.base import Metadata, Outputs, QLayout, Values
 from cute_mla.testing.cases.dense_decode import CacheLayout, DenseDecodeCase
 from cute_mla.testing.pairwise import pairs
 from cute_mla.testing.suites import suite
-from cute_mla.testing.suites.dense_decode import GRID_BATCH, GRID_H_KV, GRID_H_Q, GRID_S_K, GRID_S_Q, GRID_TYPES, SMOKE, grid
+from cute_mla.testing.suites.dense_decode import (
+    GRID_BATCH,
+    GRID_H_KV,
+    GRID_H_Q,
+    GRID_S_K,
+    GRID_S_Q,
+    GRID_TYPES,
+    SMOKE,
+    grid,
+    zero_length_cases,
+)
 from cute_mla.testing.suites.entries import REDUCED_TILES, SMOKE_TILES, SuiteEntry
+from tests.testing.covering import variant_features
 
 FACTORS: dict[str, tuple[object, ...]] = {
     "dtype": ("bf16", "fp16"),
@@ -135,17 +146,19 @@ def simulated() -> list[SuiteEntry]:
     return suite("full", "dense_decode", simulated=True)
 
 
-def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[SuiteEntry]) -> None:
+def test_full_on_the_simulator_runs_short_cases_of_every_variant_and_feature(simulated: list[SuiteEntry]) -> None:
     whole = {item.case for item in simulated if item.mode == "whole"}
-    short = {case for case in grid("bf16") if case.s_k <= 140 and case.batch <= 6}
-    assert len(short) == 3 * 3 * 2 * 16 * 4
-    assert short <= whole
-    assert {case for operands in (FP8, FP8_CACHE) for case in grid("bf16", operands) if case.s_k <= 140 and case.batch <= 6} <= whole
+    short = {case for types in GRID_TYPES for case in grid(*types) if case.s_k <= 140 and case.batch <= 6}
+    assert len(short) == 3 * 3 * 2 * 4 * (2 * 16 + 3 * 7)
+    short |= {case for case in zero_length_cases() if case.batch <= 6}
+    assert variant_features(short) <= variant_features(short & whole)
+    assert len(short & whole) <= 150
     assert sum(case.s_k == 4096 for case in whole) >= 6
 
 
 def test_full_on_the_simulator_accounts_for_every_case(simulated: list[SuiteEntry]) -> None:
     assert len(simulated) == len(suite("full", "dense_decode", simulated=False))
+    assert sum(item.case.tiles for item in simulated if item.mode != "skipped") <= 11_500  # about 10 CPU minutes
     for item in simulated:
         assert bool(item.reason) == (item.mode != "whole")
     running = Counter(item.case for item in simulated if item.mode != "skipped")
@@ -166,7 +179,7 @@ def test_a_reduced_case_keeps_everything_but_its_batch(simulated: list[SuiteEntr
     assert reduced
     for item in reduced:
         assert item.case.tiles <= REDUCED_TILES or item.case.batch == 1
-        assert f"cut to {item.case.batch}: budget of 400 tiles" in item.reason
+        assert f"cut to {item.case.batch}: budget of {REDUCED_TILES} tiles" in item.reason
 
 
 def test_a_seed_reaches_every_case() -> None:

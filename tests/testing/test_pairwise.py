@@ -21,6 +21,12 @@ def test_a_full_product_shrinks_to_little_more_than_its_two_longest_columns() ->
     assert set().union(*(pairs(rows[i]) for i in cover)) == set().union(*map(pairs, rows))
 
 
+def test_pairs_that_are_covered_need_no_row() -> None:
+    rows = [(0, 0), (0, 1), (1, 1)]
+    assert pairwise_cover(rows, pairs(rows[1])) == [0, 2]
+    assert pairwise_cover(rows, set().union(*map(pairs, rows))) == []
+
+
 def test_an_empty_table_has_an_empty_cover() -> None:
     assert pairwise_cover([]) == []
 

@@ -20,6 +20,7 @@ from cute_mla.testing.pairwise import pairs
 from cute_mla.testing.suites import suite
 from cute_mla.testing.suites.entries import REDUCED_TILES, SMOKE_TILES, SuiteEntry
 from cute_mla.testing.suites.sparse_prefill import HEADS, SHORT_TILES, SMOKE, TOPKS, full_cases, grid
+from tests.testing.covering import variant_features
 
 FACTORS: dict[str, tuple[object, ...]] = {
     "dtype": ("bf16", "fp16"),
@@ -174,19 +175,22 @@ def simulated() -> list[SuiteEntry[SparsePrefillCase]]:
     return suite("full", "sparse_prefill", simulated=True)
 
 
-def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[SuiteEntry[SparsePrefillCase]]) -> None:
+def test_full_on_the_simulator_runs_short_cases_of_every_variant_and_feature(simulated: list[SuiteEntry[SparsePrefillCase]]) -> None:
     whole = {item.case for item in simulated if item.mode == "whole"}
     single = {case for case in grid() if case.s_q == 1}
     short = {case for case in grid() if case.s_q == 62 and case.topk == 128 and case.h_q == 64}
     assert len(single) == 160
     assert len(short) == 3 * 2 * 2 * 2
     assert max(case.tiles for case in short) <= SHORT_TILES
-    assert single | short <= whole
+    short |= single
+    assert variant_features(short) <= variant_features(short & whole)
+    assert len(short & whole) <= 100
     assert sum(max(case.counts, default=0) >= 4096 for case in whole) >= 3
 
 
 def test_full_on_the_simulator_accounts_for_every_case(simulated: list[SuiteEntry[SparsePrefillCase]]) -> None:
     assert len(simulated) == len(full_cases())
+    assert sum(item.case.tiles for item in simulated if item.mode != "skipped") <= 13_000
     for item in simulated:
         assert bool(item.reason) == (item.mode != "whole")
     running = Counter(item.case for item in simulated if item.mode != "skipped")
@@ -208,7 +212,7 @@ def test_a_reduced_case_keeps_everything_but_its_query_tokens(simulated: list[Su
     for item in reduced:
         assert item.case.tiles <= REDUCED_TILES or item.case.s_q == 1
         assert item.case.s_q > 10, "many tokens all the same"
-        assert f"cut to {item.case.s_q}: budget of 400 tiles" in item.reason
+        assert f"cut to {item.case.s_q}: budget of {REDUCED_TILES} tiles" in item.reason
         assert item.reason.startswith(("s_q 62 cut", "s_q 213 cut"))
 
 

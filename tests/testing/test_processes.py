@@ -36,16 +36,31 @@ def test_each_case_is_named_as_it_starts() -> None:
     assert started == [LARGE, SMALL]
 
 
-def test_an_interruption_ends_the_workers_at_once() -> None:
+# To the whole process group, as a terminal does: in the middle of the case, or between the start of the worker and the next case.
+AFTER_SECONDS = "    threading.Timer(5, os.killpg, (0, signal.SIGINT)).start()\n"
+IN_THE_START = (
+    "    launch = Popen._launch\n"
+    "    def launched(self, process):\n"
+    "        os.killpg(0, signal.SIGINT)\n"
+    "        launch(self, process)\n"
+    "        os.killpg(0, signal.SIGINT)\n"
+    "    Popen._launch = launched\n"
+)
+
+
+@pytest.mark.parametrize("interrupt", [AFTER_SECONDS, IN_THE_START], ids=["in the case", "in the start of the worker"])
+def test_an_interruption_ends_the_workers_at_once(interrupt: str) -> None:
     """A case that would take minutes is cut off; what had ended before is there."""
     program = (
         "import os, signal, threading\n"
+        "from multiprocessing.popen_spawn_posix import Popen\n"
         "from cute_mla.testing.cases.dense_decode import DenseDecodeCase\n"
         "from cute_mla.testing.runner import Target, run_all\n"
         "def interrupt(case):\n"
         "    print('started', flush=True)\n"
-        "    threading.Timer(8, os.killpg, (0, signal.SIGINT)).start()  # in the middle of the case\n"
+        f"{interrupt}"
         "if __name__ == '__main__':\n"
+        "    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell starts jobs in the background with the signal ignored\n"
         "    long = DenseDecodeCase(batch=4, s_k=100_000, h_q=128, sm_count=1)\n"
         "    try:\n"
         "        list(run_all([(long, Target('sm90', 'sim'), '')], workers=1, on_start=interrupt))\n"

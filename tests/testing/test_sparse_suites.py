@@ -18,6 +18,7 @@ from cute_mla.testing.pairwise import pairs
 from cute_mla.testing.suites import suite
 from cute_mla.testing.suites.entries import REDUCED_TILES, SMOKE_TILES, SuiteEntry
 from cute_mla.testing.suites.sparse_decode import GRID_POOLS, HEADS, SMOKE, TOPKS, full_cases, grid
+from tests.testing.covering import variant_features
 
 FACTORS: dict[str, tuple[object, ...]] = {
     "s_q": (1, 2, 3),
@@ -174,16 +175,18 @@ def simulated() -> list[SuiteEntry[SparseDecodeCase]]:
     return suite("full", "sparse_decode", simulated=True)
 
 
-def test_full_on_the_simulator_runs_every_short_case_whole(simulated: list[SuiteEntry[SparseDecodeCase]]) -> None:
+def test_full_on_the_simulator_runs_short_cases_of_every_variant_and_feature(simulated: list[SuiteEntry[SparseDecodeCase]]) -> None:
     whole = {item.case for item in simulated if item.mode == "whole"}
     short = {case for case in grid() if case.batch <= 6 and all(pool.topk <= 64 for pool in case.pools)}
     assert len(short) == 2 * 2 * 3 * 2 * (5 * 4 + 2 + 3)
-    assert short <= whole
+    assert variant_features(short) <= variant_features(short & whole)
+    assert len(short & whole) <= 60
     assert sum(max(case.key_counts) >= 4096 for case in whole if case.batch) >= 5
 
 
 def test_full_on_the_simulator_accounts_for_every_case(simulated: list[SuiteEntry[SparseDecodeCase]]) -> None:
     assert len(simulated) == len(full_cases())
+    assert sum(item.case.tiles for item in simulated if item.mode != "skipped") <= 21_000  # about 20 CPU minutes
     for item in simulated:
         assert bool(item.reason) == (item.mode != "whole")
     running = Counter(item.case for item in simulated if item.mode != "skipped")
@@ -205,7 +208,7 @@ def test_a_reduced_case_keeps_everything_but_its_batch(simulated: list[SuiteEntr
     assert reduced
     for item in reduced:
         assert item.case.tiles <= REDUCED_TILES or item.case.batch == 1
-        assert f"cut to {item.case.batch}: budget of 400 tiles" in item.reason
+        assert f"cut to {item.case.batch}: budget of {REDUCED_TILES} tiles" in item.reason
 
 
 def test_a_seed_reaches_every_case() -> None:

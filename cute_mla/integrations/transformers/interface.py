@@ -10,7 +10,7 @@ import torch
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
 
-from ...layer.path import Packed, attention_path, warn_reference
+from ...layer.path import Packed, PrefillOptions, attention_path, warn_reference
 
 EXPANDED = "cute_mla"
 LATENT = "cute_mla_latent"  # of models whose attention modules patch() has replaced
@@ -64,7 +64,7 @@ def attend(
         k, v = k[others], v[others]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     causal = bool(options.get("is_causal", getattr(module, "is_causal", True)))
-    out, _ = path.varlen(q, (k, v), (queries, packed), scale, causal)
+    out, _ = path.varlen(q, (k, v), (queries, packed), PrefillOptions(scale, causal))
     if own is not None:
         out = out.new_zeros(query.shape[0] * tokens, *out.shape[1:]).index_copy(0, own, out)
     return out.unflatten(0, (query.shape[0], tokens)), None

@@ -25,14 +25,16 @@ TRAITS = {
     "glm4_moe_lite.Glm4MoeLiteAttention": Traits(),
     "glm_moe_dsa.GlmMoeDsaAttention": Traits(results=3),
     "kimi_linear.KimiLinearAttention": Traits(rotates=False),
+    "mistral4.Mistral4Attention": Traits(),
 }
 
 
 def patch(model: torch.nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> int:
     """Replace every attention module of a model by cute_mla.layer over a latent cache, and return how many there were.
 
-    model: a model of transformers with its weights, of DeepSeek-V2, V3 or V3.2, GLM-5, GLM-4.7-Flash, Kimi K2, K2.5 or Kimi Linear.
-    Changed in place. Its weights move to the new modules, whose names in state_dict() are those of MlaWeights: save a checkpoint before.
+    model: a model of transformers with its weights, of DeepSeek-V2, V3 or V3.2, GLM-5, GLM-4.7-Flash, Kimi K2, K2.5, Kimi Linear or
+    Mistral Small 4. Changed in place. Its weights move to the new modules, whose names in state_dict() are those of MlaWeights: save a
+    checkpoint before.
     chunk_tokens: cached keys that prefill decompresses at a time, over all requests.
 
     The model then computes decode in the absorbed form, and prefill of new tokens over cached ones in chunks, both on the layer's path:

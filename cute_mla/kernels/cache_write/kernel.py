@@ -6,7 +6,8 @@
               shuffles gives each of them the largest magnitude, as bits, so that what is not finite comes out on top; each works out the
               scale, one of them writes it
     v41       one variant serves both orders, scales behind each row or behind all rows of a page: the stride of a row tells
-    division  by the scale with div.rn, which is the reference's; by a power of two it is a product with its reciprocal, exact as well
+    division  by the caller's scale with div.rn, which is the reference's. By a group's scale it is worked out from one reciprocal, with the
+              same codes (primitives/quantise.py); by a power of two it is a product with its reciprocal, exact as well
 
 The trick is what is not done: a slot outside the cache ends its warp before a column is read. Operands and their meaning:
 cute_mla/spec/cache_write.py.
@@ -106,10 +107,12 @@ def expected(cache: CacheFormat) -> dict[str, int]:
     if not cache.quantised:
         return {"LDG.E.128": vectors, "STG.E.128": vectors}
     rotary = 0 if cache.groups else PAIR
-    divided = vectors * VECTOR + rotary if cache.scale == "fp32" else 0  # by scales that may be any number
+    divided = 0 if cache.groups else vectors * VECTOR + rotary  # by the caller's scale, which may be any number
+    scales = vectors if cache.groups and cache.scale == "fp32" else 0
     return {
         "LDG.E.128": vectors,
-        "div.rn.f32": divided + (vectors if cache.groups else 0),
+        "div.rn.f32": divided + scales,
+        "rcp.rn.f32": scales,
         "cvt.rn.satfinite.e4m3x2.f32": (vectors * VECTOR + rotary) // 2,
     }
 

@@ -10,6 +10,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from ..primitives import tcgen05
 from ..primitives.elements import pack_pair, store_packed_row
 from .board import Board
+from .key_mask import EveryKey
 from .operands import Operands, WorkItem
 from .sm100_config import FIRST_KEYS, TILE_KEYS, TILE_ROWS, first_lane, key_tiles
 from .sm100_output import STORED_AT_ONCE, OutputRows
@@ -63,7 +64,7 @@ class PairSoftmaxRole:
             rows.mask(limit, 0)
         rows.publish_factor(rows.advance())
         pipes.alpha_ready.producer_commit(use)
-        rows.exponentiate(0, FIRST_KEYS)
+        rows.exponentiate(0, FIRST_KEYS, EveryKey())
         again = rows.start_load(FIRST_KEYS)
         rows.store(0, FIRST_KEYS)
         tcgen05.fence_before_signal()
@@ -71,7 +72,7 @@ class PairSoftmaxRole:
         rows.finish_load(again)
         if masked:
             rows.mask(limit, FIRST_KEYS)
-        rows.exponentiate(FIRST_KEYS, TILE_KEYS)
+        rows.exponentiate(FIRST_KEYS, TILE_KEYS, EveryKey())
         rows.store(FIRST_KEYS, TILE_KEYS)
         tcgen05.fence_before_signal()
         pipes.rest_ready.producer_commit(use, EVEN_CTA)

@@ -129,19 +129,20 @@ class RowSoftmax:
 
         Return the factor for everything accumulated before: 1 if the reference stays.
         """
-        chains = [self.rS[i] for i in range(MAX_CHAINS)]
-        for i in range(MAX_CHAINS, TILE_KEYS):
-            chains[i % MAX_CHAINS] = cute.arch.fmax(chains[i % MAX_CHAINS], self.rS[i])
-        self.row_ref[0], alpha = follow_maximum(self.row_ref[0], reduce(cute.arch.fmax, chains) * self.scale_log2)
+        return self.follow(greatest([self.rS[i] for i in range(TILE_KEYS)]))
+
+    def follow(self, highest: Float32) -> Float32:
+        """Move the reference to a score if need be. Return the factor for everything accumulated before."""
+        self.row_ref[0], alpha = follow_maximum(self.row_ref[0], highest * self.scale_log2)
         self.rSums[0], self.rSums[1] = cute.arch.mul_packed_f32x2((self.rSums[0], self.rSums[1]), (alpha, alpha))
         return alpha
 
-    def exponentiate(self, first: int, end: int) -> None:
-        """Replace the scores of keys first .. end - 1 by unnormalised probabilities and add them to the row sum."""
+    def exponentiate(self, first: int, end: int, mask: EveryKey) -> None:
+        """Replace the scores of keys first .. end - 1 by unnormalised probabilities, 0 if hidden, and add them to the row sum."""
         scale, shift = (self.scale_log2,) * 2, (-shift_of(self.row_ref[0]),) * 2
         chains = [(self.rSums[0], self.rSums[1]), _both(0.0)]
         for i in range(first, end, 2):
-            exponents = cute.arch.fma_packed_f32x2((self.rS[i], self.rS[i + 1]), scale, shift)
+            exponents = cute.arch.fma_packed_f32x2((mask.shown(self.rS[i], i), mask.shown(self.rS[i + 1], i + 1)), scale, shift)
             if on_fma(i // 2):
                 probs = exp2_on_fma(exponents)
             else:
@@ -152,11 +153,15 @@ class RowSoftmax:
 
     def store(self, first: int, end: int) -> None:
         """Store the probabilities of keys first .. end - 1 as 16-bit A operand, over the scores; done when this returns."""
+        self.start_store(first, end)
+        tcgen05.await_stores()
+
+    def start_store(self, first: int, end: int) -> None:
+        """Start to store the probabilities of keys first .. end - 1 as 16-bit A operand, over the scores, for the next call of store."""
         for key in range(first, end, KEYS_STORED_AT_ONCE):
             pairs = range(key, min(key + KEYS_STORED_AT_ONCE, end), 2)
             words = [pack_pair(self.rS[i], self.rS[i + 1], self.dtype) for i in pairs]
             tcgen05.store_columns(self.scores + key // 2, words)
-        tcgen05.await_stores()
 
     def publish_factor(self, alpha: Float32) -> None:
         """Hand the rescale factor of the row to the output role."""
@@ -172,6 +177,14 @@ class RowSoftmax:
     def lse(self, total: Float32) -> Float32:
         """Return the natural logarithm of the sum of all exponentials."""
         return (self.row_ref[0] + cute.math.log2(total, fastmath=True)) * LN2
+
+
+def greatest(scores: list[Float32]) -> Float32:
+    """Return the greatest of at least MAX_CHAINS scores. NaN is passed over."""
+    chains = scores[:MAX_CHAINS]
+    for i in range(MAX_CHAINS, len(scores)):
+        chains[i % MAX_CHAINS] = cute.arch.fmax(chains[i % MAX_CHAINS], scores[i])
+    return reduce(cute.arch.fmax, chains)
 
 
 def on_fma(pair: int) -> bool:
@@ -256,23 +269,22 @@ class SoftmaxRole:
         limit = work.key_limit(rows.row) - first_key
         masked = mask.kept(work.key_limit(Int32(0)) < first_key + TILE_KEYS)
         rows.finish_load(rows.start_load(0))
-        mask.hide(rows.rS)
         if Boolean(masked):
             rows.mask(limit, 0)
-        alpha = rows.advance()
+        alpha = mask.advance(rows)
         if place.follows:
             rows.publish_factor(alpha)
             own.alpha_ready.producer_commit(place.alpha_use)
-        rows.exponentiate(0, FIRST_KEYS)
+        rows.exponentiate(0, FIRST_KEYS, mask)
+        rows.start_store(0, mask.stored_early)
         again = rows.start_load(FIRST_KEYS)
-        rows.store(0, FIRST_KEYS)
+        rows.store(mask.stored_early, FIRST_KEYS)
         tcgen05.fence_before_signal()
         own.probs_ready.producer_commit(place.use)
         rows.finish_load(again)
-        mask.hide(rows.rS, FIRST_KEYS)
         if Boolean(masked):
             rows.mask(limit, FIRST_KEYS)
-        rows.exponentiate(FIRST_KEYS, TILE_KEYS)
+        rows.exponentiate(FIRST_KEYS, TILE_KEYS, mask)
         rows.store(FIRST_KEYS, TILE_KEYS)
         tcgen05.fence_before_signal()
         own.rest_ready.producer_commit(place.use)

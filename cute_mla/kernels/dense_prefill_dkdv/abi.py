@@ -8,9 +8,10 @@ import cutlass
 from cutlass import Float32, cute
 from cutlass.experimental import cuda as tensor_maps
 
+from ...spec.arch import Arch
 from ...spec.dense_prefill import BOX_ROWS
-from ...spec.dense_prefill_dkdv import TILE_KEYS, DensePrefillDkdvArguments, DensePrefillDkdvConfig
-from ...spec.dense_prefill_dq import D_V, STATISTIC_BYTES, STATISTICS
+from ...spec.dense_prefill_dkdv import ITEM_SUMS, TILE_KEYS, TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvConfig
+from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
 from ..attention.kernel import ELEMENT_TYPES
 from ..dense_prefill.abi import box_map
 from .operands import KeyItems, Operands
@@ -18,10 +19,10 @@ from .operands import KeyItems, Operands
 
 @dataclass(frozen=True)
 class DensePrefillDkdvAbi:
-    """The arguments of one variant. tile_queries: query rows of a tile."""
+    """The arguments of one variant."""
 
     config: DensePrefillDkdvConfig
-    tile_queries: int
+    arch: Arch
 
     op = "dense_prefill_dkdv"
     arguments = DensePrefillDkdvArguments
@@ -33,14 +34,15 @@ class DensePrefillDkdvAbi:
 
     def typed_maps(self, args: DensePrefillDkdvArguments) -> tuple[tensor_maps.TensorMap, ...]:
         """Return the maps of q, dout, k, v and the statistics."""
-        rows = self.tile_queries
-        boxes = ((self.config.d_qk, rows), (D_V, rows), (self.config.d_qk, BOX_ROWS), (D_V, BOX_ROWS))
+        d_qk, d_v, rows = self.config.d_qk, self.config.d_v, TILE_QUERIES[self.arch.name][self.config.d_qk]
+        boxes = ((d_qk, rows), (d_v, rows), (d_qk, BOX_ROWS), (d_v, BOX_ROWS))
         maps = tuple(box_map(pointer, self.config.dtype, *box) for pointer, box in zip(args[: len(boxes)], boxes, strict=True))
         return (*maps, _statistics_map(args.statistics_map, rows))
 
     def operands(self, args: DensePrefillDkdvArguments) -> Operands:
         """Return the arguments by meaning."""
-        return Operands(args, KeyItems(args, args.causal != 0, TILE_KEYS))
+        arch, d_qk = self.arch.name, self.config.d_qk
+        return Operands(args, KeyItems(args, args.causal != 0, TILE_KEYS[arch][d_qk], sums=ITEM_SUMS[arch][d_qk]))
 
 
 def _statistics_map(pointer: cute.Pointer, rows: int) -> tensor_maps.TensorMap:

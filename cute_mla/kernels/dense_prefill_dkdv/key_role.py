@@ -70,7 +70,7 @@ class KeyRole:
                 pipes.key_free.producer_acquire(posted)
                 with cute.arch.elect_one():
                     hidden = item.diagonal - item.first_query
-                    PostedItem(Int32(1), item.keys, item.kv_head, item.first_key, count, hidden).post(tiles.items, posted)
+                    PostedItem(item.sums, item.keys, item.kv_head, item.first_key, count, hidden).post(tiles.items, posted)
                     if count > 0:
                         cute.arch.mbarrier_arrive_and_expect_tx(ready, self.geometry.item_bytes)
                         for part in cutlass.range_constexpr(cute.size(tiles.sK, mode=[2])):

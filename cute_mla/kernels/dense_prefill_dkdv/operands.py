@@ -20,7 +20,7 @@ class KeyItem:
     first_head: of q, of the heads that share the KV head. first_key: row of k and v. keys: of the sequence from there on, 0 or less
     if the sequence ends before. first_row: row of q that is the sequence's first. first_query, queries: the rows that any key of the
     block is seen by, and that have statistics, are first_query .. queries - 1 of the sequence. diagonal: key j of the block is seen by
-    the rows j + diagonal and those behind it, if causal; by all if not.
+    the rows j + diagonal and those behind it, if causal; by all if not. sums: 1: dK, or both dK and dV; 2: dV.
     """
 
     kv_head: Int32
@@ -31,6 +31,7 @@ class KeyItem:
     first_query: Int32
     queries: Int32
     diagonal: Int32
+    sums: Int32
 
 
 class KeyRows(Protocol):
@@ -47,11 +48,13 @@ class KeyRows(Protocol):
 
 @dataclass(frozen=True)
 class KeyItems(ItemRounds):
-    """The work items of a call: blocks of keys."""
+    """The work items of a call: blocks of keys. sums: items of a block."""
+
+    sums: int = 1
 
     def count(self) -> Int32:
         """Return the number of items, with the ones that a sequence does not have."""
-        return self.args.batch * self.args.h_kv * self.args.row_blocks
+        return self.args.batch * self.args.h_kv * self.sums * self.args.row_blocks
 
     def take(self, turn: Int32) -> KeyItem:
         """Return this CTA's item of a round; one without keys if it has none."""
@@ -65,6 +68,10 @@ class KeyItems(ItemRounds):
         """Return an item, by the lengths as they are now. Whatever they are, its rows and keys lie within q, k and v."""
         of_head = Int32(Uint32(index) // Uint32(self.args.row_blocks))
         skipped = (index - of_head * self.args.row_blocks) * self.item_rows
+        sums = Int32(1)
+        if self.sums > 1:
+            sums = 1 + of_head % self.sums
+            of_head = Int32(Uint32(of_head) // self.sums)
         sequence = Int32(Uint32(of_head) // Uint32(self.args.h_kv))
         kv_head = of_head - sequence * self.args.h_kv
         first_row, queries = span(self.args.cu_seqlens_q, sequence, self.args.total_q)
@@ -80,6 +87,7 @@ class KeyItems(ItemRounds):
             first_query=clip(diagonal, served),
             queries=cutlass.select_(keys > skipped, served, Int32(0)),
             diagonal=diagonal,
+            sums=sums,
         )
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from cutlass import Int32, cute
 
+DV_SUM = 2  # `sums` of an item that is dV alone
 ITEMS_AHEAD = 2  # a role may be at the rows of an item while the next is posted
 
 
@@ -13,11 +14,11 @@ ITEMS_AHEAD = 2  # a role may be at the rows of an item while the next is posted
 class PostedItem:
     """A work item as the role that looks it up hands it on through shared memory.
 
-    more: 0 behind the last item, else 1. keys, kv_head, first_key: as in KeyItem. tiles: of the rows of one head. hidden: rows of the
-    first tile, from its first on, that key 0 of the item is hidden from.
+    sums, keys, kv_head, first_key: as in KeyItem, but sums is 0 behind the last item. tiles: of the rows of one head. hidden: rows of
+    the first tile, from its first on, that key 0 of the item is hidden from.
     """
 
-    more: Int32
+    sums: Int32
     keys: Int32
     kv_head: Int32
     first_key: Int32

@@ -6,8 +6,8 @@ For every sequence and KV head, over the query rows i, of all heads that share i
 
     dv_j = sum_i p_ij dout_i    dk_j = scale * sum_i ds_ij q_i
 
-A CTA takes one work item after the other: 128 keys of a KV head, against tiles of 96 query rows (d_qk 192) or 128,
-which begin at the first row that sees any of the keys.
+A CTA takes one work item after the other: 128 keys of a KV head, against tiles of 96 query rows (d_qk 192), 128 or 64 (d_qk 256),
+which begin at the first row that sees any of the keys. With 256 columns an item is dV or dK of these keys.
 
 Roles (384 threads):
   attend   warps 0..3, 4..7: half of the query rows of a tile each, a warp 32 keys: P^T and dS^T; rows of dK and dV
@@ -16,23 +16,23 @@ Roles (384 threads):
   slopes   warp 10: TMA of dO; zeroes what lies behind the last row
   keys     warp 11: looks up the work items; TMA of K and V
 
-Tensor memory, a key a lane: dV in 128 columns, dK in d_qk, S^T and dP^T of a tile in a column for each of its rows. P^T and dS^T,
-16-bit, overwrite the first half of each half of these.
+Tensor memory, a key a lane: dV in 128 columns, dK in d_qk, or one of them in 256, S^T and dP^T of a tile in a column for each of its
+rows. P^T and dS^T, 16-bit, overwrite the first half of each half of these.
 Shared memory: K and V (128 keys), boxes of 64 columns of a tile of Q and of dO, two tiles of statistics, two posted work items.
 
 Pipelines (producer -> consumer; arrivals per phase):
-  query_ready[n]     queries -> mma      1 and the bytes of a box; without them if the tile ends behind the last row; n = 9 (d_qk 192) or 4
+  query_ready[n]     queries -> mma      1 and the bytes of a box; without them if the tile ends behind the last row; n = 9, 4, 8 by d_qk
   query_free[n]      mma -> queries      1: dK of the box, or of the tile, is done
   slope_ready[n]     slopes -> mma       as query_ready; n = 3 or 4
   slope_free[n]      mma -> slopes       1: dV of the box, or of the tile, is done
   statistic_ready[2] queries -> attend   1 and the bytes of the statistics of a tile, likewise
   statistic_free[2]  attend -> queries   8
-  query_landed       queries -> itself   4 or 3: each box and the statistics, with their bytes, of a tile that it clears the rest of
-  slope_landed       slopes -> itself    2, likewise
+  query_landed       queries -> itself   3 to 5: each box and the statistics, with their bytes, of a tile that it clears the rest of
+  slope_landed       slopes -> itself    2 or 4, likewise
   key_ready          keys -> mma, attend 1 and the bytes of K and V, once per item, and once behind the last item
   key_free           mma, attend -> keys 10: the posted item has been read, and the item's last dP^T is done
   scores_ready       mma -> attend       1: S^T is complete
-  probs_ready        attend -> mma       8: P^T of two thirds of the rows (d_qk 192) or half of them is written
+  probs_ready        attend -> mma       8: P^T of two thirds of the rows (d_qk 192) or half of them is written, if it is needed
   rest_ready         attend -> mma       8: P^T of the others is written
   dprobs_ready       mma -> attend       1: dP^T is complete
   dscores_ready      attend -> mma       8: dS^T is written
@@ -41,7 +41,8 @@ Pipelines (producer -> consumer; arrivals per phase):
 
 The trick: scores are computed transposed, keys in lanes. P^T and dS^T are then A operands in tensor memory where S^T and dP^T were, and
 dO and Q are read a second time, transposed. The tensor cores go dV of a tile, S^T of the next, dK, dP^T of the next: P^T of the next is
-computed under dK and dP^T, dS^T under dV and S^T. README.md has the clocks.
+computed under dK and dP^T, dS^T under dV and S^T. An item of dV alone goes through the same signals without the products dP^T and dK,
+one of dK alone without dV. README.md has the clocks.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ from cutlass import cute
 
 from ...manifest import Role
 from ...spec.arch import Arch
-from ...spec.dense_prefill_dkdv import TILE_QUERIES, DensePrefillDkdvConfig
+from ...spec.dense_prefill_dkdv import DensePrefillDkdvConfig
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives import tcgen05
@@ -69,7 +70,6 @@ from .sm100_config import (
     MMA_WARP,
     OTHER_REGISTERS,
     QUERY_WARP,
-    SLOPE_BOXES,
     SLOPE_WARP,
     THREADS,
     TMEM_COLUMNS,
@@ -87,7 +87,7 @@ class DensePrefillDkdvSm100(AttentionKernel):
     threads = THREADS
 
     def __init__(self, config: DensePrefillDkdvConfig, arch: Arch) -> None:
-        super().__init__(DensePrefillDkdvAbi(config, TILE_QUERIES[arch.name][config.d_qk]), arch)
+        super().__init__(DensePrefillDkdvAbi(config, arch), arch)
         self.geometry = Geometry(config.d_qk)
         self.smem = self.geometry.smem(self.dtype)
 
@@ -138,7 +138,7 @@ def initialise(pipes: Pipes, geometry: Geometry) -> None:
     ):  # fmt: skip
         by_one.initialise(1)
     pipes.query_landed.initialise(geometry.query_boxes + 1)
-    pipes.slope_landed.initialise(SLOPE_BOXES)
+    pipes.slope_landed.initialise(geometry.slope_boxes)
     for by_warps in (pipes.statistic_free, pipes.probs_ready, pipes.rest_ready, pipes.dscores_ready, pipes.sums_free):
         by_warps.initialise(ATTEND_WARPS)
     pipes.key_free.initialise(2 + ATTEND_WARPS)

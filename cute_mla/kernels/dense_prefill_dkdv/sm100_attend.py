@@ -8,10 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
-from ...spec.dense_prefill_dkdv import TILE_KEYS
-from ...spec.dense_prefill_dq import D_V, STATISTICS
+from ...spec.dense_prefill_dq import STATISTICS
 from ..dense_prefill.sm100_softmax import exp2_on_fma
 from ..primitives import tcgen05
 from ..primitives.elements import aligned, pack_pair, store_row
@@ -20,8 +19,8 @@ from .posted_item import PostedItem
 from .sm100_config import (
     GROUP_WARPS,
     HALVES,
-    KEYS_COLUMN,
     POLYNOMIAL_PAIRS,
+    TILE_KEYS,
     TMEM_LANE,
     VALUES_COLUMN,
     Geometry,
@@ -158,12 +157,13 @@ class AttendRole:
         use, turn, filled = Int32(0), Int32(0), Int32(0)
         pipes.key_ready.consumer_wait(turn)
         item = PostedItem.of_turn(tiles.items, turn)
-        while item.more != 0:
+        while item.sums != 0:
             pipes.key_free.consumer_release(turn)
+            sums = self.geometry.sums_of(item)
             until = use + item.tiles * operands.heads_per_kv
             hidden, last = item.hidden, item.hidden - (item.tiles - 1) * self.geometry.tile_queries
             while use < until:
-                self.attend_tile(pipes, rows, hidden, use)
+                self.attend_tile(pipes, rows, (hidden, use), sums)
                 hidden = cutlass.select_(hidden > last, hidden - self.geometry.tile_queries, item.hidden)
                 use = use + 1
             if item.tiles > 0:
@@ -179,8 +179,13 @@ class AttendRole:
             item = PostedItem.of_turn(tiles.items, turn)
 
     @cute.jit
-    def attend_tile(self, pipes: Pipes, rows: KeyRows, hidden: Int32, use: Int32):
-        """Compute P^T and dS^T of a tile. hidden: rows of the tile, from its first on, that key 0 of the item is hidden from."""
+    def attend_tile(self, pipes: Pipes, rows: KeyRows, tile: tuple[Int32, Int32], sums: tuple[Boolean | bool, Boolean | bool]):
+        """Compute P^T and dS^T of a tile.
+
+        tile: the rows of the tile, from its first on, that key 0 of the item is hidden from; the number of its use. sums: whether the
+        item has dV, dK: what it does not need is not computed, but handed over all the same.
+        """
+        (hidden, use), (of_values, of_keys) = tile, sums
         geometry, stage = self.geometry, pipes.statistic_ready.stage(use)
         ranges, signals = geometry.parts, (pipes.probs_ready, pipes.rest_ready)
         probs = [cute.make_rmem_tensor(cute.make_layout(end - first), Float32) for first, end in ranges]
@@ -195,36 +200,40 @@ class AttendRole:
             hidden_of_part = hidden - (rows.half * geometry.half_queries + first)
             if hidden_of_part + (TILE_KEYS - 1) > 0:
                 rows.mask(probs[part], hidden_of_part)
-            rows.store(geometry.scores_column, first, [probs[part][i] for i in range(end - first)])
+            if of_values:
+                rows.store(geometry.scores_column, first, [probs[part][i] for i in range(end - first)])
             tcgen05.fence_before_signal()
             signals[part].producer_commit(use)
         delta = rows.statistic(stage, 1)
         pipes.statistic_free.consumer_release(use)
         pipes.dprobs_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
-        for part in cutlass.range_constexpr(len(ranges)):
-            first, end = ranges[part]
-            dprobs = rows.load(geometry.dprobs_column, first, end)
-            rows.store(geometry.dprobs_column, first, rows.dscores(probs[part], dprobs, delta[first // EIGHT : end // EIGHT]))
+        if of_keys:
+            for part in cutlass.range_constexpr(len(ranges)):
+                first, end = ranges[part]
+                dprobs = rows.load(geometry.dprobs_column, first, end)
+                rows.store(geometry.dprobs_column, first, rows.dscores(probs[part], dprobs, delta[first // EIGHT : end // EIGHT]))
         tcgen05.fence_before_signal()
         pipes.dscores_ready.producer_commit(use)
 
     @cute.jit
     def write_rows(self, operands: Operands, item: PostedItem, rows: KeyRows):
-        """Write half of the columns of a key's rows of dV and dK, zeros if no row sees the item. A thread has a key."""
-        key = cute.arch.thread_idx()[0] % TILE_KEYS
-        for first, columns, target, factor in (
-            (VALUES_COLUMN, D_V, operands.dv_row(item, key), Float32(1)),
-            (KEYS_COLUMN, self.geometry.d_qk, operands.dk_row(item, key), operands.softmax_scale),
+        """Write half of the columns of a key's rows of the item's sums, zeros if no row sees the item. A thread has a key."""
+        key, geometry = cute.arch.thread_idx()[0] % TILE_KEYS, self.geometry
+        of_values, of_keys = geometry.sums_of(item)
+        for wanted, first, columns, target, factor in (
+            (of_values, VALUES_COLUMN, geometry.d_v, operands.dv_row(item, key), Float32(1)),
+            (of_keys, geometry.keys_column, geometry.d_qk, operands.dk_row(item, key), operands.softmax_scale),
         ):
             of_half = columns // HALVES
-            for step in cutlass.range_constexpr(0, of_half, STORED_AT_ONCE):
-                column = rows.half * of_half + step
-                values = tcgen05.load_columns(rows.first_lane + (first + column), STORED_AT_ONCE)
-                tcgen05.await_loads()
-                results = [cutlass.select_(item.tiles > 0, values[i] * factor, Float32(0)) for i in range(STORED_AT_ONCE)]
-                if key < item.keys:
-                    if operands.args.aligned != 0:
-                        store_row(target + column, results, self.dtype, True)
-                    else:
-                        store_row(target + column, results, self.dtype, False)
+            if wanted:
+                for step in cutlass.range_constexpr(0, of_half, STORED_AT_ONCE):
+                    column = rows.half * of_half + step
+                    values = tcgen05.load_columns(rows.first_lane + (first + column), STORED_AT_ONCE)
+                    tcgen05.await_loads()
+                    results = [cutlass.select_(item.tiles > 0, values[i] * factor, Float32(0)) for i in range(STORED_AT_ONCE)]
+                    if key < item.keys:
+                        if operands.args.aligned != 0:
+                            store_row(target + column, results, self.dtype, True)
+                        else:
+                            store_row(target + column, results, self.dtype, False)

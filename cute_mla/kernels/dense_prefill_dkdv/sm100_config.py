@@ -5,18 +5,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.arch import SM100
-from ...spec.dense_prefill import BOX_COLUMNS
-from ...spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES
-from ...spec.dense_prefill_dq import D_V, STATISTIC_BYTES, STATISTICS
+from ...spec.dense_prefill import BOX_COLUMNS, HEAD_DIMS
+from ...spec.dense_prefill_dkdv import ITEM_SUMS, TILE_QUERIES
+from ...spec.dense_prefill_dkdv import TILE_KEYS as TILE_KEYS_OF
+from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
 from ...spec.mla import ELEMENT_BYTES
 from ..primitives.integers import larger
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import Array, Barriers, SmemLayout, Tile
 from .operands import KeyItem
-from .posted_item import ITEM_WORDS, ITEMS_AHEAD
+from .posted_item import DV_SUM, ITEM_WORDS, ITEMS_AHEAD, PostedItem
+
+TILE_KEYS = 128  # of an item, a lane of tensor memory each
+assert set(TILE_KEYS_OF[SM100.name].values()) == {TILE_KEYS}
 
 BOX_ALIGNMENT = 128  # bytes; of what TMA writes without swizzle
 ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES  # of a box
@@ -24,14 +28,14 @@ K_STEP = 16  # contraction depth of one MMA
 STEPS_PER_BOX = BOX_COLUMNS // K_STEP
 
 # by d_qk: boxes of a tile's rows x 64 columns of Q and of dO, as many as shared memory has room for beside K and V
-BOXES = {192: (9, 3), 128: (4, 4)}
+BOXES = {192: (9, 3), 128: (4, 4), 256: (8, 4)}
 STATISTIC_STAGES = 2
-SLOPE_BOXES = D_V // BOX_COLUMNS  # of a tile of dO
 
 HALVES = 2  # of a tile's query rows: a group of attend warps each
 # by d_qk: of every eight pairs of exponentials, those that are computed on the FMA pipe. 192 columns leave the others time enough
-POLYNOMIAL_PAIRS = {192: 0, 128: 2}
-FIRST_QUERIES = 32  # of a half, whose P is handed over while that of the others is computed
+POLYNOMIAL_PAIRS = {192: 0, 128: 2, 256: 0}
+# by d_qk: of a half, whose P is handed over while that of the others is computed
+FIRST_QUERIES = {192: 32, 128: 32, 256: 16}
 GROUP_WARPS = 4
 ATTEND_WARPS = HALVES * GROUP_WARPS
 MMA_WARP, QUERY_WARP, SLOPE_WARP, KEY_WARP = range(ATTEND_WARPS, ATTEND_WARPS + 4)
@@ -41,10 +45,9 @@ THREADS = 32 * (KEY_WARP + 1)
 ATTEND_REGISTERS = 208
 OTHER_REGISTERS = 88
 
-# tensor memory, in 32-bit columns of 128 lanes, a key each: dV, dK, then S of a tile, and dP of it. P and dS, two elements a column,
-# overwrite the first half of the columns that they come from, in either half of the tile
+# tensor memory, in 32-bit columns of 128 lanes, a key each: dV, dK (or one of them), then S of a tile, and dP of it. P and dS, two
+# elements a column, overwrite the first half of the columns that they come from, in either half of the tile
 VALUES_COLUMN = 0
-KEYS_COLUMN = VALUES_COLUMN + D_V
 TMEM_COLUMNS = 512
 TMEM_LANE = 1 << 16
 
@@ -54,6 +57,16 @@ class Geometry:
     """Numbers that depend on the columns of q and k."""
 
     d_qk: int
+
+    @property
+    def d_v(self) -> int:
+        """Return the columns of v and dout."""
+        return HEAD_DIMS[self.d_qk]
+
+    @property
+    def slope_boxes(self) -> int:
+        """Return the boxes of a tile of dO."""
+        return self.d_v // BOX_COLUMNS
 
     @property
     def tile_queries(self) -> int:
@@ -68,12 +81,23 @@ class Geometry:
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
         """Return the ranges of half_queries whose P is handed over one after the other."""
-        return (0, FIRST_QUERIES), (FIRST_QUERIES, self.half_queries)
+        first = FIRST_QUERIES[self.d_qk]
+        return (0, first), (first, self.half_queries)
+
+    @property
+    def single_sums(self) -> bool:
+        """Return whether dK and dV are a work item each."""
+        return ITEM_SUMS[SM100.name][self.d_qk] > 1
+
+    @property
+    def keys_column(self) -> int:
+        """Return the first column of dK."""
+        return VALUES_COLUMN + (0 if self.single_sums else self.d_v)
 
     @property
     def scores_column(self) -> int:
         """Return the first column of S."""
-        return KEYS_COLUMN + self.d_qk
+        return self.keys_column + self.d_qk
 
     @property
     def dprobs_column(self) -> int:
@@ -83,7 +107,7 @@ class Geometry:
     @property
     def item_bytes(self) -> int:
         """Return the bytes of an item's K and V."""
-        return TILE_KEYS * (self.d_qk + D_V) * ELEMENT_BYTES
+        return TILE_KEYS * (self.d_qk + self.d_v) * ELEMENT_BYTES
 
     @property
     def query_boxes(self) -> int:
@@ -104,9 +128,9 @@ class Geometry:
     def products(self) -> int:
         """Return the matrix products of one tile: S and dP, and dV and dK, in one piece or box by box."""
         pieces = sum(
-            1 if turn % of_tile == 0 else of_tile for turn, of_tile in zip(self.boxes, (self.query_boxes, SLOPE_BOXES), strict=True)
+            1 if turn % of_tile == 0 else of_tile for turn, of_tile in zip(self.boxes, (self.query_boxes, self.slope_boxes), strict=True)
         )
-        return (self.d_qk + D_V + pieces * self.tile_queries) // K_STEP
+        return (self.d_qk + self.d_v + pieces * self.tile_queries) // K_STEP
 
     @property
     def boxes(self) -> tuple[int, int]:
@@ -119,7 +143,7 @@ class Geometry:
         of_tile = ("scores_ready", "probs_ready", "rest_ready", "dprobs_ready", "dscores_ready", "sums_ready", "sums_free")
         return SmemLayout((
             Tile("sK", dtype, (TILE_KEYS, self.d_qk, 1)),
-            Tile("sV", dtype, (TILE_KEYS, D_V, 1)),
+            Tile("sV", dtype, (TILE_KEYS, self.d_v, 1)),
             Tile("sQ", dtype, (self.tile_queries, BOX_COLUMNS, of_queries)),
             Tile("sD", dtype, (self.tile_queries, BOX_COLUMNS, of_slopes)),
             Array("statistics", Float32, STATISTIC_STAGES * STATISTICS * self.tile_queries, BOX_ALIGNMENT),
@@ -138,6 +162,10 @@ class Geometry:
             Array("tmem_cell", Int32, 1),
         ))  # fmt: skip
 
+    def sums_of(self, item: PostedItem) -> tuple[Boolean | bool, Boolean | bool]:
+        """Return whether an item has dV, and whether it has dK."""
+        return (item.sums == DV_SUM, item.sums != DV_SUM) if self.single_sums else (True, True)
+
     def tiles(self, item: KeyItem) -> Int32:
         """Return the tiles of the query rows of one head that see the item."""
         rows = larger(item.queries - item.first_query, Int32(0))
@@ -149,7 +177,7 @@ class Tiles:
     """Shared memory as tensors: rows x columns x stages or boxes."""
 
     sK: cute.Tensor  # (128 keys, d_qk, 1)
-    sV: cute.Tensor  # (128 keys, 128 columns, 1)
+    sV: cute.Tensor  # (128 keys, d_v, 1)
     sQ: cute.Tensor  # (tile queries, 64 columns, boxes)
     sD: cute.Tensor  # (tile queries, 64 columns, boxes)
     statistics: cute.Pointer  # fp32 [2 tiles, 2, tile queries]: lse in log2 units, delta

@@ -14,7 +14,7 @@ from ..primitives.pipeline import StageBarriers, arrive
 from ..primitives.tma import load_box
 from ..sm100.boxes import CHUNKS_PER_ROW
 from .operands import Operands
-from .sm100_config import SLOPE_BOXES, Geometry, Pipes, Tiles
+from .sm100_config import Geometry, Pipes, Tiles
 
 ROWS_PER_PASS = cute.arch.WARP_SIZE // CHUNKS_PER_ROW  # that a warp clears
 
@@ -139,8 +139,11 @@ class QueryRole(RowRole):
 class SlopeRole(RowRole):
     """TMA of dO."""
 
-    boxes = SLOPE_BOXES
     has_statistics = False
+
+    def __init__(self, geometry: Geometry) -> None:
+        super().__init__(geometry)
+        self.boxes = geometry.slope_boxes
 
     def barriers(self, pipes: Pipes) -> tuple[StageBarriers, StageBarriers, StageBarriers]:
         """Return the role's ready, free and landed barriers."""

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS
-from ...spec.dense_prefill_dkdv import TILE_KEYS
 from ..primitives import tcgen05
 from ..primitives.pipeline import StageBarriers
 from .operands import Operands
 from .posted_item import PostedItem
-from .sm100_config import HALVES, K_STEP, KEYS_COLUMN, ROW_BYTES, SLOPE_BOXES, STEPS_PER_BOX, VALUES_COLUMN, Geometry, Pipes, Tiles
+from .sm100_config import HALVES, K_STEP, ROW_BYTES, STEPS_PER_BOX, TILE_KEYS, VALUES_COLUMN, Geometry, Pipes, Tiles
 
 K_MAJOR_STEP = K_STEP * 2  # bytes of 16 elements
 ELEMENTS_PER_COLUMN = 2  # of tensor memory
@@ -40,12 +38,12 @@ class TileGemm:
     def values(self, box: int, place: Int32, part: tuple[int, int], accumulate: Boolean) -> None:
         """Issue dV += P^T dO, or dV = P^T dO, of the columns from a box on, and a part of the rows."""
         column = VALUES_COLUMN + box * BOX_COLUMNS
-        boxes = at_once(self.tiles.sD, SLOPE_BOXES)
+        boxes = at_once(self.tiles.sD, self.geometry.slope_boxes)
         self._inner(column, self.geometry.scores_column, (self.tiles.sD, boxes, place), part, accumulate)
 
     def keys(self, box: int, place: Int32, part: tuple[int, int], accumulate: Boolean) -> None:
         """Issue dK += dS^T Q, or dK = dS^T Q, likewise."""
-        column = KEYS_COLUMN + box * BOX_COLUMNS
+        column = self.geometry.keys_column + box * BOX_COLUMNS
         boxes = at_once(self.tiles.sQ, self.geometry.query_boxes)
         self._inner(column, self.geometry.dprobs_column, (self.tiles.sQ, boxes, place), part, accumulate)
 
@@ -104,22 +102,23 @@ class MmaRole:
         use, turn, filled = Int32(0), Int32(0), Int32(0)
         pipes.key_ready.consumer_wait(turn)
         item = PostedItem.of_turn(tiles.items, turn)
-        while item.more != 0:
+        while item.sums != 0:
             pipes.key_free.consumer_release(turn)
             count = item.tiles * operands.heads_per_kv
+            of_values, of_keys = self.geometry.sums_of(item)
             if count > 0:
                 # dV and dK of a tile wait for the attend role: S and dP of the next are issued behind them
                 for i in cutlass.range(count + 1, unroll=1):
                     if i > 0:
                         if i == 1:
                             pipes.sums_free.producer_acquire(filled)
-                        self.multiply_values(pipes, gemm, use + i - 1, i > 1)
+                        self.multiply_values(pipes, gemm, use + i - 1, i > 1, of_values)
                     if i < count:
                         self.multiply_scores(pipes, gemm, use + i)
                     if i > 0:
-                        self.multiply_keys(pipes, gemm, use + i - 1, i > 1)
+                        self.multiply_keys(pipes, gemm, use + i - 1, i > 1, of_keys)
                     if i < count:
-                        self.multiply_dprobs(pipes, gemm, use + i)
+                        self.multiply_dprobs(pipes, gemm, use + i, of_keys)
                         if i == count - 1:
                             self.commit(pipes.key_free.barrier(turn))
                 self.commit(pipes.sums_ready.barrier(filled))
@@ -133,43 +132,53 @@ class MmaRole:
 
     def multiply_scores(self, pipes: Pipes, gemm: TileGemm, use: Int32) -> None:
         """Issue S^T of a tile. It may overwrite P^T of the one before, whose product is in front of this one in the queue."""
-        self._multiply_boxes(pipes.query_ready, self.geometry.query_boxes, gemm.scores, use)
-        self.commit(pipes.scores_ready.barrier(use))
-
-    def multiply_dprobs(self, pipes: Pipes, gemm: TileGemm, use: Int32) -> None:
-        """Issue dP^T of a tile, likewise over dS^T of the one before."""
-        self._multiply_boxes(pipes.slope_ready, SLOPE_BOXES, gemm.dprobs, use)
-        self.commit(pipes.dprobs_ready.barrier(use))
-
-    def multiply_values(self, pipes: Pipes, gemm: TileGemm, use: Int32, accumulate: Boolean) -> None:
-        """Issue dV of a tile, of one part of its rows after the other as P^T comes."""
-        firsts = range(0, SLOPE_BOXES, at_once(gemm.tiles.sD, SLOPE_BOXES))
-        places = [pipes.slope_ready.stage(use * SLOPE_BOXES + first) for first in firsts]
-        for ready, part in zip((pipes.probs_ready, pipes.rest_ready), self.geometry.parts, strict=True):
-            ready.consumer_wait(use)
+        for box in range(self.geometry.query_boxes):
+            number = use * self.geometry.query_boxes + box
+            pipes.query_ready.consumer_wait(number)
             tcgen05.fence_after_wait()
             with cute.arch.elect_one():
-                for first, place in zip(firsts, places, strict=True):
-                    gemm.values(first, place, part, accumulate)
-        self.free_boxes(pipes.slope_free, SLOPE_BOXES, use)
+                gemm.scores(box, pipes.query_ready.stage(number))
+        self.commit(pipes.scores_ready.barrier(use))
 
-    def multiply_keys(self, pipes: Pipes, gemm: TileGemm, use: Int32, accumulate: Boolean) -> None:
-        """Issue dK of a tile when dS^T is there."""
+    @cute.jit
+    def multiply_dprobs(self, pipes: Pipes, gemm: TileGemm, use: Int32, wanted: Boolean | bool):
+        """Issue dP^T of a tile, likewise over dS^T of the one before. wanted: whether the item has dK; all signals are given if not."""
+        for box in cutlass.range_constexpr(self.geometry.slope_boxes):
+            number = use * self.geometry.slope_boxes + box
+            pipes.slope_ready.consumer_wait(number)
+            tcgen05.fence_after_wait()
+            if wanted:
+                with cute.arch.elect_one():
+                    gemm.dprobs(box, pipes.slope_ready.stage(number))
+        self.commit(pipes.dprobs_ready.barrier(use))
+
+    @cute.jit
+    def multiply_values(self, pipes: Pipes, gemm: TileGemm, use: Int32, accumulate: Boolean, wanted: Boolean | bool):
+        """Issue dV of a tile, of one part of its rows after the other as P^T comes. wanted: whether the item has dV, likewise."""
+        boxes = self.geometry.slope_boxes
+        firsts = range(0, boxes, at_once(gemm.tiles.sD, boxes))
+        places = [pipes.slope_ready.stage(use * boxes + first) for first in firsts]
+        signals = (pipes.probs_ready, pipes.rest_ready)
+        for part in cutlass.range_constexpr(len(signals)):
+            signals[part].consumer_wait(use)
+            tcgen05.fence_after_wait()
+            if wanted:
+                with cute.arch.elect_one():
+                    for first, place in zip(firsts, places, strict=True):
+                        gemm.values(first, place, self.geometry.parts[part], accumulate)
+        self.free_boxes(pipes.slope_free, boxes, use)
+
+    @cute.jit
+    def multiply_keys(self, pipes: Pipes, gemm: TileGemm, use: Int32, accumulate: Boolean, wanted: Boolean | bool):
+        """Issue dK of a tile when dS^T is there. wanted: as for dP^T."""
         boxes, every_row = self.geometry.query_boxes, (0, self.geometry.half_queries)
         pipes.dscores_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
-        with cute.arch.elect_one():
-            for first in range(0, boxes, at_once(gemm.tiles.sQ, boxes)):
-                gemm.keys(first, pipes.query_ready.stage(use * boxes + first), every_row, accumulate)
-        self.free_boxes(pipes.query_free, boxes, use)
-
-    def _multiply_boxes(self, ready: StageBarriers, boxes: int, product: Callable[[int, Int32], None], use: Int32) -> None:
-        for box in range(boxes):
-            number = use * boxes + box
-            ready.consumer_wait(number)
-            tcgen05.fence_after_wait()
+        if wanted:
             with cute.arch.elect_one():
-                product(box, ready.stage(number))
+                for first in range(0, boxes, at_once(gemm.tiles.sQ, boxes)):
+                    gemm.keys(first, pipes.query_ready.stage(use * boxes + first), every_row, accumulate)
+        self.free_boxes(pipes.query_free, boxes, use)
 
     def free_boxes(self, free: StageBarriers, boxes: int, use: Int32) -> None:
         """Release a tile's boxes when everything issued so far is done."""

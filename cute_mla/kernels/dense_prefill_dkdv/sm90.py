@@ -6,16 +6,18 @@ For every sequence and KV head, over the query rows i, of all heads that share i
 
     dv_j = sum_i p_ij dout_i    dk_j = scale * sum_i ds_ij q_i
 
-A CTA takes one work item after the other: 128 keys of a KV head, against tiles of 64 query rows, which
+A CTA takes one work item after the other: 128 keys of a KV head (64 with 256 columns), against tiles of 64 query rows, which
 begin at the first row that sees any of the keys.
 
 Roles (384 threads):
   queries  warp 0: TMA of Q and the statistics of its rows; zeroes what lies behind the last row
   slopes   warp 1: TMA of dO; zeroes what lies behind the last row
   keys     warp 2: looks up the work items; TMA of K and V
-  attend   warpgroups 1, 2: 64 keys each: S^T = K Q^T, dP^T = V dO^T, P^T, dS^T, dV += P^T dO, dK += dS^T Q
+  attend   warpgroups 1, 2: 64 keys each: S^T = K Q^T, dP^T = V dO^T, P^T, dS^T, dV += P^T dO, dK += dS^T Q; with 256 columns they
+           share the keys: S^T, P^T and dV are the first one's, dP^T, dS^T and dK the second one's (sm90_shared.py)
 
-Shared memory: K and V (128 keys), three tiles (d_qk 192) or four of Q, dO and the statistics, two posted work items.
+Shared memory: K and V, three tiles (d_qk 192), four or two (d_qk 256) of Q, dO and the statistics, two posted work items; where the
+warpgroups share the keys, P^T of two tiles.
 
 Pipelines (producer -> consumer; arrivals per phase):
   query_ready[n]   queries -> attend   1 and the bytes of a tile; without them for a tile that ends behind the last row
@@ -26,21 +28,24 @@ Pipelines (producer -> consumer; arrivals per phase):
   slope_landed     slopes -> itself    likewise
   key_ready        keys -> attend      1 and the bytes of K and V, once per item, and once behind the last item
   key_free         attend -> keys      8
-  turn (bar.sync)  attend -> attend    the two warpgroups issue their products in turn
+  turn (bar.sync)  attend -> attend    the two warpgroups issue their products in turn, unless they share the keys
+  probs_ready[2]   attend -> attend    4: P^T of a tile is in shared memory, where they do, and so is Q; its stage is free when Q's is
 
 The trick: scores are computed transposed, keys in rows. P^T and dS^T, packed in pairs, are then A operands in registers, and dO and Q
 are read a second time, transposed: no value of the tile leaves the registers but through a product, and no sum leaves the CTA.
 The warpgroups issue in turn, half a tile apart: S^T of one, dV and dK of the other, dP^T of the one, S^T of the other, dV and dK of the
-one, dP^T of the other. So the exponentials of one run while the tensor cores work for the other. README.md has the clocks.
+one, dP^T of the other. So the exponentials of one run while the tensor cores work for the other. Two sums of 256 columns do not fit
+into the registers of a warpgroup. README.md has the clocks.
 """
 
 from __future__ import annotations
 
+import cutlass
 from cutlass import cute
 
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
-from ...spec.dense_prefill_dkdv import TILE_QUERIES, DensePrefillDkdvConfig
+from ...spec.dense_prefill_dkdv import DensePrefillDkdvConfig
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..dense_prefill.sm90_config import GROUPS, THREADS, TURN_BARRIER, WARPGROUP, WARPS_PER_GROUP
@@ -51,8 +56,18 @@ from .abi import DensePrefillDkdvAbi
 from .key_role import KeyRole
 from .operands import Operands
 from .sm90_attend import AttendRole
-from .sm90_config import COMPUTE_REGISTERS, KEY_WARP, LOAD_REGISTERS, QUERY_WARP, SLOPE_WARP, Geometry, Pipes, Tiles
+from .sm90_config import (
+    COMPUTE_REGISTERS,
+    KEY_WARP,
+    LOAD_REGISTERS,
+    QUERY_WARP,
+    SLOPE_WARP,
+    Geometry,
+    Pipes,
+    Tiles,
+)
 from .sm90_load import QueryRole, SlopeRole
+from .sm90_shared import KeySumRole, ValueSumRole
 
 
 class DensePrefillDkdvSm90(AttentionKernel):
@@ -61,7 +76,7 @@ class DensePrefillDkdvSm90(AttentionKernel):
     threads = THREADS
 
     def __init__(self, config: DensePrefillDkdvConfig, arch: Arch) -> None:
-        super().__init__(DensePrefillDkdvAbi(config, TILE_QUERIES[arch.name][config.d_qk]), arch)
+        super().__init__(DensePrefillDkdvAbi(config, arch), arch)
         self.geometry = Geometry(config.d_qk)
         self.smem = self.geometry.smem(self.dtype)
 
@@ -91,7 +106,13 @@ class DensePrefillDkdvSm90(AttentionKernel):
                 KeyRole(geometry).run(operands, tiles, pipes)
         else:
             set_registers(COMPUTE_REGISTERS)
-            AttendRole(self.dtype, geometry).run(operands, tiles, pipes, cute.arch.thread_idx()[0] % WARPGROUP, group - 1)
+            thread = cute.arch.thread_idx()[0] % WARPGROUP
+            if cutlass.const_expr(not geometry.shares_keys):
+                AttendRole(self.dtype, geometry).run(operands, tiles, pipes, thread, group - 1)
+            elif group == 1:
+                ValueSumRole(self.dtype, geometry).run(operands, tiles, pipes, thread)
+            else:
+                KeySumRole(self.dtype, geometry).run(operands, tiles, pipes, thread)
 
 
 def initialise(pipes: Pipes) -> None:
@@ -100,16 +121,19 @@ def initialise(pipes: Pipes) -> None:
         ready.initialise(1)
     for free in (pipes.query_free, pipes.slope_free, pipes.key_free):
         free.initialise(GROUPS * WARPS_PER_GROUP)
+    if pipes.probs_ready is not None:
+        pipes.probs_ready.initialise(WARPS_PER_GROUP)
     cute.arch.mbarrier_init_fence()
 
 
 def build(config: DensePrefillDkdvConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
     kernel = DensePrefillDkdvSm90(config, arch)
+    turns = tuple(NamedBarrier(f"turn_{group}", TURN_BARRIER + group) for group in range(GROUPS))
     return kernel.definition(
         smem_bytes=kernel.smem.nbytes,
         barriers=kernel.smem.barriers(),
-        named_barriers=tuple(NamedBarrier(f"turn_{group}", TURN_BARRIER + group) for group in range(GROUPS)),
+        named_barriers=() if kernel.geometry.shares_keys else turns,
         roles=(
             Role("queries", QUERY_WARP, 1),
             Role("slopes", SLOPE_WARP, 1),

@@ -5,6 +5,7 @@ Two warpgroups, each with 64 keys of an item, which issue their products in turn
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import cutlass
@@ -51,6 +52,20 @@ class Products:
         return self.group * GROUP_KEYS + fragment_row(self.thread, row_half)
 
 
+# a gradient of the item's keys: the product whose sum it is, its factor, and where the row of a key lies
+Sum = tuple[GradientProduct, Float32, Callable[[PostedItem, Int32], cute.Pointer]]
+
+
+def key_sum(operands: Operands, products: Products) -> Sum:
+    """Return dK."""
+    return products.keys, operands.softmax_scale, operands.dk_row
+
+
+def value_sum(operands: Operands, products: Products) -> Sum:
+    """Return dV."""
+    return products.values, Float32(1), operands.dv_row
+
+
 class AttendRole:
     """One of two warpgroups."""
 
@@ -69,7 +84,7 @@ class AttendRole:
         use, turn = Int32(0), Int32(0)
         pipes.key_ready.consumer_wait(turn)
         item = PostedItem.of_turn(tiles.items, turn)
-        while item.more != 0:
+        while item.sums != 0:
             products.values.clear()
             products.keys.clear()
             if item.tiles > 0:
@@ -92,7 +107,8 @@ class AttendRole:
                 take_turn(group)  # without products: the other warpgroup waits for it with its last half tile
                 give_turn(group)
             # read again, so that fewer registers are held during the loop
-            self.write_rows(operands, PostedItem.of_turn(tiles.items, turn), products)
+            sums = (key_sum(operands, products), value_sum(operands, products))
+            self.write_rows(operands, PostedItem.of_turn(tiles.items, turn), products, sums)
             turn = turn + 1
             pipes.key_ready.consumer_wait(turn)
             item = PostedItem.of_turn(tiles.items, turn)
@@ -179,18 +195,17 @@ class AttendRole:
                 rD[i] = rP[i].to(Float32) * (rD[i] - delta[i % PAIR])
 
     @cute.jit
-    def write_rows(self, operands: Operands, item: PostedItem, products: Products):
-        """Write the rows of dK and dV that the sequence has."""
+    def write_rows(self, operands: Operands, item: PostedItem, products: Products, sums: tuple[Sum, ...]):
+        """Write the rows of some of dK and dV that the sequence has."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             key, thread = products.key(row_half), products.thread
-            of_keys = products.keys.row_words(row_half, operands.softmax_scale)
-            of_values = products.values.row_words(row_half, Float32(1))
+            words = [product.row_words(row_half, factor) for product, factor, _ in sums]
             if operands.args.aligned != 0:
-                keys_runs, values_runs = gather_runs(of_keys, thread), gather_runs(of_values, thread)
+                runs = [gather_runs(of_row, thread) for of_row in words]
                 if key < item.keys:
-                    store_row_words(operands.dk_row(item, key), keys_runs, thread, True)
-                    store_row_words(operands.dv_row(item, key), values_runs, thread, True)
+                    for number, (_, _, row) in enumerate(sums):
+                        store_row_words(row(item, key), runs[number], thread, True)
             else:
                 if key < item.keys:
-                    store_row_words(operands.dk_row(item, key), of_keys, thread, False)
-                    store_row_words(operands.dv_row(item, key), of_values, thread, False)
+                    for number, (_, _, row) in enumerate(sums):
+                        store_row_words(row(item, key), words[number], thread, False)

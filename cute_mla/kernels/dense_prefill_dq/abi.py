@@ -9,7 +9,7 @@ from cutlass import Float32
 from cutlass.experimental import cuda as tensor_maps
 
 from ...spec.dense_prefill import BOX_ROWS, DensePrefillConfig
-from ...spec.dense_prefill_dq import D_V, TILE_ROWS, DensePrefillDqArguments
+from ...spec.dense_prefill_dq import TILE_ROWS, DensePrefillDqArguments
 from ..attention.kernel import ELEMENT_TYPES
 from ..dense_prefill.abi import box_map
 from ..dense_prefill.operands import WorkItems
@@ -33,7 +33,8 @@ class DensePrefillDqAbi:
 
     def typed_maps(self, args: DensePrefillDqArguments) -> tuple[tensor_maps.TensorMap, ...]:
         """Return the maps of q, dout, k and v."""
-        boxes = ((self.config.d_qk, BOX_ROWS), (D_V, BOX_ROWS), (self.config.d_qk, self.tile_keys), (D_V, self.tile_keys))
+        d_qk, d_v = self.config.d_qk, self.config.d_v
+        boxes = ((d_qk, BOX_ROWS), (d_v, BOX_ROWS), (d_qk, self.tile_keys), (d_v, self.tile_keys))
         return tuple(box_map(pointer, self.config.dtype, *box) for pointer, box in zip(args[: len(boxes)], boxes, strict=True))
 
     def operands(self, args: DensePrefillDqArguments) -> Operands:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from cutlass import Float32, Int32, Int64, cute
 
-from ...spec.dense_prefill_dq import D_V, DensePrefillDqArguments
+from ...spec.dense_prefill_dq import DensePrefillDqArguments
 from ..dense_prefill.operands import WorkItem, WorkItems, row_offset
 
 
@@ -56,9 +56,9 @@ class Operands:
         """Return element 0 of a row of the copy of q."""
         return self.args.q_copy + self._copied(item, row) * d_qk
 
-    def dout_copy_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
+    def dout_copy_row(self, item: WorkItem, row: Int32, d_v: int) -> cute.Pointer:
         """Return element 0 of a row of the copy of dout."""
-        return self.args.dout_copy + self._copied(item, row) * D_V
+        return self.args.dout_copy + self._copied(item, row) * d_v
 
     def _copied(self, item: WorkItem, row: Int32) -> Int64:
         """Return the number of a row in the copies."""

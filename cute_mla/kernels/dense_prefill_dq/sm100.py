@@ -4,8 +4,8 @@ For every sequence and query head, over the keys j that row r sees, with delta_r
 
     s_rj = <q_r, k_j>    p = exp(scale * s - lse_r)    ds_rj = p_rj (<dout_r, v_j> - delta_r)    dq_r = scale * sum_j ds_rj k_j
 
-A CTA takes one work item after the other: 128 query rows of a head, against tiles of 128 keys, from the last to the first, so that the
-tiles that need a mask come before those that do not.
+A CTA takes one work item after the other: 128 query rows of a head, against tiles of 128 keys, or 64 with 256 columns, from the last to
+the first, so that the tiles that need a mask come before those that do not.
 
 Roles (512 threads):
   attend   warps 0..3, 4..7: a thread a row, half of a tile's keys each: P, dS to tensor memory
@@ -14,13 +14,13 @@ Roles (512 threads):
   keys     warp 13: finds the items; TMA of K and Q
   values   warp 14: TMA of V and dO
 
-Tensor memory: S in 128 columns, dP in 128, dQ in 192 or 128, dS, 16-bit, in 64.
-Shared memory: Q and dO, and 16 KB stages (64 columns of 128 rows) for K and for V.
+Tensor memory: S and dP in a column for each key of a tile, dQ in d_qk columns, dS, 16-bit, in half as many as S.
+Shared memory: Q and dO, and stages of 64 columns of the keys of a tile for K and for V.
 
 Pipelines (producer -> consumer; arrivals per phase):
   item_ready[4]     keys -> all others           1: what the item of a round is
   item_free[4]      all others -> keys           14: it has been read
-  key_ready[n]      keys -> mma                  1 and the bytes of a stage; n = 7 (d_qk 192) or 6
+  key_ready[n]      keys -> mma                  1 and the bytes of a stage; n = 7 (d_qk 192), 6 or 8 (256)
   key_free[n]       mma -> keys                  1: dQ has been multiplied with it
   value_ready[n]    values -> mma                1 and the bytes of a stage; n = 2 or 4
   value_free[n]     mma -> values                1
@@ -54,7 +54,7 @@ from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..dense_prefill.board import Board
-from ..dense_prefill.sm100_config import GROUP_WARPS, TILE_KEYS
+from ..dense_prefill.sm100_config import GROUP_WARPS
 from ..primitives import tcgen05
 from ..primitives.smem import fields_of
 from ..primitives.tma import prefetch_map
@@ -88,8 +88,8 @@ class DensePrefillDqSm100(AttentionKernel):
     threads = THREADS
 
     def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
-        super().__init__(DensePrefillDqAbi(config, TILE_KEYS), arch)
         self.geometry = Geometry(config.d_qk)
+        super().__init__(DensePrefillDqAbi(config, self.geometry.tile_keys), arch)
         self.smem = self.geometry.smem()
         self.by_tma = config.access_bytes > ELEMENT_BYTES  # Q and dO come from where they lie; else from copies
 
@@ -121,7 +121,7 @@ class DensePrefillDqSm100(AttentionKernel):
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == MMA_WARP:
-                MmaRole(self.geometry).run(board, pipes, TileGemm(self.dtype, tiles, tmem))
+                MmaRole(self.geometry).run(board, pipes, TileGemm(self.dtype, self.geometry, tiles, tmem))
             elif warp == KEY_WARP:
                 KeyRole(self.geometry, not self.by_tma).run(operands, board, tiles, pipes)
             elif warp == VALUE_WARP:

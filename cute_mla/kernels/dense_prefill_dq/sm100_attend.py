@@ -10,13 +10,13 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...spec.dense_prefill_dq import STATISTICS, TILE_ROWS
 from ..dense_prefill.board import Board
 from ..dense_prefill.operands import WorkItem
-from ..dense_prefill.sm100_config import GROUP, STAGE_BYTES, TILE_KEYS, first_lane, key_tiles
+from ..dense_prefill.sm100_config import BOX_BYTES, GROUP, first_lane
 from ..dense_prefill.sm100_softmax import LOADED_AT_ONCE, exp2_on_fma, hide_keys, on_fma
 from ..primitives import tcgen05
 from ..primitives.elements import pack_pair
-from ..sm100.boxes import BOX_ROWS, ROW_BYTES, clear_rows
+from ..sm100.boxes import BOX_ROWS, clear_rows
 from .operands import Operands
-from .sm100_config import GROUP_KEYS, SCORE_COLUMN, SLOPE_COLUMN, WEIGHT_COLUMN, Geometry, Pipes, Tiles, key_limit
+from .sm100_config import GROUPS, SCORE_COLUMN, SLOPE_COLUMN, Geometry, Pipes, Tiles, key_limit
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RowSlice:
     """A thread's row of one tile, half of the columns.
 
     columns: tensor memory at the first lane of the warp, and the first of the group's columns of S. weights: the same of dS.
-    rP: fp32 (64 keys): scores, then probabilities, then dS. statistics: fp32: lse in log2 units, delta.
+    rP: fp32 (64 or 32 keys): scores, then probabilities, then dS. statistics: fp32: lse in log2 units, delta.
     """
 
     dtype: type[cutlass.Numeric]
@@ -36,15 +36,15 @@ class RowSlice:
     statistics: cute.Tensor
 
     @staticmethod
-    def create(dtype: type[cutlass.Numeric], tmem: Int32, group: Int32, scale_log2: Float32) -> RowSlice:
+    def create(dtype: type[cutlass.Numeric], geometry: Geometry, tmem: Int32, group: Int32, scale_log2: Float32) -> RowSlice:
         """Return the row of this thread."""
         lanes = first_lane(tmem)
-        rP, statistics = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in (GROUP_KEYS, STATISTICS))
+        rP, statistics = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in (geometry.group_keys, STATISTICS))
         return RowSlice(
             dtype=dtype,
             row=cute.arch.thread_idx()[0] % GROUP,
-            columns=lanes + (SCORE_COLUMN + group * GROUP_KEYS),
-            weights=lanes + (WEIGHT_COLUMN + group * (GROUP_KEYS // 2)),
+            columns=lanes + (SCORE_COLUMN + group * geometry.group_keys),
+            weights=lanes + (geometry.weight_column + group * (geometry.group_keys // 2)),
             scale_log2=scale_log2,
             rP=rP,
             statistics=statistics,
@@ -58,14 +58,14 @@ class RowSlice:
     def load(self, column: int) -> list[Float32]:
         """Load the row's S or dP, whose columns begin at `column`."""
         first = self.columns + (column - SCORE_COLUMN)
-        parts = [tcgen05.load_columns(first + i, LOADED_AT_ONCE) for i in range(0, GROUP_KEYS, LOADED_AT_ONCE)]
+        parts = [tcgen05.load_columns(first + i, LOADED_AT_ONCE) for i in range(0, cute.size(self.rP), LOADED_AT_ONCE)]
         tcgen05.await_loads()
         return [part[i] for part in parts for i in range(LOADED_AT_ONCE)]
 
     def exponentiate(self, scores: list[Float32]) -> None:
         """Set P. P of keys that a row does not see is whatever their scores make it."""
         scale, shift = (self.scale_log2,) * 2, (-self.statistics[0],) * 2
-        for i in range(0, GROUP_KEYS, 2):
+        for i in range(0, cute.size(self.rP), 2):
             exponents = cute.arch.fma_packed_f32x2((scores[i], scores[i + 1]), scale, shift)
             if on_fma(i // 2):
                 probs = exp2_on_fma(exponents)
@@ -76,17 +76,17 @@ class RowSlice:
     def weigh(self, slopes: list[Float32]) -> None:
         """Replace P by dS = P (dP - delta)."""
         shift = (-self.statistics[1],) * 2
-        for i in range(0, GROUP_KEYS, 2):
+        for i in range(0, cute.size(self.rP), 2):
             differences = cute.arch.add_packed_f32x2((slopes[i], slopes[i + 1]), shift)
             self.rP[i], self.rP[i + 1] = cute.arch.mul_packed_f32x2((self.rP[i], self.rP[i + 1]), differences)
 
     def mask(self, limit: Int32) -> None:
         """Set dS of keys from `limit` on, counted within the slice, to 0. Selects, so that NaN vanishes."""
-        hide_keys(self.rP, limit, range(GROUP_KEYS), Float32(0))
+        hide_keys(self.rP, limit, range(cute.size(self.rP)), Float32(0))
 
     def store(self) -> None:
         """Store dS as 16-bit A operand; done when this returns."""
-        tcgen05.store_columns(self.weights, [pack_pair(self.rP[i], self.rP[i + 1], self.dtype) for i in range(0, GROUP_KEYS, 2)])
+        tcgen05.store_columns(self.weights, [pack_pair(self.rP[i], self.rP[i + 1], self.dtype) for i in range(0, cute.size(self.rP), 2)])
         tcgen05.await_stores()
 
 
@@ -103,11 +103,11 @@ class AttendRole:
 
         Signal item_free, statistics_free, scores_free, weights_ready.
         """
-        rows = RowSlice.create(self.dtype, tmem, group, operands.scale_log2)
+        rows = RowSlice.create(self.dtype, self.geometry, tmem, group, operands.scale_log2)
         more, turn, items, done, stage = Boolean(True), Int32(0), Int32(0), Int32(0), Int32(0)
         while more:
             more, item = board.take(turn)
-            count = key_tiles(item.keys)
+            count = self.geometry.key_tiles(item.keys)
             if count > 0:
                 pipes.statistics_ready.consumer_wait(items)
                 rows.take_statistics(tiles.sStatistics)
@@ -124,32 +124,42 @@ class AttendRole:
     def attend_tile(self, tiles: Tiles, pipes: Pipes, rows: RowSlice, item: WorkItem, group: Int32, where: tuple[Int32, Int32, Int32]):
         """Compute dS of a tile. where: the tile among the item's keys, its number, its first stage of keys."""
         tile, use, stage = where
-        first_key = tile * TILE_KEYS + group * GROUP_KEYS
+        first_key = tile * self.geometry.tile_keys + group * self.geometry.group_keys
         pipes.scores_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
         scores = rows.load(SCORE_COLUMN)
         tcgen05.fence_before_signal()
         pipes.scores_free.consumer_release(use)
-        if item.keys < first_key + GROUP_KEYS:
-            self.clear_keys(tiles, stage, group, item.keys - first_key, rows.row)
+        first_cleared = tile * self.geometry.tile_keys + self.boxes_of(group)[1] * BOX_ROWS
+        if item.keys < first_cleared + BOX_ROWS:
+            self.clear_keys(tiles, stage, group, item.keys - first_cleared, rows.row)
         rows.exponentiate(scores)
         pipes.slopes_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
         rows.weigh(rows.load(SLOPE_COLUMN))
-        if key_limit(item, Int32(0)) < first_key + GROUP_KEYS:
+        if key_limit(item, Int32(0)) < first_key + self.geometry.group_keys:
             rows.mask(key_limit(item, rows.row) - first_key)
         rows.store()
         tcgen05.fence_before_signal()
         pipes.weights_ready.producer_commit(use)
 
+    def boxes_of(self, group: Int32) -> tuple[Int32 | int, Int32 | int, int]:
+        """Return which boxes of 64 rows of a tile a group clears: the first stage, the box in it, and the stages to the next.
+
+        A stage has two boxes, one for each group, or one: then every other stage is a group's.
+        """
+        boxes = self.geometry.tile_keys // BOX_ROWS
+        return (0, group, 1) if boxes == GROUPS else (group, 0, GROUPS)
+
     @cute.jit
     def clear_keys(self, tiles: Tiles, stage: Int32, group: Int32, keys: Int32, thread: Int32):
-        """Zero the group's keys of a tile from `keys` on: dS is 0 there, but 0 times a NaN of an unused row is NaN.
+        """Zero rows of a tile from `keys` on in the group's boxes: dS is 0 there, but 0 times a NaN of an unused row is NaN.
 
         S of the tile is complete, so the keys are there, and dQ has not begun: it waits for the arrival with dS.
         """
-        for box in cutlass.range_constexpr(self.geometry.key_boxes):
-            place = stage + box
+        first, part, step = self.boxes_of(group)
+        for box in cutlass.range_constexpr(0, self.geometry.key_boxes, step):
+            place = stage + box + first
             place = cutlass.select_(place >= self.geometry.key_stages, place - self.geometry.key_stages, place)
-            clear_rows(tiles.sK + (place * STAGE_BYTES + group * (BOX_ROWS * ROW_BYTES)), 1, keys, thread)
+            clear_rows(tiles.sK + (place * self.geometry.stage_bytes + part * BOX_BYTES), 1, keys, thread)
         cute.arch.fence_proxy("async.shared", space="cta")

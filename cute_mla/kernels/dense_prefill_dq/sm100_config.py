@@ -7,24 +7,21 @@ from dataclasses import dataclass
 from cutlass import Float32, Int32, Uint8, cute
 
 from ...spec.arch import SM100
-from ...spec.dense_prefill import BOX_COLUMNS
-from ...spec.dense_prefill_dq import D_V, STATISTICS, TILE_ROWS
-from ...spec.dense_prefill_dq import TILE_KEYS as TILE_KEYS_OF
+from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, HEAD_DIMS
+from ...spec.dense_prefill_dq import STATISTICS, TILE_KEYS, TILE_ROWS
 from ..dense_prefill.board import ITEM_WORDS
 from ..dense_prefill.operands import WorkItem
-from ..dense_prefill.sm100_config import GROUP_WARPS, ITEM_STAGES, K_STEP, STAGE_BYTES, STEPS_PER_BOX, TILE_KEYS
+from ..dense_prefill.sm100_config import BOX_BYTES, GROUP_WARPS, ITEM_STAGES, K_STEP, STEPS_PER_BOX
 from ..primitives.integers import smaller
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout
 
-assert set(TILE_KEYS_OF[SM100.name].values()) == {TILE_KEYS}
-
 GROUPS = 2  # warpgroups that share the keys of a tile: a thread has a row and half of the columns of S and dP
-GROUP_KEYS = TILE_KEYS // GROUPS
-VALUE_BOXES = D_V // BOX_COLUMNS  # stages of the values of a tile, and of dO
+ROW_BOX_BYTES = TILE_ROWS // BOX_ROWS * BOX_BYTES  # 64 columns of the rows of Q or dO
 
-# tensor memory, in 32-bit columns of 128 lanes: S, dP, dQ, and dS, two elements a column
-SCORE_COLUMN, SLOPE_COLUMN, DQ_COLUMN, WEIGHT_COLUMN = 0, 128, 256, 448
+# tensor memory, in 32-bit columns of 128 lanes: S, dP, dQ, and dS, two elements a column, which lies where one of them leaves room
+SCORE_COLUMN, SLOPE_COLUMN, DQ_COLUMN = 0, 128, 256
+WEIGHT_COLUMNS = {192: 448, 128: 448, 256: 64}  # by d_qk
 TMEM_COLUMNS = 512
 
 ROW_WARP = GROUPS * GROUP_WARPS  # the first that does not attend
@@ -49,6 +46,36 @@ class Geometry:
     d_qk: int
 
     @property
+    def d_v(self) -> int:
+        """Return the columns of v and out."""
+        return HEAD_DIMS[self.d_qk]
+
+    @property
+    def tile_keys(self) -> int:
+        """Return the keys of a tile."""
+        return TILE_KEYS[SM100.name][self.d_qk]
+
+    @property
+    def group_keys(self) -> int:
+        """Return the keys of a tile that a group attends to."""
+        return self.tile_keys // GROUPS
+
+    @property
+    def stage_bytes(self) -> int:
+        """Return the bytes of a stage: 64 columns of the keys of a tile, or of its values."""
+        return self.tile_keys // BOX_ROWS * BOX_BYTES
+
+    @property
+    def weight_column(self) -> int:
+        """Return the first column of dS."""
+        return WEIGHT_COLUMNS[self.d_qk]
+
+    @property
+    def value_boxes(self) -> int:
+        """Return the stages of the values of a tile, and the boxes of dO; 64 columns each."""
+        return self.d_v // BOX_COLUMNS
+
+    @property
     def key_boxes(self) -> int:
         """Return the stages of the keys of a tile, and of Q; 64 columns each."""
         return self.d_qk // BOX_COLUMNS
@@ -56,7 +83,7 @@ class Geometry:
     @property
     def value_stages(self) -> int:
         """Return the stages of the pipeline for values: one tile, or two if keys leave room for them."""
-        return VALUE_BOXES if self._stages < GROUPS * (self.key_boxes + VALUE_BOXES) else 2 * VALUE_BOXES
+        return self.value_boxes if self._stages < GROUPS * (self.key_boxes + self.value_boxes) else 2 * self.value_boxes
 
     @property
     def key_stages(self) -> int:
@@ -65,13 +92,13 @@ class Geometry:
 
     @property
     def _stages(self) -> int:
-        rows = (self.key_boxes + VALUE_BOXES) * STAGE_BYTES
-        return (SM100.smem_per_block - SMALL_BYTES - rows) // STAGE_BYTES
+        rows = (self.key_boxes + self.value_boxes) * ROW_BOX_BYTES
+        return (SM100.smem_per_block - SMALL_BYTES - rows) // self.stage_bytes
 
     @property
     def products(self) -> int:
         """Return the matrix products of one tile: S, dP, and dQ by 64 columns."""
-        return (self.key_boxes + VALUE_BOXES) * STEPS_PER_BOX + self.key_boxes * TILE_KEYS // K_STEP
+        return (self.key_boxes + self.value_boxes) * STEPS_PER_BOX + self.key_boxes * self.tile_keys // K_STEP
 
     def smem(self) -> SmemLayout:
         """Return the layout of shared memory."""
@@ -80,10 +107,10 @@ class Geometry:
             *("scores_ready", "scores_free", "slopes_ready", "weights_ready", "dq_ready", "dq_free"),
         )
         return SmemLayout((
-            Array("sQ", Uint8, self.key_boxes * STAGE_BYTES, SWIZZLE_PERIOD),
-            Array("sD", Uint8, VALUE_BOXES * STAGE_BYTES, SWIZZLE_PERIOD),
-            Array("sK", Uint8, self.key_stages * STAGE_BYTES, SWIZZLE_PERIOD),
-            Array("sV", Uint8, self.value_stages * STAGE_BYTES, SWIZZLE_PERIOD),
+            Array("sQ", Uint8, self.key_boxes * ROW_BOX_BYTES, SWIZZLE_PERIOD),
+            Array("sD", Uint8, self.value_boxes * ROW_BOX_BYTES, SWIZZLE_PERIOD),
+            Array("sK", Uint8, self.key_stages * self.stage_bytes, SWIZZLE_PERIOD),
+            Array("sV", Uint8, self.value_stages * self.stage_bytes, SWIZZLE_PERIOD),
             Array("sStatistics", Float32, STATISTICS * TILE_ROWS),
             Array("sItems", Int32, ITEM_STAGES * ITEM_WORDS, 16),
             Barriers("item_ready", ITEM_STAGES),
@@ -96,10 +123,14 @@ class Geometry:
             Array("tmem_cell", Int32, 1),
         ))  # fmt: skip
 
+    def key_tiles(self, keys: Int32) -> Int32:
+        """Return the tiles of that many keys. A tile has a power of two of them."""
+        return (keys + (self.tile_keys - 1)) >> (self.tile_keys.bit_length() - 1)
+
 
 @dataclass(frozen=True)
 class Tiles:
-    """Shared memory. Stages are boxes of 128 rows x 128 swizzled bytes."""
+    """Shared memory. Boxes of 128 rows, and stages of the keys of a tile, x 128 swizzled bytes."""
 
     sQ: cute.Pointer  # bytes of Q: a box for 64 columns
     sD: cute.Pointer  # bytes of dO

@@ -11,11 +11,11 @@ from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
 from ...spec.dense_prefill_dq import TILE_ROWS
 from ..dense_prefill.board import Board
 from ..dense_prefill.operands import WorkItem
-from ..dense_prefill.sm100_config import BOX_BYTES, STAGE_BYTES, TILE_KEYS, key_tiles
+from ..dense_prefill.sm100_config import BOX_BYTES
 from ..primitives.pipeline import PipelineState, StageBarriers
 from ..primitives.tma import load_box
 from .operands import Operands
-from .sm100_config import VALUE_BOXES, Geometry, Pipes, Tiles
+from .sm100_config import ROW_BOX_BYTES, Geometry, Pipes, Tiles
 
 
 class KeyRole:
@@ -36,9 +36,9 @@ class KeyRole:
             more = items.of_round(turn) < items.count()
             item = items.take(turn)
             board.post(turn, more, item)
-            for t in cutlass.range(key_tiles(item.keys), unroll=1):
+            for t in cutlass.range(self.geometry.key_tiles(item.keys), unroll=1):
                 uses = PipelineState(stage, phase).following(boxes, stages)
-                load_tile(tiles.sK, operands.args.k_map, (pipes.key_ready, pipes.key_free), uses, item, t)
+                load_tile(self.geometry, tiles.sK, operands.args.k_map, (pipes.key_ready, pipes.key_free), uses, item, t)
                 if t == 0:
                     # the keys are on their way while the last S of the item before still reads Q
                     await_copies(pipes, self.copied, loads)
@@ -69,13 +69,13 @@ class ValueRole:
         stage, phase = Int32(0), Int32(0)
         while more:
             more, item = board.take(turn)
-            for t in cutlass.range(key_tiles(item.keys), unroll=1):
-                uses = PipelineState(stage, phase).following(VALUE_BOXES, self.geometry.value_stages)
-                load_tile(tiles.sV, operands.args.v_map, (pipes.value_ready, pipes.value_free), uses, item, t)
+            for t in cutlass.range(self.geometry.key_tiles(item.keys), unroll=1):
+                uses = PipelineState(stage, phase).following(self.geometry.value_boxes, self.geometry.value_stages)
+                load_tile(self.geometry, tiles.sV, operands.args.v_map, (pipes.value_ready, pipes.value_free), uses, item, t)
                 if t == 0:
                     await_copies(pipes, self.copied, loads)
                     pipes.dout_free.producer_acquire(loads)
-                    load_rows(tiles.sD, operands.args.dout_map, pipes.dout_ready.barrier(loads), item, VALUE_BOXES)
+                    load_rows(tiles.sD, operands.args.dout_map, pipes.dout_ready.barrier(loads), item, self.geometry.value_boxes)
                     loads = loads + 1
                 following = pipes.value_free.advance(uses[-1])
                 stage, phase = following.stage, following.phase
@@ -84,26 +84,32 @@ class ValueRole:
 
 
 def load_tile(
-    stages: cute.Pointer, tensor_map: Any, pipe: tuple[StageBarriers, StageBarriers], uses: list[PipelineState], item: WorkItem, t: Int32
+    geometry: Geometry,
+    stages: cute.Pointer,
+    tensor_map: Any,
+    pipe: tuple[StageBarriers, StageBarriers],
+    uses: list[PipelineState],
+    item: WorkItem,
+    t: Int32,
 ) -> None:
     """Load the t-th tile of an item, the last tile of keys first, 64 columns a stage. pipe: ready, free."""
     ready, free = pipe
-    row = item.first_key + (key_tiles(item.keys) - 1 - t) * TILE_KEYS
+    row = item.first_key + (geometry.key_tiles(item.keys) - 1 - t) * geometry.tile_keys
     for box, use in enumerate(uses):
         free.producer_acquire(use)
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(ready.barrier(use), STAGE_BYTES)
-            load_box(stages + use.stage * STAGE_BYTES, tensor_map, (box * BOX_COLUMNS, item.kv_head, row), ready.barrier(use))
+            cute.arch.mbarrier_arrive_and_expect_tx(ready.barrier(use), geometry.stage_bytes)
+            load_box(stages + use.stage * geometry.stage_bytes, tensor_map, (box * BOX_COLUMNS, item.kv_head, row), ready.barrier(use))
 
 
 def load_rows(target: cute.Pointer, tensor_map: Any, ready: cute.Pointer, item: WorkItem, boxes: int) -> None:
     """Load the item's rows of Q or dO. Rows past the sequence's end are another sequence's, or zeros: their results go nowhere."""
     with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * STAGE_BYTES)
+        cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * ROW_BOX_BYTES)
         for box in range(boxes):
             for half in range(TILE_ROWS // BOX_ROWS):
                 where = (box * BOX_COLUMNS, item.head, item.first_row + half * BOX_ROWS)
-                load_box(target + (box * STAGE_BYTES + half * BOX_BYTES), tensor_map, where, ready)
+                load_box(target + (box * ROW_BOX_BYTES + half * BOX_BYTES), tensor_map, where, ready)
 
 
 @cute.jit

@@ -10,12 +10,12 @@ from cutlass import Boolean, Int32, cute
 from ...spec.dense_prefill import BOX_COLUMNS
 from ...spec.dense_prefill_dq import TILE_ROWS
 from ..dense_prefill.board import Board
-from ..dense_prefill.sm100_config import K_STEP, STAGE_BYTES, STEPS_PER_BOX, TILE_KEYS, key_tiles
+from ..dense_prefill.sm100_config import K_STEP, STEPS_PER_BOX
 from ..dense_prefill.sm100_mma import K_MAJOR_STEP, MN_MAJOR_STEP, TMEM_STEP
 from ..primitives import tcgen05
 from ..primitives.integers import larger
 from ..primitives.pipeline import PipelineState
-from .sm100_config import DQ_COLUMN, SCORE_COLUMN, SLOPE_COLUMN, VALUE_BOXES, WEIGHT_COLUMN, Geometry, Pipes, Tiles
+from .sm100_config import DQ_COLUMN, ROW_BOX_BYTES, SCORE_COLUMN, SLOPE_COLUMN, Geometry, Pipes, Tiles
 
 
 @dataclass(frozen=True)
@@ -23,25 +23,26 @@ class TileGemm:
     """Operands and products. One thread multiplies."""
 
     dtype: type[cutlass.Numeric]
+    geometry: Geometry
     tiles: Tiles
     tmem: Int32
 
     def scores(self, box: int, stage: Int32) -> None:
         """Issue the share of 64 columns of Q and K in S = Q K^T."""
-        self._rows(SCORE_COLUMN, self.tiles.sQ + box * STAGE_BYTES, self.tiles.sK + stage * STAGE_BYTES, box > 0)
+        self._rows(SCORE_COLUMN, self.tiles.sQ + box * ROW_BOX_BYTES, self.tiles.sK + stage * self.geometry.stage_bytes, box > 0)
 
     def slopes(self, box: int, stage: Int32) -> None:
         """Issue the share of 64 columns of dO and V in dP = dO V^T."""
-        self._rows(SLOPE_COLUMN, self.tiles.sD + box * STAGE_BYTES, self.tiles.sV + stage * STAGE_BYTES, box > 0)
+        self._rows(SLOPE_COLUMN, self.tiles.sD + box * ROW_BOX_BYTES, self.tiles.sV + stage * self.geometry.stage_bytes, box > 0)
 
     def dq(self, box: int, stage: Int32, accumulate: Boolean) -> None:
         """Issue 64 columns of dQ += dS K, or dQ = dS K."""
         shape = tcgen05.instruction(self.dtype, rows=TILE_ROWS, columns=BOX_COLUMNS, transpose_b=True)
-        keys = tcgen05.mn_major(self.tiles.sK + stage * STAGE_BYTES, STAGE_BYTES)
-        for step in range(TILE_KEYS // K_STEP):
+        keys = tcgen05.mn_major(self.tiles.sK + stage * self.geometry.stage_bytes, self.geometry.stage_bytes)
+        for step in range(self.geometry.tile_keys // K_STEP):
             tcgen05.multiply(
                 self.tmem + (DQ_COLUMN + box * BOX_COLUMNS),
-                tcgen05.a_in_tmem(self.tmem + (WEIGHT_COLUMN + step * TMEM_STEP)),
+                tcgen05.a_in_tmem(self.tmem + (self.geometry.weight_column + step * TMEM_STEP)),
                 keys.advance_start_address(step * MN_MAJOR_STEP),
                 shape,
                 accumulate=accumulate if step == 0 else True,
@@ -50,7 +51,7 @@ class TileGemm:
 
     def _rows(self, column: int, rows: cute.Pointer, keys: cute.Pointer, accumulate: bool) -> None:
         """Issue the product of a box of query rows and one of keys."""
-        shape = tcgen05.instruction(self.dtype, rows=TILE_ROWS, columns=TILE_KEYS)
+        shape = tcgen05.instruction(self.dtype, rows=TILE_ROWS, columns=self.geometry.tile_keys)
         a, b = tcgen05.k_major(rows), tcgen05.k_major(keys)
         for step in range(STEPS_PER_BOX):
             tcgen05.multiply(
@@ -86,11 +87,11 @@ class MmaRole:
         items, count, waiting = Int32(0), Int32(0), Int32(-1)
         while more:
             more, item = board.take(turn)
-            tiles = key_tiles(item.keys)
+            tiles = self.geometry.key_tiles(item.keys)
             # the last dQ of the item before may not wait for keys to come
             for t in cutlass.range(larger(tiles, Int32(1)), unroll=1):
                 keys = PipelineState(key_stage, key_phase).following(boxes, self.geometry.key_stages)
-                values = PipelineState(value_stage, value_phase).following(VALUE_BOXES, self.geometry.value_stages)
+                values = PipelineState(value_stage, value_phase).following(self.geometry.value_boxes, self.geometry.value_stages)
                 there = t < tiles
                 if there:
                     if t == 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Float32, Int32, cute
 
-from ...spec.dense_prefill_dq import D_V, STATISTICS, TILE_ROWS
+from ...spec.dense_prefill_dq import STATISTICS, TILE_ROWS
 from ...spec.mla import LOG2E
 from ..dense_prefill.board import Board
 from ..dense_prefill.operands import WorkItem
@@ -24,6 +24,7 @@ WARP_ROWS = cute.arch.WARP_SIZE // ROW_LANES  # of a pass
 PASS_ROWS = GROUP_WARPS * WARP_ROWS
 PASSES = TILE_ROWS // PASS_ROWS
 STORED_AT_ONCE = 32  # columns of dQ
+ELEMENTS_AT_ONCE = 512  # of out, and of dout, that eight lanes load before they use them
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class RowRole:
         self.dtype = dtype
         self.geometry = geometry
         self.by_tma = by_tma
-        self.passes_at_once = 4 if by_tma else 1  # whose loads are on their way together
+        self.passes_at_once = ELEMENTS_AT_ONCE // geometry.d_v if by_tma else 1  # whose loads are on their way together
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32):
@@ -122,7 +123,7 @@ class RowRole:
         """Load the lane's chunks of out and dout for one pass."""
         row = smaller(rows.of_pass(step), item.rows - 1)
         starts = (operands.out_row(item, row), operands.dout_row(item, row))
-        out, dout = (self.load_words(start + rows.chunk * CHUNK, D_V) for start in starts)
+        out, dout = (self.load_words(start + rows.chunk * CHUNK, self.geometry.d_v) for start in starts)
         return out, dout
 
     def load_words(self, source: cute.Pointer, columns: int) -> list[Int32]:
@@ -156,7 +157,7 @@ class RowRole:
         """Store the lane's chunks of a row of Q and dO to their copies."""
         row, lane = rows.of_pass(step), rows.chunk
         if row < item.rows:
-            store_chunks(operands.dout_copy_row(item, row) + lane * CHUNK, chunks[1])
+            store_chunks(operands.dout_copy_row(item, row, self.geometry.d_v) + lane * CHUNK, chunks[1])
             store_chunks(
                 operands.q_copy_row(item, row, self.geometry.d_qk) + lane * CHUNK,
                 self.load_words(operands.q_row(item, row) + lane * CHUNK, self.geometry.d_qk),

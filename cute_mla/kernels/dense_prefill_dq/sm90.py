@@ -4,8 +4,8 @@ For every sequence and query head, over the keys j that row r sees, with delta_r
 
     s_rj = <q_r, k_j>    p = exp(scale * s - lse_r)    ds_rj = p_rj (<dout_r, v_j> - delta_r)    dq_r = scale * sum_j ds_rj k_j
 
-A CTA takes one work item after the other: 128 query rows of a head, against tiles of 96 keys (d_qk 192) or 128 (d_qk 128), the
-last tile first, so that the tiles that need a mask come before those that do not.
+A CTA takes one work item after the other: 128 query rows of a head, against tiles of 96 keys (d_qk 192), 128 (d_qk 128) or 64
+(d_qk 256), the last tile first, so that the tiles that need a mask come before those that do not.
 
 Roles (384 threads):
   keys     warp 0: TMA of K; zeroes what lies behind the last key
@@ -14,7 +14,7 @@ Roles (384 threads):
   items    warp 3: finds the CTA's items, up to four ahead of the other roles; the forward's
   attend   warpgroups 1, 2: 64 rows each: delta, S = Q K^T, dP = dO V^T, dS, dQ += dS K with dS and dQ in registers
 
-Shared memory: Q and dO (128 rows), two tiles of K and of V.
+Shared memory: Q and dO (128 rows), two tiles of K, two of V or one (d_qk 256).
 
 Pipelines (producer -> consumer; arrivals per phase):
   key_ready[n]     keys -> attend      1 and the bytes of a tile; without them for a tile that ends behind the last key

@@ -12,7 +12,6 @@ from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from ...spec.dense_prefill import BOX_COLUMNS
-from ...spec.dense_prefill_dq import D_V
 from ...spec.mla import LOG2E
 from ..dense_prefill.board import Board
 from ..dense_prefill.operands import WorkItem
@@ -211,12 +210,12 @@ class AttendRole:
     def load_out(self, operands: Operands, item: WorkItem, products: Products, row_half: int) -> list[cute.Tensor]:
         """Load the lane's quarter of a row of out: runs of 8 columns, 32 columns apart."""
         row = operands.out_row(item, smaller(products.row(row_half), item.rows - 1)) + CHUNK * (products.thread % 4)
-        return [load_chunk(row + first, self.dtype) for first in range(0, D_V, 4 * CHUNK)]
+        return [load_chunk(row + first, self.dtype) for first in range(0, self.geometry.d_v, 4 * CHUNK)]
 
     def share_of_delta(self, tiles: Tiles, products: Products, row_half: int, outs: list[cute.Tensor]) -> Float32:
         """Return the lane's share of a row's delta. The 128-byte swizzle moves run c of a row to run c ^ (row % 8)."""
         row, total = fragment_row(products.thread, row_half), Float32(0)
-        base = tiles.sD.iterator + (products.group * (GROUP_ROWS * D_V) + row * BOX_COLUMNS)
+        base = tiles.sD.iterator + (products.group * (GROUP_ROWS * self.geometry.d_v) + row * BOX_COLUMNS)
         for number, out in enumerate(outs):
             box, run = divmod(4 * number, BOX_COLUMNS // CHUNK)
             place = (run + products.thread % 4) ^ (row % CHUNK)
@@ -232,7 +231,7 @@ class AttendRole:
         """
         totals = [Float32(0), Float32(0)]
         lane = products.thread % 4
-        for tensor, columns in ((0, self.geometry.d_qk), (1, D_V)):
+        for tensor, columns in ((0, self.geometry.d_qk), (1, self.geometry.d_v)):
             stage = QueryStage.create(self.dtype, (tiles.sQ, tiles.sD)[tensor], products.thread)
             for tile in range(columns // BOX_COLUMNS):
                 for row_half in range(ROWS_PER_THREAD):
@@ -246,7 +245,7 @@ class AttendRole:
                         if tensor == 1:
                             out = load_pair(operands.out_row(item, row) + column, False)
                             totals[row_half] = add_products(totals[row_half], words[-1], out, self.dtype)
-                    copy = operands.q_copy_row(item, row, self.geometry.d_qk) if tensor == 0 else operands.dout_copy_row(item, row)
+                    copy = (operands.q_copy_row, operands.dout_copy_row)[tensor](item, row, columns)
                     store_row_words(copy + tile * BOX_COLUMNS, gather_runs(words, products.thread), products.thread, True)
                 stage.store(tile, products.group)
         return totals

@@ -8,13 +8,16 @@ import cutlass
 from cutlass import Int32, cute
 
 from ...spec.arch import SM90
-from ...spec.dense_prefill_dq import D_V, TILE_KEYS
+from ...spec.dense_prefill import HEAD_DIMS
+from ...spec.dense_prefill_dq import TILE_KEYS
 from ...spec.mla import ELEMENT_BYTES
 from ..dense_prefill.board import ITEM_WORDS
 from ..dense_prefill.sm90_config import GROUP_ROWS, GROUPS, ITEM_STAGES
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
 from ..primitives.wgmma import K_STEP
+
+KEY_STAGES = 2  # tiles of K, which is held from S to dQ
 
 
 @dataclass(frozen=True)
@@ -24,6 +27,11 @@ class Geometry:
     d_qk: int
 
     @property
+    def d_v(self) -> int:
+        """Return the columns of v and out."""
+        return HEAD_DIMS[self.d_qk]
+
+    @property
     def tile_keys(self) -> int:
         """Return the keys of a tile."""
         return TILE_KEYS[SM90.name][self.d_qk]
@@ -31,7 +39,7 @@ class Geometry:
     @property
     def row_bytes(self) -> int:
         """Return the bytes of one warpgroup's rows of Q and dO."""
-        return GROUP_ROWS * (self.d_qk + D_V) * ELEMENT_BYTES
+        return GROUP_ROWS * (self.d_qk + self.d_v) * ELEMENT_BYTES
 
     @property
     def key_bytes(self) -> int:
@@ -41,30 +49,31 @@ class Geometry:
     @property
     def value_bytes(self) -> int:
         """Return the bytes of one tile of V."""
-        return self.tile_keys * D_V * ELEMENT_BYTES
+        return self.tile_keys * self.d_v * ELEMENT_BYTES
 
     @property
-    def stages(self) -> int:
-        """Return the tiles of K, and as many of V, that shared memory has room for beside Q, dO and the barriers."""
-        return (SM90.smem_per_block - SWIZZLE_PERIOD - GROUPS * self.row_bytes) // (self.key_bytes + self.value_bytes)
+    def value_stages(self) -> int:
+        """Return the tiles of V: as many as of K, or what shared memory has room for beside these, Q, dO and the barriers."""
+        room = SM90.smem_per_block - SWIZZLE_PERIOD - GROUPS * self.row_bytes - KEY_STAGES * self.key_bytes
+        return min(KEY_STAGES, room // self.value_bytes)
 
     @property
     def wgmma_per_tile(self) -> int:
         """Return the WGMMA instructions of a tile: S, dP and dQ. One role's code serves both warpgroups."""
-        return (self.d_qk + D_V + self.tile_keys) // K_STEP
+        return (self.d_qk + self.d_v + self.tile_keys) // K_STEP
 
     def smem(self, dtype: type[cutlass.Numeric]) -> SmemLayout:
         """Return the layout of shared memory. dtype: of q, dout, k and v."""
         return SmemLayout((
             Tile("sQ", dtype, (GROUP_ROWS, self.d_qk, GROUPS)),
-            Tile("sD", dtype, (GROUP_ROWS, D_V, GROUPS)),
-            Tile("sK", dtype, (self.tile_keys, self.d_qk, self.stages)),
-            Tile("sV", dtype, (self.tile_keys, D_V, self.stages)),
+            Tile("sD", dtype, (GROUP_ROWS, self.d_v, GROUPS)),
+            Tile("sK", dtype, (self.tile_keys, self.d_qk, KEY_STAGES)),
+            Tile("sV", dtype, (self.tile_keys, self.d_v, self.value_stages)),
             Array("sItems", Int32, ITEM_STAGES * ITEM_WORDS, 16),
-            Barriers("key_ready", self.stages),
-            Barriers("key_free", self.stages),
-            Barriers("value_ready", self.stages),
-            Barriers("value_free", self.stages),
+            Barriers("key_ready", KEY_STAGES),
+            Barriers("key_free", KEY_STAGES),
+            Barriers("value_ready", self.value_stages),
+            Barriers("value_free", self.value_stages),
             Barriers("key_landed", 1),
             Barriers("query_ready", GROUPS),
             Barriers("query_free", GROUPS),
@@ -82,9 +91,9 @@ class Tiles:
     """Shared memory as tensors: rows x columns x stages."""
 
     sQ: cute.Tensor  # (64 rows, d_qk, 2): of each warpgroup
-    sD: cute.Tensor  # (64 rows, 128 columns, 2)
-    sK: cute.Tensor  # (tile keys, d_qk, stages)
-    sV: cute.Tensor  # (tile keys, 128 columns, stages)
+    sD: cute.Tensor  # (64 rows, d_v, 2)
+    sK: cute.Tensor  # (tile keys, d_qk, 2)
+    sV: cute.Tensor  # (tile keys, d_v, 2 or 1)
     sItems: cute.Pointer  # int32 (4, 8): items
 
 

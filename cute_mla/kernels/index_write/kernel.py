@@ -1,7 +1,7 @@
 """index_write: rotates, transforms and quantises rows of the indexer; keys, normalised before, go to an index cache. Every architecture.
 
     grid      (ceil(rows / 8), 1, 1), 128 threads, no shared memory; 16 lanes take one row, a lane 8 neighbouring columns
-    keys      a row is a token's key. A slot outside the cache: nothing of the row is read or written
+    keys      a row is a token's key. A slot outside the cache: nothing of the row is written
     queries   a row is a head of a token; its scale goes into the head's weight
     norm      the mean, then the mean of squared distances from it: sums of neighbours, in the lane and by a butterfly of shuffles
     rotation  lanes 0 to 7. Half-split pairs lie in lanes 4 apart, interleaved ones in one lane
@@ -50,7 +50,7 @@ from ..primitives.key_rows import (
 from ..primitives.quantise import EXPONENT_OF_ONE_TWICE, codes, exponent_above, largest
 from ..primitives.registers import as_float
 from ..primitives.row_sums import FLOAT_BYTES, lane_sum, load_floats, neighbour_sum, product, signed, square_root
-from ..primitives.wide_integers import load_integer
+from ..primitives.wide_integers import start_load
 
 PAIRS = ROTARY // 2
 ROTARY_LANES = ROTARY // VECTOR
@@ -140,27 +140,28 @@ class IndexWrite:
         cute.arch.griddepcontrol_launch_dependents()
         cute.arch.griddepcontrol_wait()
 
+        # Slot, position and columns are asked for together. Lanes without a row take the last one, and write nothing.
         wanted = row < args.row_count
-        token, head, slot = row, Int32(0), Int64(0)
+        row = cutlass.min(row, args.row_count - 1)
+        token, head, slot_load = row, Int32(0), None
         if cutlass.const_expr(self.is_keys):
-            if wanted:
-                slot = load_integer(args.slot_mapping, token * args.slot_stride_token, args.wide_slots)
-            wanted = wanted & (slot >= 0) & (slot < args.slots)
+            slot_load = start_load(args.slot_mapping, token * args.slot_stride_token, args.wide_slots)
         else:
             token, head = row // args.heads, row % args.heads
-        position = Int64(token)
-        if wanted and args.positions.toint() != 0:
-            position = load_integer(args.positions, token * args.position_stride_token, args.wide_positions)
+        position_load = start_load(args.positions, token * args.position_stride_token, args.wide_positions, token)
         source = args.rows.toint() + (token * args.rows_stride_token + head * args.rows_stride_head) * ELEMENT_BYTES
         words = registers(WORDS)
-        load_elements(words, source + VECTOR * lane * ELEMENT_BYTES, is_whole(source, VECTOR), wanted)
+        load_elements(words, source + VECTOR * lane * ELEMENT_BYTES, is_whole(source, VECTOR), Boolean(True), None)
         values = cute.make_rmem_tensor(VECTOR, Float32)
         for i, value in enumerate(exact(words, BFloat16)):
             # Behind a conversion alone, ptxas makes additions FHADD on sm100, which the model of the machine lacks.
             values[i] = cutlass.select_(wanted, value, Float32(0.0))
+        position, slot = position_load.value(), Int64(0)
         if cutlass.const_expr(self.is_keys):
             self.normalise(values, args, lane)
-        inside = wanted & (position >= 0) & (position < args.table_rows)
+            slot = slot_load.value()
+            wanted = wanted & (slot >= 0) & (slot < args.slots)
+        inside = (position >= 0) & (position < args.table_rows)
         angles = args.cos_sin.toint() + position * args.cos_sin_stride_position * FLOAT_BYTES
         rotate(values, angles, lane, inside, args.half_split)
         if args.hadamard != 0:
@@ -168,7 +169,7 @@ class IndexWrite:
 
         amax = largest(listed(values), LANES)
         finite = amax < INFINITE
-        exponent = exponent_above(as_float(amax), LEAST_AMAX / E4M3_MAX)
+        exponent = exponent_above(amax, LEAST_AMAX / E4M3_MAX)
         reciprocal = as_float(cutlass.select_(finite, (EXPONENT_OF_ONE_TWICE - exponent) << MANTISSA_BITS, Int32(NAN)))
         rounded = codes([value * reciprocal for value in listed(values)])
         scale = cutlass.select_(finite, exponent << MANTISSA_BITS, Int32(NAN))
@@ -216,9 +217,9 @@ class IndexWrite:
 
 
 def expected(config: IndexWriteConfig) -> dict[str, int]:
-    """Return the instructions of a lane: divisions and the root are IEEE's, where ptxas would take approximations as well."""
+    """Return the instructions of a lane: the reciprocal and the root are IEEE's, where ptxas would take approximations as well."""
     keys = int(config.rows == "keys")
-    return {"div.rn.f32": 1, "rcp.rn.f32": keys, "sqrt.rn.f32": keys, "cvt.rn.satfinite.e4m3x2.f32": VECTOR // 2}
+    return {"rcp.rn.f32": keys, "sqrt.rn.f32": keys, "cvt.rn.satfinite.e4m3x2.f32": VECTOR // 2}
 
 
 def build(config: IndexWriteConfig, arch: Arch) -> KernelDefinition:

@@ -1,23 +1,30 @@
 """The caller's mask in the softmax role of the SM100 kernel, where a thread has a row: four words of it for a tile of 128 keys.
 
-They are loaded a tile ahead, since the scores of a tile may be there when those of the one before are done with.
+They are loaded before the scores of the tile are waited for, which come after S, so that the loads are hidden.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
+from operator import or_
+from typing import ClassVar
 
 import cutlass
 from cutlass import Float32, Int32, cute
 
 from ...spec.masked_prefill import MASK_WORD_KEYS
+from ..attention.softmax import RESCALE_LOG2
 from ..dense_prefill.operands import WorkItem
 from ..dense_prefill.sm100_config import TILE_KEYS
-from ..primitives.integers import clip
-from ..primitives.registers import computed_with
+from ..dense_prefill.sm100_softmax import KEYS_STORED_AT_ONCE, RowSoftmax, greatest
+from ..primitives.integers import smaller
 from .operands import KeyMask, MaskRows, VisibleTiles
 
 TILE_WORDS = TILE_KEYS // MASK_WORD_KEYS
+# up to which a maximum leaves the reference: ptxas would compute a sum equal to follow_maximum's but once, which the count of additions in
+# machine code does not allow
+CEILING_LOG2 = RESCALE_LOG2 - 1
 
 
 @dataclass(frozen=True)
@@ -27,50 +34,47 @@ class RowMask(KeyMask):
     mask: MaskRows
 
     def rows_of(self, item: WorkItem, thread: Int32, walk: VisibleTiles) -> RowWords:  # type: ignore[override]  # its items have no other
-        """Return the mask of a row of an item's block, along a walk, whose first words are being loaded. thread: the row."""
-        rWords, rNext = (cute.make_rmem_tensor(cute.make_layout(TILE_WORDS), Int32) for _ in range(2))
-        words = RowWords(walk, self.mask, self.mask.token(item, thread), self.mask.last_word(item), rWords, rNext)
-        words.load_next()
-        return words
+        """Return the mask of a row of an item's block, along a walk. thread: the row."""
+        words = cute.make_rmem_tensor(cute.make_layout(TILE_WORDS), Int32)
+        return RowWords(walk, self.mask.row(item, thread), self.mask.last_word(item), words)
 
 
 @dataclass(frozen=True)
 class RowWords(KeyMask):
-    """The mask of a thread's row.
+    """The mask of a thread's row. first: word 0 of it. last: word with bits. rWords: words of the tile that the walk is at.
 
-    token: of the row. last: word with bits. rWords: words of the tile that the walk is at. rNext: of the tile behind it.
+    Most probabilities are stored early: their registers can then take the last scores, for which ptxas would else wait.
     """
 
+    stored_early: ClassVar[int] = KEYS_STORED_AT_ONCE
     walk: VisibleTiles
-    mask: MaskRows
-    token: Int32
+    first: cute.Pointer
     last: Int32
     rWords: cute.Tensor
-    rNext: cute.Tensor
 
     def load(self) -> None:
-        """Take the words of the tile that the walk is at."""
+        """Start to load the words of the tile that the walk is at."""
+        place = self.walk.tile(Int32(0)) * TILE_WORDS
         for i in range(TILE_WORDS):
-            self.rWords[i] = self.rNext[i]
+            self.rWords[i] = (self.first + smaller(place + i, self.last)).load()
 
-    def load_next(self) -> None:
-        """Start to load the words of the tile behind the one that the walk is at; some words if there is none.
+    def shown(self, score: Float32, key: int) -> Float32:
+        """Return a score, or -inf if the key is hidden, by a select, so that NaN vanishes."""
+        word, bit = divmod(key, MASK_WORD_KEYS)
+        seen = (self.rWords[word] & Int32(1 << bit)) != 0
+        return cutlass.select_(seen, score, -Float32.inf)
 
-        Without a branch: at its end the words would be moved, and waited for.
+    @cute.jit
+    def advance(self, rows: RowSoftmax) -> Float32:
+        """Move the reference of the row to the scores that it sees if need be. Return the factor for everything accumulated before.
+
+        Selects cost most in front of the maximum, where the warp has nothing else to compute. So the maximum of all scores comes first. If
+        it leaves the references of the warp's rows alone, that of the scores that they see does, too. Hidden ones go when probabilities
+        are computed.
         """
-        place = self.walk.next_tile() * TILE_WORDS
-        start = self.mask.row_of(computed_with(self.token, place))  # an address takes registers that the loop does not have
-        for i in range(TILE_WORDS):
-            self.rNext[i] = (start + clip(place + i, self.last)).load()
-
-    def hide(self, scores: cute.Tensor, first: int = 0) -> None:
-        """Set the scores of hidden keys to -inf, by selects, so that NaN vanishes."""
-        words = [self.rWords[i] for i in range(TILE_WORDS)]
-        if first:  # a lane's own word: ptxas would keep 32 predicates of the first time, which it packs bit by bit
-            words = [cute.arch.shuffle_sync(word, cute.arch.lane_idx()) for word in words]
-        for i in range(first, TILE_KEYS):
-            word, bit = divmod(i, MASK_WORD_KEYS)
-            seen = (words[word] & Int32(1 << bit)) != 0
-            scores[i] = cutlass.select_(seen, scores[i], -Float32.inf)
-        if first == 0:  # its words but the last are not needed any more
-            self.load_next()
+        words = reduce(or_, [self.rWords[i] for i in range(TILE_WORDS)])
+        ceiling = cutlass.select_(words != 0, rows.row_ref[0] + CEILING_LOG2, Float32.inf)
+        alpha = Float32(1)
+        if cute.arch.vote_any_sync(greatest([rows.rS[i] for i in range(TILE_KEYS)]) * rows.scale_log2 > ceiling):
+            alpha = rows.follow(greatest([self.shown(rows.rS[i], i) for i in range(TILE_KEYS)]))
+        return alpha

@@ -58,7 +58,7 @@ class QuadRows(KeyMask):
             word = cute.make_ptr(Int32, start, cute.AddressSpace.gmem, assumed_align=MASK_WORD_BYTES) + place
             self.rWords[row_half] = word.load()
 
-    def hide(self, scores: cute.Tensor, first: int = 0) -> None:
+    def hide(self, scores: cute.Tensor) -> None:
         """Set the scores of hidden keys to -inf, by selects, so that NaN vanishes."""
         rS = flat(scores)
         words = [self.own_bits(Uint32(self.rWords[row_half])) for row_half in range(ROWS_PER_THREAD)]

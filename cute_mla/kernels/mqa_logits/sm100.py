@@ -23,8 +23,8 @@ Pipelines (producer -> consumer; arrivals per phase):
   query_free[2]      mma -> load           1
   key_ready[9]       load -> mma           1 and the bytes of a tile
   key_free[9]        mma -> load           1
-  scale_ready[16]    load -> score         32: the copies of each lane have landed
-  scores_ready[2x2]  mma -> score          1; two of each group
+  scale_ready[16]    load -> mma           32: the copies of each lane have landed
+  scores_ready[2x2]  mma -> score          2: scores, and the scales of their keys; two of each group
   scores_free[2x2]   score -> mma          4
 
 The trick: relu is shared between two pipes. x + |x| is an addition on the FMA pipe, beside the products with the weights; the maximum goes

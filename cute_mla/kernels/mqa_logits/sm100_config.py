@@ -73,8 +73,9 @@ class Pipes:
 
     def initialise_all(self) -> None:
         """Set the arrivals of every barrier: warps or lanes of the arriving roles, or one commit."""
-        for barriers in (self.query_ready, self.query_free, self.key_ready, self.key_free, self.scores_ready):
+        for barriers in (self.query_ready, self.query_free, self.key_ready, self.key_free):
             barriers.initialise(1)
+        self.scores_ready.initialise(2)
         self.item_ready.initialise(1 + LANES)
         self.item_free.initialise(SCORE_WARPS + 3)  # mma, load, fill
         self.scale_ready.initialise(LANES)

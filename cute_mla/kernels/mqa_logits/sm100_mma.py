@@ -52,6 +52,7 @@ class MmaRole:
         """Multiply a tile with both row blocks. number: of the round."""
         pipes = items.pipes
         pipes.key_ready.consumer_wait(tile)
+        pipes.scale_ready.consumer_wait(tile)
         for group in cutlass.range_constexpr(GROUPS):
             pipes.scores_of(group)[1].producer_acquire(number)
             tcgen05.fence_after_wait()
@@ -60,7 +61,7 @@ class MmaRole:
                 self.multiply(items, block, tile, self.accumulator(items, number, group), BLOCK_COLUMNS)
                 if cutlass.const_expr(group + 1 == GROUPS):
                     tcgen05.commit_alone(pipes.key_free.barrier(tile))
-                tcgen05.commit_alone(pipes.scores_of(group)[0].barrier(number))
+                self.hand_over(pipes.scores_of(group)[0].barrier(number))
 
     @cute.jit
     def multiply_narrow(self, items: Items, query: Any, item: WorkItem, first_tile: Int32, in_item: Int32, number: Int32):
@@ -71,13 +72,19 @@ class MmaRole:
             there = place < item.end - item.begin
             if there:
                 pipes.key_ready.consumer_wait(first_tile + place)
+                pipes.scale_ready.consumer_wait(first_tile + place)
             pipes.scores_of(group)[1].producer_acquire(number)
             tcgen05.fence_after_wait()
             with cute.arch.elect_one():
                 if there:
                     self.multiply(items, query, first_tile + place, self.accumulator(items, number, group), BLOCK_COLUMNS)
                     tcgen05.commit_alone(pipes.key_free.barrier(first_tile + place))
-                tcgen05.commit_alone(pipes.scores_of(group)[0].barrier(number))
+                self.hand_over(pipes.scores_of(group)[0].barrier(number))
+
+    def hand_over(self, ready: cute.Pointer) -> None:
+        """Arrive at scores_ready, for the scales that have landed and, once the products are done, for the scores. One thread."""
+        cute.arch.mbarrier_arrive(ready)
+        tcgen05.commit_alone(ready)
 
     def accumulator(self, items: Items, number: Int32, group: int) -> Int32:
         """Return the tensor memory of a score group in a round."""

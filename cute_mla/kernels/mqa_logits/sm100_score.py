@@ -16,9 +16,10 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 from ...spec.mqa_logits import BLOCK_COLUMNS, TILE_KEYS, MqaLogitsArguments
 from ..primitives import tcgen05
 from ..primitives.elements import aligned
+from ..primitives.pipeline import arrive, barrier_at
 from ..primitives.registers import pin_address, pin_register
 from .items import WorkItem
-from .sm100_config import GROUP_WARPS, GROUPS, ITEM_COLUMNS, LANES, SCORE_STAGES, TMEM_LANE
+from .sm100_config import GROUP_WARPS, GROUPS, ITEM_COLUMNS, LANES, SCALE_STAGES, SCORE_STAGES, TMEM_LANE
 from .sm100_item import Items
 
 LOADED_AT_ONCE = 16  # columns of tensor memory
@@ -27,6 +28,8 @@ LOADS_AHEAD = BLOCK_COLUMNS // LOADED_AT_ONCE // 2
 GROUP_PAIRS = 4  # pairs of neighbouring heads; the first of them go through the sum, the others through the maximum
 DOUBLED_PAIRS = 3
 LOGIT_BYTES = 4
+SCALE_KEYS = SCALE_STAGES * TILE_KEYS  # of the ring
+assert SCALE_KEYS & (SCALE_KEYS - 1) == 0
 
 Pair = tuple[Float32, Float32]
 
@@ -100,11 +103,10 @@ class TokenRow:
     def store(self, key: Int32, logit: Float32):
         """Store the logit of a key that the token sees; with all logits wanted, -inf of one that it does not."""
         sees = Uint32(key - self.begin) < Uint32(self.keys)
+        value = cutlass.select_(sees, logit, -Float32.inf)
         if sees | (key < self.limit):
             address = self.key_zero + Int64(key) * LOGIT_BYTES
-            cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=LOGIT_BYTES).store(
-                cutlass.select_(sees, logit, -Float32.inf)
-            )
+            cute.make_ptr(Float32, address, cute.AddressSpace.gmem, assumed_align=LOGIT_BYTES).store(value)
 
 
 @dataclass(frozen=True)
@@ -124,6 +126,45 @@ class TokenRows:
 
 
 @dataclass(frozen=True)
+class ScoreStage:
+    """A stage of the group's scores, which has every other round of an item. Kept by a warp, since it costs a tile 10 instructions anew.
+
+    ready, free: addresses of its barriers. scores: its tensor memory, at the first lane of the warp. phase: of its first use in the item.
+    """
+
+    ready: Int32
+    free: Int32
+    scores: Int32
+    phase: Int32
+
+    def wait(self, pair: Int32) -> None:
+        """Wait scores_ready of a pair of rounds of the item."""
+        cute.arch.mbarrier_wait(barrier_at(self.ready), (self.phase + pair) & 1)
+        tcgen05.fence_after_wait()
+
+    def load(self, chunk: int) -> Any:
+        """Load a chunk of the columns."""
+        return tcgen05.load_columns(self.scores + chunk * LOADED_AT_ONCE, LOADED_AT_ONCE)
+
+    def release(self) -> None:
+        """Signal scores_free."""
+        tcgen05.fence_before_signal()
+        arrive(barrier_at(self.free))
+
+
+@dataclass(frozen=True)
+class ThreadKey:
+    """The thread's key of a tile. scale: the place of its scale in the ring of shared memory."""
+
+    key: Int32
+    scale: Int32
+
+    def after(self, keys: Int32) -> ThreadKey:
+        """Return the thread's key so many keys later. keys: a multiple of TILE_KEYS."""
+        return ThreadKey(self.key + keys, (self.scale + keys) & (SCALE_KEYS - 1))
+
+
+@dataclass(frozen=True)
 class ScoreRole:
     """Four warps of score group `group`. tmem: address of the tensor memory."""
 
@@ -132,7 +173,7 @@ class ScoreRole:
 
     @cute.jit
     def run(self, items: Items):
-        """Wait item_ready, scale_ready, scores_ready. Signal item_free, scores_free."""
+        """Wait item_ready, scores_ready. Signal item_free, scores_free."""
         turn, more = Int32(0), Boolean(True)
         tile, number = Int32(0), Int32(0)
         while more:
@@ -140,14 +181,8 @@ class ScoreRole:
             if more:
                 rows = self.token_rows(items, item, turn)
                 items.release(turn)
-                rounds = items.rounds(item)
-                if items.is_wide(item):
-                    for r in cutlass.range(rounds, unroll=1):
-                        self.score_tile(items, rows, item.begin + r, tile + r, number + r)
-                else:
-                    for r in cutlass.range(rounds, unroll=1):
-                        self.score_narrow_round(items, rows, item, tile, r, number + r)
-                tile, number = tile + (item.end - item.begin), number + rounds
+                self.score_item(items, rows, item, tile, number)
+                tile, number = tile + (item.end - item.begin), number + items.rounds(item)
             else:
                 items.release(turn)
             turn = turn + 1
@@ -164,54 +199,69 @@ class ScoreRole:
         return TokenRows(load_weights(items.weights(turn) + block * BLOCK_COLUMNS), tokens)
 
     @cute.jit
-    def score_narrow_round(self, items: Items, rows: TokenRows, item: WorkItem, first_use: Int32, in_item: Int32, number: Int32):
-        """Score the group's tile of a round of two, if it has one."""
-        place = in_item * GROUPS + self.group
+    def score_item(self, items: Items, rows: TokenRows, item: WorkItem, first_tile: Int32, number: Int32):
+        """Score the group's tiles of an item: all, or every other one of a single row block. number: of the item's first round."""
+        wide = items.is_wide(item)
         tiles = item.end - item.begin
-        if place < tiles:
-            self.score_tile(items, rows, item.begin + place, first_use + place, number)
-        else:
+        own = cutlass.select_(wide, Int32(0), self.group)
+        step = pin_register(cutlass.select_(wide, Int32(TILE_KEYS), Int32(GROUPS * TILE_KEYS)))
+        scored = cutlass.select_(wide, tiles, (tiles + 1 - self.group) >> 1)
+        stages = tuple(self.stage(items, number + i) for i in range(SCORE_STAGES))
+        thread = thread_of_group()
+        scale_stage = items.pipes.scale_ready.stage(first_tile + own)
+        key, scale = pin_register((item.begin + own) * TILE_KEYS + thread), pin_register(scale_stage * TILE_KEYS + thread)
+        pairs = scored >> 1
+        for pair in cutlass.range(pairs, unroll=1):
+            self.score_tiles(items, rows, stages, pair, ThreadKey(key, scale), step)
+            following = ThreadKey(key, scale).after(2 * step)
+            key, scale = following.key, following.scale
+        if (scored & 1) != 0:
+            self.score_tiles(items, rows, stages[:1], pairs, ThreadKey(key, scale), step)
+        if scored < items.rounds(item):  # the last round has one tile, the other group's
             ready, free = items.pipes.scores_of(self.group)
-            ready.consumer_wait(number)
-            free.consumer_release(number)
+            ready.consumer_wait(number + scored)
+            free.consumer_release(number + scored)
 
-    def score_tile(self, items: Items, rows: TokenRows, tile: Int32, use: Int32, number: Int32) -> None:
-        """Score a tile. use: of the pipeline of scales. number: of the round.
+    def stage(self, items: Items, number: Int32) -> ScoreStage:
+        """Return the stage of a round."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
+        ready, free = items.pipes.scores_of(self.group)
+        scores = self.tmem + ready.stage(number) * ITEM_COLUMNS + self.group * BLOCK_COLUMNS + warp * (LANES * TMEM_LANE)
+        words = ready.barrier(number).toint(), free.barrier(number).toint(), scores, ready.phase(number)
+        return ScoreStage(*(pin_register(word) for word in words))
+
+    def score_tiles(
+        self, items: Items, rows: TokenRows, stages: tuple[ScoreStage, ...], pair: Int32, place: ThreadKey, step: Int32
+    ) -> None:
+        """Score a tile for each stage, `step` keys after one another.
 
         Half of the scores are loaded, and each chunk that has been summed up makes room for one of the other half. The accumulators are
-        free once all scores are in registers.
+        free once all scores are in registers. The first half of the next tile is loaded beside the last sums of this one: nothing may
+        branch before it is there, or ptxas waits for it.
         """
-        ready, free = items.pipes.scores_of(self.group)
-        ready.consumer_wait(number)
-        tcgen05.fence_after_wait()
-        scores = self.scores(number)
-        sums = [HeadSums.none() for _ in rows.tokens]
-        ahead = [tcgen05.load_columns(scores + i * LOADED_AT_ONCE, LOADED_AT_ONCE) for i in range(LOADS_AHEAD)]
-        scale = self.load_scale(items, use)  # waits beside the loads, and before the release that stands for it too
-        tcgen05.await_loads()
-        loads = []
-        for i in range(LOADS_AHEAD):
-            rows.add_heads(sums, ahead[i], i * LOADED_AT_ONCE)
-            loads.append(tcgen05.load_columns(scores + (LOADS_AHEAD + i) * LOADED_AT_ONCE, LOADED_AT_ONCE))
-        tcgen05.await_loads()
-        tcgen05.fence_before_signal()
-        free.consumer_release(number)
-        for i in range(LOADS_AHEAD):
-            rows.add_heads(sums, loads[i], (LOADS_AHEAD + i) * LOADED_AT_ONCE)
-        key = tile * TILE_KEYS + thread_of_group()
-        for token, token_sums in zip(rows.tokens, sums, strict=True):
-            token.store(key, token_sums.total() * scale)
+        loads, scale = self.start(items, stages[0], pair, place)
+        for i, stage in enumerate(stages):
+            sums = [HeadSums.none() for _ in rows.tokens]
+            tcgen05.await_loads()
+            later = []
+            for chunk in range(LOADS_AHEAD):
+                rows.add_heads(sums, loads[chunk], chunk * LOADED_AT_ONCE)
+                later.append(stage.load(LOADS_AHEAD + chunk))
+            tcgen05.await_loads()
+            stage.release()
+            here, own_scale = place, scale
+            for chunk in range(LOADS_AHEAD):
+                if i + 1 < len(stages) and chunk + 1 == LOADS_AHEAD:
+                    place = place.after(step)
+                    loads, scale = self.start(items, stages[i + 1], pair, place)
+                rows.add_heads(sums, later[chunk], (LOADS_AHEAD + chunk) * LOADED_AT_ONCE)
+            for token, token_sums in zip(rows.tokens, sums, strict=True):
+                token.store(here.key, token_sums.total() * own_scale)
 
-    def load_scale(self, items: Items, use: Int32) -> Float32:
-        """Return the scale of the thread's key."""
-        items.pipes.scale_ready.consumer_wait(use)
-        return (items.tiles.sScales + (items.pipes.scale_ready.stage(use) * TILE_KEYS + thread_of_group())).load()
-
-    def scores(self, number: Int32) -> Int32:
-        """Return the tensor memory of the group's scores in a round, at the first lane of the warp."""
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
-        stage = Int32(Uint32(number) % SCORE_STAGES)
-        return self.tmem + stage * ITEM_COLUMNS + self.group * BLOCK_COLUMNS + warp * (LANES * TMEM_LANE)
+    def start(self, items: Items, stage: ScoreStage, pair: Int32, place: ThreadKey) -> tuple[list[Any], Float32]:
+        """Wait scores_ready. Return the first half of the scores on their way, and the scale of the thread's key."""
+        stage.wait(pair)
+        return [stage.load(chunk) for chunk in range(LOADS_AHEAD)], (items.tiles.sScales + place.scale).load()
 
 
 def thread_of_group() -> Int32:

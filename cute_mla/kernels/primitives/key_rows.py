@@ -87,23 +87,39 @@ def element_at(element: type[cutlass.Numeric], address: Int64) -> cute.Pointer:
 
 
 @cute.jit
-def load_words(target: cute.Tensor, address: Int64, wanted: Boolean):
-    """Load all words of target; zeros, and no access, unless wanted."""
-    target.fill(0)
+def load_words(target: cute.Tensor, address: Int64, wanted: Boolean, otherwise: cutlass.Constexpr = 0):
+    """Load all words of target; each is `otherwise`, and there is no access, unless wanted."""
+    target.fill(otherwise)
     if wanted:
         cute.autovec_copy(words_at(address, cute.size(target)), target)
 
 
 @cute.jit
-def load_elements(target: cute.Tensor, address: Int64, whole: Boolean, wanted: Boolean):
-    """Load as load_words does, from 16-bit elements that may begin at any of them."""
-    target.fill(0)
+def load_elements(target: cute.Tensor, address: Int64, whole: Boolean | bool, wanted: Boolean, otherwise: cutlass.Constexpr = 0):
+    """Load as load_words does, from 16-bit elements that may begin at any of them. otherwise None: words mean nothing unless wanted."""
+    if cutlass.const_expr(otherwise is not None):
+        target.fill(otherwise)
     if wanted:
         if whole:
             cute.autovec_copy(words_at(address, cute.size(target)), target)
         else:
             for i in cutlass.range_constexpr(cute.size(target)):
                 target[i] = load_pair(element_at(Uint16, address + 4 * i), False)
+
+
+@cute.jit
+def load_together(targets: cutlass.Constexpr, addresses: cutlass.Constexpr, whole: Boolean):
+    """Load all words of several tensors.
+
+    whole: all lie at multiples of their size; else 16-bit elements are loaded, which may begin at any of them. One branch for all: where
+    each tensor has its own, the loads of single elements are predicated, and the next tensor waits for them.
+    """
+    if whole:
+        for target, address in zip(targets, addresses, strict=True):
+            cute.autovec_copy(words_at(address, cute.size(target)), target)
+    else:
+        for target, address in zip(targets, addresses, strict=True):
+            load_elements(target, address, False, Boolean(True), None)
 
 
 @cute.jit
@@ -114,7 +130,7 @@ def store_words(words: cute.Tensor, address: Int64, wanted: Boolean):
 
 
 @cute.jit
-def store_elements(words: cute.Tensor, address: Int64, whole: Boolean, wanted: Boolean):
+def store_elements(words: cute.Tensor, address: Int64, whole: Boolean | bool, wanted: Boolean):
     """Store as store_words does, to 16-bit elements that may begin at any of them."""
     if wanted:
         if whole:

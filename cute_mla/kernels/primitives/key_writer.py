@@ -10,7 +10,7 @@ from ...spec.cache_rows import E4M3_MAX, LEAST_POWER_OF_TWO_AMAX, VECTOR, latent
 from ...spec.mla import ELEMENT_BYTES
 from .elements import pack_word
 from .key_rows import E8M0_NAN, INFINITE, MANTISSA_BITS, NAN, PAIR, SPAN, Key, element_at, exact, store_words
-from .quantise import EXPONENT_OF_ONE_TWICE, codes, exponent_above, largest
+from .quantise import EXPONENT_OF_ONE_TWICE, codes, exponent_above, largest, quotients
 from .registers import as_bits, as_float
 
 
@@ -26,7 +26,7 @@ def scale_of_group(amax: Int32, power_of_two: Int32) -> Int32:
     """Return the bits of an fp32 scale."""
     scale = as_bits(as_float(amax) / Float32(E4M3_MAX))
     if power_of_two != 0:
-        scale = exponent_above(as_float(amax), LEAST_POWER_OF_TWO_AMAX) << MANTISSA_BITS
+        scale = exponent_above(amax, LEAST_POWER_OF_TWO_AMAX) << MANTISSA_BITS
     return cutlass.select_(amax >= INFINITE, Int32(NAN), scale)
 
 
@@ -58,9 +58,9 @@ class KeyWriter:
                 bits = scale_of_group(amax, power_of_two)
                 store_scale(Int32, bits, key.scales + group * 4, leads)
                 divisor = as_float(cutlass.select_(bits == 0, as_bits(Float32(1.0)), bits))
-                scaled = [value / divisor for value in values]
+                scaled = quotients(values, divisor)
             else:
-                exponent = exponent_above(as_float(amax), LEAST_POWER_OF_TWO_AMAX)
+                exponent = exponent_above(amax, LEAST_POWER_OF_TWO_AMAX)
                 finite = amax < INFINITE
                 store_scale(Uint8, cutlass.select_(finite, exponent, Int32(E8M0_NAN)), key.scales + group, leads)
                 reciprocal = as_float(cutlass.select_(finite, (EXPONENT_OF_ONE_TWICE - exponent) << MANTISSA_BITS, Int32(NAN)))

@@ -43,10 +43,9 @@ def load_floats(target: cute.Tensor, address: Int64, wanted: Boolean):
     each = min(cute.size(target), 4)
     for first in cutlass.range_constexpr(0, cute.size(target), each):
         words = registers(each)
-        load_words(words, address + first * FLOAT_BYTES, wanted)
-        numbers = cute.recast_tensor(words, Float32)
+        load_words(words, address + first * FLOAT_BYTES, wanted, NAN)
         for i in cutlass.range_constexpr(each):
-            target[first + i] = cutlass.select_(wanted, numbers[i], as_float(Int32(NAN)))
+            target[first + i] = as_float(words[i])
 
 
 def signed(value: Float32, negative: Int32) -> Float32:

@@ -254,6 +254,14 @@ def pack_halves(e: Emitter, ins: SassInstruction) -> None:
     assign(e, ins.operands[0], "u32", f"f32_to_{kind}({a}, {b}, {rounding(ins)!r})")
 
 
+@op(r"F2F.(BF16|F16).F32")
+def narrow(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a conversion of f32 to a 16-bit float in the lower half; the upper half is 0."""
+    kind = {"BF16": "bf16x2", "F16": "f16x2"}[ins.modifiers[0]]
+    (value,) = floats(e, ins, (ins.operands[1],))
+    assign(e, ins.operands[0], "u32", f"f32_to_{kind}({constant(e, 'f32', 0)}, {value}, 'rn')")
+
+
 @op(r"F2FP.SATFINITE.(E4M3|E5M2).F32.PACK_AB_MERGE_C", batch=True)
 def pack_bytes(e: Emitter, ins: SassInstruction) -> None:
     """Emit a conversion of two f32 to a pair of 8-bit floats, below the lower half of c."""

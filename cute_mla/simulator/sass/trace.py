@@ -18,7 +18,7 @@ from ..isa.emitter import Emitter
 from ..isa.table import Decoded, runtime
 from ..numerics.tma import Box
 from ..state.barriers import Question
-from ..state.cta import Cluster, Cta
+from ..state.cta import Cta
 from ..state.engine_protocol import Engine
 from ..state.memory import Buffer
 from ..state.registers import WARP
@@ -58,18 +58,19 @@ class Step:
 
 
 class MachineTrace(Observer):
-    """Observer that records what the warps of the first cluster of a launch execute.
+    """Observer that records what the warps of one cluster of a launch execute.
 
-    blocks: of the traced module. oracle: asked when no warp can go on; it may give the answer to the question of one warp whether a phase
-    is complete now, as the rank of its CTA, its number and the answer. Without an oracle such questions are answered as they stand.
-    buffers: global memory of the launch, known once an instruction has been recorded.
+    blocks: of the traced module. cluster: how many clusters start before that one; set it before the launch. oracle: asked when no warp can
+    go on; it may give the answer to the question of one warp whether a phase is complete now, as the rank of its CTA, its number and the
+    answer. Without an oracle such questions are answered as they stand. buffers: global memory of the launch, known once an instruction has
+    been recorded.
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         self.oracle: Callable[[], tuple[int, int, bool] | None] | None = None
         self.warps: dict[tuple[int, int], list[Step]] = {}
         self.buffers: Sequence[Buffer] = ()
-        self._cluster: Cluster | None = None
+        self.cluster = 0
         self._places = [places(block) for block in blocks]
         self._pending: dict[tuple[int, int], list[Step]] = {}
         self._boxes: dict[int, list[LoadedBox]] = {}  # of the instruction that runs, by warp
@@ -132,9 +133,7 @@ class MachineTrace(Observer):
 
     def records(self, cta: Cta) -> bool:
         """Return True for a CTA of the cluster that is recorded."""
-        if self._cluster is None:
-            self._cluster = cta.cluster
-        return cta.cluster is self._cluster
+        return cta.cluster.number == self.cluster
 
 
 def places(block: Block) -> list[tuple[int, bool]]:

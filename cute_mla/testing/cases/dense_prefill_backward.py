@@ -13,7 +13,7 @@ from torch import Tensor
 from ... import reference
 from ...spec.arch import Arch
 from ...spec.dense_prefill_dkdv import DensePrefillDkdvProblem
-from ...spec.dense_prefill_dq import D_V, DensePrefillDqProblem
+from ...spec.dense_prefill_dq import DensePrefillDqProblem
 from ...spec.mla import ELEMENT_BYTES
 from .base import DTYPES, Outputs, QLayout, Tags, least_alignment
 from .dense_prefill import DensePrefillCase, DensePrefillTensors, make_inputs
@@ -68,7 +68,7 @@ class DensePrefillBackwardCase(DensePrefillCase):
 
     def problem(self, arch: Arch) -> DensePrefillDkdvProblem:  # type: ignore[override]
         """Return the shapes of dk and dv."""
-        return DensePrefillDkdvProblem(self.dtype, self.d_qk, len(self.lengths), self.h_kv, self.max_seqlen_k)
+        return DensePrefillDkdvProblem(arch, self.dtype, self.d_qk, len(self.lengths), self.h_kv, self.max_seqlen_k)
 
     def dq_problem(self, arch: Arch) -> DensePrefillDqProblem:
         """Return the shapes of dq."""
@@ -104,7 +104,7 @@ class DqCase(DensePrefillBackwardCase):
 class DensePrefillBackwardTensors(DensePrefillTensors):
     """The operands of a case.
 
-    dout, out: dtype [total_q, h_q, 128]; lse: fp32 [total_q, h_q]. output_buffers: dq, dk and dv, of the shapes of q, k and v.
+    dout, out: dtype [total_q, h_q, d_v]; lse: fp32 [total_q, h_q]. output_buffers: dq, dk and dv, of the shapes of q, k and v.
     """
 
     dout: Tensor
@@ -119,7 +119,7 @@ def make_dense_prefill_backward_tensors(case: DensePrefillBackwardCase, device: 
     empty_lse = math.inf if case.empty_lse is None else case.empty_lse
     out, lse = reference.dense_prefill(**inputs, softmax_scale=case.softmax_scale, causal=case.causal, empty_lse=empty_lse)
     rows = (1, case.total_q, case.h_q)
-    saved_out = rows_buffer(case.saved, (*rows, D_V), DTYPES[case.dtype], device).tensor[0].copy_(out)
+    saved_out = rows_buffer(case.saved, (*rows, case.d_v), DTYPES[case.dtype], device).tensor[0].copy_(out)
     saved_lse = fp32_buffer(case.saved, Fp32Result(rows, 1, 2), device).tensor[0].copy_(lse)
     buffers = _output_buffers(case, inputs, device)
     tensors = DensePrefillBackwardTensors(**inputs, dout=_dout(case, device), out=saved_out, lse=saved_lse, output_buffers=buffers)
@@ -142,7 +142,7 @@ def without_left_out(case: DensePrefillBackwardCase, tensors: DensePrefillBackwa
 
 def _dout(case: DensePrefillBackwardCase, device: torch.device) -> Tensor:
     """Draw dout from N(0, 1), with NaN in rows of no sequence. Gradients of a smaller dout would be subnormal in fp16."""
-    shape, dtype = (case.total_q, case.h_q, D_V), DTYPES[case.dtype]
+    shape, dtype = (case.total_q, case.h_q, case.d_v), DTYPES[case.dtype]
     generator = generator_for(case, math.prod(shape), device, 500)
     drawn = torch.randn(shape, generator=generator, device=generator.device)
     if case.dout_layout == "one":

@@ -5,14 +5,16 @@ smoke   Small cases of which each kernel variant meets every feature of its op (
         page sizes, lengths, kinds of scores, sinks, masks. Beside these a few cases whose size is what they test, of at most 200 tiles.
         Every line of the edge contract occurs. All architectures, the simulated device and GPUs run the same cases.
 full    FlashMLA's grid of the op in every dtype (dense prefill: a grid of this project), its corner cases and the smoke cases. A GPU runs
-        all of them. The simulated device runs the grid's small cases whole: short sequences and at most 6 requests (dense decode: in
-        bf16), or few tiles (prefill). A pairwise cover of the factor values replaces the large cases. Its cases are cut to a budget of
-        tiles: by batch (decode), query tokens (sparse prefill) or query heads per KV head (dense prefill). A few long cases run whole.
+        all of them. The simulated device runs the corner and smoke cases, a few long cases, and of the grid a pairwise cover: of all
+        kernel variants and factor values. Small cases run whole: short sequences and at most 6 requests, or few tiles (prefill). Large
+        ones add the pairs that no small case has, cut to a budget of tiles: by batch (decode), query tokens (sparse prefill) or query
+        heads per KV head (dense prefill).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 from ...spec.arch import Arch
@@ -64,10 +66,17 @@ def suite(name: str, op: str, *, simulated: bool, seed: int = 0) -> list[SuiteEn
     elif name == "smoke":
         entries = [SuiteEntry(case) for case in suites.smoke]
     elif simulated:
-        entries = suites.simulated.entries(suites.full())
+        entries = _simulated_full(op)
     else:
         entries = [SuiteEntry(case) for case in suites.full()]
     return [replace(entry, case=replace(entry.case, seed=seed)) for entry in entries]
+
+
+@cache
+def _simulated_full(op: str) -> list[SuiteEntry[Any]]:
+    """Return the full suite of the simulated device, whose cover takes a second or two."""
+    suites = _SUITES_OF_OP[op]
+    return suites.simulated.entries(suites.full())
 
 
 def suite_kernels(name: str, op: str, arch: Arch) -> set[str]:

@@ -336,11 +336,6 @@ def full_cases() -> list[DenseDecodeCase]:
     return list(dict.fromkeys([*SMOKE, *(case for types in GRID_TYPES for case in grid(*types)), *chain(*others), *zero_length_cases()]))
 
 
-def _runs_whole(case: DenseDecodeCase) -> bool:
-    in_bf16_grid = case.dtype == "bf16" and case.d_qk == D_QK and case.batch <= 6 and case.s_k <= 140
-    return case in _ALWAYS_WHOLE or (in_bf16_grid and case.batch > 0)
-
-
 # The smoke cases, and a few cases of 4,096 keys: one and several row tiles, one and several KV heads, an odd number of heads.
 _ALWAYS_WHOLE = frozenset(
     {
@@ -362,4 +357,8 @@ def _factors(case: DenseDecodeCase) -> tuple[str | int | bool | tuple[int, int],
     return case.dtype, case.operands, case.d_qk, case.batch, case.s_q, case.s_k, heads, case.varlen, case.causal, case.zero_lengths
 
 
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_runs_whole, _factors, lambda case: "fp16" if case.dtype == "fp16" else "large"))
+def _is_short(case: DenseDecodeCase) -> bool:
+    return case.batch <= 6 and case.s_k <= 140
+
+
+OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short))

@@ -195,12 +195,12 @@ def full_cases() -> list[DensePrefillCase]:
 _ALWAYS_WHOLE = frozenset({*SMOKE, *corner_cases()})
 
 
-def _runs_whole(case: DensePrefillCase) -> bool:
-    return case.tiles <= SHORT_TILES or case in _ALWAYS_WHOLE
+def _is_short(case: DensePrefillCase) -> bool:
+    return case.tiles <= SHORT_TILES
 
 
 def _factors(case: DensePrefillCase) -> tuple[Hashable, ...]:
     return case.dtype, case.d_qk, case.causal, case.h_kv, case.group, case.mask, case.lengths
 
 
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_runs_whole, _factors))
+OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short))

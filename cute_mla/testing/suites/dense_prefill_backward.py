@@ -7,12 +7,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import product
 
-from ...spec.dense_prefill_dq import HEAD_DIMS
 from ..cases.base import DTYPES
 from ..cases.dense_prefill_backward import DensePrefillBackwardCase
 from ..cases.tensors import CLIFF_SCALE, ORDERED
 from .cover import STEPS_SCALE, Choice, Factors, cover
-from .dense_prefill import GRID_GROUPS, GRID_KV_HEADS, GRID_LENGTHS, OTHER_KEYS, SHORT_TILES, TOGETHER
+from .dense_prefill import GRID_GROUPS, GRID_KV_HEADS, GRID_LENGTHS, KINDS, OTHER_KEYS, SHORT_TILES, TOGETHER
 from .entries import OpSuites, SimulatorReduction
 
 _MINUS_INF = float("-inf")
@@ -74,7 +73,7 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillBackwardCase | 
 def _covers() -> Iterator[DensePrefillBackwardCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
-    for dtype, d_qk, elements in product(DTYPES, HEAD_DIMS, (False, True)):
+    for (dtype, d_qk), elements in product(KINDS, (False, True)):
         factors: Factors = {**_FACTORS, "elements": (elements,)}
         if elements:
             factors = {**factors, **dict.fromkeys(_LAYOUTS, ("odd", *_FAR)), "dout_layout": ("odd", "one", *_FAR)}
@@ -129,8 +128,8 @@ SMOKE: tuple[DensePrefillBackwardCase, ...] = tuple(dict.fromkeys([*_LARGE, *_co
 def grid() -> Iterator[DensePrefillBackwardCase]:
     """Yield every length with as many and with other numbers of keys, causal and full, over numbers of heads, in every variant with TMA."""
     heads = tuple(product(GRID_KV_HEADS, GRID_GROUPS))
-    for dtype, d_qk, causal, (h_kv, group), (s_q, other) in product(
-        DTYPES, HEAD_DIMS, (True, False), heads, zip(GRID_LENGTHS, OTHER_KEYS, strict=True)
+    for (dtype, d_qk), causal, (h_kv, group), (s_q, other) in product(
+        KINDS, (True, False), heads, zip(GRID_LENGTHS, OTHER_KEYS, strict=True)
     ):
         for s_k in (s_q, other):
             yield DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=((s_q, s_k),), h_kv=h_kv, group=group, causal=causal)
@@ -138,7 +137,7 @@ def grid() -> Iterator[DensePrefillBackwardCase]:
 
 def corner_cases() -> Iterator[DensePrefillBackwardCase]:
     """Yield all lengths in one call, in every variant, and long sequences."""
-    for dtype, d_qk, causal in product(DTYPES, HEAD_DIMS, (True, False)):
+    for (dtype, d_qk), causal in product(KINDS, (True, False)):
         case = DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=TOGETHER, causal=causal, outputs="strided")
         yield case
         yield replace(case, q_layout="odd", outputs="odd", sm_count=3)
@@ -153,12 +152,12 @@ def full_cases() -> list[DensePrefillBackwardCase]:
 _ALWAYS_WHOLE = frozenset({*SMOKE, *corner_cases()})
 
 
-def _runs_whole(case: DensePrefillBackwardCase) -> bool:
-    return case.tiles <= SHORT_TILES or case in _ALWAYS_WHOLE
+def _is_short(case: DensePrefillBackwardCase) -> bool:
+    return case.tiles <= SHORT_TILES
 
 
 def _factors(case: DensePrefillBackwardCase) -> tuple[Hashable, ...]:
     return case.dtype, case.d_qk, case.causal, case.h_kv, case.group, case.lengths
 
 
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_runs_whole, _factors))
+OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short))

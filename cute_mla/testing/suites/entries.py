@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Generic, Literal, TypeVar
 
+from ...spec.arch import ARCHS
 from ..cases.base import BaseCase
-from ..pairwise import pairwise_cover
+from ..pairwise import Row, pairs, pairwise_cover
 
 SMOKE_TILES = 270  # most tiles of a smoke case: two CTAs over a request that a batch-invariant call splits
-REDUCED_TILES = 400  # tiles to which the simulated device's full suite cuts a large case
+REDUCED_TILES = 200  # tiles to which the simulated device's full suite cuts a large case: about 10 CPU seconds
 
 RunMode = Literal["whole", "reduced", "skipped"]
 C = TypeVar("C", bound=BaseCase)
@@ -29,26 +30,36 @@ class SuiteEntry(Generic[C]):
 class SimulatorReduction(Generic[C]):
     """The part of a full suite that the simulated device runs.
 
-    runs_whole: True for cases that run as they are. factors: the factor values of a case; the remaining cases are replaced by a pairwise
-    cover of these values. why: a word for why a case is not run whole.
+    runs_whole: True for cases that run as they are. factors: the factor values of a case. is_short: True for a case that needs no cut. The
+    remaining cases are replaced by a pairwise cover of their factor values and kernel variants: of short cases, then of others, which add
+    the pairs that no short case has.
     """
 
     runs_whole: Callable[[C], bool]
     factors: Callable[[C], Sequence[Hashable]] = lambda case: ()
-    why: Callable[[C], str] = lambda case: "large"
+    is_short: Callable[[C], bool] = lambda case: False
 
     def entries(self, cases: Sequence[C]) -> list[SuiteEntry[C]]:
         """Return one entry per case: whole, reduced to the budget of tiles, or skipped."""
         whole = {case for case in cases if self.runs_whole(case)}
         rest = [case for case in cases if case not in whole]
-        covering = {rest[index] for index in pairwise_cover([self.factors(case) for case in rest])}
+        covering: dict[C, Row] = {}
+        for short in (True, False):
+            covering |= self._cover([case for case in rest if self.is_short(case) == short], covering)
         return _without_repeats([self._entry(case, case in whole, case in covering) for case in cases])
+
+    def _cover(self, cases: Sequence[C], others: Mapping[C, Row]) -> dict[C, Row]:
+        """Return cases, with their factor values, that have all pairs that the others lack; the cheaper ones in a tie."""
+        ordered = sorted(cases, key=lambda case: case.tiles)
+        rows = [(tuple(case.problem(arch).config.name for arch in ARCHS.values()), *self.factors(case)) for case in ordered]
+        return {ordered[index]: rows[index] for index in pairwise_cover(rows, set().union(*map(pairs, others.values())))}
 
     def _entry(self, case: C, whole: bool, covering: bool) -> SuiteEntry[C]:
         if whole:
             return SuiteEntry(case)
         if not covering:
-            return SuiteEntry(case, "skipped", f"{self.why(case)}: the simulated device runs a cover of all pairs of factor values")
+            size = "short" if self.is_short(case) else "large"
+            return SuiteEntry(case, "skipped", f"{size}: the simulated device runs a cover of all pairs of factor values")
         reduced = _reduce(case)
         if reduced == case:
             return SuiteEntry(case)

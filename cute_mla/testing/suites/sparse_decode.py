@@ -250,9 +250,8 @@ def full_cases() -> list[SparseDecodeCase]:
 _ALWAYS_WHOLE = frozenset({*SMOKE, *corner_cases(), *_LONG})
 
 
-def _runs_whole(case: SparseDecodeCase) -> bool:
-    short = case.batch <= 6 and all(pool.topk <= 64 for pool in case.pools)
-    return short or case in _ALWAYS_WHOLE
+def _is_short(case: SparseDecodeCase) -> bool:
+    return case.batch <= 6 and all(pool.topk <= 64 for pool in case.pools)
 
 
 def _factors(case: SparseDecodeCase) -> tuple[Hashable, ...]:
@@ -261,4 +260,4 @@ def _factors(case: SparseDecodeCase) -> tuple[Hashable, ...]:
     return kind, case.batch, case.s_q, case.h_q, main, extra, case.sinks
 
 
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_runs_whole, _factors))
+OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short))

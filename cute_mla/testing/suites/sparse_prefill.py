@@ -170,12 +170,12 @@ def full_cases() -> list[SparsePrefillCase]:
 _ALWAYS_WHOLE = frozenset({*SMOKE, *corner_cases(), *_LONG})
 
 
-def _runs_whole(case: SparsePrefillCase) -> bool:
-    return case.s_q == 1 or case.tiles <= SHORT_TILES or case in _ALWAYS_WHOLE
+def _is_short(case: SparsePrefillCase) -> bool:
+    return case.s_q == 1 or case.tiles <= SHORT_TILES
 
 
 def _factors(case: SparsePrefillCase) -> tuple[Hashable, ...]:
     return case.dtype, case.d_qk, case.h_q, case.s_q, (case.s_kv, case.topk), case.indices
 
 
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_runs_whole, _factors))
+OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short))

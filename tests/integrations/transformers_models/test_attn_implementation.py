@@ -14,7 +14,7 @@ from cute_mla.integrations.transformers import register
 from cute_mla.integrations.transformers.interface import attend
 from cute_mla.spec.arch import Arch
 from tests.integrations.transformers_models.tiny_models import MODELS, make, tokens
-from tests.support.launched_kernels import record_launches
+from tests.support.launched import record_launches
 
 UNINDEXED = [name for name in MODELS if name not in ("deepseek_v32", "glm_5")]
 

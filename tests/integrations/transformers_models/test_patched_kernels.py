@@ -14,7 +14,7 @@ import cute_mla
 from cute_mla.integrations.transformers import patch
 from cute_mla.spec.arch import Arch
 from tests.integrations.transformers_models.tiny_models import MODELS, make, tokens
-from tests.support.launched_kernels import record_launches
+from tests.support.launched import record_launches
 
 SMS = 2
 STEPS = 3
@@ -73,15 +73,16 @@ def test_a_padded_prompt_and_the_tokens_behind_it(name: str, arch: Arch, launche
     indexed = [each for each in launched if each.startswith("index_write")]  # keys of the indexers; all tokens are attended to here
     assert len(indexed) == {"deepseek_v32": 2, "glm_5": 2}.get(name, 0) * (1 + STEPS)
     launched[:] = [each for each in launched if each not in indexed]
-    wide = "d256" if name.startswith("glm") else "d192"
+    wide = "d256" if name.startswith("glm") else {"mistral_4": "d128"}.get(name, "d192")
+    insert, decoded = {"mistral_4": ("cache_insert_bf16_latent_320", "bf16_d320")}.get(name, ("cache_insert_bf16_latent", "bf16_cluster"))
     layers = {"glm_5": 3}.get(name, 2)
-    prefill = ["cache_insert_bf16_latent", f"dense_prefill_bf16_{wide}"] * layers
+    prefill = [insert, f"dense_prefill_bf16_{wide}"] * layers
     assert [each.removesuffix("_elements") for each in launched[: 2 * layers]] == prefill
     decode = [each for each in launched[2 * layers :] if not each.startswith("combine")]
     assert [each.startswith("split_plan") for each in decode].count(True) == STEPS  # one plan a step, for all layers
     rest = [each for each in decode if not each.startswith("split_plan")]
-    assert rest[::2] == ["cache_insert_bf16_latent"] * layers * STEPS
-    assert {each.startswith("dense_decode_bf16") for each in rest[1::2]} == {True}
+    assert rest[::2] == [insert] * layers * STEPS
+    assert {each.startswith(f"dense_decode_{decoded}") for each in rest[1::2]} == {True}
     assert len(rest) == 2 * layers * STEPS
 
 

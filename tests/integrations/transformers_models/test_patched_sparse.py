@@ -18,7 +18,7 @@ import cute_mla
 from cute_mla.integrations.transformers import patch
 from cute_mla.spec.arch import Arch
 from tests.integrations.transformers_models.tiny_models import make, tokens
-from tests.support.launched_kernels import record_launches
+from tests.support.launched import record_launches
 
 NAMES = ["deepseek_v32", "glm_5"]
 TOPK = 16

@@ -44,6 +44,7 @@ _V3 = {
     "max_position_embeddings": 163840,
     **_MIXED,
 }
+_GROWING = {"llama_4_scaling_beta": 0.5}  # queries grow every 16 positions
 _INDEXED = {"index_topk": 640, "index_head_dim": 128, "index_n_heads": 2}
 _KIMI_VISION = {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "pos_emb_height": 4}
 
@@ -73,6 +74,15 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_local_experts": 8,
             "linear_head_dim": 16,
             "linear_num_heads": 2,
+        },
+    ),
+    "mistral_4": (
+        "Mistral4Config",
+        "Mistral4ForCausalLM",
+        {
+            "q_lora_rank": 48,
+            "rope_parameters": {**_YARN, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0, **_GROWING},
+            **_MIXED,
         },
     ),
     "kimi_k2_5": ("Kimi_K25Config", "Kimi_K25ForConditionalGeneration", {**_V3}),

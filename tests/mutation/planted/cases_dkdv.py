@@ -10,6 +10,7 @@ from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCa
 WALK = DensePrefillBackwardCase(
     lengths=((130, 200), (0, 40), (5, 0), (64, 257), (3, 65)), group=2, causal=True, outputs="given", sm_count=1
 )
+WIDE = replace(WALK, d_qk=256)
 FULL = replace(WALK, causal=False)
 SAID = replace(WALK, lengths=((150, 70), (3, 65)), longest=128)
 HEADS = replace(WALK, lengths=((70, 70), (3, 65)), h_kv=2, sm_count=4)  # a CTA for every item

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cute_mla.spec.arch import SM100
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planted.cases_dkdv import ELEMENTS, FULL, HEADS, SAID, WALK
+from tests.mutation.planted.cases_dkdv import ELEMENTS, FULL, HEADS, SAID, WALK, WIDE
 from tests.mutation.planting import Suite, alone, each, planted, together
 
 # In the order of the PTX. None: a wait that survivors.toml explains.
@@ -26,7 +26,7 @@ POSTED = r"st\.shared\.v2\.b32 (\s*\[[^]]*\]), \{(%r\d+|1), (%r\d+)\};"  # more,
 
 SUITE = Suite(
     SM100,
-    {"walk": WALK, "full": FULL, "said": SAID, "heads": HEADS, "elements": ELEMENTS},
+    {"walk": WALK, "full": FULL, "said": SAID, "heads": HEADS, "elements": ELEMENTS, "wide": WIDE},
     (
         # synchronisation
         *(
@@ -118,6 +118,19 @@ SUITE = Suite(
             each,
             count=2,
         ),
+        # Heads of 256 columns, whose dK and dV are an item each. Not the waits that survivors.toml explains.
+        planted(
+            "wide: missing wait",
+            WIDE,
+            ptx.WAITS,
+            ptx.NO_WAIT,
+            alone(3, 8, 14, *range(3), *range(4, 7), *range(9, 14), *range(15, 21), 25, 26, *range(30, 33)),
+            count=33,
+        ),
+        planted("wide: missing arrival", WIDE, ptx.ARRIVALS, "", each, count=19),
+        planted("wide: missing commit", WIDE, ptx.COMMITS, "", each, count=12),
+        planted("wide: missing wait for stores", WIDE, ptx.STORE_WAITS, "", each, count=4),
+        planted("wide: too few bytes", WIDE, r"(mov\.b32 \s*%r\d+, )(?:8192|512|131072);(?=\s*mbarrier)", r"\g<1>256;", each, count=10),
         planted("elements of rows of dK and dV", ELEMENTS, r"st\.global\.b16 [^;]*;", "", alone(0, 32, -1)),
     ),
 )

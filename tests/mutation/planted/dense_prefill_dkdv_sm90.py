@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from cute_mla.spec.arch import SM90
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planted.cases_dkdv import ELEMENTS, FULL, HEADS, SAID, WALK
+from tests.mutation.planted.cases_dkdv import ELEMENTS, FULL, HEADS, SAID, WALK, WIDE
 from tests.mutation.planting import Suite, alone, each, planted, together
 
 # In the order of the PTX.
@@ -18,12 +18,13 @@ ARRIVALS = (
 )  # fmt: skip
 TURNS = r"bar\.arrive\s+%r\d+, 256;"
 COMPLETE = r"(wgmma\.wait_group\.sync\.aligned\s+)0;"
+ALL_BUT_ONE = r"(wgmma\.wait_group\.sync\.aligned\s+)1;"
 MASKS = r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+), %p\d+;"
 POSTED = r"st\.shared\.v2\.b32 (\s*\[[^]]*\]), \{(%r\d+), (%r\d+)\};"  # KV head and first key; tiles and hidden rows
 
 SUITE = Suite(
     SM90,
-    {"walk": WALK, "full": FULL, "said": SAID, "heads": HEADS, "elements": ELEMENTS},
+    {"walk": WALK, "full": FULL, "said": SAID, "heads": HEADS, "elements": ELEMENTS, "wide": WIDE},
     (
         *(
             planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
@@ -55,5 +56,12 @@ SUITE = Suite(
         planted("keys of all items in one place", WALK, POSTED, r"st.shared.v2.b32 \1, {\2, 0};", alone(0)),
         planted("rows not masked by their place", WALK, POSTED, r"st.shared.v2.b32 \1, {\2, 0};", alone(-1)),
         planted("elements of rows of dV", ELEMENTS, r"st\.global\.b16 [^;]*;", "", alone(0, -1)),
+        # Heads of 256 columns, whose warpgroups share the keys: first the hand-over of P.
+        planted("wide: missing wait", WIDE, ptx.WAITS, ptx.NO_WAIT, alone(12, 8, 7, *range(7), 9, 10, 11, 13), count=14),
+        planted("wide: missing arrival", WIDE, ptx.ARRIVALS, "", alone(6, 4, 10, *range(4), 5, *range(7, 10), *range(11, 15)), count=15),
+        planted("wide: missing wait for the scores or the sum", WIDE, COMPLETE, r"\g<1>1;", each, count=4),
+        planted("wide: missing wait for the sum of the tile before", WIDE, ALL_BUT_ONE, r"\g<1>2;", each, count=2),
+        planted("wide: missing fence", WIDE, r"wgmma\.fence\.sync\.aligned;", "", each, count=4),
+        planted("wide: too few bytes", WIDE, ptx.EXPECTED_BYTES, r"\g<1>512;", each, count=3),
     ),
 )

@@ -12,6 +12,7 @@ from tests.mutation.planting import Suite, alone, each, planted, together
 # One CTA walks items of one key tile, two, three and none, more than there are stages and posted items; rows that see nothing.
 WALK = DqCase(lengths=((130, 200), (0, 40), (5, 0), (64, 257), (3, 65)), causal=True, outputs="given", sm_count=1)
 LATE = replace(WALK, lengths=((3, 65), (130, 200), (0, 40), (5, 0), (64, 257)))  # the first rounds have no rows
+WIDE = replace(WALK, d_qk=256)
 # The first item has one tile: its Q must not be overwritten, and no keys are waited for.
 SHORT = replace(WALK, lengths=((130, 100), (64, 257), (3, 200)))
 HOLES = replace(WALK, holes=True, empty_lse=float("-inf"))
@@ -36,7 +37,7 @@ POSTED = r"st\.shared\.v4\.b32 (\s*\[[^]]*\]), \{(%r\d+), (%r\d+), (%r\d+), (%r\
 
 SUITE = Suite(
     SM100,
-    {"walk": WALK, "late": LATE, "short": SHORT, "holes": HOLES, "elements": ELEMENTS, "heads": HEADS},
+    {"walk": WALK, "late": LATE, "short": SHORT, "holes": HOLES, "elements": ELEMENTS, "heads": HEADS, "wide": WIDE},
     (
         # synchronisation
         *(
@@ -128,6 +129,18 @@ SUITE = Suite(
         ),
         planted("second half of S read twice", WALK, r"add\.s32 (\s*%r27, )%r23, 128;", r"add.s32 \g<1>%r23, 96;", count=1),
         planted("second half of a Q tile from the first rows", WALK, r"add\.s32 (\s*%r119, %r113, )64;", r"add.s32 \g<1>0;", count=1),
+        # Heads of 256 columns: tiles of 64 keys. Not the waits that survivors.toml explains, or that only other lengths show.
+        planted(
+            "wide: missing wait",
+            WIDE,
+            ptx.WAITS,
+            ptx.NO_WAIT,
+            alone(2, 17, 24, *range(2), 3, 4, 6, *range(8, 16), *range(18, 24), *range(25, 28), *range(30, 35)),
+            count=37,
+        ),
+        planted("wide: missing arrival", WIDE, ptx.ARRIVALS, "", each, count=12),
+        planted("wide: missing commit", WIDE, ptx.COMMITS, "", each),
+        planted("wide: keys past the end not cleared", WIDE, ptx.ZERO_STORES, "", together),
         planted("rows not copied", ELEMENTS, r"st\.global\.v4\.b32 [^;]*;", "", alone(0, -1)),
     ),
 )

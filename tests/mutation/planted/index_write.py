@@ -31,11 +31,11 @@ BUGS = (
     planted("rotated with another lane", QUERIES, r"(shfl\.sync\.bfly\.b32\s+%r\d+, %r\d+), 4,", r"\1, 2,", together),
     planted("columns behind the rotary ones rotated", EXPONENTS, r"setp\.lt\.u32\s+(%p\d+, %r\d+), 8;", r"setp.lt.u32 \1, 16;", together),
     planted("factor of the transformation", NASTY, r"0f3DB504F3", "0f3E3504F3", together),
-    planted("no least magnitude", NASTY_QUERIES, r"0f346FACAD", "0f00000000", together),
-    planted("scale not rounded up to a power of two", EXPONENTS, r"\b8388607\b", "0", together),
+    planted("no least magnitude", NASTY_QUERIES, r"(max\.s32\s+%r\d+, %r\d+), 113;", r"\1, 0;", together),
+    planted("scale not rounded up to a power of two", EXPONENTS, r"\b2097151\b", "0", together),
     planted("infinity taken for a number", NASTY_QUERIES, r"\b2139095040\b", "2139095042", together),
     planted("one exponent of four", EXPONENTS, r"\b16843009\b", "1", together),
-    planted("other largest e4m3", QUERIES, r"0f43E00000", "0f43E10000", together),
+    planted("other largest e4m3", QUERIES, r"\b2097151\b", "3145727", together),
     planted("tokens of other heads", QUERIES, r"div\.s32\s+(%r\d+), (%r\d+), %r\d+;", r"div.s32 \1, \2, 1;", together),
 )
 UNBROKEN = ({"keys": NASTY, "queries": QUERIES}, {"exponents": EXPONENTS, "nasty": NASTY_QUERIES})

@@ -21,7 +21,6 @@ from cute_mla.ops.topk_indices import Keys, select
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_format import FP8_656, NOPE_528, V41, V41_FP4
 from cute_mla.spec.dense_decode import FP8, OPERANDS
-from cute_mla.spec.dense_prefill_dq import HEAD_DIMS as GRADIENT_HEAD_DIMS
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from cute_mla.spec.merge_states import MergeStatesConfig
 from cute_mla.spec.merge_states import closed_variants as merged_variants
@@ -265,7 +264,7 @@ def _gradient_cases(kind: type[DensePrefillBackwardCase], layouts: Sequence[str]
             dtype, d_qk=d_qk, lengths=((65, 150), (0, 20), (3, 1), (130, 129), (9, 0)), group=2, causal=d_qk > 128, q_layout=layout,  # type: ignore[arg-type]
             sm_count=2,
         )
-        for dtype, d_qk, layout in product(DTYPES, GRADIENT_HEAD_DIMS, layouts)
+        for (dtype, d_qk), layout in product(PREFILL_KINDS, layouts)
     )  # fmt: skip
 
 

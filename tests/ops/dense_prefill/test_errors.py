@@ -163,25 +163,6 @@ def test_heads_of_256_columns_are_bf16(device: RecordingDevice) -> None:
     assert device.launches == []
 
 
-@pytest.mark.parametrize("operand", ["q", "k", "v"])
-def test_no_gradients_of_heads_of_256_columns(device: RecordingDevice, operand: str) -> None:
-    call = VarlenCall(d_qk=256)
-    call.operands[operand].requires_grad_()
-    with pytest.raises(ValueError, match=f"{operand} requires grad; supported: gradients of heads of 192 or 128 columns; q has 256"):
-        call.run()
-    with torch.no_grad():
-        call.run()
-    assert len(device.launches) == 1
-
-
-@pytest.mark.parametrize(("name", "columns"), [("kv", 512), ("qkv", 768)])
-def test_no_gradients_of_packed_heads_of_256_columns(device: RecordingDevice, name: str, columns: int) -> None:
-    packed = zeros(500, 8, columns).requires_grad_()
-    with pytest.raises(ValueError, match=f"{name} requires grad; supported: gradients of heads of 192 or 128 columns; q has 256"):
-        run_packed(name, packed, 256)
-    assert device.launches == []
-
-
 def run_packed(name: str, packed: Any, head_dim_qk: Any, **options: Any) -> None:
     """Call the form of flash_attn_varlen_func that takes this tensor."""
     if name == "kv":

@@ -200,6 +200,32 @@ def test_rows_that_see_nothing(bench: Bench) -> None:
     assert lse[~hidden].isfinite().any()
 
 
+@pytest.mark.parametrize("hidden", [30.0, 1e30, math.inf, -math.inf, math.nan])
+def test_hidden_scores_decide_nothing(bench: Bench, hidden: float) -> None:
+    """Neither scores far above all that a row sees, nor numbers that are none; other rows see some of the keys.
+
+    Rows of one warp see a key less or more, so that only some of the warp's references could follow a hidden score.
+    """
+    case = replace(MASKED, lengths=((130, 300),), mask="edges", mask_layout="packed")
+    tensors = make_dense_prefill_tensors(case)
+    first, mask = case.k_starts[0], tensors.key_mask
+    assert mask is not None
+    rows = slice(case.q_starts[0], case.q_starts[0] + 130)
+    seen = torch.rand(130, 300, generator=torch.Generator().manual_seed(0)) < 0.5
+    seen[:, 2::7] = False
+    seen[::3, 5::7] = False
+    pack_bits(seen, mask[rows])
+    tensors.k[first : first + 300] = torch.randn(
+        tensors.k[first : first + 300].shape, generator=torch.Generator().manual_seed(1)
+    ).bfloat16()
+    tensors.k[first + 5 : first + 300 : 7] *= 20
+    with cute_mla.simulate(bench.arch, 1):
+        expected = call_of(case, tensors)
+        expect(case, tensors, expected)
+        tensors.k[first + 2 : first + 300 : 7] = hidden * tensors.q[rows].mean(0)[:1] if hidden == 30.0 else hidden
+        assert identical(call_of(case, tensors), expected)
+
+
 def test_keys_beyond_the_mask_are_hidden(bench: Bench) -> None:
     """A sequence that is longer than the call says."""
     case = replace(MASKED, lengths=((5, 300),), mask="edges", mask_layout="packed")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 import cute_mla
+from cute_mla.spec.dense_prefill import HEAD_DIMS
 
 GRADIENTS = ("dq", "dk", "dv")
 
@@ -27,13 +28,13 @@ class BackwardCall:
     dtype: torch.dtype = torch.bfloat16
 
     def __post_init__(self) -> None:
-        rows, keys = (self.total_q, self.h_q), (self.total_k, self.h_kv)
+        rows, keys, d_v = (self.total_q, self.h_q), (self.total_k, self.h_kv), HEAD_DIMS[self.d_qk]
         self.operands: dict[str, Any] = {
-            "dout": torch.zeros(*rows, 128, dtype=self.dtype),
+            "dout": torch.zeros(*rows, d_v, dtype=self.dtype),
             "q": torch.zeros(*rows, self.d_qk, dtype=self.dtype),
             "k": torch.zeros(*keys, self.d_qk, dtype=self.dtype),
-            "v": torch.zeros(*keys, 128, dtype=self.dtype),
-            "out": torch.zeros(*rows, 128, dtype=self.dtype),
+            "v": torch.zeros(*keys, d_v, dtype=self.dtype),
+            "out": torch.zeros(*rows, d_v, dtype=self.dtype),
             "lse": torch.zeros(rows),
             "cu_seqlens_qo": torch.zeros(self.batch + 1, dtype=torch.int32),
             "cu_seqlens_kv": torch.zeros(self.batch + 1, dtype=torch.int32),

@@ -13,8 +13,10 @@ from cute_mla.ops import dense_prefill_backward
 from cute_mla.runtime.arguments import Span
 from cute_mla.simulator.numerics.tma import validate
 from cute_mla.spec.abi import ParamKind
-from cute_mla.spec.dense_prefill_dkdv import TILE_QUERIES
+from cute_mla.spec.dense_prefill import HEAD_DIMS
+from cute_mla.spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES
 from cute_mla.spec.kernel_params import PARAMS_OF
+from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.ops.dense_prefill_backward.backward_call import GRADIENTS, BackwardCall
 from tests.support.dispatch_modes import Allocations, NoReads
@@ -70,7 +72,7 @@ def test_arguments_of_dq(device: RecordingDevice, causal: bool) -> None:
 
 @pytest.mark.parametrize(("d_qk", "box_rows"), list(TILE_QUERIES["sm90"].items()))
 def test_arguments_of_dk_and_dv(device: RecordingDevice, d_qk: int, box_rows: int) -> None:
-    call = BackwardCall(d_qk=d_qk)
+    call, d_v = BackwardCall(d_qk=d_qk), HEAD_DIMS[d_qk]
     call.run()
     args = device.launches[1].args
     address = {name: call.operands[name].data_ptr() for name in ("q", "dout", "k", "v")}
@@ -78,25 +80,28 @@ def test_arguments_of_dk_and_dv(device: RecordingDevice, d_qk: int, box_rows: in
     assert isinstance(statistics, Span)
     assert of_kind("dense_prefill_dkdv", args, ParamKind.TENSOR_MAP) == {
         "q_map": TensorMap("bf16", address["q"], (d_qk, 8, 300), (2 * d_qk, 16 * d_qk), (64, 1, box_rows), Swizzle.B128),
-        "dout_map": TensorMap("bf16", address["dout"], (128, 8, 300), (256, 8 * 256), (64, 1, box_rows), Swizzle.B128),
+        "dout_map": TensorMap("bf16", address["dout"], (d_v, 8, 300), (2 * d_v, 16 * d_v), (64, 1, box_rows), Swizzle.B128),
         "k_map": TensorMap("bf16", address["k"], (d_qk, 2, 500), (2 * d_qk, 4 * d_qk), (64, 1, 64), Swizzle.B128),
-        "v_map": TensorMap("bf16", address["v"], (128, 2, 500), (256, 2 * 256), (64, 1, 64), Swizzle.B128),
+        "v_map": TensorMap("bf16", address["v"], (d_v, 2, 500), (2 * d_v, 4 * d_v), (64, 1, 64), Swizzle.B128),
         "statistics_map": TensorMap("fp32", statistics.data_ptr(), (300, 8, 2), (1200, 9600), (box_rows, 1, 2)),
     }
     assert of_kind("dense_prefill_dkdv", args, ParamKind.INT64) == {
-        "dk_stride_token": 2 * d_qk, "dk_stride_head": d_qk, "dv_stride_token": 2 * 128, "dv_stride_head": 128,
+        "dk_stride_token": 2 * d_qk, "dk_stride_head": d_qk, "dv_stride_token": 2 * d_v, "dv_stride_head": d_v,
     }  # fmt: skip
     assert of_kind("dense_prefill_dkdv", args, ParamKind.INT32) == {
-        "batch": 2, "h_kv": 2, "heads_per_kv": 4, "total_q": 300, "total_k": 500, "query_limit": 300, "row_blocks": 4, "causal": 0,
-        "aligned": 1,
+        "batch": 2, "h_kv": 2, "heads_per_kv": 4, "total_q": 300, "total_k": 500, "query_limit": 300,
+        "row_blocks": ceil_div(400, TILE_KEYS["sm90"][d_qk]), "causal": 0, "aligned": 1,
     }  # fmt: skip
     assert args["softmax_scale"] == pytest.approx(d_qk**-0.5)
     for name in ("q_map", "dout_map", "k_map", "v_map", "statistics_map"):
         validate(args[name])
 
 
-@pytest.mark.parametrize("d_qk", [192, 128])
-@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
+@pytest.mark.parametrize(
+    ("d_qk", "dtype", "name"),
+    [(d_qk, dtype, name) for d_qk in (192, 128) for dtype, name in ((torch.bfloat16, "bf16"), (torch.float16, "fp16"))]
+    + [(256, torch.bfloat16, "bf16")],
+)
 def test_types_and_columns_decide_the_variants(device: RecordingDevice, dtype: torch.dtype, name: str, d_qk: int) -> None:
     gradients = BackwardCall(dtype=dtype, d_qk=d_qk).run()
     assert [launch.kernel for launch in device.launches] == [f"dense_prefill_{kernel}_sm90_{name}_d{d_qk}" for kernel in ("dq", "dkdv")]

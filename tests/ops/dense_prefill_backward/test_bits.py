@@ -14,6 +14,7 @@ from tests.support.bench import Bench, identical
 CASES = (
     DensePrefillBackwardCase(lengths=((150, 140), (9, 30)), causal=True, sm_count=2),
     DensePrefillBackwardCase("fp16", d_qk=128, lengths=((65, 129), (0, 3), (7, 0)), h_kv=2, group=2, outputs="given", sm_count=3),
+    DensePrefillBackwardCase(d_qk=256, lengths=((150, 140), (0, 3), (9, 0)), group=2, causal=True, outputs="given", sm_count=2),
 )
 
 

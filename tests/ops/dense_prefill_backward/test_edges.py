@@ -22,7 +22,7 @@ from cute_mla.testing.cases.dense_prefill_backward import (
 from cute_mla.testing.operations import operation
 from tests.support.bench import Bench, expect, identical
 
-KINDS = pytest.mark.parametrize(("dtype", "d_qk"), [("bf16", 192), ("fp16", 128)])
+KINDS = pytest.mark.parametrize(("dtype", "d_qk"), [("bf16", 192), ("fp16", 128), ("bf16", 256)])
 LAYOUTS = pytest.mark.parametrize("q_layout", ["packed", "odd"])
 
 LENGTHS = (((63, 63), (64, 64), (65, 65)), ((1, 64), (1, 65), (65, 1), (64, 1)), ((1, 1),), ((128, 63), (129, 257)))

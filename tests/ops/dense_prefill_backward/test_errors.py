@@ -31,7 +31,11 @@ OPERANDS: list[tuple[str, Change, str]] = [
     ("out of fp32", {"out": lambda: torch.zeros(300, 8, 128)}, "out has dtype torch.float32; supported: torch.bfloat16"),
     ("lse of heads first", {"lse": lambda: torch.zeros(8, 300)}, r"lse has shape \[8, 300\]; supported: \[300, 8\]"),
     ("lse of bf16", {"lse": lambda: zeros(300, 8)}, "lse has dtype torch.bfloat16; supported: torch.float32"),
-    ("q of other columns", {"q": lambda: zeros(300, 8, 576)}, r"q has shape \[300, 8, 576\]; supported: \[total_q, h_q, 192 or 128\]"),
+    (
+        "q of other columns",
+        {"q": lambda: zeros(300, 8, 576)},
+        r"q has shape \[300, 8, 576\]; supported: \[total_q, h_q, 192 or 128 or 256\]",
+    ),
     ("k of other columns", {"k": lambda: zeros(500, 2, 128)}, r"k has shape \[500, 2, 128\]; supported: \[total_k, h_kv, 192\]"),
     ("k of unaligned rows", {"k": lambda: zeros(500, 2, 193)[..., :192]}, "k has shape .* supported: positive multiples of 16 bytes"),
     ("v of unaligned address", {"v": lambda: zeros(500, 2, 136)[..., 1:129]}, "v starts at address 0x.*; supported: multiples of 16 bytes"),

@@ -176,7 +176,7 @@ def test_what_is_launched(arch: Arch) -> None:
     first, second = device.launches
     assert (first.kernel, first.grid, first.pdl) == (f"cache_insert_{arch.name}_bf16_fp8_656", (3 + 3, 1, 1), True)
     scalars = {
-        "kv_c_stride_token": 512, "k_pe_stride_token": 576, "q_pe_stride_token": 1024, "q_pe_stride_head": 64, "tokens": 9, "queries": 144,
+        "kv_c_stride_token": 512, "k_pe_stride_token": 576, "q_pe_stride_token": 1024, "q_pe_stride_head": 64, "tokens": 9, "groups": 1,
         "heads": 16, "key_blocks": 3, "table_rows": 9, "slots": 48, "wide_slots": 1, "wide_positions": 1,
         "power_of_two": 1, "epsilon": 0.25,
     }  # fmt: skip
