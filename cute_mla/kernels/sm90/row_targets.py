@@ -1,4 +1,4 @@
-"""Targets of rows of O: numbers that the score role hands to the output role beside their factors."""
+"""Places of rows of O, as numbers that the score role hands to the output role beside their factors."""
 
 from __future__ import annotations
 

@@ -20,6 +20,7 @@ from ..attention.operands import LatentOperands, QueryOperands
 from ..attention.softmax import LN2, OnlineSoftmax, RowScale
 from ..attention.split_kv_scheduler import KeyTile, TileRange, WorkTile
 from ..attention.tiles import BOX_COLUMNS, first_query_row
+from ..attention.units import RowRange
 from ..primitives.elements import load_pair
 from ..primitives.matrix_store import BOX_ROW_BYTES, store_groups, writer_address
 from ..primitives.pipeline import arrive, barrier_at
@@ -301,9 +302,13 @@ class ScoreRole:
             if cutlass.const_expr(self.reads_ahead):
                 self.read_ahead(operands, gemm, work_tile, last)
             pipes.stats_free.producer_acquire(done)
-            totals = self.publish_rows(operands, tiles, req, work_tile, softmax, thread)
-            pipes.stats_ready.producer_commit(done)
-            self.finish_rows(operands, req, work_tile, softmax, totals, thread)
+            if cutlass.const_expr(tiles.sTarget is not None):
+                totals = self.publish_rows(operands, tiles, req, work_tile, softmax, thread)
+                pipes.stats_ready.producer_commit(done)
+                self.finish_rows(operands, req, work_tile, softmax, totals, thread)
+            else:
+                self.publish_and_finish(operands, tiles, req, work_tile, softmax, thread)
+                pipes.stats_ready.producer_commit(done)
             self.end_rows(operands, req, softmax, thread)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
@@ -413,16 +418,14 @@ class ScoreRole:
         """
         totals = [softmax.row_sum(row_half) for row_half in range(ROWS_PER_THREAD)]
         rows = [query_row(thread, row_half) for row_half in range(ROWS_PER_THREAD)]
-        if cutlass.const_expr(tiles.sTarget is not None):
-            stored = operands.row_range(req)
-            targets = [target_of(operands, stored, work_tile, row, self.d_v) for row in rows]
+        stored = operands.row_range(req)
+        targets = [target_of(operands, stored, work_tile, row, self.d_v) for row in rows]
         if thread % 4 == 0:
             for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
                 place, total = fragment_row(thread, row_half), totals[row_half]
                 weight = self.row_scale.weight(operands, lambda: work_tile, rows[row_half], total, softmax.row_ref[row_half])
                 tiles.sInverse[place] = cutlass.select_(total == 0.0, Float32(0), weight)
-                if cutlass.const_expr(tiles.sTarget is not None):
-                    tiles.sTarget[place] = targets[row_half]  # type: ignore[index]  # not None here
+                tiles.sTarget[place] = targets[row_half]  # type: ignore[index]  # not None here
         return totals
 
     @cute.jit
@@ -432,21 +435,46 @@ class ScoreRole:
         """Write lse of each row: natural log if the work tile is the whole request, else base 2. totals: the row sums."""
         stored = operands.row_range(req)
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            empty = totals[row_half] == 0.0
             row = query_row(thread, row_half)
             lse = softmax.row_ref[row_half] + cute.math.log2(totals[row_half], fastmath=True)
+            empty = totals[row_half] == 0.0
             if (thread % 4 == 0) & stored.holds(row):
-                if cutlass.const_expr(work_tile.always_direct):
-                    stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
-                else:
-                    if work_tile.direct:
-                        target = stored.lse_of(row)
-                        target.store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
-                    else:
-                        target = operands.lse_accum + operands.accum_row(work_tile, row)
-                        target.store(cutlass.select_(empty, -Float32.inf, lse))
-                if cutlass.const_expr(self.writes_max_logits):
-                    operands.max_logit_of(req, row).store(softmax.maximum(row_half) * LN2)
+                self.store_lse(stored, work_tile, softmax, row_half, row, lse, empty)
+
+    @cute.jit
+    def publish_and_finish(
+        self, operands: LatentOperands, tiles: Tiles, req: Int32, work_tile: WorkTile, softmax: OnlineSoftmax, thread: Int32
+    ):
+        """Publish the factors and write lse in one pass, where registers do not last for two. The output role finds out the places."""
+        stored = operands.row_range(req)
+        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
+            total = softmax.row_sum(row_half)
+            empty = total == 0.0
+            row = query_row(thread, row_half)
+            lse = softmax.row_ref[row_half] + cute.math.log2(total, fastmath=True)
+            if thread % 4 == 0:
+                weight = self.row_scale.weight(operands, lambda: work_tile, row, total, softmax.row_ref[row_half])
+                tiles.sInverse[fragment_row(thread, row_half)] = cutlass.select_(empty, Float32(0), weight)
+                if stored.holds(row):
+                    self.store_lse(stored, work_tile, softmax, row_half, row, lse, empty)
+
+    @cute.jit
+    def store_lse(
+        self, stored: RowRange, work_tile: WorkTile, softmax: OnlineSoftmax, row_half: int, row: Int32, lse: Float32, empty: Boolean
+    ):
+        """Write lse of a row that exists. lse: in base 2. empty: whether the row attends to nothing."""
+        operands = stored.operands
+        if cutlass.const_expr(work_tile.always_direct):
+            stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+        else:
+            if work_tile.direct:
+                target = stored.lse_of(row)
+                target.store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+            else:
+                target = operands.lse_accum + operands.accum_row(work_tile, row)
+                target.store(cutlass.select_(empty, -Float32.inf, lse))
+        if cutlass.const_expr(self.writes_max_logits):
+            operands.max_logit_of(stored.unit, row).store(softmax.maximum(row_half) * LN2)
 
 
 def query_row(thread: Int32, row_half: int) -> Int32:
