@@ -1,4 +1,4 @@
-"""Where rows of O go, as numbers that the score role hands to the output role beside their factors."""
+"""Targets of rows of O: numbers that the score role hands to the output role beside their factors."""
 
 from __future__ import annotations
 
