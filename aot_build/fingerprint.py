@@ -27,7 +27,7 @@ def fingerprint(variant: Variant, package_folder: Path = _PACKAGE_FOLDER, tools:
     versions = tool_versions() if tools is None else tools
     for key, value in (*sorted(versions.items()), ("options", compile_options(variant.arch)), ("variant", repr(variant))):
         digest.update(f"{key}={value}\n".encode())
-    for name, path in sorted({**transitive_sources(variant.module, package_folder), **_build_sources()}.items()):
+    for name, path in sorted({**transitive_sources(variant.module, package_folder), **_build_sources(_BUILD_FOLDER)}.items()):
         digest.update(f"{name} {hashlib.sha256(path.read_bytes()).hexdigest()}\n".encode())
     return digest.hexdigest()
 
@@ -35,14 +35,17 @@ def fingerprint(variant: Variant, package_folder: Path = _PACKAGE_FOLDER, tools:
 def transitive_sources(module: str, package_folder: Path = _PACKAGE_FOLDER) -> dict[str, Path]:
     """Return a module and its direct and indirect imports from this package, as files by name. ValueError if it does not exist."""
     found: dict[str, Path] = {}
-    waiting: list[tuple[str, Path | None]] = [(module, _file_of(module, package_folder) or _file_outside(module))]
+    seen, waiting = {module}, [module]
     while waiting:
-        name, path = waiting.pop()
-        if name in found or path is None:
+        name = waiting.pop()
+        path = _file_of(name, package_folder) or (_file_outside(name) if name == module else None)
+        if path is None:
             continue
         found[name] = path
         parent = name.rpartition(".")[0]  # Python runs a module's parent packages first
-        waiting.extend((other, _file_of(other, package_folder)) for other in (parent, *_imports(name, path)))
+        others = {parent, *_imports(name, path)} - seen
+        seen |= others
+        waiting.extend(others)
     return found
 
 
@@ -86,11 +89,12 @@ def _file_of(module: str, package_folder: Path) -> Path | None:
     return None
 
 
-def _build_sources() -> dict[str, Path]:
-    """Return the build's own modules.
+@cache
+def _build_sources(folder: Path) -> dict[str, Path]:
+    """Return the build's own modules in a folder. Cached, because this process has imported them.
 
     Modules that only pack or compare artefacts are left out. So is the list of kernels: its entry for a kernel is hashed as the variant.
     """
-    room = f"{PACKAGE}.{_BUILD_FOLDER.name}"
-    sources = transitive_sources(f"{room}.build", _BUILD_FOLDER.parent)
+    room = f"{PACKAGE}.{folder.name}"
+    sources = transitive_sources(f"{room}.build", folder.parent)
     return {name: path for name, path in sources.items() if name.startswith(room) and name != f"{room}.variants"}
