@@ -156,9 +156,9 @@ def test_the_least_work_of_an_indexer() -> None:
 
 
 def test_the_least_work_of_writers() -> None:
-    """Of a token of K3: 1,152 bytes of key, 656 of the cache, 8 of slot, 8 of position, 256 of angles, 16 queries of 128 in and out.
+    """A token of K3 has 1,152 bytes of key, 656 of the cache, 8 of slot, 8 of position, 256 of angles, 16 queries of 128 in and out.
 
-    Of a token of K5: 256 of key, 132 of the cache, 8, 8 and 256; of 64 queries 256 in, 128 of codes and 8 of weights each, 8 and 256.
+    A token of K5 has 256 of key, 132 of the cache, 8, 8 and 256; of 64 queries 256 in, 128 of codes and 8 of weights each, 8 and 256.
     Weights of norms are 512 elements of bf16, and 256 of fp32.
     """
     (insert,), (keys, queries) = (
