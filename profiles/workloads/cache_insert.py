@@ -6,14 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
-from ...cache import dequantise_cache, insert_kv_cache, quantise_cache
+from ...cache import insert_kv_cache
 from ...ops.norm_rope import angles_at, rms_norm, rotated
 from ...spec.cache_insert import normalised_columns, rotates
 from ...spec.cache_rows import latent_columns
 from ...spec.mla import D_ROPE
 from ...testing.compare import EQUAL
 from ..shapes import CacheInsertShape
-from .cache_write import unwritten_cache
+from .cache_write import cached_keys, rounded_key, unwritten_cache
 from .operands import angle_table, generator, random_slots, values
 from .workload import DTYPES, POISON_BYTE, Results, Workload, spread_samples
 
@@ -85,7 +85,7 @@ class CacheInsert(Workload[Operands]):
 
     def results(self, operands: Operands) -> Results:
         """Return out, fp32 [tokens, d_qk], the keys that the cache holds, and with heads q_pe."""
-        out = dequantise_cache(operands.k_cache, self.shape.cache).flatten(0, 2)[operands.slots].float()
+        out = cached_keys(self.shape, operands.k_cache, operands.slots)
         return {"out": out} if operands.q_pe is None else {"out": out, "q_pe": operands.q_pe}
 
     def samples(self) -> tuple[int, ...]:
@@ -108,7 +108,4 @@ class CacheInsert(Workload[Operands]):
             key[:, -D_ROPE:] = rotated(key[:, -D_ROPE:], angles)
             if operands.queries is not None:
                 results["q_pe"] = rotated(operands.queries[token], angles)[0].float()
-        key = key.view(1, 1, 1, -1)
-        if layout.quantised:
-            key = dequantise_cache(quantise_cache(key, self.shape.cache), self.shape.cache)
-        return {"out": key.flatten().float(), **results}
+        return {"out": rounded_key(self.shape, key[0]), **results}

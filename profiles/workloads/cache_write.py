@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from ...cache import dequantise_cache, quantise_cache, write_kv_cache
+from ...ops.cache_codec import to_e4m3
 from ...spec.cache_rows import latent_columns
 from ...spec.mla import ceil_div
 from ...testing.compare import EQUAL
@@ -29,11 +30,27 @@ def unwritten_cache(shape: CacheWriteShape | CacheInsertShape, dtype: torch.dtyp
     layout = shape.format
     row = (ceil_div(shape.tokens, shape.page_size), shape.page_size, 1)
     if layout.quantised:
-        cache = torch.empty((*row, layout.page_bytes(1)), dtype=torch.uint8, device=device)
+        element = torch.uint8 if layout.groups else torch.float8_e4m3fn  # of a whole row: no scales lie between its codes
+        cache = torch.empty((*row, layout.page_bytes(1)), dtype=element, device=device)
     else:
         cache = torch.empty((*row, layout.d_qk), dtype=dtype, device=device)
     cache.view(torch.uint8).fill_(POISON_BYTE)
     return cache
+
+
+def cached_keys(shape: CacheWriteShape | CacheInsertShape, k_cache: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """Return the keys in some slots, fp32 [slots, d_qk]; those of fp8_576 have the scale 1."""
+    rows = k_cache if k_cache.dtype == torch.float8_e4m3fn else dequantise_cache(k_cache, shape.cache)
+    return rows.flatten(0, 2)[slots].float()
+
+
+def rounded_key(shape: CacheWriteShape | CacheInsertShape, key: torch.Tensor) -> torch.Tensor:
+    """Return a key [d_qk] as the cache holds it, fp32 [d_qk]."""
+    if not shape.format.quantised:
+        return key.float()
+    if not shape.format.groups:
+        return to_e4m3(key.float()).view(torch.float8_e4m3fn).float()
+    return dequantise_cache(quantise_cache(key.view(1, 1, 1, -1), shape.cache), shape.cache).flatten().float()
 
 
 class CacheWrite(Workload[Operands]):
@@ -66,7 +83,7 @@ class CacheWrite(Workload[Operands]):
 
     def results(self, operands: Operands) -> Results:
         """Return out, fp32 [tokens, d_qk]: the keys that the cache holds."""
-        return {"out": dequantise_cache(operands.k_cache, self.shape.cache).flatten(0, 2)[operands.slots].float()}
+        return {"out": cached_keys(self.shape, operands.k_cache, operands.slots)}
 
     def samples(self) -> tuple[int, ...]:
         """Return the tokens to check."""
@@ -78,7 +95,4 @@ class CacheWrite(Workload[Operands]):
 
     def expected(self, operands: Operands, sample: int) -> Results:
         """Return the token's key, rounded by the reference quantiser."""
-        key = operands.keys[sample].view(1, 1, 1, -1)
-        if self.shape.format.quantised:
-            key = dequantise_cache(quantise_cache(key, self.shape.cache), self.shape.cache)
-        return {"out": key.flatten().float()}
+        return {"out": rounded_key(self.shape, operands.keys[sample])}

@@ -73,10 +73,12 @@ CASES = {
     "merge_states": case_of("merge_states", MergeShape(tokens=3, h_q=9, states=3)),
 }
 # what these leave is equal to the reference
-WRITES = {name: case_of("cache_write", CacheWriteShape(tokens=5, cache=name, page_size=3)) for name in ("latent", "fp8_656", "fp8_584")}
+WRITES = {
+    name: case_of("cache_write", CacheWriteShape(tokens=5, cache=name, page_size=3)) for name in ("latent", "fp8_656", "fp8_584", "fp8_576")
+}
 INSERTS = {
     name: case_of("cache_insert", CacheInsertShape(tokens=5, h_q=heads, cache=name, page_size=3))
-    for name, heads in (("fp8_656", 3), ("v41", 2), ("latent_512", 0))
+    for name, heads in (("fp8_656", 3), ("fp8_576", 2), ("v41", 2), ("latent_512", 0))
 }
 PREPARED = {name: case_of("index_write", IndexWriteShape(tokens=5, h_q=heads, page_size=16)) for name, heads in (("keys", 0), ("h3", 3))}
 SELECTED = case_of("topk_indices", TopkShape(rows=2, columns=300, topk=20))
@@ -114,7 +116,7 @@ def test_a_row_is_checked_and_timed_through_the_api(case: Case, arch: Arch) -> N
 
 
 @pytest.mark.usefixtures("few_launches")
-@pytest.mark.parametrize("name", ["latent", "fp8_656"])
+@pytest.mark.parametrize("name", ["latent", "fp8_656", "fp8_576"])
 def test_a_row_of_written_keys_is_checked_and_timed(name: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
     with cute_mla.simulate(arch, sm_count=4):
         record = measure_case(WRITES[name], bench())

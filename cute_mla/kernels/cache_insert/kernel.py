@@ -71,6 +71,11 @@ def turned(words: cute.Tensor, cosines: cute.Tensor, sines: cute.Tensor, dtype: 
     return rotated
 
 
+def one_word(word: Int32) -> Int32:
+    """Return a pair of elements, rounded together: where only halves of it are used, ptxas makes F2F on sm90, which the model lacks."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
+
+
 class CacheInsert:
     """One variant of the kernel."""
 
@@ -208,7 +213,7 @@ class CacheInsert:
             factors = exact(weights[i], self.dtype)
             scaled = [product(product(x, inverse), factor) for x, factor in zip(columns[i], factors, strict=True)]
             for word in cutlass.range_constexpr(WORDS):
-                vectors[i][word] = pack_pair(scaled[2 * word], scaled[2 * word + 1], self.dtype)
+                vectors[i][word] = one_word(pack_pair(scaled[2 * word], scaled[2 * word + 1], self.dtype))
 
     @cute.jit
     def rotate_values(self, words: cute.Tensor, cosines: cute.Tensor, sines: cute.Tensor, lane: Int32):
