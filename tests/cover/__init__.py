@@ -4,7 +4,7 @@ elements: what a test reaches in the shipped kernels. recording: a pytest plugin
 choosing: the cheapest tests that reach everything. tiers: the list of tests that only `make test-full` runs, full_only.toml.
 breaking: runs tests with a broken kernel.
 
-pytest --record-cover FOLDER      records seconds and elements of every test of ROOMS, one file a process
+pytest --record-cover=FOLDER      records seconds and elements of every test of ROOMS, one file a process
 python -m tests.cover choose      writes full_only.toml from a record
 python -m tests.cover check       fails if the tests of `make test` miss an element that a moved test reaches; `make test-full` runs it
 """
