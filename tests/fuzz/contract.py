@@ -20,7 +20,7 @@ WIDE = (torch.bfloat16, torch.float16)
 BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 E4M3 = torch.float8_e4m3fn
 PREFILL_COLUMNS = {192: 128, 128: 128, 256: 256}  # of q and k in dense prefill, and those of v and out that go with them
-GRADIENT_COLUMNS = (192, 128)
+MASKED_COLUMNS = (192, 128)
 MERGED = {*((columns, dtype) for columns in (512, 128) for dtype in WIDE), (256, torch.bfloat16)}  # of rows of merge_states
 
 
@@ -269,7 +269,7 @@ def _masked(c: Contract, q: Tensor) -> None:
         keys = min(int(c.arguments["max_seqlen_kv"]), len(c.arguments["k"])) if is_integer(c.arguments["max_seqlen_kv"]) else 0
         c.require(mask.shape[1] >= -(-keys // 32), "key_mask")
         c.last_contiguous("key_mask", mask)
-    c.require(q.dtype == torch.bfloat16 and q.shape[-1] in GRADIENT_COLUMNS, "q", "key_mask")
+    c.require(q.dtype == torch.bfloat16 and q.shape[-1] in MASKED_COLUMNS, "q", "key_mask")
     for name in ("q", "out"):
         rows = c.get(name)
         if isinstance(rows, Tensor) and rows.dim() == 3:
@@ -283,13 +283,13 @@ def backward_faults(arguments: Mapping[str, Any], workspace: Callable[..., int])
     c = Contract(arguments)
     c.numbers(softmax_scale=is_optional(is_scale), **dict.fromkeys(("causal", "deterministic"), is_flag))
     q = _varlen(c)
-    if q is None or not c.require(q.shape[-1] in GRADIENT_COLUMNS, "q"):
+    if q is None:
         return c.faults
     for name in ("dout", "out"):
         rows = c.tensor(name, q.dtype)
         if rows is None:
             c.faults.add("q")
-        elif c.shaped(name, rows, *q.shape[:2], 128):
+        elif c.shaped(name, rows, *q.shape[:2], PREFILL_COLUMNS[q.shape[2]]):
             c.last_contiguous(name, rows)
     c.shaped("lse", c.tensor("lse", torch.float32), *q.shape[:2])
     if c.faults:

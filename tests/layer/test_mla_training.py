@@ -32,8 +32,9 @@ NAMES = {
     "kv_b": "kv_b_proj",
     "o": "o_proj",
 }
-# The largest error that roundings of a dtype may make, against the largest element of a gradient.
-TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.5e-2}
+# The largest error that roundings of a dtype may make, against the largest element of a gradient. The reference path in bf16 makes 1.515e-2
+# of it with the softmax scale of Mistral Small 4, half again that of V3.
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.55e-2}
 
 Gradients = dict[str, Tensor]
 
