@@ -1,4 +1,4 @@
-"""FlashMLA's functions in their form of 2026 (form B): its parameters in its order, its schedule object and its conventions.
+"""FlashMLA's functions in their forms of 2026 (B and C): its parameters in its order, its schedule object and its conventions.
 
 The functions call those of cute_mla, which documents shapes, dtypes and errors. Results have FlashMLA's layouts and conventions.
 """
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from .. import api
-from ..ops.arguments import needs_grad, short_repr
+from ..ops.arguments import check_flag, needs_grad, short_repr
 from ..ops.split_plan import MlaSchedule
 from ..spec.cache_format import V41
 from ..spec.mla import D_V
@@ -39,6 +39,7 @@ class FlashMLASchedMeta(MlaSchedule):
         topk: int | None
         extra_page_block_size: int | None
         extra_topk: int | None
+        enable_batch_invariant: bool
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,15 +102,22 @@ def flash_mla_with_kvcache(
     extra_indices_in_kvcache: torch.Tensor | None = None,
     topk_length: torch.Tensor | None = None,
     extra_topk_length: torch.Tensor | None = None,
+    enable_batch_invariant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Call cute_mla.flash_mla_with_kvcache, dense or with indices sparse.
 
     tile_scheduler_metadata  a schedule object, of get_mla_metadata() or new. One that has a plan serves calls of the same shapes, also with
                              another causal or other lengths
     k_cache, extra_k_cache   528 bytes a token are the format v41, each token's scales behind it; 288 bytes of extra_k_cache are v41_fp4
+    is_fp8_kvcache           a k_cache of v41 counts as FP8 also without it: form C, which has no other, has True as default
+    enable_batch_invariant   batch_invariant of cute_mla.flash_mla_with_kvcache
 
     Returns out [batch, s_q, h_q, 512] and lse fp32 [batch, h_q, s_q] in natural log, +inf for a row that attends to nothing.
     """
+    check_flag("is_fp8_kvcache", is_fp8_kvcache)
+    check_flag("enable_batch_invariant", enable_batch_invariant)
+    kv_format = None if indices is None else _format_of(k_cache)
+    is_fp8_kvcache = is_fp8_kvcache or kv_format is not None
     results = api.flash_mla_with_kvcache(
         q,
         k_cache,
@@ -127,7 +135,8 @@ def flash_mla_with_kvcache(
         extra_indices_in_kvcache=extra_indices_in_kvcache,
         topk_length=topk_length,
         extra_topk_length=extra_topk_length,
-        kv_format=None if indices is None else _format_of(k_cache),
+        batch_invariant=enable_batch_invariant,
+        kv_format=kv_format,
         extra_kv_format=None if indices is None else _format_of(extra_k_cache),
     )
     schedule = tile_scheduler_metadata
@@ -143,6 +152,7 @@ def flash_mla_with_kvcache(
             topk=None if indices is None else indices.shape[-1],
             extra_page_block_size=None if extra_k_cache is None else extra_k_cache.shape[1],
             extra_topk=None if extra_indices_in_kvcache is None else extra_indices_in_kvcache.shape[-1],
+            enable_batch_invariant=enable_batch_invariant,
         )
     return results
 

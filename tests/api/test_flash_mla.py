@@ -48,6 +48,7 @@ FORM_B: dict[str, dict[str, Any]] = {
     "flash_mla_with_kvcache": {
         **DECODE,
         **dict.fromkeys(("attn_sink", "extra_k_cache", "extra_indices_in_kvcache", "topk_length", "extra_topk_length")),
+        "enable_batch_invariant": False,
     },
     "flash_mla_sparse_fwd": {**PREFILL, "attn_sink": None, "topk_length": None, "indexer_topk": 0},
     **VARLEN,
@@ -150,6 +151,21 @@ def test_a_cache_of_528_bytes_is_that_of_the_newest_flashmla(extra: int | None, 
     assert (launch.args["row_stride"], launch.args["extra_row_stride"]) == (528, extra or 0)
 
 
+@pytest.mark.parametrize("invariant", [False, True])
+def test_a_call_of_form_c_needs_no_flag_and_takes_enable_batch_invariant(invariant: bool, arch: Arch) -> None:
+    call = SparseCall(cache="v41")
+    options = {name: value for name, value in call.options.items() if name not in ("kv_format", "is_fp8_kvcache")}
+    schedule = FlashMLASchedMeta()
+    arguments = (call.q, call.k_cache, None, None, 512, schedule)
+    with RecordingDevice(arch).active() as device:
+        main = given_by_name(device, lambda: call.run(batch_invariant=invariant), "sparse_decode")
+        other = given_by_name(device, lambda: call.run(batch_invariant=not invariant), "sparse_decode")
+        given = {**options, "enable_batch_invariant": invariant}
+        theirs = given_by_name(device, lambda: NEWER.flash_mla_with_kvcache(*arguments, **given), "sparse_decode")
+    assert theirs == main != other
+    assert schedule.config == FlashMLASchedMeta.Config(2, 1, 64, 64, 1, False, True, 128, None, None, invariant)
+
+
 def test_the_attributes_of_the_schedule_object() -> None:
     call = Call(s_q=2)
     with RecordingDevice().active() as device:
@@ -158,7 +174,7 @@ def test_the_attributes_of_the_schedule_object() -> None:
         assert (schedule.have_initialized, schedule.config, schedule.tile_scheduler_metadata, schedule.num_splits) == (False, *[None] * 3)
         NEWER.flash_mla_with_kvcache(*arguments)
         assert schedule.have_initialized
-        assert schedule.config == FlashMLASchedMeta.Config(2, 2, 64, 64, 1, True, False, None, None, None)
+        assert schedule.config == FlashMLASchedMeta.Config(2, 2, 64, 64, 1, True, False, None, None, None, False)
         assert schedule.tile_scheduler_metadata.shape == (66, 8)
         assert schedule.num_splits.shape == (3,)
         NEWER.flash_mla_with_kvcache(*arguments[:8], False)  # another causal: the plan is the same
@@ -172,7 +188,7 @@ def test_the_config_of_a_sparse_call() -> None:
     schedule = FlashMLASchedMeta()
     with RecordingDevice().active():
         NEWER.flash_mla_with_kvcache(call.q, call.k_cache, None, None, 512, schedule, **call.options)
-    assert schedule.config == FlashMLASchedMeta.Config(2, 1, 64, 64, 1, False, True, 128, 2, 32)
+    assert schedule.config == FlashMLASchedMeta.Config(2, 1, 64, 64, 1, False, True, 128, 2, 32, False)
 
 
 @pytest.mark.parametrize(("name", "value"), [("have_initialized", False), ("tile_scheduler_metadata", None), ("num_splits", None)])
@@ -197,8 +213,16 @@ def test_a_call_that_fails_leaves_the_schedule_unused() -> None:
     assert (arguments[5].have_initialized, arguments[5].config) == (False, None)
 
 
+def without_flag() -> Any:
+    """Call sparse decode over 656 bytes a token without is_fp8_kvcache, which form B needs there."""
+    call = SparseCall()
+    return NEWER.flash_mla_with_kvcache(call.q, call.k_cache, None, None, 512, FlashMLASchedMeta(), indices=call.options["indices"])
+
+
 ERRORS: list[tuple[str, Callable[[], Any], str]] = [
     ("flag", lambda: NEWER.flash_mla_with_kvcache(*dense_arguments(Call(), None, False, 1)), "^is_fp8_kvcache is 1; supported: True"),
+    ("no flag", without_flag, "^is_fp8_kvcache is False with k_cache of torch.uint8 and 656 columns; supported: True"),
+    ("invariant", lambda: NEWER.flash_mla_with_kvcache(*dense_arguments(Call()), enable_batch_invariant=2), "^enable_batch_invariant is 2"),
     ("indices", lambda: NEWER.flash_mla_with_kvcache(*dense_arguments(Call(), None, False, False, 3)), "^indices is 3; supported"),
     ("plan", lambda: NEWER.flash_mla_with_kvcache(*dense_arguments(Call())[:5], None), "^tile_scheduler_metadata is NoneType, num_spl"),
     ("scale", lambda: OLDER.flash_mla_sparse_fwd(PrefillCall().q, PrefillCall().kv, PrefillCall().indices, 0.0), "^sm_scale is 0.0; supp"),
