@@ -355,18 +355,24 @@ class MergeShape(UntiledShape):
         return f"tokens{self.tokens} states{self.states} h{self.h_q} d{self.head_dim}"
 
 
-@dataclass(frozen=True)
-class CacheWriteShape(UntiledShape):
-    """A write_kv_cache of one key for each token, to slots in random order. cache: name of a CacheFormat."""
+class CachedShape(UntiledShape):
+    """Base of shapes of keys that go to a cache. cache: name of a CacheFormat."""
 
-    tokens: int
     cache: str
-    page_size: int = 64
 
     @property
     def format(self) -> CacheFormat:
         """The cache's layout."""
         return CACHED[self.cache]
+
+
+@dataclass(frozen=True)
+class CacheWriteShape(CachedShape):
+    """A write_kv_cache of one key for each token, to slots in random order. cache: name of a CacheFormat."""
+
+    tokens: int
+    cache: str
+    page_size: int = 64
 
     @property
     def work(self) -> Work:
@@ -381,7 +387,7 @@ class CacheWriteShape(UntiledShape):
 
 
 @dataclass(frozen=True)
-class CacheInsertShape(UntiledShape):
+class CacheInsertShape(CachedShape):
     """An insert_kv_cache of one key for each token, to slots in random order, with the queries of `h_q` heads; 0: without queries.
 
     cache: name of a CacheFormat. Positions are all different, so that each token has angles of its own.
@@ -391,11 +397,6 @@ class CacheInsertShape(UntiledShape):
     h_q: int
     cache: str
     page_size: int = 64
-
-    @property
-    def format(self) -> CacheFormat:
-        """The cache's layout."""
-        return CACHED[self.cache]
 
     @property
     def work(self) -> Work:

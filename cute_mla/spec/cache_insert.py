@@ -6,12 +6,11 @@ elsewhere over those before the rotary columns. Rotary columns are 64, of which 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
 from .cache_format import FP8_584, V41, CacheFormat
-from .cache_rows import CACHED, KEYS_PER_BLOCK, key_types, latent_columns, rotary_columns
+from .cache_rows import CACHED, KEYS_PER_BLOCK, CacheRowsConfig, key_types, latent_columns, rotary_columns
 from .mla import D_ROPE, ceil_div
 
 WARPS = KEYS_PER_BLOCK
@@ -62,27 +61,9 @@ class CacheInsertArguments(NamedTuple):
 PARAMS = params_of(CacheInsertArguments)
 
 
-@dataclass(frozen=True)
-class CacheInsertConfig:
-    """One compiled variant: the cache's format, and the element type of keys and queries."""
-
-    cache: str
-    dtype: str
-
-    @property
-    def name(self) -> str:
-        """The kernel's name in the manifest, without op and arch."""
-        return f"{self.dtype}_{self.cache}"
-
-    @property
-    def format(self) -> CacheFormat:
-        """The format of the cache."""
-        return CACHED[self.cache]
-
-
-def config_of(cache: CacheFormat, dtype: str) -> CacheInsertConfig:
+def config_of(cache: CacheFormat, dtype: str) -> CacheRowsConfig:
     """Return the variant for a cache of this format and keys of this element type, "bf16" or "fp16"."""
-    return CacheInsertConfig(cache.kernels, dtype)
+    return CacheRowsConfig(cache.kernels, dtype)
 
 
 def rotates_values(cache: CacheFormat) -> bool:
@@ -115,6 +96,6 @@ def grid(tokens: int, heads: int) -> tuple[int, int, int]:
     return key_blocks(tokens) + ceil_div(tokens * groups(heads), WARPS), 1, 1
 
 
-def closed_variants() -> tuple[CacheInsertConfig, ...]:
+def closed_variants() -> tuple[CacheRowsConfig, ...]:
     """Return every variant that ships, on each architecture."""
     return tuple(dict.fromkeys(config_of(cache, dtype) for cache in CACHED.values() for dtype in key_types(cache)))

@@ -27,12 +27,11 @@ from ...spec.cache_insert import (
     THREADS,
     WARPS,
     CacheInsertArguments,
-    CacheInsertConfig,
     normalised_columns,
     rotates,
     rotates_values,
 )
-from ...spec.cache_rows import KEYS_PER_BLOCK, VECTOR
+from ...spec.cache_rows import KEYS_PER_BLOCK, VECTOR, CacheRowsConfig
 from ...spec.mla import D_ROPE, ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
@@ -79,7 +78,7 @@ def one_word(word: Int32) -> Int32:
 class CacheInsert:
     """One variant of the kernel."""
 
-    def __init__(self, config: CacheInsertConfig, arch: Arch) -> None:
+    def __init__(self, config: CacheRowsConfig, arch: Arch) -> None:
         self.name = kernel_name("cache_insert", arch.name, config.name)
         self.cache: CacheFormat = config.format
         self.dtype = ELEMENT_TYPES[config.dtype]
@@ -276,7 +275,7 @@ class CacheInsert:
         return args.cos_sin.toint() + position * args.cos_sin_stride_position * FLOAT_BYTES, inside
 
 
-def build(config: CacheInsertConfig, arch: Arch) -> KernelDefinition:
+def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
     kernel = CacheInsert(config, arch)
     divided = kernel.vectors if config.format.groups and config.format.scale == "fp32" else 0  # by the scale of a lane's group

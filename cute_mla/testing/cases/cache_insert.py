@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...spec.arch import Arch
-from ...spec.cache_insert import CacheInsertConfig, config_of, normalised_columns, rotates
+from ...spec.cache_insert import config_of, normalised_columns, rotates
+from ...spec.cache_rows import CacheRowsConfig
 from ...spec.mla import D_ROPE, ceil_div
 from .base import DTYPES, Config, Tags
 from .cache_write import CacheWriteCase, make_cache_write_tensors
@@ -28,7 +29,7 @@ _QUERIES_OF_A_TILE = 128  # that cost about as much on the simulated device as a
 class InsertProblem:
     """The properties of a call that select the kernel."""
 
-    inserted: CacheInsertConfig
+    inserted: CacheRowsConfig
 
     @property
     def config(self) -> Config:

@@ -16,8 +16,8 @@ import cute_mla
 from cute_mla.cache import empty_cache, gather_kv_cache, insert_kv_cache, write_kv_cache
 from cute_mla.indexer import prepare_index_queries, write_index_cache
 from cute_mla.spec.cache_format import FP8_584
-from cute_mla.spec.cache_insert import CacheInsertConfig, normalised_columns, rotates
 from cute_mla.spec.cache_insert import closed_variants as insert_variants
+from cute_mla.spec.cache_insert import normalised_columns, rotates
 from cute_mla.spec.cache_rows import FP8_576, CacheRowsConfig, closed_variants, latent_columns, rotary_columns
 from cute_mla.spec.index_write import IndexWriteConfig
 from cute_mla.spec.index_write import closed_variants as index_variants
@@ -29,8 +29,7 @@ from tests.support.bench import Bench, Result
 
 PAGE_SIZE, PAGES = 32, 3
 LENGTHS = (9, 0, 40, 1, 5)
-InsertCase = ConfigCase[CacheInsertConfig]
-Case = ConfigCase[CacheRowsConfig] | InsertCase
+Case = ConfigCase[CacheRowsConfig]
 
 
 def new_cache(case: Case, page_size: int, pages: int = PAGES) -> Tensor:
@@ -189,20 +188,20 @@ class Inserted:
     positions: Tensor
 
 
-def _insert_make(case: InsertCase) -> Inserted:
+def _insert_make(case: Case) -> Inserted:
     """Return keys of very different sizes, and queries."""
     q_pe = normal_values((5, 3, 64), torch.Generator().manual_seed(8)).to(_dtype(case))
     return Inserted(_write_make(case), q_pe, torch.tensor([3, 0, 7, 7, 1]))
 
 
-def _insert_taken(case: InsertCase, operands: Inserted, picks: Picks, moved: bool) -> Call:
+def _insert_taken(case: Case, operands: Inserted, picks: Picks, moved: bool) -> Call:
     """Take tokens of a call, as keys are taken; moved: by positions of the other type."""
     _, written = _write_taken(case, operands.written, picks, moved)
     positions = operands.positions[list(picks)]
     return case, Inserted(written, operands.q_pe[list(picks)], positions.int() if moved else positions)
 
 
-def _insert(case: InsertCase, operands: Inserted) -> Result:
+def _insert(case: Case, operands: Inserted) -> Result:
     written, layout = operands.written, case.config.format
     cache = new_cache(case, written.page_size, PAGES * PAGE_SIZE // written.page_size)
     draw, dtype = torch.Generator().manual_seed(9), _dtype(case)
@@ -218,12 +217,12 @@ def _insert(case: InsertCase, operands: Inserted) -> Result:
     return torch.stack([key_bytes(case, cache, slot) for slot in written.slots.tolist()]), q_pe, keys
 
 
-def _insert_run(bench: Bench, case: InsertCase, operands: Inserted) -> Result:
+def _insert_run(bench: Bench, case: Case, operands: Inserted) -> Result:
     with cute_mla.simulate(bench.arch, case.sm_count):
         return _insert(case, operands)
 
 
-def _insert_expect(case: InsertCase, operands: Inserted, results: Result) -> None:
+def _insert_expect(case: Case, operands: Inserted, results: Result) -> None:
     """Plain torch, outside of the device, does the same."""
     assert all(map(torch.equal, results, _insert(case, operands)))
 
