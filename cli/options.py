@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import os
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,11 @@ class ArchName(Name):
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Return the name of the architecture. BadParameter for an unknown one."""
         return super().convert(ALIASES.get(value, value), param, ctx)
+
+
+def selected(names: Collection[str], known: Iterable[str]) -> list[str]:
+    """Return the known names that a repeated option chose, in their own order; all of them if it was not given or has "all"."""
+    return [name for name in known if not names or ALL in names or name in names]
 
 
 def check_writable(option: str, path: Path | None, *, make_folder: bool = False) -> None:

@@ -14,7 +14,7 @@ from cute_mla.runtime.errors import ArtifactError, DeviceError
 from cute_mla.spec.arch import ARCHS, Arch
 
 from .clock_tables import show_clock
-from .options import ALL, ArchName, Name, check_writable, did_you_mean, write_file
+from .options import ALL, ArchName, Name, check_writable, did_you_mean, selected, write_file
 from .peer import read_peer, time_peer_on
 from .profile_tables import show
 from .timeline import write_timeline
@@ -39,7 +39,7 @@ class Options:
     """The options of the command, by the names of its parameters."""
 
     arch: str
-    op: str
+    op: tuple[str, ...]
     device: str
     gpu: tuple[str, ...]
     rows: str
@@ -58,12 +58,12 @@ class Options:
     @property
     def ops(self) -> list[str]:
         """Return the ops to report."""
-        return list(OPS) if self.op == ALL else [self.op]
+        return selected(self.op, OPS)
 
 
 @click.command()
 @click.option("--arch", type=ArchName(), default=ALL, help="Architecture of the kernels to report.")
-@click.option("--op", type=Name([*OPS, ALL]), default=ALL, help="Operation to report.")
+@click.option("--op", type=Name([*OPS, ALL]), multiple=True, help="Operation to report; may be repeated. Default: all.")
 @click.option(
     "--device",
     type=Name(["auto", "cuda", "model", "clock"]),

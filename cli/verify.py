@@ -16,7 +16,7 @@ from cute_mla.runtime.artifacts import Artifacts, load_artifacts
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec.arch import ARCHS, Arch
 
-from .options import ALL, ArchName, Name, check_writable, did_you_mean, write_file
+from .options import ALL, ArchName, Name, check_writable, did_you_mean, selected, write_file
 from .output import print_table
 from .verify_progress import progress_of
 from .verify_summary import Run, Verdict, summarise
@@ -44,7 +44,7 @@ class Options:
     """The options of the command, by the names of its parameters."""
 
     arch: str
-    op: str
+    op: tuple[str, ...]
     device: str
     suite: str
     schedules: int
@@ -64,12 +64,12 @@ class Options:
     @property
     def ops(self) -> list[str]:
         """Return the ops that are verified."""
-        return list(OPS) if self.op == ALL else [self.op]
+        return selected(self.op, OPS)
 
 
 @click.command()
 @click.option("--arch", type=ArchName(), default=ALL, help="Architecture whose kernels are verified.")
-@click.option("--op", type=Name([*OPS, ALL]), default=ALL, help="Operation that is verified.")
+@click.option("--op", type=Name([*OPS, ALL]), multiple=True, help="Operation that is verified; may be repeated. Default: all.")
 @click.option(
     "--device",
     type=Name(["auto", "cuda", "sim"]),

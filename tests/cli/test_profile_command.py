@@ -88,6 +88,13 @@ def test_an_op_without_rows_has_its_static_report_only(artifacts: Path) -> None:
     assert "no benchmark rows chosen" in result.output
 
 
+def test_rows_of_several_ops(artifacts: Path) -> None:
+    result = run("--device", "model", "--op", "sparse_prefill", "--op", "dense_decode", "--rows", "D1,P1")
+    assert result.exit_code == 0, result.output
+    assert "D1" in result.output
+    assert "P1" in result.output
+
+
 def test_every_row_of_the_definitions_is_within_reach(artifacts: Path) -> None:
     """The list of rows is read off the files."""
     written = [
