@@ -7,7 +7,7 @@ registers is used: PTX respects that dependence (PTX ISA, 9.7.16.6.4.5), and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -22,12 +22,13 @@ from ..state.window import Window
 
 @dataclass(frozen=True)
 class RegisterUses:
-    """Register uses of a block: registers touched by more than a move (bit mask per bank), and the moves.
+    """Register uses of a block: registers touched by more than a move (bit mask per bank), the sources of moves, and the moves.
 
     Each move has the (bank, bit) of its sources and of its targets.
     """
 
     touched: dict[str, int] = field(default_factory=dict)
+    moved: dict[str, int] = field(default_factory=dict)
     moves: list[tuple[list[tuple[str, int]], list[tuple[str, int]]]] = field(default_factory=list)
 
 
@@ -42,15 +43,29 @@ def note_uses(cta: Cta, warps: frozenset[int], uses: RegisterUses) -> None:
         elif move.fresh:
             move.fresh, waiting = False, True
         else:
-            for sources, targets in uses.moves:
-                if any(move.holders.get(bank, 0) & bit for bank, bit in sources):
-                    for bank, bit in targets:
-                        move.holders[bank] = move.holders.get(bank, 0) | bit
-            if any(uses.touched.get(bank, 0) & mask for bank, mask in move.holders.items()):
+            if _share_a_register(move.holders, uses.moved):
+                _follow(move, uses)
+            if _share_a_register(move.holders, uses.touched):
                 move.time = cta.cluster.clocks.tick(cta.rank, move.warp)
             else:
                 waiting = True
     cta.loading = waiting
+
+
+def _share_a_register(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
+    """Return whether two bit masks per bank have a bit in common. A loop, as this runs for every load at the end of every block."""
+    for bank, mask in one.items():  # noqa: SIM110
+        if mask & other.get(bank, 0):
+            return True
+    return False
+
+
+def _follow(move: TensorMove, uses: RegisterUses) -> None:
+    """Add the registers that a block copies loaded values to, move by move in its order, to those that hold them."""
+    for sources, targets in uses.moves:
+        if any(move.holders.get(bank, 0) & bit for bank, bit in sources):
+            for bank, bit in targets:
+                move.holders[bank] = move.holders.get(bank, 0) | bit
 
 
 # ---------------------------------------------------------------- unfinished work

@@ -207,6 +207,8 @@ def register_uses(instructions: list[Decoded], layout: Layout) -> RegisterUses:
         reads, writes = _data_bits(item.reads, layout), _data_bits(item.writes, layout)
         if item.instruction.opcode.startswith("mov."):
             uses.moves.append((reads, writes))
+            for bank, bit in reads:
+                uses.moved[bank] = uses.moved.get(bank, 0) | bit
         elif not item.instruction.opcode.startswith("tcgen05.ld."):
             for bank, bit in (*reads, *writes):
                 uses.touched[bank] = uses.touched.get(bank, 0) | bit
