@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 
 import torch
 
@@ -18,21 +18,31 @@ from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.tensor_map import TensorMap
 from tests.mutation.planting import Bug, survivors
+from tests.mutation.reloading import Reloader
 
 FORMATS = {ParamKind.POINTER: "<Q", ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f"}
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel's PTX and its description: parameters, block, cluster, shared memory, barriers and roles."""
+    """A kernel's PTX and its description: parameters, block, cluster, shared memory, barriers and roles.
+
+    edit_of: another PTX, of which this one is an edit.
+    """
 
     description: KernelDefinition | KernelEntry
     entry: str
     ptx: str
+    edit_of: str = ""
+
+    @property
+    def module(self) -> simulator.Module:
+        """Return the parsed PTX."""
+        return edited_module(self.edit_of, self.ptx) if self.edit_of else module(self.ptx)
 
     def survivors(self, bug: Bug, is_noticed: Callable[[CompiledKernel], bool]) -> list[str]:
         """Plant a bug in the PTX; return what was not noticed."""
-        return survivors(bug, self.ptx, lambda ptx: is_noticed(CompiledKernel(self.description, self.entry, ptx)))
+        return survivors(bug, self.ptx, lambda ptx: is_noticed(CompiledKernel(self.description, self.entry, ptx, self.ptx)))
 
 
 built_for: ContextVar[Arch] = ContextVar("built_for")  # the architecture whose kernels `shipped` returns
@@ -49,6 +59,15 @@ def shipped(op: str, config_name: str) -> CompiledKernel:
 def module(ptx: str) -> simulator.Module:
     """Return the parsed PTX."""
     return simulator.load_module(ptx)
+
+
+_reloader = cache(Reloader)
+
+
+@lru_cache(1)
+def edited_module(ptx: str, edited: str) -> simulator.Module:
+    """Return an edit of a PTX, of which only what it changes is parsed and translated."""
+    return _reloader(ptx).load(edited)
 
 
 def fails(check: Callable[[], None]) -> bool:
@@ -80,7 +99,7 @@ def launch(
         else:
             raw.append(struct.pack(FORMATS[param.kind], arg.data_ptr() if isinstance(arg, torch.Tensor) else arg))
     shape = simulator.Launch(
-        module=module(kernel.ptx),
+        module=kernel.module,
         entry=kernel.entry,
         grid=grid,
         block=kernel.description.block,
