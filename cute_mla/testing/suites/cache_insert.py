@@ -39,8 +39,8 @@ def _small(dtype: str, cache: str, choice: Choice) -> CacheInsertCase | None:
     """Return the case with these features; None if they show little together.
 
     A layout needs queries, and so do far positions. Where the last head lies far, either the stride of heads does not fit in 32 bits, in
-    bytes, or each pass of a warp has a head that does not. Elements one by one take long. Scales that are powers of two round differently at
-    values that only "nasty" has.
+    bytes, or each pass of a warp has a head that does not. Elements one by one take long. Scales that are powers of two round
+    differently at values that only "nasty" has.
     """
     heads, queries = choice["heads"], choice["queries"]
     if heads == 0 and (queries != "packed" or choice["position_type"] == "far"):
