@@ -21,6 +21,7 @@ ROUND_ROBIN = Schedule("round_robin", 0)
 VERIFIED = schedules(2, 0)  # those of `cute-mla verify`
 LEAST_SECONDS, SLOWER = 3.0, 5.0  # a broken case may take so much CPU time, and so many times that of the shipped kernel
 _DECODE = ("dense_decode", "sparse_decode")
+_EITHER = {"dense_prefill", "masked_prefill"}  # kernels of which a call launches the one that its case names
 CALLERS = {  # of kernels that others than the op of their name launch, or others alone: the ops whose calls launch them
     **dict.fromkeys(("split_plan", "combine"), _DECODE),
     **dict.fromkeys(("dense_prefill_dq", "dense_prefill_dkdv"), ("dense_prefill_backward",)),
@@ -92,6 +93,8 @@ class SmokeSubject:
         arch = ARCHS[self.kernel.arch]
         for op in ops_of(self.kernel):
             for case in [entry.case for entry in suite(suite_name, op, simulated=True) if entry.mode != "skipped"]:
+                if {self.kernel.op, case.kernel_op} == _EITHER:
+                    continue
                 if op != self.kernel.op or load_artifacts().entry(op, arch.name, case.problem(arch).config.name).name == self.kernel.name:
                     yield case
 

@@ -61,7 +61,8 @@ class SparsePrefillCase(BatchedCase):
         small rows are almost 0, and the running maximum jumps at each large row.
     kv_layout: "padded_rows": rows further apart than their length; "layers": one layer of several that lie side by side;
         "far": the last eighth of the rows lies FAR_ELEMENTS or more from the first.
-    indices: as in draw_key_positions, with the values of invalid_indices. index_layout: as in lay_out_indices. sinks: as in draw_sinks.
+    indices: as in draw_key_positions, with the values of invalid_indices; "mixed": and as in _with_first_and_gaps.
+    index_layout: as in lay_out_indices. sinks: as in draw_sinks.
     indexer_topk: the first indices, of which lse_indexer is asked for; 0: it is not.
     """
 
@@ -247,10 +248,24 @@ def _indices(case: SparsePrefillCase) -> tuple[Tensor, Tensor]:
         for place in range(case.s_q):
             token = request * case.s_q + place
             keys = sparse_indices.draw_key_positions(case.indices, token, rows, case.topk, ordered=ordered, kinds=len(invalid), draw=draw)
+            if case.indices == "mixed":
+                keys = _with_first_and_gaps(keys, token, len(invalid))
             indices[request, place] = sparse_indices.encode_indices(keys, torch.arange(rows), invalid)
             used = keys[: case.counts[token]]
             named[first + used[used >= 0]] = True
     return indices, named
+
+
+def _with_first_and_gaps(keys: Tensor, token: int, kinds: int) -> Tensor:
+    """Return keys as in draw_key_positions, of which every ninth is the first one of the request, if it was valid.
+
+    Of tokens 0, 4, 5, 9, .. every second key is invalid, in neighbouring tiles alternating ones: of two keys one counts.
+    """
+    place = torch.arange(len(keys))
+    keys = torch.where((place % 9 == 0) & (keys >= 0), 0, keys)
+    if token % 5 in (0, 4):
+        keys = torch.where((place + place // TILE_KEYS) % 2 == 0, -1 - place % kinds, keys)
+    return keys
 
 
 def _kv(case: SparsePrefillCase, named: Tensor) -> Tensor:

@@ -9,31 +9,48 @@ from typing import get_args
 
 from ...spec.cache_insert import rotates
 from ...spec.cache_rows import CACHED
-from ..cases.cache_insert import CacheInsertCase, KeptKeys, PositionType, QueryLayout
+from ..cases.cache_insert import CacheInsertCase, KeptKeys, PositionType, QueryLayout, TableLayout
 from .cover import Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 from .paged_cache import PAGE_SIZES, TOKENS, TYPES_AND_CACHES, pages_for, takes_powers_of_two
 
+_FEW_HEADS, _MANY_HEADS = 5, 13
+_FEW_TOKENS = 13
 # Features of a case, by factor.
 _FACTORS: Factors = {
-    "tokens": (30, 33),
+    "tokens": (_FEW_TOKENS, 33),
     "values": ("normal", "nasty"),
-    "page_size": (8, 16, 64),
-    "cache_layout": ("packed", "far"),
+    "page_size": (8, 24, 64),
+    "cache_layout": ("packed", "far", "far_rows"),
     "key_layout": ("packed", "projection", "odd", "far"),
     "slot_type": ("int64", "int32", "strided", "far"),
     "scale_of_cache": (None, 0.037),
     "power_of_two": (False, True),
-    "heads": (0, 2, 5),
+    "heads": (0, _FEW_HEADS, 11, _MANY_HEADS, 18),  # each of the four passes of a warp lacks some heads of one number
     "queries": get_args(QueryLayout),
+    "table": get_args(TableLayout),
     "position_type": get_args(PositionType),
     "kept": get_args(KeptKeys),
     "eps": (1e-6, 0.5),
 }
 
 
-def _small(dtype: str, cache: str, choice: Choice) -> CacheInsertCase:
-    """Return the case with these features."""
+def _small(dtype: str, cache: str, choice: Choice) -> CacheInsertCase | None:
+    """Return the case with these features; None if they show little together.
+
+    A layout needs queries, and so do far positions. Where the last head lies far, either the stride of heads does not fit in 32 bits, in
+    bytes, or each pass of a warp has a head that does not. Elements one by one take long. Scales that are powers of two round
+    differently at values that only "nasty" has.
+    """
+    heads, queries = choice["heads"], choice["queries"]
+    if heads == 0 and (queries != "packed" or choice["position_type"] == "far"):
+        return None
+    if choice["power_of_two"] and choice["values"] != "nasty":
+        return None
+    if (queries == "heads_first" and heads > _FEW_HEADS) or (queries == "odd" and heads < _MANY_HEADS):
+        return None
+    if queries == "odd" and choice["tokens"] > _FEW_TOKENS:
+        return None
     return CacheInsertCase(dtype, cache=cache, pages=max(64 // choice["page_size"], 3), **choice)
 
 
@@ -42,6 +59,8 @@ def _covers() -> Iterator[CacheInsertCase]:
     seen: set[object] = set()
     for dtype, cache in TYPES_AND_CACHES:
         factors = dict(_FACTORS)
+        if not CACHED[cache].scales_inside:
+            factors["cache_layout"] = ("packed", "far")
         if CACHED[cache].served_as:  # the kernels are covered; the addresses are other ones
             factors |= {
                 "key_layout": ("packed",),
@@ -49,9 +68,10 @@ def _covers() -> Iterator[CacheInsertCase]:
                 "queries": ("packed",),
                 "position_type": ("int64",),
                 "kept": ("none",),
+                "table": ("packed",),
             }
         if not rotates(CACHED[cache]):
-            factors |= {"heads": (0,), "queries": ("packed",), "position_type": ("int64",)}
+            factors |= {"heads": (0,), "queries": ("packed",), "position_type": ("int64",), "table": ("packed",)}
         if cache != "fp8_576":
             factors["scale_of_cache"] = (None,)
         if not takes_powers_of_two(CACHED[cache]):

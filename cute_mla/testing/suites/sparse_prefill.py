@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import cycle, product
 
+from ...spec.dense_decode import TILE_ROWS
+from ...spec.mla import ceil_div
 from ...spec.sparse_prefill import HEAD_DIMS
 from ...spec.split_plan import TILE_KEYS
 from ..cases.base import DTYPES
@@ -22,21 +24,28 @@ GRID_H_Q = (64, 128)
 MOSTLY_INVALID = ((32, 2048), (64, 8192))  # (s_kv, topk)
 HEADS = (1, 3, 16, 48, 64, 96, 128)
 TOPKS = (1, 63, 65, 2048)
-# indexer_topk of the small cases of a variant in turn, topk at most: not asked for, within a tile, between two, all indices, the first
-INDEXER_TOPKS = (65, 0, 63, 64, 130, 1, 129)
+# indexer_topk of the small cases of a variant in turn, topk at most: not asked for, within a tile, between two, all indices, the first. On
+# Blackwell tiles before the bound, at it and behind it have code of their own. Of mixed indices the first two tiles tell most.
+INDEXER_TOPKS = (0, 64, 130, 65, 1, 129)
+_OF_MIXED = (63, 65, 1, 129)
+# Numbers of indices, and of those of lse_indexer, where scores grow from tile to tile: all but one key of a tile lie before the bound. Of
+# needles, which grow up to the third tile, each of the tiles lies elsewhere. Steps show nothing in the first tile, so there are two before.
+_ORDERED_TOPKS = {"needles": (3 * TILE_KEYS, 2 * TILE_KEYS - 1), "steps": (4 * TILE_KEYS, 3 * TILE_KEYS - 1)}
 SHORT_TILES = 128  # the simulated device runs cases of the grid with at most this many tiles whole
 
 _MINUS_INF = float("-inf")
 
+_RAGGED = ("ragged", 3, 2, "drawn")  # rows of the request's own: some requests have none, and some indices are valid only for a neighbour
+_TILES = (140, 130)
 # Features of a small case, by factor. With a small sm_count each group of CTAs processes many tokens.
 _FACTORS: Factors = {
     "tokens": (  # form, requests, query tokens of each, numbers of indices that count
         ("single", 1, 7, "edges"),  # around a tile, beyond topk, negative; tokens with and without keys in sequence
         ("batched", 2, 2, None),
-        ("ragged", 3, 2, "drawn"),  # rows of the request's own: some requests have none, and some indices are valid only for a neighbour
+        _RAGGED,
         ("clipped", 3, 2, "zeros"),
     ),
-    "rows": ((100, 65), (140, 130)),  # s_kv and topk
+    "rows": ((100, 65), _TILES),  # s_kv and topk
     "indices": ("valid", "mixed"),
     "sinks": ("none", "drawn", "infinite"),
     "values": ramps(),
@@ -45,23 +54,47 @@ _FACTORS: Factors = {
     "q_layout": ("packed", "sliced", "heads_first", *FAR_DIMENSIONS),
     "outputs": ("allocated", "given", "strided", *FAR_DIMENSIONS),
     "empty_lse": (None, _MINUS_INF),
-    "sms": (1, 3),  # pairs of SMs
+    "groups": (1, 3),  # of CTAs, each of which takes every so many tokens
 }
+
+
+def _settle(choice: Choice) -> Choice:
+    """Return a choice with requests, groups and rows enough for what it has.
+
+    The third of several requests lies far, of which a group takes some tokens first and others later. Masks and ordered values need tiles
+    that are whole.
+    """
+    settled = dict(choice)
+    if "far_requests" in (choice["q_layout"], choice["outputs"], choice["index_layout"]):
+        settled["groups"] = 3
+        if choice["tokens"][1] < 3:
+            settled["tokens"] = _RAGGED
+    if settled["tokens"][1] >= 3:
+        settled["indices"] = "mixed"
+    if settled["indices"] == "mixed" or choice["values"][0] in ORDERED:
+        settled["rows"] = _TILES
+    return settled
 
 
 def _small(dtype: str, d_qk: int, choice: Choice) -> SparsePrefillCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name not in ("tokens", "rows", "sms", "values")}
+    rest = {name: choice[name] for name in _FACTORS if name not in ("tokens", "rows", "groups", "values")}
     values, scale = choice["values"]
     (form, batch, s_q, lengths), (s_kv, topk) = choice["tokens"], choice["rows"]
     layouts = (choice["q_layout"], choice["outputs"], choice["index_layout"])
-    if (choice["elements"] and "odd" not in layouts[:2]) or (batch == 1 and "far_requests" in layouts):
+    if (choice["elements"] and "odd" not in layouts[:2]) or (batch < 3 and "far_requests" in layouts):
         return None
-    if values in ORDERED and (topk < 2 * TILE_KEYS or lengths not in ("edges", None)):
+    if form in ("ragged", "clipped") and choice["indices"] == "valid":
+        return None  # only invalid indices tell where the rows of a request end
+    if values in ORDERED and lengths not in ("edges", None):
         return None
+    if values == "needles" and (lengths is not None or choice["indices"] != "valid" or choice["h_q"] < TILE_KEYS):
+        return None  # each row has another needle
+    if values in _ORDERED_TOPKS:
+        s_kv = topk = _ORDERED_TOPKS[values][0]
     return SparsePrefillCase(
         dtype, d_qk=d_qk, form=form, batch=batch, s_q=s_q, lengths=lengths, s_kv=s_kv, topk=topk, h_q=choice["h_q"], values=values,
-        softmax_scale=scale, sm_count=2 * choice["sms"], **rest,
+        softmax_scale=scale, sm_count=choice["groups"] * ceil_div(choice["h_q"], TILE_ROWS), **rest,
     )  # fmt: skip
 
 
@@ -73,29 +106,32 @@ def _covers() -> Iterator[SparsePrefillCase]:
         if elements:
             factors = {**factors, "q_layout": ("odd", *FAR_DIMENSIONS), "outputs": ("odd", "strided", *FAR_DIMENSIONS)}
         if two and not elements:
-            factors = {**factors, "q_layout": ("packed", "far_heads"), "outputs": ("given", "far_heads")}
+            factors = {**factors, "q_layout": ("packed", *FAR_DIMENSIONS), "outputs": ("given", *FAR_DIMENSIONS)}
         if two and elements:  # a variant of its own on Blackwell, of which only the rows of q and out are new
-            factors = {**factors, "empty_lse": _FACTORS["empty_lse"][:1], "q_layout": ("odd", "far_heads"), "outputs": ("odd", "far_heads")}
-        covered = cover(f"{dtype} {d_qk} {two} {elements}", factors, partial(_small, dtype, d_qk), seen)
-        for i, case in enumerate(covered):
-            yield replace(case, indexer_topk=min(INDEXER_TOPKS[i % len(INDEXER_TOPKS)], case.topk))
+            layouts = ("odd", "far_tokens", "far_heads")
+            rows = {"rows": (_TILES,), "values": [(values, scale) for values, scale in ramps() if values not in ("opposed", "peaks")]}
+            factors = {**factors, **rows, "empty_lse": _FACTORS["empty_lse"][:1], "q_layout": layouts, "outputs": layouts}
+        covered = cover(f"{dtype} {d_qk} {two} {elements}", factors, partial(_small, dtype, d_qk), seen, _settle)
+        bounds, of_mixed = cycle(INDEXER_TOPKS), cycle(_OF_MIXED)
+        for case in covered:
+            bound = next(of_mixed if case.indices == "mixed" else bounds)
+            yield replace(case, indexer_topk=min(_ORDERED_TOPKS.get(case.values, (0, bound))[1], case.topk))
         yield SparsePrefillCase(  # a case of its own, since tokens without keys hide all other features
-            dtype, d_qk=d_qk, s_q=2, h_q=66 if two else 7, s_kv=64, topk=130, indices="none", sinks="infinite",
-            q_layout="odd" if elements else "packed", outputs="strided", empty_lse=_MINUS_INF, sm_count=2, indexer_topk=100,
+            dtype, d_qk=d_qk, s_q=2, h_q=66 if two else 7, s_kv=64, topk=70, indices="none", sinks="infinite",
+            q_layout="odd" if elements else "packed", outputs="strided", empty_lse=_MINUS_INF, sm_count=2, indexer_topk=60,
         )  # fmt: skip
 
 
 # Cases whose size or values are what they test.
 _LARGE: tuple[SparsePrefillCase, ...] = (
     # The heads of DeepSeek-V3.2.
-    SparsePrefillCase(s_q=2, h_q=128, s_kv=1521, topk=512, sm_count=4),
+    SparsePrefillCase(h_q=128, s_kv=1521, topk=512, sm_count=2),
     # Tokens of no, one and many tiles in sequence on one group of CTAs, of either kernel on Blackwell.
     *(
         SparsePrefillCase(
-            s_q=12, h_q=h_q, s_kv=300, topk=400, lengths=(400, 0, 1, 400, 64, 0, 0, 65, 300, 400, 7, 129), indices="mixed", sinks="drawn",
-            sm_count=sms, indexer_topk=130,
+            s_q=len(lengths), h_q=h_q, s_kv=300, topk=400, lengths=lengths, indices="mixed", sinks="drawn", sm_count=sms, indexer_topk=130,
         )
-        for h_q, sms in ((48, 1), (68, 2))
+        for h_q, sms, lengths in ((48, 1, (400, 0, 1, 400, 64, 0, 0, 65, 300, 400, 7, 129)), (68, 2, (400, 0, 1, 64, 0, 0, 65, 7, 129)))
     ),
     SparsePrefillCase(s_q=5, h_q=128, d_qk=512, s_kv=95, topk=128, lengths="zeros", sinks="drawn", outputs="strided", sm_count=4),
     SparsePrefillCase(s_q=2, h_q=1, d_qk=512, s_kv=40, topk=1, q_layout="even"),
@@ -116,11 +152,11 @@ _LARGE: tuple[SparsePrefillCase, ...] = (
         indexer_topk=200,
     ),
     # The running maximum moves in every tile of a long loop, never after the first tile, or jumps at a few keys.
-    SparsePrefillCase(h_q=128, s_kv=1300, topk=1000, values="rising", sm_count=2, indexer_topk=520),
+    SparsePrefillCase(h_q=128, s_kv=600, topk=448, values="rising", sm_count=2, indexer_topk=300),
     SparsePrefillCase(
-        "fp16", s_q=2, h_q=16, d_qk=512, s_kv=1200, topk=1000, values="falling", softmax_scale=0.1, sm_count=1, indexer_topk=1000,
+        "fp16", s_q=2, h_q=16, d_qk=512, s_kv=700, topk=600, values="falling", softmax_scale=0.1, sm_count=1, indexer_topk=600,
     ),
-    SparsePrefillCase(s_q=2, h_q=128, s_kv=2000, topk=832, values="amplified", softmax_scale=64.0, sm_count=4, indexer_topk=512),
+    SparsePrefillCase(h_q=128, s_kv=2000, topk=384, values="amplified", softmax_scale=64.0, sm_count=2, indexer_topk=320),
 )  # fmt: skip
 
 SMOKE: tuple[SparsePrefillCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()]))
