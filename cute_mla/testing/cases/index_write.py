@@ -18,15 +18,20 @@ from .base import DTYPES, TAGS, BaseCase, Tags
 from .far import FAR_ELEMENTS, far_tensor, reserve
 from .tensors import OutputBuffer, generator_for, nan_tensor
 
-RowValues = Literal["normal", "nasty"]
+RowValues = Literal["normal", "nasty", "limits", "tiny"]
 RowLayout = Literal["packed", "projection", "odd", "far", "far_heads"]
 IntegerType = Literal["int64", "int32", "strided", "far", "far_int32"]
 TableLayout = Literal["packed", "strided", "far"]
 IndexCacheLayout = Literal["packed", "layers", "far"]
 
+_NARROW = ("int32", "far_int32")
 _UNUSED = 0xFF  # of codes and scales: NaN
 _ROWS_OF_A_TILE = 48  # that cost about as much on the simulated device as a tile of attention
 _ALIGNMENT = 16  # bytes, of rows of codes
+_WIDE = ((1 << 32) + 3, -(1 << 63) + 3)  # outside everything, with low words that are inside
+_LIMIT = 1.75  # times a power of two: the largest magnitude of a row behind which the next scale begins
+_LIMIT_COLUMN = 100  # which is not rotated
+_OVERFLOWING = 3.2e37  # a normalised column alone above zeros is 11.3, times which this is infinite
 
 
 class IndexProblem(NamedTuple):
@@ -40,11 +45,14 @@ class IndexWriteCase(BaseCase):
     """One call of write_index_cache or prepare_index_queries.
 
     rows: "keys": every fifth has a slot outside the cache, the others have distinct slots inside; "queries": of `heads` heads.
-    values: "nasty": rows of NaN, infinities, both zeros, subnormal and the largest values, equal columns, and one column above zeros.
+    values: "nasty": rows of NaN, infinities, both zeros, subnormal and the largest values, equal columns, and one column above zeros;
+        "limits": rows whose largest magnitude is 1.75 times a power of two, where another scale begins, or infinite; "tiny": some rows, of
+        keys their biases, too small for a scale of their own.
     positions: of cos_sin, of which it has `table_rows`; every seventh token's lies outside. False: tokens are at 0, 1, ..
     layout: of rows. "projection": slices of wider rows; "odd": slices that begin at odd elements; "far", "far_heads": the last token, or
         head, lies FAR_ELEMENTS or more from the first.
-    integers: of slots and positions. "strided": int64, every second element of a tensor; "far" and "far_int32": far in the same way.
+    integers: of slots and positions. "strided": int64, every second element of a tensor; "far" and "far_int32": far in the same way. Of
+        int64 some are outside by their high words alone.
     table: of cos_sin. "strided": rows of a wider table; "far": the last row is far.
     cache_layout: "layers": one layer of three, whose pages lie side by side; "far": the last page lies beyond 2^32 bytes.
     outputs: of queries, as in BaseCase; far_tokens and far_heads put the last token or head far.
@@ -128,20 +136,21 @@ def make_index_write_tensors(case: IndexWriteCase, device: str | torch.device = 
     angles = 100 * torch.rand(case.table_rows, ROTARY // 2, generator=draw)
     table = _placed_table(case, torch.cat((angles.cos(), angles.sin()), dim=1), device)
     places = torch.randint(0, max(case.table_rows, 1), (case.tokens,), generator=draw)
-    outside = torch.tensor([case.table_rows, -1, (1 << 31) - 1, -(1 << 31)])
+    wide = () if case.integers in _NARROW else _WIDE
+    outside = torch.tensor([*wide, case.table_rows, -1, (1 << 31) - 1, -(1 << 31)])
     token = torch.arange(case.tokens)
-    places = torch.where(token % 7 == 3, outside[token // 7 % 4], places)
+    places = torch.where(token % 7 == 3, outside[token // 7 % len(outside)], places)
     positions = _placed_integers(case, places, device) if case.positions else None
     shared = (_placed_rows(case, values, device), table, positions)
     if case.rows == "queries":
         weights = torch.randn(case.tokens, case.heads, generator=draw).to(torch.float32 if case.wide_weights else torch.bfloat16)
         placed = _placed_weights(case, weights, device)
         return IndexWriteTensors(*shared, weights=placed, output_buffers=_output_buffers(case, device))
-    norm = (torch.randn(2, COLUMNS, generator=draw) * torch.tensor([[1.0], [0.3]])).to(device)
+    norm = _norm(case, draw).to(device)
     slots = case.pages * case.page_size
     chosen = torch.randperm(max(slots, case.tokens), generator=draw)[: case.tokens]
-    beyond = torch.tensor([-1, slots, -(1 << 31), (1 << 31) - 1, slots + 5])
-    chosen = torch.where((token % 5 == 2) | (chosen >= slots), beyond[token // 5 % 5], chosen)
+    beyond = torch.tensor([*wide, -1, slots, -(1 << 31), (1 << 31) - 1, slots + 5])
+    chosen = torch.where((token % 5 == 2) | (chosen >= slots), beyond[token // 5 % len(beyond)], chosen)
     return IndexWriteTensors(
         *shared,
         slot_mapping=_placed_integers(case, chosen, device),
@@ -149,6 +158,17 @@ def make_index_write_tensors(case: IndexWriteCase, device: str | torch.device = 
         norm_bias=norm[1],
         index_cache=allocate_index_cache(case, device),
     )
+
+
+def _norm(case: IndexWriteCase, draw: torch.Generator) -> Tensor:
+    """Draw weight and bias of a norm, fp32 [2, 128]. A row of equal columns becomes the bias."""
+    norm = torch.randn(2, COLUMNS, generator=draw) * torch.tensor([[1.0], [0.3]])
+    if case.values == "limits":
+        norm[0, _LIMIT_COLUMN] = _OVERFLOWING
+        norm[1, _LIMIT_COLUMN] = _LIMIT
+    if case.values == "tiny":
+        norm[1] *= 2.0**-30
+    return norm
 
 
 def _row_values(case: IndexWriteCase, draw: torch.Generator) -> Tensor:
@@ -166,6 +186,14 @@ def _row_values(case: IndexWriteCase, draw: torch.Generator) -> Tensor:
         values[kinds == 6] = 7.0  # no variance
         values[kinds == 7] = 0.0
         values[kinds == 7, 100] = 3.0
+    elif case.values in ("limits", "tiny"):
+        kinds = torch.arange(len(values)) % 4
+        alone = torch.arange(COLUMNS) == _LIMIT_COLUMN
+        keys = case.rows == "keys"
+        values[kinds == 0] = torch.where(alone | torch.tensor(keys), _LIMIT, 0.25)
+        values[kinds == 1] = torch.where(alone, 3.0 if keys else math.inf, 0.0)
+        if case.values == "tiny" and not keys:
+            values[kinds < 2] *= 2.0**-24
     return values.to(DTYPES[DTYPE]).view(case.tokens, case.heads, COLUMNS)
 
 
@@ -191,7 +219,7 @@ def _placed_table(case: IndexWriteCase, table: Tensor, device: torch.device) -> 
 
 def _placed_integers(case: IndexWriteCase, values: Tensor, device: torch.device) -> Tensor:
     """Copy slots or positions to their type and layout."""
-    dtype = torch.int32 if case.integers in ("int32", "far_int32") else torch.int64
+    dtype = torch.int32 if case.integers in _NARROW else torch.int64
     if case.integers.startswith("far"):
         return far_tensor(values.shape, 0, dtype, device).copy_(values)
     if case.integers == "strided":

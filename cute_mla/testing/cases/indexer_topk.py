@@ -8,12 +8,17 @@ from typing import ClassVar
 import torch
 
 from ...spec.arch import Arch
+from ...spec.mqa_logits import COLUMNS, SCALE_BYTES
 from ...spec.topk_indices import config_for
 from .base import TAGS, BaseCase, Tags
 from .far import far_tensor
 from .mqa_logits import KeyWindows, LogitsLayout, LogitsValues, MqaLogitsCase, MqaLogitsTensors, RequestLengths, make_mqa_logits_tensors
 from .tensors import OutputBuffer
-from .topk_indices import TopkProblem
+from .topk_indices import LogitValues, TopkIndicesCase, TopkProblem, numbers_of
+
+_DIGITS = 5  # of a number, base 16, which e4m3 holds
+_UNIT = 2.0**-17  # of the last digit
+_LEAST = -4.0
 
 
 @dataclass(frozen=True)
@@ -21,11 +26,12 @@ class IndexerTopkCase(BaseCase):
     """One choice of `topk` keys of each query token, over the operands of MqaLogitsCase, whose fields have these names and meanings.
 
     columns: max_seqlen_k of rows. values: those whose logits are exact, so that so is the choice. slots: keys are given by their slots.
+    patterns: what logits are instead, by token, as the values of TopkIndicesCase: of one request with pages.
     """
 
     op: ClassVar[str] = "indexer_topk"
     cut_by: ClassVar[str] = "requests"
-    tags: ClassVar[Tags] = {**MqaLogitsCase.tags, "slots": lambda _: "slots", **TAGS}
+    tags: ClassVar[Tags] = {**MqaLogitsCase.tags, "slots": lambda _: "slots", "patterns": "_".join, **TAGS}
 
     dtype: str = "e4m3"
     heads: int = 64
@@ -42,6 +48,7 @@ class IndexerTopkCase(BaseCase):
     broken: bool = False
     topk: int = 64
     slots: bool = False
+    patterns: tuple[LogitValues, ...] = ()
 
     @property
     def logits(self) -> MqaLogitsCase:
@@ -109,6 +116,8 @@ class IndexerTopkCase(BaseCase):
 def make_indexer_topk_tensors(case: IndexerTopkCase, device: str | torch.device = "cpu") -> MqaLogitsTensors:
     """Make the operands of a case: equal for equal cases. A result that the caller passes is int32."""
     tensors = make_mqa_logits_tensors(case.logits, device)
+    if case.patterns:
+        tensors = _with_patterns(case, tensors)
     if case.outputs == "allocated":
         return tensors
     rows, home = case.requests * case.tokens, tensors.q.device
@@ -118,3 +127,35 @@ def make_indexer_topk_tensors(case: IndexerTopkCase, device: str | torch.device 
     before, after = {"given": (0, 0), "strided": (8, 8), "odd": (1, 2)}[case.outputs]
     storage = torch.zeros((rows, before + case.topk + after), dtype=torch.int32, device=home)
     return replace(tensors, output_buffers={"out": OutputBuffer(storage[:, before : before + case.topk], storage)})
+
+
+def _with_patterns(case: IndexerTopkCase, tensors: MqaLogitsTensors) -> MqaLogitsTensors:
+    """Replace queries, weights and keys of one request by such that token t has the numbers of patterns[t], rounded to 19 bits.
+
+    Head h of a token is column h of a key. The first is 1 in all keys; each token has five of its own, which hold the digits of its number.
+    """
+    assert tensors.block_table is not None
+    assert case.page_size is not None
+    first = torch.arange(_DIGITS)
+    columns = torch.zeros(case.keys, COLUMNS)
+    columns[:, 0] = 1.0
+    weights = torch.zeros(case.tokens, case.heads)
+    weights[:, 0] = _LEAST
+    for token, values in enumerate(case.patterns):
+        drawn = TopkIndicesCase(rows=case.tokens, columns=case.keys, topk=case.topk, values=values, sm_count=case.sm_count, seed=case.seed)
+        whole = ((numbers_of(drawn, 1)[0] - _LEAST) / _UNIT).round().clamp(0, 16**_DIGITS - 1).long()
+        own = 1 + _DIGITS * token + first
+        columns[:, own] = (whole.unsqueeze(1) >> 4 * first & 15).float()
+        weights[token, own] = _UNIT * 16.0**first
+    q = torch.eye(case.heads, COLUMNS).to(tensors.q.dtype).view(torch.uint8)
+    tensors.q.view(torch.uint8).copy_(q.expand(tensors.q.shape))
+    tensors.weights.copy_(weights)
+    place = torch.arange(case.keys, device=tensors.keys.device)
+    pages, rows = tensors.block_table[0, place // case.page_size].long(), place % case.page_size
+    cache = tensors.keys.flatten(1)
+    codes = columns.to(tensors.q.dtype).view(torch.uint8).to(cache.device)
+    ones = torch.ones(case.keys, 1).view(torch.uint8).to(cache.device)
+    for width, begin, content in ((COLUMNS, 0, codes), (SCALE_BYTES, case.page_size * COLUMNS, ones)):
+        where = begin + rows.unsqueeze(1) * width + torch.arange(width, device=cache.device)
+        cache[pages.unsqueeze(1), where] = content
+    return tensors

@@ -23,8 +23,8 @@ from .far import FAR_ELEMENTS, far_tensor, reserve
 from .tensors import OUTSIDE, OutputBuffer, generator_for, outside_pages
 
 LogitsValues = Literal["exact", "plateau", "nan_keys", "normal"]
-KeyWindows = Literal["causal", "whole", "random", "sequences", "edges", "empty"]
-RequestLengths = Literal["full", "edges", "random", "empty"]
+KeyWindows = Literal["causal", "whole", "random", "sequences", "edges", "near", "last", "empty"]
+RequestLengths = Literal["full", "edges", "near", "last", "random", "empty"]
 LogitsLayout = Literal["packed", "strided", "far_q", "far_keys", "far_weights", "far_table", "aliased"]
 
 _E4M3_MAX = 448.0
@@ -33,6 +33,8 @@ _UNUSED_ENTRY = 2_147_480_000  # of a block table
 _SPARE_PAGES = 2  # page 0 and another one, which no request uses
 _PAGE_GAP = 48  # bytes between pages of a strided cache
 _STEP = 1 << 31
+_NEAR_TILES = 4  # that have the keys of "near"
+_EMPTY_BLOCKS_OF_A_TILE = 32  # row blocks without keys that cost about as much as a tile
 _EXACT_DOTS = 16  # of plateaus: of so many keys one has logits that are not 0
 _BROKEN_STEP = 3  # of used entries of a broken table, every third is outside the cache, the second the first
 
@@ -44,8 +46,9 @@ class MqaLogitsCase(BaseCase):
     page_size: of an index cache; None: keys lie in a row.
     windows: of rows. "causal": all keys up to the token, the last token sees all; "random": two positions, half of them ks >= ke;
         "sequences": packed sequences of 3 tokens, each with keys of its own; "edges": next to borders of tiles, clipped and crossed ones;
-        "empty": none.
-    lengths: of requests. "edges": next to borders of pages and tiles, negative ones and more than there are.
+        "near": next to the last key; "last": the last token's are all, the others' none; "empty": none.
+    lengths: of requests. "edges": next to borders of pages and tiles, negative ones and more than there are; "near": to 257 of these;
+        "last": of the last one all, of the others none.
     per_token: lengths are [requests, tokens].
     clean: clean_logits. columns: max_seqlen_k of rows, None: 0; max_context_len of pages, None: keys.
     values: "exact": sums that fp32 holds whatever their order; "plateau": most logits are 0 or -0; "nan_keys": some keys that are seen hold
@@ -115,7 +118,10 @@ class MqaLogitsCase(BaseCase):
     def tiles(self) -> int:
         """Return the cost on the simulated device: a tile of keys and a row block cost about as much as a tile of attention."""
         problem = self._problem
-        return problem.row_blocks * max(problem.tiles, 1)
+        if "last" in (self.windows, self.lengths):
+            return problem.tiles + problem.row_blocks // _EMPTY_BLOCKS_OF_A_TILE
+        most = _NEAR_TILES if "near" in (self.windows, self.lengths) else problem.tiles
+        return problem.row_blocks * max(min(problem.tiles, most), 1)
 
     @property
     def finding_kinds(self) -> frozenset[str]:
@@ -229,6 +235,10 @@ def _windows(case: MqaLogitsCase, draw: torch.Generator) -> tuple[Tensor, Tensor
         case "edges":
             pairs = [(0, 65), (3, 3), (63, 64), (-7, 9), (n - 1, n + 70), (5, 2), (n + 5, n + 9), (1, 129), (128, 129), (127, 257)]
             pairs += [(-_STEP, _STEP - 1), (_STEP - 1, -_STEP), (0, 0), (n - 3, _STEP - 1)]
+        case "near":
+            pairs = [(n - 257, n + 70), (-7, -3), (n - 300, n - 235), (n + 5, n + 9), (n - 129, n - 1), (n - 1, _STEP - 1)]
+        case "last":
+            return torch.zeros_like(token), torch.where(token == tokens - 1, n, 0)
         case "random":
             ends = torch.randint(0, n + 1, (2, tokens), generator=draw)
             return ends[0], ends[1]
@@ -247,6 +257,8 @@ def _lengths(case: MqaLogitsCase, draw: torch.Generator) -> Tensor:
     kinds = {
         "full": [n],
         "edges": [n, 0, 65, -5, 1, n + 1000, 64, 129, 63, _STEP - 1, 128, 127, -_STEP, 257, n - 1],
+        "near": [257, 65, 0, -5, 1, 64, 129, 63, 128, 127, -_STEP],
+        "last": [0] * (count - 1) + [n],
         "empty": [0, -3],
         "random": torch.randint(0, n + 1, (max(count, 1),), generator=draw).tolist(),
     }[case.lengths]

@@ -12,18 +12,25 @@ from torch import Tensor
 
 from ...spec.arch import Arch
 from ...spec.mla import ceil_div
-from ...spec.topk_indices import TopkIndicesConfig, config_for
+from ...spec.topk_indices import RESIDENT_ROWS, THREADS, TopkIndicesConfig, config_for
 from .base import TAGS, BaseCase, Tags
 from .far import far_tensor
 from .tensors import OutputBuffer, generator_for
 
-LogitValues = Literal["random", "rising", "falling", "narrow", "crowded", "plateau", "equal", "few", "specials", "nan"]
+LogitValues = Literal[
+    "random", "rising", "falling", "narrow", "crowded", "twins", "plateau", "equal", "few", "scarce", "sparse", "runs", "specials", "nan"
+]
 LogitLayout = Literal["packed", "odd", "expanded", "far_rows"]
-RowLengths = Literal["full", "edges", "about_topk", "short", "empty"]
+RowLengths = Literal["full", "edges", "about_topk", "short", "empty", "last"]
 
 _NUMBERS_OF_A_TILE = 3_000  # numbers that cost about as much on the simulated device as a tile of attention
 _ROW_TILES = {1: 1, 2: 2, 4: 3, 8: 4}  # of a row besides its numbers, by CTAs that share it
-_FEW = 5  # different numbers of "few"
+_BOARD = 132  # SMs; cases have too few rows for a larger board to matter
+_LANES = 32
+_LISTED = 256  # numbers that a warp lists: in "runs", every other warp has as many or one more
+_OF_OTHERS = (144, 144, 144, 144, 129)  # of the others, by turns
+_SHIFTS = 9  # of the numbers of "runs", by 32 each: the last that is listed is in every place of a block of 256
+_FEW = 4  # different numbers of "few"
 _SIGNS = torch.tensor([0.0, -0.0])
 
 
@@ -38,10 +45,15 @@ class TopkIndicesCase(BaseCase):
     """One selection of `topk` of n numbers in each of `rows` rows.
 
     lengths: "full": n; "edges": 0, negative, 1, 31 to 33, 255 to 257, n - 1, n, and more than n; "about_topk": topk - 1 to topk + 1;
-        "short": 1 to topk; "empty": 0 and less. Numbers behind a length are inf or NaN, which would be chosen, or spread.
-    values: "narrow": in [1, 1.245), equal in their upper bits; "crowded": in (-2.24, -2] but for every 250th, which is 3; "plateau": 0 and
-        -0 but for a few; "equal": one number; "few": five numbers; "specials": inf, -inf, NaN of both signs, 0, -0 and subnormals among
-        others; "nan": NaN but for topk / 2.
+        "short": 1 to topk; "empty": 0 and less; "last": n of the last row, 0 of the others. Numbers behind a length are inf or NaN, which
+        would be chosen, or spread.
+    values: "narrow": in [1, 1.245), equal in their upper bits; "crowded": in (-2.24, -2] but for 3 in three quarters as many places as are
+        chosen; "twins": by halves of the row in [1, 1.01) and in [-3.51, -3.5), whose keys differ in the first bit and otherwise agree in
+        their upper ones; "plateau": 0 and -0 but for a few; "equal": one number; "few": four numbers; "scarce": as well, the greatest in a
+        twentieth of the places and the next in half of them; "sparse": of 8 numbers of a lane one is as in "narrow", most of them near 1,
+        the others are lower, and the last of each warp is the greatest; "runs": in each warp 257, 256, 144 or 129 numbers as in "narrow",
+        the last of them the greatest, the others lower: one more than a warp lists, as many, and one more than it looks at together;
+        "specials": inf, -inf, NaN of both signs, 0, -0 and subnormals among others; "nan": NaN but for topk / 2.
     layout: "odd": rows of n + 1 numbers, from the second on; "expanded": all rows are one; "far_rows": the last row lies FAR_ELEMENTS or
         more from the first.
     outputs: far_requests puts the last row far.
@@ -75,13 +87,14 @@ class TopkIndicesCase(BaseCase):
         return self.rows, 1, self.topk, 1
 
     @property
+    def cluster(self) -> int:
+        """Return the CTAs that share a row, on each board where a case does not set their number."""
+        return config_for(self.rows, self.columns, self.sm_count or _BOARD).cluster
+
+    @property
     def tiles(self) -> int:
         """Return the cost on the simulated device, in tiles of attention."""
-        return max(
-            ceil_div(self.rows * self.columns, _NUMBERS_OF_A_TILE),
-            self.rows * _ROW_TILES[config_for(self.rows, self.columns, 132).cluster],
-            1,
-        )
+        return max(ceil_div(self.rows * self.columns, _NUMBERS_OF_A_TILE), self.rows * _ROW_TILES[self.cluster], 1)
 
     def problem(self, arch: Arch) -> TopkProblem:
         """Return the properties of the call that select the kernel."""
@@ -101,7 +114,7 @@ def make_topk_indices_tensors(case: TopkIndicesCase, device: str | torch.device 
     """Make the operands of a case: equal for equal cases."""
     device = torch.device(device)
     distinct = min(case.rows, 1) if case.layout == "expanded" else case.rows
-    logits = _numbers(case, distinct)
+    logits = numbers_of(case, distinct)
     lengths = _row_lengths(case)
     behind = torch.arange(case.columns) >= lengths[:, None]
     if case.layout == "expanded":
@@ -111,8 +124,8 @@ def make_topk_indices_tensors(case: TopkIndicesCase, device: str | torch.device 
     return TopkIndicesTensors(_placed(case, logits.to(device)), lengths.int().to(device), _output_buffers(case, device))
 
 
-def _numbers(case: TopkIndicesCase, rows: int) -> Tensor:
-    """Draw the numbers of so many rows, fp32 [rows, n]."""
+def numbers_of(case: TopkIndicesCase, rows: int) -> Tensor:
+    """Draw the numbers of so many rows of a case, fp32 [rows, n]."""
     shape = (rows, case.columns)
     draw = generator_for(case, math.prod(shape), torch.device("cpu"))
     random = torch.randn(shape, generator=draw)
@@ -126,7 +139,10 @@ def _numbers(case: TopkIndicesCase, rows: int) -> Tensor:
         case "narrow":
             return 1.0 + 0.245 * torch.rand(shape, generator=draw)
         case "crowded":
-            return torch.where(place % 250 == 9, 3.0, -2.0 - 0.2 * random.abs().clamp(max=1.2))
+            apart = max(case.columns // max(case.topk * 3 // 4, 1), 1)
+            return torch.where(place % apart == 9 % apart, 3.0, -2.0 - 0.2 * random.abs().clamp(max=1.2))
+        case "twins":
+            return torch.where(2 * place < case.columns, 1.0, -3.51) + 0.01 * torch.rand(shape, generator=draw)
         case "plateau":
             zeros = _SIGNS[(kind % 2)]
             return torch.where(kind == 11, random, zeros)
@@ -134,6 +150,12 @@ def _numbers(case: TopkIndicesCase, rows: int) -> Tensor:
             return torch.full(shape, -1.5)
         case "few":
             return (kind % _FEW).float() - 2.0
+        case "scarce":
+            part = torch.rand(shape, generator=draw)
+            return torch.where(part < 0.05, 2.0, torch.where(part < 0.55, 1.0, -(kind % _FEW).float()))
+        case "sparse" | "runs":
+            own = ceil_div(case.columns, case.cluster * THREADS) * _LANES
+            return _runs(place, own, draw) if case.values == "runs" else _sparse(place, own, draw)
         case "specials":
             special = torch.tensor([math.inf, -math.inf, math.nan, -math.nan, 0.0, -0.0, 1e-40, -1e-40, 3.4e38, -3.4e38, 1.0, -1.0])
             return torch.where(torch.rand(shape, generator=draw) < 0.5, special[kind], random)
@@ -145,6 +167,27 @@ def _numbers(case: TopkIndicesCase, rows: int) -> Tensor:
             return random
 
 
+def _sparse(place: Tensor, own: int, draw: torch.Generator) -> Tensor:
+    """Draw the numbers of "sparse" for places [rows, n]. own: numbers of a warp."""
+    near = 1.0 + 0.244 * torch.rand(place.shape, generator=draw) ** 4
+    last = (place % own == own - 1) | (place == place.shape[1] - 1)
+    low = -2.0 - torch.rand(place.shape, generator=draw)
+    return torch.where(last, 1.249, torch.where(place // _LANES % 8 == 0, near, low))
+
+
+def _runs(place: Tensor, own: int, draw: torch.Generator) -> Tensor:
+    """Draw the numbers of "runs" for places [rows, n]. own: numbers of a warp. The last that is kept is greater than the next one."""
+    warp = place // own
+    turn = warp // 2
+    most = _LISTED + (turn + 1) % 2
+    count = torch.where(warp % 2 == 0, most, torch.tensor(_OF_OTHERS)[turn % len(_OF_OTHERS)])
+    shifts = min(_SHIFTS, max(own - _LISTED - 1, 0) // _LANES + 1)
+    behind = own - place % own - turn % shifts * _LANES
+    near = 1.0 + 0.12 * (place % 2) + 0.12 * torch.rand(place.shape, generator=draw)
+    low = -2.0 - torch.rand(place.shape, generator=draw)
+    return torch.where((behind > 0) & (behind <= count), torch.where((behind == 1) | (place % own == RESIDENT_ROWS - 1), 1.249, near), low)
+
+
 def _row_lengths(case: TopkIndicesCase) -> Tensor:
     """Return the lengths of the rows, int64 [rows]."""
     n, topk = case.columns, case.topk
@@ -154,6 +197,7 @@ def _row_lengths(case: TopkIndicesCase) -> Tensor:
         "about_topk": [topk + 1, topk, topk - 1],
         "short": [topk, topk // 2 + 1, 1],
         "empty": [0, -3],
+        "last": [0] * (case.rows - 1) + [n],
     }[case.lengths]
     return torch.tensor([kinds[row % len(kinds)] for row in range(case.rows)], dtype=torch.int64)
 

@@ -9,7 +9,7 @@ from typing import Any, get_args
 
 from ...spec.index_write import Rope, Rows, ScaleFormat
 from ...spec.mqa_logits import PAGE_SIZES
-from ..cases.index_write import IndexCacheLayout, IndexWriteCase, IntegerType, RowValues, TableLayout
+from ..cases.index_write import IndexCacheLayout, IndexWriteCase, IntegerType, TableLayout
 from .cover import Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 
@@ -17,7 +17,7 @@ from .entries import OpSuites, SimulatorReduction
 _FACTORS: Factors = {
     "rope": get_args(Rope),
     "hadamard": (False, True),
-    "values": get_args(RowValues),
+    "values": ("normal", "nasty"),
     "positions": (True, False),
     "integers": get_args(IntegerType),
     "table": get_args(TableLayout),
@@ -60,6 +60,11 @@ _MORE: tuple[IndexWriteCase, ...] = (
     IndexWriteCase(tokens=5, table_rows=0),
     IndexWriteCase(rows="queries", tokens=1, heads=1),
     IndexWriteCase(rows="queries", tokens=0, heads=4),
+    # Where scales begin and end, with positions and slots that lie far.
+    IndexWriteCase(tokens=30, page_size=16, values="limits", integers="far"),
+    IndexWriteCase(tokens=30, page_size=16, values="tiny", integers="far_int32"),
+    IndexWriteCase(rows="queries", tokens=30, heads=1, values="limits", integers="far"),
+    IndexWriteCase(rows="queries", tokens=30, heads=1, values="tiny", integers="far_int32"),
     # Every kind of row in every form.
     *(IndexWriteCase(tokens=65, values="nasty", rope=rope, hadamard=hadamard) for rope, hadamard in product(get_args(Rope), (False, True))),
 )

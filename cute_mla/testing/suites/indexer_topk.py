@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 from ...spec.mqa_logits import PAGE_SIZES
-from ...spec.topk_indices import RESIDENT
+from ...spec.topk_indices import BLOCKS_PER_SM, CLUSTERS, NARROW, RESIDENT
 from ..cases.indexer_topk import IndexerTopkCase
+from ..cases.topk_indices import LogitValues
 from .cover import Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 
 _FEW_SMS = 1
+_LISTS: tuple[LogitValues, ...] = ("runs", "few", "scarce")
+_CROWDS: tuple[LogitValues, ...] = ("twins", "crowded", "sparse")
+_CROWDED = {1: (64, 4576), 2: (128, 17376), 4: (256, 18400), 8: (200, 4096)}  # topk and keys of crowded rows, by CTAs that share one
 
 _SHARED: Factors = {
     "values": ("exact", "plateau"),
@@ -57,16 +62,54 @@ def _covers() -> Iterator[IndexerTopkCase]:
     yield from cover("rows", _ROWS, _small, seen)
 
 
+def _many_columns() -> Iterator[IndexerTopkCase]:
+    """Yield few keys in many columns, for every variant of the selection: keys of a row; of requests, with lengths of either kind.
+
+    With lengths of requests, all keys are chosen.
+    """
+    for cluster in CLUSTERS:
+        columns = 300 if cluster == NARROW else RESIDENT + 30
+        yield IndexerTopkCase(tokens=4, keys=columns, windows="near", heads=1, sm_count=2 * cluster)
+        for slots, per_token in product((False, True), (False, True)):
+            yield IndexerTopkCase(
+                requests=2,
+                tokens=2,
+                keys=columns,
+                page_size=64 if per_token else 16,
+                lengths="near",
+                per_token=per_token,
+                heads=1,
+                topk=64 if per_token else 600 * cluster,
+                slots=slots,
+                layout="far_table",
+                outputs="far_requests",
+                sm_count=2 * cluster,
+            )
+
+
+def _patterns() -> Iterator[IndexerTopkCase]:
+    """Yield numbers that meet the ends of loops and lists of every variant with slots."""
+    for cluster, keys in ((1, 4577), (2, 17_121), (4, 18_401), (8, 33_953)):
+        for patterns, topk, columns in ((_LISTS, 512 * cluster, keys), (_CROWDS, *_CROWDED[cluster])):
+            rows = len(patterns)
+            yield IndexerTopkCase(
+                tokens=rows,
+                keys=columns,
+                page_size=128,
+                heads=32,
+                topk=topk,
+                slots=True,
+                patterns=patterns,
+                sm_count=-(-rows * cluster // BLOCKS_PER_SM),
+            )
+
+
 _MORE: tuple[IndexerTopkCase, ...] = (
-    # A cluster shares a row; one CTA has the whole row; a row whose keys are all chosen.
-    IndexerTopkCase(requests=2, tokens=1, keys=2200, page_size=128, heads=32, topk=2048, slots=True),
+    # One CTA has the whole row; a row whose keys are all chosen.
     IndexerTopkCase(tokens=3, keys=2300, heads=32, topk=2048, sm_count=_FEW_SMS),
     IndexerTopkCase(requests=2, tokens=1, keys=2048, page_size=128, heads=32, topk=2048, slots=True),
-    # Two CTAs share a row, and four.
-    *(
-        IndexerTopkCase(requests=2, tokens=1, keys=RESIDENT + 100, page_size=128, heads=8, topk=2048, slots=True, sm_count=sm_count)
-        for sm_count in (2, 4)
-    ),
+    *_patterns(),
+    *_many_columns(),
     # No tokens, no keys, none to choose.
     IndexerTopkCase(tokens=0),
     IndexerTopkCase(keys=0),
@@ -74,6 +117,21 @@ _MORE: tuple[IndexerTopkCase, ...] = (
     IndexerTopkCase(topk=0, page_size=64),
 )
 SMOKE: tuple[IndexerTopkCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))
+# More keys than a cluster keeps.
+_LONG: tuple[IndexerTopkCase, ...] = tuple(
+    IndexerTopkCase(
+        tokens=2,
+        keys=cluster * (RESIDENT + 5000),
+        page_size=128,
+        heads=32,
+        topk=512 * cluster,
+        slots=True,
+        patterns=("runs", "sparse"),
+        sm_count=cluster,
+    )
+    for cluster in CLUSTERS
+    if cluster > NARROW
+)
 
-# All cases are small: the simulated device runs the full suite, which is the smoke suite.
-OP_SUITES = OpSuites(SMOKE, lambda: list(SMOKE), SimulatorReduction(lambda case: True))
+# The simulated device runs the full suite.
+OP_SUITES = OpSuites(SMOKE, lambda: [*SMOKE, *_LONG], SimulatorReduction(lambda case: True))

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
-from typing import get_args
+from typing import Any, get_args
 
 from ...spec.mqa_logits import HEAD_TILES, PAGE_SIZES, MqaLogitsConfig, closed_variants
-from ..cases.mqa_logits import KeyWindows, LogitsLayout, LogitsValues, MqaLogitsCase, RequestLengths
+from ..cases.mqa_logits import KeyWindows, LogitsLayout, LogitsValues, MqaLogitsCase
 from .cover import Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 
@@ -25,7 +25,7 @@ _SHARED: Factors = {
 _ROWS: Factors = {
     **_SHARED,
     "tokens": (1, 3, 4, 5, 9),
-    "windows": get_args(KeyWindows),
+    "windows": ("causal", "whole", "random", "sequences", "edges", "empty"),
     "layout": ("packed", "strided", "far_q", "far_keys", "far_weights"),
 }
 _PAGES: Factors = {
@@ -33,11 +33,13 @@ _PAGES: Factors = {
     "requests": (1, 2, 5),
     "tokens": (1, 2, 3, 5),
     "page_size": PAGE_SIZES,
-    "lengths": get_args(RequestLengths),
+    "lengths": ("full", "edges", "random", "empty"),
     "per_token": (False, True),
     "layout": get_args(LogitsLayout),
     "broken": (False, True),
 }
+_OF_CHUNKS: tuple[KeyWindows, ...] = ("causal", "edges", "near")  # all tiles of two chunks are scored, of one, or some of both
+_OF_COLUMNS: tuple[tuple[int, KeyWindows], ...] = ((700, "near"), (300, "whole"))  # keys, of which a token sees more than 200
 _WHOLE_ITEMS = ((8, 32), (4, 64))  # tokens of a work item, and heads
 _HEADS = {32: (1, 8, 31, 32), 64: (33, 48, 63, 64)}
 
@@ -70,6 +72,32 @@ def _covers() -> Iterator[MqaLogitsCase]:
         yield from cover(config.name, factors, partial(_small, config), seen)
 
 
+def _items() -> Iterator[MqaLogitsCase]:
+    """Yield items by the numbers of their tokens and tiles, and more items than a CTA looks at together."""
+    for tokens, heads in _WHOLE_ITEMS:
+        # One row block, whole, over tiles whose pages are looked up in turns.
+        yield MqaLogitsCase(requests=2, tokens=tokens // 2, keys=700, heads=heads, page_size=16, layout="far_table", sm_count=_FEW_SMS)
+        # Tokens that see no key of a request that others see; every row of a tile on a far page.
+        yield MqaLogitsCase(requests=5, tokens=tokens, keys=257, heads=heads, page_size=64, lengths="near", layout="far_keys")
+        # Every number of tokens, and keys that end in every part of a tile.
+        for few in range(1, tokens):
+            yield MqaLogitsCase(tokens=tokens + few, keys=33 + 32 * few, heads=heads, windows="near", clean=False)
+            yield MqaLogitsCase(tokens=few, keys=65, heads=heads, page_size=32, clean=False)
+        # The last item of 33 of the first of two CTAs; more items than there is room for, all with columns to fill.
+        shape: dict[str, Any] = {"keys": 65, "heads": heads, "sm_count": 2}
+        yield MqaLogitsCase(tokens=64 * tokens + 1, windows="last", clean=False, **shape)
+        yield MqaLogitsCase(requests=65, tokens=1, page_size=32, lengths="last", clean=False, **shape)
+        yield MqaLogitsCase(tokens=18 * tokens, windows="random", **shape)
+        # Chunks of which all tiles are scored, all are filled, or some; few columns to fill, in all numbers of a lane; far ones.
+        for windows in _OF_CHUNKS:
+            yield MqaLogitsCase(tokens=4, keys=700, heads=heads, windows=windows, outputs="far_requests")
+        for keys in (150, 200, 250):
+            yield MqaLogitsCase(tokens=4, keys=keys, heads=heads, windows="edges")
+        # Fewer columns than a token sees keys, which lie behind as many or are the first.
+        for keys, windows in _OF_COLUMNS:
+            yield MqaLogitsCase(tokens=tokens, keys=keys, columns=200, heads=heads, windows=windows, clean=False)
+
+
 _MORE: tuple[MqaLogitsCase, ...] = (
     # A prefill's windows over several row blocks and chunks, all of which one CTA takes; and items of which many see nothing.
     MqaLogitsCase(tokens=10, keys=1200, sm_count=_FEW_SMS, values="normal"),
@@ -94,7 +122,7 @@ _MORE: tuple[MqaLogitsCase, ...] = (
     # Tokens with lengths of their own, of which some see more keys than there are columns; items of them and one token more.
     *(
         MqaLogitsCase(
-            requests=9,
+            requests=5,
             tokens=tokens + 1,
             keys=1100,
             columns=1000,
@@ -108,6 +136,7 @@ _MORE: tuple[MqaLogitsCase, ...] = (
         )
         for tokens, heads in _WHOLE_ITEMS
     ),
+    *_items(),
     # No tokens, no keys, no columns.
     MqaLogitsCase(tokens=0),
     MqaLogitsCase(keys=0),
