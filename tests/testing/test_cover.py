@@ -52,7 +52,7 @@ FEATURES: dict[str, dict[str, Feature]] = {
         "far pages": lambda case: case.cache_layout == "far",
         "far rows": lambda case: case.cache_layout == "far_rows",
         "batch invariance": lambda case: case.batch_invariant,
-        "batch invariance where the plan cuts": lambda case: case.batch_invariant and case.metadata == "stale" and len(case.pages) > 1,
+        "batch invariance where the plan cuts": lambda case: case.batch_invariant and case.metadata == "longer" and len(case.pages) > 1,
         "a plan of other lengths": lambda case: case.metadata == "stale" and not case.batch_invariant,
         "rows that see every number of keys of a tile, the last of most weight": lambda case: case.values == "cliff",
         "q with far requests": lambda case: case.q_layout == "far_requests",

@@ -158,7 +158,7 @@ def test_full_on_the_simulator_runs_short_cases_of_every_variant_and_feature(sim
 
 def test_full_on_the_simulator_accounts_for_every_case(simulated: list[SuiteEntry]) -> None:
     assert len(simulated) == len(suite("full", "dense_decode", simulated=False))
-    assert sum(item.case.tiles for item in simulated if item.mode != "skipped") <= 11_500  # about 10 CPU minutes
+    assert sum(item.case.tiles for item in simulated if item.mode != "skipped") <= 15_700  # about 12 CPU minutes
     for item in simulated:
         assert bool(item.reason) == (item.mode != "whole")
     running = Counter(item.case for item in simulated if item.mode != "skipped")

@@ -12,6 +12,7 @@ import torch
 from ...spec.arch import Arch
 from ...spec.dense_decode import MAX_ROW_ALIGNMENT
 from ...spec.mla import D_V
+from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -19,7 +20,7 @@ Values = Literal["normal", "rising", "falling", "peaks", "opposed", "steps", "ne
 CausalValues = Literal[Values, "cliff"]  # of ops with a causal mask
 QLayout = Literal["packed", "sliced", "odd", "even", "heads_first", "far_requests", "far_tokens", "far_heads"]
 Outputs = Literal["allocated", "given", "strided", "odd", "far_requests", "far_tokens", "far_heads"]
-Metadata = Literal["tensors", "object", "stale", "overwritten"]
+Metadata = Literal["tensors", "object", "stale", "longer", "overwritten"]
 Tags = dict[str, Callable[[Any], str]]
 
 # Alignment of the rows of q or out in elements, by layout; rows of all other layouts have the largest alignment.
@@ -174,6 +175,7 @@ class BatchedCase(BaseCase):
 
 
 SPARE_TOKENS = 3
+LONGER_KEYS = 2 * INVARIANT_SPLIT_TILES * TILE_KEYS  # so many that the plan cuts behind the first keys of several splits
 
 
 @dataclass(frozen=True)
@@ -183,9 +185,9 @@ class DecodeCase(BatchedCase):
     tokens: query tokens of each request, None: s_q. If given, tokens are packed, max_seqlen_q is s_q or the most of a request, and
         behind the tokens of the requests there are SPARE_TOKENS of none, where the caller passes results.
     metadata: "tensors": get_mla_metadata gets the lengths and returns the plan's tensors; "stale": it gets other lengths, as if they had
-        changed since: for dense decode those of the requests before, for sparse decode half the indices; "overwritten": other numbers
-        are in the plan's tensors, so that results are undefined; "object": get_mla_metadata() returns a schedule that plans in its
-        first call.
+        changed since: for dense decode those of the requests before, for sparse decode half the indices; "longer": as "stale" in dense
+        decode, but one request had LONGER_KEYS more; "overwritten": other numbers are in the plan's tensors, so that results are undefined;
+        "object": get_mla_metadata() returns a schedule that plans in its first call.
     """
 
     metadata: Metadata = "object"
@@ -221,6 +223,11 @@ class DecodeCase(BatchedCase):
     def lse_shape(self) -> tuple[int, int, int]:
         """Return the shape of lse: requests, heads, tokens; of packed tokens (1, total_q, heads)."""
         return (self.batch, self.h_q, self.s_q) if self.total_q is None else (1, self.total_q, self.h_q)
+
+    @property
+    def table_rows(self) -> int:
+        """Return the rows of the plan's table of units."""
+        return 0
 
     @property
     def results_defined(self) -> bool:

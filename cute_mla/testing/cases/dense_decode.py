@@ -210,6 +210,11 @@ class DenseDecodeCase(DecodeCase):
             return None
         return ragged_queries(self.batch, self.total_q, self.max_seqlen_q or 1, self.h_q // self.h_kv)
 
+    @property
+    def table_rows(self) -> int:
+        """Return the rows of the plan's table of units."""
+        return 0 if self.ragged is None else self.ragged.table_rows
+
     def problem(self, arch: Arch) -> DenseDecodeProblem:
         """Return the shapes of the call."""
         return DenseDecodeProblem(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,12 @@ from ...spec.split_plan import (
     PART_END_REQ,
     PART_END_TILE,
     PLAN_COLUMNS,
+    UNIT_ALL_TOKENS,
+    UNIT_BASE,
+    UNIT_FIRST_TOKEN,
+    UNIT_LATER,
+    UNIT_REQUEST,
+    UNIT_TOKENS,
 )
 from ..cases.base import DecodeCase
 from ..cases.dense_decode import DenseDecodeTensors
@@ -27,11 +33,18 @@ from .operation import Result, empty_lse, output_argument
 Plan = tuple[Tensor, Tensor]  # tile_scheduler_metadata, num_splits
 
 _FAR_BELOW, _FAR_ABOVE = -(1 << 20), 1 << 30
-# Columns of a part and numbers that no plan has there: before and behind all requests, tiles and rows of the accumulator.
+# Columns of a part and numbers that no plan has there: before and behind all requests, tiles and rows of the accumulator. In a plan of six
+# parts, those of the second half meet those of the first.
 _WRONG_NUMBERS = (
     *((PART_BEGIN_REQ, -5), (PART_BEGIN_REQ, _FAR_ABOVE), (PART_BEGIN_TILE, -7), (PART_BEGIN_TILE, _FAR_ABOVE)),
-    *((PART_END_REQ, -9), (PART_END_REQ, _FAR_ABOVE), (PART_END_TILE, -3), (PART_END_TILE, _FAR_ABOVE)),
-    *((PART_BEGIN_SPLIT, _FAR_BELOW), (PART_BEGIN_SPLIT, _FAR_ABOVE), (PART_BEGIN_TILE, 1)),
+    *((PART_END_REQ, -9), (PART_END_REQ, _FAR_ABOVE), (PART_END_TILE, _FAR_ABOVE), (PART_BEGIN_TILE, 1)),
+    *((PART_BEGIN_SPLIT, _FAR_BELOW), (PART_BEGIN_SPLIT, _FAR_ABOVE), (PART_END_TILE, _FAR_ABOVE), (PART_END_TILE, -3)),
+)
+# Likewise of a unit. So few tokens that, times heads, the number of those that the unit lacks is no int32 and comes out negative.
+_WRONG_UNITS = (
+    *((UNIT_REQUEST, -5), (UNIT_REQUEST, _FAR_ABOVE), (UNIT_FIRST_TOKEN, _FAR_BELOW), (UNIT_FIRST_TOKEN, _FAR_ABOVE)),
+    *((UNIT_TOKENS, -(1 << 30)), (UNIT_TOKENS, _FAR_ABOVE), (UNIT_ALL_TOKENS, _FAR_BELOW), (UNIT_LATER, _FAR_ABOVE)),
+    *((UNIT_LATER, _FAR_BELOW), (UNIT_ALL_TOKENS, _FAR_ABOVE), (UNIT_BASE, _FAR_BELOW), (UNIT_BASE, _FAR_ABOVE)),
 )
 
 
@@ -74,21 +87,27 @@ def _plan_tensors(case: DecodeCase, plan: Plan) -> Plan:
     """Copy a plan, as engines do that keep plans in buffers of their own, and overwrite the copy if the case says so."""
     metadata, num_splits = (torch.empty_like(part).copy_(part) for part in plan)
     if case.metadata == "overwritten":
-        _overwrite_plan(metadata, num_splits)
+        _overwrite_plan(metadata, num_splits, case.table_rows)
     return metadata, num_splits
 
 
-def _overwrite_plan(metadata: Tensor, num_splits: Tensor) -> None:
-    """Write a plan that is none: each part has a request of its own turn, and one number that no plan has."""
-    parts, batch = len(metadata), len(num_splits) - 1  # the table of units, if there is one, becomes parts that are none, too
-    rows = torch.zeros(parts, PLAN_COLUMNS, dtype=metadata.dtype)
+def _overwrite_plan(metadata: Tensor, num_splits: Tensor, table_rows: int) -> None:
+    """Write a plan that is none: each part has a request of its own turn, and a number or two that no plan has. So has each unit."""
+    parts, batch = len(metadata) - table_rows, len(num_splits) - 1
+    rows = torch.zeros(len(metadata), PLAN_COLUMNS, dtype=metadata.dtype)
     requests = torch.arange(parts) % max(batch, 1)
-    rows[:, PART_BEGIN_REQ] = rows[:, PART_END_REQ] = requests
-    rows[:, PART_END_OPEN] = requests == batch - 1
-    rows[:, PART_END_TILE] = 2
-    for part in range(parts):
-        column, number = _WRONG_NUMBERS[part % len(_WRONG_NUMBERS)]
-        rows[part, column] = number
+    rows[:parts, PART_BEGIN_REQ] = rows[:parts, PART_END_REQ] = requests
+    rows[:parts, PART_END_OPEN] = requests == batch - 1
+    rows[:parts, PART_END_TILE] = 2
+    rows[parts:, UNIT_TOKENS] = rows[parts:, UNIT_ALL_TOKENS] = 1
+    _spread(rows[:parts], _WRONG_NUMBERS)
+    _spread(rows[parts:], _WRONG_UNITS)
     metadata.copy_(rows)
-    firsts = torch.tensor((_FAR_ABOVE, _FAR_BELOW, _FAR_BELOW, 7), dtype=num_splits.dtype)
-    num_splits.copy_(firsts[torch.arange(batch + 1) % len(firsts)])
+    num_splits.fill_(7)  # equal numbers: whole requests
+    num_splits[:2] = torch.tensor((_FAR_BELOW, _FAR_ABOVE))[: batch + 1]
+
+
+def _spread(rows: Tensor, numbers: Sequence[tuple[int, int]]) -> None:
+    """Write numbers to their columns, each to the next row in a circle."""
+    for index, (column, number) in enumerate(numbers if len(rows) else ()):
+        rows[index % len(rows), column] = number

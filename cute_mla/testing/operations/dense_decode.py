@@ -9,13 +9,16 @@ from torch import Tensor
 
 from ... import reference
 from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
+from ..cases.base import LONGER_KEYS
 from ..cases.dense_decode import DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
 from .decode import Plan, decode_arguments, packed
 from .operation import Operation, Result, empty_lse
 
 
 def _arguments(case: DenseDecodeCase, tensors: DenseDecodeTensors, workspace: Tensor | None) -> dict[str, Any]:
-    planned = tensors.cache_seqlens.roll(1) if case.metadata == "stale" else tensors.cache_seqlens
+    planned = tensors.cache_seqlens.roll(1) if case.metadata in ("stale", "longer") else tensors.cache_seqlens
+    if case.metadata == "longer":
+        planned[1] += LONGER_KEYS
     return {
         **decode_arguments(case, tensors, workspace, lambda: _plan(case, planned, tensors)),
         "block_table": tensors.block_table,
@@ -32,7 +35,7 @@ def _arguments(case: DenseDecodeCase, tensors: DenseDecodeTensors, workspace: Te
 
 def _plan(case: DenseDecodeCase, lengths: Tensor, tensors: DenseDecodeTensors) -> Plan:
     rows = (case.max_seqlen_q or case.s_q) * case.h_q // case.h_kv
-    window, window_sink = (None, 0) if case.metadata == "stale" else (case.window, case.window_sink)
+    window, window_sink = (None, 0) if case.metadata in ("stale", "longer") else (case.window, case.window_sink)
     return get_mla_metadata(
         lengths, rows, case.h_kv, case.h_q,
         cu_seqlens_q=tensors.cu_seqlens_q, total_q=case.total_q, window=window, window_sink=window_sink,

@@ -149,6 +149,8 @@ def _covers() -> Iterator[DenseDecodeCase]:
             yield replace(_staircase(dtype, operands, rows, elements), d_qk=d_qk)
             yield replace(_overwritten_plan(dtype, operands, rows, elements), d_qk=d_qk)
             yield replace(_ragged(dtype, operands, rows, elements), d_qk=d_qk)
+        if rows == "one":
+            yield replace(_row_tiles(dtype, operands, elements), d_qk=d_qk)
         if takes_key_masks(operands):
             yield replace(_long_window(dtype, operands, rows, elements), d_qk=d_qk)
             yield replace(_tree_staircase(dtype, operands, rows, elements), d_qk=d_qk)
@@ -160,19 +162,27 @@ def _staircase(dtype: str, operands: str, rows: str, elements: bool) -> DenseDec
 
     The last key that a row sees outweighs all others, as the next one would.
 
-    The third request shifts the numbers by half of the 16 rows that a warp of Hopper's tensor cores has. The plan is of other lengths: of
-    two parts or four, one ends inside the second request, where the call must not cut, and the next begins there.
+    The third request shifts the numbers by half of the 16 rows that a warp of Hopper's tensor cores has. The first has a tile more than a
+    warp looks up pages for at once. The plan is of other lengths, that of one request of more than 256 tiles: parts end and begin inside
+    its first tiles, where the call must not cut, and behind the first multiple at which it may, where nothing of the request is left. The
+    table has room for two splits of a request. Most variants have packed query tokens, and a long request before that has none.
     """
-    tokens, most = (TILE_ROWS, 570) if rows == "one" else (2 * TILE_ROWS, 440)
-    case = DenseDecodeCase(dtype, batch=3, s_q=tokens, h_q=1, lengths=(most, tokens + 36, tokens + 44), causal=True, sm_count=4)
-    case = replace(case, values="cliff", softmax_scale=CLIFF_SCALE, q_layout="odd" if elements else "packed")
-    return replace(with_fp8(case, operands), batch_invariant=True, metadata="stale")
+    tokens = TILE_ROWS if rows == "one" else 2 * TILE_ROWS
+    lengths = (570, tokens + 36, tokens + 108)
+    case = DenseDecodeCase(dtype, batch=3, s_q=tokens, h_q=1, lengths=lengths, causal=True, batch_invariant=True, metadata="longer")
+    case = replace(case, values="cliff", softmax_scale=CLIFF_SCALE, q_layout="odd" if elements else "packed", sinks="drawn")
+    case = with_fp8(replace(case, sm_count=4, page_size=16, table_pages=_TWO_SPLITS // 16, far_table=True), operands)
+    if elements or rows == "two" or (dtype, operands) == ("fp16", FP8_CACHE):
+        return replace(case, batch=4, tokens=(0, tokens, tokens - 2, tokens), lengths=(_TWO_SPLITS, *lengths), sm_count=8)
+    return case
 
 
 def _tree_staircase(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
     """Return the staircase with a tree mask of several words, whose tokens begin at any bit of a tile. The plan is a right one."""
-    case = replace(_staircase(dtype, operands, rows, elements), causal=False, tree="strided", sinks="drawn")
-    return replace(case, metadata="object", batch_invariant=False)
+    case = replace(_staircase(dtype, operands, rows, elements), causal=False, tree="strided", page_size=64, table_pages=None)
+    assert case.lengths is not None
+    case = replace(case, batch=3, tokens=None, lengths=case.lengths[-3:])
+    return replace(case, metadata="object", batch_invariant=False, sm_count=4)
 
 
 def _long_window(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
@@ -185,23 +195,28 @@ def _long_window(dtype: str, operands: str, rows: str, elements: bool) -> DenseD
     window, reach = 150, 150 + TILE_ROWS - 1
     lengths = (reach + 3 * TILE_KEYS, window + 1 + 2 * TILE_KEYS, reach + 1 + 2 * TILE_KEYS)
     h_q = 1 if rows == "one" else 2
-    return replace(case, s_q=TILE_ROWS, h_q=h_q, lengths=lengths, window=window, window_sink=TILE_KEYS + 1, page_size=32)
+    case = replace(case, s_q=TILE_ROWS, h_q=h_q, batch=3, tokens=None, lengths=lengths)
+    return replace(case, window=window, window_sink=TILE_KEYS + 1, page_size=32, table_pages=None)
 
 
 def _ragged(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
     """Return a causal case of requests with different numbers of query tokens, none too, in one work unit or in two.
 
-    The plan cuts a unit that lacks tokens, of 330 keys, and the first token of the last request sees no key.
+    The plan cuts a unit that lacks tokens, of 300 keys; the first token of the last request sees no key. Of two requests in two units, one
+    has a first row tile that sees a tile less than the second, by a key, and the other a first unit that sees a tile less. Then a part has
+    several units; the plan is of other lengths, so that the cut is in the middle of a page.
     """
     whole = rows == "one" and not elements  # one CTA holds all rows of a request, or two take them
-    tokens, h_q, sms = ((3, 0, 1, 2, 2), 21, 12) if whole else ((4, 0, 1, 2, 2), 42, 20)
+    tokens, h_q, sms = ((3, 0, 1, 2, 2), 21, 12) if whole else ((5, 0, 1, 4, 2), 42, 6)
     layouts: tuple[QLayout, Outputs] = ("odd", "odd") if elements else ("heads_first", "strided")
     if whole:  # without tokens behind those of the last request where the call allocates its results
         layouts = ("far_tokens", "far_tokens" if operands == LATENT or dtype != "bf16" else "allocated")
     elif rows == "two" and dtype == "bf16":
         layouts = ("heads_first", "allocated")
-    case = DenseDecodeCase(dtype, batch=5, tokens=tokens, lengths=(66, 70, 330, 64, 1), h_q=h_q, causal=True, sm_count=sms)
-    return replace(with_fp8(case, operands), q_layout=layouts[0], outputs=layouts[1], metadata="object" if rows == "one" else "tensors")
+    lengths = (66, 70, 300, 64, 1) if whole else (67, 900, 300, 65, 1)
+    case = DenseDecodeCase(dtype, batch=5, tokens=tokens, lengths=lengths, h_q=h_q, page_size=128, causal=True, sm_count=sms)
+    case = replace(case, sinks="drawn", q_layout=layouts[0], metadata="object" if whole else "stale")
+    return replace(with_fp8(case, operands), outputs=layouts[1])
 
 
 def _ragged_tree(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
@@ -212,14 +227,31 @@ def _ragged_tree(dtype: str, operands: str, rows: str, elements: bool) -> DenseD
     case = replace(_ragged(dtype, operands, rows, elements), q_layout="odd" if elements else "packed", outputs="given", tree="strided")
     if rows == "one" and not elements:
         return replace(case, s_q=40, h_q=1, outputs="allocated")
-    return replace(case, s_q=33)
+    return replace(case, s_q=33, metadata="object" if elements else "tensors", sm_count=20)
 
 
 def _overwritten_plan(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
-    """Return a case whose plan is no plan. Its results are undefined, but it keeps to its operands."""
-    h_q = TILE_ROWS // 2 if rows == "one" else TILE_ROWS + 2
-    case = DenseDecodeCase(dtype, batch=3, lengths=(66, 20, 3), h_q=h_q, outputs="odd" if elements else "given", sm_count=12)
-    return replace(with_fp8(case, operands), metadata="overwritten")
+    """Return a case whose plan is no plan, nor is its table of units. Its results are undefined, but it keeps to its operands."""
+    whole = rows == "one" and not elements
+    # The row behind the last is the first of a Hopper thread's two rows, or the second where two CTAs share keys.
+    h_q, sms = (18, 6) if whole else (34 if elements else 42, 12)
+    case = DenseDecodeCase(dtype, batch=5, tokens=(1, 3, 2, 0, 2), lengths=(66, 20, 3, 5, 9), h_q=h_q, sm_count=sms)
+    mask = replace(case, tree="drawn") if rows == "two" and takes_key_masks(operands) else replace(case, causal=True)
+    return replace(with_fp8(mask, operands), outputs="odd" if elements else "given", metadata="overwritten")
+
+
+def _row_tiles(dtype: str, operands: str, elements: bool) -> DenseDecodeCase:
+    """Return a case of rows in three CTAs: with a causal mask, where the first two see a tile less than the third, by a key, or without."""
+    layout: tuple[QLayout, Outputs] = ("odd", "odd") if elements else ("packed", "given")
+    case = DenseDecodeCase(dtype, batch=2, s_q=9, lengths=(65, 20), h_q=16, causal=elements, sm_count=4)
+    return with_fp8(replace(case, q_layout=layout[0], outputs=layout[1]), operands)
+
+
+def _split_units(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
+    """Return a case with a unit that a batch-invariant call splits, where parts of the plan begin and end at the second split."""
+    case = DenseDecodeCase(dtype, batch=3, tokens=(0, 2, 3), lengths=(50, _MOST_SEEN, 100), h_q=16 if rows == "one" else 42, causal=True)
+    case = replace(case, outputs="odd" if elements else "given", sinks="none" if operands == LATENT else "drawn")
+    return replace(with_fp8(case, operands), batch_invariant=True, sm_count=144)
 
 
 # Cases whose size is what they test.
@@ -240,18 +272,12 @@ _LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
     DenseDecodeCase(s_k=300, h_q=128, q_layout="even", values="peaks", softmax_scale=0.1, sm_count=4),
     DenseDecodeCase(batch=6, s_q=4, s_k=20, h_q=1, page_size=128, varlen=True, causal=True, zero_lengths=True, sm_count=4),
     DenseDecodeCase(s_q=5, s_k=140, h_q=26, h_kv=2, causal=True, sm_count=4),
-    # Requests with different numbers of query tokens: units that a batch-invariant call splits, where a part of the plan begins at the
-    # second split.
-    DenseDecodeCase(
-        batch=3, tokens=(0, 2, 3), lengths=(50, _MOST_SEEN, 100), causal=True, batch_invariant=True, outputs="given", sm_count=144
-    ),
     # Units of two row tiles, the first of which sees a tile less.
     DenseDecodeCase(batch=2, tokens=(130, 3), lengths=(300, 70), h_q=1, causal=True, outputs="odd", sm_count=4),
     # Of several KV heads, whose keys are not masked, under a plan of other lengths.
     DenseDecodeCase(
         batch=3, tokens=(1, 3, 2), s_q=8, lengths=(100, 400, 70), h_q=16, h_kv=2, outputs="given", metadata="stale", sm_count=12
     ),
-    DenseDecodeCase(batch=3, tokens=(1, 5, 2), lengths=(66, 20, 3), h_q=64, outputs="given", metadata="overwritten", sm_count=12),
     # Decode batches of serving engines: TP8, and one long request among short ones.
     DenseDecodeCase(batch=8, s_k=700, varlen=True, q_layout="sliced", cache_layout="layers", outputs="given", sm_count=12),
     DenseDecodeCase("fp16", batch=4, s_q=4, lengths=(464, 4511, 173, 169), page_size=32, causal=True, metadata="tensors"),
@@ -292,12 +318,20 @@ SMOKE = tuple(
         [
             *_LARGE_16_BITS,
             *_other_columns(),
+            _split_units("bf16", LATENT, "one", False),
             *(_INVARIANT_WINDOW if takes_key_masks(operands) else with_fp8(_INVARIANT, operands) for operands in OPERANDS),
             *(with_fp8(case, operands) for operands in OPERANDS for case in _LARGE),
             *_covers(),
         ]
     )
 )
+
+
+def _every_split() -> Iterator[DenseDecodeCase]:
+    """Yield a case of every variant with a unit that a batch-invariant call splits. Each takes a second or more."""
+    for (dtype, operands, d_qk), rows, elements in product(_VARIANTS, _HEADS_OF_ROWS, (False, True)):
+        if not elements or rows == "one":
+            yield replace(_split_units(dtype, operands, rows, elements), d_qk=d_qk)
 
 
 def _heads() -> Iterator[tuple[int, int]]:
@@ -333,13 +367,18 @@ def _types_and_masks() -> Iterator[tuple[str, bool]]:
 def full_cases() -> list[DenseDecodeCase]:
     """Return every case of the full suite once."""
     others = (grid(dtype, d_qk=d_qk) for d_qk in OTHER_COLUMNS for dtype in key_dtypes(d_qk))
-    return list(dict.fromkeys([*SMOKE, *(case for types in GRID_TYPES for case in grid(*types)), *chain(*others), *zero_length_cases()]))
+    return list(
+        dict.fromkeys(
+            [*SMOKE, *_every_split(), *(case for types in GRID_TYPES for case in grid(*types)), *chain(*others), *zero_length_cases()]
+        )
+    )
 
 
 # The smoke cases, and a few cases of 4,096 keys: one and several row tiles, one and several KV heads, an odd number of heads.
 _ALWAYS_WHOLE = frozenset(
     {
         *SMOKE,
+        *_every_split(),
         DenseDecodeCase(s_k=4096, h_q=64),
         DenseDecodeCase(s_q=2, s_k=4096, h_q=128, causal=True),
         DenseDecodeCase("fp16", s_k=4096, h_q=128),
