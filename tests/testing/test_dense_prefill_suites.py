@@ -110,7 +110,7 @@ def test_smoke_has_every_mask_in_every_variant_that_takes_one(arch: Arch) -> Non
     for config in masked_prefill.closed_variants(arch):
         own = [case for case in SMOKE if case.kernel_op == "masked_prefill" and case.problem(arch).config == config]
         assert {case.mask for case in own} == set(get_args(Mask))
-        assert {case.mask_layout for case in own} == {"packed", "padded"}
+        assert {case.mask_layout for case in own} == {"packed", "padded", "far_tokens"}
         assert {case.causal for case in own} == {False, True}
 
 

@@ -18,7 +18,7 @@ from .cache_write import CacheWriteCase, make_cache_write_tensors
 from .far import far_tensor
 from .tensors import OutputBuffer, nan_tensor
 
-QueryLayout = Literal["packed", "sliced", "odd", "heads_first", "far_tokens"]
+QueryLayout = Literal["packed", "sliced", "odd", "heads_first", "far_tokens", "far_heads", "odd_far_heads"]
 PositionType = Literal["int64", "int32", "strided", "far", "in_order"]
 KeptKeys = Literal["none", "packed", "odd", "far"]
 TableLayout = Literal["packed", "far"]
@@ -48,8 +48,8 @@ class CacheInsertCase(CacheWriteCase):
     values: "nasty": every eighth key has columns of one magnitude, which the norm turns into the weights. The greatest of each group is 448
         times a power of two, where the scale of a group rises to the next power of two.
     heads: of queries, 0: without them, and where keys have no rotary columns.
-    queries: layout of q_pe. "sliced": the last 64 of 192 columns; "odd": slices that begin at odd elements; "far_tokens": the last
-        token lies far; "heads_first": a transposed [heads, tokens, 64]. Of several heads the last lies far with "odd" and "heads_first".
+    queries: layout of q_pe. "sliced": the last 64 of 192 columns; "odd": slices that begin at odd elements; "heads_first": a transposed
+        [heads, tokens, 64]; "far_tokens", "far_heads", "odd_far_heads": the last token, or head, lies far.
     position_type: "strided": int64, every second element; "far": int64, the last element far; "in_order": positions None. Those of int64
         include some beyond 32 bits.
     kept: the tensor for keys. "odd": slices that begin at odd elements; "far": the last row lies far.
@@ -134,9 +134,11 @@ def make_cache_insert_tensors(case: CacheInsertCase, device: str | torch.device 
 
 def place_queries(case: CacheInsertCase, queries: Tensor, device: torch.device) -> Tensor:
     """Copy queries [tokens, heads, 64] to their layout, with NaN around them."""
-    before, around = {"sliced": (128, 128), "odd": (3, 7)}.get(case.queries, (0, 0))
+    if case.queries == "heads_first":
+        return queries.to(device).transpose(0, 1).clone(memory_format=torch.contiguous_format).transpose(0, 1)
+    before, around = {"sliced": (128, 128), "odd": (3, 7), "odd_far_heads": (3, 7)}.get(case.queries, (0, 0))
     shape = (*queries.shape[:2], D_ROPE + around)
-    if case.queries == "far_tokens" or (case.queries in ("odd", "heads_first") and case.heads > 1):
+    if "far" in case.queries:
         wide = far_tensor(shape, int(case.queries != "far_tokens"), queries.dtype, device)
     else:
         wide = nan_tensor(shape, queries.dtype, device)

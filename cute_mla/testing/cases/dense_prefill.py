@@ -66,7 +66,7 @@ class DensePrefillCase(BaseCase):
         every third of 128 keys, others to the next 128 rows; "single": one key; "edges": the first and last keys of some words;
         "gaps": every second of 32 tiles of 128 keys, others to the next 256 rows. Bits of keys that a sequence does not have are 1, and
         so are rows of no sequence. Keys that no row of a sequence sees are NaN.
-    mask_layout: "padded": rows an odd number of words apart, from a second word on.
+    mask_layout: "padded": rows an odd number of words apart, from a second word on; "far_tokens": rows that are far.
     """
 
     op: ClassVar[str] = "dense_prefill"
@@ -90,7 +90,7 @@ class DensePrefillCase(BaseCase):
     neighbours: Neighbours = "finite"
     kv_layout: KvLayout = "packed"
     mask: Mask | None = None
-    mask_layout: Literal["packed", "padded"] = "packed"
+    mask_layout: Literal["packed", "padded", "far_tokens"] = "packed"
 
     def __post_init__(self) -> None:
         if self.d_qk not in HEAD_DIMS:
@@ -227,11 +227,7 @@ def _masks(case: DensePrefillCase, k: Tensor) -> dict[str, Tensor]:
     """Make the mask of a case that has one, and fill the keys that nobody sees with NaN."""
     if case.mask is None:
         return {}
-    words = ceil_div(case.max_seqlen_k, MASK_WORD_KEYS)
-    storage = torch.full(
-        (case.total_q, words + (3 - words % 2 if case.mask_layout == "padded" else 0)), -1, dtype=torch.int32, device=k.device
-    )
-    mask = storage[:, 1 : 1 + words] if case.mask_layout == "padded" else storage
+    mask = _mask_storage(case, k.device)
     for sequence, (s_q, s_k) in enumerate(case.lengths):
         rows = slice(case.q_starts[sequence], case.q_starts[sequence] + s_q)
         seen = shown_keys(case.mask, s_q, s_k, generator_for(case, s_q * s_k, k.device, 2000 + sequence))
@@ -240,6 +236,19 @@ def _masks(case: DensePrefillCase, k: Tensor) -> dict[str, Tensor]:
             seen &= visible_keys(s_q, s_k, True, k.device)
         k[case.k_starts[sequence] : case.k_starts[sequence] + s_k][~seen.any(dim=0)] = math.nan
     return {"key_mask": mask}
+
+
+def _mask_storage(case: DensePrefillCase, device: torch.device) -> Tensor:
+    """Allocate int32 [total_q, words] full of ones in the layout of a case."""
+    shape = (case.total_q, ceil_div(case.max_seqlen_k, MASK_WORD_KEYS))
+    match case.mask_layout:
+        case "far_tokens":
+            return far_tensor(shape, 0, torch.int32, device)
+        case "padded":
+            padding = 3 - shape[1] % 2
+            return torch.full((shape[0], shape[1] + padding), -1, dtype=torch.int32, device=device)[:, 1 : 1 + shape[1]]
+        case "packed":
+            return torch.full(shape, -1, dtype=torch.int32, device=device)
 
 
 def shown_keys(mask: Mask, s_q: int, s_k: int, generator: torch.Generator) -> Tensor:

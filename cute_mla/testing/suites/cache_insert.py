@@ -9,7 +9,7 @@ from typing import get_args
 
 from ...spec.cache_insert import rotates
 from ...spec.cache_rows import CACHED
-from ..cases.cache_insert import CacheInsertCase, KeptKeys, PositionType, QueryLayout, TableLayout
+from ..cases.cache_insert import CacheInsertCase, KeptKeys, PositionType, TableLayout
 from .cover import Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
 from .paged_cache import PAGE_SIZES, TOKENS, TYPES_AND_CACHES, pages_for, takes_powers_of_two
@@ -27,7 +27,7 @@ _FACTORS: Factors = {
     "scale_of_cache": (None, 0.037),
     "power_of_two": (False, True),
     "heads": (0, _FEW_HEADS, 11, _MANY_HEADS, 18),  # each of the four passes of a warp lacks some heads of one number
-    "queries": get_args(QueryLayout),
+    "queries": ("packed", "sliced", "odd_far_heads", "far_heads", "far_tokens"),
     "table": get_args(TableLayout),
     "position_type": get_args(PositionType),
     "kept": get_args(KeptKeys),
@@ -47,9 +47,9 @@ def _small(dtype: str, cache: str, choice: Choice) -> CacheInsertCase | None:
         return None
     if choice["power_of_two"] and choice["values"] != "nasty":
         return None
-    if (queries == "heads_first" and heads > _FEW_HEADS) or (queries == "odd" and heads < _MANY_HEADS):
+    if (queries == "far_heads" and heads > _FEW_HEADS) or (queries == "odd_far_heads" and heads < _MANY_HEADS):
         return None
-    if queries == "odd" and choice["tokens"] > _FEW_TOKENS:
+    if queries == "odd_far_heads" and choice["tokens"] > _FEW_TOKENS:
         return None
     return CacheInsertCase(dtype, cache=cache, pages=max(64 // choice["page_size"], 3), **choice)
 

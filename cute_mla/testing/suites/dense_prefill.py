@@ -61,7 +61,7 @@ _FACTORS: Factors = {
 
 
 # Masks, in variants that have them.
-_MASKS: Factors = {"mask": ("random", "blocks", "single", "edges"), "mask_layout": ("packed", "padded")}
+_MASKS: Factors = {"mask": ("random", "blocks", "single", "edges"), "mask_layout": ("packed", "padded", "far_tokens")}
 
 
 def _settle(choice: Choice) -> Choice:
@@ -108,6 +108,8 @@ def _covers() -> Iterator[DensePrefillCase]:
             yield from cover(f"masked {d_qk}", {**factors, **_MASKS}, partial(_small, dtype, d_qk), seen, _settle)
             # Of two parts of an item only the first has a visible tile.
             yield DensePrefillCase(dtype, d_qk=d_qk, lengths=((1, 4200), (0, 9), (2, 40)), mask="gaps", sm_count=1)
+            if d_qk == MASKED_HEAD_DIMS[0]:  # rows of V are cleared alike for all
+                yield replace(_ends(dtype, d_qk, elements), mask="single")
         yield _staircase(dtype, d_qk, elements)
         if dtype == "bf16":  # rows are cleared alike in both types
             yield _ends(dtype, d_qk, elements)
