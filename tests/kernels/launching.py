@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache
 
 import torch
 
@@ -18,7 +18,7 @@ from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.tensor_map import TensorMap
 from tests.mutation.planting import Bug, survivors
-from tests.mutation.reloading import Reloader
+from tests.mutation.reloading import load_edited
 
 FORMATS = {ParamKind.POINTER: "<Q", ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f"}
 
@@ -38,7 +38,7 @@ class CompiledKernel:
     @property
     def module(self) -> simulator.Module:
         """Return the parsed PTX."""
-        return edited_module(self.edit_of, self.ptx) if self.edit_of else module(self.ptx)
+        return load_edited(self.edit_of, self.ptx) if self.edit_of else module(self.ptx)
 
     def survivors(self, bug: Bug, is_noticed: Callable[[CompiledKernel], bool]) -> list[str]:
         """Plant a bug in the PTX; return what was not noticed."""
@@ -59,15 +59,6 @@ def shipped(op: str, config_name: str) -> CompiledKernel:
 def module(ptx: str) -> simulator.Module:
     """Return the parsed PTX."""
     return simulator.load_module(ptx)
-
-
-_reloader = cache(Reloader)
-
-
-@lru_cache(1)
-def edited_module(ptx: str, edited: str) -> simulator.Module:
-    """Return an edit of a PTX, of which only what it changes is parsed and translated."""
-    return _reloader(ptx).load(edited)
 
 
 def fails(check: Callable[[], None]) -> bool:

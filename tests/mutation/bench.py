@@ -31,7 +31,7 @@ from cute_mla.testing.runner import Record, Schedule, Target, run_case
 from tests.mutation.cases import cases
 from tests.mutation.places import Places
 from tests.mutation.planting import EVERY, Planted, survivors
-from tests.mutation.reloading import Reloader
+from tests.mutation.reloading import load_edited
 from tests.mutation.sites import Mutation
 
 CPU_SECONDS = 40  # of one run; a broken kernel may run for ever
@@ -76,16 +76,11 @@ def key_of(kernel: KernelEntry, code: str) -> str:
     return kernel.ptx_sha256 if code == "ptx" else kernel.cubin_sha256
 
 
-@lru_cache(4)
-def _reloader(shipped: str) -> Reloader:
-    return Reloader(shipped)
-
-
 @lru_cache(1)
 def _loaded(kernel: str, text: str, code: str) -> simulator.Module:
     artifacts = load_artifacts()
     if code == "ptx":
-        return _reloader(artifacts.ptx(artifacts.manifest.kernels[kernel])).load(text)
+        return load_edited(artifacts.ptx(artifacts.manifest.kernels[kernel]), text)
     return load_machine_code(artifacts.cubin(artifacts.manifest.kernels[kernel]), text)
 
 

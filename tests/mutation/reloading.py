@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 from cute_mla.simulator import Module, PtxError, load_module
 from cute_mla.simulator.codegen.control_flow import Block, Flow, accumulator_groups, build_flow, desugar
@@ -185,6 +186,17 @@ class Reloader:
                     spliced.labels[name] = start + place
                 spliced.instructions += chunk.instructions
         return spliced
+
+
+@lru_cache(4)
+def _reloader(ptx: str) -> Reloader:
+    return Reloader(ptx)
+
+
+@lru_cache(1)
+def load_edited(ptx: str, edited: str) -> Module:
+    """Return the module of an edit of a PTX text, of which only what the edit changes is parsed and translated."""
+    return _reloader(ptx).load(edited)
 
 
 def _declares(lines: Sequence[str]) -> bool:

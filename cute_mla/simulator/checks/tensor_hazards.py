@@ -7,7 +7,7 @@ registers is used: PTX respects that dependence (PTX ISA, 9.7.16.6.4.5), and the
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
@@ -60,12 +60,17 @@ def _share_a_register(one: Mapping[str, int], other: Mapping[str, int]) -> bool:
     return False
 
 
+def add_bits(masks: dict[str, int], bits: Iterable[tuple[str, int]]) -> None:
+    """Add (bank, bit) pairs to bit masks per bank."""
+    for bank, bit in bits:
+        masks[bank] = masks.get(bank, 0) | bit
+
+
 def _follow(move: TensorMove, uses: RegisterUses) -> None:
     """Add the registers that a block copies loaded values to, move by move in its order, to those that hold them."""
     for sources, targets in uses.moves:
         if any(move.holders.get(bank, 0) & bit for bank, bit in sources):
-            for bank, bit in targets:
-                move.holders[bank] = move.holders.get(bank, 0) | bit
+            add_bits(move.holders, targets)
 
 
 # ---------------------------------------------------------------- unfinished work

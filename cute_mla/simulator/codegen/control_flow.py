@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..checks.tensor_hazards import RegisterUses
+from ..checks.tensor_hazards import RegisterUses, add_bits
 from ..frontend.layout import Layout
 from ..frontend.ptx import EntryText, Instruction, LabelRef, Reg
 from ..isa.table import Decoded, lookup, registers_of
@@ -207,11 +207,9 @@ def register_uses(instructions: list[Decoded], layout: Layout) -> RegisterUses:
         reads, writes = _data_bits(item.reads, layout), _data_bits(item.writes, layout)
         if item.instruction.opcode.startswith("mov."):
             uses.moves.append((reads, writes))
-            for bank, bit in reads:
-                uses.moved[bank] = uses.moved.get(bank, 0) | bit
+            add_bits(uses.moved, reads)
         elif not item.instruction.opcode.startswith("tcgen05.ld."):
-            for bank, bit in (*reads, *writes):
-                uses.touched[bank] = uses.touched.get(bank, 0) | bit
+            add_bits(uses.touched, (*reads, *writes))
     return uses
 
 
