@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import math
 import time
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +35,7 @@ SUITES = ("quick", "smoke", "full")
 
 _JSON_SECONDS = 10.0  # period of writing the file, so that an interrupted run leaves its records
 _MOST_NAMES = 5
+_SCHEDULES = 2  # of the quick suite, and of a case alone
 _CODES = ("ptx", "sass")
 _BOTH = "both"
 
@@ -47,7 +50,7 @@ class Options:
     op: tuple[str, ...]
     device: str
     suite: str
-    schedules: int
+    schedules: int | None
     code: str
     replay: str
     seed: int
@@ -80,7 +83,7 @@ class Options:
 @click.option(
     "--schedules",
     type=click.IntRange(min=1),
-    default=2,
+    show_default="2 in the quick suite and with --replay, else 1: round_robin and lazy in turn over the cases of a kernel",
     help="Number of schedules of the simulated device that each case runs under; all must give the same bits.",
 )
 @click.option(
@@ -127,16 +130,16 @@ def _jobs(options: Options) -> list[Job]:
     from cute_mla.testing.suites import suite
 
     case_id, _, schedule = options.replay.partition("/")
-    codes = _CODES if options.code == _BOTH else (options.code,)
-    orders = (_schedule(schedule),) if schedule else runner.schedules(options.schedules, options.seed, codes)
     jobs: list[Job] = []
     for arch in options.archs:
         kind = _kind(arch, options.device)
         if kind is None:
             click.echo(f"{arch.name}: no GPU of compute capability {arch.capabilities_text} here, nothing is run", err=True)
             continue
-        target = runner.Target(arch.name, kind, orders)
-        jobs += [(entry, target) for op in options.ops for entry in suite(options.suite, op, simulated=kind == "sim", seed=options.seed)]
+        for op in options.ops:
+            entries = suite(options.suite, op, simulated=kind == "sim", seed=options.seed)
+            orders = _orders([entry for entry in entries if entry.mode != "skipped"], arch, options, schedule)
+            jobs += [(entry, runner.Target(arch.name, kind, () if entry.mode == "skipped" else next(orders))) for entry in entries]
     if not case_id:
         return jobs
     found = [(entry, target) for entry, target in jobs if entry.case.id == case_id]
@@ -144,6 +147,18 @@ def _jobs(options: Options) -> list[Job]:
         near = did_you_mean(case_id, (entry.case.id for entry, _ in jobs))
         raise click.UsageError(f"--replay: the suite {options.suite} of {', '.join(options.ops)} has no case {case_id}{near}")
     return found
+
+
+def _orders(entries: list[SuiteEntry[Any]], arch: Arch, options: Options, schedule: str) -> Iterator[tuple[Schedule, ...]]:
+    """Return the schedules of each entry, all of which run: the one of --replay, the first ones, or one of the first two in turn."""
+    from cute_mla.testing import runner
+
+    codes = _CODES if options.code == _BOTH else (options.code,)
+    if schedule:
+        return repeat((_schedule(schedule),))
+    if options.schedules is None and options.suite != "quick" and not options.replay:
+        return iter(runner.schedules_in_turn([entry.case for entry in entries], arch, options.seed, codes))
+    return repeat(runner.schedules(options.schedules or _SCHEDULES, options.seed, codes))
 
 
 def _list(jobs: list[Job]) -> None:

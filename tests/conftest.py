@@ -57,6 +57,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take modules and tests out of the garbage collector's sight: they stay to the end, and a full collection would take a second."""
+    """Take modules and tests out of the garbage collector's sight: they stay to the end, and a full collection would take a second.
+
+    It looks at new objects less often than Python's default of every 700, which costs the simulator 4 % of its time.
+    """
     gc.collect()
     gc.freeze()
+    gc.set_threshold(20_000)

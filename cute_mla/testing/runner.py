@@ -17,6 +17,7 @@ from concurrent.futures import wait as wait_for_futures
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import count
 from multiprocessing import active_children, get_context, parent_process, resource_tracker
 from multiprocessing.connection import wait
 from threading import Thread, current_thread, main_thread
@@ -28,7 +29,7 @@ from torch import Tensor
 from ..runtime.artifacts import load_artifacts
 from ..runtime.current import simulate
 from ..runtime.errors import ArtifactError
-from ..spec.arch import ARCHS
+from ..spec.arch import ARCHS, Arch
 from .cases.base import BaseCase
 from .cases.tensors import Operands, OutputBuffer, is_untouched, make_untouched
 from .compare import Comparison, ErrorLimit, Tolerance, compare, same_bits, with_error_limit
@@ -43,6 +44,7 @@ SCHEDULES = ("round_robin", "lazy", "random", "adversarial")
 _GUARD = 256  # bytes before and after the workspace that must not change
 _GUARD_BYTE = 0xA5
 _BESIDE_OUT = ("lse", "max_logits", "lse_indexer")  # results with figures of their own
+_GC_ALLOCATIONS = 20_000  # between two collections of a worker's new objects; Python's 700 cost 4 % of the time
 _NAN_BYTE = 0xFF  # four of them are a NaN
 # Undefined results may come of memory that nothing has written, or that two CTAs write, each as its own.
 _FINDINGS_OF_UNDEFINED = frozenset({"poison", "race"})
@@ -61,9 +63,25 @@ class Schedule:
         return order if self.code == "ptx" else f"{order}:{self.code}"
 
 
-def schedules(count: int, seed: int, codes: Sequence[str] = ("ptx",)) -> tuple[Schedule, ...]:
-    """Return the first `count` schedules, each with every code: each name once, then each name with the next seed, and so on."""
-    return tuple(Schedule(SCHEDULES[i % len(SCHEDULES)], seed + i // len(SCHEDULES), code) for i in range(count) for code in codes)
+def schedules(number: int, seed: int, codes: Sequence[str] = ("ptx",)) -> tuple[Schedule, ...]:
+    """Return the first schedules, as many, each with every code: each name once, then each name with the next seed, and so on."""
+    return tuple(Schedule(SCHEDULES[i % len(SCHEDULES)], seed + i // len(SCHEDULES), code) for i in range(number) for code in codes)
+
+
+def schedules_in_turn(cases: Sequence[BaseCase], arch: Arch, seed: int, codes: Sequence[str] = ("ptx",)) -> list[tuple[Schedule, ...]]:
+    """Return for each case one of the first two schedules, with every code.
+
+    They alternate over the cases of a kernel, so that it meets both. Its first case has another one on the next architecture.
+    """
+    turns = {kernel: count(list(ARCHS).index(arch.name)) for kernel in {_kernel(case, arch) for case in cases}}
+    return [
+        tuple(Schedule(SCHEDULES[turn % 2], seed, code) for code in codes) for turn in (next(turns[_kernel(case, arch)]) for case in cases)
+    ]
+
+
+def _kernel(case: BaseCase, arch: Arch) -> tuple[str, str]:
+    """Return the op and the config of the kernel that serves a case."""
+    return case.kernel_op, case.problem(arch).config.name
 
 
 @dataclass(frozen=True)
@@ -199,7 +217,7 @@ def run_all(
 def _run_simulated(jobs: Mapping[int, Job], workers: int, on_start: Callable[[BaseCase], None]) -> Iterator[tuple[int, list[Record]]]:
     """Run jobs in worker processes. Each worker is a pool of its own, so that jobs can be dealt out by kernel."""
     order = list(jobs)
-    kernels = [(case.kernel_op, target.arch, case.problem(ARCHS[target.arch]).config.name) for case, target, _ in jobs.values()]
+    kernels = [(target.arch, *_kernel(case, ARCHS[target.arch])) for case, target, _ in jobs.values()]
     queue = JobQueue([case.tiles for case, _, _ in jobs.values()], kernels)
     others = set(active_children())
     pools = [_worker() for _ in range(workers)]
@@ -264,10 +282,11 @@ def _worker() -> ProcessPoolExecutor:
 def _start_worker() -> None:
     """Limit a worker to one thread, and end it with its parent: workers of a killed parent would run the rest of the queue.
 
-    Modules imported so far are no longer looked at by the garbage collector.
+    The garbage collector no longer looks at modules imported so far, and seldom at all: a run leaves few circles of references.
     """
     torch.set_num_threads(1)
     gc.freeze()
+    gc.set_threshold(_GC_ALLOCATIONS)
     Thread(target=_end_with_parent, daemon=True).start()
 
 

@@ -18,6 +18,7 @@ from cute_mla.manifest import KernelEntry, Manifest, Provenance
 from cute_mla.runtime.artifacts import Artifacts
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec import combine
+from cute_mla.spec.arch import ARCHS
 from cute_mla.testing import runner, suites
 from cute_mla.testing.cases.cache_gather import CacheGatherCase
 from cute_mla.testing.cases.cache_insert import CacheInsertCase
@@ -111,12 +112,12 @@ def test_all_passed_is_success(stand_in: StandIn) -> None:
     assert lines[-1] == f"PASSED: all 4 cases agree with the fp32 reference; {SIMULATED}; 0 s"
     header, row = lines[-3:-1]
     assert header.split() == ["op", "result", "cases", "reduced", "not", "run", "runs", "cos", "diff", "bound", "seconds"]
-    assert row.split() == ["dense_decode", "passed", "4", "2", "2", "8", "2e-07", "5e-06", "4.0"]
+    assert row.split() == ["dense_decode", "passed", "4", "2", "2", "4", "2e-07", "5e-06", "2.0"]
     assert WHOLE.id not in result.stdout
 
 
 def test_verbose_has_every_run_and_the_worst_errors(stand_in: StandIn) -> None:
-    result = invoke("--verbose")
+    result = invoke("--verbose", "--schedules", "2")
     assert result.exit_code == 0
     lines = result.output.splitlines()
     assert "2 not run: large: not today" in lines
@@ -173,7 +174,31 @@ def test_both_codes_run_under_every_schedule_and_a_replay_names_one(stand_in: St
     )
 
 
-def test_a_case_alone_runs_under_the_usual_schedules(stand_in: StandIn) -> None:
+@pytest.mark.parametrize("suite", ["smoke", "full"])
+def test_cases_of_a_kernel_run_under_two_schedules_in_turn(stand_in: StandIn, suite: str) -> None:
+    invoke("--suite", suite)
+    orders = {(case, target.arch): [str(order) for order in target.schedules] for case, target, _ in stand_in.jobs}
+    assert [orders[case, "sm90"] for case in (WHOLE, REDUCED)] == [["round_robin"], ["lazy"]]  # a case that does not run takes no turn
+    assert [orders[case, "sm100"] for case in (WHOLE, REDUCED)] == [["lazy"], ["round_robin"]]
+    invoke("--suite", suite, "--code", "both", "--seed", "3", "--arch", "sm90")
+    assert [[str(order) for order in target.schedules] for _, target, _ in stand_in.jobs] == [
+        ["round_robin@3", "round_robin@3:sass"],
+        ["lazy@3", "lazy@3:sass"],
+    ]
+
+
+def test_a_kernel_of_a_case_has_turns_of_its_own() -> None:
+    cases = [DenseDecodeCase(h_q=h_q, batch=batch) for batch, h_q in ((1, 128), (1, 16), (2, 16), (2, 128), (3, 16))]
+    orders = runner.schedules_in_turn(cases, ARCHS["sm90"], 0)
+    assert [str(order) for (order,) in orders] == ["round_robin", "round_robin", "lazy", "lazy", "round_robin"]
+
+
+def test_cases_of_the_quick_suite_run_under_both_schedules(stand_in: StandIn) -> None:
+    invoke("--suite", "quick", "--arch", "sm90")
+    assert [[str(order) for order in target.schedules] for _, target, _ in stand_in.jobs] == [["round_robin", "lazy"]] * 2
+
+
+def test_a_case_alone_runs_under_both_schedules(stand_in: StandIn) -> None:
     invoke("--op", "dense_decode", "--arch", "sm100", "--replay", REDUCED.id)
     ((case, target, reduced),) = stand_in.jobs
     assert (case, reduced, len(target.schedules)) == (REDUCED, SUITE[2].reason, 2)

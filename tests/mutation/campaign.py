@@ -132,7 +132,7 @@ class _MachineSubject:
         """Return the smoke cases that launch the kernel, for edits of operands that the small trials do not notice."""
         kernel = self.subject.kernel
         known = []
-        for case in SmokeSubject(kernel).cases("smoke"):
+        for case, _ in SmokeSubject(kernel).cases("smoke"):
             tensors = operation(case).make_tensors(case, "cpu")
             results, findings = call_of(kernel.arch, case, tensors, ROUND_ROBIN, "sass")
             if not findings:

@@ -11,14 +11,13 @@ from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import ARCHS
 from cute_mla.testing.cases.base import BaseCase
-from cute_mla.testing.runner import Record, Schedule, Target, run_case, schedules
+from cute_mla.testing.runner import Record, Schedule, Target, run_case, schedules_in_turn
 from cute_mla.testing.suites import OPS, suite
 from tests.mutation.bench import UNNOTICED, Outcome, launched_instead, limited_time
 from tests.mutation.places import Places
 from tests.mutation.sites import Mutation
 
 ROUND_ROBIN = Schedule("round_robin", 0)
-VERIFIED = schedules(2, 0)  # those of `cute-mla verify`
 LEAST_SECONDS, SLOWER = 3.0, 5.0  # a broken case may take so much CPU time, and so many times that of the shipped kernel
 _DECODE = ("dense_decode", "sparse_decode")
 _EITHER = {"dense_prefill", "masked_prefill"}  # kernels of which a call launches the one that its case names
@@ -35,25 +34,26 @@ def ops_of(kernel: KernelEntry) -> list[str]:
     return [op for op in OPS if op in CALLERS.get(kernel.op, (kernel.op,))]
 
 
-def _run(case: BaseCase, kernel: KernelEntry, schedule: Schedule = ROUND_ROBIN) -> Record:
+def _run(case: BaseCase, kernel: KernelEntry, schedule: Schedule) -> Record:
     (record,) = run_case(case, Target(kernel.arch, "sim", (schedule,)))
     return record
 
 
 @dataclass(frozen=True)
 class SmokeTrial:
-    """A case of the smoke suite that launches a kernel. lines: PTX lines that it runs. seconds: CPU time of a run."""
+    """A case of a suite that launches a kernel, under a schedule. lines: PTX lines that it runs. seconds: CPU time of a run."""
 
     kernel: KernelEntry
     case: BaseCase
+    schedule: Schedule
     lines: frozenset[int]
     seconds: float
 
-    def __call__(self, ptx: str, schedule: Schedule) -> Outcome:
-        by = f"{schedule} {self.case.id}"
+    def __call__(self, ptx: str) -> Outcome:
+        by = f"{self.schedule} {self.case.id}"
         try:
             with launched_instead(self.kernel, ptx), limited_time(LEAST_SECONDS + SLOWER * self.seconds):
-                record = _run(self.case, self.kernel, schedule)
+                record = _run(self.case, self.kernel, self.schedule)
         except TimeoutError:
             return Outcome("hang", "", by)
         if record.passed:
@@ -75,7 +75,7 @@ class SmokeSubject:
         self.places = Places(kernel)
         self.known: list[SmokeTrial] = []
         self.notices: Counter[str] = Counter()  # mutations that each case has noticed, by its id
-        self._rest = self._trials(sorted(self.cases(suite_name), key=lambda case: case.tiles))
+        self._rest = self._trials(sorted(self.cases(suite_name), key=lambda item: item[0].tiles))
 
     @property
     def trials(self) -> Iterator[SmokeTrial]:
@@ -88,37 +88,37 @@ class SmokeSubject:
             self.known.append(trial)
             yield trial
 
-    def cases(self, suite_name: str) -> Iterator[BaseCase]:
-        """Yield the cases of the suite that may launch the kernel."""
+    def cases(self, suite_name: str) -> Iterator[tuple[BaseCase, Schedule]]:
+        """Yield the cases of the suite that may launch the kernel, with the schedules under which `cute-mla verify` runs them."""
         arch = ARCHS[self.kernel.arch]
         for op in ops_of(self.kernel):
-            for case in [entry.case for entry in suite(suite_name, op, simulated=True) if entry.mode != "skipped"]:
+            cases = [entry.case for entry in suite(suite_name, op, simulated=True) if entry.mode != "skipped"]
+            for case, (schedule,) in zip(cases, schedules_in_turn(cases, arch, 0), strict=True):
                 if {self.kernel.op, case.kernel_op} == _EITHER:
                     continue
                 if op != self.kernel.op or load_artifacts().entry(op, arch.name, case.problem(arch).config.name).name == self.kernel.name:
-                    yield case
+                    yield case, schedule
 
-    def _trials(self, cases: Sequence[BaseCase]) -> Iterator[SmokeTrial]:
+    def _trials(self, cases: Sequence[tuple[BaseCase, Schedule]]) -> Iterator[SmokeTrial]:
         """Run the kernel as it ships; yield the cases that launch it."""
-        for case in cases:
+        for case, schedule in cases:
             own = Places(self.kernel)
             before = time.process_time()
             with own.watch():
-                record = _run(case, self.kernel)
+                record = _run(case, self.kernel, schedule)
             if not own.roles:
                 continue  # the call needs no launch of the helper
             if not record.passed:
-                raise ValueError(f"{self.kernel.name} as it ships fails {case.id}: {record.reason}")
+                raise ValueError(f"{self.kernel.name} as it ships fails {case.id} under {schedule}: {record.reason}")
             for line, roles in own.roles.items():
                 self.places.roles[line] |= roles
-            yield SmokeTrial(self.kernel, case, frozenset(own.roles), time.process_time() - before)
+            yield SmokeTrial(self.kernel, case, schedule, frozenset(own.roles), time.process_time() - before)
 
     def judge(self, mutation: Mutation) -> Outcome:
-        """Run the cases that reach the broken line, under one schedule after the other, until one notices. UNNOTICED if none does."""
+        """Run the cases that reach the broken line until one notices. UNNOTICED if none does."""
         broken = mutation.apply(self.ptx)
-        for schedule in VERIFIED:
-            for trial in self.trials:
-                if mutation.line in trial.lines and (outcome := trial(broken, schedule)).noticed:
-                    self.notices[trial.case.id] += 1
-                    return outcome
+        for trial in self.trials:
+            if mutation.line in trial.lines and (outcome := trial(broken)).noticed:
+                self.notices[trial.case.id] += 1
+                return outcome
         return UNNOTICED

@@ -12,6 +12,7 @@ import pytest
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.runner import Schedule
 from tests.mutation.planted.decode_options import KERNELS, SILENT
 from tests.mutation.planting import Bug
 from tests.mutation.sites import Mutation
@@ -21,14 +22,14 @@ from tests.mutation.smoke import SmokeSubject
 class OptionSubject(SmokeSubject):
     """A kernel with the smoke cases that have any of the options."""
 
-    def cases(self, suite_name: str) -> Iterator[BaseCase]:
+    def cases(self, suite_name: str) -> Iterator[tuple[BaseCase, Schedule]]:
         """Yield the cases that may launch the kernel and have results to judge by."""
-        for case in super().cases(suite_name):
+        for case, schedule in super().cases(suite_name):
             plain = (
                 isinstance(case, DenseDecodeCase) and case.tokens is None and (case.tree, case.window, case.sinks) == ("none", None, "none")
             )
             if case.results_defined and not plain:
-                yield case
+                yield case, schedule
 
     def survives(self, mutation: Mutation) -> bool:
         """Return whether cases run the broken line and none notices."""
