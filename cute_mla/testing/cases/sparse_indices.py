@@ -14,7 +14,7 @@ from .far import FAR_DIMENSIONS, far_tensor
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 FAR_BYTES = 1 << 32  # an offset that needs 64 bits, in bytes and in 16-bit elements
 
-_EDGES = (1, 64, 65, 63, 0, 1 << 20, -7)  # lengths around a tile; kernels clip the last two
+_EDGES = (1, 64, 65, 63, 0, 1 << 20, -70)  # lengths around a tile; kernels clip the last two, which is less than -1 tile
 
 Indices = Literal["valid", "mixed", "none"]
 IndexLayout = Literal["packed", "odd", "far_requests", "far_tokens"]

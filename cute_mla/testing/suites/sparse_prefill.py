@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import cycle, product
+from itertools import chain, count, product
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import ceil_div
@@ -24,10 +24,12 @@ GRID_H_Q = (64, 128)
 MOSTLY_INVALID = ((32, 2048), (64, 8192))  # (s_kv, topk)
 HEADS = (1, 3, 16, 48, 64, 96, 128)
 TOPKS = (1, 63, 65, 2048)
-# indexer_topk of the small cases of a variant in turn, topk at most: not asked for, within a tile, between two, all indices, the first. On
-# Blackwell tiles before the bound, at it and behind it have code of their own. Of mixed indices the first two tiles tell most.
-INDEXER_TOPKS = (0, 64, 130, 65, 1, 129)
-_OF_MIXED = (63, 65, 1, 129)
+# indexer_topk of the small cases of a variant in turn, topk at most: not asked for, between two tiles, and others. On Blackwell tiles
+# before the bound, at it and behind it have code of their own. A thread compares each of its keys with the bound by an instruction of its
+# own, so that the others advance by a step that meets many of them. Of mixed indices the first two tiles tell most.
+INDEXER_TOPKS = (0, TILE_KEYS)
+_OF_MIXED = (TILE_KEYS - 1,)
+_BOUND_STEP = 11
 # Numbers of indices, and of those of lse_indexer, where scores grow from tile to tile: all but one key of a tile lie before the bound. Of
 # needles, which grow up to the third tile, each of the tiles lies elsewhere. Steps show nothing in the first tile, so there are two before.
 _ORDERED_TOPKS = {"needles": (3 * TILE_KEYS, 2 * TILE_KEYS - 1), "steps": (4 * TILE_KEYS, 3 * TILE_KEYS - 1)}
@@ -101,6 +103,7 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> SparsePrefillCase | None:
 def _covers() -> Iterator[SparsePrefillCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
+    others = (1 + index % (2 * TILE_KEYS) for index in count(step=_BOUND_STEP))
     for dtype, d_qk, two, elements in product(DTYPES, HEAD_DIMS, (False, True), (False, True)):
         factors: Factors = {**_FACTORS, "h_q": (68, 92, 96, 128) if two else (3, 12, 64), "elements": (elements,)}
         if elements:
@@ -111,7 +114,7 @@ def _covers() -> Iterator[SparsePrefillCase]:
             layouts = ("odd", "far_tokens", "far_heads")
             factors = {**factors, "rows": (_TILES,), "empty_lse": _FACTORS["empty_lse"][:1], "q_layout": layouts, "outputs": layouts}
         covered = cover(f"{dtype} {d_qk} {two} {elements}", factors, partial(_small, dtype, d_qk), seen, _settle)
-        bounds, of_mixed = cycle(INDEXER_TOPKS), cycle(_OF_MIXED)
+        bounds, of_mixed = chain(INDEXER_TOPKS, others), chain(_OF_MIXED, others)
         for case in covered:
             bound = next(of_mixed if case.indices == "mixed" else bounds)
             yield replace(case, indexer_topk=min(_ORDERED_TOPKS.get(case.values, (0, bound))[1], case.topk))
