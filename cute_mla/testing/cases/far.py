@@ -30,10 +30,10 @@ def reserve(nbytes: int, device: torch.device) -> Tensor:
     return torch.frombuffer(mmap.mmap(-1, nbytes, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS | _NORESERVE), dtype=torch.uint8)
 
 
-def far_strides(shape: Sequence[int], dim: int, first: int | None = None) -> tuple[int, ...]:
+def far_strides(shape: Sequence[int], dim: int, first: int) -> tuple[int, ...]:
     """Return strides in elements that put index `first` of `dim` at FAR_ELEMENTS or beyond, and the other dimensions in order.
 
-    first: None: the last index. Raise ValueError if `dim` has fewer than two indices, since no offset along it is far.
+    Raise ValueError if `dim` has fewer than two indices, since no offset along it is far.
     """
     if shape[dim] < 2:
         raise ValueError(f"shape is {tuple(shape)}; supported: at least 2 in dimension {dim}, which lies far")
@@ -41,15 +41,18 @@ def far_strides(shape: Sequence[int], dim: int, first: int | None = None) -> tup
     for other in reversed([other for other in range(len(shape)) if other != dim]):
         strides[other] = inner
         inner *= shape[other]
-    strides[dim] = ceil_div(max(ceil_div(FAR_ELEMENTS, first or shape[dim] - 1), inner), _UNIT) * _UNIT
+    strides[dim] = ceil_div(max(ceil_div(FAR_ELEMENTS, first), inner), _UNIT) * _UNIT
     return tuple(strides)
 
 
 def far_tensor(shape: Sequence[int], dim: int, dtype: torch.dtype, device: torch.device, first: int | None = None) -> Tensor:
-    """Allocate a tensor full of NaN, or of -1, whose dimension `dim` is far, as in far_strides.
+    """Allocate a tensor full of NaN, or of -1, whose dimension `dim` is far from index `first` on, as in far_strides.
 
-    Memory between its elements is not initialised.
+    first: None: the upper half on a CPU, so that rows which a thread addresses by different instructions are far; the last index on a
+    GPU, where a far tensor takes as much memory as it spans. Memory between its elements is not initialised.
     """
+    if first is None:
+        first = max(shape[dim] // 2 if device.type == "cpu" else shape[dim] - 1, 1)
     strides = far_strides(shape, dim, first)
     span = sum((extent - 1) * stride for extent, stride in zip(shape, strides, strict=True)) + 1 if prod(shape) else 0
     tensor = reserve(span * dtype.itemsize, device).view(dtype).as_strided(tuple(shape), strides)

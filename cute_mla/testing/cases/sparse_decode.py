@@ -43,9 +43,11 @@ from .tensors import (
 SPARE_PAGES = 3  # pages of a cache that no request uses
 V4_PAGE_MULTIPLE = 576  # FlashMLA pads pages of fp8_584 to a multiple of this
 
+OUTLIER = 1000.0  # of values "outliers"
+
 _NAN_BYTE = 0xFF
 
-SparseValues = Literal[Values, "spread", "coherent"]
+SparseValues = Literal[Values, "spread", "outliers", "coherent"]
 SparseCacheLayout = Literal["packed", "tight", "layers", "padded_rows", "far", "far_rows"]
 ROWS_APART = ("padded_rows", "far_rows")  # layouts of formats whose scales lie beside the row
 
@@ -79,7 +81,8 @@ class SparseDecodeCase(DecodeCase):
     cache: the name of the first cache's CacheFormat; extra_cache: of the second one's, "": the same. main, extra: the first and the second
         cache.
     values: as in DenseDecodeCase, along the keys of a request; indices of ORDERED values ascend;
-        "spread": groups of columns of very different magnitudes; "coherent": all terms of a score have one sign, and bf16 would
+        "spread": groups of columns of very different magnitudes; "outliers": the first of 64 columns is OUTLIER in every key, so that
+        scales exceed 2, and 0 in queries, so that scores do not cancel; "coherent": all terms of a score have one sign, and bf16 would
         round every scale of fp8_656 down, so that lse shows whether a kernel keeps scales in fp32.
     power_of_two: scales of fp8_656 and nope_528 are powers of two. Those of fp8_584, v41 and v41_paged always are.
     cache_layout: "packed": pages of fp8_584 end at multiples of 576 bytes, other pages have no padding; "tight": pages of fp8_584
@@ -244,6 +247,8 @@ def _q(case: SparseDecodeCase, device: torch.device) -> Tensor:
     values = draw_queries(case.values, shape, generator_for(case, q.numel(), device))
     if case.values == "coherent":
         values[..., : case.d_qk - D_ROPE] += 1
+    if case.values == "outliers":
+        values[..., : case.d_qk - D_ROPE : 64] = 0
     return packed_queries(case, q, values)
 
 
@@ -300,6 +305,8 @@ def _request_keys(case: SparseDecodeCase, pool: Pool, layout: CacheFormat, pages
     if case.values == "spread":
         exponents = torch.randn(len(keys), narrow // 64, generator=generator, device=keys.device).mul_(1.5).clamp_(-6, 4)
         keys[:, :narrow] *= exponents.exp2().repeat_interleave(64, dim=1)
+    elif case.values == "outliers":
+        keys[:, :narrow:64] = OUTLIER
     elif case.values == "coherent":
         keys[:, :narrow] = _coherent_columns(len(keys), layout, generator)
     elif case.values in RAMPED:

@@ -14,7 +14,8 @@ from .far import FAR_DIMENSIONS, far_tensor
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 FAR_BYTES = 1 << 32  # an offset that needs 64 bits, in bytes and in 16-bit elements
 
-_EDGES = (1, 64, 65, 63, 0, 1 << 20, -70)  # lengths around a tile; kernels clip the last two, which is less than -1 tile
+# Lengths around a tile. Kernels clip the last two, of which one is less than -1 tile. The last token, which may lie far, has indices.
+_EDGES = (1, 64, 65, 63, 0, -70, 1 << 20)
 
 Indices = Literal["valid", "mixed", "none"]
 IndexLayout = Literal["packed", "odd", "far_requests", "far_tokens"]

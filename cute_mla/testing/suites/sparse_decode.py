@@ -13,7 +13,7 @@ from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..cases.far import FAR_DIMENSIONS
 from ..cases.sparse_decode import ROWS_APART, Pool, SparseDecodeCase
 from ..cases.tensors import ORDERED
-from .cover import Choice, Factors, cover, ramps
+from .cover import SPREAD_SCALE, Choice, Factors, cover, ramps
 from .entries import OpSuites, SimulatorReduction
 
 GRID_BATCH = (4, 74, 321)
@@ -37,11 +37,11 @@ _FACTORS: Factors = {
         (2, 2, 2, Pool(140, 130, 62), None),
         (2, 1, 4, Pool(400, 330, 16, (330, 3)), None),  # several tiles, cut into splits
         (7, 1, 1, Pool(80, 66, 64, "edges"), Pool(30, 20, 2, "edges")),  # lengths around a tile, beyond topk, negative
-        (2, 2, 1, Pool(64, 40, 1, "drawn"), Pool(300, 130, 576, "zeros")),
+        (2, 2, 1, Pool(64, 40, 1, (40, 31)), Pool(300, 24, 576, (0, 20))),  # the last request, which may lie far, has keys in both
     ),
     "indices": ("valid", "mixed"),
     "sinks": ("none", "drawn", "infinite"),
-    "values": ramps(),
+    "values": (*ramps(), ("outliers", SPREAD_SCALE)),
     "cache_layout": ("packed", "layers", "padded_rows", "far", "far_rows"),
     "index_layout": ("packed", "odd", "far_requests", "far_tokens"),
     "q_layout": ("packed", "sliced", "heads_first", *FAR_DIMENSIONS),
@@ -121,12 +121,13 @@ def _covers() -> Iterator[SparseDecodeCase]:
             indices="none", sinks="infinite", q_layout="odd" if elements else "packed", empty_lse=_MINUS_INF, sm_count=2,
         )  # fmt: skip
         if not two:
+            other, extra_other = caches[min(1, len(caches) - 1)]
             yield SparseDecodeCase(  # requests with different numbers of query tokens, each with a number of indices of its own
-                dtype, cache=cache, extra_cache=extra_cache, batch=5, tokens=(2, 0, 3), h_q=7,
+                dtype, cache=other, extra_cache=extra_other, batch=5, tokens=(2, 0, 3), h_q=7,
                 main=Pool(140, 130, 62, (130, 0, 3, 70, 500)), extra=Pool(64, 70, 2, "drawn"), sinks="drawn",
                 q_layout="odd" if elements else "packed", index_layout="odd",
                 outputs="odd" if elements else "far_tokens", metadata="tensors" if elements else "object", sm_count=12,
-                power_of_two=cache in _FP32_SCALES,
+                power_of_two=other in _FP32_SCALES,
             )  # fmt: skip
         yield SparseDecodeCase(  # results are undefined, but the call keeps to its operands
             dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=66 if two else 7, main=Pool(100, 66, 64, (66, 3)),
