@@ -153,10 +153,14 @@ _LARGE: tuple[SparseDecodeCase, ...] = (
         extra=Pool(5000, _SPLIT_KEYS // 2 + 77, 69, (_SPLIT_KEYS // 2 + 77, 63)),
         batch_invariant=True, metadata="tensors", sinks="drawn", sm_count=78,
     ),
-    # The same for query tokens of two requests, behind which there are tokens of none. Two CTAs take the heads of a token.
-    SparseDecodeCase(
-        batch=3, tokens=(1, 2), h_q=66, main=Pool(9000, _SPLIT_KEYS + 30, 64, (_SPLIT_KEYS + 30, 40, 70)), batch_invariant=True,
-        outputs="given", power_of_two=True, sm_count=6,
+    # The same for query tokens of two requests, behind which there are tokens of none. Two CTAs take the heads of a token. The second split
+    # has one key, or a tile and a key.
+    *(
+        SparseDecodeCase(
+            dtype, cache=cache, batch=3, tokens=(1, 2), h_q=66, main=Pool(9000, keys, 64, (keys, 40, 70)), batch_invariant=True,
+            outputs="given", power_of_two=cache in _FP32_SCALES, sm_count=6,
+        )
+        for dtype, cache, keys in (("bf16", "fp8_656", _SPLIT_KEYS + 1), ("fp16", "latent", _SPLIT_KEYS + TILE_KEYS + 1))
     ),
     # The running maximum moves in every tile of a long loop, or never after the first tile.
     SparseDecodeCase(h_q=64, main=Pool(2048, 2048), values="rising", sm_count=2),
