@@ -151,16 +151,18 @@ _LARGE: tuple[SparseDecodeCase, ...] = (
     SparseDecodeCase(
         batch=2, main=Pool(5000, _SPLIT_KEYS // 2 + 4, 64, (_SPLIT_KEYS // 2 + 4, 37)),
         extra=Pool(5000, _SPLIT_KEYS // 2 + 77, 69, (_SPLIT_KEYS // 2 + 77, 63)),
-        batch_invariant=True, metadata="tensors", sinks="drawn", sm_count=78,
+        batch_invariant=True, metadata="tensors", sinks="drawn", sm_count=144,
     ),
     # The same for query tokens of two requests, behind which there are tokens of none. Two CTAs take the heads of a token. The second split
-    # has one key, or a tile and a key.
-    *(
-        SparseDecodeCase(
-            dtype, cache=cache, batch=3, tokens=(1, 2), h_q=66, main=Pool(9000, keys, 64, (keys, 40, 70)), batch_invariant=True,
-            outputs="given", power_of_two=cache in _FP32_SCALES, sm_count=6,
-        )
-        for dtype, cache, keys in (("bf16", "fp8_656", _SPLIT_KEYS + 1), ("fp16", "latent", _SPLIT_KEYS + TILE_KEYS + 1))
+    # has one key, and is the beginning of a part of the plan.
+    SparseDecodeCase(
+        batch=3, tokens=(1, 2), h_q=66, main=Pool(9000, _SPLIT_KEYS + 1, 64, (_SPLIT_KEYS + 1, 40, 70)), batch_invariant=True,
+        outputs="given", power_of_two=True, sm_count=16,
+    ),
+    # The same without topk_length, over a 16-bit cache.
+    SparseDecodeCase(
+        "fp16", cache="latent", h_q=66, main=Pool(9000, _SPLIT_KEYS + TILE_KEYS + 1), batch_invariant=True, metadata="tensors",
+        outputs="given", sm_count=40,
     ),
     # The running maximum moves in every tile of a long loop, or never after the first tile.
     SparseDecodeCase(h_q=64, main=Pool(2048, 2048), values="rising", sm_count=2),
@@ -179,10 +181,11 @@ _LARGE: tuple[SparseDecodeCase, ...] = (
 def _pairs() -> Iterator[SparseDecodeCase]:
     """Yield cases of two CTAs a tile, over caches of 528 and of 656 bytes.
 
-    A request that a batch-invariant call splits, and requests without keys in one cache or in both, whose results lie far.
+    A request that a batch-invariant call splits where a part of the plan begins, and requests without keys in one cache or in both, whose
+    results lie far.
     """
     long = Pool(5000, _SPLIT_KEYS + 77, 64, (_SPLIT_KEYS + 77, 37))
-    yield SparseDecodeCase(cache="v41", batch=2, h_q=128, main=long, batch_invariant=True, metadata="tensors", sm_count=78)
+    yield SparseDecodeCase(cache="v41", batch=2, h_q=128, main=long, batch_invariant=True, metadata="tensors", sm_count=44)
     for cache in ("v41", "nope_528", "fp8_656"):
         main, extra = Pool(200, 70, 64, (0, 70, -3)), Pool(90, 65, 61, (0, 0, 65))
         yield SparseDecodeCase(cache=cache, batch=3, h_q=128, main=main, extra=extra, outputs="far_requests", sm_count=2)
