@@ -79,7 +79,7 @@ class Options:
     default="auto",
     help="Where kernels run. auto: for each architecture, on a matching GPU if there is one, else on the simulated device.",
 )
-@click.option("--suite", type=Name(SUITES), default="smoke", help="Which cases: quick takes half a minute, smoke minutes, full hours.")
+@click.option("--suite", type=Name(SUITES), default="smoke", help="Which cases: quick takes half a minute, smoke minutes, full an hour.")
 @click.option(
     "--schedules",
     type=click.IntRange(min=1),

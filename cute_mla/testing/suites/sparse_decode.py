@@ -83,6 +83,8 @@ def _small(dtype: str, kernels: str, choice: Choice) -> SparseDecodeCase | None:
         return None
     if choice["index_layout"] in FAR_DIMENSIONS and extra is None:
         return None  # of both caches
+    if "far_heads" in layouts and choice["h_q"] <= 8:
+        return None  # a Hopper thread's second row lies eight behind its first
     if choice["cache_layout"] in ("far_rows", "tight") and main.page_size == 1:
         return None
     if values in ORDERED and main.topk <= 2 * TILE_KEYS:

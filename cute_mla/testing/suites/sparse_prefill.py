@@ -86,6 +86,8 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> SparsePrefillCase | None:
     layouts = (choice["q_layout"], choice["outputs"], choice["index_layout"])
     if (choice["elements"] and "odd" not in layouts[:2]) or (batch < 3 and "far_requests" in layouts):
         return None
+    if "far_heads" in layouts and choice["h_q"] <= 8:
+        return None  # a Hopper thread's second row lies eight behind its first
     if form in ("ragged", "clipped") and choice["indices"] == "valid":
         return None  # only invalid indices tell where the rows of a request end
     if values in ORDERED and lengths not in ("edges", None):
