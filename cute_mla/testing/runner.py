@@ -64,7 +64,7 @@ class Schedule:
 
 
 def schedules(number: int, seed: int, codes: Sequence[str] = ("ptx",)) -> tuple[Schedule, ...]:
-    """Return the first schedules, as many, each with every code: each name once, then each name with the next seed, and so on."""
+    """Return the first `number` schedules, each with every code: each name once, then each name with the next seed, and so on."""
     return tuple(Schedule(SCHEDULES[i % len(SCHEDULES)], seed + i // len(SCHEDULES), code) for i in range(number) for code in codes)
 
 
