@@ -35,7 +35,6 @@ SUITES = ("quick", "smoke", "full")
 
 _JSON_SECONDS = 10.0  # period of writing the file, so that an interrupted run leaves its records
 _MOST_NAMES = 5
-_SCHEDULES = 2  # of the quick suite, and of a case alone
 _CODES = ("ptx", "sass")
 _BOTH = "both"
 
@@ -150,7 +149,7 @@ def _jobs(options: Options) -> list[Job]:
 
 
 def _orders(entries: list[SuiteEntry[Any]], arch: Arch, options: Options, schedule: str) -> Iterator[tuple[Schedule, ...]]:
-    """Return the schedules of each entry, all of which run: the one of --replay, the first ones, or one of the first two in turn."""
+    """Return the schedules of each entry, all of which run: the one of --replay, the first ones, or one of the usual ones in turn."""
     from cute_mla.testing import runner
 
     codes = _CODES if options.code == _BOTH else (options.code,)
@@ -158,7 +157,7 @@ def _orders(entries: list[SuiteEntry[Any]], arch: Arch, options: Options, schedu
         return repeat((_schedule(schedule),))
     if options.schedules is None and options.suite != "quick" and not options.replay:
         return iter(runner.schedules_in_turn([entry.case for entry in entries], arch, options.seed, codes))
-    return repeat(runner.schedules(options.schedules or _SCHEDULES, options.seed, codes))
+    return repeat(runner.schedules(options.schedules or runner.USUAL_SCHEDULES, options.seed, codes))
 
 
 def _list(jobs: list[Job]) -> None:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import settings
 
 from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.testing.collector import collect_seldom
 from tests.cover import tiers
 from tests.support.bench import Bench
 
@@ -57,10 +58,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Take modules and tests out of the garbage collector's sight: they stay to the end, and a full collection would take a second.
-
-    It looks at new objects less often than Python's default of every 700, which costs the simulator 4 % of its time.
-    """
+    """Take modules and tests out of the garbage collector's sight: they stay to the end, and a full collection would take a second."""
     gc.collect()
-    gc.freeze()
-    gc.set_threshold(20_000)
+    collect_seldom()

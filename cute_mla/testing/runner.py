@@ -6,11 +6,11 @@ Afterwards the memory around strided outputs and around the workspace is checked
 
 from __future__ import annotations
 
-import gc
 import math
 import os
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor
 from concurrent.futures import wait as wait_for_futures
@@ -32,6 +32,7 @@ from ..runtime.errors import ArtifactError
 from ..spec.arch import ARCHS, Arch
 from .cases.base import BaseCase
 from .cases.tensors import Operands, OutputBuffer, is_untouched, make_untouched
+from .collector import collect_seldom
 from .compare import Comparison, ErrorLimit, Tolerance, compare, same_bits, with_error_limit
 from .job_queue import JobQueue
 from .operations import Result, operation
@@ -40,11 +41,11 @@ Kind = Literal["sim", "cuda"]
 Status = Literal["passed", "failed", "skipped", "reduced"]
 
 SCHEDULES = ("round_robin", "lazy", "random", "adversarial")
+USUAL_SCHEDULES = 2  # of which `cute-mla verify` runs a case under one or, in the quick suite, under all
 
 _GUARD = 256  # bytes before and after the workspace that must not change
 _GUARD_BYTE = 0xA5
 _BESIDE_OUT = ("lse", "max_logits", "lse_indexer")  # results with figures of their own
-_GC_ALLOCATIONS = 20_000  # between two collections of a worker's new objects; Python's 700 cost 4 % of the time
 _NAN_BYTE = 0xFF  # four of them are a NaN
 # Undefined results may come of memory that nothing has written, or that two CTAs write, each as its own.
 _FINDINGS_OF_UNDEFINED = frozenset({"poison", "race"})
@@ -69,14 +70,14 @@ def schedules(number: int, seed: int, codes: Sequence[str] = ("ptx",)) -> tuple[
 
 
 def schedules_in_turn(cases: Sequence[BaseCase], arch: Arch, seed: int, codes: Sequence[str] = ("ptx",)) -> list[tuple[Schedule, ...]]:
-    """Return for each case one of the first two schedules, with every code.
+    """Return for each case one of the usual schedules, with every code.
 
     They alternate over the cases of a kernel, so that it meets both. Its first case has another one on the next architecture.
     """
-    turns = {kernel: count(list(ARCHS).index(arch.name)) for kernel in {_kernel(case, arch) for case in cases}}
-    return [
-        tuple(Schedule(SCHEDULES[turn % 2], seed, code) for code in codes) for turn in (next(turns[_kernel(case, arch)]) for case in cases)
-    ]
+    first = list(ARCHS).index(arch.name)
+    turns: dict[tuple[str, str], Iterator[int]] = defaultdict(lambda: count(first))
+    names = (SCHEDULES[next(turns[_kernel(case, arch)]) % USUAL_SCHEDULES] for case in cases)
+    return [tuple(Schedule(name, seed, code) for code in codes) for name in names]
 
 
 def _kernel(case: BaseCase, arch: Arch) -> tuple[str, str]:
@@ -282,11 +283,10 @@ def _worker() -> ProcessPoolExecutor:
 def _start_worker() -> None:
     """Limit a worker to one thread, and end it with its parent: workers of a killed parent would run the rest of the queue.
 
-    The garbage collector no longer looks at modules imported so far, and seldom at all: a run leaves few circles of references.
+    The garbage collector no longer looks at modules imported so far.
     """
     torch.set_num_threads(1)
-    gc.freeze()
-    gc.set_threshold(_GC_ALLOCATIONS)
+    collect_seldom()
     Thread(target=_end_with_parent, daemon=True).start()
 
 

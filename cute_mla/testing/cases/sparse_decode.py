@@ -43,6 +43,7 @@ from .tensors import (
 SPARE_PAGES = 3  # pages of a cache that no request uses
 V4_PAGE_MULTIPLE = 576  # FlashMLA pads pages of fp8_584 to a multiple of this
 
+OUTLIER_STEP = 32  # columns from outlier to outlier of a key: the smallest group of a scale of e8m0
 OUTLIERS = tuple(400 * 2.0**power for power in range(-3, 3))  # of e4m3 values whose scales are 1/8 to 4, if these are powers of two
 
 _NAN_BYTE = 0xFF
@@ -81,9 +82,9 @@ class SparseDecodeCase(DecodeCase):
     cache: the name of the first cache's CacheFormat; extra_cache: of the second one's, "": the same. main, extra: the first and the second
         cache.
     values: as in DenseDecodeCase, along the keys of a request; indices of ORDERED values ascend; "spread": groups of columns of very
-        different magnitudes; "outliers": the first of 32 columns is one of OUTLIERS in every key, and 0 in queries, so that scores do not
-        cancel; "coherent": all terms of a score have one sign, and bf16 would round every scale of fp8_656 down, so that lse shows whether
-        a kernel keeps scales in fp32.
+        different magnitudes; "outliers": the first of OUTLIER_STEP columns is one of OUTLIERS in every key, and 0 in queries, so that
+        scores do not cancel; "coherent": all terms of a score have one sign, and bf16 would round every scale of fp8_656 down, so that
+        lse shows whether a kernel keeps scales in fp32.
     power_of_two: scales of fp8_656 and nope_528 are powers of two. Those of fp8_584, v41 and v41_paged always are.
     cache_layout: "packed": pages of fp8_584 end at multiples of 576 bytes, other pages have no padding; "tight": pages of fp8_584
         without padding; "layers": one layer of a cache that packs three layers in a block; "padded_rows": rows further apart than
@@ -248,7 +249,7 @@ def _q(case: SparseDecodeCase, device: torch.device) -> Tensor:
     if case.values == "coherent":
         values[..., : case.d_qk - D_ROPE] += 1
     if case.values == "outliers":
-        values[..., : case.d_qk - D_ROPE : 32] = 0
+        values[..., : case.d_qk - D_ROPE : OUTLIER_STEP] = 0
     return packed_queries(case, q, values)
 
 
@@ -306,8 +307,8 @@ def _request_keys(case: SparseDecodeCase, pool: Pool, layout: CacheFormat, pages
         exponents = torch.randn(len(keys), narrow // 64, generator=generator, device=keys.device).mul_(1.5).clamp_(-6, 4)
         keys[:, :narrow] *= exponents.exp2().repeat_interleave(64, dim=1)
     elif case.values == "outliers":
-        turns = torch.arange(len(keys))[:, None] + torch.arange(ceil_div(narrow, 32))  # so that every lane meets all of them
-        keys[:, :narrow:32] = torch.tensor(OUTLIERS)[turns % len(OUTLIERS)].to(keys.device)
+        turns = torch.arange(len(keys))[:, None] + torch.arange(ceil_div(narrow, OUTLIER_STEP))  # so that every lane meets all of them
+        keys[:, :narrow:OUTLIER_STEP] = torch.tensor(OUTLIERS)[turns % len(OUTLIERS)].to(keys.device)
     elif case.values == "coherent":
         keys[:, :narrow] = _coherent_columns(len(keys), layout, generator)
     elif case.values in RAMPED:

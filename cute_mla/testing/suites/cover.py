@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from ...spec.mla import D_ROPE
 from ..cases.base import BaseCase
-from ..cases.tensors import STEEP, STEP
+from ..cases.tensors import OPPOSED_ROWS, STEEP, STEP
 
 C = TypeVar("C", bound=BaseCase)
 Choice = Mapping[str, Any]
@@ -36,6 +36,11 @@ def ramps(steps_scale: float = STEPS_SCALE) -> tuple[tuple[str, float | None], .
     greatest score of a tile of needles is 140 powers of two above the others: probabilities overflow in every type if it is not found.
     """
     return (("normal", SPREAD_SCALE), ("opposed", 0.03), ("steps", steps_scale), ("needles", 12.13), ("peaks", 0.1))
+
+
+def lacks_far_rows(layouts: Sequence[str], h_q: int) -> bool:
+    """Return whether heads lie far that are no second rows: those of a Hopper thread lie OPPOSED_ROWS behind its first."""
+    return "far_heads" in layouts and h_q <= OPPOSED_ROWS
 
 
 _CANDIDATES = 20  # draws of which the one with the most missing values, then the most new pairs, becomes a case

@@ -13,7 +13,7 @@ from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..cases.far import FAR_DIMENSIONS
 from ..cases.sparse_decode import ROWS_APART, Pool, SparseDecodeCase
 from ..cases.tensors import ORDERED
-from .cover import SPREAD_SCALE, Choice, Factors, cover, ramps
+from .cover import SPREAD_SCALE, Choice, Factors, cover, lacks_far_rows, ramps
 from .entries import OpSuites, SimulatorReduction
 
 GRID_BATCH = (4, 74, 321)
@@ -83,8 +83,8 @@ def _small(dtype: str, kernels: str, choice: Choice) -> SparseDecodeCase | None:
         return None
     if choice["index_layout"] in FAR_DIMENSIONS and extra is None:
         return None  # of both caches
-    if "far_heads" in layouts and choice["h_q"] <= 8:
-        return None  # a Hopper thread's second row lies eight behind its first
+    if lacks_far_rows(layouts, choice["h_q"]):
+        return None
     if choice["cache_layout"] in ("far_rows", "tight") and main.page_size == 1:
         return None
     if values in ORDERED and main.topk <= 2 * TILE_KEYS:

@@ -15,7 +15,7 @@ from ..cases.base import DTYPES
 from ..cases.far import FAR_DIMENSIONS
 from ..cases.sparse_prefill import SparsePrefillCase
 from ..cases.tensors import ORDERED
-from .cover import Choice, Factors, cover, ramps
+from .cover import Choice, Factors, cover, lacks_far_rows, ramps
 from .entries import OpSuites, SimulatorReduction
 
 GRID_KEYS = ((128, 128), (256, 256), (512, 512), (592, 128), (1840, 256), (1592, 384), (1521, 512), (95, 128), (153, 256), (114, 384))
@@ -86,8 +86,8 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> SparsePrefillCase | None:
     layouts = (choice["q_layout"], choice["outputs"], choice["index_layout"])
     if (choice["elements"] and "odd" not in layouts[:2]) or (batch < 3 and "far_requests" in layouts):
         return None
-    if "far_heads" in layouts and choice["h_q"] <= 8:
-        return None  # a Hopper thread's second row lies eight behind its first
+    if lacks_far_rows(layouts, choice["h_q"]):
+        return None
     if form in ("ragged", "clipped") and choice["indices"] == "valid":
         return None  # only invalid indices tell where the rows of a request end
     if values in ORDERED and lengths not in ("edges", None):
