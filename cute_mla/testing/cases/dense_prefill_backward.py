@@ -31,6 +31,7 @@ class DensePrefillBackwardCase(DensePrefillCase):
     outputs: rows of far ones begin at any element if those of q or dout are "odd".
     saved: layout of out and lse, which the call reads, as `outputs` of a forward call names it.
     ends: "margins": also keys of no sequence only if the caller passes results.
+    neighbours: "nan": so are q and, unless all of its rows are one, dout of the second, fourth, .. sequence.
     longest: what the call says the longest sequence has in query tokens, a number of whole work items; None: the truth. Rows beyond it are
         left out: they get no gradient, give none, and are NaN in q, dout, out and lse.
     holes: whether every third row of q has an infinite lse, though it sees keys, and an out of NaN.
@@ -60,6 +61,12 @@ class DensePrefillBackwardCase(DensePrefillCase):
         """Return the rows of q that are left out."""
         ranges = [torch.arange(first + self.max_seqlen_q, end) for first, end in pairwise(self.q_starts) if end - first > self.max_seqlen_q]
         return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
+
+    @property
+    def rows_of_neighbours(self) -> Tensor:
+        """Return the rows of q of sequences that are full of NaN."""
+        odd = [] if self.neighbours == "finite" else [*pairwise(self.q_starts)][1::2]
+        return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(first, end) for first, end in odd)])
 
     @property
     def kernel_op(self) -> str:
@@ -116,6 +123,7 @@ def make_dense_prefill_backward_tensors(case: DensePrefillBackwardCase, device: 
     """Make the operands of a case, out and lse by the reference."""
     device = torch.device(device)
     inputs = make_inputs(case, device)
+    inputs["q"][case.rows_of_neighbours] = math.nan
     empty_lse = math.inf if case.empty_lse is None else case.empty_lse
     out, lse = reference.dense_prefill(**inputs, softmax_scale=case.softmax_scale, causal=case.causal, empty_lse=empty_lse)
     rows = (1, case.total_q, case.h_q)
@@ -150,6 +158,7 @@ def _dout(case: DensePrefillBackwardCase, device: torch.device) -> Tensor:
     dout = allocate_rows(case.dout_layout, (1, *shape), dtype, device)[0]
     own = slice(case.q_starts[0], case.q_starts[-1])
     dout[own].copy_(drawn[own])
+    dout[case.rows_of_neighbours] = math.nan
     return dout
 
 

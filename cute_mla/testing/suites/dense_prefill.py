@@ -108,6 +108,7 @@ def _covers() -> Iterator[DensePrefillCase]:
             yield from cover(f"masked {d_qk}", {**factors, **_MASKS}, partial(_small, dtype, d_qk), seen, _settle)
             # Of two parts of an item only the first has a visible tile.
             yield DensePrefillCase(dtype, d_qk=d_qk, lengths=((1, 4200), (0, 9), (2, 40)), mask="gaps", sm_count=1)
+            yield replace(_staircase(dtype, d_qk, elements), mask="random")
             if d_qk == MASKED_HEAD_DIMS[0]:  # rows of V are cleared alike for all
                 yield replace(_ends(dtype, d_qk, elements), mask="single")
         yield _staircase(dtype, d_qk, elements)

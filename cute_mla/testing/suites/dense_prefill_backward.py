@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import product
+from itertools import chain, product
 
 from ..cases.base import DTYPES
 from ..cases.dense_prefill_backward import DensePrefillBackwardCase
@@ -79,6 +79,9 @@ def _covers() -> Iterator[DensePrefillBackwardCase]:
             factors = {**factors, **dict.fromkeys(_LAYOUTS, ("odd", *_FAR)), "dout_layout": ("odd", "one", *_FAR)}
         yield from cover(f"{dtype} {d_qk} {elements} backward", factors, partial(_small, dtype, d_qk), seen)
         yield from _staircases(dtype, d_qk, elements)
+        if dtype == "bf16":  # rows are cleared and counted alike in both types
+            yield from () if elements else (_ends(dtype, d_qk),)
+            yield _left_out(dtype, d_qk, elements)
 
 
 def _staircases(dtype: str, d_qk: int, elements: bool) -> Iterator[DensePrefillBackwardCase]:
@@ -86,12 +89,33 @@ def _staircases(dtype: str, d_qk: int, elements: bool) -> Iterator[DensePrefillB
 
     First with scores of which the last that a row sees outweighs all others, so that dv shows the mask, then with scores alike, of which
     each counts in dq and dk. Between the sequences are blocks of rows that see nothing.
+
+    The first case has sequences of up to three blocks of rows or keys. A CTA takes the items of four rounds at a time, most work first: the
+    eight of 2 CTAs begin at any of three blocks, and the last three are sorted alone.
     """
-    lengths = ((192, 192), (128, 136), (130, 1), (3, 1))
+    nothing = (0, 0)
+    lengths = ((192, 192), nothing, (128, 136), (260, 1), nothing, (3, 1), (1, 260), nothing, (1, 1))
     case = DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=lengths, causal=True, sm_count=2)
     case = replace(case, q_layout="odd") if elements else case
     yield replace(case, values="cliff", softmax_scale=_CLIFF_SCALE)
-    yield case
+    yield replace(case, lengths=((192, 192), (128, 136), (130, 1), (3, 1)))
+
+
+def _ends(dtype: str, d_qk: int) -> DensePrefillBackwardCase:
+    """Return a case of sequences that end at every fourth row and key of a tile, each in front of a row and a key full of NaN.
+
+    A warp of Hopper's clears four rows at a time behind the last key or query. The row and the key are of sequences of their own, which
+    have nothing else, since such a sequence costs no product.
+    """
+    lengths = tuple(chain.from_iterable(((end, end), (1, 0), (0, 0), (0, 1)) for end in range(1, _KEY_TILE, 4)))
+    return DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=lengths, neighbours="nan", sm_count=3)
+
+
+def _left_out(dtype: str, d_qk: int, elements: bool) -> DensePrefillBackwardCase:
+    """Return a call that says that sequences are shorter than they are, in front of one that is sorted with them."""
+    lengths = ((150, 130), (9, 40), (70, 60))
+    case = DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=lengths, longest=128, sm_count=2)
+    return replace(case, q_layout="odd") if elements else case
 
 
 # Cases whose size is what they test.
@@ -107,8 +131,6 @@ _LARGE: tuple[DensePrefillBackwardCase, ...] = (
         lengths=((65, 127), (64, 64), (129, 17), (0, 130)), neighbours="nan", outputs="strided", causal=True, sm_count=1
     ),
     DensePrefillBackwardCase("fp16", d_qk=128, lengths=((50, 70), (9, 9), (17, 3)), neighbours="nan", outputs="given", sm_count=1),
-    # Many short sequences, more than CTAs, and more than the rows of an item.
-    DensePrefillBackwardCase(d_qk=128, lengths=((1, 1), (2, 1), (0, 1), (3, 2)) * 20, causal=True, sm_count=3),
     DensePrefillBackwardCase(
         "fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, causal=True, q_layout="even", outputs="strided", sm_count=1
     ),
@@ -118,7 +140,6 @@ _LARGE: tuple[DensePrefillBackwardCase, ...] = (
     DensePrefillBackwardCase("fp16", d_qk=128, lengths=((70, 90),), holes=True, q_layout="odd", sm_count=1),
     # The call says that sequences are shorter than they are. Tiles of dk and dv end at the last row that counts, within a tile.
     DensePrefillBackwardCase(lengths=((300, 210), (60, 70), (129, 200)), causal=True, longest=128, outputs="given", sm_count=2),
-    DensePrefillBackwardCase("fp16", d_qk=128, lengths=((150, 130), (9, 40)), longest=128, q_layout="odd", sm_count=1),
     DensePrefillBackwardCase(d_qk=128, lengths=((9, 40),), longest=0),
 )
 
