@@ -125,7 +125,7 @@ def test_smoke_has_every_variant_walk_several_items(arch: Arch) -> None:
 
 
 def test_smoke_is_cheap() -> None:
-    assert sum(case.tiles for case in SMOKE) <= 2100
+    assert sum(case.tiles for case in SMOKE) <= 2220
     assert max(case.tiles for case in SMOKE) <= SMOKE_TILES
     assert len({case.id for case in SMOKE}) == len(SMOKE)
 

@@ -14,8 +14,9 @@ from .far import FAR_DIMENSIONS, far_tensor
 INT_MIN, INT_MAX = -(1 << 31), (1 << 31) - 1
 FAR_BYTES = 1 << 32  # an offset that needs 64 bits, in bytes and in 16-bit elements
 
-# Lengths around a tile. Kernels clip the last two, of which one is less than -1 tile. The last token, which may lie far, has indices.
-_EDGES = (1, 64, 65, 63, 0, -70, 1 << 20)
+# Lengths around a tile. Kernels clip the second, which is less than -1 tile, and the last. The last token, which may lie far, has indices,
+# and so has the next one behind the second on the same CTAs, of every token or of every third: it shows how many tiles those have counted.
+_EDGES = (1, -70, 64, 65, 63, 0, 1 << 20)
 
 Indices = Literal["valid", "mixed", "none"]
 IndexLayout = Literal["packed", "odd", "far_requests", "far_tokens"]

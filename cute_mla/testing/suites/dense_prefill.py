@@ -108,7 +108,7 @@ def _covers() -> Iterator[DensePrefillCase]:
             yield from cover(f"masked {d_qk}", {**factors, **_MASKS}, partial(_small, dtype, d_qk), seen, _settle)
             # Of two parts of an item only the first has a visible tile.
             yield DensePrefillCase(dtype, d_qk=d_qk, lengths=((1, 4200), (0, 9), (2, 40)), mask="gaps", sm_count=1)
-            yield replace(_staircase(dtype, d_qk, elements), mask="random")
+            yield replace(_staircase(dtype, d_qk, elements), mask="random", sm_count=2)  # eight items at a time, of three blocks
             if d_qk == MASKED_HEAD_DIMS[0]:  # rows of V are cleared alike for all
                 yield replace(_ends(dtype, d_qk, elements), mask="single")
         yield _staircase(dtype, d_qk, elements)
@@ -119,9 +119,10 @@ def _covers() -> Iterator[DensePrefillCase]:
 def _ends(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
     """Return a case of sequences that end at every fourth key of a tile, each in front of keys and values full of NaN.
 
-    A warp of Hopper's clears four rows at a time behind the last value.
+    A warp of Hopper's clears four rows at a time behind the last value. The first sequence has three blocks of rows on Blackwell, of which
+    2 CTAs take the items of four rounds, eight, at a time: they begin and end at any of the three.
     """
-    lengths = tuple(chain.from_iterable(((1, keys), (0, 3)) for keys in range(1, _KEY_TILE, 4)))
+    lengths = tuple(chain.from_iterable(((520 if keys == 1 else 1, keys), (0, 3)) for keys in range(1, _KEY_TILE, 4)))
     case = DensePrefillCase(dtype, d_qk=d_qk, lengths=lengths, neighbours="nan", sm_count=2)
     return replace(case, q_layout="odd" if elements else "packed")
 

@@ -88,32 +88,34 @@ def _staircases(dtype: str, d_qk: int, elements: bool) -> Iterator[DensePrefillB
     """Yield causal cases whose rows see every number of the keys of a tile, and whose keys are seen by every number of rows.
 
     First with scores of which the last that a row sees outweighs all others, so that dv shows the mask, then with scores alike, of which
-    each counts in dq and dk. Between the sequences are blocks of rows that see nothing.
+    each counts in dq and dk. In the second case the numbers of keys and of rows differ by 0, 8, 16 and 24, since comparisons with the
+    diagonal are made for 32 keys at a time.
 
-    The first case has sequences of up to three blocks of rows or keys. A CTA takes the items of four rounds at a time, most work first: the
-    eight of 2 CTAs begin at any of three blocks, and the last three are sorted alone.
+    The first case has blocks of rows that see nothing, and sequences of three or five blocks of rows or keys. Items are sorted four rounds at
+    a time: the eight of 2 CTAs begin and end at any of the blocks, and the last ones are sorted alone. Of most sequences every block has
+    results, mostly zeros, which cost no product.
     """
-    nothing = (0, 0)
-    lengths = ((192, 192), nothing, (128, 136), (260, 1), nothing, (3, 1), (1, 260), nothing, (1, 1))
+    rows, keys = (520, 0), (0, 520)
+    lengths = ((192, 192), rows, (128, 136), (520, 1), keys, (3, 1), rows, (1, 520), keys, (1, 1))
     case = DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=lengths, causal=True, sm_count=2)
     case = replace(case, q_layout="odd") if elements else case
     yield replace(case, values="cliff", softmax_scale=_CLIFF_SCALE)
-    yield replace(case, lengths=((192, 192), (128, 136), (130, 1), (3, 1)))
+    yield replace(case, lengths=((192, 192), (128, 136), (40, 56), (40, 64)))
 
 
 def _ends(dtype: str, d_qk: int) -> DensePrefillBackwardCase:
     """Return a case of sequences that end at every fourth row and key of a tile, each in front of a row and a key full of NaN.
 
     A warp of Hopper's clears four rows at a time behind the last key or query. The row and the key are of sequences of their own, which
-    have nothing else, since such a sequence costs no product.
+    have nothing else, since such a sequence costs no product. The first sequence has rows alone, and ends at key 0.
     """
-    lengths = tuple(chain.from_iterable(((end, end), (1, 0), (0, 0), (0, 1)) for end in range(1, _KEY_TILE, 4)))
-    return DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=lengths, neighbours="nan", sm_count=3)
+    lengths = chain.from_iterable(((end, end), (1, 0), (0, 0), (0, 1)) for end in range(1, _KEY_TILE, 4))
+    return DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=((9, 0), (0, 0), *lengths), neighbours="nan", sm_count=3)
 
 
 def _left_out(dtype: str, d_qk: int, elements: bool) -> DensePrefillBackwardCase:
-    """Return a call that says that sequences are shorter than they are, in front of one that is sorted with them."""
-    lengths = ((150, 130), (9, 40), (70, 60))
+    """Return a call that says that sequences are shorter than they are. The first has keys alone, and ends at row 0."""
+    lengths = ((0, 9), (150, 130), (9, 40), (70, 60))
     case = DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=lengths, longest=128, sm_count=2)
     return replace(case, q_layout="odd") if elements else case
 
