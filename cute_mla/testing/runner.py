@@ -277,10 +277,10 @@ def _interrupts_held() -> Iterator[None]:
 
 
 def _worker() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=_start_worker)
+    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=start_worker)
 
 
-def _start_worker() -> None:
+def start_worker() -> None:
     """Limit a worker to one thread, and end it with its parent: workers of a killed parent would run the rest of the queue.
 
     The garbage collector no longer looks at modules imported so far.

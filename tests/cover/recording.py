@@ -26,6 +26,8 @@ from tests.cover.elements import argument_elements, block_elements, case_element
 from tests.cover.records import CoverRecord, Reached, append
 from tests.cover.tiers import may_move
 
+NOTICED = "noticed"  # property of a test that plants a bug: the group of its elements, and how and by whom the bug was noticed
+
 _case: ContextVar[BaseCase | None] = ContextVar("case", default=None)
 
 
@@ -54,10 +56,17 @@ class CoverRecorder:
         with self.listening() if may_move(item.nodeid) else ExitStack():
             result = yield
         seconds = _cpu_seconds() - began
-        own = of_parameters(item, self.reached)
         slow = any("cover" not in mark.kwargs for mark in item.iter_markers("slow"))
-        append(self.file, CoverRecord(item.nodeid, seconds, self.translation, {**self.reached, **own}, slow))
+        append(self.file, CoverRecord(item.nodeid, seconds, self.translation, self.elements(item), slow))
         return result
+
+    def elements(self, item: pytest.Item) -> Reached:
+        """Return the elements of a test: what its launches and parameters reach, or how a bug is noticed if it plants one."""
+        noticed = dict(item.user_properties).get(NOTICED)
+        if isinstance(noticed, list):
+            group, *items = noticed
+            return {group: set(items)}
+        return {**self.reached, **of_parameters(item, self.reached)}
 
     @contextmanager
     def listening(self) -> Iterator[None]:

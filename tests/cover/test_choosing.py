@@ -69,7 +69,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         record(f"{FAMILY}[two, or ]three]", 2, "bc"),
         record(f"{FAMILY}[four]", 3, "bc"),
         record(f"{FAMILY}[slow]", 90, "abcd", slow=True),
-        record("tests/mutation/test_planted_bugs.py::test_planted[x]", 1, "a"),
+        record("tests/simulator/test_races.py::test_store[x]", 1, "a"),
         CoverRecord("tests/ops/dense_decode/test_errors.py::test_dtype[x]", 1, 0, {}, False),
     ]
     for item in made:

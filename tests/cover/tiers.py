@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_name("full_only.toml")
-ROOMS = ("tests/ops/", "tests/api/", "tests/layer/")  # whose parametrised tests launch kernels through the API; others have no twin
+# Rooms whose parametrised tests launch kernels through the API, or plant bugs in them; others have no twin.
+ROOMS = ("tests/ops/", "tests/api/", "tests/layer/", "tests/mutation/test_planted_bugs.py")
 NOTICES = "notices"  # the table of tests that stay, with the broken kernel that only they notice
 
 _HEAD = """\

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import signal
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -30,7 +30,7 @@ from cute_mla.testing.operations import Result, operation
 from cute_mla.testing.runner import Record, Schedule, Target, run_case
 from tests.mutation.cases import cases
 from tests.mutation.places import Places
-from tests.mutation.planting import EVERY, Planted, survivors
+from tests.mutation.planting import EVERY, Planted
 from tests.mutation.reloading import load_edited
 from tests.mutation.sites import Mutation
 
@@ -133,11 +133,17 @@ def verify(case: BaseCase, arch: Arch, ptx: str, schedule: Schedule) -> Outcome:
     return Outcome("finding" if record.findings else "answer", record.reason, f"{schedule} {case.id}")
 
 
-def survivors_of_cases(planted: Planted, arch: Arch, schedules: Sequence[Schedule], ways: slice = EVERY) -> list[str]:
-    """Plant a bug in the built kernel of its cases, in every way or in these; return what no case notices."""
+def outcomes_of_cases(planted: Planted, arch: Arch, schedules: Sequence[Schedule], ways: slice = EVERY) -> dict[str, Outcome]:
+    """Plant a bug in the built kernel of its cases, in every way or in these; return what the cases notice first, by the broken lines."""
     (kernel,) = {kernel_of(case, arch).name: kernel_of(case, arch) for case in planted.cases}.values()
     trials = [partial(verify, case, arch) for case in planted.cases]
-    return survivors(planted.bug, load_artifacts().ptx(kernel), lambda ptx: bool(first_notice(trials, ptx, schedules).noticed), ways)
+    ptx = load_artifacts().ptx(kernel)
+    return {label: first_notice(trials, broken, schedules) for label, broken in planted.bug.broken(ptx)[ways]}
+
+
+def unnoticed(outcomes: Mapping[str, Outcome]) -> list[str]:
+    """Return the broken lines that no case notices."""
+    return [label for label, outcome in outcomes.items() if not outcome.noticed]
 
 
 @dataclass(frozen=True)

@@ -109,9 +109,9 @@ class Bug:
         ]
 
 
-def survivors(bug: Bug, ptx: str, is_noticed: Callable[[str], bool], ways: slice = EVERY) -> list[str]:
-    """Break a PTX text in every way that a bug says, or in these; return what nothing noticed, by its lines."""
-    return [label for label, broken in bug.broken(ptx)[ways] if not is_noticed(broken)]
+def survivors(bug: Bug, ptx: str, is_noticed: Callable[[str], bool]) -> list[str]:
+    """Break a PTX text in every way that a bug says; return what nothing noticed, by its lines."""
+    return [label for label, broken in bug.broken(ptx) if not is_noticed(broken)]
 
 
 @dataclass(frozen=True)

@@ -50,7 +50,12 @@ class Edit:
 @lru_cache(maxsize=1)
 def _without_comments(ptx: str) -> str:
     """Return a text with blanks in place of its comments. All kinds of mutations of a text ask for it."""
-    return re.sub(r"//[^\n]*", lambda comment: " " * len(comment[0]), ptx)
+    return "\n".join(_without_comment(line) if "//" in line else line for line in ptx.split("\n"))
+
+
+def _without_comment(line: str) -> str:
+    code = line[: line.index("//")]
+    return code + " " * (len(line) - len(code))
 
 
 def apply_all(ptx: str, mutations: Iterable[Mutation]) -> str:

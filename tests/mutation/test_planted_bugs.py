@@ -1,10 +1,14 @@
 """Every bug that tests/mutation/planted declares is noticed: by a finding, an error, or a wrong answer.
 
-`make test` plants it in the first of the ways that it declares, `make test-full` in the others. Kernels without a bug run under one
+Bugs are planted in the first of the ways that they declare; `make test` plants those that together are noticed in every way, by every
+case, in every structure of kernel (tests/cover). `make test-full` plants all of them, in all ways. Kernels without a bug run under one
 schedule each, and under all four.
 """
 
 from __future__ import annotations
+
+import re
+from collections.abc import Callable
 
 import pytest
 
@@ -12,7 +16,9 @@ from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.runner import Schedule, schedules
-from tests.mutation.bench import kernel_of, run_with, survivors_of_cases
+from tests.cover.elements import structure_of
+from tests.cover.recording import NOTICED
+from tests.mutation.bench import Outcome, kernel_of, outcomes_of_cases, run_with, unnoticed
 from tests.mutation.planted import SUITES
 from tests.mutation.planting import Bug, Planted, alone, each, together
 
@@ -30,16 +36,25 @@ EVERY_UNBROKEN = [
 
 
 @pytest.mark.parametrize(("planted", "arch"), EVERY_BUG)
-def test_planted_bugs_are_noticed(planted: Planted, arch: Arch) -> None:
-    assert survivors_of_cases(planted, arch, schedules(4 * SEEDS, 0), FIRST) == []
+def test_planted_bugs_are_noticed(planted: Planted, arch: Arch, record_property: Callable[[str, object], None]) -> None:
+    outcomes = outcomes_of_cases(planted, arch, schedules(4 * SEEDS, 0), FIRST)
+    kernel = structure_of(kernel_of(planted.cases[0], arch))
+    record_property(NOTICED, [f"bugs {kernel}", *sorted({item for outcome in outcomes.values() for item in notices(outcome)})])
+    assert unnoticed(outcomes) == []
+
+
+def notices(outcome: Outcome) -> set[str]:
+    """Return who noticed a bug, and how: the first finding, or what is wrong with the results, without numbers."""
+    *_, reason = re.split("findings?, first ", outcome.detail, maxsplit=1)
+    return {f"by {outcome.by}", f"{outcome.noticed}: {re.sub(r'-?[0-9][0-9.]*(e-?[0-9]+)?', '#', reason)}"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SUITES)
 def test_planted_bugs_are_noticed_at_every_site(name: str) -> None:
     suite = SUITES[name]
-    found = {planted.bug.name: survivors_of_cases(planted, suite.arch, schedules(4 * SEEDS, 0), OTHERS) for planted in suite.bugs}
-    assert {bug: left for bug, left in found.items() if left} == {}
+    found = {planted.bug.name: outcomes_of_cases(planted, suite.arch, schedules(4 * SEEDS, 0), OTHERS) for planted in suite.bugs}
+    assert {bug: left for bug, outcomes in found.items() if (left := unnoticed(outcomes))} == {}
 
 
 @pytest.mark.parametrize(("case", "arch", "schedule"), EVERY_UNBROKEN)

@@ -66,7 +66,7 @@ def test_lengths_are_of_tokens() -> None:
     assert SMALL.counts == (20,) * 5
     edges = SparsePrefillCase(batch=2, form="batched", s_q=4, topk=130, lengths="edges")
     assert edges.topk_lengths == (1, -70, 64, 65, 63, 0, 1 << 20, 1)
-    assert edges.counts == (1, 64, 65, 63, 0, 0, 130, 1)
+    assert edges.counts == (1, 0, 64, 65, 63, 0, 130, 1)
     zeros = SparsePrefillCase(s_q=300, topk=9, lengths="zeros").counts
     assert 100 < zeros.count(0) < 200
     assert set(zeros) == set(range(10))

@@ -379,9 +379,9 @@ def test_workers_end_with_a_killed_parent(tmp_path: Path) -> None:
         "import os, signal\n"
         "from concurrent.futures import ProcessPoolExecutor\n"
         "from multiprocessing import get_context\n"
-        "from cute_mla.testing.runner import _start_worker\n"
+        "from cute_mla.testing.runner import start_worker\n"
         "if __name__ == '__main__':\n"
-        "    pool = ProcessPoolExecutor(1, mp_context=get_context('spawn'), initializer=_start_worker)\n"
+        "    pool = ProcessPoolExecutor(1, mp_context=get_context('spawn'), initializer=start_worker)\n"
         "    print(pool.submit(os.getpid).result(), flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )

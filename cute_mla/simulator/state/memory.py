@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -132,14 +133,25 @@ class GlobalMemory:
     def _load_each(self, address: np.ndarray, size: int, count: int) -> tuple[np.ndarray, np.ndarray | None]:
         values = np.zeros((count, address.size), _UNSIGNED[size])
         poison = np.zeros((count, address.size), bool)
-        for lane, where in enumerate(address.ravel()):
-            buffer = self.require(int(where), int(where) + size * count, False)
-            offset = int(where) - buffer.address
-            raw = buffer.data[offset : offset + size * count]
-            values[:, lane] = np.frombuffer(raw.tobytes(), _UNSIGNED[size])
+        for buffer, lanes, places in self._by_buffer(address.ravel(), size * count, False):
+            values[:, lanes] = buffer.data[places].view(_UNSIGNED[size]).T
             if buffer.valid is not None:
-                poison[:, lane] = ~buffer.valid[offset : offset + size * count].reshape(count, size).all(axis=1)
+                poison[:, lanes] = ~buffer.valid[places].reshape(len(lanes), count, size).all(axis=2).T
         return values, poison if poison.any() else None
+
+    def _by_buffer(self, address: np.ndarray, nbytes: int, write: bool) -> Iterator[tuple[Buffer, np.ndarray, np.ndarray]]:
+        """Yield the buffers that lanes access: (buffer, numbers of the lanes, places of their bytes in it [lanes, nbytes]).
+
+        Raises Fault for the first lane whose bytes no buffer holds, or only a read-only one and written.
+        """
+        left = np.arange(len(address))
+        while len(left):
+            first = int(address[left[0]])
+            buffer = self.require(first, first + nbytes, write)
+            offsets = address[left].astype(np.int64) - buffer.address
+            inside = (offsets >= 0) & (offsets <= buffer.nbytes - nbytes)
+            yield buffer, left[inside], offsets[inside, None] + np.arange(nbytes)
+            left = left[~inside]
 
     def store(self, access: GlobalAccess, values: list[np.ndarray]) -> None:
         """Write values (one array over the lanes per element) of each access; later lanes win."""
@@ -156,16 +168,11 @@ class GlobalMemory:
             access.put(buffer.valid_units(unit), buffer.address, unit, total // unit, ones)
 
     def _store_each(self, address: np.ndarray, values: list[np.ndarray]) -> None:
-        size = values[0].dtype.itemsize
-        lanes = [np.broadcast_to(value, address.shape) for value in values]
-        for lane, where in enumerate(address.ravel()):
-            buffer = self.require(int(where), int(where) + size * len(values), True)
-            offset = int(where) - buffer.address
-            for element, value in enumerate(lanes):
-                start = offset + element * size
-                buffer.data[start : start + size] = np.frombuffer(value[lane].tobytes(), np.uint8)
-                if buffer.valid is not None:
-                    buffer.valid[start : start + size] = 1
+        lanes_of = packed(values, address.size).view(np.uint8).reshape(address.size, -1)
+        for buffer, lanes, places in self._by_buffer(address.ravel(), lanes_of.shape[1], True):
+            buffer.data[places] = lanes_of[lanes]
+            if buffer.valid is not None:
+                buffer.valid[places] = 1
 
 
 class SharedMemory:

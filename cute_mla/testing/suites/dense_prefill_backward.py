@@ -93,9 +93,9 @@ def _staircases(dtype: str, d_qk: int, elements: bool) -> Iterator[DensePrefillB
     each counts in dq and dk. In the second case the numbers of keys and of rows differ by 0, 8, 16 and 24, since comparisons with the
     diagonal are made for 32 keys at a time.
 
-    The first case has blocks of rows that see nothing, and sequences of three or five blocks of rows or keys. Items are sorted four rounds at
-    a time: the eight of 2 CTAs begin and end at any of the blocks, and the last ones are sorted alone. Of most sequences every block has
-    results, mostly zeros, which cost no product.
+    The first case has blocks of rows that see nothing, and sequences of three or five blocks of rows or keys. Items are sorted four rounds
+    at a time: the eight of 2 CTAs begin and end at any of the blocks, and the last ones are sorted alone. Of most sequences every block
+    has results, mostly zeros, which cost no product.
     """
     rows, keys = (520, 0), (0, 520)
     lengths = ((192, 192), rows, (128, 136), (520, 1), keys, (3, 1), rows, (1, 520), keys, (1, 1))
