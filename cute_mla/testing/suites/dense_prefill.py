@@ -119,11 +119,12 @@ def _covers() -> Iterator[DensePrefillCase]:
 def _ends(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
     """Return a case of sequences that end at every fourth key of a tile, each in front of keys and values full of NaN.
 
-    A warp of Hopper's clears four rows at a time behind the last value. The first sequence has three blocks of rows on Blackwell, of which
+    A warp of Hopper's clears four rows at a time behind the last value. The first sequence has keys alone, and ends at row 0. The next with
+    rows has three blocks of rows on Blackwell, of which
     2 CTAs take the items of four rounds, eight, at a time: they begin and end at any of the three.
     """
-    lengths = tuple(chain.from_iterable(((520 if keys == 1 else 1, keys), (0, 3)) for keys in range(1, _KEY_TILE, 4)))
-    case = DensePrefillCase(dtype, d_qk=d_qk, lengths=lengths, neighbours="nan", sm_count=2)
+    lengths = chain.from_iterable(((520 if keys == 1 else 1, keys), (0, 3)) for keys in range(1, _KEY_TILE, 4))
+    case = DensePrefillCase(dtype, d_qk=d_qk, lengths=((0, 9), (0, 3), *lengths), neighbours="nan", sm_count=2)
     return replace(case, q_layout="odd" if elements else "packed")
 
 
