@@ -42,8 +42,8 @@ _FACTORS: Factors = {
     "empty_lse": (None, _MINUS_INF),
     "sm_count": (1, 2, 3, 5),
 }
-# Rows are cleared and counted alike in both types: one of them has the cases of that, bf16 unless it is named here.
-_CLEARED_DTYPE = {192: "fp16"}
+# Rows are cleared, counted and sorted alike in both types: one of them has the cases of that, by number of columns.
+_ONE_DTYPE = {128: "bf16", 192: "fp16", 256: "bf16"}
 _LAYOUTS = ("q_layout", "dout_layout", "saved", "outputs")
 
 
@@ -81,7 +81,7 @@ def _covers() -> Iterator[DensePrefillBackwardCase]:
             factors = {**factors, **dict.fromkeys(_LAYOUTS, ("odd", *_FAR)), "dout_layout": ("odd", "one", *_FAR)}
         yield from cover(f"{dtype} {d_qk} {elements} backward", factors, partial(_small, dtype, d_qk), seen)
         yield from _staircases(dtype, d_qk, elements)
-        if dtype == _CLEARED_DTYPE.get(d_qk, "bf16"):
+        if dtype == _ONE_DTYPE[d_qk]:
             yield from () if elements else (_ends(dtype, d_qk),)
             yield _left_out(dtype, d_qk, elements)
 
@@ -93,13 +93,14 @@ def _staircases(dtype: str, d_qk: int, elements: bool) -> Iterator[DensePrefillB
     each counts in dq and dk. In the second case the numbers of keys and of rows differ by 0, 8, 16 and 24, since comparisons with the
     diagonal are made for 32 keys at a time.
 
-    The first case has blocks of rows that see nothing, and sequences of three or five blocks of rows or keys. Items are sorted four rounds
-    at a time: the eight of 2 CTAs begin and end at any of the blocks, and the last ones are sorted alone. Of most sequences every block
-    has results, mostly zeros, which cost no product. A warp of Hopper's sums the blocks of sequences, one a lane, up to eight: in the last
-    lanes, behind empty ones, are sequences that no longer fit, and the last sequence is sorted alone.
+    In one type the first case has blocks of rows that see nothing, and sequences of three or five blocks of rows or keys. Items are sorted
+    four rounds at a time: the eight of 2 CTAs begin and end at any of the blocks, and the last ones are sorted alone. Of most sequences
+    every block has results, mostly zeros, which cost no product. A warp of Hopper's sums the blocks of sequences, one a lane, up to eight:
+    in the last lanes, behind empty ones, are sequences that no longer fit, and the last sequence is sorted alone.
     """
     rows, keys, nothing = (520, 0), (0, 520), (0, 0)
-    lengths = ((192, 192), rows, (128, 136), (520, 1), keys, (3, 1), rows, (1, 520), keys, (1, 1), *[nothing] * 24, (3, 1), rows, (520, 1))
+    many = ((192, 192), rows, (128, 136), (520, 1), keys, (3, 1), rows, (1, 520), keys, (1, 1), *[nothing] * 24, (3, 1), rows, (520, 1))
+    lengths = many if dtype == _ONE_DTYPE[d_qk] else ((192, 192), (128, 136), (130, 1), (3, 1))
     case = DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=lengths, causal=True, sm_count=2)
     case = replace(case, q_layout="odd") if elements else case
     yield replace(case, values="cliff", softmax_scale=_CLIFF_SCALE, outputs="given")  # allocated ones are 0 before the call
