@@ -120,8 +120,7 @@ def _ends(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
     """Return a case of sequences that end at every fourth key of a tile, each in front of keys and values full of NaN.
 
     A warp of Hopper's clears four rows at a time behind the last value. The first sequence has keys alone, and ends at row 0. The next with
-    rows has three blocks of rows on Blackwell, of which
-    2 CTAs take the items of four rounds, eight, at a time: they begin and end at any of the three.
+    rows has three blocks of them on Blackwell, where 2 CTAs take eight items at a time, which begin and end at any of the three.
     """
     lengths = chain.from_iterable(((520 if keys == 1 else 1, keys), (0, 3)) for keys in range(1, _KEY_TILE, 4))
     case = DensePrefillCase(dtype, d_qk=d_qk, lengths=((0, 9), (0, 3), *lengths), neighbours="nan", sm_count=2)
