@@ -58,7 +58,7 @@ def test_stores(memory: GlobalMemory, storage: np.ndarray) -> None:
     """The last one of lanes at one address wins, and what is stored is written from then on."""
     offsets = [(8, 216, 16, 216)[lane % 4] for lane in range(LANES)]
     before = storage.copy()
-    memory.store(access(storage, offsets, 8), [np.arange(LANES, dtype=np.uint32), np.uint32(7)])
+    memory.store(access(storage, offsets, 8), [np.arange(LANES, dtype=np.uint32), np.array(7, np.uint32)])
     expected = before.copy()
     for lane, offset in enumerate(offsets):
         expected[offset : offset + 8] = np.array([lane, 7], np.uint32).view(np.uint8)
