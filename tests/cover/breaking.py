@@ -5,9 +5,7 @@ from __future__ import annotations
 import io
 import os
 from collections.abc import Collection, Generator, Sequence
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
-from multiprocessing import get_context
 from typing import Any
 from unittest.mock import patch
 
@@ -17,7 +15,7 @@ from cute_mla import simulator
 from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.runtime.simulated_device import SimulatedDevice
-from tests.mutation.bench import limited_time, prepare
+from tests.mutation.bench import limited_time, prepare, processes
 from tests.mutation.sites import Mutation
 from tests.support.tree import ROOT
 
@@ -51,7 +49,7 @@ class BrokenKernel:
 
 def noticing(kernel: str, mutations: Sequence[Mutation], arguments: Collection[str]) -> list[str | None]:
     """Return for each mutation of a kernel the first test that fails with it, of those that pytest collects with these arguments."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # which limits its memory, and ends runs at the first finding
+    with processes(1) as pool:  # which limits its memory, and ends runs at the first finding
         return pool.submit(_noticing, kernel, mutations, arguments).result()
 
 

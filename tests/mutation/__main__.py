@@ -6,19 +6,17 @@ import json
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import as_completed
 from dataclasses import asdict
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, TypeVar
 
 import click
 
 from cute_mla.runtime.artifacts import load_artifacts
-from cute_mla.testing.runner import start_worker
 from tests.mutation.attack import attack, drawn
-from tests.mutation.bench import prepare
+from tests.mutation.bench import prepare, processes
 from tests.mutation.campaign import (
     Line,
     coverage,
@@ -78,7 +76,7 @@ def run(kernel: str, kind: str, sample: int | None, seed: int, seeds: int, jobs:
 def work(batches: Sequence[tuple[str, Sequence[T]]], judge: Callable[[str, Sequence[T]], list[Line]], jobs: int, out: Path) -> None:
     """Judge batches in processes of their own; append a record for each mutation as a batch ends."""
     total, ended = sum(len(batch) for _, batch in batches), 0
-    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn"), initializer=start_worker) as pool, out.open("a") as file:
+    with processes(jobs) as pool, out.open("a") as file:
         futures = {pool.submit(judge, name, batch): name for name, batch in batches}
         for future in as_completed(futures):
             lines = future.result()

@@ -5,9 +5,11 @@ from __future__ import annotations
 import resource
 import signal
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
+from multiprocessing import get_context
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -27,7 +29,7 @@ from cute_mla.spec.cache_rows import ANY_16_BITS
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.compare import same_bits
 from cute_mla.testing.operations import Result, operation
-from cute_mla.testing.runner import Record, Schedule, Target, run_case
+from cute_mla.testing.runner import Record, Schedule, Target, run_case, start_worker
 from tests.mutation.cases import cases
 from tests.mutation.places import Places
 from tests.mutation.planting import EVERY, Planted
@@ -230,6 +232,11 @@ class Subject:
                     if findings or not all(map(same_bits, results, trial.expected)):
                         raise ValueError(f"{self.kernel.name} as it ships, {by}: {[*findings, 'other results'][0]}")
                     self.clean.add(by)
+
+
+def processes(number: int) -> ProcessPoolExecutor:
+    """Return a pool of so many new processes, which end with this one if it is killed."""
+    return ProcessPoolExecutor(number, mp_context=get_context("spawn"), initializer=start_worker)
 
 
 def prepare() -> None:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 
 from cute_mla.runtime.artifacts import load_artifacts
-from tests.mutation.bench import Subject
+from tests.mutation.bench import Subject, processes
 from tests.mutation.campaign import explanations, judge_sample, unexplained
 from tests.mutation.sites import KINDS, find
 
@@ -54,7 +53,7 @@ wgmma.fence.sync.aligned;
 @pytest.fixture(scope="module")
 def pool() -> Iterator[ProcessPoolExecutor]:
     """Yield a process that limits its memory, and ends runs at the first finding."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+    with processes(1) as pool:
         yield pool
 
 

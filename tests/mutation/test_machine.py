@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-from concurrent.futures import ProcessPoolExecutor
-from multiprocessing import get_context
 
 import pytest
 
@@ -12,7 +10,7 @@ from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.simulator.sass.control_codes import hazards
 from cute_mla.simulator.sass.listing import read_listing
 from tests.mutation import machine
-from tests.mutation.bench import text_of
+from tests.mutation.bench import processes, text_of
 from tests.mutation.campaign import judge_machine_code
 from tests.mutation.verdicts import OF_MACHINE_CODE, explanations
 
@@ -95,7 +93,7 @@ def test_broken_control_codes_are_found_when_the_code_is_loaded() -> None:
 
 @pytest.mark.parametrize("kernel", ["cache_gather_sm90_bf16_fp8_584"])
 def test_broken_machine_code_is_noticed(kernel: str) -> None:
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:  # which limits its memory, and ends runs at the first finding
+    with processes(1) as pool:  # which limits its memory, and ends runs at the first finding
         lines = pool.submit(judge_machine_code, kernel, range(4), seed=1, seeds=1, done=frozenset()).result()
     assert len(lines) == 4
     known = explanations(OF_MACHINE_CODE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -21,6 +22,11 @@ from .far import FAR_DIMENSIONS, far_tensor
 from .tensors import Fp32Result, OutputBuffer, allocate_rows, fp32_buffer, generator_for, rows_buffer, without_batch
 
 DoutLayout = Literal[QLayout, "one"]
+
+
+def _numbers(ranges: Iterable[tuple[int, int]]) -> Tensor:
+    """Return the numbers of ranges [first, end), one range after the other."""
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(first, end) for first, end in ranges)])
 
 
 @dataclass(frozen=True)
@@ -59,14 +65,13 @@ class DensePrefillBackwardCase(DensePrefillCase):
     @property
     def left_out(self) -> Tensor:
         """Return the rows of q that are left out."""
-        ranges = [torch.arange(first + self.max_seqlen_q, end) for first, end in pairwise(self.q_starts) if end - first > self.max_seqlen_q]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *ranges])
+        most = self.max_seqlen_q
+        return _numbers((first + most, end) for first, end in pairwise(self.q_starts) if end - first > most)
 
     @property
     def rows_of_neighbours(self) -> Tensor:
         """Return the rows of q of sequences that are full of NaN."""
-        odd = [] if self.neighbours == "finite" else [*pairwise(self.q_starts)][1::2]
-        return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(first, end) for first, end in odd)])
+        return _numbers([] if self.neighbours == "finite" else [*pairwise(self.q_starts)][1::2])
 
     @property
     def kernel_op(self) -> str:

@@ -122,8 +122,9 @@ def _ends(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
     A warp of Hopper's clears four rows at a time behind the last value. The first sequence has keys alone, and ends at row 0. The next with
     rows has three blocks of them on Blackwell, where 2 CTAs take eight items at a time, which begin and end at any of the three.
     """
-    lengths = chain.from_iterable(((520 if keys == 1 else 1, keys), (0, 3)) for keys in range(1, _KEY_TILE, 4))
-    case = DensePrefillCase(dtype, d_qk=d_qk, lengths=((0, 9), (0, 3), *lengths), neighbours="nan", sm_count=2)
+    others = ((1, keys) for keys in range(5, _KEY_TILE, 4))
+    lengths = tuple(chain.from_iterable((own, (0, 3)) for own in ((0, 9), (520, 1), *others)))
+    case = DensePrefillCase(dtype, d_qk=d_qk, lengths=lengths, neighbours="nan", sm_count=2)
     return replace(case, q_layout="odd" if elements else "packed")
 
 

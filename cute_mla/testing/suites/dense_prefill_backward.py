@@ -82,7 +82,8 @@ def _covers() -> Iterator[DensePrefillBackwardCase]:
         yield from cover(f"{dtype} {d_qk} {elements} backward", factors, partial(_small, dtype, d_qk), seen)
         yield from _staircases(dtype, d_qk, elements)
         if dtype == _ONE_DTYPE[d_qk]:
-            yield from () if elements else (_ends(dtype, d_qk),)
+            if not elements:
+                yield _ends(dtype, d_qk)
             yield _left_out(dtype, d_qk, elements)
 
 
