@@ -65,6 +65,7 @@ test-full: lint build
 # The adapter against vLLM itself; VLLM=version picks another one. Writes its row of the table in docs/engines.md. Not part of `make test`.
 test-vllm: build $(VLLM_STAMP)
 	$(VLLM_VENV)/bin/python -m tests.engines.versions
+	.ci/inputs vllm > .ci/passed/vllm
 
 $(VLLM_STAMP): $(SETUP_STAMP)
 	$(BIN)/python -m venv $(VLLM_VENV)
@@ -77,6 +78,7 @@ $(VLLM_STAMP): $(SETUP_STAMP)
 # The integrations against transformers and kernels themselves, of the versions in the requirements. Not part of `make test`.
 test-transformers: build $(TRANSFORMERS_STAMP)
 	$(TRANSFORMERS_VENV)/bin/python -m pytest $(INTEGRATION_TESTS)
+	.ci/inputs transformers > .ci/passed/transformers
 
 $(TRANSFORMERS_STAMP): $(SETUP_STAMP)
 	$(BIN)/python -m venv $(TRANSFORMERS_VENV)

@@ -1,4 +1,4 @@
-"""Each example runs as its docstring says, here on the simulated device."""
+"""Each example runs as its docstring says, here on the simulated device and with the kernels of `make quick`."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ def test_there_are_examples() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says how it fares on the simulated device")
+@pytest.mark.usefixtures("quick_kernels_only")
 @pytest.mark.parametrize(("example", "arch"), runs())
 def test_example_runs(example: Path, arch: str) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

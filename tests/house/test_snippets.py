@@ -16,7 +16,7 @@ import pytest
 import torch
 
 import cute_mla
-from tests.support.documents import DOCUMENTS, Snippet, execute, name_of, runs_inside_simulate, snippets
+from tests.support.documents import DOCUMENTS, README, Snippet, execute, name_of, runs_inside_simulate, snippets
 from tests.support.tree import ROOT
 
 # Snippets that are not run, by the reason that stands above them. A snippet gets a reason only if it cannot run here.
@@ -55,8 +55,15 @@ def test_no_code_hides_in_an_indented_block() -> None:
 
 
 @pytest.mark.parametrize("document", [each for each in DOCUMENTS if runnable(each)], ids=name_of)
-def test_snippets_run(document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """Run Python and commands of a document in their order and in one folder, so that commands find the files that Python wrote."""
+def test_snippets_run(
+    document: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], request: pytest.FixtureRequest
+) -> None:
+    """Run Python and commands of a document in their order and in one folder, so that commands find the files that Python wrote.
+
+    README's run with the kernels that `make quick` builds.
+    """
+    if document == README:
+        request.getfixturevalue("quick_kernels_only")
     if torch.cuda.is_available() and any(snippet.language == "python" for snippet in runnable(document)):
         pytest.skip("the snippets make CPU tensors")
     monkeypatch.chdir(tmp_path)

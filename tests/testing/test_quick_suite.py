@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
+from cute_mla.manifest import Manifest
+from cute_mla.runtime.artifacts import FOLDER_VARIABLE
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.mla import LATENT_DIMS
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.operations import operation
+from cute_mla.testing.runner import Target, run_case
 from cute_mla.testing.suites import OPS, suite, suite_kernels
 from cute_mla.testing.suites.quick import BUDGET_TILES, kernels_of
 from tests.support.recording_device import RecordingDevice
@@ -41,6 +46,16 @@ def test_the_kernels_are_those_that_the_call_launches(case: BaseCase, arch: Arch
     with RecordingDevice(arch, case.sm_count or arch.sm_count).active() as device:
         op.call(case, tensors, torch.zeros(op.workspace_bytes(case, tensors), dtype=torch.uint8))
     assert {launch.kernel for launch in device.launches} == kernels_of(case, arch)
+
+
+def test_cases_without_rows_need_no_kernel(arch: Arch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their kernels are not among those that `make quick` builds."""
+    Manifest({}).save(tmp_path)
+    monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
+    cases = [case for case in QUICK if not kernels_of(case, arch)]
+    assert {case.op for case in cases} == set(OPS)
+    for case in cases:
+        assert all(record.passed for record in run_case(case, Target(arch.name, "sim"))), case.id
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -1,7 +1,8 @@
 """The quick suite, drawn from the smoke cases by a rule: cases that add most features for their cost, within a budget an op.
 
 A feature is a kernel, the columns of a key, or a value of a field that names a layout, a format, a mask or another option. The rule has no
-list of cases, so that it follows the smoke suite. The kernels that a suite launches follow from its cases.
+list of cases, so that it follows the smoke suite. The kernels that a suite launches follow from its cases. `make quick` builds these alone,
+so they include the kernels of README's snippets and of examples/ (tests/house/conftest.py).
 """
 
 from __future__ import annotations
@@ -26,6 +27,13 @@ from ..cases.sparse_decode import SparseDecodeCase
 BUDGET_TILES = 52  # an op and an architecture: all ops take some 50 s of a core, under two schedules
 _KERNEL_TILES = 4  # cost of a kernel that no earlier case has launched: its PTX is translated first
 _CASE_TILES = 1  # cost of a case besides its tiles
+
+# What README's snippets and examples/ launch and no rule of cost would choose.
+_FIRST_KERNELS = {
+    "dense_decode_sm90_bf16_cluster1",
+    "dense_decode_sm100_bf16_cluster2",
+    *(f"{op}_{arch}_bf16_d192" for op in ("dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv") for arch in ARCHS),
+}
 
 Feature = tuple[str, object]
 
@@ -68,7 +76,7 @@ def quick_cases(smoke: Sequence[Any]) -> tuple[Any, ...]:
     cost = 0
     while True:
         costs = {case: _cost(case, known) for case in left if cost + _cost(case, known) <= BUDGET_TILES}
-        best = max(costs, key=lambda case: (_adds_columns(left[case] - known), len(left[case] - known) / costs[case]), default=None)
+        best = max(costs, key=lambda case: (_comes_first(left[case] - known), len(left[case] - known) / costs[case]), default=None)
         if best is None or not left[best] - known:
             return tuple(case for case in smoke if case in chosen)
         chosen.append(best)
@@ -82,9 +90,9 @@ def _cost(case: BaseCase, known: Iterable[Feature]) -> int:
     return case.tiles + _CASE_TILES + _KERNEL_TILES * len(new) // len(ARCHS)
 
 
-def _adds_columns(new: Iterable[Feature]) -> bool:
-    """Return whether keys of a number of columns are among new features. They come first: such keys have kernels of their own."""
-    return any(name == "d_qk" for name, _ in new)
+def _comes_first(new: Iterable[Feature]) -> int:
+    """Return how many features that may not be left out are new: the first kernels, and numbers of columns, whose kernels are their own."""
+    return sum(name == "d_qk" or value in _FIRST_KERNELS for name, value in new)
 
 
 def _kernels(case: BaseCase) -> Iterator[Feature]:
