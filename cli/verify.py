@@ -51,7 +51,7 @@ class Options:
     suite: str
     schedules: int | None
     code: str
-    replay: str
+    replay: str | None
     seed: int
     json: Path | None
     listed: bool
@@ -94,7 +94,6 @@ class Options:
 @click.option(
     "--replay",
     metavar="CASE[/SCHEDULE[@SEED][:CODE]]",
-    default="",
     show_default="all cases",
     help="Run only the case with this id, under this schedule, such as random@3 or lazy:sass. A failed run prints the value to use.",
 )
@@ -106,7 +105,8 @@ class Options:
 def verify(**chosen: Any) -> None:
     """Check every artefact's sha256, then run cases and compare their results with an fp32 reference.
 
-    Succeeds if no artefact is damaged or stale, at least one case ran and every case that ran passed.
+    Succeeds if no artefact is damaged or stale, at least one case ran and every case that ran passed. A case whose kernel is missing or
+    damaged fails; the others run.
     """
     options = Options(**chosen)
     check_writable("--json", options.json)
@@ -114,10 +114,10 @@ def verify(**chosen: Any) -> None:
     if options.listed:
         _list(jobs)
         return
-    _check_artifacts(options)
+    damages = _check_artifacts(options)
     begin = time.monotonic()
     run = _run(jobs, options)
-    verdict = Verdict.of(run, time.monotonic() - begin)
+    verdict = Verdict.of(run, time.monotonic() - begin, damages)
     summarise(run, verdict, options.suite, verbose=options.verbose)
     if verdict.exit_code:
         raise SystemExit(verdict.exit_code)
@@ -128,7 +128,10 @@ def _jobs(options: Options) -> list[Job]:
     from cute_mla.testing import runner
     from cute_mla.testing.suites import suite
 
-    case_id, _, schedule = options.replay.partition("/")
+    case_id, slash, schedule = (options.replay or "").partition("/")
+    if options.replay is not None and not case_id:
+        raise click.UsageError(f"--replay: {options.replay!r} names no case; supported: the id of a case, as --list prints it")
+    order = _schedule(schedule) if slash else None
     jobs: list[Job] = []
     for arch in options.archs:
         kind = _kind(arch, options.device)
@@ -137,7 +140,7 @@ def _jobs(options: Options) -> list[Job]:
             continue
         for op in options.ops:
             entries = suite(options.suite, op, simulated=kind == "sim", seed=options.seed)
-            orders = _orders([entry for entry in entries if entry.mode != "skipped"], arch, options, schedule)
+            orders = _orders([entry for entry in entries if entry.mode != "skipped"], arch, options, order)
             jobs += [(entry, runner.Target(arch.name, kind, () if entry.mode == "skipped" else next(orders))) for entry in entries]
     if not case_id:
         return jobs
@@ -148,14 +151,14 @@ def _jobs(options: Options) -> list[Job]:
     return found
 
 
-def _orders(entries: list[SuiteEntry[Any]], arch: Arch, options: Options, schedule: str) -> Iterator[tuple[Schedule, ...]]:
+def _orders(entries: list[SuiteEntry[Any]], arch: Arch, options: Options, order: Schedule | None) -> Iterator[tuple[Schedule, ...]]:
     """Return the schedules of each entry, all of which run: the one of --replay, the first ones, or one of the usual ones in turn."""
     from cute_mla.testing import runner
 
     codes = _CODES if options.code == _BOTH else (options.code,)
-    if schedule:
-        return repeat((_schedule(schedule),))
-    if options.schedules is None and options.suite != "quick" and not options.replay:
+    if order is not None:
+        return repeat((order,))
+    if options.schedules is None and options.suite != "quick" and options.replay is None:
         return iter(runner.schedules_in_turn([entry.case for entry in entries], arch, options.seed, codes))
     return repeat(runner.schedules(options.schedules or runner.USUAL_SCHEDULES, options.seed, codes))
 
@@ -170,23 +173,27 @@ def _list(jobs: list[Job]) -> None:
     click.echo(f"{len(where)} cases")
 
 
-def _check_artifacts(options: Options) -> None:
-    """Check the hashes of all artefacts, and print their origin.
+def _check_artifacts(options: Options) -> int:
+    """Check the hashes of all artefacts, print their origin and what is damaged, and return how many damages there are.
 
-    ArtifactError if a file differs from the manifest, or without --stale-ok if the sources of this tree are not those of a kernel.
+    ArtifactError without --stale-ok if the sources of this tree are not those of a kernel.
     """
     artifacts = load_artifacts()
-    artifacts.check()
+    damages = artifacts.damages()
+    for damage in damages:
+        click.echo(f"DAMAGED {damage}", err=True)
     source = "built in place" if artifacts.provenance is None else f"from {artifacts.provenance.source}"
-    click.echo(f"{len(artifacts.manifest.kernels)} kernels in {artifacts.folder}, {source}: the sha256 of every file is the manifest's")
+    found = f"{len(damages)} damaged" if damages else "the sha256 of every file is the manifest's"
+    click.echo(f"{len(artifacts.manifest.kernels)} kernels in {artifacts.folder}, {source}: {found}")
     stale = _stale_kernels(artifacts, options)
     if not stale:
-        return
+        return len(damages)
     names = ", ".join(stale[:_MOST_NAMES]) + (f" and {len(stale) - _MOST_NAMES} more" if len(stale) > _MOST_NAMES else "")
     said = f"{len(stale)} of the built kernels have other sources than this tree: {names}"
     if not options.stale_ok:
         raise ArtifactError(f"{said}; build them again with `cute-mla build`, or go on with --stale-ok")
     click.echo(f"warning: {said}", err=True)
+    return len(damages)
 
 
 def _stale_kernels(artifacts: Artifacts, options: Options) -> list[str]:

@@ -61,8 +61,8 @@ class Verdict:
     text: str
 
     @classmethod
-    def of(cls, run: Run, seconds: float) -> Verdict:
-        """Judge a run that took so many seconds."""
+    def of(cls, run: Run, seconds: float, damages: int = 0) -> Verdict:
+        """Judge a run that took so many seconds. damages: of the artefacts, any of which is failure."""
         figures = count(run.records)
         ran = [record for case in run.records for record in case if record.passed is not None]
         where = _devices(ran)
@@ -72,8 +72,9 @@ class Verdict:
             return cls(figures, INTERRUPTED, text)
         if not figures.ran:
             return cls(figures, 1, f"FAILED: no case ran; {behind}")
-        if figures.failed:
-            return cls(figures, 1, f"FAILED: {figures.failed} of {_cases(figures.ran)}; {behind}")
+        if figures.failed or damages:
+            damaged = f", {damages} damaged artefacts" if damages else ""
+            return cls(figures, 1, f"FAILED: {figures.failed} of {_cases(figures.ran)}{damaged}; {behind}")
         return cls(figures, 0, f"PASSED: {_all(figures.ran)}; {behind}")
 
 

@@ -8,7 +8,17 @@ from dataclasses import dataclass
 from importlib.metadata import distributions
 from pathlib import Path
 
-from ..manifest import MANIFEST_NAME, PROVENANCE_NAME, KernelEntry, Manifest, ManifestError, Provenance, manifest_sha256, read_verified
+from ..manifest import (
+    MANIFEST_NAME,
+    PROVENANCE_NAME,
+    KernelEntry,
+    Manifest,
+    ManifestError,
+    Provenance,
+    kernel_name,
+    manifest_sha256,
+    read_verified,
+)
 from ..spec.abi import Param
 from ..spec.arch import ARCHS
 from ..spec.kernel_params import PARAMS_OF
@@ -19,6 +29,7 @@ FOLDER_VARIABLE = "CUTE_MLA_ARTIFACTS"
 DISTRIBUTION = "cute-mla"
 
 _REBUILD = "build the kernels again with `cute-mla build`, or install the wheel again"
+_TREE = Path(__file__).resolve().parents[2]  # of a source tree, which has a Makefile
 
 _ELF_MAGIC = b"\x7fELF"
 _ELF_MACHINE_CUDA = 190
@@ -40,14 +51,8 @@ class Artifacts:
     manifest: Manifest
     provenance: Provenance | None = None
 
-    def check(self) -> None:
-        """Read every file. ArtifactError names the files that are missing, damaged, or of another architecture or manifest."""
-        damages = self.damages()
-        if damages:
-            raise ArtifactError("\n".join(damages))
-
     def damages(self) -> list[str]:
-        """Return the errors that check() raises, one per file."""
+        """Read every file. Return an error for each that is missing, damaged, or of another architecture or manifest."""
         found = []
         if self.provenance is not None and manifest_sha256(self.folder) != self.provenance.manifest_sha256:
             found.append(f"{self.folder / MANIFEST_NAME} is not the one of {self.folder / PROVENANCE_NAME}, which names another sha256")
@@ -64,7 +69,7 @@ class Artifacts:
         try:
             entry = self.manifest.find(op, arch, config_name)
         except ManifestError as error:
-            raise ArtifactError(f"{self.folder}: {error}; {_REBUILD}") from error
+            raise ArtifactError(f"{self.folder}: {error}; {_rebuild(kernel_name(op, arch, config_name))}") from error
         self.check_params(entry)
         return entry
 
@@ -72,34 +77,38 @@ class Artifacts:
         """Raise ArtifactError unless a kernel takes the parameters that its op passes."""
         expected = PARAMS_OF.get(entry.op, entry.params)
         if entry.params != expected:
-            raise ArtifactError(
-                f"{self.folder / MANIFEST_NAME}: kernels.{entry.name}.params: found {_params_text(entry.params, expected)}; {_REBUILD}"
-            )
+            where = f"{self.folder / MANIFEST_NAME}: kernels.{entry.name}.params"
+            raise ArtifactError(f"{where}: found {_params_text(entry.params, expected)}; {_rebuild(entry.name)}")
 
     def cubin(self, entry: KernelEntry) -> bytes:
         """Return the kernel's machine code. ArtifactError if it is damaged or for another architecture."""
-        cubin = self._read(entry.cubin, entry.cubin_sha256)
+        cubin = self._read(entry, entry.cubin, entry.cubin_sha256)
         built_for = cubin_sm(cubin)
         major, minor = ARCHS[entry.arch].compute_capabilities[0]  # the first of the family is in the file
         if built_for != major * 10 + minor:
             raise ArtifactError(
                 f"{self.folder / entry.cubin} is {'not a cubin' if built_for is None else f'a cubin for sm_{built_for}'}; "
-                f"the manifest says {ARCHS[entry.arch].gpu_arch}; {_REBUILD}"
+                f"the manifest says {ARCHS[entry.arch].gpu_arch}; {_rebuild(entry.name)}"
             )
         return cubin
 
     def ptx(self, entry: KernelEntry) -> str:
         """Return the PTX that the cubin was made from. ArtifactError if it is damaged."""
         try:
-            return self._read(entry.ptx, entry.ptx_sha256).decode()
+            return self._read(entry, entry.ptx, entry.ptx_sha256).decode()
         except UnicodeDecodeError as error:
-            raise ArtifactError(f"{self.folder / entry.ptx} is not text: {error}; {_REBUILD}") from error
+            raise ArtifactError(f"{self.folder / entry.ptx} is not text: {error}; {_rebuild(entry.name)}") from error
 
-    def _read(self, name: str, sha256: str) -> bytes:
+    def _read(self, entry: KernelEntry, name: str, sha256: str) -> bytes:
         try:
             return read_verified(self.folder / name, sha256)
         except ManifestError as error:
-            raise ArtifactError(f"{error}; {_REBUILD}") from error
+            raise ArtifactError(f"{error}; {_rebuild(entry.name)}") from error
+
+
+def _rebuild(kernel: str) -> str:
+    """Say how to get a kernel that is missing or damaged."""
+    return f"build it with `cute-mla build --kernel {kernel}`, or install the wheel again"
 
 
 def _params_text(found: tuple[Param, ...], expected: tuple[Param, ...]) -> str:
@@ -134,7 +143,8 @@ def load_artifacts(folder: Path | None = None) -> Artifacts:
     try:
         stamp = (folder / MANIFEST_NAME).stat().st_mtime_ns
     except OSError as error:
-        raise ArtifactError(f"no {MANIFEST_NAME} in {folder}: build the kernels with `cute-mla build`") from error
+        targets = "`make quick` (those of a first verdict) or `make build` (all)" if (_TREE / "Makefile").is_file() else "`cute-mla build`"
+        raise ArtifactError(f"no {MANIFEST_NAME} in {folder}: build the kernels with {targets}") from error
     with _lock:
         known = _loaded.get(folder)
         if known is None or known[0] != stamp:

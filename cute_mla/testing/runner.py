@@ -104,8 +104,8 @@ class Record:
     out_max_abs, out_cos_diff, out_cos_limit: errors of out and the bound of the second; of a backward call, those of the gradient nearest
     its bound.
     status "reduced": the case ran in the reduced form that `case` names; reason says what was cut, and what failed, if anything.
-    code: "ptx" or "sass" on the simulated device. kernel_sha256: hash of the cubin. seconds: time of the API call with its kernels, on a
-    GPU including the set-up of the first call.
+    code: "ptx" or "sass" on the simulated device. kernel_sha256: hash of the cubin, "" if it is not built. seconds: time of the API call
+    with its kernels, on a GPU including the set-up of the first call.
     """
 
     op: str
@@ -168,8 +168,8 @@ def skipped(case: BaseCase, target: Target, reason: str) -> Record:
 def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
     """Run a case, on the simulated device once under each schedule; all runs must give the same bits.
 
-    reduced: what was cut from the case, if anything. An exception of a run becomes a failed record. Only ArtifactError is raised, since no
-    case can run without kernels.
+    reduced: what was cut from the case, if anything. An exception of a run becomes a failed record. Only ArtifactError is raised, since it
+    says nothing about a kernel that ran.
     """
     device = "cuda" if target.kind == "cuda" else "cpu"
     tensors = operation(case).make_tensors(case, device)
@@ -202,14 +202,18 @@ def run_all(
     """Run jobs (case, target, what was reduced) and yield the index and the records of each job as it ends.
 
     Worker processes (default: one per CPU) run the jobs on the simulated device, in the order of JobQueue. This process runs the jobs on a
-    GPU in order. on_start: takes each case before it starts, so that the log names a kernel that hangs the GPU. An exception, such as that
-    of Ctrl-C, or closing the iterator ends the processes at once.
+    GPU in order. on_start: takes each case before it starts, so that the log names a kernel that hangs the GPU. A kernel that is missing or
+    damaged fails its cases. Any other exception, such as that of Ctrl-C, or closing the iterator ends the processes at once.
     """
     on_gpu = [index for index, job in enumerate(jobs) if job[1].kind == "cuda"]
     simulated = [index for index, job in enumerate(jobs) if job[1].kind == "sim"]
     for index in on_gpu:
         on_start(jobs[index][0])
-        yield index, run_case(*jobs[index])
+        try:
+            records = run_case(*jobs[index])
+        except ArtifactError as error:
+            records = _lost(*jobs[index], error)
+        yield index, records
     if simulated:
         workers = min(workers or os.cpu_count() or 1, len(simulated))
         yield from _run_simulated({index: jobs[index] for index in simulated}, workers, on_start)
@@ -240,6 +244,8 @@ def _run_simulated(jobs: Mapping[int, Job], workers: int, on_start: Callable[[Ba
                 worker, index = running.pop(future)
                 try:
                     records = future.result()
+                except ArtifactError as error:
+                    records = _lost(*jobs[index], error)
                 except BrokenProcessPool as error:  # the worker was killed, usually for lack of memory
                     records = _lost(*jobs[index], error)
                     pools[worker] = _worker()
@@ -298,9 +304,10 @@ def _end_with_parent() -> None:
 
 
 def _lost(case: BaseCase, target: Target, reduced: str, error: Exception) -> list[Record]:
-    """Return the records of a case whose process ended before the case did."""
+    """Return the records of a case that an error ended, of its kernels or of its process."""
     identity = _identity(case, target)
-    return [_finish({**identity, "schedule": str(schedule)}, reduced, [_brief(error)]) for schedule in target.schedules]
+    orders = [str(schedule) for schedule in target.schedules] if target.kind == "sim" else [None]
+    return [_finish({**identity, "schedule": order}, reduced, [_brief(error)]) for order in orders]
 
 
 def call(case: BaseCase, tensors: Operands, workspace: Tensor | None = None) -> Result:
@@ -312,6 +319,10 @@ def _identity(case: BaseCase, target: Target) -> dict[str, Any]:
     """Return the fields of a record that identify the case and its device."""
     arch = ARCHS[target.arch]
     config = case.problem(arch).config.name
+    try:
+        kernel_sha256 = load_artifacts().entry(case.kernel_op, target.arch, config).cubin_sha256
+    except ArtifactError:
+        kernel_sha256 = ""
     sm_count = torch.cuda.get_device_properties(0).multi_processor_count if target.kind == "cuda" else case.sm_count or arch.sm_count
     return {
         "op": case.op,
@@ -321,7 +332,7 @@ def _identity(case: BaseCase, target: Target) -> dict[str, Any]:
         "device": target.kind,
         "seed": case.seed,
         "sm_count": sm_count,
-        "kernel_sha256": load_artifacts().entry(case.kernel_op, target.arch, config).cubin_sha256,
+        "kernel_sha256": kernel_sha256,
     }
 
 

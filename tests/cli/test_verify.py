@@ -206,7 +206,14 @@ def test_a_case_alone_runs_under_both_schedules(stand_in: StandIn) -> None:
 
 @pytest.mark.parametrize(
     ("replay", "said"),
-    [("b99", "has no case b99"), (f"{WHOLE.id}/fast", "schedule is 'fast'; supported: round_robin"), (f"{WHOLE.id}/lazy@x", "'lazy@x'")],
+    [
+        ("b99", "has no case b99"),
+        ("", "--replay: '' names no case; supported: the id of a case"),
+        ("/", "--replay: '/' names no case"),
+        (f"{WHOLE.id}/", "schedule is ''; supported: round_robin"),
+        (f"{WHOLE.id}/fast", "schedule is 'fast'; supported: round_robin"),
+        (f"{WHOLE.id}/lazy@x", "'lazy@x'"),
+    ],
 )
 def test_what_cannot_be_replayed(stand_in: StandIn, replay: str, said: str) -> None:
     result = invoke("--op", "dense_decode", "--replay", replay)
@@ -417,10 +424,10 @@ def test_kernels_of_other_sources_are_not_verified(stand_in: StandIn, monkeypatc
 
 
 def test_kernels_that_are_not_built_are_one_line(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(jobs: Sequence[Job], on_start: object) -> Iterator[tuple[int, list[Record]]]:
+    def missing() -> Artifacts:
         raise ArtifactError("no manifest.json: build the kernels with `cute-mla build`")
 
-    monkeypatch.setattr(runner, "run_all", missing)
+    monkeypatch.setattr(verify, "load_artifacts", missing)
     result = invoke()
     assert result.exit_code == 1
     assert result.stderr == "Error: no manifest.json: build the kernels with `cute-mla build`\n"
@@ -435,7 +442,9 @@ def test_it_says_what_is_about_to_run(stand_in: StandIn, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("damaged", ["cubin", "ptx"])
-def test_nothing_runs_on_a_damaged_artefact(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: str) -> None:
+def test_a_damaged_artefact_is_failure_and_cases_run(
+    stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: str
+) -> None:
     name, ptx = "combine_sm90_bf16", b"// not PTX"
     cubin = b"\x7fELF" + bytes(4) + b"\x08" + bytes(9) + b"\xbe\x00" + bytes(29) + b"\x5a" + bytes(14)
     hashes: dict[str, Any] = {f"{kind}_sha256": hashlib.sha256(content).hexdigest() for kind, content in (("cubin", cubin), ("ptx", ptx))}
@@ -452,8 +461,10 @@ def test_nothing_runs_on_a_damaged_artefact(stand_in: StandIn, monkeypatch: pyte
     (tmp_path / files[damaged]).write_bytes(content)
     result = invoke("--stale-ok")
     assert result.exit_code == 1
-    assert f"Error: {tmp_path / files[damaged]} is damaged: sha256" in result.stderr
-    assert stand_in.jobs == []
+    assert f"DAMAGED {tmp_path / files[damaged]} is damaged: sha256" in result.stderr
+    assert len(stand_in.jobs) == 4
+    assert result.stdout.startswith(f"1 kernels in {tmp_path}, built in place: 1 damaged\n")
+    assert result.stdout.splitlines()[-1] == f"FAILED: 0 of 4 cases, 1 damaged artefacts; {SIMULATED}; 0 s"
 
 
 def test_names_agree_with_the_suites() -> None:

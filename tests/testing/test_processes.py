@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from cute_mla.runtime.artifacts import FOLDER_VARIABLE
-from cute_mla.runtime.errors import ArtifactError
+from cute_mla.manifest import MANIFEST_NAME, Manifest
+from cute_mla.runtime.artifacts import FOLDER_VARIABLE, load_artifacts
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.runner import Target, run_all, schedules
@@ -73,7 +73,22 @@ def test_an_interruption_ends_the_workers_at_once(interrupt: str) -> None:
     assert (result.returncode, result.stdout, result.stderr) == (0, "started\ninterrupted\n", "")
 
 
-def test_missing_kernels_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_is_missing_or_damaged_fails_its_case_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    built, missing, damaged = load_artifacts(), "dense_decode_sm90_bf16_cluster1", "dense_decode_sm100_fp16_cluster2"
+    for path in built.folder.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    for name in (MANIFEST_NAME, f"{damaged}.ptx"):
+        (tmp_path / name).unlink()
+    (tmp_path / f"{damaged}.ptx").write_text("// another\n")
+    Manifest({name: entry for name, entry in built.manifest.kernels.items() if name != missing}).save(tmp_path)
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    with pytest.raises(ArtifactError, match="no manifest"):
-        list(run_all([(SMALL, Target("sm90", "sim"), "")], workers=1))
+    jobs = [(SMALL, Target("sm90", "sim"), ""), (LARGE, Target("sm90", "sim"), ""), (LARGE, Target("sm100", "sim", schedules(2, 0)), "")]
+    results = dict(run_all(jobs, workers=1))
+    ((first,), (second,), third) = (results[index] for index in range(3))
+    assert (first.passed, first.kernel_sha256, second.passed) == (False, "", True)
+    assert f"found no kernel {missing} among the " in first.reason
+    assert "nearest: dense_decode_sm90_bf16_cluster2, " in first.reason
+    assert f"`cute-mla build --kernel {missing}`" in first.reason
+    assert [record.passed for record in third] == [False, False]
+    assert f"{damaged}.ptx is damaged" in third[0].reason
+    assert f"`cute-mla build --kernel {damaged}`" in third[0].reason
