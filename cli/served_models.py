@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cute_mla.spec.arch import ARCHS
@@ -18,6 +18,7 @@ class Model:
 
     qk_nope_head_dim, v_head_dim: None where keys are values, and prefill has no heads of its own. formats: of its caches that engines use;
     extra_formats: those beside the first. topk: keys that its indexer chooses; None without an indexer. key_pool: neighbours among them.
+    keys: further keys of its configuration that concern attention.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Model:
     extra_formats: tuple[str, ...] = ()
     topk: int | None = None
     key_pool: int = 1
+    keys: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def d_qk(self) -> int:
@@ -63,7 +65,9 @@ MODELS: tuple[Model, ...] = (
     _V4,
     replace(_V4, name="DeepSeek-V4.1", formats=("v41", "v41_paged"), extra_formats=("v41_fp4",)),
     Model("Kimi K2", 64),
-    Model("Kimi K3", 96),
+    Model("Kimi K3", 96, keys={"mla_use_nope": True, "mla_use_output_gate": True}),
+    Model("Kimi Linear", 32, keys={"mla_use_nope": True}),
+    Model("LongCat Flash", 64, keys={"mla_scale_q_lora": True, "mla_scale_kv_lora": True}),
     Model("GLM-4.7-Flash", 20, qk_nope_head_dim=192, v_head_dim=256),
     replace(_V3_2, name="GLM-5, 5.1, 5.2", num_attention_heads=64, qk_nope_head_dim=192, v_head_dim=256),
     Model("GLM-5.3-Flash", 64, 512, 0, 256, 256, formats=("latent_512", "nope_528"), topk=2048, key_pool=16),
@@ -127,10 +131,11 @@ def _layer(model: Model) -> str:
     if model.head is None:
         return "not served: keys are values"
     names = ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
+    sizes = {name: getattr(model, name) for name in names}
     try:
-        MlaConfig(hidden_size=1, q_lora_rank=None, **{name: getattr(model, name) for name in names})
+        MlaConfig.from_hugging_face({"hidden_size": 1, "q_lora_rank": None, **sizes, **model.keys})
     except ValueError as error:
-        return f"not served: {error}"
+        return f"not served: {str(error).partition(';')[0]}"
     if model.topk is None or model.key_pool == 1:
         return "yes" if model.topk is None else "yes, with indexer"
     return f"up to {model.topk:,} keys, all of which it attends to"

@@ -10,11 +10,13 @@ from typing import Any
 from ..ops.arguments import check_flag, check_integer, is_number, short_repr
 from ..spec.dense_prefill import HEAD_DIMS
 from ..spec.mla import D_LATENT, D_ROPE, LATENT_DIMS
+from .config_keys import check_keys
 from .indexer_config import IndexerConfig
 
 _POSITIVE_INTEGERS = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _YARN_TYPES = ("yarn", "deepseek_yarn")
 _LLAMA3 = "llama3"
+_ROPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")  # keys of each type; qk_rope_head_dim gives what the last does
 
 
 @dataclass(frozen=True)
@@ -52,15 +54,16 @@ class YarnScaling:
     @staticmethod
     def from_hugging_face(scaling: Mapping[str, Any]) -> YarnScaling | None:
         """Read `rope_scaling` of a config; return None if it scales nothing. Raise ValueError if it is not YaRN."""
-        _check_mapping("rope_scaling", scaling)
-        kind = scaling.get("rope_type", scaling.get("type", "default"))
+        kind = _rope_type(_mapping("rope_scaling", scaling))
         if kind == "default":
+            _check_known(scaling, _ROPE)
             return None
         if kind not in _YARN_TYPES:
             raise ValueError(f"rope_scaling is of type {kind!r}; supported: {', '.join((*_YARN_TYPES, _LLAMA3))}")
         required = ("factor", "original_max_position_embeddings")
         _check_present("rope_scaling", scaling, required)
         names = (*required, "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta")
+        _check_known(scaling, (*_ROPE, *names, "attention_factor", "max_position_embeddings"))
         yarn = YarnScaling(**{name: scaling[name] for name in names if scaling.get(name) is not None})
         given = scaling.get("attention_factor")
         if given is not None and not (is_number(given) and math.isclose(given, yarn.rotary_scale, rel_tol=1e-6)):
@@ -102,6 +105,7 @@ class Llama3Scaling:
     def from_hugging_face(scaling: Mapping[str, Any]) -> Llama3Scaling:
         """Read `rope_scaling` of a config, of type llama3. Raise ValueError if a value is missing or unsupported."""
         names = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        _check_known(scaling, (*_ROPE, *names))
         _check_present("rope_scaling", scaling, names)
         return Llama3Scaling(**{name: scaling[name] for name in names})
 
@@ -183,30 +187,32 @@ class MlaConfig:
 
     @staticmethod
     def from_hugging_face(config: Mapping[str, Any]) -> MlaConfig:
-        """Read a model's config.json; keys that do not concern attention are ignored.
+        """Read a model's config.json, or the text_config of a multimodal model's.
 
-        The config of a multimodal model has them under text_config, and is read from there. Raises ValueError if a key is missing or has
-        an unsupported value.
+        Raises ValueError for keys that may change attention and that the layer does not read, for a model_type that is not known (a config
+        without one is taken at its keys), and if a key is missing or has an unsupported value. docs/models.md says which keys these are.
         """
-        _check_mapping("config", config)
+        config = _mapping("config", config)
         if "text_config" in config:
-            config = config["text_config"]
-            _check_mapping("text_config", config)
+            config = _mapping("text_config", config["text_config"])
+        check_keys(config)
         required = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         _check_present("the config", config, (*required, "q_lora_rank"))
-        rope = config.get("rope_parameters") or {}  # newer configs keep rope_theta and rope_scaling here
-        scaling = config.get("rope_scaling") or rope
+        theta, scaling = _read_rope(config)
         optional = {
             **{name: config.get(name) for name in ("rms_norm_eps", "max_position_embeddings", "rope_interleave", "attention_bias")},
-            "rope_theta": config.get("rope_theta", rope.get("rope_theta")),
+            "rope_theta": theta,
         }
-        return MlaConfig(
+        read = MlaConfig(
             **{name: config[name] for name in required},
             q_lora_rank=config["q_lora_rank"],
-            rope_scaling=_read_scaling(scaling),
+            rope_scaling=scaling,
             indexer=IndexerConfig.from_hugging_face(config),
             **{name: value for name, value in optional.items() if value is not None},
         )
+        if config.get("qk_head_dim") not in (None, read.query_columns):
+            raise ValueError(f"qk_head_dim is {short_repr(config['qk_head_dim'])}; supported with the other columns: {read.query_columns}")
+        return read
 
     @property
     def softmax_scale(self) -> float:
@@ -225,11 +231,33 @@ class MlaConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
-def _read_scaling(scaling: Any) -> YarnScaling | Llama3Scaling | None:
-    """Read `rope_scaling` of a config. Raise ValueError for other types than default, YaRN and llama3."""
-    if isinstance(scaling, Mapping) and scaling.get("rope_type") == _LLAMA3:
-        return Llama3Scaling.from_hugging_face(scaling)
-    return YarnScaling.from_hugging_face(scaling)
+def _read_rope(config: Mapping[str, Any]) -> tuple[Any, YarnScaling | Llama3Scaling | None]:
+    """Return rope_theta, or None, and the scaling of frequencies. Raise ValueError for other types, and if two places differ."""
+    places = {name: config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name)}  # the latter in newer configs
+    thetas = [place.get("rope_theta") for place in (config, *(_mapping(name, value) for name, value in places.items()))]
+    thetas = [theta for theta in thetas if theta is not None]
+    read = [_read_scaling(value) for value in places.values() if set(value) - {"rope_theta", "partial_rotary_factor"}]
+    for name, values in (("rope_theta", thetas), ("rope_scaling", read)):
+        if any(value != values[0] for value in values):
+            raise ValueError(f"the config has {' and '.join(map(short_repr, values))} as {name}; supported: one")
+    return thetas[0] if thetas else None, read[0] if read else None
+
+
+def _read_scaling(scaling: Mapping[str, Any]) -> YarnScaling | Llama3Scaling | None:
+    """Read rope_scaling or rope_parameters of a config. Raise ValueError for other types than default, YaRN and llama3."""
+    return (Llama3Scaling if _rope_type(scaling) == _LLAMA3 else YarnScaling).from_hugging_face(scaling)
+
+
+def _rope_type(scaling: Mapping[str, Any]) -> Any:
+    return scaling.get("rope_type", scaling.get("type", "default"))
+
+
+def _check_known(scaling: Mapping[str, Any], known: tuple[str, ...]) -> None:
+    """Raise ValueError for keys of a scaling that are not read. `truncate` False would leave the ramp of YaRN unrounded."""
+    extra = [name for name, value in scaling.items() if name not in known and value is not None and (name, value) != ("truncate", True)]
+    if extra:
+        given = ", ".join(f"{name} {short_repr(scaling[name])}" for name in extra)
+        raise ValueError(f"rope_scaling of type {short_repr(_rope_type(scaling))} has {given}; supported: {', '.join(known)}")
 
 
 def _magnitude(factor: float, mscale: float) -> float:
@@ -243,9 +271,10 @@ def _check_present(where: str, given: Mapping[str, Any], names: tuple[str, ...])
         raise ValueError(f"{where} has no {', '.join(missing)}; supported: the configs of DeepSeek-V2 and V3")
 
 
-def _check_mapping(name: str, value: Any) -> None:
+def _mapping(name: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{name} is {short_repr(value)}; supported: a mapping, as in config.json")
+    return value
 
 
 def _check_positive(name: str, value: Any) -> None:

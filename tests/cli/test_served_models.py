@@ -40,8 +40,11 @@ def test_a_model_that_is_not_served_says_why() -> None:
     row = ROWS["MiniCPM3"]
     assert row["dense decode"] == "not served: head_dim is 288; supported: 576, 512, 320"
     assert row["prefill"].startswith("not served: head_dim is 96; supported: 192")
-    assert row["layer"].startswith("not served: kv_lora_rank is 256 with qk_rope_head_dim 32; supported: 512 with 64")
-    assert sum("not served" in cell for row in ROWS.values() for cell in row.values()) == 5  # of MiniCPM3, and two layers of V4
+    assert row["layer"] == "not served: kv_lora_rank is 256 with qk_rope_head_dim 32"
+    assert ROWS["Kimi K3"]["layer"] == "not served: the config has mla_use_nope True, mla_use_output_gate True"
+    assert ROWS["Kimi Linear"]["layer"] == "not served: the config has mla_use_nope True"
+    assert ROWS["LongCat Flash"]["layer"] == "not served: the config has mla_scale_q_lora True, mla_scale_kv_lora True"
+    assert sum("not served" in cell for row in ROWS.values() for cell in row.values()) == 8  # three of MiniCPM3, two layers of V4
 
 
 @pytest.mark.parametrize(

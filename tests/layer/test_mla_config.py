@@ -83,6 +83,10 @@ def test_where_newer_configs_keep_rope() -> None:
     assert config.rope_scaling == MlaConfig.from_hugging_face(V3).rope_scaling
 
 
+def test_a_theta_beside_the_scaling() -> None:
+    assert MlaConfig.from_hugging_face({**V3, "rope_theta": None, "rope_scaling": {**YARN, "rope_theta": 5e4}}).rope_theta == 5e4
+
+
 def test_magnitudes_that_differ() -> None:
     """Mscale 0.5 and mscale_all_dim 0.25: (0.05 ln 40 + 1) / (0.025 ln 40 + 1) on the columns, the latter squared on the scale."""
     yarn = YarnScaling(40, 4096, mscale=0.5, mscale_all_dim=0.25)
@@ -131,6 +135,15 @@ def test_magnitudes_that_differ() -> None:
         ({"rope_scaling": {**YARN, "mscale": -1}}, r"rope_scaling\['mscale'\] is -1; supported: a number, 0 or more"),
         ({"rope_scaling": {**YARN, "attention_factor": 1.2}}, r"rope_scaling\['attention_factor'\] is 1\.2; supported: 1\.36888"),
         ({"rope_scaling": {**YARN, "attention_factor": "1"}}, r"rope_scaling\['attention_factor'\] is '1'; supported: 1\.36888"),
+        ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling of type 'yarn' has truncate False; supported: rope_type, type"),
+        ({"rope_scaling": {**LLAMA_3, "mscale": 2}}, "rope_scaling of type 'llama3' has mscale 2; supported: rope_type"),
+        ({"rope_scaling": {"factor": 40}}, "rope_scaling of type 'default' has factor 40; supported: rope_type"),
+        ({"rope_scaling": {"rope_type": "default", "mrope_section": [1]}}, r"rope_scaling of type 'default' has mrope_section \[1\]"),
+        ({"rope_parameters": {"rope_theta": 5e4}}, r"the config has 10000 and 50000\.0 as rope_theta; supported: one"),
+        ({"rope_parameters": {"rope_type": "default"}}, r"the config has YarnScaling.* and None as rope_scaling; supported: one"),
+        ({"rope_scaling": {"mrope_section": [1]}}, r"rope_scaling of type 'default' has mrope_section \[1\]"),
+        ({"rope_parameters": 3}, "rope_parameters is 3; supported: a mapping"),
+        ({"qk_head_dim": 128}, "qk_head_dim is 128; supported with the other columns: 192"),
         ({"rope_scaling": {**YARN, "beta_fast": 1}}, "beta_slow 1 and beta_fast 1; supported: the former less"),
     ],
 )

@@ -82,7 +82,7 @@ def _config_of(model: torch.nn.Module, module: Any, traits: Traits) -> MlaConfig
     """Return the layer's configuration. ValueError if the module computes something else than the layer would."""
     given = module.config.to_dict()
     if not traits.rotates:
-        given = {name: value for name, value in given.items() if name not in ("rope_parameters", "rope_scaling")}
+        given = {name: value for name, value in given.items() if name not in ("rope_parameters", "rope_scaling", "model_type")}
     config = replace(MlaConfig.from_hugging_face(given), rms_norm_eps=module.kv_a_layernorm.variance_epsilon)
     if abs(module.scaling / config.softmax_scale - 1) > 1e-6:
         raise ValueError(f"the scale of the softmax is {module.scaling}; supported with this configuration: {config.softmax_scale}")

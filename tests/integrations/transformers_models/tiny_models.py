@@ -87,11 +87,22 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "kimi_k2_5": ("Kimi_K25Config", "Kimi_K25ForConditionalGeneration", {**_V3}),
 }
+# Models whose modules patch() does not know
+OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "axk1": ("AXK1Config", "AXK1ForCausalLM", {**_V3}),
+    "glm_5_3_flash": (
+        "Glm5NextTextConfig",
+        "Glm5NextTextModel",
+        {"q_lora_rank": 48, "layer_types": ["indexed_attention"] * 2, "indexer_types": ["full"] * 2, **_INDEXED, **_MIXED},
+    ),
+    "sarvam_mla": ("SarvamMLAConfig", "DeepseekV3ForCausalLM", {**_V3, "q_lora_rank": None}),
+    "youtu": ("YoutuConfig", "YoutuForCausalLM", {"q_lora_rank": 48}),
+}
 
 
 def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
     """Return a model in evaluation mode with eager attention. changes: to its configuration."""
-    config_class, model_class, own = MODELS[name]
+    config_class, model_class, own = {**MODELS, **OTHERS}[name]
     given = {**_SIZES, **own, **changes}
     if name == "kimi_k2_5":
         text = {"model_type": "deepseek_v3", **given}

@@ -1,0 +1,123 @@
+"""Configurations of models with latent attention, as their checkpoints and transformers 5.24 write them: read, or refused by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from cute_mla.layer import MlaConfig
+from cute_mla.layer.config_keys import MODEL_TYPES
+from tests.layer.mla_models import GLM_5, GLM_5_3_FLASH, MISTRAL_SMALL_4, V2_LITE, V3
+from tests.support.tree import ROOT
+
+# What configurations say besides attention, and about attention without changing it
+MOE: dict[str, Any] = (
+    {"architectures": ["DeepseekV3ForCausalLM"], "auto_map": {"AutoConfig": "configuration_deepseek.DeepseekV3Config"}}
+    | {"attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": [1, 2], "ep_size": 1, "first_k_dense_replace": 3, "hidden_act": "silu"}
+    | {"vocab_size": 129280, "initializer_range": 0.02, "intermediate_size": 18432, "moe_intermediate_size": 2048, "moe_layer_freq": 1}
+    | {"n_group": 8, "n_routed_experts": 256, "n_shared_experts": 1, "norm_topk_prob": True, "num_experts_per_tok": 8, "use_cache": True}
+    | {"num_hidden_layers": 61, "num_key_value_heads": 128, "num_nextn_predict_layers": 1, "routed_scaling_factor": 2.5, "topk_group": 4}
+    | {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "tie_word_embeddings": False, "torch_dtype": "bfloat16", "pretraining_tp": 1}
+    | {"transformers_version": "4.33.1", "aux_loss_alpha": 0.001, "seq_aux": True, "moe_router_dtype": "float32"}
+    | {"quantization_config": {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}}
+)
+# What older releases of transformers write of every configuration below another one
+GENERIC: dict[str, Any] = (
+    {"add_cross_attention": False, "cross_attention_hidden_size": None, "output_attentions": False, "pruned_heads": {}, "top_k": 50}
+    | {"output_scores": False, "is_decoder": False, "chunk_size_feed_forward": 0, "label2id": {"LABEL_0": 0}, "length_penalty": 1.0}
+    | {"_attn_implementation_autoset": False, "forced_bos_token_id": None, "sep_token_id": None, "torchscript": False, "prefix": None}
+)
+FIVE: dict[str, Any] = {"mlp_layer_types": ["dense", "sparse"], "mlp_bias": False, "head_dim": 64, "output_router_logits": False}
+DSA: dict[str, Any] = FIVE | {"layer_types": ["indexed_attention"], "index_topk": 2048, "index_head_dim": 128, "index_n_heads": 64}
+KDA = {"full_attn_layers": [2], "kda_layers": [1], "gate_lower_bound": -5.0, "use_full_rank_gate": True}
+HYBRID: dict[str, Any] = (
+    {"layer_types": ["linear_attention", "full_attention"], "linear_head_dim": 128, "linear_num_heads": 32, "linear_conv_kernel_dim": 4}
+) | {"linear_attn_config": KDA}
+LINEAR: dict[str, Any] = V2_LITE | HYBRID | {"model_type": "kimi_linear", "moe_renormalize": True, "num_expert_group": 1}
+GLM_5_2: dict[str, Any] = (
+    GLM_5
+    | DSA
+    | {"model_type": "glm_moe_dsa", "head_dim": 192, "indexer_types": ["full", "shared"], "index_share_for_mtp_iteration": True}
+    | {"index_topk_freq": 4, "index_topk_pattern": None, "index_skip_topk_offset": 3}
+)
+FLASH: dict[str, Any] = (
+    GLM_5_3_FLASH
+    | HYBRID
+    | {"model_type": "glm5_next_text", "mla_use_nope": True, "mhc": True, "hc_mult": 4, "hc_eps": 1e-6, "linear_lower_bound": -5.0}
+    | {"index_kpool_compress": True, "index_kpool_always_select_tail": True, "swiglu_limit": 10.0}
+)
+READ: dict[str, dict[str, Any]] = {
+    "DeepSeek-V2": {**V3, **FIVE, "model_type": "deepseek_v2", "qk_head_dim": 192},
+    "DeepSeek-V3": {**V3, "model_type": "deepseek_v3"},
+    "DeepSeek-V3.2": {**V3, **DSA, "model_type": "deepseek_v32"},
+    "Kimi K2": {**V3, "model_type": "kimi_k2", "num_attention_heads": 64},
+    "Kimi K2.5": {"model_type": "kimi_k25", "text_config": {**V3, **GENERIC, "model_type": "kimi_k2"}, "vision_config": {"q": 1}},
+    "GLM-4.7-Flash": {**V3, **FIVE, "model_type": "glm4_moe_lite", "qk_nope_head_dim": 192, "v_head_dim": 256, "qk_head_dim": 256},
+    "GLM-5.2": GLM_5_2,
+    "GLM-5.3-Flash": {"text_config": FLASH},
+    "Mistral Small 4": {"text_config": {**MISTRAL_SMALL_4, "model_type": "mistral4", "head_dim": 128, "sliding_window": None}},
+    "A.X-K1": {**V3, **FIVE, "model_type": "axk1"},
+    "Sarvam": {**V2_LITE, "model_type": "sarvam_mla"},
+    "Youtu": {**V3, "model_type": "youtu", "embedding_initializer_range": 0.04},
+    "an unknown one": V3,
+}
+
+
+@pytest.mark.parametrize("model", READ)
+def test_read(model: str) -> None:
+    given = READ[model]
+    MlaConfig.from_hugging_face({**MOE, "text_config": {**MOE, **given["text_config"]}} if "text_config" in given else {**MOE, **given})
+
+
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "Kimi K3": (
+        {"text_config": {**LINEAR, "mla_use_nope": True, "mla_use_output_gate": True, "latent_moe_use_norm": True}},
+        "model_type 'kimi_linear', mla_use_nope True, mla_use_output_gate True;",
+    ),
+    "Kimi Linear": ({**LINEAR, "mla_use_nope": True}, "model_type 'kimi_linear', mla_use_nope True;"),
+    "KimiLinearConfig": (LINEAR, "model_type 'kimi_linear';"),
+    "LongCat Flash": (
+        {**V3, "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_num": 256},
+        "mla_scale_q_lora True, mla_scale_kv_lora True;",
+    ),
+    "LongcatFlashConfig": ({**V3, "model_type": "longcat_flash"}, "model_type 'longcat_flash';"),
+    "Ling 3": ({**LINEAR, "model_type": "bailing_hybrid", "kda_safe_gate": True}, "model_type 'bailing_hybrid';"),
+    "Hy4": ({**GLM_5, "model_type": "hy_v4", "learnable_sink_init": 0.0}, "model_type 'hy_v4', learnable_sink_init 0.0;"),
+    "dots3-note": (
+        {**V3, "layer_types": ["sliding_attention"], "sliding_window": 512, "per_layer_config": {"02": {}}},
+        r"layer_types \['sliding_attention'\], sliding_window 512, per_layer_config {'02': {}};",
+    ),
+    "A.X-K2": ({**V3, "gated_norm_rank": 16}, "gated_norm_rank 16;"),
+    "Mistral Large 4": (
+        {**V3, "no_rope_layers": [1, 0], "kv_source_layers": [0, 0]},
+        r"no_rope_layers \[1, 0\], kv_source_layers \[0, 0\];",
+    ),
+    "MiniCPM3": ({**V3, "model_type": "minicpm3", "scale_emb": 12, "scale_depth": 1.4}, "model_type 'minicpm3';"),
+    "DeepSeek-V4": ({"model_type": "deepseek_v4", "head_dim": 512}, "model_type 'deepseek_v4';"),
+    "DeepSeek-VL2": ({**V3, "use_mla": False}, "use_mla False;"),
+    "a tail that is not seen": ({**GLM_5_3_FLASH, "index_kpool_always_select_tail": False}, "index_kpool_always_select_tail False;"),
+}
+UNKNOWN = (
+    *("attn_output_gate", "q_norm", "qk_norm", "kv_lora_scale", "attention_sinks", "rotary_dim", "position_bias", "window_size"),
+    *("indexer_scale", "v_proj_gate", "head_scale", "use_qkv", "softmax_temperature", "k_shift"),
+)
+
+
+@pytest.mark.parametrize("model", REFUSED)
+def test_refused_by_name(model: str) -> None:
+    given, named = REFUSED[model]
+    with pytest.raises(ValueError, match=f"^the config has {named} supported: no other keys of attention .* model_type or deepseek_v2, "):
+        MlaConfig.from_hugging_face(given)
+
+
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_unknown_names_of_attention(name: str) -> None:
+    with pytest.raises(ValueError, match=f"^the config has {name} False; supported: "):
+        MlaConfig.from_hugging_face({**V3, name: False})
+    MlaConfig.from_hugging_face({**V3, name: None})
+
+
+def test_the_page_lists_the_types() -> None:
+    text = (ROOT / "docs" / "models.md").read_text()
+    assert [kind for kind in MODEL_TYPES if f"`{kind}`" not in text] == []
