@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import shutil
 from collections.abc import Iterator, Mapping
@@ -15,8 +16,9 @@ from typing import Any
 
 import torch
 
+from ..layer.checkpoint import INDEX, Entry, read_headers, read_json, tensor_files
 from .report import ConversionReport, LayerReport
-from .source import INDEX, read_json
+from .source import FLOATS
 from .target import Tensors
 
 REPORT_JSON, REPORT_TEXT = "conversion.json", "conversion.txt"
@@ -118,15 +120,11 @@ class PartialFolder:
 
     def _index(self) -> dict[str, Any]:
         """Return the index of the weights from the headers of their files."""
-        from safetensors import safe_open
-
-        places, total = {}, 0
+        entries: dict[str, Entry] = {}
         for index in range(self.layers + 1):
-            file = self._shard(index)
-            with safe_open(self.folder / file, framework="pt") as stored:
-                for name in stored.keys():  # noqa: SIM118  # no mapping
-                    places[name] = file
-                    total += stored.get_tensor(name).nbytes
+            entries |= read_headers(tensor_files(self.folder / self._shard(index)))
+        total = sum(math.prod(entry.shape) * FLOATS[entry.dtype].itemsize for entry in entries.values())
+        places = {name: entry.file.name for name, entry in entries.items()}
         return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
 
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from ..layer.checkpoint import MAX_LAYERS, Entry, listed, read_headers, read_json, read_tensors, tensor_files
 from ..layer.config import Llama3Scaling
 from ..ops.arguments import check_integer, is_number, short_repr
 from ..spec.mla import D_ROPE
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 HEAD_DIMS = (D_ROPE, 2 * D_ROPE)
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32, "F64": torch.float64}  # as safetensors names them
 
@@ -29,7 +27,6 @@ _REFUSED = {
     "gemma3_text": _QK_NORM,
     "gemma2": "has sliding windows and soft caps",
 }
-_MOST_NAMES = 5
 _PROJECTIONS = ("q", "k", "v", "o")
 
 
@@ -67,7 +64,7 @@ class SourceConfig:
         missing = [name for name in (*sizes, "rms_norm_eps") if name not in config]
         if missing:
             raise ValueError(f"the config has no {', '.join(missing)}; supported: the configs of {', '.join(_MODELS)}")
-        read = {name: check_integer(name, config[name], 1) for name in sizes}
+        read = {name: check_integer(name, config[name], 1, MAX_LAYERS if name == "num_hidden_layers" else None) for name in sizes}
         heads = read["num_attention_heads"]
         kv_heads = check_integer("num_key_value_heads", config.get("num_key_value_heads") or heads, 1, heads)
         if heads % kv_heads:
@@ -127,21 +124,13 @@ class SourceConfig:
         return shapes
 
 
-class _Entry(NamedTuple):
-    """Weight of a checkpoint: its file, shape and dtype."""
-
-    file: Path
-    shape: tuple[int, ...]
-    dtype: str
-
-
 @dataclass(frozen=True)
 class SourceCheckpoint:
     """Folder of a checkpoint in safetensors, whose weights have been compared with its configuration."""
 
     folder: Path
     config: SourceConfig
-    entries: Mapping[str, _Entry]
+    entries: Mapping[str, Entry]
 
     @staticmethod
     def open(folder: str | Path) -> SourceCheckpoint:
@@ -152,7 +141,7 @@ class SourceCheckpoint:
         """
         folder = Path(folder)
         config = SourceConfig.from_hugging_face(read_json(folder / "config.json"))
-        entries = {name: entry for file in _files(folder) for name, entry in _header(file).items()}
+        entries = read_headers(tensor_files(folder))
         _check_weights(config, entries)
         return SourceCheckpoint(folder, config, entries)
 
@@ -177,54 +166,23 @@ class SourceCheckpoint:
         return self._read(names or self.config.outer_shapes())
 
     def _read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        read: dict[str, torch.Tensor] = {}
-        by_file: dict[Path, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self.entries[name].file, []).append(name)
-        for file, held in by_file.items():
-            with open_weights(file) as stored:
-                read |= {name: stored.get_tensor(name) for name in held}
+        read = read_tensors({name: entry.file for name, entry in self.entries.items()}, names)
         bad = [name for name, weight in read.items() if not bool(torch.isfinite(weight).all())]
         if bad:
             raise ValueError(f"{bad[0]} has values that are not finite; supported: finite weights")
         return read
 
 
-def read_json(path: Path) -> Any:
-    """Return the value of a JSON file. Raise ValueError if it is not JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}; supported: the files of a checkpoint") from error
-
-
-def open_weights(file: Path) -> Any:
-    """Open a safetensors file. Raise ValueError if it is damaged, ModuleNotFoundError without the safetensors package."""
-    try:
-        from safetensors import SafetensorError, safe_open
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "cute_mla.convert reads and writes .safetensors files with the package safetensors, which is not installed: "
-            "pip install 'cute-mla[convert]'",
-            name="safetensors",
-        ) from error
-    if not file.is_file():
-        raise FileNotFoundError(2, "no such file of weights", str(file))
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise ValueError(f"{file} is damaged: {error}; supported: whole safetensors files") from error
-
-
 def _check_supported(kind: Any, config: Mapping[str, Any]) -> None:
     """Raise ValueError for a model whose attention or MLP DeepSeek-V3 does not have."""
     if kind not in _MODELS:
-        reason = f", which {_REFUSED[kind]}" if kind in _REFUSED else ""
+        reason = f", which {_REFUSED[kind]}" if isinstance(kind, str) and kind in _REFUSED else ""
         raise ValueError(f"model_type is {short_repr(kind)}{reason}; supported: {', '.join(_MODELS)}")
     if config.get("quantization_config"):
         raise ValueError("the config has a quantization_config; supported: weights in bf16, fp16 or fp32")
     windowed = config.get("sliding_window") is not None and (kind == "mistral" or bool(config.get("use_sliding_window")))
-    if windowed or any(each != "full_attention" for each in config.get("layer_types") or ()):
+    kinds = config.get("layer_types") or []
+    if windowed or not isinstance(kinds, list | tuple) or any(each != "full_attention" for each in kinds):
         raise ValueError(f"the model has a sliding_window of {config.get('sliding_window')}; supported: attention to all keys")
     if config.get("mlp_bias"):
         raise ValueError(f"mlp_bias is {config['mlp_bias']!r}; supported: False, because the MLP of DeepSeek-V3 has no biases")
@@ -257,26 +215,7 @@ def _positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files of the weights, from the index if there is one."""
-    index = folder / INDEX
-    if not index.is_file():
-        return [folder / SINGLE]
-    content = read_json(index)
-    places = content.get("weight_map") if isinstance(content, Mapping) else None
-    if not isinstance(places, Mapping) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
-        raise ValueError(f"{index} has no weight_map from names to files beside it; supported: the index of a checkpoint")
-    return [folder / file for file in sorted(set(places.values()))]
-
-
-def _header(file: Path) -> dict[str, _Entry]:
-    """Return the weights of a file."""
-    with open_weights(file) as stored:
-        slices = {name: stored.get_slice(name) for name in stored.keys()}  # noqa: SIM118  # no mapping
-        return {name: _Entry(file, tuple(weight.get_shape()), weight.get_dtype()) for name, weight in slices.items()}
-
-
-def _check_weights(config: SourceConfig, entries: Mapping[str, _Entry]) -> None:
+def _check_weights(config: SourceConfig, entries: Mapping[str, Entry]) -> None:
     """Raise ValueError unless the checkpoint has exactly the weights of the configuration, in floats."""
     layers = range(config.num_hidden_layers)
     expected = {
@@ -285,21 +224,16 @@ def _check_weights(config: SourceConfig, entries: Mapping[str, _Entry]) -> None:
     }
     missing = [name for name in expected if name not in entries]
     if missing:
-        raise ValueError(f"there is no {_listed(missing)}; supported: a checkpoint with all weights of its config")
+        raise ValueError(f"there is no {listed(missing)}; supported: a checkpoint with all weights of its config")
     ignored = {"lm_head.weight"} if config.tie_word_embeddings else set()
     extra = [name for name in entries if name not in expected and name not in ignored and not name.endswith(".rotary_emb.inv_freq")]
     if extra:
         normed = any(name.endswith(("q_norm.weight", "k_norm.weight")) for name in extra)
         reason = f"; a model with q_norm and k_norm {_QK_NORM}" if normed else ""
-        raise ValueError(f"the config knows no {_listed(extra)}{reason}; supported: a checkpoint with the weights of its config alone")
+        raise ValueError(f"the config knows no {listed(extra)}{reason}; supported: a checkpoint with the weights of its config alone")
     for name, shape in expected.items():
         entry = entries[name]
         if entry.shape != shape:
             raise ValueError(f"{name} has shape {list(entry.shape)}; supported with this config: {list(shape)}")
         if entry.dtype not in FLOATS:
             raise ValueError(f"{name} has dtype {entry.dtype}; supported: {', '.join(FLOATS)}")
-
-
-def _listed(names: list[str]) -> str:
-    rest = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
-    return ", ".join(sorted(names)[:_MOST_NAMES]) + rest

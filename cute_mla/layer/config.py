@@ -60,11 +60,12 @@ class YarnScaling:
             return None
         if kind not in _YARN_TYPES:
             raise ValueError(f"rope_scaling is of type {kind!r}; supported: {', '.join((*_YARN_TYPES, _LLAMA3))}")
+        scaling = {name: value for name, value in scaling.items() if value is not None}
         required = ("factor", "original_max_position_embeddings")
         _check_present("rope_scaling", scaling, required)
         names = (*required, "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "llama_4_scaling_beta")
         _check_known(scaling, (*_ROPE, *names, "attention_factor", "max_position_embeddings"))
-        yarn = YarnScaling(**{name: scaling[name] for name in names if scaling.get(name) is not None})
+        yarn = YarnScaling(**{name: scaling[name] for name in names if name in scaling})
         given = scaling.get("attention_factor")
         if given is not None and not (is_number(given) and math.isclose(given, yarn.rotary_scale, rel_tol=1e-6)):
             raise ValueError(f"rope_scaling['attention_factor'] is {short_repr(given)}; supported: {yarn.rotary_scale}, that of mscale")

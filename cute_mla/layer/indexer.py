@@ -15,10 +15,11 @@ from ..ops.tensor_spec import record_repr
 from ..spec.index_write import Rope
 from ..spec.mla import ceil_div
 from ..spec.mqa_logits import COLUMNS, ROW_BYTES
+from .checkpoint import read_attention
 from .config import MlaConfig
 from .index_keys import IndexRows, gather_index_rows
 from .rope import Rotation
-from .weights import copy_contiguous, layer_prefix, load_tensors, read_weight
+from .weights import check_names, copy_contiguous, read_weight
 
 _PAGE_SIZE = 64  # of keys that are written to be read at once
 _NORM_EPS = 1e-6  # of k_norm, whatever rms_norm_eps says (transformers, modeling_deepseek_v32.py)
@@ -50,10 +51,11 @@ class IndexerWeights:
         """Read a state dict with Hugging Face's names behind a prefix, such as "model.layers.0.self_attn."; other names are ignored.
 
         e4m3 weights are dequantised as in MlaWeights.from_tensors. Raises ValueError if a weight is missing or its shape does not match
-        the config, or if the config has no indexer that the layer supports.
+        the config, for other tensors of the indexer, and if the config has no indexer that the layer supports.
         """
         heads, q_columns = supported_indexer(config)
         prefix = f"{prefix}indexer."
+        check_names(tensors, prefix, ("wq_b", "wk", "k_norm", "k_norm.bias", "weights_proj"))
         return IndexerWeights(
             wq_b=copy_contiguous(read_weight(tensors, f"{prefix}wq_b", (heads * COLUMNS, q_columns))),
             wk=copy_contiguous(read_weight(tensors, f"{prefix}wk", (COLUMNS, config.hidden_size))),
@@ -87,8 +89,8 @@ def load_indexer_weights(
     """
     if config.indexer is None or not config.indexer.is_full(layer):
         return None
-    prefix = layer_prefix(layer)
-    return IndexerWeights.from_tensors(load_tensors(path, prefix), config, prefix=prefix).to(device, dtype)
+    tensors, prefix = read_attention(path, layer)
+    return IndexerWeights.from_tensors(tensors, config, prefix=prefix).to(device, dtype)
 
 
 class Indexer(torch.nn.Module):

@@ -9,6 +9,7 @@ from typing import Any, Literal
 from ..ops.arguments import check_flag, check_integer, short_repr
 from ..spec.mqa_logits import COLUMNS, MAX_HEADS
 from ..spec.topk_indices import MAX_TOPK
+from .checkpoint import MAX_LAYERS
 
 IndexerType = Literal["full", "shared"]
 
@@ -77,7 +78,7 @@ def _types(config: Mapping[str, Any]) -> tuple[IndexerType, ...]:
     if period == 1:
         return ()
     offset = check_integer("index_skip_topk_offset", config.get("index_skip_topk_offset", 2), 0)
-    layers = check_integer("num_hidden_layers", config.get("num_hidden_layers"), 1)
+    layers = check_integer("num_hidden_layers", config.get("num_hidden_layers"), 1, MAX_LAYERS)
     return tuple("full" if max(layer - offset + 1, 0) % period == 0 else "shared" for layer in range(layers))
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -12,14 +11,16 @@ import torch
 
 from ..ops.arguments import check_integer
 from ..ops.tensor_spec import record_repr
+from .checkpoint import listed, read_attention
 from .config import MlaConfig
 from .rope import interleaved
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_SCALE = "_scale_inv"  # suffix of a weight's name for the scales of an e4m3 weight, one per block
+_SCALES = ("weight_scale_inv", "weight_scale")  # names of the scales of an e4m3 weight
+_UNUSED = ("activation_scale", "input_scale")  # of products in e4m3; the layer rounds no activations
+_IGNORED = ("rotary_emb.inv_freq", "k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale")  # the scales: of caches in e4m3
 _BLOCK = 128  # rows and columns that share a scale
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
+_SCALE_DTYPES = (*_FLOATS, torch.float8_e8m0fnu)
 
 
 @dataclass(frozen=True)
@@ -72,13 +73,15 @@ class MlaWeights:
     def from_tensors(tensors: Mapping[str, torch.Tensor], config: MlaConfig, *, shard: Shard | None = None, prefix: str = "") -> MlaWeights:
         """Read a state dict with Hugging Face's names behind a prefix, such as "model.layers.0.self_attn."; other names are ignored.
 
-        e4m3 weights with fp32 scales (`weight_scale_inv`, one per 128 rows and 128 columns) are dequantised to bf16. With a shard, o times
-        this rank's heads is a partial sum; the sum over the ranks is the layer's output. Raises ValueError if a weight is missing or its
-        shape does not match the config.
+        e4m3 weights are dequantised to bf16 by their scales, `weight_scale_inv` or `weight_scale`: one per 128 rows and 128 columns, or one
+        for all, in a float dtype or float8_e8m0fnu. With a shard, o times this rank's heads is a partial sum; the sum over the ranks is the
+        layer's output. Raises ValueError if a weight is missing, if its shape does not match the config, and for tensors behind the prefix
+        that the layer does not use; the indexer's are IndexerWeights'.
         """
         shard = Shard() if shard is None else shard
         held = shard.heads(config)
         read = {name: read_weight(tensors, prefix + name, shape) for name, shape in _shapes(config).items()}
+        check_names(tensors, prefix, read, _IGNORED if config.indexer is None else (*_IGNORED, "indexer."))
         by_head = {name: read[name].unflatten(0, (config.num_attention_heads, -1)) for name in (_query_name(config), "kv_b_proj")}
         q_b, kv_a, kv_a_bias = by_head[_query_name(config)][held], read["kv_a_proj_with_mqa"], read.get("kv_a_proj_with_mqa.bias")
         if not config.rope_interleave:
@@ -127,42 +130,12 @@ def load_weights(
 ) -> MlaWeights:
     """Read the attention weights of a layer from a .safetensors file or from the folder of a checkpoint, as MlaWeights.from_tensors.
 
-    Raises ModuleNotFoundError without the safetensors package, and FileNotFoundError if path has no .safetensors file.
+    Each tensor comes from the file that the index of the folder names. In the checkpoint of a multimodal model, names may begin with
+    language_model.model or model.language_model. Raises ModuleNotFoundError without the safetensors package, FileNotFoundError if path has
+    no .safetensors file or the index names one that is missing, and ValueError also for a damaged file or index.
     """
-    prefix = layer_prefix(layer)
-    return MlaWeights.from_tensors(load_tensors(path, prefix), config, shard=shard, prefix=prefix).to(device, dtype)
-
-
-def layer_prefix(layer: int) -> str:
-    """Return what the names of the weights of a layer's attention begin with."""
-    return f"model.layers.{layer}.self_attn."
-
-
-def load_tensors(path: str | Path, prefix: str) -> dict[str, torch.Tensor]:
-    """Read the tensors whose names begin with the prefix; for path and errors see load_weights."""
-    try:
-        from safetensors import safe_open
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError(
-            "load_weights reads .safetensors files with the package safetensors, which is not installed: pip install 'cute-mla[weights]'",
-            name="safetensors",
-        ) from error
-    tensors: dict[str, torch.Tensor] = {}
-    for file in _files(Path(path), prefix):
-        with safe_open(file, framework="pt") as stored:
-            tensors |= {name: stored.get_tensor(name) for name in stored.keys() if name.startswith(prefix)}  # noqa: SIM118  # no mapping
-    return tensors
-
-
-def _files(path: Path, prefix: str) -> list[Path]:
-    """Return the files that hold weights whose names begin with the prefix."""
-    if not path.is_dir():
-        return [path]
-    index = path / _INDEX
-    if not index.is_file():
-        return [path / _SINGLE]
-    places = json.loads(index.read_text())["weight_map"]
-    return sorted({path / file for name, file in places.items() if name.startswith(prefix)})
+    tensors, prefix = read_attention(path, layer)
+    return MlaWeights.from_tensors(tensors, config, shard=shard, prefix=prefix).to(device, dtype)
 
 
 def _query_name(config: MlaConfig) -> str:
@@ -187,10 +160,20 @@ def _shapes(config: MlaConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
+def check_names(tensors: Mapping[str, torch.Tensor], prefix: str, read: Iterable[str], ignored: Iterable[str] = ()) -> None:
+    """Raise ValueError for tensors behind a prefix that nobody reads. read: names of read_weight; ignored: what other names begin with."""
+    ends = (".weight", *(f".{scale}" for scale in (*_SCALES, *_UNUSED)))
+    known = {prefix + name + end for name in read for end in (("",) if name.endswith(".bias") else ends)}
+    others = tuple(prefix + name for name in ignored)
+    extra = [name for name in tensors if name.startswith(prefix) and name not in known and not name.startswith(others)]
+    if extra:
+        raise ValueError(f"the layer has no use for {listed(extra)}; supported with this config: {', '.join(read)}")
+
+
 def read_weight(tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> torch.Tensor:
     """Return a weight of a checkpoint, or a bias by a name with ".bias" at its end, in a 16-bit or 32-bit float dtype.
 
-    Raises ValueError for a missing weight, wrong shape or dtype.
+    Raises ValueError for a missing weight, wrong shape or dtype, and for scales of a weight that is not in e4m3.
     """
     full = name if name.endswith(".bias") else f"{name}.weight"
     if full not in tensors:
@@ -198,21 +181,37 @@ def read_weight(tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int
     weight = tensors[full]
     if weight.shape != shape:
         raise ValueError(f"{full} has shape {list(weight.shape)}; supported with this config: {list(shape)}")
+    scales = {scale: tensors[scale] for scale in (f"{name}.{suffix}" for suffix in _SCALES) if scale in tensors}
     if weight.dtype == torch.float8_e4m3fn:
-        return _dequantise(full, weight, tensors.get(full + _SCALE))
+        return _dequantise(full, weight, scales)
     if weight.dtype not in _FLOATS:
         raise ValueError(f"{full} has dtype {weight.dtype}; supported: {', '.join(map(str, (*_FLOATS, torch.float8_e4m3fn)))}")
+    if scales:
+        raise ValueError(f"{full} has dtype {weight.dtype} and {' and '.join(scales)}; supported with scales: {torch.float8_e4m3fn}")
     return weight
 
 
-def _dequantise(name: str, weight: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Multiply e4m3 values by the scales of their blocks in fp32, rounded once to bf16."""
-    expected = [-(-size // _BLOCK) for size in weight.shape]
-    if scales is None or list(scales.shape) != expected:
-        got = None if scales is None else list(scales.shape)
-        raise ValueError(f"{name}{_SCALE} has shape {got}; supported beside a weight in e4m3 of {list(weight.shape)}: {expected}")
-    rows, columns = weight.shape
-    spread = scales.float().repeat_interleave(_BLOCK, 0)[:rows].repeat_interleave(_BLOCK, 1)[:, :columns]
+def _dequantise(name: str, weight: torch.Tensor, given: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Multiply e4m3 values by the scales of their blocks, or by the one scale of all, in fp32, rounded once to bf16."""
+    blocks = [-(-size // _BLOCK) for size in weight.shape]
+    if len(given) != 1:
+        raise ValueError(f"{name} is in e4m3 with {' and '.join(given) or 'no scales'}; supported: {' or '.join(_SCALES)}")
+    ((scale_name, scales),) = given.items()
+    if scales.dtype not in _SCALE_DTYPES:
+        raise ValueError(
+            f"{scale_name} has dtype {scales.dtype}; supported: {', '.join(map(str, _SCALE_DTYPES))}. Bytes that are exponents are read by "
+            ".view(torch.float8_e8m0fnu)"
+        )
+    spread = scales.float()
+    if spread.numel() == 1:
+        spread = spread.reshape(())
+    elif list(spread.shape) != blocks:
+        raise ValueError(
+            f"{scale_name} has shape {list(spread.shape)}; supported beside {list(weight.shape)} in e4m3: {blocks} or one scale"
+        )
+    else:
+        for dim, size in enumerate(weight.shape):
+            spread = spread.repeat_interleave(_BLOCK, dim).narrow(dim, 0, size)
     return (weight.float() * spread).to(torch.bfloat16)
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from cute_mla.convert import ConvertOptions, convert_checkpoint
 from cute_mla.convert.source import SourceCheckpoint, SourceConfig
@@ -39,6 +40,8 @@ def test_configs_of_three_models() -> None:
         ({"model_type": None}, "model_type is None; supported: llama"),
         ({"model_type": "mistral", "sliding_window": 4096}, "sliding_window of 4096; supported: attention to all keys"),
         ({"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 32}, "sliding_window of 32; supported: attention to all"),
+        ({"model_type": ["qwen3"]}, r"model_type is \['qwen3'\]; supported: llama"),
+        ({"layer_types": 2}, "sliding_window of None; supported: attention to all keys"),
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding_window of None; supported: attention to all keys"),
         ({"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type is 'linear'; supported: default and llama3"),
         ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0}}, "rope_type is 'yarn'; supported: default and llama3"),
@@ -57,6 +60,9 @@ def test_configs_of_three_models() -> None:
         ),
         ({"num_key_value_heads": 4}, "num_key_value_heads is 4; supported: an integer, 1 to 3"),
         ({"hidden_size": "192"}, "hidden_size is '192'; supported: an integer, 1 or more"),
+        ({"num_hidden_layers": -1}, "num_hidden_layers is -1; supported: an integer, 1 to 65536"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; supported: an integer, 1 to 65536"),
+        ({"num_hidden_layers": "x"}, "num_hidden_layers is 'x'; supported: an integer, 1 to 65536"),
         ({"vocab_size": 0}, "vocab_size is 0; supported: an integer, 1 or more"),
     ],
 )
@@ -118,6 +124,18 @@ def test_what_is_ignored(tmp_path: Path) -> None:
     assert SourceCheckpoint.open(write_checkpoint(tmp_path / "source", tied, weights)).dtype == torch.float64
 
 
+def test_the_index_decides(tmp_path: Path) -> None:
+    """Take a weight in two files from the one that the index names, not from the last by name."""
+    weights = random_weights(LLAMA)
+    source = write_checkpoint(tmp_path / "source", LLAMA, weights)
+    save_file({name: weight + 1 for name, weight in weights.items()}, source / "z.safetensors")
+    places = {name: "z.safetensors" if name == "lm_head.weight" else "model.safetensors" for name in weights}
+    (source / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    read = SourceCheckpoint.open(source).outer()
+    assert torch.equal(read["lm_head.weight"], weights["lm_head.weight"] + 1)
+    assert torch.equal(read["model.norm.weight"], weights["model.norm.weight"])
+
+
 def test_integer_weights(tmp_path: Path) -> None:
     source = write_checkpoint(tmp_path / "source", LLAMA, random_weights(LLAMA), torch.int8)
     with pytest.raises(ValueError, match="has dtype I8; supported: BF16, F16, F32, F64"):
@@ -163,7 +181,7 @@ def test_files_that_are_cut_or_gone(tmp_path: Path) -> None:
 def test_without_safetensors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = write_checkpoint(tmp_path / "source", LLAMA, random_weights(LLAMA))
     monkeypatch.setitem(sys.modules, "safetensors", None)
-    with pytest.raises(ModuleNotFoundError, match=r"package safetensors, which is not installed: pip install 'cute-mla\[convert\]'"):
+    with pytest.raises(ModuleNotFoundError, match=r"package safetensors, which is not installed: pip install 'cute-mla\[weights\]'"):
         SourceCheckpoint.open(source)
 
 

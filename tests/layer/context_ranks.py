@@ -16,6 +16,7 @@ from cute_mla.layer import MlaAttention, Shard
 from cute_mla.parallel import ContextParallel
 from tests.layer.dsa_models import indexer_checkpoint
 from tests.layer.dsa_steps import SparseSequences
+from tests.layer.mla_models import checkpoint
 
 HEADS = 6  # of two ranks or of three
 
@@ -36,7 +37,7 @@ class DistributedSteps:
         """Return the sequences, over empty caches."""
         drawn = SparseSequences.drawn(self.model, self.ends, torch.bfloat16, self.cache, topk=self.topk)
         config = {**drawn.own.config, "num_attention_heads": HEADS}
-        weights = indexer_checkpoint(config, torch.bfloat16)
+        weights = (indexer_checkpoint if self.has_indexer else checkpoint)(config, torch.bfloat16)
         if not self.has_indexer:
             del config["index_topk"]
         return replace(drawn, own=replace(drawn.own, config=config, weights=weights))

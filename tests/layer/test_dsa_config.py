@@ -70,7 +70,8 @@ def test_which_layers_share() -> None:
         ({"index_topk_pattern": "FX"}, "index_topk_pattern is 'FX'; supported"),
         ({"index_topk_pattern": "SF"}, "layer 0 shares the keys of an indexer, and there is none before it; supported: full"),
         ({"index_topk_freq": -1}, "index_topk_freq is -1; supported: an integer, 1 or more"),
-        ({"index_topk_freq": 4}, "num_hidden_layers is None; supported: an integer, 1 or more"),
+        ({"index_topk_freq": 4}, "num_hidden_layers is None; supported: an integer, 1 to 65536"),
+        ({"index_topk_freq": 4, "num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; supported: an integer, 1 to 65536"),
     ],
 )
 def test_what_a_config_may_not_say(change: dict[str, Any], message: str) -> None:
@@ -127,6 +128,13 @@ def test_weights_that_are_missing_or_of_another_shape(missing: str) -> None:
         IndexerWeights.from_tensors({**tensors, full: torch.zeros(3)}, MlaConfig.from_hugging_face(raw), prefix=PREFIX)
     del tensors[full]
     with pytest.raises(ValueError, match=f"there is no {full}; supported: a checkpoint with all weights"):
+        IndexerWeights.from_tensors(tensors, MlaConfig.from_hugging_face(raw), prefix=PREFIX)
+
+
+def test_weights_that_nobody_reads() -> None:
+    raw = short_topk(reduced(V3_2))
+    tensors = indexer_checkpoint(raw) | {f"{PREFIX}indexer.q_input_norm.weight": torch.ones(96)}
+    with pytest.raises(ValueError, match=r"no use for .*indexer\.q_input_norm\.weight; supported with this config: wq_b, wk, k_norm"):
         IndexerWeights.from_tensors(tensors, MlaConfig.from_hugging_face(raw), prefix=PREFIX)
 
 

@@ -131,6 +131,7 @@ def test_magnitudes_that_differ() -> None:
         ({"rope_scaling": {**LLAMA_3, "rope_type": "dynamic"}}, "type 'dynamic'; supported: yarn, deepseek_yarn, llama3"),
         ({"rope_scaling": {"type": "linear", "factor": 2}}, "rope_scaling is of type 'linear'; supported: yarn"),
         ({"rope_scaling": {"type": "yarn", "factor": 2}}, "rope_scaling has no original_max_position_embeddings"),
+        ({"rope_scaling": {**YARN, "factor": None}}, "rope_scaling has no factor; supported"),
         ({"rope_scaling": {**YARN, "factor": -2}}, r"rope_scaling\['factor'\] is -2; supported: a positive"),
         ({"rope_scaling": {**YARN, "mscale": -1}}, r"rope_scaling\['mscale'\] is -1; supported: a number, 0 or more"),
         ({"rope_scaling": {**YARN, "attention_factor": 1.2}}, r"rope_scaling\['attention_factor'\] is 1\.2; supported: 1\.36888"),

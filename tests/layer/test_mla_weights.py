@@ -123,12 +123,77 @@ def test_weights_in_e4m3() -> None:
 
 
 @pytest.mark.parametrize(
+    ("suffix", "scales"),
+    [
+        ("weight_scale_inv", torch.tensor(0.25)),
+        ("weight_scale", torch.tensor([0.25], dtype=torch.bfloat16)),
+        ("weight_scale_inv", torch.full((1, 4), 125, dtype=torch.uint8).view(torch.float8_e8m0fnu)),
+    ],
+)
+def test_scales_in_e4m3(suffix: str, scales: Tensor) -> None:
+    """One scale of a whole weight, as in Mistral Small 4, and scales of blocks that are exponents: 2 ** (125 - 127)."""
+    tensors = checkpoint(SMALL)
+    name = f"{PREFIX}o_proj"
+    tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
+    others = {
+        f"{PREFIX}k_scale": torch.ones(1),
+        f"{name}.{suffix}": scales,
+        f"{name}.activation_scale": torch.ones(1),
+        f"{PREFIX}rotary_emb.inv_freq": torch.ones(32),
+    }
+    found = MlaWeights.from_tensors({**tensors, **others}, CONFIG, prefix=PREFIX)
+    assert torch.equal(found.o, (tensors[f"{name}.weight"].float() / 4).bfloat16())
+
+
+@pytest.mark.parametrize(
+    ("scales", "message"),
+    [
+        ({}, r"o_proj\.weight is in e4m3 with no scales; supported: weight_scale_inv or weight_scale"),
+        (
+            {"weight_scale": torch.ones(1), "weight_scale_inv": torch.ones(1)},
+            "in e4m3 with .*weight_scale_inv and .*weight_scale; supported",
+        ),
+        (
+            {"weight_scale_inv": torch.full((1, 4), 121, dtype=torch.uint8)},
+            r"dtype torch\.uint8; .*float8_e8m0fnu\. Bytes that are exponents",
+        ),
+        ({"weight_scale": torch.ones(1, dtype=torch.int32)}, r"weight_scale has dtype torch\.int32; supported: torch\.bfloat16"),
+        ({"weight_scale": torch.ones(24, 1)}, r"weight_scale has shape \[24, 1\]; supported beside \[24, 512\] in e4m3: \[1, 4\] or one"),
+    ],
+)
+def test_scales_that_are_refused(scales: dict[str, Tensor], message: str) -> None:
+    tensors = checkpoint(SMALL)
+    name = f"{PREFIX}o_proj"
+    tensors[f"{name}.weight"] = tensors[f"{name}.weight"].to(torch.float8_e4m3fn)
+    with pytest.raises(ValueError, match=message):
+        MlaWeights.from_tensors(tensors | {f"{name}.{suffix}": scale for suffix, scale in scales.items()}, CONFIG, prefix=PREFIX)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("g_proj.weight", "q_b_proj.lora_A.default.weight", "o_proj.bias", "q_b_proj.bias", "q_norm.weight", "sinks", "q_proj.weight"),
+        *("kv_b_proj.output_scale", "indexer.wk.weight", "o_proj.bias.weight_scale"),
+    ],
+)
+def test_tensors_that_nobody_reads(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"the layer has no use for {PREFIX}{name}; supported with this config: q_b_proj, "):
+        MlaWeights.from_tensors(checkpoint(SMALL) | {PREFIX + name: torch.zeros(1)}, CONFIG, prefix=PREFIX)
+
+
+def test_scales_of_what_is_not_quantised() -> None:
+    with pytest.raises(
+        ValueError, match=r"o_proj\.weight has dtype torch\.float32 and .*o_proj\.weight_scale_inv; supported with scales: .*e4m3"
+    ):
+        MlaWeights.from_tensors(checkpoint(SMALL) | {f"{PREFIX}o_proj.weight_scale_inv": torch.ones(1)}, CONFIG, prefix=PREFIX)
+
+
+@pytest.mark.parametrize(
     ("name", "tensor", "message"),
     [
         ("o_proj", None, r"there is no model\.layers\.0\.self_attn\.o_proj\.weight"),
         ("kv_b_proj", torch.zeros(1024, 511), r"kv_b_proj\.weight has shape \[1024, 511\]; supported with this config: \[1024, 512\]"),
         ("q_a_layernorm", torch.zeros(40, dtype=torch.int8), r"q_a_layernorm\.weight has dtype torch\.int8; supported: torch\.bfloat16"),
-        ("o_proj", torch.zeros(24, 512).to(torch.float8_e4m3fn), r"_scale_inv has shape None; supported .* of \[24, 512\]: \[1, 4\]"),
     ],
 )
 def test_checkpoints_that_are_refused(name: str, tensor: Tensor | None, message: str) -> None:
