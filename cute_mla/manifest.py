@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import errno
 import hashlib
 import json
@@ -119,13 +118,11 @@ class Manifest:
         _write(folder / MANIFEST_NAME, {"format": FORMAT_VERSION, "kernels": kernels})
 
     def find(self, op: str, arch: str, config_name: str) -> KernelEntry:
-        """Return the entry of a variant. ManifestError names the nearest ones if there is none."""
+        """Return the entry of a variant. ManifestError if there is none."""
         name = kernel_name(op, arch, config_name)
         entry = self.kernels.get(name)
         if entry is None:
-            near = difflib.get_close_matches(name, sorted(self.kernels))
-            nearest = f"; nearest: {', '.join(near)}" if near else ""
-            raise ManifestError(f"found no kernel {name} among the {len(self.kernels)} that are built{nearest}")
+            raise ManifestError(f"found no kernel {name}, expected one of: {', '.join(sorted(self.kernels)) or 'none was built'}")
         return entry
 
 

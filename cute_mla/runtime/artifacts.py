@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import os
 import re
 from dataclasses import dataclass
@@ -65,11 +66,15 @@ class Artifacts:
         return found
 
     def entry(self, op: str, arch: str, config_name: str) -> KernelEntry:
-        """Return the manifest entry of a variant. ArtifactError if it was not built."""
+        """Return the manifest entry of a variant. ArtifactError names the nearest ones if it was not built."""
         try:
             entry = self.manifest.find(op, arch, config_name)
         except ManifestError as error:
-            raise ArtifactError(f"{self.folder}: {error}; {_rebuild(kernel_name(op, arch, config_name))}") from error
+            name = kernel_name(op, arch, config_name)
+            near = difflib.get_close_matches(name, sorted(self.manifest.kernels))
+            nearest = f"; nearest: {', '.join(near)}" if near else ""
+            built = f"the {len(self.manifest.kernels)} that are built"
+            raise ArtifactError(f"{self.folder}: found no kernel {name} among {built}{nearest}; {_rebuild(name)}") from error
         self.check_params(entry)
         return entry
 
