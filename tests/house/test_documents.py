@@ -18,6 +18,7 @@ import cute_mla
 from cute_mla import indexer
 from cute_mla.cache import gather_kv_cache, insert_kv_cache, write_kv_cache
 from cute_mla.spec.cache_format import FORMATS, CacheFormat
+from cute_mla.spec.cache_rows import CACHED, KNOWN, key_types, latent_columns, rotary_columns
 from cute_mla.spec.mla import D_LATENT, ELEMENT_BYTES
 from docs.site.repository_pages import documents, linked_files, remote_resources, rewrite_links, site_path
 from tests.support.documents import DOCUMENTS, PAGES, README, anchors, links, name_of
@@ -26,6 +27,7 @@ from tests.support.tree import ROOT
 LINKING = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "cute_mla" / "simulator" / "README.md"]
 MAX_README_LINES = 200
 
+CACHES = (ROOT / "docs" / "caches.md").read_text()
 LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
 SITE = (ROOT / "mkdocs.yml").read_text()
 
@@ -89,6 +91,20 @@ def test_resources_from_the_network_are_found() -> None:
         assert len(remote_resources(html)) == 1, html
     for html in ('<a href="https://page.test">x</a>', '<link rel="canonical" href="https://page.test">', '<img src="a.png">'):
         assert remote_resources(html) == []
+
+
+@pytest.mark.parametrize("layout", KNOWN.values(), ids=lambda layout: layout.name)
+def test_the_page_says_what_writes_and_gathers_a_format(layout: CacheFormat) -> None:
+    table = CACHES[CACHES.index("| name | `empty_cache` |") :]
+    _, written, gathered = re.findall(rf"^\| `{layout.name}` \|(.+?)\| ([^|]+?) \| ([^|]+?) \|$", table, re.MULTILINE)[0]
+    if layout.name not in CACHED:
+        assert written.startswith("no kernel: `quantise_cache(")
+        assert gathered.startswith("no kernel: `dequantise_cache`")
+        return
+    types = ", bf16 or fp16" if len(key_types(layout)) > 1 else ", bf16"
+    types = types if layout.quantised else ", of the cache's dtype"
+    assert written == f"{latent_columns(layout)} + {rotary_columns(layout)}{types}"
+    assert gathered == f"{layout.d_qk}{types}"
 
 
 def referenced(page: Path) -> set[tuple[str, str]]:
