@@ -21,11 +21,12 @@ from cute_mla.spec.cache_format import FORMATS, CacheFormat
 from cute_mla.spec.cache_rows import CACHED, KNOWN, key_types, latent_columns, rotary_columns
 from cute_mla.spec.mla import D_LATENT, ELEMENT_BYTES
 from docs.site.repository_pages import documents, linked_files, remote_resources, rewrite_links, site_path
-from tests.support.documents import DOCUMENTS, PAGES, README, anchors, links, name_of
+from tests.support.documents import DOCUMENTS, PAGES, README, anchors, links, name_of, snippets
 from tests.support.tree import ROOT
 
 LINKING = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "cute_mla" / "simulator" / "README.md"]
 MAX_README_LINES = 200
+MAX_COLUMNS = 140
 
 CACHES = (ROOT / "docs" / "caches.md").read_text()
 LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
@@ -42,6 +43,13 @@ def test_links_lead_to_files_and_headings(document: Path) -> None:
         target = (document.parent / path).resolve() if path else document
         assert target.is_file(), f"{path} in {name_of(document)}"
         assert not anchor or anchor in anchors(target), f"#{anchor} of {path or name_of(document)} in {name_of(document)}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_code_fits_the_pages(document: Path) -> None:
+    """docs/stylesheets/pages.css gives code the room of so many columns."""
+    wide = [line for snippet in snippets(document) for line in snippet.text.splitlines() if len(line) > MAX_COLUMNS]
+    assert not wide
 
 
 @pytest.mark.parametrize("document", LINKING, ids=name_of)

@@ -41,7 +41,7 @@ def runnable(document: Path) -> list[Snippet]:
 
 def commands(snippet: Snippet) -> list[list[str]]:
     """Return the words of every command of a shell snippet, without comments."""
-    return [words for line in snippet.text.splitlines() if (words := shlex.split(line, comments=True))]
+    return [words for line in snippet.text.replace("\\\n", "").splitlines() if (words := shlex.split(line, comments=True))]
 
 
 def test_the_snippets_are_counted() -> None:
