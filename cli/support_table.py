@@ -1,4 +1,4 @@
-"""Tables of what is supported, as the README shows them: kernels from the closed list, options from is_supported."""
+"""Tables of what is supported, as docs/support.md shows them: kernels from the closed list, options from is_supported."""
 
 from __future__ import annotations
 
@@ -63,6 +63,7 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
 _TYPES = {"b16": "bf16, fp16"}
 
 _ON, _OFF = "yes", "no"
+_MANY = 1 << 20  # heads that no limit of a kernel but that of a launch stops
 
 
 def kernels() -> list[tuple[str, dict[str, str]]]:
@@ -107,6 +108,21 @@ def _answer(op: str, feature: str) -> str:
     answers = {is_supported(op, arch, **{feature: -1})[1].rpartition("supported: ")[2] for arch in ARCHS}
     (answer,) = answers
     return {"False, True": _ON, "False": _OFF, "None": "–"}.get(answer, answer.replace("'", ""))
+
+
+def summary() -> str:
+    """Return a line for each op, as the README has them: types, columns, heads, and the options that it supports."""
+    from cute_mla.ops.limits import OPS
+
+    answers = dict(options())
+    rows = []
+    for op in OPS:
+        own = {feature: by_op[op] for feature, by_op in answers.items()}
+        heads = "any" if int(own["h_q"].rpartition(" ")[2]) > _MANY else own["h_q"]
+        rows.append(
+            [f"`{op}`", own["dtype"], own["head_dim"], own["head_dim_v"], heads, ", ".join(f"`{name}`" for name in own if own[name] == _ON)]
+        )
+    return _table(("call", "types", "columns of keys", "of values", "heads", "options"), rows) + "\n"
 
 
 def markdown() -> str:

@@ -115,18 +115,21 @@ def cuda_document(
 
 
 def plot(document: dict[str, Any]) -> str:
-    """Draw the roofline of a document as SVG: the bound of each row, or the measured rates.
+    """Draw the roofline of a document as SVG: the predicted rates of each row, or the measured ones.
 
     Rows whose products do not run at the bf16 rate have another roof and are left out.
     """
     if document["device"] == MODEL:
         gpu = GPUS[document["gpus"][0]["name"]]
-        points = [
-            Point(row["op"], row["row"], row["intensity"], row["flops"] / row["roofs"][gpu.name]["us"] / 1e6, False)
-            for row in document["rows"]
-            if row["rate"] == 1
-        ]
-        return roofline_svg(gpu, points, f"The roofline of {with_article(gpu.name)}")
+        machine = machines()[gpu.name].best
+        points = []
+        for row in document["rows"]:
+            found = row["model"][gpu.name]
+            if row["rate"] == 1 and "reason" not in found:
+                worst, best = (row["flops"] / found[end] / 1e6 for end in ("high_us", "low_us"))
+                points.append(Point(row["op"], row["row"], row["intensity"], worst, False, best))
+        rate = machine.mma_flops_per_clock * machine.clock_ghz * machine.sm_count / 1e3
+        return roofline_svg(gpu, points, f"Predictions under the roofline of {with_article(gpu.name)}", rate)
     gpu = GPUS.get(gpu_key(document["environment"]["gpu"] or "")) or gpus_of([ARCHS[name] for name in document["archs"]])[0]
     points = [Point(row["op"], row["row"], row["intensity"], row["tflops"], True) for row in _timed(document) if row["rate"] == 1]
     return roofline_svg(gpu, points, f"Useful work on {document['environment']['gpu']}")

@@ -1,22 +1,24 @@
-"""Cache codec: the reference quantiser and dequantiser of the formats in spec.cache_format. Plain torch, on any device, exact.
+"""Cache codec: the reference quantiser and dequantiser of the formats in spec.cache_rows. Plain torch, on any device, exact.
 
-A cache is a tensor [pages, page size, 1, bytes of a token]: 656, 584, 528 or 288 bytes as uint8, int8 or float8_e4m3fn, or 576
-columns of bf16 or fp16 ("latent"). Pages may lie apart, with any stride. In fp8_584 and v41_paged the bytes of a token are in two
-places of its page. There the tokens of a page follow each other without a gap, and the last two dimensions only count bytes.
+A cache is a tensor [pages, page size, 1, bytes of a token]: 656, 584, 528 or 288 bytes as uint8, int8 or float8_e4m3fn, 576 columns
+of float8_e4m3fn ("fp8_576"), or columns of bf16 or fp16 ("latent": 576). Pages may lie apart, with any stride. In fp8_584 and v41_paged
+the bytes of a token are in two places of its page. There the tokens of a page follow each other without a gap, and the last two
+dimensions only count bytes.
 """
 
 from __future__ import annotations
 
+from types import EllipsisType
 from typing import Any, NamedTuple
 
 import torch
 
 from ..spec.cache_format import FORMATS, V41, CacheFormat
-from ..spec.cache_rows import E4M3_MAX, LATENTS, LEAST_POWER_OF_TWO_AMAX
+from ..spec.cache_rows import E4M3_MAX, FP8_576, KNOWN, LEAST_POWER_OF_TWO_AMAX
 from ..spec.mla import ELEMENT_BYTES
 from .arguments import check_flag, check_integer, check_no_grad, is_integer, short_repr
 from .overlap import check_no_overlap
-from .paged_cache import BYTES, WIDE
+from .paged_cache import WIDE, check_cache_scale, columns_of, dtypes_of
 from .strides import check_writable
 from .tensor_spec import (
     TensorSpec,
@@ -24,6 +26,7 @@ from .tensor_spec import (
     check_dtype,
     check_last_contiguous,
     check_shape,
+    optional_spec,
     spec_of,
 )
 
@@ -45,58 +48,109 @@ class Parts(NamedTuple):
     wide: torch.Tensor
 
 
-def empty_cache(cache_format: str, pages: int, page_size: int, *, page_stride: int | None = None, fill: int = 0) -> torch.Tensor:
-    """Return an FP8 cache uint8 [pages, page_size, 1, bytes of a token] on the CPU, every byte `fill`.
+def empty_cache(
+    cache_format: str, pages: int, page_size: int, *, page_stride: int | None = None, fill: int = 0, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Return a cache [pages, page_size, 1, columns or bytes of a token] of any format on the CPU, every byte `fill`.
 
     page_stride: bytes from page to page, default the bytes of a page; FlashMLA pads the pages of fp8_584 to a multiple of 576.
-    ValueError for another format, a stride that is too small, or a fill outside 0 .. 255.
+    dtype: bf16 (default) or fp16 for "latent", "latent_512" and "latent_320", float8_e4m3fn for "fp8_576"; for others uint8 (default),
+    int8 or float8_e4m3fn.
+    ValueError for another format or dtype, a stride that is too small or splits an element, or a fill outside 0 .. 255.
     """
-    layout = _quantised_format(cache_format)
+    layout = _known_format(cache_format)
     check_integer("pages", pages, 0)
     check_integer("page_size", page_size, 0)
     check_integer("fill", fill, 0, 255)
+    own = dtypes_of(layout)
+    if dtype is not None and dtype not in own:
+        raise ValueError(f"dtype is {short_repr(dtype)} with {cache_format}; supported: {', '.join(map(str, own))}")
+    dtype = dtype or own[0]
     token, least = layout.page_bytes(1), layout.page_bytes(page_size)
     stride = least if page_stride is None else page_stride
-    if not is_integer(stride) or stride < least:
+    if not is_integer(stride) or stride < least or stride % dtype.itemsize:
         raise ValueError(
             f"page_stride is {short_repr(page_stride)}; supported: at least the {least} bytes of {page_size} tokens in {cache_format}"
+            + (f", a multiple of {dtype.itemsize}" if dtype.itemsize > 1 else "")
         )
-    if pages * stride >= _MAX_BYTES:
+    if max(pages, 1) * max(stride, 1) >= _MAX_BYTES:  # without bytes too, torch counts pages and distances in 64 bits
         raise ValueError(f"pages is {pages}, {stride} bytes apart; supported: less than {_MAX_BYTES} bytes in all")
     storage = torch.full((pages * stride,), fill, dtype=torch.uint8)
-    return storage.as_strided((pages, page_size, 1, token), (stride, token, token, 1))
+    return storage.as_strided((pages, page_size, 1, token), (stride, token, token, 1)).view(dtype)
 
 
-def quantise_cache(kv: torch.Tensor, cache_format: str, *, power_of_two: bool = False, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Quantise keys: kv [pages, page size, 1, d_qk] of any float dtype to a cache uint8 [pages, page size, 1, bytes of a token].
+def quantise_cache(
+    kv: torch.Tensor,
+    cache_format: str,
+    *,
+    power_of_two: bool = False,
+    descale_k: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Store keys as a cache: kv [pages, page size, 1, d_qk] of any float dtype to [pages, page size, 1, columns or bytes of a token].
 
-    cache_format: "fp8_656" (d_qk 576), or one of d_qk 512: "fp8_584", "v41", "v41_paged", "nope_528", "v41_fp4". A group of columns is
-    divided by its scale, rounded to the nearest e4m3 (ties to even) and limited to +-448; the other columns are rounded to bf16. The scale
-    is amax / 448 in fp32; with power_of_two, and always in fp8_584, v41 and v41_paged, whose scales are e8m0, it is the least power of two
-    not below max(amax / 448, 1e-4), as FlashMLA's quantiser takes it. A group with a NaN or an infinity becomes NaN. Rounding to bf16
-    gives the NaN that GPUs give, 0x7FFF; bf16 columns are copied.
+    cache_format: of d_qk 576 "latent", "fp8_576", "fp8_656"; of 512 "latent_512", "fp8_584", "v41", "v41_paged", "nope_528", "v41_fp4"; of
+    320 "latent_320". 16-bit caches take the keys as they are, rounded to bf16 unless they are fp16. In "fp8_576" a column is divided by
+    descale_k, fp32 of one element, default 1, rounded to the nearest e4m3 and limited to +-448.
+    In the others a group of columns is divided by its scale, rounded to the nearest e4m3 (ties to even) and limited to +-448; the other
+    columns are rounded to bf16. The scale is amax / 448 in fp32; with power_of_two, and always in fp8_584, v41 and v41_paged, whose scales
+    are e8m0, it is the least power of two not below max(amax / 448, 1e-4), as FlashMLA's quantiser takes it. A group with a NaN or an
+    infinity becomes NaN. Rounding to bf16 gives the NaN that GPUs give, 0x7FFF; bf16 columns are copied.
     In v41_fp4 codes are e2m1, limited to +-6, and a scale is amax / 6, limited to 2^-9 .. 448 and rounded to e4m3; power_of_two is False.
     out: the cache to write to, of any strides that the format allows, such as one of empty_cache; default a new contiguous one.
     Bytes of padding in out stay as they are.
 
     Returns the cache. ValueError on another format, shape, dtype or device, and for keys that require gradients.
     """
-    layout = _quantised_format(cache_format)
+    layout = _known_format(cache_format)
     check_flag("power_of_two", power_of_two)
-    if power_of_two and layout.scale == "e4m3":
+    if power_of_two and (layout.scale == "e4m3" or not layout.groups):
         raise ValueError(f"power_of_two is True with {cache_format}; supported: False")
     spec = spec_of("kv", kv)
-    check_no_grad(kv=kv)
+    check_no_grad(kv=kv, descale_k=descale_k)
     check_shape("kv", spec, ("pages", "page size", 1, layout.d_qk))
     if not kv.is_floating_point():
         raise ValueError(f"kv has dtype {kv.dtype}; supported: floating point")
     _check_memory("kv", spec)
-    out, parts = _result(out, cache_format, "kv", kv)
-    rows = quantised(kv.squeeze(2), layout, power_of_two)
-    parts.codes.copy_(rows.codes)
-    parts.scales[..., : rows.scales.shape[-1]] = rows.scales
-    parts.wide.copy_(rows.wide)
+    check_cache_scale(optional_spec("descale_k", descale_k), layout, spec.device, "kv")
+    out = _result(out, layout, "kv", kv)
+    for columns, values in stored("out", out, layout, scaled(layout, kv.squeeze(2), descale_k), power_of_two):
+        columns.copy_(values)
     return out
+
+
+def scaled(layout: CacheFormat, keys: torch.Tensor, descale_k: torch.Tensor | None) -> torch.Tensor:
+    """Return keys as `stored` takes them: those of fp8_576 divided by the scale of the cache."""
+    if layout is not FP8_576:
+        return keys
+    return keys.float() if descale_k is None else keys.float() / descale_k
+
+
+def stored(
+    name: str, cache: torch.Tensor, layout: CacheFormat, keys: torch.Tensor, power_of_two: bool
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return views of a cache, [pages, page size, ..], each with the values that the keys [.., d_qk] store there.
+
+    ValueError unless the cache, the argument `name`, has this format.
+    """
+    if layout.groups:
+        parts, own = parts_of(name, cache, layout), quantised(keys, layout, power_of_two)
+        return [(parts.codes, own.codes), (parts.scales[..., : own.scales.shape[-1]], own.scales), (parts.wide, own.wide)]
+    if layout is FP8_576:
+        return [(cache.view(torch.uint8).squeeze(2), to_e4m3(keys))]
+    return [(cache.squeeze(2), _to_bf16(keys) if cache.dtype == torch.bfloat16 else keys)]
+
+
+def stored_keys(
+    name: str, cache: torch.Tensor, layout: CacheFormat, where: tuple[torch.Tensor, ...] | EllipsisType, descale_k: torch.Tensor | None
+) -> torch.Tensor:
+    """Return the keys at some places (page, row) of a cache: [.., d_qk] in the cache's dtype, or fp32 if it is quantised."""
+    if layout.groups:
+        return dequantised(Parts(*(columns[where] for columns in parts_of(name, cache, layout))), layout)
+    if layout is not FP8_576:
+        return cache.squeeze(2)[where]
+    values = cache.view(torch.uint8).squeeze(2)[where].view(torch.float8_e4m3fn).float()
+    return values if descale_k is None else values * descale_k
 
 
 def quantised(keys: torch.Tensor, layout: CacheFormat, power_of_two: bool) -> Parts:
@@ -127,25 +181,20 @@ def _to_bf16(values: torch.Tensor) -> torch.Tensor:
     return torch.where(values.isnan(), _BF16_NAN, bits).view(torch.bfloat16)
 
 
-def dequantise_cache(cache: torch.Tensor, cache_format: str) -> torch.Tensor:
+def dequantise_cache(cache: torch.Tensor, cache_format: str, *, descale_k: torch.Tensor | None = None) -> torch.Tensor:
     """Return the keys of a cache: fp32 [pages, page size, 1, d_qk], value times scale in fp32, without further rounding.
 
-    cache: a tensor as quantise_cache returns it; for "latent" bf16 or fp16 [pages, page size, 1, 576]; for "latent_512"
-    and "latent_320" likewise, with so many columns.
-    ValueError on another format, shape, dtype or stride.
+    cache: a tensor of the format cache_format, as quantise_cache returns it. descale_k: its scale in "fp8_576", fp32 of one element,
+    default 1.
+    ValueError on another format, shape, dtype, device or stride.
     """
-    known = {**FORMATS, **{latent.name: latent for latent in LATENTS.values()}}
-    if not isinstance(cache_format, str) or cache_format not in known:
-        raise ValueError(f"cache_format is {short_repr(cache_format)}; supported: {', '.join(known)}")
-    layout = known[cache_format]
+    layout = _known_format(cache_format)
     spec = spec_of("cache", cache)
+    check_no_grad(cache=cache, descale_k=descale_k)
     _check_memory("cache", spec)
-    if not layout.quantised:
-        check_no_grad(cache=cache)
-        check_shape("cache", spec, ("pages", "page size", 1, layout.d_qk))
-        check_dtype("cache", spec, *WIDE)
-        return cache.float()
-    return dequantised(parts_of("cache", cache, layout), layout).unsqueeze(2)
+    _check_cache("cache", spec, layout)
+    check_cache_scale(optional_spec("descale_k", descale_k), layout, spec.device, "cache")
+    return stored_keys("cache", cache, layout, ..., descale_k).float().unsqueeze(2)
 
 
 def reorder_cache(cache: torch.Tensor, cache_format: str, to_format: str, *, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -164,29 +213,38 @@ def reorder_cache(cache: torch.Tensor, cache_format: str, to_format: str, *, out
     check_no_grad(cache=cache)
     _check_memory("cache", spec)
     source = parts_of("cache", cache, orders[cache_format])
-    out, target = _result(out, to_format, "cache", cache)
+    out = _result(out, orders[to_format], "cache", cache)
+    target = parts_of("out", out, orders[to_format])
     target.codes.copy_(source.codes)
     target.scales.copy_(source.scales)
     return out
 
 
-def _result(out: torch.Tensor | None, cache_format: str, name: str, source: torch.Tensor) -> tuple[torch.Tensor, Parts]:
-    """Return the cache of this format that takes what the argument `name` holds, and its parts: `out`, or a new one if that is None.
+def _result(out: torch.Tensor | None, layout: CacheFormat, name: str, source: torch.Tensor) -> torch.Tensor:
+    """Return the cache of this format that takes what the argument `name` holds: `out`, or a new one if that is None.
 
     source: [pages, page size, 1, ..]. ValueError for an `out` of another device, shape, dtype or stride, or over the memory of source.
     """
     pages, page_size = source.shape[:2]
     if out is None:
-        out = empty_cache(cache_format, pages, page_size).to(source.device)
-    else:
-        given = spec_of("out", out)
-        check_device("out", given, source.device, name)
-        check_writable("out", given)
-        check_no_overlap({"out": out}, {name: source})
-    parts = parts_of("out", out, FORMATS[cache_format])
+        if pages * layout.page_bytes(page_size) >= _MAX_BYTES:
+            raise ValueError(f"{name} has shape {list(source.shape)}; supported: less than {_MAX_BYTES} bytes of {layout.name}")
+        dtype = source.dtype if not layout.quantised and source.dtype in WIDE else None
+        return empty_cache(layout.name, pages, page_size, dtype=dtype).to(source.device)
+    given = spec_of("out", out)
+    check_device("out", given, source.device, name)
+    check_writable("out", given)
+    check_no_overlap({"out": out}, {name: source})
+    _check_cache("out", given, layout)
     if out.shape[:2] != source.shape[:2]:
         raise ValueError(f"out has shape {list(out.shape)}; supported: as many pages and tokens as {name}, {pages} and {page_size}")
-    return out, parts
+    return out
+
+
+def _check_cache(name: str, spec: TensorSpec, layout: CacheFormat) -> None:
+    """Raise ValueError unless shape and dtype are those of a cache of this format."""
+    check_shape(name, spec, ("pages", "page size", 1, columns_of(layout)))
+    check_dtype(name, spec, *dtypes_of(layout))
 
 
 def dequantised(parts: Parts, layout: CacheFormat) -> torch.Tensor:
@@ -209,11 +267,11 @@ def _contiguous_bytes(view: torch.Tensor) -> torch.Tensor:
     return view.clone(memory_format=torch.contiguous_format)
 
 
-def _quantised_format(cache_format: Any) -> CacheFormat:
-    layout = FORMATS.get(cache_format) if isinstance(cache_format, str) else None
-    if layout is None or not layout.quantised:
-        supported = ", ".join(name for name, known in FORMATS.items() if known.quantised)
-        raise ValueError(f"cache_format is {short_repr(cache_format)}; supported: {supported}")
+def _known_format(cache_format: Any) -> CacheFormat:
+    """Return the format of this name. ValueError if there is none."""
+    layout = KNOWN.get(cache_format) if isinstance(cache_format, str) else None
+    if layout is None:
+        raise ValueError(f"cache_format is {short_repr(cache_format)}; supported: {', '.join(KNOWN)}")
     return layout
 
 
@@ -224,11 +282,10 @@ def _check_memory(name: str, spec: TensorSpec) -> None:
 
 
 def parts_of(name: str, cache: torch.Tensor, layout: CacheFormat) -> Parts:
-    """Return views of a cache's codes, scales and 16-bit columns. ValueError unless the cache has this format."""
+    """Return views of a cache's codes, scales and 16-bit columns. ValueError unless the cache has this format, which has groups."""
     spec = spec_of(name, cache)
     token = layout.page_bytes(1)
-    check_shape(name, spec, ("pages", "page size", 1, token))
-    check_dtype(name, spec, *BYTES)
+    _check_cache(name, spec, layout)
     check_last_contiguous(name, spec)
     cache = cache.view(torch.uint8)
     wide = slice(layout.wide_offset, layout.wide_offset + (layout.d_qk - layout.quantised) * ELEMENT_BYTES)

@@ -14,6 +14,7 @@ from ..spec.cache_insert import MAX_QUERIES, CacheInsertArguments, config_of, gr
 from ..spec.mla import D_ROPE, MAX_HEADS
 from . import cache_write
 from .arguments import check_eps, check_no_grad
+from .cache_codec import scaled
 from .cache_torch import write_rows
 from .launch_plan import LaunchPlan
 from .norm_rope import angles_at, rms_norm, rotated
@@ -109,7 +110,7 @@ def run(
         q_pe.copy_(rotated(q_pe, angles_at(cos_sin, positions, len(q_pe))))
     if keys is not None:
         keys.copy_(made)
-    write_rows(launch_plan.rows, k_cache, cache_write.scaled(launch_plan.rows, made, descale_k), slot_mapping, power_of_two)
+    write_rows(launch_plan.rows, k_cache, scaled(launch_plan.rows.format, made, descale_k), slot_mapping, power_of_two)
 
 
 def new_keys(cache: CacheFormat, kv_c: torch.Tensor, k_pe: torch.Tensor | None, operands: Operands, eps: float) -> torch.Tensor:

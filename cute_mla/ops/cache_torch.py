@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..spec.cache_rows import FP8_576
-from .cache_codec import Parts, dequantised, parts_of, quantised, to_e4m3
+from .cache_codec import stored, stored_keys
 from .paged_cache import CacheRows
 
 
@@ -21,31 +20,8 @@ def write_rows(rows: CacheRows, k_cache: torch.Tensor, keys: torch.Tensor, slots
     source = torch.where(written, torch.arange(slots.shape[0], device=slots.device), written.int().argmax())
     places = torch.where(written.any(), slots.long()[source], 0)
     where = (places // rows.page_size, places % rows.page_size)
-    for columns, values in _stored(rows, k_cache, keys, power_of_two):
+    for columns, values in stored("k_cache", k_cache, rows.format, keys, power_of_two):
         columns[where] = torch.where(written.any(), values[source], columns[where])
-
-
-def _stored(rows: CacheRows, k_cache: torch.Tensor, keys: torch.Tensor, power_of_two: bool) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Return views of a cache, [pages, page size, ..], each with the values that the keys store there, [tokens, ..]."""
-    if not rows.format.quantised:
-        return [(k_cache.squeeze(2), keys)]
-    if rows.format is FP8_576:
-        return [(k_cache.view(torch.uint8).squeeze(2), to_e4m3(keys))]
-    parts = parts_of("k_cache", k_cache, rows.format)
-    own = quantised(keys, rows.format, power_of_two)
-    return [(parts.codes, own.codes), (parts.scales[..., : own.scales.shape[-1]], own.scales), (parts.wide, own.wide)]
-
-
-def gather_rows(rows: CacheRows, k_cache: torch.Tensor, slots: torch.Tensor, descale_k: torch.Tensor | None) -> torch.Tensor:
-    """Return the keys at slots, int64 [keys], all inside the cache: [keys, d_qk] in the cache's dtype, or fp32 if it is quantised."""
-    where = (slots // rows.page_size, slots % rows.page_size)
-    if not rows.format.quantised:
-        return k_cache.squeeze(2)[where]
-    if rows.format is FP8_576:
-        values = k_cache.view(torch.uint8).squeeze(2)[where].view(torch.float8_e4m3fn).float()
-        return values if descale_k is None else values * descale_k
-    parts = parts_of("k_cache", k_cache, rows.format)
-    return dequantised(Parts(*(columns[where] for columns in parts)), rows.format)
 
 
 def gather_requests(
@@ -75,5 +51,6 @@ def gather_requests(
     page = table[request, column.clamp(0, table.shape[1] - 1)].long()
     inside &= (page >= 0) & (page < rows.pages)
     slots = torch.where(inside, page * rows.page_size + position % rows.page_size, 0)
-    keys = torch.where(inside[:, None], gather_rows(rows, k_cache, slots, descale_k), 0.0)
+    found = stored_keys("k_cache", k_cache, rows.format, (slots // rows.page_size, slots % rows.page_size), descale_k)
+    keys = torch.where(inside[:, None], found, 0.0)
     out.copy_(torch.where(exists[:, None], keys.to(out.dtype), out))

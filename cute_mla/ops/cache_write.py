@@ -10,9 +10,10 @@ import torch
 
 from ..runtime.current import device_for, has_kernels
 from ..spec.cache_format import CacheFormat
-from ..spec.cache_rows import CACHED, FP8_576, config_of, key_types, latent_columns, rotary_columns
+from ..spec.cache_rows import CACHED, config_of, key_types, latent_columns, rotary_columns
 from ..spec.cache_write import CacheWriteArguments, grid
 from .arguments import check_flag, check_no_grad
+from .cache_codec import scaled
 from .cache_torch import write_rows
 from .launch_plan import LaunchPlan, named_strides
 from .overlap import check_no_overlap
@@ -86,14 +87,7 @@ def run(
         device.launch(device.kernel("cache_write", launch_plan.kernel), launch_plan.grid, args, pdl=True)
         return
     keys = kv_c if k_pe is None else torch.cat((kv_c, k_pe), dim=1)
-    write_rows(launch_plan.rows, k_cache, scaled(launch_plan.rows, keys, descale_k), slot_mapping, power_of_two)
-
-
-def scaled(rows: CacheRows, keys: torch.Tensor, descale_k: torch.Tensor | None) -> torch.Tensor:
-    """Return keys as cache_torch.write_rows takes them: those of fp8_576 divided by the scale of the cache."""
-    if rows.format is not FP8_576:
-        return keys
-    return keys.float() if descale_k is None else keys.float() / descale_k
+    write_rows(launch_plan.rows, k_cache, scaled(launch_plan.rows.format, keys, descale_k), slot_mapping, power_of_two)
 
 
 def check(operands: Operands, k_cache: torch.Tensor, power_of_two: bool, kv_format: Any) -> CallSpec:

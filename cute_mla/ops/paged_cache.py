@@ -190,8 +190,8 @@ def check_format_name(value: Any, served: Collection[str], argument: str = "kv_f
     return name
 
 
-def check_cache_scale(scale: TensorSpec | None, cache: CacheFormat, device: torch.device) -> None:
-    """Raise ValueError unless descale_k is None, or one fp32 element on the cache's device and the cache is fp8_576."""
+def check_cache_scale(scale: TensorSpec | None, cache: CacheFormat, device: torch.device, name: str = "k_cache") -> None:
+    """Raise ValueError unless descale_k is None, or one fp32 element on the device of the argument `name` and the cache is fp8_576."""
     if scale is None:
         return
     if cache is not FP8_576:
@@ -199,7 +199,7 @@ def check_cache_scale(scale: TensorSpec | None, cache: CacheFormat, device: torc
     if math.prod(scale.shape) != 1:
         raise ValueError(f"descale_k has shape {list(scale.shape)}; supported: one element, for all heads and requests")
     check_dtype("descale_k", scale, torch.float32)
-    check_device("descale_k", scale, device, "k_cache")
+    check_device("descale_k", scale, device, name)
 
 
 def columns_of(cache: CacheFormat) -> int:

@@ -116,7 +116,7 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return tensor.contiguous().view(torch.int16 if tensor.element_size() == 2 else torch.int32)
+    return tensor.contiguous().view({1: torch.int8, 2: torch.int16}.get(tensor.element_size(), torch.int32))
 
 
 def _misplaced(name: str, actual: Tensor, expected: Tensor) -> str:

@@ -7,17 +7,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..roofline import Gpu
-from .svg import FAINT, GRID, line, log_fraction, mark, path, picture, text
+from .svg import FAINT, GRID, line, log_fraction, mark, path, picture, text, text_width
 
-WIDTH, HEIGHT = 860, 520
+WIDTH, HEIGHT = 980, 640
 LEFT, RIGHT, TOP, BOTTOM = 70, 24, 62, 62
 X_RANGE = (0.3, 200000.0)
 Y_RANGE = (1.0, 3000.0)
 _ROOF = "#1f5fa8"
+PREDICTED = "hollow: predicted with every constant at its worst; the line ends where all are at their best; nothing here is measured"
+_LABEL_SIZE = 11
 _LABEL_GAP = 13.0  # pixels between the text baselines of stacked labels
-_CHARACTER = 6.2  # pixels, width of a label's character
 _LABELS_PER_LINE = 4
 _TOUCHING = 16.0  # pixels; closer marks share a label
+_CLEAR = 7.0  # pixels around the middle of a mark that labels keep free
+# Pixels from a mark to the top middle of its label, the nearest first
+_PLACES = sorted(
+    ((dx, 10 + dy) for dy in range(0, 300, 13) for dx in range(-160, 161, 20)), key=lambda at: (math.hypot(at[0], 1.5 * at[1]), at)
+)
+
+Box = tuple[float, float, float, float]  # left, top, right, bottom
 
 OP_COLORS = {
     "dense_decode": "#c23b22",
@@ -37,13 +45,14 @@ OP_COLORS = {
 
 @dataclass(frozen=True)
 class Point:
-    """One benchmark row of an op. tflops: useful TFLOP/s, at the roofline bound or measured."""
+    """One benchmark row of an op. tflops: useful TFLOP/s, measured or as predicted at worst. best: as predicted at best."""
 
     op: str
     label: str
     intensity: float
     tflops: float
     measured: bool
+    best: float | None = None
 
 
 def _x(intensity: float) -> float:
@@ -67,15 +76,21 @@ def _axes() -> list[str]:
     return parts
 
 
-def _roof(gpu: Gpu) -> list[str]:
+def _roof(gpu: Gpu, best_tflops: float | None) -> list[str]:
+    """Return the roof, and dashed the part above it that a matrix rate of best_tflops would open."""
     low, high = X_RANGE
     start = max(low, Y_RANGE[0] / gpu.tbytes)
     corners = [(start, gpu.tbytes * start), (gpu.ridge, gpu.tflops), (high, gpu.tflops)]
-    return [
+    parts = [
         path([(_x(x), _y(y)) for x, y in corners], _ROOF),
-        text(_x(high) - 4, _y(gpu.tflops) - 8, f"{gpu.tflops:g} TFLOP/s", anchor="end", fill=_ROOF),
+        text(_x(high) - 4, _y(gpu.tflops) + 16, f"{gpu.tflops:,g} TFLOP/s", anchor="end", fill=_ROOF),
         text(_x(start * 2.2), _y(gpu.tbytes * start * 2.2) - 12, f"{gpu.tbytes:g} TB/s", anchor="end", fill=_ROOF),
     ]
+    if best_tflops is not None and best_tflops > gpu.tflops:
+        higher = [(gpu.ridge, gpu.tflops), (best_tflops / gpu.tbytes, best_tflops), (high, best_tflops)]
+        parts.append(path([(_x(x), _y(y)) for x, y in higher], _ROOF, dashed=True))
+        parts.append(text(_x(high) - 4, _y(best_tflops) - 8, f"{best_tflops:,.0f} TFLOP/s at best", anchor="end", fill=_ROOF))
+    return parts
 
 
 def _inside(point: Point) -> bool:
@@ -98,42 +113,58 @@ def _groups(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def _points(points: Sequence[Point]) -> list[str]:
-    """Return the marks and labels: a group's labels at its lower right, moved down where they would cover other labels."""
-    parts: list[str] = []
-    labels: list[tuple[float, float, float]] = []  # left, right, baseline
-    for group in _groups(points):
-        color = OP_COLORS[group[0].op]
-        parts += (mark(_x(point.intensity), _y(point.tflops), color if point.measured else "#fff", color) for point in group)
+    """Return marks, ranges and labels. A label is as near to its mark as the others leave room, at the end of a line from the mark."""
+    groups = _groups(points)
+    taken: list[Box] = []
+    ranges, marks, labels = [], [], []
+    for point in (point for group in groups for point in group):
+        x, y, color = _x(point.intensity), _y(point.tflops), OP_COLORS[point.op]
+        taken.append((x - _CLEAR, y - _CLEAR, x + _CLEAR, y + _CLEAR))
+        if point.best is not None:
+            ranges.append(line(x, y, x, _y(point.best), color, 1.5))
+            taken.append((x - 1, _y(point.best), x + 1, y))
+        marks.append(mark(x, y, color if point.measured else "#fff", color))
+    for group in groups:
+        color, x, y = OP_COLORS[group[0].op], _x(group[0].intensity), _y(group[0].tflops)
         names = sorted({point.label for point in group}, key=lambda label: (len(label), label))
-        for start in range(0, len(names), _LABELS_PER_LINE):
-            written = ", ".join(names[start : start + _LABELS_PER_LINE])
-            left = min(_x(group[0].intensity) + 7, WIDTH - 4 - _CHARACTER * len(written))
-            right, baseline = left + _CHARACTER * len(written), _y(group[0].tflops) + 17
-            while any(left < other[1] and other[0] < right and abs(baseline - other[2]) < _LABEL_GAP for other in labels):
-                baseline += _LABEL_GAP
-            labels.append((left, right, baseline))
-            parts.append(text(left, baseline, written, size=11, anchor="start", fill=color))
-    return parts
+        lines = [", ".join(names[start : start + _LABELS_PER_LINE]) for start in range(0, len(names), _LABELS_PER_LINE)]
+        box = _free_box(x, y, max(text_width(each, _LABEL_SIZE) for each in lines), _LABEL_GAP * len(lines), taken)
+        taken.append(box)
+        ranges.append(line(x, y, (box[0] + box[2]) / 2, box[1] + 2, color, 0.7))
+        for number, each in enumerate(lines):
+            labels.append(text(box[0], box[1] + _LABEL_GAP * (number + 1) - 2, each, size=_LABEL_SIZE, anchor="start", fill=color))
+    return [*ranges, *marks, *labels]
+
+
+def _free_box(x: float, y: float, width: float, height: float, taken: Sequence[Box]) -> Box:
+    """Return the box of this size that lies nearest to a mark, inside the axes and over none of the others; below all if none is free."""
+    boxes = [(x + dx - width / 2, y + dy, x + dx + width / 2, y + dy + height) for dx, dy in _PLACES]
+    inside = [box for box in boxes if box[0] > LEFT and box[2] < WIDTH - RIGHT and box[3] < HEIGHT - BOTTOM]
+    free = (box for box in inside if not any(box[0] < o[2] and o[0] < box[2] and box[1] < o[3] and o[1] < box[3] for o in taken))
+    return next(free, (x, HEIGHT - BOTTOM - height, x + width, HEIGHT - BOTTOM))
 
 
 def op_legend(ops: Sequence[str], left: float, y: float) -> list[str]:
     """Return the names of the ops in their colors, side by side."""
     parts = []
     for op in dict.fromkeys(ops):
-        parts.append(text(left, y, op.replace("_", " "), size=11, anchor="start", fill=OP_COLORS[op]))
-        left += _CHARACTER * (len(op) + 3)
+        parts.append(text(left, y, op.replace("_", " "), size=_LABEL_SIZE, anchor="start", fill=OP_COLORS[op]))
+        left += text_width(op, _LABEL_SIZE) + 16
     return parts
 
 
-def roofline_svg(gpu: Gpu, points: Sequence[Point], title: str) -> str:
-    """Return the plot as SVG text: the roof of `gpu`, hollow marks for bounds, filled marks for measurements, one color an op."""
-    legend = "filled: measured" if any(point.measured for point in points) else "hollow: the bound of each row; nothing here is measured"
+def roofline_svg(gpu: Gpu, points: Sequence[Point], title: str, best_tflops: float | None = None) -> str:
+    """Return the plot as SVG text: filled marks for measurements, hollow ones for predictions with a line to their best case.
+
+    best_tflops: matrix rate of that case, a dashed roof.
+    """
+    legend = "filled: measured" if any(point.measured for point in points) else PREDICTED
     body = [
         text(LEFT, 22, title, size=15, anchor="start"),
         text(LEFT, 37, legend, size=11, anchor="start", fill=FAINT),
         *op_legend([point.op for point in points if _inside(point)], LEFT, 52),
         *_axes(),
-        *_roof(gpu),
+        *_roof(gpu, best_tflops),
         *_points(points),
     ]
     return picture(WIDTH, HEIGHT, body)

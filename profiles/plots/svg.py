@@ -15,6 +15,11 @@ def text(x: float, y: float, content: str, *, size: int = 12, anchor: str = "mid
     return f'<text x="{x:.1f}" y="{y:.1f}" font-size="{size}" text-anchor="{anchor}" fill="{fill}"{rotation}>{escape(content)}</text>'
 
 
+def text_width(content: str, size: int) -> float:
+    """Return the pixels that a line of text takes at most, in the wider sans-serif fonts."""
+    return 0.62 * size * len(content)
+
+
 def with_article(gpu: str) -> str:
     """Return the name of a GPU behind its indefinite article."""
     return f"{'an' if gpu.startswith('H') else 'a'} {gpu}"

@@ -35,7 +35,7 @@ PICTURES = {  # in docs/images
 }
 FOLDER = Path(__file__).resolve().parents[2] / "docs" / "images"
 
-WIDTH, LEFT, RIGHT = 900, 132, 12
+WIDTH, LEFT, RIGHT = 932, 152, 24  # LEFT holds the longest name of a row, RIGHT half of the last number of the axis
 TOP, ROW, BAR = 44, 30, 20
 TILES = 3
 SHORT_WAIT = 24  # clocks: shorter waits are drawn as work

@@ -75,7 +75,7 @@ class PlanCase:
 
 @dataclass(frozen=True)
 class CacheCase:
-    """A call on a cache of a format of FP8 keys. page_stride: bytes between pages beyond those of a page."""
+    """A call on a cache of a format. padding: bytes between pages; 16-bit caches have twice as many."""
 
     cache_format: str = "fp8_656"
     pages: int = 2

@@ -9,6 +9,7 @@ from typing import Any, get_args
 from hypothesis import strategies as st
 
 from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.cache_rows import KNOWN
 from cute_mla.spec.dense_decode import UNIT_ROWS, takes_key_masks
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from cute_mla.spec.mla import ceil_div
@@ -402,9 +403,9 @@ def plan_cases(draw: st.DrawFn) -> PlanCase:
 
 @st.composite
 def cache_cases(draw: st.DrawFn) -> CacheCase:
-    """Draw caches of FP8 keys."""
+    """Draw caches of every format."""
     return CacheCase(
-        cache_format=draw(st.sampled_from(("fp8_656", "fp8_584"))),
+        cache_format=draw(st.sampled_from(tuple(KNOWN))),
         pages=draw(st.integers(0, 3)),
         page_size=draw(st.integers(0, 5)),
         padding=draw(st.sampled_from((0, 1, 16, 100))),
@@ -558,7 +559,7 @@ def plain_cases(subject: str) -> st.SearchStrategy[PlainCase]:
             on_finding=st.sampled_from(("raise", "collect")),
         ),
         "empty_cache": st.fixed_dictionaries(
-            {"cache_format": st.sampled_from(("fp8_656", "fp8_584")), "pages": st.integers(0, 4), "page_size": st.integers(0, 9)},
+            {"cache_format": st.sampled_from(tuple(KNOWN)), "pages": st.integers(0, 4), "page_size": st.integers(0, 9)},
             optional={"page_stride": st.none() | st.integers(0, 8000), "fill": st.integers(0, 255)},
         ),
         "MlaConfig": st.fixed_dictionaries(

@@ -14,10 +14,11 @@ import cute_mla
 from cute_mla.cache import dequantise_cache, empty_cache, quantise_cache
 from cute_mla.layer import MlaBatch, MlaConfig, YarnScaling, plan_batch
 from cute_mla.spec.arch import ARCHS, Arch
-from cute_mla.spec.cache_format import FORMATS
+from cute_mla.spec.cache_format import CacheFormat
+from cute_mla.spec.cache_rows import KNOWN
 from cute_mla.testing.runner import SCHEDULES
 from tests.fuzz.calls import BatchCase, CacheCase, PlainCase, Setting
-from tests.fuzz.contract import BYTES, Contract, is_optional
+from tests.fuzz.contract import Contract, is_optional
 from tests.fuzz.scalars import is_flag, is_integer
 from tests.fuzz.subjects import Arguments, Subject, Verify
 
@@ -248,13 +249,24 @@ def _expect_simulated(arguments: Arguments, setting: Setting) -> Verify:
 # ------------------------------------------------------------ caches in plain torch
 
 
+def _types(layout: CacheFormat) -> tuple[torch.dtype, ...]:
+    """Types of a cache, the default one first."""
+    if not layout.quantised:
+        return torch.bfloat16, torch.float16
+    return (torch.uint8, torch.int8, torch.float8_e4m3fn) if layout.groups else (torch.float8_e4m3fn,)
+
+
+def _columns(layout: CacheFormat) -> int:
+    return layout.page_bytes(1) // _types(layout)[0].itemsize
+
+
 def _keys(case: CacheCase) -> tuple[Tensor, Tensor | None]:
     """kv, and a cache for it if one is given."""
-    d_qk = FORMATS[case.cache_format].d_qk
-    kv = torch.randn(case.pages, case.page_size, 1, d_qk, generator=torch.Generator().manual_seed(case.seed))
+    layout = KNOWN[case.cache_format]
+    kv = torch.randn(case.pages, case.page_size, 1, layout.d_qk, generator=torch.Generator().manual_seed(case.seed))
     if not case.given:
         return kv, None
-    stride = FORMATS[case.cache_format].page_bytes(case.page_size) + case.padding
+    stride = layout.page_bytes(case.page_size) + case.padding * _types(layout)[0].itemsize
     return kv, empty_cache(case.cache_format, case.pages, case.page_size, page_stride=stride)
 
 
@@ -266,36 +278,41 @@ def _quantise_arguments(case: CacheCase) -> Arguments:
 def _quantise_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c = Contract(arguments)
     c.numbers(power_of_two=is_flag)
-    if not c.require(_one_of("fp8_656", "fp8_584")(arguments["cache_format"]), "cache_format"):
+    if not c.require(_one_of(*KNOWN)(arguments["cache_format"]), "cache_format"):
         return c.faults
-    layout = FORMATS[arguments["cache_format"]]
+    layout = KNOWN[arguments["cache_format"]]
+    flag = arguments["power_of_two"]
+    c.require(not is_flag(flag) or not flag or (layout.groups > 0 and layout.code == "e4m3"), "power_of_two")
     kv = c.tensor("kv")
     if not c.shaped("kv", kv, None, None, 1, layout.d_qk, beside="cache_format") or kv is None:
         return c.faults
     floats = (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2)
     c.require(kv.dtype in floats and kv.device.type != "meta", "kv")
-    out = c.tensor("out", *BYTES, optional=True)
-    if out is not None and c.shaped("out", out, *kv.shape[:2], 1, layout.page_bytes(1), beside="kv"):
-        _check_pages(c, "out", out, layout.scales_inside)
+    out = c.tensor("out", *_types(layout), optional=True)
+    c.require(out is not None or kv.shape[0] * layout.page_bytes(kv.shape[1]) < 1 << 40, "kv")
+    if out is not None and c.shaped("out", out, *kv.shape[:2], 1, _columns(layout), beside="kv"):
+        _check_pages(c, "out", out, layout)
         c.require(out.device == kv.device, "out", "kv")
-        c.output("out", tuple(out.shape), BYTES)
+        c.output("out", tuple(out.shape), _types(layout))
         c.apart(("out",))
     return c.faults
 
 
-def _check_pages(c: Contract, name: str, cache: Tensor, scales_inside: bool) -> None:
-    c.last_contiguous(name, cache)
-    c.require(scales_inside or cache.shape[1] <= 1 or cache.stride(1) == cache.shape[3], name)
+def _check_pages(c: Contract, name: str, cache: Tensor, layout: CacheFormat) -> None:
+    if layout.groups:
+        c.last_contiguous(name, cache)
+        c.require(layout.scales_inside or cache.shape[1] <= 1 or cache.stride(1) == cache.shape[3], name)
 
 
 def _expect_quantised(arguments: Arguments, setting: Setting) -> Verify:
     kv, cache_format = arguments["kv"].float(), arguments["cache_format"]
+    relative, absolute = (14, 0.02) if KNOWN[cache_format].code == "e4m3" else (4, 0.2)  # e2m1 has a bit of mantissa
 
     def verify(cache: Any) -> str:
         if arguments["out"] is not None and cache is not arguments["out"]:
             return "the cache returned is not the one given"
         error = (dequantise_cache(cache, cache_format) - kv).abs()
-        return "" if not error.numel() or float((error - kv.abs() / 14).max()) < 0.02 else f"off by {float(error.max())}"
+        return "" if not error.numel() or float((error - kv.abs() / relative).max()) < absolute else f"off by {float(error.max())}"
 
     return verify
 
@@ -307,20 +324,18 @@ def _dequantise_arguments(case: CacheCase) -> Arguments:
 
 def _dequantise_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c = Contract(arguments)
-    if not c.require(_one_of(*FORMATS)(arguments["cache_format"]), "cache_format"):
+    if not c.require(_one_of(*KNOWN)(arguments["cache_format"]), "cache_format"):
         return c.faults
-    layout = FORMATS[arguments["cache_format"]]
-    columns = layout.page_bytes(1) if layout.quantised else layout.d_qk
-    cache = c.tensor("cache", *(BYTES if layout.quantised else (torch.bfloat16, torch.float16)))
-    if c.shaped("cache", cache, None, None, 1, columns, beside="cache_format") and cache is not None:
-        if layout.quantised:
-            _check_pages(c, "cache", cache, layout.scales_inside)
+    layout = KNOWN[arguments["cache_format"]]
+    cache = c.tensor("cache", *_types(layout))
+    if c.shaped("cache", cache, None, None, 1, _columns(layout), beside="cache_format") and cache is not None:
+        _check_pages(c, "cache", cache, layout)
         c.require(cache.device.type != "meta", "cache")
     return c.faults
 
 
 def _expect_dequantised(arguments: Arguments, setting: Setting) -> Verify:
-    shape = [*arguments["cache"].shape[:3], FORMATS[arguments["cache_format"]].d_qk]
+    shape = [*arguments["cache"].shape[:3], KNOWN[arguments["cache_format"]].d_qk]
     return lambda kv: "" if list(kv.shape) == shape and kv.dtype == torch.float32 else f"{kv.dtype} {list(kv.shape)}"
 
 
@@ -332,18 +347,22 @@ def _empty_cache_faults(arguments: Arguments, setting: Setting) -> set[str]:
         small &= c.require(is_integer(c.get(name)) and c.get(name) >= 0, name)
     stride = c.get("page_stride")
     small &= c.require(stride is None or is_integer(stride), "page_stride")
-    if c.require(_one_of("fp8_656", "fp8_584")(c.get("cache_format")), "cache_format") and small:
-        least = FORMATS[arguments["cache_format"]].page_bytes(arguments["page_size"])
-        c.require(stride is None or stride >= least, "page_stride")
-        c.require(arguments["pages"] * (least if stride is None else stride) < 1 << 40, "pages", "page_size", "page_stride")
+    if c.require(_one_of(*KNOWN)(c.get("cache_format")), "cache_format") and small:
+        layout = KNOWN[arguments["cache_format"]]
+        least = layout.page_bytes(arguments["page_size"])
+        step = least if stride is None else stride
+        c.require(step >= least and step % _types(layout)[0].itemsize == 0, "page_stride")
+        c.require(max(arguments["pages"], 1) * max(step, 1) < 1 << 40, "pages", "page_size", "page_stride")
     return c.faults
 
 
 def _expect_empty_cache(arguments: Arguments, setting: Setting) -> Verify:
-    shape = [arguments["pages"], arguments["page_size"], 1, FORMATS[arguments["cache_format"]].page_bytes(1)]
+    layout = KNOWN[arguments["cache_format"]]
+    shape, dtype = [arguments["pages"], arguments["page_size"], 1, _columns(layout)], _types(layout)[0]
 
     def verify(cache: Any) -> str:
-        return "" if list(cache.shape) == shape and (cache == arguments.get("fill", 0)).all() else f"{list(cache.shape)} returned"
+        right = list(cache.shape) == shape and cache.dtype == dtype and (cache.view(torch.uint8) == arguments.get("fill", 0)).all()
+        return "" if right else f"{cache.dtype} {list(cache.shape)} returned"
 
     return verify
 

@@ -18,14 +18,17 @@ import cute_mla
 from cute_mla import indexer
 from cute_mla.cache import gather_kv_cache, insert_kv_cache, write_kv_cache
 from cute_mla.spec.cache_format import FORMATS, CacheFormat
+from cute_mla.spec.cache_rows import CACHED, KNOWN, key_types, latent_columns, rotary_columns
 from cute_mla.spec.mla import D_LATENT, ELEMENT_BYTES
 from docs.site.repository_pages import documents, linked_files, remote_resources, rewrite_links, site_path
-from tests.support.documents import DOCUMENTS, PAGES, README, anchors, links, name_of
+from tests.support.documents import DOCUMENTS, PAGES, README, anchors, links, name_of, snippets
 from tests.support.tree import ROOT
 
 LINKING = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "cute_mla" / "simulator" / "README.md"]
 MAX_README_LINES = 200
+MAX_COLUMNS = 140
 
+CACHES = (ROOT / "docs" / "caches.md").read_text()
 LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
 SITE = (ROOT / "mkdocs.yml").read_text()
 
@@ -40,6 +43,13 @@ def test_links_lead_to_files_and_headings(document: Path) -> None:
         target = (document.parent / path).resolve() if path else document
         assert target.is_file(), f"{path} in {name_of(document)}"
         assert not anchor or anchor in anchors(target), f"#{anchor} of {path or name_of(document)} in {name_of(document)}"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=name_of)
+def test_code_fits_the_pages(document: Path) -> None:
+    """docs/stylesheets/pages.css gives code the room of so many columns."""
+    wide = [line for snippet in snippets(document) for line in snippet.text.splitlines() if len(line) > MAX_COLUMNS]
+    assert not wide
 
 
 @pytest.mark.parametrize("document", LINKING, ids=name_of)
@@ -89,6 +99,20 @@ def test_resources_from_the_network_are_found() -> None:
         assert len(remote_resources(html)) == 1, html
     for html in ('<a href="https://page.test">x</a>', '<link rel="canonical" href="https://page.test">', '<img src="a.png">'):
         assert remote_resources(html) == []
+
+
+@pytest.mark.parametrize("layout", KNOWN.values(), ids=lambda layout: layout.name)
+def test_the_page_says_what_writes_and_gathers_a_format(layout: CacheFormat) -> None:
+    table = CACHES[CACHES.index("| name | `empty_cache` |") :]
+    _, written, gathered = re.findall(rf"^\| `{layout.name}` \|(.+?)\| ([^|]+?) \| ([^|]+?) \|$", table, re.MULTILINE)[0]
+    if layout.name not in CACHED:
+        assert written.startswith("no kernel: `quantise_cache(")
+        assert gathered.startswith("no kernel: `dequantise_cache`")
+        return
+    types = ", bf16 or fp16" if len(key_types(layout)) > 1 else ", bf16"
+    types = types if layout.quantised else ", of the cache's dtype"
+    assert written == f"{latent_columns(layout)} + {rotary_columns(layout)}{types}"
+    assert gathered == f"{layout.d_qk}{types}"
 
 
 def referenced(page: Path) -> set[tuple[str, str]]:

@@ -35,13 +35,16 @@ def test_options_of_commands_exist(line: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "text", "printed"),
-    [("support", TEXT, support_table.markdown), ("models", (ROOT / "docs" / "models.md").read_text(), served_models.markdown)],
-    ids=["support", "models"],
+    ("what", "page", "printed"),
+    [
+        ("cute-mla show support", "docs/support.md", support_table.markdown),
+        ("summary of cute-mla show support", "README.md", support_table.summary),
+        ("cute-mla show models", "docs/models.md", served_models.markdown),
+    ],
 )
-def test_the_tables_of_what_is_supported_are_the_ones_that_show_prints(what: str, text: str, printed: Callable[[], str]) -> None:
-    """On failure: put what `cute-mla show` prints between the two comments."""
-    begin, end = f"<!-- begin: cute-mla show {what} -->\n", "<!-- end -->"
+def test_the_tables_of_what_is_supported_are_the_ones_that_show_prints(what: str, page: str, printed: Callable[[], str]) -> None:
+    """On failure: put what `cute-mla show` prints, or the summary, between the two comments."""
+    text, begin, end = (ROOT / page).read_text(), f"<!-- begin: {what} -->\n", "<!-- end -->"
     assert text[text.index(begin) + len(begin) : text.index(end)] == printed()
 
 

@@ -10,8 +10,9 @@ import torch
 
 from cute_mla.profiles import report
 from cute_mla.profiles.measure import cuda_bench, environment
+from cute_mla.profiles.model.machines import machines
 from cute_mla.profiles.plots.roofline_plot import Point
-from cute_mla.profiles.roofline import Gpu
+from cute_mla.profiles.roofline import GPUS, Gpu
 from cute_mla.profiles.rows import OPS
 from cute_mla.spec.arch import SM90, SM100
 from tests.profiles.benching import FakeKernel, bench, install, small_case
@@ -25,7 +26,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
     """Return the points that a plot is asked to draw."""
     points: list[Point] = []
 
-    def roofline_svg(gpu: Gpu, given: Sequence[Point], title: str) -> str:
+    def roofline_svg(gpu: Gpu, given: Sequence[Point], title: str, best_tflops: float | None = None) -> str:
         points.extend(given)
         return f"{gpu.name}: {title}"
 
@@ -33,16 +34,35 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> list[Point]:
     return points
 
 
-def test_the_model_is_plotted_on_its_roof(drawn: list[Point]) -> None:
+def test_predictions_are_plotted_under_their_roof(drawn: list[Point]) -> None:
     document = report.model_document([SM90], ["dense_decode"], report.cases_for(["dense_decode"], ["D1.fixed", "D8.s1"]))
-    assert report.plot(document).startswith("H200: The roofline of an H200")
-    assert [(point.label, round(point.tflops), point.measured) for point in drawn] == [("D1", 790, False), ("D8", 129, False)]
+    assert report.plot(document).startswith("H200: Predictions under the roofline of an H200")
+    model = {row["row"]: row["model"]["H200"] for row in document["rows"]}
+    flops = {row["row"]: row["flops"] / 1e6 for row in document["rows"]}
+    expected = [(name, flops[name] / model[name]["high_us"], flops[name] / model[name]["low_us"], False) for name in ("D1", "D8")]
+    assert [(point.label, point.tflops, point.best, point.measured) for point in drawn] == expected
+
+
+def test_no_prediction_is_above_its_roof(drawn: list[Point]) -> None:
+    """At worst none is above the roof, at best none above that of the best matrix rate."""
+    for arch in (SM90, SM100):
+        document = report.model_document([arch], OPS, report.cases_for(OPS, []))
+        gpu = GPUS[document["gpus"][0]["name"]]
+        drawn.clear()
+        report.plot(document)
+        machine = machines()[gpu.name].best
+        best = machine.sm_count * machine.clock_ghz * machine.mma_flops_per_clock / 1e3
+        assert len(drawn) > 80
+        for point in drawn:
+            assert point.best is not None
+            assert point.tflops <= min(gpu.tflops, gpu.tbytes * point.intensity)
+            assert point.tflops <= point.best <= min(best, gpu.tbytes * point.intensity) * (1 + 1e-9)
 
 
 def test_the_model_of_blackwell_is_plotted_on_its_own_roof(drawn: list[Point]) -> None:
     document = report.model_document([SM100], ["dense_decode"], report.cases_for(["dense_decode"], ["D2.fixed", "D8.s1"]))
-    assert report.plot(document).startswith("B200: The roofline of a B200")
-    assert [(point.label, round(point.tflops), point.measured) for point in drawn] == [("D2", 2250, False), ("D8", 240, False)]
+    assert report.plot(document).startswith("B200: Predictions under the roofline of a B200")
+    assert [point.label for point in drawn] == ["D2", "D8"]
     assert [row["tile_padding"] for row in document["rows"]] == [{"sm100": 1.0}, {"sm100": 8.0}]
     assert {name for row in document["rows"] for name in row["roofs"]} == {"B200", "B300"}
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
+from itertools import combinations
 from xml.etree import ElementTree
 
 from cute_mla.profiles.plots.roofline_plot import HEIGHT, OP_COLORS, WIDTH, Point, roofline_svg
+from cute_mla.profiles.plots.svg import text_width
 from cute_mla.profiles.roofline import GPUS, roof
 from cute_mla.profiles.rows import OPS, load
 
@@ -36,6 +37,22 @@ def test_marks_lie_on_the_roof_when_they_are_bounds() -> None:
     assert x1 < cx < x2
     assert cy == y1 == y2
     assert "nothing here is measured" in " ".join(texts(root))
+
+
+def test_a_prediction_is_a_range_below_the_roofs_with_a_line_to_its_label() -> None:
+    svg = roofline_svg(H200, [Point("dense_decode", "D1", 228.0, 650.0, False, best=900.0)], "t", best_tflops=949.0)
+    root = ElementTree.fromstring(svg)
+    ((x, y, _),) = circles(root)
+    roof, dashed = ([tuple(map(float, at.split(","))) for at in each.attrib["points"].split()] for each in root.iter(f"{SVG}polyline"))
+    ranges = [each.attrib for each in root.iter(f"{SVG}line") if each.attrib["stroke"] == OP_COLORS["dense_decode"]]
+    (range_, leader) = sorted(ranges, key=lambda each: -float(each["stroke-width"]))
+    assert (float(range_["x1"]), float(range_["y1"]), float(range_["x2"])) == (x, y, x)
+    assert dashed[-1][1] < float(range_["y2"]) < roof[-1][1] < y  # the best case is above the roof and below the dashed one
+    label = next(each for each in root.iter(f"{SVG}text") if each.text == "D1")
+    assert (float(leader["x1"]), float(leader["y1"])) == (x, y)
+    assert 0 < float(leader["x2"]) - float(label.attrib["x"]) < 20
+    assert 0 < float(label.attrib["y"]) - float(leader["y2"]) < 20
+    assert "949 TFLOP/s at best" in texts(root)
 
 
 def test_measured_marks_are_filled_and_said_to_be() -> None:
@@ -82,8 +99,9 @@ def test_what_lies_outside_the_axes_is_left_out() -> None:
 def test_labels_stay_inside_and_apart() -> None:
     root = drawn([Point("dense_decode", f"D{number}", 10.0 + number * 9, 500.0, False) for number in range(12)])
     labels = [element for element in root.iter(f"{SVG}text") if (element.text or "").startswith("D")]
-    boxes = [(float(label.attrib["x"]), float(label.attrib["y"]), len(label.text or "")) for label in labels]
-    assert all(0 < x < WIDTH and 0 < y < HEIGHT for x, y, _ in boxes)
-    rows = sorted(boxes, key=lambda box: (box[1], box[0]))
-    for (x, y, length), (next_x, next_y, _) in pairwise(rows):
-        assert y != next_y or x + 6 * length <= next_x
+    boxes = [(float(each.attrib["x"]), float(each.attrib["y"]), text_width(each.text or "", 11)) for each in labels]
+    assert all(x > 0 and x + width < WIDTH and 0 < y < HEIGHT for x, y, width in boxes)
+    for (x, y, width), (other_x, other_y, other_width) in combinations(boxes, 2):
+        assert abs(y - other_y) >= 11 or x + width <= other_x or other_x + other_width <= x
+    for x, y, _ in circles(root):
+        assert all(x < left or x > left + width or not baseline - 11 < y < baseline for left, baseline, width in boxes)

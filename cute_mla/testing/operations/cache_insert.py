@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from ...cache import insert_kv_cache
+from ...ops.cache_codec import scaled
 from ...ops.cache_insert import Operands, new_keys
 from ...ops.cache_torch import write_rows
-from ...ops.cache_write import scaled
 from ...ops.norm_rope import angles_at, rotated
 from ...ops.paged_cache import cache_rows
 from ...ops.tensor_spec import spec_of
@@ -51,7 +51,7 @@ def _reference(case: CacheInsertCase, tensors: CacheInsertTensors) -> Result:
     made = new_keys(case.format, tensors.kv_c, tensors.k_pe, operands, case.eps)
     if case.tokens:
         rows = cache_rows("k_cache", spec_of("k_cache", cache), case.kv_format)
-        write_rows(rows, cache, scaled(rows, made, tensors.descale_k), tensors.slot_mapping, case.power_of_two)
+        write_rows(rows, cache, scaled(rows.format, made, tensors.descale_k), tensors.slot_mapping, case.power_of_two)
     if case.kept != "none":
         keys = made
     q_pe = tensors.q_pe

@@ -196,7 +196,7 @@ def test_a_latent_cache_is_its_values(dtype: torch.dtype) -> None:
 
 def test_what_is_refused() -> None:
     kv = torch.zeros(1, 2, 1, 576)
-    with pytest.raises(ValueError, match="cache_format is 'fp4'; supported: fp8_656, fp8_584"):
+    with pytest.raises(ValueError, match="cache_format is 'fp4'; supported: latent, fp8_656, fp8_584"):
         quantise_cache(kv, "fp4")
     with pytest.raises(ValueError, match="cache_format is 'fp4'; supported: latent, fp8_656, fp8_584"):
         dequantise_cache(kv, "fp4")

@@ -9,7 +9,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cute_mla.profiles.plots.tiles_plot import FOLDER, PALETTE, PICTURES, WAIT, WIDTH, WORK, draw, steady_start, tiles_svg
+from cute_mla.profiles.plots.svg import text_width
+from cute_mla.profiles.plots.tiles_plot import FOLDER, PALETTE, PICTURES, RIGHT, WAIT, WIDTH, WORK, draw, steady_start, tiles_svg
 from cute_mla.runtime.artifacts import load_artifacts
 from tests.profiles.clock.recordings import TILE, recorded
 from tests.support.tree import ROOT
@@ -46,7 +47,7 @@ def test_three_tiles_fill_the_width() -> None:
     products = bars(svg, PALETTE[0])
     assert len(products) == 3
     pitch = products[1][0] - products[0][0]
-    assert pitch == pytest.approx((WIDTH - products[0][0] - 12) / 3, abs=0.2)
+    assert pitch == pytest.approx((WIDTH - products[0][0] - RIGHT) / 3, abs=0.2)
     assert products[0][1] == pytest.approx(0.32 * pitch, abs=0.2)
     assert all(start + width <= WIDTH for fill in (WORK, WAIT, *PALETTE) for start, width in bars(svg, fill))
 
@@ -84,6 +85,18 @@ def test_committed_pictures_show_the_roles_of_the_kernel(kernel: str) -> None:
     readme = ROOT / "cute_mla" / "kernels" / entry.op / "README.md"
     assert f"docs/images/{PICTURES[kernel]}" in readme.read_text(encoding="utf-8")
     assert Path(FOLDER) == ROOT / "docs" / "images"
+
+
+@pytest.mark.parametrize("picture", sorted(FOLDER.glob("*-clock*.svg")), ids=lambda picture: picture.stem)
+def test_no_text_of_a_committed_picture_is_cut_off(picture: Path) -> None:
+    svg = picture.read_text(encoding="utf-8")
+    left, _, width, height = map(float, ElementTree.fromstring(svg).attrib["viewBox"].split())
+    for item in elements(svg, "text"):
+        size, x = text_width(str(item.text), int(item.attrib["font-size"])), float(item.attrib["x"])
+        begin = x - size * {"start": 0.0, "middle": 0.5, "end": 1.0}[item.attrib["text-anchor"]]
+        assert left <= begin, item.text
+        assert begin + size <= left + width, item.text
+        assert float(item.attrib["y"]) + 4 <= height, item.text
 
 
 @pytest.mark.slow
