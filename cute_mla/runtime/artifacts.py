@@ -66,15 +66,13 @@ class Artifacts:
         return found
 
     def entry(self, op: str, arch: str, config_name: str) -> KernelEntry:
-        """Return the manifest entry of a variant. ArtifactError names the nearest ones if it was not built."""
-        try:
-            entry = self.manifest.find(op, arch, config_name)
-        except ManifestError as error:
-            name = kernel_name(op, arch, config_name)
-            near = difflib.get_close_matches(name, sorted(self.manifest.kernels))
+        """Return the manifest entry of a variant. ArtifactError if it was not built."""
+        name, kernels = kernel_name(op, arch, config_name), self.manifest.kernels
+        entry = kernels.get(name)
+        if entry is None:
+            near = difflib.get_close_matches(name, sorted(kernels))
             nearest = f"; nearest: {', '.join(near)}" if near else ""
-            built = f"the {len(self.manifest.kernels)} that are built"
-            raise ArtifactError(f"{self.folder}: found no kernel {name} among {built}{nearest}; {_rebuild(name)}") from error
+            raise ArtifactError(f"{self.folder}: found no kernel {name} among the {len(kernels)} that are built{nearest}; {_rebuild(name)}")
         self.check_params(entry)
         return entry
 
