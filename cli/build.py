@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from cute_mla.aot_build.build import BUILT, FAILED, REASSEMBLED, UP_TO_DATE, BuildReport, KernelReport, Progress, build_all, build_variants
-from cute_mla.aot_build.build_times import expected_seconds, seconds_of
+from cute_mla.aot_build.build_times import seconds_of
 from cute_mla.aot_build.tools import ToolError
 from cute_mla.aot_build.variants import OPS, Variant, closed_variants
 from cute_mla.runtime.artifacts import artifacts_folder
@@ -37,7 +37,7 @@ def build(arch: str, ops: tuple[str, ...], kernels: tuple[str, ...], suite: str 
     folder = out or artifacts_folder()
     names = [*kernels, *(_kernels_of_suite(suite, archs, ops or OPS) if suite else ())]
     try:
-        if names:
+        if kernels or suite:
             report = build_variants(_chosen(archs, ops or OPS, names), jobs, folder, _Shown().progress)
         else:
             report = build_all(archs, ops or OPS, jobs, folder, _Shown().progress)
@@ -84,7 +84,7 @@ def _chosen(archs: list[str], ops: tuple[str, ...], kernels: Sequence[str]) -> l
 
 
 class _Shown:
-    """A build as it is shown on stderr: its expected time, and each kernel as it ends with the time left."""
+    """A build as it is shown on stderr: each kernel as it ends, with the time left by the pace so far."""
 
     def __init__(self) -> None:
         self.progress = Progress(self._begin, self._end)
@@ -97,7 +97,7 @@ class _Shown:
         self._start, self._jobs = time.monotonic(), jobs
         self._weights = {variant.name: seconds_of(variant) for variant in variants}
         how = "one at a time" if jobs == 1 else f"{jobs} at a time"
-        click.echo(f"building {len(variants)} kernels, {how}: about {duration(expected_seconds(variants, jobs))}", err=True)
+        click.echo(f"building {len(variants)} kernels, {how}; each that ends says the time left", err=True)
 
     def _end(self, kernel: KernelReport) -> None:
         self._ended.append(kernel.name)

@@ -10,12 +10,10 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-from cute_mla.aot_build import build_times
 from cute_mla.aot_build.build import BUILT, FAILED, UP_TO_DATE, BuildReport, KernelReport, Progress
 from cute_mla.aot_build.tools import ToolError
 from cute_mla.aot_build.variants import OPS, Variant, closed_variants
 from cute_mla.cli import commands
-from cute_mla.cli.output import duration
 from cute_mla.manifest import KernelEntry
 from cute_mla.spec.arch import ARCHS, SM90
 from cute_mla.testing import suites
@@ -114,14 +112,29 @@ def test_wrong_usage(asked: dict[str, Any], arguments: list[str]) -> None:
 def test_progress_is_on_stderr_and_the_table_has_what_was_built(asked: dict[str, Any]) -> None:
     asked["kernels"] += (KernelReport("dense_decode_sm90_bf16_cluster1", UP_TO_DATE, 0.0, ENTRY),)
     result = run("--out", "/tmp/out")
-    about = build_times.expected_seconds(closed_variants(SM90, ["combine"])[:1], 2)
     assert result.stderr.splitlines() == [
-        f"building 1 kernels, 2 at a time: about {duration(about)}", "[1/1] combine_sm90_bf16: built, 1.2 s"
+        "building 1 kernels, 2 at a time; each that ends says the time left", "[1/1] combine_sm90_bf16: built, 1.2 s"
     ]  # fmt: skip
     lines = result.stdout.splitlines()
     assert lines[0].split() == ["kernel", "status", "seconds", "registers", "stack", "smem", "tmem", "MMA", "PTX", "=", "cubin"]
     assert lines[1].split() == ["combine_sm90_bf16", "built", "1.2", "80", "0", "0", "0", "0", "equal"]
     assert lines[2:] == ["1 of 1 kernels built in /tmp/out, 1 were up to date; 2 s"]
+
+
+def test_the_time_left_follows_the_pace_of_this_machine(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [variant.name for variant in closed_variants(SM90, ["combine"])]
+    asked["kernels"] = tuple(KernelReport(name, BUILT, 60.0, ENTRY) for name in names[:3])
+    clock = iter((1000.0, 1000.0, 1060.0, 1300.0, 1400.0))
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    ended = run("--out", "/tmp/out").stderr.splitlines()[1:]  # of two processes: half of the other's kernel is done
+    assert [line.partition("; ")[2] for line in ended] == ["about 1 min 0 s left", "about 1 min 0 s left", ""]
+
+
+def test_a_suite_that_launches_no_kernel_of_an_op_builds_none(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(suites, "suite_kernels", lambda suite, op, arch: set())
+    monkeypatch.setattr(module, "build_variants", lambda variants, jobs, out, progress: BuildReport(out, tuple(variants), 1.0))
+    assert run("--suite", "quick", "--out", "/tmp/out").output == "0 kernels in /tmp/out are up to date\n"
+    assert "archs" not in asked
 
 
 def test_nothing_to_do_is_one_line(asked: dict[str, Any]) -> None:
