@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -173,15 +174,15 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     "cache_insert", which is insert_kv_cache; "topk_indices", which has the features dtype, topk and batch_invariant alone; "mqa_logits",
     fp8_mqa_logits and fp8_paged_mqa_logits; "indexer_topk", also of indexer_topk_prefill; "index_write", write_index_cache and
     prepare_index_queries.
-    arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve.
+    arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve. Other compute capabilities, such as "sm80", have no kernels.
     features: any of these, each with the value that a call would have
         dtype            "bf16", "fp16" or the torch dtype of queries, cache and output; in dense decode over an FP8 cache queries may
                          also be "e4m3"; in cache_write and cache_gather, the dtype of the keys outside the cache; "fp32" in topk_indices;
                          "e4m3" in mqa_logits and indexer_topk, "bf16" in index_write, where it is that of keys and queries before
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
         head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512 or 320; in sparse decode 576, or 512 with an FP8
-                         cache; 576 or 512 in sparse prefill; 192, 128 or 256 in dense prefill, of which its backward pass has 192 and
-                         128; columns of a key in cache_write and cache_gather: 576, 512 or 320; 128 in mqa_logits and indexer_topk
+                         cache; 576 or 512 in sparse prefill; 192, 128 or 256 in dense prefill, and in its backward pass;
+                         columns of a key in cache_write and cache_gather: 576, 512 or 320; 128 in mqa_logits and indexer_topk
         head_dim_v       columns of out: 512, or 256 in dense decode with head_dim 320; 128 in dense prefill, or 256 with a head_dim of
                          256; None in cache_write and cache_gather
         page_size        keys of a page; None in prefill, whose keys have no pages, and of logits of keys in a row
@@ -193,15 +194,18 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
         kv_format, extra_kv_format     names of the formats of the cache and of the extra cache; None: dtype and bytes a token decide
 
     Returns (True, the verification status of the kernels: whether they have run on hardware, and how else they were checked) or
-    (False, the reason), also for a value that no call could have. Raises ValueError for an unknown op, architecture or feature. The
-    answer does not depend on the machine: its device, driver or build.
+    (False, the reason), also for a value that no call could have. Raises ValueError for an unknown op or feature, and for an arch that is
+    not "sm" with digits. The answer does not depend on the machine: its device, driver or build.
     """
     check_op(op, (*OPS, *BACKWARD_OPS, *CACHE_OPS, *INDEXER_OPS))
-    if not isinstance(arch, str) or (arch not in ARCHS and arch not in ALIASES):
-        raise ValueError(f"arch is {short_repr(arch)}; supported: {', '.join((*ARCHS, *ALIASES))}")
+    other_arch = f"arch is {short_repr(arch)}; supported: {', '.join((*ARCHS, *ALIASES))}"
+    if not isinstance(arch, str) or not re.fullmatch("sm[0-9]+", arch):
+        raise ValueError(other_arch)
     for feature in features:
         if feature not in FEATURES:
             raise ValueError(f"feature {feature!r} is unknown; supported: {', '.join(FEATURES)}")
+    if arch not in ARCHS and arch not in ALIASES:
+        return False, other_arch
     for feature, value in features.items():
         error = _FEATURES_OF[op][feature](value)
         if error is not None:
