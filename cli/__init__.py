@@ -76,12 +76,14 @@ _SETTINGS = {"help_option_names": ["-h", "--help"], "max_content_width": 120, "s
 def commands() -> None:
     """MLA kernels compiled ahead of time and verified on any machine.
 
-    Exit codes: 0 success, 1 failure, 2 wrong usage, 130 interrupted.
+    Exit codes: 0 success, 1 failure, 2 wrong usage or a path that cannot be written, 130 interrupted.
     """
 
 
 def main() -> None:
     """Run the console script. Output that cannot be written, such as to a full disk, is one line on stderr and exit code 1."""
+    if sys.stdout is None:  # closed by the caller, who wants none
+        sys.stdout = os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         try:
             commands(prog_name="cute-mla")

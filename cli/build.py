@@ -12,10 +12,11 @@ from cute_mla.aot_build.build import BUILT, FAILED, REASSEMBLED, UP_TO_DATE, Bui
 from cute_mla.aot_build.build_times import seconds_of
 from cute_mla.aot_build.tools import ToolError
 from cute_mla.aot_build.variants import OPS, Variant, closed_variants
+from cute_mla.manifest import MANIFEST_NAME
 from cute_mla.runtime.artifacts import artifacts_folder
 from cute_mla.spec.arch import ARCHS
 
-from .options import ALL, ArchName, Name, did_you_mean
+from .options import ALL, ARCH, Name, check_writable, did_you_mean
 from .output import duration, print_table
 from .verify import SUITES
 
@@ -23,7 +24,7 @@ _COLUMNS = ("kernel", "status", "seconds", "registers", "stack", "smem", "tmem",
 
 
 @click.command()
-@click.option("--arch", type=ArchName(), default=ALL, help="Architecture to build for.")
+@click.option("--arch", type=ARCH, default=ALL, help="Architecture to build for.")
 @click.option("--op", "ops", type=Name(OPS), multiple=True, help="Build only this op; may be repeated. Default: all.")
 @click.option("--kernel", "kernels", multiple=True, help="Build only the kernel with this manifest name; may be repeated. Default: all.")
 @click.option("--suite", type=Name(SUITES), show_default="all kernels", help="Build only the kernels that this suite of verify launches.")
@@ -34,6 +35,7 @@ _COLUMNS = ("kernel", "status", "seconds", "registers", "stack", "smem", "tmem",
 def build(arch: str, ops: tuple[str, ...], kernels: tuple[str, ...], suite: str | None, jobs: int | None, out: Path | None) -> None:
     """Compile the closed list of kernels. Kernels that are up to date are skipped; a kernel that fails a gate does not ship."""
     archs = list(ARCHS) if arch == ALL else [arch]
+    check_writable("--out", out and out / MANIFEST_NAME, make_folder=True)
     folder = out or artifacts_folder()
     names = [*kernels, *(_kernels_of_suite(suite, archs, ops or OPS) if suite else ())]
     try:

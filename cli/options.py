@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import os
 from collections.abc import Collection, Iterable
 from pathlib import Path
@@ -34,15 +35,37 @@ class Name(click.Choice[str]):
             raise click.BadParameter(error.message.rstrip(".") + did_you_mean(str(value), map(str, self.choices)), ctx, param) from error
 
 
-class ArchName(Name):
-    """The name of an architecture, or "all". A board's alias, such as sm103, is answered as the architecture whose cubins it runs."""
+class Finite(click.FloatRange):
+    """A finite number of a range. click takes nan for a number of every range."""
 
-    def __init__(self) -> None:
-        super().__init__([*ARCHS, ALL])
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        """Return the number. BadParameter for text, nan, inf and numbers beyond the range."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is not a finite number", param, ctx)
+        return number
+
+
+class Hardware(Name):
+    """A choice of architectures or GPUs. Another name is not supported, rather than misspelt: an A100 is no H100.
+
+    A board's alias, such as sm103, is answered as the architecture whose cubins it runs.
+    """
+
+    def __init__(self, names: Iterable[str]) -> None:
+        known = [*names]
+        super().__init__([*known, ALL])
+        self.listed = ", ".join([*known, *(alias for alias, name in ALIASES.items() if name in known), ALL])
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Return the name of the architecture. BadParameter for an unknown one."""
-        return super().convert(ALIASES.get(value, value), param, ctx)
+        """Return the chosen name. BadParameter for one that is not supported."""
+        chosen = ALIASES.get(value, value)
+        if chosen not in self.choices:
+            self.fail(f"not supported: {value}; supported: {self.listed}", param, ctx)
+        return super().convert(chosen, param, ctx)
+
+
+ARCH = Hardware(ARCHS)
 
 
 def selected(names: Collection[str], known: Iterable[str]) -> list[str]:
@@ -57,10 +80,10 @@ def check_writable(option: str, path: Path | None, *, make_folder: bool = False)
     """
     if path is None:
         return
-    if path.exists() and not path.is_file():
-        raise click.UsageError(f"{option}: {path} is no regular file, and would be replaced by a regular one")
     probe = partial_path(path)
     try:
+        if path.exists() and not path.is_file():
+            raise click.UsageError(f"{option}: {path} is no regular file, and would be replaced by a regular one")
         if make_folder:
             path.parent.mkdir(parents=True, exist_ok=True)
         probe.touch()

@@ -14,7 +14,7 @@ from cute_mla.runtime.errors import ArtifactError, DeviceError
 from cute_mla.spec.arch import ARCHS, Arch
 
 from .clock_tables import show_clock
-from .options import ALL, ArchName, Name, check_writable, did_you_mean, selected, write_file
+from .options import ALL, ARCH, Finite, Hardware, Name, check_writable, did_you_mean, selected, write_file
 from .peer import read_peer, time_peer_on
 from .profile_tables import show
 from .timeline import write_timeline
@@ -42,7 +42,7 @@ class Options:
     op: tuple[str, ...]
     device: str
     gpu: tuple[str, ...]
-    rows: str
+    rows: str | None
     budget: float
     json: Path | None
     plot: Path | None
@@ -60,9 +60,14 @@ class Options:
         """Return the ops to report."""
         return selected(self.op, OPS)
 
+    @property
+    def latency_plot(self) -> Path | None:
+        """Return the file of the plot of times against batch and length."""
+        return self.plot and self.plot.with_stem(f"{self.plot.stem}-latency")
+
 
 @click.command()
-@click.option("--arch", type=ArchName(), default=ALL, help="Architecture of the kernels to report.")
+@click.option("--arch", type=ARCH, default=ALL, help="Architecture of the kernels to report.")
 @click.option("--op", type=Name([*OPS, ALL]), multiple=True, help="Operation to report; may be repeated. Default: all.")
 @click.option(
     "--device",
@@ -72,12 +77,10 @@ class Options:
     "clock, which takes 10 to 20 s a row. auto: cuda if there is a matching GPU, else model.",
 )
 @click.option(
-    "--gpu", type=Name([*GPUS, ALL]), multiple=True, help="GPU to predict for; may be repeated. Default: the first one of the architecture."
+    "--gpu", type=Hardware(GPUS), multiple=True, help="GPU to predict for; may be repeated. Default: H200, or B200 with --arch sm100."
 )
-@click.option("--rows", default="", show_default="all", help="Rows or cases, comma-separated, such as D1,D5.fixed.")
-@click.option(
-    "--budget", type=click.FloatRange(min=0), default=_DEFAULT_BUDGET_S, help="Time limit in seconds; rows that were not run are named."
-)
+@click.option("--rows", show_default="all", help="Rows or cases, comma-separated, such as D1,D5.fixed; prints them without static figures.")
+@click.option("--budget", type=Finite(min=0), default=_DEFAULT_BUDGET_S, help="Time limit in seconds; rows that were not run are named.")
 @click.option("--json", type=_FILE, show_default="none", help="File for the whole document, which has every GPU.")
 @click.option(
     "--plot",
@@ -109,6 +112,7 @@ def profile(**chosen: Any) -> None:
     options = Options(**chosen)
     check_writable("--json", options.json, make_folder=True)
     check_writable("--plot", options.plot, make_folder=True)
+    check_writable("--plot", options.latency_plot)
     check_writable("--timeline", options.timeline, make_folder=True)
     cases = _cases(options)
     gpus = _shown_gpus(options)
@@ -131,11 +135,11 @@ def profile(**chosen: Any) -> None:
         raise
     _write_document(options.json, document)
     if options.plot is not None:
-        _write(options.plot, report.plot(document))
+        _write(options.plot, report.plot(document, gpus[0]))
         latency = report.latency_plot(document)
         if latency is not None:
-            _write(options.plot.with_stem(f"{options.plot.stem}-latency"), latency)
-    show(document, gpus)
+            _write(options.latency_plot, latency)
+    show(document, gpus, static=options.rows is None)
     if not succeeded(document):
         raise SystemExit(1)
 
@@ -158,6 +162,8 @@ def _profile_clock(options: Options, cases: list[Case], gpus: list[str]) -> None
     if options.timeline is not None:
         write_timeline(options.timeline, cases, gpus[0])
     show_clock(document, gpus)
+    if not options.gpu:
+        click.echo(f"For other GPUs than {gpus[0]}: --gpu NAME, or --gpu all.")
     if not succeeded(document):
         raise SystemExit(1)
 
@@ -166,7 +172,9 @@ def _cases(options: Options) -> list[Case]:
     """Return the cases to report. UsageError for an unknown row or case, with the nearest names."""
     from cute_mla.profiles import report
 
-    names = [name.strip() for name in options.rows.split(",") if name.strip()]
+    names = [name.strip() for name in (options.rows or "").split(",") if name.strip()]
+    if options.rows is not None and not names:
+        raise click.UsageError(f"--rows: {options.rows!r} names no row; supported: rows and cases, such as D1,D5.fixed")
     try:
         return report.cases_for(options.ops, names)
     except ValueError as error:

@@ -11,13 +11,14 @@ from .model_table import show_goals, show_model
 from .output import four_digits, print_table
 
 
-def show(document: dict[str, Any], gpus: Sequence[str]) -> None:
-    """Print a document of cute_mla.profiles.report. gpus: those whose predictions are printed."""
-    if document["kernels"]:
-        _show_kernels(document["kernels"])
-    else:
-        click.echo(f"no static report: {document['kernels_missing']}")
-    click.echo()
+def show(document: dict[str, Any], gpus: Sequence[str], *, static: bool) -> None:
+    """Print a document of cute_mla.profiles.report. gpus: those whose predictions are printed. static: print the static figures, too."""
+    if static:
+        if document["kernels"]:
+            _show_kernels(document["kernels"])
+        else:
+            click.echo(f"no static report: {document['kernels_missing']}")
+        click.echo()
     if not document["rows"]:
         click.echo("no benchmark rows chosen")
     elif document["device"] == "model":

@@ -10,7 +10,6 @@ import click
 
 from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.artifacts import Artifacts, load_artifacts
-from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec.arch import ARCHS
 
 from .environment import environment, table_rows
@@ -34,7 +33,7 @@ if TYPE_CHECKING:
     help="What --counts counts: the machine code (SASS) of the cubin, which takes nvdisasm to read, or the PTX.",
 )
 @click.option("--stalls", is_flag=True, help="With kernel: predict which of its instructions wait, and for how long (takes a minute).")
-@click.option("--gpu", metavar="NAME", show_default="first of the architecture", help="With --stalls: the GPU.")
+@click.option("--gpu", metavar="NAME", show_default="H200 or B200", help="With --stalls: the GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(what: str, name: str | None, counts: bool, code: str, stalls: bool, gpu: str | None, as_json: bool) -> None:
     """Print the manifest (the default), one kernel by NAME, the environment, what this version supports, or the models that it serves."""
@@ -101,7 +100,7 @@ def _entry(artifacts: Artifacts, name: str) -> KernelEntry:
     if entry is None:
         built = artifacts.manifest.kernels
         listed = f"; `cute-mla show` lists the {len(built)} that are built{did_you_mean(name, sorted(built))}"
-        raise ArtifactError(f"no kernel {name} in {artifacts.folder}{listed}")
+        raise click.UsageError(f"no kernel {name} in {artifacts.folder}{listed}")
     return entry
 
 

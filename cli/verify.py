@@ -18,7 +18,7 @@ from cute_mla.runtime.artifacts import Artifacts, load_artifacts
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec.arch import ARCHS, Arch
 
-from .options import ALL, ArchName, Name, check_writable, did_you_mean, selected, write_file
+from .options import ALL, ARCH, Name, check_writable, did_you_mean, selected, write_file
 from .output import print_table
 from .verify_progress import progress_of
 from .verify_summary import Run, Verdict, summarise
@@ -70,7 +70,7 @@ class Options:
 
 
 @click.command()
-@click.option("--arch", type=ArchName(), default=ALL, help="Architecture whose kernels are verified.")
+@click.option("--arch", type=ARCH, default=ALL, help="Architecture whose kernels are verified.")
 @click.option("--op", type=Name([*OPS, ALL]), multiple=True, help="Operation that is verified; may be repeated. Default: all.")
 @click.option(
     "--device",
@@ -81,7 +81,7 @@ class Options:
 @click.option("--suite", type=Name(SUITES), default="smoke", help="Which cases: quick takes half a minute, smoke minutes, full an hour.")
 @click.option(
     "--schedules",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, 1000),
     show_default="2 in the quick suite and with --replay, else 1: round_robin and lazy in turn over the cases of a kernel",
     help="Number of schedules of the simulated device that each case runs under; all must give the same bits.",
 )
@@ -97,7 +97,7 @@ class Options:
     show_default="all cases",
     help="Run only the case with this id, under this schedule, such as random@3 or lazy:sass. A failed run prints the value to use.",
 )
-@click.option("--seed", type=click.IntRange(min=0), default=0, help="Seed of the tensors and of the schedules.")
+@click.option("--seed", type=click.IntRange(0, (1 << 32) - 1), default=0, help="Seed of the tensors and of the schedules.")
 @click.option("--json", type=click.Path(dir_okay=False, path_type=Path), show_default="none", help="File for the records.")
 @click.option("--list", "listed", is_flag=True, help="List the cases of the suite and run nothing.")
 @click.option("--stale-ok", is_flag=True, help="Go on although the sources of this tree are not those of the built kernels.")

@@ -114,13 +114,14 @@ def cuda_document(
     return document(run_rows(cases, bench, remaining, lambda name, so_far: progress(name, document(so_far, name))), None)
 
 
-def plot(document: dict[str, Any]) -> str:
+def plot(document: dict[str, Any], predicted: str | None = None) -> str:
     """Draw the roofline of a document as SVG: the predicted rates of each row, or the measured ones.
 
+    predicted: GPU of the predictions (default: the first).
     Rows whose products do not run at the bf16 rate have another roof and are left out.
     """
     if document["device"] == MODEL:
-        gpu = GPUS[document["gpus"][0]["name"]]
+        gpu = GPUS[predicted or document["gpus"][0]["name"]]
         machine = machines()[gpu.name].best
         points = []
         for row in document["rows"]:

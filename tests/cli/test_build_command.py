@@ -103,7 +103,7 @@ def test_architectures(asked: dict[str, Any], arch: str, archs: list[str]) -> No
     assert asked["archs"] == archs
 
 
-@pytest.mark.parametrize("arguments", [["--arch", "sm70"], ["--op", "conv"], ["--jobs", "0"], ["more"]])
+@pytest.mark.parametrize("arguments", [["--arch", "sm70"], ["--op", "conv"], ["--jobs", "0"], ["more"], ["--out", "/dev/null/x"]])
 def test_wrong_usage(asked: dict[str, Any], arguments: list[str]) -> None:
     assert run(*arguments).exit_code == 2
     assert "archs" not in asked

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 
 import cute_mla
 from cute_mla.cli import LazyGroup, commands
-from cute_mla.cli.options import ArchName, write_file
+from cute_mla.cli.options import ARCH, write_file
 from cute_mla.runtime.errors import ArtifactError, DeviceError
 from tests.support.tree import ROOT
 
@@ -77,9 +77,21 @@ def test_a_misspelt_name_gets_the_nearest_one(arguments: list[str], near: str) -
 
 
 def test_a_boards_architecture_is_answered_as_the_familys() -> None:
-    assert ArchName().convert("sm103", None, None) == "sm100"
-    with pytest.raises(click.BadParameter, match="sm10'"):
-        ArchName().convert("sm10", None, None)
+    assert ARCH.convert("sm103", None, None) == "sm100"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["build", "--arch", "sm10"], "not supported: sm10; supported: sm90, sm100, sm103, all"),
+        (["verify", "--arch", "sm89"], "not supported: sm89; supported: sm90, sm100, sm103, all"),
+        (["profile", "--gpu", "A100"], "not supported: A100; supported: H200, H100, H800, B200, B300, all"),
+    ],
+)
+def test_other_hardware_is_not_supported_rather_than_misspelt(arguments: list[str], said: str) -> None:
+    result = CliRunner().invoke(commands, arguments)
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == f"Error: Invalid value for '{arguments[1]}': {said}"
 
 
 @pytest.mark.parametrize("error", [ArtifactError("no manifest"), DeviceError("no driver")])
@@ -136,6 +148,14 @@ def test_a_reader_that_leaves_is_no_traceback() -> None:
     result = run_module("cute_mla", "show", "support", stdout=writer)
     os.close(writer)
     assert (result.returncode, result.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("command", [["show", "support"], ["--help"], ["paint"]])
+def test_a_closed_output_is_no_traceback(command: list[str]) -> None:
+    script = f"exec {sys.executable} -m cute_mla {' '.join(command)} >&-"
+    result = subprocess.run(["sh", "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True, check=False)
+    assert result.returncode == (2 if command == ["paint"] else 0)
+    assert "Traceback" not in result.stderr
 
 
 def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,13 +47,19 @@ def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
-def test_model_shows_static_figures_and_predictions(artifacts: Path, tmp_path: Path) -> None:
-    json_file, plot_file = tmp_path / "sub" / "profile.json", tmp_path / "plot.svg"
-    result = run("--device", "model", "--rows", "D1.fixed,C1", "--json", json_file, "--plot", plot_file)
+def test_model_shows_static_figures(artifacts: Path) -> None:
+    result = run("--device", "model", "--op", "dense_decode")
     assert result.exit_code == 0
     header, row = (line.split() for line in result.output.splitlines()[:2])
     assert (row[0], row[header.index("registers")]) == ("dense_decode_sm90_bf16_cluster1", "128")
     assert dict(zip(header[-11:], row[-11:], strict=True)) == dict.fromkeys(MIX_CLASSES, "0") | {"tensor": "44", "tma": "9"}
+
+
+def test_rows_are_predicted_without_static_figures(artifacts: Path, tmp_path: Path) -> None:
+    json_file, plot_file = tmp_path / "sub" / "profile.json", tmp_path / "plot.svg"
+    result = run("--device", "model", "--rows", "D1.fixed,C1", "--json", json_file, "--plot", plot_file)
+    assert result.exit_code == 0
+    assert result.output.startswith("H200: clocks of an SM for a block of keys\n")
     assert "Predicted by the model of profiles/model, not measured" in result.output
     lines = result.output.splitlines()
     block = lines[lines.index("H200: clocks of an SM for a block of keys") + 2].split()
@@ -75,10 +81,10 @@ def test_model_shows_static_figures_and_predictions(artifacts: Path, tmp_path: P
 
 def test_model_without_artefacts_still_predicts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(FOLDER_VARIABLE, str(tmp_path))
-    result = run("--device", "model", "--rows", "D5")
+    result = run("--device", "model", "--op", "combine")
     assert result.exit_code == 0
     assert f"no static report: no manifest.json in {tmp_path}" in result.output
-    assert "D5.fixed" in result.output
+    assert "C1.two" in result.output
 
 
 def test_an_op_without_rows_has_its_static_report_only(artifacts: Path) -> None:
@@ -139,12 +145,26 @@ def test_goals_have_a_table_of_their_own(artifacts: Path) -> None:
     assert "goal" not in "".join(lines[: header - 1])
 
 
-@pytest.mark.parametrize("option", ["--json", "--plot"])
-def test_a_file_that_cannot_be_written_is_wrong_usage(artifacts: Path, tmp_path: Path, option: str) -> None:
+@pytest.mark.parametrize("option", ["--json", "--plot", "--timeline"])
+@pytest.mark.parametrize("place", ["file/profile.json", "x" * 256, f"{'x' * 256}/profile.json", "."])
+def test_a_file_that_cannot_be_written_is_wrong_usage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, option: str, place: str) -> None:
     (tmp_path / "file").touch()
-    result = run("--device", "model", option, tmp_path / "file" / "profile.json")
+    monkeypatch.setattr(report, "cases_for", lambda *_: pytest.fail("work began"))
+    result = run(option, tmp_path / place)
     assert result.exit_code == 2
-    assert f"{option}: cannot write" in result.output
+    assert option in result.output
+
+
+def test_the_second_plot_is_checked_too(tmp_path: Path) -> None:
+    (tmp_path / "plot-latency.svg").mkdir()
+    result = run("--device", "model", "--rows", "D1.fixed", "--plot", tmp_path / "plot.svg")
+    assert result.exit_code == 2
+    assert "plot-latency.svg is no regular file" in " ".join(result.output.split())
+
+
+def test_the_plot_is_of_the_gpu_that_is_shown(artifacts: Path, tmp_path: Path) -> None:
+    assert run("--device", "model", "--rows", "D1.fixed", "--gpu", "B200", "--plot", tmp_path / "plot.svg").exit_code == 0
+    assert "roofline of a B200" in (tmp_path / "plot.svg").read_text()
 
 
 @no_gpu
@@ -170,6 +190,10 @@ def test_cuda_without_a_gpu_fails_with_one_line_and_leaves_json(artifacts: Path,
         (("--op", "split_plan", "--rows", "D1"), "split_plan has no benchmark rows"),
         (("--device", "tpu"), "'tpu' is not one of"),
         (("--budget", "-1"), "-1"),
+        (("--budget", "nan"), "nan is not a finite number"),
+        (("--budget", "inf"), "inf is not a finite number"),
+        (("--rows", ""), "--rows: '' names no row"),
+        (("--rows", ","), "--rows: ',' names no row"),
     ],
 )
 def test_bad_usage_exits_2(arguments: tuple[str, ...], message: str) -> None:
@@ -255,6 +279,7 @@ def test_clock_predicts_rows_beside_roofline_and_model(tmp_path: Path) -> None:
     row = lines[lines.index(header) + 1].split()
     assert row[0] == "K1.656_128"
     assert "Predicted by the clock of profiles/clock" in result.output
+    assert "For other GPUs than H200: --gpu NAME" in result.output
     assert "not measured" in result.output
     document = json.loads(json_file.read_text())
     found = document["rows"][0]["clock"]["H200"]
@@ -267,7 +292,7 @@ def test_clock_refuses_what_it_does_not_know(artifacts: Path, tmp_path: Path) ->
     launch = tmp_path / "launch.json"
     launch.write_text("{}")
     wrong: list[tuple[list[str | Path], str]] = [
-        (["--gpu", "H2000"], "'H2000' is not one of"),
+        (["--gpu", "H2000"], "not supported: H2000; supported: H200"),
         (["--rows", "D99"], "no row or case named D99"),
         (["--plot", tmp_path / "x.svg"], "--device clock draws nothing"),
         (["--peer-cubin", launch], "--peer-cubin, --peer-launch and --device clock belong together"),

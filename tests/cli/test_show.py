@@ -150,8 +150,8 @@ def test_counts_of_a_kernel_without_keys(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_an_unknown_kernel_names_those_that_are_built(folder: Path) -> None:
     result = run("kernel", "combine")
-    assert result.exit_code == 1
-    assert result.stderr == f"Error: no kernel combine in {folder}; `cute-mla show` lists the 1 that are built\n"
+    assert result.exit_code == 2
+    assert result.stderr.endswith(f"Error: no kernel combine in {folder}; `cute-mla show` lists the 1 that are built\n")
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_nothing_built_is_exit_code_1_and_names_the_command(monkeypatch: pytest.
     monkeypatch.setenv("CUTE_MLA_ARTIFACTS", "/nonexistent")
     result = run()
     assert result.exit_code == 1
-    assert "cute-mla build" in result.stderr
+    assert "`make build`" in result.stderr
 
 
 def no_driver() -> None:
@@ -187,7 +187,7 @@ def test_env_without_driver_or_artefacts_still_answers(monkeypatch: pytest.Monke
     found = env()
     assert (found["driver"], found["gpus"]) == ("no usable NVIDIA driver", [])
     assert found["artifacts"]["folder"] == found["variables"]["CUTE_MLA_ARTIFACTS"] == "/nonexistent"
-    assert "cute-mla build" in found["artifacts"]["error"]
+    assert "`make build`" in found["artifacts"]["error"]
     assert found["simulated"] == {"sm90": "none: there are no artefacts", "sm100": "none: there are no artefacts"}
     assert found["packages"]["torch"] == version("torch")
     assert found["torch build"]["git"] == torch.version.git_version
@@ -271,14 +271,24 @@ REPORT = StallReport(
 def test_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stall_report, "stall_report", lambda entry, values, setting: replace(REPORT, gpu=values.gpu))
     text = run("kernel", NAME, "--stalls", "--gpu", "H800").output
-    assert "H800: predicted clocks that a warp of each role waits in a block of 64 keys, which takes 3,012" in text
+    assert "H800 (others: --gpu NAME): predicted clocks that a warp of each role waits in a block of 64 keys, which takes 3,012" in text
     (line,) = [line for line in text.splitlines() if line.startswith("load")]
     assert line.split()[:4] == ["load", "615.2", "mbarrier", "mbarrier"]
     assert line.endswith("387  kernels/primitives/pipeline.py:95")
     assert "no Python lines of this one" in text
     document = json.loads(run("kernel", NAME, "--stalls", "--json").output)
+    assert document["gpu"] == "H200"
     assert document["stalls"][0]["source"] is None
     assert document["stalls"][1]["ptx_line"] == 387
+
+
+def test_stalls_of_a_kernel_that_the_clock_cannot_time_are_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise SassError("install nvdisasm")
+
+    monkeypatch.setattr(stall_report, "stall_report", fail)
+    result = run("kernel", NAME, "--stalls")
+    assert (result.exit_code, result.stderr) == (1, "Error: --stalls: install nvdisasm\n")
 
 
 @pytest.mark.parametrize(
@@ -287,7 +297,7 @@ def test_stalls(monkeypatch: pytest.MonkeyPatch) -> None:
         (("--stalls",), "--stalls needs one kernel"),
         (("kernel", NAME, "--stalls", "--counts"), "--stalls needs one kernel, without --counts"),
         (("kernel", NAME, "--gpu", "H200"), "--gpu needs --stalls"),
-        (("kernel", NAME, "--stalls", "--gpu", "B200"), f"B200 does not run {NAME}; supported: H100, H800, H200"),
+        (("kernel", NAME, "--stalls", "--gpu", "B200"), f"B200 does not run {NAME}; supported: H200, H100, H800"),
     ],
 )
 def test_stalls_refuses(arguments: tuple[str, ...], message: str) -> None:

@@ -278,6 +278,7 @@ def test_a_gpu_that_is_asked_for_runs_its_architecture_alone(stand_in: StandIn, 
 
 
 WRONG = [("--suite", "huge"), ("--device", "tpu"), ("--arch", "sm80"), ("--op", "x"), ("--schedules", "0"), ("--seed", "-1"), ("more",)]
+WRONG += [("--seed", str(1 << 32)), ("--schedules", "1000000000000"), ("--seed", "nan")]
 
 
 @pytest.mark.parametrize("arguments", WRONG)

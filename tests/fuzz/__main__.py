@@ -13,6 +13,7 @@ from pathlib import Path
 import click
 import torch
 
+from cute_mla.cli.options import Finite
 from tests.fuzz.calls import FuzzCall
 from tests.fuzz.campaign import Tally, run, shares
 from tests.fuzz.judging import SUBJECTS, Failure, judge
@@ -21,7 +22,7 @@ from tests.fuzz.judging import SUBJECTS, Failure, judge
 @click.command()
 @click.option("--calls", "count", default=1000, type=click.IntRange(min=1), help="So many calls, of all subjects together.")
 @click.option("--seed", default=0, help="Which of them.")
-@click.option("--right", default=0.15, type=click.FloatRange(0, 1), help="The part of them that nothing is broken in.")
+@click.option("--right", default=0.15, type=Finite(0, 1), help="The part of them that nothing is broken in.")
 @click.option("--op", "ops", multiple=True, type=click.Choice(sorted(SUBJECTS)), help="Of this function; again for more. Default: all.")
 @click.option("--replay", help="A call as a failure shows it, as JSON; nothing else is made.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Writes counts, and what failed, as JSON.")

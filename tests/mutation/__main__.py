@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import click
 
+from cute_mla.cli.options import Finite
 from cute_mla.runtime.artifacts import load_artifacts
 from tests.mutation.attack import attack, drawn
 from tests.mutation.bench import prepare, processes
@@ -131,7 +132,7 @@ def numbers_report(out: Path, survivors: bool) -> None:
 @click.option("--out", default="numbers.jsonl", type=click.Path(dir_okay=False, path_type=Path), help="Records of runs.")
 @click.option("--number", type=click.IntRange(min=1), default=20, help="So many survivors.")
 @click.option("--seed", default=0, help="Which of them, and which calls.")
-@click.option("--seconds", type=click.FloatRange(min=1), default=30.0, help="CPU time for each.")
+@click.option("--seconds", type=Finite(min=1), default=30.0, help="CPU time for each.")
 def numbers_attack(out: Path, number: int, seed: int, seconds: float) -> None:
     """Search for calls that show survivors which are explained or proved equal. Exit 1 if there are any."""
     prepare()
