@@ -104,8 +104,7 @@ def flash_attn_varlen_func(
     with operands.
 
     Gradients of out reach q, k and v through flash_attn_varlen_backward; those of tokens that belong to no sequence are 0. Then
-    max_seqlen_kv bounds the keys that get a gradient. With a d_qk of 256 there are none: a call with an operand that requires gradients
-    raises ValueError. Gradients of lse, of a call with out or lse given, and of gradients (double
+    max_seqlen_kv bounds the keys that get a gradient. Gradients of lse, of a call with out or lse given, and of gradients (double
     backward) raise ValueError.
 
     With out and lse given, nothing is allocated; no workspace is needed, and no plan. No queries, no keys, no sequences and

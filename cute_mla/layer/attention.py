@@ -155,8 +155,7 @@ class MlaAttention(torch.nn.Module):
 
         Gradients reach hidden and the weights, through flash_attn_varlen_backward, if the batch has neither decode requests nor cached
         keys, and no tokens that choose their keys. Other batches raise ValueError if hidden or a weight requires grad, unless gradients are
-        off (torch.no_grad); so do heads with queries of 256 columns where kernels compute them. Keys that are written to the cache are
-        detached.
+        off (torch.no_grad). Keys that are written to the cache are detached.
 
         On devices without kernels (CPU tensors outside cute_mla.simulate(), GPUs of other architectures) the torch reference computes
         attention. `path` says so, and a warning does once per device.

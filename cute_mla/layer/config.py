@@ -132,7 +132,7 @@ class MlaConfig:
     kv_lora_rank, qk_rope_head_dim: columns of a key in the cache, latent and rotary: 512 and 64, 512 and 0 (no rotary embedding), or 256
     and 64.
     qk_nope_head_dim, v_head_dim: a head's query has qk_nope_head_dim + qk_rope_head_dim columns: 192 or 128 with a v_head_dim of 128, or
-    256 with 256. The kernels have no gradients of the last.
+    256 with 256.
     max_position_embeddings: longest sequence of the model; positions lie on the device and are not checked against it.
     q_lora_rank: None if one matrix projects queries (DeepSeek-V2-Lite).
     rope_interleave: True if rotary columns 2i and 2i + 1 of a checkpoint are a pair, as in DeepSeek's; False if i and i + 32 are.

@@ -43,7 +43,7 @@ def patch(model: torch.nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> int:
     keys as in DeepSeek's own implementation; transformers does not round them.
 
     Raises ValueError, and changes nothing, if the model has no such module, has latent attention of another class, has other columns,
-    biases, other rotary embeddings than the layer, or weights without contents.
+    biases other than those of attention_bias, other rotary embeddings than the layer, or weights without contents.
     """
     check_integer("chunk_tokens", chunk_tokens, 1)
     found = list(_attention_modules(model))
