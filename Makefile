@@ -37,6 +37,7 @@ setup: $(SETUP_STAMP)
 
 $(SETUP_STAMP):
 	@$(PYTHON) -c 'import sys; sys.exit("Python >= 3.11 is required, %s is %s" % (sys.executable, sys.version.split()[0]) if sys.version_info < (3, 11) else 0)'
+	@echo "set-up of $(VENV): torch, CuTe DSL and the tools of build and tests, 1.9 GB; a minute or more, in which pip says nothing"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[build,dev]'
 	rm -f $(VENV)/.setup-*
@@ -68,6 +69,7 @@ test-vllm: build $(VLLM_STAMP)
 	.ci/inputs vllm > .ci/passed/vllm
 
 $(VLLM_STAMP): $(SETUP_STAMP)
+	@echo "set-up of $(VLLM_VENV): torch and vLLM $(VLLM); minutes, in which pip says nothing"
 	$(BIN)/python -m venv $(VLLM_VENV)
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(VLLM_TESTS)/requirements.txt vllm==$(VLLM)
@@ -81,6 +83,7 @@ test-transformers: build $(TRANSFORMERS_STAMP)
 	.ci/inputs transformers > .ci/passed/transformers
 
 $(TRANSFORMERS_STAMP): $(SETUP_STAMP)
+	@echo "set-up of $(TRANSFORMERS_VENV): torch, transformers and kernels, 1.4 GB; a minute or more, in which pip says nothing"
 	$(BIN)/python -m venv $(TRANSFORMERS_VENV)
 	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
 	$(TRANSFORMERS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps -r $(INTEGRATION_TESTS)/requirements.txt
@@ -119,6 +122,7 @@ docs: $(DOCS_STAMP)
 	@echo "pages: site/index.html"
 
 $(DOCS_STAMP):
+	@echo "set-up of $(DOCS_VENV): mkdocs and its plugins, 190 MB; half a minute, in which pip says nothing"
 	$(PYTHON) -m venv $(DOCS_VENV)
 	$(DOCS_VENV)/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt $$($(PYTHON) -c '$(DOCS_TOOLS)')
 	rm -f $(DOCS_VENV)/.setup-*

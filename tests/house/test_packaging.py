@@ -138,6 +138,13 @@ def test_make_test_begins_with_the_commands_of_the_hooks() -> None:
     assert re.findall(r"^(test\S*): lint\b", makefile, re.MULTILINE) == ["test", "test-full"]
 
 
+def test_every_set_up_says_what_it_installs_before_it_does() -> None:
+    recipes = re.findall(r"^\S+:.*\n((?:\t.+\n)+)", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    installing = [recipe for recipe in recipes if "pip install --quiet" in recipe]
+    assert len(installing) == 4
+    assert all(re.search(r"@echo .set-up of .+\n\t.+ -m venv ", recipe) for recipe in installing)
+
+
 @pytest.mark.parametrize("folder", ["cli", "aot_build", "profiles"])
 def test_the_links_lead_to_the_folders_at_the_top(folder: str) -> None:
     assert (ROOT / "cute_mla" / folder).readlink() == Path("..", folder)
