@@ -224,10 +224,18 @@ def plan(call: CallSpec, sm_count: int) -> LogitsPlan:
     return _plan_pages(call, sm_count) if call.paged else _plan_rows(call, sm_count)
 
 
+def _check_queries(q: TensorSpec, *tokens: str) -> None:
+    """Check q by itself, before other arguments are blamed for not fitting it. ValueError unless it is supported."""
+    check_shape("q", q, (*tokens, "heads", COLUMNS))
+    _check_limit(heads_error(q.shape[-2]), f"q has shape {list(q.shape)}")
+    check_dtype("q", q, torch.float8_e4m3fn)
+    check_last_contiguous("q", q)
+
+
 def _plan_rows(call: CallSpec, sm_count: int) -> LogitsPlan:
     """Return the launch of a call over keys in a row."""
     q, kv, scale, _, ks, ke = call.operands
-    check_shape("q", q, ("tokens", "heads", COLUMNS))
+    _check_queries(q, "tokens")
     tokens = q.shape[0]
     check_shape("kv", kv, ("keys", COLUMNS))
     check_dtype("kv", kv, torch.float8_e4m3fn)
@@ -260,7 +268,7 @@ def _plan_rows(call: CallSpec, sm_count: int) -> LogitsPlan:
 def _plan_pages(call: CallSpec, sm_count: int) -> LogitsPlan:
     """Return the launch of a call over an index cache."""
     q, cache, _, lengths, table = call.operands
-    check_shape("q", q, ("batch", "tokens", "heads", COLUMNS))
+    _check_queries(q, "batch", "tokens")
     batch, tokens, heads, _ = q.shape
     if batch > 1 and tokens > 1 and q.stride[0] != tokens * q.stride[1]:
         raise ValueError(
@@ -301,9 +309,6 @@ def _plan(
 ) -> LogitsPlan:
     """Return the launch of a problem, with what both kinds of calls have. q_dims: the dimensions of q that count heads and tokens."""
     q, weights = call.operands[0], call.operands[-3]
-    _check_limit(heads_error(problem.heads), f"q has shape {list(q.shape)}")
-    check_dtype("q", q, torch.float8_e4m3fn)
-    check_last_contiguous("q", q)
     tokens = problem.requests * problem.tokens
     if tokens > MAX_QUERY_TOKENS or problem.items(sm_count) > _BLOCKS:
         raise ValueError(f"q has shape {list(q.shape)} with {problem.keys} keys; supported: to {MAX_QUERY_TOKENS} tokens, {_BLOCKS} blocks")

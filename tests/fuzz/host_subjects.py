@@ -19,7 +19,7 @@ from cute_mla.spec.cache_rows import KNOWN
 from cute_mla.testing.runner import SCHEDULES
 from tests.fuzz.calls import BatchCase, CacheCase, PlainCase, Setting
 from tests.fuzz.contract import Contract, is_optional
-from tests.fuzz.scalars import is_flag, is_integer
+from tests.fuzz.scalars import is_flag, is_integer, is_one_of
 from tests.fuzz.subjects import Arguments, Subject, Verify
 
 OPS = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
@@ -43,16 +43,12 @@ def _finite(value: Any) -> float:
         return math.nan
 
 
-def _one_of(*names: str) -> Any:
-    return lambda value: isinstance(value, str) and value in names
-
-
 # ------------------------------------------------------------ workspace_size
 
 
 def _workspace_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c = Contract(arguments)
-    c.numbers(op=_one_of(*OPS), batch_invariant=is_flag)
+    c.numbers(op=is_one_of(*OPS), batch_invariant=is_flag)
     if c.faults:
         return c.faults
     op = c.get("op")
@@ -130,7 +126,7 @@ _FEATURES = (
 
 def _supported_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c = Contract(arguments)
-    c.numbers(op=_one_of(*OPS), arch=_one_of(*ARCHS, "sm103"))
+    c.numbers(op=is_one_of(*OPS), arch=is_one_of(*ARCHS, "sm103"))
     return c.faults
 
 
@@ -224,9 +220,9 @@ def _simulate_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c.numbers(
         arch=lambda value: isinstance(value, Arch) or (isinstance(value, str) and value in ARCHS),
         sm_count=is_optional(lambda value: is_integer(value) and value >= 1),
-        schedule=_one_of(*SCHEDULES),
+        schedule=is_one_of(*SCHEDULES),
         seed=is_integer,
-        on_finding=_one_of("raise", "collect"),
+        on_finding=is_one_of("raise", "collect"),
     )
     return c.faults
 
@@ -278,7 +274,7 @@ def _quantise_arguments(case: CacheCase) -> Arguments:
 def _quantise_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c = Contract(arguments)
     c.numbers(power_of_two=is_flag)
-    if not c.require(_one_of(*KNOWN)(arguments["cache_format"]), "cache_format"):
+    if not c.require(is_one_of(*KNOWN)(arguments["cache_format"]), "cache_format"):
         return c.faults
     layout = KNOWN[arguments["cache_format"]]
     flag = arguments["power_of_two"]
@@ -324,7 +320,7 @@ def _dequantise_arguments(case: CacheCase) -> Arguments:
 
 def _dequantise_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c = Contract(arguments)
-    if not c.require(_one_of(*KNOWN)(arguments["cache_format"]), "cache_format"):
+    if not c.require(is_one_of(*KNOWN)(arguments["cache_format"]), "cache_format"):
         return c.faults
     layout = KNOWN[arguments["cache_format"]]
     cache = c.tensor("cache", *_types(layout))
@@ -347,7 +343,7 @@ def _empty_cache_faults(arguments: Arguments, setting: Setting) -> set[str]:
         small &= c.require(is_integer(c.get(name)) and c.get(name) >= 0, name)
     stride = c.get("page_stride")
     small &= c.require(stride is None or is_integer(stride), "page_stride")
-    if c.require(_one_of(*KNOWN)(c.get("cache_format")), "cache_format") and small:
+    if c.require(is_one_of(*KNOWN)(c.get("cache_format")), "cache_format") and small:
         layout = KNOWN[arguments["cache_format"]]
         least = layout.page_bytes(arguments["page_size"])
         step = least if stride is None else stride

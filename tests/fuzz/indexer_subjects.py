@@ -68,7 +68,7 @@ def _queries(c: Contract, dims: int) -> Tensor | None:
     if q is None or not c.require(q.dim() == dims and q.shape[-1] == _COLUMNS and 1 <= q.shape[-2] <= _MOST_HEADS, "q"):
         return None
     c.last_contiguous("q", q)
-    c.aligned("q", q, *range(dims - 1))
+    c.aligned("q", q, *(range(dims - 1) if q.numel() else ()))  # of no tokens, strides lead nowhere
     if dims == 4 and q.shape[0] > 1 and q.shape[1] > 1:
         c.require(q.stride(0) == q.shape[1] * q.stride(1), "q")
     tokens = math.prod(q.shape[:-2])

@@ -13,13 +13,14 @@ from cute_mla.indexer import prepare_index_queries, write_index_cache
 from tests.fuzz.cache_subjects import bytes_of_storage, cache_of, key_faults, scale_faults
 from tests.fuzz.calls import Setting
 from tests.fuzz.contract import E4M3, WIDE, Contract, is_plain
-from tests.fuzz.scalars import is_eps, is_flag
+from tests.fuzz.scalars import is_eps, is_flag, is_one_of
 from tests.fuzz.subjects import Arguments, Subject, Verify, case_arguments, same_slots
 
 _MOST_SLOTS = 1 << 31
 _ROTARY, _COLUMNS, _KEY_BYTES = 64, 128, 132
 _PAGE_SIZES = (16, 32, 64, 128)
 _MOST_INDEX_HEADS, _MOST_HEADS = 64, 128
+_IS_ROPE = is_one_of("half_split", "interleaved")
 
 
 def _angles(c: Contract, tokens: int, beside: str) -> None:
@@ -105,7 +106,7 @@ def _expect_bytes(function: Any, arguments: Arguments, written: tuple[str, ...])
 
 def _index_keys_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c = Contract(arguments)
-    c.numbers(hadamard=is_flag, eps=is_eps, rope=_is_rope, scale_format=lambda value: value in ("fp32", "ue8m0"))
+    c.numbers(hadamard=is_flag, eps=is_eps, rope=_IS_ROPE, scale_format=is_one_of("fp32", "ue8m0"))
     k = c.tensor("k", torch.bfloat16)
     if k is None or not c.require(k.dim() == 2 and k.shape[1] == _COLUMNS and k.device.type == "cpu", "k"):
         return c.faults
@@ -137,13 +138,9 @@ def _expect_index_keys(arguments: Arguments, setting: Setting) -> Verify:
     return _expect_bytes(write_index_cache, arguments, ("index_cache",))
 
 
-def _is_rope(value: Any) -> bool:
-    return isinstance(value, str) and value in ("half_split", "interleaved")
-
-
 def _index_queries_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c = Contract(arguments)
-    c.numbers(hadamard=is_flag, rope=_is_rope)
+    c.numbers(hadamard=is_flag, rope=_IS_ROPE)
     q = c.tensor("q", torch.bfloat16)
     if q is None or not c.require(q.dim() == 3 and q.shape[2] == _COLUMNS and 1 <= q.shape[1] <= _MOST_INDEX_HEADS, "q"):
         return c.faults

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
 
@@ -16,6 +17,11 @@ def is_integer(value: Any) -> bool:
 def is_flag(value: Any) -> bool:
     """Return whether the value is True or False, numpy's too."""
     return isinstance(value, bool | np.bool_)
+
+
+def is_one_of(*names: str) -> Callable[[Any], bool]:
+    """Return a check for one of these names. An array equals none, and has no truth value when compared."""
+    return lambda value: isinstance(value, str) and value in names
 
 
 def is_eps(value: Any) -> bool:

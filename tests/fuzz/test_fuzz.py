@@ -12,6 +12,9 @@ import torch
 import cute_mla
 from cute_mla.spec.arch import ARCHS
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
+from cute_mla.testing.cases.index_write import IndexWriteCase
 from tests.fuzz import judging
 from tests.fuzz.calls import Break, CacheCase, FuzzCall, MergeCase, Setting
 from tests.fuzz.campaign import Share, Tally, run, shares
@@ -33,6 +36,19 @@ def test_a_sample_does_what_is_documented(subject: str) -> None:
     assert not tally.failures
     assert tally.right
     assert tally.refused
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        FuzzCall("dense_prefill_kvpacked", DensePrefillCase(lengths=((0, 0),), d_qk=256), SETTING),
+        FuzzCall("dense_prefill_backward", DensePrefillBackwardCase(lengths=((0, 0), (1, 0)), neighbours="nan"), SETTING),
+        FuzzCall("write_index_cache", IndexWriteCase(), SETTING, (Break("scale_format", "array", 1),)),
+    ],
+    ids=lambda call: call.subject,
+)
+def test_the_judge_knows_what_a_call_does(call: FuzzCall) -> None:
+    assert judge(call).kind == ("refused" if call.breaks else "returned")
 
 
 def test_a_call_is_written_down_and_made_again() -> None:

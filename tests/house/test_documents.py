@@ -21,7 +21,7 @@ from cute_mla.spec.cache_format import FORMATS, CacheFormat
 from cute_mla.spec.cache_rows import CACHED, KNOWN, key_types, latent_columns, rotary_columns
 from cute_mla.spec.mla import D_LATENT, ELEMENT_BYTES
 from docs.site.repository_pages import documents, linked_files, remote_resources, rewrite_links, site_path
-from tests.support.documents import DOCUMENTS, PAGES, README, anchors, links, name_of, snippets
+from tests.support.documents import DOCUMENTS, PAGES, README, anchors, links, name_of, prose, snippets
 from tests.support.tree import ROOT
 
 LINKING = [*DOCUMENTS, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", ROOT / "cute_mla" / "simulator" / "README.md"]
@@ -31,6 +31,7 @@ MAX_COLUMNS = 140
 CACHES = (ROOT / "docs" / "caches.md").read_text()
 LAYOUTS = (ROOT / "docs" / "layouts.md").read_text()
 SITE = (ROOT / "mkdocs.yml").read_text()
+REFERENCE = sorted((ROOT / "docs" / "reference").glob("*.md"))
 
 
 def test_the_readme_stays_short() -> None:
@@ -86,6 +87,15 @@ def test_links_of_the_site_lead_where_those_of_the_repository_do() -> None:
         assert {target for target in led if target.endswith(".md")} <= in_site, path
 
 
+def test_no_brackets_look_like_a_link_by_reference() -> None:
+    """`[a][b]` outside of code is a link to b, and no document defines one."""
+    shown = {f"{path}.{name}": member_of(path, name) for page in REFERENCE for path, name in referenced(page)}
+    texts = {path: prose(ROOT / path) for path in documents(ROOT)}
+    texts |= {name: inspect.getdoc(member) or "" for name, member in shown.items()}
+    assert len(texts) > len(shown) > 50
+    assert [name for name, text in texts.items() if re.search(r"\]\s?\[", re.sub(r"(`+).+?\1", "", text))] == []
+
+
 def test_resources_from_the_network_are_found() -> None:
     loading = [
         '<script src="https://cdn.test/a.js"></script>',
@@ -127,16 +137,21 @@ def referenced(page: Path) -> set[tuple[str, str]]:
     return shown
 
 
-@pytest.mark.parametrize("page", sorted((ROOT / "docs" / "reference").glob("*.md")), ids=name_of)
+def member_of(path: str, name: str) -> object:
+    """Return a member of a module or of a class."""
+    try:
+        owner: object = import_module(path)
+    except ModuleNotFoundError:  # a class
+        owner = getattr(import_module(path.rpartition(".")[0]), path.rpartition(".")[2])
+    return getattr(owner, name)
+
+
+@pytest.mark.parametrize("page", REFERENCE, ids=name_of)
 def test_names_of_the_reference_exist(page: Path) -> None:
     names = referenced(page)
     assert names
     for path, name in names:
-        try:
-            owner = import_module(path)
-        except ModuleNotFoundError:  # a class
-            owner = getattr(import_module(path.rpartition(".")[0]), path.rpartition(".")[2])
-        assert hasattr(owner, name), f"{path}.{name}"
+        member_of(path, name)
 
 
 @pytest.mark.parametrize(

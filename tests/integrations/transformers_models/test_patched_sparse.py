@@ -80,8 +80,12 @@ def test_pages_of_the_indexer_follow_those_of_the_keys(name: str, options: dict[
             assert torch.equal(expected[ends + step].argmax(1), whole[:, 60 + step])
 
 
-@pytest.mark.parametrize(("name", "types"), [("deepseek_v32", None), ("glm_5", ["full", "shared"])], ids=NAMES)
-def test_the_kernels(name: str, types: list[str] | None, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "types", "prefill"),
+    [("deepseek_v32", None, "masked_prefill"), ("glm_5", ["full", "shared"], "sparse_prefill")],  # of 256 columns none takes a mask
+    ids=NAMES,
+)
+def test_the_kernels(name: str, types: list[str] | None, prefill: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
     """Prefill of two requests and a token behind each, in bf16, against the same model in torch."""
     one: dict[str, Any] = {"num_hidden_layers": 1} if types is None else {"num_hidden_layers": 2, "indexer_types": types}
     model = patched(name, torch.bfloat16, num_experts_per_tok=8, topk_group=2, **one)
@@ -102,7 +106,7 @@ def test_the_kernels(name: str, types: list[str] | None, arch: Arch, monkeypatch
         found = walk()
     assert device.findings == []
     kinds = {each.partition("_bf16")[0].partition("_e4m3")[0].partition("_fp32")[0] for each in names}
-    assert {"index_write", "mqa_logits", "topk_indices", "sparse_prefill", "sparse_decode"} <= kinds
-    assert not kinds & {"dense_decode", "dense_prefill"}
+    assert {"index_write", "mqa_logits", "topk_indices", "sparse_decode"} <= kinds
+    assert kinds & {"masked_prefill", "sparse_prefill", "dense_prefill", "dense_decode"} == {prefill}
     for one_of_them, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one_of_them, other, rtol=0, atol=0.025 * float(other.abs().max()))

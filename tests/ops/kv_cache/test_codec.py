@@ -214,6 +214,9 @@ def test_what_is_refused() -> None:
         dequantise_cache(torch.zeros(1, 2, 1, 600, dtype=torch.uint8)[..., :584], "fp8_584")
     with pytest.raises(ValueError, match="page_stride is 1167; supported: at least the 1168 bytes"):
         empty_cache("fp8_584", 1, 2, page_stride=1167)
+    for pages, page_size, stride in ((1 << 63, 0, None), (0, 1 << 63, None), (0, 0, 1 << 63)):  # of no byte in all
+        with pytest.raises(ValueError, match=r"pages is .*; supported: less than"):
+            empty_cache("fp8_584", pages, page_size, page_stride=stride)
 
 
 def test_no_keys_of_any_strides() -> None:

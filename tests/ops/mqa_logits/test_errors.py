@@ -95,6 +95,10 @@ BAD_ROWS = {
 }  # fmt: skip
 BAD_PAGES = {
     "dimensions of q": (pages(q=lambda q: q[0]), r"q has shape \[2, 8, 128\]; supported: \[batch, tokens, heads, 128\]"),
+    "heads of q, of fewer tokens": (
+        pages(q=lambda _: e4m3(2, 1, 0, 128), context_lens=lambda lens: lens.expand(2, 2).contiguous()),
+        "q has shape .* heads is 0; supported: 1 to 64",
+    ),
     "requests of q apart": (pages(q=lambda _: e4m3(2, 3, 8, 128)[:, :2]), "q has .*requests 2 tokens apart"),
     "bytes of a key": (pages(cache=lambda c: c[..., :128]), r"cache has shape .*supported: \[pages, page size, 1, 132\]"),
     "type of cache": (pages(cache=lambda c: c.view(torch.int8)), "cache has dtype torch.int8; supported: torch.uint8"),
