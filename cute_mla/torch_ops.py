@@ -253,8 +253,10 @@ def _new_plan(
     topk: int | None = None,
     cu_seqlens_q: Tensor | None = None,
     total_q: int | None = None,
+    window: int | None = None,
+    window_sink: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    options = split_plan.Options(num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk, total_q)
+    options = split_plan.Options(num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk, total_q, window, window_sink)
     return _plan_tensors(options.call(cache_seqlens.shape[0]), cache_seqlens)
 
 

@@ -272,7 +272,7 @@ def flash_attn_varlen_kvpacked_func(
 
     Other arguments, results and errors are those of flash_attn_varlen_func.
     """
-    _check_packed("kv", kv, ("total_k", "h_kv"), head_dim_qk, 1)
+    head_dim_qk = _check_packed("kv", kv, ("total_k", "h_kv"), head_dim_qk, 1)
     if needs_grad(q, kv) and out is None and lse is None:
         return torch_ops.flash_attn_varlen_packed(
             q=q,
@@ -334,7 +334,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Other arguments, results and errors are those of flash_attn_varlen_func.
     """
-    _check_packed("qkv", qkv, ("total", "h"), head_dim_qk, 2)
+    head_dim_qk = _check_packed("qkv", qkv, ("total", "h"), head_dim_qk, 2)
     if needs_grad(qkv) and out is None and lse is None:
         return torch_ops.flash_attn_varlen_packed(
             q=None,
@@ -370,9 +370,14 @@ def flash_attn_varlen_qkvpacked_func(
     )
 
 
-def _check_packed(name: str, packed: Any, leading: tuple[str, str], head_dim_qk: Any, before_v: int) -> None:
-    """Raise ValueError unless the last dimension holds 1 (keys) or 2 (queries, keys) operands of head_dim_qk, then the values."""
-    if not is_integer(head_dim_qk) or head_dim_qk not in HEAD_DIMS:
+def _check_packed(name: str, packed: Any, leading: tuple[str, str], head_dim_qk: Any, before_v: int) -> int:
+    """Return head_dim_qk as an int. ValueError unless the last dimension holds so many operands of head_dim_qk, then the values.
+
+    before_v: 1 (keys) or 2 (queries, keys).
+    """
+    known = next((known for known in HEAD_DIMS if is_integer(head_dim_qk) and known == head_dim_qk), None)  # a symbol has no hash
+    if known is None:
         raise ValueError(f"head_dim_qk is {short_repr(head_dim_qk)}; supported: {', '.join(map(str, HEAD_DIMS))}")
-    columns = before_v * head_dim_qk + HEAD_DIMS[head_dim_qk]
-    check_shape(name, spec_of(name, packed), (*leading, columns), f" with head_dim_qk {head_dim_qk}")
+    columns = before_v * known + HEAD_DIMS[known]
+    check_shape(name, spec_of(name, packed), (*leading, columns), f" with head_dim_qk {known}")
+    return known
