@@ -71,13 +71,13 @@ def workspace_size(
         return indexer_topk.divide(batch, s_q, max_keys, check_integer("topk", topk, 0)).nbytes
     if op in BACKWARD_OPS:
         return backward_bytes
-    if batch == 0 or s_q == 0 or op in ("dense_prefill", "sparse_prefill"):
+    if s_q == 0 or op in ("dense_prefill", "sparse_prefill"):
         return 0
     if total_q is not None:
         ragged = _ragged_queries(op, batch, s_q, h_q // h_kv, total_q)
         batch, s_q = ragged.units, max(ragged.unit_tokens, 1)
-        if not batch:
-            return 0
+    if batch == 0:
+        return 0
     rows, columns = (h_q, s_q) if op == "sparse_decode" else (s_q * (h_q // h_kv), h_kv)
     parts = num_parts(found.arch, rows, columns, found.sm_count)
     max_splits = invariant_splits(max_keys) if batch_invariant else 0
