@@ -75,8 +75,9 @@ def flash_attn_varlen_func(
 
     q                bf16 or fp16 [total_q, h_q, d_qk], d_qk 192, 128 or, in bf16, 256; last dimension contiguous, other strides free
     k                same dtype [total_k, h_kv, d_qk], h_kv divides h_q: neighbouring query heads share a KV head
-    v                same dtype [total_k, h_kv, d_v], d_v 128, or 256 with a d_qk of 256. Address and strides of k and v are multiples
-                     of 16 bytes, and their last dimension is contiguous; both may be slices of one tensor
+    v                same dtype [total_k, h_kv, d_v], d_v 128, or 256 with a d_qk of 256. Addresses of k and v are multiples, strides
+                     positive multiples of 16 bytes, and their last dimension is contiguous; both may be slices of one tensor, neither
+                     is expanded
     cu_seqlens_qo    int32 [batch + 1], contiguous: sequence r has the query tokens cu_seqlens_qo[r] to cu_seqlens_qo[r + 1] - 1.
                      Clipped to [0, total_q] on the device; a sequence that ends before it begins has none. Never read by the host
     cu_seqlens_kv    likewise for the keys of each sequence, which may be more or fewer than its query tokens. Keys that belong to
@@ -101,7 +102,7 @@ def flash_attn_varlen_func(
 
     Returns (out, lse), lse in natural log. Rows of query tokens that belong to no sequence are not written. The bits of a
     sequence depend neither on the sequences beside it nor on the number of SMs. out and lse share memory neither with each other nor
-    with operands.
+    with operands, nor their elements with one another.
 
     Gradients of out reach q, k and v through flash_attn_varlen_backward; those of tokens that belong to no sequence are 0. Then
     max_seqlen_kv bounds the keys that get a gradient. With a d_qk of 256 there are none: a call with an operand that requires gradients
