@@ -210,7 +210,8 @@ def flash_mla_with_kvcache(
                      request; sparse decode, where every token has indices of its own, takes all
 
     out, lse and workspace share memory neither with each other nor with operands, nor their elements with one another; only the first
-    call with its shapes and options checks that, and that a storage was not shrunk. No tensor may require gradients, unless gradients are switched off.
+    call with its shapes and options checks that, and that a storage was not shrunk. No tensor may require gradients, unless gradients are
+    switched off.
 
     Returns (out, lse), lse in natural log. With out, lse and workspace given, nothing is allocated (a schedule object
     allocates its plan at its first use). Runs on the current stream, does not synchronise, and can be captured in a CUDA

@@ -55,10 +55,10 @@ def _plans() -> list[Arguments]:
     ]
 
 
-def _dense(heads: int = 16, s_q: int = 2, **changes: Any) -> Arguments:
+def _dense(**changes: Any) -> Arguments:
     dtype = changes.pop("dtype", torch.bfloat16)
-    arguments = {
-        "q": torch.zeros(2, s_q, heads, 576, dtype=torch.bfloat16).to(dtype),
+    arguments: Arguments = {
+        "q": torch.zeros(2, 2, 16, 576, dtype=torch.bfloat16).to(dtype),
         "k_cache": torch.zeros(4, 64, 1, 576, dtype=torch.bfloat16).to(dtype),
         "block_table": counts(0, 1, 2, 3).view(2, 2),
         "cache_seqlens": counts(70, 3),
