@@ -13,6 +13,7 @@ flash_attn_varlen_packed, whose backward pass writes the gradients of the slices
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -244,18 +245,11 @@ def _merged_results(outs: list[Tensor], lses: list[Tensor], stacked: bool = Fals
     return outs[0].new_empty(shape), outs[0].new_empty(shape[:-1], dtype=torch.float32)
 
 
-def _new_plan(
-    cache_seqlens: Tensor,
-    num_q_tokens_per_head_k: int,
-    num_heads_k: int,
-    num_heads_q: int | None = None,
-    is_fp8_kvcache: bool = False,
-    topk: int | None = None,
-    cu_seqlens_q: Tensor | None = None,
-    total_q: int | None = None,
-) -> tuple[Tensor, Tensor]:
-    options = split_plan.Options(num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk, total_q)
-    return _plan_tensors(options.call(cache_seqlens.shape[0]), cache_seqlens)
+def _new_plan(cache_seqlens: Tensor, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Allocate the result of get_mla_metadata."""
+    given = inspect.signature(split_plan.run).bind(cache_seqlens, *args, **options).arguments
+    options = {name: value for name, value in given.items() if name in split_plan.Options._fields}
+    return _plan_tensors(split_plan.Options(**options).call(cache_seqlens.shape[0]), cache_seqlens)
 
 
 def _new_sparse_plan(indices: Tensor, num_heads_q: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:

@@ -142,7 +142,7 @@ def flash_mla_with_kvcache(
     q                bf16 or fp16 [batch, s_q, h_q, d_qk], h_q 1 to 128; last dimension contiguous, other strides free; bf16 where
                      dense decode has a d_qk of 512 or 320
     k_cache          same dtype [pages, page size, h_kv, d_qk], h_kv divides h_q; page size 16, 32 or a multiple of 64;
-                     address and strides multiples of 16 bytes, last dimension contiguous (block-strided caches are fine).
+                     address a multiple and strides positive multiples of 16 bytes, last dimension contiguous (block-strided is fine).
                      Or, with d_qk 576, float8_e4m3fn [pages, page size, 1, 576], likewise: the keys are descale_k * k_cache. q may then be
                      float8_e4m3fn too, the queries being descale_q * q: probabilities are rounded to e4m3 as well, the bits of
                      out differ from those of exact products by up to 1e-3 in cosine, and out is bf16, or fp16 if given
@@ -209,8 +209,9 @@ def flash_mla_with_kvcache(
                      as others. The device clips cu_seqlens_q to total_q. Dense decode takes no more than max_seqlen_q tokens of a
                      request; sparse decode, where every token has indices of its own, takes all
 
-    out, lse and workspace share memory neither with each other nor with operands; only the first call with its shapes and options
-    checks that, and that a storage was not shrunk. No tensor may require gradients, unless gradients are switched off.
+    out, lse and workspace share memory neither with each other nor with operands, nor their elements with one another; only the first
+    call with its shapes and options checks that, and that a storage was not shrunk. No tensor may require gradients, unless gradients are
+    switched off.
 
     Returns (out, lse), lse in natural log. With out, lse and workspace given, nothing is allocated (a schedule object
     allocates its plan at its first use). Runs on the current stream, does not synchronise, and can be captured in a CUDA
@@ -344,7 +345,8 @@ def flash_mla_sparse_fwd(
                      fp32 [.., s_q, h_q], any strides; lse_indexer only with indexer_topk
     empty_lse        lse and lse_indexer of a row that attends to nothing, inf or -inf
 
-    Results share memory neither with each other nor with operands. No tensor may require gradients, unless gradients are switched off.
+    Results share memory neither with each other nor with operands, nor their elements with one another. No tensor may require gradients,
+    unless gradients are switched off.
 
     Returns (out, max_logits, lse), with indexer_topk (out, max_logits, lse, lse_indexer). max_logits is the greatest sm_scale * score
     of a row, in natural units; lse is the natural log of the sum of exp(sm_scale * score), and lse_indexer the same over the first

@@ -25,7 +25,7 @@ def write_kv_cache(
                      [tokens, 256]; for 528 bytes a token bf16 [tokens, 512], all columns of a key
     k_pe             rotary columns [tokens, 64], of the same dtype; None for a cache of 528 bytes a token, or of 512 columns. Of both the
                      last dimension is contiguous, the other stride free
-    k_cache          one of, all strides but the last free multiples of 16 bytes:
+    k_cache          one of, all strides but the last any positive multiples of 16 bytes:
                      bf16 or fp16 [pages, page size, 1, 576, 512 or 320], of the keys' dtype, which are copied;
                      float8_e4m3fn [pages, page size, 1, 576]: keys divided by descale_k;
                      uint8, int8 or float8_e4m3fn [pages, page size, 1, 656, 584 or 528], as quantise_cache makes it, byte for byte

@@ -24,9 +24,10 @@ def fp8_mqa_logits(
 
     The interface is that of DeepGEMM's wrapper of this name, up to 2.7 and main of June 2026; 2.8 has no wrapper. fp8 alone: no MX scales.
 
-    q                float8_e4m3fn [tokens, heads, 128], 1 to 64 heads; last dimension contiguous, other strides multiples of 16 bytes
-    kv               keys float8_e4m3fn [keys, 128], last dimension contiguous, rows any multiple of 16 bytes apart, and their scales,
-                     fp32 [keys], contiguous, aligned to 4 bytes. To 2^30 keys. q and keys start at multiples of 16 bytes
+    q                float8_e4m3fn [tokens, heads, 128], 1 to 64 heads; last dimension contiguous, other strides positive multiples of 16
+                     bytes
+    kv               keys float8_e4m3fn [keys, 128], last dimension contiguous, rows any positive multiple of 16 bytes apart, and their
+                     scales, fp32 [keys], contiguous, aligned to 4 bytes. To 2^30 keys. q and keys start at multiples of 16 bytes
     weights          fp32 [tokens, heads]; last dimension contiguous
     ks, ke           int32 [tokens], contiguous: a token sees the keys ks to ke - 1. Both are clipped to 0 .. keys; with ks >= ke the token
                      sees nothing
@@ -81,8 +82,8 @@ def fp8_paged_mqa_logits(
 
     The interface is that of DeepGEMM's wrapper of this name up to main of June 2026, with lengths in one dimension (older) or two (newer).
 
-    q                float8_e4m3fn [batch, tokens, heads, 128], 1 to 64 heads; last dimension contiguous, strides multiples of 16 bytes,
-                     requests `tokens` tokens apart
+    q                float8_e4m3fn [batch, tokens, heads, 128], 1 to 64 heads; last dimension contiguous, strides positive multiples of 16
+                     bytes, requests `tokens` tokens apart
     cache            uint8 [pages, page size, 1, 132]: in each page the values of its keys, float8_e4m3fn [page size, 128], then their
                      scales, fp32 [page size]. Page size 16, 32, 64 or 128; pages contiguous, any multiple of 16 bytes apart. q and cache
                      start at multiples of 16 bytes

@@ -75,8 +75,9 @@ def flash_attn_varlen_func(
 
     q                bf16 or fp16 [total_q, h_q, d_qk], d_qk 192, 128 or, in bf16, 256; last dimension contiguous, other strides free
     k                same dtype [total_k, h_kv, d_qk], h_kv divides h_q: neighbouring query heads share a KV head
-    v                same dtype [total_k, h_kv, d_v], d_v 128, or 256 with a d_qk of 256. Address and strides of k and v are multiples
-                     of 16 bytes, and their last dimension is contiguous; both may be slices of one tensor
+    v                same dtype [total_k, h_kv, d_v], d_v 128, or 256 with a d_qk of 256. Addresses of k and v are multiples, strides
+                     positive multiples of 16 bytes, and their last dimension is contiguous; both may be slices of one tensor, neither
+                     is expanded
     cu_seqlens_qo    int32 [batch + 1], contiguous: sequence r has the query tokens cu_seqlens_qo[r] to cu_seqlens_qo[r + 1] - 1.
                      Clipped to [0, total_q] on the device; a sequence that ends before it begins has none. Never read by the host
     cu_seqlens_kv    likewise for the keys of each sequence, which may be more or fewer than its query tokens. Keys that belong to
@@ -101,7 +102,7 @@ def flash_attn_varlen_func(
 
     Returns (out, lse), lse in natural log. Rows of query tokens that belong to no sequence are not written. The bits of a
     sequence depend neither on the sequences beside it nor on the number of SMs. out and lse share memory neither with each other nor
-    with operands.
+    with operands, nor their elements with one another.
 
     Gradients of out reach q, k and v through flash_attn_varlen_backward; those of tokens that belong to no sequence are 0. Then
     max_seqlen_kv bounds the keys that get a gradient. Gradients of lse, of a call with out or lse given, and of gradients (double
@@ -271,7 +272,7 @@ def flash_attn_varlen_kvpacked_func(
 
     Other arguments, results and errors are those of flash_attn_varlen_func.
     """
-    _check_packed("kv", kv, ("total_k", "h_kv"), head_dim_qk, 1)
+    head_dim_qk = _check_packed("kv", kv, ("total_k", "h_kv"), head_dim_qk, 1)
     if needs_grad(q, kv) and out is None and lse is None:
         return torch_ops.flash_attn_varlen_packed(
             q=q,
@@ -333,7 +334,7 @@ def flash_attn_varlen_qkvpacked_func(
 
     Other arguments, results and errors are those of flash_attn_varlen_func.
     """
-    _check_packed("qkv", qkv, ("total", "h"), head_dim_qk, 2)
+    head_dim_qk = _check_packed("qkv", qkv, ("total", "h"), head_dim_qk, 2)
     if needs_grad(qkv) and out is None and lse is None:
         return torch_ops.flash_attn_varlen_packed(
             q=None,
@@ -369,9 +370,14 @@ def flash_attn_varlen_qkvpacked_func(
     )
 
 
-def _check_packed(name: str, packed: Any, leading: tuple[str, str], head_dim_qk: Any, before_v: int) -> None:
-    """Raise ValueError unless the last dimension holds 1 (keys) or 2 (queries, keys) operands of head_dim_qk, then the values."""
-    if not is_integer(head_dim_qk) or head_dim_qk not in HEAD_DIMS:
+def _check_packed(name: str, packed: Any, leading: tuple[str, str], head_dim_qk: Any, before_v: int) -> int:
+    """Return head_dim_qk as an int. ValueError unless the last dimension holds so many operands of head_dim_qk, then the values.
+
+    before_v: 1 (keys) or 2 (queries, keys).
+    """
+    known = next((known for known in HEAD_DIMS if is_integer(head_dim_qk) and known == head_dim_qk), None)  # a symbol has no hash
+    if known is None:
         raise ValueError(f"head_dim_qk is {short_repr(head_dim_qk)}; supported: {', '.join(map(str, HEAD_DIMS))}")
-    columns = before_v * head_dim_qk + HEAD_DIMS[head_dim_qk]
-    check_shape(name, spec_of(name, packed), (*leading, columns), f" with head_dim_qk {head_dim_qk}")
+    columns = before_v * known + HEAD_DIMS[known]
+    check_shape(name, spec_of(name, packed), (*leading, columns), f" with head_dim_qk {known}")
+    return known

@@ -56,12 +56,13 @@ def workspace_size(
     Raises ValueError on bad arguments, ArtifactError and DeviceError if the device cannot be used, DeviceError also without a GPU.
     """
     check_op(op, (*OPS, *BACKWARD_OPS, _INDEXER_TOPK))
-    check_flag("batch_invariant", batch_invariant)
-    check_columns("head_dim_v", head_dim_v, *(VALUE_COLUMNS if op == "dense_decode" else (D_V,)))
+    batch_invariant = check_flag("batch_invariant", batch_invariant)
+    head_dim_v = check_columns("head_dim_v", head_dim_v, *(VALUE_COLUMNS if op == "dense_decode" else (D_V,)))
     batch, s_q = check_integer("batch", batch, 0), check_integer("s_q", s_q, 0)
     error = heads_error(h_q, h_kv, op)
     if error is not None:
         raise ValueError(error)
+    h_q, h_kv = check_integer("h_q", h_q, 1), check_integer("h_kv", h_kv, 1)
     max_keys = _max_keys(op, batch_invariant, max_cache_seqlen, topk)
     decodes = op in ("dense_decode", "sparse_decode")
     backward_bytes = _backward_bytes(op, h_q, None if decodes else total_q, copied_head_dim)
@@ -70,13 +71,13 @@ def workspace_size(
         return indexer_topk.divide(batch, s_q, max_keys, check_integer("topk", topk, 0)).nbytes
     if op in BACKWARD_OPS:
         return backward_bytes
-    if batch == 0 or s_q == 0 or op in ("dense_prefill", "sparse_prefill"):
+    if s_q == 0 or op in ("dense_prefill", "sparse_prefill"):
         return 0
     if total_q is not None:
         ragged = _ragged_queries(op, batch, s_q, h_q // h_kv, total_q)
         batch, s_q = ragged.units, max(ragged.unit_tokens, 1)
-        if not batch:
-            return 0
+    if batch == 0:
+        return 0
     rows, columns = (h_q, s_q) if op == "sparse_decode" else (s_q * (h_q // h_kv), h_kv)
     parts = num_parts(found.arch, rows, columns, found.sm_count)
     max_splits = invariant_splits(max_keys) if batch_invariant else 0
@@ -85,7 +86,7 @@ def workspace_size(
 
 def _ragged_queries(op: str, batch: int, max_seqlen_q: int, heads_per_kv: int, total_q: int) -> RaggedQueries:
     """Return the query tokens of a decode call with cu_seqlens_q."""
-    check_integer("total_q", total_q, 0, MAX_QUERY_TOKENS)
+    total_q = check_integer("total_q", total_q, 0, MAX_QUERY_TOKENS)
     if op == "dense_decode":
         return ragged_queries(batch, total_q, max_seqlen_q, heads_per_kv)
     return RaggedQueries(batch, total_q, max_seqlen_q)

@@ -1,9 +1,14 @@
-"""Checks of arguments that are not operands: numbers, flags and the need of gradients."""
+"""Checks of arguments that are not operands: numbers, flags and the need of gradients.
+
+A check of a number or a flag returns it as an int, a float or a bool. Callers go on with that value: a plan is cached by it, and 4 equals
+numpy's 4.
+"""
 
 from __future__ import annotations
 
 import math
 from numbers import Integral, Real
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -46,39 +51,44 @@ def check_integer(name: str, value: Any, least: int, most: int | None = None) ->
     if not is_integer(value) or value < least or (most is not None and value > most):
         bound = "or more" if most is None else f"to {most}"
         raise ValueError(f"{name} is {short_repr(value)}; supported: an integer, {least} {bound}")
-    return value if isinstance(value, torch.SymInt) else int(value)  # type: ignore[return-value]
+    return value if isinstance(value, torch.SymInt) else index(value)  # type: ignore[return-value]
 
 
-def check_flag(name: str, value: Any) -> None:
-    """Raise ValueError unless an argument is True or False."""
+def check_flag(name: str, value: Any) -> bool:
+    """Return the argument as a bool. ValueError unless it is True or False."""
     if not is_flag(value):
         raise ValueError(f"{name} is {short_repr(value)}; supported: True and False")
+    return bool(value)
 
 
-def check_columns(name: str, d_v: Any, *supported: int) -> None:
-    """Raise ValueError unless d_v is a supported number of columns of v, by default 512."""
+def check_columns(name: str, d_v: Any, *supported: int) -> int:
+    """Return the argument as an int. ValueError unless it is a supported number of columns of v, by default 512."""
     supported = supported or (D_V,)
     if not is_integer(d_v) or d_v not in supported:
         raise ValueError(f"{name} is {short_repr(d_v)}; supported: {', '.join(map(str, supported))}")
+    return int(d_v)
 
 
-def check_scale(name: str, scale: Any) -> None:
-    """Raise ValueError unless a softmax scale is a positive number that fp32 holds, also when multiplied by log2(e)."""
+def check_scale(name: str, scale: Any) -> float:
+    """Return a softmax scale as a float. ValueError unless it is a positive number that fp32 holds, also when multiplied by log2(e)."""
     fp32 = torch.finfo(torch.float32)
     if not is_number(scale) or not fp32.tiny <= float(scale) <= fp32.max / 2:
         raise ValueError(f"{name} is {short_repr(scale)}; supported: a positive finite number of fp32")
+    return float(scale)
 
 
-def check_eps(eps: Any) -> None:
-    """Raise ValueError unless what a norm adds to a mean of squares is a number of fp32 that is not negative."""
+def check_eps(eps: Any) -> float:
+    """Return what a norm adds to a mean of squares as a float. ValueError unless it is a number of fp32 that is not negative."""
     if not is_number(eps) or not 0 <= float(eps) <= torch.finfo(torch.float32).max:
         raise ValueError(f"eps is {short_repr(eps)}; supported: 0 or a positive number of fp32")
+    return float(eps)
 
 
-def check_empty_lse(empty_lse: Any) -> None:
-    """Raise ValueError unless empty_lse, the lse of a row that attends to nothing, is inf or -inf."""
+def check_empty_lse(empty_lse: Any) -> float:
+    """Return empty_lse, the lse of a row that attends to nothing, as a float. ValueError unless it is inf or -inf."""
     if not is_number(empty_lse) or not math.isinf(empty_lse):
         raise ValueError(f"empty_lse is {short_repr(empty_lse)}; supported: inf and -inf")
+    return float(empty_lse)
 
 
 NO_BACKWARD = "the forward pass only, of tensors that do not, or inside `with torch.no_grad():`"

@@ -59,9 +59,8 @@ def empty_cache(
     ValueError for another format or dtype, a stride that is too small or splits an element, or a fill outside 0 .. 255.
     """
     layout = _known_format(cache_format)
-    check_integer("pages", pages, 0)
-    check_integer("page_size", page_size, 0)
-    check_integer("fill", fill, 0, 255)
+    pages, page_size = check_integer("pages", pages, 0), check_integer("page_size", page_size, 0)
+    fill = check_integer("fill", fill, 0, 255)
     own = dtypes_of(layout)
     if dtype is not None and dtype not in own:
         raise ValueError(f"dtype is {short_repr(dtype)} with {cache_format}; supported: {', '.join(map(str, own))}")

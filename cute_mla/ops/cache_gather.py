@@ -111,7 +111,7 @@ def run(
 
 def check(operands: Operands, options: Options, out: Any) -> CallSpec:
     """Check each argument by itself. ValueError unless it is supported."""
-    check_integer("rows", options.rows, 0, MAX_ROWS)
+    rows = check_integer("rows", options.rows, 0, MAX_ROWS)
     if options.dtype is not None and not isinstance(options.dtype, torch.dtype):
         raise ValueError(f"dtype is {short_repr(options.dtype)}; supported: None and a torch dtype")
     check_format_name(options.kv_format, CACHED)
@@ -123,7 +123,7 @@ def check(operands: Operands, options: Options, out: Any) -> CallSpec:
         cu_seqlens=operand_spec("cu_seqlens", operands.cu_seqlens),
         starts=optional_spec("starts", operands.starts),
         descale_k=optional_spec("descale_k", operands.descale_k),
-        options=options,
+        options=options._replace(rows=rows),
         out=optional_spec("out", out),
         kernels=has_kernels(k_cache.device),
     )

@@ -87,7 +87,7 @@ def run(
     eps: float = 1e-6,
 ) -> None:
     """Insert keys, with the arguments of api.kv_cache.insert_kv_cache."""
-    check_eps(eps)
+    eps = check_eps(eps)
     writes = cache_write.Operands(kv_c, k_pe, slot_mapping, descale_k)
     operands, results = Operands(norm_weight, cos_sin, positions), Rotated(q_pe, keys)
     call = check(writes, operands, results, k_cache, power_of_two, kv_format)
@@ -102,7 +102,7 @@ def run(
         return
     if call.write.kernels:
         device = device_for(k_cache.device)
-        args = CacheInsertArguments(**writes._asdict(), **operands._asdict(), **written, epsilon=float(eps), **launch_plan.scalars)
+        args = CacheInsertArguments(**writes._asdict(), **operands._asdict(), **written, epsilon=eps, **launch_plan.scalars)
         device.launch(device.kernel("cache_insert", launch_plan.kernel), launch_plan.grid, args, pdl=True)
         return
     made = new_keys(launch_plan.rows.format, kv_c, k_pe, operands, eps)

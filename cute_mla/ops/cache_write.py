@@ -92,7 +92,7 @@ def run(
 
 def check(operands: Operands, k_cache: torch.Tensor, power_of_two: bool, kv_format: Any) -> CallSpec:
     """Check each argument by itself. ValueError unless it is supported."""
-    check_flag("power_of_two", power_of_two)
+    power_of_two = check_flag("power_of_two", power_of_two)
     check_no_grad(**operands._asdict(), k_cache=k_cache)
     return CallSpec(
         kv_c=operand_spec("kv_c", operands.kv_c),
@@ -100,7 +100,7 @@ def check(operands: Operands, k_cache: torch.Tensor, power_of_two: bool, kv_form
         slot_mapping=operand_spec("slot_mapping", operands.slot_mapping),
         descale_k=optional_spec("descale_k", operands.descale_k),
         k_cache=operand_spec("k_cache", k_cache),
-        power_of_two=bool(power_of_two),
+        power_of_two=power_of_two,
         kv_format=check_format_name(kv_format, CACHED),
         kernels=has_kernels(k_cache.device),
     )

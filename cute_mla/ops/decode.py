@@ -34,7 +34,7 @@ from ..spec.mla import LOG2E
 from ..spec.split_plan import PLAN_COLUMNS, UNIT_COLUMNS
 from . import dense_decode, sparse_decode
 from .arguments import is_flag, short_repr
-from .decode_plan import DecodePlan, Options, Results, check_common
+from .decode_plan import DecodePlan, Options, Results, check_common, check_options
 from .overlap import check_no_overlap
 from .paged_cache import GATHER_ALIGNMENT
 from .split_plan import KeyCounts, MlaSchedule, ScheduleKey, plan_specs
@@ -43,12 +43,14 @@ from .tensor_spec import address_of, check_address, check_workspace
 
 _PLAN = ("tile_scheduler_metadata", "num_splits")
 _RESULTS = Results._fields
+_TYPED = tuple(name for name in Options._fields if not name.endswith("kv_format"))  # options whose classes a key holds
 
 _ALIGNED = ("k_cache", "extra_k_cache", "workspace")  # tensors whose addresses are multiples of ADDRESS_ALIGNMENT
 assert UNIT_COLUMNS == PLAN_COLUMNS  # parts and units are rows of one tensor
 assert ADDRESS_ALIGNMENT == TMA_ALIGNMENT == GATHER_ALIGNMENT == MAX_ROW_ALIGNMENT
 
 _data_ptr = torch.Tensor.data_ptr
+_UNFIT = (AttributeError, TypeError, RuntimeError, ValueError)  # of a look-up: an argument has no address, or no hash or order
 
 
 class CallKey(NamedTuple):
@@ -57,7 +59,7 @@ class CallKey(NamedTuple):
     op: dense_decode or sparse_decode. descale_q to tree_mask: whether the argument is None, or, for an argument that the op must be
     without, the argument itself. schedule: False without a schedule object, True with one that has no plan yet, else the shapes that it
         was planned for. num_splits to workspace, cu_seqlens_q: whether the tensor is None. types: classes of head_dim_v to empty_lse, of
-    max_seqlen_q and of both windows, because 1 equals True.
+    max_seqlen_q and of both windows, because 1 equals True. A prepared call is kept under plain ints, floats and bools.
     """
 
     op: ModuleType
@@ -162,25 +164,49 @@ def run_cached(
     try:
         cache = device_for(q.device).call_cache
         found = cache.find(key, tensors)
-    except (AttributeError, TypeError, RuntimeError, ValueError):  # an argument has no address, or no hash or order: `prepare` says which
+    except _UNFIT:  # `prepare` says which argument it is
         cache = None
-    if found is not None:
-        call, given, addresses = found
-    else:
-        call = prepare(CallKey._make(key), tensors, schedule)
-        given = call.pick(tensors)
-        addresses = [*map(_data_ptr, given)]
-        if cache is not None:
-            cache.add(key, q.shape, call)
+    call, given, addresses = _find_or_prepare(cache, CallKey._make(key), tensors, schedule) if found is None else found
     tensors = call.start(tensors, given, addresses, schedule)
     return tensors[-3], tensors[-2]
+
+
+def _find_or_prepare(
+    cache: CallCache | None, key: CallKey, tensors: tuple[Any, ...], schedule: MlaSchedule | None
+) -> tuple[Any, tuple[torch.Tensor, ...], list[int]]:
+    """Return what CallCache.find does, of a call that was found under plain numbers and flags, or is prepared. ValueError as prepare.
+
+    cache: to look into and to add to; None: neither.
+    """
+    plain = plain_key(key, tensors)
+    found = None
+    if cache is not None and plain != key:
+        try:
+            found = cache.find(plain, tensors)
+        except _UNFIT:
+            cache = None
+    if found is not None:
+        return found
+    call = prepare(plain, tensors, schedule)
+    given = call.pick(tensors)
+    if cache is not None:
+        cache.add(plain, tensors[0].shape, call)
+    return call, given, [*map(_data_ptr, given)]
+
+
+def plain_key(key: CallKey, tensors: tuple[Any, ...]) -> CallKey:
+    """Return the key with its options as ints, floats, bools and strings. ValueError unless each is supported by itself."""
+    _check_order(dict(zip(key.op.Operands._fields, tensors, strict=False)).get("descale_q", key.descale_q))
+    options = check_options(Options(*(getattr(key, name) for name in Options._fields)), key.op.HEAD_DIMS_V)
+    types = tuple(getattr(options, name).__class__ for name in _TYPED)
+    return key._replace(**options._asdict(), types=types)
 
 
 def prepare(key: CallKey, tensors: tuple[Any, ...], schedule: MlaSchedule | None) -> PreparedCall:
     """Check a call and prepare its launches. ValueError if the call is not supported.
 
-    tensors: the operands of key.op, the plan's two tensors, out, lse and workspace. schedule: the object that made the plan, or will make
-    it if its tensors are None.
+    key: with plain options. tensors: the operands of key.op, the plan's two tensors, out, lse and workspace. schedule: the object that made
+    the plan, or will make it if its tensors are None.
     """
     names = (*key.op.Operands._fields, *_PLAN, *_RESULTS)
     named = dict(zip(names, tensors, strict=True))
@@ -258,7 +284,6 @@ def _planner(device: Device, plan: DecodePlan, names: tuple[str, ...]) -> Callab
 
 def _checked(key: CallKey, named: dict[str, Any], schedule: MlaSchedule | None) -> tuple[Device, DecodePlan]:
     """Check a call; return its device and its plan there. named: all tensors, by argument."""
-    _check_order(named.get("descale_q", key.descale_q))
     options = Options(*(getattr(key, name) for name in Options._fields))
     operands = key.op.Operands(*(named[name] for name in key.op.Operands._fields))
     results = Results(*(named[name] for name in _RESULTS))
@@ -266,7 +291,7 @@ def _checked(key: CallKey, named: dict[str, Any], schedule: MlaSchedule | None) 
         if getattr(key, name) is not None:
             raise ValueError(f"{name} is {short_repr(getattr(key, name))}: not supported {key.op.WHERE}; supported: None")
     split_plan = plan_specs(*(named[name] for name in _PLAN)) if schedule is None else None
-    call = key.op.check(operands, check_common(options, operands.q, results, split_plan, key.op.HEAD_DIMS_V))
+    call = key.op.check(operands, check_common(options, operands.q, results, split_plan))
     device = device_for(operands.q.device)
     plan: DecodePlan = key.op.plan(call, device.arch, device.sm_count)
     if results.workspace is not None:

@@ -146,30 +146,44 @@ def accumulator_bytes(accum_rows: int, s_q: int, h_q: int, d_v: int) -> tuple[in
     return lse_bytes * d_v, lse_bytes
 
 
-def check_common(options: Options, q: Any, results: Results, split_plan: PlanSpecs | None, value_columns: tuple[int, ...]) -> CommonSpec:
-    """Check the options and results of a call. ValueError unless each is supported by itself. value_columns: the op's head_dim_v."""
-    check_columns("head_dim_v", options.head_dim_v, *value_columns)
-    if options.softmax_scale is not None:
-        check_scale("softmax_scale", options.softmax_scale)
-    check_empty_lse(options.empty_lse)
-    for name in ("causal", "is_fp8_kvcache", "batch_invariant"):
-        check_flag(name, getattr(options, name))
-    if options.max_seqlen_q is not None:
-        check_integer("max_seqlen_q", options.max_seqlen_q, 1, MAX_QUERY_TOKENS)
+def check_options(options: Options, value_columns: tuple[int, ...]) -> Options:
+    """Return the options as plain ints, floats, bools and strings. ValueError unless each is supported by itself.
+
+    value_columns: the op's head_dim_v.
+    """
+    scale, max_seqlen_q = options.softmax_scale, options.max_seqlen_q
+    window, window_sink = check_window(options.window, options.window_sink)
+    return Options(
+        head_dim_v=check_columns("head_dim_v", options.head_dim_v, *value_columns),
+        softmax_scale=None if scale is None else check_scale("softmax_scale", scale),
+        causal=check_flag("causal", options.causal),
+        is_fp8_kvcache=check_flag("is_fp8_kvcache", options.is_fp8_kvcache),
+        batch_invariant=check_flag("batch_invariant", options.batch_invariant),
+        empty_lse=check_empty_lse(options.empty_lse),
+        kv_format=check_format_name(options.kv_format, KNOWN),
+        extra_kv_format=check_format_name(options.extra_kv_format, KNOWN, "extra_kv_format"),
+        max_seqlen_q=None if max_seqlen_q is None else check_integer("max_seqlen_q", max_seqlen_q, 1, MAX_QUERY_TOKENS),
+        window=window,
+        window_sink=window_sink,
+    )
+
+
+def check_common(options: Options, q: Any, results: Results, split_plan: PlanSpecs | None) -> CommonSpec:
+    """Check the results of a call. ValueError unless each is supported by itself. options: as check_options returns them."""
     check_no_grad(**results._asdict())
     return CommonSpec(
         split_plan=split_plan,
         out=optional_spec("out", results.out),
         lse=optional_spec("lse", results.lse),
-        causal=bool(options.causal),
-        is_fp8_kvcache=bool(options.is_fp8_kvcache),
-        batch_invariant=bool(options.batch_invariant),
-        d_v=int(options.head_dim_v),
-        kv_format=check_format_name(options.kv_format, KNOWN),
-        extra_kv_format=check_format_name(options.extra_kv_format, KNOWN, "extra_kv_format"),
+        causal=options.causal,
+        is_fp8_kvcache=options.is_fp8_kvcache,
+        batch_invariant=options.batch_invariant,
+        d_v=options.head_dim_v,
+        kv_format=options.kv_format,
+        extra_kv_format=options.extra_kv_format,
         max_seqlen_q=options.max_seqlen_q,
-        window=check_window(options.window, options.window_sink),
-        window_sink=int(options.window_sink),
+        window=options.window,
+        window_sink=options.window_sink,
         address_alignment=alignment(address_of("q", q), 0 if results.out is None else address_of("out", results.out)),
     )
 

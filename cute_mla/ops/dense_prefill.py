@@ -147,7 +147,8 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attend packed sequences, with the arguments of api.varlen.flash_attn_varlen_func."""
     operands = Operands(q, k, v, cu_seqlens_qo, cu_seqlens_kv, key_mask)
-    options = Options(max_seqlen_qo, max_seqlen_kv, dropout_p, softmax_scale, causal, deterministic, is_varlen, empty_lse)
+    given = Options(max_seqlen_qo, max_seqlen_kv, dropout_p, softmax_scale, causal, deterministic, is_varlen, empty_lse)
+    options = check_options(given)
     call = check(operands, options, out, lse)
     device = device_for(q.device)
     launch_plan = plan(call, device.arch, device.sm_count)
@@ -161,7 +162,7 @@ def run(
         lse = q.new_empty(launch_plan.lse_shape, dtype=torch.float32)
         device.mark_uninitialized(lse)
     if not launch_plan.is_empty:
-        scale = launch_plan.default_scale if softmax_scale is None else softmax_scale
+        scale = launch_plan.default_scale if options.softmax_scale is None else options.softmax_scale
         q_map, k_map, v_map = (_map(tensor, layout, q) for tensor, layout in zip((q, k, v), launch_plan.layouts, strict=True))
         common: dict[str, Any] = {
             **launch_plan.scalars,
@@ -174,23 +175,31 @@ def run(
             "out": out,
             "lse": lse,
             "scale_log2": scale * LOG2E,
-            "empty_lse": empty_lse,
+            "empty_lse": options.empty_lse,
         }
         args = DensePrefillArguments(**common) if key_mask is None else MaskedPrefillArguments(**common, key_mask=key_mask)
         device.launch(device.kernel(launch_plan.op, launch_plan.kernel), launch_plan.grid, args, pdl=True)
     return out, lse
 
 
-def check(operands: Operands, options: Options, out: Any, lse: Any) -> CallSpec:
-    """Check each argument by itself. ValueError unless it is supported."""
+def check_options(options: Options) -> Options:
+    """Return the options as ints, floats and bools. ValueError unless each is supported by itself."""
     if not is_number(options.dropout_p) or options.dropout_p != 0:
         raise ValueError(f"dropout_p is {short_repr(options.dropout_p)}; supported: 0, for only the forward pass is there")
-    if options.softmax_scale is not None:
-        check_scale("softmax_scale", options.softmax_scale)
-    check_empty_lse(options.empty_lse)
-    for name in ("causal", "deterministic", "is_varlen"):
-        check_flag(name, getattr(options, name))
-    max_seqlen_kv = check_integer("max_seqlen_kv", options.max_seqlen_kv, 0)
+    return Options(
+        max_seqlen_qo=check_integer("max_seqlen_qo", options.max_seqlen_qo, 0),
+        max_seqlen_kv=check_integer("max_seqlen_kv", options.max_seqlen_kv, 0),
+        dropout_p=0.0,
+        softmax_scale=None if options.softmax_scale is None else check_scale("softmax_scale", options.softmax_scale),
+        causal=check_flag("causal", options.causal),
+        deterministic=check_flag("deterministic", options.deterministic),
+        is_varlen=check_flag("is_varlen", options.is_varlen),
+        empty_lse=check_empty_lse(options.empty_lse),
+    )
+
+
+def check(operands: Operands, options: Options, out: Any, lse: Any) -> CallSpec:
+    """Check each tensor by itself. ValueError unless it is supported. options: as check_options returns them."""
     check_no_grad(q=operands.q, k=operands.k, v=operands.v, out=out, lse=lse)
     return CallSpec(
         q=operand_spec("q", operands.q),
@@ -199,9 +208,9 @@ def check(operands: Operands, options: Options, out: Any, lse: Any) -> CallSpec:
         cu_seqlens_qo=operand_spec("cu_seqlens_qo", operands.cu_seqlens_qo),
         cu_seqlens_kv=operand_spec("cu_seqlens_kv", operands.cu_seqlens_kv),
         key_mask=optional_spec("key_mask", operands.key_mask),
-        causal=bool(options.causal),
-        max_seqlen_qo=check_integer("max_seqlen_qo", options.max_seqlen_qo, 0),
-        max_seqlen_kv=0 if operands.key_mask is None else max_seqlen_kv,
+        causal=options.causal,
+        max_seqlen_qo=options.max_seqlen_qo,
+        max_seqlen_kv=0 if operands.key_mask is None else options.max_seqlen_kv,
         out=optional_spec("out", out),
         lse=optional_spec("lse", lse),
         address_alignment=alignment(address_of("q", operands.q), 0 if out is None else address_of("out", out)),

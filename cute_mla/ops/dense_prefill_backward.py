@@ -142,7 +142,7 @@ def run(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of dense prefill, with the arguments of api.varlen.flash_attn_varlen_backward."""
     operands = Operands(dout, q, k, v, out, lse, cu_seqlens_qo, cu_seqlens_kv)
-    options = Options(max_seqlen_qo, max_seqlen_kv, softmax_scale, causal, deterministic)
+    options = check_options(Options(max_seqlen_qo, max_seqlen_kv, softmax_scale, causal, deterministic))
     results = Results(dq, dk, dv, workspace)
     call = check(operands, options, results)
     device = device_for(q.device)
@@ -158,7 +158,7 @@ def run(
     if workspace is None:
         workspace = q.new_empty(launch_plan.workspace.nbytes, dtype=torch.uint8)
     device.mark_uninitialized(workspace)
-    scale = launch_plan.default_scale if softmax_scale is None else softmax_scale
+    scale = launch_plan.default_scale if options.softmax_scale is None else options.softmax_scale
     _launch(device, launch_plan, operands, Results(dq, dk, dv, workspace), scale)
     return dq, dk, dv
 
@@ -218,20 +218,27 @@ def _statistics_map(layout: BackwardWorkspace, box_rows: int, address: int) -> T
     )
 
 
+def check_options(options: Options) -> Options:
+    """Return the options as ints, floats and bools. ValueError unless each is supported by itself."""
+    return Options(
+        max_seqlen_qo=check_integer("max_seqlen_qo", options.max_seqlen_qo, 0),
+        max_seqlen_kv=check_integer("max_seqlen_kv", options.max_seqlen_kv, 0),
+        softmax_scale=None if options.softmax_scale is None else check_scale("softmax_scale", options.softmax_scale),
+        causal=check_flag("causal", options.causal),
+        deterministic=check_flag("deterministic", options.deterministic),
+    )
+
+
 def check(operands: Operands, options: Options, results: Results) -> CallSpec:
-    """Check each argument by itself. ValueError unless it is supported."""
-    if options.softmax_scale is not None:
-        check_scale("softmax_scale", options.softmax_scale)
-    for name in ("causal", "deterministic"):
-        check_flag(name, getattr(options, name))
+    """Check each tensor by itself. ValueError unless it is supported. options: as check_options returns them."""
     check_no_grad(NO_DOUBLE_BACKWARD, **operands._asdict(), **results._asdict())
     specs = {name: operand_spec(name, tensor) for name, tensor in operands._asdict().items()}
     given = {name: tensor for name, tensor in results._asdict().items() if tensor is not None}
     return CallSpec(
         **specs,
-        causal=bool(options.causal),
-        max_seqlen_qo=check_integer("max_seqlen_qo", options.max_seqlen_qo, 0),
-        max_seqlen_kv=check_integer("max_seqlen_kv", options.max_seqlen_kv, 0),
+        causal=options.causal,
+        max_seqlen_qo=options.max_seqlen_qo,
+        max_seqlen_kv=options.max_seqlen_kv,
         dq=optional_spec("dq", results.dq),
         dk=optional_spec("dk", results.dk),
         dv=optional_spec("dv", results.dv),

@@ -109,7 +109,7 @@ def run_keys(
     if launch_plan.rows == 0:
         return
     if not call.kernels:
-        rows = layer_norm(k, norm_weight, norm_bias, eps)
+        rows = layer_norm(k, norm_weight, norm_bias, call.options.eps)
         rounded = prepared(rows, angles_at(cos_sin, positions, len(k)), rope, hadamard)
         write_index_rows(rounded, index_cache, slot_mapping, scale_format == "ue8m0")
         return
@@ -170,19 +170,17 @@ def factor_of(heads: int) -> float:
 
 def check(operands: Keys | Queries, written: dict[str, torch.Tensor | None], options: Options) -> CallSpec:
     """Check each argument by itself. ValueError unless they are supported. written: the results, by their names."""
-    check_flag("hadamard", options.hadamard)
+    plain = options._replace(hadamard=check_flag("hadamard", options.hadamard), eps=check_eps(options.eps))
     named = (("rope", options.rope, get_args(Rope)), ("scale_format", options.scale_format, get_args(ScaleFormat)))
     for name, value, known in named:
         if not isinstance(value, str) or value not in known:
             raise ValueError(f"{name} is {short_repr(value)}; supported: {', '.join(map(repr, known))}")
-    check_eps(options.eps)
     check_no_grad(**operands._asdict(), **written)
     given = operands._asdict()
     specs: tuple[tuple[str, Any], ...] = tuple((name, operand_spec(name, tensor)) for name, tensor in given.items() if name != "positions")
     specs += (("positions", optional_spec("positions", operands.positions)),)
     results = tuple((operand_spec if name == "index_cache" else optional_spec)(name, tensor) for name, tensor in written.items())
-    rounded = options._replace(hadamard=bool(options.hadamard), eps=float(options.eps))
-    return CallSpec(specs, results, rounded, has_kernels(operands[0].device))
+    return CallSpec(specs, results, plain, has_kernels(operands[0].device))
 
 
 @lru_cache(maxsize=4096)

@@ -91,7 +91,7 @@ def run_pages(
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Choose keys of an index cache, with the arguments of api.indexer_topk.indexer_topk."""
-    check_flag("slots", slots)
+    slots = check_flag("slots", slots)
     topk = check_integer("topk", topk, 0, MAX_TOPK)
     operands = Pages(q, index_cache, weights, context_lens, block_table)
     call = mqa_logits.check(operands, MAX_KEYS, False, None, "index_cache")

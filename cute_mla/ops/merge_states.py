@@ -81,7 +81,7 @@ def run(
     empty_lse: float = math.inf,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merge states, with the arguments of api.states.merge_states."""
-    check_empty_lse(empty_lse)
+    empty_lse = check_empty_lse(empty_lse)
     operands = operands_of(outs, lses)
     launch_plan = plan(check(operands, out, lse))
     _check_overlap(operands, out, lse)

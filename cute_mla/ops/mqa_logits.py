@@ -167,14 +167,14 @@ def metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.T
 
 def check(operands: Rows | Pages, columns: int, clean_logits: Any, out: Any, cache_name: str = "cache") -> CallSpec:
     """Check each argument by itself. ValueError unless they are supported. cache_name: as in CallSpec."""
-    check_flag("clean_logits", clean_logits)
+    clean = check_flag("clean_logits", clean_logits)
     named = {cache_name if name == "cache" else name: tensor for name, tensor in operands._asdict().items()}
     check_no_grad(**named, out=out)
     specs = tuple(operand_spec(name, tensor) for name, tensor in named.items())
     paged = isinstance(operands, Pages)
-    if not paged and columns and clean_logits:
+    if not paged and columns and clean:
         raise ValueError(f"clean_logits is True with max_seqlen_k {columns}; supported: False, or max_seqlen_k 0")
-    return CallSpec(paged, specs, columns, bool(clean_logits), optional_spec("out", out), cache_name)
+    return CallSpec(paged, specs, columns, clean, optional_spec("out", out), cache_name)
 
 
 def launch(call: CallSpec, operands: Rows | Pages, out: torch.Tensor | None) -> torch.Tensor:

@@ -122,7 +122,8 @@ def run(
     """Attend to indexed rows, with the arguments of api.flashmla.flash_mla_sparse_fwd."""
     operands = Operands(q, kv, indices, topk_length, attn_sink, kv_offsets)
     given = Results(out, max_logits, lse, lse_indexer)
-    call = check(operands, Options(sm_scale, d_v, indexer_topk, empty_lse), given)
+    options = check_options(Options(sm_scale, d_v, indexer_topk, empty_lse))
+    call = check(operands, options, given)
     device = device_for(q.device)
     launch_plan = plan(call, device.arch, device.sm_count)
     check_address("kv", kv.data_ptr(), GATHER_ALIGNMENT)
@@ -138,19 +139,26 @@ def run(
             **operands._asdict(),
             **Results(*results)._asdict(),
             **launch_plan.scalars,
-            scale_log2=sm_scale * LOG2E,
-            empty_lse=empty_lse,
+            scale_log2=options.sm_scale * LOG2E,
+            empty_lse=options.empty_lse,
         )
         device.launch(device.kernel("sparse_prefill", launch_plan.kernel), launch_plan.grid, args, pdl=True)
     return results
 
 
+def check_options(options: Options) -> Options:
+    """Return the options as ints and floats. ValueError unless each is supported by itself."""
+    return Options(
+        sm_scale=check_scale("sm_scale", options.sm_scale),
+        d_v=check_columns("d_v", options.d_v),
+        indexer_topk=check_integer("indexer_topk", options.indexer_topk, 0),
+        empty_lse=check_empty_lse(options.empty_lse),
+    )
+
+
 def check(operands: Operands, options: Options, results: Results) -> CallSpec:
-    """Check each argument by itself. ValueError unless it is supported."""
-    check_columns("d_v", options.d_v)
-    check_scale("sm_scale", options.sm_scale)
+    """Check each tensor by itself. ValueError unless it is supported. options: as check_options returns them."""
     indexer_topk = check_indexer(options.indexer_topk, results.lse_indexer)
-    check_empty_lse(options.empty_lse)
     q, out = operands.q, results.out
     address_alignment = alignment(address_of("q", q), 0 if out is None else address_of("out", out))
     check_no_grad(q=q, kv=operands.kv, attn_sink=operands.attn_sink, **results._asdict())

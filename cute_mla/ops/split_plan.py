@@ -68,30 +68,28 @@ class Options(NamedTuple):
 
     def key_window(self, s_q: int) -> KeyWindow:
         """Return the keys that any of s_q query tokens sees. ValueError unless the options are supported."""
-        window = check_window(self.window, self.window_sink)
+        window, window_sink = check_window(self.window, self.window_sink)
         if window is not None and (self.num_heads_q is None or self.topk is not None):
             raise ValueError(
                 f"window is {window} with num_heads_q {self.num_heads_q} and topk {self.topk}; supported: with num_heads_q, without topk"
             )
-        return key_window(window, self.window_sink, s_q)
+        return key_window(window, window_sink, s_q)
 
     def call(self, batch: int) -> CallSpec:
         """Return the CallSpec of so many requests. ValueError unless the options are supported."""
-        tokens, h_kv, h_q = self.num_q_tokens_per_head_k, self.num_heads_k, self.num_heads_q
-        _check_heads(tokens, h_kv, h_q)
-        limit = NO_LIMIT if self.topk is None else self.topk
-        heads = 0 if self.topk is None else _sparse_heads(h_kv, h_q, self.topk)
+        tokens, h_kv, h_q = _check_heads(self.num_q_tokens_per_head_k, self.num_heads_k, self.num_heads_q)
+        heads, limit = (0, NO_LIMIT) if self.topk is None else _check_sparse(h_kv, h_q, self.topk)
         if self.total_q is None:
             window = self.key_window(tokens * h_kv // (h_q or h_kv))
             return CallSpec(batch, *((heads, tokens // heads) if heads else (tokens, h_kv)), limit, 0, window=window)
-        check_integer("total_q", self.total_q, 0, MAX_QUERY_TOKENS)
-        if check_window(self.window, self.window_sink) is not None:
+        total_q = check_integer("total_q", self.total_q, 0, MAX_QUERY_TOKENS)
+        if check_window(self.window, self.window_sink)[0] is not None:
             raise ValueError(f"window is {self.window} with cu_seqlens_q; supported: None, or as many query tokens of each request")
         if h_q is None:
             raise ValueError(f"num_heads_q is None with cu_seqlens_q; supported: 1 to {MAX_HEADS}")
         if heads:
-            return ragged_call(RaggedQueries(batch, self.total_q, tokens // heads), heads, 1, limit)
-        return ragged_call(ragged_queries(batch, self.total_q, tokens * h_kv // h_q, h_q // h_kv), h_q // h_kv, h_kv, limit)
+            return ragged_call(RaggedQueries(batch, total_q, tokens // heads), heads, 1, limit)
+        return ragged_call(ragged_queries(batch, total_q, tokens * h_kv // h_q, h_q // h_kv), h_q // h_kv, h_kv, limit)
 
 
 def run(
@@ -202,14 +200,12 @@ class PlanLaunch(LaunchPlan):
     table_rows: int
 
 
-def check_window(window: Any, window_sink: Any) -> int | None:
-    """Return the window. ValueError unless both are supported, and the sink is 0 without a window."""
-    check_integer("window_sink", window_sink, 0, MAX_WINDOW)
-    if window is None:
-        if window_sink:
-            raise ValueError(f"window_sink is {window_sink} without a window; supported: 0")
-        return None
-    return check_integer("window", window, 1, MAX_WINDOW)
+def check_window(window: Any, window_sink: Any) -> tuple[int | None, int]:
+    """Return the window and its sink. ValueError unless both are supported, and the sink is 0 without a window."""
+    sink = check_integer("window_sink", window_sink, 0, MAX_WINDOW)
+    if window is None and sink:
+        raise ValueError(f"window_sink is {sink} without a window; supported: 0")
+    return None if window is None else check_integer("window", window, 1, MAX_WINDOW), sink
 
 
 def key_window(window: int | None, window_sink: int, s_q: int) -> KeyWindow:
@@ -361,8 +357,9 @@ def check_plan(specs: PlanSpecs, batch: int, rows: int, device: torch.device) ->
         check_contiguous(name, spec)
 
 
-def _check_heads(num_q_tokens_per_head_k: Any, num_heads_k: Any, num_heads_q: Any) -> None:
-    check_integer("num_q_tokens_per_head_k", num_q_tokens_per_head_k, 1)
+def _check_heads(num_q_tokens_per_head_k: Any, num_heads_k: Any, num_heads_q: Any) -> tuple[int, int, int | None]:
+    """Return the three as ints, num_heads_q None if it is not given. ValueError unless they fit together."""
+    tokens = check_integer("num_q_tokens_per_head_k", num_q_tokens_per_head_k, 1)
     error = heads_error(num_heads_k if num_heads_q is None else num_heads_q, num_heads_k)
     if error is not None:
         raise ValueError(f"num_heads_k is {short_repr(num_heads_k)}, num_heads_q {short_repr(num_heads_q)}: {error}")
@@ -371,14 +368,15 @@ def _check_heads(num_q_tokens_per_head_k: Any, num_heads_k: Any, num_heads_q: An
             f"num_q_tokens_per_head_k is {num_q_tokens_per_head_k} with {num_heads_q} query heads and {num_heads_k} KV heads; "
             "supported: s_q * num_heads_q / num_heads_k"
         )
+    heads_q = None if num_heads_q is None else check_integer("num_heads_q", num_heads_q, 1)
+    return tokens, check_integer("num_heads_k", num_heads_k, 1), heads_q
 
 
-def _sparse_heads(num_heads_k: int, num_heads_q: int | None, topk: Any) -> int:
-    """Return the query heads of sparse decode. ValueError on heads or a topk that sparse decode does not support."""
+def _check_sparse(num_heads_k: int, num_heads_q: int | None, topk: Any) -> tuple[int, int]:
+    """Return the query heads of sparse decode and topk. ValueError unless sparse decode supports both."""
     if num_heads_q is None:
         raise ValueError(f"num_heads_q is None with topk {short_repr(topk)}; supported with topk: 1 to {MAX_HEADS}")
     error = heads_error(num_heads_q, num_heads_k, "sparse_decode")
     if error is not None:
         raise ValueError(f"num_heads_k is {num_heads_k}, num_heads_q {num_heads_q}: {error}")
-    check_integer("topk", topk, 0, MAX_KEYS)
-    return num_heads_q
+    return num_heads_q, check_integer("topk", topk, 0, MAX_KEYS)
