@@ -60,9 +60,9 @@ def split_shared_prefix(
     error = page_size_error(page_size)
     if error is not None:
         raise ValueError(error)
-    check_flag("causal", causal)
-    check_integer("prefix_keys", prefix_keys, 0, MAX_KEYS)
-    check_integer("s_q", s_q, 1, MAX_QUERY_TOKENS)
+    causal = check_flag("causal", causal)
+    prefix_keys = check_integer("prefix_keys", prefix_keys, 0, MAX_KEYS)
+    s_q = check_integer("s_q", s_q, 1, MAX_QUERY_TOKENS)
     pages, rest = divmod(prefix_keys, page_size)
     if rest or pages > block_table.shape[1]:
         raise ValueError(
