@@ -1,4 +1,4 @@
-"""Command `cute-mla verify`: compares a suite of cases with the fp32 reference, on a GPU or on the simulated device."""
+"""Command `cute-mla verify`: compares a suite of cases with the fp64 reference, on a GPU or on the simulated device."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Options:
 @click.option("--stale-ok", is_flag=True, help="Go on although the sources of this tree are not those of the built kernels.")
 @click.option("--verbose", "-v", is_flag=True, help="Print every run, the worst errors, and why cases were reduced or not run.")
 def verify(**chosen: Any) -> None:
-    """Check every artefact's sha256, then run cases and compare their results with an fp32 reference.
+    """Check every artefact's sha256, then run cases and compare their results with an fp64 reference.
 
     Succeeds if no artefact is damaged or stale, at least one case ran and every case that ran passed. A case whose kernel is missing or
     damaged fails; the others run.

@@ -91,7 +91,7 @@ def _cases(number: int) -> str:
 
 
 def _all(number: int) -> str:
-    return "1 case agrees with the fp32 reference" if number == 1 else f"all {number} cases agree with the fp32 reference"
+    return "1 case agrees with the fp64 reference" if number == 1 else f"all {number} cases agree with the fp64 reference"
 
 
 def count(records: list[list[Record]]) -> Figures:

@@ -1,17 +1,20 @@
-"""Reference implementations in plain fp32 torch: slow, and simple enough to check by reading."""
+"""Reference implementations in plain torch: slow, and simple enough to check by reading.
+
+They compute in fp64 and round each result once, to fp32: an error is then the kernel's alone, on every processor.
+"""
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
 from .spec.mla import D_QK, D_V, LATENT_DIMS
 
-_EXACT_SCORES = 1 << 24  # of one sequence: 128 MB in fp64
+_BLOCK_SCORES = 1 << 22  # computed at a time: 32 MB in fp64
 
 
 def attention(
@@ -23,22 +26,36 @@ def attention(
     Returns out fp32 [heads, rows, d_v] and lse fp32 [heads, rows], natural log; a row that sees nothing has out 0 and
     lse empty_lse.
     """
-    return attention_by(masked_scores(q, k, scale, visible), v, visible, empty_lse)
+    out = v.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32)
+    lse = v.new_empty(q.shape[:-1], dtype=torch.float32)
+    for heads, rows in _blocks(len(q), q.shape[1], k.shape[1]):
+        scores = masked_scores(q[heads, rows], k[heads], scale, visible[rows])
+        out[heads, rows], lse[heads, rows] = attention_by(scores, v[heads], visible[rows], empty_lse)
+    return out, lse
+
+
+def _blocks(heads: int, rows: int, keys: int) -> Iterator[tuple[slice, slice]]:
+    """Yield ranges of heads and of rows that cover all, with at most _BLOCK_SCORES scores each, or those of one row."""
+    most_heads = max(_BLOCK_SCORES // max(rows * keys, 1), 1)
+    most_rows = max(_BLOCK_SCORES // max(keys, 1), 1)
+    for head in range(0, heads, most_heads):
+        for row in range(0, rows, most_rows):
+            yield slice(head, head + most_heads), slice(row, row + most_rows)
 
 
 def attention_by(
     scores: torch.Tensor, v: torch.Tensor, visible: torch.Tensor, empty_lse: float = math.inf
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the results of `attention`, given the results of masked_scores."""
+    """Return the results of `attention` in fp64, given the results of masked_scores."""
     lse = scores.logsumexp(dim=-1)
     empty = ~visible.any(dim=-1)
     weights = (scores - lse.masked_fill(empty, 0.0).unsqueeze(-1)).exp()
-    return weights @ v.float(), lse.masked_fill(empty, empty_lse)
+    return weights @ v.double(), lse.masked_fill(empty, empty_lse)
 
 
 def masked_scores(q: torch.Tensor, k: torch.Tensor, scale: float, visible: torch.Tensor) -> torch.Tensor:
-    """Return fp32 [heads, rows, keys]: scale * q k^T where a row sees the key, else -inf. Operands as in `attention`."""
-    return ((q.float() @ k.float().transpose(-1, -2)) * scale).masked_fill(~visible, -math.inf)
+    """Return fp64 [heads, rows, keys]: scale * q k^T where a row sees the key, else -inf. Operands as in `attention`."""
+    return ((q.double() @ k.double().transpose(-1, -2)) * scale).masked_fill(~visible, -math.inf)
 
 
 def visible_keys(s_q: int, length: int, causal: bool, device: torch.device) -> torch.Tensor:
@@ -78,12 +95,12 @@ def window_keys(s_q: int, length: int, window: int | None, window_sink: int, dev
 
 
 def scale_by_sink(out: torch.Tensor, lse: torch.Tensor, attn_sink: torch.Tensor) -> torch.Tensor:
-    """Return out [batch, s_q, h_q, d_v] with the sinks [h_q] in the denominator.
+    """Return out fp32 [batch, s_q, h_q, d_v] with the sinks [h_q] in the denominator.
 
     lse: fp32 [batch, h_q, s_q]; infinite for rows of zeros.
     """
-    share = (lse - attn_sink.unsqueeze(-1)).sigmoid().masked_fill(lse.isinf(), 0.0)
-    return out * share.transpose(1, 2).unsqueeze(-1)
+    share = (lse.double() - attn_sink.unsqueeze(-1)).sigmoid().masked_fill(lse.isinf(), 0.0)
+    return (out * share.transpose(1, 2).unsqueeze(-1)).float()
 
 
 def gather_pages(k_cache: torch.Tensor, pages: torch.Tensor, length: int) -> torch.Tensor:
@@ -100,8 +117,8 @@ def gather_pages(k_cache: torch.Tensor, pages: torch.Tensor, length: int) -> tor
 
 
 def scaled(values: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
-    """Return values times a scalar, in fp32; without a scalar, the values themselves."""
-    return values if scale is None else values.float() * scale
+    """Return values times a scalar, in fp64; without a scalar, the values themselves."""
+    return values if scale is None else values.double() * scale
 
 
 class SeenKeys(NamedTuple):
@@ -145,7 +162,7 @@ def dense_decode(
         k = scaled(gather_pages(k_cache, block_table[request], length), descales[1]).transpose(0, 1)  # [h_kv, length, d_qk]
         rows = scaled(q[request], descales[0]).unflatten(1, (h_kv, group)).transpose(0, 1).flatten(1, 2)  # [h_kv, s_q * group, d_qk]
         visible = seen.mask(request, s_q, length, q.device)
-        k = k.float().masked_fill(~visible.any(dim=0).unsqueeze(-1), 0.0)  # 0 times NaN is NaN
+        k = k.double().masked_fill(~visible.any(dim=0).unsqueeze(-1), 0.0)  # 0 times NaN is NaN
         row_out, row_lse = attention(rows, k, k[..., :d_v], softmax_scale, visible.repeat_interleave(group, dim=0), empty_lse)
         out[request] = row_out.unflatten(1, (s_q, group)).transpose(0, 1).flatten(1, 2)
         lse[request] = row_lse.unflatten(1, (s_q, group)).transpose(1, 2).flatten(0, 1)
@@ -185,7 +202,7 @@ def attend_to_all(
     (out,), (lse,) = attention_by(scores, keys[None, :, :D_V], visible)
     if attn_sink is not None:
         out = out * (lse - attn_sink).sigmoid().unsqueeze(-1)
-    return out, scores[0].amax(dim=-1), lse
+    return out.float(), scores[0].amax(dim=-1).float(), lse.float()
 
 
 def sparse_decode(
@@ -331,24 +348,28 @@ def attention_gradients(
     visible: torch.Tensor,
     live: torch.Tensor,
 ) -> tuple[torch.Tensor, ...]:
-    """Return the gradients of one sequence's q [rows, h_q, d], k [keys, h_kv, d] and v [keys, h_kv, d_v], given that of its out.
+    """Return fp32 gradients of one sequence's q [rows, h_q, d], k [keys, h_kv, d] and v [keys, h_kv, d_v], given that of its out.
 
-    visible: bool [rows, keys]. live: bool [rows, h_q], the rows that take part and see a key. Computes in fp64 up to 2^24 scores, in fp32
-    beyond.
+    visible: bool [rows, keys]. live: bool [rows, h_q], the rows that take part and see a key.
     """
-    h_q, h_kv = operands[0].shape[1], operands[1].shape[1]
-    exact = torch.float64 if visible.numel() * h_q <= _EXACT_SCORES else torch.float32
-    leaves = [tensor.detach().to(exact).requires_grad_() for tensor in operands]
-    with torch.enable_grad():
-        q = leaves[0].transpose(0, 1)
-        k, v = (leaf.transpose(0, 1).repeat_interleave(h_q // h_kv, dim=0) for leaf in leaves[1:])
-        # Rows that see no key keep all scores, since the softmax of none has no gradient. Their dout is 0.
-        hidden = ~visible & visible.any(dim=-1, keepdim=True)
-        weights = ((q @ k.transpose(1, 2)) * scale).masked_fill(hidden, -math.inf).softmax(dim=-1)
-        out = (weights @ v).transpose(0, 1)
+    h_kv = operands[1].shape[1]
     live = live & visible.any(dim=-1, keepdim=True)
-    given = torch.where(live.unsqueeze(-1), dout.to(exact), 0.0)
-    return tuple(gradient.float() for gradient in torch.autograd.grad(out, leaves, given))
+    dout = torch.where(live.unsqueeze(-1), dout, 0.0)
+    # [h_kv, group, rows, columns] of rows; [h_kv, 1, keys, columns] of keys
+    given, *wide = (tensor.detach().double().unflatten(1, (h_kv, -1)).permute(1, 2, 0, 3) for tensor in (dout, *operands))
+    gradients = [torch.zeros_like(tensor) for tensor in wide]
+    for heads, rows in _blocks(h_kv, len(visible), given.shape[1] * visible.shape[1]):
+        places: tuple[Any, ...] = ((heads, slice(None), rows), heads, heads)
+        leaves = [tensor[place].requires_grad_() for tensor, place in zip(wide, places, strict=True)]
+        with torch.enable_grad():
+            q, k, v = leaves
+            # Rows that see no key keep all scores, since the softmax of none has no gradient. Their dout is 0.
+            hidden = ~visible[rows] & visible[rows].any(dim=-1, keepdim=True)
+            weights = ((q @ k.mT) * scale).masked_fill(hidden, -math.inf).softmax(dim=-1)
+            out = weights @ v
+        for gradient, place, part in zip(gradients, places, torch.autograd.grad(out, leaves, given[places[0]]), strict=True):
+            gradient[place] += part
+    return tuple(gradient.permute(2, 0, 1, 3).flatten(1, 2).float() for gradient in gradients)
 
 
 def sequence_rows(cu_seqlens: torch.Tensor, sequence: int, total: int) -> slice:
@@ -363,12 +384,14 @@ def merge_states(outs: torch.Tensor, lses: torch.Tensor, empty_lse: float = math
     outs: [states, .., d]; lses: [states, ..], natural log. A state with an infinite lse has weight 0, whatever its out.
     Returns out fp32 [.., d] and lse fp32 [..].
     """
-    lses = lses.float().masked_fill(lses.isinf(), -math.inf)
+    lses = lses.double().masked_fill(lses.isinf(), -math.inf)
     lse = lses.logsumexp(dim=0)
     empty = lse == -math.inf
     weights = (lses - lse.masked_fill(empty, 0.0)).exp().unsqueeze(-1)
-    out = torch.where(weights == 0, 0.0, outs.float() * weights).sum(dim=0)
-    return out, lse.masked_fill(empty, empty_lse)
+    out = torch.zeros(outs.shape[1:], dtype=torch.float64, device=outs.device)
+    for state, weight in zip(outs, weights, strict=True):  # one at a time, since they may be large
+        out = out + torch.where(weight == 0, 0.0, state * weight)
+    return out.float(), lse.masked_fill(empty, empty_lse).float()
 
 
 def topk_indices(logits: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:

@@ -225,7 +225,7 @@ class KernelPath(_CachedKeys):
 
 
 class ReferencePath(_CachedKeys):
-    """Attention in plain torch on any device, accumulated in fp32: slow. Reads lengths on the host."""
+    """Attention in plain torch on any device, in fp64, rounded once: slow. Reads lengths on the host."""
 
     name = "reference"
 

@@ -1,4 +1,7 @@
-"""FlashAttention's error limit for dense prefill, forward and backward: twice the error that plain torch makes in the element type."""
+"""FlashAttention's error limit for dense prefill, forward and backward: twice the error that plain torch makes in the element type.
+
+Sums are exact before they are rounded to the element type, so that a limit does not depend on the processor.
+"""
 
 from __future__ import annotations
 
@@ -29,9 +32,9 @@ def low_precision_attention(case: DensePrefillCase, tensors: DensePrefillTensors
         visible = visible_keys(own_q.shape[1], own_k.shape[1], case.causal, q.device)
         if tensors.key_mask is not None:
             visible = visible & mask_keys(tensors.key_mask[rows], own_k.shape[1])
-        scores = ((own_q * case.scale) @ own_k.transpose(1, 2)).masked_fill(~visible, -math.inf)
-        weights = scores.softmax(dim=-1).masked_fill(~visible.any(dim=-1, keepdim=True), 0.0)
-        out[rows] = (weights @ own_v).transpose(0, 1)
+        scores = _product(own_q * case.scale, own_k.mT).masked_fill(~visible, -math.inf)
+        weights = scores.double().softmax(dim=-1).masked_fill(~visible.any(dim=-1, keepdim=True), 0.0).to(q.dtype)
+        out[rows] = _product(weights, own_v).transpose(0, 1)
     return out
 
 
@@ -46,19 +49,24 @@ def low_precision_gradients(case: DensePrefillBackwardCase, tensors: DensePrefil
         q, out, dout = (tensor[rows].transpose(0, 1) for tensor in (tensors.q, tensors.out, tensors.dout))
         k, v = (tensor[keys].transpose(0, 1).repeat_interleave(case.group, dim=0) for tensor in (tensors.k, tensors.v))
         hidden = ~visible_keys(q.shape[1], k.shape[1], case.causal, q.device) | tensors.lse[rows].isinf().T.unsqueeze(-1)
-        scores = ((q @ k.transpose(1, 2)).float() * case.scale).masked_fill(hidden, -math.inf)
+        scores = (_product(q, k.mT).double() * case.scale).masked_fill(hidden, -math.inf)
         weights = scores.softmax(dim=-1).masked_fill(hidden, 0.0).to(q.dtype)
-        delta = (out.float() * dout.float()).sum(dim=-1, keepdim=True)
-        dscores = (weights * (dout @ v.transpose(1, 2) - delta)).masked_fill(hidden, 0.0).to(q.dtype)
-        dq[rows] = ((dscores @ k) * case.scale).transpose(0, 1)
-        dk[keys] = _over_groups((dscores.transpose(1, 2) @ q) * case.scale, case)
-        dv[keys] = _over_groups(weights.transpose(1, 2) @ dout, case)
+        delta = (out.double() * dout.double()).sum(dim=-1, keepdim=True)
+        dscores = (weights * (_product(dout, v.mT) - delta)).masked_fill(hidden, 0.0).to(q.dtype)
+        dq[rows] = (_product(dscores, k) * case.scale).transpose(0, 1)
+        dk[keys] = _over_groups(_product(dscores.mT, q) * case.scale, case)
+        dv[keys] = _over_groups(_product(weights.mT, dout), case)
     return dq, dk, dv
+
+
+def _product(x: Tensor, y: Tensor) -> Tensor:
+    """Return x @ y, rounded once to the element type."""
+    return (x.double() @ y.double()).to(x.dtype)
 
 
 def _over_groups(gradient: Tensor, case: DensePrefillBackwardCase) -> Tensor:
     """Sum [h_q, keys, columns] over the query heads of each KV head; return [keys, h_kv, columns]."""
-    return gradient.unflatten(0, (case.h_kv, case.group)).sum(dim=1).transpose(0, 1)
+    return gradient.unflatten(0, (case.h_kv, case.group)).double().sum(dim=1).transpose(0, 1)
 
 
 def gradient_limits(

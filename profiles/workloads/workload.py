@@ -31,7 +31,7 @@ OperandsT = TypeVar("OperandsT")
 
 @dataclass(frozen=True)
 class Check:
-    """Outcome of a comparison with the fp32 reference. samples: compared requests, tokens or sequences. reason: empty if all passed."""
+    """Outcome of a comparison with the fp64 reference. samples: compared requests, tokens or sequences. reason: empty if all passed."""
 
     reason: str
     out_max_abs: float
@@ -101,7 +101,7 @@ class Workload(ABC, Generic[OperandsT]):
 
     @abstractmethod
     def expected(self, operands: OperandsT, sample: int) -> Results:
-        """Return a sample's results in fp32, computed by cute_mla.reference."""
+        """Return a sample's results, computed by cute_mla.reference."""
 
     def poison(self) -> None:
         """Fill every output and the workspace with NaN, so that results of an earlier call cannot pass."""

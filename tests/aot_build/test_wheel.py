@@ -196,7 +196,7 @@ def test_installed_it_proves_itself(installed: Path, wheel: Path, tmp_path: Path
     verify = ("cute-mla", "verify", "--op", "dense_decode", "--arch", "sm90", "--schedules", "1", "--replay", smallest.id)
     proof = run(installed, tmp_path / "empty", *verify)
     assert proof.returncode == 0, proof.stdout + proof.stderr
-    assert proof.stdout.splitlines()[-1].startswith("PASSED: 1 case agrees with the fp32 reference; sm90 on the simulated device")
+    assert proof.stdout.splitlines()[-1].startswith("PASSED: 1 case agrees with the fp64 reference; sm90 on the simulated device")
     assert f"from commit {commit}: the sha256 of every file is the manifest's" in proof.stdout.splitlines()[0]
     environment = json.loads(run(installed, tmp_path / "empty", "cute-mla", "show", "env", "--json").stdout)
     assert environment["artifacts"]["provenance"]["source"] == f"commit {commit}"

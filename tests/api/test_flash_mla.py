@@ -304,7 +304,7 @@ def test_sparse_prefill_returns_the_lse_of_the_indexer_fourth(arch: Arch) -> Non
         results = NEWER.flash_mla_sparse_fwd(q, kv, indices, 0.125, 512, None, None, 2)
         assert len(NEWER.flash_mla_sparse_fwd(q, kv, indices, 0.125, 512, None, None, 0)) == 3
     assert [result.shape for result in results] == [(2, 3, 512), *[(2, 3)] * 3]
-    expected = (q[0].float() @ kv[0, 0].float()) * 0.125  # the one row among the first two indices of token 0
+    expected = (q[0].double() @ kv[0, 0].double()).float() * 0.125  # the one row among the first two indices of token 0
     torch.testing.assert_close(results[3][0], expected, rtol=2.01 / 65536, atol=1e-6)
     assert (results[3][1] == math.inf).all()
     assert results[2].isfinite().all()

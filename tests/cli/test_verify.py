@@ -109,7 +109,7 @@ def test_all_passed_is_success(stand_in: StandIn) -> None:
     assert result.exit_code == 0, result.output
     lines = result.output.splitlines()
     assert f"[0/4 done] running dense_decode {stand_in.jobs[0][0].id}" in result.stderr.splitlines()
-    assert lines[-1] == f"PASSED: all 4 cases agree with the fp32 reference; {SIMULATED}; 0 s"
+    assert lines[-1] == f"PASSED: all 4 cases agree with the fp64 reference; {SIMULATED}; 0 s"
     header, row = lines[-3:-1]
     assert header.split() == ["op", "result", "cases", "reduced", "not", "run", "runs", "cos", "diff", "bound", "seconds"]
     assert row.split() == ["dense_decode", "passed", "4", "2", "2", "4", "2e-07", "5e-06", "2.0"]
@@ -265,7 +265,7 @@ def test_auto_takes_a_gpu_for_the_architecture_that_it_matches(
     where = ", ".join(f"{arch} on {devices[kind]}" for arch, kind in kinds.items())
     if len(set(kinds.values())) == 1:
         where = SIMULATED
-    assert result.output.splitlines()[-1] == f"PASSED: all 4 cases agree with the fp32 reference; {where}; 0 s"
+    assert result.output.splitlines()[-1] == f"PASSED: all 4 cases agree with the fp64 reference; {where}; 0 s"
 
 
 def test_a_gpu_that_is_asked_for_runs_its_architecture_alone(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -325,7 +325,7 @@ def test_all_ops_run_unless_some_are_named(stand_in: StandIn, monkeypatch: pytes
         assert result.exit_code == 0, result.output
         assert [case.op for case, _, _ in stand_in.jobs] == ops
         passed = "1 case agrees" if len(ops) == 1 else f"all {len(ops)} cases agree"
-        assert result.output.splitlines()[-1] == f"PASSED: {passed} with the fp32 reference; sm90 on the simulated device; 0 s"
+        assert result.output.splitlines()[-1] == f"PASSED: {passed} with the fp64 reference; sm90 on the simulated device; 0 s"
     invoke("--arch", "sm100")
     assert [case.op for case, _, _ in stand_in.jobs] == every
 

@@ -1,4 +1,4 @@
-"""Layers with sparse attention, and what they should choose and give: the indexer of a checkpoint written out in fp32 or wider.
+"""Layers with sparse attention, and what they should choose and give: the indexer of a checkpoint written out in fp64.
 
 Nothing here uses the package.
 """
@@ -62,8 +62,8 @@ class Indexed(NamedTuple):
 
 def indexer_projections(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Indexed:
     """Project the hidden states [tokens, hidden size] of a sequence, from its first token on (transformers, modeling_deepseek_v32.py)."""
-    own = {name.removeprefix(PREFIX): weight.float() for name, weight in weights.items()}
-    states = hidden.float()
+    own = {name.removeprefix(PREFIX): weight.double() for name, weight in weights.items()}
+    states = hidden.double()
     q_latent = states @ own["q_a_proj.weight"].T
     q_latent = q_latent / (q_latent.square().mean(-1, keepdim=True) + config["rms_norm_eps"]).sqrt() * own["q_a_layernorm.weight"]
     q = (q_latent @ own["indexer.wq_b.weight"].T).view(len(hidden), config["index_n_heads"], 128)
@@ -88,16 +88,16 @@ def turned_first(columns: Tensor, config: Mapping[str, Any]) -> Tensor:
 
 def rounded_rows(rows: Tensor) -> Tensor:
     """Round rows [.., 128] to e4m3, each by the least power of two that keeps it in range, and return their values."""
-    amax = rows.abs().amax(-1, keepdim=True).clamp(min=1e-4).double()
+    amax = rows.abs().amax(-1, keepdim=True).clamp(min=1e-4)
     scale = 2.0 ** torch.ceil(torch.log2(amax / E4M3_MAX))
-    return ((rows.double() / scale).float().to(torch.float8_e4m3fn).double() * scale).float()
+    return (rows / scale).float().to(torch.float8_e4m3fn).double() * scale
 
 
 def logits(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any], rounded: bool = True) -> Tensor:
     """Return logits fp64 [tokens, keys], -inf for later keys; of queries and keys in e4m3, or of unrounded ones."""
     own = indexer_projections(hidden, weights, config)
     q, k = (rounded_rows(own.q), rounded_rows(own.k)) if rounded else (own.q, own.k)
-    scores = torch.einsum("th,thk->tk", own.weights.double(), torch.einsum("thd,kd->thk", q.double(), k.double()).relu())
+    scores = torch.einsum("th,thk->tk", own.weights, torch.einsum("thd,kd->thk", q, k).relu())
     future = torch.ones(len(hidden), len(hidden), dtype=torch.bool).triu(1)
     return scores.masked_fill(future, -math.inf)
 

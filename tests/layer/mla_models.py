@@ -1,4 +1,4 @@
-"""Layers to test, and what they should give: attention from the weights of a checkpoint, written out twice in fp32 or wider.
+"""Layers to test, and what they should give: attention from the weights of a checkpoint, written out twice in fp64 and rounded to fp32.
 
 Nothing here uses the package. `naive` decompresses every key and attends to it; `absorbed` never does.
 """
@@ -162,7 +162,7 @@ def turned(columns: Tensor, config: Mapping[str, Any]) -> Tensor:
         radians.append(plain * (1 - share) + plain / yarn["factor"] * share if yarn else plain)
     angles = torch.outer(torch.arange(len(columns), dtype=torch.float64), torch.tensor(radians, dtype=torch.float64))
     angles = angles.view(len(columns), *[1] * (pairs.dim() - 2), 32)
-    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2).float()
+    return torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)).flatten(-2)
 
 
 def softmax_scale(config: Mapping[str, Any]) -> float:
@@ -176,9 +176,10 @@ def query_scales(tokens: int, config: Mapping[str, Any]) -> Tensor:
     """Return what the queries of the tokens 0, 1, ... are multiplied with, [tokens]."""
     yarn, _ = rope_of(config)
     if not yarn or "llama_4_scaling_beta" not in yarn:
-        return torch.ones(tokens)
+        return torch.ones(tokens, dtype=torch.float64)
     context = yarn["original_max_position_embeddings"]
-    return torch.tensor([1 + yarn["llama_4_scaling_beta"] * math.log(1 + token // context) for token in range(tokens)])
+    scales = [1 + yarn["llama_4_scaling_beta"] * math.log(1 + token // context) for token in range(tokens)]
+    return torch.tensor(scales, dtype=torch.float64)
 
 
 @dataclass(frozen=True)
@@ -196,9 +197,9 @@ def _norm(columns: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 def project(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Projected:
     """Project the hidden states [tokens, hidden size] of a sequence, from its first token on."""
-    own = {name.removeprefix(PREFIX).removesuffix(".weight"): weight.float() for name, weight in weights.items()}
+    own = {name.removeprefix(PREFIX).removesuffix(".weight"): weight.double() for name, weight in weights.items()}
     q_a_bias, kv_a_bias = own.get("q_a_proj.bias", 0), own.get("kv_a_proj_with_mqa.bias", 0)
-    states, eps = hidden.float(), config["rms_norm_eps"]
+    states, eps = hidden.double(), config["rms_norm_eps"]
     if config["q_lora_rank"] is None:
         q = states @ own["q_proj"].T
     else:
@@ -214,8 +215,8 @@ def project(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, 
 
 
 def _output(columns: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    out = columns @ weights[f"{PREFIX}o_proj.weight"].float().T
-    return out + weights[f"{PREFIX}o_proj.bias"].float() if f"{PREFIX}o_proj.bias" in weights else out
+    out = columns @ weights[f"{PREFIX}o_proj.weight"].double().T
+    return (out + weights.get(f"{PREFIX}o_proj.bias", torch.zeros(())).double()).float()
 
 
 def naive(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any], seen: Tensor | None = None) -> Tensor:
@@ -224,7 +225,7 @@ def naive(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, An
     seen: bool [tokens, tokens], the keys that each token attends to instead.
     """
     own, heads, columns = project(hidden, weights, config), config["num_attention_heads"], Columns.of(config)
-    both = (own.latent @ weights[f"{PREFIX}kv_b_proj.weight"].float().T).view(-1, heads, columns.nope + columns.v)
+    both = (own.latent @ weights[f"{PREFIX}kv_b_proj.weight"].double().T).view(-1, heads, columns.nope + columns.v)
     k = torch.cat((both[..., : columns.nope], own.rotary.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
     scores = torch.einsum("ihd,jhd->hij", own.q, k) * softmax_scale(config)
     unseen = torch.ones(len(hidden), len(hidden), dtype=torch.bool).triu(1) if seen is None else ~seen
@@ -235,7 +236,7 @@ def naive(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, An
 def absorbed(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
     """Compute the result of `naive` token by token, with queries and outputs in the latent space."""
     own, heads, columns = project(hidden, weights, config), config["num_attention_heads"], Columns.of(config)
-    up = weights[f"{PREFIX}kv_b_proj.weight"].float().view(heads, columns.nope + columns.v, columns.latent)
+    up = weights[f"{PREFIX}kv_b_proj.weight"].double().view(heads, columns.nope + columns.v, columns.latent)
     keys = torch.cat((own.latent, own.rotary), dim=-1)
     outputs = []
     for token in range(len(hidden)):
@@ -244,5 +245,5 @@ def absorbed(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str,
         shares = torch.softmax(q @ keys[: token + 1].T * softmax_scale(config), dim=-1)
         latent_out = shares @ own.latent[: token + 1]
         outputs.append(torch.einsum("hdc,hc->hd", up[:, columns.nope :], latent_out).flatten())
-    stacked = torch.stack(outputs) if outputs else torch.empty(0, heads * columns.v)
+    stacked = torch.stack(outputs) if outputs else torch.empty(0, heads * columns.v, dtype=torch.float64)
     return _output(stacked, weights)

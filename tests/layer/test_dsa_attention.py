@@ -1,4 +1,4 @@
-"""The layer with sparse attention against a reference in fp32: prefill, decode, both, in steps, shared keys, shards, caches."""
+"""The layer with sparse attention against a reference in fp64: prefill, decode, both, in steps, shared keys, shards, caches."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ def unwritten(cache: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("decodes", [0, 3])
 def test_it_is_the_layer_over_the_rounded_keys(decodes: int) -> None:
-    """In fp32 by the reference, against a cache of fp32 with the same keys, to which nothing is added."""
+    """In fp32 on the reference path, against a cache of fp32 with the same keys, to which nothing is added."""
     contexts = [65, 30, 5]
     sequences = Sequences.drawn(V3, [66, 31, 6]).with_context(contexts)
     cache = rounded(sequences)

@@ -74,9 +74,9 @@ class Training:
         return out.detach(), dict(zip(named, found, strict=True))
 
     def expected(self) -> Gradients:
-        """Return the gradients in fp32 or wider of the reference in the tests, without the package."""
-        hidden = self.hidden.float().requires_grad_()
-        leaves = {name: weight.float().requires_grad_() for name, weight in self.weights.items()}
+        """Return the gradients in fp64 of the reference in the tests, without the package."""
+        hidden = self.hidden.double().requires_grad_()
+        leaves = {name: weight.double().requires_grad_() for name, weight in self.weights.items()}
         out = torch.cat([naive(states, leaves, self.config) for states in hidden.split(list(self.lengths))])
         found = torch.autograd.grad(out, [hidden, *leaves.values()], self.dout.float())
         short = {long: name for name, long in NAMES.items()} | {"q_b_proj": "q_b", "q_proj": "q_b"}

@@ -8,7 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from cute_mla import reference
 from cute_mla.reference import IndexedCache, attention, dense_decode, dense_prefill, sparse_decode, sparse_prefill, visible_keys
+
+ROUNDED = 2.0**-23  # relative: twice the error of rounding fp64 to fp32 once
 
 
 def by_hand(q: torch.Tensor, keys: torch.Tensor, scale: float, limit: int) -> tuple[torch.Tensor, float]:
@@ -35,8 +38,8 @@ def test_dense_decode_by_hand(causal: bool) -> None:
                 keys = torch.cat([k_cache[5, :, head // 2], k_cache[2, :, head // 2]]) if request == 0 else k_cache[1, :, head // 2]
                 limit = max(length - (1 - token), 0) if causal else length
                 expected, expected_lse = by_hand(q[request, token, head], keys, 576**-0.5, limit)
-                torch.testing.assert_close(out[request, token, head].double(), expected, rtol=1e-5, atol=1e-5)
-                assert float(lse[request, head, token]) == pytest.approx(expected_lse, rel=1e-5)
+                torch.testing.assert_close(out[request, token, head].double(), expected, rtol=ROUNDED, atol=1e-12)
+                assert float(lse[request, head, token]) == pytest.approx(expected_lse, rel=ROUNDED)
 
 
 def test_causal_of_a_request_shorter_than_its_query() -> None:
@@ -88,8 +91,8 @@ def test_attention_agrees_with_torch() -> None:
     q, k, v = torch.randn(2, 5, 64), torch.randn(2, 9, 64), torch.randn(2, 9, 32)
     visible = visible_keys(5, 9, True, q.device)
     out, _ = attention(q, k, v, 0.3, visible)
-    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, scale=0.3)
-    torch.testing.assert_close(out, expected)
+    expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), attn_mask=visible, scale=0.3)
+    torch.testing.assert_close(out, expected.float())
     assert visible.sum(dim=1).tolist() == [5, 6, 7, 8, 9]
 
 
@@ -141,8 +144,8 @@ def test_sparse_decode_by_hand(d_qk: int, extra: bool) -> None:
             assert len(keys) == (4, 2, 0)[request] * len(caches)
             for head, sink in enumerate(sinks):
                 expected, expected_lse = sparse_by_hand(q[request, token, head], keys, d_qk**-0.5, sink)
-                torch.testing.assert_close(out[request, token, head].double(), expected, rtol=1e-5, atol=1e-5)
-                assert float(lse[request, head, token]) == pytest.approx(expected_lse, rel=1e-5)
+                torch.testing.assert_close(out[request, token, head].double(), expected, rtol=ROUNDED, atol=1e-12)
+                assert float(lse[request, head, token]) == pytest.approx(expected_lse, rel=ROUNDED)
     assert out[2].count_nonzero() == 0
 
 
@@ -205,10 +208,10 @@ def test_sparse_prefill_by_hand(d_qk: int, with_lengths: bool) -> None:
         assert len(keys) == ((4, 2, 0, 0) if with_lengths else (4, 0))[token]
         for head, sink in enumerate(sinks):
             expected, expected_lse = sparse_by_hand(q[token, head], keys, 0.1, sink)
-            torch.testing.assert_close(out[token, head].double(), expected, rtol=1e-5, atol=1e-5)
-            assert float(lse[token, head]) == pytest.approx(expected_lse, rel=1e-5, abs=1e-6)
+            torch.testing.assert_close(out[token, head].double(), expected, rtol=ROUNDED, atol=1e-12)
+            assert float(lse[token, head]) == pytest.approx(expected_lse, rel=ROUNDED)
             largest = max((float(q[token, head].double() @ key.double()) * 0.1 for key in keys), default=-math.inf)
-            assert float(max_logits[token, head]) == pytest.approx(largest, rel=1e-5, abs=1e-6)
+            assert float(max_logits[token, head]) == pytest.approx(largest, rel=ROUNDED)
 
 
 def test_sparse_prefill_of_nothing() -> None:
@@ -284,9 +287,9 @@ def test_dense_prefill_by_hand() -> None:
                     expected = torch.zeros(128, dtype=torch.float64)
                     for j, score in zip(seen, scores, strict=True):
                         expected += math.exp(score) / total * v[ends_k[r] + j, head // 2].double()
-                    torch.testing.assert_close(out[ends_q[r] + i, head].double(), expected, rtol=1e-5, atol=1e-5)
+                    torch.testing.assert_close(out[ends_q[r] + i, head].double(), expected, rtol=ROUNDED, atol=1e-12)
                     wanted = math.log(total) if seen else math.inf
-                    assert float(lse[ends_q[r] + i, head]) == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+                    assert float(lse[ends_q[r] + i, head]) == pytest.approx(wanted, rel=ROUNDED)
         assert out[9:].isnan().all()
         assert lse[9:].isnan().all()
 
@@ -297,9 +300,9 @@ def test_dense_prefill_agrees_with_torch(causal: bool) -> None:
     q, k, v = torch.randn(9, 4, 128), torch.randn(9, 2, 128), torch.randn(9, 2, 128)
     ends = torch.tensor([0, 9])
     out, _ = dense_prefill(q, k, v, ends, ends, causal=causal)
-    heads = (tensor.transpose(0, 1) for tensor in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))
+    heads = (tensor.transpose(0, 1).double() for tensor in (q, k.repeat_interleave(2, 1), v.repeat_interleave(2, 1)))
     expected = torch.nn.functional.scaled_dot_product_attention(*heads, is_causal=causal)  # type: ignore[misc, arg-type]
-    torch.testing.assert_close(out.transpose(0, 1), expected)
+    torch.testing.assert_close(out.transpose(0, 1), expected.float())
 
 
 def test_dense_prefill_of_ends_outside_the_tokens() -> None:
@@ -321,3 +324,42 @@ def test_dense_prefill_is_dense_decode_of_one_page_where_values_are_keys() -> No
     got, got_lse = dense_prefill(q.flatten(0, 1), keys, keys[..., :512], torch.tensor([0, 3, 6]), torch.tensor([0, 64, 128]), causal=True)
     torch.testing.assert_close(got.unflatten(0, (2, 3)), out)
     torch.testing.assert_close(got_lse.unflatten(0, (2, 3)).transpose(1, 2), lse)
+
+
+def test_blocks_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(tokens, heads, 64) for tokens, heads in ((9, 6), (13, 2), (13, 2), (9, 6)))
+    visible, live = visible_keys(9, 13, True, q.device), torch.rand(9, 6) < 0.8
+
+    def compute() -> tuple[torch.Tensor, ...]:
+        out = attention(q[:, :2].transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), 0.3, visible)
+        return *out, *reference.attention_gradients(dout, (q, k, v), 0.3, visible, live)
+
+    whole = compute()
+    for scores in (1, 30, 120, 250):  # of a row, two rows, a head, two heads
+        monkeypatch.setattr(reference, "_BLOCK_SCORES", scores)
+        for part, one in zip(compute(), whole, strict=True):
+            assert part.dtype == torch.float32
+            torch.testing.assert_close(part, one, rtol=ROUNDED, atol=1e-12)
+
+
+def test_gradients_are_rounded_once() -> None:
+    """One query row and head: with weights p, dv = p dout, dS = p (v dout - sum p v dout), dq = scale dS k, dk = scale dS q."""
+    torch.manual_seed(0)
+    q, k, v, dout = (torch.randn(tokens, 1, 64) for tokens in (1, 7, 7, 1))
+    found = reference.attention_gradients(dout, (q, k, v), 0.3, visible_keys(1, 7, False, q.device), torch.ones(1, 1, dtype=torch.bool))
+    q, k, v, dout = (tensor[:, 0].double() for tensor in (q, k, v, dout))
+    weights = (k @ q[0] * 0.3).softmax(dim=0)
+    dp = v @ dout[0]
+    ds = 0.3 * weights * (dp - weights @ dp)
+    for gradient, wanted in zip(found, (ds[None] @ k, torch.outer(ds, q[0]), torch.outer(weights, dout[0])), strict=True):
+        torch.testing.assert_close(gradient[:, 0].double(), wanted, rtol=ROUNDED, atol=1e-12)
+
+
+def test_merged_states_are_rounded_once() -> None:
+    torch.manual_seed(0)
+    outs, lses = torch.randn(5, 3, 64), 3 * torch.randn(5, 3)
+    out, lse = reference.merge_states(outs, lses)
+    weights = lses.double().softmax(dim=0).unsqueeze(-1)
+    torch.testing.assert_close(out.double(), (weights * outs).sum(dim=0), rtol=ROUNDED, atol=1e-12)
+    torch.testing.assert_close(lse.double(), lses.double().logsumexp(dim=0), rtol=ROUNDED, atol=0)

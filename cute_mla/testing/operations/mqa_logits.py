@@ -73,7 +73,7 @@ def _limits(case: MqaLogitsCase, tensors: MqaLogitsTensors, expected: Result) ->
     known = ~(keys.float().isnan().any(-1) | scales.isnan())
     if not known.any():
         return {}
-    greatest = (tensors.q.float().flatten(0, -2) @ keys[known].float().T).abs().max()
+    greatest = (tensors.q.double().flatten(0, -2) @ keys[known].double().T).abs().max()
     spread = tensors.weights.norm(dim=1).max() * scales[known].abs().max()
     return {"out": ErrorLimit(_DEVIATIONS * math.sqrt(_SUMMANDS) * 2.0**-_KEPT_BITS * float(greatest * spread))}
 

@@ -36,7 +36,7 @@ class Operation:
     make_tensors(case, device): makes the operands. function: the public function.
     arguments(case, tensors, workspace or None): all arguments of that function by name. Makes a plan of tensors on the device, if the
         case asks for one.
-    reference(case, tensors): computes the results in fp32.
+    reference(case, tensors): computes the results in fp64 and returns them in fp32.
     results: by name, in the order of call and reference, the tolerance of each result; `operation` sets it for a case.
     workspace_bytes(case, tensors): exactly what the call needs. results_of(case, arguments, returned): the results after the function
         has returned.
