@@ -8,8 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from hashlib import sha256
 from itertools import repeat
 from pathlib import Path
+from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -52,6 +54,7 @@ class Options:
     schedules: int | None
     code: str
     replay: str | None
+    sample: str | None
     seed: int
     json: Path | None
     listed: bool
@@ -96,6 +99,12 @@ class Options:
     metavar="CASE[/SCHEDULE[@SEED][:CODE]]",
     show_default="all cases",
     help="Run only the case with this id, under this schedule, such as random@3 or lazy:sass. A failed run prints the value to use.",
+)
+@click.option(
+    "--sample",
+    metavar="N[@TEXT]",
+    show_default="all cases",
+    help="Run only N cases, drawn by the text, such as a commit: equal texts draw equal cases.",
 )
 @click.option("--seed", type=click.IntRange(0, (1 << 32) - 1), default=0, help="Seed of the tensors and of the schedules.")
 @click.option("--json", type=click.Path(dir_okay=False, path_type=Path), show_default="none", help="File for the records.")
@@ -142,6 +151,8 @@ def _jobs(options: Options) -> list[Job]:
             entries = suite(options.suite, op, simulated=kind == "sim", seed=options.seed)
             orders = _orders([entry for entry in entries if entry.mode != "skipped"], arch, options, order)
             jobs += [(entry, runner.Target(arch.name, kind, () if entry.mode == "skipped" else next(orders))) for entry in entries]
+    if options.sample is not None:
+        return _sampled(jobs, options.sample, options)
     if not case_id:
         return jobs
     found = [(entry, target) for entry, target in jobs if entry.case.id == case_id]
@@ -149,6 +160,23 @@ def _jobs(options: Options) -> list[Job]:
         near = did_you_mean(case_id, (entry.case.id for entry, _ in jobs))
         raise click.UsageError(f"--replay: the suite {options.suite} of {', '.join(options.ops)} has no case {case_id}{near}")
     return found
+
+
+def _sampled(jobs: list[Job], sample: str, options: Options) -> list[Job]:
+    """Return the jobs that a sample draws, in their order, and print the command that draws them again. UsageError for a wrong one."""
+    number, _, text = sample.partition("@")
+    if not (number.isascii() and number.isdecimal() and int(number)):
+        raise click.UsageError(f"--sample: {sample!r}; supported: N or N@TEXT, N at least 1")
+    if options.replay is not None:
+        raise click.UsageError("--sample draws cases and --replay names one: only one of them is supported at a time")
+    running = [job for job in jobs if job[0].mode != "skipped"]
+    drawn = sorted(running, key=lambda job: sha256(f"{text}/{job[1].arch}/{job[0].case.op}/{job[0].case.id}".encode()).digest())[
+        : int(number)
+    ]
+    named = [f"--{name} {value}" for name in ("arch", "device", "suite", "schedules", "code", "seed") if (value := getattr(options, name))]
+    ops = [f"--op {op}" for op in options.op]
+    click.echo(f"{len(drawn)} of {len(running)} cases; again: cute-mla verify {' '.join([*ops, *named])} --sample {quote(sample)}")
+    return [job for job in running if job in drawn]
 
 
 def _orders(entries: list[SuiteEntry[Any]], arch: Arch, options: Options, order: Schedule | None) -> Iterator[tuple[Schedule, ...]]:

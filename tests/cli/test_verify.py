@@ -222,6 +222,21 @@ def test_what_cannot_be_replayed(stand_in: StandIn, replay: str, said: str) -> N
     assert stand_in.jobs == []
 
 
+def test_a_sample_is_drawn_by_its_text_alone(stand_in: StandIn) -> None:
+    def jobs(*arguments: str) -> list[Job]:
+        result = invoke("--code", "both", *arguments)
+        assert result.exit_code == 0
+        again = "2 of 4 cases; again: cute-mla verify --arch all --device auto --suite smoke --code both --sample "
+        assert not arguments or again + arguments[1] in result.stdout
+        return stand_in.jobs
+
+    whole, drawn = jobs(), jobs("--sample", "2@abc")
+    assert len(drawn) == 2
+    assert [job for job in whole if job in drawn] == drawn  # under the schedules of the whole suite
+    assert jobs("--sample", "2@abc") == drawn
+    assert any(jobs("--sample", f"2@{text}") != drawn for text in range(20))
+
+
 def test_a_reduced_case_can_fail(stand_in: StandIn) -> None:
     stand_in.failing[REDUCED.id] = {}
     result = invoke()
@@ -277,7 +292,18 @@ def test_a_gpu_that_is_asked_for_runs_its_architecture_alone(stand_in: StandIn, 
     assert "sm90: no GPU of compute capability 9.0 here" in result.stderr
 
 
-WRONG = [("--suite", "huge"), ("--device", "tpu"), ("--arch", "sm80"), ("--op", "x"), ("--schedules", "0"), ("--seed", "-1"), ("more",)]
+WRONG = [
+    ("--suite", "huge"),
+    ("--device", "tpu"),
+    ("--arch", "sm80"),
+    ("--op", "x"),
+    ("--schedules", "0"),
+    ("--seed", "-1"),
+    ("--sample", "0"),
+    ("--sample", "x"),
+    ("--sample", "1", "--replay", WHOLE.id),
+    ("more",),
+]
 WRONG += [("--seed", str(1 << 32)), ("--schedules", "1000000000000"), ("--seed", "nan")]
 
 

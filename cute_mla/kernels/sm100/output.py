@@ -118,8 +118,11 @@ def load_sum(lanes: Int32) -> Float32:
 
 
 def divided_by_sum(weight: Float32, lanes: Int32) -> Float32:
-    """Return the factor of a row of O, 0 for a row that attends to nothing, whatever tensor memory holds."""
-    return cutlass.select_(weight == 0.0, Float32(0), weight / load_sum(lanes))
+    """Return the factor of a row of O, 0 for a row that attends to nothing.
+
+    Nobody has written the sum of such a row, so it is not divided by: ptxas makes a division branch on the divisor.
+    """
+    return weight / cutlass.select_(weight == 0.0, Float32(1), load_sum(lanes))
 
 
 def scaled(values: Any, count: int, factor: Float32) -> list[Float32]:

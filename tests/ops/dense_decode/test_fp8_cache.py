@@ -26,6 +26,11 @@ def test_heads(bench: Bench, operands: str, h_q: int) -> None:
     bench.judge(DenseDecodeCase(s_k=90, h_q=h_q, operands=operands, sm_count=1))
 
 
+def test_nothing_undefined_decides_a_branch_of_the_machine_code(bench: Bench, operands: str) -> None:
+    """A work tile without keys has no sums, and a division is a branch there."""
+    bench.judge(DenseDecodeCase(batch=2, lengths=(0, 70), h_q=8, operands=operands, sm_count=2), Schedule("round_robin", 0, "sass"))
+
+
 @pytest.mark.parametrize(("s_q", "h_q"), [(1, 1), (3, 21), (2, 32), (13, 5), (1, 127), (2, 64), (3, 43), (3, 64), (5, 128)])
 def test_rows_around_tiles(bench: Bench, operands: str, s_q: int, h_q: int) -> None:
     """1, 63, 64, 65, 127, 128, 129, 192 and 640 rows."""
