@@ -1,13 +1,11 @@
-"""Expected time of a build: seconds that one core needs for a kernel, recorded by op.
+"""Shares of kernels in the time of a build: seconds that one core needs for a kernel, recorded by op.
 
-The table has the mean CPU seconds of one kernel for each architecture, its process included. They are scaled so that all kernels together
-take the 194 s of a recorded whole build. A build starts from the table and corrects the time left by its own pace. Longest kernels start
-first, so that no process is left with a long one at the end.
+The table has the mean CPU seconds of one kernel for each architecture, its process included, in a whole build of 194 s. Machines differ by
+far more than kernels do, so a build tells the time left from its first kernel on, by its own pace. Longest kernels start first, so that no
+process is left with a long one at the end.
 """
 
 from __future__ import annotations
-
-from collections.abc import Sequence
 
 from .variants import Variant
 
@@ -33,13 +31,5 @@ _OTHER = 2.0  # an op that the table lacks
 
 
 def seconds_of(variant: Variant) -> float:
-    """Return the seconds that one core is expected to need for a kernel."""
+    """Return the seconds that one core needed for a kernel of this op."""
     return SECONDS.get(variant.op, _OTHER)
-
-
-def expected_seconds(variants: Sequence[Variant], jobs: int) -> float:
-    """Return the seconds that so many processes are expected to need for these kernels, longest kernels first."""
-    busy = [0.0] * jobs
-    for seconds in sorted(map(seconds_of, variants), reverse=True):
-        busy[busy.index(min(busy))] += seconds
-    return max(busy)

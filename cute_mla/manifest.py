@@ -117,14 +117,6 @@ class Manifest:
         kernels = {name: asdict(entry) for name, entry in self.kernels.items()}
         _write(folder / MANIFEST_NAME, {"format": FORMAT_VERSION, "kernels": kernels})
 
-    def find(self, op: str, arch: str, config_name: str) -> KernelEntry:
-        """Return the entry of a variant. ManifestError if there is none."""
-        name = kernel_name(op, arch, config_name)
-        entry = self.kernels.get(name)
-        if entry is None:
-            raise ManifestError(f"found no kernel {name}, expected one of: {', '.join(sorted(self.kernels)) or 'none was built'}")
-        return entry
-
 
 def kernel_name(op: str, arch: str, config_name: str) -> str:
     """Return the manifest key of a variant."""

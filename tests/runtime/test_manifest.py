@@ -70,13 +70,6 @@ def test_equal_manifests_give_equal_bytes(tmp_path: Path) -> None:
     assert (tmp_path / "one" / MANIFEST_NAME).read_bytes() == (tmp_path / "two" / MANIFEST_NAME).read_bytes()
 
 
-def test_find_returns_the_variant_and_names_what_there_is(tmp_path: Path) -> None:
-    manifest = Manifest({NAME: ENTRY})
-    assert manifest.find("dense_decode", "sm90", "bf16_cluster2") is ENTRY
-    with pytest.raises(ManifestError, match=f"found no kernel dense_decode_sm90_fp16, expected one of: {NAME}"):
-        manifest.find("dense_decode", "sm90", "fp16")
-
-
 @pytest.mark.parametrize(
     ("path", "value", "expected"),
     [
