@@ -40,7 +40,7 @@ class Arch:
 
 _SIMULATED = (
     "in its stead the PTX behind each cubin runs on the simulated device, where misuse of barriers, memory and tensor cores is a "
-    "finding, and agrees with an fp32 reference"
+    "finding, and agrees with an fp64 reference"
 )
 
 SM90 = Arch(
