@@ -31,6 +31,7 @@ GPUS = ("H200", "H100", "H800", "B200", "B300")
 
 CLOCK = "clock"
 _DEFAULT_BUDGET_S = 300.0
+_DEFAULT_ROW_S = 20.0
 _FILE = click.Path(dir_okay=False, path_type=Path)
 
 
@@ -44,6 +45,7 @@ class Options:
     gpu: tuple[str, ...]
     rows: str | None
     budget: float
+    row_seconds: float
     json: Path | None
     plot: Path | None
     timeline: Path | None
@@ -81,6 +83,12 @@ class Options:
 )
 @click.option("--rows", show_default="all", help="Rows or cases, comma-separated, such as D1,D5.fixed; prints them without static figures.")
 @click.option("--budget", type=Finite(min=0), default=_DEFAULT_BUDGET_S, help="Time limit in seconds; rows that were not run are named.")
+@click.option(
+    "--row-seconds",
+    type=Finite(min=1),
+    default=_DEFAULT_ROW_S,
+    help="On a GPU: time limit in seconds for each step of a row, such as its set-up or the first run of a peer; beyond it, the row hangs.",
+)
 @click.option("--json", type=_FILE, show_default="none", help="File for the whole document, which has every GPU.")
 @click.option(
     "--plot",
@@ -105,7 +113,8 @@ class Options:
 def profile(**chosen: Any) -> None:
     """Report static figures of the built kernels and the bounds of each problem, and time problems on a GPU.
 
-    On a GPU this succeeds if at least one row was timed and no row was wrong or failed.
+    On a GPU this succeeds if at least one row was timed, and every row was timed or not run. Rows run in a child process. One that hangs,
+    faults or dies is recorded, and the next goes on in a fresh process.
     """
     from cute_mla.profiles import report
 
@@ -126,7 +135,7 @@ def profile(**chosen: Any) -> None:
     try:
         if _is_timed(options.device, options.archs):
             progress = partial(_show_progress, options.json)
-            document = report.cuda_document(options.archs, options.ops, cases, options.budget, progress)
+            document = report.cuda_document(options.archs, options.ops, cases, report.Limits(options.budget, options.row_seconds), progress)
         else:
             document = report.model_document(options.archs, options.ops, cases)
     except (ArtifactError, DeviceError) as error:
@@ -200,7 +209,7 @@ def _shown_gpus(options: Options) -> list[str]:
 
 
 def succeeded(document: dict[str, Any]) -> bool:
-    """Return whether a document counts as success: nothing to time, or rows timed and none wrong or failed.
+    """Return whether a document counts as success: nothing to time, or rows timed and the others not run.
 
     Of the clock: a row or the peer was timed on each GPU, or nothing was asked for.
     """
@@ -209,7 +218,7 @@ def succeeded(document: dict[str, Any]) -> bool:
     if document["device"] == CLOCK:
         return all(any("us" in row["clock"][gpu] for row in document["rows"]) or not document["rows"] for gpu in document["constants"])
     states = {row["status"] for row in document["rows"]}
-    return "timed" in states and not states & {"wrong", "failed"}
+    return "timed" in states and states <= {"timed", "not_run"}
 
 
 def _is_timed(device: str, archs: list[Arch]) -> bool:
@@ -229,7 +238,7 @@ def _is_timed(device: str, archs: list[Arch]) -> bool:
 
 
 def _show_progress(json_file: Path | None, name: str, so_far: dict[str, Any]) -> None:
-    """Name the row about to be timed, and write the document so far, because a kernel that hangs ends the process."""
+    """Name the row about to be timed, and write the document so far, so that it outlives the process."""
     click.echo(f"timing {name}", err=True)
     _write_document(json_file, so_far)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 from ..runtime.artifacts import load_artifacts
@@ -22,6 +23,14 @@ from .rows import OPS, Case, load, select
 
 FORMAT = 3
 MODEL, CUDA = "model", "cuda"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds of a timed run. budget_s: everything. row_s: each step of a row, such as a set-up, a peer's first run or a replay."""
+
+    budget_s: float
+    row_s: float
 
 
 def cases_for(ops: Sequence[str], names: Sequence[str]) -> list[Case]:
@@ -83,35 +92,48 @@ def model_document(archs: Sequence[Arch], ops: Sequence[str], cases: Sequence[Ca
 
 
 def cuda_document(
-    archs: Sequence[Arch], ops: Sequence[str], cases: Sequence[Case], budget_s: float, progress: Callable[[str, dict[str, Any]], None]
+    archs: Sequence[Arch],
+    ops: Sequence[str],
+    cases: Sequence[Case],
+    limits: Limits,
+    progress: Callable[[str, dict[str, Any]], None],
 ) -> dict[str, Any]:
-    """Time the cases on the current GPU; return the document with static figures and timed rows.
+    """Time the cases on the current GPU in child processes; return the document with static figures and timed rows.
 
-    GpuMismatchError without a matching GPU, ArtifactError without kernels. budget_s: seconds for everything.
+    GpuMismatchError without a matching GPU, ArtifactError without kernels.
     progress: called before each row with its name and the document so far, which names that row as `running`.
     """
+    from .measure.children import Child
     from .measure.cuda_bench import cuda_bench, matching_arch
     from .measure.environment import environment
-    from .measure.runner import run_rows
+    from .measure.run_rows import run_rows
+    from .measure.runner import row_worker
 
     begin = time.monotonic()
     arch = matching_arch(archs)
-    bench = cuda_bench(arch)
-    fixed = {
-        "format": FORMAT,
-        "device": CUDA,
-        "archs": [arch.name],
-        "environment": environment(),
-        "budget_s": budget_s,
-        **static_section([arch], ops),
-    }
+    load_artifacts()
+    fixed = {"format": FORMAT, "device": CUDA, "archs": [arch.name], **asdict(limits), **static_section([arch], ops)}
+    machine = environment()
 
     def document(rows: list[dict[str, Any]], running: str | None) -> dict[str, Any]:
         left = [row["name"] for row in rows if row["status"] == "not_run"]
-        return {**fixed, "running": running, "rows": rows, "not_run": left, "seconds": time.monotonic() - begin}
+        found = {**machine, "peers": peer_versions(rows)}
+        return {**fixed, "environment": found, "running": running, "rows": rows, "not_run": left, "seconds": time.monotonic() - begin}
 
-    remaining = budget_s - (time.monotonic() - begin)
-    return document(run_rows(cases, bench, remaining, lambda name, so_far: progress(name, document(so_far, name))), None)
+    with Child(partial(row_worker, partial(cuda_bench, arch))) as child:
+        rows = run_rows(
+            cases,
+            lambda task, left: child.ask(task, limits.row_s, left),
+            limits.budget_s - (time.monotonic() - begin),
+            lambda name, so_far: progress(name, document(so_far, name)),
+        )
+    return document(rows, None)
+
+
+def peer_versions(rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Return the version of each peer of the rows, or why it cannot be imported."""
+    peers = [peer for row in rows for peer in row.get("peers", {}).items()]
+    return {name: peer.get("version") or peer["reason"] for name, peer in peers if "version" in peer or peer["status"] == "absent"}
 
 
 def plot(document: dict[str, Any], predicted: str | None = None) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,13 +33,19 @@ def installed(baseline: Baseline) -> tuple[str, str]:
         return "", f"cannot be imported: {type(error).__name__}: {error}"
 
 
-def admit(baselines: Iterable[Baseline], workload: Workload[Any]) -> tuple[list[AdmittedBaseline], dict[str, dict[str, Any]]]:
-    """Return the baselines that may be timed, and a record for each baseline of the op: status, reason, outcome of its check."""
+def admit(
+    baselines: Iterable[Baseline], workload: Workload[Any], begin: Callable[[str], None]
+) -> tuple[list[AdmittedBaseline], dict[str, dict[str, Any]]]:
+    """Return the baselines that may be timed, and a record for each baseline of the op: status, reason, outcome of its check.
+
+    begin: called with the name of a baseline before it is imported and run.
+    """
     admitted: list[AdmittedBaseline] = []
     records: dict[str, dict[str, Any]] = {}
     for baseline in baselines:
         if workload.case.op not in baseline.ops:
             continue
+        begin(baseline.name)
         passed, records[baseline.name] = _examine(baseline, workload)
         if passed is not None:
             admitted.append(passed)

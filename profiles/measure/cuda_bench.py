@@ -47,6 +47,7 @@ def cuda_bench(arch: Arch) -> Bench:
         state=lambda: gpu_state(device.index),
         kernel_times=lambda recording: kernel_times(profiled(recording), recording.launches, entries),
         baselines=BASELINES,
+        probe=torch.cuda.synchronize,
         baseline_kernel_times=lambda recording: times_by_name(profiled(recording), recording.launches),
     )
 

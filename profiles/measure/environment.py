@@ -15,8 +15,6 @@ import torch
 from ...manifest import ManifestError, Provenance, manifest_sha256
 from ...runtime.artifacts import artifacts_folder
 from ...spec.arch import arch_for
-from ..baselines import BASELINES
-from .admission import installed
 
 _QUERY = {
     "clocks.sm": "sm_mhz",
@@ -90,7 +88,7 @@ def now() -> str:
 
 
 def environment() -> dict[str, Any]:
-    """Return what is needed to repeat a measurement: versions, commit, manifest hash, GPU and baselines."""
+    """Return what is needed to repeat a measurement: versions, commit, manifest hash and GPU."""
     record: dict[str, Any] = {
         "date": now(),
         "arch": None,
@@ -100,7 +98,6 @@ def environment() -> dict[str, Any]:
         "commit": commit(Path(__file__).resolve().parents[2]) or wheel_commit(artifacts_folder()),
         "manifest_sha256": manifest_sha256(artifacts_folder()),
         "gpu": None,
-        "peers": {baseline.name: version or reason for baseline in BASELINES for version, reason in [installed(baseline)]},
     }
     if torch.cuda.is_available():
         properties = torch.cuda.get_device_properties(torch.cuda.current_device())

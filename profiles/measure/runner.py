@@ -1,12 +1,11 @@
-"""Check and time one benchmark row, or run rows by priority within a time budget. Records are plain data, ready for JSON."""
+"""Check and time one benchmark row. Records are plain data, ready for JSON."""
 
 from __future__ import annotations
 
 import gc
 import math
-import time
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -14,16 +13,16 @@ import torch
 
 from ..baselines.baseline import Baseline
 from ..roofline import GPUS, Work, roof
-from ..rows import Case, by_priority
+from ..rows import Case
 from ..workloads import make_workload
 from ..workloads.workload import Check, Workload
 from .admission import FAILED, WRONG, AdmittedBaseline, admit, failure
 from .ceilings import Ceilings
-from .timing import Call, Recording, Spread, Stopwatch, graph_launches, interleave, ratios, rounds_for
-
-Progress = Callable[[str, list[dict[str, Any]]], None]
+from .timing import Call, Recording, Spread, SteppedStopwatch, Stopwatch, graph_launches, interleave, ratios, rounds_for
 
 TIMED, NOT_RUN = "timed", "not_run"
+PEER = "peer "  # begins the step of a baseline
+_ESTIMATE = " estimate"  # ends the name of a baseline's first recording
 _ESTIMATE_LAUNCHES = 3
 _CEILING_LAUNCHES = 3
 _PLAN_LAUNCHES = 20
@@ -36,6 +35,7 @@ class Bench:
     l2_bytes: size of the device's L2 cache. state: reads clocks and power; called while the device is busy.
     kernel_times: microseconds per launch of one replay, by op, our kernels only, or {"unavailable": reason}.
     baselines: libraries to time in the same rounds. baseline_kernel_times: microseconds per launch of one replay, by kernel name.
+    probe: waits for the device, and raises if it is broken. begin: called with the name of what begins, ours or a baseline's.
     """
 
     device: torch.device
@@ -44,9 +44,11 @@ class Bench:
     l2_bytes: int
     state: Callable[[], dict[str, Any]]
     kernel_times: Callable[[Recording], dict[str, Any]]
-    load_us: float = 800_000.0  # work queued before clocks and power are read
+    load_us: float = 400_000.0  # work queued before clocks and power are read
     baselines: tuple[Baseline, ...] = ()
     baseline_kernel_times: Callable[[Recording], dict[str, Any]] = lambda recording: {}
+    probe: Callable[[], None] = lambda: None
+    begin: Callable[[str], None] = lambda name: None
 
 
 def shape_record(case: Case) -> dict[str, Any]:
@@ -90,13 +92,15 @@ def measure_case(case: Case, bench: Bench) -> dict[str, Any]:
     before = workload.check_sets(workload.sets[:1], workload.sets[:1])
     if not before.passed:
         return {**shape_record(case), "status": WRONG, "reason": before.reason, "check": asdict(before)}
-    admitted, baselines = admit(bench.baselines, workload)
+    admitted, baselines = admit(bench.baselines, workload, bench.begin)
     cold, others = _recordings(workload, bench)
     theirs = _baseline_recordings(admitted, baselines, bench)
     launch_us = bench.stopwatch.elapsed_us(cold) / cold.launches
     rounds = rounds_for(launch_us)
     samples = interleave(bench.stopwatch, [cold, *others, *theirs.values()], rounds, case.seed)
+    bench.begin("clocks")
     state = _state_under_load(cold, launch_us, bench)
+    bench.begin("check")
     after = _check_replay(workload, cold)
     if not after.passed:
         return {**shape_record(case), "status": WRONG, "reason": f"in the timed graph: {after.reason}", "check": asdict(after)}
@@ -150,7 +154,7 @@ def _baseline_recordings(admitted: Sequence[AdmittedBaseline], records: dict[str
 
 def _baseline_recording(baseline: AdmittedBaseline, bench: Bench) -> Recording:
     sets = len(baseline.runs)
-    estimate = bench.stopwatch.record(f"{baseline.name} estimate", _in_turn(baseline.runs, _ESTIMATE_LAUNCHES))
+    estimate = bench.stopwatch.record(baseline.name + _ESTIMATE, _in_turn(baseline.runs, _ESTIMATE_LAUNCHES))
     launches = graph_launches(bench.stopwatch.elapsed_us(estimate) / estimate.launches, sets)
     return bench.stopwatch.record(baseline.name, _in_turn(baseline.runs, launches))
 
@@ -224,53 +228,53 @@ def measure_kernels(case: Case, bench: Bench, record: dict[str, Any]) -> None:
     launches = graph_launches(case.roof_us, len(workload.sets))
     record["kernel_us"] = bench.kernel_times(bench.stopwatch.record("kernels", _calls(workload, workload.sets, launches)))
     timed = {name for name, theirs in record["peers"].items() if theirs["status"] == TIMED}
-    admitted, _ = admit((baseline for baseline in bench.baselines if baseline.name in timed), workload)
+    admitted, _ = admit((baseline for baseline in bench.baselines if baseline.name in timed), workload, bench.begin)
     for baseline in admitted:
         theirs = record["peers"][baseline.name]
         runs = _in_turn(baseline.runs, graph_launches(theirs["us"]["median"], len(baseline.runs)))
-        theirs["kernel_us"] = bench.baseline_kernel_times(bench.stopwatch.record("kernels", runs))
+        theirs["kernel_us"] = bench.baseline_kernel_times(bench.stopwatch.record(baseline.name, runs))
 
 
-def run_rows(
-    cases: Iterable[Case],
-    bench: Bench,
-    budget_s: float,
-    progress: Progress,
-    clock: Callable[[], float] = time.monotonic,
-) -> list[dict[str, Any]]:
-    """Measure cases by priority within a budget in seconds; return a record for every case.
+@dataclass(frozen=True)
+class Task:
+    """A row to measure, or if `timed`, its record, is given, to time the single kernels of. left_out: baselines that do not run."""
 
-    A case is not started if the slowest case so far would exceed the budget; its record has status `not_run`.
-    progress: called before each row with its name and the records so far, so that both survive a run that hangs.
-    Kernel times come in a second pass over the timed rows, because the profiler may disturb the timings after it.
+    case: Case
+    left_out: frozenset[str] = frozenset()
+    timed: dict[str, Any] | None = None
+
+
+def row_worker(make_bench: Callable[[], Bench], step: Callable[[str], None]) -> Callable[[Task], dict[str, Any]]:
+    """Return what answers tasks with records. step: called with what begins; of a baseline, PEER and its name.
+
+    A fault of the device is raised in the step that caused it: no step begins before the device has passed the probe.
     """
-    begin, slowest = clock(), 0.0
-    records: list[dict[str, Any]] = []
-    timed: list[tuple[Case, dict[str, Any]]] = []
-    for case in by_priority(list(cases)):
-        _release(bench.device)
-        started = clock()
-        if started - begin + slowest > budget_s:
-            records.append(not_run(case, f"the budget of {budget_s:g} s was used up"))
-            continue
-        progress(case.name, records)
-        record = _guarded(case, bench)
-        record["seconds"] = clock() - started
-        slowest = max(slowest, record["seconds"])
-        records.append(record)
-        if record["status"] == TIMED:
-            timed.append((case, record))
-    for case, record in timed:
-        if clock() - begin + slowest > budget_s:
-            record["kernel_us"] = {"unavailable": f"the budget of {budget_s:g} s was used up"}
-            continue
-        progress(f"{case.name} kernels", records)
-        _release(bench.device)
-        try:
-            measure_kernels(case, bench, record)
-        except Exception as error:  # as in _guarded
-            record.setdefault("kernel_us", {"unavailable": failure(error)})
-    return records
+    made = make_bench()
+    names = {baseline.name for baseline in made.baselines}
+
+    def begin(name: str) -> None:
+        made.probe()
+        owner = name.removesuffix(_ESTIMATE)
+        step(PEER + owner if owner in names else name)
+
+    def work(task: Task) -> dict[str, Any]:
+        begin("set-up")
+        _release(made.device)
+        kept = tuple(baseline for baseline in made.baselines if baseline.name not in task.left_out)
+        bench = replace(made, stopwatch=SteppedStopwatch(made.stopwatch, begin), begin=begin, baselines=kept)
+        record = _guarded(task.case, bench) if task.timed is None else _with_kernels(task.case, bench, task.timed)
+        made.probe()
+        return record
+
+    return work
+
+
+def _with_kernels(case: Case, bench: Bench, record: dict[str, Any]) -> dict[str, Any]:
+    try:
+        measure_kernels(case, bench, record)
+    except Exception as error:  # as in _guarded
+        record.setdefault("kernel_us", {"unavailable": failure(error)})
+    return record
 
 
 def _guarded(case: Case, bench: Bench) -> dict[str, Any]:

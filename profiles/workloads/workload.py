@@ -23,6 +23,7 @@ POISON_BYTE = 0xFF  # fills NaN in every float type used here
 MOST_SAMPLES = 5
 L2_MULTIPLE = 4
 LEAST_ROTATION_BYTES = 256 << 20
+MOST_SETS = 4096  # beyond, making them and recording a graph would take minutes
 
 Results: TypeAlias = Mapping[str, torch.Tensor]  # outputs of a call by name, written or expected: out, lse, max_logits
 
@@ -141,10 +142,11 @@ class Workload(ABC, Generic[OperandsT]):
 def rotation_sets(set_bytes: int, l2_bytes: int) -> int:
     """Return how many operand sets to rotate over, at least two, so that no launch finds its own operands in L2.
 
-    All sets together exceed L2_MULTIPLE times the L2 cache, and LEAST_ROTATION_BYTES.
+    All sets together exceed L2_MULTIPLE times the L2 cache, and LEAST_ROTATION_BYTES, unless that takes more than MOST_SETS: then
+    sets of less than 12 KB stay in the L2 of an H200.
     """
     rotation_bytes = max(L2_MULTIPLE * l2_bytes, LEAST_ROTATION_BYTES)
-    return max(-(-rotation_bytes // set_bytes), 2)
+    return min(max(-(-rotation_bytes // set_bytes), 2), MOST_SETS)
 
 
 def spread_samples(count: int) -> tuple[int, ...]:

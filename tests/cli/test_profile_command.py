@@ -192,6 +192,7 @@ def test_cuda_without_a_gpu_fails_with_one_line_and_leaves_json(artifacts: Path,
         (("--budget", "-1"), "-1"),
         (("--budget", "nan"), "nan is not a finite number"),
         (("--budget", "inf"), "inf is not a finite number"),
+        (("--row-seconds", "0"), "0"),
         (("--rows", ""), "--rows: '' names no row"),
         (("--rows", ","), "--rows: ',' names no row"),
     ],
@@ -204,7 +205,14 @@ def test_bad_usage_exits_2(arguments: tuple[str, ...], message: str) -> None:
 
 @pytest.mark.parametrize(
     ("states", "expected"),
-    [(["timed", "not_run"], True), (["timed", "wrong"], False), (["timed", "failed"], False), (["not_run"], False), ([], False)],
+    [
+        (["timed", "not_run"], True),
+        (["timed", "wrong"], False),
+        (["timed", "failed"], False),
+        (["timed", "hung"], False),
+        (["not_run"], False),
+        ([], False),
+    ],
 )
 def test_a_timed_run_succeeds_if_something_was_timed_and_nothing_was_wrong(states: list[str], expected: bool) -> None:
     assert succeeded({"device": "cuda", "rows": [{"status": state} for state in states]}) is expected

@@ -11,13 +11,17 @@ import torch
 
 from cute_mla import reference
 from cute_mla.manifest import KernelEntry, Role
-from cute_mla.profiles.baselines.baseline import Baseline
+from cute_mla.profiles.baselines.baseline import Baseline, Run
 from cute_mla.profiles.measure.ceilings import Ceilings
-from cute_mla.profiles.measure.runner import Bench
+from cute_mla.profiles.measure.children import Make
+from cute_mla.profiles.measure.run_rows import Ask
+from cute_mla.profiles.measure.runner import Bench, Task, row_worker
 from cute_mla.profiles.measure.timing import Call, Recording
 from cute_mla.profiles.rows import Case, load
 from cute_mla.profiles.shapes import DecodeShape, Shape
 from cute_mla.profiles.workloads import dense_decode, workload
+from cute_mla.profiles.workloads.dense_decode import DenseDecode
+from cute_mla.profiles.workloads.workload import Results, Workload
 from cute_mla.spec.dense_decode import LATENT
 
 CALL_US = {"cold": 100.0, "control": 101.0, "warm": 50.0, "plan": 5.0, "matmul": 1000.0, "copy": 500.0, "l2_read": 250.0}
@@ -80,6 +84,40 @@ class FakeKernel:
         self.spoil(self.calls, out, lse)
 
 
+@dataclass
+class FakeBaseline:
+    """A baseline that computes by the reference, and then what `spoil` makes of it."""
+
+    name: str = "Theirs"
+    ops: tuple[str, ...] = ("dense_decode",)
+    spoil: Callable[[int, Results], Results] = lambda call, results: results
+    absent: Exception | None = None
+    refuses: str = ""
+    calls: int = 0
+
+    def version(self) -> str:
+        if self.absent is not None:
+            raise self.absent
+        return "1.2.3"
+
+    def unsupported_reason(self, case: Case) -> str:
+        return self.refuses
+
+    def runs(self, workload: Workload[Any]) -> list[Run]:
+        assert isinstance(workload, DenseDecode)
+
+        def of(operands: Any) -> Run:
+            def run() -> Results:
+                self.calls += 1
+                arguments = (operands.q, operands.k_cache, operands.block_table, workload.cache_seqlens)
+                out, lse = reference.dense_decode(*arguments, causal=workload.causal)
+                return self.spoil(self.calls, {"out": out.to(torch.bfloat16), "lse": lse})
+
+            return run
+
+        return [of(operands) for operands in workload.sets]
+
+
 def install(monkeypatch: pytest.MonkeyPatch, kernel: FakeKernel) -> None:
     """Put the fake where the bench finds the API."""
     monkeypatch.setattr(dense_decode, "flash_mla_with_kvcache", kernel.flash_mla_with_kvcache)
@@ -101,6 +139,28 @@ def bench(state: Callable[[], dict[str, Any]] = lambda: {"sm_mhz": 1980.0}, base
         baselines=baselines,
         baseline_kernel_times=lambda recording: {"their_kernel": 80.0},
     )
+
+
+class InProcess:
+    """Stands in for a Child: answers in this process."""
+
+    def __init__(self, make: Make) -> None:
+        self.work = make(lambda step: None)
+
+    def __enter__(self) -> InProcess:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        pass
+
+    def ask(self, task: Task, step_s: float, seconds: float) -> Any:
+        return self.work(task)
+
+
+def asking(of: Bench) -> Ask:
+    """Return what answers tasks on this bench, in this process."""
+    work = row_worker(lambda: of, lambda step: None)
+    return lambda task, seconds: work(task)
 
 
 def small_case(

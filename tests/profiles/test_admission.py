@@ -3,55 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from cute_mla import reference
-from cute_mla.profiles.baselines.baseline import Run
-from cute_mla.profiles.measure.runner import TIMED, measure_case, run_rows
+from cute_mla.profiles.measure.run_rows import run_rows
+from cute_mla.profiles.measure.runner import TIMED, measure_case
 from cute_mla.profiles.measure.timing import Recording
-from cute_mla.profiles.rows import Case
-from cute_mla.profiles.workloads.dense_decode import DenseDecode
-from cute_mla.profiles.workloads.workload import Results, Workload
+from cute_mla.profiles.workloads.workload import Results
 from tests.profiles import benching
-from tests.profiles.benching import FakeKernel, bench, install, small_case
-
-
-@dataclass
-class FakeBaseline:
-    """A baseline that computes by the reference, and then what `spoil` makes of it."""
-
-    name: str = "Theirs"
-    ops: tuple[str, ...] = ("dense_decode",)
-    spoil: Callable[[int, Results], Results] = lambda call, results: results
-    absent: Exception | None = None
-    refuses: str = ""
-    calls: int = 0
-
-    def version(self) -> str:
-        if self.absent is not None:
-            raise self.absent
-        return "1.2.3"
-
-    def unsupported_reason(self, case: Case) -> str:
-        return self.refuses
-
-    def runs(self, workload: Workload[Any]) -> list[Run]:
-        assert isinstance(workload, DenseDecode)
-
-        def of(operands: Any) -> Run:
-            def run() -> Results:
-                self.calls += 1
-                arguments = (operands.q, operands.k_cache, operands.block_table, workload.cache_seqlens)
-                out, lse = reference.dense_decode(*arguments, causal=workload.causal)
-                return self.spoil(self.calls, {"out": out.to(torch.bfloat16), "lse": lse})
-
-            return run
-
-        return [of(operands) for operands in workload.sets]
+from tests.profiles.benching import FakeBaseline, FakeKernel, asking, bench, install, small_case
 
 
 def record_with(monkeypatch: pytest.MonkeyPatch, *baselines: FakeBaseline) -> dict[str, Any]:
@@ -77,8 +39,8 @@ def test_a_right_baseline_is_timed_in_the_same_rounds(monkeypatch: pytest.Monkey
     assert theirs["us"]["median"] == pytest.approx(125.0)
     assert theirs["ratio"] == {"median": pytest.approx(0.8), "p10": pytest.approx(0.8), "p90": pytest.approx(0.8)}
     assert theirs["check"]["out_max_abs"] > 0
-    rounds = timed[-30 * 8 :]  # cold, control, plan, three ceilings, warm, and theirs
-    assert {tuple(sorted(rounds[start : start + 8])) for start in range(0, 240, 8)} == {
+    rounds = timed[-12 * 8 :]  # cold, control, plan, three ceilings, warm, and theirs
+    assert {tuple(sorted(rounds[start : start + 8])) for start in range(0, 96, 8)} == {
         ("Theirs", "cold", "control", "copy", "l2_read", "matmul", "plan", "warm")
     }
 
@@ -171,7 +133,7 @@ def test_a_baseline_of_another_op_is_not_mentioned(monkeypatch: pytest.MonkeyPat
 def test_baselines_that_were_timed_get_their_kernel_times(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeKernel())
     baselines = (FakeBaseline(), FakeBaseline(name="Others", refuses="no"))
-    (record,) = run_rows([small_case()], bench(baselines=baselines), 1000.0, lambda name, records: None)
+    (record,) = run_rows([small_case()], asking(bench(baselines=baselines)), 1000.0, lambda name, records: None)
     assert record["kernel_us"] == {"dense_decode": 90.0}
     assert record["peers"]["Theirs"]["kernel_us"] == {"their_kernel": 80.0}
     assert "kernel_us" not in record["peers"]["Others"]

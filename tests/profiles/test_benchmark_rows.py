@@ -70,6 +70,15 @@ def test_rows_run_by_priority_which_a_case_may_have_of_its_own() -> None:
     assert [case.name for case in by_priority(parse(hurried))] == ["A.x", "B.y"]
 
 
+def test_the_forty_most_telling_rows_come_first_and_cover_every_op() -> None:
+    """Rows of priority 1 and 2: those that fit in 200 s of a GPU (docs/performance.md)."""
+    cases = [case for op in OPS for case in load(op)]
+    first = by_priority(cases)[:40]
+    assert {case.priority for case in first} == {1, 2}
+    assert {case.priority for case in cases if case not in first}.isdisjoint({1, 2})
+    assert {case.op for case in first} == set(OPS)
+
+
 def test_varlen_lengths_depend_on_the_seed_alone_and_are_clipped() -> None:
     lengths = varlen_lengths(2000, 4096, 4, seed=7)
     assert lengths == varlen_lengths(2000, 4096, 4, seed=7)

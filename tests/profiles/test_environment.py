@@ -6,10 +6,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from cute_mla.manifest import PROVENANCE_NAME, Provenance
-from cute_mla.profiles.baselines import BASELINES
 from cute_mla.profiles.measure import environment
 from cute_mla.profiles.measure.cuda_bench import kernel_times, times_by_name
 from tests.profiles.benching import ENTRY
@@ -78,8 +76,6 @@ def test_the_kernels_of_others_keep_their_names() -> None:
     assert times_by_name([("a", 100.0), ("b", 1.0), ("a", 50.0)], 2) == {"a": 75.0, "b": 0.5}
 
 
-def test_the_environment_names_baselines_with_version_or_reason() -> None:
-    baselines = environment.environment()["peers"]
-    assert set(baselines) == {baseline.name for baseline in BASELINES}
-    assert torch.__version__ in baselines["cuDNN"]
-    assert all(baselines.values())
+def test_the_environment_imports_no_peer() -> None:
+    """A peer that crashes when it is imported may cost its own figure only."""
+    assert "peers" not in environment.environment()

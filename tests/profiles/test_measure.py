@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from cute_mla.profiles.measure.ceilings import Ceilings
-from cute_mla.profiles.measure.runner import FAILED, NOT_RUN, TIMED, WRONG, figures, measure_case, run_rows
+from cute_mla.profiles.measure.run_rows import run_rows
+from cute_mla.profiles.measure.runner import FAILED, NOT_RUN, TIMED, WRONG, figures, measure_case
 from cute_mla.profiles.roofline import Work
 from cute_mla.profiles.workloads.dense_decode import DenseDecode, sample_requests
-from tests.profiles.benching import FakeKernel, bench, install, small_case
+from tests.profiles.benching import FakeKernel, asking, bench, install, small_case
 
 
 def test_a_right_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,7 +26,7 @@ def test_a_right_kernel_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert record["warm_us"]["median"] == pytest.approx(50.0)
     assert record["plan_us"]["median"] == pytest.approx(5.0)
     assert record["control_ratio"]["median"] == pytest.approx(1.01)
-    assert (record["sets"], record["launches"], record["rounds"]) == (3, 3, 30)  # 2000 us estimated: three launches make 5 ms
+    assert (record["sets"], record["launches"], record["rounds"]) == (3, 3, 12)  # 2000 us estimated: three launches make 5 ms
     assert record["clocks"] == {"sm_mhz": 1980.0}
     assert record["check"]["samples"] == (0, 1, 2)
     assert record["check"]["out_max_abs"] > 0
@@ -153,9 +154,9 @@ class Clock:
 def test_a_budget_ends_a_run_by_priority_and_names_what_was_left(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeKernel())
     cases = [small_case("A.x", priority=3), small_case("B.x", priority=1), small_case("C.x", priority=2)]
-    records = run_rows(cases, bench(), budget_s=4.5, progress=lambda name, records: None, clock=Clock(1.0))
+    records = run_rows(cases, asking(bench()), budget_s=7.0, progress=lambda name, records: None, clock=Clock(1.0))
     assert [(record["name"], record["status"]) for record in records] == [("B.x", TIMED), ("C.x", TIMED), ("A.x", NOT_RUN)]
-    assert records[2]["reason"] == "the budget of 4.5 s was used up"
+    assert records[2]["reason"] == "the budget of 7 s was used up"
     assert "unavailable" in records[0]["kernel_us"]
 
 
@@ -163,7 +164,7 @@ def test_without_a_tight_budget_every_row_gets_its_kernel_times(monkeypatch: pyt
     install(monkeypatch, FakeKernel())
     steps: list[tuple[str, int]] = []
     progress = lambda name, records: steps.append((name, len(records)))  # noqa: E731
-    records = run_rows([small_case("A.x"), small_case("B.x")], bench(), 1000.0, progress, Clock(1.0))
+    records = run_rows([small_case("A.x"), small_case("B.x")], asking(bench()), 1000.0, progress, Clock(1.0))
     assert steps == [("A.x", 0), ("B.x", 1), ("A.x kernels", 2), ("B.x kernels", 2)]
     assert all(record["kernel_us"] == {"dense_decode": 90.0} for record in records)
 
@@ -175,6 +176,6 @@ def test_a_failing_row_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch, err
             raise error
 
     install(monkeypatch, FakeKernel(spoil=spoil))
-    records = run_rows([small_case("A.x", lengths=(5,)), small_case("B.x")], bench(), 1000.0, lambda name, records: None)
+    records = run_rows([small_case("A.x", lengths=(5,)), small_case("B.x")], asking(bench()), 1000.0, lambda name, records: None)
     assert [(record["name"], record["status"]) for record in records] == [("A.x", FAILED), ("B.x", TIMED)]
     assert records[0]["reason"] == f"{type(error).__name__}: {error}"

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from cute_mla.profiles import report
-from cute_mla.profiles.measure import cuda_bench, environment
+from cute_mla.profiles.measure import children, cuda_bench, environment
 from cute_mla.profiles.model.machines import machines
 from cute_mla.profiles.plots.roofline_plot import Point
+from cute_mla.profiles.report import Limits
 from cute_mla.profiles.roofline import GPUS, Gpu
 from cute_mla.profiles.rows import OPS
 from cute_mla.spec.arch import SM90, SM100
-from tests.profiles.benching import FakeKernel, bench, install, small_case
+from tests.profiles.benching import FakeKernel, InProcess, bench, install, small_case
 from tests.support.tree import ROOT
 
 PLOT = ROOT / "profiles" / "plots" / "roofline.svg"
@@ -97,14 +98,17 @@ def test_a_run_that_is_cut_short_has_left_its_rows_and_the_name_of_the_last(monk
     install(monkeypatch, FakeKernel())
     monkeypatch.setattr(cuda_bench, "matching_arch", lambda archs: SM90)
     monkeypatch.setattr(cuda_bench, "cuda_bench", lambda arch: bench())
+    monkeypatch.setattr(children, "Child", InProcess)
     monkeypatch.setattr(environment, "environment", lambda: {"gpu": "NVIDIA H200"})
     left: list[dict[str, Any]] = []
     cases = [small_case("A.x"), small_case("B.x")]
-    document = report.cuda_document([SM90], ["dense_decode"], cases, 1000.0, lambda name, so_far: left.append(report.plain(so_far)))
+    document = report.cuda_document(
+        [SM90], ["dense_decode"], cases, Limits(1000.0, 20.0), lambda name, so_far: left.append(report.plain(so_far))
+    )
     assert [(so_far["running"], [row["name"] for row in so_far["rows"]]) for so_far in left[:2]] == [("A.x", []), ("B.x", ["A.x"])]
     assert document["running"] is None
     assert [(row["name"], row["status"]) for row in document["rows"]] == [("A.x", "timed"), ("B.x", "timed")]
-    late = report.cuda_document([SM90], ["dense_decode"], cases, 0.0, lambda name, so_far: None)
+    late = report.cuda_document([SM90], ["dense_decode"], cases, Limits(0.0, 20.0), lambda name, so_far: None)
     assert late["not_run"] == ["A.x", "B.x"]
 
 
@@ -123,3 +127,9 @@ def test_a_gpu_that_does_not_match_is_named(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
     with pytest.raises(cuda_bench.GpuMismatchError, match=message):
         cuda_bench.matching_arch([SM90])
+
+
+def test_peers_have_their_version_or_why_they_are_absent() -> None:
+    ready, absent = {"status": "wrong", "reason": "off", "version": "1.2"}, {"status": "absent", "reason": "not installed: no"}
+    rows = [{"peers": {"A": {"status": "not_covered", "reason": "-"}, "B": absent, "C": {"status": "hung", "reason": "-"}}}, {}]
+    assert report.peer_versions([*rows, {"peers": {"A": ready}}]) == {"A": "1.2", "B": "not installed: no"}

@@ -24,9 +24,13 @@ from cute_mla.profiles.workloads.workload import LEAST_ROTATION_BYTES, rotation_
 MIB = 1 << 20
 
 
+def test_tiny_operands_do_not_take_minutes_to_make() -> None:
+    assert rotation_sets(2304, 50 * MIB) == 4096
+
+
 @pytest.mark.parametrize(
     ("set_bytes", "l2_bytes", "sets"),
-    [(640_000_000, 50 * MIB, 2), (4_754_000, 50 * MIB, 57), (64 * MIB, 50 * MIB, 4), (64 * MIB, 128 * MIB, 8)],
+    [(640_000_000, 50 * MIB, 2), (4_754_000, 50 * MIB, 57), (64 * MIB, 50 * MIB, 4), (64 * MIB, 128 * MIB, 8), (64 * 1024, 50 * MIB, 4096)],
 )
 def test_rotation_exceeds_l2_several_times(set_bytes: int, l2_bytes: int, sets: int) -> None:
     assert rotation_sets(set_bytes, l2_bytes) == sets
@@ -44,7 +48,7 @@ def test_a_graph_holds_twenty_launches_or_five_milliseconds(launch_us: float, se
 
 
 def test_long_launches_get_fewer_rounds() -> None:
-    assert (rounds_for(100.0), rounds_for(5001.0)) == (30, 8)
+    assert (rounds_for(100.0), rounds_for(5001.0)) == (12, 4)
 
 
 class Scripted:
