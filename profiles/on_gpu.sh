@@ -6,7 +6,7 @@
 #                      [--wheels FOLDER]
 #
 # Needs Python >= 3.11 with torch, numpy, click, rich and cuda-bindings. --wheels: libraries to time beside ours, such as
-# sgl-flash-mla and flash-attn-4 with their dependencies. They go to a temporary folder; a wheel that cannot be installed is left out.
+# sgl-flash-mla, fa3-fwd and flash-attn-4 with their dependencies. They go to a temporary folder; one that cannot be installed is left out.
 # Writes to OUTDIR: preflight.json, verify.json, profile.json, roofline.svg, roofline-latency.svg, a .log of each step, and
 # status.json with the exit status of each step.
 # Exit: 0 all passed, 2 usage, 3 this machine cannot run the kernels, 4 verify failed, 5 profile failed, 6 both failed.

@@ -41,15 +41,16 @@ class FlashAttention4:
         options = {"causal": workload.shape.causal, "return_lse": True}
         packed = len(set(workload.shape.lengths)) > 1
         if isinstance(workload, DensePrefillBackward):
-            forward = _packed if packed else _batched
+            forward = packed_run if packed else batched_run
             return [
                 gradient_run(operands, lambda leaves: forward(library, workload, leaves, {**options, "deterministic": True})()["out"])
                 for operands in workload.sets
             ]
-        return [(_packed if packed else _batched)(library, workload, operands, options) for operands in workload.sets]
+        return [(packed_run if packed else batched_run)(library, workload, operands, options) for operands in workload.sets]
 
 
-def _packed(library: Any, workload: DensePrefill | DensePrefillBackward, operands: Leaves, options: dict[str, bool]) -> Run:
+def packed_run(library: Any, workload: DensePrefill | DensePrefillBackward, operands: Leaves, options: dict[str, bool]) -> Run:
+    """Return a run of flash_attn_varlen_func over packed sequences; its lse is [h, tokens]."""
     ends = {
         "cu_seqlens_q": workload.cu_seqlens,
         "cu_seqlens_k": workload.cu_seqlens_k,
@@ -64,7 +65,8 @@ def _packed(library: Any, workload: DensePrefill | DensePrefillBackward, operand
     return run
 
 
-def _batched(library: Any, workload: DensePrefill | DensePrefillBackward, operands: Leaves, options: dict[str, bool]) -> Run:
+def batched_run(library: Any, workload: DensePrefill | DensePrefillBackward, operands: Leaves, options: dict[str, bool]) -> Run:
+    """Return a run of flash_attn_func over sequences of one length; its lse is [b, h, tokens]."""
     q, k, v = (tensor.unflatten(0, (workload.shape.batch, -1)) for tensor in (operands.q, operands.k, operands.v))
 
     def run() -> Results:

@@ -20,6 +20,7 @@ from cute_mla import reference
 from cute_mla.cache import dequantise_cache
 from cute_mla.profiles.baselines import BASELINES, triton_decode
 from cute_mla.profiles.baselines import flash_attention as fa4
+from cute_mla.profiles.baselines import flash_attention_3 as fa3
 from cute_mla.profiles.baselines import flash_mla as fm
 from cute_mla.profiles.baselines.sdpa import Sdpa
 from cute_mla.profiles.baselines.triton_decode import TritonDecode, split_count
@@ -188,6 +189,53 @@ def test_flash_attention_is_called_by_its_conventions(made: Any, monkeypatch: py
     assert_right(fa4.FlashAttention4(), made(case), {"out", "lse"})
 
 
+class FlashAttention3Fake:
+    """The module fa3_fwd_interface, built without pages and without fp16."""
+
+    def flash_attn_with_kvcache(
+        self, q: torch.Tensor, k_cache: torch.Tensor, v_cache: torch.Tensor, *, qv: torch.Tensor, cache_seqlens: torch.Tensor,
+        causal: bool, **options: Any,
+    ) -> Any:  # fmt: skip
+        assert (q.shape[-1], qv.shape[-1], k_cache.shape[-1], v_cache.shape[-1]) == (64, 512, 64, 512)
+        assert (q.is_contiguous(), qv.is_contiguous(), k_cache.stride(-1), v_cache.stride(-1)) == (True, True, 1, 1)
+        assert (k_cache.shape[0], cache_seqlens.dtype) == (len(q), torch.int32)
+        assert options == {"softmax_scale": 576**-0.5, "num_splits": 0, "return_softmax_lse": True}
+        pages = torch.cat((v_cache, k_cache), dim=-1)  # a page a request
+        table = torch.arange(len(q), dtype=torch.int32)[:, None]
+        out, lse = reference.dense_decode(torch.cat((qv, q), dim=-1), pages, table, cache_seqlens, causal=causal)
+        return out.to(torch.bfloat16), lse, torch.tensor([]), torch.tensor([])
+
+    def flash_attn_func(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, causal: bool, return_attn_probs: bool) -> Any:
+        return FlashAttentionFake().flash_attn_func(q, k, v, causal=causal, return_lse=return_attn_probs)
+
+    def flash_attn_varlen_func(self, *operands: torch.Tensor, return_attn_probs: bool, **options: Any) -> Any:
+        return FlashAttentionFake().flash_attn_varlen_func(*operands, return_lse=return_attn_probs, **options)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [EQUAL, FULL, RAGGED, small_case(lengths=(130, 3), s_q=2, h_q=4), small_case(lengths=(64, 65), s_q=1, h_q=4)],
+    ids=["equal", "full", "ragged", "decode", "decode of one token"],
+)
+def test_flash_attention_3_is_called_by_its_conventions(made: Any, monkeypatch: pytest.MonkeyPatch, case: Case) -> None:
+    monkeypatch.setitem(sys.modules, "fa3_fwd_interface", FlashAttention3Fake())  # type: ignore[arg-type]
+    assert_right(fa3.FlashAttention3(), made(case), {"out", "lse"})
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        (small_case(operands=FP8), "latents of 576 alone"),
+        (replace(small_case(), dtype="fp16"), "built for bf16"),
+        (replace(small_case(), shape=DecodeShape(lengths=(5,), s_q=1, h_q=1, d_qk=512)), "latents of 576 alone"),
+        (replace(small_case(), shape=DecodeShape(lengths=(5, 6), s_q=2, tokens=(1, 2), h_q=1)), "equally many query tokens"),
+        (MASKED, "no mask of keys"),
+    ],
+)
+def test_flash_attention_3_says_what_it_does_not_take(case: Case, reason: str) -> None:
+    assert reason in fa3.FlashAttention3().unsupported_reason(case)
+
+
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("case", [EQUAL, FULL], ids=["equal", "full, grouped heads"])
 def test_torch_attention_gives_the_answer(made: Any, case: Case, padded: bool) -> None:
@@ -255,9 +303,9 @@ def test_every_prefill_and_decode_has_a_baseline_that_covers_its_rows() -> None:
 
 
 def test_a_missing_library_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("flash_mla", "flash_attn", "flash_attn.cute", "triton"):
+    for name in ("flash_mla", "fa3_fwd_interface", "flash_attn", "flash_attn.cute", "triton"):
         monkeypatch.setitem(sys.modules, name, None)
-    for baseline in (fm.FlashMla(), fa4.FlashAttention4(), TritonDecode()):
+    for baseline in (fm.FlashMla(), fa3.FlashAttention3(), fa4.FlashAttention4(), TritonDecode()):
         with pytest.raises(ImportError):
             baseline.version()
     assert math.isfinite(float(Sdpa("SDPA", SDPBackend.MATH, padded=False).version().split(".")[0]))
