@@ -42,7 +42,7 @@ class Work:
 class Loss:
     """End of a job without an answer."""
 
-    status: Literal["hung", "died", "skipped"]
+    status: Literal["hung", "faulted", "died", "failed", "skipped"]
     reason: str
 
 

@@ -72,11 +72,11 @@ def schedules_in_turn(cases: Sequence[BaseCase], arch: Arch, seed: int, codes: S
     """
     first = list(ARCHS).index(arch.name)
     turns: dict[str, Iterator[int]] = defaultdict(lambda: count(first))
-    names = (SCHEDULES[next(turns[_kernel(case, arch)]) % USUAL_SCHEDULES] for case in cases)
+    names = (SCHEDULES[next(turns[kernel_of(case, arch)]) % USUAL_SCHEDULES] for case in cases)
     return [tuple(Schedule(name, seed, code) for code in codes) for name in names]
 
 
-def _kernel(case: BaseCase, arch: Arch) -> str:
+def kernel_of(case: BaseCase, arch: Arch) -> str:
     """Return the name of the kernel that serves a case."""
     return kernel_name(case.kernel_op, arch.name, case.problem(arch).config.name)
 
@@ -178,11 +178,11 @@ def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
         ran = {"schedule": None, "code": None} if schedule is None else {"schedule": str(schedule), "code": schedule.code}
         base = {**_identity(case, target), **ran}
         try:
-            outcome = _run(case, target, tensors, schedule)
+            outcome = run_once(case, target, tensors, schedule)
         except ArtifactError:
             raise
         except Exception as error:
-            records.append(_finish(base, reduced, [_brief(error)], findings=[str(item) for item in getattr(error, "findings", ())]))
+            records.append(_finish(base, reduced, [brief(error)], findings=[str(item) for item in getattr(error, "findings", ())]))
             continue
         if not case.results_defined:
             records.append(_finish(base, reduced, _faults(outcome), findings=list(outcome.findings), seconds=outcome.seconds))
@@ -203,14 +203,20 @@ def run_all(
     first. on_start: takes each case before it starts. gpu: what processes do on a GPU, by default GPU_WORK. An exception in a process fails
     its case. An exception here, such as that of Ctrl-C, or closing the iterator ends the processes at once.
     """
-    for kind, work, most in (("cuda", gpu or GPU_WORK, GPU_WORKERS), ("sim", _SIMULATED_WORK, os.cpu_count() or 1)):
+    for kind, work in (("cuda", gpu or GPU_WORK), ("sim", SIMULATED_WORK)):
         order = [index for index, job in enumerate(jobs) if job[1].kind == kind]
         chosen = [jobs[index] for index in order]
-        kernels = [_kernel(case, ARCHS[target.arch]) for case, target, _ in chosen]
-        take = JobQueue([case.tiles for case, _, _ in chosen], kernels).take if kind == "sim" else _kernels_in_turn(kernels)
-        number = min(workers or most, len(chosen))
-        for position, answer in run_jobs(chosen, kernels, take, work, number, lambda job: on_start(job[0])):
+        for position, answer in deal(chosen, work, on_start, workers):
             yield order[position], _lost(*chosen[position], answer) if isinstance(answer, Loss) else answer
+
+
+def deal(jobs: Sequence[Job], work: Work, on_start: Callable[[BaseCase], None], workers: int | None = None) -> Iterator[tuple[int, Any]]:
+    """Run jobs of one kind of device in worker processes, as run_all does; yield the index and the answer or Loss of each."""
+    kernels = [kernel_of(case, ARCHS[target.arch]) for case, target, _ in jobs]
+    on_gpu = bool(jobs) and jobs[0][1].kind == "cuda"
+    take = _kernels_in_turn(kernels) if on_gpu else JobQueue([case.tiles for case, _, _ in jobs], kernels).take
+    most = GPU_WORKERS if on_gpu else os.cpu_count() or 1
+    return run_jobs(jobs, kernels, take, work, min(workers or most, len(jobs)), lambda job: on_start(job[0]))
 
 
 def _kernels_in_turn(kernels: Sequence[str]) -> Callable[[int], int | None]:
@@ -230,10 +236,10 @@ def start_worker() -> None:
 
 def _start_on_gpu() -> None:
     start_worker()
-    _touch_gpu()
+    touch_gpu()
 
 
-def _touch_gpu() -> None:
+def touch_gpu() -> None:
     """Raise the error that an earlier call has left on the GPU, if there is one, and give back its unused memory."""
     torch.cuda.empty_cache()
     torch.zeros(1, device="cuda")
@@ -247,16 +253,16 @@ def _run_job(job: Job) -> tuple[list[Record], bool]:
     except Exception as error:
         if not isinstance(error, ArtifactError):
             traceback.print_exc()
-        return _unrun(*job, _brief(error)), True
+        return _unrun(*job, brief(error)), True
 
 
 def run_on_gpu(job: Job) -> tuple[list[Record], bool]:
     """Run a job on the GPU. After an error that stays, the case is faulted, and no other can run in this process."""
     records, _ = _run_job(job)
     try:
-        _touch_gpu()
+        touch_gpu()
     except Exception as error:
-        text = _brief(error)
+        text = brief(error)
         reasons = [record.reason if text in record.reason else "; ".join(filter(None, (record.reason, text))) for record in records]
         faulted = [replace(record, status="faulted", passed=False, reason=why) for record, why in zip(records, reasons, strict=True)]
         return faulted, False
@@ -265,7 +271,7 @@ def run_on_gpu(job: Job) -> tuple[list[Record], bool]:
 
 GPU_WORK = Work(_start_on_gpu, run_on_gpu, job_seconds=20.0, start_seconds=60.0)
 GPU_WORKERS = 4
-_SIMULATED_WORK = Work(start_worker, _run_job)
+SIMULATED_WORK = Work(start_worker, _run_job)
 
 
 def _lost(case: BaseCase, target: Target, reduced: str, loss: Loss) -> list[Record]:
@@ -305,7 +311,7 @@ def _identity(case: BaseCase, target: Target) -> dict[str, Any]:
         "seed": case.seed,
         "sm_count": sm_count,
         "kernel_sha256": kernel_sha256,
-        "kernel": _kernel(case, arch),
+        "kernel": kernel_of(case, arch),
     }
 
 
@@ -322,7 +328,8 @@ def _device(case: BaseCase, target: Target, schedule: Schedule | None) -> Iterat
         yield device.findings
 
 
-def _run(case: BaseCase, target: Target, tensors: Operands, schedule: Schedule | None) -> _Outcome:
+def run_once(case: BaseCase, target: Target, tensors: Operands, schedule: Schedule | None) -> _Outcome:
+    """Call the API on fresh outputs once, on a GPU without a schedule."""
     for buffer in tensors.output_buffers.values():
         make_untouched(buffer.storage)
     start = time.perf_counter()
@@ -404,6 +411,7 @@ def _finish(base: dict[str, Any], reduced: str, faults: list[str], **figures: An
     return Record(**base, status=status, reason=reason, passed=not faults, **figures)
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
+    """Return the type of an error and the first line of its text."""
     first_line = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first_line}"
