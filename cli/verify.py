@@ -7,7 +7,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from hashlib import sha256
 from itertools import repeat
 from pathlib import Path
@@ -20,8 +20,9 @@ from cute_mla.runtime.artifacts import Artifacts, load_artifacts
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec.arch import ARCHS, Arch
 
-from .options import ALL, ARCH, Name, check_writable, did_you_mean, selected, write_file
+from .options import ALL, ARCH, Finite, Name, check_writable, did_you_mean, selected, write_file
 from .output import print_table
+from .verify_bits import JSON_SECONDS, compare_devices
 from .verify_progress import progress_of
 from .verify_summary import Run, Verdict, summarise
 
@@ -35,7 +36,6 @@ OPS = (
 )
 SUITES = ("quick", "smoke", "full")
 
-_JSON_SECONDS = 10.0  # period of writing the file, so that an interrupted run leaves its records
 _MOST_NAMES = 5
 _CODES = ("ptx", "sass")
 _BOTH = "both"
@@ -56,6 +56,8 @@ class Options:
     replay: str | None
     sample: str | None
     seed: int
+    case_seconds: float
+    against: str | None
     json: Path | None
     listed: bool
     stale_ok: bool
@@ -107,6 +109,18 @@ class Options:
     help="Run only N cases, drawn by the text, such as a commit: equal texts draw equal cases.",
 )
 @click.option("--seed", type=click.IntRange(0, (1 << 32) - 1), default=0, help="Seed of the tensors and of the schedules.")
+@click.option(
+    "--case-seconds",
+    type=Finite(min=0, min_open=True),
+    default=20.0,
+    help="Time of a case on a GPU, after which its process is killed and the case is recorded as hung.",
+)
+@click.option(
+    "--against",
+    type=Name(["sim"]),
+    show_default="the fp64 reference",
+    help="With --device cuda: compare the bits of the GPU's results with those of the simulated device with as many SMs.",
+)
 @click.option("--json", type=click.Path(dir_okay=False, path_type=Path), show_default="none", help="File for the records.")
 @click.option("--list", "listed", is_flag=True, help="List the cases of the suite and run nothing.")
 @click.option("--stale-ok", is_flag=True, help="Go on although the sources of this tree are not those of the built kernels.")
@@ -115,15 +129,21 @@ def verify(**chosen: Any) -> None:
     """Check every artefact's sha256, then run cases and compare their results with an fp64 reference.
 
     Succeeds if no artefact is damaged or stale, at least one case ran and every case that ran passed. A case whose kernel is missing or
-    damaged fails; the others run.
+    damaged fails; the others run. Nor does a kernel that hangs, faults or ends its process keep the others from running.
     """
     options = Options(**chosen)
+    if options.against and options.device != "cuda":
+        raise click.UsageError(f"--against {options.against}: the device is {options.device}; supported: --device cuda")
     check_writable("--json", options.json)
     jobs = _jobs(options)
     if options.listed:
         _list(jobs)
         return
     damages = _check_artifacts(options)
+    if options.against:
+        raise SystemExit(
+            compare_devices([_runner_job(job) for job in jobs if job[0].mode != "skipped"], options.case_seconds, options.json)
+        )
     begin = time.monotonic()
     run = _run(jobs, options)
     verdict = Verdict.of(run, time.monotonic() - begin, damages)
@@ -148,7 +168,7 @@ def _jobs(options: Options) -> list[Job]:
             click.echo(f"{arch.name}: no GPU of compute capability {arch.capabilities_text} here, nothing is run", err=True)
             continue
         for op in options.ops:
-            entries = suite(options.suite, op, simulated=kind == "sim", seed=options.seed)
+            entries = suite(options.suite, op, simulated=kind == "sim" or bool(options.against), seed=options.seed)
             orders = _orders([entry for entry in entries if entry.mode != "skipped"], arch, options, order)
             jobs += [(entry, runner.Target(arch.name, kind, () if entry.mode == "skipped" else next(orders))) for entry in entries]
     if options.sample is not None:
@@ -173,7 +193,11 @@ def _sampled(jobs: list[Job], sample: str, options: Options) -> list[Job]:
     drawn = sorted(running, key=lambda job: sha256(f"{text}/{job[1].arch}/{job[0].case.op}/{job[0].case.id}".encode()).digest())[
         : int(number)
     ]
-    named = [f"--{name} {value}" for name in ("arch", "device", "suite", "schedules", "code", "seed") if (value := getattr(options, name))]
+    named = [
+        f"--{name} {value}"
+        for name in ("arch", "device", "suite", "schedules", "code", "seed", "against")
+        if (value := getattr(options, name))
+    ]
     ops = [f"--op {op}" for op in options.op]
     click.echo(f"{len(drawn)} of {len(running)} cases; again: cute-mla verify {' '.join([*ops, *named])} --sample {quote(sample)}")
     return [job for job in running if job in drawn]
@@ -264,16 +288,17 @@ def _run(jobs: list[Job], options: Options) -> Run:
         [runner.skipped(entry.case, target, entry.reason)] if entry.mode == "skipped" else [] for entry, target in jobs
     ]
     to_run = [index for index, (entry, _) in enumerate(jobs) if entry.mode != "skipped"]
+    gpu = replace(runner.GPU_WORK, job_seconds=options.case_seconds)
     written, interrupted = time.monotonic(), False
     try:
         with (
             progress_of([jobs[index][0].case for index in to_run]) as progress,
-            closing(runner.run_all([_runner_job(jobs[index]) for index in to_run], on_start=progress.start)) as results,
+            closing(runner.run_all([_runner_job(jobs[index]) for index in to_run], on_start=progress.start, gpu=gpu)) as results,
         ):
             for position, done in results:
                 records[to_run[position]] = done
                 progress.end(position, done)
-                if time.monotonic() - written > _JSON_SECONDS:
+                if time.monotonic() - written > JSON_SECONDS:
                     _write(options.json, records)
                     written = time.monotonic()
     except KeyboardInterrupt:

@@ -17,6 +17,7 @@ from rich.table import Column
 from rich.text import Text
 
 from .output import duration
+from .verify_summary import failure
 
 if TYPE_CHECKING:
     from cute_mla.testing.cases.base import BaseCase
@@ -54,7 +55,7 @@ class Progress:
         self.running = +(self.running - Counter([f"{records[0].op} {records[0].case}"]))
         for record in records:
             if record.passed is False:
-                self.say(f"FAILED {record.arch} {record.op} {record.case}: {record.reason}")
+                self.say(f"{failure(record)} {record.arch} {record.op} {record.case}: {record.reason}")
 
     def say(self, line: str) -> None:
         """Print a line on stderr."""

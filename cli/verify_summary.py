@@ -26,6 +26,7 @@ _ERRORS = (
     ("max_logits max abs", "max_logits_max_abs"),
     ("lse_indexer max abs", "lse_indexer_max_abs"),
 )
+_LOST = ("hung", "faulted", "died")
 _DEVICES = {"sim": "the simulated device", "cuda": "a GPU"}
 
 
@@ -114,6 +115,7 @@ def summarise(run: Run, verdict: Verdict, suite_name: str, *, verbose: bool) -> 
         click.echo()
     if ran:
         _print_ops(run.records)
+    _print_kernels(flat)
     for record in ran:
         if not record.passed:
             _print_failure(record, suite_name)
@@ -125,6 +127,22 @@ def _print_ops(records: list[list[Record]]) -> None:
     rows = [_op_row(op, records) for op in dict.fromkeys(record.op for case in records for record in case)]
     shown = [i for i, name in enumerate(_OP_COLUMNS) if name not in _IF_ANY or any(row[i] for row in rows)]
     print_table([_OP_COLUMNS[i] for i in shown], [[row[i] for i in shown] for row in rows])
+
+
+def failure(record: Record) -> str:
+    """Return how a record failed: FAILED, or what its process did."""
+    return record.status.upper() if record.status in _LOST else "FAILED"
+
+
+def _print_kernels(records: list[Record]) -> None:
+    """Print for each kernel with a failed run how many of its runs failed, hung, faulted, ended their process, passed or were left out."""
+    outcomes: dict[str, Counter[str]] = {}
+    for record in records:
+        outcome = "not run" if record.passed is None else "passed" if record.passed else failure(record).lower()
+        outcomes.setdefault(record.kernel, Counter())[outcome] += 1
+    for kernel, numbers in outcomes.items():
+        if set(numbers) & {"failed", *_LOST}:
+            click.echo(f"{kernel}: {', '.join(f'{number} {outcome}' for outcome, number in sorted(numbers.items()))}")
 
 
 def _op_row(op: str, records: list[list[Record]]) -> tuple[object, ...]:
@@ -152,7 +170,7 @@ def _row(record: Record) -> tuple[object, ...]:
         record.arch,
         record.device,
         record.schedule,
-        "FAILED" if record.passed is False else record.status,
+        failure(record) if record.passed is False else record.status,
         *(None if error is None else float(f"{error:.1e}") for error in errors),
         len(record.findings),
         round(record.seconds, 2),
@@ -167,7 +185,7 @@ def _replay(record: Record, suite_name: str) -> str:
 
 def _print_failure(record: Record, suite_name: str) -> None:
     """Print a failed run with its reason, all of its findings, and the command that repeats it."""
-    click.echo(f"FAILED {record.arch} {record.device} {record.schedule or ''} {record.case}: {record.reason}")
+    click.echo(f"{failure(record)} {record.arch} {record.device} {record.schedule or ''} {record.case}: {record.reason}")
     for finding in record.findings:
         click.echo(f"    {finding}")
     click.echo(f"    again: {_replay(record, suite_name)}")

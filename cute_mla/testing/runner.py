@@ -8,24 +8,19 @@ from __future__ import annotations
 
 import math
 import os
-import signal
 import time
+import traceback
 from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor
-from concurrent.futures import wait as wait_for_futures
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count
-from multiprocessing import active_children, get_context, parent_process, resource_tracker
-from multiprocessing.connection import wait
-from threading import Thread, current_thread, main_thread
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
+from ..manifest import kernel_name
 from ..runtime.artifacts import load_artifacts
 from ..runtime.current import simulate
 from ..runtime.errors import ArtifactError
@@ -36,9 +31,10 @@ from .collector import collect_seldom
 from .compare import Comparison, ErrorLimit, Tolerance, compare, same_bits, with_error_limit
 from .job_queue import JobQueue
 from .operations import Result, operation
+from .processes import Loss, Work, end_with_parent, run_jobs
 
 Kind = Literal["sim", "cuda"]
-Status = Literal["passed", "failed", "skipped", "reduced"]
+Status = Literal["passed", "failed", "skipped", "reduced", "hung", "faulted", "died"]
 
 SCHEDULES = ("round_robin", "lazy", "random", "adversarial")
 USUAL_SCHEDULES = 2  # of which `cute-mla verify` runs a case under one or, in the quick suite, under all
@@ -75,14 +71,14 @@ def schedules_in_turn(cases: Sequence[BaseCase], arch: Arch, seed: int, codes: S
     They alternate over the cases of a kernel, so that it meets both. Its first case has another one on the next architecture.
     """
     first = list(ARCHS).index(arch.name)
-    turns: dict[tuple[str, str], Iterator[int]] = defaultdict(lambda: count(first))
-    names = (SCHEDULES[next(turns[_kernel(case, arch)]) % USUAL_SCHEDULES] for case in cases)
+    turns: dict[str, Iterator[int]] = defaultdict(lambda: count(first))
+    names = (SCHEDULES[next(turns[kernel_of(case, arch)]) % USUAL_SCHEDULES] for case in cases)
     return [tuple(Schedule(name, seed, code) for code in codes) for name in names]
 
 
-def _kernel(case: BaseCase, arch: Arch) -> tuple[str, str]:
-    """Return the op and the config of the kernel that serves a case."""
-    return case.kernel_op, case.problem(arch).config.name
+def kernel_of(case: BaseCase, arch: Arch) -> str:
+    """Return the name of the kernel that serves a case."""
+    return kernel_name(case.kernel_op, arch.name, case.problem(arch).config.name)
 
 
 @dataclass(frozen=True)
@@ -104,8 +100,9 @@ class Record:
     out_max_abs, out_cos_diff, out_cos_limit: errors of out and the bound of the second; of a backward call, those of the gradient nearest
     its bound.
     status "reduced": the case ran in the reduced form that `case` names; reason says what was cut, and what failed, if anything.
+    "hung": no answer in time; "faulted": the GPU takes no more calls of its process; "died": its process ended; passed is False for each.
     code: "ptx" or "sass" on the simulated device. kernel_sha256: hash of the cubin, "" if it is not built. seconds: time of the API call
-    with its kernels, on a GPU including the set-up of the first call.
+    with its kernels, on a GPU including the set-up of the first call. kernel: name of the kernel that the case is about.
     """
 
     op: str
@@ -129,6 +126,7 @@ class Record:
     findings: list[str] = field(default_factory=list)
     seconds: float = 0.0
     code: str | None = None
+    kernel: str = ""
 
 
 @dataclass(frozen=True)
@@ -180,11 +178,11 @@ def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
         ran = {"schedule": None, "code": None} if schedule is None else {"schedule": str(schedule), "code": schedule.code}
         base = {**_identity(case, target), **ran}
         try:
-            outcome = _run(case, target, tensors, schedule)
+            outcome = run_once(case, target, tensors, schedule)
         except ArtifactError:
             raise
         except Exception as error:
-            records.append(_finish(base, reduced, [_brief(error)], findings=[str(item) for item in getattr(error, "findings", ())]))
+            records.append(_finish(base, reduced, [brief(error)], findings=[str(item) for item in getattr(error, "findings", ())]))
             continue
         if not case.results_defined:
             records.append(_finish(base, reduced, _faults(outcome), findings=list(outcome.findings), seconds=outcome.seconds))
@@ -197,117 +195,97 @@ def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
 
 
 def run_all(
-    jobs: Sequence[Job], workers: int | None = None, on_start: Callable[[BaseCase], None] = lambda case: None
+    jobs: Sequence[Job], workers: int | None = None, on_start: Callable[[BaseCase], None] = lambda case: None, gpu: Work | None = None
 ) -> Generator[tuple[int, list[Record]], None, None]:
-    """Run jobs (case, target, what was reduced) and yield the index and the records of each job as it ends.
+    """Run jobs (case, target, what was reduced) in worker processes and yield the index and the records of each job as it ends.
 
-    Worker processes (default: one per CPU) run the jobs on the simulated device, in the order of JobQueue. This process runs the jobs on a
-    GPU in order. on_start: takes each case before it starts, so that the log names a kernel that hangs the GPU. A kernel that is missing or
-    damaged fails its cases. Any other exception, such as that of Ctrl-C, or closing the iterator ends the processes at once.
+    workers: by default one per CPU for the simulated device, in the order of JobQueue, and GPU_WORKERS for a GPU, a case of each kernel
+    first. on_start: takes each case before it starts. gpu: what processes do on a GPU, by default GPU_WORK. An exception in a process fails
+    its case. An exception here, such as that of Ctrl-C, or closing the iterator ends the processes at once.
     """
-    on_gpu = [index for index, job in enumerate(jobs) if job[1].kind == "cuda"]
-    simulated = [index for index, job in enumerate(jobs) if job[1].kind == "sim"]
-    for index in on_gpu:
-        on_start(jobs[index][0])
-        try:
-            records = run_case(*jobs[index])
-        except ArtifactError as error:
-            records = _lost(*jobs[index], error)
-        yield index, records
-    if simulated:
-        workers = min(workers or os.cpu_count() or 1, len(simulated))
-        yield from _run_simulated({index: jobs[index] for index in simulated}, workers, on_start)
+    for kind, work in (("cuda", gpu or GPU_WORK), ("sim", SIMULATED_WORK)):
+        order = [index for index, job in enumerate(jobs) if job[1].kind == kind]
+        chosen = [jobs[index] for index in order]
+        for position, answer in deal(chosen, work, on_start, workers):
+            yield order[position], _lost(*chosen[position], answer) if isinstance(answer, Loss) else answer
 
 
-def _run_simulated(jobs: Mapping[int, Job], workers: int, on_start: Callable[[BaseCase], None]) -> Iterator[tuple[int, list[Record]]]:
-    """Run jobs in worker processes. Each worker is a pool of its own, so that jobs can be dealt out by kernel."""
-    order = list(jobs)
-    kernels = [(target.arch, *_kernel(case, ARCHS[target.arch])) for case, target, _ in jobs.values()]
-    queue = JobQueue([case.tiles for case, _, _ in jobs.values()], kernels)
-    others = set(active_children())
-    pools = [_worker() for _ in range(workers)]
-    running: dict[Future[list[Record]], tuple[int, int]] = {}
-
-    def start(worker: int) -> None:
-        position = queue.take(worker)
-        if position is not None:
-            job = jobs[order[position]]
-            on_start(job[0])
-            with _interrupts_held():
-                running[pools[worker].submit(run_case, *job)] = worker, order[position]
-
-    try:
-        for worker in range(workers):
-            start(worker)
-        while running:
-            for future in wait_for_futures(running, return_when=FIRST_COMPLETED).done:
-                worker, index = running.pop(future)
-                try:
-                    records = future.result()
-                except ArtifactError as error:
-                    records = _lost(*jobs[index], error)
-                except BrokenProcessPool as error:  # the worker was killed, usually for lack of memory
-                    records = _lost(*jobs[index], error)
-                    pools[worker] = _worker()
-                start(worker)
-                yield index, records
-    except BaseException:
-        for process in set(active_children()) - others:
-            process.kill()  # in the middle of its case
-        raise
-    finally:
-        for pool in pools:
-            pool.shutdown(wait=True, cancel_futures=True)
+def deal(jobs: Sequence[Job], work: Work, on_start: Callable[[BaseCase], None], workers: int | None = None) -> Iterator[tuple[int, Any]]:
+    """Run jobs of one kind of device in worker processes, as run_all does; yield the index and the answer or Loss of each."""
+    kernels = [kernel_of(case, ARCHS[target.arch]) for case, target, _ in jobs]
+    on_gpu = bool(jobs) and jobs[0][1].kind == "cuda"
+    take = _kernels_in_turn(kernels) if on_gpu else JobQueue([case.tiles for case, _, _ in jobs], kernels).take
+    most = GPU_WORKERS if on_gpu else os.cpu_count() or 1
+    return run_jobs(jobs, kernels, take, work, min(workers or most, len(jobs)), lambda job: on_start(job[0]))
 
 
-@contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back until the end. Processes started inside never get it, though a terminal sends it to all: this process ends them.
-
-    They inherit a mask that blocks the signal. This process would lose a signal that it ignored in the meantime.
-    """
-    if current_thread() is not main_thread():
-        yield
-        return
-    resource_tracker.ensure_running()  # its start would unblock the signal
-    held: list[int] = []
-    before = signal.signal(signal.SIGINT, lambda number, _: held.append(number))  # in case that another thread takes it
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        signal.signal(signal.SIGINT, before)
-    if held:
-        signal.raise_signal(signal.SIGINT)
-
-
-def _worker() -> ProcessPoolExecutor:
-    return ProcessPoolExecutor(1, mp_context=get_context("spawn"), initializer=start_worker)
+def _kernels_in_turn(kernels: Sequence[str]) -> Callable[[int], int | None]:
+    """Return what gives workers the first job of each kernel, then the second ones: a GPU may be there for minutes only."""
+    turns: dict[str, Iterator[int]] = defaultdict(count)
+    turn = [next(turns[kernel]) for kernel in kernels]
+    order = iter(sorted(range(len(kernels)), key=turn.__getitem__))
+    return lambda worker: next(order, None)
 
 
 def start_worker() -> None:
-    """Limit a worker to one thread, and end it with its parent: workers of a killed parent would run the rest of the queue.
-
-    The garbage collector no longer looks at modules imported so far.
-    """
+    """Limit a worker to one thread, and end it with its parent. The garbage collector no longer looks at modules imported so far."""
     torch.set_num_threads(1)
     collect_seldom()
-    Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
 
 
-def _end_with_parent() -> None:
-    parent = parent_process()
-    if parent is not None:
-        wait([parent.sentinel])
-        os._exit(1)
+def _start_on_gpu() -> None:
+    start_worker()
+    touch_gpu()
 
 
-def _lost(case: BaseCase, target: Target, reduced: str, error: Exception) -> list[Record]:
-    """Return the records of a case that an error ended, of its kernels or of its process."""
+def touch_gpu() -> None:
+    """Raise the error that an earlier call has left on the GPU, if there is one, and give back its unused memory."""
+    torch.cuda.empty_cache()
+    torch.zeros(1, device="cuda")
+    torch.cuda.synchronize()
+
+
+def _run_job(job: Job) -> tuple[list[Record], bool]:
+    """Run a job in its process. Any exception, such as that of a kernel that is missing, fails the case."""
+    try:
+        return run_case(*job), True
+    except Exception as error:
+        if not isinstance(error, ArtifactError):
+            traceback.print_exc()
+        return _unrun(*job, brief(error)), True
+
+
+def run_on_gpu(job: Job) -> tuple[list[Record], bool]:
+    """Run a job on the GPU. After an error that stays, the case is faulted, and no other can run in this process."""
+    records, _ = _run_job(job)
+    try:
+        touch_gpu()
+    except Exception as error:
+        text = brief(error)
+        reasons = [record.reason if text in record.reason else "; ".join(filter(None, (record.reason, text))) for record in records]
+        faulted = [replace(record, status="faulted", passed=False, reason=why) for record, why in zip(records, reasons, strict=True)]
+        return faulted, False
+    return records, True
+
+
+GPU_WORK = Work(_start_on_gpu, run_on_gpu, job_seconds=20.0, start_seconds=60.0)
+GPU_WORKERS = 4
+SIMULATED_WORK = Work(start_worker, _run_job)
+
+
+def _lost(case: BaseCase, target: Target, reduced: str, loss: Loss) -> list[Record]:
+    """Return the records of a case whose process hung or died, or that was left out."""
+    if loss.status == "skipped":
+        return [skipped(case, target, loss.reason)]
+    return [replace(record, status=loss.status) for record in _unrun(case, target, reduced, loss.reason)]
+
+
+def _unrun(case: BaseCase, target: Target, reduced: str, fault: str) -> list[Record]:
+    """Return the failed records of a case that did not come to its end."""
     identity = _identity(case, target)
     orders = [str(schedule) for schedule in target.schedules] if target.kind == "sim" else [None]
-    return [_finish({**identity, "schedule": order}, reduced, [_brief(error)]) for order in orders]
+    return [_finish({**identity, "schedule": order}, reduced, [fault]) for order in orders]
 
 
 def call(case: BaseCase, tensors: Operands, workspace: Tensor | None = None) -> Result:
@@ -333,6 +311,7 @@ def _identity(case: BaseCase, target: Target) -> dict[str, Any]:
         "seed": case.seed,
         "sm_count": sm_count,
         "kernel_sha256": kernel_sha256,
+        "kernel": kernel_of(case, arch),
     }
 
 
@@ -349,7 +328,8 @@ def _device(case: BaseCase, target: Target, schedule: Schedule | None) -> Iterat
         yield device.findings
 
 
-def _run(case: BaseCase, target: Target, tensors: Operands, schedule: Schedule | None) -> _Outcome:
+def run_once(case: BaseCase, target: Target, tensors: Operands, schedule: Schedule | None) -> _Outcome:
+    """Call the API on fresh outputs once, on a GPU without a schedule."""
     for buffer in tensors.output_buffers.values():
         make_untouched(buffer.storage)
     start = time.perf_counter()
@@ -431,6 +411,7 @@ def _finish(base: dict[str, Any], reduced: str, faults: list[str], **figures: An
     return Record(**base, status=status, reason=reason, passed=not faults, **figures)
 
 
-def _brief(error: Exception) -> str:
+def brief(error: Exception) -> str:
+    """Return the type of an error and the first line of its text."""
     first_line = (str(error).splitlines() or [""])[0]
     return f"{type(error).__name__}: {first_line}"

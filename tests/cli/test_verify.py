@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
 from cute_mla.testing.cases.sparse_decode import SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.cases.topk_indices import TopkIndicesCase
+from cute_mla.testing.processes import Work
 from cute_mla.testing.runner import Record, Schedule, Target
 from cute_mla.testing.suites.entries import SuiteEntry
 
@@ -62,6 +64,7 @@ def record_of(case: DenseDecodeCase, target: Target, passed: bool | None, **fiel
         kernel_sha256="01",
         status=status,
         passed=passed,
+        kernel=f"dense_decode_{target.arch}_bf16_cluster1",
         **{**figures, **fields},
     )
 
@@ -72,9 +75,10 @@ class StandIn:
     def __init__(self) -> None:
         self.failing: dict[str, dict[str, Any]] = {}
         self.jobs: list[Job] = []
+        self.case_seconds = 0.0
 
-    def run_all(self, jobs: Sequence[Job], on_start: Callable[[DenseDecodeCase], None]) -> Iterator[tuple[int, list[Record]]]:
-        self.jobs = list(jobs)
+    def run_all(self, jobs: Sequence[Job], on_start: Callable[[DenseDecodeCase], None], gpu: Work) -> Iterator[tuple[int, list[Record]]]:
+        self.jobs, self.case_seconds = list(jobs), gpu.job_seconds
         for case, _, _ in jobs[:1]:
             on_start(case)
         for index in reversed(range(len(jobs))):
@@ -148,6 +152,40 @@ def test_one_failed_run_is_failure_and_is_explained(stand_in: StandIn) -> None:
     assert f"FAILED sm100 sim round_robin {WHOLE.id}: out: wrong" in lines
     where = lines.index(f"FAILED sm90 sim round_robin {WHOLE.id}: out: wrong")
     assert lines[where + 1 : where + 8] == [f"    {finding}" for finding in ("deadlock", *"abcdef")]  # all of them
+
+
+@pytest.mark.parametrize("status", ["hung", "faulted", "died"])
+def test_a_lost_case_is_failure_under_its_kernel(stand_in: StandIn, status: str) -> None:
+    stand_in.failing[WHOLE.id] = {"status": status, "reason": "the text"}
+    result = invoke("--arch", "sm90", "--schedules", "1")
+    assert result.exit_code == 1
+    assert f"{status.upper()} sm90 dense_decode {WHOLE.id}: the text" in result.stderr.splitlines()
+    lines = result.stdout.splitlines()
+    assert f"dense_decode_sm90_bf16_cluster1: 1 {status}, 1 not run, 1 passed" in lines
+    assert f"{status.upper()} sm90 sim round_robin {WHOLE.id}: the text" in lines
+    assert lines[-1].startswith("FAILED: 1 of 2 cases")
+
+
+def test_records_are_written_as_they_come(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A killed run has lost those of the last seconds only."""
+    file = tmp_path / "records.json"
+    clock = itertools.count(0, 3)
+
+    def run_all(*arguments: Any, **options: Any) -> Iterator[tuple[int, list[Record]]]:
+        for number, result in enumerate(stand_in.run_all(*arguments, **options)):
+            assert not number or len(json.loads(file.read_text())) == 2 * number + 2  # 2 are skipped from the beginning
+            yield result
+
+    monkeypatch.setattr(runner, "run_all", run_all)
+    monkeypatch.setattr("cute_mla.cli.verify.time.monotonic", lambda: next(clock))
+    assert invoke("--json", str(file), "--schedules", "2").exit_code == 0
+
+
+def test_a_case_on_a_gpu_has_a_time_limit(stand_in: StandIn) -> None:
+    invoke()
+    assert stand_in.case_seconds == 20
+    invoke("--case-seconds", "2.5")
+    assert stand_in.case_seconds == 2.5
 
 
 def test_a_failed_run_says_how_to_run_it_again(stand_in: StandIn) -> None:
@@ -299,6 +337,7 @@ WRONG = [
     ("--op", "x"),
     ("--schedules", "0"),
     ("--seed", "-1"),
+    *(("--case-seconds", value) for value in ("0", "-1", "nan", "inf", "x")),
     ("--sample", "0"),
     ("--sample", "x"),
     ("--sample", "1", "--replay", WHOLE.id),
@@ -369,7 +408,7 @@ def test_json_holds_every_record_in_the_suites_order(stand_in: StandIn, tmp_path
     assert list(entries[0]) == [
         *("op", "arch", "case", "config", "device", "schedule", "seed", "sm_count", "kernel_sha256", "status", "reason", "passed"),
         *("out_max_abs", "out_cos_diff", "out_cos_limit", "lse_max_abs", "max_logits_max_abs", "lse_indexer_max_abs"),
-        *("findings", "seconds", "code"),
+        *("findings", "seconds", "code", "kernel"),
     ]
     assert [entry["status"] for entry in entries] == ["skipped", "failed", "reduced"]
     assert [entry["passed"] for entry in entries] == [None, False, True]
@@ -400,9 +439,9 @@ def test_json_is_checked_before_anything_runs(stand_in: StandIn, tmp_path: Path,
 def test_an_interruption_keeps_what_was_done(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     closed = []
 
-    def interrupted(jobs: Sequence[Job], on_start: Callable[[DenseDecodeCase], None]) -> Iterator[tuple[int, list[Record]]]:
+    def interrupted(*arguments: Any, **options: Any) -> Iterator[tuple[int, list[Record]]]:
         try:
-            yield next(stand_in.run_all(jobs, on_start))
+            yield next(stand_in.run_all(*arguments, **options))
             raise KeyboardInterrupt
         finally:
             closed.append(True)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +15,8 @@ from cute_mla.manifest import MANIFEST_NAME, Manifest
 from cute_mla.runtime.artifacts import FOLDER_VARIABLE, load_artifacts
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
-from cute_mla.testing.runner import Target, run_all, schedules
+from cute_mla.testing.processes import Work
+from cute_mla.testing.runner import Job, Record, Target, run_all, schedules, skipped, start_worker
 from tests.support.tree import ROOT
 
 SMALL = DenseDecodeCase(s_k=20, h_q=4, sm_count=1)
@@ -34,6 +38,25 @@ def test_each_case_is_named_as_it_starts() -> None:
     started: list[BaseCase] = []
     list(run_all([(SMALL, Target("sm90", "sim"), ""), (LARGE, Target("sm90", "sim"), "")], workers=1, on_start=started.append))
     assert started == [LARGE, SMALL]
+
+
+def hang_with_four_heads(job: Job) -> tuple[list[Record], bool]:
+    """Take the place of a kernel that never returns, beside one that answers."""
+    case, target, _ = job
+    if isinstance(case, DenseDecodeCase) and case.h_q == 4 and case.dtype == "fp16":
+        time.sleep(600)
+    return [skipped(case, replace(target, kind="sim"), "a stand-in")], True
+
+
+def test_a_kernel_that_hangs_on_a_gpu_is_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(multi_processor_count=114))
+    work = Work(start_worker, hang_with_four_heads, job_seconds=0.5, start_seconds=60)
+    jobs: list[Job] = [(LARGE, Target("sm90", "cuda"), ""), (SMALL, Target("sm90", "cuda"), "")]
+    results = dict(run_all(jobs, gpu=work))
+    assert results[1][0].reason == "a stand-in"
+    (record,) = results[0]
+    assert (record.status, record.passed, record.reason) == ("hung", False, "no answer within 0.5 s")
+    assert (record.kernel, record.case, record.device, record.sm_count) == ("dense_decode_sm90_fp16_cluster1", LARGE.id, "cuda", 114)
 
 
 # To the whole process group, as a terminal does: in the middle of the case, or between the start of the worker and the next case.

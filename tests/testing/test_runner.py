@@ -9,9 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -29,6 +27,7 @@ from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase, make_dense_decode_tensors
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.operations import OPERATIONS
+from cute_mla.testing.processes import Loss
 from cute_mla.testing.runner import Record, Schedule, Target, run_case, schedules
 
 Fault = Callable[[Tensor, Tensor, Tensor], None]  # changes out, lse and workspace as a faulty kernel would
@@ -100,7 +99,7 @@ def test_a_record_says_what_ran(kernel: StandIn) -> None:
     assert list(asdict(record)) == [
         *("op", "arch", "case", "config", "device", "schedule", "seed", "sm_count", "kernel_sha256", "status", "reason", "passed"),
         *("out_max_abs", "out_cos_diff", "out_cos_limit", "lse_max_abs", "max_logits_max_abs", "lse_indexer_max_abs"),
-        *("findings", "seconds", "code"),
+        *("findings", "seconds", "code", "kernel"),
     ]
     assert (record.op, record.arch, record.device, record.schedule, record.code) == ("dense_decode", "sm90", "sim", "round_robin", "ptx")
     assert record.case == replace(CASE, seed=3, sm_count=5).id
@@ -304,41 +303,74 @@ def test_a_gpu_runs_a_case_once_and_is_waited_for(kernel: StandIn, monkeypatch: 
     assert (record.device, record.schedule, record.sm_count, record.passed) == ("cuda", None, 114, True)
 
 
-def test_a_gpu_job_is_named_before_it_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that a kernel that never returns is known by name."""
-    seen: list[str] = []
+@pytest.fixture
+def gpu(kernel: StandIn, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the errors that the stand-in of a GPU raises, one for each call from now on."""
+    errors: list[str] = []
 
-    def ran(case: DenseDecodeCase, target: Target, reduced: str) -> list[Record]:
-        seen.append(f"ran {case.h_q}")
-        return []
+    def synchronize() -> None:
+        if errors:
+            raise RuntimeError(errors[0])
 
-    def started(case: BaseCase) -> None:
-        assert isinstance(case, DenseDecodeCase)
-        seen.append(f"start {case.h_q}")
+    def decode(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        results = kernel.decode(*args, **kwargs)
+        synchronize()
+        return results
 
-    monkeypatch.setattr(runner, "run_case", ran)
-    jobs = [(DenseDecodeCase(h_q=h_q), Target("sm90", "cuda", schedules(1, 0)), "") for h_q in (1, 2)]
-    list(runner.run_all(jobs, on_start=started))
-    assert seen == ["start 1", "ran 1", "start 2", "ran 2"]
+    on_cpu = replace(OPERATIONS["dense_decode"], make_tensors=lambda case, device: make_dense_decode_tensors(case, "cpu"), function=decode)
+    monkeypatch.setitem(OPERATIONS, "dense_decode", on_cpu)
+    zeros = torch.zeros
+    monkeypatch.setattr("torch.zeros", lambda *shape, **options: zeros(*shape, **{**options, "device": "cpu"}))
+    monkeypatch.setattr("torch.cuda.synchronize", synchronize)
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: None)
+    monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(multi_processor_count=114))
+    return errors
 
 
-def test_a_process_that_dies_fails_its_case_and_not_the_run(kernel: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    class DeadPool(ThreadPoolExecutor):
-        def __init__(self, workers: int, **options: Any) -> None:
-            super().__init__(workers)
+CUDA = Target("sm90", "cuda")
+ILLEGAL = "CUDA error: an illegal memory access was encountered"
 
-        def submit(self, *args: Any, **kwargs: Any) -> Any:
-            return super().submit(die)
 
-    def die() -> None:
-        raise BrokenProcessPool("a process was terminated abruptly")
+def test_an_error_that_stays_on_the_gpu_is_a_fault(gpu: list[str], kernel: StandIn) -> None:
+    (record,), fit = runner.run_on_gpu((CASE, CUDA, ""))
+    assert (record.status, record.passed, fit) == ("passed", True, True)
+    kernel.fault = raise_an_error
+    (record,), fit = runner.run_on_gpu((CASE, CUDA, ""))
+    assert (record.status, record.passed, fit) == ("failed", False, True)
+    kernel.fault = lambda out, lse, workspace: gpu.append(ILLEGAL)
+    (record,), fit = runner.run_on_gpu((CASE, CUDA, ""))
+    assert (record.status, record.passed, fit) == ("faulted", False, False)
+    assert (record.kernel, record.case, record.reason) == ("dense_decode_sm90_bf16_cluster1", CASE.id, f"RuntimeError: {ILLEGAL}")
 
-    monkeypatch.setattr(runner, "ProcessPoolExecutor", DeadPool)
-    ((index, records),) = runner.run_all([(CASE, replace(SIM, schedules=schedules(2, 0)), "")])
-    assert index == 0
-    assert [record.schedule for record in records] == ["round_robin", "lazy"]
-    assert {record.reason for record in records} == {"BrokenProcessPool: a process was terminated abruptly"}
-    assert {record.passed for record in records} == {False}
+
+def test_an_error_after_the_case_is_a_fault(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: gpu.append(ILLEGAL))
+    (record,), fit = runner.run_on_gpu((CASE, CUDA, "cut"))
+    assert (record.status, record.passed, record.reason, fit) == ("faulted", False, f"cut; RuntimeError: {ILLEGAL}", False)
+
+
+@pytest.mark.parametrize("target", [CUDA, replace(SIM, schedules=schedules(2, 0))])
+def test_a_case_without_an_answer_has_records(gpu: list[str], monkeypatch: pytest.MonkeyPatch, target: Target) -> None:
+    losses = [Loss("hung", "no answer within 20 s"), Loss("died", "exit code 7"), Loss("skipped", "3 of it hung"), []]
+    monkeypatch.setattr(runner, "run_jobs", lambda jobs, *_: zip(range(len(jobs)), losses, strict=False))
+    results = dict(runner.run_all([(replace(CASE, seed=seed), target, "cut") for seed in range(len(losses))]))
+    orders = [None] if target.kind == "cuda" else ["round_robin", "lazy"]
+    for index, (status, reason) in enumerate((("hung", "cut; no answer within 20 s"), ("died", "cut; exit code 7"))):
+        assert [(record.status, record.passed, record.reason, record.schedule) for record in results[index]] == [
+            (status, False, reason, order) for order in orders
+        ]
+    assert [(record.status, record.passed, record.reason) for record in results[2]] == [("skipped", None, "3 of it hung")]
+    assert results[3] == []
+
+
+def test_a_gpu_gets_a_case_of_each_kernel_first(gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def run_jobs(jobs: Sequence[Any], groups: Sequence[str], take: Callable[[int], int | None], *_: Any) -> Iterator[tuple[int, Any]]:
+        while (index := take(0)) is not None:
+            yield index, []
+
+    monkeypatch.setattr(runner, "run_jobs", run_jobs)
+    cases = [replace(CASE, dtype=dtype, seed=seed) for dtype in ("bf16", "fp16") for seed in range(2)]
+    assert [index for index, _ in runner.run_all([(case, CUDA, "") for case in cases])] == [0, 2, 1, 3]
 
 
 def test_a_reduced_case_keeps_its_status_and_its_verdict(kernel: StandIn) -> None:
