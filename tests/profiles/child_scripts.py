@@ -28,7 +28,7 @@ def scripted(step: Step) -> Callable[[str], object]:
             time.sleep(float(value))
         elif kind == "steps":
             for _ in range(6):
-                time.sleep(0.2)
+                time.sleep(0.3)
                 step("another")
         elif kind == "exit":
             os._exit(7)
