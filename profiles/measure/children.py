@@ -6,11 +6,12 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from multiprocessing import get_context, parent_process
+from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
-from threading import Thread
 from typing import Any, TypeAlias
+
+from ...testing.processes import end_with_parent
 
 Step: TypeAlias = Callable[[str], None]  # tells the parent what the child is about to do
 Make: TypeAlias = Callable[[Step], Callable[[Any], Any]]  # called in the child; returns what answers its requests
@@ -115,7 +116,7 @@ class Child:
 
 def _serve(pipe: Connection, make: Make) -> None:
     """Answer requests until an exception. The process then ends without any clean-up, which may hang on a broken device."""
-    Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     try:
         work = make(lambda step: pipe.send(("step", step)))
         answer = None
@@ -126,10 +127,3 @@ def _serve(pipe: Connection, make: Make) -> None:
         pipe.send((FAULTED, f"{type(error).__name__}: {error}".splitlines()[0]))
     finally:
         os._exit(1)
-
-
-def _end_with_parent() -> None:
-    parent = parent_process()
-    assert parent is not None
-    wait([parent.sentinel])
-    os._exit(1)
