@@ -1,7 +1,8 @@
 """Parallel build of kernels into a folder of artefacts: cubins, PTX and the manifest.
 
-Each kernel is compiled in a separate process, so that state of another compilation cannot reach its bytes. One build at a time writes
-to a folder, and a kernel's files are moved in only after the kernel has passed every gate.
+Each kernel is compiled in a separate process, so that state of another compilation cannot reach its bytes. The processes are forked from
+one that has imported the DSL and has compiled nothing: the import takes longer than most kernels. One build at a time writes to a folder,
+and a kernel's files are moved in only after the kernel has passed every gate.
 """
 
 from __future__ import annotations
@@ -180,10 +181,11 @@ def _build_in_processes(variants: Sequence[Variant], fingerprints: dict[str, str
     if not variants:
         return
     others = set(multiprocessing.active_children())
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cutlass.cute", __name__])
     pool = ProcessPoolExecutor(
-        jobs, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1, initializer=signal.signal,
-        initargs=(signal.SIGINT, signal.SIG_IGN),
-    )  # fmt: skip
+        jobs, mp_context=context, max_tasks_per_child=1, initializer=signal.signal, initargs=(signal.SIGINT, signal.SIG_IGN)
+    )
     try:
         futures: dict[Future[KernelReport], Variant] = {
             pool.submit(build_one, variant, fingerprints[variant.name], staging): variant for variant in variants
