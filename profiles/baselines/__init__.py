@@ -9,7 +9,6 @@ from .flash_attention import FlashAttention4
 from .flash_attention_3 import FlashAttention3
 from .flash_mla import FlashMla
 from .sdpa import Sdpa
-from .triton_decode import TritonDecode
 
 BASELINES: tuple[Baseline, ...] = (
     FlashMla(),
@@ -17,5 +16,4 @@ BASELINES: tuple[Baseline, ...] = (
     FlashAttention4(),
     Sdpa("cuDNN", SDPBackend.CUDNN_ATTENTION, padded=False),
     Sdpa("SDPA flash", SDPBackend.FLASH_ATTENTION, padded=True),
-    TritonDecode(),
 )

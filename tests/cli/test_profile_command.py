@@ -227,7 +227,7 @@ def timed_document(**changes: Any) -> dict[str, Any]:
         "fraction_of_limit": 0.841, "shape": {"lengths": [4096] * 128, "h_q": 128, "s_q": 1, "operands": "latent"},
         "peers": {
             "FlashMLA": {"status": "timed", "reason": "", "us": {"median": 250.0}, "ratio": {"median": 0.889}},
-            "Triton": {"status": "absent", "reason": "not installed: No module named 'triton'"},
+            "FA3": {"status": "absent", "reason": "not installed: No module named 'fa3_fwd_interface'"},
             "Wrong": {"status": "wrong", "reason": "out[0]: 3 of 4 elements out of bounds"},
         }, **changes,
     }  # fmt: skip
@@ -262,8 +262,8 @@ def test_peers_are_columns_if_they_were_timed_and_reasons_if_not() -> None:
     header, row = [line for line in result.output.splitlines() if line.startswith(("row", "D1.fixed"))][:2]
     assert header.split("  ")[-1] == "/ FlashMLA"
     assert row.split()[-1] == "0.889"
-    assert "/ Triton" not in result.output
-    assert "Triton absent in D1.fixed: not installed: No module named 'triton'" in result.output
+    assert "/ FA3" not in result.output
+    assert "FA3 absent in D1.fixed: not installed: No module named 'fa3_fwd_interface'" in result.output
     assert "Wrong wrong in D1.fixed: out[0]: 3 of 4 elements out of bounds" in result.output
 
 

@@ -47,7 +47,6 @@ OUTSIDE: dict[str, set[str]] = {
     "cuda": {"runtime"},
     "click": {"cli"},
     "rich": {"cli", "profiles"},
-    "triton": {"profiles"},
     "safetensors": {"layer", "convert"},
     "tokenizers": {"convert"},
     **{engine: {"engines"} for engine in ("vllm", "sglang")},

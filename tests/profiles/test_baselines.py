@@ -1,12 +1,11 @@
 """Adapters of other libraries, as far as they go without a GPU.
 
-Fakes insist on each library's conventions and compute by the reference. torch's attention and our Triton kernels run on the CPU.
+Fakes insist on each library's conventions and compute by the reference. torch's attention runs on the CPU.
 """
 
 from __future__ import annotations
 
 import math
-import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
@@ -18,12 +17,11 @@ from torch.nn.attention import SDPBackend
 
 from cute_mla import reference
 from cute_mla.cache import dequantise_cache
-from cute_mla.profiles.baselines import BASELINES, triton_decode
+from cute_mla.profiles.baselines import BASELINES
 from cute_mla.profiles.baselines import flash_attention as fa4
 from cute_mla.profiles.baselines import flash_attention_3 as fa3
 from cute_mla.profiles.baselines import flash_mla as fm
 from cute_mla.profiles.baselines.sdpa import Sdpa
-from cute_mla.profiles.baselines.triton_decode import TritonDecode, split_count
 from cute_mla.profiles.rows import OPS, Case, load
 from cute_mla.profiles.shapes import DecodeShape, DensePrefillShape, SparseDecodeShape, SparsePrefillShape
 from cute_mla.profiles.workloads import make_workload, sparse_decode
@@ -32,7 +30,6 @@ from cute_mla.profiles.workloads.workload import Workload
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
 from tests.profiles.benching import FakeKernel, case_of, install, small_case
 
-os.environ["TRITON_INTERPRET"] = "1"  # before anything imports Triton: its own interpreter then stands in for a GPU
 CPU = torch.device("cpu")
 SPARSE = case_of("sparse_decode", SparseDecodeShape(batch=2, s_q=2, h_q=16, topk=64, context=80))
 PREFILL = case_of("sparse_prefill", SparsePrefillShape(s_q=3, h_q=70, s_kv=200, topk=128))
@@ -248,44 +245,6 @@ def test_torch_attention_does_not_take_sequences_of_several_lengths() -> None:
     assert "no mask of keys" in fa4.FlashAttention4().unsupported_reason(MASKED)
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        small_case(lengths=(130, 3, 0), s_q=2, h_q=4),
-        small_case(lengths=(400, 33), s_q=1, h_q=16),
-        small_case(lengths=(2,), s_q=4, h_q=8),
-        small_case(lengths=(70,), s_q=1, h_q=100),
-    ],
-    ids=["several requests", "split", "rows that see nothing", "several blocks of rows"],
-)
-def test_our_triton_decode_gives_the_answer(made: Any, case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("triton")
-    monkeypatch.setattr(triton_decode, "_sm_count", lambda device: 6)  # two to twelve splits
-    halves = replace(case, dtype="fp16")  # the interpreter multiplies the bits of bf16 operands as integers
-    assert_right(TritonDecode(), made(halves), {"out", "lse"})
-
-
-@pytest.mark.parametrize(
-    ("shape", "row_blocks", "splits"),
-    [
-        (DecodeShape(lengths=(4096,) * 128, s_q=1, h_q=128), 2, 2),
-        (DecodeShape(lengths=(131072,), s_q=1, h_q=16), 1, 64),
-        (DecodeShape(lengths=(100,), s_q=1, h_q=16), 1, 4),
-        (DecodeShape(lengths=(0,), s_q=1, h_q=16), 1, 1),
-        (DecodeShape(lengths=(4096,) * 600, s_q=1, h_q=16), 1, 1),
-    ],
-)
-def test_splits_fill_the_device_and_are_not_empty(shape: DecodeShape, row_blocks: int, splits: int) -> None:
-    assert split_count(shape, row_blocks, 132) == splits
-
-
-@pytest.mark.parametrize(("changes", "reason"), [({"operands": FP8}, "16 bits"), ({"h_kv": 2}, "one KV head")])
-def test_triton_says_what_it_does_not_take(changes: dict[str, Any], reason: str) -> None:
-    case = small_case()
-    assert isinstance(case.shape, DecodeShape)
-    assert reason in TritonDecode().unsupported_reason(replace(case, shape=replace(case.shape, **changes)))
-
-
 def test_every_prefill_and_decode_has_a_baseline_that_covers_its_rows() -> None:
     assert len({baseline.name for baseline in BASELINES}) == len(BASELINES)
     assert {op for baseline in BASELINES for op in baseline.ops} == set(OPS) - {
@@ -303,9 +262,9 @@ def test_every_prefill_and_decode_has_a_baseline_that_covers_its_rows() -> None:
 
 
 def test_a_missing_library_is_an_import_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("flash_mla", "fa3_fwd_interface", "flash_attn", "flash_attn.cute", "triton"):
+    for name in ("flash_mla", "fa3_fwd_interface", "flash_attn", "flash_attn.cute"):
         monkeypatch.setitem(sys.modules, name, None)
-    for baseline in (fm.FlashMla(), fa3.FlashAttention3(), fa4.FlashAttention4(), TritonDecode()):
+    for baseline in (fm.FlashMla(), fa3.FlashAttention3(), fa4.FlashAttention4()):
         with pytest.raises(ImportError):
             baseline.version()
     assert math.isfinite(float(Sdpa("SDPA", SDPBackend.MATH, padded=False).version().split(".")[0]))
