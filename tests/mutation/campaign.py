@@ -67,7 +67,7 @@ def sampled(kernel: str, mutations: Sequence[Mutation], sample: int | None, seed
 
 @dataclass(frozen=True)
 class Campaign:
-    """What is broken: mutations of a code ("ptx" or "sass"), in every kernel or one of each structure, and the judge of a batch.
+    """Mutations of a code ("ptx" or "sass") in every kernel or one of each structure, and the judge of a batch of them.
 
     sample: of mutations of a kernel, over all kinds in turn, if no other number is asked for. None: all of them, or so many of each kind.
     """
