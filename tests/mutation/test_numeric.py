@@ -113,7 +113,7 @@ def test_a_structure_has_one_kernel() -> None:
 
 @pytest.mark.parametrize("kernel", ["cache_gather_sm90_b16_latent", "cache_write_sm100_bf16_fp8_656"])
 def test_smoke_cases_notice_most_broken_numbers(kernel: str) -> None:
-    """The score of the whole campaign is that of `python -m tests.mutation numbers-report`."""
+    """The score of the whole campaign is that of `python -m tests.mutation report numbers`."""
     subject = SmokeSubject(load_artifacts().manifest.kernels[kernel])
-    drawn = numeric.drawn(kernel, numeric.find(subject.ptx), 12, 0)
+    drawn = numeric.drawn(kernel, numeric.find(subject.text), 12, 0)
     assert sum(bool(subject.judge(mutation).noticed) for mutation in drawn) >= 6

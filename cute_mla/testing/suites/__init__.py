@@ -57,7 +57,7 @@ OPS = tuple(_SUITES_OF_OP)
 
 
 def suite(name: str, op: str, *, simulated: bool, seed: int = 0) -> list[SuiteEntry[Any]]:
-    """Return the entries of a suite, all cases with this seed. Raise ValueError for an unknown suite or op."""
+    """Return the entries of a suite, the seeds of all cases raised by this one. Raise ValueError for an unknown suite or op."""
     if name not in SUITES or op not in OPS:
         raise ValueError(f"suite is {name!r} and op {op!r}; supported: {', '.join(SUITES)} and {', '.join(OPS)}")
     suites = _SUITES_OF_OP[op]
@@ -69,7 +69,7 @@ def suite(name: str, op: str, *, simulated: bool, seed: int = 0) -> list[SuiteEn
         entries = _simulated_full(op)
     else:
         entries = [SuiteEntry(case) for case in suites.full()]
-    return [replace(entry, case=replace(entry.case, seed=seed)) for entry in entries]
+    return [replace(entry, case=replace(entry.case, seed=entry.case.seed + seed)) for entry in entries]
 
 
 @cache

@@ -1,68 +1,21 @@
-"""Bugs planted in every family of kernels: not only synchronisation, but masks, scales, columns, orders."""
+"""Bugs planted in every family of kernels: not only synchronisation, but masks, scales, columns, orders.
+
+A module declares the SUITE of its name, or several SUITES by name. The other modules hold what suites share.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from importlib import import_module
+from pkgutil import iter_modules
 
-from tests.mutation.planted import (
-    cache_insert,
-    dense_decode_sm90,
-    dense_decode_sm90_fp8,
-    dense_decode_sm90_fp8_cache,
-    dense_decode_sm100,
-    dense_decode_sm100_fp8,
-    dense_decode_sm100_fp8_cache,
-    dense_prefill_dkdv_sm90,
-    dense_prefill_dkdv_sm100,
-    dense_prefill_dq_sm90,
-    dense_prefill_dq_sm100,
-    dense_prefill_sm90,
-    dense_prefill_sm100,
-    index_write,
-    kv_cache,
-    masked_prefill,
-    mqa_logits_sm90,
-    mqa_logits_sm100,
-    sparse_decode_sm90,
-    sparse_decode_sm90_528,
-    sparse_decode_sm100,
-    sparse_decode_sm100_528,
-    sparse_prefill_sm90,
-    sparse_prefill_sm100,
-    sparse_prefill_sm100_heads64,
-    topk_indices,
-)
 from tests.mutation.planting import Suite
 
-MODULES = (
-    dense_decode_sm90,
-    dense_decode_sm90_fp8,
-    dense_decode_sm90_fp8_cache,
-    dense_decode_sm100,
-    dense_decode_sm100_fp8,
-    dense_decode_sm100_fp8_cache,
-    dense_prefill_dkdv_sm90,
-    dense_prefill_dkdv_sm100,
-    dense_prefill_dq_sm90,
-    dense_prefill_dq_sm100,
-    dense_prefill_sm90,
-    dense_prefill_sm100,
-    mqa_logits_sm90,
-    mqa_logits_sm100,
-    sparse_decode_sm90,
-    sparse_decode_sm90_528,
-    sparse_decode_sm100,
-    sparse_decode_sm100_528,
-    sparse_prefill_sm90,
-    sparse_prefill_sm100,
-    sparse_prefill_sm100_heads64,
-)
-SUITES: Mapping[str, Suite] = {
-    **{module.__name__.rpartition(".")[2]: module.SUITE for module in MODULES},
-    "masked_prefill_sm90": masked_prefill.SUITE_SM90,
-    "masked_prefill_sm100": masked_prefill.SUITE_SM100,
-    **cache_insert.SUITES,
-    **index_write.SUITES,
-    **kv_cache.SUITES,
-    **topk_indices.SUITES,
-}
+
+def _suites(module: str) -> Mapping[str, Suite]:
+    """Return the suites of a module, by name."""
+    found = vars(import_module(f"{__name__}.{module}"))
+    return {module: found["SUITE"]} if "SUITE" in found else found.get("SUITES", {})
+
+
+SUITES: Mapping[str, Suite] = {name: suite for info in iter_modules(__path__) for name, suite in _suites(info.name).items()}

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cute_mla.spec.arch import ARCHS
 from cute_mla.testing.cases.cache_insert import CacheInsertCase
-from tests.mutation.planting import Suite, each, planted, together
+from tests.mutation.planting import each, in_turn, planted, together
 
 LATENT = CacheInsertCase(values="nasty", tokens=30, kept="packed")
 VALUES = replace(LATENT, cache="fp8_584", page_size=16, pages=9)
@@ -30,4 +29,4 @@ BUGS = (
 )
 UNBROKEN = ({"latent": LATENT, "values": VALUES}, {"eps": EPS})
 
-SUITES = {f"cache_insert_{arch.name}": Suite(arch, UNBROKEN[index], BUGS[index :: len(ARCHS)]) for index, arch in enumerate(ARCHS.values())}
+SUITES = in_turn("cache_insert", UNBROKEN, BUGS)

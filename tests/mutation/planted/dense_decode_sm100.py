@@ -7,7 +7,7 @@ from dataclasses import replace
 from cute_mla.spec.arch import SM100
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planted.cases_sm100 import BROKEN, GAPS, RISING, WALK
-from tests.mutation.planting import Suite, alone, each_but_around_dealloc, planted, together
+from tests.mutation.planting import Suite, alone, each_but_around_dealloc, one_by_one, planted, together
 
 # In the order of the PTX: a barrier, and a case that notices when nobody waits for it. None: the wait only keeps a CTA alive for
 # signals that nobody else waits for. On the simulator, a cluster barrier always comes later than these signals.
@@ -46,11 +46,7 @@ SUITE = Suite(
         "256 + 64, rising": replace(RISING, d_qk=320),
     },
     (
-        *(
-            planted(f"missing wait: {name}", case, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
-            for index, (name, case) in enumerate(WAITS)
-            if case
-        ),
+        *one_by_one("missing wait: ", WAITS, ptx.WAITS, ptx.NO_WAIT),
         planted("missing arrival", WALK, r"mbarrier\.arrive\.shared(?:::cluster)?\.b64 [^;]*;"),
         planted("missing commit", WALK, ptx.COMMITS),
         planted("missing copy", WALK, ptx.TENSOR_COPIES),

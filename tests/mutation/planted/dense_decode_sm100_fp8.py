@@ -9,7 +9,7 @@ from cute_mla.spec.dense_decode import FP8
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from tests.mutation.planted import cases_sm100
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planting import Suite, alone, each_but_around_dealloc, planted, together
+from tests.mutation.planting import Suite, alone, each_but_around_dealloc, one_by_one, planted, together
 
 WALK, RISING, GAPS, BROKEN = (
     replace(case, operands=FP8) for case in (cases_sm100.WALK, cases_sm100.RISING, cases_sm100.GAPS, cases_sm100.BROKEN)
@@ -43,11 +43,7 @@ SUITE = Suite(
     SM100,
     {"walk": WALK, "rising": RISING, "gaps": GAPS, "broken": BROKEN, "steep": STEEP},
     (
-        *(
-            planted(f"missing wait: {name}", case, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
-            for index, (name, case) in enumerate(WAITS)
-            if case
-        ),
+        *one_by_one("missing wait: ", WAITS, ptx.WAITS, ptx.NO_WAIT),
         planted("missing arrival", WALK, r"mbarrier\.arrive\.shared(?:::cluster)?\.b64 [^;]*;"),
         planted("missing barrier of score warps", WALK, r"bar\.sync\s+%r\d+, (?:64|128);"),
         planted("missing copy", WALK, ptx.TENSOR_COPIES),

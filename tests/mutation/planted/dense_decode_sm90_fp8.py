@@ -8,7 +8,7 @@ from cute_mla.spec.arch import SM90
 from cute_mla.spec.dense_decode import FP8
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planting import Suite, alone, planted, together
+from tests.mutation.planting import Suite, in_case, one_by_one, planted, together
 
 # One CTA walks three requests: enough tiles to go round every ring of buffers, keys past the end, masked rows.
 WALK = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True, operands=FP8, sm_count=1)
@@ -42,10 +42,7 @@ SUITE = Suite(
     (
         planted("missing arrival", WALK, ptx.CLUSTER_ARRIVALS),
         planted("missing arrival in a cluster", PAIR, ptx.CLUSTER_ARRIVALS),
-        *(
-            planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
-            for index, name in enumerate(WAITS)
-        ),
+        *one_by_one("missing wait: ", in_case(WALK, WAITS), ptx.WAITS, ptx.NO_WAIT),
         planted("missing copy", WALK, ptx.TENSOR_COPIES),
         planted("missing copy in a cluster", PAIR, ptx.TENSOR_COPIES),
         planted("wrong number of bytes", WALK, r"(mbarrier\.arrive\.expect_tx[^;]*, )%r\d+;", r"\g<1>4096;"),
@@ -62,10 +59,7 @@ SUITE = Suite(
         planted("lse in base 2", WALK, ptx.LN_2, ptx.ONE),
         # The greatest of a tile at 2^12 for 2^8: saturated at 448, very different scores become alike.
         planted("probabilities beyond e4m3", RISING, "0fC1000000", "0fC1400000", together),
-        *(
-            planted(f"missing proxy fence: {name}", WALK, ptx.PROXY_FENCES, "", alone(index), count=len(FENCES))
-            for index, name in enumerate(FENCES)
-        ),
+        *one_by_one("missing proxy fence: ", in_case(WALK, FENCES), ptx.PROXY_FENCES),
         planted("missing barrier after the ones", WALK, r"bar\.sync\s+%r\d+, 128;", "", together),
     ),
 )

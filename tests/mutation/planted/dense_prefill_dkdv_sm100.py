@@ -5,7 +5,7 @@ from __future__ import annotations
 from cute_mla.spec.arch import SM100
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planted.cases_dkdv import ELEMENTS, FULL, HEADS, SAID, WALK, WIDE
-from tests.mutation.planting import Suite, alone, each, planted, together
+from tests.mutation.planting import Suite, alone, each, in_case, one_by_one, planted, together
 
 # In the order of the PTX. None: a wait that survivors.toml explains.
 WAITS: tuple[str | None, ...] = (
@@ -29,15 +29,8 @@ SUITE = Suite(
     {"walk": WALK, "full": FULL, "said": SAID, "heads": HEADS, "elements": ELEMENTS, "wide": WIDE},
     (
         # synchronisation
-        *(
-            planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
-            for index, name in enumerate(WAITS)
-            if name
-        ),
-        *(
-            planted(f"missing arrival: {name}", WALK, ptx.ARRIVALS, "", alone(index), count=len(ARRIVALS))
-            for index, name in enumerate(ARRIVALS)
-        ),
+        *one_by_one("missing wait: ", in_case(WALK, WAITS), ptx.WAITS, ptx.NO_WAIT),
+        *one_by_one("missing arrival: ", in_case(WALK, ARRIVALS), ptx.ARRIVALS),
         planted("missing commit", WALK, ptx.COMMITS, "", each, count=9),
         planted("missing wait for stores", WALK, ptx.STORE_WAITS, "", alone(0, 1, 3), count=4),  # 2: that behind it waits for both parts
         planted("missing proxy fence after clearing", FULL, ptx.PROXY_FENCES, "", each, count=2),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cute_mla.spec.arch import SM90
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planted.cases_dkdv import ELEMENTS, FULL, HEADS, SAID, WALK, WIDE
-from tests.mutation.planting import Suite, alone, each, planted, together
+from tests.mutation.planting import Suite, alone, each, in_case, one_by_one, planted, together
 
 # In the order of the PTX.
 WAITS = (
@@ -17,6 +17,7 @@ ARRIVALS = (
     "key_free without rows",
 )  # fmt: skip
 TURNS = r"bar\.arrive\s+%r\d+, 256;"
+PRODUCTS = ("dV and dK of the tile before", "S", "dP", "dV and dK of the last tile")
 COMPLETE = r"(wgmma\.wait_group\.sync\.aligned\s+)0;"
 ALL_BUT_ONE = r"(wgmma\.wait_group\.sync\.aligned\s+)1;"
 MASKS = r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+), %p\d+;"
@@ -26,19 +27,15 @@ SUITE = Suite(
     SM90,
     {"walk": WALK, "full": FULL, "said": SAID, "heads": HEADS, "elements": ELEMENTS, "wide": WIDE},
     (
-        *(
-            planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
-            for index, name in enumerate(WAITS)
-        ),
-        *(
-            planted(f"missing arrival: {name}", WALK, ptx.ARRIVALS, "", alone(index), count=len(ARRIVALS))
-            for index, name in enumerate(ARRIVALS)
-        ),
+        *one_by_one("missing wait: ", in_case(WALK, WAITS), ptx.WAITS, ptx.NO_WAIT),
+        *one_by_one("missing arrival: ", in_case(WALK, ARRIVALS), ptx.ARRIVALS),
         planted("turn not passed on", WALK, TURNS),
         planted("turn not awaited", WALK, r"bar\.sync\s+%r\d+, 256;"),
-        *(
-            planted(f"missing wait for {name}", WALK, COMPLETE, r"\g<1>1;", alone(index), count=4)
-            for index, name in enumerate(("dV and dK of the tile before", "S", "dP", "dV and dK of the last tile"))
+        *one_by_one(
+            "missing wait for ",
+            in_case(WALK, PRODUCTS),
+            COMPLETE,
+            r"\g<1>1;",
         ),
         # Not the one before dP: that before S lies behind all that was written to its registers.
         planted("missing fence", WALK, r"wgmma\.fence\.sync\.aligned;", "", alone(0, 2), count=3),

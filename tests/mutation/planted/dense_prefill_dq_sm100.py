@@ -7,7 +7,7 @@ from dataclasses import replace
 from cute_mla.spec.arch import SM100
 from cute_mla.testing.cases.dense_prefill_backward import DqCase
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planting import Suite, alone, each, planted, together
+from tests.mutation.planting import Suite, alone, each, in_case, one_by_one, planted, together
 
 # One CTA walks items of one key tile, two, three and none, more than there are stages and posted items; rows that see nothing.
 WALK = DqCase(lengths=((130, 200), (0, 40), (5, 0), (64, 257), (3, 65)), causal=True, outputs="given", sm_count=1)
@@ -40,11 +40,7 @@ SUITE = Suite(
     {"walk": WALK, "late": LATE, "short": SHORT, "holes": HOLES, "elements": ELEMENTS, "heads": HEADS, "wide": WIDE},
     (
         # synchronisation
-        *(
-            planted(f"missing wait: {name}", ROUNDS.get(name, WALK), ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
-            for index, name in enumerate(WAITS)
-            if name
-        ),
+        *one_by_one("missing wait: ", in_case(WALK, WAITS, ROUNDS), ptx.WAITS, ptx.NO_WAIT),
         planted("missing arrival", WALK, ptx.ARRIVALS, "", each, count=12),
         planted("missing commit", WALK, ptx.COMMITS, "", each, count=10),
         planted("missing wait for the store of dS", WALK, ptx.STORE_WAITS, count=1),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from cute_mla.spec.arch import SM90
 from cute_mla.testing.cases.dense_prefill_backward import DqCase
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planting import Suite, alone, each, planted, together
+from tests.mutation.planting import Suite, alone, each, in_case, one_by_one, planted, together
 
 # One CTA walks items of three key tiles, of one and of none; rows that see nothing.
 WALK = DqCase(lengths=((130, 200), (0, 40), (5, 0), (64, 257), (3, 65)), causal=True, outputs="given", sm_count=1)
@@ -23,6 +23,7 @@ WAITS = (
     "query_free of warpgroup 1", "item_ready of queries", "first item_ready of attend", "query_ready", "key_ready", "value_ready",
     "item_ready of attend",
 )  # fmt: skip
+PRODUCTS = ("dQ of the tile before", "dP under a mask", "dP", "dQ of the last tile")
 COMPLETE = r"(wgmma\.wait_group\.sync\.aligned\s+)0;"
 MASKS = r"selp\.f32 (\s*%r\d+), (%r\d+), 0f00000000, %p\d+;"
 INFINITE = r"selp\.f32 (\s*%r\d+), 0f7F800000, (%r\d+), %p\d+;"
@@ -33,16 +34,15 @@ SUITE = Suite(
     SM90,
     {"walk": WALK, "holes": HOLES, "elements": ELEMENTS, "heads": HEADS, "wide": WIDE},
     (
-        *(
-            planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
-            for index, name in enumerate(WAITS)
-        ),
+        *one_by_one("missing wait: ", in_case(WALK, WAITS), ptx.WAITS, ptx.NO_WAIT),
         planted("missing arrival", WALK, ptx.ARRIVALS, "", each, count=15),
         planted("turn not passed on", WALK, r"bar\.arrive\s+%r\d+, 256;"),
         planted("turn not awaited", WALK, r"bar\.sync\s+%r\d+, 256;"),
-        *(
-            planted(f"missing wait for {name}", WALK, COMPLETE, r"\g<1>1;", alone(index), count=4)
-            for index, name in enumerate(("dQ of the tile before", "dP under a mask", "dP", "dQ of the last tile"))
+        *one_by_one(
+            "missing wait for ",
+            in_case(WALK, PRODUCTS),
+            COMPLETE,
+            r"\g<1>1;",
         ),
         planted("missing wait for S", WALK, r"(wgmma\.wait_group\.sync\.aligned\s+)1;", r"\g<1>2;"),
         planted("missing fence", WALK, r"wgmma\.fence\.sync\.aligned;", "", each, count=2),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from cute_mla.spec.arch import SM100
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planting import Suite, alone, planted, together
+from tests.mutation.planting import Suite, alone, in_case, one_by_one, planted, together
 
 # One CTA walks items of three tiles, two, one and none, with one Q tile or both; rows that see nothing, and a maximum that moves
 # from tile to tile.
@@ -48,11 +48,7 @@ SUITE = Suite(
     SM100,
     {"walk": WALK, "pair walk": PAIR_WALK},
     (
-        *(
-            planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
-            for index, name in enumerate(WAITS)
-            if name
-        ),
+        *one_by_one("missing wait: ", in_case(WALK, WAITS), ptx.WAITS, ptx.NO_WAIT),
         planted("missing arrival", WALK, ptx.ARRIVALS),
         planted("missing commit", WALK, ptx.COMMITS),
         # Stores of P, in two parts, and of O after it was rescaled.
@@ -63,11 +59,7 @@ SUITE = Suite(
         planted("too few bytes", WALK, ptx.EXPECTED_BYTES, r"\g<1>512;", alone(0, 3, -1)),
         *(planted(f"no mask of word {word}", RISING, MASKS, r"\1mov.b32 \2, 0;", alone(word), count=5) for word in range(5)),
         planted("logarithms in base 2", WALK, ptx.LN_2, ptx.ONE, together),
-        *(
-            planted(f"pair: missing wait: {name}", PAIR_WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(PAIR_WAITS))
-            for index, name in enumerate(PAIR_WAITS)
-            if name
-        ),
+        *one_by_one("pair: missing wait: ", in_case(PAIR_WALK, PAIR_WAITS), ptx.WAITS, ptx.NO_WAIT),
         planted("pair: missing arrival", PAIR_WALK, ptx.CLUSTER_ARRIVALS),
         planted("pair: missing commit", PAIR_WALK, ptx.COMMITS),
         planted("pair: missing wait for stores", PAIR_WALK, ptx.STORE_WAITS),

@@ -7,7 +7,7 @@ from dataclasses import replace
 from cute_mla.spec.arch import SM90
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planting import Suite, alone, each_in, planted, together
+from tests.mutation.planting import Suite, alone, each_in, in_case, one_by_one, planted, together
 
 # One CTA walks items of two tiles, one and none; rows that see nothing, and a maximum that moves from tile to tile.
 WALK = DensePrefillCase(
@@ -33,19 +33,13 @@ SUITE = Suite(
     SM90,
     {"walk": WALK, "wide walk": WIDE_WALK},
     (
-        *(
-            planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
-            for index, name in enumerate(WAITS)
-        ),
+        *one_by_one("missing wait: ", in_case(WALK, WAITS), ptx.WAITS, ptx.NO_WAIT),
         # The last arrival releases values after all items; nobody waits for it.
         planted("missing arrival", WALK, ptx.ARRIVALS, "", each_in(0, -1)),
         planted("turn not passed on", WALK, r"bar\.arrive\s+%r\d+, 256;"),
         # Without the first one, only the order in which the warpgroups issue would change.
         planted("turn not awaited", WALK, r"bar\.sync\s+%r\d+, 256;", "", each_in(1)),
-        *(
-            planted(f"missing wait for {name}", WALK, COMPLETE, r"\g<1>1;", alone(index), count=len(PRODUCTS))
-            for index, name in enumerate(PRODUCTS)
-        ),
+        *one_by_one("missing wait for ", in_case(WALK, PRODUCTS), COMPLETE, r"\g<1>1;"),
         planted("missing wait for scores", WALK, ALL_BUT_ONE, r"\g<1>2;"),
         # The one behind an item's rows orders reads only.
         *(
@@ -59,14 +53,8 @@ SUITE = Suite(
         planted("no mask", WALK, MASKS, "", together),
         planted("first mask missing", WALK, MASKS, "", alone(0)),
         planted("logarithms in base 2", WALK, ptx.LN_2, ptx.ONE, together),
-        *(
-            planted(f"wide: missing wait: {name}", WIDE_WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
-            for index, name in enumerate(WAITS)
-        ),
-        *(
-            planted(f"wide: missing wait for {name}", WIDE_WALK, COMPLETE, r"\g<1>1;", alone(index), count=len(PRODUCTS))
-            for index, name in enumerate(PRODUCTS)
-        ),
+        *one_by_one("wide: missing wait: ", in_case(WIDE_WALK, WAITS), ptx.WAITS, ptx.NO_WAIT),
+        *one_by_one("wide: missing wait for ", in_case(WIDE_WALK, PRODUCTS), COMPLETE, r"\g<1>1;"),
         planted("wide: missing wait for scores", WIDE_WALK, ALL_BUT_ONE, r"\g<1>2;"),
         planted("wide: turn not passed on", WIDE_WALK, r"bar\.arrive\s+%r\d+, 256;"),
         planted("wide: values past the end not cleared", WIDE_WALK, r"st\.shared\.v4\.b32 .*\{0, 0, 0, 0\};", "", together),

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cute_mla.spec.arch import ARCHS
 from cute_mla.testing.cases.index_write import IndexWriteCase
-from tests.mutation.planting import Suite, each, planted, together
+from tests.mutation.planting import each, in_turn, planted, together
 
 NASTY = IndexWriteCase(values="nasty", hadamard=True)
 EXPONENTS = replace(NASTY, rope="interleaved", hadamard=False, scale_format="ue8m0", page_size=16, pages=5)
@@ -40,4 +39,4 @@ BUGS = (
 )
 UNBROKEN = ({"keys": NASTY, "queries": QUERIES}, {"exponents": EXPONENTS, "nasty": NASTY_QUERIES})
 
-SUITES = {f"index_write_{arch.name}": Suite(arch, UNBROKEN[index], BUGS[index :: len(ARCHS)]) for index, arch in enumerate(ARCHS.values())}
+SUITES = in_turn("index_write", UNBROKEN, BUGS)

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cute_mla.spec.arch import ARCHS
 from cute_mla.testing.cases.cache_gather import CacheGatherCase
 from cute_mla.testing.cases.cache_write import CacheWriteCase
-from tests.mutation.planting import Suite, planted, together
+from tests.mutation.planting import in_turn, planted, together
 
 NASTY = CacheWriteCase(cache="fp8_656", values="nasty")
 PAGES = CacheWriteCase(cache="fp8_584", values="nasty", page_size=16, pages=9)
@@ -46,4 +45,4 @@ BUGS = (
 )
 UNBROKEN = ({"write": NASTY}, {"gather": ROWS, "broken": BROKEN})
 
-SUITES = {f"kv_cache_{arch.name}": Suite(arch, UNBROKEN[index], BUGS[index :: len(ARCHS)]) for index, arch in enumerate(ARCHS.values())}
+SUITES = in_turn("kv_cache", UNBROKEN, BUGS)

@@ -73,3 +73,4 @@ SUITE_SM100 = Suite(
         planted("missing arrival", MANY, ptx.ARRIVALS, or_case=GAPS),
     ),
 )
+SUITES = {"masked_prefill_sm90": SUITE_SM90, "masked_prefill_sm100": SUITE_SM100}

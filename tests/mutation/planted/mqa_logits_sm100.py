@@ -7,7 +7,7 @@ from dataclasses import replace
 from cute_mla.spec.arch import SM100
 from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planting import Suite, alone, each_in, planted, together
+from tests.mutation.planting import Suite, alone, each_in, one_by_one, planted, together
 
 # One CTA each, which has items of two row blocks and of one, long enough to go round the ring of keys, and tiles that no token sees.
 PAGES = MqaLogitsCase(heads=33, requests=3, tokens=5, keys=1300, page_size=16, lengths="edges", broken=True, sm_count=1)
@@ -18,34 +18,34 @@ PACKED = replace(ROWS, tokens=6, keys=300, windows="sequences")  # of which the 
 WHOLE = replace(ROWS, tokens=6, keys=300, windows="whole")
 RELATIVE = replace(SEQUENCES, windows="random", columns=301)
 
-# In the order of the PTX: a barrier, and whether a case notices that nobody waits for it. The others come when the last products are over
+# In the order of the PTX: a barrier, and a case that notices that nobody waits for it. None: it comes when the last products are over
 # and their scores have been read, so that nothing changes here.
 WAITS = (
-    ("item_ready of score", True),
-    ("scores_ready of the first of a pair of rounds", True),
-    ("scores_ready of the second of a pair of rounds", True),
-    ("scores_ready of a last round", True),
-    ("scores_ready of a group without a tile", True),
-    ("item_ready of mma", True),
-    ("query_ready", True),
-    ("key_ready of a round of a tile", True),
-    ("scale_ready of a round of a tile", True),
-    ("scores_free of the first group", True),
-    ("scores_free of the second group", True),
-    ("key_ready of the first of two tiles", True),
-    ("scale_ready of the first of two tiles", True),
-    ("scores_free for the first of two tiles", True),
-    ("key_ready of the second of two tiles", True),
-    ("scale_ready of the second of two tiles", True),
-    ("scores_free for the second of two tiles", True),
-    ("item_ready of load", True),
-    ("query_free", True),
-    ("key_free", True),
-    ("key_free before the CTA ends", False),
-    ("query_free before the CTA ends", False),
-    ("item_free", True),
-    ("item_free behind the last item", True),
-    ("item_ready of fill", True),
+    ("item_ready of score", PAGES),
+    ("scores_ready of the first of a pair of rounds", PAGES),
+    ("scores_ready of the second of a pair of rounds", PAGES),
+    ("scores_ready of a last round", PAGES),
+    ("scores_ready of a group without a tile", PAGES),
+    ("item_ready of mma", PAGES),
+    ("query_ready", PAGES),
+    ("key_ready of a round of a tile", PAGES),
+    ("scale_ready of a round of a tile", PAGES),
+    ("scores_free of the first group", PAGES),
+    ("scores_free of the second group", PAGES),
+    ("key_ready of the first of two tiles", PAGES),
+    ("scale_ready of the first of two tiles", PAGES),
+    ("scores_free for the first of two tiles", PAGES),
+    ("key_ready of the second of two tiles", PAGES),
+    ("scale_ready of the second of two tiles", PAGES),
+    ("scores_free for the second of two tiles", PAGES),
+    ("item_ready of load", PAGES),
+    ("query_free", PAGES),
+    ("key_free", PAGES),
+    ("key_free before the CTA ends", None),
+    ("query_free before the CTA ends", None),
+    ("item_free", PAGES),
+    ("item_free behind the last item", PAGES),
+    ("item_ready of fill", PAGES),
 )
 COPIES_LANDED = r"cp\.async\.mbarrier\.arrive\.noinc[^;]*;"
 SECOND_QUERY = r"(\[%r\d+\+16384\], \[%rd\d+, \{%r\d+, %r\d+, )%r\d+\}"  # coordinates of the box of the second row block
@@ -64,11 +64,7 @@ SUITE = Suite(
     SM100,
     {"pages": PAGES, "full": FULL, "rows": ROWS, "whole": WHOLE, "sequences": SEQUENCES, "relative": RELATIVE, "packed": PACKED},
     (
-        *(
-            planted(f"missing wait: {name}", PAGES, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
-            for index, (name, noticed) in enumerate(WAITS)
-            if noticed
-        ),
+        *one_by_one("missing wait: ", WAITS, ptx.WAITS, ptx.NO_WAIT),
         planted("missing commit", PAGES, ptx.COMMITS),
         planted("weights or scales handed over before they have landed", PAGES, COPIES_LANDED),
         planted("missing waits for loads", PAGES, ptx.LOAD_WAITS, "", together),

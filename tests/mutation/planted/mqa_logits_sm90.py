@@ -7,7 +7,7 @@ from dataclasses import replace
 from cute_mla.spec.arch import SM90
 from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planting import Suite, alone, each, each_in, planted, together
+from tests.mutation.planting import Suite, alone, each, each_in, in_case, one_by_one, planted, together
 
 # One CTA walks eight items of four tokens, some without keys, over 14 tiles: more than there are stages of either pipeline.
 ROWS = MqaLogitsCase(tokens=14, keys=700, windows="edges", outputs="given", sm_count=1)
@@ -53,11 +53,8 @@ SUITE = Suite(
         "per token": PER_TOKEN,
     },
     (
-        *(
-            planted(f"{where}missing wait: {name}", case, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
-            for where, case in (("", ROWS), ("pages: ", PAGES))
-            for index, name in enumerate(WAITS)
-        ),
+        *one_by_one("missing wait: ", in_case(ROWS, WAITS), ptx.WAITS, ptx.NO_WAIT),
+        *one_by_one("pages: missing wait: ", in_case(PAGES, WAITS), ptx.WAITS, ptx.NO_WAIT),
         # Of the tile that was scored, of one that no token of the row block sees, of an item, of the end.
         planted("missing arrival", ROWS, ptx.ARRIVALS, "", each, count=4),
         planted("pages: missing arrival", PAGES, ptx.ARRIVALS, "", alone(0, 2, 3), count=4),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from cute_mla.spec.arch import SM100
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planting import Suite, alone, each_in, planted, together, together_in
+from tests.mutation.planting import Suite, alone, each_in, one_by_one, planted, together, together_in
 
 # One pair of CTAs walks tokens of none, one and many tiles, some of which have no valid index: in front, in the middle, all.
 # lse_indexer ends in the second tile.
@@ -20,47 +20,46 @@ WALK = SparsePrefillCase(
 RISING = replace(WALK, values="rising", indices="valid", s_kv=256, topk=256, lengths=None)  # O is rescaled for every tile but the first
 SPARSE = SparsePrefillCase(s_q=2, h_q=67, s_kv=3, topk=330, sm_count=2)  # most tiles with keys have one
 
-# In the order of the PTX: a barrier, and whether the wait is this kernel's own or stands where the others have none. Without these, nothing
+# In the order of the PTX: a barrier, and a case that notices that nobody waits for it. None: other kernels break the wait, or nothing
 # changes: the gather role writes the bits of a tile before it signals the tile two before, so that the output role has to wait for those of
 # the walk's first tile only; the output role takes no factor of a token's first tile; and the score role signals stats_ready behind
 # alpha_ready of a token's last tile.
 _SCORE_WAITS = ("scores_ready of the lower keys", "scores_ready of the upper keys", "lower, without keys", "upper, without keys")
 WAITS = (
-    ("seen_ready of score", True),
-    ("scores_ready of the lower keys", False),
-    ("scores_ready of the upper keys", False),
-    ("scores_ready of the lower keys of a tile without keys", True),
-    ("scores_ready of the upper keys of a tile without keys", True),
-    ("seen_ready of the tile that lse_indexer ends in", False),  # waited for twice
-    *((f"{name} of that tile or of the tiles behind", False) for name in ("seen_ready", *_SCORE_WAITS) * 2),
-    ("stats_free", False),
-    ("seen_ready of the walk's first tile", True),
-    ("alpha_ready of the walk's first tile", False),
-    ("seen_ready of output", False),
-    ("alpha_ready", False),
-    ("kv_free before O is scaled", False),
-    ("alpha_ready of a tile without keys", True),
-    ("the last scores_ready of a token, before its Q is replaced", True),
-    ("seen_ready of a token's last tile", False),
-    ("alpha_ready of a token's last tile", True),
-    ("kv_free before O is scaled for a token's last tile", False),  # of RISING, below
-    ("alpha_ready of a token's last tile, which has no keys", False),
-    ("stats_ready", False),
-    ("kv_free before O is read", False),
-    ("seen_ready of the next token's first tile", False),
-    ("alpha_ready of the next token's first tile", False),
-    ("kv_free", False),
-    ("kv_free before the CTA ends", False),
-    ("query_ready", True),
-    ("kv_ready", True),
-    ("scores_free of the lower keys", False),
-    ("scores_free of the upper keys", False),
-    ("probs_ready", False),
-    ("output_ready", False),
-    ("scores_free of the lower keys before the CTA ends", False),
-    ("scores_free of the upper keys before the CTA ends", False),
+    ("seen_ready of score", WALK),
+    ("scores_ready of the lower keys", None),
+    ("scores_ready of the upper keys", None),
+    ("scores_ready of the lower keys of a tile without keys", WALK),
+    ("scores_ready of the upper keys of a tile without keys", WALK),
+    ("seen_ready of the tile that lse_indexer ends in", None),  # waited for twice
+    *((f"{name} of that tile or of the tiles behind", None) for name in ("seen_ready", *_SCORE_WAITS) * 2),
+    ("stats_free", None),
+    ("seen_ready of the walk's first tile", WALK),
+    ("alpha_ready of the walk's first tile", None),
+    ("seen_ready of output", None),
+    ("alpha_ready", None),
+    ("kv_free before O is scaled", None),
+    ("alpha_ready of a tile without keys", WALK),
+    ("the last scores_ready of a token, before its Q is replaced", WALK),
+    ("seen_ready of a token's last tile", None),
+    ("alpha_ready of a token's last tile", WALK),
+    ("kv_free before O is scaled for a token's last tile", RISING),
+    ("alpha_ready of a token's last tile, which has no keys", None),
+    ("stats_ready", None),
+    ("kv_free before O is read", None),
+    ("seen_ready of the next token's first tile", None),
+    ("alpha_ready of the next token's first tile", None),
+    ("kv_free", None),
+    ("kv_free before the CTA ends", None),
+    ("query_ready", WALK),
+    ("kv_ready", WALK),
+    ("scores_free of the lower keys", None),
+    ("scores_free of the upper keys", None),
+    ("probs_ready", None),
+    ("output_ready", None),
+    ("scores_free of the lower keys before the CTA ends", None),
+    ("scores_free of the upper keys before the CTA ends", None),
 )
-LAST_SCALED = ("kv_free before O is scaled for a token's last tile", False)
 BOTH_WORDS = r"(ld\.shared\.v2\.b32\s+\{(%r\d+), %r\d+\}, [^;]*;\s*)or\.b32 (\s*%r\d+), [^;]*;"
 EITHER_WORD = r"(ld\.shared\.v2\.b32\s+\{%r\d+, %r\d+\}, [^;]*;\s*)or\.b32 (\s*%r\d+), [^;]*;"
 FIRST_PRODUCTS = r"(tcgen05\.mma[^;]*collector::a::(?:fill|lastuse) [^;]*, %r\d+), %p\d+;"
@@ -72,19 +71,7 @@ SUITE = Suite(
     SM100,
     {"walk": WALK, "sparse": SPARSE, "rising": RISING},
     (
-        *(
-            planted(f"missing wait: {name}", WALK, ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
-            for index, (name, own) in enumerate(WAITS)
-            if own
-        ),
-        planted(
-            "missing wait: kv_free before O is scaled for a token's last tile",
-            RISING,
-            ptx.WAITS,
-            ptx.NO_WAIT,
-            alone(WAITS.index(LAST_SCALED)),
-            count=len(WAITS),
-        ),
+        *one_by_one("missing wait: ", WAITS, ptx.WAITS, ptx.NO_WAIT),
         planted("missing wait for stores of O of a token's last tile", RISING, ptx.STORE_WAITS, "", alone(3), count=4),
         planted("missing arrival", WALK, r"mbarrier\.arrive\.shared(?:::cluster)?\.b64 [^;]*;"),
         planted("tile taken for empty by the gather role", SPARSE, ptx.BALLOTS, r"mov.b32 \1, 0;", each_in(0, 2)),

@@ -10,7 +10,7 @@ from dataclasses import replace
 from cute_mla.spec.arch import SM100
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planting import Suite, alone, each_in, planted, together
+from tests.mutation.planting import Suite, alone, each_in, one_by_one, planted, together
 
 # One CTA walks tokens of none, one and many tiles, some of which have no valid index: in front, in the middle, all.
 WALK = SparsePrefillCase(s_q=6, h_q=64, s_kv=250, topk=250, lengths=(130, 200, 0, 70, 250, 0), indices="mixed", sinks="drawn", sm_count=1)
@@ -19,51 +19,47 @@ INDEXER = replace(WALK, indexer_topk=100)  # lse_indexer ends within a tile
 SPARSE = SparsePrefillCase(s_q=2, h_q=3, s_kv=3, topk=330, sm_count=1)  # most tiles with keys have one
 
 
-# In the order of the PTX: a barrier, and whether a case notices that nobody waits for it. Without the others, nothing changes. The gather
+# In the order of the PTX: a barrier, and a case that notices that nobody waits for it. None: nothing changes. The gather
 # role writes the bits of a tile before it signals kv_ready of the tile before, which comes before alpha_ready of that tile. The output role
 # takes no factor of the walk's first tile; the score role signals stats_ready behind alpha_ready of a token's last tile. And a CTA without
 # a peer waits for its own score role before it ends.
 WAITS = (
-    ("seen_ready of score", True),
-    ("scores_ready", True),
-    ("scores_ready of a tile without keys", True),
-    ("seen_ready of the tile that lse_indexer ends in", False),
-    ("seen_ready of that tile again", False),
-    ("scores_ready of that tile", True),
-    ("scores_ready of that tile, which has no keys", True),
-    ("seen_ready behind that tile", False),
-    ("scores_ready behind that tile", True),
-    ("scores_ready behind that tile, of a tile without keys", True),
-    ("stats_free", True),
-    ("seen_ready of the walk's first tile", True),
-    ("alpha_ready of the walk's first tile", False),
-    ("seen_ready of output", False),
-    ("alpha_ready", True),
-    ("kv_free before O is scaled", True),
-    ("alpha_ready of a tile without keys", True),
-    ("the last scores_ready of a token, before its Q is replaced", True),
-    ("seen_ready of a token's last tile", False),
-    ("alpha_ready of a token's last tile", True),
-    ("kv_free before O is scaled for a token's last tile", True),
-    ("alpha_ready of a token's last tile, which has no keys", False),
-    ("stats_ready", True),
-    ("kv_free before O is read", True),
-    ("seen_ready of the next token's first tile", True),
-    ("alpha_ready of the next token's first tile", True),
-    ("left_free", True),
-    ("kv_free", True),
-    ("query_ready", True),
-    ("left_ready", True),
-    ("scores_free", True),
-    ("kv_ready", True),
-    ("probs_ready", True),
-    ("output_ready", True),
-    ("scores_free before the CTA ends", False),
+    ("seen_ready of score", WALK),
+    ("scores_ready", WALK),
+    ("scores_ready of a tile without keys", WALK),
+    ("seen_ready of the tile that lse_indexer ends in", None),
+    ("seen_ready of that tile again", None),
+    ("scores_ready of that tile", INDEXER),
+    ("scores_ready of that tile, which has no keys", INDEXER),
+    ("seen_ready behind that tile", None),
+    ("scores_ready behind that tile", INDEXER),
+    ("scores_ready behind that tile, of a tile without keys", INDEXER),
+    ("stats_free", WALK),
+    ("seen_ready of the walk's first tile", WALK),
+    ("alpha_ready of the walk's first tile", None),
+    ("seen_ready of output", None),
+    ("alpha_ready", WALK),
+    ("kv_free before O is scaled", RISING),
+    ("alpha_ready of a tile without keys", WALK),
+    ("the last scores_ready of a token, before its Q is replaced", WALK),
+    ("seen_ready of a token's last tile", None),
+    ("alpha_ready of a token's last tile", WALK),
+    ("kv_free before O is scaled for a token's last tile", RISING),
+    ("alpha_ready of a token's last tile, which has no keys", None),
+    ("stats_ready", WALK),
+    ("kv_free before O is read", WALK),
+    ("seen_ready of the next token's first tile", WALK),
+    ("alpha_ready of the next token's first tile", WALK),
+    ("left_free", WALK),
+    ("kv_free", WALK),
+    ("query_ready", WALK),
+    ("left_ready", WALK),
+    ("scores_free", WALK),
+    ("kv_ready", WALK),
+    ("probs_ready", WALK),
+    ("output_ready", WALK),
+    ("scores_free before the CTA ends", None),
 )
-CASE_OF = {
-    **{name: INDEXER for name, _ in WAITS if "that tile" in name},
-    **dict.fromkeys(("kv_free before O is scaled", "kv_free before O is scaled for a token's last tile"), RISING),
-}
 LOWER_SCORES = r"(add\.s32 \s*%r\d+, %r\d+), 1049024;"  # the address of S in the lanes 16..31
 KEY_SHIFTS = r"shr\.s32 (\s*%r\d+), (%r\d+), %r\d+;(?=\s*(?:shr|and)\.)"  # of bits to a thread's first key
 SECOND_RUN = r"(st\.global\.v4\.b32 \s*\[%rd\d+)\+512\]"  # of the 128 columns of a lane's second run in out
@@ -75,11 +71,7 @@ SUITE = Suite(
     SM100,
     {"walk": WALK, "sparse": SPARSE, "rising": RISING, "indexer": INDEXER},
     (
-        *(
-            planted(f"missing wait: {name}", CASE_OF.get(name, WALK), ptx.WAITS, ptx.NO_WAIT, alone(index), count=len(WAITS))
-            for index, (name, noticed) in enumerate(WAITS)
-            if noticed
-        ),
+        *one_by_one("missing wait: ", WAITS, ptx.WAITS, ptx.NO_WAIT),
         planted("missing arrival", INDEXER, r"mbarrier\.arrive\.shared(?:::cluster)?\.b64 [^;]*;"),
         planted("missing commit", INDEXER, ptx.COMMITS),
         planted("halves handed over before they have landed", WALK, ptx.COPY_WAITS_BUT_ONE, "cp.async.wait_group 2;"),

@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.topk_indices import RESIDENT
 from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
 from cute_mla.testing.cases.topk_indices import TopkIndicesCase
-from tests.mutation.planting import Suite, alone, each, planted, together
+from tests.mutation.planting import alone, each, in_turn, planted, together
 
 # A cluster of 8, one CTA, and two CTAs whose warps have more numbers than stay in shared memory.
 SHARED = TopkIndicesCase(rows=2, columns=2600, topk=300, values="few", outputs="given")
@@ -75,4 +74,4 @@ BUGS = (
 )
 UNBROKEN = ({"shared": SHARED, "long": LONG, "slots": SLOTS}, {"specials": SPECIALS, "edges": EDGES, "broken": BROKEN})
 
-SUITES = {f"topk_indices_{arch.name}": Suite(arch, UNBROKEN[index], BUGS[index :: len(ARCHS)]) for index, arch in enumerate(ARCHS.values())}
+SUITES = in_turn("topk_indices", UNBROKEN, BUGS)
