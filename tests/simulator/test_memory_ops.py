@@ -11,62 +11,6 @@ from cute_mla.simulator import Policy, UnsupportedInstruction
 from tests.simulator.exact import M32, M64, signed
 from tests.simulator.small_kernels import Kernel, aligned, kinds
 
-
-def test_vector_and_narrow_accesses() -> None:
-    data = np.arange(256, dtype=np.uint8)
-    out = np.zeros(64, np.uint32)
-    body = """
-        ld.param.u64 %rd3, [p1];
-        and.b32 %r1, %r0, 7;
-        mul.wide.u32 %rd4, %r1, 16;
-        add.s64 %rd4, %rd4, %rd3;
-        ld.global.v4.u32 {%r2, %r3, _, %r5}, [%rd4+16];
-        add.u32 %r6, %r2, %r5;
-        add.s64 %rd5, %rd3, 200;
-        cvt.u64.u32 %rd6, %r1;
-        add.s64 %rd5, %rd5, %rd6;
-        ld.global.s8 %r7, [%rd5];
-        ld.global.u8 %h1, [%rd5];
-        cvt.u32.u16 %r8, %h1;
-        add.u32 %r7, %r7, %r8;
-        shl.b32 %r9, %r0, 3;
-        cvt.u64.u32 %rd7, %r9;
-        add.s64 %rd7, %rd0, %rd7;
-        st.global.v2.b32 [%rd7], {%r6, %r7};
-    """
-    assert Kernel(body).run(out, data).ok
-    words = data.view(np.uint32)
-    for lane in range(32):
-        k = lane & 7
-        byte = 200 + k
-        assert out[2 * lane] == (int(words[4 * k + 4]) + int(words[4 * k + 7])) & M32
-        assert out[2 * lane + 1] == (signed(byte, 8) + byte) & M32
-
-
-def test_atomics_return_the_old_value() -> None:
-    counter = np.zeros(1, np.uint32)
-    out = np.zeros(32, np.uint32)
-    body = "ld.param.u64 %rd3, [p1];\natom.global.add.u32 %r1, [%rd3], 2;\nst.global.u32 [%rd2], %r1;"
-    assert Kernel(body).run(out, counter).ok
-    assert counter[0] == 64
-    assert sorted(out.tolist()) == list(range(0, 64, 2))
-
-
-def test_generic_and_shared_addresses() -> None:
-    body = """
-        mov.b32 %r1, smem;
-        shl.b32 %r2, %r0, 2;
-        add.u32 %r1, %r1, %r2;
-        st.shared.u32 [%r1], %r0;
-        cvt.u64.u32 %rd3, %r1;
-        cvta.shared.u64 %rd4, %rd3;
-        ld.u32 %r4, [%rd4];
-    """
-    out = np.zeros(32, np.uint32)
-    assert Kernel(body + "st.global.u32 [%rd2], %r4;", smem=128).run(out).ok
-    assert out.tolist() == list(range(32))
-
-
 BANKS = {8: "hrd", 16: "hrd", 32: "rd", 64: "d"}
 KINDS = [f"{sign}{bits}" for sign in "bus" for bits in (8, 16, 32, 64)] + ["f32"]
 SOURCE = """

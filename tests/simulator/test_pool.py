@@ -39,29 +39,17 @@ def launch(module: Module, out: np.ndarray, smem_bytes: int = 1024) -> None:
     assert {finding.kind for finding in report.findings} <= {"race"}
 
 
-def test_a_pool_is_bounded_by_bytes() -> None:
+def test_a_pool_is_bounded_by_bytes_and_gives_back_what_came_last() -> None:
     pool: Pool[str] = Pool(100)
-    for name in "abc":
-        pool.give(("shape", name), name, 40)
+    for key, name in ((1, "a"), (2, "b"), (2, "c")):
+        pool.give((key,), name, 40)
     assert len(pool) == 2
-    assert pool.take(("shape", "a")) is None
-    assert pool.take(("shape", "c")) == "c"
-    assert pool.nbytes == 40
-
-
-def test_a_pool_gives_back_what_came_last() -> None:
-    pool: Pool[str] = Pool(100)
-    pool.give((1,), "first", 10)
-    pool.give((1,), "last", 10)
-    assert pool.take((1,)) == "last"
-
-
-def test_a_pool_keeps_one_object_of_any_size() -> None:
-    pool: Pool[str] = Pool(100)
-    pool.give((1,), "small", 10)
-    pool.give((2,), "large", 1000)
     assert pool.take((1,)) is None
-    assert pool.take((2,)) == "large"
+    assert pool.take((2,)) == "c"
+    assert pool.nbytes == 40
+    pool.give((3,), "one object of any size", 1000)
+    assert pool.take((2,)) is None
+    assert pool.take((3,)) == "one object of any size"
 
 
 def test_kernels_share_homes_and_homes_hold_no_launch() -> None:

@@ -18,7 +18,6 @@ NO_BOARD = 7  # in a field for a scoreboard
 BOARDS = 6
 
 # Registers that read as zero, and predicates that read as true; writes to them are dropped.
-CONSTANTS = ("RZ", "URZ", "PT", "UPT", "SRZ")
 
 
 @dataclass(frozen=True)
