@@ -208,35 +208,32 @@ def tma_kernel(nbytes: int, more: str = "") -> str:
     )
 
 
-@each_policy
-def test_tma_transaction_bytes(policy: Policy) -> None:
+def run_tma(body: str, policy: Policy | None = None, registered: bool = True) -> tuple[Report, np.ndarray]:
+    """Run with a tensor of 1024 numbers that count up. Return the report and the output. registered: the memory is known."""
     source, out = aligned(1024, np.float32), np.zeros(64, np.uint32)
     source[:] = np.arange(1024)
     tensor_map = TensorMap("fp32", source.ctypes.data, (32, 32), (128,), (32, 8))
+    return Kernel(body, threads=64, smem=2048).run(out, tensor_map, *[source] * registered, policy=policy), out
 
-    def run(body: str) -> Report:
-        return Kernel(body, threads=64, smem=2048).run(out, tensor_map, source, policy=policy)  # source: registers the tensor
 
-    assert run(tma_kernel(1024)).ok
+@each_policy
+def test_tma_transaction_bytes(policy: Policy) -> None:
+    report, out = run_tma(tma_kernel(1024), policy)
+    assert report.ok
     assert out.view(np.float32).tolist() == list(range(64))
-    only(run(tma_kernel(1028)), "deadlock")
-    assert not run(tma_kernel(1020)).ok
+    only(run_tma(tma_kernel(1028), policy)[0], "deadlock")
+    assert not run_tma(tma_kernel(1020), policy)[0].ok
     if policy.async_mode == "lazy":  # without the wait the bytes have not come
-        assert "poison" in kinds(run(tma_kernel(1024).replace(WAIT, "bar.sync 0;\n")))
+        assert "poison" in kinds(run_tma(tma_kernel(1024).replace(WAIT, "bar.sync 0;\n"), policy)[0])
 
 
 @pytest.mark.parametrize("offset", [1152, 65536])
 def test_tma_destination_outside_shared_memory(offset: int) -> None:
-    source, out = aligned(1024, np.float32), np.zeros(64, np.uint32)
-    tensor_map = TensorMap("fp32", source.ctypes.data, (32, 32), (128,), (32, 8))
-    body = tma_kernel(1024).replace("[%r100+1024]", f"[%r100+{offset}]")
-    assert kinds(Kernel(body, threads=64, smem=2048).run(out, tensor_map, source)) == {"out_of_bounds"}
+    only(run_tma(tma_kernel(1024).replace("[%r100+1024]", f"[%r100+{offset}]"))[0], "out_of_bounds")
 
 
 def test_unregistered_tensor() -> None:
-    source, out = aligned(1024, np.float32), np.zeros(64, np.uint32)
-    tensor_map = TensorMap("fp32", source.ctypes.data, (32, 32), (128,), (32, 8))
-    only(Kernel(tma_kernel(1024), threads=64, smem=2048).run(out, tensor_map), "out_of_bounds")
+    only(run_tma(tma_kernel(1024), registered=False)[0], "out_of_bounds")
 
 
 def test_use_before_init_and_double_barrier() -> None:

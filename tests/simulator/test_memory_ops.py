@@ -223,6 +223,34 @@ def test_an_address_of_another_cta_needs_shared_cluster() -> None:
             assert kinds(report) == {"out_of_bounds"}, access
 
 
+def test_a_128_bit_register_is_a_pair() -> None:
+    """Loads, moves that swap the halves through one register, and stores, with an undefined half that stays one."""
+    body = """
+        .reg .b128 %quad<3>, %single;
+        ld.param.u64 %rd3, [p1];
+        ld.global.b128 %quad1, [%rd3];
+        mov.b128 %quad2, %quad1;
+        mov.b128 {%rd4, %rd5}, %quad2;
+        mov.b128 %single, {%rd5, %rd4};
+        mov.b128 {%rd4, %rd5}, {%rd5, %rd4};
+        mov.b32 %r1, smem;
+        st.shared.b128 [%r1], %single;
+        ld.shared.v2.b64 {%rd6, %rd7}, [%r1];
+        st.global.v2.b64 [%rd0], {%rd6, %rd7};
+        st.global.v2.b64 [%rd0+16], {%rd4, %rd5};
+        ld.shared.u64 %rd8, [%r1+16];
+        mov.b128 %quad0, {%rd8, %rd4};
+        mov.b128 {%rd9, %rd10}, %quad0;
+        st.global.b64 [%rd0+32], %rd10;
+    """
+    source, out = aligned(2, np.uint64), aligned(6, np.uint64)
+    source[:] = [0x1111222233334444, 0x5555666677778888]
+    assert Kernel(body, smem=64, threads=1).run(out, source).ok
+    assert out.tolist() == [int(source[1]), int(source[0])] * 2 + [int(source[1]), 0]
+    poisoned = Kernel(body.replace("[%rd0+32], %rd10", "[%rd0+32], %rd9"), smem=64, threads=1).run(out, source)
+    assert [finding.kind for finding in poisoned.findings] == ["poison"]
+
+
 # ---------------------------------------------------------------- atomics
 
 

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
+from tests.simulator import exact
 from tests.simulator.exact import M16, M32, M64, decode, encode, flush, signed
 from tests.simulator.small_kernels import Kernel
 
@@ -141,6 +143,22 @@ def real(function: Callable[..., float], ftz: bool = False) -> Function:
 def each_half(function: Function) -> Function:
     """Return a function of 16-bit patterns on both halves."""
     return lambda *words: function(*(w & M16 for w in words)) | function(*(w >> 16 for w in words)) << 16
+
+
+def rounded_vectors(kind: str, bank: str, lift: Callable[[Function], Function] = lambda function: function) -> Iterator[Vector]:
+    """Yield the sums, products and fused sums of f32 in all roundings. lift: makes a function of operands of this kind."""
+    for z, r in itertools.product(("", ".ftz"), ("", ".rn", ".rz", ".rm", ".rp")):
+        rounding = r[1:] or "rn"
+        names: dict[str, Callable[..., float]] = {
+            "add": lambda a, b, rounding=rounding: exact.total(a, b, "f32", rounding),
+            "sub": lambda a, b, rounding=rounding: exact.total(a, -b, "f32", rounding),
+            "mul": lambda a, b, rounding=rounding: exact.product(a, b, "f32", rounding),
+        }
+        for name, function in names.items():
+            yield Vector(f"{name}{r}{z}.{kind} {{o}}, {{a}}, {{b}};", bank * 3, lift(real(function, bool(z))))
+        if r:
+            fused = partial(lambda a, b, c, rounding: exact.total(0.0, c, "f32", rounding, (a, b)), rounding=rounding)
+            yield Vector(f"fma{r}{z}.{kind} {{o}}, {{a}}, {{b}}, {{c}};", bank * 4, lift(real(fused, bool(z))))
 
 
 # ---------------------------------------------------------------- inputs
