@@ -9,22 +9,14 @@ import pytest
 
 from cute_mla.simulator import GlobalMemory, Launch, Names, Policy, load_module, run
 from cute_mla.simulator.engine.counts import NO_ROLE, class_of
+from tests.simulator.small_kernels import Kernel
 
 # Warps 0 and 1 add as often as they are told; of warp 2 half the lanes multiply; warp 3 does nothing.
-PTX = """
-.version 8.7
-.target sm_90a
-.address_size 64
-.visible .entry k(.param .u32 rounds)
-.reqntid 128, 1, 1
-{
-    .reg .b32 %r<9>;
-    .reg .f32 %f<4>;
-    .reg .pred %p<5>;
-    ld.param.u32 %r1, [rounds];
-    mov.u32 %r2, %tid.x;
+PTX = Kernel(
+    """
+    ld.param.u32 %r1, [p1];
     mov.f32 %f1, 0f3F800000;
-    setp.ge.u32 %p1, %r2, 64;
+    setp.ge.u32 %p1, %r0, 64;
     @%p1 bra OTHERS;
 LOOP:
     add.rn.f32 %f1, %f1, %f1;
@@ -33,19 +25,18 @@ LOOP:
     @%p2 bra LOOP;
     bra END;
 OTHERS:
-    and.b32 %r3, %r2, 33;
+    and.b32 %r3, %r0, 33;
     setp.ne.u32 %p3, %r3, 0;
     @%p3 bra END;
     mul.f32 %f2, %f1, %f1;
-END:
-    ret;
-}
-"""
+END:""",
+    threads=128,
+).text([0, 0])
 
 
 def counted(rounds: int, schedule: str = "round_robin", text: str = PTX) -> dict[str, dict[str, int]]:
     names = Names(roles=(("adders", 0, 2), ("others", 2, 1)))
-    launch = Launch(load_module(text), "k", (1, 1, 1), (128, 1, 1), (1, 1, 1), 0, [struct.pack("<I", rounds)], names)
+    launch = Launch(load_module(text), "k", (1, 1, 1), (128, 1, 1), (1, 1, 1), 0, [bytes(8), struct.pack("<Q", rounds)], names)
     report = run(launch, GlobalMemory(), Policy.named(schedule))
     counts = report.executed.by_role()
     assert report.instructions == sum(sum(classes.values()) for classes in counts.values())
@@ -56,11 +47,11 @@ def counted(rounds: int, schedule: str = "round_robin", text: str = PTX) -> dict
 def test_roles_and_classes(schedule: str) -> None:
     counts = counted(5, schedule)
     assert counts["adders"]["f32 add"] == 2 * 5
-    assert counts["adders"]["integer"] == 2 * 5
+    assert counts["adders"]["integer"] == 2 * (2 + 5)  # two of the kernel's prologue
     assert counts["adders"]["setp"] == 2 * (1 + 5)
     assert counts["others"]["f32 mul"] == 1
     assert counts[NO_ROLE].get("f32 mul", 0) == 0
-    assert counts[NO_ROLE]["integer"] == 1
+    assert counts[NO_ROLE]["integer"] == 2 + 1
 
 
 def test_a_slope_is_that_of_the_loop() -> None:
@@ -72,7 +63,7 @@ def test_a_slope_is_that_of_the_loop() -> None:
 
 @pytest.mark.parametrize("schedule", ["round_robin", "random", "adversarial"])
 def test_every_warp_that_meets_at_a_barrier_counts(schedule: str) -> None:
-    counts = counted(3, schedule, PTX.replace("    ret;", "    bar.sync 0;\n    ret;"))
+    counts = counted(3, schedule, PTX.replace("ret;", "bar.sync 0;\nret;"))
     assert sum(classes.get("barrier", 0) for classes in counts.values()) == 4
 
 
