@@ -1,4 +1,4 @@
-"""One build of the test kernel, shared by the tests of this folder."""
+"""One build of the test kernel and one clone of the tree, shared by the tests of this folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,11 @@ from pathlib import Path
 import pytest
 
 from cute_mla.aot_build.build import BuildReport, build_variants
+from cute_mla.aot_build.wheel import git, stage
 from tests.aot_build.tma_copy import GOOD, NOT_RENAMED, SPILLING
+from tests.support.tree import ROOT
+
+IDENTITY = ("-c", "user.name=n", "-c", "user.email=e@x")
 
 
 @pytest.fixture(scope="session")
@@ -34,3 +38,13 @@ def folder(report: BuildReport, tmp_path: Path) -> Path:
     for path in report.folder.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     return tmp_path
+
+
+@pytest.fixture(scope="session")
+def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return a clone of this tree in which everything is committed."""
+    tree = tmp_path_factory.mktemp("checkout") / "tree"
+    stage(ROOT, tree)
+    for command in (("init", "--quiet"), ("add", "--all"), (*IDENTITY, "commit", "--quiet", "--message", "all")):
+        git(tree, *command)
+    return tree

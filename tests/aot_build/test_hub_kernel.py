@@ -18,24 +18,13 @@ import torch
 from cute_mla.aot_build import hub_kernel
 from cute_mla.aot_build.hub_kernel import BUILD, digests, make_hub_kernel
 from cute_mla.aot_build.tools import ToolError
-from cute_mla.aot_build.wheel import git, stage
+from cute_mla.aot_build.wheel import git
 from cute_mla.manifest import Manifest, Provenance
 from cute_mla.runtime.artifacts import artifacts_folder
 from tests.support.kernel_module import decode, load
 from tests.support.tree import ROOT
 
 OUTSIDE = {"cuda", "numpy", "safetensors", "torch", "transformers"} | set(sys.stdlib_module_names)
-IDENTITY = ("-c", "user.name=n", "-c", "user.email=e@x")
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a clone of this tree in which everything is committed."""
-    tree = tmp_path_factory.mktemp("checkout") / "tree"
-    stage(ROOT, tree)
-    for command in (("init", "--quiet"), ("add", "--all"), (*IDENTITY, "commit", "--quiet", "--message", "all")):
-        git(tree, *command)
-    return tree
 
 
 @pytest.fixture(scope="module")

@@ -11,17 +11,11 @@ from cute_mla.aot_build import staleness
 from cute_mla.aot_build.fingerprint import fingerprint
 from cute_mla.aot_build.staleness import changed_kernels
 from cute_mla.aot_build.variants import closed_variants
-from cute_mla.manifest import KernelEntry, Manifest
+from cute_mla.manifest import Manifest
 from cute_mla.spec.arch import SM90, SM100
+from tests.support.kernel_entries import kernel_entry
 
 BUILT_BY = {"nvidia-cutlass-dsl": "1.2.3", "nvidia-cuda-nvdisasm": "4.5.6", "ptxas": "7.8.9", "reassembly": "equal"}
-
-
-def entry_of(name: str, arch: str, print_: str) -> KernelEntry:
-    return KernelEntry(
-        name=name, op="split_plan", arch=arch, config={}, entry=name, cubin=name, cubin_sha256="0" * 64, ptx=name, ptx_sha256="0" * 64,
-        params=(), block=(32, 1, 1), cluster=(1, 1, 1), smem_bytes=0, registers=8, stack_bytes=0, fingerprint=print_, tools=BUILT_BY,
-    )  # fmt: skip
 
 
 @pytest.fixture
@@ -31,7 +25,8 @@ def manifest() -> Manifest:
     for arch in (SM90, SM100):
         (variant,) = closed_variants(arch, ["split_plan"])
         tools = {package: BUILT_BY.get(package, "absent") for package in staleness.tool_versions()}
-        entries[variant.name] = entry_of(variant.name, arch.name, fingerprint(variant, tools=tools))
+        print_ = fingerprint(variant, tools=tools)
+        entries[variant.name] = kernel_entry("split_plan", arch.name, "i32", fingerprint=print_, tools=BUILT_BY)
     return Manifest(entries)
 
 

@@ -21,7 +21,7 @@ from cute_mla.aot_build import rebuild as rebuilding
 from cute_mla.aot_build import wheel as packing
 from cute_mla.aot_build.rebuild import Shipped, rebuild, unpack
 from cute_mla.aot_build.tools import ToolError
-from cute_mla.aot_build.wheel import git, make_wheel, stage, stale_kernels
+from cute_mla.aot_build.wheel import git, make_wheel, stale_kernels
 from cute_mla.manifest import Manifest, ManifestError, Provenance, manifest_sha256
 from cute_mla.runtime.artifacts import artifacts_folder
 from cute_mla.testing.suites import suite
@@ -29,20 +29,6 @@ from tests.support.tree import ROOT
 
 MOST_BYTES = 50_000_000
 SMALL = "split_plan_sm90_i32"
-
-
-@pytest.fixture(scope="module")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a clone of this tree in which everything is committed."""
-    tree = tmp_path_factory.mktemp("checkout") / "tree"
-    stage(ROOT, tree)
-    for command in (
-        ("init", "--quiet"),
-        ("add", "--all"),
-        ("-c", "user.name=n", "-c", "user.email=e@x", "commit", "--quiet", "--message", "all"),
-    ):
-        git(tree, *command)
-    return tree
 
 
 @pytest.fixture(scope="module")

@@ -14,31 +14,13 @@ from cute_mla.aot_build.build import BUILT, FAILED, UP_TO_DATE, BuildReport, Ker
 from cute_mla.aot_build.tools import ToolError
 from cute_mla.aot_build.variants import OPS, Variant, closed_variants
 from cute_mla.cli import commands
-from cute_mla.manifest import KernelEntry
 from cute_mla.spec.arch import ARCHS, SM90
 from cute_mla.testing import suites
+from tests.support.kernel_entries import kernel_entry
 
 module = importlib.import_module("cute_mla.cli.build")
 
-ENTRY = KernelEntry(
-    name="combine_sm90_bf16",
-    op="combine",
-    arch="sm90",
-    config={},
-    entry="combine_0",
-    cubin="combine.cubin",
-    cubin_sha256="a" * 64,
-    ptx="combine.ptx",
-    ptx_sha256="b" * 64,
-    params=(),
-    block=(256, 1, 1),
-    cluster=(1, 1, 1),
-    smem_bytes=0,
-    registers=80,
-    stack_bytes=0,
-    fingerprint="c" * 64,
-    tools={"reassembly": "equal"},
-)
+ENTRY = kernel_entry("combine", "sm90", "bf16", smem_bytes=0, registers=80, tools={"reassembly": "equal"})
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 from cute_mla.aot_build import variants
 from cute_mla.cli import commands
 from cute_mla.cli.profile import GPUS, OPS, succeeded
-from cute_mla.manifest import KernelEntry, Manifest
+from cute_mla.manifest import Manifest
 from cute_mla.profiles import report, roofline
 from cute_mla.profiles.clock import rows, timeline
 from cute_mla.profiles.clock.recorded import Recorded
@@ -24,6 +24,7 @@ from cute_mla.profiles.model.launches import NoModelError
 from cute_mla.profiles.rows import DEFINITIONS, Case
 from cute_mla.runtime.artifacts import FOLDER_VARIABLE
 from tests.profiles.clock.recordings import recorded
+from tests.support.kernel_entries import kernel_entry
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
 
@@ -36,13 +37,9 @@ def run(*arguments: str | Path) -> Result:
 def artifacts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with the manifest of one kernel."""
     folder = tmp_path / "artifacts"
-    name = "dense_decode_sm90_bf16_cluster1"
-    entry = KernelEntry(
-        name=name, op="dense_decode", arch="sm90", config={}, entry=name, cubin=f"{name}.cubin", cubin_sha256="0" * 64, ptx=f"{name}.ptx",
-        ptx_sha256="0" * 64, params=(), block=(512, 1, 1), cluster=(1, 1, 1), smem_bytes=223_000, registers=128, stack_bytes=0,
-        fingerprint="0" * 64, instructions={"HGMMA": 44, "UTMALDG": 9},
-    )  # fmt: skip
-    Manifest({name: entry}).save(folder)
+    block, instructions = (512, 1, 1), {"HGMMA": 44, "UTMALDG": 9}
+    entry = kernel_entry("dense_decode", "sm90", "bf16_cluster1", block=block, smem_bytes=223_000, instructions=instructions)
+    Manifest({entry.name: entry}).save(folder)
     monkeypatch.setenv(FOLDER_VARIABLE, str(folder))
     return folder
 

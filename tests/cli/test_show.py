@@ -23,26 +23,19 @@ from cute_mla.runtime.artifacts import Artifacts
 from cute_mla.runtime.errors import DeviceError
 from cute_mla.simulator.findings import SassError
 from cute_mla.spec.arch import SM90, SM100
+from tests.support.kernel_entries import kernel_entry
 from tests.support.params import int32s, tensor_maps
 
 NAME = "dense_decode_sm90_bf16"
-ENTRY = KernelEntry(
-    name=NAME,
-    op="dense_decode",
-    arch="sm90",
+ENTRY = kernel_entry(
+    "dense_decode",
+    "sm90",
+    "bf16",
     config={"dtype": "bf16", "cluster": 1},
-    entry=f"{NAME}_0",
-    cubin=f"{NAME}.cubin",
-    cubin_sha256="a" * 64,
-    ptx=f"{NAME}.ptx",
-    ptx_sha256="b" * 64,
     params=(*tensor_maps("kv_map"), *int32s("s_q")),
     block=(384, 1, 1),
     cluster=(2, 1, 1),
     smem_bytes=222_456,
-    registers=128,
-    stack_bytes=0,
-    fingerprint="c" * 64,
     barriers=(Barrier("kv_ready", 0, 2),),
     roles=(Role("load", 0, 4),),
     instructions={"BAR": 3, "HGMMA": 44, "UTMALDG": 3},

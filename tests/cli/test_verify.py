@@ -15,7 +15,7 @@ from click.testing import CliRunner, Result
 
 from cute_mla.aot_build import staleness
 from cute_mla.cli import commands, verify
-from cute_mla.manifest import KernelEntry, Manifest, Provenance
+from cute_mla.manifest import Manifest, Provenance
 from cute_mla.runtime.artifacts import Artifacts
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec import combine
@@ -37,6 +37,7 @@ from cute_mla.testing.cases.topk_indices import TopkIndicesCase
 from cute_mla.testing.processes import Work
 from cute_mla.testing.runner import Record, Schedule, Target
 from cute_mla.testing.suites.entries import SuiteEntry
+from tests.support.kernel_entries import kernel_entry
 
 WHOLE, REDUCED, SKIPPED = DenseDecodeCase(), DenseDecodeCase(batch=2), DenseDecodeCase(batch=3)
 SUITE = [
@@ -511,23 +512,22 @@ def test_it_says_what_is_about_to_run(stand_in: StandIn, monkeypatch: pytest.Mon
 def test_a_damaged_artefact_is_failure_and_cases_run(
     stand_in: StandIn, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, damaged: str
 ) -> None:
-    name, ptx = "combine_sm90_bf16", b"// not PTX"
+    ptx = b"// not PTX"
     cubin = b"\x7fELF" + bytes(4) + b"\x08" + bytes(9) + b"\xbe\x00" + bytes(29) + b"\x5a" + bytes(14)
     hashes: dict[str, Any] = {f"{kind}_sha256": hashlib.sha256(content).hexdigest() for kind, content in (("cubin", cubin), ("ptx", ptx))}
-    shape: dict[str, Any] = {"block": (32, 1, 1), "cluster": (1, 1, 1), "smem_bytes": 0, "registers": 8, "stack_bytes": 0}
-    files: dict[str, Any] = {"cubin": f"{name}.cubin", "ptx": f"{name}.ptx"}
-    entry = KernelEntry(name, "combine", "sm90", {}, name, params=combine.PARAMS, fingerprint="c" * 64, **files, **hashes, **shape)
-    (tmp_path / files["cubin"]).write_bytes(cubin)
-    (tmp_path / files["ptx"]).write_bytes(ptx)
-    monkeypatch.setattr(verify, "load_artifacts", lambda: Artifacts(tmp_path, Manifest({name: entry})))
+    entry = kernel_entry("combine", "sm90", "bf16", params=combine.PARAMS, **hashes)
+    (tmp_path / entry.cubin).write_bytes(cubin)
+    (tmp_path / entry.ptx).write_bytes(ptx)
+    monkeypatch.setattr(verify, "load_artifacts", lambda: Artifacts(tmp_path, Manifest({entry.name: entry})))
     assert invoke("--stale-ok").exit_code == 0
     stand_in.jobs = []
-    content = bytearray((tmp_path / files[damaged]).read_bytes())
+    file = tmp_path / f"{entry.name}.{damaged}"
+    content = bytearray(file.read_bytes())
     content[-1] ^= 1
-    (tmp_path / files[damaged]).write_bytes(content)
+    file.write_bytes(content)
     result = invoke("--stale-ok")
     assert result.exit_code == 1
-    assert f"DAMAGED {tmp_path / files[damaged]} is damaged: sha256" in result.stderr
+    assert f"DAMAGED {file} is damaged: sha256" in result.stderr
     assert len(stand_in.jobs) == 4
     assert result.stdout.startswith(f"1 kernels in {tmp_path}, built in place: 1 damaged\n")
     assert result.stdout.splitlines()[-1] == f"FAILED: 0 of 4 cases, 1 damaged artefacts; {SIMULATED}; 0 s"

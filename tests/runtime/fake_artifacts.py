@@ -5,11 +5,13 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from cute_mla.manifest import KernelEntry, Manifest, kernel_name
+from cute_mla.manifest import KernelEntry, Manifest
 from cute_mla.spec import combine, dense_decode, split_plan
 from cute_mla.spec.abi import Param
 from cute_mla.spec.arch import ARCHS, SM90, Arch
+from tests.support.kernel_entries import kernel_entry
 
 
 def fake_cubin(sm: int = 90, toolkit: str = "13.4", abi: int = 8) -> bytes:
@@ -22,36 +24,10 @@ def fake_cubin(sm: int = 90, toolkit: str = "13.4", abi: int = 8) -> bytes:
     return bytes(header) + note
 
 
-def entry(
-    op: str,
-    config_name: str,
-    params: tuple[Param, ...],
-    cubin: bytes,
-    ptx: str,
-    block: tuple[int, int, int] = (256, 1, 1),
-    cluster: tuple[int, int, int] = (1, 1, 1),
-    smem_bytes: int = 1024,
-) -> KernelEntry:
+def entry(op: str, config_name: str, params: tuple[Param, ...], cubin: bytes, ptx: str, **fields: Any) -> KernelEntry:
     """Return a manifest entry for sm90."""
-    name = kernel_name(op, "sm90", config_name)
-    return KernelEntry(
-        name=name,
-        op=op,
-        arch="sm90",
-        config={},
-        entry=f"{name}_0",
-        cubin=f"{name}.cubin",
-        cubin_sha256=hashlib.sha256(cubin).hexdigest(),
-        ptx=f"{name}.ptx",
-        ptx_sha256=hashlib.sha256(ptx.encode()).hexdigest(),
-        params=params,
-        block=block,
-        cluster=cluster,
-        smem_bytes=smem_bytes,
-        registers=128,
-        stack_bytes=0,
-        fingerprint="0" * 64,
-    )
+    hashes = {"cubin_sha256": hashlib.sha256(cubin).hexdigest(), "ptx_sha256": hashlib.sha256(ptx.encode()).hexdigest()}
+    return kernel_entry(op, "sm90", config_name, params=params, **hashes, **fields)
 
 
 def retargeted(kernel: KernelEntry, arch: Arch) -> KernelEntry:
@@ -63,12 +39,13 @@ def retargeted(kernel: KernelEntry, arch: Arch) -> KernelEntry:
 def dense_entries(cubin: bytes, arch: Arch = SM90) -> list[KernelEntry]:
     """Return the kernels of dense decode."""
     ptx = "// not PTX\n"
+    shape = {"block": (384, 1, 1), "smem_bytes": 230_000}
     decode = [
-        entry("dense_decode", config.name, dense_decode.PARAMS, cubin, ptx, (384, 1, 1), (config.cluster, 1, 1), 230_000)
+        entry("dense_decode", config.name, dense_decode.PARAMS, cubin, ptx, **shape, cluster=(config.cluster, 1, 1))
         for config in dense_decode.closed_variants(arch)
     ]
     merge = [entry("combine", dtype, combine.PARAMS, cubin, ptx) for dtype in ("bf16", "fp16")]
-    plan = entry("split_plan", "i32", split_plan.PARAMS, cubin, ptx, (1024, 1, 1), smem_bytes=33_000)
+    plan = entry("split_plan", "i32", split_plan.PARAMS, cubin, ptx, block=(1024, 1, 1), smem_bytes=33_000)
     return [retargeted(kernel, arch) for kernel in (*decode, *merge, plan)]
 
 

@@ -16,7 +16,6 @@ from cuda.bindings import driver as real
 from cute_mla.runtime import cuda_device, cuda_launches, current, driver, tensor_map
 from cute_mla.spec.abi import Param
 
-ENCODE_ARGUMENTS = 12
 OK = real.CUresult.CUDA_SUCCESS
 STREAM = 77
 

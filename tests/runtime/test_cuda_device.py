@@ -14,7 +14,7 @@ from cuda.bindings import driver as real
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_mla.api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
-from cute_mla.runtime import cuda_launches, driver, libcuda
+from cute_mla.runtime import driver, libcuda
 from cute_mla.runtime.arguments import ArgumentBlock
 from cute_mla.runtime.cuda_device import CudaDevice
 from cute_mla.runtime.current import cpu_tensors_on
@@ -62,26 +62,17 @@ def test_device_reports_arch_and_sm_count(fake: FakeDriver, capability: tuple[in
     assert device.sm_count == sm_count
 
 
-@pytest.mark.parametrize("capability", [(10, 0), (10, 3)])
-def test_the_devices_of_a_family_load_one_cubin(fake: FakeDriver, artifacts: Path, capability: tuple[int, int]) -> None:
+@pytest.mark.parametrize(("capability", "arch"), [((9, 0), "sm90"), ((10, 0), "sm100"), ((10, 3), "sm100")])
+def test_first_launch_loads_checks_and_prepares_the_kernel_once(
+    fake: FakeDriver, artifacts: Path, capability: tuple[int, int], arch: str
+) -> None:
+    """The devices of a family load one cubin."""
     fake.capability = capability
     device = CudaDevice(0)
     kernel = device.kernel("dense_decode", "bf16_cluster2")
-    assert kernel.name == "dense_decode_sm100_bf16_cluster2"
-    device.launch(kernel, (2, 1, 74), decode_arguments(KV_MAP), pdl=True)
-    ((cubin, *_),) = fake.called("cuLibraryLoadData")
-    assert cubin == (artifacts / "dense_decode_sm100_bf16_cluster2.cubin").read_bytes() == fake_cubin(100)
-    assert fake.called("cuKernelSetAttribute") == [(SMEM_LIMIT, 230_000, kernel.entry, 0)]
-    (launch,) = fake.launches
-    assert (launch.kernel, launch.grid, launch.smem_bytes) == (kernel.entry, (2, 1, 74), 230_000)
-    assert launch.attributes == {CLUSTER: struct.pack("<3I", 2, 1, 1), PDL: struct.pack("<i8x", 1)}
-
-
-def test_first_launch_loads_checks_and_prepares_the_kernel_once(fake: FakeDriver, artifacts: Path) -> None:
-    device = CudaDevice(0)
-    kernel = device.kernel("dense_decode", "bf16_cluster2")
-    device.launch(kernel, (2, 1, 66), decode_arguments(KV_MAP))
-    device.launch(kernel, (2, 1, 66), decode_arguments(KV_MAP))
+    assert kernel.name == f"dense_decode_{arch}_bf16_cluster2"
+    for _ in range(2):
+        device.launch(kernel, (2, 1, 66), decode_arguments(KV_MAP))
     assert fake.called("cuLibraryLoadData") == [((artifacts / kernel.cubin).read_bytes(), [], [], 0, [], [], 0)]
     assert fake.called("cuLibraryGetKernel") == [("library 1", kernel.entry.encode())]
     assert fake.called("cuKernelSetAttribute") == [(SMEM_LIMIT, 230_000, kernel.entry, 0)]
@@ -248,18 +239,6 @@ def test_a_decode_call_asks_the_driver_for_two_launches_and_nothing_else(fake: F
     assert scalar(combine.arguments["lengths"], "Q") == again["cache_seqlens"].data_ptr()
     assert (scalar(combine.arguments["extra_lengths"], "Q"), scalar(decode.arguments["descale_k"], "Q")) == (0, 0)
     assert scalar(combine.arguments["out"], "Q") == scalar(decode.arguments["out"], "Q") == again["out"].data_ptr()
-
-
-def test_prepared_launches_follow_the_stream_and_the_context(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    device = CudaDevice(0)
-    with cpu_tensors_on(device):
-        call = decode_call(device)
-        flash_mla_with_kvcache(**call)
-        monkeypatch.setattr(cuda_launches, "current_stream", lambda index: 78)
-        fake.current_device = 1
-        flash_mla_with_kvcache(**call)
-    assert [launch.stream for launch in fake.launches[-4:]] == [77, 77, 78, 78]
-    assert [name for name, _ in fake.calls][-4:] == ["cuCtxPushCurrent", "cuLaunchKernelEx", "cuLaunchKernelEx", "cuCtxPopCurrent"]
 
 
 def test_threads_do_not_share_prepared_launches(fake: FakeDriver) -> None:

@@ -53,6 +53,21 @@ def driver(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> Iterator[CapturingDri
         yield fake
 
 
+def recorded(driver: CapturingDriver, call: Callable[[], Any], *kernels: str) -> Graph:
+    """Return the graph of a call that has been made once, and check that it holds these kernels and no operation of torch."""
+    call()
+    with captured(driver) as graph:
+        call()
+    assert (graph.kernels, graph.operations) == ([*kernels], [])
+    return graph
+
+
+def replay(graph: Graph, arch: Arch, *memory: Tensor) -> None:
+    """Run a graph on the current contents of its tensors."""
+    with cute_mla.simulate(arch, SM_COUNT) as device:
+        graph.replay(device, memory)
+
+
 class Step:
     """A decode step whose tensors stay where they are. plan: None to make one in each call."""
 
@@ -155,15 +170,11 @@ def test_states_are_merged_in_a_graph(driver: CapturingDriver, arch: Arch) -> No
     outs = [torch.randn(4, 3, 128, dtype=torch.bfloat16) for _ in range(2)]
     lses = [torch.randn(4, 3) for _ in range(2)]
     out, lse = torch.zeros_like(outs[0]), torch.zeros_like(lses[0])
-    cute_mla.merge_states(outs, lses, out=out, lse=lse)
-    with captured(driver) as graph:
-        cute_mla.merge_states(outs, lses, out=out, lse=lse)
-    assert (graph.kernels, graph.operations) == (["merge_states"], [])
+    graph = recorded(driver, lambda: cute_mla.merge_states(outs, lses, out=out, lse=lse), "merge_states")
     for state, weight in zip(outs, lses, strict=True):
         state[:2] = torch.randn(2, 3, 128)
         state[2:], weight[2:] = float("nan"), float("inf")
-    with cute_mla.simulate(arch, SM_COUNT) as device:
-        graph.replay(device, [*outs, *lses, out, lse])
+    replay(graph, arch, *outs, *lses, out, lse)
     wanted, wanted_lse = cute_mla.reference.merge_states(torch.stack(outs), torch.stack(lses))
     torch.testing.assert_close(out.float(), wanted, atol=1e-2, rtol=1e-2)
     torch.testing.assert_close(lse, wanted_lse)
@@ -178,28 +189,20 @@ def test_logits_are_computed_in_a_graph(driver: CapturingDriver, arch: Arch) -> 
     cache, out = other.cache, torch.zeros(4, 300)
     metadata = get_paged_mqa_logits_metadata(call.context_lens, 64, SM_COUNT)
     call = call._replace(cache=cache)
-    call.logits(metadata, out=out)
-    with captured(driver) as graph:
-        call.logits(metadata, out=out)
-    assert (graph.kernels, graph.operations) == (["mqa_logits"], [])
+    graph = recorded(driver, lambda: call.logits(metadata, out=out), "mqa_logits")
     for name in ("q", "weights", "context_lens", "block_table"):
         getattr(call, name).copy_(getattr(other, name))
-    with cute_mla.simulate(arch, SM_COUNT) as device:
-        graph.replay(device, [*call[:5], out])
+    replay(graph, arch, *call[:5], out)
     assert torch.equal(out, other.expected())
 
 
 def test_positions_are_selected_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:
     """Other numbers and lengths at the replay."""
     logits, lengths, out = torch.zeros(2, 2100), torch.zeros(2, dtype=torch.int32), torch.zeros(2, 30, dtype=torch.int32)
-    topk_indices(logits, lengths, 30, out=out)
-    with captured(driver) as graph:
-        topk_indices(logits, lengths, 30, out=out)
-    assert (graph.kernels, graph.operations) == (["topk_indices"], [])
+    graph = recorded(driver, lambda: topk_indices(logits, lengths, 30, out=out), "topk_indices")
     logits.copy_(torch.randn(2, 2100))
     lengths[0], lengths[1] = 2100, 31
-    with cute_mla.simulate(arch, SM_COUNT) as device:
-        graph.replay(device, [logits, lengths, out])
+    replay(graph, arch, logits, lengths, out)
     assert torch.equal(out, cute_mla.reference.topk_indices(logits, lengths, 30))
 
 
@@ -219,8 +222,7 @@ def test_keys_are_chosen_in_a_graph(driver: CapturingDriver, arch: Arch) -> None
     scales.view(torch.float32)[:] = torch.randperm(6 * 64).view(6, 64).float()
     table.copy_(torch.tensor([[5, 3, 1, 0, 2], [4, 2, 0, 1, 3]]))
     lengths[0], lengths[1] = 257, 256
-    with cute_mla.simulate(arch, SM_COUNT) as device:
-        graph.replay(device, [q, weights, cache, lengths, table, out, workspace])
+    replay(graph, arch, q, weights, cache, lengths, table, out, workspace)
     assert torch.equal(out, cute_mla.reference.indexer_topk(q, weights, cache, lengths, table, 30, slots=True))
 
 
@@ -242,8 +244,7 @@ def test_keys_and_queries_of_the_indexer_are_prepared_in_a_graph(driver: Capturi
     slots.copy_(torch.tensor([31, -1, 16]))
     positions.copy_(torch.tensor([8, 3, 1]))
     q.copy_(torch.randn(3, 5, 128))
-    with cute_mla.simulate(arch, SM_COUNT) as device:
-        graph.replay(device, [k, q, cache, slots, positions, norm, table, weights, out, scaled])
+    replay(graph, arch, k, q, cache, slots, positions, norm, table, weights, out, scaled)
     assert len(cache.flatten(1).count_nonzero(1)) == 2
     expected = prepared(q, table[positions], "half_split", False)
     assert torch.equal(out.view(torch.uint8), expected.codes)
@@ -258,18 +259,14 @@ def test_keys_are_inserted_in_a_graph(driver: CapturingDriver, arch: Arch) -> No
     cache, slots, positions = torch.zeros(2, 16, 1, 576).bfloat16(), torch.tensor([0, 1, 2]), torch.tensor([0, 0, 0])
     weight, table, keys = torch.randn(512).bfloat16(), torch.randn(9, 64), torch.zeros(3, 576).bfloat16()
     call = (kv_c, k_pe, q_pe, cache, slots, weight, table, positions)
-    insert_kv_cache(*call, keys=keys)
-    with captured(driver) as graph:
-        insert_kv_cache(*call, keys=keys)
-    assert (graph.kernels, graph.operations) == (["cache_insert"], [])
+    graph = recorded(driver, lambda: insert_kv_cache(*call, keys=keys), "cache_insert")
     cache.zero_()
     slots.copy_(torch.tensor([31, -1, 16]))
     positions.copy_(torch.tensor([8, 3, 1]))
     for tensor in (kv_c, k_pe, q_pe):
         tensor.copy_(torch.randn(tensor.shape))
     queries = q_pe.clone()
-    with cute_mla.simulate(arch, SM_COUNT) as device:
-        graph.replay(device, [*call, keys])
+    replay(graph, arch, *call, keys)
     assert torch.equal(q_pe, rotated(queries, table[positions]))
     expected = torch.cat((rms_norm(kv_c, weight, 1e-6), rotated(k_pe, table[positions])), dim=1)
     assert torch.equal(keys, expected)
@@ -288,16 +285,12 @@ def test_keys_are_written_and_gathered_in_a_graph(driver: CapturingDriver, arch:
         write_kv_cache(kv_c, k_pe, k_cache, slots)
         gather_kv_cache(k_cache, table, ends, 4, out=out)
 
-    step()
-    with captured(driver) as graph:
-        step()
-    assert (graph.kernels, graph.operations) == (["cache_write", "cache_gather"], [])
+    graph = recorded(driver, step, "cache_write", "cache_gather")
     kv_c.copy_(torch.randn(4, 512))
     slots.copy_(torch.tensor([33, 16, -1, -1]))
     ends.copy_(torch.tensor([0, 1, 3]))
     kv_c[2:] = float("nan")
-    with cute_mla.simulate(arch, SM_COUNT) as device:
-        graph.replay(device, [kv_c, k_pe, k_cache, slots, table, ends, out])
+    replay(graph, arch, kv_c, k_pe, k_cache, slots, table, ends, out)
     keys = torch.cat((kv_c, k_pe), dim=1)
     assert torch.equal(k_cache.flatten(0, 2)[[33, 16]], keys[:2])
     assert not k_cache.isnan().any()
@@ -308,16 +301,7 @@ def test_keys_are_written_and_gathered_in_a_graph(driver: CapturingDriver, arch:
 def capture_prefill(driver: CapturingDriver, case: BaseCase, arguments: dict[str, Any]) -> Graph:
     """Return a captured call with these arguments, which give its results."""
     function = getattr(cute_mla, {"sparse_prefill": "flash_mla_sparse_fwd", "dense_prefill": "flash_attn_varlen_func"}[case.op])
-    function(**arguments)
-    with captured(driver) as graph:
-        function(**arguments)
-    assert (graph.kernels, graph.operations) == ([case.op], [])
-    return graph
-
-
-def replay_prefill(graph: Graph, arch: Arch, arguments: dict[str, Any]) -> None:
-    with cute_mla.simulate(arch, SM_COUNT) as device:
-        graph.replay(device, [value for value in arguments.values() if isinstance(value, Tensor)])
+    return recorded(driver, lambda: function(**arguments), case.op)
 
 
 def test_sparse_prefill_is_replayed_for_fewer_tokens(driver: CapturingDriver, arch: Arch) -> None:
@@ -330,7 +314,7 @@ def test_sparse_prefill_is_replayed_for_fewer_tokens(driver: CapturingDriver, ar
     tensors.indices[:2] = tensors.indices[[3, 1]]
     tensors.indices[2:], tensors.q[2:] = -1, float("nan")
     tensors.topk_length.copy_(torch.tensor([64, 7, 0, 64]))
-    replay_prefill(graph, arch, arguments)
+    replay(graph, arch, *(value for value in arguments.values() if isinstance(value, Tensor)))
     real = {name: getattr(tensors, name)[:2] for name in ("q", "indices", "topk_length")}
     expect(case, replace(tensors, **real), tuple(result[:2] for result in results.values()))
     assert bool((results["out"][2:] == 0).all())
@@ -348,7 +332,7 @@ def test_dense_prefill_is_replayed_for_fewer_sequences(driver: CapturingDriver, 
     begin, keys = int(tensors.cu_seqlens_q[0]), int(tensors.cu_seqlens_k[0])
     tensors.cu_seqlens_q.copy_(torch.tensor([begin, begin + 5, begin + 7, begin + 7]))
     tensors.cu_seqlens_k.copy_(torch.tensor([keys, keys + 40, keys + 75, keys + 75]))
-    replay_prefill(graph, arch, arguments)
+    replay(graph, arch, *(value for value in arguments.values() if isinstance(value, Tensor)))
     wanted = operation(case).reference(case, tensors)
     written = slice(begin, begin + 7)
     torch.testing.assert_close(results["out"][written].float(), wanted[0][written].float(), atol=2e-3, rtol=2e-2)

@@ -15,7 +15,6 @@ from cute_mla.manifest import (
     MANIFEST_NAME,
     PROVENANCE_NAME,
     Barrier,
-    KernelEntry,
     Manifest,
     ManifestError,
     NamedBarrier,
@@ -23,26 +22,19 @@ from cute_mla.manifest import (
     Role,
     manifest_sha256,
 )
+from tests.support.kernel_entries import kernel_entry
 from tests.support.params import float32s, int32s, int64s, pointers, tensor_maps
 
 NAME = "dense_decode_sm90_bf16_cluster2"
-ENTRY = KernelEntry(
-    name=NAME,
-    op="dense_decode",
-    arch="sm90",
+ENTRY = kernel_entry(
+    "dense_decode",
+    "sm90",
+    "bf16_cluster2",
     config={"dtype": "bf16", "cluster": 2},
-    entry=f"{NAME}_0",
-    cubin=f"{NAME}.cubin",
-    cubin_sha256="a" * 64,
-    ptx=f"{NAME}.ptx",
-    ptx_sha256="b" * 64,
     params=(*tensor_maps("kv_map"), *pointers("q"), *int64s("stride"), *float32s("scale"), *int32s("s_q")),
     block=(384, 1, 1),
     cluster=(2, 1, 1),
     smem_bytes=232_448,
-    registers=168,
-    stack_bytes=0,
-    fingerprint="c" * 64,
     barriers=(Barrier("kv_ready", 0, 2), Barrier("kv_free", 16, 2)),
     named_barriers=(NamedBarrier("scores", 1),),
     roles=(Role("load", 0, 4), Role("math", 4, 8)),

@@ -45,8 +45,6 @@ class Launches:
     differing: list[str] = field(default_factory=list)
     unchecked: list[str] = field(default_factory=list)
     findings: list[str] = field(default_factory=list)
-    instructions: list[tuple[int, int]] = field(default_factory=list)
-    seconds: list[tuple[float, float]] = field(default_factory=list)
 
 
 @contextmanager
@@ -78,8 +76,6 @@ def both_codes(*ops: str, edit: Edit = unchanged) -> Iterator[Launches]:
         second = run_once(replace(launch, module=machine_code_of(kernel, edit)), memory, given)
         launches.kernels.append(kernel)
         launches.findings += [f"{kernel}: {finding}" for finding in second.findings]
-        launches.instructions.append((first.instructions, second.instructions))
-        launches.seconds.append((first.seconds, second.seconds))
         for buffer, data in zip(buffers, after, strict=True):
             wrong = np.flatnonzero(buffer.data != data)
             if len(wrong):

@@ -166,6 +166,12 @@ def extreme(a: float, b: float, largest: bool, nan: bool) -> float:
     return high if largest else low
 
 
+def whole(value: float, rounding: str) -> int:
+    """Return a finite float rounded to an integer."""
+    exact = Fraction(value)
+    return {"rni": round(exact), "rzi": math.trunc(exact), "rmi": math.floor(exact), "rpi": math.ceil(exact)}[rounding]
+
+
 def to_integer(value: float, rounding: str, bits: int, with_sign: bool) -> int:
     """Return a float as a clamped integer; NaN is 0, or the top bit of 64."""
     low, high = (-(1 << bits - 1), (1 << bits - 1) - 1) if with_sign else (0, (1 << bits) - 1)
@@ -173,15 +179,11 @@ def to_integer(value: float, rounding: str, bits: int, with_sign: bool) -> int:
         return 0 if bits < 64 else 1 << 63
     if math.isinf(value):
         return high if value > 0 else low
-    exact = Fraction(value)
-    whole = {"rni": round(exact), "rzi": math.trunc(exact), "rmi": math.floor(exact), "rpi": math.ceil(exact)}[rounding]
-    return min(max(whole, low), high)
+    return min(max(whole(value, rounding), low), high)
 
 
 def to_integral(value: float, rounding: str) -> float:
     """Return a float rounded to an integral one, with its sign."""
     if not finite(value):
         return value
-    exact = Fraction(value)
-    whole = {"rni": round(exact), "rzi": math.trunc(exact), "rmi": math.floor(exact), "rpi": math.ceil(exact)}[rounding]
-    return math.copysign(float(whole), value)
+    return math.copysign(float(whole(value, rounding)), value)

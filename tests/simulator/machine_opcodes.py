@@ -20,7 +20,7 @@ _PAIRS = "mov.b64 %rd4, {%r1, %r2}; mov.b64 %rd5, {%r3, %r4};"
 
 @dataclass(frozen=True)
 class Evidence:
-    """A kernel body. results: words that each thread stores. opcodes: beginnings of opcodes, each of which its machine code has.
+    """A kernel body. results: words that each thread stores. opcodes: beginnings of opcodes, all of which its machine code has.
 
     floats: the words are floats of all kinds, else integers of all kinds. cluster: CTAs, one cluster. extra: words for each thread that the
     body itself stores, from %rd8 on. archs: the architectures that have its instructions. registers: the most that ptxas may use, 0 for
@@ -30,7 +30,7 @@ class Evidence:
     name: str
     body: str
     results: int
-    opcodes: tuple[str, ...]
+    opcodes: str
     floats: bool = False
     cluster: int = 1
     extra: int = 0
@@ -240,9 +240,9 @@ ld.shared.u32 %r103, [%r62];
 
 
 def gathered(name: str, lines: list[str], opcodes: str, before: str = "", **options: Any) -> Evidence:
-    """Return the evidence of lines with one result each. opcodes: separated by spaces. before: what the lines share."""
+    """Return the evidence of lines with one result each. before: what the lines share."""
     body, results = numbered(lines)
-    return Evidence(name, before + body, results, tuple(opcodes.split()), **options)
+    return Evidence(name, before + body, results, opcodes, **options)
 
 
 PLAIN = (
@@ -255,16 +255,15 @@ PLAIN = (
         floats=True),
     gathered("bytes", _BYTES, "F2FP.F16.E4M3.UNPACK_B HADD2.F32"),
     gathered("warps", _WARPS, "SHFL.BFLY SHFL.IDX SHFL.UP SHFL.DOWN VOTE.ANY VOTE.ALL ELECT S2R"),
-    Evidence("memory", _MEMORY, 26, ("LDS.128", "LDS.64", "LDS.U8", "LDS.S8", "LDS.U16", "LDS.S16", "STS.128", "STS.64", "STS.U8",
-                                     "STS.U16", "BAR.SYNC", "LDG.E.128", "LDG.E.U8", "LDG.E.S16")),
-    Evidence("atomics", _ATOMICS, 4, ("ATOMS.OR", "ATOMS.AND", "ATOMS.XOR", "ATOMS.ADD")),
+    Evidence("memory", _MEMORY, 26, "LDS.128 LDS.64 LDS.U8 LDS.S8 LDS.U16 LDS.S16 STS.128 STS.64 STS.U8 STS.U16 BAR.SYNC "
+        "LDG.E.128 LDG.E.U8 LDG.E.S16"),
+    Evidence("atomics", _ATOMICS, 4, "ATOMS.OR ATOMS.AND ATOMS.XOR ATOMS.ADD"),
     gathered("halves", _HALVES, "HMUL2.BF16_V2 HADD2.BF16_V2 HFMA2 HMUL2 HADD2", floats=True),
     gathered("packed", _PACKED, "FADD2 FADD2.RM FADD2.FTZ FMUL2 FFMA2 FFMA2.FTZ", floats=True, archs=("sm100",)),
     gathered("words", _WORDS, "SHF.R.U64 FLO.U32"),
-    Evidence("global", _GLOBAL, 13, ("ATOMG.E.ADD", "ATOMG.E.XOR", "ATOMG.E.EXCH", "REDG.E.ADD", "LDG.E.CONSTANT", "ST.E", "LD.E",
-                                     "LD.E.64")),
-    Evidence("bulk", _BULK, 2, ("UBLKCP.G.S", "UTMACMDFLUSH", "DEPBAR.LE", "R2UR", "R2UR.OR", "BRA.U.ANY", "CCTL.IVALL")),
-    Evidence("spilled", _SPILLED, _MANY, ("STL", "LDL"), registers=32),
-    Evidence("control", _CONTROL, 4, ("BSSY", "BSYNC", "BRA")),
-    Evidence("uniform", _UNIFORM, 8, ("UIADD3",)),
+    Evidence("global", _GLOBAL, 13, "ATOMG.E.ADD ATOMG.E.XOR ATOMG.E.EXCH REDG.E.ADD LDG.E.CONSTANT ST.E LD.E LD.E.64"),
+    Evidence("bulk", _BULK, 2, "UBLKCP.G.S UTMACMDFLUSH DEPBAR.LE R2UR R2UR.OR BRA.U.ANY CCTL.IVALL"),
+    Evidence("spilled", _SPILLED, _MANY, "STL LDL", registers=32),
+    Evidence("control", _CONTROL, 4, "BSSY BSYNC BRA"),
+    Evidence("uniform", _UNIFORM, 8, "UIADD3"),
 )  # fmt: skip

@@ -98,20 +98,14 @@ _UNIFORM = [
     ),
     *(
         scalar(f"setp.gt.s32 %p2, %r70, %r73; setp.{c}.{mode}.{t} %p1, {a}, %p2; selp.b32 %r80, %r72, %r70, %p1;")
-        for c, t, a in (
-            ("lt", "s32", "%r72, %r73"),
-            ("lt", "u32", "%r72, %r73"),
-            ("gt", "s32", "%r72, %r73"),
-            ("gt", "u32", "%r72, %r73"),
-            ("ge", "s32", "%r72, %r73"),
-            ("ge", "u32", "%r72, %r73"),
-            ("eq", "u32", "%r72, %r73"),
-            ("ne", "u32", "%r72, %r73"),
-            ("ge", "s64", "%rd11, %rd12"),
-            ("gt", "s64", "%rd11, %rd12"),
-            ("eq", "u64", "%rd11, %rd12"),
-            ("ne", "u64", "%rd11, %rd12"),
+        for kinds, comparisons, a in (
+            (("s32", "u32"), ("lt", "gt", "ge"), "%r72, %r73"),
+            (("u32",), ("eq", "ne"), "%r72, %r73"),
+            (("s64",), ("ge", "gt"), "%rd11, %rd12"),
+            (("u64",), ("eq", "ne"), "%rd11, %rd12"),
         )
+        for t in kinds
+        for c in comparisons
         for mode in ("and", "or")
     ),
     scalar("setp.gt.s32 %p2, %r70, %r73; setp.eq.xor.u32 %p1, %r72, %r73, %p2; selp.b32 %r80, %r72, %r70, %p1;"),
@@ -340,7 +334,7 @@ def product(
 
 def _product(name: str, opcodes: str, *arguments: object, **options: bool) -> Evidence:
     body, count = product(*arguments, **options)  # type: ignore[arg-type]
-    return Evidence(name, body, count, tuple(opcodes.split()), floats=True, archs=("sm90",))
+    return Evidence(name, body, count, opcodes, floats=True, archs=("sm90",))
 
 
 UNITS = (
@@ -374,55 +368,34 @@ UNITS = (
         "copies",
         _COPIES,
         17,
-        (
-            "ARRIVES.LDGSTSBAR.64.ARVCNT",
-            "ARRIVES.LDGSTSBAR.64.TRANSCNT",
-            "SYNCS.ARRIVE.TRANS64.RED.A0T1",
-            "DEPBAR.LE",
-            "LDGDEPBAR",
-            "LDGSTS.E.BYPASS.128",
-            "LDGSTS.E",
-            "LDGSTS.E.LTC128B",
-            "SYNCS.EXCH.64",
-            "SYNCS.PHASECHK.TRANS64.TRYWAIT",
-            "SYNCS.PHASECHK.TRANS64",
-        ),
+        "ARRIVES.LDGSTSBAR.64.ARVCNT ARRIVES.LDGSTSBAR.64.TRANSCNT SYNCS.ARRIVE.TRANS64.RED.A0T1 DEPBAR.LE "
+        "LDGDEPBAR LDGSTS.E.BYPASS.128 LDGSTS.E LDGSTS.E.LTC128B SYNCS.EXCH.64 SYNCS.PHASECHK.TRANS64.TRYWAIT "
+        "SYNCS.PHASECHK.TRANS64",
     ),
     Evidence(
         "synchronisation",
         _SYNCHRONISATION,
         5,
-        (
-            "NANOSLEEP",
-            "WARPSYNC.ALL",
-            "MEMBAR.ALL.CTA",
-            "CCTL.IVALL",
-            "CCTL.E.PF1",
-            "CCTL.E.PF2",
-            "CCTL.E.PML2",
-            "BAR.ARV",
-            "CS2R",
-            "PREEXIT",
-        ),
+        "NANOSLEEP WARPSYNC.ALL MEMBAR.ALL.CTA CCTL.IVALL CCTL.E.PF1 CCTL.E.PF2 CCTL.E.PML2 BAR.ARV CS2R PREEXIT",
     ),
     gathered("packed bytes", _PACKED_BYTES, "F2FP.BF16.E4M3.UNPACK_B F2FP.BF16.E8.UNPACK_B", archs=("sm100",)),
-    Evidence("atomics on one word", _ATOMICS, 4, ("ATOMS.AND", "ATOMS.OR", "ATOMS.XOR", "REDUX", "VOTEU.ANY", "UFLO.U32")),
-    Evidence("asynchronous stores", _SENT, 2, ("STAS",), cluster=2),
-    Evidence("matrices", _MATRICES, 12, ("LDSM.16.M88.4", "LDSM.16.MT88.4", "STSM.16.M88.4")),
-    Evidence("stores", _STORES, 4, ("STG.E.128", "STG.E.64", "STG.E.U16", "STG.E.U8", "LDG.E.64", "STS", "LDS"), extra=10),
-    Evidence("phases", _PHASES, 4, ("SYNCS.ARRIVE.TRANS64", "SYNCS.ARRIVE.TRANS64.A1T0", "UBLKCP.S.S", "FENCE.VIEW.ASYNC.S")),
-    Evidence("words written, then copied", _WRITTEN, 1, ("FENCE.VIEW.ASYNC.G", "UBLKCP.S.G")),
-    Evidence("peers", _PEERS, 1, ("SYNCS.ARRIVE.TRANS64.RED.A1T0", "UCGABAR_ARV", "UCGABAR_WAIT", "NANOSLEEP.SYNCS"), cluster=2),
-    Evidence("registers", _REGISTERS, 1, ("USETMAXREG.DEALLOC.CTAPOOL", "USETMAXREG.TRY_ALLOC.CTAPOOL", "ACQBULK")),
-    Evidence("leaving a region", _LEAVING, 2, ("BREAK", "BREAK.RELIABLE", "BSSY.RELIABLE", "BSYNC.RELIABLE")),
-    Evidence("scalar loop", _SCALAR_LOOP, 1, ("ULEA.HI", "ULEA.HI.SX32", "ULDC", "LDCU")),
-    Evidence("box", _BOX, 1, ("UTMALDG.4D", "UTMACCTL.PF", "UTMAPF.L2.4D", "UBLKPF.L2")),
-    Evidence("box of three dimensions", _LOW_BOX, 1, ("UTMALDG.3D",)),
-    Evidence("box of two dimensions", _PLANE_BOX, 1, ("UTMALDG.2D",)),
-    Evidence("box of each lane", _EACH_LANES_BOX, 1, ("BRA.U.ANY", "R2UR", "R2UR.BROADCAST")),
-    Evidence("boxes of a pair", _PAIRS_BOX, 1, ("UTMALDG.4D.2CTA",), cluster=2, archs=("sm100",)),
-    Evidence("flat boxes of a pair", _PAIRS_FLAT_BOX, 1, ("UTMALDG.3D.2CTA",), cluster=2, archs=("sm100",)),
-    Evidence("box for two CTAs", _SHARED_BOX, 1, ("UTMALDG.4D.MULTICAST",), cluster=2),
+    Evidence("atomics on one word", _ATOMICS, 4, "ATOMS.AND ATOMS.OR ATOMS.XOR REDUX VOTEU.ANY UFLO.U32"),
+    Evidence("asynchronous stores", _SENT, 2, "STAS", cluster=2),
+    Evidence("matrices", _MATRICES, 12, "LDSM.16.M88.4 LDSM.16.MT88.4 STSM.16.M88.4"),
+    Evidence("stores", _STORES, 4, "STG.E.128 STG.E.64 STG.E.U16 STG.E.U8 LDG.E.64 STS LDS", extra=10),
+    Evidence("phases", _PHASES, 4, "SYNCS.ARRIVE.TRANS64 SYNCS.ARRIVE.TRANS64.A1T0 UBLKCP.S.S FENCE.VIEW.ASYNC.S"),
+    Evidence("words written, then copied", _WRITTEN, 1, "FENCE.VIEW.ASYNC.G UBLKCP.S.G"),
+    Evidence("peers", _PEERS, 1, "SYNCS.ARRIVE.TRANS64.RED.A1T0 UCGABAR_ARV UCGABAR_WAIT NANOSLEEP.SYNCS", cluster=2),
+    Evidence("registers", _REGISTERS, 1, "USETMAXREG.DEALLOC.CTAPOOL USETMAXREG.TRY_ALLOC.CTAPOOL ACQBULK"),
+    Evidence("leaving a region", _LEAVING, 2, "BREAK BREAK.RELIABLE BSSY.RELIABLE BSYNC.RELIABLE"),
+    Evidence("scalar loop", _SCALAR_LOOP, 1, "ULEA.HI ULEA.HI.SX32 ULDC LDCU"),
+    Evidence("box", _BOX, 1, "UTMALDG.4D UTMACCTL.PF UTMAPF.L2.4D UBLKPF.L2"),
+    Evidence("box of three dimensions", _LOW_BOX, 1, "UTMALDG.3D"),
+    Evidence("box of two dimensions", _PLANE_BOX, 1, "UTMALDG.2D"),
+    Evidence("box of each lane", _EACH_LANES_BOX, 1, "BRA.U.ANY R2UR R2UR.BROADCAST"),
+    Evidence("boxes of a pair", _PAIRS_BOX, 1, "UTMALDG.4D.2CTA", cluster=2, archs=("sm100",)),
+    Evidence("flat boxes of a pair", _PAIRS_FLAT_BOX, 1, "UTMALDG.3D.2CTA", cluster=2, archs=("sm100",)),
+    Evidence("box for two CTAs", _SHARED_BOX, 1, "UTMALDG.4D.MULTICAST", cluster=2),
     _product("bf16 product", "HGMMA.64x64x16.F32.BF16 WARPGROUP.ARRIVE WARPGROUP.DEPBAR.LE", 64, 16, "f32.bf16.bf16", "bf16x2"),
     _product("f16 product", "HGMMA.64x64x16.F32", 64, 16, "f32.f16.f16", "f16x2", from_registers=True, transposed=True),
     _product("wide bf16 product", "HGMMA.64x128x16.F32.BF16", 128, 16, "f32.bf16.bf16", "bf16x2", transposed=True),

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from fractions import Fraction
 from functools import partial
 
 from tests.simulator import exact
 from tests.simulator.exact import M32, decode, encode, signed
-from tests.simulator.vectors import Function, Vector, real
+from tests.simulator.vectors import Function, Vector, real, rounded_vectors
 
 
 def each_word(function: Function) -> Function:
@@ -19,18 +19,7 @@ def each_word(function: Function) -> Function:
 
 
 def pair_vectors() -> Iterator[Vector]:
-    for z, r in itertools.product(("", ".ftz"), ("", ".rn", ".rz", ".rm", ".rp")):
-        rounding = r[1:] or "rn"
-        names: dict[str, Callable[..., float]] = {
-            "add": partial(exact.total, form="f32", rounding=rounding),
-            "sub": lambda a, b, rounding=rounding: exact.total(a, -b, "f32", rounding),
-            "mul": partial(exact.product, form="f32", rounding=rounding),
-        }
-        for name, function in names.items():
-            yield Vector(f"{name}{r}{z}.f32x2 {{o}}, {{a}}, {{b}};", "ddd", each_word(real(function, bool(z))))
-        if r:
-            fused = partial(lambda a, b, c, rounding: exact.total(0.0, c, "f32", rounding, (a, b)), rounding=rounding)
-            yield Vector(f"fma{r}{z}.f32x2 {{o}}, {{a}}, {{b}}, {{c}};", "dddd", each_word(real(fused, bool(z))))
+    yield from rounded_vectors("f32x2", "d", each_word)
     yield Vector("add.rm.f32x2 {o}, {a}, 0x4B4000004B400000;", "dd", each_word(real(lambda a: exact.total(a, 12582912.0, "f32", "rm"))))
 
 

@@ -7,32 +7,12 @@ import pytest
 
 from cute_mla.simulator import Names, Policy, Report, UnsupportedInstruction, load_module
 from cute_mla.spec.tensor_map import TensorMap
+from tests.simulator.barrier_kernels import ALL, WAIT, barrier, each_policy
 from tests.simulator.small_kernels import HEADER, LAZY, Kernel, aligned, kinds, lines_of
 
-ALL = [Policy.named("round_robin"), LAZY, *(Policy.named("random", seed) for seed in range(3)), Policy.named("adversarial")]
 NAMES = Names(
     barriers=(("ready", 0, 2), ("done", 16, 1)), named_barriers=(("exchange", 3),), roles=(("producer", 0, 1), ("consumer", 1, 3))
 )
-
-INIT = """
-    mov.b32 %r100, smem;
-    setp.ne.u32 %p20, %r0, 0;
-    @%p20 bra INITIALISED;
-    mbarrier.init.shared.b64 [%r100], %count;
-    fence.mbarrier_init.release.cluster;
-INITIALISED:
-    bar.sync 0;
-"""
-WAIT = """
-WAITING:
-    mbarrier.try_wait.parity.shared.b64 %p21, [%r100], 0, 10000000;
-    @!%p21 bra WAITING;
-"""
-
-
-def init(count: int) -> str:
-    """Thread 0 makes the barrier ready[0]."""
-    return INIT.replace("%count", str(count))
 
 
 def only(report: Report, kind: str) -> None:
@@ -185,17 +165,17 @@ def test_tma_store_of_unwritten_shared_memory() -> None:
 # ---------------------------------------------------------------- mbarriers
 
 
-@pytest.mark.parametrize("policy", ALL)
+@each_policy
 def test_arrivals(policy: Policy) -> None:
     body = "mbarrier.arrive.shared.b64 %rd9, [%r100];\n" + WAIT
-    assert Kernel(init(64) + body, threads=64, smem=64).run(np.zeros(1, np.uint32), policy=policy).ok
-    only(Kernel(init(65) + body, threads=64, smem=64).run(np.zeros(1, np.uint32), policy=policy), "deadlock")
-    too_many = Kernel(init(63) + "mbarrier.arrive.shared.b64 %rd9, [%r100], 2;\n" + WAIT, threads=64, smem=64)
+    assert Kernel(barrier(64) + body, threads=64, smem=64).run(np.zeros(1, np.uint32), policy=policy).ok
+    only(Kernel(barrier(65) + body, threads=64, smem=64).run(np.zeros(1, np.uint32), policy=policy), "deadlock")
+    too_many = Kernel(barrier(63) + "mbarrier.arrive.shared.b64 %rd9, [%r100], 2;\n" + WAIT, threads=64, smem=64)
     assert "barrier_arrivals" in kinds(too_many.run(np.zeros(1, np.uint32), policy=policy))
 
 
 def test_deadlock_names_roles_and_barriers() -> None:
-    body = init(1) + "setp.lt.u32 %p1, %r0, 32;\n@%p1 bra OUT;\n" + WAIT + "OUT:\n"
+    body = barrier(1) + "setp.lt.u32 %p1, %r0, 32;\n@%p1 bra OUT;\n" + WAIT + "OUT:\n"
     report = Kernel(body, threads=128, smem=64, names=NAMES).run(np.zeros(1, np.uint32))
     only(report, "deadlock")
     text = str(report.findings[0])
@@ -207,7 +187,7 @@ def test_deadlock_names_roles_and_barriers() -> None:
 def tma_kernel(nbytes: int, more: str = "") -> str:
     """Thread 0 loads 1024 bytes by TMA with an expectation of nbytes; everybody waits, and reads."""
     return (
-        init(1)
+        barrier(1)
         + f"""
         @%p20 bra LOADED;
         mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r100], {nbytes};
@@ -228,75 +208,50 @@ def tma_kernel(nbytes: int, more: str = "") -> str:
     )
 
 
-@pytest.mark.parametrize("policy", ALL)
-def test_tma_transaction_bytes(policy: Policy) -> None:
+def run_tma(body: str, policy: Policy | None = None, registered: bool = True) -> tuple[Report, np.ndarray]:
+    """Run with a tensor of 1024 numbers that count up. Return the report and the output. registered: the memory is known."""
     source, out = aligned(1024, np.float32), np.zeros(64, np.uint32)
     source[:] = np.arange(1024)
     tensor_map = TensorMap("fp32", source.ctypes.data, (32, 32), (128,), (32, 8))
+    return Kernel(body, threads=64, smem=2048).run(out, tensor_map, *[source] * registered, policy=policy), out
 
-    def run(body: str) -> Report:
-        return Kernel(body, threads=64, smem=2048).run(out, tensor_map, source, policy=policy)  # source: registers the tensor
 
-    assert run(tma_kernel(1024)).ok
+@each_policy
+def test_tma_transaction_bytes(policy: Policy) -> None:
+    report, out = run_tma(tma_kernel(1024), policy)
+    assert report.ok
     assert out.view(np.float32).tolist() == list(range(64))
-    only(run(tma_kernel(1028)), "deadlock")
-    assert not run(tma_kernel(1020)).ok
+    only(run_tma(tma_kernel(1028), policy)[0], "deadlock")
+    assert not run_tma(tma_kernel(1020), policy)[0].ok
     if policy.async_mode == "lazy":  # without the wait the bytes have not come
-        assert "poison" in kinds(run(tma_kernel(1024).replace(WAIT, "bar.sync 0;\n")))
+        assert "poison" in kinds(run_tma(tma_kernel(1024).replace(WAIT, "bar.sync 0;\n"), policy)[0])
 
 
 @pytest.mark.parametrize("offset", [1152, 65536])
 def test_tma_destination_outside_shared_memory(offset: int) -> None:
-    source, out = aligned(1024, np.float32), np.zeros(64, np.uint32)
-    tensor_map = TensorMap("fp32", source.ctypes.data, (32, 32), (128,), (32, 8))
-    body = tma_kernel(1024).replace("[%r100+1024]", f"[%r100+{offset}]")
-    assert kinds(Kernel(body, threads=64, smem=2048).run(out, tensor_map, source)) == {"out_of_bounds"}
+    only(run_tma(tma_kernel(1024).replace("[%r100+1024]", f"[%r100+{offset}]"))[0], "out_of_bounds")
 
 
 def test_unregistered_tensor() -> None:
-    source, out = aligned(1024, np.float32), np.zeros(64, np.uint32)
-    tensor_map = TensorMap("fp32", source.ctypes.data, (32, 32), (128,), (32, 8))
-    only(Kernel(tma_kernel(1024), threads=64, smem=2048).run(out, tensor_map), "out_of_bounds")
+    only(run_tma(tma_kernel(1024), registered=False)[0], "out_of_bounds")
 
 
-def test_use_before_init_and_double_init() -> None:
+def test_use_before_init_and_double_barrier() -> None:
     arrive = "mov.b32 %r100, smem;\nmbarrier.arrive.shared.b64 %rd9, [%r100];"
     only(Kernel(arrive, smem=64).run(np.zeros(1, np.uint32)), "barrier_uninitialised")
-    twice = init(1) + "@!%p20 mbarrier.init.shared.b64 [%r100], 1;"
+    twice = barrier(1) + "@!%p20 mbarrier.init.shared.b64 [%r100], 1;"
     only(Kernel(twice, smem=64).run(np.zeros(1, np.uint32)), "barrier_reinit")
 
 
-def test_lapped_waiter() -> None:
-    """Warp 1 waits for phase 0 while warp 0 completes phases 0 and 1."""
-    body = (
-        init(1)
-        + """
-        setp.ge.u32 %p1, %r0, 32;
-        @%p1 bra CONSUMER;
-        bar.sync 1, 64;
-        @%p20 bra OUT;
-        mbarrier.arrive.shared.b64 %rd9, [%r100];
-        mbarrier.arrive.shared.b64 %rd9, [%r100];
-        bra OUT;
-    CONSUMER:
-        bar.arrive 1, 64;
-    """
-        + WAIT
-        + "OUT:\n"
-    )
-    report = Kernel(body, threads=64, smem=64, names=NAMES).run(np.zeros(1, np.uint32))
-    assert "barrier_lapped" in kinds(report) or "deadlock" in kinds(report)
-
-
 def test_exit_with_bytes_missing() -> None:
-    body = init(1) + "@!%p20 mbarrier.expect_tx.relaxed.cta.shared.b64 [%r100], 64;"
+    body = barrier(1) + "@!%p20 mbarrier.expect_tx.relaxed.cta.shared.b64 [%r100], 64;"
     only(Kernel(body, smem=64).run(np.zeros(1, np.uint32)), "unfinished")
 
 
 # ---------------------------------------------------------------- named and cluster barriers
 
 
-@pytest.mark.parametrize("policy", ALL)
+@each_policy
 def test_named_barriers(policy: Policy) -> None:
     body = """
         setp.ge.u32 %p1, %r0, 32;
@@ -317,7 +272,7 @@ def test_named_barriers(policy: Policy) -> None:
     only(Kernel(nobody_waits, threads=64).run(np.zeros(1, np.uint32), policy=policy), "unfinished")
 
 
-@pytest.mark.parametrize("policy", ALL)
+@each_policy
 def test_barrier_number_per_warpgroup(policy: Policy) -> None:
     body = "shr.u32 %r1, %r0, 6;\nadd.u32 %r1, %r1, 1;\nbar.sync %r1, 64;\nst.global.u32 [%rd2], %r1;"
     out = np.zeros(128, np.uint32)
@@ -333,54 +288,10 @@ def test_bar_red() -> None:
         assert out.tolist() == [37] * 64
 
 
-@pytest.mark.parametrize("policy", ALL)
-def test_cluster_barrier_and_remote_memory(policy: Policy) -> None:
-    """Each CTA writes its rank into the other's memory, and reads its own after the barrier."""
-    body = """
-        mov.b32 %r1, smem;
-        mov.u32 %r2, %cluster_ctarank;
-        xor.b32 %r3, %r2, 1;
-        mapa.shared::cluster.u32 %r4, %r1, %r3;
-        st.shared::cluster.u32 [%r4], %r2;
-        barrier.cluster.arrive;
-        barrier.cluster.wait;
-        ld.shared.u32 %r5, [%r1];
-        mul.wide.u32 %rd3, %r2, 4;
-        add.s64 %rd3, %rd0, %rd3;
-        st.global.u32 [%rd3], %r5;
-    """
-    out = np.zeros(2, np.uint32)
-    kernel = Kernel(body, smem=16, grid=2, cluster=2)
-    assert kernel.run(out, policy=policy).ok
-    assert out.tolist() == [1, 0]
-    early = body.replace("barrier.cluster.arrive;", "").replace("barrier.cluster.wait;", "")
-    assert not Kernel(early, smem=16, grid=2, cluster=2).run(out, policy=policy).ok
-
-
-def test_shared_memory_of_an_exited_cta() -> None:
-    body = """
-        mov.u32 %r2, %cluster_ctarank;
-        setp.eq.u32 %p1, %r2, 1;
-        @%p1 bra OUT;
-        nanosleep.u32 100;
-        mov.b32 %r1, smem;
-        mapa.shared::cluster.u32 %r4, %r1, 1;
-        st.shared::cluster.u32 [%r4], %r2;
-    OUT:
-    """
-    late = Policy("adversarial", seed=0)
-    report = Kernel(body.replace("nanosleep.u32 100;", "bar.sync 0;"), smem=16, grid=2, cluster=2, threads=64).run(
-        np.zeros(1, np.uint32), policy=late
-    )
-    assert report.ok or kinds(report) == {"exited_cta"}
-    missing = body.replace("%r1, 1;", "%r1, 5;")
-    only(Kernel(missing, smem=16, grid=2, cluster=2).run(np.zeros(1, np.uint32)), "out_of_bounds")
-
-
 # ---------------------------------------------------------------- spellings of barriers
 
 
-@pytest.mark.parametrize("policy", ALL)
+@each_policy
 def test_all_spellings_of_named_barriers(policy: Policy) -> None:
     body = """
         setp.ge.u32 %p1, %r0, 32;
@@ -409,7 +320,7 @@ def test_all_spellings_of_named_barriers(policy: Policy) -> None:
         only(Kernel(f"bar.sync 1, {count};", threads=64).run(np.zeros(1, np.uint32), policy=policy), "barrier_count")
 
 
-@pytest.mark.parametrize("policy", ALL)
+@each_policy
 def test_bar_red_of_predicates(policy: Policy) -> None:
     for red, limit, value in (("and", 64, 1), ("and", 63, 0), ("or", 1, 1), ("or", 0, 0)):
         body = f"setp.lt.u32 %p1, %r0, {limit};\nbar.red.{red}.pred %p2, 1, 64, %p1;\nselp.b32 %r1, 1, 0, %p2;\nst.global.u32 [%rd2], %r1;"
@@ -441,7 +352,7 @@ WAITING:
 """
 
 
-@pytest.mark.parametrize("policy", ALL)
+@each_policy
 @pytest.mark.parametrize("wait", ["try_wait.shared.b64", "test_wait.shared::cta.b64", "try_wait.acquire.cluster.shared::cta.b64"])
 def test_waiting_by_state(policy: Policy, wait: str) -> None:
     """Even lanes arrive in phase 1 of one barrier, odd ones in phase 0 of another, which 32 more arrivals complete."""
@@ -453,11 +364,11 @@ def test_waiting_by_state(policy: Policy, wait: str) -> None:
     only(Kernel(body.replace("AGAIN", ""), smem=64).run(out, policy=policy), "deadlock")
 
 
-@pytest.mark.parametrize("policy", ALL)
+@each_policy
 @pytest.mark.parametrize("hint", ["", ", 100"])
 def test_try_wait_and_test_wait_may_fail(policy: Policy, hint: str) -> None:
     """Both answer false before the phase is complete, a hint or not, and true afterwards; a test_wait has no hint."""
-    body = init(33) + f"mbarrier.WAIT.parity.acquire.cta.shared::cta.b64 %p1, [%r100], 0{hint};\n@%p1 trap;\n"
+    body = barrier(33) + f"mbarrier.WAIT.parity.acquire.cta.shared::cta.b64 %p1, [%r100], 0{hint};\n@%p1 trap;\n"
     body += "mbarrier.arrive.shared.b64 _, [%r100];\nbar.sync 0;\n@!%p20 mbarrier.arrive.shared.b64 _, [%r100];\n" + WAIT
     body += "mbarrier.test_wait.parity.shared.b64 %p2, [%r100], 0;\n@!%p2 trap;\n"
     body += "mbarrier.test_wait.parity.shared.b64 %p2, [%r100], 1;\n@%p2 trap;"
@@ -468,36 +379,9 @@ def test_try_wait_and_test_wait_may_fail(policy: Policy, hint: str) -> None:
 
 
 def test_inval_gives_the_memory_back() -> None:
-    body = init(1) + "@%p20 bra OUT;\nmbarrier.inval.shared.b64 [%r100];\n%more\nOUT:\n"
+    body = barrier(1) + "@%p20 bra OUT;\nmbarrier.inval.shared.b64 [%r100];\n%more\nOUT:\n"
     assert Kernel(body.replace("%more", "mbarrier.init.shared.b64 [%r100], 2;"), smem=64).run(np.zeros(1, np.uint32)).ok
     only(
         Kernel(body.replace("%more", "mbarrier.arrive.shared.b64 _, [%r100];"), smem=64).run(np.zeros(1, np.uint32)),
         "barrier_uninitialised",
     )
-
-
-@pytest.mark.parametrize("policy", ALL)
-@pytest.mark.parametrize("arrive", ["shared::cluster", "release.cluster.shared::cluster", "expect_tx.release.cluster.shared::cluster"])
-def test_remote_arrivals(policy: Policy, arrive: str) -> None:
-    """Every thread of each CTA arrives at the other's barrier."""
-    count, operands = (32, ", 0" if "expect_tx" in arrive else "")
-    body = f"""
-        mov.b32 %r100, smem;
-        setp.ne.u32 %p20, %r0, 0;
-        @!%p20 mbarrier.init.shared.b64 [%r100], {count};
-        fence.mbarrier_init.release.cluster;
-        barrier.cluster.arrive.relaxed.aligned;
-        barrier.cluster.wait.aligned;
-        mov.u32 %r2, %cluster_ctarank;
-        xor.b32 %r3, %r2, 1;
-        mapa.shared::cluster.u32 %r4, %r100, %r3;
-        mbarrier.arrive.{arrive}.b64 _, [%r4]{operands};
-        {WAIT}
-        barrier.cluster.arrive.release;
-        barrier.cluster.wait.acquire;
-    """
-    assert Kernel(body, smem=64, grid=2, cluster=2).run(np.zeros(1, np.uint32), policy=policy).ok
-    late = body.replace(f"[%r100], {count};", f"[%r100], {count + 1};")
-    only(Kernel(late, smem=64, grid=2, cluster=2).run(np.zeros(1, np.uint32), policy=policy), "deadlock")
-    with pytest.raises(UnsupportedInstruction, match="no state"):
-        Kernel(body.replace("b64 _, [%r4]", "b64 %rd9, [%r4]"), smem=64, grid=2, cluster=2).run(np.zeros(1, np.uint32))

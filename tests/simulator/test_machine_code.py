@@ -51,16 +51,20 @@ def in_turn(cases: tuple[str, ...]) -> list[tuple[str, str]]:
     return [(op, "round_robin") for op in cases]
 
 
-@pytest.mark.parametrize(("op", "schedule"), [*in_turn(CASES), ("merge_states", "adversarial"), ("cache_write", "random")])
-def test_a_built_kernel_gives_the_bytes_of_its_ptx(arch: Arch, op: str, schedule: str) -> None:
-    case = near_case(op)
+def same_bytes(arch: Arch | str, case: BaseCase, schedule: str, *ops: str) -> None:
+    """Check that kernels of a call leave the bytes that their PTX leaves, without findings."""
     tensors = operation(case).make_tensors(case, "cpu")
-    with cute_mla.simulate(arch, case.sm_count, schedule=schedule), both_codes(*COVERED) as launches:
+    with cute_mla.simulate(arch, case.sm_count, schedule=schedule), both_codes(*ops) as launches:
         call(case, tensors)
     assert launches.kernels
     assert not launches.findings
     assert not launches.differing
     assert not launches.unchecked
+
+
+@pytest.mark.parametrize(("op", "schedule"), [*in_turn(CASES), ("merge_states", "adversarial"), ("cache_write", "random")])
+def test_a_built_kernel_gives_the_bytes_of_its_ptx(arch: Arch, op: str, schedule: str) -> None:
+    same_bytes(arch, near_case(op), schedule, *COVERED)
 
 
 OTHER_SCHEDULES = {
@@ -73,26 +77,13 @@ OTHER_SCHEDULES = {
     ("name", "op", "schedule"), [(name, *run) for name, others in OTHER_SCHEDULES.items() for run in (*in_turn(ATTENTION), *others)]
 )
 def test_an_attention_kernel_gives_the_bytes_of_its_ptx(name: str, op: str, schedule: str) -> None:
-    case = near_case(op)
-    tensors = operation(case).make_tensors(case, "cpu")
-    with cute_mla.simulate(name, case.sm_count, schedule=schedule), both_codes(op) as launches:
-        call(case, tensors)
-    assert launches.kernels
-    assert not launches.findings
-    assert not launches.differing
-    assert not launches.unchecked
+    same_bytes(name, near_case(op), schedule, op)
 
 
 @pytest.mark.parametrize("operands", [FP8, FP8_CACHE])
 def test_decode_over_e4m3_gives_the_bytes_of_its_ptx(arch: Arch, operands: str) -> None:
     """On SM90 a product whose A is in registers has a descriptor of A in two uniform registers, one of which no instruction may write."""
-    case = DenseDecodeCase(lengths=(70,), h_q=3, operands=operands, sm_count=2)
-    tensors = operation(case).make_tensors(case, "cpu")
-    with cute_mla.simulate(arch, case.sm_count), both_codes("dense_decode") as launches:
-        call(case, tensors)
-    assert launches.kernels
-    assert not launches.findings
-    assert not launches.differing
+    same_bytes(arch, DenseDecodeCase(lengths=(70,), h_q=3, operands=operands, sm_count=2), "round_robin", "dense_decode")
 
 
 MUTATIONS = {  # each at every place of its pattern

@@ -100,7 +100,7 @@ def shown_by(evidence: Evidence) -> frozenset[str]:
 @pytest.mark.parametrize("evidence", EVIDENCE, ids=lambda evidence: evidence.name)
 def test_machine_code_gives_the_bits_of_the_ptx(evidence: Evidence) -> None:
     found = shown_by(evidence)
-    missing = [opcode for opcode in evidence.opcodes if not any(f"{name}.".startswith(f"{opcode}.") for name in found)]
+    missing = [opcode for opcode in evidence.opcodes.split() if not any(f"{name}.".startswith(f"{opcode}.") for name in found)]
     assert not missing, sorted(found)
 
 

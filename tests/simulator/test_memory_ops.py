@@ -11,62 +11,6 @@ from cute_mla.simulator import Policy, UnsupportedInstruction
 from tests.simulator.exact import M32, M64, signed
 from tests.simulator.small_kernels import Kernel, aligned, kinds
 
-
-def test_vector_and_narrow_accesses() -> None:
-    data = np.arange(256, dtype=np.uint8)
-    out = np.zeros(64, np.uint32)
-    body = """
-        ld.param.u64 %rd3, [p1];
-        and.b32 %r1, %r0, 7;
-        mul.wide.u32 %rd4, %r1, 16;
-        add.s64 %rd4, %rd4, %rd3;
-        ld.global.v4.u32 {%r2, %r3, _, %r5}, [%rd4+16];
-        add.u32 %r6, %r2, %r5;
-        add.s64 %rd5, %rd3, 200;
-        cvt.u64.u32 %rd6, %r1;
-        add.s64 %rd5, %rd5, %rd6;
-        ld.global.s8 %r7, [%rd5];
-        ld.global.u8 %h1, [%rd5];
-        cvt.u32.u16 %r8, %h1;
-        add.u32 %r7, %r7, %r8;
-        shl.b32 %r9, %r0, 3;
-        cvt.u64.u32 %rd7, %r9;
-        add.s64 %rd7, %rd0, %rd7;
-        st.global.v2.b32 [%rd7], {%r6, %r7};
-    """
-    assert Kernel(body).run(out, data).ok
-    words = data.view(np.uint32)
-    for lane in range(32):
-        k = lane & 7
-        byte = 200 + k
-        assert out[2 * lane] == (int(words[4 * k + 4]) + int(words[4 * k + 7])) & M32
-        assert out[2 * lane + 1] == (signed(byte, 8) + byte) & M32
-
-
-def test_atomics_return_the_old_value() -> None:
-    counter = np.zeros(1, np.uint32)
-    out = np.zeros(32, np.uint32)
-    body = "ld.param.u64 %rd3, [p1];\natom.global.add.u32 %r1, [%rd3], 2;\nst.global.u32 [%rd2], %r1;"
-    assert Kernel(body).run(out, counter).ok
-    assert counter[0] == 64
-    assert sorted(out.tolist()) == list(range(0, 64, 2))
-
-
-def test_generic_and_shared_addresses() -> None:
-    body = """
-        mov.b32 %r1, smem;
-        shl.b32 %r2, %r0, 2;
-        add.u32 %r1, %r1, %r2;
-        st.shared.u32 [%r1], %r0;
-        cvt.u64.u32 %rd3, %r1;
-        cvta.shared.u64 %rd4, %rd3;
-        ld.u32 %r4, [%rd4];
-    """
-    out = np.zeros(32, np.uint32)
-    assert Kernel(body + "st.global.u32 [%rd2], %r4;", smem=128).run(out).ok
-    assert out.tolist() == list(range(32))
-
-
 BANKS = {8: "hrd", 16: "hrd", 32: "rd", 64: "d"}
 KINDS = [f"{sign}{bits}" for sign in "bus" for bits in (8, 16, 32, 64)] + ["f32"]
 SOURCE = """
@@ -277,6 +221,34 @@ def test_an_address_of_another_cta_needs_shared_cluster() -> None:
             assert out.tolist() == [1] * 32 + [0] * 32
         else:
             assert kinds(report) == {"out_of_bounds"}, access
+
+
+def test_a_128_bit_register_is_a_pair() -> None:
+    """Loads, moves that swap the halves through one register, and stores, with an undefined half that stays one."""
+    body = """
+        .reg .b128 %quad<3>, %single;
+        ld.param.u64 %rd3, [p1];
+        ld.global.b128 %quad1, [%rd3];
+        mov.b128 %quad2, %quad1;
+        mov.b128 {%rd4, %rd5}, %quad2;
+        mov.b128 %single, {%rd5, %rd4};
+        mov.b128 {%rd4, %rd5}, {%rd5, %rd4};
+        mov.b32 %r1, smem;
+        st.shared.b128 [%r1], %single;
+        ld.shared.v2.b64 {%rd6, %rd7}, [%r1];
+        st.global.v2.b64 [%rd0], {%rd6, %rd7};
+        st.global.v2.b64 [%rd0+16], {%rd4, %rd5};
+        ld.shared.u64 %rd8, [%r1+16];
+        mov.b128 %quad0, {%rd8, %rd4};
+        mov.b128 {%rd9, %rd10}, %quad0;
+        st.global.b64 [%rd0+32], %rd10;
+    """
+    source, out = aligned(2, np.uint64), aligned(6, np.uint64)
+    source[:] = [0x1111222233334444, 0x5555666677778888]
+    assert Kernel(body, smem=64, threads=1).run(out, source).ok
+    assert out.tolist() == [int(source[1]), int(source[0])] * 2 + [int(source[1]), 0]
+    poisoned = Kernel(body.replace("[%rd0+32], %rd10", "[%rd0+32], %rd9"), smem=64, threads=1).run(out, source)
+    assert [finding.kind for finding in poisoned.findings] == ["poison"]
 
 
 # ---------------------------------------------------------------- atomics

@@ -10,24 +10,9 @@ import numpy as np
 from cute_mla.simulator import GlobalMemory, Launch, Module, load_module, run
 from cute_mla.simulator.engine import clusters
 from cute_mla.simulator.engine.pool import Pool
+from tests.simulator.small_kernels import Kernel
 
-PTX = """
-.version 8.7
-.target sm_90a
-.address_size 64
-.extern .shared .align 1024 .b8 dynamic[];
-.visible .entry kernel(.param .u64 out) .reqntid 64, 1, 1
-{
-  .reg .b32 %r<4>;
-  .reg .b64 %rd<4>;
-  ld.param.u64 %rd1, [out];
-  mov.u32 %r1, %tid.x;
-  mul.wide.u32 %rd2, %r1, 4;
-  add.s64 %rd3, %rd1, %rd2;
-  st.global.u32 [%rd3], %r1;
-  ret;
-}
-"""
+KERNEL = Kernel("st.global.u32 [%rd2], %r0;", threads=64)
 
 
 def launch(module: Module, out: np.ndarray, smem_bytes: int = 1024) -> None:
@@ -35,44 +20,33 @@ def launch(module: Module, out: np.ndarray, smem_bytes: int = 1024) -> None:
     memory.add("out", out.ctypes.data, out.nbytes)
     grid = (4, 1, 1)
     arguments = (out.ctypes.data.to_bytes(8, "little"),)
-    report = run(Launch(module, "kernel", grid, (64, 1, 1), (1, 1, 1), smem_bytes, arguments), memory)
+    report = run(Launch(module, "k", grid, (64, 1, 1), (1, 1, 1), smem_bytes, arguments), memory)
     assert {finding.kind for finding in report.findings} <= {"race"}
 
 
-def test_a_pool_is_bounded_by_bytes() -> None:
+def test_a_pool_is_bounded_by_bytes_and_gives_back_what_came_last() -> None:
     pool: Pool[str] = Pool(100)
-    for name in "abc":
-        pool.give(("shape", name), name, 40)
+    for key, name in ((1, "a"), (2, "b"), (2, "c")):
+        pool.give((key,), name, 40)
     assert len(pool) == 2
-    assert pool.take(("shape", "a")) is None
-    assert pool.take(("shape", "c")) == "c"
-    assert pool.nbytes == 40
-
-
-def test_a_pool_gives_back_what_came_last() -> None:
-    pool: Pool[str] = Pool(100)
-    pool.give((1,), "first", 10)
-    pool.give((1,), "last", 10)
-    assert pool.take((1,)) == "last"
-
-
-def test_a_pool_keeps_one_object_of_any_size() -> None:
-    pool: Pool[str] = Pool(100)
-    pool.give((1,), "small", 10)
-    pool.give((2,), "large", 1000)
     assert pool.take((1,)) is None
-    assert pool.take((2,)) == "large"
+    assert pool.take((2,)) == "c"
+    assert pool.nbytes == 40
+    pool.give((3,), "one object of any size", 1000)
+    assert pool.take((2,)) is None
+    assert pool.take((3,)) == "one object of any size"
 
 
 def test_kernels_share_homes_and_homes_hold_no_launch() -> None:
     pool = clusters.HOMES
     out = np.zeros(64, np.uint32)
-    first, second = load_module(PTX), load_module(PTX.replace("%r<4>", "%r<5>"))
+    text = KERNEL.text([out])
+    first, second = load_module(text), load_module(text.replace("%r<512>", "%r<513>"))
     launch(first, out)
     kept = len(pool)
     launch(second, out)
     assert len(pool) == kept  # registers are counted as they are used
-    gone = weakref.ref(first.entries["kernel"])
+    gone = weakref.ref(first.entries["k"])
     del first
     gc.collect()
     assert gone() is None

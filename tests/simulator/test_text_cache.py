@@ -39,25 +39,18 @@ def test_only_the_owner_may_look(tmp_path: Path) -> None:
     assert only_file(cache.folder).stat().st_mode & 0o777 == 0o600
 
 
-@pytest.mark.parametrize("position", [0, 31, 32, -1])
-def test_a_damaged_file_is_made_again(tmp_path: Path, position: int) -> None:
+@pytest.mark.parametrize(("flipped", "length"), [*((place, None) for place in (0, 31, 32, -1)), *((None, n) for n in (0, 5, 32, 40))])
+def test_a_damaged_file_is_made_again(tmp_path: Path, flipped: int | None, length: int | None) -> None:
+    """A bit flipped, or the end cut off."""
     cache = TextCache(tmp_path)
     cache.get("key", lambda: TEXT)
     path = only_file(tmp_path)
-    content = bytearray(path.read_bytes())
-    content[position] ^= 1
+    content = bytearray(path.read_bytes()[:length])
+    if flipped is not None:
+        content[flipped] ^= 1
     path.write_bytes(content)
     assert cache.get("key", lambda: "again") == "again"
     assert cache.get("key", refuse) == "again"
-
-
-@pytest.mark.parametrize("length", [0, 5, 32, 40])
-def test_a_file_cut_short_is_made_again(tmp_path: Path, length: int) -> None:
-    cache = TextCache(tmp_path)
-    cache.get("key", lambda: TEXT)
-    path = only_file(tmp_path)
-    path.write_bytes(path.read_bytes()[:length])
-    assert cache.get("key", lambda: "again") == "again"
 
 
 def test_the_files_used_longest_ago_go_first(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from fractions import Fraction
 from functools import partial
 from typing import Any
 
+import numpy as np
 import pytest
 
 from cute_mla.simulator.isa import table
 from tests.simulator import exact
-from tests.simulator.exact import decode, encode, flush, signed
-from tests.simulator.packed_vectors import PACKED
+from tests.simulator.exact import M32, decode, encode, flush, signed
+from tests.simulator.packed_vectors import EIGHT, MIXED, PACKED, PAIRS, SINGLES
 from tests.simulator.vectors import (
     BANK,
     MODES,
@@ -29,6 +30,7 @@ from tests.simulator.vectors import (
     integer_inputs,
     number,
     real,
+    rounded_vectors,
 )
 
 # ---------------------------------------------------------------- integers
@@ -226,18 +228,7 @@ SPECIAL: dict[str, Callable[[float], float]] = {
 
 
 def float_vectors() -> Iterator[Vector]:
-    for z, r in itertools.product(("", ".ftz"), ("", ".rn", ".rz", ".rm", ".rp")):
-        rounding = r[1:] or "rn"
-        names: dict[str, Callable[..., float]] = {
-            "add": lambda a, b, rounding=rounding: exact.total(a, b, "f32", rounding),
-            "sub": lambda a, b, rounding=rounding: exact.total(a, -b, "f32", rounding),
-            "mul": lambda a, b, rounding=rounding: exact.product(a, b, "f32", rounding),
-        }
-        for name, function in names.items():
-            yield Vector(f"{name}{r}{z}.f32 {{o}}, {{a}}, {{b}};", "rrr", real(function, bool(z)))
-        if r:
-            fused = partial(lambda a, b, c, rounding: exact.total(0.0, c, "f32", rounding, (a, b)), rounding=rounding)
-            yield Vector(f"fma{r}{z}.f32 {{o}}, {{a}}, {{b}}, {{c}};", "rrrr", real(fused, bool(z)))
+    yield from rounded_vectors("f32", "r")
     for z in ("", ".ftz"):
         for name, n in itertools.product(("min", "max"), ("", ".NaN")):
             chosen = partial(exact.extreme, largest=name == "max", nan=bool(n))
@@ -375,6 +366,46 @@ def test_halves(mode: str, seed: int) -> None:
     check(NARROWED, float_inputs(seed), mode)
 
 
+# ---------------------------------------------------------------- pairs of f32, and what else Blackwell adds
+
+
+def pair_inputs(seed: int) -> list[np.ndarray]:
+    """Return two f32 in every word."""
+    low, high = float_inputs(seed), float_inputs(seed + 10)
+    return [a | b << np.uint64(32) for a, b in zip(low, (high[2], high[3], high[0], high[1]), strict=True)]
+
+
+def same_pair(actual: int, wanted: int) -> bool:
+    """Equal, or a NaN where a NaN is wanted, in both halves."""
+    pairs = ((actual >> shift & M32, wanted >> shift & M32) for shift in (0, 32))
+    return all(a == b or (math.isnan(decode(a, "f32")) and math.isnan(decode(b, "f32"))) for a, b in pairs)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_pairs(mode: str, seed: int) -> None:
+    check(PAIRS, pair_inputs(seed), mode, same=same_pair)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", [1, 2])
+def test_singles(mode: str, seed: int) -> None:
+    floats = {vector for vector in SINGLES if vector.banks[0] == "r"}
+    check(SINGLES, float_inputs(seed), mode, lambda vector: "f32" if vector in floats else "")
+    inputs = [half_inputs(seed)[0], *float_inputs(seed)[1:]]
+    check(MIXED, inputs, mode, lambda _: "f32")
+    check(EIGHT, half_inputs(seed), mode)
+
+
+def test_every_code() -> None:
+    """All pairs of equal 8-bit codes, and every code beside its complement."""
+    for start in range(0, 256, 64):
+        codes = np.arange(start, start + 64, dtype=np.uint64)
+        for word in (codes | codes << np.uint64(8), codes | (codes ^ np.uint64(255)) << np.uint64(8)):
+            vectors = [vector for vector in EIGHT if vector.banks in ("rh", "rhh")]
+            check(vectors, [word.copy(), word[::-1].copy(), word.copy(), word.copy()], "plain")
+
+
 # ---------------------------------------------------------------- the table itself
 
 
@@ -413,7 +444,7 @@ def accepted(*families: str) -> set[str]:
 def test_every_spelling_has_a_vector() -> None:
     every = [*INTEGERS, *COMPARED, *FLOATS, *TO_INTEGERS, *SIXTEEN, *NARROWED, *PACKED]
     tested = {vector.code.split()[0] for vector in every}
-    wanted = {name for name in accepted("arithmetic", "conversions", "floats", "packed_floats") if not name.startswith("cvta")}
+    wanted = {name for name in accepted("arithmetic", "conversions", "emitter", "floats", "packed_floats") if not name.startswith("cvta")}
     assert wanted - tested == set()
     assert tested <= wanted
 

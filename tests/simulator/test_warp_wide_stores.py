@@ -9,7 +9,7 @@ from cute_mla.simulator import Policy
 from cute_mla.simulator.numerics import tma
 from cute_mla.simulator.units import boxes
 from tests.simulator.small_kernels import LAZY
-from tests.simulator.warp_wide_store import ADD, PLAIN, store
+from tests.simulator.warp_wide_store import ADD, PLAIN, WAIT, store
 
 
 @pytest.mark.parametrize("policy", [None, LAZY, Policy.named("random", 1)])
@@ -41,3 +41,13 @@ def test_a_missing_wait_is_found_in_every_schedule(policy: Policy | None) -> Non
     """Neither a shared copy nor one that happens to complete early hides that nobody waits for it."""
     _, found = store(PLAIN, policy, "")
     assert found == {"unfinished"}
+
+
+@pytest.mark.parametrize("policy", [None, LAZY, Policy.named("adversarial")])
+def test_source_of_a_bulk_store(policy: Policy | None) -> None:
+    """Writing to a box that a TMA store reads, before and after wait_group.read."""
+    overwrite = "st.shared.b32 [%s1], %s2;\n"
+    _, found = store(PLAIN, policy, overwrite + WAIT)
+    assert found == {"missing_wait"}
+    _, found = store(PLAIN, policy, WAIT + overwrite)
+    assert not found

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import operator
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import numpy as np
 
+from tests.simulator import exact
 from tests.simulator.exact import M16, M32, M64, decode, encode, flush, signed
 from tests.simulator.small_kernels import Kernel
 
@@ -143,12 +145,29 @@ def each_half(function: Function) -> Function:
     return lambda *words: function(*(w & M16 for w in words)) | function(*(w >> 16 for w in words)) << 16
 
 
+def rounded_vectors(kind: str, bank: str, lift: Callable[[Function], Function] = lambda function: function) -> Iterator[Vector]:
+    """Yield the sums, products and fused sums of f32 in all roundings. lift: makes a function of operands of this kind."""
+    for z, r in itertools.product(("", ".ftz"), ("", ".rn", ".rz", ".rm", ".rp")):
+        rounding = r[1:] or "rn"
+        names: dict[str, Callable[..., float]] = {
+            "add": lambda a, b, rounding=rounding: exact.total(a, b, "f32", rounding),
+            "sub": lambda a, b, rounding=rounding: exact.total(a, -b, "f32", rounding),
+            "mul": lambda a, b, rounding=rounding: exact.product(a, b, "f32", rounding),
+        }
+        for name, function in names.items():
+            yield Vector(f"{name}{r}{z}.{kind} {{o}}, {{a}}, {{b}};", bank * 3, lift(real(function, bool(z))))
+        if r:
+            fused = partial(lambda a, b, c, rounding: exact.total(0.0, c, "f32", rounding, (a, b)), rounding=rounding)
+            yield Vector(f"fma{r}{z}.{kind} {{o}}, {{a}}, {{b}}, {{c}};", bank * 4, lift(real(fused, bool(z))))
+
+
 # ---------------------------------------------------------------- inputs
 
 NASTY = [0, 1, 2, 3, 4, 5, 7, 8, 15, 16, 17, 31, 32, 33, 63, 64, 65, 100, 127, 128, 255, 256, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x10000,
          0x1000001, 0x1000003, 0x7FFFFFFF, 0x80000000, 0x80000001, 0xFFFFFF80, 0xFFFFFFFE, M32, 1 << 32,
          (1 << 32) + 1, (1 << 40) + (1 << 15) + 1,
-         (1 << 53) + 1, (1 << 63) - 1, 1 << 63, (1 << 63) + 1, M64 - 1, M64, 0x8000_0000_8000_8000, 0x7FFF_FFFF_FFFF_8000]  # fmt: skip
+         (1 << 53) + 1, (1 << 62) + (1 << 38) + 1, M64 - (1 << 62) - (1 << 38),
+         (1 << 63) - 1, 1 << 63, (1 << 63) + 1, M64 - 1, M64, 0x8000_0000_8000_8000, 0x7FFF_FFFF_FFFF_8000]  # fmt: skip
 
 
 def integer_inputs(seed: int) -> list[np.ndarray]:

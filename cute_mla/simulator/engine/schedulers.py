@@ -9,7 +9,6 @@ import numpy as np
 from .groups import DEAD, READY, Group
 from .policy import Policy
 
-ENDLESS = 1 << 62
 SPIN_LIMIT = 200_000  # instructions after which even an adversary lets somebody else run
 
 

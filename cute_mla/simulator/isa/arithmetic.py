@@ -7,12 +7,10 @@ import re
 import numpy as np
 
 from ..frontend.ptx import Imm, Instruction, Operand, Reg, Symbol, Vec
-from .emitter import Emitter, Unsupported, immediate_bits, pair_items
+from .emitter import Emitter, Unsupported, immediate_bits, pair_items, statement
 from .table import op, registers_of, runtime
 
 Match = re.Match[str]
-
-NAMES = {"add": "add", "sub": "subtract", "and": "bitwise_and", "or": "bitwise_or", "xor": "bitwise_xor"}
 
 
 def binary(e: Emitter, ins: Instruction, function: str, kind: str) -> None:
@@ -22,56 +20,28 @@ def binary(e: Emitter, ins: Instruction, function: str, kind: str) -> None:
     e.line(f"{function}({left}, {right}, {e.dst(d, kind)})")
 
 
-@op(r"(?P<f>add|sub).(?P<t>[us](16|32|64))")
-def add_sub(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a wrapping addition or subtraction."""
-    binary(e, ins, NAMES[m["f"]], m["t"])
-
-
-@op(r"(?P<f>and|or|xor).b(?P<n>16|32|64)")
-def bitwise(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit bitwise logic."""
-    binary(e, ins, NAMES[m["f"]], f"b{m['n']}")
-
-
-@op(r"(?P<f>and|or|xor).pred")
-def logic(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit logic on predicates."""
-    binary(e, ins, NAMES[m["f"]].replace("bitwise", "logical"), "pred")
-
-
-@op(r"not.(?P<t>pred|b16|b32|b64)")
-def not_(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a complement."""
-    source = e.src(ins.operands[1], m["t"])
-    function = "logical_not" if m["t"] == "pred" else "invert"
-    e.line(f"{function}({source}, {e.dst(ins.operands[0], m['t'])})")
-
-
-@op(r"neg.(?P<t>s(16|32|64))", r"(?P<abs>abs).(?P<t>s(16|32|64))")
-def negate(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit two's complement negation or absolute value."""
-    function = "absolute" if "abs" in m.groupdict() else "negative"
-    source = e.src(ins.operands[1], m["t"])
-    e.line(f"{function}({source}, {e.dst(ins.operands[0], m['t'])})")
-
-
-@op(r"(?P<f>min|max)(?P<relu>).(?P<t>[us](16|32|64))", r"(?P<f>min|max)(?P<relu>.relu).(?P<t>s32)")
-def min_max(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit integer minimum and maximum, with an optional clamp at zero."""
-    kind = m["t"]
-    function = "minimum" if m["f"] == "min" else "maximum"
-    a, b = e.src(ins.operands[1], kind), e.src(ins.operands[2], kind)
-    value = f"{function}({a}, {b})"
-    if m["relu"]:
-        value = f"maximum({value}, 0)"
-    e.line(f"{e.dst(ins.operands[0], kind)}[...] = {value}")
-
-
-@op(r"mul.lo.(?P<t>[us](16|32|64))")
-def mul_lo(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit the low half of a product."""
-    binary(e, ins, "multiply", m["t"])
+_INTEGER = "[us](16|32|64)"
+# Wrapping arithmetic, logic, and divisions, which truncate and are all ones where the divisor is 0, as ptxas computes them.
+_STATEMENTS = (
+    (rf"add.(?P<t>{_INTEGER})", "add({a}, {b}, {out})", "{t}", "{t}", "{t}"),
+    (rf"sub.(?P<t>{_INTEGER})", "subtract({a}, {b}, {out})", "{t}", "{t}", "{t}"),
+    (r"(?P<f>and|or|xor).(?P<t>b(16|32|64))", "bitwise_{f}({a}, {b}, {out})", "{t}", "{t}", "{t}"),
+    (r"(?P<f>and|or|xor).pred", "logical_{f}({a}, {b}, {out})", "pred", "pred", "pred"),
+    (r"not.(?P<t>b16|b32|b64)", "invert({a}, {out})", "{t}", "{t}"),
+    (r"not.pred", "logical_not({a}, {out})", "pred", "pred"),
+    (r"neg.(?P<t>s(16|32|64))", "negative({a}, {out})", "{t}", "{t}"),
+    (r"abs.(?P<t>s(16|32|64))", "absolute({a}, {out})", "{t}", "{t}"),
+    (rf"(?P<f>min|max).(?P<t>{_INTEGER})", "{out}[...] = {f}imum({a}, {b})", "{t}", "{t}", "{t}"),
+    (r"(?P<f>min|max).relu.s32", "{out}[...] = maximum({f}imum({a}, {b}), 0)", "s32", "s32", "s32"),
+    (rf"mul.lo.(?P<t>{_INTEGER})", "multiply({a}, {b}, {out})", "{t}", "{t}", "{t}"),
+    (r"mul.hi.(?P<t>[us](?P<n>16|32|64))", "{out}[...] = mul_hi({a}, {b}, {n})", "{t}", "{t}", "{t}"),
+    (rf"mad.lo.(?P<t>{_INTEGER})", "add(multiply({a}, {b}), {c}, {out})", "{t}", "{t}", "{t}", "{t}"),
+    (r"mad.hi.(?P<t>[us](?P<n>32|64))", "add(mul_hi({a}, {b}, {n}), {c}, {out})", "{t}", "{t}", "{t}", "{t}"),
+    (rf"(?P<f>div|rem).(?P<t>{_INTEGER})", "{out}[...] = divide_{f}({a}, {b})", "{t}", "{t}", "{t}"),
+    (r"(?P<f>popc|clz).(?P<t>b32|b64)", "{out}[...] = bits_{f}({a})", "u32", "{t}"),
+)
+for _pattern, _line, *_kinds in _STATEMENTS:
+    op(_pattern)(statement(_line, *_kinds))
 
 
 def _wide(kind: str) -> str:
@@ -88,13 +58,6 @@ def mul_wide(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"multiply({a}, {b}, {e.dst(ins.operands[0], wide)}, dtype={dtype})")
 
 
-@op(r"mul.hi.(?P<t>[us](16|32|64))")
-def mul_hi_op(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit the high half of a product."""
-    a, b = e.src(ins.operands[1], m["t"]), e.src(ins.operands[2], m["t"])
-    e.line(f"{e.dst(ins.operands[0], m['t'])}[...] = mul_hi({a}, {b}, {int(m['t'][1:])})")
-
-
 @runtime
 def mul_hi(a: np.ndarray, b: np.ndarray, bits: int) -> np.ndarray:
     """Return the high `bits` bits of a * b."""
@@ -106,22 +69,6 @@ def mul_hi(a: np.ndarray, b: np.ndarray, bits: int) -> np.ndarray:
     return np.array(products, np.uint64).view(a.dtype).reshape(left.shape)
 
 
-@op(r"mad.lo.(?P<t>[us](16|32|64))")
-def mad_lo(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit the low half of a * b, plus c."""
-    kind = m["t"]
-    a, b, c = (e.src(operand, kind) for operand in ins.operands[1:4])
-    e.line(f"add(multiply({a}, {b}), {c}, {e.dst(ins.operands[0], kind)})")
-
-
-@op(r"mad.hi.(?P<t>[us](32|64))")
-def mad_hi(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit the high half of a * b, plus c."""
-    kind = m["t"]
-    a, b, c = (e.src(operand, kind) for operand in ins.operands[1:4])
-    e.line(f"add(mul_hi({a}, {b}, {int(kind[1:])}), {c}, {e.dst(ins.operands[0], kind)})")
-
-
 @op(r"mad.wide.(?P<t>[us](16|32))")
 def mad_wide(e: Emitter, ins: Instruction, m: Match) -> None:
     """Emit the full product of a and b, plus a wide addend."""
@@ -130,14 +77,6 @@ def mad_wide(e: Emitter, ins: Instruction, m: Match) -> None:
     dtype = e.constants.thing(np.dtype(f"{'u' if kind[0] == 'u' else 'i'}{int(kind[1:]) // 4}"))
     a, b, c = e.src(ins.operands[1], kind), e.src(ins.operands[2], kind), e.src(ins.operands[3], wide)
     e.line(f"add(multiply({a}, {b}, dtype={dtype}), {c}, {e.dst(ins.operands[0], wide)})")
-
-
-@op(r"(?P<f>div|rem).(?P<t>[us](16|32|64))")
-def division(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a truncating division or its remainder. Both are all ones where the divisor is 0, as ptxas computes them."""
-    kind = m["t"]
-    a, b = e.src(ins.operands[1], kind), e.src(ins.operands[2], kind)
-    e.line(f"{e.dst(ins.operands[0], kind)}[...] = divide_{m['f']}({a}, {b})")
 
 
 @runtime
@@ -185,12 +124,6 @@ def funnel_shift(a: np.ndarray, b: np.ndarray, c: np.ndarray, left: bool, wrap: 
     value = b.astype(np.uint64) << np.uint64(32) | a.astype(np.uint64)
     moved = value << count >> np.uint64(32) if left else value >> count
     return moved.astype(np.uint32)
-
-
-@op(r"(?P<f>popc|clz).(?P<t>b32|b64)")
-def bit_count(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a population count or a count of leading zeros."""
-    e.line(f"{e.dst(ins.operands[0], 'u32')}[...] = bits_{m['f']}({e.src(ins.operands[1], m['t'])})")
 
 
 @runtime

@@ -9,7 +9,7 @@ import numpy as np
 from ..frontend.layout import PARAM_WINDOW, SHARED_WINDOW, WINDOW_MASK
 from ..frontend.ptx import Instruction, Reg, Symbol
 from ..numerics import elementwise
-from .emitter import KINDS, Emitter, Unsupported
+from .emitter import KINDS, Emitter, Unsupported, statement
 from .table import op, runtime
 
 Match = re.Match[str]
@@ -70,12 +70,6 @@ def integer_to_float(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = integer_to_f32({integer_source(e, ins, m['s'])})")
 
 
-@op(r"cvt.rn.f16.s16", batch=True)
-def integer_to_half(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a conversion of 16-bit integers to f16, to nearest."""
-    e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = integer_to_f16({e.src(ins.operands[1], 's16')})")
-
-
 @op(r"cvt.(?P<r>rni|rzi|rmi|rpi)(?P<z>.ftz)?.(?P<d>[us](32|64)).f32", batch=True)
 def float_to_integer(e: Emitter, ins: Instruction, m: Match) -> None:
     """Emit a saturating conversion of f32 to integers."""
@@ -95,55 +89,22 @@ def flushed_source(e: Emitter, ins: Instruction, m: Match) -> str:
     return f"flush_f32({source})" if m["z"] else source
 
 
-@op(r"cvt.(?P<r>rn|rz).(?P<d>f16|bf16).f32", batch=True)
-def to_half(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a conversion of f32 to a 16-bit float."""
-    e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f32_to_half({e.src(ins.operands[1], 'f32')}, {m['d']!r}, {m['r']!r})")
-
-
-@op(r"cvt.f32.(?P<s>f16|bf16)", batch=True)
-def from_half(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a conversion of a 16-bit float to f32."""
-    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = half_to_f32({e.src(ins.operands[1], 'b16')}, {m['s']!r})")
-
-
-@op(r"cvt.(?P<r>rn|rz).(?P<d>f16x2|bf16x2).f32", batch=True)
-def packed_halves(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a conversion of two f32 to a packed pair; the first source is the upper half."""
-    upper, lower = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
-    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = f32_to_{m['d']}({upper}, {lower}, {m['r']!r})")
-
-
-@op(r"cvt.rn.satfinite.(?P<d>e4m3|e5m2)x2.f32", batch=True)
-def narrow_to_fp8(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a conversion of two f32 to a pair of 8-bit floats; the first source is the upper one."""
-    upper, lower = e.src(ins.operands[1], "f32"), e.src(ins.operands[2], "f32")
-    e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = f32_to_fp8x2({upper}, {lower}, {m['d']!r})")
-
-
-@op(r"cvt.rn.satfinite.(?P<d>e4m3|e5m2)x2.(?P<s>f16x2)", r"cvt.rn.satfinite.(?P<d>e4m3)x2.(?P<s>bf16x2)", batch=True)
-def halves_to_fp8(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a conversion of a pair of 16-bit floats to a pair of 8-bit floats."""
-    e.line(f"{e.dst(ins.operands[0], 'b16')}[...] = {m['s']}_to_fp8x2({e.src(ins.operands[1], 'b32')}, {m['d']!r})")
-
-
-@op(r"cvt.rn.(?P<d>f16x2).(?P<s>e4m3|e5m2)x2", r"cvt.rn(.satfinite)?.(?P<d>bf16x2).(?P<s>e4m3)x2", batch=True)
-def fp8_to_halves(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a conversion of a pair of 8-bit floats to a pair of 16-bit floats; exact, so .satfinite changes nothing."""
-    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = fp8x2_to_{m['d']}({e.src(ins.operands[1], 'b16')}, {m['s']!r})")
-
-
-@op(r"cvt.rn.bf16x2.ue8m0x2", batch=True)
-def widen_scales(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a conversion of a pair of powers of two to a pair of bf16."""
-    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = ue8m0x2_to_bf16x2({e.src(ins.operands[1], 'b16')})")
-
-
-@op(r"cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2", batch=True)
-def scaled_fixed_point(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a conversion of a pair of 8-bit fixed-point numbers, each times its power of two, to a pair of bf16."""
-    pairs, scales = e.src(ins.operands[1], "b16"), e.src(ins.operands[2], "b16")
-    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = scaled_s2f6x2_to_bf16x2({pairs}, {scales})")
+# Of two sources the first one is the upper half of the result. Widening is exact, so that .satfinite changes nothing.
+_PACKED = (
+    (r"cvt.rn.f16.s16", "integer_to_f16({a})", "b16", "s16"),
+    (r"cvt.(?P<r>rn|rz).(?P<d>f16|bf16).f32", "f32_to_half({a}, {d!r}, {r!r})", "b16", "f32"),
+    (r"cvt.f32.(?P<s>f16|bf16)", "half_to_f32({a}, {s!r})", "f32", "b16"),
+    (r"cvt.(?P<r>rn|rz).(?P<d>f16x2|bf16x2).f32", "f32_to_{d}({a}, {b}, {r!r})", "b32", "f32", "f32"),
+    (r"cvt.rn.satfinite.(?P<d>e4m3|e5m2)x2.f32", "f32_to_fp8x2({a}, {b}, {d!r})", "b16", "f32", "f32"),
+    (r"cvt.rn.satfinite.(?P<d>e4m3|e5m2)x2.(?P<s>f16x2)", "{s}_to_fp8x2({a}, {d!r})", "b16", "b32"),
+    (r"cvt.rn.satfinite.(?P<d>e4m3)x2.(?P<s>bf16x2)", "{s}_to_fp8x2({a}, {d!r})", "b16", "b32"),
+    (r"cvt.rn.(?P<d>f16x2).(?P<s>e4m3|e5m2)x2", "fp8x2_to_{d}({a}, {s!r})", "b32", "b16"),
+    (r"cvt.rn(.satfinite)?.(?P<d>bf16x2).(?P<s>e4m3)x2", "fp8x2_to_{d}({a}, {s!r})", "b32", "b16"),
+    (r"cvt.rn.bf16x2.ue8m0x2", "ue8m0x2_to_bf16x2({a})", "b32", "b16"),
+    (r"cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2", "scaled_s2f6x2_to_bf16x2({a}, {b})", "b32", "b16", "b16"),
+)
+for _pattern, _value, *_kinds in _PACKED:
+    op(_pattern, batch=True)(statement(f"{{out}}[...] = {_value}", *_kinds))
 
 
 @op(r"cvt.(?P<r>rz|rp)(?P<f>.satfinite)?.ue8m0x2.f32", batch=True)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Callable
 from functools import lru_cache
 from operator import itemgetter
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from ..frontend.layout import Layout
-from ..frontend.ptx import Imm, Mem, Negated, Operand, Pair, Reg, Special, Symbol
+from ..frontend.ptx import Imm, Instruction, Mem, Negated, Operand, Pair, Reg, Special, Symbol
 from ..state.window import THREAD_SPECIALS
 
 # operand kind -> (row list of a window, bank, dtype)
@@ -262,6 +264,24 @@ class Emitter:
         for register in writes:
             row = self.taint(register)
             self.line(f"{row}.fill(False)" if expression is None else f"{row}[...] = {expression}")
+
+
+def statement(template: str, result: str, *kinds: str) -> Callable[[Emitter, Instruction, re.Match[str]], None]:
+    """Return an emitter of one line.
+
+    template: the line, with {out} for the destination and {a}, {b}, {c} for the sources. result, kinds: their types. All of them may name
+    groups of the opcode's pattern.
+    """
+
+    def emit(e: Emitter, ins: Instruction, m: re.Match[str]) -> None:
+        groups = m.groupdict()
+        destination, *operands = ins.operands
+        if len(operands) != len(kinds):
+            raise Unsupported(f"{len(kinds)} sources expected")
+        sources = {name: e.src(operand, kind.format(**groups)) for name, operand, kind in zip("abc", operands, kinds, strict=False)}
+        e.line(template.format(out=e.dst(destination, result.format(**groups)), **sources, **groups))
+
+    return emit
 
 
 def pair_items(operand: Operand | None) -> tuple[Reg | None, Reg | None]:

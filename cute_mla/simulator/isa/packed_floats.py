@@ -10,7 +10,7 @@ import numpy as np
 
 from ..frontend.ptx import Instruction
 from ..numerics import elementwise
-from .emitter import Emitter
+from .emitter import Emitter, statement
 from .floats import subtract_f32
 from .table import op, runtime
 
@@ -55,19 +55,14 @@ def on_pairs(function: Function, *words: np.ndarray) -> np.ndarray:
     return function(*parts).view(np.uint64)
 
 
-@op(r"add(.rn)?.f32.(?P<s>f16|bf16)", batch=True)
-def mixed_add(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit the sum of a 16-bit float and an f32, rounded once to f32."""
-    e.line(f"add({widened(e, ins, 1, m)}, {e.src(ins.operands[2], 'f32')}, {e.dst(ins.operands[0], 'f32')})")
-
-
-@op(r"fma.rn.f32.(?P<s>f16|bf16)", batch=True)
-def mixed_fma(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit the product of 16-bit floats plus an f32, rounded once to f32."""
-    value = f"fma_f32({widened(e, ins, 1, m)}, {widened(e, ins, 2, m)}, {e.src(ins.operands[3], 'f32')}, 'rn')"
-    e.line(f"{e.dst(ins.operands[0], 'f32')}[...] = {value}")
-
-
-def widened(e: Emitter, ins: Instruction, index: int, m: Match) -> str:
-    """Return a 16-bit operand as f32."""
-    return f"half_to_f32({e.src(ins.operands[index], 'b16')}, {m['s']!r})"
+# Sums and products of 16-bit floats with an f32, rounded once to f32.
+_MIXED = (
+    (r"add(.rn)?.f32.(?P<s>f16|bf16)", "add(half_to_f32({a}, {s!r}), {b}, {out})", "f32", "b16", "f32"),
+    (
+        r"fma.rn.f32.(?P<s>f16|bf16)",
+        "{out}[...] = fma_f32(half_to_f32({a}, {s!r}), half_to_f32({b}, {s!r}), {c}, 'rn')",
+        "f32", "b16", "b16", "f32",
+    ),
+)  # fmt: skip
+for _pattern, _line, *_kinds in _MIXED:
+    op(_pattern, batch=True)(statement(_line, *_kinds))

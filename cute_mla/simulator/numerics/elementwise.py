@@ -25,7 +25,6 @@ Array = npt.NDArray[Any]
 Conversion = Callable[..., Array]
 
 F32_MIN_NORMAL = np.float32(2.0**-126)
-F16_MAX = np.float32(65504.0)
 BF16_MAX_BITS = 0x7F7F
 HALF_NAN = np.uint16(0x7FFF)  # canonical NaN of f16 and of bf16
 F32_NAN_BITS = np.uint32(0x7FFFFFFF)

@@ -13,8 +13,6 @@ from .operands import WIDE, WORD, assign, assign_pair, constant, is_dropped, pai
 from .predicates import assign_compared
 from .table import op
 
-PLAIN_MULTIPLY = ("", "MOV", "MOV.U32", "U32", "IADD", "SHL", "SHL.U32")
-
 
 def parts(ins: SassInstruction) -> tuple[Operand, tuple[Operand, ...], tuple[Operand, ...]]:
     """Return the result, the predicate results behind it, and the sources."""

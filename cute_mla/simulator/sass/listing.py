@@ -17,9 +17,6 @@ INSTRUCTION_BYTES = 16
 NO_BOARD = 7  # in a field for a scoreboard
 BOARDS = 6
 
-# Registers that read as zero, and predicates that read as true; writes to them are dropped.
-CONSTANTS = ("RZ", "URZ", "PT", "UPT", "SRZ")
-
 
 @dataclass(frozen=True)
 class Control:
