@@ -288,7 +288,7 @@ def _run(jobs: list[Job], options: Options) -> Run:
         [runner.skipped(entry.case, target, entry.reason)] if entry.mode == "skipped" else [] for entry, target in jobs
     ]
     to_run = [index for index, (entry, _) in enumerate(jobs) if entry.mode != "skipped"]
-    gpu = replace(runner.GPU_WORK, job_seconds=options.case_seconds)
+    gpu = replace(runner.GPU_WORK, step_seconds=options.case_seconds)
     written, interrupted = time.monotonic(), False
     try:
         with (

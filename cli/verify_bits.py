@@ -34,7 +34,7 @@ def compare_devices(jobs: Sequence[Job], case_seconds: float, json_file: Path | 
 
     done: list[Bits] = []
     written, code = 0.0, 0
-    gpu = replace(bits.ON_GPU, job_seconds=case_seconds)
+    gpu = replace(bits.ON_GPU, step_seconds=case_seconds)
     try:
         with closing(bits.compare_with_sim(jobs, gpu, lambda case: click.echo(f"running {case.op} {case.id}", err=True))) as results:
             for _, found in results:

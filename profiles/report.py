@@ -103,10 +103,10 @@ def cuda_document(
     GpuMismatchError without a matching GPU, ArtifactError without kernels.
     progress: called before each row with its name and the document so far, which names that row as `running`.
     """
-    from .measure.children import Child
+    from ..testing.processes import Work, Worker
     from .measure.cuda_bench import cuda_bench, matching_arch
     from .measure.environment import environment
-    from .measure.run_rows import run_rows
+    from .measure.run_rows import START_S, run_rows
     from .measure.runner import row_worker
 
     begin = time.monotonic()
@@ -120,14 +120,12 @@ def cuda_document(
         found = {**machine, "peers": peer_versions(rows)}
         return {**fixed, "environment": found, "running": running, "rows": rows, "not_run": left, "seconds": time.monotonic() - begin}
 
-    with Child(partial(row_worker, partial(cuda_bench, arch))) as child:
-        rows = run_rows(
-            cases,
-            lambda task, left: child.ask(task, limits.row_s, left),
-            limits.budget_s - (time.monotonic() - begin),
-            lambda name, so_far: progress(name, document(so_far, name)),
-        )
-    return document(rows, None)
+    worker = Worker(Work(partial(row_worker, partial(cuda_bench, arch)), limits.row_s, START_S))
+    try:
+        left = limits.budget_s - (time.monotonic() - begin)
+        return document(run_rows(cases, worker.ask, left, lambda name, so_far: progress(name, document(so_far, name))), None)
+    finally:
+        worker.kill()
 
 
 def peer_versions(rows: Sequence[dict[str, Any]]) -> dict[str, str]:

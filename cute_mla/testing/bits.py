@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from io import BytesIO
 from typing import Any
 
@@ -14,8 +15,8 @@ from ..spec.arch import ARCHS
 from .cases.base import BaseCase
 from .cases.far import FAR_DIMENSIONS
 from .operations import operation
-from .processes import Loss, Work
-from .runner import GPU_WORK, SIMULATED_WORK, Job, brief, deal, kernel_of, run_once, touch_gpu
+from .processes import Loss, Work, prepared
+from .runner import GPU_WORK, SIMULATED_WORK, Job, brief, deal, kernel_of, run_once, start_on_gpu, start_worker, touch_gpu
 
 _SIGNED = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -131,7 +132,8 @@ def results_of(job: Job) -> tuple[bytes | Loss, bool]:
     return answer, True
 
 
-ON_GPU, ON_SIM = replace(GPU_WORK, answer=results_of), replace(SIMULATED_WORK, answer=results_of)
+ON_GPU = replace(GPU_WORK, make=partial(prepared, start_on_gpu, results_of))
+ON_SIM = replace(SIMULATED_WORK, make=partial(prepared, start_worker, results_of))
 
 
 def _saved(value: object) -> bytes:

@@ -14,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count
 from typing import Any, Literal
 
@@ -31,7 +32,7 @@ from .collector import collect_seldom
 from .compare import Comparison, ErrorLimit, Tolerance, compare, same_bits, with_error_limit
 from .job_queue import JobQueue
 from .operations import Result, operation
-from .processes import Loss, Work, end_with_parent, run_jobs
+from .processes import Loss, Work, end_with_parent, prepared, run_jobs
 
 Kind = Literal["sim", "cuda"]
 Status = Literal["passed", "failed", "skipped", "reduced", "hung", "faulted", "died"]
@@ -234,7 +235,8 @@ def start_worker() -> None:
     end_with_parent()
 
 
-def _start_on_gpu() -> None:
+def start_on_gpu() -> None:
+    """Start a worker, and the GPU in it."""
     start_worker()
     touch_gpu()
 
@@ -269,9 +271,9 @@ def run_on_gpu(job: Job) -> tuple[list[Record], bool]:
     return records, True
 
 
-GPU_WORK = Work(_start_on_gpu, run_on_gpu, job_seconds=20.0, start_seconds=60.0)
+GPU_WORK = Work(partial(prepared, start_on_gpu, run_on_gpu), step_seconds=20.0, start_seconds=60.0)
 GPU_WORKERS = 4
-SIMULATED_WORK = Work(start_worker, _run_job)
+SIMULATED_WORK = Work(partial(prepared, start_worker, _run_job))
 
 
 def _lost(case: BaseCase, target: Target, reduced: str, loss: Loss) -> list[Record]:

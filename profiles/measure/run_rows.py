@@ -7,13 +7,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
+from ...testing.processes import START, Loss
 from ..rows import Case, by_priority
-from .children import CUT, START, Lost
 from .runner import NOT_RUN, PEER, TIMED, Task, not_run, shape_record
 
 Progress: TypeAlias = Callable[[str, list[dict[str, Any]]], None]
-Ask: TypeAlias = Callable[[Task, float], Any]  # a task and the seconds left for it -> its record, or Lost
+Ask: TypeAlias = Callable[[Task, float], Any]  # a task and the seconds left for it -> its record, or Loss
 
+START_S = 60.0  # limit of the start of a process
 MOST_LOST_ROWS = 3  # of an op: each costs its time limit and the start of a process
 MOST_LOST_PEERS = 2  # rows that a peer may lose
 _MOST_LOST_STARTS = 2
@@ -73,16 +74,16 @@ class _Run:
     def row(self, case: Case) -> dict[str, Any]:
         """Return the record of a row."""
         answer, peers = self._answer(case, None)
-        if not isinstance(answer, Lost):
+        if not isinstance(answer, Loss):
             return {**answer, "peers": {**answer["peers"], **peers}} if "peers" in answer else answer
-        if answer.status == CUT or answer.step == START:
+        if answer.status == "skipped" or answer.step == START:
             return not_run(case, f"in step {answer.step}: {answer.reason}")
         return {**shape_record(case), **_outcome(answer)}
 
     def kernels(self, case: Case, record: dict[str, Any]) -> str:
         """Add the times of the single kernels to a record; return why there are none, or ""."""
         answer, peers = self._answer(case, record)
-        if isinstance(answer, Lost):
+        if isinstance(answer, Loss):
             return _outcome(answer)["reason"]
         record |= answer
         for name in peers:
@@ -91,7 +92,7 @@ class _Run:
         return ""
 
     def _answer(self, case: Case, record: dict[str, Any] | None) -> tuple[Any, dict[str, dict[str, str]]]:
-        """Ask until no peer and no start is lost. Return the record or Lost of ours, and the records of the peers left out."""
+        """Ask until no peer and no start is lost. Return the record or Loss of ours, and the records of the peers left out."""
         peers = {
             name.removeprefix(PEER): {"status": NOT_RUN, "reason": f"{MOST_LOST_PEERS} rows were lost by it"}
             for name, count in self._losses.items()
@@ -99,7 +100,7 @@ class _Run:
         }
         while True:
             answer = self._ask(Task(case, frozenset(peers), record), self._end - self._clock())
-            if not isinstance(answer, Lost) or answer.status == CUT:
+            if not isinstance(answer, Loss) or answer.status == "skipped":
                 return answer, peers
             cause = answer.step if answer.step == START or answer.step.startswith(PEER) else case.op
             self._losses[cause] += 1
@@ -111,5 +112,5 @@ class _Run:
                 peers[cause.removeprefix(PEER)] = _outcome(answer)
 
 
-def _outcome(lost: Lost) -> dict[str, str]:
+def _outcome(lost: Loss) -> dict[str, str]:
     return {"status": lost.status, "reason": f"in step {lost.step}: {lost.reason}"}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...testing.processes import Step
 from ..baselines.baseline import Baseline
 from ..roofline import GPUS, Work, roof
 from ..rows import Case
@@ -244,9 +245,10 @@ class Task:
     timed: dict[str, Any] | None = None
 
 
-def row_worker(make_bench: Callable[[], Bench], step: Callable[[str], None]) -> Callable[[Task], dict[str, Any]]:
-    """Return what answers tasks with records. step: called with what begins; of a baseline, PEER and its name.
+def row_worker(make_bench: Callable[[], Bench], step: Step) -> Callable[[Task], tuple[dict[str, Any], bool]]:
+    """Return the function of a worker process that answers tasks with records.
 
+    step: takes the name of the step that begins, of a baseline PEER and its name.
     A fault of the device is raised in the step that caused it: no step begins before the device has passed the probe.
     """
     made = make_bench()
@@ -257,14 +259,14 @@ def row_worker(make_bench: Callable[[], Bench], step: Callable[[str], None]) -> 
         owner = name.removesuffix(_ESTIMATE)
         step(PEER + owner if owner in names else name)
 
-    def work(task: Task) -> dict[str, Any]:
+    def work(task: Task) -> tuple[dict[str, Any], bool]:
         begin("set-up")
         _release(made.device)
         kept = tuple(baseline for baseline in made.baselines if baseline.name not in task.left_out)
         bench = replace(made, stopwatch=SteppedStopwatch(made.stopwatch, begin), begin=begin, baselines=kept)
         record = _guarded(task.case, bench) if task.timed is None else _with_kernels(task.case, bench, task.timed)
         made.probe()
-        return record
+        return record, True
 
     return work
 

@@ -79,7 +79,7 @@ class StandIn:
         self.case_seconds = 0.0
 
     def run_all(self, jobs: Sequence[Job], on_start: Callable[[DenseDecodeCase], None], gpu: Work) -> Iterator[tuple[int, list[Record]]]:
-        self.jobs, self.case_seconds = list(jobs), gpu.job_seconds
+        self.jobs, self.case_seconds = list(jobs), gpu.step_seconds
         for case, _, _ in jobs[:1]:
             on_start(case)
         for index in reversed(range(len(jobs))):

@@ -35,7 +35,7 @@ def test_the_exit_code_tells_lost_cases_and_not_other_bits(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, found: list[Bits], end: type[BaseException] | None, code: int
 ) -> None:
     def compare_with_sim(jobs: Any, gpu: Any, on_start: Any) -> Iterator[tuple[int, list[Bits]]]:
-        assert gpu.job_seconds == 3
+        assert gpu.step_seconds == 3
         yield from ((index, [one]) for index, one in enumerate(found))
         if end is not None:
             raise end

@@ -13,7 +13,6 @@ from cute_mla import reference
 from cute_mla.manifest import KernelEntry, Role
 from cute_mla.profiles.baselines.baseline import Baseline, Run
 from cute_mla.profiles.measure.ceilings import Ceilings
-from cute_mla.profiles.measure.children import Make
 from cute_mla.profiles.measure.run_rows import Ask
 from cute_mla.profiles.measure.runner import Bench, Task, row_worker
 from cute_mla.profiles.measure.timing import Call, Recording
@@ -23,6 +22,7 @@ from cute_mla.profiles.workloads import dense_decode, workload
 from cute_mla.profiles.workloads.dense_decode import DenseDecode
 from cute_mla.profiles.workloads.workload import Results, Workload
 from cute_mla.spec.dense_decode import LATENT
+from cute_mla.testing.processes import Work
 
 CALL_US = {"cold": 100.0, "control": 101.0, "warm": 50.0, "plan": 5.0, "matmul": 1000.0, "copy": 500.0, "l2_read": 250.0}
 
@@ -142,25 +142,22 @@ def bench(state: Callable[[], dict[str, Any]] = lambda: {"sm_mhz": 1980.0}, base
 
 
 class InProcess:
-    """Stands in for a Child: answers in this process."""
+    """Stands in for a Worker: answers in this process."""
 
-    def __init__(self, make: Make) -> None:
-        self.work = make(lambda step: None)
+    def __init__(self, work: Work) -> None:
+        self.answer = work.make(lambda step: None)
 
-    def __enter__(self) -> InProcess:
-        return self
+    def ask(self, task: Task, seconds: float) -> Any:
+        return self.answer(task)[0]
 
-    def __exit__(self, *error: object) -> None:
+    def kill(self) -> None:
         pass
-
-    def ask(self, task: Task, step_s: float, seconds: float) -> Any:
-        return self.work(task)
 
 
 def asking(of: Bench) -> Ask:
     """Return what answers tasks on this bench, in this process."""
     work = row_worker(lambda: of, lambda step: None)
-    return lambda task, seconds: work(task)
+    return lambda task, seconds: work(task)[0]
 
 
 def small_case(

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from cute_mla.profiles import report
-from cute_mla.profiles.measure import children, cuda_bench, environment
+from cute_mla.profiles.measure import cuda_bench, environment
 from cute_mla.profiles.model.machines import machines
 from cute_mla.profiles.plots.roofline_plot import Point
 from cute_mla.profiles.report import Limits
 from cute_mla.profiles.roofline import GPUS, Gpu
 from cute_mla.profiles.rows import OPS
 from cute_mla.spec.arch import SM90, SM100
+from cute_mla.testing import processes
 from tests.profiles.benching import FakeKernel, InProcess, bench, install, small_case
 from tests.support.tree import ROOT
 
@@ -98,7 +99,7 @@ def test_a_run_that_is_cut_short_has_left_its_rows_and_the_name_of_the_last(monk
     install(monkeypatch, FakeKernel())
     monkeypatch.setattr(cuda_bench, "matching_arch", lambda archs: SM90)
     monkeypatch.setattr(cuda_bench, "cuda_bench", lambda arch: bench())
-    monkeypatch.setattr(children, "Child", InProcess)
+    monkeypatch.setattr(processes, "Worker", InProcess)
     monkeypatch.setattr(environment, "environment", lambda: {"gpu": "NVIDIA H200"})
     left: list[dict[str, Any]] = []
     cases = [small_case("A.x"), small_case("B.x")]

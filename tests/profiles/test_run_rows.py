@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cute_mla.profiles.measure.children import CUT, DIED, FAULTED, HUNG, START, Child, Lost
 from cute_mla.profiles.measure.run_rows import run_rows
 from cute_mla.profiles.measure.runner import PEER, TIMED, Bench, Task, row_worker
+from cute_mla.testing.processes import START, Loss, Status, Work, Worker
 from tests.profiles.benching import FakeBaseline, FakeKernel, bench, install, small_case
 
 
@@ -25,7 +25,7 @@ def timed(task: Task) -> dict[str, Any]:
     return {"name": task.case.name, "status": TIMED, "peers": peers}
 
 
-def rows(names: str, script: Sequence[Lost | None], budget_s: float = 1000.0) -> tuple[list[dict[str, Any]], list[Task]]:
+def rows(names: str, script: Sequence[Loss | None], budget_s: float = 1000.0) -> tuple[list[dict[str, Any]], list[Task]]:
     """Run rows of these names; the script says what each request loses, and then nothing."""
     left, tasks = list(script), []
 
@@ -40,9 +40,9 @@ def states(records: Sequence[dict[str, Any]]) -> list[str]:
     return [record["status"] for record in records]
 
 
-@pytest.mark.parametrize("status", [HUNG, FAULTED, DIED])
-def test_a_lost_row_costs_itself(status: str) -> None:
-    lost = Lost(status, "cold", "why")
+@pytest.mark.parametrize("status", ["hung", "faulted", "died"])
+def test_a_lost_row_costs_itself(status: Status) -> None:
+    lost = Loss(status, "why", "cold")
     for script, expected in (
         ([lost], [status, TIMED, TIMED]),
         ([None, None, lost], [TIMED, TIMED, status]),
@@ -54,9 +54,9 @@ def test_a_lost_row_costs_itself(status: str) -> None:
         assert all(record["seconds"] >= 0 for record in records)
 
 
-@pytest.mark.parametrize("status", [HUNG, FAULTED, DIED])
-def test_a_lost_peer_costs_its_own_figure(status: str) -> None:
-    records, tasks = rows("AB", [Lost(status, PEER + "Theirs", "why")])
+@pytest.mark.parametrize("status", ["hung", "faulted", "died"])
+def test_a_lost_peer_costs_its_own_figure(status: Status) -> None:
+    records, tasks = rows("AB", [Loss(status, "why", PEER + "Theirs")])
     assert states(records) == [TIMED, TIMED]
     assert records[0]["peers"] == {
         "Others": {"status": TIMED, "reason": ""},
@@ -67,39 +67,39 @@ def test_a_lost_peer_costs_its_own_figure(status: str) -> None:
 
 
 def test_two_peers_may_be_lost_in_a_row_and_ours_too() -> None:
-    records, _ = rows("A", [Lost(HUNG, PEER + "Theirs", "a"), Lost(DIED, PEER + "Others", "b")])
-    assert {name: peer["status"] for name, peer in records[0]["peers"].items()} == {"Theirs": HUNG, "Others": DIED}
-    records, _ = rows("A", [Lost(HUNG, PEER + "Theirs", "a"), Lost(DIED, "cold", "b")])
-    assert states(records) == [DIED]
+    records, _ = rows("A", [Loss("hung", "a", PEER + "Theirs"), Loss("died", "b", PEER + "Others")])
+    assert {name: peer["status"] for name, peer in records[0]["peers"].items()} == {"Theirs": "hung", "Others": "died"}
+    records, _ = rows("A", [Loss("hung", "a", PEER + "Theirs"), Loss("died", "b", "cold")])
+    assert states(records) == ["died"]
 
 
 def test_what_was_lost_too_often_is_left_out() -> None:
-    records, tasks = rows("ABCDE", [Lost(HUNG, "cold", "a")] * 3)
-    assert states(records) == [HUNG] * 3 + ["not_run"] * 2
+    records, tasks = rows("ABCDE", [Loss("hung", "a", "cold")] * 3)
+    assert states(records) == ["hung"] * 3 + ["not_run"] * 2
     assert records[-1]["reason"] == "3 rows of dense_decode were lost"
     assert len(tasks) == 3
-    peer = Lost(HUNG, PEER + "Theirs", "a")
+    peer = Loss("hung", "a", PEER + "Theirs")
     records, _ = rows("ABC", [peer, None, peer, None])
-    assert [record["peers"]["Theirs"]["status"] for record in records] == [HUNG, HUNG, "not_run"]
+    assert [record["peers"]["Theirs"]["status"] for record in records] == ["hung", "hung", "not_run"]
 
 
 def test_two_starts_that_fail_end_the_run() -> None:
-    records, tasks = rows("AB", [Lost(FAULTED, START, "no GPU")])
+    records, tasks = rows("AB", [Loss("faulted", "no GPU", START)])
     assert states(records) == [TIMED, TIMED]
-    records, tasks = rows("AB", [Lost(FAULTED, START, "no GPU")] * 2)
+    records, tasks = rows("AB", [Loss("faulted", "no GPU", START)] * 2)
     assert (states(records), len(tasks)) == (["not_run"] * 2, 2)
     assert records[1]["reason"] == "2 processes did not start: no GPU"
 
 
 def test_the_end_of_the_budget_is_no_fault() -> None:
-    records, _ = rows("AB", [None, Lost(CUT, "cold", "its time was over")])
+    records, _ = rows("AB", [None, Loss("skipped", "its time was over", "cold")])
     assert [(record["status"], record["reason"]) for record in records[1:]] == [("not_run", "in step cold: its time was over")]
 
 
 def test_lost_kernel_times_leave_the_row_its_time() -> None:
     for lost, ours, theirs in (
-        (Lost(HUNG, "kernels", "why"), {"unavailable": "in step kernels: why"}, None),
-        (Lost(DIED, PEER + "Theirs", "why"), {"dense_decode": 90.0}, {"unavailable": "in step peer Theirs: why"}),
+        (Loss("hung", "why", "kernels"), {"unavailable": "in step kernels: why"}, None),
+        (Loss("died", "why", PEER + "Theirs"), {"dense_decode": 90.0}, {"unavailable": "in step peer Theirs: why"}),
     ):
         (record,), _ = rows("A", [None, lost])
         assert (record["status"], record["kernel_us"], record["peers"]["Theirs"].get("kernel_us")) == (TIMED, ours, theirs)
@@ -133,15 +133,15 @@ def test_every_step_has_its_owner(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeKernel())
     steps: list[str] = []
     work = row_worker(lambda: bench(baselines=(FakeBaseline(),)), steps.append)
-    record = work(Task(small_case()))
+    record, _ = work(Task(small_case()))
     assert steps[0] == "set-up"
     assert steps[-2:] == ["clocks", "check"]
     found = Counter(steps)
     assert found["peer Theirs"] == 1 + 2 + 1 + 12  # its admission, estimate, recording and rounds
     assert (found["cold"], found["matmul"]) == (1 + 1 + 12, 1 + 12)
-    assert work(Task(small_case(), frozenset({"Theirs"})))["peers"] == {}
+    assert work(Task(small_case(), frozenset({"Theirs"})))[0]["peers"] == {}
     steps.clear()
-    assert work(Task(small_case(), timed=record))["kernel_us"] == {"dense_decode": 90.0}
+    assert work(Task(small_case(), timed=record))[0]["kernel_us"] == {"dense_decode": 90.0}
     assert steps == ["set-up", "kernels", "peer Theirs", "peer Theirs"]
 
 
@@ -159,7 +159,10 @@ def bench_in_child() -> Bench:
 
 
 def test_rows_are_measured_in_a_child() -> None:
-    with Child(partial(row_worker, bench_in_child)) as child:
-        record = child.ask(Task(small_case(), frozenset({"Theirs"})), 20.0, 60.0)
+    worker = Worker(Work(partial(row_worker, bench_in_child), step_seconds=20.0))
+    try:
+        record = worker.ask(Task(small_case(), frozenset({"Theirs"})), 60.0)
         assert (record["status"], record["peers"]) == (TIMED, {})
-        assert child.ask(Task(small_case()), 20.0, 60.0) == Lost(DIED, "peer Theirs", "ended with status 11")
+        assert worker.ask(Task(small_case()), 60.0) == Loss("died", "the process ended with exit code 11", "peer Theirs")
+    finally:
+        worker.kill()

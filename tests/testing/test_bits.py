@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,8 +14,8 @@ from cute_mla.testing import bits
 from cute_mla.testing.bits import Bits, compare_bits, compare_with_sim
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.operations import operation
-from cute_mla.testing.processes import Loss
-from cute_mla.testing.runner import Job, Target
+from cute_mla.testing.processes import Loss, Work, prepared
+from cute_mla.testing.runner import Job, Target, start_worker
 
 IDENTITY: dict[str, Any] = {"op": "an_op", "arch": "sm90", "case": "c", "kernel": "k", "sm_count": 3}
 CASE = DenseDecodeCase(s_k=300, h_q=4, sm_count=1)  # keys that four SMs split
@@ -71,7 +72,7 @@ def test_each_result_is_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(multi_processor_count=4))
     far = replace(CASE, outputs="far_requests", batch=2)
     jobs: list[Job] = [(case, TARGET, "") for case in (CASE, replace(CASE, dtype="fp16"), far)]
-    found = dict(compare_with_sim(jobs, replace(bits.ON_SIM, answer=answer_with_a_fault), lambda case: None))
+    found = dict(compare_with_sim(jobs, Work(partial(prepared, start_worker, answer_with_a_fault)), lambda case: None))
     out, lse = found[0]
     kernel = "dense_decode_sm90_bf16_cluster1"
     assert out == Bits("dense_decode", "sm90", CASE.id, kernel, 4, "equal", result="out", elements=4 * 512)

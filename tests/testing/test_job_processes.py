@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,17 +15,18 @@ from typing import Any
 
 import pytest
 
-from cute_mla.testing.processes import MOST_LOSSES, Loss, Work, end_with_parent, run_jobs
+from cute_mla.testing.processes import MOST_LOSSES, START, Loss, Work, Worker, run_jobs
 from tests.support import unruly
+from tests.support.tree import ROOT
 
 SECONDS = 1.0  # of a job
-WORK = Work(end_with_parent, unruly.answer, job_seconds=SECONDS, start_seconds=60)
+WORK = Work(unruly.make, step_seconds=SECONDS, start_seconds=60)
 LOSSES = {
     "hang": Loss("hung", "no answer within 1 s"),
     "late": Loss("hung", "no answer within 1 s"),
     "exit": Loss("died", "the process ended with exit code 7"),
     "kill": Loss("died", "signal 9 (Killed) ended the process"),
-    "raise": Loss("died", "the process ended with exit code 1"),
+    "raise": Loss("faulted", "RuntimeError: a mistake of the harness"),
 }
 
 
@@ -67,7 +72,7 @@ def test_the_time_limit_holds_while_others_go_on() -> None:
 
 
 def test_the_start_of_a_process_does_not_count() -> None:
-    assert outcomes(["right", "exit", "wrong"], replace(WORK, prepare=unruly.start_slowly)) == ["right", LOSSES["exit"], "wrong"]
+    assert outcomes(["right", "exit", "wrong"], replace(WORK, make=unruly.start_slowly)) == ["right", LOSSES["exit"], "wrong"]
 
 
 def test_after_three_losses_the_others_of_the_group_are_left_out() -> None:
@@ -80,16 +85,91 @@ def test_after_three_losses_the_others_of_the_group_are_left_out() -> None:
 
 
 @pytest.mark.parametrize(
-    ("prepare", "first"),
+    ("make", "first"),
     [
-        (unruly.hang_at_the_start, Loss("hung", "no process started in 3 trials: no answer within 0.5 s")),
-        (unruly.die_at_the_start, Loss("died", "no process started in 3 trials: the process ended with exit code 5")),
+        (unruly.hang_at_the_start, Loss("hung", "no answer within 0.5 s", START)),
+        (unruly.die_at_the_start, Loss("died", "the process ended with exit code 5", START)),
+        (unruly.raise_at_the_start, Loss("faulted", "RuntimeError: no GPU", START)),
     ],
 )
-def test_without_any_process_the_jobs_are_left_out(prepare: Callable[[], None], first: Loss) -> None:
-    work = replace(WORK, prepare=prepare, start_seconds=0.5 if first.status == "hung" else 60)
+def test_without_any_process_the_jobs_are_left_out(make: Callable[[Any], Any], first: Loss) -> None:
+    work = replace(WORK, make=make, start_seconds=0.5 if first.status == "hung" else 60)
+    assert Worker(work).ask("a", 60) == first
+    first = replace(first, reason=f"no process started in 3 trials: {first.reason}")
     assert outcomes(["a", "b", "c"], work) == [first, *[Loss("skipped", "no process for it starts")] * 2]
 
 
 def test_a_process_that_does_not_start_is_started_again(tmp_path: Path) -> None:
-    assert outcomes(["right"], replace(WORK, prepare=partial(unruly.start_at_the_second_trial, tmp_path / "mark"))) == ["right"]
+    assert outcomes(["right"], replace(WORK, make=partial(unruly.start_at_the_second_trial, tmp_path / "mark"))) == ["right"]
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    made = Worker(WORK)
+    yield made
+    made.kill()
+
+
+@pytest.mark.parametrize("job", LOSSES)
+def test_a_job_that_is_waited_for_costs_only_itself(worker: Worker, job: str) -> None:
+    answers = [worker.ask(name, 30) for name in (job, "right", job, job, "right", "right")]
+    assert [answer if isinstance(answer, Loss) else "right" for answer in answers] == [
+        LOSSES[job], "right", LOSSES[job], LOSSES[job], "right", "right",
+    ]  # fmt: skip
+    assert answers[-1] == answers[-2] != answers[1]  # one process answers many
+
+
+def test_a_limit_is_one_of_a_step_and_one_of_the_job(worker: Worker) -> None:
+    assert worker.ask("steps", 30).startswith("steps ")  # 1.5 s
+    assert worker.ask("exit in a step", 30) == replace(LOSSES["exit"], step="two")
+    assert worker.ask("right", 30).startswith("right ")
+    begin = time.monotonic()
+    assert worker.ask("steps", 0.5) == Loss("skipped", "its time was over", "step1")
+    assert worker.ask("right", 0) == Loss("skipped", "its time was over", START)
+    assert time.monotonic() - begin < 2.5
+
+
+def test_a_process_that_ends_between_jobs_costs_none(worker: Worker) -> None:
+    process = int(worker.ask("right", 30).split()[1])
+    os.kill(process, signal.SIGKILL)
+    time.sleep(0.3)
+    assert worker.ask("right", 30).startswith("right ")
+
+
+PARENT = """
+import signal
+
+from cute_mla.testing.processes import Work, Worker
+from tests.support import unruly
+
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell has jobs in the background ignore it
+    worker = Worker(Work(unruly.make))
+    print(worker.ask("right", 30), flush=True)
+    try:
+        worker.ask("hang", 30)
+    finally:
+        worker.kill()
+"""
+
+
+@pytest.mark.parametrize("whole_group", [True, False], ids=["Ctrl-C", "only the parent is killed"])
+def test_a_process_that_hangs_ends_with_its_parent(tmp_path: Path, whole_group: bool) -> None:
+    (tmp_path / "parent.py").write_text(PARENT)
+    command = [sys.executable, str(tmp_path / "parent.py")]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environment, process_group=0
+    ) as parent:
+        assert parent.stdout is not None
+        process = Path("/proc") / parent.stdout.readline().split()[1]
+        time.sleep(0.2)
+        begin = time.monotonic()
+        if whole_group:
+            os.killpg(parent.pid, signal.SIGINT)
+        else:
+            parent.kill()
+        parent.wait(5)
+        while process.exists() and time.monotonic() - begin < 5:
+            time.sleep(0.02)
+        assert time.monotonic() - begin < 2

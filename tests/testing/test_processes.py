@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,7 +16,7 @@ from cute_mla.manifest import MANIFEST_NAME, Manifest
 from cute_mla.runtime.artifacts import FOLDER_VARIABLE, load_artifacts
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
-from cute_mla.testing.processes import Work
+from cute_mla.testing.processes import Work, prepared
 from cute_mla.testing.runner import Job, Record, Target, run_all, schedules, skipped, start_worker
 from tests.support.tree import ROOT
 
@@ -50,7 +51,7 @@ def hang_with_four_heads(job: Job) -> tuple[list[Record], bool]:
 
 def test_a_kernel_that_hangs_on_a_gpu_is_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.get_device_properties", lambda index: SimpleNamespace(multi_processor_count=114))
-    work = Work(start_worker, hang_with_four_heads, job_seconds=0.5, start_seconds=60)
+    work = Work(partial(prepared, start_worker, hang_with_four_heads), step_seconds=0.5, start_seconds=60)
     jobs: list[Job] = [(LARGE, Target("sm90", "cuda"), ""), (SMALL, Target("sm90", "cuda"), "")]
     results = dict(run_all(jobs, gpu=work))
     assert results[1][0].reason == "a stand-in"
