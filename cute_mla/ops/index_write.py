@@ -196,7 +196,7 @@ def _plan_keys(call: CallSpec, names: dict[str, Any]) -> IndexWritePlan:
     k, slots = names["k"], names["slot_mapping"]
     check_shape("k", k, ("tokens", COLUMNS))
     tokens = _check_rows("k", call, k)
-    page_size, page_stride = check_cache("index_cache", cache, k.device)
+    page_size, page_stride = check_cache("index_cache", cache, k.device, "k")
     if cache.shape[0] * page_size > MAX_SLOTS:
         raise ValueError(f"index_cache has shape {list(cache.shape)}, {cache.shape[0] * page_size} slots; supported: to {MAX_SLOTS}")
     check_integers("slot_mapping", slots, tokens, k.device, "k")

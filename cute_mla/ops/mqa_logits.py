@@ -339,11 +339,14 @@ def _plan(
     )
 
 
-def check_cache(name: str, cache: TensorSpec, device: torch.device) -> tuple[int, int]:
-    """Return the page size and the bytes between pages of an index cache. ValueError if kernels cannot read it."""
+def check_cache(name: str, cache: TensorSpec, device: torch.device, beside: str = "q") -> tuple[int, int]:
+    """Return the page size and the bytes between pages of an index cache. ValueError if kernels cannot read it.
+
+    beside: the argument whose device `device` is.
+    """
     check_shape(name, cache, ("pages", "page size", 1, ROW_BYTES))
     check_dtype(name, cache, torch.uint8)
-    check_device(name, cache, device)
+    check_device(name, cache, device, beside)
     pages, page_size = cache.shape[:2]
     _check_limit(page_size_error(page_size), f"{name} has shape {list(cache.shape)}")
     if not 0 < pages < MAX_KEYS:

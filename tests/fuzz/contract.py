@@ -266,7 +266,8 @@ def _masked(c: Contract, q: Tensor) -> None:
     if mask is None:
         return
     if c.shaped("key_mask", mask, len(q), None):
-        keys = min(int(c.arguments["max_seqlen_kv"]), len(c.arguments["k"])) if is_integer(c.arguments["max_seqlen_kv"]) else 0
+        given, k = c.arguments["max_seqlen_kv"], c.arguments["k"]
+        keys = min(int(given), len(k)) if is_integer(given) and k.dim() else 0
         c.require(mask.shape[1] >= -(-keys // 32), "key_mask")
         c.last_contiguous("key_mask", mask)
     c.require(q.dtype == torch.bfloat16 and q.shape[-1] in MASKED_COLUMNS, "q", "key_mask")

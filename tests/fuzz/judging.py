@@ -61,16 +61,19 @@ class Failure(AssertionError):
 
 @dataclass(frozen=True)
 class Outcome:
-    """Outcome of a call, as documented. kind: "returned", "refused", or "cannot be broken so". message: of its error, without numbers."""
+    """Outcome of a call, as documented. message: of its error, without numbers.
+
+    kind: "returned", "refused", "cannot be broken so", or "right", of a call that was not made.
+    """
 
     kind: str
     message: str = ""
 
 
-def judge(call: FuzzCall) -> Outcome:
-    """Make a call. Failure if it did not do what is documented, or if the judge cannot tell."""
+def judge(call: FuzzCall, *, refusals_only: bool = False) -> Outcome:
+    """Make a call. Failure if it did not do what is documented, or if the judge cannot tell. refusals_only: leave right calls."""
     try:
-        return _judge(call)
+        return _judge(call, refusals_only)
     except Failure:
         raise
     except Exception as error:
@@ -78,7 +81,7 @@ def judge(call: FuzzCall) -> Outcome:
         raise Failure(f"the judge failed: {type(error).__name__} at {place.filename}:{place.lineno}: {error}") from error
 
 
-def _judge(call: FuzzCall) -> Outcome:
+def _judge(call: FuzzCall, refusals_only: bool) -> Outcome:
     subject = SUBJECTS[call.subject]
     with _limited():
         if call.again and call.breaks:
@@ -90,6 +93,8 @@ def _judge(call: FuzzCall) -> Outcome:
             if broken is None:
                 return Outcome("cannot be broken so")
             faults = subject.faults(broken, call.setting)
+            if refusals_only and not faults:
+                return Outcome("right")
             launches = device.launches
             if faults:
                 outcome = _refusal(call, subject, broken, faults)
