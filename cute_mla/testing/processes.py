@@ -124,12 +124,12 @@ class Worker:
 
     @property
     def begun(self) -> bool:
-        """Whether the process has taken the job."""
+        """Return whether the process has taken the job."""
         return self.step != START
 
     @property
     def seconds_left(self) -> float:
-        """Seconds until the job is lost in its present step."""
+        """Return the seconds until the job is lost in its present step."""
         return self.deadline - time.monotonic()
 
     def ask(self, job: Any, seconds: float) -> Any:
