@@ -19,7 +19,6 @@ import cute_mla
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.operations import operation
-from cute_mla.testing.runner import SCHEDULES, Schedule
 from tests.support.bench import Bench, expect, identical
 from tests.support.recording_device import RecordingDevice
 
@@ -32,11 +31,6 @@ UNTOUCHED = 77.0
 
 def offsets(*values: int) -> Tensor:
     return torch.tensor(values, dtype=torch.int32)
-
-
-@pytest.mark.parametrize("case", [CASE, SPARSE], ids=["dense", "sparse"])
-def test_every_schedule(bench: Bench, case: DenseDecodeCase | SparseDecodeCase) -> None:
-    bench.judge(case, *(Schedule(name, 1) for name in SCHEDULES))
 
 
 def decode(

@@ -5,6 +5,7 @@ The indexer's keys and queries likewise.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -106,16 +107,6 @@ def _write(case: Case, operands: Written) -> Result:
     return (torch.stack([key_bytes(case, cache, slot) for slot in operands.slots.tolist()]),)
 
 
-def _write_run(bench: Bench, case: Case, operands: Written) -> Result:
-    with cute_mla.simulate(bench.arch, case.sm_count):
-        return _write(case, operands)
-
-
-def _write_expect(case: Case, operands: Written, results: Result) -> None:
-    """Plain torch, outside of the device, does the same."""
-    assert torch.equal(results[0], _write(case, operands)[0])
-
-
 # ---------------------------------------------------------------- cache_gather
 
 
@@ -166,16 +157,6 @@ def _gather_of(operands: Gathered, results: Result, place: int) -> Result:
     return (results[0][first:end],)
 
 
-def _gather_run(bench: Bench, case: Case, operands: Gathered) -> Result:
-    with cute_mla.simulate(bench.arch, case.sm_count):
-        return _gather(case, operands)
-
-
-def _gather_expect(case: Case, operands: Gathered, results: Result) -> None:
-    """Plain torch, outside of the device, does the same."""
-    assert torch.equal(results[0], _gather(case, operands)[0])
-
-
 # ---------------------------------------------------------------- cache_insert
 
 
@@ -215,16 +196,6 @@ def _insert(case: Case, operands: Inserted) -> Result:
         kv_format=named(case),
     )
     return torch.stack([key_bytes(case, cache, slot) for slot in written.slots.tolist()]), q_pe, keys
-
-
-def _insert_run(bench: Bench, case: Case, operands: Inserted) -> Result:
-    with cute_mla.simulate(bench.arch, case.sm_count):
-        return _insert(case, operands)
-
-
-def _insert_expect(case: Case, operands: Inserted, results: Result) -> None:
-    """Plain torch, outside of the device, does the same."""
-    assert all(map(torch.equal, results, _insert(case, operands)))
 
 
 # ---------------------------------------------------------------- index_write
@@ -267,47 +238,24 @@ def _index(case: ConfigCase[IndexWriteConfig], operands: IndexRows) -> Result:
     return (torch.cat((codes.reshape(-1, 128), scales.reshape(-1, 4)), dim=1)[operands.slots],)
 
 
-def _index_run(bench: Bench, case: ConfigCase[IndexWriteConfig], operands: IndexRows) -> Result:
-    with cute_mla.simulate(bench.arch, case.sm_count):
-        return _index(case, operands)
+def moving(
+    configs: Iterable[Any], taken: Callable[..., Call], of: Callable[..., Result], make: Any, body: Callable[..., Result]
+) -> Contract:
+    """Return a contract of calls whose body plain torch, outside of the device, runs to the same bytes."""
 
+    def run(bench: Bench, case: Any, operands: Any) -> Result:
+        with cute_mla.simulate(bench.arch, case.sm_count):
+            return body(case, operands)
 
-def _index_expect(case: ConfigCase[IndexWriteConfig], operands: IndexRows, results: Result) -> None:
-    """Plain torch, outside of the device, does the same."""
-    assert all(map(torch.equal, results, _index(case, operands)))
+    def expect(case: Any, operands: Any, results: Result) -> None:
+        assert all(map(torch.equal, results, body(case, operands)))
+
+    return Contract(tuple(map(ConfigCase, configs)), taken, of, make=make, run=run, expect=expect)
 
 
 MOVING: dict[str, Contract] = {
-    "cache_insert": Contract(
-        tuple(ConfigCase(config) for config in insert_variants()),
-        _insert_taken,
-        own_rows,
-        make=_insert_make,
-        run=_insert_run,
-        expect=_insert_expect,
-    ),
-    "index_write": Contract(
-        tuple(ConfigCase(config) for config in index_variants()),
-        _index_taken,
-        own_rows,
-        make=_index_make,
-        run=_index_run,
-        expect=_index_expect,
-    ),
-    "cache_write": Contract(
-        tuple(ConfigCase(config) for config in closed_variants()),
-        _write_taken,
-        own_rows,
-        make=_write_make,
-        run=_write_run,
-        expect=_write_expect,
-    ),
-    "cache_gather": Contract(
-        tuple(ConfigCase(config) for config in closed_variants()),
-        _gather_taken,
-        _gather_of,
-        make=_gather_make,
-        run=_gather_run,
-        expect=_gather_expect,
-    ),
+    "cache_insert": moving(insert_variants(), _insert_taken, own_rows, _insert_make, _insert),
+    "index_write": moving(index_variants(), _index_taken, own_rows, _index_make, _index),
+    "cache_write": moving(closed_variants(), _write_taken, own_rows, _write_make, _write),
+    "cache_gather": moving(closed_variants(), _gather_taken, _gather_of, _gather_make, _gather),
 }

@@ -10,8 +10,6 @@ import torch
 
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
 from cute_mla.testing.cases.dense_decode import DESCALE_K, DESCALE_Q, UNUSED_TABLE_ENTRY, DenseDecodeCase, make_dense_decode_tensors
-from cute_mla.testing.runner import Schedule, schedules
-from cute_mla.testing.suites.dense_decode import with_fp8
 from tests.support.bench import Bench, expect, identical
 
 OPERANDS = (FP8_CACHE, FP8)
@@ -19,70 +17,6 @@ E4M3_NAN = (0x7F, 0xFF)  # both codes
 SMALL = DenseDecodeCase(batch=3, lengths=(70, 0, 129), h_q=9, sm_count=4)
 
 pytestmark = pytest.mark.parametrize("operands", OPERANDS)
-
-
-@pytest.mark.parametrize("h_q", [1, 3, 9, 16, 63, 64, 65, 126, 128])
-def test_heads(bench: Bench, operands: str, h_q: int) -> None:
-    bench.judge(DenseDecodeCase(s_k=90, h_q=h_q, operands=operands, sm_count=1))
-
-
-def test_nothing_undefined_decides_a_branch_of_the_machine_code(bench: Bench, operands: str) -> None:
-    """A work tile without keys has no sums, and a division is a branch there."""
-    bench.judge(DenseDecodeCase(batch=2, lengths=(0, 70), h_q=8, operands=operands, sm_count=2), Schedule("round_robin", 0, "sass"))
-
-
-@pytest.mark.parametrize(("s_q", "h_q"), [(1, 1), (3, 21), (2, 32), (13, 5), (1, 127), (2, 64), (3, 43), (3, 64), (5, 128)])
-def test_rows_around_tiles(bench: Bench, operands: str, s_q: int, h_q: int) -> None:
-    """1, 63, 64, 65, 127, 128, 129, 192 and 640 rows."""
-    case = DenseDecodeCase(
-        "fp16", batch=2, lengths=(130, 3), s_q=s_q, h_q=h_q, causal=True, operands=operands, outputs="strided", sm_count=4
-    )
-    bench.judge(case)
-
-
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128, 192])
-def test_page_sizes(bench: Bench, operands: str, page_size: int, dtype: str) -> None:
-    bench.judge(with_fp8(DenseDecodeCase(dtype, batch=2, lengths=(200, 33), h_q=8, page_size=page_size, sm_count=2), operands))
-
-
-@pytest.mark.parametrize("length", [1, 2, 16, 17, 63, 64, 65, 127, 128, 129, 640])
-def test_lengths_around_tiles_and_pages(bench: Bench, operands: str, length: int) -> None:
-    bench.judge(DenseDecodeCase(lengths=(length,), s_q=2, h_q=5, page_size=16, causal=True, operands=operands, sm_count=1))
-
-
-@pytest.mark.parametrize("sm_count", [1, 3, 132])
-def test_numbers_of_splits(bench: Bench, operands: str, sm_count: int) -> None:
-    bench.judge(DenseDecodeCase(batch=3, lengths=(1500, 0, 100), h_q=80, operands=operands, sm_count=sm_count))
-
-
-@pytest.mark.parametrize("layout", ["layers", "padded_rows", "heads_first", "far"])
-def test_caches(bench: Bench, operands: str, layout: str) -> None:
-    bench.judge(DenseDecodeCase(batch=2, lengths=(70, 150), h_q=6, cache_layout=layout, operands=operands, sm_count=4))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("layout", ["sliced", "odd", "even", "heads_first"])
-@pytest.mark.parametrize("h_q", [5, 128])
-def test_layouts_of_q(bench: Bench, operands: str, layout: str, h_q: int) -> None:
-    case = DenseDecodeCase(batch=2, s_q=2, lengths=(70, 150), h_q=h_q, causal=True, q_layout=layout, operands=operands, sm_count=4)  # type: ignore[arg-type]
-    bench.judge(case)
-
-
-@pytest.mark.parametrize("outputs", ["given", "strided", "odd"])
-def test_outputs(bench: Bench, operands: str, outputs: str) -> None:
-    case = DenseDecodeCase("fp16", batch=2, s_q=2, lengths=(70, 150), h_q=9, outputs=outputs, operands=operands, sm_count=1)  # type: ignore[arg-type]
-    bench.judge(case)
-
-
-@pytest.mark.parametrize("values", ["rising", "falling", "peaks"])
-@pytest.mark.parametrize("h_q", [16, 128])
-def test_scores_of_a_wide_range(bench: Bench, operands: str, values: str, h_q: int) -> None:
-    bench.judge(DenseDecodeCase(s_k=600, h_q=h_q, values=values, operands=operands, sm_count=h_q // 64 or 1))  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("scale", [1e-4, 1.0, 30.0])
-def test_softmax_scales(bench: Bench, operands: str, scale: float) -> None:
-    bench.judge(DenseDecodeCase(s_k=200, h_q=16, softmax_scale=scale, operands=operands, sm_count=2))
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp16"])
@@ -96,14 +30,6 @@ def test_every_number_of_a_cache_is_itself(bench: Bench, operands: str, dtype: s
     out, _ = bench.run(case, tensors)
     values = numbers[:512].view(torch.float8_e4m3fn).to(out.dtype)
     assert torch.equal(out, values.expand(1, 1, 3, 512))
-
-
-def test_a_single_key_is_the_answer(bench: Bench, operands: str) -> None:
-    case = DenseDecodeCase(batch=2, lengths=(1, 1), h_q=7, operands=operands, sm_count=1)
-    tensors = make_dense_decode_tensors(case)
-    out, _ = bench.run(case, tensors)
-    keys = tensors.k_cache[tensors.block_table[:, 0].long(), 0, 0, :512].float() * DESCALE_K
-    assert torch.equal(out, keys.bfloat16()[:, None, None].expand(2, 1, 7, 512))
 
 
 def test_scales_are_1_if_absent(bench: Bench, operands: str) -> None:
@@ -133,15 +59,6 @@ def test_scales_scale_scores_and_values(bench: Bench, operands: str) -> None:
 
 
 @pytest.mark.parametrize("code", E4M3_NAN)
-@pytest.mark.parametrize("page_size", [16, 64, 128])
-def test_kv_that_no_request_uses_never_reaches_the_output(bench: Bench, operands: str, code: int, page_size: int) -> None:
-    case = replace(SMALL, page_size=page_size, operands=operands)
-    tensors = make_dense_decode_tensors(case)
-    tensors.k_cache.view(torch.uint8)[tensors.k_cache.isnan()] = code
-    expect(case, tensors, bench.run(case, tensors))
-
-
-@pytest.mark.parametrize("code", E4M3_NAN)
 @pytest.mark.parametrize("column", [7, 575])
 def test_nan_among_the_keys_in_use_does_reach_the_output(bench: Bench, operands: str, code: int, column: int) -> None:
     case = replace(SMALL, operands=operands)
@@ -150,15 +67,6 @@ def test_nan_among_the_keys_in_use_does_reach_the_output(bench: Bench, operands:
     out, _ = bench.run(case, tensors)
     assert out[0].isnan().any()
     assert out[2].isfinite().all()
-
-
-@pytest.mark.parametrize("entry", [UNUSED_TABLE_ENTRY, -1, -(2**31), 2**31 - 1])
-def test_table_entries_past_the_lengths_are_never_read(bench: Bench, operands: str, entry: int) -> None:
-    case = replace(SMALL, operands=operands)
-    tensors = make_dense_decode_tensors(case)
-    expected = bench.run(case, tensors)
-    tensors.block_table[tensors.block_table == UNUSED_TABLE_ENTRY] = entry
-    assert identical(bench.run(case, tensors), expected)
 
 
 def test_a_used_table_entry_outside_the_cache_is_a_page_of_zeros(bench: Bench, operands: str) -> None:
@@ -172,25 +80,6 @@ def test_a_used_table_entry_outside_the_cache_is_a_page_of_zeros(bench: Bench, o
         result, findings = bench.collect(case, tensors)
         assert identical(result, expected), entry
         assert [finding.kind for finding in findings] == ["block_table"]
-
-
-@pytest.mark.parametrize("empty_lse", [math.inf, -math.inf])
-@pytest.mark.parametrize("sm_count", [1, 132])
-def test_rows_that_attend_to_nothing(bench: Bench, operands: str, empty_lse: float, sm_count: int) -> None:
-    case = DenseDecodeCase(
-        batch=3, s_q=3, lengths=(0, 2, 200), h_q=8, causal=True, empty_lse=empty_lse, operands=operands, sm_count=sm_count
-    )
-    out, lse = bench.run(case)
-    assert (out[0] == 0).all()
-    assert (out[1, 0] == 0).all()
-    assert (lse[0] == empty_lse).all()
-    assert (lse[1, :, 0] == empty_lse).all()
-    bench.judge(case)
-
-
-def test_batch_0(bench: Bench, operands: str) -> None:
-    out, lse = bench.run(DenseDecodeCase(batch=0, s_q=2, h_q=8, operands=operands))
-    assert (out.shape, lse.shape, out.dtype) == ((0, 2, 8, 512), (0, 8, 2), torch.bfloat16)
 
 
 def test_a_dominating_key_among_many_small_ones(bench: Bench, operands: str) -> None:
@@ -209,11 +98,3 @@ def test_a_dominating_key_among_many_small_ones(bench: Bench, operands: str) -> 
     tensors.k_cache.view(torch.uint8)[tensors.block_table[0, 16], 1:] = 0x7F
     scaled = replace(case, softmax_scale=softmax_scale)
     expect(scaled, tensors, bench.run(scaled, tensors))
-
-
-@pytest.mark.parametrize("h_q", [40, 128])
-def test_every_schedule_gives_the_same_bits(bench: Bench, operands: str, h_q: int) -> None:
-    case = DenseDecodeCase(
-        batch=3, s_q=2, lengths=(300, 70, 0), h_q=h_q, causal=True, page_size=32, values="peaks", operands=operands, sm_count=6
-    )
-    bench.judge(case, *schedules(4, 0), Schedule("random", 1), Schedule("adversarial", 1))

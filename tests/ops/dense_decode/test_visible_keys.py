@@ -77,11 +77,6 @@ def test_sinks_scale_out_once_and_leave_lse(bench: Bench, sm_count: int) -> None
     assert (scaled[:, :, 3] == 0).all()
 
 
-@pytest.mark.parametrize("operands", ["fp8_cache", "fp8"])
-def test_sinks_of_e4m3_caches(bench: Bench, operands: str) -> None:
-    bench.judge(replace(SMALL, lengths=(300, 70), operands=operands, sinks="infinite", sm_count=8))
-
-
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_plan_of_a_window_is_that_of_shorter_requests(device: RecordingDevice, window: int | None) -> None:
     call = Call(s_q=2)

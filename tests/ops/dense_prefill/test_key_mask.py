@@ -19,7 +19,6 @@ from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_prefill import MAX_TOKENS
 from cute_mla.spec.kernel_params import PARAMS_OF
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase, DensePrefillTensors, make_dense_prefill_tensors, pack_bits
-from cute_mla.testing.runner import schedules
 from tests.ops.dense_prefill.varlen_call import VarlenCall, far_call
 from tests.support.bench import Bench, expect, identical
 from tests.support.dispatch_modes import Allocations, NoReads
@@ -72,15 +71,9 @@ def odd_rows(name: str) -> Callable[[], Any]:
 
 
 REFUSED: list[tuple[str, dict[str, Any], dict[str, Callable[[], Any]], str]] = [
-    ("a list", {}, {"key_mask": lambda: [1]}, r"key_mask is \[1\]; supported: a torch tensor"),
     ("of rank 1", {}, {"key_mask": lambda: ints(300)}, r"key_mask has shape \[300\]; supported: \[300, 13 or more\]"),
-    ("of other tokens", {}, {"key_mask": lambda: ints(299, 13)}, r"key_mask has shape \[299, 13\]; supported: \[300, 13 or more\]"),
     ("of too few words", {}, {"key_mask": lambda: ints(300, 12)}, r"key_mask has shape \[300, 12\]; supported: \[300, 13 or more\]"),
-    ("of a head", {}, {"key_mask": lambda: ints(300, 8, 13)}, r"key_mask has shape \[300, 8, 13\]; supported"),
-    ("of int64", {}, {"key_mask": lambda: ints(300, 13).long()}, "key_mask has dtype torch.int64; supported: torch.int32"),
     ("of bool", {}, {"key_mask": lambda: ints(300, 13).bool()}, "key_mask has dtype torch.bool; supported: torch.int32"),
-    ("transposed", {}, {"key_mask": lambda: ints(13, 300).mT}, "key_mask has stride 300 along its last dimension"),
-    ("elsewhere", {}, {"key_mask": lambda: ints(300, 13).to("meta")}, "key_mask is on meta; supported: the device of q, cpu"),
     ("fp16", {"dtype": torch.float16}, {}, "q with key_mask has dtype torch.float16 with 192 columns; supported: torch.bfloat16"),
     ("256 columns", {"d_qk": 256}, {}, "q has 256 columns with key_mask; supported: 192 or 128"),
     ("odd rows of q", {}, {"q": odd_rows("q")}, "q or out has rows .* with key_mask; supported: .* multiples of 16 bytes"),
@@ -113,12 +106,6 @@ def test_results_may_not_lie_in_the_mask(device: RecordingDevice) -> None:
     storage = torch.zeros(300, 13, dtype=torch.int32)
     with pytest.raises(ValueError, match="lse shares memory with key_mask"):
         VarlenCall().run(key_mask=storage, lse=storage.view(torch.float32)[:, :8])
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_every_schedule_gives_the_same_bits(bench: Bench, causal: bool) -> None:
-    case = replace(MASKED, lengths=((65, 150), (0, 20), (3, 1)), group=1, causal=causal)
-    assert len(bench.judge(case, *schedules(4, 0))) == 4
 
 
 def test_the_machine_code_gives_the_same_bits(arch: Arch) -> None:

@@ -14,46 +14,7 @@ from cute_mla.spec.cache_rows import CACHED, key_types, latent_columns
 from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.cases.cache_gather import CacheGatherCase, make_cache_gather_tensors
 from cute_mla.testing.cases.cache_write import CacheWriteCase, make_cache_write_tensors
-from cute_mla.testing.cases.paged_cache import PagedCacheCase, copy_cache
-from cute_mla.testing.runner import schedules
-from cute_mla.testing.suites.cache_gather import SMOKE as GATHER_SMOKE
-from cute_mla.testing.suites.cache_write import SMOKE as WRITE_SMOKE
-from tests.support.bench import Bench
-
-SMOKE = pytest.mark.parametrize("case", [*WRITE_SMOKE, *GATHER_SMOKE], ids=lambda case: f"{case.op}-{case.id}")
-
-
-@SMOKE
-def test_smoke(case: PagedCacheCase, bench: Bench) -> None:
-    bench.judge(case)
-
-
-@pytest.mark.slow
-@SMOKE
-def test_smoke_under_every_schedule(case: PagedCacheCase, bench: Bench) -> None:
-    bench.judge(case, *schedules(8, 0))
-
-
-@pytest.mark.parametrize("cache", CACHED)
-def test_a_key_is_the_same_whoever_else_is_written(cache: str, arch: Arch) -> None:
-    """Batch invariance: a token alone, and the same among others, in another place."""
-    case = CacheWriteCase(cache=cache, tokens=23, values="nasty")
-    tensors = make_cache_write_tensors(case)
-    token, kv_format = 13, case.kv_format
-    alone, among = copy_cache(case, tensors.k_cache), copy_cache(case, tensors.k_cache)
-    order = torch.randperm(case.tokens, generator=torch.Generator().manual_seed(1))
-    with cute_mla.simulate(arch.name, sm_count=3):
-        for chosen, target in (([token], alone), (order, among)):
-            k_pe = None if tensors.k_pe is None else tensors.k_pe[chosen]
-            write_kv_cache(tensors.kv_c[chosen], k_pe, target, tensors.slot_mapping[chosen], kv_format=kv_format)
-        page, row = divmod(int(tensors.slot_mapping[token]), case.page_size)
-        table, ends = torch.tensor([[page]], dtype=torch.int32), torch.tensor([0, 1], dtype=torch.int32)
-        start = torch.tensor([row]).int()
-        first, second = (gather_kv_cache(paged, table, ends, 1, starts=start, kv_format=kv_format) for paged in (alone, among))
-        whole = gather_kv_cache(among, table, torch.tensor([0, 64]).int(), 64, kv_format=kv_format)
-    assert torch.equal(first.view(torch.int16), second.view(torch.int16))
-    assert torch.equal(first[0].view(torch.int16), whole[row].view(torch.int16))
-    assert first.shape[1] == CACHED[cache].d_qk
+from cute_mla.testing.cases.paged_cache import copy_cache
 
 
 def test_the_torch_path_is_the_same(arch: Arch) -> None:

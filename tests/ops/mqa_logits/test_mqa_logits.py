@@ -137,13 +137,6 @@ def test_stale_metadata_does_no_harm(arch: Arch) -> None:
         assert torch.equal(computed(arch, {**arguments, "metadata": metadata}), wanted)
 
 
-def test_pages_of_two_requests_may_be_the_same(arch: Arch) -> None:
-    """[7] Such as those of a common prefix."""
-    arguments = arguments_of(replace(PAGES, layout="aliased", lengths="full", values="exact"))
-    assert torch.equal(arguments["block_table"][0], arguments["block_table"][1])
-    assert torch.equal(computed(arch, arguments), expected_logits(**arguments))
-
-
 def test_pages_outside_the_cache_are_zeros_and_a_finding(arch: Arch) -> None:
     arguments = arguments_of(replace(PAGES, broken=True, lengths="full", values="exact"))
     with cute_mla.simulate(arch.name, on_finding="collect") as device:
@@ -160,13 +153,6 @@ def test_scales_end_with_their_memory(arch: Arch) -> None:
     keys, scales = arguments["kv"]
     placed = torch.full((68,), math.nan)[1:].copy_(scales)
     assert torch.equal(computed(arch, {**arguments, "kv": (keys, placed)}), expected_logits(**arguments))
-
-
-@pytest.mark.parametrize("case", [replace(ROWS, tokens=0), replace(ROWS, keys=0), replace(PAGES, requests=0)], ids=["t", "k", "b"])
-def test_calls_without_logits_launch_nothing(case: MqaLogitsCase) -> None:
-    with RecordingDevice().active() as device:
-        logits = MQA_LOGITS.function(**arguments_of(case))
-    assert (logits.shape, device.launches) == (case.shape, [])
 
 
 def test_what_is_launched(arch: Arch) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 
@@ -13,7 +11,6 @@ from cute_mla.testing.compare import cosine_difference
 from tests.ops.mqa_logits.logits_call import NAN_BYTE, equal, ints, normal, paged, simulated
 
 CALC_DIFF = 5e-6  # DeepGEMM's
-SCHEDULES = ("round_robin", "lazy", "random", "adversarial")
 
 
 @pytest.mark.parametrize("code", ["ptx", "sass"])
@@ -23,12 +20,6 @@ def test_agrees_with_the_formula(arch: Arch, code: str) -> None:
     assert torch.equal(found.isfinite(), expected.isfinite())
     finite = expected.isfinite()
     assert cosine_difference(found[finite].double(), expected[finite].double()) <= CALC_DIFF
-
-
-@pytest.mark.parametrize("page_size", [16, 32, 64, 128])
-def test_page_sizes(arch: Arch, page_size: int) -> None:
-    call = paged([200, 0, 65, 128], 1, 32, page_size)
-    assert equal(simulated(arch, call.logits), call.expected())
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -44,27 +35,6 @@ def test_lengths_by_rule(arch: Arch, per_token: bool) -> None:
     found = simulated(arch, call.logits)
     assert equal(found, call.expected())
     assert found.isfinite().sum(1).tolist()[:4] == [257 if per_token else 256, 257, 0, 0]
-
-
-def test_lengths_of_tokens_in_any_order(arch: Arch) -> None:
-    """The last of [batch, tokens] lengths is not always the greatest."""
-    call = paged([300, 140], 3, 64)._replace(context_lens=torch.tensor([[300, 5, 129], [-1, 140, 0]], dtype=torch.int32))
-    found = simulated(arch, call.logits)
-    assert equal(found, call.expected())
-    assert found.isfinite().sum(1).tolist() == [300, 5, 129, 0, 140, 0]
-
-
-@pytest.mark.parametrize("lengths", [[0, 0, 0], [0], [-1, 0]])
-def test_no_request_has_keys(arch: Arch, lengths: list[int]) -> None:
-    """All columns are -inf, though no request has a page."""
-    call = paged(lengths, 2, 64)._replace(max_context_len=300)
-    assert (simulated(arch, call.logits) == -math.inf).all()
-
-
-def test_more_requests_than_sms(arch: Arch) -> None:
-    lengths = [(37 * i) % 200 for i in range(23)]
-    call = paged(lengths, 1, 32)
-    assert equal(simulated(arch, call.logits, 3), call.expected())
 
 
 def test_columns_are_cut_and_filled(arch: Arch) -> None:

