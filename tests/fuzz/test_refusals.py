@@ -77,7 +77,7 @@ WAYS = (
 
 @pytest.mark.parametrize(("subject", "case"), CALLS, ids=[f"{subject}-{index}" for index, (subject, _) in enumerate(CALLS)])
     """Let the contract, written from the documentation, decide whether a call is wrong."""
-    """Whether a call is wrong is decided by the contract, from the documentation."""
+    """Let the contract, written from the documentation, decide whether a call is wrong."""
     kinds: Counter[str] = Counter()
     for argument in SUBJECTS[subject].breakable:
         for way in WAYS:
