@@ -1,4 +1,7 @@
-"""Constants of the clock, from the tables [clock.*] of definitions/machines.toml: each with a nominal value, a range and a source."""
+"""Constants of the clock, from the tables [clock.*] of definitions/machines.toml: each with a nominal value, a range and a source.
+
+A value of a table [measured.*] replaces that of its GPU, and has no range.
+"""
 
 from __future__ import annotations
 
@@ -102,7 +105,7 @@ def constants(gpu: str, end: str = NOMINAL) -> Constants:
         raise ValueError(f"the clock has no GPU {gpu!r}; supported: {', '.join(gpus())}")
     own = clock[gpu]
     arch = own["arch"]
-    table = {**clock["common"], **clock[arch], **own}
+    table = {**clock["common"], **clock[arch], **own, **_document().get("measured", {}).get(gpu, {})}
     plain = {"gpu": gpu, "arch": arch, "sm_count": own["sm_count"]}
     names = constant_names(f"clock of {gpu}", Constants, plain, table)
     return Constants(**plain, **{name: _value(gpu, name, table[name], end) for name in names})

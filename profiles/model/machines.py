@@ -80,7 +80,7 @@ def parse(text: str) -> dict[str, Bounds]:
     ValueError for a constant that is missing, unknown or without source, or whose best value is worse than its worst.
     """
     document = tomllib.loads(text)
-    gpus = {name: table for name, table in document.items() if name not in ("common", "clock", *ARCHS)}
+    gpus = {name: table for name, table in document.items() if name not in ("common", "clock", "measured", *ARCHS)}
     return {name: _bounds(name, {**document["common"], **document[gpu["arch"]], **gpu}) for name, gpu in gpus.items()}
 
 

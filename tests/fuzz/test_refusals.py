@@ -76,7 +76,7 @@ WAYS = (
 
 
 @pytest.mark.parametrize(("subject", "case"), CALLS, ids=[f"{subject}-{index}" for index, (subject, _) in enumerate(CALLS)])
-    """Let the contract, written from the documentation, decide whether a call is wrong."""
+def test_every_argument_is_refused_in_every_way(subject: str, case: AnyCase) -> None:
     """Let the contract, written from the documentation, decide whether a call is wrong."""
     kinds: Counter[str] = Counter()
     for argument in SUBJECTS[subject].breakable:

@@ -1,0 +1,85 @@
+"""Constants from microbenchmarks: formulas of names that exist, tables that the clock reads, and nothing from a failed measurement."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from dataclasses import fields
+
+import pytest
+
+from cute_mla.profiles.clock import constants as clock_constants
+from cute_mla.profiles.clock.constants import Constants, constants
+from cute_mla.profiles.measured_constants import FORMULAS, measured_constants, with_measured
+from cute_mla.profiles.model.machines import FILE, machines, parse
+from tests.support.tree import ROOT
+
+SOURCES = "".join(path.read_text() for path in (ROOT / "profiles" / "microbenchmarks").iterdir())
+LITERALS = {"_", *re.findall(r'"(\w{2,})"', SOURCES), *re.findall(r"OP\((\w+),", SOURCES)}
+TEXT = FILE.read_text()
+
+
+def line(name: str, value: float | None, detail: str = "") -> str:
+    return json.dumps({"name": name, "value": value, "unit": "clocks", "detail": detail})
+
+
+def lines(gpu: str = "NVIDIA H200", date: str = "2026-12-01", **measured: float) -> list[str]:
+    """Return what a run of microbenchmarks prints."""
+    return [line("device", 132, f"{gpu}; {date}"), *(line(name, value) for name, value in measured.items())]
+
+
+def is_printed(name: str) -> bool:
+    """Return whether a name is put together from literals and numbers of the sources."""
+    return re.fullmatch(rf"(?:{'|'.join(LITERALS)}|\d+)*", name) is not None
+
+
+def test_each_formula_is_of_a_constant_and_of_measurements() -> None:
+    assert FORMULAS.keys() <= {field.name for field in fields(Constants)}
+    for formula in FORMULAS.values():
+        assert all(map(is_printed, (formula.measurement, formula.minus, formula.over))), formula
+    assert not is_printed("ss256_tails")
+    assert not is_printed("fmma_rate")
+
+
+def test_constants_are_rounded_and_have_the_formula_as_source() -> None:
+    found = measured_constants(lines(mbarrier_hop=50.2, mbarrier_done=33.4, clock_60_ghz=1.98, hbm_16_gbytes=4200.0, special_latency=20.0))
+    assert found.gpu == "H200"
+    assert found.entries == {
+        "arrive_latency": (17, "[H] 2026-12-01, mbarrier_hop - mbarrier_done: 16.8"),
+        "phase_latency": (33, "[H] 2026-12-01, mbarrier_done: 33.4"),
+        "hbm_bytes": (2121.0, "[H] 2026-12-01, hbm_16_gbytes over clock_60_ghz: 2121"),
+        "boost_ghz": (1.98, "[H] 2026-12-01, clock_60_ghz: 1.98"),
+        "special_latency": (15, "[H] 2026-12-01, special_latency - 5: 15"),
+    }
+
+
+def test_what_failed_or_makes_no_sense_is_left_out() -> None:
+    failed = line("ERROR", None, "fence: an illegal memory access")
+    found = measured_constants([*lines(sts128=40.0, sts128_fence=38.0, launch=3.0), "", failed])
+    assert (found.entries, found.refused) == ({}, {"fence_clocks": -2.0})
+
+
+@pytest.mark.parametrize("given", [[], [line("ffma_rate", 1.0)], lines("NVIDIA A100"), [*lines("NVIDIA H200"), *lines("NVIDIA H100")]])
+def test_lines_must_be_of_one_gpu_that_the_clock_knows(given: list[str]) -> None:
+    with pytest.raises(ValueError, match="supported: one of H100"):
+        measured_constants(given)
+
+
+def test_the_clock_takes_a_measured_value_for_its_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = with_measured(TEXT, measured_constants(lines(cvt_bf16x2_f32_rate=4.03, mbarrier_done=34.0)))
+    text = with_measured(text, measured_constants(lines(mbarrier_done=35.0, date="2026-12-02")))
+    text = with_measured(text, measured_constants(lines("NVIDIA H100 80GB HBM3", remote_bytes_both=15.5)))
+    assert text.startswith(TEXT.rstrip("\n"))  # what is measured stands beside what was assumed
+    assert tomllib.loads(text)["measured"] == {
+        "H100": {"remote_bytes": {"value": 15.5, "source": "[H] 2026-12-01, remote_bytes_both: 15.5"}},
+        "H200": {
+            "convert_clocks": {"value": 4, "source": "[H] 2026-12-01, cvt_bf16x2_f32_rate: 4.03"},
+            "phase_latency": {"value": 35, "source": "[H] 2026-12-02, mbarrier_done: 35"},
+        },
+    }
+    monkeypatch.setattr(clock_constants, "_document", lambda: tomllib.loads(text))
+    assert [constants("H200", end).convert_clocks for end in ("value", "fast", "slow")] == [4, 4, 4]
+    assert [constants("H800", end).convert_clocks for end in ("value", "fast", "slow")] == [2, 1, 8]
+    assert constants("H100").remote_bytes == 15.5
+    assert parse(text) == machines()
