@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import pickle
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -18,10 +20,11 @@ from cute_mla.simulator.sass.control_codes import hazards
 from cute_mla.simulator.sass.cubin import TOOL_NOTE, read_cubin
 from cute_mla.simulator.sass.disassembler import disassemble, find_program
 from cute_mla.simulator.sass.listing import read_listing
-from cute_mla.spec.abi import Param
 from cute_mla.spec.arch import SM90
 from tests.aot_build.tma_copy import GOOD, PARAMS
 from tests.support.params import int64s
+
+Plant = Callable[[Evidence], Evidence]
 
 
 @pytest.fixture(scope="module")
@@ -53,13 +56,62 @@ def test_the_kernel_passes(evidence: Evidence) -> None:
     check(evidence)
 
 
-def test_stack(evidence: Evidence) -> None:
-    fails(replace(evidence, cubin=replace(evidence.cubin, stack_bytes=8)), "gate stack: stack 8 bytes, limit: 0 bytes")
+def cubin_with(**changes: Any) -> Plant:
+    """Return a change of what is read from the cubin."""
+    return lambda evidence: replace(evidence, cubin=replace(evidence.cubin, **changes))
 
 
-@pytest.mark.parametrize("opcode", ["LDL.64", "STL"])
-def test_spills_without_a_stack_figure(evidence: Evidence, opcode: str) -> None:
-    fails(replace(evidence, sass=evidence.sass + Counter({opcode: 3})), "gate stack: 3 LDL/STL instructions, limit: 0")
+def ptx_with(**changes: Any) -> Plant:
+    """Return a change of what is read from the PTX."""
+    return lambda evidence: replace(evidence, ptx=replace(evidence.ptx, **changes))
+
+
+def declared(**changes: Any) -> Plant:
+    """Return a change of what the source declares."""
+    return lambda evidence: replace(evidence, **changes)
+
+
+def more(opcode: str, count: int) -> Plant:
+    """Return more instructions in the SASS."""
+    return lambda evidence: replace(evidence, sass=evidence.sass + Counter({opcode: count}))
+
+
+def renamed(evidence: Evidence) -> Evidence:
+    """Give the kernel the DSL's own name."""
+    name = ("kernel_cutlass_tma_copy",)
+    return ptx_with(entries=name)(cubin_with(entries=name)(evidence))
+
+
+SWAPPED = (PARAMS[1], PARAMS[0], PARAMS[2])
+FAULTS: list[tuple[Plant, str]] = [
+    (cubin_with(stack_bytes=8), "gate stack: stack 8 bytes, limit: 0 bytes"),
+    (more("LDL.64", 3), "gate stack: 3 LDL/STL instructions, limit: 0"),
+    (more("STL", 3), "gate stack: 3 LDL/STL instructions, limit: 0"),
+    (renamed, 'gate entry_name: entry name kernel_cutlass_tma_copy, limit: a name without "cutlass"'),
+    (ptx_with(entries=("other",)), r"gate entry_name: entries \['other'\] in the PTX"),
+    *((ptx_with(block=block), r"gate block_size: .* limit: the declared block \(128, 1, 1\)") for block in ((256, 1, 1), (64, 2, 1), None)),
+    (declared(params=PARAMS[:2]), "gate parameters: 3 parameters in the PTX, limit: the 2 declared"),
+    (declared(params=PARAMS[:2]), "gate parameters: 3 KPARAM records in the cubin, limit: the 2 declared"),
+    (declared(params=SWAPPED), r"parameter 0 is \.b8 \(128 bytes, align 64\) in the PTX, limit: dst: pointer"),
+    (declared(params=SWAPPED), "parameter 1 takes 8 bytes in the cubin, limit: src: tensor_map"),
+    (declared(params=(*PARAMS[:2], *int64s("row"))), "parameter 2 takes 4 bytes in the cubin, limit: row: int64"),
+    (declared(params=(PARAMS[0], *int64s("dst"), PARAMS[2])), r"parameter 1 is \.u64 \.ptr .* limit: dst: int64"),
+    (cubin_with(params=((0, 128), (128, 8))), "2 KPARAM records in the cubin"),
+    (declared(expected={"UTMALDG": 2}), "gate expected_counts: 1 UTMALDG, limit: the expected 2"),
+    (declared(expected={"HGMMA": 44}), "gate expected_counts: 0 HGMMA, limit: the expected 44"),
+    (declared(expected={"mbarrier.init": 0}), "gate expected_counts: 1 mbarrier.init, limit: the expected 0"),
+    (declared(expected={"mbarrier.ini": 1}), "gate expected_counts: 0 mbarrier.ini, limit: the expected 1"),
+    (cubin_with(options="-O 3 -arch sm_90a -lineinfo"), "gate tool_note: ptxas options '-O 3 -arch sm_90a -lineinfo'"),
+    (
+        lambda evidence: replace(evidence, reassembled=replace(evidence.cubin, tool="13.0.88")),
+        r"gate reassembly: ptxas 13\.0\.88 .* limit: the DSL's own release, 13\.4\.59",
+    ),
+]
+
+
+@pytest.mark.parametrize(("plant", "message"), FAULTS, ids=[message[:40] for _, message in FAULTS])
+def test_a_fault_is_found(evidence: Evidence, plant: Plant, message: str) -> None:
+    fails(plant(evidence), message)
 
 
 def test_overlap(evidence: Evidence) -> None:
@@ -92,40 +144,6 @@ def test_shared_memory(evidence: Evidence, smem: int, passes: bool) -> None:
         check(replace(evidence, smem_bytes=smem))
     else:
         fails(replace(evidence, smem_bytes=smem), "gate shared_memory: 232449 bytes .* limit: 232448 bytes on sm90")
-
-
-def test_entry_name_with_cutlass(evidence: Evidence) -> None:
-    name = ("kernel_cutlass_tma_copy",)
-    renamed = replace(evidence, ptx=replace(evidence.ptx, entries=name), cubin=replace(evidence.cubin, entries=name))
-    fails(renamed, 'gate entry_name: entry name kernel_cutlass_tma_copy, limit: a name without "cutlass"')
-
-
-def test_entry_names_that_differ(evidence: Evidence) -> None:
-    fails(replace(evidence, ptx=replace(evidence.ptx, entries=("other",))), r"gate entry_name: entries \['other'\] in the PTX")
-
-
-@pytest.mark.parametrize("block", [(256, 1, 1), (64, 2, 1), None])
-def test_block_size(evidence: Evidence, block: tuple[int, int, int] | None) -> None:
-    fails(replace(evidence, ptx=replace(evidence.ptx, block=block)), r"gate block_size: .* limit: the declared block \(128, 1, 1\)")
-
-
-@pytest.mark.parametrize(
-    ("params", "message"),
-    [
-        (PARAMS[:2], "gate parameters: 3 parameters in the PTX, limit: the 2 declared"),
-        (PARAMS[:2], "gate parameters: 3 KPARAM records in the cubin, limit: the 2 declared"),
-        ((PARAMS[1], PARAMS[0], PARAMS[2]), r"parameter 0 is \.b8 \(128 bytes, align 64\) in the PTX, limit: dst: pointer"),
-        ((PARAMS[1], PARAMS[0], PARAMS[2]), "parameter 1 takes 8 bytes in the cubin, limit: src: tensor_map"),
-        ((*PARAMS[:2], *int64s("row")), "parameter 2 takes 4 bytes in the cubin, limit: row: int64"),
-        ((PARAMS[0], *int64s("dst"), PARAMS[2]), r"parameter 1 is \.u64 \.ptr .* limit: dst: int64"),
-    ],
-)
-def test_parameters(evidence: Evidence, params: tuple[Param, ...], message: str) -> None:
-    fails(replace(evidence, params=params), message)
-
-
-def test_parameters_of_a_cubin_that_is_not_of_this_ptx(evidence: Evidence) -> None:
-    fails(replace(evidence, cubin=replace(evidence.cubin, params=evidence.cubin.params[:2])), "2 KPARAM records in the cubin")
 
 
 WRITTEN = {
@@ -243,19 +261,6 @@ def test_serialised_mmas(evidence: Evidence) -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("expected", "message"),
-    [
-        ({"UTMALDG": 2}, "gate expected_counts: 1 UTMALDG, limit: the expected 2"),
-        ({"HGMMA": 44}, "gate expected_counts: 0 HGMMA, limit: the expected 44"),
-        ({"mbarrier.init": 0}, "gate expected_counts: 1 mbarrier.init, limit: the expected 0"),
-        ({"mbarrier.ini": 1}, "gate expected_counts: 0 mbarrier.ini, limit: the expected 1"),
-    ],
-)
-def test_expected_counts(evidence: Evidence, expected: dict[str, int], message: str) -> None:
-    fails(replace(evidence, expected=expected), message)
-
-
 def test_control_codes(evidence: Evidence) -> None:
     listing = read_listing(disassemble((artifacts_folder() / "split_plan_sm90_i32.cubin").read_bytes()))
     index = next(index for index, ins in enumerate(listing.instructions) if ins.control.waits)
@@ -274,20 +279,6 @@ def test_exposed_loads(evidence: Evidence, monkeypatch: pytest.MonkeyPatch) -> N
     fails(evidence, "gate exposed_loads: 0 LDG.E.128 .* limit: the 8 of .* a table that only shrinks: enter 0")
     monkeypatch.setitem(KNOWN_EXPOSED_LOADS, GOOD.name, {"LDG.E.128": 7})
     fails(found, "gate exposed_loads: 8 LDG.E.128 .* limit: 7")
-
-
-def test_tool_note(evidence: Evidence) -> None:
-    fails(
-        replace(evidence, cubin=replace(evidence.cubin, options="-O 3 -arch sm_90a -lineinfo")),
-        "gate tool_note: ptxas options '-O 3 -arch sm_90a -lineinfo'",
-    )
-
-
-def test_reassembly_of_another_release(evidence: Evidence) -> None:
-    fails(
-        replace(evidence, reassembled=replace(evidence.cubin, tool="13.0.88")),
-        r"gate reassembly: ptxas 13\.0\.88 .* limit: the DSL's own release, 13\.4\.59",
-    )
 
 
 def test_reassembly_ignores_only_the_note_in_which_an_assembler_signs(evidence: Evidence) -> None:

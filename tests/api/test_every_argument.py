@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 import cute_mla.torch_ops
 from cute_mla.runtime.arguments import Span
 from tests.support.compiling import fresh
+from tests.support.dispatch_modes import Recorded
 from tests.support.public_calls import Arguments, calls_of, function_of, public_names
 from tests.support.recording_device import RecordingDevice
 
@@ -26,6 +27,7 @@ RESULTS = {"out", "lse", "max_logits", "lse_indexer", "workspace", "dq", "dk", "
 NO_OP = {"flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "get_paged_mqa_logits_metadata"}  # call others, or torch
 IN_PARTS = {"kv": ["keys", "scales"]}  # arguments that an op takes as several
 NAMES = public_names()
+EAGER = [name for name in NAMES if name != "get_paged_mqa_logits_metadata"]  # which launches nothing
 
 
 @pytest.fixture
@@ -114,8 +116,21 @@ def test_a_call_is_the_same_traced(device: RecordingDevice, name: str) -> None:
         others = {key: value for key, value in arguments.items() if key not in tensors}
         graph = graph_of(name, tensors, others)
         assert not device.launches
+        called = [str(node.target).split(".")[1] for node in graph.graph.nodes if "cute_mla" in str(node.target)]
+        assert bool(called) == (name in EAGER)
+        assert name in NO_OP or called[-1].startswith(name.removesuffix("_func"))
         (results,) = graph(tensors)
         assert (looks(results), launched(device)) == expected
+
+
+@pytest.mark.parametrize("name", EAGER)
+def test_a_call_that_is_not_traced_goes_through_no_op(device: RecordingDevice, name: str) -> None:
+    for arguments in calls_of(name):
+        device.launches.clear()
+        with Recorded() as seen:
+            function_of(name)(**arguments)
+        assert device.launches
+        assert [op for op in seen.names if "cute_mla" in op] == []
 
 
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
@@ -134,7 +149,6 @@ KINDS: dict[type, list[Callable[[Any], Any]]] = {
     float: [np.float64, np.float32, np.float16],
     bool: [np.bool_],
 }
-EAGER = [name for name in NAMES if name != "get_paged_mqa_logits_metadata"]  # which launches nothing
 
 
 @pytest.mark.parametrize("name", EAGER)

@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +22,7 @@ from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec import combine
 from cute_mla.spec.arch import ARCHS
 from cute_mla.testing import runner, suites
-from cute_mla.testing.cases.cache_gather import CacheGatherCase
-from cute_mla.testing.cases.cache_insert import CacheInsertCase
-from cute_mla.testing.cases.cache_write import CacheWriteCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
-from cute_mla.testing.cases.index_write import IndexWriteCase
-from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
-from cute_mla.testing.cases.merge_states import MergeStatesCase
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
-from cute_mla.testing.cases.sparse_decode import SparseDecodeCase
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
-from cute_mla.testing.cases.topk_indices import TopkIndicesCase
 from cute_mla.testing.processes import Work
 from cute_mla.testing.runner import Record, Schedule, Target
 from cute_mla.testing.suites.entries import SuiteEntry
@@ -46,6 +35,7 @@ SUITE = [
     SuiteEntry(REDUCED, "reduced", "batch 64 cut to 2: budget of 400 tiles"),
 ]
 
+CASES = {op: suites.suite("quick", op, simulated=True)[0].case for op in suites.OPS}
 SIMULATED = "sm90 and sm100 on the simulated device"
 Job = tuple[DenseDecodeCase, Target, str]
 
@@ -367,21 +357,8 @@ def test_options_reach_suite_and_target(stand_in: StandIn, monkeypatch: pytest.M
 
 
 def test_all_ops_run_unless_some_are_named(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    of_op: dict[str, list[SuiteEntry[Any]]] = {
-        "dense_decode": [SuiteEntry(WHOLE)],
-        "sparse_decode": [SuiteEntry(SparseDecodeCase()), SuiteEntry(SparseDecodeCase(batch=2))],
-        "sparse_prefill": [SuiteEntry(SparsePrefillCase())],
-        "dense_prefill": [SuiteEntry(DensePrefillCase())],
-        "dense_prefill_backward": [SuiteEntry(DensePrefillBackwardCase())],
-        "merge_states": [SuiteEntry(MergeStatesCase())],
-        "cache_write": [SuiteEntry(CacheWriteCase())],
-        "cache_gather": [SuiteEntry(CacheGatherCase())],
-        "cache_insert": [SuiteEntry(CacheInsertCase())],
-        "index_write": [SuiteEntry(IndexWriteCase())],
-        "mqa_logits": [SuiteEntry(MqaLogitsCase())],
-        "indexer_topk": [SuiteEntry(IndexerTopkCase())],
-        "topk_indices": [SuiteEntry(TopkIndicesCase())],
-    }
+    of_op: dict[str, list[SuiteEntry[Any]]] = {op: [SuiteEntry(CASES[op])] for op in verify.OPS}
+    of_op["sparse_decode"].append(SuiteEntry(replace(CASES["sparse_decode"], batch=2)))
     monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: of_op[op])
     every = [op for op in verify.OPS for _ in of_op[op]]
     both = ("--op", "sparse_prefill", "--op", "sparse_decode")

@@ -15,7 +15,6 @@ from typing import Any
 import pytest
 from cuda.bindings import driver as real
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cute_mla.runtime.arguments import Span
 from cute_mla.runtime.artifacts import load_artifacts
@@ -23,6 +22,7 @@ from cute_mla.runtime.simulated_device import SimulatedDevice
 from cute_mla.spec.abi import Param, ParamKind
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.runtime.fake_driver import STREAM, FakeDriver, RecordedLaunch, RecordedMap
+from tests.support.dispatch_modes import Recorded
 
 MODES = real.CUstreamCaptureMode
 RELAXED, GLOBAL = MODES.CU_STREAM_CAPTURE_MODE_RELAXED, MODES.CU_STREAM_CAPTURE_MODE_GLOBAL
@@ -66,18 +66,6 @@ class CapturingDriver(FakeDriver):
         status = super()._encode_tiled(target, data_type, rank, address, dims, *rest)
         ctypes.memmove(target + 8, struct.pack("<Q", len(self.maps) - 1), 8)
         return status
-
-
-class Recorded(TorchDispatchMode):
-    """The names of torch's operations, all of which would be in the graph, or break the capture."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 @dataclass

@@ -128,20 +128,6 @@ WIDEN = "ld.global.u32 %r5, [%rd2]; mov.b32 {%h1, %h2}, %r5; cvt.rn.bf16x2.e4m3x
 WIDEN += "st.global.u32 [%rd2+256], %r6; st.global.u32 [%rd2+512], %r7;"
 
 
-@pytest.mark.parametrize(("kind", "opcode"), [("e4m3x2", "E4M3"), ("ue8m0x2", "E8")])
-def test_8_bit_floats_become_bf16(kind: str, opcode: str) -> None:
-    def widened() -> np.ndarray:
-        array = aligned(192, np.uint32)
-        array[:64] = np.arange(256, dtype=np.uint8).view(np.uint32)
-        assert not Kernel(WIDEN.replace("e4m3x2", kind), 64).run(array).findings
-        return array
-
-    expected = widened()
-    with as_machine_code() as texts:
-        assert np.array_equal(widened(), expected)
-    assert f"F2FP.BF16.{opcode}.UNPACK_B" in texts[0]
-
-
 def test_scales_of_8_bit_floats_are_refused() -> None:
     with (
         as_machine_code(lambda text: text.replace("/* 0x00007f7f", "/* 0x00007f80")),

@@ -22,6 +22,18 @@ class Allocations(TorchDispatchMode):
         return result
 
 
+class Recorded(TorchDispatchMode):
+    """The names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
 class NoReads(TorchDispatchMode):
     """Fails where the host reads a tensor's value."""
 

@@ -102,7 +102,6 @@ class Emitter:
         self.redirect: dict[str, str] = {}  # register name -> temporary, for guarded results
         self.parts: dict[str, list[str]] = {}  # register packed in this block -> poison of its parts as locals, lowest first
         self.serial = 0
-        self.fresh_constant: tuple[str, int] | None = None
 
     def line(self, code: str) -> None:
         """Append a line (or several) of Python, charged to the current instruction."""
