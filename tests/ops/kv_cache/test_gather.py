@@ -14,7 +14,7 @@ from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.suites.paged_cache import TYPES_AND_CACHES
-from tests.ops.kv_cache.paged_keys import FORMATS, cache_of, key_arguments, keys, named
+from tests.ops.kv_cache.paged_keys import FORMATS, cache_of, key_arguments, named
 from tests.support.recording_device import RecordingDevice
 
 TABLE = torch.tensor([[4, 2, -7], [1, 2_000_000_000, 3], [0, 0, 0]], dtype=torch.int32)
@@ -47,24 +47,12 @@ def test_keys_in_the_order_of_the_requests(cache: str, type_name: str) -> None:
     assert not out[15].any(), "position 24 of three pages of 8"
 
 
-def test_from_the_first_key_on() -> None:
-    paged = filled("latent")
-    out = gather_kv_cache(paged, TABLE, CU_SEQLENS, 16)
-    assert torch.equal(out[:9], torch.cat((paged[4, :, 0], paged[2, :1, 0])))
-    assert torch.equal(out[9:], paged[0, :7, 0])
-
-
 @pytest.mark.parametrize("page", [-1, 5, 2**31 - 1])
 def test_a_page_outside_the_cache_is_of_zeros(page: int) -> None:
     table = torch.tensor([[page, 3]], dtype=torch.int32)
     out = gather_kv_cache(filled("fp8_656"), table, torch.tensor([0, 10], dtype=torch.int32), 10)
     assert not out[:8].any()
     assert out[8:].any(dim=1).all()
-
-
-def test_a_start_below_0_gives_zeros() -> None:
-    out = gather_kv_cache(filled("latent"), TABLE[:1], torch.tensor([0, 9], dtype=torch.int32), 9, starts=torch.tensor([-2]).int())
-    assert not out.any()
 
 
 def test_rows_behind_the_last_are_left_alone() -> None:
@@ -75,13 +63,6 @@ def test_rows_behind_the_last_are_left_alone() -> None:
     assert (out[:, :3] == 7).all()
     assert (out[:, 579:] == 7).all()
     assert torch.equal(out[9:16, 3:579], paged[0, :7, 0])
-
-
-def test_nan_elsewhere_stays_there() -> None:
-    paged = cache_of("latent", 5, 8, fill=0xFF)
-    write_kv_cache(*keys(16), paged, torch.arange(16))
-    ends = torch.tensor([0, 4, 8], dtype=torch.int32)
-    assert not gather_kv_cache(paged, TABLE[1:], ends, 8).isnan().any()
 
 
 @pytest.mark.parametrize(("batch", "rows"), [(0, 3), (3, 0), (0, 0)])

@@ -18,7 +18,6 @@ from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_insert import normalised_columns, rotates
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.testing.cases.base import DTYPES
-from cute_mla.testing.runner import SCHEDULES
 from cute_mla.testing.suites.paged_cache import TYPES_AND_CACHES
 from tests.ops.kv_cache.paged_keys import bytes_of, cache_of, key_arguments, named
 from tests.support.recording_device import RecordingDevice
@@ -106,18 +105,6 @@ def same_bytes(one: Tensor, other: Tensor | None) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("cache", ["latent", "fp8_584"])
-def test_under_every_schedule(arch: Arch, cache: str, schedule: str) -> None:
-    given, torchs = arguments(cache), arguments(cache)
-    insert_kv_cache(**torchs)
-    with cute_mla.simulate(arch, schedule=schedule) as device:
-        insert_kv_cache(**given)
-    assert device.findings == []
-    assert same_bytes(given["q_pe"], torchs["q_pe"])
-    assert torch.equal(bytes_of(given["k_cache"]), bytes_of(torchs["k_cache"]))
-
-
 @pytest.mark.parametrize(("dtype", "cache"), TYPES_AND_CACHES)
 def test_plain_torch_gives_the_bits_of_the_parts(cache: str, dtype: str) -> None:
     given = arguments(cache, DTYPES[dtype])
@@ -153,19 +140,6 @@ def test_tokens_without_a_slot_are_rotated_and_kept(arch: Arch) -> None:
     assert torch.equal(bytes_of(given["k_cache"]), before)
     assert same_bytes(given["q_pe"], expected["q_pe"])
     assert same_bytes(keys, expected["keys"])
-
-
-@pytest.mark.parametrize(("tokens", "heads"), [(1, 1), (1, 128), (5, 16), (3, 33)])
-def test_queries_of_any_number_and_stride(arch: Arch, tokens: int, heads: int) -> None:
-    wide = torch.full((tokens, heads, 200), 7.0, dtype=torch.bfloat16)
-    given = arguments("fp8_656", tokens=tokens, heads=heads, positions=None)
-    wide[..., 128:192] = given["q_pe"]
-    expected = rotated(given["q_pe"], given["cos_sin"][:tokens])
-    with cute_mla.simulate(arch):
-        insert_kv_cache(**{**given, "q_pe": wide[..., 128:192]})
-    assert torch.equal(wide[..., 128:192], expected)
-    assert (wide[..., :128] == 7).all()
-    assert (wide[..., 192:] == 7).all()
 
 
 def test_what_is_launched(arch: Arch) -> None:

@@ -12,7 +12,6 @@ from cute_mla.cache import gather_kv_cache, write_kv_cache
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_rows import CACHED, key_types, latent_columns
 from cute_mla.testing.cases.base import DTYPES
-from cute_mla.testing.cases.cache_gather import CacheGatherCase, make_cache_gather_tensors
 from cute_mla.testing.cases.cache_write import CacheWriteCase, make_cache_write_tensors
 from cute_mla.testing.cases.paged_cache import copy_cache
 
@@ -73,13 +72,3 @@ def test_a_used_table_entry_outside_the_cache_is_a_page_of_zeros(entry: int, arc
     assert finding.message.startswith(f"block_table[1, 1] is {entry} and request 1 uses it; supported: 0 to 3;")
     assert not out[30].any()
     assert torch.equal(out[:30], cache[2:].flatten(0, 2)[:30])
-
-
-def test_unused_memory_is_not_read(arch: Arch) -> None:
-    """Block table, starts and ends hold no more than a call may read, so the simulator finds any read beyond them."""
-    case = CacheGatherCase(cache="fp8_656", lengths=(30, 0, 40), starts=(5, 0, 17), page_size=16, pages=9)
-    tensors = make_cache_gather_tensors(case)
-    with cute_mla.simulate(arch.name):
-        gather_kv_cache(
-            tensors.k_cache, tensors.block_table.contiguous(), tensors.cu_seqlens, case.keys, starts=tensors.starts, out=None
-        )  # fmt: skip

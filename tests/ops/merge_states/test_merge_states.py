@@ -12,7 +12,7 @@ import torch
 import cute_mla
 from cute_mla import reference
 from cute_mla.spec.arch import Arch
-from cute_mla.spec.merge_states import LISTED_STATES, MAX_HEADS
+from cute_mla.spec.merge_states import MAX_HEADS
 from tests.support.recording_device import RecordingDevice
 
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative to the value, at worst
@@ -31,23 +31,6 @@ def expect(result: tuple[torch.Tensor, torch.Tensor], outs: torch.Tensor, lses: 
     torch.testing.assert_close(lse, expected_lse, rtol=1e-6, atol=2e-6)
 
 
-@pytest.mark.parametrize("listed", [True, False])
-@pytest.mark.parametrize(
-    ("shape", "dtype"), [((5, 3, 512), torch.bfloat16), ((2, 3, 9, 128), torch.float16), ((1, 128, 128), torch.bfloat16)]
-)
-def test_agrees_with_the_reference(arch: Arch, shape: tuple[int, ...], dtype: torch.dtype, listed: bool) -> None:
-    outs, lses = states(3, *shape, dtype=dtype)
-    with cute_mla.simulate(arch.name):
-        expect(cute_mla.merge_states(list(outs), list(lses)) if listed else cute_mla.merge_states(outs, lses), outs, lses)
-
-
-@pytest.mark.parametrize("count", [1, LISTED_STATES, 40])
-def test_any_number_of_states(arch: Arch, count: int) -> None:
-    outs, lses = states(count, 2, 3, 128)
-    with cute_mla.simulate(arch.name):
-        expect(cute_mla.merge_states(outs, lses), outs, lses)
-
-
 @pytest.mark.parametrize("empty_lse", [math.inf, -math.inf])
 def test_infinite_lse_of_either_sign_weighs_nothing(arch: Arch, empty_lse: float) -> None:
     outs, lses = states(3, 4, 2, 512)
@@ -60,33 +43,6 @@ def test_infinite_lse_of_either_sign_weighs_nothing(arch: Arch, empty_lse: float
     assert (result[0][1] == 0).all()
 
 
-def test_the_lse_of_decode_is_taken_transposed(arch: Arch) -> None:
-    outs, lses = states(2, 2, 3, 4, 512)
-    as_decode = [lse.transpose(1, 2).contiguous().transpose(1, 2) for lse in lses]
-    with cute_mla.simulate(arch.name):
-        expect(cute_mla.merge_states(list(outs), as_decode), outs, lses)
-
-
-def test_results_may_replace_a_state(arch: Arch) -> None:
-    outs, lses = states(3, 5, 3, 128)
-    own, own_lses = list(outs.clone()), list(lses.clone())
-    with cute_mla.simulate(arch.name):
-        result = cute_mla.merge_states(own, own_lses, out=own[1], lse=own_lses[1])
-    assert result[0] is own[1]
-    assert result[1] is own_lses[1]
-    expect(result, outs, lses)
-
-
-def test_rows_may_start_at_any_element(arch: Arch) -> None:
-    outs, lses = states(2, 3, 3, 513, dtype=torch.float16)
-    out = torch.full((3, 4, 515), math.nan, dtype=torch.float16)
-    with cute_mla.simulate(arch.name):
-        result = cute_mla.merge_states(outs[..., 1:], lses, out=out[:, :3, 1:513])
-    expect(result, outs[..., 1:], lses)
-    assert out[:, 3].isnan().all()
-    assert out[..., [0, 513, 514]].isnan().all()
-
-
 def test_merging_in_two_steps_is_merging_at_once(arch: Arch) -> None:
     outs, lses = states(4, 6, 2, 128, dtype=torch.float16)
     with cute_mla.simulate(arch.name):
@@ -95,14 +51,6 @@ def test_merging_in_two_steps_is_merging_at_once(arch: Arch) -> None:
         whole, whole_lse = cute_mla.merge_states(outs, lses)
     torch.testing.assert_close(out, whole, rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(lse, whole_lse, rtol=1e-6, atol=2e-6)
-
-
-@pytest.mark.parametrize("shape", [(0, 4, 128), (3, 0, 512), (0, 3, 4, 128)])
-def test_no_rows_launch_nothing(shape: tuple[int, ...]) -> None:
-    outs, lses = states(2, *shape)
-    with RecordingDevice().active() as device:
-        out, lse = cute_mla.merge_states(outs, lses)
-    assert (out.shape, lse.shape, device.launches) == (shape, shape[:-1], [])
 
 
 def test_what_is_launched(arch: Arch) -> None:

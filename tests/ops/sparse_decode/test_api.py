@@ -17,7 +17,6 @@ from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.kernel_params import PARAMS_OF
 from cute_mla.spec.sparse_decode import DECODED, SparseDecodeProblem
 from tests.ops.sparse_decode.sparse_call import SparseCall
-from tests.support.dispatch_modes import Allocations
 from tests.support.recording_device import RecordingDevice, row_ctas
 
 LOG2_E = math.log2(math.e)
@@ -198,21 +197,6 @@ def test_batch_invariant_call(device: RecordingDevice) -> None:
     _, decode, combine = (launch.args for launch in device.launches)
     for args in (decode, combine):
         assert (args["max_splits"], args["accum_rows"]) == (3, 9)
-
-
-def test_nothing_is_allocated_when_everything_is_given(device: RecordingDevice) -> None:
-    call = SparseCall(s_q=2, h_q=128, extra_topk=64)
-    out, lse = torch.empty(2, 2, 128, 512, dtype=torch.bfloat16), torch.empty(2, 128, 2)
-    workspace = torch.empty(cute_mla.workspace_size("sparse_decode", batch=2, s_q=2, h_q=128, device="cpu"), dtype=torch.uint8)
-    options = {"topk_length": call.lengths(), "extra_topk_length": call.lengths(), "attn_sink": torch.zeros(128)}
-    for plan in (call.form_a(), cute_mla.get_mla_metadata()):
-        call.plan = plan
-        call.run(out=out, lse=lse, workspace=workspace, **options)
-        with Allocations() as allocations:
-            result = call.run(out=out, lse=lse, workspace=workspace, **options)
-        assert allocations.seen == []
-        assert result[0] is out
-        assert result[1] is lse
 
 
 def test_block_table_and_lengths_are_not_looked_at(device: RecordingDevice) -> None:

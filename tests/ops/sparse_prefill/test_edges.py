@@ -24,33 +24,6 @@ SMALL = SparsePrefillCase(s_q=4, h_q=5, s_kv=150, topk=130, sm_count=4)
 
 
 @KINDS
-def test_lse_is_the_natural_logarithm_and_max_logits_are_in_natural_units(bench: Bench, dtype: str, d_qk: int) -> None:
-    case = replace(SMALL, dtype=dtype, d_qk=d_qk, topk=70, softmax_scale=0.25)
-    tensors = make_sparse_prefill_tensors(case)
-    tensors.q.zero_()
-    tensors.q[1:, :, 3] = 1  # of token 0 every score is 0, so that lse = ln 70; of the others, what column 3 is
-    _, max_logits, lse = bench.run(case, tensors)
-    assert lse.dtype == max_logits.dtype == torch.float32
-    torch.testing.assert_close(lse[0], torch.full((5,), math.log(70)), rtol=1e-6, atol=0)
-    assert (max_logits[0] == 0).all()
-    for token in range(1, 4):
-        logits = tensors.kv[tensors.indices[token, 0].long(), 0, 3].float() / 4
-        torch.testing.assert_close(max_logits[token], logits.max().expand(5), rtol=1e-6, atol=0)
-
-
-def test_the_first_and_the_last_row_are_rows(bench: Bench) -> None:
-    case = replace(SMALL, s_q=2, topk=2)
-    tensors = make_sparse_prefill_tensors(case)
-    tensors.kv[0], tensors.kv[-1] = 0.5, 0.25
-    tensors.indices[:] = torch.tensor([[0, 150], [149, -1]], dtype=torch.int32)[:, None]
-    out, max_logits, lse = bench.run(case, tensors)
-    assert (out[0] == 0.5).all()
-    assert (out[1] == 0.25).all()
-    torch.testing.assert_close(max_logits, lse, rtol=1e-6, atol=0)
-    expect(case, tensors, (out, max_logits, lse))
-
-
-@KINDS
 def test_what_no_index_names_never_reaches_the_output(bench: Bench, dtype: str, d_qk: int) -> None:
     """NaN, infinities, and the largest values, whose products are infinite."""
     case = replace(SMALL, dtype=dtype, d_qk=d_qk, h_q=70, topk=70, indices="mixed")
@@ -74,19 +47,6 @@ def test_nan_in_a_row_that_is_named_reaches_the_tokens_that_name_it(bench: Bench
     assert torch.equal(out.isnan().any(dim=2).any(dim=1), naming)
 
 
-def test_sinks_scale_out_and_leave_lse_and_max_logits_alone(bench: Bench) -> None:
-    case = replace(SMALL, s_q=1, h_q=8, s_kv=300, topk=300)
-    tensors = make_sparse_prefill_tensors(case)
-    out, max_logits, lse = bench.run(case, tensors)
-    sinks = torch.tensor([-math.inf, math.inf, float(lse[0, 2]), 3.0, -1e30, -200.0, 200.0, 1e30])
-    scaled, *same = bench.run(case, replace(tensors, attn_sink=sinks))
-    assert identical(same, (max_logits, lse))  # type: ignore[arg-type]
-    assert torch.equal(scaled[0, 0], out[0, 0])
-    assert (scaled[0, 1] == 0).all()
-    torch.testing.assert_close(scaled[0, 2].float(), out[0, 2].float() / 2, rtol=2**-7, atol=1e-6)
-    expect(case, replace(tensors, attn_sink=sinks), (scaled, max_logits, lse))
-
-
 @pytest.mark.parametrize(("dtype", "d_qk", "h_q"), [("bf16", 576, 5), ("fp16", 512, 70)])
 @pytest.mark.parametrize("counts", [(64, 100), pytest.param((1, 63, 65, 127, 128, 129, 200), marks=pytest.mark.slow)])
 def test_lse_indexer_is_lse_of_a_call_that_ends_there(bench: Bench, dtype: str, d_qk: int, h_q: int, counts: tuple[int, ...]) -> None:
@@ -105,17 +65,6 @@ def test_lse_indexer_is_lse_of_a_call_that_ends_there(bench: Bench, dtype: str, 
         assert identical(tuple(others), without), count
         ended = replace(tensors, topk_length=tensors.topk_length.clamp(max=count))
         assert identical((lse_indexer,), bench.run(case, ended)[2:]), count
-
-
-def test_lse_indexer_of_no_keys_is_that_of_a_row_that_attends_to_nothing(bench: Bench) -> None:
-    case = replace(SMALL, s_q=3, empty_lse=-math.inf, indexer_topk=70, lengths=(130, 0, 130))
-    tensors = make_sparse_prefill_tensors(case)
-    tensors.indices[0, :, :70] = -1
-    results = bench.run(case, tensors)
-    assert (results[3][:2] == -math.inf).all()
-    assert results[3][2].isfinite().all()
-    assert results[2][0].isfinite().all()
-    expect(case, tensors, results)
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 3e38])

@@ -112,10 +112,6 @@ def guarded(shape: tuple[int, ...], dtype: torch.dtype) -> tuple[Tensor, Tensor]
     return storage[GUARD : GUARD + size].view(shape), storage
 
 
-def invariant_limit(case: DenseDecodeCase) -> int:
-    return case.pages_per_request * case.page_size
-
-
 @pytest.mark.parametrize(("invariant", "columns"), [(False, 600), (True, None)])
 @pytest.mark.parametrize("contents", CONTENTS)
 def test_numbers_that_are_no_plan(bench: Bench, contents: str, invariant: bool, columns: int | None) -> None:

@@ -37,13 +37,6 @@ def selected(arch: Arch, logits: torch.Tensor, lengths: torch.Tensor, topk: int,
     return found
 
 
-@pytest.mark.parametrize("sm_count", [FEW_SMS, None], ids=["alone", "shared"])
-def test_agrees_with_torch_where_numbers_differ(arch: Arch, sm_count: int | None) -> None:
-    logits = normal(2, SHARED)
-    found = selected(arch, logits, ints(SHARED, SHARED), 100, sm_count)
-    assert torch.equal(found, logits.topk(100).indices.sort().values.int())
-
-
 @pytest.mark.parametrize("code", ["ptx", "sass"])
 def test_ties_go_to_the_lower_position(arch: Arch, code: str) -> None:
     """-0 equals +0, NaN of either sign comes behind -inf, and all kinds occur among the chosen."""
@@ -87,43 +80,6 @@ def test_lengths_by_rule(arch: Arch) -> None:
     assert found[2].tolist() == [0, *[-1] * 63]
     assert found[3].tolist() == [*range(63), -1]
     assert found[4].tolist() == [*range(64)]
-
-
-def test_every_length_about_a_warp_and_a_block(arch: Arch) -> None:
-    lengths = ints(*(base + off for base in (512, 4096) for off in (-1, 0, 1)), 31, 33, 257)
-    selected(arch, normal(9, 4100), lengths, 30)
-
-
-def test_more_positions_than_numbers(arch: Arch) -> None:
-    assert selected(arch, normal(1, 5), ints(5), 9).tolist() == [[0, 1, 2, 3, 4, -1, -1, -1, -1]]
-
-
-@pytest.mark.parametrize("shape", [(0, 40, 5), (3, 40, 0), (0, 0, 5)])
-def test_no_rows_or_positions_launch_nothing(shape: tuple[int, int, int]) -> None:
-    rows, columns, topk = shape
-    with RecordingDevice().active() as device:
-        found = topk_indices(torch.zeros(rows, columns), torch.zeros(rows, dtype=torch.int32), topk)
-    assert (found.shape, found.dtype, device.launches) == ((rows, topk), torch.int32, [])
-
-
-def test_rows_without_numbers_are_written(arch: Arch) -> None:
-    with cute_mla.simulate(arch.name):
-        assert topk_indices(torch.zeros(2, 0), ints(0, 7), 3).tolist() == [[-1] * 3] * 2
-
-
-@pytest.mark.parametrize("columns", [700, SHARED])
-def test_rows_may_start_at_any_number(arch: Arch, columns: int) -> None:
-    """Take a slice, one row for all, and a result between others."""
-    memory = torch.full((3, columns + 3), math.nan)
-    logits = memory[:, 1:-2].copy_(normal(3, columns))
-    lengths, storage = ints(columns, 80, columns - 1), torch.full((3, 70), 12345, dtype=torch.int32)
-    with cute_mla.simulate(arch.name):
-        found = topk_indices(logits, lengths, 64, out=storage[:, 3:67])
-        one = topk_indices(logits[:1].expand(3, -1), lengths, 64)
-    assert found.data_ptr() == storage[:, 3:].data_ptr()
-    assert torch.equal(found, reference.topk_indices(logits, lengths, 64))
-    assert torch.equal(one, reference.topk_indices(logits[:1].expand(3, -1), lengths, 64))
-    assert (storage[:, [0, 1, 2, 67, 68, 69]] == 12345).all()
 
 
 @pytest.mark.parametrize("schedule", ["random", "adversarial"])
