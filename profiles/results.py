@@ -19,9 +19,8 @@ from typing import Any
 from .clock.constants import constants, gpus
 from .measured_constants import Measured, measured_constants, with_measured
 from .model.machines import FILE as MACHINES
-from .rows import OPS, by_priority, load
+from .rows import OPS, RESULTS, by_priority, load
 
-RESULTS = Path(__file__).resolve().parent / "results"
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 BEGIN, END = "<!-- begin: python -m cute_mla.profiles.results -->\n", "<!-- end -->"
 NOTHING = "No row has been measured.\n"

@@ -36,6 +36,7 @@ from .shapes import (
     TopkShape,
 )
 
+RESULTS = Path(__file__).resolve().parent / "results"  # of rows that were measured, a folder for each GPU
 DEFINITIONS = Path(__file__).resolve().parent / "definitions"
 
 Table = dict[str, Any]  # a TOML table of a definition

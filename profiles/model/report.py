@@ -15,9 +15,8 @@ from typing import Any
 
 from ...spec.arch import ARCHS
 from ..kernel_stats.golden_counts import read
-from ..results import RESULTS
 from ..roofline import GPUS, roof
-from ..rows import OPS, Case, load
+from ..rows import OPS, RESULTS, Case, load
 from .launches import NoModelError, Target, launch_of
 from .machines import ENDS, machines
 from .prediction import Combine, Launch, Prediction, predict, predict_combine

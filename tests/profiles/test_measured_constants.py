@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tomllib
 from dataclasses import fields
@@ -13,20 +12,12 @@ from cute_mla.profiles.clock import constants as clock_constants
 from cute_mla.profiles.clock.constants import Constants, constants
 from cute_mla.profiles.measured_constants import FORMULAS, measured_constants, with_measured
 from cute_mla.profiles.model.machines import FILE, machines, parse
+from tests.profiles.microbenchmark_lines import line, lines
 from tests.support.tree import ROOT
 
 SOURCES = "".join(path.read_text() for path in (ROOT / "profiles" / "microbenchmarks").iterdir())
 LITERALS = {"_", *re.findall(r'"(\w{2,})"', SOURCES), *re.findall(r"OP\((\w+),", SOURCES)}
 TEXT = FILE.read_text()
-
-
-def line(name: str, value: float | None, detail: str = "") -> str:
-    return json.dumps({"name": name, "value": value, "unit": "clocks", "detail": detail})
-
-
-def lines(gpu: str = "NVIDIA H200", date: str = "2026-12-01", **measured: float) -> list[str]:
-    """Return what a run of microbenchmarks prints."""
-    return [line("device", 132, f"{gpu}; {date}"), *(line(name, value) for name, value in measured.items())]
 
 
 def is_printed(name: str) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from cute_mla.profiles import results
-from cute_mla.profiles.results import BEGIN, END, NOTHING, PAGE, RESULTS, append, clock_prediction, folder_name, main, table, with_table
-from tests.profiles.test_measured_constants import lines
+from cute_mla.profiles.results import BEGIN, END, NOTHING, PAGE, append, clock_prediction, folder_name, main, table, with_table
+from cute_mla.profiles.rows import RESULTS
+from tests.profiles.microbenchmark_lines import lines
 from tests.support.tree import ROOT
 
 JANUARY = {"gpu": "NVIDIA H200", "date": "2026-01-01T00:00:00Z"}
