@@ -7,7 +7,7 @@ import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 
-from .clock.constants import Constants, gpus
+from .clock.constants import Constants, gpu_of_device, gpus
 
 DEVICE, ERROR = "device", "ERROR"  # lines that are no measurements
 HEAD = "# [H] Measured by profiles/microbenchmarks; these replace the values above. Written by python -m cute_mla.profiles.results.\n"
@@ -90,7 +90,7 @@ def measured_constants(lines: Iterable[str]) -> Measured:
     """
     found = [json.loads(line) for line in lines if line.strip()]
     devices = [entry["detail"] for entry in found if entry["name"] == DEVICE]
-    names = {name for name in gpus() for device in devices if name in device}
+    names = {gpu for device in devices if (gpu := gpu_of_device(device))}
     if len(names) != 1:
         raise ValueError(f"the lines are of {', '.join(devices) or 'no device'}; supported: one of {', '.join(gpus())}")
     date = devices[-1].rpartition("; ")[2]

@@ -110,8 +110,8 @@ fi
 step preflight 60 "$PYTHON" -m cute_mla.profiles.preflight "$OUT/preflight.json" || finish 3
 
 if command -v nvcc >/dev/null; then
-    limited build "$((120 < TOTAL - SECONDS ? 120 : TOTAL - SECONDS))" nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a "$TREE/profiles/microbenchmarks/microbenchmarks.cu" \
-        -o "$SCRATCH/microbenchmarks" >/dev/null 2>&1 &
+    limited build "$((120 < TOTAL - SECONDS ? 120 : TOTAL - SECONDS))" nvcc -O3 -std=c++17 -gencode=arch=compute_90a,code=sm_90a \
+        "$TREE/profiles/microbenchmarks/microbenchmarks.cu" -o "$SCRATCH/microbenchmarks" >/dev/null 2>&1 &
 else
     echo "no nvcc on this machine: the microbenchmarks are left out" | tee "$OUT/build.log"
 fi

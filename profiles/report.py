@@ -103,10 +103,10 @@ def cuda_document(
     GpuMismatchError without a matching GPU, ArtifactError without kernels.
     progress: called before each row with its name and the document so far, which names that row as `running`.
     """
-    from ..testing.processes import Work, Worker
+    from ..testing.processes import GPU_START_SECONDS, Work, Worker
     from .measure.cuda_bench import cuda_bench, matching_arch
     from .measure.environment import environment
-    from .measure.run_rows import START_S, run_rows
+    from .measure.run_rows import run_rows
     from .measure.runner import row_worker
 
     begin = time.monotonic()
@@ -120,7 +120,7 @@ def cuda_document(
         found = {**machine, "peers": peer_versions(rows)}
         return {**fixed, "environment": found, "running": running, "rows": rows, "not_run": left, "seconds": time.monotonic() - begin}
 
-    worker = Worker(Work(partial(row_worker, partial(cuda_bench, arch)), limits.row_s, START_S))
+    worker = Worker(Work(partial(row_worker, partial(cuda_bench, arch)), limits.row_s, GPU_START_SECONDS))
     try:
         left = limits.budget_s - (time.monotonic() - begin)
         return document(run_rows(cases, worker.ask, left, lambda name, so_far: progress(name, document(so_far, name))), None)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .clock.constants import constants, gpus
+from .clock.constants import constants, gpu_of_device
 from .measured_constants import Measured, measured_constants, with_measured
 from .model.machines import FILE as MACHINES
 from .rows import OPS, RESULTS, by_priority, load
@@ -38,7 +38,7 @@ def clock_prediction(op: str, name: str, gpu: str) -> dict[str, Any]:
     """Return what the clock predicts of a row on a GPU with this name."""
     from .clock.rows import clock_of
 
-    known = next((known for known in gpus() if known in gpu), None)
+    known = gpu_of_device(gpu)
     case = next((case for case in load(op) if case.name == name), None)
     if known is None or case is None:
         return {"reason": f"the clock does not know {name if known else gpu}"}

@@ -22,6 +22,7 @@ from multiprocessing.context import SpawnProcess
 from threading import Thread, current_thread, main_thread
 from typing import Any, Literal, TypeAlias
 
+GPU_START_SECONDS = 60.0  # limit of the start of a process that uses a GPU
 MOST_LOSSES = 3  # of a group of jobs, and of starts of a worker in a row
 
 START = "start"  # the step before a process begins its job

@@ -32,7 +32,7 @@ from .collector import collect_seldom
 from .compare import Comparison, ErrorLimit, Tolerance, compare, same_bits, with_error_limit
 from .job_queue import JobQueue
 from .operations import Result, operation
-from .processes import Loss, Work, end_with_parent, prepared, run_jobs
+from .processes import GPU_START_SECONDS, Loss, Work, end_with_parent, prepared, run_jobs
 
 Kind = Literal["sim", "cuda"]
 Status = Literal["passed", "failed", "skipped", "reduced", "hung", "faulted", "died"]
@@ -271,7 +271,7 @@ def run_on_gpu(job: Job) -> tuple[list[Record], bool]:
     return records, True
 
 
-GPU_WORK = Work(partial(prepared, start_on_gpu, run_on_gpu), step_seconds=20.0, start_seconds=60.0)
+GPU_WORK = Work(partial(prepared, start_on_gpu, run_on_gpu), step_seconds=20.0, start_seconds=GPU_START_SECONDS)
 GPU_WORKERS = 4
 SIMULATED_WORK = Work(partial(prepared, start_worker, _run_job))
 

@@ -98,6 +98,11 @@ def gpus() -> tuple[str, ...]:
     return tuple(name for name in _document()["clock"] if name not in ("common", *ARCHS))
 
 
+def gpu_of_device(device: str) -> str | None:
+    """Return the GPU whose name is part of a device's ("NVIDIA H200"); None if the clock has none."""
+    return next((gpu for gpu in gpus() if gpu in device), None)
+
+
 def constants(gpu: str, end: str = NOMINAL) -> Constants:
     """Return the constants of a GPU: nominal, or every one at its fast or its slow end. ValueError for an unknown GPU."""
     clock = _document()["clock"]

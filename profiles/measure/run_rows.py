@@ -14,7 +14,6 @@ from .runner import NOT_RUN, PEER, TIMED, Task, not_run, shape_record
 Progress: TypeAlias = Callable[[str, list[dict[str, Any]]], None]
 Ask: TypeAlias = Callable[[Task, float], Any]  # a task and the seconds left for it -> its record, or Loss
 
-START_S = 60.0  # limit of the start of a process
 MOST_LOST_ROWS = 3  # of an op: each costs its time limit and the start of a process
 MOST_LOST_PEERS = 2  # rows that a peer may lose
 _MOST_LOST_STARTS = 2

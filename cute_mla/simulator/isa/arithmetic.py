@@ -7,41 +7,34 @@ import re
 import numpy as np
 
 from ..frontend.ptx import Imm, Instruction, Operand, Reg, Symbol, Vec
-from .emitter import Emitter, Unsupported, immediate_bits, pair_items, statement
-from .table import op, registers_of, runtime
+from .emitter import Emitter, Unsupported, immediate_bits, pair_items
+from .table import op, registers_of, runtime, statements
 
 Match = re.Match[str]
 
 
-def binary(e: Emitter, ins: Instruction, function: str, kind: str) -> None:
-    """Emit d = function(a, b), in place."""
-    d, a, b = ins.operands
-    left, right = e.src(a, kind), e.src(b, kind)
-    e.line(f"{function}({left}, {right}, {e.dst(d, kind)})")
-
-
 _INTEGER = "[us](16|32|64)"
 # Wrapping arithmetic, logic, and divisions, which truncate and are all ones where the divisor is 0, as ptxas computes them.
-_STATEMENTS = (
-    (rf"add.(?P<t>{_INTEGER})", "add({a}, {b}, {out})", "{t}", "{t}", "{t}"),
-    (rf"sub.(?P<t>{_INTEGER})", "subtract({a}, {b}, {out})", "{t}", "{t}", "{t}"),
-    (r"(?P<f>and|or|xor).(?P<t>b(16|32|64))", "bitwise_{f}({a}, {b}, {out})", "{t}", "{t}", "{t}"),
-    (r"(?P<f>and|or|xor).pred", "logical_{f}({a}, {b}, {out})", "pred", "pred", "pred"),
-    (r"not.(?P<t>b16|b32|b64)", "invert({a}, {out})", "{t}", "{t}"),
-    (r"not.pred", "logical_not({a}, {out})", "pred", "pred"),
-    (r"neg.(?P<t>s(16|32|64))", "negative({a}, {out})", "{t}", "{t}"),
-    (r"abs.(?P<t>s(16|32|64))", "absolute({a}, {out})", "{t}", "{t}"),
-    (rf"(?P<f>min|max).(?P<t>{_INTEGER})", "{out}[...] = {f}imum({a}, {b})", "{t}", "{t}", "{t}"),
-    (r"(?P<f>min|max).relu.s32", "{out}[...] = maximum({f}imum({a}, {b}), 0)", "s32", "s32", "s32"),
-    (rf"mul.lo.(?P<t>{_INTEGER})", "multiply({a}, {b}, {out})", "{t}", "{t}", "{t}"),
-    (r"mul.hi.(?P<t>[us](?P<n>16|32|64))", "{out}[...] = mul_hi({a}, {b}, {n})", "{t}", "{t}", "{t}"),
-    (rf"mad.lo.(?P<t>{_INTEGER})", "add(multiply({a}, {b}), {c}, {out})", "{t}", "{t}", "{t}", "{t}"),
-    (r"mad.hi.(?P<t>[us](?P<n>32|64))", "add(mul_hi({a}, {b}, {n}), {c}, {out})", "{t}", "{t}", "{t}", "{t}"),
-    (rf"(?P<f>div|rem).(?P<t>{_INTEGER})", "{out}[...] = divide_{f}({a}, {b})", "{t}", "{t}", "{t}"),
-    (r"(?P<f>popc|clz).(?P<t>b32|b64)", "{out}[...] = bits_{f}({a})", "u32", "{t}"),
+statements(
+    (
+        (rf"add.(?P<t>{_INTEGER})", "add({a}, {b}, {out})", "{t}", "{t}", "{t}"),
+        (rf"sub.(?P<t>{_INTEGER})", "subtract({a}, {b}, {out})", "{t}", "{t}", "{t}"),
+        (r"(?P<f>and|or|xor).(?P<t>b(16|32|64))", "bitwise_{f}({a}, {b}, {out})", "{t}", "{t}", "{t}"),
+        (r"(?P<f>and|or|xor).pred", "logical_{f}({a}, {b}, {out})", "pred", "pred", "pred"),
+        (r"not.(?P<t>b16|b32|b64)", "invert({a}, {out})", "{t}", "{t}"),
+        (r"not.pred", "logical_not({a}, {out})", "pred", "pred"),
+        (r"neg.(?P<t>s(16|32|64))", "negative({a}, {out})", "{t}", "{t}"),
+        (r"abs.(?P<t>s(16|32|64))", "absolute({a}, {out})", "{t}", "{t}"),
+        (rf"(?P<f>min|max).(?P<t>{_INTEGER})", "{out}[...] = {f}imum({a}, {b})", "{t}", "{t}", "{t}"),
+        (r"(?P<f>min|max).relu.s32", "{out}[...] = maximum({f}imum({a}, {b}), 0)", "s32", "s32", "s32"),
+        (rf"mul.lo.(?P<t>{_INTEGER})", "multiply({a}, {b}, {out})", "{t}", "{t}", "{t}"),
+        (r"mul.hi.(?P<t>[us](?P<n>16|32|64))", "{out}[...] = mul_hi({a}, {b}, {n})", "{t}", "{t}", "{t}"),
+        (rf"mad.lo.(?P<t>{_INTEGER})", "add(multiply({a}, {b}), {c}, {out})", "{t}", "{t}", "{t}", "{t}"),
+        (r"mad.hi.(?P<t>[us](?P<n>32|64))", "add(mul_hi({a}, {b}, {n}), {c}, {out})", "{t}", "{t}", "{t}", "{t}"),
+        (rf"(?P<f>div|rem).(?P<t>{_INTEGER})", "{out}[...] = divide_{f}({a}, {b})", "{t}", "{t}", "{t}"),
+        (r"(?P<f>popc|clz).(?P<t>b32|b64)", "{out}[...] = bits_{f}({a})", "u32", "{t}"),
+    )
 )
-for _pattern, _line, *_kinds in _STATEMENTS:
-    op(_pattern)(statement(_line, *_kinds))
 
 
 def _wide(kind: str) -> str:

@@ -9,8 +9,8 @@ import numpy as np
 from ..frontend.layout import PARAM_WINDOW, SHARED_WINDOW, WINDOW_MASK
 from ..frontend.ptx import Instruction, Reg, Symbol
 from ..numerics import elementwise
-from .emitter import KINDS, Emitter, Unsupported, statement
-from .table import op, runtime
+from .emitter import KINDS, Emitter, Unsupported
+from .table import op, runtime, statements
 
 Match = re.Match[str]
 
@@ -90,21 +90,22 @@ def flushed_source(e: Emitter, ins: Instruction, m: Match) -> str:
 
 
 # Of two sources the first one is the upper half of the result. Widening is exact, so that .satfinite changes nothing.
-_PACKED = (
-    (r"cvt.rn.f16.s16", "integer_to_f16({a})", "b16", "s16"),
-    (r"cvt.(?P<r>rn|rz).(?P<d>f16|bf16).f32", "f32_to_half({a}, {d!r}, {r!r})", "b16", "f32"),
-    (r"cvt.f32.(?P<s>f16|bf16)", "half_to_f32({a}, {s!r})", "f32", "b16"),
-    (r"cvt.(?P<r>rn|rz).(?P<d>f16x2|bf16x2).f32", "f32_to_{d}({a}, {b}, {r!r})", "b32", "f32", "f32"),
-    (r"cvt.rn.satfinite.(?P<d>e4m3|e5m2)x2.f32", "f32_to_fp8x2({a}, {b}, {d!r})", "b16", "f32", "f32"),
-    (r"cvt.rn.satfinite.(?P<d>e4m3|e5m2)x2.(?P<s>f16x2)", "{s}_to_fp8x2({a}, {d!r})", "b16", "b32"),
-    (r"cvt.rn.satfinite.(?P<d>e4m3)x2.(?P<s>bf16x2)", "{s}_to_fp8x2({a}, {d!r})", "b16", "b32"),
-    (r"cvt.rn.(?P<d>f16x2).(?P<s>e4m3|e5m2)x2", "fp8x2_to_{d}({a}, {s!r})", "b32", "b16"),
-    (r"cvt.rn(.satfinite)?.(?P<d>bf16x2).(?P<s>e4m3)x2", "fp8x2_to_{d}({a}, {s!r})", "b32", "b16"),
-    (r"cvt.rn.bf16x2.ue8m0x2", "ue8m0x2_to_bf16x2({a})", "b32", "b16"),
-    (r"cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2", "scaled_s2f6x2_to_bf16x2({a}, {b})", "b32", "b16", "b16"),
+statements(
+    (
+        (r"cvt.rn.f16.s16", "{out}[...] = integer_to_f16({a})", "b16", "s16"),
+        (r"cvt.(?P<r>rn|rz).(?P<d>f16|bf16).f32", "{out}[...] = f32_to_half({a}, {d!r}, {r!r})", "b16", "f32"),
+        (r"cvt.f32.(?P<s>f16|bf16)", "{out}[...] = half_to_f32({a}, {s!r})", "f32", "b16"),
+        (r"cvt.(?P<r>rn|rz).(?P<d>f16x2|bf16x2).f32", "{out}[...] = f32_to_{d}({a}, {b}, {r!r})", "b32", "f32", "f32"),
+        (r"cvt.rn.satfinite.(?P<d>e4m3|e5m2)x2.f32", "{out}[...] = f32_to_fp8x2({a}, {b}, {d!r})", "b16", "f32", "f32"),
+        (r"cvt.rn.satfinite.(?P<d>e4m3|e5m2)x2.(?P<s>f16x2)", "{out}[...] = {s}_to_fp8x2({a}, {d!r})", "b16", "b32"),
+        (r"cvt.rn.satfinite.(?P<d>e4m3)x2.(?P<s>bf16x2)", "{out}[...] = {s}_to_fp8x2({a}, {d!r})", "b16", "b32"),
+        (r"cvt.rn.(?P<d>f16x2).(?P<s>e4m3|e5m2)x2", "{out}[...] = fp8x2_to_{d}({a}, {s!r})", "b32", "b16"),
+        (r"cvt.rn(.satfinite)?.(?P<d>bf16x2).(?P<s>e4m3)x2", "{out}[...] = fp8x2_to_{d}({a}, {s!r})", "b32", "b16"),
+        (r"cvt.rn.bf16x2.ue8m0x2", "{out}[...] = ue8m0x2_to_bf16x2({a})", "b32", "b16"),
+        (r"cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.s2f6x2", "{out}[...] = scaled_s2f6x2_to_bf16x2({a}, {b})", "b32", "b16", "b16"),
+    ),
+    batch=True,
 )
-for _pattern, _value, *_kinds in _PACKED:
-    op(_pattern, batch=True)(statement(f"{{out}}[...] = {_value}", *_kinds))
 
 
 @op(r"cvt.(?P<r>rz|rp)(?P<f>.satfinite)?.ue8m0x2.f32", batch=True)

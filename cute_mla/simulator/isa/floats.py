@@ -9,7 +9,7 @@ import numpy as np
 
 from ..frontend.ptx import Instruction
 from ..numerics import elementwise
-from .arithmetic import COMPARE, binary, combine_comparison
+from .arithmetic import COMPARE, combine_comparison
 from .emitter import Emitter, Unsupported
 from .table import op, runtime
 
@@ -34,6 +34,13 @@ def finish(e: Emitter, ins: Instruction, value: str, ftz: str | None) -> None:
 def subtract_f32(a: np.ndarray, b: np.ndarray, rounding: str) -> np.ndarray:
     """Return a - b in f32, rounded once."""
     return elementwise.add_f32(a, np.negative(b), rounding)
+
+
+def binary(e: Emitter, ins: Instruction, function: str, kind: str) -> None:
+    """Emit d = function(a, b), in place."""
+    d, a, b = ins.operands
+    left, right = e.src(a, kind), e.src(b, kind)
+    e.line(f"{function}({left}, {right}, {e.dst(d, kind)})")
 
 
 @op(r"(?P<f>add|sub|mul)(.(?P<r>rn|rz|rm|rp))?(?P<z>.ftz)?.f32")

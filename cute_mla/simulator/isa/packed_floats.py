@@ -10,9 +10,9 @@ import numpy as np
 
 from ..frontend.ptx import Instruction
 from ..numerics import elementwise
-from .emitter import Emitter, statement
+from .emitter import Emitter
 from .floats import subtract_f32
-from .table import op, runtime
+from .table import op, runtime, statements
 
 Match = re.Match[str]
 Function = Callable[..., np.ndarray]
@@ -56,13 +56,14 @@ def on_pairs(function: Function, *words: np.ndarray) -> np.ndarray:
 
 
 # Sums and products of 16-bit floats with an f32, rounded once to f32.
-_MIXED = (
-    (r"add(.rn)?.f32.(?P<s>f16|bf16)", "add(half_to_f32({a}, {s!r}), {b}, {out})", "f32", "b16", "f32"),
+statements(
     (
-        r"fma.rn.f32.(?P<s>f16|bf16)",
-        "{out}[...] = fma_f32(half_to_f32({a}, {s!r}), half_to_f32({b}, {s!r}), {c}, 'rn')",
-        "f32", "b16", "b16", "f32",
+        (r"add(.rn)?.f32.(?P<s>f16|bf16)", "add(half_to_f32({a}, {s!r}), {b}, {out})", "f32", "b16", "f32"),
+        (
+            r"fma.rn.f32.(?P<s>f16|bf16)",
+            "{out}[...] = fma_f32(half_to_f32({a}, {s!r}), half_to_f32({b}, {s!r}), {c}, 'rn')",
+            "f32", "b16", "b16", "f32",
+        ),
     ),
+    batch=True,
 )  # fmt: skip
-for _pattern, _line, *_kinds in _MIXED:
-    op(_pattern, batch=True)(statement(_line, *_kinds))

@@ -7,13 +7,13 @@ refused at load. Nothing is ignored silently: a no-op is an entry with a reason.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 from ..frontend.ptx import Instruction, Mem, Negated, Operand, Pair, Reg, Vec
-from .emitter import Emitter
+from .emitter import Emitter, statement
 
 Emit = Callable[["Emitter", Instruction, re.Match[str]], None]
 
@@ -55,6 +55,12 @@ def op(*patterns: str, **options: Any) -> Callable[[Emit], Emit]:
         return emit
 
     return register
+
+
+def statements(rows: Iterable[tuple[str, ...]], **options: Any) -> None:
+    """Register instructions of one line each: rows of an opcode pattern, and the line and the types that `statement` takes."""
+    for pattern, line, *kinds in rows:
+        op(pattern, **options)(statement(line, *kinds))
 
 
 def ignored(pattern: str, reason: str, **options: Any) -> None:
