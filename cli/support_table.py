@@ -11,8 +11,8 @@ from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 
-# Fields that say how a kernel lays out and loads rows. The table leaves them out: listed kernels ship with all values that calls need.
-_UNLISTED_FIELDS = ("cluster", "access_bytes", "slots", "head_tile")
+# Fields that say how a kernel lays out rows. The table leaves them out: listed kernels ship with all values that calls need.
+_UNLISTED_FIELDS = ("cluster", "slots", "head_tile")
 _INTERNAL_OPS = ("split_plan", "combine", "dense_prefill_dq")  # run inside other calls; no public function calls them alone
 _HEADS = {**dict.fromkeys((192, 128), "192 or 128 columns of q and k, 128 of v"), 256: "256 columns of q and k, 256 of v"}  # by d_qk
 
@@ -22,7 +22,7 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
         "operands": {
             "latent": "dense decode, 16-bit cache",
             "fp8_cache": "dense decode, e4m3 cache, 16-bit queries",
-            "fp8": "dense decode, e4m3 cache and queries (types of out)",
+            "fp8": "dense decode, e4m3 cache and queries (type of out)",
         }
     },
     "sparse_decode": {
@@ -42,7 +42,7 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
     "dense_prefill_dkdv": {"d_qk": {d_qk: f"dense prefill, backward, {heads}" for d_qk, heads in _HEADS.items()}},
     "mqa_logits": {"paged": dict.fromkeys((False, True), "the indexer's logits, keys in a row and in an index cache")},
     "topk_indices": {"": {None: "`topk_indices`"}},
-    "index_write": {"rows": dict.fromkeys(("keys", "queries"), "the indexer's keys into an index cache, and its queries")},
+    "index_write": {"rows": dict.fromkeys(("keys", "queries"), "the indexer's keys and queries")},
     "merge_states": {"head_dim": dict.fromkeys((512, 256, 128), "`merge_states`, rows of 512, 256 and 128")},
     **{
         op: {
@@ -58,7 +58,12 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
         }
         for op, what in (("cache_write", "writing keys"), ("cache_gather", "gathering keys"))
     },
-    "cache_insert": {"cache": dict.fromkeys(CACHED, "norm, rotation and writing of keys, and rotation of queries, every format")},
+    "cache_insert": {
+        "cache": {
+            **dict.fromkeys(CACHED, "inserting keys (norm, rotation, writing), every other format"),
+            "latent": "inserting keys (norm, rotation, writing), 16-bit cache of 576 columns",
+        }
+    },
 }
 _TYPES = {"b16": "bf16, fp16"}
 
@@ -126,15 +131,31 @@ def summary() -> str:
 
 
 def markdown() -> str:
-    """Return both tables; the first ends with the verification status of each architecture's kernels."""
-    heads = [f"`{arch.name}` ({arch.gpu_arch}; compute capability {arch.capabilities_text})" for arch in ARCHS.values()]
-    shipped = [[what, *(types.get(arch, "–") for arch in ARCHS)] for what, types in kernels()]
-    shipped.append(["verification status", *(arch.proof for arch in ARCHS.values())])
+    """Return both tables, and between them the architectures and their verification status.
+
+    ValueError if an architecture lacks types that another one has.
+    """
+    archs = [f"`{arch.name}` ({arch.gpu_arch}; compute capability {arch.capabilities_text})" for arch in ARCHS.values()]
+    (status,) = {arch.proof.replace(arch.name, " and ".join(ARCHS)) for arch in ARCHS.values()}
     listed = options()
     ops = list(listed[0][1])
     asked = [[f"`{name}`", *answers.values()] for name, answers in listed]
-    tables = _table(["kernels", *heads], shipped), _table(["option of a call", *(f"`{op}`" for op in ops)], asked)
-    return "\n\n".join(tables) + "\n"
+    parts = (
+        _table(("kernels", "formats or columns: element types"), _grouped()),
+        f"On {' and '.join(archs)}. Verification status: {status}.",
+        _table(["option of a call", *(f"`{op}`" for op in ops)], asked),
+    )
+    return "\n\n".join(parts) + "\n"
+
+
+def _grouped() -> list[list[str]]:
+    """Return a row for each kind of kernel: what descriptions have before the first comma, and what they have behind it with its types."""
+    groups: dict[str, list[str]] = {}
+    for what, by_arch in kernels():
+        (types,) = {by_arch[arch] for arch in ARCHS}
+        kind, _, rest = what.partition(", ")
+        groups.setdefault(kind, []).append(f"{rest}: {types}" if rest else types)
+    return [[kind, "; ".join(formats)] for kind, formats in groups.items()]
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -168,7 +168,8 @@ def _jobs(options: Options) -> list[Job]:
             click.echo(f"{arch.name}: no GPU of compute capability {arch.capabilities_text} here, nothing is run", err=True)
             continue
         for op in options.ops:
-            entries = suite(options.suite, op, simulated=kind == "sim" or bool(options.against), seed=options.seed)
+            simulated = kind == "sim" or bool(options.against)
+            entries = suite(options.suite, op, simulated=simulated, arch=arch, seed=options.seed)
             orders = _orders([entry for entry in entries if entry.mode != "skipped"], arch, options, order)
             jobs += [(entry, runner.Target(arch.name, kind, () if entry.mode == "skipped" else next(orders))) for entry in entries]
     if options.sample is not None:

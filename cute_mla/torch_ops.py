@@ -32,6 +32,7 @@ from .ops.arguments import NO_BACKWARD, NO_DOUBLE_BACKWARD, NO_GIVEN_RESULTS, ch
 from .ops.limits import value_columns
 from .ops.paged_cache import columns_of
 from .ops.split_plan import MlaSchedule, ScheduleKey
+from .ops.strides import as_rows
 from .runtime.current import device_for
 from .spec.cache_rows import CACHED
 from .spec.dense_decode import num_parts
@@ -201,6 +202,8 @@ def _save_packed(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[st
 def _save(ctx: Any, operands: Sequence[Tensor | None], others: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     """Keep tensors and options. others: the arguments after the operands."""
     cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv, _, softmax_scale, causal, *_ = others
+    if output[0].dtype == torch.float16:
+        raise ValueError("q has dtype torch.float16 and a gradient is needed; supported: torch.bfloat16, as .to(torch.bfloat16) gives")
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(*operands, *output, cu_seqlens_qo, cu_seqlens_kv)
     ctx.options = (max_seqlen_qo, max_seqlen_kv, softmax_scale, causal)
@@ -226,12 +229,10 @@ def _packed_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tupl
 
 
 def _out_gradient(dout: Tensor | None, dlse: Tensor | None) -> Tensor | None:
-    """Return the gradient of out as kernels read it, None if there is none. Raise ValueError if lse has a gradient."""
+    """Return the gradient of out as kernels read it, None if there is none. ValueError if lse has a gradient."""
     if dlse is not None:
         raise ValueError("lse has a gradient; supported: gradients of out only, so lse.detach() where a loss depends on lse")
-    if dout is None or dout.stride(-1) == 1:
-        return dout
-    return dout.contiguous()  # a sum has an expanded gradient
+    return None if dout is None else as_rows(dout)
 
 
 def _no_double_backward(ctx: Any, *gradients: Any) -> None:

@@ -139,13 +139,14 @@ def flash_mla_with_kvcache(
     Dense (without indices): each request attends to its cache_seqlens keys; v = k[..., :head_dim_v]. Keys have 512
     latent and 64 rotary columns (d_qk 576), 512 latent ones alone (512), or 256 latent and 64 rotary ones (320).
 
-    q                bf16 or fp16 [batch, s_q, h_q, d_qk], h_q 1 to 128; last dimension contiguous, other strides free; bf16 where
-                     dense decode has a d_qk of 512 or 320
+    q                bf16 or fp16 [batch, s_q, h_q, d_qk], h_q 1 to 128; last dimension contiguous; bf16 where dense decode has a d_qk of
+                     512 or 320, or an e4m3 cache. Address and other strides of q and out are multiples of 4 bytes on Hopper, of 16 bytes
+                     on Blackwell; .contiguous() or .clone() makes such a copy
     k_cache          same dtype [pages, page size, h_kv, d_qk], h_kv divides h_q; page size 16, 32 or a multiple of 64;
                      address a multiple and strides positive multiples of 16 bytes, last dimension contiguous (block-strided is fine).
                      Or, with d_qk 576, float8_e4m3fn [pages, page size, 1, 576], likewise: the keys are descale_k * k_cache. q may then be
                      float8_e4m3fn too, the queries being descale_q * q: probabilities are rounded to e4m3 as well, the bits of
-                     out differ from those of exact products by up to 1e-3 in cosine, and out is bf16, or fp16 if given
+                     out differ from those of exact products by up to 1e-3 in cosine, and out is bf16
     descale_q, descale_k
                      fp32, one element each, on the device, positive; never read by the host. None: 1
     block_table      int32 [batch, pages per request], rows contiguous: the pages of each request. Entries beyond what
@@ -176,7 +177,7 @@ def flash_mla_with_kvcache(
                      64 bf16 RoPE columns, then 8 bytes a token of which 7 are e8m0 scales; v = k. Pages may be padded
                      q [..., 512] bf16, k_cache [pages, page size, 1, 528], likewise, and named by kv_format: 512 e4m3 and 16 e8m0
                      scales ("v41", behind each token; "v41_paged", behind all rows of a page) or 4 fp32 scales ("nope_528"); v = k
-                     q [..., 576] bf16 or fp16, k_cache of the same dtype [pages, page size, 1, 576], is_fp8_kvcache False
+                     q [..., 576] bf16, k_cache of the same dtype [pages, page size, 1, 576], is_fp8_kvcache False
     topk_length      int32 [batch], contiguous: number of leading indices that count; None: all
     extra_k_cache, extra_indices_in_kvcache, extra_topk_length
                      a second cache of the same format, with a page size of its own; its indices [batch, s_q, extra topk];
@@ -190,7 +191,7 @@ def flash_mla_with_kvcache(
                      the result of get_mla_metadata: (schedule, None) or the two tensors
     softmax_scale    positive, default q.shape[-1] ** -0.5
     attn_sink        fp32 [h_q], contiguous: out is scaled by exp(lse) / (exp(lse) + exp(sink)), lse is not. -inf: no sink
-    out              [batch, s_q, h_q, head_dim_v] in q's dtype (see above for e4m3); last dimension contiguous, other strides free
+    out              [batch, s_q, h_q, head_dim_v] in q's dtype (see above for e4m3); last dimension contiguous, address and strides as of q
     lse              fp32 [batch, h_q, s_q], any strides
     workspace        contiguous, at least workspace_size(op, ...) bytes, address a multiple of 16; not to be shared by
                      calls that may run at the same time
@@ -320,7 +321,8 @@ def flash_mla_sparse_fwd(
 
     out = softmax(sm_scale * q k^T) v, where k are a token's rows and v = k[:, :512].
 
-    q                bf16 or fp16 [s_q, h_q, d_qk], d_qk 576 or 512, h_q 1 to 128; last dimension contiguous, other strides free
+    q                bf16 [s_q, h_q, d_qk], d_qk 576 or 512, h_q 1 to 128; last dimension contiguous, address and other strides multiples
+                     of 4 bytes on Hopper, of 16 bytes on Blackwell
     kv               same dtype [s_kv, 1, d_qk]; address and strides multiples of 16 bytes, last dimension contiguous
     indices          int32 [s_q, 1, topk], last dimension contiguous, any topk: rows of kv. An index outside [0, s_kv) is
                      skipped. Rows that no valid index names may hold anything, NaN too
@@ -340,7 +342,7 @@ def flash_mla_sparse_fwd(
         kv_offsets[r + 1] - 1, and its indices count from the first of them. Offsets are clipped to [0, rows] on the device,
         and a request whose rows end before they begin has none. Never read by the host
 
-    out              [.., s_q, h_q, 512] in q's dtype; last dimension contiguous, other strides free
+    out              [.., s_q, h_q, 512] in q's dtype; last dimension contiguous, address and strides as of q
     max_logits, lse, lse_indexer
                      fp32 [.., s_q, h_q], any strides; lse_indexer only with indexer_topk
     empty_lse        lse and lse_indexer of a row that attends to nothing, inf or -inf

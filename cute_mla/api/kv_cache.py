@@ -21,8 +21,8 @@ def write_kv_cache(
 ) -> None:
     """Write the keys of new tokens to their slots in a paged cache, quantised where the cache is.
 
-    kv_c             latent columns, bf16 or fp16 [tokens, 512], for a cache of 584 bytes a token [tokens, 448], of 320 columns
-                     [tokens, 256]; for 528 bytes a token bf16 [tokens, 512], all columns of a key
+    kv_c             latent columns, bf16, or fp16 for a cache of fp16: [tokens, 512], for a cache of 584 bytes a token [tokens, 448], of
+                     320 columns [tokens, 256]; for 528 bytes a token all columns of a key, [tokens, 512]
     k_pe             rotary columns [tokens, 64], of the same dtype; None for a cache of 528 bytes a token, or of 512 columns. Of both the
                      last dimension is contiguous, the other stride free
     k_cache          one of, all strides but the last any positive multiples of 16 bytes:
@@ -126,8 +126,7 @@ def gather_kv_cache(
     rows             rows of the result; rows from cu_seqlens[-1] on stay as they are
     starts           int32 [batch], on the device, contiguous: position in its request of the first key to gather; default 0
     descale_k        as in write_kv_cache
-    dtype            dtype of the result, bf16 or fp16; a cache of 16-bit columns allows only its own, 528 bytes a token only bf16;
-                     default bf16 for other caches
+    dtype            dtype of the result: that of a cache of 16-bit columns, bf16 for other caches
     out              tensor for the result; last dimension contiguous, other stride free
     kv_format        as in write_kv_cache
 

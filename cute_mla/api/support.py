@@ -23,11 +23,12 @@ from ..ops.limits import (
     page_size_error,
 )
 from ..ops.tensor_spec import DTYPE_NAMES
-from ..spec import dense_prefill, index_write, masked_prefill, mqa_logits, sparse_prefill, topk_indices
+from ..spec import cache_insert, dense_prefill, dense_prefill_dq, index_write, masked_prefill, mqa_logits, sparse_prefill, topk_indices
 from ..spec.arch import ALIASES, ARCHS
-from ..spec.cache_rows import BF16, CACHED, FP8_576, KNOWN, LATENTS, key_types
+from ..spec.cache_format import CacheFormat
+from ..spec.cache_rows import CACHED, FP8_576, KNOWN, LATENTS, key_types
 from ..spec.dense_decode import FP8_CACHE, MAX_KEYS, takes_key_masks
-from ..spec.mla import D_QK, D_V, DTYPES, LATENT_DIMS, MAX_HEADS, VALUE_COLUMNS, key_dtypes
+from ..spec.mla import BF16, D_QK, D_V, DTYPES, FP16, LATENT_DIMS, MAX_HEADS, VALUE_COLUMNS, key_dtypes
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, serving_kernels
 
 
@@ -67,7 +68,7 @@ _DENSE_DECODE: dict[str, Limit] = {
 }
 _SPARSE_DECODE: dict[str, Limit] = {
     **_DENSE_DECODE,
-    "dtype": _dtype_of(*DTYPES),
+    "dtype": _dtype_of(BF16),
     "h_kv": one_of("h_kv", 1),
     "s_q": between("s_q", 1, MAX_GRID_TOKENS),
     "head_dim": one_of("head_dim", D_QK, D_V),
@@ -94,6 +95,7 @@ _DENSE_PREFILL: dict[str, Limit] = {
 }
 _DENSE_PREFILL_BACKWARD: dict[str, Limit] = {
     **_DENSE_PREFILL,
+    "dtype": _dtype_of(dense_prefill_dq.DTYPE),
     "key_mask": one_of("key_mask", False),
 }
 _SPARSE_PREFILL: dict[str, Limit] = {
@@ -158,12 +160,10 @@ _FEATURES_OF = {
 }
 FEATURES = tuple(_DENSE_DECODE)
 # By op and columns (of q, of out), where 16-bit types differ
-_DTYPES_OF_COLUMNS = {
+_DTYPES_OF_COLUMNS: dict[str, dict[tuple[int, int | None], tuple[str, ...]]] = {
     "dense_decode": {(d_qk, dims.latent): key_dtypes(d_qk) for d_qk, dims in LATENT_DIMS.items()},
-    **{
-        op: {dims: dense_prefill.head_dtypes(dims[0]) for dims in dense_prefill.HEAD_DIMS.items()}
-        for op in ("dense_prefill", "dense_prefill_backward")
-    },
+    "dense_prefill": {dims: dense_prefill.head_dtypes(dims[0]) for dims in dense_prefill.HEAD_DIMS.items()},
+    "cache_insert": {(cache.d_qk, None): cache_insert.key_types(cache) for cache in LATENTS.values()},
 }
 
 
@@ -177,7 +177,7 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve. Other compute capabilities, such as "sm80", have no kernels.
     features: any of these, each with the value that a call would have
         dtype            "bf16", "fp16" or the torch dtype of queries, cache and output; in dense decode over an FP8 cache queries may
-                         also be "e4m3"; in cache_write and cache_gather, the dtype of the keys outside the cache; "fp32" in topk_indices;
+                         be "bf16" or "e4m3"; in cache_write and cache_gather, dtype of the keys outside the cache; "fp32" in topk_indices;
                          "e4m3" in mqa_logits and indexer_topk, "bf16" in index_write, where it is that of keys and queries before
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
         head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512 or 320; in sparse decode 576, or 512 with an FP8
@@ -235,8 +235,8 @@ def _conflict(op: str, features: dict[str, Any]) -> str | None:
         return f"h_kv is {features['h_kv']} with an FP8 cache; supported: 1"
     if op == "dense_decode" and fp8 is False and _dtype_name(features.get("dtype")) == E4M3:
         return "dtype is e4m3 without an FP8 cache; supported: bf16, fp16"
-    if op == "sparse_decode" and fp8 and _dtype_name(features.get("dtype")) == "fp16":
-        return "dtype is fp16 with an FP8 cache; supported: bf16"
+    if fp8 and _dtype_name(features.get("dtype")) == FP16:
+        return f"dtype is fp16 with an FP8 cache; supported: {BF16}{f', {E4M3}' if op == 'dense_decode' else ''}"
     if op == "sparse_decode" and fp8 is False and features.get("head_dim") == D_V:
         return f"head_dim is {D_V} without an FP8 cache; supported: {D_QK}"
     return _columns_conflict(op, features) or _dtype_conflict(op, features)
@@ -287,6 +287,15 @@ def _columns_conflict(op: str, features: dict[str, Any]) -> str | None:
     return None
 
 
+def _dtypes_of(op: str, cache: CacheFormat) -> tuple[str, ...]:
+    """Return the dtypes of queries or keys with a cache of this format."""
+    if op in CACHE_OPS:
+        return (cache_insert.key_types if op == "cache_insert" else key_types)(cache)
+    if cache.quantised:
+        return (BF16, E4M3) if op == "dense_decode" else (BF16,)
+    return key_dtypes(cache.d_qk)
+
+
 def _format_conflict(op: str, features: dict[str, Any]) -> str | None:
     """Return why the named formats and the other features are not supported together, or None if they are."""
     named = {name: features[name] for name in ("kv_format", "extra_kv_format") if features.get(name) is not None}
@@ -297,8 +306,7 @@ def _format_conflict(op: str, features: dict[str, Any]) -> str | None:
             return f"extra_kv_format is {second!r} with kv_format {first!r}; supported: {beside}"
     for argument, value in named.items():
         cache = KNOWN[value]
-        dtypes = key_types(cache) if op in CACHE_OPS else key_dtypes(cache.d_qk) if not cache.quantised or op == "dense_decode" else (BF16,)
-        dtypes = (*dtypes, E4M3) if op == "dense_decode" and cache is FP8_576 else dtypes
+        dtypes = _dtypes_of(op, cache)
         fitting = {"fp8_kvcache": (bool(cache.quantised),), "head_dim": (cache.d_qk,), "dtype": dtypes}
         for name, supported in fitting.items():
             given = _dtype_name(features.get(name))

@@ -73,10 +73,10 @@ def flash_attn_varlen_func(
 
     out = softmax(softmax_scale * q k^T) v for each sequence and query head.
 
-    q                bf16 or fp16 [total_q, h_q, d_qk], d_qk 192, 128 or, in bf16, 256; last dimension contiguous, other strides free
+    q                bf16 or fp16 [total_q, h_q, d_qk], d_qk 192, 128 or, in bf16, 256; bf16 if it requires grad
     k                same dtype [total_k, h_kv, d_qk], h_kv divides h_q: neighbouring query heads share a KV head
-    v                same dtype [total_k, h_kv, d_v], d_v 128, or 256 with a d_qk of 256. Addresses of k and v are multiples, strides
-                     positive multiples of 16 bytes, and their last dimension is contiguous; both may be slices of one tensor, neither
+    v                same dtype [total_k, h_kv, d_v], d_v 128, or 256 with a d_qk of 256. Addresses of q, k and v are multiples, strides
+                     positive multiples of 16 bytes, and their last dimension is contiguous; k and v may be slices of one tensor, none
                      is expanded
     cu_seqlens_qo    int32 [batch + 1], contiguous: sequence r has the query tokens cu_seqlens_qo[r] to cu_seqlens_qo[r + 1] - 1.
                      Clipped to [0, total_q] on the device; a sequence that ends before it begins has none. Never read by the host
@@ -89,7 +89,7 @@ def flash_attn_varlen_func(
     causal           True: query token i of s_q sees key j of s_k iff j <= i + s_k - s_q
     deterministic, is_varlen
                      FlashMLA's flags, without effect: results are always deterministic, and sequences may always differ in length
-    out              [total_q, h_q, d_v] in q's dtype; last dimension contiguous, other strides free
+    out              [total_q, h_q, d_v] in q's dtype; last dimension contiguous, address and other strides multiples of 16 bytes
     lse              fp32 [total_q, h_q], any strides
     empty_lse        lse of a row that attends to nothing, inf or -inf; its out is 0
     key_mask         int32 [total_q, words], last dimension contiguous, any other stride, words at least ceil(max_seqlen_kv / 32): query
@@ -97,8 +97,7 @@ def flash_attn_varlen_func(
                      j <= i + s_k - s_q as well. All heads share it. Keys of a sequence beyond 32 * words are hidden. Bits of keys that a
                      sequence does not have, bits that causal hides, and rows of tokens of no sequence may be anything. k of a key that
                      no token sees may hold anything; v of a sequence must be finite. Tiles of 128 keys of which none of 128 tokens
-                     (Blackwell: 256) sees one cost next to nothing. bf16, d_qk 192 or 128, rows of q and out at multiples of 16 bytes, and
-                     no gradients
+                     (Blackwell: 256) sees one cost next to nothing. bf16, d_qk 192 or 128, and no gradients
 
     Returns (out, lse), lse in natural log. Rows of query tokens that belong to no sequence are not written. The bits of a
     sequence depend neither on the sequences beside it nor on the number of SMs. out and lse share memory neither with each other nor
@@ -182,16 +181,16 @@ def flash_attn_varlen_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Compute the gradients of flash_attn_varlen_func's q, k and v from that of its out.
 
-    dout             q's dtype [total_q, h_q, d_v]: gradient of out; last dimension contiguous, other strides free
+    dout             bf16 [total_q, h_q, d_v]: gradient of out; addresses and strides of dout and out as those of q
     q, k, v, cu_seqlens_qo, cu_seqlens_kv, softmax_scale, causal
-                     as in the forward call
-    out              [total_q, h_q, d_v], lse fp32 [total_q, h_q]: results of the forward call, of any empty_lse; last dimension of out
-                     contiguous, other strides of both free
+                     as in the forward call, in bf16
+    out              [total_q, h_q, d_v], lse fp32 [total_q, h_q]: results of the forward call, of any empty_lse; strides of lse free
     max_seqlen_qo    query tokens of the longest sequence, or more; query tokens of a sequence beyond it may be left out: they then have
                      no gradient and add nothing to dk and dv
     max_seqlen_kv    keys of the longest sequence, or more; keys of a sequence beyond it may be left out
     deterministic    without effect: equal inputs always give equal bits
-    dq, dk, dv       gradients in q's dtype, with the shapes of q, k and v. Last dimension contiguous, other strides free
+    dq, dk, dv       gradients in bf16, with the shapes of q, k and v. Last dimension contiguous, other strides of dk and dv free; address
+                     and other strides of dq multiples of 16 bytes
     workspace        contiguous, at least workspace_size("dense_prefill_backward", ..) bytes, at an address that 16 divides
 
     Returns (dq, dk, dv). A query row whose lse is inf or -inf, such as one that attends to nothing, has dq 0 and adds nothing to dk and

@@ -13,7 +13,7 @@ from ..ops.limits import BACKWARD_OPS, MAX_QUERY_TOKENS, OPS, check_op, heads_er
 from ..ops.split_plan import ragged_queries
 from ..runtime.current import default_device, device_for
 from ..spec.dense_decode import num_parts
-from ..spec.dense_prefill import HEAD_DIMS, MAX_TOKENS
+from ..spec.dense_prefill import MAX_TOKENS
 from ..spec.dense_prefill_dq import BackwardWorkspace
 from ..spec.mla import D_V, VALUE_COLUMNS
 from ..spec.split_plan import RaggedQueries, accumulator_rows, invariant_splits
@@ -32,7 +32,6 @@ def workspace_size(
     max_cache_seqlen: int | None = None,
     topk: int | None = None,
     total_q: int | None = None,
-    copied_head_dim: int | None = None,
     head_dim_v: int = D_V,
     device: torch.device | str | int | None = None,
 ) -> int:
@@ -47,8 +46,6 @@ def workspace_size(
     needed with batch_invariant. In indexer_topk as in the call, always needed. That workspace is at most 64 MB.
     total_q: in decode with cu_seqlens_q, q.shape[0]. In dense_prefill_backward, where it is needed, q.shape[0]; then the workspace has 8
     bytes a query row and head.
-    copied_head_dim: in dense_prefill_backward, q.shape[2] of a call that copies q and dout to the workspace: one where a row of q, dout,
-    out or dq does not begin at a multiple of 16 bytes, or where rows of q or dout share memory.
     head_dim_v: as in the call, in dense decode.
     device: where the call runs; "cpu" inside cute_mla.simulate(). Default: the simulated device inside cute_mla.simulate(), else the
     current CUDA device.
@@ -65,7 +62,7 @@ def workspace_size(
     h_q, h_kv = check_integer("h_q", h_q, 1), check_integer("h_kv", h_kv, 1)
     max_keys = _max_keys(op, batch_invariant, max_cache_seqlen, topk)
     decodes = op in ("dense_decode", "sparse_decode")
-    backward_bytes = _backward_bytes(op, h_q, None if decodes else total_q, copied_head_dim)
+    backward_bytes = _backward_bytes(op, h_q, None if decodes else total_q)
     found = device_for(_torch_device(device))
     if op == _INDEXER_TOPK:
         return indexer_topk.divide(batch, s_q, max_keys, check_integer("topk", topk, 0)).nbytes
@@ -103,17 +100,13 @@ def _torch_device(device: Any) -> torch.device:
         raise ValueError(message) from None
 
 
-def _backward_bytes(op: str, h_q: int, total_q: int | None, copied_head_dim: int | None) -> int:
-    """Return the bytes of a backward pass, 0 for other ops. ValueError if total_q is missing, or an argument is given without need."""
-    if op not in BACKWARD_OPS:
-        for name, value in (("total_q", total_q), ("copied_head_dim", copied_head_dim)):
-            if value is not None:
-                raise ValueError(f"{name} is {short_repr(value)}; supported with {op}: None")
-        return 0
-    if copied_head_dim is not None and copied_head_dim not in HEAD_DIMS:
-        raise ValueError(f"copied_head_dim is {short_repr(copied_head_dim)}; supported: None, {', '.join(map(str, HEAD_DIMS))}")
-    rows = check_integer("total_q", total_q, 0, MAX_TOKENS)
-    return BackwardWorkspace(rows, h_q, copied_head_dim or 0, copies=copied_head_dim is not None).nbytes
+def _backward_bytes(op: str, h_q: int, total_q: int | None) -> int:
+    """Return the bytes of a backward pass, 0 for other ops. ValueError if total_q is missing, or is given without need."""
+    if op in BACKWARD_OPS:
+        return BackwardWorkspace(check_integer("total_q", total_q, 0, MAX_TOKENS), h_q).nbytes
+    if total_q is not None:
+        raise ValueError(f"total_q is {short_repr(total_q)}; supported with {op}: None")
+    return 0
 
 
 def _max_keys(op: str, batch_invariant: bool, max_cache_seqlen: int | None, topk: int | None) -> int:

@@ -90,7 +90,8 @@ def _check_cache(config: MlaConfig, weights: TensorSpec, k_cache: torch.Tensor) 
         check_dtype("k_cache", cache, torch.uint8)
     else:
         check_shape("k_cache", cache, ("pages", "page size", 1, columns))
-        check_dtype("k_cache", cache, weights.dtype, *((torch.float8_e4m3fn,) if columns == D_QK else ()))
+        narrow = columns == D_QK and weights.dtype != torch.float16
+        check_dtype("k_cache", cache, weights.dtype, *((torch.float8_e4m3fn,) if narrow else ()))
     problem = page_size_error(cache.shape[1])
     if problem is not None:
         raise ValueError(f"k_cache has shape {list(cache.shape)}: {problem}")

@@ -50,17 +50,12 @@ class Cache(NamedTuple):
 
 
 class DecodeOptions(NamedTuple):
-    """Options of decode. scale: of the softmax. descale_q: fp32, the scale of e4m3 queries. dtype: of the result."""
+    """Options of decode. scale: of the softmax. dtype: of the result. descale_q: fp32, the scale of e4m3 queries, whose result is bf16."""
 
     scale: float
     dtype: torch.dtype
     descale_q: torch.Tensor | None = None
     batch_invariant: bool = False
-
-    @property
-    def needs_out(self) -> bool:
-        """Return whether the kernels give this dtype only if asked for: e4m3 queries give bf16."""
-        return self.descale_q is not None and self.dtype != torch.bfloat16
 
 
 class PrefillOptions(NamedTuple):
@@ -170,7 +165,6 @@ class KernelPath(_CachedKeys):
             causal=True,
             descale_q=options.descale_q,
             descale_k=cache.descale,
-            out=q.new_empty((*q.shape[:-1], d_v), dtype=options.dtype) if options.needs_out else None,
             batch_invariant=options.batch_invariant,
         )
         return out

@@ -10,7 +10,17 @@ import torch
 
 from ..runtime.current import device_for
 from ..spec.cache_format import CacheFormat
-from ..spec.cache_insert import MAX_QUERIES, CacheInsertArguments, config_of, grid, groups, key_blocks, normalised_columns, rotates
+from ..spec.cache_insert import (
+    MAX_QUERIES,
+    CacheInsertArguments,
+    config_of,
+    grid,
+    groups,
+    key_blocks,
+    key_types,
+    normalised_columns,
+    rotates,
+)
 from ..spec.mla import D_ROPE, MAX_HEADS
 from . import cache_write
 from .arguments import check_eps, check_no_grad
@@ -19,7 +29,7 @@ from .cache_torch import write_rows
 from .launch_plan import LaunchPlan
 from .norm_rope import angles_at, rms_norm, rotated
 from .overlap import check_no_overlap
-from .paged_cache import GATHER_ALIGNMENT, CacheRows
+from .paged_cache import GATHER_ALIGNMENT, CacheRows, dtype_of
 from .rotation_tables import check_integers, check_table
 from .strides import check_writable
 from .tensor_spec import (
@@ -144,6 +154,9 @@ def plan(call: CallSpec) -> CacheInsertPlan:
     """Return the launch of a call. ValueError unless its tensors fit together."""
     write = cache_write.plan(call.write)
     cache, tokens, keys = write.rows.format, write.tokens, call.write.kv_c
+    check_dtype(
+        f"kv_c with a {cache.name} cache", keys, *map(dtype_of, key_types(cache)), *(() if call.write.kernels else (torch.float32,))
+    )
     check_shape("norm_weight", call.norm_weight, (normalised_columns(cache),), f" with a {cache.name} cache")
     check_dtype("norm_weight", call.norm_weight, keys.dtype)
     check_contiguous("norm_weight", call.norm_weight)

@@ -16,6 +16,7 @@ from ..spec.dense_decode import (
     FP8,
     FP8_CACHE,
     LATENT,
+    TILINGS,
     TREE,
     TREE_WORD_TOKENS,
     DenseDecodeArguments,
@@ -31,7 +32,7 @@ from .limits import MAX_QUERY_TOKENS, heads_error
 from .paged_cache import DenseCache, dense_cache, dense_tensor_map
 from .split_plan import CallSpec as SplitPlanCall
 from .split_plan import ScheduleKey, key_window, launch_plan, ragged_queries
-from .strides import row_alignment
+from .strides import check_rows
 from .tensor_spec import (
     DTYPE_NAMES,
     TensorSpec,
@@ -211,6 +212,7 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
         check_counts("cu_seqlens_q", offsets, (requests + 1,), q.device)
         ragged = ragged_queries(requests, tokens[0], call.common.max_seqlen_q or 1, h_q // cache.h_kv)
     check_sink(call.attn_sink, q)
+    check_rows(TILINGS[arch.name].row_bytes, call.common.address_alignment, {"q": q}, {"out": call.common.out})
     _check_tree(call, tokens[1] if ragged is None else ragged.max_seqlen_q)
     problem = DenseDecodeProblem(
         arch=arch,
@@ -222,7 +224,6 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
         page_size=cache.page_size,
         pages_per_request=call.block_table.shape[1] if cache.pages else 0,  # without pages every request has length 0
         batch_invariant=call.common.batch_invariant,
-        row_alignment=row_alignment(call.common.address_alignment, q, call.common.out),
         operands=operands,
         d_qk=d_qk,
     )
@@ -280,14 +281,8 @@ def _mask(call: CallSpec, s_q: int) -> int:
 
 
 def _out_dtype(call: CallSpec) -> torch.dtype:
-    """Return the dtype of out: q's if it has 16 bits; else that of the caller's out, or bf16."""
-    if call.q.dtype != torch.float8_e4m3fn:
-        return call.q.dtype
-    given = call.common.out
-    if given is None:
-        return torch.bfloat16
-    check_dtype("out", given, torch.bfloat16, torch.float16)
-    return given.dtype
+    """Return the dtype of out: q's if it has 16 bits, else bf16."""
+    return torch.bfloat16 if call.q.dtype == torch.float8_e4m3fn else call.q.dtype
 
 
 def _operand_types(call: CallSpec) -> str:
@@ -303,4 +298,5 @@ def _operand_types(call: CallSpec) -> str:
         check_device(name, scale, call.q.device)
     if call.k_cache.dtype != torch.float8_e4m3fn:
         return LATENT
+    check_dtype("q with an FP8 cache", call.q, torch.bfloat16, torch.float8_e4m3fn)
     return FP8 if call.q.dtype == torch.float8_e4m3fn else FP8_CACHE

@@ -12,13 +12,13 @@ import torch
 
 from ..runtime.current import device_for
 from ..spec.arch import Arch
-from ..spec.dense_decode import MAX_ROW_ALIGNMENT
 from ..spec.dense_prefill import (
     BOX_COLUMNS,
     BOX_ROWS,
     HEAD_DIMS,
     MAX_ITEMS,
     MAX_TOKENS,
+    ROW_BYTES,
     DensePrefillArguments,
     DensePrefillConfig,
     DensePrefillProblem,
@@ -33,7 +33,7 @@ from .arguments import check_empty_lse, check_flag, check_integer, check_no_grad
 from .launch_plan import LaunchPlan, named_strides
 from .limits import heads_error
 from .overlap import check_no_overlap
-from .strides import TMA_ALIGNMENT, alignment, is_map_stride, map_stride, map_strides, output_strides, row_alignment
+from .strides import TMA_ALIGNMENT, alignment, check_rows, map_strides, output_strides
 from .tensor_spec import (
     DTYPE_NAMES,
     TensorSpec,
@@ -230,8 +230,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
     if call.out is not None:
         check_last_contiguous("out", call.out)
     lse_strides = output_strides("lse", call.lse, (total_q, h_q), torch.float32, q)
-    q_strides = tuple(map_stride(q, dim) for dim in (1, 0))
-    aligned = row_alignment(call.address_alignment, q, call.out)
+    check_rows(ROW_BYTES, call.address_alignment, {"q": q}, {"out": call.out})
     problem = DensePrefillProblem(
         arch=arch,
         dtype=DTYPE_NAMES[q.dtype],
@@ -240,12 +239,9 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
         h_q=h_q,
         h_kv=h_kv,
         max_seqlen_q=min(call.max_seqlen_qo, total_q),
-        # Variants without a tensor map of q serve the strides that no tensor map can hold, 0 among them.
-        row_alignment=aligned if all(map(is_map_stride, q_strides)) else ELEMENT_BYTES,
     )
     if call.key_mask is not None:
         check_mask(call.key_mask, q, min(call.max_seqlen_kv, total_k))
-        check_masked_rows(problem)
     if problem.items > MAX_ITEMS:
         raise ValueError(
             f"q has shape {list(q.shape)}, cu_seqlens_qo {list(call.cu_seqlens_qo.shape)}, and max_seqlen_qo is {call.max_seqlen_qo}: "
@@ -312,7 +308,7 @@ def _layouts(call: CallSpec, config: DensePrefillConfig, arch: Arch) -> tuple[He
     """Return the layouts of q, k and v. ValueError if a tensor map cannot hold a tensor that is always loaded by one."""
     layouts, key_rows = [], config.key_box_rows(arch)
     for name, spec, box_rows, used in (
-        ("q", call.q, BOX_ROWS, config.access_bytes > ELEMENT_BYTES),
+        ("q", call.q, BOX_ROWS, call.q.shape[0] > 0),
         ("k", call.k, key_rows, call.k.shape[0] > 0),
         ("v", call.v, key_rows, call.v.shape[0] > 0),
     ):
@@ -359,15 +355,6 @@ def check_mask(key_mask: TensorSpec, q: TensorSpec, keys: int) -> None:
         sizes = " or ".join(map(str, MASKED_HEAD_DIMS))
         raise ValueError(f"q has {q.shape[-1]} columns with key_mask; supported: {sizes}")
     check_dtype_of_columns("q with key_mask", q, (MASKED_DTYPE,))
-
-
-def check_masked_rows(problem: DensePrefillProblem) -> None:
-    """Raise ValueError unless rows of q and out are those that kernels with a mask are built for."""
-    if problem.config.access_bytes == ELEMENT_BYTES:
-        raise ValueError(
-            f"q or out has rows that do not begin at multiples of {MAX_ROW_ALIGNMENT} bytes with key_mask; supported: addresses and "
-            f"strides of q and out that are multiples of {MAX_ROW_ALIGNMENT} bytes"
-        )
 
 
 def check_lengths(cu_seqlens_qo: TensorSpec, cu_seqlens_kv: TensorSpec, q: TensorSpec) -> int:

@@ -14,9 +14,10 @@ from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_ROW_ALIGNMENT
-from ..spec.dense_prefill import BOX_ROWS, HEAD_DIMS, MAX_ITEMS
+from ..spec.dense_prefill import BOX_ROWS, HEAD_DIMS, MAX_ITEMS, ROW_BYTES
 from ..spec.dense_prefill_dkdv import TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvProblem
 from ..spec.dense_prefill_dq import (
+    DTYPE,
     STATISTIC_BYTES,
     STATISTICS,
     TILE_KEYS,
@@ -25,13 +26,14 @@ from ..spec.dense_prefill_dq import (
     DensePrefillDqArguments,
     DensePrefillDqProblem,
 )
-from ..spec.mla import ELEMENT_BYTES, LOG2E
+from ..spec.mla import LOG2E
 from ..spec.tensor_map import TensorMap
 from .arguments import NO_DOUBLE_BACKWARD, check_flag, check_integer, check_no_grad, check_scale
 from .dense_prefill import UNUSED_LAYOUT, HeadLayout, check_heads, check_lengths, tensor_map
 from .launch_plan import LaunchPlan, named_strides
 from .overlap import check_no_overlap
-from .strides import TMA_ALIGNMENT, alignment, is_map_stride, map_stride, map_strides, output_strides, row_alignment
+from .paged_cache import dtype_of
+from .strides import TMA_ALIGNMENT, alignment, check_rows, map_strides, output_strides, row_alignment
 from .tensor_spec import (
     DTYPE_NAMES,
     TensorSpec,
@@ -172,28 +174,24 @@ def _launch(device: Device, launch_plan: DensePrefillBackwardPlan, operands: Ope
         "softmax_scale": scale,
         "scale_log2": scale * LOG2E,
     }
-    parts = _parts(launch_plan.workspace, results.workspace)
-    if parts["q_copy"] is not None and parts["dout_copy"] is not None:
-        mapped |= {"q": parts["q_copy"], "dout": parts["dout_copy"]}
+    nbytes = launch_plan.workspace.nbytes
+    statistics = Span(results.workspace, 0, nbytes) if nbytes else None
     if 0 not in launch_plan.grid:
         rows = {name: getattr(operands, name) for name in ("q", "dout", "out", "lse")}
         maps = _maps(launch_plan.dq_maps, mapped)
-        dq_args = DensePrefillDqArguments(**maps, **rows, **shared, **parts, dq=results.dq, **launch_plan.scalars)
+        dq_args = DensePrefillDqArguments(
+            **maps, **rows, **shared, **launch_plan.scalars, dq=results.dq, statistics=statistics, q_copy=None, dout_copy=None
+        )
         device.launch(device.kernel("dense_prefill_dq", launch_plan.kernel), launch_plan.grid, dq_args, pdl=True)
     keys = launch_plan.keys
     if 0 not in keys.grid:
         maps = _maps(launch_plan.dkdv_maps, mapped)
-        written = parts["statistics"]
-        rows_of_box = TILE_QUERIES[device.arch.name][launch_plan.workspace.d_qk]
-        statistics = maps["q_map"] if written is None else _statistics_map(launch_plan.workspace, rows_of_box, written.data_ptr())
-        dkdv_args = DensePrefillDkdvArguments(**maps, **shared, statistics_map=statistics, dk=results.dk, dv=results.dv, **keys.scalars)
+        rows_of_box = TILE_QUERIES[device.arch.name][operands.q.shape[-1]]
+        statistics_map = maps["q_map"]
+        if statistics is not None:
+            statistics_map = _statistics_map(launch_plan.workspace, rows_of_box, statistics.data_ptr())
+        dkdv_args = DensePrefillDkdvArguments(**maps, **shared, statistics_map=statistics_map, dk=results.dk, dv=results.dv, **keys.scalars)
         device.launch(device.kernel("dense_prefill_dkdv", keys.kernel), keys.grid, dkdv_args, pdl=True)
-
-
-def _parts(layout: BackwardWorkspace, workspace: torch.Tensor | None) -> dict[str, Span | None]:
-    """Return the parts of the workspace by name, None for a copy that is not made."""
-    ends = {"statistics": (0, layout.q_copy), "q_copy": (layout.q_copy, layout.dout_copy), "dout_copy": (layout.dout_copy, layout.nbytes)}
-    return {name: Span(workspace, start, end - start) if end > start else None for name, (start, end) in ends.items()}
 
 
 def _maps(layouts: Mapping[str, HeadLayout | None], tensors: Mapping[str, Memory]) -> dict[str, TensorMap]:
@@ -260,6 +258,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
     q, k, v = call.q, call.k, call.v
     check_heads(q, k, v, HEAD_DIMS)
     batch = check_lengths(call.cu_seqlens_qo, call.cu_seqlens_kv, q)
+    check_dtype("q", q, dtype_of(DTYPE))
     _check_rows(call)
     total_q, h_q, d_qk = q.shape
     total_k, h_kv, _ = k.shape
@@ -277,15 +276,14 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
         h_q=h_q,
         h_kv=h_kv,
         max_seqlen_q=min(call.max_seqlen_qo, total_q),
-        row_alignment=_row_alignment(call),
     )
     keys = DensePrefillDkdvProblem(arch, problem.dtype, d_qk, batch, h_kv, min(call.max_seqlen_kv, total_k))
     _check_items("q", q, ("max_seqlen_qo", call.max_seqlen_qo), problem.items)
     _check_items("k", k, ("max_seqlen_kv", call.max_seqlen_kv), keys.items)
-    workspace = BackwardWorkspace(total_q, h_q, d_qk, copies=problem.config.access_bytes == ELEMENT_BYTES)
+    workspace = BackwardWorkspace(total_q, h_q)
     common = {"batch": batch, "heads_per_kv": h_q // h_kv, "total_q": total_q, "total_k": total_k, "causal": int(call.causal)}
     rows = {name: getattr(call, name).stride[:2] for name in ("q", "dout", "out", "lse")} | {"dq": strides["dq"]}
-    aligned = row_alignment(call.key_alignment, call.dk, call.dv) == MAX_ROW_ALIGNMENT
+    aligned = all(spec is None or row_alignment(spec, call.key_alignment) == MAX_ROW_ALIGNMENT for spec in (call.dk, call.dv))
     return DensePrefillBackwardPlan(
         kernel=problem.config.name,
         grid=problem.grid(sm_count),
@@ -309,19 +307,10 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillBackwardPlan:
             },
         ),
         workspace=workspace,
-        dq_maps=_dq_layouts(call, workspace, TILE_KEYS[arch.name][d_qk]),
-        dkdv_maps=_dkdv_layouts(call, workspace, TILE_QUERIES[arch.name][d_qk]),
+        dq_maps=_layouts(call, BOX_ROWS, TILE_KEYS[arch.name][d_qk]),
+        dkdv_maps=_layouts(call, TILE_QUERIES[arch.name][d_qk], BOX_ROWS),
         default_scale=d_qk**-0.5,
     )
-
-
-def _row_alignment(call: CallSpec) -> int:
-    """Return the alignment of the rows that dq reads and writes, or ELEMENT_BYTES where a tensor map cannot hold q or dout.
-
-    Variants without tensor maps of q and dout serve the strides that no tensor map can hold, 0 among them.
-    """
-    mapped = all(is_map_stride(map_stride(spec, dim)) for spec in (call.q, call.dout) for dim in (1, 0))
-    return row_alignment(call.address_alignment, call.q, call.dout, call.out, call.dq) if mapped else ELEMENT_BYTES
 
 
 def _named(strides: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
@@ -329,42 +318,18 @@ def _named(strides: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     return {name: value for tensor, pair in strides.items() for name, value in named_strides(tensor, "token head", pair[:2]).items()}
 
 
-def _dq_layouts(call: CallSpec, workspace: BackwardWorkspace, box_keys: int) -> dict[str, HeadLayout | None]:
-    """Return the layouts of the maps of dq, over the copies of q and dout if there are any.
+def _layouts(call: CallSpec, query_rows: int, key_rows: int) -> dict[str, HeadLayout | None]:
+    """Return the layouts of the maps of a launch. ValueError if a tensor map cannot hold a tensor.
 
-    ValueError if a tensor map cannot hold a tensor that is always loaded by one.
+    query_rows, key_rows: rows of a box of q and dout, and of k and v.
     """
-    rows, keys = call.q.shape[0] > 0, call.k.shape[0] > 0
-    q, dout = (_packed(spec) if workspace.copies else spec for spec in (call.q, call.dout))
-    return {
-        "q": _layout("q", q, BOX_ROWS) if rows else None,
-        "dout": _layout("dout", dout, BOX_ROWS) if rows else None,
-        "k": _layout("k", call.k, box_keys) if keys else None,
-        "v": _layout("v", call.v, box_keys) if keys else None,
-    }
-
-
-def _dkdv_layouts(call: CallSpec, workspace: BackwardWorkspace, box_rows: int) -> dict[str, HeadLayout | None]:
-    """Return the layouts of the maps of dkdv, which reads the copies of q and dout if there are any."""
-    rows, keys = call.q.shape[0] > 0, call.k.shape[0] > 0
-    q, dout = (_packed(spec) if workspace.copies else spec for spec in (call.q, call.dout))
-    return {
-        "q": _layout("q", q, box_rows) if rows else None,
-        "dout": _layout("dout", dout, box_rows) if rows else None,
-        "k": _layout("k", call.k, BOX_ROWS) if keys else None,
-        "v": _layout("v", call.v, BOX_ROWS) if keys else None,
-    }
+    boxes = {"q": (call.q, query_rows), "dout": (call.dout, query_rows), "k": (call.k, key_rows), "v": (call.v, key_rows)}
+    return {name: _layout(name, spec, rows) if spec.shape[0] else None for name, (spec, rows) in boxes.items()}
 
 
 def _layout(name: str, spec: TensorSpec, box_rows: int) -> HeadLayout:
     tokens, heads, columns = spec.shape
     return HeadLayout(DTYPE_NAMES[spec.dtype], (columns, heads, tokens), map_strides(name, spec, 1, 0), box_rows)
-
-
-def _packed(spec: TensorSpec) -> TensorSpec:
-    """Return the spec of a contiguous tensor of the same shape."""
-    _, heads, columns = spec.shape
-    return spec._replace(stride=(heads * columns, columns, 1))
 
 
 def _check_rows(call: CallSpec) -> None:
@@ -375,6 +340,7 @@ def _check_rows(call: CallSpec) -> None:
         check_dtype(name, spec, call.q.dtype)
         check_last_contiguous(name, spec)
         check_device(name, spec, call.q.device)
+    check_rows(ROW_BYTES, call.address_alignment, {"q": call.q, "dout": call.dout, "out": call.out}, {"dq": call.dq})
     check_shape("lse", call.lse, rows)
     check_dtype("lse", call.lse, torch.float32)
     check_device("lse", call.lse, call.q.device)

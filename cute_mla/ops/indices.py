@@ -10,7 +10,7 @@ from .tensor_spec import TensorSpec, check_contiguous, check_device, check_dtype
 
 
 def check_queries(q: TensorSpec, *leading: tuple[str, ...]) -> None:
-    """Raise ValueError unless q is bf16 or fp16 [*leading, h_q, 576 or 512] with a supported h_q.
+    """Raise ValueError unless q is bf16 [*leading, h_q, 576 or 512] with a supported h_q.
 
     leading: names of the leading dimensions, for each supported rank.
     """
@@ -18,7 +18,7 @@ def check_queries(q: TensorSpec, *leading: tuple[str, ...]) -> None:
     if len(q.shape) not in ranks or q.shape[-1] not in (D_QK, D_LATENT):
         shapes = " or ".join(f"[{', '.join(names)}, h_q, {D_QK} or {D_LATENT}]" for names in leading)
         raise ValueError(f"q has shape {list(q.shape)}; supported with indices: {shapes}")
-    check_dtype("q", q, torch.bfloat16, torch.float16)
+    check_dtype("q", q, torch.bfloat16)
     check_last_contiguous("q", q)
     error = heads_error(q.shape[-2], 1)
     if error is not None:

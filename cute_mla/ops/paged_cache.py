@@ -268,9 +268,8 @@ def _decoded_format(
         quantised = " and ".join(known.name for known in served.values() if known.quantised)
         raise ValueError(
             f"is_fp8_kvcache is {is_fp8_kvcache} with {name} of {spec.dtype} and {spec.shape[3]} columns; supported: "
-            f"True for {quantised} caches, False for {LATENT.name} ones of bf16 or fp16"
+            f"True for {quantised} caches, False for {LATENT.name} ones of bf16"
         )
-    q_dtype = torch.bfloat16 if cache.quantised else spec.dtype
-    if q.dtype != q_dtype:
-        raise ValueError(f"q has dtype {q.dtype} with {name} of {spec.dtype}; supported with this cache: {q_dtype}")
+    if not cache.quantised:
+        check_dtype(name, spec, q.dtype)
     return cache

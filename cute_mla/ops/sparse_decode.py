@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ..spec.arch import Arch
-from ..spec.dense_decode import MAX_KEYS
+from ..spec.dense_decode import MAX_KEYS, TILINGS
 from ..spec.mla import D_V
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, SparseDecodeArguments, SparseDecodeProblem, serving_kernels
 from ..spec.split_plan import RaggedQueries
@@ -19,7 +19,7 @@ from .limits import MAX_GRID_TOKENS
 from .paged_cache import UNNAMED, GatheredCache, NamedFormat, gathered_cache
 from .split_plan import CallSpec as SplitPlanCall
 from .split_plan import ScheduleKey, check_offsets, launch_plan
-from .strides import row_alignment
+from .strides import check_rows
 from .tensor_spec import DTYPE_NAMES, TensorSpec, check_counts, operand_spec, optional_spec
 
 Arguments = SparseDecodeArguments  # the kernel's
@@ -103,6 +103,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         extra, extra_topk, extra_strides = _check_selection(call, call.extra, cache.cache_format)
     kernels = _kernels(cache, extra)
     check_sink(call.attn_sink, call.q)
+    check_rows(TILINGS[arch.name].row_bytes, call.common.address_alignment, {"q": call.q}, {"out": call.common.out})
     if topk + extra_topk > MAX_KEYS:
         raise ValueError(f"indices and extra_indices_in_kvcache name {topk + extra_topk} slots a token; supported: to {MAX_KEYS}")
     problem = SparseDecodeProblem(
@@ -115,7 +116,6 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         topk=topk,
         extra_topk=extra_topk,
         batch_invariant=call.common.batch_invariant,
-        row_alignment=row_alignment(call.common.address_alignment, call.q, call.common.out),
     )
     num_parts = problem.num_parts(sm_count) if s_q else 1
     results = layout_results(problem, call.common, num_parts, call.q, call.q.dtype, ragged)

@@ -11,7 +11,7 @@ import torch
 
 from ..runtime.current import device_for
 from ..spec.arch import Arch
-from ..spec.dense_decode import MAX_KEYS
+from ..spec.dense_decode import MAX_KEYS, TILINGS
 from ..spec.mla import D_V, LOG2E
 from ..spec.sparse_prefill import MAX_TOKENS, SparsePrefillArguments, SparsePrefillProblem
 from .arguments import check_columns, check_empty_lse, check_integer, check_no_grad, check_scale
@@ -19,7 +19,7 @@ from .indices import check_indices, check_queries, check_sink
 from .launch_plan import LaunchPlan, named_strides
 from .overlap import check_no_overlap
 from .paged_cache import GATHER_ALIGNMENT, MAX_SLOTS
-from .strides import alignment, output_strides, row_alignment
+from .strides import alignment, check_rows, output_strides
 from .tensor_spec import (
     DTYPE_NAMES,
     TensorSpec,
@@ -201,7 +201,6 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> SparsePrefillPlan:
         batch=call.leading[0] if len(call.leading) == 2 else 1,
         s_q=call.leading[-1],
         h_q=h_q,
-        row_alignment=row_alignment(call.address_alignment, q, call.out),
     )
     if problem.tokens > MAX_TOKENS:
         raise ValueError(f"q has shape {list(q.shape)}, {problem.tokens} query tokens; supported: to {MAX_TOKENS}")
@@ -210,6 +209,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> SparsePrefillPlan:
     out_strides = output_strides("out", call.out, out_shape, q.dtype, q)
     if call.out is not None:
         check_last_contiguous("out", call.out)
+    check_rows(TILINGS[arch.name].row_bytes, call.address_alignment, {"q": q}, {"out": call.out})
     return SparsePrefillPlan(
         kernel=problem.config.name,
         grid=problem.grid(sm_count),

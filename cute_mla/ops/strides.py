@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import torch
 
 from ..spec.dense_decode import MAX_ROW_ALIGNMENT
-from .tensor_spec import TensorSpec, check_device, check_dtype, check_shape
+from .tensor_spec import TensorSpec, check_device, check_dtype, check_shape, is_stand_in
 
 TMA_ALIGNMENT = 16  # bytes: of a base address and of every stride that a tensor map holds
 _MAX_MAP_STRIDE = 1 << 40  # bytes, exclusive: what a tensor map can hold
@@ -36,12 +37,38 @@ def check_writable(name: str, spec: TensorSpec) -> None:
         reach += (size - 1) * stride
 
 
-def row_alignment(address_alignment: int, *tensors: TensorSpec | None) -> int:
-    """Return the greatest power of two, at most MAX_ROW_ALIGNMENT, that divides the address of every row of the tensors.
+def check_rows(nbytes: int, address_alignment: int, operands: Mapping[str, TensorSpec], results: Mapping[str, TensorSpec | None]) -> None:
+    """Raise ValueError unless every row of the tensors begins at a multiple of nbytes, a power of two up to MAX_ROW_ALIGNMENT.
 
-    address_alignment: what `alignment` gives for the tensors' base addresses. None: a tensor that is not allocated yet.
+    address_alignment: what `alignment` gives for the tensors' base addresses. results: None for a tensor that is not allocated yet.
     """
-    return alignment(address_alignment, *(stride for spec in tensors if spec is not None for stride in _row_strides(spec)))
+    given = {name: spec for name, spec in {**operands, **results}.items() if spec is not None and 0 not in spec.shape}
+    for name, spec in given.items():
+        apart = row_alignment(spec)
+        if apart < nbytes:
+            copy = "a copy by .contiguous()" if name in operands else "a new tensor"
+            raise ValueError(
+                f"{name} has shape {list(spec.shape)} and strides {list(spec.stride)}, so rows begin at multiples of {apart} bytes; "
+                f"supported: multiples of {nbytes} bytes, as in {copy}"
+            )
+    if given and address_alignment < nbytes:
+        raise ValueError(
+            f"{' or '.join(given)} starts at a multiple of {address_alignment} bytes; supported: multiples of {nbytes} bytes, as in a copy "
+            "by .clone()"
+        )
+
+
+def as_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor, or a copy of it, with rows that a tensor map can hold. The gradient of a sum is expanded, and has none."""
+    strides = [stride * tensor.itemsize for size, stride in zip(tensor.shape[:-1], tensor.stride()[:-1], strict=True) if size > 1]
+    if tensor.stride(-1) != 1 or not all(map(is_map_stride, strides)):
+        return tensor.contiguous()
+    return tensor if is_stand_in(tensor) or tensor.data_ptr() % TMA_ALIGNMENT == 0 else tensor.clone()
+
+
+def row_alignment(spec: TensorSpec, address_alignment: int = 0) -> int:
+    """Return the greatest power of two, at most MAX_ROW_ALIGNMENT, that divides the distances of a tensor's rows, and address_alignment."""
+    return alignment(address_alignment, *_row_strides(spec))
 
 
 def alignment(*distances: int) -> int:
@@ -66,7 +93,7 @@ def map_strides(name: str, spec: TensorSpec, *dimensions: int) -> tuple[int, ...
         if not is_map_stride(stride):
             raise ValueError(
                 f"{name} has shape {list(spec.shape)} and strides {list(spec.stride)}, {stride} bytes along dimension {dim}; "
-                f"supported: positive multiples of {TMA_ALIGNMENT} bytes below {_MAX_MAP_STRIDE}"
+                f"supported: positive multiples of {TMA_ALIGNMENT} bytes below {_MAX_MAP_STRIDE}, as in a copy by .contiguous()"
             )
         strides.append(stride)
     return tuple(strides)

@@ -104,14 +104,20 @@ def check_shape(name: str, spec: TensorSpec, expected: tuple[int | str, ...], wh
 def check_dtype(name: str, spec: TensorSpec, *supported: torch.dtype) -> None:
     """Raise ValueError unless the dtype is a supported one."""
     if spec.dtype not in supported:
-        raise ValueError(f"{name} has dtype {spec.dtype}; supported: {', '.join(str(dtype) for dtype in supported)}")
+        raise ValueError(f"{name} has dtype {spec.dtype}; supported: {_supported(spec.dtype, supported)}")
 
 
 def check_dtype_of_columns(name: str, spec: TensorSpec, supported: Collection[str]) -> None:
     """Raise ValueError unless the dtype is one that kernels have for the columns of the tensor, "bf16" or "fp16"."""
     if DTYPE_NAMES.get(spec.dtype) not in supported:
-        known = ", ".join(str(dtype) for dtype, short in DTYPE_NAMES.items() if short in supported)
+        known = _supported(spec.dtype, [dtype for dtype, short in DTYPE_NAMES.items() if short in supported])
         raise ValueError(f"{name} has dtype {spec.dtype} with {spec.shape[-1]} columns; supported: {known}")
+
+
+def _supported(given: torch.dtype, supported: Collection[torch.dtype]) -> str:
+    """List supported dtypes, and for fp16 the conversion to one of them."""
+    listed = ", ".join(map(str, supported))
+    return f"{listed}, as .to(torch.bfloat16) gives" if given == torch.float16 and torch.bfloat16 in supported else listed
 
 
 def check_device(name: str, spec: TensorSpec, device: torch.device, beside: str = "q") -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
-from .cache_format import FP8_584, V41, CacheFormat
-from .cache_rows import CACHED, KEYS_PER_BLOCK, CacheRowsConfig, key_types, latent_columns, rotary_columns
-from .mla import D_ROPE, ceil_div
+from .cache_format import FP8_584, LATENT, V41, CacheFormat
+from .cache_rows import CACHED, KEYS_PER_BLOCK, CacheRowsConfig, latent_columns, rotary_columns
+from .mla import BF16, D_ROPE, DTYPES, ceil_div
 
 WARPS = KEYS_PER_BLOCK
 THREADS = 32 * WARPS
@@ -64,6 +64,11 @@ PARAMS = params_of(CacheInsertArguments)
 def config_of(cache: CacheFormat, dtype: str) -> CacheRowsConfig:
     """Return the variant for a cache of this format and keys of this element type, "bf16" or "fp16"."""
     return CacheRowsConfig(cache.kernels, dtype)
+
+
+def key_types(cache: CacheFormat) -> tuple[str, ...]:
+    """Return the element types of keys and queries: fp16 where dense decode has it."""
+    return DTYPES if cache is LATENT else (BF16,)
 
 
 def rotates_values(cache: CacheFormat) -> bool:

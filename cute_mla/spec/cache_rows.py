@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_PAGED, CacheFormat
-from .mla import D_QK, D_ROPE, DTYPES, ELEMENT_BYTES, LATENT_DIMS
+from .mla import BF16, D_QK, D_ROPE, DTYPES, ELEMENT_BYTES, LATENT_DIMS
 
 # All columns e4m3, times one fp32 scale for the whole cache: 576 bytes a token
 FP8_576 = CacheFormat("fp8_576", D_QK, D_QK, 0, D_QK, 0, scales_inside=True)
@@ -25,7 +25,6 @@ CACHED: dict[str, CacheFormat] = {
 }
 KNOWN: dict[str, CacheFormat] = {**FORMATS, **CACHED}  # every name of a format, with or without kernels
 
-BF16 = DTYPES[0]
 ANY_16_BITS = "b16"  # element type of keys that are only copied
 VECTOR = 8  # 16-bit elements that a lane moves at a time
 KEYS_PER_BLOCK = 4  # one warp takes one key
@@ -70,8 +69,8 @@ def latent_columns(cache: CacheFormat) -> int:
 
 
 def key_types(cache: CacheFormat) -> tuple[str, ...]:
-    """Return the element types that keys outside a cache of this format can have."""
-    return DTYPES if rotary_columns(cache) or not cache.quantised else (BF16,)
+    """Return the element types that keys outside a cache of this format can have: those that are only copied, either."""
+    return (BF16,) if cache.quantised else DTYPES
 
 
 def closed_variants() -> tuple[CacheRowsConfig, ...]:

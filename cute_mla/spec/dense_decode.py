@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
-from .mla import D_QK, ELEMENT_BYTES, LATENT_DIMS, LatentDims, ceil_div, key_dtypes
+from .mla import BF16, D_QK, LATENT_DIMS, LatentDims, ceil_div, key_dtypes
 from .split_plan import MAX_PARTS, TILE_KEYS, invariant_splits
 
 TILE_ROWS = 64  # query rows (query token x head) of one CTA
@@ -92,12 +92,11 @@ PARAMS = params_of(DenseDecodeArguments)
 class Tiling:
     """Tiling of query rows by an architecture's kernel.
 
-    wide_bytes: bytes that the faster variants load and store at a time; the other variants access one element.
-    clusters: numbers of CTAs that may share every key tile. With (1, 2), two CTAs share if the rows give an even number
-        of CTAs and the accesses are wide.
+    row_bytes: every row of q and out begins at a multiple of so many bytes; kernels load and store as many at a time.
+    clusters: numbers of CTAs that may share every key tile. With (1, 2), two CTAs share if the rows give an even number of CTAs.
     """
 
-    wide_bytes: int
+    row_bytes: int
     clusters: tuple[int, ...]
 
     @property
@@ -105,19 +104,12 @@ class Tiling:
         """True if CTAs come in pairs for any number of rows."""
         return self.clusters == (2,)
 
-    @property
-    def shapes(self) -> tuple[tuple[int, int], ...]:
-        """(CTAs of a cluster, bytes of an access) of every variant."""
-        return *((cluster, self.wide_bytes) for cluster in self.clusters), (self.clusters[0], ELEMENT_BYTES)
-
-    def shape(self, row_ctas: int, row_alignment: int) -> tuple[int, int]:
-        """Return the shape that serves this many CTAs along the rows, with rows that begin at multiples of row_alignment bytes."""
-        wide = row_alignment % self.wide_bytes == 0
-        shared = self.paired or (2 in self.clusters and wide and row_ctas % 2 == 0)
-        return 2 if shared else 1, self.wide_bytes if wide else ELEMENT_BYTES
+    def cluster(self, row_ctas: int) -> int:
+        """Return the CTAs that share key tiles where there are this many along the rows."""
+        return 2 if self.paired or (2 in self.clusters and row_ctas % 2 == 0) else 1
 
 
-TILINGS = {SM90.name: Tiling(wide_bytes=4, clusters=(1, 2)), SM100.name: Tiling(wide_bytes=16, clusters=(2,))}
+TILINGS = {SM90.name: Tiling(row_bytes=4, clusters=(1, 2)), SM100.name: Tiling(row_bytes=16, clusters=(2,))}
 
 
 LATENT = "latent"  # q and cache of out's type
@@ -148,15 +140,12 @@ class DenseDecodeConfig:
 
     dtype: element type of out, and of q and cache where operands do not say otherwise ("bf16" or "fp16").
     cluster: CTAs along the rows that share each key tile (1 or 2).
-    access_bytes: every row of q and out begins at a multiple of this; the kernel may access as much at a time. ELEMENT_BYTES:
-        a row may begin anywhere, and elements are accessed one by one.
     operands: LATENT, FP8_CACHE or FP8.
     d_qk: columns of a key, one of LATENT_DIMS; other numbers than D_QK with LATENT and bf16 only.
     """
 
     dtype: str
     cluster: int
-    access_bytes: int
     operands: str = LATENT
     d_qk: int = D_QK
 
@@ -170,7 +159,7 @@ class DenseDecodeConfig:
         """The kernel's name in the manifest, without op and arch."""
         types = self.dtype if self.operands == LATENT else f"{self.dtype}_{self.operands}"
         types += "" if self.d_qk == D_QK else f"_d{self.d_qk}"
-        return f"{types}_cluster{self.cluster}" + ("_elements" if self.access_bytes == ELEMENT_BYTES else "")
+        return f"{types}_cluster{self.cluster}"
 
 
 @dataclass(frozen=True)
@@ -178,7 +167,6 @@ class DenseDecodeProblem:
     """The shapes of one call. They decide, with the architecture, on variant, grid and workspace.
 
     dtype, operands, d_qk: as in DenseDecodeConfig. pages_per_request: columns of the block table, the bound on a request's length.
-    row_alignment: the greatest power of two, at most 16, that divides the address of every row of q and out.
     """
 
     arch: Arch
@@ -190,7 +178,6 @@ class DenseDecodeProblem:
     page_size: int
     pages_per_request: int
     batch_invariant: bool = False
-    row_alignment: int = MAX_ROW_ALIGNMENT
     operands: str = LATENT
     d_qk: int = D_QK
 
@@ -212,8 +199,7 @@ class DenseDecodeProblem:
     @property
     def config(self) -> DenseDecodeConfig:
         """The variant that serves this problem."""
-        shape = tiling(self.arch, self.operands).shape(self.row_ctas, self.row_alignment)
-        return DenseDecodeConfig(self.dtype, *shape, self.operands, self.d_qk)
+        return DenseDecodeConfig(self.dtype, tiling(self.arch, self.operands).cluster(self.row_ctas), self.operands, self.d_qk)
 
     @property
     def box_keys(self) -> int:
@@ -258,12 +244,17 @@ def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int) -> int:
     return min(max(sm_count // (h_kv * max(row_ctas(arch, rows), 1)), 1), MAX_PARTS)
 
 
+def out_dtypes(operands: str, d_qk: int = D_QK) -> tuple[str, ...]:
+    """Return the element types of out: FlashMLA's tests have fp16 with caches of 16 bits alone."""
+    return key_dtypes(d_qk) if operands == LATENT else (BF16,)
+
+
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
     return tuple(
-        DenseDecodeConfig(dtype, *shape, operands, d_qk)
+        DenseDecodeConfig(dtype, cluster, operands, d_qk)
         for operands in OPERANDS
         for d_qk in (LATENT_DIMS if operands == LATENT else (D_QK,))
-        for dtype in key_dtypes(d_qk)
-        for shape in tiling(arch, operands).shapes
+        for dtype in out_dtypes(operands, d_qk)
+        for cluster in tiling(arch, operands).clusters
     )

@@ -21,16 +21,15 @@ from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
-from .dense_decode import MAX_ROW_ALIGNMENT
-from .mla import DTYPES, ELEMENT_BYTES, ceil_div
+from .mla import DTYPES, ceil_div
 
 HEAD_DIMS = {192: 128, 128: 128, 256: 256}  # columns of q and k, and those of v and out that go with them
 TILE_ROWS = {SM90.name: 128, SM100.name: 256}  # query rows of one work item
 BOX_COLUMNS = 64  # of all boxes: 128 swizzled bytes
 BOX_ROWS = 64  # of boxes of q; of k and v, where they divide a tile
 TILE_KEYS = 128
-# with 256 columns on sm90, where O takes half of the registers: what they hold beside it, and beside Q on its way to shared memory
-WIDE_TILE_KEYS, WIDE_ELEMENTS_TILE_KEYS = 80, 64
+WIDE_TILE_KEYS = 80  # with 256 columns on sm90, where O takes half of the registers: what they hold beside it
+ROW_BYTES = 16  # every row of q, k, v and out begins at a multiple of so many bytes
 MAX_ITEMS = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - max(TILE_ROWS.values())  # of q, and of k and v: the end of the last tile can be counted in 32 bits
 RANKED_ROUNDS = 4  # 132 CTAs: keys of 67,584 rows, 43 MB with 192 columns; with 2, causal calls take up to 8 % longer in a model
@@ -41,7 +40,7 @@ TURNED_EIGHTHS = 5  # of the CTAs: by how many the first of a run is further tha
 class DensePrefillArguments(NamedTuple):
     """Launch arguments of dense_prefill, in ABI order: the one list that host, launch and kernel share."""
 
-    q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, 64), 128-byte swizzle; any map in variants that access elements
+    q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, 64), 128-byte swizzle
     k_map: TensorMap  # dims (d_qk, h_kv, total_k), box (64, 1, key_box_rows), likewise
     v_map: TensorMap  # dims (d_v, h_kv, total_k), likewise
     q: Pointer  # dtype [total_q, h_q, d_qk]
@@ -75,13 +74,11 @@ class DensePrefillConfig:
     """One compiled variant.
 
     dtype: element type of q, k, v and out. d_qk: columns of q and k.
-    access_bytes: 16: rows of q and out begin at multiples of it, and q comes by TMA; 2: at any element.
     cluster: CTAs that take a work item together.
     """
 
     dtype: str
     d_qk: int
-    access_bytes: int
     cluster: int = 1
 
     @property
@@ -91,9 +88,7 @@ class DensePrefillConfig:
 
     def tile_keys(self, arch: Arch) -> int:
         """Keys of one tile."""
-        if arch.name != SM90.name or self.d_v == HEAD_DIMS[128]:
-            return TILE_KEYS
-        return WIDE_TILE_KEYS if self.access_bytes > ELEMENT_BYTES else WIDE_ELEMENTS_TILE_KEYS
+        return TILE_KEYS if arch.name != SM90.name or self.d_v == HEAD_DIMS[128] else WIDE_TILE_KEYS
 
     def key_box_rows(self, arch: Arch) -> int:
         """Rows of the boxes of k and v."""
@@ -103,14 +98,14 @@ class DensePrefillConfig:
     @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
-        return f"{self.dtype}_d{self.d_qk}" + ("_elements" if self.access_bytes == ELEMENT_BYTES else "")
+        return f"{self.dtype}_d{self.d_qk}"
 
 
 @dataclass(frozen=True)
 class DensePrefillProblem:
     """The shapes of one call. They decide, with the architecture, on variant and grid.
 
-    max_seqlen_q: query rows of the longest sequence. row_alignment: as in DenseDecodeProblem.
+    max_seqlen_q: query rows of the longest sequence.
     """
 
     arch: Arch
@@ -120,13 +115,11 @@ class DensePrefillProblem:
     h_q: int
     h_kv: int
     max_seqlen_q: int
-    row_alignment: int = MAX_ROW_ALIGNMENT
 
     @property
     def config(self) -> DensePrefillConfig:
         """The variant that serves this problem."""
-        wide = self.row_alignment % MAX_ROW_ALIGNMENT == 0
-        return variant(self.arch, self.dtype, self.d_qk, MAX_ROW_ALIGNMENT if wide else ELEMENT_BYTES)
+        return variant(self.arch, self.dtype, self.d_qk)
 
     @property
     def row_blocks(self) -> int:
@@ -154,18 +147,12 @@ def head_dtypes(d_qk: int) -> tuple[str, ...]:
     return DTYPES if HEAD_DIMS[d_qk] == HEAD_DIMS[128] else DTYPES[:1]
 
 
-def variant(arch: Arch, dtype: str, d_qk: int, access_bytes: int) -> DensePrefillConfig:
+def variant(arch: Arch, dtype: str, d_qk: int) -> DensePrefillConfig:
     """Return the variant of an architecture. On sm100 pairs of CTAs take items of heads of 256 columns."""
     paired = arch.name == SM100.name and HEAD_DIMS[d_qk] > HEAD_DIMS[128]
-    return DensePrefillConfig(dtype, d_qk, access_bytes, 2 if paired else 1)
+    return DensePrefillConfig(dtype, d_qk, 2 if paired else 1)
 
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
-    return tuple(
-        variant(arch, dtype, d_qk, access)
-        for dtype in DTYPES
-        for d_qk in HEAD_DIMS
-        if dtype in head_dtypes(d_qk)
-        for access in (MAX_ROW_ALIGNMENT, ELEMENT_BYTES)
-    )
+    return tuple(variant(arch, dtype, d_qk) for dtype in DTYPES for d_qk in HEAD_DIMS if dtype in head_dtypes(d_qk))

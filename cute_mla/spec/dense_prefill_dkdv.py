@@ -15,8 +15,9 @@ from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
-from .dense_prefill import HEAD_DIMS, head_dtypes
-from .mla import DTYPES, ceil_div
+from .dense_prefill import HEAD_DIMS
+from .dense_prefill_dq import DTYPE
+from .mla import ceil_div
 
 # by architecture and d_qk: keys of one work item
 TILE_KEYS = {SM90.name: {192: 128, 128: 128, 256: 64}, SM100.name: {192: 128, 128: 128, 256: 128}}
@@ -27,10 +28,7 @@ TILE_QUERIES = {SM90.name: {192: 64, 128: 64, 256: 64}, SM100.name: {192: 96, 12
 
 
 class DensePrefillDkdvArguments(NamedTuple):
-    """Launch arguments of dense_prefill_dkdv, in ABI order: the one list that host, launch and kernel share.
-
-    q_map and dout_map lie over q and dout, or over their copies in the workspace where dense_prefill_dq made such.
-    """
+    """Launch arguments of dense_prefill_dkdv, in ABI order: the one list that host, launch and kernel share."""
 
     q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, tile queries), 128-byte swizzle
     dout_map: TensorMap  # dims (d_v, h_q, total_q), likewise
@@ -118,4 +116,4 @@ class DensePrefillDkdvProblem:
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillDkdvConfig, ...]:
     """Return every variant that ships for an architecture."""
-    return tuple(DensePrefillDkdvConfig(dtype, d_qk) for dtype in DTYPES for d_qk in HEAD_DIMS if dtype in head_dtypes(d_qk))
+    return tuple(DensePrefillDkdvConfig(DTYPE, d_qk) for d_qk in HEAD_DIMS)

@@ -6,8 +6,7 @@ With the forward's lse and out, and dout, the gradient of out, for each sequence
     ds_ij = p_ij (<dout_i, v_j> - delta_i)            dq_i = softmax_scale * sum_j ds_ij k_j
 
 Variants and work items are those of dense_prefill, but for the rows of an item, TILE_ROWS on every architecture, and no CTAs share one.
-The kernel leaves statistics of the rows in the workspace, and, in variants that access elements, copies of q and dout whose rows TMA can
-load.
+The kernel leaves statistics of the rows in the workspace.
 """
 
 from __future__ import annotations
@@ -17,22 +16,23 @@ from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
-from .dense_prefill import HEAD_DIMS, DensePrefillConfig, DensePrefillProblem
+from .dense_prefill import DensePrefillConfig, DensePrefillProblem
 from .dense_prefill import closed_variants as forward_variants
-from .mla import ELEMENT_BYTES, ceil_div
+from .mla import BF16, ceil_div
 
+DTYPE = BF16  # of all operands and gradients, but lse
 TILE_ROWS = 128  # query rows of one work item
 # by architecture and d_qk: keys of one tile, and rows of the boxes of k and v
 TILE_KEYS = {SM90.name: {192: 96, 128: 128, 256: 64}, SM100.name: {192: 128, 128: 128, 256: 64}}
 STATISTICS = 2  # of a row: lse in log2 units, delta
 STATISTIC_BYTES = 4  # fp32
-WORKSPACE_ALIGNMENT = 128  # bytes; of each part of the workspace
+WORKSPACE_ALIGNMENT = 128  # bytes, of which the size of the workspace is a multiple
 
 
 class DensePrefillDqArguments(NamedTuple):
     """Launch arguments of dense_prefill_dq, in ABI order: the one list that host, launch and kernel share."""
 
-    q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, 64), 128-byte swizzle; of q_copy in variants that access elements
+    q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, 64), 128-byte swizzle
     dout_map: TensorMap  # dims (d_v, h_q, total_q), likewise
     k_map: TensorMap  # dims (d_qk, h_kv, total_k), box (64, 1, TILE_KEYS), 128-byte swizzle
     v_map: TensorMap  # dims (d_v, h_kv, total_k), likewise
@@ -44,8 +44,8 @@ class DensePrefillDqArguments(NamedTuple):
     cu_seqlens_k: Pointer  # int32 [batch + 1]
     dq: Pointer  # dtype [total_q, h_q, d_qk]
     statistics: Pointer  # fp32 [2, h_q, statistics_stride], out: lse * log2(e), +inf for a row without gradient; delta
-    q_copy: Pointer  # dtype [total_q, h_q, d_qk], contiguous, out, in variants that access elements; else unused
-    dout_copy: Pointer  # dtype [total_q, h_q, d_v], likewise
+    q_copy: Pointer  # null, as the next: the launch of the built kernels has a place for both
+    dout_copy: Pointer
     # in elements
     q_stride_token: Int64
     q_stride_head: Int64
@@ -89,15 +89,10 @@ class DensePrefillDqProblem(DensePrefillProblem):
 
 @dataclass(frozen=True)
 class BackwardWorkspace:
-    """Layout of the workspace that both kernels of the backward share; offsets and sizes in bytes.
-
-    copies: whether it holds copies of q and dout: in variants that access elements. d_qk: of these.
-    """
+    """The workspace that both kernels of the backward share: the statistics of every row."""
 
     total_q: int
     h_q: int
-    d_qk: int
-    copies: bool
 
     @property
     def statistics_stride(self) -> int:
@@ -105,28 +100,12 @@ class BackwardWorkspace:
         return ceil_div(self.total_q, 4) * 4
 
     @property
-    def q_copy(self) -> int:
-        """Return the offset of the copy of q, which follows the statistics."""
-        return _aligned(STATISTICS * self.h_q * self.statistics_stride * STATISTIC_BYTES)
-
-    @property
-    def dout_copy(self) -> int:
-        """Return the offset of the copy of dout."""
-        return self.q_copy + self._rows(self.d_qk)
-
-    @property
     def nbytes(self) -> int:
-        """Return the size."""
-        return self.dout_copy + (self._rows(HEAD_DIMS[self.d_qk]) if self.copies else 0)
-
-    def _rows(self, columns: int) -> int:
-        return _aligned(self.total_q * self.h_q * columns * ELEMENT_BYTES) if self.copies else 0
-
-
-def _aligned(nbytes: int) -> int:
-    return ceil_div(nbytes, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
+        """Return the size in bytes."""
+        rows = STATISTICS * self.h_q * self.statistics_stride * STATISTIC_BYTES
+        return ceil_div(rows, WORKSPACE_ALIGNMENT) * WORKSPACE_ALIGNMENT
 
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
-    return tuple(replace(config, cluster=1) for config in forward_variants(arch))
+    return tuple(replace(config, cluster=1) for config in forward_variants(arch) if config.dtype == DTYPE)

@@ -12,11 +12,11 @@ from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import Arch
 from .dense_prefill import DensePrefillConfig
 from .dense_prefill import closed_variants as unmasked_variants
-from .mla import DTYPES, ELEMENT_BYTES
+from .mla import BF16
 
 MASK_WORD_KEYS = 32  # keys of a word of a mask
 HEAD_DIMS = (192, 128)  # columns of q and k
-DTYPE = DTYPES[0]
+DTYPE = BF16
 
 
 class MaskedPrefillArguments(NamedTuple):
@@ -54,9 +54,5 @@ PARAMS = params_of(MaskedPrefillArguments)
 
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
-    """Return every variant that ships for an architecture: rows of 16-byte multiples alone."""
-    return tuple(
-        config
-        for config in unmasked_variants(arch)
-        if config.dtype == DTYPE and config.d_qk in HEAD_DIMS and config.access_bytes > ELEMENT_BYTES
-    )
+    """Return every variant that ships for an architecture."""
+    return tuple(config for config in unmasked_variants(arch) if config.dtype == DTYPE and config.d_qk in HEAD_DIMS)

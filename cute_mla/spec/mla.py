@@ -30,7 +30,7 @@ VALUE_COLUMNS = tuple(dict.fromkeys(dims.latent for dims in LATENT_DIMS.values()
 
 MAX_HEADS = 128
 
-DTYPES = ("bf16", "fp16")
+BF16, FP16 = DTYPES = ("bf16", "fp16")
 ELEMENT_BYTES = 2  # of either
 
 LOG2E = math.log2(math.e)  # of softmax scales and sinks, for exponentials in base 2
@@ -38,7 +38,7 @@ LOG2E = math.log2(math.e)  # of softmax scales and sinks, for exponentials in ba
 
 def key_dtypes(d_qk: int) -> tuple[str, ...]:
     """Return the 16-bit element types of dense decode over keys of this many columns: models with other columns than D_QK have bf16."""
-    return DTYPES if d_qk == D_QK else DTYPES[:1]
+    return DTYPES if d_qk == D_QK else (BF16,)
 
 
 def ceil_div(numerator: int, denominator: int) -> int:

@@ -14,8 +14,8 @@ from typing import NamedTuple
 from .abi import Float32, Int32, Int64, Pointer, params_of
 from .arch import Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
-from .dense_decode import MAX_ROW_ALIGNMENT, TILINGS, num_parts, row_ctas
-from .mla import ELEMENT_BYTES
+from .dense_decode import TILINGS, num_parts, row_ctas
+from .mla import BF16
 from .split_plan import invariant_splits
 
 
@@ -74,11 +74,7 @@ PARAMS = params_of(SparseDecodeArguments)
 
 
 # What calls can have: element type of q and out, format of the first cache
-QUERY_AND_CACHE = (
-    ("bf16", LATENT.name),
-    ("fp16", LATENT.name),
-    *(("bf16", cache.name) for cache in (FP8_656, FP8_584, V41, V41_PAGED, NOPE_528)),
-)
+QUERY_AND_CACHE = tuple((BF16, cache.name) for cache in (LATENT, FP8_656, FP8_584, V41, V41_PAGED, NOPE_528))
 DECODED: dict[str, CacheFormat] = {cache: FORMATS[cache] for _, cache in QUERY_AND_CACHE}  # formats of a first cache
 DECODED_BESIDE: dict[str, CacheFormat] = {**DECODED, V41_FP4.name: V41_FP4}  # formats of a second one
 
@@ -91,7 +87,7 @@ def serving_kernels(cache: CacheFormat, extra: CacheFormat | None = None) -> str
 
 
 # The compiled variants: element type of q and out, and what serving_kernels names
-KERNELS = (*dict.fromkeys((dtype, FORMATS[cache].kernels) for dtype, cache in QUERY_AND_CACHE), ("bf16", V41_FP4.name))
+KERNELS = (*dict.fromkeys((dtype, FORMATS[cache].kernels) for dtype, cache in QUERY_AND_CACHE), (BF16, V41_FP4.name))
 
 
 @dataclass(frozen=True)
@@ -99,13 +95,12 @@ class SparseDecodeConfig:
     """One compiled variant.
 
     dtype: element type of q and out, and of a latent cache. cache: as serving_kernels names the formats of both caches.
-    cluster: CTAs that share the gathered tiles (1 or 2). access_bytes: as in dense_decode.
+    cluster: CTAs that share the gathered tiles (1 or 2).
     """
 
     dtype: str
     cache: str
     cluster: int
-    access_bytes: int
 
     @property
     def format(self) -> CacheFormat:
@@ -125,14 +120,14 @@ class SparseDecodeConfig:
     @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
-        return f"{self.dtype}_{self.cache}_cluster{self.cluster}" + ("_elements" if self.access_bytes == ELEMENT_BYTES else "")
+        return f"{self.dtype}_{self.cache}_cluster{self.cluster}"
 
 
 @dataclass(frozen=True)
 class SparseDecodeProblem:
     """The shapes of one call. They decide, with the architecture, on variant, grid and workspace.
 
-    cache: as in SparseDecodeConfig. row_alignment: as in DenseDecodeProblem.
+    cache: as in SparseDecodeConfig.
     """
 
     arch: Arch
@@ -144,7 +139,6 @@ class SparseDecodeProblem:
     topk: int
     extra_topk: int = 0
     batch_invariant: bool = False
-    row_alignment: int = MAX_ROW_ALIGNMENT
 
     @property
     def row_ctas(self) -> int:
@@ -154,7 +148,7 @@ class SparseDecodeProblem:
     @property
     def config(self) -> SparseDecodeConfig:
         """The variant that serves this problem."""
-        return SparseDecodeConfig(self.dtype, self.cache, *TILINGS[self.arch.name].shape(self.row_ctas, self.row_alignment))
+        return SparseDecodeConfig(self.dtype, self.cache, TILINGS[self.arch.name].cluster(self.row_ctas))
 
     @property
     def max_keys(self) -> int:
@@ -177,5 +171,5 @@ class SparseDecodeProblem:
 
 def closed_variants(arch: Arch) -> tuple[SparseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
-    shapes = TILINGS[arch.name].shapes
-    return tuple(SparseDecodeConfig(dtype, cache, *shape) for dtype, cache in KERNELS for shape in shapes)
+    clusters = TILINGS[arch.name].clusters
+    return tuple(SparseDecodeConfig(dtype, cache, cluster) for dtype, cache in KERNELS for cluster in clusters)

@@ -9,15 +9,15 @@ prologue and epilogue overlap with its neighbours. A token is numbered over the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import product
 from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
 from .arch import Arch
-from .dense_decode import MAX_ROW_ALIGNMENT, TILE_ROWS, TILINGS
-from .mla import D_LATENT, D_QK, DTYPES, ELEMENT_BYTES, ceil_div
+from .dense_decode import TILE_ROWS, TILINGS
+from .mla import BF16, D_LATENT, D_QK, ceil_div
 
 HEAD_DIMS = (D_QK, D_LATENT)  # columns of q and of a row of the latent
+DTYPE = BF16  # of q, kv and out
 MAX_GROUPS = (1 << 16) - 1  # groups of CTAs: what the third dimension of a grid can hold
 MAX_TOKENS = (1 << 31) - 1 - MAX_GROUPS  # so that the token after a group's last one can be counted in 32 bits
 
@@ -74,23 +74,22 @@ class SparsePrefillConfig:
     """One compiled variant.
 
     dtype: element type of q, kv and out. d_qk: columns of a row, 576 or 512.
-    cluster: CTAs that share the gathered tiles (1 or 2); on sm100, the CTAs along the heads. access_bytes: as in dense_decode.
+    cluster: CTAs that share the gathered tiles (1 or 2); on sm100, the CTAs along the heads.
     """
 
     dtype: str
     d_qk: int
     cluster: int
-    access_bytes: int
 
     @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
-        return f"{self.dtype}_d{self.d_qk}_cluster{self.cluster}" + ("_elements" if self.access_bytes == ELEMENT_BYTES else "")
+        return f"{self.dtype}_d{self.d_qk}_cluster{self.cluster}"
 
 
 @dataclass(frozen=True)
 class SparsePrefillProblem:
-    """The shapes of one call. They decide, with the architecture, on variant and grid. row_alignment: as in DenseDecodeProblem."""
+    """The shapes of one call. They decide, with the architecture, on variant and grid."""
 
     arch: Arch
     dtype: str
@@ -98,7 +97,6 @@ class SparsePrefillProblem:
     batch: int
     s_q: int
     h_q: int
-    row_alignment: int = MAX_ROW_ALIGNMENT
 
     @property
     def tokens(self) -> int:
@@ -114,8 +112,7 @@ class SparsePrefillProblem:
     def config(self) -> SparsePrefillConfig:
         """The variant that serves this problem."""
         tiling = TILINGS[self.arch.name]
-        cluster, access_bytes = tiling.shape(self.row_ctas, self.row_alignment)
-        return SparsePrefillConfig(self.dtype, self.d_qk, self.row_ctas if tiling.paired else cluster, access_bytes)
+        return SparsePrefillConfig(self.dtype, self.d_qk, self.row_ctas if tiling.paired else tiling.cluster(self.row_ctas))
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return the CTAs along (heads, 1, tokens that run at the same time): as many as keep every SM busy with one CTA."""
@@ -126,5 +123,5 @@ def closed_variants(arch: Arch) -> tuple[SparsePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
     tiling = TILINGS[arch.name]
     # where CTAs come in pairs, a kernel of its own has up to TILE_ROWS heads, for which the rows of a pair would be half empty
-    shapes = tuple(product((1, 2), (tiling.wide_bytes, ELEMENT_BYTES))) if tiling.paired else tiling.shapes
-    return tuple(SparsePrefillConfig(dtype, d_qk, *shape) for dtype in DTYPES for d_qk in HEAD_DIMS for shape in shapes)
+    clusters = (1, 2) if tiling.paired else tiling.clusters
+    return tuple(SparsePrefillConfig(DTYPE, d_qk, cluster) for d_qk in HEAD_DIMS for cluster in clusters)

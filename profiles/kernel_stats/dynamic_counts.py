@@ -29,12 +29,12 @@ from ...spec.dense_prefill_dkdv import TILE_QUERIES as DKDV_QUERIES
 from ...spec.dense_prefill_dq import TILE_KEYS as DQ_KEYS
 from ...spec.dense_prefill_dq import TILE_ROWS as DQ_ROWS
 from ...spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
-from ...spec.mla import D_LATENT, D_QK, DTYPES, ELEMENT_BYTES, LATENT_DIMS
+from ...spec.mla import D_LATENT, D_QK, DTYPES, LATENT_DIMS
 from ...spec.mqa_logits import HEAD_TILES, ITEM_BLOCKS, MqaLogitsConfig
 from ...spec.mqa_logits import TILE_KEYS as LOGITS_KEYS
 from ...spec.sparse_decode import KERNELS
 from ...spec.split_plan import TILE_KEYS
-from ...testing.cases.base import BaseCase, QLayout
+from ...testing.cases.base import BaseCase
 from ...testing.cases.dense_decode import DenseDecodeCase
 from ...testing.cases.dense_prefill import DensePrefillCase
 from ...testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DqCase
@@ -155,41 +155,40 @@ def case_of(entry: KernelEntry) -> CaseFactory | None:
 
 def _dense_decode(arch: Arch) -> Iterator[CaseFactory]:
     variants = [*((operands, D_QK) for operands in OPERANDS), *((LATENT, d_qk) for d_qk in LATENT_DIMS if d_qk != D_QK)]
-    for dtype, (operands, d_qk), (heads, layout) in product(DTYPES, variants, _ROWS):
-        yield lambda keys, pieces=1, d=dtype, c=d_qk, o=operands, h=heads, q=layout: DenseDecodeCase(  # type: ignore[misc]
-            d, batch=pieces, s_k=keys, h_q=h, d_qk=c, operands=o, q_layout=q, outputs="given", sm_count=h // TILE_ROWS
+    for dtype, (operands, d_qk), heads in product(DTYPES, variants, _HEADS):
+        yield lambda keys, pieces=1, d=dtype, c=d_qk, o=operands, h=heads: DenseDecodeCase(  # type: ignore[misc]
+            d, batch=pieces, s_k=keys, h_q=h, d_qk=c, operands=o, outputs="given", sm_count=h // TILE_ROWS
         )
 
 
 def _sparse_decode(arch: Arch) -> Iterator[CaseFactory]:
-    for (dtype, kernels), (heads, layout) in product(KERNELS, _ROWS):
-        yield partial(_sparse_decode_case, dtype, kernels, heads, layout)
+    for (dtype, kernels), heads in product(KERNELS, _HEADS):
+        yield partial(_sparse_decode_case, dtype, kernels, heads)
 
 
-def _sparse_decode_case(dtype: str, kernels: str, heads: int, layout: QLayout, keys: int, pieces: int = 1) -> SparseDecodeCase:
+def _sparse_decode_case(dtype: str, kernels: str, heads: int, keys: int, pieces: int = 1) -> SparseDecodeCase:
     """Return a case over one cache, or over a window of a first one and the rest of a second one whose format is its own."""
     first = FORMATS[kernels].beside
     numbers = (WINDOW * TILE_KEYS, keys - WINDOW * TILE_KEYS) if first else (keys,)
     main, *extra = (Pool(number, number) for number in numbers)
-    case = SparseDecodeCase(dtype, batch=pieces, cache=first or kernels, h_q=heads, main=main, q_layout=layout, sm_count=heads // TILE_ROWS)
+    case = SparseDecodeCase(dtype, batch=pieces, cache=first or kernels, h_q=heads, main=main, sm_count=heads // TILE_ROWS)
     return replace(case, extra_cache=kernels, extra=extra[0]) if extra else case
 
 
 def _sparse_prefill(arch: Arch) -> Iterator[CaseFactory]:
-    for dtype, d_qk, (heads, layout) in product(DTYPES, (D_QK, D_LATENT), _ROWS):
-        yield lambda keys, pieces=1, d=dtype, c=d_qk, h=heads, q=layout: SparsePrefillCase(  # type: ignore[misc]
-            d, s_q=pieces, d_qk=c, h_q=h, s_kv=keys, topk=keys, q_layout=q, sm_count=h // TILE_ROWS
+    for d_qk, heads in product((D_QK, D_LATENT), _HEADS):
+        yield lambda keys, pieces=1, c=d_qk, h=heads: SparsePrefillCase(  # type: ignore[misc]
+            s_q=pieces, d_qk=c, h_q=h, s_kv=keys, topk=keys, sm_count=h // TILE_ROWS
         )
 
 
 def _dense_prefill(arch: Arch) -> Iterator[CaseFactory]:
-    for dtype, d_qk, layout in product(DTYPES, HEAD_DIMS, ("packed", "odd")):
-        yield lambda keys, pieces=1, d=dtype, c=d_qk, q=layout: DensePrefillCase(  # type: ignore[misc]
+    for dtype, d_qk in product(DTYPES, HEAD_DIMS):
+        yield lambda keys, pieces=1, d=dtype, c=d_qk: DensePrefillCase(  # type: ignore[misc]
             d,
             d_qk=c,
             lengths=((PREFILL_ROWS[arch.name], keys),) * pieces,
-            q_layout=q,
-            sm_count=variant(arch, d, c, ELEMENT_BYTES).cluster,
+            sm_count=variant(arch, d, c).cluster,
         )
 
 
@@ -201,16 +200,14 @@ def _masked_prefill(arch: Arch) -> Iterator[CaseFactory]:
 
 
 def _dense_prefill_dq(arch: Arch) -> Iterator[CaseFactory]:
-    for dtype, d_qk, layout in product(DTYPES, DQ_KEYS[arch.name], ("packed", "odd")):
-        yield lambda keys, pieces=1, d=dtype, c=d_qk, q=layout: DqCase(  # type: ignore[misc]
-            d, d_qk=c, lengths=((DQ_ROWS, keys),) * pieces, q_layout=q, sm_count=1
-        )
+    for d_qk in DQ_KEYS[arch.name]:
+        yield lambda keys, pieces=1, c=d_qk: DqCase(d_qk=c, lengths=((DQ_ROWS, keys),) * pieces, sm_count=1)  # type: ignore[misc]
 
 
 def _dense_prefill_dkdv(arch: Arch) -> Iterator[CaseFactory]:
-    for dtype, d_qk in product(DTYPES, DKDV_QUERIES[arch.name]):
-        yield lambda keys, pieces=1, d=dtype, c=d_qk: DensePrefillBackwardCase(  # type: ignore[misc]
-            d, d_qk=c, lengths=((keys, DKDV_KEYS[arch.name][c]),) * pieces, sm_count=1
+    for d_qk in DKDV_QUERIES[arch.name]:
+        yield lambda keys, pieces=1, c=d_qk: DensePrefillBackwardCase(  # type: ignore[misc]
+            d_qk=c, lengths=((keys, DKDV_KEYS[arch.name][c]),) * pieces, sm_count=1
         )
 
 
@@ -235,8 +232,7 @@ def _mqa_logits_case(config: MqaLogitsConfig, keys: int, pieces: int = 1) -> Mqa
     )
 
 
-_LAYOUTS: tuple[QLayout, ...] = ("packed", "odd")
-_ROWS = tuple(product((2 * TILE_ROWS, TILE_ROWS), _LAYOUTS))  # (heads, layout of q) that together select every variant
+_HEADS = (2 * TILE_ROWS, TILE_ROWS)  # that together select every variant
 _CASES: dict[str, Callable[[Arch], Iterator[CaseFactory]]] = {
     "dense_decode": _dense_decode,
     "sparse_decode": _sparse_decode,

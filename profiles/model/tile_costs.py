@@ -301,7 +301,7 @@ def _sparse_prefill_heads64(d_qk: int) -> Block:
 
 def prefill_variant(config: Config) -> DensePrefillConfig:
     """Return the variant of dense prefill that a configuration of the manifest names."""
-    usual = {"d_qk": 192, "access_bytes": 16, "cluster": 1}
+    usual = {"d_qk": 192, "cluster": 1}
     return DensePrefillConfig("bf16", *(int(config.get(name, number)) for name, number in usual.items()))
 
 

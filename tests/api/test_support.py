@@ -41,7 +41,7 @@ REFUSED: Values = {
 }
 SPARSE: Values = {
     **PLAIN,
-    "dtype": HALVES,
+    "dtype": ("bf16", torch.bfloat16),
     "h_q": (1, 3, 63, 128),
     "h_kv": (1,),
     "head_dim": (576, 512),
@@ -51,7 +51,7 @@ SPARSE: Values = {
 }
 BAD_SPARSE: Values = {
     **REFUSED,
-    "dtype": ("fp8", "e4m3", torch.float32),
+    "dtype": ("fp8", "fp16", "e4m3", torch.float32),
     "h_q": (0, 129, 1.5),
     "h_kv": (0, 2),
     "head_dim": (128,),
@@ -155,7 +155,7 @@ GOOD: dict[str, Values] = {
     },
     "dense_prefill": {**DENSE_PREFILL, "key_mask": BOTH},
     "sparse_prefill": {**SPARSE, "s_q": DENSE_PREFILL["s_q"], "kv_offsets": BOTH, "indexer_topk": (0, 1, 65, 2048)},
-    **dict.fromkeys(BACKWARD_OPS, DENSE_PREFILL),
+    **{op: {**DENSE_PREFILL, "dtype": ("bf16", torch.bfloat16)} for op in BACKWARD_OPS},
     **dict.fromkeys(CACHE_OPS, ROWS),
     "cache_insert": {**ROWS, "h_q": (1, 33, 128)},
     **dict.fromkeys(INDEXER_OPS, SELECTION),
@@ -236,6 +236,10 @@ def test_formats_with_other_features() -> None:
     refused = is_supported("sparse_decode", "sm90", kv_format="latent", fp8_kvcache=True)
     assert refused == (False, "fp8_kvcache is True with kv_format 'latent'; supported: False")
     assert is_supported("sparse_decode", "sm90", kv_format="fp8_656", dtype="fp16")[1].endswith("supported: bf16")
+    assert is_supported("dense_decode", "sm90", kv_format="fp8_576", dtype="fp16")[1].endswith("supported: bf16, e4m3")
+    assert is_supported("cache_write", "sm90", kv_format="latent_512", dtype="fp16")[0]
+    assert is_supported("cache_insert", "sm90", kv_format="latent", dtype="fp16")[0]
+    assert is_supported("cache_insert", "sm90", kv_format="latent_512", dtype="fp16")[1].endswith("supported: bf16")
     refused = is_supported("sparse_decode", "sm90", kv_format="latent", extra_kv_format="fp8_656")
     assert refused == (False, "extra_kv_format is 'fp8_656' with kv_format 'latent'; supported: latent")
     assert is_supported("sparse_decode", "sm90", kv_format="v41_paged", extra_kv_format="v41_fp4", head_dim=512, fp8_kvcache=True)[0]
@@ -271,10 +275,11 @@ def test_features_together() -> None:
 
 def test_features_of_sparse_decode_together() -> None:
     assert is_supported("sparse_decode", "sm90", fp8_kvcache=True, head_dim=512, dtype="bf16", attn_sink=True, extra_cache=True)[0]
-    assert is_supported("sparse_decode", "sm90", fp8_kvcache=False, head_dim=576, dtype=torch.float16)[0]
+    assert is_supported("sparse_decode", "sm90", fp8_kvcache=False, head_dim=576, dtype=torch.bfloat16)[0]
     for dtype in ("fp16", torch.float16):
-        refused = is_supported("sparse_decode", "sm90", fp8_kvcache=True, dtype=dtype)
-        assert refused == (False, "dtype is fp16 with an FP8 cache; supported: bf16")
+        assert is_supported("sparse_decode", "sm90", dtype=dtype)[1].endswith("; supported: bf16")
+        refused = is_supported("dense_decode", "sm90", fp8_kvcache=True, dtype=dtype)
+        assert refused == (False, "dtype is fp16 with an FP8 cache; supported: bf16, e4m3")
     assert is_supported("sparse_decode", "sm90", fp8_kvcache=False, head_dim=512) == (
         False,
         "head_dim is 512 without an FP8 cache; supported: 576",
@@ -283,8 +288,8 @@ def test_features_of_sparse_decode_together() -> None:
 
 
 @pytest.mark.parametrize("head_dim", [576, 512])
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
-def test_features_of_sparse_prefill_together(head_dim: int, dtype: str, arch: Arch) -> None:
+def test_features_of_sparse_prefill_together(head_dim: int, arch: Arch) -> None:
+    dtype = "bf16"
     options = {"attn_sink": True, "topk_length": True, "kv_offsets": True}
     assert is_supported("sparse_prefill", arch.name, h_q=96, h_kv=1, head_dim=head_dim, dtype=dtype, topk=77, **options)[0]
     assert is_supported("sparse_prefill", arch.name, fp8_kvcache=False, head_dim=head_dim, dtype=dtype)[0]
@@ -296,9 +301,9 @@ def test_features_of_sparse_prefill_together(head_dim: int, dtype: str, arch: Ar
 def test_heads_of_256_columns_are_bf16() -> None:
     for columns in ({"head_dim": 256}, {"head_dim_v": 256}):
         ((name, value),) = columns.items()
-        for op in ("dense_prefill", *BACKWARD_OPS):
-            refused = is_supported(op, "sm90", dtype="fp16", **columns)
-            assert refused == (False, f"dtype is fp16 with {name} {value}; supported: bf16")
+        refused = is_supported("dense_prefill", "sm90", dtype="fp16", **columns)
+        assert refused == (False, f"dtype is fp16 with {name} {value}; supported: bf16")
+    assert is_supported(*BACKWARD_OPS, "sm90", dtype="fp16")[1].endswith("; supported: bf16")
 
 
 @pytest.mark.parametrize(
@@ -319,7 +324,8 @@ def test_features_of_dense_prefill_together(head_dim: int, head_dim_v: int, dtyp
 
 @pytest.mark.parametrize("op", CACHE_OPS)
 def test_features_of_cache_kernels_together(op: str) -> None:
-    assert is_supported(op, "sm90", fp8_kvcache=True, head_dim=512, dtype="fp16", page_size=61)[0]
+    assert is_supported(op, "sm90", fp8_kvcache=True, head_dim=512, dtype="bf16", page_size=61)[0]
+    assert is_supported(op, "sm90", fp8_kvcache=True, dtype="fp16") == (False, "dtype is fp16 with an FP8 cache; supported: bf16")
     assert is_supported(op, "sm90", fp8_kvcache=False, head_dim=512, kv_format="latent_512")[0]
     refused = is_supported(op, "sm90", head_dim=576, kv_format="latent_512")
     assert refused == (False, "head_dim is 576 with kv_format 'latent_512'; supported: 512")

@@ -100,7 +100,7 @@ def gather_call() -> Call:
     cache = torch.randint(0, 100, (3, 16, 1, 656), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
     cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
     table = torch.tensor([[1], [2]], dtype=torch.int32)
-    return "gather_kv_cache", {"k_cache": cache, "block_table": table, "cu_seqlens": cu_seqlens, "rows": 5, "dtype": torch.float16}
+    return "gather_kv_cache", {"k_cache": cache, "block_table": table, "cu_seqlens": cu_seqlens, "rows": 5, "dtype": torch.bfloat16}
 
 
 def topk_call() -> Call:

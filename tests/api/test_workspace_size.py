@@ -63,18 +63,14 @@ def _decode(draw: random.Random, sparse: bool) -> Drawn:
 
 
 def _backward(draw: random.Random) -> Drawn:
-    """Draw a backward pass, whose rows may not begin at multiples of 16 bytes."""
+    """Draw a backward pass."""
     batch, total_q, total_k = draw.choice((0, 1, 3)), draw.choice((0, 1, 5, 130)), draw.choice((0, 3, 70))
     h_kv, d_qk = draw.choice((1, 2)), draw.choice((128, 192, 256))
     h_q, d_v = h_kv * draw.choice((1, 3)), 256 if d_qk == 256 else 128
-    q, copied = bf16(total_q, h_q, d_qk), draw.random() < 0.5
-    if copied:
-        q = bf16(total_q * h_q * d_qk + 1)[1:].view(q.shape)
+    q = bf16(total_q, h_q, d_qk)
     rows, keys = bf16(total_q, h_q, d_v), (bf16(total_k, h_kv, d_qk), bf16(total_k, h_kv, d_v))
     lengths = (counts(*[0] * (batch + 1)),) * 2
     size: dict[str, Any] = {"batch": batch, "s_q": total_q, "h_q": h_q, "h_kv": h_kv, "total_q": total_q}
-    if copied and q.numel():
-        size["copied_head_dim"] = d_qk
 
     def call(workspace: torch.Tensor) -> Any:
         lse = torch.zeros(total_q, h_q)

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from cute_mla.runtime.current import device_for
 from tests.fuzz.scalars import is_flag, is_integer, is_scale
 
 WIDE = (torch.bfloat16, torch.float16)
@@ -58,6 +59,11 @@ def share_memory(tensor: Tensor, other: Tensor) -> bool:
     if end <= other_start or other_end <= start:
         return False
     return max(tensor.numel(), other.numel()) > 1 << 24 or np.intersect1d(bytes_of(tensor), bytes_of(other), True).size > 0
+
+
+def row_bytes() -> int:
+    """Return the number of bytes at multiples of which rows of decode and of sparse prefill begin, on the simulated device."""
+    return {"sm90": 4, "sm100": 16}[device_for(torch.device("cpu")).arch.name]
 
 
 class Contract:
@@ -114,6 +120,14 @@ class Contract:
         strides = byte_strides(tensor, *dims)
         self.require(all(stride % 16 == 0 and (stride > 0 or not positive) and stride < 1 << 40 for stride in strides), name)
         self.require(tensor.data_ptr() % 16 == 0, name)
+
+    def rows(self, *names: str, nbytes: int = 16) -> None:
+        """Rows of these tensors, of those that are given and not empty, begin at multiples of so many bytes."""
+        for name in names:
+            tensor = self.get(name)
+            if is_plain(tensor) and tensor.numel() and tensor.device.type != "meta":
+                distances = (tensor.data_ptr(), *byte_strides(tensor, *range(tensor.dim() - 1)))
+                self.require(not any(distance % nbytes for distance in distances), name)
 
     def counts(self, name: str, size: tuple[int | None, ...], optional: bool = False) -> Tensor | None:
         """Lengths or offsets: contiguous int32."""
@@ -201,6 +215,7 @@ def sparse_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
     if sink is not None and c.shaped("attn_sink", sink, h_q):
         c.require(sink.is_contiguous(), "attn_sink")
     c.output("out", (*leading, h_q, 512), (q.dtype,), last=True)
+    c.rows("q", "out", nbytes=row_bytes())
     for name in ("max_logits", "lse", "lse_indexer"):
         c.output(name, (*leading, h_q), (torch.float32,))
     c.same_device(q, "kv", "indices", "topk_length", "attn_sink", "kv_offsets", "out", "max_logits", "lse", "lse_indexer")
@@ -208,16 +223,15 @@ def sparse_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
     return c.faults
 
 
-def _varlen(c: Contract) -> Tensor | None:
+def _varlen(c: Contract, forward: bool = True) -> Tensor | None:
     """Check what forward and backward have in common. Return q, None if there is no telling what the rest should be."""
     for name in ("max_seqlen_qo", "max_seqlen_kv"):
         c.require(is_integer(c.get(name)) and c.get(name) >= 0, name)
-    q = c.tensor("q", *WIDE)
+    q = c.tensor("q", *(WIDE if forward else (torch.bfloat16,)))
     if q is not None and q.dim() == 3:
         c.require(q.dtype == torch.bfloat16 or q.shape[-1] != 256, "q")
     if q is None or not c.require(q.dim() == 3 and q.shape[-1] in PREFILL_COLUMNS and q.shape[1] >= 1, "q"):
         return None
-    c.last_contiguous("q", q)
     k, v = c.tensor("k", q.dtype), c.tensor("v", q.dtype)
     if k is None or v is None:
         c.faults.add("q")
@@ -225,7 +239,7 @@ def _varlen(c: Contract) -> Tensor | None:
     if c.shaped("k", k, None, None, q.shape[2]):
         c.require(k.shape[1] >= 1 and q.shape[1] % max(k.shape[1], 1) == 0, "q", "k")
         c.shaped("v", v, *k.shape[:2], PREFILL_COLUMNS[q.shape[-1]], beside="k")
-    for name, tensor in (("k", k), ("v", v)):
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
         c.last_contiguous(name, tensor)
         if tensor.dim() == 3 and len(tensor):
             c.aligned(name, tensor, 0, 1)
@@ -253,6 +267,7 @@ def dense_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
     if q is None:
         return c.faults
     c.output("out", (*q.shape[:2], PREFILL_COLUMNS[q.shape[-1]]), (q.dtype,), last=True)
+    c.rows("out")
     c.output("lse", tuple(q.shape[:2]), (torch.float32,))
     _masked(c, q)
     c.same_device(q, "k", "v", "cu_seqlens_qo", "cu_seqlens_kv", "key_mask", "out", "lse")
@@ -283,7 +298,7 @@ def backward_faults(arguments: Mapping[str, Any], workspace: Callable[..., int])
     """Return the faulty arguments of flash_attn_varlen_backward. workspace(..): bytes, as workspace_size."""
     c = Contract(arguments)
     c.numbers(softmax_scale=is_optional(is_scale), **dict.fromkeys(("causal", "deterministic"), is_flag))
-    q = _varlen(c)
+    q = _varlen(c, forward=False)
     if q is None:
         return c.faults
     for name in ("dout", "out"):
@@ -292,32 +307,24 @@ def backward_faults(arguments: Mapping[str, Any], workspace: Callable[..., int])
             c.faults.add("q")
         elif c.shaped(name, rows, *q.shape[:2], PREFILL_COLUMNS[q.shape[2]]):
             c.last_contiguous(name, rows)
+            if len(rows):
+                c.aligned(name, rows, 0, 1, positive=name == "dout")
     c.shaped("lse", c.tensor("lse", torch.float32), *q.shape[:2])
     if c.faults:
         return c.faults
     k, v = c.arguments["k"], c.arguments["v"]
     for name, like in (("dq", q), ("dk", k), ("dv", v)):
         c.output(name, tuple(like.shape), (q.dtype,), last=True)
+    c.rows("dq")
     given = c.tensor("workspace", optional=True)
     if given is not None and c.require(given.is_contiguous(), "workspace") and not c.faults:
         shape = {"batch": len(c.arguments["cu_seqlens_qo"]) - 1, "s_q": int(c.arguments["max_seqlen_qo"]), "h_q": q.shape[1]}
-        copied = q.shape[2] if _copies(c) else None
-        size = workspace("dense_prefill_backward", **shape, h_kv=k.shape[1], total_q=len(q), copied_head_dim=copied, device="cpu")
+        size = workspace("dense_prefill_backward", **shape, h_kv=k.shape[1], total_q=len(q), device="cpu")
         c.require(given.nbytes >= size, "workspace")
         c.require(given.device.type == "meta" or given.data_ptr() % 16 == 0, "workspace")
     c.same_device(q, "dout", "k", "v", "out", "lse", "cu_seqlens_qo", "cu_seqlens_kv", "dq", "dk", "dv", "workspace")
     c.apart(("dq", "dk", "dv", "workspace"))
     return c.faults
-
-
-def _copies(c: Contract) -> bool:
-    """Return whether rows that are copied to the workspace begin anywhere but at multiples of 16 bytes, or cannot be told by TMA."""
-    tensors = [c.arguments[name] for name in ("q", "dout", "out", "dq") if c.get(name) is not None]
-    strides = [stride for tensor in tensors for stride in byte_strides(tensor, 0, 1)]
-    loaded = [stride for name in ("q", "dout") for stride in byte_strides(c.arguments[name], 0, 1)]
-    return any(number % 16 for number in (*strides, *(tensor.data_ptr() for tensor in tensors))) or any(
-        not 0 < stride < 1 << 40 for stride in loaded
-    )
 
 
 def packed_faults(name: str, before_v: int) -> Callable[[Mapping[str, Any]], set[str]]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.spec.dense_decode import unit_tokens
 from cute_mla.spec.split_plan import RaggedQueries
-from tests.fuzz.contract import BYTES, E4M3, WIDE, Contract, is_empty_lse, is_optional
+from tests.fuzz.contract import BYTES, E4M3, WIDE, Contract, is_empty_lse, is_optional, row_bytes
 from tests.fuzz.scalars import is_flag, is_integer, is_scale
 
 MOST_TOKENS = 1 << 24
@@ -104,14 +104,15 @@ def decode_faults(arguments: Mapping[str, Any], parts: Callable[..., int], works
     absent = ("descale_q", "descale_k", "tree_mask", "window") if sparse else ("extra_k_cache", "extra_indices_in_kvcache")
     for name in (*absent, *(() if sparse else ("topk_length", "extra_topk_length"))):
         c.require(c.get(name) is None, name)
-    q = c.tensor("q", *WIDE, *(() if sparse else (E4M3,)))
+    q = c.tensor("q", *((torch.bfloat16,) if sparse else (*WIDE, E4M3)))
     columns = {576: 512, 512: 512} if sparse else DECODE_COLUMNS
     dims = 4 if c.get("cu_seqlens_q") is None else 3
     fits = q is not None and q.dim() == dims and q.shape[-1] in columns and 1 <= q.shape[-2] <= 128
     if q is None or not c.require(fits, "q", "indices", "cu_seqlens_q"):
         return c.faults
     c.require(c.get("head_dim_v") == columns[q.shape[-1]], "head_dim_v", "q")
-    c.require(sparse or q.dtype != torch.float16 or q.shape[-1] == 576, "q")
+    c.require(q.dtype != torch.float16 or q.shape[-1] == 576, "q")
+    c.rows("q", "out", nbytes=row_bytes())
     c.last_contiguous("q", q)
     most = 65_535 if sparse and dims == 4 else MOST_TOKENS
     c.require(q.shape[dims - 3] <= most, "q")
@@ -127,7 +128,7 @@ def decode_faults(arguments: Mapping[str, Any], parts: Callable[..., int], works
     needed = workspace(op, **tokens.shape, **heads, **bound, batch_invariant=invariant, device="cpu")
     rows = (q.shape[-2], tokens.plan_tokens) if sparse else (tokens.plan_tokens * (q.shape[-2] // h_kv), h_kv)
     _plan(c, q, tokens, parts(*rows) if tokens.plan_tokens else 1)
-    _decode_results(c, q, tokens, WIDE if q.dtype == E4M3 else (q.dtype,), needed)
+    _decode_results(c, q, tokens, (torch.bfloat16 if q.dtype == E4M3 else q.dtype,), needed)
     return c.faults
 
 
@@ -140,6 +141,7 @@ def _dense_cache(c: Contract, q: Tensor) -> tuple[Tokens, int, int] | None:
     if cache is None:
         c.faults.add("q")
         return None
+    c.require(cache.dtype != E4M3 or q.dtype != torch.float16, "q", "k_cache")
     fits = cache.dim() == 4 and cache.shape[3] == q.shape[-1] and (cache.dtype != E4M3 or q.shape[-1] == 576)
     if not c.require(fits, "k_cache", "q"):
         return None
@@ -255,7 +257,7 @@ def _gathered(c: Contract, name: str, format_name: str, q: Tensor, fp8: bool) ->
         return None
     c.require(quantised == fp8, "is_fp8_kvcache", name)
     c.require(q.shape[-1] == (576 if kind in ("fp8_656", "latent") else 512), "q", name)
-    c.require(q.dtype == (torch.bfloat16 if quantised else cache.dtype), "q", name)
+    c.require(quantised or cache.dtype == torch.bfloat16, "q", name)
     c.require(cache.shape[1] > 0, name)
     c.last_contiguous(name, cache)
     c.aligned(name, cache, 0, *(() if kind in _PAGED else (1,)))

@@ -36,6 +36,12 @@ def unwritten(cache: Tensor) -> Tensor:
     return cache.float().isnan().all(dim=-1)
 
 
+def test_fp16_weights_have_no_cache_in_e4m3() -> None:
+    sequences = Sequences.drawn(V2_LITE, [3], torch.float16)
+    with pytest.raises(ValueError, match=r"k_cache has dtype torch\.float8_e4m3fn; supported: torch\.float16$"):
+        step(sequences, rounded(sequences), [0], 0)
+
+
 @pytest.mark.parametrize("decodes", [0, 3])
 def test_it_is_the_layer_over_the_rounded_keys(decodes: int) -> None:
     """In fp32 on the reference path, against a cache of fp32 with the same keys, to which nothing is added."""
@@ -53,7 +59,7 @@ def test_it_is_the_layer_over_the_rounded_keys(decodes: int) -> None:
     assert TOLERANCE[torch.float32] < error < ROUNDING, "rounded, but not by more"
 
 
-@pytest.mark.parametrize(("config", "dtype"), [(V3, torch.bfloat16), (V2_LITE, torch.float16)])
+@pytest.mark.parametrize(("config", "dtype"), [(V3, torch.bfloat16), (V2_LITE, torch.bfloat16)])
 def test_by_the_kernels(config: dict[str, object], dtype: torch.dtype, arch: Arch) -> None:
     """A mixed batch: the same bytes in the cache as on the layer's reference path, and the same output but for roundings of 16 bits."""
     sequences = Sequences.drawn(config, [66, 9, 8], dtype).with_context(CONTEXTS)
@@ -72,7 +78,7 @@ def test_by_the_kernels(config: dict[str, object], dtype: torch.dtype, arch: Arc
     assert (out.float() - naive).abs().max() <= (ROUNDING + TOLERANCE[dtype]) * naive.abs().max()
 
 
-@pytest.mark.parametrize(("config", "dtype"), [(V3, torch.bfloat16), (V2_LITE, torch.float16)])
+@pytest.mark.parametrize(("config", "dtype"), [(V3, torch.bfloat16), (V2_LITE, torch.bfloat16)])
 def test_queries_in_e4m3(config: dict[str, object], dtype: torch.dtype, arch: Arch) -> None:
     """Decode rounds its queries too, and prefill does not: by the kernels as on the reference path, and near the exact result."""
     contexts = [65, 20, 0]

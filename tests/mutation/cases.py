@@ -108,5 +108,4 @@ def cases(op: str, arch: Arch) -> Iterator[BaseCase]:
         for case in CASES.get(op, ()):
             more = {} if heads is None else {"h_q": heads}
             sms = 1 if heads is None else pair if heads == 9 else 2
-            for layout in ("packed", "odd"):
-                yield replace(case, sm_count=case.sm_count or sms, q_layout=layout, **more)  # type: ignore[arg-type]
+            yield replace(case, sm_count=case.sm_count or sms, **more)  # type: ignore[arg-type]

@@ -92,7 +92,7 @@ class SmokeSubject:
         """Yield the cases of the suite that may launch the kernel, with the schedules under which `cute-mla verify` runs them."""
         arch = ARCHS[self.kernel.arch]
         for op in ops_of(self.kernel):
-            cases = [entry.case for entry in suite(suite_name, op, simulated=True) if entry.mode != "skipped"]
+            cases = [entry.case for entry in suite(suite_name, op, simulated=True, arch=arch) if entry.mode != "skipped"]
             for case, (schedule,) in zip(cases, schedules_in_turn(cases, arch, 0), strict=True):
                 if {self.kernel.op, case.kernel_op} == _EITHER:
                     continue

@@ -45,7 +45,7 @@ UNDRAWN: tuple[BaseCase, ...] = (
     SparseDecodeCase(h_q=16, main=Pool(300, 300), values="peaks", sm_count=4),
     SparseDecodeCase(h_q=16, main=Pool(300, 256), values="coherent", sm_count=2),  # rounded scales, to bf16 or to powers of two, show
     replace(SPARSE_PREFILL, s_q=9, h_q=128, lengths="edges", indices="mixed", sm_count=5),
-    SparsePrefillCase("fp16", s_q=2, h_q=64, d_qk=512, s_kv=800, topk=500, values="amplified", softmax_scale=64.0, sm_count=2),
+    SparsePrefillCase(s_q=2, h_q=64, d_qk=512, s_kv=800, topk=500, values="amplified", softmax_scale=64.0, sm_count=2),
     *(replace(SPARSE_PREFILL, h_q=16, s_kv=300, topk=260, softmax_scale=scale) for scale in (1e-4, 1.0, 30.0)),
     DensePrefillCase(lengths=((17, 40), (40, 65)), h_kv=1, group=4, causal=True, sm_count=3),
     DensePrefillCase("fp16", d_qk=128, lengths=((17, 40), (40, 65)), h_kv=1, group=8, causal=True, sm_count=3),
@@ -80,12 +80,12 @@ SCHEDULED: tuple[BaseCase, ...] = (
     replace(SPARSE, cache="v41", extra_cache="v41_fp4"),
     SparseDecodeCase(cache="latent", batch=4, tokens=(1, 0, 3), main=Pool(140, 130, 62, (130, 0, 3, 500)), outputs="given", sm_count=12),
     SparsePrefillCase(s_q=4, h_q=10, s_kv=300, topk=200, lengths=(130, 0, 65, 200), indices="mixed", sinks="drawn", sm_count=4),
-    SparsePrefillCase("fp16", d_qk=512, s_q=3, h_q=128, s_kv=300, topk=130, lengths=(130, 0, 65), indices="mixed", sm_count=4),
+    SparsePrefillCase(d_qk=512, s_q=3, h_q=128, s_kv=300, topk=130, lengths=(130, 0, 65), indices="mixed", sm_count=4),
     VARLEN,
-    replace(VARLEN, dtype="fp16", d_qk=128, q_layout="odd", causal=False, values="falling"),
+    replace(VARLEN, dtype="fp16", d_qk=128, q_layout="sliced", causal=False, values="falling"),
     replace(VARLEN, lengths=((65, 150), (0, 20), (3, 1)), group=1, mask="random", mask_layout="padded"),
     replace(BACKWARD, lengths=((70, 140), (9, 30)), causal=True),
-    replace(BACKWARD, dtype="fp16", d_qk=128, lengths=((65, 70), (0, 3), (7, 0)), group=2),
+    replace(BACKWARD, d_qk=128, lengths=((65, 70), (0, 3), (7, 0)), group=2),
     replace(BACKWARD, d_qk=256, lengths=((70, 65), (0, 3), (9, 0)), group=2, causal=True),
 )
 

@@ -54,7 +54,6 @@ CLOCKS = [
     ("dense_prefill", SM90.name, {"d_qk": 192}, 2560, 2304),
     ("dense_prefill", SM90.name, {"d_qk": 128}, 2048, 1792),
     ("dense_prefill", SM90.name, {"d_qk": 256}, 2560, 2432),
-    ("dense_prefill", SM90.name, {"d_qk": 256, "access_bytes": 2}, 2048, 2048),
     ("dense_prefill", SM100.name, {"d_qk": 192}, 2560, 2688),
     ("dense_prefill", SM100.name, {"d_qk": 256, "cluster": 2}, 2048, 1536),
     ("dense_prefill_dq", SM90.name, {"d_qk": 192}, 3072, 2656),

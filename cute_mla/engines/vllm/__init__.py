@@ -4,7 +4,7 @@ vLLM calls register() in each of its processes, through the entry point `cute_ml
 backend is imported only when vLLM looks the backend up.
 
     dense    decode over bf16, fp16 and e4m3 caches
-    sparse   decode and prefill by indices, over bf16 and fp16 caches and FP8 caches of 656 bytes a token
+    sparse   decode and prefill by indices, over bf16 caches and FP8 caches of 656 bytes a token
     prefill  dense prefill of new tokens and of chunks of the context
 """
 

@@ -25,7 +25,7 @@ from ...api import flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadat
 from ...spec.mla import D_QK, D_V, LATENT_DIMS
 from ..plan_buffers import Plan, PlanBuffers
 from . import SPARSE
-from .capability import DTYPES, PACKED_CACHE, WIDE_CACHES, block_sizes, has_kernels_for, head_sizes, supported_on_any, unsupported_reason
+from .capability import PACKED_CACHE, block_sizes, has_kernels_for, head_sizes, supported_on_any, unsupported_reason
 from .indexer import serve_indexer
 from .layers import CacheWriteMixin, check_options, concatenate_queries, graph_query_len, reserve_queries
 
@@ -36,8 +36,8 @@ _PREFILL = "sparse_prefill"  # also decodes over 16-bit caches of 512 columns
 class CuteMlaSparse(AttentionBackend):
     """Backend for the configurations of sparse decode that is_supported accepts."""
 
-    supported_dtypes: ClassVar[list[torch.dtype]] = DTYPES
-    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", *WIDE_CACHES, PACKED_CACHE]
+    supported_dtypes: ClassVar[list[torch.dtype]] = [torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list[str]] = ["auto", "bfloat16", PACKED_CACHE]
 
     @staticmethod
     def get_name() -> str:

@@ -67,7 +67,6 @@ from ..sm100.config import (
     ROW_BYTES,
     SCORE_WARP,
     TMEM_COLUMNS,
-    VECTOR,
     Geometry,
     Pipes,
     Tiles,
@@ -96,7 +95,6 @@ class DenseDecodeSm100(AttentionKernel):
         super().__init__(abi, arch)
         self.kind = config.operands
         self.operand_dtype = abi.query_dtype
-        self.vectors = config.access_bytes == 4 * VECTOR
         self.geometry = Geometry.of(self.operand_dtype, config.dims.latent)
         self.has_rope = config.dims.rotary > 0
         self.smem = self.geometry.smem()
@@ -124,7 +122,7 @@ class DenseDecodeSm100(AttentionKernel):
             self.score_role().run(operands, tiles, pipes, tmem)
         elif warp < geometry.load_warp:
             self.set_registers(OUTPUT_REGISTERS)
-            OutputRole(geometry, self.dtype, self.vectors).run(operands, tiles, pipes, tmem)
+            OutputRole(geometry, self.dtype).run(operands, tiles, pipes, tmem)
         else:
             self.set_registers(OTHER_REGISTERS)
             if warp == geometry.load_warp:
@@ -135,7 +133,7 @@ class DenseDecodeSm100(AttentionKernel):
 
     def score_role(self) -> ScoreRole:
         """Return the score role: with e4m3 operands, two groups of warps take tiles in turn."""
-        queries = QueryLoader(self.geometry, self.has_rope, vectors=self.vectors)
+        queries = QueryLoader(self.geometry, self.has_rope)
         rows = AlternatingRows.create if self.geometry.score_groups > 1 else ScoreRows.create
         return ScoreRole(self.geometry, self.operand_dtype, KeyMask(clears_unused=True), DescaledRows(self.kind), queries, rows)
 

@@ -22,7 +22,7 @@ from ...spec.mla import D_LATENT
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives.e4m3 import widen_in_pairs
-from ..sm100.config import CTA_ROPE, EVEN_CTA, SIXTEEN_BIT, TMEM_COLUMNS, VECTOR, Pipes, Tiles
+from ..sm100.config import CTA_ROPE, EVEN_CTA, SIXTEEN_BIT, TMEM_COLUMNS, Pipes, Tiles
 from ..sm100.mma import MmaRole, PairGemm
 from ..sm100.output import OutputRole
 from ..sm100.pair import begin, end, initialise
@@ -114,7 +114,6 @@ class DenseDecodeSm100Fp8Cache(AttentionKernel):
 
     def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
         super().__init__(DenseDecodeAbi(config), arch)
-        self.vectors = config.access_bytes == 4 * VECTOR
         self.smem = SIXTEEN_BIT.smem()
 
     @cute.jit
@@ -129,12 +128,12 @@ class DenseDecodeSm100Fp8Cache(AttentionKernel):
         tmem = begin(tiles, warp, MMA_WARP)
         if warp < OUTPUT_WARP:
             cute.arch.setmaxregister_increase(SCORE_REGISTERS)
-            queries = QueryLoader(SIXTEEN_BIT, has_rope=True, vectors=self.vectors)
+            queries = QueryLoader(SIXTEEN_BIT, has_rope=True)
             mask, row_scale = KeyMask(clears_unused=False), DescaledRows(FP8_CACHE)
             ScoreRole(SIXTEEN_BIT, self.dtype, mask, row_scale, queries).run(operands.with_descales(FP8_CACHE), tiles, pipes, tmem)
         elif warp < PRODUCER_WARP:
             cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
-            OutputRole(SIXTEEN_BIT, self.dtype, self.vectors).run(operands, tiles, pipes, tmem)
+            OutputRole(SIXTEEN_BIT, self.dtype).run(operands, tiles, pipes, tmem)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_increase(PRODUCER_REGISTERS)
             RowProducer(self.columns, PagedKeys()).run(operands, tiles, pipes, warp - PRODUCER_WARP)

@@ -47,7 +47,7 @@ from cutlass import Int32, cute
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeConfig
-from ...spec.mla import D_LATENT, ELEMENT_BYTES, LATENT_DIMS
+from ...spec.mla import D_LATENT, LATENT_DIMS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
 from ..attention.tiles import BOX_COLUMNS
@@ -100,7 +100,6 @@ class DenseDecodeSm90(AttentionKernel):
     def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
         super().__init__(DenseDecodeAbi(config), arch)
         self.cluster = config.cluster
-        self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
         self.geometry = geometry_of(config.d_qk, config.cluster)
         self.smem = self.geometry.smem(self.dtype)
 
@@ -128,14 +127,12 @@ class DenseDecodeSm90(AttentionKernel):
                 LoadRole(geometry, self.cluster).run(operands, tiles, pipes)
         elif group == 1:
             set_registers(geometry.score_registers)
-            scores = partial(LatentScores.create, geometry, self.dtype, self.pairs)
+            scores = partial(LatentScores.create, geometry, self.dtype)
             ScoreRole(scores, KeyMask(), DescaledRows(LATENT), d_v=geometry.d_v).run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
             output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, unseen=operands)
-            OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs, geometry.d_v).run(
-                operands, tiles, pipes, thread, group - 2
-            )
+            OutputRole(geometry.stage_strides[0], output, self.dtype, geometry.d_v).run(operands, tiles, pipes, thread, group - 2)
 
 
 class LoadRole:

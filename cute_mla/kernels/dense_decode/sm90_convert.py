@@ -91,7 +91,6 @@ class DenseDecodeSm90Fp8Cache(AttentionKernel):
     def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
         super().__init__(DenseDecodeAbi(config), arch)
         self.cluster = config.cluster
-        self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
         self.smem = GEOMETRY.smem(self.dtype)
 
     @cute.jit
@@ -116,12 +115,12 @@ class DenseDecodeSm90Fp8Cache(AttentionKernel):
             ConvertRole(self.dtype).run(operands, tiles, pipes, thread)
         elif group == 1:
             set_registers(GEOMETRY.score_registers)
-            scores = partial(LatentScores.create, GEOMETRY, self.dtype, self.pairs)
+            scores = partial(LatentScores.create, GEOMETRY, self.dtype)
             ScoreRole(scores, EndMask(), DescaledRows(FP8_CACHE)).run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
             output = partial(LatentOutput.create, GEOMETRY, self.dtype, self.cluster)
-            OutputRole(GEOMETRY.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
+            OutputRole(GEOMETRY.stage_strides[0], output, self.dtype).run(operands, tiles, pipes, thread, group - 2)
 
 
 class ConvertRole:

@@ -43,7 +43,7 @@ from cutlass import Int32, cute
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, DenseDecodeConfig
-from ...spec.mla import D_LATENT, ELEMENT_BYTES
+from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
 from ..attention.softmax import TileSoftmax
@@ -106,7 +106,6 @@ class DenseDecodeSm90Fp8(AttentionKernel):
     def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
         super().__init__(DenseDecodeAbi(config), arch)
         self.cluster = config.cluster
-        self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
 
     @cute.jit
     def run(self, operands: Operands):
@@ -134,13 +133,13 @@ class DenseDecodeSm90Fp8(AttentionKernel):
                 TransposeRole(self.cluster).run(operands, tiles, pipes, warp - FIRST_TRANSPOSER)
         elif group == 1:
             set_registers(SCORE_REGISTERS)
-            scores = partial(E4m3Scores.create, self.pairs, self.cluster)
+            scores = partial(E4m3Scores.create, self.cluster)
             softmax = partial(TileSoftmax.create, keeps_maximum=True)
             ScoreRole(scores, EndMask(), DescaledRows(FP8), softmax).run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
             write_ones(tiles, pipes, thread, group - 2)
-            OutputRole(0, E4m3Output.create, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
+            OutputRole(0, E4m3Output.create, self.dtype).run(operands, tiles, pipes, thread, group - 2)
 
 
 def initialise(pipes: Pipes, cluster: int) -> None:

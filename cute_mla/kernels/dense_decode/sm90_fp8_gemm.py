@@ -60,12 +60,8 @@ def lane_dither(thread: Int32, odd: int) -> Float32:
 
 @dataclass(frozen=True)
 class E4m3Scores:
-    """S (64 rows x 64 keys) = Q K^T of e4m3 operands, all of Q in registers.
+    """S (64 rows x 64 keys) = Q K^T of e4m3 operands, all of Q in registers. cluster: CTAs that share the key tiles."""
 
-    words: whether rows of Q may be loaded a word at a time. cluster: CTAs that share the key tiles.
-    """
-
-    words: bool
     cluster: int
     thread: Int32
     mma: cute.TiledMma
@@ -78,13 +74,12 @@ class E4m3Scores:
     factors: RowPair  # rescale factors, beside P
 
     @staticmethod
-    def create(words: bool, cluster: int, tiles: Tiles, thread: Int32) -> E4m3Scores:
+    def create(cluster: int, tiles: Tiles, thread: Int32) -> E4m3Scores:
         """Partition the tiles for one thread of the score warpgroup."""
         mma = tiled_mma(TILE_KEYS, warpgroup.OperandSource.RMEM)
         slice_ = mma.get_slice(thread)
         rows = tiles.sProbs.iterator.toint() + thread // 32 * (WARP_ROWS * ROW_BYTES)
         return E4m3Scores(
-            words=words,
             cluster=cluster,
             thread=thread,
             mma=mma,
@@ -105,7 +100,7 @@ class E4m3Scores:
 
     @cute.jit
     def load_queries(self, operands: Operands, req: Int32):
-        """Load Q of a work tile to registers, from any strides. Rows past the last one repeat it; their results go nowhere.
+        """Load Q of a work tile to registers. Rows past the last one repeat it; their results go nowhere.
 
         Columns 16 n + 4 (t % 4) and the next three of row half h are register 2 n + h.
         """
@@ -113,11 +108,7 @@ class E4m3Scores:
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             source = stored.q_row(stored.nearest(query_row(self.thread, row_half))) + 4 * (self.thread % 4)
             for sixteen in cutlass.range_constexpr(2 * Q_STEPS):
-                if cutlass.const_expr(self.words):
-                    word = cute.recast_ptr(source + 16 * sixteen, dtype=Int32).load()
-                else:
-                    word = load_word(source + 16 * sixteen, 1)
-                words[2 * sixteen + row_half] = word
+                words[2 * sixteen + row_half] = load_word(source + 16 * sixteen)
 
     def multiply(self, pipes: Pipes, state: TileState) -> None:
         """Issue the products of S of one key tile. Wait for each stage just before its first use."""

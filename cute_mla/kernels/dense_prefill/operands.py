@@ -254,10 +254,6 @@ class Operands:
         """Return the lse of a row that attends to nothing."""
         return self.args.empty_lse
 
-    def q_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
-        """Return element 0 of a query row of the item's block."""
-        return self.args.q + row_offset(self.args.q_stride_token, self.args.q_stride_head, item.first_row + row, item.head)
-
     def out_row(self, item: WorkItem | Rows, row: Int32) -> cute.Pointer:
         """Return element 0 of an output row."""
         return self.args.out + row_offset(self.args.out_stride_token, self.args.out_stride_head, item.first_row + row, item.head)

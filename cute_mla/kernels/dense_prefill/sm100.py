@@ -14,18 +14,17 @@ Roles (512 threads):
   output   warps 8..11: rescale of O, epilogue of both Q tiles
   mma      warp 12: S = Q K^T and O += P V of both
   load     warp 13: TMA of K and V, and of Q
-  query    warps 14, 15: Q element by element, in variants without TMA for it
 
 Tensor memory: S of the Q tiles in 2 x 128 columns, O in 2 x 128. P, 16-bit, overwrites the first half of its S.
 Shared memory: Q (2 tiles), and 16 KB stages for keys (64 columns of 128) and values (64 of them, all columns).
 
 Pipelines (producer -> consumer; arrivals per phase). Those of [2] are one for each Q tile:
   item_ready[4]     load -> all others            1: what the item of a round is
-  item_free[4]      all others -> load            13: it has been read; 15 with a query role
+  item_free[4]      all others -> load            13: it has been read
   kv_ready[n]       load -> mma, softmax          1 and the bytes of two boxes; n = 8 (d_qk 192) or 10
   kv_free[n]        mma -> load                   1: both Q tiles have been multiplied with it
-  query_ready[2]    load or query -> mma          1 and the bytes of Q, or 2; once per item
-  query_free[2]     mma -> load or query          1: the item's last S is complete
+  query_ready[2]    load -> mma                   1 and the bytes of Q; once per item
+  query_free[2]     mma -> load                   1: the item's last S is complete
   scores_ready[2]   mma -> softmax                1: S is complete, and so is O up to the key tile before
   alpha_ready[2]    softmax -> output             4: rescale factors; not of an item's first key tile
   probs_ready[2]    softmax, output -> mma        8: P of 96 keys is written, O is scaled or has been read out
@@ -47,7 +46,6 @@ from cutlass import cute
 from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
-from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives import tcgen05
@@ -63,15 +61,13 @@ from .sm100_config import (
     MMA_WARP,
     OUTPUT_WARP,
     QUERY_TILES,
-    QUERY_WARP,
-    QUERY_WARPS,
     THREADS,
     TMEM_COLUMNS,
     Geometry,
     Pipes,
     Tiles,
 )
-from .sm100_load import ItemRole, LoadRole, QueryRole
+from .sm100_load import ItemRole, LoadRole
 from .sm100_mma import MmaRole, TileGemm
 from .sm100_output import OutputRole
 from .sm100_pair import pair_definition
@@ -86,15 +82,9 @@ class DensePrefillSm100(AttentionKernel):
 
     def __init__(self, abi: DensePrefillAbi) -> None:
         super().__init__(abi, abi.arch)
-        self.config = abi.config
         self.in_parts = abi.in_parts
         self.geometry = Geometry(abi.config.d_qk, abi.item_words)
         self.smem = self.geometry.smem()
-
-    @property
-    def wide(self) -> bool:
-        """Return whether Q comes by TMA and rows of out are written 16 bytes at a time."""
-        return bool(self.config.access_bytes > ELEMENT_BYTES)
 
     @cute.jit
     def run(self, operands: Operands):
@@ -105,7 +95,7 @@ class DensePrefillSm100(AttentionKernel):
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
                 self.initialise(pipes)
-                for tensor_map in (operands.args.k_map, operands.args.v_map, *([operands.args.q_map] if self.wide else [])):
+                for tensor_map in (operands.args.k_map, operands.args.v_map, operands.args.q_map):
                     prefetch_map(tensor_map)
         if warp == MMA_WARP:
             tcgen05.allocate(tiles.tmem_cell, TMEM_COLUMNS, tcgen05.OWN_GROUP)
@@ -122,18 +112,15 @@ class DensePrefillSm100(AttentionKernel):
             role.run(operands, board, tiles, pipes, tmem, warp // GROUP_WARPS)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_decrease(output)
-            OutputRole(self.dtype, self.wide).run(operands, board, tiles, pipes, tmem)
+            OutputRole(self.dtype).run(operands, board, tiles, pipes, tmem)
         else:
             cute.arch.setmaxregister_decrease(others)
             if warp == MMA_WARP:
                 MmaRole(self.geometry).run(board, pipes, TileGemm(self.dtype, self.geometry, tiles, tmem))
             elif warp == LOAD_WARP:
-                LoadRole(self.geometry, self.wide, not self.in_parts).run(operands, board, tiles, pipes)
-            elif cutlass.const_expr(self.in_parts):
-                if warp == ITEM_WARP:
-                    ItemRole().run(operands.items, board)
-            elif cutlass.const_expr(not self.wide):
-                QueryRole(self.geometry).run(operands, board, tiles, pipes)
+                LoadRole(self.geometry, not self.in_parts).run(operands, board, tiles, pipes)
+            elif cutlass.const_expr(self.in_parts) and warp == ITEM_WARP:
+                ItemRole().run(operands.items, board)
 
         tcgen05.fence_before_signal()
         cute.arch.sync_threads()
@@ -145,11 +132,11 @@ class DensePrefillSm100(AttentionKernel):
         """Set the arrivals of every barrier: warps of the arriving roles, or one commit."""
         for barriers in (pipes.kv_ready, pipes.kv_free, pipes.query_free, pipes.scores_ready, pipes.output_ready, pipes.item_ready):
             barriers.initialise(1)
-        pipes.query_ready.initialise(1 if self.wide else QUERY_WARPS)
+        pipes.query_ready.initialise(1)
         for barriers in (pipes.alpha_ready, pipes.rest_ready, pipes.sums_ready, pipes.sums_free):
             barriers.initialise(GROUP_WARPS)
         pipes.probs_ready.initialise(2 * GROUP_WARPS)
-        pipes.item_free.initialise(MMA_WARP + 1 + (1 if self.in_parts else 0) + (0 if self.wide else QUERY_WARPS))
+        pipes.item_free.initialise(MMA_WARP + 1 + (1 if self.in_parts else 0))
         cute.arch.mbarrier_init_fence()
 
 
@@ -166,12 +153,11 @@ def definition(abi: DensePrefillAbi) -> KernelDefinition:
     geometry = kernel.geometry
     softmax = tuple(Role(f"softmax{tile}", tile * GROUP_WARPS, GROUP_WARPS) for tile in range(QUERY_TILES))
     items = (Role("items", ITEM_WARP, 1),) if kernel.in_parts else ()
-    query = () if kernel.wide else (Role("query", QUERY_WARP, QUERY_WARPS),)
     return kernel.definition(
         smem_bytes=kernel.smem.nbytes,
         barriers=kernel.smem.barriers(),
         named_barriers=(),
-        roles=(*softmax, Role("output", OUTPUT_WARP, GROUP_WARPS), Role("mma", MMA_WARP, 1), Role("load", LOAD_WARP, 1), *items, *query),
+        roles=(*softmax, Role("output", OUTPUT_WARP, GROUP_WARPS), Role("mma", MMA_WARP, 1), Role("load", LOAD_WARP, 1), *items),
         expected={"UTCHMMA": geometry.products},
         tmem_columns=TMEM_COLUMNS,
     )

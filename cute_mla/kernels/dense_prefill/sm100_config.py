@@ -45,8 +45,6 @@ GROUP = 32 * GROUP_WARPS
 OUTPUT_WARP = QUERY_TILES * GROUP_WARPS  # the first that is not in a softmax group
 MMA_WARP = OUTPUT_WARP + GROUP_WARPS
 LOAD_WARP = MMA_WARP + 1
-QUERY_WARP = MMA_WARP + 2  # and the one after it, in variants that read Q element by element
-QUERY_WARPS = 2
 ITEM_WARP = MMA_WARP + 2  # where items come in parts
 THREADS = 512
 

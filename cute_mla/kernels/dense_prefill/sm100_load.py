@@ -1,4 +1,4 @@
-"""The roles of the SM100 kernel that fill shared memory: by TMA, or, where that cannot be, Q element by element."""
+"""The roles of the SM100 kernel that find items and fill shared memory, by TMA."""
 
 from __future__ import annotations
 
@@ -6,11 +6,8 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
-from ..primitives.elements import load_pair, store_words
-from ..primitives.integers import smaller
 from ..primitives.pipeline import PipelineState
 from ..primitives.tma import load_box
-from ..sm100.boxes import CHUNK, CHUNKS_PER_ROW, ROW_BYTES
 from .board import Board
 from .operands import Operands, WorkItem, WorkItems
 from .sm100_config import (
@@ -18,8 +15,6 @@ from .sm100_config import (
     BOXES_PER_STAGE,
     HALF_KEYS,
     QUERY_TILES,
-    QUERY_WARP,
-    QUERY_WARPS,
     STAGE_BYTES,
     TILE_KEYS,
     TILE_ROWS,
@@ -31,16 +26,12 @@ from .sm100_config import (
     key_tiles,
 )
 
-CHUNK_COLUMNS = BOX_COLUMNS // CHUNKS_PER_ROW
-QUERY_THREADS = 32 * QUERY_WARPS
-
 
 class LoadRole:
-    """One warp. loads_queries: whether Q comes by TMA too. finds_items: whether it finds the items, and posts them; else it takes them."""
+    """One warp. finds_items: whether it finds the items, and posts them; else it takes them."""
 
-    def __init__(self, geometry: Geometry, loads_queries: bool, finds_items: bool = True) -> None:
+    def __init__(self, geometry: Geometry, finds_items: bool = True) -> None:
         self.geometry = geometry
-        self.loads_queries = loads_queries
         self.finds_items = finds_items
 
     @cute.jit
@@ -57,7 +48,7 @@ class LoadRole:
                 uses = PipelineState(stage, phase).following(self.geometry.tile_stages + 1, stages)
                 row = item.first_key + walk.tile(t) * TILE_KEYS
                 self.load_keys(operands, tiles, pipes, item, row, uses)
-                if cutlass.const_expr(self.loads_queries) and item.opens(t):
+                if item.opens(t):
                     loads = self.load_query_tiles(operands, tiles, pipes, item, loads)
                 self.load_values(operands, tiles, pipes, item, row, uses[self.geometry.key_stages :])
                 stage, phase = uses[-1].stage, uses[-1].phase
@@ -133,45 +124,3 @@ class ItemRole:
             posted = board.post_item(posted, items.take(turn))
             turn = turn + 1
         board.post_end(posted)
-
-
-class QueryRole:
-    """Two warps, in variants without TMA for Q."""
-
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
-
-    @cute.jit
-    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
-        """Wait item_ready, query_free. Signal item_free, query_ready."""
-        turn, more, loads = Int32(0), Boolean(True), [Int32(0), Int32(0)]
-        thread = cute.arch.thread_idx()[0] - QUERY_WARP * 32
-        while more:
-            more, item = board.take(turn)
-            for tile in cutlass.range_constexpr(QUERY_TILES):
-                work = QueryTileWork.create(item, tile)
-                if work.tiles > 0:
-                    pipes.of_tile(tile).query_free.producer_acquire(loads[tile])
-                    target = tiles.sQ + tile * self.geometry.query_bytes
-                    load_rows(operands, item, tile * TILE_ROWS, target, thread, self.geometry.key_stages)
-                    cute.arch.fence_proxy("async.shared", space="cta")
-                    pipes.of_tile(tile).query_ready.producer_commit(loads[tile])
-                    loads[tile] = loads[tile] + 1
-            turn = turn + 1
-
-
-@cute.jit
-def load_rows(operands: Operands, item: WorkItem, first: int | Int32, target: cute.Pointer, thread: Int32, boxes: int):
-    """Load Q of the item's rows first .. first + 127, from any strides, as boxes of 128 rows x 128 swizzled bytes.
-
-    Rows past the sequence's end repeat the last one: their results go nowhere. thread: of QUERY_THREADS.
-    """
-    rows_per_pass = QUERY_THREADS // CHUNKS_PER_ROW
-    chunk = thread % CHUNKS_PER_ROW
-    for step in cutlass.range(TILE_ROWS // rows_per_pass, unroll=1):
-        row = step * rows_per_pass + thread // CHUNKS_PER_ROW
-        source = operands.q_row(item, smaller(first + row, item.rows - 1)) + chunk * CHUNK_COLUMNS
-        place = target + (row * ROW_BYTES + (chunk ^ (row % CHUNKS_PER_ROW)) * CHUNK)
-        for box in cutlass.range_constexpr(boxes):
-            words = [load_pair(source + (box * BOX_COLUMNS + 2 * i), False) for i in range(CHUNK // 4)]
-            store_words(place + box * STAGE_BYTES, words)

@@ -25,7 +25,6 @@ class OutputRows:
     """
 
     dtype: type[cutlass.Numeric]
-    wide: bool
     tiles: RowTables
     tile: int | Int32
     row: Int32
@@ -33,13 +32,10 @@ class OutputRows:
     columns: int
 
     @staticmethod
-    def create(dtype: type[cutlass.Numeric], wide: bool, tiles: RowTables, lanes: Int32, tile: int, columns: int = D_V) -> OutputRows:
-        """Return O of one Q tile for this thread.
-
-        lanes: tensor memory at the first lane of the warp. wide: whether rows of out are multiples of 16 bytes.
-        """
+    def create(dtype: type[cutlass.Numeric], tiles: RowTables, lanes: Int32, tile: int, columns: int = D_V) -> OutputRows:
+        """Return O of one Q tile for this thread. lanes: tensor memory at the first lane of the warp."""
         row = cute.arch.thread_idx()[0] % GROUP
-        return OutputRows(dtype, wide, tiles, tile, row, lanes + (OUTPUT_COLUMN + tile * columns), columns)
+        return OutputRows(dtype, tiles, tile, row, lanes + (OUTPUT_COLUMN + tile * columns), columns)
 
     def factor(self) -> Float32:
         """Return the row's rescale factor."""
@@ -73,7 +69,7 @@ class OutputRows:
                     # a row that attends to nothing is 0 whatever tensor memory holds
                     rO[i] = cutlass.select_(inverse == 0.0, Float32(0), values[i] * inverse)
             if self.row < rows:
-                store_row(target + first, [rO[i] for i in range(STORED_AT_ONCE)], self.dtype, self.wide)
+                store_row(target + first, [rO[i] for i in range(STORED_AT_ONCE)], self.dtype)
 
 
 def ends(item: WorkItem, work: QueryTileWork) -> Boolean:
@@ -82,16 +78,15 @@ def ends(item: WorkItem, work: QueryTileWork) -> Boolean:
 
 
 class OutputRole:
-    """Four warps. wide: whether rows of out are multiples of 16 bytes."""
+    """Four warps."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], wide: bool) -> None:
+    def __init__(self, dtype: type[cutlass.Numeric]) -> None:
         self.dtype = dtype
-        self.wide = wide
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32):
         """Wait item_ready, alpha_ready, output_ready, sums_ready. Signal item_free, probs_ready, sums_free. Write out."""
-        rows = [OutputRows.create(self.dtype, self.wide, tiles, first_lane(tmem), tile) for tile in range(QUERY_TILES)]
+        rows = [OutputRows.create(self.dtype, tiles, first_lane(tmem), tile) for tile in range(QUERY_TILES)]
         own = [pipes.of_tile(tile) for tile in range(QUERY_TILES)]
         more, turn = Boolean(True), Int32(0)
         # of each Q tile: key tiles, items that have some, items

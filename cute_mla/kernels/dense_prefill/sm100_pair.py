@@ -9,19 +9,18 @@ Roles (384 threads of each CTA):
   output   warps 4..7: rescale of O, epilogue
   mma      warp 8 of the even CTA: S = Q K^T and O += P V
   load     warp 9: TMA of K and V, and of Q
-  query    warps 10, 11: Q element by element, in variants without TMA for it
 
 Tensor memory: two buffers of S of 128 columns, O in 256. P, 16-bit, overwrites the first half of its S.
 Shared memory: 128 rows of Q, and 5 stages of 32 KB, each for half of K or half of V of a key tile.
 
 Pipelines (producer -> consumer; arrivals per phase). Barriers that mma waits for are the even CTA's, and mma arrives in both:
   item_ready[4]     load -> all others            1: what the item of a round is
-  item_free[4]      all others -> load            9 in the even CTA, 8 in the odd one; 2 more with a query role
+  item_free[4]      all others -> load            9 in the even CTA, 8 in the odd one
   kv_ready[5]       load -> mma                   2, and the bytes of both CTAs; without bytes for values that were cleared
   kv_free[5]        mma -> load                   1
   value_landed      load -> itself                1 and the bytes of values of which it clears the rest
-  query_ready       load or query -> mma          2 and the bytes of both CTAs, or 4; once per item
-  query_free        mma -> load or query          1: the item's last S is complete
+  query_ready       load -> mma                   2 and the bytes of both CTAs; once per item
+  query_free        mma -> load                   1: the item's last S is complete
   scores_ready[2]   mma -> softmax                1: S is complete
   alpha_ready[2]    softmax -> output             4: rescale factors
   probs_ready[2]    softmax, output -> mma        16: P of 96 keys is written, O is scaled or has been read out
@@ -43,7 +42,6 @@ from cutlass import Int32, cute
 from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
-from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives.smem import fields_of
@@ -62,8 +60,6 @@ from .sm100_pair_config import (
     OUTPUT_REGISTERS,
     OUTPUT_WARP,
     PAIR,
-    QUERY_WARP,
-    QUERY_WARPS,
     SOFTMAX_REGISTERS,
     SOFTMAX_WARP,
     THREADS,
@@ -72,7 +68,7 @@ from .sm100_pair_config import (
     PairTiles,
     cta_rank,
 )
-from .sm100_pair_load import PairLoadRole, PairQueryRole
+from .sm100_pair_load import PairLoadRole
 from .sm100_pair_mma import PairMmaRole, PairTileGemm
 from .sm100_pair_rows import PairOutputRole, PairSoftmaxRole
 
@@ -86,7 +82,6 @@ class DensePrefillPairSm100(AttentionKernel):
         super().__init__(DensePrefillAbi(config, arch), arch)
         self.geometry = PairGeometry(config)
         self.smem = self.geometry.smem()
-        self.wide = config.access_bytes > ELEMENT_BYTES  # Q comes by TMA and rows of out are written 16 bytes at a time
 
     @cute.jit
     def run(self, operands: Operands):
@@ -97,7 +92,7 @@ class DensePrefillPairSm100(AttentionKernel):
         if warp == LOAD_WARP:
             with cute.arch.elect_one():
                 self.initialise(pipes)
-                for tensor_map in (operands.args.k_map, operands.args.v_map, *([operands.args.q_map] if self.wide else [])):
+                for tensor_map in (operands.args.k_map, operands.args.v_map, operands.args.q_map):
                     prefetch_map(tensor_map)
         tmem = pair.begin(tiles, warp, MMA_WARP)
 
@@ -107,15 +102,13 @@ class DensePrefillPairSm100(AttentionKernel):
             PairSoftmaxRole(self.dtype).run(operands, board, tiles, pipes, tmem)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
-            PairOutputRole(self.dtype, self.geometry, self.wide).run(operands, board, tiles, pipes, tmem)
+            PairOutputRole(self.dtype, self.geometry).run(operands, board, tiles, pipes, tmem)
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == MMA_WARP and cta_rank() == EVEN_CTA:
                 PairMmaRole().run(board, pipes, PairTileGemm(self.dtype, self.geometry, tiles, tmem))
             elif warp == LOAD_WARP:
-                PairLoadRole(self.geometry, self.wide).run(operands, board, tiles, pipes)
-            elif cutlass.const_expr(not self.wide) and warp >= QUERY_WARP:
-                PairQueryRole(self.geometry).run(operands, board, tiles, pipes)
+                PairLoadRole(self.geometry).run(operands, board, tiles, pipes)
         pair.end(warp, MMA_WARP, tmem)
 
     def initialise(self, pipes: PairPipes) -> None:
@@ -123,12 +116,12 @@ class DensePrefillPairSm100(AttentionKernel):
         for barriers in (pipes.kv_free, pipes.value_landed, pipes.query_free, pipes.scores_ready, pipes.output_ready, pipes.item_ready):
             barriers.initialise(1)
         pipes.kv_ready.initialise(PAIR)
-        pipes.query_ready.initialise(PAIR if self.wide else PAIR * QUERY_WARPS)
+        pipes.query_ready.initialise(PAIR)
         for barriers in (pipes.alpha_ready, pipes.sums_ready, pipes.sums_free):
             barriers.initialise(GROUP_WARPS)
         pipes.rest_ready.initialise(PAIR * GROUP_WARPS)
         pipes.probs_ready.initialise(2 * PAIR * GROUP_WARPS)
-        readers = 2 * GROUP_WARPS + (0 if self.wide else QUERY_WARPS)
+        readers = 2 * GROUP_WARPS
         pipes.item_free.initialise(cutlass.select_(cta_rank() == EVEN_CTA, Int32(readers + 1), Int32(readers)))
         cute.arch.mbarrier_init_fence()
 
@@ -136,7 +129,6 @@ class DensePrefillPairSm100(AttentionKernel):
 def pair_definition(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
     kernel = DensePrefillPairSm100(config, arch)
-    query = () if kernel.wide else (Role("query", QUERY_WARP, QUERY_WARPS),)
     return kernel.definition(
         smem_bytes=kernel.smem.nbytes,
         barriers=kernel.smem.barriers(),
@@ -146,7 +138,6 @@ def pair_definition(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
             Role("output", OUTPUT_WARP, GROUP_WARPS),
             Role("mma", MMA_WARP, 1),
             Role("load", LOAD_WARP, 1),
-            *query,
         ),
         expected={"UTCHMMA": kernel.geometry.products},
         tmem_columns=TMEM_COLUMNS,

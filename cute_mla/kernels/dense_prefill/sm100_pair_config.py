@@ -20,8 +20,7 @@ CTA_KEYS = TILE_KEYS // PAIR  # of a key tile, whose K a CTA holds
 STAGES = 5  # of half of K or half of V of a key tile
 SCORE_STAGES = 2
 
-SOFTMAX_WARP, OUTPUT_WARP, MMA_WARP, LOAD_WARP, QUERY_WARP = 0, GROUP_WARPS, 2 * GROUP_WARPS, 2 * GROUP_WARPS + 1, 2 * GROUP_WARPS + 2
-QUERY_WARPS = 2
+SOFTMAX_WARP, OUTPUT_WARP, MMA_WARP, LOAD_WARP = 0, GROUP_WARPS, 2 * GROUP_WARPS, 2 * GROUP_WARPS + 1
 THREADS = 3 * GROUP_WARPS * 32
 
 # per lane of a warp, by setmaxnreg: 512 together; all threads start with 168

@@ -1,4 +1,4 @@
-"""The roles of the pair kernel that fill shared memory: by TMA, or, where that cannot be, Q element by element."""
+"""The role of the pair kernel that finds items and fills shared memory, by TMA."""
 
 from __future__ import annotations
 
@@ -15,12 +15,10 @@ from ..sm100.boxes import CHUNK, CHUNKS_PER_ROW, ROW_BYTES
 from .board import Board
 from .operands import Operands, WorkItem
 from .sm100_config import BOX_BYTES, STAGE_BYTES, TILE_KEYS, TILE_ROWS, key_tiles
-from .sm100_load import load_rows
 from .sm100_pair_config import (
     CTA_KEYS,
     EVEN_CTA,
     PAIR,
-    QUERY_WARP,
     PairGeometry,
     PairPipes,
     PairTiles,
@@ -29,11 +27,10 @@ from .sm100_pair_config import (
 
 
 class PairLoadRole:
-    """One warp of each CTA. loads_queries: whether Q comes by TMA too."""
+    """One warp of each CTA."""
 
-    def __init__(self, geometry: PairGeometry, loads_queries: bool) -> None:
+    def __init__(self, geometry: PairGeometry) -> None:
         self.geometry = geometry
-        self.loads_queries = loads_queries
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: PairTiles, pipes: PairPipes):
@@ -52,7 +49,7 @@ class PairLoadRole:
             for t in cutlass.range(count, unroll=1):
                 self.load_keys(operands, tiles, pipes, item, (count - 1 - t) * TILE_KEYS, state)
                 state = pipes.kv_ready.advance(state)
-                if cutlass.const_expr(self.loads_queries) and t == 0:
+                if t == 0:
                     self.load_queries(operands, tiles, pipes, item, loads)
                     loads = loads + 1
                 if t > 0:
@@ -65,8 +62,7 @@ class PairLoadRole:
         cute.arch.griddepcontrol_launch_dependents()
         # no signal may reach a CTA that is gone
         pipes.kv_free.drain(state)
-        if cutlass.const_expr(self.loads_queries):
-            pipes.query_free.producer_acquire(loads)
+        pipes.query_free.producer_acquire(loads)
 
     @cute.jit
     def load_keys(self, operands: Operands, tiles: PairTiles, pipes: PairPipes, item: WorkItem, first: Int32, state: PipelineState):
@@ -149,26 +145,3 @@ class PairLoadRole:
                 for row in cutlass.range_constexpr(0, TILE_ROWS, BOX_ROWS):
                     where = (box * BOX_COLUMNS, item.head, item.first_row + cta_rank() * TILE_ROWS + row)
                     pair_box(tiles.sQ + (box * STAGE_BYTES + row * ROW_BYTES), operands.args.q_map, where, ready)
-
-
-class PairQueryRole:
-    """Two warps of each CTA, in variants without TMA for Q."""
-
-    def __init__(self, geometry: PairGeometry) -> None:
-        self.geometry = geometry
-
-    @cute.jit
-    def run(self, operands: Operands, board: Board, tiles: PairTiles, pipes: PairPipes):
-        """Wait item_ready, query_free. Signal item_free, query_ready."""
-        turn, more, loads = Int32(0), Boolean(True), Int32(0)
-        thread = cute.arch.thread_idx()[0] - QUERY_WARP * 32
-        while more:
-            more, item = board.take(turn)
-            if item.keys > 0:
-                pipes.query_free.producer_acquire(loads)
-                load_rows(operands, item, cta_rank() * TILE_ROWS, tiles.sQ, thread, self.geometry.key_boxes)
-                cute.arch.fence_proxy("async.shared", space="cta")
-                pipes.query_ready.producer_commit(loads, EVEN_CTA)
-                loads = loads + 1
-            turn = turn + 1
-        pipes.query_free.producer_acquire(loads)  # no signal may reach a CTA that is gone

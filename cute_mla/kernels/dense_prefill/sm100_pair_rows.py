@@ -79,17 +79,16 @@ class PairSoftmaxRole:
 
 
 class PairOutputRole:
-    """Four warps of each CTA. wide: whether rows of out are multiples of 16 bytes."""
+    """Four warps of each CTA."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], geometry: PairGeometry, wide: bool) -> None:
+    def __init__(self, dtype: type[cutlass.Numeric], geometry: PairGeometry) -> None:
         self.dtype = dtype
         self.columns = geometry.config.d_v
-        self.wide = wide
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: PairTiles, pipes: PairPipes, tmem: Int32):
         """Wait item_ready, alpha_ready, output_ready, sums_ready. Signal item_free, probs_ready, sums_free. Write out."""
-        rows = OutputRows.create(self.dtype, self.wide, tiles, first_lane(tmem), 0, self.columns)
+        rows = OutputRows.create(self.dtype, tiles, first_lane(tmem), 0, self.columns)
         more, turn, done, sums = Boolean(True), Int32(0), Int32(0), Int32(0)
         pipes.probs_ready.producer_commit(Int32(0), EVEN_CTA)  # O is free for the first item
         while more:
@@ -112,7 +111,7 @@ class PairOutputRole:
                     tcgen05.fence_before_signal()
                     pipes.probs_ready.producer_commit(done, EVEN_CTA)  # O is free for the next item
                 if first_row + rows.row < item.rows:
-                    store_packed_row(operands.out_row(item, first_row + rows.row), words, self.wide)
+                    store_packed_row(operands.out_row(item, first_row + rows.row), words)
             turn = turn + 1
 
     def take(self, rows: OutputRows, inverse: Float32) -> list[Int32]:

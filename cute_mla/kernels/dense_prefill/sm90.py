@@ -7,13 +7,12 @@ For every sequence and query head, over the keys j that row r sees:
 d_qk and d_v are 192 and 128, 128 and 128, or 256 and 256.
 
 A CTA takes one work item after the other: 128 query rows of a head, against tiles of 128 keys, the last tile first, so that
-the tiles that need a mask come before those that do not. With 256 columns, where O takes half of the registers, tiles have 80 keys, or
-64 where Q comes through registers.
+the tiles that need a mask come before those that do not. With 256 columns, where O takes half of the registers, tiles have 80 keys.
 
 Roles (384 threads):
   keys     warp 0: TMA of K
   values   warp 1: TMA of V; zeroes what lies behind the last key
-  queries  warp 2: TMA of Q (not in the `elements` variants, where the warpgroups load their rows themselves)
+  queries  warp 2: TMA of Q
   items    warp 3: finds the CTA's items, up to four ahead of the other roles
   attend   warpgroups 1, 2: 64 rows each: S = Q K^T, softmax, O += P V with P and O in registers, out, lse
 
@@ -28,7 +27,7 @@ Pipelines (producer -> consumer; arrivals per phase):
   query_ready[2]   queries -> attend   1 and the bytes of a warpgroup's rows, once per item
   query_free[2]    attend -> queries   4: the last S of the item is there
   item_ready[4]    items -> others     1: what the next item is, or that there is none
-  item_free[4]     others -> items     11: it has been read; 10 without a query role
+  item_free[4]     others -> items     11: it has been read
   turn (bar.sync)  attend -> attend    the two warpgroups issue their products in turn
 
 The trick: nothing that is computed waits for the tensor cores, or they for it. A warpgroup issues S of the next tile together
@@ -39,13 +38,11 @@ first S of the next item, whose Q has come since the last S, and O is written be
 
 from __future__ import annotations
 
-import cutlass
 from cutlass import cute
 
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
-from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives.smem import fields_of
@@ -57,10 +54,10 @@ from .sm90_attend import AttendRole
 from .sm90_config import (
     GROUP_ROWS,
     GROUPS,
+    ITEM_READERS,
     ITEM_WARP,
     KEY_WARP,
     QUERY_WARP,
-    STAGE_BARRIER,
     THREADS,
     TURN_BARRIER,
     VALUE_WARP,
@@ -82,10 +79,8 @@ class DensePrefillSm90(AttentionKernel):
 
     def __init__(self, abi: DensePrefillAbi) -> None:
         super().__init__(abi, abi.arch)
-        config = abi.config
-        self.geometry = Geometry(config, abi.item_words)
+        self.geometry = Geometry(abi.config, abi.item_words)
         self.smem = self.geometry.smem(self.dtype)
-        self.by_tma = config.access_bytes > ELEMENT_BYTES  # Q; else by the warpgroups that use it
 
     @cute.jit
     def run(self, operands: Operands):
@@ -95,7 +90,7 @@ class DensePrefillSm90(AttentionKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
-                initialise(pipes, item_readers=GROUPS * WARPS_PER_GROUP + (3 if self.by_tma else 2))
+                initialise(pipes)
                 for tensor_map in (operands.args.q_map, operands.args.k_map, operands.args.v_map):
                     prefetch_map(tensor_map)
         cute.arch.sync_threads()
@@ -115,22 +110,22 @@ class DensePrefillSm90(AttentionKernel):
                 TileRole(geometry.tile_keys, geometry.value_bytes, geometry.box_keys).run(operands.args.v_map, board, tiles.sV, values)
             if warp == ITEM_WARP:
                 ItemRole().run(operands.items, board)
-            if cutlass.const_expr(self.by_tma) and warp == QUERY_WARP:
+            if warp == QUERY_WARP:
                 QueryRole(geometry.query_bytes).run(((operands.args.q_map, tiles.sQ),), board, pipes)
         else:
             set_registers(geometry.registers[1])
-            attend = AttendRole(self.dtype, geometry, self.by_tma, self.abi.key_mask(operands))
+            attend = AttendRole(self.dtype, geometry, self.abi.key_mask(operands))
             attend.run(operands, board, tiles, pipes, cute.arch.thread_idx()[0] % WARPGROUP, group - 1)
 
 
-def initialise(pipes: Pipes, item_readers: int) -> None:
-    """Set the arrivals of every barrier. item_readers: warps that take items."""
+def initialise(pipes: Pipes) -> None:
+    """Set the arrivals of every barrier."""
     for ready in (pipes.key_ready, pipes.value_ready, pipes.value_landed, pipes.query_ready, pipes.item_ready):
         ready.initialise(1)
     for free in (pipes.key_free, pipes.value_free):
         free.initialise(GROUPS * WARPS_PER_GROUP)
     pipes.query_free.initialise(WARPS_PER_GROUP)
-    pipes.item_free.initialise(item_readers)
+    pipes.item_free.initialise(ITEM_READERS)
     cute.arch.mbarrier_init_fence()
 
 
@@ -145,11 +140,10 @@ def definition(abi: DensePrefillAbi) -> KernelDefinition:
     geometry = kernel.geometry
     scores, output = geometry.wgmma_per_tile
     named = [(f"turn_{group}", TURN_BARRIER + group) for group in range(GROUPS)]
-    staged = [] if kernel.by_tma else [(f"stage_{group}", STAGE_BARRIER + group) for group in range(GROUPS)]
     return kernel.definition(
         smem_bytes=kernel.smem.nbytes,
         barriers=kernel.smem.barriers(),
-        named_barriers=tuple(NamedBarrier(name, number) for name, number in named + staged),
+        named_barriers=tuple(NamedBarrier(name, number) for name, number in named),
         roles=(
             Role("keys", KEY_WARP, 1),
             Role("values", VALUE_WARP, 1),

@@ -9,30 +9,24 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from ...spec.dense_prefill import BOX_COLUMNS
 from ..attention.softmax import LN2, OnlineSoftmax, mask_keys
-from ..primitives.elements import load_pair, store_pair, store_words
+from ..primitives.elements import store_words
 from ..primitives.integers import larger, smaller
 from ..primitives.pipeline import arrive
 from ..primitives.wgmma import ROWS_PER_THREAD, fragment_row, gather_eights
 from .board import Board
 from .key_mask import EveryKey
 from .operands import Operands, Rows, WorkItem
-from .sm90_config import GROUP_ROWS, GROUPS, STAGE_BARRIER, TURN_BARRIER, WARPGROUP, Geometry, Pipes, Tiles
-from .sm90_gemm import Products, QueryStage
+from .sm90_config import GROUP_ROWS, GROUPS, TURN_BARRIER, WARPGROUP, Geometry, Pipes, Tiles
+from .sm90_gemm import Products
 
 
 class AttendRole:
-    """One of two warpgroups.
+    """One of two warpgroups. key_mask: of the call."""
 
-    by_tma: whether Q comes by TMA and rows of out are written 16 bytes at a time; else the warpgroup loads its rows of Q itself.
-    key_mask: of the call.
-    """
-
-    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry, by_tma: bool, key_mask: EveryKey) -> None:
+    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry, key_mask: EveryKey) -> None:
         self.dtype = dtype
         self.geometry = geometry
-        self.by_tma = by_tma
         self.key_mask = key_mask
 
     @cute.jit
@@ -63,7 +57,8 @@ class AttendRole:
                 if cutlass.const_expr(self.geometry.wide_output):
                     self.settle_output(pipes, products, factors, use + i - 2, Boolean(fresh))
                 if item.opens(i):
-                    self.take_queries(operands, tiles, pipes, item, products, done)
+                    # rows behind the sequence's are whatever lies there; their results go nowhere
+                    pipes.query_ready.consumer_wait(done * GROUPS + products.group)
                 if cutlass.const_expr(not self.geometry.wide_output):
                     self.settle_output(pipes, products, factors, use + i - 2, Boolean(fresh))
                 self.start_scores(pipes, products, use + i)
@@ -98,29 +93,6 @@ class AttendRole:
             self.finish_rows(operands, before, products, softmax)
         if group == 0:
             take_turn(group)  # the one that the other warpgroup has given last
-
-    @cute.jit
-    def take_queries(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, products: Products, done: Int32):
-        """Bring the warpgroup's rows of Q to shared memory, or wait for them.
-
-        Rows behind the sequence's repeat its last one, or are whatever lies there; their results go nowhere.
-        """
-        if cutlass.const_expr(self.by_tma):
-            pipes.query_ready.consumer_wait(done * GROUPS + products.group)
-        else:
-            stage = QueryStage.create(self.dtype, tiles.sQ, products.thread)
-            rows = []
-            for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-                row = smaller(block_row(products, row_half), item.rows - 1)
-                rows.append(operands.q_row(item, row) + 2 * (products.thread % 4))
-            for tile in cutlass.range_constexpr(self.geometry.d_qk // BOX_COLUMNS):
-                for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-                    for eight in cutlass.range_constexpr(BOX_COLUMNS // 8):
-                        source = rows[row_half] + (tile * BOX_COLUMNS + 8 * eight)
-                        stage.words[2 * eight + row_half] = load_pair(source, False)
-                stage.store(tile, products.group)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.barrier(barrier_id=STAGE_BARRIER + products.group, number_of_threads=WARPGROUP)
 
     @cute.jit
     def close_item(self, pipes: Pipes, item: WorkItem, group: Int32, done: Int32) -> Int32:
@@ -194,8 +166,7 @@ class AttendRole:
             for first in cutlass.range_constexpr(0, self.geometry.d_v, self.geometry.written_columns):
                 words = products.row_words(row_half, inverse, first, self.geometry.written_columns)
                 words = [cutlass.select_(empty, Int32(0), word) for word in words]
-                if cutlass.const_expr(self.by_tma):
-                    words = [word for i in range(0, len(words), 4) for word in gather_eights(words[i : i + 4], products.thread)]
+                words = [word for i in range(0, len(words), 4) for word in gather_eights(words[i : i + 4], products.thread)]
                 self.write_row(operands, rows, products, row_half, first, words, cutlass.select_(empty, operands.empty_lse, lse))
 
     @cute.jit
@@ -215,13 +186,9 @@ class AttendRole:
             self.store_row(operands.out_row(rows, row) + first, words, thread)
 
     def store_row(self, target: cute.Pointer, words: list[Int32], thread: Int32) -> None:
-        """Store a quad's row of out: a lane has runs of 8 columns, or pairs where rows begin at any element."""
-        if self.by_tma:
-            for i in range(0, len(words), 4):
-                store_words(target + (8 * i + 8 * (thread % 4)), words[i : i + 4])
-        else:
-            for eight, word in enumerate(words):
-                store_pair(target + (8 * eight + 2 * (thread % 4)), word, False)
+        """Store a quad's row of out: a lane has runs of 8 columns."""
+        for i in range(0, len(words), 4):
+            store_words(target + (8 * i + 8 * (thread % 4)), words[i : i + 4])
 
 
 def start_anew(softmax: OnlineSoftmax, ended: OnlineSoftmax) -> None:

@@ -22,6 +22,7 @@ WARPGROUP = 128
 WARPS_PER_GROUP = WARPGROUP // 32
 THREADS = (1 + GROUPS) * WARPGROUP
 KEY_WARP, VALUE_WARP, QUERY_WARP, ITEM_WARP = 0, 1, 2, 3  # of the first warpgroup
+ITEM_READERS = 3 + GROUPS * WARPS_PER_GROUP  # warps that take items
 ITEM_STAGES = 4  # items that may be posted ahead
 RANK_KEYS = TILE_ROWS[SM90.name]  # unit of an item's rank: under a causal mask, the keys that a block sees beyond those of the block before
 RANK_BITS = RANK_KEYS.bit_length() - 1
@@ -34,7 +35,6 @@ COLUMNS_AT_ONCE = 128  # of a row of out
 WIDE_COLUMNS_AT_ONCE = 32  # where O has 128 registers of a lane
 
 TURN_BARRIER = 1  # and 2: bar.sync ids, of the warpgroup whose turn it is; 0 is the CTA's
-STAGE_BARRIER = 3  # and 4: of one warpgroup
 
 BOX_BYTES = BOX_ROWS * BOX_COLUMNS * ELEMENT_BYTES
 

@@ -8,9 +8,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from ...spec.dense_prefill import BOX_COLUMNS
 from ..primitives.elements import pack_pair
-from ..primitives.wgmma import A_STRIDES, A_VALUES, REGISTERS_PER_STEP, flat, half, packed, tile_writer, tiled_mma
+from ..primitives.wgmma import A_STRIDES, A_VALUES, REGISTERS_PER_STEP, flat, half, packed, tiled_mma
 from .sm90_config import GROUP_ROWS, K_STEP, WARPGROUP, Tiles
 
 PAIRS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
@@ -116,29 +115,3 @@ class Products:
         rO = flat(self.output)
         registers = range(first // 2 + 2 * row_half, (first + columns) // 2, 4)
         return [pack_pair(rO[i] * inverse, rO[i + 1] * inverse, self.dtype) for i in registers]
-
-
-@dataclass(frozen=True)
-class QueryStage:
-    """64 columns of a warpgroup's Q on their way through registers to shared memory."""
-
-    rQ: cute.Tensor
-    copy: cute.TiledCopy
-    tQ: cute.Tensor  # where stmatrix puts them: (..., column tile, warpgroup)
-
-    @staticmethod
-    def create(dtype: type[cutlass.Numeric], target: cute.Tensor, thread: Int32) -> QueryStage:
-        """Return the for one thread. target: the tile (64 rows, columns, warpgroups)."""
-        mma = tiled_mma(dtype, BOX_COLUMNS, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
-        fragment = cute.make_rmem_tensor(mma.get_slice(thread).partition_shape_C((GROUP_ROWS, BOX_COLUMNS)), dtype)
-        copy = tile_writer(mma, dtype, thread)
-        return QueryStage(fragment, copy, copy.partition_D(target))
-
-    @property
-    def words(self) -> cute.Tensor:
-        """Return the registers: of row half h and columns 8 e + 2 (t % 4) and the next, register 2 e + h."""
-        return packed(self.rQ)
-
-    def store(self, tile: int, group: Int32) -> None:
-        """Store to smem, for the async proxy after a fence."""
-        cute.copy(self.copy, self.copy.retile(self.rQ)[None, None, 0], self.tQ[None, None, tile, group])

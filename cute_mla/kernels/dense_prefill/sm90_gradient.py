@@ -119,4 +119,4 @@ def store_row_words(target: cute.Pointer, words: list[Int32], thread: Int32, run
             store_words(target + (8 * i + 8 * (thread % 4)), words[i : i + 4])
     else:
         for eight, word in enumerate(words):
-            store_pair(target + (8 * eight + 2 * (thread % 4)), word, False)
+            store_pair(target + (8 * eight + 2 * (thread % 4)), word)

@@ -27,10 +27,6 @@ class Operands:
         """Return the factor of the scores, log2 units."""
         return self.args.scale_log2
 
-    def q_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
-        """Return element 0 of a query row."""
-        return self.args.q + row_offset(self.args.q_stride_token, self.args.q_stride_head, item.first_row + row, item.head)
-
     def dout_row(self, item: WorkItem, row: Int32) -> cute.Pointer:
         """Return element 0 of a row of dout."""
         return self.args.dout + row_offset(self.args.dout_stride_token, self.args.dout_stride_head, item.first_row + row, item.head)
@@ -51,15 +47,3 @@ class Operands:
         """Return a statistic of a query row. which: 0, lse in log2 units; 1, delta."""
         of_head = Int64(which * self.args.h_q + item.head) * self.args.statistics_stride
         return self.args.statistics + (of_head + Int64(item.first_row + row))
-
-    def q_copy_row(self, item: WorkItem, row: Int32, d_qk: int) -> cute.Pointer:
-        """Return element 0 of a row of the copy of q."""
-        return self.args.q_copy + self._copied(item, row) * d_qk
-
-    def dout_copy_row(self, item: WorkItem, row: Int32, d_v: int) -> cute.Pointer:
-        """Return element 0 of a row of the copy of dout."""
-        return self.args.dout_copy + self._copied(item, row) * d_v
-
-    def _copied(self, item: WorkItem, row: Int32) -> Int64:
-        """Return the number of a row in the copies."""
-        return Int64(item.first_row + row) * Int64(self.args.h_q) + Int64(item.head)

@@ -28,9 +28,8 @@ Pipelines (producer -> consumer; arrivals per phase):
   query_free        mma -> keys                  1: the item's last S is complete
   dout_ready        values -> mma                1 and the bytes of dO, once per item
   dout_free         mma -> values                1: the item's last dP is complete
-  statistics_ready  rows -> attend               4: lse and delta of the item's rows; in the `elements` variants also -> keys, values:
-                                                 its rows of Q and dO have been copied to where TMA loads them from
-  statistics_free   attend -> rows               8, or 10 with keys and values
+  statistics_ready  rows -> attend               4: lse and delta of the item's rows
+  statistics_free   attend -> rows               8
   scores_ready      mma -> attend                1: S is complete
   scores_free       attend -> mma                8: S has been read
   slopes_ready      mma -> attend                1: dP is complete, and so is dQ of the tile before
@@ -50,7 +49,6 @@ from cutlass import cute
 from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
-from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..dense_prefill.board import Board
@@ -91,7 +89,6 @@ class DensePrefillDqSm100(AttentionKernel):
         self.geometry = Geometry(config.d_qk)
         super().__init__(DensePrefillDqAbi(config, self.geometry.tile_keys), arch)
         self.smem = self.geometry.smem()
-        self.by_tma = config.access_bytes > ELEMENT_BYTES  # Q and dO come from where they lie; else from copies
 
     @cute.jit
     def run(self, operands: Operands):
@@ -117,15 +114,15 @@ class DensePrefillDqSm100(AttentionKernel):
             AttendRole(self.dtype, self.geometry).run(operands, board, tiles, pipes, tmem, warp // GROUP_WARPS)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_decrease(ROW_REGISTERS)
-            RowRole(self.dtype, self.geometry, self.by_tma).run(operands, board, tiles, pipes, tmem)
+            RowRole(self.dtype, self.geometry).run(operands, board, tiles, pipes, tmem)
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == MMA_WARP:
                 MmaRole(self.geometry).run(board, pipes, TileGemm(self.dtype, self.geometry, tiles, tmem))
             elif warp == KEY_WARP:
-                KeyRole(self.geometry, not self.by_tma).run(operands, board, tiles, pipes)
+                KeyRole(self.geometry).run(operands, board, tiles, pipes)
             elif warp == VALUE_WARP:
-                ValueRole(self.geometry, not self.by_tma).run(operands, board, tiles, pipes)
+                ValueRole(self.geometry).run(operands, board, tiles, pipes)
 
         tcgen05.fence_before_signal()
         cute.arch.sync_threads()
@@ -140,12 +137,11 @@ class DensePrefillDqSm100(AttentionKernel):
             *(pipes.query_free, pipes.dout_ready, pipes.dout_free, pipes.scores_ready, pipes.slopes_ready, pipes.dq_ready),
         ):
             barriers.initialise(1)
-        attending = GROUPS * GROUP_WARPS
         for barriers in (pipes.scores_free, pipes.weights_ready):
-            barriers.initialise(attending)
+            barriers.initialise(GROUPS * GROUP_WARPS)
         for barriers in (pipes.statistics_ready, pipes.dq_free):
             barriers.initialise(GROUP_WARPS)
-        pipes.statistics_free.initialise(attending + (0 if self.by_tma else 2))
+        pipes.statistics_free.initialise(GROUPS * GROUP_WARPS)
         pipes.item_free.initialise(LAST_WARP)
         cute.arch.mbarrier_init_fence()
 

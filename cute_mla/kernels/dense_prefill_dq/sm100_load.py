@@ -19,11 +19,10 @@ from .sm100_config import ROW_BOX_BYTES, Geometry, Pipes, Tiles
 
 
 class KeyRole:
-    """One warp: finds the items, loads K and Q. copied: whether Q comes from the copy that the row role makes of it."""
+    """One warp: finds the items, loads K and Q."""
 
-    def __init__(self, geometry: Geometry, copied: bool) -> None:
+    def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.copied = copied
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
@@ -41,7 +40,6 @@ class KeyRole:
                 load_tile(self.geometry, tiles.sK, operands.args.k_map, (pipes.key_ready, pipes.key_free), uses, item, t)
                 if t == 0:
                     # the keys are on their way while the last S of the item before still reads Q
-                    await_copies(pipes, self.copied, loads)
                     pipes.query_free.producer_acquire(loads)
                     load_rows(tiles.sQ, operands.args.q_map, pipes.query_ready.barrier(loads), item, boxes)
                     loads = loads + 1
@@ -53,11 +51,10 @@ class KeyRole:
 
 
 class ValueRole:
-    """One warp: loads V and dO. copied: as for KeyRole."""
+    """One warp: loads V and dO."""
 
-    def __init__(self, geometry: Geometry, copied: bool) -> None:
+    def __init__(self, geometry: Geometry) -> None:
         self.geometry = geometry
-        self.copied = copied
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
@@ -73,7 +70,6 @@ class ValueRole:
                 uses = PipelineState(stage, phase).following(self.geometry.value_boxes, self.geometry.value_stages)
                 load_tile(self.geometry, tiles.sV, operands.args.v_map, (pipes.value_ready, pipes.value_free), uses, item, t)
                 if t == 0:
-                    await_copies(pipes, self.copied, loads)
                     pipes.dout_free.producer_acquire(loads)
                     load_rows(tiles.sD, operands.args.dout_map, pipes.dout_ready.barrier(loads), item, self.geometry.value_boxes)
                     loads = loads + 1
@@ -110,11 +106,3 @@ def load_rows(target: cute.Pointer, tensor_map: Any, ready: cute.Pointer, item: 
             for half in range(TILE_ROWS // BOX_ROWS):
                 where = (box * BOX_COLUMNS, item.head, item.first_row + half * BOX_ROWS)
                 load_box(target + (box * ROW_BOX_BYTES + half * BOX_BYTES), tensor_map, where, ready)
-
-
-@cute.jit
-def await_copies(pipes: Pipes, copied: bool, loads: Int32):
-    """Wait until the rows have been copied, which come with their statistics, if they have to be."""
-    if cutlass.const_expr(copied):
-        pipes.statistics_ready.consumer_wait(loads)
-        pipes.statistics_free.consumer_release(loads)

@@ -13,7 +13,7 @@ from ..dense_prefill.board import Board
 from ..dense_prefill.operands import WorkItem
 from ..dense_prefill.sm100_config import GROUP, GROUP_WARPS, first_lane
 from ..primitives import tcgen05
-from ..primitives.elements import aligned, load_pair, store_row, store_words
+from ..primitives.elements import aligned, store_row
 from ..primitives.integers import smaller
 from .operands import Operands
 from .sm100_config import DQ_COLUMN, Geometry, Pipes, Tiles
@@ -59,13 +59,12 @@ class WarpRows:
 
 
 class RowRole:
-    """Four warps. by_tma: whether Q and dO come by TMA from where they lie, and rows are read and written 16 bytes at a time."""
+    """Four warps."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry, by_tma: bool) -> None:
+    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry) -> None:
         self.dtype = dtype
         self.geometry = geometry
-        self.by_tma = by_tma
-        self.passes_at_once = ELEMENTS_AT_ONCE // geometry.d_v if by_tma else 1  # whose loads are on their way together
+        self.passes_at_once = ELEMENTS_AT_ONCE // geometry.d_v  # whose loads are on their way together
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32):
@@ -91,7 +90,7 @@ class RowRole:
 
     @cute.jit
     def write_statistics(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, use: Int32):
-        """Hand lse and delta of the item's rows to the attend roles, and leave them to the next kernel; copy Q and dO if need be.
+        """Hand lse and delta of the item's rows to the attend roles, and leave them to the next kernel.
 
         Rows behind the sequence's repeat its last one; their results go nowhere. A row with an infinite lse has no gradient: its P is
         0, and so is its delta.
@@ -104,16 +103,11 @@ class RowRole:
             chunks = [self.load_row(operands, item, rows, first + i) for i in range(self.passes_at_once)]
             for i in cutlass.range_constexpr(self.passes_at_once):
                 delta = rows.collect(first + i, self.share_of_delta(chunks[i]), delta)
-                if cutlass.const_expr(not self.by_tma):
-                    self.copy_row(operands, item, rows, first + i, chunks[i])
         none = (lse == Float32.inf) | (lse == -Float32.inf)
         numbers = (cutlass.select_(none, Float32.inf, lse * LOG2E), cutlass.select_(none, Float32(0), delta))
         pipes.statistics_free.producer_acquire(use)
         for which in cutlass.range_constexpr(STATISTICS):
             (tiles.sStatistics + (which * TILE_ROWS + own)).store(numbers[which])
-        if cutlass.const_expr(not self.by_tma):
-            # TMA reads the copies
-            cute.arch.fence_proxy("async.global")
         pipes.statistics_ready.producer_commit(use)
         if own < item.rows:
             for which in cutlass.range_constexpr(STATISTICS):
@@ -130,13 +124,10 @@ class RowRole:
         """Load a chunk of every 64 of a row's columns."""
         words = []
         for first in range(0, columns, ROW_LANES * CHUNK):
-            if self.by_tma:
-                chunk = cute.make_rmem_tensor(cute.make_layout(CHUNK // 2), Int32)
-                start = aligned(cute.recast_ptr(source + first, dtype=Int32), 16)
-                cute.autovec_copy(cute.make_tensor(start, cute.make_layout(CHUNK // 2)), chunk)
-                words += [chunk[i] for i in range(CHUNK // 2)]
-            else:
-                words += [load_pair(source + (first + 2 * i), False) for i in range(CHUNK // 2)]
+            chunk = cute.make_rmem_tensor(cute.make_layout(CHUNK // 2), Int32)
+            start = aligned(cute.recast_ptr(source + first, dtype=Int32), 16)
+            cute.autovec_copy(cute.make_tensor(start, cute.make_layout(CHUNK // 2)), chunk)
+            words += [chunk[i] for i in range(CHUNK // 2)]
         return words
 
     def share_of_delta(self, chunks: tuple[list[Int32], list[Int32]]) -> Float32:
@@ -151,17 +142,6 @@ class RowRole:
             # two at a time: ptxas makes one instruction of a conversion and an FMA that the simulator does not know
             total = cute.arch.fma_packed_f32x2(*pairs, total)
         return total[0] + total[1]
-
-    @cute.jit
-    def copy_row(self, operands: Operands, item: WorkItem, rows: WarpRows, step: Int32, chunks: tuple[list[Int32], list[Int32]]):
-        """Store the lane's chunks of a row of Q and dO to their copies."""
-        row, lane = rows.of_pass(step), rows.chunk
-        if row < item.rows:
-            store_chunks(operands.dout_copy_row(item, row, self.geometry.d_v) + lane * CHUNK, chunks[1])
-            store_chunks(
-                operands.q_copy_row(item, row, self.geometry.d_qk) + lane * CHUNK,
-                self.load_words(operands.q_row(item, row) + lane * CHUNK, self.geometry.d_qk),
-            )
 
     @cute.jit
     def write_dq(self, operands: Operands, pipes: Pipes, item: WorkItem, lanes: Int32, use: Int32):
@@ -180,13 +160,7 @@ class RowRole:
                 for i in cutlass.range_constexpr(STORED_AT_ONCE):
                     rG[i] = values[i] * operands.softmax_scale
             if row < item.rows:
-                store_row(target + first, [rG[i] for i in range(STORED_AT_ONCE)], self.dtype, self.by_tma)
+                store_row(target + first, [rG[i] for i in range(STORED_AT_ONCE)], self.dtype)
         if item.keys > 0:
             tcgen05.fence_before_signal()
             pipes.dq_free.consumer_release(use)
-
-
-def store_chunks(target: cute.Pointer, words: list[Int32]) -> None:
-    """Store a lane's chunk of every 64 columns, at a multiple of 16 bytes."""
-    for number, first in enumerate(range(0, len(words), CHUNK // 2)):
-        store_words(target + number * (ROW_LANES * CHUNK), words[first : first + CHUNK // 2])

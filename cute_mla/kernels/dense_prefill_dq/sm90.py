@@ -10,7 +10,7 @@ A CTA takes one work item after the other: 128 query rows of a head, against til
 Roles (384 threads):
   keys     warp 0: TMA of K; zeroes what lies behind the last key
   values   warp 1: TMA of V
-  queries  warp 2: TMA of Q and dO (not in the `elements` variants, where the warpgroups load their rows themselves)
+  queries  warp 2: TMA of Q and dO
   items    warp 3: finds the CTA's items, up to four ahead of the other roles; the forward's
   attend   warpgroups 1, 2: 64 rows each: delta, S = Q K^T, dP = dO V^T, dS, dQ += dS K with dS and dQ in registers
 
@@ -25,7 +25,7 @@ Pipelines (producer -> consumer; arrivals per phase):
   query_ready[2]   queries -> attend   1 and the bytes of a warpgroup's rows of Q and dO, once per item
   query_free[2]    attend -> queries   4: the last S and dP of the item are there
   item_ready[4]    items -> others     1: what the next item is, or that there is none
-  item_free[4]     others -> items     11: it has been read; 10 without a query role
+  item_free[4]     others -> items     11: it has been read
   turn (bar.sync)  attend -> attend    the two warpgroups issue their products in turn
 
 The trick: no value of the tile leaves the registers but through a product. dS, packed in pairs, is the A operand of dQ, and K is
@@ -35,24 +35,22 @@ exponentials while the tensor cores work for the other. README.md has the clocks
 
 from __future__ import annotations
 
-import cutlass
 from cutlass import cute
 
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
-from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..dense_prefill.board import Board
 from ..dense_prefill.sm90_config import (
     COMPUTE_REGISTERS,
     GROUPS,
+    ITEM_READERS,
     ITEM_WARP,
     KEY_WARP,
     LOAD_REGISTERS,
     QUERY_WARP,
-    STAGE_BARRIER,
     THREADS,
     TURN_BARRIER,
     VALUE_WARP,
@@ -79,7 +77,6 @@ class DensePrefillDqSm90(AttentionKernel):
         self.geometry = Geometry(config.d_qk)
         super().__init__(DensePrefillDqAbi(config, self.geometry.tile_keys), arch)
         self.smem = self.geometry.smem(self.dtype)
-        self.by_tma = config.access_bytes > ELEMENT_BYTES  # Q and dO; else by the warpgroups that use them
 
     @cute.jit
     def run(self, operands: Operands):
@@ -89,7 +86,7 @@ class DensePrefillDqSm90(AttentionKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
-                initialise(pipes, item_readers=GROUPS * WARPS_PER_GROUP + (3 if self.by_tma else 2))
+                initialise(pipes)
                 for tensor_map in (operands.args.q_map, operands.args.dout_map, operands.args.k_map, operands.args.v_map):
                     prefetch_map(tensor_map)
         cute.arch.sync_threads()
@@ -110,22 +107,22 @@ class DensePrefillDqSm90(AttentionKernel):
                 TileRole(size, geometry.value_bytes, size).run(operands.args.v_map, board, tiles.sV, values)
             if warp == ITEM_WARP:
                 ItemRole().run(operands.items, board)
-            if cutlass.const_expr(self.by_tma) and warp == QUERY_WARP:
+            if warp == QUERY_WARP:
                 QueryRole(geometry.row_bytes).run(((operands.args.q_map, tiles.sQ), (operands.args.dout_map, tiles.sD)), board, pipes)
         else:
             set_registers(COMPUTE_REGISTERS)
-            attend = AttendRole(self.dtype, geometry, self.by_tma)
+            attend = AttendRole(self.dtype, geometry)
             attend.run(operands, board, tiles, pipes, cute.arch.thread_idx()[0] % WARPGROUP, group - 1)
 
 
-def initialise(pipes: Pipes, item_readers: int) -> None:
-    """Set the arrivals of every barrier. item_readers: warps that take items."""
+def initialise(pipes: Pipes) -> None:
+    """Set the arrivals of every barrier."""
     for ready in (pipes.key_ready, pipes.value_ready, pipes.key_landed, pipes.query_ready, pipes.item_ready):
         ready.initialise(1)
     for free in (pipes.key_free, pipes.value_free):
         free.initialise(GROUPS * WARPS_PER_GROUP)
     pipes.query_free.initialise(WARPS_PER_GROUP)
-    pipes.item_free.initialise(item_readers)
+    pipes.item_free.initialise(ITEM_READERS)
     cute.arch.mbarrier_init_fence()
 
 
@@ -133,11 +130,10 @@ def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
     kernel = DensePrefillDqSm90(config, arch)
     named = [(f"turn_{group}", TURN_BARRIER + group) for group in range(GROUPS)]
-    staged = [] if kernel.by_tma else [(f"stage_{group}", STAGE_BARRIER + group) for group in range(GROUPS)]
     return kernel.definition(
         smem_bytes=kernel.smem.nbytes,
         barriers=kernel.smem.barriers(),
-        named_barriers=tuple(NamedBarrier(name, number) for name, number in named + staged),
+        named_barriers=tuple(NamedBarrier(name, number) for name, number in named),
         roles=(
             Role("keys", KEY_WARP, 1),
             Role("values", VALUE_WARP, 1),

@@ -16,10 +16,9 @@ from ...spec.mla import LOG2E
 from ..dense_prefill.board import Board
 from ..dense_prefill.operands import WorkItem
 from ..dense_prefill.sm90_attend import give_turn, take_turn
-from ..dense_prefill.sm90_config import GROUP_ROWS, GROUPS, STAGE_BARRIER, WARPGROUP
-from ..dense_prefill.sm90_gemm import QueryStage
+from ..dense_prefill.sm90_config import GROUP_ROWS, GROUPS
 from ..dense_prefill.sm90_gradient import GradientProduct, ScoreProduct, gather_runs, store_row_words
-from ..primitives.elements import aligned, load_pair
+from ..primitives.elements import aligned
 from ..primitives.integers import smaller
 from ..primitives.wgmma import ROWS_PER_THREAD, flat, fragment_column, fragment_row, half, quad_sum
 from .operands import Operands
@@ -63,15 +62,11 @@ class RowStatistics:
 
 
 class AttendRole:
-    """One of two warpgroups.
+    """One of two warpgroups."""
 
-    by_tma: whether Q and dO come by TMA and rows are read and written 16 bytes at a time; else the warpgroup loads its rows itself.
-    """
-
-    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry, by_tma: bool) -> None:
+    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry) -> None:
         self.dtype = dtype
         self.geometry = geometry
-        self.by_tma = by_tma
 
     @cute.jit
     def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, thread: Int32, group: Int32):
@@ -196,16 +191,11 @@ class AttendRole:
 
     @cute.jit
     def staged_deltas(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, products: Products, done: Int32):
-        """Return the thread's shares of delta of its rows; bring Q and dO to shared memory, or wait for them."""
-        if cutlass.const_expr(self.by_tma):
-            # on their way while TMA brings dO
-            outs = [self.load_out(operands, item, products, row_half) for row_half in range(ROWS_PER_THREAD)]
-            pipes.query_ready.consumer_wait(done * GROUPS + products.group)
-            return [self.share_of_delta(tiles, products, row_half, outs[row_half]) for row_half in range(ROWS_PER_THREAD)]
-        deltas = self.copy_rows(operands, tiles, item, products)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.barrier(barrier_id=STAGE_BARRIER + products.group, number_of_threads=WARPGROUP)
-        return deltas
+        """Return the thread's shares of delta of its rows, once Q and dO are in shared memory."""
+        # on their way while TMA brings dO
+        outs = [self.load_out(operands, item, products, row_half) for row_half in range(ROWS_PER_THREAD)]
+        pipes.query_ready.consumer_wait(done * GROUPS + products.group)
+        return [self.share_of_delta(tiles, products, row_half, outs[row_half]) for row_half in range(ROWS_PER_THREAD)]
 
     def load_out(self, operands: Operands, item: WorkItem, products: Products, row_half: int) -> list[cute.Tensor]:
         """Load the lane's quarter of a row of out: runs of 8 columns, 32 columns apart."""
@@ -224,41 +214,14 @@ class AttendRole:
                 total = cute.math.fma(out[i].to(Float32), dout[i].to(Float32), total)
         return total
 
-    def copy_rows(self, operands: Operands, tiles: Tiles, item: WorkItem, products: Products) -> list[Float32]:
-        """Load the warpgroup's rows of Q and dO element by element, to shared memory and to their copies in the workspace.
-
-        Return the thread's shares of delta.
-        """
-        totals = [Float32(0), Float32(0)]
-        lane = products.thread % 4
-        for tensor, columns in ((0, self.geometry.d_qk), (1, self.geometry.d_v)):
-            stage = QueryStage.create(self.dtype, (tiles.sQ, tiles.sD)[tensor], products.thread)
-            for tile in range(columns // BOX_COLUMNS):
-                for row_half in range(ROWS_PER_THREAD):
-                    row = smaller(products.row(row_half), item.rows - 1)
-                    source = (operands.q_row, operands.dout_row)[tensor](item, row)
-                    words = []
-                    for eight in range(BOX_COLUMNS // CHUNK):
-                        column = tile * BOX_COLUMNS + CHUNK * eight + 2 * lane
-                        words.append(load_pair(source + column, False))
-                        stage.words[2 * eight + row_half] = words[-1]
-                        if tensor == 1:
-                            out = load_pair(operands.out_row(item, row) + column, False)
-                            totals[row_half] = add_products(totals[row_half], words[-1], out, self.dtype)
-                    copy = (operands.q_copy_row, operands.dout_copy_row)[tensor](item, row, columns)
-                    store_row_words(copy + tile * BOX_COLUMNS, gather_runs(words, products.thread), products.thread, True)
-                stage.store(tile, products.group)
-        return totals
-
     @cute.jit
     def write_rows(self, operands: Operands, item: WorkItem, products: Products):
         """Write the rows of dQ that the sequence has."""
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
             words, row = products.gradient.row_words(row_half, operands.softmax_scale), products.row(row_half)
-            if cutlass.const_expr(self.by_tma):
-                words = gather_runs(words, products.thread)
+            words = gather_runs(words, products.thread)
             if row < item.rows:
-                store_row_words(operands.dq_row(item, row), words, products.thread, self.by_tma)
+                store_row_words(operands.dq_row(item, row), words, products.thread, True)
 
 
 def load_chunk(source: cute.Pointer, dtype: type[cutlass.Numeric]) -> cute.Tensor:
@@ -266,15 +229,3 @@ def load_chunk(source: cute.Pointer, dtype: type[cutlass.Numeric]) -> cute.Tenso
     chunk = cute.make_rmem_tensor(cute.make_layout(CHUNK), dtype)
     cute.autovec_copy(cute.make_tensor(aligned(source, 16), cute.make_layout(CHUNK)), chunk)
     return chunk
-
-
-def add_products(total: Float32, left: Int32, right: Int32, dtype: type[cutlass.Numeric]) -> Float32:
-    """Add the products of two packed pairs of elements."""
-    pairs = []
-    for word in (left, right):
-        pair = cute.make_rmem_tensor(cute.make_layout(2), dtype)
-        cute.recast_tensor(pair, Int32)[0] = word
-        pairs.append(pair)
-    for i in range(2):
-        total = cute.math.fma(pairs[0][i].to(Float32), pairs[1][i].to(Float32), total)
-    return total

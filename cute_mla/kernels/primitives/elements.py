@@ -1,9 +1,9 @@
-"""Elements of 8 and 16 bits: packed into words, loaded from and stored to rows that may begin anywhere."""
+"""Elements of 8 and 16 bits: packed into words, and loaded from and stored to rows."""
 
 from __future__ import annotations
 
 import cutlass
-from cutlass import Float32, Int32, Uint8, Uint16, Uint32, cute
+from cutlass import Float32, Int32, Uint16, Uint32, cute
 
 
 def aligned(pointer: cute.Pointer, nbytes: int) -> cute.Pointer:
@@ -31,30 +31,24 @@ def multiply_pairs(left: Int32, right: Int32) -> Int32:
     return cute.arch.inline_ptx("mul.rn.bf16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[left, right])
 
 
-def load_pair(source: cute.Pointer, whole: bool) -> Int32:
-    """Load two neighbouring 16-bit elements of gmem, at a multiple of 4 bytes if `whole`."""
-    if whole:
-        return cute.recast_ptr(source, dtype=Int32).load()
+def load_word(source: cute.Pointer) -> Int32:
+    """Load the elements of 4 bytes of gmem, at a multiple of 4 bytes."""
+    return cute.recast_ptr(source, dtype=Int32).load()
+
+
+def load_pair(source: cute.Pointer) -> Int32:
+    """Load two neighbouring 16-bit elements of gmem, which may begin at any of them."""
     halves = cute.recast_ptr(source, dtype=Uint16)
     return Int32(Uint32(halves.load()) | (Uint32((halves + 1).load()) << 16))
 
 
-def load_word(source: cute.Pointer, element_bytes: int) -> Int32:
-    """Load 4 bytes of gmem, element by element, at a multiple of an element."""
-    if element_bytes == 2:
-        return load_pair(source, False)
-    parts = cute.recast_ptr(source, dtype=Uint8)
-    word = Uint32(parts.load())
-    for i in range(1, 4):
-        word = word | (Uint32((parts + i).load()) << (8 * i))
-    return Int32(word)
+def store_word(target: cute.Pointer, word: Int32) -> None:
+    """Write the elements of 4 bytes to gmem, at a multiple of 4 bytes."""
+    cute.recast_ptr(target, dtype=Int32).store(word)
 
 
-def store_pair(target: cute.Pointer, word: Int32, whole: bool) -> None:
-    """Write two neighbouring 16-bit elements to gmem, at a multiple of 4 bytes if `whole`."""
-    if whole:
-        cute.recast_ptr(target, dtype=Int32).store(word)
-        return
+def store_pair(target: cute.Pointer, word: Int32) -> None:
+    """Write two neighbouring 16-bit elements to gmem, which may begin at any of them."""
     halves = cute.recast_ptr(target, dtype=Uint16)
     halves.store(Uint16(word & 0xFFFF))
     (halves + 1).store(Uint16((word >> 16) & 0xFFFF))
@@ -68,16 +62,16 @@ def store_words(target: cute.Pointer, words: list[Int32]) -> None:
     cute.autovec_copy(registers, cute.make_tensor(aligned(cute.recast_ptr(target, dtype=Int32), 16), cute.make_layout(len(words))))
 
 
-def store_row(target: cute.Pointer, values: list[Float32], dtype: type[cutlass.Numeric], vectors: bool) -> None:
+def store_row(target: cute.Pointer, values: list[Float32], dtype: type[cutlass.Numeric], vectors: bool = True) -> None:
     """Write contiguous 16-bit elements to gmem, a multiple of 8, at a multiple of 16 bytes if `vectors`."""
     store_packed_row(target, [pack_pair(values[i], values[i + 1], dtype) for i in range(0, len(values), 2)], vectors)
 
 
-def store_packed_row(target: cute.Pointer, words: list[Int32], vectors: bool) -> None:
+def store_packed_row(target: cute.Pointer, words: list[Int32], vectors: bool = True) -> None:
     """Write contiguous pairs of 16-bit elements to gmem, a multiple of 4 pairs, at a multiple of 16 bytes if `vectors`."""
     for first in range(0, len(words), 4):
         if vectors:
             store_words(target + 2 * first, words[first : first + 4])
         else:
             for i in range(first, first + 4):
-                store_pair(target + 2 * i, words[i], False)
+                store_pair(target + 2 * i, words[i])

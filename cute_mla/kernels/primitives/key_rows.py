@@ -104,7 +104,7 @@ def load_elements(target: cute.Tensor, address: Int64, whole: Boolean | bool, wa
             cute.autovec_copy(words_at(address, cute.size(target)), target)
         else:
             for i in cutlass.range_constexpr(cute.size(target)):
-                target[i] = load_pair(element_at(Uint16, address + 4 * i), False)
+                target[i] = load_pair(element_at(Uint16, address + 4 * i))
 
 
 @cute.jit

@@ -120,12 +120,11 @@ class PairGemm:
 class MmaRole:
     """One warp of the even CTA.
 
-    validity: None where every tile has keys. queries_early: whether Q of a work tile comes once the last S of the one before is there.
+    validity: None where every tile has keys. Else Q of a work tile comes once the last S of the one before is there.
     """
 
     geometry: Geometry
     validity: TileValidity | None = None
-    queries_early: bool = False
 
     @cute.jit
     def run(self, schedule: SplitKvSchedule | TokenSchedule, pipes: Pipes, gemm: PairGemm):
@@ -196,8 +195,8 @@ class MmaRole:
     def multiply_valid_work_tiles(self, schedule: SplitKvSchedule | TokenSchedule, pipes: Pipes, gemm: PairGemm):
         """Multiply all work tiles, some of whose tiles may have no keys. Return the number of tiles.
 
-        The first tile with keys begins O anew. Where Q comes early, the first S of a work tile is issued before the last P V of the one
-        before. It is not if either has no tiles: Q then comes when that P V has been read out.
+        The first tile with keys begins O anew. The first S of a work tile is issued before the last P V of the one before. It is not if
+        either has no tiles: Q then comes when that P V has been read out.
         """
         req, begin_tile = schedule.first_work_tile()
         tile, queries, issued, filled = Int32(0), Int32(0), Int32(0), Boolean(False)
@@ -206,9 +205,7 @@ class MmaRole:
             work_tile = schedule.work_tile(req, begin_tile)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
             next_tiles = self.tiles_of(schedule, req, begin_tile)
-            ahead = Int32(0)
-            if cutlass.const_expr(self.queries_early):
-                ahead = smaller(smaller(tiles, next_tiles), Int32(1))
+            ahead = smaller(smaller(tiles, next_tiles), Int32(1))
             begun = Boolean(False)
             for t in cutlass.range(issued, smaller(tiles, Int32(1)) + tiles, unroll=1):
                 next_filled = Boolean(False)

@@ -27,12 +27,11 @@ STORED_AT_ONCE = 32  # columns of O
 class OutputRole:
     """Four warps.
 
-    dtype: of out. vectors: whether rows of out may be stored 16 bytes at a time. scaled_at_once: columns of O.
+    dtype: of out. scaled_at_once: columns of O.
     """
 
     geometry: Geometry
     dtype: type[cutlass.Numeric]
-    vectors: bool
     scaled_at_once: int = 2 * STORED_AT_ONCE
 
     @cute.jit
@@ -105,7 +104,7 @@ class OutputRole:
             normal = [cutlass.select_(weight == 0.0, Float32(0), values[i] * weight) for i in range(STORED_AT_ONCE)]
             if stored:
                 if work_tile.direct:
-                    store_row(out + first, normal, self.dtype, self.vectors)
+                    store_row(out + first, normal, self.dtype)
                 else:
                     store_floats(out_accum + first, normal)
 

@@ -26,7 +26,7 @@ from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
 from ..attention.split_kv_scheduler import KeyTile, TileRange, WorkTile
 from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
-from ..primitives.elements import aligned, load_word, pack_word
+from ..primitives.elements import aligned, pack_word
 from .config import (
     CTA_ROPE,
     GROUP,
@@ -69,14 +69,10 @@ class QueryRun:
 
 @dataclass(frozen=True)
 class QueryLoader:
-    """The loads of four warps.
-
-    vectors: whether rows of Q may be loaded 16 bytes at a time. has_rope: whether keys have columns that are not values.
-    """
+    """The loads of four warps. has_rope: whether keys have columns that are not values."""
 
     geometry: Geometry
     has_rope: bool
-    vectors: bool
 
     def load(self, operands: QueryOperands, pipes: Pipes, req: Int32, thread: Int32, lanes: Int32) -> None:
         """Load Q of a work tile that has keys, once every score of the one before has been computed. Signal query_ready."""
@@ -85,7 +81,7 @@ class QueryLoader:
 
     @cute.jit
     def load_rows(self, operands: QueryOperands, req: Int32, thread: Int32, lanes: Int32):
-        """Load the thread's row of Q, from any strides: the columns that its lane multiplies.
+        """Load the thread's row of Q: the columns that its lane multiplies.
 
         Rows past the last one repeat it; their results go nowhere.
         """
@@ -133,12 +129,9 @@ class QueryLoader:
         elements = self.geometry.word_elements
         for vector in range(count // VECTOR):
             first = source + vector * VECTOR * elements
-            if self.vectors:
-                rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
-                cute.autovec_copy(cute.make_tensor(cute.recast_ptr(aligned(first, 16), dtype=Int32), rWords.layout), rWords)
-                words += [rWords[i] for i in range(VECTOR)]
-            else:
-                words += [load_word(first + elements * i, self.geometry.element_bytes) for i in range(VECTOR)]
+            rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
+            cute.autovec_copy(cute.make_tensor(cute.recast_ptr(aligned(first, 16), dtype=Int32), rWords.layout), rWords)
+            words += [rWords[i] for i in range(VECTOR)]
         return words
 
 

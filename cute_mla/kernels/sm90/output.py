@@ -18,7 +18,7 @@ from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..attention.operands import QueryOperands
 from ..attention.split_kv_scheduler import KeyTile
-from ..primitives.elements import aligned, pack_pair, store_pair
+from ..primitives.elements import aligned, pack_pair, store_word
 from ..primitives.pipeline import PipelineState
 from ..primitives.wgmma import K_STEP, ROWS_PER_THREAD, RowPair, flat, fragment_row, half, tiled_mma
 from .clear_rows import clear_rows
@@ -231,14 +231,12 @@ class OutputRole:
     """One of two warpgroups.
 
     side_stride: stages of a key tile from the first one of one side to that of the other. partition: the products of one thread, from
-    tiles and thread. dtype: of out. pairs: whether rows of out may be stored two elements at a time. d_v: columns of out, of which either
-    group has half.
+    tiles and thread. dtype: of out. d_v: columns of out, of which either group has half.
     """
 
     side_stride: int
     partition: Callable[[Any, Int32], OutputAccumulators]
     dtype: type[cutlass.Numeric]
-    pairs: bool
     d_v: int = D_LATENT
 
     @property
@@ -289,7 +287,7 @@ class OutputRole:
         target = cute.make_ptr(self.dtype, row, cute.AddressSpace.gmem, assumed_align=self.dtype.width // 8) + column
         for pair in range(self.columns // 8):
             low, high = gemm.pair(pair, row_half, weight)
-            store_pair(target + gemm.pair_column(pair), pack_pair(low, high, self.dtype), self.pairs)
+            store_word(target + gemm.pair_column(pair), pack_pair(low, high, self.dtype))
 
     def store_accum(self, gemm: OutputAccumulators, row_half: int, weight: Float32, row: Int64, column: Int32) -> None:
         """Store a fp32 row of the split accumulators, 32 contiguous bytes per quad."""

@@ -21,7 +21,7 @@ from ..attention.softmax import LN2, OnlineSoftmax, RowScale
 from ..attention.split_kv_scheduler import KeyTile, TileRange, WorkTile
 from ..attention.tiles import BOX_COLUMNS, first_query_row
 from ..attention.units import RowRange
-from ..primitives.elements import load_pair
+from ..primitives.elements import load_word
 from ..primitives.matrix_store import BOX_ROW_BYTES, store_groups, writer_address
 from ..primitives.pipeline import arrive, barrier_at
 from ..primitives.registers import pin_register
@@ -75,7 +75,7 @@ class TileScores(Protocol):
         """Return the fragment of S, and then of P."""
 
     def load_queries(self, operands: Any, req: Int32) -> None:
-        """Load Q of a work tile, from any strides. Rows past the last one repeat it; their results go nowhere."""
+        """Load Q of a work tile. Rows past the last one repeat it; their results go nowhere."""
 
     def take_queries(self) -> None:
         """Begin load_queries of the next work tile. Only for a role that `reads_ahead`."""
@@ -108,7 +108,6 @@ class LatentScores:
 
     geometry: Geometry
     dtype: type[cutlass.Numeric]
-    pairs: bool  # whether rows of Q may be loaded two elements at a time
     thread: Int32
     from_registers: cute.TiledMma
     from_smem: cute.TiledMma
@@ -123,7 +122,7 @@ class LatentScores:
     factors: RowPair  # rescale factors, beside P
 
     @staticmethod
-    def create(geometry: Geometry, dtype: type[cutlass.Numeric], pairs: bool, tiles: Tiles, thread: Int32) -> LatentScores:
+    def create(geometry: Geometry, dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32) -> LatentScores:
         """Partition the tiles for one thread of the score warpgroup."""
         mma = tiled_mma(dtype, TILE_KEYS, warpgroup.OperandSource.RMEM, OperandMajorMode.K)
         mma_smem = tiled_mma(dtype, TILE_KEYS, warpgroup.OperandSource.SMEM, OperandMajorMode.K)
@@ -134,7 +133,6 @@ class LatentScores:
         return LatentScores(
             geometry=geometry,
             dtype=dtype,
-            pairs=pairs,
             thread=thread,
             from_registers=mma,
             from_smem=mma_smem,
@@ -161,11 +159,9 @@ class LatentScores:
             for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
                 for eight in cutlass.range_constexpr(BOX_COLUMNS // 8):
                     source = rows[row_half] + (tile * BOX_COLUMNS + 8 * eight)
-                    rQ[2 * eight + row_half] = load_pair(source, self.pairs)
+                    rQ[2 * eight + row_half] = load_word(source)
             if cutlass.const_expr(tile >= self.geometry.q_tiles_in_registers):
                 store_box(self.staged + (tile - self.geometry.q_tiles_in_registers) * BOX_BYTES, self.rStaged)
-            if cutlass.const_expr(not self.pairs):
-                cute.arch.sync_warp()  # keeps ptxas from starting more loads than the registers hold halves
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
 

@@ -152,7 +152,7 @@ class StagedScores(LatentScores):
         """Partition the tiles for one thread of the score warpgroup. barriers: of Q."""
         assert geometry.q_boxes >= max(map(len, phases_of(geometry))), "a phase has more column tiles than boxes"
         assert geometry.rope_after * STAGE_COLUMNS <= geometry.q_tiles_in_registers * BOX_COLUMNS, "Q in boxes is used before a wait"
-        scores = LatentScores.create(geometry, dtype, True, tiles, thread)
+        scores = LatentScores.create(geometry, dtype, tiles, thread)
         counters = cute.make_rmem_tensor(cute.make_layout(2), Int32)
         counters[0], counters[1] = Int32(0), Int32(0)
         return StagedScores(**vars(scores), barriers=barriers, counters=counters)

@@ -22,7 +22,7 @@ from ..attention.kernel import AttentionKernel
 from ..attention.softmax import SinkScale
 from ..definition import KernelDefinition
 from ..primitives.registers import pin_address
-from ..sm100.config import EVEN_CTA, SIXTEEN_BIT, TMEM_COLUMNS, VECTOR, Tiles
+from ..sm100.config import EVEN_CTA, SIXTEEN_BIT, TMEM_COLUMNS, Tiles
 from ..sm100.indexed_keys import IndexedPipes, SeenBits, SeenMask
 from ..sm100.mma import MmaRole, PairGemm
 from ..sm100.output import OutputRole
@@ -59,7 +59,6 @@ class SparseDecodeSm100(AttentionKernel):
         self.config = config
         self.format = config.format
         self.has_rope = config.format.d_qk > D_LATENT
-        self.vectors = config.access_bytes == 4 * VECTOR
         self.smem = SIXTEEN_BIT.smem(*IndexedPipes.fields(), *scale_fields(config))
 
     @cute.jit
@@ -75,11 +74,11 @@ class SparseDecodeSm100(AttentionKernel):
         tmem = begin(tiles, warp, MMA_WARP)
         if warp < OUTPUT_WARP:
             cute.arch.setmaxregister_increase(SCORE_REGISTERS)
-            queries = QueryLoader(SIXTEEN_BIT, self.has_rope, self.vectors)
+            queries = QueryLoader(SIXTEEN_BIT, self.has_rope)
             ScoreRole(SIXTEEN_BIT, self.dtype, SeenMask(), SinkScale(), queries).run(operands, tiles, pipes, tmem)
         elif warp < PRODUCER_WARP:
             cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
-            OutputRole(SIXTEEN_BIT, self.dtype, self.vectors).run(operands, tiles, pipes, tmem)
+            OutputRole(SIXTEEN_BIT, self.dtype).run(operands, tiles, pipes, tmem)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_increase(PRODUCER_REGISTERS)
             columns = partial(columns_of_cta, self.config, self.dtype, memory)

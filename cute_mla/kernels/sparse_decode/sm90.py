@@ -26,7 +26,7 @@ from cutlass import Boolean, Int32, Int64, Uint8, cute
 from ...manifest import NamedBarrier
 from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
-from ...spec.mla import D_LATENT, ELEMENT_BYTES
+from ...spec.mla import D_LATENT
 from ...spec.sparse_decode import SparseDecodeConfig
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
@@ -117,7 +117,6 @@ class SparseDecodeSm90(AttentionKernel):
         super().__init__(SparseDecodeAbi(config), arch)
         self.config = config
         self.cluster = config.cluster
-        self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
         self.geometry = geometry_of(config.format)
         self.smem = self.geometry.smem(self.dtype)
 
@@ -143,12 +142,12 @@ class SparseDecodeSm90(AttentionKernel):
             GatherRole(self.config, self.dtype, geometry).run(operands, tiles, pipes, thread)
         elif group == 1:
             set_registers(geometry.score_registers)
-            scores = partial(LatentScores.create, geometry, self.dtype, self.pairs)
+            scores = partial(LatentScores.create, geometry, self.dtype)
             ScoreRole(scores, AbsentKeyMask(), SinkScale()).run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
             output = partial(LatentOutput.create, geometry, self.dtype, self.cluster)
-            OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
+            OutputRole(geometry.stage_strides[0], output, self.dtype).run(operands, tiles, pipes, thread, group - 2)
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillConfig
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
-from ..sm100.config import EVEN_CTA, SIXTEEN_BIT_PARTS, TMEM_COLUMNS, VECTOR, Tiles
+from ..sm100.config import EVEN_CTA, SIXTEEN_BIT_PARTS, TMEM_COLUMNS, Tiles
 from ..sm100.indexed_keys import SeenBits, SeenMask, SeenTiles
 from ..sm100.mma import MmaRole, PairGemm
 from ..sm100.output import OutputRole
@@ -67,7 +67,6 @@ class SparsePrefillSm100(AttentionKernel):
     def __init__(self, config: SparsePrefillConfig, arch: Arch) -> None:
         super().__init__(Sm100Abi(config), arch)
         self.has_rope = config.d_qk > D_LATENT
-        self.vectors = config.access_bytes == 4 * VECTOR
         self.smem = SIXTEEN_BIT_PARTS.smem(*TokenPipes.fields())
 
     @cute.jit
@@ -86,9 +85,9 @@ class SparsePrefillSm100(AttentionKernel):
             score.run(operands, tiles, pipes, tmem)
         elif warp < PRODUCER_WARP:
             cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
-            queries = TokenQueries(QueryLoader(SIXTEEN_BIT_PARTS, self.has_rope, self.vectors))
-            output = OutputRole(SIXTEEN_BIT_PARTS, self.dtype, self.vectors, scaled_at_once=32)
-            TokenOutputRole(output, self.dtype, self.vectors, queries, SeenTiles()).run(operands, tiles, pipes, tmem)
+            queries = TokenQueries(QueryLoader(SIXTEEN_BIT_PARTS, self.has_rope))
+            output = OutputRole(SIXTEEN_BIT_PARTS, self.dtype, scaled_at_once=32)
+            TokenOutputRole(output, self.dtype, queries, SeenTiles()).run(operands, tiles, pipes, tmem)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             RowProducer(self.columns, TokenRows(), SeenBits(SIXTEEN_BIT_PARTS.score_parts)).run(
@@ -98,7 +97,7 @@ class SparsePrefillSm100(AttentionKernel):
             cute.arch.setmaxregister_decrease(MMA_REGISTERS)
             if warp == MMA_WARP and cute.arch.block_idx_in_cluster() == EVEN_CTA:
                 gemm = PairGemm(self.dtype, self.has_rope, tiles, tmem)
-                MmaRole(SIXTEEN_BIT_PARTS, SeenTiles(), queries_early=self.vectors).run(operands.schedule, pipes, gemm)
+                MmaRole(SIXTEEN_BIT_PARTS, SeenTiles()).run(operands.schedule, pipes, gemm)
         end(warp, MMA_WARP, tmem)
 
     def columns(self, rank: Int32) -> SkippingTile:

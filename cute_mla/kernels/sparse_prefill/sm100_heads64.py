@@ -37,7 +37,7 @@ from ...spec.sparse_prefill import SparsePrefillConfig
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives import tcgen05
-from ..sm100.config import TMEM_COLUMNS, VECTOR
+from ..sm100.config import TMEM_COLUMNS
 from ..sm100.indexed_keys import SeenBits, SeenTiles
 from ..sm100.output import OutputRole
 from ..sm100.row_producer import MMA_WARP, OUTPUT_WARP, PRODUCER_WARP, THREADS, role_table
@@ -62,7 +62,6 @@ class SparsePrefillHeads64(AttentionKernel):
     def __init__(self, config: SparsePrefillConfig, arch: Arch) -> None:
         super().__init__(Sm100Abi(config), arch)
         self.has_rope = config.d_qk > D_LATENT
-        self.vectors = config.access_bytes == 4 * VECTOR
         self.smem = smem_layout()
 
     @cute.jit
@@ -85,9 +84,9 @@ class SparsePrefillHeads64(AttentionKernel):
             score.run(operands, tiles, pipes, tmem)
         elif warp < PRODUCER_WARP:
             cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
-            queries = TokenQueries(QueryLoader(HEADS64, self.has_rope, self.vectors))
-            output = OutputRole(HEADS64, self.dtype, self.vectors, scaled_at_once=32)
-            TokenOutputRole(output, self.dtype, self.vectors, queries, SeenTiles()).run(operands, tiles, pipes, tmem)
+            queries = TokenQueries(QueryLoader(HEADS64, self.has_rope))
+            output = OutputRole(HEADS64, self.dtype, scaled_at_once=32)
+            TokenOutputRole(output, self.dtype, queries, SeenTiles()).run(operands, tiles, pipes, tmem)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
             HalvesProducer(self.has_rope, TokenEntries(), SeenBits()).run(operands, tiles, pipes, warp - PRODUCER_WARP)
@@ -95,7 +94,7 @@ class SparsePrefillHeads64(AttentionKernel):
             cute.arch.setmaxregister_decrease(MMA_REGISTERS)
             if warp == MMA_WARP:
                 gemm = HeadsGemm(self.dtype, self.has_rope, tiles, tmem)  # type: ignore[arg-type]  # of HeadsTiles.create
-                HeadsMmaRole(HEADS64, validity=SeenTiles(), queries_early=self.vectors).run(operands.schedule, pipes, gemm)
+                HeadsMmaRole(HEADS64, validity=SeenTiles()).run(operands.schedule, pipes, gemm)
         tcgen05.fence_before_signal()
         cute.arch.sync_threads()
         if warp == MMA_WARP:

@@ -9,39 +9,27 @@ from dataclasses import dataclass
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
-from cutlass.experimental import primitives
 
 from ...spec.dense_decode import TILE_ROWS
-from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
 from ..primitives.elements import pack_pair, store_packed_row
 from ..primitives.integers import smaller
-from ..sm100.config import CHUNK_COLUMNS, CTA_COLUMNS, CTA_ROPE, OUTPUT_COLUMN, Tiles
+from ..sm100.config import CHUNK_COLUMNS, CTA_COLUMNS, OUTPUT_COLUMN, Tiles
 from ..sm100.indexed_keys import SeenTiles
 from ..sm100.output import OutputRole
 from ..sm100.score import QueryLoader, thread_and_lanes
 from .operands import Operands
 from .sm100_score import RowResult, TokenPipes, store_lse_indexer
 
-LINE_ELEMENTS = 128 // ELEMENT_BYTES  # of a cache line
 READ_AT_ONCE = 64  # columns of O
 
 
 @dataclass(frozen=True)
 class TokenQueries:
-    """Q, a token ahead.
-
-    early: whether Q waits in registers for the last S of the token before. By words of fewer than 16 bytes that would take too long, and
-    P V would wait: Q is then loaded when all scores of the token before have been computed.
-    """
+    """Q, a token ahead: it waits in registers for the last S of the token before."""
 
     loader: QueryLoader
-
-    @property
-    def early(self) -> bool:
-        """Return whether Q waits in registers."""
-        return self.loader.vectors
 
     def present(self, operands: Operands, token: Int32) -> Boolean:
         """Return whether there is such a token, and it has keys."""
@@ -55,18 +43,6 @@ class TokenQueries:
         if present:
             tcgen05.fence_after_wait()
             self.loader.load(operands, pipes, token, thread, lanes)
-
-    @cute.jit
-    def hint(self, operands: Operands, token: Int32, thread: Int32):
-        """Ask L2 for Q of a token, if there is one."""
-        row = first_query_row() + self.loader.geometry.query_row(thread)
-        if token <= operands.schedule.last_request() and row < operands.rows():
-            half = self.loader.geometry.query_half(thread)
-            source = operands.q_row(token, row)
-            for line in range(CTA_COLUMNS // LINE_ELEMENTS):
-                primitives.prefetch_l2((source + (half * CTA_COLUMNS + line * LINE_ELEMENTS)).raw_ptr())
-            if cutlass.const_expr(self.loader.has_rope):
-                primitives.prefetch_l2((source + (D_LATENT + half * CTA_ROPE)).raw_ptr())
 
     @cute.jit
     def fetch(self, operands: Operands, token: Int32, present: Boolean, thread: Int32):
@@ -88,11 +64,10 @@ class TokenQueries:
 
 @dataclass(frozen=True)
 class TokenOutputRole:
-    """Four warps. output: rescales O. vectors: whether rows of out may be stored 16 bytes at a time."""
+    """Four warps. output: rescales O."""
 
     output: OutputRole
     dtype: type[cutlass.Numeric]
-    vectors: bool
     queries: TokenQueries
     validity: SeenTiles
 
@@ -113,22 +88,17 @@ class TokenOutputRole:
             count = schedule.tile_range(token, Int32(0)).tiles
             following = schedule.work_tile(token, Int32(0)).next_req
             present = self.queries.present(operands, following)
-            rWords = self.queries.fetch(operands, following, present, thread) if self.queries.early else None
+            rWords = self.queries.fetch(operands, following, present, thread)
             for t in cutlass.range(1, count - 1, unroll=1):
                 begun = self.scale(tiles, pipes, tile + t, thread, lanes, begun)
-            if cutlass.const_expr(self.queries.early):
-                if count > 0:
-                    # the token's last S
-                    pipes.scores_ready.consumer_wait((tile + count) * self.output.geometry.score_parts - 1)
-                    tcgen05.fence_after_wait()
-                self.queries.store(pipes, present, rWords, lanes)
+            if count > 0:
+                # the token's last S
+                pipes.scores_ready.consumer_wait((tile + count) * self.output.geometry.score_parts - 1)
+                tcgen05.fence_after_wait()
+            self.queries.store(pipes, present, rWords, lanes)
             if count > 1:
                 self.scale(tiles, pipes, tile + count - 1, thread, lanes, begun)
             tile = tile + count
-            if cutlass.const_expr(not self.queries.early):
-                # the score role has had every score of this token
-                self.queries.load(operands, pipes, following, present, thread, lanes)
-                self.queries.hint(operands, schedule.work_tile(following, Int32(0)).next_req, thread)
             pipes.stats_ready.consumer_wait(done)
             result = RowResult.take(pipes, thread)
             store_lse_indexer(operands, pipes, token, thread)
@@ -139,13 +109,8 @@ class TokenOutputRole:
                 pipes.kv_free.consumer_wait(tile - 1)
                 tcgen05.fence_after_wait()
             words = self.read_output(lanes, weight)
-            if cutlass.const_expr(self.queries.early):
-                begun = self.begin(pipes, tile, present)
-                self.store(operands, token, words, thread)
-            else:
-                # the first scores of the next token come late
-                self.store(operands, token, words, thread)
-                begun = self.begin(pipes, tile, present)
+            begun = self.begin(pipes, tile, present)
+            self.store(operands, token, words, thread)
             token, done = following, done + 1
 
     @cute.jit
@@ -193,10 +158,10 @@ class TokenOutputRole:
         if row < operands.rows():
             out = operands.out_row(token, row)
             if cutlass.const_expr(self.output.geometry.paired):
-                store_packed_row(out + (thread // TILE_ROWS) * CTA_COLUMNS, words, self.vectors)
+                store_packed_row(out + (thread // TILE_ROWS) * CTA_COLUMNS, words)
             else:
                 # a lane has every other 128 columns
                 out = out + (thread // TILE_ROWS) * CHUNK_COLUMNS
                 for chunk in cutlass.range_constexpr(CTA_COLUMNS // CHUNK_COLUMNS):
                     run = words[chunk * CHUNK_COLUMNS // 2 : (chunk + 1) * CHUNK_COLUMNS // 2]
-                    store_packed_row(out + chunk * CTA_COLUMNS, run, self.vectors)
+                    store_packed_row(out + chunk * CTA_COLUMNS, run)

@@ -26,7 +26,6 @@ are (producer -> consumer; arrivals per phase):
 
 Q of a token comes while the token before is finished. As soon as the last S of a token is complete, the scout copies the column tiles of
 Q that go to registers to where the others were. Score takes them when it has written P, and then the others come: sm90/staged_queries.py.
-Where q may begin at any element, score loads it through registers instead, behind the rows of the token before.
 
 A pair shares the first two stages of a tile: each CTA copies half of their keys and hands them to the peer. The other two each copies
 whole: they take the place of stages that have just come free, and the peer's half would come too late. The RoPE columns come between.
@@ -37,7 +36,6 @@ looks ahead over the end of a token.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import cutlass
@@ -65,7 +63,6 @@ from ..sm90.config import (
 from ..sm90.gather_split import HALF_BYTES, HALF_KEYS, HALVES, halves_of_cta, hand_over, peer_shift
 from ..sm90.output import LatentOutput, OutputRole
 from ..sm90.row_copy import COPY_WARPS, COURIER_WARP, GATHER_ROLES, CopyLane, CopyPipes, TileRows, arrive_landed
-from ..sm90.score import LatentScores
 from ..sm90.staged_queries import QueryBarriers, QueryLoader, StagedScores
 from ..sm90.valid_keys import AbsentKeyMask, has_keys
 from ..sm90.warpgroups import THREADS, WARPGROUP, group_of, named_barriers, role_table, set_registers, sync_start
@@ -81,11 +78,8 @@ Q_TILES_IN_REGISTERS = 5
 SHARED_STAGES = 2  # of a tile, between the CTAs of a pair: the first ones
 
 
-def geometry_of(d_qk: int, staged: bool) -> Geometry:
-    """Return the geometry: copies need no registers for bytes, so that Q gets them.
-
-    staged: whether the scout brings Q. Then there are boxes for as many column tiles as go to registers.
-    """
+def geometry_of(d_qk: int) -> Geometry:
+    """Return the geometry: copies need no registers for bytes, so that Q gets them. Boxes hold as many column tiles as go to registers."""
     return Geometry(
         d_qk=d_qk,
         q_tiles_in_registers=Q_TILES_IN_REGISTERS,
@@ -97,7 +91,7 @@ def geometry_of(d_qk: int, staged: bool) -> Geometry:
         valid_stages=VALID_STAGES,
         rope_after=2,
         takes_turns=True,
-        q_boxes=Q_TILES_IN_REGISTERS if staged else 0,
+        q_boxes=Q_TILES_IN_REGISTERS,
         tells_targets=False,
     )
 
@@ -110,10 +104,8 @@ class SparsePrefillSm90(AttentionKernel):
     def __init__(self, config: SparsePrefillConfig, arch: Arch) -> None:
         super().__init__(SparsePrefillAbi(config), arch)
         self.cluster = config.cluster
-        self.pairs = config.access_bytes == 2 * ELEMENT_BYTES
-        self.geometry = geometry_of(config.d_qk, self.pairs)
-        queries = QueryBarriers.fields() if self.pairs else ()
-        self.smem = self.geometry.smem(self.dtype, *CopyPipes.fields(self.geometry), *queries, *IndexerRows.fields())
+        self.geometry = geometry_of(config.d_qk)
+        self.smem = self.geometry.smem(self.dtype, *CopyPipes.fields(self.geometry), *QueryBarriers.fields(), *IndexerRows.fields())
 
     @cute.jit
     def run(self, operands: Operands):
@@ -124,8 +116,7 @@ class SparsePrefillSm90(AttentionKernel):
         if warp == 0:
             with cute.arch.elect_one():
                 pipes.initialise_copies()
-                if cutlass.const_expr(self.pairs):
-                    self.query_barriers(memory).initialise()
+                QueryBarriers.create(memory).initialise()
                 initialise(pipes, geometry, self.cluster)
         sync_start(self.cluster)
         # the lengths, the indices, Q and the latent may come from the kernel before
@@ -141,30 +132,20 @@ class SparsePrefillSm90(AttentionKernel):
             elif producer == COURIER_WARP:
                 CourierRole(geometry, self.cluster).run(operands, tiles, pipes)
             else:
-                ScoutRole(geometry, self.query_barriers(memory)).run(operands, tiles, pipes)
+                ScoutRole(geometry, QueryBarriers.create(memory)).run(operands, tiles, pipes)
         elif group == 1:
             set_registers(geometry.score_registers)
-            scores = self.new_scores(memory)
+            scores = partial(StagedScores.from_loader, geometry, self.dtype, QueryBarriers.create(memory))
             softmax = partial(OnlineSoftmax.create, keeps_maximum=True)
             score = TokenScoreRole(
-                scores, AbsentKeyMask(), SinkScale(), softmax, validity=ScoutedTiles(), writes_max_logits=True, reads_ahead=self.pairs,
+                scores, AbsentKeyMask(), SinkScale(), softmax, validity=ScoutedTiles(), writes_max_logits=True, reads_ahead=True,
                 indexer=IndexerRows.create(memory),
             )  # fmt: skip
             score.run(operands, tiles, pipes, thread)
         else:
             set_registers(OUTPUT_REGISTERS)
             output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, validity=ScoutedTiles())
-            OutputRole(geometry.stage_strides[0], output, self.dtype, self.pairs).run(operands, tiles, pipes, thread, group - 2)
-
-    def query_barriers(self, memory: dict) -> QueryBarriers | None:
-        """Return the barriers of Q; None where the score role loads Q itself."""
-        return QueryBarriers.create(memory) if self.pairs else None
-
-    def new_scores(self, memory: dict) -> Callable[[Tiles, Int32], LatentScores]:
-        """Return what makes the products of a thread of the score role."""
-        if self.pairs:
-            return partial(StagedScores.from_loader, self.geometry, self.dtype, QueryBarriers.create(memory))
-        return partial(LatentScores.create, self.geometry, self.dtype, False)
+            OutputRole(geometry.stage_strides[0], output, self.dtype).run(operands, tiles, pipes, thread, group - 2)
 
 
 class ScoutedTiles:
@@ -180,12 +161,9 @@ class ScoutedTiles:
 
 
 class ScoutRole:
-    """One warp: indices, checks, which keys are present; Q.
+    """One warp: indices, checks, which keys are present; Q."""
 
-    queries: None where the score role loads Q itself, which the scout then asks L2 for.
-    """
-
-    def __init__(self, geometry: Geometry, queries: QueryBarriers | None) -> None:
+    def __init__(self, geometry: Geometry, queries: QueryBarriers) -> None:
         self.geometry = geometry
         self.queries = queries
 
@@ -202,8 +180,7 @@ class ScoutRole:
             self.announce(tiles, pipes, cursor.indices, entries, tile)
             following = next_tile(operands, cursor, self.geometry.d_qk)
             entries = following.entries()
-            if cutlass.const_expr(self.queries is not None):
-                token = self.bring_queries(operands, tiles, cursor, token)
+            token = self.bring_queries(operands, tiles, cursor, token)
             cursor = following
             tile = tile + 1
 

@@ -2,8 +2,8 @@
 
 Such a result has no scoreboard: the code that waits is made of the stall counts between producer and consumer. NVIDIA does not document
 the latencies. The table below holds the smallest distances, in cycles between the two issues, that ptxas 13.5 leaves in this project's
-126 cubins of sm_90a and sm_100f, by group of opcodes. A distance below them has been seen nowhere, so it is reported; the table proves
-nothing beyond that.
+cubins of sm_90a and sm_100f, by group of opcodes. A distance below them has been seen nowhere, so it is reported; the table proves nothing
+beyond that.
 
 A scoreboard is held some cycles after the issue of its instruction: a wait that comes earlier finds it free. Here, too, the smallest
 distance seen counts.

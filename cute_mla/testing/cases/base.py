@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 
 from ...spec.arch import Arch
-from ...spec.dense_decode import MAX_ROW_ALIGNMENT
+from ...spec.dense_decode import MAX_ROW_ALIGNMENT, TILINGS
 from ...spec.mla import D_V
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 
@@ -18,13 +18,12 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 Values = Literal["normal", "rising", "falling", "peaks", "opposed", "steps", "needles"]
 CausalValues = Literal[Values, "cliff"]  # of ops with a causal mask
-QLayout = Literal["packed", "sliced", "odd", "even", "heads_first", "far_requests", "far_tokens", "far_heads"]
-Outputs = Literal["allocated", "given", "strided", "odd", "far_requests", "far_tokens", "far_heads"]
+QLayout = Literal["packed", "sliced", "even", "heads_first", "far_requests", "far_tokens", "far_heads"]
+Outputs = Literal["allocated", "given", "strided", "even", "odd", "far_requests", "far_tokens", "far_heads"]
 Metadata = Literal["tensors", "object", "stale", "longer", "overwritten"]
 Tags = dict[str, Callable[[Any], str]]
 
-# Alignment of the rows of q or out in elements, by layout; rows of all other layouts have the largest alignment.
-_ROW_ELEMENTS = {"odd": 1, "even": 2}
+EVEN_ELEMENTS = 2  # alignment of the rows of q or out in the layout "even"; rows of all other layouts have the largest alignment
 
 # The tag in a case's id for each field that is not part of the shape, when the field is not at its default.
 TAGS: Tags = {
@@ -64,13 +63,14 @@ class Problem(Protocol):
 class BaseCase:
     """One call of any op.
 
-    q_layout: "sliced": a 16-byte aligned slice of a larger tensor; "odd": rows one element longer than d_qk, aligned to one
-        element only; "even": rows two elements longer, aligned to two elements; "heads_first": a transposed
+    q_layout: "sliced": a 16-byte aligned slice of a larger tensor; "even": rows two elements longer than d_qk, aligned to two elements,
+        on architectures that take them; "heads_first": a transposed
         [h_q, b, s_q, d_qk], as the absorption matmul of an engine leaves q; one of FAR_DIMENSIONS: the last request, query token or
         head lies FAR_ELEMENTS or more from the first.
     outputs: "allocated": the call allocates its results; "given": the caller passes results and workspace; "strided": like "given",
-        but out is a 16-byte aligned slice and the other results are slices; "odd": like "strided", but rows of out are d_v + 1
-        elements apart; one of FAR_DIMENSIONS: like "given", with every result far in this dimension.
+        but out is a 16-byte aligned slice and the other results are slices; "even": like "strided", but rows of out are d_v + 2
+        elements apart; "odd": rows aligned to one element, of results that may have such; one of FAR_DIMENSIONS: like "given", with every
+        result far in this dimension.
     sm_count: streaming multiprocessors of the simulated device, None for the default board; a GPU has its own.
     cut_by: the field that a suite lowers to make a case cheaper. d_v: columns of out.
     """
@@ -139,15 +139,17 @@ class BaseCase:
         """Return the dtype of q."""
         return DTYPES[self.dtype]
 
-    @property
-    def row_alignment(self) -> int:
-        """Return the alignment in bytes of the rows of q and out, as the op's problem takes it."""
-        return min(least_alignment(self.q_dtype, self.q_layout), least_alignment(DTYPES[self.dtype], self.outputs))
+    def row_bytes(self, arch: Arch) -> int:
+        """Return the number of bytes at multiples of which the op's rows of q and out must begin."""
+        return 1
 
-
-def least_alignment(dtype: torch.dtype, *layouts: str) -> int:
-    """Return the alignment in bytes that the rows of tensors in these layouts have."""
-    return min((_ROW_ELEMENTS[layout] * dtype.itemsize for layout in layouts if layout in _ROW_ELEMENTS), default=MAX_ROW_ALIGNMENT)
+    def runs_on(self, arch: Arch) -> bool:
+        """Return whether an architecture takes the rows of q and out."""
+        least = min(
+            EVEN_ELEMENTS * self.q_dtype.itemsize if self.q_layout == "even" else MAX_ROW_ALIGNMENT,
+            EVEN_ELEMENTS * DTYPES[self.dtype].itemsize if self.outputs == "even" else MAX_ROW_ALIGNMENT,
+        )
+        return least % self.row_bytes(arch) == 0
 
 
 @dataclass(frozen=True)
@@ -193,6 +195,10 @@ class DecodeCase(BatchedCase):
     metadata: Metadata = "object"
     batch_invariant: bool = False
     tokens: tuple[int, ...] | None = None
+
+    def row_bytes(self, arch: Arch) -> int:
+        """Return the number of bytes at multiples of which rows of q and out must begin."""
+        return TILINGS[arch.name].row_bytes
 
     @property
     def used_tokens(self) -> int:

@@ -227,7 +227,6 @@ class DenseDecodeCase(DecodeCase):
             page_size=self.page_size,
             pages_per_request=self.pages_per_request,
             batch_invariant=self.batch_invariant,
-            row_alignment=self.row_alignment,
             operands=self.operands,
             d_qk=self.d_qk,
         )

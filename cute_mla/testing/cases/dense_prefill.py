@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ...reference import visible_keys
 from ...spec.arch import Arch
-from ...spec.dense_prefill import HEAD_DIMS, DensePrefillProblem
+from ...spec.dense_prefill import HEAD_DIMS, ROW_BYTES, DensePrefillProblem
 from ...spec.masked_prefill import MASK_WORD_KEYS
 from ...spec.mla import ceil_div
 from .base import DTYPES, TAGS, BaseCase, CausalValues, Tags
@@ -165,6 +165,10 @@ class DensePrefillCase(BaseCase):
         """Return (1, total_q, h_q, d_qk)."""
         return 1, self.total_q, self.h_q, self.d_qk
 
+    def row_bytes(self, arch: Arch) -> int:
+        """Return the number of bytes at multiples of which rows of q and out must begin."""
+        return ROW_BYTES
+
     def problem(self, arch: Arch) -> DensePrefillProblem:
         """Return the shapes of the call."""
         return DensePrefillProblem(
@@ -175,7 +179,6 @@ class DensePrefillCase(BaseCase):
             h_q=self.h_q,
             h_kv=self.h_kv,
             max_seqlen_q=self.max_seqlen_q,
-            row_alignment=self.row_alignment,
         )
 
     @property

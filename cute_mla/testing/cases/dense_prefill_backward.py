@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -15,13 +15,9 @@ from ... import reference
 from ...spec.arch import Arch
 from ...spec.dense_prefill_dkdv import DensePrefillDkdvProblem
 from ...spec.dense_prefill_dq import DensePrefillDqProblem
-from ...spec.mla import ELEMENT_BYTES
-from .base import DTYPES, Outputs, QLayout, Tags, least_alignment
+from .base import DTYPES, Outputs, QLayout, Tags
 from .dense_prefill import DensePrefillCase, DensePrefillTensors, make_inputs
-from .far import FAR_DIMENSIONS, far_tensor
 from .tensors import Fp32Result, OutputBuffer, allocate_rows, fp32_buffer, generator_for, rows_buffer, without_batch
-
-DoutLayout = Literal[QLayout, "one"]
 
 
 def _numbers(ranges: Iterable[tuple[int, int]]) -> Tensor:
@@ -33,11 +29,11 @@ def _numbers(ranges: Iterable[tuple[int, int]]) -> Tensor:
 class DensePrefillBackwardCase(DensePrefillCase):
     """One call of the backward pass of dense prefill, whose results are dq, dk and dv.
 
-    dout_layout: as q_layout; "one": all rows are one row, expanded.
-    outputs: rows of far ones begin at any element if those of q or dout are "odd".
+    dout_layout: as q_layout.
+    outputs: "odd": like "strided", but rows of dk and dv begin at any element.
     saved: layout of out and lse, which the call reads, as `outputs` of a forward call names it.
     ends: "margins": also keys of no sequence only if the caller passes results.
-    neighbours: "nan": so are q and, unless all of its rows are one, dout of the second, fourth, .. sequence.
+    neighbours: "nan": so are q and dout of the second, fourth, .. sequence.
     longest: what the call says the longest sequence has in query tokens, a number of whole work items; None: the truth. Rows beyond it are
         left out: they get no gradient, give none, and are NaN in q, dout, out and lse.
     holes: whether every third row of q has an infinite lse, though it sees keys, and an out of NaN.
@@ -52,7 +48,7 @@ class DensePrefillBackwardCase(DensePrefillCase):
         **DensePrefillCase.tags,
     }
 
-    dout_layout: DoutLayout = "packed"
+    dout_layout: QLayout = "packed"
     saved: Outputs = "given"
     longest: int | None = None
     holes: bool = False
@@ -89,13 +85,6 @@ class DensePrefillBackwardCase(DensePrefillCase):
     @property
     def _k_margins(self) -> bool:
         return self._q_margins
-
-    @property
-    def row_alignment(self) -> int:
-        """Return the alignment in bytes of the rows of q, dout, out and dq; 2 if they need the variants for such rows."""
-        if self.dout_layout == "one" and self.total_q * self.h_q > 1:
-            return ELEMENT_BYTES
-        return least_alignment(DTYPES[self.dtype], self.q_layout, self.dout_layout, self.saved, self.outputs)
 
 
 @dataclass(frozen=True)
@@ -158,8 +147,6 @@ def _dout(case: DensePrefillBackwardCase, device: torch.device) -> Tensor:
     shape, dtype = (case.total_q, case.h_q, case.d_v), DTYPES[case.dtype]
     generator = generator_for(case, math.prod(shape), device, 500)
     drawn = torch.randn(shape, generator=generator, device=generator.device)
-    if case.dout_layout == "one":
-        return drawn[:1, :1].to(device, dtype).expand(shape) if drawn.numel() else drawn.to(device, dtype)
     dout = allocate_rows(case.dout_layout, (1, *shape), dtype, device)[0]
     own = slice(case.q_starts[0], case.q_starts[-1])
     dout[own].copy_(drawn[own])
@@ -173,14 +160,5 @@ def _output_buffers(case: DensePrefillBackwardCase, inputs: dict[str, Tensor], d
         return {}
     shapes = {f"d{name}": (1, *inputs[name].shape) for name in ("q", "k", "v")}
     dtype = DTYPES[case.dtype]
-    if case.outputs in FAR_DIMENSIONS and "odd" in (case.q_layout, case.dout_layout):
-        return {
-            name: without_batch(_far_odd_buffer(FAR_DIMENSIONS.index(case.outputs), shape, dtype, device)) for name, shape in shapes.items()
-        }
-    return {name: without_batch(rows_buffer(case.outputs, shape, dtype, device)) for name, shape in shapes.items()}
-
-
-def _far_odd_buffer(dim: int, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> OutputBuffer:
-    """Allocate a result that is far in a dimension, with rows that begin at any element."""
-    storage = far_tensor((*shape[:-1], shape[-1] + 1), dim, dtype, device)
-    return OutputBuffer(storage[..., 1:], storage)
+    layouts: dict[str, Outputs] = {name: "strided" if (name, case.outputs) == ("dq", "odd") else case.outputs for name in shapes}
+    return {name: without_batch(rows_buffer(layouts[name], shape, dtype, device)) for name, shape in shapes.items()}

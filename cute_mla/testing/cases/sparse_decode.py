@@ -192,7 +192,6 @@ class SparseDecodeCase(DecodeCase):
             topk=self.main.topk,
             extra_topk=0 if self.extra is None else self.extra.topk,
             batch_invariant=self.batch_invariant,
-            row_alignment=self.row_alignment,
         )
 
     @property

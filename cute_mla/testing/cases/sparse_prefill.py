@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...spec.arch import Arch
-from ...spec.dense_decode import TILE_ROWS
+from ...spec.dense_decode import TILE_ROWS, TILINGS
 from ...spec.mla import D_QK, ceil_div
 from ...spec.sparse_prefill import HEAD_DIMS, SparsePrefillProblem
 from ...spec.split_plan import TILE_KEYS
@@ -161,6 +161,10 @@ class SparsePrefillCase(BatchedCase):
         others = (min(-first, -1), max(self.kv_rows - 1 - first, rows))
         return -1, INT_MIN, -123456, rows, rows + 1, 114514, 1919810, 2_147_480_000, INT_MAX, *others
 
+    def row_bytes(self, arch: Arch) -> int:
+        """Return the number of bytes at multiples of which rows of q and out must begin."""
+        return TILINGS[arch.name].row_bytes
+
     def problem(self, arch: Arch) -> SparsePrefillProblem:
         """Return the shapes of the call."""
         return SparsePrefillProblem(
@@ -170,7 +174,6 @@ class SparsePrefillCase(BatchedCase):
             batch=self.batch,
             s_q=self.s_q,
             h_q=self.h_q,
-            row_alignment=self.row_alignment,
         )
 
     @property

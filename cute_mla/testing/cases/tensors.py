@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from ...spec.mla import D_ROPE
 from ...spec.split_plan import TILE_KEYS
-from .base import DTYPES, BaseCase, DecodeCase, Outputs, QLayout
+from .base import DTYPES, EVEN_ELEMENTS, BaseCase, DecodeCase, Outputs, QLayout
 from .far import FAR_DIMENSIONS, far_tensor
 
 _CPU_ELEMENTS = 1 << 25  # up to this size the CPU draws a tensor, so that every device gets the same bits
@@ -195,8 +195,6 @@ def allocate_rows(layout: QLayout, shape: tuple[int, int, int, int], dtype: torc
             return nan_tensor(shape, dtype, device)
         case "sliced":
             return nan_tensor((batch, tokens, heads + 2, columns + 64), dtype, device)[:, :, 1:-1, 32:-32]
-        case "odd":
-            return nan_tensor((batch, tokens, heads, columns + 1), dtype, device)[..., 1:]
         case "even":
             return nan_tensor((batch, tokens, heads, columns + 2), dtype, device)[..., 2:]
         case "heads_first":
@@ -250,8 +248,9 @@ def rows_buffer(outputs: Outputs, shape: tuple[int, int, int, int], dtype: torch
     if outputs in FAR_DIMENSIONS:
         out = far_tensor(shape, FAR_DIMENSIONS.index(outputs), dtype, device)
         return OutputBuffer(out, out)
-    out = nan_tensor((batch, tokens, heads + 1, columns + (1 if outputs == "odd" else 64)), dtype, device)
-    return OutputBuffer(out[:, :, 1:, :-1] if outputs == "odd" else out[:, :, 1:, 32:-32], out)
+    around = {"strided": 64, "even": 2 * EVEN_ELEMENTS, "odd": 1}[outputs]
+    out = nan_tensor((batch, tokens, heads + 1, columns + around), dtype, device)
+    return OutputBuffer(out[:, :, 1:, around // 2 : around // 2 + columns], out)
 
 
 def fp32_buffer(outputs: Outputs, result: Fp32Result, device: torch.device) -> OutputBuffer:

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from ... import reference
 from ...api import flash_attn_varlen_backward, workspace_size
-from ...spec.dense_decode import MAX_ROW_ALIGNMENT
 from ..cases.dense_prefill_backward import (
     DensePrefillBackwardCase,
     DensePrefillBackwardTensors,
@@ -48,7 +47,6 @@ def _workspace_bytes(case: DensePrefillBackwardCase, tensors: DensePrefillBackwa
         h_q=case.h_q,
         h_kv=case.h_kv,
         total_q=case.total_q,
-        copied_head_dim=case.d_qk if case.row_alignment < MAX_ROW_ALIGNMENT else None,
         device=tensors.q.device,
     )
 

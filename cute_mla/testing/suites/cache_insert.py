@@ -7,13 +7,14 @@ from functools import partial
 from itertools import product
 from typing import get_args
 
-from ...spec.cache_insert import rotates
+from ...spec.cache_insert import key_types, rotates
 from ...spec.cache_rows import CACHED
 from ..cases.cache_insert import CacheInsertCase, KeptKeys, PositionType, TableLayout
 from .cover import Choice, Factors, cover
 from .entries import OpSuites, SimulatorReduction
-from .paged_cache import PAGE_SIZES, TOKENS, TYPES_AND_CACHES, pages_for, takes_powers_of_two
+from .paged_cache import PAGE_SIZES, TOKENS, pages_for, takes_powers_of_two, types_and_caches
 
+_TYPES_AND_CACHES = types_and_caches(key_types)
 _FEW_HEADS, _MANY_HEADS = 5, 13
 _FEW_TOKENS = 13
 # Features of a case, by factor.
@@ -57,7 +58,7 @@ def _small(dtype: str, cache: str, choice: Choice) -> CacheInsertCase | None:
 def _covers() -> Iterator[CacheInsertCase]:
     """Yield cases with every feature of every format and dtype."""
     seen: set[object] = set()
-    for dtype, cache in TYPES_AND_CACHES:
+    for dtype, cache in _TYPES_AND_CACHES:
         factors = dict(_FACTORS)
         if not CACHED[cache].scales_inside:
             factors["cache_layout"] = ("packed", "far")
@@ -95,7 +96,7 @@ def full_cases() -> list[CacheInsertCase]:
 
 
 def _grid() -> Iterator[CacheInsertCase]:
-    for (dtype, cache), page_size, tokens in product(TYPES_AND_CACHES, PAGE_SIZES, TOKENS):
+    for (dtype, cache), page_size, tokens in product(_TYPES_AND_CACHES, PAGE_SIZES, TOKENS):
         heads = 2 if rotates(CACHED[cache]) else 0
         yield CacheInsertCase(
             dtype, cache=cache, page_size=page_size, pages=pages_for(page_size), tokens=tokens, values="nasty", heads=heads, kept="packed"

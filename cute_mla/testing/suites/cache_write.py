@@ -52,8 +52,8 @@ def _covers() -> Iterator[CacheWriteCase]:
 _MORE: tuple[CacheWriteCase, ...] = (
     # One token, a whole tile of tokens, and no token.
     CacheWriteCase(tokens=1, page_size=1, pages=1),
-    CacheWriteCase("fp16", cache="fp8_656", tokens=64, values="nasty", key_layout="odd", slot_type="int32"),
-    CacheWriteCase("fp16", cache="fp8_584", values="nasty", page_size=61, power_of_two=True),
+    CacheWriteCase(cache="fp8_656", tokens=64, values="nasty", key_layout="odd", slot_type="int32"),
+    CacheWriteCase(cache="fp8_584", values="nasty", page_size=61, power_of_two=True),
     CacheWriteCase(cache="fp8_656", tokens=0),
 )
 SMOKE: tuple[CacheWriteCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import chain, product
 
 from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, OPERANDS, TILE_ROWS, takes_key_masks
-from ...spec.mla import D_QK, D_V, LATENT_DIMS, key_dtypes
+from ...spec.mla import BF16, D_QK, D_V, LATENT_DIMS, key_dtypes
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..cases.base import DTYPES, Outputs, QLayout
 from ..cases.dense_decode import DESCALE_K, STEP_CODE, DenseDecodeCase
@@ -22,7 +22,7 @@ GRID_S_Q = (1, 2, 4)
 GRID_S_K = (20, 140, 4096)
 GRID_H_Q = (1, 3, 9, 63, 64, 126, 128)
 GRID_H_KV = (1, 2, 3, 8)
-GRID_TYPES = (*((dtype, LATENT) for dtype in DTYPES), *((dtype, FP8_CACHE) for dtype in DTYPES), ("bf16", FP8))
+GRID_TYPES = (*((dtype, LATENT) for dtype in DTYPES), (BF16, FP8_CACHE), (BF16, FP8))
 OTHER_COLUMNS = tuple(d_qk for d_qk in LATENT_DIMS if d_qk != D_QK)  # of keys, with LATENT only
 
 _TWO_SPLITS = INVARIANT_SPLIT_TILES * TILE_KEYS + TILE_KEYS  # keys of a request that a batch-invariant call splits in two
@@ -30,9 +30,8 @@ _MOST_SEEN = _TWO_SPLITS + 2 * TILE_KEYS + 17  # of one that also has room for c
 
 
 def with_fp8(case: DenseDecodeCase, operands: str) -> DenseDecodeCase:
-    """Return the case with e4m3 operands. The caller passes out of an fp16 case, since the call would allocate bf16."""
-    given = operands == FP8 and case.dtype != "bf16" and case.outputs == "allocated"
-    return replace(case, operands=operands, outputs="given" if given else case.outputs)
+    """Return the case with these operands, with out in bf16 where any of them is e4m3."""
+    return replace(case, operands=operands, dtype=case.dtype if operands == LATENT else BF16)
 
 
 _MINUS_INF = float("-inf")
@@ -75,15 +74,13 @@ _FACTORS: Factors = {
     "seen": (_ALL_SEEN, *_TREES, *_WINDOWS),
 }
 _STEPS_SCALE_OF_E4M3 = STEPS_SCALE * STEP / (STEP_CODE * DESCALE_K)
-_TYPES = (*GRID_TYPES, ("fp16", FP8))
 _VARIANTS = (
-    *((dtype, operands, D_QK) for dtype, operands in _TYPES),
+    *((dtype, operands, D_QK) for dtype, operands in GRID_TYPES),
     *((dtype, LATENT, d_qk) for d_qk in OTHER_COLUMNS for dtype in key_dtypes(d_qk)),
 )
 # Query heads and KV heads, by whether two CTAs or one take a KV head's rows; other operands than LATENT have one KV head.
 # Two or three tokens are 42 rows or more of a tile, so that needles are at all of its keys.
 _HEADS_OF_ROWS = {"one": ((21, 1), (63, 3)), "two": ((42, 1), (126, 3))}
-_HEADS_OF_ELEMENTS = ((21, 1), (42, 2))  # 3 tokens of 42 heads are so many rows of out that a warp of combine takes whole ones
 
 
 def _small(dtype: str, operands: str, d_qk: int, choice: Choice) -> DenseDecodeCase | None:
@@ -95,13 +92,6 @@ def _small(dtype: str, operands: str, d_qk: int, choice: Choice) -> DenseDecodeC
         return None  # a window hides broken pages
     if values in ORDERED and max(lengths) < 3 * TILE_KEYS:
         return None
-    if operands == FP8 and dtype != "bf16" and choice["outputs"] == "allocated":
-        return None
-    if choice["elements"] and "odd" not in (choice["q_layout"], choice["outputs"]):
-        return None
-    whole_rows = h_kv > 1 and choice["s_q"] > 2 and choice["outputs"] == "odd"
-    if choice["elements"] and operands == LATENT and sms == _SPLIT_PAIRS and not whole_rows:
-        return None  # combine takes whole rows of out, of every alignment, where there are many
     if choice["batch_invariant"] and sms > 2:
         return None  # nothing would be cut: see _staircase
     if h_kv > 1 and (choice["lengths"][1:] != _CUT[1:] and choice["lengths"] != _SEVERAL_TILES):
@@ -122,20 +112,13 @@ def _small(dtype: str, operands: str, d_qk: int, choice: Choice) -> DenseDecodeC
 def _covers() -> Iterator[DenseDecodeCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
-    for (dtype, operands, d_qk), rows, elements in product(_VARIANTS, _HEADS_OF_ROWS, (False, True)):
-        if elements and rows == "two":
-            continue  # one variant serves all numbers of rows
-        every = _HEADS_OF_ELEMENTS if elements else _HEADS_OF_ROWS[rows]
-        heads = tuple(pair for pair in every if operands == LATENT or pair[1] == 1)
-        factors: Factors = {**_FACTORS, "heads": heads, "elements": (elements,)}
+    for (dtype, operands, d_qk), rows in product(_VARIANTS, _HEADS_OF_ROWS):
+        heads = tuple(pair for pair in _HEADS_OF_ROWS[rows] if operands == LATENT or pair[1] == 1)
+        factors: Factors = {**_FACTORS, "heads": heads}
         if operands != LATENT:
             factors = {**factors, "values": ramps(_STEPS_SCALE_OF_E4M3), "scaled": (True, False)}
         if not takes_key_masks(operands):
             factors = {**factors, "seen": (_ALL_SEEN,)}
-        if operands == FP8 and dtype != "bf16":
-            factors = {**factors, "outputs": tuple(value for value in _FACTORS["outputs"] if value != "allocated")}
-        if elements:
-            factors = {**factors, "q_layout": ("odd", *FAR_DIMENSIONS), "outputs": ("odd", "strided", *FAR_DIMENSIONS)}
         if rows == "two":
             layouts = {
                 "cache_layout": ("packed", "far", "far_rows"),
@@ -144,20 +127,20 @@ def _covers() -> Iterator[DenseDecodeCase]:
             }
             factors = {**factors, **layouts, "lengths": _LENGTHS[1:], "s_q": (2,)}
         columns = "" if d_qk == D_QK else f" {d_qk}"
-        yield from cover(f"{dtype} {operands}{columns} {rows} {elements}", factors, partial(_small, dtype, operands, d_qk), seen)
+        yield from cover(f"{dtype} {operands}{columns} {rows}", factors, partial(_small, dtype, operands, d_qk), seen)
         if rows == "one" or operands != FP8_CACHE:  # two CTAs never share the conversion of a tile
-            yield replace(_staircase(dtype, operands, rows, elements), d_qk=d_qk)
-            yield replace(_overwritten_plan(dtype, operands, rows, elements), d_qk=d_qk)
-            yield replace(_ragged(dtype, operands, rows, elements), d_qk=d_qk)
+            yield replace(_staircase(dtype, operands, rows), d_qk=d_qk)
+            yield replace(_overwritten_plan(dtype, operands, rows), d_qk=d_qk)
+            yield replace(_ragged(dtype, operands, rows), d_qk=d_qk)
         if rows == "one":
-            yield replace(_row_tiles(dtype, operands, elements), d_qk=d_qk)
+            yield replace(_row_tiles(dtype, operands), d_qk=d_qk)
         if takes_key_masks(operands):
-            yield replace(_long_window(dtype, operands, rows, elements), d_qk=d_qk)
-            yield replace(_tree_staircase(dtype, operands, rows, elements), d_qk=d_qk)
-            yield replace(_ragged_tree(dtype, operands, rows, elements), d_qk=d_qk)
+            yield replace(_long_window(dtype, operands, rows), d_qk=d_qk)
+            yield replace(_tree_staircase(dtype, operands, rows), d_qk=d_qk)
+            yield replace(_ragged_tree(dtype, operands, rows), d_qk=d_qk)
 
 
-def _staircase(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
+def _staircase(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
     """Return a causal case of one head, whose rows see every number of the keys of a tile; batch invariant, with a plan that cuts.
 
     The last key that a row sees outweighs all others, as the next one would.
@@ -170,28 +153,28 @@ def _staircase(dtype: str, operands: str, rows: str, elements: bool) -> DenseDec
     tokens = TILE_ROWS if rows == "one" else 2 * TILE_ROWS
     lengths = (570, tokens + 36, tokens + 108)
     case = DenseDecodeCase(dtype, batch=3, s_q=tokens, h_q=1, lengths=lengths, causal=True, batch_invariant=True, metadata="longer")
-    case = replace(case, values="cliff", softmax_scale=CLIFF_SCALE, q_layout="odd" if elements else "packed", sinks="drawn")
+    case = replace(case, values="cliff", softmax_scale=CLIFF_SCALE, sinks="drawn")
     case = with_fp8(replace(case, sm_count=4, page_size=16, table_pages=_TWO_SPLITS // 16, far_table=True), operands)
-    if elements or rows == "two" or (dtype, operands) == ("fp16", FP8_CACHE):
+    if rows == "two" or operands == FP8_CACHE:
         return replace(case, batch=4, tokens=(0, tokens, tokens - 2, tokens), lengths=(_TWO_SPLITS, *lengths), sm_count=8)
     return case
 
 
-def _tree_staircase(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
+def _tree_staircase(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
     """Return the staircase with a tree mask of several words, whose tokens begin at any bit of a tile. The plan is a right one."""
-    case = replace(_staircase(dtype, operands, rows, elements), causal=False, tree="strided", page_size=64, table_pages=None)
+    case = replace(_staircase(dtype, operands, rows), causal=False, tree="strided", page_size=64, table_pages=None)
     assert case.lengths is not None
     case = replace(case, batch=3, tokens=None, lengths=case.lengths[-3:])
     return replace(case, metadata="object", batch_invariant=False, sm_count=4)
 
 
-def _long_window(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
+def _long_window(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
     """Return the staircase of 64 tokens with a window, so that what rows see begins at every key of a tile; all scores count.
 
     The first request has a skipped tile, whose last key all windows just miss. A tile of the second has one key that the last window misses
     and one of the third has one key that all miss. The first keys end with the first key of a tile.
     """
-    case = replace(_staircase(dtype, operands, rows, elements), values="normal", softmax_scale=SPREAD_SCALE)
+    case = replace(_staircase(dtype, operands, rows), values="normal", softmax_scale=SPREAD_SCALE)
     window, reach = 150, 150 + TILE_ROWS - 1
     lengths = (reach + 3 * TILE_KEYS, window + 1 + 2 * TILE_KEYS, reach + 1 + 2 * TILE_KEYS)
     h_q = 1 if rows == "one" else 2
@@ -199,19 +182,19 @@ def _long_window(dtype: str, operands: str, rows: str, elements: bool) -> DenseD
     return replace(case, window=window, window_sink=TILE_KEYS + 1, page_size=32, table_pages=None)
 
 
-def _ragged(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
+def _ragged(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
     """Return a causal case of requests with different numbers of query tokens, none too, in one work unit or in two.
 
     The plan cuts a unit that lacks tokens, of 300 keys; the first token of the last request sees no key. Of two requests in two units, one
     has a first row tile that sees a tile less than the second, by a key, and the other a first unit that sees a tile less. Then a part has
     several units; the plan is of other lengths, so that the cut is in the middle of a page.
     """
-    whole = rows == "one" and not elements  # one CTA holds all rows of a request, or two take them
+    whole = rows == "one"  # one CTA holds all rows of a request, or two take them
     tokens, h_q, sms = ((3, 0, 1, 2, 2), 21, 12) if whole else ((5, 0, 1, 4, 2), 42, 6)
-    layouts: tuple[QLayout, Outputs] = ("odd", "odd") if elements else ("heads_first", "strided")
+    layouts: tuple[QLayout, Outputs] = ("heads_first", "strided")
     if whole:  # without tokens behind those of the last request where the call allocates its results
-        layouts = ("far_tokens", "far_tokens" if operands == LATENT or dtype != "bf16" else "allocated")
-    elif rows == "two" and dtype == "bf16":
+        layouts = ("far_tokens", "far_tokens" if operands == LATENT else "allocated")
+    elif dtype == "bf16":
         layouts = ("heads_first", "allocated")
     lengths = (66, 70, 300, 64, 1) if whole else (67, 900, 300, 65, 1)
     case = DenseDecodeCase(dtype, batch=5, tokens=tokens, lengths=lengths, h_q=h_q, page_size=128, causal=True, sm_count=sms)
@@ -219,38 +202,36 @@ def _ragged(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecode
     return replace(with_fp8(case, operands), outputs=layouts[1])
 
 
-def _ragged_tree(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
+def _ragged_tree(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
     """Return the case of _ragged with a tree mask of two words, of which most requests use the first bits.
 
     Where one CTA holds all rows, there are no tokens behind those of the last request.
     """
-    case = replace(_ragged(dtype, operands, rows, elements), q_layout="odd" if elements else "packed", outputs="given", tree="strided")
-    if rows == "one" and not elements:
+    case = replace(_ragged(dtype, operands, rows), q_layout="packed", outputs="given", tree="strided")
+    if rows == "one":
         return replace(case, s_q=40, h_q=1, outputs="allocated")
-    return replace(case, s_q=33, metadata="object" if elements else "tensors", sm_count=20)
+    return replace(case, s_q=33, metadata="tensors", sm_count=20)
 
 
-def _overwritten_plan(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
+def _overwritten_plan(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
     """Return a case whose plan is no plan, nor is its table of units. Its results are undefined, but it keeps to its operands."""
-    whole = rows == "one" and not elements
     # The row behind the last is the first of a Hopper thread's two rows, or the second where two CTAs share keys.
-    h_q, sms = (18, 6) if whole else (34 if elements else 42, 12)
+    h_q, sms = (18, 6) if rows == "one" else (42, 12)
     case = DenseDecodeCase(dtype, batch=5, tokens=(1, 3, 2, 0, 2), lengths=(66, 20, 3, 5, 9), h_q=h_q, sm_count=sms)
     mask = replace(case, tree="drawn") if rows == "two" and takes_key_masks(operands) else replace(case, causal=True)
-    return replace(with_fp8(mask, operands), outputs="odd" if elements else "given", metadata="overwritten")
+    return replace(with_fp8(mask, operands), outputs="given", metadata="overwritten")
 
 
-def _row_tiles(dtype: str, operands: str, elements: bool) -> DenseDecodeCase:
+def _row_tiles(dtype: str, operands: str) -> DenseDecodeCase:
     """Return a case of rows in three CTAs: with a causal mask, where the first two see a tile less than the third, by a key, or without."""
-    layout: tuple[QLayout, Outputs] = ("odd", "odd") if elements else ("packed", "given")
-    case = DenseDecodeCase(dtype, batch=2, s_q=9, lengths=(65, 20), h_q=16, causal=elements, sm_count=4)
-    return with_fp8(replace(case, q_layout=layout[0], outputs=layout[1]), operands)
+    case = DenseDecodeCase(dtype, batch=2, s_q=9, lengths=(65, 20), h_q=16, causal=operands != LATENT, outputs="given", sm_count=4)
+    return with_fp8(case, operands)
 
 
-def _split_units(dtype: str, operands: str, rows: str, elements: bool) -> DenseDecodeCase:
+def _split_units(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
     """Return a case with a unit that a batch-invariant call splits, where parts of the plan begin and end at the second split."""
     case = DenseDecodeCase(dtype, batch=3, tokens=(0, 2, 3), lengths=(50, _MOST_SEEN, 100), h_q=16 if rows == "one" else 42, causal=True)
-    case = replace(case, outputs="odd" if elements else "given", sinks="none" if operands == LATENT else "drawn")
+    case = replace(case, outputs="given", sinks="none" if operands == LATENT else "drawn")
     return replace(with_fp8(case, operands), batch_invariant=True, sm_count=144)
 
 
@@ -261,7 +242,14 @@ _LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
     DenseDecodeCase("fp16", s_k=65 * TILE_KEYS, h_q=3, values="rising", softmax_scale=0.15, sm_count=160, outputs="given"),
     DenseDecodeCase(s_k=4096, h_q=3, values="peaks", softmax_scale=0.1, sm_count=160, outputs="strided"),
     DenseDecodeCase(
-        batch=10, s_q=64, lengths=(65 * TILE_KEYS - 3, *(3,) * 9), h_q=1, values="rising", softmax_scale=0.15, sm_count=256, outputs="odd"
+        batch=10,
+        s_q=64,
+        lengths=(65 * TILE_KEYS - 3, *(3,) * 9),
+        h_q=1,
+        values="rising",
+        softmax_scale=0.15,
+        sm_count=256,
+        outputs="strided",
     ),
     DenseDecodeCase("fp16", batch=4, s_q=64, lengths=(40 * TILE_KEYS - 3, 3, 3, 3), h_q=1, sm_count=126, causal=True),
     # More requests than lanes in a warp, with a precomputed plan.
@@ -269,11 +257,11 @@ _LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
     # Many KV heads.
     DenseDecodeCase(batch=2, s_q=4, s_k=140, h_q=64, h_kv=8, causal=True, cache_layout="layers", metadata="tensors", sm_count=16),
     # Two full row tiles of a pair of CTAs, and one row.
-    DenseDecodeCase(s_k=300, h_q=128, q_layout="even", values="peaks", softmax_scale=0.1, sm_count=4),
+    DenseDecodeCase(s_k=300, h_q=128, q_layout="sliced", values="peaks", softmax_scale=0.1, sm_count=4),
     DenseDecodeCase(batch=6, s_q=4, s_k=20, h_q=1, page_size=128, varlen=True, causal=True, zero_lengths=True, sm_count=4),
     DenseDecodeCase(s_q=5, s_k=140, h_q=26, h_kv=2, causal=True, sm_count=4),
     # Units of two row tiles, the first of which sees a tile less.
-    DenseDecodeCase(batch=2, tokens=(130, 3), lengths=(300, 70), h_q=1, causal=True, outputs="odd", sm_count=4),
+    DenseDecodeCase(batch=2, tokens=(130, 3), lengths=(300, 70), h_q=1, causal=True, outputs="strided", sm_count=4),
     # Of several KV heads, whose keys are not masked, under a plan of other lengths.
     DenseDecodeCase(
         batch=3, tokens=(1, 3, 2), s_q=8, lengths=(100, 400, 70), h_q=16, h_kv=2, outputs="given", metadata="stale", sm_count=12
@@ -313,12 +301,24 @@ def _other_columns() -> Iterator[DenseDecodeCase]:
     yield DenseDecodeCase(s_k=_TWO_SPLITS, h_q=2 * TILE_ROWS, d_qk=D_V, page_size=128, batch_invariant=True, sm_count=4)
 
 
+def _four_byte_rows() -> Iterator[DenseDecodeCase]:
+    """Yield cases of rows at multiples of 4 bytes, which Hopper takes: q of every variant, results that are cut, and results that are not.
+
+    Of requests that are cut, combine writes whole rows, or parts of rows where there are few of them.
+    """
+    for (dtype, operands, d_qk), h_q in product(_VARIANTS, (21, 2 * TILE_ROWS)):
+        case = DenseDecodeCase(dtype, batch=2, lengths=(260, 2), h_q=h_q, d_qk=d_qk, q_layout="even", outputs="even", sm_count=16)
+        yield with_fp8(case if h_q == 21 else replace(case, lengths=(130, 70), sm_count=2), operands)
+    yield DenseDecodeCase(batch=10, s_q=64, lengths=(9 * TILE_KEYS, *(3,) * 9), h_q=1, outputs="even", sm_count=256)
+
+
 SMOKE = tuple(
     dict.fromkeys(
         [
             *_LARGE_16_BITS,
+            *_four_byte_rows(),
             *_other_columns(),
-            _split_units("bf16", LATENT, "one", False),
+            _split_units("bf16", LATENT, "one"),
             *(_INVARIANT_WINDOW if takes_key_masks(operands) else with_fp8(_INVARIANT, operands) for operands in OPERANDS),
             *(with_fp8(case, operands) for operands in OPERANDS for case in _LARGE),
             *_covers(),
@@ -329,9 +329,8 @@ SMOKE = tuple(
 
 def _every_split() -> Iterator[DenseDecodeCase]:
     """Yield a case of every variant with a unit that a batch-invariant call splits. Each takes a second or more."""
-    for (dtype, operands, d_qk), rows, elements in product(_VARIANTS, _HEADS_OF_ROWS, (False, True)):
-        if not elements or rows == "one":
-            yield replace(_split_units(dtype, operands, rows, elements), d_qk=d_qk)
+    for (dtype, operands, d_qk), rows in product(_VARIANTS, _HEADS_OF_ROWS):
+        yield replace(_split_units(dtype, operands, rows), d_qk=d_qk)
 
 
 def _heads() -> Iterator[tuple[int, int]]:

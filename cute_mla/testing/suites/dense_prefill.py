@@ -80,7 +80,7 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
     masked = choice["causal"] and any(s_q > s_k > 0 for s_q, s_k in choice["lengths"][1::2])
     if "mask" in choice and choice["neighbours"] == "nan" and any(s_q > 0 for s_q, _ in choice["lengths"][1::2]):
         return None  # values of a sequence's own keys, seen or hidden, are finite
-    if (choice["elements"] and "odd" not in (choice["q_layout"], choice["outputs"])) or (choice["neighbours"] == "nan" and masked):
+    if choice["neighbours"] == "nan" and masked:
         return None
     if "far_heads" in (choice["q_layout"], choice["outputs"]) and h_kv * group == 1:
         return None
@@ -98,25 +98,21 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
 def _covers() -> Iterator[DensePrefillCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
-    for (dtype, d_qk), elements in product(KINDS, (False, True)):
-        factors: Factors = {**_FACTORS, "elements": (elements,)}
-        if elements:
-            layouts = {"q_layout": ("odd", "far_tokens", "far_heads"), "outputs": ("odd", "strided", "far_tokens", "far_heads")}
-            factors = {**factors, **layouts}
-        yield from cover(f"{dtype} {d_qk} {elements}", factors, partial(_small, dtype, d_qk), seen, _settle)
-        if not elements and dtype == MASKED_DTYPE and d_qk in MASKED_HEAD_DIMS:
-            yield from cover(f"masked {d_qk}", {**factors, **_MASKS}, partial(_small, dtype, d_qk), seen, _settle)
+    for dtype, d_qk in KINDS:
+        yield from cover(f"{dtype} {d_qk}", _FACTORS, partial(_small, dtype, d_qk), seen, _settle)
+        if dtype == MASKED_DTYPE and d_qk in MASKED_HEAD_DIMS:
+            yield from cover(f"masked {d_qk}", {**_FACTORS, **_MASKS}, partial(_small, dtype, d_qk), seen, _settle)
             # Of two parts of an item only the first has a visible tile.
             yield DensePrefillCase(dtype, d_qk=d_qk, lengths=((1, 4200), (0, 9), (2, 40)), mask="gaps", sm_count=1)
-            yield replace(_staircase(dtype, d_qk, elements), mask="random", sm_count=2)  # eight items at a time, of three blocks
+            yield replace(_staircase(dtype, d_qk), mask="random", sm_count=2)  # eight items at a time, of three blocks
             if d_qk == MASKED_HEAD_DIMS[0]:  # rows of V are cleared alike for all
-                yield replace(_ends(dtype, d_qk, elements), mask="single")
-        yield _staircase(dtype, d_qk, elements)
+                yield replace(_ends(dtype, d_qk), mask="single")
+        yield _staircase(dtype, d_qk)
         if dtype == "bf16":  # rows are cleared alike in both types
-            yield _ends(dtype, d_qk, elements)
+            yield _ends(dtype, d_qk)
 
 
-def _ends(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
+def _ends(dtype: str, d_qk: int) -> DensePrefillCase:
     """Return a case of sequences that end at every fourth key of a tile, each in front of keys and values full of NaN.
 
     A warp of Hopper's clears four rows at a time behind the last value. The first sequence has keys alone, and ends at row 0. The next with
@@ -124,11 +120,10 @@ def _ends(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
     """
     others = ((1, keys) for keys in range(5, _KEY_TILE, 4))
     lengths = tuple(chain.from_iterable((own, (0, 3)) for own in ((0, 9), (520, 1), *others)))
-    case = DensePrefillCase(dtype, d_qk=d_qk, lengths=lengths, neighbours="nan", sm_count=2)
-    return replace(case, q_layout="odd" if elements else "packed")
+    return DensePrefillCase(dtype, d_qk=d_qk, lengths=lengths, neighbours="nan", sm_count=2)
 
 
-def _staircase(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
+def _staircase(dtype: str, d_qk: int) -> DensePrefillCase:
     """Return a causal case whose rows see every number of the keys of a tile. The last that a row sees outweighs all others.
 
     The first sequence has blocks of rows that see nothing, three or five of them, so that later rounds of items begin at any block. The
@@ -141,8 +136,7 @@ def _staircase(dtype: str, d_qk: int, elements: bool) -> DensePrefillCase:
     """
     nothing = (0, 0)
     lengths = ((520, 1), (192, 192), nothing, (128, 136), *[nothing] * 3, (1, 1), *[nothing] * 7, (3, 1), (130, 1), (1, 1))
-    case = DensePrefillCase(dtype, d_qk=d_qk, lengths=lengths, causal=True, values="cliff", softmax_scale=CLIFF_SCALE, sm_count=3)
-    return replace(case, q_layout="odd" if elements else "packed")
+    return DensePrefillCase(dtype, d_qk=d_qk, lengths=lengths, causal=True, values="cliff", softmax_scale=CLIFF_SCALE, sm_count=3)
 
 
 # Cases whose size is what they test.
@@ -157,7 +151,7 @@ _LARGE: tuple[DensePrefillCase, ...] = (
     DensePrefillCase(lengths=((65, 127), (64, 64), (129, 17), (0, 130)), neighbours="nan", outputs="strided", causal=True, sm_count=1),
     # All keys of a long loop on one CTA: the running maximum moves in every tile, or never after the first tile.
     DensePrefillCase(lengths=((1, 700), (1, 17), (64, 17), (1, 1)), values="falling", sm_count=1),
-    DensePrefillCase("fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, causal=True, q_layout="even", outputs="strided", sm_count=1),
+    DensePrefillCase("fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, causal=True, q_layout="sliced", outputs="strided", sm_count=1),
     DensePrefillCase(lengths=()),
 )
 
@@ -165,7 +159,7 @@ SMOKE: tuple[DensePrefillCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()])
 
 
 def grid() -> Iterator[DensePrefillCase]:
-    """Yield every length with as many and with other numbers of keys, causal and full, over numbers of heads, in every variant with TMA."""
+    """Yield every length with as many and with other numbers of keys, causal and full, over numbers of heads, in every variant."""
     heads = tuple(product(GRID_KV_HEADS, GRID_GROUPS))
     for (dtype, d_qk), causal, (h_kv, group), (s_q, other) in product(
         KINDS, (True, False), heads, zip(GRID_LENGTHS, OTHER_KEYS, strict=True)
@@ -183,7 +177,7 @@ def corner_cases() -> Iterator[DensePrefillCase]:
     for (dtype, d_qk), causal in product(KINDS, (True, False)):
         case = DensePrefillCase(dtype, d_qk=d_qk, lengths=TOGETHER, causal=causal, outputs="strided")
         yield case
-        yield DensePrefillCase(dtype, d_qk=d_qk, lengths=TOGETHER, causal=causal, q_layout="odd", outputs="odd", sm_count=3)
+        yield DensePrefillCase(dtype, d_qk=d_qk, lengths=TOGETHER, causal=causal, q_layout="sliced", outputs="given", sm_count=3)
         yield DensePrefillCase(dtype, d_qk=d_qk, lengths=((257, 2300), (1, 4096)), causal=causal, values="rising", sm_count=2)
         if dtype == MASKED_DTYPE and d_qk in MASKED_HEAD_DIMS:
             for mask in ("random", "edges"):

@@ -7,11 +7,11 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, product
 
-from ..cases.base import DTYPES
+from ...spec.dense_prefill import HEAD_DIMS
 from ..cases.dense_prefill_backward import DensePrefillBackwardCase
 from ..cases.tensors import CLIFF_SCALE, ORDERED
 from .cover import STEPS_SCALE, Choice, Factors, cover
-from .dense_prefill import GRID_GROUPS, GRID_KV_HEADS, GRID_LENGTHS, KINDS, OTHER_KEYS, SHORT_TILES, TOGETHER
+from .dense_prefill import GRID_GROUPS, GRID_KV_HEADS, GRID_LENGTHS, OTHER_KEYS, SHORT_TILES, TOGETHER
 from .entries import OpSuites, SimulatorReduction
 
 _MINUS_INF = float("-inf")
@@ -38,16 +38,14 @@ _FACTORS: Factors = {
     "q_layout": ("packed", "sliced", "heads_first", *_FAR),
     "dout_layout": ("packed", "sliced", "heads_first", *_FAR),
     "saved": ("given", "strided", *_FAR),
-    "outputs": ("allocated", "given", "strided", *_FAR),
+    "outputs": ("allocated", "given", "strided", "odd", *_FAR),
     "empty_lse": (None, _MINUS_INF),
     "sm_count": (1, 2, 3, 5),
 }
-# Rows are cleared, counted and sorted alike in both types: one of them has the cases of that, by number of columns.
-_ONE_DTYPE = {128: "bf16", 192: "fp16", 256: "bf16"}
 _LAYOUTS = ("q_layout", "dout_layout", "saved", "outputs")
 
 
-def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillBackwardCase | None:
+def _small(d_qk: int, choice: Choice) -> DensePrefillBackwardCase | None:
     """Return the small case with these features; None if the values are not possible together."""
     rest = {name: choice[name] for name in _FACTORS if name not in ("heads", "values")}
     values, scale = choice["values"]
@@ -55,7 +53,7 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillBackwardCase | 
     lengths = choice["lengths"]
     layouts = {choice[name] for name in _LAYOUTS}
     masked = choice["causal"] and any(s_q > s_k > 0 for s_q, s_k in lengths[1::2])
-    if (choice["elements"] and not {"odd", "one"} & layouts) or (choice["neighbours"] == "nan" and masked):
+    if choice["neighbours"] == "nan" and masked:
         return None
     if "far_heads" in layouts and h_kv * group == 1:
         return None
@@ -69,82 +67,72 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillBackwardCase | 
         return None
     if values in ORDERED and max(s_k for _, s_k in lengths) <= _KEY_TILE:
         return None
-    return DensePrefillBackwardCase(dtype, d_qk=d_qk, values=values, softmax_scale=scale, h_kv=h_kv, group=group, **rest)
+    return DensePrefillBackwardCase(d_qk=d_qk, values=values, softmax_scale=scale, h_kv=h_kv, group=group, **rest)
 
 
 def _covers() -> Iterator[DensePrefillBackwardCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
-    for (dtype, d_qk), elements in product(KINDS, (False, True)):
-        factors: Factors = {**_FACTORS, "elements": (elements,)}
-        if elements:
-            factors = {**factors, **dict.fromkeys(_LAYOUTS, ("odd", *_FAR)), "dout_layout": ("odd", "one", *_FAR)}
-        yield from cover(f"{dtype} {d_qk} {elements} backward", factors, partial(_small, dtype, d_qk), seen)
-        yield from _staircases(dtype, d_qk, elements)
-        if dtype == _ONE_DTYPE[d_qk]:
-            if not elements:
-                yield _ends(dtype, d_qk)
-            yield _left_out(dtype, d_qk, elements)
+    for d_qk in HEAD_DIMS:
+        yield from cover(f"{d_qk} backward", _FACTORS, partial(_small, d_qk), seen)
+        yield from _staircases(d_qk)
+        yield _ends(d_qk)
+        yield _left_out(d_qk)
 
 
-def _staircases(dtype: str, d_qk: int, elements: bool) -> Iterator[DensePrefillBackwardCase]:
+def _staircases(d_qk: int) -> Iterator[DensePrefillBackwardCase]:
     """Yield causal cases whose rows see every number of the keys of a tile, and whose keys are seen by every number of rows.
 
     First with scores of which the last that a row sees outweighs all others, so that dv shows the mask, then with scores alike, of which
     each counts in dq and dk. In the second case the numbers of keys and of rows differ by 0, 8, 16 and 24, since comparisons with the
     diagonal are made for 32 keys at a time.
 
-    In one type the first case has blocks of rows that see nothing, and sequences of three or five blocks of rows or keys. Items are sorted
+    The first case has blocks of rows that see nothing, and sequences of three or five blocks of rows or keys. Items are sorted
     four rounds at a time: the eight of 2 CTAs begin and end at any of the blocks, and the last ones are sorted alone. Of most sequences
     every block has results, mostly zeros, which cost no product. A warp of Hopper's sums the blocks of sequences, one a lane, up to eight:
     in the last lanes, behind empty ones, are sequences that no longer fit, and the last sequence is sorted alone.
     """
     rows, keys, nothing = (520, 0), (0, 520), (0, 0)
     many = ((192, 192), rows, (128, 136), (520, 1), keys, (3, 1), rows, (1, 520), keys, (1, 1), *[nothing] * 24, (3, 1), rows, (520, 1))
-    lengths = many if dtype == _ONE_DTYPE[d_qk] else ((192, 192), (128, 136), (130, 1), (3, 1))
-    case = DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=lengths, causal=True, sm_count=2)
-    case = replace(case, q_layout="odd") if elements else case
+    case = DensePrefillBackwardCase(d_qk=d_qk, lengths=many, causal=True, sm_count=2)
     yield replace(case, values="cliff", softmax_scale=_CLIFF_SCALE, outputs="given")  # allocated ones are 0 before the call
     yield replace(case, lengths=((192, 192), (128, 136), (40, 56), (40, 64)))
 
 
-def _ends(dtype: str, d_qk: int) -> DensePrefillBackwardCase:
+def _ends(d_qk: int) -> DensePrefillBackwardCase:
     """Return a case of sequences that end at every fourth row and key of a tile, each in front of a row and a key full of NaN.
 
     A warp of Hopper's clears four rows at a time behind the last key or query. The row and the key are of sequences of their own, which
     have nothing else, since such a sequence costs no product. The first sequence has rows alone, and ends at key 0.
     """
     lengths = chain.from_iterable(((end, end), (1, 0), (0, 0), (0, 1)) for end in range(1, _KEY_TILE, 4))
-    return DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=((9, 0), (0, 0), *lengths), neighbours="nan", sm_count=3)
+    return DensePrefillBackwardCase(d_qk=d_qk, lengths=((9, 0), (0, 0), *lengths), neighbours="nan", sm_count=3)
 
 
-def _left_out(dtype: str, d_qk: int, elements: bool) -> DensePrefillBackwardCase:
+def _left_out(d_qk: int) -> DensePrefillBackwardCase:
     """Return a call that says that sequences are shorter than they are. The first has keys alone, and ends at row 0."""
     lengths = ((0, 9), (150, 130), (9, 40), (70, 60))
-    case = DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=lengths, longest=128, sm_count=2)
-    return replace(case, q_layout="odd") if elements else case
+    return DensePrefillBackwardCase(d_qk=d_qk, lengths=lengths, longest=128, sm_count=2)
 
 
 # Cases whose size is what they test.
 _LARGE: tuple[DensePrefillBackwardCase, ...] = (
     # A CTA sorts the items of four blocks at a time. On Hopper those of dq are of four sequences, of one with five, and of one with one;
     # all others are counted by three blocks of keys, or five of rows, of every sequence.
-    *(DensePrefillBackwardCase(dtype, lengths=_SORTED, causal=True, sm_count=1) for dtype in DTYPES),
+    DensePrefillBackwardCase(lengths=_SORTED, causal=True, sm_count=1),
     DensePrefillBackwardCase(d_qk=128, lengths=((63, 0), (17, 0)), causal=True),
-    DensePrefillBackwardCase("fp16", lengths=((9, 0), (3, 0)), q_layout="odd"),
-    DensePrefillBackwardCase("fp16", lengths=((0, 17), (0, 130))),
+    DensePrefillBackwardCase(lengths=((9, 0), (3, 0))),
+    DensePrefillBackwardCase(lengths=((0, 17), (0, 130))),
     # Neighbours full of NaN, behind the tokens of a sequence and before them.
     DensePrefillBackwardCase(
         lengths=((65, 127), (64, 64), (129, 17), (0, 130)), neighbours="nan", outputs="strided", causal=True, sm_count=1
     ),
-    DensePrefillBackwardCase("fp16", d_qk=128, lengths=((50, 70), (9, 9), (17, 3)), neighbours="nan", outputs="given", sm_count=1),
-    DensePrefillBackwardCase(
-        "fp16", lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, causal=True, q_layout="even", outputs="strided", sm_count=1
-    ),
+    DensePrefillBackwardCase(d_qk=128, lengths=((50, 70), (9, 9), (17, 3)), neighbours="nan", outputs="given", sm_count=1),
+    DensePrefillBackwardCase(lengths=((65, 63), (0, 9), (1, 17)), h_kv=3, causal=True, q_layout="sliced", outputs="odd", sm_count=1),
     DensePrefillBackwardCase(lengths=()),
     # Rows whose lse is infinite, among others.
     DensePrefillBackwardCase(lengths=((70, 140), (9, 30)), group=2, causal=True, holes=True, empty_lse=_MINUS_INF, sm_count=2),
-    DensePrefillBackwardCase("fp16", d_qk=128, lengths=((70, 90),), holes=True, q_layout="odd", sm_count=1),
+    DensePrefillBackwardCase(d_qk=128, lengths=((70, 90),), holes=True, sm_count=1),
     # The call says that sequences are shorter than they are. Tiles of dk and dv end at the last row that counts, within a tile.
     DensePrefillBackwardCase(lengths=((300, 210), (60, 70), (129, 200)), causal=True, longest=128, outputs="given", sm_count=2),
     DensePrefillBackwardCase(d_qk=128, lengths=((9, 40),), longest=0),
@@ -154,21 +142,19 @@ SMOKE: tuple[DensePrefillBackwardCase, ...] = tuple(dict.fromkeys([*_LARGE, *_co
 
 
 def grid() -> Iterator[DensePrefillBackwardCase]:
-    """Yield every length with as many and with other numbers of keys, causal and full, over numbers of heads, in every variant with TMA."""
+    """Yield every length with as many and with other numbers of keys, causal and full, over numbers of heads, in every variant."""
     heads = tuple(product(GRID_KV_HEADS, GRID_GROUPS))
-    for (dtype, d_qk), causal, (h_kv, group), (s_q, other) in product(
-        KINDS, (True, False), heads, zip(GRID_LENGTHS, OTHER_KEYS, strict=True)
-    ):
+    for d_qk, causal, (h_kv, group), (s_q, other) in product(HEAD_DIMS, (True, False), heads, zip(GRID_LENGTHS, OTHER_KEYS, strict=True)):
         for s_k in (s_q, other):
-            yield DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=((s_q, s_k),), h_kv=h_kv, group=group, causal=causal)
+            yield DensePrefillBackwardCase(d_qk=d_qk, lengths=((s_q, s_k),), h_kv=h_kv, group=group, causal=causal)
 
 
 def corner_cases() -> Iterator[DensePrefillBackwardCase]:
     """Yield all lengths in one call, in every variant, and long sequences."""
-    for (dtype, d_qk), causal in product(KINDS, (True, False)):
-        case = DensePrefillBackwardCase(dtype, d_qk=d_qk, lengths=TOGETHER, causal=causal, outputs="strided")
+    for d_qk, causal in product(HEAD_DIMS, (True, False)):
+        case = DensePrefillBackwardCase(d_qk=d_qk, lengths=TOGETHER, causal=causal, outputs="strided")
         yield case
-        yield replace(case, q_layout="odd", outputs="odd", sm_count=3)
+        yield replace(case, q_layout="sliced", outputs="odd", sm_count=3)
         yield replace(case, lengths=((257, 1100), (1024, 129)), outputs="allocated", sm_count=2)
 
 
@@ -185,7 +171,7 @@ def _is_short(case: DensePrefillBackwardCase) -> bool:
 
 
 def _factors(case: DensePrefillBackwardCase) -> tuple[Hashable, ...]:
-    return case.dtype, case.d_qk, case.causal, case.h_kv, case.group, case.lengths
+    return case.d_qk, case.causal, case.h_kv, case.group, case.lengths
 
 
 OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection
 from itertools import product
 
 from ...spec.cache_format import CacheFormat
@@ -11,11 +12,13 @@ from ..cases.base import DTYPES
 TOKENS = (0, 1, 63, 64, 65)
 PAGE_SIZES = (1, 16, 61, 64, 256)
 
-# Every element type of keys with every cache that takes it; first the caches that take them all, so that their covers stay as they are.
-TYPES_AND_CACHES = sorted(
-    ((dtype, name) for dtype, (name, cache) in product(DTYPES, CACHED.items()) if dtype in key_types(cache)),
-    key=lambda pair: len(key_types(CACHED[pair[1]])) < len(DTYPES),
-)
+
+def types_and_caches(key_types: Callable[[CacheFormat], Collection[str]]) -> list[tuple[str, str]]:
+    """Return every element type of keys with every cache that takes it."""
+    return [(dtype, name) for dtype, (name, cache) in product(DTYPES, CACHED.items()) if dtype in key_types(cache)]
+
+
+TYPES_AND_CACHES = types_and_caches(key_types)
 
 
 def pages_for(page_size: int) -> int:

@@ -97,7 +97,8 @@ def _comes_first(new: Iterable[Feature]) -> int:
 
 def _kernels(case: BaseCase) -> Iterator[Feature]:
     for arch in ARCHS.values():
-        yield from (("kernel", name) for name in kernels_of(case, arch))
+        if case.runs_on(arch):
+            yield from (("kernel", name) for name in kernels_of(case, arch))
 
 
 def _features(case: BaseCase) -> Iterator[Feature]:

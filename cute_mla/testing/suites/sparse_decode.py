@@ -79,7 +79,7 @@ def _small(dtype: str, kernels: str, choice: Choice) -> SparseDecodeCase | None:
     if choice["cache_layout"] in ROWS_APART and not any(FORMATS[name or cache].scales_inside for name in (cache, extra_cache)):
         return None
     layouts = (choice["q_layout"], choice["outputs"], choice["index_layout"])
-    if (choice["elements"] and "odd" not in layouts[:2]) or (s_q == 1 and "far_tokens" in layouts):
+    if s_q == 1 and "far_tokens" in layouts:
         return None
     if choice["index_layout"] in FAR_DIMENSIONS and extra is None:
         return None  # of both caches
@@ -101,39 +101,38 @@ def _small(dtype: str, kernels: str, choice: Choice) -> SparseDecodeCase | None:
 def _covers() -> Iterator[SparseDecodeCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
-    for (dtype, kernels), two, elements in product(KERNELS, (False, True), (False, True)):
-        if elements and two:
-            continue  # one variant serves all numbers of heads
+    for (dtype, kernels), two in product(KERNELS, (False, True)):
         caches = _CACHES.get(kernels, ((kernels, ""),))
-        factors: Factors = {**_FACTORS, "h_q": (68, 92, 96, 128) if two else (3, 12, 64), "elements": (elements,)}
+        factors: Factors = {**_FACTORS, "h_q": (68, 92, 96, 128) if two else (3, 12, 64)}
         if len(caches) > 1:
             factors = {**factors, "caches": caches}
         if kernels == "fp8_584":
             factors = {**factors, "cache_layout": _PAGES_OF_584}
         if kernels == "v41_fp4":
             factors = {**factors, "pools": _TWO_FORMATS}
-        if elements:
-            factors = {**factors, "q_layout": ("odd", *FAR_DIMENSIONS), "outputs": ("odd", "strided", *FAR_DIMENSIONS)}
         if two:
             factors = {**factors, "q_layout": ("packed", *FAR_DIMENSIONS), "outputs": ("given", "strided", "far_heads")}
-        yield from cover(f"{dtype} {kernels} {two} {elements}", factors, partial(_small, dtype, kernels), seen)
+        yield from cover(f"{dtype} {kernels} {two}", factors, partial(_small, dtype, kernels), seen)
         cache, extra_cache = caches[-1]
         yield SparseDecodeCase(  # a case of its own, since tokens without keys hide all other features
             dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=66 if two else 7, main=Pool(100, 65), extra=Pool(64, 70, 2),
-            indices="none", sinks="infinite", q_layout="odd" if elements else "packed", empty_lse=_MINUS_INF, sm_count=2,
+            indices="none", sinks="infinite", empty_lse=_MINUS_INF, sm_count=2,
+        )  # fmt: skip
+        # rows at multiples of 4 bytes, which Hopper takes, of requests that are cut
+        yield SparseDecodeCase(
+            dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=66 if two else 7, main=Pool(300, 130), extra=Pool(64, 70, 2),
+            sinks="drawn", q_layout="even", outputs="even", sm_count=12, power_of_two=cache in _FP32_SCALES,
         )  # fmt: skip
         if not two:
             other, extra_other = caches[min(1, len(caches) - 1)]
             yield SparseDecodeCase(  # requests with different numbers of query tokens, each with a number of indices of its own
                 dtype, cache=other, extra_cache=extra_other, batch=5, tokens=(2, 0, 3), h_q=7,
                 main=Pool(140, 130, 62, (130, 0, 3, 70, 500)), extra=Pool(64, 70, 2, "drawn"), sinks="drawn",
-                q_layout="odd" if elements else "packed", index_layout="odd",
-                outputs="odd" if elements else "far_tokens", metadata="tensors" if elements else "object", sm_count=12,
-                power_of_two=other in _FP32_SCALES,
+                index_layout="odd", outputs="far_tokens", metadata="object", sm_count=12, power_of_two=other in _FP32_SCALES,
             )  # fmt: skip
         yield SparseDecodeCase(  # results are undefined, but the call keeps to its operands
             dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=66 if two else 7, main=Pool(100, 66, 64, (66, 3)),
-            extra=Pool(64, 70, 2) if extra_cache else None, metadata="overwritten", outputs="odd" if elements else "given", sm_count=12,
+            extra=Pool(64, 70, 2) if extra_cache else None, metadata="overwritten", outputs="given", sm_count=12,
         )  # fmt: skip
 
 
@@ -146,8 +145,8 @@ _LARGE: tuple[SparseDecodeCase, ...] = (
         cache="fp8_584", s_q=3, h_q=64, main=Pool(512, 64, 64, "drawn"), extra=Pool(1024, 576, 61, "drawn"), indices="mixed", sinks="drawn",
         metadata="tensors", sm_count=12,
     ),
-    SparseDecodeCase(batch=3, s_q=2, h_q=1, main=Pool(40, 1, 1), power_of_two=True, sinks="drawn", outputs="odd", sm_count=8),
-    SparseDecodeCase(cache="latent", batch=4, h_q=48, main=Pool(100, 63, 69), index_layout="odd", q_layout="even", sm_count=8),
+    SparseDecodeCase(batch=3, s_q=2, h_q=1, main=Pool(40, 1, 1), power_of_two=True, sinks="drawn", outputs="strided", sm_count=8),
+    SparseDecodeCase(cache="latent", batch=4, h_q=48, main=Pool(100, 63, 69), index_layout="odd", q_layout="sliced", sm_count=8),
     SparseDecodeCase(cache="fp8_584", batch=0, h_q=64),
     # A request that a batch-invariant call splits inside its second cache, beside one that it does not split.
     SparseDecodeCase(
@@ -163,12 +162,12 @@ _LARGE: tuple[SparseDecodeCase, ...] = (
     ),
     # The same without topk_length, over a 16-bit cache.
     SparseDecodeCase(
-        "fp16", cache="latent", h_q=66, main=Pool(9000, _SPLIT_KEYS + TILE_KEYS + 1), batch_invariant=True, metadata="tensors",
+        cache="latent", h_q=66, main=Pool(9000, _SPLIT_KEYS + TILE_KEYS + 1), batch_invariant=True, metadata="tensors",
         outputs="given", sm_count=40,
     ),
     # The running maximum moves in every tile of a long loop, or never after the first tile.
     SparseDecodeCase(h_q=64, main=Pool(2048, 2048), values="rising", sm_count=2),
-    SparseDecodeCase("fp16", cache="latent", main=Pool(1100, 1100), values="falling", sm_count=1),
+    SparseDecodeCase(cache="latent", main=Pool(1100, 1100), values="falling", sm_count=1),
     # Scales that need fp32, and scales of all magnitudes.
     SparseDecodeCase(main=Pool(600, 576, 576), values="coherent", sm_count=8),
     SparseDecodeCase(h_q=8, main=Pool(512, 200, 61), values="spread", sm_count=4),
@@ -248,7 +247,7 @@ _LONG = (
     SparseDecodeCase(cache="fp8_584", s_q=2, h_q=64, main=Pool(8192, 4096)),
     SparseDecodeCase(s_q=2, h_q=128, main=Pool(4096, 2048), extra=Pool(2046, 2048, 576)),
     SparseDecodeCase(cache="fp8_584", h_q=128, main=Pool(4096, 2048), extra=Pool(2046, 2048, 61)),
-    SparseDecodeCase("fp16", cache="latent", s_q=3, h_q=16, main=Pool(8192, 4096)),
+    SparseDecodeCase(cache="latent", s_q=3, h_q=16, main=Pool(8192, 4096)),
 )
 
 

@@ -11,7 +11,7 @@ from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import ceil_div
 from ...spec.sparse_prefill import HEAD_DIMS
 from ...spec.split_plan import TILE_KEYS
-from ..cases.base import DTYPES
+from ..cases.base import Outputs
 from ..cases.far import FAR_DIMENSIONS
 from ..cases.sparse_prefill import SparsePrefillCase
 from ..cases.tensors import ORDERED
@@ -78,13 +78,13 @@ def _settle(choice: Choice) -> Choice:
     return settled
 
 
-def _small(dtype: str, d_qk: int, choice: Choice) -> SparsePrefillCase | None:
+def _small(d_qk: int, choice: Choice) -> SparsePrefillCase | None:
     """Return the small case with these features; None if the values are not possible together."""
     rest = {name: choice[name] for name in _FACTORS if name not in ("tokens", "rows", "groups", "values")}
     values, scale = choice["values"]
     (form, batch, s_q, lengths), (s_kv, topk) = choice["tokens"], choice["rows"]
     layouts = (choice["q_layout"], choice["outputs"], choice["index_layout"])
-    if (choice["elements"] and "odd" not in layouts[:2]) or (batch < 3 and "far_requests" in layouts):
+    if batch < 3 and "far_requests" in layouts:
         return None
     if lacks_far_rows(layouts, choice["h_q"]):
         return None
@@ -97,7 +97,7 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> SparsePrefillCase | None:
     if values in _ORDERED_TOPKS:
         s_kv = topk = _ORDERED_TOPKS[values][0]
     return SparsePrefillCase(
-        dtype, d_qk=d_qk, form=form, batch=batch, s_q=s_q, lengths=lengths, s_kv=s_kv, topk=topk, h_q=choice["h_q"], values=values,
+        d_qk=d_qk, form=form, batch=batch, s_q=s_q, lengths=lengths, s_kv=s_kv, topk=topk, h_q=choice["h_q"], values=values,
         softmax_scale=scale, sm_count=choice["groups"] * ceil_div(choice["h_q"], TILE_ROWS), **rest,
     )  # fmt: skip
 
@@ -106,25 +106,22 @@ def _covers() -> Iterator[SparsePrefillCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
     others = (1 + index % (2 * TILE_KEYS) for index in count(step=_BOUND_STEP))
-    for dtype, d_qk, two, elements in product(DTYPES, HEAD_DIMS, (False, True), (False, True)):
-        factors: Factors = {**_FACTORS, "h_q": (68, 92, 96, 128) if two else (3, 12, 64), "elements": (elements,)}
-        if elements:
-            factors = {**factors, "q_layout": ("odd", *FAR_DIMENSIONS), "outputs": ("odd", "strided", *FAR_DIMENSIONS)}
-        if two and not elements:
+    for d_qk, two in product(HEAD_DIMS, (False, True)):
+        factors: Factors = {**_FACTORS, "h_q": (68, 92, 96, 128) if two else (3, 12, 64)}
+        if two:
             factors = {**factors, "q_layout": ("packed", *FAR_DIMENSIONS), "outputs": ("given", *FAR_DIMENSIONS)}
-        if two and elements:  # a variant of its own on Blackwell, of which only the rows of q and out are new
-            layouts = ("odd", "far_tokens", "far_heads")
-            factors = {**factors, "rows": (_TILES,), "empty_lse": _FACTORS["empty_lse"][:1], "q_layout": layouts, "outputs": layouts}
-        covered = cover(f"{dtype} {d_qk} {two} {elements}", factors, partial(_small, dtype, d_qk), seen, _settle)
+        covered = cover(f"{d_qk} {two}", factors, partial(_small, d_qk), seen, _settle)
         bounds, of_mixed = chain(INDEXER_TOPKS, others), chain(_OF_MIXED, others)
         for case in covered:
             bound = next(of_mixed if case.indices == "mixed" else bounds)
             yield replace(case, indexer_topk=min(_ORDERED_TOPKS.get(case.values, (0, bound))[1], case.topk))
         yield SparsePrefillCase(  # a case of its own, since tokens without keys hide all other features
-            dtype, d_qk=d_qk, s_q=2, h_q=66 if two else 7, s_kv=64, topk=70, indices="none", sinks="infinite",
-            q_layout="odd" if elements else "packed", outputs="strided", empty_lse=_MINUS_INF, sm_count=2, indexer_topk=60,
+            d_qk=d_qk, s_q=2, h_q=66 if two else 7, s_kv=64, topk=70, indices="none", sinks="infinite",
+            outputs="strided", empty_lse=_MINUS_INF, sm_count=2, indexer_topk=60,
         )  # fmt: skip
 
+
+_FOUR_BYTE_ROWS: tuple[tuple[int, int, Outputs], ...] = ((576, 68, "even"), (576, 5, "given"), (512, 128, "given"), (512, 64, "even"))
 
 # Cases whose size or values are what they test.
 _LARGE: tuple[SparsePrefillCase, ...] = (
@@ -138,17 +135,17 @@ _LARGE: tuple[SparsePrefillCase, ...] = (
         for h_q, sms, lengths in ((48, 1, (400, 0, 1, 400, 64, 0, 0, 65, 300, 400, 7, 129)), (68, 2, (400, 0, 1, 64, 0, 0, 65, 7, 129)))
     ),
     SparsePrefillCase(s_q=5, h_q=128, d_qk=512, s_kv=95, topk=128, lengths="zeros", sinks="drawn", outputs="strided", sm_count=4),
-    SparsePrefillCase(s_q=2, h_q=1, d_qk=512, s_kv=40, topk=1, q_layout="even"),
-    # Rows of q at multiples of 4 bytes only, in every structure of kernel, over tokens of no, one and many tiles.
+    SparsePrefillCase(s_q=2, h_q=1, d_qk=512, s_kv=40, topk=1, q_layout="sliced"),
+    # Rows at multiples of 4 bytes, which Hopper takes, in every structure of kernel, over tokens of no, one and many tiles.
     *(
         SparsePrefillCase(
-            dtype, s_q=5, h_q=h_q, d_qk=d_qk, s_kv=150, topk=140, lengths=(130, 64, 0, 140, 1), indices="mixed", q_layout="even",
-            sm_count=2,
+            s_q=5, h_q=h_q, d_qk=d_qk, s_kv=150, topk=140, lengths=(130, 64, 0, 140, 1), indices="mixed", q_layout="even",
+            outputs=outputs, sm_count=2,
         )
-        for dtype, d_qk, h_q in (("bf16", 576, 68), ("fp16", 576, 5), ("fp16", 512, 128), ("bf16", 512, 64))
+        for d_qk, h_q, outputs in _FOUR_BYTE_ROWS
     ),
     SparsePrefillCase(s_q=2, h_q=8, s_kv=70, topk=63, sm_count=4),
-    SparsePrefillCase("fp16", s_q=2, h_q=8, d_qk=512, s_kv=70, topk=64, q_layout="sliced", sm_count=4),
+    SparsePrefillCase(s_q=2, h_q=8, d_qk=512, s_kv=70, topk=64, q_layout="sliced", sm_count=4),
     SparsePrefillCase(batch=0, form="batched", h_q=64),
     # Mostly invalid indices.
     SparsePrefillCase(
@@ -158,7 +155,7 @@ _LARGE: tuple[SparsePrefillCase, ...] = (
     # The running maximum moves in every tile of a long loop, never after the first tile, or jumps at a few keys.
     SparsePrefillCase(h_q=128, s_kv=600, topk=384, values="rising", sm_count=2, indexer_topk=300),
     SparsePrefillCase(
-        "fp16", s_q=2, h_q=16, d_qk=512, s_kv=700, topk=600, values="falling", softmax_scale=0.1, sm_count=1, indexer_topk=600,
+        s_q=2, h_q=16, d_qk=512, s_kv=700, topk=600, values="falling", softmax_scale=0.1, sm_count=1, indexer_topk=600,
     ),
     SparsePrefillCase(h_q=128, s_kv=2000, topk=384, values="amplified", softmax_scale=64.0, sm_count=2, indexer_topk=320),
 )  # fmt: skip
@@ -167,9 +164,9 @@ SMOKE: tuple[SparsePrefillCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()]
 
 
 def grid() -> Iterator[SparsePrefillCase]:
-    """Yield FlashMLA's sparse-prefill grid, plain and with all options, in both dtypes."""
-    for dtype, d_qk, h_q, s_q, (s_kv, topk) in product(DTYPES, HEAD_DIMS, GRID_H_Q, GRID_S_Q, GRID_KEYS):
-        plain = SparsePrefillCase(dtype, s_q=s_q, h_q=h_q, d_qk=d_qk, s_kv=s_kv, topk=topk)
+    """Yield FlashMLA's sparse-prefill grid, plain and with all options."""
+    for d_qk, h_q, s_q, (s_kv, topk) in product(HEAD_DIMS, GRID_H_Q, GRID_S_Q, GRID_KEYS):
+        plain = SparsePrefillCase(s_q=s_q, h_q=h_q, d_qk=d_qk, s_kv=s_kv, topk=topk)
         yield plain
         yield _with_all_options(plain)
 
@@ -180,8 +177,8 @@ def _with_all_options(case: SparsePrefillCase) -> SparsePrefillCase:
 
 def corner_cases() -> Iterator[SparsePrefillCase]:
     """Yield many more indices than rows, FlashMLA's amplified rows, and numbers of heads and indices that FlashMLA rejects."""
-    for dtype, d_qk in product(DTYPES, HEAD_DIMS):
-        case = SparsePrefillCase(dtype, d_qk=d_qk)
+    for d_qk in HEAD_DIMS:
+        case = SparsePrefillCase(d_qk=d_qk)
         yield from (replace(case, s_q=2, h_q=h_q, s_kv=s_kv, topk=topk) for (s_kv, topk), h_q in product(MOSTLY_INVALID, GRID_H_Q))
         yield replace(case, s_q=6, s_kv=100, topk=130, indices="none", sinks="infinite", form="batched")
         yield replace(case, s_q=8, s_kv=100, topk=130, lengths="zeros")
@@ -198,7 +195,7 @@ def corner_cases() -> Iterator[SparsePrefillCase]:
 _LONG = (
     SparsePrefillCase(s_q=2, h_q=128, s_kv=8192, topk=4096, sm_count=2),
     SparsePrefillCase(s_q=2, h_q=64, d_qk=512, s_kv=8192, topk=4096),
-    SparsePrefillCase("fp16", s_q=3, h_q=16, s_kv=6000, topk=4096, indices="mixed", sinks="drawn", sm_count=1),
+    SparsePrefillCase(s_q=3, h_q=16, s_kv=6000, topk=4096, indices="mixed", sinks="drawn", sm_count=1),
 )
 
 
@@ -215,7 +212,7 @@ def _is_short(case: SparsePrefillCase) -> bool:
 
 
 def _factors(case: SparsePrefillCase) -> tuple[Hashable, ...]:
-    return case.dtype, case.d_qk, case.h_q, case.s_q, (case.s_kv, case.topk), case.indices
+    return case.d_qk, case.h_q, case.s_q, (case.s_kv, case.topk), case.indices
 
 
 OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short))

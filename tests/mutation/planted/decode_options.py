@@ -114,7 +114,6 @@ KERNELS: dict[str, tuple[Bug, ...]] = {
     "dense_decode_sm90_bf16_cluster1": OF_16_BITS,
     "dense_decode_sm90_bf16_cluster2": (*OF_16_BITS, *SEVERAL_UNITS),
     "dense_decode_sm100_bf16_cluster2": (*OF_16_BITS, *SEVERAL_UNITS),
-    "dense_decode_sm100_bf16_cluster2_elements": (*OF_16_BITS, *SEVERAL_UNITS),
     "dense_decode_sm90_bf16_fp8_cluster1": OF_EVERY_CACHE,
     "dense_decode_sm90_bf16_fp8_cluster2": (*OF_EVERY_CACHE, *SEVERAL_UNITS),
     "dense_decode_sm90_bf16_fp8_cache_cluster1": OF_EVERY_CACHE,

@@ -15,10 +15,9 @@ from tests.mutation.planting import Suite, alone, between, planted, together
 
 # One pair of CTAs, tiles enough to go round the ring, lengths that end inside a tile.
 WALK = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 70, 20), h_q=9, causal=True, operands=FP8_CACHE, sm_count=2)
-HALF = replace(WALK, dtype="fp16")
 PAGE_IN_CACHE = r"setp\.lt\.u32 (\s*(%p\d+)), %r\d+, %r\d+;((?:[^;]*;){0,6}?\s*selp\.b64 [^;]*, \2;)"  # or the address of a row is 0
 BROKEN = replace(WALK, broken=True)
-PEAKS = {"bf16": replace(WALK, values="peaks"), "fp16": replace(HALF, values="peaks")}  # RoPE columns matter only where few keys decide
+PEAKS = replace(WALK, values="peaks")  # RoPE columns matter only where few keys decide
 
 PASSES = 9  # of the convert role, over a tile: eight of latent columns, one of RoPE columns
 COPIES = r"cp\.async\.cg\.shared\.global [^;]*;"
@@ -28,7 +27,7 @@ ENDS = r"setp\.ge\.s32 (\s*%p\d+), %r\d+, %r\d+;(\s*mov\.b(?:32|64) \s*%rd?\d+, 
 
 SUITE = Suite(
     SM100,
-    {"bf16": WALK, "fp16": HALF, "small pages": replace(WALK, page_size=16), "broken": BROKEN},
+    {"walk": WALK, "peaks": PEAKS, "small pages": replace(WALK, page_size=16), "broken": BROKEN},
     (
         planted("missing arrival of a stage", WALK, r"mbarrier\.arrive\.shared::cluster\.b64 [^;]*;", "", alone(-1)),
         planted("missing proxy fence of a stage", WALK, ptx.PROXY_FENCES, "", alone(-1)),
@@ -37,8 +36,7 @@ SUITE = Suite(
         planted("copies of a tile still under way", WALK, ptx.COPY_WAITS_BUT_TWO, "cp.async.wait_group 3;"),
         planted("copies of the last tile still under way", WALK, ptx.COPY_WAITS, "cp.async.wait_group 1;"),
         *(
-            planted(f"{which} pair of {dtype} values not converted", case, CONVERSIONS, r"mov.b32 \1, 0;", alone(index))
-            for dtype, case in PEAKS.items()
+            planted(f"{which} pair of values not converted", PEAKS, CONVERSIONS, r"mov.b32 \1, 0;", alone(index))
             for which, index in (("first", 0), ("last", 8 * PASSES - 1))  # of the main loop
         ),
         planted("row of another key, first", WALK, ptx.SHUFFLES, ptx.LANE_0, alone(0)),

@@ -15,10 +15,9 @@ from tests.mutation.planting import Planted, Suite, alone, planted, together, to
 
 # One CTA, tiles enough to go round the rings, lengths that end inside a tile, in either half of it.
 WALK = DenseDecodeCase(batch=3, s_q=2, lengths=(330, 70, 20), h_q=9, causal=True, operands=FP8_CACHE, sm_count=1)
-HALF = replace(WALK, dtype="fp16")
 BROKEN = replace(WALK, broken=True)
 SMALL_PAGES = replace(WALK, page_size=16)
-PEAKS = {"bf16": replace(WALK, values="peaks"), "fp16": replace(HALF, values="peaks")}  # RoPE columns matter only where few keys decide
+PEAKS = replace(WALK, values="peaks")  # RoPE columns matter only where few keys decide
 
 # Of the convert role, which comes first in the PTX. Per tile each stage has a fence and an arrival, and each but that of the RoPE columns a
 # wait. The first stage of a work tile has one more wait.
@@ -35,7 +34,7 @@ def missing_copy(column: int) -> Planted:
 
 SUITE = Suite(
     SM90,
-    {"bf16": WALK, "fp16": HALF, "small pages": SMALL_PAGES, "broken": BROKEN},
+    {"walk": WALK, "peaks": PEAKS, "small pages": SMALL_PAGES, "broken": BROKEN},
     (
         *(planted(f"missing arrival of stage {stage}", WALK, ptx.ARRIVALS, "", alone(stage)) for stage in range(STAGES)),
         *(planted(f"missing proxy fence of stage {stage}", WALK, ptx.PROXY_FENCES, "", alone(stage)) for stage in range(STAGES)),
@@ -43,8 +42,7 @@ SUITE = Suite(
         *(missing_copy(column) for column in range(0, 576, 64)),
         planted("copies of a stage still under way", WALK, r"cp\.async\.wait_group \s*1;", "cp.async.wait_group 2;"),
         *(
-            planted(f"{which} pair of {dtype} values not converted", case, CONVERSIONS, r"mov.b32 \1, 0;", alone(index))
-            for dtype, case in PEAKS.items()
+            planted(f"{which} pair of values not converted", PEAKS, CONVERSIONS, r"mov.b32 \1, 0;", alone(index))
             for which, index in (("first", 0), ("last", -1))
         ),
         planted("first low halves of fp32 numbers", WALK, r"mov\.b32 (\s*%r\d+), 30258;", r"mov.b32 \1, 0x5410;", alone(0)),

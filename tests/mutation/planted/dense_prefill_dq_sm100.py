@@ -16,7 +16,6 @@ WIDE = replace(WALK, d_qk=256)
 # The first item has one tile: its Q must not be overwritten, and no keys are waited for.
 SHORT = replace(WALK, lengths=((130, 100), (64, 257), (3, 200)))
 HOLES = replace(WALK, holes=True, empty_lse=float("-inf"))
-ELEMENTS = replace(WALK, q_layout="odd")
 HEADS = replace(WALK, lengths=((130, 70), (3, 65)), h_kv=2, group=2, sm_count=4)
 
 # In the order of the PTX. None: a wait that survivors.toml explains.
@@ -37,7 +36,7 @@ POSTED = r"st\.shared\.v4\.b32 (\s*\[[^]]*\]), \{(%r\d+), (%r\d+), (%r\d+), (%r\
 
 SUITE = Suite(
     SM100,
-    {"walk": WALK, "late": LATE, "short": SHORT, "holes": HOLES, "elements": ELEMENTS, "heads": HEADS, "wide": WIDE},
+    {"walk": WALK, "late": LATE, "short": SHORT, "holes": HOLES, "heads": HEADS, "wide": WIDE},
     (
         # synchronisation
         *one_by_one("missing wait: ", in_case(WALK, WAITS, ROUNDS), ptx.WAITS, ptx.NO_WAIT),
@@ -137,6 +136,5 @@ SUITE = Suite(
         planted("wide: missing arrival", WIDE, ptx.ARRIVALS, "", each, count=12),
         planted("wide: missing commit", WIDE, ptx.COMMITS, "", each),
         planted("wide: keys past the end not cleared", WIDE, ptx.ZERO_STORES, "", together),
-        planted("rows not copied", ELEMENTS, r"st\.global\.v4\.b32 [^;]*;", "", alone(0, -1)),
     ),
 )

@@ -13,7 +13,6 @@ from tests.mutation.planting import Suite, alone, each, in_case, one_by_one, pla
 WALK = DqCase(lengths=((130, 200), (0, 40), (5, 0), (64, 257), (3, 65)), causal=True, outputs="given", sm_count=1)
 WIDE = replace(WALK, d_qk=256)
 HOLES = replace(WALK, holes=True, empty_lse=float("-inf"))
-ELEMENTS = replace(WALK, q_layout="odd")
 HEADS = replace(WALK, lengths=((130, 70), (3, 65)), h_kv=2, sm_count=4)  # a CTA for every item
 
 # In the order of the PTX.
@@ -32,7 +31,7 @@ TAKEN = r"mov.b32 \1, \2;"
 
 SUITE = Suite(
     SM90,
-    {"walk": WALK, "holes": HOLES, "elements": ELEMENTS, "heads": HEADS, "wide": WIDE},
+    {"walk": WALK, "holes": HOLES, "heads": HEADS, "wide": WIDE},
     (
         *one_by_one("missing wait: ", in_case(WALK, WAITS), ptx.WAITS, ptx.NO_WAIT),
         planted("missing arrival", WALK, ptx.ARRIVALS, "", each, count=15),
@@ -61,11 +60,9 @@ SUITE = Suite(
         planted("statistics not stored", WALK, r"st\.global\.b32 [^;]*;", "", each, count=4),
         planted("statistics of all heads in one place", HEADS, r"ld\.param\.b64 (\s*%rd\d+), \[\w+_param_24\];", r"mov.b64 \1, 0;"),
         planted("dQ of all heads in one place", HEADS, r"ld\.param\.b64 (\s*%rd\d+), \[\w+_param_23\];", r"mov.b64 \1, 0;"),
-        planted("rows not copied", ELEMENTS, r"st\.global\.v4\.b32 [^;]*;", "", alone(0, -1)),
         # Heads of 256 columns: one stage of V.
         planted("wide: missing wait", WIDE, ptx.WAITS, ptx.NO_WAIT, alone(5, 16, 1, 0, *range(2, 5), *range(6, 16), 17), count=18),
         planted("wide: missing arrival", WIDE, ptx.ARRIVALS, "", each, count=15),
         planted("wide: keys past the end not cleared", WIDE, ptx.ZERO_STORES, "", together),
-        planted("missing proxy fence of a warpgroup's rows", ELEMENTS, ptx.PROXY_FENCES, "", alone(1), count=2),
     ),
 )

@@ -20,7 +20,8 @@ from cute_mla.indexer import topk_indices
 from cute_mla.ops.topk_indices import Keys, select
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_format import FP8_656, NOPE_528, V41, V41_FP4
-from cute_mla.spec.dense_decode import FP8, OPERANDS
+from cute_mla.spec.dense_decode import OPERANDS, out_dtypes
+from cute_mla.spec.dense_prefill import HEAD_DIMS
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from cute_mla.spec.merge_states import MergeStatesConfig
 from cute_mla.spec.merge_states import closed_variants as merged_variants
@@ -43,7 +44,6 @@ from tests.support.bench import Bench, Result, expect
 
 CUT = INVARIANT_SPLIT_TILES * TILE_KEYS  # keys after which a batch-invariant request is cut
 FEW_HEADS, MANY_HEADS = 5, 128  # of which a CTA has one tile of rows, and two CTAs one each
-LAYOUTS = ("packed", "odd")  # of q: what kernels take in wide accesses, and what they take element by element
 
 Picks = Sequence[int]
 Call = tuple[Any, Any]  # a case and its operands
@@ -106,10 +106,10 @@ def _dense_cases(lengths: tuple[int, ...]) -> tuple[DenseDecodeCase, ...]:
     """s_q is 2, so that half of MANY_HEADS fill two CTAs."""
     return tuple(
         DenseDecodeCase(
-            dtype, batch=len(lengths), s_q=2, lengths=lengths, h_q=h_q, causal=True, q_layout=layout, operands=operands,  # type: ignore[arg-type]
-            outputs="given" if operands == FP8 and dtype == "fp16" else "allocated", batch_invariant=True, sm_count=3,
+            dtype, batch=len(lengths), s_q=2, lengths=lengths, h_q=h_q, causal=True, operands=operands, batch_invariant=True, sm_count=3,
         )
-        for operands, dtype, h_q, layout in product(OPERANDS, DTYPES, (FEW_HEADS, MANY_HEADS // 2), LAYOUTS)
+        for operands in OPERANDS
+        for dtype, h_q in product(out_dtypes(operands), (FEW_HEADS, MANY_HEADS // 2))
     )  # fmt: skip
 
 
@@ -149,9 +149,8 @@ def _sparse_cases(main: Pool, extra: Pool) -> tuple[SparseDecodeCase, ...]:
         SparseDecodeCase(
             dtype, cache=cache, extra_cache=extra_cache, batch=len(main.lengths), s_q=s_q, h_q=h_q, main=main, extra=extra, indices="mixed",
             sinks="drawn", power_of_two=cache in (FP8_656.name, NOPE_528.name), batch_invariant=True, sm_count=6,
-            q_layout=layout,  # type: ignore[arg-type]
         )
-        for (dtype, cache, extra_cache), (s_q, h_q), layout in product(caches, ((1, FEW_HEADS), (2, MANY_HEADS)), LAYOUTS)
+        for (dtype, cache, extra_cache), (s_q, h_q) in product(caches, ((1, FEW_HEADS), (2, MANY_HEADS)))
     )  # fmt: skip
 
 
@@ -198,10 +197,9 @@ def _moved_slots(cache: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
 
 _PREFILL_CASES = tuple(
     SparsePrefillCase(
-        dtype, s_q=5, h_q=h_q, d_qk=d_qk, s_kv=150, topk=140, lengths=(140, 0, 65, 1, 129), indices="mixed", sinks="drawn",
-        q_layout=layout, sm_count=3,  # type: ignore[arg-type]
+        s_q=5, h_q=h_q, d_qk=d_qk, s_kv=150, topk=140, lengths=(140, 0, 65, 1, 129), indices="mixed", sinks="drawn", sm_count=3,
     )
-    for dtype, d_qk, h_q, layout in product(DTYPES, SPARSE_HEAD_DIMS, (FEW_HEADS, MANY_HEADS), LAYOUTS)
+    for d_qk, h_q in product(SPARSE_HEAD_DIMS, (FEW_HEADS, MANY_HEADS))
 )  # fmt: skip
 
 
@@ -226,10 +224,9 @@ def _prefill_of(operands: SparsePrefillTensors, results: Result, place: int) -> 
 
 _VARLEN_CASES = tuple(
     DensePrefillCase(
-        dtype, d_qk=d_qk, lengths=((65, 150), (0, 20), (3, 1), (130, 129), (9, 0)), group=2, causal=d_qk > 128, q_layout=layout,  # type: ignore[arg-type]
-        sm_count=2,
+        dtype, d_qk=d_qk, lengths=((65, 150), (0, 20), (3, 1), (130, 129), (9, 0)), group=2, causal=d_qk > 128, sm_count=2,
     )
-    for (dtype, d_qk), layout in product(PREFILL_KINDS, LAYOUTS)
+    for dtype, d_qk in PREFILL_KINDS
 )  # fmt: skip
 
 
@@ -258,14 +255,9 @@ def _varlen_of(operands: DensePrefillTensors, results: Result, place: int) -> Re
     return tuple(result[first:end] for result in results)
 
 
-def _gradient_cases(kind: type[DensePrefillBackwardCase], layouts: Sequence[str]) -> tuple[DensePrefillBackwardCase, ...]:
-    return tuple(
-        kind(
-            dtype, d_qk=d_qk, lengths=((65, 150), (0, 20), (3, 1), (130, 129), (9, 0)), group=2, causal=d_qk > 128, q_layout=layout,  # type: ignore[arg-type]
-            sm_count=2,
-        )
-        for (dtype, d_qk), layout in product(PREFILL_KINDS, layouts)
-    )  # fmt: skip
+def _gradient_cases(kind: type[DensePrefillBackwardCase]) -> tuple[DensePrefillBackwardCase, ...]:
+    lengths = ((65, 150), (0, 20), (3, 1), (130, 129), (9, 0))
+    return tuple(kind(d_qk=d_qk, lengths=lengths, group=2, causal=d_qk > 128, sm_count=2) for d_qk in HEAD_DIMS)
 
 
 def _gradient_taken(case: DensePrefillBackwardCase, operands: DensePrefillBackwardTensors, picks: Picks, moved: bool) -> Call:
@@ -442,8 +434,8 @@ COMPUTING: dict[str, Contract] = {
     "sparse_prefill": Contract(_PREFILL_CASES, _prefill_taken, _prefill_of),
     "dense_prefill": Contract(_VARLEN_CASES, _varlen_taken, _varlen_of),
     "masked_prefill": Contract(_MASKED_CASES, _varlen_taken, _varlen_of),
-    "dense_prefill_dq": Contract(_gradient_cases(DqCase, LAYOUTS), _gradient_taken, _gradient_of),
-    "dense_prefill_dkdv": Contract(_gradient_cases(DensePrefillBackwardCase, ("packed",)), _gradient_taken, _gradient_of),
+    "dense_prefill_dq": Contract(_gradient_cases(DqCase), _gradient_taken, _gradient_of),
+    "dense_prefill_dkdv": Contract(_gradient_cases(DensePrefillBackwardCase), _gradient_taken, _gradient_of),
     "merge_states": Contract(
         tuple(ConfigCase(config) for config in merged_variants()),
         _merge_taken,

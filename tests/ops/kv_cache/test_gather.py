@@ -92,10 +92,10 @@ def test_nothing_is_read_on_the_host(cache: str) -> None:
 def test_what_is_launched(arch: Arch) -> None:
     paged, table, starts = filled("fp8_584"), torch.zeros(3, 9, dtype=torch.int32)[:, 2:6], torch.tensor([1, 2, 3], dtype=torch.int32)
     with RecordingDevice(arch).active() as device:
-        out = gather_kv_cache(paged, table, CU_SEQLENS, 21, starts=starts, dtype=torch.float16)
+        out = gather_kv_cache(paged, table, CU_SEQLENS, 21, starts=starts, dtype=torch.bfloat16)
         gather_kv_cache(filled_outside, TABLE, CU_SEQLENS, 16)
     first, second = device.launches
-    assert (first.kernel, first.grid, first.pdl) == (f"cache_gather_{arch.name}_fp16_fp8_584", (6, 1, 1), True)
+    assert (first.kernel, first.grid, first.pdl) == (f"cache_gather_{arch.name}_bf16_fp8_584", (6, 1, 1), True)
     for name, tensor in {"k_cache": paged, "block_table": table, "cu_seqlens": CU_SEQLENS, "starts": starts, "out": out}.items():
         assert first.args[name].data_ptr() == tensor.data_ptr()
     scalars = {
@@ -119,8 +119,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "rows": (given(rows=-1), "rows is -1; supported: an integer, 0 to"),
     "no number of rows": (given(rows=CU_SEQLENS[-1]), r"rows is a tensor of shape \[\]; supported"),
     "type of a latent cache": (given(dtype=torch.float16), "dtype is torch.float16 with a latent cache of torch.bfloat16; supported: "),
-    "type": (given("fp8_656", dtype=torch.int8), "dtype is torch.int8 with a fp8_656 cache .* supported: torch.bfloat16, torch.float16"),
-    "type of out": (given("fp8_656", dtype=torch.float16, out=torch.zeros(16, 576).bfloat16()), "out has dtype torch.bfloat16"),
+    "type": (given("fp8_656", dtype=torch.int8), "dtype is torch.int8 with a fp8_656 cache .* supported: torch.bfloat16"),
+    "type of out": (given("fp8_656", dtype=torch.bfloat16, out=torch.zeros(16, 576).half()), "out has dtype torch.float16"),
     "shape of out": (given(out=torch.zeros(16, 512).bfloat16()), r"out has shape \[16, 512\]; supported: \[16, 576\]"),
     "rows of out": (given(out=torch.zeros(1, 576).bfloat16().expand(16, -1)), "supported: an output of distinct elements"),
     "528 bytes": (given("v41_paged"), "as 3 formats have, and kv_format is None; supported: 'v41', 'v41_paged', 'nope_528'"),

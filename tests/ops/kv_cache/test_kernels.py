@@ -10,7 +10,7 @@ import torch
 import cute_mla
 from cute_mla.cache import gather_kv_cache, write_kv_cache
 from cute_mla.spec.arch import Arch
-from cute_mla.spec.cache_rows import CACHED, key_types, latent_columns
+from cute_mla.spec.cache_rows import CACHED, key_types
 from cute_mla.testing.cases.base import DTYPES
 from cute_mla.testing.cases.cache_write import CacheWriteCase, make_cache_write_tensors
 from cute_mla.testing.cases.paged_cache import copy_cache
@@ -39,24 +39,6 @@ def test_the_torch_path_is_the_same(arch: Arch) -> None:
         assert torch.equal(paged[0].view(torch.uint8), paged[1].view(torch.uint8))
         assert torch.equal(gathered[0].isnan(), gathered[1].isnan())
         assert torch.equal(gathered[0].nan_to_num(7.0), gathered[1].nan_to_num(7.0))
-
-
-NANS = (0x7E00, 0x7C01, 0x7FFF, 0xFE00, 0xFFFF, 0x7C00, 0xFC00)  # fp16: NaN of both signs, and infinities
-
-
-@pytest.mark.parametrize("cache", [name for name, layout in CACHED.items() if layout.quantised and "fp16" in key_types(layout)])
-def test_nan_is_the_same_bytes_without_kernels(arch: Arch, cache: str) -> None:
-    """In fp16 rotary columns, which some formats round to bf16."""
-    layout = CACHED[cache]
-    bits = torch.tensor([code - (code >> 15 << 16) for code in NANS], dtype=torch.int16).view(torch.float16)
-    kv_c, k_pe = torch.ones(2, latent_columns(layout), dtype=torch.float16), torch.ones(2, 64, dtype=torch.float16)
-    k_pe[0, : len(bits)], kv_c[1, : len(bits)] = bits, bits
-    dtype = torch.float8_e4m3fn if cache == "fp8_576" else torch.uint8
-    paged = [torch.zeros(1, 2, 1, layout.page_bytes(1), dtype=torch.uint8).view(dtype) for _ in range(2)]
-    write_kv_cache(kv_c, k_pe, paged[0], torch.arange(2))
-    with cute_mla.simulate(arch.name, sm_count=1):
-        write_kv_cache(kv_c, k_pe, paged[1], torch.arange(2))
-    assert torch.equal(paged[0].view(torch.uint8), paged[1].view(torch.uint8))
 
 
 @pytest.mark.parametrize("entry", [4, -1, -(2**31), 2**31 - 1])

@@ -38,7 +38,7 @@ FORMATS = r"supported with indices: \[pages, page size, 1, 576\] of bfloat16, fl
 OPERANDS: list[tuple[str, dict[str, Callable[[], Any]], str]] = [
     ("q of rank 3", {"q": lambda: zeros(2, 64, 576)}, r"q has shape \[2, 64, 576\]; supported with indices: \[batch, s_q, h_q, 576 or 512"),
     ("q of 128 columns", {"q": lambda: zeros(2, 1, 64, 128)}, r"q has shape \[2, 1, 64, 128\]; supported with indices"),
-    ("q fp16", {"q": lambda: zeros(2, 1, 64, 576).half()}, "q has dtype torch.float16 with k_cache of torch.uint8; .*torch.bfloat16"),
+    ("q fp16", {"q": lambda: zeros(2, 1, 64, 576).half()}, r"q has dtype torch.float16; .* as .to\(torch.bfloat16\)"),
     ("129 heads", {"q": lambda: zeros(2, 1, 129, 576)}, "h_q is 129; supported: 1 to 128"),
     ("too many tokens", {"q": lambda: zeros(1, 1, 1, 576).expand(2, 65_536, 1, 576)}, "supported with indices: s_q to 65535"),
     ("656 bytes and 512 columns", {"q": lambda: zeros(2, 1, 64, 512)}, f"shape .* 656.*uint8, q 512 columns; {FORMATS}"),
@@ -81,7 +81,7 @@ OPERANDS: list[tuple[str, dict[str, Callable[[], Any]], str]] = [
     (
         "latent of another dtype",
         {"k_cache": lambda: zeros(20, 64, 1, 576).half(), "is_fp8_kvcache": lambda: False},
-        "q has dtype torch.bfloat16 with k_cache of torch.float16; supported with this cache: torch.float16",
+        r"k_cache has dtype torch.float16; supported: torch.bfloat16, as .to\(torch.bfloat16\) gives",
     ),
     ("causal", {"causal": lambda: True}, "causal is True: not supported with indices; supported: False"),
     ("head_dim_v", {"head_dim_v": lambda: 128}, "head_dim_v is 128; supported: 512"),

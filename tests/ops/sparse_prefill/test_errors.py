@@ -31,7 +31,8 @@ Change = dict[str, Any]  # values, and functions that make them
 OPERANDS: list[tuple[str, Change, str]] = [
     ("q of rank 2", {"q": lambda: zeros(5, 576)}, r"q has shape \[5, 576\]; supported with indices: \[s_q, h_q, 576 or 512\] or \[batch"),
     ("q of 128 columns", {"q": lambda: zeros(5, 64, 128)}, r"q has shape \[5, 64, 128\]; supported with indices"),
-    ("q fp32", {"q": lambda: torch.zeros(5, 64, 576)}, "q has dtype torch.float32; supported: torch.bfloat16, torch.float16"),
+    ("q fp32", {"q": lambda: torch.zeros(5, 64, 576)}, "q has dtype torch.float32; supported: torch.bfloat16$"),
+    ("q fp16", {"q": lambda: zeros(5, 64, 576).half()}, r"q has dtype torch.float16; supported: torch.bfloat16, as .to\(torch.bfloat16\)"),
     ("129 heads", {"q": lambda: zeros(5, 129, 576)}, "h_q is 129; supported: 1 to 128"),
     ("q of 512 columns", {"q": lambda: zeros(5, 64, 512)}, r"kv has shape \[100, 1, 576\]; supported without a batch: \[s_kv, 1, 512\]"),
     ("kv of rank 4", {"kv": lambda: zeros(1, 100, 1, 576)}, r"\[1, 100, 1, 576\]; supported without a batch: \[s_kv, 1, 576\]"),

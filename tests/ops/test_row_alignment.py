@@ -1,0 +1,166 @@
+"""Rows of queries and results: where they may begin, and the copy that an error asks for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import cute_mla
+from cute_mla.spec.arch import ARCHS, SM90
+from cute_mla.spec.dense_decode import TILINGS
+from cute_mla.spec.dense_prefill import ROW_BYTES
+from tests.ops.dense_decode.dense_call import Call
+from tests.ops.dense_prefill.varlen_call import VarlenCall
+from tests.ops.dense_prefill_backward.backward_call import BackwardCall
+from tests.ops.sparse_decode.sparse_call import SparseCall
+from tests.ops.sparse_prefill.sparse_prefill_call import PrefillCall
+from tests.support.recording_device import RecordingDevice
+
+E4M3 = torch.float8_e4m3fn
+
+
+class Rows(NamedTuple):
+    """A tensor of a call: its shape, and the function that runs the call with another tensor in its place."""
+
+    shape: tuple[int, ...]
+    run: Callable[[Tensor], Any]
+    dtype: torch.dtype = torch.bfloat16
+
+
+def attend(call: Any, q: Tensor) -> None:
+    """Run a call with these queries."""
+    call.q = q
+    call.run()
+
+
+def decode_e4m3(q: Tensor) -> None:
+    """Run dense decode over an e4m3 cache with these queries."""
+    cache = torch.zeros(4, 64, 1, 576).to(E4M3)
+    lengths = torch.full((1,), 9, dtype=torch.int32)
+    cute_mla.flash_mla_with_kvcache(q, cache, torch.zeros(1, 4, dtype=torch.int32), lengths, 512, cute_mla.get_mla_metadata()[0])
+
+
+DECODED = {
+    "dense decode, q": Rows((1, 2, 16, 576), lambda q: attend(Call(batch=1, s_q=2, h_q=16), q)),
+    "dense decode, out": Rows((1, 2, 16, 512), lambda out: Call(batch=1, s_q=2, h_q=16).run(out=out)),
+    "dense decode, e4m3 q": Rows((1, 2, 16, 576), decode_e4m3, E4M3),
+    "sparse decode, q": Rows((1, 2, 16, 576), lambda q: attend(SparseCall(batch=1, s_q=2, h_q=16), q)),
+    "sparse decode, out": Rows((1, 2, 16, 512), lambda out: SparseCall(batch=1, s_q=2, h_q=16).run(out=out)),
+    "sparse prefill, q": Rows((5, 16, 576), lambda q: PrefillCall(s_q=5, h_q=16).run(q=q)),
+    "sparse prefill, out": Rows((5, 16, 512), lambda out: PrefillCall(s_q=5, h_q=16).run(out=out)),
+}
+PREFILLED = {
+    "dense prefill, q": Rows((20, 8, 192), lambda q: VarlenCall(total_q=20).run(q=q)),
+    "dense prefill, out": Rows((20, 8, 128), lambda out: VarlenCall(total_q=20).run(out=out)),
+    **{
+        f"backward, {name}": Rows((300, 8, columns), lambda rows, name=name: BackwardCall().run(**{name: rows}))  # type: ignore[misc]
+        for name, columns in (("q", 192), ("dout", 128), ("out", 128), ("dq", 192))
+    },
+}
+EVERY = {**DECODED, **PREFILLED}
+
+
+def strided(rows: Rows, apart: int, offset: int = 0) -> Tensor:
+    """Return a tensor whose rows lie so many bytes further apart than they are long, and begin so many bytes behind the first."""
+    size = rows.dtype.itemsize
+    more, before = apart // size, offset // size
+    wide = torch.zeros(*rows.shape[:-1], rows.shape[-1] + more, dtype=torch.float32).to(rows.dtype)
+    if not before:
+        return wide[..., : rows.shape[-1]]
+    flat = torch.zeros(wide.numel() + before).to(rows.dtype)[before:]
+    return flat.view(wide.shape)[..., : rows.shape[-1]]
+
+
+def needed(name: str, arch: str) -> int:
+    """Return the bytes at multiples of which rows of a tensor begin."""
+    return TILINGS[arch].row_bytes if name in DECODED else ROW_BYTES
+
+
+def supported(name: str, arch: str) -> str:
+    """Return what an error says of these bytes."""
+    return f"supported: multiples of {needed(name, arch)} bytes"
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("nbytes", [2, 4, 8, 16, 32])
+def test_rows_apart(name: str, arch: str, nbytes: int) -> None:
+    own = name.rpartition(" ")[2]
+    tensor = strided(EVERY[name], nbytes)
+    with RecordingDevice(ARCHS[arch]).active() as device:
+        if nbytes % needed(name, arch) == 0:
+            EVERY[name].run(tensor)
+            assert device.launches
+            return
+        copy = "a new tensor" if own in ("out", "dq") and name != "backward, out" else r"a copy by \.contiguous\(\)"
+        said = f"^{own} has shape .*so rows begin at multiples of {nbytes} bytes; {supported(name, arch)}, as in {copy}"
+        with pytest.raises(ValueError, match=said):
+            EVERY[name].run(tensor)
+        assert device.launches == []
+        EVERY[name].run(tensor.contiguous())
+        assert device.launches
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", EVERY)
+@pytest.mark.parametrize("nbytes", [2, 4, 8, 16])
+def test_first_rows(name: str, arch: str, nbytes: int) -> None:
+    own = name.rpartition(" ")[2]
+    tensor = strided(EVERY[name], 0, nbytes)
+    with RecordingDevice(ARCHS[arch]).active() as device:
+        if nbytes % needed(name, arch) == 0:
+            EVERY[name].run(tensor)
+            assert device.launches
+            return
+        said = rf"{own}.* starts at a multiple of {nbytes} bytes; {supported(name, arch)}, as in a copy by \.clone\(\)"
+        with pytest.raises(ValueError, match=said):
+            EVERY[name].run(tensor)
+        assert device.launches == []
+        EVERY[name].run(tensor.clone())
+        assert device.launches
+
+
+@pytest.mark.parametrize("name", ["dense prefill, q", "backward, q", "backward, dout"])
+def test_rows_that_share_memory(name: str) -> None:
+    """A stride of 0 is in no tensor map."""
+    rows = EVERY[name]
+    tensor = torch.zeros(1, *rows.shape[1:], dtype=rows.dtype).expand(rows.shape)
+    with RecordingDevice(SM90).active():
+        with pytest.raises(ValueError, match=r"0 bytes along dimension 0; supported: positive multiples of 16 .* by \.contiguous\(\)"):
+            rows.run(tensor)
+        rows.run(tensor.contiguous())
+
+
+@pytest.mark.parametrize("gradient", ["dk", "dv"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_gradients_of_keys_begin_at_any_element(arch: str, gradient: str) -> None:
+    columns = {"dk": 192, "dv": 128}[gradient]
+    with RecordingDevice(ARCHS[arch]).active() as device:
+        BackwardCall().run(**{gradient: torch.zeros(500, 2, columns + 1, dtype=torch.bfloat16)[..., 1:]})
+    assert device.launches[1].args["aligned"] == 0
+
+
+def test_the_gradient_of_a_sum_is_copied() -> None:
+    """Autograd makes expanded gradients, whose rows share memory."""
+    q, k, v = (torch.zeros(20, 2, columns, dtype=torch.bfloat16, requires_grad=True) for columns in (192, 192, 128))
+    ends = torch.tensor([0, 20], dtype=torch.int32)
+    with RecordingDevice(SM90).active() as device:
+        out, _ = cute_mla.flash_attn_varlen_func(q, k, v, ends, ends, 20, 20)
+        out.sum().backward()
+        out, _ = cute_mla.flash_attn_varlen_func(q, k, v, ends, ends, 20, 20)
+        out.float().sum(0, keepdim=True).expand(3, -1, -1).sum().backward()
+    assert len(device.launches) == 6
+
+
+def test_gradients_of_fp16_are_refused_before_the_forward_pass_returns() -> None:
+    q, k, v = (torch.zeros(20, 2, columns, dtype=torch.float16, requires_grad=True) for columns in (192, 192, 128))
+    ends = torch.tensor([0, 20], dtype=torch.int32)
+    with (
+        RecordingDevice(SM90).active(),
+        pytest.raises(ValueError, match=r"torch.float16 and a gradient is needed; .*\.to\(torch.bfloat16\)"),
+    ):
+        cute_mla.flash_attn_varlen_func(q, k, v, ends, ends, 20, 20)
