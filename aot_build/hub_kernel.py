@@ -46,7 +46,7 @@ PARTS = (
     "simulator",
     "spec",
     "torch_ops.py",
-    "torch_schemas.py",
+    "tracing",
 )
 VERSION = 1  # of the interface on the Hub: a greater one may change what callers rely on
 _LEAST_KERNELS = "0.17.0"

@@ -7,15 +7,16 @@ from typing import Literal, overload
 
 import torch
 
-from .. import torch_ops
-from ..ops import sparse_prefill, split_plan
+from ..ops import split_plan
 from ..ops.arguments import check_flag
-from ..ops.decode import run_cached
 from ..ops.split_plan import MlaSchedule
 from ..spec.mla import D_V
-from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
+from ..tracing import decode, prefill
+from ..tracing.public import public
 
 __all__ = ["MlaSchedule", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+_plan = public(decode.METADATA, tensor="cache_seqlens", name="get_mla_metadata")(split_plan.run)
 
 
 @overload
@@ -96,11 +97,10 @@ def get_mla_metadata(
         )
     ragged = (cu_seqlens_q, total_q)
     shape = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk, *ragged, window, window_sink)
-    if (is_dynamo_compiling() or dispatch_modes() or cache_seqlens.__class__ is not torch.Tensor) and is_traced(cache_seqlens):
-        return torch_ops.get_mla_metadata(cache_seqlens, *shape)
-    return split_plan.run(cache_seqlens, *shape)
+    return _plan(cache_seqlens, *shape)
 
 
+@public(decode.WITH_KVCACHE)
 def flash_mla_with_kvcache(
     q: torch.Tensor,
     k_cache: torch.Tensor,
@@ -221,43 +221,6 @@ def flash_mla_with_kvcache(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
-    if (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q):
-        return torch_ops.flash_mla_with_kvcache(
-            (tile_scheduler_metadata, num_splits),
-            {"out": out, "lse": lse, "workspace": workspace},
-            q=q,
-            k_cache=k_cache,
-            block_table=block_table,
-            cache_seqlens=cache_seqlens,
-            head_dim_v=head_dim_v,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            descale_q=descale_q,
-            descale_k=descale_k,
-            is_fp8_kvcache=is_fp8_kvcache,
-            indices=indices,
-            attn_sink=attn_sink,
-            extra_k_cache=extra_k_cache,
-            extra_indices_in_kvcache=extra_indices_in_kvcache,
-            topk_length=topk_length,
-            extra_topk_length=extra_topk_length,
-            batch_invariant=batch_invariant,
-            empty_lse=empty_lse,
-            kv_format=kv_format,
-            extra_kv_format=extra_kv_format,
-            cu_seqlens_q=cu_seqlens_q,
-            max_seqlen_q=max_seqlen_q,
-            tree_mask=tree_mask,
-            window=window,
-            window_sink=window_sink,
-        )
-    return run_cached(
-        q, k_cache, block_table, cache_seqlens, head_dim_v, tile_scheduler_metadata, num_splits, softmax_scale, causal,
-        descale_q, descale_k, is_fp8_kvcache, indices, attn_sink,
-        extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length,
-        out, lse, workspace, batch_invariant, empty_lse, kv_format, extra_kv_format, cu_seqlens_q, max_seqlen_q,
-        tree_mask, window, window_sink,
-    )  # fmt: skip
 
 
 @overload
@@ -300,6 +263,7 @@ def flash_mla_sparse_fwd(
 ) -> tuple[torch.Tensor, ...]: ...
 
 
+@public(prefill.SPARSE_FWD)
 def flash_mla_sparse_fwd(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -363,33 +327,3 @@ def flash_mla_sparse_fwd(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
-    if (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q):
-        return torch_ops.flash_mla_sparse_fwd(
-            {"out": out, "max_logits": max_logits, "lse": lse, "lse_indexer": lse_indexer},
-            q=q,
-            kv=kv,
-            indices=indices,
-            sm_scale=sm_scale,
-            d_v=d_v,
-            attn_sink=attn_sink,
-            topk_length=topk_length,
-            indexer_topk=indexer_topk,
-            kv_offsets=kv_offsets,
-            empty_lse=empty_lse,
-        )
-    return sparse_prefill.run(
-        q,
-        kv,
-        indices,
-        sm_scale,
-        d_v,
-        attn_sink,
-        topk_length,
-        indexer_topk,
-        kv_offsets=kv_offsets,
-        out=out,
-        lse=lse,
-        max_logits=max_logits,
-        lse_indexer=lse_indexer,
-        empty_lse=empty_lse,
-    )

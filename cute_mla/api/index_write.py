@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from .. import torch_ops
-from ..ops import index_write as op
 from ..spec.index_write import Rope, ScaleFormat
-from .tracing import is_traced
+from ..tracing import indexer
+from ..tracing.public import public
 
 
+@public(indexer.WRITE, tensor="k")
 def write_index_cache(
     k: torch.Tensor,
     index_cache: torch.Tensor,
@@ -58,11 +58,9 @@ def write_index_cache(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device refuse,
     SimulationError if the simulated device finds fault with a kernel.
     """
-    arguments = (k, index_cache, slot_mapping, norm_weight, norm_bias, cos_sin, positions)
-    write = torch_ops.write_index_cache if is_traced(k) else op.run_keys
-    write(*arguments, rope=rope, hadamard=hadamard, scale_format=scale_format, eps=eps)
 
 
+@public(indexer.QUERIES)
 def prepare_index_queries(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -95,7 +93,3 @@ def prepare_index_queries(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device refuse,
     SimulationError if the simulated device finds fault with a kernel.
     """
-    if is_traced(q):
-        arguments = {"q": q, "weights": weights, "cos_sin": cos_sin, "positions": positions, "rope": rope, "hadamard": hadamard}
-        return torch_ops.prepare_index_queries({"out": out, "out_weights": out_weights}, **arguments)
-    return op.run_queries(q, weights, cos_sin, positions, rope=rope, hadamard=hadamard, out=out, out_weights=out_weights)

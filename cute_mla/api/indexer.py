@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .. import torch_ops
-from ..ops import topk_indices as op
-from .tracing import is_traced
+from ..tracing import indexer
+from ..tracing.public import public
 
 
+@public(indexer.TOPK, tensor="logits")
 def topk_indices(logits: torch.Tensor, lengths: torch.Tensor, topk: int, *, out: torch.Tensor | None = None) -> torch.Tensor:
     """Return the positions of the topk greatest logits of each row, in ascending order of position.
 
@@ -29,6 +29,3 @@ def topk_indices(logits: torch.Tensor, lengths: torch.Tensor, topk: int, *, out:
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device refuse,
     SimulationError if the simulated device finds fault with a kernel.
     """
-    if is_traced(logits):
-        return torch_ops.topk_indices(logits, lengths, topk, out)
-    return op.run(logits, lengths, topk, out=out)

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .. import torch_ops
-from ..ops import indexer_topk as op
-from .tracing import is_traced
+from ..tracing import indexer
+from ..tracing.public import public
 
 
+@public(indexer.PAGED_TOPK)
 def indexer_topk(
     q: torch.Tensor,
     weights: torch.Tensor,
@@ -45,14 +45,9 @@ def indexer_topk(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device refuse,
     SimulationError if the simulated device finds fault with a kernel.
     """
-    if is_traced(q):
-        tables = {"index_cache": index_cache, "context_lens": context_lens, "block_table": block_table}
-        return torch_ops.indexer_topk(
-            {"q": q, "weights": weights, **tables, "topk": topk, "slots": slots}, {"out": out, "workspace": workspace}
-        )
-    return op.run_pages(q, weights, index_cache, context_lens, block_table, topk, slots=slots, workspace=workspace, out=out)
 
 
+@public(indexer.ROW_TOPK)
 def indexer_topk_prefill(
     q: torch.Tensor,
     kv: tuple[torch.Tensor, torch.Tensor],
@@ -81,8 +76,3 @@ def indexer_topk_prefill(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device refuse,
     SimulationError if the simulated device finds fault with a kernel.
     """
-    if is_traced(q):
-        keys, scales = kv
-        arguments = {"q": q, "keys": keys, "scales": scales, "weights": weights, "ks": ks, "ke": ke, "topk": topk}
-        return torch_ops.indexer_topk_prefill({**arguments, "max_seqlen_k": max_seqlen_k}, {"out": out, "workspace": workspace})
-    return op.run_rows(q, kv, weights, ks, ke, topk, max_seqlen_k=max_seqlen_k, workspace=workspace, out=out)

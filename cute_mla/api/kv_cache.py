@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from .. import torch_ops
-from ..ops import cache_gather, cache_insert, cache_write
-from .tracing import is_traced
+from ..tracing import caches
+from ..tracing.public import public
 
 
+@public(caches.WRITE, tensor="k_cache")
 def write_kv_cache(
     kv_c: torch.Tensor,
     k_pe: torch.Tensor | None,
@@ -45,12 +45,9 @@ def write_kv_cache(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device refuse,
     SimulationError if the simulated device finds fault with a kernel.
     """
-    if is_traced(k_cache):
-        torch_ops.write_kv_cache(kv_c, k_pe, k_cache, slot_mapping, descale_k=descale_k, power_of_two=power_of_two, kv_format=kv_format)
-    else:
-        cache_write.run(kv_c, k_pe, k_cache, slot_mapping, descale_k=descale_k, power_of_two=power_of_two, kv_format=kv_format)
 
 
+@public(caches.INSERT, tensor="k_cache")
 def insert_kv_cache(
     kv_c: torch.Tensor,
     k_pe: torch.Tensor | None,
@@ -100,11 +97,9 @@ def insert_kv_cache(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device refuse,
     SimulationError if the simulated device finds fault with a kernel.
     """
-    operands = (kv_c, k_pe, q_pe, k_cache, slot_mapping, norm_weight, cos_sin, positions)
-    insert = torch_ops.insert_kv_cache if is_traced(k_cache) else cache_insert.run
-    insert(*operands, keys=keys, descale_k=descale_k, power_of_two=power_of_two, kv_format=kv_format, eps=eps)
 
 
+@public(caches.GATHER, tensor="k_cache")
 def gather_kv_cache(
     k_cache: torch.Tensor,
     block_table: torch.Tensor,
@@ -142,6 +137,3 @@ def gather_kv_cache(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device refuse,
     SimulationError if the simulated device finds fault with a kernel.
     """
-    gather = torch_ops.gather_kv_cache if is_traced(k_cache) else cache_gather.run
-    operands = (k_cache, block_table, cu_seqlens, rows)
-    return gather(*operands, starts=starts, descale_k=descale_k, dtype=dtype, out=out, kv_format=kv_format)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import torch
 
-from .. import torch_ops
 from ..ops import mqa_logits as op
-from .tracing import is_traced
+from ..tracing import indexer
+from ..tracing.public import public
 
 
+@public(indexer.ROW_LOGITS)
 def fp8_mqa_logits(
     q: torch.Tensor,
     kv: tuple[torch.Tensor, torch.Tensor],
@@ -47,9 +48,6 @@ def fp8_mqa_logits(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device refuse,
     SimulationError if the simulated device finds fault with a kernel.
     """
-    if is_traced(q):
-        return torch_ops.fp8_mqa_logits(q, kv, weights, ks, ke, clean_logits, max_seqlen_k, out=out)
-    return op.run_rows(q, kv, weights, ks, ke, clean_logits, max_seqlen_k, out=out)
 
 
 def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num_sms: int) -> torch.Tensor:
@@ -66,6 +64,7 @@ def get_paged_mqa_logits_metadata(context_lens: torch.Tensor, block_kv: int, num
     return op.metadata(context_lens, block_kv, num_sms)
 
 
+@public(indexer.PAGED_LOGITS)
 def fp8_paged_mqa_logits(
     q: torch.Tensor,
     cache: torch.Tensor,
@@ -107,7 +106,3 @@ def fp8_paged_mqa_logits(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device refuse,
     SimulationError if the simulated device finds fault with a kernel.
     """
-    arguments = (q, cache, weights, context_lens, block_table, metadata, max_context_len, clean_logits)
-    if is_traced(q):
-        return torch_ops.fp8_paged_mqa_logits(*arguments, out=out)
-    return op.run_pages(*arguments, out=out)

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import torch
 
-from .. import torch_ops
-from ..ops import merge_states as op
-from .tracing import is_traced
+from ..tracing import states
+from ..tracing.public import public
 
 
+@public(states.MERGE, tensor="(outs[0] if isinstance(outs, list | tuple) and outs else outs)")
 def merge_states(
     outs: torch.Tensor | Sequence[torch.Tensor],
     lses: torch.Tensor | Sequence[torch.Tensor],
@@ -40,6 +40,3 @@ def merge_states(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
-    if is_traced(outs[0] if isinstance(outs, list | tuple) and outs else outs):
-        return torch_ops.merge_states(outs, lses, {"out": out, "lse": lse}, empty_lse)
-    return op.run(outs, lses, out=out, lse=lse, empty_lse=empty_lse)

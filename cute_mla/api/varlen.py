@@ -9,12 +9,11 @@ from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from .. import torch_ops
-from ..ops import dense_prefill, dense_prefill_backward
-from ..ops.arguments import check_no_grad, is_integer, needs_grad, short_repr
+from ..ops.arguments import is_integer, needs_grad, short_repr
 from ..ops.tensor_spec import check_shape, spec_of
 from ..spec.dense_prefill import HEAD_DIMS
-from .tracing import dispatch_modes, is_dynamo_compiling, is_traced
+from ..tracing import prefill
+from ..tracing.public import public
 
 __all__ = [
     "flash_attn_varlen_backward",
@@ -50,6 +49,7 @@ def _flash_attention_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 @_flash_attention_names
+@public(prefill.VARLEN, also=(needs_grad, "q, k, v"))
 def flash_attn_varlen_func(
     q: torch.Tensor,
     k: torch.Tensor,
@@ -116,49 +116,10 @@ def flash_attn_varlen_func(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
-    differentiated = needs_grad(q, k, v)
-    if differentiated and key_mask is not None:
-        check_no_grad("gradients of calls without key_mask", q=q, k=k, v=v)
-    traced = (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q)
-    if traced or differentiated:
-        return torch_ops.flash_attn_varlen_func(
-            {"out": out, "lse": lse},
-            q=q,
-            k=k,
-            v=v,
-            cu_seqlens_qo=cu_seqlens_qo,
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_seqlen_qo=max_seqlen_qo,
-            max_seqlen_kv=max_seqlen_kv,
-            dropout_p=dropout_p,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            deterministic=deterministic,
-            is_varlen=is_varlen,
-            empty_lse=empty_lse,
-            key_mask=key_mask,
-        )
-    return dense_prefill.run(
-        q,
-        k,
-        v,
-        cu_seqlens_qo,
-        cu_seqlens_kv,
-        max_seqlen_qo,
-        max_seqlen_kv,
-        dropout_p,
-        softmax_scale,
-        causal,
-        deterministic,
-        is_varlen,
-        out=out,
-        lse=lse,
-        empty_lse=empty_lse,
-        key_mask=key_mask,
-    )
 
 
 @_flash_attention_names
+@public(prefill.BACKWARD)
 def flash_attn_varlen_backward(
     dout: torch.Tensor,
     q: torch.Tensor,
@@ -207,42 +168,6 @@ def flash_attn_varlen_backward(
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
     """
-    if (is_dynamo_compiling() or dispatch_modes() or q.__class__ is not torch.Tensor) and is_traced(q):
-        return torch_ops.flash_attn_varlen_backward(
-            {"dq": dq, "dk": dk, "dv": dv, "workspace": workspace},
-            dout=dout,
-            q=q,
-            k=k,
-            v=v,
-            out=out,
-            lse=lse,
-            cu_seqlens_qo=cu_seqlens_qo,
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_seqlen_qo=max_seqlen_qo,
-            max_seqlen_kv=max_seqlen_kv,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            deterministic=deterministic,
-        )
-    return dense_prefill_backward.run(
-        dout,
-        q,
-        k,
-        v,
-        out,
-        lse,
-        cu_seqlens_qo,
-        cu_seqlens_kv,
-        max_seqlen_qo,
-        max_seqlen_kv,
-        softmax_scale,
-        causal,
-        deterministic=deterministic,
-        dq=dq,
-        dk=dk,
-        dv=dv,
-        workspace=workspace,
-    )
 
 
 @_flash_attention_names
@@ -272,39 +197,9 @@ def flash_attn_varlen_kvpacked_func(
     Other arguments, results and errors are those of flash_attn_varlen_func.
     """
     head_dim_qk = _check_packed("kv", kv, ("total_k", "h_kv"), head_dim_qk, 1)
-    if needs_grad(q, kv) and out is None and lse is None:
-        return torch_ops.flash_attn_varlen_packed(
-            q=q,
-            packed=kv,
-            head_dim_qk=head_dim_qk,
-            cu_seqlens_qo=cu_seqlens_qo,
-            cu_seqlens_kv=cu_seqlens_kv,
-            max_seqlen_qo=max_seqlen_qo,
-            max_seqlen_kv=max_seqlen_kv,
-            dropout_p=dropout_p,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            deterministic=deterministic,
-            is_varlen=is_varlen,
-            empty_lse=empty_lse,
-        )
-    return flash_attn_varlen_func(
-        q,
-        kv[..., :head_dim_qk],
-        kv[..., head_dim_qk:],
-        cu_seqlens_qo,
-        cu_seqlens_kv,
-        max_seqlen_qo,
-        max_seqlen_kv,
-        dropout_p,
-        softmax_scale,
-        causal,
-        deterministic,
-        is_varlen,
-        out=out,
-        lse=lse,
-        empty_lse=empty_lse,
-    )
+    shape = (cu_seqlens_qo, cu_seqlens_kv, max_seqlen_qo, max_seqlen_kv)
+    options = (dropout_p, softmax_scale, causal, deterministic, is_varlen)
+    return _attend_packed((q, kv), head_dim_qk, (*shape, *options), (out, lse), empty_lse)
 
 
 def flash_attn_varlen_qkvpacked_func(
@@ -334,39 +229,26 @@ def flash_attn_varlen_qkvpacked_func(
     Other arguments, results and errors are those of flash_attn_varlen_func.
     """
     head_dim_qk = _check_packed("qkv", qkv, ("total", "h"), head_dim_qk, 2)
-    if needs_grad(qkv) and out is None and lse is None:
-        return torch_ops.flash_attn_varlen_packed(
-            q=None,
-            packed=qkv,
-            head_dim_qk=head_dim_qk,
-            cu_seqlens_qo=cu_seqlens,
-            cu_seqlens_kv=cu_seqlens,
-            max_seqlen_qo=max_seqlen,
-            max_seqlen_kv=max_seqlen,
-            dropout_p=dropout_p,
-            softmax_scale=softmax_scale,
-            causal=causal,
-            deterministic=deterministic,
-            is_varlen=is_varlen,
-            empty_lse=empty_lse,
-        )
-    return flash_attn_varlen_func(
-        qkv[..., :head_dim_qk],
-        qkv[..., head_dim_qk : 2 * head_dim_qk],
-        qkv[..., 2 * head_dim_qk :],
-        cu_seqlens,
-        cu_seqlens,
-        max_seqlen,
-        max_seqlen,
-        dropout_p,
-        softmax_scale,
-        causal,
-        deterministic,
-        is_varlen,
-        out=out,
-        lse=lse,
-        empty_lse=empty_lse,
-    )
+    shape = (cu_seqlens, cu_seqlens, max_seqlen, max_seqlen)
+    options = (dropout_p, softmax_scale, causal, deterministic, is_varlen)
+    return _attend_packed((None, qkv), head_dim_qk, (*shape, *options), (out, lse), empty_lse)
+
+
+def _attend_packed(
+    tensors: tuple[torch.Tensor | None, torch.Tensor],
+    head_dim_qk: int,
+    others: tuple[Any, ...],
+    given: tuple[torch.Tensor | None, torch.Tensor | None],
+    empty_lse: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Call a packed form as one op where it has gradients, else flash_attn_varlen_func with slices.
+
+    tensors: q, None if the packed tensor holds it, and the packed tensor. others: arguments behind the operands. given: out and lse.
+    """
+    out, lse = given
+    if needs_grad(*tensors) and out is None and lse is None:
+        return prefill.varlen_packed(*tensors, head_dim_qk, *others, empty_lse=empty_lse)
+    return flash_attn_varlen_func(*prefill.split(*tensors, head_dim_qk), *others, out=out, lse=lse, empty_lse=empty_lse)
 
 
 def _check_packed(name: str, packed: Any, leading: tuple[str, str], head_dim_qk: Any, before_v: int) -> int:

@@ -18,7 +18,6 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch.nn.functional import linear, rms_norm
 
-from ..api.tracing import is_dynamo_compiling
 from ..cache import insert_kv_cache, write_kv_cache
 from ..ops import norm_rope
 from ..ops.arguments import check_flag, needs_grad
@@ -26,6 +25,7 @@ from ..ops.cache_codec import to_e4m3
 from ..parallel import ContextParallel
 from ..spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from ..spec.mla import D_QK, MAX_HEADS
+from ..tracing.detection import is_dynamo_compiling
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
 from .checks import Given, check_differentiable, check_forms, check_given
 from .choosing import Indexed, Step, choose_rows, choose_slots, mask_keys, rows_of

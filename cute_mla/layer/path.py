@@ -11,7 +11,6 @@ import torch
 
 from .. import reference
 from ..api import flash_attn_varlen_func, flash_mla_sparse_fwd, flash_mla_with_kvcache, merge_states
-from ..api.tracing import constant_when_traced
 from ..cache import dequantise_cache, gather_kv_cache
 from ..indexer import indexer_topk, indexer_topk_prefill
 from ..ops.limits import value_columns
@@ -20,6 +19,7 @@ from ..runtime.current import has_kernels
 from ..spec.arch import ARCHS
 from ..spec.cache_format import FP8_656
 from ..spec.mla import D_V
+from ..tracing.detection import constant_when_traced
 from .batch import ContextChunk, DecodeRequests
 from .index_keys import IndexRows, gather_index_rows
 from .indexer import IndexQueries

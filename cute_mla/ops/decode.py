@@ -2,7 +2,8 @@
 
 A repeated call costs a few microseconds on the host (profiles/NOTES.md, "Time on the host"):
 
-    run_cached            packs the arguments into a key (op, numbers, flags, absences) and a tuple of tensors
+    BODY                  packs the arguments into a key (op, numbers, flags, absences) and a tuple of tensors. It is source, generated
+                          from the fields of Options, Operands and Results, and becomes the body of flash_mla_with_kvcache
     CallCache.find        takes the last call of this key if it fits, else another call of this key that fits
     PreparedCall.fits     compares the tensors with those that were checked: class, dtype, device, shape, strides and need of gradients by
                           one call of torch's guard; then addresses: freed memory and alignment
@@ -16,11 +17,11 @@ launch: a call that was just prepared runs like a repeated one.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from operator import itemgetter
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import torch
 
@@ -53,122 +54,88 @@ _data_ptr = torch.Tensor.data_ptr
 _UNFIT = (AttributeError, TypeError, RuntimeError, ValueError)  # of a look-up: an argument has no address, or no hash or order
 
 
+class Source(NamedTuple):
+    """The source of a function's body, whose parameters are those of a public function, and the names that it uses."""
+
+    lines: tuple[str, ...]
+    names: dict[str, Any]
+
+
+@lru_cache
+def _optional(operands: Any) -> tuple[str, ...]:
+    """Return the operands of an op that may be None."""
+    return tuple(name for name, hint in get_type_hints(operands).items() if type(None) in get_args(hint))
+
+
+def _excluded(op: ModuleType) -> tuple[str, ...]:
+    """Return the tensors that an op must be without: optional ones of the other op."""
+    (other,) = {dense_decode, sparse_decode} - {op}
+    return tuple(name for name in _optional(other.Operands) if name not in op.Operands._fields)
+
+
+def _tensors(op: ModuleType) -> tuple[str, ...]:
+    """Return the tensors of a call: operands, the plan's, results and workspace."""
+    return *op.Operands._fields, *_PLAN, *_RESULTS
+
+
+def _packing(op: ModuleType) -> tuple[str, ...]:
+    """Return the lines that pack the arguments of a call into a CallKey, as plain tuples, and a tuple of tensors."""
+    fields: tuple[tuple[str, ...], ...] = (
+        Options._fields,
+        tuple(f"{name}.__class__" for name in _TYPED),
+        _excluded(op),
+        tuple(f"{name} is None" for name in (*_optional(op.Operands), "num_splits", *_RESULTS)),
+    )
+    packed = ", ".join(f"({''.join(f'{value}, ' for value in values)})" for values in fields)
+    return f"key = ({op.__name__.rpartition('.')[2]}, planned_for, {packed})", f"tensors = ({', '.join(_tensors(op))})"
+
+
 class CallKey(NamedTuple):
     """The part of a call that is not a tensor, and which tensors are absent.
 
-    op: dense_decode or sparse_decode. descale_q to tree_mask: whether the argument is None, or, for an argument that the op must be
-    without, the argument itself. schedule: False without a schedule object, True with one that has no plan yet, else the shapes that it
-        was planned for. num_splits to workspace, cu_seqlens_q: whether the tensor is None. types: classes of head_dim_v to empty_lse, of
-    max_seqlen_q and of both windows, because 1 equals True. A prepared call is kept under plain ints, floats and bools.
+    schedule: False without a schedule object, True with one that has no plan yet, else the shapes that it was planned for.
+    options: the fields of Options. types: their classes, because 1 equals True. excluded: arguments that the op must be without.
+    absences: whether each tensor that may be None is. A prepared call is kept under plain ints, floats and bools.
     """
 
     op: ModuleType
-    head_dim_v: int
-    softmax_scale: float | None
-    causal: bool
-    is_fp8_kvcache: bool
-    batch_invariant: bool
-    empty_lse: float
-    kv_format: Any
-    extra_kv_format: Any
-    window: int | None
-    window_sink: int
-    descale_q: Any
-    descale_k: Any
-    attn_sink: Any
-    extra_k_cache: Any
-    extra_indices_in_kvcache: Any
-    topk_length: Any
-    extra_topk_length: Any
-    tree_mask: Any
     schedule: ScheduleKey | bool
-    num_splits: bool
-    out: bool
-    lse: bool
-    workspace: bool
-    max_seqlen_q: int | None
-    cu_seqlens_q: bool
+    options: Options
     types: tuple[type, ...]
+    excluded: tuple[Any, ...]
+    absences: tuple[bool, ...]
 
 
-def run_cached(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    block_table: torch.Tensor | None,
-    cache_seqlens: torch.Tensor | None,
-    head_dim_v: int,
-    tile_scheduler_metadata: torch.Tensor | MlaSchedule | None,
-    num_splits: torch.Tensor | None = None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    descale_q: torch.Tensor | None = None,
-    descale_k: torch.Tensor | None = None,
-    is_fp8_kvcache: bool = False,
-    indices: torch.Tensor | None = None,
-    attn_sink: torch.Tensor | None = None,
-    extra_k_cache: torch.Tensor | None = None,
-    extra_indices_in_kvcache: torch.Tensor | None = None,
-    topk_length: torch.Tensor | None = None,
-    extra_topk_length: torch.Tensor | None = None,
-    out: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
-    workspace: torch.Tensor | None = None,
-    batch_invariant: bool = False,
-    empty_lse: float = math.inf,
-    kv_format: str | None = None,
-    extra_kv_format: str | None = None,
-    cu_seqlens_q: torch.Tensor | None = None,
-    max_seqlen_q: int | None = None,
-    tree_mask: torch.Tensor | None = None,
-    window: int | None = None,
-    window_sink: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Decode, with the arguments of api.flashmla.flash_mla_with_kvcache."""
-    schedule: MlaSchedule | None = None
-    planned_for: ScheduleKey | bool = False
-    if num_splits is None and isinstance(tile_scheduler_metadata, MlaSchedule):
-        schedule = tile_scheduler_metadata
-        planned_for = schedule.key or True
-        tile_scheduler_metadata, num_splits = schedule.plan or (None, None)
-    types = (
-        head_dim_v.__class__, softmax_scale.__class__, causal.__class__, is_fp8_kvcache.__class__, batch_invariant.__class__,
-        empty_lse.__class__, max_seqlen_q.__class__, window.__class__, window_sink.__class__,
-    )  # fmt: skip
-    # Both keys are tuples of the fields of CallKey, which takes three times as long to make.
-    if indices is None:
-        key: tuple[Any, ...] = (
-            dense_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse, kv_format, extra_kv_format,
-            window, window_sink, descale_q is None, descale_k is None,
-            attn_sink is None, extra_k_cache, extra_indices_in_kvcache, topk_length, extra_topk_length, tree_mask is None,
-            planned_for, num_splits is None, out is None, lse is None, workspace is None,
-            max_seqlen_q, cu_seqlens_q is None, types,
-        )  # fmt: skip
-        tensors: tuple[Any, ...] = (
-            q, k_cache, block_table, cache_seqlens, descale_q, descale_k, attn_sink, tree_mask, cu_seqlens_q,
-            tile_scheduler_metadata, num_splits, out, lse, workspace,
-        )  # fmt: skip
-    else:
-        key = (
-            sparse_decode, head_dim_v, softmax_scale, causal, is_fp8_kvcache, batch_invariant, empty_lse, kv_format, extra_kv_format,
-            window, window_sink, descale_q, descale_k,
-            attn_sink is None, extra_k_cache is None, extra_indices_in_kvcache is None, topk_length is None, extra_topk_length is None,
-            tree_mask, planned_for, num_splits is None, out is None, lse is None, workspace is None,
-            max_seqlen_q, cu_seqlens_q is None, types,
-        )  # fmt: skip
-        tensors = (
-            q, k_cache, indices, topk_length, extra_k_cache, extra_indices_in_kvcache, extra_topk_length, attn_sink, cu_seqlens_q,
-            tile_scheduler_metadata, num_splits, out, lse, workspace,
-        )  # fmt: skip
+def run_packed(key: tuple[Any, ...], tensors: tuple[Any, ...], schedule: MlaSchedule | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode. key: fields of a CallKey. tensors: the operands of its op, the plan's two tensors, out, lse and workspace."""
     cache: CallCache | None = None
     found = None
     try:
-        cache = device_for(q.device).call_cache
+        cache = device_for(tensors[0].device).call_cache
         found = cache.find(key, tensors)
     except _UNFIT:  # `prepare` says which argument it is
         cache = None
     call, given, addresses = _find_or_prepare(cache, CallKey._make(key), tensors, schedule) if found is None else found
     tensors = call.start(tensors, given, addresses, schedule)
     return tensors[-3], tensors[-2]
+
+
+# The body of flash_mla_with_kvcache.
+BODY = Source(
+    (
+        "schedule, planned_for = None, False",
+        "if num_splits is None and isinstance(tile_scheduler_metadata, MlaSchedule):",
+        "    schedule = tile_scheduler_metadata",
+        "    planned_for = schedule.key or True",
+        "    tile_scheduler_metadata, num_splits = schedule.plan or (None, None)",
+        "if indices is None:",
+        *(f"    {line}" for line in _packing(dense_decode)),
+        "else:",
+        *(f"    {line}" for line in _packing(sparse_decode)),
+        "return run_packed(key, tensors, schedule)",
+    ),
+    {each.__name__.rpartition(".")[2]: each for each in (dense_decode, sparse_decode, MlaSchedule, run_packed)},
+)
 
 
 def _find_or_prepare(
@@ -196,10 +163,10 @@ def _find_or_prepare(
 
 def plain_key(key: CallKey, tensors: tuple[Any, ...]) -> CallKey:
     """Return the key with its options as ints, floats, bools and strings. ValueError unless each is supported by itself."""
-    _check_order(dict(zip(key.op.Operands._fields, tensors, strict=False)).get("descale_q", key.descale_q))
-    options = check_options(Options(*(getattr(key, name) for name in Options._fields)), key.op.HEAD_DIMS_V)
-    types = tuple(getattr(options, name).__class__ for name in _TYPED)
-    return key._replace(**options._asdict(), types=types)
+    arguments = (*zip(_tensors(key.op), tensors, strict=True), *zip(_excluded(key.op), key.excluded, strict=True))
+    _check_order(dict(arguments)["descale_q"])
+    options = check_options(Options._make(key.options), key.op.HEAD_DIMS_V)
+    return key._replace(options=options, types=tuple(getattr(options, name).__class__ for name in _TYPED))
 
 
 def prepare(key: CallKey, tensors: tuple[Any, ...], schedule: MlaSchedule | None) -> PreparedCall:
@@ -208,7 +175,7 @@ def prepare(key: CallKey, tensors: tuple[Any, ...], schedule: MlaSchedule | None
     key: with plain options. tensors: the operands of key.op, the plan's two tensors, out, lse and workspace. schedule: the object that made
     the plan, or will make it if its tensors are None.
     """
-    names = (*key.op.Operands._fields, *_PLAN, *_RESULTS)
+    names = _tensors(key.op)
     named = dict(zip(names, tensors, strict=True))
     device, plan = _checked(key, named, schedule)
     launching = plan.has_keys and not plan.is_empty
@@ -222,7 +189,7 @@ def prepare(key: CallKey, tensors: tuple[Any, ...], schedule: MlaSchedule | None
     if launching:
         launches = device.prepare(_steps(key, device, plan, numbers))
     elif not plan.is_empty:
-        launches = NoKeys(numbers["out"], numbers["lse"], key.empty_lse, numbers.get("cu_seqlens_q"))
+        launches = NoKeys(numbers["out"], numbers["lse"], key.options.empty_lse, numbers.get("cu_seqlens_q"))
     return PreparedCall(
         pick=pick,
         like=guard(pick(tensors)),
@@ -284,14 +251,14 @@ def _planner(device: Device, plan: DecodePlan, names: tuple[str, ...]) -> Callab
 
 def _checked(key: CallKey, named: dict[str, Any], schedule: MlaSchedule | None) -> tuple[Device, DecodePlan]:
     """Check a call; return its device and its plan there. named: all tensors, by argument."""
-    options = Options(*(getattr(key, name) for name in Options._fields))
     operands = key.op.Operands(*(named[name] for name in key.op.Operands._fields))
     results = Results(*(named[name] for name in _RESULTS))
-    for name in key.op.EXCLUDED:
-        if getattr(key, name) is not None:
-            raise ValueError(f"{name} is {short_repr(getattr(key, name))}: not supported {key.op.WHERE}; supported: None")
+    options = {name: getattr(key.options, name) for name in key.op.EXCLUDED_OPTIONS}
+    for name, value in (*zip(_excluded(key.op), key.excluded, strict=True), *options.items()):
+        if value is not None:
+            raise ValueError(f"{name} is {short_repr(value)}: not supported {key.op.WHERE}; supported: None")
     split_plan = plan_specs(*(named[name] for name in _PLAN)) if schedule is None else None
-    call = key.op.check(operands, check_common(options, operands.q, results, split_plan))
+    call = key.op.check(operands, check_common(key.options, operands.q, results, split_plan))
     device = device_for(operands.q.device)
     plan: DecodePlan = key.op.plan(call, device.arch, device.sm_count)
     if results.workspace is not None:
@@ -316,6 +283,7 @@ def _check_order(descale_q: Any) -> None:
 
 def _steps(key: CallKey, device: Device, plan: DecodePlan, numbers: dict[str, int]) -> CallSteps:
     """Return the launches of a call: decode, and combine if a request can be split. numbers: of the tensors, by argument."""
+    options = key.options
 
     def buffer(name: str | None) -> BufferRef | None:
         return None if name is None or name not in numbers else BufferRef(numbers[name])
@@ -337,8 +305,8 @@ def _steps(key: CallKey, device: Device, plan: DecodePlan, numbers: dict[str, in
         **plan.scalars,
         **({} if key.op is sparse_decode else {"units": units}),
         plan=buffer("tile_scheduler_metadata"),
-        scale_log2=(plan.default_scale if key.softmax_scale is None else key.softmax_scale) * LOG2E,
-        empty_lse=key.empty_lse,
+        scale_log2=(plan.default_scale if options.softmax_scale is None else options.softmax_scale) * LOG2E,
+        empty_lse=options.empty_lse,
     )
     steps = [step_of(device.kernel(plan.op, plan.kernel), plan.grid, arguments)]
     if plan.combine is not None:
@@ -351,7 +319,7 @@ def _steps(key: CallKey, device: Device, plan: DecodePlan, numbers: dict[str, in
             attn_sink=buffer("attn_sink"),
             cu_seqlens_q=None if units else buffer("cu_seqlens_q"),
             units=units,
-            empty_lse=key.empty_lse,
+            empty_lse=options.empty_lse,
         )
         steps.append(step_of(device.kernel("combine", plan.combine.kernel), plan.combine.grid, merging))
     # rows of query tokens that no request has keep what they hold

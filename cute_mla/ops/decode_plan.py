@@ -6,6 +6,7 @@ merges them. A call launches combine if its plan could split a request.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
@@ -16,7 +17,6 @@ from ..spec.cache_rows import KNOWN
 from ..spec.combine import CombineConfig
 from ..spec.combine import grid as combine_grid
 from ..spec.dense_decode import DenseDecodeProblem
-from ..spec.mla import D_V
 from ..spec.sparse_decode import SparseDecodeProblem
 from ..spec.split_plan import RaggedQueries, accumulator_rows
 from ..spec.tensor_map import TensorMap
@@ -61,23 +61,15 @@ class Results(NamedTuple):
 class CommonSpec(NamedTuple):
     """The part of a CallSpec that dense and sparse decode share.
 
-        split_plan: specs of the caller's plan, or None if a schedule object plans. d_v: head_dim_v. window: None for all
-    keys. address_alignment: what strides.alignment gives for the addresses of q and of the caller's out.
+    split_plan: specs of the caller's plan, or None if a schedule object plans. options: plain ones, but for those that do not decide on a
+    launch. address_alignment: what strides.alignment gives for the addresses of q and of the caller's out.
     """
 
     split_plan: PlanSpecs | None
     out: TensorSpec | None
     lse: TensorSpec | None
-    causal: bool
-    is_fp8_kvcache: bool
-    batch_invariant: bool
+    options: Options
     address_alignment: int
-    d_v: int = D_V
-    kv_format: str | None = None
-    extra_kv_format: str | None = None
-    max_seqlen_q: int | None = None
-    window: int | None = None
-    window_sink: int = 0
 
 
 @dataclass(frozen=True)
@@ -175,15 +167,7 @@ def check_common(options: Options, q: Any, results: Results, split_plan: PlanSpe
         split_plan=split_plan,
         out=optional_spec("out", results.out),
         lse=optional_spec("lse", results.lse),
-        causal=options.causal,
-        is_fp8_kvcache=options.is_fp8_kvcache,
-        batch_invariant=options.batch_invariant,
-        d_v=options.head_dim_v,
-        kv_format=options.kv_format,
-        extra_kv_format=options.extra_kv_format,
-        max_seqlen_q=options.max_seqlen_q,
-        window=options.window,
-        window_sink=options.window_sink,
+        options=options._replace(softmax_scale=None, empty_lse=math.inf),
         address_alignment=alignment(address_of("q", q), 0 if results.out is None else address_of("out", results.out)),
     )
 
@@ -217,10 +201,10 @@ def layout_results(
     problem: Problem, common: CommonSpec, num_parts: int, q: TensorSpec, out_dtype: torch.dtype, ragged: RaggedQueries | None
 ) -> ResultLayout:
     """Validate out, lse and the caller's plan of num_parts parts; return the layout of the results."""
-    out_shape: tuple[int, ...] = (problem.batch, problem.s_q, problem.h_q, common.d_v)
+    out_shape: tuple[int, ...] = (problem.batch, problem.s_q, problem.h_q, common.options.head_dim_v)
     lse_shape: tuple[int, ...] = (problem.batch, problem.h_q, problem.s_q)
     if ragged is not None:
-        out_shape, lse_shape = (ragged.total_q, problem.h_q, common.d_v), (ragged.total_q, problem.h_q)
+        out_shape, lse_shape = (ragged.total_q, problem.h_q, common.options.head_dim_v), (ragged.total_q, problem.h_q)
     out_strides = output_strides("out", common.out, out_shape, out_dtype, q)
     lse_strides = output_strides("lse", common.lse, lse_shape, torch.float32, q)
     if common.out is not None:

@@ -50,13 +50,7 @@ from .tensor_spec import (
 Arguments = DenseDecodeArguments  # the kernel's
 WHERE = "without indices"  # the calls of this op, for messages
 HEAD_DIMS_V = VALUE_COLUMNS
-EXCLUDED = (
-    "extra_k_cache",
-    "extra_indices_in_kvcache",
-    "topk_length",
-    "extra_topk_length",
-    "extra_kv_format",
-)  # of sparse_decode
+EXCLUDED_OPTIONS = ("extra_kv_format",)  # of sparse_decode
 
 
 class Operands(NamedTuple):
@@ -92,12 +86,12 @@ def check(operands: Operands, common: CommonSpec) -> CallSpec:
     """Check each argument by itself. ValueError unless it is supported."""
     check_no_grad(**operands._asdict())
     k_cache = operand_spec("k_cache", operands.k_cache)
-    if common.is_fp8_kvcache and k_cache.dtype != torch.float8_e4m3fn:
+    if common.options.is_fp8_kvcache and k_cache.dtype != torch.float8_e4m3fn:
         raise ValueError(f"is_fp8_kvcache is True with a k_cache of {k_cache.dtype}; supported {WHERE}: {torch.float8_e4m3fn}")
     own = FP8_576 if k_cache.dtype == torch.float8_e4m3fn else LATENTS.get(k_cache.shape[-1] if k_cache.shape else 0)
-    if common.kv_format not in (None, own and own.name):
+    if common.options.kv_format not in (None, own and own.name):
         raise ValueError(
-            f"kv_format is {short_repr(common.kv_format)} with a k_cache of {k_cache.dtype} and shape {list(k_cache.shape)}; "
+            f"kv_format is {short_repr(common.options.kv_format)} with a k_cache of {k_cache.dtype} and shape {list(k_cache.shape)}; "
             f"supported {WHERE}: None" + (f" and {own.name!r}" if own else "")
         )
     return CallSpec(
@@ -119,7 +113,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     """Return the launches of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
     problem, cache, ragged = _check_inputs(call, arch)
     window = _window(call, problem)
-    for name, given in (("tree_mask", call.tree_mask), ("window", call.common.window)):
+    for name, given in (("tree_mask", call.tree_mask), ("window", call.common.options.window)):
         if given is not None and not takes_key_masks(problem.operands):
             raise ValueError(f"{name} is given with a k_cache of {call.k_cache.dtype}: not supported; supported: with a 16-bit k_cache")
     num_parts = problem.num_parts(sm_count) if problem.rows else 1
@@ -150,7 +144,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
             "accum_rows": results.accum_rows,
             "requests": requests,
             "total_q": s_q if total_q is None else total_q,
-            **_mask_scalars(window, call.common.window, hidden_keys),
+            **_mask_scalars(window, call.common.options.window, hidden_keys),
             **query_strides("tree", "batch token", () if call.tree_mask is None else call.tree_mask.stride[:-1], ragged),
         },
         op="dense_decode",
@@ -164,8 +158,8 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         schedule_key=ScheduleKey(
             *(requests, s_q, problem.h_q, problem.h_kv, problem.page_size, num_parts, call.q.device),
             total_q=total_q,
-            window=call.common.window,
-            window_sink=call.common.window_sink,
+            window=call.common.options.window,
+            window_sink=call.common.options.window_sink,
         ),
         results=results,
         combine=plan_combine(problem, results, (problem.max_keys, 0), sm_count, split, int(mask == CAUSAL)),
@@ -179,14 +173,14 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
 def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, DenseCache, RaggedQueries | None]:
     """Return the problem, the layout of the cache, and packed query tokens. ValueError unless the operands fit together."""
     q, offsets = call.q, call.cu_seqlens_q
-    check_tokens(q, offsets, call.common.max_seqlen_q, WHERE)
+    check_tokens(q, offsets, call.common.options.max_seqlen_q, WHERE)
     if len(q.shape) != (4 if offsets is None else 3) or q.shape[-1] not in LATENT_DIMS:
         columns = " or ".join(map(str, LATENT_DIMS))
         raise ValueError(f"q has shape {list(q.shape)}; supported {WHERE}: [batch, s_q, h_q, {columns}]")
     check_dtype("q", q, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
     check_last_contiguous("q", q)
     *tokens, h_q, d_qk = q.shape
-    check_columns("head_dim_v", call.common.d_v, LATENT_DIMS[d_qk].latent)
+    check_columns("head_dim_v", call.common.options.head_dim_v, LATENT_DIMS[d_qk].latent)
     if q.dtype != torch.float8_e4m3fn:
         check_dtype_of_columns("q", q, key_dtypes(d_qk))
     cache = dense_cache(call.k_cache, q.dtype, d_qk)
@@ -210,7 +204,7 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
     ragged = None
     if offsets is not None:
         check_counts("cu_seqlens_q", offsets, (requests + 1,), q.device)
-        ragged = ragged_queries(requests, tokens[0], call.common.max_seqlen_q or 1, h_q // cache.h_kv)
+        ragged = ragged_queries(requests, tokens[0], call.common.options.max_seqlen_q or 1, h_q // cache.h_kv)
     check_sink(call.attn_sink, q)
     check_rows(TILINGS[arch.name].row_bytes, call.common.address_alignment, {"q": q}, {"out": call.common.out})
     _check_tree(call, tokens[1] if ragged is None else ragged.max_seqlen_q)
@@ -223,7 +217,7 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
         h_kv=cache.h_kv,
         page_size=cache.page_size,
         pages_per_request=call.block_table.shape[1] if cache.pages else 0,  # without pages every request has length 0
-        batch_invariant=call.common.batch_invariant,
+        batch_invariant=call.common.options.batch_invariant,
         operands=operands,
         d_qk=d_qk,
     )
@@ -245,7 +239,7 @@ def _check_tree(call: CallSpec, s_q: int) -> None:
 
 def _window(call: CallSpec, problem: DenseDecodeProblem) -> KeyWindow:
     """Return the keys that any query token of a request sees. ValueError for a window beside a tree mask or cu_seqlens_q."""
-    window = call.common.window
+    window = call.common.options.window
     if window is not None and call.cu_seqlens_q is not None:
         raise ValueError(f"window is {window} with cu_seqlens_q; supported: None, or as many query tokens of each request")
     if window is not None and call.tree_mask is not None:
@@ -253,7 +247,7 @@ def _window(call: CallSpec, problem: DenseDecodeProblem) -> KeyWindow:
             f"window is {window} with a tree_mask: not supported, since the position of a token of a tree is its depth, not its place in "
             "q; supported: one of them"
         )
-    return key_window(window, call.common.window_sink, problem.s_q)
+    return key_window(window, call.common.options.window_sink, problem.s_q)
 
 
 def _mask_scalars(keys: KeyWindow, window: int | None, hidden_keys: int) -> dict[str, int]:
@@ -277,7 +271,7 @@ def _mask(call: CallSpec, s_q: int) -> int:
     """
     if call.tree_mask is not None:
         return TREE
-    return CAUSAL if call.common.causal and (s_q > 1 or call.cu_seqlens_q is not None) else ALL_KEYS
+    return CAUSAL if call.common.options.causal and (s_q > 1 or call.cu_seqlens_q is not None) else ALL_KEYS
 
 
 def _out_dtype(call: CallSpec) -> torch.dtype:

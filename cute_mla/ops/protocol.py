@@ -10,12 +10,12 @@ Every op is a module of this folder:
                 returns the results
 
 `check` and `plan` raise ValueError with what was given and what is supported. `run` is the eager body of the op: public functions call
-it, and torch_ops registers it.
+it, and tracing registers it with torch.
 
-The two kinds of decode, dense_decode and sparse_decode, have CallSpec, check and plan. They share the `run` of decode, because FlashMLA
-has one function for both, and because decode keeps checked calls. mqa_logits has the other way round two functions, and with them run_rows
-and run_pages; index_write has run_keys and run_queries. indexer_topk plans nothing of its own: it calls mqa_logits and topk_indices in
-turn.
+The two kinds of decode, dense_decode and sparse_decode, have CallSpec, check and plan. They share the body in decode, because
+FlashMLA has one function for both, and because decode keeps checked calls. mqa_logits has the other way round two functions, and with
+them run_rows and run_pages; index_write has run_keys and run_queries. indexer_topk plans nothing of its own: it calls mqa_logits and
+topk_indices in turn.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from .tensor_spec import DTYPE_NAMES, TensorSpec, check_counts, operand_spec, op
 
 Arguments = SparseDecodeArguments  # the kernel's
 WHERE = "with indices"  # the calls of this op, for messages
-EXCLUDED = ("descale_q", "descale_k", "tree_mask")  # arguments of dense_decode
+EXCLUDED_OPTIONS = ()  # of dense_decode
 HEAD_DIMS_V = (D_V,)
 
 _NO_CACHE = GatheredCache("", page_size=1, slots=0, page_stride=0, row_stride=0)
@@ -68,15 +68,17 @@ class CallSpec(NamedTuple):
 def check(operands: Operands, common: CommonSpec) -> CallSpec:
     """Check each argument by itself. ValueError unless it is supported."""
     check_no_grad(**operands._asdict())
-    if common.window is not None:
-        raise ValueError(f"window is {common.window}: not supported {WHERE}; supported: None")
-    if common.causal:
+    if common.options.window is not None:
+        raise ValueError(f"window is {common.options.window}: not supported {WHERE}; supported: None")
+    if common.options.causal:
         raise ValueError(f"causal is True: not supported {WHERE}; supported: False")
     names = ("k_cache", "indices", "topk_length")
     return CallSpec(
         q=operand_spec("q", operands.q),
-        main=_selection(names, NamedFormat("kv_format", common.kv_format), operands.k_cache, operands.indices, operands.topk_length),
-        extra=_extra_selection(operands, NamedFormat("extra_kv_format", common.extra_kv_format)),
+        main=_selection(
+            names, NamedFormat("kv_format", common.options.kv_format), operands.k_cache, operands.indices, operands.topk_length
+        ),
+        extra=_extra_selection(operands, NamedFormat("extra_kv_format", common.options.extra_kv_format)),
         attn_sink=optional_spec("attn_sink", operands.attn_sink),
         cu_seqlens_q=optional_spec("cu_seqlens_q", operands.cu_seqlens_q),
         common=common,
@@ -87,13 +89,13 @@ def check(operands: Operands, common: CommonSpec) -> CallSpec:
 def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     """Return the launches of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
     offsets = call.cu_seqlens_q
-    check_tokens(call.q, offsets, call.common.max_seqlen_q, WHERE)
+    check_tokens(call.q, offsets, call.common.options.max_seqlen_q, WHERE)
     check_queries(call.q, ("batch", "s_q") if offsets is None else ("total_q",))
     *tokens, h_q, d_qk = call.q.shape
     batch, s_q = tokens if offsets is None else (tokens[0], 1)  # with cu_seqlens_q every query token is a request of its own
     ragged = None
     if offsets is not None:
-        ragged = RaggedQueries(check_offsets(offsets, call.q.device), batch, call.common.max_seqlen_q or 1)
+        ragged = RaggedQueries(check_offsets(offsets, call.q.device), batch, call.common.options.max_seqlen_q or 1)
     if s_q > MAX_GRID_TOKENS:
         raise ValueError(f"q has shape {list(call.q.shape)}; supported {WHERE}: s_q to {MAX_GRID_TOKENS}")
     cache, topk, index_strides = _check_selection(call, call.main)
@@ -115,7 +117,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         h_q=h_q,
         topk=topk,
         extra_topk=extra_topk,
-        batch_invariant=call.common.batch_invariant,
+        batch_invariant=call.common.options.batch_invariant,
     )
     num_parts = problem.num_parts(sm_count) if s_q else 1
     results = layout_results(problem, call.common, num_parts, call.q, call.q.dtype, ragged)
@@ -189,7 +191,7 @@ def _check_selection(call: CallSpec, selection: Selection, first: str | None = N
     first: format of the first cache, if this is the second one. ValueError unless the selection fits the queries and the first cache.
     """
     (cache_name, indices_name, length_name), k_cache, indices, length, kv_format = selection
-    cache = gathered_cache(cache_name, k_cache, call.q, call.common.is_fp8_kvcache, kv_format, first)
+    cache = gathered_cache(cache_name, k_cache, call.q, call.common.options.is_fp8_kvcache, kv_format, first)
     tokens = call.q.shape[:-2]
     check_indices(indices_name, indices, (*tokens, "topk"), call.q)
     if length is not None:

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
-import cute_mla.torch_ops
 from cute_mla.runtime.arguments import Span
 from tests.support.compiling import fresh
 from tests.support.dispatch_modes import Recorded
@@ -53,7 +52,7 @@ def test_the_calls_give_every_argument_another_value_than_its_default(device: Re
 
 @pytest.mark.parametrize("name", [name for name in NAMES if name not in NO_OP])
 def test_an_op_has_the_arguments_and_defaults_of_its_function(name: str) -> None:
-    schema = getattr(cute_mla.torch_ops._ops, name).default._schema
+    schema = getattr(torch.ops.cute_mla, name).default._schema
     given = {argument.name: argument for argument in schema.arguments}
     if name == "flash_mla_sparse_fwd":
         given["indexer_topk"] = None  # of an op of its own

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,6 +205,13 @@ def check_op(name: str, op: Any, arguments: dict[str, Any]) -> None:
 def somewhere(name: str) -> AbstractContextManager[Any]:
     """Activate the device of a call. Keys are written and gathered on the CPU, too."""
     return nullcontext() if name in ("write", "insert", "gather") else cute_mla.simulate("sm90", 2)
+
+
+def test_schemas_are_the_recorded_ones() -> None:
+    """Saved programs name them: torch_schemas.txt is edited by hand."""
+    names = {schema.name for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("cute_mla::")}
+    schemas = [str(getattr(OPS, name.partition("::")[2]).default._schema) for name in sorted(names)]
+    assert schemas == Path(__file__).with_name("torch_schemas.txt").read_text().splitlines()
 
 
 @pytest.mark.parametrize("name", CALLS)

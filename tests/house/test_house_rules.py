@@ -22,8 +22,8 @@ OPAQUE_WORDS = {"Of", "Those", "That", "As", "What", "Which", "Whether", "Where"
 
 # The rooms that take and return torch tensors, from the bottom up: each may import those in front of it, spec and runtime.
 TORCH_FACING = (
-    *("reference", "ops", "torch_schemas", "torch_ops", "api", "flash_mla"),
-    *("cache", "indexer", "shared_prefix", "parallel", "layer", "convert"),
+    *("reference", "ops", "tracing", "api", "flash_mla"),
+    *("cache", "indexer", "torch_ops", "shared_prefix", "parallel", "layer", "convert"),
 )
 ANYTHING = {"testing", "cli", "profiles", "__main__"}
 # Each room, and the rooms that it may import besides itself. The package's own __init__ only re-exports.
@@ -138,7 +138,7 @@ def is_exempt(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 def is_public(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
     """Return whether a function is part of the API, the eager body of one, which has its parameters, or a test's stand-in for one."""
-    bodies = ("run", "run_cached", "run_pages", "run_rows")
+    bodies = ("run", "run_pages", "run_rows")
     return (node.name in PUBLIC_API and room_of(name) in {*TORCH_FACING, "tests"}) or (node.name in bodies and room_of(name) == "ops")
 
 
@@ -146,8 +146,8 @@ def first_line(name: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     """Return the first line that counts. A public function's signature and docstring, its reference page, do not count."""
     if not is_public(name, node):
         return node.lineno
-    body = node.body[1:] if ast.get_docstring(node) is not None and len(node.body) > 1 else node.body
-    return body[0].lineno
+    body = node.body[1:] if ast.get_docstring(node) is not None else node.body
+    return body[0].lineno if body else node.end_lineno or node.lineno  # without a body it is generated
 
 
 def environment(name: str, text: str) -> Iterator[str]:

@@ -118,7 +118,7 @@ def test_the_graph_is_that_of_the_library() -> None:
     """Every file is on the graph, and imports of every form are on it."""
     graph = import_graph(sources())
     assert len(graph) > 200
-    assert "cute_mla.ops.decode" in graph["cute_mla.api.flashmla"]  # at the top
+    assert "cute_mla.tracing.decode" in graph["cute_mla.api.flashmla"]  # at the top
     assert "cute_mla.runtime.cuda_device" in graph["cute_mla.runtime.current"]  # inside a function
     assert "cute_mla.simulator.__init__" in graph["cute_mla.runtime.simulated_device"]  # of a package
     assert "cute_mla.runtime.current" in graph["cute_mla.__init__"]  # under TYPE_CHECKING

@@ -11,7 +11,7 @@ from typing import Any, get_type_hints
 import pytest
 
 from cute_mla import indexer as public_indexer
-from cute_mla import ops, torch_ops
+from cute_mla import ops
 from cute_mla.api import flashmla, kv_cache, varlen
 from cute_mla.api import merge_states as public_merge_states
 from cute_mla.ops import (
@@ -44,7 +44,6 @@ PLANNERS: tuple[Planner, ...] = (*DECODE, mqa_logits, index_write)  # whose publ
 
 # The body of each public function.
 BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "flash_mla_with_kvcache": (decode.run_cached, flashmla.flash_mla_with_kvcache),
     "flash_mla_sparse_fwd": (sparse_prefill.run, flashmla.flash_mla_sparse_fwd),
     "flash_attn_varlen_func": (dense_prefill.run, varlen.flash_attn_varlen_func),
     "flash_attn_varlen_backward": (dense_prefill_backward.run, varlen.flash_attn_varlen_backward),
@@ -100,12 +99,6 @@ def test_a_body_takes_the_arguments_of_its_public_function(name: str) -> None:
     assert all(body[argument].default == public[argument].default for argument in body if argument not in required)
 
 
-@pytest.mark.parametrize("name", BODIES)
-def test_a_traced_call_is_the_same_op(name: str) -> None:
-    """torch_ops has the function, which calls the op of the same name."""
-    assert callable(getattr(torch_ops, name))
-
-
 @pytest.mark.parametrize("op", DECODE)
 def test_the_key_of_a_decode_call_is_unpacked_as_it_was_packed(op: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every argument comes out under its own name: in the key, or among the tensors."""
@@ -117,16 +110,18 @@ def test_the_key_of_a_decode_call_is_unpacked_as_it_was_packed(op: Any, monkeypa
 
     monkeypatch.setattr(decode, "prepare", prepare)
     monkeypatch.setattr(decode, "plain_key", lambda key, tensors: key)
-    given = {name: object() for name in inspect.signature(decode.run_cached).parameters}
+    given: dict[str, Any] = {name: object() for name in inspect.signature(flashmla.flash_mla_with_kvcache).parameters}
     if op is dense_decode:
-        given["indices"] = None  # type: ignore[assignment]
+        given["indices"] = None
     with pytest.raises(LookupError):
-        decode.run_cached(**given)  # type: ignore[arg-type]
+        flashmla.flash_mla_with_kvcache(**given)
     key, tensors, schedule = seen
     named = dict(zip((*op.Operands._fields, "tile_scheduler_metadata", "num_splits", *Results._fields), tensors, strict=True))
     assert named == {name: given[name] for name in named}
     assert (key.op, key.schedule, schedule) == (op, False, None)
+    others = {**dict(zip(Options._fields, key.options, strict=True)), **dict(zip(decode._excluded(op), key.excluded, strict=True))}
+    assert others == {name: given[name] for name in others}
+    assert {*named, *others} >= set(given) - {"indices", "block_table", "cache_seqlens"}
     assert len(key.types) == len(set(Options._fields) - {"kv_format", "extra_kv_format"})  # a name equals names alone, of one type
-    for name in set(key._fields) - {"op", "schedule", "types"}:
-        assert getattr(key, name) is (False if name in named else given[name])
-    assert {*named, *key._fields} >= set(given) - {"indices", "block_table", "cache_seqlens"}
+    assert key.types == (object,) * len(key.types)
+    assert set(key.absences) == {False}

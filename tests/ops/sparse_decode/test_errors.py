@@ -10,7 +10,7 @@ import torch
 
 import cute_mla
 from cute_mla.ops import sparse_decode
-from cute_mla.ops.decode_plan import CommonSpec
+from cute_mla.ops.decode_plan import CommonSpec, Options
 from cute_mla.ops.tensor_spec import TensorSpec, spec_of
 from cute_mla.spec.cache_format import FORMATS as FORMATS_OF
 from cute_mla.spec.dense_decode import MAX_KEYS
@@ -145,7 +145,8 @@ def test_more_indices_than_tiles_are_counted(device: RecordingDevice) -> None:
     spec = TensorSpec((1, 1, MAX_KEYS), (MAX_KEYS, MAX_KEYS, 1), torch.int32, call.q.device)
     indices = spec_of("i", call.options["extra_indices_in_kvcache"])
     second = sparse_decode.Selection(("a", "b", "c"), spec_of("k", call.k_cache), indices, None)
-    common = CommonSpec(None, None, None, causal=False, is_fp8_kvcache=True, batch_invariant=False, address_alignment=16)
+    options = Options(*(None,) * len(Options._fields))._replace(is_fp8_kvcache=True)  # type: ignore[arg-type]
+    common = CommonSpec(None, None, None, options, address_alignment=16)
     whole = sparse_decode.CallSpec(spec_of("q", call.q), second._replace(indices=spec), second, None, None, common)
     with pytest.raises(
         ValueError, match=f"indices and extra_indices_in_kvcache name {MAX_KEYS + 64} slots a token; supported: to {MAX_KEYS}"

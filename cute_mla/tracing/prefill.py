@@ -1,0 +1,213 @@
+"""Ops of prefill, sparse and dense, and of the backward pass of dense prefill.
+
+A packed form of dense prefill passes slices of its tensor to flash_attn_varlen_func. Where gradients are on it is one op instead,
+flash_attn_varlen_packed, whose backward pass writes the gradients of the slices straight into one gradient of the tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops import dense_prefill, dense_prefill_backward, sparse_prefill
+from ..ops.arguments import NO_BACKWARD, NO_DOUBLE_BACKWARD, NO_GIVEN_RESULTS, check_integer, check_no_grad
+from ..ops.strides import as_rows
+from ..spec.mla import D_V
+from .register import Function, Gradient, TorchOp, ops
+
+_PACKED = {"q": "Tensor? q", "k": "Tensor packed", "v": "int head_dim_qk"}  # k and v are slices of packed, and q too if it is None
+
+
+def _sparse_results(q: Tensor, **others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate out, max_logits and lse of sparse prefill."""
+    rows = q.shape[:-1]
+    return q.new_empty((*rows, D_V)), q.new_empty(rows, dtype=torch.float32), q.new_empty(rows, dtype=torch.float32)
+
+
+def _indexer_results(q: Tensor, **others: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Allocate out, max_logits, lse and lse_indexer of sparse prefill."""
+    return *_sparse_results(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
+
+
+def _run_indexer(*args: Any, **options: Any) -> tuple[Tensor, ...]:
+    """Compute sparse prefill with lse_indexer."""
+    check_integer("indexer_topk", options["indexer_topk"], 1)
+    return sparse_prefill.run(*args, **options)
+
+
+@dataclass(frozen=True)
+class _SparseFwd(TorchOp):
+    """The ops of flash_mla_sparse_fwd, of which one returns lse_indexer, too."""
+
+    def register(self, function: Function, name: str | None = None) -> Function:
+        """Register both; return a function that calls the one that a call asks for."""
+        plain = replace(self, spelled={"d_v": f"int d_v={D_V}", "indexer_topk": ""}, without=("lse_indexer",))
+        spelled = {**plain.spelled, "kv_offsets": "SymInt indexer_topk, Tensor? kv_offsets=None"}
+        indexer = replace(
+            plain, spelled=spelled, fake=_indexer_results, results=(*self.results, "lse_indexer"), body=_run_indexer, without=()
+        )
+        calls = TorchOp.register(plain, function), TorchOp.register(indexer, function, f"{function.__name__}_indexer")
+
+        def call(**arguments: Any) -> Any:
+            if sparse_prefill.check_indexer(arguments["indexer_topk"], arguments["lse_indexer"]):
+                return calls[1](**arguments)
+            del arguments["indexer_topk"], arguments["lse_indexer"]
+            return calls[0](**arguments)
+
+        return call
+
+
+def _varlen_results(q: Tensor, v: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
+    """Allocate out and lse of dense prefill."""
+    rows = q.shape[:-1]
+    return q.new_empty((*rows, v.shape[-1])), q.new_empty(rows, dtype=torch.float32)
+
+
+def _gradients(q: Tensor, k: Tensor, v: Tensor, **others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate dq, dk and dv of dense prefill, which are 0 in rows of no sequence."""
+    return q.new_zeros(q.shape), k.new_zeros(k.shape), v.new_zeros(v.shape)
+
+
+def split(q: Tensor | None, packed: Tensor, head_dim_qk: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return q, k and v, slices of the packed tensor; a q that is given beside it is returned as it is."""
+    first = packed[..., :head_dim_qk]
+    if q is not None:
+        return q, first, packed[..., head_dim_qk:]
+    return first, packed[..., head_dim_qk : 2 * head_dim_qk], packed[..., 2 * head_dim_qk :]
+
+
+def _run_packed(q: Tensor | None, packed: Tensor, head_dim_qk: int, *args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Compute dense prefill of a packed tensor."""
+    return dense_prefill.run(*split(q, packed, head_dim_qk), *args, **options)
+
+
+def _packed_results(q: Tensor | None, packed: Tensor, head_dim_qk: int, **others: Any) -> tuple[Tensor, Tensor]:
+    """Allocate out and lse of dense prefill of a packed tensor."""
+    q, _, v = split(q, packed, head_dim_qk)
+    return _varlen_results(q, v)
+
+
+def _run_packed_backward(
+    dout: Tensor, q: Tensor | None, packed: Tensor, head_dim_qk: int, out: Tensor, lse: Tensor, *args: Any, **options: Any
+) -> list[Tensor]:
+    """Compute the gradient of q, unless it is None, and that of the packed tensor."""
+    gradients = _packed_gradients(q, packed)
+    dq, dk, dv = split(None if q is None else gradients[0], gradients[-1], head_dim_qk)
+    dense_prefill_backward.run(dout, *split(q, packed, head_dim_qk), out, lse, *args, **options, dq=dq, dk=dk, dv=dv)
+    return gradients
+
+
+def _packed_gradients(q: Tensor | None, packed: Tensor, **others: Any) -> list[Tensor]:
+    """Allocate the gradient of q, unless it is None, and that of the packed tensor. They are 0 in rows of no sequence."""
+    return [tensor.new_zeros(tensor.shape) for tensor in (q, packed) if tensor is not None]
+
+
+def _save(op: str, *kept: str) -> Function:
+    """Return a function that keeps what the backward pass of an op reads. kept: operands, and what is not a tensor of them."""
+
+    def save(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, Tensor]) -> None:
+        names = [argument.name for argument in getattr(ops, op).default._schema.arguments]
+        given = dict(zip(names, inputs, strict=False))
+        if output[0].dtype == torch.float16:
+            raise ValueError("q has dtype torch.float16 and a gradient is needed; supported: torch.bfloat16, as .to(torch.bfloat16) gives")
+        ctx.set_materialize_grads(False)
+        ctx.names = tuple(given)
+        ctx.head_dim_qk = given.get("head_dim_qk")
+        ctx.options = tuple(given[name] for name in ("max_seqlen_qo", "max_seqlen_kv", "softmax_scale", "causal"))
+        ctx.save_for_backward(*(given[name] for name in kept), *output, given["cu_seqlens_qo"], given["cu_seqlens_kv"])
+
+    return save
+
+
+def _varlen_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k and v, and None for the other arguments."""
+    dout = _out_gradient(dout, dlse)
+    made = () if dout is None else ops.flash_attn_varlen_backward(dout, *ctx.saved_tensors, *ctx.options)
+    return *made, *(None,) * (len(ctx.names) - len(made))
+
+
+def _packed_backward(ctx: Any, dout: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, None if it is a slice, and of the packed tensor, and None for the other arguments."""
+    dout = _out_gradient(dout, dlse)
+    if dout is None:
+        return (None,) * len(ctx.names)
+    q, packed, *saved = ctx.saved_tensors
+    gradients = ops.flash_attn_varlen_packed_backward(dout, q, packed, ctx.head_dim_qk, *saved, *ctx.options)
+    return (None if q is None else gradients[0], gradients[-1], *(None,) * (len(ctx.names) - 2))
+
+
+def _out_gradient(dout: Tensor | None, dlse: Tensor | None) -> Tensor | None:
+    """Return the gradient of out as kernels read it, None if there is none. ValueError if lse has a gradient."""
+    if dlse is not None:
+        raise ValueError("lse has a gradient; supported: gradients of out only, so lse.detach() where a loss depends on lse")
+    return None if dout is None else as_rows(dout)
+
+
+def _no_double_backward(ctx: Any, *gradients: Any) -> None:
+    """Raise ValueError."""
+    raise ValueError(f"a gradient of flash_attn_varlen_func requires grad; supported: {NO_DOUBLE_BACKWARD}")
+
+
+@dataclass(frozen=True)
+class _Varlen(TorchOp):
+    """The ops of flash_attn_varlen_func: with gradients, with a mask and without gradients, and of packed tensors."""
+
+    def register(self, function: Function, name: str | None = None) -> Function:
+        """Register all; return a function that calls the one that a call asks for."""
+        plain = replace(self, without=("key_mask",))
+        masked = replace(self, spelled={"key_mask": "Tensor key_mask"}, gradients=(NO_BACKWARD, NO_BACKWARD))
+        packed = TorchOp(
+            _run_packed,
+            _packed_results,
+            spelled=_PACKED,
+            without=(*self.results, "key_mask"),
+            gradients=(Gradient(_packed_backward, _save("flash_attn_varlen_packed", "q", "packed")), NO_BACKWARD),
+            returned="(Tensor out, Tensor lse)",
+        )
+        calls = TorchOp.register(plain, function), TorchOp.register(masked, function, "flash_attn_varlen_masked")
+        packed.register(function, "flash_attn_varlen_packed")
+
+        def call(key_mask: Tensor | None, **arguments: Any) -> Any:
+            if key_mask is None:
+                return calls[0](**arguments)
+            check_no_grad("gradients of calls without key_mask", **{name: arguments[name] for name in ("q", "k", "v")})
+            return calls[1](**arguments, key_mask=key_mask)
+
+        return call
+
+
+@dataclass(frozen=True)
+class _Backward(TorchOp):
+    """The ops of flash_attn_varlen_backward: of tensors, and of packed ones."""
+
+    def register(self, function: Function, name: str | None = None) -> Function:
+        """Register both; return a function that calls the first."""
+        packed = replace(
+            self, run=_run_packed_backward, fake=_packed_gradients, results=(), without=(*self.results, "workspace"), spelled=_PACKED
+        )
+        TorchOp.register(replace(packed, returned="Tensor[]"), function, "flash_attn_varlen_packed_backward")
+        return TorchOp.register(self, function)
+
+
+def varlen_packed(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
+    """Call a packed form of flash_attn_varlen_func with gradients. q: None if the packed tensor holds it."""
+    out, lse = ops.flash_attn_varlen_packed(*args, **options)
+    return out, lse
+
+
+SPARSE_FWD = _SparseFwd(sparse_prefill.run, _sparse_results, ("out", "max_logits", "lse"), {"d_v": f"int d_v={D_V}"})
+VARLEN = _Varlen(
+    dense_prefill.run,
+    _varlen_results,
+    ("out", "lse"),
+    gradients=(Gradient(_varlen_backward, _save("flash_attn_varlen_func", "q", "k", "v")), NO_GIVEN_RESULTS),
+)
+BACKWARD = _Backward(
+    dense_prefill_backward.run,
+    _gradients,
+    ("dq", "dk", "dv", "workspace?"),
+    gradients=(Gradient(_no_double_backward), NO_DOUBLE_BACKWARD),
+)
