@@ -34,7 +34,6 @@ from cute_mla.simulator.sass.exposed_loads import exposed_loads
 from cute_mla.simulator.sass.listing import Listing, read_listing
 from cute_mla.spec.arch import ARCHS
 
-from .build_times import seconds_of
 from .compile import Compiled, compile_source
 from .fingerprint import fingerprint
 from .gates import Evidence, GateError, check
@@ -42,7 +41,7 @@ from .opcode_counts import by_mnemonic
 from .ptx import read_ptx
 from .sass import count_opcodes, count_overlap
 from .tools import ToolError, assemble, assembler_version, tool_versions
-from .variants import OPS, Variant, closed_variants
+from .variants import OPS, Variant, closed_variants, seconds_of
 
 BUILT = "built"
 UP_TO_DATE = "up to date"

@@ -8,32 +8,10 @@ from importlib import import_module
 
 from cute_mla.kernels.definition import KernelConfig, KernelDefinition
 from cute_mla.manifest import kernel_name
-from cute_mla.spec import (
-    cache_insert,
-    cache_rows,
-    dense_decode,
-    dense_prefill,
-    dense_prefill_dkdv,
-    dense_prefill_dq,
-    index_write,
-    masked_prefill,
-    merge_states,
-    mqa_logits,
-    sparse_decode,
-    sparse_prefill,
-    topk_indices,
-)
 from cute_mla.spec.arch import Arch
-from cute_mla.spec.combine import CombineConfig
-from cute_mla.spec.mla import LATENT_DIMS, key_dtypes
-from cute_mla.spec.split_plan import SplitPlanConfig
+from cute_mla.spec.kernel_ops import KERNEL_OPS
 
-OPS = (
-    *("dense_decode", "sparse_decode", "dense_prefill", "masked_prefill", "sparse_prefill"),
-    *("dense_prefill_dq", "dense_prefill_dkdv"),
-    *("split_plan", "combine", "merge_states", "mqa_logits", "topk_indices", "index_write", "cache_write"),
-    *("cache_insert", "cache_gather"),
-)
+OPS = tuple(KERNEL_OPS)
 
 
 @dataclass(frozen=True)
@@ -57,32 +35,18 @@ class Variant:
 
 
 def closed_variants(arch: Arch, ops: Sequence[str] = OPS) -> tuple[Variant, ...]:
-    """Return every variant that ships for an architecture, longest compilations first. ValueError for an unknown op."""
+    """Return every variant that ships for an architecture. ValueError for an unknown op."""
     for op in ops:
         if op not in OPS:
             raise ValueError(f"unknown op {op!r}; supported: {', '.join(OPS)}")
-    attention = (
-        ("sparse_decode", sparse_decode.closed_variants(arch)),
-        ("sparse_prefill", sparse_prefill.closed_variants(arch)),
-        ("dense_prefill", dense_prefill.closed_variants(arch)),
-        ("masked_prefill", masked_prefill.closed_variants(arch)),
-        ("dense_prefill_dkdv", dense_prefill_dkdv.closed_variants(arch)),
-        ("dense_prefill_dq", dense_prefill_dq.closed_variants(arch)),
-        ("dense_decode", dense_decode.closed_variants(arch)),
-        ("mqa_logits", mqa_logits.closed_variants()),
+    return tuple(
+        Variant(op, arch, config, kernels.module(op, arch))
+        for op, kernels in KERNEL_OPS.items()
+        if op in ops
+        for config in kernels.variants(arch)
     )
-    combines = dict.fromkeys(CombineConfig(dtype, dims.latent) for d_qk, dims in LATENT_DIMS.items() for dtype in key_dtypes(d_qk))
-    cache_kernels: list[tuple[str, KernelConfig]] = [
-        *((op, config) for op in ("cache_write", "cache_gather") for config in cache_rows.closed_variants()),
-        *(("cache_insert", config) for config in cache_insert.closed_variants()),
-    ]
-    listed = (
-        *(Variant(op, arch, config, f"cute_mla.kernels.{op}.{arch.name}") for op, configs in attention for config in configs),
-        Variant("split_plan", arch, SplitPlanConfig(), "cute_mla.kernels.split_plan.kernel"),
-        *(Variant("combine", arch, config, "cute_mla.kernels.combine.kernel") for config in combines),
-        *(Variant("merge_states", arch, config, "cute_mla.kernels.merge_states.kernel") for config in merge_states.closed_variants()),
-        *(Variant("topk_indices", arch, config, "cute_mla.kernels.topk_indices.kernel") for config in topk_indices.closed_variants()),
-        *(Variant("index_write", arch, config, "cute_mla.kernels.index_write.kernel") for config in index_write.closed_variants()),
-        *(Variant(op, arch, config, f"cute_mla.kernels.{op}.kernel") for op, config in cache_kernels),
-    )
-    return tuple(variant for variant in listed if variant.op in ops)
+
+
+def seconds_of(variant: Variant) -> float:
+    """Return the seconds that one core needs for a kernel of this op; those of an attention kernel for an op that is not listed."""
+    return KERNEL_OPS[variant.op].seconds if variant.op in KERNEL_OPS else 2.0

@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 
 from cute_mla.aot_build.build import BUILT, FAILED, REASSEMBLED, UP_TO_DATE, BuildReport, KernelReport, Progress, build_all, build_variants
-from cute_mla.aot_build.build_times import seconds_of
 from cute_mla.aot_build.tools import ToolError
-from cute_mla.aot_build.variants import OPS, Variant, closed_variants
+from cute_mla.aot_build.variants import OPS, Variant, closed_variants, seconds_of
 from cute_mla.manifest import MANIFEST_NAME
 from cute_mla.runtime.artifacts import artifacts_folder
 from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.kernel_ops import OPS as PUBLIC_OPS
 
 from .options import ALL, ARCH, Name, check_writable, did_you_mean
 from .output import duration, print_table
@@ -68,9 +68,9 @@ def _summarise(report: BuildReport) -> None:
 
 def _kernels_of_suite(suite: str, archs: list[str], ops: Sequence[str]) -> list[str]:
     """Return the names of the kernels of these ops that a suite launches, in the order of the closed list."""
-    from cute_mla.testing import suites
+    from cute_mla.testing.suite import suite_kernels
 
-    launched = {kernel for arch in archs for op in suites.OPS for kernel in suites.suite_kernels(suite, op, ARCHS[arch])}
+    launched = {kernel for arch in archs for op in PUBLIC_OPS for kernel in suite_kernels(suite, op, ARCHS[arch])}
     listed = [variant.name for arch in archs for variant in closed_variants(ARCHS[arch], ops)]
     return [name for name in listed if name in launched]
 

@@ -12,6 +12,7 @@ import click
 
 from cute_mla.runtime.errors import ArtifactError, DeviceError
 from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.spec.kernel_ops import OPS as PUBLIC_OPS
 
 from .clock_tables import show_clock
 from .options import ALL, ARCH, Finite, Hardware, Name, check_writable, did_you_mean, selected, write_file
@@ -22,11 +23,7 @@ from .timeline import write_timeline
 if TYPE_CHECKING:
     from cute_mla.profiles.rows import Case
 
-OPS = (
-    *("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "dense_prefill_backward"),
-    *("combine", "merge_states", "mqa_logits", "topk_indices", "indexer_topk"),
-    *("cache_write", "cache_insert", "index_write", "cache_gather", "split_plan"),
-)
+OPS = (*PUBLIC_OPS, "combine", "split_plan")  # also of kernels that run inside other calls, of which rows exist or figures are shown
 GPUS = ("H200", "H100", "H800", "B200", "B300")
 
 CLOCK = "clock"

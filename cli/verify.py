@@ -19,6 +19,7 @@ import click
 from cute_mla.runtime.artifacts import Artifacts, load_artifacts
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.spec.kernel_ops import OPS
 
 from .options import ALL, ARCH, Finite, Name, check_writable, did_you_mean, selected, write_file
 from .output import print_table
@@ -30,10 +31,6 @@ if TYPE_CHECKING:
     from cute_mla.testing.runner import Kind, Record, Schedule, Target
     from cute_mla.testing.suites.entries import SuiteEntry
 
-OPS = (
-    *("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill", "dense_prefill_backward"),
-    *("merge_states", "mqa_logits", "indexer_topk", "topk_indices", "index_write", "cache_write", "cache_insert", "cache_gather"),
-)
 SUITES = ("quick", "smoke", "full")
 
 _MOST_NAMES = 5
@@ -155,7 +152,7 @@ def verify(**chosen: Any) -> None:
 def _jobs(options: Options) -> list[Job]:
     """Return the entries of the suite for each architecture that has a device. UsageError for a --replay without a case."""
     from cute_mla.testing import runner
-    from cute_mla.testing.suites import suite
+    from cute_mla.testing.suite import suite
 
     case_id, slash, schedule = (options.replay or "").partition("/")
     if options.replay is not None and not case_id:

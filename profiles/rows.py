@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import random
 import tomllib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import MISSING, dataclass, fields
 from functools import cache
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from ..spec.cache_format import FP8_656
 from ..spec.cache_rows import CACHED
-from ..spec.dense_decode import LATENT, OPERANDS
-from ..spec.mla import D_QK, DTYPES, LATENT_DIMS
+from ..spec.dense_decode import OPERANDS
+from ..spec.mla import DTYPES, LATENT_DIMS
 from ..spec.mqa_logits import DTYPE as KEYS
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE
 from ..spec.sparse_prefill import HEAD_DIMS
@@ -103,113 +102,62 @@ def _tokens(entry: Table, batch: int) -> tuple[int, tuple[int, ...]]:
     return max(entry["tokens"]), tuple(islice(cycle(entry["tokens"]), batch))
 
 
-def _dense_decode(document: Table, entry: Table) -> Shape:
-    lengths = _lengths(document, entry, entry.get("s_q", 1))
-    s_q, tokens = _tokens(entry, len(lengths))
-    return DecodeShape(
-        lengths=lengths,
-        s_q=s_q,
-        tokens=tokens,
-        h_q=entry["h_q"],
-        h_kv=entry.get("h_kv", 1),
-        page_size=document["page_size"],
-        operands=_known("operands", entry.get("operands", LATENT), OPERANDS),
-        d_qk=_known("d_qk", entry.get("d_qk", D_QK), tuple(LATENT_DIMS)),
-    )
-
-
-def _sparse_decode(document: Table, entry: Table) -> Shape:
-    s_q, tokens = _tokens(entry, entry["batch"])
-    return SparseDecodeShape(
-        batch=entry["batch"],
-        s_q=s_q,
-        tokens=tokens,
-        h_q=entry["h_q"],
-        topk=entry["topk"],
-        context=entry["context"],
-        cache=_known("cache", entry.get("cache", FP8_656.name), tuple(DECODED)),
-        page_size=document["page_size"],
-        extra=_known("extra", entry["extra"], tuple(DECODED_BESIDE)) if "extra" in entry else None,
-        extra_topk=entry["extra_topk"] if "extra" in entry else 0,
-    )
-
-
-def _sparse_prefill(document: Table, entry: Table) -> Shape:
-    return SparsePrefillShape(
-        s_q=entry["s_q"], h_q=entry["h_q"], s_kv=entry["s_kv"], topk=entry["topk"], d_qk=_known("d_qk", entry.get("d_qk", D_QK), HEAD_DIMS)
-    )
-
-
-def _dense_prefill(document: Table, entry: Table) -> Shape:
-    return DensePrefillShape(
-        lengths=_lengths(document, entry, 1),
-        h_q=entry["h_q"],
-        h_kv={"h_kv": entry["h_q"], **entry}["h_kv"],
-        causal=entry["causal"],
-        d_qk=entry.get("d_qk", 192),
-        cached=entry.get("cached", 0),
-        shown=entry.get("shown", 0),
-    )
-
-
-def _dense_prefill_backward(document: Table, entry: Table) -> Shape:
-    forward = _dense_prefill(document, entry)
-    assert isinstance(forward, DensePrefillShape)
-    return DensePrefillBackwardShape(forward.lengths, forward.h_q, forward.h_kv, forward.causal, forward.d_qk)
-
-
-def _combine(document: Table, entry: Table) -> Shape:
-    return CombineShape(entry["batch"], entry["s_q"], entry["h_q"], entry["splits"])
-
-
-def _merge_states(document: Table, entry: Table) -> Shape:
-    return MergeShape(tokens=entry["tokens"], h_q=entry["h_q"], states=entry["states"])
-
-
-def _cache_write(document: Table, entry: Table) -> Shape:
-    return CacheWriteShape(tokens=entry["tokens"], cache=_known("cache", entry["cache"], tuple(CACHED)), page_size=document["page_size"])
-
-
-def _cache_insert(document: Table, entry: Table) -> Shape:
-    cache = _known("cache", entry["cache"], tuple(CACHED))
-    return CacheInsertShape(tokens=entry["tokens"], h_q=entry["h_q"], cache=cache, page_size=document["page_size"])
-
-
-def _index_write(document: Table, entry: Table) -> Shape:
-    return IndexWriteShape(tokens=entry["tokens"], h_q=entry["h_q"], page_size=document["page_size"])
-
-
-def _topk_indices(document: Table, entry: Table) -> Shape:
-    return TopkShape(rows=entry["rows"], columns=entry["columns"], topk=entry["topk"])
-
-
-def _indexer_topk(document: Table, entry: Table) -> Shape:
-    return IndexerShape(
-        tokens=entry["tokens"],
-        h_q=entry["h_q"],
-        context=entry["context"],
-        topk=entry["topk"],
-        paged=entry["paged"],
-        page_size=document["page_size"],
-    )
-
-
-_LENGTHS = {"batch", "length", "lengths", "varlen"}
-# for each op: the function that makes a shape from a case's table, and the keys that the table may have
-_SHAPES: dict[str, tuple[Callable[[Table, Table], Shape], set[str]]] = {
-    "dense_decode": (_dense_decode, {*_LENGTHS, "s_q", "tokens", "h_q", "h_kv", "operands", "d_qk"}),
-    "sparse_decode": (_sparse_decode, {"batch", "s_q", "tokens", "h_q", "topk", "context", "cache", "extra", "extra_topk"}),
-    "sparse_prefill": (_sparse_prefill, {"s_q", "h_q", "s_kv", "topk", "d_qk"}),
-    "dense_prefill": (_dense_prefill, {*_LENGTHS, "h_q", "h_kv", "causal", "d_qk", "cached", "shown"}),
-    "dense_prefill_backward": (_dense_prefill_backward, {*_LENGTHS, "h_q", "h_kv", "causal", "d_qk"}),
-    "combine": (_combine, {"batch", "s_q", "h_q", "splits"}),
-    "merge_states": (_merge_states, {"tokens", "h_q", "states"}),
-    "cache_write": (_cache_write, {"tokens", "cache"}),
-    "cache_insert": (_cache_insert, {"tokens", "h_q", "cache"}),
-    "index_write": (_index_write, {"tokens", "h_q"}),
-    "topk_indices": (_topk_indices, {"rows", "columns", "topk"}),
-    "indexer_topk": (_indexer_topk, {"tokens", "h_q", "context", "topk", "paged"}),
+_SHAPES: dict[str, type[Any]] = {
+    "dense_decode": DecodeShape,
+    "sparse_decode": SparseDecodeShape,
+    "sparse_prefill": SparsePrefillShape,
+    "dense_prefill": DensePrefillShape,
+    "dense_prefill_backward": DensePrefillBackwardShape,
+    "combine": CombineShape,
+    "merge_states": MergeShape,
+    "cache_write": CacheWriteShape,
+    "cache_insert": CacheInsertShape,
+    "index_write": IndexWriteShape,
+    "topk_indices": TopkShape,
+    "indexer_topk": IndexerShape,
 }
+_SUPPORTED: dict[tuple[type[Any], str], Sequence[Any]] = {
+    (DecodeShape, "operands"): OPERANDS,
+    (DecodeShape, "d_qk"): tuple(LATENT_DIMS),
+    (SparseDecodeShape, "cache"): tuple(DECODED),
+    (SparseDecodeShape, "extra"): tuple(DECODED_BESIDE),
+    (SparsePrefillShape, "d_qk"): HEAD_DIMS,
+    (CacheWriteShape, "cache"): tuple(CACHED),
+    (CacheInsertShape, "cache"): tuple(CACHED),
+}
+_LENGTHS = {"batch", "length", "lengths", "varlen"}
+
+
+def _keys(kind: type[Any]) -> set[str]:
+    """Return the keys that a case's table may have besides _CASE_KEYS: the fields of its shape, lengths also by other keys."""
+    names = {field.name for field in fields(kind)} - {"page_size"}
+    if kind is DensePrefillBackwardShape:
+        names -= {"cached", "shown"}
+    return names | _LENGTHS if "lengths" in names else names
+
+
+def _shape(kind: type[Any], document: Table, entry: Table) -> Shape:
+    """Return the shape of a case's table. KeyError for a key without a default, ValueError for a value that is not supported."""
+    names = {field.name for field in fields(kind)}
+    given = {name: entry[name] for name in names & entry.keys()}
+    for name, value in given.items():
+        if (kind, name) in _SUPPORTED:
+            _known(name, value, _SUPPORTED[kind, name])
+    if "page_size" in names:
+        given["page_size"] = document["page_size"]
+    if "lengths" in names:
+        given["lengths"] = _lengths(document, entry, entry.get("s_q", 1))
+    if {"s_q", "tokens"} <= names:
+        given["s_q"], given["tokens"] = _tokens(entry, len(given["lengths"]) if "lengths" in names else entry["batch"])
+    if "extra" in given:
+        given["extra_topk"] = entry["extra_topk"]
+    for field in fields(kind):
+        if field.name not in given and field.default is MISSING:
+            given[field.name] = entry["h_q" if field.name == "h_kv" else field.name]  # KeyError, but KV heads are query heads by default
+    shape: Shape = kind(**given)
+    return shape
+
+
 OPS = tuple(_SHAPES)
 _DTYPES = {"topk_indices": (LOGITS,), "indexer_topk": (KEYS,)}  # of ops whose operands are not 16-bit numbers
 _CASE_KEYS = {"name", "priority", "roof_us", "goal_us"}
@@ -236,8 +184,8 @@ def parse(text: str) -> tuple[Case, ...]:
 
 
 def _case(document: Table, row: Table, entry: Table) -> Case:
-    make, shape_keys = _SHAPES[document["op"]]
-    known = _CASE_KEYS | shape_keys
+    kind = _SHAPES[document["op"]]
+    known = _CASE_KEYS | _keys(kind)
     unknown = entry.keys() - known
     if unknown:
         raise ValueError(f"row {row.get('name')}: unknown key {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
@@ -249,7 +197,7 @@ def _case(document: Table, row: Table, entry: Table) -> Case:
             title=row["title"],
             priority={**row, **entry}["priority"],
             dtype=document["dtype"],
-            shape=make(document, entry),
+            shape=_shape(kind, document, entry),
             seed=document["seed"],
             roof_gpu=document["roof_gpu"],
             roof_us=entry["roof_us"],

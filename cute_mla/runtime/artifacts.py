@@ -22,7 +22,7 @@ from ..manifest import (
 )
 from ..spec.abi import Param
 from ..spec.arch import ARCHS
-from ..spec.kernel_params import PARAMS_OF
+from ..spec.kernel_ops import PARAMS_OF
 from .errors import ArtifactError
 from .fork_lock import ForkLock
 

@@ -72,7 +72,7 @@ def compare_with_sim(jobs: Sequence[Job], gpu: Work, on_start: Callable[[BaseCas
             loss = replace(answer, reason=f"on the simulated device: {answer.reason}")
             yield index, [_not_compared(job, sm_count, loss)]
         else:
-            pairs = zip(operation(job[0]).results, _loaded(results.pop(index)), _loaded(answer), strict=True)
+            pairs = zip(operation(job[0]).bounds(job[0]), _loaded(results.pop(index)), _loaded(answer), strict=True)
             yield index, [replace(compare_bits(x, y, _identity(job, sm_count)), result=name) for name, x, y in pairs]
 
 

@@ -190,7 +190,7 @@ def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
             continue
         if expected is None:
             expected = _expected(case, tensors)
-        records.append(_judge(base, reduced, outcome, first, _compared(case, outcome, expected), operation(case).results))
+        records.append(_judge(base, reduced, outcome, first, _compared(case, outcome, expected), operation(case).bounds(case)))
         first = first or outcome
     return records
 
@@ -340,7 +340,7 @@ def run_once(case: BaseCase, target: Target, tensors: Operands, schedule: Schedu
         results = call(case, tensors, None if guarded is None else guarded[_GUARD : guarded.numel() - _GUARD])
     seconds = time.perf_counter() - start
     copies = tuple(result.clone() for result in results)  # runs under later schedules write to the same outputs
-    returned = dict(zip(operation(case).results, results, strict=True))
+    returned = dict(zip(operation(case).bounds(case), results, strict=True))
     by_kind = [(text.partition(":")[0], text) for text in map(str, findings)]
     return _Outcome(
         copies,
@@ -373,7 +373,7 @@ def _damage(buffers: Mapping[str, OutputBuffer], returned: Mapping[str, Tensor],
 
 def _compared(case: BaseCase, outcome: _Outcome, expected: _Expected) -> dict[str, Comparison]:
     """Compare each result with the reference."""
-    pairs = zip(operation(case).results.items(), outcome.results, expected.results, strict=True)
+    pairs = zip(operation(case).bounds(case).items(), outcome.results, expected.results, strict=True)
     compared = {name: compare(name, actual, correct, tolerance) for (name, tolerance), actual, correct in pairs}
     return {name: with_error_limit(name, comparison, expected.limits.get(name)) for name, comparison in compared.items()}
 

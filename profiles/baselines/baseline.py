@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
 from ..rows import Case
 from ..workloads.workload import Results, Workload
@@ -32,6 +32,6 @@ class Baseline(Protocol):
         """Return why the library does not support a case, or "" if it does."""
         ...
 
-    def runs(self, workload: Workload[Any]) -> list[Run]:
+    def runs(self, workload: Workload) -> list[Run]:
         """Return a run for each operand set. Layouts are converted and plans made here or in the first run, outside the timing."""
         ...

@@ -8,8 +8,6 @@ from typing import Any
 
 from ..rows import Case
 from ..shapes import DensePrefillShape
-from ..workloads.dense_prefill import DensePrefill
-from ..workloads.dense_prefill_backward import DensePrefillBackward
 from ..workloads.workload import Results, Workload
 from .baseline import Run
 from .gradients import Leaves, gradient_run
@@ -34,13 +32,12 @@ class FlashAttention4:
         assert isinstance(case.shape, DensePrefillShape)
         return "it takes no mask of keys" if case.shape.shown else ""
 
-    def runs(self, workload: Workload[Any]) -> list[Run]:
+    def runs(self, workload: Workload) -> list[Run]:
         """Return a run for each operand set. The library's lse is [h, tokens] or [b, h, tokens], and is transposed."""
-        assert isinstance(workload, DensePrefill | DensePrefillBackward)
-        library = importlib.import_module("flash_attn.cute")
-        options = {"causal": workload.shape.causal, "return_lse": True}
-        packed = len(set(workload.shape.lengths)) > 1
-        if isinstance(workload, DensePrefillBackward):
+        library, case = importlib.import_module("flash_attn.cute"), workload.call_case
+        options = {"causal": case.causal, "return_lse": True}
+        packed = len(set(case.lengths)) > 1
+        if workload.case.op == "dense_prefill_backward":
             forward = packed_run if packed else batched_run
             return [
                 gradient_run(operands, lambda leaves: forward(library, workload, leaves, {**options, "deterministic": True})()["out"])
@@ -49,13 +46,13 @@ class FlashAttention4:
         return [(packed_run if packed else batched_run)(library, workload, operands, options) for operands in workload.sets]
 
 
-def packed_run(library: Any, workload: DensePrefill | DensePrefillBackward, operands: Leaves, options: dict[str, bool]) -> Run:
+def packed_run(library: Any, workload: Workload, operands: Leaves, options: dict[str, bool]) -> Run:
     """Return a run of flash_attn_varlen_func over packed sequences; its lse is [h, tokens]."""
     ends = {
-        "cu_seqlens_q": workload.cu_seqlens,
-        "cu_seqlens_k": workload.cu_seqlens_k,
-        "max_seqlen_q": workload.longest,
-        "max_seqlen_k": workload.longest_k,
+        "cu_seqlens_q": workload.sets[0].cu_seqlens_q,
+        "cu_seqlens_k": workload.sets[0].cu_seqlens_k,
+        "max_seqlen_q": workload.call_case.max_seqlen_q,
+        "max_seqlen_k": workload.call_case.max_seqlen_k,
     }
 
     def run() -> Results:
@@ -65,9 +62,9 @@ def packed_run(library: Any, workload: DensePrefill | DensePrefillBackward, oper
     return run
 
 
-def batched_run(library: Any, workload: DensePrefill | DensePrefillBackward, operands: Leaves, options: dict[str, bool]) -> Run:
+def batched_run(library: Any, workload: Workload, operands: Leaves, options: dict[str, bool]) -> Run:
     """Return a run of flash_attn_func over sequences of one length; its lse is [b, h, tokens]."""
-    q, k, v = (tensor.unflatten(0, (workload.shape.batch, -1)) for tensor in (operands.q, operands.k, operands.v))
+    q, k, v = (tensor.unflatten(0, (len(workload.call_case.lengths), -1)) for tensor in (operands.q, operands.k, operands.v))
 
     def run() -> Results:
         out, lse = library.flash_attn_func(q, k, v, **options)

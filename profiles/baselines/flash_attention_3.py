@@ -13,8 +13,6 @@ from ...spec.dense_decode import LATENT
 from ...spec.mla import D_QK, D_V
 from ..rows import Case
 from ..shapes import DecodeShape, DensePrefillShape
-from ..workloads.dense_decode import DenseDecode
-from ..workloads.dense_prefill import DensePrefill
 from ..workloads.workload import Results, Workload
 from .baseline import Run
 from .flash_attention import batched_run, packed_run
@@ -47,27 +45,27 @@ class FlashAttention3:
         assert isinstance(shape, DensePrefillShape)
         return "it takes no mask of keys" if shape.shown else ""
 
-    def runs(self, workload: Workload[Any]) -> list[Run]:
+    def runs(self, workload: Workload) -> list[Run]:
         """Return a run for each operand set, by the op of the workload."""
         library = importlib.import_module("fa3_fwd_interface")
-        if isinstance(workload, DenseDecode):
-            return [_decode(library, workload, operands) for operands in workload.sets]
-        assert isinstance(workload, DensePrefill)
-        make = packed_run if len(set(workload.shape.lengths)) > 1 else batched_run
-        options = {"causal": workload.shape.causal, "return_attn_probs": True}
+        case = workload.call_case
+        if workload.case.op == "dense_decode":
+            return [_decode(library, case.causal, operands) for operands in workload.sets]
+        make = packed_run if len(set(case.lengths)) > 1 else batched_run
+        options = {"causal": case.causal, "return_attn_probs": True}
         return [make(library, workload, operands, options) for operands in workload.sets]
 
 
-def _decode(library: Any, workload: DenseDecode, operands: Any) -> Run:
+def _decode(library: Any, causal: bool, operands: Any) -> Run:
     """Return a run on q as 64 RoPE columns and qv of 512, over keys [b, longest, h_kv, 576] in the order of each request."""
     pages = operands.block_table.long().clamp(0, len(operands.k_cache) - 1)  # entries beyond a request's length are out of range
     keys = operands.k_cache[pages].flatten(1, 2)
     latent, rope = operands.q[..., :D_V].contiguous(), operands.q[..., D_V:].contiguous()
-    options = {"softmax_scale": D_QK**-0.5, "causal": workload.causal, "num_splits": 0, "return_softmax_lse": True}
+    options = {"softmax_scale": D_QK**-0.5, "causal": causal, "num_splits": 0, "return_softmax_lse": True}
 
     def run() -> Results:
         out, lse, *_ = library.flash_attn_with_kvcache(
-            rope, keys[..., D_V:], keys[..., :D_V], qv=latent, cache_seqlens=workload.cache_seqlens, **options
+            rope, keys[..., D_V:], keys[..., :D_V], qv=latent, cache_seqlens=operands.cache_seqlens, **options
         )
         return {"out": out, "lse": lse}
 

@@ -16,9 +16,6 @@ from ...spec.dense_decode import FP8, FP8_CACHE
 from ...spec.mla import D_V
 from ..rows import Case
 from ..shapes import DecodeShape, SparseDecodeShape, SparsePrefillShape
-from ..workloads.dense_decode import DenseDecode
-from ..workloads.sparse_decode import SparseDecode
-from ..workloads.sparse_prefill import SparsePrefill
 from ..workloads.workload import Results, Workload
 from .baseline import Run
 
@@ -55,43 +52,39 @@ class FlashMla:
             return f"topk is a multiple of {_PREFILL_TOPK}"
         return ""
 
-    def runs(self, workload: Workload[Any]) -> list[Run]:
+    def runs(self, workload: Workload) -> list[Run]:
         """Return a run for each operand set, by the op of the workload."""
         library = importlib.import_module("flash_mla")
-        if isinstance(workload, DenseDecode):
-            return _dense_decode(library, workload)
-        if isinstance(workload, SparseDecode):
-            return _sparse_decode(library, workload)
-        assert isinstance(workload, SparsePrefill)
-        return _sparse_prefill(library, workload)
+        make = {"dense_decode": _dense_decode, "sparse_decode": _sparse_decode, "sparse_prefill": _sparse_prefill}
+        return make[workload.case.op](library, workload)
 
 
-def _dense_decode(library: Any, workload: DenseDecode) -> list[Run]:
+def _dense_decode(library: Any, workload: Workload) -> list[Run]:
     """Return runs that share a plan: made by the first run, or here for e4m3."""
-    shape, (plan, _) = workload.shape, library.get_mla_metadata()
-    options: dict[str, Any] = {"causal": workload.causal, "use_legacy": True, "is_fp8_kvcache": shape.operands == FP8}
+    shape, (plan, _) = workload.call_case, library.get_mla_metadata()
+    options: dict[str, Any] = {"causal": shape.causal, "use_legacy": True, "is_fp8_kvcache": shape.operands == FP8}
     if shape.operands == FP8:
         rows = shape.s_q * (shape.h_q // shape.h_kv)
         plan.tile_scheduler_metadata, plan.num_splits = library.get_mla_decoding_metadata(
-            workload.cache_seqlens, rows, shape.h_kv, is_fp8_kvcache=True, use_legacy=True
+            workload.sets[0].cache_seqlens, rows, shape.h_kv, is_fp8_kvcache=True, use_legacy=True
         )
 
     def of(operands: Any) -> Run:
-        descales = {"descale_q": operands.descales[0], "descale_k": operands.descales[1]}
-        arguments = (operands.q, operands.k_cache, operands.block_table, workload.cache_seqlens, D_V, plan)
+        descales = {"descale_q": operands.descale_q, "descale_k": operands.descale_k}
+        arguments = (operands.q, operands.k_cache, operands.block_table, operands.cache_seqlens, D_V, plan)
         return lambda: _named(library.flash_mla_with_kvcache(*arguments, **options, **descales))
 
     return [of(operands) for operands in workload.sets]
 
 
-def _sparse_decode(library: Any, workload: SparseDecode) -> list[Run]:
+def _sparse_decode(library: Any, workload: Workload) -> list[Run]:
     """Return runs that share a plan, made by the first run. lse is [b, h, s_q]."""
     plan, _ = library.get_mla_metadata()
-    heads = workload.shape.h_q
+    heads = workload.call_case.h_q
 
     def of(operands: Any) -> Run:
-        arguments = (padded_heads(operands.q, 2), operands.caches[0], None, None, D_V, plan)
-        options = {"indices": operands.indices[0], "is_fp8_kvcache": True, "use_legacy": True}
+        arguments = (padded_heads(operands.q, 2), operands.k_cache, None, None, D_V, plan)
+        options = {"indices": operands.indices, "is_fp8_kvcache": True, "use_legacy": True}
 
         def run() -> Results:
             out, lse = library.flash_mla_with_kvcache(*arguments, **options)
@@ -102,12 +95,12 @@ def _sparse_decode(library: Any, workload: SparseDecode) -> list[Run]:
     return [of(operands) for operands in workload.sets]
 
 
-def _sparse_prefill(library: Any, workload: SparsePrefill) -> list[Run]:
+def _sparse_prefill(library: Any, workload: Workload) -> list[Run]:
     """Return runs; sparse prefill has neither plan nor workspace."""
-    heads = workload.shape.h_q
+    heads = workload.call_case.h_q
 
     def of(operands: Any) -> Run:
-        arguments = (padded_heads(operands.q, 1), operands.kv, operands.indices, workload.scale)
+        arguments = (padded_heads(operands.q, 1), operands.kv, operands.indices, workload.call_case.scale)
 
         def run() -> Results:
             out, max_logits, lse = library.flash_mla_sparse_fwd(*arguments, use_legacy=True)

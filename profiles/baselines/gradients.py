@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from ..workloads.dense_prefill_backward import Operands
+from ...testing.cases.dense_prefill_backward import DensePrefillBackwardTensors
 from ..workloads.workload import Results
 from .baseline import Run
 
@@ -34,11 +34,11 @@ class Leaves(Protocol):
 class _Copies:
     """Copies of q, k and v that require gradients."""
 
-    def __init__(self, operands: Operands) -> None:
+    def __init__(self, operands: DensePrefillBackwardTensors) -> None:
         self.q, self.k, self.v = (tensor.detach().clone().requires_grad_() for tensor in (operands.q, operands.k, operands.v))
 
 
-def gradient_run(operands: Operands, forward: Callable[[Leaves], torch.Tensor]) -> Run:
+def gradient_run(operands: DensePrefillBackwardTensors, forward: Callable[[Leaves], torch.Tensor]) -> Run:
     """Return a run of the backward pass of `forward`, whose out [tokens, h_q, 128] is computed here, outside the timing."""
     leaves = _Copies(operands)
     with torch.enable_grad():

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from ..rows import Case
 from ..shapes import DensePrefillShape
-from ..workloads.dense_prefill import DensePrefill
-from ..workloads.dense_prefill_backward import DensePrefillBackward
 from ..workloads.workload import Results, Workload
 from .baseline import Run
 from .gradients import Leaves, gradient_run
@@ -45,10 +41,10 @@ class Sdpa:
             return "its causal mask begins at the first key"
         return "it takes sequences of one length" if len(set(case.shape.lengths)) > 1 else ""
 
-    def runs(self, workload: Workload[Any]) -> list[Run]:
+    def runs(self, workload: Workload) -> list[Run]:
         """Return a run for each operand set, on views [b, h, tokens, d] of the operands."""
-        assert isinstance(workload, DensePrefill | DensePrefillBackward)
-        shape = workload.shape
+        shape = workload.case.shape
+        assert isinstance(shape, DensePrefillShape)
         options = {"is_causal": shape.causal, "scale": shape.d_qk**-0.5, "enable_gqa": shape.h_q != shape.h_kv}
 
         def of(operands: Leaves) -> Run:
@@ -62,6 +58,6 @@ class Sdpa:
 
             return run
 
-        if isinstance(workload, DensePrefillBackward):
+        if workload.case.op == "dense_prefill_backward":
             return [gradient_run(operands, lambda leaves: of(leaves)()["out"]) for operands in workload.sets]
         return [of(operands) for operands in workload.sets]

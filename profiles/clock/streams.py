@@ -25,7 +25,7 @@ from ..model.launches import CACHE_INSERT_CTAS_PER_SM
 from ..model.prediction import Combine
 from ..rows import Case
 from ..shapes import CacheInsertShape, CacheWriteShape, CombineShape, IndexerShape, IndexWriteShape, MergeShape, Shape, TopkShape
-from ..workloads import WORKLOADS
+from ..workloads import make_workload
 from .cluster_run import run_call
 from .constants import Constants
 from .engine import Setting
@@ -113,7 +113,7 @@ def _run(
         case = Case(op, "", "", "", 1, dtype, shape, 0, "", 0.0, None)
 
         def call() -> None:
-            workload = WORKLOADS[op](case, torch.device("cpu"), 0, 1)
+            workload = make_workload(case, torch.device("cpu"), 0, 1)
             workload.call(workload.sets[0])
 
         _clocks[key] = run_call(entry, sm_count, constants, setting, call, cta).end

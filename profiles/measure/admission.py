@@ -34,7 +34,7 @@ def installed(baseline: Baseline) -> tuple[str, str]:
 
 
 def admit(
-    baselines: Iterable[Baseline], workload: Workload[Any], begin: Callable[[str], None]
+    baselines: Iterable[Baseline], workload: Workload, begin: Callable[[str], None]
 ) -> tuple[list[AdmittedBaseline], dict[str, dict[str, Any]]]:
     """Return the baselines that may be timed, and a record for each baseline of the op: status, reason, outcome of its check.
 
@@ -52,7 +52,7 @@ def admit(
     return admitted, records
 
 
-def _examine(baseline: Baseline, workload: Workload[Any]) -> tuple[AdmittedBaseline | None, dict[str, Any]]:
+def _examine(baseline: Baseline, workload: Workload) -> tuple[AdmittedBaseline | None, dict[str, Any]]:
     version, reason = installed(baseline)
     if reason:
         return None, _record(ABSENT, reason)
@@ -71,7 +71,7 @@ def _examine(baseline: Baseline, workload: Workload[Any]) -> tuple[AdmittedBasel
     return (candidate if check.passed else None), record
 
 
-def _poison_free_memory(workload: Workload[Any]) -> None:
+def _poison_free_memory(workload: Workload) -> None:
     """Fill and free NaN tensors as large as the results: a baseline that allocates its outputs is likely to receive this memory."""
     for tensor in workload.results(workload.sets[0]).values():
         torch.full_like(tensor, math.nan)

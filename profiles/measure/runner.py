@@ -120,7 +120,7 @@ def measure_case(case: Case, bench: Bench) -> dict[str, Any]:
     }
 
 
-def _recordings(workload: Workload[Any], bench: Bench) -> tuple[Recording, list[Recording]]:
+def _recordings(workload: Workload, bench: Bench) -> tuple[Recording, list[Recording]]:
     """Record the timed calls over rotating operand sets ("cold") and their companions.
 
     Companions: "control", the same calls again (the noise floor); "warm", one set, if it fits in half of L2; "plan"; the ceilings.
@@ -176,7 +176,7 @@ def _baseline_figures(recording: Recording | None, samples: dict[str, list[float
     }
 
 
-def _calls(workload: Workload[Any], sets: Sequence[Any], count: int) -> list[Call]:
+def _calls(workload: Workload, sets: Sequence[Any], count: int) -> list[Call]:
     """Return `count` calls of the workload that cycle through the sets."""
     return _in_turn([partial(workload.call, operands) for operands in sets], count)
 
@@ -188,7 +188,7 @@ def _state_under_load(cold: Recording, launch_us: float, bench: Bench) -> dict[s
     return bench.state()
 
 
-def _check_replay(workload: Workload[Any], cold: Recording) -> Check:
+def _check_replay(workload: Workload, cold: Recording) -> Check:
     workload.poison()
     cold.replay()
     return workload.check_sets(workload.sets, [workload.sets[0], workload.sets[-1]])

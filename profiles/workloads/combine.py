@@ -8,7 +8,9 @@ times and the totals of the decode rows, not here.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,10 +21,13 @@ from ...runtime.current import device_for
 from ...spec.combine import CombineArguments, CombineConfig, grid
 from ...spec.mla import D_V, LOG2E
 from ...spec.split_plan import NO_LIMIT, NO_WINDOW
+from ...testing.cases.base import DTYPES
+from ...testing.cases.tensors import OutputBuffer
 from ...testing.compare import DENSE_DECODE_OUT, LSE
+from ..rows import Case
 from ..shapes import CombineShape
 from .operands import generator, values
-from .workload import DTYPES, Results, Workload, spread_samples
+from .workload import Results, Workload, spread_samples
 
 
 @dataclass(frozen=True)
@@ -34,9 +39,17 @@ class Operands:
     out: torch.Tensor
     lse: torch.Tensor
 
+    @property
+    def output_buffers(self) -> dict[str, OutputBuffer]:
+        """Return the results by name."""
+        return {"out": OutputBuffer(self.out, self.out), "lse": OutputBuffer(self.lse, self.lse)}
 
-class Combine(Workload[Operands]):
+
+class Combine(Workload):
     """Merges accumulator rows; the splits of a request are consecutive rows."""
+
+    def __init__(self, case: Case, device: torch.device, l2_bytes: int, sets: int | None = None) -> None:
+        super().__init__(case, None, self.make_operands, device, l2_bytes, sets)
 
     def prepare(self) -> None:
         """Set the tolerances; make the prefix sum of splits that a plan would hold; look up kernel and grid."""
@@ -91,20 +104,23 @@ class Combine(Workload[Operands]):
         )
         self.runner.launch(self.kernel, self.grid, args, pdl=True)
 
-    def results(self, operands: Operands) -> Results:
-        """Return out and lse."""
-        return {"out": operands.out, "lse": operands.lse}
+    @property
+    def has_plan(self) -> bool:
+        """False."""
+        return False
+
+    def arguments_of(self, operands: Operands) -> dict[str, Any]:
+        """Return nothing: the launch takes the operands."""
+        return {}
 
     def samples(self) -> tuple[int, ...]:
         """Return the requests to check."""
         return spread_samples(self.shape.batch)
 
-    def part(self, results: Results, sample: int) -> Results:
-        """Return out [s_q, h_q, 512] and lse [s_q, h_q] of a request."""
-        return {name: tensor[sample] if name == "out" else tensor[sample].transpose(0, 1) for name, tensor in results.items()}
-
-    def expected(self, operands: Operands, sample: int) -> Results:
+    def expected(self, operands: Operands, sample: int) -> tuple[Results, Callable[[Results], Results]]:
         """Merge the request's partial results as attention states over disjoint keys."""
         rows = slice(sample * self.shape.splits, (sample + 1) * self.shape.splits)
         out, lse = reference.merge_states(operands.out_accum[rows], operands.lse_accum[rows] / LOG2E)
-        return {"out": out, "lse": lse}
+        return {"out": out, "lse": lse}, lambda results: {
+            name: tensor[sample] if name == "out" else tensor[sample].transpose(0, 1) for name, tensor in results.items()
+        }

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import accumulate
 
 import torch
 
 from ...layer.key_masks import pack_flags
 from ...spec.masked_prefill import MASK_WORD_KEYS
 from ...spec.mla import D_ROPE, ceil_div
+from ...spec.mqa_logits import COLUMNS, SCALE_BYTES
 
 VALUE_DEVIATION = 0.1  # standard deviation of values, which are clamped to [-1, 1]
 _MOST_DRAWS = 1 << 26  # random numbers sorted at a time
+_KEYS_AT_A_TIME = 1 << 20  # whose exact numbers are drawn together
+_MOST = 4  # halves: exact numbers are 0, 0.5, .. 2, and their negatives
 
 
 def generator(device: torch.device, seed: int) -> torch.Generator:
@@ -36,11 +37,6 @@ def angle_table(draw: torch.Generator, positions: int) -> torch.Tensor:
     """Return fp32 [positions, 64]: cosines of 32 random angles of each position, then their sines."""
     angles = torch.empty(positions, D_ROPE // 2, device=draw.device).uniform_(0, 2 * math.pi, generator=draw)
     return torch.cat((angles.cos(), angles.sin()), dim=1)
-
-
-def first_tokens(tokens: Sequence[int], device: torch.device) -> torch.Tensor | None:
-    """Return cu_seqlens_q, int32 [requests + 1], of query tokens of each request; None without any."""
-    return torch.tensor([0, *accumulate(tokens)], dtype=torch.int32, device=device) if tokens else None
 
 
 def selections(draw: torch.Generator, tokens: int, count: int, rows: int) -> torch.Tensor:
@@ -73,3 +69,24 @@ def shown_keys(draw: torch.Generator, seen: torch.Tensor, keys: int, count: int)
 def page_order(device: torch.device, pages: int, seed: int) -> torch.Tensor:
     """Draw int32 [pages]: the pages of a pool in random order."""
     return torch.randperm(pages, generator=torch.Generator().manual_seed(seed)).to(device=device, dtype=torch.int32)
+
+
+def exact_numbers(draw: torch.Generator, *size: int) -> torch.Tensor:
+    """Draw e4m3 [*size, 128]: halves from -2 to 2."""
+    made = torch.empty((*size, COLUMNS), dtype=torch.float8_e4m3fn, device=draw.device)
+    for first in range(0, size[0], _KEYS_AT_A_TIME):
+        here = made[first : first + _KEYS_AT_A_TIME]
+        here.copy_(torch.randn(here.shape, generator=draw, device=draw.device).mul_(2).round_().clamp_(-_MOST, _MOST).div_(2))
+    return made
+
+
+def exact_scales(draw: torch.Generator, keys: int) -> torch.Tensor:
+    """Draw fp32 [keys]: 1 or 0.5."""
+    return 1.0 - torch.randint(0, 2, (keys,), generator=draw, device=draw.device) / 2
+
+
+def exact_index_cache(draw: torch.Generator, pages: int, page_size: int) -> torch.Tensor:
+    """Draw an index cache, uint8 [pages, page size, 1, 132]."""
+    numbers = exact_numbers(draw, pages * page_size).view(torch.uint8).view(pages, page_size * COLUMNS)
+    scales = exact_scales(draw, pages * page_size).view(torch.uint8).view(pages, page_size * SCALE_BYTES)
+    return torch.cat([numbers, scales], dim=1).view(pages, page_size, 1, COLUMNS + SCALE_BYTES)

@@ -24,7 +24,7 @@ from cute_mla.aot_build.tools import ToolError
 from cute_mla.aot_build.wheel import git, make_wheel, stale_kernels
 from cute_mla.manifest import Manifest, ManifestError, Provenance, manifest_sha256
 from cute_mla.runtime.artifacts import artifacts_folder
-from cute_mla.testing.suites import suite
+from cute_mla.testing.suite import suite
 from tests.support.tree import ROOT
 
 MOST_BYTES = 50_000_000

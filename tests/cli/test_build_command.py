@@ -15,7 +15,7 @@ from cute_mla.aot_build.tools import ToolError
 from cute_mla.aot_build.variants import OPS, Variant, closed_variants
 from cute_mla.cli import commands
 from cute_mla.spec.arch import ARCHS, SM90
-from cute_mla.testing import suites
+from cute_mla.testing import suite as suites
 from tests.support.kernel_entries import kernel_entry
 
 module = importlib.import_module("cute_mla.cli.build")

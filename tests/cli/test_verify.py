@@ -21,7 +21,8 @@ from cute_mla.runtime.artifacts import Artifacts
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec import combine
 from cute_mla.spec.arch import ARCHS
-from cute_mla.testing import runner, suites
+from cute_mla.testing import runner
+from cute_mla.testing import suite as suites
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.processes import Work
 from cute_mla.testing.runner import Record, Schedule, Target

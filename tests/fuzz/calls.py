@@ -6,18 +6,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from cute_mla.testing.cases.cache_gather import CacheGatherCase
-from cute_mla.testing.cases.cache_insert import CacheInsertCase
-from cute_mla.testing.cases.cache_write import CacheWriteCase
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
-from cute_mla.testing.cases.index_write import IndexWriteCase
-from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
-from cute_mla.testing.cases.topk_indices import TopkIndicesCase
+from cute_mla.testing.cases.sparse_decode import Pool
+from cute_mla.testing.operations import OPERATIONS
 
 
 @dataclass(frozen=True)
@@ -37,29 +27,6 @@ class Break:
     argument: str
     how: str
     amount: int = 0
-
-
-@dataclass(frozen=True)
-class MergeCase:
-    """A call of merge_states, right.
-
-    leading: batch, if any, and tokens. stacked: states in one tensor. into: "new": results are allocated; "given"; "state": they replace
-    the last state. rows: "packed", or "odd": one element further apart. turned: lses as decode leaves them. empty: of every so many rows
-    of a state one is empty, 0: none.
-    """
-
-    dtype: str = "bf16"
-    states: int = 2
-    leading: tuple[int, ...] = (3,)
-    heads: int = 3
-    head_dim: int = 512
-    stacked: bool = True
-    into: str = "new"
-    rows: str = "packed"
-    turned: bool = False
-    empty: int = 0
-    empty_lse: float = float("inf")
-    seed: int = 0
 
 
 @dataclass(frozen=True)
@@ -104,16 +71,11 @@ class PlainCase:
     arguments: tuple[tuple[str, Any], ...] = ()
 
 
-_LIBRARY = (
-    *(DenseDecodeCase, SparseDecodeCase, SparsePrefillCase, DensePrefillCase, DensePrefillBackwardCase),
-    *(CacheInsertCase, IndexWriteCase),
-    *(CacheWriteCase, CacheGatherCase, MqaLogitsCase, IndexerTopkCase, TopkIndicesCase),
-)
-_OWN = (MergeCase, PlanCase, CacheCase, BatchCase, PlainCase)
+_OWN = (PlanCase, CacheCase, BatchCase, PlainCase)
 
 AnyCase = Any  # one of these
 
-CASES: dict[str, type] = {kind.__name__: kind for kind in (*_LIBRARY, *_OWN)}
+CASES: dict[str, type] = {kind.__name__: kind for kind in (*(record.case for record in OPERATIONS.values()), *_OWN)}
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
 from cute_mla.testing.cases.index_write import IndexWriteCase
 from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
+from cute_mla.testing.cases.merge_states import MergeStatesCase
 from cute_mla.testing.cases.mqa_logits import KeyWindows, MqaLogitsCase, RequestLengths
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.cases.sparse_indices import Lengths
@@ -29,7 +30,7 @@ from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.cases.topk_indices import LogitValues, RowLengths, TopkIndicesCase
 from cute_mla.testing.runner import SCHEDULES
 from tests.fuzz.breaking import BREAKS
-from tests.fuzz.calls import BatchCase, Break, CacheCase, FuzzCall, MergeCase, PlainCase, PlanCase, Setting
+from tests.fuzz.calls import BatchCase, Break, CacheCase, FuzzCall, PlainCase, PlanCase, Setting
 from tests.fuzz.judging import SUBJECTS
 
 TILES = 4  # of 64 rows x 64 keys, most of a call: about a second on the simulated device
@@ -290,21 +291,23 @@ def backward_cases(draw: st.DrawFn) -> DensePrefillBackwardCase:
 
 
 @st.composite
-def merge_cases(draw: st.DrawFn) -> MergeCase:
+def merge_cases(draw: st.DrawFn) -> MergeStatesCase:
     """merge_states."""
-    stacked = draw(st.booleans())
-    return MergeCase(
+    form: Any = draw(st.sampled_from(("listed", "stacked")))
+    states = draw(st.integers(1, 12 if form == "stacked" else 8))
+    return MergeStatesCase(
         dtype=draw(_DTYPES),
-        states=draw(st.integers(1, 12 if stacked else 8)),
-        leading=draw(st.tuples(st.integers(0, 5)) | st.tuples(st.integers(0, 2), st.integers(0, 3))),
-        heads=draw(st.integers(0, 9)),
+        states=states,
+        batch=draw(st.sampled_from((None, 0, 1, 2))),
+        tokens=draw(st.integers(0, 5)),
+        h_q=draw(st.integers(0, 9)),
         head_dim=draw(st.sampled_from((512, 128))),
-        stacked=stacked,
-        into=draw(st.sampled_from(("new", "given", "state"))),
-        rows=draw(st.sampled_from(("packed", "odd"))),
-        turned=draw(st.booleans()),
-        empty=draw(st.sampled_from((0, 1, 2, 3))),
-        empty_lse=draw(st.sampled_from((float("inf"), float("-inf")))),
+        form=form,
+        layout=draw(st.sampled_from(("packed", "sliced", "odd", "heads_first"))),
+        empty=draw(st.sampled_from(("none", "some", "all"))),
+        in_place=states > 1 and draw(st.booleans()),
+        outputs=draw(_OUTPUTS),
+        empty_lse=draw(st.sampled_from((None, float("inf"), float("-inf")))),
         seed=draw(_SEEDS),
     )
 

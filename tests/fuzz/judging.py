@@ -225,7 +225,7 @@ def _return(call: FuzzCall, subject: Subject, arguments: Arguments, device: Simu
 
 
 def _in_place(call: FuzzCall) -> bool:
-    return getattr(call.case, "into", "") == "state"
+    return bool(getattr(call.case, "in_place", False))
 
 
 def _written(arguments: Arguments) -> list[Tensor]:

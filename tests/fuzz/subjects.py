@@ -35,7 +35,7 @@ from cute_mla.testing.compare import (
 from cute_mla.testing.operations import operation
 from cute_mla.testing.split_plan_reference import reference_plan
 from tests.fuzz import contract
-from tests.fuzz.calls import MergeCase, PlanCase, Setting
+from tests.fuzz.calls import PlanCase, Setting
 from tests.fuzz.decode_contract import decode_faults
 from tests.fuzz.ragged import Expected, are_apart, is_ragged_plan, of_used_rows, ragged_reference, token_ranges, used_tokens
 from tests.support.recording_device import RecordingDevice
@@ -342,30 +342,6 @@ def _unpacked(arguments: Arguments) -> Arguments:
 # ------------------------------------------------------------ merge_states
 
 
-def _merge_arguments(case: MergeCase) -> Arguments:
-    draw = torch.Generator().manual_seed(case.seed)
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[case.dtype]
-    rows = (*case.leading, case.heads)
-    wide = torch.randn(case.states, *rows, case.head_dim + (case.rows == "odd"), generator=draw).to(dtype)
-    outs = wide[..., : case.head_dim]
-    lses = 3 * torch.randn(case.states, *rows, generator=draw)
-    if case.empty and lses.numel():
-        empty = torch.rand(lses.shape, generator=draw) < 1 / case.empty
-        infinite = torch.where(torch.rand(lses.shape, generator=draw) < 0.5, math.inf, -math.inf)
-        lses[empty], outs[empty] = infinite[empty], math.nan
-    if case.turned and len(rows) > 1:
-        lses = lses.transpose(-1, -2).contiguous().transpose(-1, -2)
-    if case.stacked:
-        given: Arguments = {"outs": outs, "lses": lses}
-    else:
-        given = {"outs": [out.clone() for out in outs], "lses": [lse.clone() for lse in lses]}
-    if case.into == "given":
-        given |= {"out": torch.full((*rows, case.head_dim), math.nan, dtype=dtype), "lse": torch.full(rows, math.nan)}
-    elif case.into == "state":
-        given |= {"out": given["outs"][-1], "lse": given["lses"][-1]}
-    return {"out": None, "lse": None, **given, "empty_lse": case.empty_lse}
-
-
 def _expect_merge(arguments: Arguments, setting: Setting) -> Verify:
     outs, lses = (torch.stack([*states]) if len(states) else states for states in (arguments["outs"], arguments["lses"]))
     expected = reference.merge_states(outs, lses, arguments["empty_lse"])
@@ -472,7 +448,7 @@ DEVICE_SUBJECTS: dict[str, Subject] = {
     ),
     "merge_states": Subject(
         cute_mla.merge_states,
-        _merge_arguments,
+        case_arguments,
         lambda arguments, setting: contract.merge_faults(arguments),
         _expect_merge,
         ("outs", "lses", "out", "lse", "empty_lse"),

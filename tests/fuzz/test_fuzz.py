@@ -15,14 +15,15 @@ from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
 from cute_mla.testing.cases.index_write import IndexWriteCase
+from cute_mla.testing.cases.merge_states import MergeStatesCase
 from tests.fuzz import judging
-from tests.fuzz.calls import Break, CacheCase, FuzzCall, MergeCase, Setting
+from tests.fuzz.calls import Break, CacheCase, FuzzCall, Setting
 from tests.fuzz.campaign import Share, Tally, run, shares
 from tests.fuzz.contract import bytes_of, share_memory
 from tests.fuzz.judging import SUBJECTS, Failure, judge, pattern
 
 SETTING = Setting("sm90")
-RIGHT = FuzzCall("merge_states", MergeCase(), SETTING)
+RIGHT = FuzzCall("merge_states", MergeStatesCase(tokens=3, form="stacked"), SETTING)
 BROKEN = replace(RIGHT, breaks=(Break("outs", "dtype", 0),))
 KERNELS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill")
 

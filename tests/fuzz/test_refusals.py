@@ -14,11 +14,12 @@ from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
 from cute_mla.testing.cases.index_write import IndexWriteCase
 from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
+from cute_mla.testing.cases.merge_states import MergeStatesCase
 from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.cases.topk_indices import TopkIndicesCase
-from tests.fuzz.calls import AnyCase, Break, FuzzCall, MergeCase, PlanCase, Setting
+from tests.fuzz.calls import AnyCase, Break, FuzzCall, PlanCase, Setting
 from tests.fuzz.judging import SUBJECTS, judge
 
 VARLEN = DensePrefillCase(lengths=((5, 9), (3, 4)), h_kv=2, group=2, outputs="given")
@@ -54,8 +55,8 @@ CALLS: tuple[tuple[str, AnyCase], ...] = (
     ("dense_prefill_kvpacked", VARLEN),
     ("dense_prefill_qkvpacked", PACKED),
     ("dense_prefill_backward", DensePrefillBackwardCase(lengths=((5, 9), (3, 4)), h_kv=2, group=2, outputs="given", saved="given")),
-    ("merge_states", MergeCase(into="given")),
-    ("merge_states", MergeCase(into="given", stacked=False)),
+    ("merge_states", MergeStatesCase(form="stacked", outputs="given")),
+    ("merge_states", MergeStatesCase(outputs="given")),
     ("topk_indices", TopkIndicesCase(rows=3, columns=40, topk=8, outputs="given")),
     ("fp8_mqa_logits", MqaLogitsCase(heads=3, tokens=3, keys=20, outputs="given")),
     ("fp8_paged_mqa_logits", MqaLogitsCase(heads=3, requests=2, tokens=2, keys=20, page_size=16, outputs="given")),

@@ -12,7 +12,7 @@ from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import ARCHS
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.runner import Record, Schedule, Target, run_case, schedules_in_turn
-from cute_mla.testing.suites import OPS, suite
+from cute_mla.testing.suite import OPS, suite
 from tests.mutation.bench import UNNOTICED, Outcome, launched_instead, limited_time
 from tests.mutation.places import Places
 from tests.mutation.sites import Mutation

@@ -1,4 +1,4 @@
-"""Right calls of every function on a device, every tensor given that a call can have."""
+"""Right calls of every function on a device, every tensor given that a call can have: the calls of cases that give all results."""
 
 from __future__ import annotations
 
@@ -6,120 +6,67 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 import cute_mla
-from cute_mla.cache import gather_kv_cache, insert_kv_cache, write_kv_cache
-from cute_mla.indexer import fp8_mqa_logits, fp8_paged_mqa_logits, indexer_topk, prepare_index_queries, topk_indices, write_index_cache
-from tests.support.decode_arguments import bytes_from, dense, dense_fp8, sparse_extra
-from tests.support.zero_tensors import ints, zeros
+from cute_mla.spec.dense_decode import FP8
+from cute_mla.testing.cases.base import BaseCase
+from cute_mla.testing.cases.cache_gather import CacheGatherCase
+from cute_mla.testing.cases.cache_insert import CacheInsertCase
+from cute_mla.testing.cases.cache_write import CacheWriteCase
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
+from cute_mla.testing.cases.index_write import IndexWriteCase
+from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
+from cute_mla.testing.cases.merge_states import MergeStatesCase
+from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
+from cute_mla.testing.cases.topk_indices import TopkIndicesCase
+from cute_mla.testing.operations import operation
+from tests.support.zero_tensors import ints
+
+_SPARSE: dict[str, Any] = {"main": Pool(64, 64, 64, "drawn"), "extra": Pool(32, 32, 16, "drawn"), "sinks": "drawn"}
+_VARLEN: dict[str, Any] = {"lengths": ((3, 9),), "group": 2, "ends": "clipped", "outputs": "given"}
+_PAGED: dict[str, Any] = {"heads": 8, "requests": 2, "tokens": 1, "keys": 48, "page_size": 16, "outputs": "given"}
+_CACHED: dict[str, Any] = {"cache": "fp8_576", "pages": 3, "page_size": 16, "scale_of_cache": 0.5}
+CASES: dict[str, BaseCase] = {
+    "dense": DenseDecodeCase(batch=2, lengths=(70, 3), outputs="given", metadata="tensors"),
+    "dense_fp8": DenseDecodeCase(batch=2, lengths=(70, 3), operands=FP8, outputs="given", metadata="tensors"),
+    "sparse": SparseDecodeCase(batch=2, outputs="given", metadata="tensors", **_SPARSE),
+    "sparse_prefill": SparsePrefillCase(s_q=3, h_q=2, s_kv=9, topk=5, lengths="drawn", sinks="drawn", indexer_topk=3, outputs="given"),
+    "dense_prefill": DensePrefillCase(**_VARLEN),
+    "backward": DensePrefillBackwardCase(**_VARLEN),
+    "merge": MergeStatesCase(states=4, tokens=3, h_q=2, head_dim=128, form="stacked", outputs="given"),
+    "topk": TopkIndicesCase(rows=3, columns=40, topk=5, outputs="given"),
+    "row_logits": MqaLogitsCase(heads=8, tokens=3, keys=40, outputs="given"),
+    "paged_logits": MqaLogitsCase(**_PAGED),
+    "indexer_topk": IndexerTopkCase(topk=5, slots=True, **_PAGED),
+    "index_write": IndexWriteCase(tokens=2, page_size=16),
+    "index_queries": IndexWriteCase(rows="queries", tokens=2, heads=3, outputs="given"),
+    "write": CacheWriteCase(tokens=2, **_CACHED),
+    "insert": CacheInsertCase(tokens=2, kept="packed", **_CACHED),
+    "gather": CacheGatherCase(lengths=(1, 3), starts=(0, 1), outputs="given", **_CACHED),
+}
+_MORE: dict[str, Callable[[], dict[str, Any]]] = {"paged_logits": lambda: {"metadata": ints(9, 2)}}  # which cases leave out
 
 
-def sparse_prefill(**changes: Any) -> dict[str, Any]:
-    arguments = {
-        "q": zeros(3, 2, 576), "kv": zeros(9, 1, 576), "indices": ints(3, 1, 5), "sm_scale": 0.1, "attn_sink": torch.zeros(2),
-        "topk_length": ints(3), "out": zeros(3, 2, 512), "max_logits": torch.zeros(3, 2), "lse": torch.zeros(3, 2),
-        "lse_indexer": torch.zeros(3, 2), "indexer_topk": 3,
-    }  # fmt: skip
-    return {**arguments, **changes}
+def _planning() -> dict[str, Any]:
+    return {"cache_seqlens": ints(3), "num_q_tokens_per_head_k": 8, "num_heads_k": 1}
 
 
-def dense_prefill(**changes: Any) -> dict[str, Any]:
-    arguments = {
-        "q": zeros(3, 2, 192), "k": zeros(9, 1, 192), "v": zeros(9, 1, 128), "cu_seqlens_qo": ints(2), "cu_seqlens_kv": ints(2),
-        "max_seqlen_qo": 3, "max_seqlen_kv": 9, "out": zeros(3, 2, 128), "lse": torch.zeros(3, 2),
-    }  # fmt: skip
-    return {**arguments, **changes}
+def _of(call: str) -> dict[str, Any]:
+    """Return the arguments of the call of a case, each tensor with a storage of its own."""
+    case, record = CASES[call], operation(CASES[call])
+    tensors = record.make_tensors(case, "cpu")
+    workspace = torch.zeros(record.workspace_bytes(case, tensors), dtype=torch.uint8) if tensors.output_buffers else None
+    arguments = {**record.arguments(case, tensors, workspace), **_MORE.get(call, dict)()}
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
 
 
-def backward(**changes: Any) -> dict[str, Any]:
-    forward = {name: tensor for name, tensor in dense_prefill().items() if name not in ("out", "lse")}
-    results = {name: torch.zeros_like(forward[name[1:]]) for name in ("dq", "dk", "dv")}
-    saved = {"dout": zeros(3, 2, 128), "out": zeros(3, 2, 128), "lse": torch.zeros(3, 2)}
-    return {**forward, **saved, **results, "workspace": torch.zeros(128, dtype=torch.uint8), **changes}
-
-
-def merging(**changes: Any) -> dict[str, Any]:
-    arguments = {"outs": zeros(4, 3, 2, 128), "lses": torch.zeros(4, 3, 2), "out": zeros(3, 2, 128), "lse": torch.zeros(3, 2)}
-    return {**arguments, **changes}
-
-
-def planning(**changes: Any) -> dict[str, Any]:
-    return {"cache_seqlens": ints(3), "num_q_tokens_per_head_k": 8, "num_heads_k": 1, **changes}
-
-
-def writing(**changes: Any) -> dict[str, Any]:
-    cache = bytes_from(0, 2, 16, 1, 576, dtype=torch.float8_e4m3fn)
-    arguments = {"kv_c": zeros(2, 512), "k_pe": zeros(2, 64), "k_cache": cache, "slot_mapping": ints(2), "descale_k": torch.ones(1)}
-    return {**arguments, **changes}
-
-
-def gathering(**changes: Any) -> dict[str, Any]:
-    cache = bytes_from(0, 2, 16, 1, 576, dtype=torch.float8_e4m3fn)
-    arguments = {
-        "k_cache": cache, "block_table": ints(2, 1), "cu_seqlens": ints(3), "rows": 4, "starts": ints(2), "descale_k": torch.ones(1),
-        "out": zeros(4, 576),
-    }  # fmt: skip
-    return {**arguments, **changes}
-
-
-def selecting(**changes: Any) -> dict[str, Any]:
-    return {"logits": torch.zeros(3, 40), "lengths": ints(3), "topk": 5, "out": ints(3, 5), **changes}
-
-
-def rows_scored(**changes: Any) -> dict[str, Any]:
-    keys = bytes_from(0, 40, 128, dtype=torch.float8_e4m3fn)
-    arguments = {"q": bytes_from(0, 3, 8, 128, dtype=torch.float8_e4m3fn), "kv": (keys, torch.zeros(40)), "weights": torch.zeros(3, 8)}
-    return {**arguments, "ks": ints(3), "ke": ints(3), "out": torch.zeros(3, 40), **changes}
-
-
-def pages_scored(**changes: Any) -> dict[str, Any]:
-    q, cache = bytes_from(0, 2, 1, 8, 128, dtype=torch.float8_e4m3fn), bytes_from(0, 3, 16, 1, 132, dtype=torch.uint8)
-    arguments = {"q": q, "weights": torch.zeros(2, 8), "context_lens": ints(2), "block_table": ints(2, 3), **changes}
-    arguments = {"cache": cache, "metadata": ints(9, 2), "max_context_len": 48, "out": torch.zeros(2, 48), **arguments}
-    return arguments
-
-
-def keys_chosen(**changes: Any) -> dict[str, Any]:
-    scored = {name: value for name, value in pages_scored().items() if name not in ("cache", "metadata", "max_context_len", "out")}
-    cache, workspace = bytes_from(0, 3, 16, 1, 132, dtype=torch.uint8), torch.zeros(2 * 1024, dtype=torch.uint8)
-    return {**scored, "index_cache": cache, "topk": 5, "slots": True, "workspace": workspace, "out": ints(2, 5), **changes}
-
-
-def index_written(**changes: Any) -> dict[str, Any]:
-    norm = {"norm_weight": torch.zeros(128), "norm_bias": torch.zeros(128)}
-    arguments = {"k": torch.zeros(2, 128).bfloat16(), "slot_mapping": ints(2), **norm, "cos_sin": torch.zeros(5, 64), "positions": ints(2)}
-    return {**arguments, "index_cache": bytes_from(0, 3, 16, 1, 132, dtype=torch.uint8), "rope": "half_split", **changes}
-
-
-def index_queries(**changes: Any) -> dict[str, Any]:
-    arguments = {"q": torch.zeros(2, 3, 128).bfloat16(), "weights": torch.zeros(2, 3), "cos_sin": torch.zeros(5, 64), "positions": ints(2)}
-    results = {"out": bytes_from(0, 2, 3, 128, dtype=torch.float8_e4m3fn), "out_weights": torch.zeros(2, 3)}
-    return {**arguments, **results, "rope": "interleaved", **changes}
-
-
-def inserting(**changes: Any) -> dict[str, Any]:
-    rotary = {"q_pe": torch.zeros(2, 3, 64).bfloat16(), "cos_sin": torch.zeros(5, 64), "positions": ints(2)}
-    arguments = {**writing(), **rotary, "norm_weight": torch.zeros(512).bfloat16()}
-    return {**arguments, "keys": torch.zeros(2, 576).bfloat16(), **changes}
-
-
-Make = Callable[..., dict[str, Any]]
+Make = Callable[[], dict[str, Any]]
 CALLS: dict[str, tuple[Callable[..., Any], Make]] = {
-    "dense": (cute_mla.flash_mla_with_kvcache, dense),
-    "dense_fp8": (cute_mla.flash_mla_with_kvcache, dense_fp8),
-    "sparse": (cute_mla.flash_mla_with_kvcache, sparse_extra),
-    "sparse_prefill": (cute_mla.flash_mla_sparse_fwd, sparse_prefill),
-    "dense_prefill": (cute_mla.flash_attn_varlen_func, dense_prefill),
-    "backward": (cute_mla.flash_attn_varlen_backward, backward),
-    "merge": (cute_mla.merge_states, merging),
-    "topk": (topk_indices, selecting),
-    "row_logits": (fp8_mqa_logits, rows_scored),
-    "paged_logits": (fp8_paged_mqa_logits, pages_scored),
-    "indexer_topk": (indexer_topk, keys_chosen),
-    "index_write": (write_index_cache, index_written),
-    "index_queries": (prepare_index_queries, index_queries),
-    "plan": (cute_mla.get_mla_metadata, planning),
-    "write": (write_kv_cache, writing),
-    "insert": (insert_kv_cache, inserting),
-    "gather": (gather_kv_cache, gathering),
+    **{call: (operation(case).function, lambda call=call: _of(call)) for call, case in CASES.items()},  # type: ignore[misc]
+    "plan": (cute_mla.get_mla_metadata, _planning),
 }

@@ -18,10 +18,10 @@ from cute_mla.profiles.measure.runner import Bench, Task, row_worker
 from cute_mla.profiles.measure.timing import Call, Recording
 from cute_mla.profiles.rows import Case, load
 from cute_mla.profiles.shapes import DecodeShape, Shape
-from cute_mla.profiles.workloads import dense_decode, workload
-from cute_mla.profiles.workloads.dense_decode import DenseDecode
+from cute_mla.profiles.workloads import workload
 from cute_mla.profiles.workloads.workload import Results, Workload
 from cute_mla.spec.dense_decode import LATENT
+from cute_mla.testing.operations import OPERATIONS
 from cute_mla.testing.processes import Work
 
 CALL_US = {"cold": 100.0, "control": 101.0, "warm": 50.0, "plan": 5.0, "matmul": 1000.0, "copy": 500.0, "l2_read": 250.0}
@@ -71,9 +71,9 @@ class FakeKernel:
     seen: list[dict[str, Any]] = field(default_factory=list)
 
     def flash_mla_with_kvcache(
-        self, q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor, cache_seqlens: torch.Tensor, head_dim_v: int,
-        metadata: object, num_splits: object, *, causal: bool, out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor,
-        descale_q: torch.Tensor | None, descale_k: torch.Tensor | None, cu_seqlens_q: None, max_seqlen_q: None,
+        self, *, q: torch.Tensor, k_cache: torch.Tensor, block_table: torch.Tensor, cache_seqlens: torch.Tensor, causal: bool,
+        out: torch.Tensor, lse: torch.Tensor, workspace: torch.Tensor, descale_q: torch.Tensor | None, descale_k: torch.Tensor | None,
+        **_: object,
     ) -> None:  # fmt: skip
         descales = descale_q, descale_k
         result, result_lse = reference.dense_decode(q, k_cache, block_table, cache_seqlens, causal=causal, descales=descales)
@@ -103,14 +103,12 @@ class FakeBaseline:
     def unsupported_reason(self, case: Case) -> str:
         return self.refuses
 
-    def runs(self, workload: Workload[Any]) -> list[Run]:
-        assert isinstance(workload, DenseDecode)
-
+    def runs(self, workload: Workload) -> list[Run]:
         def of(operands: Any) -> Run:
             def run() -> Results:
                 self.calls += 1
-                arguments = (operands.q, operands.k_cache, operands.block_table, workload.cache_seqlens)
-                out, lse = reference.dense_decode(*arguments, causal=workload.causal)
+                arguments = (operands.q, operands.k_cache, operands.block_table, operands.cache_seqlens)
+                out, lse = reference.dense_decode(*arguments, causal=workload.call_case.causal)
                 return self.spoil(self.calls, {"out": out.to(torch.bfloat16), "lse": lse})
 
             return run
@@ -120,10 +118,28 @@ class FakeBaseline:
 
 def install(monkeypatch: pytest.MonkeyPatch, kernel: FakeKernel) -> None:
     """Put the fake where the bench finds the API."""
-    monkeypatch.setattr(dense_decode, "flash_mla_with_kvcache", kernel.flash_mla_with_kvcache)
-    monkeypatch.setattr(dense_decode, "get_mla_metadata", lambda *args, **kwargs: (None, None))
-    monkeypatch.setattr(dense_decode, "workspace_size", lambda *args, **kwargs: 64)
+    for op in tuple(OPERATIONS):
+        without_plans(monkeypatch, op)
+    with_function(monkeypatch, "dense_decode", kernel.flash_mla_with_kvcache)
     monkeypatch.setattr(workload, "rotation_sets", lambda set_bytes, l2_bytes: 3)
+
+
+def without_plans(monkeypatch: pytest.MonkeyPatch, op: str) -> None:
+    """Make calls of an op that need no device: with plans of nothing, and a workspace of 64 bytes."""
+    record = OPERATIONS[op]
+
+    def arguments(case: Any, tensors: Any, space: torch.Tensor | None) -> dict[str, Any]:
+        planned = replace(case, metadata="object") if hasattr(case, "metadata") else case
+        return record.arguments(planned, tensors, space)
+
+    plan = None if record.plan is None else lambda case, tensors: (torch.empty(0), torch.empty(0))
+    changed = replace(record, arguments=arguments, plan=plan, workspace_bytes=lambda case, tensors: 64)
+    monkeypatch.setitem(OPERATIONS, op, changed)
+
+
+def with_function(monkeypatch: pytest.MonkeyPatch, op: str, function: Callable[..., Any]) -> None:
+    """Put a function in the place of the public one of an op."""
+    monkeypatch.setitem(OPERATIONS, op, replace(OPERATIONS[op], function=function))
 
 
 def bench(state: Callable[[], dict[str, Any]] = lambda: {"sm_mhz": 1980.0}, baselines: tuple[Baseline, ...] = ()) -> Bench:

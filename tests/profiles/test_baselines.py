@@ -24,7 +24,7 @@ from cute_mla.profiles.baselines import flash_mla as fm
 from cute_mla.profiles.baselines.sdpa import Sdpa
 from cute_mla.profiles.rows import OPS, Case, load
 from cute_mla.profiles.shapes import DecodeShape, DensePrefillShape, SparseDecodeShape, SparsePrefillShape
-from cute_mla.profiles.workloads import make_workload, sparse_decode
+from cute_mla.profiles.workloads import make_workload
 from cute_mla.profiles.workloads import workload as workload_module
 from cute_mla.profiles.workloads.workload import Workload
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
@@ -43,13 +43,11 @@ RAGGED = case_of("dense_prefill", DensePrefillShape(lengths=(70, 3), h_q=2, h_kv
 def made(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Make workloads without kernels and without a device, of two sets."""
     install(monkeypatch, FakeKernel())
-    monkeypatch.setattr(sparse_decode, "get_mla_metadata", lambda *args, **kwargs: (None, None))
-    monkeypatch.setattr(sparse_decode, "workspace_size", lambda *args, **kwargs: 64)
     monkeypatch.setattr(workload_module, "rotation_sets", lambda set_bytes, l2_bytes: 2)
     return lambda case: make_workload(case, CPU, 1)
 
 
-def assert_right(baseline: Any, workload: Workload[Any], names: set[str]) -> None:
+def assert_right(baseline: Any, workload: Workload, names: set[str]) -> None:
     """Check that the baseline's runs, one per set, repeatedly give these results, and right ones."""
     assert baseline.unsupported_reason(workload.case) == ""
     runs = baseline.runs(workload)

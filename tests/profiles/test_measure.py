@@ -13,7 +13,8 @@ from cute_mla.profiles.measure.ceilings import Ceilings
 from cute_mla.profiles.measure.run_rows import run_rows
 from cute_mla.profiles.measure.runner import FAILED, NOT_RUN, TIMED, WRONG, figures, measure_case
 from cute_mla.profiles.roofline import Work
-from cute_mla.profiles.workloads.dense_decode import DenseDecode, sample_requests
+from cute_mla.profiles.workloads import make_workload
+from cute_mla.profiles.workloads.workload import sample_requests
 from tests.profiles.benching import FakeKernel, asking, bench, install, small_case
 
 
@@ -81,7 +82,7 @@ def test_a_set_that_the_graph_does_not_write_is_found(monkeypatch: pytest.Monkey
     """Only the first and last set are compared; the others are still looked at for poison."""
     kernel = FakeKernel()
     install(monkeypatch, kernel)
-    workload = DenseDecode(small_case(), torch.device("cpu"), 1)
+    workload = make_workload(small_case(), torch.device("cpu"), 1)
     workload.poison()
     for operands in (workload.sets[0], workload.sets[2]):
         workload.call(operands)
@@ -104,14 +105,14 @@ def test_results_left_over_from_before_do_not_pass(monkeypatch: pytest.MonkeyPat
 
 def test_operands_are_nasty_shuffled_and_repeatable(monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch, FakeKernel())
-    workload = DenseDecode(small_case(lengths=(300, 64, 0)), torch.device("cpu"), 1)
-    one, same, other = (workload.make_operands(seed) for seed in (1, 1, 2))
+    workload = make_workload(small_case(lengths=(300, 64, 0)), torch.device("cpu"), 1)
+    one, same, other = (workload.draw(seed) for seed in (1, 1, 2))
     assert torch.equal(one.k_cache, same.k_cache)
     assert not torch.equal(one.k_cache, other.k_cache)
     assert sorted(one.block_table[one.block_table < 1000].tolist()) == list(range(6))  # each page once
     assert one.block_table[0].tolist() != list(range(5))
     assert one.block_table[1, 1:].tolist() == [2147480000] * 4
-    assert one.out.isnan().all()
+    assert one.output_buffers["out"].tensor.isnan().all()
     assert one.k_cache.abs().max() <= 1
     assert one.k_cache.float().std() == pytest.approx(0.1, rel=0.02)
 

@@ -28,23 +28,16 @@ from cute_mla.profiles.shapes import (
     SparsePrefillShape,
     TopkShape,
 )
-from cute_mla.profiles.workloads import (
-    WORKLOADS,
-    cache_insert,
-    cache_write,
-    index_write,
-    indexer_topk,
-    make_workload,
-    topk_indices,
-    workload,
-)
-from cute_mla.profiles.workloads.dense_decode import DenseDecode
+from cute_mla.profiles.workloads import make_workload, workload
+from cute_mla.profiles.workloads.calls import CALLS
+from cute_mla.profiles.workloads.combine import Combine
 from cute_mla.profiles.workloads.operands import generator, selections
 from cute_mla.runtime.simulated_device import SimulatedDevice
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
+from cute_mla.testing.operations import OPERATIONS
 from tests.profiles import benching
-from tests.profiles.benching import bench, case_of, small_case
+from tests.profiles.benching import bench, case_of, small_case, with_function
 
 CPU = torch.device("cpu")
 
@@ -97,7 +90,7 @@ def few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_op_with_rows_has_a_workload_and_a_case_here() -> None:
     assert (
-        set(WORKLOADS)
+        {*CALLS, "combine"}
         == set(OPS)
         == {case.op for case in (*CASES.values(), *WRITES.values(), *INSERTS.values(), *PREPARED.values(), SELECTED, *INDEXED.values())}
     )
@@ -115,103 +108,114 @@ def test_a_row_is_checked_and_timed_through_the_api(case: Case, arch: Arch) -> N
     assert device.instructions > 0
 
 
+def assert_timed(case: Case) -> None:
+    record = measure_case(case, bench())
+    assert (record["status"], record["reason"], record["check"]["out_max_abs"]) == (TIMED, "", 0)
+
+
+def reason_with(monkeypatch: pytest.MonkeyPatch, case: Case, function: Callable[..., Any]) -> str:
+    """Return why a row is wrong with another function in the place of the op's; function: as the op's, with the op's in front."""
+    right = OPERATIONS[case.op].function
+    with monkeypatch.context() as patch:
+        with_function(patch, case.op, lambda **arguments: function(right, **arguments))
+        record = measure_case(case, bench())
+    assert record["status"] == WRONG
+    return str(record["reason"])
+
+
+def does_nothing(right: Callable[..., Any], **arguments: Any) -> None:
+    pass
+
+
 @pytest.mark.usefixtures("few_launches")
 @pytest.mark.parametrize("name", ["latent", "fp8_656", "fp8_576"])
 def test_a_row_of_written_keys_is_checked_and_timed(name: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def all_but_one(right: Callable[..., Any], *, kv_c: Tensor, k_pe: Tensor, slot_mapping: Tensor, **rest: Any) -> None:
+        right(kv_c=kv_c[1:], k_pe=k_pe[1:], slot_mapping=slot_mapping[1:], **rest)
+
     with cute_mla.simulate(arch, sm_count=4):
-        record = measure_case(WRITES[name], bench())
-        assert (record["status"], record["reason"], record["check"]["out_max_abs"]) == (TIMED, "", 0)
-        write = cache_write.write_kv_cache
-        monkeypatch.setattr(cache_write, "write_kv_cache", lambda kv_c, *rest, **kwargs: write(kv_c * 1.02, *rest, **kwargs))
-        assert measure_case(WRITES[name], bench())["reason"].startswith("out[0]")
-
-        def all_but_one(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, **kwargs: Any) -> None:
-            write(kv_c[1:], k_pe[1:], cache, slots[1:], **kwargs)
-
-        monkeypatch.setattr(cache_write, "write_kv_cache", all_but_one)
-        assert "was not written everywhere" in measure_case(WRITES[name], bench())["reason"]
+        assert_timed(WRITES[name])
+        spoilt = reason_with(monkeypatch, WRITES[name], lambda right, kv_c, **rest: right(kv_c=kv_c * 1.02, **rest))
+        assert spoilt.startswith("out[0]")
+        assert reason_with(monkeypatch, WRITES[name], all_but_one).startswith("out[0]")
 
 
 @pytest.mark.usefixtures("few_launches")
 @pytest.mark.parametrize("name", INSERTS)
 def test_a_row_of_inserted_keys_is_checked_and_timed(name: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def with_other_angles(right: Callable[..., Any], *, positions: Tensor, **rest: Any) -> None:
+        right(positions=positions.flip(0), **rest)
+
+    def with_half_the_weights(right: Callable[..., Any], *, norm_weight: Tensor, **rest: Any) -> None:
+        right(norm_weight=norm_weight / 2, **rest)
+
     with cute_mla.simulate(arch, sm_count=4):
-        record = measure_case(INSERTS[name], bench())
-        assert (record["status"], record["reason"], record["check"]["out_max_abs"]) == (TIMED, "", 0)
-        insert: Callable[..., None] = cache_insert.insert_kv_cache
-
-        def with_other_angles(*rest: Any, **kwargs: Any) -> None:
-            *others, positions = rest
-            insert(*others, None if positions is None else positions.flip(0), **kwargs)
-
-        monkeypatch.setattr(cache_insert, "insert_kv_cache", with_other_angles)
-        assert (measure_case(INSERTS[name], bench())["status"] == WRONG) == (name != "latent_512")
-
-        def with_half_the_weights(*rest: Any, **kwargs: Any) -> None:
-            insert(*(each / 2 if i == 5 else each for i, each in enumerate(rest)), **kwargs)
-
-        monkeypatch.setattr(cache_insert, "insert_kv_cache", with_half_the_weights)
-        assert measure_case(INSERTS[name], bench())["reason"].startswith("out[0]")
-        monkeypatch.setattr(cache_insert, "insert_kv_cache", lambda *rest, **kwargs: None)
-        assert "was not written everywhere" in measure_case(INSERTS[name], bench())["reason"]
+        assert_timed(INSERTS[name])
+        if name != "latent_512":
+            reason_with(monkeypatch, INSERTS[name], with_other_angles)
+        for wrong in (with_half_the_weights, does_nothing):
+            assert reason_with(monkeypatch, INSERTS[name], wrong).startswith("out[0]")
 
 
 @pytest.mark.usefixtures("few_launches")
-@pytest.mark.parametrize(("name", "call"), [("keys", "write_index_cache"), ("h3", "prepare_index_queries")])
-def test_a_row_of_an_indexer_is_checked_and_timed(name: str, call: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "rows"), [("keys", "k"), ("h3", "q")])
+def test_a_row_of_an_indexer_is_checked_and_timed(name: str, rows: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def flipped(right: Callable[..., Any], **arguments: Any) -> None:
+        right(**{**arguments, rows: arguments[rows].flip(-1)})
+
     with cute_mla.simulate(arch, sm_count=4):
-        record = measure_case(PREPARED[name], bench())
-        assert (record["status"], record["reason"], record["check"]["out_max_abs"]) == (TIMED, "", 0)
-        write = getattr(index_write, call)
-        monkeypatch.setattr(index_write, call, lambda rows, *rest, **kwargs: write(rows.flip(-1), *rest, **kwargs))
-        assert measure_case(PREPARED[name], bench())["reason"].startswith("out[0]")
-        monkeypatch.setattr(index_write, call, lambda *rest, **kwargs: None)
-        assert "was not written everywhere" in measure_case(PREPARED[name], bench())["reason"]
+        assert_timed(PREPARED[name])
+        assert reason_with(monkeypatch, PREPARED[name], flipped).startswith("out[0]")
+        unwritten = "out[0]" if name == "keys" else "a result has NaN, or was not written everywhere"
+        assert reason_with(monkeypatch, PREPARED[name], does_nothing).startswith(unwritten)
 
 
 @pytest.mark.usefixtures("few_launches")
 def test_a_row_of_selected_positions_is_checked_and_timed(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fewer(right: Callable[..., Any], *, topk: int, out: Tensor, **rest: Any) -> None:
+        right(topk=topk - 1, out=out[:, 1:], **rest)
+
     with cute_mla.simulate(arch, sm_count=4):
-        record = measure_case(SELECTED, bench())
-        assert (record["status"], record["reason"], record["check"]["out_max_abs"]) == (TIMED, "", 0)
-        select = topk_indices.topk_indices
-        monkeypatch.setattr(topk_indices, "topk_indices", lambda logits, *rest, out: select(-logits, *rest, out=out))
-        assert measure_case(SELECTED, bench())["reason"].startswith("out[0]")
-        monkeypatch.setattr(
-            topk_indices, "topk_indices", lambda logits, lengths, topk, out: select(logits, lengths, topk - 1, out=out[:, 1:])
-        )
-        assert "was not written everywhere" in measure_case(SELECTED, bench())["reason"]
+        assert_timed(SELECTED)
+        assert reason_with(monkeypatch, SELECTED, lambda right, logits, **rest: right(logits=-logits, **rest)).startswith("out[0]")
+        assert "was not written everywhere" in reason_with(monkeypatch, SELECTED, fewer)
 
 
 @pytest.mark.usefixtures("few_launches")
-@pytest.mark.parametrize(("name", "call"), [("pages", "indexer_topk"), ("rows", "indexer_topk_prefill")])
-def test_a_row_of_scored_and_selected_keys_is_checked_and_timed(name: str, call: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", INDEXED)
+def test_a_row_of_scored_and_selected_keys_is_checked_and_timed(name: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    def negated(right: Callable[..., Any], *, q: Tensor, **rest: Any) -> None:
+        right(q=(-q.float()).to(q.dtype), **rest)
+
     with cute_mla.simulate(arch, sm_count=4):
-        record = measure_case(INDEXED[name], bench())
-        assert (record["status"], record["reason"], record["check"]["out_max_abs"]) == (TIMED, "", 0)
-        choose = getattr(indexer_topk, call)
-        monkeypatch.setattr(indexer_topk, call, lambda q, *rest, **kwargs: choose((-q.float()).to(q.dtype), *rest, **kwargs))
-        assert measure_case(INDEXED[name], bench())["reason"].startswith("out[0]")
-        monkeypatch.setattr(indexer_topk, call, lambda *rest, **kwargs: None)
-        assert "was not written everywhere" in measure_case(INDEXED[name], bench())["reason"]
+        assert_timed(INDEXED[name])
+        assert reason_with(monkeypatch, INDEXED[name], negated).startswith("out[0]")
+        assert "was not written everywhere" in reason_with(monkeypatch, INDEXED[name], does_nothing)
 
 
 @pytest.mark.usefixtures("few_launches")
-@pytest.mark.parametrize("name", ["sparse decode", "sparse prefill", "dense prefill, causal", "combine", "merge_states"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("sparse decode", "sparse decode, packed query tokens", "sparse prefill", "dense prefill, causal", "dense prefill, masked"),
+        *("dense prefill, backward", "combine", "merge_states"),
+    ],
+)
 def test_a_result_that_is_off_by_a_little_is_wrong(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = CASES[name]
-    spoiled = WORKLOADS[case.op]
+    spoiled = Combine if case.op == "combine" else workload.Workload
     call = spoiled.call
 
-    def off(self: workload.Workload[object], operands: object) -> None:
+    def off(self: Any, operands: Any) -> None:
         call(self, operands)
-        self.results(operands)["out"][0] *= 1.02
+        result = next(iter(self.results(operands).values()))
+        (result if case.op == "dense_prefill_backward" else result[0]).mul_(1.02)  # the first row of dq is 0
 
     monkeypatch.setattr(spoiled, "call", off)
     with cute_mla.simulate(sm_count=4):
         record = measure_case(case, bench())
     assert record["status"] == WRONG
-    assert record["reason"].startswith("out[0]")
+    assert record["reason"].startswith(("out[0]", "dq[0]"))
 
 
 @pytest.mark.usefixtures("few_launches")
@@ -238,9 +242,9 @@ def test_a_plan_for_too_many_parts_is_not_what_a_workload_makes(arch: Arch, monk
     """The plan's parts, times the CTAs of one part, are the SMs of the device."""
     monkeypatch.setattr(workload, "rotation_sets", lambda set_bytes, l2_bytes: 1)
     with cute_mla.simulate(arch, sm_count=8):
-        made = DenseDecode(small_case(lengths=(400,), s_q=1, h_q=128), CPU, 1)
-    assert made.metadata.shape == (4, 8)  # 128 heads are two row tiles
-    assert made.num_splits.tolist()[-1] > 1
+        made = make_workload(small_case(lengths=(400,), s_q=1, h_q=128), CPU, 1)
+    assert made.shared["tile_scheduler_metadata"].shape == (4, 8)  # 128 heads are two row tiles
+    assert made.shared["num_splits"].tolist()[-1] > 1
     assert made.workspace is not None
     assert made.workspace.nbytes >= 2 * 128 * 513 * 4
 
@@ -258,7 +262,7 @@ def test_every_token_selects_among_its_own_request(arch: Arch, monkeypatch: pyte
     shape = SparseDecodeShape(batch=3, s_q=2, h_q=4, topk=100, context=100, page_size=16)
     with cute_mla.simulate(arch, sm_count=4):
         made = make_workload(replace(CASES["sparse decode"], shape=shape), CPU, 1)
-    slots = made.sets[0].indices[0].flatten(1)
+    slots = made.sets[0].indices.flatten(1)
     assert [len(set(request.tolist())) for request in slots] == [100, 100, 100]  # both tokens took all that there are
     assert len(set(slots.flatten().tolist())) == 300
 

@@ -27,7 +27,7 @@ from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.operations import operation
 from cute_mla.testing.runner import call
-from cute_mla.testing.suites import suite
+from cute_mla.testing.suite import suite
 from tests.simulator.both_codes import both_codes
 
 CASES = ("merge_states", "mqa_logits", "topk_indices", "index_write", "cache_write", "cache_insert", "cache_gather", "dense_decode")

@@ -7,7 +7,7 @@ from pathlib import Path
 from cute_mla.manifest import Manifest
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import ARCHS
-from cute_mla.testing.suites import OPS, suite_kernels
+from cute_mla.testing.suite import OPS, suite_kernels
 
 
 def link_quick_kernels(folder: Path) -> None:

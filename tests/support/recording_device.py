@@ -15,7 +15,7 @@ from cute_mla.runtime.current import cpu_tensors_on
 from cute_mla.runtime.device import SingleLaunches
 from cute_mla.runtime.launch import CallSteps
 from cute_mla.spec.arch import SM90, SM100, Arch
-from cute_mla.spec.kernel_params import PARAMS_OF
+from cute_mla.spec.kernel_ops import PARAMS_OF
 
 
 @dataclass(frozen=True)

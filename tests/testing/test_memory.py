@@ -15,7 +15,7 @@ PROGRAM = """
 import resource
 from cute_mla.spec.arch import ARCHS
 from cute_mla.testing.runner import Target, run_all, schedules
-from cute_mla.testing.suites import suite
+from cute_mla.testing.suite import suite
 
 if __name__ == "__main__":
     entries = suite("quick", "sparse_decode", simulated=True)

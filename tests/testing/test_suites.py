@@ -11,7 +11,7 @@ from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.operations import operation
 from cute_mla.testing.pairwise import pairs, pairwise_cover
-from cute_mla.testing.suites import OPS, SUITES, suite, suite_kernels
+from cute_mla.testing.suite import OPS, SUITES, suite, suite_kernels
 from cute_mla.testing.suites.quick import kernels_of
 from tests.support.recording_device import RecordingDevice
 

@@ -20,7 +20,7 @@ from .far import far_tensor
 from .paged_cache import PagedCacheCase, allocate_cache, scale_tensor
 from .tensors import OUTSIDE, OutputBuffer, generator_for, nan_tensor, outside_pages
 
-_UNUSED_PAGE = 2_147_480_000  # in block tables, behind the pages of a request
+UNUSED_PAGE = 2_147_480_000  # in block tables, behind the pages of a request
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ def _block_table(case: CacheGatherCase) -> tuple[Tensor, Tensor]:
     draw = torch.Generator().manual_seed(case.seed + 1)
     counts = case.pages_of_each
     most = case.columns
-    table = torch.full((len(counts), most + 2), _UNUSED_PAGE, dtype=torch.int32)
+    table = torch.full((len(counts), most + 2), UNUSED_PAGE, dtype=torch.int32)
     used = torch.zeros(case.pages * case.page_size, dtype=torch.bool)
     pages = torch.randperm(case.pages, generator=draw)[torch.arange(sum(counts)) % case.pages]
     for request, own in enumerate(pages.split(counts)):

@@ -107,6 +107,16 @@ def cache_bytes(case: PagedCacheCase, k_cache: Tensor) -> Tensor:
     return k_cache.view(torch.uint8).contiguous().flatten(1).view(torch.int16)
 
 
+def key_bytes(case: PagedCacheCase, content: Tensor, slot: int) -> Tensor:
+    """Return uint8 [bytes of a key] out of the bytes of a packed cache, int16, as cache_bytes returns them."""
+    layout, (page, row) = case.format, divmod(slot, case.page_size)
+    own = content.view(torch.uint8).view(case.pages, -1)[page]
+    if layout.scales_inside:
+        return own.view(case.page_size, -1)[row]
+    first = case.page_size * layout.row_bytes + row * layout.scale_bytes  # nothing is said of the bytes behind the scales
+    return torch.cat([own[row * layout.row_bytes : (row + 1) * layout.row_bytes], own[first : first + layout.groups]])
+
+
 def copy_cache(case: PagedCacheCase, k_cache: Tensor) -> Tensor:
     """Return a copy of a cache in the same layout."""
     copy = allocate_cache(case, k_cache.device)

@@ -32,17 +32,17 @@ ORDERED = ("rising", "falling", "opposed", "steps", "needles")  # of these, valu
 OUTSIDE = "block_table"  # kind of the finding that a used block-table entry outside the cache is
 
 
-_UNTOUCHED = -0x5A5A5A5B  # integers that no call returns
+UNTOUCHED = -0x5A5A5A5B  # integers that no call returns
 
 
 def make_untouched(tensor: Tensor) -> None:
     """Fill a tensor with NaN, one of integers with a number that no call returns."""
-    tensor.fill_(float("nan") if tensor.is_floating_point() else _UNTOUCHED)
+    tensor.fill_(float("nan") if tensor.is_floating_point() else UNTOUCHED)
 
 
 def is_untouched(tensor: Tensor) -> bool:
     """Return whether a tensor is as make_untouched leaves it."""
-    return bool((tensor.isnan() if tensor.is_floating_point() else tensor == _UNTOUCHED).all())
+    return bool((tensor.isnan() if tensor.is_floating_point() else tensor == UNTOUCHED).all())
 
 
 class OutputBuffer(NamedTuple):

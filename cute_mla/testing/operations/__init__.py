@@ -1,10 +1,7 @@
-"""Operations: for each op, how the tensors of a case are made, the call through the public API, and the reference."""
+"""Operations: the record of each op. Suites, runner and every list of ops above the kernels take an op from here."""
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from ..bounds import bounds
 from ..cases.base import BaseCase
 from .cache_gather import CACHE_GATHER
 from .cache_insert import CACHE_INSERT
@@ -24,22 +21,14 @@ from .topk_indices import TOPK_INDICES
 __all__ = ["OPERATIONS", "Operation", "Result", "operation"]
 
 OPERATIONS = {
-    "dense_decode": DENSE_DECODE,
-    "sparse_decode": SPARSE_DECODE,
-    "sparse_prefill": SPARSE_PREFILL,
-    "dense_prefill": DENSE_PREFILL,
-    "dense_prefill_backward": DENSE_PREFILL_BACKWARD,
-    "merge_states": MERGE_STATES,
-    "mqa_logits": MQA_LOGITS,
-    "indexer_topk": INDEXER_TOPK,
-    "topk_indices": TOPK_INDICES,
-    "index_write": INDEX_WRITE,
-    "cache_write": CACHE_WRITE,
-    "cache_insert": CACHE_INSERT,
-    "cache_gather": CACHE_GATHER,
+    record.case.op: record
+    for record in (
+        *(DENSE_DECODE, SPARSE_DECODE, SPARSE_PREFILL, DENSE_PREFILL, DENSE_PREFILL_BACKWARD),
+        *(MERGE_STATES, MQA_LOGITS, INDEXER_TOPK, TOPK_INDICES, INDEX_WRITE, CACHE_WRITE, CACHE_INSERT, CACHE_GATHER),
+    )
 }
 
 
 def operation(case: BaseCase) -> Operation:
-    """Return the operation of a case, with the bounds of the case."""
-    return replace(OPERATIONS[case.op], results=bounds(case))
+    """Return the record of the op of a case."""
+    return OPERATIONS[case.op]

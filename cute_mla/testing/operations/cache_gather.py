@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -11,8 +13,10 @@ from torch import Tensor
 from ...cache import dequantise_cache, gather_kv_cache
 from ...spec.cache_rows import FP8_576
 from ..cases.base import DTYPES
-from ..cases.cache_gather import CacheGatherCase, CacheGatherTensors, make_cache_gather_tensors
+from ..cases.cache_gather import UNUSED_PAGE, CacheGatherCase, CacheGatherTensors, make_cache_gather_tensors
+from ..suites.cache_gather import OP_SUITES
 from .operation import Operation, Result, output_argument
+from .requests import Call, Picks, relocated, widened
 
 
 def _arguments(case: CacheGatherCase, tensors: CacheGatherTensors, workspace: Tensor | None) -> dict[str, Any]:
@@ -50,4 +54,32 @@ def _reference(case: CacheGatherCase, tensors: CacheGatherTensors) -> Result:
     return (out.to(cache.device, DTYPES[case.dtype]),)
 
 
-CACHE_GATHER = Operation(make_cache_gather_tensors, gather_kv_cache, _arguments, _reference)
+def _taken(case: CacheGatherCase, tensors: CacheGatherTensors, picks: Picks, moved: bool) -> Call:
+    picked = list(picks)
+    lengths, firsts = (tuple(own[pick] for pick in picked) for own in (case.lengths, case.firsts))
+    cache, table = tensors.k_cache, tensors.block_table[picked]
+    if moved:
+        cache, table = relocated(cache, table)
+        table = widened(table, 3, UNUSED_PAGE)
+    offsets = torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device=cache.device)
+    starts = None if tensors.starts is None else tensors.starts[picked]
+    operands = replace(tensors, k_cache=cache, block_table=table, cu_seqlens=offsets, starts=starts, output_buffers={})
+    return replace(case, lengths=lengths, starts=firsts), operands
+
+
+def _of(case: CacheGatherCase, tensors: CacheGatherTensors, results: Result, place: int) -> Result:
+    first, end = tensors.cu_seqlens[place : place + 2].tolist()
+    return (results[0][first:end],)
+
+
+CACHE_GATHER = Operation(
+    CacheGatherCase,
+    OP_SUITES,
+    make_cache_gather_tensors,
+    gather_kv_cache,
+    _arguments,
+    _reference,
+    taken=_taken,
+    of=_of,
+    requests=lambda case: len(case.lengths),
+)

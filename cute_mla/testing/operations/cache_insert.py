@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,14 @@ from ...ops.cache_torch import write_rows
 from ...ops.norm_rope import angles_at, rotated
 from ...ops.paged_cache import cache_rows
 from ...ops.tensor_spec import spec_of
+from ...spec.cache_insert import rotates
 from ..cases.cache_insert import CacheInsertCase, CacheInsertTensors, make_cache_insert_tensors, place_keys, place_queries
-from ..cases.paged_cache import cache_bytes, copy_cache
+from ..cases.paged_cache import allocate_cache, cache_bytes, copy_cache, key_bytes
+from ..compare import EQUAL, Tolerance
+from ..suites.cache_insert import OP_SUITES
+from .cache_write import moved_slots
 from .operation import Operation, Result
+from .requests import Call, Picks, narrowed
 
 
 def _arguments(case: CacheInsertCase, tensors: CacheInsertTensors, workspace: Tensor | None) -> dict[str, Any]:
@@ -40,9 +46,9 @@ def _results_of(case: CacheInsertCase, arguments: Mapping[str, Any], returned: A
 
 
 def _result(case: CacheInsertCase, k_cache: Tensor, q_pe: Tensor | None, keys: Tensor | None) -> Result:
-    """Return one tensor of the bytes that a call writes."""
-    written = [tensor.contiguous().view(torch.int16).flatten() for tensor in (q_pe, keys) if tensor is not None]
-    return (torch.cat((cache_bytes(case, k_cache).flatten(), *written)),)
+    """Return the bytes that a call writes."""
+    written = (tensor.contiguous().view(torch.int16) for tensor in (q_pe, keys) if tensor is not None)
+    return cache_bytes(case, k_cache), *written
 
 
 def _reference(case: CacheInsertCase, tensors: CacheInsertTensors) -> Result:
@@ -60,4 +66,36 @@ def _reference(case: CacheInsertCase, tensors: CacheInsertTensors) -> Result:
     return _result(case, cache, q_pe, keys)
 
 
-CACHE_INSERT = Operation(make_cache_insert_tensors, insert_kv_cache, _arguments, _reference, results_of=_results_of)
+def _bounds(case: CacheInsertCase) -> Mapping[str, Tolerance]:
+    q_pe = ("q_pe",) if case.heads and rotates(case.format) else ()
+    return dict.fromkeys(("out", *q_pe, *(("keys",) if case.kept != "none" else ())), EQUAL)
+
+
+def _taken(case: CacheInsertCase, tensors: CacheInsertTensors, picks: Picks, moved: bool) -> Call:
+    """Take tokens of a call, as cache_write takes them. moved: by positions of the other type."""
+    taken, places = moved_slots(case, picks, moved)
+    names = ("kv_c", "k_pe", "q_pe", "positions")
+    own: dict[str, Any] = {name: None if (tensor := getattr(tensors, name)) is None else tensor[list(picks)] for name in names}
+    if moved:
+        own["positions"] = narrowed(own["positions"])
+    return taken, replace(tensors, **own, k_cache=allocate_cache(taken, tensors.kv_c.device), slot_mapping=places)
+
+
+def _of(case: CacheInsertCase, tensors: CacheInsertTensors, results: Result, place: int) -> Result:
+    return key_bytes(case, results[0], int(tensors.slot_mapping[place])), *(result[place] for result in results[1:])
+
+
+CACHE_INSERT = Operation(
+    CacheInsertCase,
+    OP_SUITES,
+    make_cache_insert_tensors,
+    insert_kv_cache,
+    _arguments,
+    _reference,
+    results_of=_results_of,
+    bounds=_bounds,
+    taken=_taken,
+    of=_of,
+    requests=lambda case: case.tokens,
+    in_place=("k_cache", "q_pe"),
+)

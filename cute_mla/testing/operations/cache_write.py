@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from dataclasses import replace
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,8 +15,10 @@ from ...ops.paged_cache import cache_rows
 from ...ops.tensor_spec import spec_of
 from ...spec.cache_rows import FP8_576
 from ..cases.cache_write import CacheWriteCase, CacheWriteTensors, make_cache_write_tensors
-from ..cases.paged_cache import cache_bytes, copy_cache
+from ..cases.paged_cache import allocate_cache, cache_bytes, copy_cache, key_bytes
+from ..suites.cache_write import OP_SUITES
 from .operation import Operation, Result
+from .requests import Call, Picks, elsewhere
 
 
 def _arguments(case: CacheWriteCase, tensors: CacheWriteTensors, workspace: Tensor | None) -> dict[str, Any]:
@@ -45,4 +48,38 @@ def _reference(case: CacheWriteCase, tensors: CacheWriteTensors) -> Result:
     return (cache_bytes(case, cache),)
 
 
-CACHE_WRITE = Operation(make_cache_write_tensors, write_kv_cache, _arguments, _reference, results_of=_results_of)
+def _taken(case: CacheWriteCase, tensors: CacheWriteTensors, picks: Picks, moved: bool) -> Call:
+    """Write the keys of these tokens to slots of their own. moved: in pages of another size, by a mapping of the other type."""
+    taken, places = moved_slots(case, picks, moved)
+    own: dict[str, Any] = {name: None if (keys := getattr(tensors, name)) is None else keys[list(picks)] for name in ("kv_c", "k_pe")}
+    return taken, replace(tensors, **own, k_cache=allocate_cache(taken, tensors.kv_c.device), slot_mapping=places)
+
+
+CacheCase = TypeVar("CacheCase", bound=CacheWriteCase)
+
+
+def moved_slots(case: CacheCase, picks: Picks, moved: bool) -> tuple[CacheCase, Tensor]:
+    """Return the case of these tokens, and slots of theirs. moved: in pages of half the size, by a mapping of the other type."""
+    taken, places = replace(case, tokens=len(picks)), elsewhere(case.pages * case.page_size)[int(moved)][: len(picks)]
+    if moved:
+        return replace(taken, pages=2 * case.pages, page_size=case.page_size // 2), places.int()
+    return taken, places
+
+
+def _of(case: CacheWriteCase, tensors: CacheWriteTensors, results: Result, place: int) -> Result:
+    return (key_bytes(case, results[0], int(tensors.slot_mapping[place])),)
+
+
+CACHE_WRITE = Operation(
+    CacheWriteCase,
+    OP_SUITES,
+    make_cache_write_tensors,
+    write_kv_cache,
+    _arguments,
+    _reference,
+    results_of=_results_of,
+    taken=_taken,
+    of=_of,
+    requests=lambda case: case.tokens,
+    in_place=("k_cache",),
+)

@@ -28,9 +28,7 @@ from ...spec.split_plan import (
 from ..cases.base import DecodeCase
 from ..cases.dense_decode import DenseDecodeTensors
 from ..cases.sparse_decode import SparseDecodeTensors
-from .operation import Result, empty_lse, output_argument
-
-Plan = tuple[Tensor, Tensor]  # tile_scheduler_metadata, num_splits
+from .operation import Plan, Result, empty_lse, output_argument
 
 _FAR_BELOW, _FAR_ABOVE = -(1 << 20), 1 << 30
 # Columns of a part and numbers that no plan has there: before and behind all requests, tiles and rows of the accumulator. In a plan of six
@@ -81,6 +79,12 @@ def packed(case: DecodeCase, results: list[Result]) -> Result:
     for first, end, (own_out, own_lse) in zip(case.offsets, case.offsets[1:], results, strict=False):
         out[first:end], lse[first:end] = own_out[0], own_lse[0].T
     return out, lse
+
+
+def decode_results(case: DecodeCase, tensors: Any, results: Result, place: int) -> Result:
+    """Return out and lse of the request at a place of a call."""
+    first, end = (place, place + 1) if case.tokens is None else case.offsets[place : place + 2]
+    return tuple(result[first:end] for result in results)
 
 
 def _plan_tensors(case: DecodeCase, plan: Plan) -> Plan:

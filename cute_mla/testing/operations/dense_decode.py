@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,10 +11,21 @@ from torch import Tensor
 
 from ... import reference
 from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
+from ...spec.dense_decode import FP8
+from ..bounds import attention_bounds
 from ..cases.base import LONGER_KEYS
-from ..cases.dense_decode import DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
-from .decode import Plan, decode_arguments, packed
-from .operation import Operation, Result, empty_lse
+from ..cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
+from ..cases.tensors import decode_outputs, token_offsets
+from ..compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, Tolerance
+from ..suites.dense_decode import OP_SUITES
+from .decode import decode_arguments, decode_results, packed
+from .operation import Operation, Plan, Result, empty_lse
+from .requests import CUT, Call, Picks, at, relocated, rows_of, widened
+
+_ROWS = {"bf16": (6e-3, 4e-6), "fp16": (7e-4, 8e-8)}  # 3.0e-3, 2.8e-6; 3.2e-4, 3.9e-8
+# P is rounded to e4m3: by up to 1 / 17 = 5.9e-2 in all keys that count for a row, where these have like scores and the reference that the
+# exponentials refer to lags behind the maximum, as on SM100. 5.53e-2 with three such keys, 4.6e-4.
+_FP8_ROWS = (6e-2, 7e-4)
 
 
 def _arguments(case: DenseDecodeCase, tensors: DenseDecodeTensors, workspace: Tensor | None) -> dict[str, Any]:
@@ -84,10 +97,44 @@ def _reference(case: DenseDecodeCase, tensors: DenseDecodeTensors) -> Result:
     return packed(case, [decode(slice(first, end), slice(request, request + 1)) for request, (first, end) in ranges])
 
 
+def _bounds(case: DenseDecodeCase) -> Mapping[str, Tolerance]:
+    fp8 = case.operands == FP8
+    return attention_bounds(FP8_DENSE_OUT if fp8 else DENSE_DECODE_OUT, _FP8_ROWS if fp8 else _ROWS[case.dtype], "lse")
+
+
+def _taken(case: DenseDecodeCase, tensors: DenseDecodeTensors, picks: Picks, moved: bool) -> Call:
+    picked, tokens = list(picks), None if case.tokens is None else tuple(case.tokens[pick] for pick in picks)
+    rows = picked if case.tokens is None else rows_of(case.offsets, case.tokens, picks)
+    taken = replace(
+        case, batch=len(picked), lengths=tuple(case.given_lengths[pick] for pick in picked), tokens=tokens, varlen=False, zero_lengths=False
+    )
+    operands = replace(
+        tensors,
+        q=at(tensors.q, rows),
+        block_table=tensors.block_table[picked],
+        cache_seqlens=tensors.cache_seqlens[picked],
+        cu_seqlens_q=token_offsets(taken, tensors.q.device),
+        tree_mask=None if tensors.tree_mask is None else tensors.tree_mask[rows],
+        output_buffers=decode_outputs(taken, tensors.q.device),
+    )
+    if not moved:
+        return taken, operands
+    k_cache, table = relocated(operands.k_cache, operands.block_table)
+    operands = replace(operands, k_cache=k_cache, block_table=widened(table, CUT // case.page_size, UNUSED_TABLE_ENTRY))
+    return replace(taken, metadata="tensors"), operands
+
+
 DENSE_DECODE = Operation(
+    DenseDecodeCase,
+    OP_SUITES,
     make_dense_decode_tensors,
     flash_mla_with_kvcache,
     _arguments,
     _reference,
     workspace_bytes=_workspace_bytes,
+    bounds=_bounds,
+    taken=_taken,
+    of=decode_results,
+    requests=lambda case: case.batch,
+    plan=lambda case, tensors: _plan(case, tensors.cache_seqlens, tensors),
 )

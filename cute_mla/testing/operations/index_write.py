@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from ...indexer import prepare_index_queries, write_index_cache
 from ...ops.index_torch import layer_norm, prepared, write_index_rows
 from ...ops.index_write import factor_of
 from ...ops.norm_rope import angles_at
+from ...spec.mqa_logits import COLUMNS, SCALE_BYTES
 from ..cases.index_write import (
     IndexWriteCase,
     IndexWriteTensors,
@@ -19,7 +21,10 @@ from ..cases.index_write import (
     index_cache_bytes,
     make_index_write_tensors,
 )
+from ..compare import EQUAL, Tolerance
+from ..suites.index_write import OP_SUITES
 from .operation import Operation, Result, output_argument
+from .requests import Call, Picks, elsewhere, narrowed, own_rows
 
 _EPS = 1e-6
 
@@ -68,4 +73,45 @@ def _reference(case: IndexWriteCase, tensors: IndexWriteTensors) -> Result:
     return (index_cache_bytes(case, cache),)
 
 
-INDEX_WRITE = Operation(make_index_write_tensors, _call, _arguments, _reference, results_of=_results_of)
+def _bounds(case: IndexWriteCase) -> Mapping[str, Tolerance]:
+    return dict.fromkeys(("out", "out_weights") if case.rows == "queries" else ("out",), EQUAL)
+
+
+def _taken(case: IndexWriteCase, tensors: IndexWriteTensors, picks: Picks, moved: bool) -> Call:
+    """Take tokens of a call. moved: at slots elsewhere, in pages of half the size, by positions of the other type."""
+    picked, taken = list(picks), replace(case, tokens=len(picks))
+    positions = None if tensors.positions is None else tensors.positions[picked]
+    if moved:
+        positions = narrowed(positions)
+    operands = replace(tensors, rows=tensors.rows[picked], positions=positions, output_buffers={})
+    if case.rows == "queries":
+        return taken, replace(operands, weights=tensors.weights[picked])
+    if moved:
+        taken = replace(taken, pages=2 * case.pages, page_size=case.page_size // 2)
+    places = elsewhere(case.pages * case.page_size)[int(moved)][: len(picked)]
+    cache = allocate_index_cache(taken, tensors.rows.device)
+    return taken, replace(operands, slot_mapping=places, index_cache=cache)
+
+
+def _of(case: IndexWriteCase, tensors: IndexWriteTensors, results: Result, place: int) -> Result:
+    if case.rows == "queries":
+        return own_rows(case, tensors, results, place)
+    page, row = divmod(int(tensors.slot_mapping[place]), case.page_size)
+    codes, scales = results[0].view(torch.uint8).view(case.pages, -1)[page].split((case.page_size * COLUMNS, case.page_size * SCALE_BYTES))
+    return (torch.cat([codes.view(-1, COLUMNS)[row], scales.view(-1, SCALE_BYTES)[row]]),)
+
+
+INDEX_WRITE = Operation(
+    IndexWriteCase,
+    OP_SUITES,
+    make_index_write_tensors,
+    _call,
+    _arguments,
+    _reference,
+    results_of=_results_of,
+    bounds=_bounds,
+    taken=_taken,
+    of=_of,
+    requests=lambda case: case.tokens,
+    in_place=("index_cache",),
+)

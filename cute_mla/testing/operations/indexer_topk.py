@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +12,10 @@ from ...api import workspace_size
 from ...indexer import indexer_topk, indexer_topk_prefill
 from ..cases.indexer_topk import IndexerTopkCase, make_indexer_topk_tensors
 from ..cases.mqa_logits import MqaLogitsTensors
+from ..suites.indexer_topk import OP_SUITES
+from .mqa_logits import logit_rows, taken_operands
 from .operation import Operation, Result, output_argument
+from .requests import Call, Picks
 
 
 def _operands(case: IndexerTopkCase, tensors: MqaLogitsTensors) -> dict[str, Any]:
@@ -46,4 +50,20 @@ def _workspace_bytes(case: IndexerTopkCase, tensors: MqaLogitsTensors) -> int:
     )
 
 
-INDEXER_TOPK = Operation(make_indexer_topk_tensors, _call, _arguments, _reference, workspace_bytes=_workspace_bytes)
+def _taken(case: IndexerTopkCase, tensors: MqaLogitsTensors, picks: Picks, moved: bool) -> Call:
+    count: dict[str, Any] = {"tokens" if case.page_size is None else "requests": len(picks)}
+    return replace(case, **count), taken_operands(tensors, picks, moved)
+
+
+INDEXER_TOPK = Operation(
+    IndexerTopkCase,
+    OP_SUITES,
+    make_indexer_topk_tensors,
+    _call,
+    _arguments,
+    _reference,
+    workspace_bytes=_workspace_bytes,
+    taken=_taken,
+    of=logit_rows,
+    requests=lambda case: case.tokens if case.page_size is None else case.requests,
+)

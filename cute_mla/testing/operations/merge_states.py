@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ... import reference
 from ...api import merge_states
 from ..cases.merge_states import MergeStatesCase, MergeStatesTensors, make_merge_states_tensors
+from ..compare import MERGED_BF16, MERGED_FP16, MERGED_LSE, Tolerance
+from ..suites.merge_states import OP_SUITES
 from .operation import Operation, Result, empty_lse, output_argument
+from .requests import Call, Picks, own_rows
 
 
 def _arguments(case: MergeStatesCase, tensors: MergeStatesTensors, workspace: Tensor | None) -> dict[str, Any]:
@@ -36,4 +41,30 @@ def _reference(case: MergeStatesCase, tensors: MergeStatesTensors) -> Result:
     return reference.merge_states(tensors.outs, tensors.lses, empty_lse(case))
 
 
-MERGE_STATES = Operation(make_merge_states_tensors, merge_states, _arguments, _reference, results_of=_results_of)
+def _bounds(case: MergeStatesCase) -> Mapping[str, Tolerance]:
+    """Return the tolerances of one rounding of out: at most 2^-9 of an element in bf16, 2^-12 in fp16."""
+    out = replace(MERGED_BF16, row_tol=2.5e-3) if case.dtype == "bf16" else replace(MERGED_FP16, row_tol=3.5e-4)
+    return {"out": out, "lse": MERGED_LSE}
+
+
+def _taken(case: MergeStatesCase, tensors: MergeStatesTensors, picks: Picks, moved: bool) -> Call:
+    """Take tokens of a call. moved: rows further apart."""
+    outs, lses = (tensor[:, list(picks)] for tensor in (tensors.outs, tensors.lses))
+    if moved:
+        outs, lses = (torch.stack([tensor, tensor], dim=2)[:, :, 0] for tensor in (outs, lses))
+    return replace(case, tokens=len(picks)), MergeStatesTensors(outs, lses)
+
+
+MERGE_STATES = Operation(
+    MergeStatesCase,
+    OP_SUITES,
+    make_merge_states_tensors,
+    merge_states,
+    _arguments,
+    _reference,
+    results_of=_results_of,
+    bounds=_bounds,
+    taken=_taken,
+    of=own_rows,
+    requests=lambda case: case.tokens,
+)

@@ -4,15 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ... import reference
 from ...indexer import fp8_mqa_logits, fp8_paged_mqa_logits
 from ..cases.mqa_logits import MqaLogitsCase, MqaLogitsTensors, make_mqa_logits_tensors
-from ..compare import ErrorLimit
+from ..compare import EQUAL, NO_BOUND, ErrorLimit, Tolerance
+from ..suites.mqa_logits import OP_SUITES
 from .operation import Operation, Result, output_argument
+from .requests import Call, Picks, at, relocated
+
+_LOGITS_COS_DIFF = 5e-6  # DeepGEMM's; fp8 products summed with 13 bits have about 1e-7
+
 
 # A step of the tensor cores sums 32 products and what there is so far. Hopper keeps 13 bits behind the leading one of the greatest.
 _KEPT_BITS = 13
@@ -78,4 +85,60 @@ def _limits(case: MqaLogitsCase, tensors: MqaLogitsTensors, expected: Result) ->
     return {"out": ErrorLimit(_DEVIATIONS * math.sqrt(_SUMMANDS) * 2.0**-_KEPT_BITS * float(greatest * spread))}
 
 
-MQA_LOGITS = Operation(make_mqa_logits_tensors, _call, _arguments, _reference, results_of=_results_of, limits=_limits)
+def _bounds(case: MqaLogitsCase) -> Mapping[str, Tolerance]:
+    return {"out": replace(NO_BOUND, cos_tol=_LOGITS_COS_DIFF) if case.values == "normal" else EQUAL}
+
+
+def _taken(case: MqaLogitsCase, tensors: MqaLogitsTensors, picks: Picks, moved: bool) -> Call:
+    count: dict[str, Any] = {"tokens" if case.page_size is None else "requests": len(picks)}
+    return replace(case, **count), taken_operands(tensors, picks, moved)
+
+
+def taken_operands(tensors: MqaLogitsTensors, picks: Picks, moved: bool) -> MqaLogitsTensors:
+    """Take requests of a call, or tokens without pages. moved: keys further apart, or pages elsewhere."""
+    picked = list(picks)
+    if tensors.block_table is None:
+        assert tensors.ks is not None
+        keys = tensors.keys
+        if moved:
+            wide = torch.cat([keys.view(torch.uint8), keys.view(torch.uint8)[:, :16]], dim=1)
+            keys = wide[:, : keys.shape[1]].view(keys.dtype)
+        rows: dict[str, Any] = {
+            "q": at(tensors.q, picks),
+            "weights": tensors.weights[picked],
+            "ks": tensors.ks[picked],
+            "ke": tensors.ke[picked],
+        }
+        return replace(tensors, **rows, keys=keys, output_buffers={})
+    tokens = tensors.q.shape[1]
+    rows = {
+        "q": at(tensors.q, picks),
+        "weights": tensors.weights.unflatten(0, (-1, tokens))[picked].flatten(0, 1),
+        "ke": tensors.ke[picked],
+    }
+    keys, table = tensors.keys, tensors.block_table[picked]
+    if moved:
+        keys, table = relocated(keys, table)
+    return replace(tensors, **rows, keys=keys, block_table=table, output_buffers={})
+
+
+def logit_rows(case: Any, tensors: MqaLogitsTensors, results: Result, place: int) -> Result:
+    """Return the rows of a request, or of a token without pages."""
+    each = 1 if tensors.block_table is None else tensors.q.shape[1]
+    return tuple(result[place * each : (place + 1) * each] for result in results)
+
+
+MQA_LOGITS = Operation(
+    MqaLogitsCase,
+    OP_SUITES,
+    make_mqa_logits_tensors,
+    _call,
+    _arguments,
+    _reference,
+    results_of=_results_of,
+    limits=_limits,
+    bounds=_bounds,
+    taken=_taken,
+    of=logit_rows,
+    requests=lambda case: case.tokens if case.page_size is None else case.requests,
+)

@@ -1,10 +1,10 @@
-"""The operation of a case: its tensors, its call through the public API, and the reference."""
+"""The record of an op: its cases and suites, how tensors are made, the call through the public API, the reference and its bounds."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,13 +12,24 @@ from torch import Tensor
 
 from ..cases.base import BaseCase
 from ..cases.tensors import Operands
-from ..compare import ErrorLimit, Tolerance
+from ..compare import EQUAL, ErrorLimit, Tolerance
+from ..suites.entries import OpSuites
 
 Result = tuple[Tensor, ...]
+Plan = tuple[Tensor, Tensor]  # tile_scheduler_metadata, num_splits
+Sample = tuple[Result, Callable[[Result], Result]]
 
 
 def _as_tuple(case: Any, arguments: Mapping[str, Any], returned: Any) -> Result:
     return (returned,) if isinstance(returned, Tensor) else tuple(returned)
+
+
+def _equal(case: Any) -> Mapping[str, Tolerance]:
+    return {"out": EQUAL}
+
+
+def _not_taken(case: Any, *_: Any) -> Any:
+    raise NotImplementedError(f"{case.op} does not say how requests are taken")
 
 
 def _no_workspace(case: Any, tensors: Any) -> int:
@@ -31,32 +42,55 @@ def _no_limits(case: Any, tensors: Any, expected: Result) -> Mapping[str, ErrorL
 
 @dataclass(frozen=True)
 class Operation:
-    """One op. Each function takes a case of the op.
+    """The record of one op. Each function takes a case of the op.
 
+    case: the class of its cases, which names the op. suites: its cases.
     make_tensors(case, device): makes the operands. function: the public function.
     arguments(case, tensors, workspace or None): all arguments of that function by name. Makes a plan of tensors on the device, if the
         case asks for one.
     reference(case, tensors): computes the results in fp64 and returns them in fp32.
-    results: by name, in the order of call and reference, the tolerance of each result; `operation` sets it for a case.
+    bounds(case): by name, in the order of call and reference, the tolerance of each result; equal bits by default.
     workspace_bytes(case, tensors): exactly what the call needs. results_of(case, arguments, returned): the results after the function
         has returned.
+    taken(case, tensors, picks, moved): the call of these requests of a case, in this order, repeated ones too. moved: what belongs to them
+        lies elsewhere in memory, tables are wider than any of them needs, and what there is to plan is planned beforehand.
+    of(case, tensors, results, place): the results of the request at a place of a call.
+    requests(case): how many requests a call has.
+    part(case, tensors, request): as `sample`, of a part of a request, for ops whose requests may be too large for the reference.
+    plan(case, tensors): makes a plan on the device, for ops whose calls take one.
+    in_place: arguments that the call overwrites, which `arguments` copies from tensors of these names.
     limits(case, tensors, results of the reference): by name of a result, the limit of its errors, for ops that have one besides the
         tolerances.
     """
 
+    case: type[BaseCase]
+    suites: OpSuites[Any]
     make_tensors: Callable[[Any, str | torch.device], Any]
     function: Callable[..., Any]
     arguments: Callable[[Any, Any, Tensor | None], dict[str, Any]]
     reference: Callable[[Any, Any], Result]
-    results: Mapping[str, Tolerance] = field(default_factory=dict)
+    bounds: Callable[[Any], Mapping[str, Tolerance]] = _equal
     workspace_bytes: Callable[[Any, Any], int] = _no_workspace
     results_of: Callable[[Any, Mapping[str, Any], Any], Result] = _as_tuple
     limits: Callable[[Any, Any, Result], Mapping[str, ErrorLimit]] = _no_limits
+    taken: Callable[[Any, Any, Sequence[int], bool], tuple[Any, Any]] = _not_taken
+    of: Callable[[Any, Any, Result, int], Result] = _not_taken
+    requests: Callable[[Any], int] = _not_taken
+    part: Callable[[Any, Any, int], Sample] | None = None
+    plan: Callable[[Any, Any], Plan] | None = None
+    in_place: tuple[str, ...] = ()
 
     def call(self, case: Any, tensors: Any, workspace: Tensor | None) -> Result:
         """Call the public function with the operands of the case; return its results."""
         arguments = self.arguments(case, tensors, workspace)
         return self.results_of(case, arguments, self.function(**arguments))
+
+    def sample(self, case: Any, tensors: Any, request: int) -> Sample:
+        """Compute a request of a call by the reference. Return its results, and what takes the same part of the results of the call."""
+        if self.part is not None:
+            return self.part(case, tensors, request)
+        taken, own = self.taken(case, tensors, [request], False)
+        return self.of(taken, own, self.reference(taken, own), 0), lambda results: self.of(case, tensors, results, request)
 
 
 def empty_lse(case: BaseCase) -> float:

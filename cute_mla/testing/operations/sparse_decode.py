@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -13,11 +15,18 @@ from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ...cache import dequantise_cache
 from ...reference import IndexedCache
 from ...spec.cache_format import CacheFormat
+from ..bounds import attention_bounds
 from ..cases.base import DTYPES
 from ..cases.paged_cache import named_format
 from ..cases.sparse_decode import SparseDecodeCase, SparseDecodeTensors, make_sparse_decode_tensors
-from .decode import Plan, decode_arguments, packed
-from .operation import Operation, Result, empty_lse
+from ..cases.tensors import decode_outputs, token_offsets
+from ..compare import SPARSE_DECODE_OUT, Tolerance
+from ..suites.sparse_decode import OP_SUITES
+from .decode import decode_arguments, packed
+from .operation import Operation, Plan, Result, empty_lse
+from .requests import CUT, Call, Picks, at, own_rows, relocated, widened
+
+_ROWS = {"bf16": (6e-3, 5e-6), "fp16": (7e-4, 8e-8)}  # 3.3e-3, 3.2e-6; 3.2e-4, 3.9e-8
 
 
 def _arguments(case: SparseDecodeCase, tensors: SparseDecodeTensors, workspace: Tensor | None) -> dict[str, Any]:
@@ -77,8 +86,14 @@ def _reference(case: SparseDecodeCase, tensors: SparseDecodeTensors) -> Result:
 
 
 def _selected(case: SparseDecodeCase, layout: CacheFormat, cache: Tensor, indices: Tensor, length: Tensor | None) -> IndexedCache:
-    """Return a cache and its indices [tokens, 1, topk] where query tokens are packed."""
-    return IndexedCache(_dequantise(case, layout, cache), indices if case.tokens is None else indices[:, None], length)
+    """Return the pages of a cache that indices name, and the indices into these, [tokens, 1, topk] where query tokens are packed."""
+    rows = cache.shape[1]
+    valid = (indices >= 0) & (indices < len(cache) * rows)
+    pages, place = torch.unique(indices[valid].long() // rows, return_inverse=True)
+    own = torch.full_like(indices, -1)
+    own[valid] = (place * rows + indices[valid].long() % rows).to(own)
+    used = cache[pages] if len(pages) else cache[:1]
+    return IndexedCache(_dequantise(case, layout, used), own if case.tokens is None else own[:, None], length)
 
 
 def _dequantise(case: SparseDecodeCase, layout: CacheFormat, cache: Tensor) -> Tensor:
@@ -86,10 +101,50 @@ def _dequantise(case: SparseDecodeCase, layout: CacheFormat, cache: Tensor) -> T
     return dequantise_cache(cache, layout.name).to(DTYPES[case.dtype]).float().flatten(0, 2)
 
 
+def _bounds(case: SparseDecodeCase) -> Mapping[str, Tolerance]:
+    return attention_bounds(SPARSE_DECODE_OUT, _ROWS[case.dtype], "lse")
+
+
+def _taken(case: SparseDecodeCase, tensors: SparseDecodeTensors, picks: Picks, moved: bool) -> Call:
+    """Take requests of a call, of packed query tokens the tokens, each a request of its own."""
+    picked = list(picks)
+    pools = [
+        pool._replace(lengths=None if lengths is None else tuple(lengths[pick] for pick in picked))
+        for pool, lengths in zip(case.pools, case.topk_lengths, strict=True)
+    ]
+    taken = replace(
+        case,
+        batch=len(picked),
+        main=pools[0],
+        extra=pools[1] if len(pools) > 1 else None,
+        tokens=None if case.tokens is None else (1,) * len(picked),
+    )
+    names = ("indices", "topk_length", "extra_indices", "extra_topk_length")
+    own: dict[str, Any] = {name: None if (tensor := getattr(tensors, name)) is None else tensor[picked] for name in names}
+    offsets, buffers = token_offsets(taken, tensors.q.device), decode_outputs(taken, tensors.q.device)
+    operands = replace(tensors, q=at(tensors.q, picked), cu_seqlens_q=offsets, output_buffers=buffers, **own)
+    if not moved:
+        return taken, operands
+    for prefix, spare in (("", CUT), ("extra_", 3)):
+        cache, indices = getattr(operands, f"{prefix}k_cache"), getattr(operands, f"{prefix}indices")
+        if cache is not None:
+            cache, indices = relocated(cache, indices, cache.shape[1])
+            placed: dict[str, Any] = {f"{prefix}k_cache": cache, f"{prefix}indices": widened(indices, spare, 0)}
+            operands = replace(operands, **placed)
+    return replace(taken, metadata="tensors"), operands
+
+
 SPARSE_DECODE = Operation(
+    SparseDecodeCase,
+    OP_SUITES,
     make_sparse_decode_tensors,
     flash_mla_with_kvcache,
     _arguments,
     _reference,
     workspace_bytes=_workspace_bytes,
+    bounds=_bounds,
+    taken=_taken,
+    of=own_rows,
+    requests=lambda case: case.batch,
+    plan=lambda case, tensors: _plan(case, tensors.cu_seqlens_q, tensors.q.device),
 )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ... import reference
 from ...indexer import topk_indices
 from ..cases.topk_indices import TopkIndicesCase, TopkIndicesTensors, make_topk_indices_tensors
+from ..suites.topk_indices import OP_SUITES
 from .operation import Operation, Result, output_argument
+from .requests import Call, Picks, own_rows
 
 
 def _arguments(case: TopkIndicesCase, tensors: TopkIndicesTensors, workspace: Tensor | None) -> dict[str, Any]:
@@ -20,4 +24,22 @@ def _reference(case: TopkIndicesCase, tensors: TopkIndicesTensors) -> Result:
     return (reference.topk_indices(tensors.logits, tensors.lengths, case.topk),)
 
 
-TOPK_INDICES = Operation(make_topk_indices_tensors, topk_indices, _arguments, _reference)
+def _taken(case: TopkIndicesCase, tensors: TopkIndicesTensors, picks: Picks, moved: bool) -> Call:
+    """Take rows of a call. moved: further apart, from an odd number on."""
+    logits, lengths = (tensor[list(picks)] for tensor in (tensors.logits, tensors.lengths))
+    if moved:
+        logits = torch.cat([logits[:, :1], logits, logits[:, :2]], dim=1)[:, 1:-2]
+    return replace(case, rows=len(picks)), TopkIndicesTensors(logits, lengths)
+
+
+TOPK_INDICES = Operation(
+    TopkIndicesCase,
+    OP_SUITES,
+    make_topk_indices_tensors,
+    topk_indices,
+    _arguments,
+    _reference,
+    taken=_taken,
+    of=own_rows,
+    requests=lambda case: case.rows,
+)

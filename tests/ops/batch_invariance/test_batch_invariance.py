@@ -13,11 +13,9 @@ import pytest
 
 from cute_mla.aot_build.variants import OPS, Variant, closed_variants
 from cute_mla.spec.arch import ARCHS, Arch
-from tests.ops.batch_invariance.cache_contracts import MOVING
-from tests.ops.batch_invariance.contracts import COMPUTING, CUT_CONTRACTS, WITHIN, Contract
+from cute_mla.testing.operations import operation
+from tests.ops.batch_invariance.contracts import CONTRACTS, CUT_CONTRACTS, WITHIN, Contract
 from tests.support.bench import Bench, Result, identical
-
-CONTRACTS = {**COMPUTING, **MOVING}
 
 
 @dataclass(frozen=True)
@@ -44,21 +42,22 @@ def on_every_device(requests: int) -> tuple[Arrangement, ...]:
 
 def broken(contract: Contract, bench: Bench, case: Any, wanted: tuple[Arrangement, ...]) -> Iterator[tuple[Arrangement, int]]:
     """Return the calls and requests whose bits differ from a call of all requests, which is itself correct."""
-    operands = contract.make(case)
+    operands, of = operation(case).make_tensors(case, "cpu"), operation(case).of
     everyone = tuple(range(contract.requests))
-    together, together_operands = run(contract, bench, case, operands, Arrangement(everyone, case.sm_count))
-    contract.expect(case, together_operands, together)
+    whole, together = run(contract, bench, case, operands, Arrangement(everyone, case.sm_count))
+    contract.expect(*whole, together)
     for arrangement in wanted:
-        results, own = run(contract, bench, case, operands, arrangement)
+        call, results = run(contract, bench, case, operands, arrangement)
         for place, request in enumerate(arrangement.picks):
-            if not identical(contract.of(own, results, place), contract.of(together_operands, together, request)):
+            if not identical(of(*call, results, place), of(*whole, together, request)):
                 yield arrangement, request
 
 
-def run(contract: Contract, bench: Bench, case: Any, operands: Any, arrangement: Arrangement) -> tuple[Result, Any]:
-    """Return the results of an arrangement, and its operands."""
-    call, own = contract.taken(case, operands, arrangement.picks, arrangement.moved)
-    return contract.run(bench, replace(call, sm_count=arrangement.sm_count), own), own
+def run(contract: Contract, bench: Bench, case: Any, operands: Any, arrangement: Arrangement) -> tuple[tuple[Any, Any], Result]:
+    """Return the case and operands of an arrangement, and its results."""
+    call, own = operation(case).taken(case, operands, arrangement.picks, arrangement.moved)
+    call = replace(call, sm_count=arrangement.sm_count)
+    return (call, own), contract.run(bench, call, own)
 
 
 def variants(contracts: dict[str, Contract]) -> list[Any]:

@@ -13,7 +13,7 @@ import cute_mla
 from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
-from cute_mla.spec.kernel_params import PARAMS_OF
+from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.ops.dense_decode.dense_call import Call
 from tests.support.recording_device import RecordingDevice, row_ctas

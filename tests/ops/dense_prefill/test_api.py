@@ -15,7 +15,7 @@ from cute_mla.simulator.numerics.tma import validate
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM100, Arch
 from cute_mla.spec.dense_prefill import MAX_TOKENS
-from cute_mla.spec.kernel_params import PARAMS_OF
+from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.ops.dense_prefill.varlen_call import VarlenCall, far_call
 from tests.support.dispatch_modes import Allocations

@@ -17,7 +17,7 @@ from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_prefill import MAX_TOKENS
-from cute_mla.spec.kernel_params import PARAMS_OF
+from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase, DensePrefillTensors, make_dense_prefill_tensors, pack_bits
 from tests.ops.dense_prefill.varlen_call import VarlenCall, far_call
 from tests.support.bench import Bench, expect, identical

@@ -14,7 +14,7 @@ from cute_mla.simulator.numerics.tma import validate
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.dense_prefill import HEAD_DIMS
 from cute_mla.spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES
-from cute_mla.spec.kernel_params import PARAMS_OF
+from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.ops.dense_prefill_backward.backward_call import BackwardCall

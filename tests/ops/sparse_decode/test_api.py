@@ -13,7 +13,7 @@ import cute_mla
 from cute_mla.ops.paged_cache import gathered_cache
 from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.spec.abi import ParamKind
-from cute_mla.spec.kernel_params import PARAMS_OF
+from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.spec.sparse_decode import DECODED, SparseDecodeProblem
 from tests.ops.sparse_decode.sparse_call import SparseCall
 from tests.support.recording_device import RecordingDevice, row_ctas

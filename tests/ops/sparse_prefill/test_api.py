@@ -14,7 +14,7 @@ from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.runtime.arguments import ArgumentBlock
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import Arch
-from cute_mla.spec.kernel_params import PARAMS_OF
+from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.spec.sparse_prefill import MAX_GROUPS, SparsePrefillProblem
 from tests.ops.sparse_prefill.sparse_prefill_call import PrefillCall
 from tests.support.dispatch_modes import Allocations

@@ -1,0 +1,96 @@
+"""The one list of kernels: for each op of a kernel its launch parameters, variants, module and seconds of a build, and who launches it.
+
+The closed list of the build, the parameters that a manifest must have, the times of a build and the lists of ops of the CLI follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from . import (
+    cache_gather,
+    cache_insert,
+    cache_rows,
+    cache_write,
+    combine,
+    dense_decode,
+    dense_prefill,
+    dense_prefill_dkdv,
+    dense_prefill_dq,
+    index_write,
+    masked_prefill,
+    merge_states,
+    mqa_logits,
+    sparse_decode,
+    sparse_prefill,
+    split_plan,
+    topk_indices,
+)
+from .abi import Param
+from .arch import Arch
+from .mla import LATENT_DIMS, key_dtypes
+
+
+class Config(Protocol):
+    """Variant of a kernel: any frozen dataclass with a name."""
+
+    @property
+    def name(self) -> str:
+        """Return the kernel's name in the manifest, without op and architecture."""
+
+
+@dataclass(frozen=True)
+class KernelOp:
+    """The kernels of one op.
+
+    params: of a launch, in order. variants: the closed list of an architecture. seconds: of one core for a kernel and its process, the
+        mean of a build of 194 s. Machines differ by far more than kernels do, so that only the ratios count.
+    callers: ops of the public functions that launch the kernel; None: the op of the same name.
+    by_arch: each architecture has a module, not all of them one.
+    """
+
+    params: tuple[Param, ...]
+    variants: Callable[[Arch], Sequence[Config]]
+    seconds: float
+    callers: tuple[str, ...] | None = None
+    by_arch: bool = False
+
+    def module(self, op: str, arch: Arch) -> str:
+        """Return the name of the module whose build(config, arch) returns the source."""
+        return f"cute_mla.kernels.{op}.{arch.name if self.by_arch else 'kernel'}"
+
+
+def _combines(arch: Arch) -> Sequence[Config]:
+    configs = (combine.CombineConfig(dtype, dims.latent) for d_qk, dims in LATENT_DIMS.items() for dtype in key_dtypes(d_qk))
+    return tuple(dict.fromkeys(configs))
+
+
+def _same(variants: Callable[[], Sequence[Config]]) -> Callable[[Arch], Sequence[Config]]:
+    """Return the variants of every architecture."""
+    return lambda arch: variants()
+
+
+_DECODES, _BACKWARD = ("dense_decode", "sparse_decode"), ("dense_prefill_backward",)
+KERNEL_OPS: dict[str, KernelOp] = {
+    "dense_decode": KernelOp(dense_decode.PARAMS, dense_decode.closed_variants, 2.1, by_arch=True),
+    "sparse_decode": KernelOp(sparse_decode.PARAMS, sparse_decode.closed_variants, 2.1, by_arch=True),
+    "sparse_prefill": KernelOp(sparse_prefill.PARAMS, sparse_prefill.closed_variants, 1.6, by_arch=True),
+    "dense_prefill": KernelOp(dense_prefill.PARAMS, dense_prefill.closed_variants, 2.1, by_arch=True),
+    "masked_prefill": KernelOp(masked_prefill.PARAMS, masked_prefill.closed_variants, 2.1, ("dense_prefill",), by_arch=True),
+    "dense_prefill_dkdv": KernelOp(dense_prefill_dkdv.PARAMS, dense_prefill_dkdv.closed_variants, 1.5, _BACKWARD, by_arch=True),
+    "dense_prefill_dq": KernelOp(dense_prefill_dq.PARAMS, dense_prefill_dq.closed_variants, 1.6, _BACKWARD, by_arch=True),
+    "split_plan": KernelOp(split_plan.PARAMS, lambda arch: (split_plan.SplitPlanConfig(),), 0.8, _DECODES),
+    "combine": KernelOp(combine.PARAMS, _combines, 0.9, _DECODES),
+    "merge_states": KernelOp(merge_states.PARAMS, _same(merge_states.closed_variants), 0.7),
+    "mqa_logits": KernelOp(mqa_logits.PARAMS, _same(mqa_logits.closed_variants), 1.3, ("mqa_logits", "indexer_topk"), by_arch=True),
+    "topk_indices": KernelOp(topk_indices.PARAMS, _same(topk_indices.closed_variants), 1.3, ("indexer_topk", "topk_indices")),
+    "index_write": KernelOp(index_write.PARAMS, _same(index_write.closed_variants), 0.7),
+    "cache_write": KernelOp(cache_write.PARAMS, _same(cache_rows.closed_variants), 0.6),
+    "cache_insert": KernelOp(cache_insert.PARAMS, _same(cache_insert.closed_variants), 0.9),
+    "cache_gather": KernelOp(cache_gather.PARAMS, _same(cache_rows.closed_variants), 0.6),
+}
+PARAMS_OF = {op: kernels.params for op, kernels in KERNEL_OPS.items()}
+# Ops of public functions, which the suites test.
+OPS = tuple(dict.fromkeys(caller for op, kernels in KERNEL_OPS.items() for caller in kernels.callers or (op,)))
