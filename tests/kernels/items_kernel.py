@@ -10,8 +10,8 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from cute_mla.kernels.definition import KernelDefinition
-from cute_mla.kernels.dense_prefill.operands import WorkItem, WorkItems
-from cute_mla.kernels.dense_prefill.sm90_items import ItemRole
+from cute_mla.kernels.dense_prefill.operands import DensePrefillItem, DensePrefillItems
+from cute_mla.kernels.dense_prefill.sm90_items import DensePrefillSm90ItemRole
 from cute_mla.spec import abi
 from cute_mla.spec.arch import SM90
 from cute_mla.spec.dense_prefill import TILE_ROWS
@@ -38,23 +38,23 @@ class ItemsArguments(NamedTuple):
 
 @dataclass(frozen=True)
 class Records:
-    """Takes items as a board does, and keeps them."""
+    """Takes items as a queue does, and keeps them."""
 
     records: cute.Pointer
     counts: cute.Pointer
     capacity: Int32
 
-    def post_item(self, turn: Int32, item: WorkItem) -> Int32:
+    def post_item(self, turn: Int32, item: DensePrefillItem) -> Int32:
         """Write an item down. Return the next turn."""
         self.post(turn, Boolean(True), item)
         return turn + 1
 
     def post_end(self, turn: Int32) -> None:
         """Write the number of items down."""
-        self.post(turn, Boolean(False), WorkItem(*[Int32(0)] * len(fields(WorkItem))))
+        self.post(turn, Boolean(False), DensePrefillItem(*[Int32(0)] * len(fields(DensePrefillItem))))
 
     @cute.jit
-    def post(self, turn: Int32, there: Boolean, item: WorkItem) -> None:
+    def post(self, turn: Int32, there: Boolean, item: DensePrefillItem) -> None:
         """Write an item down, or their number behind the last."""
         cta = cute.arch.block_idx()[0]
         if cute.arch.lane_idx() == 0:
@@ -70,9 +70,9 @@ class Records:
 @cute.kernel
 def find(arguments: ItemsArguments) -> None:
     args: Any = SimpleNamespace(**arguments._asdict(), heads_per_kv=Int32(1))
-    items = WorkItems(args, arguments.causal != 0, TILE_ROWS[SM90.name])
-    board: Any = Records(arguments.records, arguments.counts, arguments.capacity)
-    ItemRole().run(items, board)
+    items = DensePrefillItems(args, arguments.causal != 0, TILE_ROWS[SM90.name])
+    queue: Any = Records(arguments.records, arguments.counts, arguments.capacity)
+    DensePrefillSm90ItemRole().run(items, queue)
 
 
 @cute.jit

@@ -30,7 +30,7 @@ def handed_out(monkeypatch: pytest.MonkeyPatch, heads: int, row_blocks: int, cta
     arch = SimpleNamespace(block_idx=lambda: (here["cta"], 0, 0), grid_dim=lambda: (ctas, 1, 1))
     monkeypatch.setattr(operands, "cute", SimpleNamespace(arch=arch))
     arguments: Any = SimpleNamespace(batch=1, h_q=heads, row_blocks=row_blocks)
-    items = operands.WorkItems(arguments, causal=False, item_rows=1)
+    items = operands.DensePrefillItems(arguments, causal=False, item_rows=1)
     walks = []
     for cta in range(ctas):
         here["cta"] = cta

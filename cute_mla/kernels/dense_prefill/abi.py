@@ -13,9 +13,7 @@ from ...spec.arch import Arch
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, TILE_ROWS, DensePrefillArguments, DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
-from .board import ITEM_WORDS, Board, BoardPipes
-from .key_mask import EveryKey
-from .operands import Operands, WorkItems
+from .operands import ITEM_WORDS, DensePrefillItems, DensePrefillOperands, EveryKey, ItemQueue, ItemQueuePipes
 
 
 @dataclass(frozen=True)
@@ -46,20 +44,20 @@ class DensePrefillAbi:
 
     @property
     def item_words(self) -> int:
-        """Return the words of an item on the board."""
+        """Return the words of an item on the queue."""
         return ITEM_WORDS
 
-    def board(self, operands: Operands, sItems: cute.Pointer, pipes: BoardPipes) -> Board:
-        """Return the board of a CTA."""
-        return Board(sItems, pipes)
+    def queue(self, operands: DensePrefillOperands, sItems: cute.Pointer, pipes: ItemQueuePipes) -> ItemQueue:
+        """Return the queue of a CTA."""
+        return ItemQueue(sItems, pipes)
 
-    def key_mask(self, operands: Operands) -> EveryKey:
+    def key_mask(self, operands: DensePrefillOperands) -> EveryKey:
         """Return the caller's mask over the keys."""
         return EveryKey()
 
-    def operands(self, args: DensePrefillArguments) -> Operands:
+    def operands(self, args: DensePrefillArguments) -> DensePrefillOperands:
         """Return the arguments by meaning."""
-        return Operands(args, WorkItems(args, args.causal != 0, TILE_ROWS[self.arch.name], self.config.cluster))
+        return DensePrefillOperands(args, DensePrefillItems(args, args.causal != 0, TILE_ROWS[self.arch.name], self.config.cluster))
 
 
 def box_map(pointer: cute.Pointer, dtype: str, columns: int, rows: int = BOX_ROWS) -> tensor_maps.TensorMap:

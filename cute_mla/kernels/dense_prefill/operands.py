@@ -1,33 +1,36 @@
-"""The operands of the dense prefill kernels: what a work item is, and where its rows lie."""
+"""Work items of the dense prefill kernels, their queue, the mask over their keys, and the rows that they read and write."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.dense_prefill import RANKED_ROUNDS
+from ..primitives.elements import aligned, store_words
 from ..primitives.integers import clip, larger, smaller
+from ..primitives.pipeline import StageBarriers
 
 
-class Rows(NamedTuple):
-    """The rows of out that an item writes: the part of a WorkItem that outlives its products."""
+class DensePrefillRows(NamedTuple):
+    """The rows of out that an item writes: the part of a DensePrefillItem that outlives its products."""
 
     head: Int32
     first_row: Int32
     rows: Int32
 
     @staticmethod
-    def of(item: WorkItem) -> Rows:
+    def of(item: DensePrefillItem) -> DensePrefillRows:
         """Return the rows of an item."""
-        return Rows(item.head, item.first_row, item.rows)
+        return DensePrefillRows(item.head, item.first_row, item.rows)
 
     @staticmethod
-    def none() -> Rows:
+    def none() -> DensePrefillRows:
         """Return no rows."""
-        return Rows(Int32(0), Int32(0), Int32(0))
+        return DensePrefillRows(Int32(0), Int32(0), Int32(0))
 
 
 @dataclass(frozen=True)
@@ -45,7 +48,7 @@ class TileWalk:
 
 
 @dataclass(frozen=True)
-class WorkItem:
+class DensePrefillItem:
     """A block of query rows of one head of one sequence.
 
     head, kv_head: of q, and of k and v. first_row: row of q, counted over all sequences. rows: of the sequence from there on,
@@ -60,6 +63,10 @@ class WorkItem:
     first_key: Int32
     keys: Int32
     diagonal: Int32
+
+    def key_limit(self, row: Int32) -> Int32:
+        """Return the keys that a row of the block sees; none if negative."""
+        return smaller(self.keys, self.diagonal + row + 1)
 
     @property
     def in_parts(self) -> bool:
@@ -165,14 +172,16 @@ class ItemRounds:
 
 
 @dataclass(frozen=True)
-class WorkItems(ItemRounds):
-    """The work items of a call: blocks of query rows."""
+class DensePrefillItems(ItemRounds):
+    """The work items of a call: blocks of query rows. max_keys: of a sequence, that a row may see, from the arguments; None: all."""
+
+    max_keys: Callable[[Any], Int32] | None = None
 
     def count(self) -> Int32:
         """Return the number of items, with the ones that a sequence does not have."""
         return self.args.batch * self.args.h_q * self.args.row_blocks
 
-    def take(self, turn: Int32) -> WorkItem:
+    def take(self, turn: Int32) -> DensePrefillItem:
         """Return this CTA's item of a round; one without rows or keys if it has none."""
         index, count = self.of_round(turn), self.count()
         there = Uint32(index) < Uint32(count)
@@ -180,7 +189,7 @@ class WorkItems(ItemRounds):
         rows, keys = (cutlass.select_(there, number, Int32(0)) for number in (item.rows, item.keys))
         return replace(item, rows=rows, keys=keys)
 
-    def read(self, index: Int32) -> WorkItem:
+    def read(self, index: Int32) -> DensePrefillItem:
         """Return an item, by the lengths as they are now. Whatever they are, its rows and keys lie within q, k and v."""
         of_head = Int32(Uint32(index) // Uint32(self.args.row_blocks))
         block = self.args.row_blocks - 1 - (index - of_head * self.args.row_blocks)
@@ -190,14 +199,14 @@ class WorkItems(ItemRounds):
         first_key, keys = span(self.args.cu_seqlens_k, sequence, self.args.total_k)
         return self.at(head, block, (first_query, queries), (first_key, keys))
 
-    def at(self, head: Int32, block: Int32, queries_of: tuple[Int32, Int32], keys_of: tuple[Int32, Int32]) -> WorkItem:
+    def at(self, head: Int32, block: Int32, queries_of: tuple[Int32, Int32], keys_of: tuple[Int32, Int32]) -> DensePrefillItem:
         """Return the item of a block of rows. queries_of, keys_of: first row and rows of its sequence."""
         (first_query, queries), (first_key, keys) = queries_of, keys_of
         skipped = block * self.item_rows
         rows = queries - skipped
         diagonal = skipped + keys - queries
         seen = clip(diagonal + smaller(rows, Int32(self.item_rows)), keys)
-        return WorkItem(
+        item = DensePrefillItem(
             head=head,
             kv_head=Int32(Uint32(head) // Uint32(self.args.heads_per_kv)),
             first_row=first_query + skipped,
@@ -206,18 +215,19 @@ class WorkItems(ItemRounds):
             keys=cutlass.select_(rows > 0, cutlass.select_(self.causal, seen, keys), Int32(0)),
             diagonal=cutlass.select_(self.causal, diagonal, keys),
         )
+        return item if self.max_keys is None else replace(item, keys=smaller(item.keys, self.max_keys(self.args)))
 
 
 def ranked(rank: Uint32, phase: Uint32, size: Uint32, period: Uint32) -> Uint32:
     """Return the rank-th of the numbers 0 .. size - 1, sorted by (number + phase) % period and then by number. phase < period."""
-    least = size // period  # numbers of each remainder; of some, one more
-    end = phase + (size - least * period)
+    shortest = size // period  # numbers of each remainder; of some, one more
+    end = phase + (size - shortest * period)
     wraps = end > period
     # three runs of remainders: the outer ones have equally many numbers each, the middle one one more or one less
     inner = cutlass.select_(wraps, end - period, phase)
     outer = cutlass.select_(wraps, phase, end)
-    each_outside = cutlass.select_(wraps, least + 1, least)
-    each_inside = cutlass.select_(wraps, least, least + 1)
+    each_outside = cutlass.select_(wraps, shortest + 1, shortest)
+    each_inside = cutlass.select_(wraps, shortest, shortest + 1)
     before = inner * each_outside
     until = before + (outer - inner) * each_inside
     inside = (rank >= before) & (rank < until)
@@ -238,31 +248,118 @@ def span(offsets: cute.Pointer, sequence: Int32, total: Int32) -> tuple[Int32, I
 
 
 @dataclass(frozen=True)
-class Operands:
+class DensePrefillOperands:
     """The arguments by meaning. Strides in elements, of (token, head). args: DensePrefillArguments, or those and more."""
 
     args: Any
-    items: WorkItems
+    items: DensePrefillItems
+
+    def row(self, name: str, item: DensePrefillItem | DensePrefillRows, row: Int32) -> cute.Pointer:
+        """Return element 0 of a row of the item's block. name: of the tensor among the arguments."""
+        return row_of(self.args, name, item.first_row + row, item.head)
+
+
+def row_of(args: Any, name: str, token: Int32, head: Int32) -> cute.Pointer:
+    """Return element 0 of a row of a tensor [tokens, heads, columns]. name: of the tensor among the arguments."""
+    token_stride, head_stride = (getattr(args, f"{name}_stride_{mode}") for mode in ("token", "head"))
+    return getattr(args, name) + (Int64(token) * token_stride + Int64(head) * head_stride)
+
+
+WORDS_AT_ONCE = 4  # 16 bytes
+ITEM_WORDS = 8  # whether there is an item, and a DensePrefillItem
+
+
+class ItemQueuePipes(Protocol):
+    """The barriers of a queue."""
 
     @property
-    def scale_log2(self) -> Float32:
-        """Return the factor of the scores, log2 units."""
-        return self.args.scale_log2
+    def item_ready(self) -> StageBarriers:
+        """Return the barriers from the warp that posts to the roles: 1 arrival."""
 
     @property
-    def empty_lse(self) -> Float32:
-        """Return the lse of a row that attends to nothing."""
-        return self.args.empty_lse
-
-    def out_row(self, item: WorkItem | Rows, row: Int32) -> cute.Pointer:
-        """Return element 0 of an output row."""
-        return self.args.out + row_offset(self.args.out_stride_token, self.args.out_stride_head, item.first_row + row, item.head)
-
-    def lse_of(self, item: WorkItem | Rows, row: Int32) -> cute.Pointer:
-        """Return the lse of a query row."""
-        return self.args.lse + row_offset(self.args.lse_stride_token, self.args.lse_stride_head, item.first_row + row, item.head)
+    def item_free(self) -> StageBarriers:
+        """Return the barriers back: an arrival of every warp that takes items."""
 
 
-def row_offset(token_stride: Int64, head_stride: Int64, token: Int32, head: Int32) -> Int64:
-    """Return the elements before a row of a tensor [tokens, heads, columns]."""
-    return Int64(token) * token_stride + Int64(head) * head_stride
+@dataclass(frozen=True)
+class ItemQueue:
+    """The coming items of a CTA. sItems: int32 (stages, words): whether there is one, and the item. kind: of items."""
+
+    sItems: cute.Pointer
+    pipes: ItemQueuePipes
+    kind: type[DensePrefillItem] = DensePrefillItem
+
+    @property
+    def words(self) -> int:
+        """Return the words of an item."""
+        return 1 + len(fields(self.kind))
+
+    def post_item(self, turn: Int32, item: DensePrefillItem) -> Int32:
+        """Post an item. Return the next turn."""
+        self.post(turn, Boolean(True), item)
+        return turn + 1
+
+    def post_end(self, turn: Int32) -> None:
+        """Post that there is no further item."""
+        self.post(turn, Boolean(False), self.nothing())
+
+    def nothing(self) -> DensePrefillItem:
+        """Return an item without rows and keys."""
+        return self.kind(*[Int32(0)] * (self.words - 1))
+
+    def post(self, turn: Int32, there: Boolean, item: DensePrefillItem) -> None:
+        """Signal item_ready when the item may be read. One warp."""
+        self.pipes.item_free.producer_acquire(turn)
+        words = [Int32(there), *(getattr(item, field.name) for field in fields(self.kind))]
+        with cute.arch.elect_one():
+            for first in range(0, self.words, WORDS_AT_ONCE):
+                store_words(self._cell(turn) + first, words[first : first + WORDS_AT_ONCE])
+            cute.arch.mbarrier_arrive(self.pipes.item_ready.barrier(turn))
+
+    def take(self, turn: Int32) -> tuple[Boolean, DensePrefillItem]:
+        """Wait item_ready, signal item_free.
+
+        Return (whether there is an item of that number, the item, without rows and keys if not). One warp.
+        """
+        self.pipes.item_ready.consumer_wait(turn)
+        rWords = cute.make_rmem_tensor(cute.make_layout(self.words), Int32)
+        cute.autovec_copy(cute.make_tensor(aligned(self._cell(turn), 16), rWords.layout), rWords)
+        self.pipes.item_free.consumer_release(turn)
+        there, *numbers = (cute.arch.make_warp_uniform(rWords[i]) for i in range(self.words))
+        return there != 0, self.kind(*numbers)
+
+    def _cell(self, turn: Int32) -> cute.Pointer:
+        return self.sItems + self.pipes.item_ready.stage(turn) * self.words
+
+
+@dataclass(frozen=True)
+class EveryKey:
+    """The mask of a call that gives none: it hides nothing, and costs nothing.
+
+    stored_early: keys whose probabilities the SM100 kernel stores before it loads the last scores of a tile again.
+    """
+
+    stored_early: ClassVar[int] = 0
+
+    def rows_of(self, item: DensePrefillItem, thread: Any, walk: TileWalk) -> EveryKey:
+        """Return the mask of a thread's rows of an item's block, along a walk. thread: what says which rows these are."""
+        return self
+
+    def kept(self, flag: Boolean) -> Boolean | Int32:
+        """Return a flag as a role keeps it while scores are masked."""
+        return flag
+
+    def load(self) -> None:
+        """Start to load the bits of the tile that the walk is at, unless they have come."""
+
+    def hide(self, scores: cute.Tensor) -> None:
+        """Set the scores of hidden keys of that tile to -inf, by selects, so that NaN vanishes."""
+
+    def shown(self, score: Float32, key: int) -> Float32:
+        """Return a score of the tile's key of this number, or -inf if the key is hidden."""
+        return score
+
+    def advance(self, rows: Any) -> Float32:
+        """Move the reference of a row of scores to that tile if need be, as RowSoftmax.advance."""
+        factor: Float32 = rows.advance()
+        return factor

@@ -48,11 +48,10 @@ from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
-from ..primitives import tcgen05
 from ..primitives.smem import fields_of
-from ..primitives.tma import prefetch_map
+from . import cta
 from .abi import DensePrefillAbi
-from .operands import Operands
+from .operands import DensePrefillOperands
 from .sm100_config import (
     D_V,
     GROUP_WARPS,
@@ -62,16 +61,14 @@ from .sm100_config import (
     OUTPUT_WARP,
     QUERY_TILES,
     THREADS,
-    TMEM_COLUMNS,
-    Geometry,
-    Pipes,
-    Tiles,
+    DensePrefillSm100Geometry,
+    DensePrefillSm100Smem,
 )
-from .sm100_load import ItemRole, LoadRole
-from .sm100_mma import MmaRole, TileGemm
-from .sm100_output import OutputRole
+from .sm100_load import DensePrefillSm100ItemRole, DensePrefillSm100LoadRole
+from .sm100_mma import DensePrefillSm100MmaRole, DensePrefillTileGemm
+from .sm100_output import DensePrefillSm100OutputRole
 from .sm100_pair import pair_definition
-from .sm100_softmax import SoftmaxRole
+from .sm100_softmax import DensePrefillSm100SoftmaxRole
 
 
 class DensePrefillSm100(AttentionKernel):
@@ -83,61 +80,49 @@ class DensePrefillSm100(AttentionKernel):
     def __init__(self, abi: DensePrefillAbi) -> None:
         super().__init__(abi, abi.arch)
         self.in_parts = abi.in_parts
-        self.geometry = Geometry(abi.config.d_qk, abi.item_words)
+        self.geometry = DensePrefillSm100Geometry(abi.config.d_qk, abi.item_words)
         self.smem = self.geometry.smem()
 
     @cute.jit
-    def run(self, operands: Operands):
+    def run(self, operands: DensePrefillOperands):
         """Allocate, initialise the barriers, and give each role its warps."""
-        memory = self.smem.allocate()
-        tiles, pipes = Tiles(**fields_of(Tiles, memory)), Pipes(**fields_of(Pipes, memory))
+        args = operands.args
+        smem = DensePrefillSm100Smem(**fields_of(DensePrefillSm100Smem, self.smem.allocate()))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == LOAD_WARP:
-            with cute.arch.elect_one():
-                self.initialise(pipes)
-                for tensor_map in (operands.args.k_map, operands.args.v_map, operands.args.q_map):
-                    prefetch_map(tensor_map)
-        if warp == MMA_WARP:
-            tcgen05.allocate(tiles.tmem_cell, TMEM_COLUMNS, tcgen05.OWN_GROUP)
-        cute.arch.sync_threads()
-        tmem = tiles.tmem_cell.load()
+        cta.initialise(warp, LOAD_WARP, arrivals(smem, self.in_parts), (args.k_map, args.v_map, args.q_map))
+        tmem = cta.allocate_tmem(smem, warp, MMA_WARP)
         # the lengths and all tensors may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
         softmax, output, others = self.geometry.registers
-        board = self.abi.board(operands, tiles.sItems, pipes)
+        queue = self.abi.queue(operands, smem.sItems, smem)
         if warp < OUTPUT_WARP:
             cute.arch.setmaxregister_increase(softmax)
-            role = SoftmaxRole(self.dtype, self.geometry, self.abi.key_mask(operands))
-            role.run(operands, board, tiles, pipes, tmem, warp // GROUP_WARPS)
+            role = DensePrefillSm100SoftmaxRole(self.dtype, self.geometry, self.abi.key_mask(operands))
+            role.run(operands, queue, smem, tmem, warp // GROUP_WARPS)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_decrease(output)
-            OutputRole(self.dtype).run(operands, board, tiles, pipes, tmem)
+            DensePrefillSm100OutputRole(self.dtype).run(operands, queue, smem, tmem)
         else:
             cute.arch.setmaxregister_decrease(others)
             if warp == MMA_WARP:
-                MmaRole(self.geometry).run(board, pipes, TileGemm(self.dtype, self.geometry, tiles, tmem))
+                DensePrefillSm100MmaRole(self.geometry).run(queue, smem, DensePrefillTileGemm(self.dtype, self.geometry, smem, tmem))
             elif warp == LOAD_WARP:
-                LoadRole(self.geometry, not self.in_parts).run(operands, board, tiles, pipes)
+                DensePrefillSm100LoadRole(self.geometry, not self.in_parts).run(operands, queue, smem)
             elif cutlass.const_expr(self.in_parts) and warp == ITEM_WARP:
-                ItemRole().run(operands.items, board)
+                DensePrefillSm100ItemRole().run(operands.items, queue)
+        cta.free_tmem(tmem, warp, MMA_WARP)
 
-        tcgen05.fence_before_signal()
-        cute.arch.sync_threads()
-        if warp == MMA_WARP:
-            tcgen05.fence_after_wait()
-            tcgen05.free(tmem, TMEM_COLUMNS, tcgen05.OWN_GROUP)
 
-    def initialise(self, pipes: Pipes) -> None:
-        """Set the arrivals of every barrier: warps of the arriving roles, or one commit."""
-        for barriers in (pipes.kv_ready, pipes.kv_free, pipes.query_free, pipes.scores_ready, pipes.output_ready, pipes.item_ready):
-            barriers.initialise(1)
-        pipes.query_ready.initialise(1)
-        for barriers in (pipes.alpha_ready, pipes.rest_ready, pipes.sums_ready, pipes.sums_free):
-            barriers.initialise(GROUP_WARPS)
-        pipes.probs_ready.initialise(2 * GROUP_WARPS)
-        pipes.item_free.initialise(MMA_WARP + 1 + (1 if self.in_parts else 0))
-        cute.arch.mbarrier_init_fence()
+def arrivals(smem: DensePrefillSm100Smem, in_parts: bool) -> tuple[cta.Arrivals, ...]:
+    """Return the arrivals of every barrier: warps of the arriving roles, or one commit. in_parts: whether the load role takes items."""
+    once = (smem.kv_ready, smem.kv_free, smem.query_free, smem.scores_ready, smem.output_ready, smem.item_ready, smem.query_ready)
+    return (
+        (1, once),
+        (GROUP_WARPS, (smem.alpha_ready, smem.rest_ready, smem.sums_ready, smem.sums_free)),
+        (2 * GROUP_WARPS, (smem.probs_ready,)),
+        (MMA_WARP + 1 + in_parts, (smem.item_free,)),
+    )
 
 
 def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
@@ -159,5 +144,5 @@ def definition(abi: DensePrefillAbi) -> KernelDefinition:
         named_barriers=(),
         roles=(*softmax, Role("output", OUTPUT_WARP, GROUP_WARPS), Role("mma", MMA_WARP, 1), Role("load", LOAD_WARP, 1), *items),
         expected={"UTCHMMA": geometry.products},
-        tmem_columns=TMEM_COLUMNS,
+        tmem_columns=cta.TMEM_COLUMNS,
     )

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Protocol
 
 import cutlass
 from cutlass import Float32, Int32, Uint8, cute
 
 from ...spec.arch import SM100
-from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
+from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, DensePrefillConfig
 from ...spec.dense_prefill import TILE_ROWS as ITEM_ROWS
 from ..primitives.integers import larger, smaller
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout
 from ..sm100.boxes import ROW_BYTES
-from .board import ITEM_WORDS
-from .operands import WorkItem
+from .cta import TMEM_COLUMNS, both_ways
+from .operands import ITEM_WORDS, DensePrefillItem
 
 QUERY_TILES = 2  # of an item
 TILE_ROWS = ITEM_ROWS[SM100.name] // QUERY_TILES  # query rows of one product, one a lane of tensor memory
@@ -38,7 +38,7 @@ FIRST_KEYS = 96  # of a tile, whose P is handed over while that of the others is
 # tensor memory, in 32-bit columns of 128 lanes, of Q tile i: S of 128 keys from TILE_KEYS i on, and over its first half P, two
 # elements a column; O from OUTPUT_COLUMN + D_V i on
 OUTPUT_COLUMN = QUERY_TILES * TILE_KEYS
-TMEM_COLUMNS = OUTPUT_COLUMN + QUERY_TILES * D_V
+assert OUTPUT_COLUMN + QUERY_TILES * D_V == TMEM_COLUMNS
 
 GROUP_WARPS = 4
 GROUP = 32 * GROUP_WARPS
@@ -60,8 +60,8 @@ TMEM_LANE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """Numbers that follow from the number of columns of q and k. item_words: of an item on the board."""
+class DensePrefillSm100Geometry:
+    """Numbers that follow from the columns of q and k. item_words: of an item in the queue."""
 
     d_qk: int
     item_words: int = ITEM_WORDS
@@ -89,8 +89,7 @@ class Geometry:
     @property
     def stages(self) -> int:
         """Return the stages of the pipeline for keys and values: what Q and the small things leave room for."""
-        left = SM100.smem_per_block - QUERY_TILES * self.query_bytes - SMALL_BYTES
-        return left // STAGE_BYTES
+        return (SM100.smem_per_block - QUERY_TILES * self.query_bytes - SMALL_BYTES) // STAGE_BYTES
 
     def smem(self) -> SmemLayout:
         """Return the layout of shared memory. Barriers of two stages: one for each Q tile."""
@@ -104,10 +103,8 @@ class Geometry:
             Array("sAlpha", Float32, QUERY_TILES * TILE_ROWS),
             Array("sInverse", Float32, QUERY_TILES * TILE_ROWS),
             Array("sItems", Int32, ITEM_STAGES * self.item_words, 16),
-            Barriers("item_ready", ITEM_STAGES),
-            Barriers("item_free", ITEM_STAGES),
-            Barriers("kv_ready", self.stages),
-            Barriers("kv_free", self.stages),
+            *both_ways("item", ITEM_STAGES),
+            *both_ways("kv", self.stages),
             *(Barriers(name, QUERY_TILES) for name in of_tiles),
             Array("tmem_cell", Int32, 1),
         ))  # fmt: skip
@@ -119,18 +116,6 @@ class Geometry:
 
 
 SMALL_BYTES = 2640  # factors and sums, items, barriers, a cell: no more than that
-
-
-@dataclass(frozen=True)
-class Tiles:
-    """Shared memory."""
-
-    sQ: cute.Pointer  # bytes of 2 Q tiles of 128 rows, in boxes of 128 rows x 128 swizzled bytes
-    sKv: cute.Pointer  # bytes of the stages: 128 keys x 128 bytes, or two boxes of 64 keys x 128 bytes of values
-    sAlpha: cute.Pointer  # fp32 (2 Q tiles, 128 rows): rescale factors
-    sInverse: cute.Pointer  # fp32 (2 Q tiles, 128 rows): 1 / row sum, 0 for a row that attends to nothing
-    sItems: cute.Pointer  # int32 (4 rounds, item_words): items
-    tmem_cell: cute.Pointer  # int32: address of the tensor memory
 
 
 class RowTables(Protocol):
@@ -146,9 +131,15 @@ class RowTables(Protocol):
 
 
 @dataclass(frozen=True)
-class Pipes:
-    """The barriers of Geometry.smem. sm100.py says who arrives where."""
+class DensePrefillSm100Smem:
+    """Shared memory, as DensePrefillSm100Geometry.smem lays it out."""
 
+    sQ: cute.Pointer  # bytes of 2 Q tiles of 128 rows, in boxes of 128 rows x 128 swizzled bytes
+    sKv: cute.Pointer  # bytes of the stages: 128 keys x 128 bytes, or two boxes of 64 keys x 128 bytes of values
+    sAlpha: cute.Pointer  # fp32 (2 Q tiles, 128 rows): rescale factors
+    sInverse: cute.Pointer  # fp32 (2 Q tiles, 128 rows): 1 / row sum, 0 for a row that attends to nothing
+    sItems: cute.Pointer  # int32 (4 rounds, item_words): items
+    tmem_cell: cute.Pointer  # int32: address of the tensor memory
     item_ready: StageBarriers
     item_free: StageBarriers
     kv_ready: StageBarriers
@@ -163,11 +154,14 @@ class Pipes:
     sums_ready: StageBarriers
     sums_free: StageBarriers
 
-    def of_tile(self, tile: int | Int32) -> Pipes:
-        """Return the barriers of one Q tile, as pipelines of their own, and the ones that both share."""
-        shared = {field.name: getattr(self, field.name) for field in fields(self)}
-        own = {name: StageBarriers(barriers.base + tile, 1) for name, barriers in shared.items() if barriers.stages == QUERY_TILES}
-        return Pipes(**{**shared, **own})
+    def of_tile(self, tile: int | Int32) -> DensePrefillSm100Smem:
+        """Return shared memory with the barriers of one Q tile, as pipelines of their own, and the ones that both share."""
+        own = {
+            field.name: StageBarriers(barriers.base + tile, 1)
+            for field in fields(self)
+            if isinstance(barriers := getattr(self, field.name), StageBarriers) and barriers.stages == QUERY_TILES
+        }
+        return replace(self, **own)
 
 
 @dataclass(frozen=True)
@@ -186,7 +180,7 @@ class QueryTileWork:
     keys: Int32
 
     @staticmethod
-    def create(item: WorkItem, tile: int | Int32) -> QueryTileWork:
+    def create(item: DensePrefillItem, tile: int | Int32) -> QueryTileWork:
         """Return the work of a Q tile."""
         first = tile * TILE_ROWS
         rows = item.rows - first
@@ -209,3 +203,78 @@ def first_lane(tmem: Int32) -> Int32:
     """Return the tensor memory at the first of this warp's lanes."""
     warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
     return tmem + warp * (32 * TMEM_LANE)
+
+
+PAIR = 2  # CTAs that share the products of an item, with TILE_ROWS of its rows each
+EVEN_CTA = 0  # of a pair: it issues the products of both
+CTA_KEYS = TILE_KEYS // PAIR  # of a key tile, whose K a CTA holds
+STAGES = 5  # of half of K or half of V of a key tile
+SCORE_STAGES = 2
+
+
+@dataclass(frozen=True)
+class DensePrefillPairGeometry:
+    """Numbers that follow from the number of columns of q, k and v."""
+
+    config: DensePrefillConfig
+
+    @property
+    def key_boxes(self) -> int:
+        """Return the boxes of 64 columns of q and k."""
+        return self.config.d_qk // BOX_COLUMNS
+
+    @property
+    def value_boxes(self) -> int:
+        """Return the boxes of 64 columns of v that a CTA holds."""
+        return self.config.d_v // PAIR // BOX_COLUMNS
+
+    @property
+    def query_bytes(self) -> int:
+        """Return the bytes of a CTA's rows of Q."""
+        return self.key_boxes * STAGE_BYTES
+
+    @property
+    def stage_bytes(self) -> int:
+        """Return the bytes of a CTA's half of K of a key tile, and of its half of V."""
+        return self.key_boxes * BOX_BYTES
+
+    @property
+    def products(self) -> int:
+        """Return the matrix products of one key tile, and P V of an item's last one."""
+        return self.config.d_qk // K_STEP + 2 * (TILE_KEYS // K_STEP)
+
+    def smem(self) -> SmemLayout:
+        """Return the layout of shared memory."""
+        return SmemLayout((
+            Array("sQ", Uint8, self.query_bytes, SWIZZLE_PERIOD),
+            Array("sKv", Uint8, STAGES * self.stage_bytes, SWIZZLE_PERIOD),
+            Array("sAlpha", Float32, SCORE_STAGES * TILE_ROWS),
+            Array("sInverse", Float32, TILE_ROWS),
+            Array("sItems", Int32, ITEM_STAGES * ITEM_WORDS, 16),
+            *both_ways("item", ITEM_STAGES),
+            *both_ways("kv", STAGES),
+            Barriers("value_landed", 1),
+            *both_ways("query", 1),
+            Barriers("scores_ready", SCORE_STAGES),
+            Barriers("alpha_ready", SCORE_STAGES),
+            Barriers("probs_ready", SCORE_STAGES),
+            Barriers("rest_ready", SCORE_STAGES),
+            Barriers("output_ready", SCORE_STAGES),
+            *both_ways("sums", 1),
+            Array("tmem_cell", Int32, 1),
+        ))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DensePrefillPairSmem(DensePrefillSm100Smem):
+    """Shared memory of a CTA, as DensePrefillPairGeometry.smem lays it out: one Q tile, two buffers of S.
+
+    A stage of sKv has 64 keys in boxes of 128 bytes, or 128 values in boxes of 128 bytes.
+    """
+
+    value_landed: StageBarriers
+
+
+def cta_rank() -> Int32:
+    """Return the number of this CTA in its pair."""
+    return cute.arch.block_idx_in_cluster()

@@ -2,16 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ..primitives import tcgen05
-from ..primitives.elements import store_row
-from .board import Board
-from .operands import Operands, WorkItem
-from .sm100_config import D_V, GROUP, OUTPUT_COLUMN, QUERY_TILES, TILE_ROWS, Pipes, QueryTileWork, RowTables, Tiles, first_lane, key_tiles
+from ..primitives.elements import pack_pair, store_packed_row, store_row
+from .operands import DensePrefillItem, DensePrefillOperands, ItemQueue
+from .sm100_config import (
+    D_V,
+    EVEN_CTA,
+    GROUP,
+    OUTPUT_COLUMN,
+    QUERY_TILES,
+    TILE_ROWS,
+    DensePrefillPairGeometry,
+    DensePrefillPairSmem,
+    DensePrefillSm100Smem,
+    QueryTileWork,
+    RowTables,
+    cta_rank,
+    first_lane,
+    key_tiles,
+)
 
 SCALED_AT_ONCE = 16  # columns of O; with 32 ptxas spills two registers
 STORED_AT_ONCE = 32
@@ -25,25 +39,25 @@ class OutputRows:
     """
 
     dtype: type[cutlass.Numeric]
-    tiles: RowTables
+    smem: RowTables
     tile: int | Int32
     row: Int32
     place: Int32
     columns: int
 
     @staticmethod
-    def create(dtype: type[cutlass.Numeric], tiles: RowTables, lanes: Int32, tile: int, columns: int = D_V) -> OutputRows:
+    def create(dtype: type[cutlass.Numeric], smem: RowTables, lanes: Int32, tile: int, columns: int = D_V) -> OutputRows:
         """Return O of one Q tile for this thread. lanes: tensor memory at the first lane of the warp."""
         row = cute.arch.thread_idx()[0] % GROUP
-        return OutputRows(dtype, tiles, tile, row, lanes + (OUTPUT_COLUMN + tile * columns), columns)
+        return OutputRows(dtype, smem, tile, row, lanes + (OUTPUT_COLUMN + tile * columns), columns)
 
     def factor(self) -> Float32:
         """Return the row's rescale factor."""
-        return (self.tiles.sAlpha + (self.tile * TILE_ROWS + self.row)).load()
+        return (self.smem.sAlpha + (self.tile * TILE_ROWS + self.row)).load()
 
     def inverse(self) -> Float32:
         """Return 1 / row sum, 0 for a row that attends to nothing."""
-        return (self.tiles.sInverse + (self.tile * TILE_ROWS + self.row)).load()
+        return (self.smem.sInverse + (self.tile * TILE_ROWS + self.row)).load()
 
     def scale(self, alpha: Float32) -> None:
         """Multiply O by alpha; done when this returns."""
@@ -72,29 +86,29 @@ class OutputRows:
                 store_row(target + first, [rO[i] for i in range(STORED_AT_ONCE)], self.dtype)
 
 
-def ends(item: WorkItem, work: QueryTileWork) -> Boolean:
+def ends(item: DensePrefillItem, work: QueryTileWork) -> Boolean:
     """Return whether a Q tile has rows and all products of the item."""
     return work.rows > 0 if item.complete is True else (work.rows > 0) & item.complete
 
 
-class OutputRole:
+@dataclass(frozen=True)
+class DensePrefillSm100OutputRole:
     """Four warps."""
 
-    def __init__(self, dtype: type[cutlass.Numeric]) -> None:
-        self.dtype = dtype
+    dtype: type[cutlass.Numeric]
 
     @cute.jit
-    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32):
+    def run(self, operands: DensePrefillOperands, queue: ItemQueue, smem: DensePrefillSm100Smem, tmem: Int32):
         """Wait item_ready, alpha_ready, output_ready, sums_ready. Signal item_free, probs_ready, sums_free. Write out."""
-        rows = [OutputRows.create(self.dtype, tiles, first_lane(tmem), tile) for tile in range(QUERY_TILES)]
-        own = [pipes.of_tile(tile) for tile in range(QUERY_TILES)]
+        rows = [OutputRows.create(self.dtype, smem, first_lane(tmem), tile) for tile in range(QUERY_TILES)]
+        own = [smem.of_tile(tile) for tile in range(QUERY_TILES)]
         more, turn = Boolean(True), Int32(0)
         # of each Q tile: key tiles, items that have some, items
         done, outputs, sums = [Int32(0), Int32(0)], [Int32(0), Int32(0)], [Int32(0), Int32(0)]
         for tile in cutlass.range_constexpr(QUERY_TILES):
             own[tile].probs_ready.producer_commit(0)  # O is free for the first item
         while more:
-            more, item = board.take(turn)
+            more, item = queue.take(turn)
             works = [QueryTileWork.create(item, tile) for tile in range(QUERY_TILES)]
             for t in cutlass.range(item.leading, item.walk(key_tiles(item.keys)).count, unroll=1):
                 for tile in cutlass.range_constexpr(QUERY_TILES):
@@ -113,7 +127,7 @@ class OutputRole:
                     inverse = rows[tile].inverse()
                     own[tile].sums_free.consumer_release(sums[tile])
                     sums[tile] = sums[tile] + 1
-                    target = operands.out_row(item, tile * TILE_ROWS + rows[tile].row)
+                    target = operands.row("out", item, tile * TILE_ROWS + rows[tile].row)
                     rows[tile].store(target, work.rows, inverse, item.accumulated(work.tiles))
                     if item.accumulated(work.tiles):
                         done[tile] = done[tile] + work.tiles
@@ -124,7 +138,7 @@ class OutputRole:
             turn = turn + 1
 
     @cute.jit
-    def rescale(self, own: Pipes, rows: OutputRows, use: Int32, alpha_use: Int32):
+    def rescale(self, own: DensePrefillSm100Smem, rows: OutputRows, use: Int32, alpha_use: Int32):
         """Multiply O by alpha where the reference has moved, then let P V of a Q tile's next key tile begin.
 
         The factor has come when S of that key tile has, and S comes after P V of the key tile before.
@@ -136,3 +150,63 @@ class OutputRole:
             rows.scale(alpha)
             tcgen05.fence_before_signal()
         own.probs_ready.producer_commit(use)
+
+
+class DensePrefillPairOutputRole:
+    """Four warps of each CTA."""
+
+    def __init__(self, dtype: type[cutlass.Numeric], geometry: DensePrefillPairGeometry) -> None:
+        self.dtype = dtype
+        self.columns = geometry.config.d_v
+
+    @cute.jit
+    def run(self, operands: DensePrefillOperands, queue: ItemQueue, smem: DensePrefillPairSmem, tmem: Int32):
+        """Wait item_ready, alpha_ready, output_ready, sums_ready. Signal item_free, probs_ready, sums_free. Write out."""
+        rows = OutputRows.create(self.dtype, smem, first_lane(tmem), 0, self.columns)
+        more, turn, done, sums = Boolean(True), Int32(0), Int32(0), Int32(0)
+        smem.probs_ready.producer_commit(Int32(0), EVEN_CTA)  # O is free for the first item
+        while more:
+            more, item = queue.take(turn)
+            if item.rows > 0:
+                count, first_row = key_tiles(item.keys), cta_rank() * TILE_ROWS
+                for t in cutlass.range(1, count, unroll=1):
+                    self.rescale(smem, rows, done + t)
+                if count > 0:
+                    smem.output_ready.consumer_wait(done + count - 1)
+                    tcgen05.fence_after_wait()
+                smem.sums_ready.consumer_wait(sums)
+                inverse = rows.inverse()
+                smem.sums_free.consumer_release(sums)
+                sums = sums + 1
+                words = [Int32(0)] * (self.columns // 2)
+                if count > 0:
+                    words = self.take(rows, inverse)
+                    done = done + count
+                    tcgen05.fence_before_signal()
+                    smem.probs_ready.producer_commit(done, EVEN_CTA)  # O is free for the next item
+                if first_row + rows.row < item.rows:
+                    store_packed_row(operands.row("out", item, first_row + rows.row), words)
+            turn = turn + 1
+
+    def take(self, rows: OutputRows, inverse: Float32) -> list[Int32]:
+        """Return the thread's row of O / row sum, rounded, two columns a word. A row that attends to nothing is 0."""
+        words = []
+        for first in range(0, self.columns, STORED_AT_ONCE):
+            values = tcgen05.load_columns(rows.place + first, STORED_AT_ONCE)
+            tcgen05.await_loads()
+            for i in range(0, STORED_AT_ONCE, 2):
+                word = pack_pair(values[i] * inverse, values[i + 1] * inverse, self.dtype)
+                words.append(cutlass.select_(inverse == 0.0, Int32(0), word))
+        return words
+
+    @cute.jit
+    def rescale(self, smem: DensePrefillPairSmem, rows: OutputRows, use: Int32):
+        """Multiply O by alpha where the reference has moved, then let P V of the use-th key tile, not an item's first, begin."""
+        smem.alpha_ready.consumer_wait(use)
+        alpha = replace(rows, tile=smem.alpha_ready.stage(use)).factor()
+        smem.output_ready.consumer_wait(use - 1)
+        if cute.arch.vote_any_sync(alpha != 1.0):
+            tcgen05.fence_after_wait()
+            rows.scale(alpha)
+            tcgen05.fence_before_signal()
+        smem.probs_ready.producer_commit(use, EVEN_CTA)

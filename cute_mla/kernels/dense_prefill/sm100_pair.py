@@ -1,6 +1,6 @@
 """Dense prefill on Blackwell with heads of 256 columns, by pairs of CTAs.
 
-O of 128 rows takes half of tensor memory, so a CTA has one Q tile, and S of two key tiles beside it. A pair takes one work item after
+O of 128 rows takes half of tensor memory, so a CTA has one Q tile, and S of two key tiles. A pair takes one work item after
 another: 256 query rows of a head, 128 a CTA, against the keys of their KV head, 128 (a key tile) at a time, from the last to the first.
 The even CTA issues the products of both; each CTA holds half of K, 64 keys, and half of V, 128 columns, of a key tile.
 
@@ -45,32 +45,23 @@ from ...spec.dense_prefill import DensePrefillConfig
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives.smem import fields_of
-from ..primitives.tma import prefetch_map
 from ..sm100 import pair
-from ..sm100.config import TMEM_COLUMNS
+from . import cta
 from .abi import DensePrefillAbi
-from .board import Board
-from .operands import Operands
-from .sm100_config import GROUP_WARPS
-from .sm100_pair_config import (
-    EVEN_CTA,
-    LOAD_WARP,
-    MMA_WARP,
-    OTHER_REGISTERS,
-    OUTPUT_REGISTERS,
-    OUTPUT_WARP,
-    PAIR,
-    SOFTMAX_REGISTERS,
-    SOFTMAX_WARP,
-    THREADS,
-    PairGeometry,
-    PairPipes,
-    PairTiles,
-    cta_rank,
-)
-from .sm100_pair_load import PairLoadRole
-from .sm100_pair_mma import PairMmaRole, PairTileGemm
-from .sm100_pair_rows import PairOutputRole, PairSoftmaxRole
+from .operands import DensePrefillOperands, ItemQueue
+from .sm100_config import EVEN_CTA, GROUP_WARPS, PAIR, DensePrefillPairGeometry, DensePrefillPairSmem, cta_rank
+from .sm100_load import DensePrefillPairLoadRole
+from .sm100_mma import DensePrefillPairMmaRole, DensePrefillPairTileGemm
+from .sm100_output import DensePrefillPairOutputRole
+from .sm100_softmax import DensePrefillPairSoftmaxRole
+
+SOFTMAX_WARP, OUTPUT_WARP, MMA_WARP, LOAD_WARP = 0, GROUP_WARPS, 2 * GROUP_WARPS, 2 * GROUP_WARPS + 1
+THREADS = 3 * GROUP_WARPS * 32
+
+# per lane of a warp, by setmaxnreg: 512 together; all threads start with 168
+SOFTMAX_REGISTERS = 184
+OUTPUT_REGISTERS = 200
+OTHER_REGISTERS = 128
 
 
 class DensePrefillPairSm100(AttentionKernel):
@@ -80,50 +71,44 @@ class DensePrefillPairSm100(AttentionKernel):
 
     def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
         super().__init__(DensePrefillAbi(config, arch), arch)
-        self.geometry = PairGeometry(config)
+        self.geometry = DensePrefillPairGeometry(config)
         self.smem = self.geometry.smem()
 
     @cute.jit
-    def run(self, operands: Operands):
+    def run(self, operands: DensePrefillOperands):
         """Allocate, initialise the barriers, and give each role its warps."""
-        memory = self.smem.allocate()
-        tiles, pipes = PairTiles(**fields_of(PairTiles, memory)), PairPipes(**fields_of(PairPipes, memory))
+        args = operands.args
+        smem = DensePrefillPairSmem(**fields_of(DensePrefillPairSmem, self.smem.allocate()))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == LOAD_WARP:
-            with cute.arch.elect_one():
-                self.initialise(pipes)
-                for tensor_map in (operands.args.k_map, operands.args.v_map, operands.args.q_map):
-                    prefetch_map(tensor_map)
-        tmem = pair.begin(tiles, warp, MMA_WARP)
+        cta.initialise(warp, LOAD_WARP, arrivals(smem), (args.k_map, args.v_map, args.q_map))
+        tmem = pair.begin(smem, warp, MMA_WARP)
 
-        board = Board(tiles.sItems, pipes)
+        queue = ItemQueue(smem.sItems, smem)
         if warp < OUTPUT_WARP:
             cute.arch.setmaxregister_increase(SOFTMAX_REGISTERS)
-            PairSoftmaxRole(self.dtype).run(operands, board, tiles, pipes, tmem)
+            DensePrefillPairSoftmaxRole(self.dtype).run(operands, queue, smem, tmem)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
-            PairOutputRole(self.dtype, self.geometry).run(operands, board, tiles, pipes, tmem)
+            DensePrefillPairOutputRole(self.dtype, self.geometry).run(operands, queue, smem, tmem)
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == MMA_WARP and cta_rank() == EVEN_CTA:
-                PairMmaRole().run(board, pipes, PairTileGemm(self.dtype, self.geometry, tiles, tmem))
+                DensePrefillPairMmaRole().run(queue, smem, DensePrefillPairTileGemm(self.dtype, self.geometry, smem, tmem))
             elif warp == LOAD_WARP:
-                PairLoadRole(self.geometry).run(operands, board, tiles, pipes)
+                DensePrefillPairLoadRole(self.geometry).run(operands, queue, smem)
         pair.end(warp, MMA_WARP, tmem)
 
-    def initialise(self, pipes: PairPipes) -> None:
-        """Set the arrivals of every barrier: warps of the arriving roles, of both CTAs where mma waits, or one commit."""
-        for barriers in (pipes.kv_free, pipes.value_landed, pipes.query_free, pipes.scores_ready, pipes.output_ready, pipes.item_ready):
-            barriers.initialise(1)
-        pipes.kv_ready.initialise(PAIR)
-        pipes.query_ready.initialise(PAIR)
-        for barriers in (pipes.alpha_ready, pipes.sums_ready, pipes.sums_free):
-            barriers.initialise(GROUP_WARPS)
-        pipes.rest_ready.initialise(PAIR * GROUP_WARPS)
-        pipes.probs_ready.initialise(2 * PAIR * GROUP_WARPS)
-        readers = 2 * GROUP_WARPS
-        pipes.item_free.initialise(cutlass.select_(cta_rank() == EVEN_CTA, Int32(readers + 1), Int32(readers)))
-        cute.arch.mbarrier_init_fence()
+
+def arrivals(smem: DensePrefillPairSmem) -> tuple[cta.Arrivals, ...]:
+    """Return the arrivals of every barrier: warps of the arriving roles, of both CTAs where mma waits, or one commit."""
+    return (
+        (1, (smem.kv_free, smem.value_landed, smem.query_free, smem.scores_ready, smem.output_ready, smem.item_ready)),
+        (PAIR, (smem.kv_ready, smem.query_ready)),
+        (GROUP_WARPS, (smem.alpha_ready, smem.sums_ready, smem.sums_free)),
+        (PAIR * GROUP_WARPS, (smem.rest_ready,)),
+        (2 * PAIR * GROUP_WARPS, (smem.probs_ready,)),
+        (lambda: cutlass.select_(cta_rank() == EVEN_CTA, Int32(2 * GROUP_WARPS + 1), Int32(2 * GROUP_WARPS)), (smem.item_free,)),
+    )
 
 
 def pair_definition(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
@@ -140,5 +125,5 @@ def pair_definition(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
             Role("load", LOAD_WARP, 1),
         ),
         expected={"UTCHMMA": kernel.geometry.products},
-        tmem_columns=TMEM_COLUMNS,
+        tmem_columns=cta.TMEM_COLUMNS,
     )

@@ -7,7 +7,7 @@ clock, would take as long as the matrix products.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from typing import Any, NamedTuple
 
@@ -19,11 +19,10 @@ from ..primitives import tcgen05
 from ..primitives.elements import pack_pair
 from ..primitives.integers import larger
 from ..sm100.boxes import clear_rows
-from .board import Board
-from .key_mask import EveryKey
-from .operands import Operands, WorkItem
+from .operands import DensePrefillItem, DensePrefillOperands, EveryKey, ItemQueue
 from .sm100_config import (
     BOXES_PER_STAGE,
+    EVEN_CTA,
     FIRST_KEYS,
     GROUP,
     HALF_KEYS,
@@ -31,11 +30,12 @@ from .sm100_config import (
     TILE_KEYS,
     TILE_ROWS,
     VALUE_STAGES,
-    Geometry,
-    Pipes,
+    DensePrefillPairSmem,
+    DensePrefillSm100Geometry,
+    DensePrefillSm100Smem,
     QueryTileWork,
     RowTables,
-    Tiles,
+    cta_rank,
     first_lane,
     key_tiles,
 )
@@ -50,7 +50,7 @@ POLYNOMIAL_PAIRS = 2  # of a group
 # 2^r = sum_k c_k r^k for -1/2 <= r <= 1/2, relative error 2.1e-7 in fp32, as the special function unit's: P would do with much
 # less, but lse may be the logarithm of a sum of a few of them, and its error near 0 has to stay below 1e-6
 EXP2_COEFFICIENTS = (1.0, 0.6931469440460205, 0.24022120237350464, 0.05550713092088699, 0.009675540961325169, 0.0013276472454890609)
-LEAST_EXPONENT = -127.0
+MIN_EXPONENT = -127.0
 # adding it leaves the nearest integer, plus the exponent bias, in the low bits of the sum
 ROUNDING = 12_582_912.0 + 127.0
 EXPONENT_SHIFT = 23
@@ -60,7 +60,7 @@ Pair = tuple[Float32, Float32]
 
 def exp2_on_fma(exponents: Pair) -> Pair:
     """Return 2^x of two numbers up to 127, on the FMA pipe. 0 below 2^-126.5, NaN for NaN."""
-    x = tuple(cute.arch.fmax(exponent, LEAST_EXPONENT, nan=True) for exponent in exponents)
+    x = tuple(cute.arch.fmax(exponent, MIN_EXPONENT, nan=True) for exponent in exponents)
     rounded = cute.arch.add_packed_f32x2(x, _both(ROUNDING))
     whole = cute.arch.add_packed_f32x2(rounded, _both(-ROUNDING))
     rest = cute.arch.fma_packed_f32x2(whole, _both(-1.0), x)
@@ -85,7 +85,7 @@ class RowSoftmax:
     """
 
     dtype: type[cutlass.Numeric]
-    tiles: RowTables
+    smem: RowTables
     tile: Int32
     row: Int32
     scores: Int32
@@ -95,11 +95,11 @@ class RowSoftmax:
     rSums: cute.Tensor
 
     @staticmethod
-    def create(dtype: type[cutlass.Numeric], tiles: RowTables, lanes: Int32, tile: Int32, scale_log2: Float32) -> RowSoftmax:
+    def create(dtype: type[cutlass.Numeric], smem: RowTables, lanes: Int32, tile: Int32, scale_log2: Float32) -> RowSoftmax:
         """Return the state of a row that has seen nothing. lanes: tensor memory at the first lane of the warp."""
         row = cute.arch.thread_idx()[0] % GROUP
         rS, row_ref, rSums = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in (TILE_KEYS, 1, 2))
-        return RowSoftmax(dtype, tiles, tile, row, lanes + tile * TILE_KEYS, scale_log2, rS, row_ref, rSums)
+        return RowSoftmax(dtype, smem, tile, row, lanes + tile * TILE_KEYS, scale_log2, rS, row_ref, rSums)
 
     def reset(self) -> None:
         """Forget all keys."""
@@ -165,13 +165,13 @@ class RowSoftmax:
 
     def publish_factor(self, alpha: Float32) -> None:
         """Hand the rescale factor of the row to the output role."""
-        (self.tiles.sAlpha + (self.tile * TILE_ROWS + self.row)).store(alpha)
+        (self.smem.sAlpha + (self.tile * TILE_ROWS + self.row)).store(alpha)
 
     def publish_sum(self) -> Float32:
         """Hand 1 / row sum, or 0, to the output role. Return the sum over all keys seen, 0 iff the row attends to nothing."""
         total = self.rSums[0] + self.rSums[1]
         inverse = cutlass.select_(total == 0.0, Float32(0), 1.0 / total)
-        (self.tiles.sInverse + (self.tile * TILE_ROWS + self.row)).store(inverse)
+        (self.smem.sInverse + (self.tile * TILE_ROWS + self.row)).store(inverse)
         return total
 
     def lse(self, total: Float32) -> Float32:
@@ -188,7 +188,7 @@ def greatest(scores: list[Float32]) -> Float32:
 
 
 def on_fma(pair: int) -> bool:
-    """Return whether a pair of exponentials is computed on the FMA pipe: evenly spread, so that both pipes always have work."""
+    """Return whether a pair of exponentials is computed on the FMA pipe: evenly spread, so that both smem always have work."""
     return (pair * POLYNOMIAL_PAIRS) % PAIRS_PER_GROUP < POLYNOMIAL_PAIRS
 
 
@@ -211,25 +211,32 @@ class TilePlace(NamedTuple):
     alpha_use: Int32
 
 
-class SoftmaxRole:
+@dataclass(frozen=True)
+class DensePrefillSm100SoftmaxRole:
     """Four warps, for one Q tile. key_mask: of the call."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry, key_mask: EveryKey) -> None:
-        self.dtype = dtype
-        self.geometry = geometry
-        self.key_mask = key_mask
+    dtype: type[cutlass.Numeric]
+    geometry: DensePrefillSm100Geometry
+    key_mask: EveryKey
 
     @cute.jit
-    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32, tile: Int32):
+    def run(
+        self,
+        operands: DensePrefillOperands,
+        queue: ItemQueue,
+        smem: DensePrefillSm100Smem,
+        tmem: Int32,
+        tile: Int32,
+    ):
         """Wait item_ready, scores_ready, kv_ready, sums_free.
 
         Signal item_free, alpha_ready, probs_ready, rest_ready, sums_ready. Writes lse.
         """
-        own = pipes.of_tile(tile)
-        rows = RowSoftmax.create(self.dtype, tiles, first_lane(tmem), tile, operands.scale_log2)
+        own = smem.of_tile(tile)
+        rows = RowSoftmax.create(self.dtype, smem, first_lane(tmem), tile, operands.args.scale_log2)
         more, turn, uses, done, alphas, sums = Boolean(True), Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         while more:
-            more, item = board.take(turn)
+            more, item = queue.take(turn)
             work = QueryTileWork.create(item, tile)
             if work.rows > 0:
                 if item.leading:
@@ -242,7 +249,7 @@ class SoftmaxRole:
                     own.scores_ready.consumer_wait(done + t)
                     tcgen05.fence_after_wait()
                     if t == 0 and self.clears_values(item, work, tile):
-                        self.clear_values(tiles, pipes, uses + self.geometry.key_stages, item.keys, rows.row)
+                        self.clear_values(smem, uses + self.geometry.key_stages, item.keys, rows.row)
                     place = TilePlace(walk.tile(t), item.follows(t), done + t, alphas + t - item.leading)
                     self.softmax_tile(own, rows, work, place, mask)
                 done = done + work.tiles
@@ -253,13 +260,13 @@ class SoftmaxRole:
                     own.sums_ready.producer_commit(sums)
                     sums = sums + 1
                     if rows.row < work.rows:
-                        lse = cutlass.select_(total == 0.0, operands.empty_lse, rows.lse(total))
-                        operands.lse_of(item, tile * TILE_ROWS + rows.row).store(lse)
+                        lse = cutlass.select_(total == 0.0, operands.args.empty_lse, rows.lse(total))
+                        operands.row("lse", item, tile * TILE_ROWS + rows.row).store(lse)
             uses = uses + item.walk(key_tiles(item.keys)).count * self.geometry.tile_stages
             turn = turn + 1
 
     @cute.jit
-    def softmax_tile(self, own: Pipes, rows: RowSoftmax, work: QueryTileWork, place: TilePlace, mask: EveryKey):
+    def softmax_tile(self, own: DensePrefillSm100Smem, rows: RowSoftmax, work: QueryTileWork, place: TilePlace, mask: EveryKey):
         """Turn the scores of one of a Q tile's key tiles, which are complete, into probabilities. mask: of the row.
 
         The last scores are loaded again when the first part of P is handed over: ptxas would otherwise compute all of P before it
@@ -289,7 +296,7 @@ class SoftmaxRole:
         tcgen05.fence_before_signal()
         own.rest_ready.producer_commit(place.use)
 
-    def clears_values(self, item: WorkItem, work: QueryTileWork, tile: Int32) -> Boolean:
+    def clears_values(self, item: DensePrefillItem, work: QueryTileWork, tile: Int32) -> Boolean:
         """Return whether this Q tile clears values: it is the first to be multiplied with values that belong to no key.
 
         Only the item's last key tile can have such values.
@@ -298,7 +305,7 @@ class SoftmaxRole:
         return (item.keys % TILE_KEYS != 0) & (work.skipped == 0) & first & item.shows(key_tiles(item.keys) - 1)
 
     @cute.jit
-    def clear_values(self, tiles: Tiles, pipes: Pipes, use: Int32, keys: Int32, thread: Int32):
+    def clear_values(self, smem: DensePrefillSm100Smem, use: Int32, keys: Int32, thread: Int32):
         """Zero the values past the end: P is 0 there, but 0 times a NaN of an unused row is NaN.
 
         The arrival with P hands over the zeros.
@@ -306,7 +313,67 @@ class SoftmaxRole:
         S of the key tile is complete, so the stages are at this use or the one before: no other phase can be mistaken for it.
         """
         for half in cutlass.range_constexpr(VALUE_STAGES):
-            pipes.kv_ready.consumer_wait(use + half)
-            stage = tiles.sKv + pipes.kv_ready.stage(use + half) * STAGE_BYTES
+            smem.kv_ready.consumer_wait(use + half)
+            stage = smem.sKv + smem.kv_ready.stage(use + half) * STAGE_BYTES
             clear_rows(stage, BOXES_PER_STAGE, keys % TILE_KEYS - half * HALF_KEYS, thread)
         cute.arch.fence_proxy("async.shared", space="cta")
+
+
+@dataclass(frozen=True)
+class DensePrefillPairSoftmaxRole:
+    """Four warps of each CTA."""
+
+    dtype: type[cutlass.Numeric]
+
+    @cute.jit
+    def run(self, operands: DensePrefillOperands, queue: ItemQueue, smem: DensePrefillPairSmem, tmem: Int32):
+        """Wait item_ready, scores_ready, sums_free. Signal item_free, alpha_ready, probs_ready, rest_ready, sums_ready. Writes lse."""
+        rows = RowSoftmax.create(self.dtype, smem, first_lane(tmem), Int32(0), operands.args.scale_log2)
+        more, turn, done, sums = Boolean(True), Int32(0), Int32(0), Int32(0)
+        while more:
+            more, item = queue.take(turn)
+            if item.rows > 0:
+                count, row = key_tiles(item.keys), cta_rank() * TILE_ROWS + rows.row
+                rows.reset()
+                for t in cutlass.range(count, unroll=1):
+                    self.softmax_tile(smem, rows, item, (count - 1 - t) * TILE_KEYS, done + t)
+                done = done + count
+                smem.sums_free.producer_acquire(sums)
+                total = rows.publish_sum()
+                smem.sums_ready.producer_commit(sums)
+                sums = sums + 1
+                if row < item.rows:
+                    lse = cutlass.select_(total == 0.0, operands.args.empty_lse, rows.lse(total))
+                    operands.row("lse", item, row).store(lse)
+            turn = turn + 1
+
+    @cute.jit
+    def softmax_tile(self, smem: DensePrefillPairSmem, state: RowSoftmax, item: DensePrefillItem, first_key: Int32, use: Int32):
+        """Turn the scores of the use-th key tile, whose first key is given, into probabilities.
+
+        The last scores are loaded again when the first part of P is handed over, as in sm100_softmax.py.
+        """
+        buffer = smem.scores_ready.stage(use)
+        rows = replace(state, tile=buffer, scores=state.scores + buffer * TILE_KEYS)
+        first_row = cta_rank() * TILE_ROWS
+        limit = item.key_limit(first_row + rows.row) - first_key
+        masked = item.key_limit(first_row) < first_key + TILE_KEYS
+        smem.scores_ready.consumer_wait(use)
+        tcgen05.fence_after_wait()
+        rows.finish_load(rows.start_load(0))
+        if masked:
+            rows.mask(limit, 0)
+        rows.publish_factor(rows.advance())
+        smem.alpha_ready.producer_commit(use)
+        rows.exponentiate(0, FIRST_KEYS, EveryKey())
+        again = rows.start_load(FIRST_KEYS)
+        rows.store(0, FIRST_KEYS)
+        tcgen05.fence_before_signal()
+        smem.probs_ready.producer_commit(use, EVEN_CTA)
+        rows.finish_load(again)
+        if masked:
+            rows.mask(limit, FIRST_KEYS)
+        rows.exponentiate(FIRST_KEYS, TILE_KEYS, EveryKey())
+        rows.store(FIRST_KEYS, TILE_KEYS)
+        tcgen05.fence_before_signal()
+        smem.rest_ready.producer_commit(use, EVEN_CTA)

@@ -1,4 +1,4 @@
-"""The two matrix products of one warpgroup: S = Q K^T for 64 rows and a tile of keys, and O += P V with P from registers."""
+"""The matrix products of a warpgroup: scores of 64 rows, O of the forward pass, and gradients that add up in registers."""
 
 from __future__ import annotations
 
@@ -8,110 +8,167 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from ..primitives.elements import pack_pair
-from ..primitives.wgmma import A_STRIDES, A_VALUES, REGISTERS_PER_STEP, flat, half, packed, tiled_mma
-from .sm90_config import GROUP_ROWS, K_STEP, WARPGROUP, Tiles
+from ..primitives.elements import pack_pair, store_pair, store_words
+from ..primitives.wgmma import (
+    A_STRIDES,
+    A_VALUES,
+    K_STEP,
+    REGISTERS_PER_STEP,
+    TILE_ROWS,
+    flat,
+    fragment_row,
+    gather_eights,
+    half,
+    packed,
+    tiled_mma,
+)
+from .sm90_config import GROUP_ROWS, WARPGROUP, DensePrefillSm90Smem
 
 PAIRS = {cutlass.BFloat16: "bf16x2", cutlass.Float16: "f16x2"}
 
 
 @dataclass(frozen=True)
-class Products:
-    """The two products of one thread: operands, partitioned, and accumulators."""
+class ScoreProduct:
+    """S = A B^T: 64 rows of A, and all rows of a stage of B, both in shared memory."""
 
-    dtype: type[cutlass.Numeric]
-    thread: Int32
-    group: Int32
-    overwrite_scores: cute.TiledMma
-    add_scores: cute.TiledMma
-    output_mma: cute.TiledMma
-    tQ: cute.Tensor
-    tK: cute.Tensor
-    tV: cute.Tensor
-    scores: cute.Tensor
-    probs: cute.Tensor  # P as it comes out of the scores
-    tP: cute.Tensor  # the same registers as an A operand
-    output: cute.Tensor
+    overwrite: cute.TiledMma
+    add: cute.TiledMma
+    tA: cute.Tensor
+    tB: cute.Tensor
+    sum: cute.Tensor
 
     @staticmethod
-    def create(dtype: type[cutlass.Numeric], tiles: Tiles, thread: Int32, group: Int32) -> Products:
-        """Return the for one thread of a warpgroup that computes."""
-        keys, d_v, stages = (cute.size(tiles.sV, mode=[mode]) for mode in range(3))
-        # an MMA whose accumulation were switched in a loop would be a value that leaves the loop
-        overwrite_scores, add_scores = (tiled_mma(dtype, keys, warpgroup.OperandSource.SMEM, OperandMajorMode.K) for _ in range(2))
-        output_mma = tiled_mma(dtype, d_v, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
-        overwrite_scores.set(warpgroup.Field.ACCUMULATE, False)
-        add_scores.set(warpgroup.Field.ACCUMULATE, True)
-        output_mma.set(warpgroup.Field.ACCUMULATE, True)
-        of_scores, of_output = add_scores.get_slice(thread), output_mma.get_slice(thread)
-        transposed = cute.make_layout((d_v, keys, stages), stride=(keys, 1, keys * d_v))
-        scores = cute.make_rmem_tensor(of_scores.partition_shape_C((GROUP_ROWS, keys)), Float32)
-        probs = cute.make_rmem_tensor_like(scores, dtype)
-        steps = cute.make_layout((A_VALUES, 1, keys // K_STEP), stride=(A_STRIDES, 0, REGISTERS_PER_STEP))
-        return Products(
-            dtype=dtype,
-            thread=thread,
-            group=group,
-            overwrite_scores=overwrite_scores,
-            add_scores=add_scores,
-            output_mma=output_mma,
-            tQ=of_scores.make_fragment_A(of_scores.partition_A(tiles.sQ)),
-            tK=of_scores.make_fragment_B(of_scores.partition_B(tiles.sK)),
-            tV=of_output.make_fragment_B(of_output.partition_B(cute.composition(tiles.sV, transposed))),
-            scores=scores,
-            probs=probs,
-            tP=cute.make_tensor(probs.iterator, steps),
-            output=cute.make_rmem_tensor(of_output.partition_shape_C((GROUP_ROWS, d_v)), Float32),
+    def create(dtype: type[cutlass.Numeric], rows: cute.Tensor, streamed: cute.Tensor, thread: Int32) -> ScoreProduct:
+        """Return the product of one thread. rows: (64 rows, columns, warpgroups). streamed: (rows of B, columns, stages)."""
+        count = cute.size(streamed, mode=[0])
+        overwrite, add = (tiled_mma(dtype, count, warpgroup.OperandSource.SMEM, OperandMajorMode.K) for _ in range(2))
+        overwrite.set(warpgroup.Field.ACCUMULATE, False)
+        add.set(warpgroup.Field.ACCUMULATE, True)
+        of_thread = add.get_slice(thread)
+        return ScoreProduct(
+            overwrite=overwrite,
+            add=add,
+            tA=of_thread.make_fragment_A(of_thread.partition_A(rows)),
+            tB=of_thread.make_fragment_B(of_thread.partition_B(streamed)),
+            sum=cute.make_rmem_tensor(of_thread.partition_shape_C((TILE_ROWS, count)), Float32),
         )
 
-    def start_scores(self, stage: Int32) -> None:
-        """Issue S = Q K^T as a group of WGMMAs."""
-        for step in range(cute.size(self.tQ, mode=[2])):
-            mma = self.add_scores if step else self.overwrite_scores
-            cute.gemm(mma, self.scores, self.tQ[None, None, step, self.group], self.tK[None, None, step, stage], self.scores)
+    def start(self, group: Int32, stage: Int32) -> None:
+        """Issue the product of a warpgroup's rows and a stage, as a group of WGMMAs."""
+        for step in range(cute.size(self.tA, mode=[2])):
+            mma = self.add if step else self.overwrite
+            cute.gemm(mma, self.sum, self.tA[None, None, step, group], self.tB[None, None, step, stage], self.sum)
         warpgroup.commit_group()
 
-    def start_output(self, stage: Int32, overwrite: Boolean) -> None:
-        """Issue O += P V, or O = P V, as a group of WGMMAs."""
-        d_v = cute.size(self.output) * WARPGROUP // GROUP_ROWS
-        first = tiled_mma(self.dtype, d_v, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
-        first.set(warpgroup.Field.ACCUMULATE, cutlass.select_(overwrite, Boolean(False), Boolean(True)))
-        for step in range(cute.size(self.tP, mode=[2])):
-            cute.gemm(
-                self.output_mma if step else first, self.output, self.tP[None, None, step], self.tV[None, None, step, stage], self.output
-            )
-        warpgroup.commit_group()
+    def clear(self) -> None:
+        """Set S to 0."""
+        self.sum.fill(0.0)
 
-    def round_probs(self) -> None:
-        """Round the scores, by now probabilities, to the A operand of P V.
+
+@dataclass(frozen=True)
+class SumProduct:
+    """G += X B: X from registers, one column for each row of a stage of B, which is read transposed."""
+
+    dtype: type[cutlass.Numeric]
+    mma: cute.TiledMma
+    factor: cute.Tensor  # X as it comes out of a score product
+    tX: cute.Tensor  # the same registers as an A operand
+    tB: cute.Tensor
+    sum: cute.Tensor
+
+    @staticmethod
+    def create(dtype: type[cutlass.Numeric], streamed: cute.Tensor, thread: Int32) -> SumProduct:
+        """Return the product of one thread. streamed: (rows of B, columns, stages)."""
+        rows, columns, stages = (cute.size(streamed, mode=[mode]) for mode in range(3))
+        mma = tiled_mma(dtype, columns, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+        mma.set(warpgroup.Field.ACCUMULATE, True)
+        of_thread = mma.get_slice(thread)
+        transposed = cute.make_layout((columns, rows, stages), stride=(rows, 1, rows * columns))
+        factor = cute.make_rmem_tensor(cute.make_layout(TILE_ROWS * rows // 128), dtype)
+        steps = cute.make_layout((A_VALUES, 1, rows // K_STEP), stride=(A_STRIDES, 0, REGISTERS_PER_STEP))
+        return SumProduct(
+            dtype=dtype,
+            mma=mma,
+            factor=factor,
+            tX=cute.make_tensor(factor.iterator, steps),
+            tB=of_thread.make_fragment_B(of_thread.partition_B(cute.composition(streamed, transposed))),
+            sum=cute.make_rmem_tensor(of_thread.partition_shape_C((TILE_ROWS, columns)), Float32),
+        )
+
+    def round(self, values: cute.Tensor) -> None:
+        """Round the registers of a score product to X.
 
         The conversion is PTX, because LLVM would move one of its own to the use, past the WGMMAs of the next scores: 64 registers
         more than there are.
         """
-        rP, rS = packed(self.probs), flat(self.scores)
-        for i in range(cute.size(rP)):
-            rP[i] = cute.arch.inline_ptx(
+        rX, exact = packed(self.factor), flat(values)
+        for i in range(cute.size(rX)):
+            rX[i] = cute.arch.inline_ptx(
                 f"cvt.rn.{PAIRS[self.dtype]}.f32 {{$w0}}, {{$r0}}, {{$r1}};",
                 write_only_types=[Int32],
-                read_only_args=[rS[2 * i + 1], rS[2 * i]],
+                read_only_args=[exact[2 * i + 1], exact[2 * i]],
             )
 
+    def start(self, stage: Int32, overwrite: Boolean | None = None) -> None:
+        """Issue the product with a stage, as a group of WGMMAs. overwrite: whether it is G = X B; None: never."""
+        first = self.mma
+        if overwrite is not None:
+            first = tiled_mma(self.dtype, cute.size(self.sum) * WARPGROUP // TILE_ROWS, warpgroup.OperandSource.RMEM, OperandMajorMode.MN)
+            first.set(warpgroup.Field.ACCUMULATE, cutlass.select_(overwrite, Boolean(False), Boolean(True)))
+        for step in range(cute.size(self.tX, mode=[2])):
+            cute.gemm(self.mma if step else first, self.sum, self.tX[None, None, step], self.tB[None, None, step, stage], self.sum)
+        warpgroup.commit_group()
+
     def clear(self) -> None:
-        """Set S and O to 0."""
-        self.scores.fill(0.0)
-        self.output.fill(0.0)
+        """Set G to 0."""
+        self.sum.fill(0.0)
 
-    def scale_output(self, factors: list[Float32]) -> None:
-        """Multiply the thread's two rows of O."""
-        rO = flat(self.output)
-        for i in range(cute.size(rO)):
-            rO[i] = rO[i] * factors[half(i)]
+    def scale(self, factors: list[Float32]) -> None:
+        """Multiply the thread's two rows of G."""
+        rG = flat(self.sum)
+        for i in range(cute.size(rG)):
+            rG[i] = rG[i] * factors[half(i)]
 
-    def row_words(self, row_half: int, inverse: Float32, first: int, columns: int) -> list[Int32]:
-        """Return columns of one of the thread's rows of O, from `first` on, normalised and rounded.
+    def row_words(self, row_half: int, factor: Float32, first: int = 0, columns: int | None = None) -> list[Int32]:
+        """Return columns of one of the thread's rows of G times a factor, rounded: `columns` from `first` on, or all.
 
         Word e has columns first + 8 e + 2 (t % 4) and the next.
         """
-        rO = flat(self.output)
-        registers = range(first // 2 + 2 * row_half, (first + columns) // 2, 4)
-        return [pack_pair(rO[i] * inverse, rO[i + 1] * inverse, self.dtype) for i in registers]
+        rG = flat(self.sum)
+        end = cute.size(rG) if columns is None else (first + columns) // 2
+        return [pack_pair(rG[i] * factor, rG[i + 1] * factor, self.dtype) for i in range(first // 2 + 2 * row_half, end, 4)]
+
+
+@dataclass(frozen=True)
+class DensePrefillProducts:
+    """The two products of one thread of the forward pass."""
+
+    thread: Int32
+    group: Int32
+    scores: ScoreProduct  # S = Q K^T
+    output: SumProduct  # O += P V
+
+    @staticmethod
+    def create(dtype: type[cutlass.Numeric], smem: DensePrefillSm90Smem, thread: Int32, group: Int32) -> DensePrefillProducts:
+        """Return the products of one thread of a warpgroup that computes."""
+        scores = ScoreProduct.create(dtype, smem.sQ, smem.sK, thread)
+        return DensePrefillProducts(thread, group, scores, SumProduct.create(dtype, smem.sV, thread))
+
+    def row(self, row_half: int) -> Int32:
+        """Return the row of the item's block that one of the thread's fragment rows is."""
+        return self.group * GROUP_ROWS + fragment_row(self.thread, row_half)
+
+
+def gather_runs(words: list[Int32], thread: Int32) -> list[Int32]:
+    """Transpose a row's words in a quad: four from 4 n on are then columns 32 n + 8 (t % 4) .. + 7."""
+    return [word for i in range(0, len(words), 4) for word in gather_eights(words[i : i + 4], thread)]
+
+
+def store_row_words(target: cute.Pointer, words: list[Int32], thread: Int32, runs: bool) -> None:
+    """Store a quad's row, in runs of 16 bytes a lane, as gather_runs leaves them, or in pairs of elements that may begin anywhere."""
+    if runs:
+        for i in range(0, len(words), 4):
+            store_words(target + (8 * i + 8 * (thread % 4)), words[i : i + 4])
+    else:
+        for eight, word in enumerate(words):
+            store_pair(target + (8 * eight + 2 * (thread % 4)), word)

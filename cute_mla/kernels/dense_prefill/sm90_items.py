@@ -10,8 +10,7 @@ from cutlass import Boolean, Int32, Uint32, cute
 from ...spec.dense_prefill import RANKED_ROUNDS, TURNED_EIGHTHS
 from ..primitives.integers import clip, larger, smaller
 from ..primitives.warp import inclusive_sum
-from .board import Board
-from .operands import WorkItem, WorkItems, span
+from .operands import DensePrefillItem, DensePrefillItems, ItemQueue, span
 from .sm90_config import RANK_BITS, RANK_KEYS
 
 
@@ -23,7 +22,7 @@ class Sequences:
     blocks if it has none: first_query, queries, first_key, keys, blocks, and the rank of its last block.
     """
 
-    items: WorkItems
+    items: DensePrefillItems
     count: Int32
     sum: Int32
     lowest: Int32
@@ -36,8 +35,8 @@ class Sequences:
     rank: Int32  # of a block: the keys that its rows see, in units of RANK_KEYS, up to a constant of all blocks
 
     @staticmethod
-    def create(items: WorkItems, first: Int32, most: Int32) -> Sequences:
-        """Return the sequences from `first` on: at most a warp's lanes, and one or as many as have `most` blocks together."""
+    def create(items: DensePrefillItems, first: Int32, max_blocks: Int32) -> Sequences:
+        """Return the sequences from `first` on: at most a warp's lanes, and one or as many as have `max_blocks` blocks together."""
         args = items.args
         lane = cute.arch.lane_idx()
         there = first + lane < args.batch
@@ -47,7 +46,7 @@ class Sequences:
         rows = items.item_rows
         blocks = smaller(Int32((Uint32(queries) + (rows - 1)) // rows), args.row_blocks)
         blocks = cutlass.select_(there, blocks, Int32(0))
-        fits = there & ((inclusive_sum(blocks, lane, Int32) <= most) | (lane == 0))
+        fits = there & ((inclusive_sum(blocks, lane, Int32) <= max_blocks) | (lane == 0))
         blocks = cutlass.select_(fits, blocks, Int32(0))
         last = ((keys - queries + (RANK_KEYS - 1)) >> RANK_BITS) + blocks - 1
         rank = cutlass.select_(items.causal, last, (keys + (RANK_KEYS - 1)) // RANK_KEYS)
@@ -73,7 +72,7 @@ class Sequences:
         return clip(cutlass.select_(self.items.causal, above, cutlass.select_(above > 0, self.blocks, Int32(0))), self.blocks)
 
     @cute.jit
-    def item(self, place: Int32, first_head: Int32, heads: Int32) -> WorkItem:
+    def item(self, place: Int32, first_head: Int32, heads: Int32) -> DensePrefillItem:
         """Return the item of a place among those of `heads` heads, the highest rank first. place < heads * sum."""
         low, high = self.lowest, self.highest
         while low < high:
@@ -83,24 +82,24 @@ class Sequences:
         above = self.of_rank(low + 1)
         here = self.of_rank(low) - above
         until = inclusive_sum(here * heads, cute.arch.lane_idx(), Int32)
-        left = place - cute.arch.warp_reduction_sum(above) * heads
-        lane = cute.arch.popc(cute.arch.vote_ballot_sync(until <= left))
+        remaining = place - cute.arch.warp_reduction_sum(above) * heads
+        lane = cute.arch.popc(cute.arch.vote_ballot_sync(until <= remaining))
         each, before = cute.arch.shuffle_sync(here, lane), cute.arch.shuffle_sync(until - here * heads, lane)
-        head = Int32(Uint32(left - before) // Uint32(each))
+        head = Int32(Uint32(remaining - before) // Uint32(each))
         first_query, queries, first_key, keys, blocks, last = (
             cute.arch.shuffle_sync(value, lane)
             for value in (self.first_query, self.queries, self.first_key, self.keys, self.blocks, self.rank)
         )
-        block = cutlass.select_(self.items.causal, low - last + blocks - 1, left - before - head * each)
+        block = cutlass.select_(self.items.causal, low - last + blocks - 1, remaining - before - head * each)
         return self.items.at(first_head + head, block, (first_query, queries), (first_key, keys))
 
 
-class ItemRole:
+class DensePrefillSm90ItemRole:
     """One warp: the CTA's work items, ahead of the other roles."""
 
     @cute.jit
-    def run(self, items: WorkItems, board: Board):
-        """Wait item_free. Signal item_ready. Behind the last item comes the word that there is none."""
+    def run(self, items: DensePrefillItems, queue: ItemQueue):
+        """Wait item_free. Signal item_ready. After the last item comes the word that there is none."""
         ctas = cute.arch.grid_dim()[0]
         posted, first, place = Int32(0), Int32(0), cute.arch.block_idx()[0]
         while first < items.args.batch:
@@ -113,10 +112,10 @@ class ItemRole:
                 while start < sequences.sum * together:
                     rank = start + cutlass.select_(forward, place, ctas - 1 - place)
                     if rank < sequences.sum * together:
-                        posted = board.post_item(posted, sequences.item(rank, head, together))
+                        posted = queue.post_item(posted, sequences.item(rank, head, together))
                     start, forward = start + ctas, not forward
                 place = place + ctas * TURNED_EIGHTHS // 8
                 place = cutlass.select_(place >= ctas, place - ctas, place)
                 head = head + together
             first = first + sequences.count
-        board.post_end(posted)
+        queue.post_end(posted)

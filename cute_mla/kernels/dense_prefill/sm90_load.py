@@ -1,9 +1,9 @@
-"""The roles of the SM90 kernel that fill shared memory by TMA: one warp each, which runs ahead of the warpgroups that compute."""
+"""The roles of the SM90 kernels that fill shared memory by TMA: one warp each, which runs ahead of the warpgroups that compute."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
@@ -12,102 +12,118 @@ from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
 from ..primitives.pipeline import StageBarriers, arrive
 from ..primitives.tma import load_box
 from ..sm90.clear_rows import clear_rows
-from .board import Board
-from .sm90_config import GROUP_ROWS, GROUPS
+from ..sm90.warpgroups import set_registers
+from .operands import DensePrefillOperands, ItemQueue
+from .sm90_config import (
+    GROUP_ROWS,
+    GROUPS,
+    ITEM_WARP,
+    KEY_WARP,
+    QUERY_WARP,
+    VALUE_WARP,
+    DensePrefillSm90Geometry,
+    DensePrefillSm90Smem,
+)
+from .sm90_items import DensePrefillSm90ItemRole
+
+Landed = StageBarriers | None  # the barrier of a tile whose rows past the last key are cleared before it is ready; None: of none
+Sources = tuple[tuple[Any, cute.Tensor], ...]  # tensor maps, and the places of their rows in shared memory
 
 
-@dataclass(frozen=True)
-class TilePipe:
-    """The barriers of tiles of K or V. landed: of a tile whose rows behind the last key are zeroed before it is ready; None: of none."""
+@cute.jit
+def run_loads(
+    warp: Int32,
+    geometry: DensePrefillSm90Geometry,
+    operands: DensePrefillOperands,
+    queue: ItemQueue,
+    smem: DensePrefillSm90Smem,
+    rows: Sources,
+    landed: tuple[Landed, Landed],
+):
+    """Give the roles of the first warpgroup their warps. rows: of an item. landed: of tiles of K, and of V."""
+    set_registers(geometry.registers[0])
+    tile = (geometry.tile_keys, geometry.box_keys)
+    if warp == KEY_WARP:
+        keys = DensePrefillTileRole(*tile, geometry.key_bytes, (smem.key_ready, smem.key_free), landed[0])
+        keys.run(operands.args.k_map, queue, smem.sK)
+        # the next kernel waits for the end of this one before it reads or writes anything
+        cute.arch.griddepcontrol_launch_dependents()
+    if warp == VALUE_WARP:
+        values = DensePrefillTileRole(*tile, geometry.value_bytes, (smem.value_ready, smem.value_free), landed[1])
+        values.run(operands.args.v_map, queue, smem.sV)
+    if warp == ITEM_WARP:
+        DensePrefillSm90ItemRole().run(operands.items, queue)
+    if warp == QUERY_WARP:
+        DensePrefillQueryRole(geometry.row_bytes).run(rows, queue, smem)
 
-    ready: StageBarriers
-    free: StageBarriers
-    landed: StageBarriers | None = None
 
+class DensePrefillTileRole:
+    """One warp: TMA of tiles of K or V, the last tile of an item first. keys, nbytes: of a tile. box_rows: of a box. pipe: ready, free."""
 
-class TileRole:
-    """One warp: TMA of tiles of K or V, the last tile of an item first.
-
-    keys, nbytes: of a tile. box_rows: of a box.
-    """
-
-    def __init__(self, keys: int, nbytes: int, box_rows: int = BOX_ROWS) -> None:
+    def __init__(self, keys: int, box_rows: int, nbytes: int, pipe: tuple[StageBarriers, StageBarriers], landed: Landed) -> None:
         self.keys = keys
-        self.nbytes = nbytes
         self.box_rows = box_rows
+        self.nbytes = nbytes
+        self.ready, self.free = pipe
+        self.landed = landed
 
     @cute.jit
-    def run(self, tensor_map: Any, board: Board, target: cute.Tensor, pipe: TilePipe):
+    def run(self, tensor_map: Any, queue: ItemQueue, target: cute.Tensor):
         """Wait item_ready and the free barriers. Signal item_free and the ready barriers.
 
-        Where a product sums over the keys, its other factor is 0 behind the last one, but 0 times a NaN that may lie there is NaN.
+        Where a product sums over the keys, its other factor is 0 past the last one, but 0 times a NaN of an unused row is NaN.
         """
         use, cleared, turn = Int32(0), Int32(0), Int32(1)
-        more, item = board.take(Int32(0))
+        more, item = queue.take(Int32(0))
         while more:
             walk = item.walk((item.keys + (self.keys - 1)) // self.keys)
             for i in cutlass.range(walk.count, unroll=1):
                 walk.advance()
-                stage, ready = pipe.ready.stage(use + i), pipe.ready.barrier(use + i)
-                pipe.free.producer_acquire(use + i)
+                stage, ready = self.ready.stage(use + i), self.ready.barrier(use + i)
+                self.free.producer_acquire(use + i)
                 first = walk.tile(i) * self.keys
                 where = (item.kv_head, item.first_key + first)
-                if cutlass.const_expr(pipe.landed is None):
+                if cutlass.const_expr(self.landed is None):
                     load_tile(target, stage, tensor_map, where, ready, self.nbytes, self.box_rows)
                 else:
                     whole = first + self.keys <= item.keys
-                    landed = cutlass.select_(whole, ready, pipe.landed.barrier(cleared))
+                    landed = cutlass.select_(whole, ready, self.landed.barrier(cleared))
                     load_tile(target, stage, tensor_map, where, landed, self.nbytes, self.box_rows)
                     if not whole:
-                        pipe.landed.consumer_wait(cleared)
+                        self.landed.consumer_wait(cleared)
                         clear_rows(target, stage, item.keys - first, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
                         cute.arch.fence_proxy("async.shared", space="cta")
                         arrive(ready)
                         cleared = cleared + 1
             use = use + walk.count
-            more, item = board.take(turn)
+            more, item = queue.take(turn)
             turn = turn + 1
 
 
-class RowPipes(Protocol):
-    """The barriers of an item's rows, one for each warpgroup."""
+@dataclass(frozen=True)
+class DensePrefillQueryRole:
+    """One warp: TMA of the rows of an item. nbytes: of one warpgroup's rows."""
 
-    @property
-    def query_ready(self) -> StageBarriers:
-        """Return the barriers of rows that have come."""
-
-    @property
-    def query_free(self) -> StageBarriers:
-        """Return the barriers back."""
-
-
-class QueryRole:
-    """One warp: TMA of the rows of an item, in variants whose rows allow it. nbytes: of one warpgroup's rows."""
-
-    def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes
+    nbytes: int
 
     @cute.jit
-    def run(self, sources: tuple[tuple[Any, cute.Tensor], ...], board: Board, pipes: RowPipes):
-        """Wait item_ready, query_free. Signal item_free, query_ready. Rows behind the sequence's are those of the next one, or zeros.
-
-        sources: tensor maps and where in shared memory their rows go.
-        """
+    def run(self, sources: Sources, queue: ItemQueue, smem: DensePrefillSm90Smem):
+        """Wait item_ready, query_free. Signal item_free, query_ready. Rows past the sequence's end are the next one's, or zeros."""
         done, turn = Int32(0), Int32(1)
-        more, item = board.take(Int32(0))
+        more, item = queue.take(Int32(0))
         while more:
             if item.has_queries():
                 for group in cutlass.range_constexpr(GROUPS):
                     use = done * GROUPS + group
-                    ready = pipes.query_ready.barrier(use)
-                    pipes.query_free.producer_acquire(use)
+                    ready = smem.query_ready.barrier(use)
+                    smem.query_free.producer_acquire(use)
                     where = (item.head, item.first_row + group * GROUP_ROWS)
                     with cute.arch.elect_one():
                         cute.arch.mbarrier_arrive_and_expect_tx(ready, self.nbytes)
                         for tensor_map, target in sources:
                             load_boxes(target, group, tensor_map, where, ready)
                 done = done + 1
-            more, item = board.take(turn)
+            more, item = queue.take(turn)
             turn = turn + 1
 
 

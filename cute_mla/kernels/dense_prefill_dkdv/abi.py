@@ -14,7 +14,7 @@ from ...spec.dense_prefill_dkdv import ITEM_SUMS, TILE_KEYS, TILE_QUERIES, Dense
 from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
 from ..attention.kernel import ELEMENT_TYPES
 from ..dense_prefill.abi import box_map
-from .operands import KeyItems, Operands
+from .operands import DkdvItems, DkdvOperands
 
 
 @dataclass(frozen=True)
@@ -39,10 +39,10 @@ class DensePrefillDkdvAbi:
         maps = tuple(box_map(pointer, self.config.dtype, *box) for pointer, box in zip(args[: len(boxes)], boxes, strict=True))
         return (*maps, _statistics_map(args.statistics_map, rows))
 
-    def operands(self, args: DensePrefillDkdvArguments) -> Operands:
+    def operands(self, args: DensePrefillDkdvArguments) -> DkdvOperands:
         """Return the arguments by meaning."""
         arch, d_qk = self.arch.name, self.config.d_qk
-        return Operands(args, KeyItems(args, args.causal != 0, TILE_KEYS[arch][d_qk], sums=ITEM_SUMS[arch][d_qk]))
+        return DkdvOperands(args, DkdvItems(args, args.causal != 0, TILE_KEYS[arch][d_qk], sums=ITEM_SUMS[arch][d_qk]))
 
 
 def _statistics_map(pointer: cute.Pointer, rows: int) -> tensor_maps.TensorMap:

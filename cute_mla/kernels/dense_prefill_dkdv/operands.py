@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Int32, Uint32, cute
 
-from ...spec.dense_prefill_dkdv import DensePrefillDkdvArguments
-from ..dense_prefill.operands import ItemRounds, row_offset, span
-from ..primitives.integers import clip, smaller
+from ...spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvConfig
+from ...spec.mla import ELEMENT_BYTES
+from ..dense_prefill.operands import ItemRounds, row_of, span
+from ..primitives.integers import clip, larger, smaller
+from ..primitives.pipeline import StageBarriers
 
 
 @dataclass(frozen=True)
-class KeyItem:
+class DkdvItem:
     """A block of keys of one KV head of one sequence.
 
     first_head: of q, of the heads that share the KV head. first_key: row of k and v. keys: of the sequence from there on, 0 or less
     if the sequence ends before. first_row: row of q that is the sequence's first. first_query, queries: the rows that any key of the
     block is seen by, and that have statistics, are first_query .. queries - 1 of the sequence. diagonal: key j of the block is seen by
-    the rows j + diagonal and those behind it, if causal; by all if not. sums: 1: dK, or both dK and dV; 2: dV.
+    the rows j + diagonal and later ones, if causal; by all if not. sums: 1: dK, or both dK and dV; 2: dV.
     """
 
     kv_head: Int32
@@ -34,7 +36,7 @@ class KeyItem:
     sums: Int32
 
 
-class KeyRows(Protocol):
+class DkdvKeyRange(Protocol):
     """Position of an item's rows of dk and dv."""
 
     @property
@@ -47,7 +49,7 @@ class KeyRows(Protocol):
 
 
 @dataclass(frozen=True)
-class KeyItems(ItemRounds):
+class DkdvItems(ItemRounds):
     """The work items of a call: blocks of keys. sums: items of a block."""
 
     sums: int = 1
@@ -56,7 +58,7 @@ class KeyItems(ItemRounds):
         """Return the number of items, with the ones that a sequence does not have."""
         return self.args.batch * self.args.h_kv * self.sums * self.args.row_blocks
 
-    def take(self, turn: Int32) -> KeyItem:
+    def take(self, turn: Int32) -> DkdvItem:
         """Return this CTA's item of a round; one without keys if it has none."""
         index, count = self.of_round(turn), self.count()
         there = Uint32(index) < Uint32(count)
@@ -64,7 +66,7 @@ class KeyItems(ItemRounds):
         keys, queries = (cutlass.select_(there, number, Int32(0)) for number in (item.keys, item.queries))
         return replace(item, keys=keys, queries=queries)
 
-    def read(self, index: Int32) -> KeyItem:
+    def read(self, index: Int32) -> DkdvItem:
         """Return an item, by the lengths as they are now. Whatever they are, its rows and keys lie within q, k and v."""
         of_head = Int32(Uint32(index) // Uint32(self.args.row_blocks))
         skipped = (index - of_head * self.args.row_blocks) * self.item_rows
@@ -78,7 +80,7 @@ class KeyItems(ItemRounds):
         first_key, keys = span(self.args.cu_seqlens_k, sequence, self.args.total_k)
         diagonal = cutlass.select_(self.causal, skipped + queries - keys, Int32(-self.item_rows))
         served = smaller(queries, self.args.query_limit)
-        return KeyItem(
+        return DkdvItem(
             kv_head=kv_head,
             first_head=kv_head * self.args.heads_per_kv,
             first_key=first_key + skipped,
@@ -92,31 +94,61 @@ class KeyItems(ItemRounds):
 
 
 @dataclass(frozen=True)
-class Operands:
-    """The arguments by meaning. Strides in elements, of (token, head); keys are counted from the item's first."""
+class DkdvOperands:
+    """The arguments by meaning."""
 
     args: DensePrefillDkdvArguments
-    items: KeyItems
+    items: DkdvItems
+
+    def row(self, name: str, item: DkdvKeyRange, key: Int32) -> cute.Pointer:
+        """Return element 0 of a row of dk or dv. name: "dk" or "dv". key: counted from the item's first."""
+        return row_of(self.args, name, item.first_key + key, item.kv_head)
+
+
+@dataclass(frozen=True)
+class DkdvGeometry:
+    """Numbers of a variant that follow from tiles and items of its architecture."""
+
+    config: DensePrefillDkdvConfig
+
+    arch: ClassVar[str]
 
     @property
-    def softmax_scale(self) -> Float32:
-        """Return the factor of dK."""
-        return self.args.softmax_scale
+    def item_keys(self) -> int:
+        """Return the keys of a work item."""
+        return TILE_KEYS[self.arch][self.config.d_qk]
 
     @property
-    def scale_log2(self) -> Float32:
-        """Return the factor of the scores, log2 units."""
-        return self.args.scale_log2
+    def item_bytes(self) -> int:
+        """Return the bytes of an item's K and V."""
+        return self.item_keys * (self.config.d_qk + self.config.d_v) * ELEMENT_BYTES
 
     @property
-    def heads_per_kv(self) -> Int32:
-        """Return the query heads that share a KV head."""
-        return self.args.heads_per_kv
+    def tile_queries(self) -> int:
+        """Return the query rows of a tile."""
+        return TILE_QUERIES[self.arch][self.config.d_qk]
 
-    def dk_row(self, item: KeyRows, key: Int32) -> cute.Pointer:
-        """Return element 0 of a row of dk."""
-        return self.args.dk + row_offset(self.args.dk_stride_token, self.args.dk_stride_head, item.first_key + key, item.kv_head)
+    def tiles(self, item: DkdvItem) -> Int32:
+        """Return the tiles of the query rows of one head that see the item."""
+        rows = larger(item.queries - item.first_query, Int32(0))
+        return (rows + (self.tile_queries - 1)) // self.tile_queries
 
-    def dv_row(self, item: KeyRows, key: Int32) -> cute.Pointer:
-        """Return element 0 of a row of dv."""
-        return self.args.dv + row_offset(self.args.dv_stride_token, self.args.dv_stride_head, item.first_key + key, item.kv_head)
+
+@dataclass(frozen=True)
+class DkdvSmem:
+    """Shared memory that both architectures have. Tensors are rows x columns x stages, boxes or parts of an item."""
+
+    sK: cute.Tensor
+    sV: cute.Tensor
+    sQ: cute.Tensor
+    sD: cute.Tensor  # dO
+    statistics: cute.Pointer  # fp32 [tiles, 2, tile queries]: lse in log2 units, delta
+    items: cute.Pointer  # int32 [2, fields]: a DkdvPostedItem each, of turns by their parity
+    query_ready: StageBarriers
+    query_free: StageBarriers
+    dout_ready: StageBarriers
+    dout_free: StageBarriers
+    query_landed: StageBarriers
+    dout_landed: StageBarriers
+    key_ready: StageBarriers
+    key_free: StageBarriers

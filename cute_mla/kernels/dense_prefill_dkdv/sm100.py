@@ -12,8 +12,8 @@ which begin at the first row that sees any of the keys. With 256 columns an item
 Roles (384 threads):
   attend   warps 0..3, 4..7: half of the query rows of a tile each, a warp 32 keys: P^T and dS^T; rows of dK and dV
   mma      warp 8: S^T = K Q^T, dP^T = V dO^T, dV += P^T dO, dK += dS^T Q
-  queries  warp 9: TMA of Q and the statistics of its rows; zeroes what lies behind the last row
-  slopes   warp 10: TMA of dO; zeroes what lies behind the last row
+  queries  warp 9: TMA of Q and the statistics of its rows; zeroes rows past the last one
+  dout     warp 10: TMA of dO; zeroes rows past the last one
   keys     warp 11: looks up the work items; TMA of K and V
 
 Tensor memory, a key a lane: dV in 128 columns, dK in d_qk, or one of them in 256, S^T and dP^T of a tile in a column for each of its
@@ -21,15 +21,15 @@ rows. P^T and dS^T, 16-bit, overwrite the first half of each half of these.
 Shared memory: K and V (128 keys), boxes of 64 columns of a tile of Q and of dO, two tiles of statistics, two posted work items.
 
 Pipelines (producer -> consumer; arrivals per phase):
-  query_ready[n]     queries -> mma      1 and the bytes of a box; without them if the tile ends behind the last row; n = 9, 4, 8 by d_qk
+  query_ready[n]     queries -> mma      1 and the bytes of a box; without them if the tile ends past the last row; n = 9, 4, 8 by d_qk
   query_free[n]      mma -> queries      1: dK of the box, or of the tile, is done
-  slope_ready[n]     slopes -> mma       as query_ready; n = 3 or 4
-  slope_free[n]      mma -> slopes       1: dV of the box, or of the tile, is done
+  dout_ready[n]      dout -> mma         as query_ready; n = 3 or 4
+  dout_free[n]       mma -> dout         1: dV of the box, or of the tile, is done
   statistic_ready[2] queries -> attend   1 and the bytes of the statistics of a tile, likewise
   statistic_free[2]  attend -> queries   8
-  query_landed       queries -> itself   3 to 5: each box and the statistics, with their bytes, of a tile that it clears the rest of
-  slope_landed       slopes -> itself    2 or 4, likewise
-  key_ready          keys -> mma, attend 1 and the bytes of K and V, once per item, and once behind the last item
+  query_landed       queries -> itself   3 to 5: each box and the statistics, with their bytes, of a tile whose rest it clears
+  dout_landed        dout -> itself      2 or 4, likewise
+  key_ready          keys -> mma, attend 1 and the bytes of K and V, once per item, and once after the last item
   key_free           mma, attend -> keys 10: the posted item has been read, and the item's last dP^T is done
   scores_ready       mma -> attend       1: S^T is complete
   probs_ready        attend -> mma       8: P^T of two thirds of the rows (d_qk 192) or half of them is written, if it is needed
@@ -54,31 +54,28 @@ from ...spec.arch import Arch
 from ...spec.dense_prefill_dkdv import DensePrefillDkdvConfig
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
-from ..primitives import tcgen05
+from ..dense_prefill import cta
 from ..primitives.smem import fields_of
-from ..primitives.tma import prefetch_map
 from .abi import DensePrefillDkdvAbi
-from .key_role import KeyRole
-from .operands import Operands
-from .sm100_attend import AttendRole
+from .load import DkdvKeyRole, DkdvRowRole
+from .operands import DkdvOperands
+from .sm100_attend import DkdvSm100AttendRole
 from .sm100_config import (
     ATTEND_REGISTERS,
     ATTEND_WARPS,
+    DOUT_WARP,
     GROUP_WARPS,
     HALVES,
     KEY_WARP,
     MMA_WARP,
     OTHER_REGISTERS,
     QUERY_WARP,
-    SLOPE_WARP,
     THREADS,
-    TMEM_COLUMNS,
-    Geometry,
-    Pipes,
-    Tiles,
+    DkdvSm100Geometry,
+    DkdvSm100Smem,
 )
-from .sm100_load import QueryRole, SlopeRole
-from .sm100_mma import MmaRole, TileGemm
+from .sm100_load import DkdvSm100RowTiles, DkdvStatisticTiles
+from .sm100_mma import DkdvSm100MmaRole, DkdvTileGemm
 
 
 class DensePrefillDkdvSm100(AttentionKernel):
@@ -88,61 +85,51 @@ class DensePrefillDkdvSm100(AttentionKernel):
 
     def __init__(self, config: DensePrefillDkdvConfig, arch: Arch) -> None:
         super().__init__(DensePrefillDkdvAbi(config, arch), arch)
-        self.geometry = Geometry(config.d_qk)
+        self.geometry = DkdvSm100Geometry(config)
         self.smem = self.geometry.smem(self.dtype)
 
     @cute.jit
-    def run(self, operands: Operands):
+    def run(self, operands: DkdvOperands):
         """Allocate, initialise the barriers, and give each role its warps."""
-        memory, geometry, args = self.smem.allocate(), self.geometry, operands.args
-        tiles, pipes = Tiles(**fields_of(Tiles, memory)), Pipes(**fields_of(Pipes, memory))
+        geometry, args = self.geometry, operands.args
+        smem = DkdvSm100Smem(**fields_of(DkdvSm100Smem, self.smem.allocate()))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == KEY_WARP:
-            with cute.arch.elect_one():
-                initialise(pipes, geometry)
-                for tensor_map in (args.q_map, args.dout_map, args.k_map, args.v_map, args.statistics_map):
-                    prefetch_map(tensor_map)
-        if warp == MMA_WARP:
-            tcgen05.allocate(tiles.tmem_cell, TMEM_COLUMNS, tcgen05.OWN_GROUP)
-        cute.arch.sync_threads()
-        tmem = tiles.tmem_cell.load()
+        maps = (args.q_map, args.dout_map, args.k_map, args.v_map, args.statistics_map)
+        cta.initialise(warp, KEY_WARP, arrivals(smem, geometry), maps)
+        tmem = cta.allocate_tmem(smem, warp, MMA_WARP)
         # the statistics, and copies of Q and dO, come from the kernel before
         cute.arch.griddepcontrol_wait()
 
         if warp < ATTEND_WARPS:
             cute.arch.setmaxregister_increase(ATTEND_REGISTERS)
-            AttendRole(self.dtype, geometry).run(operands, tiles, pipes, tmem, warp // GROUP_WARPS)
+            DkdvSm100AttendRole(self.dtype, geometry).run(operands, smem, tmem, warp // GROUP_WARPS)
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == MMA_WARP:
-                MmaRole(geometry).run(operands, tiles, pipes, TileGemm(self.dtype, geometry, tiles, tmem))
+                DkdvSm100MmaRole(geometry).run(operands, smem, DkdvTileGemm(self.dtype, geometry, smem, tmem))
             if warp == QUERY_WARP:
-                QueryRole(geometry).run(operands, tiles, pipes)
-            if warp == SLOPE_WARP:
-                SlopeRole(geometry).run(operands, tiles, pipes)
+                query_pipe = (smem.query_ready, smem.query_free, smem.query_landed)
+                statistics = DkdvStatisticTiles(smem.statistic_ready, smem.statistic_free, args.statistics_map, smem.statistics)
+                queries = DkdvSm100RowTiles(geometry, *query_pipe, args.q_map, smem.sQ, geometry.query_boxes, statistics)
+                DkdvRowRole(geometry, queries).run(operands)
+            if warp == DOUT_WARP:
+                dout_pipe = (smem.dout_ready, smem.dout_free, smem.dout_landed)
+                DkdvRowRole(geometry, DkdvSm100RowTiles(geometry, *dout_pipe, args.dout_map, smem.sD, geometry.dout_boxes)).run(operands)
             if warp == KEY_WARP:
-                KeyRole(geometry).run(operands, tiles, pipes)
-
-        tcgen05.fence_before_signal()
-        cute.arch.sync_threads()
-        if warp == MMA_WARP:
-            tcgen05.fence_after_wait()
-            tcgen05.free(tmem, TMEM_COLUMNS, tcgen05.OWN_GROUP)
+                DkdvKeyRole(geometry).run(operands, smem)
+        cta.free_tmem(tmem, warp, MMA_WARP)
 
 
-def initialise(pipes: Pipes, geometry: Geometry) -> None:
-    """Set the arrivals of every barrier: warps of the arriving roles, loads, or a commit."""
-    for by_one in (
-        pipes.query_ready, pipes.query_free, pipes.slope_ready, pipes.slope_free, pipes.statistic_ready, pipes.key_ready,
-        pipes.scores_ready, pipes.dprobs_ready, pipes.sums_ready,
-    ):  # fmt: skip
-        by_one.initialise(1)
-    pipes.query_landed.initialise(geometry.query_boxes + 1)
-    pipes.slope_landed.initialise(geometry.slope_boxes)
-    for by_warps in (pipes.statistic_free, pipes.probs_ready, pipes.rest_ready, pipes.dscores_ready, pipes.sums_free):
-        by_warps.initialise(ATTEND_WARPS)
-    pipes.key_free.initialise(2 + ATTEND_WARPS)
-    cute.arch.mbarrier_init_fence()
+def arrivals(smem: DkdvSm100Smem, geometry: DkdvSm100Geometry) -> tuple[cta.Arrivals, ...]:
+    """Return the arrivals of every barrier: warps of the arriving roles, loads, or a commit."""
+    loads = (smem.query_ready, smem.query_free, smem.dout_ready, smem.dout_free, smem.statistic_ready, smem.key_ready)
+    return (
+        (1, (*loads, smem.scores_ready, smem.dprobs_ready, smem.sums_ready)),
+        (geometry.query_boxes + 1, (smem.query_landed,)),
+        (geometry.dout_boxes, (smem.dout_landed,)),
+        (ATTEND_WARPS, (smem.statistic_free, smem.probs_ready, smem.rest_ready, smem.dscores_ready, smem.sums_free)),
+        (2 + ATTEND_WARPS, (smem.key_free,)),
+    )
 
 
 def build(config: DensePrefillDkdvConfig, arch: Arch) -> KernelDefinition:
@@ -156,9 +143,9 @@ def build(config: DensePrefillDkdvConfig, arch: Arch) -> KernelDefinition:
             *(Role(f"attend_{half}", half * GROUP_WARPS, GROUP_WARPS) for half in range(HALVES)),
             Role("mma", MMA_WARP, 1),
             Role("queries", QUERY_WARP, 1),
-            Role("slopes", SLOPE_WARP, 1),
+            Role("dout", DOUT_WARP, 1),
             Role("keys", KEY_WARP, 1),
         ),
         expected={"UTCHMMA": kernel.geometry.products},
-        tmem_columns=TMEM_COLUMNS,
+        tmem_columns=cta.TMEM_COLUMNS,
     )

@@ -14,8 +14,8 @@ from ...spec.dense_prefill_dq import STATISTICS
 from ..dense_prefill.sm100_softmax import exp2_on_fma
 from ..primitives import tcgen05
 from ..primitives.elements import aligned, pack_pair, store_row
-from .operands import Operands
-from .posted_item import PostedItem
+from .load import DkdvPostedItem
+from .operands import DkdvOperands
 from .sm100_config import (
     GROUP_WARPS,
     HALVES,
@@ -23,9 +23,8 @@ from .sm100_config import (
     TILE_KEYS,
     TMEM_LANE,
     VALUES_COLUMN,
-    Geometry,
-    Pipes,
-    Tiles,
+    DkdvSm100Geometry,
+    DkdvSm100Smem,
 )
 
 STORED_AT_ONCE = 32  # columns of dV and dK
@@ -39,7 +38,7 @@ Pair = tuple[Float32, Float32]
 
 
 @dataclass(frozen=True)
-class KeyRows:
+class DkdvKeyRows:
     """A thread's part of S or dP of a tile: four keys, and a quarter of the query rows of its half.
 
     Elements are those of load_fragment, of 16 keys and then of the next 16. A row a lane would need four times as many loads of lse and
@@ -48,19 +47,21 @@ class KeyRows:
     """
 
     dtype: type[cutlass.Numeric]
-    geometry: Geometry
-    tiles: Tiles
+    geometry: DkdvSm100Geometry
+    smem: DkdvSm100Smem
     first_lane: Int32
     half: Int32
     key: Int32
     scale_log2: Float32
 
     @staticmethod
-    def create(dtype: type[cutlass.Numeric], geometry: Geometry, tiles: Tiles, tmem: Int32, half: Int32, scale_log2: Float32) -> KeyRows:
+    def create(
+        dtype: type[cutlass.Numeric], geometry: DkdvSm100Geometry, smem: DkdvSm100Smem, tmem: Int32, half: Int32, scale_log2: Float32
+    ) -> DkdvKeyRows:
         """Return the part of this thread."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
         key = warp * 32 + cute.arch.lane_idx() // QUAD
-        return KeyRows(dtype, geometry, tiles, tmem + warp * (32 * TMEM_LANE), half, key, scale_log2)
+        return DkdvKeyRows(dtype, geometry, smem, tmem + warp * (32 * TMEM_LANE), half, key, scale_log2)
 
     def load(self, column: int, first: int, end: int) -> list[Float32]:
         """Load the thread's part of rows first .. end - 1 of S or dP, which begins at a column. It may be overwritten when this returns."""
@@ -83,7 +84,7 @@ class KeyRows:
         """Load lse or delta of the thread's query rows, in pairs, one of every eight rows."""
         size, half = self.geometry.tile_queries, self.geometry.half_queries
         place = which * size + self.half * half + PAIR * (cute.arch.lane_idx() % QUAD)
-        source = self.tiles.statistics + (stage * (STATISTICS * size) + place)
+        source = self.smem.statistics + (stage * (STATISTICS * size) + place)
         pairs = []
         for eight in range(0, half, EIGHT):
             rPair = cute.make_rmem_tensor(cute.make_layout(PAIR), Float32)
@@ -93,7 +94,7 @@ class KeyRows:
 
     def set_probabilities(self, probs: cute.Tensor, scores: list[Float32], lse_log2: list[Pair]) -> None:
         """Set P to the exponentials of the scores of as many rows."""
-        shifts, on_fma = [(-first, -second) for first, second in lse_log2], POLYNOMIAL_PAIRS[self.geometry.d_qk]
+        shifts, on_fma = [(-first, -second) for first, second in lse_log2], POLYNOMIAL_PAIRS[self.geometry.config.d_qk]
         for i in range(0, len(scores), PAIR):
             exponents = cute.arch.fma_packed_f32x2((scores[i], scores[i + 1]), (self.scale_log2,) * 2, shifts[eight_of(i, len(scores))])
             if i // PAIR * on_fma % PAIRS_PER_GROUP < on_fma:
@@ -117,8 +118,8 @@ class KeyRows:
         """Return dS^T = P^T (dP^T - delta) of as many rows."""
         values: list[Float32] = []
         for i in range(0, len(dprobs), PAIR):
-            slopes = cute.arch.fma_packed_f32x2(delta[eight_of(i, len(dprobs))], (Float32(-1.0),) * 2, (dprobs[i], dprobs[i + 1]))
-            values += cute.arch.mul_packed_f32x2((probs[i], probs[i + 1]), slopes)
+            differences = cute.arch.fma_packed_f32x2(delta[eight_of(i, len(dprobs))], (Float32(-1.0),) * 2, (dprobs[i], dprobs[i + 1]))
+            values += cute.arch.mul_packed_f32x2((probs[i], probs[i + 1]), differences)
         return values
 
     def _place(self, column: int, part: int) -> Int32:
@@ -140,58 +141,58 @@ def eight_of(element: int, count: int) -> int:
     return element % (count // LANE_PARTS) // 4
 
 
-class AttendRole:
+@dataclass(frozen=True)
+class DkdvSm100AttendRole:
     """Two groups of four warps, each with half of the query rows of a tile."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry) -> None:
-        self.dtype = dtype
-        self.geometry = geometry
+    dtype: type[cutlass.Numeric]
+    geometry: DkdvSm100Geometry
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, tmem: Int32, half: Int32):
+    def run(self, operands: DkdvOperands, smem: DkdvSm100Smem, tmem: Int32, half: Int32):
         """Wait key_ready, statistic_ready, scores_ready, dprobs_ready, sums_ready.
 
         Signal key_free, statistic_free, probs_ready, rest_ready, dscores_ready, sums_free. Write dk and dv.
         """
-        rows = KeyRows.create(self.dtype, self.geometry, tiles, tmem, half, operands.scale_log2)
+        rows = DkdvKeyRows.create(self.dtype, self.geometry, smem, tmem, half, operands.args.scale_log2)
         use, turn, filled = Int32(0), Int32(0), Int32(0)
-        pipes.key_ready.consumer_wait(turn)
-        item = PostedItem.of_turn(tiles.items, turn)
+        smem.key_ready.consumer_wait(turn)
+        item = DkdvPostedItem.of_turn(smem.items, turn)
         while item.sums != 0:
-            pipes.key_free.consumer_release(turn)
+            smem.key_free.consumer_release(turn)
             sums = self.geometry.sums_of(item)
-            until = use + item.tiles * operands.heads_per_kv
+            until = use + item.tiles * operands.args.heads_per_kv
             hidden, last = item.hidden, item.hidden - (item.tiles - 1) * self.geometry.tile_queries
             while use < until:
-                self.attend_tile(pipes, rows, (hidden, use), sums)
+                self.attend_tile(smem, rows, (hidden, use), sums)
                 hidden = cutlass.select_(hidden > last, hidden - self.geometry.tile_queries, item.hidden)
                 use = use + 1
             if item.tiles > 0:
-                pipes.sums_ready.consumer_wait(filled)
+                smem.sums_ready.consumer_wait(filled)
                 tcgen05.fence_after_wait()
             self.write_rows(operands, item, rows)
             if item.tiles > 0:
                 tcgen05.fence_before_signal()
-                pipes.sums_free.consumer_release(filled)
+                smem.sums_free.consumer_release(filled)
                 filled = filled + 1
             turn = turn + 1
-            pipes.key_ready.consumer_wait(turn)
-            item = PostedItem.of_turn(tiles.items, turn)
+            smem.key_ready.consumer_wait(turn)
+            item = DkdvPostedItem.of_turn(smem.items, turn)
 
     @cute.jit
-    def attend_tile(self, pipes: Pipes, rows: KeyRows, tile: tuple[Int32, Int32], sums: tuple[Boolean | bool, Boolean | bool]):
+    def attend_tile(self, smem: DkdvSm100Smem, rows: DkdvKeyRows, tile: tuple[Int32, Int32], sums: tuple[Boolean | bool, Boolean | bool]):
         """Compute P^T and dS^T of a tile.
 
         tile: the rows of the tile, from its first on, that key 0 of the item is hidden from; the number of its use. sums: whether the
         item has dV, dK: what it does not need is not computed, but handed over all the same.
         """
         (hidden, use), (of_values, of_keys) = tile, sums
-        geometry, stage = self.geometry, pipes.statistic_ready.stage(use)
-        ranges, signals = geometry.parts, (pipes.probs_ready, pipes.rest_ready)
+        geometry, stage = self.geometry, smem.statistic_ready.stage(use)
+        ranges, signals = geometry.parts, (smem.probs_ready, smem.rest_ready)
         probs = [cute.make_rmem_tensor(cute.make_layout(end - first), Float32) for first, end in ranges]
-        pipes.statistic_ready.consumer_wait(use)
+        smem.statistic_ready.consumer_wait(use)
         lse_log2 = rows.statistic(stage, 0)
-        pipes.scores_ready.consumer_wait(use)
+        smem.scores_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
         for part in cutlass.range_constexpr(len(ranges)):
             first, end = ranges[part]
@@ -205,8 +206,8 @@ class AttendRole:
             tcgen05.fence_before_signal()
             signals[part].producer_commit(use)
         delta = rows.statistic(stage, 1)
-        pipes.statistic_free.consumer_release(use)
-        pipes.dprobs_ready.consumer_wait(use)
+        smem.statistic_free.consumer_release(use)
+        smem.dprobs_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
         if of_keys:
             for part in cutlass.range_constexpr(len(ranges)):
@@ -214,16 +215,16 @@ class AttendRole:
                 dprobs = rows.load(geometry.dprobs_column, first, end)
                 rows.store(geometry.dprobs_column, first, rows.dscores(probs[part], dprobs, delta[first // EIGHT : end // EIGHT]))
         tcgen05.fence_before_signal()
-        pipes.dscores_ready.producer_commit(use)
+        smem.dscores_ready.producer_commit(use)
 
     @cute.jit
-    def write_rows(self, operands: Operands, item: PostedItem, rows: KeyRows):
+    def write_rows(self, operands: DkdvOperands, item: DkdvPostedItem, rows: DkdvKeyRows):
         """Write half of the columns of a key's rows of the item's sums, zeros if no row sees the item. A thread has a key."""
         key, geometry = cute.arch.thread_idx()[0] % TILE_KEYS, self.geometry
         of_values, of_keys = geometry.sums_of(item)
         for wanted, first, columns, target, factor in (
-            (of_values, VALUES_COLUMN, geometry.d_v, operands.dv_row(item, key), Float32(1)),
-            (of_keys, geometry.keys_column, geometry.d_qk, operands.dk_row(item, key), operands.softmax_scale),
+            (of_values, VALUES_COLUMN, geometry.config.d_v, operands.row("dv", item, key), Float32(1)),
+            (of_keys, geometry.keys_column, geometry.config.d_qk, operands.row("dk", item, key), operands.args.softmax_scale),
         ):
             of_half = columns // HALVES
             if wanted:

@@ -8,16 +8,16 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.arch import SM100
-from ...spec.dense_prefill import BOX_COLUMNS, HEAD_DIMS
-from ...spec.dense_prefill_dkdv import ITEM_SUMS, TILE_QUERIES
+from ...spec.dense_prefill import BOX_COLUMNS
+from ...spec.dense_prefill_dkdv import ITEM_SUMS
 from ...spec.dense_prefill_dkdv import TILE_KEYS as TILE_KEYS_OF
 from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
 from ...spec.mla import ELEMENT_BYTES
-from ..primitives.integers import larger
+from ..dense_prefill.cta import both_ways
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import Array, Barriers, SmemLayout, Tile
-from .operands import KeyItem
-from .posted_item import DV_SUM, ITEM_WORDS, ITEMS_AHEAD, PostedItem
+from .load import DV_SUM, ITEM_WORDS, ITEMS_AHEAD, DkdvPostedItem
+from .operands import DkdvGeometry, DkdvSmem
 
 TILE_KEYS = 128  # of an item, a lane of tensor memory each
 assert set(TILE_KEYS_OF[SM100.name].values()) == {TILE_KEYS}
@@ -27,7 +27,7 @@ ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES  # of a box
 K_STEP = 16  # contraction depth of one MMA
 STEPS_PER_BOX = BOX_COLUMNS // K_STEP
 
-# by d_qk: boxes of a tile's rows x 64 columns of Q and of dO, as many as shared memory has room for beside K and V
+# by d_qk: boxes of a tile's rows x 64 columns of Q and of dO, as many as shared memory has room for with K and V
 BOXES = {192: (9, 3), 128: (4, 4), 256: (8, 4)}
 STATISTIC_STAGES = 2
 
@@ -38,7 +38,7 @@ POLYNOMIAL_PAIRS = {192: 0, 128: 2, 256: 0}
 FIRST_QUERIES = {192: 32, 128: 32, 256: 16}
 GROUP_WARPS = 4
 ATTEND_WARPS = HALVES * GROUP_WARPS
-MMA_WARP, QUERY_WARP, SLOPE_WARP, KEY_WARP = range(ATTEND_WARPS, ATTEND_WARPS + 4)
+MMA_WARP, QUERY_WARP, DOUT_WARP, KEY_WARP = range(ATTEND_WARPS, ATTEND_WARPS + 4)
 THREADS = 32 * (KEY_WARP + 1)
 
 # per lane of a warp, by setmaxnreg: 2 x 208 + 88 = 504, all that three lanes at launch have
@@ -48,30 +48,19 @@ OTHER_REGISTERS = 88
 # tensor memory, in 32-bit columns of 128 lanes, a key each: dV, dK (or one of them), then S of a tile, and dP of it. P and dS, two
 # elements a column, overwrite the first half of the columns that they come from, in either half of the tile
 VALUES_COLUMN = 0
-TMEM_COLUMNS = 512
 TMEM_LANE = 1 << 16
 
 
 @dataclass(frozen=True)
-class Geometry:
-    """Numbers that depend on the columns of q and k."""
+class DkdvSm100Geometry(DkdvGeometry):
+    """Numbers of a variant."""
 
-    d_qk: int
-
-    @property
-    def d_v(self) -> int:
-        """Return the columns of v and dout."""
-        return HEAD_DIMS[self.d_qk]
+    arch = SM100.name
 
     @property
-    def slope_boxes(self) -> int:
+    def dout_boxes(self) -> int:
         """Return the boxes of a tile of dO."""
-        return self.d_v // BOX_COLUMNS
-
-    @property
-    def tile_queries(self) -> int:
-        """Return the query rows of a tile."""
-        return TILE_QUERIES[SM100.name][self.d_qk]
+        return self.config.d_v // BOX_COLUMNS
 
     @property
     def half_queries(self) -> int:
@@ -81,23 +70,23 @@ class Geometry:
     @property
     def parts(self) -> tuple[tuple[int, int], ...]:
         """Return the ranges of half_queries whose P is handed over one after the other."""
-        first = FIRST_QUERIES[self.d_qk]
+        first = FIRST_QUERIES[self.config.d_qk]
         return (0, first), (first, self.half_queries)
 
     @property
     def single_sums(self) -> bool:
         """Return whether dK and dV are a work item each."""
-        return ITEM_SUMS[SM100.name][self.d_qk] > 1
+        return ITEM_SUMS[SM100.name][self.config.d_qk] > 1
 
     @property
     def keys_column(self) -> int:
         """Return the first column of dK."""
-        return VALUES_COLUMN + (0 if self.single_sums else self.d_v)
+        return VALUES_COLUMN + (0 if self.single_sums else self.config.d_v)
 
     @property
     def scores_column(self) -> int:
         """Return the first column of S."""
-        return self.keys_column + self.d_qk
+        return self.keys_column + self.config.d_qk
 
     @property
     def dprobs_column(self) -> int:
@@ -105,14 +94,9 @@ class Geometry:
         return self.scores_column + self.tile_queries
 
     @property
-    def item_bytes(self) -> int:
-        """Return the bytes of an item's K and V."""
-        return TILE_KEYS * (self.d_qk + self.d_v) * ELEMENT_BYTES
-
-    @property
     def query_boxes(self) -> int:
         """Return the boxes of a tile of Q."""
-        return self.d_qk // BOX_COLUMNS
+        return self.config.d_qk // BOX_COLUMNS
 
     @property
     def box_bytes(self) -> int:
@@ -128,77 +112,48 @@ class Geometry:
     def products(self) -> int:
         """Return the matrix products of one tile: S and dP, and dV and dK, in one piece or box by box."""
         pieces = sum(
-            1 if turn % of_tile == 0 else of_tile for turn, of_tile in zip(self.boxes, (self.query_boxes, self.slope_boxes), strict=True)
+            1 if turn % of_tile == 0 else of_tile for turn, of_tile in zip(self.boxes, (self.query_boxes, self.dout_boxes), strict=True)
         )
-        return (self.d_qk + self.d_v + pieces * self.tile_queries) // K_STEP
+        return (self.config.d_qk + self.config.d_v + pieces * self.tile_queries) // K_STEP
 
     @property
     def boxes(self) -> tuple[int, int]:
         """Return the boxes of Q and of dO in shared memory."""
-        return BOXES[self.d_qk]
+        return BOXES[self.config.d_qk]
 
     def smem(self, dtype: type[cutlass.Numeric]) -> SmemLayout:
         """Return the layout of shared memory. dtype: of q, dout, k and v."""
-        of_queries, of_slopes = self.boxes
+        of_queries, of_douts = self.boxes
         of_tile = ("scores_ready", "probs_ready", "rest_ready", "dprobs_ready", "dscores_ready", "sums_ready", "sums_free")
         return SmemLayout((
-            Tile("sK", dtype, (TILE_KEYS, self.d_qk, 1)),
-            Tile("sV", dtype, (TILE_KEYS, self.d_v, 1)),
+            Tile("sK", dtype, (TILE_KEYS, self.config.d_qk, 1)),
+            Tile("sV", dtype, (TILE_KEYS, self.config.d_v, 1)),
             Tile("sQ", dtype, (self.tile_queries, BOX_COLUMNS, of_queries)),
-            Tile("sD", dtype, (self.tile_queries, BOX_COLUMNS, of_slopes)),
+            Tile("sD", dtype, (self.tile_queries, BOX_COLUMNS, of_douts)),
             Array("statistics", Float32, STATISTIC_STAGES * STATISTICS * self.tile_queries, BOX_ALIGNMENT),
             Array("items", Int32, ITEMS_AHEAD * ITEM_WORDS),
-            Barriers("query_ready", of_queries),
-            Barriers("query_free", of_queries),
-            Barriers("slope_ready", of_slopes),
-            Barriers("slope_free", of_slopes),
-            Barriers("statistic_ready", STATISTIC_STAGES),
-            Barriers("statistic_free", STATISTIC_STAGES),
+            *both_ways("query", of_queries),
+            *both_ways("dout", of_douts),
+            *both_ways("statistic", STATISTIC_STAGES),
             Barriers("query_landed", 1),
-            Barriers("slope_landed", 1),
-            Barriers("key_ready", 1),
-            Barriers("key_free", 1),
+            Barriers("dout_landed", 1),
+            *both_ways("key", 1),
             *(Barriers(name, 1) for name in of_tile),
             Array("tmem_cell", Int32, 1),
         ))  # fmt: skip
 
-    def sums_of(self, item: PostedItem) -> tuple[Boolean | bool, Boolean | bool]:
+    def sums_of(self, item: DkdvPostedItem) -> tuple[Boolean | bool, Boolean | bool]:
         """Return whether an item has dV, and whether it has dK."""
         return (item.sums == DV_SUM, item.sums != DV_SUM) if self.single_sums else (True, True)
 
-    def tiles(self, item: KeyItem) -> Int32:
-        """Return the tiles of the query rows of one head that see the item."""
-        rows = larger(item.queries - item.first_query, Int32(0))
-        return (rows + (self.tile_queries - 1)) // self.tile_queries
-
 
 @dataclass(frozen=True)
-class Tiles:
-    """Shared memory as tensors: rows x columns x stages or boxes."""
+class DkdvSm100Smem(DkdvSmem):
+    """Shared memory, as DkdvSm100Geometry.smem lays it out. Q and dO are boxes of 64 columns, statistics two tiles'."""
 
-    sK: cute.Tensor  # (128 keys, d_qk, 1)
-    sV: cute.Tensor  # (128 keys, d_v, 1)
-    sQ: cute.Tensor  # (tile queries, 64 columns, boxes)
-    sD: cute.Tensor  # (tile queries, 64 columns, boxes)
-    statistics: cute.Pointer  # fp32 [2 tiles, 2, tile queries]: lse in log2 units, delta
-    items: cute.Pointer  # int32 [2, fields]: a PostedItem each, of turns by their parity
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
-
-
-@dataclass(frozen=True)
-class Pipes:
-    """The barriers of Geometry.smem. sm100.py says who arrives where."""
-
-    query_ready: StageBarriers
-    query_free: StageBarriers
-    slope_ready: StageBarriers
-    slope_free: StageBarriers
     statistic_ready: StageBarriers
     statistic_free: StageBarriers
-    query_landed: StageBarriers
-    slope_landed: StageBarriers
-    key_ready: StageBarriers
-    key_free: StageBarriers
     scores_ready: StageBarriers
     probs_ready: StageBarriers
     rest_ready: StageBarriers

@@ -1,105 +1,76 @@
-"""The roles of the SM90 dK and dV kernel that load query rows by TMA: one warp each, ahead of the warpgroups that compute."""
+"""Tiles of query rows of the SM90 dK and dV kernel, which DkdvRowRole loads: all columns of a tile at a time."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_prefill_dq import STATISTICS
 from ..dense_prefill.sm90_load import load_boxes
 from ..primitives.pipeline import StageBarriers, arrive
 from ..primitives.tma import load_box
 from ..sm90.clear_rows import clear_rows
-from .operands import Operands
-from .sm90_config import Geometry, Pipes, Tiles
+from .operands import DkdvItem
 
 
-class RowRole:
-    """One warp: TMA of tiles of query rows, of one head of the group after the other; zeroes over rows behind the last one.
+@dataclass(frozen=True)
+class DkdvSm90RowTiles:
+    """Tiles of Q or dO.
 
-    P and dS are 0 there, but 0 times a NaN that may lie there is NaN.
+    target: (tile rows, columns, stages). nbytes: of a tile and its statistics. statistics: their tensor map and place, fp32 [stages, 2,
+    tile rows], of the tensor that brings them.
     """
 
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
+    ready: StageBarriers
+    free: StageBarriers
+    landed: StageBarriers
+    tensor_map: Any
+    target: cute.Tensor
+    nbytes: int
+    statistics: tuple[Any, cute.Pointer] | None = None
 
-    def barriers(self, pipes: Pipes) -> tuple[StageBarriers, StageBarriers, StageBarriers]:
-        """Return the role's ready, free and landed barriers."""
-        raise NotImplementedError
+    @property
+    def size(self) -> int:
+        """Return the rows of a tile."""
+        rows: int = cute.size(self.target, mode=[0])
+        return rows
 
-    def start(self, operands: Operands, tiles: Tiles, stage: Int32, where: tuple[Int32, Int32], landed: cute.Pointer) -> None:
-        """Start the copies of a stage from (head, row) on. One thread."""
-        raise NotImplementedError
+    def lse_of(self, stage: Int32, row: int | Int32) -> cute.Pointer:
+        """Return the place of lse of a row of a stage; that of delta is `size` further."""
+        assert self.statistics is not None
+        return self.statistics[1] + (stage * (STATISTICS * self.size) + row)
 
-    def clear(self, tiles: Tiles, stage: Int32, rows: Int32) -> None:
-        """Clear the rows of a stage behind the first `rows`."""
-        raise NotImplementedError
-
-    @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
-        """Wait the free barriers. Signal the ready ones."""
-        ready_of, free_of, landed_of = self.barriers(pipes)
-        use, cleared, size = Int32(0), Int32(0), self.geometry.tile_queries
-        for turn in cutlass.range(operands.items.rounds(), unroll=1):
-            item = operands.items.take(turn)
-            count = self.geometry.tiles(item)
-            for head in cutlass.range(operands.heads_per_kv, unroll=1):
-                for i in cutlass.range(count, unroll=1):
-                    first = item.first_query + i * size
-                    whole = first + size <= item.queries
-                    stage, ready = ready_of.stage(use + i), ready_of.barrier(use + i)
-                    free_of.producer_acquire(use + i)
-                    landed = cutlass.select_(whole, ready, landed_of.barrier(cleared))
-                    with cute.arch.elect_one():
-                        self.start(operands, tiles, stage, (item.first_head + head, item.first_row + first), landed)
-                    if not whole:
-                        landed_of.consumer_wait(cleared)
-                        self.clear(tiles, stage, item.queries - first)
-                        cute.arch.fence_proxy("async.shared", space="cta")
-                        arrive(ready)
-                        cleared = cleared + 1
-                use = use + count
-
-
-class QueryRole(RowRole):
-    """TMA of Q and the statistics of its rows. lse behind the last row is +inf: P is 0 there."""
-
-    def barriers(self, pipes: Pipes) -> tuple[StageBarriers, StageBarriers, StageBarriers]:
-        """Return the role's ready, free and landed barriers."""
-        return pipes.query_ready, pipes.query_free, pipes.query_landed
-
-    def start(self, operands: Operands, tiles: Tiles, stage: Int32, where: tuple[Int32, Int32], landed: cute.Pointer) -> None:
-        """Start the copies of a stage from (head, row) on. One thread."""
-        size = self.geometry.tile_queries
-        cute.arch.mbarrier_arrive_and_expect_tx(landed, self.geometry.query_bytes)
-        load_boxes(tiles.sQ, stage, operands.args.q_map, where, landed, size)
-        load_box(tiles.statistics + stage * (STATISTICS * size), operands.args.statistics_map, (where[1], where[0], Int32(0)), landed)
+    def start(
+        self, use: tuple[Int32, Int32], item: DkdvItem, where: tuple[Int32, Int32], landed: cute.Pointer
+    ) -> tuple[Boolean, tuple[Int32, cute.Pointer]]:
+        """Start the copies of a tile when it is free, as DkdvRowTiles says. Its place is its stage and ready barrier."""
+        whole = where[1] + self.size <= item.queries
+        number = use[0] + use[1]
+        stage, ready = self.ready.stage(number), self.ready.barrier(number)
+        self.free.producer_acquire(number)
+        barrier = cutlass.select_(whole, ready, landed)
+        with cute.arch.elect_one():
+            head, row = item.first_head + where[0], item.first_row + where[1]
+            cute.arch.mbarrier_arrive_and_expect_tx(barrier, self.nbytes)
+            load_boxes(self.target, stage, self.tensor_map, (head, row), barrier, self.size)
+            if self.statistics is not None:
+                load_box(self.lse_of(stage, 0), self.statistics[0], (row, head, Int32(0)), barrier)
+        return whole, (stage, ready)
 
     @cute.jit
-    def clear(self, tiles: Tiles, stage: Int32, rows: Int32):
-        """Clear the rows of a stage behind the first `rows`."""
-        size, lane = self.geometry.tile_queries, cute.arch.lane_idx()
-        clear_rows(tiles.sQ, stage, rows, lane, cute.arch.WARP_SIZE)
-        for step in cutlass.range_constexpr(0, size, cute.arch.WARP_SIZE):
-            row = step + lane
-            if row >= rows and row < size:
-                statistic = tiles.statistics + (stage * (STATISTICS * size) + row)
-                statistic.store(Float32.inf)
-                (statistic + size).store(Float32(0))
-
-
-class SlopeRole(RowRole):
-    """TMA of dO."""
-
-    def barriers(self, pipes: Pipes) -> tuple[StageBarriers, StageBarriers, StageBarriers]:
-        """Return the role's ready, free and landed barriers."""
-        return pipes.slope_ready, pipes.slope_free, pipes.slope_landed
-
-    def start(self, operands: Operands, tiles: Tiles, stage: Int32, where: tuple[Int32, Int32], landed: cute.Pointer) -> None:
-        """Start the copies of a stage from (head, row) on. One thread."""
-        cute.arch.mbarrier_arrive_and_expect_tx(landed, self.geometry.slope_bytes)
-        load_boxes(tiles.sD, stage, operands.args.dout_map, where, landed, self.geometry.tile_queries)
-
-    def clear(self, tiles: Tiles, stage: Int32, rows: Int32) -> None:
-        """Clear the rows of a stage behind the first `rows`."""
-        clear_rows(tiles.sD, stage, rows, cute.arch.lane_idx(), cute.arch.WARP_SIZE)
+    def clear(self, place: tuple[Int32, cute.Pointer], rows: Int32):
+        """Clear the rows of a tile from number `rows` on, and signal that it is ready. lse is +inf there: P is 0."""
+        (stage, ready), lane = place, cute.arch.lane_idx()
+        clear_rows(self.target, stage, rows, lane, cute.arch.WARP_SIZE)
+        if cutlass.const_expr(self.statistics is not None):
+            for step in cutlass.range_constexpr(0, self.size, cute.arch.WARP_SIZE):
+                row = step + lane
+                if row >= rows and row < self.size:
+                    statistic = self.lse_of(stage, row)
+                    statistic.store(Float32.inf)
+                    (statistic + self.size).store(Float32(0))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        arrive(ready)

@@ -12,8 +12,8 @@ from ...spec.dense_prefill import BOX_ROWS, DensePrefillConfig
 from ...spec.dense_prefill_dq import TILE_ROWS, DensePrefillDqArguments
 from ..attention.kernel import ELEMENT_TYPES
 from ..dense_prefill.abi import box_map
-from ..dense_prefill.operands import WorkItems
-from .operands import Operands
+from ..dense_prefill.operands import DensePrefillItems
+from .operands import DqOperands
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,6 @@ class DensePrefillDqAbi:
         boxes = ((d_qk, BOX_ROWS), (d_v, BOX_ROWS), (d_qk, self.tile_keys), (d_v, self.tile_keys))
         return tuple(box_map(pointer, self.config.dtype, *box) for pointer, box in zip(args[: len(boxes)], boxes, strict=True))
 
-    def operands(self, args: DensePrefillDqArguments) -> Operands:
+    def operands(self, args: DensePrefillDqArguments) -> DqOperands:
         """Return the arguments by meaning."""
-        return Operands(args, WorkItems(args, args.causal != 0, TILE_ROWS))
+        return DqOperands(args, DensePrefillItems(args, args.causal != 0, TILE_ROWS))

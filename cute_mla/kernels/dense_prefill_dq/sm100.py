@@ -32,8 +32,8 @@ Pipelines (producer -> consumer; arrivals per phase):
   statistics_free   attend -> rows               8
   scores_ready      mma -> attend                1: S is complete
   scores_free       attend -> mma                8: S has been read
-  slopes_ready      mma -> attend                1: dP is complete, and so is dQ of the tile before
-  weights_ready     attend -> mma                8: dS is there, dP has been read, keys behind the last are zeros
+  dprobs_ready      mma -> attend                1: dP is complete, and so is dQ of the tile before
+  dscores_ready     attend -> mma                8: dS is there, dP has been read, keys past the last are zeros
   dq_ready          mma -> rows                  1: dQ is complete; once per item
   dq_free           rows -> mma                  4: it has been read
 
@@ -51,14 +51,13 @@ from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
-from ..dense_prefill.board import Board
+from ..dense_prefill import cta
+from ..dense_prefill.operands import ItemQueue
 from ..dense_prefill.sm100_config import GROUP_WARPS
-from ..primitives import tcgen05
 from ..primitives.smem import fields_of
-from ..primitives.tma import prefetch_map
 from .abi import DensePrefillDqAbi
-from .operands import Operands
-from .sm100_attend import AttendRole
+from .operands import DqOperands
+from .sm100_attend import DqSm100AttendRole
 from .sm100_config import (
     ATTEND_REGISTERS,
     GROUPS,
@@ -69,15 +68,13 @@ from .sm100_config import (
     ROW_REGISTERS,
     ROW_WARP,
     THREADS,
-    TMEM_COLUMNS,
     VALUE_WARP,
-    Geometry,
-    Pipes,
-    Tiles,
+    DqSm100Geometry,
+    DqSm100Smem,
 )
-from .sm100_load import KeyRole, ValueRole
-from .sm100_mma import MmaRole, TileGemm
-from .sm100_rows import RowRole
+from .sm100_load import DqSm100KeyRole, DqSm100ValueRole
+from .sm100_mma import DqSm100MmaRole, DqTileGemm
+from .sm100_rows import DqSm100RowRole
 
 
 class DensePrefillDqSm100(AttentionKernel):
@@ -86,64 +83,49 @@ class DensePrefillDqSm100(AttentionKernel):
     threads = THREADS
 
     def __init__(self, config: DensePrefillConfig, arch: Arch) -> None:
-        self.geometry = Geometry(config.d_qk)
+        self.geometry = DqSm100Geometry(config)
         super().__init__(DensePrefillDqAbi(config, self.geometry.tile_keys), arch)
         self.smem = self.geometry.smem()
 
     @cute.jit
-    def run(self, operands: Operands):
+    def run(self, operands: DqOperands):
         """Allocate, initialise the barriers, and give each role its warps."""
-        memory = self.smem.allocate()
-        tiles, pipes = Tiles(**fields_of(Tiles, memory)), Pipes(**fields_of(Pipes, memory))
+        args = operands.args
+        smem = DqSm100Smem(**fields_of(DqSm100Smem, self.smem.allocate()))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == KEY_WARP:
-            with cute.arch.elect_one():
-                self.initialise(pipes)
-                for tensor_map in (operands.args.q_map, operands.args.dout_map, operands.args.k_map, operands.args.v_map):
-                    prefetch_map(tensor_map)
-        if warp == MMA_WARP:
-            tcgen05.allocate(tiles.tmem_cell, TMEM_COLUMNS, tcgen05.OWN_GROUP)
-        cute.arch.sync_threads()
-        tmem = tiles.tmem_cell.load()
+        cta.initialise(warp, KEY_WARP, arrivals(smem), (args.q_map, args.dout_map, args.k_map, args.v_map))
+        tmem = cta.allocate_tmem(smem, warp, MMA_WARP)
         # the lengths and all tensors may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
-        board = Board(tiles.sItems, pipes)
+        queue = ItemQueue(smem.sItems, smem)
         if warp < ROW_WARP:
             cute.arch.setmaxregister_increase(ATTEND_REGISTERS)
-            AttendRole(self.dtype, self.geometry).run(operands, board, tiles, pipes, tmem, warp // GROUP_WARPS)
+            DqSm100AttendRole(self.dtype, self.geometry).run(operands, queue, smem, tmem, warp // GROUP_WARPS)
         elif warp < MMA_WARP:
             cute.arch.setmaxregister_decrease(ROW_REGISTERS)
-            RowRole(self.dtype, self.geometry).run(operands, board, tiles, pipes, tmem)
+            DqSm100RowRole(self.dtype, self.geometry).run(operands, queue, smem, tmem)
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == MMA_WARP:
-                MmaRole(self.geometry).run(board, pipes, TileGemm(self.dtype, self.geometry, tiles, tmem))
+                DqSm100MmaRole(self.geometry).run(queue, smem, DqTileGemm(self.dtype, self.geometry, smem, tmem))
             elif warp == KEY_WARP:
-                KeyRole(self.geometry).run(operands, board, tiles, pipes)
+                DqSm100KeyRole(self.geometry).run(operands, queue, smem)
             elif warp == VALUE_WARP:
-                ValueRole(self.geometry).run(operands, board, tiles, pipes)
+                DqSm100ValueRole(self.geometry).run(operands, queue, smem)
+        cta.free_tmem(tmem, warp, MMA_WARP)
 
-        tcgen05.fence_before_signal()
-        cute.arch.sync_threads()
-        if warp == MMA_WARP:
-            tcgen05.fence_after_wait()
-            tcgen05.free(tmem, TMEM_COLUMNS, tcgen05.OWN_GROUP)
 
-    def initialise(self, pipes: Pipes) -> None:
-        """Set the arrivals of every barrier: warps of the arriving roles, or one commit or warp that loads."""
-        for barriers in (
-            *(pipes.item_ready, pipes.key_ready, pipes.key_free, pipes.value_ready, pipes.value_free, pipes.query_ready),
-            *(pipes.query_free, pipes.dout_ready, pipes.dout_free, pipes.scores_ready, pipes.slopes_ready, pipes.dq_ready),
-        ):
-            barriers.initialise(1)
-        for barriers in (pipes.scores_free, pipes.weights_ready):
-            barriers.initialise(GROUPS * GROUP_WARPS)
-        for barriers in (pipes.statistics_ready, pipes.dq_free):
-            barriers.initialise(GROUP_WARPS)
-        pipes.statistics_free.initialise(GROUPS * GROUP_WARPS)
-        pipes.item_free.initialise(LAST_WARP)
-        cute.arch.mbarrier_init_fence()
+def arrivals(smem: DqSm100Smem) -> tuple[cta.Arrivals, ...]:
+    """Return the arrivals of every barrier: warps of the arriving roles, or one commit or warp that loads."""
+    loads = (smem.item_ready, smem.key_ready, smem.key_free, smem.value_ready, smem.value_free, smem.query_ready, smem.query_free)
+    return (
+        (1, (*loads, smem.dout_ready, smem.dout_free, smem.scores_ready, smem.dprobs_ready, smem.dq_ready)),
+        (GROUPS * GROUP_WARPS, (smem.scores_free, smem.dscores_ready)),
+        (GROUP_WARPS, (smem.statistics_ready, smem.dq_free)),
+        (GROUPS * GROUP_WARPS, (smem.statistics_free,)),
+        (LAST_WARP, (smem.item_free,)),
+    )
 
 
 def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
@@ -162,5 +144,5 @@ def build(config: DensePrefillConfig, arch: Arch) -> KernelDefinition:
             Role("values", VALUE_WARP, 1),
         ),
         expected={"UTCHMMA": kernel.geometry.products},
-        tmem_columns=TMEM_COLUMNS,
+        tmem_columns=cta.TMEM_COLUMNS,
     )

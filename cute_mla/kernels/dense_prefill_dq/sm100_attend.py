@@ -8,19 +8,18 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_prefill_dq import STATISTICS, TILE_ROWS
-from ..dense_prefill.board import Board
-from ..dense_prefill.operands import WorkItem
+from ..dense_prefill.operands import DensePrefillItem, ItemQueue
 from ..dense_prefill.sm100_config import BOX_BYTES, GROUP, first_lane
 from ..dense_prefill.sm100_softmax import LOADED_AT_ONCE, exp2_on_fma, hide_keys, on_fma
 from ..primitives import tcgen05
 from ..primitives.elements import pack_pair
 from ..sm100.boxes import BOX_ROWS, clear_rows
-from .operands import Operands
-from .sm100_config import GROUPS, SCORE_COLUMN, SLOPE_COLUMN, Geometry, Pipes, Tiles, key_limit
+from .operands import DqOperands
+from .sm100_config import DPROBS_COLUMN, GROUPS, SCORE_COLUMN, DqSm100Geometry, DqSm100Smem
 
 
 @dataclass(frozen=True)
-class RowSlice:
+class DqRowSlice:
     """A thread's row of one tile, half of the columns.
 
     columns: tensor memory at the first lane of the warp, and the first of the group's columns of S. weights: the same of dS.
@@ -36,15 +35,15 @@ class RowSlice:
     statistics: cute.Tensor
 
     @staticmethod
-    def create(dtype: type[cutlass.Numeric], geometry: Geometry, tmem: Int32, group: Int32, scale_log2: Float32) -> RowSlice:
+    def create(dtype: type[cutlass.Numeric], geometry: DqSm100Geometry, tmem: Int32, group: Int32, scale_log2: Float32) -> DqRowSlice:
         """Return the row of this thread."""
         lanes = first_lane(tmem)
         rP, statistics = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in (geometry.group_keys, STATISTICS))
-        return RowSlice(
+        return DqRowSlice(
             dtype=dtype,
             row=cute.arch.thread_idx()[0] % GROUP,
             columns=lanes + (SCORE_COLUMN + group * geometry.group_keys),
-            weights=lanes + (geometry.weight_column + group * (geometry.group_keys // 2)),
+            weights=lanes + (geometry.dscores_column + group * (geometry.group_keys // 2)),
             scale_log2=scale_log2,
             rP=rP,
             statistics=statistics,
@@ -73,11 +72,11 @@ class RowSlice:
                 probs = tuple(cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
             self.rP[i], self.rP[i + 1] = probs
 
-    def weigh(self, slopes: list[Float32]) -> None:
+    def make_dscores(self, dprobs: list[Float32]) -> None:
         """Replace P by dS = P (dP - delta)."""
         shift = (-self.statistics[1],) * 2
         for i in range(0, cute.size(self.rP), 2):
-            differences = cute.arch.add_packed_f32x2((slopes[i], slopes[i + 1]), shift)
+            differences = cute.arch.add_packed_f32x2((dprobs[i], dprobs[i + 1]), shift)
             self.rP[i], self.rP[i + 1] = cute.arch.mul_packed_f32x2((self.rP[i], self.rP[i + 1]), differences)
 
     def mask(self, limit: Int32) -> None:
@@ -90,30 +89,30 @@ class RowSlice:
         tcgen05.await_stores()
 
 
-class AttendRole:
+@dataclass(frozen=True)
+class DqSm100AttendRole:
     """Four warps, for half of the keys of every tile."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry) -> None:
-        self.dtype = dtype
-        self.geometry = geometry
+    dtype: type[cutlass.Numeric]
+    geometry: DqSm100Geometry
 
     @cute.jit
-    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32, group: Int32):
-        """Wait item_ready, statistics_ready, scores_ready, slopes_ready.
+    def run(self, operands: DqOperands, queue: ItemQueue, smem: DqSm100Smem, tmem: Int32, group: Int32):
+        """Wait item_ready, statistics_ready, scores_ready, dprobs_ready.
 
-        Signal item_free, statistics_free, scores_free, weights_ready.
+        Signal item_free, statistics_free, scores_free, dscores_ready.
         """
-        rows = RowSlice.create(self.dtype, self.geometry, tmem, group, operands.scale_log2)
+        rows = DqRowSlice.create(self.dtype, self.geometry, tmem, group, operands.args.scale_log2)
         more, turn, items, done, stage = Boolean(True), Int32(0), Int32(0), Int32(0), Int32(0)
         while more:
-            more, item = board.take(turn)
+            more, item = queue.take(turn)
             count = self.geometry.key_tiles(item.keys)
             if count > 0:
-                pipes.statistics_ready.consumer_wait(items)
-                rows.take_statistics(tiles.sStatistics)
-                pipes.statistics_free.consumer_release(items)
+                smem.statistics_ready.consumer_wait(items)
+                rows.take_statistics(smem.sStatistics)
+                smem.statistics_free.consumer_release(items)
                 for t in cutlass.range(count, unroll=1):
-                    self.attend_tile(tiles, pipes, rows, item, group, (count - 1 - t, done + t, stage))
+                    self.attend_tile(smem, rows, item, group, (count - 1 - t, done + t, stage))
                     stage = stage + self.geometry.key_boxes
                     stage = cutlass.select_(stage >= self.geometry.key_stages, stage - self.geometry.key_stages, stage)
                 items = items + 1
@@ -121,27 +120,27 @@ class AttendRole:
             turn = turn + 1
 
     @cute.jit
-    def attend_tile(self, tiles: Tiles, pipes: Pipes, rows: RowSlice, item: WorkItem, group: Int32, where: tuple[Int32, Int32, Int32]):
+    def attend_tile(self, smem: DqSm100Smem, rows: DqRowSlice, item: DensePrefillItem, group: Int32, where: tuple[Int32, Int32, Int32]):
         """Compute dS of a tile. where: the tile among the item's keys, its number, its first stage of keys."""
         tile, use, stage = where
         first_key = tile * self.geometry.tile_keys + group * self.geometry.group_keys
-        pipes.scores_ready.consumer_wait(use)
+        smem.scores_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
         scores = rows.load(SCORE_COLUMN)
         tcgen05.fence_before_signal()
-        pipes.scores_free.consumer_release(use)
+        smem.scores_free.consumer_release(use)
         first_cleared = tile * self.geometry.tile_keys + self.boxes_of(group)[1] * BOX_ROWS
         if item.keys < first_cleared + BOX_ROWS:
-            self.clear_keys(tiles, stage, group, item.keys - first_cleared, rows.row)
+            self.clear_keys(smem, stage, group, item.keys - first_cleared, rows.row)
         rows.exponentiate(scores)
-        pipes.slopes_ready.consumer_wait(use)
+        smem.dprobs_ready.consumer_wait(use)
         tcgen05.fence_after_wait()
-        rows.weigh(rows.load(SLOPE_COLUMN))
-        if key_limit(item, Int32(0)) < first_key + self.geometry.group_keys:
-            rows.mask(key_limit(item, rows.row) - first_key)
+        rows.make_dscores(rows.load(DPROBS_COLUMN))
+        if item.key_limit(Int32(0)) < first_key + self.geometry.group_keys:
+            rows.mask(item.key_limit(rows.row) - first_key)
         rows.store()
         tcgen05.fence_before_signal()
-        pipes.weights_ready.producer_commit(use)
+        smem.dscores_ready.producer_commit(use)
 
     def boxes_of(self, group: Int32) -> tuple[Int32 | int, Int32 | int, int]:
         """Return which boxes of 64 rows of a tile a group clears: the first stage, the box in it, and the stages to the next.
@@ -152,7 +151,7 @@ class AttendRole:
         return (0, group, 1) if boxes == GROUPS else (group, 0, GROUPS)
 
     @cute.jit
-    def clear_keys(self, tiles: Tiles, stage: Int32, group: Int32, keys: Int32, thread: Int32):
+    def clear_keys(self, smem: DqSm100Smem, stage: Int32, group: Int32, keys: Int32, thread: Int32):
         """Zero rows of a tile from `keys` on in the group's boxes: dS is 0 there, but 0 times a NaN of an unused row is NaN.
 
         S of the tile is complete, so the keys are there, and dQ has not begun: it waits for the arrival with dS.
@@ -161,5 +160,5 @@ class AttendRole:
         for box in cutlass.range_constexpr(0, self.geometry.key_boxes, step):
             place = stage + box + first
             place = cutlass.select_(place >= self.geometry.key_stages, place - self.geometry.key_stages, place)
-            clear_rows(tiles.sK + (place * self.geometry.stage_bytes + part * BOX_BYTES), 1, keys, thread)
+            clear_rows(smem.sK + (place * self.geometry.stage_bytes + part * BOX_BYTES), 1, keys, thread)
         cute.arch.fence_proxy("async.shared", space="cta")

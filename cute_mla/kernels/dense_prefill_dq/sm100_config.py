@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from cutlass import Float32, Int32, Uint8, cute
 
 from ...spec.arch import SM100
-from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, HEAD_DIMS
+from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, DensePrefillConfig
 from ...spec.dense_prefill_dq import STATISTICS, TILE_KEYS, TILE_ROWS
-from ..dense_prefill.board import ITEM_WORDS
-from ..dense_prefill.operands import WorkItem
+from ..dense_prefill.cta import both_ways
+from ..dense_prefill.operands import ITEM_WORDS
 from ..dense_prefill.sm100_config import BOX_BYTES, GROUP_WARPS, ITEM_STAGES, K_STEP, STEPS_PER_BOX
-from ..primitives.integers import smaller
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout
 
@@ -20,9 +19,8 @@ GROUPS = 2  # warpgroups that share the keys of a tile: a thread has a row and h
 ROW_BOX_BYTES = TILE_ROWS // BOX_ROWS * BOX_BYTES  # 64 columns of the rows of Q or dO
 
 # tensor memory, in 32-bit columns of 128 lanes: S, dP, dQ, and dS, two elements a column, which lies where one of them leaves room
-SCORE_COLUMN, SLOPE_COLUMN, DQ_COLUMN = 0, 128, 256
-WEIGHT_COLUMNS = {192: 448, 128: 448, 256: 64}  # by d_qk
-TMEM_COLUMNS = 512
+SCORE_COLUMN, DPROBS_COLUMN, DQ_COLUMN = 0, 128, 256
+DSCORES_COLUMNS = {192: 448, 128: 448, 256: 64}  # by d_qk
 
 ROW_WARP = GROUPS * GROUP_WARPS  # the first that does not attend
 MMA_WARP = ROW_WARP + GROUP_WARPS
@@ -40,20 +38,15 @@ SMALL_BYTES = 2048  # statistics, items, barriers, a cell: no more than that
 
 
 @dataclass(frozen=True)
-class Geometry:
+class DqSm100Geometry:
     """Numbers that follow from the number of columns of q and k."""
 
-    d_qk: int
-
-    @property
-    def d_v(self) -> int:
-        """Return the columns of v and out."""
-        return HEAD_DIMS[self.d_qk]
+    config: DensePrefillConfig
 
     @property
     def tile_keys(self) -> int:
         """Return the keys of a tile."""
-        return TILE_KEYS[SM100.name][self.d_qk]
+        return TILE_KEYS[SM100.name][self.config.d_qk]
 
     @property
     def group_keys(self) -> int:
@@ -66,19 +59,19 @@ class Geometry:
         return self.tile_keys // BOX_ROWS * BOX_BYTES
 
     @property
-    def weight_column(self) -> int:
+    def dscores_column(self) -> int:
         """Return the first column of dS."""
-        return WEIGHT_COLUMNS[self.d_qk]
+        return DSCORES_COLUMNS[self.config.d_qk]
 
     @property
     def value_boxes(self) -> int:
         """Return the stages of the values of a tile, and the boxes of dO; 64 columns each."""
-        return self.d_v // BOX_COLUMNS
+        return self.config.d_v // BOX_COLUMNS
 
     @property
     def key_boxes(self) -> int:
         """Return the stages of the keys of a tile, and of Q; 64 columns each."""
-        return self.d_qk // BOX_COLUMNS
+        return self.config.d_qk // BOX_COLUMNS
 
     @property
     def value_stages(self) -> int:
@@ -102,10 +95,6 @@ class Geometry:
 
     def smem(self) -> SmemLayout:
         """Return the layout of shared memory."""
-        once = (
-            *("query_ready", "query_free", "dout_ready", "dout_free", "statistics_ready", "statistics_free"),
-            *("scores_ready", "scores_free", "slopes_ready", "weights_ready", "dq_ready", "dq_free"),
-        )
         return SmemLayout((
             Array("sQ", Uint8, self.key_boxes * ROW_BOX_BYTES, SWIZZLE_PERIOD),
             Array("sD", Uint8, self.value_boxes * ROW_BOX_BYTES, SWIZZLE_PERIOD),
@@ -113,13 +102,16 @@ class Geometry:
             Array("sV", Uint8, self.value_stages * self.stage_bytes, SWIZZLE_PERIOD),
             Array("sStatistics", Float32, STATISTICS * TILE_ROWS),
             Array("sItems", Int32, ITEM_STAGES * ITEM_WORDS, 16),
-            Barriers("item_ready", ITEM_STAGES),
-            Barriers("item_free", ITEM_STAGES),
-            Barriers("key_ready", self.key_stages),
-            Barriers("key_free", self.key_stages),
-            Barriers("value_ready", self.value_stages),
-            Barriers("value_free", self.value_stages),
-            *(Barriers(name, 1) for name in once),
+            *both_ways("item", ITEM_STAGES),
+            *both_ways("key", self.key_stages),
+            *both_ways("value", self.value_stages),
+            *both_ways("query", 1),
+            *both_ways("dout", 1),
+            *both_ways("statistics", 1),
+            *both_ways("scores", 1),
+            Barriers("dprobs_ready", 1),
+            Barriers("dscores_ready", 1),
+            *both_ways("dq", 1),
             Array("tmem_cell", Int32, 1),
         ))  # fmt: skip
 
@@ -129,8 +121,8 @@ class Geometry:
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Shared memory. Boxes of 128 rows, and stages of the keys of a tile, x 128 swizzled bytes."""
+class DqSm100Smem:
+    """Shared memory, as DqSm100Geometry.smem lays it out."""
 
     sQ: cute.Pointer  # bytes of Q: a box for 64 columns
     sD: cute.Pointer  # bytes of dO
@@ -139,12 +131,6 @@ class Tiles:
     sStatistics: cute.Pointer  # fp32 (2, 128 rows): lse in log2 units, delta
     sItems: cute.Pointer  # int32 (4 rounds, 8): items
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
-
-
-@dataclass(frozen=True)
-class Pipes:
-    """The barriers of Geometry.smem. sm100.py says who arrives where."""
-
     item_ready: StageBarriers
     item_free: StageBarriers
     key_ready: StageBarriers
@@ -159,12 +145,7 @@ class Pipes:
     statistics_free: StageBarriers
     scores_ready: StageBarriers
     scores_free: StageBarriers
-    slopes_ready: StageBarriers
-    weights_ready: StageBarriers
+    dprobs_ready: StageBarriers
+    dscores_ready: StageBarriers
     dq_ready: StageBarriers
     dq_free: StageBarriers
-
-
-def key_limit(item: WorkItem, row: Int32) -> Int32:
-    """Return the keys that a row of the item sees; none if negative."""
-    return smaller(item.keys, item.diagonal + row + 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -9,23 +10,22 @@ from cutlass import Boolean, Int32, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
 from ...spec.dense_prefill_dq import TILE_ROWS
-from ..dense_prefill.board import Board
-from ..dense_prefill.operands import WorkItem
+from ..dense_prefill.operands import DensePrefillItem, ItemQueue
 from ..dense_prefill.sm100_config import BOX_BYTES
 from ..primitives.pipeline import PipelineState, StageBarriers
 from ..primitives.tma import load_box
-from .operands import Operands
-from .sm100_config import ROW_BOX_BYTES, Geometry, Pipes, Tiles
+from .operands import DqOperands
+from .sm100_config import ROW_BOX_BYTES, DqSm100Geometry, DqSm100Smem
 
 
-class KeyRole:
+@dataclass(frozen=True)
+class DqSm100KeyRole:
     """One warp: finds the items, loads K and Q."""
 
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
+    geometry: DqSm100Geometry
 
     @cute.jit
-    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
+    def run(self, operands: DqOperands, queue: ItemQueue, smem: DqSm100Smem):
         """Wait item_free, key_free, query_free. Signal item_ready, key_ready, query_ready."""
         items = operands.items
         boxes, stages = self.geometry.key_boxes, self.geometry.key_stages
@@ -34,58 +34,58 @@ class KeyRole:
         while more:
             more = items.of_round(turn) < items.count()
             item = items.take(turn)
-            board.post(turn, more, item)
+            queue.post(turn, more, item)
             for t in cutlass.range(self.geometry.key_tiles(item.keys), unroll=1):
                 uses = PipelineState(stage, phase).following(boxes, stages)
-                load_tile(self.geometry, tiles.sK, operands.args.k_map, (pipes.key_ready, pipes.key_free), uses, item, t)
+                load_tile(self.geometry, smem.sK, operands.args.k_map, (smem.key_ready, smem.key_free), uses, item, t)
                 if t == 0:
                     # the keys are on their way while the last S of the item before still reads Q
-                    pipes.query_free.producer_acquire(loads)
-                    load_rows(tiles.sQ, operands.args.q_map, pipes.query_ready.barrier(loads), item, boxes)
+                    smem.query_free.producer_acquire(loads)
+                    load_rows(smem.sQ, operands.args.q_map, smem.query_ready.barrier(loads), item, boxes)
                     loads = loads + 1
-                following = pipes.key_free.advance(uses[-1])
+                following = smem.key_free.advance(uses[-1])
                 stage, phase = following.stage, following.phase
             turn = turn + 1
         cute.arch.griddepcontrol_launch_dependents()
-        pipes.key_free.drain(PipelineState(stage, phase))
+        smem.key_free.drain(PipelineState(stage, phase))
 
 
-class ValueRole:
+@dataclass(frozen=True)
+class DqSm100ValueRole:
     """One warp: loads V and dO."""
 
-    def __init__(self, geometry: Geometry) -> None:
-        self.geometry = geometry
+    geometry: DqSm100Geometry
 
     @cute.jit
-    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes):
+    def run(self, operands: DqOperands, queue: ItemQueue, smem: DqSm100Smem):
         """Wait item_ready, value_free, dout_free. Signal item_free, value_ready, dout_ready.
 
-        What lies behind the last key reaches columns of dP that are not used.
+        Values past the last key reach columns of dP that are not used.
         """
         turn, more, loads = Int32(0), Boolean(True), Int32(0)
         stage, phase = Int32(0), Int32(0)
         while more:
-            more, item = board.take(turn)
+            more, item = queue.take(turn)
             for t in cutlass.range(self.geometry.key_tiles(item.keys), unroll=1):
                 uses = PipelineState(stage, phase).following(self.geometry.value_boxes, self.geometry.value_stages)
-                load_tile(self.geometry, tiles.sV, operands.args.v_map, (pipes.value_ready, pipes.value_free), uses, item, t)
+                load_tile(self.geometry, smem.sV, operands.args.v_map, (smem.value_ready, smem.value_free), uses, item, t)
                 if t == 0:
-                    pipes.dout_free.producer_acquire(loads)
-                    load_rows(tiles.sD, operands.args.dout_map, pipes.dout_ready.barrier(loads), item, self.geometry.value_boxes)
+                    smem.dout_free.producer_acquire(loads)
+                    load_rows(smem.sD, operands.args.dout_map, smem.dout_ready.barrier(loads), item, self.geometry.value_boxes)
                     loads = loads + 1
-                following = pipes.value_free.advance(uses[-1])
+                following = smem.value_free.advance(uses[-1])
                 stage, phase = following.stage, following.phase
             turn = turn + 1
-        pipes.value_free.drain(PipelineState(stage, phase))
+        smem.value_free.drain(PipelineState(stage, phase))
 
 
 def load_tile(
-    geometry: Geometry,
+    geometry: DqSm100Geometry,
     stages: cute.Pointer,
     tensor_map: Any,
     pipe: tuple[StageBarriers, StageBarriers],
     uses: list[PipelineState],
-    item: WorkItem,
+    item: DensePrefillItem,
     t: Int32,
 ) -> None:
     """Load the t-th tile of an item, the last tile of keys first, 64 columns a stage. pipe: ready, free."""
@@ -98,7 +98,7 @@ def load_tile(
             load_box(stages + use.stage * geometry.stage_bytes, tensor_map, (box * BOX_COLUMNS, item.kv_head, row), ready.barrier(use))
 
 
-def load_rows(target: cute.Pointer, tensor_map: Any, ready: cute.Pointer, item: WorkItem, boxes: int) -> None:
+def load_rows(target: cute.Pointer, tensor_map: Any, ready: cute.Pointer, item: DensePrefillItem, boxes: int) -> None:
     """Load the item's rows of Q or dO. Rows past the sequence's end are another sequence's, or zeros: their results go nowhere."""
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * ROW_BOX_BYTES)

@@ -1,4 +1,4 @@
-"""The row role of the SM100 dQ kernel: statistics of an item's rows before its products, dQ behind them."""
+"""The row role of the SM100 dQ kernel: statistics of an item's rows before its products, dQ after them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from cutlass import Float32, Int32, cute
 
 from ...spec.dense_prefill_dq import STATISTICS, TILE_ROWS
 from ...spec.mla import LOG2E
-from ..dense_prefill.board import Board
-from ..dense_prefill.operands import WorkItem
+from ..dense_prefill.operands import DensePrefillItem, ItemQueue
 from ..dense_prefill.sm100_config import GROUP, GROUP_WARPS, first_lane
 from ..primitives import tcgen05
 from ..primitives.elements import aligned, store_row
 from ..primitives.integers import smaller
-from .operands import Operands
-from .sm100_config import DQ_COLUMN, Geometry, Pipes, Tiles
+from .operands import DqOperands
+from .sm100_config import DQ_COLUMN, DqSm100Geometry, DqSm100Smem
 
 ROW_LANES = 8  # that share a row of out and dout: 128 bytes at a time
 CHUNK = 8  # elements of 16 bytes
@@ -28,7 +27,7 @@ ELEMENTS_AT_ONCE = 512  # of out, and of dout, that eight lanes load before they
 
 
 @dataclass(frozen=True)
-class WarpRows:
+class DqWarpRows:
     """The rows of out and dout that a warp reads: four in each pass, eight lanes a row. first: of pass 0. chunk: of a row, the lane's."""
 
     first: Int32
@@ -36,11 +35,11 @@ class WarpRows:
     chunk: Int32
 
     @staticmethod
-    def create() -> WarpRows:
+    def create() -> DqWarpRows:
         """Return the rows of this warp."""
         lane = cute.arch.lane_idx()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
-        return WarpRows(warp * WARP_ROWS, lane, lane % ROW_LANES)
+        return DqWarpRows(warp * WARP_ROWS, lane, lane % ROW_LANES)
 
     def of_pass(self, step: Int32) -> Int32:
         """Return the row that the lane helps to read."""
@@ -58,46 +57,46 @@ class WarpRows:
         return cutlass.select_(self.lane // WARP_ROWS == step, total, before)
 
 
-class RowRole:
+class DqSm100RowRole:
     """Four warps."""
 
-    def __init__(self, dtype: type[cutlass.Numeric], geometry: Geometry) -> None:
+    def __init__(self, dtype: type[cutlass.Numeric], geometry: DqSm100Geometry) -> None:
         self.dtype = dtype
         self.geometry = geometry
-        self.passes_at_once = ELEMENTS_AT_ONCE // geometry.d_v  # whose loads are on their way together
+        self.passes_at_once = ELEMENTS_AT_ONCE // geometry.config.d_v  # whose loads are on their way together
 
     @cute.jit
-    def run(self, operands: Operands, board: Board, tiles: Tiles, pipes: Pipes, tmem: Int32):
+    def run(self, operands: DqOperands, queue: ItemQueue, smem: DqSm100Smem, tmem: Int32):
         """Wait item_ready, statistics_free, dq_ready. Signal item_free, statistics_ready, dq_free. Write dq and the statistics.
 
         The statistics of an item are computed while the item before is being multiplied.
         """
-        more, item = board.take(Int32(0))
+        more, item = queue.take(Int32(0))
         turn, begun, done = Int32(1), Int32(0), Int32(0)  # begun, done: items with keys whose statistics, whose dQ are written
         if item.keys > 0:
-            self.write_statistics(operands, tiles, pipes, item, begun)
+            self.write_statistics(operands, smem, item, begun)
             begun = begun + 1
         while more:
-            more, following = board.take(turn)
+            more, following = queue.take(turn)
             if following.keys > 0:
-                self.write_statistics(operands, tiles, pipes, following, begun)
+                self.write_statistics(operands, smem, following, begun)
                 begun = begun + 1
             if item.rows > 0:
-                self.write_dq(operands, pipes, item, first_lane(tmem), done)
+                self.write_dq(operands, smem, item, first_lane(tmem), done)
                 done = done + cutlass.select_(item.keys > 0, Int32(1), Int32(0))
             item = following
             turn = turn + 1
 
     @cute.jit
-    def write_statistics(self, operands: Operands, tiles: Tiles, pipes: Pipes, item: WorkItem, use: Int32):
+    def write_statistics(self, operands: DqOperands, smem: DqSm100Smem, item: DensePrefillItem, use: Int32):
         """Hand lse and delta of the item's rows to the attend roles, and leave them to the next kernel.
 
-        Rows behind the sequence's repeat its last one; their results go nowhere. A row with an infinite lse has no gradient: its P is
+        Rows past the sequence's end repeat its last one; their results go nowhere. A row with an infinite lse has no gradient: its P is
         0, and so is its delta.
         """
-        rows = WarpRows.create()
+        rows = DqWarpRows.create()
         own = rows.of_lane()
-        lse = operands.lse_of(item, smaller(own, item.rows - 1)).load()
+        lse = operands.row("lse", item, smaller(own, item.rows - 1)).load()
         delta = Float32(0)
         for first in cutlass.range(0, PASSES, self.passes_at_once, unroll=1):
             chunks = [self.load_row(operands, item, rows, first + i) for i in range(self.passes_at_once)]
@@ -105,19 +104,19 @@ class RowRole:
                 delta = rows.collect(first + i, self.share_of_delta(chunks[i]), delta)
         none = (lse == Float32.inf) | (lse == -Float32.inf)
         numbers = (cutlass.select_(none, Float32.inf, lse * LOG2E), cutlass.select_(none, Float32(0), delta))
-        pipes.statistics_free.producer_acquire(use)
+        smem.statistics_free.producer_acquire(use)
         for which in cutlass.range_constexpr(STATISTICS):
-            (tiles.sStatistics + (which * TILE_ROWS + own)).store(numbers[which])
-        pipes.statistics_ready.producer_commit(use)
+            (smem.sStatistics + (which * TILE_ROWS + own)).store(numbers[which])
+        smem.statistics_ready.producer_commit(use)
         if own < item.rows:
             for which in cutlass.range_constexpr(STATISTICS):
                 operands.statistic_of(item, own, which).store(numbers[which])
 
-    def load_row(self, operands: Operands, item: WorkItem, rows: WarpRows, step: Int32) -> tuple[list[Int32], list[Int32]]:
+    def load_row(self, operands: DqOperands, item: DensePrefillItem, rows: DqWarpRows, step: Int32) -> tuple[list[Int32], list[Int32]]:
         """Load the lane's chunks of out and dout for one pass."""
         row = smaller(rows.of_pass(step), item.rows - 1)
-        starts = (operands.out_row(item, row), operands.dout_row(item, row))
-        out, dout = (self.load_words(start + rows.chunk * CHUNK, self.geometry.d_v) for start in starts)
+        starts = (operands.row("out", item, row), operands.row("dout", item, row))
+        out, dout = (self.load_words(start + rows.chunk * CHUNK, self.geometry.config.d_v) for start in starts)
         return out, dout
 
     def load_words(self, source: cute.Pointer, columns: int) -> list[Int32]:
@@ -144,23 +143,23 @@ class RowRole:
         return total[0] + total[1]
 
     @cute.jit
-    def write_dq(self, operands: Operands, pipes: Pipes, item: WorkItem, lanes: Int32, use: Int32):
+    def write_dq(self, operands: DqOperands, smem: DqSm100Smem, item: DensePrefillItem, lanes: Int32, use: Int32):
         """Scale, round and write the rows of dQ that the sequence has: zeros if the item has no keys."""
         row = cute.arch.thread_idx()[0] % GROUP
-        target = operands.dq_row(item, row)
+        target = operands.row("dq", item, row)
         if item.keys > 0:
-            pipes.dq_ready.consumer_wait(use)
+            smem.dq_ready.consumer_wait(use)
             tcgen05.fence_after_wait()
-        for first in cutlass.range_constexpr(0, self.geometry.d_qk, STORED_AT_ONCE):
+        for first in cutlass.range_constexpr(0, self.geometry.config.d_qk, STORED_AT_ONCE):
             rG = cute.make_rmem_tensor(cute.make_layout(STORED_AT_ONCE), Float32)
             rG.fill(0.0)
             if item.keys > 0:
                 values = tcgen05.load_columns(lanes + (DQ_COLUMN + first), STORED_AT_ONCE)
                 tcgen05.await_loads()
                 for i in cutlass.range_constexpr(STORED_AT_ONCE):
-                    rG[i] = values[i] * operands.softmax_scale
+                    rG[i] = values[i] * operands.args.softmax_scale
             if row < item.rows:
                 store_row(target + first, [rG[i] for i in range(STORED_AT_ONCE)], self.dtype)
         if item.keys > 0:
             tcgen05.fence_before_signal()
-            pipes.dq_free.consumer_release(use)
+            smem.dq_free.consumer_release(use)

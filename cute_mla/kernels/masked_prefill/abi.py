@@ -11,11 +11,8 @@ from cutlass import cute
 from ...spec.dense_prefill import TILE_ROWS
 from ...spec.masked_prefill import MaskedPrefillArguments
 from ..dense_prefill.abi import DensePrefillAbi
-from ..dense_prefill.board import Board, BoardPipes
-from ..dense_prefill.key_mask import EveryKey
-from ..dense_prefill.operands import Operands
-from .operands import MaskedItem, MaskedItems, MaskRows
-from .visible_tiles import MaskedBoard
+from ..dense_prefill.operands import DensePrefillItems, DensePrefillOperands, EveryKey, ItemQueue, ItemQueuePipes
+from .operands import MaskedItem, MaskedItemQueue, MaskRows, keys_with_bits
 
 
 @dataclass(frozen=True)
@@ -34,19 +31,21 @@ class MaskedPrefillAbi(DensePrefillAbi):
 
     @property
     def item_words(self) -> int:
-        """Return the words of a part of an item on the board."""
+        """Return the words of a part of an item on the queue."""
         return 1 + len(fields(MaskedItem))
 
-    def board(self, operands: Operands, sItems: cute.Pointer, pipes: BoardPipes) -> Board:
-        """Return the board of a CTA."""
-        return MaskedBoard(
+    def queue(self, operands: DensePrefillOperands, sItems: cute.Pointer, pipes: ItemQueuePipes) -> ItemQueue:
+        """Return the queue of a CTA."""
+        return MaskedItemQueue(
             sItems, pipes, mask=MaskRows.of(operands.args), tile_keys=self.config.tile_keys(self.arch), item_rows=TILE_ROWS[self.arch.name]
         )
 
-    def key_mask(self, operands: Operands) -> EveryKey:
+    def key_mask(self, operands: DensePrefillOperands) -> EveryKey:
         """Return the caller's mask over the keys."""
         return self.mask_kind(MaskRows.of(operands.args))
 
-    def operands(self, args: Any) -> Operands:
+    def operands(self, args: Any) -> DensePrefillOperands:
         """Return the arguments by meaning."""
-        return Operands(args, MaskedItems(args, args.causal != 0, TILE_ROWS[self.arch.name], self.config.cluster))
+        return DensePrefillOperands(
+            args, DensePrefillItems(args, args.causal != 0, TILE_ROWS[self.arch.name], self.config.cluster, keys_with_bits)
+        )

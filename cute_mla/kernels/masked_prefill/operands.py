@@ -2,46 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields
+from functools import reduce
+from operator import or_
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from ...spec.masked_prefill import MASK_WORD_KEYS, MaskedPrefillArguments
-from ..dense_prefill.key_mask import EveryKey
-from ..dense_prefill.operands import TileWalk, WorkItem, WorkItems
+from ..dense_prefill.operands import DensePrefillItem, ItemQueue, TileWalk
 from ..primitives.integers import larger, smaller
 
 PART_TILES = 32  # key tiles of a part of an item: a word of bits
 
 
 @dataclass(frozen=True)
-class VisibleTiles(TileWalk):
+class MaskedTileWalk(TileWalk):
     """Visible tiles of 32: those that a row of the item sees something of, from the last to the first.
 
-    first: the first of the 32. rLeft: bits of the tiles to come, and the tile that the walk is at.
+    first: the first of the 32. rTiles: bits of the tiles to come, and the tile that the walk is at.
     """
 
     first: Int32
-    rLeft: cute.Tensor
+    rTiles: cute.Tensor
 
     def advance(self) -> None:
         """Go to the first tile, or on to the next one. There is one."""
-        bit = highest_bit(self.rLeft[0])
-        self.rLeft[0] = self.rLeft[0] ^ (Int32(1) << bit)
-        self.rLeft[1] = self.first + bit
+        bit = highest_bit(self.rTiles[0])
+        self.rTiles[0] = self.rTiles[0] ^ (Int32(1) << bit)
+        self.rTiles[1] = self.first + bit
 
     def tile(self, i: Int32) -> Int32:
         """Return the tile that the walk is at."""
-        return self.rLeft[1]
+        return self.rTiles[1]
 
     def at_end(self) -> Boolean:
         """Return whether the walk has no further tile."""
-        return self.rLeft[0] == 0
+        return self.rTiles[0] == 0
 
     def next_tile(self) -> Int32:
-        """Return the tile behind it, if there is one."""
-        return self.first + highest_bit(self.rLeft[0])
+        """Return the next tile, if there is one."""
+        return self.first + highest_bit(self.rTiles[0])
 
 
 def highest_bit(bits: Int32) -> Int32:
@@ -50,7 +51,7 @@ def highest_bit(bits: Int32) -> Int32:
 
 
 @dataclass(frozen=True)
-class MaskedItem(WorkItem):
+class MaskedItem(DensePrefillItem):
     """A part of an item: PART_TILES of its key tiles, in whose place others of the item may come before and after.
 
     visible: bit i: a row of the block sees something of tile first_tile + i. opening, closing: whether the part is the item's first and
@@ -77,11 +78,11 @@ class MaskedItem(WorkItem):
         """Return 1 if the walk begins with the item's first tile, else 0."""
         return self.opening
 
-    def walk(self, count: Int32) -> VisibleTiles:
+    def walk(self, count: Int32) -> MaskedTileWalk:
         """Return the visible tiles."""
-        rLeft = cute.make_rmem_tensor(cute.make_layout(2), Int32)
-        rLeft[0], rLeft[1] = self.visible, self.first_tile
-        return VisibleTiles(cute.arch.popc(self.visible), self.first_tile, rLeft)
+        rTiles = cute.make_rmem_tensor(cute.make_layout(2), Int32)
+        rTiles[0], rTiles[1] = self.visible, self.first_tile
+        return MaskedTileWalk(cute.arch.popc(self.visible), self.first_tile, rTiles)
 
     def tiles_of(self, rows: Int32, count: Int32) -> Int32:
         """Return how many of the tiles are multiplied with some rows of the block: all visible ones, if the sequence has the rows."""
@@ -132,23 +133,14 @@ class MaskedItem(WorkItem):
         return done + self.closing
 
 
-@dataclass(frozen=True)
-class MaskedItems(WorkItems):
-    """The work items of a call with a mask."""
-
-    def at(self, head: Int32, block: Int32, queries_of: tuple[Int32, Int32], keys_of: tuple[Int32, Int32]) -> WorkItem:
-        """Return the item of a block of rows, with those of its keys that the mask has bits for."""
-        item = WorkItems.at(self, head, block, queries_of, keys_of)
-        return replace(item, keys=smaller(item.keys, self.args.mask_words * MASK_WORD_KEYS))
+def keys_with_bits(args: MaskedPrefillArguments) -> Int32:
+    """Return the keys of a sequence that the mask has bits for."""
+    return args.mask_words * MASK_WORD_KEYS
 
 
-@dataclass(frozen=True)
-class KeyMask(EveryKey):
-    """A mask that hides keys."""
-
-    def kept(self, flag: Boolean) -> Int32:
-        """Return a flag as a role keeps it while scores are masked: in a register, since predicates hold bits of the mask."""
-        return cutlass.select_(flag, Int32(1), Int32(0))
+def in_register(flag: Boolean) -> Int32:
+    """Return a flag in a register: predicates hold bits of the mask while scores are masked."""
+    return cutlass.select_(flag, Int32(1), Int32(0))
 
 
 @dataclass(frozen=True)
@@ -164,7 +156,7 @@ class MaskRows:
         """Return the mask of a call."""
         return MaskRows(args.key_mask, args.mask_stride_token, args.mask_words)
 
-    def token(self, item: WorkItem, row: Int32) -> Int32:
+    def token(self, item: DensePrefillItem, row: Int32) -> Int32:
         """Return the token of a row of the item's block, or the last that the sequence has."""
         return item.first_row + smaller(row, item.rows - 1)
 
@@ -172,10 +164,74 @@ class MaskRows:
         """Return word 0 of a token."""
         return self.first + Int64(token) * self.stride
 
-    def row(self, item: WorkItem, row: Int32) -> cute.Pointer:
+    def row(self, item: DensePrefillItem, row: Int32) -> cute.Pointer:
         """Return word 0 of a row of the item's block, or of the last that the sequence has."""
         return self.row_of(self.token(item, row))
 
-    def last_word(self, item: WorkItem) -> Int32:
+    def last_word(self, item: DensePrefillItem) -> Int32:
         """Return the last word of a row that has a bit of the item's keys. The item has keys."""
         return Int32(Uint32(item.keys - 1) // MASK_WORD_KEYS)
+
+
+ROWS_AT_ONCE = 4  # of the block, whose words a lane loads before it looks at any
+
+
+@dataclass(frozen=True)
+class MaskedItemQueue(ItemQueue):
+    """The coming parts of items of a CTA. mask: of the call. tile_keys, item_rows: of a key tile, of an item."""
+
+    kind: type[DensePrefillItem] = MaskedItem
+    mask: MaskRows | None = None
+    tile_keys: int = 0
+    item_rows: int = 0
+
+    @cute.jit
+    def post_item(self, turn: Int32, item: DensePrefillItem) -> Int32:
+        """Post the parts of an item that have a visible tile, from the last keys to the first. Return the next turn.
+
+        The last part says so. If nothing in front of a part is visible, a part without tiles follows it and says so: a part is posted
+        before the rows in front of it have been looked at.
+        """
+        tiles = (item.keys + (self.tile_keys - 1)) // self.tile_keys
+        parts, opening = (tiles + (PART_TILES - 1)) // PART_TILES, Int32(1)
+        more = Boolean(True)
+        while more:
+            parts = parts - 1
+            first = parts * PART_TILES
+            visible = Int32(0)
+            if parts >= 0:
+                visible = self.visible_tiles(item, first, tiles)
+            more = parts > 0
+            if visible != 0 or not more:
+                self.post(turn, Boolean(True), self.part(item, visible, first, opening, Int32(not more)))
+                turn, opening = turn + 1, Int32(0)
+        return turn
+
+    def nothing(self) -> DensePrefillItem:
+        """Return an item without rows and keys, of one part."""
+        return self.part(DensePrefillItem(*[Int32(0)] * len(fields(DensePrefillItem))), Int32(0), Int32(0), Int32(1), Int32(1))
+
+    def part(self, item: DensePrefillItem, visible: Int32, first: Int32, opening: Int32, closing: Int32) -> MaskedItem:
+        """Return a part of an item."""
+        numbers = [getattr(item, field.name) for field in fields(DensePrefillItem)]
+        return MaskedItem(*[*numbers, visible, first, opening, closing])
+
+    @cute.jit
+    def visible_tiles(self, item: DensePrefillItem, first: Int32, tiles: Int32) -> Int32:
+        """Return the bits of those of 32 tiles from `first` on that a row of the item sees something of. One warp: a tile a lane.
+
+        Stops when a bit of each has been found. Bits past the item's last key, in its word, count too: such a tile is multiplied for
+        nothing.
+        """
+        words = self.tile_keys // MASK_WORD_KEYS
+        tile = first + cute.arch.lane_idx()
+        last = self.mask.last_word(item)
+        places = [smaller(tile * words + word, last) for word in range(words)]
+        rows, row = smaller(item.rows, Int32(self.item_rows)), Int32(0)
+        found, searched = Int32(0), Boolean(False)
+        while not searched:
+            starts = [self.mask.row(item, row + i) for i in range(ROWS_AT_ONCE)]
+            found = found | reduce(or_, [(start + place).load() for start in starts for place in places])
+            row = row + ROWS_AT_ONCE
+            searched = (row >= rows) | cute.arch.vote_all_sync((found != 0) | (tile >= tiles))
+        return cute.arch.vote_ballot_sync((found != 0) & (tile < tiles))

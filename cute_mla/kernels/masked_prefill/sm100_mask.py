@@ -11,15 +11,15 @@ from operator import or_
 from typing import ClassVar
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.masked_prefill import MASK_WORD_KEYS
 from ..attention.softmax import RESCALE_LOG2
-from ..dense_prefill.operands import WorkItem
+from ..dense_prefill.operands import DensePrefillItem, EveryKey
 from ..dense_prefill.sm100_config import TILE_KEYS
 from ..dense_prefill.sm100_softmax import KEYS_STORED_AT_ONCE, RowSoftmax, greatest
 from ..primitives.integers import smaller
-from .operands import KeyMask, MaskRows, VisibleTiles
+from .operands import MaskedTileWalk, MaskRows, in_register
 
 TILE_WORDS = TILE_KEYS // MASK_WORD_KEYS
 # up to which a maximum leaves the reference: ptxas would compute a sum equal to follow_maximum's but once, which the count of additions in
@@ -28,29 +28,33 @@ CEILING_LOG2 = RESCALE_LOG2 - 1
 
 
 @dataclass(frozen=True)
-class RowMask(KeyMask):
+class RowMask(EveryKey):
     """The mask of a call."""
 
     mask: MaskRows
 
-    def rows_of(self, item: WorkItem, thread: Int32, walk: VisibleTiles) -> RowWords:  # type: ignore[override]  # its items have no other
+    def rows_of(self, item: DensePrefillItem, thread: Int32, walk: MaskedTileWalk) -> RowWords:  # type: ignore[override]  # its items have no other
         """Return the mask of a row of an item's block, along a walk. thread: the row."""
         words = cute.make_rmem_tensor(cute.make_layout(TILE_WORDS), Int32)
         return RowWords(walk, self.mask.row(item, thread), self.mask.last_word(item), words)
 
 
 @dataclass(frozen=True)
-class RowWords(KeyMask):
+class RowWords(EveryKey):
     """The mask of a thread's row. first: word 0 of it. last: word with bits. rWords: words of the tile that the walk is at.
 
     Most probabilities are stored early: their registers can then take the last scores, for which ptxas would else wait.
     """
 
     stored_early: ClassVar[int] = KEYS_STORED_AT_ONCE
-    walk: VisibleTiles
+    walk: MaskedTileWalk
     first: cute.Pointer
     last: Int32
     rWords: cute.Tensor
+
+    def kept(self, flag: Boolean) -> Int32:
+        """Return a flag as a role keeps it while scores are masked."""
+        return in_register(flag)
 
     def load(self) -> None:
         """Start to load the words of the tile that the walk is at."""

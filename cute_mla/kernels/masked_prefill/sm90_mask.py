@@ -9,14 +9,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from ..dense_prefill.operands import TileWalk, WorkItem
-from ..dense_prefill.sm90_attend import block_row
-from ..dense_prefill.sm90_gemm import Products
+from ..dense_prefill.operands import DensePrefillItem, EveryKey, TileWalk
+from ..dense_prefill.sm90_gemm import DensePrefillProducts
 from ..primitives.integers import smaller
 from ..primitives.wgmma import ROWS_PER_THREAD, flat, half
-from .operands import KeyMask, MaskRows
+from .operands import MaskRows, in_register
 
 TILE_WORDS = 4
 MASK_WORD_BYTES = 4
@@ -26,20 +25,24 @@ FIELD_BITS = 2
 
 
 @dataclass(frozen=True)
-class QuadMask(KeyMask):
+class QuadMask(EveryKey):
     """The mask of a call."""
 
     mask: MaskRows
 
-    def rows_of(self, item: WorkItem, thread: Products, walk: TileWalk) -> QuadRows:
+    def kept(self, flag: Boolean) -> Int32:
+        """Return a flag as a role keeps it while scores are masked."""
+        return in_register(flag)
+
+    def rows_of(self, item: DensePrefillItem, thread: DensePrefillProducts, walk: TileWalk) -> QuadRows:
         """Return the mask of the thread's two rows of an item's block, along a walk."""
         lane = thread.thread % TILE_WORDS
-        starts = tuple(self.mask.row(item, block_row(thread, row_half)).toint() for row_half in range(ROWS_PER_THREAD))
+        starts = tuple(self.mask.row(item, thread.row(row_half)).toint() for row_half in range(ROWS_PER_THREAD))
         return QuadRows(walk, lane, self.mask.last_word(item), starts, cute.make_rmem_tensor(cute.make_layout(ROWS_PER_THREAD), Int32))
 
 
 @dataclass(frozen=True)
-class QuadRows(KeyMask):
+class QuadRows(EveryKey):
     """The mask of a thread's two rows.
 
     lane: of the quad. last: word with bits. starts: addresses of word 0 of the rows. rWords: the lane's word of each row.

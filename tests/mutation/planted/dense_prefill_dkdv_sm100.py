@@ -11,14 +11,14 @@ from tests.mutation.planting import Suite, alone, each, in_case, one_by_one, pla
 WAITS: tuple[str | None, ...] = (
     "first key_ready of attend", "statistic_ready", "scores_ready", "dprobs_ready", "sums_ready", "key_ready of attend",
     "first key_ready of mma", None, "probs_ready", "rest_ready", "query_ready", "query_ready of columns 64", "query_ready of columns 128",
-    "dscores_ready", "slope_ready", "slope_ready of columns 64", "key_ready of mma", "query_free", None, None, "statistic_free",
-    "query_landed", None, "slope_free of columns 64", "slope_landed", "key_free", "key_free of the end",
+    "dscores_ready", "dout_ready", "dout_ready of columns 64", "key_ready of mma", "query_free", None, None, "statistic_free",
+    "query_landed", None, "dout_free of columns 64", "dout_landed", "key_free", "key_free of the end",
 )  # fmt: skip
 ARRIVALS = (
     "key_free of attend", "probs_ready", "rest_ready", "statistic_free", "dscores_ready", "sums_free", "key_free of mma",
     "key_free of mma without tiles", "query_ready of a cleared box", "query_ready of cleared columns 64",
-    "query_ready of cleared columns 128", "statistic_ready of cleared rows", "slope_ready of a cleared box",
-    "slope_ready of cleared columns 64", "key_ready without tiles", "key_ready of the end",
+    "query_ready of cleared columns 128", "statistic_ready of cleared rows", "dout_ready of a cleared box",
+    "dout_ready of cleared columns 64", "key_ready without tiles", "key_ready of the end",
 )  # fmt: skip
 MASKS = r"selp\.f32 (\s*(%r\d+)), 0f00000000, \2, %p\d+;"
 EXPONENTS = r"fma\.rn\.f32x2 (\s*%rd\d+), (%rd\d+), %rd4, (%rd\d+);"

@@ -9,11 +9,11 @@ from tests.mutation.planting import Suite, alone, each, in_case, one_by_one, pla
 
 # In the order of the PTX.
 WAITS = (
-    "query_free", "query_landed", "slope_free", "slope_landed", "key_free", "key_free of the end", "first key_ready", "query_ready",
-    "slope_ready", "key_ready",
+    "query_free", "query_landed", "dout_free", "dout_landed", "key_free", "key_free of the end", "first key_ready", "query_ready",
+    "dout_ready", "key_ready",
 )  # fmt: skip
 ARRIVALS = (
-    "query_ready", "slope_ready", "key_ready without rows", "key_ready of the end", "query_free", "slope_free", "key_free",
+    "query_ready", "dout_ready", "key_ready without rows", "key_ready of the end", "query_free", "dout_free", "key_free",
     "key_free without rows",
 )  # fmt: skip
 TURNS = r"bar\.arrive\s+%r\d+, 256;"

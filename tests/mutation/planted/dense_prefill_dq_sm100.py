@@ -20,9 +20,9 @@ HEADS = replace(WALK, lengths=((130, 70), (3, 65)), h_kv=2, group=2, sm_count=4)
 
 # In the order of the PTX. None: a wait that survivors.toml explains.
 WAITS: tuple[str | None, ...] = (
-    "item_ready of attend", "statistics_ready", "scores_ready", "slopes_ready", "first item_ready of rows", None, "item_ready of rows",
+    "item_ready of attend", "statistics_ready", "scores_ready", "dprobs_ready", "first item_ready of rows", None, "item_ready of rows",
     "statistics_free", "dq_ready", "item_ready of mma", "query_ready", "scores_free", "key_ready", "key_ready of columns 64",
-    "key_ready of columns 128", "dq_free", "weights_ready", "dout_ready", "value_ready", "value_ready of columns 64", "item_free",
+    "key_ready of columns 128", "dq_free", "dscores_ready", "dout_ready", "value_ready", "value_ready of columns 64", "item_free",
     "key_free", "key_free of columns 64", "key_free of columns 128", "query_free", None, "item_ready of values",
     "value_free", "value_free of columns 64", None, None,
 )  # fmt: skip
