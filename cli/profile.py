@@ -137,7 +137,8 @@ def profile(**chosen: Any) -> None:
             progress = partial(_show_progress, options.json)
             document = report.cuda_document(options.archs, options.ops, cases, report.Limits(options.budget, options.row_seconds), progress)
         else:
-            document = report.model_document(options.archs, options.ops, cases, gpus)
+            live = gpus if options.rows else ()
+            document = report.model_document(options.archs, options.ops, cases, live)
     except (ArtifactError, DeviceError) as error:
         refusal = {"format": report.FORMAT, "device": options.device, "error": str(error), "rows": []}
         _write(options.json, json.dumps(refusal) + "\n")

@@ -1,6 +1,6 @@
-"""Predictions of every benchmark row by the clock, as `profile --device model` reports them.
+"""Predictions of benchmark rows by the clock, as `profile --device model` reports them.
 
-    python -m cute_mla.profiles.predictions [GPU...]        records the rows whose kernels or constants have changed, and writes the tables
+    python -m cute_mla.profiles.predictions [GPU...]        records first rows whose kernels or constants have changed; writes tables
 
 predictions.json has the clocks of each row's launches, one line a row: runs of the clock take seconds to a minute a row. Times follow from
 them, from the plan and from the constants of the GPU whenever they are asked for. A line names the state of kernels and constants that it
@@ -148,7 +148,7 @@ def model_of(case: Case, gpu: str, *, live: bool = False, results: Path = RESULT
     line = recorded().get(f"{case.name} {line_gpu(gpu)}")
     try:
         if line is None and not live:
-            return {"reason": f"not recorded for this GPU; `profile --device clock --gpu {gpu}` predicts it"}
+            return {"reason": f"not recorded; `profile --device model --gpu {gpu} --rows {case.name}` predicts it"}
         line = line or record_of(case, gpu)
     except REFUSALS as reason:
         return {"reason": str(reason)}
@@ -241,10 +241,10 @@ def tables() -> dict[Path, str]:
 
 
 def main(names: Sequence[str]) -> None:
-    """Record the rows that are not current on these GPUs, by default all, and write the tables. The file is written after each row."""
-    chosen = dict.fromkeys(line_gpu(gpu) for gpu in names or gpus())
-    for gpu in chosen:
-        for case in by_priority([case for op in OPS for case in load(op)]):
+    """Record the first rows that are not current on these GPUs, by default SHOWN, after each row, and write the tables."""
+    first = [case for op in OPS for case in load(op) if case.priority <= FIRST_PRIORITIES]
+    for gpu in dict.fromkeys(line_gpu(gpu) for gpu in names or SHOWN):
+        for case in by_priority(first):
             if is_current(case, gpu) is False:
                 print(f"{gpu} {case.name}", file=sys.stderr, flush=True)
                 line = record_of(case, gpu)

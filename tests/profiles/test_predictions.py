@@ -1,4 +1,4 @@
-"""Predictions of the rows: recorded for all of them, current, and beside what was measured. Measured times here are made up."""
+"""Predictions of the rows: recorded for the first of them, current, and beside what was measured. Measured times here are made up."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from cute_mla.profiles import predictions
 from cute_mla.profiles.predictions import (
     BEGIN,
     END,
+    FIRST_PRIORITIES,
+    SHOWN,
     against,
     line_gpu,
     measured_us,
@@ -76,9 +78,10 @@ def test_nothing_measured_has_no_error(case: Case, tmp_path: Path) -> None:
     json.dumps(row, allow_nan=False)
 
 
-def test_every_row_is_recorded() -> None:
-    names = {f"{case.name} {line_gpu(gpu)}" for gpu in GPUS for op in OPS for case in load(op)}
-    assert names == recorded().keys(), f"rows are missing or gone: {AGAIN}"
+def test_the_first_rows_are_recorded_and_none_that_is_gone() -> None:
+    cases = [case for op in OPS for case in load(op)]
+    first = {f"{case.name} {gpu}" for gpu in SHOWN for case in cases if case.priority <= FIRST_PRIORITIES}
+    assert first <= recorded().keys() <= {f"{case.name} {line_gpu(gpu)}" for gpu in GPUS for case in cases}, AGAIN
 
 
 def test_the_tables_of_the_pages_are_current() -> None:
@@ -101,7 +104,7 @@ def test_rows_take_the_time_that_is_recorded(name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("gpu", ["H200", "B200"])
-@pytest.mark.parametrize("name", ["D1.fixed", "S5.v41", "P2.s512", "M2.2k", "X2.64x64k", "C1.many", "K3.656_128_h16", "X1.1x128k"])
+@pytest.mark.parametrize("name", ["D1.fixed", "S3.h64", "P2.s512", "M2.2k", "X2.64x64k", "C1.two", "K3.656_128_h128", "X1.64x64k"])
 def test_rows_of_each_kind_take_the_time_that_is_recorded(name: str, gpu: str) -> None:
     check(name, gpu)
 
@@ -109,7 +112,7 @@ def test_rows_of_each_kind_take_the_time_that_is_recorded(name: str, gpu: str) -
 def test_recording_keeps_other_rows_and_skips_current_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state of a row is that of its kernels and constants."""
     made: list[str] = []
-    lines = {f"{case.name} H200": {"state": "old"} for op in OPS for case in load(op) if case.row != "C1"}
+    lines = {f"{case.name} H200": {"state": "old"} for op in OPS for case in load(op) if case.row != "M2"}
     monkeypatch.setattr(predictions, "FILE", tmp_path / "predictions.json")
     monkeypatch.setattr(predictions, "state_of", lambda case, gpu: recorded().get(f"{case.name} {gpu}", {}).get("state", "new"))
 
@@ -122,8 +125,8 @@ def test_recording_keeps_other_rows_and_skips_current_ones(tmp_path: Path, monke
     predictions.write(lines)
     try:
         predictions.main(["H200"])
-        assert made == ["C1.two", "C1.many"]
-        assert recorded() == {**lines, "C1.two H200": {"state": "new"}, "C1.many H200": {"state": "new"}}
+        assert made == ["M2.8k", "M2.2k"]
+        assert recorded() == {**lines, "M2.8k H200": {"state": "new"}, "M2.2k H200": {"state": "new"}}
         predictions.main(["H200"])
         assert len(made) == 2
     finally:
@@ -136,5 +139,5 @@ def test_a_row_that_is_not_recorded_is_predicted_where_that_is_asked_for(
     line = recorded()[f"{case.name} H200"]
     monkeypatch.setattr(predictions, "recorded", dict)
     monkeypatch.setattr(predictions, "record_of", lambda *_: line)
-    assert model_of(case, "H200")["reason"] == "not recorded for this GPU; `profile --device clock --gpu H200` predicts it"
+    assert model_of(case, "H200")["reason"] == f"not recorded; `profile --device model --gpu H200 --rows {case.name}` predicts it"
     assert model_of(case, "H200", live=True)["us"] == predicted(case, "H200", line)["us"]
