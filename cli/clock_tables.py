@@ -80,8 +80,6 @@ def _show_rows(rows: Sequence[Mapping[str, Any]], gpu: str) -> None:
         "row",
         "problem",
         "roof us",
-        "model low",
-        "model high",
         "clock us",
         "low",
         "high",
@@ -98,8 +96,8 @@ def _show_rows(rows: Sequence[Mapping[str, Any]], gpu: str) -> None:
 
 
 def _row(row: Mapping[str, Any], gpu: str) -> tuple[object, ...]:
-    found, model = row["clock"][gpu], row["model"][gpu]
-    start = (row["name"], row["text"], four_digits(row["roofs"][gpu]), four_digits(model["low_us"]), four_digits(model["high_us"]))
+    found = row["clock"][gpu]
+    start = (row["name"], row["text"], four_digits(row["roofs"][gpu]))
     if "reason" in found:
         return (*start, None, None, None, None, None, None, None)
     block = round(found["block_clocks"]["nominal"]) if found["kernel"] else None

@@ -11,8 +11,8 @@ from .output import four_digits, print_table
 
 GOAL_GPU = "H200"  # the GPU that the definitions' goals are for
 _NOTE = (
-    "Predicted by the model of profiles/model, not measured: low and high have every constant of profiles/definitions/machines.toml at its "
-    "best and at its worst. binds: the cause of most of the time, in either case."
+    "Predicted by the clock of profiles/clock from the kernels' machine code, not measured: low and high have every constant of "
+    "profiles/definitions/machines.toml at its best and at its worst. binds: the cause of most of the time, in either case."
 )
 
 
@@ -25,6 +25,9 @@ def show_model(document: dict[str, Any], gpus: Sequence[str]) -> None:
         models = ((row, row["model"][GOAL_GPU]) for row in document["rows"])
         show_goals("predicted us", [(row, model.get("low_us"), model.get("high_us")) for row, model in models])
     click.echo(_NOTE)
+    stale = {row["name"] for row in document["rows"] for gpu in gpus if row["model"][gpu].get("current") is False}
+    if stale:
+        click.echo(f"Recorded with other kernels than the built ones: {', '.join(sorted(stale))}. --device clock predicts them anew.")
     others = [gpu["name"] for gpu in document["gpus"] if gpu["name"] not in gpus]
     if others:
         click.echo(f"For other GPUs: --gpu {' or '.join(others)}, or --gpu all.")
@@ -60,7 +63,10 @@ def _against(row: dict[str, Any], low: float | None, high: float | None) -> str 
 
 
 def _show_blocks(rows: list[dict[str, Any]], gpu: str) -> None:
-    """Print the clocks of a block for each kernel. Its first row counts, because L2 and HBM depend on how many CTAs run."""
+    """Print the clocks of a block for each kernel, and for how many of them each unit is busy.
+
+    A kernel's first row counts, because the share of HBM depends on how many CTAs run.
+    """
     kernels: dict[str, dict[str, Any]] = {}
     for row in rows:
         model = row["model"][gpu]
@@ -68,12 +74,12 @@ def _show_blocks(rows: list[dict[str, Any]], gpu: str) -> None:
             kernels.setdefault(model["kernel"], model)
     if not kernels:
         return
-    resources = list(next(iter(kernels.values()))["best"]["clocks"])
+    units = list(next(iter(kernels.values()))["best"]["clocks"])
     click.echo(f"{gpu}: clocks of an SM for a block of keys")
     print_table(
-        ("kernel", *resources),
+        ("kernel", *units),
         [
-            (name, *(_ends(model["best"]["clocks"][what], model["worst"]["clocks"][what]) for what in resources))
+            (name, *(_ends(model["best"]["clocks"][what], model["worst"]["clocks"][what]) for what in units))
             for name, model in kernels.items()
         ],
     )
@@ -81,7 +87,7 @@ def _show_blocks(rows: list[dict[str, Any]], gpu: str) -> None:
 
 
 def _show_rows(rows: list[dict[str, Any]], gpu: str) -> None:
-    columns = ("row", "problem", "roof us", "low us", "high us", "binds", "% of roof", "measured us", "error %")
+    columns = ("row", "problem", "roof us", "us", "low us", "high us", "binds", "% of roof", "measured us", "error %")
     click.echo(f"{gpu}: microseconds of a call")
     print_table(columns, [_row(row, row["model"][gpu], row["roofs"][gpu]["us"]) for row in rows])
     for row in rows:
@@ -92,12 +98,13 @@ def _show_rows(rows: list[dict[str, Any]], gpu: str) -> None:
 
 def _row(row: dict[str, Any], model: dict[str, Any], roof_us: float) -> tuple[object, ...]:
     if "reason" in model:
-        return row["name"], row["text"], four_digits(roof_us), None, None, None, None, None, None
+        return row["name"], row["text"], four_digits(roof_us), None, None, None, None, None, None, None
     error = model["error"]
     return (
         row["name"],
         row["text"],
         four_digits(roof_us),
+        four_digits(model["us"]),
         four_digits(model["low_us"]),
         four_digits(model["high_us"]),
         ", ".join(dict.fromkeys(model["binds"])),

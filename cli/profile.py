@@ -72,8 +72,8 @@ class Options:
     "--device",
     type=Name(["auto", "cuda", "model", "clock"]),
     default="auto",
-    help="cuda: time on the GPU. model: static figures and predictions, nothing is timed. clock: predictions from machine code, clock by "
-    "clock, which takes 10 to 20 s a row. auto: cuda if there is a matching GPU, else model.",
+    help="cuda: time on the GPU. model: static figures and recorded predictions of the clock, nothing is timed. clock: predictions from "
+    "machine code, clock by clock, which takes 10 to 20 s a row. auto: cuda if there is a matching GPU, else model.",
 )
 @click.option(
     "--gpu", type=Hardware(GPUS), multiple=True, help="GPU to predict for; may be repeated. Default: H200, or B200 with --arch sm100."
@@ -134,7 +134,8 @@ def profile(**chosen: Any) -> None:
             progress = partial(_show_progress, options.json)
             document = report.cuda_document(options.archs, options.ops, cases, report.Limits(options.budget, options.row_seconds), progress)
         else:
-            document = report.model_document(options.archs, options.ops, cases)
+            live = gpus if options.rows else ()
+            document = report.model_document(options.archs, options.ops, cases, live)
     except (ArtifactError, DeviceError) as error:
         refusal = {"format": report.FORMAT, "device": options.device, "error": str(error), "rows": []}
         _write(options.json, json.dumps(refusal) + "\n")
@@ -152,7 +153,7 @@ def profile(**chosen: Any) -> None:
 
 def _profile_clock(options: Options, cases: list[Case], gpus: list[str]) -> None:
     """Predict the rows by the clock, one after the other. Exit 1 if the clock could time none of them, or not the peer."""
-    from cute_mla.profiles.clock import rows as clock
+    from cute_mla.profiles import report
 
     if options.plot is not None:
         raise click.UsageError("--plot: --device clock draws nothing; supported: --device model, cuda")
@@ -160,10 +161,10 @@ def _profile_clock(options: Options, cases: list[Case], gpus: list[str]) -> None
     rows: list[dict[str, Any]] = []
     for case in cases:
         click.echo(f"predicting {case.name}", err=True)
-        rows += clock.clock_rows([case], gpus)
-        _write_document(options.json, clock.document([arch.name for arch in options.archs], gpus, rows, None))
+        rows.append(report.clock_row(case, gpus))
+        _write_document(options.json, report.clock_document([arch.name for arch in options.archs], gpus, rows, None))
     peer = {gpu: time_peer_on(gpu, cubin, launches) for gpu in gpus} if launches else None
-    document = clock.document([arch.name for arch in options.archs], gpus, rows, peer)
+    document = report.clock_document([arch.name for arch in options.archs], gpus, rows, peer)
     _write_document(options.json, document)
     if options.timeline is not None:
         write_timeline(options.timeline, cases, gpus[0])

@@ -1,10 +1,10 @@
-"""JSON document of `cute-mla profile`: static figures, with rooflines and predictions (model) or timed rows (cuda)."""
+"""JSON documents of `cute-mla profile`: static figures, with rooflines and predictions (model, clock) or timed rows (cuda)."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -12,17 +12,19 @@ from typing import Any
 from ..runtime.artifacts import load_artifacts
 from ..runtime.errors import ArtifactError
 from ..spec.arch import ARCHS, Arch
+from .clock.constants import FAST, NOMINAL, SLOW, constants, sources
+from .clock.rows import ENDS, clock_of
 from .kernel_stats.static_report import static_report
-from .model.machines import machines
-from .model.report import model_of
 from .plots.latency_plot import latency_svg, timed_of
 from .plots.roofline_plot import Point, roofline_svg
 from .plots.svg import with_article
+from .predictions import model_of
 from .roofline import GPUS, gpus_of, roof
 from .rows import OPS, Case, load, select
 
 FORMAT = 3
-MODEL, CUDA = "model", "cuda"
+CLOCK_FORMAT = 1
+MODEL, CUDA, CLOCK = "model", "cuda", "clock"
 
 
 @dataclass(frozen=True)
@@ -52,8 +54,11 @@ def static_section(archs: Sequence[Arch], ops: Sequence[str]) -> dict[str, Any]:
     return {"kernels": [asdict(report) for report in reports], "kernels_missing": missing}
 
 
-def model_rows(archs: Sequence[Arch], cases: Sequence[Case]) -> list[dict[str, Any]]:
-    """Return a row for every case: its roofline, prediction and latest measurement on every GPU of these architectures."""
+def model_rows(archs: Sequence[Arch], cases: Sequence[Case], live: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return a row for every case: its roofline, prediction and latest measurement on every GPU of these architectures.
+
+    live: GPUs on which rows that are not recorded are predicted now.
+    """
     rows = []
     for case in cases:
         padding = {arch.name: case.shape.tile_padding(arch) for arch in archs}
@@ -70,7 +75,7 @@ def model_rows(archs: Sequence[Arch], cases: Sequence[Case]) -> list[dict[str, A
                 "rate": case.work.rate,
                 "tile_padding": padding,
                 "roofs": {name: {"us": bound.us, "bound": bound.bound} for name, bound in bounds.items()},
-                "model": {name: model_of(case, name) for name in bounds},
+                "model": {name: model_of(case, name, live=name in live) for name in bounds},
                 "goal_us": case.goal_us,
                 "status": MODEL,
             }
@@ -78,16 +83,50 @@ def model_rows(archs: Sequence[Arch], cases: Sequence[Case]) -> list[dict[str, A
     return rows
 
 
-def model_document(archs: Sequence[Arch], ops: Sequence[str], cases: Sequence[Case]) -> dict[str, Any]:
-    """Return the document that needs no GPU: static figures, rooflines and predictions, with the constants behind them."""
+def model_document(archs: Sequence[Arch], ops: Sequence[str], cases: Sequence[Case], live: Collection[str] = ()) -> dict[str, Any]:
+    """Return the document that needs no GPU: static figures, rooflines and predictions, with the constants behind them (see model_rows)."""
     return {
         "format": FORMAT,
         "device": MODEL,
         "archs": [arch.name for arch in archs],
         "gpus": [asdict(gpu) for gpu in gpus_of(archs)],
-        "machines": {gpu.name: asdict(machines()[gpu.name]) for gpu in gpus_of(archs)},
+        "machines": {gpu.name: _machine(gpu.name) for gpu in gpus_of(archs)},
         **static_section(archs, ops),
-        "rows": model_rows(archs, cases),
+        "rows": model_rows(archs, cases, live),
+    }
+
+
+def _machine(gpu: str) -> dict[str, Any]:
+    """Return the constants of a GPU: at both ends, nominal, and the origin of each."""
+    ends = {"best": FAST, "worst": SLOW, "nominal": NOMINAL}
+    return {**{name: asdict(constants(gpu, end)) for name, end in ends.items()}, "sources": sources(gpu)}
+
+
+def clock_row(case: Case, gpus: Sequence[str]) -> dict[str, Any]:
+    """Return a row of `--device clock`: its roofline, what is recorded of it, and its prediction on each of these GPUs."""
+    return {
+        "row": case.row,
+        "name": case.name,
+        "op": case.op,
+        "text": case.text,
+        "roofs": {name: roof(case.work, GPUS[name]).us for name in gpus},
+        "model": {name: {key: model_of(case, name).get(key) for key in ("low_us", "high_us")} for name in gpus},
+        "clock": {name: clock_of(case, name) for name in gpus},
+        "status": CLOCK,
+    }
+
+
+def clock_document(
+    archs: Sequence[str], gpus: Sequence[str], rows: Sequence[dict[str, Any]], peer: dict[str, Any] | None
+) -> dict[str, Any]:
+    """Return the document of `--device clock`: rows, the constants behind them, and a peer if one was given."""
+    return {
+        "format": CLOCK_FORMAT,
+        "device": CLOCK,
+        "archs": list(archs),
+        "constants": {name: {end: asdict(constants(name, end)) for end in ENDS} for name in gpus},
+        "rows": list(rows),
+        "peer": peer,
     }
 
 
@@ -142,14 +181,14 @@ def plot(document: dict[str, Any], predicted: str | None = None) -> str:
     """
     if document["device"] == MODEL:
         gpu = GPUS[predicted or document["gpus"][0]["name"]]
-        machine = machines()[gpu.name].best
+        values = constants(gpu.name, FAST)
         points = []
         for row in document["rows"]:
             found = row["model"][gpu.name]
             if row["rate"] == 1 and "reason" not in found:
                 worst, best = (row["flops"] / found[end] / 1e6 for end in ("high_us", "low_us"))
                 points.append(Point(row["op"], row["row"], row["intensity"], worst, False, best))
-        rate = machine.mma_flops_per_clock * machine.clock_ghz * machine.sm_count / 1e3
+        rate = values.product_flops * values.boost_ghz * values.sm_count / 1e3
         return roofline_svg(gpu, points, f"Predictions under the roofline of {with_article(gpu.name)}", rate)
     gpu = GPUS.get(gpu_key(document["environment"]["gpu"] or "")) or gpus_of([ARCHS[name] for name in document["archs"]])[0]
     points = [Point(row["op"], row["row"], row["intensity"], row["tflops"], True) for row in _timed(document) if row["rate"] == 1]

@@ -16,9 +16,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from .clock.constants import FILE as MACHINES
 from .clock.constants import constants, gpu_of_device
 from .measured_constants import Measured, measured_constants, with_measured
-from .model.machines import FILE as MACHINES
 from .rows import OPS, RESULTS, by_priority, load
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from ...spec.arch import ARCHS
-from ..model.machines import FILE, check_entry, constant_names
 
+FILE = Path(__file__).resolve().parents[1] / "definitions" / "machines.toml"
 NOMINAL, FAST, SLOW = "value", "fast", "slow"
 
 
@@ -105,18 +106,34 @@ def gpu_of_device(device: str) -> str | None:
 
 def constants(gpu: str, end: str = NOMINAL) -> Constants:
     """Return the constants of a GPU: nominal, or every one at its fast or its slow end. ValueError for an unknown GPU."""
-    clock = _document()["clock"]
+    entries = _entries(gpu)
+    plain = {"gpu": gpu, "arch": entries["arch"], "sm_count": entries["sm_count"]}
+    names = [field.name for field in fields(Constants) if field.name not in plain]
+    wrong = set(names) ^ (entries.keys() - set(plain))
+    if wrong:
+        raise ValueError(f"clock of {gpu}: {', '.join(sorted(wrong))} missing or unknown; constants: {', '.join(names)}")
+    return Constants(**plain, **{name: _value(gpu, name, entries[name], end) for name in names})
+
+
+def sources(gpu: str) -> dict[str, str]:
+    """Return the origin of each constant of a GPU."""
+    return {name: entry["source"] for name, entry in _entries(gpu).items() if isinstance(entry, dict)}
+
+
+def _entries(gpu: str) -> dict[str, Any]:
+    """Return the tables of a GPU, the later ones first: of both architectures, of its own, of the GPU, and what was measured."""
+    document = _document()
+    clock = document["clock"]
     if gpu not in gpus():
         raise ValueError(f"the clock has no GPU {gpu!r}; supported: {', '.join(gpus())}")
     own = clock[gpu]
-    arch = own["arch"]
-    table = {**clock["common"], **clock[arch], **own, **_document().get("measured", {}).get(gpu, {})}
-    plain = {"gpu": gpu, "arch": arch, "sm_count": own["sm_count"]}
-    names = constant_names(f"clock of {gpu}", Constants, plain, table)
-    return Constants(**plain, **{name: _value(gpu, name, table[name], end) for name in names})
+    return {**clock["common"], **clock[own["arch"]], **own, **document.get("measured", {}).get(gpu, {})}
 
 
 def _value(gpu: str, name: str, entry: Mapping[str, Any], end: str) -> Any:
-    forms = ({NOMINAL}, {NOMINAL, FAST}, {NOMINAL, SLOW}, {NOMINAL, FAST, SLOW})
-    check_entry(f"clock of {gpu}", name, entry, forms, "value, optionally with fast or slow")
+    if not entry.get("source"):
+        raise ValueError(f"clock of {gpu}: {name} has no source")
+    if NOMINAL not in entry or entry.keys() - {NOMINAL, FAST, SLOW, "source"}:
+        given = ", ".join(sorted(entry))
+        raise ValueError(f"clock of {gpu}: {name} has {given}; supported: value, optionally with fast or slow, and source")
     return entry.get(end, entry[NOMINAL])

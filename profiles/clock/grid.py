@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 
-from ..model.partition import CtaWork
-from ..model.prediction import Combine, Launch
+from ..launches.launch import Combine, Launch
+from ..launches.partition import CtaWork
 from .cluster_run import HBM
 from .constants import Constants
 from .kernel_times import KernelTimes
@@ -77,7 +77,7 @@ def tensor_use(launch: Launch, constants: Constants, clocks: float) -> float:
     By arithmetic: a product that waits for its operands takes no power for it.
     """
     blocks = sum(work.blocks for work in launch.cta_work) * launch.ctas / max(len(launch.cta_work), 1)
-    return blocks * sum(launch.block.flops.values()) / constants.product_flops / constants.sm_count / clocks
+    return blocks * sum(launch.flops.values()) / constants.product_flops / constants.sm_count / clocks
 
 
 def row_time(launch: Launch, times: KernelTimes, seam: float, constants: Constants, combine: float | None) -> RowTime:

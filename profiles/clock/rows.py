@@ -1,13 +1,9 @@
-"""Predictions of benchmark rows by the clock: nominal, and with every constant at its fast and at its slow end.
-
-python -m cute_mla.profiles.clock.rows [GPU [ROW...]]      prints the tables of NOTES.md (default: H200, all rows)
-"""
+"""Predictions of benchmark rows by the clock: nominal, and with every constant at its fast and at its slow end."""
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -16,13 +12,12 @@ from ...runtime.artifacts import load_artifacts
 from ...runtime.errors import ArtifactError
 from ...simulator import SimulationError
 from ..kernel_stats.dynamic_counts import keys_of_block
-from ..model.launches import NoModelError
-from ..model.prediction import Combine, Launch
-from ..model.report import between, launch_on, model_of
+from ..launches.launch import Combine, Launch, NoLaunchError
+from ..launches.of_rows import launch_on
 from ..roofline import GPUS, roof
-from ..rows import OPS, Case, load
+from ..rows import Case
 from ..shapes import SparsePrefillShape
-from .constants import FAST, NOMINAL, SLOW, Constants, constants, gpus
+from .constants import FAST, NOMINAL, SLOW, Constants, constants
 from .engine import Setting, StandstillError
 from .grid import RowTime, binding_unit, hbm_share, in_sequence, row_time, stream_setting_share, stream_time
 from .instructions import UnknownTimeError
@@ -30,22 +25,20 @@ from .kernel_times import KernelTimes, is_cold, kernel_times, seam_clocks
 from .streams import clocks_after, combine_clocks, stream_clocks
 
 ENDS = (NOMINAL, FAST, SLOW)
-CLOCK = "clock"
-FORMAT = 1
-REFUSALS = (UnknownTimeError, StandstillError, NoModelError, SimulationError, ArtifactError)
+REFUSALS = (UnknownTimeError, StandstillError, NoLaunchError, SimulationError, ArtifactError)
 
 
 @dataclass(frozen=True)
-class Timed:
-    """A row at one end of the constants.
+class LaunchClocks:
+    """Clocks of one launch of a row, from runs of a cluster.
 
-    entry, kernel: of the longer of two launches over keys, None for a stream. seam: clocks, 0 if no CTA has two pieces.
+    kernel: of a launch over keys, else None. seam: 0 if no CTA has two pieces. stream: of one CTA of the stream, or of what follows the
+    launch over keys; None if nothing does.
     """
 
-    time: RowTime
-    entry: KernelEntry | None = None
-    kernel: KernelTimes | None = None
-    seam: float = 0.0
+    kernel: KernelTimes | None
+    seam: float
+    stream: float | None
 
 
 def setting_of(case: Case, launch: Launch, entry: KernelEntry, constants: Constants) -> Setting:
@@ -65,24 +58,23 @@ def setting_of(case: Case, launch: Launch, entry: KernelEntry, constants: Consta
     return Setting(min(share / missing, float(constants.l2_bytes)) if missing else share, cold=missing > 0)
 
 
-def timed(case: Case, gpu: str, end: str) -> Timed:
-    """Time a row with the constants of a GPU at one end. One of REFUSALS, with the reason, for a row that cannot be timed."""
+def launches_over_keys(launch: Launch) -> tuple[Launch, ...]:
+    """Return the launches over keys of a call, in their order."""
+    return (launch,) if launch.after is None else (launch, launch.after)
+
+
+def row_clocks(case: Case, gpu: str, end: str) -> tuple[LaunchClocks, ...]:
+    """Run the kernels of a row with the constants of a GPU at one end. One of REFUSALS, with the reason, for a row that cannot be timed."""
     values = constants(gpu, end)
     launch = launch_on(case, gpu)
     if isinstance(launch, Combine):
         setting = Setting(stream_setting_share(launch, values), cold=launch.cold)
         one = combine_clocks(launch, case.dtype, values, setting) if case.op == "combine" else stream_clocks(case, values, setting)
-        return Timed(stream_time(launch, one, values))
-    first = _timed(case, launch, values, end)
-    if launch.after is None:
-        return first
-    second = _timed(case, launch.after, values, end)
-    longer = max(first, second, key=lambda part: part.time.us)
-    return replace(longer, time=in_sequence(first.time, second.time, values))
+        return (LaunchClocks(None, 0.0, one),)
+    return tuple(_clocks(case, each, values, end) for each in launches_over_keys(launch))
 
 
-def _timed(case: Case, launch: Launch, values: Constants, end: str) -> Timed:
-    """Time one launch over keys of a row, and the combine after it."""
+def _clocks(case: Case, launch: Launch, values: Constants, end: str) -> LaunchClocks:
     entry = load_artifacts().manifest.kernels.get(launch.kernel)
     if entry is None:
         raise ArtifactError(f"{launch.kernel} is not built")
@@ -90,114 +82,71 @@ def _timed(case: Case, launch: Launch, values: Constants, end: str) -> Timed:
     times = kernel_times(entry, values, setting)
     has_seams = any(work.pieces > 1 for work in launch.cta_work)
     seam = seam_clocks(entry, values, setting, times) if has_seams else 0.0
-    combine = None
-    if launch.combine is not None:
-        # whether L2 still holds the partial results
-        after = replace(launch.combine, cold=end == SLOW or launch.combine.bytes > values.l2_mbytes * 1e6)
-        launch = replace(launch, combine=after)
-        combine = clocks_after(case, after, values, Setting(stream_setting_share(after, values), cold=after.cold))
-    return Timed(row_time(launch, times, seam, values, combine), entry, times, seam)
+    after = combine_after(launch, values, end)
+    if after is None:
+        return LaunchClocks(times, seam, None)
+    return LaunchClocks(times, seam, clocks_after(case, after, values, Setting(stream_setting_share(after, values), cold=after.cold)))
+
+
+def combine_after(launch: Launch, values: Constants, end: str) -> Combine | None:
+    """Return what follows a launch over keys: cold at the slow end, or if L2 cannot hold the partial results."""
+    if launch.combine is None:
+        return None
+    return replace(launch.combine, cold=end == SLOW or launch.combine.bytes > values.l2_mbytes * 1e6)
+
+
+def time_of(case: Case, gpu: str, end: str, clocks: Sequence[LaunchClocks]) -> tuple[RowTime, int]:
+    """Return the time of a row from the clocks of its launches, and the index of the longest launch."""
+    values, launch = constants(gpu, end), launch_on(case, gpu)
+    if isinstance(launch, Combine):
+        (one,) = clocks
+        assert one.stream is not None
+        return stream_time(launch, one.stream, values), 0
+    times = []
+    for each, found in zip(launches_over_keys(launch), clocks, strict=True):
+        assert found.kernel is not None
+        with_combine = replace(each, combine=combine_after(each, values, end))
+        times.append(row_time(with_combine, found.kernel, found.seam, values, found.stream))
+    longest = max(range(len(times)), key=lambda number: times[number].us)
+    return (in_sequence(times[0], times[1], values) if len(times) > 1 else times[0]), longest
 
 
 def clock_of(case: Case, gpu: str) -> dict[str, Any]:
     """Return the prediction of a row on a GPU, or {"reason": why there is none}."""
     try:
-        nominal, fast, slow = (timed(case, gpu, end) for end in ENDS)
+        clocks = {end: row_clocks(case, gpu, end) for end in ENDS}
     except REFUSALS as reason:
         return {"reason": str(reason)}
-    us = [end.time.us for end in (nominal, fast, slow)]
-    limit = roof(case.work, GPUS[gpu]).us
+    times = {end: time_of(case, gpu, end, clocks[end]) for end in ENDS}
+    us = [time.us for time, _ in times.values()]
+    nominal, longest = times[NOMINAL]
     found: dict[str, Any] = {
         "us": us[0],
         "low_us": min(us),
         "high_us": max(us),
-        "ghz": nominal.time.ghz,
-        "binds": nominal.time.binds,
-        "fraction_of_roof": limit / us[0],
-        "terms": dict(nominal.time.terms),
+        "ghz": nominal.ghz,
+        "binds": nominal.binds,
+        "fraction_of_roof": roof(case.work, GPUS[gpu]).us / us[0],
+        "terms": dict(nominal.terms),
         "kernel": None,
     }
-    if nominal.entry is not None and nominal.kernel is not None and fast.kernel is not None and slow.kernel is not None:
-        blocks = [end.block for end in (nominal.kernel, fast.kernel, slow.kernel)]
-        found |= {
-            "kernel": nominal.entry.name,
-            "keys_of_block": keys_of_block(nominal.entry),
-            "block_clocks": {"nominal": blocks[0], "low": min(blocks), "high": max(blocks)},
-            "fixed_clocks": nominal.kernel.fixed,
-            "seam_clocks": nominal.seam,
-            "use": dict(nominal.kernel.use),
-            "binding_unit": binding_unit(nominal.kernel),
-            "waits": {role: dict(shares) for role, shares in nominal.kernel.waits.items()},
-        }
+    launch = launch_on(case, gpu)
+    if isinstance(launch, Launch):
+        entry = load_artifacts().manifest.kernels[launches_over_keys(launch)[longest].kernel]
+        found |= _kernel_fields(entry, [clocks[end][times[end][1]] for end in ENDS])
     return found
 
 
-def clock_rows(cases: Sequence[Case], names: Sequence[str]) -> Iterator[dict[str, Any]]:
-    """Yield a row for every case: roofline, prediction of the model and prediction of the clock on each of these GPUs."""
-    for case in cases:
-        yield {
-            "row": case.row,
-            "name": case.name,
-            "op": case.op,
-            "text": case.text,
-            "roofs": {name: roof(case.work, GPUS[name]).us for name in names},
-            "model": {name: {key: model_of(case, name).get(key) for key in ("low_us", "high_us")} for name in names},
-            "clock": {name: clock_of(case, name) for name in names},
-            "status": CLOCK,
-        }
-
-
-def document(archs: Sequence[str], names: Sequence[str], rows: Sequence[dict[str, Any]], peer: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the document of `profile --device clock`: rows, the constants behind them, and a peer if one was given."""
+def _kernel_fields(entry: KernelEntry, ends: Sequence[LaunchClocks]) -> dict[str, Any]:
+    kernels = [end.kernel for end in ends if end.kernel is not None]
+    nominal, blocks = kernels[0], [kernel.block for kernel in kernels]
     return {
-        "format": FORMAT,
-        "device": CLOCK,
-        "archs": list(archs),
-        "constants": {name: {end: asdict(constants(name, end)) for end in ENDS} for name in names},
-        "rows": list(rows),
-        "peer": peer,
+        "kernel": entry.name,
+        "keys_of_block": keys_of_block(entry),
+        "block_clocks": {"nominal": nominal.block, "low": min(blocks), "high": max(blocks)},
+        "fixed_clocks": nominal.fixed,
+        "seam_clocks": ends[0].seam,
+        "use": dict(nominal.use),
+        "binding_unit": binding_unit(nominal),
+        "waits": {role: dict(shares) for role, shares in nominal.waits.items()},
     }
-
-
-def markdown(rows: Sequence[dict[str, Any]], gpu: str) -> str:
-    """Return the tables of NOTES.md: kernels, then rows."""
-    kernels: dict[str, dict[str, Any]] = {}
-    for row in rows:
-        found = row["clock"][gpu]
-        if found.get("kernel"):
-            kernels.setdefault(found["kernel"], found)
-    units = list(next(iter(kernels.values()))["use"]) if kernels else []
-    lines = [
-        f"| kernel | clocks a block | {' | '.join(f'{unit}, %' for unit in units)} | fixed part | seam |",
-        "|---" * (len(units) + 4) + "|",
-    ]
-    for name, found in kernels.items():
-        block = found["block_clocks"]
-        use = " | ".join(f"{100 * found['use'][unit]:.0f}" for unit in units)
-        seam = f"{found['seam_clocks']:,.0f}" if found["seam_clocks"] else "-"
-        lines.append(
-            f"| {name} | {block['nominal']:,.0f} ({between(block['low'], block['high'])}) | {use} | {found['fixed_clocks']:,.0f} | {seam} |"
-        )
-    lines += ["", "| row | problem | roofline us | model us | clock us | range | GHz | binds |", "|---|---|---|---|---|---|---|---|"]
-    for row in rows:
-        found, model = row["clock"][gpu], row["model"][gpu]
-        limit = between(row["roofs"][gpu], row["roofs"][gpu])
-        cells = [row["name"], row["text"], limit, "-" if model["low_us"] is None else between(model["low_us"], model["high_us"])]
-        if "reason" in found:
-            cells += [found["reason"].splitlines()[0], "-", "-", "-"]
-        else:
-            time = between(found["us"], found["us"])
-            cells += [time, between(found["low_us"], found["high_us"]), f"{found['ghz']:.2f}", found["binds"]]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """Print the tables of one GPU, for all rows or the named ones."""
-    gpu, names = (arguments[0] if arguments else gpus()[0]), set(arguments[1:])
-    cases = [case for op in OPS for case in load(op) if not names or {case.row, case.name} & names]
-    print(markdown(list(clock_rows(cases, [gpu])), gpu))
-
-
-if __name__ == "__main__":
-    main(sys.argv[1:] or ["H200"])

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from ...manifest import KernelEntry
+from ...manifest import KernelEntry, kernel_name
 from ...runtime.artifacts import load_artifacts
 from ...spec import cache_insert
 from ...spec.arch import ARCHS
@@ -21,8 +21,8 @@ from ...spec.merge_states import ROWS_PER_BLOCK, MergeStatesConfig
 from ...spec.topk_indices import BLOCKS_PER_SM as SELECTIONS_PER_SM
 from ...spec.topk_indices import DTYPE as LOGITS
 from ...spec.topk_indices import TopkIndicesConfig, config_for
-from ..model.launches import CACHE_INSERT_CTAS_PER_SM
-from ..model.prediction import Combine
+from ..launches.launch import Combine
+from ..launches.of_rows import CACHE_INSERT_CTAS_PER_SM
 from ..rows import Case
 from ..shapes import CacheInsertShape, CacheWriteShape, CombineShape, IndexerShape, IndexWriteShape, MergeShape, Shape, TopkShape
 from ..workloads import make_workload
@@ -30,6 +30,8 @@ from .cluster_run import run_call
 from .constants import Constants
 from .engine import Setting
 
+Config = MergeStatesConfig | CacheRowsConfig | IndexWriteConfig | TopkIndicesConfig
+_STREAMS = (MergeShape, CacheWriteShape, CacheInsertShape, IndexWriteShape, TopkShape)
 _clocks: dict[tuple[str, Constants, Setting, Shape, int], int] = {}  # by kernel, circumstances, shape and CTA
 
 
@@ -54,19 +56,39 @@ def _combine_shape(combine: Combine, tokens: int, splits: int) -> CombineShape:
 
 def clocks_after(case: Case, after: Combine, constants: Constants, setting: Setting) -> float:
     """Return the clocks of the busiest CTA or cluster of what follows a launch over keys: combine, or the selection of an indexer."""
-    if isinstance(case.shape, IndexerShape):
-        rows = round(after.bytes / case.shape.selection(1).work.bytes)
-        return stream_clocks(replace(case, op="topk_indices", dtype=LOGITS, shape=case.shape.selection(rows)), constants, setting)
-    return combine_clocks(after, case.dtype, constants, setting)
+    selection = _selection(case, after)
+    return combine_clocks(after, case.dtype, constants, setting) if selection is None else stream_clocks(selection, constants, setting)
+
+
+def _selection(case: Case, after: Combine) -> Case | None:
+    """Return the selection of an indexer as a row of its own; None for a row of another op."""
+    if not isinstance(case.shape, IndexerShape):
+        return None
+    rows = round(after.bytes / case.shape.selection(1).work.bytes)
+    return replace(case, op="topk_indices", dtype=LOGITS, shape=case.shape.selection(rows))
+
+
+def stream_kernel(case: Case, stream: Combine, constants: Constants) -> str:
+    """Return the name of the kernel of a stream, or of what follows a launch over keys."""
+    of = _selection(case, stream) or case
+    if isinstance(of.shape, CombineShape) or not isinstance(of.shape, _STREAMS):
+        return kernel_name("combine", constants.arch, CombineConfig(case.dtype).name)
+    return kernel_name(of.op, constants.arch, _config_of(of, constants)[0].name)
 
 
 def stream_clocks(case: Case, constants: Constants, setting: Setting) -> float:
     """Return the clocks of one CTA of a row of merge_states or a writer, or of a cluster of topk_indices. ValueError for another op."""
-    shape = case.shape
-    config: MergeStatesConfig | CacheRowsConfig | IndexWriteConfig | TopkIndicesConfig
-    if isinstance(shape, CacheInsertShape):
-        return _insert_clocks(case, shape, constants, setting)
-    sms = 1
+    if isinstance(case.shape, CacheInsertShape):
+        return _insert_clocks(case, case.shape, constants, setting)
+    config, small, sms = _config_of(case, constants)
+    entry = load_artifacts().entry(case.op, ARCHS[constants.arch].name, config.name)
+    return float(_run(case.op, entry, case.dtype, small, constants, setting, sms))
+
+
+def _config_of(case: Case, constants: Constants) -> tuple[Config, Shape, int]:
+    """Return the variant of a stream's kernel, the shape of one of its CTAs or clusters, and the SMs on which that has this variant."""
+    shape, sms = case.shape, 1
+    config: Config
     if isinstance(shape, MergeShape):
         config = MergeStatesConfig(case.dtype, shape.head_dim)
         small: Shape = replace(shape, tokens=1, h_q=min(shape.h_q, ROWS_PER_BLOCK))
@@ -82,10 +104,12 @@ def stream_clocks(case: Case, constants: Constants, setting: Setting) -> float:
         small = replace(shape, rows=1)
         if config != config_for(1, shape.columns, sms):
             sms = max(config.cluster // SELECTIONS_PER_SM, 1)  # on which a single row has the variant of many
+    elif isinstance(shape, CacheInsertShape):
+        config = cache_insert.config_of(shape.format, case.dtype)
+        small = replace(shape, tokens=min(shape.tokens, KEYS_PER_BLOCK))
     else:
         raise ValueError(f"{case.op} is no stream: it has a loop over keys")
-    entry = load_artifacts().entry(case.op, ARCHS[constants.arch].name, config.name)
-    return float(_run(case.op, entry, case.dtype, small, constants, setting, sms))
+    return config, small, sms
 
 
 def _insert_clocks(case: Case, shape: CacheInsertShape, constants: Constants, setting: Setting) -> float:
@@ -93,9 +117,9 @@ def _insert_clocks(case: Case, shape: CacheInsertShape, constants: Constants, se
 
     CTAs of keys start first, and SMs that have done theirs take queries.
     """
-    entry = load_artifacts().entry(case.op, ARCHS[constants.arch].name, cache_insert.config_of(shape.format, case.dtype).name)
+    config, small, _ = _config_of(case, constants)
+    entry = load_artifacts().entry(case.op, ARCHS[constants.arch].name, config.name)
     ctas, of_keys = cache_insert.grid(shape.tokens, shape.h_q)[0], cache_insert.key_blocks(shape.tokens)
-    small = replace(shape, tokens=min(shape.tokens, KEYS_PER_BLOCK))
     keys = _run(case.op, entry, case.dtype, small, constants, setting)
     if ctas == of_keys:
         return float(keys)

@@ -11,9 +11,8 @@ from typing import Any
 
 from ...runtime.artifacts import load_artifacts
 from ...runtime.errors import ArtifactError
-from ..model.launches import NoModelError
-from ..model.prediction import Combine
-from ..model.report import launch_on
+from ..launches.launch import Combine, NoLaunchError
+from ..launches.of_rows import launch_on
 from ..rows import Case
 from .constants import constants
 from .recorded import Recorded, merged, record
@@ -51,12 +50,12 @@ def timeline(runs: Sequence[Recorded], *, every_warp: bool = False) -> dict[str,
 def record_case(case: Case, gpu: str) -> Recorded:
     """Run the kernel of a benchmark case over BLOCKS blocks and keep what it does.
 
-    NoModelError, UnknownTimeError or ArtifactError for a case whose kernel cannot be timed, or has no loop over keys.
+    NoLaunchError, UnknownTimeError or ArtifactError for a case whose kernel cannot be timed, or has no loop over keys.
     """
     values = constants(gpu)
     launch = launch_on(case, gpu)
     if isinstance(launch, Combine):
-        raise NoModelError(f"{case.name}: {case.op} has no loop over keys")
+        raise NoLaunchError(f"{case.name}: {case.op} has no loop over keys")
     entry = load_artifacts().manifest.kernels.get(launch.kernel)
     if entry is None:
         raise ArtifactError(f"{launch.kernel} is not built")

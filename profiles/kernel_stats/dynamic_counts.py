@@ -42,7 +42,7 @@ from ...testing.cases.mqa_logits import MqaLogitsCase
 from ...testing.cases.sparse_decode import Pool, SparseDecodeCase
 from ...testing.cases.sparse_prefill import SparsePrefillCase
 from ...testing.operations import operation
-from ..model.tile_costs import prefill_variant
+from ..launches.products import prefill_variant
 
 FEW, MANY = 8, 16  # blocks of 64 keys: even, and more than the stages of any pipeline
 PAGE_SIZE = 64  # of index caches

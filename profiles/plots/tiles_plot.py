@@ -13,11 +13,11 @@ from pathlib import Path
 from ...aot_build.source_lines import SourceLines
 from ...runtime.artifacts import load_artifacts
 from ..clock.constants import constants
+from ..clock.golden_clocks import GPU_OF
 from ..clock.kernel_times import LONG, SHORT, clock_kernel
 from ..clock.recorded import Recorded, merged, record
 from ..clock.spans import ISSUE, PORT, TENSOR_CORE, TMA, Span
 from ..clock.stall_report import default_setting
-from ..kernel_stats.golden_clocks import GPU_OF
 from .svg import FAINT, GRID, INK, line, picture, text, with_article
 
 PICTURES = {  # in docs/images

@@ -44,7 +44,7 @@ def test_every_module_and_every_artefact_once_and_nothing_else(wheel: Path) -> N
     assert len(names) == len(set(names))
     assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"cute_mla"}
     expected = set(glob("cute_mla/**/*.py", root_dir=ROOT, recursive=True))  # noqa: PTH207  # unlike Path.glob it follows the links
-    assert {"cute_mla/cli/build.py", "cute_mla/aot_build/build.py", "cute_mla/profiles/model/prediction.py"} <= expected
+    assert {"cute_mla/cli/build.py", "cute_mla/aot_build/build.py", "cute_mla/profiles/predictions.py"} <= expected
     assert {name for name in names if name.endswith(".py")} == expected
     assert "cute_mla/py.typed" in names
     kernels = Manifest.load(artifacts_folder()).kernels.values()

@@ -17,16 +17,23 @@ from cute_mla.cli import commands
 from cute_mla.cli.profile import GPUS, OPS, succeeded
 from cute_mla.manifest import Manifest
 from cute_mla.profiles import report, roofline
-from cute_mla.profiles.clock import rows, timeline
+from cute_mla.profiles.clock import timeline
 from cute_mla.profiles.clock.recorded import Recorded
 from cute_mla.profiles.kernel_stats.static_report import MIX_CLASSES
-from cute_mla.profiles.model.launches import NoModelError
+from cute_mla.profiles.launches.launch import NoLaunchError
 from cute_mla.profiles.rows import DEFINITIONS, Case
 from cute_mla.runtime.artifacts import FOLDER_VARIABLE
 from tests.profiles.clock.recordings import recorded
 from tests.support.kernel_entries import kernel_entry
 
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
+
+
+# of format 3, since the analytic model filled them
+KEYS_OF_A_MODEL = {
+    *("kernel", "low_us", "high_us", "binds", "fraction_of_roof", "best", "worst", "measured_us", "error"),
+    *("block", "ctas", "parts", "blocks_of_the_longest", "pieces_of_it", "combine"),
+}
 
 
 def run(*arguments: str | Path) -> Result:
@@ -57,19 +64,23 @@ def test_rows_are_predicted_without_static_figures(artifacts: Path, tmp_path: Pa
     result = run("--device", "model", "--rows", "D1.fixed,C1", "--json", json_file, "--plot", plot_file)
     assert result.exit_code == 0
     assert result.output.startswith("H200: clocks of an SM for a block of keys\n")
-    assert "Predicted by the model of profiles/model, not measured" in result.output
+    assert "Predicted by the clock of profiles/clock from the kernels' machine code, not measured" in result.output
     lines = result.output.splitlines()
     block = lines[lines.index("H200: clocks of an SM for a block of keys") + 2].split()
-    assert block[:3] == ["dense_decode_sm90_bf16_cluster2", "2176", "2240"]
+    assert block[0] == "dense_decode_sm90_bf16_cluster2"
+    assert [int(clocks) for clocks in block[1].split("-")] == [2516, 2980]
     predicted = next(line.split() for line in lines[lines.index("H200: microseconds of a call") :] if line.startswith("D1.fixed"))
-    assert predicted[5] == "184.8"
+    assert predicted[5:7] == ["184.8", "227.4"]
     document = json.loads(json_file.read_text())
+    assert (document["format"], document["device"]) == (3, "model")
     assert [row["name"] for row in document["rows"]] == ["D1.fixed", "C1.two", "C1.many"]
     assert document["rows"][0]["roofs"]["H200"] == {"us": pytest.approx(184.85, abs=0.01), "bound": "compute"}
     model = document["rows"][0]["model"]["H200"]
-    assert 150 < model["low_us"] < model["high_us"] < 250
+    assert 200 < model["low_us"] < model["us"] < model["high_us"] < 250
     assert (model["measured_us"], model["error"]) == (None, None)
-    assert model["best"]["clocks"]["MMA"] == 2176
+    assert model["block"]["flops"] == {"S": 64 * 64 * 576 * 2, "P V": 64 * 512 * 64 * 2}
+    assert model["best"]["clocks"]["tensor core"] > 2176 * 0.9
+    assert model.keys() >= KEYS_OF_A_MODEL
     assert sum(model["worst"]["terms"].values()) == pytest.approx(model["high_us"])
     assert document["machines"]["H200"]["sources"]["launch_us"]
     assert document["kernels"][0]["smem_share"] == pytest.approx(0.959, abs=0.001)
@@ -274,7 +285,7 @@ def test_numbers_that_json_does_not_have_are_strings(tmp_path: Path, monkeypatch
     assert json.loads(json_file.read_text())["rows"][0]["check"] == {"out_max_abs": "nan", "requests": [0, 1]}
 
 
-def test_clock_predicts_rows_beside_roofline_and_model(tmp_path: Path) -> None:
+def test_clock_predicts_rows_beside_roofline(tmp_path: Path) -> None:
     json_file = tmp_path / "clock.json"
     result = run("--device", "clock", "--rows", "K1.656_128", "--json", json_file)
     assert result.exit_code == 0, result.output
@@ -289,7 +300,8 @@ def test_clock_predicts_rows_beside_roofline_and_model(tmp_path: Path) -> None:
     document = json.loads(json_file.read_text())
     found = document["rows"][0]["clock"]["H200"]
     assert found["low_us"] <= found["us"] <= found["high_us"]
-    assert document["device"] == "clock"
+    assert (document["format"], document["device"]) == (1, "clock")
+    assert document["rows"][0]["model"]["H200"] == {key: pytest.approx(found[key], rel=0.02) for key in ("low_us", "high_us")}
     assert document["constants"]["H200"]["fast"]["launch_us"] <= document["constants"]["H200"]["slow"]["launch_us"]
 
 
@@ -330,12 +342,12 @@ def test_clock_fails_if_it_cannot_time_the_peer(artifacts: Path, tmp_path: Path)
 def test_a_timeline_has_a_process_for_each_cta_of_each_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def record(case: Case, gpu: str) -> Recorded:
         if case.name == "D2.fixed":
-            raise NoModelError("no loop over keys")
+            raise NoLaunchError("no loop over keys")
         assert gpu == "H100"
         return recorded(case.name)
 
     monkeypatch.setattr(timeline, "record_case", record)
-    monkeypatch.setattr(rows, "clock_of", lambda case, gpu: {"reason": "not timed here"})
+    monkeypatch.setattr(report, "clock_of", lambda case, gpu: {"reason": "not timed here"})
     path = tmp_path / "new" / "trace.json"
     result = run("--device", "clock", "--arch", "sm90", "--gpu", "H100", "--rows", "D1.fixed,D2.fixed,D1.varlen", "--timeline", path)
     assert "--timeline: D2.fixed is left out: no loop over keys" in result.output

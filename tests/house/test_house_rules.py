@@ -80,9 +80,9 @@ ENGINE_API = {"supports_combination"}
 # A kernel's parameters are its ABI, and a host function's are what it passes on.
 DEVICE_DECORATORS = {"kernel", "jit"}
 
-# Rooms and files that may tell one architecture from another: simulate() has a default, every GPU of the table has one, and tile costs
-# are those of a kernel on one of them.
-KNOW_ARCHITECTURES = {"spec", "kernels", "runtime/current.py", "profiles/roofline.py", "profiles/model/tile_costs.py"}
+# Rooms and files that may tell one architecture from another: simulate() has a default, every GPU of the table has one, and the products
+# of a block are those of a kernel on one of them.
+KNOW_ARCHITECTURES = {"spec", "kernels", "runtime/current.py", "profiles/roofline.py", "profiles/launches/products.py"}
 
 READS_ENVIRONMENT = ("runtime/artifacts.py", "simulator/sass/text_cache.py", "cli/")
 

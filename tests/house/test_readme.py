@@ -1,4 +1,4 @@
-"""The README and docs/commands.md against the tree: tables, options, targets, public names and figures."""
+"""The README and docs/commands.md against the tree: tables, options, targets and public names."""
 
 from __future__ import annotations
 
@@ -12,13 +12,11 @@ import pytest
 
 import cute_mla
 from cute_mla.cli import served_models, support_table
-from tests.support.documents import DOCUMENTS, README
+from tests.support.documents import DOCUMENTS
 from tests.support.tree import ROOT
 
-TEXT = README.read_text()
 ALL = "\n".join(document.read_text() for document in DOCUMENTS if "reference" not in document.parts)
 COMMANDS = (ROOT / "docs" / "commands.md").read_text()
-PREDICTIONS = (ROOT / "profiles" / "NOTES.md").read_text()
 
 
 @pytest.mark.parametrize("line", re.findall(r"^\| `cute-mla (.+?)` \|", COMMANDS, re.MULTILINE))
@@ -85,14 +83,3 @@ def test_names_that_are_imported_exist() -> None:
         for name in names.split(", "):
             found = getattr(import_module(module), name)
             assert callable(found) or isinstance(found, ModuleType)
-
-
-def test_the_figures_are_those_of_the_model() -> None:
-    """Rows of "Numbers": figures of an H200 as in the tables of profiles/NOTES.md, the range of a B200 as in its text."""
-    table = TEXT[TEXT.index("## Numbers") : TEXT.index("## Commands")]
-    rows = re.findall(r"^\| (\w+\.\w+) \| .+? \| (\S+) \| (\S+ to \S+) \| (\S+) \((\S+ to \S+)\) \| (\S+ to \S+) \|$", table, re.MULTILINE)
-    assert len(rows) == table.count("\n| ") - 1
-    for row, roofline, h200, clock, ends, b200 in rows:
-        assert re.search(rf"^\| {re.escape(row)} \| [^|]+ \| {roofline} \| {h200} \|", PREDICTIONS, re.MULTILINE), row
-        assert re.search(rf"^\| {re.escape(row)} \| [^|]+ \| {roofline} \| {h200} \| {clock} \| {ends} \|", PREDICTIONS, re.MULTILINE), row
-        assert re.search(rf"\b{b200}\b", re.sub(r"\s+", " ", PREDICTIONS)), row

@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not installed")
 
 from cute_mla import simulator
-from cute_mla.profiles.model.partition import PrefillTiles, sorted_prefill_order
+from cute_mla.profiles.launches.partition import PrefillTiles, sorted_prefill_order
 from cute_mla.spec.arch import SM90
 from cute_mla.spec.mla import ceil_div
 from tests.kernels.launching import CompiledKernel, launch, nbytes

@@ -12,7 +12,7 @@ pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not install
 
 from cute_mla.kernels.dense_prefill import operands
 from cute_mla.kernels.primitives import integers
-from cute_mla.profiles.model.partition import PrefillTiles, dense_prefill_order
+from cute_mla.profiles.launches.partition import PrefillTiles, dense_prefill_order
 from cute_mla.spec.dense_prefill import RANKED_ROUNDS
 
 

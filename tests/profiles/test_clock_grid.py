@@ -23,9 +23,9 @@ from cute_mla.profiles.clock.grid import (
 )
 from cute_mla.profiles.clock.kernel_times import LONG, SHORT, KernelTimes, times_between
 from cute_mla.profiles.clock.rows import setting_of
-from cute_mla.profiles.model.partition import CtaWork
-from cute_mla.profiles.model.prediction import Combine, Launch
-from cute_mla.profiles.model.report import launch_on
+from cute_mla.profiles.launches.launch import Combine, Launch
+from cute_mla.profiles.launches.of_rows import launch_on
+from cute_mla.profiles.launches.partition import CtaWork
 from cute_mla.profiles.rows import OPS, Case, load
 from cute_mla.runtime.artifacts import load_artifacts
 
@@ -50,7 +50,7 @@ def entry(name: str) -> KernelEntry:
 
 def test_a_call_takes_its_rounds() -> None:
     """Launches of one call follow one another; only the first waits for the host."""
-    after = Combine(ctas=1, ctas_per_sm=1, bytes=0.0, busiest_bytes=0.0)
+    after = Combine(ctas=1, ctas_per_sm=1, bytes=0.0)
     row = launch("X2.4096x128k", cta_work=(CtaWork(10, 1),), ctas=1, bytes=0.0, combine=after, rounds=1)
     one, three = (row_time(replace(row, rounds=rounds), TIMES, 0.0, H200, 2000.0) for rounds in (1, 3))
     assert one.terms["launch"] == H200.launch_us
@@ -134,7 +134,7 @@ def test_rows_of_sparse_prefill_come_from_l2_as_far_as_it_holds_them() -> None:
 
 
 def test_streams_take_waves_or_the_time_of_their_bytes() -> None:
-    combine = Combine(ctas=2 * 132 * 2 + 1, ctas_per_sm=2, bytes=0.0, busiest_bytes=0.0)
+    combine = Combine(ctas=2 * 132 * 2 + 1, ctas_per_sm=2, bytes=0.0)
     clocks = 3 * 1000 + 2 * H200.cta_start_clocks
     assert stream_us(combine, 1000.0, H200) == pytest.approx(clocks / H200.boost_ghz / 1e3)
     cold = replace(combine, cold=True, bytes=1e9)

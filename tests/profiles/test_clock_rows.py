@@ -8,16 +8,18 @@ from pathlib import Path
 import pytest
 
 from cute_mla.manifest import KernelEntry
+from cute_mla.profiles.clock import golden_clocks
 from cute_mla.profiles.clock import rows as module
 from cute_mla.profiles.clock.constants import FAST, NOMINAL, SLOW
-from cute_mla.profiles.clock.rows import clock_of, document, timed
-from cute_mla.profiles.kernel_stats import golden_clocks
-from cute_mla.profiles.kernel_stats.golden_clocks import FILE, LIMIT, clocks, differences, read
-from cute_mla.profiles.model.launches import NoModelError
+from cute_mla.profiles.clock.golden_clocks import FILE, LIMIT, clocks, differences, read
+from cute_mla.profiles.clock.grid import RowTime
+from cute_mla.profiles.clock.rows import clock_of, row_clocks, time_of
+from cute_mla.profiles.launches.launch import NoLaunchError
+from cute_mla.profiles.report import clock_document
 from cute_mla.profiles.rows import OPS, Case, load
 from cute_mla.runtime.artifacts import load_artifacts
 
-AGAIN = "python -m cute_mla.profiles.kernel_stats.golden_clocks"
+AGAIN = "python -m cute_mla.profiles.clock.golden_clocks"
 # a kernel of each structure: roles with TMA, a gather that converts, one that copies, two groups of scores, and tensor memory
 STRUCTURES = (
     "dense_decode_sm100_bf16_cluster2",
@@ -89,44 +91,48 @@ def test_the_file_has_one_line_a_kernel() -> None:
     assert FILE.read_text().count("\n") == len(read()) + 2
 
 
-def test_a_decode_row_adds_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def time_on_h200(case: Case, end: str) -> RowTime:
+    return time_of(case, "H200", end, row_clocks(case, "H200", end))[0]
+
+
+def test_a_decode_row_adds_up() -> None:
     """D12 has one tile for each CTA, and a combine."""
-    row = timed(case("D12.h16"), "H200", NOMINAL)
-    assert row.entry is not None
-    assert row.entry.name == "dense_decode_sm90_bf16_cluster1"
-    assert row.kernel is not None
-    assert row.kernel.block > 2176  # what the products of a tile take alone
-    assert row.time.us == pytest.approx(sum(row.time.terms.values()))
-    assert row.time.terms["blocks"] == pytest.approx(row.kernel.block / row.time.ghz / 1e3)
-    assert row.time.terms["combine"] > 1
-    assert row.time.binds == "fixed"
-    assert all(0 < share < 1 for share in row.kernel.use.values())
-    assert all(sum(shares.values()) < 1.01 for shares in row.kernel.waits.values())
-    score = row.kernel.waits["score"]
+    (clocks,) = row_clocks(case("D12.h16"), "H200", NOMINAL)
+    assert clocks.kernel is not None
+    assert clocks.kernel.block > 2176  # what the products of a tile take alone
+    time, longest = time_of(case("D12.h16"), "H200", NOMINAL, [clocks])
+    assert longest == 0
+    assert time.us == pytest.approx(sum(time.terms.values()))
+    assert time.terms["blocks"] == pytest.approx(clocks.kernel.block / time.ghz / 1e3)
+    assert time.terms["combine"] > 1
+    assert time.binds == "fixed"
+    assert all(0 < share < 1 for share in clocks.kernel.use.values())
+    assert all(sum(shares.values()) < 1.01 for shares in clocks.kernel.waits.values())
+    score = clocks.kernel.waits["score"]
     assert sum(score.values()) > 0.2
 
 
-def test_a_stream_has_a_range(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stream_has_a_range() -> None:
     found = clock_of(case("K1.656_128"), "H200")
     assert found["low_us"] <= found["us"] <= found["high_us"]
     assert found["low_us"] < found["high_us"]
     assert found["kernel"] is None
-    fast, slow = (timed(case("K1.656_128"), "H200", end).time.us for end in (FAST, SLOW))
+    fast, slow = (time_on_h200(case("K1.656_128"), end).us for end in (FAST, SLOW))
     assert (found["low_us"], found["high_us"]) == (fast, slow)
-    whole = document(["sm90"], ["H200"], [], None)
+    whole = clock_document(["sm90"], ["H200"], [], None)
     assert whole["constants"]["H200"].keys() == {NOMINAL, FAST, SLOW}
 
 
 def test_a_row_without_a_prediction_has_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object) -> None:
-        raise NoModelError("no model of it")
+        raise NoLaunchError("no model of it")
 
     monkeypatch.setattr(module, "launch_on", refuse)
     assert clock_of(case("D1.fixed"), "H200") == {"reason": "no model of it"}
 
 
 def test_combine_takes_longer_with_more_to_merge() -> None:
-    one, many = (timed(case(name), "H200", NOMINAL).time for name in ("C1.two", "C1.many"))
+    one, many = (time_on_h200(case(name), NOMINAL) for name in ("C1.two", "C1.many"))
     assert one.binds == "HBM"
     assert many.binds in ("latency", "fixed")
     assert one.us > many.us > 2

@@ -9,9 +9,9 @@ from dataclasses import fields
 import pytest
 
 from cute_mla.profiles.clock import constants as clock_constants
-from cute_mla.profiles.clock.constants import Constants, constants
+from cute_mla.profiles.clock.constants import FILE, Constants, constants, gpus, sources
 from cute_mla.profiles.measured_constants import FORMULAS, measured_constants, with_measured
-from cute_mla.profiles.model.machines import FILE, machines, parse
+from cute_mla.profiles.roofline import GPUS
 from tests.profiles.microbenchmark_lines import line, lines
 from tests.support.tree import ROOT
 
@@ -73,4 +73,30 @@ def test_the_clock_takes_a_measured_value_for_its_gpu_alone(monkeypatch: pytest.
     assert [constants("H200", end).convert_clocks for end in ("value", "fast", "slow")] == [4, 4, 4]
     assert [constants("H800", end).convert_clocks for end in ("value", "fast", "slow")] == [2, 1, 8]
     assert constants("H100").remote_bytes == 15.5
-    assert parse(text) == machines()
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ('source = "[P] CUDA programming guide: 32 banks of 4 bytes"', 'source = ""', "clock of H200: shared_bytes has no source"),
+        ("uniform_clocks", "uniform_clock", "clock of H200: uniform_clock, uniform_clocks missing or unknown"),
+        (
+            "boost_use = { value",
+            "boost_use = { fast",
+            "boost_use has fast, source; supported: value, optionally with fast",
+        ),
+    ],
+)
+def test_mistakes_in_the_file_are_named(monkeypatch: pytest.MonkeyPatch, old: str, new: str, message: str) -> None:
+    assert old in TEXT
+    monkeypatch.setattr(clock_constants, "_document", lambda: tomllib.loads(TEXT.replace(old, new)))
+    with pytest.raises(ValueError, match=message):
+        constants("H200")
+
+
+def test_every_gpu_of_the_rooflines_has_constants_with_sources() -> None:
+    assert set(gpus()) == GPUS.keys()
+    for gpu in gpus():
+        assert constants(gpu).arch == GPUS[gpu].arch
+        assert sources(gpu).keys() == {field.name for field in fields(Constants)} - {"gpu", "arch", "sm_count"}
+        assert GPUS[gpu].tflops <= constants(gpu).product_flops * constants(gpu).sm_count * constants(gpu).boost_ghz / 1e3 * 1.01

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from cute_mla.profiles.model.partition import (
+from cute_mla.profiles.launches.partition import (
     CtaWork,
     PrefillItem,
     PrefillTiles,

@@ -1,6 +1,6 @@
 """Golden clocks: predicted clocks of a block of keys of every attention kernel, by the clock, one line a kernel in golden_clocks.json.
 
-    python -m cute_mla.profiles.kernel_stats.golden_clocks [KERNEL...]      times all built kernels, or the named ones, again
+    python -m cute_mla.profiles.clock.golden_clocks [KERNEL...]      times all built kernels, or the named ones, again
 
 A block is the keys of a tile of the main loop. Constants are the nominal ones of the GPU in GPU_OF. Keys of decodes come at the latency
 of HBM, those of prefills from L2, and neither at a limited rate, which would hide the kernel behind memory. `make test` compares a kernel
@@ -15,11 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from ...manifest import KernelEntry
-from ..clock.constants import constants
-from ..clock.engine import Setting
-from ..clock.kernel_times import is_cold, kernel_times
-from . import golden
-from .dynamic_counts import case_of
+from ..kernel_stats import golden
+from ..kernel_stats.dynamic_counts import case_of
+from .constants import constants
+from .engine import Setting
+from .kernel_times import is_cold, kernel_times
 
 FILE = Path(__file__).resolve().parent / "golden_clocks.json"
 GPU_OF = {constants(gpu).arch: gpu for gpu in ("H200", "B200")}  # by architecture

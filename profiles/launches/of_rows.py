@@ -1,25 +1,25 @@
-"""From a benchmark row to a `Launch` of the model: the kernel, its CTAs, the work of each CTA, and the combine after it."""
+"""From a benchmark row to its `Launch`: the kernel, its CTAs, the work of each CTA, and the combine after it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
 from typing import Any
 
 from ...manifest import kernel_name
 from ...ops.indexer_topk import divide
 from ...spec import cache_insert, cache_write, dense_prefill, dense_prefill_dkdv, dense_prefill_dq, index_write, merge_states, topk_indices
 from ...spec import combine as combine_spec
-from ...spec.arch import Arch
+from ...spec.arch import ARCHS, Arch
 from ...spec.cache_format import FORMATS
-from ...spec.cache_rows import KEYS_PER_BLOCK
 from ...spec.dense_decode import DenseDecodeProblem, unit_tokens
 from ...spec.mla import D_V, ELEMENT_BYTES, ceil_div
 from ...spec.mqa_logits import MqaLogitsProblem
 from ...spec.sparse_decode import SparseDecodeProblem, serving_kernels
 from ...spec.sparse_prefill import SparsePrefillProblem
 from ...spec.split_plan import TILE_KEYS, accumulator_rows
-from ..kernel_stats.golden_counts import COUNTED_DTYPE, Counts
+from ..roofline import GPUS
 from ..rows import Case
 from ..shapes import (
     CacheInsertShape,
@@ -35,6 +35,7 @@ from ..shapes import (
     SparsePrefillShape,
     TopkShape,
 )
+from .launch import Combine, Launch, NoLaunchError
 from .partition import (
     CtaWork,
     DecodeWork,
@@ -47,66 +48,46 @@ from .partition import (
     sorted_prefill_order,
     sparse_prefill_work,
 )
-from .prediction import Combine, Launch
-from .tile_costs import block_of
+from .products import block_flops
 
 CACHE_WRITE_CTAS_PER_SM = 12  # 128 threads of 40 registers
 CACHE_INSERT_CTAS_PER_SM = 8  # 128 threads of 64 registers
 INDEX_WRITE_CTAS_PER_SM = {True: 12, False: 16}  # by whether rows are keys: 128 threads of 40 registers, of queries 32
 COMBINE_CTAS_PER_SM = 2  # 256 threads of 105 registers, and the launch asks for two
 ACCUMULATOR_ROW_BYTES = 4 * (D_V + 1)
-BATCH_INVARIANT_OPS = ("dense_decode", "sparse_decode")  # ops whose calls take batch_invariant
-_TOPK_LOADS = 8  # length, numbers, and twice two look-ups and a barrier of the cluster
 _TOKENS_PER_LOOKUP = 32  # query tokens that combine looks up at once, one a lane
-
-GoldenCounts = Mapping[str, Counts]  # by kernel
-
-
-class NoModelError(ValueError):
-    """Row that the model does not cover; the message is the reason."""
 
 
 @dataclass(frozen=True)
 class Target:
-    """GPU that a row is launched on, and the golden counts of all kernels."""
+    """GPU that a row is launched on."""
 
     arch: Arch
     sm_count: int
-    golden: GoldenCounts
 
 
-def launch_of(case: Case, target: Target, *, batch_invariant: bool = False) -> Launch | Combine:
-    """Return the launch of a row on a GPU.
+@cache
+def launch_on(case: Case, gpu: str) -> Launch | Combine:
+    """Return the launch of a row on a GPU. NoLaunchError, with the reason, for a row without one."""
+    arch = ARCHS[GPUS[gpu].arch]
+    return launch_of(case, Target(arch, arch.sm_count))
 
-    NoModelError if the kernel has no golden counts, the op has no model, or batch_invariant is asked of an op without that flag.
-    """
+
+def launch_of(case: Case, target: Target) -> Launch | Combine:
+    """Return the launch of a row on a GPU. NoLaunchError for a shape that no op has."""
     make = _LAUNCHES.get(type(case.shape))
     if make is None:
-        raise NoModelError(f"no model of {case.op}")
-    if batch_invariant and case.op not in BATCH_INVARIANT_OPS:
-        raise NoModelError(f"{case.op} has no flag batch_invariant")
-    flag = {"batch_invariant": True} if batch_invariant else {}
-    return make(case, case.shape, target, **flag)
+        raise NoLaunchError(f"no launch of {case.op}")
+    return make(case, case.shape, target)
 
 
 def _kernel(op: str, config: Any, target: Target) -> dict[str, Any]:
     """Return the fields of a Launch that describe its kernel."""
     arch = target.arch.name
-    name = kernel_name(op, arch, config.name)
-    if name not in target.golden:
-        raise NoModelError(f"the instructions of {name} are not recorded ({COUNTED_DTYPE} and wide rows are)")
-    fields = asdict(config)
-    return {
-        "op": op,
-        "arch": arch,
-        "config": fields,
-        "block": block_of(op, arch, fields),
-        "counts": target.golden[name],
-        "kernel": name,
-    }
+    return {"kernel": kernel_name(op, arch, config.name), "flops": block_flops(op, arch, asdict(config))}
 
 
-def _dense_decode(case: Case, shape: DecodeShape, target: Target, batch_invariant: bool = False) -> Launch:
+def _dense_decode(case: Case, shape: DecodeShape, target: Target) -> Launch:
     columns = ceil_div(max(shape.lengths, default=0), shape.page_size)
     requests, s_q, lengths, again = shape.batch, shape.s_q, shape.lengths, 0
     if shape.tokens:  # work units, of which those of a request read its keys one after the other
@@ -123,7 +104,6 @@ def _dense_decode(case: Case, shape: DecodeShape, target: Target, batch_invarian
         shape.h_kv,
         shape.page_size,
         columns,
-        batch_invariant=batch_invariant,
         operands=shape.operands,
         d_qk=shape.d_qk,
     )
@@ -131,7 +111,7 @@ def _dense_decode(case: Case, shape: DecodeShape, target: Target, batch_invarian
     return replace(launch, bytes=launch.bytes + float(again * shape.cache_row_bytes * shape.h_kv))
 
 
-def _sparse_decode(case: Case, shape: SparseDecodeShape, target: Target, batch_invariant: bool = False) -> Launch:
+def _sparse_decode(case: Case, shape: SparseDecodeShape, target: Target) -> Launch:
     kernels = serving_kernels(FORMATS[shape.cache], None if shape.extra is None else FORMATS[shape.extra])
     assert kernels is not None, "rows have formats that are served together"
     batch, s_q = (sum(shape.tokens), 1) if shape.tokens else (shape.batch, shape.s_q)  # each packed token is a unit
@@ -144,7 +124,6 @@ def _sparse_decode(case: Case, shape: SparseDecodeShape, target: Target, batch_i
         shape.h_q,
         shape.topk,
         shape.extra_topk,
-        batch_invariant=batch_invariant,
     )
     return _decode(case, problem, (problem.max_keys,) * batch, s_q, target)
 
@@ -183,7 +162,7 @@ def _dense_prefill(case: Case, shape: DensePrefillShape, target: Target) -> Laun
 def _dense_prefill_backward(case: Case, shape: DensePrefillBackwardShape, target: Target) -> Launch:
     """Return the launch of dQ, with that of dK and dV after it. Both read every operand; the second writes two of the three results.
 
-    Where dK and dV of a block of keys are an item each, both are counted as one, which is what a block of the model has.
+    Where dK and dV of a block of keys are an item each, both are counted as one, which is what a block is here.
     """
     arch, longest, group = target.arch, max(shape.lengths, default=0), shape.h_q // shape.h_kv
     rows = dense_prefill_dq.DensePrefillDqProblem(arch, case.dtype, shape.d_qk, shape.batch, shape.h_q, shape.h_kv, longest)
@@ -224,48 +203,46 @@ def _combine_grid(shape: CombineShape, cut: int, moved: float, sm_count: int) ->
     across, head_blocks, columns = combine_spec.grid(shape.batch, shape.s_q, shape.h_q, sm_count)
     tokens, merges = ceil_div(shape.batch * shape.s_q, across), ceil_div(cut, across)
     heads = ceil_div(shape.h_q, head_blocks)
-    bytes_of_one = heads * shape.splits * ACCUMULATOR_ROW_BYTES / columns
-    lookups = ceil_div(tokens, _TOKENS_PER_LOOKUP)
     return Combine(
-        across * head_blocks * columns, COMBINE_CTAS_PER_SM, moved, merges * bytes_of_one,
-        loads=lookups + 2 * max(merges, 1), lookups=lookups, merges=merges, splits=shape.splits, heads=heads, columns=columns,
-    )  # fmt: skip
+        across * head_blocks * columns,
+        COMBINE_CTAS_PER_SM,
+        moved,
+        lookups=ceil_div(tokens, _TOKENS_PER_LOOKUP),
+        merges=merges,
+        splits=shape.splits,
+        heads=heads,
+        columns=columns,
+    )
 
 
 def _merge_states(case: Case, shape: MergeShape, target: Target) -> Combine:
-    """Return merge_states: one warp a row, as in combine, with the loads of outs and lse in flight together."""
+    """Return merge_states: one warp a row, as in combine."""
     tokens, head_blocks, _ = merge_states.grid(1, shape.tokens, shape.h_q)
-    row = ELEMENT_BYTES * shape.head_dim + 4
-    busiest = float(min(shape.h_q, merge_states.ROWS_PER_BLOCK) * (shape.states + 1) * row)
-    return Combine(tokens * head_blocks, COMBINE_CTAS_PER_SM, case.work.bytes, busiest, cold=True, loads=2)
+    return Combine(tokens * head_blocks, COMBINE_CTAS_PER_SM, case.work.bytes, cold=True)
 
 
 def _cache_write(case: Case, shape: CacheWriteShape, target: Target) -> Combine:
-    """Return cache_write: one warp a key, with the loads of its slot and its columns in flight together, then the row's store."""
-    ctas = cache_write.grid(shape.tokens)[0]
-    busiest = case.work.bytes / shape.tokens * min(shape.tokens, KEYS_PER_BLOCK)
-    return Combine(ctas, CACHE_WRITE_CTAS_PER_SM, case.work.bytes, busiest, cold=True, loads=1)
+    """Return cache_write: one warp a key."""
+    return Combine(cache_write.grid(shape.tokens)[0], CACHE_WRITE_CTAS_PER_SM, case.work.bytes, cold=True)
 
 
 def _cache_insert(case: Case, shape: CacheInsertShape, target: Target) -> Combine:
     """Return cache_insert: warps that take keys as cache_write does, with a position ahead of its angles, and CTAs that take queries."""
     ctas = cache_insert.grid(shape.tokens, shape.h_q)[0]
-    busiest = replace(shape, tokens=min(shape.tokens, KEYS_PER_BLOCK), h_q=0).work.bytes
-    return Combine(ctas, CACHE_INSERT_CTAS_PER_SM, case.work.bytes, busiest, cold=True, loads=2)
+    return Combine(ctas, CACHE_INSERT_CTAS_PER_SM, case.work.bytes, cold=True)
 
 
 def _index_write(case: Case, shape: IndexWriteShape, target: Target) -> Combine:
-    """Return index_write: 16 lanes a row, with a position ahead of its angles."""
+    """Return index_write: 16 lanes a row."""
     rows = shape.tokens * max(shape.h_q, 1)
-    busiest = case.work.bytes / rows * min(rows, index_write.ROWS_PER_BLOCK)
-    return Combine(index_write.grid(rows)[0], INDEX_WRITE_CTAS_PER_SM[not shape.h_q], case.work.bytes, busiest, cold=True, loads=2)
+    return Combine(index_write.grid(rows)[0], INDEX_WRITE_CTAS_PER_SM[not shape.h_q], case.work.bytes, cold=True)
 
 
 def _topk_indices(case: Case, shape: TopkShape, target: Target) -> Combine:
     """Return topk_indices: CTAs that read their part of a row once, with look-ups in one another's counts behind it."""
     cluster = topk_indices.config_for(shape.rows, shape.columns, target.sm_count).cluster
     ctas = topk_indices.grid(shape.rows, cluster)[0]
-    return Combine(ctas, topk_indices.BLOCKS_PER_SM, shape.work.bytes, shape.work.bytes / ctas, cold=True, loads=_TOPK_LOADS)
+    return Combine(ctas, topk_indices.BLOCKS_PER_SM, shape.work.bytes, cold=True)
 
 
 def _indexer_topk(case: Case, shape: IndexerShape, target: Target) -> Launch:

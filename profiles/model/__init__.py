@@ -1,1 +1,0 @@
-"""Analytic model of a call: predicted times, from tile costs, instruction counts and machine constants."""

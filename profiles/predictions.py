@@ -1,0 +1,258 @@
+"""Predictions of benchmark rows by the clock, as `profile --device model` reports them.
+
+    python -m cute_mla.profiles.predictions [GPU...]        records first rows whose kernels or constants have changed; writes tables
+
+predictions.json has the clocks of each row's launches, one line a row: runs of the clock take seconds to a minute a row. Times follow from
+them, from the plan and from the constants of the GPU whenever they are asked for. A line names the state of kernels and constants that it
+was made with. GPUs with equal constants share their lines.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from ..runtime.artifacts import load_artifacts
+from ..runtime.errors import ArtifactError
+from .clock.cluster_run import HBM, ISSUE, L2, SHARED, TENSOR
+from .clock.constants import constants, gpus
+from .clock.grid import RowTime
+from .clock.kernel_times import KernelTimes
+from .clock.rows import ENDS, REFUSALS, LaunchClocks, launches_over_keys, row_clocks, time_of
+from .clock.streams import stream_kernel
+from .launches.launch import Combine, Launch
+from .launches.of_rows import launch_on
+from .roofline import GPUS, roof
+from .rows import OPS, RESULTS, Case, by_priority, load
+
+FILE = Path(__file__).resolve().parent / "predictions.json"
+NOTES, README = FILE.parent / "NOTES.md", FILE.parents[1] / "README.md"
+BEGIN, END = "<!-- begin: python -m cute_mla.profiles.predictions -->\n", "<!-- end: predictions -->"
+SHOWN = ("H200", "B200")  # GPUs of the tables
+FIRST_PRIORITIES = 2  # of the rows in NOTES.md; they cover every op
+NUMBERS = {  # rows of the README
+    "D1.fixed": "dense decode, 4,096 keys, 128 heads, bf16",
+    "D8.s1": "the same with 16 heads",
+    "F1.s1": "as D1, e4m3 cache and queries",
+    "S1.topk2048": "sparse decode, 2,048 of 32,768 keys, 128 heads, 2 query tokens, FP8 cache of 656 bytes",
+    "P1.32k": "sparse prefill, 4,096 tokens, 2,048 of 32,768 keys, 128 heads",
+    "M1.8k": "dense prefill, one causal sequence of 8,192 tokens, 128 heads",
+}
+MEASURED_KEY = "cold_us"  # operands not in L2, as the rooflines assume
+UNITS = (TENSOR, SHARED, L2, HBM, ISSUE)
+
+Line = dict[str, Any]  # "state", and for each end of the constants a list of launches: [block, fixed part, seam, stream, use of UNITS...]
+
+
+@cache
+def recorded() -> dict[str, Line]:
+    """Return the lines of the file by "<row> <GPU>"."""
+    found: dict[str, Line] = json.loads(FILE.read_text(encoding="utf-8")) if FILE.exists() else {}
+    return found
+
+
+@cache
+def line_gpu(gpu: str) -> str:
+    """Return the GPU whose lines serve this one: the first with equal constants."""
+    own = [replace(constants(gpu, end), gpu="") for end in ENDS]
+    return next(name for name in gpus() if [replace(constants(name, end), gpu="") for end in ENDS] == own)
+
+
+def kernels_of(case: Case, gpu: str) -> list[str]:
+    """Return the names of the kernels of a row."""
+    launch, values = launch_on(case, gpu), constants(gpu)
+    if isinstance(launch, Combine):
+        return [stream_kernel(case, launch, values)]
+    launches = launches_over_keys(launch)
+    streams = [stream_kernel(case, each.combine, values) for each in launches if each.combine is not None]
+    return [each.kernel for each in launches] + streams
+
+
+def state_of(case: Case, gpu: str) -> str | None:
+    """Return a hash of the machine code of a row's kernels and of the constants; None where a kernel is not built."""
+    try:
+        built = load_artifacts().manifest.kernels
+    except ArtifactError:
+        return None
+    names = kernels_of(case, gpu)
+    if any(name not in built for name in names):
+        return None
+    values = [asdict(replace(constants(gpu, end), gpu="")) for end in ENDS]
+    return hashlib.sha256(json.dumps([[built[name].cubin_sha256 for name in names], values]).encode()).hexdigest()[:12]
+
+
+def is_current(case: Case, gpu: str) -> bool | None:
+    """Return whether a row is recorded with the kernels that are built; None where they are not built."""
+    line, state = recorded().get(f"{case.name} {line_gpu(gpu)}"), state_of(case, gpu)
+    return line is not None and line["state"] == state if state is not None else None
+
+
+def record_of(case: Case, gpu: str) -> Line:
+    """Run the clock on a row. One of REFUSALS, with the reason, for a row that cannot be timed."""
+    return {"state": state_of(case, gpu), **{end: [_numbers(each) for each in row_clocks(case, gpu, end)] for end in ENDS}}
+
+
+def _numbers(clocks: LaunchClocks) -> list[float | None]:
+    stream = None if clocks.stream is None else round(clocks.stream, 1)
+    if clocks.kernel is None:
+        return [None, None, 0.0, stream]
+    use = [round(clocks.kernel.use[unit], 4) for unit in UNITS]
+    return [round(clocks.kernel.block, 2), round(clocks.kernel.fixed, 1), round(clocks.seam, 1), stream, *use]
+
+
+def _clocks(numbers: Sequence[Any]) -> LaunchClocks:
+    block, fixed, seam, stream, *use = numbers
+    kernel = None if block is None else KernelTimes(block, fixed, dict(zip(UNITS, use, strict=True)), {})
+    return LaunchClocks(kernel, seam, stream)
+
+
+def predicted(case: Case, gpu: str, line: Line) -> dict[str, Any]:
+    """Return the times of a row, nominal and at both ends, and what binds; best and worst are the ends with the least and the most time."""
+    ends = [_end(case, gpu, end, [_clocks(numbers) for numbers in line[end]]) for end in ENDS]
+    best, worst = (pick(ends, key=lambda end: end["us"]) for pick in (min, max))
+    limit_us = roof(case.work, GPUS[gpu]).us
+    return {
+        "us": ends[0]["us"],
+        "low_us": best["us"],
+        "high_us": worst["us"],
+        "binds": [best["binds"], worst["binds"]],
+        "fraction_of_roof": [limit_us / worst["us"], limit_us / best["us"]],
+        "nominal": ends[0],
+        "best": best,
+        "worst": worst,
+    }
+
+
+def _end(case: Case, gpu: str, end: str, clocks: Sequence[LaunchClocks]) -> dict[str, Any]:
+    time, longest = time_of(case, gpu, end, clocks)
+    kernel = clocks[longest].kernel
+    busy = {} if kernel is None else {"block": kernel.block, **{unit: share * kernel.block for unit, share in kernel.use.items()}}
+    return _time_fields(time) | {"clocks": busy}
+
+
+def _time_fields(time: RowTime) -> dict[str, Any]:
+    return {"us": time.us, "ghz": time.ghz, "terms": dict(time.terms), "binds": time.binds}
+
+
+def model_of(case: Case, gpu: str, *, live: bool = False, results: Path = RESULTS) -> dict[str, Any]:
+    """Return the prediction of a row on a GPU with all terms, or {"reason": why there is none}.
+
+    live: run the clock on a row that is not recorded.
+    """
+    line = recorded().get(f"{case.name} {line_gpu(gpu)}")
+    try:
+        if line is None and not live:
+            return {"reason": f"not recorded; `profile --device model --gpu {gpu} --rows {case.name}` predicts it"}
+        line = line or record_of(case, gpu)
+    except REFUSALS as reason:
+        return {"reason": str(reason)}
+    found, launch = predicted(case, gpu, line), launch_on(case, gpu)
+    return {
+        "kernel": launch.kernel if isinstance(launch, Launch) else case.op,
+        **found,
+        **_launch_fields(launch),
+        **against(measured_us(case, gpu, results), found["low_us"], found["high_us"]),
+        "current": is_current(case, gpu),
+    }
+
+
+def _launch_fields(launch: Launch | Combine) -> dict[str, Any]:
+    """Return the work of a launch. null: what the clock does not derive by a formula."""
+    if isinstance(launch, Combine):
+        return {"combine": _combine_fields(launch)}
+    longest = max(launch.cta_work, key=lambda work: work.blocks, default=None)
+    return {
+        "block": {"flops": dict(launch.flops), "smem": None, "path": None},
+        "ctas": launch.ctas,
+        "parts": len(launch.cta_work),
+        "blocks_of_the_longest": 0 if longest is None else longest.blocks,
+        "pieces_of_it": max((work.pieces for work in launch.cta_work), default=0),
+        "combine": None if launch.combine is None else _combine_fields(launch.combine),
+    }
+
+
+def _combine_fields(combine: Combine) -> dict[str, Any]:
+    return {**asdict(combine), "busiest_bytes": None, "loads": None}
+
+
+def measured_us(case: Case, gpu: str, results: Path = RESULTS) -> float | None:
+    """Return the latest time of a row on a GPU, in microseconds, from the folder of results; None if there is none."""
+    latest = None
+    for file in sorted(results.glob(f"*/{case.op}.jsonl")):
+        for line in file.read_text(encoding="utf-8").splitlines():
+            row = json.loads(line)
+            if row["name"] == case.name and row["status"] == "timed" and gpu in row["environment"]["gpu"]:
+                latest = float(row[MEASURED_KEY]["median"])
+    return latest
+
+
+def against(measured: float | None, low_us: float, high_us: float) -> dict[str, float | None]:
+    """Compare a measured time with a predicted range.
+
+    error: distance to the range relative to its nearer end; 0 inside, None without a measurement.
+    """
+    if measured is None:
+        return {"measured_us": None, "error": None}
+    nearest = min(max(measured, low_us), high_us)
+    return {"measured_us": measured, "error": measured / nearest - 1}
+
+
+def write(lines: dict[str, Line]) -> None:
+    """Write the file with one line a row, in the order of GPUs and definitions; lines of rows that no longer exist are dropped."""
+    names = [f"{case.name} {gpu}" for gpu in gpus() for op in OPS for case in load(op)]
+    text = ",\n".join(f" {json.dumps(name)}: {json.dumps(lines[name])}" for name in names if name in lines)
+    FILE.write_text("{\n" + text + "\n}\n", encoding="utf-8")
+    recorded.cache_clear()
+
+
+def between(low: float, high: float) -> str:
+    """Format a range as one cell, with three digits for each end."""
+    first, last = (f"{number:,.0f}" if number >= 100 else f"{number:.3g}" for number in (low, high))
+    return first if first == last else f"{first} to {last}"
+
+
+def table(problems: Mapping[str, str], *, with_bound: bool) -> str:
+    """Return rows as Markdown: roofline and prediction on each of SHOWN, with the cause of most of the time. problems: by name."""
+    heads = [f"{gpu}: {what}" for gpu in SHOWN for what in ("roofline", "clock", "binds")[: 3 if with_bound else 2]]
+    lines = [f"| row | problem | {' | '.join(heads)} |\n", "|---" * (len(heads) + 2) + "|\n"]
+    cases = {case.name: case for op in OPS for case in load(op)}
+    for name, problem in problems.items():
+        cells = [name, problem]
+        for gpu in SHOWN:
+            found, limit = model_of(cases[name], gpu), roof(cases[name].work, GPUS[gpu]).us
+            time = "-" if "us" not in found else f"{between(found['us'], found['us'])} ({between(found['low_us'], found['high_us'])})"
+            cells += [between(limit, limit), time]
+            if with_bound:
+                cells.append(found["nominal"]["binds"] if "nominal" in found else "-")
+        lines.append(f"| {' | '.join(cells)} |\n")
+    return "".join(lines)
+
+
+def tables() -> dict[Path, str]:
+    """Return the table of each page that has one."""
+    rows = {case.name: case.text for op in OPS for case in load(op) if case.priority <= FIRST_PRIORITIES}
+    return {NOTES: table(rows, with_bound=True), README: table(NUMBERS, with_bound=False)}
+
+
+def main(names: Sequence[str]) -> None:
+    """Record the first rows that are not current on these GPUs, by default SHOWN, after each row, and write the tables."""
+    first = [case for op in OPS for case in load(op) if case.priority <= FIRST_PRIORITIES]
+    for gpu in dict.fromkeys(line_gpu(gpu) for gpu in names or SHOWN):
+        for case in by_priority(first):
+            if is_current(case, gpu) is False:
+                print(f"{gpu} {case.name}", file=sys.stderr, flush=True)
+                line = record_of(case, gpu)
+                write({**recorded(), f"{case.name} {gpu}": line})
+    for page, block in tables().items():
+        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
+        page.write_text(before + BEGIN + block + END + rest.partition(END)[2], encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
