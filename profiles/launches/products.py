@@ -52,7 +52,7 @@ def _sparse_prefill(arch: str, config: Config) -> Flops:
 
 def prefill_variant(config: Config) -> DensePrefillConfig:
     """Return the variant of dense prefill that a configuration of the manifest names."""
-    usual = {"d_qk": 192, "access_bytes": 16, "cluster": 1}
+    usual = {"d_qk": 192, "cluster": 1}
     return DensePrefillConfig("bf16", *(int(config.get(name, number)) for name, number in usual.items()))
 
 
