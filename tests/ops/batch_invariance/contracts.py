@@ -58,7 +58,6 @@ class Contract:
 
     cases: tuple[Any, ...]
     flag: bool = False
-    requests: int = 5
     run: Callable[[Bench, Any, Any], Result] = Bench.run
     expect: Callable[[Any, Any, Result], None] = expect
 
@@ -217,11 +216,10 @@ CONTRACTS: dict[str, Contract] = {
 
 # Requests that are cut, the first of them after CUT keys: then combine runs as well. Of sparse decode inside the second cache.
 CUT_CONTRACTS: dict[str, Contract] = {
-    "dense_decode": replace(DENSE, cases=_dense_cases((CUT + 70, 30, 0)), requests=3),
+    "dense_decode": replace(DENSE, cases=_dense_cases((CUT + 70, 30, 0))),
     "sparse_decode": replace(
         SPARSE,
         cases=_sparse_cases(Pool(6000, CUT // 2 + 4, 64, (CUT // 2 + 4, 37, 0)), Pool(6000, CUT // 2 + 77, 32, (CUT // 2 + 77, 63, 0))),
-        requests=3,
     ),
 }
 

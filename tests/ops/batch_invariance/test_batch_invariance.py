@@ -20,7 +20,7 @@ from tests.support.bench import Bench, Result, identical
 
 @dataclass(frozen=True)
 class Arrangement:
-    """A call of some of the requests, in this order, on so many SMs. moved: as in Contract."""
+    """A call of some of the requests, in this order, on so many SMs. moved: as in Operation.taken."""
 
     picks: tuple[int, ...]
     sm_count: int
@@ -43,7 +43,7 @@ def on_every_device(requests: int) -> tuple[Arrangement, ...]:
 def broken(contract: Contract, bench: Bench, case: Any, wanted: tuple[Arrangement, ...]) -> Iterator[tuple[Arrangement, int]]:
     """Return the calls and requests whose bits differ from a call of all requests, which is itself correct."""
     operands, of = operation(case).make_tensors(case, "cpu"), operation(case).of
-    everyone = tuple(range(contract.requests))
+    everyone = tuple(range(operation(case).requests(case)))
     whole, together = run(contract, bench, case, operands, Arrangement(everyone, case.sm_count))
     contract.expect(*whole, together)
     for arrangement in wanted:
@@ -96,7 +96,7 @@ def test_a_request_has_its_own_bits(variant: Variant) -> None:
     contract = CONTRACTS[variant.op]
     case = contract.case_for(variant.arch, variant.config)
     assert getattr(case, "batch_invariant", False) == contract.flag
-    assert not list(broken(contract, Bench(variant.arch), case, arrangements(contract.requests)))
+    assert not list(broken(contract, Bench(variant.arch), case, arrangements(operation(case).requests(case))))
 
 
 @pytest.mark.slow
@@ -104,7 +104,7 @@ def test_a_request_has_its_own_bits(variant: Variant) -> None:
 def test_a_request_has_its_own_bits_on_every_device(variant: Variant) -> None:
     contract = CONTRACTS[variant.op]
     case = contract.case_for(variant.arch, variant.config)
-    assert not list(broken(contract, Bench(variant.arch), case, on_every_device(contract.requests)))
+    assert not list(broken(contract, Bench(variant.arch), case, on_every_device(operation(case).requests(case))))
 
 
 @pytest.mark.parametrize("op", CUT_CONTRACTS)
@@ -119,7 +119,7 @@ def test_a_request_that_is_cut_has_its_own_bits(op: str) -> None:
 def test_a_request_that_is_cut_has_its_own_bits_in_every_type(variant: Variant) -> None:
     contract = CUT_CONTRACTS[variant.op]
     case = contract.case_for(variant.arch, variant.config)
-    assert not list(broken(contract, Bench(variant.arch), case, arrangements(contract.requests)))
+    assert not list(broken(contract, Bench(variant.arch), case, arrangements(operation(case).requests(case))))
 
 
 @pytest.mark.parametrize("op", CUT_CONTRACTS)
@@ -127,4 +127,4 @@ def test_a_plan_that_depends_on_the_sm_count_breaks_the_contract(arch: Arch, op:
     """Plans of calls without the flag depend on the SM count."""
     contract, variant = CONTRACTS[op], closed_variants(arch, (op,))[0]
     case = replace(contract.case_for(arch, variant.config), batch_invariant=False)
-    assert list(broken(contract, Bench(arch), case, arrangements(contract.requests)))
+    assert list(broken(contract, Bench(arch), case, arrangements(operation(case).requests(case))))
