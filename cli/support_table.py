@@ -60,8 +60,8 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
     },
     "cache_insert": {
         "cache": {
-            **dict.fromkeys(CACHED, "inserting keys (norm, rotation, writing), every other format"),
-            "latent": "inserting keys (norm, rotation, writing), 16-bit cache of 576 columns",
+            **dict.fromkeys(CACHED, "inserting keys with norm and rotation, every other format"),
+            "latent": "inserting keys with norm and rotation, 16-bit cache of 576 columns",
         }
     },
 }
