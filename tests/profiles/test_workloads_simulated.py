@@ -38,6 +38,8 @@ from cute_mla.spec.dense_decode import FP8, FP8_CACHE
 from cute_mla.testing.operations import OPERATIONS
 from tests.profiles import benching
 from tests.profiles.benching import bench, case_of, small_case, with_function
+from tests.support.dispatch_modes import Allocations
+from tests.support.recording_device import RecordingDevice
 
 CPU = torch.device("cpu")
 
@@ -89,11 +91,22 @@ def few_launches(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_op_with_rows_has_a_workload_and_a_case_here() -> None:
-    assert (
-        {*CALLS, "combine"}
-        == set(OPS)
-        == {case.op for case in (*CASES.values(), *WRITES.values(), *INSERTS.values(), *PREPARED.values(), SELECTED, *INDEXED.values())}
-    )
+    assert {*CALLS, "combine"} == set(OPS) == {case.op for case in EVERY.values()}
+
+
+EVERY = {**CASES, **WRITES, **INSERTS, **PREPARED, "selected": SELECTED, **INDEXED}
+
+
+@pytest.mark.parametrize("case", EVERY.values(), ids=EVERY.keys())
+def test_a_timed_call_allocates_nothing(case: Case) -> None:
+    with RecordingDevice(sm_count=8).active() as device:
+        made = make_workload(case, CPU, 1, 2)
+        made.call(made.sets[0])
+        launched = len(device.launches)
+        with Allocations() as allocations:
+            made.call(made.sets[1])
+        assert allocations.seen == []
+        assert len(device.launches) > launched
 
 
 @pytest.mark.usefixtures("few_launches")
