@@ -49,7 +49,6 @@ CLOCKS = [
     ("dense_prefill", SM90.name, {"d_qk": 192}, 2560),
     ("dense_prefill", SM90.name, {"d_qk": 128}, 2048),
     ("dense_prefill", SM90.name, {"d_qk": 256}, 2560),
-    ("dense_prefill", SM90.name, {"d_qk": 256, "access_bytes": 2}, 2048),
     ("dense_prefill", SM100.name, {"d_qk": 192}, 2560),
     ("dense_prefill", SM100.name, {"d_qk": 256, "cluster": 2}, 2048),
     ("dense_prefill_dq", SM90.name, {"d_qk": 192}, 3072),

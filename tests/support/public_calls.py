@@ -178,7 +178,7 @@ def _inserts() -> list[Arguments]:
 def _gathers() -> list[Arguments]:
     base = {"block_table": counts(1, 2).view(2, 1), "cu_seqlens": counts(0, 2, 5), "rows": 5, "starts": counts(0, 1)}
     return [
-        {**base, "k_cache": codes(3, 16, 1, 576), "descale_k": torch.ones(1), "dtype": torch.float16},
+        {**base, "k_cache": codes(3, 16, 1, 576), "descale_k": torch.ones(1), "dtype": torch.bfloat16},
         {**base, "k_cache": torch.zeros(3, 16, 1, 528, dtype=torch.uint8), "kv_format": "v41", "out": bf16(5, 512)},
     ]
 
