@@ -116,7 +116,6 @@ def test_without_yarn_and_with_an_epsilon_that_counts() -> None:
     [
         ("v3", LENGTHS, 3, torch.bfloat16),
         ("v2_lite", (66, 3), 1, torch.bfloat16),
-        ("v2_lite", LENGTHS, 2, torch.float16),
         ("mistral_far", (40, 3), 1, torch.bfloat16),
         ("glm_5", (66, 3), 1, torch.bfloat16),
         ("glm_5_3_flash", (5, 3), 2, torch.bfloat16),

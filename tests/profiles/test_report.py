@@ -55,7 +55,7 @@ def test_no_prediction_is_above_its_roof(drawn: list[Point]) -> None:
         report.plot(document)
         values = constants(gpu.name)
         best = values.sm_count * values.boost_ghz * values.product_flops / 1e3
-        assert len(drawn) > 80
+        assert len(drawn) > 30  # rows that are recorded
         for point in drawn:
             assert point.best is not None
             assert point.tflops <= point.best <= min(best, gpu.tbytes * point.intensity) * (1 + 1e-9)

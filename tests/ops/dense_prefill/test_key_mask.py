@@ -76,8 +76,13 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Callable[[], Any]], str]] = [
     ("of bool", {}, {"key_mask": lambda: ints(300, 13).bool()}, "key_mask has dtype torch.bool; supported: torch.int32"),
     ("fp16", {"dtype": torch.float16}, {}, "q with key_mask has dtype torch.float16 with 192 columns; supported: torch.bfloat16"),
     ("256 columns", {"d_qk": 256}, {}, "q has 256 columns with key_mask; supported: 192 or 128"),
-    ("odd rows of q", {}, {"q": odd_rows("q")}, "q or out has rows .* with key_mask; supported: .* multiples of 16 bytes"),
-    ("odd rows of out", {}, {"out": odd_rows("out")}, "q or out has rows .* with key_mask; supported: .* multiples of 16 bytes"),
+    ("odd rows of q", {}, {"q": odd_rows("q")}, "q has shape .* begin at multiples of 2 bytes; supported: multiples of 16 bytes"),
+    (
+        "odd rows of out",
+        {},
+        {"out": odd_rows("out")},
+        "out has shape .* begin at multiples of 2 bytes; supported: multiples of 16 bytes",
+    ),
 ]
 
 

@@ -15,14 +15,15 @@ from cute_mla.cache import insert_kv_cache, write_kv_cache
 from cute_mla.layer.rope import Rotation
 from cute_mla.ops.norm_rope import rms_norm, rotated
 from cute_mla.spec.arch import Arch
-from cute_mla.spec.cache_insert import normalised_columns, rotates
+from cute_mla.spec.cache_insert import key_types, normalised_columns, rotates
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.testing.cases.base import DTYPES
-from cute_mla.testing.suites.paged_cache import TYPES_AND_CACHES
+from cute_mla.testing.suites.paged_cache import types_and_caches
 from tests.ops.kv_cache.paged_keys import bytes_of, cache_of, key_arguments, named
 from tests.support.recording_device import RecordingDevice
 
 POSITIONS = [3, 0, 8, 8, 1, 5, 2, 7, 9]  # of 9: the last lies outside
+EVERY_KIND = pytest.mark.parametrize(("dtype", "cache"), types_and_caches(key_types))
 
 
 def arguments(
@@ -80,7 +81,7 @@ def parts(given: dict[str, Any], cache: str, eps: float = 1e-6) -> dict[str, Ten
     return {"k_cache": written, "q_pe": q_pe, "keys": whole}
 
 
-@pytest.mark.parametrize(("dtype", "cache"), TYPES_AND_CACHES)
+@EVERY_KIND
 def test_the_kernels_give_the_bits_of_the_parts(arch: Arch, cache: str, dtype: str) -> None:
     given = arguments(cache, DTYPES[dtype])
     given["kv_c"][3, 5], given["kv_c"][5] = math.nan, 0.0
@@ -105,7 +106,7 @@ def same_bytes(one: Tensor, other: Tensor | None) -> bool:
     return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
 
 
-@pytest.mark.parametrize(("dtype", "cache"), TYPES_AND_CACHES)
+@EVERY_KIND
 def test_plain_torch_gives_the_bits_of_the_parts(cache: str, dtype: str) -> None:
     given = arguments(cache, DTYPES[dtype])
     expected = parts(given, cache)
