@@ -19,7 +19,7 @@ from tests.support.recording_device import RecordingDevice
 @pytest.mark.parametrize("op", OPS)
 def test_quick_cases_launch_their_kernels_and_names_are_unique(op: str, arch: Arch) -> None:
     """`make quick` builds the kernels that kernels_of names and no others. Results have the shapes of the reference's."""
-    for case in [entry.case for entry in suite("quick", op, simulated=True)]:
+    for case in [entry.case for entry in suite("quick", op, simulated=True, arch=arch)]:
         calls = operation(case)
         tensors = calls.make_tensors(case, "cpu")
         with RecordingDevice(arch, case.sm_count or arch.sm_count).active() as device:
