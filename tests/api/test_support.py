@@ -235,7 +235,7 @@ def test_formats_with_other_features() -> None:
     )
     refused = is_supported("sparse_decode", "sm90", kv_format="latent", fp8_kvcache=True)
     assert refused == (False, "fp8_kvcache is True with kv_format 'latent'; supported: False")
-    assert is_supported("sparse_decode", "sm90", kv_format="fp8_656", dtype="fp16")[1].endswith("supported: bf16")
+    assert is_supported("sparse_decode", "sm90", kv_format="fp8_656", dtype="fp16")[1].endswith("supported: 'bf16'")
     assert is_supported("dense_decode", "sm90", kv_format="fp8_576", dtype="fp16")[1].endswith("supported: bf16, e4m3")
     assert is_supported("cache_write", "sm90", kv_format="latent_512", dtype="fp16")[0]
     assert is_supported("cache_insert", "sm90", kv_format="latent", dtype="fp16")[0]
@@ -277,7 +277,7 @@ def test_features_of_sparse_decode_together() -> None:
     assert is_supported("sparse_decode", "sm90", fp8_kvcache=True, head_dim=512, dtype="bf16", attn_sink=True, extra_cache=True)[0]
     assert is_supported("sparse_decode", "sm90", fp8_kvcache=False, head_dim=576, dtype=torch.bfloat16)[0]
     for dtype in ("fp16", torch.float16):
-        assert is_supported("sparse_decode", "sm90", dtype=dtype)[1].endswith("; supported: bf16")
+        assert is_supported("sparse_decode", "sm90", dtype=dtype)[1].endswith("; supported: 'bf16'")
         refused = is_supported("dense_decode", "sm90", fp8_kvcache=True, dtype=dtype)
         assert refused == (False, "dtype is fp16 with an FP8 cache; supported: bf16, e4m3")
     assert is_supported("sparse_decode", "sm90", fp8_kvcache=False, head_dim=512) == (
@@ -303,7 +303,7 @@ def test_heads_of_256_columns_are_bf16() -> None:
         ((name, value),) = columns.items()
         refused = is_supported("dense_prefill", "sm90", dtype="fp16", **columns)
         assert refused == (False, f"dtype is fp16 with {name} {value}; supported: bf16")
-    assert is_supported(*BACKWARD_OPS, "sm90", dtype="fp16")[1].endswith("; supported: bf16")
+    assert is_supported(*BACKWARD_OPS, "sm90", dtype="fp16")[1].endswith("; supported: 'bf16'")
 
 
 @pytest.mark.parametrize(

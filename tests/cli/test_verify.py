@@ -20,7 +20,7 @@ from cute_mla.manifest import Manifest, Provenance
 from cute_mla.runtime.artifacts import Artifacts
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec import combine
-from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.testing import runner
 from cute_mla.testing import suite as suites
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase
@@ -91,7 +91,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setattr(runner, "run_all", stand_in.run_all)
     monkeypatch.setattr(runner, "skipped", stand_in.skipped)
-    monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: SUITE if op == "dense_decode" else [])
+    monkeypatch.setattr(suites, "suite", lambda name, op, simulated, arch, seed: SUITE if op == "dense_decode" else [])
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     return stand_in
 
@@ -275,7 +275,7 @@ def test_a_reduced_case_can_fail(stand_in: StandIn) -> None:
 
 
 def test_nothing_run_is_failure(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: SUITE[:1])
+    monkeypatch.setattr(suites, "suite", lambda name, op, simulated, arch, seed: SUITE[:1])
     result = invoke()
     assert result.exit_code == 1
     assert result.output.splitlines()[-1] == "FAILED: no case ran; 0 s"
@@ -346,7 +346,7 @@ def test_wrong_usage(stand_in: StandIn, arguments: tuple[str, ...]) -> None:
 def test_options_reach_suite_and_target(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[tuple[Any, ...]] = []
 
-    def suite(name: str, op: str, simulated: bool, seed: int) -> list[SuiteEntry]:
+    def suite(name: str, op: str, simulated: bool, arch: Arch, seed: int) -> list[SuiteEntry]:
         asked.append((name, op, simulated, seed))
         return SUITE
 
@@ -360,7 +360,7 @@ def test_options_reach_suite_and_target(stand_in: StandIn, monkeypatch: pytest.M
 def test_all_ops_run_unless_some_are_named(stand_in: StandIn, monkeypatch: pytest.MonkeyPatch) -> None:
     of_op: dict[str, list[SuiteEntry[Any]]] = {op: [SuiteEntry(CASES[op])] for op in verify.OPS}
     of_op["sparse_decode"].append(SuiteEntry(replace(CASES["sparse_decode"], batch=2)))
-    monkeypatch.setattr(suites, "suite", lambda name, op, simulated, seed: of_op[op])
+    monkeypatch.setattr(suites, "suite", lambda name, op, simulated, arch, seed: of_op[op])
     every = [op for op in verify.OPS for _ in of_op[op]]
     both = ("--op", "sparse_prefill", "--op", "sparse_decode")
     chosen = {(): every, ("--op", "all"): every, ("--op", "sparse_decode"): every[1:3], both[:2]: every[3:4], both: every[1:4]}
