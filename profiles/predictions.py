@@ -22,14 +22,13 @@ from ..runtime.artifacts import load_artifacts
 from ..runtime.errors import ArtifactError
 from .clock.cluster_run import HBM, ISSUE, L2, SHARED, TENSOR
 from .clock.constants import constants, gpus
-from .clock.grid import RowTime
 from .clock.kernel_times import KernelTimes
 from .clock.rows import ENDS, REFUSALS, LaunchClocks, launches_over_keys, row_clocks, time_of
 from .clock.streams import stream_kernel
 from .launches.launch import Combine, Launch
 from .launches.of_rows import launch_on
 from .roofline import GPUS, roof
-from .rows import OPS, RESULTS, Case, by_priority, load
+from .rows import RESULTS, Case, by_priority, every_case
 
 FILE = Path(__file__).resolve().parent / "predictions.json"
 NOTES, README = FILE.parent / "NOTES.md", FILE.parents[1] / "README.md"
@@ -57,6 +56,11 @@ def recorded() -> dict[str, Line]:
     return found
 
 
+def first_cases() -> list[Case]:
+    """Return the cases that are recorded and shown in NOTES.md, in the order of ops."""
+    return [case for case in every_case() if case.priority <= FIRST_PRIORITIES]
+
+
 @cache
 def line_gpu(gpu: str) -> str:
     """Return the GPU whose lines serve this one: the first with equal constants."""
@@ -74,6 +78,11 @@ def kernels_of(case: Case, gpu: str) -> list[str]:
     return [each.kernel for each in launches] + streams
 
 
+def line_of(case: Case, gpu: str) -> Line | None:
+    """Return what is recorded of a row on a GPU, or None."""
+    return recorded().get(f"{case.name} {line_gpu(gpu)}")
+
+
 def state_of(case: Case, gpu: str) -> str | None:
     """Return a hash of the machine code of a row's kernels and of the constants; None where a kernel is not built."""
     try:
@@ -89,7 +98,7 @@ def state_of(case: Case, gpu: str) -> str | None:
 
 def is_current(case: Case, gpu: str) -> bool | None:
     """Return whether a row is recorded with the kernels that are built; None where they are not built."""
-    line, state = recorded().get(f"{case.name} {line_gpu(gpu)}"), state_of(case, gpu)
+    line, state = line_of(case, gpu), state_of(case, gpu)
     return line is not None and line["state"] == state if state is not None else None
 
 
@@ -133,11 +142,7 @@ def _end(case: Case, gpu: str, end: str, clocks: Sequence[LaunchClocks]) -> dict
     time, longest = time_of(case, gpu, end, clocks)
     kernel = clocks[longest].kernel
     busy = {} if kernel is None else {"block": kernel.block, **{unit: share * kernel.block for unit, share in kernel.use.items()}}
-    return _time_fields(time) | {"clocks": busy}
-
-
-def _time_fields(time: RowTime) -> dict[str, Any]:
-    return {"us": time.us, "ghz": time.ghz, "terms": dict(time.terms), "binds": time.binds}
+    return {"us": time.us, "ghz": time.ghz, "terms": dict(time.terms), "binds": time.binds, "clocks": busy}
 
 
 def model_of(case: Case, gpu: str, *, live: bool = False, results: Path = RESULTS) -> dict[str, Any]:
@@ -145,7 +150,7 @@ def model_of(case: Case, gpu: str, *, live: bool = False, results: Path = RESULT
 
     live: run the clock on a row that is not recorded.
     """
-    line = recorded().get(f"{case.name} {line_gpu(gpu)}")
+    line = line_of(case, gpu)
     try:
         if line is None and not live:
             return {"reason": f"not recorded; `profile --device model --gpu {gpu} --rows {case.name}` predicts it"}
@@ -205,7 +210,7 @@ def against(measured: float | None, low_us: float, high_us: float) -> dict[str, 
 
 def write(lines: dict[str, Line]) -> None:
     """Write the file with one line a row, in the order of GPUs and definitions; lines of rows that no longer exist are dropped."""
-    names = [f"{case.name} {gpu}" for gpu in gpus() for op in OPS for case in load(op)]
+    names = [f"{case.name} {gpu}" for gpu in gpus() for case in every_case()]
     text = ",\n".join(f" {json.dumps(name)}: {json.dumps(lines[name])}" for name in names if name in lines)
     FILE.write_text("{\n" + text + "\n}\n", encoding="utf-8")
     recorded.cache_clear()
@@ -221,7 +226,7 @@ def table(problems: Mapping[str, str], *, with_bound: bool) -> str:
     """Return rows as Markdown: roofline and prediction on each of SHOWN, with the cause of most of the time. problems: by name."""
     heads = [f"{gpu}: {what}" for gpu in SHOWN for what in ("roofline", "clock", "binds")[: 3 if with_bound else 2]]
     lines = [f"| row | problem | {' | '.join(heads)} |\n", "|---" * (len(heads) + 2) + "|\n"]
-    cases = {case.name: case for op in OPS for case in load(op)}
+    cases = {case.name: case for case in every_case()}
     for name, problem in problems.items():
         cells = [name, problem]
         for gpu in SHOWN:
@@ -236,15 +241,14 @@ def table(problems: Mapping[str, str], *, with_bound: bool) -> str:
 
 def tables() -> dict[Path, str]:
     """Return the table of each page that has one."""
-    rows = {case.name: case.text for op in OPS for case in load(op) if case.priority <= FIRST_PRIORITIES}
+    rows = {case.name: case.text for case in first_cases()}
     return {NOTES: table(rows, with_bound=True), README: table(NUMBERS, with_bound=False)}
 
 
 def main(names: Sequence[str]) -> None:
     """Record the first rows that are not current on these GPUs, by default SHOWN, after each row, and write the tables."""
-    first = [case for op in OPS for case in load(op) if case.priority <= FIRST_PRIORITIES]
     for gpu in dict.fromkeys(line_gpu(gpu) for gpu in names or SHOWN):
-        for case in by_priority(first):
+        for case in by_priority(first_cases()):
             if is_current(case, gpu) is False:
                 print(f"{gpu} {case.name}", file=sys.stderr, flush=True)
                 line = record_of(case, gpu)

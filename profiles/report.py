@@ -104,13 +104,14 @@ def _machine(gpu: str) -> dict[str, Any]:
 
 def clock_row(case: Case, gpus: Sequence[str]) -> dict[str, Any]:
     """Return a row of `--device clock`: its roofline, what is recorded of it, and its prediction on each of these GPUs."""
+    models = {name: model_of(case, name) for name in gpus}
     return {
         "row": case.row,
         "name": case.name,
         "op": case.op,
         "text": case.text,
         "roofs": {name: roof(case.work, GPUS[name]).us for name in gpus},
-        "model": {name: {key: model_of(case, name).get(key) for key in ("low_us", "high_us")} for name in gpus},
+        "model": {name: {key: model.get(key) for key in ("low_us", "high_us")} for name, model in models.items()},
         "clock": {name: clock_of(case, name) for name in gpus},
         "status": CLOCK,
     }

@@ -19,7 +19,7 @@ from typing import Any
 from .clock.constants import FILE as MACHINES
 from .clock.constants import constants, gpu_of_device
 from .measured_constants import Measured, measured_constants, with_measured
-from .rows import OPS, RESULTS, by_priority, load
+from .rows import RESULTS, by_priority, every_case, load
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "performance.md"
 BEGIN, END = "<!-- begin: python -m cute_mla.profiles.results -->\n", "<!-- end -->"
@@ -77,7 +77,7 @@ def _measurement(row: dict[str, Any]) -> dict[str, Any]:
 
 def _latest(folder: Path) -> Iterator[dict[str, Any]]:
     """Yield the latest timing of each row on each GPU, by GPU and priority."""
-    cases = by_priority([case for op in OPS for case in load(op)])
+    cases = by_priority(every_case())
     for gpu in sorted(folder.glob("*/")):
         stored = [json.loads(line) for file in gpu.glob("*.jsonl") for line in file.read_text("utf-8").splitlines()]
         timed = sorted((row for row in stored if row["status"] == "timed"), key=lambda row: row["environment"]["date"])

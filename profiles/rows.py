@@ -217,6 +217,11 @@ def load(op: str) -> tuple[Case, ...]:
     return parse((DEFINITIONS / f"{op}.toml").read_text(encoding="utf-8"))
 
 
+def every_case() -> list[Case]:
+    """Return the cases of all ops."""
+    return [case for op in OPS for case in load(op)]
+
+
 def by_priority(cases: Sequence[Case]) -> list[Case]:
     """Return the cases in the order to run them: by priority, then as defined."""
     return sorted(cases, key=lambda case: case.priority)

@@ -82,7 +82,8 @@ class Workload:
         if self.workspace is None:
             nbytes = self.op.workspace_bytes(self.call_case, operands)
             self.workspace = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
-        arguments = self.op.arguments(self.call_case, operands, self.workspace)
+        case = replace(self.call_case, metadata="object") if self.shared else self.call_case  # one plan serves all sets
+        arguments = self.op.arguments(case, operands, self.workspace)
         if not self.shared and self.has_plan:
             self.shared = {name: arguments[name] for name in ("tile_scheduler_metadata", "num_splits")}
         return {**arguments, **self.shared}

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cute_mla.api import is_supported
-from cute_mla.profiles.rows import OPS, by_priority, load, parse, select, varlen_lengths
+from cute_mla.profiles.rows import OPS, by_priority, every_case, load, parse, select, varlen_lengths
 from cute_mla.profiles.shapes import DecodeShape, DensePrefillShape, SparseDecodeShape
 from cute_mla.spec import dense_prefill, sparse_prefill
 from cute_mla.spec.arch import ARCHS
@@ -54,7 +54,7 @@ def test_the_suite_has_every_row_once() -> None:
         "topk_indices": ["X1"],
         "indexer_topk": ["X2"],
     }
-    names = [case.name for op in OPS for case in load(op)]
+    names = [case.name for case in every_case()]
     assert len(set(names)) == len(names)
 
 
@@ -72,7 +72,7 @@ def test_rows_run_by_priority_which_a_case_may_have_of_its_own() -> None:
 
 def test_the_forty_most_telling_rows_come_first_and_cover_every_op() -> None:
     """Rows of priority 1 and 2: those that fit in 200 s of a GPU (docs/performance.md)."""
-    cases = [case for op in OPS for case in load(op)]
+    cases = every_case()
     first = by_priority(cases)[:40]
     assert {case.priority for case in first} == {1, 2}
     assert {case.priority for case in cases if case not in first}.isdisjoint({1, 2})

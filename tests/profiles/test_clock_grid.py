@@ -26,7 +26,7 @@ from cute_mla.profiles.clock.rows import setting_of
 from cute_mla.profiles.launches.launch import Combine, Launch
 from cute_mla.profiles.launches.of_rows import launch_on
 from cute_mla.profiles.launches.partition import CtaWork
-from cute_mla.profiles.rows import OPS, Case, load
+from cute_mla.profiles.rows import Case, every_case
 from cute_mla.runtime.artifacts import load_artifacts
 
 H200 = constants("H200")
@@ -35,7 +35,7 @@ TIMES = KernelTimes(block=1000.0, fixed=5000.0, use=USE, waits={})
 
 
 def case(name: str) -> Case:
-    return next(case for op in OPS for case in load(op) if case.name == name)
+    return next(case for case in every_case() if case.name == name)
 
 
 def launch(name: str, **changes: object) -> Launch:

@@ -16,7 +16,7 @@ from cute_mla.profiles.clock.grid import RowTime
 from cute_mla.profiles.clock.rows import clock_of, row_clocks, time_of
 from cute_mla.profiles.launches.launch import NoLaunchError
 from cute_mla.profiles.report import clock_document
-from cute_mla.profiles.rows import OPS, Case, load
+from cute_mla.profiles.rows import Case, every_case
 from cute_mla.runtime.artifacts import load_artifacts
 
 AGAIN = "python -m cute_mla.profiles.clock.golden_clocks"
@@ -34,7 +34,7 @@ STRUCTURES = (
 
 
 def case(name: str) -> Case:
-    return next(case for op in OPS for case in load(op) if case.name == name)
+    return next(case for case in every_case() if case.name == name)
 
 
 def attention_kernels() -> dict[str, KernelEntry]:

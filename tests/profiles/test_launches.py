@@ -13,11 +13,11 @@ from cute_mla.profiles.launches.of_rows import launch_on
 from cute_mla.profiles.launches.products import block_flops
 from cute_mla.profiles.predictions import kernels_of
 from cute_mla.profiles.roofline import GPUS
-from cute_mla.profiles.rows import OPS, Case, load
+from cute_mla.profiles.rows import Case, every_case
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import ARCHS, SM90, SM100
 
-CASES = [case for op in OPS for case in load(op)]
+CASES = every_case()
 
 
 def case_named(name: str) -> Case:

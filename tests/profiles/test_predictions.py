@@ -11,9 +11,9 @@ from cute_mla.profiles import predictions
 from cute_mla.profiles.predictions import (
     BEGIN,
     END,
-    FIRST_PRIORITIES,
     SHOWN,
     against,
+    first_cases,
     line_gpu,
     measured_us,
     model_of,
@@ -23,7 +23,7 @@ from cute_mla.profiles.predictions import (
     tables,
 )
 from cute_mla.profiles.roofline import GPUS, roof
-from cute_mla.profiles.rows import OPS, Case, load
+from cute_mla.profiles.rows import Case, every_case, load
 
 MADE_UP = "NVIDIA H200"
 AGAIN = "python -m cute_mla.profiles.predictions"
@@ -79,9 +79,8 @@ def test_nothing_measured_has_no_error(case: Case, tmp_path: Path) -> None:
 
 
 def test_the_first_rows_are_recorded_and_none_that_is_gone() -> None:
-    cases = [case for op in OPS for case in load(op)]
-    first = {f"{case.name} {gpu}" for gpu in SHOWN for case in cases if case.priority <= FIRST_PRIORITIES}
-    assert first <= recorded().keys() <= {f"{case.name} {line_gpu(gpu)}" for gpu in GPUS for case in cases}, AGAIN
+    first = {f"{case.name} {gpu}" for gpu in SHOWN for case in first_cases()}
+    assert first <= recorded().keys() <= {f"{case.name} {line_gpu(gpu)}" for gpu in GPUS for case in every_case()}, AGAIN
 
 
 def test_the_tables_of_the_pages_are_current() -> None:
@@ -91,7 +90,7 @@ def test_the_tables_of_the_pages_are_current() -> None:
 
 def check(name: str, gpu: str) -> None:
     """Run the clock on a row and compare its times with the recorded ones."""
-    case = next(case for op in OPS for case in load(op) if case.name == name)
+    case = next(case for case in every_case() if case.name == name)
     before, after = (predicted(case, gpu, line) for line in (recorded()[f"{name} {line_gpu(gpu)}"], record_of(case, gpu)))
     for key in ("us", "low_us", "high_us"):
         assert after[key] == pytest.approx(before[key], rel=LIMIT), f"{name}: {key} is not as recorded; if that is meant: {AGAIN}"
@@ -112,7 +111,7 @@ def test_rows_of_each_kind_take_the_time_that_is_recorded(name: str, gpu: str) -
 def test_recording_keeps_other_rows_and_skips_current_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The state of a row is that of its kernels and constants."""
     made: list[str] = []
-    lines = {f"{case.name} H200": {"state": "old"} for op in OPS for case in load(op) if case.row != "M2"}
+    lines = {f"{case.name} H200": {"state": "old"} for case in every_case() if case.row != "M2"}
     monkeypatch.setattr(predictions, "FILE", tmp_path / "predictions.json")
     monkeypatch.setattr(predictions, "state_of", lambda case, gpu: recorded().get(f"{case.name} {gpu}", {}).get("state", "new"))
 

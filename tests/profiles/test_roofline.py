@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cute_mla.profiles.roofline import GPUS, Gpu, Work, gpus_of, roof
-from cute_mla.profiles.rows import OPS, Case, load
+from cute_mla.profiles.rows import Case, every_case
 from cute_mla.profiles.shapes import (
     CacheWriteShape,
     CombineShape,
@@ -21,7 +21,7 @@ from cute_mla.profiles.shapes import (
 from cute_mla.spec.arch import ARCHS, SM90, SM100
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
 
-CASES = [case for op in OPS for case in load(op)]
+CASES = every_case()
 
 
 def shape(batch: int, length: int, h_q: int, s_q: int) -> DecodeShape:

@@ -8,7 +8,7 @@ from xml.etree import ElementTree
 from cute_mla.profiles.plots.roofline_plot import HEIGHT, OP_COLORS, WIDTH, Point, roofline_svg
 from cute_mla.profiles.plots.svg import text_width
 from cute_mla.profiles.roofline import GPUS, roof
-from cute_mla.profiles.rows import OPS, load
+from cute_mla.profiles.rows import OPS, every_case
 
 SVG = "{http://www.w3.org/2000/svg}"
 H200 = GPUS["H200"]
@@ -85,7 +85,7 @@ def test_every_op_has_a_color() -> None:
 
 
 def test_every_row_of_the_suite_has_a_place() -> None:
-    for case in (case for op in OPS for case in load(op) if case.work.flops):
+    for case in (case for case in every_case() if case.work.flops):
         bound = roof(case.work, H200).us
         if bound < 5:
             continue  # too little work to be on the roof at all

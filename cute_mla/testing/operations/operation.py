@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -26,10 +26,6 @@ def _as_tuple(case: Any, arguments: Mapping[str, Any], returned: Any) -> Result:
 
 def _equal(case: Any) -> Mapping[str, Tolerance]:
     return {"out": EQUAL}
-
-
-def _not_taken(case: Any, *_: Any) -> Any:
-    raise NotImplementedError(f"{case.op} does not say how requests are taken")
 
 
 def _no_workspace(case: Any, tensors: Any) -> int:
@@ -73,9 +69,9 @@ class Operation:
     workspace_bytes: Callable[[Any, Any], int] = _no_workspace
     results_of: Callable[[Any, Mapping[str, Any], Any], Result] = _as_tuple
     limits: Callable[[Any, Any, Result], Mapping[str, ErrorLimit]] = _no_limits
-    taken: Callable[[Any, Any, Sequence[int], bool], tuple[Any, Any]] = _not_taken
-    of: Callable[[Any, Any, Result, int], Result] = _not_taken
-    requests: Callable[[Any], int] = _not_taken
+    taken: Callable[[Any, Any, Sequence[int], bool], tuple[Any, Any]] = field(kw_only=True)
+    of: Callable[[Any, Any, Result, int], Result] = field(kw_only=True)
+    requests: Callable[[Any], int] = field(kw_only=True)
     part: Callable[[Any, Any, int], Sample] | None = None
     plan: Callable[[Any, Any], Plan] | None = None
     in_place: tuple[str, ...] = ()
