@@ -9,9 +9,8 @@ from cutlass import Boolean, Int32, Uint32, cute
 
 from ...spec.dense_decode import CAUSAL, TILE_ROWS
 from ...spec.split_plan import NO_LIMIT, TILE_KEYS
-from ..primitives.integers import clip, larger, smaller
-from ..primitives.nullable import load_or
-from ..primitives.registers import pin_register
+from ..primitives.arithmetic import clip, larger, pin_register, smaller
+from ..primitives.rows import load_or
 from .units import Units
 
 

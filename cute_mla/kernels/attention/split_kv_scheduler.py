@@ -28,9 +28,8 @@ from ...spec.split_plan import (
     PLAN_COLUMNS,
     TILE_KEYS,
 )
-from ..primitives.integers import clip, larger, smaller
-from ..primitives.prefetch import LINE_BYTES, prefetch_line
-from ..primitives.registers import pin_register
+from ..primitives.arithmetic import clip, larger, pin_register, smaller
+from ..primitives.copies import LINE_BYTES, prefetch_line
 from .lengths import Lengths, RowTile, tiles_of
 
 INT32_BYTES = 4

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from cutlass import Int32, cute
 
-from ..primitives.integers import clip
-from ..primitives.nullable import load_or
+from ..primitives.arithmetic import clip
+from ..primitives.rows import load_or
 from .split_kv_scheduler import TileRange, WorkTile, tiles_of
 
 

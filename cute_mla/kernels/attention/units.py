@@ -18,7 +18,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.split_plan import UNIT_ALL_TOKENS, UNIT_BASE, UNIT_COLUMNS, UNIT_FIRST_TOKEN, UNIT_LATER, UNIT_REQUEST, UNIT_TOKENS
-from ..primitives.integers import clip, larger, smaller
+from ..primitives.arithmetic import clip, larger, smaller
 
 
 @dataclass(frozen=True)

@@ -21,25 +21,8 @@ from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
-from ..primitives.elements import pack_word
-from ..primitives.key_rows import (
-    E8M0_NAN,
-    MANTISSA_BITS,
-    NAN,
-    PAIR,
-    SPAN,
-    WORDS,
-    Key,
-    element_at,
-    exact,
-    is_whole,
-    load_words,
-    registers,
-    store_elements,
-    vectors_of,
-)
-from ..primitives.nullable import load_or_one
-from ..primitives.registers import as_float
+from ..primitives.arithmetic import E8M0_NAN, MANTISSA_BITS, NAN, as_float, pack_word, registers
+from ..primitives.rows import PAIR, SPAN, WORDS, Key, element_at, exact, is_whole, load_or_one, load_words, store_elements, vectors_of
 
 THREADS = 32 * KEYS_PER_BLOCK
 NEVER = (1 << 31) - 1  # where a request that does not exist ends

@@ -36,23 +36,24 @@ from ...spec.mla import D_ROPE, ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
-from ..primitives.elements import pack_pair
-from ..primitives.key_rows import (
+from ..primitives.arithmetic import lane_sum, neighbour_sum, pack_pair, product, registers, square_root
+from ..primitives.rows import (
+    FLOAT_BYTES,
     PAIR,
     SPAN,
     WORDS,
     Key,
+    KeyWriter,
+    Loaded,
     exact,
     is_whole,
     load_elements,
+    load_floats,
+    load_or_one,
     load_together,
-    registers,
+    start_load,
     store_elements,
 )
-from ..primitives.key_writer import KeyWriter
-from ..primitives.nullable import load_or_one
-from ..primitives.row_sums import FLOAT_BYTES, lane_sum, load_floats, neighbour_sum, product, square_root
-from ..primitives.wide_integers import Loaded, start_load
 
 PAIRS = D_ROPE // 2
 ROTARY_LANE = (SPAN - D_ROPE) // VECTOR  # first lane that has rotary columns in its second vector, where values are rotated

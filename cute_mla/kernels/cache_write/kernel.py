@@ -31,19 +31,8 @@ from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
-from ..primitives.key_rows import (
-    PAIR,
-    SPAN,
-    WORDS,
-    Key,
-    is_whole,
-    load_elements,
-    registers,
-    vectors_of,
-)
-from ..primitives.key_writer import KeyWriter
-from ..primitives.nullable import load_or_one
-from ..primitives.wide_integers import load_integer
+from ..primitives.arithmetic import registers
+from ..primitives.rows import PAIR, SPAN, WORDS, Key, KeyWriter, is_whole, load_elements, load_integer, load_or_one, vectors_of
 
 THREADS = 32 * KEYS_PER_BLOCK
 

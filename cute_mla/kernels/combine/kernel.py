@@ -32,7 +32,7 @@ from ..attention.softmax import LN2
 from ..attention.units import Units
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
-from ..primitives.integers import clip
+from ..primitives.arithmetic import clip
 
 THREADS = 32 * ROWS_PER_BLOCK
 KEPT_WEIGHTS = 4  # of a lane where a few rows have many splits

@@ -14,9 +14,8 @@ from ..attention.softmax import FindWorkTile, sink_weight
 from ..attention.split_kv_scheduler import KeyTile, SplitKvSchedule, WorkTile
 from ..attention.tiles import BOX_COLUMNS
 from ..attention.units import RowRange, Units
-from ..primitives.integers import larger, smaller
-from ..primitives.nullable import load_or_one
-from ..primitives.registers import pin_register
+from ..primitives.arithmetic import larger, pin_register, smaller
+from ..primitives.rows import load_or_one
 
 BOX_BYTES_PER_KEY = BOX_COLUMNS * ELEMENT_BYTES
 NO_PAGE = -1  # of a box or key that is not in use: outside every cache

@@ -11,8 +11,8 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 from ...spec.split_plan import TILE_KEYS
 from ..attention.lengths import tiles_of
 from ..attention.split_kv_scheduler import TileRange
-from ..primitives.integers import smaller
-from ..primitives.prefetch import prefetch_line
+from ..primitives.arithmetic import smaller
+from ..primitives.copies import prefetch_line
 from .operands import NO_PAGE, LaneBox, Operands
 
 TILE_SHIFT = TILE_KEYS.bit_length() - 1

@@ -55,7 +55,7 @@ from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, FP8_CACHE, DenseDecodeConfig
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
-from ..primitives.tma import pair_box, prefetch_map
+from ..primitives.copies import pair_box, prefetch_map
 from ..sm100.alternating import NAMED_BARRIERS as ALTERNATING_BARRIERS
 from ..sm100.alternating import AlternatingPipes, AlternatingRows
 from ..sm100.config import (

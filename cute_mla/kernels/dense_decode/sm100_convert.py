@@ -21,7 +21,7 @@ from ...spec.dense_decode import FP8_CACHE, DenseDecodeConfig
 from ...spec.mla import D_LATENT
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
-from ..primitives.e4m3 import widen_in_pairs
+from ..primitives.arithmetic import widen_in_pairs
 from ..sm100.config import CTA_ROPE, EVEN_CTA, SIXTEEN_BIT, TMEM_COLUMNS, Pipes, Tiles
 from ..sm100.mma import MmaRole, PairGemm
 from ..sm100.output import OutputRole

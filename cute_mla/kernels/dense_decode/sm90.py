@@ -52,7 +52,7 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
 from ..attention.tiles import BOX_COLUMNS
 from ..definition import KernelDefinition
-from ..primitives.tma import load_box, multicast_box, prefetch_box, prefetch_map
+from ..primitives.copies import load_box, multicast_box, prefetch_box, prefetch_map
 from ..sm90.arrivals import await_peer, initialise
 from ..sm90.config import BOX_BYTES, OUTPUT_REGISTERS, STAGE_BYTES, STAGE_COLUMNS, Geometry, Pipes, Tiles
 from ..sm90.output import LatentOutput, OutputRole

@@ -32,9 +32,8 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
 from ..attention.tiles import BOX_COLUMNS
 from ..definition import KernelDefinition
-from ..primitives.e4m3 import widen
-from ..primitives.integers import smaller
-from ..primitives.prefetch import LINE_BYTES, prefetch_line
+from ..primitives.arithmetic import smaller, widen
+from ..primitives.copies import LINE_BYTES, prefetch_line
 from ..sm90.arrivals import initialise
 from ..sm90.config import (
     ALL_REGISTERS,

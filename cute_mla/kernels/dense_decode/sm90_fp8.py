@@ -48,9 +48,8 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
 from ..attention.softmax import TileSoftmax
 from ..definition import KernelDefinition
-from ..primitives.matrix_store import smem_pointer
+from ..primitives.copies import load_box, multicast_box, prefetch_map, smem_pointer
 from ..primitives.smem import fields_of
-from ..primitives.tma import load_box, multicast_box, prefetch_map
 from ..sm90.byte_transpose import ONES, transpose_box
 from ..sm90.output import OutputRole
 from ..sm90.score import ScoreRole

@@ -12,9 +12,9 @@ from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.softmax import DITHER
 from ..attention.split_kv_scheduler import KeyTile
-from ..primitives.elements import load_word, pack_word
-from ..primitives.matrix_store import CHUNK, store_groups, writer_address
-from ..primitives.registers import pin_register
+from ..primitives.arithmetic import pack_word, pin_register
+from ..primitives.copies import CHUNK, store_groups, writer_address
+from ..primitives.rows import load_word
 from ..primitives.wgmma import ROWS_PER_THREAD, RowPair, flat, fragment_row
 from ..sm90.byte_transpose import KEY_GROUPS
 from ..sm90.config import TileState

@@ -10,7 +10,7 @@ from cutlass import cute
 from ...spec.split_plan import TILE_KEYS
 from ..attention.softmax import mask_keys
 from ..attention.split_kv_scheduler import KeyTile
-from ..primitives.registers import computed_with
+from ..primitives.arithmetic import computed_with
 from ..primitives.wgmma import ROWS_PER_THREAD
 from ..sm90.config import TileState
 from ..sm90.score import TileScores, query_row

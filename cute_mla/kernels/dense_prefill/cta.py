@@ -8,9 +8,9 @@ from typing import Any, Protocol
 from cutlass import Int32, cute
 
 from ..primitives import tcgen05
+from ..primitives.copies import prefetch_map
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import Barriers
-from ..primitives.tma import prefetch_map
 
 TMEM_COLUMNS = 512  # all that an SM has
 

@@ -10,9 +10,9 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.dense_prefill import RANKED_ROUNDS
-from ..primitives.elements import aligned, store_words
-from ..primitives.integers import clip, larger, smaller
+from ..primitives.arithmetic import clip, larger, smaller
 from ..primitives.pipeline import StageBarriers
+from ..primitives.rows import aligned, store_vector
 
 
 class DensePrefillRows(NamedTuple):
@@ -313,7 +313,7 @@ class ItemQueue:
         words = [Int32(there), *(getattr(item, field.name) for field in fields(self.kind))]
         with cute.arch.elect_one():
             for first in range(0, self.words, WORDS_AT_ONCE):
-                store_words(self._cell(turn) + first, words[first : first + WORDS_AT_ONCE])
+                store_vector(self._cell(turn) + first, words[first : first + WORDS_AT_ONCE])
             cute.arch.mbarrier_arrive(self.pipes.item_ready.barrier(turn))
 
     def take(self, turn: Int32) -> tuple[Boolean, DensePrefillItem]:

@@ -11,9 +11,9 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
-from ..primitives.elements import store_words
+from ..primitives.copies import load_box, pair_box
 from ..primitives.pipeline import PipelineState, arrive_at
-from ..primitives.tma import load_box, pair_box
+from ..primitives.rows import store_vector
 from ..sm100.boxes import CHUNK, CHUNKS_PER_ROW, ROW_BYTES
 from .operands import DensePrefillItem, DensePrefillItems, DensePrefillOperands, ItemQueue
 from .sm100_config import (
@@ -272,7 +272,7 @@ class DensePrefillPairLoadRole:
         while row < TILE_KEYS:
             for box in cutlass.range_constexpr(self.geometry.value_boxes):
                 place = target + (box * STAGE_BYTES + row * ROW_BYTES + lane % CHUNKS_PER_ROW * CHUNK)
-                store_words(place, [Int32(0)] * 4)
+                store_vector(place, [Int32(0)] * 4)
             row = row + rows_per_pass
 
     @cute.jit

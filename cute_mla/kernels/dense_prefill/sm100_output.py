@@ -8,7 +8,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ..primitives import tcgen05
-from ..primitives.elements import pack_pair, store_packed_row, store_row
+from ..primitives.arithmetic import pack_pair
+from ..primitives.rows import store_packed_row, store_row
 from .operands import DensePrefillItem, DensePrefillOperands, ItemQueue
 from .sm100_config import (
     D_V,

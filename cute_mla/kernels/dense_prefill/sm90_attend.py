@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from ..attention.softmax import LN2, OnlineSoftmax, mask_keys
-from ..primitives.integers import larger, smaller
+from ..primitives.arithmetic import larger, smaller
 from ..primitives.pipeline import arrive
 from ..primitives.wgmma import ROWS_PER_THREAD
 from .operands import DensePrefillItem, DensePrefillOperands, DensePrefillRows, EveryKey, ItemQueue

@@ -8,7 +8,8 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from ..primitives.elements import pack_pair, store_pair, store_words
+from ..primitives.arithmetic import pack_pair
+from ..primitives.rows import store_pair, store_vector
 from ..primitives.wgmma import (
     A_STRIDES,
     A_VALUES,
@@ -168,7 +169,7 @@ def store_row_words(target: cute.Pointer, words: list[Int32], thread: Int32, run
     """Store a quad's row, in runs of 16 bytes a lane, as gather_runs leaves them, or in pairs of elements that may begin anywhere."""
     if runs:
         for i in range(0, len(words), 4):
-            store_words(target + (8 * i + 8 * (thread % 4)), words[i : i + 4])
+            store_vector(target + (8 * i + 8 * (thread % 4)), words[i : i + 4])
     else:
         for eight, word in enumerate(words):
             store_pair(target + (8 * eight + 2 * (thread % 4)), word)

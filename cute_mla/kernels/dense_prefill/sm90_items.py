@@ -8,8 +8,7 @@ import cutlass
 from cutlass import Boolean, Int32, Uint32, cute
 
 from ...spec.dense_prefill import RANKED_ROUNDS, TURNED_EIGHTHS
-from ..primitives.integers import clip, larger, smaller
-from ..primitives.warp import inclusive_sum
+from ..primitives.arithmetic import clip, inclusive_sum, larger, smaller
 from .operands import DensePrefillItem, DensePrefillItems, ItemQueue, span
 from .sm90_config import RANK_BITS, RANK_KEYS
 

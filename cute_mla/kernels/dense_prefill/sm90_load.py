@@ -9,8 +9,8 @@ import cutlass
 from cutlass import Int32, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
+from ..primitives.copies import load_box
 from ..primitives.pipeline import StageBarriers, arrive
-from ..primitives.tma import load_box
 from ..sm90.clear_rows import clear_rows
 from ..sm90.warpgroups import set_registers
 from .operands import DensePrefillOperands, ItemQueue

@@ -11,7 +11,7 @@ from cutlass import Int32, Uint32, cute
 from ...spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES, DensePrefillDkdvArguments, DensePrefillDkdvConfig
 from ...spec.mla import ELEMENT_BYTES
 from ..dense_prefill.operands import ItemRounds, row_of, span
-from ..primitives.integers import clip, larger, smaller
+from ..primitives.arithmetic import clip, larger, smaller
 from ..primitives.pipeline import StageBarriers
 
 

@@ -13,7 +13,8 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...spec.dense_prefill_dq import STATISTICS
 from ..dense_prefill.sm100_softmax import exp2_on_fma
 from ..primitives import tcgen05
-from ..primitives.elements import aligned, pack_pair, store_row
+from ..primitives.arithmetic import pack_pair
+from ..primitives.rows import aligned, store_row
 from .load import DkdvPostedItem
 from .operands import DkdvOperands
 from .sm100_config import (

@@ -10,9 +10,9 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_prefill import BOX_COLUMNS
 from ...spec.dense_prefill_dq import STATISTICS
-from ..primitives.elements import store_words
+from ..primitives.copies import load_box
 from ..primitives.pipeline import StageBarriers, arrive
-from ..primitives.tma import load_box
+from ..primitives.rows import store_vector
 from ..sm100.boxes import CHUNKS_PER_ROW
 from .operands import DkdvItem
 from .sm100_config import DkdvSm100Geometry
@@ -83,7 +83,7 @@ class DkdvSm100RowTiles:
             row = step * ROWS_PER_PASS + lane // CHUNKS_PER_ROW
             if row >= rows:
                 for place in places:
-                    store_words(cute.recast_ptr(place + row * BOX_COLUMNS, dtype=Int32) + lane % CHUNKS_PER_ROW * 4, [Int32(0)] * 4)
+                    store_vector(cute.recast_ptr(place + row * BOX_COLUMNS, dtype=Int32) + lane % CHUNKS_PER_ROW * 4, [Int32(0)] * 4)
         if cutlass.const_expr(self.statistics is not None):
             for step in cutlass.range_constexpr(0, size, cute.arch.WARP_SIZE):
                 row = step + lane

@@ -17,7 +17,7 @@ from ...spec.dense_prefill_dq import STATISTICS
 from ..dense_prefill.sm90_attend import give_turn, take_turn
 from ..dense_prefill.sm90_config import WARPGROUP
 from ..dense_prefill.sm90_gemm import ScoreProduct, SumProduct, gather_runs, store_row_words
-from ..primitives.elements import aligned, store_words
+from ..primitives.rows import aligned, store_vector
 from ..primitives.wgmma import ROWS_PER_THREAD, flat, fragment_column, fragment_row, half, packed
 from .load import DkdvPostedItem
 from .operands import DkdvOperands
@@ -288,7 +288,7 @@ class DkdvValueSum:
         products.make_probs(operands, stage)
         words = packed(products.values.factor)
         for i, chunk in enumerate(shared_chunks(smem, products, stage)):
-            store_words(chunk, [words[CHUNK_WORDS * i + j] for j in range(CHUNK_WORDS)])
+            store_vector(chunk, [words[CHUNK_WORDS * i + j] for j in range(CHUNK_WORDS)])
         smem.probs_ready.producer_commit(use)
         smem.query_free.consumer_release(use)
         smem.dout_ready.consumer_wait(use)

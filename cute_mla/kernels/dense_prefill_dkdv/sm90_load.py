@@ -10,8 +10,8 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_prefill_dq import STATISTICS
 from ..dense_prefill.sm90_load import load_boxes
+from ..primitives.copies import load_box
 from ..primitives.pipeline import StageBarriers, arrive
-from ..primitives.tma import load_box
 from ..sm90.clear_rows import clear_rows
 from .operands import DkdvItem
 

@@ -12,8 +12,8 @@ from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
 from ...spec.dense_prefill_dq import TILE_ROWS
 from ..dense_prefill.operands import DensePrefillItem, ItemQueue
 from ..dense_prefill.sm100_config import BOX_BYTES
+from ..primitives.copies import load_box
 from ..primitives.pipeline import PipelineState, StageBarriers
-from ..primitives.tma import load_box
 from .operands import DqOperands
 from .sm100_config import ROW_BOX_BYTES, DqSm100Geometry, DqSm100Smem
 

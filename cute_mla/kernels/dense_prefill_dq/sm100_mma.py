@@ -13,7 +13,7 @@ from ..dense_prefill.operands import ItemQueue
 from ..dense_prefill.sm100_config import K_STEP
 from ..dense_prefill.sm100_mma import box_steps, commit, multiply, row_steps
 from ..primitives import tcgen05
-from ..primitives.integers import larger
+from ..primitives.arithmetic import larger
 from ..primitives.pipeline import PipelineState
 from .sm100_config import DPROBS_COLUMN, DQ_COLUMN, ROW_BOX_BYTES, SCORE_COLUMN, DqSm100Geometry, DqSm100Smem
 

@@ -12,8 +12,8 @@ from ...spec.mla import LOG2E
 from ..dense_prefill.operands import DensePrefillItem, ItemQueue
 from ..dense_prefill.sm100_config import GROUP, GROUP_WARPS, first_lane
 from ..primitives import tcgen05
-from ..primitives.elements import aligned, store_row
-from ..primitives.integers import smaller
+from ..primitives.arithmetic import smaller
+from ..primitives.rows import aligned, store_row
 from .operands import DqOperands
 from .sm100_config import DQ_COLUMN, DqSm100Geometry, DqSm100Smem
 

@@ -17,8 +17,8 @@ from ..dense_prefill.operands import DensePrefillItem, ItemQueue
 from ..dense_prefill.sm90_attend import give_turn, take_turn
 from ..dense_prefill.sm90_config import GROUP_ROWS, GROUPS
 from ..dense_prefill.sm90_gemm import ScoreProduct, SumProduct, gather_runs, store_row_words
-from ..primitives.elements import aligned
-from ..primitives.integers import smaller
+from ..primitives.arithmetic import smaller
+from ..primitives.rows import aligned
 from ..primitives.wgmma import ROWS_PER_THREAD, flat, fragment_column, fragment_row, half, quad_sum
 from .operands import DqOperands
 from .sm90_config import DqSm90Geometry, DqSm90Smem

@@ -34,23 +34,24 @@ from ...spec.mla import ELEMENT_BYTES
 from ...spec.mqa_logits import COLUMNS, SCALE_BYTES
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
-from ..primitives.key_rows import (
+from ..primitives.arithmetic import (
     E8M0_NAN,
+    EXPONENT_OF_ONE_TWICE,
     INFINITE,
     MANTISSA_BITS,
     NAN,
-    WORDS,
-    element_at,
-    exact,
-    is_whole,
-    load_elements,
+    as_float,
+    codes,
+    exponent_above,
+    lane_sum,
+    largest,
+    neighbour_sum,
+    product,
     registers,
-    store_words,
+    signed,
+    square_root,
 )
-from ..primitives.quantise import EXPONENT_OF_ONE_TWICE, codes, exponent_above, largest
-from ..primitives.registers import as_float
-from ..primitives.row_sums import FLOAT_BYTES, lane_sum, load_floats, neighbour_sum, product, signed, square_root
-from ..primitives.wide_integers import start_load
+from ..primitives.rows import FLOAT_BYTES, WORDS, element_at, exact, is_whole, load_elements, load_floats, start_load, store_words
 
 PAIRS = ROTARY // 2
 ROTARY_LANES = ROTARY // VECTOR

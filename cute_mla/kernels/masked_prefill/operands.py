@@ -11,7 +11,7 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from ...spec.masked_prefill import MASK_WORD_KEYS, MaskedPrefillArguments
 from ..dense_prefill.operands import DensePrefillItem, ItemQueue, TileWalk
-from ..primitives.integers import larger, smaller
+from ..primitives.arithmetic import larger, smaller
 
 PART_TILES = 32  # key tiles of a part of an item: a word of bits
 

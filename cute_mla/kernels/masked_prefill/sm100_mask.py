@@ -18,7 +18,7 @@ from ..attention.softmax import RESCALE_LOG2
 from ..dense_prefill.operands import DensePrefillItem, EveryKey
 from ..dense_prefill.sm100_config import TILE_KEYS
 from ..dense_prefill.sm100_softmax import KEYS_STORED_AT_ONCE, RowSoftmax, greatest
-from ..primitives.integers import smaller
+from ..primitives.arithmetic import smaller
 from .operands import MaskedTileWalk, MaskRows, in_register
 
 TILE_WORDS = TILE_KEYS // MASK_WORD_KEYS

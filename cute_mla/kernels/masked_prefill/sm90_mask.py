@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ..dense_prefill.operands import DensePrefillItem, EveryKey, TileWalk
 from ..dense_prefill.sm90_gemm import DensePrefillProducts
-from ..primitives.integers import smaller
+from ..primitives.arithmetic import smaller
 from ..primitives.wgmma import ROWS_PER_THREAD, flat, half
 from .operands import MaskRows, in_register
 

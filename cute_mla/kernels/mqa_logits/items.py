@@ -13,8 +13,8 @@ import cutlass
 from cutlass import Boolean, Int32, Uint32, cute
 
 from ...spec.mqa_logits import TILE_KEYS, MqaLogitsArguments
-from ..primitives.elements import aligned
-from ..primitives.integers import clip, larger, smaller
+from ..primitives.arithmetic import clip, larger, smaller
+from ..primitives.rows import aligned
 
 LANES = 32
 MAX_INT32 = 0x7FFFFFFF

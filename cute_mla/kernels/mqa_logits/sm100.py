@@ -41,8 +41,8 @@ from ...spec.arch import Arch
 from ...spec.mqa_logits import MqaLogitsArguments, MqaLogitsConfig
 from ..definition import KernelDefinition
 from ..primitives import tcgen05
+from ..primitives.copies import prefetch_map
 from ..primitives.smem import fields_of
-from ..primitives.tma import prefetch_map
 from .abi import MqaLogitsKernel
 from .sm100_config import (
     FILL_WARP,

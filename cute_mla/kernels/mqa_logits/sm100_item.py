@@ -9,7 +9,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.experimental import primitives
 
 from ...spec.mqa_logits import TILE_KEYS, MqaLogitsArguments, MqaLogitsConfig
-from ..primitives.integers import smaller
+from ..primitives.arithmetic import smaller
 from ..sm100.row_copy import start_copy
 from .items import ItemBoard, LaneItem, WorkItem, WorkItems, for_each_item
 from .sm100_config import GROUPS, ITEM_COLUMNS, LANES, Pipes, Tiles

@@ -12,8 +12,8 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 from cutlass.experimental import primitives
 
 from ...spec.mqa_logits import COLUMNS, SCALE_BYTES, TILE_KEYS, MqaLogitsArguments
-from ..primitives.integers import smaller
-from ..primitives.tma import load_box
+from ..primitives.arithmetic import smaller
+from ..primitives.copies import load_box
 from ..sm100.row_copy import start_copy
 from .items import WorkItem
 from .sm100_config import BLOCK_BYTES, LANES, QUERY_BYTES, TILE_BYTES, Pipes

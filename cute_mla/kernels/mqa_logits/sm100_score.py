@@ -15,9 +15,9 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.mqa_logits import BLOCK_COLUMNS, TILE_KEYS, MqaLogitsArguments
 from ..primitives import tcgen05
-from ..primitives.elements import aligned
+from ..primitives.arithmetic import pin_address, pin_register
 from ..primitives.pipeline import arrive, barrier_at
-from ..primitives.registers import pin_address, pin_register
+from ..primitives.rows import aligned
 from .items import WorkItem
 from .sm100_config import GROUP_WARPS, GROUPS, ITEM_COLUMNS, LANES, SCALE_STAGES, SCORE_STAGES, TMEM_LANE
 from .sm100_item import Items

@@ -34,8 +34,8 @@ from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.mqa_logits import MqaLogitsArguments, MqaLogitsConfig
 from ..definition import KernelDefinition
+from ..primitives.copies import prefetch_map
 from ..primitives.smem import fields_of
-from ..primitives.tma import prefetch_map
 from .abi import MqaLogitsKernel
 from .items import WorkItems
 from .sm90_config import (

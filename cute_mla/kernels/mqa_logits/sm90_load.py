@@ -9,8 +9,8 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 from cutlass.experimental import primitives
 
 from ...spec.mqa_logits import BLOCK_COLUMNS, COLUMNS, TILE_KEYS, MqaLogitsArguments
-from ..primitives.integers import smaller
-from ..primitives.tma import load_box
+from ..primitives.arithmetic import smaller
+from ..primitives.copies import load_box
 from ..sm90.row_copy import arrive_landed, copy_chunk
 from .items import ItemBoard, LaneItem, WorkItem, WorkItems, for_each_item
 from .sm90_config import BLOCKS, ITEM_COLUMNS, LANES, QUERY_BLOCK_BYTES, TILE_BYTES, Pipes, Tiles

@@ -10,10 +10,9 @@ from cutlass.cute.nvgpu import warpgroup
 
 from ...spec.mqa_logits import BLOCK_COLUMNS, TILE_KEYS, MqaLogitsArguments
 from ..dense_decode.sm90_fp8_gemm import tiled_mma
-from ..primitives.elements import aligned
-from ..primitives.integers import larger, smaller
+from ..primitives.arithmetic import larger, pin_address, pin_register, smaller
 from ..primitives.pipeline import PipelineState
-from ..primitives.registers import pin_address, pin_register
+from ..primitives.rows import aligned
 from ..primitives.wgmma import ROWS_APART, ROWS_PER_THREAD, flat, fragment_row, half
 from .items import MAX_INT32, ItemBoard, WorkItem
 from .sm90_config import (

@@ -14,7 +14,7 @@ import cutlass
 from cutlass import Float32, Int32, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
 
-from .registers import pin_register
+from .arithmetic import pin_register
 
 TILE_ROWS = 64  # of one WGMMA
 ROWS_PER_THREAD = 2

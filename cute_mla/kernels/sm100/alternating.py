@@ -23,8 +23,9 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.operands import QueryOperands
 from ..attention.softmax import DITHER, Window, follow_maximum, follow_tile
 from ..primitives import tcgen05
-from ..primitives.elements import pack_word, store_words
+from ..primitives.arithmetic import pack_word
 from ..primitives.pipeline import StageBarriers
+from ..primitives.rows import store_vector
 from .config import (
     EXCHANGE_WORDS,
     GROUP,
@@ -126,7 +127,7 @@ class AlternatingRows(ScoreRows):
     @cute.jit
     def _store_ones(self):
         if self.group == 0:
-            store_words(self.shared.sOnes + (self.half * TILE_ROWS + self.row) * 16, [Int32(ONES_WORD)] * VECTOR)
+            store_vector(self.shared.sOnes + (self.half * TILE_ROWS + self.row) * 16, [Int32(ONES_WORD)] * VECTOR)
 
     def sync_halves(self) -> None:
         """Wait for the warp that has the other half of this warp's rows."""

@@ -7,7 +7,7 @@ from cutlass import Int32, cute
 
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.tiles import BOX_COLUMNS
-from ..primitives.elements import store_words
+from ..primitives.rows import store_vector
 
 BOX_ROWS = 64
 ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES
@@ -28,4 +28,4 @@ def clear_rows(first_box: cute.Pointer, boxes: int, first_row: Int32, thread: In
                 unused = unused | ((row >= hole[0]) & (row < hole[1]))  # type: ignore[index]  # not None here
             if unused:
                 place = box * (BOX_ROWS * ROW_BYTES) + row * ROW_BYTES + thread % CHUNKS_PER_ROW * CHUNK
-                store_words(first_box + place, [Int32(0)] * 4)
+                store_vector(first_box + place, [Int32(0)] * 4)

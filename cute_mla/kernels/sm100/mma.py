@@ -15,7 +15,7 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.split_kv_scheduler import SplitKvSchedule
 from ..attention.token_scheduler import TokenSchedule
 from ..primitives import tcgen05
-from ..primitives.integers import smaller
+from ..primitives.arithmetic import smaller
 from ..primitives.tcgen05 import Keep
 from .config import (
     BOX_BYTES,

@@ -16,7 +16,7 @@ from ..attention.operands import LatentOperands, QueryOperands
 from ..attention.split_kv_scheduler import WorkTile
 from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
-from ..primitives.elements import aligned, store_row
+from ..primitives.rows import aligned, store_row
 from .config import OUTPUT_COLUMN, SUM_COLUMN, VECTOR, Geometry, Pipes, Tiles
 from .score import thread_and_lanes
 

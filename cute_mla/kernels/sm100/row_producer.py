@@ -31,7 +31,7 @@ from ...manifest import Role
 from ...spec.split_plan import TILE_KEYS
 from ..attention.operands import QueryOperands
 from ..attention.split_kv_scheduler import TileRange
-from ..primitives.integers import smaller
+from ..primitives.arithmetic import smaller
 from .config import EVEN_CTA, GROUP_WARPS, PAIR, SCORE_WARP, SIXTEEN_BIT, Pipes, Tiles
 from .row_copy import ROW_BYTES, WARP_KEYS, LaneKeys, WarpRows
 

@@ -26,7 +26,8 @@ from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
 from ..attention.split_kv_scheduler import KeyTile, TileRange, WorkTile
 from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
-from ..primitives.elements import aligned, pack_word
+from ..primitives.arithmetic import pack_word
+from ..primitives.rows import aligned
 from .config import (
     CTA_ROPE,
     GROUP,

@@ -19,7 +19,7 @@ import cutlass
 from cutlass import Int32, cute
 from cutlass.experimental import primitives
 
-from ..primitives.matrix_store import BOX_ROW_BYTES, CHUNK, MATRIX_ROWS, ROW_BYTES, load_groups, store_groups, writer_address
+from ..primitives.copies import BOX_ROW_BYTES, CHUNK, MATRIX_ROWS, ROW_BYTES, load_groups, store_groups, writer_address
 
 KEYS = ROW_BYTES  # of a box, one byte each in a row of V^T
 KEY_GROUPS = ROW_BYTES // CHUNK

@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from ..attention.tiles import BOX_COLUMNS
-from ..primitives.elements import aligned
+from ..primitives.rows import aligned
 from .warpgroups import WARPGROUP
 
 

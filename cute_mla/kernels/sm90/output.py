@@ -18,8 +18,9 @@ from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..attention.operands import QueryOperands
 from ..attention.split_kv_scheduler import KeyTile
-from ..primitives.elements import aligned, pack_pair, store_word
+from ..primitives.arithmetic import pack_pair
 from ..primitives.pipeline import PipelineState
+from ..primitives.rows import aligned, store_word
 from ..primitives.wgmma import K_STEP, ROWS_PER_THREAD, RowPair, flat, fragment_row, half, tiled_mma
 from .clear_rows import clear_rows
 from .config import STAGE_COLUMNS, Geometry, Pipes, Tiles, TileState

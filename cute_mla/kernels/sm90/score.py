@@ -21,10 +21,10 @@ from ..attention.softmax import LN2, OnlineSoftmax, RowScale
 from ..attention.split_kv_scheduler import KeyTile, TileRange, WorkTile
 from ..attention.tiles import BOX_COLUMNS, first_query_row
 from ..attention.units import RowRange
-from ..primitives.elements import load_word
-from ..primitives.matrix_store import BOX_ROW_BYTES, store_groups, writer_address
+from ..primitives.arithmetic import pin_register
+from ..primitives.copies import BOX_ROW_BYTES, store_groups, writer_address
 from ..primitives.pipeline import arrive, barrier_at
-from ..primitives.registers import pin_register
+from ..primitives.rows import load_word
 from ..primitives.wgmma import (
     A_STRIDES,
     A_VALUES,

@@ -19,8 +19,8 @@ from cutlass.experimental import primitives
 
 from ...spec.dense_decode import TILE_ROWS
 from ..attention.tiles import BOX_COLUMNS, first_query_row
-from ..primitives.integers import smaller
-from ..primitives.matrix_store import load_groups
+from ..primitives.arithmetic import smaller
+from ..primitives.copies import load_groups
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import Barriers, Field, fields_of
 from .config import BOX_BYTES, STAGE_COLUMNS, STEPS_PER_BOX, Geometry, Tiles

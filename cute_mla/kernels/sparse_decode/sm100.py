@@ -21,7 +21,7 @@ from ...spec.sparse_decode import SparseDecodeConfig
 from ..attention.kernel import AttentionKernel
 from ..attention.softmax import SinkScale
 from ..definition import KernelDefinition
-from ..primitives.registers import pin_address
+from ..primitives.arithmetic import pin_address
 from ..sm100.config import EVEN_CTA, SIXTEEN_BIT, TMEM_COLUMNS, Tiles
 from ..sm100.indexed_keys import IndexedPipes, SeenBits, SeenMask
 from ..sm100.mma import MmaRole, PairGemm

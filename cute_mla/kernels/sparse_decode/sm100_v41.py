@@ -15,10 +15,7 @@ from cutlass import BFloat16, Boolean, Int16, Int32, Int64, cute
 
 from ...spec.cache_format import V41, V41_FP4
 from ..attention.tiles import BOX_COLUMNS
-from ..primitives.e2m1 import e4m3_of_e2m1
-from ..primitives.e4m3 import bf16_of_e4m3, widen_in_pairs
-from ..primitives.elements import multiply_pairs
-from ..primitives.registers import pin_register
+from ..primitives.arithmetic import bf16_of_e4m3, e4m3_of_e2m1, multiply_pairs, pin_register, widen_in_pairs
 from ..sm100.config import CTA_COLUMNS
 from ..sm100.row_conversion import E4m3Columns
 from ..sm100.row_copy import CHUNK, LANES, WARP_KEYS, WarpRows, copy_runs, start_copy

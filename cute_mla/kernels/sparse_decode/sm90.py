@@ -33,8 +33,8 @@ from ..attention.kernel import AttentionKernel
 from ..attention.softmax import SinkScale
 from ..attention.tiles import BOX_COLUMNS
 from ..definition import KernelDefinition
+from ..primitives.arithmetic import pin_register
 from ..primitives.pipeline import PipelineState, arrive
-from ..primitives.registers import pin_register
 from ..sm90.arrivals import await_peer, initialise
 from ..sm90.config import (
     ALL_REGISTERS,

@@ -22,10 +22,7 @@ import cutlass
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
 
 from ...spec.sparse_decode import SparseDecodeConfig
-from ..primitives.e2m1 import E2M1_SCALE, e4m3_of_e2m1
-from ..primitives.e4m3 import widen
-from ..primitives.elements import multiply_pairs, pack_pair
-from ..primitives.registers import as_float
+from ..primitives.arithmetic import E2M1_SCALE, as_float, e4m3_of_e2m1, multiply_pairs, pack_pair, widen
 from ..sm90.gather_split import CHUNK, HALVES, KEYS_PER_WARP, Half
 from ..sm90.row_conversion import CHUNK_WORDS, LANES_PER_KEY, Step, load_if
 

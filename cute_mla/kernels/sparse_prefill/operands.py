@@ -11,8 +11,8 @@ from ...spec.mla import ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillArguments
 from ..attention.token_scheduler import TokenSchedule
 from ..attention.units import RowRange
-from ..primitives.integers import clip, larger
-from ..primitives.nullable import load_or
+from ..primitives.arithmetic import clip, larger
+from ..primitives.rows import load_or
 
 NO_ROW = -1
 

@@ -19,8 +19,8 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.softmax import follow_maximum, shift_of
 from ..attention.split_kv_scheduler import KeyTile
 from ..primitives import tcgen05
-from ..primitives.elements import pack_pair
-from ..primitives.matrix_store import store_groups, writer_address
+from ..primitives.arithmetic import pack_pair
+from ..primitives.copies import store_groups, writer_address
 from ..primitives.wgmma import ROWS_APART, ROWS_PER_THREAD, half, quad_max
 from ..sm100.config import BOX_BYTES, HALF_KEYS, HALF_LANES, ROW_BYTES, SCORE_COLUMN, Tiles
 from ..sm100.indexed_keys import ALL_SEEN, SEEN_WORDS

@@ -13,8 +13,8 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...spec.dense_decode import TILE_ROWS
 from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
-from ..primitives.elements import pack_pair, store_packed_row
-from ..primitives.integers import smaller
+from ..primitives.arithmetic import pack_pair, smaller
+from ..primitives.rows import store_packed_row
 from ..sm100.config import CHUNK_COLUMNS, CTA_COLUMNS, OUTPUT_COLUMN, Tiles
 from ..sm100.indexed_keys import SeenTiles
 from ..sm100.output import OutputRole

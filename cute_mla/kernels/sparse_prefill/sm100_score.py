@@ -20,7 +20,7 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.softmax import LN2, SinkScale, follow_maximum, shift_of
 from ..attention.split_kv_scheduler import KeyTile, TileRange
 from ..attention.tiles import first_query_row
-from ..primitives.integers import smaller
+from ..primitives.arithmetic import smaller
 from ..primitives.smem import Array, Field
 from ..sm100.config import GROUP, HALF_KEYS
 from ..sm100.indexed_keys import IndexedPipes, SeenMask

@@ -17,8 +17,8 @@ from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..attention.tiles import first_query_row
 from ..attention.token_scheduler import TokenSchedule
-from ..primitives.integers import smaller
-from ..primitives.prefetch import LINE_BYTES, prefetch_line
+from ..primitives.arithmetic import smaller
+from ..primitives.copies import LINE_BYTES, prefetch_line
 from ..sm90.gather_split import HALF_KEYS
 from .operands import IndexList, Operands
 

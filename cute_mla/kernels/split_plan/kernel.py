@@ -65,8 +65,7 @@ from ..attention.lengths import Lengths, VisibleTiles
 from ..attention.units import Units
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
-from ..primitives.integers import clip
-from ..primitives.warp import inclusive_sum
+from ..primitives.arithmetic import clip, inclusive_sum
 
 THREADS = 1024
 WARPS = THREADS // 32

@@ -37,9 +37,8 @@ from ...spec.arch import Arch
 from ...spec.topk_indices import BLOCKS_PER_SM, PARAMS, RESIDENT, RESIDENT_ROWS, THREADS, WARPS, TopkIndicesArguments, TopkIndicesConfig
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
-from ..primitives.integers import clip, larger, smaller
+from ..primitives.arithmetic import clip, inclusive_sum, larger, smaller
 from ..primitives.smem import Array, SmemLayout, fields_of
-from ..primitives.warp import inclusive_sum
 
 LANES = 32
 EACH = 8  # numbers of a lane in flight

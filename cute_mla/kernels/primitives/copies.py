@@ -1,14 +1,24 @@
-"""TMA loads of one box, to this CTA or to both CTAs of a pair."""
+"""Copies by TMA and by matrix instructions, and lines asked of L2."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import cutlass
-from cutlass import cute
+from cutlass import Int32, Uint8, cute
 from cutlass.experimental import primitives
 
+LINE_BYTES = 128
 BOTH_CTAS = 0b11
+ROW_BYTES = 64
+BOX_ROW_BYTES = 128  # of a key in a box that TMA has written, 128-byte swizzle
+CHUNK = 16  # bytes of a row of one 8 x 8 matrix
+MATRIX_ROWS = 8
+
+
+def prefetch_line(pointer: cute.Pointer) -> None:
+    """Ask L2 for the line of an address in gmem."""
+    primitives.prefetch_l2(pointer.raw_ptr())
 
 
 def prefetch_map(tensor_map: Any) -> None:
@@ -59,3 +69,35 @@ def pair_box(target: cute.Pointer, tensor_map: Any, coordinates: tuple[Any, ...]
         [],
         group=primitives.CTAGroup.CTA_2,
     )
+
+
+def smem_pointer(address: Int32) -> cute.Pointer:
+    """Return a shared memory address, a multiple of 16 bytes, as a pointer."""
+    return cute.make_ptr(Uint8, address, cute.AddressSpace.smem, assumed_align=CHUNK)
+
+
+def writer_address(tile: Int32, lane: Int32, row_bytes: int = ROW_BYTES) -> Int32:
+    """Return the where a lane's row of a store of four matrices begins: rows 0..7 and 8..15 of the first 16 bytes, then of the next.
+
+    Bytes further on are flipped bits away. tile: the address of row 0, a multiple of 8 rows. row_bytes: 64 or 128, the width
+    of the swizzle.
+    """
+    row = lane % (2 * MATRIX_ROWS)
+    group = lane // (2 * MATRIX_ROWS)
+    return tile + row * row_bytes + (group ^ (row // (BOX_ROW_BYTES // row_bytes) % (row_bytes // CHUNK))) * CHUNK
+
+
+def store_groups(place: Int32, first_row: int, pair: int, words: list[Int32]) -> None:
+    """Store four words of every lane as 16 rows of two times 16 bytes: rows 0..7, rows 8..15 of number 2 pair, then of the next.
+
+    place: writer_address. first_row: a multiple of 16, where rows have 64 bytes.
+    """
+    target = (place ^ (2 * CHUNK * pair)) + first_row * ROW_BYTES
+    primitives.stmatrix(smem_pointer(target).raw_ptr(), words, primitives.MMALayout.ROW)
+
+
+def load_groups(source: Int32, transposed: bool = True) -> list[Int32]:
+    """Load four 8 x 8 matrices of pairs of bytes. source: the lane's row."""
+    layout = primitives.MMALayout.COL if transposed else primitives.MMALayout.ROW
+    words = primitives.ldmatrix(smem_pointer(source).raw_ptr(), 4, layout)
+    return [words[i] for i in range(4)]
