@@ -222,7 +222,7 @@ def test_the_same_number_everywhere(kernel: CompiledKernel, value: int, invarian
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_unclipped_plans_are_seen_to_lead_outside(monkeypatch: pytest.MonkeyPatch, built_for: Arch, invariant: bool) -> None:
-    monkeypatch.setattr("cute_mla.kernels.attention.split_kv_scheduler.clip", lambda value, most: value)
+    monkeypatch.setattr("cute_mla.kernels.attention.scheduler.clip", lambda value, most: value)
     broken = compile_walk(built_for)
     assert any(list(faults(broken, nonsense(seed, 7, 2), [500, 700], 1024, invariant)) for seed in range(5))
 

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from cute_mla.kernels.attention.lengths import Lengths, RowTile
-from cute_mla.kernels.attention.split_kv_scheduler import SplitKvSchedule
+from cute_mla.kernels.attention.scheduler import SplitKvSchedule
 from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.spec import abi
 from tests.kernels.plain_kernel import plain_kernel

@@ -16,8 +16,7 @@ from cutlass import Float32, Int32, cute
 
 from ...spec.mla import LOG2E
 from ..primitives.wgmma import ROWS_PER_THREAD, flat, fragment_column, half, quad_max, quad_sum
-from .operands import LatentOperands
-from .split_kv_scheduler import WorkTile
+from .scheduler import LatentOperands, WorkTile
 
 RESCALE_LOG2 = 8.0
 LARGEST_LOG2 = 8.0  # of e4m3 probabilities: the greatest power of two below 448

@@ -2,7 +2,7 @@
 
     grid      (ceil(rows / 4), 1, 1), 128 threads, no shared memory; one warp gathers one row of out
     a row     its request is the number of those that end at or before it: lanes look at 32 ends at once, and a vote counts them
-    a key     as in primitives/key_rows.py: all of it, and its scales, are on their way before the first column is worked out
+    a key     as in primitives/rows.py: all of it, and its scales, are on their way before the first column is worked out
 
 A column times its scale is rounded once, to the type of out. A key that no page holds (a page number outside the cache, a position
 beyond the block table) is a row of zeros, and nothing is read for it. Operands and their meaning: cute_mla/spec/cache_gather.py.

@@ -1,13 +1,13 @@
 """cache_write: writes keys to their slots in a paged cache, quantised where the cache is. Every architecture.
 
     grid      (ceil(tokens / 4), 1, 1), 128 threads, no shared memory; one warp writes one key
-    a key     as in primitives/key_rows.py: all of it is loaded before anything is worked out
+    a key     as in primitives/rows.py: all of it is loaded before anything is worked out
     a group   (128 columns of fp8_656 and nope_528, 64 of fp8_584, 32 of v41) lies in 16, 8 or 4 neighbouring lanes: a butterfly of
               shuffles gives each of them the largest magnitude, as bits, so that what is not finite comes out on top; each works out the
               scale, one of them writes it
     v41       one variant serves both orders, scales behind each row or behind all rows of a page: the stride of a row tells
     division  by the caller's scale with div.rn, which is the reference's. By a group's scale it is worked out from one reciprocal, with the
-              same codes (primitives/quantise.py); by a power of two it is a product with its reciprocal, exact as well
+              same codes (primitives/arithmetic.py); by a power of two it is a product with its reciprocal, exact as well
 
 The trick is what is not done: a slot outside the cache ends its warp before a column is read. Operands and their meaning:
 cute_mla/spec/cache_write.py.

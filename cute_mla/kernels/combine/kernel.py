@@ -26,10 +26,9 @@ from ...spec.arch import Arch
 from ...spec.combine import BLOCK_COLUMNS, NARROW_COLUMNS, PARAMS, ROWS_PER_BLOCK, CombineArguments, CombineConfig
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
-from ..attention.lengths import Lengths, VisibleTiles
+from ..attention.lengths import Lengths, Units, VisibleTiles
 from ..attention.merge_rows import BUFFER, GROUP, NARROW_VECTOR, VECTOR, Results, merge_row, vector_at
 from ..attention.softmax import LN2
-from ..attention.units import Units
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
 from ..primitives.arithmetic import clip

@@ -12,9 +12,8 @@ from ...spec.dense_decode import CAUSAL, FP8, LATENT, DenseDecodeArguments, Dens
 from ...spec.mla import D_QK
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
-from ..attention.lengths import Lengths, RowTile, VisibleTiles
-from ..attention.split_kv_scheduler import SplitKvSchedule
-from ..attention.units import Units
+from ..attention.lengths import Lengths, RowTile, Units, VisibleTiles
+from ..attention.scheduler import SplitKvSchedule
 from .operands import BOX_BYTES_PER_KEY, Operands
 
 

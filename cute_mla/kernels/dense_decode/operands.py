@@ -10,10 +10,9 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 from ...spec.dense_decode import CAUSAL, FP8, LATENT, SMALL_PAGES, TREE, DenseDecodeArguments
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import NO_LIMIT, TILE_KEYS
+from ..attention.lengths import RowRange, Units
+from ..attention.scheduler import BOX_COLUMNS, KeyTile, SplitKvSchedule, WorkTile
 from ..attention.softmax import FindWorkTile, sink_weight
-from ..attention.split_kv_scheduler import KeyTile, SplitKvSchedule, WorkTile
-from ..attention.tiles import BOX_COLUMNS
-from ..attention.units import RowRange, Units
 from ..primitives.arithmetic import larger, pin_register, smaller
 from ..primitives.rows import load_or_one
 

@@ -10,7 +10,7 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from ...spec.split_plan import TILE_KEYS
 from ..attention.lengths import tiles_of
-from ..attention.split_kv_scheduler import TileRange
+from ..attention.scheduler import TileRange
 from ..primitives.arithmetic import smaller
 from ..primitives.copies import prefetch_line
 from .operands import NO_PAGE, LaneBox, Operands

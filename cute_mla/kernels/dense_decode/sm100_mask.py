@@ -9,8 +9,7 @@ from cutlass import Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
-from ..attention.split_kv_scheduler import KeyTile
-from ..attention.tiles import first_query_row
+from ..attention.scheduler import KeyTile, first_query_row
 from ..sm100.boxes import clear_rows
 from ..sm100.score import ScoreRows
 from .operands import Operands

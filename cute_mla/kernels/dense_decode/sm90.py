@@ -50,7 +50,7 @@ from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeConfig
 from ...spec.mla import D_LATENT, LATENT_DIMS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
-from ..attention.tiles import BOX_COLUMNS
+from ..attention.scheduler import BOX_COLUMNS
 from ..definition import KernelDefinition
 from ..primitives.copies import load_box, multicast_box, prefetch_box, prefetch_map
 from ..sm90.arrivals import await_peer, initialise

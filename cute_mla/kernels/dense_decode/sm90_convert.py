@@ -30,7 +30,7 @@ from ...spec.dense_decode import FP8_CACHE, DenseDecodeConfig
 from ...spec.mla import D_LATENT, D_QK, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
-from ..attention.tiles import BOX_COLUMNS
+from ..attention.scheduler import BOX_COLUMNS
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import smaller, widen
 from ..primitives.copies import LINE_BYTES, prefetch_line

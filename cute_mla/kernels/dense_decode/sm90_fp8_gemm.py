@@ -10,8 +10,8 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
+from ..attention.scheduler import KeyTile
 from ..attention.softmax import DITHER
-from ..attention.split_kv_scheduler import KeyTile
 from ..primitives.arithmetic import pack_word, pin_register
 from ..primitives.copies import CHUNK, store_groups, writer_address
 from ..primitives.rows import load_word

@@ -8,8 +8,8 @@ from typing import Any
 from cutlass import cute
 
 from ...spec.split_plan import TILE_KEYS
+from ..attention.scheduler import KeyTile
 from ..attention.softmax import mask_keys
-from ..attention.split_kv_scheduler import KeyTile
 from ..primitives.arithmetic import computed_with
 from ..primitives.wgmma import ROWS_PER_THREAD
 from ..sm90.config import TileState

@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Int32, Int64, Uint32, Uint64, cute
 
 from ...spec.dense_decode import TREE_WORD_TOKENS
-from ..attention.split_kv_scheduler import KeyTile
+from ..attention.scheduler import KeyTile
 from ..primitives.arithmetic import clip
 from .operands import Operands
 

@@ -8,7 +8,7 @@
     Hadamard  butterflies at distances 1, 2, 4 in the lane and 1, 2, 4, 8 between lanes
     scale     one for the row: the largest magnitude as bits, by a butterfly, so that what is not finite comes out on top
 
-Every operation is rounded to fp32 by itself (primitives/row_sums.py), so the bytes are those of torch (ops/index_torch.py). Operands and
+Every operation is rounded to fp32 by itself (primitives/arithmetic.py), so the bytes are those of torch (ops/index_torch.py). Operands and
 their meaning: cute_mla/spec/index_write.py.
 """
 

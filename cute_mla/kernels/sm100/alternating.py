@@ -20,7 +20,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
-from ..attention.operands import QueryOperands
+from ..attention.scheduler import QueryOperands
 from ..attention.softmax import DITHER, Window, follow_maximum, follow_tile
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_word

@@ -6,7 +6,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from ...spec.mla import ELEMENT_BYTES
-from ..attention.tiles import BOX_COLUMNS
+from ..attention.scheduler import BOX_COLUMNS
 from ..primitives.rows import store_vector
 
 BOX_ROWS = 64

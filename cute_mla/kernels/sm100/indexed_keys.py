@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Boolean, Int32, Uint16, cute
 
 from ...spec.split_plan import TILE_KEYS
-from ..attention.split_kv_scheduler import KeyTile
+from ..attention.scheduler import KeyTile
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import Array, Barriers, Field
 from .config import GROUP_WARPS, HALF_KEYS, Pipes

@@ -12,8 +12,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.split_plan import TILE_KEYS
-from ..attention.split_kv_scheduler import SplitKvSchedule
-from ..attention.token_scheduler import TokenSchedule
+from ..attention.scheduler import SplitKvSchedule, TokenSchedule
 from ..primitives import tcgen05
 from ..primitives.arithmetic import smaller
 from ..primitives.tcgen05 import Keep

@@ -12,9 +12,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
-from ..attention.operands import LatentOperands, QueryOperands
-from ..attention.split_kv_scheduler import WorkTile
-from ..attention.tiles import first_query_row
+from ..attention.scheduler import LatentOperands, QueryOperands, WorkTile, first_query_row
 from ..primitives import tcgen05
 from ..primitives.rows import aligned, store_row
 from .config import OUTPUT_COLUMN, SUM_COLUMN, VECTOR, Geometry, Pipes, Tiles

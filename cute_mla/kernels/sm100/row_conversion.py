@@ -15,7 +15,7 @@ from typing import Any
 from cutlass import Boolean, Int32, cute
 
 from ...spec.mla import ELEMENT_BYTES
-from ..attention.tiles import BOX_COLUMNS
+from ..attention.scheduler import BOX_COLUMNS
 from ..primitives.rows import aligned
 from .config import BOX_BYTES, CTA_COLUMNS, SIXTEEN_BIT, VECTOR
 from .row_copy import CHUNK, CHUNKS_PER_ROW, LANES, ROW_BYTES, WARP_KEYS, LaneKeys, WarpRows, both, copy_runs, start_copy

@@ -29,8 +29,7 @@ from cutlass import Int32, cute
 
 from ...manifest import Role
 from ...spec.split_plan import TILE_KEYS
-from ..attention.operands import QueryOperands
-from ..attention.split_kv_scheduler import TileRange
+from ..attention.scheduler import QueryOperands, TileRange
 from ..primitives.arithmetic import smaller
 from .config import EVEN_CTA, GROUP_WARPS, PAIR, SCORE_WARP, SIXTEEN_BIT, Pipes, Tiles
 from .row_copy import ROW_BYTES, WARP_KEYS, LaneKeys, WarpRows

@@ -21,10 +21,8 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
-from ..attention.operands import LatentOperands, QueryOperands
+from ..attention.scheduler import KeyTile, LatentOperands, QueryOperands, TileRange, WorkTile, first_query_row
 from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
-from ..attention.split_kv_scheduler import KeyTile, TileRange, WorkTile
-from ..attention.tiles import first_query_row
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_word
 from ..primitives.rows import aligned

@@ -5,7 +5,7 @@ from __future__ import annotations
 import cutlass
 from cutlass import Int32, cute
 
-from ..attention.tiles import BOX_COLUMNS
+from ..attention.scheduler import BOX_COLUMNS
 from ..primitives.rows import aligned
 from .warpgroups import WARPGROUP
 

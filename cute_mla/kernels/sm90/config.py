@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Int64, Uint8, cute
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
-from ..attention.tiles import BOX_COLUMNS
+from ..attention.scheduler import BOX_COLUMNS
 from ..primitives.pipeline import PipelineState, StageBarriers
 from ..primitives.smem import Array, Barriers, Field, SmemLayout, Table, Tile, fields_of
 from ..primitives.wgmma import K_STEP

@@ -14,7 +14,7 @@ from cutlass.experimental import primitives
 
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
-from ..attention.tiles import BOX_COLUMNS
+from ..attention.scheduler import BOX_COLUMNS
 from .config import BOX_BYTES
 from .warpgroups import WARPS_PER_GROUP
 

@@ -16,8 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
-from ..attention.operands import QueryOperands
-from ..attention.split_kv_scheduler import KeyTile
+from ..attention.scheduler import KeyTile, QueryOperands
 from ..primitives.arithmetic import pack_pair
 from ..primitives.pipeline import PipelineState
 from ..primitives.rows import aligned, store_word

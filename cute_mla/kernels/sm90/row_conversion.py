@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from cutlass import Boolean, Int32, Int64, cute
 
-from ..attention.tiles import BOX_COLUMNS
+from ..attention.scheduler import BOX_COLUMNS
 from ..primitives.arithmetic import pin_register
 from .config import BOX_BYTES, STAGES_PER_TILE
 from .gather_split import CHUNK, KEYS_PER_WARP, ROW_BYTES

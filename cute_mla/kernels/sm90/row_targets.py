@@ -7,8 +7,8 @@ from typing import Any
 import cutlass
 from cutlass import Int32, Int64
 
-from ..attention.split_kv_scheduler import WorkTile
-from ..attention.units import RowRange
+from ..attention.lengths import RowRange
+from ..attention.scheduler import WorkTile
 
 IS_SPLIT = 1  # added to the address of a row of the split accumulators: all addresses are even
 

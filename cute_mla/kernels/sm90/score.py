@@ -16,11 +16,9 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
-from ..attention.operands import LatentOperands, QueryOperands
+from ..attention.lengths import RowRange
+from ..attention.scheduler import BOX_COLUMNS, KeyTile, LatentOperands, QueryOperands, TileRange, WorkTile, first_query_row
 from ..attention.softmax import LN2, OnlineSoftmax, RowScale
-from ..attention.split_kv_scheduler import KeyTile, TileRange, WorkTile
-from ..attention.tiles import BOX_COLUMNS, first_query_row
-from ..attention.units import RowRange
 from ..primitives.arithmetic import pin_register
 from ..primitives.copies import BOX_ROW_BYTES, store_groups, writer_address
 from ..primitives.pipeline import arrive, barrier_at

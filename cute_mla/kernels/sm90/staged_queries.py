@@ -18,7 +18,7 @@ from cutlass import Boolean, Int32, Int64, cute
 from cutlass.experimental import primitives
 
 from ...spec.dense_decode import TILE_ROWS
-from ..attention.tiles import BOX_COLUMNS, first_query_row
+from ..attention.scheduler import BOX_COLUMNS, first_query_row
 from ..primitives.arithmetic import smaller
 from ..primitives.copies import load_groups
 from ..primitives.pipeline import StageBarriers

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.split_plan import TILE_KEYS
-from ..attention.split_kv_scheduler import KeyTile
+from ..attention.scheduler import KeyTile
 from ..primitives.wgmma import flat, fragment_column, half
 from .config import VALID_BYTES, Tiles, TileState
 from .score import TileScores

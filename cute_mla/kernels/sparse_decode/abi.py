@@ -10,7 +10,7 @@ from cutlass.experimental import cuda as tensor_maps
 
 from ...spec.sparse_decode import SparseDecodeArguments, SparseDecodeConfig
 from ..attention.lengths import Lengths
-from ..attention.split_kv_scheduler import SplitKvSchedule
+from ..attention.scheduler import SplitKvSchedule
 from .operands import Operands, SlotCache
 
 

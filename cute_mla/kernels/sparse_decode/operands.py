@@ -9,8 +9,8 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.cache_format import CacheFormat, paged_twin
 from ...spec.sparse_decode import SparseDecodeArguments, SparseDecodeConfig
-from ..attention.split_kv_scheduler import SplitKvSchedule, WorkTile
-from ..attention.units import RowRange
+from ..attention.lengths import RowRange
+from ..attention.scheduler import SplitKvSchedule, WorkTile
 
 NO_SLOT = -1
 

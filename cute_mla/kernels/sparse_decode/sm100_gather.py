@@ -13,7 +13,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, Int64, cute
 
 from ...spec.cache_format import CacheFormat
 from ...spec.mla import ELEMENT_BYTES
-from ..attention.tiles import BOX_COLUMNS
+from ..attention.scheduler import BOX_COLUMNS
 from ..primitives.arithmetic import as_float, multiply_pairs, pack_pair, widen_in_pairs
 from ..sm100.config import PAIR, SIXTEEN_BIT, VECTOR
 from ..sm100.row_conversion import E4m3Columns, latent_e4m3_columns

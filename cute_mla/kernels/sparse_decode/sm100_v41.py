@@ -14,7 +14,7 @@ import cutlass
 from cutlass import BFloat16, Boolean, Int16, Int32, Int64, cute
 
 from ...spec.cache_format import V41, V41_FP4
-from ..attention.tiles import BOX_COLUMNS
+from ..attention.scheduler import BOX_COLUMNS
 from ..primitives.arithmetic import bf16_of_e4m3, e4m3_of_e2m1, multiply_pairs, pin_register, widen_in_pairs
 from ..sm100.config import CTA_COLUMNS
 from ..sm100.row_conversion import E4m3Columns

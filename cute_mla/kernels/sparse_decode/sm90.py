@@ -30,8 +30,8 @@ from ...spec.mla import D_LATENT
 from ...spec.sparse_decode import SparseDecodeConfig
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
+from ..attention.scheduler import BOX_COLUMNS
 from ..attention.softmax import SinkScale
-from ..attention.tiles import BOX_COLUMNS
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import pin_register
 from ..primitives.pipeline import PipelineState, arrive

@@ -20,7 +20,7 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from ...spec.cache_format import CacheFormat
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
-from ..attention.tiles import BOX_COLUMNS
+from ..attention.scheduler import BOX_COLUMNS
 from ..primitives.arithmetic import smaller
 from ..sm90.config import BOX_BYTES, STAGE_COLUMNS, STAGES_PER_TILE, Geometry
 from ..sm90.gather_split import CHUNK, HALF_BYTES, HALF_KEYS, HALVES, KEYS_PER_WARP, Half

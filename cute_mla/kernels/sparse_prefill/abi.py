@@ -9,7 +9,7 @@ from cutlass import Uint8
 from cutlass.experimental import cuda as tensor_maps
 
 from ...spec.sparse_prefill import SparsePrefillArguments, SparsePrefillConfig
-from ..attention.token_scheduler import TokenSchedule
+from ..attention.scheduler import TokenSchedule
 from .operands import Latent, Operands
 
 

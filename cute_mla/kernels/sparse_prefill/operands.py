@@ -9,8 +9,8 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillArguments
-from ..attention.token_scheduler import TokenSchedule
-from ..attention.units import RowRange
+from ..attention.lengths import RowRange
+from ..attention.scheduler import TokenSchedule
 from ..primitives.arithmetic import clip, larger
 from ..primitives.rows import load_or
 

@@ -16,8 +16,8 @@ from cutlass import Float32, Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
+from ..attention.scheduler import KeyTile
 from ..attention.softmax import follow_maximum, shift_of
-from ..attention.split_kv_scheduler import KeyTile
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_pair
 from ..primitives.copies import store_groups, writer_address

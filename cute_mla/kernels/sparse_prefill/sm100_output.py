@@ -11,7 +11,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
-from ..attention.tiles import first_query_row
+from ..attention.scheduler import first_query_row
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_pair, smaller
 from ..primitives.rows import store_packed_row

@@ -17,9 +17,8 @@ from cutlass import Float32, Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
+from ..attention.scheduler import KeyTile, TileRange, first_query_row
 from ..attention.softmax import LN2, SinkScale, follow_maximum, shift_of
-from ..attention.split_kv_scheduler import KeyTile, TileRange
-from ..attention.tiles import first_query_row
 from ..primitives.arithmetic import smaller
 from ..primitives.smem import Array, Field
 from ..sm100.config import GROUP, HALF_KEYS

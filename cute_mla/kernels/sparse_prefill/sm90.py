@@ -46,8 +46,8 @@ from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillConfig
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel
+from ..attention.scheduler import BOX_COLUMNS
 from ..attention.softmax import OnlineSoftmax, SinkScale
-from ..attention.tiles import BOX_COLUMNS
 from ..definition import KernelDefinition
 from ..sm90.arrivals import await_peer, initialise
 from ..sm90.config import (

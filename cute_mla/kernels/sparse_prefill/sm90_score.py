@@ -15,8 +15,8 @@ from cutlass import Boolean, Float32, Int32, Uint64, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
+from ..attention.scheduler import TileRange
 from ..attention.softmax import LN2, OnlineSoftmax, shift_of
-from ..attention.split_kv_scheduler import TileRange
 from ..primitives.arithmetic import larger
 from ..primitives.smem import Array, Field
 from ..primitives.wgmma import ROWS_PER_THREAD, flat, fragment_column, fragment_row, half, quad_max, quad_sum

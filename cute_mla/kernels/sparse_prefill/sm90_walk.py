@@ -15,8 +15,7 @@ from cutlass.cute.typing import AddressSpace
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
-from ..attention.tiles import first_query_row
-from ..attention.token_scheduler import TokenSchedule
+from ..attention.scheduler import TokenSchedule, first_query_row
 from ..primitives.arithmetic import smaller
 from ..primitives.copies import LINE_BYTES, prefetch_line
 from ..sm90.gather_split import HALF_KEYS

@@ -61,8 +61,7 @@ from ...spec.split_plan import (
     SplitPlanArguments,
     SplitPlanConfig,
 )
-from ..attention.lengths import Lengths, VisibleTiles
-from ..attention.units import Units
+from ..attention.lengths import Lengths, Units, VisibleTiles
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
 from ..primitives.arithmetic import clip, inclusive_sum

@@ -1,22 +1,28 @@
-"""Scheduler of decode: the work tiles that a plan gives to one partition, request by request, split by split.
+"""Schedulers, which say what a CTA works on, and the operands that roles over a latent take for it.
 
+Of decode: the work tiles that a plan gives to one partition, request by request, split by split.
 Every role of a decode kernel walks the same work tiles in the same order, so the roles need no messages about what to do next.
 What a role knows of its partition and work tile is read again where it is needed, a few loads from L2 per work tile, so that only a
 cursor lives in registers through the main loop.
 
 Callers may hand in any numbers as a plan, so what is read of it is clipped here: requests to the batch, tiles to what a
 length can have, rows to the accumulators. Every role of every CTA of a partition reads the same numbers, and the cursor only
-moves on, so no plan makes a kernel hang or leave its operands. The lengths are clipped likewise (attention/lengths.py).
+moves on, so no plan makes a kernel hang or leave its operands. The lengths are clipped likewise (lengths.py).
+
+Of sparse prefill: query tokens, each a work tile of its own, with the same interface.
+The CTAs that share the heads of a token are a group. Group z of n takes the tokens z, z + n, z + 2 n and so on: tokens that
+are worked on at the same time are neighbours, whose keys are often the same, and no order has to be agreed upon.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Protocol
 
 import cutlass
-from cutlass import Boolean, Int32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
-from ...spec.dense_decode import MAX_KEYS
+from ...spec.dense_decode import MAX_KEYS, TILE_ROWS
 from ...spec.split_plan import (
     INVARIANT_SPLIT_TILES,
     PART_BEGIN_REQ,
@@ -30,12 +36,20 @@ from ...spec.split_plan import (
 )
 from ..primitives.arithmetic import clip, larger, pin_register, smaller
 from ..primitives.copies import LINE_BYTES, prefetch_line
-from .lengths import Lengths, RowTile, tiles_of
+from ..primitives.rows import load_or
+from .lengths import Lengths, RowRange, RowTile, tiles_of
 
+BOX_COLUMNS = 64  # 16-bit columns of a 128-byte swizzled box
 INT32_BYTES = 4
-MOST_TILES = MAX_KEYS // TILE_KEYS  # of any request
+MAX_TILES = MAX_KEYS // TILE_KEYS  # of any request
+
 assert INVARIANT_SPLIT_TILES & (INVARIANT_SPLIT_TILES - 1) == 0, "tiles are rounded by masks and divided by shifts"
 assert TILE_KEYS & (TILE_KEYS - 1) == 0, "keys are divided by shifts"
+
+
+def first_query_row() -> Int32:
+    """Return the first row of this CTA, among all rows that its CTAs share out along x."""
+    return cute.arch.block_idx()[0] * TILE_ROWS
 
 
 @dataclass(frozen=True)
@@ -128,7 +142,7 @@ class SplitKvSchedule:
 
         It lies where the plan says, or at the last tile before it where a batch-invariant call may cut.
         """
-        tile = clip((row + column).load(), Int32(MOST_TILES))
+        tile = clip((row + column).load(), Int32(MAX_TILES))
         return tile & cutlass.select_(self.invariant, Int32(-INVARIANT_SPLIT_TILES), Int32(-1))
 
     @cute.jit
@@ -214,3 +228,102 @@ class SplitKvSchedule:
         if self.row_tile is None:
             return behind
         return cutlass.select_(self.row_tile.hides_tiles(), (begin_tile | (INVARIANT_SPLIT_TILES - 1)) + 1, behind)
+
+
+@dataclass(frozen=True)
+class TokenSchedule:
+    """The tokens of a call, in place of requests.
+
+    lengths: int32 [tokens], clipped to `limit`; null at run time: every token has `limit` keys.
+    """
+
+    lengths: cute.Pointer
+    limit: Int32
+    tokens: Int32
+
+    def first_work_tile(self) -> tuple[Int32, Int32]:
+        """Return (token, tile) at which this CTA's work begins."""
+        return cute.arch.block_idx()[2], Int32(0)
+
+    def last_request(self) -> Int32:
+        """Return the last token of all."""
+        return self.tokens - 1
+
+    def keys(self, token: Int32) -> Int32:
+        """Return the keys of a token."""
+        return clip(load_or(self.lengths, token, self.limit), self.limit)
+
+    def tile_range(self, token: Int32, begin_tile: Int32) -> TileRange:
+        """Return all of a token, whose first tile is 0."""
+        keys = self.keys(token)
+        return TileRange(token, begin_tile, tiles_of(keys), keys, more=False)
+
+    def work_tile(self, token: Int32, begin_tile: Int32) -> WorkTile:
+        """Return the epilogue's view of a token, which is never split."""
+        return self.work_tile_of(self.tile_range(token, begin_tile), token, begin_tile)
+
+    def work_tile_of(self, tile_range: TileRange, token: Int32, begin_tile: Int32) -> WorkTile:
+        """Return work_tile(token, begin_tile), whose tile range is at hand."""
+        return WorkTile(
+            length=tile_range.keys,
+            direct=True,
+            accum_row=Int32(0),
+            next_req=token + cute.arch.grid_dim()[2],
+            next_tile=Int32(0),
+        )
+
+
+class QueryOperands(Protocol):
+    """Rows of q, out and lse of a request (in sparse prefill of a query token, in dense decode of a unit), and the work of this CTA."""
+
+    @property
+    def schedule(self) -> SplitKvSchedule | TokenSchedule:
+        """Return the work tiles of this CTA."""
+
+    @property
+    def scale_log2(self) -> Float32:
+        """Return the factor of the scores, log2 units."""
+
+    @property
+    def empty_lse(self) -> Float32:
+        """Return the lse of a row that attends to nothing."""
+
+    def rows(self) -> Int32:
+        """Return the number of query rows that attend to this CTA's keys, those of a request that lacks some of them included."""
+
+    def row_range(self, req: Int32) -> RowRange:
+        """Return the query rows of a request that exist."""
+
+    def q_row(self, req: Int32, row: Int32) -> cute.Pointer:
+        """Return element 0 of a query row."""
+
+    def out_row(self, req: Int32, row: Int32) -> cute.Pointer:
+        """Return element 0 of an output row."""
+
+    def lse_of(self, req: Int32, row: Int32) -> cute.Pointer:
+        """Return the lse of a query row."""
+
+
+class LatentOperands(QueryOperands, Protocol):
+    """Members that only some ops have: a role asks for them where its op has them.
+
+    Accumulators exist where a request may be split, sinks and greatest logits in the sparse ops.
+    """
+
+    @property
+    def out_accum(self) -> cute.Pointer:
+        """Return the fp32 rows of the split accumulators, contiguous."""
+
+    @property
+    def lse_accum(self) -> cute.Pointer:
+        """Return the lse of every row of the split accumulators."""
+
+    def accum_row(self, work_tile: WorkTile, row: Int32) -> Int64:
+        """Return the number of a query row in the split accumulators."""
+
+    @property
+    def attn_sink(self) -> cute.Pointer:
+        """Return fp32 [rows], natural log; a null pointer without sinks."""
+
+    def max_logit_of(self, req: Int32, row: Int32) -> cute.Pointer:
+        """Return the greatest logit of a query row."""
