@@ -231,10 +231,10 @@ def _missing_memory(params: Sequence[Param], args: Sequence[Any]) -> Iterator[Fi
                 yield simulator.Finding("out_of_bounds", f"{param.name} has {missing}")
 
 
-def _raw(param: Param, arg: Any) -> bytes | TensorMap:
-    """Return an argument as the simulator takes it: little-endian bytes, or the TensorMap."""
+def _raw(param: Param, arg: Any) -> bytes | simulator.TensorMap:
+    """Return an argument as the simulator takes it: little-endian bytes, or its own description of a tensor map."""
     if param.kind is ParamKind.TENSOR_MAP:
-        return arg
+        return simulator.TensorMap(arg.dtype, arg.address, arg.dims, arg.strides, arg.box, simulator.Swizzle(arg.swizzle))
     return struct.pack(_SCALARS[param.kind], address_of(arg) if param.kind is ParamKind.POINTER else arg)
 
 

@@ -14,6 +14,7 @@ from .engine.policy import Policy
 from .engine.report import Report
 from .findings import Finding, PtxError, SimulationError, UnsupportedInstruction
 from .frontend.ptx import ParamDecl
+from .numerics.tensor_map import Swizzle, TensorMap
 from .state.memory import GlobalMemory
 from .state.names import Names
 from .state.window import Observer
@@ -31,6 +32,8 @@ __all__ = [
     "PtxError",
     "Report",
     "SimulationError",
+    "Swizzle",
+    "TensorMap",
     "UnsupportedInstruction",
     "load_module",
     "run",

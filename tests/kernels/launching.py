@@ -14,9 +14,9 @@ from cute_mla import simulator
 from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.simulator import TensorMap
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import Arch
-from cute_mla.spec.tensor_map import TensorMap
 from tests.mutation.planting import Bug, survivors
 from tests.mutation.reloading import load_edited
 

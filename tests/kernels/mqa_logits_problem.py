@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 
 from cute_mla import simulator
+from cute_mla.simulator import Swizzle, TensorMap
 from cute_mla.spec.mqa_logits import COLUMNS, ROW_BYTES, TILE_KEYS, MqaLogitsArguments, MqaLogitsProblem
-from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.kernels.launching import CompiledKernel, launch, nbytes
 
 UNTOUCHED = -7.5

@@ -192,7 +192,7 @@ def test_a_block_takes_several_query_tokens_of_invariant_calls() -> None:
     run_grids(problem, (None, 1), (1, 1), (4, 1))
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp16"])
+@pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("splits", [2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 34, 63, 64, 65, 70, 97, 128, 160, 161, 200])
 def test_number_of_splits(dtype: str, splits: int) -> None:
     run_all(Problem([splits], dtype=dtype, seed=splits))
@@ -261,7 +261,7 @@ def test_fixed_splits_use_the_rows_of_the_length(length: int) -> None:
     run_all(Problem([5, 5], lengths=[length, 20_000]))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(5, 20))])
 def test_fixed_splits_of_two_caches_with_and_without_tables(seed: int) -> None:
     """The keys of both caches together decide, and null tables are not read."""
     keys = Keys.draw(random.Random(seed), 20_000)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cute_mla import reference, simulator
-from cute_mla.spec.tensor_map import TensorMap
+from cute_mla.simulator import TensorMap
 from cute_mla.spec.topk_indices import DTYPE, RESIDENT_ROWS, WARPS, WIDE, grid
 from tests.kernels.launching import CompiledKernel, launch, nbytes, shipped
 from tests.mutation.planting import Bug, alone, each_in, together

@@ -152,7 +152,13 @@ def test_the_gate_ends_the_run_with_the_logs(tmp_path: Path, fakes: Path, quick:
     assert (tmp_path / "out" / "quick.log").read_text() == "this is quick\n"
 
 
-@pytest.mark.parametrize("hang", ["exec sleep 60", "trap '' INT; sleep 60; sleep 60"], ids=["ends by Ctrl-C", "ends by SIGKILL"])
+@pytest.mark.parametrize(
+    "hang",
+    [
+        pytest.param("exec sleep 60", id="ends by Ctrl-C"),
+        pytest.param("trap '' INT; sleep 60; sleep 60", id="ends by SIGKILL", marks=pytest.mark.slow),
+    ],
+)
 @pytest.mark.parametrize("step", ["quick", "bits", "profile", "build", "microbenchmarks"])
 def test_the_time_limit_holds_whatever_hangs(tmp_path: Path, fakes: Path, step: str, hang: str) -> None:
     if step == "quick":

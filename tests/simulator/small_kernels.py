@@ -8,8 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from cute_mla.simulator import GlobalMemory, Launch, Names, Policy, Report, load_module, run
-from cute_mla.spec.tensor_map import TensorMap
+from cute_mla.simulator import GlobalMemory, Launch, Names, Policy, Report, TensorMap, load_module, run
 
 HEADER = ".version 9.0\n.target sm_90a\n.address_size 64\n.extern .shared .align 1024 .b8 smem[];\n"
 REGISTERS = (

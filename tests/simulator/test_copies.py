@@ -8,10 +8,9 @@ from functools import partial
 import numpy as np
 import pytest
 
-from cute_mla.simulator import Policy, UnsupportedInstruction
+from cute_mla.simulator import Policy, Swizzle, TensorMap, UnsupportedInstruction
 from cute_mla.simulator.state.async_work import CopyGroups, GroupedCopy
 from cute_mla.simulator.state.origin import Origin
-from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.simulator.barrier_kernels import ALL, WAIT, barrier, each_policy
 from tests.simulator.small_kernels import Kernel, aligned, kinds
 

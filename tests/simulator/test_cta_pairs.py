@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cute_mla.simulator import Policy, UnsupportedInstruction
-from cute_mla.spec.tensor_map import Swizzle, TensorMap
+from cute_mla.simulator import Policy, Swizzle, TensorMap, UnsupportedInstruction
 from tests.simulator.barrier_kernels import ALL, WAIT, barrier, each_policy
 from tests.simulator.small_kernels import Kernel, aligned, kinds
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cute_mla.simulator import Names, Policy, Report, UnsupportedInstruction, load_module
-from cute_mla.spec.tensor_map import TensorMap
+from cute_mla.simulator import Names, Policy, Report, TensorMap, UnsupportedInstruction, load_module
 from tests.simulator.barrier_kernels import ALL, WAIT, barrier, each_policy
 from tests.simulator.small_kernels import HEADER, LAZY, Kernel, aligned, kinds, lines_of
 

@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from cute_mla.aot_build.tools import assemble
-from cute_mla.simulator import GlobalMemory, Launch, Module, Names, Policy, Report, run
+from cute_mla.simulator import GlobalMemory, Launch, Module, Names, Policy, Report, TensorMap, run
 from cute_mla.simulator.numerics.tma import encode_native_tensor_map
 from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.spec.arch import ARCHS, Arch
-from cute_mla.spec.tensor_map import TensorMap
 from tests.simulator.small_kernels import REGISTERS, aligned, kinds
 
 THREADS = 64

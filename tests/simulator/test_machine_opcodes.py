@@ -11,14 +11,13 @@ import pytest
 
 from cute_mla.aot_build.tools import assemble
 from cute_mla.runtime.artifacts import artifacts_folder
-from cute_mla.simulator import GlobalMemory, Launch, Module, Names, Policy, Report, load_module, run
+from cute_mla.simulator import GlobalMemory, Launch, Module, Names, Policy, Report, TensorMap, load_module, run
 from cute_mla.simulator.engine.counts import NO_ROLE, class_of
 from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.listing import INSTRUCTION_BYTES, Listing, read_listing
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.simulator.sass.text_cache import disassembly
 from cute_mla.spec.arch import ARCHS, Arch
-from cute_mla.spec.tensor_map import TensorMap
 from tests.simulator.machine_opcodes import PLAIN, THREADS, Evidence, words
 from tests.simulator.machine_units import UNITS
 from tests.simulator.small_kernels import Kernel, aligned

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cute_mla.simulator import GlobalMemory, Launch, Observer, Policy, load_module, run
-from cute_mla.spec.tensor_map import TensorMap
+from cute_mla.simulator import GlobalMemory, Launch, Observer, Policy, TensorMap, load_module, run
 from tests.simulator.small_kernels import Kernel, aligned
 
 RACE = """

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 
+from cute_mla.simulator import Swizzle, TensorMap
 from cute_mla.simulator.numerics import tma
-from cute_mla.spec.tensor_map import Swizzle, TensorMap
 
 BASE = 0x7F0000001000  # address of byte 0 of the global array; the tensors begin a little further on
 SHIFT = {Swizzle.NONE: 0, Swizzle.B32: 1, Swizzle.B64: 2, Swizzle.B128: 3}

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
+from cute_mla.simulator import Swizzle, TensorMap
 from cute_mla.simulator.numerics import tma, wgmma
-from cute_mla.spec.tensor_map import Swizzle, TensorMap
 
 CODES = {Swizzle.NONE: 0, Swizzle.B128: 1, Swizzle.B64: 2, Swizzle.B32: 3}
 BITS = {Swizzle.NONE: 0, Swizzle.B32: 1, Swizzle.B64: 2, Swizzle.B128: 3}

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from cute_mla.simulator import Policy
-from cute_mla.spec.tensor_map import TensorMap
+from cute_mla.simulator import Policy, TensorMap
 from tests.simulator.small_kernels import Kernel, aligned, kinds
 
 STORE = """

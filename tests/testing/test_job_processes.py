@@ -43,7 +43,7 @@ def outcomes(
     return [found[index].split()[0] if isinstance(found[index], str) else found[index] for index in range(len(jobs))]
 
 
-@pytest.mark.parametrize("place", [0, 1, 2], ids=["first", "twice in the middle", "last"])
+@pytest.mark.parametrize("place", [0, pytest.param(1, marks=pytest.mark.slow), 2], ids=["first", "twice in the middle", "last"])
 @pytest.mark.parametrize("job", [*LOSSES, "fault"])
 def test_a_lost_job_costs_only_itself(job: str, place: int) -> None:
     jobs = [[job, "right", "wrong"], ["right", job, job, "wrong"], ["right", "wrong", job]][place]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ...spec.tensor_map import TensorMap
 from ..findings import Fault
 from ..frontend.layout import PARAM_WINDOW, WINDOW_MASK
 from ..numerics import tma
+from ..numerics.tensor_map import TensorMap
 from ..state.memory import GlobalMemory
 from .launch import Launch
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from ...spec.tensor_map import TensorMap
 from ..codegen.module import Entry, Module
+from ..numerics.tensor_map import TensorMap
 from ..state.names import Names
 
 Dim3 = tuple[int, int, int]

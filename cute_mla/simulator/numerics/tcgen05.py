@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...spec.tensor_map import Swizzle
+from .tensor_map import Swizzle
 from .tma import CHUNK, SWIZZLE_SPAN, swizzle_chunks
 from .wgmma import Operand
 

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...spec.tensor_map import Swizzle, TensorMap
 from . import elementwise
+from .tensor_map import Swizzle, TensorMap
 
 Array = npt.NDArray[Any]
 

@@ -21,9 +21,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from ...spec.tensor_map import Swizzle
 from . import elementwise
 from .blas import products, rounded
+from .tensor_map import Swizzle
 from .tma import CHUNK, SWIZZLE_SPAN, swizzle_chunks
 
 Array = npt.NDArray[Any]

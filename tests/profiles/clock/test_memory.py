@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from cute_mla.profiles.clock.spans import TMA
-from cute_mla.spec.tensor_map import TensorMap
+from cute_mla.simulator import TensorMap
 from tests.profiles.clock.timed import H100, WARM, Timed, timed
 from tests.simulator.small_kernels import Kernel, aligned
 

@@ -14,8 +14,8 @@ from cute_mla.profiles.clock.instructions import time_listing
 from cute_mla.profiles.clock.program import TensorProduct
 from cute_mla.profiles.clock.spans import ISSUE, TENSOR_CORE, TMA, mbarrier_track
 from cute_mla.profiles.clock.units import Port, TensorQueue
+from cute_mla.simulator import TensorMap
 from cute_mla.simulator.frontend.layout import SHARED_BASE
-from cute_mla.spec.tensor_map import TensorMap
 from tests.profiles.clock.timed import H100, WARM, Timed, timed
 from tests.simulator.small_kernels import Kernel, aligned
 

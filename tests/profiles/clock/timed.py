@@ -15,12 +15,11 @@ from cute_mla.profiles.clock.constants import Constants, constants
 from cute_mla.profiles.clock.engine import Result, Setting
 from cute_mla.profiles.clock.kernel import KernelClock
 from cute_mla.profiles.clock.spans import ISSUE, Span
-from cute_mla.simulator import GlobalMemory, Launch, Policy, run
+from cute_mla.simulator import GlobalMemory, Launch, Policy, TensorMap, run
 from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.listing import Listing, SassInstruction, read_listing
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.simulator.sass.trace import MachineTrace
-from cute_mla.spec.tensor_map import TensorMap
 from tests.simulator.small_kernels import Kernel
 
 H100 = constants("H100")
