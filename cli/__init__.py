@@ -18,6 +18,7 @@ _HELP_OF = {
     "build": "Compile the closed list of kernels into cubins, PTX and the manifest.",
     "verify": "Run cases of every kernel and compare with the reference, on a GPU or on the simulated device.",
     "profile": "Report on the built kernels, and time them if there is a GPU.",
+    "simulate": "Run any kernel, a cubin or PTX text, on the simulated device.",
     "convert": "Convert the checkpoint of a Llama or Qwen2 style model to one with Multi-head Latent Attention.",
     "show": "Print the built kernels, one kernel, the environment, or what is supported.",
 }

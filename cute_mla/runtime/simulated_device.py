@@ -15,7 +15,6 @@ from .. import simulator
 from ..manifest import KernelEntry
 from ..spec.abi import Param, ParamKind
 from ..spec.arch import Arch
-from ..spec.tensor_map import TensorMap
 from .arguments import Argument, Span, address_of
 from .artifacts import Artifacts, load_artifacts
 from .block_tables import findings_of

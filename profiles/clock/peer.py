@@ -9,6 +9,7 @@ from math import prod
 from typing import Any
 
 from ...simulator import Launch, Policy, SimulationError, run
+from ...simulator.engine.launch_file import LaunchFile, LaunchFileError, WarpRange
 from ...simulator.findings import SassError
 from ...simulator.sass.cubin import CubinError, read_cubin
 from ...simulator.sass.disassembler import disassemble
@@ -19,7 +20,6 @@ from .cluster_run import ClusterRun, cluster_run, kernel_clock
 from .constants import Constants
 from .engine import Setting, StandstillError
 from .instructions import UnknownTimeError
-from .peer_launch import PeerError, PeerLaunch, PeerRole
 
 _MOST_FINDINGS = 1 << 30  # other libraries may lack fences that the simulator asks for; their launches run on
 
@@ -28,15 +28,15 @@ _MOST_FINDINGS = 1 << 30  # other libraries may lack fences that the simulator a
 class PeerRun:
     """A launch that has run. findings: what the simulator says of it, one line each."""
 
-    launch: PeerLaunch
+    launch: LaunchFile
     run: ClusterRun
     findings: tuple[str, ...]
 
 
-def time_peer(cubin: bytes, launches: Sequence[PeerLaunch], constants: Constants) -> dict[str, Any]:
+def time_peer(cubin: bytes, launches: Sequence[LaunchFile], constants: Constants) -> dict[str, Any]:
     """Time launches of one kernel and return their figures: clocks a block by the difference of the first and the last launch.
 
-    PeerError, with the reason, for a cubin or a launch that cannot be timed.
+    LaunchFileError, with the reason, for a cubin or a launch that cannot be timed.
     """
     runs = [_timed(cubin, launch, constants) for launch in launches]
     return peer_figures(runs)
@@ -59,19 +59,19 @@ def peer_figures(runs: Sequence[PeerRun]) -> dict[str, Any]:
     return found
 
 
-def _waits(role: PeerRole, run: ClusterRun) -> dict[str, float]:
+def _waits(role: WarpRange, run: ClusterRun) -> dict[str, float]:
     warps = range(role.first_warp, role.first_warp + role.warps)
     causes = sorted({cause for warp, cause in run.waits if warp in warps})
     return {cause: sum(run.waits.get((warp, cause), 0) for warp in warps) / role.warps / run.end for cause in causes}
 
 
-def _every_group(launch: PeerLaunch) -> list[PeerRole]:
+def _every_group(launch: LaunchFile) -> list[WarpRange]:
     """Return the warpgroups of a CTA, for a description without roles."""
     warps = -(-prod(launch.block) // 32)
-    return [PeerRole(f"warps {first} to {min(first + 4, warps) - 1}", first, min(4, warps - first)) for first in range(0, warps, 4)]
+    return [WarpRange(f"warps {first} to {min(first + 4, warps) - 1}", first, min(4, warps - first)) for first in range(0, warps, 4)]
 
 
-def _timed(cubin: bytes, peer: PeerLaunch, constants: Constants) -> PeerRun:
+def _timed(cubin: bytes, peer: LaunchFile, constants: Constants) -> PeerRun:
     """Run a launch and time its first cluster."""
     try:
         _check_arch(cubin, constants)
@@ -89,15 +89,15 @@ def _timed(cubin: bytes, peer: PeerLaunch, constants: Constants) -> PeerRun:
         try:
             return PeerRun(peer, cluster_run(clock), findings)
         except StandstillError as error:
-            raise PeerError("; ".join([f"{peer.name} did not end: {error}", *findings[:3]])) from error
+            raise LaunchFileError("; ".join([f"{peer.name} did not end: {error}", *findings[:3]])) from error
     except (CubinError, SassError, SimulationError, UnknownTimeError) as error:
-        raise PeerError(f"{peer.name}: {error}") from error
+        raise LaunchFileError(f"{peer.name}: {error}") from error
     except ValueError as error:
-        raise error if isinstance(error, PeerError) else PeerError(f"{peer.name}: {error}") from error
+        raise error if isinstance(error, LaunchFileError) else LaunchFileError(f"{peer.name}: {error}") from error
 
 
 def _check_arch(cubin: bytes, constants: Constants) -> None:
     found = re.search(r"\bsm_(\d+)", read_cubin(cubin).options)
     expected = constants.arch.removeprefix("sm")
     if found is not None and found[1] != expected:
-        raise PeerError(f"the cubin is of sm_{found[1]}; a {constants.gpu} runs sm_{expected}")
+        raise LaunchFileError(f"the cubin is of sm_{found[1]}; a {constants.gpu} runs sm_{expected}")

@@ -99,6 +99,10 @@ class Machine:
         """Let a group run until it blocks, exits or has used up its turn."""
         self.running = group
         group.yielded = False
+        most = self.policy.most_instructions
+        if most is not None and self.executed.instructions > most:
+            self._stop(Fault("instruction_limit", f"the launch has not ended after {most:,} warp instructions"), None)
+            return
         try:
             self._run_blocks(group)
         except Fault as fault:

@@ -20,6 +20,7 @@ class Policy:
     waits_block: a wait for a phase of an mbarrier does not answer false while something can still go on.
     most_findings: a run ends with this many findings; None: the recorder's MAX_FINDINGS.
     ignored: kinds of findings that are not kept.
+    most_instructions: a run ends with a finding after so many warp instructions, give or take a turn; None: without a limit.
     """
 
     schedule: str = "round_robin"
@@ -29,12 +30,15 @@ class Policy:
     waits_block: bool = False
     most_findings: int | None = None
     ignored: frozenset[str] = frozenset()
+    most_instructions: int | None = None
 
     def __post_init__(self) -> None:
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule {self.schedule!r}: supported are {', '.join(SCHEDULES)}")
         if self.async_mode not in ASYNC_MODES:
             raise ValueError(f"async_mode {self.async_mode!r}: supported are {', '.join(ASYNC_MODES)}")
+        if self.most_instructions is not None and self.most_instructions < 1:
+            raise ValueError(f"most_instructions {self.most_instructions}: must be at least 1")
         if self.quantum < 1:
             raise ValueError(f"quantum {self.quantum}: must be at least 1")
 

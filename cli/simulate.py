@@ -1,0 +1,78 @@
+"""Command `cute-mla simulate`: any kernel, ours or not, on the simulated device."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .options import check_writable, write_file
+from .output import print_table
+
+if TYPE_CHECKING:
+    from cute_mla.simulator.engine.simulate import Outcome
+
+_SCHEDULES = ("round_robin", "lazy", "random", "adversarial")
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+
+
+@click.command()
+@click.argument("code", type=_FILE)
+@click.option(
+    "--launch", type=_FILE, required=True, help="JSON file with grid, block, buffers, parameters and what buffers must hold after."
+)
+@click.option(
+    "--schedule", "schedules", type=click.Choice(_SCHEDULES), multiple=True, show_default="all", help="Orders of warps and copies."
+)
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of random and adversarial.")
+@click.option(
+    "--most-instructions", type=click.IntRange(min=1), default=100_000_000, show_default=True, help="Warp instructions that end a run."
+)
+@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Also write findings and differences to a file.")
+def simulate(code: Path, launch: Path, schedules: tuple[str, ...], seed: int, most_instructions: int, json_path: Path | None) -> None:
+    """Run CODE, a cubin or PTX text, on the simulated device.
+
+    Exit 1 if a run has findings, or leaves a buffer that does not hold what the launch file expects.
+    """
+    check_writable("--json", json_path)
+    outcomes = {name: _run(code, launch, name, seed, most_instructions) for name in schedules or _SCHEDULES}
+    for name, outcome in outcomes.items():
+        for finding in outcome.report.findings:
+            click.echo(f"{name}: {finding}")
+        for difference in outcome.differences:
+            click.echo(f"{name}: {difference}")
+    rows = [
+        (name, len(outcome.report.findings), len(outcome.differences), outcome.report.instructions, f"{outcome.report.seconds:.2f}")
+        for name, outcome in outcomes.items()
+    ]
+    print_table(("schedule", "findings", "buffers that differ", "warp instructions", "seconds"), rows)
+    if json_path is not None:
+        write_file(json_path, json.dumps({name: _as_json(outcome) for name, outcome in outcomes.items()}, indent=1) + "\n")
+    if not all(outcome.ok for outcome in outcomes.values()):
+        raise SystemExit(1)
+
+
+def _run(code: Path, launch: Path, schedule: str, seed: int, most_instructions: int) -> Outcome:
+    """Run a launch over buffers as its file describes them. ClickException for what cannot be loaded or launched."""
+    from cute_mla.simulator import Policy, SimulationError
+    from cute_mla.simulator.engine.launch_file import LaunchFileError, read_launch_file
+    from cute_mla.simulator.engine.simulate import load_code, simulate_file
+    from cute_mla.simulator.sass.cubin import CubinError
+
+    policy = replace(Policy.named(schedule, seed), most_instructions=most_instructions)
+    try:
+        return simulate_file(load_code(code.read_bytes()), read_launch_file(launch), policy)
+    except LaunchFileError as error:
+        raise click.ClickException(str(error)) from error
+    except (CubinError, SimulationError) as error:
+        raise click.ClickException(f"{code}: {error}") from error
+    except OSError as error:
+        raise click.ClickException(f"cannot read {code}: {error.strerror}") from error
+
+
+def _as_json(outcome: Outcome) -> dict[str, Any]:
+    findings = [asdict(finding) for finding in outcome.report.findings]
+    return {"findings": findings, "differences": [*outcome.differences], "instructions": outcome.report.instructions}
