@@ -35,6 +35,17 @@ def test_a_room_imports_only_rooms_below(room: str) -> None:
     assert not found
 
 
+def test_the_simulator_imports_nothing_of_the_rest_of_the_package() -> None:
+    """It is a library of its own: the folder works under any name."""
+    outside = {
+        path.name
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ImportFrom) and (node.level > len(path.relative_to(ROOT).parts) or (node.module or "").startswith("cute_mla"))
+    }
+    assert not outside
+
+
 def test_every_file_stands_in_a_room() -> None:
     folders = {path.name for path in ROOT.iterdir() if path.is_dir() and any(path.glob("*.py"))}
     assert folders == set(ROOMS[1:])
