@@ -32,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {
     "manifest": {"spec"},
     "kernels": {"spec", "manifest"},
     "aot_build": {"spec", "manifest", "kernels", "simulator"},
-    "simulator": {"spec"},
+    "simulator": set(),
     "runtime": {"spec", "manifest", "simulator"},
     **{room: {"spec", "runtime", *TORCH_FACING[:i]} for i, room in enumerate(TORCH_FACING)},
     "engines": {"spec", *TORCH_FACING},

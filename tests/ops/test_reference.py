@@ -337,7 +337,7 @@ def test_blocks_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
 
     whole = compute()
     for scores in (1, 30, 120, 250):  # of a row, two rows, a head, two heads
-        monkeypatch.setattr(reference, "_BLOCK_SCORES", scores)
+        monkeypatch.setattr("cute_mla.reference.latent._BLOCK_SCORES", scores)
         for part, one in zip(compute(), whole, strict=True):
             assert part.dtype == torch.float32
             torch.testing.assert_close(part, one, rtol=ROUNDED, atol=1e-12)

@@ -36,12 +36,13 @@ def test_a_room_imports_only_rooms_below(room: str) -> None:
 
 
 def test_the_simulator_imports_nothing_of_the_rest_of_the_package() -> None:
-    """It is a library of its own: the folder works under any name."""
+    """Find imports that would keep the folder from being a library of its own."""
     outside = {
         path.name
         for path in ROOT.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.level > len(path.relative_to(ROOT).parts) or (node.module or "").startswith("cute_mla"))
+        if isinstance(node, ast.ImportFrom)
+        and (node.level > len(path.relative_to(ROOT).parts) or (node.module or "").startswith("cute_mla"))
     }
     assert not outside
 

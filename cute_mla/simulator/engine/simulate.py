@@ -19,7 +19,7 @@ ELF = b"\x7fELF"
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a launch did. differences: a line for each buffer that does not hold what its launch file expects."""
+    """Result of a launch. differences: a line for each buffer that does not hold what its launch file expects."""
 
     report: Report
     differences: tuple[str, ...]

@@ -58,8 +58,8 @@ def test_the_digests_are_those_that_kernels_computes(folder: Path, tmp_path: Pat
     stated = Metadata.read_from_file(copied / "metadata.json").digest
     assert stated is not None
     stated.validate(Digest.hash_variant(DigestAlgorithm.SHA256, copied))
-    (copied / "manifest.py").write_text("")
-    with pytest.raises(DigestValidationError, match=r"manifest\.py"):
+    (copied / "cache.py").write_text("")
+    with pytest.raises(DigestValidationError, match=r"cache\.py"):
         stated.validate(Digest.hash_variant(DigestAlgorithm.SHA256, copied))
 
 

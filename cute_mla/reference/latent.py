@@ -1,7 +1,4 @@
-"""Reference implementations in plain torch: slow, and simple enough to check by reading.
-
-They compute in fp64 and round each result once, to fp32: an error is then the kernel's alone, on every processor.
-"""
+"""Attention over a latent, dense and sparse, for any device and dtype: no limits, and no speed."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .spec.mla import D_QK, D_V, LATENT_DIMS
+from ..spec.mla import D_QK, D_V, LATENT_DIMS
 
 _BLOCK_SCORES = 1 << 22  # computed at a time: 32 MB in fp64
 
@@ -28,13 +25,13 @@ def attention(
     """
     out = v.new_empty((*q.shape[:-1], v.shape[-1]), dtype=torch.float32)
     lse = v.new_empty(q.shape[:-1], dtype=torch.float32)
-    for heads, rows in _blocks(len(q), q.shape[1], k.shape[1]):
+    for heads, rows in blocks(len(q), q.shape[1], k.shape[1]):
         scores = masked_scores(q[heads, rows], k[heads], scale, visible[rows])
         out[heads, rows], lse[heads, rows] = attention_by(scores, v[heads], visible[rows], empty_lse)
     return out, lse
 
 
-def _blocks(heads: int, rows: int, keys: int) -> Iterator[tuple[slice, slice]]:
+def blocks(heads: int, rows: int, keys: int) -> Iterator[tuple[slice, slice]]:
     """Yield ranges of heads and of rows that cover all, with at most _BLOCK_SCORES scores each, or those of one row."""
     most_heads = max(_BLOCK_SCORES // max(rows * keys, 1), 1)
     most_rows = max(_BLOCK_SCORES // max(keys, 1), 1)
@@ -268,261 +265,7 @@ def rows_of_request(kv: torch.Tensor, kv_offsets: torch.Tensor | None, request: 
     return kv[sequence_rows(kv_offsets, request[0], len(kv))]
 
 
-def dense_prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    empty_lse: float = math.inf,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute flash_attn_varlen_func, with its operands.
-
-    Returns fp32 out [total_q, h_q, d_v] and lse [total_q, h_q], NaN in rows that belong to no sequence.
-    """
-    return masked_prefill(q, k, v, (cu_seqlens_q, cu_seqlens_k), None, softmax_scale, causal, empty_lse)
-
-
-def masked_prefill(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens: tuple[torch.Tensor, torch.Tensor],
-    key_mask: torch.Tensor | None,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    empty_lse: float = math.inf,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Compute flash_attn_varlen_func with key_mask; None: without one.
-
-    cu_seqlens: of queries, and of keys. Returns what dense_prefill returns.
-    """
-    h_q, h_kv = q.shape[1], k.shape[1]
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    out = torch.full((len(q), h_q, v.shape[-1]), math.nan, device=q.device)
-    lse = torch.full((len(q), h_q), math.nan, device=q.device)
-    for sequence in range(len(cu_seqlens[0]) - 1):
-        rows, keys = sequence_rows(cu_seqlens[0], sequence, len(q)), sequence_rows(cu_seqlens[1], sequence, len(k))
-        own_k, own_v = (tensor[keys].transpose(0, 1).repeat_interleave(h_q // h_kv, dim=0) for tensor in (k, v))
-        own_q = q[rows].transpose(0, 1)
-        visible = visible_keys(own_q.shape[1], own_k.shape[1], causal, q.device)
-        if key_mask is not None:
-            visible = visible & mask_keys(key_mask[rows], own_k.shape[1])
-        row_out, row_lse = attention(own_q, own_k, own_v, scale, visible, empty_lse)
-        out[rows], lse[rows] = row_out.transpose(0, 1), row_lse.transpose(0, 1)
-    return out, lse
-
-
-def dense_prefill_backward(
-    dout: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    lse: torch.Tensor,
-    cu_seqlens: tuple[torch.Tensor, torch.Tensor],
-    softmax_scale: float | None = None,
-    causal: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute flash_attn_varlen_backward, with its operands, by torch's autograd. cu_seqlens: of queries, and of keys.
-
-    Query rows whose lse is infinite have no gradient and add nothing to those of keys and values.
-    Returns fp32 dq [total_q, h_q, d_qk], dk [total_k, h_kv, d_qk] and dv [total_k, h_kv, d_v], NaN in rows that belong to no sequence.
-    """
-    scale = q.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
-    dq, dk, dv = (torch.full(tensor.shape, math.nan, device=q.device) for tensor in (q, k, v))
-    for sequence in range(len(cu_seqlens[0]) - 1):
-        rows, keys = sequence_rows(cu_seqlens[0], sequence, len(q)), sequence_rows(cu_seqlens[1], sequence, len(k))
-        own = (q[rows], k[keys], v[keys])
-        visible = visible_keys(len(own[0]), len(own[1]), causal, q.device)
-        live = ~lse[rows].isinf()
-        dq[rows], dk[keys], dv[keys] = attention_gradients(dout[rows], own, scale, visible, live)
-    return dq, dk, dv
-
-
-def attention_gradients(
-    dout: torch.Tensor,
-    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    scale: float,
-    visible: torch.Tensor,
-    live: torch.Tensor,
-) -> tuple[torch.Tensor, ...]:
-    """Return fp32 gradients of one sequence's q [rows, h_q, d], k [keys, h_kv, d] and v [keys, h_kv, d_v], given that of its out.
-
-    visible: bool [rows, keys]. live: bool [rows, h_q], the rows that take part and see a key.
-    """
-    h_kv = operands[1].shape[1]
-    live = live & visible.any(dim=-1, keepdim=True)
-    dout = torch.where(live.unsqueeze(-1), dout, 0.0)
-    # [h_kv, group, rows, columns] of rows; [h_kv, 1, keys, columns] of keys
-    given, *wide = (tensor.detach().double().unflatten(1, (h_kv, -1)).permute(1, 2, 0, 3) for tensor in (dout, *operands))
-    gradients = [torch.zeros_like(tensor) for tensor in wide]
-    for heads, rows in _blocks(h_kv, len(visible), given.shape[1] * visible.shape[1]):
-        places: tuple[Any, ...] = ((heads, slice(None), rows), heads, heads)
-        leaves = [tensor[place].requires_grad_() for tensor, place in zip(wide, places, strict=True)]
-        with torch.enable_grad():
-            q, k, v = leaves
-            # Rows that see no key keep all scores, since the softmax of none has no gradient. Their dout is 0.
-            hidden = ~visible[rows] & visible[rows].any(dim=-1, keepdim=True)
-            weights = ((q @ k.mT) * scale).masked_fill(hidden, -math.inf).softmax(dim=-1)
-            out = weights @ v
-        for gradient, place, part in zip(gradients, places, torch.autograd.grad(out, leaves, given[places[0]]), strict=True):
-            gradient[place] += part
-    return tuple(gradient.permute(2, 0, 1, 3).flatten(1, 2).float() for gradient in gradients)
-
-
 def sequence_rows(cu_seqlens: torch.Tensor, sequence: int, total: int) -> slice:
     """Return the packed tokens of a sequence as a slice, with its ends clipped to 0 .. total."""
     first, end = cu_seqlens[sequence : sequence + 2].clamp(0, total).tolist()
     return slice(first, end)
-
-
-def merge_states(outs: torch.Tensor, lses: torch.Tensor, empty_lse: float = math.inf) -> tuple[torch.Tensor, torch.Tensor]:
-    """Merge attention over disjoint sets of keys into attention over their union.
-
-    outs: [states, .., d]; lses: [states, ..], natural log. A state with an infinite lse has weight 0, whatever its out.
-    Returns out fp32 [.., d] and lse fp32 [..].
-    """
-    lses = lses.double().masked_fill(lses.isinf(), -math.inf)
-    lse = lses.logsumexp(dim=0)
-    empty = lse == -math.inf
-    weights = (lses - lse.masked_fill(empty, 0.0)).exp().unsqueeze(-1)
-    out = torch.zeros(outs.shape[1:], dtype=torch.float64, device=outs.device)
-    for state, weight in zip(outs, weights, strict=True):  # one at a time, since they may be large
-        out = out + torch.where(weight == 0, 0.0, state * weight)
-    return out.float(), lse.masked_fill(empty, empty_lse).float()
-
-
-def topk_indices(logits: torch.Tensor, lengths: torch.Tensor, topk: int) -> torch.Tensor:
-    """Positions of the topk greatest of logits[r, : lengths[r]], ascending, -1 behind the last: int32 [rows, topk].
-
-    logits: fp32 [rows, n]. lengths: int32 [rows], clipped to 0 .. n. A stable sort orders by value, NaN last, then by position.
-    """
-    out = torch.full((len(logits), topk), -1, dtype=torch.int32, device=logits.device)
-    for row, length in enumerate(lengths.clamp(0, logits.shape[1]).tolist()):
-        values = logits[row, :length].double()
-        order = torch.where(values.isnan(), math.inf, -values)  # -inf becomes inf too: NaN must follow it
-        first = torch.argsort(order, stable=True)
-        first = torch.cat([first[~values[first].isnan()], first[values[first].isnan()]])[:topk]
-        out[row, : len(first)] = first.sort().values.int()
-    return out
-
-
-def mqa_logits(
-    q: torch.Tensor, keys: torch.Tensor, scales: torch.Tensor, weights: torch.Tensor, seen: torch.Tensor, unseen: float = -math.inf
-) -> torch.Tensor:
-    """Compute logits fp32 [tokens, keys]: scale * sum_h weight_h * relu(<q_h, key>), summed in fp64; `unseen` where a token sees no key.
-
-    q: [tokens, heads, columns]; keys: [keys, columns]; scales: [keys]; weights: [tokens, heads]; seen: bool [tokens, keys].
-    """
-    dots = q.double() @ keys.double().T  # [tokens, heads, keys]
-    sums = (weights.double().unsqueeze(1) @ dots.relu()).squeeze(1)
-    return (scales.double() * sums).float().masked_fill(~seen, unseen)
-
-
-def fp8_mqa_logits(
-    q: torch.Tensor,
-    kv: tuple[torch.Tensor, torch.Tensor],
-    weights: torch.Tensor,
-    ks: torch.Tensor,
-    ke: torch.Tensor,
-    clean_logits: bool = True,
-    max_seqlen_k: int = 0,
-) -> torch.Tensor:
-    """Compute indexer.fp8_mqa_logits, with its operands. Logits that the call does not write are NaN."""
-    keys, scales = kv
-    place = torch.arange(len(keys), device=q.device)
-    first, end = (bound.long().clamp(0, len(keys)).unsqueeze(1) for bound in (ks, ke))
-    logits = mqa_logits(q, keys, scales, weights, (place >= first) & (place < end), -math.inf if clean_logits else math.nan)
-    if not max_seqlen_k:
-        return logits
-    key = first + torch.arange(max_seqlen_k, device=q.device)
-    unseen = logits.new_full((len(logits), max_seqlen_k), math.nan)
-    return torch.where(key < end, torch.cat([logits, unseen], 1).gather(1, key.clamp(max=len(keys))), unseen)
-
-
-def fp8_paged_mqa_logits(
-    q: torch.Tensor,
-    cache: torch.Tensor,
-    weights: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    max_context_len: int,
-    clean_logits: bool = True,
-) -> torch.Tensor:
-    """Compute indexer.fp8_paged_mqa_logits, with its operands. Logits that the call does not write are NaN."""
-    batch, tokens = q.shape[:2]
-    logits = torch.full((batch * tokens, max_context_len), -math.inf if clean_logits else math.nan, device=q.device)
-    most = min(max_context_len, block_table.shape[1] * cache.shape[1])
-    ends = paged_ends(context_lens, tokens, most)
-    for request, end in enumerate(ends):
-        keys, scales = indexed_keys(cache, block_table[request], int(end.max()) if tokens else 0)
-        rows = slice(request * tokens, (request + 1) * tokens)
-        seen = torch.arange(len(keys), device=q.device) < end.unsqueeze(1)
-        logits[rows, : len(keys)] = mqa_logits(q[request], keys, scales, weights[rows], seen, -math.inf if clean_logits else math.nan)
-    return logits
-
-
-def paged_ends(context_lens: torch.Tensor, tokens: int, most: int) -> torch.Tensor:
-    """Return int64 [batch, tokens]: how many keys each query token of a request sees, by its length [batch], or [batch, tokens]."""
-    lengths = context_lens.long().clamp(0, most)
-    if lengths.dim() == 2:
-        return lengths
-    behind = tokens - 1 - torch.arange(tokens, device=lengths.device)
-    return (lengths.unsqueeze(1) - behind).clamp(min=0)
-
-
-def indexed_keys(cache: torch.Tensor, pages: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first `length` keys of a request in an index cache: e4m3 [length, columns], and their scales, fp32 [length].
-
-    cache: uint8 [pages, page size, 1, columns + 4], a page the values of its keys, then their scales. pages: as in gather_pages; a page
-    outside the cache has scales of 0.
-    """
-    page_size, columns = cache.shape[1], cache.shape[3] - 4
-    used = pages[: -(-length // page_size)].long()
-    inside = (used >= 0) & (used < len(cache))
-    content = cache.new_zeros(len(used), page_size * (columns + 4))
-    content[inside] = cache[used[inside]].flatten(1)
-    values = content[:, : page_size * columns].reshape(-1, columns).view(torch.float8_e4m3fn)
-    scales = content[:, page_size * columns :].contiguous().view(torch.float32).flatten()
-    return values[:length], scales[:length]
-
-
-def indexer_topk(
-    q: torch.Tensor,
-    weights: torch.Tensor,
-    index_cache: torch.Tensor,
-    context_lens: torch.Tensor,
-    block_table: torch.Tensor,
-    topk: int,
-    slots: bool = False,
-) -> torch.Tensor:
-    """Compute indexer.indexer_topk, with its operands."""
-    tokens, page_size = q.shape[1], index_cache.shape[1]
-    most = block_table.shape[1] * page_size
-    logits = fp8_paged_mqa_logits(q, index_cache, weights, context_lens, block_table, most)
-    positions = topk_indices(logits, paged_ends(context_lens, tokens, most).flatten(), topk)
-    if not slots or not most:
-        return positions
-    key = positions.clamp(min=0).long()
-    page = block_table.repeat_interleave(tokens, 0).gather(1, key // page_size)
-    is_key = (positions >= 0) & (page >= 0) & (page < len(index_cache))
-    return torch.where(is_key, page.long() * page_size + key % page_size, -1).int()
-
-
-def indexer_topk_prefill(
-    q: torch.Tensor,
-    kv: tuple[torch.Tensor, torch.Tensor],
-    weights: torch.Tensor,
-    ks: torch.Tensor,
-    ke: torch.Tensor,
-    topk: int,
-    max_seqlen_k: int | None = None,
-) -> torch.Tensor:
-    """Compute indexer.indexer_topk_prefill, with its operands."""
-    keys = len(kv[0])
-    columns = keys if max_seqlen_k is None else min(max_seqlen_k, keys)
-    counts = ke.long().clamp(0, keys) - ks.long().clamp(0, keys)
-    logits = fp8_mqa_logits(q, kv, weights, ks, ke, False, columns) if columns else torch.empty(len(q), 0, device=q.device)
-    return topk_indices(logits, counts, topk)
