@@ -23,12 +23,12 @@ from typing import Any
 
 import torch
 
-from ..api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
-from ..runtime import cuda_device, cuda_launches
-from ..runtime.call_cache import CallCache
-from ..runtime.current import cpu_tensors_on
-from ..spec.cache_format import FP8_656
-from ..spec.mla import D_QK, D_V
+from cute_mla.api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
+from cute_mla.runtime import cuda_device, cuda_launches
+from cute_mla.runtime.call_cache import CallCache
+from cute_mla.runtime.current import cpu_tensors_on
+from cute_mla.spec.cache_format import FP8_656
+from cute_mla.spec.mla import D_QK, D_V
 
 GOAL_US = 6.0
 _LAYERS = 8

@@ -18,8 +18,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ..runtime.artifacts import load_artifacts
-from ..runtime.errors import ArtifactError
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.errors import ArtifactError
+
 from .clock.cluster_run import HBM, ISSUE, L2, SHARED, TENSOR
 from .clock.constants import constants, gpus
 from .clock.kernel_times import KernelTimes

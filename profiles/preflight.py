@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from ..spec.arch import Arch
+    from cute_mla.spec.arch import Arch
 
 PACKAGES = ("torch", "numpy", "click", "rich", "cuda.bindings.driver")
 LEAST_PYTHON = (3, 11)
@@ -40,8 +40,8 @@ def newest_toolkit(archs: Sequence[Arch]) -> tuple[int, int]:
 
     ArtifactError if an artefact is unusable, or if there is none.
     """
-    from ..runtime.artifacts import cubin_toolkit, load_artifacts
-    from ..runtime.errors import ArtifactError
+    from cute_mla.runtime.artifacts import cubin_toolkit, load_artifacts
+    from cute_mla.runtime.errors import ArtifactError
 
     artifacts = load_artifacts()
     names = [arch.name for arch in archs]
@@ -53,8 +53,9 @@ def newest_toolkit(archs: Sequence[Arch]) -> tuple[int, int]:
 
 def device_problems(archs: Sequence[Arch]) -> list[str]:
     """Return the reasons why the artefacts cannot run on the current GPU with its driver. The GPU must have one of `archs`."""
-    from ..runtime import driver
-    from ..runtime.errors import ArtifactError, DeviceError
+    from cute_mla.runtime import driver
+    from cute_mla.runtime.errors import ArtifactError, DeviceError
+
     from .measure.cuda_bench import matching_arch
 
     problems = []
@@ -79,7 +80,8 @@ def examine() -> dict[str, Any]:
     found: dict[str, Any] = {"python": platform.python_version(), "executable": sys.executable}
     problems = missing_packages()
     if not problems:
-        from ..spec.arch import ARCHS
+        from cute_mla.spec.arch import ARCHS
+
         from .measure.environment import environment
 
         archs = list(ARCHS.values())

@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
 
-from ..runtime.artifacts import load_artifacts
-from ..runtime.errors import ArtifactError
-from ..spec.arch import ARCHS, Arch
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.errors import ArtifactError
+from cute_mla.spec.arch import ARCHS, Arch
+
 from .clock.constants import FAST, NOMINAL, SLOW, constants, sources
 from .clock.rows import ENDS, clock_of
 from .kernel_stats.static_report import static_report
@@ -143,7 +144,8 @@ def cuda_document(
     GpuMismatchError without a matching GPU, ArtifactError without kernels.
     progress: called before each row with its name and the document so far, which names that row as `running`.
     """
-    from ..testing.processes import GPU_START_SECONDS, Work, Worker
+    from cute_mla.testing.processes import GPU_START_SECONDS, Work, Worker
+
     from .measure.cuda_bench import cuda_bench, matching_arch
     from .measure.environment import environment
     from .measure.run_rows import run_rows

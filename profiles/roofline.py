@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..spec.arch import Arch
+from cute_mla.spec.arch import Arch
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from ..spec.cache_rows import CACHED
-from ..spec.dense_decode import OPERANDS
-from ..spec.mla import DTYPES, LATENT_DIMS
-from ..spec.mqa_logits import DTYPE as KEYS
-from ..spec.sparse_decode import DECODED, DECODED_BESIDE
-from ..spec.sparse_prefill import HEAD_DIMS
-from ..spec.topk_indices import DTYPE as LOGITS
+from cute_mla.spec.cache_rows import CACHED
+from cute_mla.spec.dense_decode import OPERANDS
+from cute_mla.spec.mla import DTYPES, LATENT_DIMS
+from cute_mla.spec.mqa_logits import DTYPE as KEYS
+from cute_mla.spec.sparse_decode import DECODED, DECODED_BESIDE
+from cute_mla.spec.sparse_prefill import HEAD_DIMS
+from cute_mla.spec.topk_indices import DTYPE as LOGITS
+
 from .roofline import Work
 from .shapes import (
     CacheInsertShape,

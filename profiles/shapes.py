@@ -14,15 +14,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from ..spec.arch import Arch
-from ..spec.cache_format import FORMATS, FP8_656, CacheFormat
-from ..spec.cache_insert import normalised_columns, rotates
-from ..spec.cache_rows import CACHED
-from ..spec.dense_decode import FP8, LATENT, TILE_ROWS, row_ctas
-from ..spec.dense_prefill import HEAD_DIMS as PREFILL_HEAD_DIMS
-from ..spec.masked_prefill import MASK_WORD_KEYS
-from ..spec.mla import D_QK, D_ROPE, D_V, ELEMENT_BYTES, LATENT_DIMS, ceil_div
-from ..spec.mqa_logits import COLUMNS, ROW_BYTES
+from cute_mla.spec.arch import Arch
+from cute_mla.spec.cache_format import FORMATS, FP8_656, CacheFormat
+from cute_mla.spec.cache_insert import normalised_columns, rotates
+from cute_mla.spec.cache_rows import CACHED
+from cute_mla.spec.dense_decode import FP8, LATENT, TILE_ROWS, row_ctas
+from cute_mla.spec.dense_prefill import HEAD_DIMS as PREFILL_HEAD_DIMS
+from cute_mla.spec.masked_prefill import MASK_WORD_KEYS
+from cute_mla.spec.mla import D_QK, D_ROPE, D_V, ELEMENT_BYTES, LATENT_DIMS, ceil_div
+from cute_mla.spec.mqa_logits import COLUMNS, ROW_BYTES
+
 from .roofline import Work
 
 E4M3_BYTES = 1

@@ -9,8 +9,9 @@ import importlib
 from importlib import metadata
 from typing import Any
 
-from ...spec.dense_decode import LATENT
-from ...spec.mla import D_QK, D_V
+from cute_mla.spec.dense_decode import LATENT
+from cute_mla.spec.mla import D_QK, D_V
+
 from ..rows import Case
 from ..shapes import DecodeShape, DensePrefillShape
 from ..workloads.workload import Results, Workload

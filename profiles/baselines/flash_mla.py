@@ -11,9 +11,10 @@ from typing import Any
 
 import torch
 
-from ...spec.cache_format import FP8_656
-from ...spec.dense_decode import FP8, FP8_CACHE
-from ...spec.mla import D_V
+from cute_mla.spec.cache_format import FP8_656
+from cute_mla.spec.dense_decode import FP8, FP8_CACHE
+from cute_mla.spec.mla import D_V
+
 from ..rows import Case
 from ..shapes import DecodeShape, SparseDecodeShape, SparsePrefillShape
 from ..workloads.workload import Results, Workload

@@ -7,7 +7,8 @@ from typing import Protocol
 
 import torch
 
-from ...testing.cases.dense_prefill_backward import DensePrefillBackwardTensors
+from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardTensors
+
 from ..workloads.workload import Results
 from .baseline import Run
 

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import prod
 
-from ...manifest import KernelEntry
-from ...runtime.artifacts import load_artifacts
-from ...runtime.current import simulate
-from ...simulator.sass.listing import Listing, read_listing
-from ...simulator.sass.text_cache import disassembly
-from ...simulator.sass.trace import MachineTrace
+from cute_mla.manifest import KernelEntry
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.current import simulate
+from cute_mla.simulator.sass.listing import Listing, read_listing
+from cute_mla.simulator.sass.text_cache import disassembly
+from cute_mla.simulator.sass.trace import MachineTrace
+
 from .constants import Constants
 from .engine import SCHEDULERS, Setting
 from .instructions import UnknownTimeError

@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from ...spec.arch import ARCHS
+from cute_mla.spec.arch import ARCHS
 
 FILE = Path(__file__).resolve().parents[1] / "definitions" / "machines.toml"
 NOMINAL, FAST, SLOW = "value", "fast", "slow"

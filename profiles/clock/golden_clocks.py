@@ -14,7 +14,8 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ...manifest import KernelEntry
+from cute_mla.manifest import KernelEntry
+
 from ..kernel_stats import golden
 from ..kernel_stats.dynamic_counts import case_of
 from .constants import constants
@@ -56,7 +57,7 @@ def read() -> dict[str, dict[str, float]]:
 
 def main(names: Sequence[str]) -> None:
     """Time the built kernels, or the named ones; write their clocks and print what changed."""
-    from ...runtime.artifacts import load_artifacts
+    from cute_mla.runtime.artifacts import load_artifacts
 
     kernels = load_artifacts().manifest.kernels
     fresh: dict[str, dict[str, float]] = {}

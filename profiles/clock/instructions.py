@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from ...simulator.sass.flow import is_never
-from ...simulator.sass.listing import BOARDS, NO_BOARD, Immediate, Listing, Register, SassInstruction
+from cute_mla.simulator.sass.flow import is_never
+from cute_mla.simulator.sass.listing import BOARDS, NO_BOARD, Immediate, Listing, Register, SassInstruction
+
 from .constants import Constants
 
 # Pipes of a scheduler. Every opcode stands in one; an unknown one is refused.

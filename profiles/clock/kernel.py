@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from ...simulator.sass.listing import Listing
-from ...simulator.sass.trace import MachineTrace
+from cute_mla.simulator.sass.listing import Listing
+from cute_mla.simulator.sass.trace import MachineTrace
+
 from .constants import Constants
 from .engine import Engine, Result, Setting
 from .instructions import time_listing

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ...manifest import KernelEntry
-from ...testing.operations import operation
+from cute_mla.manifest import KernelEntry
+from cute_mla.testing.operations import operation
+
 from ..kernel_stats.dynamic_counts import case_of, keys_of_block
 from .cluster_run import ClusterRun, clock_call, cluster_run
 from .constants import Constants

@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
-from ...simulator import Launch, Policy, SimulationError, run
-from ...simulator.engine.launch_file import LaunchFile, LaunchFileError, WarpRange
-from ...simulator.findings import SassError
-from ...simulator.sass.cubin import CubinError, read_cubin
-from ...simulator.sass.disassembler import disassemble
-from ...simulator.sass.listing import read_listing
-from ...simulator.sass.module import load_machine_code
-from ...simulator.sass.trace import MachineTrace
+from cute_mla.simulator import Launch, Policy, SimulationError, run
+from cute_mla.simulator.engine.launch_file import LaunchFile, LaunchFileError, WarpRange
+from cute_mla.simulator.findings import SassError
+from cute_mla.simulator.sass.cubin import CubinError, read_cubin
+from cute_mla.simulator.sass.disassembler import disassemble
+from cute_mla.simulator.sass.listing import read_listing
+from cute_mla.simulator.sass.module import load_machine_code
+from cute_mla.simulator.sass.trace import MachineTrace
+
 from .cluster_run import ClusterRun, cluster_run, kernel_clock
 from .constants import Constants
 from .engine import Setting, StandstillError

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from ...simulator.frontend.layout import SHARED_WINDOW
-from ...simulator.sass.accesses import fragment
-from ...simulator.sass.listing import INSTRUCTION_BYTES, Address, Immediate, Listing, Operand, Register, SassInstruction
-from ...simulator.sass.trace import Step
-from ...simulator.state.memory import Buffer
+from cute_mla.simulator.frontend.layout import SHARED_WINDOW
+from cute_mla.simulator.sass.accesses import fragment
+from cute_mla.simulator.sass.listing import INSTRUCTION_BYTES, Address, Immediate, Listing, Operand, Register, SassInstruction
+from cute_mla.simulator.sass.trace import Step
+from cute_mla.simulator.state.memory import Buffer
+
 from .instructions import TimedInstruction, count_of, reads_registers, shape_of
 
 BANKS, BANK_BYTES, WARP = 32, 4, 32

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from ...aot_build.source_lines import SourceLines, source_lines
-from ...manifest import KernelEntry
-from ...runtime.artifacts import load_artifacts
-from ...simulator.state.names import Names
+from cute_mla.aot_build.source_lines import SourceLines, source_lines
+from cute_mla.manifest import KernelEntry
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.simulator.state.names import Names
+
 from .constants import Constants
 from .engine import Setting
 from .kernel_times import clock_kernel

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
-from ...manifest import KernelEntry
-from ...runtime.artifacts import load_artifacts
-from ...runtime.errors import ArtifactError
-from ...simulator import SimulationError
+from cute_mla.manifest import KernelEntry
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.errors import ArtifactError
+from cute_mla.simulator import SimulationError
+
 from ..kernel_stats.dynamic_counts import keys_of_block
 from ..launches.launch import Combine, Launch, NoLaunchError
 from ..launches.of_rows import launch_on

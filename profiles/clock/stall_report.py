@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from math import prod
 
-from ...aot_build.source_lines import SourceLines
-from ...manifest import KernelEntry
+from cute_mla.aot_build.source_lines import SourceLines
+from cute_mla.manifest import KernelEntry
+
 from ..kernel_stats.dynamic_counts import keys_of_block
 from .cluster_run import cause_of
 from .constants import Constants

@@ -9,18 +9,19 @@ from dataclasses import replace
 
 import torch
 
-from ...manifest import KernelEntry, kernel_name
-from ...runtime.artifacts import load_artifacts
-from ...spec import cache_insert
-from ...spec.arch import ARCHS
-from ...spec.cache_rows import KEYS_PER_BLOCK, CacheRowsConfig, config_of
-from ...spec.combine import BLOCKS_PER_SM, NARROW_BLOCKS, RESIDENT_BLOCKS, CombineConfig
-from ...spec.index_write import ROWS_PER_BLOCK as INDEX_ROWS_PER_BLOCK
-from ...spec.index_write import IndexWriteConfig
-from ...spec.merge_states import ROWS_PER_BLOCK, MergeStatesConfig
-from ...spec.topk_indices import BLOCKS_PER_SM as SELECTIONS_PER_SM
-from ...spec.topk_indices import DTYPE as LOGITS
-from ...spec.topk_indices import TopkIndicesConfig, config_for
+from cute_mla.manifest import KernelEntry, kernel_name
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.spec import cache_insert
+from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.cache_rows import KEYS_PER_BLOCK, CacheRowsConfig, config_of
+from cute_mla.spec.combine import BLOCKS_PER_SM, NARROW_BLOCKS, RESIDENT_BLOCKS, CombineConfig
+from cute_mla.spec.index_write import ROWS_PER_BLOCK as INDEX_ROWS_PER_BLOCK
+from cute_mla.spec.index_write import IndexWriteConfig
+from cute_mla.spec.merge_states import ROWS_PER_BLOCK, MergeStatesConfig
+from cute_mla.spec.topk_indices import BLOCKS_PER_SM as SELECTIONS_PER_SM
+from cute_mla.spec.topk_indices import DTYPE as LOGITS
+from cute_mla.spec.topk_indices import TopkIndicesConfig, config_for
+
 from ..launches.launch import Combine
 from ..launches.of_rows import CACHE_INSERT_CTAS_PER_SM
 from ..rows import Case

@@ -9,8 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...runtime.artifacts import load_artifacts
-from ...runtime.errors import ArtifactError
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.errors import ArtifactError
+
 from ..launches.launch import Combine, NoLaunchError
 from ..launches.of_rows import launch_on
 from ..rows import Case

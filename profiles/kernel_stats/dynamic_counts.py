@@ -17,31 +17,32 @@ from math import lcm
 from pathlib import Path
 from typing import Protocol
 
-from ...manifest import KernelEntry
-from ...runtime.current import simulate
-from ...spec.arch import ARCHS, Arch
-from ...spec.cache_format import FORMATS
-from ...spec.dense_decode import LATENT, OPERANDS, TILE_ROWS
-from ...spec.dense_prefill import HEAD_DIMS, variant
-from ...spec.dense_prefill import TILE_ROWS as PREFILL_ROWS
-from ...spec.dense_prefill_dkdv import TILE_KEYS as DKDV_KEYS
-from ...spec.dense_prefill_dkdv import TILE_QUERIES as DKDV_QUERIES
-from ...spec.dense_prefill_dq import TILE_KEYS as DQ_KEYS
-from ...spec.dense_prefill_dq import TILE_ROWS as DQ_ROWS
-from ...spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
-from ...spec.mla import D_LATENT, D_QK, DTYPES, LATENT_DIMS
-from ...spec.mqa_logits import HEAD_TILES, ITEM_BLOCKS, MqaLogitsConfig
-from ...spec.mqa_logits import TILE_KEYS as LOGITS_KEYS
-from ...spec.sparse_decode import KERNELS
-from ...spec.split_plan import TILE_KEYS
-from ...testing.cases.base import BaseCase
-from ...testing.cases.dense_decode import DenseDecodeCase
-from ...testing.cases.dense_prefill import DensePrefillCase
-from ...testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DqCase
-from ...testing.cases.mqa_logits import MqaLogitsCase
-from ...testing.cases.sparse_decode import Pool, SparseDecodeCase
-from ...testing.cases.sparse_prefill import SparsePrefillCase
-from ...testing.operations import operation
+from cute_mla.manifest import KernelEntry
+from cute_mla.runtime.current import simulate
+from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.spec.cache_format import FORMATS
+from cute_mla.spec.dense_decode import LATENT, OPERANDS, TILE_ROWS
+from cute_mla.spec.dense_prefill import HEAD_DIMS, variant
+from cute_mla.spec.dense_prefill import TILE_ROWS as PREFILL_ROWS
+from cute_mla.spec.dense_prefill_dkdv import TILE_KEYS as DKDV_KEYS
+from cute_mla.spec.dense_prefill_dkdv import TILE_QUERIES as DKDV_QUERIES
+from cute_mla.spec.dense_prefill_dq import TILE_KEYS as DQ_KEYS
+from cute_mla.spec.dense_prefill_dq import TILE_ROWS as DQ_ROWS
+from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
+from cute_mla.spec.mla import D_LATENT, D_QK, DTYPES, LATENT_DIMS
+from cute_mla.spec.mqa_logits import HEAD_TILES, ITEM_BLOCKS, MqaLogitsConfig
+from cute_mla.spec.mqa_logits import TILE_KEYS as LOGITS_KEYS
+from cute_mla.spec.sparse_decode import KERNELS
+from cute_mla.spec.split_plan import TILE_KEYS
+from cute_mla.testing.cases.base import BaseCase
+from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DqCase
+from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
+from cute_mla.testing.operations import operation
+
 from ..launches.products import prefill_variant
 
 FEW, MANY = 8, 16  # blocks of 64 keys: even, and more than the stages of any pipeline

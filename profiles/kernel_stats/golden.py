@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...manifest import KernelEntry
+from cute_mla.manifest import KernelEntry
+
 from .static_report import static_figures
 
 FILE = Path(__file__).resolve().parent / "golden.json"
@@ -67,7 +68,7 @@ def write_lines(file: Path, by_kernel: Mapping[str, object]) -> None:
 
 def main() -> None:
     """Write the figures of the built kernels, and print what changed."""
-    from ...runtime.artifacts import load_artifacts
+    from cute_mla.runtime.artifacts import load_artifacts
 
     built = {name: figures(entry) for name, entry in load_artifacts().manifest.kernels.items()}
     for line in differences(read() if FILE.exists() else {}, built):

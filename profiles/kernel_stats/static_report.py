@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ...manifest import KernelEntry, Manifest
-from ...spec.arch import ARCHS
+from cute_mla.manifest import KernelEntry, Manifest
+from cute_mla.spec.arch import ARCHS
 
 # Classes of SASS mnemonics, by the unit that executes them; the first pattern that matches the whole mnemonic counts.
 _CLASSES = (

@@ -7,18 +7,28 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from typing import Any
 
-from ...manifest import kernel_name
-from ...ops.indexer_topk import divide
-from ...spec import cache_insert, cache_write, dense_prefill, dense_prefill_dkdv, dense_prefill_dq, index_write, merge_states, topk_indices
-from ...spec import combine as combine_spec
-from ...spec.arch import ARCHS, Arch
-from ...spec.cache_format import FORMATS
-from ...spec.dense_decode import DenseDecodeProblem, unit_tokens
-from ...spec.mla import D_V, ELEMENT_BYTES, ceil_div
-from ...spec.mqa_logits import MqaLogitsProblem
-from ...spec.sparse_decode import SparseDecodeProblem, serving_kernels
-from ...spec.sparse_prefill import SparsePrefillProblem
-from ...spec.split_plan import TILE_KEYS, accumulator_rows
+from cute_mla.manifest import kernel_name
+from cute_mla.ops.indexer_topk import divide
+from cute_mla.spec import (
+    cache_insert,
+    cache_write,
+    dense_prefill,
+    dense_prefill_dkdv,
+    dense_prefill_dq,
+    index_write,
+    merge_states,
+    topk_indices,
+)
+from cute_mla.spec import combine as combine_spec
+from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.spec.cache_format import FORMATS
+from cute_mla.spec.dense_decode import DenseDecodeProblem, unit_tokens
+from cute_mla.spec.mla import D_V, ELEMENT_BYTES, ceil_div
+from cute_mla.spec.mqa_logits import MqaLogitsProblem
+from cute_mla.spec.sparse_decode import SparseDecodeProblem, serving_kernels
+from cute_mla.spec.sparse_prefill import SparsePrefillProblem
+from cute_mla.spec.split_plan import TILE_KEYS, accumulator_rows
+
 from ..roofline import GPUS
 from ..rows import Case
 from ..shapes import (

@@ -7,11 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ...spec.dense_prefill import LANE_BITS, RANKED_ROUNDS, TURNED_EIGHTHS
-from ...spec.mla import ceil_div
-from ...spec.mqa_logits import MqaLogitsProblem
-from ...spec.split_plan import INVARIANT_SPLIT_TILES
-from ...testing.split_plan_reference import pieces, reference_plan
+from cute_mla.spec.dense_prefill import LANE_BITS, RANKED_ROUNDS, TURNED_EIGHTHS
+from cute_mla.spec.mla import ceil_div
+from cute_mla.spec.mqa_logits import MqaLogitsProblem
+from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES
+from cute_mla.testing.split_plan_reference import pieces, reference_plan
 
 
 @dataclass(frozen=True)

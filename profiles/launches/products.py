@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...spec import dense_prefill, dense_prefill_dkdv, dense_prefill_dq, mqa_logits
-from ...spec.arch import ARCHS, SM90, SM100
-from ...spec.cache_format import FORMATS
-from ...spec.dense_decode import FP8, TILE_ROWS
-from ...spec.dense_prefill import HEAD_DIMS as VALUE_COLUMNS_OF
-from ...spec.dense_prefill import DensePrefillConfig
-from ...spec.mla import D_QK, D_V, LATENT_DIMS
-from ...spec.split_plan import TILE_KEYS
+from cute_mla.spec import dense_prefill, dense_prefill_dkdv, dense_prefill_dq, mqa_logits
+from cute_mla.spec.arch import ARCHS, SM90, SM100
+from cute_mla.spec.cache_format import FORMATS
+from cute_mla.spec.dense_decode import FP8, TILE_ROWS
+from cute_mla.spec.dense_prefill import HEAD_DIMS as VALUE_COLUMNS_OF
+from cute_mla.spec.dense_prefill import DensePrefillConfig
+from cute_mla.spec.mla import D_QK, D_V, LATENT_DIMS
+from cute_mla.spec.split_plan import TILE_KEYS
 
 Config = Mapping[str, int | str]
 Flops = dict[str, float]  # by product

@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from ...manifest import KernelEntry
-from ...runtime.artifacts import load_artifacts
-from ...runtime.errors import DeviceError
-from ...spec.arch import Arch, arch_for
+from cute_mla.manifest import KernelEntry
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.runtime.errors import DeviceError
+from cute_mla.spec.arch import Arch, arch_for
+
 from ..baselines import BASELINES
 from .ceilings import make_ceilings
 from .environment import gpu_state

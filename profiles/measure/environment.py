@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from ...manifest import ManifestError, Provenance, manifest_sha256
-from ...runtime.artifacts import artifacts_folder
-from ...spec.arch import arch_for
+from cute_mla.manifest import ManifestError, Provenance, manifest_sha256
+from cute_mla.runtime.artifacts import artifacts_folder
+from cute_mla.spec.arch import arch_for
 
 _QUERY = {
     "clocks.sm": "sm_mhz",

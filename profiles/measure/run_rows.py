@@ -7,7 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import Any, TypeAlias
 
-from ...testing.processes import START, Loss
+from cute_mla.testing.processes import START, Loss
+
 from ..rows import Case, by_priority
 from .runner import NOT_RUN, PEER, TIMED, Task, not_run, shape_record
 

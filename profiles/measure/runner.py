@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from ...testing.processes import Step
+from cute_mla.testing.processes import Step
+
 from ..baselines.baseline import Baseline
 from ..roofline import GPUS, Work, roof
 from ..rows import Case

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ...spec.dense_decode import LATENT
+from cute_mla.spec.dense_decode import LATENT
+
 from .roofline_plot import OP_COLORS, op_legend
 from .svg import FAINT, GRID, line, log_fraction, mark, path, picture, text
 

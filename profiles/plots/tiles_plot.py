@@ -10,8 +10,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...aot_build.source_lines import SourceLines
-from ...runtime.artifacts import load_artifacts
+from cute_mla.aot_build.source_lines import SourceLines
+from cute_mla.runtime.artifacts import load_artifacts
+
 from ..clock.constants import constants
 from ..clock.golden_clocks import GPU_OF
 from ..clock.kernel_times import LONG, SHORT, clock_kernel

@@ -14,27 +14,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...api import flash_attn_varlen_func
-from ...cache import quantise_cache
-from ...spec.cache_insert import normalised_columns, rotates
-from ...spec.cache_rows import latent_columns
-from ...spec.mla import D_ROPE, D_V, ceil_div
-from ...spec.mqa_logits import COLUMNS
-from ...testing.cases.base import DTYPES
-from ...testing.cases.cache_insert import CacheInsertCase, CacheInsertTensors
-from ...testing.cases.cache_write import CacheWriteCase, CacheWriteTensors
-from ...testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors, descale_tensor
-from ...testing.cases.dense_prefill import DensePrefillCase, DensePrefillTensors
-from ...testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DensePrefillBackwardTensors
-from ...testing.cases.index_write import IndexWriteCase, IndexWriteTensors, allocate_index_cache
-from ...testing.cases.indexer_topk import IndexerTopkCase
-from ...testing.cases.merge_states import MergeStatesCase, MergeStatesTensors
-from ...testing.cases.mqa_logits import MqaLogitsTensors
-from ...testing.cases.paged_cache import allocate_cache
-from ...testing.cases.sparse_decode import Pool, SparseDecodeCase, SparseDecodeTensors
-from ...testing.cases.sparse_prefill import SparsePrefillCase, SparsePrefillTensors
-from ...testing.cases.tensors import OutputBuffer, nan_tensor, token_offsets
-from ...testing.cases.topk_indices import TopkIndicesCase, TopkIndicesTensors
+from cute_mla.api import flash_attn_varlen_func
+from cute_mla.cache import quantise_cache
+from cute_mla.spec.cache_insert import normalised_columns, rotates
+from cute_mla.spec.cache_rows import latent_columns
+from cute_mla.spec.mla import D_ROPE, D_V, ceil_div
+from cute_mla.spec.mqa_logits import COLUMNS
+from cute_mla.testing.cases.base import DTYPES
+from cute_mla.testing.cases.cache_insert import CacheInsertCase, CacheInsertTensors
+from cute_mla.testing.cases.cache_write import CacheWriteCase, CacheWriteTensors
+from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors, descale_tensor
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase, DensePrefillTensors
+from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DensePrefillBackwardTensors
+from cute_mla.testing.cases.index_write import IndexWriteCase, IndexWriteTensors, allocate_index_cache
+from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
+from cute_mla.testing.cases.merge_states import MergeStatesCase, MergeStatesTensors
+from cute_mla.testing.cases.mqa_logits import MqaLogitsTensors
+from cute_mla.testing.cases.paged_cache import allocate_cache
+from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, SparseDecodeTensors
+from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase, SparsePrefillTensors
+from cute_mla.testing.cases.tensors import OutputBuffer, nan_tensor, token_offsets
+from cute_mla.testing.cases.topk_indices import TopkIndicesCase, TopkIndicesTensors
+
 from ..rows import Case
 from ..shapes import (
     CacheInsertShape,

@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 
-from ... import reference
-from ...ops.launch_plan import named_strides
-from ...ops.split_plan import window_scalars
-from ...runtime.current import device_for
-from ...spec.combine import CombineArguments, CombineConfig, grid
-from ...spec.mla import D_V, LOG2E
-from ...spec.split_plan import NO_LIMIT, NO_WINDOW
-from ...testing.cases.base import DTYPES
-from ...testing.cases.tensors import OutputBuffer
-from ...testing.compare import DENSE_DECODE_OUT, LSE
+from cute_mla import reference
+from cute_mla.ops.launch_plan import named_strides
+from cute_mla.ops.split_plan import window_scalars
+from cute_mla.runtime.current import device_for
+from cute_mla.spec.combine import CombineArguments, CombineConfig, grid
+from cute_mla.spec.mla import D_V, LOG2E
+from cute_mla.spec.split_plan import NO_LIMIT, NO_WINDOW
+from cute_mla.testing.cases.base import DTYPES
+from cute_mla.testing.cases.tensors import OutputBuffer
+from cute_mla.testing.compare import DENSE_DECODE_OUT, LSE
+
 from ..rows import Case
 from ..shapes import CombineShape
 from .operands import generator, values

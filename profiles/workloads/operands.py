@@ -6,10 +6,10 @@ import math
 
 import torch
 
-from ...layer.key_masks import pack_flags
-from ...spec.masked_prefill import MASK_WORD_KEYS
-from ...spec.mla import D_ROPE, ceil_div
-from ...spec.mqa_logits import COLUMNS, SCALE_BYTES
+from cute_mla.layer.key_masks import pack_flags
+from cute_mla.spec.masked_prefill import MASK_WORD_KEYS
+from cute_mla.spec.mla import D_ROPE, ceil_div
+from cute_mla.spec.mqa_logits import COLUMNS, SCALE_BYTES
 
 VALUE_DEVIATION = 0.1  # standard deviation of values, which are clamped to [-1, 1]
 _MOST_DRAWS = 1 << 26  # random numbers sorted at a time

@@ -13,9 +13,10 @@ from typing import Any, TypeAlias
 
 import torch
 
-from ...testing.cases.tensors import UNTOUCHED, make_untouched
-from ...testing.compare import LSE, Tolerance, compare
-from ...testing.operations import OPERATIONS
+from cute_mla.testing.cases.tensors import UNTOUCHED, make_untouched
+from cute_mla.testing.compare import LSE, Tolerance, compare
+from cute_mla.testing.operations import OPERATIONS
+
 from ..rows import Case
 
 _FP32_RESULTS = ("lse", "max_logits")  # results with figures of their own; all others count as out

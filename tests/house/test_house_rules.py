@@ -25,6 +25,7 @@ TORCH_FACING = (
     *("reference", "ops", "tracing", "api", "flash_mla"),
     *("cache", "indexer", "torch_ops", "shared_prefix", "parallel", "layer", "convert"),
 )
+AT_THE_TOP = {"cli", "aot_build", "profiles"}
 ANYTHING = {"testing", "cli", "profiles", "__main__"}
 # Each room, and the rooms that it may import besides itself. The package's own __init__ only re-exports.
 MAY_IMPORT: dict[str, set[str]] = {
@@ -191,6 +192,14 @@ def layering(name: str, text: str) -> Iterator[str]:
             yield f"{name}:{line}: {room} imports {outer}"
 
 
+def absolute_imports(name: str, text: str) -> Iterator[str]:
+    """Yield relative imports that leave a package at the top of the tree: they read differently on its two paths."""
+    top, *inner = name.split("/")
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and top in AT_THE_TOP and node.level > len(inner):
+            yield f"{name}:{node.lineno}: imports {node.module} of another package by dots"
+
+
 def imports_of_tests(name: str, text: str) -> Iterator[str]:
     """Test modules that another module imports: what two need belongs into tests/support or a module of the folder."""
     for line, module in imported_modules(name, text):
@@ -230,7 +239,7 @@ def docstrings(name: str, text: str) -> Iterator[str]:
 Rule = Callable[[str, str], Iterator[str]]
 
 
-RULES: Sequence[Rule] = (sizes, environment, layering, names, architectures, docstrings)
+RULES: Sequence[Rule] = (sizes, environment, layering, absolute_imports, names, architectures, docstrings)
 RULES_OF_TESTS: Sequence[Rule] = (sizes, imports_of_tests, docstrings)
 
 
@@ -287,6 +296,8 @@ NINE = "a, b, c, d, e, f, g, h, i"
         (environment, "aot_build/x.py", "from os import environ", "reads the environment"),
         (environment, "spec/x.py", "import os\nos.getenv('X')", "reads the environment"),
         (layering, "spec/x.py", "from ..manifest import Manifest", "spec imports manifest"),
+        (absolute_imports, "cli/x.py", "from ..spec import mla", "cli/x.py:1: imports spec of another package by dots"),
+        (absolute_imports, "profiles/clock/x.py", "from ...spec.mla import D_V", "imports spec.mla of another package"),
         (layering, "spec/x.py", "from .. import manifest", "spec imports manifest"),
         (layering, "runtime/x.py", "def f():\n    from cute_mla.kernels import definition", "runtime/x.py:2: runtime imports kernels"),
         (layering, "runtime/x.py", "import cute_mla.api", "runtime imports api"),
