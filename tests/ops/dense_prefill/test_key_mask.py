@@ -19,10 +19,11 @@ from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_prefill import MAX_TOKENS
 from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase, DensePrefillTensors, make_dense_prefill_tensors, pack_bits
-from tests.ops.dense_prefill.varlen_call import VarlenCall, far_call
+from tests.ops.dense_prefill.far_call import far_call
 from tests.support.bench import Bench, expect, identical
 from tests.support.dispatch_modes import Allocations, NoReads
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import call_of as right_call
 from tests.support.zero_tensors import ints
 
 MASKED = DensePrefillCase(
@@ -31,18 +32,16 @@ MASKED = DensePrefillCase(
 
 
 def test_a_call_is_one_launch(device: RecordingDevice) -> None:
-    call = VarlenCall(total_k=500)
+    call = right_call("dense_prefill", outputs="given")
     mask = torch.zeros(300, 20, dtype=torch.int32)[:, 3:18]
-    results = call.results()
     with Allocations() as allocations, NoReads():
-        call.run(**results, key_mask=mask, max_seqlen_kv=480)
+        call.run(key_mask=mask, max_seqlen_kv=480)
     assert allocations.seen == []
     (launch,) = device.launches
     assert launch.kernel == f"masked_prefill_{device.arch.name}_bf16_d192"
     assert launch.args["key_mask"] is mask
     assert (launch.args["mask_stride_token"], launch.args["mask_words"]) == (20, 15)
-    plain = VarlenCall()
-    plain.run()
+    call.run()
     other = device.launches[1].args
     for param in PARAMS_OF["dense_prefill"]:
         if param.kind in (ParamKind.INT32, ParamKind.INT64, ParamKind.FLOAT32):
@@ -50,8 +49,7 @@ def test_a_call_is_one_launch(device: RecordingDevice) -> None:
 
 
 def test_words_beyond_all_keys_are_not_counted(device: RecordingDevice) -> None:
-    call = VarlenCall()
-    call.run(key_mask=ints(300, 1000))
+    right_call("dense_prefill").run(key_mask=ints(300, 1000))
     assert device.launches[0].args["mask_words"] == math.ceil(500 / 32)
 
 
@@ -74,7 +72,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Callable[[], Any]], str]] = [
     ("of rank 1", {}, {"key_mask": lambda: ints(300)}, r"key_mask has shape \[300\]; supported: \[300, 13 or more\]"),
     ("of too few words", {}, {"key_mask": lambda: ints(300, 12)}, r"key_mask has shape \[300, 12\]; supported: \[300, 13 or more\]"),
     ("of bool", {}, {"key_mask": lambda: ints(300, 13).bool()}, "key_mask has dtype torch.bool; supported: torch.int32"),
-    ("fp16", {"dtype": torch.float16}, {}, "q with key_mask has dtype torch.float16 with 192 columns; supported: torch.bfloat16"),
+    ("fp16", {"dtype": "fp16"}, {}, "q with key_mask has dtype torch.float16 with 192 columns; supported: torch.bfloat16"),
     ("256 columns", {"d_qk": 256}, {}, "q has 256 columns with key_mask; supported: 192 or 128"),
     ("odd rows of q", {}, {"q": odd_rows("q")}, "q has shape .* begin at multiples of 2 bytes; supported: multiples of 16 bytes"),
     (
@@ -90,16 +88,15 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Callable[[], Any]], str]] = [
 def test_what_a_call_with_a_mask_refuses(
     device: RecordingDevice, shape: dict[str, Any], options: dict[str, Callable[[], Any]], message: str
 ) -> None:
-    call = VarlenCall(**shape)
     made = {"key_mask": ints(300, 13), **{name: make() for name, make in options.items()}}
     with pytest.raises(ValueError, match=message):
-        call.run(**made)
+        right_call("dense_prefill", **shape).run(**made)
     assert device.launches == []
 
 
 def test_gradients_are_refused(device: RecordingDevice) -> None:
-    call = VarlenCall()
-    call.operands["k"].requires_grad_()
+    call = right_call("dense_prefill")
+    call["k"].requires_grad_()
     with pytest.raises(ValueError, match="k requires grad; supported: gradients of calls without key_mask"):
         call.run(key_mask=ints(300, 13))
     with torch.no_grad():
@@ -110,7 +107,7 @@ def test_gradients_are_refused(device: RecordingDevice) -> None:
 def test_results_may_not_lie_in_the_mask(device: RecordingDevice) -> None:
     storage = torch.zeros(300, 13, dtype=torch.int32)
     with pytest.raises(ValueError, match="lse shares memory with key_mask"):
-        VarlenCall().run(key_mask=storage, lse=storage.view(torch.float32)[:, :8])
+        right_call("dense_prefill").run(key_mask=storage, lse=storage.view(torch.float32)[:, :8])
 
 
 def test_the_machine_code_gives_the_same_bits(arch: Arch) -> None:
