@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -93,12 +93,16 @@ def sparse_call(topk: int = 128, extra_topk: int | None = None, page_size: int =
     return call_of("sparse", **{"main": Pool(128, topk, page_size), "extra": extra, **fields})
 
 
+def with_own_memory(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return arguments whose tensors have storages of their own."""
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in arguments.items()}
+
+
 def given_call(name: str, **fields: Any) -> RightCall:
     """Return a right call with all tensors given, each with a storage of its own; fields: of the case that differ."""
     plan = {"metadata": "tensors"} if isinstance(CASES[name], DecodeCase) else {}
     call = call_of(name, **{**plan, "outputs": "given", **_EVERY.get(name, {}), **fields})
-    for argument, value in {**call, **_MORE.get(name, {})}.items():
-        call[argument] = value.clone() if isinstance(value, Tensor) else value
+    call.update(with_own_memory({**call, **_MORE.get(name, {})}))
     return call
 
 
