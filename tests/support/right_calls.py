@@ -87,6 +87,13 @@ def call_of(case: BaseCase | str, **fields: Any) -> RightCall:
     return RightCall(replace(CASES[case] if isinstance(case, str) else case, **fields))
 
 
+def changed(case: BaseCase | str, **changes: Callable[[Any], Any]) -> RightCall:
+    """Return the call of a case, or of the right one with this name, with these functions applied to its arguments."""
+    call = call_of(case)
+    call.update({name: change(call[name]) for name, change in changes.items()})
+    return call
+
+
 def sparse_call(topk: int = 128, extra_topk: int | None = None, page_size: int = 64, **fields: Any) -> RightCall:
     """Return a sparse decode call of so many indices. extra_topk: None for one cache."""
     extra = None if extra_topk is None else Pool(64, extra_topk, 2)
