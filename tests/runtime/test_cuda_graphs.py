@@ -23,14 +23,17 @@ from cute_mla.spec.arch import Arch
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase, make_dense_prefill_tensors
+from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, SparseDecodeTensors, make_sparse_decode_tensors
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase, make_sparse_prefill_tensors
 from cute_mla.testing.operations import operation
-from tests.ops.mqa_logits.logits_call import paged
+from cute_mla.testing.operations.mqa_logits import expected_logits
 from tests.runtime.captured_graph import CapturingDriver, Graph, captured
 from tests.runtime.fake_driver import installed
 from tests.support.bench import expect
 from tests.support.public_calls import calls_of, function_of, public_names
+from tests.support.right_calls import call_of
+from tests.support.zero_tensors import numbers
 
 SM_COUNT = 6
 LENGTHS = (140, 70, 100, 64)
@@ -190,16 +193,16 @@ def test_a_captured_call_launches_kernels_and_does_nothing_else(driver: Capturin
 
 def test_logits_are_computed_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:
     """Replay with other queries, tables and lengths: one kernel, without metadata to be brought up to date."""
-    call = paged([1, 1], 2, 40)._replace(max_context_len=300, block_table=torch.zeros(2, 5, dtype=torch.int32))
-    other = paged([300, 257], 2, 40, seed=1)
-    cache, out = other.cache, torch.zeros(4, 300)
-    metadata = get_paged_mqa_logits_metadata(call.context_lens, 64, SM_COUNT)
-    call = call._replace(cache=cache)
-    graph = recorded(driver, lambda: call.logits(metadata, out=out), "mqa_logits")
-    for name in ("q", "weights", "context_lens", "block_table"):
-        getattr(call, name).copy_(getattr(other, name))
-    replay(graph, arch, *call[:5], out)
-    assert torch.equal(out, other.expected())
+    case = MqaLogitsCase(requests=2, tokens=2, heads=40, keys=300, page_size=64, outputs="given")
+    call, other = call_of(case), call_of(case, seed=1)
+    call |= {"context_lens": numbers(1, 1), "block_table": torch.zeros_like(call["block_table"]), "cache": other["cache"]}
+    call["metadata"] = get_paged_mqa_logits_metadata(call["context_lens"], 64, SM_COUNT)
+    graph = recorded(driver, call.run, "mqa_logits")
+    operands = ("q", "weights", "context_lens", "block_table")
+    for name in operands:
+        call[name].copy_(other[name])
+    replay(graph, arch, call["cache"], *(call[name] for name in operands), call["out"])
+    assert torch.equal(call["out"], expected_logits(**other))
 
 
 def test_keys_are_chosen_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:
