@@ -58,11 +58,11 @@ _MORE: dict[str, dict[str, Any]] = {"paged_logits": {"metadata": torch.zeros(9, 
 
 
 class RightCall(dict[str, Any]):
-    """The arguments of a case by name, for the public function."""
+    """The arguments of a case by name, for the public function. tensors: operands in place of those that the case makes."""
 
-    def __init__(self, case: BaseCase) -> None:
+    def __init__(self, case: BaseCase, tensors: Any = None) -> None:
         record = operation(case)
-        self.case, self.tensors = case, record.make_tensors(case, "cpu")
+        self.case, self.tensors = case, record.make_tensors(case, "cpu") if tensors is None else tensors
         nbytes = record.workspace_bytes(case, self.tensors) if self.tensors.output_buffers else None
         super().__init__(record.arguments(case, self.tensors, None if nbytes is None else torch.zeros(nbytes, dtype=torch.uint8)))
 
