@@ -6,12 +6,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from torch import Tensor
+from torch.utils import _pytree as pytree
 
 import cute_mla
 from cute_mla.ops import dense_prefill, dense_prefill_backward, merge_states, sparse_prefill
 from tests.support.dispatch_modes import Allocations, NoReads
 from tests.support.recording_device import RecordingDevice
-from tests.support.right_calls import CASES, given_call
+from tests.support.right_calls import CASES, call_of, given_call
 from tests.support.zero_tensors import ints
 
 RESULTS = ("out", "lse", "max_logits", "lse_indexer", "dq", "dk", "dv", "out_weights")
@@ -61,3 +63,14 @@ def test_a_call_whose_specs_were_checked_is_not_checked_again(device: RecordingD
     for _ in range(3):
         given_call(name).run()
     assert (plan.cache_info().misses, plan.cache_info().hits) == (1, 2)
+
+
+ON_KERNELS = [name for name in CASES if name not in ("index_write", "index_queries", "write", "insert", "gather")]  # others are torch, too
+
+
+@pytest.mark.parametrize("name", ON_KERNELS)
+def test_tensors_on_another_kind_of_device(name: str) -> None:
+    call = call_of(name)
+    elsewhere = pytree.tree_map(lambda value: value.to("meta") if isinstance(value, Tensor) else value, dict(call))
+    with pytest.raises(ValueError, match="got tensors on meta: supported are CUDA tensors, and CPU tensors inside"):
+        call.run(**elsewhere)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -138,15 +137,6 @@ def test_a_device_of_more_sms_than_a_plan_can_have_parts(arch: Arch) -> None:
     assert (device.launches[0].args["num_parts"], device.launches[1].grid) == (1024, (row_ctas(device, 64), 1, 1024))
 
 
-def test_outputs_and_workspace_are_declared_undefined(device: RecordingDevice) -> None:
-    call = call_of("dense")
-    workspace = torch.empty(cute_mla.workspace_size("dense_decode", batch=2, s_q=1, h_q=64, device="cpu"), dtype=torch.uint8)
-    out, lse = call.run(workspace=workspace)
-    plan = device.launches[0].args
-    written = (out, lse, workspace, plan["plan"], plan["num_splits"])
-    assert {tensor.data_ptr() for tensor in written} == set(device.poisoned)
-
-
 def test_strided_operands_are_passed_as_they_are(device: RecordingDevice) -> None:
     call = call_of("dense", s_q=2, h_q=8)
     call["q"] = torch.zeros(2, 3, 20, 608, dtype=torch.bfloat16)[:, 1:, 5:13, 8:584]
@@ -240,24 +230,6 @@ def test_schedule_with_other_lengths_is_used_again(device: RecordingDevice) -> N
     call["cache_seqlens"] = torch.ones(2, dtype=torch.int32)
     call.run()
     assert device.launches[-2].args["cache_seqlens"] is call["cache_seqlens"]
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"batch": 3}, "batch 3 after 2"),
-        ({"s_q": 2}, "s_q 2 after 1"),
-        ({"h_q": 32}, "h_q 32 after 64"),
-        ({"h_kv": 2}, "h_kv 2 after 1"),
-        ({"page_size": 128}, "page_size 128 after 64"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_schedule_with_other_shapes_is_refused(device: RecordingDevice, change: dict[str, Any], said: str) -> None:
-    plan = planned(cute_mla.get_mla_metadata())
-    call_of("dense").run(**plan)
-    with pytest.raises(ValueError, match=f"planned for other shapes: .*{said}"):
-        call_of("dense", **change).run(**plan)
 
 
 def test_batch_invariant_call(device: RecordingDevice) -> None:

@@ -171,10 +171,3 @@ def test_cpu_tensors_outside_simulate(monkeypatch: pytest.MonkeyPatch) -> None:
         ValueError, match=r"got CPU tensors: supported are CUDA tensors, and CPU tensors inside `with cute_mla.simulate\(arch\):`"
     ):
         call_of("dense").run()
-
-
-def test_tensors_on_another_kind_of_device() -> None:
-    call = call_of("dense")
-    elsewhere = {operand: call[operand].to("meta") for operand in ("q", "k_cache", "block_table", "cache_seqlens")}
-    with pytest.raises(ValueError, match="got tensors on meta: supported are CUDA tensors, and CPU tensors inside"):
-        call.run(**elsewhere)

@@ -77,11 +77,6 @@ def test_gradients_of_a_call_with_results(device: RecordingDevice, operand: str,
     assert device.launches == []
 
 
-def test_tensors_on_another_kind_of_device() -> None:
-    with pytest.raises(ValueError, match="got tensors on meta: supported are CUDA tensors, and CPU tensors inside"):
-        call_of("dense_prefill").run(q=zeros(300, 8, 192).to("meta"))
-
-
 PACKED: list[tuple[str, Change, str]] = [
     ("not a tensor", {"packed": 3}, "{} is 3; supported: a torch tensor"),
     ("no head size", {"head_dim_qk": None}, "head_dim_qk is None; supported: 192, 128, 256"),

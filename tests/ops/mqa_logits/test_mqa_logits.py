@@ -174,7 +174,7 @@ def test_tokens_of_a_request_see_one_key_more_each(arch: Arch, tokens: int) -> N
     case = replace(PAGES, requests=4, tokens=tokens, values="exact", heads=8, keys=140)
     arguments = call_of(case)
     lengths = numbers(tokens - 1, -3, 129, 128)
-    arguments = {**arguments, "context_lens": lengths, "cache": arguments["cache"].clone().fill_(0x30)}
+    arguments |= {"context_lens": lengths, "cache": arguments["cache"].clone().fill_(0x30)}
     arguments["block_table"] = torch.arange(12, dtype=torch.int32).view(4, 3) % len(arguments["cache"])
     logits = computed(arch, arguments).unflatten(0, (4, tokens))
     for request, length in enumerate(lengths.tolist()):
