@@ -71,6 +71,13 @@ def test_what_is_seen_by_rule(bench: Bench, name: str) -> None:
     bench.judge(replace(BY_RULE[name], values="exact", heads=64))
 
 
+@pytest.mark.parametrize("per_token", [False, True])
+def test_lengths_are_clipped_to_what_the_table_holds(arch: Arch, per_token: bool) -> None:
+    call, lengths = call_of(PAGES, requests=2, keys=320, columns=700, lengths="full", values="exact"), numbers(1 << 30, -5)
+    call["context_lens"] = torch.stack([lengths - 1, lengths], dim=1) if per_token else lengths
+    assert computed(arch, call).isfinite().sum(1).tolist() == [320 if per_token else 319, 320, 0, 0]
+
+
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_plateau_is_zero(arch: Arch, sign: int) -> None:
     """A logit without a positive head is exactly 0, with weights of either sign."""
