@@ -17,68 +17,52 @@ import cute_mla
 import cute_mla.cache
 import cute_mla.torch_ops  # which makes them
 from cute_mla.spec.arch import Arch
-from cute_mla.testing.cases.base import BaseCase
-from cute_mla.testing.cases.cache_gather import CacheGatherCase
-from cute_mla.testing.cases.cache_insert import CacheInsertCase
-from cute_mla.testing.cases.cache_write import CacheWriteCase
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
-from cute_mla.testing.cases.index_write import IndexWriteCase
-from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
-from cute_mla.testing.cases.merge_states import MergeStatesCase
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
-from cute_mla.testing.cases.topk_indices import TopkIndicesCase
+from cute_mla.testing.cases.sparse_decode import Pool
 from tests.support.recording_device import RecordingDevice
-from tests.support.right_calls import RightCall, with_own_memory
+from tests.support.right_calls import call_of, with_own_memory
 from tests.support.zero_tensors import ints
 
 OPS = torch.ops.cute_mla
-_PAIR: dict[str, Any] = {"lengths": ((3, 70), (2, 1)), "group": 2, "causal": True}
+_PAIR: dict[str, Any] = {"lengths": ((3, 70), (2, 1)), "h_kv": 1, "group": 2, "causal": True}
 _SPARSE: dict[str, Any] = {"s_q": 2, "h_q": 3, "s_kv": 90, "sinks": "drawn"}
-_MERGE: dict[str, Any] = {"tokens": 3, "h_q": 2, "head_dim": 128}
-_ROWS: dict[str, Any] = {"heads": 9, "tokens": 2, "keys": 70}
-_PAGES: dict[str, Any] = {"heads": 9, "requests": 2, "tokens": 1, "keys": 70, "page_size": 64, "lengths": "edges"}
-_INDEX: dict[str, Any] = {"tokens": 2, "pages": 2, "page_size": 16, "hadamard": True}
-_WRITE: dict[str, Any] = {"tokens": 2, "pages": 2, "page_size": 16, "cache": "fp8_656", "power_of_two": True}
-CASES: dict[str, tuple[str, BaseCase]] = {
-    "dense": ("flash_mla_with_kvcache", DenseDecodeCase(batch=2, s_q=2, lengths=(70, 0), h_q=3, causal=True, metadata="tensors")),
+_CACHES: dict[str, Any] = {"h_q": 3, "main": Pool(80, 70, lengths="drawn"), "extra": Pool(9, 5)}
+_PAGES: dict[str, Any] = {"heads": 9, "keys": 70, "page_size": 64, "lengths": "edges"}
+_CACHED: dict[str, Any] = {"cache": "fp8_656", "scale_of_cache": None}
+# An op's name, a right call, and fields of its case.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dense": ("flash_mla_with_kvcache", "dense", {"s_q": 2, "lengths": (70, 0), "h_q": 3, "causal": True, "metadata": "tensors"}),
     "fp8": (
         "flash_mla_with_kvcache",
-        DenseDecodeCase(batch=1, lengths=(40,), h_q=2, operands="fp8", metadata="tensors", empty_lse=float("-inf")),
+        "dense_fp8",
+        {"batch": 1, "lengths": (40,), "h_q": 2, "metadata": "tensors", "empty_lse": float("-inf")},
     ),
-    "sparse": (
-        "flash_mla_with_kvcache",
-        SparseDecodeCase(batch=2, h_q=3, main=Pool(80, 70, lengths="drawn"), extra=Pool(9, 5), sinks="drawn", metadata="tensors"),
-    ),
-    "sparse_prefill": ("flash_mla_sparse_fwd", SparsePrefillCase(**_SPARSE)),
-    "indexer_prefill": ("flash_mla_sparse_fwd_indexer", SparsePrefillCase(**_SPARSE, indexer_topk=7)),
-    "dense_prefill": ("flash_attn_varlen_func", DensePrefillCase(**_PAIR)),
-    "masked_prefill": ("flash_attn_varlen_masked", DensePrefillCase(**_PAIR, mask="edges")),
-    "dense_prefill_backward": ("flash_attn_varlen_backward", DensePrefillBackwardCase(**_PAIR)),
-    "merge": ("merge_states", MergeStatesCase(**_MERGE)),
-    "merge_stacked": ("merge_states", MergeStatesCase(**_MERGE, form="stacked")),
-    "logits": ("fp8_mqa_logits", MqaLogitsCase(**_ROWS)),
-    "paged_logits": ("fp8_paged_mqa_logits", MqaLogitsCase(**_PAGES)),
-    "chosen": ("indexer_topk_prefill", IndexerTopkCase(**_ROWS, topk=40)),
-    "paged_chosen": ("indexer_topk", IndexerTopkCase(**_PAGES, topk=40, slots=True)),
-    "topk": ("topk_indices", TopkIndicesCase(rows=2, columns=300, topk=20, lengths="edges")),
-    "index_keys": ("write_index_cache", IndexWriteCase(**_INDEX)),
-    "index_queries": ("prepare_index_queries", IndexWriteCase(**_INDEX, rows="queries", heads=3)),
-    "write": ("write_kv_cache", CacheWriteCase(**_WRITE)),
-    "insert": ("insert_kv_cache", CacheInsertCase(**_WRITE, kept="packed", position_type="in_order")),
-    "gather": ("gather_kv_cache", CacheGatherCase(cache="fp8_656", lengths=(2, 3), pages=3, page_size=16)),
+    "sparse": ("flash_mla_with_kvcache", "sparse", {**_CACHES, "sinks": "drawn", "metadata": "tensors"}),
+    "sparse_prefill": ("flash_mla_sparse_fwd", "sparse_prefill", _SPARSE),
+    "indexer_prefill": ("flash_mla_sparse_fwd_indexer", "sparse_prefill", {**_SPARSE, "indexer_topk": 7}),
+    "dense_prefill": ("flash_attn_varlen_func", "dense_prefill", _PAIR),
+    "masked_prefill": ("flash_attn_varlen_masked", "dense_prefill", {**_PAIR, "mask": "edges"}),
+    "dense_prefill_backward": ("flash_attn_varlen_backward", "backward", _PAIR),
+    "merge": ("merge_states", "merge", {"states": 2, "form": "listed"}),
+    "merge_stacked": ("merge_states", "merge", {"states": 2}),
+    "logits": ("fp8_mqa_logits", "row_logits", {"heads": 9, "tokens": 2, "keys": 70}),
+    "paged_logits": ("fp8_paged_mqa_logits", "paged_logits", _PAGES),
+    "chosen": ("indexer_topk_prefill", "indexer_topk_prefill", {"heads": 9, "tokens": 2, "keys": 70, "topk": 40}),
+    "paged_chosen": ("indexer_topk", "indexer_topk", {**_PAGES, "topk": 40}),
+    "topk": ("topk_indices", "topk", {"rows": 2, "columns": 300, "topk": 20, "lengths": "edges"}),
+    "index_keys": ("write_index_cache", "index_write", {"hadamard": True}),
+    "index_queries": ("prepare_index_queries", "index_queries", {"hadamard": True}),
+    "write": ("write_kv_cache", "write", {**_CACHED, "power_of_two": True}),
+    "insert": ("insert_kv_cache", "insert", {**_CACHED, "power_of_two": True, "position_type": "in_order"}),
+    "gather": ("gather_kv_cache", "gather", {**_CACHED, "starts": None}),
 }
 RESULTS = ("out", "out_weights", "max_logits", "lse", "lse_indexer", "workspace")
 GRADIENTS = ("dq", "dk", "dv", "workspace")
 Call = tuple[str, dict[str, Any]]  # an op's name and its arguments
 
 
-def call_of(op: str, case: BaseCase) -> Call:
-    """Return an op and its arguments of a case, without results."""
-    given = with_own_memory(RightCall(case))
+def op_call(op: str, kind: str, fields: dict[str, Any]) -> Call:
+    """Return an op and its arguments in a right call, without results."""
+    given = with_own_memory(call_of(kind, **fields))
     if isinstance(given.get("kv"), tuple):
         given["keys"], given["scales"] = given["kv"]
     if op == "merge_states":
@@ -105,7 +89,7 @@ def plan_call() -> Call:
 
 
 CALLS: dict[str, Callable[[], Call]] = {
-    **{name: partial(call_of, *case) for name, case in CASES.items()},
+    **{name: partial(op_call, *case) for name, case in CASES.items()},
     "plan": plan_call,
     "plan_topk": lambda: ("get_mla_metadata", plan_call()[1] | {"num_heads_q": 8, "topk": 70}),
     "plan_sparse": sparse_plan_call,
@@ -222,7 +206,7 @@ def test_gradients_of_states_are_refused(device: RecordingDevice, state: str) ->
 
 
 def test_a_schedule_object_is_planned_for_sparse_decode_as_without_an_op() -> None:
-    call = RightCall(SparseDecodeCase(batch=2, h_q=3, main=Pool(80, 70, lengths="drawn"), extra=Pool(9, 5)))
+    call = call_of("sparse", **_CACHES)
     with cute_mla.simulate("sm90", 5):
         schedule = call["tile_scheduler_metadata"]
         call.run()

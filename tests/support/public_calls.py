@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -12,22 +13,8 @@ import torch
 import cute_mla
 import cute_mla.cache
 from cute_mla import indexer
-from cute_mla.spec.dense_decode import FP8
-from cute_mla.testing.cases.base import BaseCase
-from cute_mla.testing.cases.cache_gather import CacheGatherCase
-from cute_mla.testing.cases.cache_insert import CacheInsertCase
-from cute_mla.testing.cases.cache_write import CacheWriteCase
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
-from cute_mla.testing.cases.index_write import IndexWriteCase
-from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
-from cute_mla.testing.cases.merge_states import MergeStatesCase
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
-from cute_mla.testing.cases.topk_indices import TopkIndicesCase
-from tests.support.right_calls import RightCall, with_own_memory
+from cute_mla.testing.cases.sparse_decode import Pool
+from tests.support.right_calls import RightCall, call_of, with_own_memory
 from tests.support.zero_tensors import ints, zeros
 
 HOMES: tuple[ModuleType, ...] = (cute_mla, cute_mla.cache, indexer)
@@ -48,8 +35,7 @@ def public_names() -> list[str]:
 
 
 _ONE: dict[str, Any] = {"softmax_scale": 0.25, "causal": True}
-_DECODE: dict[str, Any] = {"batch": 2, "h_q": 16, "metadata": "tensors"}
-_DENSE: dict[str, Any] = {**_DECODE, **_ONE, "lengths": (70, 3)}
+_DENSE: dict[str, Any] = {**_ONE, "h_q": 16, "lengths": (70, 3), "metadata": "tensors"}
 _CACHES: dict[str, Any] = {
     "cache": "v41",
     "main": Pool(64, 64, lengths="drawn"),
@@ -57,51 +43,48 @@ _CACHES: dict[str, Any] = {
     "extra_cache": "v41_fp4",
     "extra": Pool(32, 32, 16, "drawn"),
 }
-_PREFILL: dict[str, Any] = {"batch": 2, "s_q": 3, "h_q": 16, "s_kv": 90, "topk": 70, "softmax_scale": 0.25}
-_VARLEN: dict[str, Any] = {**_ONE, "lengths": ((3, 70), (2, 1)), "h_kv": 2, "group": 2, "ends": "clipped"}
-_WRITE: dict[str, Any] = {"tokens": 2, "pages": 2, "page_size": 16}
-_SCALED: dict[str, Any] = {"cache": "fp8_576", "scale_of_cache": 0.5}
-_GATHER: dict[str, Any] = {"lengths": (2, 3), "starts": (0, 1), "pages": 3, "page_size": 16}
-_ROWS: dict[str, Any] = {"heads": 9, "tokens": 2, "keys": 70, "outputs": "given"}
-_PAGES: dict[str, Any] = {**_ROWS, "requests": 2, "tokens": 1, "page_size": 64}
-_INDEX: dict[str, Any] = {"tokens": 2, "page_size": 16, "pages": 2, "rope": "interleaved", "hadamard": True}
-_CASES: dict[str, tuple[BaseCase, ...]] = {
+_PREFILL: dict[str, Any] = {"batch": 2, "h_q": 16, "topk": 70}
+_VARLEN: dict[str, Any] = {**_ONE, "lengths": ((3, 70), (2, 1)), "group": 2}
+_BARE: dict[str, Any] = {"cache": "nope_528", "scale_of_cache": None}
+_ROWS: dict[str, Any] = {"heads": 9, "keys": 70, "outputs": "given"}
+_INDEX: dict[str, Any] = {"rope": "interleaved", "hadamard": True}
+_CALLS: dict[str, tuple[Callable[[], RightCall], ...]] = {
     "flash_mla_with_kvcache": (
-        DenseDecodeCase(**_DENSE, s_q=2, window=40, window_sink=4, empty_lse=-math.inf),
-        DenseDecodeCase(**_DENSE, s_q=2, outputs="given", batch_invariant=True, sinks="drawn"),
-        DenseDecodeCase(**_DENSE | {"causal": False}, s_q=2, tree="drawn"),
-        DenseDecodeCase(**_DENSE, s_q=2, operands=FP8),
-        DenseDecodeCase(**_DENSE, tokens=(2, 1)),
-        SparseDecodeCase(**_DECODE, **_CACHES, s_q=2),
+        partial(call_of, "dense", **_DENSE, s_q=2, window=40, window_sink=4, empty_lse=-math.inf),
+        partial(call_of, "dense", **_DENSE, s_q=2, outputs="given", batch_invariant=True, sinks="drawn"),
+        partial(call_of, "dense", **_DENSE | {"causal": False}, s_q=2, tree="drawn"),
+        partial(call_of, "dense_fp8", **_DENSE, s_q=2),
+        partial(call_of, "dense", **_DENSE, tokens=(2, 1)),
+        partial(call_of, "sparse", **_CACHES, s_q=2, h_q=16, metadata="tensors"),
     ),
     "flash_mla_sparse_fwd": (
-        SparsePrefillCase(**_PREFILL, form="ragged", sinks="drawn", empty_lse=-math.inf),
-        SparsePrefillCase(**_PREFILL, form="batched", lengths="drawn", indexer_topk=7, outputs="given"),
+        partial(call_of, "sparse_prefill", **_PREFILL, form="ragged", sinks="drawn", empty_lse=-math.inf),
+        partial(call_of, "sparse_prefill", **_PREFILL, form="batched", lengths="drawn", indexer_topk=7, outputs="given"),
     ),
     "flash_attn_varlen_func": (
-        DensePrefillCase(**_VARLEN, mask="random"),
-        DensePrefillCase(**_VARLEN, outputs="given", empty_lse=-math.inf),
+        partial(call_of, "dense_prefill", **_VARLEN, mask="random"),
+        partial(call_of, "dense_prefill", **_VARLEN, outputs="given", empty_lse=-math.inf),
     ),
-    "flash_attn_varlen_backward": (DensePrefillBackwardCase(**_VARLEN, outputs="given"),),
+    "flash_attn_varlen_backward": (partial(call_of, "backward", **_VARLEN, outputs="given"),),
     "merge_states": (
-        MergeStatesCase(states=9, tokens=3, h_q=2, head_dim=128, form="stacked"),
-        MergeStatesCase(states=2, tokens=3, h_q=2, head_dim=128, outputs="given", empty_lse=-math.inf),
+        partial(call_of, "merge", states=9),
+        partial(call_of, "merge", states=2, form="listed", outputs="given", empty_lse=-math.inf),
     ),
-    "write_kv_cache": (CacheWriteCase(**_WRITE, cache="nope_528", power_of_two=True), CacheWriteCase(**_WRITE, **_SCALED)),
+    "write_kv_cache": (partial(call_of, "write", **_BARE, power_of_two=True), partial(call_of, "write")),
     "insert_kv_cache": (
-        CacheInsertCase(**_WRITE, cache="nope_528", power_of_two=True, eps=1e-5),
-        CacheInsertCase(**_WRITE, **_SCALED, kept="packed", eps=1e-5),
+        partial(call_of, "insert", **_BARE, kept="none", power_of_two=True, eps=1e-5),
+        partial(call_of, "insert", eps=1e-5),
     ),
-    "gather_kv_cache": (CacheGatherCase(**_GATHER, **_SCALED), CacheGatherCase(**_GATHER, cache="v41", outputs="given")),
-    "fp8_mqa_logits": (MqaLogitsCase(**_ROWS, clean=False, columns=8),),
-    "fp8_paged_mqa_logits": (MqaLogitsCase(**_PAGES, clean=False),),
-    "indexer_topk": (IndexerTopkCase(**_PAGES, topk=20, slots=True),),
-    "indexer_topk_prefill": (IndexerTopkCase(**_ROWS, topk=20, columns=60),),
-    "topk_indices": (TopkIndicesCase(rows=2, columns=300, topk=20, outputs="given"),),
-    "prepare_index_queries": (IndexWriteCase(**_INDEX, rows="queries", heads=3, outputs="given"),),
-    "write_index_cache": (IndexWriteCase(**_INDEX, scale_format="ue8m0"),),
+    "gather_kv_cache": (partial(call_of, "gather"), partial(call_of, "gather", cache="v41", scale_of_cache=None, outputs="given")),
+    "fp8_mqa_logits": (partial(call_of, "row_logits", **_ROWS, clean=False, columns=8),),
+    "fp8_paged_mqa_logits": (partial(call_of, "paged_logits", **_ROWS, page_size=64, clean=False),),
+    "indexer_topk": (partial(call_of, "indexer_topk", **_ROWS, page_size=64, topk=20),),
+    "indexer_topk_prefill": (partial(call_of, "indexer_topk_prefill", **_ROWS, topk=20, columns=60),),
+    "topk_indices": (partial(call_of, "topk", outputs="given"),),
+    "prepare_index_queries": (partial(call_of, "index_queries", **_INDEX, outputs="given"),),
+    "write_index_cache": (partial(call_of, "index_write", **_INDEX, scale_format="ue8m0"),),
 }
-# Arguments that no case gives, or only their default, by place of the case.
+# Arguments that no case gives, or only their default, by place of the call.
 _FLAGS: Arguments = {"dropout_p": 0.0, "deterministic": True, "is_varlen": False}
 _MORE: dict[tuple[str, int], Arguments] = {
     ("flash_mla_with_kvcache", 3): {"kv_format": "fp8_576"},
@@ -142,4 +125,4 @@ def calls_of(name: str) -> list[Arguments]:
     """Return the arguments of the calls of a public function. KeyError if it has none."""
     if name in _WITHOUT_RECORD:
         return _WITHOUT_RECORD[name]()
-    return [{**with_own_memory(RightCall(case)), **_MORE.get((name, place), {})} for place, case in enumerate(_CASES[name])]
+    return [{**with_own_memory(make()), **_MORE.get((name, place), {})} for place, make in enumerate(_CALLS[name])]

@@ -43,6 +43,7 @@ CASES: dict[str, BaseCase] = {
     "row_logits": MqaLogitsCase(heads=8, tokens=3, keys=40),
     "paged_logits": MqaLogitsCase(**_PAGED),
     "indexer_topk": IndexerTopkCase(topk=5, slots=True, **_PAGED),
+    "indexer_topk_prefill": IndexerTopkCase(heads=8, tokens=3, keys=40, topk=5),
     "index_write": IndexWriteCase(tokens=2, page_size=16),
     "index_queries": IndexWriteCase(rows="queries", tokens=2, heads=3),
     "write": CacheWriteCase(tokens=2, **_CACHED),
