@@ -18,12 +18,10 @@ from cute_mla.flash_mla import FlashMLASchedMeta, flash_mla_interface, form_a
 from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.spec.arch import SM90, Arch
 from cute_mla.spec.mla import LOG2E
-from tests.ops.dense_decode.dense_call import Call
-from tests.ops.dense_prefill.varlen_call import VarlenCall
-from tests.ops.sparse_decode.sparse_call import SparseCall
-from tests.ops.sparse_prefill.sparse_prefill_call import PrefillCall
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import RightCall, call_of, planned, sparse_call
 from tests.support.tree import ROOT
+from tests.support.zero_tensors import ints
 
 NEWER: Any = flash_mla  # called by position, and with arguments of wrong types
 OLDER: Any = form_a
@@ -92,9 +90,26 @@ def test_metadata_ignores_its_arguments_and_needs_no_device() -> None:
         assert num_splits is None
 
 
-def dense_arguments(call: Call, *options: Any) -> tuple[Any, ...]:
+def dense_arguments(call: RightCall, *options: Any) -> tuple[Any, ...]:
     """Return the arguments of a dense call by position, up to any options behind the schedule."""
-    return call.q, call.k_cache, call.block_table, call.cache_seqlens, 512, *NEWER.get_mla_metadata(), *options
+    front = (call[name] for name in ("q", "k_cache", "block_table", "cache_seqlens", "head_dim_v"))
+    return *front, *NEWER.get_mla_metadata(), *options
+
+
+def dense_call(*options: Any, **named: Any) -> Any:
+    """Call dense decode by position, up to any options behind the schedule."""
+    return NEWER.flash_mla_with_kvcache(*dense_arguments(call_of("dense"), *options), **named)
+
+
+def sparse_arguments(call: RightCall) -> tuple[Any, ...]:
+    """Return the arguments of a sparse call by position, up to the schedule."""
+    return call["q"], call["k_cache"], None, None, 512
+
+
+def sparse_options(call: RightCall, *left_out: str) -> dict[str, Any]:
+    """Return the arguments of a sparse call that FlashMLA's newest form takes by name, but for some."""
+    names = ("is_fp8_kvcache", "indices", "extra_k_cache", "extra_indices_in_kvcache")
+    return {name: call[name] for name in names if name not in left_out}
 
 
 def given_by_name(device: RecordingDevice, call: Callable[[], Any], kernel: str) -> dict[str, Any]:
@@ -107,11 +122,11 @@ def given_by_name(device: RecordingDevice, call: Callable[[], Any], kernel: str)
 
 
 def test_dense_decode_by_position(arch: Arch) -> None:
-    call = Call(s_q=2)
+    call = call_of("dense", s_q=2)
     with RecordingDevice(arch).active() as device:
         main = given_by_name(device, lambda: call.run(softmax_scale=0.25, causal=True), "dense_decode")
         theirs = given_by_name(device, lambda: NEWER.flash_mla_with_kvcache(*dense_arguments(call, 0.25, True, False)), "dense_decode")
-        plan = OLDER.get_mla_metadata(call.cache_seqlens, 128, 1)
+        plan = OLDER.get_mla_metadata(call["cache_seqlens"], 128, 1)
         arguments = (*dense_arguments(call)[:5], *plan, 0.25, True, False, None)
         older = given_by_name(device, lambda: OLDER.flash_mla_with_kvcache(*arguments), "dense_decode")
     assert main == theirs == older
@@ -119,18 +134,19 @@ def test_dense_decode_by_position(arch: Arch) -> None:
 
 
 def test_sparse_decode_by_position(arch: Arch) -> None:
-    call = SparseCall(extra_topk=64)
-    indices, extra, extra_indices = (call.options[name] for name in ("indices", "extra_k_cache", "extra_indices_in_kvcache"))
-    sink, lengths, extra_lengths = torch.zeros(64), call.lengths(), call.lengths()
-    front = (call.q, call.k_cache, None, None, 512)
+    call = sparse_call(extra_topk=64)
+    indices, extra, extra_indices = (call[name] for name in ("indices", "extra_k_cache", "extra_indices_in_kvcache"))
+    sink, lengths, extra_lengths = torch.zeros(64), ints(2), ints(2)
+    front = sparse_arguments(call)
     with RecordingDevice(arch).active() as device:
         options = {"softmax_scale": 0.25, "attn_sink": sink, "topk_length": lengths, "extra_topk_length": extra_lengths}
         main = given_by_name(device, lambda: call.run(**options), "sparse_decode")
         rest = (0.25, False, True, indices, sink, extra, extra_indices, lengths, extra_lengths)
         arguments = (*front, *NEWER.get_mla_metadata(), *rest)
         theirs = given_by_name(device, lambda: NEWER.flash_mla_with_kvcache(*arguments), "sparse_decode")
-        one = given_by_name(device, lambda: SparseCall.run(call, extra_k_cache=None, extra_indices_in_kvcache=None), "sparse_decode")
-        plan = OLDER.get_mla_metadata(lengths, 64, 1, 64, True, call.topk)
+        alone = {"extra_k_cache": None, "extra_indices_in_kvcache": None, **planned(cute_mla.get_mla_metadata())}
+        one = given_by_name(device, lambda: call.run(**alone), "sparse_decode")
+        plan = OLDER.get_mla_metadata(lengths, 64, 1, 64, True, 128)
         older = given_by_name(device, lambda: OLDER.flash_mla_with_kvcache(*front, *plan, None, False, True, indices), "sparse_decode")
     assert main == theirs
     assert main["indices"] == indices.data_ptr()
@@ -139,13 +155,13 @@ def test_sparse_decode_by_position(arch: Arch) -> None:
 
 @pytest.mark.parametrize(("extra", "kernels"), [(None, "v41"), (528, "v41"), (288, "v41_fp4")])
 def test_a_cache_of_528_bytes_is_that_of_the_newest_flashmla(extra: int | None, kernels: str) -> None:
-    call = SparseCall(cache="v41")
-    options = {name: value for name, value in call.options.items() if name != "kv_format"}
+    call = sparse_call(cache="v41")
+    options = sparse_options(call)
     if extra is not None:
         options["extra_k_cache"] = torch.zeros(20, 2, 1, extra, dtype=torch.float8_e4m3fn)
-        options["extra_indices_in_kvcache"] = call.make_indices(64)
+        options["extra_indices_in_kvcache"] = ints(2, 1, 64)
     with RecordingDevice(SM90).active() as device:
-        NEWER.flash_mla_with_kvcache(call.q, call.k_cache, None, None, 512, FlashMLASchedMeta(), **options)
+        NEWER.flash_mla_with_kvcache(*sparse_arguments(call), FlashMLASchedMeta(), **options)
     (launch,) = (launch for launch in device.launches if launch.kernel.startswith("sparse_decode"))
     assert launch.kernel == f"sparse_decode_sm90_bf16_{kernels}_cluster1"
     assert (launch.args["row_stride"], launch.args["extra_row_stride"]) == (528, extra or 0)
@@ -153,10 +169,9 @@ def test_a_cache_of_528_bytes_is_that_of_the_newest_flashmla(extra: int | None, 
 
 @pytest.mark.parametrize("invariant", [False, True])
 def test_a_call_of_form_c_needs_no_flag_and_takes_enable_batch_invariant(invariant: bool, arch: Arch) -> None:
-    call = SparseCall(cache="v41")
-    options = {name: value for name, value in call.options.items() if name not in ("kv_format", "is_fp8_kvcache")}
-    schedule = FlashMLASchedMeta()
-    arguments = (call.q, call.k_cache, None, None, 512, schedule)
+    call = sparse_call(cache="v41")
+    options, schedule = sparse_options(call, "is_fp8_kvcache"), FlashMLASchedMeta()
+    arguments = (*sparse_arguments(call), schedule)
     with RecordingDevice(arch).active() as device:
         main = given_by_name(device, lambda: call.run(batch_invariant=invariant), "sparse_decode")
         other = given_by_name(device, lambda: call.run(batch_invariant=not invariant), "sparse_decode")
@@ -167,7 +182,7 @@ def test_a_call_of_form_c_needs_no_flag_and_takes_enable_batch_invariant(invaria
 
 
 def test_the_attributes_of_the_schedule_object() -> None:
-    call = Call(s_q=2)
+    call = call_of("dense", s_q=2)
     with RecordingDevice().active() as device:
         arguments = dense_arguments(call, None, True)
         schedule = arguments[5]
@@ -180,25 +195,25 @@ def test_the_attributes_of_the_schedule_object() -> None:
         NEWER.flash_mla_with_kvcache(*arguments[:8], False)  # another causal: the plan is the same
         assert [launch.kernel.startswith("split_plan") for launch in device.launches].count(True) == 1
         with pytest.raises(ValueError, match=r"tile_scheduler_metadata was planned for other shapes: s_q 1 after 2"):
-            NEWER.flash_mla_with_kvcache(*dense_arguments(Call(s_q=1))[:5], schedule)
+            NEWER.flash_mla_with_kvcache(*dense_arguments(call_of("dense", s_q=1))[:5], schedule)
 
 
 def test_the_config_of_a_sparse_call() -> None:
-    call = SparseCall(extra_topk=32)
+    call = sparse_call(extra_topk=32)
     schedule = FlashMLASchedMeta()
     with RecordingDevice().active():
-        NEWER.flash_mla_with_kvcache(call.q, call.k_cache, None, None, 512, schedule, **call.options)
+        NEWER.flash_mla_with_kvcache(*sparse_arguments(call), schedule, **sparse_options(call))
     assert schedule.config == FlashMLASchedMeta.Config(2, 1, 64, 64, 1, False, True, 128, 2, 32, False)
 
 
 @pytest.mark.parametrize(("name", "value"), [("have_initialized", False), ("tile_scheduler_metadata", None), ("num_splits", None)])
 def test_a_discarded_plan_is_made_again(name: str, value: bool | None) -> None:
     with RecordingDevice().active() as device:
-        arguments = dense_arguments(Call())
+        arguments = dense_arguments(call_of("dense"))
         NEWER.flash_mla_with_kvcache(*arguments)
         setattr(arguments[5], name, value)
         assert (arguments[5].have_initialized, arguments[5].config) == (False, None)
-        NEWER.flash_mla_with_kvcache(*dense_arguments(Call(s_q=2))[:5], arguments[5])
+        NEWER.flash_mla_with_kvcache(*dense_arguments(call_of("dense", s_q=2))[:5], arguments[5])
     assert [launch.kernel.startswith("split_plan") for launch in device.launches].count(True) == 2
     assert arguments[5].config.s_q == 2
     with pytest.raises(ValueError, match=f"{name} is set to .*supported: {value}, which discards the plan"):
@@ -207,7 +222,7 @@ def test_a_discarded_plan_is_made_again(name: str, value: bool | None) -> None:
 
 def test_a_call_that_fails_leaves_the_schedule_unused() -> None:
     with RecordingDevice().active():
-        arguments = dense_arguments(Call())
+        arguments = dense_arguments(call_of("dense"))
         with pytest.raises(ValueError, match="head_dim_v is 576; supported: 512"):
             NEWER.flash_mla_with_kvcache(*arguments[:4], 576, arguments[5])
     assert (arguments[5].have_initialized, arguments[5].config) == (False, None)
@@ -215,17 +230,20 @@ def test_a_call_that_fails_leaves_the_schedule_unused() -> None:
 
 def without_flag() -> Any:
     """Call sparse decode over 656 bytes a token without is_fp8_kvcache, which form B needs there."""
-    call = SparseCall()
-    return NEWER.flash_mla_with_kvcache(call.q, call.k_cache, None, None, 512, FlashMLASchedMeta(), indices=call.options["indices"])
+    call = sparse_call()
+    return NEWER.flash_mla_with_kvcache(*sparse_arguments(call), FlashMLASchedMeta(), indices=call["indices"])
 
 
 ERRORS: list[tuple[str, Callable[[], Any], str]] = [
-    ("flag", lambda: NEWER.flash_mla_with_kvcache(*dense_arguments(Call(), None, False, 1)), "^is_fp8_kvcache is 1; supported: True"),
+    ("flag", lambda: dense_call(None, False, 1), "^is_fp8_kvcache is 1; supported: True"),
     ("no flag", without_flag, "^is_fp8_kvcache is False with k_cache of torch.uint8 and 656 columns; supported: True"),
-    ("invariant", lambda: NEWER.flash_mla_with_kvcache(*dense_arguments(Call()), enable_batch_invariant=2), "^enable_batch_invariant is 2"),
-    ("indices", lambda: NEWER.flash_mla_with_kvcache(*dense_arguments(Call(), None, False, False, 3)), "^indices is 3; supported"),
-    ("plan", lambda: NEWER.flash_mla_with_kvcache(*dense_arguments(Call())[:5], None), "^tile_scheduler_metadata is NoneType, num_spl"),
-    ("scale", lambda: OLDER.flash_mla_sparse_fwd(PrefillCall().q, PrefillCall().kv, PrefillCall().indices, 0.0), "^sm_scale is 0.0; supp"),
+    ("invariant", lambda: dense_call(enable_batch_invariant=2), "^enable_batch_invariant is 2"),
+    ("indices", lambda: dense_call(None, False, False, 3), "^indices is 3; supported"),
+    (
+        "plan", lambda: NEWER.flash_mla_with_kvcache(*dense_arguments(call_of("dense"))[:5], None),
+        "^tile_scheduler_metadata is NoneType, num_spl",
+    ),
+    ("scale", lambda: OLDER.flash_mla_sparse_fwd(*list(call_of("sparse_prefill").values())[:3], 0.0), "^sm_scale is 0.0; supp"),
     ("ends", lambda: NEWER.flash_attn_varlen_func(*varlen_arguments()[:3], None, *varlen_arguments()[4:]), "^cu_seqlens_qo is None; "),
     ("longest", lambda: NEWER.flash_attn_varlen_func(*varlen_arguments()[:6], -1), "^max_seqlen_kv is -1; supported: an integer"),
     ("flags", lambda: NEWER.flash_attn_varlen_func(*varlen_arguments(), deterministic=None), "^deterministic is None; supported: True"),
@@ -242,18 +260,18 @@ def test_errors_name_what_the_caller_wrote(call: Callable[[], Any], message: str
     assert device.launches == []
 
 
-@pytest.mark.parametrize(("fp8", "indices"), [(False, None), (True, torch.zeros(2, 1, 64, dtype=torch.int32))])
+@pytest.mark.parametrize(("fp8", "indices"), [(False, None), (True, ints(2, 1, 64))])
 def test_flashmlas_order_is_explained_where_another_holds(fp8: bool, indices: torch.Tensor | None) -> None:
     with (
         RecordingDevice().active(),
         pytest.raises(ValueError, match=f"descale_q is {fp8}; .*by name, or import cute_mla.fl"),
     ):
-        cute_mla.flash_mla_with_kvcache(*dense_arguments(Call(), None, False, fp8, indices))
+        cute_mla.flash_mla_with_kvcache(*dense_arguments(call_of("dense"), None, False, fp8, indices))
 
 
 def varlen_arguments() -> tuple[Any, ...]:
     """Return the arguments of a dense prefill call by position."""
-    return tuple(VarlenCall().operands.values())
+    return tuple(call_of("dense_prefill").values())[:7]
 
 
 def test_the_lse_of_dense_prefill_lies_as_flashmlas(arch: Arch) -> None:

@@ -8,8 +8,8 @@ import cute_mla
 from cute_mla.flash_mla import FlashMLASchedMeta
 from cute_mla.parallel import ContextShard, LocalIndices, ShardedRequests
 from cute_mla.spec.arch import Arch
-from tests.ops.dense_decode.dense_call import Call
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import call_of, planned
 
 
 def test_a_schedule_prints_the_shapes_that_it_was_planned_for() -> None:
@@ -17,7 +17,7 @@ def test_a_schedule_prints_the_shapes_that_it_was_planned_for() -> None:
         name = type(schedule).__name__
         assert repr(schedule) == f"{name}(not planned)"
         with RecordingDevice().active():
-            Call(h_q=16, plan=(schedule, None)).run()
+            call_of("dense", h_q=16).run(**planned((schedule, None)))
         assert repr(schedule) == f"{name}(batch=2, s_q=1, h_q=16, h_kv=1, page_size=64, num_parts=132, device=cpu)"
 
 

@@ -17,9 +17,9 @@ from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
-from cute_mla.testing.operations import operation
 from tests.support.compiling import compiled, fresh
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import RightCall
 
 assert fresh
 
@@ -29,9 +29,8 @@ Arguments = dict[str, Any]
 
 def arguments_of(case: BaseCase, *left_out: str) -> Arguments:
     """Return arguments of the public function, without results and what else is left out."""
-    op = operation(case)
     left_out = (*left_out, "out", "lse", "max_logits", "lse_indexer", "workspace")
-    return {key: value for key, value in op.arguments(case, op.make_tensors(case, "cpu"), None).items() if key not in left_out}
+    return {key: value for key, value in RightCall(case).items() if key not in left_out}
 
 
 def dense(*lengths: int, **changes: Any) -> Arguments:

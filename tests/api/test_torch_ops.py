@@ -17,50 +17,59 @@ import cute_mla
 import cute_mla.cache
 import cute_mla.torch_ops  # which makes them
 from cute_mla.spec.arch import Arch
-from cute_mla.testing.cases.base import BaseCase
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
-from cute_mla.testing.operations import operation
+from cute_mla.testing.cases.sparse_decode import Pool
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import call_of, with_own_memory
+from tests.support.zero_tensors import ints
 
 OPS = torch.ops.cute_mla
-PUBLIC = {
-    "dense_decode": "flash_mla_with_kvcache",
-    "sparse_decode": "flash_mla_with_kvcache",
-    "sparse_prefill": "flash_mla_sparse_fwd",
-    "dense_prefill": "flash_attn_varlen_func",
-    "dense_prefill_backward": "flash_attn_varlen_backward",
-}
-CASES: dict[str, BaseCase] = {
-    "dense": DenseDecodeCase(batch=2, s_q=2, lengths=(70, 0), h_q=3, causal=True, metadata="tensors"),
-    "fp8": DenseDecodeCase(batch=1, lengths=(40,), h_q=2, operands="fp8", metadata="tensors", empty_lse=float("-inf")),
-    "sparse": SparseDecodeCase(batch=2, h_q=3, main=Pool(80, 70, lengths="drawn"), extra=Pool(9, 5), sinks="drawn", metadata="tensors"),
-    "sparse_prefill": SparsePrefillCase(s_q=2, h_q=3, s_kv=90, sinks="drawn"),
-    "indexer_prefill": SparsePrefillCase(s_q=2, h_q=3, s_kv=90, sinks="drawn", indexer_topk=7),
-    "dense_prefill": DensePrefillCase(lengths=((3, 70), (2, 1)), group=2, causal=True),
-    "masked_prefill": DensePrefillCase(lengths=((3, 70), (2, 1)), group=2, causal=True, mask="edges"),
-    "dense_prefill_backward": DensePrefillBackwardCase(lengths=((3, 70), (2, 1)), group=2, causal=True),
+_PAIR: dict[str, Any] = {"lengths": ((3, 70), (2, 1)), "h_kv": 1, "group": 2, "causal": True}
+_SPARSE: dict[str, Any] = {"s_q": 2, "h_q": 3, "s_kv": 90, "sinks": "drawn"}
+_CACHES: dict[str, Any] = {"h_q": 3, "main": Pool(80, 70, lengths="drawn"), "extra": Pool(9, 5)}
+_PAGES: dict[str, Any] = {"heads": 9, "keys": 70, "page_size": 64, "lengths": "edges"}
+_CACHED: dict[str, Any] = {"cache": "fp8_656", "scale_of_cache": None}
+# An op's name, a right call, and fields of its case.
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "dense": ("flash_mla_with_kvcache", "dense", {"s_q": 2, "lengths": (70, 0), "h_q": 3, "causal": True, "metadata": "tensors"}),
+    "fp8": (
+        "flash_mla_with_kvcache",
+        "dense_fp8",
+        {"batch": 1, "lengths": (40,), "h_q": 2, "metadata": "tensors", "empty_lse": float("-inf")},
+    ),
+    "sparse": ("flash_mla_with_kvcache", "sparse", {**_CACHES, "sinks": "drawn", "metadata": "tensors"}),
+    "sparse_prefill": ("flash_mla_sparse_fwd", "sparse_prefill", _SPARSE),
+    "indexer_prefill": ("flash_mla_sparse_fwd_indexer", "sparse_prefill", {**_SPARSE, "indexer_topk": 7}),
+    "dense_prefill": ("flash_attn_varlen_func", "dense_prefill", _PAIR),
+    "masked_prefill": ("flash_attn_varlen_masked", "dense_prefill", {**_PAIR, "mask": "edges"}),
+    "dense_prefill_backward": ("flash_attn_varlen_backward", "backward", _PAIR),
+    "merge": ("merge_states", "merge", {"states": 2, "form": "listed"}),
+    "merge_stacked": ("merge_states", "merge", {"states": 2}),
+    "logits": ("fp8_mqa_logits", "row_logits", {"heads": 9, "tokens": 2, "keys": 70}),
+    "paged_logits": ("fp8_paged_mqa_logits", "paged_logits", _PAGES),
+    "chosen": ("indexer_topk_prefill", "indexer_topk_prefill", {"heads": 9, "tokens": 2, "keys": 70, "topk": 40}),
+    "paged_chosen": ("indexer_topk", "indexer_topk", {**_PAGES, "topk": 40}),
+    "topk": ("topk_indices", "topk", {"rows": 2, "columns": 300, "topk": 20, "lengths": "edges"}),
+    "index_keys": ("write_index_cache", "index_write", {"hadamard": True}),
+    "index_queries": ("prepare_index_queries", "index_queries", {"hadamard": True}),
+    "write": ("write_kv_cache", "write", {**_CACHED, "power_of_two": True}),
+    "insert": ("insert_kv_cache", "insert", {**_CACHED, "power_of_two": True, "position_type": "in_order"}),
+    "gather": ("gather_kv_cache", "gather", {**_CACHED, "starts": None}),
 }
 RESULTS = ("out", "out_weights", "max_logits", "lse", "lse_indexer", "workspace")
 GRADIENTS = ("dq", "dk", "dv", "workspace")
 Call = tuple[str, dict[str, Any]]  # an op's name and its arguments
 
 
-def call_of(case: BaseCase) -> Call:
-    """Return the op of a case, and its arguments without results."""
-    op = operation(case)
-    arguments = op.arguments(case, op.make_tensors(case, "cpu"), None)
-    if isinstance(case, DensePrefillCase):  # no row without a sequence, for those are not written
-        arguments["cu_seqlens_qo"][0], arguments["cu_seqlens_qo"][-1] = 0, arguments["q"].shape[0]
-        arguments["max_seqlen_qo"] = arguments["q"].shape[0]
-    name = "flash_attn_varlen_masked" if "key_mask" in arguments else PUBLIC[case.op]
-    if isinstance(case, SparsePrefillCase):
-        name += "_indexer" if case.indexer_topk else ""
-        arguments = {key: value for key, value in arguments.items() if key != "indexer_topk" or case.indexer_topk}
-    return name, {key: value for key, value in arguments.items() if key not in results_of(name)}
+def op_call(op: str, kind: str, fields: dict[str, Any]) -> Call:
+    """Return an op and its arguments in a right call, without results."""
+    given = with_own_memory(call_of(kind, **fields))
+    if isinstance(given.get("kv"), tuple):
+        given["keys"], given["scales"] = given["kv"]
+    if op == "merge_states":
+        given["stacked"] = isinstance(given["outs"], Tensor)
+        given |= {name: [given[name]] for name in ("outs", "lses") if given["stacked"]}
+    names = [argument.name for argument in getattr(OPS, op).default._schema.arguments]
+    return op, {name: given[name] for name in names if name in given}
 
 
 def results_of(function: str) -> tuple[str, ...]:
@@ -68,20 +77,10 @@ def results_of(function: str) -> tuple[str, ...]:
     return GRADIENTS if function == "flash_attn_varlen_backward" else RESULTS
 
 
-def merge_call(stacked: bool = False) -> Call:
-    """merge_states of two states."""
-    outs = list(torch.randn(2, 3, 2, 128, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(0)))
-    lses = list(torch.randn(2, 3, 2, generator=torch.Generator().manual_seed(1)))
-    if stacked:
-        outs, lses = [torch.stack(outs)], [torch.stack(lses)]
-    return "merge_states", {"outs": outs, "lses": lses, "stacked": stacked}
-
-
 def sparse_plan_call() -> Call:
     """Return the plan of a schedule object for sparse decode."""
-    indices = torch.zeros(2, 1, 70, dtype=torch.int32)
     lengths = torch.tensor([70, 3], dtype=torch.int32)
-    return "plan_sparse_decode", {"indices": indices, "num_heads_q": 4, "topk_length": lengths, "extra_indices": indices}
+    return "plan_sparse_decode", {"indices": ints(2, 1, 70), "num_heads_q": 4, "topk_length": lengths, "extra_indices": ints(2, 1, 70)}
 
 
 def plan_call() -> Call:
@@ -89,86 +88,8 @@ def plan_call() -> Call:
     return "get_mla_metadata", {"cache_seqlens": torch.tensor([70, 3], dtype=torch.int32), "num_q_tokens_per_head_k": 8, "num_heads_k": 1}
 
 
-def write_call() -> Call:
-    """Return a call that writes one key to a slot and another to none."""
-    kv_c, k_pe = (torch.randn(2, columns, dtype=torch.bfloat16, generator=torch.Generator().manual_seed(columns)) for columns in (512, 64))
-    cache = torch.zeros(2, 16, 1, 656, dtype=torch.uint8)
-    return "write_kv_cache", {"kv_c": kv_c, "k_pe": k_pe, "k_cache": cache, "slot_mapping": torch.tensor([17, -1]), "power_of_two": True}
-
-
-def gather_call() -> Call:
-    """Return a call that gathers keys of two requests."""
-    cache = torch.randint(0, 100, (3, 16, 1, 656), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    cu_seqlens = torch.tensor([0, 2, 5], dtype=torch.int32)
-    table = torch.tensor([[1], [2]], dtype=torch.int32)
-    return "gather_kv_cache", {"k_cache": cache, "block_table": table, "cu_seqlens": cu_seqlens, "rows": 5, "dtype": torch.bfloat16}
-
-
-def topk_call() -> Call:
-    """Return a selection in two rows."""
-    logits = torch.randn(2, 300, generator=torch.Generator().manual_seed(0))
-    return "topk_indices", {"logits": logits, "lengths": torch.tensor([300, 7], dtype=torch.int32), "topk": 20}
-
-
-def logits_call(paged: bool) -> Call:
-    """Return logits of two tokens, of keys in a row or in an index cache."""
-    draw = torch.Generator().manual_seed(0)
-    q = torch.randint(-4, 5, (2, 1, 9, 128), generator=draw).to(torch.float8_e4m3fn)
-    weights, count = torch.ones(2, 9), torch.tensor([70, 3], dtype=torch.int32)
-    if not paged:
-        keys = torch.randint(-4, 5, (70, 128), generator=draw).to(torch.float8_e4m3fn)
-        return "fp8_mqa_logits", {"q": q[:, 0], "keys": keys, "scales": torch.ones(70), "weights": weights, "ks": count - 3, "ke": count}
-    cache = torch.zeros(3, 64, 1, 132, dtype=torch.uint8)
-    table = torch.tensor([[1, 2], [0, 0]], dtype=torch.int32)
-    arguments = {"q": q, "cache": cache, "weights": weights, "context_lens": count, "block_table": table}
-    return "fp8_paged_mqa_logits", {**arguments, "metadata": None, "max_context_len": 70}
-
-
-def indexer_call(paged: bool) -> Call:
-    """Return a choice of keys of the same tokens."""
-    arguments = {**logits_call(paged)[1], "topk": 40}
-    if not paged:
-        return "indexer_topk_prefill", arguments
-    del arguments["metadata"], arguments["max_context_len"]
-    arguments["index_cache"] = arguments.pop("cache")
-    return "indexer_topk", {**arguments, "slots": True}
-
-
-def index_call(queries: bool) -> Call:
-    """Return a call that writes one key of two to an index cache, or prepares two tokens' queries."""
-    draw = torch.Generator().manual_seed(0)
-    arguments = {"cos_sin": torch.randn(5, 64, generator=draw), "positions": torch.tensor([4, 1]), "rope": "half_split", "hadamard": True}
-    if queries:
-        q = torch.randn(2, 3, 128, generator=draw).bfloat16()
-        return "prepare_index_queries", {"q": q, "weights": torch.ones(2, 3), **arguments}
-    k, cache = torch.randn(2, 128, generator=draw).bfloat16(), torch.zeros(2, 16, 1, 132, dtype=torch.uint8)
-    norm = {"norm_weight": torch.ones(128), "norm_bias": torch.zeros(128)}
-    return "write_index_cache", {"k": k, "index_cache": cache, "slot_mapping": torch.tensor([17, -1]), **norm, **arguments}
-
-
-def insert_call() -> Call:
-    """Return a call that inserts one key of two, keeps both, and rotates their queries."""
-    _, written = write_call()
-    draw = torch.Generator().manual_seed(0)
-    rotary = {"q_pe": torch.randn(2, 3, 64, generator=draw).bfloat16(), "cos_sin": torch.randn(5, 64, generator=draw)}
-    keys = {"norm_weight": torch.ones(512).bfloat16(), "keys": torch.zeros(2, 576).bfloat16()}
-    return "insert_kv_cache", {**written, **rotary, **keys}
-
-
 CALLS: dict[str, Callable[[], Call]] = {
-    **{name: partial(call_of, case) for name, case in CASES.items()},
-    "merge": merge_call,
-    "merge_stacked": lambda: merge_call(stacked=True),
-    "logits": partial(logits_call, False),
-    "paged_logits": partial(logits_call, True),
-    "chosen": partial(indexer_call, False),
-    "paged_chosen": partial(indexer_call, True),
-    "topk": topk_call,
-    "index_keys": partial(index_call, False),
-    "index_queries": partial(index_call, True),
-    "write": write_call,
-    "insert": insert_call,
-    "gather": gather_call,
+    **{name: partial(op_call, *case) for name, case in CASES.items()},
     "plan": plan_call,
     "plan_topk": lambda: ("get_mla_metadata", plan_call()[1] | {"num_heads_q": 8, "topk": 70}),
     "plan_sparse": sparse_plan_call,
@@ -176,8 +97,7 @@ CALLS: dict[str, Callable[[], Call]] = {
 _E4M3 = ("fp8", "logits", "paged_logits", "chosen", "paged_chosen", "index_queries")  # calls with e4m3 operands
 SLOW = ("sparse", "sparse_prefill", "indexer_prefill", "merge_stacked")
 WITH_RESULTS = [
-    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW))
-    for name in (*CASES, *_E4M3[1:], "merge", "merge_stacked", "topk", "gather")
+    pytest.param(name, marks=[pytest.mark.slow] * (name in SLOW)) for name in CASES if name not in ("index_keys", "write", "insert")
 ]
 
 
@@ -277,7 +197,7 @@ def test_gradients_are_refused_by_name(device: RecordingDevice, name: str) -> No
 
 @pytest.mark.parametrize("state", ["outs", "lses"])
 def test_gradients_of_states_are_refused(device: RecordingDevice, state: str) -> None:
-    _, arguments = merge_call()
+    _, arguments = CALLS["merge"]()
     arguments[state][1].requires_grad_()
     with pytest.raises(ValueError, match=rf"^{state}\[1\] requires grad"):
         cute_mla.merge_states(arguments["outs"], arguments["lses"])
@@ -286,13 +206,12 @@ def test_gradients_of_states_are_refused(device: RecordingDevice, state: str) ->
 
 
 def test_a_schedule_object_is_planned_for_sparse_decode_as_without_an_op() -> None:
-    _, arguments = call_of(SparseDecodeCase(batch=2, h_q=3, main=Pool(80, 70, lengths="drawn"), extra=Pool(9, 5)))
-    arguments.pop("num_splits")
+    call = call_of("sparse", **_CACHES)
     with cute_mla.simulate("sm90", 5):
-        schedule = arguments["tile_scheduler_metadata"]
-        cute_mla.flash_mla_with_kvcache(**arguments)
+        schedule = call["tile_scheduler_metadata"]
+        call.run()
         named = ("topk_length", "extra_indices_in_kvcache", "extra_topk_length")
-        plan = OPS.plan_sparse_decode(arguments["indices"], 3, *(arguments[name] for name in named))
+        plan = OPS.plan_sparse_decode(call["indices"], 3, *(call[name] for name in named))
     assert all(torch.equal(mine, its) for mine, its in zip(plan, (schedule.tile_scheduler_metadata, schedule.num_splits), strict=True))
 
 

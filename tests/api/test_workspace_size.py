@@ -12,8 +12,8 @@ import torch
 import cute_mla
 from cute_mla import indexer
 from cute_mla.spec.arch import Arch
-from tests.support.public_calls import bf16, codes, counts
 from tests.support.recording_device import RecordingDevice
+from tests.support.zero_tensors import ints, zeros
 
 Drawn = tuple[dict[str, Any], Callable[[torch.Tensor], Any]]  # arguments of workspace_size, and a call with a workspace
 
@@ -37,22 +37,22 @@ def _decode(draw: random.Random, sparse: bool) -> Drawn:
     if ragged:
         size["s_q"] = max(s_q, 1)
         tokens = (draw.choice((0, 1, batch, batch * s_q)),)
-        arguments = {"cu_seqlens_q": counts(*[0] * (batch + 1)), "max_seqlen_q": size["s_q"]}
+        arguments = {"cu_seqlens_q": ints(batch + 1), "max_seqlen_q": size["s_q"]}
         size["total_q"] = tokens[0]
     topk, extra = draw.choice((0, 1, 64, 2048)), draw.choice((None, None, 0, 70))
     if sparse:
-        arguments |= {"block_table": None, "cache_seqlens": None, "indices": torch.zeros(*tokens, topk, dtype=torch.int32)}
+        arguments |= {"block_table": None, "cache_seqlens": None, "indices": ints(*tokens, topk)}
         if extra is not None:
-            second = torch.zeros(*tokens, extra, dtype=torch.int32)
-            arguments |= {"extra_k_cache": bf16(pages, page_size, 1, d_qk), "extra_indices_in_kvcache": second}
+            second = ints(*tokens, extra)
+            arguments |= {"extra_k_cache": zeros(pages, page_size, 1, d_qk), "extra_indices_in_kvcache": second}
         if invariant or draw.random() < 0.5:
             size["topk"] = topk + (extra or 0)
     else:
-        arguments |= {"block_table": torch.zeros(batch, width, dtype=torch.int32), "cache_seqlens": counts(*[0] * batch)}
+        arguments |= {"block_table": ints(batch, width), "cache_seqlens": ints(batch)}
         size["head_dim_v"] = 256 if d_qk == 320 else 512
         if invariant:
             size["max_cache_seqlen"] = width * page_size
-    q, k_cache = bf16(*tokens, h_q, d_qk), bf16(pages, page_size, h_kv, d_qk)
+    q, k_cache = zeros(*tokens, h_q, d_qk), zeros(pages, page_size, h_kv, d_qk)
 
     def call(workspace: torch.Tensor) -> Any:
         schedule, _ = cute_mla.get_mla_metadata()
@@ -67,9 +67,9 @@ def _backward(draw: random.Random) -> Drawn:
     batch, total_q, total_k = draw.choice((0, 1, 3)), draw.choice((0, 1, 5, 130)), draw.choice((0, 3, 70))
     h_kv, d_qk = draw.choice((1, 2)), draw.choice((128, 192, 256))
     h_q, d_v = h_kv * draw.choice((1, 3)), 256 if d_qk == 256 else 128
-    q = bf16(total_q, h_q, d_qk)
-    rows, keys = bf16(total_q, h_q, d_v), (bf16(total_k, h_kv, d_qk), bf16(total_k, h_kv, d_v))
-    lengths = (counts(*[0] * (batch + 1)),) * 2
+    q = zeros(total_q, h_q, d_qk)
+    rows, keys = zeros(total_q, h_q, d_v), (zeros(total_k, h_kv, d_qk), zeros(total_k, h_kv, d_v))
+    lengths = (ints(batch + 1),) * 2
     size: dict[str, Any] = {"batch": batch, "s_q": total_q, "h_q": h_q, "h_kv": h_kv, "total_q": total_q}
 
     def call(workspace: torch.Tensor) -> Any:
@@ -85,15 +85,15 @@ def _topk(draw: random.Random, paged: bool) -> Drawn:
     heads, topk, pages = draw.choice((1, 64)), draw.choice((0, 1, 64, 5000)), draw.choice((0, 1, 40))
     keys = pages * 64
     size: dict[str, Any] = {"batch": batch, "s_q": tokens, "h_q": heads, "topk": topk, "max_cache_seqlen": keys}
-    q, weights = codes(batch, tokens, heads, 128), torch.zeros(batch * tokens, heads)
+    q, weights = zeros(batch, tokens, heads, 128, dtype=torch.float8_e4m3fn), torch.zeros(batch * tokens, heads)
 
     def call(workspace: torch.Tensor) -> Any:
         if not paged:
-            row = (codes(keys, 128), torch.zeros(keys))
-            ends = torch.zeros(tokens, dtype=torch.int32)
+            row = (zeros(keys, 128, dtype=torch.float8_e4m3fn), torch.zeros(keys))
+            ends = ints(tokens)
             return indexer.indexer_topk_prefill(q[0], row, weights, ends, ends, topk, workspace=workspace)
-        cache, table = torch.zeros(2, 64, 1, 132, dtype=torch.uint8), torch.zeros(batch, pages, dtype=torch.int32)
-        return indexer.indexer_topk(q, weights, cache, torch.zeros(batch, dtype=torch.int32), table, topk, workspace=workspace)
+        cache, table = torch.zeros(2, 64, 1, 132, dtype=torch.uint8), ints(batch, pages)
+        return indexer.indexer_topk(q, weights, cache, ints(batch), table, topk, workspace=workspace)
 
     return size, call
 

@@ -21,6 +21,7 @@ from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.operations import operation
 from tests.support.bench import Bench, expect, identical
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import RightCall, call_of
 
 CASE = DenseDecodeCase(batch=4, tokens=(2, 0, 1, 3), lengths=(140, 70, 300, 2), h_q=16, causal=True, outputs="given", sm_count=12)
 SPARSE = SparseDecodeCase(
@@ -117,17 +118,16 @@ def test_a_cache_without_pages(bench: Bench) -> None:
 def test_ops_of_torch(bench: Bench, case: Any, metadata: str) -> None:
     """The ops have the fakes' shapes, and a compiled call has the bits of an eager one."""
     case = replace(case, metadata=metadata)
-    op = operation(case)
-    tensors = op.make_tensors(case, "cpu")
+    tensors = operation(case).make_tensors(case, "cpu")
 
     def call() -> Any:
-        return cute_mla.flash_mla_with_kvcache(**op.arguments(case, tensors, None))
+        return cute_mla.flash_mla_with_kvcache(**RightCall(case, tensors))
 
     with cute_mla.simulate(bench.arch, case.sm_count):
         eager = call()
         compiled = torch.compile(call, backend="aot_eager", fullgraph=True)()
         assert identical(tuple(eager), tuple(compiled))
-        arguments = op.arguments(case, tensors, None).items()
+        arguments = RightCall(case, tensors).items()
         with FakeTensorMode(allow_non_fake_inputs=True) as mode:
             fakes: dict[str, Any] = {key: mode.from_tensor(value) if isinstance(value, Tensor) else value for key, value in arguments}
             out, lse = cute_mla.flash_mla_with_kvcache(**fakes)
@@ -152,23 +152,22 @@ WRONG: list[tuple[str, str, Callable[[dict[str, Any]], Any], str]] = [
 
 @pytest.mark.parametrize(("argument", "make", "said"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
 def test_errors(device: RecordingDevice, argument: str, make: Callable[[dict[str, Any]], Any], said: str) -> None:
-    case = replace(CASE, metadata="tensors")
-    call = operation(case).arguments(case, make_dense_decode_tensors(case), None)
+    call = call_of(CASE, metadata="tensors")
     device.launches.clear()
     with pytest.raises(ValueError, match=said):
-        cute_mla.flash_mla_with_kvcache(**{**call, argument: make(call)})
+        call.run(**{argument: make(call)})
     assert device.launches == []
 
 
 def test_errors_of_sparse_calls(device: RecordingDevice) -> None:
-    call = operation(SPARSE).arguments(SPARSE, operation(SPARSE).make_tensors(SPARSE, "cpu"), None)
+    call = call_of(SPARSE)
     for argument, value, said in (
         ("indices", call["indices"][:, None], r"indices has shape \[7, 1, 130\]; supported: \[7, topk\]"),
         ("topk_length", call["topk_length"][:3], r"topk_length has shape \[3\]; supported: \[7\]"),
         ("cu_seqlens_q", torch.zeros(0, dtype=torch.int32), r"cu_seqlens_q has shape \[0\]; supported: \[batch \+ 1\]"),
     ):
         with pytest.raises(ValueError, match=said):
-            cute_mla.flash_mla_with_kvcache(**{**call, argument: value})
+            call.run(**{argument: value})
     assert device.launches == []
 
 
@@ -184,11 +183,8 @@ def test_errors_of_plans(device: RecordingDevice) -> None:
             cute_mla.get_mla_metadata(lengths, 32, 1, 16, **options)
     with pytest.raises(ValueError, match="num_heads_q is None with cu_seqlens_q; supported: 1 to 128"):
         cute_mla.get_mla_metadata(lengths, 32, 1, cu_seqlens_q=offsets(0, 1, 2), total_q=2)
-    schedule, none = cute_mla.get_mla_metadata()
-    case = replace(CASE, metadata="object")
-    call = operation(case).arguments(case, make_dense_decode_tensors(case), None)
-    call = {**call, "tile_scheduler_metadata": schedule, "num_splits": none}
-    cute_mla.flash_mla_with_kvcache(**call)
+    call = call_of(CASE, metadata="object")
+    call.run()
     with pytest.raises(ValueError, match="planned for other shapes: s_q 5 after 3"):
-        cute_mla.flash_mla_with_kvcache(**{**call, "max_seqlen_q": 5, "workspace": None})
+        call.run(max_seqlen_q=5, workspace=None)
     assert len(device.launches) == 3

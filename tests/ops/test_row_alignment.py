@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
@@ -13,51 +12,42 @@ import cute_mla
 from cute_mla.spec.arch import ARCHS, SM90
 from cute_mla.spec.dense_decode import TILINGS
 from cute_mla.spec.dense_prefill import ROW_BYTES
-from tests.ops.dense_decode.dense_call import Call
-from tests.ops.dense_prefill.varlen_call import VarlenCall
-from tests.ops.dense_prefill_backward.backward_call import BackwardCall
-from tests.ops.sparse_decode.sparse_call import SparseCall
-from tests.ops.sparse_prefill.sparse_prefill_call import PrefillCall
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import call_of
 
 E4M3 = torch.float8_e4m3fn
 
 
 class Rows(NamedTuple):
-    """A tensor of a call: its shape, and the function that runs the call with another tensor in its place."""
+    """A tensor of a call: its name and shape, the call, and fields of its case."""
 
+    name: str
     shape: tuple[int, ...]
-    run: Callable[[Tensor], Any]
+    call: str
+    fields: dict[str, Any]
     dtype: torch.dtype = torch.bfloat16
 
-
-def attend(call: Any, q: Tensor) -> None:
-    """Run a call with these queries."""
-    call.q = q
-    call.run()
+    def run(self, tensor: Tensor) -> None:
+        """Run the call with another tensor in the place of this one."""
+        call_of(self.call, **self.fields).run(**{self.name: tensor})
 
 
-def decode_e4m3(q: Tensor) -> None:
-    """Run dense decode over an e4m3 cache with these queries."""
-    cache = torch.zeros(4, 64, 1, 576).to(E4M3)
-    lengths = torch.full((1,), 9, dtype=torch.int32)
-    cute_mla.flash_mla_with_kvcache(q, cache, torch.zeros(1, 4, dtype=torch.int32), lengths, 512, cute_mla.get_mla_metadata()[0])
-
-
+_DECODE = {"batch": 1, "s_q": 2, "h_q": 16}
+_PREFILL = {"lengths": ((13, 40), (7, 10))}
 DECODED = {
-    "dense decode, q": Rows((1, 2, 16, 576), lambda q: attend(Call(batch=1, s_q=2, h_q=16), q)),
-    "dense decode, out": Rows((1, 2, 16, 512), lambda out: Call(batch=1, s_q=2, h_q=16).run(out=out)),
-    "dense decode, e4m3 q": Rows((1, 2, 16, 576), decode_e4m3, E4M3),
-    "sparse decode, q": Rows((1, 2, 16, 576), lambda q: attend(SparseCall(batch=1, s_q=2, h_q=16), q)),
-    "sparse decode, out": Rows((1, 2, 16, 512), lambda out: SparseCall(batch=1, s_q=2, h_q=16).run(out=out)),
-    "sparse prefill, q": Rows((5, 16, 576), lambda q: PrefillCall(s_q=5, h_q=16).run(q=q)),
-    "sparse prefill, out": Rows((5, 16, 512), lambda out: PrefillCall(s_q=5, h_q=16).run(out=out)),
+    "dense decode, q": Rows("q", (1, 2, 16, 576), "dense", _DECODE),
+    "dense decode, out": Rows("out", (1, 2, 16, 512), "dense", _DECODE),
+    "dense decode, e4m3 q": Rows("q", (1, 2, 16, 576), "dense_fp8", _DECODE, E4M3),
+    "sparse decode, q": Rows("q", (1, 2, 16, 576), "sparse", _DECODE),
+    "sparse decode, out": Rows("out", (1, 2, 16, 512), "sparse", _DECODE),
+    "sparse prefill, q": Rows("q", (5, 16, 576), "sparse_prefill", {"h_q": 16}),
+    "sparse prefill, out": Rows("out", (5, 16, 512), "sparse_prefill", {"h_q": 16}),
 }
 PREFILLED = {
-    "dense prefill, q": Rows((20, 8, 192), lambda q: VarlenCall(total_q=20).run(q=q)),
-    "dense prefill, out": Rows((20, 8, 128), lambda out: VarlenCall(total_q=20).run(out=out)),
+    "dense prefill, q": Rows("q", (20, 8, 192), "dense_prefill", _PREFILL),
+    "dense prefill, out": Rows("out", (20, 8, 128), "dense_prefill", _PREFILL),
     **{
-        f"backward, {name}": Rows((300, 8, columns), lambda rows, name=name: BackwardCall().run(**{name: rows}))  # type: ignore[misc]
+        f"backward, {name}": Rows(name, (20, 8, columns), "backward", _PREFILL)
         for name, columns in (("q", 192), ("dout", 128), ("out", 128), ("dq", 192))
     },
 }
@@ -89,8 +79,7 @@ def supported(name: str, arch: str) -> str:
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("nbytes", [2, 4, 8, 16, 32])
 def test_rows_apart(name: str, arch: str, nbytes: int) -> None:
-    own = name.rpartition(" ")[2]
-    tensor = strided(EVERY[name], nbytes)
+    own, tensor = EVERY[name].name, strided(EVERY[name], nbytes)
     with RecordingDevice(ARCHS[arch]).active() as device:
         if nbytes % needed(name, arch) == 0:
             EVERY[name].run(tensor)
@@ -109,8 +98,7 @@ def test_rows_apart(name: str, arch: str, nbytes: int) -> None:
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("nbytes", [2, 4, 8, 16])
 def test_first_rows(name: str, arch: str, nbytes: int) -> None:
-    own = name.rpartition(" ")[2]
-    tensor = strided(EVERY[name], 0, nbytes)
+    own, tensor = EVERY[name].name, strided(EVERY[name], 0, nbytes)
     with RecordingDevice(ARCHS[arch]).active() as device:
         if nbytes % needed(name, arch) == 0:
             EVERY[name].run(tensor)
@@ -140,7 +128,7 @@ def test_rows_that_share_memory(name: str) -> None:
 def test_gradients_of_keys_begin_at_any_element(arch: str, gradient: str) -> None:
     columns = {"dk": 192, "dv": 128}[gradient]
     with RecordingDevice(ARCHS[arch]).active() as device:
-        BackwardCall().run(**{gradient: torch.zeros(500, 2, columns + 1, dtype=torch.bfloat16)[..., 1:]})
+        call_of("backward", **_PREFILL).run(**{gradient: torch.zeros(50, 2, columns + 1, dtype=torch.bfloat16)[..., 1:]})
     assert device.launches[1].args["aligned"] == 0
 
 

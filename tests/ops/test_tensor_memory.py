@@ -14,9 +14,8 @@ import cute_mla
 from cute_mla.cache import dequantise_cache, quantise_cache
 from cute_mla.ops.overlap import check_no_overlap
 from cute_mla.parallel import ContextShard
-from tests.ops.right_calls import CALLS, Make
-from tests.support.decode_arguments import dense
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import CASES, RightCall, given_call
 from tests.support.zero_tensors import ints, zeros
 
 
@@ -76,12 +75,11 @@ _NOT_Q = {
     "merge": "outs",
     "topk": "logits",
     "index_write": "k",
-    "plan": "cache_seqlens",
     "write": "k_cache",
     "insert": "k_cache",
     "gather": "k_cache",
 }
-TRACED_BY = {call: _NOT_Q.get(call, "q") for call in CALLS}
+TRACED_BY = {call: _NOT_Q.get(call, "q") for call in CASES}
 
 
 @pytest.fixture(autouse=True)
@@ -90,24 +88,22 @@ def device() -> Iterator[RecordingDevice]:
         yield device
 
 
-def tensors_of(make: Make) -> list[str]:
+def tensors_of(call: str) -> list[str]:
     """Return the names of the tensors of a call."""
     with RecordingDevice(sm_count=8).active():
-        return [name for name, value in make().items() if isinstance(value, Tensor)]
+        return [name for name, value in given_call(call).items() if isinstance(value, Tensor)]
 
 
-def refused(call: str, name: str, lost: str) -> None:
+def refused(call: RightCall, name: str, lost: str) -> None:
     """Make a call with one tensor that has lost its memory."""
-    function, make = CALLS[call]
-    arguments = make()
-    arguments[name] = LOST[lost](arguments[name])
+    call[name] = LOST[lost](call[name])
     with pytest.raises(
         ValueError, match=rf"^(?:{name}|{name}\[0\]) (?:has shape .* and .* storage|is a FakeTensor).*; supported: a tensor with"
     ):
-        function(**arguments)
+        call.run()
 
 
-PLACES = [(call, name) for call, (_, make) in CALLS.items() for name in tensors_of(make)]
+PLACES = [(call, name) for call in CASES for name in tensors_of(call)]
 
 
 @pytest.mark.parametrize("lost", LOST)
@@ -115,8 +111,9 @@ PLACES = [(call, name) for call, (_, make) in CALLS.items() for name in tensors_
 def test_refused_in_a_first_call(device: RecordingDevice, call: str, name: str, lost: str) -> None:
     if lost == "fake" and name == TRACED_BY[call]:
         pytest.skip("this stand-in makes the call a traced one, and torch refuses tensors with memory beside it")
+    made = given_call(call)
     device.launches.clear()
-    refused(call, name, lost)
+    refused(made, name, lost)
     assert [launch for launch in device.launches if "split_plan" not in launch.kernel] == []
 
 
@@ -125,24 +122,28 @@ def test_refused_in_a_first_call(device: RecordingDevice, call: str, name: str, 
 def test_refused_in_a_repeated_call(device: RecordingDevice, call: str, name: str, lost: str) -> None:
     if lost == "fake" and name == TRACED_BY[call]:
         pytest.skip("this stand-in makes the call a traced one, and torch refuses tensors with memory beside it")
-    function, make = CALLS[call]
     for _ in range(2):
-        function(**make())
-    refused(call, name, lost)
-    function(**make())
+        given_call(call).run()
+    refused(given_call(call), name, lost)
+    given_call(call).run()
+
+
+@pytest.mark.parametrize("lost", [lost for lost in LOST if lost != "fake"])  # which makes the call a traced one
+def test_lengths_to_plan_for_are_refused(device: RecordingDevice, lost: str) -> None:
+    with pytest.raises(ValueError, match=r"^cache_seqlens has shape .* and .* storage.*; supported: a tensor with"):
+        cute_mla.get_mla_metadata(LOST[lost](ints(3)), 8, 1)
+    assert [launch for launch in device.launches if "split_plan" not in launch.kernel] == []
 
 
 @pytest.mark.parametrize("name", ["q", "k_cache", "block_table", "out", "lse", "workspace"])
 def test_the_simulated_device_looks_at_the_storages_of_repeated_calls(name: str) -> None:
     with cute_mla.simulate("sm90", sm_count=2):
-        arguments = dense()
+        call = given_call("dense")
         for _ in range(2):
-            cute_mla.flash_mla_with_kvcache(**arguments)
-        arguments[name] = shrunk(arguments[name]) if name != "workspace" else arguments[name]
-        if name == "workspace":
-            arguments[name].untyped_storage().resize_(1 << 10)
+            call.run()
+        call[name] = shrunk(call[name])
         with pytest.raises(ValueError, match=f"^{name} has shape"):
-            cute_mla.flash_mla_with_kvcache(**arguments)
+            call.run()
 
 
 @pytest.mark.parametrize("lost", [lost for lost in LOST if lost != "fake"])  # which these functions take: they may be traced
@@ -172,7 +173,7 @@ def test_tensors_of_function_transforms_are_refused() -> None:
 
 def test_an_empty_tensor_needs_no_memory(device: RecordingDevice) -> None:
     for _ in range(2):
-        cute_mla.flash_mla_with_kvcache(**dense(block_table=freed(ints(2, 0))))
+        given_call("dense").run(block_table=freed(ints(2, 0)))
     assert device.launches != []
 
 

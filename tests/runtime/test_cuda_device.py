@@ -13,7 +13,6 @@ import torch
 from cuda.bindings import driver as real
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cute_mla.api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from cute_mla.runtime import driver, libcuda
 from cute_mla.runtime.arguments import ArgumentBlock
 from cute_mla.runtime.cuda_device import CudaDevice
@@ -29,6 +28,7 @@ from tests.runtime.decode_arguments import COUNTS, decode_arguments
 from tests.runtime.fake_artifacts import dense_entries, fake_cubin, write_artifacts
 from tests.runtime.fake_driver import FakeDriver, scalar
 from tests.support.params import float32s, int32s, int64s, pointers, tensor_maps
+from tests.support.right_calls import given_call
 
 CLUSTER = real.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION.value
 PDL = real.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION.value
@@ -203,33 +203,14 @@ def test_launch_in_a_thread_of_another_context(fake: FakeDriver, current: int | 
     assert fake.called("cuCtxPushCurrent") == [("primary context of 0",)]
 
 
-def decode_call(device: CudaDevice, **changes: Any) -> dict[str, Any]:
-    """Return arguments of flash_mla_with_kvcache that leave nothing to allocate, for CPU tensors that run on the device."""
-    lengths = torch.zeros(4, dtype=torch.int32)
-    metadata, num_splits = get_mla_metadata(lengths, 128, 1, 128)
-    call = {
-        "q": torch.zeros(4, 1, 128, 576, dtype=torch.bfloat16),
-        "k_cache": torch.zeros(3, 64, 1, 576, dtype=torch.bfloat16),
-        "block_table": torch.zeros(4, 2, dtype=torch.int32),
-        "cache_seqlens": lengths,
-        "head_dim_v": 512,
-        "tile_scheduler_metadata": metadata,
-        "num_splits": num_splits,
-        "out": torch.zeros(4, 1, 128, 512, dtype=torch.bfloat16),
-        "lse": torch.zeros(4, 128, 1),
-        "workspace": torch.zeros(workspace_size("dense_decode", batch=4, s_q=1, h_q=128, device="cpu"), dtype=torch.uint8),
-    }
-    return {**call, **changes}
-
-
 def test_a_decode_call_asks_the_driver_for_two_launches_and_nothing_else(fake: FakeDriver) -> None:
     device = CudaDevice(0)
     with cpu_tensors_on(device):
-        first, again = decode_call(device), decode_call(device)  # both live, so that the caches have two addresses
-        flash_mla_with_kvcache(**first)  # loads the kernels
+        first, again = (given_call("dense", batch=4, h_q=128) for _ in range(2))  # both live, so that the caches have two addresses
+        first.run()  # loads the kernels
         fake.calls.clear()
         with Refused():
-            flash_mla_with_kvcache(**again)
+            again.run()
     assert [name for name, _ in fake.calls] == ["cuTensorMapEncodeTiled", "cuCtxGetDevice", "cuLaunchKernelEx", "cuLaunchKernelEx"]
     decode, combine = fake.launches[-2:]
     assert scalar(decode.arguments["q"], "Q") == again["q"].data_ptr()

@@ -20,23 +20,25 @@ from cute_mla.runtime.cuda_device import CudaDevice
 from cute_mla.runtime.current import cpu_tensors_on
 from cute_mla.runtime.errors import DeviceError
 from cute_mla.spec.arch import Arch
-from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
 from cute_mla.testing.cases.dense_prefill import DensePrefillCase, make_dense_prefill_tensors
+from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
 from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, SparseDecodeTensors, make_sparse_decode_tensors
 from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase, make_sparse_prefill_tensors
 from cute_mla.testing.operations import operation
-from tests.ops.mqa_logits.logits_call import paged
+from cute_mla.testing.operations.mqa_logits import expected_logits
 from tests.runtime.captured_graph import CapturingDriver, Graph, captured
 from tests.runtime.fake_driver import installed
 from tests.support.bench import expect
 from tests.support.public_calls import calls_of, function_of, public_names
+from tests.support.right_calls import RightCall, call_of
+from tests.support.zero_tensors import numbers
 
 SM_COUNT = 6
 LENGTHS = (140, 70, 100, 64)
-DENSE = DenseDecodeCase(batch=4, s_q=2, lengths=LENGTHS, h_q=9, causal=True, metadata="tensors", sm_count=SM_COUNT)
+DENSE = DenseDecodeCase(batch=4, s_q=2, lengths=LENGTHS, h_q=9, causal=True, metadata="tensors", outputs="given", sm_count=SM_COUNT)
 SPARSE = SparseDecodeCase(
-    batch=4, h_q=9, main=Pool(200, 130, lengths=(130, 70, 64, 1)), power_of_two=True, metadata="tensors", sm_count=SM_COUNT
+    batch=4, h_q=9, main=Pool(200, 130, lengths=(130, 70, 64, 1)), power_of_two=True, metadata="tensors", outputs="given", sm_count=SM_COUNT
 )
 
 T = TypeVar("T", DenseDecodeTensors, SparseDecodeTensors)
@@ -70,13 +72,8 @@ class Step:
     """A decode step whose tensors stay where they are. plan: None to make one in each call."""
 
     def __init__(self, case: DenseDecodeCase | SparseDecodeCase, tensors: Any, *, planned: bool) -> None:
-        op = operation(case)
-        self.case, self.tensors = case, tensors
-        self.workspace = torch.zeros(op.workspace_bytes(case, tensors), dtype=torch.uint8)
-        self.arguments = op.arguments(case, tensors, self.workspace)
-        self.arguments["out"] = torch.zeros(case.batch, case.s_q, case.h_q, 512, dtype=torch.bfloat16)
-        self.arguments["lse"] = torch.zeros(case.batch, case.h_q, case.s_q)
-        self.planned = planned
+        self.case, self.tensors, self.planned = case, tensors, planned
+        self.arguments = RightCall(case, tensors)
 
     def plan(self) -> tuple[Tensor, Tensor]:
         """Return a new plan for what the tensors hold now."""
@@ -88,7 +85,7 @@ class Step:
     def __call__(self) -> None:
         if not self.planned:
             self.arguments["tile_scheduler_metadata"], self.arguments["num_splits"] = self.plan()
-        out, lse = cute_mla.flash_mla_with_kvcache(**self.arguments)
+        out, lse = self.arguments.run()
         assert out is self.arguments["out"]
         assert lse is self.arguments["lse"]
 
@@ -190,16 +187,16 @@ def test_a_captured_call_launches_kernels_and_does_nothing_else(driver: Capturin
 
 def test_logits_are_computed_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:
     """Replay with other queries, tables and lengths: one kernel, without metadata to be brought up to date."""
-    call = paged([1, 1], 2, 40)._replace(max_context_len=300, block_table=torch.zeros(2, 5, dtype=torch.int32))
-    other = paged([300, 257], 2, 40, seed=1)
-    cache, out = other.cache, torch.zeros(4, 300)
-    metadata = get_paged_mqa_logits_metadata(call.context_lens, 64, SM_COUNT)
-    call = call._replace(cache=cache)
-    graph = recorded(driver, lambda: call.logits(metadata, out=out), "mqa_logits")
-    for name in ("q", "weights", "context_lens", "block_table"):
-        getattr(call, name).copy_(getattr(other, name))
-    replay(graph, arch, *call[:5], out)
-    assert torch.equal(out, other.expected())
+    case = MqaLogitsCase(requests=2, tokens=2, heads=40, keys=300, page_size=64, outputs="given")
+    call, other = call_of(case), call_of(case, seed=1)
+    call |= {"context_lens": numbers(1, 1), "block_table": torch.zeros_like(call["block_table"]), "cache": other["cache"]}
+    call["metadata"] = get_paged_mqa_logits_metadata(call["context_lens"], 64, SM_COUNT)
+    graph = recorded(driver, call.run, "mqa_logits")
+    operands = ("q", "weights", "context_lens", "block_table")
+    for name in operands:
+        call[name].copy_(other[name])
+    replay(graph, arch, call["cache"], *(call[name] for name in operands), call["out"])
+    assert torch.equal(call["out"], expected_logits(**other))
 
 
 def test_keys_are_chosen_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:
@@ -222,23 +219,17 @@ def test_keys_are_chosen_in_a_graph(driver: CapturingDriver, arch: Arch) -> None
     assert torch.equal(out, cute_mla.reference.indexer_topk(q, weights, cache, lengths, table, 30, slots=True))
 
 
-def capture_prefill(driver: CapturingDriver, case: BaseCase, arguments: dict[str, Any]) -> Graph:
-    """Return a captured call with these arguments, which give its results."""
-    function = getattr(cute_mla, {"sparse_prefill": "flash_mla_sparse_fwd", "dense_prefill": "flash_attn_varlen_func"}[case.op])
-    return recorded(driver, lambda: function(**arguments), case.op)
-
-
 def test_sparse_prefill_is_replayed_for_fewer_tokens(driver: CapturingDriver, arch: Arch) -> None:
-    case = SparsePrefillCase(s_q=4, h_q=9, s_kv=200, lengths=(64, 64, 64, 64), sm_count=SM_COUNT)
+    case = SparsePrefillCase(s_q=4, h_q=9, s_kv=200, lengths=(64, 64, 64, 64), outputs="given", sm_count=SM_COUNT)
     tensors = make_sparse_prefill_tensors(case, "cpu")
-    results = {"out": torch.zeros(4, 9, 512, dtype=torch.bfloat16), "max_logits": torch.zeros(4, 9), "lse": torch.zeros(4, 9)}
-    arguments = operation(case).arguments(case, tensors, None) | results
-    graph = capture_prefill(driver, case, arguments)
+    call = RightCall(case, tensors)
+    results = {name: call[name].zero_() for name in ("out", "max_logits", "lse")}
+    graph = recorded(driver, call.run, case.op)
     assert tensors.topk_length is not None
     tensors.indices[:2] = tensors.indices[[3, 1]]
     tensors.indices[2:], tensors.q[2:] = -1, float("nan")
     tensors.topk_length.copy_(torch.tensor([64, 7, 0, 64]))
-    replay(graph, arch, *(value for value in arguments.values() if isinstance(value, Tensor)))
+    replay(graph, arch, *(value for value in call.values() if isinstance(value, Tensor)))
     real = {name: getattr(tensors, name)[:2] for name in ("q", "indices", "topk_length")}
     expect(case, replace(tensors, **real), tuple(result[:2] for result in results.values()))
     assert bool((results["out"][2:] == 0).all())
@@ -247,16 +238,15 @@ def test_sparse_prefill_is_replayed_for_fewer_tokens(driver: CapturingDriver, ar
 
 
 def test_dense_prefill_is_replayed_for_fewer_sequences(driver: CapturingDriver, arch: Arch) -> None:
-    case = DensePrefillCase(lengths=((9, 70), (4, 9), (3, 130)), group=2, causal=True, sm_count=SM_COUNT)
+    case = DensePrefillCase(lengths=((9, 70), (4, 9), (3, 130)), group=2, causal=True, outputs="given", sm_count=SM_COUNT)
     tensors = make_dense_prefill_tensors(case, "cpu")
-    tokens = tensors.q.shape[0]
-    results = {"out": torch.zeros(tokens, 2, 128, dtype=torch.bfloat16), "lse": torch.zeros(tokens, 2)}
-    arguments = operation(case).arguments(case, tensors, None) | results
-    graph = capture_prefill(driver, case, arguments)
-    begin, keys = int(tensors.cu_seqlens_q[0]), int(tensors.cu_seqlens_k[0])
+    call = RightCall(case, tensors)
+    results = {name: call[name].zero_() for name in ("out", "lse")}
+    graph = recorded(driver, call.run, case.op)
+    begin, keys = case.q_starts[0], case.k_starts[0]
     tensors.cu_seqlens_q.copy_(torch.tensor([begin, begin + 5, begin + 7, begin + 7]))
     tensors.cu_seqlens_k.copy_(torch.tensor([keys, keys + 40, keys + 75, keys + 75]))
-    replay(graph, arch, *(value for value in arguments.values() if isinstance(value, Tensor)))
+    replay(graph, arch, *(value for value in call.values() if isinstance(value, Tensor)))
     wanted = operation(case).reference(case, tensors)
     written = slice(begin, begin + 7)
     torch.testing.assert_close(results["out"][written].float(), wanted[0][written].float(), atol=2e-3, rtol=2e-2)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,9 +19,7 @@ from cute_mla.runtime.device import SingleLaunches
 from cute_mla.runtime.launch import CallSteps
 from cute_mla.spec.arch import Arch
 from tests.runtime.fake_driver import FakeDriver, RecordedLaunch, installed
-from tests.support.decode_arguments import dense, dense_fp8, sparse, sparse_extra
-
-Make = Callable[..., dict[str, Any]]
+from tests.support.right_calls import DECODE_CALLS
 
 
 class PlainDevice(CudaDevice):
@@ -63,10 +61,10 @@ def launched(fake: FakeDriver, device: CudaDevice, arguments: dict[str, Any]) ->
     return fake.launches[before:]
 
 
-def made(make: Make, **changes: Any) -> dict[str, Any]:
-    """Arguments, whose plan is made on a device of its own."""
+def made(kind: str) -> dict[str, Any]:
+    """Return arguments, whose plan is made on a device of its own."""
     with cpu_tensors_on(CudaDevice(0)):
-        return make(**changes)
+        return dict(DECODE_CALLS[kind]())
 
 
 def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
@@ -74,7 +72,6 @@ def elsewhere(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
 
 
-MAKERS = (dense, dense_fp8, sparse, sparse_extra)
 TENSORS = ("q", "k_cache", "tile_scheduler_metadata", "num_splits", "out", "lse", "workspace")
 OWN = {
     "dense": ("block_table", "cache_seqlens"),
@@ -84,9 +81,9 @@ OWN = {
 }
 
 
-@pytest.mark.parametrize(("make", "moved"), [(make, name) for make in MAKERS for name in (*TENSORS, *OWN[make.__name__], "all", "none")])
-def test_arguments_are_those_of_a_call_that_is_checked_anew(fake: FakeDriver, checks: list[Any], make: Make, moved: str) -> None:
-    arguments = made(make)
+@pytest.mark.parametrize(("kind", "moved"), [(kind, name) for kind in DECODE_CALLS for name in (*TENSORS, *OWN[kind], "all", "none")])
+def test_arguments_are_those_of_a_call_that_is_checked_anew(fake: FakeDriver, checks: list[Any], kind: str, moved: str) -> None:
+    arguments = made(kind)
     tensors = [name for name, value in arguments.items() if isinstance(value, torch.Tensor)]
     kept = CudaDevice(0)
     first = launched(fake, kept, arguments)
@@ -99,17 +96,17 @@ def test_arguments_are_those_of_a_call_that_is_checked_anew(fake: FakeDriver, ch
     assert len({encoded.address for encoded in fake.maps}) == len(fake.maps), "one tensor was described in two ways"
 
 
-@pytest.mark.parametrize("make", [dense, sparse_extra])
-def test_the_stream_is_that_of_the_call(fake: FakeDriver, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    arguments, device = made(make), CudaDevice(0)
+@pytest.mark.parametrize("kind", ["dense", "sparse_extra"])
+def test_the_stream_is_that_of_the_call(fake: FakeDriver, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    arguments, device = made(kind), CudaDevice(0)
     for stream in (77, 78, 0, 77):
         monkeypatch.setattr(cuda_launches, "current_stream", lambda index, stream=stream: stream)
         assert {launch.stream for launch in launched(fake, device, arguments)} == {stream}
 
 
-@pytest.mark.parametrize("make", [dense, sparse_extra])
-def test_the_context_is_that_of_the_device(fake: FakeDriver, make: Make) -> None:
-    arguments, device = made(make), CudaDevice(0)
+@pytest.mark.parametrize("kind", ["dense", "sparse_extra"])
+def test_the_context_is_that_of_the_device(fake: FakeDriver, kind: str) -> None:
+    arguments, device = made(kind), CudaDevice(0)
     for current in (0, 1, None, 0):
         fake.current_device = current
         fake.calls.clear()
@@ -120,7 +117,7 @@ def test_the_context_is_that_of_the_device(fake: FakeDriver, make: Make) -> None
 
 
 def test_a_refused_launch_is_an_error_and_leaves_the_call_as_it_was(fake: FakeDriver) -> None:
-    arguments, device = made(dense), CudaDevice(0)
+    arguments, device = made("dense"), CudaDevice(0)
     first = launched(fake, device, arguments)
     fake.fail["cuLaunchKernelEx"] = 700
     with pytest.raises(RuntimeError, match="CUDA_ERROR_ILLEGAL_ADDRESS"):
@@ -131,9 +128,9 @@ def test_a_refused_launch_is_an_error_and_leaves_the_call_as_it_was(fake: FakeDr
 
 def test_one_memory_as_two_caches(fake: FakeDriver) -> None:
     """Pages of 64 and of 128 keys at one address: two calls, each with its own tensor map."""
-    arguments, device = made(dense), CudaDevice(0)
+    arguments, device = made("dense"), CudaDevice(0)
     cache = arguments["k_cache"]
-    both = [{**arguments, "k_cache": cache}, {**arguments, "k_cache": cache.view(2, 128, 1, 576)}]
+    both = [{**arguments, "k_cache": cache}, {**arguments, "k_cache": cache[:6].view(3, 128, 1, 576)}]
     expected = [launched(fake, PlainDevice(0), each) for each in both]
     assert expected[0][0].arguments["kv_map"] != expected[1][0].arguments["kv_map"]
     for _ in range(2):
@@ -142,7 +139,7 @@ def test_one_memory_as_two_caches(fake: FakeDriver) -> None:
 
 def test_more_caches_than_maps_are_kept_for(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tensor_map, "_MAX_MAPS", 2)
-    arguments, device = made(dense), CudaDevice(0)
+    arguments, device = made("dense"), CudaDevice(0)
     caches = [elsewhere(arguments["k_cache"]) for _ in range(3)]
     for cache in (*caches, *caches):
         changed = {**arguments, "k_cache": cache}
@@ -152,11 +149,11 @@ def test_more_caches_than_maps_are_kept_for(fake: FakeDriver, monkeypatch: pytes
     assert len(maps) <= 2
 
 
-@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("kind", DECODE_CALLS)
 @pytest.mark.parametrize("planned", ["tensors", "schedule"])
-def test_cached_calls_keep_no_tensor_alive(fake: FakeDriver, make: Make, planned: str) -> None:
+def test_cached_calls_keep_no_tensor_alive(fake: FakeDriver, kind: str, planned: str) -> None:
     device = CudaDevice(0)
-    arguments = made(make)
+    arguments = made(kind)
     if planned == "schedule":
         arguments |= {"tile_scheduler_metadata": get_mla_metadata()[0], "num_splits": None}
     for missing in ({}, {"out": None, "lse": None, "workspace": None}, {}):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +13,14 @@ from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
-from tests.ops.dense_decode.dense_call import Call
 from tests.support.recording_device import RecordingDevice, row_ctas
+from tests.support.right_calls import call_of, planned
 
 SCALE_LOG2 = 576**-0.5 * math.log2(math.e)
 
 
 def test_a_call_plans_decodes_and_combines(device: RecordingDevice) -> None:
-    call = Call(s_q=2, h_q=128)
+    call = call_of("dense", s_q=2, h_q=128)
     out, lse = call.run(causal=True)
     plan, decode, combine = device.launches
     names = ("split_plan_{}_i32", "dense_decode_{}_bf16_cluster2", "combine_{}_bf16")
@@ -34,13 +32,13 @@ def test_a_call_plans_decodes_and_combines(device: RecordingDevice) -> None:
 
 
 def test_split_plan_arguments(device: RecordingDevice) -> None:
-    call = Call(batch=3)
-    metadata, num_splits = call.form_a()
+    call = call_of("dense", batch=3)
+    metadata, num_splits = call.plan()
     (plan,) = device.launches
     parts = 132 // row_ctas(device, 64)
     assert (metadata.shape, metadata.dtype, num_splits.shape, num_splits.dtype) == ((parts, 8), torch.int32, (4,), torch.int32)
     assert plan.args == {
-        "lengths": call.cache_seqlens,
+        "lengths": call["cache_seqlens"],
         "extra_lengths": None,
         "plan": metadata,
         "num_splits": num_splits,
@@ -60,27 +58,27 @@ def test_split_plan_arguments(device: RecordingDevice) -> None:
 
 
 def test_dense_decode_arguments(device: RecordingDevice) -> None:
-    call = Call(batch=2, s_q=3, h_q=24, h_kv=3, page_size=32, pages_per_request=7, dtype=torch.float16)
+    call = call_of("dense", s_q=3, h_q=24, h_kv=3, page_size=32, table_pages=7, dtype="fp16")
     out, lse = call.run(causal=True, softmax_scale=0.25, empty_lse=-math.inf)
-    args = device.launches[1].args
+    args, pages = device.launches[1].args, len(call["k_cache"])
     ctas = row_ctas(device, 24)
     assert device.launches[1].kernel == f"dense_decode_{device.arch.name}_fp16_cluster{ctas}"
     assert device.launches[1].grid == (ctas, 3, 44 // ctas)
     assert args["kv_map"] == TensorMap(
-        "fp16", call.k_cache.data_ptr(), (576, 3, 32, 20), (1152, 3456, 110_592), (64, 1, 32, 1), Swizzle.B128
+        "fp16", call["k_cache"].data_ptr(), (576, 3, 32, pages), (1152, 3456, 110_592), (64, 1, 32, 1), Swizzle.B128
     )
-    assert args["q"] is call.q
-    assert args["block_table"] is call.block_table
-    assert args["cache_seqlens"] is call.cache_seqlens
+    assert args["q"] is call["q"]
+    assert args["block_table"] is call["block_table"]
+    assert args["cache_seqlens"] is call["cache_seqlens"]
     assert (args["out"], args["lse"]) == (out, lse) or (args["out"] is out and args["lse"] is lse)
     assert [args[f"q_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 24 * 576, 24 * 576, 576]
     assert [args[f"out_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 24 * 512, 24 * 512, 512]
     assert [args[f"lse_stride_{dim}"] for dim in ("batch", "head", "token")] == [72, 3, 1]
-    assert args["table_stride"] == 7
+    assert args["table_stride"] == call["block_table"].stride(0) == 9
     assert args["scale_log2"] == pytest.approx(0.25 * math.log2(math.e))
     assert args["empty_lse"] == -math.inf
     assert {param.name: args[param.name] for param in PARAMS_OF["dense_decode"] if param.kind is ParamKind.INT32} == {
-        "s_q": 3, "h_q": 24, "heads_per_kv": 8, "page_size": 32, "pages": 20, "mask": 1, "batch": 2,
+        "s_q": 3, "h_q": 24, "heads_per_kv": 8, "page_size": 32, "pages": pages, "mask": 1, "batch": 2,
         "max_keys": 7 * 32, "max_splits": 0, "accum_rows": 2 + 44 // ctas - 1,
         "requests": 2, "total_q": 3, "hidden_keys": 2,
         **dict.fromkeys(("reach", "steady_keys", "steady_values"), (1 << 31) - 1), "sink_keys": 0,
@@ -88,7 +86,7 @@ def test_dense_decode_arguments(device: RecordingDevice) -> None:
 
 
 def test_combine_arguments(device: RecordingDevice) -> None:
-    call = Call(batch=2, s_q=3, h_q=24)
+    call = call_of("dense", s_q=3, h_q=24)
     lse = torch.empty(2, 3, 24).transpose(1, 2)
     call.run(lse=lse, empty_lse=-math.inf)
     decode, combine = device.launches[1].args, device.launches[2].args
@@ -97,7 +95,7 @@ def test_combine_arguments(device: RecordingDevice) -> None:
     assert [combine[name] for name in ("out_accum", "lse_accum")] == [decode[name] for name in ("out_accum", "lse_accum")]
     assert combine["lengths"] is decode["cache_seqlens"]
     assert (combine["extra_lengths"], combine["attn_sink"]) == (None, None)
-    assert (combine["max_keys"], combine["extra_max_keys"]) == (8 * 64, 0)
+    assert (combine["max_keys"], combine["extra_max_keys"]) == (call["block_table"].shape[1] * 64, 0)
     assert [combine[f"lse_stride_{dim}"] for dim in ("batch", "head", "token")] == [72, 1, 24]
     assert [combine[f"out_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 24 * 512, 24 * 512, 512]
     assert (combine["empty_lse"], combine["s_q"], combine["h_q"]) == (-math.inf, 3, 24)
@@ -105,7 +103,7 @@ def test_combine_arguments(device: RecordingDevice) -> None:
 
 
 def test_default_scale_and_causal_of_one_token(device: RecordingDevice) -> None:
-    Call().run(causal=True)
+    call_of("dense").run(causal=True)
     args = device.launches[1].args
     assert args["scale_log2"] == pytest.approx(SCALE_LOG2)
     assert args["mask"] == 0
@@ -113,7 +111,7 @@ def test_default_scale_and_causal_of_one_token(device: RecordingDevice) -> None:
 
 
 def test_accumulators_follow_one_another_in_the_workspace(device: RecordingDevice) -> None:
-    call = Call(batch=2, s_q=2, h_q=16)
+    call = call_of("dense", s_q=2, h_q=16)
     nbytes = cute_mla.workspace_size("dense_decode", batch=2, s_q=2, h_q=16, device="cpu")
     parts = 132 // row_ctas(device, 32)
     assert nbytes == (2 + parts - 1) * 2 * 16 * 513 * 4
@@ -128,48 +126,39 @@ def test_accumulators_follow_one_another_in_the_workspace(device: RecordingDevic
 
 def test_one_part_needs_neither_workspace_nor_combine(arch: Arch) -> None:
     with RecordingDevice(arch, sm_count=1).active() as device:
-        Call().run()
+        call_of("dense").run()
     assert [launch.kernel.split(f"_{arch.name}")[0] for launch in device.launches] == ["split_plan", "dense_decode"]
     assert device.launches[1].args["out_accum"] is None
 
 
 def test_a_device_of_more_sms_than_a_plan_can_have_parts(arch: Arch) -> None:
     with RecordingDevice(arch, sm_count=3000).active() as device:
-        Call().run()
+        call_of("dense").run()
     assert (device.launches[0].args["num_parts"], device.launches[1].grid) == (1024, (row_ctas(device, 64), 1, 1024))
 
 
-def test_outputs_and_workspace_are_declared_undefined(device: RecordingDevice) -> None:
-    call = Call()
-    workspace = torch.empty(cute_mla.workspace_size("dense_decode", batch=2, s_q=1, h_q=64, device="cpu"), dtype=torch.uint8)
-    out, lse = call.run(workspace=workspace)
-    plan = device.launches[0].args
-    written = (out, lse, workspace, plan["plan"], plan["num_splits"])
-    assert {tensor.data_ptr() for tensor in written} == set(device.poisoned)
-
-
 def test_strided_operands_are_passed_as_they_are(device: RecordingDevice) -> None:
-    call = Call(batch=2, s_q=2, h_q=8, pages=4)
-    call.q = torch.zeros(2, 3, 20, 608, dtype=torch.bfloat16)[:, 1:, 5:13, 8:584]
-    call.k_cache = torch.zeros(4, 3, 64, 1, 640, dtype=torch.bfloat16)[:, 1, :, :, 64:]
-    call.block_table = torch.zeros(2, 50, dtype=torch.int32)[:, :8]
+    call = call_of("dense", s_q=2, h_q=8)
+    call["q"] = torch.zeros(2, 3, 20, 608, dtype=torch.bfloat16)[:, 1:, 5:13, 8:584]
+    call["k_cache"] = torch.zeros(4, 3, 64, 1, 640, dtype=torch.bfloat16)[:, 1, :, :, 64:]
+    call["block_table"] = torch.zeros(2, 50, dtype=torch.int32)[:, :8]
     out = torch.zeros(2, 8, 2, 600, dtype=torch.bfloat16)[..., 8:520].transpose(1, 2)
     call.run(out=out)
     args = device.launches[1].args
-    assert args["q"].data_ptr() == call.q.data_ptr()
+    assert args["q"].data_ptr() == call["q"].data_ptr()
     assert [args[f"q_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 20 * 608, 20 * 608, 608]
     assert [args[f"out_stride_{dim}"] for dim in ("batch", "token", "head")] == [8 * 2 * 600, 600, 2 * 600]
     assert args["kv_map"].strides == (1152, 1280, 3 * 64 * 1280)  # the stride of the single KV head is made up
-    assert args["kv_map"].address == call.k_cache.data_ptr()
+    assert args["kv_map"].address == call["k_cache"].data_ptr()
     assert args["table_stride"] == 50
 
 
 def test_batch_zero_and_no_query_tokens_return_at_once(device: RecordingDevice) -> None:
-    for call in (Call(batch=0), Call(s_q=0)):
-        out, lse = call.run(workspace=torch.empty(0, dtype=torch.uint8))
-        assert out.shape == (call.batch, call.s_q, 64, 512)
-        assert lse.shape == (call.batch, 64, call.s_q)
-    metadata, num_splits = Call(batch=0).form_a()
+    for batch, s_q in ((0, 1), (2, 0)):
+        out, lse = call_of("dense", batch=batch, s_q=s_q).run(workspace=torch.empty(0, dtype=torch.uint8))
+        assert out.shape == (batch, s_q, 64, 512)
+        assert lse.shape == (batch, 64, s_q)
+    metadata, num_splits = call_of("dense", batch=0).plan()
     assert device.launches == []
     assert metadata.shape == (132 // row_ctas(device, 64), 8)
     assert num_splits.tolist() == [0]
@@ -177,7 +166,7 @@ def test_batch_zero_and_no_query_tokens_return_at_once(device: RecordingDevice) 
 
 @pytest.mark.parametrize("h_q", [1, 3, 9, 63, 64, 65, 126, 128])
 def test_number_of_query_heads_decides_the_grid(device: RecordingDevice, h_q: int) -> None:
-    Call(h_q=h_q).run()
+    call_of("dense", h_q=h_q).run()
     ctas = row_ctas(device, h_q)
     assert ctas == (1 if h_q <= 64 and device.arch is SM90 else 2)
     assert device.launches[1].grid == (ctas, 1, 132 // ctas)
@@ -189,9 +178,7 @@ def test_number_of_query_rows_decides_the_parts_of_a_plan(device: RecordingDevic
     ctas = {SM90: hopper, SM100: blackwell}[device.arch]
     metadata, _ = cute_mla.get_mla_metadata(torch.zeros(2, dtype=torch.int32), rows, 1)
     assert metadata.shape == (132 // ctas, 8)
-    call = Call(s_q=rows, h_q=1)
-    call.plan = metadata, torch.zeros(3, dtype=torch.int32)
-    call.run()
+    call_of("dense", s_q=rows, h_q=1).run(tile_scheduler_metadata=metadata, num_splits=torch.zeros(3, dtype=torch.int32))
     assert device.launches[-2].grid == (ctas, 1, 132 // ctas)
     nbytes = cute_mla.workspace_size("dense_decode", batch=2, s_q=rows, h_q=1, device="cpu")
     assert nbytes == sum(device.launches[-2].args[name].nbytes for name in ("out_accum", "lse_accum"))
@@ -204,9 +191,8 @@ def test_a_cache_without_pages_holds_no_keys(
     device: RecordingDevice, columns: int, dtype: torch.dtype, given: bool, invariant: bool, empty_lse: float
 ) -> None:
     """Nothing is launched or planned. Lengths count as 0, whatever they are."""
-    call = Call(pages=0, pages_per_request=columns, s_q=2, plan=cute_mla.get_mla_metadata())
-    call.k_cache = call.k_cache.to(dtype)
-    call.cache_seqlens.fill_(5)
+    call = call_of("dense", lengths=(5, 5), table_pages=columns, s_q=2)
+    call["k_cache"] = torch.zeros(0, 64, 1, 576).to(dtype)
     results = {}
     if given:
         results = {
@@ -222,14 +208,13 @@ def test_a_cache_without_pages_holds_no_keys(
         out.fill_(1)
         lse.fill_(1)
     assert device.launches == []
-    call.k_cache = torch.zeros(1, 64, 1, 576, dtype=torch.bfloat16)
-    call.run()
+    call.run(k_cache=torch.zeros(1, 64, 1, 576, dtype=torch.bfloat16))
     assert device.launches
 
 
 def test_schedule_is_planned_at_its_first_use_only(device: RecordingDevice) -> None:
-    call = Call(plan=cute_mla.get_mla_metadata())
-    schedule = call.plan[0]
+    call = call_of("dense")
+    schedule = call["tile_scheduler_metadata"]
     assert isinstance(schedule, MlaSchedule)
     assert (schedule.tile_scheduler_metadata, schedule.num_splits) == (None, None)
     for _ in range(3):
@@ -240,33 +225,15 @@ def test_schedule_is_planned_at_its_first_use_only(device: RecordingDevice) -> N
 
 
 def test_schedule_with_other_lengths_is_used_again(device: RecordingDevice) -> None:
-    call = Call(plan=cute_mla.get_mla_metadata())
+    call = call_of("dense")
     call.run()
-    call.cache_seqlens = torch.ones(2, dtype=torch.int32)
+    call["cache_seqlens"] = torch.ones(2, dtype=torch.int32)
     call.run()
-    assert device.launches[-2].args["cache_seqlens"] is call.cache_seqlens
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"batch": 3}, "batch 3 after 2"),
-        ({"s_q": 2}, "s_q 2 after 1"),
-        ({"h_q": 32}, "h_q 32 after 64"),
-        ({"h_kv": 2}, "h_kv 2 after 1"),
-        ({"page_size": 128}, "page_size 128 after 64"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_schedule_with_other_shapes_is_refused(device: RecordingDevice, change: dict[str, Any], said: str) -> None:
-    plan = cute_mla.get_mla_metadata()
-    Call(plan=plan).run()
-    with pytest.raises(ValueError, match=f"planned for other shapes: .*{said}"):
-        replace(Call(plan=plan), **change).run()
+    assert device.launches[-2].args["cache_seqlens"] is call["cache_seqlens"]
 
 
 def test_batch_invariant_call(device: RecordingDevice) -> None:
-    call = Call(batch=3, h_q=2, pages_per_request=300)
+    call = call_of("dense", batch=3, h_q=2, table_pages=300)
     limit = 300 * 64
     call.run(batch_invariant=True)
     _, decode, combine = (launch.args for launch in device.launches)
@@ -277,28 +244,25 @@ def test_batch_invariant_call(device: RecordingDevice) -> None:
 
 
 def test_batch_invariant_short_requests_are_not_split(device: RecordingDevice) -> None:
-    call = Call(pages_per_request=128)
-    call.run(batch_invariant=True)
+    call_of("dense", table_pages=128).run(batch_invariant=True)
     assert len(device.launches) == 2
     assert (device.launches[1].args["max_splits"], device.launches[1].args["accum_rows"]) == (1, 0)
     assert cute_mla.workspace_size("dense_decode", batch=2, s_q=1, h_q=64, batch_invariant=True, max_cache_seqlen=8192, device="cpu") == 0
 
 
 def test_one_plan_serves_both_kinds_of_calls_and_tables_of_any_width(device: RecordingDevice) -> None:
-    call = Call(pages_per_request=300)
-    for plan in (call.form_a(), cute_mla.get_mla_metadata()):
+    call = call_of("dense")
+    for plan in (call.plan(), cute_mla.get_mla_metadata()):
         for invariant in (False, True):
             for width in (300, 30):
-                call.plan, call.block_table = plan, torch.zeros(2, width, dtype=torch.int32)
-                call.run(batch_invariant=invariant)
+                call.run(**planned(plan), block_table=torch.zeros(2, width, dtype=torch.int32), batch_invariant=invariant)
                 decode = device.launches[-1 if device.launches[-1].kernel.startswith("dense") else -2].args
                 assert decode["max_keys"] == width * 64
     assert [launch.kernel for launch in device.launches].count(f"split_plan_{device.arch.name}_i32") == 2
 
 
 def test_copied_plans_are_taken(device: RecordingDevice) -> None:
-    call = Call()
-    metadata, num_splits = call.form_a()
-    call.plan = metadata.clone(), num_splits.clone()
-    call.run()
-    assert device.launches[-2].args["plan"] is call.plan[0]
+    call = call_of("dense")
+    metadata, num_splits = (part.clone() for part in call.plan())
+    call.run(**planned((metadata, num_splits)))
+    assert device.launches[-2].args["plan"] is metadata

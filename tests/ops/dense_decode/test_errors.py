@@ -10,8 +10,8 @@ import torch
 
 import cute_mla
 from cute_mla.spec.arch import ARCHS
-from tests.ops.dense_decode.dense_call import Call
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import call_of, planned
 from tests.support.zero_tensors import ints, zeros
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("device")
 OPERANDS: list[tuple[str, str, Callable[[], Any], str]] = [
     ("q of rank 3", "q", lambda: zeros(2, 64, 576), r"q has shape \[2, 64, 576\]; supported .*: \[batch, s_q, h_q, 576 or 512 or 320\]"),
     ("q of 320 columns", "q", lambda: zeros(2, 1, 64, 320), "head_dim_v is 512; supported: 256"),
-    ("q of 512 columns", "q", lambda: zeros(2, 1, 64, 512), r"k_cache has shape \[20, 64, 1, 576\]; supported: .*, h_kv, 512\]"),
+    ("q of 512 columns", "q", lambda: zeros(2, 1, 64, 512), r"k_cache has shape \[7, 64, 1, 576\]; supported: .*, h_kv, 512\]"),
     ("q fp32", "q", lambda: torch.zeros(2, 1, 64, 576), r"q has dtype torch.float32; supported: torch.bfloat16, torch.float16"),
     ("q transposed", "q", lambda: zeros(2, 1, 576, 64).mT, r"q has stride 64 along its last dimension .*supported: 1"),
     ("129 heads", "q", lambda: zeros(2, 1, 129, 576), "h_q is 129; supported: 1 to 128"),
@@ -40,33 +40,26 @@ OPERANDS: list[tuple[str, str, Callable[[], Any], str]] = [
 
 @pytest.mark.parametrize(("operand", "make", "said"), [case[1:] for case in OPERANDS], ids=[case[0] for case in OPERANDS])
 def test_operands(device: RecordingDevice, operand: str, make: Callable[[], Any], said: str) -> None:
-    call = Call()
-    setattr(call, operand, make())
     with pytest.raises(ValueError, match=said):
-        call.run()
+        call_of("dense").run(**{operand: make()})
     assert device.launches == []
 
 
 @pytest.mark.parametrize(("columns", "values"), [(512, 512), (320, 256)])
 def test_other_columns_than_576_are_bf16(device: RecordingDevice, columns: int, values: int) -> None:
-    call = Call()
-    call.q, call.k_cache = zeros(2, 1, 64, columns).half(), zeros(9, 64, 1, columns).half()
-    call.head_dim_v = values
     with pytest.raises(ValueError, match=f"q has dtype torch.float16 with {columns} columns; supported: torch.bfloat16, as .to"):
-        call.run()
+        call_of("dense", d_qk=columns, dtype="fp16").run(head_dim_v=values)
     assert device.launches == []
 
 
 def test_an_e4m3_cache_has_keys_of_576_columns(device: RecordingDevice) -> None:
-    call = Call()
-    call.q, call.k_cache = zeros(2, 1, 64, 512), zeros(9, 64, 1, 512).to(torch.float8_e4m3fn)
+    call = call_of("dense", d_qk=512)
     with pytest.raises(
         ValueError, match=r"k_cache has dtype torch.float8_e4m3fn with q of 512 columns; supported: torch.bfloat16, or q of 576"
     ):
-        call.run()
-    call.k_cache, call.options["kv_format"] = zeros(9, 64, 1, 512), "latent"
+        call.run(k_cache=call["k_cache"].to(torch.float8_e4m3fn))
     with pytest.raises(ValueError, match=r"kv_format is 'latent' with a k_cache .* supported without indices: None and 'latent_512'"):
-        call.run()
+        call.run(kv_format="latent")
     assert device.launches == []
 
 
@@ -93,7 +86,7 @@ OPTIONS: list[tuple[str, dict[str, Any], str]] = [
 @pytest.mark.parametrize(("options", "said"), [case[1:] for case in OPTIONS], ids=[case[0] for case in OPTIONS])
 def test_options(device: RecordingDevice, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Call().run(**options)
+        call_of("dense").run(**options)
     assert device.launches == []
 
 
@@ -111,7 +104,7 @@ PLANS: list[tuple[str, tuple[Any, Any], str]] = [
 @pytest.mark.parametrize(("plan", "said"), [case[1:] for case in PLANS], ids=[case[0] for case in PLANS])
 def test_plans(device: RecordingDevice, plan: tuple[Any, Any], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        Call(h_q=128, plan=plan).run()
+        call_of("dense", h_q=128).run(**planned(plan))
     assert device.launches == []
 
 
@@ -177,12 +170,4 @@ def test_cpu_tensors_outside_simulate(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         ValueError, match=r"got CPU tensors: supported are CUDA tensors, and CPU tensors inside `with cute_mla.simulate\(arch\):`"
     ):
-        Call().run()
-
-
-def test_tensors_on_another_kind_of_device() -> None:
-    call = Call()
-    for operand in ("q", "k_cache", "block_table", "cache_seqlens"):
-        setattr(call, operand, getattr(call, operand).to("meta"))
-    with pytest.raises(ValueError, match="got tensors on meta: supported are CUDA tensors, and CPU tensors inside"):
-        call.run()
+        call_of("dense").run()

@@ -3,31 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 
-from cute_mla.spec.dense_decode import DenseDecodeConfig, tiling
+from cute_mla.spec.dense_decode import FP8, FP8_CACHE, DenseDecodeConfig, tiling
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
-from tests.ops.dense_decode.dense_call import Call
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import RightCall, call_of
 
 E4M3 = torch.float8_e4m3fn
 
 
-@dataclass
-class Fp8Call(Call):
-    """A call over an e4m3 cache, with queries of `dtype` or, if q_fp8, e4m3 ones."""
-
-    q_fp8: bool = False
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.k_cache = self.k_cache.to(E4M3)
-        if self.q_fp8:
-            self.q = self.q.to(E4M3)
+def fp8_call(q_fp8: bool = False, **fields: Any) -> RightCall:
+    """Return a call over an e4m3 cache without scales, with 16-bit queries or, if q_fp8, e4m3 ones."""
+    return call_of("dense", operands=FP8 if q_fp8 else FP8_CACHE, scaled=False, **fields)
 
 
 def decode_args(device: RecordingDevice) -> dict[str, Any]:
@@ -37,37 +28,37 @@ def decode_args(device: RecordingDevice) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("q_fp8", "operands"), [(False, "fp8_cache"), (True, "fp8")])
 def test_kernel_and_arguments(device: RecordingDevice, q_fp8: bool, operands: str) -> None:
-    call = Fp8Call(h_q=128, page_size=32, q_fp8=q_fp8)
+    call = fp8_call(h_q=128, page_size=32, q_fp8=q_fp8)
     descale_k = torch.ones(1)
     descale_q = torch.ones(()) if q_fp8 else None
     out, _ = call.run(descale_q=descale_q, descale_k=descale_k, is_fp8_kvcache=True)
-    args = decode_args(device)
+    args, cache = decode_args(device), call["k_cache"]
     config = DenseDecodeConfig("bf16", tiling(device.arch, operands).cluster(2), operands)
     assert device.launches[1].kernel == f"dense_decode_{device.arch.name}_{config.name}"
     assert f"bf16_{operands}_cluster" in config.name
-    assert args["kv_map"] == TensorMap("u8", call.k_cache.data_ptr(), (576, 1, 32, 20), (576, 576, 18_432), (128, 1, 32, 1), Swizzle.B128)
+    assert args["kv_map"] == TensorMap("u8", cache.data_ptr(), (576, 1, 32, len(cache)), (576, 576, 18_432), (128, 1, 32, 1), Swizzle.B128)
     assert args["descale_k"] is descale_k
     assert args["descale_q"] is (descale_q if q_fp8 else None)
-    assert args["cache"] is (None if q_fp8 else call.k_cache)
-    assert (args["page_stride"], args["row_stride"], args["pages"]) == (18_432, 576, 20)
+    assert args["cache"] is (None if q_fp8 else cache)
+    assert (args["page_stride"], args["row_stride"], args["pages"]) == (18_432, 576, len(cache))
     assert out.dtype == torch.bfloat16
 
 
 def test_scales_are_optional(device: RecordingDevice) -> None:
-    Fp8Call(q_fp8=True).run()
+    fp8_call(q_fp8=True).run()
     args = decode_args(device)
     assert (args["descale_q"], args["descale_k"]) == (None, None)
 
 
 def test_a_cache_of_16_bits_needs_neither_scales_nor_its_address(device: RecordingDevice) -> None:
-    Call().run()
+    call_of("dense").run()
     args = decode_args(device)
     assert (args["cache"], args["descale_q"], args["descale_k"]) == (None, None, None)
 
 
 @pytest.mark.parametrize("q_fp8", [False, True])
 def test_out_is_bf16(device: RecordingDevice, q_fp8: bool) -> None:
-    out, _ = Fp8Call(q_fp8=q_fp8).run()
+    out, _ = fp8_call(q_fp8=q_fp8).run()
     assert out.dtype == torch.bfloat16
     assert device.launches[-2].kernel.startswith(f"dense_decode_{device.arch.name}_bf16_fp8_c")
     assert device.launches[-1].kernel == f"combine_{device.arch.name}_bf16"
@@ -75,7 +66,7 @@ def test_out_is_bf16(device: RecordingDevice, q_fp8: bool) -> None:
 
 def test_fp16_queries_are_converted_by_the_caller(device: RecordingDevice) -> None:
     with pytest.raises(ValueError, match=r"q with an FP8 cache has dtype torch.float16; supported: .*e4m3fn, as .to\(torch.bfloat16\)"):
-        Fp8Call(dtype=torch.float16).run()
+        fp8_call(dtype="fp16").run()
 
 
 def cache(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
@@ -83,26 +74,21 @@ def cache(*shape: int, dtype: torch.dtype = E4M3) -> torch.Tensor:
     return torch.zeros(*shape).to(dtype)
 
 
-WRONG: list[tuple[str, bool, dict[str, Callable[[], Any]], dict[str, Callable[[], Any]], str]] = [
-    ("e5m2", False, {"k_cache": lambda: cache(9, 64, 1, 576, dtype=torch.float8_e5m2)}, {}, "e5m2; supported: .*16, .*e4m3fn"),
-    ("two KV heads", False, {"k_cache": lambda: cache(9, 64, 2, 576)}, {}, r"supported of .*e4m3fn: \[pages, page size, 1, 576\]"),
-    ("rows of 584", False, {"k_cache": lambda: cache(9, 64, 1, 584)[..., :576]}, {}, "584 bytes along dimension 1"),
-    ("e4m3 queries alone", True, {"k_cache": lambda: cache(9, 64, 1, 576, dtype=torch.half)}, {}, "torch.float16; supported: .*e4m3fn"),
-    ("descale_q of 16-bit queries", False, {}, {"descale_q": lambda: torch.ones(1)}, "descale_q is given with torch.bfloat16; supported"),
-    ("two scales", False, {}, {"descale_k": lambda: torch.ones(2)}, r"descale_k has shape \[2\]; supported: one element"),
-    ("a scale a head of q", True, {}, {"descale_q": lambda: torch.ones(2, 64)}, r"descale_q has shape \[2, 64\]; supported: one .*for all"),
-    ("out of fp32", True, {}, {"out": lambda: torch.empty(2, 1, 64, 512)}, "out has dtype .*float32; supported: torch.bfloat16$"),
-    ("out of fp16", True, {}, {"out": lambda: torch.empty(2, 1, 64, 512).half()}, r"out has dtype .*float16; .* as .to\(torch.bfloat16\)"),
+WRONG: list[tuple[str, bool, dict[str, Callable[[], Any]], str]] = [
+    ("e5m2", False, {"k_cache": lambda: cache(9, 64, 1, 576, dtype=torch.float8_e5m2)}, "e5m2; supported: .*16, .*e4m3fn"),
+    ("two KV heads", False, {"k_cache": lambda: cache(9, 64, 2, 576)}, r"supported of .*e4m3fn: \[pages, page size, 1, 576\]"),
+    ("rows of 584", False, {"k_cache": lambda: cache(9, 64, 1, 584)[..., :576]}, "584 bytes along dimension 1"),
+    ("e4m3 queries alone", True, {"k_cache": lambda: cache(9, 64, 1, 576, dtype=torch.half)}, "torch.float16; supported: .*e4m3fn"),
+    ("descale_q of 16-bit queries", False, {"descale_q": lambda: torch.ones(1)}, "descale_q is given with torch.bfloat16; supported"),
+    ("two scales", False, {"descale_k": lambda: torch.ones(2)}, r"descale_k has shape \[2\]; supported: one element"),
+    ("a scale a head of q", True, {"descale_q": lambda: torch.ones(2, 64)}, r"descale_q has shape \[2, 64\]; supported: one .*for all"),
+    ("out of fp32", True, {"out": lambda: torch.empty(2, 1, 64, 512)}, "out has dtype .*float32; supported: torch.bfloat16$"),
+    ("out of fp16", True, {"out": lambda: torch.empty(2, 1, 64, 512).half()}, r"out has dtype .*float16; .* as .to\(torch.bfloat16\)"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("q_fp8", "operands", "options", "said"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
-def test_errors(
-    device: RecordingDevice, q_fp8: bool, operands: dict[str, Callable[[], Any]], options: dict[str, Callable[[], Any]], said: str
-) -> None:
-    call = Fp8Call(q_fp8=q_fp8)
-    for name, make in operands.items():
-        setattr(call, name, make())
+@pytest.mark.parametrize(("q_fp8", "changes", "said"), [case[1:] for case in WRONG], ids=[case[0] for case in WRONG])
+def test_errors(device: RecordingDevice, q_fp8: bool, changes: dict[str, Callable[[], Any]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        call.run(**{name: make() for name, make in options.items()})
+        fp8_call(q_fp8).run(**{name: make() for name, make in changes.items()})
     assert device.launches == []

@@ -10,11 +10,12 @@ import pytest
 import torch
 
 import cute_mla
+from cute_mla.spec.dense_decode import FP8_CACHE
 from cute_mla.testing.cases.dense_decode import DenseDecodeCase, make_dense_decode_tensors
-from tests.ops.dense_decode.dense_call import Call
 from tests.support.bench import Bench, identical
 from tests.support.recording_device import RecordingDevice
-from tests.support.zero_tensors import ints, zeros
+from tests.support.right_calls import call_of
+from tests.support.zero_tensors import ints
 
 SMALL = DenseDecodeCase(batch=2, s_q=3, lengths=(150, 2), h_q=4, sm_count=2)
 
@@ -79,8 +80,7 @@ def test_sinks_scale_out_once_and_leave_lse(bench: Bench, sm_count: int) -> None
 
 @pytest.mark.parametrize("window", [None, 100])
 def test_a_plan_of_a_window_is_that_of_shorter_requests(device: RecordingDevice, window: int | None) -> None:
-    call = Call(s_q=2)
-    cute_mla.get_mla_metadata(call.cache_seqlens, 128, 1, 64, window=window, window_sink=65 if window else 0)
+    cute_mla.get_mla_metadata(ints(2), 128, 1, 64, window=window, window_sink=65 if window else 0)
     (plan,) = device.launches
     assert (plan.args["reach"], plan.args["sink_tiles"]) == ((1 << 31) - 1, 0) if window is None else (101, 2)
 
@@ -93,7 +93,7 @@ def test_a_plan_of_a_window_needs_the_query_heads(device: RecordingDevice) -> No
 
 
 def test_a_schedule_serves_one_window(device: RecordingDevice) -> None:
-    call = Call(plan=cute_mla.get_mla_metadata())
+    call = call_of("dense")
     call.run(window=100)
     with pytest.raises(ValueError, match="planned for other shapes: window None after 100"):
         call.run()
@@ -102,11 +102,9 @@ def test_a_schedule_serves_one_window(device: RecordingDevice) -> None:
 @pytest.mark.usefixtures("device")
 @pytest.mark.parametrize("given", [{"tree_mask": ints(2, 1, 1)}, {"window": 100}], ids=str)
 def test_trees_and_windows_over_an_e4m3_cache_are_refused(given: dict[str, Any]) -> None:
-    call = Call()
-    call.k_cache = zeros(20, 64, 1, 576).to(torch.float8_e4m3fn)
     (name,) = given
     with pytest.raises(ValueError, match=f"{name} is given with a k_cache of torch.float8_e4m3fn: not supported; supported: with a 16-bit"):
-        call.run(**given)
+        call_of("dense", operands=FP8_CACHE).run(**given)
 
 
 @pytest.mark.usefixtures("device")

@@ -17,9 +17,12 @@ from cute_mla.spec.arch import SM100, Arch
 from cute_mla.spec.dense_prefill import MAX_TOKENS
 from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
-from tests.ops.dense_prefill.varlen_call import VarlenCall, far_call
+from cute_mla.testing.cases.base import DTYPES
+from tests.ops.dense_prefill.far_call import far_call
 from tests.support.dispatch_modes import Allocations
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import call_of
+from tests.support.zero_tensors import ints
 
 LOG2_E = math.log2(math.e)
 
@@ -40,7 +43,7 @@ def blocks(device: RecordingDevice, rows: int) -> int:
 
 
 def test_a_call_is_one_launch(device: RecordingDevice) -> None:
-    out, lse = VarlenCall().run()
+    out, lse = call_of("dense_prefill").run()
     (launch,) = device.launches
     assert launch.kernel == f"dense_prefill_{device.arch.name}_bf16_d192"
     assert launch.grid == (min(blocks(device, 290) * 2 * 8, 132), 1, 1)
@@ -53,12 +56,12 @@ def test_a_call_is_one_launch(device: RecordingDevice) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_arguments(device: RecordingDevice, causal: bool) -> None:
-    call = VarlenCall()
+    call = call_of("dense_prefill")
     call.run(softmax_scale=0.25, causal=causal, empty_lse=-math.inf)
     args = device.launches[0].args
     for parameter, name in (("q", "q"), ("cu_seqlens_q", "cu_seqlens_qo"), ("cu_seqlens_k", "cu_seqlens_kv")):
-        assert args[parameter] is call.operands[name]
-    q, k, v = (call.operands[name].data_ptr() for name in ("q", "k", "v"))
+        assert args[parameter] is call[name]
+    q, k, v = (call[name].data_ptr() for name in ("q", "k", "v"))
     assert of_kind(args, ParamKind.TENSOR_MAP) == {
         "q_map": TensorMap("bf16", q, (192, 8, 300), (384, 8 * 384), (64, 1, 64), Swizzle.B128),
         "k_map": TensorMap("bf16", k, (192, 2, 500), (384, 2 * 384), (64, 1, 64), Swizzle.B128),
@@ -79,12 +82,11 @@ def test_arguments(device: RecordingDevice, causal: bool) -> None:
     ("name", "d_qk", "d_v"), [("bf16", 192, 128), ("fp16", 192, 128), ("bf16", 128, 128), ("fp16", 128, 128), ("bf16", 256, 256)]
 )
 def test_types_and_columns_decide_the_variant(device: RecordingDevice, name: str, d_qk: int, d_v: int) -> None:
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}[name]
-    out, _ = VarlenCall(dtype=dtype, d_qk=d_qk).run()
+    out, _ = call_of("dense_prefill", dtype=name, d_qk=d_qk).run()
     assert out.shape == (300, 8, d_v)
     (launch,) = device.launches
     assert launch.kernel == f"dense_prefill_{device.arch.name}_{name}_d{d_qk}"
-    assert out.dtype == dtype
+    assert out.dtype == DTYPES[name]
     assert {launch.args[f"{operand}_map"].dtype for operand in "qkv"} == {name}
     assert [launch.args[f"{operand}_map"].dims[0] for operand in "qkv"] == [d_qk, d_qk, d_v]
     rows = 80 if d_v == 256 and device.arch.name == "sm90" else 64  # of a box of keys or values, which divides a tile
@@ -95,8 +97,8 @@ def test_types_and_columns_decide_the_variant(device: RecordingDevice, name: str
 
 
 def test_positional_arguments_are_those_of_other_libraries(device: RecordingDevice) -> None:
-    VarlenCall().run()
-    arguments: list[Any] = [*VarlenCall().operands.values(), 0.0, 0.5, True]
+    call_of("dense_prefill").run()
+    arguments: list[Any] = [*list(call_of("dense_prefill").values())[:7], 0.0, 0.5, True]
     cute_mla.flash_attn_varlen_func(*arguments)
     by_name, by_place = (launch.args for launch in device.launches)
     assert (by_name["causal"], by_place["causal"], by_place["scale_log2"]) == (0, 1, pytest.approx(0.5 * LOG2_E))
@@ -104,7 +106,7 @@ def test_positional_arguments_are_those_of_other_libraries(device: RecordingDevi
 
 
 def test_keywords_may_have_the_names_of_flash_attention(device: RecordingDevice) -> None:
-    operands = VarlenCall().operands
+    operands: dict[str, Any] = dict(list(call_of("dense_prefill").items())[:7])
     other = {
         "cu_seqlens_qo": "cu_seqlens_q",
         "cu_seqlens_kv": "cu_seqlens_k",
@@ -121,14 +123,14 @@ def test_keywords_may_have_the_names_of_flash_attention(device: RecordingDevice)
 
 
 def test_keys_and_values_in_one_tensor_are_sliced_in_place(device: RecordingDevice) -> None:
-    call = VarlenCall(h_q=4, h_kv=4)
+    call = call_of("dense_prefill", h_kv=4, group=1, outputs="given")
     kv = torch.zeros(500, 4, 320, dtype=torch.bfloat16)
-    rest = {name: value for name, value in {**call.operands, **call.results()}.items() if name not in ("k", "v")}
+    rest: dict[str, Any] = {name: value for name, value in call.items() if name not in ("k", "v")} | {"causal": True, "softmax_scale": 0.5}
     with Allocations() as allocations:
-        cute_mla.flash_attn_varlen_kvpacked_func(kv=kv, head_dim_qk=192, causal=True, softmax_scale=0.5, **rest)
+        cute_mla.flash_attn_varlen_kvpacked_func(kv=kv, head_dim_qk=192, **rest)
     assert allocations.seen == []
     args = device.launches[0].args
-    assert args["q"] is call.operands["q"]
+    assert args["q"] is call["q"]
     assert args["k_map"] == TensorMap("bf16", kv.data_ptr(), (192, 4, 500), (640, 2560), (64, 1, 64), Swizzle.B128)
     assert args["v_map"] == TensorMap("bf16", kv.data_ptr() + 384, (128, 4, 500), (640, 2560), (64, 1, 64), Swizzle.B128)
     assert (args["causal"], args["heads_per_kv"], args["scale_log2"]) == (1, 1, pytest.approx(0.5 * LOG2_E))
@@ -159,7 +161,7 @@ def test_queries_keys_and_values_in_one_tensor_are_sliced_in_place(device: Recor
 
 
 def test_strided_operands_are_passed_as_they_are(device: RecordingDevice) -> None:
-    call = VarlenCall(total_q=20, h_q=6, h_kv=3)
+    call = call_of("dense_prefill", lengths=((13, 400), (7, 100)), h_kv=3, group=2)
     q = torch.zeros(21, 10, 208, dtype=torch.bfloat16)[1:, 2:8, 8:200]
     k = torch.zeros(3, 1000, 200, dtype=torch.bfloat16).transpose(0, 1)[::2, :, 8:]
     v = torch.zeros(500, 5, 136, dtype=torch.bfloat16)[:, 1:4, :128]
@@ -177,8 +179,8 @@ def test_strided_operands_are_passed_as_they_are(device: RecordingDevice) -> Non
 
 
 def test_strides_of_dimensions_of_one_are_not_looked_at(device: RecordingDevice) -> None:
-    call = VarlenCall(total_q=1, total_k=1, h_q=1, h_kv=1)
-    one = {name: call.operands[name].as_strided((1, 1, columns), (7, 7, 1)) for name, columns in (("q", 192), ("k", 192), ("v", 128))}
+    call = call_of("dense_prefill", lengths=((1, 1), (0, 0)), h_kv=1, group=1)
+    one = {name: call[name].as_strided((1, 1, columns), (7, 7, 1)) for name, columns in (("q", 192), ("k", 192), ("v", 128))}
     call.run(**one, out=torch.zeros(128, dtype=torch.bfloat16).as_strided((1, 1, 128), (7, 7, 1)))
     (launch,) = device.launches
     assert [launch.args[f"{operand}_map"].strides for operand in "qkv"] == [(384, 384), (384, 384), (256, 256)]
@@ -206,7 +208,7 @@ def test_queries_farther_apart_than_a_tensor_map_holds(arch: Arch) -> None:
 @pytest.mark.parametrize("max_seqlen_qo", [1, 128, 129, 256, 257, 5000])
 def test_the_grid_is_the_items_or_the_sms(device: RecordingDevice, batch: int, h_q: int, max_seqlen_qo: int) -> None:
     total = max_seqlen_qo * batch
-    call = VarlenCall(batch=batch, total_q=1, h_q=h_q, h_kv=1)
+    call = call_of("dense_prefill", lengths=((1, 400),) * batch, h_kv=1, group=h_q)
     q = torch.zeros(h_q * 192 + 8 * total, dtype=torch.bfloat16).as_strided((total, h_q, 192), (8, 192, 1))
     call.run(q=q, max_seqlen_qo=max_seqlen_qo)
     (launch,) = device.launches
@@ -217,18 +219,18 @@ def test_the_grid_is_the_items_or_the_sms(device: RecordingDevice, batch: int, h
 @pytest.mark.parametrize("sm_count", [1, 3, 148])
 def test_sms_decide_the_grid(arch: Arch, sm_count: int) -> None:
     with RecordingDevice(arch, sm_count).active() as device:
-        VarlenCall(h_q=128).run()
+        call_of("dense_prefill", group=64).run()
     assert device.launches[0].grid == (sm_count, 1, 1)
 
 
 @pytest.mark.parametrize("longest", [np.int64(300), 10_000_000_000])
 def test_no_sequence_is_longer_than_all_together(device: RecordingDevice, longest: int) -> None:
-    VarlenCall().run(max_seqlen_qo=longest, max_seqlen_kv=longest)
+    call_of("dense_prefill").run(max_seqlen_qo=longest, max_seqlen_kv=longest)
     assert device.launches[0].args["row_blocks"] == blocks(device, 300)
 
 
 def test_a_call_allocates_what_it_returns_and_no_more(device: RecordingDevice) -> None:
-    call = VarlenCall()
+    call = call_of("dense_prefill")
     with Allocations() as allocations:
         out, lse = call.run()
     assert allocations.seen == ["aten.new_empty.default"] * 2
@@ -245,29 +247,35 @@ def test_no_workspace_is_needed(device: RecordingDevice, s_q: int, h_q: int, h_k
 
 @pytest.mark.parametrize("given", ["out", "lse"])
 def test_only_what_is_allocated_is_declared_undefined(device: RecordingDevice, given: str) -> None:
-    call = VarlenCall()
-    out, lse = call.run(**{given: call.results()[given]})
+    out, lse = call_of("dense_prefill").run(**{given: call_of("dense_prefill", outputs="given")[given]})
     assert device.poisoned == [(lse if given == "out" else out).data_ptr()]
 
 
-@pytest.mark.parametrize("shape", [{"total_q": 0}, {"batch": 0}, {"max_seqlen_qo": 0}, {"total_q": 0, "total_k": 0, "batch": 0}])
+@pytest.mark.parametrize(
+    ("fields", "changes"),
+    [
+        ({"lengths": ((0, 400), (0, 100))}, {"max_seqlen_qo": 290}),
+        ({}, {"cu_seqlens_qo": ints(1), "cu_seqlens_kv": ints(1)}),
+        ({}, {"max_seqlen_qo": 0}),
+        ({"lengths": ()}, {"max_seqlen_qo": 290, "max_seqlen_kv": 400}),
+    ],
+)
 @pytest.mark.parametrize("given", [False, True])
-def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, Any], given: bool) -> None:
-    call = VarlenCall(**shape)
-    results = call.results()
-    out, lse = call.run(**(results if given else {}))
+def test_nothing_to_compute(device: RecordingDevice, fields: dict[str, Any], changes: dict[str, Any], given: bool) -> None:
+    call = call_of("dense_prefill", outputs="given" if given else "allocated", **fields)
+    out, lse = call.run(**changes)
     assert device.launches == []
-    assert [out.shape, lse.shape] == [(call.total_q, 8, 128), (call.total_q, 8)]
-    assert [out is results["out"], lse is results["lse"]] == [given] * 2
+    assert [out.shape, lse.shape] == [(len(call["q"]), 8, 128), (len(call["q"]), 8)]
+    assert [out is call["out"], lse is call["lse"]] == [given] * 2
 
 
 def test_rows_without_any_keys_are_written_all_the_same(device: RecordingDevice) -> None:
     """There is no memory of keys and values that their maps could describe."""
-    call = VarlenCall(total_k=0)
-    call.run()
+    call = call_of("dense_prefill", lengths=((290, 0), (10, 0)))
+    call.run(max_seqlen_kv=400)
     (launch,) = device.launches
     assert launch.args["total_k"] == 0
-    q = call.operands["q"].data_ptr()
+    q = call["q"].data_ptr()
     for name in ("k_map", "v_map"):
         validate(launch.args[name])
         assert q - 16 < launch.args[name].address <= q
@@ -276,8 +284,8 @@ def test_rows_without_any_keys_are_written_all_the_same(device: RecordingDevice)
 
 
 def test_tensors_that_require_grad_where_there_is_none(device: RecordingDevice) -> None:
-    call = VarlenCall()
-    call.operands["q"].requires_grad_()
+    call = call_of("dense_prefill")
+    call["q"].requires_grad_()
     with torch.no_grad():
         out, _ = call.run()
     assert not out.requires_grad

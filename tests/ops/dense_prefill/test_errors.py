@@ -12,8 +12,9 @@ import cute_mla
 from cute_mla.ops import dense_prefill
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_prefill import MAX_ITEMS, MAX_TOKENS
-from tests.ops.dense_prefill.varlen_call import VarlenCall, far_call
+from tests.ops.dense_prefill.far_call import far_call
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import call_of
 from tests.support.zero_tensors import ints, zeros
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -62,23 +63,18 @@ ERRORS = (*OPERANDS, *SCALARS, *RESULTS)
 @pytest.mark.parametrize(("change", "said"), [case[1:] for case in ERRORS], ids=[case[0] for case in ERRORS])
 def test_errors(device: RecordingDevice, change: Change, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        VarlenCall().run(**{name: make() if callable(make) else make for name, make in change.items()})
+        call_of("dense_prefill").run(**{name: make() if callable(make) else make for name, make in change.items()})
     assert device.launches == []
 
 
 @pytest.mark.parametrize("result", ["out", "lse"])
 @pytest.mark.parametrize("operand", ["q", "k", "v"])
 def test_gradients_of_a_call_with_results(device: RecordingDevice, operand: str, result: str) -> None:
-    call = VarlenCall()
-    call.operands[operand].requires_grad_()
+    call = call_of("dense_prefill", outputs="given")
+    call[operand].requires_grad_()
     with pytest.raises(ValueError, match=f"^{operand} requires grad; supported: gradients of calls that allocate their results"):
-        call.run(**{result: call.results()[result]})
+        call.run(**dict.fromkeys({"out", "lse"} - {result}))
     assert device.launches == []
-
-
-def test_tensors_on_another_kind_of_device() -> None:
-    with pytest.raises(ValueError, match="got tensors on meta: supported are CUDA tensors, and CPU tensors inside"):
-        VarlenCall().run(q=zeros(300, 8, 192).to("meta"))
 
 
 PACKED: list[tuple[str, Change, str]] = [
@@ -99,11 +95,8 @@ def test_packed(device: RecordingDevice, name: str, change: dict[str, Any], said
 
 
 def test_heads_of_256_columns_are_bf16(device: RecordingDevice) -> None:
-    call = VarlenCall(d_qk=256)
-    for name in ("q", "k", "v"):
-        call.operands[name] = call.operands[name].half()
     with pytest.raises(ValueError, match=r"q has dtype torch\.float16 with 256 columns; supported: torch\.bfloat16, as \.to"):
-        call.run()
+        call_of("dense_prefill", d_qk=256, dtype="fp16").run()
     assert device.launches == []
 
 

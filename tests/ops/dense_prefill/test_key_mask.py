@@ -18,11 +18,12 @@ from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_prefill import MAX_TOKENS
 from cute_mla.spec.kernel_ops import PARAMS_OF
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase, DensePrefillTensors, make_dense_prefill_tensors, pack_bits
-from tests.ops.dense_prefill.varlen_call import VarlenCall, far_call
+from cute_mla.testing.cases.dense_prefill import DensePrefillCase, make_dense_prefill_tensors, pack_bits
+from tests.ops.dense_prefill.far_call import far_call
 from tests.support.bench import Bench, expect, identical
 from tests.support.dispatch_modes import Allocations, NoReads
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import RightCall, call_of
 from tests.support.zero_tensors import ints
 
 MASKED = DensePrefillCase(
@@ -31,18 +32,16 @@ MASKED = DensePrefillCase(
 
 
 def test_a_call_is_one_launch(device: RecordingDevice) -> None:
-    call = VarlenCall(total_k=500)
+    call = call_of("dense_prefill", outputs="given")
     mask = torch.zeros(300, 20, dtype=torch.int32)[:, 3:18]
-    results = call.results()
     with Allocations() as allocations, NoReads():
-        call.run(**results, key_mask=mask, max_seqlen_kv=480)
+        call.run(key_mask=mask, max_seqlen_kv=480)
     assert allocations.seen == []
     (launch,) = device.launches
     assert launch.kernel == f"masked_prefill_{device.arch.name}_bf16_d192"
     assert launch.args["key_mask"] is mask
     assert (launch.args["mask_stride_token"], launch.args["mask_words"]) == (20, 15)
-    plain = VarlenCall()
-    plain.run()
+    call.run()
     other = device.launches[1].args
     for param in PARAMS_OF["dense_prefill"]:
         if param.kind in (ParamKind.INT32, ParamKind.INT64, ParamKind.FLOAT32):
@@ -50,8 +49,7 @@ def test_a_call_is_one_launch(device: RecordingDevice) -> None:
 
 
 def test_words_beyond_all_keys_are_not_counted(device: RecordingDevice) -> None:
-    call = VarlenCall()
-    call.run(key_mask=ints(300, 1000))
+    call_of("dense_prefill").run(key_mask=ints(300, 1000))
     assert device.launches[0].args["mask_words"] == math.ceil(500 / 32)
 
 
@@ -74,7 +72,7 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Callable[[], Any]], str]] = [
     ("of rank 1", {}, {"key_mask": lambda: ints(300)}, r"key_mask has shape \[300\]; supported: \[300, 13 or more\]"),
     ("of too few words", {}, {"key_mask": lambda: ints(300, 12)}, r"key_mask has shape \[300, 12\]; supported: \[300, 13 or more\]"),
     ("of bool", {}, {"key_mask": lambda: ints(300, 13).bool()}, "key_mask has dtype torch.bool; supported: torch.int32"),
-    ("fp16", {"dtype": torch.float16}, {}, "q with key_mask has dtype torch.float16 with 192 columns; supported: torch.bfloat16"),
+    ("fp16", {"dtype": "fp16"}, {}, "q with key_mask has dtype torch.float16 with 192 columns; supported: torch.bfloat16"),
     ("256 columns", {"d_qk": 256}, {}, "q has 256 columns with key_mask; supported: 192 or 128"),
     ("odd rows of q", {}, {"q": odd_rows("q")}, "q has shape .* begin at multiples of 2 bytes; supported: multiples of 16 bytes"),
     (
@@ -90,16 +88,15 @@ REFUSED: list[tuple[str, dict[str, Any], dict[str, Callable[[], Any]], str]] = [
 def test_what_a_call_with_a_mask_refuses(
     device: RecordingDevice, shape: dict[str, Any], options: dict[str, Callable[[], Any]], message: str
 ) -> None:
-    call = VarlenCall(**shape)
     made = {"key_mask": ints(300, 13), **{name: make() for name, make in options.items()}}
     with pytest.raises(ValueError, match=message):
-        call.run(**made)
+        call_of("dense_prefill", **shape).run(**made)
     assert device.launches == []
 
 
 def test_gradients_are_refused(device: RecordingDevice) -> None:
-    call = VarlenCall()
-    call.operands["k"].requires_grad_()
+    call = call_of("dense_prefill")
+    call["k"].requires_grad_()
     with pytest.raises(ValueError, match="k requires grad; supported: gradients of calls without key_mask"):
         call.run(key_mask=ints(300, 13))
     with torch.no_grad():
@@ -110,7 +107,7 @@ def test_gradients_are_refused(device: RecordingDevice) -> None:
 def test_results_may_not_lie_in_the_mask(device: RecordingDevice) -> None:
     storage = torch.zeros(300, 13, dtype=torch.int32)
     with pytest.raises(ValueError, match="lse shares memory with key_mask"):
-        VarlenCall().run(key_mask=storage, lse=storage.view(torch.float32)[:, :8])
+        call_of("dense_prefill").run(key_mask=storage, lse=storage.view(torch.float32)[:, :8])
 
 
 def test_the_machine_code_gives_the_same_bits(arch: Arch) -> None:
@@ -119,25 +116,16 @@ def test_the_machine_code_gives_the_same_bits(arch: Arch) -> None:
     results = []
     for code in ("ptx", "sass"):
         with cute_mla.simulate(arch, 1, code=code):
-            results.append(call_of(case, tensors))
+            results.append(RightCall(case, tensors).run())
     assert identical(*results)
     expect(case, tensors, results[0])
-
-
-def call_of(case: DensePrefillCase, tensors: DensePrefillTensors, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Make the call of a case with other operands or options."""
-    arguments: dict[str, Any] = {
-        "q": tensors.q, "k": tensors.k, "v": tensors.v, "cu_seqlens_qo": tensors.cu_seqlens_q, "cu_seqlens_kv": tensors.cu_seqlens_k,
-        "max_seqlen_qo": case.max_seqlen_q, "max_seqlen_kv": case.max_seqlen_k, "causal": case.causal, "key_mask": tensors.key_mask,
-    }  # fmt: skip
-    return cute_mla.flash_attn_varlen_func(**{**arguments, **options})
 
 
 def test_a_mask_of_ones_gives_the_bits_of_a_call_without(bench: Bench) -> None:
     case = replace(MASKED, lengths=((130, 300), (3, 1)), mask=None, causal=True)
     tensors = make_dense_prefill_tensors(case)
     with cute_mla.simulate(bench.arch, 2):
-        plain, masked = (call_of(case, tensors, key_mask=mask) for mask in (None, ints(case.total_q, 10) - 1))
+        plain, masked = (RightCall(case, tensors).run(key_mask=mask) for mask in (None, ints(case.total_q, 10) - 1))
     assert identical(plain, masked)
 
 
@@ -153,7 +141,7 @@ def test_what_hides_a_key_twice_may_say_anything_once(bench: Bench) -> None:
         pack_bits(seen, clean[rows])
     assert not torch.equal(clean, tensors.key_mask)
     with cute_mla.simulate(bench.arch, 2):
-        dirty, other = (call_of(case, tensors, key_mask=mask) for mask in (tensors.key_mask, clean))
+        dirty, other = (RightCall(case, tensors).run(key_mask=mask) for mask in (tensors.key_mask, clean))
     assert identical(dirty, other)
 
 
@@ -170,9 +158,9 @@ def test_tiles_without_a_visible_key_are_not_touched(bench: Bench, s_k: int) -> 
     tensors = replace(tensors, key_mask=mask)
     own = slice(case.k_starts[0], case.k_starts[0] + last)
     with cute_mla.simulate(bench.arch, 1):
-        expected = call_of(case, tensors)
+        expected = RightCall(case, tensors).run()
         tensors.k[own], tensors.v[own] = math.nan, math.nan
-        assert identical(call_of(case, tensors), expected)
+        assert identical(RightCall(case, tensors).run(), expected)
     assert expected[0].isfinite().all()
 
 
@@ -184,7 +172,7 @@ def test_rows_that_see_nothing(bench: Bench) -> None:
     tensors.key_mask[130:] = 0
     tensors.key_mask[:130:3] = 0
     with cute_mla.simulate(bench.arch, 1):
-        out, lse = call_of(case, tensors, empty_lse=-math.inf)
+        out, lse = RightCall(case, tensors).run(empty_lse=-math.inf)
     hidden = torch.zeros(case.total_q, dtype=torch.bool)
     hidden[130:], hidden[:130:3] = True, True
     assert (out[hidden] == 0).all()
@@ -212,10 +200,10 @@ def test_hidden_scores_decide_nothing(bench: Bench, hidden: float) -> None:
     ).bfloat16()
     tensors.k[first + 5 : first + 300 : 7] *= 20
     with cute_mla.simulate(bench.arch, 1):
-        expected = call_of(case, tensors)
+        expected = RightCall(case, tensors).run()
         expect(case, tensors, expected)
         tensors.k[first + 2 : first + 300 : 7] = hidden * tensors.q[rows].mean(0)[:1] if hidden == 30.0 else hidden
-        assert identical(call_of(case, tensors), expected)
+        assert identical(RightCall(case, tensors).run(), expected)
 
 
 def test_keys_beyond_the_mask_are_hidden(bench: Bench) -> None:
@@ -225,7 +213,7 @@ def test_keys_beyond_the_mask_are_hidden(bench: Bench) -> None:
     assert tensors.key_mask is not None
     short = tensors.key_mask[:, :3]
     with cute_mla.simulate(bench.arch, 1):
-        out, lse = call_of(case, tensors, key_mask=short, max_seqlen_kv=96)
+        out, lse = RightCall(case, tensors).run(key_mask=short, max_seqlen_kv=96)
     wanted = reference.masked_prefill(tensors.q, tensors.k, tensors.v, (tensors.cu_seqlens_q, tensors.cu_seqlens_k), short)
     torch.testing.assert_close(out.float(), wanted[0], rtol=0, atol=1e-2)
     torch.testing.assert_close(lse, wanted[1], rtol=1e-5, atol=1e-5)

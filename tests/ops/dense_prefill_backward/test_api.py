@@ -17,9 +17,10 @@ from cute_mla.spec.dense_prefill_dkdv import TILE_KEYS, TILE_QUERIES
 from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
-from tests.ops.dense_prefill_backward.backward_call import BackwardCall
 from tests.support.dispatch_modes import Allocations
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import call_of
+from tests.support.zero_tensors import ints
 
 LOG2_E = math.log2(math.e)
 
@@ -30,7 +31,7 @@ def of_kind(op: str, args: dict[str, Any], kind: ParamKind) -> dict[str, Any]:
 
 
 def test_a_call_is_two_launches(device: RecordingDevice) -> None:
-    gradients = BackwardCall().run()
+    gradients = call_of("backward").run()
     dq, dkdv = device.launches
     assert (dq.kernel, dkdv.kernel) == ("dense_prefill_dq_sm90_bf16_d192", "dense_prefill_dkdv_sm90_bf16_d192")
     assert (dq.grid, dkdv.grid) == ((min(3 * 2 * 8, 132), 1, 1), (min(4 * 2 * 2, 132), 1, 1))
@@ -44,13 +45,13 @@ def test_a_call_is_two_launches(device: RecordingDevice) -> None:
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_arguments_of_dq(device: RecordingDevice, causal: bool) -> None:
-    call = BackwardCall()
+    call = call_of("backward")
     call.run(softmax_scale=0.25, causal=causal)
     args = device.launches[0].args
     renamed = {"cu_seqlens_q": "cu_seqlens_qo", "cu_seqlens_k": "cu_seqlens_kv"}
     for name in ("q", "dout", "out", "lse", *renamed):
-        assert args[name] is call.operands[renamed.get(name, name)]
-    address = {name: call.operands[name].data_ptr() for name in ("q", "dout", "k", "v")}
+        assert args[name] is call[renamed.get(name, name)]
+    address = {name: call[name].data_ptr() for name in ("q", "dout", "k", "v")}
     assert of_kind("dense_prefill_dq", args, ParamKind.TENSOR_MAP) == {
         "q_map": TensorMap("bf16", address["q"], (192, 8, 300), (384, 8 * 384), (64, 1, 64), Swizzle.B128),
         "dout_map": TensorMap("bf16", address["dout"], (128, 8, 300), (256, 8 * 256), (64, 1, 64), Swizzle.B128),
@@ -71,10 +72,10 @@ def test_arguments_of_dq(device: RecordingDevice, causal: bool) -> None:
 
 @pytest.mark.parametrize(("d_qk", "box_rows"), list(TILE_QUERIES["sm90"].items()))
 def test_arguments_of_dk_and_dv(device: RecordingDevice, d_qk: int, box_rows: int) -> None:
-    call, d_v = BackwardCall(d_qk=d_qk), HEAD_DIMS[d_qk]
+    call, d_v = call_of("backward", d_qk=d_qk), HEAD_DIMS[d_qk]
     call.run()
     args = device.launches[1].args
-    address = {name: call.operands[name].data_ptr() for name in ("q", "dout", "k", "v")}
+    address = {name: call[name].data_ptr() for name in ("q", "dout", "k", "v")}
     statistics = device.launches[0].args["statistics"]
     assert isinstance(statistics, Span)
     assert of_kind("dense_prefill_dkdv", args, ParamKind.TENSOR_MAP) == {
@@ -98,25 +99,26 @@ def test_arguments_of_dk_and_dv(device: RecordingDevice, d_qk: int, box_rows: in
 
 @pytest.mark.parametrize("d_qk", [192, 128, 256])
 def test_columns_decide_the_variants(device: RecordingDevice, d_qk: int) -> None:
-    gradients = BackwardCall(d_qk=d_qk).run()
+    gradients = call_of("backward", d_qk=d_qk).run()
     assert [launch.kernel for launch in device.launches] == [f"dense_prefill_{kernel}_sm90_bf16_d{d_qk}" for kernel in ("dq", "dkdv")]
     assert {gradient.dtype for gradient in gradients} == {torch.bfloat16}
 
 
 def test_fp16_is_converted_by_the_caller(device: RecordingDevice) -> None:
     with pytest.raises(ValueError, match=r"q has dtype torch.float16; supported: torch.bfloat16, as .to\(torch.bfloat16\) gives"):
-        BackwardCall(dtype=torch.float16).run()
+        call_of("backward", dtype="fp16").run()
 
 
 def test_positional_arguments_and_other_names(device: RecordingDevice) -> None:
-    call = BackwardCall()
-    arguments: list[Any] = [*call.operands.values(), 0.5, True]
+    call = call_of("backward")
+    operands = list(call.items())[:10]
+    arguments: list[Any] = [*dict(operands).values(), 0.5, True]
     cute_mla.flash_attn_varlen_backward(*arguments)
     other = {
         "cu_seqlens_qo": "cu_seqlens_q", "cu_seqlens_kv": "cu_seqlens_k",
         "max_seqlen_qo": "max_seqlen_q", "max_seqlen_kv": "max_seqlen_k",
     }  # fmt: skip
-    cute_mla.flash_attn_varlen_backward(**{other.get(name, name): value for name, value in call.operands.items()})
+    cute_mla.flash_attn_varlen_backward(**{other.get(name, name): value for name, value in operands})
     by_place, _, by_name, _ = (launch.args for launch in device.launches)
     assert (by_place["causal"], by_place["softmax_scale"]) == (1, 0.5)
     assert of_kind("dense_prefill_dq", by_place, ParamKind.INT64) == of_kind("dense_prefill_dq", by_name, ParamKind.INT64)
@@ -125,7 +127,7 @@ def test_positional_arguments_and_other_names(device: RecordingDevice) -> None:
 @pytest.mark.parametrize("gradient", ["dk", "dv"])
 def test_gradients_of_keys_may_lie_anywhere(device: RecordingDevice, gradient: str) -> None:
     columns = {"dk": 192, "dv": 128}[gradient]
-    BackwardCall().run(**{gradient: torch.zeros(500, 2, columns + 1, dtype=torch.bfloat16)[..., 1:]})
+    call_of("backward").run(**{gradient: torch.zeros(500, 2, columns + 1, dtype=torch.bfloat16)[..., 1:]})
     dq, dkdv = device.launches
     assert dq.kernel == "dense_prefill_dq_sm90_bf16_d192"
     assert (dkdv.args["aligned"], dkdv.args[f"{gradient}_stride_token"]) == (0, 2 * (columns + 1))
@@ -134,7 +136,7 @@ def test_gradients_of_keys_may_lie_anywhere(device: RecordingDevice, gradient: s
 def test_statistics_fill_the_workspace(device: RecordingDevice) -> None:
     size = cute_mla.workspace_size("dense_prefill_backward", batch=2, s_q=290, h_q=8, h_kv=2, total_q=301, device="cpu")
     workspace = torch.empty(size, dtype=torch.uint8)
-    BackwardCall(total_q=301).run(workspace=workspace)
+    call_of("backward", lengths=((290, 400), (11, 100))).run(workspace=workspace)
     args = device.launches[0].args
     assert args["statistics_stride"] == 304
     assert (args["statistics"].tensor is workspace, args["statistics"].offset, args["statistics"].nbytes) == (True, 0, size)
@@ -150,7 +152,7 @@ def test_the_workspace_has_8_bytes_a_row(device: RecordingDevice, total_q: int, 
 
 def test_a_call_allocates_its_gradients_full_of_zeros_and_the_workspace(device: RecordingDevice) -> None:
     """Kernels leave rows of no sequence alone."""
-    call = BackwardCall()
+    call = call_of("backward")
     with Allocations() as allocations:
         gradients = call.run()
     assert allocations.seen == ["aten.new_zeros.default"] * 3 + ["aten.new_empty.default"]
@@ -159,18 +161,20 @@ def test_a_call_allocates_its_gradients_full_of_zeros_and_the_workspace(device: 
 
 
 @pytest.mark.parametrize(
-    ("shape", "launched"),
+    ("lengths", "changes", "launched"),
     [
-        ({"total_q": 0}, ["dkdv"]),
-        ({"total_k": 0}, ["dq"]),
-        ({"batch": 0}, []),
-        ({"max_seqlen_kv": 0}, ["dq"]),
-        ({"total_q": 0, "total_k": 0}, []),
+        (((0, 400), (0, 100)), {}, ["dkdv"]),
+        (((290, 0), (10, 0)), {}, ["dq"]),
+        (((290, 400), (10, 100)), {"cu_seqlens_qo": ints(1), "cu_seqlens_kv": ints(1)}, []),
+        (((290, 400), (10, 100)), {"max_seqlen_kv": 0}, ["dq"]),
+        (((0, 0), (0, 0)), {}, []),
     ],
 )
-def test_kernels_without_work_are_not_launched(device: RecordingDevice, shape: dict[str, Any], launched: list[str]) -> None:
+def test_kernels_without_work_are_not_launched(
+    device: RecordingDevice, lengths: tuple[tuple[int, int], ...], changes: dict[str, Any], launched: list[str]
+) -> None:
     """Keys without queries get their zeros, queries without keys theirs."""
-    BackwardCall(**shape).run()
+    call_of("backward", lengths=lengths).run(**{"max_seqlen_qo": 290, "max_seqlen_kv": 400, **changes})
     assert [launch.kernel for launch in device.launches] == [f"dense_prefill_{kernel}_sm90_bf16_d192" for kernel in launched]
     for launch in device.launches:
         for name, value in launch.args.items():

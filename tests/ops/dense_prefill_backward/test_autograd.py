@@ -19,9 +19,9 @@ from cute_mla.testing.cases.dense_prefill_backward import (
     DensePrefillBackwardTensors,
     make_dense_prefill_backward_tensors,
 )
-from tests.ops.dense_prefill.varlen_call import VarlenCall
 from tests.support.bench import Bench, expect, identical
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import call_of
 
 CASE = DensePrefillBackwardCase(lengths=((20, 30), (9, 70)), group=2, causal=True, outputs="given", sm_count=2)
 DQ, DKDV = "dense_prefill_dq_sm90_bf16_d192", "dense_prefill_dkdv_sm90_bf16_d192"
@@ -49,8 +49,8 @@ def backward(out: Tensor, dout: Tensor) -> None:
 
 
 def test_a_backward_pass_is_two_launches(device: RecordingDevice) -> None:
-    call = VarlenCall()
-    q, k, v = (call.operands[name].requires_grad_() for name in "qkv")
+    call = call_of("dense_prefill")
+    q, k, v = (call[name].requires_grad_() for name in "qkv")
     out, lse = call.run(softmax_scale=0.25, causal=True)
     assert [launch.kernel for launch in device.launches] == ["dense_prefill_sm90_bf16_d192"]
     out.backward(torch.ones_like(out))
@@ -64,8 +64,8 @@ def test_a_backward_pass_is_two_launches(device: RecordingDevice) -> None:
 
 
 def test_the_expanded_gradient_of_a_sum_is_made_contiguous(device: RecordingDevice) -> None:
-    call = VarlenCall()
-    call.operands["q"].requires_grad_()
+    call = call_of("dense_prefill")
+    call["q"].requires_grad_()
     call.run()[0].sum().backward()
     assert [launch.kernel for launch in device.launches[1:]] == [DQ, DKDV]
     assert device.launches[1].args["dout_stride_token"] == 8 * 128
@@ -226,8 +226,8 @@ def test_torch_finds_no_fault_with_the_ops_of_packed_forms(bench: Bench, with_q:
 
 
 def test_a_gradient_of_lse_is_refused(device: RecordingDevice) -> None:
-    call = VarlenCall()
-    call.operands["k"].requires_grad_()
+    call = call_of("dense_prefill")
+    call["k"].requires_grad_()
     out, lse = call.run()
     for loss in (lse.sum(), out.float().sum() + lse.sum()):
         with pytest.raises(ValueError, match="lse has a gradient; supported: gradients of out only"):
@@ -238,8 +238,8 @@ def test_a_gradient_of_lse_is_refused(device: RecordingDevice) -> None:
 
 
 def test_a_double_backward_is_refused(device: RecordingDevice) -> None:
-    call = VarlenCall()
-    q = call.operands["q"].requires_grad_()
+    call = call_of("dense_prefill")
+    q = call["q"].requires_grad_()
     out, _ = call.run()
     (gradient,) = torch.autograd.grad(out.float().sum(), q, create_graph=True)
     with pytest.raises(ValueError, match=r"supported: .*\(double backward\)"):
@@ -248,10 +248,10 @@ def test_a_double_backward_is_refused(device: RecordingDevice) -> None:
 
 def test_what_needs_no_gradient_goes_the_short_way(device: RecordingDevice) -> None:
     """No op of torch is called, and out requires no gradient."""
-    call = VarlenCall()
+    call = call_of("dense_prefill")
     out, _ = call.run()
     assert out.grad_fn is None
-    call.operands["v"].requires_grad_()
+    call["v"].requires_grad_()
     with torch.no_grad():
         out, _ = call.run()
     assert out.grad_fn is None
@@ -261,9 +261,9 @@ def test_what_needs_no_gradient_goes_the_short_way(device: RecordingDevice) -> N
 
 def test_the_drop_in_module_is_differentiable(device: RecordingDevice) -> None:
     """Its lse keeps FlashMLA's strides, and refuses gradients by name."""
-    call = VarlenCall()
-    call.operands["q"].requires_grad_()
-    arguments = tuple(call.operands.values())
+    call = call_of("dense_prefill")
+    call["q"].requires_grad_()
+    arguments = tuple(call.values())[:7]
     out, lse = flash_mla.flash_attn_varlen_func(*arguments)
     assert lse.stride() == (1, 300)
     out.sum().backward()

@@ -6,18 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import cute_mla
-from tests.ops.dense_prefill_backward.backward_call import GRADIENTS, BackwardCall
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import call_of
+from tests.support.zero_tensors import zeros
 
 Change = dict[str, Any]  # values, and functions that make them
-
-
-def zeros(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    """Return a bf16 tensor of zeros."""
-    return torch.zeros(shape, dtype=dtype)
 
 
 OPERANDS: list[tuple[str, Change, str]] = [
@@ -60,36 +55,36 @@ ERRORS = (*OPERANDS, *RESULTS)
 @pytest.mark.parametrize(("change", "said"), [case[1:] for case in ERRORS], ids=[case[0] for case in ERRORS])
 def test_errors(device: RecordingDevice, change: Change, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        BackwardCall().run(**{name: make() if callable(make) else make for name, make in change.items()})
+        call_of("backward").run(**{name: make() if callable(make) else make for name, make in change.items()})
     assert device.launches == []
 
 
 @pytest.mark.parametrize(("gradient", "operand"), [("dq", "q"), ("dk", "k"), ("dv", "v")])
 def test_a_gradient_in_place_of_its_operand(device: RecordingDevice, gradient: str, operand: str) -> None:
-    call = BackwardCall()
+    call = call_of("backward")
     with pytest.raises(
         ValueError, match=f"{gradient} shares memory with {operand}; supported: results and workspace with memory of their own"
     ):
-        call.run(**{gradient: call.operands[operand]})
+        call.run(**{gradient: call[operand]})
     assert device.launches == []
 
 
 def test_gradients_of_keys_and_values_in_one_tensor(device: RecordingDevice) -> None:
     both = zeros(500, 2, 320)
-    BackwardCall().run(dk=both[..., :192], dv=both[..., 192:])
+    call_of("backward").run(dk=both[..., :192], dv=both[..., 192:])
     with pytest.raises(ValueError, match="dk shares memory with dv"):
-        BackwardCall().run(dk=both[..., :192], dv=both[..., 191:-1])
+        call_of("backward").run(dk=both[..., :192], dv=both[..., 191:-1])
 
 
-@pytest.mark.parametrize("tensor", ["dout", "q", "k", "v", "out", "lse", *GRADIENTS])
+@pytest.mark.parametrize("tensor", ["dout", "q", "k", "v", "out", "lse", "dq", "dk", "dv"])
 def test_double_backward(device: RecordingDevice, tensor: str) -> None:
-    call = BackwardCall()
-    given = {**call.operands, **call.results()}[tensor].requires_grad_()
+    call = call_of("backward", outputs="given")
+    call[tensor].requires_grad_()
     with pytest.raises(ValueError, match=rf"^{tensor} requires grad; supported: .*\(double backward\)"):
-        call.run(**{tensor: given})
+        call.run()
     assert device.launches == []
     with torch.no_grad():
-        call.run(**{tensor: given})
+        call.run()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -14,21 +13,18 @@ from cute_mla import reference
 from cute_mla.indexer import fp8_paged_mqa_logits, indexer_topk, indexer_topk_prefill, topk_indices
 from cute_mla.ops import indexer_topk as op
 from cute_mla.spec.arch import Arch
-from cute_mla.testing.cases.indexer_topk import IndexerTopkCase, make_indexer_topk_tensors
+from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
 from cute_mla.testing.operations.indexer_topk import INDEXER_TOPK
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import RightCall, call_of
 
 ROW = 512 * 4  # bytes of a row of logits of 257 to 512 keys
 PAGES = IndexerTopkCase(requests=5, tokens=2, keys=300, heads=8, page_size=64, lengths="random", topk=40)
 ROWS = IndexerTopkCase(tokens=7, keys=300, heads=8, windows="random", topk=40)
 
 
-def arguments_of(case: IndexerTopkCase) -> dict[str, Any]:
-    return INDEXER_TOPK.arguments(case, make_indexer_topk_tensors(case), None)
-
-
-def expected(case: IndexerTopkCase) -> torch.Tensor:
-    return INDEXER_TOPK.reference(case, make_indexer_topk_tensors(case))[0]
+def expected(call: RightCall) -> torch.Tensor:
+    return INDEXER_TOPK.reference(call.case, call.tensors)[0]
 
 
 def limit(monkeypatch: pytest.MonkeyPatch, rows: int, row: int = ROW) -> None:
@@ -41,39 +37,39 @@ def limit(monkeypatch: pytest.MonkeyPatch, rows: int, row: int = ROW) -> None:
 @pytest.mark.parametrize("slots", [False, True])
 def test_chunks_change_nothing(arch: Arch, monkeypatch: pytest.MonkeyPatch, rows: int, per_token: bool, slots: bool) -> None:
     """Chunks of one token of two, one request, several requests and a rest; whatever the chunk before left in the workspace."""
-    case = replace(PAGES, per_token=per_token, slots=slots)
+    call = call_of(PAGES, per_token=per_token, slots=slots)
     limit(monkeypatch, rows)
     with cute_mla.simulate(arch.name) as device:
-        found = indexer_topk(**arguments_of(case))
+        found = call.run()
     chunks = 10 if rows == 1 else -(-5 // (rows // 2))
     assert device.launches == 2 * chunks
-    assert torch.equal(found, expected(case))
+    assert torch.equal(found, expected(call))
 
 
 @pytest.mark.parametrize("rows", [1, 2])
 def test_chunks_of_lengths_beyond_the_table(arch: Arch, monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
     """Lengths of a request are clipped before the tokens' are made of them."""
-    case = replace(PAGES, requests=6, lengths="edges", topk=310)
-    assert make_indexer_topk_tensors(case).ke[5] > 320
+    call = call_of(PAGES, requests=6, lengths="edges", topk=310)
+    assert call.tensors.ke[5] > 320
     limit(monkeypatch, rows)
     with cute_mla.simulate(arch.name):
-        assert torch.equal(indexer_topk(**arguments_of(case)), expected(case))
+        assert torch.equal(call.run(), expected(call))
 
 
 @pytest.mark.parametrize("windows", ["random", "edges", "causal"])
 @pytest.mark.parametrize("rows", [1, 3, 7])
 def test_chunks_of_prefill(arch: Arch, monkeypatch: pytest.MonkeyPatch, rows: int, windows: Any) -> None:
-    case = replace(ROWS, windows=windows)
+    call = call_of(ROWS, windows=windows)
     limit(monkeypatch, rows)
     with cute_mla.simulate(arch.name) as device:
-        found = indexer_topk_prefill(**{name: value for name, value in arguments_of(case).items() if name != "slots"})
+        found = call.run()
     assert device.launches == 2 * -(-7 // rows)
-    assert torch.equal(found, expected(case))
+    assert torch.equal(found, expected(call))
 
 
 def test_it_equals_logits_and_selection(arch: Arch) -> None:
     """Also with logits whose last bits are the kernel's own."""
-    arguments = arguments_of(replace(PAGES, values="plateau"))
+    arguments = call_of(PAGES, values="plateau")
     arguments["weights"] = torch.randn(arguments["weights"].shape, generator=torch.Generator().manual_seed(1))
     with cute_mla.simulate(arch.name):
         found = indexer_topk(**arguments)
@@ -85,8 +81,7 @@ def test_it_equals_logits_and_selection(arch: Arch) -> None:
 
 def test_prefill_and_decode_choose_the_same(arch: Arch) -> None:
     """The last tokens of a sequence, with its keys in a row and in pages."""
-    case = replace(PAGES, requests=1, tokens=4, lengths="full", values="exact")
-    arguments = arguments_of(case)
+    arguments = call_of(PAGES, requests=1, tokens=4, lengths="full", values="exact")
     kv = reference.indexed_keys(arguments["index_cache"], arguments["block_table"][0], 300)
     with cute_mla.simulate(arch.name):
         paged = indexer_topk(**arguments)
@@ -97,8 +92,7 @@ def test_prefill_and_decode_choose_the_same(arch: Arch) -> None:
 
 def test_keys_of_no_page_have_no_slot(arch: Arch) -> None:
     """Not one that wraps around to another's: 2147480000 * 64 is a valid slot modulo 2^32."""
-    case = replace(PAGES, lengths="full", topk=400, slots=True)
-    arguments = arguments_of(case)
+    arguments = call_of(PAGES, lengths="full", topk=400, slots=True)
     arguments["block_table"][0, 1:3] = torch.tensor([2147480000, -1], dtype=torch.int32)
     with cute_mla.simulate(arch.name, on_finding="collect"):
         found = indexer_topk(**arguments)
@@ -110,25 +104,24 @@ def test_keys_of_no_page_have_no_slot(arch: Arch) -> None:
 def test_all_keys_are_chosen_without_logits() -> None:
     """Then there is no workspace."""
     with RecordingDevice().active() as device:
-        indexer_topk(**arguments_of(replace(PAGES, topk=320)))
+        call_of(PAGES, topk=320).run()
     (launch,) = device.launches
     assert (launch.kernel, launch.args["logits"]) == ("topk_indices_sm90_fp32_cluster1", None)
     assert op.divide(5, 2, 320, 320).nbytes == 0
 
 
 def test_the_workspace_is_what_workspace_size_says(arch: Arch) -> None:
-    case = replace(PAGES, slots=True)
+    call = call_of(PAGES, slots=True)
     with cute_mla.simulate(arch.name):
         nbytes = cute_mla.workspace_size("indexer_topk", batch=5, s_q=2, h_q=8, max_cache_seqlen=320, topk=40)
         assert nbytes == 10 * ROW
         workspace, out = torch.full((nbytes + 32,), 255, dtype=torch.uint8), torch.zeros(10, 40, dtype=torch.int32)
-        arguments = arguments_of(case) | {"out": out, "workspace": workspace[16:-16]}
-        assert indexer_topk(**arguments) is out
-        assert torch.equal(out, expected(case))
+        assert call.run(out=out, workspace=workspace[16:-16]) is out
+        assert torch.equal(out, expected(call))
         assert (workspace[:16] == 255).all()
         assert (workspace[-16:] == 255).all()
         with pytest.raises(ValueError, match=f"workspace has {nbytes - 1} bytes; supported: at least {nbytes}"):
-            indexer_topk(**{**arguments, "workspace": torch.zeros(nbytes - 1, dtype=torch.uint8)})
+            call.run(out=out, workspace=torch.zeros(nbytes - 1, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize(
@@ -162,21 +155,20 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
 def test_bad_arguments(name: str) -> None:
     changes, message = BAD[name]
     with RecordingDevice().active() as device, pytest.raises(ValueError, match=message):
-        indexer_topk(**{**arguments_of(PAGES), **changes})
+        call_of(PAGES).run(**changes)
     assert device.launches == []
 
 
 def test_a_result_shares_no_memory() -> None:
-    arguments = arguments_of(PAGES)
     memory = torch.zeros(10 * ROW, dtype=torch.uint8)
     with RecordingDevice().active(), pytest.raises(ValueError, match="out shares memory with workspace"):
-        indexer_topk(**{**arguments, "workspace": memory, "out": memory[: 10 * 40 * 4].view(torch.int32).view(10, 40)})
+        call_of(PAGES).run(workspace=memory, out=memory[: 10 * 40 * 4].view(torch.int32).view(10, 40))
 
 
 def test_prefill_arguments() -> None:
-    arguments = arguments_of(ROWS)
+    call = call_of(ROWS)
     with RecordingDevice().active(), pytest.raises(ValueError, match="max_seqlen_k is -1; supported: an integer, 0 or more"):
-        indexer_topk_prefill(**{**arguments, "max_seqlen_k": -1})
+        call.run(max_seqlen_k=-1)
     with RecordingDevice().active() as device:
-        assert indexer_topk_prefill(**{**arguments, "max_seqlen_k": 0}).shape == (7, 40)
+        assert call.run(max_seqlen_k=0).shape == (7, 40)
     assert [launch.args["logits"] for launch in device.launches] == [None]

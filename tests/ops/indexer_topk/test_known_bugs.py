@@ -16,16 +16,21 @@ import torch
 
 import cute_mla
 from cute_mla import reference
-from cute_mla.indexer import fp8_mqa_logits, fp8_paged_mqa_logits, indexer_topk, indexer_topk_prefill, topk_indices
+from cute_mla.indexer import fp8_mqa_logits, indexer_topk, indexer_topk_prefill, topk_indices
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.topk_indices import RESIDENT
-from cute_mla.testing.cases.indexer_topk import IndexerTopkCase, make_indexer_topk_tensors
+from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
+from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
 from cute_mla.testing.operations.indexer_topk import INDEXER_TOPK
+from cute_mla.testing.operations.mqa_logits import expected_logits
 from cute_mla.testing.suites import indexer_topk as chain_suite
 from cute_mla.testing.suites import mqa_logits as logits_suite
 from cute_mla.testing.suites import topk_indices as topk_suite
-from tests.ops.mqa_logits.logits_call import E4M3_MAX, exact, ints, normal, paged
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import call_of
+from tests.support.zero_tensors import numbers
+
+WHOLE = MqaLogitsCase(heads=8, windows="whole")
 
 
 def chosen(arch: Arch, logits: torch.Tensor, lengths: torch.Tensor, topk: int, sm_count: int | None = None) -> torch.Tensor:
@@ -46,31 +51,32 @@ def test_rows_in_one_digit_of_half_precision(arch: Arch, columns: int, values: s
         "equal": torch.full((1, columns), 1.125),
         "above": torch.full((1, columns), 1.0).scatter_(1, torch.randperm(columns, generator=draw)[None, :2047], 1.2),
     }[values]
-    chosen(arch, logits, ints(columns), 2048, sm_count=1)
+    chosen(arch, logits, numbers(columns), 2048, sm_count=1)
 
 
 @pytest.mark.parametrize("sign", [1, -1])
 def test_a_plateau_is_chosen_from_the_front(arch: Arch, sign: int) -> None:
     """[2] Where no head is positive, all logits are 0, or -0 with negative weights, which are equal: the first keys are chosen."""
-    values = exact(2, 8, 300)
-    keys = values.keys.float().abs().neg().to(values.keys.dtype)
-    q = values.q.float().abs().to(values.q.dtype)
-    arguments = (q, (keys, values.scales), sign * (values.weights.abs() + 1))
+    call = call_of(WHOLE, tokens=2, keys=300)
+    keys, scales = call["kv"]
+    q, keys = call["q"].float().abs().to(keys.dtype), keys.float().abs().neg().to(keys.dtype)
+    arguments = (q, (keys, scales), sign * (call["weights"].abs() + 1))
     with cute_mla.simulate(arch.name):
-        assert (fp8_mqa_logits(*arguments, ints(0, 0), ints(300, 300)) == 0).all()
-        found = indexer_topk_prefill(arguments[0], arguments[1], arguments[2], ints(0, 100), ints(300, 300), 70)
+        assert (fp8_mqa_logits(*arguments, numbers(0, 0), numbers(300, 300)) == 0).all()
+        found = indexer_topk_prefill(arguments[0], arguments[1], arguments[2], numbers(0, 100), numbers(300, 300), 70)
     assert found.tolist() == [[*range(70)]] * 2
 
 
 def test_nan_leads_to_no_position_outside(arch: Arch) -> None:
     """[3] Keys with NaN, infinities among the scales: each position occurs once, within the length, and NaN comes last."""
-    values = normal(3, 8, 200)
-    values.keys.view(torch.uint8)[::3, 5] = 0x7F
-    values.scales[1::30] = math.inf
-    lengths = ints(200, 150, 90)
+    call = call_of(WHOLE, tokens=3, keys=200, values="normal")
+    keys, scales = call["kv"]
+    keys.view(torch.uint8)[::3, 5], scales[1::30] = 0x7F, math.inf
+    operands = (call["q"], call["kv"], call["weights"])
+    lengths = numbers(200, 150, 90)
     with cute_mla.simulate(arch.name):
-        found = indexer_topk_prefill(values.q, (values.keys, values.scales), values.weights, ints(0, 0, 0), lengths, 80)
-        logits = fp8_mqa_logits(values.q, (values.keys, values.scales), values.weights, ints(0, 0, 0), lengths, False)
+        found = indexer_topk_prefill(*operands, numbers(0, 0, 0), lengths, 80)
+        logits = fp8_mqa_logits(*operands, numbers(0, 0, 0), lengths, False)
     assert torch.equal(found, reference.topk_indices(logits, lengths, 80))
     for row, length in zip(found, lengths.tolist(), strict=True):
         assert len(set(row.tolist())) == 80
@@ -82,7 +88,7 @@ def test_nan_leads_to_no_position_outside(arch: Arch) -> None:
 def test_lengths_about_topk(arch: Arch) -> None:
     """[4] The indexer's topk, one below, at and above it; NaN behind the length."""
     logits = torch.randn(4, 2060, generator=torch.Generator().manual_seed(4))
-    lengths = ints(2047, 2048, 2049, -(1 << 31))
+    lengths = numbers(2047, 2048, 2049, -(1 << 31))
     for row, length in enumerate(lengths.tolist()):
         logits[row, max(length, 0) :] = math.nan
     found = chosen(arch, logits, lengths, 2048)
@@ -94,13 +100,15 @@ def test_lengths_about_topk(arch: Arch) -> None:
 def test_4096_requests(arch: Arch) -> None:
     """[4] Of which few have keys. The others' entries of the table name no page."""
     with_keys = {0: 17, 5: 1, 1029: 65, 4095: 40}
-    call = paged([with_keys.get(request, -(request % 2)) for request in range(4096)], 1, 1)
+    call = call_of(MqaLogitsCase(requests=4096, tokens=1, heads=1, keys=65, page_size=64, layout="aliased"))
+    call["context_lens"] = numbers(*(with_keys.get(request, -(request % 2)) for request in range(4096)))
+    call["block_table"][call["context_lens"] <= 0] = 2_147_480_000
     logits = torch.full((4096, 65), math.inf)
     with cute_mla.simulate(arch.name):
-        call.logits(clean_logits=False, out=logits)
+        call.run(clean_logits=False, out=logits)
     assert {row: count for row, count in enumerate(logits.isfinite().sum(1).tolist()) if count} == with_keys
     rows = list(with_keys)
-    expected = call.expected()[rows]
+    expected = expected_logits(**call)[rows]
     assert torch.equal(logits[rows], expected.masked_fill(expected.isinf(), math.inf))
 
 
@@ -113,24 +121,17 @@ def test_suites_have_far_operands() -> None:
         assert "far_requests" in {case.outputs for case in suite.SMOKE}
 
 
-def arguments_of(case: IndexerTopkCase) -> dict[str, Any]:
-    return INDEXER_TOPK.arguments(case, make_indexer_topk_tensors(case), None)
-
-
 PAGED = IndexerTopkCase(requests=2, tokens=2, keys=300, heads=8, page_size=64, topk=40)
 
 
 def test_a_call_again_with_other_lengths(arch: Arch) -> None:
     """[8] A captured graph makes the launches of its call again: nothing in them follows the lengths, which are read on the device."""
-    arguments = arguments_of(PAGED)
-    lengths, out = arguments["context_lens"], torch.zeros(4, 40, dtype=torch.int32)
     with cute_mla.simulate(arch.name):
-        nbytes = cute_mla.workspace_size("indexer_topk", batch=2, s_q=2, h_q=8, max_cache_seqlen=320, topk=40)
-    workspace = torch.zeros(nbytes, dtype=torch.uint8)
-    arguments |= {"out": out, "workspace": workspace}
+        arguments = call_of(PAGED, outputs="given")
+    lengths, out = arguments["context_lens"], arguments["out"]
     launched = []
     for given in ((257, 300), (256, 0)):
-        lengths.copy_(ints(*given))
+        lengths.copy_(numbers(*given))
         with RecordingDevice(arch).active() as device:
             indexer_topk(**arguments)
         launched.append([(launch.kernel, launch.grid, plain(launch.args)) for launch in device.launches])
@@ -148,11 +149,11 @@ def plain(arguments: Any) -> dict[str, Any]:
 
 def test_eight_runs_have_the_same_bits(arch: Arch) -> None:
     """[9] Whatever the order of warps and of atomic sums; logits whose last bits depend on the order of a sum."""
-    call, results = paged([300, 77], 2, 33, spread=normal), []
+    call, results = call_of(MqaLogitsCase(requests=2, tokens=2, heads=33, keys=300, page_size=64, values="normal")), []
     for seed in range(8):
         with cute_mla.simulate(arch.name, schedule="random", seed=seed):
-            logits = fp8_paged_mqa_logits(call.q, call.cache, call.weights, call.context_lens, call.block_table, None, 300)
-            results.append((logits, topk_indices(torch.round(logits), ints(299, 300, 76, 77), 60)))
+            logits = call.run()
+            results.append((logits, topk_indices(torch.round(logits), numbers(299, 300, 299, 300), 60)))
     assert all(torch.equal(logits, results[0][0]) and torch.equal(found, results[0][1]) for logits, found in results)
 
 
@@ -165,26 +166,26 @@ def test_suites_have_every_number_of_heads() -> None:
 
 def test_scales_are_fp32_of_any_value(arch: Arch) -> None:
     """[11] Scales that are no powers of two, whose bytes are no four equal e8m0 numbers, in a cache as well as in a row."""
-    call = paged([130], 1, 8)
-    count = call.cache.shape[1] * 128
-    scales = call.cache.flatten(1)[:, count:].view(torch.float32)
-    scales.copy_(torch.where(scales.isnan(), scales, scales * (3 / E4M3_MAX)))
+    call = call_of(MqaLogitsCase(tokens=1, heads=8, keys=130, page_size=64))
+    count = call["cache"].shape[1] * 128
+    scales = call["cache"].flatten(1)[:, count:].view(torch.float32)
+    scales.copy_(torch.where(scales.isnan(), scales, scales * (3 / 448)))
     with cute_mla.simulate(arch.name):
-        found = fp8_paged_mqa_logits(call.q, call.cache, call.weights, call.context_lens, call.block_table, None, 130)
-    torch.testing.assert_close(found, call.expected(), rtol=1e-6, atol=0)
+        found = call.run()
+    torch.testing.assert_close(found, expected_logits(**call), rtol=1e-6, atol=0)
     assert found.unique().numel() > 60
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.float8_e8m0fnu, torch.bfloat16])
 def test_scales_of_another_type_are_refused(dtype: torch.dtype) -> None:
     """[11] A cache is bytes, so its scales are fp32 by contract; scales of keys in a row say what they are."""
-    values = exact(1, 8, 40)
+    call = call_of(WHOLE, tokens=1, keys=40)
     scales = torch.zeros(40, dtype=torch.uint8).view(dtype) if dtype.itemsize == 1 else torch.zeros(40, dtype=dtype)
     with (
         RecordingDevice().active() as device,
         pytest.raises(ValueError, match=f"the scale of kv has dtype {dtype}; supported: torch.float32"),
     ):
-        indexer_topk_prefill(values.q, (values.keys, scales), values.weights, ints(0), ints(40), 5)
+        indexer_topk_prefill(call["q"], (call["kv"][0], scales), call["weights"], call["ks"], call["ke"], 5)
     assert device.launches == []
 
 
@@ -192,9 +193,9 @@ def test_scales_of_another_type_are_refused(dtype: torch.dtype) -> None:
 def test_every_entry_of_a_result_is_written(arch: Arch, slots: bool) -> None:
     """[12] A buffer that layers share holds nothing of the call before: -1 behind the last, also of requests without keys."""
     case = replace(PAGED, requests=3, lengths="edges", slots=slots, topk=90)
-    arguments = arguments_of(case)
+    call = call_of(case)
     out = torch.full((6, 90), 12345, dtype=torch.int32)
     with cute_mla.simulate(arch.name):
-        indexer_topk(**{**arguments, "out": out})
+        call.run(out=out)
     assert not (out == 12345).any()
-    assert torch.equal(out, INDEXER_TOPK.reference(case, make_indexer_topk_tensors(case))[0])
+    assert torch.equal(out, INDEXER_TOPK.reference(case, call.tensors)[0])

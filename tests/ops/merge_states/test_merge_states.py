@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -13,7 +13,10 @@ import cute_mla
 from cute_mla import reference
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.merge_states import MAX_HEADS
+from cute_mla.testing.cases.merge_states import MergeStatesCase
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import RightCall
+from tests.support.right_calls import changed as changed_call
 
 HALF_ULP = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # relative to the value, at worst
 
@@ -69,13 +72,7 @@ def test_what_is_launched(arch: Arch) -> None:
     assert device.poisoned == [out.data_ptr(), lse.data_ptr()]
 
 
-def changed(**changes: Callable[[torch.Tensor], Any]) -> dict[str, Any]:
-    """Return arguments of a call of two states, some of them changed."""
-    outs, lses = states(2, 5, 4, 512)
-    given: dict[str, Any] = {"outs": outs, "lses": lses, "out": torch.empty(5, 4, 512, dtype=torch.bfloat16), "lse": torch.empty(5, 4)}
-    return {name: changes[name](value) if name in changes else value for name, value in given.items()}
-
-
+changed: Callable[..., RightCall] = partial(changed_call, MergeStatesCase(tokens=5, h_q=4, form="stacked", outputs="given"))
 MANY_HEADS = torch.empty(2, 1, MAX_HEADS + 1, device="meta")
 BAD = {
     "too many tensors": (changed(outs=lambda outs: [outs[0]] * 9, lses=lambda lses: [lses[0]] * 9), "outs has 9 tensors"),
@@ -100,10 +97,10 @@ BAD = {
 def test_bad_arguments(name: str) -> None:
     arguments, message = BAD[name]
     with RecordingDevice().active() as device, pytest.raises(ValueError, match=message):
-        cute_mla.merge_states(**arguments)
+        arguments.run()
     assert device.launches == []
 
 
 def test_empty_lse_is_an_infinity() -> None:
     with RecordingDevice().active(), pytest.raises(ValueError, match="empty_lse is 0"):
-        cute_mla.merge_states(**changed(), empty_lse=0.0)
+        changed().run(empty_lse=0.0)

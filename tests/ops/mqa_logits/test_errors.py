@@ -3,39 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
 
-from cute_mla.indexer import fp8_mqa_logits, fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
+from cute_mla.indexer import get_paged_mqa_logits_metadata
 from cute_mla.spec.mqa_logits import ROW_BYTES
-from tests.ops.mqa_logits.logits_call import exact, ints, paged
+from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import RightCall, changed
+from tests.support.zero_tensors import numbers, zeros
 
 E4M3 = torch.float8_e4m3fn
 Change = Callable[[Any], Any]
 
 
-def e4m3(*shape: int) -> torch.Tensor:
-    return torch.zeros(shape).to(E4M3)
-
-
-def rows(**changes: Change) -> dict[str, Any]:
-    """Return arguments of fp8_mqa_logits, some of them changed."""
-    values = exact(3, 8, 40)
-    given: dict[str, Any] = {
-        "q": values.q, "kv": (values.keys, values.scales), "weights": values.weights, "ks": ints(0, 1, 2), "ke": ints(40, 40, 40),
-        "clean_logits": True, "max_seqlen_k": 0, "out": torch.zeros(3, 40),
-    }  # fmt: skip
-    return {name: changes[name](value) if name in changes else value for name, value in given.items()}
-
-
-def pages(**changes: Change) -> dict[str, Any]:
-    """Return arguments of fp8_paged_mqa_logits, some of them changed."""
-    call = paged([70, 64], 2, 8)
-    given = {**call._asdict(), "metadata": None, "clean_logits": True, "out": torch.zeros(4, 70)}
-    return {name: changes[name](value) if name in changes else value for name, value in given.items()}
+rows: Callable[..., RightCall] = partial(changed, MqaLogitsCase(heads=8, tokens=3, keys=40, outputs="given"))
+pages: Callable[..., RightCall] = partial(changed, MqaLogitsCase(heads=8, requests=2, tokens=2, keys=70, page_size=64, outputs="given"))
 
 
 def keys(change: Change) -> Change:
@@ -60,8 +46,8 @@ def apart(cache: torch.Tensor, stride: int) -> torch.Tensor:
 
 BAD_ROWS = {
     "dimensions of q": (rows(q=lambda q: q[0]), r"q has shape \[8, 128\]; supported: \[tokens, heads, 128\]"),
-    "heads": (rows(q=lambda _: e4m3(3, 65, 128), weights=lambda _: torch.zeros(3, 65)), "heads is 65; supported: 1 to 64"),
-    "stride of q": (rows(q=lambda _: e4m3(3, 8, 136)[..., :128]), "q has .*multiples? of 16"),
+    "heads": (rows(q=lambda _: zeros(3, 65, 128, dtype=E4M3), weights=lambda _: torch.zeros(3, 65)), "heads is 65; supported: 1 to 64"),
+    "stride of q": (rows(q=lambda _: zeros(3, 8, 136, dtype=E4M3)[..., :128]), "q has .*multiples? of 16"),
     "address of q": (rows(q=moved), "q .*16"),
     "kv of one": (rows(kv=lambda kv: kv[0]), "supported: two tensors, keys and their scales"),
     "kv of three": (rows(kv=lambda kv: (*kv, kv[1])), "supported: two tensors, keys and their scales"),
@@ -78,7 +64,7 @@ BAD_ROWS = {
 }  # fmt: skip
 BAD_PAGES = {
     "dimensions of q": (pages(q=lambda q: q[0]), r"q has shape \[2, 8, 128\]; supported: \[batch, tokens, heads, 128\]"),
-    "requests of q apart": (pages(q=lambda _: e4m3(2, 3, 8, 128)[:, :2]), "q has .*requests 2 tokens apart"),
+    "requests of q apart": (pages(q=lambda _: zeros(2, 3, 8, 128, dtype=E4M3)[:, :2]), "q has .*requests 2 tokens apart"),
     "bytes of a key": (pages(cache=lambda c: c[..., :128]), r"cache has shape .*supported: \[pages, page size, 1, 132\]"),
     "page size": (pages(cache=lambda _: torch.zeros(5, 48, 1, 132, dtype=torch.uint8)), "page size is 48; supported: 16, 32, 64, 128"),
     "no pages": (pages(cache=lambda c: c[:0]), "cache has shape .*supported: 1 to"),
@@ -93,38 +79,31 @@ BAD_PAGES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", BAD_ROWS)
-def test_bad_arguments_of_rows(name: str) -> None:
-    arguments, message = BAD_ROWS[name]
+@pytest.mark.parametrize(
+    ("arguments", "message"), [pytest.param(*case, id=name) for table in (BAD_ROWS, BAD_PAGES) for name, case in table.items()]
+)
+def test_bad_arguments(arguments: RightCall, message: str) -> None:
     with RecordingDevice().active() as device, pytest.raises(ValueError, match=message):
-        fp8_mqa_logits(**arguments)
-    assert device.launches == []
-
-
-@pytest.mark.parametrize("name", BAD_PAGES)
-def test_bad_arguments_of_pages(name: str) -> None:
-    arguments, message = BAD_PAGES[name]
-    with RecordingDevice().active() as device, pytest.raises(ValueError, match=message):
-        fp8_paged_mqa_logits(**arguments)
+        arguments.run()
     assert device.launches == []
 
 
 def test_right_arguments() -> None:
     with RecordingDevice().active() as device:
-        fp8_mqa_logits(**rows())
-        fp8_paged_mqa_logits(**pages())
+        rows().run()
+        pages().run()
     assert len(device.launches) == 2
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((ints(5).view(1, 1, 1), 64, 132), r"context_lens has shape \[1, 1, 1\]; supported: \[batch\] and \[batch, tokens\]"),
-        ((ints(5).long(), 64, 132), "context_lens has dtype torch.int64; supported: torch.int32"),
-        ((ints(5, 6, 7, 8)[::2], 64, 132), "context_lens has .*contiguous"),
-        ((ints(5), 48, 132), "block_kv: page size is 48; supported: 16, 32, 64, 128"),
-        ((ints(5), 64, 0), "num_sms is 0; supported: an integer, 1 to"),
-        ((ints(5), 64, None), "num_sms is None; supported: an integer"),
+        ((numbers(5).view(1, 1, 1), 64, 132), r"context_lens has shape \[1, 1, 1\]; supported: \[batch\] and \[batch, tokens\]"),
+        ((numbers(5).long(), 64, 132), "context_lens has dtype torch.int64; supported: torch.int32"),
+        ((numbers(5, 6, 7, 8)[::2], 64, 132), "context_lens has .*contiguous"),
+        ((numbers(5), 48, 132), "block_kv: page size is 48; supported: 16, 32, 64, 128"),
+        ((numbers(5), 64, 0), "num_sms is 0; supported: an integer, 1 to"),
+        ((numbers(5), 64, None), "num_sms is None; supported: an integer"),
     ],
 )
 def test_bad_arguments_of_metadata(arguments: tuple[Any, ...], message: str) -> None:
@@ -137,8 +116,8 @@ def test_a_result_shares_no_memory() -> None:
     given["out"] = torch.zeros(3, 48)[:, :40]
     given["weights"] = given["out"].as_strided((3, 8), (48, 1))
     with RecordingDevice().active(), pytest.raises(ValueError, match="out shares memory with weights"):
-        fp8_mqa_logits(**given)
+        given.run()
     cache = torch.zeros(5, 64, 1, ROW_BYTES, dtype=torch.uint8)
     inside = cache.view(-1).view(torch.float32)[: 4 * 70].view(4, 70)
     with RecordingDevice().active(), pytest.raises(ValueError, match="out shares memory with cache"):
-        fp8_paged_mqa_logits(**pages(cache=lambda _: cache, out=lambda _: inside))
+        pages().run(cache=cache, out=inside)

@@ -14,25 +14,20 @@ from cute_mla import reference
 from cute_mla.indexer import fp8_mqa_logits, get_paged_mqa_logits_metadata
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.mqa_logits import COLUMNS, ROW_BYTES
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase, make_mqa_logits_tensors
+from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
 from cute_mla.testing.operations.mqa_logits import MQA_LOGITS, expected_logits
+from tests.support.bench import Bench, expect
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import call_of
+from tests.support.zero_tensors import numbers
 
 E4M3 = torch.float8_e4m3fn
 
 
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
-
-
-def arguments_of(case: MqaLogitsCase) -> dict[str, Any]:
-    return MQA_LOGITS.arguments(case, make_mqa_logits_tensors(case), None)
-
-
-def computed(arch: Arch, arguments: dict[str, Any], sm_count: int | None = None, schedule: str = "round_robin") -> torch.Tensor:
+def computed(arch: Arch, arguments: dict[str, Any], sm_count: int | None = None, **options: Any) -> torch.Tensor:
     """Return the logits on the simulated device, where one kernel was launched."""
-    with cute_mla.simulate(arch.name, sm_count, schedule=schedule) as device:
-        logits = MQA_LOGITS.function(**arguments)
+    with cute_mla.simulate(arch.name, sm_count, **options) as device:
+        logits: torch.Tensor = MQA_LOGITS.function(**arguments)
         assert device.launches == 1
     return logits
 
@@ -44,6 +39,77 @@ def with_rows(arguments: dict[str, Any], rows: slice) -> dict[str, Any]:
 
 ROWS = MqaLogitsCase(tokens=5, keys=300, heads=33, windows="random", values="normal")
 PAGES = MqaLogitsCase(requests=3, tokens=2, keys=300, heads=33, page_size=64, lengths="edges", values="normal")
+WHOLE = MqaLogitsCase(windows="whole")
+
+
+@pytest.mark.parametrize("code", ["ptx", "sass"])
+@pytest.mark.parametrize("case", [replace(ROWS, windows="edges", heads=64), replace(PAGES, heads=64)], ids=["rows", "pages"])
+def test_agrees_with_the_formula(arch: Arch, case: MqaLogitsCase, code: str) -> None:
+    """Normal values with scales of amax / 448, as in DeepGEMM's tests."""
+    call = call_of(case)
+    expect(case, call.tensors, (computed(arch, call, code=code),))
+
+
+BY_RULE = {
+    # Negative: none. More than the table or max_context_len holds: as many as these. About the borders of tiles.
+    "lengths": replace(PAGES, requests=15, keys=257),
+    "lengths of tokens": replace(PAGES, requests=8, keys=257, per_token=True),
+    # A max_context_len within, at and beyond what the table holds.
+    **{f"{columns} columns": replace(PAGES, columns=columns) for columns in (1, 64, 129, 299, 320, 700)},
+    # With columns for more keys: no entry behind the row's last is read.
+    "beyond the table": replace(PAGES, requests=6, columns=700),
+    "beyond the table, of tokens": replace(PAGES, requests=6, columns=700, per_token=True),
+    # NaN in page 0, in unused slots of used pages with their scales, and between pages; entries of the table that name no page.
+    "bytes between pages": replace(PAGES, layout="strided"),
+    # NaN keys and scales before, behind and between the windows, within the tiles that are loaded.
+    "windows": replace(ROWS, windows="edges", tokens=10, keys=400),
+}
+
+
+@pytest.mark.parametrize("name", BY_RULE)
+def test_what_is_seen_by_rule(bench: Bench, name: str) -> None:
+    bench.judge(replace(BY_RULE[name], values="exact", heads=64))
+
+
+@pytest.mark.parametrize("per_token", [False, True])
+def test_lengths_are_clipped_to_what_the_table_holds(arch: Arch, per_token: bool) -> None:
+    call, lengths = call_of(PAGES, requests=2, keys=320, columns=700, lengths="full", values="exact"), numbers(1 << 30, -5)
+    call["context_lens"] = torch.stack([lengths - 1, lengths], dim=1) if per_token else lengths
+    assert computed(arch, call).isfinite().sum(1).tolist() == [320 if per_token else 319, 320, 0, 0]
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_a_plateau_is_zero(arch: Arch, sign: int) -> None:
+    """A logit without a positive head is exactly 0, with weights of either sign."""
+    call = call_of(WHOLE, tokens=2, keys=200)
+    keys = call["kv"][0].float().abs().neg()
+    keys[::50] *= -1
+    call |= {"q": call["q"].float().abs().to(E4M3), "kv": (keys.to(E4M3), call["kv"][1]), "weights": sign * (call["weights"].abs() + 1)}
+    found = computed(arch, call)
+    assert torch.equal(found, expected_logits(**call))
+    assert (found == 0).sum(1).tolist() == [196, 196]
+
+
+def test_nan_stays_where_it_is(arch: Arch) -> None:
+    """NaN in a key or its scale reaches that key's logits, NaN in a token's queries or weights that token's, and no others."""
+    call = call_of(WHOLE, tokens=4, keys=150)
+    clean = expected_logits(**call)
+    keys, scales = call["kv"]
+    keys.view(torch.uint8)[7, 100], scales[70] = 0x7F, math.nan
+    call["q"].view(torch.uint8)[1, 63, 0], call["weights"][2, 0] = 0xFF, math.nan
+    found = computed(arch, call)
+    touched = torch.zeros(4, 150, dtype=torch.bool)
+    touched[:, [7, 70]] = True
+    touched[1:3] = True
+    assert torch.equal(found.masked_fill(touched, 0), clean.masked_fill(touched, 0))
+    assert found[:, 70].isnan().all()
+    assert found[2].isnan().all()
+
+
+def test_a_list_of_keys_and_scales(arch: Arch) -> None:
+    """Take kv as a list, as callers that unpack a tuple of tensors pass it."""
+    call = call_of(WHOLE, tokens=1, heads=8, keys=5)
+    assert torch.equal(computed(arch, {**call, "kv": list(call["kv"])}), expected_logits(**call))
 
 
 def test_the_formula_by_hand() -> None:
@@ -51,7 +117,7 @@ def test_the_formula_by_hand() -> None:
     q, k = torch.zeros(1, 2, COLUMNS), torch.zeros(3, COLUMNS)
     q[0, 0, 0], q[0, 1, 1] = 2.0, 1.0
     k[0, :2], k[1, :2], k[2, :2] = torch.tensor([3.0, -1.0]), torch.tensor([-3.0, 4.0]), torch.tensor([math.nan, 1.0])
-    arguments = (q.to(E4M3), (k.to(E4M3), torch.tensor([0.5, 2.0, 1.0])), torch.tensor([[10.0, -1.0]]), ints(0), ints(2))
+    arguments = (q.to(E4M3), (k.to(E4M3), torch.tensor([0.5, 2.0, 1.0])), torch.tensor([[10.0, -1.0]]), numbers(0), numbers(2))
     assert reference.fp8_mqa_logits(*arguments).tolist() == [[30.0, -8.0, -math.inf]]
     with cute_mla.simulate("sm90"):
         assert fp8_mqa_logits(*arguments).tolist() == [[30.0, -8.0, -math.inf]]
@@ -59,13 +125,13 @@ def test_the_formula_by_hand() -> None:
 
 def test_pages_and_rows_have_the_same_bits(arch: Arch) -> None:
     """[9] Keys are the same, also on other pages."""
-    paged = arguments_of(replace(PAGES, lengths="full"))
+    paged = call_of(replace(PAGES, lengths="full"))
     logits = computed(arch, paged).unflatten(0, (3, 2))
     for request in range(3):
         kv = reference.indexed_keys(paged["cache"], paged["block_table"][request], 300)
         rows = slice(2 * request, 2 * request + 2)
         with cute_mla.simulate(arch.name):
-            same = fp8_mqa_logits(paged["q"][request], kv, paged["weights"][rows], ints(0, 0), ints(299, 300))
+            same = fp8_mqa_logits(paged["q"][request], kv, paged["weights"][rows], numbers(0, 0), numbers(299, 300))
         assert torch.equal(same, logits[request])
     copied = {**paged, "cache": paged["cache"].flip(0), "block_table": len(paged["cache"]) - 1 - paged["block_table"]}
     assert torch.equal(computed(arch, copied).unflatten(0, (3, 2)), logits)
@@ -74,9 +140,9 @@ def test_pages_and_rows_have_the_same_bits(arch: Arch) -> None:
 @pytest.mark.parametrize("schedule", ["lazy", "random"])
 def test_bits_depend_on_token_and_key_alone(arch: Arch, schedule: str) -> None:
     """[9] Alone and among others, on one SM and on many, in part of the keys."""
-    arguments = arguments_of(replace(ROWS, windows="whole", keys=700))
+    arguments = call_of(replace(ROWS, windows="whole", keys=700))
     logits = computed(arch, arguments)
-    assert torch.equal(computed(arch, arguments, 1, schedule), logits)
+    assert torch.equal(computed(arch, arguments, 1, schedule=schedule), logits)
     for row in (0, 3):
         assert torch.equal(computed(arch, with_rows(arguments, slice(row, row + 1))), logits[row : row + 1])
     keys, scales = arguments["kv"]
@@ -86,11 +152,11 @@ def test_bits_depend_on_token_and_key_alone(arch: Arch, schedule: str) -> None:
 
 @pytest.mark.parametrize("case", [replace(ROWS, clean=False), replace(PAGES, clean=False)], ids=["rows", "pages"])
 def test_unseen_columns_are_not_written_unless_clean(arch: Arch, case: MqaLogitsCase) -> None:
-    arguments = arguments_of(replace(case, values="exact"))
+    arguments = call_of(replace(case, values="exact"))
     kept = torch.full(case.shape, 7.0)
     wanted = expected_logits(**arguments)
     with cute_mla.simulate(arch.name):
-        assert MQA_LOGITS.function(**{**arguments, "out": kept}) is kept
+        assert arguments.run(out=kept) is kept
     assert torch.equal(kept, torch.where(wanted.isnan(), 7.0, wanted))
     cleaned = computed(arch, {**arguments, "clean_logits": True})
     assert torch.equal(cleaned, torch.where(wanted.isnan(), -math.inf, wanted))
@@ -98,7 +164,7 @@ def test_unseen_columns_are_not_written_unless_clean(arch: Arch, case: MqaLogits
 
 def test_relative_columns(arch: Arch) -> None:
     """Column j is key ks + j; keys from ks + max_seqlen_k on have none, and columns behind ke are not written."""
-    arguments = {**arguments_of(replace(ROWS, windows="edges", values="exact", tokens=10)), "clean_logits": False, "max_seqlen_k": 70}
+    arguments = {**call_of(replace(ROWS, windows="edges", values="exact", tokens=10)), "clean_logits": False, "max_seqlen_k": 70}
     out = torch.full((10, 70), 7.0)
     computed(arch, {**arguments, "out": out})
     keys = len(arguments["kv"][0])
@@ -113,9 +179,9 @@ def test_relative_columns(arch: Arch) -> None:
 def test_tokens_of_a_request_see_one_key_more_each(arch: Arch, tokens: int) -> None:
     """[4] Lengths below the number of tokens, 0 and less, and at the borders of pages and tiles."""
     case = replace(PAGES, requests=4, tokens=tokens, values="exact", heads=8, keys=140)
-    arguments = arguments_of(case)
-    lengths = ints(tokens - 1, -3, 129, 128)
-    arguments = {**arguments, "context_lens": lengths, "cache": arguments["cache"].clone().fill_(0x30)}
+    arguments = call_of(case)
+    lengths = numbers(tokens - 1, -3, 129, 128)
+    arguments |= {"context_lens": lengths, "cache": arguments["cache"].clone().fill_(0x30)}
     arguments["block_table"] = torch.arange(12, dtype=torch.int32).view(4, 3) % len(arguments["cache"])
     logits = computed(arch, arguments).unflatten(0, (4, tokens))
     for request, length in enumerate(lengths.tolist()):
@@ -128,7 +194,7 @@ def test_tokens_of_a_request_see_one_key_more_each(arch: Arch, tokens: int) -> N
 
 def test_stale_metadata_does_no_harm(arch: Arch) -> None:
     """[8] Metadata of other lengths, of any contents, and none: the same launch."""
-    arguments = arguments_of(replace(PAGES, values="exact"))
+    arguments = call_of(replace(PAGES, values="exact"))
     made = get_paged_mqa_logits_metadata(arguments["context_lens"], 64, 132)
     assert (made.shape, made.dtype, made.any().item()) == ((133, 2), torch.int32, False)
     assert get_paged_mqa_logits_metadata(torch.zeros(2, 3, dtype=torch.int32), 16, 1).shape == (2, 2)
@@ -138,9 +204,9 @@ def test_stale_metadata_does_no_harm(arch: Arch) -> None:
 
 
 def test_pages_outside_the_cache_are_zeros_and_a_finding(arch: Arch) -> None:
-    arguments = arguments_of(replace(PAGES, broken=True, lengths="full", values="exact"))
+    arguments = call_of(replace(PAGES, broken=True, lengths="full", values="exact"))
     with cute_mla.simulate(arch.name, on_finding="collect") as device:
-        logits = MQA_LOGITS.function(**arguments)
+        logits = arguments.run()
     assert torch.equal(logits, expected_logits(**arguments))
     assert (logits[1, 64:128] == 0).all()
     assert [finding.kind for finding in device.findings] == ["block_table"]
@@ -149,17 +215,17 @@ def test_pages_outside_the_cache_are_zeros_and_a_finding(arch: Arch) -> None:
 
 def test_scales_end_with_their_memory(arch: Arch) -> None:
     """[6] No scale is read beyond the last key, whose number is no multiple of 4; nor does the first lie at a multiple of 16 bytes."""
-    arguments = arguments_of(replace(ROWS, keys=67, windows="whole", values="exact"))
+    arguments = call_of(replace(ROWS, keys=67, windows="whole", values="exact"))
     keys, scales = arguments["kv"]
     placed = torch.full((68,), math.nan)[1:].copy_(scales)
     assert torch.equal(computed(arch, {**arguments, "kv": (keys, placed)}), expected_logits(**arguments))
 
 
 def test_what_is_launched(arch: Arch) -> None:
-    arguments = arguments_of(PAGES)
+    arguments = call_of(PAGES)
     with RecordingDevice(arch, 132).active() as device:
-        logits = MQA_LOGITS.function(**arguments)
-        MQA_LOGITS.function(**arguments_of(replace(ROWS, heads=8)))
+        logits = arguments.run()
+        call_of(replace(ROWS, heads=8)).run()
     paged, rows = device.launches
     assert (paged.kernel, paged.pdl) == (f"mqa_logits_{arch.name}_e4m3_pages_h64", True)
     assert (rows.kernel, rows.args["block_table"]) == (f"mqa_logits_{arch.name}_e4m3_rows_h32", None)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -15,14 +13,16 @@ from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.spec.sparse_decode import DECODED, SparseDecodeProblem
-from tests.ops.sparse_decode.sparse_call import SparseCall
+from cute_mla.testing.cases.sparse_decode import Pool
 from tests.support.recording_device import RecordingDevice, row_ctas
+from tests.support.right_calls import planned, sparse_call
+from tests.support.zero_tensors import ints
 
 LOG2_E = math.log2(math.e)
 
 
 def test_a_call_plans_decodes_and_combines(device: RecordingDevice) -> None:
-    out, lse = SparseCall(s_q=2, h_q=128).run()
+    out, lse = sparse_call(s_q=2, h_q=128).run()
     plan, decode, combine = device.launches
     variant = SparseDecodeProblem(device.arch, "bf16", "fp8_656", batch=2, s_q=2, h_q=128, topk=128).config.name
     names = ("split_plan_{}_i32", f"sparse_decode_{{}}_{variant}", "combine_{}_bf16")
@@ -35,8 +35,8 @@ def test_a_call_plans_decodes_and_combines(device: RecordingDevice) -> None:
 
 @pytest.mark.parametrize("told", [False, True])
 def test_a_schedule_object_plans_by_lengths_and_topk(device: RecordingDevice, told: bool) -> None:
-    call = SparseCall(topk=100, extra_topk=7)
-    lengths = {"topk_length": call.lengths(), "extra_topk_length": call.lengths()} if told else {}
+    call = sparse_call(topk=100, extra_topk=7)
+    lengths = {"topk_length": ints(2), "extra_topk_length": ints(2)} if told else {}
     call.run(**lengths)
     plan, decode, combine = (launch.args for launch in device.launches)
     for args in (plan, combine):
@@ -50,10 +50,10 @@ def test_a_schedule_object_plans_by_lengths_and_topk(device: RecordingDevice, to
 
 
 def test_arguments_of_one_cache(device: RecordingDevice) -> None:
-    call = SparseCall(s_q=3, h_q=24, topk=65)
+    call = sparse_call(s_q=3, h_q=24, topk=65)
     out, lse = call.run(softmax_scale=0.25, empty_lse=-math.inf)
     args = device.launches[1].args
-    given = {"q": call.q, "cache": call.k_cache, "indices": call.options["indices"], "out": out, "lse": lse}
+    given = {"q": call["q"], "cache": call["k_cache"], "indices": call["indices"], "out": out, "lse": lse}
     assert all(args[name] is tensor for name, tensor in given.items())
     for name in ("topk_length", "extra_cache", "extra_indices", "extra_topk_length", "attn_sink"):
         assert args[name] is None
@@ -68,7 +68,7 @@ def test_arguments_of_one_cache(device: RecordingDevice) -> None:
         "page_stride": 64 * 656, "row_stride": 656, "extra_page_stride": 0, "extra_row_stride": 0,
     }  # fmt: skip
     assert {param.name: args[param.name] for param in PARAMS_OF["sparse_decode"] if param.kind is ParamKind.INT32} == {
-        "batch": 2, "s_q": 3, "h_q": 24, "page_size": 64, "slots": 20 * 64, "topk": 65,
+        "batch": 2, "s_q": 3, "h_q": 24, "page_size": 64, "slots": 64 * len(call["k_cache"]), "topk": 65,
         "extra_page_size": 1, "extra_slots": 0, "extra_topk": 0, "max_splits": 0, "accum_rows": 2 + 44 // ctas - 1,
     }  # fmt: skip
     assert args["scale_log2"] == pytest.approx(0.25 * LOG2_E)
@@ -76,50 +76,50 @@ def test_arguments_of_one_cache(device: RecordingDevice) -> None:
 
 
 def test_arguments_of_the_second_cache_and_the_sink(device: RecordingDevice) -> None:
-    call = SparseCall(cache="fp8_584", topk=64, extra_topk=70, extra_page_size=3)
-    sink, lengths, extra_lengths = torch.zeros(64), call.lengths(), call.lengths()
+    call = sparse_call(64, cache="fp8_584", extra=Pool(64, 70, 3))
+    sink, lengths, extra_lengths = torch.zeros(64), ints(2), ints(2)
     call.run(attn_sink=sink, topk_length=lengths, extra_topk_length=extra_lengths)
     args, merged = device.launches[1].args, device.launches[2].args
     given = {"topk_length": lengths, "extra_topk_length": extra_lengths, "attn_sink": sink}
-    given |= {"extra_cache": call.options["extra_k_cache"], "extra_indices": call.options["extra_indices_in_kvcache"]}
+    given |= {"extra_cache": call["extra_k_cache"], "extra_indices": call["extra_indices_in_kvcache"]}
     assert all(args[name] is tensor for name, tensor in given.items())
     assert merged["attn_sink"] is sink
-    assert (args["extra_page_size"], args["extra_slots"], args["extra_topk"]) == (3, 60, 70)
+    assert (args["extra_page_size"], args["extra_slots"], args["extra_topk"]) == (3, 3 * len(call["extra_k_cache"]), 70)
     assert (args["extra_indices_stride_batch"], args["extra_indices_stride_token"]) == (70, 70)
-    assert (args["page_stride"], args["row_stride"]) == (64 * 584, 576)
-    assert (args["extra_page_stride"], args["extra_row_stride"]) == (3 * 584 + 8, 576)
+    assert (args["page_stride"], args["row_stride"]) == (65 * 576, 576)  # pages end at multiples of 576 bytes
+    assert (args["extra_page_stride"], args["extra_row_stride"]) == (4 * 576, 576)
     assert args["scale_log2"] == pytest.approx(512**-0.5 * LOG2_E)
 
 
 @pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.float8_e4m3fn])
 @pytest.mark.parametrize("cache", ["fp8_656", "fp8_584"])
 def test_bytes_of_any_name_are_an_fp8_cache(device: RecordingDevice, cache: str, dtype: torch.dtype) -> None:
-    call = SparseCall(cache=cache)
-    call.k_cache = call.k_cache.view(dtype)
+    call = sparse_call(cache=cache)
+    call["k_cache"] = call["k_cache"].view(dtype)
     call.run()
     assert f"bf16_{cache}_cluster" in device.launches[1].kernel
-    assert device.launches[1].args["cache"] is call.k_cache
+    assert device.launches[1].args["cache"] is call["k_cache"]
 
 
 def test_latent_caches(device: RecordingDevice) -> None:
-    call = SparseCall(cache="latent", page_size=61)
+    call = sparse_call(cache="latent", page_size=61)
     out, _ = call.run()
     assert "bf16_latent_cluster" in device.launches[1].kernel
     assert device.launches[2].kernel == f"combine_{device.arch.name}_bf16"
     args = device.launches[1].args
-    assert (args["page_stride"], args["row_stride"], args["page_size"], args["slots"]) == (61 * 1152, 1152, 61, 20 * 61)
+    assert (args["page_stride"], args["row_stride"], args["page_size"], args["slots"]) == (61 * 1152, 1152, 61, 61 * len(call["k_cache"]))
     assert out.dtype == torch.bfloat16
 
 
 def test_strided_operands_are_passed_as_they_are(device: RecordingDevice) -> None:
-    call = SparseCall(s_q=2, h_q=8, pages=4)
-    call.q = torch.zeros(2, 3, 20, 608, dtype=torch.bfloat16)[:, 1:, 5:13, 8:584]
-    call.k_cache = torch.zeros(4, 3, 64, 1, 672, dtype=torch.uint8)[:, 1, :, :, 16:]
-    call.options["indices"] = torch.zeros(2, 5, 300, dtype=torch.int32)[:, ::2, 9:137][:, :2]
+    call = sparse_call(s_q=2, h_q=8)
+    call["q"] = torch.zeros(2, 3, 20, 608, dtype=torch.bfloat16)[:, 1:, 5:13, 8:584]
+    call["k_cache"] = torch.zeros(4, 3, 64, 1, 672, dtype=torch.uint8)[:, 1, :, :, 16:]
+    call["indices"] = torch.zeros(2, 5, 300, dtype=torch.int32)[:, ::2, 9:137][:, :2]
     out = torch.zeros(2, 8, 2, 600, dtype=torch.bfloat16)[..., 8:520].transpose(1, 2)
     call.run(out=out)
     args = device.launches[1].args
-    assert args["q"].data_ptr() == call.q.data_ptr()
+    assert args["q"].data_ptr() == call["q"].data_ptr()
     assert [args[f"q_stride_{dim}"] for dim in ("batch", "token", "head")] == [3 * 20 * 608, 20 * 608, 608]
     assert [args[f"out_stride_{dim}"] for dim in ("batch", "token", "head")] == [8 * 2 * 600, 600, 2 * 600]
     assert (args["page_stride"], args["row_stride"]) == (3 * 64 * 672, 672)
@@ -137,16 +137,14 @@ def test_pages_far_apart_and_more_slots_than_an_index_names() -> None:
 @pytest.mark.parametrize("cache", DECODED)
 @pytest.mark.parametrize("page_size", [1, 2, 61, 64, 69, 576])
 def test_pages_of_any_size(device: RecordingDevice, cache: str, page_size: int) -> None:
-    SparseCall(cache=cache, page_size=page_size).run()
+    sparse_call(cache=cache, page_size=page_size).run()
     assert device.launches[1].args["page_size"] == page_size
 
 
 @pytest.mark.parametrize(("pages", "page_size"), [(1, 1), (1, 64), (3, 1)])
 def test_strides_of_dimensions_of_one_are_not_looked_at(device: RecordingDevice, pages: int, page_size: int) -> None:
-    call = SparseCall(pages=pages, page_size=page_size)
     stride = (7 if pages == 1 else 656, 7 if page_size == 1 else 656, 7, 1)
-    call.k_cache = torch.zeros(pages * page_size * 656, dtype=torch.uint8).as_strided((pages, page_size, 1, 656), stride)
-    call.run()
+    sparse_call().run(k_cache=torch.zeros(pages * page_size * 656, dtype=torch.uint8).as_strided((pages, page_size, 1, 656), stride))
     args = device.launches[1].args
     assert args["row_stride"] == 656
     assert args["page_stride"] % 16 == 0
@@ -155,11 +153,10 @@ def test_strides_of_dimensions_of_one_are_not_looked_at(device: RecordingDevice,
 @pytest.mark.parametrize("h_q", [1, 3, 8, 16, 48, 64, 65, 96, 128])
 @pytest.mark.parametrize("s_q", [1, 3])
 def test_heads_and_tokens_decide_the_grid(device: RecordingDevice, h_q: int, s_q: int) -> None:
-    call = SparseCall(h_q=h_q, s_q=s_q)
+    call = sparse_call(h_q=h_q, s_q=s_q)
     ctas = row_ctas(device, h_q)
-    for plan in (cute_mla.get_mla_metadata(), call.form_a()):
-        call.plan = plan
-        call.run()
+    for plan in (cute_mla.get_mla_metadata(), call.plan()):
+        call.run(**planned(plan))
         assert device.launches[-2].grid == (ctas, s_q, 132 // s_q // ctas)
     assert isinstance(plan[0], torch.Tensor)
     assert plan[0].shape == (132 // s_q // ctas, 8)
@@ -179,58 +176,30 @@ def test_a_plan_made_beforehand_takes_every_request_for_topk_keys(device: Record
 
 
 def test_batch_invariant_call(device: RecordingDevice) -> None:
-    call = SparseCall(batch=3, topk=16_000, extra_topk=3000)
-    call.run(batch_invariant=True)
+    sparse_call(16_000, 3000, batch=3).run(batch_invariant=True)
     _, decode, combine = (launch.args for launch in device.launches)
     for args in (decode, combine):
         assert (args["max_splits"], args["accum_rows"]) == (3, 9)
 
 
 def test_block_table_and_lengths_are_not_looked_at(device: RecordingDevice) -> None:
-    call = SparseCall()
-    call.run(block_table="anything", cache_seqlens=object())
+    sparse_call().run(block_table="anything", cache_seqlens=object())
     assert len(device.launches) == 3
 
 
-@pytest.mark.parametrize("shape", [{"batch": 0}, {"s_q": 0}])
-def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, Any]) -> None:
-    call = SparseCall(**shape)
-    out, lse = call.run(workspace=torch.empty(0, dtype=torch.uint8))
-    assert cute_mla.workspace_size("sparse_decode", batch=call.batch, s_q=call.s_q, h_q=64, device="cpu") == 0
+@pytest.mark.parametrize(("batch", "s_q"), [(0, 1), (2, 0)])
+def test_nothing_to_compute(device: RecordingDevice, batch: int, s_q: int) -> None:
+    call = sparse_call(batch=batch)
+    none = {name: call[name][:, :s_q] for name in ("q", "indices")}
+    out, lse = call.run(**none, workspace=torch.empty(0, dtype=torch.uint8))
+    assert cute_mla.workspace_size("sparse_decode", batch=batch, s_q=s_q, h_q=64, device="cpu") == 0
     assert device.launches == []
-    assert out.shape == (call.batch, call.s_q, 64, 512)
-    assert lse.shape == (call.batch, 64, call.s_q)
+    assert out.shape == (batch, s_q, 64, 512)
+    assert lse.shape == (batch, 64, s_q)
 
 
 @pytest.mark.parametrize("extra_topk", [None, 0, 5])
 def test_no_indices_are_none_valid(device: RecordingDevice, extra_topk: int | None) -> None:
-    SparseCall(topk=0, extra_topk=extra_topk).run()
+    sparse_call(0, extra_topk).run()
     args = device.launches[1].args
     assert (args["topk"], args["extra_topk"]) == (0, extra_topk or 0)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"batch": 3}, "batch 3 after 2"),
-        ({"s_q": 2}, "s_q 2 after 1"),
-        ({"h_q": 32}, "h_q 32 after 64"),
-        ({"topk": 64}, "topk 64 after 128"),
-        ({"extra_topk": 64}, "extra_topk 64 after 0"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else None,
-)
-def test_schedule_with_other_shapes_is_refused(device: RecordingDevice, change: dict[str, Any], said: str) -> None:
-    plan = cute_mla.get_mla_metadata()
-    SparseCall(plan=plan).run()
-    with pytest.raises(ValueError, match=f"planned for other shapes: .*{said}"):
-        replace(SparseCall(plan=plan), **change).run()
-
-
-def test_outputs_and_workspace_are_declared_undefined(device: RecordingDevice) -> None:
-    call = SparseCall()
-    workspace = torch.empty(cute_mla.workspace_size("sparse_decode", batch=2, s_q=1, h_q=64, device="cpu"), dtype=torch.uint8)
-    out, lse = call.run(workspace=workspace)
-    plan = device.launches[0].args
-    written = (out, lse, workspace, plan["plan"], plan["num_splits"])
-    assert {tensor.data_ptr() for tensor in written} == set(device.poisoned)

@@ -14,8 +14,8 @@ from cute_mla.ops.decode_plan import CommonSpec, Options
 from cute_mla.ops.tensor_spec import TensorSpec, spec_of
 from cute_mla.spec.cache_format import FORMATS as FORMATS_OF
 from cute_mla.spec.dense_decode import MAX_KEYS
-from tests.ops.sparse_decode.sparse_call import SparseCall
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import planned, sparse_call
 from tests.support.zero_tensors import ints, zeros
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -97,7 +97,7 @@ OPERANDS: list[tuple[str, dict[str, Callable[[], Any]], str]] = [
 @pytest.mark.parametrize(("change", "said"), [case[1:] for case in OPERANDS], ids=[case[0] for case in OPERANDS])
 def test_operands(device: RecordingDevice, change: dict[str, Callable[[], Any]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        SparseCall().run(**{name: make() for name, make in change.items()})
+        sparse_call().run(**{name: make() for name, make in change.items()})
     assert device.launches == []
 
 
@@ -116,7 +116,7 @@ SECOND: list[tuple[str, dict[str, Callable[[], Any]], str]] = [
 @pytest.mark.parametrize(("change", "said"), [case[1:] for case in SECOND], ids=[case[0] for case in SECOND])
 def test_the_second_cache(device: RecordingDevice, change: dict[str, Callable[[], Any]], said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        SparseCall(extra_topk=64).run(**{name: make() for name, make in change.items()})
+        sparse_call(extra_topk=64).run(**{name: make() for name, make in change.items()})
     assert device.launches == []
 
 
@@ -131,7 +131,7 @@ def test_the_second_cache(device: RecordingDevice, change: dict[str, Callable[[]
     ],
 )
 def test_two_formats_that_no_kernel_reads(device: RecordingDevice, first: str, second: str, supported: str) -> None:
-    call = SparseCall(cache=first, extra_topk=8)
+    call = sparse_call(cache=first, extra_topk=8)
     extra = cache(20, 2, 1, FORMATS_OF[second].page_bytes(1))
     extra = extra if second != "fp8_584" else strided(20, 2, 584, 1184, 584)
     names = {"kv_format": first, "extra_kv_format": second}
@@ -141,13 +141,13 @@ def test_two_formats_that_no_kernel_reads(device: RecordingDevice, first: str, s
 
 
 def test_more_indices_than_tiles_are_counted(device: RecordingDevice) -> None:
-    call = SparseCall(batch=1, extra_topk=64)
-    spec = TensorSpec((1, 1, MAX_KEYS), (MAX_KEYS, MAX_KEYS, 1), torch.int32, call.q.device)
-    indices = spec_of("i", call.options["extra_indices_in_kvcache"])
-    second = sparse_decode.Selection(("a", "b", "c"), spec_of("k", call.k_cache), indices, None)
+    call = sparse_call(batch=1, extra_topk=64)
+    spec = TensorSpec((1, 1, MAX_KEYS), (MAX_KEYS, MAX_KEYS, 1), torch.int32, call["q"].device)
+    indices = spec_of("i", call["extra_indices_in_kvcache"])
+    second = sparse_decode.Selection(("a", "b", "c"), spec_of("k", call["k_cache"]), indices, None)
     options = Options(*(None,) * len(Options._fields))._replace(is_fp8_kvcache=True)  # type: ignore[arg-type]
     common = CommonSpec(None, None, None, options, address_alignment=16)
-    whole = sparse_decode.CallSpec(spec_of("q", call.q), second._replace(indices=spec), second, None, None, common)
+    whole = sparse_decode.CallSpec(spec_of("q", call["q"]), second._replace(indices=spec), second, None, None, common)
     with pytest.raises(
         ValueError, match=f"indices and extra_indices_in_kvcache name {MAX_KEYS + 64} slots a token; supported: to {MAX_KEYS}"
     ):
@@ -158,4 +158,4 @@ def test_a_plan_of_dense_decode_is_refused_if_its_parts_differ(device: Recording
     """96 rows of one KV head are two CTAs; three tokens of 32 heads are three, or more."""
     metadata = cute_mla.get_mla_metadata(ints(2), 3 * 32, 1, 32)
     with pytest.raises(ValueError, match="tile_scheduler_metadata has 66 rows"):
-        SparseCall(s_q=3, h_q=32, plan=metadata).run()
+        sparse_call(s_q=3, h_q=32).run(**planned(metadata))

@@ -16,9 +16,10 @@ from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.spec.sparse_prefill import MAX_GROUPS, SparsePrefillProblem
-from tests.ops.sparse_prefill.sparse_prefill_call import PrefillCall
 from tests.support.dispatch_modes import Allocations
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import call_of
+from tests.support.zero_tensors import ints
 
 LOG2_E = math.log2(math.e)
 
@@ -34,7 +35,7 @@ def strides(args: dict[str, Any], tensor: str) -> list[int]:
 
 
 def test_a_call_is_one_launch(device: RecordingDevice) -> None:
-    out, max_logits, lse = PrefillCall(s_q=100, h_q=128).run()
+    out, max_logits, lse = call_of("sparse_prefill", s_q=100, h_q=128).run()
     (launch,) = device.launches
     assert launch.kernel == f"sparse_prefill_{device.arch.name}_bf16_d576_cluster2"
     assert launch.grid == (2, 1, 66)
@@ -46,11 +47,11 @@ def test_a_call_is_one_launch(device: RecordingDevice) -> None:
 
 
 def test_arguments(device: RecordingDevice) -> None:
-    call = PrefillCall(s_q=3, h_q=24, topk=65)
+    call = call_of("sparse_prefill", s_q=3, h_q=24, topk=65)
     out, max_logits, lse = call.run(empty_lse=-math.inf)
     (launch,) = device.launches
     args = launch.args
-    given = {"q": call.q, "kv": call.kv, "indices": call.indices, "out": out, "max_logits": max_logits, "lse": lse}
+    given = {**{name: call[name] for name in ("q", "kv", "indices")}, "out": out, "max_logits": max_logits, "lse": lse}
     assert all(args[name] is tensor for name, tensor in given.items())
     assert [args[name] for name in ("kv_offsets", "topk_length", "attn_sink", "lse_indexer")] == [None] * 4
     assert of_kind(args, ParamKind.INT64) == {
@@ -66,14 +67,15 @@ def test_arguments(device: RecordingDevice) -> None:
     assert args["empty_lse"] == -math.inf
 
 
-@pytest.mark.parametrize("ragged", [False, True])
-def test_arguments_of_a_batch(device: RecordingDevice, ragged: bool) -> None:
-    call = PrefillCall(batch=2, s_q=3, h_q=24, d_qk=512, ragged=ragged)
+@pytest.mark.parametrize("form", ["batched", "ragged"])
+def test_arguments_of_a_batch(device: RecordingDevice, form: str) -> None:
+    call = call_of("sparse_prefill", batch=2, form=form, s_q=3, h_q=24, d_qk=512)
     out, max_logits, lse, lse_indexer = call.run(indexer_topk=7)
     (launch,) = device.launches
     args = launch.args
     assert args["lse_indexer"] is lse_indexer
-    assert args["kv_offsets"] is call.options.get("kv_offsets")
+    assert args["kv_offsets"] is call["kv_offsets"]
+    assert (call["kv_offsets"] is not None) == (form == "ragged")
     assert of_kind(args, ParamKind.INT64) == {
         "q_stride_batch": 3 * 24 * 512, "q_stride_token": 24 * 512, "q_stride_head": 512,
         "out_stride_batch": 3 * 24 * 512, "out_stride_token": 24 * 512, "out_stride_head": 512,
@@ -81,25 +83,25 @@ def test_arguments_of_a_batch(device: RecordingDevice, ragged: bool) -> None:
         "lse_stride_batch": 72, "lse_stride_token": 24, "lse_stride_head": 1,
         "lse_indexer_stride_batch": 72, "lse_indexer_stride_token": 24, "lse_indexer_stride_head": 1,
         "indices_stride_batch": 3 * 64, "indices_stride_token": 64,
-        "kv_stride_batch": 0 if ragged else 100 * 1024, "kv_stride_row": 1024,
+        "kv_stride_batch": 0 if form == "ragged" else 100 * 1024, "kv_stride_row": 1024,
     }  # fmt: skip
-    assert of_kind(args, ParamKind.INT32) == {"tokens": 6, "s_q": 3, "h_q": 24, "s_kv": 100, "topk": 64, "indexer_topk": 7}
+    rows = call["kv"].shape[-3]
+    assert of_kind(args, ParamKind.INT32) == {"tokens": 6, "s_q": 3, "h_q": 24, "s_kv": rows, "topk": 64, "indexer_topk": 7}
     assert args["empty_lse"] == math.inf
     assert [tensor.shape for tensor in (out, max_logits, lse, lse_indexer)] == [(2, 3, 24, 512), *[(2, 3, 24)] * 3]
     assert lse_indexer.dtype == torch.float32
 
 
-@pytest.mark.parametrize("batch", [None, 2])
-def test_lengths_and_sinks(device: RecordingDevice, batch: int | None) -> None:
-    call = PrefillCall(batch=batch)
-    options = {"topk_length": call.lengths(), "attn_sink": torch.zeros(64)}
-    call.run(**options)
-    assert all(device.launches[0].args[name] is tensor for name, tensor in options.items())
+@pytest.mark.parametrize(("form", "batch"), [("single", 1), ("batched", 2)])
+def test_lengths_and_sinks(device: RecordingDevice, form: str, batch: int) -> None:
+    call = call_of("sparse_prefill", form=form, batch=batch, lengths="drawn", sinks="drawn")
+    call.run()
+    assert all(device.launches[0].args[name] is call[name] is not None for name in ("topk_length", "attn_sink"))
 
 
 @pytest.mark.parametrize("d_qk", [576, 512])
 def test_columns_decide_the_variant(device: RecordingDevice, d_qk: int) -> None:
-    out, _, _ = PrefillCall(d_qk=d_qk).run()
+    out, _, _ = call_of("sparse_prefill", d_qk=d_qk).run()
     variant = SparsePrefillProblem(device.arch, "bf16", d_qk, batch=1, s_q=5, h_q=64).config.name
     assert variant.startswith(f"bf16_d{d_qk}_cluster")
     assert device.launches[0].kernel == f"sparse_prefill_{device.arch.name}_{variant}"
@@ -107,17 +109,17 @@ def test_columns_decide_the_variant(device: RecordingDevice, d_qk: int) -> None:
 
 
 def test_strided_operands_are_passed_as_they_are(device: RecordingDevice) -> None:
-    call = PrefillCall(batch=2, s_q=2, h_q=8)
-    call.q = torch.zeros(2, 3, 20, 608, dtype=torch.bfloat16)[:, 1:, 5:13, 8:584]
-    call.kv = torch.zeros(4, 3, 50, 640, dtype=torch.bfloat16)[::2, 1, 5:45:2, None, 64:]
-    call.indices = torch.zeros(2, 5, 300, dtype=torch.int32)[:, ::2, None, 9:137][:, :2]
+    call = call_of("sparse_prefill", form="batched", batch=2, s_q=2, h_q=8)
+    call["q"] = torch.zeros(2, 3, 20, 608, dtype=torch.bfloat16)[:, 1:, 5:13, 8:584]
+    call["kv"] = torch.zeros(4, 3, 50, 640, dtype=torch.bfloat16)[::2, 1, 5:45:2, None, 64:]
+    call["indices"] = torch.zeros(2, 5, 300, dtype=torch.int32)[:, ::2, None, 9:137][:, :2]
     out = torch.zeros(2, 8, 2, 600, dtype=torch.bfloat16)[..., 8:520].transpose(1, 2)
     lse = torch.zeros(8, 2, 7).permute(2, 1, 0)[1:5:3]
     max_logits = torch.zeros(2, 30, 33)[:, 1:3, ::4][:, :, 1:]
     lse_indexer = torch.zeros(8, 2, 2).permute(2, 1, 0)
     assert call.run(out=out, lse=lse, max_logits=max_logits, lse_indexer=lse_indexer, indexer_topk=128)[3] is lse_indexer
     args = device.launches[0].args
-    assert args["q"].data_ptr() == call.q.data_ptr()
+    assert args["q"].data_ptr() == call["q"].data_ptr()
     assert strides(args, "q") == [3 * 20 * 608, 20 * 608, 608]
     assert strides(args, "out") == [8 * 2 * 600, 600, 2 * 600]
     assert strides(args, "lse") == [3, 7, 14]
@@ -128,18 +130,16 @@ def test_strided_operands_are_passed_as_they_are(device: RecordingDevice) -> Non
 
 
 def test_strides_of_dimensions_of_one_are_not_looked_at(device: RecordingDevice) -> None:
-    call = PrefillCall(batch=1, s_q=1, h_q=1)
-    call.q = call.q.as_strided((1, 1, 1, 576), (7, 7, 7, 1))
-    call.kv = call.kv.as_strided((1, 1, 1, 576), (7, 7, 7, 1))
-    call.run(out=torch.zeros(512, dtype=torch.bfloat16).as_strided((1, 1, 1, 512), (7, 7, 7, 1)))
+    call = call_of("sparse_prefill", form="batched", s_q=1, h_q=1)
+    one = {name: call[name].as_strided((1, 1, 1, 576), (7, 7, 7, 1)) for name in ("q", "kv")}
+    call.run(**one, out=torch.zeros(512, dtype=torch.bfloat16).as_strided((1, 1, 1, 512), (7, 7, 7, 1)))
     args = device.launches[0].args
     assert (args["kv_stride_batch"], args["kv_stride_row"]) == (0, 0)
 
 
 def test_requests_may_share_their_rows(device: RecordingDevice) -> None:
-    call = PrefillCall(batch=3)
-    call.kv = call.kv[:1].expand(3, -1, -1, -1)
-    call.run()
+    call = call_of("sparse_prefill", form="batched", batch=3)
+    call.run(kv=call["kv"][:1].expand(3, -1, -1, -1))
     args = device.launches[0].args
     assert (args["kv_stride_batch"], args["kv_stride_row"], args["s_kv"]) == (0, 1152, 100)
 
@@ -170,44 +170,43 @@ def test_operands_far_apart(arch: Arch) -> None:
 @pytest.mark.parametrize("h_q", [1, 3, 16, 48, 64, 65, 96, 128])
 @pytest.mark.parametrize("s_q", [1, 3, 66, 67, 500])
 def test_heads_and_tokens_decide_the_grid(device: RecordingDevice, h_q: int, s_q: int) -> None:
-    PrefillCall(h_q=h_q, s_q=s_q).run()
+    call_of("sparse_prefill", h_q=h_q, s_q=s_q).run()
     ctas = -(-h_q // 64)
     assert device.launches[0].grid == (ctas, 1, min(132 // ctas, s_q))
 
 
 @pytest.mark.parametrize(("h_q", "cluster"), [(1, 1), (64, 1), (65, 2), (128, 2)])
 def test_heads_decide_the_variant(device: RecordingDevice, h_q: int, cluster: int) -> None:
-    PrefillCall(h_q=h_q).run()
+    call_of("sparse_prefill", h_q=h_q).run()
     assert device.launches[0].kernel.endswith(f"_cluster{cluster}")
 
 
 @pytest.mark.parametrize("sm_count", [1, 2, 3, 148])
 def test_sms_decide_the_grid(arch: Arch, sm_count: int) -> None:
     with RecordingDevice(arch, sm_count).active() as device:
-        PrefillCall(h_q=128, s_q=500).run()
+        call_of("sparse_prefill", h_q=128, s_q=500).run()
     assert device.launches[0].grid == (2, 1, max(sm_count // 2, 1))
 
 
-@pytest.mark.parametrize("batch", [None, 1, 3])
-def test_more_tokens_than_a_dimension_of_a_grid_holds(device: RecordingDevice, batch: int | None) -> None:
-    call = PrefillCall(batch=batch, s_q=1, h_q=1, topk=3)
-    call.leading = (*call.leading[:-1], 70_000)
-    call.q = call.q[..., :1, :, :].expand(*call.leading, -1, -1)
-    call.indices = call.indices[..., :1, :, :].expand(*call.leading, -1, -1)
-    out, max_logits, _ = call.run(topk_length=call.lengths())
+@pytest.mark.parametrize(("form", "batch"), [("single", 1), ("batched", 1), ("batched", 3)])
+def test_more_tokens_than_a_dimension_of_a_grid_holds(device: RecordingDevice, form: str, batch: int) -> None:
+    call = call_of("sparse_prefill", form=form, batch=batch, s_q=1, h_q=1, topk=3)
+    leading = (70_000,) if form == "single" else (batch, 70_000)
+    many = {name: call[name].expand(*leading, -1, -1) for name in ("q", "indices")}
+    out, max_logits, _ = call.run(**many, topk_length=ints(*leading))
     (launch,) = device.launches
     assert launch.grid == (1, 1, 132)
-    assert (launch.args["tokens"], launch.args["s_q"]) == (70_000 * (batch or 1), 70_000)
+    assert (launch.args["tokens"], launch.args["s_q"]) == (70_000 * batch, 70_000)
     assert (launch.args["q_stride_token"], launch.args["indices_stride_token"]) == (0, 0)
-    assert out.shape == (*call.leading, 1, 512)
-    assert strides(launch.args, "max_logits") == [70_000 if batch else 0, 1, 1]
-    assert max_logits.shape == (*call.leading, 1)
+    assert out.shape == (*leading, 1, 512)
+    assert strides(launch.args, "max_logits") == [0 if form == "single" else 70_000, 1, 1]
+    assert max_logits.shape == (*leading, 1)
 
 
 def test_many_short_requests_fill_the_grid_as_one_long_one_does(device: RecordingDevice) -> None:
-    PrefillCall(batch=70, s_q=3).run()
+    call_of("sparse_prefill", form="batched", batch=70, s_q=3, h_q=1).run()
     assert device.launches[0].grid[2] == 132
-    PrefillCall(batch=7, s_q=3).run()
+    call_of("sparse_prefill", form="batched", batch=7, s_q=3, h_q=1).run()
     assert device.launches[1].grid[2] == 21
 
 
@@ -217,7 +216,7 @@ def test_more_sms_than_a_grid_has_groups(arch: Arch) -> None:
 
 
 def test_a_call_allocates_what_it_returns_and_no_more(device: RecordingDevice) -> None:
-    call = PrefillCall()
+    call = call_of("sparse_prefill")
     with Allocations() as allocations:
         call.run()
     assert allocations.seen == ["aten.new_empty.default"] * 3
@@ -228,28 +227,32 @@ def test_a_call_allocates_what_it_returns_and_no_more(device: RecordingDevice) -
 
 
 def test_results_are_declared_undefined(device: RecordingDevice) -> None:
-    results = PrefillCall().run(indexer_topk=64)
+    results = call_of("sparse_prefill").run(indexer_topk=64)
     assert len(results) == 4
     assert device.poisoned == [tensor.data_ptr() for tensor in results]
 
 
-@pytest.mark.parametrize("shape", [{"s_q": 0}, {"batch": 0}, {"batch": 2, "s_q": 0}, {"batch": 0, "ragged": True}])
+@pytest.mark.parametrize(
+    "shape", [{"s_q": 0}, {"form": "batched", "batch": 0}, {"form": "batched", "batch": 2, "s_q": 0}, {"form": "ragged", "batch": 0}]
+)
 @pytest.mark.parametrize("given", [False, True])
 def test_nothing_to_compute(device: RecordingDevice, shape: dict[str, Any], given: bool) -> None:
-    call = PrefillCall(**shape)
-    results = call.results()
-    out, max_logits, lse = call.run(**(results if given else {}))
+    call = call_of("sparse_prefill", outputs="given" if given else "allocated", **shape)
+    results = dict(zip(("out", "max_logits", "lse"), call.run(), strict=True))
     assert (device.launches, device.poisoned) == ([], [])
-    assert [tensor.shape for tensor in (out, lse, max_logits)] == [tensor.shape for tensor in results.values()]
-    assert [out is results["out"], max_logits is results["max_logits"], lse is results["lse"]] == [given] * 3
+    rows = call["q"].shape[:-1]
+    assert [tensor.shape for tensor in results.values()] == [(*rows, 512), rows, rows]
+    assert [call[name] is tensor for name, tensor in results.items()] == [given] * 3
 
 
 @pytest.mark.parametrize("empty", [{"s_kv": 0}, {"topk": 0}, {"s_kv": 0, "topk": 0}])
-@pytest.mark.parametrize(("batch", "ragged"), [(None, False), (2, False), (2, True)])
+@pytest.mark.parametrize(("form", "batch"), [("single", 1), ("batched", 2), ("ragged", 2)])
 def test_rows_that_attend_to_nothing_are_written_all_the_same(
-    device: RecordingDevice, empty: dict[str, Any], batch: int | None, ragged: bool
+    device: RecordingDevice, empty: dict[str, Any], form: str, batch: int
 ) -> None:
-    call = PrefillCall(batch=batch, ragged=ragged, **empty)
+    call = call_of("sparse_prefill", form=form, batch=batch, **empty)
+    if form == "ragged":  # without the rows of no request
+        call["kv"] = call["kv"][: empty.get("s_kv", 100)]
     call.run()
     (launch,) = device.launches
     assert (launch.args["s_kv"], launch.args["topk"]) == (empty.get("s_kv", 100), empty.get("topk", 64))

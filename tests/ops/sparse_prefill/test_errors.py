@@ -12,8 +12,8 @@ from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import MAX_KEYS
 from cute_mla.spec.sparse_prefill import MAX_TOKENS
-from tests.ops.sparse_prefill.sparse_prefill_call import PrefillCall
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import call_of
 from tests.support.zero_tensors import ints, zeros
 
 pytestmark = pytest.mark.usefixtures("device")
@@ -89,7 +89,7 @@ RAGGED: list[tuple[str, Change, str]] = [
 
 CASES = [
     pytest.param(shape, change, said, id=name)
-    for shape, table in (({}, OPERANDS), ({}, SCALARS), ({}, RESULTS), ({"batch": 2}, BATCHED), ({"batch": 2, "ragged": True}, RAGGED))
+    for shape, table in (({}, (*OPERANDS, *SCALARS, *RESULTS)), ({"form": "batched"}, BATCHED), ({"form": "ragged"}, RAGGED))
     for name, change, said in table
 ]
 
@@ -97,13 +97,10 @@ CASES = [
 @pytest.mark.parametrize(("shape", "change", "said"), CASES)
 def test_errors(device: RecordingDevice, shape: dict[str, Any], change: Change, said: str) -> None:
     with pytest.raises(ValueError, match=said):
-        PrefillCall(**shape).run(**{name: make() if callable(make) else make for name, make in change.items()})
+        call_of("sparse_prefill", **shape, batch=2 if shape else 1).run(
+            **{name: make() if callable(make) else make for name, make in change.items()}
+        )
     assert device.launches == []
-
-
-def test_tensors_on_another_kind_of_device() -> None:
-    with pytest.raises(ValueError, match="got tensors on meta: supported are CUDA tensors, and CPU tensors inside"):
-        PrefillCall().run(q=zeros(5, 64, 576).to("meta"))
 
 
 # Of a batch of 2; more than there is memory for, so by their specs.

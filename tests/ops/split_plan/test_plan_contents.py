@@ -24,6 +24,7 @@ from cute_mla.testing.cases.dense_decode import DenseDecodeCase, DenseDecodeTens
 from cute_mla.testing.compare import same_bits
 from tests.support.bench import Bench, expect
 from tests.support.decoding import with_lengths
+from tests.support.right_calls import RightCall, planned
 
 CUT = INVARIANT_SPLIT_TILES * TILE_KEYS
 SM_COUNT = 6
@@ -41,16 +42,8 @@ def make_plan(case: DenseDecodeCase, lengths: list[int]) -> Plan:
 
 
 def decode_planned(case: DenseDecodeCase, tensors: DenseDecodeTensors, plan: Plan, invariant: bool) -> tuple[Tensor, Tensor]:
-    return cute_mla.flash_mla_with_kvcache(
-        tensors.q,
-        tensors.k_cache,
-        tensors.block_table,
-        tensors.cache_seqlens,
-        512,
-        *plan,
-        causal=case.causal,
-        batch_invariant=invariant,
-    )
+    results: tuple[Tensor, Tensor] = RightCall(case, tensors).run(**planned(plan), batch_invariant=invariant)
+    return results
 
 
 def is_overwriting(finding: Finding) -> bool:
@@ -132,19 +125,7 @@ def test_numbers_that_are_no_plan(bench: Bench, contents: str, invariant: bool, 
             "dense_decode", batch=3, s_q=2, h_q=9, batch_invariant=invariant, max_cache_seqlen=limit, device="cpu"
         )
         workspace, workspace_storage = guarded((size // 4,), torch.float32)
-        cute_mla.flash_mla_with_kvcache(
-            tensors.q,
-            tensors.k_cache,
-            tensors.block_table,
-            tensors.cache_seqlens,
-            512,
-            *plan,
-            causal=True,
-            batch_invariant=invariant,
-            out=out,
-            lse=lse,
-            workspace=workspace,
-        )
+        RightCall(SHORT, tensors).run(**planned(plan), batch_invariant=invariant, out=out, lse=lse, workspace=workspace)
     # parts that all own the same rows, as numbers that are no plan may say, store over each other's results
     assert all(finding.kind == "poison" or is_overwriting(finding) for finding in device.findings), device.findings
     assert all(torch.equal(tensor, before) for tensor, before in zip(plan, given, strict=True))
@@ -176,7 +157,7 @@ def test_a_plan_for_another_number_of_parts_is_refused(bench: Bench, invariant: 
 MIXED = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 0, 260), h_q=40, causal=True, sm_count=9)
 
 
-def planned(arch: Arch, tensors: DenseDecodeTensors) -> tuple[Tensor, Tensor]:
+def plan_on(arch: Arch, tensors: DenseDecodeTensors) -> tuple[Tensor, Tensor]:
     """Return a plan for 80 query rows on 12 multiprocessors."""
     with cute_mla.simulate(arch, 12):
         return cute_mla.get_mla_metadata(tensors.cache_seqlens, 80, 1, 40)
@@ -184,7 +165,7 @@ def planned(arch: Arch, tensors: DenseDecodeTensors) -> tuple[Tensor, Tensor]:
 
 def test_equal_numbers_of_parts_have_equal_plans() -> None:
     """80 rows are two CTAs on either architecture."""
-    hopper, blackwell = (planned(arch, make_dense_decode_tensors(MIXED)) for arch in (SM90, SM100))
+    hopper, blackwell = (plan_on(arch, make_dense_decode_tensors(MIXED)) for arch in (SM90, SM100))
     assert torch.equal(hopper[0], blackwell[0])
     assert torch.equal(hopper[1], blackwell[1])
 
@@ -203,8 +184,7 @@ def test_a_plan_of_one_architecture_serves_the_other(arch: Arch) -> None:
     tensors = make_dense_decode_tensors(MIXED)
     results = []
     for planner in (arch, other):
-        plan = planned(planner, tensors)
+        plan = plan_on(planner, tensors)
         with cute_mla.simulate(arch, 12):
-            operands = (tensors.q, tensors.k_cache, tensors.block_table, tensors.cache_seqlens)
-            results.append(cute_mla.flash_mla_with_kvcache(*operands, 512, *plan, causal=True))
+            results.append(RightCall(MIXED, tensors).run(**planned(plan)))
     assert all(same_bits(mine, theirs) for mine, theirs in zip(*results, strict=True))

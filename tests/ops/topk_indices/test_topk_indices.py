@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from functools import partial
 
 import pytest
 import torch
@@ -14,14 +14,14 @@ from cute_mla import reference
 from cute_mla.indexer import topk_indices
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.topk_indices import BLOCKS_PER_SM, CLUSTERS, MAX_COLUMNS, MAX_ROWS, MAX_TOPK, NARROW, RESIDENT, WIDE, config_for
+from cute_mla.testing.cases.topk_indices import TopkIndicesCase
 from tests.support.recording_device import RecordingDevice
+from tests.support.right_calls import RightCall
+from tests.support.right_calls import changed as changed_call
+from tests.support.zero_tensors import numbers
 
 FEW_SMS = 1  # of a device on which one CTA takes a row of up to RESIDENT numbers
 SHARED = RESIDENT // WIDE + 1  # numbers of a row that a cluster shares where rows are few
-
-
-def ints(*values: int) -> torch.Tensor:
-    return torch.tensor(values, dtype=torch.int32)
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -44,7 +44,7 @@ def test_ties_go_to_the_lower_position(arch: Arch, code: str) -> None:
     wanted = {1: [8], 3: [2, 7, 8], 4: [0, 2, 7, 8], 5: [0, 2, 3, 7, 8], 8: [0, 2, 3, 4, 5, 7, 8, 9], 9: [0, 1, 2, 3, 4, 5, 7, 8, 9]}
     for topk, positions in wanted.items():
         with cute_mla.simulate(arch.name, code=code):
-            assert topk_indices(logits, ints(10), topk).tolist() == [positions]
+            assert topk_indices(logits, numbers(10), topk).tolist() == [positions]
 
 
 @pytest.mark.parametrize("sm_count", [FEW_SMS, None], ids=["alone", "shared"])
@@ -53,7 +53,7 @@ def test_equal_numbers_beyond_any_list(arch: Arch, topk: int, sm_count: int | No
     """Every number is a candidate of its warp, whose list holds 256; topk is one below, at and one above the greater numbers."""
     logits = torch.full((1, 8 * 512 + 5), -2.0)
     logits[:, 7 : 7 + 16 * 256 : 16] = 3.0
-    selected(arch, logits, ints(logits.shape[1]), topk, sm_count)
+    selected(arch, logits, numbers(logits.shape[1]), topk, sm_count)
 
 
 @pytest.mark.parametrize("values", ["narrow", "rising", "falling", "next"])
@@ -66,12 +66,12 @@ def test_numbers_that_share_their_upper_bits(arch: Arch, values: str) -> None:
         "falling": 1.0 - places * 1e-5,
         "next": (places * 7919 % SHARED + (1 << 30)).int().view(torch.float32),
     }[values]
-    selected(arch, logits[None], ints(SHARED), 700)
+    selected(arch, logits[None], numbers(SHARED), 700)
 
 
 def test_lengths_by_rule(arch: Arch) -> None:
     """Negative: none; more than n: n. What lies behind a length is never looked at."""
-    lengths = ints(0, -5, 1, 63, 64, 65, 300, 301, 1 << 30)
+    lengths = numbers(0, -5, 1, 63, 64, 65, 300, 301, 1 << 30)
     logits = normal(9, 300)
     for row, length in enumerate(lengths.tolist()):
         logits[row, max(length, 0) :] = math.nan if row % 2 else math.inf
@@ -85,7 +85,7 @@ def test_lengths_by_rule(arch: Arch) -> None:
 @pytest.mark.parametrize("schedule", ["random", "adversarial"])
 def test_a_row_is_the_same_however_it_is_divided(arch: Arch, schedule: str) -> None:
     """Alone and among others, by one CTA and by a cluster, whatever the order of warps."""
-    logits, lengths = torch.round(normal(3, SHARED) * 4), ints(SHARED, SHARED - 9, 400)
+    logits, lengths = torch.round(normal(3, SHARED) * 4), numbers(SHARED, SHARED - 9, 400)
     results = []
     for sm_count in (FEW_SMS, None):
         with cute_mla.simulate(arch.name, sm_count, schedule=schedule, seed=3):
@@ -95,7 +95,7 @@ def test_a_row_is_the_same_however_it_is_divided(arch: Arch, schedule: str) -> N
 
 
 def test_what_is_launched(arch: Arch) -> None:
-    logits, lengths = torch.zeros(3, 2 * SHARED)[:, ::1], ints(1, 2, 3)
+    logits, lengths = torch.zeros(3, 2 * SHARED)[:, ::1], numbers(1, 2, 3)
     with RecordingDevice(arch).active() as device:
         out = topk_indices(logits, lengths, 5)
         topk_indices(logits[:, :60], lengths, 5, out=out)
@@ -126,14 +126,7 @@ def test_the_variant_of_a_shape(name: str) -> None:
     assert {config_for(rows, columns, sms).cluster for rows in (1, 40, 9999) for columns in (1, 1 << 20)} == set(CLUSTERS)
 
 
-def changed(**changes: Callable[[Any], Any]) -> dict[str, Any]:
-    """Return arguments of a call, some of them changed."""
-    given: dict[str, Any] = {
-        "logits": torch.zeros(3, 40), "lengths": ints(1, 2, 3), "topk": 8, "out": torch.zeros(3, 8, dtype=torch.int32)
-    }  # fmt: skip
-    return {name: changes[name](value) if name in changes else value for name, value in given.items()}
-
-
+changed: Callable[..., RightCall] = partial(changed_call, TopkIndicesCase(rows=3, columns=40, topk=8, outputs="given"))
 BAD = {
     "too many columns": (changed(logits=lambda _: torch.empty(3, MAX_COLUMNS + 1, device="meta")), f"rows of {MAX_COLUMNS} numbers"),
     "too many rows": (changed(logits=lambda _: torch.empty(MAX_ROWS + 1, 4, device="meta")), f"to {MAX_ROWS} rows"),
@@ -147,14 +140,14 @@ BAD = {
 def test_bad_arguments(name: str) -> None:
     arguments, message = BAD[name]
     with RecordingDevice().active() as device, pytest.raises(ValueError, match=message):
-        topk_indices(**arguments)
+        arguments.run()
     assert device.launches == []
 
 
 def test_a_result_shares_no_memory() -> None:
     memory = torch.zeros(3, 40)
     with RecordingDevice().active(), pytest.raises(ValueError, match="out shares memory with logits"):
-        topk_indices(memory, ints(1, 2, 3), 8, out=memory.view(torch.int32)[:, 30:38])
+        topk_indices(memory, numbers(1, 2, 3), 8, out=memory.view(torch.int32)[:, 30:38])
     lengths = torch.zeros(24, dtype=torch.int32)
     with RecordingDevice().active(), pytest.raises(ValueError, match="out shares memory with lengths"):
         topk_indices(memory, lengths[:3], 8, out=lengths.view(3, 8))
