@@ -1,8 +1,9 @@
-"""Tiles, shared memory, barriers and registers of the SM90 kernel with e4m3 operands."""
+"""Tiles, shared memory with its barriers, and registers of the SM90 kernel with e4m3 operands."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from cutlass import Float8E4M3FN, Float32, Int32, Int64, cute
 
@@ -11,8 +12,7 @@ from ...spec.mla import D_LATENT, D_QK
 from ...spec.split_plan import TILE_KEYS
 from ..primitives.pipeline import PipelineState, StageBarriers
 from ..primitives.smem import Barriers, SmemLayout, Table, Tile, fields_of
-from ..sm90.config import ALL_REGISTERS, OUTPUT_COLUMNS, TileState
-from ..sm90.warpgroups import OUTPUT_GROUPS
+from ..sm90.cta import OUTPUT_GROUPS, OUTPUT_WARPS, WARPS_PER_GROUP, LatentSm90TileState
 
 BOX_COLUMNS = 128
 BOX_BYTES = TILE_KEYS * BOX_COLUMNS
@@ -25,16 +25,13 @@ STEPS_PER_BOX = BOX_COLUMNS // K_STEP
 Q_STEPS = D_QK // K_STEP
 PROBS_STEPS = TILE_KEYS // K_STEP
 PROBS_BYTES = TILE_ROWS * TILE_KEYS
-CHUNKS = OUTPUT_COLUMNS // BOX_COLUMNS  # of V^T of one output warpgroup
+CHUNKS = LATENT_BOXES // OUTPUT_GROUPS  # of V^T of one output warpgroup
 
 STAGES = 3  # key tiles
 VALUE_STAGES = 2  # transposed ones
 PROBS_STAGES = 2
 
-LOAD_REGISTERS = 48
-SCORE_REGISTERS = 144
-OUTPUT_REGISTERS = 160
-assert LOAD_REGISTERS + SCORE_REGISTERS + OUTPUT_GROUPS * OUTPUT_REGISTERS <= ALL_REGISTERS
+REGISTERS = 48, 144  # a lane of load and transpose, and of score
 
 QGMMA_PER_TILE = Q_STEPS + CHUNKS * PROBS_STEPS  # S in steps of 64 x 64 x 32, O in chunks of 64 x 136 x 32
 
@@ -59,20 +56,7 @@ SMEM = SmemLayout((
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Shared memory as tensors: rows x columns x stages. Of a box, stage s of number b lies at b * stages + s."""
-
-    sKv: cute.Tensor  # e4m3 (64 keys, 128 columns, 4 boxes of 3 stages)
-    sRope: cute.Tensor  # e4m3 (64 keys, 128 columns, 3): 64 RoPE columns, then zeros that nobody reads
-    sVt: cute.Tensor  # e4m3 (128 latent columns and 8 rows of ones, 64 keys, 4 boxes of 2 stages), in the orders of byte_transpose
-    sProbs: cute.Tensor  # e4m3 (64 rows, 64 keys, 2), the same order of keys
-    sAlpha: cute.Tensor  # fp32 (64 rows, stages of P): rescale factors
-    sInverse: cute.Tensor  # fp32 (64 rows): factor of a row of O, but for its division by the sum of rounded P
-    sTarget: cute.Tensor  # int64 (64 rows): where rows of O go, by row_targets.target_of
-
-
-@dataclass(frozen=True)
-class BoxBarriers:
+class DenseDecodeBoxBarriers:
     """A StageBarriers for each box of a tile, one behind the other: use n of each is tile n. What they guard lies in the same order."""
 
     base: cute.Pointer
@@ -92,38 +76,63 @@ class BoxBarriers:
 
 
 @dataclass(frozen=True)
-class Pipes:
-    """The barriers of SMEM. sm90_fp8.py says who arrives where."""
+class DenseDecodeSm90Fp8Smem:
+    """Shared memory: tensors of rows x columns x stages, and barriers. Of a box, stage s of number b lies at b * stages + s.
 
-    kv_ready: BoxBarriers
+    sm90_fp8.py says who arrives where.
+    """
+
+    sKv: cute.Tensor  # e4m3 (64 keys, 128 columns, 4 boxes of 3 stages)
+    sRope: cute.Tensor  # e4m3 (64 keys, 128 columns, 3): 64 RoPE columns, then zeros that nobody reads
+    sVt: cute.Tensor  # e4m3 (128 latent columns and 8 rows of ones, 64 keys, 4 boxes of 2 stages), in the orders of sm90_fp8_transpose.py
+    sProbs: cute.Tensor  # e4m3 (64 rows, 64 keys, 2), the same order of keys
+    sAlpha: cute.Tensor  # fp32 (64 rows, stages of P): rescale factors
+    sInverse: cute.Tensor  # fp32 (64 rows): factor of a row of O, but for its division by the sum of rounded P
+    sTarget: cute.Tensor  # int64 (64 rows): where rows of O go, by output_target
+    kv_ready: DenseDecodeBoxBarriers
     rope_ready: StageBarriers
     keys_free: StageBarriers
-    values_ready: BoxBarriers
-    values_free: BoxBarriers
+    values_ready: DenseDecodeBoxBarriers
+    values_free: DenseDecodeBoxBarriers
     probs_ready: StageBarriers
     probs_free: StageBarriers
     stats_ready: StageBarriers
     stats_free: StageBarriers
 
-    @classmethod
-    def create(cls, memory: dict) -> Pipes:
-        """Return the barriers of the shared memory that SMEM allocates."""
+    d_v = D_LATENT
+    valid_ready = None  # every tile has keys
+
+    @staticmethod
+    def create(memory: dict[str, Any]) -> DenseDecodeSm90Fp8Smem:
+        """Return the allocated fields of SMEM."""
         boxes = {"kv_ready": STAGES, "values_ready": VALUE_STAGES, "values_free": VALUE_STAGES}
-        by_box = {name: BoxBarriers(memory[name].base, stages) for name, stages in boxes.items()}
-        return cls(**fields_of(cls, {**memory, **by_box}))
+        by_box = {name: DenseDecodeBoxBarriers(memory[name].base, stages) for name, stages in boxes.items()}
+        return DenseDecodeSm90Fp8Smem(**fields_of(DenseDecodeSm90Fp8Smem, {**memory, **by_box}))
 
-    def tile(self, number: Int32) -> TileState:
-        """Return the states of a tile by its number."""
-        return _tile_state(number, self.rope_ready.state(number))
+    def initialise(self, cluster: int) -> None:
+        """Set the arrivals of every barrier: warps of the arriving role, times the CTAs that share a stage."""
+        self.kv_ready.initialise(LATENT_BOXES, 1)
+        self.rope_ready.initialise(1)
+        self.keys_free.initialise((WARPS_PER_GROUP + LATENT_BOXES) * cluster)
+        self.values_ready.initialise(LATENT_BOXES, 1)
+        self.values_free.initialise(LATENT_BOXES, WARPS_PER_GROUP)
+        self.probs_ready.initialise(WARPS_PER_GROUP)
+        self.probs_free.initialise(OUTPUT_WARPS)
+        self.stats_ready.initialise(WARPS_PER_GROUP)
+        self.stats_free.initialise(OUTPUT_WARPS)
+        cute.arch.mbarrier_init_fence()
 
-    def first_tile(self, stage: int = 0) -> TileState:
-        """Return the states of the first tile: all of it lies in one stage, the first."""
-        return _tile_state(Int32(0), PipelineState(Int32(0), Int32(0)))
+    def tile(self, number: Int32) -> LatentSm90TileState:
+        """Return the states of a tile by its number: all of it lies in one stage."""
+        stage = self.rope_ready.state(number)
+        return LatentSm90TileState(number, stage, stage)
 
-    def next_tile(self, state: TileState) -> TileState:
+    def first_tile(self, side: Int32) -> LatentSm90TileState:
+        """Return the states of the first tile."""
+        stage = PipelineState(Int32(0), Int32(0))
+        return LatentSm90TileState(Int32(0), stage, stage)
+
+    def next_tile(self, state: LatentSm90TileState) -> LatentSm90TileState:
         """Return the states of the tile after one."""
-        return _tile_state(state.number + 1, self.rope_ready.advance(state.rope))
-
-
-def _tile_state(number: Int32, stage: PipelineState) -> TileState:
-    return TileState(number, stage, stage)
+        stage = self.rope_ready.advance(state.rope)
+        return LatentSm90TileState(state.number + 1, stage, stage)
