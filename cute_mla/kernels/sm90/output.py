@@ -150,8 +150,8 @@ class LatentSm90Output(OutputAccumulators):
                 self.add_values(smem, state, begun, keys, side)
                 begun = Boolean(True)
             else:
-                if cutlass.const_expr(smem.right_turn is not None) and side == 0:
-                    smem.right_turn.producer_commit(state.rope)
+                if cutlass.const_expr(smem.right_turn is not None):
+                    self.give_turn(smem, state, side)
                 for stage in self.stages(smem, state):
                     smem.kv_free.consumer_release_in_cluster(stage, self.cluster)
         else:
@@ -176,16 +176,28 @@ class LatentSm90Output(OutputAccumulators):
         self.rescale(state.rope.stage, begun)
         if cutlass.const_expr(self.unseen is not None):
             self.clear_unseen(smem, stages, keys, side)
-        if cutlass.const_expr(smem.right_turn is not None) and side == 1:
-            smem.right_turn.consumer_wait(state.rope)
+        if cutlass.const_expr(smem.right_turn is not None):
+            self.take_turn(smem, state, side)
         warpgroup.fence()
         for chunk in cutlass.range_constexpr(len(stages)):
             self.multiply_steps(self.mma, chunk, TILE_KEYS // K_STEP, state.rope.stage, stages[chunk].stage, begun)
-        if cutlass.const_expr(smem.right_turn is not None) and side == 0:
-            smem.right_turn.producer_commit(state.rope)
+        if cutlass.const_expr(smem.right_turn is not None):
+            self.give_turn(smem, state, side)
         for chunk in cutlass.range_constexpr(len(stages)):
             warpgroup.wait_group(len(stages) - 1 - chunk)
             smem.kv_free.consumer_release_in_cluster(stages[chunk], self.cluster)
+
+    @cute.jit
+    def take_turn(self, smem: LatentSm90Smem, state: LatentSm90TileState, side: Int32):
+        """Wait until the left output group has issued its products of a tile, in the right one. Wait right_turn."""
+        if side == 1:
+            smem.right_turn.consumer_wait(state.rope)
+
+    @cute.jit
+    def give_turn(self, smem: LatentSm90Smem, state: LatentSm90TileState, side: Int32):
+        """Let the right output group multiply a tile. Signal right_turn."""
+        if side == 0:
+            smem.right_turn.producer_commit(state.rope)
 
     @cute.jit
     def clear_unseen(self, smem: LatentSm90Smem, stages: list[PipelineState], keys: KeyTile, side: Int32):

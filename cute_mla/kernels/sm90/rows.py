@@ -137,10 +137,10 @@ class RowStep:
         return any(run.quantised for run in self.runs)
 
 
-Batch = tuple[RowStep, ...]
+RowBatch = tuple[RowStep, ...]
 
 
-def batches_of(steps: Batch) -> tuple[Batch, ...]:
+def batches_of(steps: RowBatch) -> tuple[RowBatch, ...]:
     """Return the steps in batches that are loaded together while the one before is converted: as few as IN_FLIGHT_WORDS allow.
 
     Their number is even, so that every step of every tile has the same registers.
@@ -153,7 +153,7 @@ def batches_of(steps: Batch) -> tuple[Batch, ...]:
     raise AssertionError("a step has more words than registers")
 
 
-def buffer_steps(batches: tuple[Batch, ...]) -> list[Batch]:
+def buffer_steps(batches: tuple[RowBatch, ...]) -> list[RowBatch]:
     """Return, of each register buffer of even and of odd batches, the step with the most words."""
     columns = [itertools.zip_longest(*batches[side::2]) for side in range(2)]
     return [tuple(max(filter(None, steps), key=lambda step: step.words) for steps in column) for column in columns]
@@ -238,7 +238,7 @@ def chunks_of(step: RowStep, words: cute.Tensor, row: Int64, lane: RowLane) -> I
         first += run.words
 
 
-def new_buffers(batches: tuple[Batch, ...]) -> list[list[cute.Tensor]]:
+def new_buffers(batches: tuple[RowBatch, ...]) -> list[list[cute.Tensor]]:
     """Return the registers of even and of odd batches, all zero: what an absent key leaves must be defined."""
     buffers = [[cute.make_rmem_tensor(cute.make_layout(step.words), Int32) for step in side] for side in buffer_steps(batches)]
     for words in itertools.chain(*buffers):
