@@ -146,6 +146,12 @@ class LatentSm90Queries:
         """Return the column tiles."""
         return self.d_qk // BOX_COLUMNS
 
+    @property
+    def phases(self) -> tuple[list[int], list[int]]:
+        """Return the column tiles that go to registers, and the others. Where both come through boxes, tile i of either to box i."""
+        tiles = list(range(self.tiles))
+        return tiles[: self.in_registers], tiles[self.in_registers :]
+
     def tile(self, dtype: type[cutlass.Numeric]) -> Tile:
         """Return the boxes as a field of shared memory."""
         return Tile("sQ", dtype, (TILE_ROWS, BOX_COLUMNS, max(self.boxes, self.tiles - self.in_registers)))
