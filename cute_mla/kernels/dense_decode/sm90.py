@@ -39,6 +39,7 @@ the clocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import Any
@@ -50,14 +51,16 @@ from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeConfig
 from ...spec.mla import D_LATENT, LATENT_DIMS
 from ...spec.split_plan import TILE_KEYS
-from ..attention.scheduler import BOX_COLUMNS, KeyTile
+from ..attention.scheduler import KeyTile
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import computed_with
 from ..primitives.copies import load_box, multicast_box, prefetch_box, prefetch_map
 from ..primitives.wgmma import ROWS_PER_THREAD
 from ..sm90.cta import (
     BOX_BYTES,
+    BOX_ELEMENTS,
     ROPE,
+    STAGE_BOXES,
     STAGE_BYTES,
     STAGE_COLUMNS,
     LatentSm90Kernel,
@@ -145,8 +148,7 @@ class DenseDecodeSm90LoadRole:
     def load_tile(self, operands: Operands, smem: LatentSm90Smem, box: LaneBox, tile: Int32):
         """Load the tile-th tile of this CTA: all of it, with zeros where the request has no page."""
         lane, stages = cute.arch.lane_idx(), smem.stages
-        kv_map, where = operands.args.kv_map, (operands.kv_head(), box.row, box.page)
-        offset = box.offset * BOX_COLUMNS  # a box of fewer keys is a run of rows of the 64-key box
+        where = (operands.kv_head(), box.row, box.page)
         if cutlass.const_expr(len(self.prefetched) > 0):
             self.prefetch_stages(operands, smem, box)
         kv = smem.kv_ready.state(tile * stages.count)
@@ -158,8 +160,8 @@ class DenseDecodeSm90LoadRole:
                     cute.arch.mbarrier_arrive_and_expect_tx(ready, STAGE_BYTES)
                 cute.arch.sync_warp()
                 if box.in_tile:
-                    target = smem.sKv.iterator + (kv.stage * (TILE_KEYS * STAGE_COLUMNS) + offset)
-                    self.load_stage(kv_map, target, stages.columns[part], where, ready)
+                    # a box of fewer keys is a run of rows of the 64-key box
+                    self.load_stage(operands.args.kv_map, smem.kv_row(kv.stage, box.offset), partial(stages.column, part), where, ready)
                 # two stages side by side, then divided anew: no registers are left to carry a state over more
                 kv = smem.kv_ready.advance_in_tile(kv, 0) if part % 2 == 0 else smem.kv_ready.state(tile * stages.count + (part + 1))
             elif cutlass.const_expr(stages.has_rope):
@@ -174,7 +176,7 @@ class DenseDecodeSm90LoadRole:
             cute.arch.mbarrier_arrive_and_expect_tx(ready, BOX_BYTES)
         cute.arch.sync_warp()
         if box.in_tile:
-            target = smem.sRope.iterator + (smem.rope_ready.stage(tile) * (TILE_KEYS * BOX_COLUMNS) + box.offset * BOX_COLUMNS)
+            target = smem.rope_row(smem.rope_ready.stage(tile), box.offset)
             if cutlass.const_expr(self.cluster == 1):
                 load_box(target, kv_map, where, ready)
             elif cute.arch.block_idx_in_cluster() == tile % 2:
@@ -186,22 +188,19 @@ class DenseDecodeSm90LoadRole:
         kv_map, where = operands.args.kv_map, (operands.kv_head(), box.row, box.page)
         if box.in_tile:
             for stage in self.prefetched:
-                column = smem.stages.columns[stage]
-                if cutlass.const_expr(self.cluster == 1):
-                    prefetch_box(kv_map, (column, *where))
-                    prefetch_box(kv_map, (column + BOX_COLUMNS, *where))
-                else:
-                    prefetch_box(kv_map, (column + cute.arch.block_idx_in_cluster() * BOX_COLUMNS, *where))
+                for own in range(STAGE_BOXES) if self.cluster == 1 else (cute.arch.block_idx_in_cluster(),):
+                    prefetch_box(kv_map, (smem.stages.column(stage, own), *where))
 
-    def load_stage(self, kv_map: Any, target: cute.Pointer, column: int, where: tuple[Int32, ...], ready: cute.Pointer) -> None:
-        """Load two boxes of columns; of a pair, each CTA fetches one for both."""
-        box = TILE_KEYS * BOX_COLUMNS
+    def load_stage(
+        self, kv_map: Any, target: cute.Pointer, column: Callable[[Any], Any], where: tuple[Int32, ...], ready: cute.Pointer
+    ) -> None:
+        """Load two boxes of columns; of a pair, each CTA fetches one for both. column: the first one of a box."""
         if self.cluster == 1:
-            load_box(target, kv_map, (column, *where), ready)
-            load_box(target + box, kv_map, (column + BOX_COLUMNS, *where), ready)
+            for box in range(STAGE_BOXES):
+                load_box(target + box * BOX_ELEMENTS, kv_map, (column(box), *where), ready)
         else:
             rank = cute.arch.block_idx_in_cluster()
-            multicast_box(target + rank * box, kv_map, (column + rank * BOX_COLUMNS, *where), ready)
+            multicast_box(target + rank * BOX_ELEMENTS, kv_map, (column(rank), *where), ready)
 
 
 class DenseDecodeSm90KeyMask:

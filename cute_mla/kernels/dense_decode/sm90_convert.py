@@ -29,7 +29,7 @@ from cutlass import Int32, Int64, Uint32, cute
 from ...spec.dense_decode import FP8_CACHE, DenseDecodeConfig
 from ...spec.mla import D_LATENT, D_QK, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
-from ..attention.scheduler import BOX_COLUMNS, KeyTile
+from ..attention.scheduler import KeyTile
 from ..attention.softmax import mask_keys
 from ..primitives.arithmetic import smaller, widen
 from ..primitives.copies import LINE_BYTES, prefetch_line
@@ -188,9 +188,8 @@ class DenseDecodeSm90ConvertRole:
         """Start the copies of a part of a tile, a group of cp.async, when its stage is free; zeros for absent keys."""
         if part != ROPE:  # a RoPE stage is free when the stages before it are
             smem.kv_free.producer_acquire(tile * STAGES.count + part)
-        column = D_LATENT if part == ROPE else STAGES.columns[part]
         for target, key, box in self.chunks(smem, part, tile, lane):
-            copy_chunk(target, rows[key] + (column + box * BOX_COLUMNS), rows[key] != 0)
+            copy_chunk(target, rows[key] + STAGES.column(part, box), rows[key] != 0)
         cute.arch.cp_async_commit_group()
 
     def convert_part(self, smem: LatentSm90Smem, part: int, tile: Int32, lane: RowLane) -> None:

@@ -51,8 +51,18 @@ from ..sm90.score import LatentSm90ScoreRole
 from .operands import DescaledRows, LaneBox, Operands
 from .page_walk import for_each_tile
 from .sm90_convert import DenseDecodeSm90EndMask
-from .sm90_fp8_config import BOX_BYTES, BOX_COLUMNS, LATENT_BOXES, QGMMA_PER_TILE, REGISTERS, SMEM, STAGES, DenseDecodeSm90Fp8Smem
-from .sm90_fp8_gemm import DenseDecodeSm90Fp8Output, DenseDecodeSm90Fp8Scores
+from .sm90_fp8_gemm import (
+    BOX_BYTES,
+    BOX_COLUMNS,
+    LATENT_BOXES,
+    QGMMA_PER_TILE,
+    REGISTERS,
+    SMEM,
+    STAGES,
+    DenseDecodeSm90Fp8Output,
+    DenseDecodeSm90Fp8Scores,
+    DenseDecodeSm90Fp8Smem,
+)
 from .sm90_fp8_transpose import TRANSPOSERS, DenseDecodeSm90TransposeRole, write_ones
 
 FIRST_TRANSPOSER = 1  # warp

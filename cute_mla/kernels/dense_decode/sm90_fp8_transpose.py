@@ -23,10 +23,9 @@ from ...spec.split_plan import TILE_KEYS
 from ..primitives.copies import BOX_ROW_BYTES, CHUNK, MATRIX_ROWS, ROW_BYTES, load_groups, smem_pointer, store_groups, writer_address
 from ..sm90.cta import OUTPUT_BARRIER, WARPGROUP
 from .operands import Operands
-from .sm90_fp8_config import BOX_BYTES, CHUNKS, LATENT_BOXES, ONES_ROWS, VALUE_BYTES, VALUE_STAGES, DenseDecodeSm90Fp8Smem
+from .sm90_fp8_gemm import BOX_BYTES, CHUNKS, KEY_GROUPS, LATENT_BOXES, ONES_ROWS, VALUE_BYTES, VALUE_STAGES, DenseDecodeSm90Fp8Smem
 
 TRANSPOSERS = 3  # warps; a chunk each, by turns
-KEY_GROUPS = TILE_KEYS // CHUNK  # of a row of V^T, one byte a key
 BOX_GROUPS = BOX_ROW_BYTES // CHUNK  # of columns
 GROUPS_AT_ONCE = 4  # whose words a warp holds: 8 loads before the first store
 ALL_BYTES = -1

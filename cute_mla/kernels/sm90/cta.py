@@ -41,7 +41,8 @@ OUTPUT_BARRIER = 2  # and 3
 STAGE_COLUMNS = 2 * BOX_COLUMNS
 STAGE_BOXES = STAGE_COLUMNS // BOX_COLUMNS
 STEPS_PER_BOX = BOX_COLUMNS // K_STEP
-BOX_BYTES = TILE_KEYS * BOX_COLUMNS * ELEMENT_BYTES
+BOX_ELEMENTS = TILE_KEYS * BOX_COLUMNS
+BOX_BYTES = BOX_ELEMENTS * ELEMENT_BYTES
 STAGE_BYTES = STAGE_BOXES * BOX_BYTES
 VALID_BYTES = TILE_KEYS // 8
 ROPE = -1  # in place of a stage: the RoPE columns of a tile
@@ -115,6 +116,10 @@ class LatentSm90Stages:
         """Return the stages and ROPE, in order."""
         stages = range(self.count)
         return (*stages[: self.before_rope], ROPE, *stages[self.before_rope :])
+
+    def column(self, part: int, box: int | Int32 = 0) -> int | Int32:
+        """Return the first column of a box of a stage, or of ROPE."""
+        return self.d_v if part == ROPE else self.columns[part] + box * BOX_COLUMNS
 
     @property
     def has_rope(self) -> bool:
@@ -266,6 +271,14 @@ class LatentSm90Smem:
         """Return the states of the tile after one."""
         kv = self.kv_ready.advance_by(state.kv, self.stages.count)
         return LatentSm90TileState(state.number + 1, kv, self.probs_ready.advance(state.rope))
+
+    def kv_row(self, stage: Int32, key: Int32) -> cute.Pointer:
+        """Return where a key's row begins in the first box of a stage."""
+        return self.sKv.iterator + (stage * (STAGE_BOXES * BOX_ELEMENTS) + key * BOX_COLUMNS)
+
+    def rope_row(self, stage: Int32, key: Int32) -> cute.Pointer:
+        """Return where a key's row begins in a RoPE stage."""
+        return self.sRope.iterator + (stage * BOX_ELEMENTS + key * BOX_COLUMNS)
 
     def kv_stage(self, use: Int32) -> Int32:
         """Return the address of the stage of a use of kv_ready."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -22,16 +22,6 @@ from ..primitives.rows import aligned, store_word
 from ..primitives.wgmma import K_STEP, ROWS_PER_THREAD, RowPair, flat, fragment_row, half, tiled_mma
 from .cta import OUTPUT_BARRIER, OUTPUT_GROUPS, STAGE_COLUMNS, WARPGROUP, LatentSm90Smem, LatentSm90TileState, clear_rows
 from .score import IS_SPLIT, output_target, query_row
-
-
-class UnseenKeys(Protocol):
-    """The keys of a tile that no query token sees."""
-
-    def hides_values(self, keys: KeyTile) -> Boolean:
-        """Return whether a tile has such keys."""
-
-    def hole(self, keys: KeyTile) -> tuple[Int32, Int32]:
-        """Return those before the end, begin and end; further ones are those past the end."""
 
 
 @dataclass(frozen=True)
@@ -114,14 +104,15 @@ class OutputAccumulators:
 class LatentSm90Output(OutputAccumulators):
     """O += P V of 16-bit operands, with V the transposed key tile.
 
-    cluster: CTAs that share the stages. unseen: the keys that no query token sees, where they come as they are.
+    cluster: CTAs that share the stages. unseen: operands that tell which keys of a tile no query token sees, where such keys come as they
+    are: hides_values, whether there are any; hole, those before the end. None: the producer has cleared them.
     """
 
     cluster: int
-    unseen: UnseenKeys | None
+    unseen: Any
 
     @staticmethod
-    def create(cluster: int, unseen: UnseenKeys | None, smem: LatentSm90Smem, thread: Int32) -> LatentSm90Output:
+    def create(cluster: int, unseen: Any, smem: LatentSm90Smem, thread: Int32) -> LatentSm90Output:
         """Partition the tiles for one thread of an output warpgroup."""
         mma = tiled_mma(smem.sKv.element_type, STAGE_COLUMNS, warpgroup.OperandSource.SMEM, OperandMajorMode.MN)
         slice_ = mma.get_slice(thread)
