@@ -59,7 +59,6 @@ from ..sm90.rows import (
     copy_chunk,
     load_chunk,
     part_of,
-    pinned_lane,
     store_chunk,
 )
 from ..sm90.score import LatentSm90ScoreRole, LatentSm90Scores, query_row
@@ -152,7 +151,7 @@ class DenseDecodeSm90ConvertRole:
         Pages are looked up a tile ahead, and L2 is asked for rows as early. Bytes are copied COPIED_AHEAD parts of a tile ahead of their
         conversion.
         """
-        lane = pinned_lane(thread)
+        lane = RowLane.pinned(thread)
         rows = self.addresses(operands, keys, look_up(operands, req, keys), lane.source)
         keys = keys.following(operands)
         pages = look_up(operands, req, keys)

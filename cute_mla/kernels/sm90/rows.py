@@ -12,7 +12,6 @@ the bytes of a batch are asked for while the batch before is converted and store
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,16 +114,15 @@ class RowRun:
 class RowStep:
     """Bytes that are loaded together: some columns of one of a thread's keys.
 
-    stage: of the tile. key: 0 or 1, of the thread's keys. scale_source: byte of the first scale
-    among the scales. begins_stage, ends_stage: whether it is the first, the last step of its stage.
+    stage: of the tile. key: 0 or 1, of the thread's keys; key 0 begins a stage. scale_source: byte of the first scale
+    among the scales. ends_stage: whether it is the last step of its stage.
     """
 
     stage: int
     key: int
     runs: tuple[RowRun, ...]
-    scale_source: int = 0
-    begins_stage: bool = True
-    ends_stage: bool = True
+    scale_source: int
+    ends_stage: bool
 
     @property
     def words(self) -> int:
@@ -177,23 +175,17 @@ class RowLane:
     swapped: Int32
 
     @staticmethod
-    def of(thread: Int32) -> RowLane:
-        """Return the offsets of a thread of the warpgroup."""
+    def pinned(thread: Int32) -> RowLane:
+        """Return the offsets of a thread of the warpgroup, pinned in registers."""
         row, part = thread // LANES_PER_KEY, thread % LANES_PER_KEY
         swizzle = row % KEYS_PER_WARP
         swapped = row % 2
         return RowLane(
-            narrow=row * ROW_BYTES + ((2 * part) ^ swizzle) * CHUNK,
-            wide=row * ROW_BYTES + ((part + LANES_PER_KEY * swapped) ^ swizzle) * CHUNK,
-            source=part * CHUNK,
+            narrow=pin_register(row * ROW_BYTES + ((2 * part) ^ swizzle) * CHUNK),
+            wide=pin_register(row * ROW_BYTES + ((part + LANES_PER_KEY * swapped) ^ swizzle) * CHUNK),
+            source=pin_register(part * CHUNK),
             swapped=swapped * (LANES_PER_KEY * CHUNK),
         )
-
-
-def pinned_lane(thread: Int32) -> RowLane:
-    """Return RowLane.of, pinned in registers."""
-    lane = RowLane.of(thread)
-    return RowLane(pin_register(lane.narrow), pin_register(lane.wide), pin_register(lane.source), lane.swapped)
 
 
 def part_of(words: cute.Tensor, first: int, count: int) -> cute.Tensor:
@@ -219,22 +211,16 @@ def load_if(wanted: Boolean | Int32, words: cute.Tensor, address: Int64) -> None
         words[i] = word
 
 
-def load_runs_if(step: RowStep, words: cute.Tensor, row: Int64, lane: RowLane, wanted: Boolean) -> None:
+def load_runs_if(step: RowStep, words: cute.Tensor, row: Int64, lane: RowLane, wanted: Boolean | Int32) -> None:
     """Start the loads of a step, from the first byte of a row that the thread moves; no access, registers as they were, unless wanted."""
-    for part, address in chunks_of(step, words, row, lane):
-        load_if(wanted, part, address)
-
-
-def chunks_of(step: RowStep, words: cute.Tensor, row: Int64, lane: RowLane) -> Iterator[tuple[cute.Tensor, Int64]]:
-    """Yield the registers and the address of each 16 bytes of a step, from the first byte of a row that the thread moves."""
     first = 0
     for run in step.runs:
         address = row + run.source
         if run.quantised:
-            yield part_of(words, first, CHUNK_WORDS), address
+            load_if(wanted, part_of(words, first, CHUNK_WORDS), address)
         else:
-            yield part_of(words, first, CHUNK_WORDS), address + lane.swapped
-            yield part_of(words, first + CHUNK_WORDS, CHUNK_WORDS), address + (lane.swapped ^ (LANES_PER_KEY * CHUNK))
+            load_if(wanted, part_of(words, first, CHUNK_WORDS), address + lane.swapped)
+            load_if(wanted, part_of(words, first + CHUNK_WORDS, CHUNK_WORDS), address + (lane.swapped ^ (LANES_PER_KEY * CHUNK)))
         first += run.words
 
 
@@ -271,35 +257,3 @@ def chunk_at(address: Int32) -> cute.Tensor:
     """Return the words of 16 bytes at a shared memory address."""
     pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=CHUNK)
     return cute.make_tensor(pointer, cute.make_layout(CHUNK_WORDS))
-
-
-def no_wait() -> None:
-    """Wait for nothing: the stage is acquired."""
-
-
-def store_runs(
-    step: RowStep,
-    words: cute.Tensor,
-    convert: Callable[[cute.Tensor, RowRun], cute.Tensor],
-    target: Int32,
-    lane: RowLane,
-    acquire: Callable[[], None] = no_wait,
-) -> None:
-    """Store the bytes of a step in the half of a stage that begins at a shared memory address.
-
-    convert: 16 e4m3 values of a run in 4 words to 8 words of 16-bit columns. acquire: called before the first store.
-    """
-    first = 0
-    for run in step.runs:
-        if run.quantised:
-            chunks = convert(part_of(words, first, CHUNK_WORDS), run)
-            place, to_other = target + lane.narrow, CHUNK
-        else:
-            chunks = part_of(words, first, run.words)
-            place, to_other = target + lane.wide, LANES_PER_KEY * CHUNK
-        if first == 0:
-            acquire()
-        places = place, place ^ to_other  # stages begin at multiples of a row
-        for i in range(2):
-            store_chunk(part_of(chunks, i * CHUNK_WORDS, CHUNK_WORDS), places[i] + run.box * BOX_BYTES)
-        first += run.words

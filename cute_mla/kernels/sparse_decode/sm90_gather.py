@@ -55,11 +55,9 @@ from ..sm90.rows import (
     load_if,
     load_runs_if,
     new_buffers,
-    no_wait,
     part_of,
     peer_shift,
-    pinned_lane,
-    store_runs,
+    store_chunk,
     zero_behind,
 )
 from .operands import NO_SLOT, IndexList, Operands, slot_address
@@ -82,7 +80,7 @@ class SparseDecodeGatherThread:
     def create(cluster: int) -> SparseDecodeGatherThread:
         """Return this thread, whose offsets are pinned in registers."""
         number = cute.arch.thread_idx()[0]  # of the first warpgroup
-        return SparseDecodeGatherThread(number, pinned_lane(number), halves_of_cta(cluster))
+        return SparseDecodeGatherThread(number, RowLane.pinned(number), halves_of_cta(cluster))
 
 
 class SparseDecodeSm90GatherRole:
@@ -133,7 +131,7 @@ class SparseDecodeSm90GatherRole:
     ) -> tuple[PipelineState, PipelineState]:
         """Gather the tiles of one work tile.
 
-        SparseDecodeSm90Indices are asked for a tile ahead of the addresses, bytes a few steps ahead of their use.
+        Indices are asked for a tile ahead of the addresses, bytes a few steps ahead of their use.
 
         Return the pipeline states behind them.
         """
@@ -288,25 +286,21 @@ class SparseDecodeSm90GatherRole:
 
 def stage_wait(smem: LatentSm90Smem, step: RowStep, state: PipelineState) -> Callable[[], None]:
     """Ask whether the stage that a step begins is free, and return the wait for it; no wait for any other step."""
-    if step.begins_stage:
+    if step.key == 0:
         return partial(smem.kv_free.finish_acquire, state, smem.kv_free.try_acquire(state))
     cute.arch.sync_warp()  # keeps ptxas from converting more steps at a time than there are registers for
-    return no_wait
+    return lambda: None
 
 
 def tile_steps(cache_format: CacheFormat, stages: LatentSm90Stages, cluster: int) -> tuple[RowStep, ...]:
-    """Return all steps of a tile, in order: stage by stage. The RoPE columns go another way."""
+    """Return all steps of a tile of a format with scales, in order: stage by stage. The RoPE columns go another way."""
     steps: list[RowStep] = []
     for stage in range(stages.count):
         first = stages.columns[stage]
-        runs = [_run(cache_format, first, column) for column in range(first, first + STAGE_COLUMNS, BOX_COLUMNS)]
-        scale_source = first // cache_format.group * cache_format.bytes_of_scale if cache_format.group else 0
-        # a step of two quantised boxes has the bytes of one box of 16-bit columns
-        together = [tuple(runs)] if cache_format.group else [(run,) for run in runs]
-        keys = range(HALVES if stage in LOCAL_STAGES else HALVES // cluster)
-        parts = [(part, key) for part in together for key in keys]
-        for i, (part, key) in enumerate(parts):
-            steps.append(RowStep(stage, key, part, scale_source, begins_stage=i == 0, ends_stage=i + 1 == len(parts)))
+        runs = tuple(_run(cache_format, first, column) for column in range(first, first + STAGE_COLUMNS, BOX_COLUMNS))
+        scale_source = first // cache_format.group * cache_format.bytes_of_scale
+        keys = HALVES if stage in LOCAL_STAGES else HALVES // cluster
+        steps += [RowStep(stage, key, runs, scale_source, ends_stage=key + 1 == keys) for key in range(keys)]
     return tuple(steps)
 
 
@@ -369,15 +363,20 @@ class SparseDecodeSm90Keys:
 
     def present(self, key: int, who: SparseDecodeGatherThread) -> Int32:
         """Return 1 if one of the thread's two keys is present, else 0."""
-        return (self.valid >> source_lane(who, key)) & 1
+        return has_key(self.valid, key, who)
 
     def is_narrow(self, key: int, who: SparseDecodeGatherThread) -> Boolean:
         """Return whether one of the thread's two keys is of the second cache, where that has a format of its own."""
-        return ((self.narrow >> source_lane(who, key)) & 1) != 0
+        return has_key(self.narrow, key, who) != 0
 
     def behind(self, zero: Int32) -> SparseDecodeSm90Keys:
         """Return the same keys, known no sooner than a number that is 0."""
         return SparseDecodeSm90Keys((self.rows[0] + zero, self.rows[1] + zero), self.scales + zero, self.valid, self.narrow)
+
+
+def has_key(keys: Int32, key: int, who: SparseDecodeGatherThread) -> Int32:
+    """Return the bit of one of the thread's two keys. keys: a bit of each key of the warp."""
+    return (keys >> source_lane(who, key)) & 1
 
 
 def position_in_tile(thread: Int32) -> Int32:
@@ -397,20 +396,16 @@ def find_keys(
     narrow, sources = None, [who.lane.source] * HALVES
     if conversion.narrow:
         narrow, share = cute.arch.vote_ballot_sync(in_extra), cutlass.select_(in_extra, conversion.source(scales, who.number), scales)
-        found = SparseDecodeSm90Keys((row, row), cutlass.select_(scales != 0, share, scales), cute.arch.vote_ballot_sync(row != 0), narrow)
-        sources = [cutlass.select_(found.is_narrow(key, who), narrow_source(who.lane), who.lane.source) for key in range(HALVES)]
-        scales, valid = found.scales, found.valid
+        scales, valid = cutlass.select_(scales != 0, share, scales), cute.arch.vote_ballot_sync(row != 0)
+        # of 64 columns of e2m1 two lanes load the same 16 bytes, and use a half each
+        lane = who.lane
+        sources = [cutlass.select_(has_key(narrow, key, who) != 0, (lane.source >> 1) & CHUNK, lane.source) for key in range(HALVES)]
     first, second = (shuffle_address(row, source_lane(who, key)) + source for key, source in enumerate(sources))
     if not conversion.narrow:
         if conversion.shares:
             scales = cutlass.select_(scales != 0, conversion.source(scales, who.number), scales)
         valid = cute.arch.vote_ballot_sync(row != 0)
     return SparseDecodeSm90Keys((first, second), scales, valid, narrow)
-
-
-def narrow_source(lane: RowLane) -> Int32:
-    """Return where a lane's 16 bytes begin of 64 columns of e2m1: two lanes load the same, and use a half each."""
-    return (lane.source >> 1) & CHUNK
 
 
 def shuffle_address(own: Int64, lane: Int32) -> Int64:
@@ -470,7 +465,7 @@ def copy_box(row: Int64, target: Int32, lane: RowLane, there: Boolean) -> None:
 
 def store_step(
     step: RowStep,
-    loaded: cute.Tensor,
+    words: cute.Tensor,
     factors: list[Any],
     target: Int32,
     lane: RowLane,
@@ -478,10 +473,16 @@ def store_step(
     acquire: Callable[[], None],
 ) -> None:
     """Convert a step and store it in the half of a stage that begins at a shared memory address. acquire: called before the first store."""
-
-    def convert(words: cute.Tensor, run: RowRun) -> cute.Tensor:
-        if run.box:
-            cute.arch.sync_warp()  # keeps ptxas from converting both boxes at a time, for which registers are short
-        return conversion.dequantise(words, factors[run.scale])
-
-    store_runs(step, loaded, convert, target, lane, acquire)
+    first = 0
+    for run in step.runs:
+        chunks, place, to_other = part_of(words, first, run.words), target + lane.wide, LANES_PER_KEY * CHUNK
+        if run.quantised:
+            if run.box:
+                cute.arch.sync_warp()  # keeps ptxas from converting both boxes at a time, for which registers are short
+            chunks, place, to_other = conversion.dequantise(chunks, factors[run.scale]), target + lane.narrow, CHUNK
+        if first == 0:
+            acquire()
+        places = place, place ^ to_other  # stages begin at multiples of a row
+        for i in range(2):
+            store_chunk(part_of(chunks, i * CHUNK_WORDS, CHUNK_WORDS), places[i] + run.box * BOX_BYTES)
+        first += run.words
