@@ -464,13 +464,7 @@ def copy_box(row: Int64, target: Int32, lane: RowLane, there: Boolean) -> None:
 
 
 def store_step(
-    step: RowStep,
-    words: cute.Tensor,
-    factors: list[Any],
-    target: Int32,
-    lane: RowLane,
-    conversion: Conversion,
-    acquire: Callable[[], None],
+    step: RowStep, words: cute.Tensor, factors: list[Any], target: Int32, lane: RowLane, conversion: Conversion, acquire: Callable[[], None]
 ) -> None:
     """Convert a step and store it in the half of a stage that begins at a shared memory address. acquire: called before the first store."""
     first = 0
