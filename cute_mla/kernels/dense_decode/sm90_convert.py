@@ -55,7 +55,7 @@ from ..sm90.rows import (
     HALF_KEYS,
     HALVES,
     LANES_PER_KEY,
-    RowLane,
+    LatentSm90Lane,
     copy_chunk,
     load_chunk,
     part_of,
@@ -151,7 +151,7 @@ class DenseDecodeSm90ConvertRole:
         Pages are looked up a tile ahead, and L2 is asked for rows as early. Bytes are copied COPIED_AHEAD parts of a tile ahead of their
         conversion.
         """
-        lane = RowLane.pinned(thread)
+        lane = LatentSm90Lane.pinned(thread)
         rows = self.addresses(operands, keys, look_up(operands, req, keys), lane.source)
         keys = keys.following(operands)
         pages = look_up(operands, req, keys)
@@ -183,7 +183,7 @@ class DenseDecodeSm90ConvertRole:
         _, second = second_key_entry(operands, keys.row)
         return operands.e4m3_address(pages[0], keys.row, source), operands.e4m3_address(pages[1], second, source)
 
-    def copy_part(self, smem: LatentSm90Smem, part: int, tile: Int32, rows: tuple[Int64, Int64], lane: RowLane) -> None:
+    def copy_part(self, smem: LatentSm90Smem, part: int, tile: Int32, rows: tuple[Int64, Int64], lane: LatentSm90Lane) -> None:
         """Start the copies of a part of a tile, a group of cp.async, when its stage is free; zeros for absent keys."""
         if part != ROPE:  # a RoPE stage is free when the stages before it are
             smem.kv_free.producer_acquire(tile * STAGES.count + part)
@@ -191,7 +191,7 @@ class DenseDecodeSm90ConvertRole:
             copy_chunk(target, rows[key] + STAGES.column(part, box), rows[key] != 0)
         cute.arch.cp_async_commit_group()
 
-    def convert_part(self, smem: LatentSm90Smem, part: int, tile: Int32, lane: RowLane) -> None:
+    def convert_part(self, smem: LatentSm90Smem, part: int, tile: Int32, lane: LatentSm90Lane) -> None:
         """Convert, where they lie, the bytes of a part that this thread has copied, and commit its stage."""
         targets = [target for target, _, _ in self.chunks(smem, part, tile, lane)]
         raw = [load_chunk(target) for target in targets]  # all ahead of the first store: ptxas moves none
@@ -205,7 +205,7 @@ class DenseDecodeSm90ConvertRole:
         else:
             smem.kv_ready.producer_commit(tile * STAGES.count + part)
 
-    def chunks(self, smem: LatentSm90Smem, part: int, tile: Int32, lane: RowLane) -> list[tuple[Int32, int, int]]:
+    def chunks(self, smem: LatentSm90Smem, part: int, tile: Int32, lane: LatentSm90Lane) -> list[tuple[Int32, int, int]]:
         """Return the shared memory address, the key and the box of each 16 bytes that this thread moves of a part of a tile."""
         if part == ROPE:
             stage, boxes = smem.rope_stage(tile), 1
@@ -216,7 +216,7 @@ class DenseDecodeSm90ConvertRole:
 
 
 @cute.jit
-def prefetch_row(row: Int64, lane: RowLane):
+def prefetch_row(row: Int64, lane: LatentSm90Lane):
     """Bring a row to L2: each of a key's lanes asks for a line, all of them for the last one."""
     if row != 0:
         first = row + lane.source * (LINE_BYTES // CHUNK - 1)

@@ -24,7 +24,7 @@ from ..primitives.rows import load_word
 from ..primitives.smem import Barriers, SmemLayout, Table, Tile, fields_of
 from ..primitives.wgmma import ROWS_PER_THREAD, RowPair, flat
 from ..sm90.cta import OUTPUT_GROUPS, OUTPUT_WARPS, WARPS_PER_GROUP, LatentSm90TileState
-from ..sm90.output import OutputAccumulators
+from ..sm90.output import LatentSm90Accumulators
 from ..sm90.score import WARP_ROWS, query_row
 from .operands import Operands
 
@@ -287,7 +287,7 @@ class DenseDecodeSm90Fp8Scores:
 
 
 @dataclass(frozen=True)
-class DenseDecodeSm90Fp8Output(OutputAccumulators):
+class DenseDecodeSm90Fp8Output(LatentSm90Accumulators):
     """O (64 rows x 256 latent columns) += P V, as two chunks of 128 columns, one stage of V^T each.
 
     The rows of ones behind the columns of the second chunk make the row sums of P as it is multiplied.

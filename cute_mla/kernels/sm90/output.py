@@ -25,7 +25,7 @@ from .score import IS_SPLIT, output_target, query_row
 
 
 @dataclass(frozen=True)
-class OutputAccumulators:
+class LatentSm90Accumulators:
     """O (64 rows x half of the latent columns) of one thread, as chunks of 128 columns, one stage of keys each.
 
     A subclass says how a tile is added. The accumulators are 64 x 128 fragments: ptxas refuses a single 64 x 256 one under the
@@ -101,7 +101,7 @@ class OutputAccumulators:
 
 
 @dataclass(frozen=True)
-class LatentSm90Output(OutputAccumulators):
+class LatentSm90Output(LatentSm90Accumulators):
     """O += P V of 16-bit operands, with V the transposed key tile.
 
     cluster: CTAs that share the stages. unseen: operands that tell which keys of a tile no query token sees, where such keys come as they
@@ -204,7 +204,7 @@ class LatentSm90Output(OutputAccumulators):
 class LatentSm90OutputRole:
     """One of two warpgroups. partition: the products of one thread, from shared memory and thread. dtype: of out."""
 
-    partition: Callable[[Any, Int32], OutputAccumulators]
+    partition: Callable[[Any, Int32], LatentSm90Accumulators]
     dtype: type[cutlass.Numeric]
 
     @cute.jit
@@ -240,7 +240,7 @@ class LatentSm90OutputRole:
 
     @cute.jit
     def store_row(
-        self, gemm: OutputAccumulators, row_half: int, weight: Float32, target: Int64, columns: tuple[Int32, int], always_direct: bool
+        self, gemm: LatentSm90Accumulators, row_half: int, weight: Float32, target: Int64, columns: tuple[Int32, int], always_direct: bool
     ):
         """Store a row of O, if it exists. target: output_target. columns: of the group, first and number."""
         column, pairs = columns[0] + gemm.lane_column(), columns[1] // 8
@@ -253,7 +253,7 @@ class LatentSm90OutputRole:
             elif target != 0:
                 self.store_out(gemm, row_half, weight, target, column, pairs)
 
-    def store_out(self, gemm: OutputAccumulators, row_half: int, weight: Float32, row: Int64, column: Int32, pairs: int) -> None:
+    def store_out(self, gemm: LatentSm90Accumulators, row_half: int, weight: Float32, row: Int64, column: Int32, pairs: int) -> None:
         """Store registers straight to out: the quad writes 16 contiguous bytes of a row."""
         target = cute.make_ptr(self.dtype, row, cute.AddressSpace.gmem, assumed_align=self.dtype.width // 8) + column
         for pair in range(pairs):
@@ -261,7 +261,7 @@ class LatentSm90OutputRole:
             store_word(target + gemm.pair_column(pair), pack_pair(low, high, self.dtype))
 
 
-def store_accum(gemm: OutputAccumulators, row_half: int, weight: Float32, row: Int64, column: Int32, pairs: int) -> None:
+def store_accum(gemm: LatentSm90Accumulators, row_half: int, weight: Float32, row: Int64, column: Int32, pairs: int) -> None:
     """Store a fp32 row of the split accumulators, 32 contiguous bytes per quad."""
     target = aligned(cute.make_ptr(Float32, row, cute.AddressSpace.gmem, assumed_align=8) + column, 8)
     for pair in range(pairs):

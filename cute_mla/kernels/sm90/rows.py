@@ -92,7 +92,7 @@ def arrive_landed(barrier: cute.Pointer) -> None:
 
 
 @dataclass(frozen=True)
-class RowRun:
+class LatentSm90Run:
     """64 columns of a key.
 
     box: of the stage they go to. source: their first byte in the key's row. quantised: e4m3, 64 bytes; else 16-bit columns,
@@ -111,7 +111,7 @@ class RowRun:
 
 
 @dataclass(frozen=True)
-class RowStep:
+class LatentSm90Step:
     """Bytes that are loaded together: some columns of one of a thread's keys.
 
     stage: of the tile. key: 0 or 1, of the thread's keys; key 0 begins a stage. scale_source: byte of the first scale
@@ -120,7 +120,7 @@ class RowStep:
 
     stage: int
     key: int
-    runs: tuple[RowRun, ...]
+    runs: tuple[LatentSm90Run, ...]
     scale_source: int
     ends_stage: bool
 
@@ -135,10 +135,10 @@ class RowStep:
         return any(run.quantised for run in self.runs)
 
 
-RowBatch = tuple[RowStep, ...]
+LatentSm90Batch = tuple[LatentSm90Step, ...]
 
 
-def batches_of(steps: RowBatch) -> tuple[RowBatch, ...]:
+def batches_of(steps: LatentSm90Batch) -> tuple[LatentSm90Batch, ...]:
     """Return the steps in batches that are loaded together while the one before is converted: as few as IN_FLIGHT_WORDS allow.
 
     Their number is even, so that every step of every tile has the same registers.
@@ -151,14 +151,14 @@ def batches_of(steps: RowBatch) -> tuple[RowBatch, ...]:
     raise AssertionError("a step has more words than registers")
 
 
-def buffer_steps(batches: tuple[RowBatch, ...]) -> list[RowBatch]:
+def buffer_steps(batches: tuple[LatentSm90Batch, ...]) -> list[LatentSm90Batch]:
     """Return, of each register buffer of even and of odd batches, the step with the most words."""
     columns = [itertools.zip_longest(*batches[side::2]) for side in range(2)]
     return [tuple(max(filter(None, steps), key=lambda step: step.words) for steps in column) for column in columns]
 
 
 @dataclass(frozen=True)
-class RowLane:
+class LatentSm90Lane:
     """Offsets at which this thread reads and writes, in bytes. All constant.
 
     narrow, wide: within a box of shared memory, the first of the two chunks that the thread makes of 16 e4m3 values, and that it
@@ -175,12 +175,12 @@ class RowLane:
     swapped: Int32
 
     @staticmethod
-    def pinned(thread: Int32) -> RowLane:
+    def pinned(thread: Int32) -> LatentSm90Lane:
         """Return the offsets of a thread of the warpgroup, pinned in registers."""
         row, part = thread // LANES_PER_KEY, thread % LANES_PER_KEY
         swizzle = row % KEYS_PER_WARP
         swapped = row % 2
-        return RowLane(
+        return LatentSm90Lane(
             narrow=pin_register(row * ROW_BYTES + ((2 * part) ^ swizzle) * CHUNK),
             wide=pin_register(row * ROW_BYTES + ((part + LANES_PER_KEY * swapped) ^ swizzle) * CHUNK),
             source=pin_register(part * CHUNK),
@@ -211,7 +211,7 @@ def load_if(wanted: Boolean | Int32, words: cute.Tensor, address: Int64) -> None
         words[i] = word
 
 
-def load_runs_if(step: RowStep, words: cute.Tensor, row: Int64, lane: RowLane, wanted: Boolean | Int32) -> None:
+def load_runs_if(step: LatentSm90Step, words: cute.Tensor, row: Int64, lane: LatentSm90Lane, wanted: Boolean | Int32) -> None:
     """Start the loads of a step, from the first byte of a row that the thread moves; no access, registers as they were, unless wanted."""
     first = 0
     for run in step.runs:
@@ -224,7 +224,7 @@ def load_runs_if(step: RowStep, words: cute.Tensor, row: Int64, lane: RowLane, w
         first += run.words
 
 
-def new_buffers(batches: tuple[RowBatch, ...]) -> list[list[cute.Tensor]]:
+def new_buffers(batches: tuple[LatentSm90Batch, ...]) -> list[list[cute.Tensor]]:
     """Return the registers of even and of odd batches, all zero: what an absent key leaves must be defined."""
     buffers = [[cute.make_rmem_tensor(cute.make_layout(step.words), Int32) for step in side] for side in buffer_steps(batches)]
     for words in itertools.chain(*buffers):

@@ -62,7 +62,7 @@ class LatentSm90KeyMask(Protocol):
         """Set the scores of keys that a row does not see to -inf."""
 
 
-class AbsentKeyMask:
+class LatentSm90AbsentKeyMask:
     """Mask of keys that are not present, the same for all rows of a CTA."""
 
     @cute.jit

@@ -37,7 +37,7 @@ from ..sm90.cta import (
     warpgroup_roles,
 )
 from ..sm90.output import LatentSm90Output, LatentSm90OutputRole
-from ..sm90.score import AbsentKeyMask, LatentSm90ScoreRole, LatentSm90Scores
+from ..sm90.score import LatentSm90AbsentKeyMask, LatentSm90ScoreRole, LatentSm90Scores
 from .abi import SparseDecodeAbi
 from .operands import Operands
 from .sm90_gather import GATHER_BARRIER, SparseDecodeSm90GatherRole
@@ -82,7 +82,7 @@ class SparseDecodeSm90(LatentSm90Parts):
     def score(self, operands: Operands, smem: LatentSm90Smem, thread: Int32) -> None:
         """Run the score role."""
         scores = partial(LatentSm90Scores.create, self.queries)
-        LatentSm90ScoreRole(scores, AbsentKeyMask(), SinkScale()).run(operands, smem, thread)
+        LatentSm90ScoreRole(scores, LatentSm90AbsentKeyMask(), SinkScale()).run(operands, smem, thread)
 
     def output(self, operands: Operands, smem: LatentSm90Smem, thread: Int32, side: Int32) -> None:
         """Run the output role."""

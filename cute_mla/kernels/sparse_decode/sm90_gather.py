@@ -44,10 +44,10 @@ from ..sm90.rows import (
     KEYS_PER_WARP,
     LANES_PER_KEY,
     Half,
-    RowBatch,
-    RowLane,
-    RowRun,
-    RowStep,
+    LatentSm90Batch,
+    LatentSm90Lane,
+    LatentSm90Run,
+    LatentSm90Step,
     batches_of,
     copy_chunk,
     halves_of_cta,
@@ -73,14 +73,14 @@ class SparseDecodeGatherThread:
     """A thread of the gather role. halves: of a tile, in which its two keys lie."""
 
     number: Int32
-    lane: RowLane
+    lane: LatentSm90Lane
     halves: tuple[Half, Half]
 
     @staticmethod
     def create(cluster: int) -> SparseDecodeGatherThread:
         """Return this thread, whose offsets are pinned in registers."""
         number = cute.arch.thread_idx()[0]  # of the first warpgroup
-        return SparseDecodeGatherThread(number, RowLane.pinned(number), halves_of_cta(cluster))
+        return SparseDecodeGatherThread(number, LatentSm90Lane.pinned(number), halves_of_cta(cluster))
 
 
 class SparseDecodeSm90GatherRole:
@@ -242,7 +242,7 @@ class SparseDecodeSm90GatherRole:
             (target + WARPS_PER_GROUP).store(Uint8((keys.valid >> KEYS_PER_WARP) & 0xFF))
 
     def finish_stage(
-        self, smem: LatentSm90Smem, kv: PipelineState, rope: PipelineState, step: RowStep, target: Int32, shift: Int32
+        self, smem: LatentSm90Smem, kv: PipelineState, rope: PipelineState, step: LatentSm90Step, target: Int32, shift: Int32
     ) -> None:
         """Commit a stage of a tile whose last step has been stored; `target` is the half that the peer gets unless it has made its own."""
         if step.stage + 1 == self.stages.count and self.stages.has_rope:
@@ -284,7 +284,7 @@ class SparseDecodeSm90GatherRole:
         return mine
 
 
-def stage_wait(smem: LatentSm90Smem, step: RowStep, state: PipelineState) -> Callable[[], None]:
+def stage_wait(smem: LatentSm90Smem, step: LatentSm90Step, state: PipelineState) -> Callable[[], None]:
     """Ask whether the stage that a step begins is free, and return the wait for it; no wait for any other step."""
     if step.key == 0:
         return partial(smem.kv_free.finish_acquire, state, smem.kv_free.try_acquire(state))
@@ -292,23 +292,23 @@ def stage_wait(smem: LatentSm90Smem, step: RowStep, state: PipelineState) -> Cal
     return lambda: None
 
 
-def tile_steps(cache_format: CacheFormat, stages: LatentSm90Stages, cluster: int) -> tuple[RowStep, ...]:
+def tile_steps(cache_format: CacheFormat, stages: LatentSm90Stages, cluster: int) -> tuple[LatentSm90Step, ...]:
     """Return all steps of a tile of a format with scales, in order: stage by stage. The RoPE columns go another way."""
-    steps: list[RowStep] = []
+    steps: list[LatentSm90Step] = []
     for stage in range(stages.count):
         first = stages.columns[stage]
         runs = tuple(_run(cache_format, first, column) for column in range(first, first + STAGE_COLUMNS, BOX_COLUMNS))
         scale_source = first // cache_format.group * cache_format.bytes_of_scale
         keys = HALVES if stage in LOCAL_STAGES else HALVES // cluster
-        steps += [RowStep(stage, key, runs, scale_source, ends_stage=key + 1 == keys) for key in range(keys)]
+        steps += [LatentSm90Step(stage, key, runs, scale_source, ends_stage=key + 1 == keys) for key in range(keys)]
     return tuple(steps)
 
 
-def _run(cache_format: CacheFormat, first: int, column: int) -> RowRun:
+def _run(cache_format: CacheFormat, first: int, column: int) -> LatentSm90Run:
     quantised = column < cache_format.quantised
     source = column if quantised else cache_format.wide_offset + (column - cache_format.quantised) * ELEMENT_BYTES
     scale = (column - first) // max(cache_format.group, BOX_COLUMNS) if quantised else 0
-    return RowRun((column - first) // BOX_COLUMNS, source, quantised, scale)
+    return LatentSm90Run((column - first) // BOX_COLUMNS, source, quantised, scale)
 
 
 @dataclass(frozen=True)
@@ -418,7 +418,7 @@ def shuffle_address(own: Int64, lane: Int32) -> Int64:
     )
 
 
-def load_batch(batch: RowBatch, buffers: list[cute.Tensor], keys: SparseDecodeSm90Keys, who: SparseDecodeGatherThread) -> None:
+def load_batch(batch: LatentSm90Batch, buffers: list[cute.Tensor], keys: SparseDecodeSm90Keys, who: SparseDecodeGatherThread) -> None:
     """Start the loads of a batch of steps."""
     for step, words in zip(batch, buffers, strict=False):
         row, there = keys.rows[step.key], keys.present(step.key, who)
@@ -432,7 +432,7 @@ def load_batch(batch: RowBatch, buffers: list[cute.Tensor], keys: SparseDecodeSm
 
 
 @cute.jit
-def clear_absent(step: cutlass.Constexpr[RowStep], words: cute.Tensor, keys: SparseDecodeSm90Keys, who: SparseDecodeGatherThread):
+def clear_absent(step: cutlass.Constexpr[LatentSm90Step], words: cute.Tensor, keys: SparseDecodeSm90Keys, who: SparseDecodeGatherThread):
     """Zero the bytes of a step if its key is absent: the registers still have those of another key."""
     if keys.valid != ALL_PRESENT:
         mask = Int32(0) - keys.present(step.key, who)
@@ -456,7 +456,7 @@ def copy_stage(first_column: int, keys: SparseDecodeSm90Keys, target: Int32, who
             copy_box(row, (target ^ (key * HALF_BYTES)) + box * BOX_BYTES, who.lane, there)
 
 
-def copy_box(row: Int64, target: Int32, lane: RowLane, there: Boolean) -> None:
+def copy_box(row: Int64, target: Int32, lane: LatentSm90Lane, there: Boolean) -> None:
     """Start the copy of 64 16-bit columns of a key to half a box; of an absent key nothing is read, and zeros are written."""
     other, place = LANES_PER_KEY * CHUNK, target + lane.wide
     copy_chunk(place, row + lane.swapped, there)
@@ -464,7 +464,13 @@ def copy_box(row: Int64, target: Int32, lane: RowLane, there: Boolean) -> None:
 
 
 def store_step(
-    step: RowStep, words: cute.Tensor, factors: list[Any], target: Int32, lane: RowLane, conversion: Conversion, acquire: Callable[[], None]
+    step: LatentSm90Step,
+    words: cute.Tensor,
+    factors: list[Any],
+    target: Int32,
+    lane: LatentSm90Lane,
+    conversion: Conversion,
+    acquire: Callable[[], None],
 ) -> None:
     """Convert a step and store it in the half of a stage that begins at a shared memory address. acquire: called before the first store."""
     first = 0

@@ -47,7 +47,7 @@ from ..attention.softmax import OnlineSoftmax, SinkScale
 from ..definition import KernelDefinition
 from ..sm90.cta import LatentSm90Kernel, LatentSm90Parts, LatentSm90Queries, LatentSm90Smem, LatentSm90Stages, warpgroup_roles
 from ..sm90.output import LatentSm90Output, LatentSm90OutputRole
-from ..sm90.score import AbsentKeyMask, LatentSm90ScoreRole
+from ..sm90.score import LatentSm90AbsentKeyMask, LatentSm90ScoreRole
 from .abi import SparsePrefillAbi
 from .operands import Operands
 from .sm90_copy import (
@@ -103,7 +103,7 @@ class SparsePrefillSm90(LatentSm90Parts):
         """Run the score role."""
         scores = partial(SparsePrefillSm90Scores.create, self.queries)
         softmax, results = partial(OnlineSoftmax.create, keeps_maximum=True), SparsePrefillSm90RowResults.create(smem)
-        LatentSm90ScoreRole(scores, AbsentKeyMask(), SinkScale(), softmax, results).run(operands, smem, thread)
+        LatentSm90ScoreRole(scores, LatentSm90AbsentKeyMask(), SinkScale(), softmax, results).run(operands, smem, thread)
 
     def output(self, operands: Operands, smem: SparsePrefillSm90Smem, thread: Int32, side: Int32) -> None:
         """Run the output role."""

@@ -23,7 +23,7 @@ from .operands import IndexList, Operands
 from .sm90_copy import KEYS_AT_ONCE, LANES_PER_KEY, SWIZZLE_KEYS, SparsePrefillSm90Smem
 
 LANES = 32
-WORD = 4  # bytes of the least copy
+WORD = 4  # bytes of the smaller copy
 
 
 class SparsePrefillSm90IndexRole:
