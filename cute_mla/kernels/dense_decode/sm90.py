@@ -60,9 +60,11 @@ from ..sm90.cta import (
     BOX_BYTES,
     BOX_ELEMENTS,
     ROPE,
+    ROW_ELEMENTS,
     STAGE_BOXES,
     STAGE_BYTES,
     STAGE_COLUMNS,
+    STAGE_ELEMENTS,
     LatentSm90Kernel,
     LatentSm90Parts,
     LatentSm90Queries,
@@ -149,6 +151,7 @@ class DenseDecodeSm90LoadRole:
         """Load the tile-th tile of this CTA: all of it, with zeros where the request has no page."""
         lane, stages = cute.arch.lane_idx(), smem.stages
         where = (operands.kv_head(), box.row, box.page)
+        offset = box.offset * ROW_ELEMENTS  # a box of fewer keys is a run of rows of the 64-key box
         if cutlass.const_expr(len(self.prefetched) > 0):
             self.prefetch_stages(operands, smem, box)
         kv = smem.kv_ready.state(tile * stages.count)
@@ -160,8 +163,8 @@ class DenseDecodeSm90LoadRole:
                     cute.arch.mbarrier_arrive_and_expect_tx(ready, STAGE_BYTES)
                 cute.arch.sync_warp()
                 if box.in_tile:
-                    # a box of fewer keys is a run of rows of the 64-key box
-                    self.load_stage(operands.args.kv_map, smem.kv_row(kv.stage, box.offset), partial(stages.column, part), where, ready)
+                    target = smem.sKv.iterator + (kv.stage * STAGE_ELEMENTS + offset)
+                    self.load_stage(operands.args.kv_map, target, partial(stages.column, part), where, ready)
                 # two stages side by side, then divided anew: no registers are left to carry a state over more
                 kv = smem.kv_ready.advance_in_tile(kv, 0) if part % 2 == 0 else smem.kv_ready.state(tile * stages.count + (part + 1))
             elif cutlass.const_expr(stages.has_rope):
@@ -176,7 +179,7 @@ class DenseDecodeSm90LoadRole:
             cute.arch.mbarrier_arrive_and_expect_tx(ready, BOX_BYTES)
         cute.arch.sync_warp()
         if box.in_tile:
-            target = smem.rope_row(smem.rope_ready.stage(tile), box.offset)
+            target = smem.sRope.iterator + (smem.rope_ready.stage(tile) * BOX_ELEMENTS + box.offset * ROW_ELEMENTS)
             if cutlass.const_expr(self.cluster == 1):
                 load_box(target, kv_map, where, ready)
             elif cute.arch.block_idx_in_cluster() == tile % 2:
@@ -196,8 +199,8 @@ class DenseDecodeSm90LoadRole:
     ) -> None:
         """Load two boxes of columns; of a pair, each CTA fetches one for both. column: the first one of a box."""
         if self.cluster == 1:
-            for box in range(STAGE_BOXES):
-                load_box(target + box * BOX_ELEMENTS, kv_map, (column(box), *where), ready)
+            load_box(target, kv_map, (column(0), *where), ready)
+            load_box(target + BOX_ELEMENTS, kv_map, (column(1), *where), ready)
         else:
             rank = cute.arch.block_idx_in_cluster()
             multicast_box(target + rank * BOX_ELEMENTS, kv_map, (column(rank), *where), ready)

@@ -41,7 +41,9 @@ OUTPUT_BARRIER = 2  # and 3
 STAGE_COLUMNS = 2 * BOX_COLUMNS
 STAGE_BOXES = STAGE_COLUMNS // BOX_COLUMNS
 STEPS_PER_BOX = BOX_COLUMNS // K_STEP
-BOX_ELEMENTS = TILE_KEYS * BOX_COLUMNS
+ROW_ELEMENTS = BOX_COLUMNS  # from a key's row in a box to the next
+BOX_ELEMENTS = TILE_KEYS * ROW_ELEMENTS
+STAGE_ELEMENTS = STAGE_BOXES * BOX_ELEMENTS
 BOX_BYTES = BOX_ELEMENTS * ELEMENT_BYTES
 STAGE_BYTES = STAGE_BOXES * BOX_BYTES
 VALID_BYTES = TILE_KEYS // 8
@@ -271,14 +273,6 @@ class LatentSm90Smem:
         """Return the states of the tile after one."""
         kv = self.kv_ready.advance_by(state.kv, self.stages.count)
         return LatentSm90TileState(state.number + 1, kv, self.probs_ready.advance(state.rope))
-
-    def kv_row(self, stage: Int32, key: Int32) -> cute.Pointer:
-        """Return where a key's row begins in the first box of a stage."""
-        return self.sKv.iterator + (stage * (STAGE_BOXES * BOX_ELEMENTS) + key * BOX_COLUMNS)
-
-    def rope_row(self, stage: Int32, key: Int32) -> cute.Pointer:
-        """Return where a key's row begins in a RoPE stage."""
-        return self.sRope.iterator + (stage * BOX_ELEMENTS + key * BOX_COLUMNS)
 
     def kv_stage(self, use: Int32) -> Int32:
         """Return the address of the stage of a use of kv_ready."""

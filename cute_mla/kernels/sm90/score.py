@@ -228,12 +228,13 @@ class LatentSm90Scores:
         for i in range(steps):
             step = first // K_STEP + i
             tile, step_in_tile = divmod(step, STEPS_PER_BOX)
+            tK_step = tK[None, None, i, stage]
             if tile < self.queries.in_registers:
-                cute.gemm(self.from_registers, self.scores, self.rQ[None, None, step], tK[None, None, i, stage], self.scores)
+                cute.gemm(self.from_registers, self.scores, self.rQ[None, None, step], tK_step, self.scores)
                 self.from_registers.set(warpgroup.Field.ACCUMULATE, True)
             else:
                 tQ = self.tQ[None, None, step_in_tile, tile - self.queries.in_registers]
-                cute.gemm(self.from_smem, self.scores, tQ, tK[None, None, i, stage], self.scores)
+                cute.gemm(self.from_smem, self.scores, tQ, tK_step, self.scores)
 
     def release_keys(self, state: LatentSm90TileState) -> None:
         """Wait until every warp's WGMMA has read the RoPE columns, which P overwrites."""
