@@ -82,9 +82,13 @@ from .sm90_convert import DenseDecodeSm90Fp8Cache
 from .sm90_fp8 import DenseDecodeSm90Fp8
 from .visible_keys import WORD_KEYS, visible_word
 
-# By columns of a key: column tiles of Q in registers, stages of keys and of RoPE columns or P, stages before the RoPE columns. What Q
-# leaves of shared memory are stages.
-TILINGS = {576: (5, (10, 3), 2), 512: (5, (11, 3), 2), 320: (4, (10, 6), 1)}
+# By columns of a key: column tiles of Q in registers, stages of keys and of RoPE columns or P, stages before the RoPE columns, optional
+# fields of shared memory. What Q leaves of shared memory are stages.
+TILINGS = {
+    576: (5, (10, 3), 2, {"sTarget", "rope_ready", "right_turn"}),
+    512: (5, (11, 3), 2, {"sTarget", "right_turn"}),
+    320: (4, (10, 6), 1, {"sTarget", "rope_ready"}),
+}
 # By columns of a key and CTAs of a cluster: stages of a tile that L2 is asked for before the tile is loaded, those whose place comes free
 # last before their keys are needed. With 576 columns a CTA alone gains nothing: HBM binds.
 PREFETCHED = {(576, 2): (3,), (512, 1): (3,), (512, 2): (3,)}
@@ -98,12 +102,11 @@ class DenseDecodeSm90(LatentSm90Parts):
 
     def __init__(self, config: DenseDecodeConfig) -> None:
         super().__init__(config)
-        in_registers, rings, before_rope = TILINGS[config.d_qk]
-        d_v = LATENT_DIMS[config.d_qk].latent
-        self.stages = LatentSm90Stages(config.d_qk, tuple(range(0, d_v, STAGE_COLUMNS)), before_rope)
+        in_registers, rings, before_rope, optional = TILINGS[config.d_qk]
+        columns = range(0, LATENT_DIMS[config.d_qk].latent, STAGE_COLUMNS)
+        self.stages = LatentSm90Stages(config.d_qk, tuple(columns), before_rope)
         self.queries = LatentSm90Queries(config.d_qk, in_registers)
-        has_it = {"sTarget": True, "rope_ready": self.stages.has_rope, "right_turn": d_v == D_LATENT}
-        self.layout = LatentSm90Smem.layout(self.stages, self.queries, self.dtype, rings, {name for name, has in has_it.items() if has})
+        self.layout = LatentSm90Smem.layout(self.stages, self.queries, self.dtype, rings, optional)
         self.expected = ("HGMMA", self.stages.wgmma_per_tile)
         self.prefetched = PREFETCHED.get((config.d_qk, config.cluster), ())
 

@@ -172,7 +172,10 @@ class SparseDecodeSm90GatherRole:
                     factors = self.conversion.of_step(step, words, scales, keys, who)
                     store_step(step, words, factors, target ^ (step.key * HALF_BYTES), who.lane, self.conversion, acquire)
                     if cutlass.const_expr(step.ends_stage):
-                        self.finish_stage(smem, kv, rope, step, target, shift)
+                        if cutlass.const_expr(self.stages.has_rope and step.stage + 1 == self.stages.count):
+                            cute.arch.cp_async_wait_group(0)  # the RoPE columns, which have had all the tile to land
+                        # the peer gets this half unless it has made its own
+                        self.commit_stage(smem, kv, rope, step.stage, step.key < HALVES - 1, target, shift)
                         kv = smem.kv_free.advance(kv)
             rope = smem.rope_free.advance(rope)
         return kv, rope
@@ -241,47 +244,31 @@ class SparseDecodeSm90GatherRole:
             target.store(Uint8(keys.valid & 0xFF))
             (target + WARPS_PER_GROUP).store(Uint8((keys.valid >> KEYS_PER_WARP) & 0xFF))
 
-    def finish_stage(
-        self, smem: LatentSm90Smem, kv: PipelineState, rope: PipelineState, step: LatentSm90Step, target: Int32, shift: Int32
-    ) -> None:
-        """Commit a stage of a tile whose last step has been stored; `target` is the half that the peer gets unless it has made its own."""
-        if step.stage + 1 == self.stages.count and self.stages.has_rope:
-            cute.arch.cp_async_wait_group(0)  # the RoPE columns, which have had all the tile to land
-        self.commit_stage(smem, kv, rope, step.stage, step.key < HALVES - 1, target, shift)
-
     @cute.jit
     def commit_stage(
         self, smem: LatentSm90Smem, kv: PipelineState, rope: PipelineState, stage: cutlass.Constexpr[int], shared: cutlass.Constexpr[bool],
         target: Int32, shift: Int32,
     ):  # fmt: skip
-        """Fence and commit a stage of a tile, of which all threads have stored their part; with the last one the RoPE columns.
+        """Fence and commit a stage of a tile, of which this thread has stored its part; with the last one the RoPE columns.
+
+        One warp commits, and waits until all have stored and fenced. The others go on. The turns go round the warps, so that no warp is at
+        a stage of the next tile before the one whose turn it is has been there: each has waited for all in between.
 
         shared: whether the half of it that begins at `target` is copied to the peer.
         """
         cute.arch.fence_proxy("async.shared", space="cta")
         ready = smem.kv_ready.barrier(kv)
-        if self.is_last(stage):
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == stage % WARPS_PER_GROUP:
+            cute.arch.barrier(barrier_id=GATHER_BARRIER + stage, number_of_threads=WARPGROUP)
             if cutlass.const_expr(shared):
                 hand_over(ready, target, STAGE_BOXES, shift)
             else:
                 arrive(ready)
             if cutlass.const_expr(stage + 1 == self.stages.count):
                 smem.rope_ready.producer_commit(rope)
-
-    @cute.jit
-    def is_last(self, stage: cutlass.Constexpr[int]) -> Boolean:
-        """Return whether this warp commits a stage of a tile: one does, and waits until all have stored and fenced. The others go on.
-
-        The turns go round the warps, so that no warp is at a stage of the next tile before the one whose turn it is has been there:
-        each has waited for all in between.
-        """
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        mine = warp == stage % WARPS_PER_GROUP
-        if mine:
-            cute.arch.barrier(barrier_id=GATHER_BARRIER + stage, number_of_threads=WARPGROUP)
         else:
             cute.arch.barrier_arrive(barrier_id=GATHER_BARRIER + stage, number_of_threads=WARPGROUP)
-        return mine
 
 
 def stage_wait(smem: LatentSm90Smem, step: LatentSm90Step, state: PipelineState) -> Callable[[], None]:

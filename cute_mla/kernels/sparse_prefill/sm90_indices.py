@@ -45,17 +45,11 @@ class SparsePrefillSm90IndexRole:
             self.announce(smem, cursor.indices, entries, tile)
             following = next_tile(operands, cursor, self.queries.d_qk)
             entries = following.entries()
-            token = self.bring_queries(operands, smem, cursor, token)
+            if cursor.position == 0:
+                self.load_queries(operands, smem, cursor.token, token)
+                token = token + 1
             cursor = following
             tile = tile + 1
-
-    @cute.jit
-    def bring_queries(self, operands: Operands, smem: SparsePrefillSm90Smem, cursor: SparsePrefillCursor, number: Int32) -> Int32:
-        """Bring Q of a token, the number-th that has keys, at its first tile. Return the number of the next one."""
-        if cursor.position == 0:
-            self.load_queries(operands, smem, cursor.token, number)
-            number = number + 1
-        return number
 
     @cute.jit
     def load_queries(self, operands: Operands, smem: SparsePrefillSm90Smem, token: Int32, number: Int32):
