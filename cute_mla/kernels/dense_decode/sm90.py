@@ -39,7 +39,9 @@ the clocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
+from itertools import product
 from typing import Any
 
 import cutlass
@@ -49,186 +51,181 @@ from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeConfig
 from ...spec.mla import D_LATENT, LATENT_DIMS
 from ...spec.split_plan import TILE_KEYS
-from ..attention.kernel import AttentionKernel
-from ..attention.scheduler import BOX_COLUMNS
+from ..attention.scheduler import KeyTile
 from ..definition import KernelDefinition
+from ..primitives.arithmetic import computed_with
 from ..primitives.copies import load_box, multicast_box, prefetch_box, prefetch_map
-from ..sm90.arrivals import await_peer, initialise
-from ..sm90.config import BOX_BYTES, OUTPUT_REGISTERS, STAGE_BYTES, STAGE_COLUMNS, Geometry, Pipes, Tiles
-from ..sm90.output import LatentOutput, OutputRole
-from ..sm90.score import LatentScores, ScoreRole
-from ..sm90.warpgroups import THREADS, WARPGROUP, group_of, named_barriers, role_table, set_registers, sync_start
+from ..primitives.wgmma import ROWS_PER_THREAD
+from ..sm90.cta import (
+    BOX_BYTES,
+    BOX_ELEMENTS,
+    ROPE,
+    ROW_ELEMENTS,
+    STAGE_BOXES,
+    STAGE_BYTES,
+    STAGE_COLUMNS,
+    STAGE_ELEMENTS,
+    LatentSm90Kernel,
+    LatentSm90Parts,
+    LatentSm90Queries,
+    LatentSm90Smem,
+    LatentSm90Stages,
+    LatentSm90TileState,
+    warpgroup_roles,
+)
+from ..sm90.output import LatentSm90Output, LatentSm90OutputRole
+from ..sm90.score import LatentSm90ScoreRole, LatentSm90Scores, mask_absent, query_row
 from .abi import DenseDecodeAbi
 from .operands import DescaledRows, LaneBox, Operands
 from .page_walk import for_each_tile, for_each_tile_in_groups
-from .sm90_convert import fp8_cache_definition
-from .sm90_fp8 import fp8_definition
-from .sm90_mask import KeyMask
+from .sm90_convert import DenseDecodeSm90Fp8Cache
+from .sm90_fp8 import DenseDecodeSm90Fp8
+from .visible_keys import WORD_KEYS, visible_word
 
-# By columns of a key: column tiles of Q in registers, stages of keys and of RoPE columns or P, stages before the RoPE columns. What Q
-# leaves of shared memory are stages.
-TILINGS = {576: (5, 10, 3, 2), 512: (5, 11, 3, 2), 320: (4, 10, 6, 1)}
-# By columns of a key and CTAs of a cluster: stages of a tile that L2 is asked for. With 576 columns a CTA alone gains nothing: HBM binds.
+# By columns of a key: column tiles of Q in registers, stages of keys and of RoPE columns or P, stages before the RoPE columns, optional
+# fields of shared memory. What Q leaves of shared memory are stages.
+TILINGS = {
+    576: (5, (10, 3), 2, {"sTarget", "rope_ready", "right_turn"}),
+    512: (5, (11, 3), 2, {"sTarget", "right_turn"}),
+    320: (4, (10, 6), 1, {"sTarget", "rope_ready"}),
+}
+# By columns of a key and CTAs of a cluster: stages of a tile that L2 is asked for before the tile is loaded, those whose place comes free
+# last before their keys are needed. With 576 columns a CTA alone gains nothing: HBM binds.
 PREFETCHED = {(576, 2): (3,), (512, 1): (3,), (512, 2): (3,)}
 
 
-def geometry_of(d_qk: int, cluster: int) -> Geometry:
-    """Return the geometry of keys of so many columns in a cluster of so many CTAs."""
-    q_tiles_in_registers, kv_stages, rope_stages, rope_after = TILINGS[d_qk]
-    return Geometry(
-        d_qk=d_qk,
-        q_tiles_in_registers=q_tiles_in_registers,
-        kv_stages=kv_stages,
-        rope_stages=rope_stages,
-        producer_registers=32,
-        score_registers=160,
-        ready_arrivals=1,
-        valid_stages=0,
-        rope_after=rope_after,
-        frees_rope=False,
-        takes_turns=LATENT_DIMS[d_qk].latent == D_LATENT,
-        prefetched=PREFETCHED.get((d_qk, cluster), ()),
-        d_v=LATENT_DIMS[d_qk].latent,
-    )
-
-
-class DenseDecodeSm90(AttentionKernel):
+class DenseDecodeSm90(LatentSm90Parts):
     """One variant of the kernel of a 16-bit cache."""
 
-    threads = THREADS
+    registers = (32, 160)
+    roles = warpgroup_roles("load")
 
-    def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
-        super().__init__(DenseDecodeAbi(config), arch)
-        self.cluster = config.cluster
-        self.geometry = geometry_of(config.d_qk, config.cluster)
-        self.smem = self.geometry.smem(self.dtype)
+    def __init__(self, config: DenseDecodeConfig) -> None:
+        super().__init__(config)
+        in_registers, rings, before_rope, optional = TILINGS[config.d_qk]
+        columns = range(0, LATENT_DIMS[config.d_qk].latent, STAGE_COLUMNS)
+        self.stages = LatentSm90Stages(config.d_qk, tuple(columns), before_rope)
+        self.queries = LatentSm90Queries(config.d_qk, in_registers)
+        self.layout = LatentSm90Smem.layout(self.stages, self.queries, self.dtype, rings, optional)
+        self.expected = ("HGMMA", self.stages.wgmma_per_tile)
+        self.prefetched = PREFETCHED.get((config.d_qk, config.cluster), ())
+
+    def initialise(self, operands: Operands, smem: LatentSm90Smem) -> None:
+        """Initialise the barriers, and prefetch the tensor map."""
+        smem.initialise(self.cluster)
+        prefetch_map(operands.args.kv_map)
 
     @cute.jit
-    def run(self, operands: Operands):
-        """Allocate, initialise the barriers, and give each role its warps."""
-        memory, geometry = self.smem.allocate(), self.geometry
-        tiles, pipes = Tiles.create(memory), Pipes.create(memory, geometry.tile_stages)
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+    def produce(self, operands: Operands, smem: LatentSm90Smem, warp: Int32, thread: Int32):
+        """Run the load role."""
         if warp == 0:
-            with cute.arch.elect_one():
-                initialise(pipes, geometry, self.cluster)
-                prefetch_map(operands.args.kv_map)
-        elif warp == 1:
-            operands.schedule.prefetch()
-        sync_start(self.cluster)
-        # the plan, the lengths, Q and the cache may come from the kernel before
-        cute.arch.griddepcontrol_wait()
+            DenseDecodeSm90LoadRole(self.cluster, self.prefetched).run(operands, smem)
 
-        group = group_of(warp)
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        if group == 0:
-            set_registers(geometry.producer_registers)
-            if warp == 0:
-                LoadRole(geometry, self.cluster).run(operands, tiles, pipes)
-        elif group == 1:
-            set_registers(geometry.score_registers)
-            scores = partial(LatentScores.create, geometry, self.dtype)
-            ScoreRole(scores, KeyMask(), DescaledRows(LATENT), d_v=geometry.d_v).run(operands, tiles, pipes, thread)
-        else:
-            set_registers(OUTPUT_REGISTERS)
-            output = partial(LatentOutput.create, geometry, self.dtype, self.cluster, unseen=operands)
-            OutputRole(geometry.stage_strides[0], output, self.dtype, geometry.d_v).run(operands, tiles, pipes, thread, group - 2)
+    def score(self, operands: Operands, smem: LatentSm90Smem, thread: Int32) -> None:
+        """Run the score role."""
+        scores = partial(LatentSm90Scores.create, self.queries)
+        LatentSm90ScoreRole(scores, DenseDecodeSm90KeyMask(), DescaledRows(LATENT)).run(operands, smem, thread)
+
+    def output(self, operands: Operands, smem: LatentSm90Smem, thread: Int32, side: Int32) -> None:
+        """Run the output role."""
+        output = partial(LatentSm90Output.create, self.cluster, operands)
+        LatentSm90OutputRole(output, self.dtype).run(operands, smem, thread, side)
 
 
-class LoadRole:
-    """One warp: TMA of the key tiles. cluster: CTAs that share them."""
+class DenseDecodeSm90LoadRole:
+    """One warp: TMA of the key tiles. cluster: CTAs that share them. prefetched: stages of a tile that L2 is asked for ahead."""
 
-    def __init__(self, geometry: Geometry, cluster: int) -> None:
-        self.geometry = geometry
+    def __init__(self, cluster: int, prefetched: tuple[int, ...]) -> None:
         self.cluster = cluster
+        self.prefetched = prefetched
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+    def run(self, operands: Operands, smem: LatentSm90Smem):
         """Wait kv_free. Signal kv_ready, rope_ready."""
         # a look-up takes longer than the copies of a tile of few stages are issued in
-        for_each = for_each_tile if self.geometry.d_v == D_LATENT else for_each_tile_in_groups
-        tiles_done = for_each(operands, partial(self.load_tile, operands, tiles, pipes))
+        for_each = for_each_tile if smem.d_v == D_LATENT else for_each_tile_in_groups
+        tiles_done = for_each(operands, partial(self.load_tile, operands, smem))
         cute.arch.griddepcontrol_launch_dependents()
         if cutlass.const_expr(self.cluster > 1):
-            await_peer(pipes, self.geometry, tiles_done)
+            smem.await_peer(tiles_done)
 
     @cute.jit
-    def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
+    def load_tile(self, operands: Operands, smem: LatentSm90Smem, box: LaneBox, tile: Int32):
         """Load the tile-th tile of this CTA: all of it, with zeros where the request has no page."""
-        lane = cute.arch.lane_idx()
-        kv_map, where = operands.args.kv_map, (operands.kv_head(), box.row, box.page)
-        offset = box.offset * BOX_COLUMNS  # a box of fewer keys is a run of rows of the 64-key box
-        if cutlass.const_expr(len(self.geometry.prefetched) > 0):
-            self.prefetch_stages(operands, box)
-        kv = pipes.kv_ready.state(tile * self.geometry.tile_stages)
-        for i in cutlass.range_constexpr(self.geometry.tile_stages):
-            if cutlass.const_expr(self.geometry.has_rope and i == self.geometry.rope_after):
-                self.load_rope(operands, tiles, pipes, box, tile)
-            ready = pipes.kv_ready.barrier(kv)
-            pipes.kv_free.producer_acquire(kv)
-            if lane == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(ready, STAGE_BYTES)
-            cute.arch.sync_warp()
-            if box.in_tile:
-                target = tiles.sKv.iterator + (kv.stage * (TILE_KEYS * STAGE_COLUMNS) + offset)
-                self.load_stage(kv_map, target, self.geometry.first_column(i), where, ready)
-            # two stages side by side, then divided anew: no registers are left to carry a state over more
-            kv = pipes.kv_ready.advance_in_tile(kv, 0) if i % 2 == 0 else pipes.kv_ready.state(tile * self.geometry.tile_stages + (i + 1))
+        lane, stages = cute.arch.lane_idx(), smem.stages
+        where = (operands.kv_head(), box.row, box.page)
+        offset = box.offset * ROW_ELEMENTS  # a box of fewer keys is a run of rows of the 64-key box
+        if cutlass.const_expr(len(self.prefetched) > 0):
+            self.prefetch_stages(operands, smem, box)
+        kv = smem.kv_ready.state(tile * stages.count)
+        for part in stages.parts:
+            if cutlass.const_expr(part != ROPE):
+                ready = smem.kv_ready.barrier(kv)
+                smem.kv_free.producer_acquire(kv)
+                if lane == 0:
+                    cute.arch.mbarrier_arrive_and_expect_tx(ready, STAGE_BYTES)
+                cute.arch.sync_warp()
+                if box.in_tile:
+                    target = smem.sKv.iterator + (kv.stage * STAGE_ELEMENTS + offset)
+                    self.load_stage(operands.args.kv_map, target, partial(stages.column, part), where, ready)
+                # two stages side by side, then divided anew: no registers are left to carry a state over more
+                kv = smem.kv_ready.advance_in_tile(kv, 0) if part % 2 == 0 else smem.kv_ready.state(tile * stages.count + (part + 1))
+            elif cutlass.const_expr(stages.has_rope):
+                self.load_rope(operands, smem, box, tile)
 
     @cute.jit
-    def load_rope(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
+    def load_rope(self, operands: Operands, smem: LatentSm90Smem, box: LaneBox, tile: Int32):
         """Load the RoPE columns of a tile, over P of the tile three before, which has been read: its last stages came free before."""
-        ready = pipes.rope_ready.barrier(tile)
-        kv_map, where = operands.args.kv_map, (operands.kv_head(), box.row, box.page)
+        ready = smem.rope_ready.barrier(tile)
+        kv_map, where = operands.args.kv_map, (smem.d_v, operands.kv_head(), box.row, box.page)
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(ready, BOX_BYTES)
         cute.arch.sync_warp()
         if box.in_tile:
-            target = tiles.sRope.iterator + (pipes.rope_ready.stage(tile) * (TILE_KEYS * BOX_COLUMNS) + box.offset * BOX_COLUMNS)
+            target = smem.sRope.iterator + (smem.rope_ready.stage(tile) * BOX_ELEMENTS + box.offset * ROW_ELEMENTS)
             if cutlass.const_expr(self.cluster == 1):
-                load_box(target, kv_map, (self.geometry.d_v, *where), ready)
+                load_box(target, kv_map, where, ready)
             elif cute.arch.block_idx_in_cluster() == tile % 2:
-                multicast_box(target, kv_map, (self.geometry.d_v, *where), ready)
+                multicast_box(target, kv_map, where, ready)
 
     @cute.jit
-    def prefetch_stages(self, operands: Operands, box: LaneBox):
+    def prefetch_stages(self, operands: Operands, smem: LatentSm90Smem, box: LaneBox):
         """Ask L2 for what load_stage fetches of the stages that come free last."""
         kv_map, where = operands.args.kv_map, (operands.kv_head(), box.row, box.page)
         if box.in_tile:
-            for i in cutlass.range_constexpr(len(self.geometry.prefetched)):
-                column = self.geometry.first_column(self.geometry.prefetched[i])
-                if cutlass.const_expr(self.cluster == 1):
-                    prefetch_box(kv_map, (column, *where))
-                    prefetch_box(kv_map, (column + BOX_COLUMNS, *where))
-                else:
-                    prefetch_box(kv_map, (column + cute.arch.block_idx_in_cluster() * BOX_COLUMNS, *where))
+            for stage in self.prefetched:
+                for own in range(STAGE_BOXES) if self.cluster == 1 else (cute.arch.block_idx_in_cluster(),):
+                    prefetch_box(kv_map, (smem.stages.column(stage, own), *where))
 
-    def load_stage(self, kv_map: Any, target: cute.Pointer, column: int, where: tuple[Int32, ...], ready: cute.Pointer) -> None:
-        """Load two boxes of columns; of a pair, each CTA fetches one for both."""
-        box = TILE_KEYS * BOX_COLUMNS
+    def load_stage(
+        self, kv_map: Any, target: cute.Pointer, column: Callable[[Any], Any], where: tuple[Int32, ...], ready: cute.Pointer
+    ) -> None:
+        """Load two boxes of columns; of a pair, each CTA fetches one for both. column: the first one of a box."""
         if self.cluster == 1:
-            load_box(target, kv_map, (column, *where), ready)
-            load_box(target + box, kv_map, (column + BOX_COLUMNS, *where), ready)
+            load_box(target, kv_map, (column(0), *where), ready)
+            load_box(target + BOX_ELEMENTS, kv_map, (column(1), *where), ready)
         else:
             rank = cute.arch.block_idx_in_cluster()
-            multicast_box(target + rank * box, kv_map, (column + rank * BOX_COLUMNS, *where), ready)
+            multicast_box(target + rank * BOX_ELEMENTS, kv_map, (column(rank), *where), ready)
 
 
-def latent_definition(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
-    """Return the variant of a 16-bit cache, ready to compile."""
-    kernel = DenseDecodeSm90(config, arch)
-    return kernel.definition(
-        smem_bytes=kernel.smem.nbytes,
-        barriers=kernel.smem.barriers(),
-        named_barriers=named_barriers(),
-        roles=role_table("load"),
-        expected={"HGMMA": kernel.geometry.wgmma_per_tile},
-    )
+class DenseDecodeSm90KeyMask:
+    """Mask of keys past the end, and of those that causal, tree_mask or a window hide."""
+
+    @cute.jit
+    def apply(self, operands: Operands, smem: Any, scores: LatentSm90Scores, state: LatentSm90TileState, keys: KeyTile):
+        """Set the scores of keys that a row does not see to -inf."""
+        if operands.hides_keys(keys):
+            for row_half, first in product(range(ROWS_PER_THREAD), range(0, TILE_KEYS, WORD_KEYS)):
+                # no registers are left to keep what follows from a row
+                token, _ = operands.token_and_head(computed_with(query_row(scores.thread, row_half), keys.left))
+                word = visible_word(operands, keys, token, first)
+                mask_absent(scores.scores, scores.thread, {first // WORD_KEYS: word}, row_half)
 
 
-DEFINITIONS = {LATENT: latent_definition, FP8_CACHE: fp8_cache_definition, FP8: fp8_definition}
+PARTS = {LATENT: DenseDecodeSm90, FP8_CACHE: DenseDecodeSm90Fp8Cache, FP8: DenseDecodeSm90Fp8}
 
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
-    return DEFINITIONS[config.operands](config, arch)
+    return LatentSm90Kernel(DenseDecodeAbi(config), arch, PARTS[config.operands](config)).complete()

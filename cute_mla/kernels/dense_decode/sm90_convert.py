@@ -21,115 +21,108 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import cutlass
 from cutlass import Int32, Int64, Uint32, cute
 
-from ...spec.arch import Arch
 from ...spec.dense_decode import FP8_CACHE, DenseDecodeConfig
 from ...spec.mla import D_LATENT, D_QK, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
-from ..attention.kernel import AttentionKernel
-from ..attention.scheduler import BOX_COLUMNS
-from ..definition import KernelDefinition
+from ..attention.scheduler import KeyTile
+from ..attention.softmax import mask_keys
 from ..primitives.arithmetic import smaller, widen
 from ..primitives.copies import LINE_BYTES, prefetch_line
-from ..sm90.arrivals import initialise
-from ..sm90.config import (
-    ALL_REGISTERS,
+from ..primitives.wgmma import ROWS_PER_THREAD
+from ..sm90.cta import (
     BOX_BYTES,
-    OUTPUT_REGISTERS,
-    STAGE_BYTES,
-    STAGE_COLUMNS,
-    STAGES_PER_TILE,
-    Geometry,
-    Pipes,
-    Tiles,
-)
-from ..sm90.gather_split import CHUNK, HALF_BYTES, HALF_KEYS, HALVES
-from ..sm90.output import LatentOutput, OutputRole
-from ..sm90.row_conversion import CHUNK_WORDS, LANES_PER_KEY, ROPE_STAGE, Lane, load_chunk, part_of, pinned_lane, store_chunk
-from ..sm90.row_copy import copy_chunk
-from ..sm90.score import LatentScores, ScoreRole
-from ..sm90.warpgroups import (
-    OUTPUT_GROUPS,
-    THREADS,
-    WARPGROUP,
+    ROPE,
+    SHARED_REGISTERS,
+    STAGE_BOXES,
     WARPS_PER_GROUP,
-    group_of,
-    named_barriers,
-    role_table,
-    set_registers,
-    sync_start,
+    LatentSm90Parts,
+    LatentSm90Queries,
+    LatentSm90Smem,
+    LatentSm90Stages,
+    LatentSm90TileState,
+    warpgroup_roles,
 )
-from .abi import DenseDecodeAbi
+from ..sm90.output import LatentSm90Output, LatentSm90OutputRole
+from ..sm90.rows import (
+    CHUNK,
+    CHUNK_WORDS,
+    HALF_BYTES,
+    HALF_KEYS,
+    HALVES,
+    LANES_PER_KEY,
+    LatentSm90Lane,
+    copy_chunk,
+    load_chunk,
+    part_of,
+    store_chunk,
+)
+from ..sm90.score import LatentSm90ScoreRole, LatentSm90Scores, query_row
 from .operands import NO_PAGE, DescaledRows, Operands
-from .sm90_mask import EndMask
 
 CONVERT_REGISTERS = 56
-GEOMETRY = Geometry(
-    d_qk=D_QK,
-    q_tiles_in_registers=4,
-    kv_stages=10,
-    rope_stages=3,
-    producer_registers=CONVERT_REGISTERS,
-    score_registers=ALL_REGISTERS - OUTPUT_GROUPS * OUTPUT_REGISTERS - CONVERT_REGISTERS,
-    ready_arrivals=WARPS_PER_GROUP,
-    valid_stages=0,
-    rope_after=2,
-    frees_rope=False,
-    takes_turns=True,
-)
+STAGES = LatentSm90Stages(before_rope=2)
+QUERIES = LatentSm90Queries(D_QK, in_registers=4)
+RINGS = 10, 3
+PARTS = STAGES.parts
+COPIED_AHEAD = 1  # parts of a tile that are copied while another one is converted. More wait for stages that are not free yet
 
 
-class DenseDecodeSm90Fp8Cache(AttentionKernel):
+class DenseDecodeSm90Fp8Cache(LatentSm90Parts):
     """One variant of the kernel of an e4m3 cache and 16-bit queries."""
 
-    threads = THREADS
+    registers = (CONVERT_REGISTERS, SHARED_REGISTERS - CONVERT_REGISTERS)
+    roles = warpgroup_roles("convert")
+    expected = ("HGMMA", STAGES.wgmma_per_tile)
+    stages = STAGES
 
-    def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
-        super().__init__(DenseDecodeAbi(config), arch)
-        self.cluster = config.cluster
-        self.smem = GEOMETRY.smem(self.dtype)
+    def __init__(self, config: DenseDecodeConfig) -> None:
+        super().__init__(config)
+        self.layout = LatentSm90Smem.layout(STAGES, QUERIES, self.dtype, RINGS, {"sTarget", "rope_ready", "right_turn"})
+
+    def initialise(self, operands: Operands, smem: LatentSm90Smem) -> None:
+        """Initialise the barriers."""
+        smem.initialise(self.cluster, producers=WARPS_PER_GROUP)
+
+    def produce(self, operands: Operands, smem: LatentSm90Smem, warp: Int32, thread: Int32) -> None:
+        """Run the convert role."""
+        DenseDecodeSm90ConvertRole(self.dtype).run(operands, smem, thread)
+
+    def score(self, operands: Operands, smem: LatentSm90Smem, thread: Int32) -> None:
+        """Run the score role."""
+        scores = partial(LatentSm90Scores.create, QUERIES)
+        LatentSm90ScoreRole(scores, DenseDecodeSm90EndMask(), DescaledRows(FP8_CACHE)).run(operands, smem, thread)
+
+    def output(self, operands: Operands, smem: LatentSm90Smem, thread: Int32, side: Int32) -> None:
+        """Run the output role."""
+        output = partial(LatentSm90Output.create, self.cluster, None)
+        LatentSm90OutputRole(output, self.dtype).run(operands, smem, thread, side)
+
+
+class DenseDecodeSm90EndMask:
+    """Mask of keys past the end, and of causally hidden ones."""
 
     @cute.jit
-    def run(self, operands: Operands):
-        """Allocate, initialise the barriers, and give each role its warps."""
-        memory = self.smem.allocate()
-        tiles, pipes = Tiles.create(memory), Pipes.create(memory)
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            with cute.arch.elect_one():
-                initialise(pipes, GEOMETRY, self.cluster)
-        elif warp == 1:
-            operands.schedule.prefetch()
-        sync_start(self.cluster)
-        # the plan, the lengths, the scales, Q and the cache may come from the kernel before
-        cute.arch.griddepcontrol_wait()
-
-        group = group_of(warp)
-        thread = cute.arch.thread_idx()[0] % WARPGROUP
-        if group == 0:
-            set_registers(GEOMETRY.producer_registers)
-            ConvertRole(self.dtype).run(operands, tiles, pipes, thread)
-        elif group == 1:
-            set_registers(GEOMETRY.score_registers)
-            scores = partial(LatentScores.create, GEOMETRY, self.dtype)
-            ScoreRole(scores, EndMask(), DescaledRows(FP8_CACHE)).run(operands, tiles, pipes, thread)
-        else:
-            set_registers(OUTPUT_REGISTERS)
-            output = partial(LatentOutput.create, GEOMETRY, self.dtype, self.cluster)
-            OutputRole(GEOMETRY.stage_strides[0], output, self.dtype).run(operands, tiles, pipes, thread, group - 2)
+    def apply(self, operands: Operands, smem: Any, scores: Any, state: LatentSm90TileState, keys: KeyTile):
+        """Set the scores of keys that a row does not see to -inf."""
+        if keys.left - operands.args.hidden_keys < TILE_KEYS:
+            rows = [query_row(scores.thread, row_half) for row_half in range(ROWS_PER_THREAD)]
+            limits = [operands.key_limit(keys, operands.token_and_head(row)[0]) for row in rows]
+            mask_keys(scores.scores, scores.thread, limits)
 
 
-class ConvertRole:
+class DenseDecodeSm90ConvertRole:
     """One warpgroup: pages, addresses, copies, conversion. dtype: what e4m3 becomes."""
 
     def __init__(self, dtype: type[cutlass.Numeric]) -> None:
         self.dtype = dtype
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes, thread: Int32):
+    def run(self, operands: Operands, smem: LatentSm90Smem, thread: Int32):
         """Wait kv_free. Signal kv_ready, rope_ready."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
@@ -143,27 +136,27 @@ class ConvertRole:
             if tile_range.tiles > 0:
                 first = thread // LANES_PER_KEY
                 entry, row = operands.page_entry(begin_tile * TILE_KEYS + first)
-                keys = KeyPositions(entry, row, smaller(tile_range.keys, tile_range.tiles * TILE_KEYS) - first)
-                self.convert_tiles(operands, tiles, pipes, operands.units.request(req), keys, tile, end, thread)
+                keys = DenseDecodeKeyPositions(entry, row, smaller(tile_range.keys, tile_range.tiles * TILE_KEYS) - first)
+                self.convert_tiles(operands, smem, operands.units.request(req), keys, tile, end, thread)
             tile = end
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def convert_tiles(
-        self, operands: Operands, tiles: Tiles, pipes: Pipes, req: Int32, keys: KeyPositions, tile: Int32, end: Int32, thread: Int32
+        self, operands: Operands, smem: LatentSm90Smem, req: Int32, keys: DenseDecodeKeyPositions, tile: Int32, end: Int32, thread: Int32
     ):
         """Convert the tiles of one work tile, in this CTA from `tile` to `end`.
 
         Pages are looked up a tile ahead, and L2 is asked for rows as early. Bytes are copied COPIED_AHEAD parts of a tile ahead of their
         conversion.
         """
-        lane = pinned_lane(thread)
+        lane = LatentSm90Lane.pinned(thread)
         rows = self.addresses(operands, keys, look_up(operands, req, keys), lane.source)
         keys = keys.following(operands)
         pages = look_up(operands, req, keys)
         for part in PARTS[:COPIED_AHEAD]:
-            self.copy_part(tiles, pipes, part, tile, rows, lane)
+            self.copy_part(smem, part, tile, rows, lane)
         for use in cutlass.range(tile, end, unroll=1):
             for row in self.addresses(operands, keys, pages, lane.source):  # computed again below: no registers are left to keep them
                 prefetch_row(row, lane)
@@ -175,54 +168,55 @@ class ConvertRole:
                     keys = keys.following(operands)
                     pages = look_up(operands, req, keys)
                 if cutlass.const_expr(copied < len(PARTS)):
-                    self.copy_part(tiles, pipes, PARTS[copied], use, rows, lane)
+                    self.copy_part(smem, PARTS[copied], use, rows, lane)
                 elif use + 1 < end:
-                    self.copy_part(tiles, pipes, PARTS[copied - len(PARTS)], use + 1, rows, lane)
+                    self.copy_part(smem, PARTS[copied - len(PARTS)], use + 1, rows, lane)
                 else:
                     cute.arch.cp_async_commit_group()
                 cute.arch.cp_async_wait_group(COPIED_AHEAD)
-                self.convert_part(tiles, pipes, PARTS[p], use, lane)
+                self.convert_part(smem, PARTS[p], use, lane)
 
-    def addresses(self, operands: Operands, keys: KeyPositions, pages: tuple[Int32, Int32], source: Int32) -> tuple[Int64, Int64]:
+    def addresses(
+        self, operands: Operands, keys: DenseDecodeKeyPositions, pages: tuple[Int32, Int32], source: Int32
+    ) -> tuple[Int64, Int64]:
         """Return the addresses of byte `source` of the thread's two keys; 0 for an absent key."""
         _, second = second_key_entry(operands, keys.row)
         return operands.e4m3_address(pages[0], keys.row, source), operands.e4m3_address(pages[1], second, source)
 
-    def copy_part(self, tiles: Tiles, pipes: Pipes, part: int, tile: Int32, rows: tuple[Int64, Int64], lane: Lane) -> None:
+    def copy_part(self, smem: LatentSm90Smem, part: int, tile: Int32, rows: tuple[Int64, Int64], lane: LatentSm90Lane) -> None:
         """Start the copies of a part of a tile, a group of cp.async, when its stage is free; zeros for absent keys."""
-        if part != ROPE_STAGE:  # a RoPE stage is free when the stages before it are
-            pipes.kv_free.producer_acquire(tile * STAGES_PER_TILE + part)
-        for target, key, box in self.chunks(tiles, pipes, part, tile, lane):
-            copy_chunk(target, rows[key] + (part * STAGE_COLUMNS + box * BOX_COLUMNS), rows[key] != 0)
+        if part != ROPE:  # a RoPE stage is free when the stages before it are
+            smem.kv_free.producer_acquire(tile * STAGES.count + part)
+        for target, key, box in self.chunks(smem, part, tile, lane):
+            copy_chunk(target, rows[key] + STAGES.column(part, box), rows[key] != 0)
         cute.arch.cp_async_commit_group()
 
-    def convert_part(self, tiles: Tiles, pipes: Pipes, part: int, tile: Int32, lane: Lane) -> None:
+    def convert_part(self, smem: LatentSm90Smem, part: int, tile: Int32, lane: LatentSm90Lane) -> None:
         """Convert, where they lie, the bytes of a part that this thread has copied, and commit its stage."""
-        targets = [target for target, _, _ in self.chunks(tiles, pipes, part, tile, lane)]
+        targets = [target for target, _, _ in self.chunks(smem, part, tile, lane)]
         raw = [load_chunk(target) for target in targets]  # all ahead of the first store: ptxas moves none
         for target, words in zip(targets, raw, strict=True):
             columns = widen(words, self.dtype)
             for half in range(ELEMENT_BYTES):
                 store_chunk(part_of(columns, half * CHUNK_WORDS, CHUNK_WORDS), target ^ (half * CHUNK))
         cute.arch.fence_proxy("async.shared", space="cta")
-        if part == ROPE_STAGE:
-            pipes.rope_ready.producer_commit(tile)
+        if part == ROPE:
+            smem.rope_ready.producer_commit(tile)
         else:
-            pipes.kv_ready.producer_commit(tile * STAGES_PER_TILE + part)
+            smem.kv_ready.producer_commit(tile * STAGES.count + part)
 
-    def chunks(self, tiles: Tiles, pipes: Pipes, part: int, tile: Int32, lane: Lane) -> list[tuple[Int32, int, int]]:
+    def chunks(self, smem: LatentSm90Smem, part: int, tile: Int32, lane: LatentSm90Lane) -> list[tuple[Int32, int, int]]:
         """Return the shared memory address, the key and the box of each 16 bytes that this thread moves of a part of a tile."""
-        if part == ROPE_STAGE:
-            stage, boxes = tiles.sRope.iterator.toint() + pipes.rope_ready.stage(tile) * BOX_BYTES, 1
+        if part == ROPE:
+            stage, boxes = smem.rope_stage(tile), 1
         else:
-            stage = tiles.sKv.iterator.toint() + pipes.kv_ready.stage(tile * STAGES_PER_TILE + part) * STAGE_BYTES
-            boxes = STAGE_COLUMNS // BOX_COLUMNS
+            stage, boxes = smem.kv_stage(tile * STAGES.count + part), STAGE_BOXES
         first = stage + lane.narrow
         return [(first + (key * HALF_BYTES + box * BOX_BYTES), key, box) for key in range(HALVES) for box in range(boxes)]
 
 
 @cute.jit
-def prefetch_row(row: Int64, lane: Lane):
+def prefetch_row(row: Int64, lane: LatentSm90Lane):
     """Bring a row to L2: each of a key's lanes asks for a line, all of them for the last one."""
     if row != 0:
         first = row + lane.source * (LINE_BYTES // CHUNK - 1)
@@ -230,34 +224,30 @@ def prefetch_row(row: Int64, lane: Lane):
             prefetch_line(cute.make_ptr(Int32, address, cute.AddressSpace.gmem))
 
 
-PARTS = (*range(GEOMETRY.rope_after), ROPE_STAGE, *range(GEOMETRY.rope_after, STAGES_PER_TILE))  # of a tile, in the order of their use
-COPIED_AHEAD = 1  # parts that are copied while another one is converted. More wait for stages that are not free yet
-
-
 @dataclass(frozen=True)
-class KeyPositions:
+class DenseDecodeKeyPositions:
     """The positions of this thread's two keys of a tile.
 
-    entry, row: of the first one, in the block table and in its page. left: keys of the work tile from the first one on.
+    entry, row: of the first one, in the block table and in its page. remaining: keys of the work tile from the first one on.
     """
 
     entry: Int32
     row: Int32
-    left: Int32
+    remaining: Int32
 
-    def following(self, operands: Operands) -> KeyPositions:
+    def following(self, operands: Operands) -> DenseDecodeKeyPositions:
         """Return the positions in the next tile."""
-        return KeyPositions(*operands.next_tile_entry(self.entry, self.row), self.left - TILE_KEYS)
+        return DenseDecodeKeyPositions(*operands.next_tile_entry(self.entry, self.row), self.remaining - TILE_KEYS)
 
 
 @cute.jit
-def look_up(operands: Operands, req: Int32, keys: KeyPositions) -> tuple[Int32, Int32]:
+def look_up(operands: Operands, req: Int32, keys: DenseDecodeKeyPositions) -> tuple[Int32, Int32]:
     """Return the pages of the thread's two keys; NO_PAGE for a key that the work tile does not have, whose entry is never read."""
     first, second = Int32(NO_PAGE), Int32(NO_PAGE)
     table = operands.args.block_table + (Int64(Uint32(req)) * operands.args.table_stride + Int64(Uint32(keys.entry)))
-    if keys.left > 0:
+    if keys.remaining > 0:
         first = table.load()
-    if keys.left > HALF_KEYS:
+    if keys.remaining > HALF_KEYS:
         entries, _ = second_key_entry(operands, keys.row)
         second = (table + entries).load()
     return first, second
@@ -272,15 +262,3 @@ def second_key_entry(operands: Operands, row: Int32) -> tuple[Int32, Int32]:
     beyond = row + HALF_KEYS - operands.args.page_size
     entries = cutlass.select_(beyond >= 0, Int32(1), Int32(0)) + cutlass.select_(beyond >= operands.args.page_size, Int32(1), Int32(0))
     return entries, row + HALF_KEYS - entries * operands.args.page_size
-
-
-def fp8_cache_definition(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
-    """Return the variant of an e4m3 cache, ready to compile."""
-    kernel = DenseDecodeSm90Fp8Cache(config, arch)
-    return kernel.definition(
-        smem_bytes=kernel.smem.nbytes,
-        barriers=kernel.smem.barriers(),
-        named_barriers=named_barriers(),
-        roles=role_table("convert"),
-        expected={"HGMMA": GEOMETRY.wgmma_per_tile},
-    )

@@ -46,7 +46,7 @@ from ...spec.dense_prefill import DensePrefillConfig
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives.smem import fields_of
-from ..sm90.warpgroups import set_registers
+from ..sm90.cta import set_registers
 from . import cta
 from .abi import DensePrefillAbi
 from .operands import DensePrefillOperands

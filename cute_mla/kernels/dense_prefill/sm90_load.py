@@ -11,8 +11,7 @@ from cutlass import Int32, cute
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
 from ..primitives.copies import load_box
 from ..primitives.pipeline import StageBarriers, arrive
-from ..sm90.clear_rows import clear_rows
-from ..sm90.warpgroups import set_registers
+from ..sm90.cta import clear_rows, set_registers
 from .operands import DensePrefillOperands, ItemQueue
 from .sm90_config import (
     GROUP_ROWS,

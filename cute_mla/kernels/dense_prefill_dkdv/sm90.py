@@ -51,7 +51,7 @@ from ..definition import KernelDefinition
 from ..dense_prefill import cta
 from ..dense_prefill.sm90_config import ATTEND_ROLES, GROUPS, THREADS, TURN_BARRIERS, WARPGROUP, WARPS_PER_GROUP
 from ..primitives.smem import fields_of
-from ..sm90.warpgroups import set_registers
+from ..sm90.cta import set_registers
 from .abi import DensePrefillDkdvAbi
 from .load import DkdvKeyRole, DkdvRowRole
 from .operands import DkdvOperands

@@ -12,7 +12,7 @@ from ...spec.dense_prefill_dq import STATISTICS
 from ..dense_prefill.sm90_load import load_boxes
 from ..primitives.copies import load_box
 from ..primitives.pipeline import StageBarriers, arrive
-from ..sm90.clear_rows import clear_rows
+from ..sm90.cta import clear_rows
 from .operands import DkdvItem
 
 

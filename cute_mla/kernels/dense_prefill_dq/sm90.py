@@ -47,7 +47,7 @@ from ..dense_prefill.operands import ItemQueue
 from ..dense_prefill.sm90_config import ATTEND_ROLES, LOAD_ROLES, THREADS, TURN_BARRIERS, WARPGROUP, WARPS_PER_GROUP
 from ..dense_prefill.sm90_load import run_loads
 from ..primitives.smem import fields_of
-from ..sm90.warpgroups import set_registers
+from ..sm90.cta import set_registers
 from .abi import DensePrefillDqAbi
 from .operands import DqOperands
 from .sm90_attend import DqSm90AttendRole

@@ -11,7 +11,7 @@ from cutlass.experimental import primitives
 from ...spec.mqa_logits import BLOCK_COLUMNS, COLUMNS, TILE_KEYS, MqaLogitsArguments
 from ..primitives.arithmetic import smaller
 from ..primitives.copies import load_box
-from ..sm90.row_copy import arrive_landed, copy_chunk
+from ..sm90.rows import arrive_landed, copy_chunk
 from .items import ItemBoard, LaneItem, WorkItem, WorkItems, for_each_item
 from .sm90_config import BLOCKS, ITEM_COLUMNS, LANES, QUERY_BLOCK_BYTES, TILE_BYTES, Pipes, Tiles
 

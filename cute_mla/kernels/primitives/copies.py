@@ -77,7 +77,7 @@ def smem_pointer(address: Int32) -> cute.Pointer:
 
 
 def writer_address(tile: Int32, lane: Int32, row_bytes: int = ROW_BYTES) -> Int32:
-    """Return the where a lane's row of a store of four matrices begins: rows 0..7 and 8..15 of the first 16 bytes, then of the next.
+    """Return the address of a lane's row of a store of four matrices: rows 0..7 and 8..15 of the first 16 bytes, then of the next.
 
     Bytes further on are flipped bits away. tile: the address of row 0, a multiple of 8 rows. row_bytes: 64 or 128, the width
     of the swizzle.

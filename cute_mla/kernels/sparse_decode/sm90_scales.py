@@ -2,13 +2,13 @@
 
 The scales of a key are loaded by the two lanes that have looked it up, and handed to the four that convert it by shuffles.
 
-fp32 scales, and e8m0 scales of 64 columns (ScaleProducts)
+fp32 scales, and e8m0 scales of 64 columns (SparseDecodeSm90ScaleProducts)
     A lane loads eight bytes. A product is formed in fp32 and rounded once.
-e8m0 scales of 32 columns (Bf16Products)
+e8m0 scales of 32 columns (SparseDecodeSm90Bf16Products)
     Of each box of 64 columns a lane converts 16, which have one scale. Of the lanes that have a key's scales, the first keeps those of the
     boxes' first halves, the second those of the other halves: a word of two bf16 numbers for each stage of the tile. Values and scales are
     numbers of bf16, and a product in bf16 has the bits that the product in fp32 has after its rounding.
-e4m3 scales of 16 columns, of the e2m1 values of a narrow key (Bf16Products with a second format)
+e4m3 scales of 16 columns, of the e2m1 values of a narrow key (SparseDecodeSm90Bf16Products with a second format)
     A lane loads the scales of 256 columns and exchanges half of them, so that it too has a word for each stage of the tile: codes for two
     lanes and both boxes. Values become e4m3, and scales bf16, where they are used.
 """
@@ -23,8 +23,7 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
 
 from ...spec.sparse_decode import SparseDecodeConfig
 from ..primitives.arithmetic import E2M1_SCALE, as_float, e4m3_of_e2m1, multiply_pairs, pack_pair, widen
-from ..sm90.gather_split import CHUNK, HALVES, KEYS_PER_WARP, Half
-from ..sm90.row_conversion import CHUNK_WORDS, LANES_PER_KEY, Step, load_if
+from ..sm90.rows import CHUNK, CHUNK_WORDS, HALVES, KEYS_PER_WARP, LANES_PER_KEY, LatentSm90Step, load_if
 
 LOOKED_UP = HALVES * KEYS_PER_WARP  # keys of a warp; two lanes each find where they lie
 SCALE_SHARE = 8  # bytes of a key's scales that a lane loads, where they are loaded once
@@ -39,9 +38,9 @@ LOW_PAIRS, HIGH_PAIRS = 0x5410, 0x7632
 Scales = tuple[Int32, ...]  # registers of a lane that has looked up a key
 
 
-def source_lane(thread: Int32, half: int | Int32) -> Int32:
-    """Return the first lane that looked up the thread's key of one half of the tile."""
-    return thread % 32 // LANES_PER_KEY + half * KEYS_PER_WARP
+def source_lane(who: Any, key: int) -> Int32:
+    """Return the first lane that looked up one of the two keys of a thread, a SparseDecodeGatherThread."""
+    return who.number % 32 // LANES_PER_KEY + who.halves[key] * KEYS_PER_WARP
 
 
 def scale_share(thread: Int32) -> Int32:
@@ -50,7 +49,7 @@ def scale_share(thread: Int32) -> Int32:
 
 
 @dataclass(frozen=True)
-class ScaleProducts:
+class SparseDecodeSm90ScaleProducts:
     """Values times scales in fp32, rounded once to dtype."""
 
     config: SparseDecodeConfig
@@ -72,12 +71,12 @@ class ScaleProducts:
         """Return the scales as they go round."""
         return own
 
-    def of_step(self, step: Step, words: cute.Tensor, own: Scales, keys: Any, half: Half, thread: Int32) -> list[Float32]:
-        """Return the scales of a step's runs, whose key lies in this half of the tile. own: of this lane. All lanes."""
+    def of_step(self, step: LatentSm90Step, words: cute.Tensor, own: Scales, keys: Any, who: Any) -> list[Float32]:
+        """Return the scales of a step's runs. own: of this lane. All lanes."""
         if not step.quantised:
             return []
         word, byte = divmod(step.scale_source, 4)
-        lane = source_lane(thread, half)
+        lane = source_lane(who, step.key)
         if self.config.format.scales_inside:
             share, word = divmod(word, SCALE_SHARE // 4)
             return [as_float(cute.arch.shuffle_sync(own[word], lane + share * LOOKED_UP))]
@@ -93,7 +92,7 @@ class ScaleProducts:
 
 
 @dataclass(frozen=True)
-class Bf16Products:
+class SparseDecodeSm90Bf16Products:
     """Values times powers of two in bf16."""
 
     config: SparseDecodeConfig
@@ -116,12 +115,12 @@ class Bf16Products:
         powers = tuple(powers_of_two((word >> shift) & PAIR_CODES) for word in own)
         return powers if narrow is None else narrow_scales(powers, own, narrow, thread)
 
-    def of_step(self, step: Step, words: cute.Tensor, own: Scales, keys: Any, half: Half, thread: Int32) -> list[Int32]:
+    def of_step(self, step: LatentSm90Step, words: cute.Tensor, own: Scales, keys: Any, who: Any) -> list[Int32]:
         """Return the scales of a step's runs, twice in a word, and make e4m3 values of its bytes. keys: of the tile. All lanes."""
-        lane = source_lane(thread, half) + (thread & HALVES) * (LOOKED_UP // HALVES)
+        lane = source_lane(who, step.key) + (who.number & HALVES) * (LOOKED_UP // HALVES)
         pair = cute.arch.shuffle_sync(own[step.scale_source // 4], lane)
         if self.narrow:
-            pair = widen_narrow(step, words, pair, keys.narrow, keys.is_narrow(half, thread), thread)
+            pair = widen_narrow(step, words, pair, keys.narrow, keys.is_narrow(step.key, who), who.number)
         return [cute.arch.prmt(pair, pair, Int32(halves)) for halves in (FIRST_HALVES, SECOND_HALVES)]
 
     def dequantise(self, words: cute.Tensor, scale: Int32) -> cute.Tensor:
@@ -156,7 +155,7 @@ def narrow_scales(powers: Scales, own: Scales, narrow: Int32, thread: Int32) -> 
 
 @cute.jit
 def widen_narrow(
-    step: cutlass.Constexpr[Step], words: cute.Tensor, pair: Int32, any_narrow: Int32, narrow: Boolean, thread: Int32
+    step: cutlass.Constexpr[LatentSm90Step], words: cute.Tensor, pair: Int32, any_narrow: Int32, narrow: Boolean, thread: Int32
 ) -> Int32:
     """Make e4m3 values of a step's bytes if its key is narrow: if it has e2m1 values. any_narrow: not 0 if a key of the warp has.
 
@@ -179,13 +178,17 @@ def widen_narrow(
     return pair
 
 
-Conversion = Any  # ScaleProducts or Bf16Products
+Conversion = Any  # SparseDecodeSm90ScaleProducts or SparseDecodeSm90Bf16Products
 
 
 def conversion_of(config: SparseDecodeConfig, dtype: type[cutlass.Numeric]) -> Conversion:
     """Return the conversion of a variant's e4m3 columns."""
     cache = config.format
-    return Bf16Products(config) if cache.scale == "e8m0" and cache.scales_inside else ScaleProducts(config, dtype)
+    return (
+        SparseDecodeSm90Bf16Products(config)
+        if cache.scale == "e8m0" and cache.scales_inside
+        else SparseDecodeSm90ScaleProducts(config, dtype)
+    )
 
 
 def load_scales(conversion: Conversion, address: Int64) -> Scales:

@@ -22,15 +22,15 @@ EVEN = replace(ALONE, q_layout="even")  # rows of q begin at multiples of 4 byte
 SPARSE = SparsePrefillCase(s_q=2, h_q=3, s_kv=3, topk=330, sm_count=1)  # most tiles with keys have one
 
 # The first waits in the order of the PTX. None: found only by a rare schedule, or implied by another one.
-LANDED = (None, *(f"landed[{stage}]" for stage in range(6)))  # of the courier: behind valid_ready; RoPE columns twice
-SCOUT = ("rope_free of scout", "queries_free of the first phase", "queries_free of the second phase")
+LANDED = (None, *(f"landed[{stage}]" for stage in range(6)))  # of deliver: behind valid_ready; RoPE columns twice
+INDICES = ("rope_free of indices", "queries_free of the first phase", "queries_free of the second phase")
 SCORE = ("queries_landed of the first token", None, None, None, "queries_landed of the second phase", None, None, None)
-WAITS = ("valid_ready of copy", None, None, None, "kv_free", None, None, *LANDED, *SCOUT, *SCORE)
+WAITS = ("valid_ready of copy", None, None, None, "kv_free", None, None, *LANDED, *INDICES, *SCORE)
 WITHOUT_KEYS = len(WAITS)  # the wait for the second phase of a token without a valid index
 AHEAD = WITHOUT_KEYS + 2  # for Q of the next token
-FENCES = 5  # of the courier: four stages, RoPE columns
-OF_COURIER = FENCES + 1  # arrivals: of a tile without keys the RoPE columns' come last
-OF_SCOUT = 1
+FENCES = 5  # of deliver: four stages, RoPE columns
+OF_DELIVER = FENCES + 1  # arrivals: of a tile without keys the RoPE columns' come last
+OF_INDICES = 1
 
 SUITE = Suite(
     SM90,
@@ -40,12 +40,12 @@ SUITE = Suite(
         planted("missing wait: queries_landed of the second phase without keys", NO_KEYS, ptx.WAITS, ptx.NO_WAIT, alone(WITHOUT_KEYS)),
         planted("missing wait: queries_landed of the next token", ALONE, ptx.WAITS, ptx.NO_WAIT, alone(AHEAD)),
         planted("missing copies of 4 bytes", EVEN, r"cp\.async\.ca\.[^;]*;", "", together),
-        planted("missing release of Q", ALONE, ptx.ARRIVALS, "", each_in(OF_COURIER + OF_SCOUT, OF_COURIER + OF_SCOUT + 1)),
+        planted("missing release of Q", ALONE, ptx.ARRIVALS, "", each_in(OF_DELIVER + OF_INDICES, OF_DELIVER + OF_INDICES + 1)),
         planted("copies without a signal", ALONE, r"cp\.async\.mbarrier\.arrive[^;]*;"),
-        planted("missing arrival", ALONE, ptx.ARRIVALS, "", each_in(0, OF_COURIER + OF_SCOUT)),
-        planted("missing proxy fence of the courier", ALONE, ptx.PROXY_FENCES, "", alone(0, FENCES - 1)),
+        planted("missing arrival", ALONE, ptx.ARRIVALS, "", each_in(0, OF_DELIVER + OF_INDICES)),
+        planted("missing proxy fence of deliver", ALONE, ptx.PROXY_FENCES, "", alone(0, FENCES - 1)),
         planted("missing proxy fence of Q", ALONE, ptx.PROXY_FENCES, "", alone(FENCES)),
-        planted("missing proxy fence of the courier in a pair", PAIR, ptx.PROXY_FENCES, "", alone(0, FENCES - 1)),
+        planted("missing proxy fence of deliver in a pair", PAIR, ptx.PROXY_FENCES, "", alone(0, FENCES - 1)),
         planted("missing copy to the peer", PAIR, ptx.PEER_COPIES, "", alone(0, -1)),
         planted("wrong number of bytes", PAIR, ptx.EXPECTED_BYTES, r"\g<1>512;", alone(0)),
         planted("absent keys read", ALONE, r"selp\.b32 (\s*%r\d+), 0, 16, %p\d+;", r"mov.b32 \1, 16;", alone(0, -1)),

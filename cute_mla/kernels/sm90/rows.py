@@ -1,31 +1,98 @@
-"""Rows of e4m3 columns on their way to the stages through registers on SM90, where they become 16-bit columns.
+"""Rows of a tile on their way to the stages on SM90, without TMA: the split of the keys, cp.async, conversion of e4m3 columns.
 
-A warpgroup has a tile. A thread has two keys of it, lane / 4 + 8 warp and the one 32 further, and of each of them every fourth
-16 bytes: a warp's load is 64 bytes of each of 8 keys. A tile is a list of steps of one key per thread each, in batches: the bytes of a
-batch are asked for while the batch before is converted and stored, across the end of the tile.
+A tile has two halves. Of each a warp has eight neighbouring keys, which are neighbours in a box of shared memory, too. Of a
+pair of CTAs each brings the stages' columns of one half, and copies them to the peer. The RoPE columns both
+bring: P soon overwrites them, while the peer's copy may not have been read yet.
+
+Where columns are converted, a warpgroup has a tile. A thread has two keys of it, lane / 4 + 8 warp and the one 32 further, and of each of
+them every fourth 16 bytes: a warp's load is 64 bytes of each of 8 keys. A tile is a list of steps of one key per thread each, in batches:
+the bytes of a batch are asked for while the batch before is converted and stored, across the end of the tile.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from cutlass import Boolean, Int32, Int64, cute
+import cutlass
+from cutlass import Boolean, Int32, Int64, Uint8, cute
+from cutlass.experimental import primitives
 
+from ...spec.mla import ELEMENT_BYTES
+from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import BOX_COLUMNS
 from ..primitives.arithmetic import pin_register
-from .config import BOX_BYTES, STAGES_PER_TILE
-from .gather_split import CHUNK, KEYS_PER_WARP, ROW_BYTES
+from .cta import BOX_BYTES, WARPS_PER_GROUP
 
+CHUNK = 16  # bytes that a thread loads or stores at a time
 CHUNK_WORDS = CHUNK // 4
+ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES  # of a key in a box
+HALVES = 2
+HALF_KEYS = TILE_KEYS // HALVES
+HALF_BYTES = HALF_KEYS * ROW_BYTES  # from a key's row in a box to that of the key in the other half
+KEYS_PER_WARP = HALF_KEYS // WARPS_PER_GROUP
 LANES_PER_KEY = 4
-ROPE_STAGE = STAGES_PER_TILE  # the "stage" of a tile that is in the RoPE ring
 IN_FLIGHT_WORDS = 48  # registers of a thread for bytes on their way: ptxas spills beyond
+
+Half = Any  # of a tile: 0 or 1, an int or an Int32
+
+
+def halves_of_cta(cluster: int) -> tuple[Half, Half]:
+    """Return the halves of a tile; the first is the one whose columns this CTA brings if another CTA brings the other's."""
+    if cluster == 1:
+        return 0, 1
+    rank = cute.arch.block_idx_in_cluster()
+    return rank, 1 - rank
+
+
+def peer_shift(anchor: cute.Pointer) -> Int32:
+    """Return the distance from a shared memory address of this CTA to the same one in the peer's."""
+    peer = 1 - cute.arch.block_idx_in_cluster()
+    here = anchor.toint()
+    there = cute.arch.inline_ptx(
+        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[Int32(here), Int32(peer)]
+    )
+    return there - here
+
+
+def hand_over(ready: cute.Pointer, target: Int32, boxes: int, shift: Int32) -> None:
+    """Commit half a stage, which all who store to it have fenced, and copy it to the peer.
+
+    target: shared memory address of the half. One warp. A barrier expects one arrival, and the bytes of the peer's half. They may come
+    first: that stage has been free there too, since kv_free counts the consumers of both.
+    """
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * HALF_BYTES)
+        there = _shared(Int32(ready.toint()) + shift)
+        for box in range(boxes):
+            source = target + box * BOX_BYTES
+            copy = cute.make_ptr(Uint8, source + shift, cute.AddressSpace.dsmem, assumed_align=CHUNK).raw_ptr()
+            primitives.cp_async_bulk_shared_cluster_shared_cta(copy, _shared(source), there, HALF_BYTES)
+
+
+def _shared(address: Int32) -> Any:
+    return cute.make_ptr(Uint8, address, cute.AddressSpace.smem, assumed_align=8).raw_ptr()
+
+
+def copy_chunk(target: Int32, source: Int64, wanted: Boolean | None = None, nbytes: int = CHUNK) -> None:
+    """Start the copy of 16 or 4 bytes from gmem to a shared memory address, or of zeros unless wanted."""
+    primitives.cp_async_shared_global(
+        cute.make_ptr(Int32, target, cute.AddressSpace.smem, assumed_align=nbytes).raw_ptr(),
+        cute.make_ptr(Int32, source, cute.AddressSpace.gmem, assumed_align=nbytes).raw_ptr(),
+        nbytes,
+        primitives.LoadCacheModifier.CG if nbytes == CHUNK else primitives.LoadCacheModifier.CA,
+        cp_size=None if wanted is None else cutlass.select_(wanted, Int32(nbytes), Int32(0)),
+    )
+
+
+def arrive_landed(barrier: cute.Pointer) -> None:
+    """Arrive for this thread as soon as all its copies up to here have landed."""
+    primitives.cp_async_mbarrier_arrive(barrier.raw_ptr(), noinc=True)
 
 
 @dataclass(frozen=True)
-class Run:
+class LatentSm90Run:
     """64 columns of a key.
 
     box: of the stage they go to. source: their first byte in the key's row. quantised: e4m3, 64 bytes; else 16-bit columns,
@@ -44,19 +111,18 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Step:
+class LatentSm90Step:
     """Bytes that are loaded together: some columns of one of a thread's keys.
 
-    stage: of the tile, ROPE_STAGE for the RoPE columns. key: 0 or 1, of the thread's keys. scale_source: byte of the first scale
-    among the scales. begins_stage, ends_stage: whether it is the first, the last step of its stage.
+    stage: of the tile. key: 0 or 1, of the thread's keys; key 0 begins a stage. scale_source: byte of the first scale
+    among the scales. ends_stage: whether it is the last step of its stage.
     """
 
     stage: int
     key: int
-    runs: tuple[Run, ...]
-    scale_source: int = 0
-    begins_stage: bool = True
-    ends_stage: bool = True
+    runs: tuple[LatentSm90Run, ...]
+    scale_source: int
+    ends_stage: bool
 
     @property
     def words(self) -> int:
@@ -69,10 +135,10 @@ class Step:
         return any(run.quantised for run in self.runs)
 
 
-Batch = tuple[Step, ...]
+LatentSm90Batch = tuple[LatentSm90Step, ...]
 
 
-def batches_of(steps: Batch) -> tuple[Batch, ...]:
+def batches_of(steps: LatentSm90Batch) -> tuple[LatentSm90Batch, ...]:
     """Return the steps in batches that are loaded together while the one before is converted: as few as IN_FLIGHT_WORDS allow.
 
     Their number is even, so that every step of every tile has the same registers.
@@ -85,14 +151,14 @@ def batches_of(steps: Batch) -> tuple[Batch, ...]:
     raise AssertionError("a step has more words than registers")
 
 
-def buffer_steps(batches: tuple[Batch, ...]) -> list[Batch]:
+def buffer_steps(batches: tuple[LatentSm90Batch, ...]) -> list[LatentSm90Batch]:
     """Return, of each register buffer of even and of odd batches, the step with the most words."""
     columns = [itertools.zip_longest(*batches[side::2]) for side in range(2)]
     return [tuple(max(filter(None, steps), key=lambda step: step.words) for steps in column) for column in columns]
 
 
 @dataclass(frozen=True)
-class Lane:
+class LatentSm90Lane:
     """Offsets at which this thread reads and writes, in bytes. All constant.
 
     narrow, wide: within a box of shared memory, the first of the two chunks that the thread makes of 16 e4m3 values, and that it
@@ -109,27 +175,21 @@ class Lane:
     swapped: Int32
 
     @staticmethod
-    def of(thread: Int32) -> Lane:
-        """Return the offsets of a thread of the warpgroup."""
+    def pinned(thread: Int32) -> LatentSm90Lane:
+        """Return the offsets of a thread of the warpgroup, pinned in registers."""
         row, part = thread // LANES_PER_KEY, thread % LANES_PER_KEY
         swizzle = row % KEYS_PER_WARP
         swapped = row % 2
-        return Lane(
-            narrow=row * ROW_BYTES + ((2 * part) ^ swizzle) * CHUNK,
-            wide=row * ROW_BYTES + ((part + LANES_PER_KEY * swapped) ^ swizzle) * CHUNK,
-            source=part * CHUNK,
+        return LatentSm90Lane(
+            narrow=pin_register(row * ROW_BYTES + ((2 * part) ^ swizzle) * CHUNK),
+            wide=pin_register(row * ROW_BYTES + ((part + LANES_PER_KEY * swapped) ^ swizzle) * CHUNK),
+            source=pin_register(part * CHUNK),
             swapped=swapped * (LANES_PER_KEY * CHUNK),
         )
 
 
-def pinned_lane(thread: Int32) -> Lane:
-    """Return Lane.of, pinned in registers."""
-    lane = Lane.of(thread)
-    return Lane(pin_register(lane.narrow), pin_register(lane.wide), pin_register(lane.source), lane.swapped)
-
-
 def part_of(words: cute.Tensor, first: int, count: int) -> cute.Tensor:
-    """Return the some registers of a buffer."""
+    """Return some neighbouring registers of a buffer."""
     return cute.make_tensor(words.iterator + first, cute.make_layout(count))
 
 
@@ -151,26 +211,20 @@ def load_if(wanted: Boolean | Int32, words: cute.Tensor, address: Int64) -> None
         words[i] = word
 
 
-def load_runs_if(step: Step, words: cute.Tensor, row: Int64, lane: Lane, wanted: Boolean) -> None:
+def load_runs_if(step: LatentSm90Step, words: cute.Tensor, row: Int64, lane: LatentSm90Lane, wanted: Boolean | Int32) -> None:
     """Start the loads of a step, from the first byte of a row that the thread moves; no access, registers as they were, unless wanted."""
-    for part, address in chunks_of(step, words, row, lane):
-        load_if(wanted, part, address)
-
-
-def chunks_of(step: Step, words: cute.Tensor, row: Int64, lane: Lane) -> Iterator[tuple[cute.Tensor, Int64]]:
-    """Yield the registers and the address of each 16 bytes of a step, from the first byte of a row that the thread moves."""
     first = 0
     for run in step.runs:
         address = row + run.source
         if run.quantised:
-            yield part_of(words, first, CHUNK_WORDS), address
+            load_if(wanted, part_of(words, first, CHUNK_WORDS), address)
         else:
-            yield part_of(words, first, CHUNK_WORDS), address + lane.swapped
-            yield part_of(words, first + CHUNK_WORDS, CHUNK_WORDS), address + (lane.swapped ^ (LANES_PER_KEY * CHUNK))
+            load_if(wanted, part_of(words, first, CHUNK_WORDS), address + lane.swapped)
+            load_if(wanted, part_of(words, first + CHUNK_WORDS, CHUNK_WORDS), address + (lane.swapped ^ (LANES_PER_KEY * CHUNK)))
         first += run.words
 
 
-def new_buffers(batches: tuple[Batch, ...]) -> list[list[cute.Tensor]]:
+def new_buffers(batches: tuple[LatentSm90Batch, ...]) -> list[list[cute.Tensor]]:
     """Return the registers of even and of odd batches, all zero: what an absent key leaves must be defined."""
     buffers = [[cute.make_rmem_tensor(cute.make_layout(step.words), Int32) for step in side] for side in buffer_steps(batches)]
     for words in itertools.chain(*buffers):
@@ -203,35 +257,3 @@ def chunk_at(address: Int32) -> cute.Tensor:
     """Return the words of 16 bytes at a shared memory address."""
     pointer = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=CHUNK)
     return cute.make_tensor(pointer, cute.make_layout(CHUNK_WORDS))
-
-
-def no_wait() -> None:
-    """Wait for nothing: the stage is acquired."""
-
-
-def store_runs(
-    step: Step,
-    words: cute.Tensor,
-    convert: Callable[[cute.Tensor, Run], cute.Tensor],
-    target: Int32,
-    lane: Lane,
-    acquire: Callable[[], None] = no_wait,
-) -> None:
-    """Store the bytes of a step in the half of a stage that begins at a shared memory address.
-
-    convert: 16 e4m3 values of a run in 4 words to 8 words of 16-bit columns. acquire: called before the first store.
-    """
-    first = 0
-    for run in step.runs:
-        if run.quantised:
-            chunks = convert(part_of(words, first, CHUNK_WORDS), run)
-            place, to_other = target + lane.narrow, CHUNK
-        else:
-            chunks = part_of(words, first, run.words)
-            place, to_other = target + lane.wide, LANES_PER_KEY * CHUNK
-        if first == 0:
-            acquire()
-        places = place, place ^ to_other  # stages begin at multiples of a row
-        for i in range(2):
-            store_chunk(part_of(chunks, i * CHUNK_WORDS, CHUNK_WORDS), places[i] + run.box * BOX_BYTES)
-        first += run.words
