@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 from typing import get_args
 
 from ...spec.cache_insert import key_types, rotates
 from ...spec.cache_rows import CACHED
 from ..cases.cache_insert import CacheInsertCase, KeptKeys, PositionType, TableLayout
-from .cover import Choice, Factors, cover
-from .entries import OpSuites, SimulatorReduction
+from .cover import Choice, Factors, Variant, covers
+from .entries import OpSuites
 from .paged_cache import PAGE_SIZES, TOKENS, pages_for, takes_powers_of_two, types_and_caches
 
 _TYPES_AND_CACHES = types_and_caches(key_types)
@@ -36,7 +35,7 @@ _FACTORS: Factors = {
 }
 
 
-def _small(dtype: str, cache: str, choice: Choice) -> CacheInsertCase | None:
+def _small(choice: Choice) -> CacheInsertCase | None:
     """Return the case with these features; None if they show little together.
 
     A layout needs queries, and so do far positions. Where the last head lies far, either the stride of heads does not fit in 32 bits, in
@@ -52,12 +51,11 @@ def _small(dtype: str, cache: str, choice: Choice) -> CacheInsertCase | None:
         return None
     if queries == "odd_far_heads" and choice["tokens"] > _FEW_TOKENS:
         return None
-    return CacheInsertCase(dtype, cache=cache, pages=max(64 // choice["page_size"], 3), **choice)
+    return CacheInsertCase(pages=max(64 // choice["page_size"], 3), **choice)
 
 
-def _covers() -> Iterator[CacheInsertCase]:
-    """Yield cases with every feature of every format and dtype."""
-    seen: set[object] = set()
+def _variants() -> Iterator[Variant]:
+    """Yield every format with every dtype."""
     for dtype, cache in _TYPES_AND_CACHES:
         factors = dict(_FACTORS)
         if not CACHED[cache].scales_inside:
@@ -77,7 +75,10 @@ def _covers() -> Iterator[CacheInsertCase]:
             factors["scale_of_cache"] = (None,)
         if not takes_powers_of_two(CACHED[cache]):
             factors["power_of_two"] = (False,)
-        yield from cover(f"{dtype} {cache}", factors, partial(_small, dtype, cache), seen)
+        yield Variant(f"{dtype} {cache}", {"dtype": dtype, "cache": cache}, factors)
+
+
+VARIANTS = tuple(_variants())
 
 
 _MORE: tuple[CacheInsertCase, ...] = (
@@ -87,12 +88,7 @@ _MORE: tuple[CacheInsertCase, ...] = (
     CacheInsertCase(cache="v41", tokens=5, table_rows=0, kept="packed"),
     CacheInsertCase(cache="fp8_656", tokens=3, heads=128, queries="sliced"),
 )
-SMOKE: tuple[CacheInsertCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))
-
-
-def full_cases() -> list[CacheInsertCase]:
-    """Return every case of the full suite once."""
-    return list(dict.fromkeys([*SMOKE, *_grid()]))
+SMOKE: tuple[CacheInsertCase, ...] = tuple(dict.fromkeys([*_MORE, *covers(VARIANTS, _small)]))
 
 
 def _grid() -> Iterator[CacheInsertCase]:
@@ -103,5 +99,4 @@ def _grid() -> Iterator[CacheInsertCase]:
         )
 
 
-# All cases are small: the simulated device runs the full suite.
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(lambda case: True))
+OP_SUITES = OpSuites(VARIANTS, SMOKE, _grid)

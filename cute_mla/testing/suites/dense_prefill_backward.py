@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import chain, product
 
 from ...spec.dense_prefill import HEAD_DIMS
 from ..cases.dense_prefill_backward import DensePrefillBackwardCase
 from ..cases.tensors import CLIFF_SCALE, ORDERED
-from .cover import STEPS_SCALE, Choice, Factors, cover
+from .cover import STEPS_SCALE, Choice, Factors, Variant, cover
 from .dense_prefill import GRID_GROUPS, GRID_KV_HEADS, GRID_LENGTHS, OTHER_KEYS, SHORT_TILES, TOGETHER
 from .entries import OpSuites, SimulatorReduction
 
@@ -45,9 +44,9 @@ _FACTORS: Factors = {
 _LAYOUTS = ("q_layout", "dout_layout", "saved", "outputs")
 
 
-def _small(d_qk: int, choice: Choice) -> DensePrefillBackwardCase | None:
+def _small(choice: Choice) -> DensePrefillBackwardCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name not in ("heads", "values")}
+    rest = {name: value for name, value in choice.items() if name not in ("heads", "values")}
     values, scale = choice["values"]
     h_kv, group = choice["heads"]
     lengths = choice["lengths"]
@@ -67,14 +66,17 @@ def _small(d_qk: int, choice: Choice) -> DensePrefillBackwardCase | None:
         return None
     if values in ORDERED and max(s_k for _, s_k in lengths) <= _KEY_TILE:
         return None
-    return DensePrefillBackwardCase(d_qk=d_qk, values=values, softmax_scale=scale, h_kv=h_kv, group=group, **rest)
+    return DensePrefillBackwardCase(values=values, softmax_scale=scale, h_kv=h_kv, group=group, **rest)
+
+
+VARIANTS = tuple(Variant(f"{d_qk} backward", {"d_qk": d_qk}, _FACTORS) for d_qk in HEAD_DIMS)
 
 
 def _covers() -> Iterator[DensePrefillBackwardCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
-    for d_qk in HEAD_DIMS:
-        yield from cover(f"{d_qk} backward", _FACTORS, partial(_small, d_qk), seen)
+    for variant, d_qk in zip(VARIANTS, HEAD_DIMS, strict=True):
+        yield from cover(variant, _small, seen)
         yield from _staircases(d_qk)
         yield _ends(d_qk)
         yield _left_out(d_qk)
@@ -158,11 +160,6 @@ def corner_cases() -> Iterator[DensePrefillBackwardCase]:
         yield replace(case, lengths=((257, 1100), (1024, 129)), outputs="allocated", sm_count=2)
 
 
-def full_cases() -> list[DensePrefillBackwardCase]:
-    """Return every case of the full suite once."""
-    return list(dict.fromkeys([*SMOKE, *corner_cases(), *grid()]))
-
-
 _ALWAYS_WHOLE = frozenset({*SMOKE, *corner_cases()})
 
 
@@ -174,4 +171,6 @@ def _factors(case: DensePrefillBackwardCase) -> tuple[Hashable, ...]:
     return case.d_qk, case.causal, case.h_kv, case.group, case.lengths
 
 
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short))
+OP_SUITES = OpSuites(
+    VARIANTS, SMOKE, lambda: [*corner_cases(), *grid()], SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short)
+)
