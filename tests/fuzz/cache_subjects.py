@@ -45,7 +45,7 @@ def scale_faults(c: Contract, kind: str) -> None:
 def key_faults(c: Contract, cache: Tensor, kind: str, slots: Tensor) -> Tensor | None:
     """Check kv_c, k_pe and the device of the slots; return kv_c."""
     kv_c = c.tensor("kv_c", *((cache.dtype,) if kind.startswith("latent") else WIDE))
-    k_pe = c.tensor("k_pe", *(WIDE if kv_c is None else (kv_c.dtype,)))
+    k_pe = c.tensor("k_pe", *(WIDE if kv_c is None else (kv_c.dtype,)), optional=kind == "latent_512")
     for name, tensor, width in (("kv_c", kv_c, {"fp8_584": 448, "latent_320": 256}.get(kind, 512)), ("k_pe", k_pe, 64)):
         if name == "k_pe" and kind == "latent_512":
             c.require(c.get("k_pe") is None, "k_pe", "k_cache")
