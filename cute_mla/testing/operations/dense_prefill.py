@@ -17,7 +17,7 @@ from ..cases.dense_prefill import DensePrefillCase, DensePrefillTensors, make_de
 from ..compare import DENSE_PREFILL_OUT, Tolerance
 from ..low_precision import error_limits
 from ..suites.dense_prefill import OP_SUITES
-from .operation import Operation, Result, Sample, empty_lse, output_argument
+from .operation import Operation, Result, Sample, empty_lse, output_argument, scale_argument
 from .requests import FRONT, Call, Picks, at, rows_of
 
 _ROWS = {"bf16": (7e-3, 4e-6), "fp16": (8e-4, 8e-8)}  # rows of 128 columns vary more: 3.5e-3, 2.5e-6; 4.0e-4, 3.7e-8
@@ -46,17 +46,10 @@ def _workspace_bytes(case: DensePrefillCase, tensors: DensePrefillTensors) -> in
     return workspace_size(case.op, batch=len(case.lengths), s_q=case.max_seqlen_q, h_q=case.h_q, h_kv=case.h_kv, device=tensors.q.device)
 
 
-def _reference(case: DensePrefillCase, tensors: DensePrefillTensors) -> Result:
-    return reference.masked_prefill(
-        tensors.q,
-        tensors.k,
-        tensors.v,
-        (tensors.cu_seqlens_q, tensors.cu_seqlens_k),
-        tensors.key_mask,
-        case.softmax_scale,
-        case.causal,
-        empty_lse(case),
-    )
+def _expected(arguments: Mapping[str, Any]) -> Result:
+    q, k, v, *ends = (arguments[name] for name in ("q", "k", "v", "cu_seqlens_qo", "cu_seqlens_kv"))
+    operands = (arguments.get("key_mask"), scale_argument(arguments), bool(arguments["causal"]), arguments["empty_lse"])
+    return reference.masked_prefill(q, k, v, (ends[0], ends[1]), *operands)
 
 
 def _bounds(case: DensePrefillCase) -> Mapping[str, Tolerance]:
@@ -109,7 +102,7 @@ DENSE_PREFILL = Operation(
     make_dense_prefill_tensors,
     flash_attn_varlen_func,
     _arguments,
-    _reference,
+    _expected,
     workspace_bytes=_workspace_bytes,
     limits=error_limits,
     bounds=_bounds,

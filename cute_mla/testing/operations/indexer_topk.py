@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -18,23 +19,19 @@ from .operation import Operation, Result, output_argument
 from .requests import Call, Picks
 
 
-def _operands(case: IndexerTopkCase, tensors: MqaLogitsTensors) -> dict[str, Any]:
-    shared = {"q": tensors.q, "weights": tensors.weights, "topk": case.topk}
+def _arguments(case: IndexerTopkCase, tensors: MqaLogitsTensors, workspace: Tensor | None) -> dict[str, Any]:
+    shared = {"q": tensors.q, "weights": tensors.weights, "topk": case.topk, "workspace": workspace, "out": output_argument(tensors, "out")}
     if case.page_size is None:
         return {**shared, "kv": (tensors.keys, tensors.scales), "ks": tensors.ks, "ke": tensors.ke, "max_seqlen_k": case.columns}
     return {**shared, "index_cache": tensors.keys, "context_lens": tensors.ke, "block_table": tensors.block_table, "slots": case.slots}
-
-
-def _arguments(case: IndexerTopkCase, tensors: MqaLogitsTensors, workspace: Tensor | None) -> dict[str, Any]:
-    return {**_operands(case, tensors), "workspace": workspace, "out": output_argument(tensors, "out")}
 
 
 def _call(**arguments: Any) -> Tensor:
     return indexer_topk(**arguments) if "index_cache" in arguments else indexer_topk_prefill(**arguments)
 
 
-def _reference(case: IndexerTopkCase, tensors: MqaLogitsTensors) -> Result:
-    given = _operands(case, tensors)
+def _expected(arguments: Mapping[str, Any]) -> Result:
+    given = {name: value for name, value in arguments.items() if name not in ("workspace", "out")}
     return (reference.indexer_topk(**given) if "index_cache" in given else reference.indexer_topk_prefill(**given),)
 
 
@@ -61,7 +58,7 @@ INDEXER_TOPK = Operation(
     make_indexer_topk_tensors,
     _call,
     _arguments,
-    _reference,
+    _expected,
     workspace_bytes=_workspace_bytes,
     taken=_taken,
     of=logit_rows,

@@ -37,8 +37,9 @@ def _results_of(case: MergeStatesCase, arguments: Mapping[str, Any], returned: A
     return (out.clone(), lse.clone()) if case.in_place else (out, lse)
 
 
-def _reference(case: MergeStatesCase, tensors: MergeStatesTensors) -> Result:
-    return reference.merge_states(tensors.outs, tensors.lses, empty_lse(case))
+def _expected(arguments: Mapping[str, Any]) -> Result:
+    outs, lses = (torch.stack([*states]) if len(states) else states for states in (arguments["outs"], arguments["lses"]))
+    return reference.merge_states(outs, lses, arguments["empty_lse"])
 
 
 def _bounds(case: MergeStatesCase) -> Mapping[str, Tolerance]:
@@ -61,7 +62,7 @@ MERGE_STATES = Operation(
     make_merge_states_tensors,
     merge_states,
     _arguments,
-    _reference,
+    _expected,
     results_of=_results_of,
     bounds=_bounds,
     taken=_taken,

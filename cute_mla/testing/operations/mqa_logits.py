@@ -51,10 +51,6 @@ def expected_logits(**arguments: Any) -> Tensor:
     return reference.fp8_paged_mqa_logits(**given) if "cache" in given else reference.fp8_mqa_logits(**given)
 
 
-def _reference(case: MqaLogitsCase, tensors: MqaLogitsTensors) -> Result:
-    return (expected_logits(**_arguments(case, tensors, None)),)
-
-
 def _results_of(case: MqaLogitsCase, arguments: Mapping[str, Any], returned: Tensor) -> Result:
     """Return the logits, those that may be anything as NaN: unwritten ones of a new tensor, and those of keys that hold NaN."""
     if arguments["out"] is None and (case.values == "nan_keys" or not case.clean):
@@ -134,7 +130,7 @@ MQA_LOGITS = Operation(
     make_mqa_logits_tensors,
     _call,
     _arguments,
-    _reference,
+    lambda arguments: (expected_logits(**arguments),),
     results_of=_results_of,
     limits=_limits,
     bounds=_bounds,

@@ -44,10 +44,12 @@ def _workspace_bytes(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> 
     return workspace_size(case.op, batch=case.batch, s_q=case.s_q, h_q=case.h_q, device=tensors.q.device)
 
 
-def _reference(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> Result:
-    operands = (tensors.q, tensors.kv, tensors.indices, case.scale, tensors.attn_sink, tensors.topk_length, tensors.kv_offsets)
-    found = reference.sparse_prefill(*operands, empty_lse(case))
-    return (*found, reference.lse_indexer(case.indexer_topk, *operands, empty_lse(case))) if case.indexer_topk else found
+def _expected(arguments: Mapping[str, Any]) -> Result:
+    names = ("attn_sink", "topk_length", "kv_offsets", "empty_lse")
+    operands = (*(arguments[name] for name in ("q", "kv", "indices")), float(arguments["sm_scale"]), *(arguments[name] for name in names))
+    found = reference.sparse_prefill(*operands)
+    first = int(arguments["indexer_topk"])
+    return (*found, reference.lse_indexer(first, *operands)) if first else found
 
 
 def _bounds(case: SparsePrefillCase) -> Mapping[str, Tolerance]:
@@ -80,7 +82,7 @@ SPARSE_PREFILL = Operation(
     make_sparse_prefill_tensors,
     flash_mla_sparse_fwd,
     _arguments,
-    _reference,
+    _expected,
     workspace_bytes=_workspace_bytes,
     bounds=_bounds,
     taken=_taken,
