@@ -158,13 +158,13 @@ CACHE_SUBJECTS: dict[str, Subject] = {
         case_arguments,
         _write_faults,
         expect_written("cache_write", "k_cache"),
-        ("kv_c", "k_pe", "k_cache", "slot_mapping", "descale_k", "power_of_two"),
+        ("kv_format",),
     ),
     "gather_kv_cache": Subject(
         gather_kv_cache,
         case_arguments,
         _gather_faults,
         _expect_gathered,
-        ("k_cache", "block_table", "cu_seqlens", "rows", "starts", "descale_k", "dtype", "out"),
+        ("kv_format",),
     ),
 }

@@ -64,7 +64,7 @@ def _cases(subject: str) -> st.SearchStrategy[Any]:
 
 
 class Drawn(NamedTuple):
-    """How calls of an op are drawn: `more` and then own(draw, values drawn so far) replace values of factors.
+    """Description of how calls of an op are drawn: `more` and then own(draw, values drawn so far) replace values of factors.
 
     having, lacking: names of factors that variants have, and do not have.
     """

@@ -206,28 +206,8 @@ def _expect_logits(arguments: Arguments, setting: Setting) -> Verify:
 
 
 INDEXER_SUBJECTS: dict[str, Subject] = {
-    "topk_indices": Subject(
-        topk_indices, case_arguments, _topk_faults, _expect_chosen("topk_indices"), ("logits", "lengths", "topk", "out")
-    ),
-    "fp8_mqa_logits": Subject(
-        fp8_mqa_logits,
-        case_arguments,
-        _row_logits_faults,
-        _expect_logits,
-        ("q", "weights", "ks", "ke", "clean_logits", "max_seqlen_k", "out"),
-    ),
-    "fp8_paged_mqa_logits": Subject(
-        fp8_paged_mqa_logits,
-        case_arguments,
-        _paged_logits_faults,
-        _expect_logits,
-        ("q", "cache", "weights", "context_lens", "block_table", "metadata", "max_context_len", "clean_logits", "out"),
-    ),
-    "indexer_topk": Subject(
-        indexer_topk,
-        case_arguments,
-        _indexer_topk_faults,
-        _expect_chosen("indexer_topk"),
-        ("q", "weights", "index_cache", "context_lens", "block_table", "topk", "slots", "out", "workspace"),
-    ),
+    "topk_indices": Subject(topk_indices, case_arguments, _topk_faults, _expect_chosen("topk_indices")),
+    "fp8_mqa_logits": Subject(fp8_mqa_logits, case_arguments, _row_logits_faults, _expect_logits, ("kv",)),
+    "fp8_paged_mqa_logits": Subject(fp8_paged_mqa_logits, case_arguments, _paged_logits_faults, _expect_logits),
+    "indexer_topk": Subject(indexer_topk, case_arguments, _indexer_topk_faults, _expect_chosen("indexer_topk")),
 }

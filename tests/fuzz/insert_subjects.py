@@ -131,30 +131,8 @@ def _expect_index_queries(arguments: Arguments, setting: Setting) -> Verify:
 
 INSERT_SUBJECTS: dict[str, Subject] = {
     "insert_kv_cache": Subject(
-        insert_kv_cache,
-        case_arguments,
-        _insert_faults,
-        expect_written("cache_insert", "k_cache", "q_pe", "keys"),
-        (
-            *("kv_c", "k_pe", "q_pe", "k_cache", "slot_mapping", "norm_weight", "cos_sin", "positions"),
-            *("keys", "descale_k", "power_of_two", "eps"),
-        ),
+        insert_kv_cache, case_arguments, _insert_faults, expect_written("cache_insert", "k_cache", "q_pe", "keys"), ("kv_format",)
     ),
-    "write_index_cache": Subject(
-        write_index_cache,
-        case_arguments,
-        _index_keys_faults,
-        expect_written("index_write", "index_cache"),
-        (
-            *("k", "index_cache", "slot_mapping", "norm_weight", "norm_bias", "cos_sin", "positions"),
-            *("rope", "hadamard", "scale_format", "eps"),
-        ),
-    ),
-    "prepare_index_queries": Subject(
-        prepare_index_queries,
-        case_arguments,
-        _index_queries_faults,
-        _expect_index_queries,
-        ("q", "weights", "cos_sin", "positions", "rope", "hadamard", "out", "out_weights"),
-    ),
+    "write_index_cache": Subject(write_index_cache, case_arguments, _index_keys_faults, expect_written("index_write", "index_cache")),
+    "prepare_index_queries": Subject(prepare_index_queries, case_arguments, _index_queries_faults, _expect_index_queries),
 }

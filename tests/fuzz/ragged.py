@@ -24,19 +24,21 @@ def are_apart(ranges: Sequence[tuple[int, int]]) -> bool:
     return all(end <= first for (_, end), (first, _) in pairwise(used))
 
 
-def is_ragged_plan(arguments: Arguments) -> bool:
-    """Return whether two tensors are a plan for these offsets: the table has their units, and the parts cover the tiles of each."""
-    q, rows = arguments["q"], arguments["tile_scheduler_metadata"].tolist()
-    splits = arguments["num_splits"].tolist()
-    room, units = len(splits) - 1, len(token_ranges(arguments))
-    if arguments.get("indices") is None:
-        requests, most = len(arguments["block_table"]), int(arguments["max_seqlen_q"])
-        own = unit_tokens(most, q.shape[1] // arguments["k_cache"].shape[2])
-        wanted = reference_units(arguments["cu_seqlens_q"].tolist(), RaggedQueries(requests, len(q), most, own))
-        units, table = len(wanted), rows[len(rows) - room :]
-        rows = rows[: len(rows) - room]
-        if [tuple(row) for row in table[:units]] != [unit.row for unit in wanted]:
-            return False
+def is_plan(arguments: Arguments) -> bool:
+    """Return whether two tensors are a plan for a call: parts cover the tiles of its units in order, and a table has packed units."""
+    q, rows, splits = arguments["q"], arguments["tile_scheduler_metadata"].tolist(), arguments["num_splits"].tolist()
+    room, units = len(splits) - 1, len(q)
+    if arguments.get("cu_seqlens_q") is not None:
+        units = len(token_ranges(arguments))
+        if arguments.get("indices") is None:
+            requests, most = len(arguments["block_table"]), int(arguments["max_seqlen_q"])
+            own = unit_tokens(most, q.shape[1] // arguments["k_cache"].shape[2])
+            wanted = reference_units(arguments["cu_seqlens_q"].tolist(), RaggedQueries(requests, len(q), most, own))
+            units, table, rows = len(wanted), rows[len(rows) - room :], rows[: len(rows) - room]
+            if [tuple(row) for row in table[:units]] != [unit.row for unit in wanted]:
+                return False
+    elif not rows:
+        return True
     place = (0, 0)
     for begin, end, begin_tile, end_tile, *_, is_open in rows:
         if begin == room:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -35,7 +36,7 @@ from cute_mla.testing.split_plan_reference import reference_plan
 from tests.fuzz import contract
 from tests.fuzz.calls import PlanCase, Setting
 from tests.fuzz.decode_contract import decode_faults
-from tests.fuzz.ragged import are_apart, is_ragged_plan, of_used_rows, used_tokens
+from tests.fuzz.ragged import are_apart, is_plan, of_used_rows, used_tokens
 from tests.support.recording_device import RecordingDevice
 
 Arguments = dict[str, Any]
@@ -54,14 +55,23 @@ class Subject:
     """A function of the API.
 
     arguments(case): of a right call, inside a device. faults(arguments, setting): the names of all arguments of which one may be blamed.
-    expect(arguments, setting): what is known of the result, from before the call. breakable: arguments that may be broken.
+    expect(arguments, setting): what is known of the result, from before the call. unbroken: arguments of which faults says nothing.
+    more: names that the function takes as **keywords.
     """
 
     function: Callable[..., Any]
     arguments: Callable[[Any], Arguments]
     faults: Callable[[Arguments, Setting], set[str]]
     expect: Callable[[Arguments, Setting], Verify]
-    breakable: tuple[str, ...]
+    unbroken: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()
+
+    @property
+    def breakable(self) -> tuple[str, ...]:
+        """Return the arguments that may be broken."""
+        parameters = inspect.signature(self.function).parameters.values()
+        named = [item.name for item in parameters if item.kind != item.VAR_KEYWORD and item.name not in self.unbroken]
+        return (*named, *self.more)
 
 
 def against(expected: tuple[Tensor, ...], tolerances: Mapping[str, Tolerance]) -> Verify:
@@ -178,7 +188,7 @@ def _expect_decode(arguments: Arguments, setting: Setting) -> Verify:
     ragged = arguments.get("cu_seqlens_q") is not None
     if ragged and not are_apart(token_ranges(arguments)):
         return overwritten_plan
-    if not isinstance(metadata, MlaSchedule) and not (is_ragged_plan(arguments) if ragged else _is_plan(arguments, setting)):
+    if not isinstance(metadata, MlaSchedule) and not is_plan(arguments):
         return overwritten_plan
     if not _is_tame(arguments["softmax_scale"]):
         return anything
@@ -197,20 +207,6 @@ def _decode_tolerances(arguments: Arguments, sparse: bool) -> dict[str, Toleranc
     if sparse:
         return {"out": SPARSE_DECODE_OUT, "lse": LSE if arguments["k_cache"].shape[3] == 576 else _ROUNDED_LSE}
     return {"out": FP8_DENSE_OUT if arguments["q"].dtype == torch.float8_e4m3fn else DENSE_DECODE_OUT, "lse": LSE}
-
-
-def _is_plan(arguments: Arguments, setting: Setting) -> bool:
-    """Return whether two tensors are a plan for this many requests: the parts cover the tiles of each request in order."""
-    metadata, splits = arguments["tile_scheduler_metadata"].tolist(), arguments["num_splits"].tolist()
-    batch = len(arguments["q"])
-    place = (0, 0)
-    for begin, end, begin_tile, end_tile, *_, is_open in metadata:
-        if begin == batch:
-            continue
-        if (begin, begin_tile) != place or not begin <= end < batch or end_tile < 0:
-            return False
-        place = (end + 1, 0) if is_open else (end, end_tile)
-    return not metadata or not batch or (place == (batch, 0) and splits[0] == 0 and splits == sorted(splits))
 
 
 def _expect_sparse_prefill(arguments: Arguments, setting: Setting) -> Verify:
@@ -338,13 +334,8 @@ def _expect_plan(arguments: Arguments, setting: Setting) -> Verify:
     return verify
 
 
-_DECODE = ("q", "k_cache", "head_dim_v", "tile_scheduler_metadata", "num_splits", "softmax_scale", "causal", "descale_q", "descale_k")
-_DECODE_RESULTS = ("is_fp8_kvcache", "out", "lse", "workspace", "batch_invariant", "empty_lse")
-_SPARSE = ("indices", "attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-_RAGGED = ("cu_seqlens_q", "max_seqlen_q", "tree_mask", "window", "window_sink")  # and what else decides on keys by query token
-_VARLEN = ("dropout_p", "softmax_scale", "causal", "deterministic", "is_varlen", "out", "lse", "empty_lse")
-
-_BACKWARD = ("dout", "q", "k", "v", "out", "lse", "cu_seqlens_qo", "cu_seqlens_kv", "max_seqlen_qo", "max_seqlen_kv")
+_FORMATS = ("kv_format", "extra_kv_format")
+_SPARSE = ("indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length")
 
 DEVICE_SUBJECTS: dict[str, Subject] = {
     "dense_decode": Subject(
@@ -352,65 +343,56 @@ DEVICE_SUBJECTS: dict[str, Subject] = {
         lambda case: {**case_arguments(case), "is_fp8_kvcache": case.seed % 2 == 1 and case.operands != "latent"},
         _decode_faults,
         _expect_decode,
-        (*_DECODE, *_DECODE_RESULTS, *_RAGGED, "block_table", "cache_seqlens", "attn_sink", "extra_k_cache"),
+        (*_FORMATS, *_SPARSE),
     ),
     "sparse_decode": Subject(
         cute_mla.flash_mla_with_kvcache,
         lambda case: {**case_arguments(case), "causal": False},
         _decode_faults,
         _expect_decode,
-        (*_DECODE, *_DECODE_RESULTS, *_SPARSE, *_RAGGED),
+        (*_FORMATS, "block_table", "cache_seqlens"),
     ),
     "sparse_prefill": Subject(
         cute_mla.flash_mla_sparse_fwd,
         case_arguments,
         lambda arguments, setting: contract.sparse_prefill_faults(arguments),
         _expect_sparse_prefill,
-        (
-            *("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length", "indexer_topk", "kv_offsets"),
-            *("out", "lse", "max_logits", "lse_indexer", "empty_lse"),
-        ),
     ),
     "dense_prefill": Subject(
         cute_mla.flash_attn_varlen_func,
         case_arguments,
         lambda arguments, setting: contract.dense_prefill_faults(arguments),
         _expect_dense_prefill,
-        ("q", "k", "v", "cu_seqlens_qo", "cu_seqlens_kv", "max_seqlen_qo", "max_seqlen_kv", *_VARLEN, "key_mask"),
     ),
     "dense_prefill_kvpacked": Subject(
         cute_mla.flash_attn_varlen_kvpacked_func,
         _kvpacked,
         lambda arguments, setting: contract.packed_faults("kv", 1)(arguments),
         lambda arguments, setting: _expect_dense_prefill(_unpacked(arguments), setting),
-        ("q", "kv", "cu_seqlens_qo", "cu_seqlens_kv", "max_seqlen_qo", "max_seqlen_kv", "head_dim_qk", *_VARLEN),
     ),
     "dense_prefill_qkvpacked": Subject(
         cute_mla.flash_attn_varlen_qkvpacked_func,
         _qkvpacked,
         lambda arguments, setting: contract.packed_faults("qkv", 2)(arguments),
         lambda arguments, setting: _expect_dense_prefill(_unpacked(arguments), setting),
-        ("qkv", "cu_seqlens", "max_seqlen", "head_dim_qk", *_VARLEN),
     ),
     "dense_prefill_backward": Subject(
         cute_mla.flash_attn_varlen_backward,
         case_arguments,
         _backward_faults,
         _expect_backward,
-        (*_BACKWARD, "softmax_scale", "causal", "deterministic", "dq", "dk", "dv", "workspace"),
     ),
     "merge_states": Subject(
         cute_mla.merge_states,
         case_arguments,
         lambda arguments, setting: contract.merge_faults(arguments),
         _expect_merge,
-        ("outs", "lses", "out", "lse", "empty_lse"),
     ),
     "get_mla_metadata": Subject(
         cute_mla.get_mla_metadata,
         _plan_arguments,
         lambda arguments, setting: contract.plan_faults(arguments),
         _expect_plan,
-        ("cache_seqlens", "num_q_tokens_per_head_k", "num_heads_k", "num_heads_q", "is_fp8_kvcache", "topk"),
+        ("cu_seqlens_q", "total_q", "window", "window_sink"),
     ),
 }
