@@ -18,20 +18,16 @@ from ...spec.cache_rows import FP8_576
 from ..cases.base import DTYPES
 from ..cases.cache_gather import UNUSED_PAGE, CacheGatherCase, CacheGatherTensors, make_cache_gather_tensors
 from ..suites.cache_gather import OP_SUITES
-from .operation import Operation, Result, output_argument
+from .operation import Operation, Result, operands_of, outputs_of
 from .requests import Call, Picks, relocated, widened
 
 
 def _arguments(case: CacheGatherCase, tensors: CacheGatherTensors, workspace: Tensor | None) -> dict[str, Any]:
     return {
-        "k_cache": tensors.k_cache,
-        "block_table": tensors.block_table,
-        "cu_seqlens": tensors.cu_seqlens,
+        **operands_of(tensors, "k_cache", "block_table", "cu_seqlens", "starts", "descale_k"),
+        **outputs_of(tensors, "out"),
         "rows": case.keys + case.rest,
-        "starts": tensors.starts,
-        "descale_k": tensors.descale_k,
         "dtype": DTYPES[case.dtype] if case.format.quantised else None,
-        "out": output_argument(tensors, "out"),
         "kv_format": case.kv_format,
     }
 

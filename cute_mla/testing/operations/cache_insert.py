@@ -20,15 +20,14 @@ from ..cases.paged_cache import allocate_cache, cache_bytes, copy_cache, key_byt
 from ..compare import EQUAL, Tolerance
 from ..suites.cache_insert import OP_SUITES
 from .cache_write import moved_slots, write_keys
-from .operation import Operation, Result
+from .operation import Operation, Result, operands_of
 from .requests import Call, Picks, narrowed
 
 
 def _arguments(case: CacheInsertCase, tensors: CacheInsertTensors, workspace: Tensor | None) -> dict[str, Any]:
     device = tensors.kv_c.device
-    names = ("kv_c", "k_pe", "slot_mapping", "norm_weight", "cos_sin", "positions", "descale_k")
     return {
-        **{name: getattr(tensors, name) for name in names},
+        **operands_of(tensors, "kv_c", "k_pe", "slot_mapping", "norm_weight", "cos_sin", "positions", "descale_k"),
         "q_pe": None if tensors.q_pe is None else place_queries(case, tensors.q_pe, device),
         "k_cache": copy_cache(case, tensors.k_cache),
         "keys": place_keys(case, device),

@@ -17,17 +17,14 @@ from ...spec.cache_rows import FP8_576
 from ..cases.cache_write import CacheWriteCase, CacheWriteTensors, make_cache_write_tensors
 from ..cases.paged_cache import allocate_cache, cache_bytes, copy_cache, key_bytes
 from ..suites.cache_write import OP_SUITES
-from .operation import Operation, Result
+from .operation import Operation, Result, operands_of
 from .requests import Call, Picks, elsewhere
 
 
 def _arguments(case: CacheWriteCase, tensors: CacheWriteTensors, workspace: Tensor | None) -> dict[str, Any]:
     return {
-        "kv_c": tensors.kv_c,
-        "k_pe": tensors.k_pe,
+        **operands_of(tensors, "kv_c", "k_pe", "slot_mapping", "descale_k"),
         "k_cache": copy_cache(case, tensors.k_cache),
-        "slot_mapping": tensors.slot_mapping,
-        "descale_k": tensors.descale_k,
         "power_of_two": case.power_of_two,
         "kv_format": case.kv_format,
     }

@@ -29,7 +29,7 @@ from ...spec.split_plan import (
 from ..cases.base import DecodeCase
 from ..cases.dense_decode import DenseDecodeTensors
 from ..cases.sparse_decode import SparseDecodeTensors
-from .operation import Plan, Result, empty_lse, output_argument
+from .operation import Plan, Result, empty_lse, operands_of, outputs_of
 
 _FAR_BELOW, _FAR_ABOVE = -(1 << 20), 1 << 30
 # Columns of a part and numbers that no plan has there: before and behind all requests, tiles and rows of the accumulator. In a plan of six
@@ -50,12 +50,10 @@ _WRONG_UNITS = (
 def decode_operands(case: DecodeCase, tensors: DenseDecodeTensors | SparseDecodeTensors) -> dict[str, Any]:
     """Return the arguments of both decode ops that decide on the results."""
     return {
-        "q": tensors.q,
-        "k_cache": tensors.k_cache,
+        **operands_of(tensors, "q", "k_cache", "cu_seqlens_q"),
         "head_dim_v": case.d_v,
         "softmax_scale": case.softmax_scale,
         "empty_lse": empty_lse(case),
-        "cu_seqlens_q": tensors.cu_seqlens_q,
         "max_seqlen_q": case.max_seqlen_q,
     }
 
@@ -68,8 +66,7 @@ def plan_arguments(
     return {
         "tile_scheduler_metadata": metadata,
         "num_splits": num_splits,
-        "out": output_argument(tensors, "out"),
-        "lse": output_argument(tensors, "lse"),
+        **outputs_of(tensors, "out", "lse"),
         "workspace": workspace,
         "batch_invariant": case.batch_invariant,
     }

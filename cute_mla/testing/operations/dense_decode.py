@@ -18,7 +18,7 @@ from ..cases.tensors import decode_outputs, token_offsets
 from ..compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, Tolerance
 from ..suites.dense_decode import OP_SUITES
 from .decode import decode_operands, decode_results, packed, plan_arguments, token_ranges
-from .operation import Operation, Plan, Result, scale_argument
+from .operation import Operation, Plan, Result, operands_of, scale_argument
 from .requests import CUT, Call, Picks, at, relocated, rows_of, widened
 
 _ROWS = {"bf16": (6e-3, 4e-6), "fp16": (7e-4, 8e-8)}  # 3.0e-3, 2.8e-6; 3.2e-4, 3.9e-8
@@ -28,10 +28,9 @@ _FP8_ROWS = (6e-2, 7e-4)
 
 
 def _operands(case: DenseDecodeCase, tensors: DenseDecodeTensors) -> dict[str, Any]:
-    names = ("block_table", "cache_seqlens", "descale_q", "descale_k", "attn_sink", "tree_mask")
     return {
         **decode_operands(case, tensors),
-        **{name: getattr(tensors, name) for name in names},
+        **operands_of(tensors, "block_table", "cache_seqlens", "descale_q", "descale_k", "attn_sink", "tree_mask"),
         "causal": case.causal,
         "window": case.window,
         "window_sink": case.window_sink,

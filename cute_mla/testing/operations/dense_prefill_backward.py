@@ -22,8 +22,8 @@ from ..cases.dense_prefill_backward import (
 from ..compare import DENSE_PREFILL_GRADIENT, NO_BOUND, ErrorLimit, Tolerance
 from ..low_precision import gradient_limits
 from ..suites.dense_prefill_backward import OP_SUITES
-from .dense_prefill import taken_inputs
-from .operation import Operation, Result, Sample, output_argument, scale_argument
+from .dense_prefill import sequence_arguments, taken_inputs
+from .operation import Operation, Result, Sample, operands_of, outputs_of, scale_argument
 from .requests import Call, Picks, rows_of
 
 # (relative error of a row of dv, cosine difference of each gradient). FlashMLA's 7e-6, and with the 3
@@ -33,22 +33,8 @@ _CANCELLING_KEYS = 4  # a sole key has P = 1 and dP = delta: the true dq and dk 
 
 
 def _arguments(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors, workspace: Tensor | None) -> dict[str, Any]:
-    return {
-        "dout": tensors.dout,
-        "q": tensors.q,
-        "k": tensors.k,
-        "v": tensors.v,
-        "out": tensors.out,
-        "lse": tensors.lse,
-        "cu_seqlens_qo": tensors.cu_seqlens_q,
-        "cu_seqlens_kv": tensors.cu_seqlens_k,
-        "max_seqlen_qo": case.max_seqlen_q,
-        "max_seqlen_kv": case.max_seqlen_k,
-        "softmax_scale": case.softmax_scale,
-        "causal": case.causal,
-        **{name: output_argument(tensors, name) for name in ("dq", "dk", "dv")},
-        "workspace": workspace,
-    }
+    saved, gradients = operands_of(tensors, "dout", "out", "lse"), outputs_of(tensors, "dq", "dk", "dv")
+    return {**sequence_arguments(case, tensors), **saved, **gradients, "workspace": workspace}
 
 
 def _workspace_bytes(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors) -> int:

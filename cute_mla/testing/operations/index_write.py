@@ -23,23 +23,20 @@ from ..cases.index_write import (
 )
 from ..compare import EQUAL, Tolerance
 from ..suites.index_write import OP_SUITES
-from .operation import Operation, Result, output_argument
+from .operation import Operation, Result, operands_of, outputs_of
 from .requests import Call, Picks, elsewhere, narrowed, own_rows
 
 _EPS = 1e-6
 
 
 def _arguments(case: IndexWriteCase, tensors: IndexWriteTensors, workspace: Tensor | None) -> dict[str, Any]:
-    shared = {"cos_sin": tensors.cos_sin, "positions": tensors.positions, "rope": case.rope, "hadamard": case.hadamard}
+    shared = {**operands_of(tensors, "cos_sin", "positions"), "rope": case.rope, "hadamard": case.hadamard}
     if case.rows == "queries":
-        results = {name: output_argument(tensors, name) for name in ("out", "out_weights")}
-        return {"q": tensors.rows, "weights": tensors.weights, **shared, **results}
+        return {"q": tensors.rows, "weights": tensors.weights, **shared, **outputs_of(tensors, "out", "out_weights")}
     return {
         "k": tensors.rows,
         "index_cache": _copied(case, tensors),
-        "slot_mapping": tensors.slot_mapping,
-        "norm_weight": tensors.norm_weight,
-        "norm_bias": tensors.norm_bias,
+        **operands_of(tensors, "slot_mapping", "norm_weight", "norm_bias"),
         **shared,
         "scale_format": case.scale_format,
         "eps": _EPS,

@@ -103,10 +103,15 @@ def empty_lse(case: BaseCase) -> float:
     return math.inf if case.empty_lse is None else case.empty_lse
 
 
-def output_argument(tensors: Operands, name: str) -> Tensor | None:
-    """Return the tensor that the caller passes for a result, or None."""
-    buffer = tensors.output_buffers.get(name)
-    return None if buffer is None else buffer.tensor
+def operands_of(tensors: Operands, *names: str) -> dict[str, Any]:
+    """Return operands that arguments are named like."""
+    return {name: getattr(tensors, name) for name in names}
+
+
+def outputs_of(tensors: Operands, *names: str) -> dict[str, Any]:
+    """Return the tensor that the caller passes for each result, or None."""
+    buffers = tensors.output_buffers
+    return {name: buffers[name].tensor if name in buffers else None for name in names}
 
 
 def scale_argument(arguments: Mapping[str, Any]) -> float:

@@ -22,7 +22,7 @@ from ..cases.tensors import decode_outputs, token_offsets
 from ..compare import SPARSE_DECODE_OUT, Tolerance
 from ..suites.sparse_decode import OP_SUITES
 from .decode import decode_operands, packed, plan_arguments, token_ranges
-from .operation import Operation, Plan, Result, scale_argument
+from .operation import Operation, Plan, Result, operands_of, scale_argument
 from .requests import CUT, Call, Picks, at, own_rows, relocated, widened
 
 _ROWS = {"bf16": (6e-3, 5e-6), "fp16": (7e-4, 8e-8)}  # 3.3e-3, 3.2e-6; 3.2e-4, 3.9e-8
@@ -34,12 +34,8 @@ _BY_COLUMNS = {columns_of(layout): layout.name for layout in FORMATS.values()}  
 def _operands(case: SparseDecodeCase, tensors: SparseDecodeTensors) -> dict[str, Any]:
     return {
         **decode_operands(case, tensors),
-        "indices": tensors.indices,
-        "attn_sink": tensors.attn_sink,
-        "extra_k_cache": tensors.extra_k_cache,
+        **operands_of(tensors, "indices", "attn_sink", "extra_k_cache", "topk_length", "extra_topk_length"),
         "extra_indices_in_kvcache": tensors.extra_indices,
-        "topk_length": tensors.topk_length,
-        "extra_topk_length": tensors.extra_topk_length,
         "kv_format": named_format(case.format),
         "extra_kv_format": None if case.extra is None else named_format(case.extra_format),
     }

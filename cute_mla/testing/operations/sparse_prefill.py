@@ -15,7 +15,7 @@ from ..bounds import attention_bounds
 from ..cases.sparse_prefill import SparsePrefillCase, SparsePrefillTensors, make_sparse_prefill_tensors
 from ..compare import SPARSE_PREFILL_OUT, Tolerance
 from ..suites.sparse_prefill import OP_SUITES
-from .operation import Operation, Result, empty_lse, output_argument
+from .operation import Operation, Result, empty_lse, operands_of, outputs_of
 from .requests import Call, Picks, at, own_rows, relocated, widened
 
 _ROWS = {"bf16": (7e-3, 4e-6), "fp16": (8e-4, 8e-8)}  # 4.0e-3 with a scale of 64, 2.6e-6; 3.9e-4, 3.3e-8
@@ -23,19 +23,11 @@ _ROWS = {"bf16": (7e-3, 4e-6), "fp16": (8e-4, 8e-8)}  # 4.0e-3 with a scale of 6
 
 def _arguments(case: SparsePrefillCase, tensors: SparsePrefillTensors, workspace: Tensor | None) -> dict[str, Any]:
     return {
-        "q": tensors.q,
-        "kv": tensors.kv,
-        "indices": tensors.indices,
+        **operands_of(tensors, "q", "kv", "indices", "attn_sink", "topk_length", "kv_offsets"),
+        **outputs_of(tensors, "out", "lse", "max_logits", "lse_indexer"),
         "sm_scale": case.scale,
         "d_v": D_V,
-        "attn_sink": tensors.attn_sink,
-        "topk_length": tensors.topk_length,
         "indexer_topk": case.indexer_topk,
-        "kv_offsets": tensors.kv_offsets,
-        "out": output_argument(tensors, "out"),
-        "lse": output_argument(tensors, "lse"),
-        "max_logits": output_argument(tensors, "max_logits"),
-        "lse_indexer": output_argument(tensors, "lse_indexer"),
         "empty_lse": empty_lse(case),
     }
 

@@ -13,12 +13,12 @@ from ... import reference
 from ...indexer import topk_indices
 from ..cases.topk_indices import TopkIndicesCase, TopkIndicesTensors, make_topk_indices_tensors
 from ..suites.topk_indices import OP_SUITES
-from .operation import Operation, Result, output_argument
+from .operation import Operation, Result, operands_of, outputs_of
 from .requests import Call, Picks, own_rows
 
 
 def _arguments(case: TopkIndicesCase, tensors: TopkIndicesTensors, workspace: Tensor | None) -> dict[str, Any]:
-    return {"logits": tensors.logits, "lengths": tensors.lengths, "topk": case.topk, "out": output_argument(tensors, "out")}
+    return {**operands_of(tensors, "logits", "lengths"), "topk": case.topk, **outputs_of(tensors, "out")}
 
 
 def _expected(arguments: Mapping[str, Any]) -> Result:
