@@ -8,9 +8,9 @@ from itertools import product
 
 from ...spec.cache_rows import CACHED
 from ..cases.cache_gather import CacheGatherCase
-from .cover import Choice, Factors, Variant, covers
+from .cover import Choice, Factors, covers
 from .entries import OpSuites
-from .paged_cache import PAGE_SIZES, TOKENS, TYPES_AND_CACHES, pages_for
+from .paged_cache import PAGE_SIZES, TOKENS, TYPES_AND_CACHES, cache_variants, pages_for
 
 # Features of a case, by factor.
 _FACTORS: Factors = {
@@ -43,20 +43,8 @@ def _small(choice: Choice) -> CacheGatherCase | None:
     return None if case.broken and not case.finding_kinds else case  # keys enough to use an entry that names no page
 
 
-def _variants() -> Iterator[Variant]:
-    """Yield every format with every dtype."""
-    for dtype, cache in TYPES_AND_CACHES:
-        factors = dict(_FACTORS)
-        if not CACHED[cache].scales_inside:
-            factors["cache_layout"] = ("packed", "layers", "far")
-        if CACHED[cache].served_as:  # the kernels are covered; the addresses are other ones
-            factors |= {"lengths": (((0, 30, 5), (5, 0, 17)),), "outputs": ("allocated", "odd"), "page_size": (7, 61, 64)}
-        if cache != "fp8_576":
-            factors["scale_of_cache"] = (None,)
-        yield Variant(f"{dtype} {cache}", {"dtype": dtype, "cache": cache}, factors)
-
-
-VARIANTS = tuple(_variants())
+_OF_SERVED: Factors = {"lengths": (((0, 30, 5), (5, 0, 17)),), "outputs": ("allocated", "odd"), "page_size": (7, 61, 64)}
+VARIANTS = tuple(cache_variants(TYPES_AND_CACHES, _FACTORS, _OF_SERVED))
 
 
 _MORE: tuple[CacheGatherCase, ...] = (

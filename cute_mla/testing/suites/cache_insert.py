@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from itertools import product
 from typing import get_args
 
+from ...spec.cache_format import CacheFormat
 from ...spec.cache_insert import key_types, rotates
 from ...spec.cache_rows import CACHED
 from ..cases.cache_insert import CacheInsertCase, KeptKeys, PositionType, TableLayout
-from .cover import Choice, Factors, Variant, covers
+from .cover import Choice, Factors, covers
 from .entries import OpSuites
-from .paged_cache import PAGE_SIZES, TOKENS, pages_for, takes_powers_of_two, types_and_caches
+from .paged_cache import PAGE_SIZES, TOKENS, cache_variants, pages_for, types_and_caches
 
 _TYPES_AND_CACHES = types_and_caches(key_types)
 _FEW_HEADS, _MANY_HEADS = 5, 13
@@ -54,31 +55,15 @@ def _small(choice: Choice) -> CacheInsertCase | None:
     return CacheInsertCase(pages=max(64 // choice["page_size"], 3), **choice)
 
 
-def _variants() -> Iterator[Variant]:
-    """Yield every format with every dtype."""
-    for dtype, cache in _TYPES_AND_CACHES:
-        factors = dict(_FACTORS)
-        if not CACHED[cache].scales_inside:
-            factors["cache_layout"] = ("packed", "far")
-        if CACHED[cache].served_as:  # the kernels are covered; the addresses are other ones
-            factors |= {
-                "key_layout": ("packed",),
-                "slot_type": ("int64",),
-                "queries": ("packed",),
-                "position_type": ("int64",),
-                "kept": ("none",),
-                "table": ("packed",),
-            }
-        if not rotates(CACHED[cache]):
-            factors |= {"heads": (0,), "queries": ("packed",), "position_type": ("int64",), "table": ("packed",)}
-        if cache != "fp8_576":
-            factors["scale_of_cache"] = (None,)
-        if not takes_powers_of_two(CACHED[cache]):
-            factors["power_of_two"] = (False,)
-        yield Variant(f"{dtype} {cache}", {"dtype": dtype, "cache": cache}, factors)
+_PLAIN: Factors = {"queries": ("packed",), "position_type": ("int64",), "table": ("packed",)}
+_OF_SERVED: Factors = {**_PLAIN, "key_layout": ("packed",), "slot_type": ("int64",), "kept": ("none",)}
 
 
-VARIANTS = tuple(_variants())
+def _without_queries(cache: CacheFormat) -> Factors:
+    return {} if rotates(cache) else {**_PLAIN, "heads": (0,)}
+
+
+VARIANTS = tuple(cache_variants(_TYPES_AND_CACHES, _FACTORS, _OF_SERVED, _without_queries))
 
 
 _MORE: tuple[CacheInsertCase, ...] = (

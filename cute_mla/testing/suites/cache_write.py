@@ -7,9 +7,9 @@ from itertools import product
 
 from ...spec.cache_rows import CACHED
 from ..cases.cache_write import CacheWriteCase
-from .cover import Choice, Factors, Variant, covers
+from .cover import Choice, Factors, covers
 from .entries import OpSuites
-from .paged_cache import PAGE_SIZES, TOKENS, TYPES_AND_CACHES, pages_for, takes_powers_of_two
+from .paged_cache import PAGE_SIZES, TOKENS, TYPES_AND_CACHES, cache_variants, pages_for, takes_powers_of_two
 
 # Features of a case, by factor.
 _FACTORS: Factors = {
@@ -31,22 +31,8 @@ def _small(choice: Choice) -> CacheWriteCase | None:
     return CacheWriteCase(pages=max(128 // choice["page_size"], 3), **choice)
 
 
-def _variants() -> Iterator[Variant]:
-    """Yield every format with every dtype."""
-    for dtype, cache in TYPES_AND_CACHES:
-        factors = dict(_FACTORS)
-        if not CACHED[cache].scales_inside:
-            factors["cache_layout"] = ("packed", "layers", "far")
-        if CACHED[cache].served_as:  # the kernels are covered; the addresses are other ones
-            factors |= {"key_layout": ("packed", "odd"), "slot_type": ("int64", "int32"), "page_size": (7, 61, 64)}
-        if cache != "fp8_576":
-            factors["scale_of_cache"] = (None,)
-        if not takes_powers_of_two(CACHED[cache]):
-            factors["power_of_two"] = (False,)
-        yield Variant(f"{dtype} {cache}", {"dtype": dtype, "cache": cache}, factors)
-
-
-VARIANTS = tuple(_variants())
+_OF_SERVED: Factors = {"key_layout": ("packed", "odd"), "slot_type": ("int64", "int32"), "page_size": (7, 61, 64)}
+VARIANTS = tuple(cache_variants(TYPES_AND_CACHES, _FACTORS, _OF_SERVED))
 
 
 _MORE: tuple[CacheWriteCase, ...] = (

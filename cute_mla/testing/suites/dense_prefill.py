@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from itertools import chain, product
+from typing import TypeVar
 
 from ...spec.dense_prefill import HEAD_DIMS, head_dtypes
 from ...spec.masked_prefill import DTYPE as MASKED_DTYPE
@@ -22,6 +23,7 @@ GRID_GROUPS = (1, 4, 8)
 OTHER_KEYS = (64, 1, 300, 17, 129, 128, 65, 257)
 SHORT_TILES = 100  # the simulated device runs cases of the grid with at most this many tiles whole
 
+C = TypeVar("C", bound=DensePrefillCase)
 KINDS = tuple((dtype, d_qk) for dtype in DTYPES for d_qk in HEAD_DIMS if dtype in head_dtypes(d_qk))
 
 _MINUS_INF = float("-inf")
@@ -170,14 +172,14 @@ _LARGE: tuple[DensePrefillCase, ...] = (
 SMOKE: tuple[DensePrefillCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()]))
 
 
-def grid() -> Iterator[DensePrefillCase]:
-    """Yield every length with as many and with other numbers of keys, causal and full, over numbers of heads, in every variant."""
+def lengths_grid(case: type[C], kinds: Iterable[tuple[str, int]]) -> Iterator[C]:
+    """Yield every length with as many and with other numbers of keys, causal and full, over numbers of heads. kinds: dtypes and columns."""
     heads = tuple(product(GRID_KV_HEADS, GRID_GROUPS))
     for (dtype, d_qk), causal, (h_kv, group), (s_q, other) in product(
-        KINDS, (True, False), heads, zip(GRID_LENGTHS, OTHER_KEYS, strict=True)
+        kinds, (True, False), heads, zip(GRID_LENGTHS, OTHER_KEYS, strict=True)
     ):
         for s_k in (s_q, other):
-            yield DensePrefillCase(dtype, d_qk=d_qk, lengths=((s_q, s_k),), h_kv=h_kv, group=group, causal=causal)
+            yield case(dtype, d_qk=d_qk, lengths=((s_q, s_k),), h_kv=h_kv, group=group, causal=causal)
 
 
 # All lengths in one call.
@@ -210,5 +212,8 @@ def _factors(case: DensePrefillCase) -> tuple[Hashable, ...]:
 
 
 OP_SUITES = OpSuites(
-    VARIANTS, SMOKE, lambda: [*corner_cases(), *grid()], SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short)
+    VARIANTS,
+    SMOKE,
+    lambda: [*corner_cases(), *lengths_grid(DensePrefillCase, KINDS)],
+    SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short),
 )

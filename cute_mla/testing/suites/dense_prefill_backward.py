@@ -10,7 +10,7 @@ from ...spec.dense_prefill import HEAD_DIMS
 from ..cases.dense_prefill_backward import DensePrefillBackwardCase
 from ..cases.tensors import CLIFF_SCALE, ORDERED
 from .cover import STEPS_SCALE, Choice, Factors, Variant, cover
-from .dense_prefill import GRID_GROUPS, GRID_KV_HEADS, GRID_LENGTHS, OTHER_KEYS, SHORT_TILES, TOGETHER
+from .dense_prefill import SHORT_TILES, TOGETHER, lengths_grid
 from .entries import OpSuites, SimulatorReduction
 
 _MINUS_INF = float("-inf")
@@ -143,14 +143,6 @@ _LARGE: tuple[DensePrefillBackwardCase, ...] = (
 SMOKE: tuple[DensePrefillBackwardCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()]))
 
 
-def grid() -> Iterator[DensePrefillBackwardCase]:
-    """Yield every length with as many and with other numbers of keys, causal and full, over numbers of heads, in every variant."""
-    heads = tuple(product(GRID_KV_HEADS, GRID_GROUPS))
-    for d_qk, causal, (h_kv, group), (s_q, other) in product(HEAD_DIMS, (True, False), heads, zip(GRID_LENGTHS, OTHER_KEYS, strict=True)):
-        for s_k in (s_q, other):
-            yield DensePrefillBackwardCase(d_qk=d_qk, lengths=((s_q, s_k),), h_kv=h_kv, group=group, causal=causal)
-
-
 def corner_cases() -> Iterator[DensePrefillBackwardCase]:
     """Yield all lengths in one call, in every variant, and long sequences."""
     for d_qk, causal in product(HEAD_DIMS, (True, False)):
@@ -172,5 +164,8 @@ def _factors(case: DensePrefillBackwardCase) -> tuple[Hashable, ...]:
 
 
 OP_SUITES = OpSuites(
-    VARIANTS, SMOKE, lambda: [*corner_cases(), *grid()], SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short)
+    VARIANTS,
+    SMOKE,
+    lambda: [*corner_cases(), *lengths_grid(DensePrefillBackwardCase, product(("bf16",), HEAD_DIMS))],
+    SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short),
 )
