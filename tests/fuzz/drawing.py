@@ -10,7 +10,7 @@ from collections.abc import Callable, Hashable, Mapping
 from dataclasses import fields
 from functools import partial
 from itertools import pairwise
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple, get_args, get_type_hints
 
 import hypothesis
 from hypothesis import strategies as st
@@ -20,10 +20,8 @@ from cute_mla.spec.cache_insert import rotates
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.dense_decode import LATENT, UNIT_ROWS, takes_key_masks
 from cute_mla.spec.mla import ceil_div
-from cute_mla.testing.cases.mqa_logits import KeyWindows, RequestLengths
 from cute_mla.testing.cases.sparse_decode import Pool
 from cute_mla.testing.cases.sparse_indices import Lengths
-from cute_mla.testing.cases.topk_indices import LogitValues, RowLengths
 from cute_mla.testing.operations import OPERATIONS
 from cute_mla.testing.runner import SCHEDULES
 from cute_mla.testing.suites.cover import Variant
@@ -66,12 +64,13 @@ def _cases(subject: str) -> st.SearchStrategy[Any]:
 class Drawn(NamedTuple):
     """Description of how calls of an op are drawn: `more` and then own(draw, values drawn so far) replace values of factors.
 
-    having, lacking: names of factors that variants have, and do not have.
+    wide: fields that have every value of their type. having, lacking: names of factors that variants have, and do not have.
     """
 
     op: str
     own: Callable[[st.DrawFn, Fields], Fields] = lambda draw, given: {}
     more: Mapping[str, st.SearchStrategy[Any]] = {}
+    wide: tuple[str, ...] = ()
     having: str = ""
     lacking: str = ""
 
@@ -94,7 +93,8 @@ class Drawn(NamedTuple):
 def op_cases(draw: st.DrawFn, drawn: Drawn) -> Any:
     """Draw cases of an op, and reject those that are impossible."""
     kind, variant = OPERATIONS[drawn.op].case, draw(st.sampled_from(drawn.variants))
-    near = {name: [value for value in values if not _is_far(value)] for name, values in variant.factors.items() if not _is_far(name)}
+    factors = {**variant.factors, **{name: get_args(get_type_hints(kind)[name]) for name in drawn.wide}}
+    near = {name: [value for value in values if not _is_far(value)] for name, values in factors.items() if not _is_far(name)}
     strategies = {**{name: st.sampled_from(values) for name, values in near.items()}, **drawn.more, "seed": SEEDS}
     if "empty_lse" in near:
         strategies["empty_lse"] = st.sampled_from((None, float("inf"), float("-inf")))
@@ -221,9 +221,10 @@ def _merge_states(draw: st.DrawFn, given: Fields) -> Fields:
 
 
 def _columns(draw: st.DrawFn, given: Fields) -> Fields:
-    """Draw max_seqlen_k of keys in a row, with which logits are not cleaned."""
-    columns = draw(st.none() | st.integers(1, 200))
-    return {"columns": columns, "clean": columns is None and given["clean"]}
+    """Draw the columns of logits. Of keys in a row these are max_seqlen_k, with which logits are not cleaned."""
+    paged = "page_size" in given
+    columns = draw(st.none() | st.integers(1, 400 if paged else 200))
+    return {"columns": columns, "clean": given["clean"] and (paged or columns is None)}
 
 
 def _paged(draw: st.DrawFn, given: Fields) -> Fields:
@@ -244,56 +245,43 @@ def _gathered(draw: st.DrawFn, given: Fields) -> Fields:
     return {**_paged(draw, given), "lengths": lengths, "starts": starts if batch and draw(st.booleans()) else None, "rest": rest}
 
 
-_INDICES = {"indices": st.sampled_from(("valid", "mixed", "none"))}
-_SPARSE = {**_INDICES, "power_of_two": st.booleans(), "metadata": st.sampled_from(("object", "tensors"))}
+_SPARSE = {"power_of_two": st.booleans(), "metadata": st.sampled_from(("object", "tensors"))}
 _LOGITS = {
     "heads": st.sampled_from((1, 8, 32, 33, 64)) | st.integers(1, 64),
     "tokens": st.integers(0, 5),
     "keys": st.sampled_from((0, 1, 63, 64, 65, 127, 128, 129, 257)) | st.integers(0, 300),
 }
-_REQUESTS = {**_LOGITS, "requests": st.integers(0, 3), "lengths": st.sampled_from(get_args(RequestLengths))}
-_SCORES = {"values": st.sampled_from(("exact", "plateau", "normal")), "clean": st.booleans()}
-_ROW_SCORES = {**_LOGITS, **_SCORES, "windows": st.sampled_from(get_args(KeyWindows))}
-_PAGED_SCORES = {**_REQUESTS, **_SCORES, "columns": st.none() | st.integers(1, 400)}
+_SCORES = {**_LOGITS, "values": st.sampled_from(("exact", "plateau", "normal")), "clean": st.booleans()}
+_REQUESTS = {"requests": st.integers(0, 3)}
 _TOPK = {"topk": st.sampled_from((0, 1, 64, 300)) | st.integers(0, 100)}
 _SELECTED = {
     **_TOPK,
     "rows": st.integers(0, 4),
     "columns": st.sampled_from((0, 1, 31, 257, 1000, 2049, 2500)) | st.integers(0, 600),
-    "values": st.sampled_from(get_args(LogitValues)),
-    "lengths": st.sampled_from(get_args(RowLengths)),
 }
-_MERGED = {
-    "form": st.sampled_from(("listed", "stacked")),
-    "batch": st.sampled_from((None, 0, 1, 2)),
-    "tokens": st.integers(0, 5),
-    "h_q": st.integers(0, 9),
-    "layout": st.sampled_from(("packed", "sliced", "odd", "heads_first")),
-    "empty": st.sampled_from(("none", "some", "all")),
-}
-_LAYOUTS = {"cache_layout": st.sampled_from(("packed", "layers"))}
-_PAGES = {**_LAYOUTS, "page_size": st.sampled_from((1, 2, 7, 16, 64)), "pages": st.integers(1, 6)}
-_QUERIES = {"queries": st.sampled_from(("packed", "sliced", "odd", "heads_first")), "eps": st.sampled_from((1e-6, 0.0, 0.5))}
-_KEYS = {"tokens": st.integers(0, 20), "pages": st.integers(1, 4)}
-_HEADS = {"tokens": st.integers(0, 20), "heads": st.sampled_from((1, 2, 7, 33, 64))}
+_MERGED = {"batch": st.sampled_from((None, 0, 1, 2)), "tokens": st.integers(0, 5), "h_q": st.integers(0, 9)}
+_PAGES = {"page_size": st.sampled_from((1, 2, 7, 16, 64)), "pages": st.integers(1, 6)}
+_TOKENS = {"tokens": st.integers(0, 20)}
 _NAMED_FORMATS = ("v41", "v41_paged", "nope_528")
 
 _DRAWN = {
     "dense_decode": Drawn("dense_decode", _dense_decode),
-    "sparse_decode": Drawn("sparse_decode", _sparse_decode, _SPARSE),
-    "sparse_prefill": Drawn("sparse_prefill", _sparse_prefill, _INDICES),
+    "sparse_decode": Drawn("sparse_decode", _sparse_decode, _SPARSE, ("indices",)),
+    "sparse_prefill": Drawn("sparse_prefill", _sparse_prefill, wide=("indices",)),
     "dense_prefill": Drawn("dense_prefill", _dense_prefill),
     "dense_prefill_kvpacked": Drawn("dense_prefill", _dense_prefill, lacking="mask"),
     "dense_prefill_qkvpacked": Drawn("dense_prefill", partial(_dense_prefill, packed=True), lacking="mask"),
     "dense_prefill_backward": Drawn("dense_prefill_backward", _dense_prefill, {"holes": st.booleans()}),
-    "merge_states": Drawn("merge_states", _merge_states, _MERGED),
-    "topk_indices": Drawn("topk_indices", more=_SELECTED),
-    "fp8_mqa_logits": Drawn("mqa_logits", _columns, _ROW_SCORES, having="windows"),
-    "fp8_paged_mqa_logits": Drawn("mqa_logits", more=_PAGED_SCORES, having="page_size"),
-    "indexer_topk": Drawn("indexer_topk", more={**_REQUESTS, **_TOPK}, having="page_size"),
+    "merge_states": Drawn("merge_states", _merge_states, _MERGED, ("form", "layout", "empty")),
+    "topk_indices": Drawn("topk_indices", more=_SELECTED, wide=("values", "lengths")),
+    "fp8_mqa_logits": Drawn("mqa_logits", _columns, _SCORES, ("windows",), having="windows"),
+    "fp8_paged_mqa_logits": Drawn("mqa_logits", _columns, {**_SCORES, **_REQUESTS}, ("lengths",), having="page_size"),
+    "indexer_topk": Drawn("indexer_topk", more={**_LOGITS, **_REQUESTS, **_TOPK}, wide=("lengths",), having="page_size"),
     "write_kv_cache": Drawn("cache_write", _paged, _PAGES),
-    "insert_kv_cache": Drawn("cache_insert", _paged, {**_PAGES, **_QUERIES}),
+    "insert_kv_cache": Drawn(
+        "cache_insert", _paged, {**_PAGES, "eps": st.sampled_from((1e-6, 0.0, 0.5))}, ("cache_layout", "queries", "position_type", "kept")
+    ),
     "gather_kv_cache": Drawn("cache_gather", _gathered, {**_PAGES, "rest": st.integers(-2, 3)}),
-    "write_index_cache": Drawn("index_write", more=_KEYS, having="scale_format"),
-    "prepare_index_queries": Drawn("index_write", more=_HEADS, having="wide_weights"),
+    "write_index_cache": Drawn("index_write", more={**_TOKENS, "pages": st.integers(1, 4)}, having="scale_format"),
+    "prepare_index_queries": Drawn("index_write", more={**_TOKENS, "heads": st.sampled_from((1, 2, 7, 33, 64))}, having="wide_weights"),
 }

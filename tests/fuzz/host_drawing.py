@@ -56,6 +56,18 @@ def batch_cases(draw: st.DrawFn) -> BatchCase:
     )
 
 
+_FLAGS = ("causal", "batch_invariant", "fp8_kvcache", "attn_sink", "extra_cache", "topk_length", "kv_offsets")
+_FEATURES: dict[str, st.SearchStrategy[Any]] = {
+    "dtype": st.sampled_from(("bf16", "fp16", "e4m3")),
+    "h_q": HEADS,
+    "h_kv": st.integers(1, 4),
+    "s_q": st.integers(1, 70_000),
+    "head_dim": st.sampled_from((576, 512, 256, 192, 128)),
+    "head_dim_v": st.sampled_from((512, 256, 128)),
+    "page_size": st.sampled_from((16, 32, 64, 128, 1, None)),
+    "topk": st.none() | st.integers(0, 300),
+    **dict.fromkeys(_FLAGS, st.booleans()),
+}
 _ODD_VALUES = st.sampled_from((None, -1, 0, 1, 2, 64, 128, 129, 512, 576, 1 << 40, 2.5, 64.0, float("nan"), "64", "bf16", True, False))
 
 
@@ -65,7 +77,6 @@ def _chosen(**values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any
 
 def plain_cases(subject: str) -> st.SearchStrategy[PlainCase]:
     """Draw calls of a subject that takes plain values."""
-    count = st.integers(0, 300)
     ops = st.sampled_from(("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"))
     strategies: dict[str, st.SearchStrategy[dict[str, Any]]] = {
         "workspace_size": st.fixed_dictionaries(
@@ -81,23 +92,7 @@ def plain_cases(subject: str) -> st.SearchStrategy[PlainCase]:
             lambda op, arch, features: {"op": op, "arch": arch, **features},
             ops,
             st.sampled_from((*ARCHS, "sm103")),
-            _chosen(
-                dtype=st.sampled_from(("bf16", "fp16", "e4m3")) | _ODD_VALUES,
-                h_q=HEADS | _ODD_VALUES,
-                h_kv=st.integers(1, 4) | _ODD_VALUES,
-                s_q=st.integers(1, 70_000) | _ODD_VALUES,
-                head_dim=st.sampled_from((576, 512, 256, 192, 128)) | _ODD_VALUES,
-                head_dim_v=st.sampled_from((512, 256, 128)) | _ODD_VALUES,
-                page_size=st.sampled_from((16, 32, 64, 128, 1, None)) | _ODD_VALUES,
-                causal=st.booleans() | _ODD_VALUES,
-                batch_invariant=st.booleans() | _ODD_VALUES,
-                fp8_kvcache=st.booleans() | _ODD_VALUES,
-                attn_sink=st.booleans() | _ODD_VALUES,
-                extra_cache=st.booleans() | _ODD_VALUES,
-                topk_length=st.booleans() | _ODD_VALUES,
-                topk=st.none() | count | _ODD_VALUES,
-                kv_offsets=st.booleans() | _ODD_VALUES,
-            ),
+            _chosen(**{name: values | _ODD_VALUES for name, values in _FEATURES.items()}),
         ),
         "simulate": _chosen(
             arch=st.sampled_from(tuple(ARCHS)),

@@ -105,22 +105,8 @@ def _asked_for(arguments: Arguments, keys: int) -> int:
 # ------------------------------------------------------------ is_supported, simulate
 
 _FEATURES = (
-    "dtype",
-    "h_q",
-    "h_kv",
-    "s_q",
-    "head_dim",
-    "head_dim_v",
-    "page_size",
-    "causal",
-    "batch_invariant",
-    "fp8_kvcache",
-    "attn_sink",
-    "extra_cache",
-    "topk_length",
-    "topk",
-    "indexer_topk",
-    "kv_offsets",
+    *("dtype", "h_q", "h_kv", "s_q", "head_dim", "head_dim_v", "page_size", "causal", "batch_invariant", "fp8_kvcache"),
+    *("attn_sink", "extra_cache", "topk_length", "topk", "indexer_topk", "kv_offsets"),
 )
 
 
