@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from contextvars import Context
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from cute_mla.cache import gather_kv_cache, write_kv_cache
 from cute_mla.testing.compare import Tolerance
+from cute_mla.testing.operations import OPERATIONS
 from tests.fuzz.calls import Setting
 from tests.fuzz.contract import BYTES, E4M3, WIDE, Contract, is_optional
 from tests.fuzz.scalars import is_flag, is_integer
@@ -45,7 +46,7 @@ def scale_faults(c: Contract, kind: str) -> None:
 def key_faults(c: Contract, cache: Tensor, kind: str, slots: Tensor) -> Tensor | None:
     """Check kv_c, k_pe and the device of the slots; return kv_c."""
     kv_c = c.tensor("kv_c", *((cache.dtype,) if kind.startswith("latent") else WIDE))
-    k_pe = c.tensor("k_pe", *(WIDE if kv_c is None else (kv_c.dtype,)))
+    k_pe = c.tensor("k_pe", *(WIDE if kv_c is None else (kv_c.dtype,)), optional=kind == "latent_512")
     for name, tensor, width in (("kv_c", kv_c, {"fp8_584": 448, "latent_320": 256}.get(kind, 512)), ("k_pe", k_pe, 64)):
         if name == "k_pe" and kind == "latent_512":
             c.require(c.get("k_pe") is None, "k_pe", "k_cache")
@@ -78,27 +79,33 @@ def _write_faults(arguments: Arguments, setting: Setting) -> set[str]:
     return c.faults
 
 
-def _expect_written(arguments: Arguments, setting: Setting) -> Verify:
-    cache, slots = arguments["k_cache"], arguments["slot_mapping"]
-    named = slots[(slots >= 0) & (slots < cache.shape[0] * cache.shape[1])]
-    if len(named.unique()) != len(named):
-        return same_slots
-    copy = torch.empty(0, dtype=cache.dtype).set_(cache.untyped_storage().clone(), cache.storage_offset(), cache.shape, cache.stride())
-    Context().run(lambda: write_kv_cache(**{**arguments, "k_cache": copy}))  # where there is no device: plain torch
-    expected = bytes_of_storage(copy)
+def expect_written(op: str, cache_name: str, *more: str) -> Callable[[Arguments, Setting], Verify]:
+    """Expect in a cache, and in other arguments, the bytes that the reference writes to copies of them, with the memory around."""
 
-    def verify(result: None) -> str:
-        return (
-            ""
-            if torch.equal(bytes_of_storage(cache), expected)
-            else f"{int((bytes_of_storage(cache) != expected).sum())} other bytes in the cache"
-        )
+    def expect(arguments: Arguments, setting: Setting) -> Verify:
+        cache, slots = arguments[cache_name], arguments["slot_mapping"]
+        named = slots[(slots >= 0) & (slots < cache.shape[0] * cache.shape[1])]
+        if len(named.unique()) != len(named):
+            return same_slots
+        copies = {name: _copied(arguments[name]) for name in (cache_name, *more) if arguments[name] is not None}
+        OPERATIONS[op].expected({**arguments, **copies})
 
-    return verify
+        def verify(result: None) -> str:
+            wrong = [name for name, copy in copies.items() if not torch.equal(_storage_bytes(arguments[name]), _storage_bytes(copy))]
+            return f"other bytes in {', '.join(wrong)}" if wrong else ""
+
+        return verify
+
+    return expect
 
 
-def bytes_of_storage(cache: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8).set_(cache.untyped_storage()).clone()
+def _copied(tensor: Tensor) -> Tensor:
+    """Return a copy with the memory around it."""
+    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
+def _storage_bytes(tensor: Tensor) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
 
 
 def _gather_faults(arguments: Arguments, setting: Setting) -> set[str]:
@@ -140,9 +147,7 @@ def _expect_gathered(arguments: Arguments, setting: Setting) -> Verify:
     ends = arguments["cu_seqlens"]
     if (ends.diff() < 0).any() or int(ends[0]) != 0:
         return anything
-    out = arguments["out"]
-    fresh = None if out is None else torch.full_like(out, float("nan"))
-    expected = Context().run(lambda: gather_kv_cache(**{**arguments, "out": fresh}))  # where there is no device: plain torch
+    (expected,) = OPERATIONS["cache_gather"].expected(arguments)
     rows = min(int(ends[-1]), len(expected))
     return lambda result: against((expected[:rows],), {"out": _EXACT})((result[:rows],))
 
@@ -152,14 +157,14 @@ CACHE_SUBJECTS: dict[str, Subject] = {
         write_kv_cache,
         case_arguments,
         _write_faults,
-        _expect_written,
-        ("kv_c", "k_pe", "k_cache", "slot_mapping", "descale_k", "power_of_two"),
+        expect_written("cache_write", "k_cache"),
+        ("kv_format",),
     ),
     "gather_kv_cache": Subject(
         gather_kv_cache,
         case_arguments,
         _gather_faults,
         _expect_gathered,
-        ("k_cache", "block_table", "cu_seqlens", "rows", "starts", "descale_k", "dtype", "out"),
+        ("kv_format",),
     ),
 }

@@ -105,22 +105,8 @@ def _asked_for(arguments: Arguments, keys: int) -> int:
 # ------------------------------------------------------------ is_supported, simulate
 
 _FEATURES = (
-    "dtype",
-    "h_q",
-    "h_kv",
-    "s_q",
-    "head_dim",
-    "head_dim_v",
-    "page_size",
-    "causal",
-    "batch_invariant",
-    "fp8_kvcache",
-    "attn_sink",
-    "extra_cache",
-    "topk_length",
-    "topk",
-    "indexer_topk",
-    "kv_offsets",
+    *("dtype", "h_q", "h_kv", "s_q", "head_dim", "head_dim_v", "page_size", "causal", "batch_invariant", "fp8_kvcache"),
+    *("attn_sink", "extra_cache", "topk_length", "topk", "indexer_topk", "kv_offsets"),
 )
 
 
@@ -470,44 +456,18 @@ def _expect_batch(arguments: Arguments, setting: Setting) -> Verify:
     return verify
 
 
+_LAYER = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_scaling", "max_position_embeddings", "indexer")
+
 HOST_SUBJECTS: dict[str, Subject] = {
-    "workspace_size": Subject(
-        cute_mla.workspace_size,
-        _plain,
-        _workspace_faults,
-        _expect_workspace,
-        ("op", "batch", "s_q", "h_q", "h_kv", "batch_invariant", "max_cache_seqlen", "topk", "device"),
+    "workspace_size": Subject(cute_mla.workspace_size, _plain, _workspace_faults, _expect_workspace, ("total_q", "head_dim_v")),
+    "is_supported": Subject(cute_mla.is_supported, _plain, _supported_faults, _expect_supported, more=_FEATURES),
+    "simulate": Subject(
+        _simulated, _plain, _simulate_faults, _expect_simulated, more=("arch", "sm_count", "schedule", "seed", "on_finding")
     ),
-    "is_supported": Subject(cute_mla.is_supported, _plain, _supported_faults, _expect_supported, ("op", "arch", *_FEATURES)),
-    "simulate": Subject(_simulated, _plain, _simulate_faults, _expect_simulated, ("arch", "sm_count", "schedule", "seed", "on_finding")),
-    "quantise_cache": Subject(
-        quantise_cache, _quantise_arguments, _quantise_faults, _expect_quantised, ("kv", "cache_format", "power_of_two", "out")
-    ),
-    "dequantise_cache": Subject(
-        dequantise_cache, _dequantise_arguments, _dequantise_faults, _expect_dequantised, ("cache", "cache_format")
-    ),
-    "empty_cache": Subject(
-        empty_cache, _plain, _empty_cache_faults, _expect_empty_cache, ("cache_format", "pages", "page_size", "page_stride", "fill")
-    ),
-    "MlaConfig": Subject(
-        MlaConfig,
-        _plain,
-        _config_faults,
-        _expect_config,
-        ("hidden_size", "num_attention_heads", "q_lora_rank", "rms_norm_eps", "rope_theta", "rope_interleave"),
-    ),
-    "YarnScaling": Subject(
-        YarnScaling,
-        _plain,
-        _yarn_faults,
-        _expect_yarn,
-        ("factor", "original_max_position_embeddings", "mscale", "mscale_all_dim", "beta_fast"),
-    ),
-    "plan_batch": Subject(
-        plan_batch,
-        _batch_arguments,
-        _batch_faults,
-        _expect_batch,
-        ("query_lengths", "context_lengths", "block_table", "page_size", "decodes", "slot_mapping", "chunk_tokens"),
-    ),
+    "quantise_cache": Subject(quantise_cache, _quantise_arguments, _quantise_faults, _expect_quantised, ("descale_k",)),
+    "dequantise_cache": Subject(dequantise_cache, _dequantise_arguments, _dequantise_faults, _expect_dequantised, ("descale_k",)),
+    "empty_cache": Subject(empty_cache, _plain, _empty_cache_faults, _expect_empty_cache, ("dtype",)),
+    "MlaConfig": Subject(MlaConfig, _plain, _config_faults, _expect_config, (*_LAYER, "attention_bias")),
+    "YarnScaling": Subject(YarnScaling, _plain, _yarn_faults, _expect_yarn, ("beta_slow", "llama_4_scaling_beta")),
+    "plan_batch": Subject(plan_batch, _batch_arguments, _batch_faults, _expect_batch, ("context",)),
 }

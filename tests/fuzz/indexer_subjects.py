@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 import cute_mla
-from cute_mla import reference
 from cute_mla.indexer import fp8_mqa_logits, fp8_paged_mqa_logits, indexer_topk, topk_indices
 from cute_mla.spec.mqa_logits import MAX_KEYS
+from cute_mla.testing.operations import OPERATIONS
+from cute_mla.testing.operations.mqa_logits import expected_logits
 from tests.fuzz.calls import Setting
 from tests.fuzz.contract import E4M3, Contract, is_plain
 from tests.fuzz.scalars import is_flag, is_integer
@@ -46,9 +47,12 @@ def _topk_faults(arguments: Arguments, setting: Setting) -> set[str]:
     return c.faults
 
 
-def _expect_topk(arguments: Arguments, setting: Setting) -> Verify:
-    expected = reference.topk_indices(arguments["logits"], arguments["lengths"], arguments["topk"])
-    return lambda result: "" if torch.equal(result, expected) else f"{int((result != expected).sum())} other positions"
+def _expect_chosen(op: str) -> Callable[[Arguments, Setting], Verify]:
+    def expect(arguments: Arguments, setting: Setting) -> Verify:
+        (expected,) = OPERATIONS[op].expected(arguments)
+        return lambda result: "" if torch.equal(result, expected) else f"{int((result != expected).sum())} other keys"
+
+    return expect
 
 
 _MOST_HEADS, _COLUMNS, _KEY_BYTES = 64, 128, 132
@@ -170,7 +174,7 @@ def _indexer_topk_faults(arguments: Arguments, setting: Setting) -> set[str]:
     return c.faults
 
 
-def _magnitudes(reference_of: Callable[..., Tensor], given: Arguments) -> Tensor:
+def _magnitudes(given: Arguments) -> Tensor:
     """Return the logits of the magnitudes of all operands: what the errors of sums are measured by."""
     changed = {**given, "q": given["q"].float().abs(), "weights": given["weights"].abs()}
     if "kv" in given:
@@ -183,64 +187,27 @@ def _magnitudes(reference_of: Callable[..., Tensor], given: Arguments) -> Tensor
         flat = cache.flatten(1)
         flat[:, signs] &= 0x7F
         changed["cache"] = flat.view(cache.shape)
-    return reference_of(**changed)
+    return expected_logits(**changed)
 
 
-def _expect_logits(reference_of: Callable[..., Tensor]) -> Callable[[Arguments, Setting], Verify]:
-    def expect(arguments: Arguments, setting: Setting) -> Verify:
-        given = {name: value for name, value in arguments.items() if name not in ("metadata", "out")}
-        expected = reference_of(**given)
-        limit = _ROUNDING * _magnitudes(reference_of, given).abs()
+def _expect_logits(arguments: Arguments, setting: Setting) -> Verify:
+    expected, limit = expected_logits(**arguments), _ROUNDING * _magnitudes(arguments).abs()
 
-        def verify(result: Tensor) -> str:
-            if result.shape != expected.shape:
-                return f"shape {list(result.shape)}"
-            close = (result - expected).abs() <= limit.nan_to_num(nan=math.inf)
-            wrong = ~((result == expected) | close | expected.isnan())
-            if given["clean_logits"]:
-                wrong |= (result == -math.inf) != (expected == -math.inf)
-            return f"{int(wrong.sum())} wrong logits" if wrong.any() else ""
+    def verify(result: Tensor) -> str:
+        if result.shape != expected.shape:
+            return f"shape {list(result.shape)}"
+        close = (result - expected).abs() <= limit.nan_to_num(nan=math.inf)
+        wrong = ~((result == expected) | close | expected.isnan())
+        if arguments["clean_logits"]:
+            wrong |= (result == -math.inf) != (expected == -math.inf)
+        return f"{int(wrong.sum())} wrong logits" if wrong.any() else ""
 
-        return verify
-
-    return expect
-
-
-def _expect_indexer_topk(arguments: Arguments, setting: Setting) -> Verify:
-    """Choose by the two functions that the call stands for."""
-    q, cache, lens, table = (arguments[name] for name in ("q", "index_cache", "context_lens", "block_table"))
-    tokens, columns = q.shape[1], table.shape[1] * cache.shape[1]
-    logits = fp8_paged_mqa_logits(q, cache, arguments["weights"], lens, table, None, columns)
-    ends = reference.paged_ends(lens, tokens, columns).flatten().int()
-    expected = topk_indices(logits, ends, arguments["topk"])
-    if arguments["slots"] and columns:
-        pages = table.repeat_interleave(tokens, 0).gather(1, expected.clamp(min=0).long() // cache.shape[1])
-        is_key = (expected >= 0) & (pages >= 0) & (pages < len(cache))
-        expected = torch.where(is_key, pages.long() * cache.shape[1] + expected % cache.shape[1], -1).int()
-    return lambda result: "" if torch.equal(result, expected) else f"{int((result != expected).sum())} other keys"
+    return verify
 
 
 INDEXER_SUBJECTS: dict[str, Subject] = {
-    "topk_indices": Subject(topk_indices, case_arguments, _topk_faults, _expect_topk, ("logits", "lengths", "topk", "out")),
-    "fp8_mqa_logits": Subject(
-        fp8_mqa_logits,
-        case_arguments,
-        _row_logits_faults,
-        _expect_logits(reference.fp8_mqa_logits),
-        ("q", "weights", "ks", "ke", "clean_logits", "max_seqlen_k", "out"),
-    ),
-    "fp8_paged_mqa_logits": Subject(
-        fp8_paged_mqa_logits,
-        case_arguments,
-        _paged_logits_faults,
-        _expect_logits(reference.fp8_paged_mqa_logits),
-        ("q", "cache", "weights", "context_lens", "block_table", "metadata", "max_context_len", "clean_logits", "out"),
-    ),
-    "indexer_topk": Subject(
-        indexer_topk,
-        case_arguments,
-        _indexer_topk_faults,
-        _expect_indexer_topk,
-        ("q", "weights", "index_cache", "context_lens", "block_table", "topk", "slots", "out", "workspace"),
-    ),
+    "topk_indices": Subject(topk_indices, case_arguments, _topk_faults, _expect_chosen("topk_indices")),
+    "fp8_mqa_logits": Subject(fp8_mqa_logits, case_arguments, _row_logits_faults, _expect_logits, ("kv",)),
+    "fp8_paged_mqa_logits": Subject(fp8_paged_mqa_logits, case_arguments, _paged_logits_faults, _expect_logits),
+    "indexer_topk": Subject(indexer_topk, case_arguments, _indexer_topk_faults, _expect_chosen("indexer_topk")),
 }

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from contextvars import Context
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from cute_mla.cache import insert_kv_cache
 from cute_mla.indexer import prepare_index_queries, write_index_cache
-from tests.fuzz.cache_subjects import bytes_of_storage, cache_of, key_faults, scale_faults
+from cute_mla.testing.operations import OPERATIONS
+from tests.fuzz.cache_subjects import cache_of, expect_written, key_faults, scale_faults
 from tests.fuzz.calls import Setting
 from tests.fuzz.contract import E4M3, WIDE, Contract, is_plain
 from tests.fuzz.scalars import is_eps, is_flag, is_one_of
-from tests.fuzz.subjects import Arguments, Subject, Verify, case_arguments, same_slots
+from tests.fuzz.subjects import Arguments, Subject, Verify, case_arguments
 
 _MOST_SLOTS = 1 << 31
 _ROTARY, _COLUMNS, _KEY_BYTES = 64, 128, 132
@@ -72,38 +70,6 @@ def _insert_faults(arguments: Arguments, setting: Setting) -> set[str]:
     return c.faults
 
 
-def _is_named_once(slots: Tensor, count: int) -> bool:
-    named = slots[(slots >= 0) & (slots < count)]
-    return len(named.unique()) == len(named)
-
-
-def _copied(tensor: Tensor | None) -> Tensor | None:
-    """Return a copy with the memory around it."""
-    if tensor is None:
-        return None
-    return torch.empty(0, dtype=tensor.dtype).set_(tensor.untyped_storage().clone(), tensor.storage_offset(), tensor.shape, tensor.stride())
-
-
-def _expect_inserted(arguments: Arguments, setting: Setting) -> Verify:
-    cache = arguments["k_cache"]
-    if not _is_named_once(arguments["slot_mapping"], cache.shape[0] * cache.shape[1]):
-        return same_slots
-    return _expect_bytes(insert_kv_cache, arguments, ("k_cache", "q_pe", "keys"))
-
-
-def _expect_bytes(function: Any, arguments: Arguments, written: tuple[str, ...]) -> Verify:
-    """Return a check that these arguments hold what plain torch writes to copies of them."""
-    copies = {name: _copied(arguments[name]) for name in written}
-    Context().run(lambda: function(**{**arguments, **copies}))  # where there is no device: plain torch
-    expected = {name: bytes_of_storage(copy) for name, copy in copies.items() if copy is not None}
-
-    def verify(result: None) -> str:
-        wrong = [name for name, content in expected.items() if not torch.equal(bytes_of_storage(arguments[name]), content)]
-        return "" if not wrong else f"other bytes in {', '.join(wrong)}"
-
-    return verify
-
-
 def _index_keys_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c = Contract(arguments)
     c.numbers(hadamard=is_flag, eps=is_eps, rope=_IS_ROPE, scale_format=is_one_of("fp32", "ue8m0"))
@@ -131,13 +97,6 @@ def _index_keys_faults(arguments: Arguments, setting: Setting) -> set[str]:
     return c.faults
 
 
-def _expect_index_keys(arguments: Arguments, setting: Setting) -> Verify:
-    cache = arguments["index_cache"]
-    if not _is_named_once(arguments["slot_mapping"], cache.shape[0] * cache.shape[1]):
-        return same_slots
-    return _expect_bytes(write_index_cache, arguments, ("index_cache",))
-
-
 def _index_queries_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c = Contract(arguments)
     c.numbers(hadamard=is_flag, rope=_IS_ROPE)
@@ -161,8 +120,7 @@ def _index_queries_faults(arguments: Arguments, setting: Setting) -> set[str]:
 
 
 def _expect_index_queries(arguments: Arguments, setting: Setting) -> Verify:
-    given = {**arguments, "out": None, "out_weights": None}
-    codes, weights = Context().run(lambda: prepare_index_queries(**given))
+    codes, weights = OPERATIONS["index_write"].expected(arguments)
 
     def verify(result: tuple[Tensor, Tensor]) -> str:
         same = torch.equal(result[0].view(torch.uint8), codes.view(torch.uint8))
@@ -173,30 +131,8 @@ def _expect_index_queries(arguments: Arguments, setting: Setting) -> Verify:
 
 INSERT_SUBJECTS: dict[str, Subject] = {
     "insert_kv_cache": Subject(
-        insert_kv_cache,
-        case_arguments,
-        _insert_faults,
-        _expect_inserted,
-        (
-            *("kv_c", "k_pe", "q_pe", "k_cache", "slot_mapping", "norm_weight", "cos_sin", "positions"),
-            *("keys", "descale_k", "power_of_two", "eps"),
-        ),
+        insert_kv_cache, case_arguments, _insert_faults, expect_written("cache_insert", "k_cache", "q_pe", "keys"), ("kv_format",)
     ),
-    "write_index_cache": Subject(
-        write_index_cache,
-        case_arguments,
-        _index_keys_faults,
-        _expect_index_keys,
-        (
-            *("k", "index_cache", "slot_mapping", "norm_weight", "norm_bias", "cos_sin", "positions"),
-            *("rope", "hadamard", "scale_format", "eps"),
-        ),
-    ),
-    "prepare_index_queries": Subject(
-        prepare_index_queries,
-        case_arguments,
-        _index_queries_faults,
-        _expect_index_queries,
-        ("q", "weights", "cos_sin", "positions", "rope", "hadamard", "out", "out_weights"),
-    ),
+    "write_index_cache": Subject(write_index_cache, case_arguments, _index_keys_faults, expect_written("index_write", "index_cache")),
+    "prepare_index_queries": Subject(prepare_index_queries, case_arguments, _index_queries_faults, _expect_index_queries),
 }

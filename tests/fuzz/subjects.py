@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -12,10 +13,7 @@ import torch
 from torch import Tensor
 
 import cute_mla
-from cute_mla import reference
-from cute_mla.cache import dequantise_cache
 from cute_mla.ops.split_plan import MlaSchedule
-from cute_mla.reference import IndexedCache
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.dense_decode import num_parts
 from cute_mla.testing.cases.base import BaseCase
@@ -32,12 +30,13 @@ from cute_mla.testing.compare import (
     Tolerance,
     compare,
 )
-from cute_mla.testing.operations import operation
+from cute_mla.testing.operations import OPERATIONS, operation
+from cute_mla.testing.operations.decode import token_ranges
 from cute_mla.testing.split_plan_reference import reference_plan
 from tests.fuzz import contract
 from tests.fuzz.calls import PlanCase, Setting
 from tests.fuzz.decode_contract import decode_faults
-from tests.fuzz.ragged import Expected, are_apart, is_ragged_plan, of_used_rows, ragged_reference, token_ranges, used_tokens
+from tests.fuzz.ragged import are_apart, is_plan, of_used_rows, used_tokens
 from tests.support.recording_device import RecordingDevice
 
 Arguments = dict[str, Any]
@@ -56,14 +55,23 @@ class Subject:
     """A function of the API.
 
     arguments(case): of a right call, inside a device. faults(arguments, setting): the names of all arguments of which one may be blamed.
-    expect(arguments, setting): what is known of the result, from before the call. breakable: arguments that may be broken.
+    expect(arguments, setting): what is known of the result, from before the call. unbroken: arguments of which faults says nothing.
+    more: names that the function takes as **keywords.
     """
 
     function: Callable[..., Any]
     arguments: Callable[[Any], Arguments]
     faults: Callable[[Arguments, Setting], set[str]]
     expect: Callable[[Arguments, Setting], Verify]
-    breakable: tuple[str, ...]
+    unbroken: tuple[str, ...] = ()
+    more: tuple[str, ...] = ()
+
+    @property
+    def breakable(self) -> tuple[str, ...]:
+        """Return the arguments that may be broken."""
+        parameters = inspect.signature(self.function).parameters.values()
+        named = [item.name for item in parameters if item.kind != item.VAR_KEYWORD and item.name not in self.unbroken]
+        return (*named, *self.more)
 
 
 def against(expected: tuple[Tensor, ...], tolerances: Mapping[str, Tolerance]) -> Verify:
@@ -180,76 +188,33 @@ def _expect_decode(arguments: Arguments, setting: Setting) -> Verify:
     ragged = arguments.get("cu_seqlens_q") is not None
     if ragged and not are_apart(token_ranges(arguments)):
         return overwritten_plan
-    if not isinstance(metadata, MlaSchedule) and not (is_ragged_plan(arguments) if ragged else _is_plan(arguments, setting)):
+    if not isinstance(metadata, MlaSchedule) and not is_plan(arguments):
         return overwritten_plan
     if not _is_tame(arguments["softmax_scale"]):
         return anything
-    decode = _sparse_decode if arguments.get("indices") is not None else _dense_decode
+    sparse = arguments.get("indices") is not None
+    expected = OPERATIONS["sparse_decode" if sparse else "dense_decode"].expected(arguments)
+    tolerances = _decode_tolerances(arguments, sparse)
     if not ragged:
-        return against_tame(*decode(arguments))
-    expected, tolerances = ragged_reference(arguments, decode)
+        return against_tame(expected, tolerances)
     used = used_tokens(arguments)
     if against_tame((expected[0][used], expected[1][used]), tolerances) is anything:
         return anything
     return of_used_rows(arguments, against(expected, tolerances))
 
 
-def _dense_decode(arguments: Arguments) -> Expected:
-    cache, table = arguments["k_cache"], arguments["block_table"]
-    lengths = arguments["cache_seqlens"].clamp(0, table.shape[1] * cache.shape[1] if len(cache) else 0)
-    scale = arguments["q"].shape[-1] ** -0.5 if arguments["softmax_scale"] is None else float(arguments["softmax_scale"])
-    descales = (arguments.get("descale_q"), arguments.get("descale_k"))
-    window = (arguments.get("window"), arguments.get("window_sink", 0))
-    seen = reference.SeenKeys(bool(arguments["causal"]), arguments.get("tree_mask"), window)
-    expected = reference.dense_decode(arguments["q"], cache, table, lengths, scale, seen, arguments["empty_lse"], descales)
-    if arguments.get("attn_sink") is not None:
-        expected = reference.scale_by_sink(*expected, arguments["attn_sink"]), expected[1]
-    out = FP8_DENSE_OUT if arguments["q"].dtype == torch.float8_e4m3fn else DENSE_DECODE_OUT
-    return expected, {"out": out, "lse": LSE}
-
-
-def _is_plan(arguments: Arguments, setting: Setting) -> bool:
-    """Return whether two tensors are a plan for this many requests: the parts cover the tiles of each request in order."""
-    metadata, splits = arguments["tile_scheduler_metadata"].tolist(), arguments["num_splits"].tolist()
-    batch = len(arguments["q"])
-    place = (0, 0)
-    for begin, end, begin_tile, end_tile, *_, is_open in metadata:
-        if begin == batch:
-            continue
-        if (begin, begin_tile) != place or not begin <= end < batch or end_tile < 0:
-            return False
-        place = (end + 1, 0) if is_open else (end, end_tile)
-    return not metadata or not batch or (place == (batch, 0) and splits[0] == 0 and splits == sorted(splits))
-
-
-def _sparse_decode(arguments: Arguments) -> Expected:
-    caches = []
-    for cache, indices, length, named in (
-        ("k_cache", "indices", "topk_length", "kv_format"),
-        ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length", "extra_kv_format"),
-    ):
-        if arguments.get(cache) is not None:
-            kind = arguments.get(named) or {656: "fp8_656", 584: "fp8_584", 576: "latent", 288: "v41_fp4"}[arguments[cache].shape[3]]
-            slots = dequantise_cache(arguments[cache], kind).to(arguments["q"].dtype).flatten(0, 2)  # value times scale, rounded once
-            caches.append(IndexedCache(slots, arguments[indices], arguments.get(length)))
-    scale = None if arguments["softmax_scale"] is None else float(arguments["softmax_scale"])
-    expected = reference.sparse_decode(arguments["q"], caches, scale, arguments.get("attn_sink"), arguments["empty_lse"])
-    fp8 = arguments["k_cache"].shape[3] != 576
-    return expected, {"out": SPARSE_DECODE_OUT, "lse": _ROUNDED_LSE if fp8 else LSE}
+def _decode_tolerances(arguments: Arguments, sparse: bool) -> dict[str, Tolerance]:
+    if sparse:
+        return {"out": SPARSE_DECODE_OUT, "lse": LSE if arguments["k_cache"].shape[3] == 576 else _ROUNDED_LSE}
+    return {"out": FP8_DENSE_OUT if arguments["q"].dtype == torch.float8_e4m3fn else DENSE_DECODE_OUT, "lse": LSE}
 
 
 def _expect_sparse_prefill(arguments: Arguments, setting: Setting) -> Verify:
     if not _is_tame(arguments["sm_scale"]):
         return anything
-    names = ("q", "kv", "indices", "sm_scale", "attn_sink", "topk_length", "kv_offsets", "empty_lse")
-    values = [arguments[name] for name in names]
-    values[3] = float(values[3])
-    first = int(arguments["indexer_topk"])
-    rows = ("max_logits", "lse", "lse_indexer")[: 3 if first else 2]
-    expected: tuple[Tensor, ...] = reference.sparse_prefill(*values)
-    if first:
-        expected = (*expected, reference.lse_indexer(first, *values))
-    return against_tame(expected, {"out": SPARSE_PREFILL_OUT, **dict.fromkeys(rows, PREFILL_LSE)})
+    rows = ("max_logits", "lse", "lse_indexer")[: 3 if arguments["indexer_topk"] else 2]
+    tolerances = {"out": SPARSE_PREFILL_OUT, **dict.fromkeys(rows, PREFILL_LSE)}
+    return against_tame(OPERATIONS["sparse_prefill"].expected(arguments), tolerances)
 
 
 def _leaves_open(arguments: Arguments) -> bool:
@@ -262,13 +227,7 @@ def _leaves_open(arguments: Arguments) -> bool:
 def _expect_dense_prefill(arguments: Arguments, setting: Setting) -> Verify:
     if _leaves_open(arguments) or not all(rows.isfinite().all() for rows in _queries_of_sequences(arguments)):
         return anything
-    scale = arguments["softmax_scale"]
-    q, k, v, cu_seqlens_qo, cu_seqlens_kv = (arguments[name] for name in ("q", "k", "v", "cu_seqlens_qo", "cu_seqlens_kv"))
-    scale = None if scale is None else float(scale)
-    causal = bool(arguments["causal"])
-    empty_lse, mask = arguments["empty_lse"], arguments.get("key_mask")
-    expected = reference.masked_prefill(q, k, v, (cu_seqlens_qo, cu_seqlens_kv), mask, scale, causal, empty_lse)
-    return against(expected, {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE})
+    return against(OPERATIONS["dense_prefill"].expected(arguments), {"out": DENSE_PREFILL_OUT, "lse": PREFILL_LSE})
 
 
 def _queries_of_sequences(arguments: Arguments) -> list[Tensor]:
@@ -288,23 +247,15 @@ def _expect_backward(arguments: Arguments, setting: Setting) -> Verify:
     whole = all(rows.isfinite().all() or rows.isnan().all() for rows in _queries_of_sequences(arguments))
     if _leaves_open(arguments) or not whole:
         return anything
-    q, k, v, lse = (arguments[name] for name in ("q", "k", "v", "lse"))
-    ends = (arguments["cu_seqlens_qo"], arguments["cu_seqlens_kv"])
-    scale = None if arguments["softmax_scale"] is None else float(arguments["softmax_scale"])
-    causal = bool(arguments["causal"])
-    keys = ends[1].clamp(0, len(k)).diff()
+    lse, keys = arguments["lse"], arguments["cu_seqlens_kv"].clamp(0, len(arguments["k"])).diff()
     if (keys < 0).any() or (keys > arguments["max_seqlen_kv"]).any():
         return anything
-    _, true_lse = reference.dense_prefill(q, k, v, *ends, scale, causal, math.inf)
+    _, true_lse = OPERATIONS["dense_prefill"].expected({**arguments, "empty_lse": math.inf})
     known = lse.isfinite() & true_lse.isfinite()
     if ((lse - true_lse)[known].abs() > 1e-3).any() or (lse.isnan() != true_lse.isnan())[~true_lse.isnan()].any():
         return anything
-    expected = reference.dense_prefill_backward(arguments["dout"], q, k, v, lse, ends, scale, causal)
-    for name, gradient, starts in zip(("dq", "dk", "dv"), expected, (ends[0], *ends[1:] * 2), strict=True):
-        if arguments.get(name) is None:  # rows of no sequence are 0 in gradients that the call allocates
-            first, end = starts[[0, -1]].clamp(0, len(gradient)).tolist()
-            gradient[:first] = gradient[end:] = 0.0
-    return against(expected, {"dq": NO_BOUND, "dk": NO_BOUND, "dv": replace(DENSE_PREFILL_GRADIENT, abs_tol=3e-2, cos_tol=math.inf)})
+    dv = replace(DENSE_PREFILL_GRADIENT, abs_tol=3e-2, cos_tol=math.inf)
+    return against(OPERATIONS["dense_prefill_backward"].expected(arguments), {"dq": NO_BOUND, "dk": NO_BOUND, "dv": dv})
 
 
 # ------------------------------------------------------------ forms of dense prefill
@@ -343,10 +294,8 @@ def _unpacked(arguments: Arguments) -> Arguments:
 
 
 def _expect_merge(arguments: Arguments, setting: Setting) -> Verify:
-    outs, lses = (torch.stack([*states]) if len(states) else states for states in (arguments["outs"], arguments["lses"]))
-    expected = reference.merge_states(outs, lses, arguments["empty_lse"])
-    out = Tolerance(1e-5, 1.05 * _HALF_ULP[outs.dtype], 1e-5)
-    return against(expected, {"out": out, "lse": Tolerance(3e-6, 2e-6, 1e-7)})
+    out = Tolerance(1e-5, 1.05 * _HALF_ULP[arguments["outs"][0].dtype], 1e-5)
+    return against(OPERATIONS["merge_states"].expected(arguments), {"out": out, "lse": Tolerance(3e-6, 2e-6, 1e-7)})
 
 
 # ------------------------------------------------------------ plans
@@ -385,13 +334,8 @@ def _expect_plan(arguments: Arguments, setting: Setting) -> Verify:
     return verify
 
 
-_DECODE = ("q", "k_cache", "head_dim_v", "tile_scheduler_metadata", "num_splits", "softmax_scale", "causal", "descale_q", "descale_k")
-_DECODE_RESULTS = ("is_fp8_kvcache", "out", "lse", "workspace", "batch_invariant", "empty_lse")
-_SPARSE = ("indices", "attn_sink", "topk_length", "extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length")
-_RAGGED = ("cu_seqlens_q", "max_seqlen_q", "tree_mask", "window", "window_sink")  # and what else decides on keys by query token
-_VARLEN = ("dropout_p", "softmax_scale", "causal", "deterministic", "is_varlen", "out", "lse", "empty_lse")
-
-_BACKWARD = ("dout", "q", "k", "v", "out", "lse", "cu_seqlens_qo", "cu_seqlens_kv", "max_seqlen_qo", "max_seqlen_kv")
+_FORMATS = ("kv_format", "extra_kv_format")
+_SPARSE = ("indices", "topk_length", "extra_indices_in_kvcache", "extra_topk_length")
 
 DEVICE_SUBJECTS: dict[str, Subject] = {
     "dense_decode": Subject(
@@ -399,65 +343,56 @@ DEVICE_SUBJECTS: dict[str, Subject] = {
         lambda case: {**case_arguments(case), "is_fp8_kvcache": case.seed % 2 == 1 and case.operands != "latent"},
         _decode_faults,
         _expect_decode,
-        (*_DECODE, *_DECODE_RESULTS, *_RAGGED, "block_table", "cache_seqlens", "attn_sink", "extra_k_cache"),
+        (*_FORMATS, *_SPARSE),
     ),
     "sparse_decode": Subject(
         cute_mla.flash_mla_with_kvcache,
         lambda case: {**case_arguments(case), "causal": False},
         _decode_faults,
         _expect_decode,
-        (*_DECODE, *_DECODE_RESULTS, *_SPARSE, *_RAGGED),
+        (*_FORMATS, "block_table", "cache_seqlens"),
     ),
     "sparse_prefill": Subject(
         cute_mla.flash_mla_sparse_fwd,
         case_arguments,
         lambda arguments, setting: contract.sparse_prefill_faults(arguments),
         _expect_sparse_prefill,
-        (
-            *("q", "kv", "indices", "sm_scale", "d_v", "attn_sink", "topk_length", "indexer_topk", "kv_offsets"),
-            *("out", "lse", "max_logits", "lse_indexer", "empty_lse"),
-        ),
     ),
     "dense_prefill": Subject(
         cute_mla.flash_attn_varlen_func,
         case_arguments,
         lambda arguments, setting: contract.dense_prefill_faults(arguments),
         _expect_dense_prefill,
-        ("q", "k", "v", "cu_seqlens_qo", "cu_seqlens_kv", "max_seqlen_qo", "max_seqlen_kv", *_VARLEN, "key_mask"),
     ),
     "dense_prefill_kvpacked": Subject(
         cute_mla.flash_attn_varlen_kvpacked_func,
         _kvpacked,
         lambda arguments, setting: contract.packed_faults("kv", 1)(arguments),
         lambda arguments, setting: _expect_dense_prefill(_unpacked(arguments), setting),
-        ("q", "kv", "cu_seqlens_qo", "cu_seqlens_kv", "max_seqlen_qo", "max_seqlen_kv", "head_dim_qk", *_VARLEN),
     ),
     "dense_prefill_qkvpacked": Subject(
         cute_mla.flash_attn_varlen_qkvpacked_func,
         _qkvpacked,
         lambda arguments, setting: contract.packed_faults("qkv", 2)(arguments),
         lambda arguments, setting: _expect_dense_prefill(_unpacked(arguments), setting),
-        ("qkv", "cu_seqlens", "max_seqlen", "head_dim_qk", *_VARLEN),
     ),
     "dense_prefill_backward": Subject(
         cute_mla.flash_attn_varlen_backward,
         case_arguments,
         _backward_faults,
         _expect_backward,
-        (*_BACKWARD, "softmax_scale", "causal", "deterministic", "dq", "dk", "dv", "workspace"),
     ),
     "merge_states": Subject(
         cute_mla.merge_states,
         case_arguments,
         lambda arguments, setting: contract.merge_faults(arguments),
         _expect_merge,
-        ("outs", "lses", "out", "lse", "empty_lse"),
     ),
     "get_mla_metadata": Subject(
         cute_mla.get_mla_metadata,
         _plan_arguments,
         lambda arguments, setting: contract.plan_faults(arguments),
         _expect_plan,
-        ("cache_seqlens", "num_q_tokens_per_head_k", "num_heads_k", "num_heads_q", "is_fp8_kvcache", "topk"),
+        ("cu_seqlens_q", "total_q", "window", "window_sink"),
     ),
 }

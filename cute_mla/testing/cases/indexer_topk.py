@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import ClassVar
 
 import torch
@@ -10,10 +10,9 @@ import torch
 from ...spec.arch import Arch
 from ...spec.mqa_logits import COLUMNS, SCALE_BYTES
 from ...spec.topk_indices import config_for
-from .base import TAGS, BaseCase, Tags
-from .far import far_tensor
-from .mqa_logits import KeyWindows, LogitsLayout, LogitsValues, MqaLogitsCase, MqaLogitsTensors, RequestLengths, make_mqa_logits_tensors
-from .tensors import OutputBuffer
+from .base import Tags
+from .mqa_logits import MqaLogitsCase, MqaLogitsTensors, make_mqa_logits_tensors
+from .tensors import sliced_buffers
 from .topk_indices import LogitValues, TopkIndicesCase, TopkProblem, numbers_of
 
 _DIGITS = 5  # of a number, base 16, which e4m3 holds
@@ -22,30 +21,16 @@ _LEAST = -4.0
 
 
 @dataclass(frozen=True)
-class IndexerTopkCase(BaseCase):
-    """One choice of `topk` keys of each query token, over the operands of MqaLogitsCase, whose fields have these names and meanings.
+class IndexerTopkCase(MqaLogitsCase):
+    """One choice of `topk` keys of each query token; other fields as in MqaLogitsCase, of which `clean` says nothing.
 
     columns: max_seqlen_k of rows. values: those whose logits are exact, so that so is the choice. slots: keys are given by their slots.
     patterns: what logits are instead, by token, as the values of TopkIndicesCase: of one request with pages.
     """
 
     op: ClassVar[str] = "indexer_topk"
-    cut_by: ClassVar[str] = "requests"
-    tags: ClassVar[Tags] = {**MqaLogitsCase.tags, "slots": lambda _: "slots", "patterns": "_".join, **TAGS}
+    tags: ClassVar[Tags] = {**MqaLogitsCase.tags, "slots": lambda _: "slots", "patterns": "_".join}
 
-    dtype: str = "e4m3"
-    heads: int = 64
-    requests: int = 1
-    tokens: int = 5
-    keys: int = 300
-    page_size: int | None = None
-    windows: KeyWindows = "causal"
-    lengths: RequestLengths = "full"
-    per_token: bool = False
-    columns: int | None = None
-    values: LogitsValues = "exact"
-    layout: LogitsLayout = "packed"
-    broken: bool = False
     topk: int = 64
     slots: bool = False
     patterns: tuple[LogitValues, ...] = ()
@@ -53,22 +38,9 @@ class IndexerTopkCase(BaseCase):
     @property
     def logits(self) -> MqaLogitsCase:
         """Return the case of the logits."""
-        names = (
-            "heads",
-            "requests",
-            "tokens",
-            "page_size",
-            "windows",
-            "lengths",
-            "per_token",
-            "values",
-            "layout",
-            "broken",
-            "seed",
-            "keys",
-        )
         columns = None if self.page_size is None else -(-self.keys // self.page_size) * self.page_size  # all that the table has room for
-        return MqaLogitsCase(clean=False, columns=columns, **{name: getattr(self, name) for name in names})
+        given = {field.name: getattr(self, field.name) for field in fields(MqaLogitsCase)}
+        return MqaLogitsCase(**{**given, "columns": columns, "clean": False, "outputs": "allocated", "sm_count": None})
 
     @property
     def most_keys(self) -> int:
@@ -85,7 +57,7 @@ class IndexerTopkCase(BaseCase):
     @property
     def shape_id(self) -> str:
         """Return the first part of the id."""
-        return f"{self.logits.shape_id}-top{self.topk}"
+        return f"{super().shape_id}-top{self.topk}"
 
     @property
     def q_shape(self) -> tuple[int, int, int, int]:
@@ -107,7 +79,7 @@ class IndexerTopkCase(BaseCase):
         """Return the op of the kernel that ends the call."""
         return "topk_indices"
 
-    def problem(self, arch: Arch) -> TopkProblem:
+    def problem(self, arch: Arch) -> TopkProblem:  # type: ignore[override]
         """Return the properties of the call that select this kernel."""
         columns = self.most_keys if self.is_scored else 0
         return TopkProblem(config_for(self.requests * self.tokens, columns, self.sm_count or arch.sm_count, self.slots))
@@ -118,15 +90,8 @@ def make_indexer_topk_tensors(case: IndexerTopkCase, device: str | torch.device 
     tensors = make_mqa_logits_tensors(case.logits, device)
     if case.patterns:
         tensors = _with_patterns(case, tensors)
-    if case.outputs == "allocated":
-        return tensors
-    rows, home = case.requests * case.tokens, tensors.q.device
-    if case.outputs == "far_requests":
-        far = far_tensor((rows, case.topk), 0, torch.int32, home)
-        return replace(tensors, output_buffers={"out": OutputBuffer(far, far)})
-    before, after = {"given": (0, 0), "strided": (8, 8), "odd": (1, 2)}[case.outputs]
-    storage = torch.zeros((rows, before + case.topk + after), dtype=torch.int32, device=home)
-    return replace(tensors, output_buffers={"out": OutputBuffer(storage[:, before : before + case.topk], storage)})
+    shape = (case.requests * case.tokens, case.topk)
+    return replace(tensors, output_buffers=sliced_buffers(case.outputs, {"out": (shape, torch.int32)}, tensors.q.device))
 
 
 def _with_patterns(case: IndexerTopkCase, tensors: MqaLogitsTensors) -> MqaLogitsTensors:

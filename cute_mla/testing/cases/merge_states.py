@@ -15,7 +15,7 @@ from ...spec.merge_states import MergeStatesConfig
 from ...spec.mla import D_V, ceil_div
 from .base import DTYPES, TAGS, BaseCase, Tags
 from .far import FAR_DIMENSIONS, far_tensor
-from .tensors import OutputBuffer, generator_for, nan_tensor
+from .tensors import OutputBuffer, generator_for, nan_tensor, sliced_buffers
 
 StateForm = Literal["listed", "stacked"]
 StateLayout = Literal["packed", "sliced", "odd", "heads_first", "far_states", "far_requests", "far_tokens", "far_heads"]
@@ -118,9 +118,10 @@ def make_merge_states_tensors(case: MergeStatesCase, device: str | torch.device 
     signs = torch.where(torch.arange(empty.numel()).view(empty.shape) % 2 == 0, math.inf, -math.inf)
     lses = torch.where(empty, signs, lses.cpu())
     outs = outs.cpu().masked_fill(empty.unsqueeze(-1), math.nan)
-    return MergeStatesTensors(
-        _placed(case.layout, outs.to(device, DTYPES[case.dtype])), _placed(case.layout, lses.to(device)), _output_buffers(case, device)
-    )
+    results = {"out": ((*case.rows_shape, case.head_dim), DTYPES[case.dtype]), "lse": (case.rows_shape, torch.float32)}
+    far = FAR_DIMENSIONS.index(case.outputs) - (case.batch is None) if case.outputs in FAR_DIMENSIONS else 0
+    buffers = sliced_buffers("allocated" if case.in_place else case.outputs, results, device, far)
+    return MergeStatesTensors(_placed(case.layout, outs.to(device, DTYPES[case.dtype])), _placed(case.layout, lses.to(device)), buffers)
 
 
 def _empty_rows(case: MergeStatesCase) -> Tensor:
@@ -147,20 +148,3 @@ def _placed(layout: StateLayout, values: Tensor) -> Tensor:
     wide = nan_tensor((*values.shape[:-1], values.shape[-1] + before + after), values.dtype, values.device)
     inner = wide[..., before : before + values.shape[-1]]
     return inner.copy_(values)
-
-
-def _output_buffers(case: MergeStatesCase, device: torch.device) -> dict[str, OutputBuffer]:
-    """Allocate out and lse if the caller passes them; those of "strided" and "odd" are slices."""
-    if case.outputs == "allocated" or case.in_place:
-        return {}
-    results = {"out": ((*case.rows_shape, case.head_dim), DTYPES[case.dtype]), "lse": (case.rows_shape, torch.float32)}
-    if case.outputs in FAR_DIMENSIONS:
-        dim = FAR_DIMENSIONS.index(case.outputs) - (case.batch is None)
-        far = {name: far_tensor(shape, dim, dtype, device) for name, (shape, dtype) in results.items()}
-        return {name: OutputBuffer(tensor, tensor) for name, tensor in far.items()}
-    before, after = {"given": (0, 0), "strided": (8, 8), "odd": (1, 2)}[case.outputs]
-    buffers = {}
-    for name, (shape, dtype) in results.items():
-        storage = nan_tensor((*shape[:-1], shape[-1] + before + after), dtype, device)
-        buffers[name] = OutputBuffer(storage[..., before : before + shape[-1]], storage)
-    return buffers

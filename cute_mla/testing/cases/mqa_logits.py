@@ -20,7 +20,7 @@ from ...spec.mla import ceil_div
 from ...spec.mqa_logits import COLUMNS, DTYPE, ROW_BYTES, SCALE_BYTES, MqaLogitsProblem
 from .base import TAGS, BaseCase, Tags
 from .far import FAR_ELEMENTS, far_tensor, reserve
-from .tensors import OUTSIDE, OutputBuffer, generator_for, outside_pages
+from .tensors import OUTSIDE, OutputBuffer, generator_for, outside_pages, sliced_buffers
 
 LogitsValues = Literal["exact", "plateau", "nan_keys", "normal"]
 KeyWindows = Literal["causal", "whole", "random", "sequences", "edges", "near", "last", "empty"]
@@ -165,7 +165,7 @@ def make_mqa_logits_tensors(case: MqaLogitsCase, device: str | torch.device = "c
     weights = _weights(case, q_scale, draw)
     q = _placed_queries(case, q, device)
     weights = _placed_rows(weights, case.layout == "strided", case.layout == "far_weights", device)
-    buffers = _output_buffers(case, device)
+    buffers = sliced_buffers(case.outputs, {"out": (case.shape, torch.float32)}, device)
     if case.page_size is None:
         ks, ke = _windows(case, draw)
         keys, scales = _row_keys(case, ks, ke, draw, device)
@@ -337,16 +337,3 @@ def _cache(case: MqaLogitsCase, pages: int, device: torch.device) -> Tensor:
     cache = storage.as_strided(shape, strides)
     (cache if case.layout == "far_keys" else storage).fill_(_NAN_BYTE)
     return cache
-
-
-def _output_buffers(case: MqaLogitsCase, device: torch.device) -> dict[str, OutputBuffer]:
-    """Allocate the logits if the caller passes them, full of NaN; those of "strided" and "odd" are slices."""
-    if case.outputs == "allocated":
-        return {}
-    if case.outputs == "far_requests":
-        far = far_tensor(case.shape, 0, torch.float32, device)
-        return {"out": OutputBuffer(far, far)}
-    before, after = {"given": (0, 0), "strided": (8, 8), "odd": (1, 2)}[case.outputs]
-    rows, columns = case.shape
-    storage = torch.full((rows, columns + before + after), math.nan, device=device)
-    return {"out": OutputBuffer(storage[:, before : before + columns], storage)}

@@ -6,7 +6,7 @@ Every element in and around a tensor is NaN before it gets its value.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from math import log
+from math import log, nan
 from typing import NamedTuple, Protocol
 
 import torch
@@ -175,6 +175,27 @@ def needles(position: Tensor, length: int | None) -> Tensor:
 def nan_tensor(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate a tensor full of NaN."""
     return torch.full(shape, float("nan"), dtype=dtype, device=device)
+
+
+def sliced_buffers(
+    outputs: Outputs, results: Mapping[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device, far: int = 0
+) -> dict[str, OutputBuffer]:
+    """Allocate the results that the caller passes, of any shapes; those of "strided" and "odd" are slices of longer rows.
+
+    far: the dimension in which results of the layouts "far_*" lie far. Floats are NaN.
+    """
+    if outputs == "allocated":
+        return {}
+    before, after = {"strided": (8, 8), "odd": (1, 2)}.get(outputs, (0, 0))
+    buffers = {}
+    for name, (shape, dtype) in results.items():
+        if outputs.startswith("far"):
+            storage = far_tensor(shape, far, dtype, device)
+        else:
+            fill = nan if dtype.is_floating_point else 0
+            storage = torch.full((*shape[:-1], before + shape[-1] + after), fill, dtype=dtype, device=device)
+        buffers[name] = OutputBuffer(storage[..., before : before + shape[-1]], storage)
+    return buffers
 
 
 def outside_pages(pages: int, count: int) -> Tensor:

@@ -15,7 +15,7 @@ from ...spec.mla import ceil_div
 from ...spec.topk_indices import RESIDENT_ROWS, THREADS, TopkIndicesConfig, config_for
 from .base import TAGS, BaseCase, Tags
 from .far import far_tensor
-from .tensors import OutputBuffer, generator_for
+from .tensors import OutputBuffer, generator_for, sliced_buffers
 
 LogitValues = Literal[
     "random", "rising", "falling", "narrow", "crowded", "twins", "plateau", "equal", "few", "scarce", "sparse", "runs", "specials", "nan"
@@ -121,7 +121,8 @@ def make_topk_indices_tensors(case: TopkIndicesCase, device: str | torch.device 
         behind = behind.all(dim=0, keepdim=True)[:distinct]
     tempting = torch.where(torch.arange(case.columns) % 2 == 0, math.inf, math.nan).expand(distinct, -1)
     logits = torch.where(behind, tempting, logits)
-    return TopkIndicesTensors(_placed(case, logits.to(device)), lengths.int().to(device), _output_buffers(case, device))
+    buffers = sliced_buffers(case.outputs, {"out": ((case.rows, case.topk), torch.int32)}, device)
+    return TopkIndicesTensors(_placed(case, logits.to(device)), lengths.int().to(device), buffers)
 
 
 def numbers_of(case: TopkIndicesCase, rows: int) -> Tensor:
@@ -212,15 +213,3 @@ def _placed(case: TopkIndicesCase, logits: Tensor) -> Tensor:
         wide = torch.full((case.rows, case.columns + 1), math.nan, device=logits.device)
         return wide[:, 1:].copy_(logits)
     return logits.contiguous()
-
-
-def _output_buffers(case: TopkIndicesCase, device: torch.device) -> dict[str, OutputBuffer]:
-    """Allocate the result if the caller passes it; those of "strided" and "odd" are slices."""
-    if case.outputs == "allocated":
-        return {}
-    if case.outputs == "far_requests":
-        far = far_tensor((case.rows, case.topk), 0, torch.int32, device)
-        return {"out": OutputBuffer(far, far)}
-    before, after = {"given": (0, 0), "strided": (8, 8), "odd": (1, 2)}[case.outputs]
-    storage = torch.zeros((case.rows, case.topk + before + after), dtype=torch.int32, device=device)
-    return {"out": OutputBuffer(storage[:, before : before + case.topk], storage)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any
@@ -11,47 +12,45 @@ import torch
 from torch import Tensor
 
 from ...cache import dequantise_cache, gather_kv_cache
+from ...ops.paged_cache import cache_rows
+from ...ops.tensor_spec import spec_of
 from ...spec.cache_rows import FP8_576
 from ..cases.base import DTYPES
 from ..cases.cache_gather import UNUSED_PAGE, CacheGatherCase, CacheGatherTensors, make_cache_gather_tensors
 from ..suites.cache_gather import OP_SUITES
-from .operation import Operation, Result, output_argument
+from .operation import Operation, Result, operands_of, outputs_of
 from .requests import Call, Picks, relocated, widened
 
 
 def _arguments(case: CacheGatherCase, tensors: CacheGatherTensors, workspace: Tensor | None) -> dict[str, Any]:
     return {
-        "k_cache": tensors.k_cache,
-        "block_table": tensors.block_table,
-        "cu_seqlens": tensors.cu_seqlens,
+        **operands_of(tensors, "k_cache", "block_table", "cu_seqlens", "starts", "descale_k"),
+        **outputs_of(tensors, "out"),
         "rows": case.keys + case.rest,
-        "starts": tensors.starts,
-        "descale_k": tensors.descale_k,
         "dtype": DTYPES[case.dtype] if case.format.quantised else None,
-        "out": output_argument(tensors, "out"),
         "kv_format": case.kv_format,
     }
 
 
-def _reference(case: CacheGatherCase, tensors: CacheGatherTensors) -> Result:
+def _expected(arguments: Mapping[str, Any]) -> Result:
     """Gather key by key as far as there are rows; rows behind the last key stay NaN."""
-    cache, out = tensors.k_cache, torch.full((case.keys + case.rest, case.format.d_qk), math.nan)
-    if case.format is FP8_576:
-        keys = cache.float() * (1.0 if tensors.descale_k is None else tensors.descale_k)
-    elif not case.format.quantised:
-        keys = cache.float()
+    cache, dtype = arguments["k_cache"], arguments["dtype"]
+    layout = cache_rows("k_cache", spec_of("k_cache", cache), arguments["kv_format"]).format
+    if layout is FP8_576:
+        keys = cache.float() * (1.0 if arguments["descale_k"] is None else arguments["descale_k"])
     else:
-        keys = dequantise_cache(cache, case.cache)
-    table, row = tensors.block_table.tolist(), 0
-    for request, (first, length) in enumerate(zip(case.firsts, case.lengths, strict=True)):
-        for position in range(first, first + length):
-            column = position // case.page_size
-            page = table[request][column] if column < len(table[request]) else -1
-            if row == len(out):
-                break
-            out[row] = keys[page, position % case.page_size, 0] if 0 <= page < case.pages else 0.0
-            row += 1
-    return (out.to(cache.device, DTYPES[case.dtype]),)
+        keys = dequantise_cache(cache, layout.name) if layout.quantised else cache.float()
+    if dtype is None and layout.quantised:
+        dtype = torch.bfloat16 if arguments["out"] is None else arguments["out"].dtype
+    out = torch.full((int(arguments["rows"]), layout.d_qk), math.nan)
+    table, ends = arguments["block_table"].tolist(), arguments["cu_seqlens"].tolist()
+    firsts = [0] * len(table) if arguments["starts"] is None else arguments["starts"].tolist()
+    for pages, first, row, end in zip(table, firsts, ends, ends[1:], strict=False):
+        for place in range(row, min(end, len(out))):
+            column, slot = divmod(first + place - row, cache.shape[1])
+            page = pages[column] if first >= 0 and column < len(pages) else -1
+            out[place] = keys[page, slot, 0] if 0 <= page < len(cache) else 0.0
+    return (out.to(cache.device, dtype or cache.dtype),)
 
 
 def _taken(case: CacheGatherCase, tensors: CacheGatherTensors, picks: Picks, moved: bool) -> Call:
@@ -78,7 +77,7 @@ CACHE_GATHER = Operation(
     make_cache_gather_tensors,
     gather_kv_cache,
     _arguments,
-    _reference,
+    _expected,
     taken=_taken,
     of=_of,
     requests=lambda case: len(case.lengths),

@@ -10,9 +10,7 @@ import torch
 from torch import Tensor
 
 from ...cache import insert_kv_cache
-from ...ops.cache_codec import scaled
 from ...ops.cache_insert import Operands, new_keys
-from ...ops.cache_torch import write_rows
 from ...ops.norm_rope import angles_at, rotated
 from ...ops.paged_cache import cache_rows
 from ...ops.tensor_spec import spec_of
@@ -21,16 +19,15 @@ from ..cases.cache_insert import CacheInsertCase, CacheInsertTensors, make_cache
 from ..cases.paged_cache import allocate_cache, cache_bytes, copy_cache, key_bytes
 from ..compare import EQUAL, Tolerance
 from ..suites.cache_insert import OP_SUITES
-from .cache_write import moved_slots
-from .operation import Operation, Result
+from .cache_write import moved_slots, write_keys
+from .operation import Operation, Result, operands_of
 from .requests import Call, Picks, narrowed
 
 
 def _arguments(case: CacheInsertCase, tensors: CacheInsertTensors, workspace: Tensor | None) -> dict[str, Any]:
     device = tensors.kv_c.device
-    names = ("kv_c", "k_pe", "slot_mapping", "norm_weight", "cos_sin", "positions", "descale_k")
     return {
-        **{name: getattr(tensors, name) for name in names},
+        **operands_of(tensors, "kv_c", "k_pe", "slot_mapping", "norm_weight", "cos_sin", "positions", "descale_k"),
         "q_pe": None if tensors.q_pe is None else place_queries(case, tensors.q_pe, device),
         "k_cache": copy_cache(case, tensors.k_cache),
         "keys": place_keys(case, device),
@@ -42,28 +39,21 @@ def _arguments(case: CacheInsertCase, tensors: CacheInsertTensors, workspace: Te
 
 def _results_of(case: CacheInsertCase, arguments: Mapping[str, Any], returned: Any) -> Result:
     """Return the bytes of the cache, of the queries and of the keys that the call has written."""
-    return _result(case, arguments["k_cache"], arguments["q_pe"], arguments["keys"])
+    written = (tensor for name in ("q_pe", "keys") if (tensor := arguments[name]) is not None)
+    return cache_bytes(case, arguments["k_cache"]), *(tensor.contiguous().view(torch.int16) for tensor in written)
 
 
-def _result(case: CacheInsertCase, k_cache: Tensor, q_pe: Tensor | None, keys: Tensor | None) -> Result:
-    """Return the bytes that a call writes."""
-    written = (tensor.contiguous().view(torch.int16) for tensor in (q_pe, keys) if tensor is not None)
-    return cache_bytes(case, k_cache), *written
-
-
-def _reference(case: CacheInsertCase, tensors: CacheInsertTensors) -> Result:
-    cache, keys = copy_cache(case, tensors.k_cache), None
-    operands = Operands(tensors.norm_weight, tensors.cos_sin, tensors.positions)
-    made = new_keys(case.format, tensors.kv_c, tensors.k_pe, operands, case.eps)
-    if case.tokens:
-        rows = cache_rows("k_cache", spec_of("k_cache", cache), case.kv_format)
-        write_rows(rows, cache, scaled(rows.format, made, tensors.descale_k), tensors.slot_mapping, case.power_of_two)
-    if case.kept != "none":
-        keys = made
-    q_pe = tensors.q_pe
-    if q_pe is not None and tensors.cos_sin is not None:
-        q_pe = rotated(q_pe, angles_at(tensors.cos_sin, tensors.positions, case.tokens))
-    return _result(case, cache, q_pe, keys)
+def _insert(arguments: Mapping[str, Any]) -> Result:
+    operands = Operands(*(arguments[name] for name in ("norm_weight", "cos_sin", "positions")))
+    cache = cache_rows("k_cache", spec_of("k_cache", arguments["k_cache"]), arguments["kv_format"]).format
+    made = new_keys(cache, arguments["kv_c"], arguments["k_pe"], operands, float(arguments["eps"]))
+    write_keys(arguments, made)
+    keys, q_pe = arguments["keys"], arguments["q_pe"]
+    if keys is not None:
+        keys.copy_(made)
+    if q_pe is not None and operands.cos_sin is not None:
+        q_pe.copy_(rotated(q_pe, angles_at(operands.cos_sin, operands.positions, len(q_pe))))
+    return ()
 
 
 def _bounds(case: CacheInsertCase) -> Mapping[str, Tolerance]:
@@ -91,7 +81,7 @@ CACHE_INSERT = Operation(
     make_cache_insert_tensors,
     insert_kv_cache,
     _arguments,
-    _reference,
+    _insert,
     results_of=_results_of,
     bounds=_bounds,
     taken=_taken,

@@ -17,17 +17,14 @@ from ...spec.cache_rows import FP8_576
 from ..cases.cache_write import CacheWriteCase, CacheWriteTensors, make_cache_write_tensors
 from ..cases.paged_cache import allocate_cache, cache_bytes, copy_cache, key_bytes
 from ..suites.cache_write import OP_SUITES
-from .operation import Operation, Result
+from .operation import Operation, Result, operands_of
 from .requests import Call, Picks, elsewhere
 
 
 def _arguments(case: CacheWriteCase, tensors: CacheWriteTensors, workspace: Tensor | None) -> dict[str, Any]:
     return {
-        "kv_c": tensors.kv_c,
-        "k_pe": tensors.k_pe,
+        **operands_of(tensors, "kv_c", "k_pe", "slot_mapping", "descale_k"),
         "k_cache": copy_cache(case, tensors.k_cache),
-        "slot_mapping": tensors.slot_mapping,
-        "descale_k": tensors.descale_k,
         "power_of_two": case.power_of_two,
         "kv_format": case.kv_format,
     }
@@ -38,14 +35,20 @@ def _results_of(case: CacheWriteCase, arguments: Mapping[str, Any], returned: An
     return (cache_bytes(case, arguments["k_cache"]),)
 
 
-def _reference(case: CacheWriteCase, tensors: CacheWriteTensors) -> Result:
-    cache = copy_cache(case, tensors.k_cache)
-    keys = tensors.kv_c if tensors.k_pe is None else torch.cat((tensors.kv_c, tensors.k_pe), dim=1)
-    if case.format is FP8_576 and tensors.descale_k is not None:
-        keys = keys.float() / tensors.descale_k
-    if case.tokens:
-        write_rows(cache_rows("k_cache", spec_of("k_cache", cache), case.kv_format), cache, keys, tensors.slot_mapping, case.power_of_two)
-    return (cache_bytes(case, cache),)
+def _write(arguments: Mapping[str, Any]) -> Result:
+    kv_c, k_pe = arguments["kv_c"], arguments["k_pe"]
+    write_keys(arguments, kv_c if k_pe is None else torch.cat((kv_c, k_pe), dim=1))
+    return ()
+
+
+def write_keys(arguments: Mapping[str, Any], keys: Tensor) -> None:
+    """Write keys [tokens, d_qk] to the cache that is among the arguments, in plain torch."""
+    cache = arguments["k_cache"]
+    rows = cache_rows("k_cache", spec_of("k_cache", cache), arguments["kv_format"])
+    if rows.format is FP8_576 and arguments["descale_k"] is not None:
+        keys = keys.float() / arguments["descale_k"]
+    if len(keys):
+        write_rows(rows, cache, keys, arguments["slot_mapping"], bool(arguments["power_of_two"]))
 
 
 def _taken(case: CacheWriteCase, tensors: CacheWriteTensors, picks: Picks, moved: bool) -> Call:
@@ -76,7 +79,7 @@ CACHE_WRITE = Operation(
     make_cache_write_tensors,
     write_kv_cache,
     _arguments,
-    _reference,
+    _write,
     results_of=_results_of,
     taken=_taken,
     of=_of,

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -28,7 +29,7 @@ from ...spec.split_plan import (
 from ..cases.base import DecodeCase
 from ..cases.dense_decode import DenseDecodeTensors
 from ..cases.sparse_decode import SparseDecodeTensors
-from .operation import Plan, Result, empty_lse, output_argument
+from .operation import Plan, Result, empty_lse, operands_of, outputs_of
 
 _FAR_BELOW, _FAR_ABOVE = -(1 << 20), 1 << 30
 # Columns of a part and numbers that no plan has there: before and behind all requests, tiles and rows of the accumulator. In a plan of six
@@ -46,38 +47,52 @@ _WRONG_UNITS = (
 )
 
 
-def decode_arguments(
-    case: DecodeCase, tensors: DenseDecodeTensors | SparseDecodeTensors, workspace: Tensor | None, make_plan: Callable[[], Plan]
-) -> dict[str, Any]:
-    """Return the arguments that both decode ops take. make_plan: makes a plan of tensors, called if the case asks for one."""
-    metadata, num_splits = get_mla_metadata() if case.metadata == "object" else _plan_tensors(case, make_plan())
+def decode_operands(case: DecodeCase, tensors: DenseDecodeTensors | SparseDecodeTensors) -> dict[str, Any]:
+    """Return the arguments of both decode ops that decide on the results."""
     return {
-        "q": tensors.q,
-        "k_cache": tensors.k_cache,
+        **operands_of(tensors, "q", "k_cache", "cu_seqlens_q"),
         "head_dim_v": case.d_v,
-        "tile_scheduler_metadata": metadata,
-        "num_splits": num_splits,
         "softmax_scale": case.softmax_scale,
-        "out": output_argument(tensors, "out"),
-        "lse": output_argument(tensors, "lse"),
-        "workspace": workspace,
-        "batch_invariant": case.batch_invariant,
         "empty_lse": empty_lse(case),
-        "cu_seqlens_q": tensors.cu_seqlens_q,
         "max_seqlen_q": case.max_seqlen_q,
     }
 
 
-def packed(case: DecodeCase, results: list[Result]) -> Result:
-    """Return out fp32 [total_q, h_q, d_v] and lse fp32 [total_q, h_q] of requests one by one, [1, n, h_q, d_v] and [1, h_q, n].
+def plan_arguments(
+    case: DecodeCase, tensors: DenseDecodeTensors | SparseDecodeTensors, workspace: Tensor | None, make_plan: Callable[[], Plan]
+) -> dict[str, Any]:
+    """Return the other arguments of both decode ops. make_plan: makes a plan of tensors, called if the case asks for one."""
+    metadata, num_splits = get_mla_metadata() if case.metadata == "object" else _plan_tensors(case, make_plan())
+    return {
+        "tile_scheduler_metadata": metadata,
+        "num_splits": num_splits,
+        **outputs_of(tensors, "out", "lse"),
+        "workspace": workspace,
+        "batch_invariant": case.batch_invariant,
+    }
+
+
+def token_ranges(arguments: Mapping[str, Any]) -> list[tuple[int, int]]:
+    """Return the first packed query token and the end of each request: clipped to q, and max_seqlen_q tokens at most.
+
+    In sparse decode every token up to the last offset has keys of its own, whatever request it belongs to.
+    """
+    total, most = len(arguments["q"]), int(arguments["max_seqlen_q"])
+    offsets = arguments["cu_seqlens_q"].clamp(0, total).tolist()
+    if arguments.get("indices") is not None:
+        return [(token, token + 1) for token in range(offsets[-1])]
+    return [(first, min(max(first, end), first + most)) for first, end in pairwise(offsets)]
+
+
+def packed(arguments: Mapping[str, Any], results: Sequence[tuple[slice, Result]]) -> Result:
+    """Return out fp32 [total_q, h_q, d_v] and lse fp32 [total_q, h_q] of results for packed tokens, [1, n, h_q, d_v] and [1, h_q, n].
 
     Rows of no request are NaN.
     """
-    assert case.total_q is not None
-    out = torch.full((case.total_q, case.h_q, case.d_v), math.nan)
-    lse = torch.full((case.total_q, case.h_q), math.nan)
-    for first, end, (own_out, own_lse) in zip(case.offsets, case.offsets[1:], results, strict=False):
-        out[first:end], lse[first:end] = own_out[0], own_lse[0].T
+    shape = arguments["q"].shape[:2]
+    out, lse = torch.full((*shape, int(arguments["head_dim_v"])), math.nan), torch.full(shape, math.nan)
+    for tokens, (own_out, own_lse) in results:
+        out[tokens], lse[tokens] = own_out[0], own_lse[0].T
     return out, lse
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 from torch import Tensor
@@ -18,8 +17,8 @@ from ..cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecod
 from ..cases.tensors import decode_outputs, token_offsets
 from ..compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, Tolerance
 from ..suites.dense_decode import OP_SUITES
-from .decode import decode_arguments, decode_results, packed
-from .operation import Operation, Plan, Result, empty_lse
+from .decode import decode_operands, decode_results, packed, plan_arguments, token_ranges
+from .operation import Operation, Plan, Result, operands_of, scale_argument
 from .requests import CUT, Call, Picks, at, relocated, rows_of, widened
 
 _ROWS = {"bf16": (6e-3, 4e-6), "fp16": (7e-4, 8e-8)}  # 3.0e-3, 2.8e-6; 3.2e-4, 3.9e-8
@@ -28,22 +27,21 @@ _ROWS = {"bf16": (6e-3, 4e-6), "fp16": (7e-4, 8e-8)}  # 3.0e-3, 2.8e-6; 3.2e-4, 
 _FP8_ROWS = (6e-2, 7e-4)
 
 
+def _operands(case: DenseDecodeCase, tensors: DenseDecodeTensors) -> dict[str, Any]:
+    return {
+        **decode_operands(case, tensors),
+        **operands_of(tensors, "block_table", "cache_seqlens", "descale_q", "descale_k", "attn_sink", "tree_mask"),
+        "causal": case.causal,
+        "window": case.window,
+        "window_sink": case.window_sink,
+    }
+
+
 def _arguments(case: DenseDecodeCase, tensors: DenseDecodeTensors, workspace: Tensor | None) -> dict[str, Any]:
     planned = tensors.cache_seqlens.roll(1) if case.metadata in ("stale", "longer") else tensors.cache_seqlens
     if case.metadata == "longer":
         planned[1] += LONGER_KEYS
-    return {
-        **decode_arguments(case, tensors, workspace, lambda: _plan(case, planned, tensors)),
-        "block_table": tensors.block_table,
-        "cache_seqlens": tensors.cache_seqlens,
-        "causal": case.causal,
-        "descale_q": tensors.descale_q,
-        "descale_k": tensors.descale_k,
-        "attn_sink": tensors.attn_sink,
-        "tree_mask": tensors.tree_mask,
-        "window": case.window,
-        "window_sink": case.window_sink,
-    }
+    return {**_operands(case, tensors), **plan_arguments(case, tensors, workspace, lambda: _plan(case, planned, tensors))}
 
 
 def _plan(case: DenseDecodeCase, lengths: Tensor, tensors: DenseDecodeTensors) -> Plan:
@@ -70,31 +68,30 @@ def _workspace_bytes(case: DenseDecodeCase, tensors: DenseDecodeTensors) -> int:
     )
 
 
-def _clipped_lengths(tensors: DenseDecodeTensors) -> Tensor:
-    """Return the lengths as the device takes them: at least 0, at most what the block table has room for."""
-    capacity = tensors.block_table.shape[1] * tensors.k_cache.shape[1]
-    return tensors.cache_seqlens.clamp(0, min(capacity, (1 << 31) - 1))
+def _expected(arguments: Mapping[str, Any]) -> Result:
+    """Attend with all query tokens, or request by request where they are packed."""
+    if arguments.get("cu_seqlens_q") is None:
+        return _attended(arguments)
+    results = []
+    for request, (first, end) in enumerate(token_ranges(arguments)):
+        if first < end:
+            own = {name: arguments[name][request : request + 1] for name in ("block_table", "cache_seqlens")}
+            rows = {name: rows[None, first:end] for name in ("q", "tree_mask") if (rows := arguments.get(name)) is not None}
+            results.append((slice(first, end), _attended({**arguments, **own, **rows})))
+    return packed(arguments, results)
 
 
-def _reference(case: DenseDecodeCase, tensors: DenseDecodeTensors) -> Result:
-    lengths = _clipped_lengths(tensors)
-
-    def decode(tokens: slice | None, requests: slice) -> Result:
-        """Attend with all query tokens, or with those of one request."""
-        q = tensors.q if tokens is None else tensors.q[None, tokens]
-        tree_mask = tensors.tree_mask
-        if tree_mask is not None and tokens is not None:
-            tree_mask = tree_mask[None, tokens]
-        seen = reference.SeenKeys(case.causal, tree_mask, (case.window, case.window_sink))
-        descales = (tensors.descale_q, tensors.descale_k)
-        keys = (tensors.k_cache, tensors.block_table[requests], lengths[requests])
-        out, lse = reference.dense_decode(q, *keys, case.scale, seen, empty_lse(case), descales)
-        return (out if tensors.attn_sink is None else reference.scale_by_sink(out, lse, tensors.attn_sink)), lse
-
-    if case.tokens is None:
-        return decode(None, slice(None))
-    ranges = enumerate(pairwise(case.offsets))
-    return packed(case, [decode(slice(first, end), slice(request, request + 1)) for request, (first, end) in ranges])
+def _attended(arguments: Mapping[str, Any]) -> Result:
+    """Attend with equally many query tokens of each request. Lengths are at least 0, at most what the block table has room for."""
+    cache, table = arguments["k_cache"], arguments["block_table"]
+    lengths = arguments["cache_seqlens"].clamp(0, min(table.shape[1] * cache.shape[1], (1 << 31) - 1) if len(cache) else 0)
+    window = (arguments.get("window"), arguments.get("window_sink", 0))
+    seen = reference.SeenKeys(bool(arguments["causal"]), arguments.get("tree_mask"), window)
+    descales = (arguments.get("descale_q"), arguments.get("descale_k"))
+    keys = (cache, table, lengths, scale_argument(arguments))
+    out, lse = reference.dense_decode(arguments["q"], *keys, seen, arguments["empty_lse"], descales)
+    sinks = arguments.get("attn_sink")
+    return (out if sinks is None else reference.scale_by_sink(out, lse, sinks)), lse
 
 
 def _bounds(case: DenseDecodeCase) -> Mapping[str, Tolerance]:
@@ -130,7 +127,8 @@ DENSE_DECODE = Operation(
     make_dense_decode_tensors,
     flash_mla_with_kvcache,
     _arguments,
-    _reference,
+    _expected,
+    operands=_operands,
     workspace_bytes=_workspace_bytes,
     bounds=_bounds,
     taken=_taken,

@@ -17,7 +17,7 @@ from ..cases.dense_prefill import DensePrefillCase, DensePrefillTensors, make_de
 from ..compare import DENSE_PREFILL_OUT, Tolerance
 from ..low_precision import error_limits
 from ..suites.dense_prefill import OP_SUITES
-from .operation import Operation, Result, Sample, empty_lse, output_argument
+from .operation import Operation, Result, Sample, empty_lse, operands_of, outputs_of, scale_argument
 from .requests import FRONT, Call, Picks, at, rows_of
 
 _ROWS = {"bf16": (7e-3, 4e-6), "fp16": (8e-4, 8e-8)}  # rows of 128 columns vary more: 3.5e-3, 2.5e-6; 4.0e-4, 3.7e-8
@@ -26,19 +26,23 @@ _PART_TOKENS = (0, 1, 127, 128)  # of a sequence that are compared in a large ca
 
 def _arguments(case: DensePrefillCase, tensors: DensePrefillTensors, workspace: Tensor | None) -> dict[str, Any]:
     return {
-        "q": tensors.q,
-        "k": tensors.k,
-        "v": tensors.v,
+        **sequence_arguments(case, tensors),
+        **outputs_of(tensors, "out", "lse"),
+        "empty_lse": empty_lse(case),
+        **({} if tensors.key_mask is None else {"key_mask": tensors.key_mask}),
+    }
+
+
+def sequence_arguments(case: DensePrefillCase, tensors: DensePrefillTensors) -> dict[str, Any]:
+    """Return the arguments that the forward pass and the backward pass share."""
+    return {
+        **operands_of(tensors, "q", "k", "v"),
         "cu_seqlens_qo": tensors.cu_seqlens_q,
         "cu_seqlens_kv": tensors.cu_seqlens_k,
         "max_seqlen_qo": case.max_seqlen_q,
         "max_seqlen_kv": case.max_seqlen_k,
         "softmax_scale": case.softmax_scale,
         "causal": case.causal,
-        "out": output_argument(tensors, "out"),
-        "lse": output_argument(tensors, "lse"),
-        "empty_lse": empty_lse(case),
-        **({} if tensors.key_mask is None else {"key_mask": tensors.key_mask}),
     }
 
 
@@ -46,17 +50,10 @@ def _workspace_bytes(case: DensePrefillCase, tensors: DensePrefillTensors) -> in
     return workspace_size(case.op, batch=len(case.lengths), s_q=case.max_seqlen_q, h_q=case.h_q, h_kv=case.h_kv, device=tensors.q.device)
 
 
-def _reference(case: DensePrefillCase, tensors: DensePrefillTensors) -> Result:
-    return reference.masked_prefill(
-        tensors.q,
-        tensors.k,
-        tensors.v,
-        (tensors.cu_seqlens_q, tensors.cu_seqlens_k),
-        tensors.key_mask,
-        case.softmax_scale,
-        case.causal,
-        empty_lse(case),
-    )
+def _expected(arguments: Mapping[str, Any]) -> Result:
+    q, k, v, *ends = (arguments[name] for name in ("q", "k", "v", "cu_seqlens_qo", "cu_seqlens_kv"))
+    operands = (arguments.get("key_mask"), scale_argument(arguments), bool(arguments["causal"]), arguments["empty_lse"])
+    return reference.masked_prefill(q, k, v, (ends[0], ends[1]), *operands)
 
 
 def _bounds(case: DensePrefillCase) -> Mapping[str, Tolerance]:
@@ -109,7 +106,7 @@ DENSE_PREFILL = Operation(
     make_dense_prefill_tensors,
     flash_attn_varlen_func,
     _arguments,
-    _reference,
+    _expected,
     workspace_bytes=_workspace_bytes,
     limits=error_limits,
     bounds=_bounds,

@@ -5,8 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ... import reference
@@ -20,8 +22,8 @@ from ..cases.dense_prefill_backward import (
 from ..compare import DENSE_PREFILL_GRADIENT, NO_BOUND, ErrorLimit, Tolerance
 from ..low_precision import gradient_limits
 from ..suites.dense_prefill_backward import OP_SUITES
-from .dense_prefill import taken_inputs
-from .operation import Operation, Result, Sample, output_argument
+from .dense_prefill import sequence_arguments, taken_inputs
+from .operation import Operation, Result, Sample, operands_of, outputs_of, scale_argument
 from .requests import Call, Picks, rows_of
 
 # (relative error of a row of dv, cosine difference of each gradient). FlashMLA's 7e-6, and with the 3
@@ -31,22 +33,8 @@ _CANCELLING_KEYS = 4  # a sole key has P = 1 and dP = delta: the true dq and dk 
 
 
 def _arguments(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors, workspace: Tensor | None) -> dict[str, Any]:
-    return {
-        "dout": tensors.dout,
-        "q": tensors.q,
-        "k": tensors.k,
-        "v": tensors.v,
-        "out": tensors.out,
-        "lse": tensors.lse,
-        "cu_seqlens_qo": tensors.cu_seqlens_q,
-        "cu_seqlens_kv": tensors.cu_seqlens_k,
-        "max_seqlen_qo": case.max_seqlen_q,
-        "max_seqlen_kv": case.max_seqlen_k,
-        "softmax_scale": case.softmax_scale,
-        "causal": case.causal,
-        **{name: output_argument(tensors, name) for name in ("dq", "dk", "dv")},
-        "workspace": workspace,
-    }
+    saved, gradients = operands_of(tensors, "dout", "out", "lse"), outputs_of(tensors, "dq", "dk", "dv")
+    return {**sequence_arguments(case, tensors), **saved, **gradients, "workspace": workspace}
 
 
 def _workspace_bytes(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors) -> int:
@@ -61,14 +49,23 @@ def _workspace_bytes(case: DensePrefillBackwardCase, tensors: DensePrefillBackwa
     )
 
 
-def _reference(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors) -> Result:
-    known = without_left_out(case, tensors)
-    ends = (known.cu_seqlens_q, known.cu_seqlens_k)
-    operands = (known.dout, known.q, known.k, known.v, known.lse)
-    dq, dk, dv = reference.dense_prefill_backward(*operands, ends, case.softmax_scale, case.causal)
-    if case.outputs != "allocated":  # not written
-        dq[case.left_out.to(dq.device)] = math.nan
-    return dq, dk, dv
+def _expected(arguments: Mapping[str, Any]) -> Result:
+    """Return gradients; rows of no sequence, and those of dq that are left out, are 0 where the call allocates, and else NaN."""
+    dout, q, k, v, lse = (arguments[name] for name in ("dout", "q", "k", "v", "lse"))
+    ends = (arguments["cu_seqlens_qo"], arguments["cu_seqlens_kv"])
+    left_out = torch.zeros(len(q), 1, dtype=torch.bool, device=q.device)
+    for first, end in pairwise(ends[0].clamp(0, len(q)).tolist()):
+        left_out[first + int(arguments["max_seqlen_qo"]) : end] = True
+    dout, q = (tensor.masked_fill(left_out[..., None], 0.0) for tensor in (dout, q))
+    operands = (dout, q, k, v, lse.masked_fill(left_out, math.inf), ends)
+    gradients = reference.dense_prefill_backward(*operands, scale_argument(arguments), bool(arguments["causal"]))
+    for name, gradient, starts in zip(("dq", "dk", "dv"), gradients, (ends[0], *ends[1:] * 2), strict=True):
+        if arguments.get(name) is None:
+            first, end = starts[[0, -1]].clamp(0, len(gradient)).tolist()
+            gradient[:first] = gradient[end:] = 0.0
+        elif name == "dq":
+            gradient[left_out[:, 0]] = math.nan
+    return gradients
 
 
 def _limits(case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors, expected: Result) -> dict[str, ErrorLimit]:
@@ -125,7 +122,7 @@ DENSE_PREFILL_BACKWARD = Operation(
     make_dense_prefill_backward_tensors,
     flash_attn_varlen_backward,
     _arguments,
-    _reference,
+    _expected,
     workspace_bytes=_workspace_bytes,
     limits=_limits,
     bounds=_bounds,

@@ -23,23 +23,20 @@ from ..cases.index_write import (
 )
 from ..compare import EQUAL, Tolerance
 from ..suites.index_write import OP_SUITES
-from .operation import Operation, Result, output_argument
+from .operation import Operation, Result, operands_of, outputs_of
 from .requests import Call, Picks, elsewhere, narrowed, own_rows
 
 _EPS = 1e-6
 
 
 def _arguments(case: IndexWriteCase, tensors: IndexWriteTensors, workspace: Tensor | None) -> dict[str, Any]:
-    shared = {"cos_sin": tensors.cos_sin, "positions": tensors.positions, "rope": case.rope, "hadamard": case.hadamard}
+    shared = {**operands_of(tensors, "cos_sin", "positions"), "rope": case.rope, "hadamard": case.hadamard}
     if case.rows == "queries":
-        results = {name: output_argument(tensors, name) for name in ("out", "out_weights")}
-        return {"q": tensors.rows, "weights": tensors.weights, **shared, **results}
+        return {"q": tensors.rows, "weights": tensors.weights, **shared, **outputs_of(tensors, "out", "out_weights")}
     return {
         "k": tensors.rows,
         "index_cache": _copied(case, tensors),
-        "slot_mapping": tensors.slot_mapping,
-        "norm_weight": tensors.norm_weight,
-        "norm_bias": tensors.norm_bias,
+        **operands_of(tensors, "slot_mapping", "norm_weight", "norm_bias"),
         **shared,
         "scale_format": case.scale_format,
         "eps": _EPS,
@@ -61,16 +58,16 @@ def _results_of(case: IndexWriteCase, arguments: Mapping[str, Any], returned: An
     return tuple(returned) if case.rows == "queries" else (index_cache_bytes(case, arguments["index_cache"]),)
 
 
-def _reference(case: IndexWriteCase, tensors: IndexWriteTensors) -> Result:
-    rows, angles = tensors.rows, angles_at(tensors.cos_sin, tensors.positions, case.tokens)
-    if case.rows == "queries":
-        rounded = prepared(rows, angles, case.rope, case.hadamard)
-        return rounded.codes.view(torch.float8_e4m3fn), tensors.weights.float() * factor_of(case.heads) * rounded.scales
-    cache = _copied(case, tensors)
-    if case.tokens:
-        rounded = prepared(layer_norm(rows, tensors.norm_weight, tensors.norm_bias, _EPS), angles, case.rope, case.hadamard)
-        write_index_rows(rounded, cache, tensors.slot_mapping, case.scale_format == "ue8m0")
-    return (index_cache_bytes(case, cache),)
+def _expected(arguments: Mapping[str, Any]) -> Result:
+    rows = arguments["q" if "q" in arguments else "k"]
+    form = (angles_at(arguments["cos_sin"], arguments["positions"], len(rows)), arguments["rope"], bool(arguments["hadamard"]))
+    if "q" in arguments:
+        rounded = prepared(rows, *form)
+        return rounded.codes.view(torch.float8_e4m3fn), arguments["weights"].float() * factor_of(rows.shape[1]) * rounded.scales
+    if len(rows):
+        rounded = prepared(layer_norm(rows, arguments["norm_weight"], arguments["norm_bias"], float(arguments["eps"])), *form)
+        write_index_rows(rounded, arguments["index_cache"], arguments["slot_mapping"], arguments["scale_format"] == "ue8m0")
+    return ()
 
 
 def _bounds(case: IndexWriteCase) -> Mapping[str, Tolerance]:
@@ -107,7 +104,7 @@ INDEX_WRITE = Operation(
     make_index_write_tensors,
     _call,
     _arguments,
-    _reference,
+    _expected,
     results_of=_results_of,
     bounds=_bounds,
     taken=_taken,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor
@@ -13,28 +13,23 @@ from ...indexer import indexer_topk, indexer_topk_prefill
 from ..cases.indexer_topk import IndexerTopkCase, make_indexer_topk_tensors
 from ..cases.mqa_logits import MqaLogitsTensors
 from ..suites.indexer_topk import OP_SUITES
-from .mqa_logits import logit_rows, taken_operands
-from .operation import Operation, Result, output_argument
-from .requests import Call, Picks
-
-
-def _operands(case: IndexerTopkCase, tensors: MqaLogitsTensors) -> dict[str, Any]:
-    shared = {"q": tensors.q, "weights": tensors.weights, "topk": case.topk}
-    if case.page_size is None:
-        return {**shared, "kv": (tensors.keys, tensors.scales), "ks": tensors.ks, "ke": tensors.ke, "max_seqlen_k": case.columns}
-    return {**shared, "index_cache": tensors.keys, "context_lens": tensors.ke, "block_table": tensors.block_table, "slots": case.slots}
+from .mqa_logits import count_requests, logit_rows, page_keys, row_keys, taken_requests
+from .operation import Operation, Result, operands_of, outputs_of
 
 
 def _arguments(case: IndexerTopkCase, tensors: MqaLogitsTensors, workspace: Tensor | None) -> dict[str, Any]:
-    return {**_operands(case, tensors), "workspace": workspace, "out": output_argument(tensors, "out")}
+    shared = {**operands_of(tensors, "q", "weights"), "topk": case.topk, "workspace": workspace, **outputs_of(tensors, "out")}
+    if case.page_size is None:
+        return {**shared, **row_keys(tensors), "max_seqlen_k": case.columns}
+    return {**shared, "index_cache": tensors.keys, **page_keys(tensors), "slots": case.slots}
 
 
 def _call(**arguments: Any) -> Tensor:
     return indexer_topk(**arguments) if "index_cache" in arguments else indexer_topk_prefill(**arguments)
 
 
-def _reference(case: IndexerTopkCase, tensors: MqaLogitsTensors) -> Result:
-    given = _operands(case, tensors)
+def _expected(arguments: Mapping[str, Any]) -> Result:
+    given = {name: value for name, value in arguments.items() if name not in ("workspace", "out")}
     return (reference.indexer_topk(**given) if "index_cache" in given else reference.indexer_topk_prefill(**given),)
 
 
@@ -50,20 +45,15 @@ def _workspace_bytes(case: IndexerTopkCase, tensors: MqaLogitsTensors) -> int:
     )
 
 
-def _taken(case: IndexerTopkCase, tensors: MqaLogitsTensors, picks: Picks, moved: bool) -> Call:
-    count: dict[str, Any] = {"tokens" if case.page_size is None else "requests": len(picks)}
-    return replace(case, **count), taken_operands(tensors, picks, moved)
-
-
 INDEXER_TOPK = Operation(
     IndexerTopkCase,
     OP_SUITES,
     make_indexer_topk_tensors,
     _call,
     _arguments,
-    _reference,
+    _expected,
     workspace_bytes=_workspace_bytes,
-    taken=_taken,
+    taken=taken_requests,
     of=logit_rows,
-    requests=lambda case: case.tokens if case.page_size is None else case.requests,
+    requests=count_requests,
 )

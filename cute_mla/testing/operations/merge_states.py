@@ -14,7 +14,7 @@ from ...api import merge_states
 from ..cases.merge_states import MergeStatesCase, MergeStatesTensors, make_merge_states_tensors
 from ..compare import MERGED_BF16, MERGED_FP16, MERGED_LSE, Tolerance
 from ..suites.merge_states import OP_SUITES
-from .operation import Operation, Result, empty_lse, output_argument
+from .operation import Operation, Result, empty_lse, outputs_of
 from .requests import Call, Picks, own_rows
 
 
@@ -25,8 +25,7 @@ def _arguments(case: MergeStatesCase, tensors: MergeStatesTensors, workspace: Te
     return {
         "outs": outs if case.form == "stacked" else list(outs),
         "lses": lses if case.form == "stacked" else list(lses),
-        "out": outs[1] if case.in_place else output_argument(tensors, "out"),
-        "lse": lses[1] if case.in_place else output_argument(tensors, "lse"),
+        **({"out": outs[1], "lse": lses[1]} if case.in_place else outputs_of(tensors, "out", "lse")),
         "empty_lse": empty_lse(case),
     }
 
@@ -37,8 +36,9 @@ def _results_of(case: MergeStatesCase, arguments: Mapping[str, Any], returned: A
     return (out.clone(), lse.clone()) if case.in_place else (out, lse)
 
 
-def _reference(case: MergeStatesCase, tensors: MergeStatesTensors) -> Result:
-    return reference.merge_states(tensors.outs, tensors.lses, empty_lse(case))
+def _expected(arguments: Mapping[str, Any]) -> Result:
+    outs, lses = (torch.stack([*states]) if len(states) else states for states in (arguments["outs"], arguments["lses"]))
+    return reference.merge_states(outs, lses, arguments["empty_lse"])
 
 
 def _bounds(case: MergeStatesCase) -> Mapping[str, Tolerance]:
@@ -61,7 +61,7 @@ MERGE_STATES = Operation(
     make_merge_states_tensors,
     merge_states,
     _arguments,
-    _reference,
+    _expected,
     results_of=_results_of,
     bounds=_bounds,
     taken=_taken,

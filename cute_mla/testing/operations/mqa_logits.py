@@ -15,7 +15,7 @@ from ...indexer import fp8_mqa_logits, fp8_paged_mqa_logits
 from ..cases.mqa_logits import MqaLogitsCase, MqaLogitsTensors, make_mqa_logits_tensors
 from ..compare import EQUAL, NO_BOUND, ErrorLimit, Tolerance
 from ..suites.mqa_logits import OP_SUITES
-from .operation import Operation, Result, output_argument
+from .operation import Operation, Result, operands_of, outputs_of
 from .requests import Call, Picks, at, relocated
 
 _LOGITS_COS_DIFF = 5e-6  # DeepGEMM's; fp8 products summed with 13 bits have about 1e-7
@@ -28,17 +28,20 @@ _DEVIATIONS = 8  # of the error of a sum of so many errors
 
 
 def _arguments(case: MqaLogitsCase, tensors: MqaLogitsTensors, workspace: Tensor | None) -> dict[str, Any]:
-    shared = {"q": tensors.q, "weights": tensors.weights, "clean_logits": case.clean, "out": output_argument(tensors, "out")}
+    shared = {**operands_of(tensors, "q", "weights"), "clean_logits": case.clean, **outputs_of(tensors, "out")}
     if case.page_size is None:
-        return {**shared, "kv": (tensors.keys, tensors.scales), "ks": tensors.ks, "ke": tensors.ke, "max_seqlen_k": case.columns or 0}
-    return {
-        **shared,
-        "cache": tensors.keys,
-        "context_lens": tensors.ke,
-        "block_table": tensors.block_table,
-        "metadata": None,
-        "max_context_len": case.shape[1],
-    }
+        return {**shared, **row_keys(tensors), "max_seqlen_k": case.columns or 0}
+    return {**shared, "cache": tensors.keys, **page_keys(tensors), "metadata": None, "max_context_len": case.shape[1]}
+
+
+def row_keys(tensors: MqaLogitsTensors) -> dict[str, Any]:
+    """Return the arguments for keys in a row."""
+    return {"kv": (tensors.keys, tensors.scales), **operands_of(tensors, "ks", "ke")}
+
+
+def page_keys(tensors: MqaLogitsTensors) -> dict[str, Any]:
+    """Return the arguments for keys in an index cache, but for the cache."""
+    return {"context_lens": tensors.ke, "block_table": tensors.block_table}
 
 
 def _call(**arguments: Any) -> Tensor:
@@ -49,10 +52,6 @@ def expected_logits(**arguments: Any) -> Tensor:
     """Compute the logits of a call with these arguments; those that it does not write are NaN."""
     given = {name: value for name, value in arguments.items() if name not in ("metadata", "out")}
     return reference.fp8_paged_mqa_logits(**given) if "cache" in given else reference.fp8_mqa_logits(**given)
-
-
-def _reference(case: MqaLogitsCase, tensors: MqaLogitsTensors) -> Result:
-    return (expected_logits(**_arguments(case, tensors, None)),)
 
 
 def _results_of(case: MqaLogitsCase, arguments: Mapping[str, Any], returned: Tensor) -> Result:
@@ -89,13 +88,13 @@ def _bounds(case: MqaLogitsCase) -> Mapping[str, Tolerance]:
     return {"out": replace(NO_BOUND, cos_tol=_LOGITS_COS_DIFF) if case.values == "normal" else EQUAL}
 
 
-def _taken(case: MqaLogitsCase, tensors: MqaLogitsTensors, picks: Picks, moved: bool) -> Call:
-    count: dict[str, Any] = {"tokens" if case.page_size is None else "requests": len(picks)}
-    return replace(case, **count), taken_operands(tensors, picks, moved)
-
-
-def taken_operands(tensors: MqaLogitsTensors, picks: Picks, moved: bool) -> MqaLogitsTensors:
+def taken_requests(case: Any, tensors: MqaLogitsTensors, picks: Picks, moved: bool) -> Call:
     """Take requests of a call, or tokens without pages. moved: keys further apart, or pages elsewhere."""
+    count: dict[str, Any] = {"tokens" if case.page_size is None else "requests": len(picks)}
+    return replace(case, **count), _taken_operands(tensors, picks, moved)
+
+
+def _taken_operands(tensors: MqaLogitsTensors, picks: Picks, moved: bool) -> MqaLogitsTensors:
     picked = list(picks)
     if tensors.block_table is None:
         assert tensors.ks is not None
@@ -128,17 +127,22 @@ def logit_rows(case: Any, tensors: MqaLogitsTensors, results: Result, place: int
     return tuple(result[place * each : (place + 1) * each] for result in results)
 
 
+def count_requests(case: Any) -> int:
+    """Return how many requests a call has, or tokens without pages."""
+    return int(case.tokens if case.page_size is None else case.requests)
+
+
 MQA_LOGITS = Operation(
     MqaLogitsCase,
     OP_SUITES,
     make_mqa_logits_tensors,
     _call,
     _arguments,
-    _reference,
+    lambda arguments: (expected_logits(**arguments),),
     results_of=_results_of,
     limits=_limits,
     bounds=_bounds,
-    taken=_taken,
+    taken=taken_requests,
     of=logit_rows,
-    requests=lambda case: case.tokens if case.page_size is None else case.requests,
+    requests=count_requests,
 )

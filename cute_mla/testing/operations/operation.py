@@ -44,7 +44,9 @@ class Operation:
     make_tensors(case, device): makes the operands. function: the public function.
     arguments(case, tensors, workspace or None): all arguments of that function by name. Makes a plan of tensors on the device, if the
         case asks for one.
-    reference(case, tensors): computes the results in fp64 and returns them in fp32.
+    expected(arguments): computes the results of a call with these arguments by name, in fp64, and returns them in fp32; of an op that
+        writes in place, it writes to these arguments in plain torch.
+    operands(case, tensors): those arguments that decide on the results; by default all that can be had without a plan and a workspace.
     bounds(case): by name, in the order of call and reference, the tolerance of each result; equal bits by default.
     workspace_bytes(case, tensors): exactly what the call needs. results_of(case, arguments, returned): the results after the function
         has returned.
@@ -64,7 +66,7 @@ class Operation:
     make_tensors: Callable[[Any, str | torch.device], Any]
     function: Callable[..., Any]
     arguments: Callable[[Any, Any, Tensor | None], dict[str, Any]]
-    reference: Callable[[Any, Any], Result]
+    expected: Callable[[Mapping[str, Any]], Result]
     bounds: Callable[[Any], Mapping[str, Tolerance]] = _equal
     workspace_bytes: Callable[[Any, Any], int] = _no_workspace
     results_of: Callable[[Any, Mapping[str, Any], Any], Result] = _as_tuple
@@ -74,12 +76,19 @@ class Operation:
     requests: Callable[[Any], int] = field(kw_only=True)
     part: Callable[[Any, Any, int], Sample] | None = None
     plan: Callable[[Any, Any], Plan] | None = None
+    operands: Callable[[Any, Any], dict[str, Any]] | None = None
     in_place: tuple[str, ...] = ()
 
     def call(self, case: Any, tensors: Any, workspace: Tensor | None) -> Result:
         """Call the public function with the operands of the case; return its results."""
         arguments = self.arguments(case, tensors, workspace)
         return self.results_of(case, arguments, self.function(**arguments))
+
+    def reference(self, case: Any, tensors: Any) -> Result:
+        """Compute the results of the call of a case."""
+        arguments = self.arguments(case, tensors, None) if self.operands is None else self.operands(case, tensors)
+        results = self.expected(arguments)
+        return self.results_of(case, arguments, results) if self.in_place else results
 
     def sample(self, case: Any, tensors: Any, request: int) -> Sample:
         """Compute a request of a call by the reference. Return its results, and what takes the same part of the results of the call."""
@@ -94,7 +103,18 @@ def empty_lse(case: BaseCase) -> float:
     return math.inf if case.empty_lse is None else case.empty_lse
 
 
-def output_argument(tensors: Operands, name: str) -> Tensor | None:
-    """Return the tensor that the caller passes for a result, or None."""
-    buffer = tensors.output_buffers.get(name)
-    return None if buffer is None else buffer.tensor
+def operands_of(tensors: Operands, *names: str) -> dict[str, Any]:
+    """Return operands that arguments are named like."""
+    return {name: getattr(tensors, name) for name in names}
+
+
+def outputs_of(tensors: Operands, *names: str) -> dict[str, Any]:
+    """Return the tensor that the caller passes for each result, or None."""
+    buffers = tensors.output_buffers
+    return {name: buffers[name].tensor if name in buffers else None for name in names}
+
+
+def scale_argument(arguments: Mapping[str, Any]) -> float:
+    """Return the scale of the softmax that a call asks for, by default d_qk ** -0.5."""
+    scale = arguments["softmax_scale"]
+    return float(arguments["q"].shape[-1] ** -0.5 if scale is None else scale)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -13,36 +12,42 @@ from torch import Tensor
 from ... import reference
 from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ...cache import dequantise_cache
+from ...ops.paged_cache import columns_of
 from ...reference import IndexedCache
-from ...spec.cache_format import CacheFormat
+from ...spec.cache_format import FORMATS
 from ..bounds import attention_bounds
-from ..cases.base import DTYPES
 from ..cases.paged_cache import named_format
 from ..cases.sparse_decode import SparseDecodeCase, SparseDecodeTensors, make_sparse_decode_tensors
 from ..cases.tensors import decode_outputs, token_offsets
 from ..compare import SPARSE_DECODE_OUT, Tolerance
 from ..suites.sparse_decode import OP_SUITES
-from .decode import decode_arguments, packed
-from .operation import Operation, Plan, Result, empty_lse
+from .decode import decode_operands, packed, plan_arguments, token_ranges
+from .operation import Operation, Plan, Result, operands_of, scale_argument
 from .requests import CUT, Call, Picks, at, own_rows, relocated, widened
 
 _ROWS = {"bf16": (6e-3, 5e-6), "fp16": (7e-4, 8e-8)}  # 3.3e-3, 3.2e-6; 3.2e-4, 3.9e-8
 
 
+_BY_COLUMNS = {columns_of(layout): layout.name for layout in FORMATS.values()}  # where these tell a format
+
+
+def _operands(case: SparseDecodeCase, tensors: SparseDecodeTensors) -> dict[str, Any]:
+    return {
+        **decode_operands(case, tensors),
+        **operands_of(tensors, "indices", "attn_sink", "extra_k_cache", "topk_length", "extra_topk_length"),
+        "extra_indices_in_kvcache": tensors.extra_indices,
+        "kv_format": named_format(case.format),
+        "extra_kv_format": None if case.extra is None else named_format(case.extra_format),
+    }
+
+
 def _arguments(case: SparseDecodeCase, tensors: SparseDecodeTensors, workspace: Tensor | None) -> dict[str, Any]:
     return {
-        **decode_arguments(case, tensors, workspace, lambda: _plan(case, tensors.cu_seqlens_q, tensors.q.device)),
+        **_operands(case, tensors),
+        **plan_arguments(case, tensors, workspace, lambda: _plan(case, tensors.cu_seqlens_q, tensors.q.device)),
         "block_table": None,
         "cache_seqlens": None,
         "is_fp8_kvcache": case.format.quantised > 0,
-        "indices": tensors.indices,
-        "attn_sink": tensors.attn_sink,
-        "extra_k_cache": tensors.extra_k_cache,
-        "extra_indices_in_kvcache": tensors.extra_indices,
-        "topk_length": tensors.topk_length,
-        "extra_topk_length": tensors.extra_topk_length,
-        "kv_format": named_format(case.format),
-        "extra_kv_format": None if case.extra is None else named_format(case.extra_format),
     }
 
 
@@ -73,32 +78,37 @@ def _workspace_bytes(case: SparseDecodeCase, tensors: SparseDecodeTensors) -> in
     )
 
 
-def _reference(case: SparseDecodeCase, tensors: SparseDecodeTensors) -> Result:
-    caches = [_selected(case, case.format, tensors.k_cache, tensors.indices, tensors.topk_length)]
-    if tensors.extra_k_cache is not None and tensors.extra_indices is not None:
-        second = (tensors.extra_k_cache, tensors.extra_indices, tensors.extra_topk_length)
-        caches.append(_selected(case, case.extra_format, *second))
-    q = tensors.q if case.tokens is None else tensors.q[: case.batch, None]
-    out, lse = reference.sparse_decode(q, caches, case.softmax_scale, tensors.attn_sink, empty_lse(case))
-    if case.tokens is None:
-        return out, lse
-    return packed(case, [(out[None, first:end, 0], lse[None, first:end, :, 0].mT) for first, end in pairwise(case.offsets)])
+def _expected(arguments: Mapping[str, Any]) -> Result:
+    """Attend to the keys of one cache or two; of packed query tokens, each is a request of its own."""
+    ragged = arguments.get("cu_seqlens_q") is not None
+    tokens = slice(len(token_ranges(arguments)) if ragged else None)
+    caches = [_selected(arguments, tokens, "k_cache", "indices", "topk_length", "kv_format")]
+    if arguments.get("extra_k_cache") is not None:
+        names = ("extra_k_cache", "extra_indices_in_kvcache", "extra_topk_length", "extra_kv_format")
+        caches.append(_selected(arguments, tokens, *names))
+    q = arguments["q"][tokens, None] if ragged else arguments["q"]
+    sinks = arguments.get("attn_sink")
+    out, lse = reference.sparse_decode(q, caches, scale_argument(arguments), sinks, arguments["empty_lse"])
+    return packed(arguments, [(tokens, (out[None, :, 0], lse[None, :, :, 0].mT))]) if ragged else (out, lse)
 
 
-def _selected(case: SparseDecodeCase, layout: CacheFormat, cache: Tensor, indices: Tensor, length: Tensor | None) -> IndexedCache:
-    """Return the pages of a cache that indices name, and the indices into these, [tokens, 1, topk] where query tokens are packed."""
-    rows = cache.shape[1]
+def _selected(arguments: Mapping[str, Any], tokens: slice, *names: str) -> IndexedCache:
+    """Return the pages of a cache that indices name, and the indices into these, [tokens, 1, topk] where query tokens are packed.
+
+    names: of cache, indices, length and format. Keys are scale times value, rounded once, as the kernels' contract has it.
+    """
+    cache, indices, length, named = (arguments.get(name) for name in names)
+    assert cache is not None
+    assert indices is not None
+    rows, indices = cache.shape[1], indices[tokens]
     valid = (indices >= 0) & (indices < len(cache) * rows)
-    pages, place = torch.unique(indices[valid].long() // rows, return_inverse=True)
+    pages, place = torch.unique(indices[valid].long() // max(rows, 1), return_inverse=True)
     own = torch.full_like(indices, -1)
-    own[valid] = (place * rows + indices[valid].long() % rows).to(own)
+    own[valid] = (place * rows + indices[valid].long() % max(rows, 1)).to(own)
     used = cache[pages] if len(pages) else cache[:1]
-    return IndexedCache(_dequantise(case, layout, used), own if case.tokens is None else own[:, None], length)
-
-
-def _dequantise(case: SparseDecodeCase, layout: CacheFormat, cache: Tensor) -> Tensor:
-    """Return the keys of all slots, fp32 [slots, d_qk]: scale times value, rounded once, as the kernels' contract has it."""
-    return dequantise_cache(cache, layout.name).to(DTYPES[case.dtype]).float().flatten(0, 2)
+    slots = dequantise_cache(used, named or _BY_COLUMNS[cache.shape[3]]).to(arguments["q"].dtype).float().flatten(0, 2)
+    packed_tokens = arguments.get("cu_seqlens_q") is not None
+    return IndexedCache(slots, own[:, None] if packed_tokens else own, None if length is None else length[tokens])
 
 
 def _bounds(case: SparseDecodeCase) -> Mapping[str, Tolerance]:
@@ -140,7 +150,8 @@ SPARSE_DECODE = Operation(
     make_sparse_decode_tensors,
     flash_mla_with_kvcache,
     _arguments,
-    _reference,
+    _expected,
+    operands=_operands,
     workspace_bytes=_workspace_bytes,
     bounds=_bounds,
     taken=_taken,

@@ -15,7 +15,7 @@ from ..bounds import attention_bounds
 from ..cases.sparse_prefill import SparsePrefillCase, SparsePrefillTensors, make_sparse_prefill_tensors
 from ..compare import SPARSE_PREFILL_OUT, Tolerance
 from ..suites.sparse_prefill import OP_SUITES
-from .operation import Operation, Result, empty_lse, output_argument
+from .operation import Operation, Result, empty_lse, operands_of, outputs_of
 from .requests import Call, Picks, at, own_rows, relocated, widened
 
 _ROWS = {"bf16": (7e-3, 4e-6), "fp16": (8e-4, 8e-8)}  # 4.0e-3 with a scale of 64, 2.6e-6; 3.9e-4, 3.3e-8
@@ -23,19 +23,11 @@ _ROWS = {"bf16": (7e-3, 4e-6), "fp16": (8e-4, 8e-8)}  # 4.0e-3 with a scale of 6
 
 def _arguments(case: SparsePrefillCase, tensors: SparsePrefillTensors, workspace: Tensor | None) -> dict[str, Any]:
     return {
-        "q": tensors.q,
-        "kv": tensors.kv,
-        "indices": tensors.indices,
+        **operands_of(tensors, "q", "kv", "indices", "attn_sink", "topk_length", "kv_offsets"),
+        **outputs_of(tensors, "out", "lse", "max_logits", "lse_indexer"),
         "sm_scale": case.scale,
         "d_v": D_V,
-        "attn_sink": tensors.attn_sink,
-        "topk_length": tensors.topk_length,
         "indexer_topk": case.indexer_topk,
-        "kv_offsets": tensors.kv_offsets,
-        "out": output_argument(tensors, "out"),
-        "lse": output_argument(tensors, "lse"),
-        "max_logits": output_argument(tensors, "max_logits"),
-        "lse_indexer": output_argument(tensors, "lse_indexer"),
         "empty_lse": empty_lse(case),
     }
 
@@ -44,10 +36,12 @@ def _workspace_bytes(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> 
     return workspace_size(case.op, batch=case.batch, s_q=case.s_q, h_q=case.h_q, device=tensors.q.device)
 
 
-def _reference(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> Result:
-    operands = (tensors.q, tensors.kv, tensors.indices, case.scale, tensors.attn_sink, tensors.topk_length, tensors.kv_offsets)
-    found = reference.sparse_prefill(*operands, empty_lse(case))
-    return (*found, reference.lse_indexer(case.indexer_topk, *operands, empty_lse(case))) if case.indexer_topk else found
+def _expected(arguments: Mapping[str, Any]) -> Result:
+    names = ("attn_sink", "topk_length", "kv_offsets", "empty_lse")
+    operands = (*(arguments[name] for name in ("q", "kv", "indices")), float(arguments["sm_scale"]), *(arguments[name] for name in names))
+    found = reference.sparse_prefill(*operands)
+    first = int(arguments["indexer_topk"])
+    return (*found, reference.lse_indexer(first, *operands)) if first else found
 
 
 def _bounds(case: SparsePrefillCase) -> Mapping[str, Tolerance]:
@@ -80,7 +74,7 @@ SPARSE_PREFILL = Operation(
     make_sparse_prefill_tensors,
     flash_mla_sparse_fwd,
     _arguments,
-    _reference,
+    _expected,
     workspace_bytes=_workspace_bytes,
     bounds=_bounds,
     taken=_taken,

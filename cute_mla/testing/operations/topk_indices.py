@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -12,16 +13,16 @@ from ... import reference
 from ...indexer import topk_indices
 from ..cases.topk_indices import TopkIndicesCase, TopkIndicesTensors, make_topk_indices_tensors
 from ..suites.topk_indices import OP_SUITES
-from .operation import Operation, Result, output_argument
+from .operation import Operation, Result, operands_of, outputs_of
 from .requests import Call, Picks, own_rows
 
 
 def _arguments(case: TopkIndicesCase, tensors: TopkIndicesTensors, workspace: Tensor | None) -> dict[str, Any]:
-    return {"logits": tensors.logits, "lengths": tensors.lengths, "topk": case.topk, "out": output_argument(tensors, "out")}
+    return {**operands_of(tensors, "logits", "lengths"), "topk": case.topk, **outputs_of(tensors, "out")}
 
 
-def _reference(case: TopkIndicesCase, tensors: TopkIndicesTensors) -> Result:
-    return (reference.topk_indices(tensors.logits, tensors.lengths, case.topk),)
+def _expected(arguments: Mapping[str, Any]) -> Result:
+    return (reference.topk_indices(arguments["logits"], arguments["lengths"], int(arguments["topk"])),)
 
 
 def _taken(case: TopkIndicesCase, tensors: TopkIndicesTensors, picks: Picks, moved: bool) -> Call:
@@ -38,7 +39,7 @@ TOPK_INDICES = Operation(
     make_topk_indices_tensors,
     topk_indices,
     _arguments,
-    _reference,
+    _expected,
     taken=_taken,
     of=own_rows,
     requests=lambda case: case.rows,

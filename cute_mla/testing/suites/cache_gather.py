@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 from ...spec.cache_rows import CACHED
 from ..cases.cache_gather import CacheGatherCase
-from .cover import Choice, Factors, cover
-from .entries import OpSuites, SimulatorReduction
-from .paged_cache import PAGE_SIZES, TOKENS, TYPES_AND_CACHES, pages_for
+from .cover import Choice, Factors, covers
+from .entries import OpSuites
+from .paged_cache import PAGE_SIZES, TOKENS, TYPES_AND_CACHES, cache_variants, pages_for
 
 # Features of a case, by factor.
 _FACTORS: Factors = {
@@ -31,31 +30,21 @@ _FACTORS: Factors = {
 }
 
 
-def _small(dtype: str, cache: str, choice: Choice) -> CacheGatherCase | None:
+def _small(choice: Choice) -> CacheGatherCase | None:
     """Return the case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name != "lengths"}
+    rest = {name: value for name, value in choice.items() if name != "lengths"}
     (lengths, starts), page_size = choice["lengths"], choice["page_size"]
     if choice["broken"] and choice["far_table"]:
         return None
-    if choice["cache_layout"] == "packed" and CACHED[cache].page_bytes(1) % 16 and page_size % 2:
+    if choice["cache_layout"] == "packed" and CACHED[choice["cache"]].page_bytes(1) % 16 and page_size % 2:
         return None  # pages begin at multiples of 16 bytes
     pages = max(512 // page_size, 5)
-    case = CacheGatherCase(dtype, cache=cache, lengths=lengths, starts=starts, pages=pages, **rest)
+    case = CacheGatherCase(lengths=lengths, starts=starts, pages=pages, **rest)
     return None if case.broken and not case.finding_kinds else case  # keys enough to use an entry that names no page
 
 
-def _covers() -> Iterator[CacheGatherCase]:
-    """Yield cases with every feature of every format and dtype."""
-    seen: set[object] = set()
-    for dtype, cache in TYPES_AND_CACHES:
-        factors = dict(_FACTORS)
-        if not CACHED[cache].scales_inside:
-            factors["cache_layout"] = ("packed", "layers", "far")
-        if CACHED[cache].served_as:  # the kernels are covered; the addresses are other ones
-            factors |= {"lengths": (((0, 30, 5), (5, 0, 17)),), "outputs": ("allocated", "odd"), "page_size": (7, 61, 64)}
-        if cache != "fp8_576":
-            factors["scale_of_cache"] = (None,)
-        yield from cover(f"{dtype} {cache}", factors, partial(_small, dtype, cache), seen)
+_OF_SERVED: Factors = {"lengths": (((0, 30, 5), (5, 0, 17)),), "outputs": ("allocated", "odd"), "page_size": (7, 61, 64)}
+VARIANTS = tuple(cache_variants(TYPES_AND_CACHES, _FACTORS, _OF_SERVED))
 
 
 _MORE: tuple[CacheGatherCase, ...] = (
@@ -68,12 +57,7 @@ _MORE: tuple[CacheGatherCase, ...] = (
     CacheGatherCase(cache="fp8_656", lengths=(), rest=3, outputs="given"),
     CacheGatherCase(lengths=(0, 0)),
 )
-SMOKE: tuple[CacheGatherCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))
-
-
-def full_cases() -> list[CacheGatherCase]:
-    """Return every case of the full suite once."""
-    return list(dict.fromkeys([*SMOKE, *_grid()]))
+SMOKE: tuple[CacheGatherCase, ...] = tuple(dict.fromkeys([*_MORE, *covers(VARIANTS, _small)]))
 
 
 def _grid() -> Iterator[CacheGatherCase]:
@@ -83,5 +67,4 @@ def _grid() -> Iterator[CacheGatherCase]:
         yield replace(case, starts=(page_size // 2 + 1, 5), outputs="odd", rest=2)
 
 
-# All cases are small: the simulated device runs the full suite.
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(lambda case: True))
+OP_SUITES = OpSuites(VARIANTS, SMOKE, _grid)

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 from typing import get_args
 
+from ...spec.cache_format import CacheFormat
 from ...spec.cache_insert import key_types, rotates
 from ...spec.cache_rows import CACHED
 from ..cases.cache_insert import CacheInsertCase, KeptKeys, PositionType, TableLayout
-from .cover import Choice, Factors, cover
-from .entries import OpSuites, SimulatorReduction
-from .paged_cache import PAGE_SIZES, TOKENS, pages_for, takes_powers_of_two, types_and_caches
+from .cover import Choice, Factors, covers
+from .entries import OpSuites
+from .paged_cache import PAGE_SIZES, TOKENS, cache_variants, pages_for, types_and_caches
 
 _TYPES_AND_CACHES = types_and_caches(key_types)
 _FEW_HEADS, _MANY_HEADS = 5, 13
@@ -36,7 +36,7 @@ _FACTORS: Factors = {
 }
 
 
-def _small(dtype: str, cache: str, choice: Choice) -> CacheInsertCase | None:
+def _small(choice: Choice) -> CacheInsertCase | None:
     """Return the case with these features; None if they show little together.
 
     A layout needs queries, and so do far positions. Where the last head lies far, either the stride of heads does not fit in 32 bits, in
@@ -52,32 +52,18 @@ def _small(dtype: str, cache: str, choice: Choice) -> CacheInsertCase | None:
         return None
     if queries == "odd_far_heads" and choice["tokens"] > _FEW_TOKENS:
         return None
-    return CacheInsertCase(dtype, cache=cache, pages=max(64 // choice["page_size"], 3), **choice)
+    return CacheInsertCase(pages=max(64 // choice["page_size"], 3), **choice)
 
 
-def _covers() -> Iterator[CacheInsertCase]:
-    """Yield cases with every feature of every format and dtype."""
-    seen: set[object] = set()
-    for dtype, cache in _TYPES_AND_CACHES:
-        factors = dict(_FACTORS)
-        if not CACHED[cache].scales_inside:
-            factors["cache_layout"] = ("packed", "far")
-        if CACHED[cache].served_as:  # the kernels are covered; the addresses are other ones
-            factors |= {
-                "key_layout": ("packed",),
-                "slot_type": ("int64",),
-                "queries": ("packed",),
-                "position_type": ("int64",),
-                "kept": ("none",),
-                "table": ("packed",),
-            }
-        if not rotates(CACHED[cache]):
-            factors |= {"heads": (0,), "queries": ("packed",), "position_type": ("int64",), "table": ("packed",)}
-        if cache != "fp8_576":
-            factors["scale_of_cache"] = (None,)
-        if not takes_powers_of_two(CACHED[cache]):
-            factors["power_of_two"] = (False,)
-        yield from cover(f"{dtype} {cache}", factors, partial(_small, dtype, cache), seen)
+_PLAIN: Factors = {"queries": ("packed",), "position_type": ("int64",), "table": ("packed",)}
+_OF_SERVED: Factors = {**_PLAIN, "key_layout": ("packed",), "slot_type": ("int64",), "kept": ("none",)}
+
+
+def _without_queries(cache: CacheFormat) -> Factors:
+    return {} if rotates(cache) else {**_PLAIN, "heads": (0,)}
+
+
+VARIANTS = tuple(cache_variants(_TYPES_AND_CACHES, _FACTORS, _OF_SERVED, _without_queries))
 
 
 _MORE: tuple[CacheInsertCase, ...] = (
@@ -87,12 +73,7 @@ _MORE: tuple[CacheInsertCase, ...] = (
     CacheInsertCase(cache="v41", tokens=5, table_rows=0, kept="packed"),
     CacheInsertCase(cache="fp8_656", tokens=3, heads=128, queries="sliced"),
 )
-SMOKE: tuple[CacheInsertCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))
-
-
-def full_cases() -> list[CacheInsertCase]:
-    """Return every case of the full suite once."""
-    return list(dict.fromkeys([*SMOKE, *_grid()]))
+SMOKE: tuple[CacheInsertCase, ...] = tuple(dict.fromkeys([*_MORE, *covers(VARIANTS, _small)]))
 
 
 def _grid() -> Iterator[CacheInsertCase]:
@@ -103,5 +84,4 @@ def _grid() -> Iterator[CacheInsertCase]:
         )
 
 
-# All cases are small: the simulated device runs the full suite.
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(lambda case: True))
+OP_SUITES = OpSuites(VARIANTS, SMOKE, _grid)

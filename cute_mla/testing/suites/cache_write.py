@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 
 from ...spec.cache_rows import CACHED
 from ..cases.cache_write import CacheWriteCase
-from .cover import Choice, Factors, cover
-from .entries import OpSuites, SimulatorReduction
-from .paged_cache import PAGE_SIZES, TOKENS, TYPES_AND_CACHES, pages_for, takes_powers_of_two
+from .cover import Choice, Factors, covers
+from .entries import OpSuites
+from .paged_cache import PAGE_SIZES, TOKENS, TYPES_AND_CACHES, cache_variants, pages_for, takes_powers_of_two
 
 # Features of a case, by factor.
 _FACTORS: Factors = {
@@ -25,28 +24,15 @@ _FACTORS: Factors = {
 }
 
 
-def _small(dtype: str, cache: str, choice: Choice) -> CacheWriteCase | None:
+def _small(choice: Choice) -> CacheWriteCase | None:
     """Return the case with these features; None if the values are not possible together."""
-    if choice["cache_layout"] == "packed" and CACHED[cache].page_bytes(1) % 16 and choice["page_size"] % 2:
+    if choice["cache_layout"] == "packed" and CACHED[choice["cache"]].page_bytes(1) % 16 and choice["page_size"] % 2:
         return None  # pages begin at multiples of 16 bytes
-    rest = {name: choice[name] for name in _FACTORS}
-    return CacheWriteCase(dtype, cache=cache, pages=max(128 // choice["page_size"], 3), **rest)
+    return CacheWriteCase(pages=max(128 // choice["page_size"], 3), **choice)
 
 
-def _covers() -> Iterator[CacheWriteCase]:
-    """Yield cases with every feature of every format and dtype."""
-    seen: set[object] = set()
-    for dtype, cache in TYPES_AND_CACHES:
-        factors = dict(_FACTORS)
-        if not CACHED[cache].scales_inside:
-            factors["cache_layout"] = ("packed", "layers", "far")
-        if CACHED[cache].served_as:  # the kernels are covered; the addresses are other ones
-            factors |= {"key_layout": ("packed", "odd"), "slot_type": ("int64", "int32"), "page_size": (7, 61, 64)}
-        if cache != "fp8_576":
-            factors["scale_of_cache"] = (None,)
-        if not takes_powers_of_two(CACHED[cache]):
-            factors["power_of_two"] = (False,)
-        yield from cover(f"{dtype} {cache}", factors, partial(_small, dtype, cache), seen)
+_OF_SERVED: Factors = {"key_layout": ("packed", "odd"), "slot_type": ("int64", "int32"), "page_size": (7, 61, 64)}
+VARIANTS = tuple(cache_variants(TYPES_AND_CACHES, _FACTORS, _OF_SERVED))
 
 
 _MORE: tuple[CacheWriteCase, ...] = (
@@ -56,12 +42,7 @@ _MORE: tuple[CacheWriteCase, ...] = (
     CacheWriteCase(cache="fp8_584", values="nasty", page_size=61, power_of_two=True),
     CacheWriteCase(cache="fp8_656", tokens=0),
 )
-SMOKE: tuple[CacheWriteCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))
-
-
-def full_cases() -> list[CacheWriteCase]:
-    """Return every case of the full suite once."""
-    return list(dict.fromkeys([*SMOKE, *_grid()]))
+SMOKE: tuple[CacheWriteCase, ...] = tuple(dict.fromkeys([*_MORE, *covers(VARIANTS, _small)]))
 
 
 def _grid() -> Iterator[CacheWriteCase]:
@@ -73,5 +54,4 @@ def _grid() -> Iterator[CacheWriteCase]:
             yield CacheWriteCase(dtype, cache=cache, tokens=1000, pages=16, values="nasty", power_of_two=True, seed=seed)
 
 
-# All cases are small: the simulated device runs the full suite.
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(lambda case: True))
+OP_SUITES = OpSuites(VARIANTS, SMOKE, _grid)

@@ -7,10 +7,10 @@ are drawn so that a variant meets each of them, and all variants together as man
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from itertools import combinations
 from math import log
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from ...spec.mla import D_ROPE
 from ..cases.base import BaseCase
@@ -19,6 +19,18 @@ from ..cases.tensors import OPPOSED_ROWS, STEEP, STEP
 C = TypeVar("C", bound=BaseCase)
 Choice = Mapping[str, Any]
 Factors = Mapping[str, Sequence[Hashable]]
+
+
+class Variant(NamedTuple):
+    """A variant of an op: a name that determines draws, the fields that all its cases share, and the values of each factor.
+
+    A factor with the name of a field holds values of that field; other factors set several fields at once.
+    """
+
+    name: str
+    fields: Mapping[str, Any]
+    factors: Factors
+
 
 # Scale for values "normal", whose products have deviations of 0.11 to 0.24: scores then spread by 0.3 to 0.7 powers of two. With a model's
 # scale every probability of a row would be nearly the same, and an exponential that errs by 10^-4 would leave no trace in lse.
@@ -50,22 +62,23 @@ _IN_VAIN = 25  # such rounds after which fewer values are missing ones
 _LACKING, _LACKING_IN_VAIN = 0.8, 0.3
 
 
-def cover(
-    name: str, factors: Factors, make: Callable[[Choice], C | None], seen: set[object], settle: Callable[[Choice], Choice] = dict
-) -> list[C]:
+def cover(variant: Variant, make: Callable[[Choice], C | None], seen: set[object], settle: Callable[[Choice], Choice] = dict) -> list[C]:
     """Return cases of one variant that together have every value of every factor.
 
-    name: of the variant; it determines the draws. make(choice): the case with these values by name, or None if they exclude each other.
+    make(choice): the case with these fields and values by name, or None if they exclude each other.
     seen: pairs of values that earlier variants have; this variant's pairs are added. settle(choice): drawn values, with those in the place
     of others that they ask for. Raise ValueError if a value occurs in no case.
     """
+    name, fields, factors = variant
     draw = random.Random(name)
     missing = {(factor, value) for factor, values in factors.items() for value in values}
     cases: list[C] = []
     vain = 0
     while missing:
         lacking = _LACKING_IN_VAIN if vain > _IN_VAIN else _LACKING
-        made = ((choice, make(choice)) for choice in (settle(_draw(factors, missing, draw, lacking)) for _ in range(_CANDIDATES)))
+        made = (
+            (choice, make({**fields, **choice})) for choice in (settle(_draw(factors, missing, draw, lacking)) for _ in range(_CANDIDATES))
+        )
         possible = [(choice, case) for choice, case in made if case is not None and missing & set(choice.items())]
         vain = 0 if possible else vain + 1
         if vain == _ATTEMPTS:
@@ -79,6 +92,13 @@ def cover(
         seen |= _pairs(choice)
         cases.append(case)
     return cases
+
+
+def covers(variants: Sequence[Variant], make: Callable[[Choice], C | None]) -> Iterator[C]:
+    """Yield cases with every feature of every variant."""
+    seen: set[object] = set()
+    for variant in variants:
+        yield from cover(variant, make, seen)
 
 
 def _draw(factors: Factors, missing: set[tuple[str, Hashable]], draw: random.Random, probability: float) -> dict[str, Hashable]:

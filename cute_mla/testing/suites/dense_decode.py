@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import chain, product
 
 from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, OPERANDS, TILE_ROWS, takes_key_masks
@@ -14,7 +13,7 @@ from ..cases.base import DTYPES, Outputs, QLayout
 from ..cases.dense_decode import DESCALE_K, STEP_CODE, DenseDecodeCase
 from ..cases.far import FAR_DIMENSIONS
 from ..cases.tensors import CLIFF_SCALE, ORDERED, STEP
-from .cover import SPREAD_SCALE, STEPS_SCALE, Choice, Factors, cover, ramps
+from .cover import SPREAD_SCALE, STEPS_SCALE, Choice, Factors, Variant, cover, ramps
 from .entries import OpSuites, SimulatorReduction
 
 GRID_BATCH = (1, 2, 6, 64)
@@ -74,7 +73,7 @@ _FACTORS: Factors = {
     "seen": (_ALL_SEEN, *_TREES, *_WINDOWS),
 }
 _STEPS_SCALE_OF_E4M3 = STEPS_SCALE * STEP / (STEP_CODE * DESCALE_K)
-_VARIANTS = (
+_KINDS = (
     *((dtype, operands, D_QK) for dtype, operands in GRID_TYPES),
     *((dtype, LATENT, d_qk) for d_qk in OTHER_COLUMNS for dtype in key_dtypes(d_qk)),
 )
@@ -83,9 +82,9 @@ _VARIANTS = (
 _HEADS_OF_ROWS = {"one": ((21, 1), (63, 3)), "two": ((42, 1), (126, 3))}
 
 
-def _small(dtype: str, operands: str, d_qk: int, choice: Choice) -> DenseDecodeCase | None:
+def _small(choice: Choice) -> DenseDecodeCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name not in ("lengths", "values", "seen")}
+    rest = {name: value for name, value in choice.items() if name not in ("lengths", "values", "seen", "heads")}
     rest["tree"], rest["window"], rest["window_sink"] = choice["seen"]
     (lengths, blocks, sms), (h_q, h_kv), (values, scale) = choice["lengths"], choice["heads"], choice["values"]
     if rest["window"] is not None and choice["broken"]:
@@ -104,15 +103,14 @@ def _small(dtype: str, operands: str, d_qk: int, choice: Choice) -> DenseDecodeC
             return None  # no request is whole
     table = None if blocks is None else max(blocks * TILE_KEYS // choice["page_size"], 1)
     return DenseDecodeCase(
-        dtype, batch=len(lengths), lengths=lengths, h_q=h_q, h_kv=h_kv, d_qk=d_qk, operands=operands, table_pages=table, values=values,
-        softmax_scale=scale, sm_count=2 * sms * h_kv, **rest,
+        batch=len(lengths), lengths=lengths, h_q=h_q, h_kv=h_kv, table_pages=table, values=values, softmax_scale=scale,
+        sm_count=2 * sms * h_kv, **rest,
     )  # fmt: skip
 
 
-def _covers() -> Iterator[DenseDecodeCase]:
-    """Yield small cases with every feature of every variant."""
-    seen: set[object] = set()
-    for (dtype, operands, d_qk), rows in product(_VARIANTS, _HEADS_OF_ROWS):
+def _variants() -> Iterator[Variant]:
+    """Yield every kind of operands with rows in one CTA and in two."""
+    for (dtype, operands, d_qk), rows in product(_KINDS, _HEADS_OF_ROWS):
         heads = tuple(pair for pair in _HEADS_OF_ROWS[rows] if operands == LATENT or pair[1] == 1)
         factors: Factors = {**_FACTORS, "heads": heads}
         if operands != LATENT:
@@ -127,7 +125,17 @@ def _covers() -> Iterator[DenseDecodeCase]:
             }
             factors = {**factors, **layouts, "lengths": _LENGTHS[1:], "s_q": (2,)}
         columns = "" if d_qk == D_QK else f" {d_qk}"
-        yield from cover(f"{dtype} {operands}{columns} {rows}", factors, partial(_small, dtype, operands, d_qk), seen)
+        yield Variant(f"{dtype} {operands}{columns} {rows}", {"dtype": dtype, "operands": operands, "d_qk": d_qk}, factors)
+
+
+VARIANTS = tuple(_variants())
+
+
+def _covers() -> Iterator[DenseDecodeCase]:
+    """Yield small cases with every feature of every variant."""
+    seen: set[object] = set()
+    for variant, ((dtype, operands, d_qk), rows) in zip(VARIANTS, product(_KINDS, _HEADS_OF_ROWS), strict=True):
+        yield from cover(variant, _small, seen)
         if rows == "one" or operands != FP8_CACHE:  # two CTAs never share the conversion of a tile
             yield replace(_staircase(dtype, operands, rows), d_qk=d_qk)
             yield replace(_overwritten_plan(dtype, operands, rows), d_qk=d_qk)
@@ -306,7 +314,7 @@ def _four_byte_rows() -> Iterator[DenseDecodeCase]:
 
     Of requests that are cut, combine writes whole rows, or parts of rows where there are few of them.
     """
-    for (dtype, operands, d_qk), h_q in product(_VARIANTS, (21, 2 * TILE_ROWS)):
+    for (dtype, operands, d_qk), h_q in product(_KINDS, (21, 2 * TILE_ROWS)):
         case = DenseDecodeCase(dtype, batch=2, lengths=(260, 2), h_q=h_q, d_qk=d_qk, q_layout="even", outputs="even", sm_count=16)
         yield with_fp8(case if h_q == 21 else replace(case, lengths=(130, 70), sm_count=2), operands)
     yield DenseDecodeCase(batch=10, s_q=64, lengths=(9 * TILE_KEYS, *(3,) * 9), h_q=1, outputs="even", sm_count=256)
@@ -329,7 +337,7 @@ SMOKE = tuple(
 
 def _every_split() -> Iterator[DenseDecodeCase]:
     """Yield a case of every variant with a unit that a batch-invariant call splits. Each takes a second or more."""
-    for (dtype, operands, d_qk), rows in product(_VARIANTS, _HEADS_OF_ROWS):
+    for (dtype, operands, d_qk), rows in product(_KINDS, _HEADS_OF_ROWS):
         yield replace(_split_units(dtype, operands, rows), d_qk=d_qk)
 
 
@@ -363,14 +371,12 @@ def _types_and_masks() -> Iterator[tuple[str, bool]]:
     return product(DTYPES, (False, True))
 
 
-def full_cases() -> list[DenseDecodeCase]:
-    """Return every case of the full suite once."""
-    others = (grid(dtype, d_qk=d_qk) for d_qk in OTHER_COLUMNS for dtype in key_dtypes(d_qk))
-    return list(
-        dict.fromkeys(
-            [*SMOKE, *_every_split(), *(case for types in GRID_TYPES for case in grid(*types)), *chain(*others), *zero_length_cases()]
-        )
-    )
+def _more() -> Iterator[DenseDecodeCase]:
+    """Yield what the full suite has besides the smoke cases."""
+    yield from _every_split()
+    yield from chain.from_iterable(grid(*types) for types in GRID_TYPES)
+    yield from chain.from_iterable(grid(dtype, d_qk=d_qk) for d_qk in OTHER_COLUMNS for dtype in key_dtypes(d_qk))
+    yield from zero_length_cases()
 
 
 # The smoke cases, and a few cases of 4,096 keys: one and several row tiles, one and several KV heads, an odd number of heads.
@@ -399,4 +405,4 @@ def _is_short(case: DenseDecodeCase) -> bool:
     return case.batch <= 6 and case.s_k <= 140
 
 
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short))
+OP_SUITES = OpSuites(VARIANTS, SMOKE, _more, SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short))

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import chain, product
+from typing import TypeVar
 
 from ...spec.dense_prefill import HEAD_DIMS, head_dtypes
 from ...spec.masked_prefill import DTYPE as MASKED_DTYPE
@@ -13,7 +13,7 @@ from ...spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from ..cases.base import DTYPES
 from ..cases.dense_prefill import DensePrefillCase
 from ..cases.tensors import CLIFF_SCALE, ORDERED
-from .cover import SPREAD_SCALE, STEPS_SCALE, Choice, Factors, cover, ramps
+from .cover import SPREAD_SCALE, STEPS_SCALE, Choice, Factors, Variant, cover, ramps
 from .entries import OpSuites, SimulatorReduction
 
 GRID_LENGTHS = (1, 17, 64, 127, 128, 129, 257, 1000)
@@ -23,6 +23,7 @@ GRID_GROUPS = (1, 4, 8)
 OTHER_KEYS = (64, 1, 300, 17, 129, 128, 65, 257)
 SHORT_TILES = 100  # the simulated device runs cases of the grid with at most this many tiles whole
 
+C = TypeVar("C", bound=DensePrefillCase)
 KINDS = tuple((dtype, d_qk) for dtype in DTYPES for d_qk in HEAD_DIMS if dtype in head_dtypes(d_qk))
 
 _MINUS_INF = float("-inf")
@@ -72,9 +73,9 @@ def _settle(choice: Choice) -> Choice:
     return {**choice, "lengths": _FAR_BLOCKS[choice["outputs"]], "heads": heads, "sm_count": 1}
 
 
-def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
+def _small(choice: Choice) -> DensePrefillCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in (*_FACTORS, *_MASKS) if name in choice and name not in ("heads", "values")}
+    rest = {name: value for name, value in choice.items() if name not in ("heads", "values")}
     values, scale = choice["values"]
     h_kv, group = choice["heads"]
     masked = choice["causal"] and any(s_q > s_k > 0 for s_q, s_k in choice["lengths"][1::2])
@@ -92,16 +93,29 @@ def _small(dtype: str, d_qk: int, choice: Choice) -> DensePrefillCase | None:
         return None
     if values in ORDERED and (choice["lengths"][-1][1] <= _KEY_TILE or (values == "needles" and choice["lengths"] != _LONG)):
         return None
-    return DensePrefillCase(dtype, d_qk=d_qk, values=values, softmax_scale=scale, h_kv=h_kv, group=group, **rest)
+    return DensePrefillCase(values=values, softmax_scale=scale, h_kv=h_kv, group=group, **rest)
+
+
+def _variants() -> Iterator[Variant]:
+    """Yield every type with every number of columns, and once more where there are masks."""
+    for dtype, d_qk in KINDS:
+        fields = {"dtype": dtype, "d_qk": d_qk}
+        yield Variant(f"{dtype} {d_qk}", fields, _FACTORS)
+        if dtype == MASKED_DTYPE and d_qk in MASKED_HEAD_DIMS:
+            yield Variant(f"masked {d_qk}", fields, {**_FACTORS, **_MASKS})
+
+
+VARIANTS = tuple(_variants())
 
 
 def _covers() -> Iterator[DensePrefillCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
+    variants = iter(VARIANTS)
     for dtype, d_qk in KINDS:
-        yield from cover(f"{dtype} {d_qk}", _FACTORS, partial(_small, dtype, d_qk), seen, _settle)
+        yield from cover(next(variants), _small, seen, _settle)
         if dtype == MASKED_DTYPE and d_qk in MASKED_HEAD_DIMS:
-            yield from cover(f"masked {d_qk}", {**_FACTORS, **_MASKS}, partial(_small, dtype, d_qk), seen, _settle)
+            yield from cover(next(variants), _small, seen, _settle)
             # Of two parts of an item only the first has a visible tile.
             yield DensePrefillCase(dtype, d_qk=d_qk, lengths=((1, 4200), (0, 9), (2, 40)), mask="gaps", sm_count=1)
             yield replace(_staircase(dtype, d_qk), mask="random", sm_count=2)  # eight items at a time, of three blocks
@@ -158,14 +172,14 @@ _LARGE: tuple[DensePrefillCase, ...] = (
 SMOKE: tuple[DensePrefillCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()]))
 
 
-def grid() -> Iterator[DensePrefillCase]:
-    """Yield every length with as many and with other numbers of keys, causal and full, over numbers of heads, in every variant."""
+def lengths_grid(case: type[C], kinds: Iterable[tuple[str, int]]) -> Iterator[C]:
+    """Yield every length with as many and with other numbers of keys, causal and full, over numbers of heads. kinds: dtypes and columns."""
     heads = tuple(product(GRID_KV_HEADS, GRID_GROUPS))
     for (dtype, d_qk), causal, (h_kv, group), (s_q, other) in product(
-        KINDS, (True, False), heads, zip(GRID_LENGTHS, OTHER_KEYS, strict=True)
+        kinds, (True, False), heads, zip(GRID_LENGTHS, OTHER_KEYS, strict=True)
     ):
         for s_k in (s_q, other):
-            yield DensePrefillCase(dtype, d_qk=d_qk, lengths=((s_q, s_k),), h_kv=h_kv, group=group, causal=causal)
+            yield case(dtype, d_qk=d_qk, lengths=((s_q, s_k),), h_kv=h_kv, group=group, causal=causal)
 
 
 # All lengths in one call.
@@ -186,11 +200,6 @@ def corner_cases() -> Iterator[DensePrefillCase]:
             yield DensePrefillCase(dtype, d_qk=d_qk, lengths=((258, 8200), (1, 30)), causal=causal, mask="gaps", sm_count=1)
 
 
-def full_cases() -> list[DensePrefillCase]:
-    """Return every case of the full suite once."""
-    return list(dict.fromkeys([*SMOKE, *corner_cases(), *grid()]))
-
-
 _ALWAYS_WHOLE = frozenset({*SMOKE, *corner_cases()})
 
 
@@ -202,4 +211,9 @@ def _factors(case: DensePrefillCase) -> tuple[Hashable, ...]:
     return case.dtype, case.d_qk, case.causal, case.h_kv, case.group, case.mask, case.lengths
 
 
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short))
+OP_SUITES = OpSuites(
+    VARIANTS,
+    SMOKE,
+    lambda: [*corner_cases(), *lengths_grid(DensePrefillCase, KINDS)],
+    SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short),
+)

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import chain, product
 
 from ...spec.dense_prefill import HEAD_DIMS
 from ..cases.dense_prefill_backward import DensePrefillBackwardCase
 from ..cases.tensors import CLIFF_SCALE, ORDERED
-from .cover import STEPS_SCALE, Choice, Factors, cover
-from .dense_prefill import GRID_GROUPS, GRID_KV_HEADS, GRID_LENGTHS, OTHER_KEYS, SHORT_TILES, TOGETHER
+from .cover import STEPS_SCALE, Choice, Factors, Variant, cover
+from .dense_prefill import SHORT_TILES, TOGETHER, lengths_grid
 from .entries import OpSuites, SimulatorReduction
 
 _MINUS_INF = float("-inf")
@@ -45,9 +44,9 @@ _FACTORS: Factors = {
 _LAYOUTS = ("q_layout", "dout_layout", "saved", "outputs")
 
 
-def _small(d_qk: int, choice: Choice) -> DensePrefillBackwardCase | None:
+def _small(choice: Choice) -> DensePrefillBackwardCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name not in ("heads", "values")}
+    rest = {name: value for name, value in choice.items() if name not in ("heads", "values")}
     values, scale = choice["values"]
     h_kv, group = choice["heads"]
     lengths = choice["lengths"]
@@ -67,14 +66,17 @@ def _small(d_qk: int, choice: Choice) -> DensePrefillBackwardCase | None:
         return None
     if values in ORDERED and max(s_k for _, s_k in lengths) <= _KEY_TILE:
         return None
-    return DensePrefillBackwardCase(d_qk=d_qk, values=values, softmax_scale=scale, h_kv=h_kv, group=group, **rest)
+    return DensePrefillBackwardCase(values=values, softmax_scale=scale, h_kv=h_kv, group=group, **rest)
+
+
+VARIANTS = tuple(Variant(f"{d_qk} backward", {"d_qk": d_qk}, _FACTORS) for d_qk in HEAD_DIMS)
 
 
 def _covers() -> Iterator[DensePrefillBackwardCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
-    for d_qk in HEAD_DIMS:
-        yield from cover(f"{d_qk} backward", _FACTORS, partial(_small, d_qk), seen)
+    for variant, d_qk in zip(VARIANTS, HEAD_DIMS, strict=True):
+        yield from cover(variant, _small, seen)
         yield from _staircases(d_qk)
         yield _ends(d_qk)
         yield _left_out(d_qk)
@@ -141,14 +143,6 @@ _LARGE: tuple[DensePrefillBackwardCase, ...] = (
 SMOKE: tuple[DensePrefillBackwardCase, ...] = tuple(dict.fromkeys([*_LARGE, *_covers()]))
 
 
-def grid() -> Iterator[DensePrefillBackwardCase]:
-    """Yield every length with as many and with other numbers of keys, causal and full, over numbers of heads, in every variant."""
-    heads = tuple(product(GRID_KV_HEADS, GRID_GROUPS))
-    for d_qk, causal, (h_kv, group), (s_q, other) in product(HEAD_DIMS, (True, False), heads, zip(GRID_LENGTHS, OTHER_KEYS, strict=True)):
-        for s_k in (s_q, other):
-            yield DensePrefillBackwardCase(d_qk=d_qk, lengths=((s_q, s_k),), h_kv=h_kv, group=group, causal=causal)
-
-
 def corner_cases() -> Iterator[DensePrefillBackwardCase]:
     """Yield all lengths in one call, in every variant, and long sequences."""
     for d_qk, causal in product(HEAD_DIMS, (True, False)):
@@ -156,11 +150,6 @@ def corner_cases() -> Iterator[DensePrefillBackwardCase]:
         yield case
         yield replace(case, q_layout="sliced", outputs="odd", sm_count=3)
         yield replace(case, lengths=((257, 1100), (1024, 129)), outputs="allocated", sm_count=2)
-
-
-def full_cases() -> list[DensePrefillBackwardCase]:
-    """Return every case of the full suite once."""
-    return list(dict.fromkeys([*SMOKE, *corner_cases(), *grid()]))
 
 
 _ALWAYS_WHOLE = frozenset({*SMOKE, *corner_cases()})
@@ -174,4 +163,9 @@ def _factors(case: DensePrefillBackwardCase) -> tuple[Hashable, ...]:
     return case.d_qk, case.causal, case.h_kv, case.group, case.lengths
 
 
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short))
+OP_SUITES = OpSuites(
+    VARIANTS,
+    SMOKE,
+    lambda: [*corner_cases(), *lengths_grid(DensePrefillBackwardCase, product(("bf16",), HEAD_DIMS))],
+    SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short),
+)

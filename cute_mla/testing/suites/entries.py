@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, TypeVar
 
 from ...spec.arch import ARCHS
 from ..cases.base import BaseCase
 from ..pairwise import Row, pairs, pairwise_cover
+from .cover import Variant
 
 SMOKE_TILES = 270  # most tiles of a smoke case: two CTAs over a request that a batch-invariant call splits
 REDUCED_TILES = 200  # tiles to which the simulated device's full suite cuts a large case: about 10 CPU seconds
@@ -69,11 +70,19 @@ class SimulatorReduction(Generic[C]):
 
 @dataclass(frozen=True)
 class OpSuites(Generic[C]):
-    """The suites of an op: its smoke cases, all cases of its full suite, and the part of these that the simulated device runs."""
+    """The suites of an op: its variants with their factors, smoke cases, the grid and corner cases that the full suite adds.
 
+    simulated: the part of the full suite that the simulated device runs; by default all of it, where cases are small.
+    """
+
+    variants: Sequence[Variant]
     smoke: Sequence[C]
-    full: Callable[[], list[C]]
-    simulated: SimulatorReduction[C]
+    more: Callable[[], Iterable[C]]
+    simulated: SimulatorReduction[C] = field(default_factory=lambda: SimulatorReduction(lambda case: True))
+
+    def full(self) -> list[C]:
+        """Return every case of the full suite once."""
+        return list(dict.fromkeys([*self.smoke, *self.more()]))
 
 
 def _without_repeats(entries: list[SuiteEntry[C]]) -> list[SuiteEntry[C]]:

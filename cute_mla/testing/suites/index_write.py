@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 from typing import Any, get_args
 
 from ...spec.index_write import Rope, Rows, ScaleFormat
 from ...spec.mqa_logits import PAGE_SIZES
 from ..cases.index_write import IndexCacheLayout, IndexWriteCase, IntegerType, TableLayout
-from .cover import Choice, Factors, cover
-from .entries import OpSuites, SimulatorReduction
+from .cover import Choice, Factors, Variant, covers
+from .entries import OpSuites
 
 # Features of a case, by factor.
 _FACTORS: Factors = {
@@ -40,18 +39,13 @@ _OF_ROWS: dict[Rows, Factors] = {
 }
 
 
-def _small(rows: Rows, choice: Choice) -> IndexWriteCase:
+def _small(choice: Choice) -> IndexWriteCase:
     """Return the case with these features."""
-    more: dict[str, Any] = {"pages": max(128 // choice["page_size"], 3)} if rows == "keys" else {"table_rows": 8}
-    return IndexWriteCase(rows=rows, **more, **choice)
+    more: dict[str, Any] = {"pages": max(128 // choice["page_size"], 3)} if choice["rows"] == "keys" else {"table_rows": 8}
+    return IndexWriteCase(**more, **choice)
 
 
-def _covers() -> Iterator[IndexWriteCase]:
-    """Yield cases with every feature of every variant."""
-    seen: set[object] = set()
-    for rows, factors in _OF_ROWS.items():
-        yield from cover(rows, {**_FACTORS, **factors}, partial(_small, rows), seen)
-
+VARIANTS = tuple(Variant(rows, {"rows": rows}, {**_FACTORS, **factors}) for rows, factors in _OF_ROWS.items())
 
 _MORE: tuple[IndexWriteCase, ...] = (
     # One key; none; a table without positions, so that every row is NaN; one head of one token; no token.
@@ -68,7 +62,7 @@ _MORE: tuple[IndexWriteCase, ...] = (
     # Every kind of row in every form.
     *(IndexWriteCase(tokens=65, values="nasty", rope=rope, hadamard=hadamard) for rope, hadamard in product(get_args(Rope), (False, True))),
 )
-SMOKE: tuple[IndexWriteCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))
+SMOKE: tuple[IndexWriteCase, ...] = tuple(dict.fromkeys([*_MORE, *covers(VARIANTS, _small)]))
 
 
 def _grid() -> Iterator[IndexWriteCase]:
@@ -81,10 +75,4 @@ def _grid() -> Iterator[IndexWriteCase]:
             yield IndexWriteCase(rows="queries", tokens=9, heads=heads, **form)
 
 
-def full_cases() -> list[IndexWriteCase]:
-    """Return every case of the full suite once."""
-    return list(dict.fromkeys([*SMOKE, *_grid()]))
-
-
-# All cases are small: the simulated device runs the full suite.
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(lambda case: True))
+OP_SUITES = OpSuites(VARIANTS, SMOKE, _grid)

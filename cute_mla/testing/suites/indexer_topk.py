@@ -9,8 +9,8 @@ from ...spec.mqa_logits import PAGE_SIZES
 from ...spec.topk_indices import BLOCKS_PER_SM, CLUSTERS, NARROW, RESIDENT
 from ..cases.indexer_topk import IndexerTopkCase
 from ..cases.topk_indices import LogitValues
-from .cover import Choice, Factors, cover
-from .entries import OpSuites, SimulatorReduction
+from .cover import Choice, Factors, Variant, covers
+from .entries import OpSuites
 
 _FEW_SMS = 1
 _LISTS: tuple[LogitValues, ...] = ("runs", "few", "scarce")
@@ -55,11 +55,7 @@ def _small(choice: Choice) -> IndexerTopkCase | None:
     return case
 
 
-def _covers() -> Iterator[IndexerTopkCase]:
-    """Yield cases with every feature of both functions."""
-    seen: set[object] = set()
-    yield from cover("pages", _PAGES, _small, seen)
-    yield from cover("rows", _ROWS, _small, seen)
+VARIANTS = (Variant("pages", {}, _PAGES), Variant("rows", {}, _ROWS))
 
 
 def _many_columns() -> Iterator[IndexerTopkCase]:
@@ -116,7 +112,7 @@ _MORE: tuple[IndexerTopkCase, ...] = (
     IndexerTopkCase(requests=2, keys=0, page_size=64, slots=True),
     IndexerTopkCase(topk=0, page_size=64),
 )
-SMOKE: tuple[IndexerTopkCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))
+SMOKE: tuple[IndexerTopkCase, ...] = tuple(dict.fromkeys([*_MORE, *covers(VARIANTS, _small)]))
 # More keys than a cluster keeps.
 _LONG: tuple[IndexerTopkCase, ...] = tuple(
     IndexerTopkCase(
@@ -133,5 +129,4 @@ _LONG: tuple[IndexerTopkCase, ...] = tuple(
     if cluster > NARROW
 )
 
-# The simulated device runs the full suite.
-OP_SUITES = OpSuites(SMOKE, lambda: [*SMOKE, *_LONG], SimulatorReduction(lambda case: True))
+OP_SUITES = OpSuites(VARIANTS, SMOKE, lambda: _LONG)

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 from typing import get_args
 
 from ...spec.merge_states import HEAD_DIMS, LISTED_STATES, ROWS_PER_BLOCK, row_dtypes
 from ..cases.base import DTYPES
 from ..cases.merge_states import LseValues, MergeStatesCase, StateForm, StateLayout
-from .cover import Choice, Factors, cover
-from .entries import OpSuites, SimulatorReduction
+from .cover import Choice, Factors, Variant, covers
+from .entries import OpSuites
 
 KINDS = tuple((dtype, head_dim) for dtype in DTYPES for head_dim in HEAD_DIMS if dtype in row_dtypes(head_dim))
 _MINUS_INF = float("-inf")
@@ -40,9 +39,9 @@ _FACTORS: Factors = {
 }
 
 
-def _small(dtype: str, head_dim: int, choice: Choice) -> MergeStatesCase | None:
+def _small(choice: Choice) -> MergeStatesCase | None:
     """Return the case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name != "place"}
+    rest = {name: value for name, value in choice.items() if name != "place"}
     (form, layout), many = choice["place"], choice["states"] > LISTED_STATES
     if many and (form == "listed" or choice["h_q"] > ROWS_PER_BLOCK):
         return None  # a state in a list has a pointer; rows of many states cost most
@@ -50,15 +49,10 @@ def _small(dtype: str, head_dim: int, choice: Choice) -> MergeStatesCase | None:
         return None  # the loop over many states reads them by other instructions, and only those that have a weight
     if choice["batch"] is None and "far_requests" in (layout, choice["outputs"]):
         return None
-    return MergeStatesCase(dtype, head_dim=head_dim, form=form, layout=layout, **rest)
+    return MergeStatesCase(form=form, layout=layout, **rest)
 
 
-def _covers() -> Iterator[MergeStatesCase]:
-    """Yield cases with every feature of every variant."""
-    seen: set[object] = set()
-    for dtype, head_dim in KINDS:
-        yield from cover(f"{dtype} d{head_dim}", _FACTORS, partial(_small, dtype, head_dim), seen)
-
+VARIANTS = tuple(Variant(f"{dtype} d{head_dim}", {"dtype": dtype, "head_dim": head_dim}, _FACTORS) for dtype, head_dim in KINDS)
 
 _MORE: tuple[MergeStatesCase, ...] = (
     # One state, and more states than a call can list.
@@ -70,7 +64,7 @@ _MORE: tuple[MergeStatesCase, ...] = (
     MergeStatesCase(states=2, tokens=2, h_q=3, empty="all", outputs="strided"),
     MergeStatesCase(states=2, tokens=0, h_q=3),
 )
-SMOKE: tuple[MergeStatesCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))
+SMOKE: tuple[MergeStatesCase, ...] = tuple(dict.fromkeys([*_MORE, *covers(VARIANTS, _small)]))
 
 
 def _grid() -> Iterator[MergeStatesCase]:
@@ -80,10 +74,4 @@ def _grid() -> Iterator[MergeStatesCase]:
             yield MergeStatesCase(dtype, head_dim=head_dim, form=form, layout=layout, h_q=h_q, states=states, empty="some")
 
 
-def full_cases() -> list[MergeStatesCase]:
-    """Return every case of the full suite once."""
-    return list(dict.fromkeys([*SMOKE, *_grid()]))
-
-
-# All cases are small: the simulated device runs the full suite.
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(lambda case: True))
+OP_SUITES = OpSuites(VARIANTS, SMOKE, _grid)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 from typing import Any, get_args
 
-from ...spec.mqa_logits import HEAD_TILES, PAGE_SIZES, MqaLogitsConfig, closed_variants
+from ...spec.mqa_logits import HEAD_TILES, PAGE_SIZES, closed_variants
 from ..cases.mqa_logits import KeyWindows, LogitsLayout, LogitsValues, MqaLogitsCase
-from .cover import Choice, Factors, cover
-from .entries import OpSuites, SimulatorReduction
+from .cover import Choice, Factors, Variant, covers
+from .entries import OpSuites
 
 _FEW_SMS = 1  # SMs of a device whose CTA takes all work items
 
@@ -44,10 +43,10 @@ _WHOLE_ITEMS = ((8, 32), (4, 64))  # tokens of a work item, and heads
 _HEADS = {32: (1, 8, 31, 32), 64: (33, 48, 63, 64)}
 
 
-def _small(config: MqaLogitsConfig, choice: Choice) -> MqaLogitsCase | None:
+def _small(choice: Choice) -> MqaLogitsCase | None:
     """Return the case with these features; None if the values are not possible together."""
     drawn = dict(choice)
-    mode, rows = drawn.pop("mode"), drawn["tokens"] * drawn.get("requests", 1)
+    mode, paged, rows = drawn.pop("mode"), "page_size" in choice, drawn["tokens"] * drawn.get("requests", 1)
     if drawn["outputs"] != "allocated" and drawn["values"] == "nan_keys":
         return None
     if rows < 2 and (drawn["outputs"] == "far_requests" or drawn["layout"] in ("far_q", "far_weights")):
@@ -59,17 +58,14 @@ def _small(config: MqaLogitsConfig, choice: Choice) -> MqaLogitsCase | None:
     if drawn.get("broken") and (drawn["lengths"] == "empty" or drawn["keys"] <= 2 * drawn["page_size"] or drawn["values"] == "normal"):
         return None
     if mode == "other_columns":
-        drawn["columns"] = drawn["keys"] + 37 if config.paged else drawn["keys"] // 2 + 1
-    drawn["clean"] = mode == "clean" or (mode == "other_columns" and config.paged)
+        drawn["columns"] = drawn["keys"] + 37 if paged else drawn["keys"] // 2 + 1
+    drawn["clean"] = mode == "clean" or (mode == "other_columns" and paged)
     return MqaLogitsCase(**drawn)
 
 
-def _covers() -> Iterator[MqaLogitsCase]:
-    """Yield cases with every feature of every variant."""
-    seen: set[object] = set()
-    for config in closed_variants():
-        factors = {**(_PAGES if config.paged else _ROWS), "heads": _HEADS[config.head_tile]}
-        yield from cover(config.name, factors, partial(_small, config), seen)
+VARIANTS = tuple(
+    Variant(config.name, {}, {**(_PAGES if config.paged else _ROWS), "heads": _HEADS[config.head_tile]}) for config in closed_variants()
+)
 
 
 def _items() -> Iterator[MqaLogitsCase]:
@@ -144,7 +140,7 @@ _MORE: tuple[MqaLogitsCase, ...] = (
     MqaLogitsCase(requests=2, tokens=2, keys=0, page_size=64, columns=70, outputs="given"),
     MqaLogitsCase(requests=0, page_size=64),
 )
-SMOKE: tuple[MqaLogitsCase, ...] = tuple(dict.fromkeys([*_MORE, *_covers()]))
+SMOKE: tuple[MqaLogitsCase, ...] = tuple(dict.fromkeys([*_MORE, *covers(VARIANTS, _small)]))
 
 
 def _grid() -> Iterator[MqaLogitsCase]:
@@ -159,10 +155,4 @@ def _grid() -> Iterator[MqaLogitsCase]:
         yield MqaLogitsCase(tokens=tokens, keys=200, requests=4, heads=32, page_size=64, lengths="edges", per_token=per_token)
 
 
-def full_cases() -> list[MqaLogitsCase]:
-    """Return every case of the full suite once."""
-    return list(dict.fromkeys([*SMOKE, *_grid()]))
-
-
-# All cases are small: the simulated device runs the full suite.
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(lambda case: True))
+OP_SUITES = OpSuites(VARIANTS, SMOKE, _grid)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import product
 
 from ...spec.cache_format import FORMATS
@@ -13,7 +12,7 @@ from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..cases.far import FAR_DIMENSIONS
 from ..cases.sparse_decode import ROWS_APART, Pool, SparseDecodeCase
 from ..cases.tensors import ORDERED
-from .cover import SPREAD_SCALE, Choice, Factors, cover, lacks_far_rows, ramps
+from .cover import SPREAD_SCALE, Choice, Factors, Variant, cover, lacks_far_rows, ramps
 from .entries import OpSuites, SimulatorReduction
 
 GRID_BATCH = (4, 74, 321)
@@ -68,12 +67,12 @@ _CALLS = (*((dtype, cache, "") for dtype, cache in QUERY_AND_CACHE), ("bf16", "v
 _FP32_SCALES = ("fp8_656", "nope_528")
 
 
-def _small(dtype: str, kernels: str, choice: Choice) -> SparseDecodeCase | None:
+def _small(choice: Choice) -> SparseDecodeCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name not in ("pools", "values")}
+    rest = {name: value for name, value in choice.items() if name not in ("kernels", "caches", "pools", "values")}
     values, scale = choice["values"]
     batch, s_q, sms, main, extra = choice["pools"]
-    cache, extra_cache = choice.get("caches", (kernels, ""))
+    cache, extra_cache = choice.get("caches", (choice["kernels"], ""))
     if extra_cache and extra is None:
         return None
     if choice["cache_layout"] in ROWS_APART and not any(FORMATS[name or cache].scales_inside for name in (cache, extra_cache)):
@@ -93,14 +92,13 @@ def _small(dtype: str, kernels: str, choice: Choice) -> SparseDecodeCase | None:
         return None  # nothing would be cut
     many = choice["indices"] == "valid" and main.lengths is None  # no token has few keys: see _exact_scales
     return SparseDecodeCase(
-        dtype, cache=cache, extra_cache=extra_cache, batch=batch, s_q=s_q, h_q=choice["h_q"], main=main, extra=extra, values=values,
-        softmax_scale=scale, power_of_two=cache in _FP32_SCALES and not many, sm_count=2 * sms * s_q, **rest,
+        cache=cache, extra_cache=extra_cache, batch=batch, s_q=s_q, main=main, extra=extra, values=values, softmax_scale=scale,
+        power_of_two=cache in _FP32_SCALES and not many, sm_count=2 * sms * s_q, **rest,
     )  # fmt: skip
 
 
-def _covers() -> Iterator[SparseDecodeCase]:
-    """Yield small cases with every feature of every variant."""
-    seen: set[object] = set()
+def _variants() -> Iterator[Variant]:
+    """Yield all kernels with heads in one CTA and in two."""
     for (dtype, kernels), two in product(KERNELS, (False, True)):
         caches = _CACHES.get(kernels, ((kernels, ""),))
         factors: Factors = {**_FACTORS, "h_q": (68, 92, 96, 128) if two else (3, 12, 64)}
@@ -112,7 +110,18 @@ def _covers() -> Iterator[SparseDecodeCase]:
             factors = {**factors, "pools": _TWO_FORMATS}
         if two:
             factors = {**factors, "q_layout": ("packed", *FAR_DIMENSIONS), "outputs": ("given", "strided", "far_heads")}
-        yield from cover(f"{dtype} {kernels} {two}", factors, partial(_small, dtype, kernels), seen)
+        yield Variant(f"{dtype} {kernels} {two}", {"dtype": dtype, "kernels": kernels}, factors)
+
+
+VARIANTS = tuple(_variants())
+
+
+def _covers() -> Iterator[SparseDecodeCase]:
+    """Yield small cases with every feature of every variant."""
+    seen: set[object] = set()
+    for variant, ((dtype, kernels), two) in zip(VARIANTS, product(KERNELS, (False, True)), strict=True):
+        yield from cover(variant, _small, seen)
+        caches = _CACHES.get(kernels, ((kernels, ""),))
         cache, extra_cache = caches[-1]
         yield SparseDecodeCase(  # a case of its own, since tokens without keys hide all other features
             dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=66 if two else 7, main=Pool(100, 65), extra=Pool(64, 70, 2),
@@ -251,11 +260,6 @@ _LONG = (
 )
 
 
-def full_cases() -> list[SparseDecodeCase]:
-    """Return every case of the full suite once."""
-    return list(dict.fromkeys([*SMOKE, *corner_cases(), *_LONG, *grid()]))
-
-
 _ALWAYS_WHOLE = frozenset({*SMOKE, *corner_cases(), *_LONG})
 
 
@@ -269,4 +273,6 @@ def _factors(case: SparseDecodeCase) -> tuple[Hashable, ...]:
     return kind, case.batch, case.s_q, case.h_q, main, extra, case.sinks
 
 
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short))
+OP_SUITES = OpSuites(
+    VARIANTS, SMOKE, lambda: [*corner_cases(), *_LONG, *grid()], SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short)
+)

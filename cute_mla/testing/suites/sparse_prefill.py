@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
-from functools import partial
 from itertools import chain, count, product
 
 from ...spec.dense_decode import TILE_ROWS
@@ -15,7 +14,7 @@ from ..cases.base import Outputs
 from ..cases.far import FAR_DIMENSIONS
 from ..cases.sparse_prefill import SparsePrefillCase
 from ..cases.tensors import ORDERED
-from .cover import Choice, Factors, cover, lacks_far_rows, ramps
+from .cover import Choice, Factors, Variant, cover, lacks_far_rows, ramps
 from .entries import OpSuites, SimulatorReduction
 
 GRID_KEYS = ((128, 128), (256, 256), (512, 512), (592, 128), (1840, 256), (1592, 384), (1521, 512), (95, 128), (153, 256), (114, 384))
@@ -78,9 +77,9 @@ def _settle(choice: Choice) -> Choice:
     return settled
 
 
-def _small(d_qk: int, choice: Choice) -> SparsePrefillCase | None:
+def _small(choice: Choice) -> SparsePrefillCase | None:
     """Return the small case with these features; None if the values are not possible together."""
-    rest = {name: choice[name] for name in _FACTORS if name not in ("tokens", "rows", "groups", "values")}
+    rest = {name: value for name, value in choice.items() if name not in ("tokens", "rows", "groups", "values")}
     values, scale = choice["values"]
     (form, batch, s_q, lengths), (s_kv, topk) = choice["tokens"], choice["rows"]
     layouts = (choice["q_layout"], choice["outputs"], choice["index_layout"])
@@ -97,20 +96,29 @@ def _small(d_qk: int, choice: Choice) -> SparsePrefillCase | None:
     if values in _ORDERED_TOPKS:
         s_kv = topk = _ORDERED_TOPKS[values][0]
     return SparsePrefillCase(
-        d_qk=d_qk, form=form, batch=batch, s_q=s_q, lengths=lengths, s_kv=s_kv, topk=topk, h_q=choice["h_q"], values=values,
-        softmax_scale=scale, sm_count=choice["groups"] * ceil_div(choice["h_q"], TILE_ROWS), **rest,
+        form=form, batch=batch, s_q=s_q, lengths=lengths, s_kv=s_kv, topk=topk, values=values, softmax_scale=scale,
+        sm_count=choice["groups"] * ceil_div(choice["h_q"], TILE_ROWS), **rest,
     )  # fmt: skip
+
+
+def _variants() -> Iterator[Variant]:
+    """Yield numbers of columns with heads in one CTA and in two."""
+    for d_qk, two in product(HEAD_DIMS, (False, True)):
+        factors: Factors = {**_FACTORS, "h_q": (68, 92, 96, 128) if two else (3, 12, 64)}
+        if two:
+            factors = {**factors, "q_layout": ("packed", *FAR_DIMENSIONS), "outputs": ("given", *FAR_DIMENSIONS)}
+        yield Variant(f"{d_qk} {two}", {"d_qk": d_qk}, factors)
+
+
+VARIANTS = tuple(_variants())
 
 
 def _covers() -> Iterator[SparsePrefillCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
     others = (1 + index % (2 * TILE_KEYS) for index in count(step=_BOUND_STEP))
-    for d_qk, two in product(HEAD_DIMS, (False, True)):
-        factors: Factors = {**_FACTORS, "h_q": (68, 92, 96, 128) if two else (3, 12, 64)}
-        if two:
-            factors = {**factors, "q_layout": ("packed", *FAR_DIMENSIONS), "outputs": ("given", *FAR_DIMENSIONS)}
-        covered = cover(f"{d_qk} {two}", factors, partial(_small, d_qk), seen, _settle)
+    for variant, (d_qk, two) in zip(VARIANTS, product(HEAD_DIMS, (False, True)), strict=True):
+        covered = cover(variant, _small, seen, _settle)
         bounds, of_mixed = chain(INDEXER_TOPKS, others), chain(_OF_MIXED, others)
         for case in covered:
             bound = next(of_mixed if case.indices == "mixed" else bounds)
@@ -199,11 +207,6 @@ _LONG = (
 )
 
 
-def full_cases() -> list[SparsePrefillCase]:
-    """Return every case of the full suite once."""
-    return list(dict.fromkeys([*SMOKE, *corner_cases(), *_LONG, *grid()]))
-
-
 _ALWAYS_WHOLE = frozenset({*SMOKE, *corner_cases(), *_LONG})
 
 
@@ -215,4 +218,6 @@ def _factors(case: SparsePrefillCase) -> tuple[Hashable, ...]:
     return case.d_qk, case.h_q, case.s_q, (case.s_kv, case.topk), case.indices
 
 
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short))
+OP_SUITES = OpSuites(
+    VARIANTS, SMOKE, lambda: [*corner_cases(), *_LONG, *grid()], SimulatorReduction(_ALWAYS_WHOLE.__contains__, _factors, _is_short)
+)

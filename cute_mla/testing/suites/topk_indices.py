@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from itertools import product
 from typing import get_args
 
 from ...spec.topk_indices import BLOCKS_PER_SM, CLUSTERS, LEAST_SHARED, NARROW, RESIDENT, WIDE
 from ..cases.topk_indices import LogitLayout, LogitValues, TopkIndicesCase
-from .cover import Choice, Factors, cover
-from .entries import OpSuites, SimulatorReduction
+from .cover import Choice, Factors, Variant, covers
+from .entries import OpSuites
 
 _SHARED = RESIDENT // WIDE  # numbers of a row that a CTA takes alone, however few the rows are
 _FEW_SMS = 1  # SMs of a device that every row keeps busy
@@ -37,21 +36,20 @@ _COLUMNS = {NARROW: (33, 700, 1025), WIDE: (_SHARED + 1, 2600, 4097)}
 _LONG_COLUMNS = (RESIDENT + 1, RESIDENT + 700)  # of rows that 2 or 4 CTAs share
 
 
-def _small(cluster: int, choice: Choice) -> TopkIndicesCase | None:
-    """Return the case with these features; None if the values are not possible together."""
+def _small(choice: Choice) -> TopkIndicesCase:
+    """Return the case with these features."""
+    cluster, rest = choice["cluster"], {name: value for name, value in choice.items() if name != "cluster"}
     shares = LEAST_SHARED <= cluster < WIDE
     edges = 15 if cluster == NARROW else 3  # of which a cluster has the first, since its rows cost most
     rows = {"edges": edges, "about_topk": 3, "short": 3}.get(choice["lengths"], 2)
     sm_count = rows * cluster // BLOCKS_PER_SM if shares else None  # on which rows have just this variant
-    return TopkIndicesCase(rows=rows, sm_count=sm_count, **choice)
+    return TopkIndicesCase(rows=rows, sm_count=sm_count, **rest)
 
 
-def _covers() -> Iterator[TopkIndicesCase]:
-    """Yield cases with every feature of every variant."""
-    seen: set[object] = set()
-    for cluster in CLUSTERS:
-        yield from cover(f"cluster{cluster}", {**_FACTORS, "columns": _COLUMNS.get(cluster, _LONG_COLUMNS)}, partial(_small, cluster), seen)
-
+VARIANTS = tuple(
+    Variant(f"cluster{cluster}", {"cluster": cluster}, {**_FACTORS, "columns": _COLUMNS.get(cluster, _LONG_COLUMNS)})
+    for cluster in CLUSTERS
+)
 
 _MORE: tuple[TopkIndicesCase, ...] = (
     # The indexer's topk over as many numbers as one CTA keeps, over one more, and over few.
@@ -95,7 +93,9 @@ def _edges(cluster: int) -> Iterator[TopkIndicesCase]:
 _LONG: tuple[TopkIndicesCase, ...] = tuple(
     TopkIndicesCase(rows=1, columns=RESIDENT * WIDE + 700, topk=2048, values=values) for values in ("random", "few")
 )
-SMOKE: tuple[TopkIndicesCase, ...] = tuple(dict.fromkeys([*_MORE, _LONG[0], *_covers(), *(case for c in CLUSTERS for case in _edges(c))]))
+SMOKE: tuple[TopkIndicesCase, ...] = tuple(
+    dict.fromkeys([*_MORE, _LONG[0], *covers(VARIANTS, _small), *(case for c in CLUSTERS for case in _edges(c))])
+)
 
 
 def _grid() -> Iterator[TopkIndicesCase]:
@@ -105,10 +105,4 @@ def _grid() -> Iterator[TopkIndicesCase]:
         yield TopkIndicesCase(rows=2, columns=columns, topk=topk, values=values, sm_count=_FEW_SMS)
 
 
-def full_cases() -> list[TopkIndicesCase]:
-    """Return every case of the full suite once."""
-    return list(dict.fromkeys([*SMOKE, *_LONG, *_grid()]))
-
-
-# All cases are small: the simulated device runs the full suite.
-OP_SUITES = OpSuites(SMOKE, full_cases, SimulatorReduction(lambda case: True))
+OP_SUITES = OpSuites(VARIANTS, SMOKE, lambda: [*_LONG, *_grid()])

@@ -160,7 +160,7 @@ def test_eight_runs_have_the_same_bits(arch: Arch) -> None:
 def test_suites_have_every_number_of_heads() -> None:
     """[10] From 1 to 64, in both kinds of calls."""
     for is_paged in (False, True):
-        heads = {case.heads for case in logits_suite.full_cases() if (case.page_size is not None) == is_paged}
+        heads = {case.heads for case in logits_suite.OP_SUITES.full() if (case.page_size is not None) == is_paged}
         assert heads == set(range(1, 65))
 
 
