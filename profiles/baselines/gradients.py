@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardTensors
+from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefillBackwardTensors
 
 from ..workloads.workload import Results
 from .baseline import Run

@@ -35,13 +35,13 @@ from cute_mla.spec.mqa_logits import TILE_KEYS as LOGITS_KEYS
 from cute_mla.spec.sparse_decode import KERNELS
 from cute_mla.spec.split_plan import TILE_KEYS
 from cute_mla.testing.cases.base import BaseCase
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DqCase
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
 from cute_mla.testing.operations import operation
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
+from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase
+from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefillBackwardCase, DqCase
+from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
+from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
+from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase
 
 from ..launches.products import prefill_variant
 

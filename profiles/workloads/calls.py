@@ -21,20 +21,20 @@ from cute_mla.spec.cache_rows import latent_columns
 from cute_mla.spec.mla import D_ROPE, D_V, ceil_div
 from cute_mla.spec.mqa_logits import COLUMNS
 from cute_mla.testing.cases.base import DTYPES
-from cute_mla.testing.cases.cache_insert import CacheInsertCase, CacheInsertTensors
-from cute_mla.testing.cases.cache_write import CacheWriteCase, CacheWriteTensors
-from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors, descale_tensor
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase, DensePrefillTensors
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DensePrefillBackwardTensors
-from cute_mla.testing.cases.index_write import IndexWriteCase, IndexWriteTensors, allocate_index_cache
-from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
-from cute_mla.testing.cases.merge_states import MergeStatesCase, MergeStatesTensors
-from cute_mla.testing.cases.mqa_logits import MqaLogitsTensors
 from cute_mla.testing.cases.paged_cache import allocate_cache
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, SparseDecodeTensors
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase, SparsePrefillTensors
 from cute_mla.testing.cases.tensors import OutputBuffer, nan_tensor, token_offsets
-from cute_mla.testing.cases.topk_indices import TopkIndicesCase, TopkIndicesTensors
+from cute_mla.testing.operations.cache_insert.case import CacheInsertCase, CacheInsertTensors
+from cute_mla.testing.operations.cache_write.case import CacheWriteCase, CacheWriteTensors
+from cute_mla.testing.operations.dense_decode.case import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors, descale_tensor
+from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase, DensePrefillTensors
+from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefillBackwardCase, DensePrefillBackwardTensors
+from cute_mla.testing.operations.index_write.case import IndexWriteCase, IndexWriteTensors, allocate_index_cache
+from cute_mla.testing.operations.indexer_topk.case import IndexerTopkCase
+from cute_mla.testing.operations.merge_states.case import MergeStatesCase, MergeStatesTensors
+from cute_mla.testing.operations.mqa_logits.case import MqaLogitsTensors
+from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase, SparseDecodeTensors
+from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase, SparsePrefillTensors
+from cute_mla.testing.operations.topk_indices.case import TopkIndicesCase, TopkIndicesTensors
 
 from ..rows import Case
 from ..shapes import (

@@ -13,10 +13,10 @@ from torch._dynamo.exc import TorchRuntimeError, Unsupported
 import cute_mla
 from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.testing.cases.base import BaseCase
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
+from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase
+from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
+from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase
 from tests.support.compiling import compiled, fresh
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import RightCall

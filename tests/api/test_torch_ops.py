@@ -17,7 +17,7 @@ import cute_mla
 import cute_mla.cache
 import cute_mla.torch_ops  # which makes them
 from cute_mla.spec.arch import Arch
-from cute_mla.testing.cases.sparse_decode import Pool
+from cute_mla.testing.operations.sparse_decode.case import Pool
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import call_of, with_own_memory
 from tests.support.zero_tensors import ints

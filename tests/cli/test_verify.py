@@ -23,7 +23,7 @@ from cute_mla.spec import combine
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.testing import runner
 from cute_mla.testing import suite as suites
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
 from cute_mla.testing.processes import Work
 from cute_mla.testing.runner import Record, Schedule, Target
 from cute_mla.testing.suites.entries import SuiteEntry

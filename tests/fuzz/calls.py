@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
-from cute_mla.testing.cases.sparse_decode import Pool
 from cute_mla.testing.operations import OPERATIONS
+from cute_mla.testing.operations.sparse_decode.case import Pool
 
 
 @dataclass(frozen=True)

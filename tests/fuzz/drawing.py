@@ -20,9 +20,9 @@ from cute_mla.spec.cache_insert import rotates
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.dense_decode import LATENT, UNIT_ROWS, takes_key_masks
 from cute_mla.spec.mla import ceil_div
-from cute_mla.testing.cases.sparse_decode import Pool
 from cute_mla.testing.cases.sparse_indices import Lengths
 from cute_mla.testing.operations import OPERATIONS
+from cute_mla.testing.operations.sparse_decode.case import Pool
 from cute_mla.testing.runner import SCHEDULES
 from cute_mla.testing.suites.cover import Variant
 from tests.fuzz.breaking import BREAKS

@@ -13,7 +13,7 @@ import cute_mla
 from cute_mla.indexer import fp8_mqa_logits, fp8_paged_mqa_logits, indexer_topk, topk_indices
 from cute_mla.spec.mqa_logits import MAX_KEYS
 from cute_mla.testing.operations import OPERATIONS
-from cute_mla.testing.operations.mqa_logits import expected_logits
+from cute_mla.testing.operations.mqa_logits.record import expected_logits
 from tests.fuzz.calls import Setting
 from tests.fuzz.contract import E4M3, Contract, is_plain
 from tests.fuzz.scalars import is_flag, is_integer

@@ -11,11 +11,11 @@ import torch
 
 import cute_mla
 from cute_mla.spec.arch import ARCHS
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
-from cute_mla.testing.cases.index_write import IndexWriteCase
-from cute_mla.testing.cases.merge_states import MergeStatesCase
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
+from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase
+from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefillBackwardCase
+from cute_mla.testing.operations.index_write.case import IndexWriteCase
+from cute_mla.testing.operations.merge_states.case import MergeStatesCase
 from tests.fuzz import judging
 from tests.fuzz.calls import Break, CacheCase, FuzzCall, Setting
 from tests.fuzz.campaign import Share, Tally, run, shares

@@ -9,7 +9,7 @@ import pytest
 
 from cute_mla.ops import mqa_logits
 from cute_mla.spec.mqa_logits import MqaLogitsProblem
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
+from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
 from cute_mla.testing.runner import SCHEDULES, Schedule
 from tests.support.bench import Bench
 

@@ -9,19 +9,19 @@ from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.topk_indices import RESIDENT, WIDE
 from cute_mla.testing.cases.base import BaseCase
-from cute_mla.testing.cases.cache_gather import CacheGatherCase
-from cute_mla.testing.cases.cache_insert import CacheInsertCase
-from cute_mla.testing.cases.cache_write import CacheWriteCase
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
-from cute_mla.testing.cases.index_write import IndexWriteCase
-from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
-from cute_mla.testing.cases.merge_states import MergeStatesCase
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
-from cute_mla.testing.cases.topk_indices import TopkIndicesCase
+from cute_mla.testing.operations.cache_gather.case import CacheGatherCase
+from cute_mla.testing.operations.cache_insert.case import CacheInsertCase
+from cute_mla.testing.operations.cache_write.case import CacheWriteCase
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
+from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase
+from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefillBackwardCase
+from cute_mla.testing.operations.index_write.case import IndexWriteCase
+from cute_mla.testing.operations.indexer_topk.case import IndexerTopkCase
+from cute_mla.testing.operations.merge_states.case import MergeStatesCase
+from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
+from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
+from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase
+from cute_mla.testing.operations.topk_indices.case import TopkIndicesCase
 
 DENSE = DenseDecodeCase(batch=3, s_q=2, lengths=(500, 70, 300), h_q=9, causal=True)
 GAPS = replace(DENSE, batch=8, lengths=(60, 0, 60, 0, 0, 60, 0, 60))  # a role with nothing to do may run ahead

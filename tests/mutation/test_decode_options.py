@@ -11,7 +11,7 @@ import pytest
 
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.testing.cases.base import BaseCase
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
 from cute_mla.testing.runner import Schedule
 from tests.mutation.planted.decode_options import KERNELS, SILENT
 from tests.mutation.planting import Bug

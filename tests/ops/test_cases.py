@@ -13,11 +13,11 @@ from cute_mla.spec.dense_decode import FP8, FP8_CACHE, OPERANDS
 from cute_mla.spec.mla import MAX_HEADS
 from cute_mla.spec.sparse_decode import DECODED
 from cute_mla.testing.cases.base import BaseCase
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
+from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase
+from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefillBackwardCase
+from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
+from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase
 from cute_mla.testing.runner import Schedule, schedules
 from tests.support.bench import Bench
 from tests.support.in_turn import in_turn

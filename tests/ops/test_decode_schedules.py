@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import cute_mla
-from cute_mla.testing.cases.sparse_decode import Pool
+from cute_mla.testing.operations.sparse_decode.case import Pool
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import call_of, planned
 

@@ -16,9 +16,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import cute_mla
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
 from cute_mla.testing.operations import operation
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
+from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
 from tests.support.bench import Bench, expect, identical
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import RightCall, call_of

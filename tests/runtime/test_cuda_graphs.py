@@ -20,13 +20,18 @@ from cute_mla.runtime.cuda_device import CudaDevice
 from cute_mla.runtime.current import cpu_tensors_on
 from cute_mla.runtime.errors import DeviceError
 from cute_mla.spec.arch import Arch
-from cute_mla.testing.cases.dense_decode import UNUSED_TABLE_ENTRY, DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase, make_dense_prefill_tensors
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, SparseDecodeTensors, make_sparse_decode_tensors
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase, make_sparse_prefill_tensors
 from cute_mla.testing.operations import operation
-from cute_mla.testing.operations.mqa_logits import expected_logits
+from cute_mla.testing.operations.dense_decode.case import (
+    UNUSED_TABLE_ENTRY,
+    DenseDecodeCase,
+    DenseDecodeTensors,
+    make_dense_decode_tensors,
+)
+from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase, make_dense_prefill_tensors
+from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
+from cute_mla.testing.operations.mqa_logits.record import expected_logits
+from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase, SparseDecodeTensors, make_sparse_decode_tensors
+from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase, make_sparse_prefill_tensors
 from tests.runtime.captured_graph import CapturingDriver, Graph, captured
 from tests.runtime.fake_driver import installed
 from tests.support.bench import expect

@@ -24,8 +24,8 @@ from cute_mla.simulator.sass.text_cache import disassembly
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
 from cute_mla.testing.cases.base import BaseCase
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.operations import operation
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
 from cute_mla.testing.runner import call
 from cute_mla.testing.suite import suite
 from tests.simulator.both_codes import both_codes

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from cute_mla.testing.cases.dense_decode import DenseDecodeTensors
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeTensors
 
 
 def with_lengths(tensors: DenseDecodeTensors, lengths: list[int]) -> DenseDecodeTensors:

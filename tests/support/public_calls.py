@@ -13,7 +13,7 @@ import torch
 import cute_mla
 import cute_mla.cache
 from cute_mla import indexer
-from cute_mla.testing.cases.sparse_decode import Pool
+from cute_mla.testing.operations.sparse_decode.case import Pool
 from tests.support.right_calls import RightCall, call_of, with_own_memory
 from tests.support.zero_tensors import ints, zeros
 

@@ -12,21 +12,21 @@ from torch import Tensor
 
 from cute_mla.spec.dense_decode import FP8
 from cute_mla.testing.cases.base import BaseCase, DecodeCase
-from cute_mla.testing.cases.cache_gather import CacheGatherCase
-from cute_mla.testing.cases.cache_insert import CacheInsertCase
-from cute_mla.testing.cases.cache_write import CacheWriteCase
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
-from cute_mla.testing.cases.index_write import IndexWriteCase
-from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
-from cute_mla.testing.cases.merge_states import MergeStatesCase
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
-from cute_mla.testing.cases.topk_indices import TopkIndicesCase
 from cute_mla.testing.operations import operation
+from cute_mla.testing.operations.cache_gather.case import CacheGatherCase
+from cute_mla.testing.operations.cache_insert.case import CacheInsertCase
+from cute_mla.testing.operations.cache_write.case import CacheWriteCase
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
+from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase
+from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefillBackwardCase
+from cute_mla.testing.operations.index_write.case import IndexWriteCase
+from cute_mla.testing.operations.indexer_topk.case import IndexerTopkCase
+from cute_mla.testing.operations.merge_states.case import MergeStatesCase
+from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
 from cute_mla.testing.operations.operation import Plan
+from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
+from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase
+from cute_mla.testing.operations.topk_indices.case import TopkIndicesCase
 
 _VARLEN: dict[str, Any] = {"lengths": ((290, 400), (10, 100)), "h_kv": 2, "group": 4, "ends": "clipped"}
 _PAGED: dict[str, Any] = {"heads": 8, "requests": 2, "tokens": 1, "keys": 48, "page_size": 16}

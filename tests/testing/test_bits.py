@@ -12,8 +12,8 @@ import torch
 
 from cute_mla.testing import bits
 from cute_mla.testing.bits import Bits, compare_bits, compare_with_sim
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
 from cute_mla.testing.operations import operation
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
 from cute_mla.testing.processes import Loss, Work, prepared
 from cute_mla.testing.runner import Job, Target, start_worker
 

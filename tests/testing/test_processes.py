@@ -15,7 +15,7 @@ import pytest
 from cute_mla.manifest import MANIFEST_NAME, Manifest
 from cute_mla.runtime.artifacts import FOLDER_VARIABLE, load_artifacts
 from cute_mla.testing.cases.base import BaseCase
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
 from cute_mla.testing.processes import Work, prepared
 from cute_mla.testing.runner import Job, Record, Target, run_all, schedules, skipped, start_worker
 from tests.support.tree import ROOT
@@ -78,7 +78,7 @@ def test_an_interruption_ends_the_workers_at_once(interrupt: str) -> None:
     program = (
         "import os, signal, threading\n"
         "from multiprocessing.popen_spawn_posix import Popen\n"
-        "from cute_mla.testing.cases.dense_decode import DenseDecodeCase\n"
+        "from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase\n"
         "from cute_mla.testing.runner import Target, run_all\n"
         "def interrupt(case):\n"
         "    print('started', flush=True)\n"

@@ -24,8 +24,8 @@ from cute_mla import reference
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.testing import runner
 from cute_mla.testing.cases.base import BaseCase
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase, make_dense_decode_tensors
 from cute_mla.testing.operations import OPERATIONS
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase, make_dense_decode_tensors
 from cute_mla.testing.processes import Loss
 from cute_mla.testing.runner import Record, Schedule, Target, run_case, schedules
 

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from ..cases.base import BaseCase
-from .cache_gather import CACHE_GATHER
-from .cache_insert import CACHE_INSERT
-from .cache_write import CACHE_WRITE
-from .dense_decode import DENSE_DECODE
-from .dense_prefill import DENSE_PREFILL
-from .dense_prefill_backward import DENSE_PREFILL_BACKWARD
-from .index_write import INDEX_WRITE
-from .indexer_topk import INDEXER_TOPK
-from .merge_states import MERGE_STATES
-from .mqa_logits import MQA_LOGITS
+from .cache_gather.record import CACHE_GATHER
+from .cache_insert.record import CACHE_INSERT
+from .cache_write.record import CACHE_WRITE
+from .dense_decode.record import DENSE_DECODE
+from .dense_prefill.record import DENSE_PREFILL
+from .dense_prefill_backward.record import DENSE_PREFILL_BACKWARD
+from .index_write.record import INDEX_WRITE
+from .indexer_topk.record import INDEXER_TOPK
+from .merge_states.record import MERGE_STATES
+from .mqa_logits.record import MQA_LOGITS
 from .operation import Operation, Result
-from .sparse_decode import SPARSE_DECODE
-from .sparse_prefill import SPARSE_PREFILL
-from .topk_indices import TOPK_INDICES
+from .sparse_decode.record import SPARSE_DECODE
+from .sparse_prefill.record import SPARSE_PREFILL
+from .topk_indices.record import TOPK_INDICES
 
 __all__ = ["OPERATIONS", "Operation", "Result", "operation"]
 

@@ -27,9 +27,9 @@ from ...spec.split_plan import (
     UNIT_TOKENS,
 )
 from ..cases.base import DecodeCase
-from ..cases.dense_decode import DenseDecodeTensors
-from ..cases.sparse_decode import SparseDecodeTensors
+from .dense_decode.case import DenseDecodeTensors
 from .operation import Plan, Result, empty_lse, operands_of, outputs_of
+from .sparse_decode.case import SparseDecodeTensors
 
 _FAR_BELOW, _FAR_ABOVE = -(1 << 20), 1 << 30
 # Columns of a part and numbers that no plan has there: before and behind all requests, tiles and rows of the accumulator. In a plan of six

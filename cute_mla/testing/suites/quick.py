@@ -18,11 +18,11 @@ from ...spec.arch import ARCHS, Arch
 from ...spec.combine import CombineConfig
 from ...spec.split_plan import SplitPlanConfig, accumulator_rows
 from ..cases.base import BaseCase, Config
-from ..cases.dense_decode import DenseDecodeCase
-from ..cases.dense_prefill_backward import DensePrefillBackwardCase
-from ..cases.indexer_topk import IndexerTopkCase
 from ..cases.paged_cache import PagedCacheCase
-from ..cases.sparse_decode import SparseDecodeCase
+from ..operations.dense_decode.case import DenseDecodeCase
+from ..operations.dense_prefill_backward.case import DensePrefillBackwardCase
+from ..operations.indexer_topk.case import IndexerTopkCase
+from ..operations.sparse_decode.case import SparseDecodeCase
 
 BUDGET_TILES = 52  # an op and an architecture: all ops take some 50 s of a core, under two schedules
 _KERNEL_TILES = 4  # cost of a kernel that no earlier case has launched: its PTX is translated first

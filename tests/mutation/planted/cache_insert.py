@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cute_mla.testing.cases.cache_insert import CacheInsertCase
+from cute_mla.testing.operations.cache_insert.case import CacheInsertCase
 from tests.mutation.planting import each, in_turn, planted, together
 
 LATENT = CacheInsertCase(values="nasty", tokens=30, kept="packed")

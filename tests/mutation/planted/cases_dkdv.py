@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase
+from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefillBackwardCase
 
 # One CTA walks items of several row tiles, of two and of none, more than there are stages; keys that no row sees.
 WALK = DensePrefillBackwardCase(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cute_mla.spec.arch import SM90
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Planted, Suite, planted, together, together_in
 

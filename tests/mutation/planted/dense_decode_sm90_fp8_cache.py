@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from cute_mla.spec.arch import SM90
 from cute_mla.spec.dense_decode import FP8_CACHE
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Planted, Suite, alone, planted, together, together_in
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cute_mla.spec.arch import SM100
-from cute_mla.testing.cases.dense_prefill_backward import DqCase
+from cute_mla.testing.operations.dense_prefill_backward.case import DqCase
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, alone, each, in_case, one_by_one, planted, together
 

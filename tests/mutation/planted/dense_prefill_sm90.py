@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cute_mla.spec.arch import SM90
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase
+from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, alone, each_in, in_case, one_by_one, planted, together
 

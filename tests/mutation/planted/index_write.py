@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cute_mla.testing.cases.index_write import IndexWriteCase
+from cute_mla.testing.operations.index_write.case import IndexWriteCase
 from tests.mutation.planting import each, in_turn, planted, together
 
 NASTY = IndexWriteCase(values="nasty", hadamard=True)

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cute_mla.testing.cases.cache_gather import CacheGatherCase
-from cute_mla.testing.cases.cache_write import CacheWriteCase
+from cute_mla.testing.operations.cache_gather.case import CacheGatherCase
+from cute_mla.testing.operations.cache_write.case import CacheWriteCase
 from tests.mutation.planting import in_turn, planted, together
 
 NASTY = CacheWriteCase(cache="fp8_656", values="nasty")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cute_mla.testing.cases.merge_states import MergeStatesCase
+from cute_mla.testing.operations.merge_states.case import MergeStatesCase
 from tests.mutation.planting import in_turn, planted, together
 
 EMPTY = MergeStatesCase(states=3, tokens=4, empty="some", outputs="given")  # rows with lse inf or -inf and NaN in out, some in all states

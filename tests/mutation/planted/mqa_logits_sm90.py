@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cute_mla.spec.arch import SM90
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
+from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, alone, each, each_in, in_case, one_by_one, planted, together
 

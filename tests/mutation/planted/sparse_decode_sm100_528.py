@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cute_mla.spec.arch import SM100
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
+from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, alone, planted, together
 

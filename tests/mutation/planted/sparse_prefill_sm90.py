@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cute_mla.spec.arch import SM90
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
+from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, alone, each_in, planted, together
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from cute_mla.spec.topk_indices import RESIDENT
-from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
-from cute_mla.testing.cases.topk_indices import TopkIndicesCase
+from cute_mla.testing.operations.indexer_topk.case import IndexerTopkCase
+from cute_mla.testing.operations.topk_indices.case import TopkIndicesCase
 from tests.mutation.planting import alone, each, in_turn, planted, together
 
 # A cluster of 8, one CTA, and two CTAs whose warps have more numbers than stay in shared memory.

@@ -27,21 +27,21 @@ from cute_mla.spec.sparse_prefill import HEAD_DIMS as SPARSE_HEAD_DIMS
 from cute_mla.spec.topk_indices import BLOCKS_PER_SM, LEAST_SHARED, NARROW, RESIDENT, WIDE, TopkIndicesConfig
 from cute_mla.spec.topk_indices import closed_variants as topk_variants
 from cute_mla.testing.cases.base import DTYPES
-from cute_mla.testing.cases.cache_gather import CacheGatherCase
-from cute_mla.testing.cases.cache_insert import CacheInsertCase
-from cute_mla.testing.cases.cache_write import CacheWriteCase
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase
-from cute_mla.testing.cases.dense_prefill_backward import DensePrefillBackwardCase, DqCase
-from cute_mla.testing.cases.index_write import IndexWriteCase
-from cute_mla.testing.cases.merge_states import MergeStatesCase
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase
-from cute_mla.testing.cases.topk_indices import TopkIndicesCase, TopkIndicesTensors, TopkProblem
 from cute_mla.testing.operations import OPERATIONS
+from cute_mla.testing.operations.cache_gather.case import CacheGatherCase
+from cute_mla.testing.operations.cache_insert.case import CacheInsertCase
+from cute_mla.testing.operations.cache_write.case import CacheWriteCase
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
+from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase
+from cute_mla.testing.operations.dense_prefill.suites import KINDS as PREFILL_KINDS
+from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefillBackwardCase, DqCase
+from cute_mla.testing.operations.index_write.case import IndexWriteCase
+from cute_mla.testing.operations.merge_states.case import MergeStatesCase
+from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
 from cute_mla.testing.operations.requests import CUT
-from cute_mla.testing.suites.dense_prefill import KINDS as PREFILL_KINDS
+from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
+from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase
+from cute_mla.testing.operations.topk_indices.case import TopkIndicesCase, TopkIndicesTensors, TopkProblem
 from tests.support.bench import Bench, Result, expect
 
 FEW_HEADS, MANY_HEADS = 5, 128  # of which a CTA has one tile of rows, and two CTAs one each

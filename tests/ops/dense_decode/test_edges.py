@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from cute_mla.spec.dense_decode import OPERANDS
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase, make_dense_decode_tensors
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase, make_dense_decode_tensors
 from tests.support.bench import Bench, expect, identical
 
 SMALL = DenseDecodeCase(batch=3, lengths=(70, 0, 129), h_q=9, sm_count=4)

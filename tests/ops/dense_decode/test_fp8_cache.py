@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
-from cute_mla.testing.cases.dense_decode import DESCALE_K, DESCALE_Q, DenseDecodeCase, make_dense_decode_tensors
+from cute_mla.testing.operations.dense_decode.case import DESCALE_K, DESCALE_Q, DenseDecodeCase, make_dense_decode_tensors
 from tests.support.bench import Bench, expect, identical
 
 OPERANDS = (FP8_CACHE, FP8)

@@ -11,7 +11,7 @@ import torch
 
 import cute_mla
 from cute_mla.spec.dense_decode import FP8_CACHE
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase, make_dense_decode_tensors
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase, make_dense_decode_tensors
 from tests.support.bench import Bench, identical
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import call_of

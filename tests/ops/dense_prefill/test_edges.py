@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase, make_dense_prefill_tensors
 from cute_mla.testing.operations import OPERATIONS
+from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase, make_dense_prefill_tensors
 from tests.support.bench import Bench, identical
 
 KINDS = pytest.mark.parametrize(("dtype", "d_qk"), [("bf16", 192), ("fp16", 128)])

@@ -18,7 +18,7 @@ from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.dense_prefill import MAX_TOKENS
 from cute_mla.spec.kernel_ops import PARAMS_OF
-from cute_mla.testing.cases.dense_prefill import DensePrefillCase, make_dense_prefill_tensors, pack_bits
+from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase, make_dense_prefill_tensors, pack_bits
 from tests.ops.dense_prefill.far_call import far_call
 from tests.support.bench import Bench, expect, identical
 from tests.support.dispatch_modes import Allocations, NoReads

@@ -14,7 +14,7 @@ from torch.testing._internal.optests import aot_autograd_check
 import cute_mla
 import cute_mla.torch_ops
 from cute_mla import flash_mla
-from cute_mla.testing.cases.dense_prefill_backward import (
+from cute_mla.testing.operations.dense_prefill_backward.case import (
     DensePrefillBackwardCase,
     DensePrefillBackwardTensors,
     make_dense_prefill_backward_tensors,

@@ -12,10 +12,7 @@ import pytest
 import torch
 
 from cute_mla.testing.cases.base import QLayout
-from cute_mla.testing.cases.dense_prefill_backward import (
-    DensePrefillBackwardCase,
-    make_dense_prefill_backward_tensors,
-)
+from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefillBackwardCase, make_dense_prefill_backward_tensors
 from tests.support.bench import Bench, expect, identical
 
 KINDS = pytest.mark.parametrize("d_qk", [192, 128, 256])

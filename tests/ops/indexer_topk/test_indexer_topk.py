@@ -13,8 +13,8 @@ from cute_mla import reference
 from cute_mla.indexer import fp8_paged_mqa_logits, indexer_topk, indexer_topk_prefill, topk_indices
 from cute_mla.ops import indexer_topk as op
 from cute_mla.spec.arch import Arch
-from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
-from cute_mla.testing.operations.indexer_topk import INDEXER_TOPK
+from cute_mla.testing.operations.indexer_topk.case import IndexerTopkCase
+from cute_mla.testing.operations.indexer_topk.record import INDEXER_TOPK
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import RightCall, call_of
 

@@ -19,13 +19,13 @@ from cute_mla import reference
 from cute_mla.indexer import fp8_mqa_logits, indexer_topk, indexer_topk_prefill, topk_indices
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.topk_indices import RESIDENT
-from cute_mla.testing.cases.indexer_topk import IndexerTopkCase
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
-from cute_mla.testing.operations.indexer_topk import INDEXER_TOPK
-from cute_mla.testing.operations.mqa_logits import expected_logits
-from cute_mla.testing.suites import indexer_topk as chain_suite
-from cute_mla.testing.suites import mqa_logits as logits_suite
-from cute_mla.testing.suites import topk_indices as topk_suite
+from cute_mla.testing.operations.indexer_topk import suites as chain_suite
+from cute_mla.testing.operations.indexer_topk.case import IndexerTopkCase
+from cute_mla.testing.operations.indexer_topk.record import INDEXER_TOPK
+from cute_mla.testing.operations.mqa_logits import suites as logits_suite
+from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
+from cute_mla.testing.operations.mqa_logits.record import expected_logits
+from cute_mla.testing.operations.topk_indices import suites as topk_suite
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import call_of
 from tests.support.zero_tensors import numbers

@@ -12,8 +12,8 @@ from cute_mla.cache import gather_kv_cache, write_kv_cache
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.cache_rows import CACHED, key_types
 from cute_mla.testing.cases.base import DTYPES
-from cute_mla.testing.cases.cache_write import CacheWriteCase, make_cache_write_tensors
 from cute_mla.testing.cases.paged_cache import copy_cache
+from cute_mla.testing.operations.cache_write.case import CacheWriteCase, make_cache_write_tensors
 
 
 def test_the_torch_path_is_the_same(arch: Arch) -> None:

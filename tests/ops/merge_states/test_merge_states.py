@@ -13,7 +13,7 @@ import cute_mla
 from cute_mla import reference
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.merge_states import MAX_HEADS
-from cute_mla.testing.cases.merge_states import MergeStatesCase
+from cute_mla.testing.operations.merge_states.case import MergeStatesCase
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import RightCall
 from tests.support.right_calls import changed as changed_call

@@ -11,7 +11,7 @@ import torch
 
 from cute_mla.indexer import get_paged_mqa_logits_metadata
 from cute_mla.spec.mqa_logits import ROW_BYTES
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
+from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import RightCall, changed
 from tests.support.zero_tensors import numbers, zeros

@@ -14,8 +14,8 @@ from cute_mla import reference
 from cute_mla.indexer import fp8_mqa_logits, get_paged_mqa_logits_metadata
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.mqa_logits import COLUMNS, ROW_BYTES
-from cute_mla.testing.cases.mqa_logits import MqaLogitsCase
-from cute_mla.testing.operations.mqa_logits import MQA_LOGITS, expected_logits
+from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
+from cute_mla.testing.operations.mqa_logits.record import MQA_LOGITS, expected_logits
 from tests.support.bench import Bench, expect
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import call_of

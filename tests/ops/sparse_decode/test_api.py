@@ -13,7 +13,7 @@ from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.spec.sparse_decode import DECODED, SparseDecodeProblem
-from cute_mla.testing.cases.sparse_decode import Pool
+from cute_mla.testing.operations.sparse_decode.case import Pool
 from tests.support.recording_device import RecordingDevice, row_ctas
 from tests.support.right_calls import planned, sparse_call
 from tests.support.zero_tensors import ints

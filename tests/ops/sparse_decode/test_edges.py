@@ -17,8 +17,8 @@ from cute_mla.ops.cache_codec import parts_of
 from cute_mla.spec.cache_format import CacheFormat
 from cute_mla.spec.sparse_decode import DECODED as CACHES
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, make_sparse_decode_tensors
 from cute_mla.testing.cases.sparse_indices import INT_MAX, INT_MIN
+from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase, make_sparse_decode_tensors
 from tests.support.bench import Bench, expect, identical
 
 FORMATS = pytest.mark.parametrize(("dtype", "cache"), QUERY_AND_CACHE)

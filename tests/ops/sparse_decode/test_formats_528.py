@@ -14,7 +14,7 @@ from torch import Tensor
 
 from cute_mla.cache import dequantise_cache
 from cute_mla.ops.cache_codec import parts_of
-from cute_mla.testing.cases.sparse_decode import Pool, SparseDecodeCase, make_sparse_decode_tensors
+from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase, make_sparse_decode_tensors
 from tests.support.bench import Bench, expect
 
 KEYS = 16

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import cute_mla
 from cute_mla.spec.split_plan import TILE_KEYS
-from cute_mla.testing.cases.sparse_prefill import SparsePrefillCase, make_sparse_prefill_tensors
+from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase, make_sparse_prefill_tensors
 from cute_mla.testing.runner import call
 from tests.support.bench import Bench, expect, identical
 

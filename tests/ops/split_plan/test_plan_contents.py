@@ -20,8 +20,8 @@ import cute_mla
 from cute_mla.simulator import Finding
 from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
-from cute_mla.testing.cases.dense_decode import DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
 from cute_mla.testing.compare import same_bits
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
 from tests.support.bench import Bench, expect
 from tests.support.decoding import with_lengths
 from tests.support.right_calls import RightCall, planned

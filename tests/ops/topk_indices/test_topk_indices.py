@@ -14,7 +14,7 @@ from cute_mla import reference
 from cute_mla.indexer import topk_indices
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.topk_indices import BLOCKS_PER_SM, CLUSTERS, MAX_COLUMNS, MAX_ROWS, MAX_TOPK, NARROW, RESIDENT, WIDE, config_for
-from cute_mla.testing.cases.topk_indices import TopkIndicesCase
+from cute_mla.testing.operations.topk_indices.case import TopkIndicesCase
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import RightCall
 from tests.support.right_calls import changed as changed_call
