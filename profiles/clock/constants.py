@@ -67,6 +67,7 @@ class Constants:
     cluster_latency: int
     # copies and memory
     copy_issue_clocks: int
+    gather_issue_clocks: int
     copy_l2_latency: int
     copy_hbm_latency: int
     multicast_latency: int

@@ -320,7 +320,7 @@ class Engine:
 
     def _do_global_load(self, clock: int, warp: Warp, op: TimedInstruction, access: GlobalAccess) -> int | None:
         constants, sm = self.constants, warp.sm
-        sm.port.queue.serve(clock, access.wavefronts * 128 / constants.l1_bytes)
+        sm.port.access(clock, access.wavefronts * 128 / constants.l1_bytes)
         end = sm.memory.arrival(clock, access.request, constants.l2_latency, constants.hbm_latency)
         self.hold(warp, op.write_board, end, op.base)
         self.hold(warp, op.read_board, clock + op.read, op.base)
@@ -539,7 +539,7 @@ class Engine:
 
     def _do_tensor_copy(self, clock: int, warp: Warp, op: TimedInstruction, load: TensorLoad) -> int:
         constants, sm = self.constants, warp.sm
-        sent = sm.copies.accept(clock)
+        sent = sm.copies.accept(clock, load.gathers)
         self.hold(warp, op.read_board, sent, op.base)
         if load.signals:
             end = sm.memory.arrival(sent, load.request, constants.copy_l2_latency, constants.copy_hbm_latency)

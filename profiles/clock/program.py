@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -19,6 +20,7 @@ from .instructions import TimedInstruction, count_of, reads_registers, shape_of
 
 BANKS, BANK_BYTES, WARP = 32, 4, 32
 SECTOR, LINE = 32, 128
+SECTORS = LINE // SECTOR  # of a line
 BUFFER_SHIFT = 48
 RANK_SHIFT = 24
 OFFSET_MASK = (1 << RANK_SHIFT) - 1
@@ -38,16 +40,15 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Request:
-    """Bytes that an access asks L2 for. lines: of 128 bytes, distinct; none for boxes.
+    """Bytes that an access asks L2 for.
 
-    unit: lines that HBM gives together (a prefetch size of the load), 0 for single sectors. sectors: returns those of boxes, distinct; None
-    for all other accesses.
+    sectors: returns the distinct ones; only an access that may go to HBM asks. unit: sectors that HBM gives together (a prefetch size of
+    the load).
     """
 
     nbytes: int
-    lines: tuple[int, ...]
-    unit: int = 0
-    sectors: Callable[[], tuple[int, ...]] | None = None
+    sectors: Callable[[], Sequence[int]]
+    unit: int = 1
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,16 @@ class GlobalAccess:
 
 @dataclass(frozen=True)
 class TensorLoad:
-    """A load by TMA. request: of each destination. nbytes: that each receives, zeros included. signals: (destination's rank, arrival)."""
+    """A load by TMA.
+
+    request: of each destination. nbytes: that each receives, zeros included. signals: (destination's rank, arrival). gathers: whether it
+    takes four rows by their numbers.
+    """
 
     request: Request
     nbytes: int
     signals: tuple[tuple[int, Arrival], ...]
+    gathers: bool = False
 
 
 @dataclass(frozen=True)
@@ -301,7 +307,7 @@ class Decoder:
         assert isinstance(operand, Address)
         places = self._address(replace(operand, wide=True), step, active)  # a pair, though the text does not say so
         lines = np.unique(in_buffers(places, self.buffers) // LINE)
-        return Request(len(lines) * LINE, tuple(lines.tolist()))
+        return Request(len(lines) * LINE, (lines[:, None] * SECTORS + np.arange(SECTORS)).ravel().tolist)
 
     # ------------------------------------------------------------ asynchronous units
 
@@ -313,7 +319,7 @@ class Decoder:
         nbytes = sum(item.box.nbytes for item in step.boxes) // destinations
         places = [(item, item & ~1 | parity if "2CTA" in ins.modifiers else item) for item in ranks]
         signals = tuple((item, Arrival(signalled, offset, 0, -nbytes)) for item, signalled in places)
-        return TensorLoad(self._boxes(step, destinations), nbytes, signals)
+        return TensorLoad(self._boxes(step, destinations), nbytes, signals, "GATHER4" in ins.modifiers)
 
     def _tensor_prefetch(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> Request:
         return self._boxes(step, 1)
@@ -323,9 +329,9 @@ class Decoder:
         boxes = [item.box for item in step.boxes if item.box.layout.inside.size]
 
         def sectors() -> tuple[int, ...]:
-            return tuple(dict.fromkeys(sector for box in boxes for sector in rows_units(*box.gmem_rows(), SECTOR, self.buffers)))
+            return tuple(dict.fromkeys(sector for box in boxes for sector in rows_sectors(*box.gmem_rows(), self.buffers)))
 
-        return Request(sum(box.layout.inside.size * box.layout.unit for box in boxes) // destinations, (), sectors=sectors)
+        return Request(sum(box.layout.inside.size * box.layout.unit for box in boxes) // destinations, sectors)
 
     def _bulk_load(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> TensorLoad:
         request = self._bytes(ins.operands[1], ins.operands[2], step, active)
@@ -340,7 +346,7 @@ class Decoder:
         """Return the request of contiguous bytes: their address in a pair, and their number / 16."""
         first = self._run(start, 0, step, active) + (self._run(start, 1, step, active) << 32)
         nbytes = int(self._value(size, step, active)[0]) << 4
-        return Request(nbytes, rows_units(np.array([first], np.int64), nbytes, LINE, self.buffers))
+        return Request(nbytes, partial(rows_sectors, np.array([first], np.int64), nbytes, self.buffers))
 
     def _bulk_copy(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> Arrival:
         signal = self._run(ins.operands[0], 1, step, active)
@@ -391,17 +397,17 @@ def in_buffers(places: np.ndarray, buffers: Sequence[Buffer]) -> np.ndarray:
     return (found << BUFFER_SHIFT) + places - starts[found]
 
 
-def rows_units(starts: np.ndarray, nbytes: int, unit: int, buffers: Sequence[Buffer]) -> tuple[int, ...]:
-    """Return the distinct lines or sectors, of `unit` bytes, of rows of so many bytes."""
+def rows_sectors(starts: np.ndarray, nbytes: int, buffers: Sequence[Buffer]) -> tuple[int, ...]:
+    """Return the distinct sectors of rows of so many bytes."""
     first = in_buffers(starts, buffers)
     last = first + nbytes - 1
-    return tuple(dict.fromkeys(item for low, high in zip(first // unit, last // unit, strict=True) for item in range(low, high + 1)))
+    return tuple(dict.fromkeys(item for low, high in zip(first // SECTOR, last // SECTOR, strict=True) for item in range(low, high + 1)))
 
 
 def _request(ins: SassInstruction, sectors: np.ndarray) -> Request:
     """Return the request of a load or store of sectors, with the prefetch size that it names."""
-    unit = next((int(word[3:-1]) // LINE for word in ins.modifiers if re.fullmatch(r"LTC\d+B", word)), 0)
-    return Request(len(sectors) * SECTOR, tuple(np.unique(sectors * SECTOR // LINE).tolist()), unit)
+    prefetched = next((int(word[3:-1]) for word in ins.modifiers if re.fullmatch(r"LTC\d+B", word)), 0)
+    return Request(len(sectors) * SECTOR, sectors.tolist, prefetched // SECTOR if prefetched >= LINE else 1)
 
 
 def width_of(ins: SassInstruction) -> int:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from .constants import Constants
-from .program import LINE, SECTOR, Product, Request, TensorProduct
+from .program import SECTOR, Product, Request, TensorProduct
 
 WARPGROUP = 4
-SECTORS = LINE // SECTOR  # of a line
 
 At = Callable[[int, Callable[[int], None]], None]  # calls a function at a clock
 
@@ -43,7 +42,7 @@ class Port:
         self.owed = 0.0
         self.fetched = 0.0
 
-    def access(self, clock: int, turns: int) -> float:
+    def access(self, clock: int, turns: float) -> float:
         """Return the end of an access of a warp that takes so many turns."""
         self.owed += turns
         return self.queue.serve(clock, turns)
@@ -78,7 +77,7 @@ def share(ports: Sequence[Port], idle: float, clocks: float, operands: float) ->
 class Hbm(Server):
     """The way of a cluster to HBM, which has the shares of its SMs together. nbytes: a clock.
 
-    there: sectors that boxes and prefetches have brought to L2, with the clock from which on a load finds them.
+    there: sectors that were brought to L2, with the clock from which on a load finds them.
     """
 
     def __init__(self, nbytes: float) -> None:
@@ -86,20 +85,22 @@ class Hbm(Server):
         self.nbytes = nbytes
         self.there: dict[int, float] = {}
 
-    def bring(self, clock: float, nbytes: float) -> float:
-        """Return when HBM has given so many bytes, but for its latency."""
-        return self.serve(clock, nbytes / self.nbytes)
-
-    def lines_there(self, lines: Iterable[int]) -> dict[int, float]:
-        """Return the lines of which sectors were brought, with the clock from which on a load finds them."""
-        found = {line: [self.there[item] for item in sectors_of((line,)) if item in self.there] for line in lines} if self.there else {}
-        return {line: max(clocks) for line, clocks in found.items() if clocks}
+    def bring(self, clock: float, sectors: Sequence[int], gain: int) -> float:
+        """Bring sectors to L2, each once. Return when they are there for a load; gain: latency of HBM beyond that of L2."""
+        found = [self.there[sector] for sector in sectors if sector in self.there]
+        end = max(found, default=0.0)
+        if len(found) < len(sectors):
+            new = [sector for sector in sectors if sector not in self.there]
+            brought = self.serve(clock, len(new) * SECTOR / self.nbytes) + gain
+            self.there.update(dict.fromkeys(new, brought))
+            end = max(end, brought)
+        return end
 
 
 class Memory:
-    """The way of one SM to L2 and HBM. A line is in L2 once it has been loaded.
+    """The way of one SM to L2 and HBM.
 
-    cold: whether lines come from HBM at first. hbm: the cluster's way to it.
+    cold: whether sectors come from HBM at first. hbm: the cluster's way to it.
     """
 
     def __init__(self, constants: Constants, cold: bool, hbm: Hbm) -> None:
@@ -107,61 +108,22 @@ class Memory:
         self.cold = cold
         self.hbm = hbm
         self.link = Server()
-        self.seen: set[int] = set()
 
     def arrival(self, clock: float, request: Request, l2_latency: int, hbm_latency: int) -> float:
         """Return when the last of the bytes that an access asks for is there."""
         end = self.link.serve(clock, request.nbytes / self.constants.l2_bytes) + l2_latency
         if not self.cold:
             return end
-        if request.sectors is not None:
-            return max(end, self._boxes(clock, request.sectors(), l2_latency, hbm_latency))
-        new = [line for line in request.lines if line not in self.seen]
-        self.seen.update(new)
-        there = self.hbm.lines_there(new)
-        end = max(end, max(there.values(), default=0.0) + l2_latency)
-        if len(new) > len(there):
-            beside = self._beside(new, request.unit)
-            share = (len(new) - len(there)) / len(request.lines)
-            nbytes = (len(new) + len(beside)) * LINE if request.unit else share * request.nbytes
-            brought = self.hbm.bring(clock, nbytes) + hbm_latency
-            self.hbm.there.update(dict.fromkeys(sectors_of(beside), brought - l2_latency))
-            end = max(end, brought)
-        return end
-
-    def _boxes(self, clock: float, sectors: Sequence[int], l2_latency: int, hbm_latency: int) -> float:
-        """Return when the sectors of boxes are there: HBM gives each of them to a cluster once."""
-        there = self.hbm.there
-        end = max((there[sector] for sector in sectors if sector in there), default=0.0) + l2_latency
-        new = [sector for sector in sectors if sector not in there]
-        if new:
-            brought = self.hbm.bring(clock, len(new) * SECTOR) + hbm_latency
-            there.update(dict.fromkeys(new, brought - l2_latency))
-            end = max(end, brought)
-        return end
-
-    def _beside(self, new: list[int], unit: int) -> set[int]:
-        """Return the lines that come with new ones because HBM is read in units of so many lines; none for unit 0."""
-        whole = {line - line % unit + index for line in new for index in range(unit)}
-        return whole - self.seen - self.hbm.lines_there(whole).keys()
+        wanted = request.sectors()
+        if request.unit > 1:
+            wanted = [*dict.fromkeys(sector - sector % request.unit + index for sector in wanted for index in range(request.unit))]
+        return max(end, self.hbm.bring(clock, wanted, hbm_latency - l2_latency) + l2_latency)
 
     def prefetch(self, clock: float, request: Request, gain: int) -> float:
-        """Bring lines to L2. Return when they are there for a load; gain: latency of HBM beyond that of L2."""
+        """Bring sectors to L2. Return when they are there for a load; gain: latency of HBM beyond that of L2."""
         if not self.cold:
             return clock
-        every = request.lines if request.sectors is None else tuple(dict.fromkeys(item // SECTORS for item in request.sectors()))
-        there = self.hbm.lines_there(every)
-        new = [line for line in every if line not in self.seen and line not in there]
-        if not new:
-            return clock
-        end = self.hbm.bring(clock, len(new) / len(every) * request.nbytes) + gain
-        self.hbm.there.update(dict.fromkeys(sectors_of(new), end))
-        return end
-
-
-def sectors_of(lines: Iterable[int]) -> list[int]:
-    """Return the sectors of lines."""
-    return [line * SECTORS + index for line in lines for index in range(SECTORS)]
+        return max(clock, self.hbm.bring(clock, request.sectors(), gain))
 
 
 @dataclass
@@ -257,15 +219,15 @@ class TensorCore:
 
 
 class CopyEngine:
-    """The TMA unit of an SM: takes one instruction every copy_issue_clocks."""
+    """The TMA unit of an SM: takes one instruction every copy_issue_clocks, a gather of four rows every gather_issue_clocks."""
 
     def __init__(self, constants: Constants) -> None:
         self.constants = constants
         self.queue = Server()
 
-    def accept(self, clock: int) -> float:
+    def accept(self, clock: int, gathers: bool = False) -> float:
         """Return when the unit sends the requests of an instruction."""
-        return self.queue.serve(clock, self.constants.copy_issue_clocks)
+        return self.queue.serve(clock, self.constants.gather_issue_clocks if gathers else self.constants.copy_issue_clocks)
 
 
 QueuedTensorProduct = tuple[TensorProduct, list[Port], int]  # with the ports of the CTAs that give operands, and its address

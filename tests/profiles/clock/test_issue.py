@@ -125,9 +125,9 @@ def test_a_dependent_load_waits_for_l2_or_for_memory(cold: bool) -> None:
     assert run.gaps("LDG") == [expected] * 5
 
 
-def test_a_line_is_in_l2_from_its_second_load_on() -> None:
+def test_a_sector_is_in_l2_from_its_second_load_on() -> None:
     body = "mov.u64 %rd4, %rd0;\n" + "ld.global.u64 %rd4, [%rd4];\n" * 6 + "st.global.u64 [%rd0], %rd4;\n"
-    run = timed(Kernel(body), pointers(6, 64), setting=replace(WARM, cold=True))
+    run = timed(Kernel(body), pointers(6, 16), setting=replace(WARM, cold=True))
     assert run.gaps("LDG") == [H100.hbm_latency + 2, H100.l2_latency] * 2 + [H100.hbm_latency + 2]
 
 

@@ -38,8 +38,13 @@ def from_hbm(nbytes: int) -> int:
 
 @pytest.mark.parametrize("start", [0, 32, 64])
 def test_a_buffer_begins_with_a_line_wherever_it_lies(start: int) -> None:
-    run = timed(chase(6), pointers(6, 64, start), setting=COLD)
-    assert run.gaps("LDG") == [from_hbm(SECTOR), H100.l2_latency] * 2 + [from_hbm(SECTOR)]
+    run = timed(chase(6, "ld.global.L2::128B.u64"), pointers(6, 64, start), setting=COLD)
+    assert run.gaps("LDG") == [from_hbm(LINE), H100.l2_latency] * 2 + [from_hbm(LINE)]
+
+
+def test_each_sector_of_a_line_comes_from_hbm_once() -> None:
+    run = timed(chase(9), pointers(9, SECTOR // 2), setting=COLD)
+    assert run.gaps("LDG") == [from_hbm(SECTOR), H100.l2_latency] * 4
 
 
 @pytest.mark.parametrize("opcode", ["prefetch.global.L2", "prefetch.global.L2::evict_last", "prefetch.global.L1"])

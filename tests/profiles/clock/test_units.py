@@ -19,6 +19,7 @@ from cute_mla.simulator.frontend.layout import SHARED_BASE
 from tests.profiles.clock.timed import H100, WARM, Timed, timed
 from tests.simulator.small_kernels import Kernel, aligned
 
+B200 = constants("B200")
 BARRIERS = """
     mov.u32 %r100, smem; setp.ne.u32 %p20, %r0, 0; @%p20 bra INITIALISED;
     mbarrier.init.shared.b64 [%r100], {count}; mbarrier.init.shared.b64 [%r100+8], {count};
@@ -109,21 +110,20 @@ def test_products_take_their_flops_or_their_operands_and_a_tail(n: int, clocks: 
 
 
 def test_a_product_of_a_pair_pays_off_the_arrears_of_both_ports() -> None:
-    b200 = constants("B200")
-    ports = [Port(b200), Port(b200)]
-    engine = Engine(2, 1, b200, WARM)
-    queue = TensorQueue(b200, engine.at, keeps_spans=True)
+    ports = [Port(B200), Port(B200)]
+    engine = Engine(2, 1, B200, WARM)
+    queue = TensorQueue(B200, engine.at, keeps_spans=True)
     product = TensorProduct(rows=64, n=128, k=16, element_bytes=2, ctas=2, operands=6144)
-    turns = product.operands // b200.shared_bytes
-    assert turns >= 2 * product.rows * product.n * product.k / b200.product_flops  # the port binds
+    turns = product.operands // B200.shared_bytes
+    assert turns >= 2 * product.rows * product.n * product.k / B200.product_flops  # the port binds
     for port, ahead in zip(ports, (100, 60), strict=True):
-        port.write((b200.port_slack_clocks + ahead) * b200.shared_bytes)
+        port.write((B200.port_slack_clocks + ahead) * B200.shared_bytes)
     queue.issue(0, (product, ports, 0))
-    ports[1].write(40 * b200.shared_bytes)  # has had 100 turns meanwhile
+    ports[1].write(40 * B200.shared_bytes)  # has had 100 turns meanwhile
     queue.issue(0, (product, ports, 0))
     engine.run()
     assert [end - start for _, start, end, _ in queue.spans] == [turns + 100, turns]
-    assert [port.owed for port in ports] == [b200.port_slack_clocks] * 2
+    assert [port.owed for port in ports] == [B200.port_slack_clocks] * 2
 
 
 @pytest.mark.parametrize(("size", "turns"), [(4, 1), (8, 2), (16, 4)])
@@ -176,6 +176,26 @@ def test_tma_takes_an_instruction_at_a_time_and_bytes_at_a_rate(cold: bool) -> N
     flip = run.spans(mbarrier_track(SHARED_BASE))[0].end
     assert flip == max(from_l2)
     assert run.next_issue(flip) == flip + H100.phase_latency
+
+
+def test_gathers_of_four_rows_follow_each_other_sooner() -> None:
+    source = aligned(16 * 32, np.uint16)
+    rows = TensorMap("bf16", source.ctypes.data, (32, 16), (64,), (32, 1))
+    gather = (
+        "cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes "
+        "[%r100+{}], [%rd10, {{%r102, %r102, %r102, %r102, %r102}}], [%r100];"
+    )
+    body = f"""
+    mov.b64 %rd10, p1; cvta.param.u64 %rd10, %rd10; mov.u32 %r102, 0; mov.u32 %r100, smem; setp.ne.u32 %p20, %r0, 0;
+    @%p20 bra LOADED; mbarrier.init.shared.b64 [%r100], 1; fence.mbarrier_init.release.cluster;
+    mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r100], 1024; {"".join(gather.format(1024 * number) for number in range(1, 5))}
+    W: mbarrier.try_wait.parity.shared.b64 %p22, [%r100], 0; @!%p22 bra W;
+    LOADED: st.global.u32 [%rd2], %r0;
+    """
+    run = timed(Kernel(body, smem=8192), words(), rows, source, of=B200)
+    sent = [span.start for span in run.spans(TMA)]
+    issued = run.issues("UTMALDG")
+    assert sent == [max(clock, before) + B200.gather_issue_clocks for clock, before in zip(issued, [0, *sent], strict=False)]
 
 
 def questions(work: int) -> str:

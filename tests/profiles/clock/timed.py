@@ -55,9 +55,9 @@ class Timed:
 
 
 @cache
-def cubin_of(text: str) -> bytes:
+def cubin_of(text: str, target: str = "sm_90a") -> bytes:
     """Return the cubin of a PTX text; skip the test without ptxas."""
-    cubin = assemble(text, "sm_90a")
+    cubin = assemble(text.replace("sm_90a", target), target)
     if cubin is None:
         pytest.skip("ptxas is not installed")
     return cubin
@@ -65,7 +65,7 @@ def cubin_of(text: str) -> bytes:
 
 def timed(kernel: Kernel, *args: Argument, setting: Setting = WARM, of: Constants = H100) -> Timed:
     """Run a kernel on the clock."""
-    cubin = cubin_of(kernel.text(list(args)))
+    cubin = cubin_of(kernel.text(list(args)), f"sm_{of.arch.removeprefix('sm')}a")
     text = disassemble(cubin)
     listing = read_listing(text)
     module = load_machine_code(cubin, text, is_traced=True)
