@@ -11,14 +11,14 @@ import pytest
 pytest.importorskip("cutlass", reason="the CuTe DSL (build extra) is not installed")
 
 from cute_mla.kernels.dense_prefill import operands
-from cute_mla.kernels.primitives import integers
+from cute_mla.kernels.primitives import arithmetic
 from cute_mla.profiles.launches.partition import PrefillTiles, dense_prefill_order
 from cute_mla.spec.dense_prefill import RANKED_ROUNDS
 
 
 @pytest.fixture(autouse=True)
 def on_integers(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (operands, integers):
+    for module in (operands, arithmetic):
         monkeypatch.setattr(module, "cutlass", SimpleNamespace(select_=lambda condition, a, b: a if condition else b))
     monkeypatch.setattr(operands, "Uint32", int)
     monkeypatch.setattr(operands, "Int32", int)
