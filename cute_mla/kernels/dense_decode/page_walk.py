@@ -13,13 +13,13 @@ from ..attention.lengths import tiles_of
 from ..attention.scheduler import TileRange
 from ..primitives.arithmetic import smaller
 from ..primitives.copies import prefetch_line
-from .operands import NO_PAGE, LaneBox, Operands
+from .operands import NO_PAGE, DenseDecodeOperands, LaneBox
 
 TILE_SHIFT = TILE_KEYS.bit_length() - 1
 
 
 @cute.jit
-def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]]) -> Int32:
+def for_each_tile(operands: DenseDecodeOperands, load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]]) -> Int32:
     """Call load_tile(this lane's box, number of the tile) for every tile of every work tile. Return the number of tiles.
 
     One warp; lane l has the box of keys that begins at l boxes.
@@ -50,7 +50,7 @@ def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[Lan
 
 
 @cute.jit
-def for_each_tile_in_groups(operands: Operands, load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]]) -> Int32:
+def for_each_tile_in_groups(operands: DenseDecodeOperands, load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]]) -> Int32:
     """Do as for_each_tile, but look up the entries of several tiles at once, lane l the l-th, so that the loop over tiles has no load.
 
     A group is as many tiles as 32 boxes hold. The stages that are full hide the latency, once a group.
@@ -97,7 +97,7 @@ class TileRun:
     hole: tuple[Int32, Int32] | None
 
     @staticmethod
-    def create(operands: Operands, tile_range: TileRange) -> TileRun:
+    def create(operands: DenseDecodeOperands, tile_range: TileRange) -> TileRun:
         """Return the run that a work tile, or the rest of one, begins with."""
         if not operands.key_masks:
             return TileRun(tile_range, tile_range.begin, None)
@@ -108,7 +108,7 @@ class TileRun:
 
 
 @cute.jit
-def _find_run(operands: Operands, tile_range: TileRange) -> tuple[Int32, Int32, Int32, Int32]:
+def _find_run(operands: DenseDecodeOperands, tile_range: TileRange) -> tuple[Int32, Int32, Int32, Int32]:
     """Return tiles, tile and hole of a run. It ends before a tile with keys that no query token sees: where sinks end or windows begin."""
     tiles, tile = tile_range.tiles, tile_range.begin
     hole_begin, hole_end = Int32(0), Int32(0)
@@ -124,7 +124,7 @@ def _find_run(operands: Operands, tile_range: TileRange) -> tuple[Int32, Int32, 
     return tiles, tile, hole_begin, hole_end
 
 
-def sees_box(operands: Operands, hole: tuple[Int32, Int32] | None) -> Boolean:
+def sees_box(operands: DenseDecodeOperands, hole: tuple[Int32, Int32] | None) -> Boolean:
     """Return whether a key of this lane's box of a tile lies outside the hole. Only pages smaller than a tile may lie in one."""
     if hole is None:
         return Boolean(True)
@@ -132,13 +132,13 @@ def sees_box(operands: Operands, hole: tuple[Int32, Int32] | None) -> Boolean:
     return (offset < hole[0]) | (offset + operands.box_keys() > hole[1])
 
 
-def first_entry(operands: Operands, tile: Int32) -> tuple[Int32, Int32]:
+def first_entry(operands: DenseDecodeOperands, tile: Int32) -> tuple[Int32, Int32]:
     """Return (entry in the block table, row in that page) of this lane's box of a tile of a request."""
     return operands.page_entry(tile * TILE_KEYS + cute.arch.lane_idx() * operands.box_keys())
 
 
 @cute.jit
-def prefetch_entry(operands: Operands, request: Int32, entry: Int32, tile: Int32):
+def prefetch_entry(operands: DenseDecodeOperands, request: Int32, entry: Int32, tile: Int32):
     """Ask L2 for the block table's entry of this lane's box of a tile, if the table has room for it. Nothing is read."""
     offset = cute.arch.lane_idx() * operands.box_keys()
     if (offset < TILE_KEYS) & (Uint32(tile * TILE_KEYS + offset) < Uint32(operands.args.max_keys)):
@@ -146,7 +146,7 @@ def prefetch_entry(operands: Operands, request: Int32, entry: Int32, tile: Int32
 
 
 @cute.jit
-def look_up(operands: Operands, request: Int32, entry: Int32, left: Int32, hole: tuple[Int32, Int32] | None = None) -> Int32:
+def look_up(operands: DenseDecodeOperands, request: Int32, entry: Int32, left: Int32, hole: tuple[Int32, Int32] | None = None) -> Int32:
     """Return the page of this lane's box in a tile `left` keys before the end.
 
     The entry of a box without a key in use is never read: its page is NO_PAGE, of which the TMA makes zeros. hole: keys that are not.

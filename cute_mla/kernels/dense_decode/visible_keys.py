@@ -8,14 +8,14 @@ from cutlass import Int32, Int64, Uint32, Uint64, cute
 from ...spec.dense_decode import TREE_WORD_TOKENS
 from ..attention.scheduler import KeyTile
 from ..primitives.arithmetic import clip
-from .operands import Operands
+from .operands import DenseDecodeOperands
 
 WORD_KEYS = TREE_WORD_TOKENS
 ALL_SEEN = -1
 
 
 @cute.jit
-def visible_word(operands: Operands, keys: KeyTile, token: Int32, first: cutlass.Constexpr[int]) -> Int32:
+def visible_word(operands: DenseDecodeOperands, keys: KeyTile, token: Int32, first: cutlass.Constexpr[int]) -> Int32:
     """Return the bits of 32 keys of a tile from `first` on: 1 where a query token sees the key."""
     word = word_below(operands.key_limit(keys, token) - first)
     if cutlass.const_expr(operands.key_masks):
@@ -24,7 +24,7 @@ def visible_word(operands: Operands, keys: KeyTile, token: Int32, first: cutlass
 
 
 @cute.jit
-def _unmasked_word(operands: Operands, keys: KeyTile, token: Int32, first: cutlass.Constexpr[int]) -> Int32:
+def _unmasked_word(operands: DenseDecodeOperands, keys: KeyTile, token: Int32, first: cutlass.Constexpr[int]) -> Int32:
     """Return the bits of 32 keys that neither a tree mask nor a window hides."""
     word = Int32(ALL_SEEN)
     if operands.has_tree():
@@ -40,7 +40,7 @@ def word_below(count: Int32) -> Int32:
     return Int32((Int64(1) << Int64(clip(count, Int32(WORD_KEYS)))) - 1)
 
 
-def tree_word(operands: Operands, keys: KeyTile, token: Int32, first: int) -> Int32:
+def tree_word(operands: DenseDecodeOperands, keys: KeyTile, token: Int32, first: int) -> Int32:
     """Return the bits of 32 keys of a tile by a token's tree mask. Keys before the new tokens are 1; those past the end may be.
 
     Tokens that a request or unit lacks have the bits of some other one.

@@ -10,7 +10,7 @@ from cutlass.experimental import primitives
 
 from ...spec.mqa_logits import TILE_KEYS, MqaLogitsArguments, MqaLogitsConfig
 from ..primitives.arithmetic import smaller
-from ..sm100.row_copy import start_copy
+from ..primitives.copies import start_copy
 from .items import ItemBoard, LaneItem, WorkItem, WorkItems, for_each_item
 from .sm100_config import GROUPS, ITEM_COLUMNS, LANES, Pipes, Tiles
 

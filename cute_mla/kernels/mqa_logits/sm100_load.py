@@ -13,8 +13,7 @@ from cutlass.experimental import primitives
 
 from ...spec.mqa_logits import COLUMNS, SCALE_BYTES, TILE_KEYS, MqaLogitsArguments
 from ..primitives.arithmetic import smaller
-from ..primitives.copies import load_box
-from ..sm100.row_copy import start_copy
+from ..primitives.copies import load_box, start_copy
 from .items import WorkItem
 from .sm100_config import BLOCK_BYTES, LANES, QUERY_BYTES, TILE_BYTES, Pipes
 from .sm100_item import Items
