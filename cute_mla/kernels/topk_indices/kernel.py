@@ -32,13 +32,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
-from ...spec.topk_indices import BLOCKS_PER_SM, PARAMS, RESIDENT, RESIDENT_ROWS, THREADS, WARPS, TopkIndicesArguments, TopkIndicesConfig
+from ...spec.topk_indices import BLOCKS_PER_SM, RESIDENT, RESIDENT_ROWS, THREADS, WARPS, TopkIndicesArguments, TopkIndicesConfig
 from ..definition import KernelDefinition
-from ..example_arguments import example_arguments
 from ..primitives.arithmetic import clip, inclusive_sum, larger, smaller
 from ..primitives.smem import Array, SmemLayout, fields_of
+from ..warp_kernel import WarpKernel
 
 LANES = 32
 EACH = 8  # numbers of a lane in flight
@@ -256,26 +255,18 @@ def warp_sum(value: Int32) -> Int32:
     return value
 
 
-class TopkIndices:
+class TopkIndices(WarpKernel):
     """One variant of the kernel."""
 
-    def __init__(self, config: TopkIndicesConfig, arch: Arch) -> None:
-        self.config = config
-        self.cluster = config.cluster
-        self.name = kernel_name("topk_indices", arch.name, config.name)
+    op = "topk_indices"
+    role = "select"
+    arguments = TopkIndicesArguments
+    threads = THREADS
 
-    @cute.jit
-    def host(self, args: TopkIndicesArguments):
-        """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(args).launch(
-            grid=(self.cluster, 1, 1),
-            block=(THREADS, 1, 1),
-            cluster=(self.cluster, 1, 1),
-            use_pdl=True,
-            min_blocks_per_mp=BLOCKS_PER_SM,
-            preferred_smem_carveout=100,
-        )
+    def __init__(self, config: TopkIndicesConfig, arch: Arch) -> None:
+        super().__init__(config, arch)
+        self.cluster = config.cluster
+        self.launch = {"cluster": (self.cluster, 1, 1), "min_blocks_per_mp": BLOCKS_PER_SM, "preferred_smem_carveout": 100}
 
     @cute.kernel
     def kernel(self, args: TopkIndicesArguments):
@@ -551,15 +542,4 @@ def count_beside(candidates: Candidates, pivot: tuple):
 def build(config: TopkIndicesConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
     kernel = TopkIndices(config, arch)
-    return KernelDefinition(
-        op="topk_indices",
-        config=config,
-        host=kernel.host,
-        args=(example_arguments(TopkIndicesArguments, {"logits": Float32}),),
-        params=PARAMS,
-        block=(THREADS, 1, 1),
-        cluster=(config.cluster, 1, 1),
-        smem_bytes=SMEM.nbytes,
-        roles=(Role("select", 0, WARPS),),
-        expected={"ATOMS": 2 + ROWS},
-    )
+    return kernel.definition({"logits": Float32}, {"ATOMS": 2 + ROWS}, SMEM.nbytes)
