@@ -163,7 +163,7 @@ def for_each_item(items: WorkItems, visit: cutlass.Constexpr[Visit]) -> tuple[In
 
 
 @dataclass(frozen=True)
-class ItemBoard:
+class PostedItems:
     """Items on their way to the roles that score. sItems: int32 (stages, words), 16-byte aligned. The barriers are the caller's."""
 
     sItems: cute.Pointer
@@ -204,4 +204,4 @@ class ItemBoard:
         return cell.load(), (cell + 1).load()
 
     def _cell(self, stage: Int32) -> cute.Pointer:
-        return self.sItems + stage * ItemBoard.words(self.block_tokens)
+        return self.sItems + stage * PostedItems.words(self.block_tokens)
