@@ -54,11 +54,16 @@ def first_query_row() -> Int32:
 
 @dataclass(frozen=True)
 class KeyTile:
-    """One key tile of a request. first: number of its first key. left: keys of the request from the tile on. Skipped tiles do not count."""
+    """One key tile of a request. first: number of its first key. remaining: keys of the request from the tile on, but for skipped tiles."""
 
     req: Int32
     first: Int32
-    left: Int32
+    remaining: Int32
+
+    @property
+    def left(self) -> Int32:
+        """Return the remaining keys, by the name that the SM90 kernels have for them."""
+        return self.remaining
 
 
 @dataclass(frozen=True)

@@ -71,7 +71,7 @@ class DenseDecodeOperands(LatentOperands):
 
     def hides_keys(self, keys: KeyTile) -> Boolean:
         """Return whether a row may not see a key of a tile."""
-        return Uint32(keys.left - self.args.hidden_keys - TILE_KEYS) >= Uint32(self.args.steady_keys)
+        return Uint32(keys.remaining - self.args.hidden_keys - TILE_KEYS) >= Uint32(self.args.steady_keys)
 
     def has_tree(self) -> Boolean:
         """Return whether a tree mask decides on the new tokens."""
@@ -83,18 +83,20 @@ class DenseDecodeOperands(LatentOperands):
 
     def hides_values(self, keys: KeyTile) -> Boolean:
         """Return whether a tile has keys that no query token sees: past the end, or before all windows."""
-        return Uint32(keys.left - TILE_KEYS) >= Uint32(self.args.steady_values)
+        return Uint32(keys.remaining - TILE_KEYS) >= Uint32(self.args.steady_values)
 
-    def hole(self, keys: KeyTile) -> tuple[Int32, Int32]:
+    def unseen_keys(self, keys: KeyTile) -> tuple[Int32, Int32]:
         """Return the keys between the first ones, always seen, and all windows, counted within a tile: begin and end, or begin >= end."""
-        return self.args.sink_keys - keys.first, keys.left - self.args.reach
+        return self.args.sink_keys - keys.first, keys.remaining - self.args.reach
+
+    hole = unseen_keys
 
     def key_limit(self, keys: KeyTile, token: Int32) -> Int32:
         """Return the key, counted within a tile, from which on a query token sees none: the end, or bottom-right causal.
 
         Tokens past the last one see no key past the end either.
         """
-        return keys.left - cutlass.select_(self.args.mask == CAUSAL, larger(self.args.s_q - 1 - token, Int32(0)), Int32(0))
+        return keys.remaining - cutlass.select_(self.args.mask == CAUSAL, larger(self.args.s_q - 1 - token, Int32(0)), Int32(0))
 
     def box_keys(self) -> Int32:
         """Return the keys of one TMA box: a page, or a tile if that is less."""

@@ -41,9 +41,6 @@ class DenseDecodeMaskSm100:
 @cute.jit
 def _clear_unused(operands: DenseDecodeOperands, rows: LatentRowsSm100, stage: Int32, keys: KeyTile):
     if operands.hides_values(keys):
+        unseen = operands.unseen_keys(keys) if operands.key_masks else None
         thread = rows.half * TILE_ROWS + rows.row
-        clear_rows(rows.smem.stage(stage), rows.smem.geometry.latent_boxes, keys.left, thread, _hole(operands, keys))
-
-
-def _hole(operands: DenseDecodeOperands, keys: KeyTile) -> tuple[Int32, Int32] | None:
-    return operands.hole(keys) if operands.key_masks else None
+        clear_rows(rows.smem.stage(stage), rows.smem.geometry.latent_boxes, keys.remaining, thread, unseen)

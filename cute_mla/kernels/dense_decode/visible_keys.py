@@ -30,7 +30,7 @@ def _unmasked_word(operands: DenseDecodeOperands, keys: KeyTile, token: Int32, f
     if operands.has_tree():
         word = tree_word(operands, keys, token, first)
     if operands.has_window():
-        sinks, windows = operands.hole(keys)
+        sinks, windows = operands.unseen_keys(keys)
         word = word & (word_below(sinks - first) | ~word_below(windows + token - first))
     return word
 
@@ -49,7 +49,7 @@ def tree_word(operands: DenseDecodeOperands, keys: KeyTile, token: Int32, first:
     new_tokens, base = operands.units.new_tokens_and_base(keys.req, args.hidden_keys)
     own = clip(base + token, args.total_q - 1)
     words = args.tree_mask + (Int64(keys.req) * args.tree_stride_batch + Int64(own) * args.tree_stride_token)
-    key = new_tokens - keys.left + first  # the first key among the new tokens; negative for an earlier one
+    key = new_tokens - keys.remaining + first  # the first key among the new tokens; negative for an earlier one
     begin, shift = key >> (WORD_KEYS.bit_length() - 1), Uint64(key & (WORD_KEYS - 1))
     low, high = (Uint64(Uint32(stored_word(words, begin + i, new_tokens))) for i in range(2))
     return Int32(((high << WORD_KEYS) | low) >> shift)

@@ -32,7 +32,7 @@ class Items:
 
     @property
     def posted_items(self) -> PostedItems:
-        """Return where the items are posted."""
+        """Return the items that have been posted."""
         return PostedItems(self.smem.sItems, self.tokens)
 
     def work_items(self) -> WorkItems:

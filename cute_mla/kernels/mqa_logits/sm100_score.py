@@ -188,7 +188,7 @@ class MqaLogitsScoreRoleSm100:
             turn = turn + 1
 
     def token_rows(self, items: Items, item: WorkItem, turn: Int32) -> TokenRows:
-        """Return what belongs to the group's tokens: those of its row block, or of the only one."""
+        """Return the logits' rows of the group's tokens: those of its row block, or of the only one."""
         block = cutlass.select_(items.is_wide(item), self.group, Int32(0))
         first = block * items.config.block_tokens
         stage = items.smem.item_ready.stage(turn)

@@ -58,12 +58,12 @@ class OutputRow:
 
 
 def logit_at(first: Int64, key: Int32) -> cute.Pointer:
-    """Return where a key's logit lies."""
+    """Return the address of a key's logit."""
     return cute.make_ptr(Float32, first + Int64(key) * FLOAT_BYTES, cute.AddressSpace.gmem, assumed_align=FLOAT_BYTES)
 
 
 def scale_at(first: Int32, stage: Int32) -> cute.Pointer:
-    """Return where a key's scale lies. first: in stage 0."""
+    """Return the address of a key's scale. first: in stage 0."""
     return cute.make_ptr(Float32, first + stage * (TILE_KEYS * FLOAT_BYTES), cute.AddressSpace.smem, assumed_align=FLOAT_BYTES)
 
 

@@ -45,7 +45,7 @@ GROUP = 32 * GROUP_WARPS
 EVEN_CTA = 0  # of a pair: it issues the products of both
 SCORE_BARRIER = 1  # and 2: bar.sync ids of the two pairs of a group of score warps; 0 is the CTA's
 
-SUM_COLUMNS = 16  # of each CTA, equal: the least that a product of a pair has
+SUM_COLUMNS = 16  # of each CTA, equal: the minimum of a product of a pair
 
 VECTOR = 4  # 32-bit words of a 16-byte access
 HALF_KEYS = TILE_KEYS // 2  # keys of a tile whose probabilities one score thread computes

@@ -81,7 +81,7 @@ class LatentKeySourceSm100(Protocol):
         return begin_tile * TILE_KEYS + warp * WARP_KEYS + cute.arch.lane_idx() % WARP_KEYS
 
     def look_up(self, keys: Any, position: Int32) -> Any:
-        """Return what the list holds at a position; nothing is read past its end."""
+        """Return the entry of the list at a position; nothing is read past its end."""
 
     def locate(self, operands: Any, keys: Any, found: Any, position: Int32) -> LaneKeys:
         """Return the addresses of the rows that a look-up has found."""

@@ -103,7 +103,7 @@ class LatentQueriesSm100:
         smem.query_ready.producer_commit(Int32(0), cta=self.geometry.mma_cta)
 
     def half_and_source(self, operands: QueryOperands, req: Int32, thread: Int32) -> tuple[Int32, cute.Pointer]:
-        """Return which half of the columns the thread's lane has, and element 0 of its row."""
+        """Return the number of the half of the columns that the thread's lane has, and element 0 of its row."""
         half = thread // TILE_ROWS if self.geometry.paired else thread // HALF_LANES % 2
         row = first_query_row() + (thread % TILE_ROWS if self.geometry.paired else thread // 32 * HALF_LANES + thread % HALF_LANES)
         stored = operands.row_range(req)

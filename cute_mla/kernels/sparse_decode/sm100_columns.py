@@ -265,7 +265,7 @@ def scale_lane(columns: E4m3Columns, step: int) -> Int32:
 
 
 def scale_byte(columns: E4m3Columns) -> Int32:
-    """Return which byte of that lane's word is the scale of e4m3 values."""
+    """Return the byte of that lane's word that is the scale of e4m3 values."""
     return columns.box % HALVES * BOX_SCALES + columns.chunk // SCALE_CHUNKS
 
 

@@ -136,7 +136,7 @@ class PairRows(LatentRowsSm100):
         self.sync_halves()  # between the two swaps of maxima
 
     def _state_before(self, limit: Int32) -> tuple[Float32, Float32]:
-        """Return what a thread's share of the row sum and the reference are with the first `limit` keys of a tile.
+        """Return a thread's share of the row sum, and the reference, with the first `limit` keys of a tile.
 
         They have the bits that advance and exponentiate would give. State and scores stay.
         """
@@ -288,7 +288,7 @@ class Heads64Rows(LatentRowsSm100):
     # ---- the end of a token -----------------------------------------------------------------------------------------
 
     def _kept(self, r: int) -> cute.Pointer:
-        """Return where this thread keeps a row's share before the bound of lse_indexer; its reference lies INDEXER_STATES further."""
+        """Return the place of this thread's share of a row before the bound of lse_indexer; the reference lies INDEXER_STATES further."""
         return self.smem.sIndexer + ((self.row + r * ROWS_APART) * QUAD + self.quad)
 
     def keep(self) -> None:
@@ -340,7 +340,7 @@ class Heads64Rows(LatentRowsSm100):
 
 
 def tiles_before_bound(operands: SparsePrefillOperands, tiles: Int32) -> Int32:
-    """Return how many of a token's tiles lie before the tile of the first key that lse_indexer does not count; all if it counts all."""
+    """Return the number of a token's tiles before that of the first key that lse_indexer does not count; all if it counts all."""
     before = smaller(operands.args.indexer_topk // TILE_KEYS, tiles)
     return cutlass.select_(operands.asks_lse_indexer(), before, tiles)
 

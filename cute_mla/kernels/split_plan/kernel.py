@@ -125,7 +125,7 @@ def sum_cost(lengths: Lengths, begin: Int32, end: Int32) -> Int64:
 
 @cute.jit
 def count_not_above(values: cute.Pointer, count: Int32, bound):
-    """Return how many of the ascending values[0 : count] are <= bound; 1 <= count <= 2047."""
+    """Return the number of the ascending values[0 : count] that are <= bound; 1 <= count <= 2047."""
     found = Int32(0)
     for level in cutlass.range_constexpr(11):
         probe = found + (1024 >> level)

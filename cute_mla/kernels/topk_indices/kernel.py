@@ -1,8 +1,8 @@
 """topk_indices: positions of the greatest numbers of each row, ascending. Every architecture.
 
     key(x)   32 bits, ordered as the numbers are: -0 as +0, NaN 1, -inf above it; 0 stands for no number
-    pivot    keys from least to most, equal or all chosen, with the topk-th greatest among them.     need = topk - #{key > most}
-    out      the positions with key > most, and the first `need` of those at the pivot, in ascending order; -1 behind them
+    pivot    keys from min to max, equal or all chosen, with the topk-th greatest among them.     need = topk - #{key > max}
+    out      the positions with key > max, and the first `need` of those at the pivot, in ascending order; -1 behind them
     slot     a variant writes the place in the cache of the key at a position in its stead, by a block table
 
     grid     (rows * cluster, 1, 1), 512 threads: a cluster of 1, 2, 4 or 8 CTAs shares a row, and each of its warps takes one run of it
@@ -89,7 +89,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Run:
+class LaneRun:
     """The numbers of a row that a warp takes.
 
     first: address of the first. position: its position. count: numbers. kept: where the first keys stay. rest: the first number again, or
@@ -107,7 +107,7 @@ class Run:
 class Candidates:
     """The numbers of a run that may be chosen: those in a list of places in the run, ascending, or the whole run."""
 
-    run: Run
+    run: LaneRun
     places: cute.Pointer
     count: Int32
     listed: Boolean
@@ -187,7 +187,7 @@ def keys_of(keys: cute.Tensor, numbers: cute.Tensor, count: Int32):
 
 
 @cute.jit
-def recall_keys(keys: cute.Tensor, run: Run, place: Int32):
+def recall_keys(keys: cute.Tensor, run: LaneRun, place: Int32):
     """Load a block's keys again, from where they are."""
     if cutlass.const_expr(run.rest is None):
         kept_keys(keys, run, place)
@@ -200,7 +200,7 @@ def recall_keys(keys: cute.Tensor, run: Run, place: Int32):
             keys_of(keys, numbers, run.count - place)
 
 
-def kept_keys(keys: cute.Tensor, run: Run, place: Int32) -> None:
+def kept_keys(keys: cute.Tensor, run: LaneRun, place: Int32) -> None:
     """Load a block's keys from shared memory."""
     for i in range(EACH):
         keys[i] = run.kept[place + LANES * i + cute.arch.lane_idx()]
@@ -324,25 +324,25 @@ class TopkIndices(WarpKernel):
         begin = smaller(warp * share, length)
         kept = memory.keys + thread // LANES * RESIDENT_ROWS
         rest = None if self.cluster == 1 else first + begin  # the choice of the variant sees to it
-        run = Run(first + begin, begin, smaller(share, length - begin), kept, rest)
+        run = LaneRun(first + begin, begin, smaller(share, length - begin), kept, rest)
         clear_histogram(memory.histograms, Int32(0))  # the first choice clears the other
         cute.arch.sync_threads()
 
-        buffer, least, shift = self.bound(memory, run, topk)
-        candidates = self.gather(memory.lists + thread // LANES * LISTED, run, least)
-        span, rank, count = Uint32(0xFFFFFFFF) - least, topk, Int32(0)
+        buffer, min_key, shift = self.bound(memory, run, topk)
+        candidates = self.gather(memory.lists + thread // LANES * LISTED, run, min_key)
+        span, rank, count = Uint32(0xFFFFFFFF) - min_key, topk, Int32(0)
         while span != 0 and rank != count:
-            self.count_candidates(memory.histograms + buffer * DIGITS, candidates, (least, span), shift)
+            self.count_candidates(memory.histograms + buffer * DIGITS, candidates, (min_key, span), shift)
             digit, rank, count = self.choose(memory, buffer, rank)
             buffer = 1 - buffer
             below = Uint32(digit) << Uint32(shift)
-            least += below
+            min_key += below
             span = Uint32(cutlass.select_(digit == DIGITS - 1, span - below, (Uint32(1) << Uint32(shift)) - 1))
             shift = larger(32 - DIGIT_BITS - Int32(cute.arch.clz(span)), Int32(0))
-        self.write_selected(memory, candidates, out, (least, least + span), rank)
+        self.write_selected(memory, candidates, out, (min_key, min_key + span), rank)
 
     @cute.jit
-    def bound(self, memory: Memory, run: Run, topk: Int32):
+    def bound(self, memory: Memory, run: LaneRun, topk: Int32):
         """Keep the first keys; return the next histogram, clear, a key that no chosen key is below, and the shift of the next digit."""
         keys, ahead = cute.make_rmem_tensor(EACH, Uint32), cute.make_rmem_tensor(EACH, Float32)
         if run.count > 0:
@@ -356,25 +356,25 @@ class TopkIndices(WarpKernel):
             greatest = greatest_of(keys)
             count_digit(memory.histograms, Int32(greatest >> FIRST_SHIFT), greatest != 0)
         digit, rank, count = self.choose(memory, Int32(0), topk)
-        least, buffer = Uint32(digit) << FIRST_SHIFT, Int32(1)
+        min_key, buffer = Uint32(digit) << FIRST_SHIFT, Int32(1)
         shift = cutlass.select_(digit == 0, Int32(FIRST_SHIFT), Int32(SECOND_SHIFT))  # the pivot is seldom far above the bound
         if count > CROWDED * topk:
             for place in cutlass.range(0, run.count, BLOCK, unroll=1):
                 recall_keys(keys, run, place)
                 greatest = greatest_of(keys)
                 second = Int32((greatest >> SECOND_SHIFT) & (DIGITS - 1))
-                count_digit(memory.histograms + DIGITS, second, (greatest >> FIRST_SHIFT) == least >> FIRST_SHIFT)
+                count_digit(memory.histograms + DIGITS, second, (greatest >> FIRST_SHIFT) == min_key >> FIRST_SHIFT)
             digit, rank, count = self.choose(memory, Int32(1), rank)
-            least, buffer, shift = least | (Uint32(digit) << SECOND_SHIFT), Int32(0), Int32(0)
-        return buffer, Uint32(larger(least, Uint32(NAN))), shift
+            min_key, buffer, shift = min_key | (Uint32(digit) << SECOND_SHIFT), Int32(0), Int32(0)
+        return buffer, Uint32(larger(min_key, Uint32(NAN))), shift
 
     @cute.jit
-    def gather(self, places: cute.Pointer, run: Run, least: Uint32):
-        """List the numbers with keys of at least `least`; return the candidates."""
+    def gather(self, places: cute.Pointer, run: LaneRun, min_key: Uint32):
+        """List the numbers with keys of at min_key `min_key`; return the candidates."""
         keys, total = cute.make_rmem_tensor(EACH, Uint32), Int32(0)
         for place in cutlass.range(0, smaller(run.count, Int32(RESIDENT_ROWS)), BLOCK, unroll=1):
             kept_keys(keys, run, place)
-            total = self.list_block(places, keys, place, least, total)
+            total = self.list_block(places, keys, place, min_key, total)
         if cutlass.const_expr(run.rest is not None):
             ahead = cute.make_rmem_tensor(EACH, Float32)
             if run.count > RESIDENT_ROWS:
@@ -382,18 +382,18 @@ class TopkIndices(WarpKernel):
             for place in cutlass.range(RESIDENT_ROWS, run.count, BLOCK, unroll=1):
                 keys_of(keys, ahead, run.count - place)
                 load_numbers(ahead, run.rest, run.count, place + BLOCK)
-                total = self.list_block(places, keys, place, least, total)
+                total = self.list_block(places, keys, place, min_key, total)
         cute.arch.sync_warp()
         listed = total <= LISTED
         return Candidates(run, places, cutlass.select_(listed, total, run.count), listed)
 
     @cute.jit
-    def list_block(self, places: cute.Pointer, keys: cute.Tensor, place: Int32, least: Uint32, total: Int32):
-        """List the numbers of a block with keys of at least `least`, behind `total` others; return how many there are then."""
+    def list_block(self, places: cute.Pointer, keys: cute.Tensor, place: Int32, min_key: Uint32, total: Int32):
+        """List the numbers of a block with keys of at min_key `min_key`, behind `total` others; return how many there are then."""
         lane = cute.arch.lane_idx()
         lower_lanes = (Uint32(1) << Uint32(lane)) - 1
         for i in cutlass.range_constexpr(EACH):
-            found = keys[i] >= least
+            found = keys[i] >= min_key
             ballot = Uint32(cute.arch.vote_ballot_sync(found))
             slot = total + Int32(cute.arch.popc(ballot & lower_lanes))
             if found & (slot < LISTED):
@@ -443,7 +443,7 @@ class TopkIndices(WarpKernel):
 
     @cute.jit
     def find(self, memory: Memory, buffer: Int32, rank: Int32):
-        """Return what choose does, in one warp."""
+        """Choose as `choose` does, in one warp."""
         lane = cute.arch.lane_idx()
         count = Int32(0)
         groups = memory.groups + (buffer * GROUPS + (GROUPS - 1) - lane)  # lane 0 has the greatest digits
@@ -473,7 +473,7 @@ class TopkIndices(WarpKernel):
 
     @cute.jit
     def write_selected(self, memory: Memory, candidates: Candidates, out: Output, pivot: tuple, need: Int32):
-        """Write the positions of keys above the pivot, (least, most), and of the first `need` keys at the pivot."""
+        """Write the positions of keys above the pivot, (min, max), and of the first `need` keys at the pivot."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % LANES, thread // LANES
         above, at = count_beside(candidates, pivot)
@@ -528,7 +528,7 @@ def clear_histogram(histograms: cute.Pointer, buffer: Int32):
 
 @cute.jit
 def count_beside(candidates: Candidates, pivot: tuple):
-    """Return how many candidates are above and at the pivot, (least, most), in each lane."""
+    """Return the numbers of candidates above and at the pivot, (min, max), in each lane."""
     keys, places = cute.make_rmem_tensor(ROWS, Uint32), cute.make_rmem_tensor(ROWS, Int32)
     above, at = Int32(0), Int32(0)
     for first in cutlass.range(0, candidates.count, LANES * ROWS, unroll=1):
