@@ -40,9 +40,10 @@ from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.mqa_logits import MqaLogitsArguments, MqaLogitsConfig
 from ..attention import cta
+from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives.smem import fields_of
-from .abi import MqaLogitsKernel
+from .abi import MqaLogitsAbi
 from .sm100_config import (
     FILL_WARP,
     GROUP_WARPS,
@@ -63,13 +64,14 @@ from .sm100_mma import MqaLogitsMmaRoleSm100
 from .sm100_score import MqaLogitsScoreRoleSm100
 
 
-class MqaLogitsSm100(MqaLogitsKernel):
+class MqaLogitsSm100(AttentionKernel):
     """One variant of the kernel."""
 
     threads = THREADS
 
     def __init__(self, config: MqaLogitsConfig, arch: Arch) -> None:
-        super().__init__(config, arch)
+        super().__init__(MqaLogitsAbi(config), arch)
+        self.config = config
         self.smem = smem_layout(config)
 
     @cute.jit

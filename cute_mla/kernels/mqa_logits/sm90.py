@@ -34,9 +34,10 @@ from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.mqa_logits import MqaLogitsArguments, MqaLogitsConfig
 from ..attention import cta
+from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives.smem import fields_of
-from .abi import MqaLogitsKernel
+from .abi import MqaLogitsAbi
 from .items import WorkItems
 from .sm90_config import (
     BLOCKS,
@@ -57,10 +58,14 @@ from .sm90_load import MqaLogitsLoadRoleSm90
 from .sm90_score import MqaLogitsScoreRoleSm90
 
 
-class MqaLogitsSm90(MqaLogitsKernel):
+class MqaLogitsSm90(AttentionKernel):
     """One variant of the kernel."""
 
     threads = THREADS
+
+    def __init__(self, config: MqaLogitsConfig, arch: Arch) -> None:
+        super().__init__(MqaLogitsAbi(config), arch)
+        self.config = config
 
     @cute.jit
     def run(self, args: MqaLogitsArguments):

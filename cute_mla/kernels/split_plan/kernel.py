@@ -34,12 +34,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
-from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.split_plan import (
     MAX_PARTS,
     MOST_WHOLE_REQUESTS,
-    PARAMS,
     PART_BEGIN_REQ,
     PART_BEGIN_SPLIT,
     PART_BEGIN_TILE,
@@ -63,8 +61,8 @@ from ...spec.split_plan import (
 )
 from ..attention.lengths import Lengths, Units, VisibleTiles
 from ..definition import KernelDefinition
-from ..example_arguments import example_arguments
 from ..primitives.arithmetic import clip, inclusive_sum
+from ..warp_kernel import WarpKernel
 
 THREADS = 1024
 WARPS = THREADS // 32
@@ -266,110 +264,98 @@ def write_part(row: cute.Pointer, lengths: Lengths, begin: tuple, end: tuple, sp
     row[PART_END_OPEN] = end_open
 
 
-@cute.kernel
-def split_plan(args: SplitPlanArguments):
-    """Write the plan and num_splits, in five phases of one CTA, and before them the table of units."""
-    thread, _, _ = cute.arch.thread_idx()
-    # a plan is made for causal calls; others have more keys in all units but the last one of a request
-    units = Units(args.units, args.requests, args.total_q, args.unit_tokens, Int32(1))
-    window = VisibleTiles(args.reach, args.sink_tiles)
-    keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys, units, window)
-    smem = cutlass.memory.SmemAllocator().allocate(Smem)
-    costs, reqs, tiles, rows = smem.cost.data_ptr(), smem.req.data_ptr(), smem.tile.data_ptr(), smem.rows.data_ptr()
-    whole = smem.whole.data_ptr()
+class SplitPlan(WarpKernel):
+    """The kernel."""
 
-    # The consumer may be launched now: it waits for this grid to end before it reads the plan.
-    cute.arch.griddepcontrol_launch_dependents()
-    cute.arch.griddepcontrol_wait()
+    op = "split_plan"
+    role = "planner"
+    arguments = SplitPlanArguments
+    threads = THREADS
 
-    # Phase 0: units.
-    batch = args.batch
-    if args.units.toint() != 0:
-        batch = write_units(args, costs, smem.warp_cost.data_ptr())
-    elif args.cu_seqlens_q.toint() != 0:
-        batch = clip(args.cu_seqlens_q[args.requests], args.batch)
+    @cute.kernel
+    def kernel(self, args: SplitPlanArguments):
+        """Write the plan and num_splits, in five phases of one CTA, and before them the table of units."""
+        thread, _, _ = cute.arch.thread_idx()
+        # a plan is made for causal calls; others have more keys in all units but the last one of a request
+        units = Units(args.units, args.requests, args.total_q, args.unit_tokens, Int32(1))
+        window = VisibleTiles(args.reach, args.sink_tiles)
+        keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys, units, window)
+        smem = cutlass.memory.SmemAllocator().allocate(Smem)
+        costs, reqs, tiles, rows = smem.cost.data_ptr(), smem.req.data_ptr(), smem.tile.data_ptr(), smem.rows.data_ptr()
+        whole = smem.whole.data_ptr()
 
-    # Phase 1: cost of the runs.
-    run = (batch + (THREADS - 1)) // THREADS
-    run_begin = cutlass.min(thread * run, batch)
-    run_cost = sum_cost(keys, run_begin, cutlass.min(run_begin + run, batch))
-    cost_before, total = block_exclusive_scan(run_cost, smem.warp_cost.data_ptr(), Int64)
-    costs[thread] = cost_before
+        # The consumer may be launched now: it waits for this grid to end before it reads the plan.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
 
-    # Phase 2: boundaries between whole requests.
-    step = (total + Int64(args.num_parts - 1)) // Int64(args.num_parts)
-    cap = step + PIECE_OVERHEAD_TILES
-    req, tile = batch, Int32(0)
-    if thread == 0:
-        costs[THREADS] = total
-        whole[0] = Int32(0)
-    cute.arch.sync_threads()
-    if run <= 1:
-        req = find_whole(costs, (smem.next.data_ptr(), smem.next_doubled.data_ptr()), batch, cap)
-        if thread == args.num_parts - 1 and total - costs[req] <= cap:
-            whole[0] = Int32(1)
+        # Phase 0: units.
+        batch = args.batch
+        if args.units.toint() != 0:
+            batch = write_units(args, costs, smem.warp_cost.data_ptr())
+        elif args.cu_seqlens_q.toint() != 0:
+            batch = clip(args.cu_seqlens_q[args.requests], args.batch)
+
+        # Phase 1: cost of the runs.
+        run = (batch + (THREADS - 1)) // THREADS
+        run_begin = cutlass.min(thread * run, batch)
+        run_cost = sum_cost(keys, run_begin, cutlass.min(run_begin + run, batch))
+        cost_before, total = block_exclusive_scan(run_cost, smem.warp_cost.data_ptr(), Int64)
+        costs[thread] = cost_before
+
+        # Phase 2: boundaries between whole requests.
+        step = (total + Int64(args.num_parts - 1)) // Int64(args.num_parts)
+        cap = step + PIECE_OVERHEAD_TILES
+        req, tile = batch, Int32(0)
+        if thread == 0:
+            costs[THREADS] = total
+            whole[0] = Int32(0)
+        cute.arch.sync_threads()
+        if run <= 1:
+            req = find_whole(costs, (smem.next.data_ptr(), smem.next_doubled.data_ptr()), batch, cap)
+            if thread == args.num_parts - 1 and total - costs[req] <= cap:
+                whole[0] = Int32(1)
+            cute.arch.sync_threads()
+
+        # Phase 3: cuts. Threads past num_parts only take part in the barriers.
+        if thread < args.num_parts:
+            cost = Int64(thread) * step
+            if whole[0] == 0:
+                req = batch
+            if whole[0] == 0 and cost < total:
+                req, offset = locate(keys, costs, cost, run, batch)
+                tile = cutlass.max(offset - PIECE_OVERHEAD_TILES, 0)
+            reqs[thread] = req
+            tiles[thread] = tile
+        if thread == 0:
+            reqs[args.num_parts] = batch
+            tiles[args.num_parts] = Int32(0)
         cute.arch.sync_threads()
 
-    # Phase 3: cuts. Threads past num_parts only take part in the barriers.
-    if thread < args.num_parts:
-        cost = Int64(thread) * step
-        if whole[0] == 0:
-            req = batch
-        if whole[0] == 0 and cost < total:
-            req, offset = locate(keys, costs, cost, run, batch)
-            tile = cutlass.max(offset - PIECE_OVERHEAD_TILES, 0)
-        reqs[thread] = req
-        tiles[thread] = tile
-    if thread == 0:
-        reqs[args.num_parts] = batch
-        tiles[args.num_parts] = Int32(0)
-    cute.arch.sync_threads()
+        # Phase 4: accumulator rows before each boundary. k cuts of a request make k + 1 rows, the extra one at its first cut.
+        added = Int32(0)
+        if tile > 0:  # never at boundary 0
+            added = Int32(2)
+            if tiles[thread - 1] > 0 and reqs[thread - 1] == req:
+                added = Int32(1)
+        rows_before, total_rows = block_exclusive_scan(added, smem.warp_rows.data_ptr(), Int32)
+        if thread < args.num_parts:
+            rows[thread] = rows_before
+        if thread == 0:
+            rows[args.num_parts] = total_rows
+        cute.arch.sync_threads()
 
-    # Phase 4: accumulator rows before each boundary. k cuts of a request make k + 1 rows, the extra one at its first cut.
-    added = Int32(0)
-    if tile > 0:  # never at boundary 0
-        added = Int32(2)
-        if tiles[thread - 1] > 0 and reqs[thread - 1] == req:
-            added = Int32(1)
-    rows_before, total_rows = block_exclusive_scan(added, smem.warp_rows.data_ptr(), Int32)
-    if thread < args.num_parts:
-        rows[thread] = rows_before
-    if thread == 0:
-        rows[args.num_parts] = total_rows
-    cute.arch.sync_threads()
-
-    # Phase 5: the plan and num_splits.
-    if thread < args.num_parts:
-        split = Int32(0)
-        if tile > 0:
-            split = rows_before + added - 1 - rows[count_not_above(reqs, args.num_parts + 1, req - 1)]
-        end = (reqs[thread + 1], tiles[thread + 1])
-        write_part(args.plan + thread * PLAN_COLUMNS, keys, (req, tile), end, split, args.batch)
-    for request in cutlass.range(thread, args.batch + 1, THREADS, unroll=1):
-        args.num_splits[request] = rows[count_not_above(reqs, args.num_parts + 1, cutlass.min(request, batch) - 1)]
-
-
-@cute.jit
-def launch(args: SplitPlanArguments, name: cutlass.Constexpr):
-    """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
-    split_plan.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    split_plan(args).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)
+        # Phase 5: the plan and num_splits.
+        if thread < args.num_parts:
+            split = Int32(0)
+            if tile > 0:
+                split = rows_before + added - 1 - rows[count_not_above(reqs, args.num_parts + 1, req - 1)]
+            end = (reqs[thread + 1], tiles[thread + 1])
+            write_part(args.plan + thread * PLAN_COLUMNS, keys, (req, tile), end, split, args.batch)
+        for request in cutlass.range(thread, args.batch + 1, THREADS, unroll=1):
+            args.num_splits[request] = rows[count_not_above(reqs, args.num_parts + 1, cutlass.min(request, batch) - 1)]
 
 
 def build(config: SplitPlanConfig, arch: Arch) -> KernelDefinition:
     """Return the kernel's source, ready to compile."""
-    name = kernel_name("split_plan", arch.name, config.name)
-    return KernelDefinition(
-        op="split_plan",
-        config=config,
-        host=launch,
-        args=(example_arguments(SplitPlanArguments, {}), name),
-        params=PARAMS,
-        block=(THREADS, 1, 1),
-        cluster=(1, 1, 1),
-        smem_bytes=Smem.size_in_bytes(),  # type: ignore[attr-defined]  # cute.struct adds it
-        barriers=(),
-        named_barriers=(),
-        roles=(Role("planner", 0, WARPS),),
-        expected={"bar.sync": 9 + LEVELS},
-    )
+    smem_bytes = Smem.size_in_bytes()  # type: ignore[attr-defined]  # cute.struct adds it
+    return SplitPlan(config, arch).definition({}, {"bar.sync": 9 + LEVELS}, smem_bytes)
