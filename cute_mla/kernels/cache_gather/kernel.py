@@ -21,7 +21,7 @@ from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import E8M0_NAN, MANTISSA_BITS, NAN, as_float, pack_word, registers
 from ..primitives.rows import PAIR, SPAN, WORDS, Key, element_at, exact, is_whole, load_or_one, load_words, store_elements, vectors_of
-from ..warp_kernel import WarpKernel
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 THREADS = 32 * KEYS_PER_BLOCK
 NEVER = (1 << 31) - 1  # where a request that does not exist ends
@@ -79,10 +79,7 @@ def scaled(words: cute.Tensor, scale: Float32) -> list[Float32]:
 class CacheGather(WarpKernel):
     """One variant of the kernel."""
 
-    op = "cache_gather"
-    role = "gather"
-    arguments = CacheGatherArguments
-    threads = THREADS
+    launch = WarpLaunch("cache_gather", "gather", CacheGatherArguments, THREADS)
 
     def __init__(self, config: CacheRowsConfig, arch: Arch) -> None:
         super().__init__(config, arch)

@@ -51,7 +51,7 @@ from ..primitives.rows import (
     start_load,
     store_elements,
 )
-from ..warp_kernel import WarpKernel
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 PAIRS = D_ROPE // 2
 ROTARY_LANE = (SPAN - D_ROPE) // VECTOR  # first lane that has rotary columns in its second vector, where values are rotated
@@ -77,10 +77,7 @@ def one_word(word: Int32) -> Int32:
 class CacheInsert(WarpKernel):
     """One variant of the kernel."""
 
-    op = "cache_insert"
-    role = "insert"
-    arguments = CacheInsertArguments
-    threads = THREADS
+    launch = WarpLaunch("cache_insert", "insert", CacheInsertArguments, THREADS)
 
     def __init__(self, config: CacheRowsConfig, arch: Arch) -> None:
         super().__init__(config, arch)

@@ -31,7 +31,7 @@ from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import registers
 from ..primitives.rows import PAIR, SPAN, WORDS, Key, KeyWriter, is_whole, load_elements, load_integer, load_or_one, vectors_of
-from ..warp_kernel import WarpKernel
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 THREADS = 32 * KEYS_PER_BLOCK
 
@@ -39,10 +39,7 @@ THREADS = 32 * KEYS_PER_BLOCK
 class CacheWrite(WarpKernel):
     """One variant of the kernel."""
 
-    op = "cache_write"
-    role = "write"
-    arguments = CacheWriteArguments
-    threads = THREADS
+    launch = WarpLaunch("cache_write", "write", CacheWriteArguments, THREADS)
 
     def __init__(self, config: CacheRowsConfig, arch: Arch) -> None:
         super().__init__(config, arch)

@@ -16,7 +16,6 @@ a split whose weight is 0 (it was empty, and nobody wrote its row) is not read. 
 
 import math
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import cutlass
 import cutlass.cute as cute
@@ -31,7 +30,7 @@ from ..attention.merge_rows import BUFFER, GROUP, NARROW_VECTOR, VECTOR, Results
 from ..attention.softmax import LN2
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import clip
-from ..warp_kernel import WarpKernel
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 THREADS = 32 * ROWS_PER_BLOCK
 KEPT_WEIGHTS = 4  # of a lane where a few rows have many splits
@@ -91,15 +90,8 @@ class Splits(Results):
 class Combine(WarpKernel):
     """One variant of the kernel."""
 
-    op = "combine"
-    role = "merge"
-    arguments = CombineArguments
-    threads = THREADS
-    launch = MappingProxyType({
-        # Tells ptxas that 128 registers may be used. Unasked it takes 80 and empties a buffer before it fills the other.
-        "min_blocks_per_mp": 2,
-        "preferred_smem_carveout": 100,  # of no effect here: without it the DSL asks the driver, which need not exist
-    })  # fmt: skip
+    # 128 registers may be used. Unasked ptxas takes 80 and empties a buffer before it fills the other.
+    launch = WarpLaunch("combine", "merge", CombineArguments, THREADS, min_blocks_per_sm=2)
 
     @cute.kernel
     def kernel(self, args: CombineArguments):

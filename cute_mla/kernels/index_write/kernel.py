@@ -49,7 +49,7 @@ from ..primitives.arithmetic import (
     square_root,
 )
 from ..primitives.rows import FLOAT_BYTES, WORDS, element_at, exact, is_whole, load_elements, load_floats, start_load, store_words
-from ..warp_kernel import WarpKernel
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 PAIRS = ROTARY // 2
 ROTARY_LANES = ROTARY // VECTOR
@@ -118,10 +118,7 @@ def transform(values: cute.Tensor, lane: Int32):
 class IndexWrite(WarpKernel):
     """One variant of the kernel."""
 
-    op = "index_write"
-    role = "write"
-    arguments = IndexWriteArguments
-    threads = THREADS
+    launch = WarpLaunch("index_write", "write", IndexWriteArguments, THREADS)
 
     def __init__(self, config: IndexWriteConfig, arch: Arch) -> None:
         super().__init__(config, arch)

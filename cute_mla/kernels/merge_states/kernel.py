@@ -11,7 +11,6 @@ meaning: cute_mla/spec/merge_states.py.
 """
 
 from dataclasses import dataclass
-from types import MappingProxyType
 
 import cutlass
 import cutlass.cute as cute
@@ -24,7 +23,7 @@ from ..attention.kernel import ELEMENT_TYPES
 from ..attention.merge_rows import BUFFER, GROUP, VECTOR, Results, merge_row, vector_at
 from ..attention.softmax import LN2
 from ..definition import KernelDefinition
-from ..warp_kernel import WarpKernel
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 THREADS = 32 * ROWS_PER_BLOCK
 WIDE_BYTES = 2 * VECTOR
@@ -92,11 +91,7 @@ def offset(strides: tuple[Int64, Int64, Int64], req: Int32, token: Int32, head: 
 class MergeStates(WarpKernel):
     """One variant of the kernel."""
 
-    op = "merge_states"
-    role = "merge"
-    arguments = MergeStatesArguments
-    threads = THREADS
-    launch = MappingProxyType({"min_blocks_per_mp": 2, "preferred_smem_carveout": 100})  # as in combine
+    launch = WarpLaunch("merge_states", "merge", MergeStatesArguments, THREADS, min_blocks_per_sm=2)  # as in combine
 
     def __init__(self, config: MergeStatesConfig, arch: Arch) -> None:
         super().__init__(config, arch)

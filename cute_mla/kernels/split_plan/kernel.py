@@ -62,7 +62,7 @@ from ...spec.split_plan import (
 from ..attention.lengths import Lengths, Units, VisibleTiles
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import clip, inclusive_sum
-from ..warp_kernel import WarpKernel
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 THREADS = 1024
 WARPS = THREADS // 32
@@ -267,10 +267,7 @@ def write_part(row: cute.Pointer, lengths: Lengths, begin: tuple, end: tuple, sp
 class SplitPlan(WarpKernel):
     """The kernel."""
 
-    op = "split_plan"
-    role = "planner"
-    arguments = SplitPlanArguments
-    threads = THREADS
+    launch = WarpLaunch("split_plan", "planner", SplitPlanArguments, THREADS)
 
     @cute.kernel
     def kernel(self, args: SplitPlanArguments):

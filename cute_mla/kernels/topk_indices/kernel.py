@@ -25,7 +25,7 @@ lies. A histogram is cleared behind the next barrier of the cluster, when no CTA
 Nothing depends on the order of the atomic sums, so that the bits repeat. Operands and their meaning: cute_mla/spec/topk_indices.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
@@ -37,7 +37,7 @@ from ...spec.topk_indices import BLOCKS_PER_SM, RESIDENT, RESIDENT_ROWS, THREADS
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import clip, inclusive_sum, larger, smaller
 from ..primitives.smem import Array, SmemLayout, fields_of
-from ..warp_kernel import WarpKernel
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 LANES = 32
 EACH = 8  # numbers of a lane in flight
@@ -258,15 +258,12 @@ def warp_sum(value: Int32) -> Int32:
 class TopkIndices(WarpKernel):
     """One variant of the kernel."""
 
-    op = "topk_indices"
-    role = "select"
-    arguments = TopkIndicesArguments
-    threads = THREADS
+    launch = WarpLaunch("topk_indices", "select", TopkIndicesArguments, THREADS, min_blocks_per_sm=BLOCKS_PER_SM)
 
     def __init__(self, config: TopkIndicesConfig, arch: Arch) -> None:
         super().__init__(config, arch)
         self.cluster = config.cluster
-        self.launch = {"cluster": (self.cluster, 1, 1), "min_blocks_per_mp": BLOCKS_PER_SM, "preferred_smem_carveout": 100}
+        self.launch = replace(self.launch, cluster=self.cluster)
 
     @cute.kernel
     def kernel(self, args: TopkIndicesArguments):
