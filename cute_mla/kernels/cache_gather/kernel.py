@@ -1,4 +1,4 @@
-"""cache_gather: keys of several requests out of a paged cache, one behind the other, dequantised. Every architecture.
+"""cache_gather: keys of several requests out of a paged cache, one after the other, dequantised. Every architecture.
 
     grid      (ceil(rows / 4), 1, 1), 128 threads, no shared memory; one warp gathers one row of out
     a row     its request is the number of those that end at or before it: lanes look at 32 ends at once, and a vote counts them

@@ -1,10 +1,10 @@
 """cache_insert: normalises, rotates, quantises and writes keys to a paged cache, and rotates queries in place. Every architecture.
 
     grid      (ceil(tokens / 4) + ceil(tokens * ceil(heads / 16) / 4), 1, 1), 128 threads, no shared memory. CTAs in front take keys, a
-              warp each; those behind the rotary columns of queries, a warp 16 heads of a token: 4 times 4 of them, 8 lanes each
+              warp each; those after the rotary columns of queries, a warp 16 heads of a token: 4 times 4 of them, 8 lanes each
     a key     as in primitives/rows.py, all of it loaded first. Where values are rotated (fp8_584, v41), lanes 24 to 31 have the rotary
               columns as the end of the second vector, wherever they come from
-    norm      a sum of squares over neighbouring columns, by a butterfly; rounded to the keys' type, as is the rotation behind it
+    norm      a sum of squares over neighbouring columns, by a butterfly; rounded to the keys' type, as is the rotation after it
     write     that of cache_write (primitives/rows.py), from the rounded columns
 
 The trick is that nothing else is done: every step rounds as the part that stands alone does, so the bits are those of the parts one after

@@ -5,7 +5,7 @@
     a group   (128 columns of fp8_656 and nope_528, 64 of fp8_584, 32 of v41) lies in 16, 8 or 4 neighbouring lanes: a butterfly of
               shuffles gives each of them the largest magnitude, as bits, so that what is not finite comes out on top; each works out the
               scale, one of them writes it
-    v41       one variant serves both orders, scales behind each row or behind all rows of a page: the stride of a row tells
+    v41       one variant serves both orders, scales after each row or after all rows of a page: the stride of a row decides
     division  by the caller's scale with div.rn, which is the reference's. By a group's scale it is worked out from one reciprocal, with the
               same codes (primitives/arithmetic.py); by a power of two it is a product with its reciprocal, exact as well
 

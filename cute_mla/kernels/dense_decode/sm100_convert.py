@@ -26,32 +26,18 @@ ROPE_LANES = CTA_ROPE // CHUNK  # that fetch the RoPE columns of one key: all ke
 
 
 @dataclass(frozen=True)
-class WidenedColumns:
+class WidenedColumns(E4m3Columns):
     """e4m3 columns, which become the same numbers in 16 bits."""
 
-    columns: E4m3Columns
     dtype: type[cutlass.Numeric]
 
-    @property
-    def passes(self) -> int:
-        """Return the copies of a lane and tile."""
-        return self.columns.passes
-
-    def copy(self, step: int, rows: cute.Pointer, keys: LaneKeys) -> None:
-        """Start a copy of one pass; zeros for keys that are not there."""
-        self.columns.copy(step, rows, keys)
-
-    def load(self, step: int, rows: cute.Pointer) -> cute.Tensor:
-        """Return the bytes that this lane has copied in one pass."""
-        return self.columns.load(step, rows)
-
-    def store(self, step: int, rows: cute.Pointer, chunk: cute.Tensor) -> None:
+    def store(self, step: int, rows: cute.Pointer, words: cute.Tensor) -> None:
         """Convert one pass and write it to the warp's rows of a stage."""
-        self.columns.write(step, rows, widen_in_pairs(chunk, self.dtype))
+        self.write(step, rows, widen_in_pairs(words, self.dtype))
 
 
 def rope_e4m3_columns(rank: Int32) -> E4m3Columns:
-    """Return the mover of a CTA's half of the RoPE columns, in the box behind the values.
+    """Return the mover of a CTA's half of the RoPE columns, in the box after the values.
 
     A key's columns fill half of its row there, so the eight lanes that store together have keys that differ in the bits 0 and 2 of
     their numbers.
@@ -84,7 +70,7 @@ def page_and_row(keys: RequestKeys, position: Int32) -> tuple[Int32, Int32]:
 
 def converted_columns(dtype: type[cutlass.Numeric], rank: Int32) -> TileColumns:
     """Return the mover of the latent and the RoPE columns of a CTA."""
-    return TileColumns((), tuple(WidenedColumns(run(rank), dtype) for run in (latent_e4m3_columns, rope_e4m3_columns)))
+    return TileColumns((), tuple(WidenedColumns(**vars(run(rank)), dtype=dtype) for run in (latent_e4m3_columns, rope_e4m3_columns)))
 
 
 class PagedKeys(LatentKeySourceSm100):

@@ -57,7 +57,7 @@ def tree_word(operands: DenseDecodeOperands, keys: KeyTile, token: Int32, first:
 
 @cute.jit
 def stored_word(words: cute.Pointer, index: Int32, tokens: Int32) -> Int32:
-    """Return a word of a token's mask: all ones before the first, 0 behind the last, of which nothing is read."""
+    """Return a word of a token's mask: all ones before the first, 0 after the last, of which nothing is read."""
     word = Int32(0)
     if index < 0:
         word = Int32(ALL_SEEN)

@@ -76,7 +76,7 @@ def load_weight(weights: cute.Pointer, place: Int64, wide: Int32, wanted: Boolea
 
 @cute.jit
 def rotate(values: cute.Tensor, angles: Int64, lane: Int32, wanted: Boolean, half_split: Int32):
-    """Rotate the columns of a lane. angles: address of the cosines of all pairs, behind which their sines are; NaN unless wanted."""
+    """Rotate the columns of a lane. angles: address of the cosines of all pairs, after which their sines are; NaN unless wanted."""
     rotary = lane < ROTARY_LANES
     loads = wanted & rotary
     if half_split != 0:

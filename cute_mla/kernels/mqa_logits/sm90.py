@@ -4,7 +4,7 @@ For query token t and key s that it sees, over the heads h:
 
     logit[t, s] = scale[s] * sum_h weight[t, h] * relu(<q[t, h], k[s]>)        e4m3 products of 128 columns, sums in fp32
 
-A CTA takes one work item after the other: two row blocks, each 128 rows of queries (2 tokens of 64 heads or 4 of 32, zeros behind the last
+A CTA takes one work item after the other: two row blocks, each 128 rows of queries (2 tokens of 64 heads or 4 of 32, zeros after the last
 head), against a run of tiles of 128 keys. Keys are the rows of a product and queries its columns, so that a thread sums over the heads
 within two rows of its own.
 
@@ -85,7 +85,7 @@ class MqaLogitsSm90(AttentionKernel):
             if warp == LOAD_WARP:
                 items = WorkItems(args, BLOCKS * config.block_tokens, config.paged)
                 MqaLogitsLoadRoleSm90(config.paged, config.head_tile).run(items, smem)
-                # the kernel behind this one waits for the end of it before it reads or writes anything
+                # the kernel after this one waits for the end of it before it reads or writes anything
                 cute.arch.griddepcontrol_launch_dependents()
 
 

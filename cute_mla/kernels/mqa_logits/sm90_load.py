@@ -91,7 +91,7 @@ class MqaLogitsLoadRoleSm90:
 
     @cute.jit
     def load_rows(self, args: MqaLogitsArguments, smem: MqaLogitsSmemSm90, item: WorkItem, use: Int32):
-        """Start the copies of an item's keys in a row and of their scales. Keys behind the last one are zeros. use: of the first tile."""
+        """Start the copies of an item's keys in a row and of their scales. Keys after the last one are zeros. use: of the first tile."""
         lane, keys, scales = cute.arch.lane_idx(), smem.key_ready.state(use), args.scales.toint()
         for tile in cutlass.range(item.begin, item.end, unroll=1):
             smem.key_free.producer_acquire(keys)
@@ -111,7 +111,7 @@ class MqaLogitsLoadRoleSm90:
     def load_pages(self, args: MqaLogitsArguments, smem: MqaLogitsSmemSm90, item: WorkItem, boxes: PageBoxes, use: Int32):
         """Start the copies of an item's keys in pages and of their scales.
 
-        A page is a box. One behind the last key that is seen, and one that is none of the cache's, is zeros, and so are its scales.
+        A page is a box. One after the last key that is seen, and one that is none of the cache's, is zeros, and so are its scales.
         """
         table = args.block_table + Int64(item.request) * args.table_stride
         keys, scales = smem.key_ready.state(use), args.scales.toint()

@@ -20,7 +20,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
-from ..attention.scheduler import QueryOperands
+from ..attention.scheduler import LatentOperands
 from ..attention.softmax import DITHER, Window, follow_maximum, follow_tile
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_word
@@ -84,7 +84,7 @@ class AlternatingRowsSm100(LatentRowsSm100):
     # ---- the loop over tiles: a group has every other one -----------------------------------------------------------
 
     @cute.jit
-    def load_queries(self, queries: LatentQueriesSm100 | None, operands: QueryOperands, req: Int32, thread: Int32, lanes: Int32):
+    def load_queries(self, queries: LatentQueriesSm100 | None, operands: LatentOperands, req: Int32, thread: Int32, lanes: Int32):
         """Load Q of a work tile that has keys, in one of the groups: both have had every score of the one before."""
         if self.group == 0:
             tcgen05.fence_after_wait()

@@ -39,7 +39,7 @@ from cutlass import Boolean, Int32, Int64, Uint16, cute
 
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
-from ..attention.scheduler import BOX_COLUMNS, QueryOperands, TileRange
+from ..attention.scheduler import BOX_COLUMNS, LatentOperands, TileRange
 from ..primitives.arithmetic import smaller
 from ..primitives.copies import start_copy
 from ..primitives.rows import aligned
@@ -110,7 +110,7 @@ class LatentGatherRoleSm100:
     early: bool = False
 
     @cute.jit
-    def run(self, operands: QueryOperands, smem: LatentSmemSm100, warp: Int32):
+    def run(self, operands: LatentOperands, smem: LatentSmemSm100, warp: Int32):
         """Wait kv_free. Signal kv_ready, seen_ready."""
         schedule = operands.schedule
         columns = self.columns(cute.arch.block_idx_in_cluster())
@@ -133,10 +133,10 @@ class LatentGatherRoleSm100:
 
     @cute.jit
     def fill_tiles(
-        self, operands: QueryOperands, smem: LatentSmemSm100, columns: LatentColumnsSm100, tile_range: TileRange,
+        self, operands: LatentOperands, smem: LatentSmemSm100, columns: LatentColumnsSm100, tile_range: TileRange,
         req: Int32, first_key: Int32, first_tile: Int32, warp: Int32,
     ):  # fmt: skip
-        """Start the copies of one work tile, and finish tiles LAG behind. Of this lane's key, the list is asked a tile ahead.
+        """Start the copies of one work tile, and finish tiles LAG before. Of this lane's key, the list is asked a tile ahead.
 
         first_key: the position of the lane's key in the list. first_tile: number of the work tile's first tile.
         """
@@ -341,7 +341,7 @@ def latent_columns(rank: Int32) -> CopiedColumns:
 
 
 def rope_columns(first: int, rank: Int32) -> CopiedColumns:
-    """Return the mover of a CTA's half of the RoPE columns that lie from byte `first` of a row on, in the box behind the values."""
+    """Return the mover of a CTA's half of the RoPE columns that lie from byte `first` of a row on, in the box after the values."""
     return CopiedColumns.create(CTA_ROPE * ELEMENT_BYTES // CHUNK, SIXTEEN_BIT.latent_boxes, first + rank * (CTA_ROPE * ELEMENT_BYTES))
 
 

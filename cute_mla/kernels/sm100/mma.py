@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.split_plan import TILE_KEYS
-from ..attention.scheduler import QueryOperands
+from ..attention.scheduler import LatentOperands
 from ..primitives import tcgen05
 from ..primitives.tcgen05 import Keep
 from .config import (
@@ -107,7 +107,7 @@ class LatentMmaRoleSm100:
     """One warp of the even CTA."""
 
     @cute.jit
-    def run(self, operands: QueryOperands, smem: LatentSmemSm100, gemm: LatentGemmSm100):
+    def run(self, operands: LatentOperands, smem: LatentSmemSm100, gemm: LatentGemmSm100):
         """Wait kv_ready, query_ready, scores_free, probs_ready, output_ready. Signal scores_ready, kv_free.
 
         S of a tile is issued before P V of the tile before it, so that the tensor cores work during every softmax.

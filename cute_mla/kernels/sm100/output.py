@@ -12,26 +12,22 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
-from ..attention.scheduler import LatentOperands, QueryOperands, WorkTile, first_query_row
+from ..attention.scheduler import LatentOperands, WorkTile, first_query_row
 from ..primitives import tcgen05
 from ..primitives.rows import aligned, store_row
 from .config import OUTPUT_COLUMN, SUM_COLUMN, VECTOR, LatentSmemSm100, thread_and_lanes
 
-STORED_AT_ONCE = 32  # columns of O
+SCALED_AT_ONCE, STORED_AT_ONCE = 64, 32  # columns of O
 
 
 @dataclass(frozen=True)
 class LatentOutputRoleSm100:
-    """Four warps.
-
-    dtype: of out. scaled_at_once: columns of O.
-    """
+    """Four warps. dtype: of out."""
 
     dtype: type[cutlass.Numeric]
-    scaled_at_once: int = 2 * STORED_AT_ONCE
 
     @cute.jit
-    def run(self, operands: QueryOperands, smem: LatentSmemSm100, tmem: Int32):
+    def run(self, operands: LatentOperands, smem: LatentSmemSm100, tmem: Int32):
         """Wait alpha_ready, kv_free, stats_ready. Signal output_ready, stats_free. Write out or out_accum."""
         schedule = operands.schedule
         thread, lanes = thread_and_lanes(tmem)
@@ -40,7 +36,7 @@ class LatentOutputRoleSm100:
         while req <= schedule.last_request():
             tile_range = schedule.tile_range(req, begin_tile)
             for t in cutlass.range(tile_range.tiles, unroll=1):
-                self.scale_output(smem, tile + t, thread, lanes, t > 0)
+                scale_output(smem, tile + t, thread, lanes, t > 0, SCALED_AT_ONCE)
             tile = tile + tile_range.tiles
             work_tile = schedule.work_tile(req, begin_tile)
             if tile_range.tiles > 0:
@@ -54,29 +50,6 @@ class LatentOutputRoleSm100:
             self.store_rows(operands, smem, req, work_tile, thread, lanes, weight)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
-
-    @cute.jit
-    def scale_output(self, smem: LatentSmemSm100, tile: Int32, thread: Int32, lanes: Int32, begun: Boolean):
-        """Rescale O by alpha where the reference has moved, then let P V of this tile begin.
-
-        O of a work tile's first tile is overwritten, so there is nothing to scale, but O of the one before must have been read.
-        """
-        smem.alpha_ready.consumer_wait(tile)
-        alpha = (smem.sAlpha + ((tile % smem.geometry.parities) * TILE_ROWS + thread % TILE_ROWS)).load()
-        if begun and cute.arch.vote_any_sync(alpha != 1.0):
-            smem.kv_free.consumer_wait(tile - 1)
-            tcgen05.fence_after_wait()
-            for copy in cutlass.range_constexpr(smem.geometry.cta_columns // self.scaled_at_once):
-                place = lanes + (OUTPUT_COLUMN + copy * self.scaled_at_once)
-                values = tcgen05.load_columns(place, self.scaled_at_once)
-                tcgen05.await_loads()
-                tcgen05.store_columns(place, scaled(values, self.scaled_at_once, alpha), Float32)
-            if cutlass.const_expr(smem.geometry.sums_probs):
-                total = load_sum(lanes)
-                tcgen05.store_columns(lanes + SUM_COLUMN, [total * alpha], Float32)
-            tcgen05.await_stores()
-        tcgen05.fence_before_signal()
-        smem.output_ready.producer_commit(tile, cta=smem.geometry.mma_cta)
 
     @cute.jit
     def store_rows(
@@ -100,6 +73,30 @@ class LatentOutputRoleSm100:
                     store_row(out + first, normal, self.dtype)
                 else:
                     store_floats(out_accum + first, normal)
+
+
+@cute.jit
+def scale_output(smem: LatentSmemSm100, tile: Int32, thread: Int32, lanes: Int32, begun: Boolean, at_once: cutlass.Constexpr[int]):
+    """Rescale O by alpha where the reference has moved, then let P V of this tile begin.
+
+    O of a work tile's first tile is overwritten: nothing is scaled, but O of the one before must have been read. at_once: columns.
+    """
+    smem.alpha_ready.consumer_wait(tile)
+    alpha = (smem.sAlpha + ((tile % smem.geometry.parities) * TILE_ROWS + thread % TILE_ROWS)).load()
+    if begun and cute.arch.vote_any_sync(alpha != 1.0):
+        smem.kv_free.consumer_wait(tile - 1)
+        tcgen05.fence_after_wait()
+        for copy in cutlass.range_constexpr(smem.geometry.cta_columns // at_once):
+            place = lanes + (OUTPUT_COLUMN + copy * at_once)
+            values = tcgen05.load_columns(place, at_once)
+            tcgen05.await_loads()
+            tcgen05.store_columns(place, scaled(values, at_once, alpha), Float32)
+        if cutlass.const_expr(smem.geometry.sums_probs):
+            total = load_sum(lanes)
+            tcgen05.store_columns(lanes + SUM_COLUMN, [total * alpha], Float32)
+        tcgen05.await_stores()
+    tcgen05.fence_before_signal()
+    smem.output_ready.producer_commit(tile, cta=smem.geometry.mma_cta)
 
 
 def load_sum(lanes: Int32) -> Float32:

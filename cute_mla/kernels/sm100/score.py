@@ -21,7 +21,7 @@ from cutlass import Boolean, Float32, Int32, cute
 
 from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
-from ..attention.scheduler import KeyTile, LatentOperands, QueryOperands, TileRange, WorkTile, first_query_row
+from ..attention.scheduler import KeyTile, LatentOperands, TileRange, WorkTile, first_query_row
 from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_word
@@ -75,7 +75,7 @@ class LatentQueriesSm100:
     has_rope: bool
 
     @cute.jit
-    def load(self, operands: QueryOperands, smem: LatentSmemSm100, req: Int32, thread: Int32, lanes: Int32):
+    def load(self, operands: LatentOperands, smem: LatentSmemSm100, req: Int32, thread: Int32, lanes: Int32):
         """Load Q of a work tile that has keys, once every score of the one before has been computed. Signal query_ready."""
         half, source = self.half_and_source(operands, req, thread)
         for run in self.runs():
@@ -83,7 +83,7 @@ class LatentQueriesSm100:
             tcgen05.store_columns(lanes + run.column, self.load_words(source + first, run.words))
         self.hand_over(smem)
 
-    def fetch(self, operands: QueryOperands, req: Int32, thread: Int32) -> list[Int32]:
+    def fetch(self, operands: LatentOperands, req: Int32, thread: Int32) -> list[Int32]:
         """Start to load the thread's row of Q. Return its words, for store."""
         half, source = self.half_and_source(operands, req, thread)
         return [word for run in self.runs() for word in self.load_words(source + (half * run.apart + run.begin), run.words)]
@@ -102,7 +102,7 @@ class LatentQueriesSm100:
         tcgen05.fence_before_signal()
         smem.query_ready.producer_commit(Int32(0), cta=self.geometry.mma_cta)
 
-    def half_and_source(self, operands: QueryOperands, req: Int32, thread: Int32) -> tuple[Int32, cute.Pointer]:
+    def half_and_source(self, operands: LatentOperands, req: Int32, thread: Int32) -> tuple[Int32, cute.Pointer]:
         """Return the number of the half of the columns that the thread's lane has, and element 0 of its row."""
         half = thread // TILE_ROWS if self.geometry.paired else thread // HALF_LANES % 2
         row = first_query_row() + (thread % TILE_ROWS if self.geometry.paired else thread // 32 * HALF_LANES + thread % HALF_LANES)
@@ -173,7 +173,7 @@ class LatentRowsSm100:
     def store_ones(self) -> None:
         """Write what P is multiplied with for its sum, where that is asked for."""
 
-    def load_queries(self, queries: LatentQueriesSm100 | None, operands: QueryOperands, req: Int32, thread: Int32, lanes: Int32) -> None:
+    def load_queries(self, queries: LatentQueriesSm100 | None, operands: LatentOperands, req: Int32, thread: Int32, lanes: Int32) -> None:
         """Load Q of a work tile that has keys: every score of the one before has been computed."""
         queries.load(operands, self.smem, req, thread, lanes)
 
@@ -427,7 +427,7 @@ class LatentScoreRoleSm100:
 
 
 @cute.jit
-def score_tile(mask: LatentMaskSm100, operands: QueryOperands, rows: LatentRowsSm100, keys: KeyTile, tile: Int32):
+def score_tile(mask: LatentMaskSm100, operands: LatentOperands, rows: LatentRowsSm100, keys: KeyTile, tile: Int32):
     """Turn S of one tile into P. Wait scores_ready. Signal scores_free, alpha_ready, probs_ready."""
     smem = rows.smem
     rows.read_scores(tile)

@@ -67,7 +67,7 @@ def query_token() -> Int32:
 
 @dataclass(frozen=True)
 class SparseDecodeIndices:
-    """The indices of this CTA's query token of one request: `main` of the cache, `extra` of the second one behind them."""
+    """The indices of this CTA's query token of one request: `main` of the cache, `extra` of the second one after them."""
 
     main: Int32
     extra: Int32

@@ -104,7 +104,7 @@ def columns_of_cta(
 
 
 def _wide_columns(cache: CacheFormat, rank: Int32) -> tuple[CopiedColumns, ...]:
-    """Return the movers of the 16-bit columns behind the quantised ones."""
+    """Return the movers of the 16-bit columns after the quantised ones."""
     if cache.quantised == cache.d_qk:
         return ()
     if cache.d_qk > D_LATENT:

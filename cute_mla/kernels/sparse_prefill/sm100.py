@@ -62,10 +62,9 @@ from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillConfig
 from ..attention.cta import Arrivals
 from ..definition import KernelDefinition
-from ..sm100.config import EVEN_CTA, GROUP_WARPS, SIXTEEN_BIT_PARTS, LatentGeometrySm100
+from ..sm100.config import EVEN_CTA, GROUP_WARPS, SIXTEEN_BIT_PARTS
 from ..sm100.gather import LatentGatherRoleSm100, latent_columns, rope_columns
 from ..sm100.kernel import LatentKernelSm100, LatentRegistersSm100
-from ..sm100.output import LatentOutputRoleSm100
 from ..sm100.score import LatentQueriesSm100, SeenMaskSm100
 from .abi import SparsePrefillAbiSm100
 from .operands import SparsePrefillOperands
@@ -77,12 +76,6 @@ from .sm100_score import Heads64Rows, PairRows, SparsePrefillScoreRoleSm100
 
 # more for output, which holds a row of Q
 REGISTERS = LatentRegistersSm100(None, 240, 96, 48)
-
-
-def output_role(geometry: LatentGeometrySm100, dtype: type[cutlass.Numeric], has_rope: bool) -> SparsePrefillOutputRoleSm100:
-    """Return the output role."""
-    queries = TokenQueries(LatentQueriesSm100(geometry, has_rope))
-    return SparsePrefillOutputRoleSm100(LatentOutputRoleSm100(dtype, scaled_at_once=32), dtype, queries)
 
 
 class SparsePrefillSm100(LatentKernelSm100):
@@ -109,14 +102,14 @@ class SparsePrefillSm100(LatentKernelSm100):
 
     def output_role(self) -> SparsePrefillOutputRoleSm100:
         """Return the output role."""
-        return output_role(self.geometry, self.dtype, self.has_rope)
+        return SparsePrefillOutputRoleSm100(self.dtype, TokenQueries(LatentQueriesSm100(self.geometry, self.has_rope)))
 
     def producer_role(self, smem: SparsePrefillSmemSm100) -> LatentGatherRoleSm100:
         """Return the gather role."""
         return LatentGatherRoleSm100(self.columns, SparsePrefillTokenKeys())
 
     def columns(self, rank: Int32) -> SkippingTile:
-        """Return the mover of half of the latent columns, and of the RoPE columns behind them."""
+        """Return the mover of half of the latent columns, and of the RoPE columns after them."""
         runs = (latent_columns(rank), rope_columns(D_LATENT * ELEMENT_BYTES, rank))
         return SkippingTile(runs if self.has_rope else runs[:1])
 
@@ -145,7 +138,7 @@ class SparsePrefillHeads64Sm100(LatentKernelSm100):
 
     def output_role(self) -> SparsePrefillOutputRoleSm100:
         """Return the output role."""
-        return output_role(self.geometry, self.dtype, self.has_rope)
+        return SparsePrefillOutputRoleSm100(self.dtype, TokenQueries(LatentQueriesSm100(self.geometry, self.has_rope)))
 
     def producer_role(self, smem: SparsePrefillSmemSm100) -> SparsePrefillHalvesRoleSm100:
         """Return the gather role."""

@@ -91,7 +91,7 @@ class SparsePrefillTokenEntries(SparsePrefillTokenKeys):
 
 
 def half_runs(half: int, has_rope: bool) -> tuple[CopiedColumns, ...]:
-    """Return the movers of half of the latent columns, and, with the second half, of the RoPE columns behind them."""
+    """Return the movers of half of the latent columns, and, with the second half, of the RoPE columns after them."""
     latent = CopiedColumns.create(HALF_BYTES // CHUNK, half * HALF_BOXES, Int32(half * HALF_BYTES))
     if half == 0 or not has_rope:
         return (latent,)
@@ -136,7 +136,7 @@ class SparsePrefillHalvesRoleSm100:
         """Copy the tiles of one token. Of this lane's keys, the list is asked a tile ahead. first_tile: number of the first tile.
 
         The right half of a tile is handed over when the copies of the next tile's left half are under way. Nobody waits for it before:
-        S of a tile comes behind P V of the tile two before, whose left half is the stage that those copies fill.
+        S of a tile comes after P V of the tile two before, whose left half is the stage that those copies fill.
         """
         listed = self.source.key_list(operands, token)
         position = self.source.first_key(Int32(0), warp)

@@ -13,7 +13,6 @@ from cutlass import Boolean, Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
-from ..attention.scheduler import TokenSchedule
 from ..primitives import tcgen05
 from ..primitives.arithmetic import smaller
 from ..sm100.config import (
@@ -48,11 +47,11 @@ class SparsePrefillMmaRoleSm100:
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
         tile, queries, issued, filled = Int32(0), Int32(0), Int32(0), Boolean(False)
-        tiles = self.tiles_of(schedule, req, begin_tile)
+        tiles = self.tiles_of(operands, req, begin_tile)
         while req <= schedule.last_request():
             work_tile = schedule.work_tile(req, begin_tile)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
-            next_tiles = self.tiles_of(schedule, req, begin_tile)
+            next_tiles = self.tiles_of(operands, req, begin_tile)
             ahead = smaller(smaller(tiles, next_tiles), Int32(1))
             begun = Boolean(False)
             for t in cutlass.range(issued, smaller(tiles, Int32(1)) + tiles, unroll=1):
@@ -70,10 +69,10 @@ class SparsePrefillMmaRoleSm100:
         await_score_role(smem, tile)
 
     @cute.jit
-    def tiles_of(self, schedule: TokenSchedule, req: Int32, begin_tile: Int32):
+    def tiles_of(self, operands: SparsePrefillOperands, req: Int32, begin_tile: Int32):
         """Return the tiles of a token, 0 after the last one."""
-        last = schedule.last_request()
-        return cutlass.select_(req <= last, schedule.tile_range(smaller(req, last), begin_tile).tiles, Int32(0))
+        last = operands.schedule.last_request()
+        return cutlass.select_(req <= last, operands.schedule.tile_range(smaller(req, last), begin_tile).tiles, Int32(0))
 
 
 class PairProducts:

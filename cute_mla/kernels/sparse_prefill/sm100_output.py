@@ -16,13 +16,13 @@ from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_pair, smaller
 from ..primitives.rows import store_packed_row
 from ..sm100.config import CHUNK_COLUMNS, CTA_COLUMNS, OUTPUT_COLUMN, thread_and_lanes
-from ..sm100.output import LatentOutputRoleSm100
+from ..sm100.output import scale_output
 from ..sm100.score import LatentQueriesSm100
 from .operands import SparsePrefillOperands
 from .sm100_config import SparsePrefillSmemSm100
 from .sm100_score import RowResult, store_lse_indexer
 
-READ_AT_ONCE = 64  # columns of O
+SCALED_AT_ONCE, READ_AT_ONCE = 32, 64  # columns of O
 
 
 @dataclass(frozen=True)
@@ -66,9 +66,8 @@ class TokenQueries:
 
 @dataclass(frozen=True)
 class SparsePrefillOutputRoleSm100:
-    """Four warps. output: rescales O."""
+    """Four warps. dtype: of out."""
 
-    output: LatentOutputRoleSm100
     dtype: type[cutlass.Numeric]
     queries: TokenQueries
 
@@ -120,7 +119,7 @@ class SparsePrefillOutputRoleSm100:
         smem.seen_ready.consumer_wait(tile)
         filled = smem.has_keys(tile)
         if filled:
-            self.output.scale_output(smem, tile, thread, lanes, begun)
+            scale_output(smem, tile, thread, lanes, begun, SCALED_AT_ONCE)
         else:
             smem.alpha_ready.consumer_wait(tile)
             smem.output_ready.producer_commit(tile, cta=smem.geometry.mma_cta)

@@ -4,7 +4,7 @@
     step = ceil(T / num_parts)     cap = step + 5, what a part with a cut request may cost
 
     whole requests, if num_parts parts of at most cap hold them:
-        boundary 0 is request 0, and behind a boundary at request i the next one is at the last request j with C_j - C_i <= cap
+        boundary 0 is request 0, and after a boundary at request i the next one is at the last request j with C_j - C_i <= cap
     cuts, else:
         boundary p lies at cost x = min(p * step, T), in the request r with C_r <= x < C_r+1,
         and cuts it at tile max(x - C_r - 5, 0): 0 moves the boundary back to where the request starts.
@@ -19,7 +19,7 @@ threads each own
                                                      only if tokens differ: count its units; block scan -> s_cost[1025], the units before
                                                      each run; search it for each unit, walk inside the run; write the table of units
     phase 1   a run of ceil(batch / 1024) requests   sum its cost; block scan -> s_cost[1025], exclusive, 64 bits
-    phase 2   one request, and one boundary          search s_cost for the boundary behind it -> s_next[1025]; s_next of s_next, 9 times,
+    phase 2   one request, and one boundary          search s_cost for the boundary after it -> s_next[1025]; s_next of s_next, 9 times,
                                                      each time a step of 2^level boundaries -> the boundary; only where runs are requests
     phase 3   the same boundary                      if there are cuts: search s_cost, walk inside the run; -> s_req, s_tile[1025]
     phase 4   the same boundary                      is it a cut, is it the first of its request; block scan -> s_rows[1025],

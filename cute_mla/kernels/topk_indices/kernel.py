@@ -2,7 +2,7 @@
 
     key(x)   32 bits, ordered as the numbers are: -0 as +0, NaN 1, -inf above it; 0 stands for no number
     pivot    keys from min to max, equal or all chosen, with the topk-th greatest among them.     need = topk - #{key > max}
-    out      the positions with key > max, and the first `need` of those at the pivot, in ascending order; -1 behind them
+    out      the positions with key > max, and the first `need` of those at the pivot, in ascending order; -1 after them
     slot     a variant writes the place in the cache of the key at a position in its stead, by a block table
 
     grid     (rows * cluster, 1, 1), 512 threads: a cluster of 1, 2, 4 or 8 CTAs shares a row, and each of its warps takes one run of it
@@ -14,13 +14,13 @@
     narrow   count the candidates by 11 bits of their distance from the bound, and those that share the chosen digit again, until all of
              them are chosen or equal: once or twice for numbers that differ
     place    each warp counts its keys above and at the pivot, and adds up the counts of the warps before it
-    write    each warp writes its positions behind theirs
+    write    each warp writes its positions after theirs
 
 The trick is the bound: one count for 8 numbers leaves about 2 % of them (131,072, topk 2,048) to be looked at again. It is no estimate, and
 the list is no limit: a row of equal numbers takes longer, and is as exact.
 
 After each histogram the CTAs of a cluster read one another's, each for itself: sums of 64 digits, then the 64 digits in which the rank
-lies. A histogram is cleared behind the next barrier of the cluster, when no CTA reads it any more.
+lies. A histogram is cleared after the next barrier of the cluster, when no CTA reads it any more.
 
 Nothing depends on the order of the atomic sums, so that the bits repeat. Operands and their meaning: cute_mla/spec/topk_indices.py.
 """
@@ -216,7 +216,7 @@ def greatest_of(keys: cute.Tensor) -> Uint32:
 
 @cute.jit
 def load_candidates(keys: cute.Tensor, places: cute.Tensor, candidates: Candidates, first: Int32):
-    """Load keys and places of 32 candidates a row, from `first` < count on; the key is 0 behind the last."""
+    """Load keys and places of 32 candidates a row, from `first` < count on; the key is 0 after the last."""
     run = candidates.run
     for i in cutlass.range_constexpr(ROWS):
         places[i] = smaller(first + LANES * i + cute.arch.lane_idx(), candidates.count - 1)
@@ -367,7 +367,7 @@ class TopkIndices(WarpKernel):
 
     @cute.jit
     def gather(self, places: cute.Pointer, run: LaneRun, min_key: Uint32):
-        """List the numbers with keys of at min_key `min_key`; return the candidates."""
+        """List the numbers with keys of at least `min_key`; return the candidates."""
         keys, total = cute.make_rmem_tensor(EACH, Uint32), Int32(0)
         for place in cutlass.range(0, smaller(run.count, Int32(RESIDENT_ROWS)), BLOCK, unroll=1):
             kept_keys(keys, run, place)
@@ -386,7 +386,7 @@ class TopkIndices(WarpKernel):
 
     @cute.jit
     def list_block(self, places: cute.Pointer, keys: cute.Tensor, place: Int32, min_key: Uint32, total: Int32):
-        """List the numbers of a block with keys of at min_key `min_key`, behind `total` others; return how many there are then."""
+        """List the numbers of a block with keys of at least `min_key`, after `total` others; return how many there are then."""
         lane = cute.arch.lane_idx()
         lower_lanes = (Uint32(1) << Uint32(lane)) - 1
         for i in cutlass.range_constexpr(EACH):
