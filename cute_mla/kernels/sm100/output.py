@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...spec.dense_decode import TILE_ROWS
 from ..attention.scheduler import LatentOperands, WorkTile, first_query_row
 from ..primitives import tcgen05
-from ..primitives.rows import aligned, store_row
+from ..primitives.rows import store_row, store_vector
 from .config import OUTPUT_COLUMN, SUM_COLUMN, VECTOR, LatentSmemSm100, thread_and_lanes
 
 SCALED_AT_ONCE, STORED_AT_ONCE = 64, 32  # columns of O
@@ -72,7 +72,8 @@ class LatentOutputRoleSm100:
                 if work_tile.direct:
                     store_row(out + first, normal, self.dtype)
                 else:
-                    store_floats(out_accum + first, normal)
+                    for i in cutlass.range_constexpr(0, STORED_AT_ONCE, VECTOR):
+                        store_vector(out_accum + (first + i), normal[i : i + VECTOR], Float32)
 
 
 @cute.jit
@@ -120,12 +121,3 @@ def scaled(values: Any, count: int, factor: Float32) -> list[Float32]:
     for i in range(0, count, 2):
         products += cute.arch.mul_packed_f32x2((values[i], values[i + 1]), (factor, factor))
     return products
-
-
-def store_floats(target: cute.Pointer, values: list[Float32]) -> None:
-    """Store contiguous fp32 values at a multiple of 16 bytes."""
-    for first in range(0, len(values), VECTOR):
-        rValues = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
-        for i in range(VECTOR):
-            rValues[i] = values[first + i]
-        cute.autovec_copy(rValues, cute.make_tensor(aligned(target + first, 16), rValues.layout))

@@ -25,7 +25,7 @@ from ..attention.scheduler import KeyTile, LatentOperands, TileRange, WorkTile, 
 from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_word
-from ..primitives.rows import aligned
+from ..primitives.rows import aligned, store_vector
 from .config import (
     ALL_SEEN,
     BOX_BYTES,
@@ -224,24 +224,22 @@ class LatentRowsSm100:
         """Send the other thread of the row its partial scores."""
         vectors = self.smem.geometry.run_keys // VECTOR
         for vector in range(vectors):
-            rOut = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
-            for i in range(VECTOR):
-                rOut[i] = others[vector * VECTOR + i]
-            cute.autovec_copy(rOut, self._exchanged(self.half, part * vectors + vector))
+            words = [others[vector * VECTOR + i] for i in range(VECTOR)]
+            store_vector(self._exchanged(self.half, part * vectors + vector), words, Float32)
 
     def _add_partial_sums(self) -> None:
         """Complete the scores by what the other thread of the row has sent."""
         self.sync_halves()
         for vector in range(VECTORS):
             rIn = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
-            cute.autovec_copy(self._exchanged(1 - self.half, vector), rIn)
+            source = aligned(self._exchanged(1 - self.half, vector), 16)
+            cute.autovec_copy(cute.make_tensor(source, rIn.layout), rIn)
             for i in range(0, VECTOR, 2):
                 k = vector * VECTOR + i
                 self.rS[k], self.rS[k + 1] = cute.arch.add_packed_f32x2((self.rS[k], self.rS[k + 1]), (rIn[i], rIn[i + 1]))
 
-    def _exchanged(self, sender: Int32, vector: int) -> cute.Tensor:
-        offset = ((sender * VECTORS + vector) * TILE_ROWS + self.row) * VECTOR
-        return cute.make_tensor(aligned(self.smem.sExchange + offset, 16), cute.make_layout(VECTOR))
+    def _exchanged(self, sender: Int32, vector: int) -> cute.Pointer:
+        return self.smem.sExchange + ((sender * VECTORS + vector) * TILE_ROWS + self.row) * VECTOR
 
     def own_bits(self, words: list[Int32]) -> Int32:
         """Return the bits of this thread's keys, in its order. words: bits of the keys 0..31 and 32..63 of a tile."""
@@ -319,12 +317,11 @@ class LatentRowsSm100:
         for chunk in range(HALF_KEYS // chunk_keys):
             rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
             for i in range(VECTOR):
-                k = chunk * chunk_keys + i * geometry.word_elements
-                rWords[i] = self.word_of_probs(k)
+                rWords[i] = self.word_of_probs(chunk * chunk_keys + i * geometry.word_elements)
             part, place_in_run = divmod(chunk, run_chunks)
             place = (self.half * run_chunks + (part * 2 * run_chunks + place_in_run)) ^ (self.row % 8)
             target = cute.recast_ptr(aligned(line + place * 16, 16), dtype=Int32)
-            cute.autovec_copy(rWords, cute.make_tensor(target, cute.make_layout(VECTOR)))
+            cute.autovec_copy(rWords, cute.make_tensor(target, rWords.layout))
 
     def row_sum(self) -> Float32:
         """Return the sum over all keys seen, 0 iff the row attends to nothing."""
