@@ -18,10 +18,10 @@ class SparsePrefillAbi:
     """The arguments of one variant."""
 
     config: SparsePrefillConfig
+    min_blocks_per_sm: int = 0
 
     op = "sparse_prefill"
     arguments = SparsePrefillArguments
-    min_blocks_per_sm = 0
 
     def elements(self) -> dict[str, type[cutlass.Numeric]]:
         """Return the type of the latent: bytes."""
@@ -35,9 +35,3 @@ class SparsePrefillAbi:
         """Return the arguments by meaning."""
         latent = Latent(args.kv, args.kv_offsets, args.kv_stride_batch, args.kv_stride_row, args.s_kv)
         return SparsePrefillOperands(args, latent, TokenSchedule(args.topk_length, args.topk, args.tokens))
-
-
-class SparsePrefillAbiSm100(SparsePrefillAbi):
-    """The arguments of one variant."""
-
-    min_blocks_per_sm = 1  # unless told that there is a CTA a multiprocessor, ptxas ignores setmaxnreg on Blackwell (C7508)

@@ -66,7 +66,7 @@ from ..sm100.config import EVEN_CTA, GROUP_WARPS, SIXTEEN_BIT_PARTS
 from ..sm100.gather import LatentGatherRoleSm100, latent_columns, rope_columns
 from ..sm100.kernel import LatentKernelSm100, LatentRegistersSm100
 from ..sm100.score import LatentQueriesSm100, SeenMaskSm100
-from .abi import SparsePrefillAbiSm100
+from .abi import SparsePrefillAbi
 from .operands import SparsePrefillOperands
 from .sm100_config import HEADS64, SparsePrefillSmemSm100, heads64_smem, pair_smem
 from .sm100_gather import SkippingTile, SparsePrefillHalvesRoleSm100, SparsePrefillTokenKeys
@@ -74,6 +74,7 @@ from .sm100_mma import Heads64Gemm, Heads64Products, PairProducts, SparsePrefill
 from .sm100_output import SparsePrefillOutputRoleSm100, TokenQueries
 from .sm100_score import Heads64Rows, PairRows, SparsePrefillScoreRoleSm100
 
+ONE_CTA = 1  # unless told that there is a CTA a multiprocessor, ptxas ignores setmaxnreg on Blackwell (C7508)
 # more for output, which holds a row of Q
 REGISTERS = LatentRegistersSm100(None, 240, 96, 48)
 
@@ -86,7 +87,7 @@ class SparsePrefillSm100(LatentKernelSm100):
     mma_role = SparsePrefillMmaRoleSm100(PairProducts())
 
     def __init__(self, config: SparsePrefillConfig, arch: Arch) -> None:
-        super().__init__(SparsePrefillAbiSm100(config), arch, SIXTEEN_BIT_PARTS, pair_smem(), has_rope=config.d_qk > D_LATENT)
+        super().__init__(SparsePrefillAbi(config, ONE_CTA), arch, SIXTEEN_BIT_PARTS, pair_smem(), has_rope=config.d_qk > D_LATENT)
 
     @staticmethod
     def kv_releases() -> Int32:
@@ -124,7 +125,7 @@ class SparsePrefillHeads64Sm100(LatentKernelSm100):
     gemm = Heads64Gemm
 
     def __init__(self, config: SparsePrefillConfig, arch: Arch) -> None:
-        super().__init__(SparsePrefillAbiSm100(config), arch, HEADS64, heads64_smem(), has_rope=config.d_qk > D_LATENT)
+        super().__init__(SparsePrefillAbi(config, ONE_CTA), arch, HEADS64, heads64_smem(), has_rope=config.d_qk > D_LATENT)
 
     @cute.jit
     def run_mma(self, operands: SparsePrefillOperands, smem: SparsePrefillSmemSm100, tmem: Int32, warp: Int32):
