@@ -160,7 +160,7 @@ class DenseDecodeLoadRoleSm100:
         if box.in_tile:
             where = (operands.kv_head(), box.row, box.page)
             target = smem.stage(smem.kv_ready.stage(tile)) + box.offset * ROW_BYTES
-            columns = geometry.box_columns
+            columns = ROW_BYTES // geometry.element_bytes
             for i in cutlass.range_constexpr(geometry.latent_boxes):
                 pair_box(target + i * BOX_BYTES, operands.args.kv_map, (rank * geometry.cta_columns + i * columns, *where), ready)
             # a whole box, although half of it or less is used: its other columns are the peer's, or none

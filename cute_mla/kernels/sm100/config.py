@@ -73,7 +73,7 @@ class LatentGeometrySm100:
     paired: bool = True
 
     @staticmethod
-    def of(dtype: type[cutlass.Numeric], latent: int = D_LATENT) -> LatentGeometrySm100:
+    def of(dtype: type[cutlass.Numeric], latent: int) -> LatentGeometrySm100:
         """Return the geometry of an element type and so many latent columns, where keys come by TMA."""
         if latent != D_LATENT:
             return replace(SIXTEEN_BIT, kv_stages=7, score_groups=2, latent=latent)  # a softmax takes longer than the products of a tile
@@ -104,11 +104,6 @@ class LatentGeometrySm100:
     # ---- a stage of keys and values ---------------------------------------------------------------------------------
 
     @property
-    def box_columns(self) -> int:
-        """Return columns of a box."""
-        return ROW_BYTES // self.element_bytes
-
-    @property
     def cta_columns(self) -> int:
         """Return the latent columns of one of the two halves."""
         return self.latent // PAIR
@@ -116,7 +111,7 @@ class LatentGeometrySm100:
     @property
     def latent_boxes(self) -> int:
         """Return the boxes of the latent columns of a half and tile."""
-        return self.cta_columns // self.box_columns
+        return self.cta_columns * self.element_bytes // ROW_BYTES
 
     @property
     def halves(self) -> int:
