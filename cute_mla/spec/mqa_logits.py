@@ -74,6 +74,8 @@ class MqaLogitsConfig:
     head_tile: int
     dtype: str = DTYPE
 
+    cluster = 1
+
     @property
     def block_tokens(self) -> int:
         """Query tokens of a row block."""

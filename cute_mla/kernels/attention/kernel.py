@@ -14,7 +14,7 @@ from ...spec.arch import Arch
 from ..definition import KernelDefinition
 from ..example_arguments import example_arguments
 
-ELEMENT_TYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16}
+ELEMENT_TYPES = {"bf16": cutlass.BFloat16, "fp16": cutlass.Float16, "e4m3": cutlass.Float8E4M3FN}
 # pointers to fp32, where an op has them
 FLOATS = ("attn_sink", "max_logits", "lse", "lse_indexer", "out_accum", "lse_accum", "descale_q", "descale_k")
 
@@ -28,7 +28,7 @@ class AttentionConfig(Protocol):
 
     @property
     def dtype(self) -> str:
-        """Return the element type of out: "bf16" or "fp16"."""
+        """Return the element type of out: "bf16" or "fp16"; of the operands of logits kernels: "e4m3"."""
 
     @property
     def cluster(self) -> int:
@@ -67,7 +67,7 @@ class KernelAbi(Protocol):
 class AttentionKernel:
     """One variant of a kernel. A subclass has `threads` and `run`, which builds the roles and gives each its warps.
 
-    dtype: of out, 16 bits.
+    dtype: of out, 16 bits, or of e4m3 operands.
     """
 
     threads: int

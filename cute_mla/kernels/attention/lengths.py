@@ -38,7 +38,7 @@ from ..primitives.rows import load_or
 class RowRange:
     """The query rows of a unit that exist, from `first` up to, not including, `end`, and where they lie.
 
-    operands: as in QueryOperands. first: None if it is 0 for all units of the op. token: arguments of the operands' pointers beside unit
+    operands: as in LatentOperands. first: None if it is 0 for all units of the op. token: arguments of the operands' pointers beside unit
     and row, where an op has more.
     """
 

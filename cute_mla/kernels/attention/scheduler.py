@@ -17,7 +17,7 @@ are worked on at the same time are neighbours, whose keys are often the same, an
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
@@ -54,11 +54,16 @@ def first_query_row() -> Int32:
 
 @dataclass(frozen=True)
 class KeyTile:
-    """One key tile of a request. first: number of its first key. left: keys of the request from the tile on. Skipped tiles do not count."""
+    """One key tile of a request. first: number of its first key. remaining: keys of the request from the tile on, but for skipped tiles."""
 
     req: Int32
     first: Int32
-    left: Int32
+    remaining: Int32
+
+    @property
+    def left(self) -> Int32:
+        """Return the remaining keys, by the name that the SM90 kernels have for them."""
+        return self.remaining
 
 
 @dataclass(frozen=True)
@@ -273,57 +278,72 @@ class TokenSchedule:
         )
 
 
-class QueryOperands(Protocol):
-    """Rows of q, out and lse of a request (in sparse prefill of a query token, in dense decode of a unit), and the work of this CTA."""
+class LatentOperands:
+    """Rows of q, out and lse of a request (in sparse prefill of a query token, in dense decode of a unit), and the work of this CTA.
 
-    @property
-    def schedule(self) -> SplitKvSchedule | TokenSchedule:
-        """Return the work tiles of this CTA."""
+    An op's operands have the arguments by meaning, and _offset. Some members are of some ops only: a role asks for them where its op has
+    them. Accumulators exist where a request may be split, sinks in the sparse ops.
+    """
+
+    args: Any
+    schedule: Any  # SplitKvSchedule or TokenSchedule: the work tiles of this CTA
 
     @property
     def scale_log2(self) -> Float32:
         """Return the factor of the scores, log2 units."""
+        return self.args.scale_log2
 
     @property
     def empty_lse(self) -> Float32:
         """Return the lse of a row that attends to nothing."""
-
-    def rows(self) -> Int32:
-        """Return the number of query rows that attend to this CTA's keys, those of a request that lacks some of them included."""
-
-    def row_range(self, req: Int32) -> RowRange:
-        """Return the query rows of a request that exist."""
-
-    def q_row(self, req: Int32, row: Int32) -> cute.Pointer:
-        """Return element 0 of a query row."""
-
-    def out_row(self, req: Int32, row: Int32) -> cute.Pointer:
-        """Return element 0 of an output row."""
-
-    def lse_of(self, req: Int32, row: Int32) -> cute.Pointer:
-        """Return the lse of a query row."""
-
-
-class LatentOperands(QueryOperands, Protocol):
-    """Members that only some ops have: a role asks for them where its op has them.
-
-    Accumulators exist where a request may be split, sinks and greatest logits in the sparse ops.
-    """
-
-    @property
-    def out_accum(self) -> cute.Pointer:
-        """Return the fp32 rows of the split accumulators, contiguous."""
-
-    @property
-    def lse_accum(self) -> cute.Pointer:
-        """Return the lse of every row of the split accumulators."""
-
-    def accum_row(self, work_tile: WorkTile, row: Int32) -> Int64:
-        """Return the number of a query row in the split accumulators."""
+        return self.args.empty_lse
 
     @property
     def attn_sink(self) -> cute.Pointer:
         """Return fp32 [rows], natural log; a null pointer without sinks."""
+        return self.args.attn_sink
 
-    def max_logit_of(self, req: Int32, row: Int32) -> cute.Pointer:
-        """Return the greatest logit of a query row."""
+    @property
+    def out_accum(self) -> cute.Pointer:
+        """Return the fp32 rows of the split accumulators, contiguous."""
+        return self.args.out_accum
+
+    @property
+    def lse_accum(self) -> cute.Pointer:
+        """Return the lse of every row of the split accumulators."""
+        return self.args.lse_accum
+
+    def rows(self) -> Int32:
+        """Return the number of query rows that share this CTA's keys, those of a request that lacks some of them included."""
+        return self.args.h_q
+
+    def row_range(self, req: Int32) -> RowRange:
+        """Return the query rows of a request that exist."""
+        return RowRange(self, req, self.rows())
+
+    def q_row(self, req: Int32, row: Int32, *first_token: Int32) -> cute.Pointer:
+        """Return element 0 of a query row. first_token: as Units.missing_and_first has it, where an op has units."""
+        return self.element("q", req, row, *first_token)
+
+    def out_row(self, req: Int32, row: Int32, *first_token: Int32) -> cute.Pointer:
+        """Return element 0 of an output row."""
+        return self.element("out", req, row, *first_token)
+
+    def lse_of(self, req: Int32, row: Int32, *first_token: Int32) -> cute.Pointer:
+        """Return the lse of a query row."""
+        return self.element("lse", req, row, *first_token)
+
+    def element(self, name: str, req: Int32, row: Int32, *first_token: Int32) -> cute.Pointer:
+        """Return the first element of a query row in the argument of a name, whose strides go by batch, token and head."""
+        batch, token, head = (getattr(self.args, f"{name}_stride_{axis}") for axis in ("batch", "token", "head"))
+        return getattr(self.args, name) + self._offset((batch, token, head), req, row, *first_token)
+
+    def _offset(self, strides: tuple[Int64, Int64, Int64], req: Int32, row: Int32, *first_token: Int32) -> Int64:
+        raise NotImplementedError
+
+    def accum_row(self, work_tile: WorkTile, row: Int32) -> Int64:
+        """Return the number of a query row in the split accumulators."""
+        raise NotImplementedError
+
+
+QueryOperands = LatentOperands

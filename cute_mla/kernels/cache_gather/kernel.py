@@ -1,4 +1,4 @@
-"""cache_gather: keys of several requests out of a paged cache, one behind the other, dequantised. Every architecture.
+"""cache_gather: keys of several requests out of a paged cache, one after the other, dequantised. Every architecture.
 
     grid      (ceil(rows / 4), 1, 1), 128 threads, no shared memory; one warp gathers one row of out
     a row     its request is the number of those that end at or before it: lanes look at 32 ends at once, and a vote counts them
@@ -12,17 +12,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16
 
-from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
-from ...spec.cache_gather import PARAMS, CacheGatherArguments
+from ...spec.cache_gather import CacheGatherArguments
 from ...spec.cache_rows import ANY_16_BITS, KEYS_PER_BLOCK, VECTOR, CacheRowsConfig, latent_columns, rotary_columns
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
-from ..example_arguments import example_arguments
 from ..primitives.arithmetic import E8M0_NAN, MANTISSA_BITS, NAN, as_float, pack_word, registers
 from ..primitives.rows import PAIR, SPAN, WORDS, Key, element_at, exact, is_whole, load_or_one, load_words, store_elements, vectors_of
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 THREADS = 32 * KEYS_PER_BLOCK
 NEVER = (1 << 31) - 1  # where a request that does not exist ends
@@ -77,22 +76,18 @@ def scaled(words: cute.Tensor, scale: Float32) -> list[Float32]:
     return [value * scale for value in exact(words, Float8E4M3FN)]
 
 
-class CacheGather:
+class CacheGather(WarpKernel):
     """One variant of the kernel."""
 
+    launch = WarpLaunch("cache_gather", "gather", CacheGatherArguments, THREADS)
+
     def __init__(self, config: CacheRowsConfig, arch: Arch) -> None:
-        self.name = kernel_name("cache_gather", arch.name, config.name)
+        super().__init__(config, arch)
         self.cache: CacheFormat = config.format
         self.dtype = Uint16 if config.dtype == ANY_16_BITS else ELEMENT_TYPES[config.dtype]
         self.latent = latent_columns(config.format)
         self.rotary = rotary_columns(config.format)
         self.is_flat = bool(self.cache.quantised) and not self.cache.groups  # one scale for the whole cache
-
-    @cute.jit
-    def host(self, args: CacheGatherArguments):
-        """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(args).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)
 
     @cute.kernel
     def kernel(self, args: CacheGatherArguments):
@@ -173,18 +168,10 @@ class CacheGather:
 def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
     kernel = CacheGather(config, arch)
-    return KernelDefinition(
-        op="cache_gather",
-        config=config,
-        host=kernel.host,
-        args=(example_arguments(CacheGatherArguments, {"k_cache": Uint8, "descale_k": Float32, "out": Uint16}),),
-        params=PARAMS,
-        block=(THREADS, 1, 1),
-        cluster=(1, 1, 1),
-        smem_bytes=0,
-        roles=(Role("gather", 0, KEYS_PER_BLOCK),),
-        # a lane's vectors
-        expected={
+    # a lane's vectors
+    return kernel.definition(
+        {"k_cache": Uint8, "descale_k": Float32, "out": Uint16},
+        {
             "LDG.E.64" if config.format.quantised else "LDG.E.128": vectors_of(config.format),
             "STG.E.128": vectors_of(config.format),
         },

@@ -1,10 +1,10 @@
 """cache_insert: normalises, rotates, quantises and writes keys to a paged cache, and rotates queries in place. Every architecture.
 
     grid      (ceil(tokens / 4) + ceil(tokens * ceil(heads / 16) / 4), 1, 1), 128 threads, no shared memory. CTAs in front take keys, a
-              warp each; those behind the rotary columns of queries, a warp 16 heads of a token: 4 times 4 of them, 8 lanes each
+              warp each; those after the rotary columns of queries, a warp 16 heads of a token: 4 times 4 of them, 8 lanes each
     a key     as in primitives/rows.py, all of it loaded first. Where values are rotated (fp8_584, v41), lanes 24 to 31 have the rotary
               columns as the end of the second vector, wherever they come from
-    norm      a sum of squares over neighbouring columns, by a butterfly; rounded to the keys' type, as is the rotation behind it
+    norm      a sum of squares over neighbouring columns, by a butterfly; rounded to the keys' type, as is the rotation after it
     write     that of cache_write (primitives/rows.py), from the rounded columns
 
 The trick is that nothing else is done: every step rounds as the part that stands alone does, so the bits are those of the parts one after
@@ -15,14 +15,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16
 
-from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
 from ...spec.cache_insert import (
     HEADS,
     HEADS_AT_ONCE,
     LANES,
-    PARAMS,
     PASSES,
     THREADS,
     WARPS,
@@ -35,7 +33,6 @@ from ...spec.cache_rows import KEYS_PER_BLOCK, VECTOR, CacheRowsConfig
 from ...spec.mla import D_ROPE, ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
-from ..example_arguments import example_arguments
 from ..primitives.arithmetic import lane_sum, neighbour_sum, pack_pair, product, registers, square_root
 from ..primitives.rows import (
     FLOAT_BYTES,
@@ -54,6 +51,7 @@ from ..primitives.rows import (
     start_load,
     store_elements,
 )
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 PAIRS = D_ROPE // 2
 ROTARY_LANE = (SPAN - D_ROPE) // VECTOR  # first lane that has rotary columns in its second vector, where values are rotated
@@ -76,11 +74,13 @@ def one_word(word: Int32) -> Int32:
     return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[word])
 
 
-class CacheInsert:
+class CacheInsert(WarpKernel):
     """One variant of the kernel."""
 
+    launch = WarpLaunch("cache_insert", "insert", CacheInsertArguments, THREADS)
+
     def __init__(self, config: CacheRowsConfig, arch: Arch) -> None:
-        self.name = kernel_name("cache_insert", arch.name, config.name)
+        super().__init__(config, arch)
         self.cache: CacheFormat = config.format
         self.dtype = ELEMENT_TYPES[config.dtype]
         self.writer = KeyWriter(config.format, self.dtype)
@@ -89,12 +89,6 @@ class CacheInsert:
         self.rotates = rotates(config.format)
         self.rotates_values = rotates_values(config.format)
         self.has_pair = self.writer.rotary and not self.rotates_values  # rotary columns lie apart from the normalised ones
-
-    @cute.jit
-    def host(self, args: CacheInsertArguments):
-        """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(args).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)
 
     @cute.kernel
     def kernel(self, args: CacheInsertArguments):
@@ -285,15 +279,4 @@ def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:
         **dict.fromkeys(("cos_sin", "descale_k"), Float32),
         "k_cache": Uint8,
     }
-    return KernelDefinition(
-        op="cache_insert",
-        config=config,
-        host=kernel.host,
-        args=(example_arguments(CacheInsertArguments, elements),),
-        params=PARAMS,
-        block=(THREADS, 1, 1),
-        cluster=(1, 1, 1),
-        smem_bytes=0,
-        roles=(Role("insert", 0, THREADS // 32),),
-        expected={"sqrt.rn.f32": 1, "rcp.rn.f32": 1 + divided},
-    )
+    return kernel.definition(elements, {"sqrt.rn.f32": 1, "rcp.rn.f32": 1 + divided})

@@ -5,7 +5,7 @@
     a group   (128 columns of fp8_656 and nope_528, 64 of fp8_584, 32 of v41) lies in 16, 8 or 4 neighbouring lanes: a butterfly of
               shuffles gives each of them the largest magnitude, as bits, so that what is not finite comes out on top; each works out the
               scale, one of them writes it
-    v41       one variant serves both orders, scales behind each row or behind all rows of a page: the stride of a row tells
+    v41       one variant serves both orders, scales after each row or after all rows of a page: the stride of a row decides
     division  by the caller's scale with div.rn, which is the reference's. By a group's scale it is worked out from one reciprocal, with the
               same codes (primitives/arithmetic.py); by a power of two it is a product with its reciprocal, exact as well
 
@@ -17,7 +17,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint16
 
-from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
 from ...spec.cache_rows import (
@@ -26,31 +25,27 @@ from ...spec.cache_rows import (
     VECTOR,
     CacheRowsConfig,
 )
-from ...spec.cache_write import PARAMS, CacheWriteArguments
+from ...spec.cache_write import CacheWriteArguments
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
-from ..example_arguments import example_arguments
 from ..primitives.arithmetic import registers
 from ..primitives.rows import PAIR, SPAN, WORDS, Key, KeyWriter, is_whole, load_elements, load_integer, load_or_one, vectors_of
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 THREADS = 32 * KEYS_PER_BLOCK
 
 
-class CacheWrite:
+class CacheWrite(WarpKernel):
     """One variant of the kernel."""
 
+    launch = WarpLaunch("cache_write", "write", CacheWriteArguments, THREADS)
+
     def __init__(self, config: CacheRowsConfig, arch: Arch) -> None:
-        self.name = kernel_name("cache_write", arch.name, config.name)
+        super().__init__(config, arch)
         self.cache: CacheFormat = config.format
         self.vectors = vectors_of(config.format)
         self.writer = KeyWriter(config.format, Uint16 if config.dtype == ANY_16_BITS else ELEMENT_TYPES[config.dtype])
-
-    @cute.jit
-    def host(self, args: CacheWriteArguments):
-        """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(args).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)
 
     @cute.kernel
     def kernel(self, args: CacheWriteArguments):
@@ -109,15 +104,4 @@ def expected(cache: CacheFormat) -> dict[str, int]:
 def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
     kernel = CacheWrite(config, arch)
-    return KernelDefinition(
-        op="cache_write",
-        config=config,
-        host=kernel.host,
-        args=(example_arguments(CacheWriteArguments, {"kv_c": Uint16, "k_pe": Uint16, "descale_k": Float32, "k_cache": Uint8}),),
-        params=PARAMS,
-        block=(THREADS, 1, 1),
-        cluster=(1, 1, 1),
-        smem_bytes=0,
-        roles=(Role("write", 0, KEYS_PER_BLOCK),),
-        expected=expected(config.format),
-    )
+    return kernel.definition({"kv_c": Uint16, "k_pe": Uint16, "descale_k": Float32, "k_cache": Uint8}, expected(config.format))

@@ -21,17 +21,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
-from ...spec.combine import BLOCK_COLUMNS, NARROW_COLUMNS, PARAMS, ROWS_PER_BLOCK, CombineArguments, CombineConfig
+from ...spec.combine import BLOCK_COLUMNS, NARROW_COLUMNS, ROWS_PER_BLOCK, CombineArguments, CombineConfig
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
 from ..attention.lengths import Lengths, Units, VisibleTiles
 from ..attention.merge_rows import BUFFER, GROUP, NARROW_VECTOR, VECTOR, Results, merge_row, vector_at
 from ..attention.softmax import LN2
 from ..definition import KernelDefinition
-from ..example_arguments import example_arguments
 from ..primitives.arithmetic import clip
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 THREADS = 32 * ROWS_PER_BLOCK
 KEPT_WEIGHTS = 4  # of a lane where a few rows have many splits
@@ -88,96 +87,76 @@ class Splits(Results):
         cute.autovec_copy(vector_at(source, 4 * cute.size(target), cute.size(target)), target)
 
 
-@cute.kernel
-def combine(args: CombineArguments, d_v: cutlass.Constexpr[int]):
-    """Merge the splits of every row that has several, a warp a row."""
-    first_token, head_block, column_block = cute.arch.block_idx()
-    token_step, head_step, column_blocks = cute.arch.grid_dim()
-    thread, _, _ = cute.arch.thread_idx()
-    lane = thread % 32
-    head = head_block + thread // 32 * head_step
-    column = column_block * GROUP + lane * VECTOR
-    if column_blocks == d_v // NARROW_COLUMNS:
-        column = (column_block * 32 + lane) * NARROW_VECTOR
-    stride = Int64(args.s_q) * args.h_q
+class Combine(WarpKernel):
+    """One variant of the kernel."""
 
-    # The next kernel may be launched now: one that reads out waits for this grid to end.
-    cute.arch.griddepcontrol_launch_dependents()
-    cute.arch.griddepcontrol_wait()
+    # 128 registers may be used. Unasked ptxas takes 80 and empties a buffer before it fills the other.
+    launch = WarpLaunch("combine", "merge", CombineArguments, THREADS, min_blocks_per_sm=2)
 
-    units = Units(args.units, args.requests, args.total_q, args.s_q, args.causal)
-    window = VisibleTiles(args.reach, args.sink_tiles)
-    keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys, units, window)
-    tokens = token_count(args)
-    sink = Float32(-math.inf)
-    if args.attn_sink.toint() != 0 and head < args.h_q:
-        sink = args.attn_sink[head]
-    begin = first_token
-    while begin < tokens:
-        mine = begin + lane * token_step  # lane l asks for the l-th query token from here on
-        request = Int32(Uint32(mine) // Uint32(args.s_q))
-        first, count = Int32(0), Int32(0)
-        if mine < tokens:
-            missing, _ = units.missing_and_first(request)
-            if mine - request * args.s_q >= missing:
-                first, count = splits_of(keys, args.num_splits, request, args.max_splits, args.accum_rows)
-        split = cute.arch.vote_ballot_sync(count > 1) if head < args.h_q else Int32(0)
-        while split != 0:
-            index = cute.arch.popc((split & -split) - 1)  # of the lowest bit
-            split = split & (split - 1)
-            cut = cute.arch.shuffle_sync(request, index)
-            token = begin + index * token_step - cut * args.s_q
-            row = cute.arch.shuffle_sync(first, index) * stride + (Int64(token) * args.h_q + head)
-            _, first_token = units.missing_and_first(cut)
-            token += first_token
-            out_row = args.out + (cut * args.out_stride_batch + token * args.out_stride_token + head * args.out_stride_head + column)
-            splits = Splits(args.out_accum + (row * d_v + column), args.lse_accum + row, stride * d_v, stride)
-            shift, total = Float32(0), Float32(0)
-            results = cute.arch.shuffle_sync(count, index)
-            if column_blocks == 1:
-                shift, total = merge_row(out_row, splits, results, sink, (VECTOR, d_v // GROUP))
-            elif column_blocks == d_v // NARROW_COLUMNS:
-                shift, total = merge_row(out_row, splits, results, sink, (NARROW_VECTOR, 1), KEPT_WEIGHTS)
-            else:
-                shift, total = merge_row(out_row, splits, results, sink, (VECTOR, 1))
-            if lane == 0 and column_block == 0:
-                value = args.empty_lse
-                if total != 0:  # true for NaN
-                    value = (shift + cute.math.log2(total, fastmath=True)) * LN2
-                (args.lse + (cut * args.lse_stride_batch + head * args.lse_stride_head + token * args.lse_stride_token)).store(value)
-        begin += 32 * token_step
+    @cute.kernel
+    def kernel(self, args: CombineArguments):
+        """Merge the splits of every row that has several, a warp a row."""
+        d_v = self.config.d_v
+        first_token, head_block, column_block = cute.arch.block_idx()
+        token_step, head_step, column_blocks = cute.arch.grid_dim()
+        thread, _, _ = cute.arch.thread_idx()
+        lane = thread % 32
+        head = head_block + thread // 32 * head_step
+        column = column_block * GROUP + lane * VECTOR
+        if column_blocks == d_v // NARROW_COLUMNS:
+            column = (column_block * 32 + lane) * NARROW_VECTOR
+        stride = Int64(args.s_q) * args.h_q
 
+        # The next kernel may be launched now: one that reads out waits for this grid to end.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
 
-@cute.jit
-def launch(args: CombineArguments, name: cutlass.Constexpr, d_v: cutlass.Constexpr):
-    """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
-    combine.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    combine(args, d_v).launch(
-        grid=(1, 1, 1),
-        block=(THREADS, 1, 1),
-        use_pdl=True,
-        # Tells ptxas that 128 registers may be used. Unasked it takes 80 and empties a buffer before it fills the other.
-        min_blocks_per_mp=2,
-        preferred_smem_carveout=100,  # of no effect here: without it the DSL asks the driver, which need not exist
-    )
+        units = Units(args.units, args.requests, args.total_q, args.s_q, args.causal)
+        window = VisibleTiles(args.reach, args.sink_tiles)
+        keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys, units, window)
+        tokens = token_count(args)
+        sink = Float32(-math.inf)
+        if args.attn_sink.toint() != 0 and head < args.h_q:
+            sink = args.attn_sink[head]
+        begin = first_token
+        while begin < tokens:
+            mine = begin + lane * token_step  # lane l asks for the l-th query token from here on
+            request = Int32(Uint32(mine) // Uint32(args.s_q))
+            first, count = Int32(0), Int32(0)
+            if mine < tokens:
+                missing, _ = units.missing_and_first(request)
+                if mine - request * args.s_q >= missing:
+                    first, count = splits_of(keys, args.num_splits, request, args.max_splits, args.accum_rows)
+            split = cute.arch.vote_ballot_sync(count > 1) if head < args.h_q else Int32(0)
+            while split != 0:
+                index = cute.arch.popc((split & -split) - 1)  # of the lowest bit
+                split = split & (split - 1)
+                cut = cute.arch.shuffle_sync(request, index)
+                token = begin + index * token_step - cut * args.s_q
+                row = cute.arch.shuffle_sync(first, index) * stride + (Int64(token) * args.h_q + head)
+                _, first_token = units.missing_and_first(cut)
+                token += first_token
+                out_row = args.out + (cut * args.out_stride_batch + token * args.out_stride_token + head * args.out_stride_head + column)
+                splits = Splits(args.out_accum + (row * d_v + column), args.lse_accum + row, stride * d_v, stride)
+                shift, total = Float32(0), Float32(0)
+                results = cute.arch.shuffle_sync(count, index)
+                if column_blocks == 1:
+                    shift, total = merge_row(out_row, splits, results, sink, (VECTOR, d_v // GROUP))
+                elif column_blocks == d_v // NARROW_COLUMNS:
+                    shift, total = merge_row(out_row, splits, results, sink, (NARROW_VECTOR, 1), KEPT_WEIGHTS)
+                else:
+                    shift, total = merge_row(out_row, splits, results, sink, (VECTOR, 1))
+                if lane == 0 and column_block == 0:
+                    value = args.empty_lse
+                    if total != 0:  # true for NaN
+                        value = (shift + cute.math.log2(total, fastmath=True)) * LN2
+                    (args.lse + (cut * args.lse_stride_batch + head * args.lse_stride_head + token * args.lse_stride_token)).store(value)
+            begin += 32 * token_step
 
 
 def build(config: CombineConfig, arch: Arch) -> KernelDefinition:
     """Return the kernel's source for one element type and number of columns of out, ready to compile."""
     elements = {"attn_sink": Float32, "out_accum": Float32, "lse_accum": Float32, "out": ELEMENT_TYPES[config.dtype], "lse": Float32}
-    args = (example_arguments(CombineArguments, elements), kernel_name("combine", arch.name, config.name), config.d_v)
-    return KernelDefinition(
-        op="combine",
-        config=config,
-        host=launch,
-        args=args,
-        params=PARAMS,
-        block=(THREADS, 1, 1),
-        cluster=(1, 1, 1),
-        smem_bytes=0,
-        barriers=(),
-        named_barriers=(),
-        roles=(Role("merge", 0, ROWS_PER_BLOCK),),
-        # Three code paths, each sums 64 elements and weighs the sink. Two fill half of them three times: before the loop and twice in it.
-        expected={"FFMA": 3 * (2 * BUFFER + 1), "LDG.E.128": 2 * 3 * BUFFER // VECTOR, "LDG.E.64": 2 * BUFFER // NARROW_VECTOR},
-    )
+    # Three code paths, each sums 64 elements and weighs the sink. Two fill half of them three times: before the loop and twice in it.
+    expected = {"FFMA": 3 * (2 * BUFFER + 1), "LDG.E.128": 2 * 3 * BUFFER // VECTOR, "LDG.E.64": 2 * BUFFER // NARROW_VECTOR}
+    return Combine(config, arch).definition(elements, expected)

@@ -14,7 +14,7 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
 from ..attention.lengths import Lengths, RowTile, Units, VisibleTiles
 from ..attention.scheduler import SplitKvSchedule
-from .operands import BOX_BYTES_PER_KEY, Operands
+from .operands import BOX_BYTES_PER_KEY, DenseDecodeOperands
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class DenseDecodeAbi:
         )
         return (kv_map,)
 
-    def operands(self, args: DenseDecodeArguments) -> Operands:
+    def operands(self, args: DenseDecodeArguments) -> DenseDecodeOperands:
         """Return the arguments by meaning."""
         causal = cutlass.select_(args.mask == CAUSAL, Int32(1), Int32(0))
         units = Units(args.units, args.requests, args.total_q, args.s_q, causal)
@@ -63,4 +63,4 @@ class DenseDecodeAbi:
         pinned = not key_masks or self.config.d_qk != D_QK
         rows = RowTile(args.mask, args.s_q, args.heads_per_kv, args.reach, self.config.cluster, pinned)
         schedule = SplitKvSchedule(args.plan, args.num_splits, lengths, args.batch, args.max_splits, args.accum_rows, rows)
-        return Operands(args, schedule, args.scale_log2, units, key_masks)
+        return DenseDecodeOperands(args, schedule, units, key_masks)

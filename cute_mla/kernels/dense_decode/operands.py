@@ -11,7 +11,7 @@ from ...spec.dense_decode import CAUSAL, FP8, LATENT, SMALL_PAGES, TREE, DenseDe
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import NO_LIMIT, TILE_KEYS
 from ..attention.lengths import RowRange, Units
-from ..attention.scheduler import BOX_COLUMNS, KeyTile, SplitKvSchedule, WorkTile
+from ..attention.scheduler import BOX_COLUMNS, KeyTile, LatentOperands, SplitKvSchedule, WorkTile
 from ..attention.softmax import FindWorkTile, sink_weight
 from ..primitives.arithmetic import larger, pin_register, smaller
 from ..primitives.rows import load_or_one
@@ -21,27 +21,21 @@ NO_PAGE = -1  # of a box or key that is not in use: outside every cache
 
 
 @dataclass(frozen=True)
-class Operands:
+class DenseDecodeOperands(LatentOperands):
     """The arguments by meaning.
 
-    scale_log2: factor of the scores, log2 units; with the scales of e4m3 operands after with_descales. key_masks: whether calls of the
-    variant may have tree masks and windows.
+    args.scale_log2: with the scales of e4m3 operands after with_descales. key_masks: whether calls of the variant may have tree masks and
+    windows.
     """
 
     args: DenseDecodeArguments
     schedule: SplitKvSchedule
-    scale_log2: Float32
     units: Units
     key_masks: bool
 
-    @property
-    def empty_lse(self) -> Float32:
-        """Return the lse of a row that attends to nothing."""
-        return self.args.empty_lse
-
-    def with_descales(self, kind: str) -> Operands:
-        """Return operands whose scale_log2 includes the scales of q and cache. kind: the variant's operands."""
-        return replace(self, scale_log2=DescaledRows(kind).score_scale(self))
+    def with_descales(self, row_scale: DenseDecodeRowScale) -> DenseDecodeOperands:
+        """Return operands whose scale_log2 includes the scales of q and cache."""
+        return replace(self, args=self.args._replace(scale_log2=row_scale.score_scale(self)))
 
     # ---- query rows -------------------------------------------------------------------------------------------------
 
@@ -63,35 +57,10 @@ class Operands:
         token = Int32(Uint32(row) // Uint32(self.args.heads_per_kv))
         return token, pin_register(self.kv_head()) * self.args.heads_per_kv + (row - token * self.args.heads_per_kv)
 
-    def q_row(self, req: Int32, row: Int32, first_token: Int32) -> cute.Pointer:
-        """Return element 0 of a query row. first_token: as Units.missing_and_first has it, of q_row, out_row and lse_of."""
-        return self.args.q + self._offset(
-            (self.args.q_stride_batch, self.args.q_stride_token, self.args.q_stride_head), req, row, first_token
-        )
-
-    def out_row(self, req: Int32, row: Int32, first_token: Int32) -> cute.Pointer:
-        """Return element 0 of an output row."""
-        strides = (self.args.out_stride_batch, self.args.out_stride_token, self.args.out_stride_head)
-        return self.args.out + self._offset(strides, req, row, first_token)
-
-    def lse_of(self, req: Int32, row: Int32, first_token: Int32) -> cute.Pointer:
-        """Return the lse of a query row."""
-        strides = (self.args.lse_stride_batch, self.args.lse_stride_token, self.args.lse_stride_head)
-        return self.args.lse + self._offset(strides, req, row, first_token)
-
-    def _offset(self, strides: tuple[Int64, Int64, Int64], req: Int32, row: Int32, first_token: Int32) -> Int64:
+    def _offset(self, strides: tuple[Int64, Int64, Int64], req: Int32, row: Int32, *first_token: Int32) -> Int64:
+        (first,) = first_token
         token, head = self.token_and_head(row)
-        return Int64(req) * strides[0] + Int64(first_token + token) * strides[1] + Int64(head) * strides[2]
-
-    @property
-    def out_accum(self) -> cute.Pointer:
-        """Return the fp32 rows of the split accumulators."""
-        return self.args.out_accum
-
-    @property
-    def lse_accum(self) -> cute.Pointer:
-        """Return the lse of every row of the split accumulators."""
-        return self.args.lse_accum
+        return Int64(req) * strides[0] + Int64(first + token) * strides[1] + Int64(head) * strides[2]
 
     def accum_row(self, work_tile: WorkTile, row: Int32) -> Int64:
         """Return the number of a query row in the split accumulators."""
@@ -102,7 +71,7 @@ class Operands:
 
     def hides_keys(self, keys: KeyTile) -> Boolean:
         """Return whether a row may not see a key of a tile."""
-        return Uint32(keys.left - self.args.hidden_keys - TILE_KEYS) >= Uint32(self.args.steady_keys)
+        return Uint32(keys.remaining - self.args.hidden_keys - TILE_KEYS) >= Uint32(self.args.steady_keys)
 
     def has_tree(self) -> Boolean:
         """Return whether a tree mask decides on the new tokens."""
@@ -114,18 +83,20 @@ class Operands:
 
     def hides_values(self, keys: KeyTile) -> Boolean:
         """Return whether a tile has keys that no query token sees: past the end, or before all windows."""
-        return Uint32(keys.left - TILE_KEYS) >= Uint32(self.args.steady_values)
+        return Uint32(keys.remaining - TILE_KEYS) >= Uint32(self.args.steady_values)
 
-    def hole(self, keys: KeyTile) -> tuple[Int32, Int32]:
+    def unseen_keys(self, keys: KeyTile) -> tuple[Int32, Int32]:
         """Return the keys between the first ones, always seen, and all windows, counted within a tile: begin and end, or begin >= end."""
-        return self.args.sink_keys - keys.first, keys.left - self.args.reach
+        return self.args.sink_keys - keys.first, keys.remaining - self.args.reach
+
+    hole = unseen_keys
 
     def key_limit(self, keys: KeyTile, token: Int32) -> Int32:
         """Return the key, counted within a tile, from which on a query token sees none: the end, or bottom-right causal.
 
         Tokens past the last one see no key past the end either.
         """
-        return keys.left - cutlass.select_(self.args.mask == CAUSAL, larger(self.args.s_q - 1 - token, Int32(0)), Int32(0))
+        return keys.remaining - cutlass.select_(self.args.mask == CAUSAL, larger(self.args.s_q - 1 - token, Int32(0)), Int32(0))
 
     def box_keys(self) -> Int32:
         """Return the keys of one TMA box: a page, or a tile if that is less."""
@@ -160,7 +131,7 @@ class Operands:
 
 
 @dataclass(frozen=True)
-class DescaledRows:
+class DenseDecodeRowScale:
     """Row scale with attention sinks and the scales of e4m3 operands, read when asked for: the kernel before may have written them.
 
     kind: the variant's operands.
@@ -168,14 +139,14 @@ class DescaledRows:
 
     kind: str
 
-    def score_scale(self, operands: Operands) -> Float32:
+    def score_scale(self, operands: DenseDecodeOperands) -> Float32:
         """Return the factor of the scores, with the scales of q and cache."""
         if self.kind == LATENT:
             return operands.scale_log2
         scale_log2 = operands.scale_log2 * load_or_one(operands.args.descale_k)
         return scale_log2 * load_or_one(operands.args.descale_q) if self.kind == FP8 else scale_log2
 
-    def weight(self, operands: Operands, work_tile: FindWorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
+    def weight(self, operands: DenseDecodeOperands, work_tile: FindWorkTile, row: Int32, total: Float32, reference: Float32) -> Float32:
         """Return the factor of a row of O: 1 / (row sum + weight of the row's sink), times the scale of e4m3 values.
 
         With e4m3 probabilities the output role divides by their sum as it was rounded, so here the row sum counts as 1. The scale is read
@@ -187,7 +158,7 @@ class DescaledRows:
 
 @cute.jit
 def divisor_with_sink(
-    operands: Operands, work_tile: FindWorkTile, row: Int32, softmax: tuple[Float32, Float32], relative: cutlass.Constexpr[bool]
+    operands: DenseDecodeOperands, work_tile: FindWorkTile, row: Int32, softmax: tuple[Float32, Float32], relative: cutlass.Constexpr[bool]
 ) -> Float32:
     """Return the divisor of a row: its sum, and the weight of the row's sink where this work tile writes the output.
 
@@ -218,7 +189,11 @@ class LaneBox:
     row: Int32
 
     @staticmethod
-    def create(operands: Operands, page: Int32, row: Int32) -> LaneBox:
+    def create(operands: DenseDecodeOperands, page: Int32, row: Int32) -> LaneBox:
         """Return this lane's box, from `row` of a page on."""
         offset = cute.arch.lane_idx() * operands.box_keys()
         return LaneBox(offset < TILE_KEYS, offset, page, row)
+
+
+Operands = DenseDecodeOperands
+DescaledRows = DenseDecodeRowScale

@@ -13,13 +13,13 @@ from ..attention.lengths import tiles_of
 from ..attention.scheduler import TileRange
 from ..primitives.arithmetic import smaller
 from ..primitives.copies import prefetch_line
-from .operands import NO_PAGE, LaneBox, Operands
+from .operands import NO_PAGE, DenseDecodeOperands, LaneBox
 
 TILE_SHIFT = TILE_KEYS.bit_length() - 1
 
 
 @cute.jit
-def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]]) -> Int32:
+def for_each_tile(operands: DenseDecodeOperands, load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]]) -> Int32:
     """Call load_tile(this lane's box, number of the tile) for every tile of every work tile. Return the number of tiles.
 
     One warp; lane l has the box of keys that begins at l boxes.
@@ -31,12 +31,12 @@ def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[Lan
     while req <= last:
         request = operands.units.request(req)
         entry, row = first_entry(operands, begin_tile)
-        # the length, known next, tells whether the entry is used; until then L2 may bring it
+        # the entry is used by the length, known next; until then L2 may bring it
         prefetch_entry(operands, request, entry, begin_tile)
         run = TileRun.create(operands, schedule.tile_range(req, begin_tile))
         if run.tile != begin_tile:
             entry, row = first_entry(operands, run.tile)
-        page = look_up(operands, request, entry, run.span.keys, run.hole)
+        page = look_up(operands, request, entry, run.span.keys, run.unseen)
         for t in cutlass.range(run.span.tiles, unroll=1):
             # asked for a tile ahead: the answer takes longer than a stage takes to come free
             next_entry, next_row = operands.next_tile_entry(entry, row)
@@ -50,7 +50,7 @@ def for_each_tile(operands: Operands, load_tile: cutlass.Constexpr[Callable[[Lan
 
 
 @cute.jit
-def for_each_tile_in_groups(operands: Operands, load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]]) -> Int32:
+def for_each_tile_in_groups(operands: DenseDecodeOperands, load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]]) -> Int32:
     """Do as for_each_tile, but look up the entries of several tiles at once, lane l the l-th, so that the loop over tiles has no load.
 
     A group is as many tiles as 32 boxes hold. The stages that are full hide the latency, once a group.
@@ -70,7 +70,7 @@ def for_each_tile_in_groups(operands: Operands, load_tile: cutlass.Constexpr[Cal
             pages = Int32(NO_PAGE)
             behind = Int64(lane) * operands.args.page_size - cute.arch.shuffle_sync(row, 0)  # keys from the group's first to the page
             used = behind < smaller(run.span.keys - first * TILE_KEYS, group_keys)
-            if used & ((first > 0) | sees_box(operands, run.hole)):
+            if used & ((first > 0) | sees_box(operands, run.unseen)):
                 pages = (operands.table_row(req) + first_entry + lane).load()
             for t in cutlass.range(first, smaller(first + group, run.span.tiles), unroll=1):
                 page = cute.arch.shuffle_sync(pages, entry - first_entry)
@@ -88,57 +88,57 @@ class TileRun:
     """First tiles of a work tile that follow one another in the request, without a skipped tile between them.
 
     span: these tiles, as if the rest were another work tile; its keys end with the run. tile: number of the first in the request, skipped
-    tiles included. hole: keys of the first tile that no query token sees, begin and end. Of the other tiles none has such keys. None: nor
+    tiles included. unseen: keys of the first tile that no query token sees, begin and end. Of the other tiles none has such keys. None: nor
     has the first one.
     """
 
     span: TileRange
     tile: Int32
-    hole: tuple[Int32, Int32] | None
+    unseen: tuple[Int32, Int32] | None
 
     @staticmethod
-    def create(operands: Operands, tile_range: TileRange) -> TileRun:
+    def create(operands: DenseDecodeOperands, tile_range: TileRange) -> TileRun:
         """Return the run that a work tile, or the rest of one, begins with."""
         if not operands.key_masks:
             return TileRun(tile_range, tile_range.begin, None)
-        tiles, tile, hole_begin, hole_end = _find_run(operands, tile_range)
+        tiles, tile, unseen_begin, unseen_end = _find_run(operands, tile_range)
         cut = tiles < tile_range.tiles
         keys = cutlass.select_(cut, tiles * TILE_KEYS, tile_range.keys)
-        return TileRun(replace(tile_range, tiles=tiles, keys=keys, more=tile_range.more | cut), tile, (hole_begin, hole_end))
+        return TileRun(replace(tile_range, tiles=tiles, keys=keys, more=tile_range.more | cut), tile, (unseen_begin, unseen_end))
 
 
 @cute.jit
-def _find_run(operands: Operands, tile_range: TileRange) -> tuple[Int32, Int32, Int32, Int32]:
-    """Return tiles, tile and hole of a run. It ends before a tile with keys that no query token sees: where sinks end or windows begin."""
+def _find_run(operands: DenseDecodeOperands, tile_range: TileRange) -> tuple[Int32, Int32, Int32, Int32]:
+    """Return tiles, tile and unseen keys of a run. It ends before a tile with unseen keys: where sinks end or windows begin."""
     tiles, tile = tile_range.tiles, tile_range.begin
-    hole_begin, hole_end = Int32(0), Int32(0)
+    unseen_begin, unseen_end = Int32(0), Int32(0)
     if operands.has_window():
-        hole_begin, hole_end = operands.hole(tile_range.tile(Int32(0)))
-        if hole_begin <= hole_end:  # equal where no tile has a hidden key, but tiles are skipped
+        unseen_begin, unseen_end = operands.unseen_keys(tile_range.tile(Int32(0)))
+        if unseen_begin <= unseen_end:  # equal where no tile has a hidden key, but tiles are skipped
             # tiles from here on: to the one in which the sinks end, and to that in which the windows begin
-            to_last_sink, to_window = hole_begin >> TILE_SHIFT, hole_end >> TILE_SHIFT
+            to_last_sink, to_window = unseen_begin >> TILE_SHIFT, unseen_end >> TILE_SHIFT
             following = cutlass.select_(to_window > 0, to_window, tiles)
             tiles = smaller(tiles, cutlass.select_(to_last_sink > 0, to_last_sink, following))
             _, skipped = operands.schedule.lengths.keys_and_skipped(tile_range.req)
             tile = tile + cutlass.select_(tile < tiles_of(operands.args.sink_keys), Int32(0), skipped)
-    return tiles, tile, hole_begin, hole_end
+    return tiles, tile, unseen_begin, unseen_end
 
 
-def sees_box(operands: Operands, hole: tuple[Int32, Int32] | None) -> Boolean:
-    """Return whether a key of this lane's box of a tile lies outside the hole. Only pages smaller than a tile may lie in one."""
-    if hole is None:
+def sees_box(operands: DenseDecodeOperands, unseen: tuple[Int32, Int32] | None) -> Boolean:
+    """Return whether a key of this lane's box of a tile may be seen. Only a page smaller than a tile may have none."""
+    if unseen is None:
         return Boolean(True)
     offset = cute.arch.lane_idx() * operands.box_keys()
-    return (offset < hole[0]) | (offset + operands.box_keys() > hole[1])
+    return (offset < unseen[0]) | (offset + operands.box_keys() > unseen[1])
 
 
-def first_entry(operands: Operands, tile: Int32) -> tuple[Int32, Int32]:
+def first_entry(operands: DenseDecodeOperands, tile: Int32) -> tuple[Int32, Int32]:
     """Return (entry in the block table, row in that page) of this lane's box of a tile of a request."""
     return operands.page_entry(tile * TILE_KEYS + cute.arch.lane_idx() * operands.box_keys())
 
 
 @cute.jit
-def prefetch_entry(operands: Operands, request: Int32, entry: Int32, tile: Int32):
+def prefetch_entry(operands: DenseDecodeOperands, request: Int32, entry: Int32, tile: Int32):
     """Ask L2 for the block table's entry of this lane's box of a tile, if the table has room for it. Nothing is read."""
     offset = cute.arch.lane_idx() * operands.box_keys()
     if (offset < TILE_KEYS) & (Uint32(tile * TILE_KEYS + offset) < Uint32(operands.args.max_keys)):
@@ -146,14 +146,16 @@ def prefetch_entry(operands: Operands, request: Int32, entry: Int32, tile: Int32
 
 
 @cute.jit
-def look_up(operands: Operands, request: Int32, entry: Int32, left: Int32, hole: tuple[Int32, Int32] | None = None) -> Int32:
-    """Return the page of this lane's box in a tile `left` keys before the end.
+def look_up(
+    operands: DenseDecodeOperands, request: Int32, entry: Int32, remaining: Int32, unseen: tuple[Int32, Int32] | None = None
+) -> Int32:
+    """Return the page of this lane's box in a tile `remaining` keys before the end.
 
-    The entry of a box without a key in use is never read: its page is NO_PAGE, of which the TMA makes zeros. hole: keys that are not.
+    The entry of a box without a key in use is never read: its page is NO_PAGE, for which the TMA writes zeros. unseen: keys not in use.
     """
     page = Int32(NO_PAGE)
     offset = cute.arch.lane_idx() * operands.box_keys()
-    used = offset < smaller(left, Int32(TILE_KEYS))
-    if used & sees_box(operands, hole):
+    used = offset < smaller(remaining, Int32(TILE_KEYS))
+    if used & sees_box(operands, unseen):
         page = (operands.args.block_table + (Int64(request) * operands.args.table_stride + entry)).load()
     return page

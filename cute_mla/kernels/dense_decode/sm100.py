@@ -1,4 +1,4 @@
-"""Dense MLA decode on Blackwell. sm100_convert.py is the kernel of an e4m3 cache that is converted.
+"""Dense MLA decode on Blackwell. sm100_convert.py has the columns of an e4m3 cache that are converted.
 
 For every request and every query row r = (query token i, head) of one KV head, over the keys j that the row sees:
 
@@ -44,161 +44,132 @@ clocks.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import cutlass
 from cutlass import Int32, cute
 
-from ...manifest import Role
 from ...spec.arch import Arch
-from ...spec.dense_decode import FP8, FP8_CACHE, DenseDecodeConfig
-from ..attention.kernel import AttentionKernel
+from ...spec.dense_decode import FP8_CACHE, DenseDecodeConfig
 from ..definition import KernelDefinition
-from ..primitives.copies import pair_box, prefetch_map
-from ..sm100.alternating import NAMED_BARRIERS as ALTERNATING_BARRIERS
-from ..sm100.alternating import AlternatingPipes, AlternatingRows
-from ..sm100.config import (
-    BOX_BYTES,
-    CTA_ROPE,
-    EVEN_CTA,
-    GROUP_WARPS,
-    PAIR,
-    ROW_BYTES,
-    SCORE_WARP,
-    TMEM_COLUMNS,
-    Geometry,
-    Pipes,
-    Tiles,
-)
-from ..sm100.mma import MmaRole, PairGemm
-from ..sm100.output import OutputRole
-from ..sm100.pair import begin, end, initialise
-from ..sm100.score import NAMED_BARRIERS, QueryLoader, ScoreRole, ScoreRows
+from ..primitives.copies import pair_box
+from ..sm100.alternating import NAMED_BARRIERS, AlternatingRowsSm100
+from ..sm100.config import BOX_BYTES, CTA_ROPE, EVEN_CTA, PAIR, ROW_BYTES, SIXTEEN_BIT, LatentGeometrySm100, LatentSmemSm100
+from ..sm100.gather import LatentGatherRoleSm100
+from ..sm100.kernel import LatentKernelSm100, LatentRegistersSm100, set_registers
+from ..sm100.score import LatentQueriesSm100, LatentRowsSm100, LatentScoreRoleSm100
 from .abi import DenseDecodeAbi
-from .operands import DescaledRows, LaneBox, Operands
+from .operands import DenseDecodeOperands, DenseDecodeRowScale, LaneBox
 from .page_walk import for_each_tile_in_groups
-from .sm100_convert import fp8_cache_definition
-from .sm100_mask import KeyMask
+from .sm100_convert import PagedKeys, converted_columns
+from .sm100_mask import DenseDecodeMaskSm100
 
-# registers of a thread, of 512 in four groups of warps; with two groups of score warps, where 512 threads share them out
-SCORE_REGISTERS = 136  # two groups
-OUTPUT_REGISTERS = 160
-OTHER_REGISTERS = 80
+TWO_GROUPS = LatentRegistersSm100(136, 160, 80, 80)  # of score warps: score and output take registers of the others
 
 
-class DenseDecodeSm100(AttentionKernel):
+class DenseDecodeSm100(LatentKernelSm100):
     """One variant of the kernel whose products take the operands as they are: 16-bit or e4m3."""
+
+    producer = "load"
+    producer_warps = 1
+    kv_arrivals = 1
 
     def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
         abi = DenseDecodeAbi(config)
-        super().__init__(abi, arch)
-        self.kind = config.operands
+        geometry = LatentGeometrySm100.of(abi.query_dtype, config.dims.latent)
+        super().__init__(abi, arch, geometry, geometry.smem(), has_rope=config.dims.rotary > 0)
+        self.descales = DenseDecodeRowScale(config.operands)
         self.operand_dtype = abi.query_dtype
-        self.geometry = Geometry.of(self.operand_dtype, config.dims.latent)
-        self.has_rope = config.dims.rotary > 0
-        self.smem = self.geometry.smem()
-        self.pipes_type: Any = AlternatingPipes if self.geometry.score_groups > 1 else Pipes
-        self.mma_warp = self.geometry.load_warp + 1
-        self.threads = 32 * (self.geometry.load_warp + GROUP_WARPS)  # the last two warps idle: the warps of a CTA come in fours
+        self.alternates = geometry.score_groups > 1
+        self.registers = TWO_GROUPS if self.alternates else LatentRegistersSm100()
+        if self.alternates:
+            self.named_barriers = NAMED_BARRIERS
 
     @cute.jit
-    def run(self, operands: Operands):
-        """Allocate, initialise the barriers, and give each role its warps."""
-        memory, geometry = self.smem.allocate(), self.geometry
-        tiles = Tiles.create(geometry, memory)
-        pipes = self.pipes_type.create(memory)
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == geometry.load_warp:
-            with cute.arch.elect_one():
-                if cutlass.const_expr(geometry.score_groups > 1):
-                    pipes.reference_ready.initialise(GROUP_WARPS)
-                initialise(pipes, geometry, kv_arrivals=1)
-                prefetch_map(operands.args.kv_map)
-        tmem = begin(tiles, warp, self.mma_warp)
-        operands = operands.with_descales(self.kind)
-        if warp < geometry.output_warp:
-            self.set_registers(SCORE_REGISTERS)
-            self.score_role().run(operands, tiles, pipes, tmem)
-        elif warp < geometry.load_warp:
-            self.set_registers(OUTPUT_REGISTERS)
-            OutputRole(geometry, self.dtype).run(operands, tiles, pipes, tmem)
+    def run_others(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, tmem: Int32, warp: Int32):
+        """Give the roles load and mma a warp each."""
+        set_registers(self.registers.mma)
+        if warp == self.geometry.load_warp:
+            DenseDecodeLoadRoleSm100(self.has_rope).run(operands, smem)
         else:
-            self.set_registers(OTHER_REGISTERS)
-            if warp == geometry.load_warp:
-                LoadRole(geometry, self.has_rope).run(operands, tiles, pipes)
-            elif warp == self.mma_warp and cute.arch.block_idx_in_cluster() == EVEN_CTA:
-                MmaRole(geometry).run(operands.schedule, pipes, PairGemm(self.operand_dtype, self.has_rope, tiles, tmem))
-        end(warp, self.mma_warp, tmem)
+            self.run_mma(operands, smem, tmem, warp)
 
-    def score_role(self) -> ScoreRole:
-        """Return the score role: with e4m3 operands, two groups of warps take tiles in turn."""
-        queries = QueryLoader(self.geometry, self.has_rope)
-        rows = AlternatingRows.create if self.geometry.score_groups > 1 else ScoreRows.create
-        return ScoreRole(self.geometry, self.operand_dtype, KeyMask(clears_unused=True), DescaledRows(self.kind), queries, rows)
+    def tensor_maps(self, operands: DenseDecodeOperands) -> tuple:
+        """Return the map of the cache."""
+        return (operands.args.kv_map,)
 
-    def set_registers(self, count: int) -> None:
-        """Set the registers of the warps of a role, where 512 threads begin with 128 each."""
-        if self.geometry.score_groups > 1:
-            (cute.arch.setmaxregister_decrease if count == OTHER_REGISTERS else cute.arch.setmaxregister_increase)(count)
+    def prepare(self, operands: DenseDecodeOperands) -> DenseDecodeOperands:
+        """Return operands with the scales of q and cache."""
+        return operands.with_descales(self.descales)
+
+    def score_role(self) -> LatentScoreRoleSm100:
+        """Return the score role: where a softmax takes longer than the products of a tile, two groups of warps take tiles in turn."""
+        queries = LatentQueriesSm100(self.geometry, self.has_rope)
+        rows = AlternatingRowsSm100.create if self.alternates else LatentRowsSm100.create
+        return LatentScoreRoleSm100(self.operand_dtype, DenseDecodeMaskSm100(clears_unused=True), self.descales, queries, rows)
 
 
-class LoadRole:
+class DenseDecodeFp8CacheSm100(LatentKernelSm100):
+    """One variant of the kernel of an e4m3 cache and 16-bit queries."""
+
+    producer = "convert"
+
+    def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
+        super().__init__(DenseDecodeAbi(config), arch, SIXTEEN_BIT, SIXTEEN_BIT.smem(), has_rope=True)
+        self.descales = DenseDecodeRowScale(FP8_CACHE)
+
+    def run_score(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, tmem: Int32) -> None:
+        """Run the score role, which alone takes the scale of the cache."""
+        role = LatentScoreRoleSm100(
+            self.dtype, DenseDecodeMaskSm100(clears_unused=False), self.descales, LatentQueriesSm100(self.geometry, self.has_rope)
+        )
+        role.run(operands.with_descales(self.descales), smem, tmem)
+
+    def producer_role(self, smem: LatentSmemSm100) -> LatentGatherRoleSm100:
+        """Return the convert role."""
+        return LatentGatherRoleSm100(partial(converted_columns, self.dtype), PagedKeys())
+
+
+@dataclass(frozen=True)
+class DenseDecodeLoadRoleSm100:
     """One warp: TMA of this CTA's columns, page by page."""
 
-    def __init__(self, geometry: Geometry, has_rope: bool) -> None:
-        self.geometry = geometry
-        self.has_rope = has_rope
+    has_rope: bool
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: Pipes):
+    def run(self, operands: DenseDecodeOperands, smem: LatentSmemSm100):
         """Wait kv_free. Signal kv_ready."""
-        tiles_done = for_each_tile_in_groups(operands, partial(self.load_tile, operands, tiles, pipes))
+        tiles_done = for_each_tile_in_groups(operands, partial(self.load_tile, operands, smem))
         cute.arch.griddepcontrol_launch_dependents()
         # no signal may reach a CTA that is gone
-        for i in cutlass.range(self.geometry.kv_stages, unroll=1):
-            pipes.kv_free.producer_acquire(tiles_done + i)
+        for i in cutlass.range(smem.geometry.kv_stages, unroll=1):
+            smem.kv_free.producer_acquire(tiles_done + i)
 
     @cute.jit
-    def load_tile(self, operands: Operands, tiles: Tiles, pipes: Pipes, box: LaneBox, tile: Int32):
+    def load_tile(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, box: LaneBox, tile: Int32):
         """Load this CTA's columns of the tile-th tile: of all keys, with zeros where the request has no page."""
-        rank = cute.arch.block_idx_in_cluster()
-        ready = pipes.kv_ready.barrier(tile)
-        pipes.kv_free.producer_acquire(tile)
+        geometry, rank = smem.geometry, cute.arch.block_idx_in_cluster()
+        ready = smem.kv_ready.barrier(tile)
+        smem.kv_free.producer_acquire(tile)
         if rank == EVEN_CTA and cute.arch.lane_idx() == 0:
-            cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * self.geometry.loaded_bytes(self.has_rope))
+            # without RoPE columns the last box is for P alone
+            boxes = geometry.latent_boxes + (1 if self.has_rope else 0)
+            cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * boxes * BOX_BYTES)
         cute.arch.sync_warp()
         if box.in_tile:
             where = (operands.kv_head(), box.row, box.page)
-            target = tiles.stage(pipes.kv_ready.stage(tile)) + box.offset * ROW_BYTES
-            columns = self.geometry.box_columns
-            for i in cutlass.range_constexpr(self.geometry.latent_boxes):
-                pair_box(target + i * BOX_BYTES, operands.args.kv_map, (rank * self.geometry.cta_columns + i * columns, *where), ready)
+            target = smem.stage(smem.kv_ready.stage(tile)) + box.offset * ROW_BYTES
+            columns = ROW_BYTES // geometry.element_bytes
+            for i in cutlass.range_constexpr(geometry.latent_boxes):
+                pair_box(target + i * BOX_BYTES, operands.args.kv_map, (rank * geometry.cta_columns + i * columns, *where), ready)
             # a whole box, although half of it or less is used: its other columns are the peer's, or none
             if cutlass.const_expr(self.has_rope):
-                rope = self.geometry.latent + rank * CTA_ROPE
-                pair_box(target + self.geometry.probs_offset, operands.args.kv_map, (rope, *where), ready)
-
-
-def tma_definition(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
-    """Return the variant whose products take the operands as they are, ready to compile."""
-    kernel = DenseDecodeSm100(config, arch)
-    geometry = kernel.geometry
-    return kernel.definition(
-        smem_bytes=kernel.smem.nbytes,
-        barriers=kernel.smem.barriers(),
-        named_barriers=ALTERNATING_BARRIERS if geometry.score_groups > 1 else NAMED_BARRIERS,
-        roles=(
-            Role("score", SCORE_WARP, geometry.output_warp),
-            Role("output", geometry.output_warp, GROUP_WARPS),
-            Role("load", geometry.load_warp, 1),
-            Role("mma", kernel.mma_warp, 1),
-        ),
-        expected={"UTCQMMA" if kernel.kind == FP8 else "UTCHMMA": geometry.products_per_tile(kernel.has_rope)},
-        tmem_columns=TMEM_COLUMNS,
-    )
+                rope = geometry.latent + rank * CTA_ROPE
+                pair_box(target + geometry.rope_box * BOX_BYTES, operands.args.kv_map, (rope, *where), ready)
 
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
-    return fp8_cache_definition(config, arch) if config.operands == FP8_CACHE else tma_definition(config, arch)
+    kernel = DenseDecodeFp8CacheSm100 if config.operands == FP8_CACHE else DenseDecodeSm100
+    return kernel(config, arch).built()

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from cutlass import Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import KeyTile, first_query_row
-from ..sm100.boxes import clear_rows
-from ..sm100.score import ScoreRows
-from .operands import Operands
+from ..primitives.smem import clear_rows
+from ..sm100.score import LatentRowsSm100
+from .operands import DenseDecodeOperands
 from .visible_keys import WORD_KEYS, visible_word
 
 
 @dataclass(frozen=True)
-class KeyMask:
+class DenseDecodeMaskSm100:
     """Mask of keys past the end, and of those that causal, tree_mask or a window hide.
 
     clears_unused: whether keys that no query token sees come as they are; else they are zeros.
@@ -26,25 +25,22 @@ class KeyMask:
     clears_unused: bool
 
     @cute.jit
-    def apply(self, operands: Operands, pipes: Any, rows: ScoreRows, keys: KeyTile, tile: Int32):
+    def apply(self, operands: DenseDecodeOperands, rows: LatentRowsSm100, keys: KeyTile, tile: Int32):
         """Set the scores of keys that a row does not see to -inf."""
         if operands.hides_keys(keys):
             token, _ = operands.token_and_head(first_query_row() + rows.row)
             words = [visible_word(operands, keys, token, first) for first in range(0, TILE_KEYS, WORD_KEYS)]
             rows.mask_unseen(rows.own_bits(words))
 
-    def clear_values(self, operands: Operands, rows: ScoreRows, stage: Int32, keys: KeyTile) -> None:
+    def clear_values(self, operands: DenseDecodeOperands, rows: LatentRowsSm100, stage: Int32, keys: KeyTile) -> None:
         """Zero the rows of keys that no query token sees: P is 0 there, but 0 times a NaN of an unused row is NaN."""
         if self.clears_unused:
             _clear_unused(operands, rows, stage, keys)
 
 
 @cute.jit
-def _clear_unused(operands: Operands, rows: ScoreRows, stage: Int32, keys: KeyTile):
+def _clear_unused(operands: DenseDecodeOperands, rows: LatentRowsSm100, stage: Int32, keys: KeyTile):
     if operands.hides_values(keys):
+        unseen = operands.unseen_keys(keys) if operands.key_masks else None
         thread = rows.half * TILE_ROWS + rows.row
-        clear_rows(rows.tiles.stage(stage), rows.tiles.geometry.latent_boxes, keys.left, thread, _hole(operands, keys))
-
-
-def _hole(operands: Operands, keys: KeyTile) -> tuple[Int32, Int32] | None:
-    return operands.hole(keys) if operands.key_masks else None
+        clear_rows(rows.smem.stage(stage), rows.smem.geometry.latent_boxes, keys.remaining, thread, unseen)

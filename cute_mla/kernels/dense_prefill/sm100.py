@@ -46,10 +46,10 @@ from cutlass import cute
 from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
+from ..attention import cta
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives.smem import fields_of
-from . import cta
 from .abi import DensePrefillAbi
 from .operands import DensePrefillOperands
 from .sm100_config import (

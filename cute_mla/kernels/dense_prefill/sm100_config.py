@@ -11,11 +11,10 @@ from cutlass import Float32, Int32, Uint8, cute
 from ...spec.arch import SM100
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, DensePrefillConfig
 from ...spec.dense_prefill import TILE_ROWS as ITEM_ROWS
+from ..attention.cta import TMEM_COLUMNS, both_ways
 from ..primitives.arithmetic import larger, smaller
 from ..primitives.pipeline import StageBarriers
-from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout
-from ..sm100.boxes import ROW_BYTES
-from .cta import TMEM_COLUMNS, both_ways
+from ..primitives.smem import ROW_BYTES, SWIZZLE_PERIOD, Array, Barriers, SmemLayout
 from .operands import ITEM_WORDS, DensePrefillItem
 
 QUERY_TILES = 2  # of an item

@@ -14,7 +14,7 @@ from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS
 from ..primitives.copies import load_box, pair_box
 from ..primitives.pipeline import PipelineState, arrive_at
 from ..primitives.rows import store_vector
-from ..sm100.boxes import CHUNK, CHUNKS_PER_ROW, ROW_BYTES
+from ..primitives.smem import CHUNK, CHUNKS_PER_ROW, ROW_BYTES
 from .operands import DensePrefillItem, DensePrefillItems, DensePrefillOperands, ItemQueue
 from .sm100_config import (
     BOX_BYTES,

@@ -13,7 +13,7 @@ from cutlass import Boolean, Int32, cute
 
 from ..primitives import tcgen05
 from ..primitives.pipeline import PipelineState
-from ..sm100.boxes import ROW_BYTES
+from ..primitives.smem import ROW_BYTES
 from .operands import DensePrefillItem, ItemQueue
 from .sm100_config import (
     BOX_BYTES,

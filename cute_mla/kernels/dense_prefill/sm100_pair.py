@@ -42,11 +42,10 @@ from cutlass import Int32, cute
 from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
+from ..attention import cta
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives.smem import fields_of
-from ..sm100 import pair
-from . import cta
 from .abi import DensePrefillAbi
 from .operands import DensePrefillOperands, ItemQueue
 from .sm100_config import EVEN_CTA, GROUP_WARPS, PAIR, DensePrefillPairGeometry, DensePrefillPairSmem, cta_rank
@@ -81,7 +80,9 @@ class DensePrefillPairSm100(AttentionKernel):
         smem = DensePrefillPairSmem(**fields_of(DensePrefillPairSmem, self.smem.allocate()))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta.initialise(warp, LOAD_WARP, arrivals(smem), (args.k_map, args.v_map, args.q_map))
-        tmem = pair.begin(smem, warp, MMA_WARP)
+        tmem = cta.allocate_tmem(smem, warp, MMA_WARP, paired=True)
+        # the lengths and all tensors may come from the kernel before
+        cute.arch.griddepcontrol_wait()
 
         queue = ItemQueue(smem.sItems, smem)
         if warp < OUTPUT_WARP:
@@ -96,7 +97,7 @@ class DensePrefillPairSm100(AttentionKernel):
                 DensePrefillPairMmaRole().run(queue, smem, DensePrefillPairTileGemm(self.dtype, self.geometry, smem, tmem))
             elif warp == LOAD_WARP:
                 DensePrefillPairLoadRole(self.geometry).run(operands, queue, smem)
-        pair.end(warp, MMA_WARP, tmem)
+        cta.free_tmem(tmem, warp, MMA_WARP, paired=True)
 
 
 def arrivals(smem: DensePrefillPairSmem) -> tuple[cta.Arrivals, ...]:

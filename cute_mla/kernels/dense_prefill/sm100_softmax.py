@@ -17,7 +17,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from ..attention.softmax import LN2, follow_maximum, shift_of
 from ..primitives import tcgen05
 from ..primitives.arithmetic import larger, pack_pair
-from ..sm100.boxes import clear_rows
+from ..primitives.smem import clear_rows
 from .operands import DensePrefillItem, DensePrefillOperands, EveryKey, ItemQueue
 from .sm100_config import (
     BOXES_PER_STAGE,

@@ -43,11 +43,11 @@ from cutlass import cute
 from ...manifest import NamedBarrier
 from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
+from ..attention import cta
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
 from ..primitives.smem import fields_of
 from ..sm90.cta import set_registers
-from . import cta
 from .abi import DensePrefillAbi
 from .operands import DensePrefillOperands
 from .sm90_attend import DensePrefillSm90AttendRole

@@ -11,10 +11,10 @@ from ...manifest import Role
 from ...spec.arch import SM90
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, TILE_ROWS, DensePrefillConfig
 from ...spec.mla import ELEMENT_BYTES
+from ..attention.cta import Arrivals, both_ways
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
 from ..primitives.wgmma import K_STEP
-from .cta import Arrivals, both_ways
 from .operands import ITEM_WORDS
 
 GROUPS = 2  # of warps that compute, each with its own query rows

@@ -52,9 +52,9 @@ from cutlass import cute
 from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.dense_prefill_dkdv import DensePrefillDkdvConfig
+from ..attention import cta
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
-from ..dense_prefill import cta
 from ..primitives.smem import fields_of
 from .abi import DensePrefillDkdvAbi
 from .load import DkdvKeyRole, DkdvRowRole

@@ -13,7 +13,7 @@ from ...spec.dense_prefill_dkdv import ITEM_SUMS
 from ...spec.dense_prefill_dkdv import TILE_KEYS as TILE_KEYS_OF
 from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
 from ...spec.mla import ELEMENT_BYTES
-from ..dense_prefill.cta import both_ways
+from ..attention.cta import both_ways
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import Array, Barriers, SmemLayout, Tile
 from .load import DV_SUM, ITEM_WORDS, ITEMS_AHEAD, DkdvPostedItem

@@ -13,7 +13,7 @@ from ...spec.dense_prefill_dq import STATISTICS
 from ..primitives.copies import load_box
 from ..primitives.pipeline import StageBarriers, arrive
 from ..primitives.rows import store_vector
-from ..sm100.boxes import CHUNKS_PER_ROW
+from ..primitives.smem import CHUNKS_PER_ROW
 from .operands import DkdvItem
 from .sm100_config import DkdvSm100Geometry
 

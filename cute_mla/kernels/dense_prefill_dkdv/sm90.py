@@ -46,9 +46,9 @@ from cutlass import cute
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
 from ...spec.dense_prefill_dkdv import DensePrefillDkdvConfig
+from ..attention import cta
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
-from ..dense_prefill import cta
 from ..dense_prefill.sm90_config import ATTEND_ROLES, GROUPS, THREADS, TURN_BARRIERS, WARPGROUP, WARPS_PER_GROUP
 from ..primitives.smem import fields_of
 from ..sm90.cta import set_registers

@@ -11,7 +11,7 @@ from cutlass import Float32, Int32
 from ...spec.arch import SM90
 from ...spec.dense_prefill_dq import STATISTIC_BYTES, STATISTICS
 from ...spec.mla import ELEMENT_BYTES
-from ..dense_prefill.cta import both_ways
+from ..attention.cta import both_ways
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
 from ..primitives.wgmma import K_STEP, TILE_ROWS
 from .load import ITEM_WORDS, ITEMS_AHEAD

@@ -49,9 +49,9 @@ from cutlass import cute
 from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
+from ..attention import cta
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
-from ..dense_prefill import cta
 from ..dense_prefill.operands import ItemQueue
 from ..dense_prefill.sm100_config import GROUP_WARPS
 from ..primitives.smem import fields_of

@@ -13,7 +13,7 @@ from ..dense_prefill.sm100_config import BOX_BYTES, GROUP, first_lane
 from ..dense_prefill.sm100_softmax import LOADED_AT_ONCE, exp2_on_fma, hide_keys, on_fma
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_pair
-from ..sm100.boxes import BOX_ROWS, clear_rows
+from ..primitives.smem import BOX_ROWS, clear_rows
 from .operands import DqOperands
 from .sm100_config import DPROBS_COLUMN, GROUPS, SCORE_COLUMN, DqSm100Geometry, DqSm100Smem
 

@@ -9,7 +9,7 @@ from cutlass import Float32, Int32, Uint8, cute
 from ...spec.arch import SM100
 from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, DensePrefillConfig
 from ...spec.dense_prefill_dq import STATISTICS, TILE_KEYS, TILE_ROWS
-from ..dense_prefill.cta import both_ways
+from ..attention.cta import both_ways
 from ..dense_prefill.operands import ITEM_WORDS
 from ..dense_prefill.sm100_config import BOX_BYTES, GROUP_WARPS, ITEM_STAGES, K_STEP, STEPS_PER_BOX
 from ..primitives.pipeline import StageBarriers

@@ -40,9 +40,9 @@ from cutlass import cute
 from ...manifest import NamedBarrier
 from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
+from ..attention import cta
 from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
-from ..dense_prefill import cta
 from ..dense_prefill.operands import ItemQueue
 from ..dense_prefill.sm90_config import ATTEND_ROLES, LOAD_ROLES, THREADS, TURN_BARRIERS, WARPGROUP, WARPS_PER_GROUP
 from ..dense_prefill.sm90_load import run_loads

@@ -16,14 +16,12 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint8, Uint16
 
-from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.cache_rows import E4M3_MAX, VECTOR
 from ...spec.index_write import (
     HADAMARD_SCALE,
     LANES,
     LEAST_AMAX,
-    PARAMS,
     ROTARY,
     ROWS_PER_BLOCK,
     THREADS,
@@ -33,7 +31,6 @@ from ...spec.index_write import (
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.mqa_logits import COLUMNS, SCALE_BYTES
 from ..definition import KernelDefinition
-from ..example_arguments import example_arguments
 from ..primitives.arithmetic import (
     E8M0_NAN,
     EXPONENT_OF_ONE_TWICE,
@@ -52,6 +49,7 @@ from ..primitives.arithmetic import (
     square_root,
 )
 from ..primitives.rows import FLOAT_BYTES, WORDS, element_at, exact, is_whole, load_elements, load_floats, start_load, store_words
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 PAIRS = ROTARY // 2
 ROTARY_LANES = ROTARY // VECTOR
@@ -78,7 +76,7 @@ def load_weight(weights: cute.Pointer, place: Int64, wide: Int32, wanted: Boolea
 
 @cute.jit
 def rotate(values: cute.Tensor, angles: Int64, lane: Int32, wanted: Boolean, half_split: Int32):
-    """Rotate the columns of a lane. angles: address of the cosines of all pairs, behind which their sines are; NaN unless wanted."""
+    """Rotate the columns of a lane. angles: address of the cosines of all pairs, after which their sines are; NaN unless wanted."""
     rotary = lane < ROTARY_LANES
     loads = wanted & rotary
     if half_split != 0:
@@ -117,18 +115,14 @@ def transform(values: cute.Tensor, lane: Int32):
         values[i] = values[i] * Float32(HADAMARD_SCALE)
 
 
-class IndexWrite:
+class IndexWrite(WarpKernel):
     """One variant of the kernel."""
 
-    def __init__(self, config: IndexWriteConfig, arch: Arch) -> None:
-        self.name = kernel_name("index_write", arch.name, config.name)
-        self.is_keys = config.rows == "keys"
+    launch = WarpLaunch("index_write", "write", IndexWriteArguments, THREADS)
 
-    @cute.jit
-    def host(self, args: IndexWriteArguments):
-        """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(args).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)
+    def __init__(self, config: IndexWriteConfig, arch: Arch) -> None:
+        super().__init__(config, arch)
+        self.is_keys = config.rows == "keys"
 
     @cute.kernel
     def kernel(self, args: IndexWriteArguments):
@@ -231,15 +225,4 @@ def build(config: IndexWriteConfig, arch: Arch) -> KernelDefinition:
         **dict.fromkeys(("cos_sin", "norm_weight", "norm_bias", "scaled_weights"), Float32),
         **dict.fromkeys(("weights", "codes"), Uint8),
     }
-    return KernelDefinition(
-        op="index_write",
-        config=config,
-        host=kernel.host,
-        args=(example_arguments(IndexWriteArguments, elements),),
-        params=PARAMS,
-        block=(THREADS, 1, 1),
-        cluster=(1, 1, 1),
-        smem_bytes=0,
-        roles=(Role("write", 0, THREADS // 32),),
-        expected=expected(config),
-    )
+    return kernel.definition(elements, expected(config))

@@ -16,15 +16,14 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64
 
-from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
-from ...spec.merge_states import LISTED_STATES, PARAMS, ROWS_PER_BLOCK, MergeStatesArguments, MergeStatesConfig
+from ...spec.merge_states import LISTED_STATES, ROWS_PER_BLOCK, MergeStatesArguments, MergeStatesConfig
 from ...spec.mla import LOG2E
 from ..attention.kernel import ELEMENT_TYPES
 from ..attention.merge_rows import BUFFER, GROUP, VECTOR, Results, merge_row, vector_at
 from ..attention.softmax import LN2
 from ..definition import KernelDefinition
-from ..example_arguments import example_arguments
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 THREADS = 32 * ROWS_PER_BLOCK
 WIDE_BYTES = 2 * VECTOR
@@ -89,25 +88,14 @@ def offset(strides: tuple[Int64, Int64, Int64], req: Int32, token: Int32, head: 
     return req * strides[0] + token * strides[1] + head * strides[2]
 
 
-class MergeStates:
+class MergeStates(WarpKernel):
     """One variant of the kernel."""
 
-    def __init__(self, config: MergeStatesConfig, arch: Arch) -> None:
-        self.config = config
-        self.name = kernel_name("merge_states", arch.name, config.name)
-        self.dtype = ELEMENT_TYPES[config.dtype]
+    launch = WarpLaunch("merge_states", "merge", MergeStatesArguments, THREADS, min_blocks_per_sm=2)  # as in combine
 
-    @cute.jit
-    def host(self, args: MergeStatesArguments):
-        """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(args).launch(
-            grid=(1, 1, 1),
-            block=(THREADS, 1, 1),
-            use_pdl=True,
-            min_blocks_per_mp=2,  # as in combine
-            preferred_smem_carveout=100,
-        )
+    def __init__(self, config: MergeStatesConfig, arch: Arch) -> None:
+        super().__init__(config, arch)
+        self.dtype = ELEMENT_TYPES[config.dtype]
 
     @cute.kernel
     def kernel(self, args: MergeStatesArguments):
@@ -151,15 +139,4 @@ def build(config: MergeStatesConfig, arch: Arch) -> KernelDefinition:
     kernel = MergeStates(config, arch)
     outs, lses = ([f"state_{name}_{state}" for state in range(LISTED_STATES)] for name in ("out", "lse"))
     elements = {**dict.fromkeys((*outs, "out"), kernel.dtype), **dict.fromkeys((*lses, "lse"), Float32)}
-    return KernelDefinition(
-        op="merge_states",
-        config=config,
-        host=kernel.host,
-        args=(example_arguments(MergeStatesArguments, elements),),
-        params=PARAMS,
-        block=(THREADS, 1, 1),
-        cluster=(1, 1, 1),
-        smem_bytes=0,
-        roles=(Role("merge", 0, ROWS_PER_BLOCK),),
-        expected={"FFMA": 2 * BUFFER, "LDG.E.64": 3 * BUFFER // VECTOR},
-    )
+    return kernel.definition(elements, {"FFMA": 2 * BUFFER, "LDG.E.64": 3 * BUFFER // VECTOR})

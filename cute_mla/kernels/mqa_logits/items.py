@@ -26,7 +26,7 @@ class WorkItem:
 
     first_token: of the block, counted over all requests. tokens: of the block that exist. request: whose pages hold the keys; 0 without
     pages. begin, end: tiles to score, equal if there are none. first, until: all tiles of the item; with clean logits, columns of those
-    that are not scored are to be filled. keys: behind the last key that a token of the block sees.
+    that are not scored are to be filled. keys: after the last key that a token of the block sees.
     """
 
     first_token: Int32
@@ -40,12 +40,12 @@ class WorkItem:
 
 
 ITEM_WORDS = len(fields(WorkItem))  # of a posted item, before those of its tokens
-TOKEN_WORDS = 2  # of a token of a posted item: the first key that it sees, and the one behind the last
+TOKEN_WORDS = 2  # of a token of a posted item: the first key that it sees, and the one after the last
 
 
 @dataclass(frozen=True)
 class LaneItem:
-    """The item that a lane has found. windows: (first key, key behind the last) of each token, equal if it sees none."""
+    """The item that a lane has found. windows: (first key, key after the last) of each token, equal if it sees none."""
 
     item: WorkItem
     windows: tuple[tuple[Int32, Int32], ...]
@@ -83,7 +83,7 @@ class WorkItems:
         return Int32((Uint32(keys) + (TILE_KEYS - 1)) // TILE_KEYS)
 
     def window(self, request: Int32, number: Int32, token: Int32) -> tuple[Int32, Int32]:
-        """Return (the first key that a token sees and that has a column, the key behind the last), equal if there are none.
+        """Return (the first key that a token sees and that has a column, the key after the last), equal if there are none.
 
         number: of the token within its request. token: among all tokens; both must exist.
         """
@@ -163,7 +163,7 @@ def for_each_item(items: WorkItems, visit: cutlass.Constexpr[Visit]) -> tuple[In
 
 
 @dataclass(frozen=True)
-class ItemBoard:
+class PostedItems:
     """Items on their way to the roles that score. sItems: int32 (stages, words), 16-byte aligned. The barriers are the caller's."""
 
     sItems: cute.Pointer
@@ -199,9 +199,9 @@ class ItemBoard:
         return item.tokens != 0, item
 
     def window(self, stage: Int32, token: Int32 | int) -> tuple[Int32, Int32]:
-        """Return (the first key that a token of the block sees, the key behind the last), equal if it sees none."""
+        """Return (the first key that a token of the block sees, the key after the last), equal if it sees none."""
         cell = self._cell(stage) + (ITEM_WORDS + TOKEN_WORDS * token)
         return cell.load(), (cell + 1).load()
 
     def _cell(self, stage: Int32) -> cute.Pointer:
-        return self.sItems + stage * ItemBoard.words(self.block_tokens)
+        return self.sItems + stage * PostedItems.words(self.block_tokens)

@@ -39,11 +39,11 @@ from cutlass import cute
 from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.mqa_logits import MqaLogitsArguments, MqaLogitsConfig
+from ..attention import cta
+from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
-from ..primitives import tcgen05
-from ..primitives.copies import prefetch_map
 from ..primitives.smem import fields_of
-from .abi import MqaLogitsKernel
+from .abi import MqaLogitsAbi
 from .sm100_config import (
     FILL_WARP,
     GROUP_WARPS,
@@ -55,64 +55,50 @@ from .sm100_config import (
     OTHER_REGISTERS,
     SCORE_REGISTERS,
     THREADS,
-    TMEM_COLUMNS,
-    Pipes,
-    Tiles,
+    MqaLogitsSmemSm100,
     smem_layout,
 )
-from .sm100_item import FillRole, ItemRole, Items
-from .sm100_load import LoadRole
-from .sm100_mma import MmaRole
-from .sm100_score import ScoreRole
+from .sm100_item import Items, MqaLogitsFillRoleSm100, MqaLogitsItemRoleSm100
+from .sm100_load import MqaLogitsLoadRoleSm100
+from .sm100_mma import MqaLogitsMmaRoleSm100
+from .sm100_score import MqaLogitsScoreRoleSm100
 
 
-class MqaLogitsSm100(MqaLogitsKernel):
+class MqaLogitsSm100(AttentionKernel):
     """One variant of the kernel."""
 
     threads = THREADS
 
     def __init__(self, config: MqaLogitsConfig, arch: Arch) -> None:
-        super().__init__(config, arch)
+        super().__init__(MqaLogitsAbi(config), arch)
+        self.config = config
         self.smem = smem_layout(config)
 
     @cute.jit
     def run(self, args: MqaLogitsArguments):
         """Allocate, initialise the barriers, and give each role its warps."""
-        memory = self.smem.allocate()
-        tiles, pipes = Tiles(**fields_of(Tiles, memory)), Pipes(**fields_of(Pipes, memory))
+        smem = MqaLogitsSmemSm100(**fields_of(MqaLogitsSmemSm100, self.smem.allocate()))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == LOAD_WARP:
-            with cute.arch.elect_one():
-                pipes.initialise_all()
-                for tensor_map in (args.q_map, args.k_map):
-                    prefetch_map(tensor_map)
-        if warp == MMA_WARP:
-            tcgen05.allocate(tiles.tmem_cell, TMEM_COLUMNS, tcgen05.OWN_GROUP)
-        cute.arch.sync_threads()
-        tmem = tiles.tmem_cell.load()
+        cta.initialise(warp, LOAD_WARP, smem.arrivals(), (args.q_map, args.k_map))
+        tmem = cta.allocate_tmem(smem, warp, MMA_WARP)
         # the lengths and all tensors may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
-        items = Items(args, self.config, tiles, pipes)
+        items = Items(args, self.config, smem)
         if warp < MMA_WARP:
             cute.arch.setmaxregister_increase(SCORE_REGISTERS)
-            ScoreRole(tmem, warp // GROUP_WARPS).run(items)
+            MqaLogitsScoreRoleSm100(tmem, warp // GROUP_WARPS).run(items)
         else:
             cute.arch.setmaxregister_decrease(OTHER_REGISTERS)
             if warp == MMA_WARP:
-                MmaRole(tmem).run(items)
+                MqaLogitsMmaRoleSm100(tmem).run(items)
             elif warp == LOAD_WARP:
-                LoadRole().run(items)
+                MqaLogitsLoadRoleSm100().run(items)
             elif warp == ITEM_WARP:
-                ItemRole().run(items)
+                MqaLogitsItemRoleSm100().run(items)
             else:
-                FillRole().run(items)
-
-        tcgen05.fence_before_signal()
-        cute.arch.sync_threads()
-        if warp == MMA_WARP:
-            tcgen05.fence_after_wait()
-            tcgen05.free(tmem, TMEM_COLUMNS, tcgen05.OWN_GROUP)
+                MqaLogitsFillRoleSm100().run(items)
+        cta.free_tmem(tmem, warp, MMA_WARP)
 
 
 def build(config: MqaLogitsConfig, arch: Arch) -> KernelDefinition:
@@ -126,5 +112,5 @@ def build(config: MqaLogitsConfig, arch: Arch) -> KernelDefinition:
         named_barriers=(),
         roles=(*score, *(Role(name, warp, 1) for name, warp in others)),
         expected={"UTCQMMA": 2 * GROUPS * K_STEPS},
-        tmem_columns=TMEM_COLUMNS,
+        tmem_columns=cta.TMEM_COLUMNS,
     )

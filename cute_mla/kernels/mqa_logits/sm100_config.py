@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from cutlass import Float32, Int32, Uint8, cute
 
 from ...spec.mqa_logits import BLOCK_COLUMNS, COLUMNS, ITEM_BLOCKS, TILE_KEYS, MqaLogitsConfig
+from ..attention.cta import TMEM_COLUMNS, Arrivals
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout
-from .items import ItemBoard
+from .items import PostedItems
 
 GROUPS = ITEM_BLOCKS  # of score warps: one for each row block of an item
 ITEM_COLUMNS = GROUPS * BLOCK_COLUMNS
@@ -28,7 +29,7 @@ KEY_STAGES = 9
 SCALE_STAGES = 16
 SCORE_STAGES = 2  # rounds in tensor memory
 assert SCALE_STAGES > KEY_STAGES + GROUPS * SCORE_STAGES
-TMEM_COLUMNS = SCORE_STAGES * ITEM_COLUMNS
+assert SCORE_STAGES * ITEM_COLUMNS == TMEM_COLUMNS
 
 GROUP_WARPS = 4
 SCORE_WARPS = GROUPS * GROUP_WARPS
@@ -46,21 +47,15 @@ OTHER_REGISTERS = 56
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Shared memory."""
+class MqaLogitsSmemSm100:
+    """Shared memory, as smem_layout lays it out. sm100.py says who arrives where."""
 
     sQ: cute.Pointer  # bytes (2 stages, 2 row blocks): boxes of 128 rows x 128 swizzled bytes; a row is a head of a token
     sKeys: cute.Pointer  # bytes (9 stages): boxes of 128 keys x 128 swizzled bytes
     sScales: cute.Pointer  # fp32 (16 stages, 128 keys)
-    sItems: cute.Pointer  # int32 (4 stages, words of an ItemBoard)
+    sItems: cute.Pointer  # int32 (4 stages, words of an PostedItems)
     sWeights: cute.Pointer  # fp32 (4 stages, 256 columns): of the items, 0 where there is no head
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
-
-
-@dataclass(frozen=True)
-class Pipes:
-    """The barriers. sm100.py says who arrives where."""
-
     item_ready: StageBarriers
     item_free: StageBarriers
     query_ready: StageBarriers
@@ -71,16 +66,16 @@ class Pipes:
     scores_ready: StageBarriers
     scores_free: StageBarriers
 
-    def initialise_all(self) -> None:
-        """Set the arrivals of every barrier: warps or lanes of the arriving roles, or one commit."""
-        for barriers in (self.query_ready, self.query_free, self.key_ready, self.key_free):
-            barriers.initialise(1)
-        self.scores_ready.initialise(2)
-        self.item_ready.initialise(1 + LANES)
-        self.item_free.initialise(SCORE_WARPS + 3)  # mma, load, fill
-        self.scale_ready.initialise(LANES)
-        self.scores_free.initialise(GROUP_WARPS)
-        cute.arch.mbarrier_init_fence()
+    def arrivals(self) -> tuple[Arrivals, ...]:
+        """Return the arrivals of every barrier: warps or lanes of the arriving roles, or one commit."""
+        return (
+            (1, (self.query_ready, self.query_free, self.key_ready, self.key_free)),
+            (2, (self.scores_ready,)),
+            (1 + LANES, (self.item_ready,)),
+            (SCORE_WARPS + 3, (self.item_free,)),  # mma, load, fill
+            (LANES, (self.scale_ready,)),
+            (GROUP_WARPS, (self.scores_free,)),
+        )
 
     def scores_of(self, group: int | Int32) -> tuple[StageBarriers, StageBarriers]:
         """Return scores_ready and scores_free of a score group, as pipelines of their own."""
@@ -90,7 +85,7 @@ class Pipes:
 
 def smem_layout(config: MqaLogitsConfig) -> SmemLayout:
     """Return the layout of shared memory."""
-    item_words = ItemBoard.words(GROUPS * config.block_tokens)
+    item_words = PostedItems.words(GROUPS * config.block_tokens)
     return SmemLayout((
         Array("sQ", Uint8, QUERY_STAGES * QUERY_BYTES, SWIZZLE_PERIOD),
         Array("sKeys", Uint8, KEY_STAGES * TILE_BYTES, SWIZZLE_PERIOD),

@@ -10,9 +10,9 @@ from cutlass.experimental import primitives
 
 from ...spec.mqa_logits import TILE_KEYS, MqaLogitsArguments, MqaLogitsConfig
 from ..primitives.arithmetic import smaller
-from ..sm100.row_copy import start_copy
-from .items import ItemBoard, LaneItem, WorkItem, WorkItems, for_each_item
-from .sm100_config import GROUPS, ITEM_COLUMNS, LANES, Pipes, Tiles
+from ..primitives.copies import start_copy
+from .items import LaneItem, PostedItems, WorkItem, WorkItems, for_each_item
+from .sm100_config import GROUPS, ITEM_COLUMNS, LANES, MqaLogitsSmemSm100
 
 WEIGHT_BYTES = 4
 
@@ -23,8 +23,7 @@ class Items:
 
     args: MqaLogitsArguments
     config: MqaLogitsConfig
-    tiles: Tiles
-    pipes: Pipes
+    smem: MqaLogitsSmemSm100
 
     @property
     def tokens(self) -> int:
@@ -32,9 +31,9 @@ class Items:
         return GROUPS * self.config.block_tokens
 
     @property
-    def board(self) -> ItemBoard:
-        """Return where the items are posted."""
-        return ItemBoard(self.tiles.sItems, self.tokens)
+    def posted_items(self) -> PostedItems:
+        """Return the items that have been posted."""
+        return PostedItems(self.smem.sItems, self.tokens)
 
     def work_items(self) -> WorkItems:
         """Return the items of the launch."""
@@ -42,7 +41,7 @@ class Items:
 
     def weights(self, turn: Int32) -> cute.Pointer:
         """Return the weights of an item, fp32 (256 columns)."""
-        return self.tiles.sWeights + self.pipes.item_ready.stage(turn) * ITEM_COLUMNS
+        return self.smem.sWeights + self.smem.item_ready.stage(turn) * ITEM_COLUMNS
 
     def is_wide(self, item: WorkItem) -> Boolean:
         """Return whether an item has two row blocks."""
@@ -55,15 +54,15 @@ class Items:
 
     def wait(self, turn: Int32) -> tuple[Boolean, WorkItem]:
         """Wait item_ready. Return (whether there is an item of that number, the item, without tiles if not)."""
-        self.pipes.item_ready.consumer_wait(turn)
-        return self.board.take(self.pipes.item_ready.stage(turn))
+        self.smem.item_ready.consumer_wait(turn)
+        return self.posted_items.take(self.smem.item_ready.stage(turn))
 
     def release(self, turn: Int32) -> None:
         """Signal item_free. One warp."""
-        self.pipes.item_free.consumer_release(turn)
+        self.smem.item_free.consumer_release(turn)
 
 
-class ItemRole:
+class MqaLogitsItemRoleSm100:
     """One warp."""
 
     @cute.jit
@@ -74,18 +73,18 @@ class ItemRole:
             self.post(items, found, owner, posted)
 
         posted, _ = for_each_item(items.work_items(), visit)
-        items.pipes.item_free.producer_acquire(posted)
-        items.board.post_end(items.pipes.item_ready.stage(posted))
-        items.pipes.item_ready.producer_commit(posted)
-        primitives.cp_async_mbarrier_arrive(items.pipes.item_ready.barrier(posted).raw_ptr(), noinc=True)
+        items.smem.item_free.producer_acquire(posted)
+        items.posted_items.post_end(items.smem.item_ready.stage(posted))
+        items.smem.item_ready.producer_commit(posted)
+        primitives.cp_async_mbarrier_arrive(items.smem.item_ready.barrier(posted).raw_ptr(), noinc=True)
 
     @cute.jit
     def post(self, items: Items, found: LaneItem, owner: Int32, turn: Int32):
         """Post the item of a lane, with its weights."""
-        ready = items.pipes.item_ready
+        ready = items.smem.item_ready
         first_token, tokens = (cute.arch.shuffle_sync(number, owner) for number in (found.item.first_token, found.item.tokens))
-        items.pipes.item_free.producer_acquire(turn)
-        items.board.post(ready.stage(turn), found, owner)
+        items.smem.item_free.producer_acquire(turn)
+        items.posted_items.post(ready.stage(turn), found, owner)
         self.copy_weights(items, first_token, tokens, items.weights(turn))
         primitives.cp_async_mbarrier_arrive(ready.barrier(turn).raw_ptr(), noinc=True)
         ready.producer_commit(turn)
@@ -101,7 +100,7 @@ class ItemRole:
             start_copy(target + (i * LANES + cute.arch.lane_idx()), source.toint(), present, WEIGHT_BYTES)
 
 
-class FillRole:
+class MqaLogitsFillRoleSm100:
     """One warp, for columns of tiles that no token of an item sees."""
 
     @cute.jit

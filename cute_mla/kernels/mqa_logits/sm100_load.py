@@ -13,10 +13,9 @@ from cutlass.experimental import primitives
 
 from ...spec.mqa_logits import COLUMNS, SCALE_BYTES, TILE_KEYS, MqaLogitsArguments
 from ..primitives.arithmetic import smaller
-from ..primitives.copies import load_box
-from ..sm100.row_copy import start_copy
+from ..primitives.copies import load_box, start_copy
 from .items import WorkItem
-from .sm100_config import BLOCK_BYTES, LANES, QUERY_BYTES, TILE_BYTES, Pipes
+from .sm100_config import BLOCK_BYTES, LANES, QUERY_BYTES, TILE_BYTES, MqaLogitsSmemSm100
 from .sm100_item import Items
 
 NO_PAGE = -1  # of which TMA makes zeros
@@ -24,7 +23,7 @@ TILE_SHIFT = TILE_KEYS.bit_length() - 1
 LANE_SCALES = TILE_KEYS // LANES  # of a tile
 
 
-class LoadRole:
+class MqaLogitsLoadRoleSm100:
     """One warp."""
 
     @cute.jit
@@ -44,15 +43,15 @@ class LoadRole:
                 queries, loaded = queries + 1, loaded + (item.end - item.begin)
             turn = turn + 1
         cute.arch.griddepcontrol_launch_dependents()
-        pipes = items.pipes
-        pipes.key_free.drain(pipes.key_free.state(loaded))
-        pipes.query_free.drain(pipes.query_free.state(queries))
+        smem = items.smem
+        smem.key_free.drain(smem.key_free.state(loaded))
+        smem.query_free.drain(smem.query_free.state(queries))
 
     @cute.jit
     def load_queries(self, items: Items, item: WorkItem, use: Int32):
         """Load Q of an item's row blocks. Rows of heads or tokens that are not there are zeros, or another request's."""
-        ready, target = items.pipes.query_ready.barrier(use), items.tiles.sQ + items.pipes.query_ready.stage(use) * QUERY_BYTES
-        items.pipes.query_free.producer_acquire(use)
+        ready, target = items.smem.query_ready.barrier(use), items.smem.sQ + items.smem.query_ready.stage(use) * QUERY_BYTES
+        items.smem.query_free.producer_acquire(use)
         wide = items.is_wide(item)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(ready, cutlass.select_(wide, Int32(QUERY_BYTES), Int32(BLOCK_BYTES)))
@@ -64,11 +63,11 @@ class LoadRole:
     @cute.jit
     def load_rows(self, items: Items, item: WorkItem, first_use: Int32):
         """Load the tiles of an item from keys that lie in a row."""
-        pipes, args = items.pipes, items.args
+        smem, args = items.smem, items.args
         for tile in cutlass.range(item.begin, item.end, unroll=1):
             use = first_use + (tile - item.begin)
-            ready, target = pipes.key_ready.barrier(use), key_stage(items, use)
-            pipes.key_free.producer_acquire(use)
+            ready, target = smem.key_ready.barrier(use), key_stage(items, use)
+            smem.key_free.producer_acquire(use)
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(ready, TILE_BYTES)
                 load_box(target, args.k_map, (0, tile * TILE_KEYS), ready)
@@ -76,7 +75,7 @@ class LoadRole:
                 place = i * LANES + cute.arch.lane_idx()
                 key = tile * TILE_KEYS + place
                 start_copy(scale_of(items, use, place), (args.scales + key).toint(), key < item.keys, SCALE_BYTES)
-            scales_landed(pipes, use)
+            scales_landed(smem, use)
 
     @cute.jit
     def load_pages(self, items: Items, item: WorkItem, first_use: Int32):
@@ -93,12 +92,12 @@ class LoadRole:
     @cute.jit
     def load_paged_tile(self, items: Items, item: WorkItem, walk: PageWalk, pages: Int32, tile: Int32, in_group: Int32, use: Int32):
         """Load one tile, a box a page."""
-        pipes, args = items.pipes, items.args
+        smem, args = items.smem, items.args
         lane = cute.arch.lane_idx()
         own = in_group * walk.tile_pages
         page = walk.checked(cute.arch.shuffle_sync(pages, own + lane))
-        ready, target = pipes.key_ready.barrier(use), key_stage(items, use)
-        pipes.key_free.producer_acquire(use)
+        ready, target = smem.key_ready.barrier(use), key_stage(items, use)
+        smem.key_free.producer_acquire(use)
         if lane == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(ready, TILE_BYTES)
         cute.arch.sync_warp()
@@ -111,7 +110,7 @@ class LoadRole:
             offset = Int64(page) * args.scales_stride_page + (place - (box << walk.page_shift)) * SCALE_BYTES
             present = (page >= 0) & (tile * TILE_KEYS + place < item.keys)
             start_copy(scale_of(items, use, place), (args.scales + offset).toint(), present, SCALE_BYTES)
-        scales_landed(pipes, use)
+        scales_landed(smem, use)
 
 
 @dataclass(frozen=True)
@@ -147,14 +146,14 @@ class PageWalk:
 
 def key_stage(items: Items, use: Int32) -> cute.Pointer:
     """Return the first byte of a stage of keys."""
-    return items.tiles.sKeys + items.pipes.key_ready.stage(use) * TILE_BYTES
+    return items.smem.sKeys + items.smem.key_ready.stage(use) * TILE_BYTES
 
 
 def scale_of(items: Items, use: Int32, key: Int32) -> cute.Pointer:
     """Return the scale of a key of a tile, in shared memory."""
-    return items.tiles.sScales + (items.pipes.scale_ready.stage(use) * TILE_KEYS + key)
+    return items.smem.sScales + (items.smem.scale_ready.stage(use) * TILE_KEYS + key)
 
 
-def scales_landed(pipes: Pipes, use: Int32) -> None:
+def scales_landed(smem: MqaLogitsSmemSm100, use: Int32) -> None:
     """Arrive for each lane as soon as all its copies up to here have landed."""
-    primitives.cp_async_mbarrier_arrive(pipes.scale_ready.barrier(use).raw_ptr(), noinc=True)
+    primitives.cp_async_mbarrier_arrive(smem.scale_ready.barrier(use).raw_ptr(), noinc=True)

@@ -165,7 +165,7 @@ class ThreadKey:
 
 
 @dataclass(frozen=True)
-class ScoreRole:
+class MqaLogitsScoreRoleSm100:
     """Four warps of score group `group`. tmem: address of the tensor memory."""
 
     tmem: Int32
@@ -188,12 +188,12 @@ class ScoreRole:
             turn = turn + 1
 
     def token_rows(self, items: Items, item: WorkItem, turn: Int32) -> TokenRows:
-        """Return what belongs to the group's tokens: those of its row block, or of the only one."""
+        """Return the logits' rows of the group's tokens: those of its row block, or of the only one."""
         block = cutlass.select_(items.is_wide(item), self.group, Int32(0))
         first = block * items.config.block_tokens
-        stage = items.pipes.item_ready.stage(turn)
+        stage = items.smem.item_ready.stage(turn)
         tokens = tuple(
-            TokenRow.create(items.args, item.first_token + first + j, first + j < item.tokens, items.board.window(stage, first + j))
+            TokenRow.create(items.args, item.first_token + first + j, first + j < item.tokens, items.posted_items.window(stage, first + j))
             for j in range(items.config.block_tokens)
         )
         return TokenRows(load_weights(items.weights(turn) + block * BLOCK_COLUMNS), tokens)
@@ -208,7 +208,7 @@ class ScoreRole:
         scored = cutlass.select_(wide, tiles, (tiles + 1 - self.group) >> 1)
         stages = tuple(self.stage(items, number + i) for i in range(SCORE_STAGES))
         thread = thread_of_group()
-        scale_stage = items.pipes.scale_ready.stage(first_tile + own)
+        scale_stage = items.smem.scale_ready.stage(first_tile + own)
         key, scale = pin_register((item.begin + own) * TILE_KEYS + thread), pin_register(scale_stage * TILE_KEYS + thread)
         pairs = scored >> 1
         for pair in cutlass.range(pairs, unroll=1):
@@ -218,14 +218,14 @@ class ScoreRole:
         if (scored & 1) != 0:
             self.score_tiles(items, rows, stages[:1], pairs, ThreadKey(key, scale), step)
         if scored < items.rounds(item):  # the last round has one tile, the other group's
-            ready, free = items.pipes.scores_of(self.group)
+            ready, free = items.smem.scores_of(self.group)
             ready.consumer_wait(number + scored)
             free.consumer_release(number + scored)
 
     def stage(self, items: Items, number: Int32) -> ScoreStage:
         """Return the stage of a round."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % GROUP_WARPS
-        ready, free = items.pipes.scores_of(self.group)
+        ready, free = items.smem.scores_of(self.group)
         scores = self.tmem + ready.stage(number) * ITEM_COLUMNS + self.group * BLOCK_COLUMNS + warp * (LANES * TMEM_LANE)
         words = ready.barrier(number).toint(), free.barrier(number).toint(), scores, ready.phase(number)
         return ScoreStage(*(pin_register(word) for word in words))
@@ -261,7 +261,7 @@ class ScoreRole:
     def start(self, items: Items, stage: ScoreStage, pair: Int32, place: ThreadKey) -> tuple[list[Any], Float32]:
         """Wait scores_ready. Return the first half of the scores on their way, and the scale of the thread's key."""
         stage.wait(pair)
-        return [stage.load(chunk) for chunk in range(LOADS_AHEAD)], (items.tiles.sScales + place.scale).load()
+        return [stage.load(chunk) for chunk in range(LOADS_AHEAD)], (items.smem.sScales + place.scale).load()
 
 
 def thread_of_group() -> Int32:

@@ -4,7 +4,7 @@ For query token t and key s that it sees, over the heads h:
 
     logit[t, s] = scale[s] * sum_h weight[t, h] * relu(<q[t, h], k[s]>)        e4m3 products of 128 columns, sums in fp32
 
-A CTA takes one work item after the other: two row blocks, each 128 rows of queries (2 tokens of 64 heads or 4 of 32, zeros behind the last
+A CTA takes one work item after the other: two row blocks, each 128 rows of queries (2 tokens of 64 heads or 4 of 32, zeros after the last
 head), against a run of tiles of 128 keys. Keys are the rows of a product and queries its columns, so that a thread sums over the heads
 within two rows of its own.
 
@@ -33,10 +33,11 @@ from cutlass import cute
 from ...manifest import Role
 from ...spec.arch import Arch
 from ...spec.mqa_logits import MqaLogitsArguments, MqaLogitsConfig
+from ..attention import cta
+from ..attention.kernel import AttentionKernel
 from ..definition import KernelDefinition
-from ..primitives.copies import prefetch_map
 from ..primitives.smem import fields_of
-from .abi import MqaLogitsKernel
+from .abi import MqaLogitsAbi
 from .items import WorkItems
 from .sm90_config import (
     BLOCKS,
@@ -51,52 +52,46 @@ from .sm90_config import (
     THREADS,
     WARPGROUP,
     WARPS_PER_GROUP,
-    Pipes,
-    Tiles,
+    MqaLogitsSmemSm90,
 )
-from .sm90_load import LoadRole
-from .sm90_score import ScoreRole
+from .sm90_load import MqaLogitsLoadRoleSm90
+from .sm90_score import MqaLogitsScoreRoleSm90
 
 
-class MqaLogitsSm90(MqaLogitsKernel):
+class MqaLogitsSm90(AttentionKernel):
     """One variant of the kernel."""
 
     threads = THREADS
 
+    def __init__(self, config: MqaLogitsConfig, arch: Arch) -> None:
+        super().__init__(MqaLogitsAbi(config), arch)
+        self.config = config
+
     @cute.jit
     def run(self, args: MqaLogitsArguments):
         """Allocate, initialise the barriers, and give each role its warps."""
-        memory, config = SMEM.allocate(), self.config
-        tiles, pipes = Tiles(**fields_of(Tiles, memory)), Pipes(**fields_of(Pipes, memory))
+        smem, config = MqaLogitsSmemSm90(**fields_of(MqaLogitsSmemSm90, SMEM.allocate())), self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == 0:
-            with cute.arch.elect_one():
-                initialise(pipes)
-                for tensor_map in (args.q_map, args.k_map):
-                    prefetch_map(tensor_map)
+        cta.initialise(warp, 0, arrivals(smem), (args.q_map, args.k_map))
         cute.arch.sync_threads()
         # everything may come from the kernel before
         cute.arch.griddepcontrol_wait()
 
         if warp < COMPUTE_WARPS:
             cute.arch.setmaxregister_increase(COMPUTE_REGISTERS)
-            ScoreRole(config.head_tile).run(args, tiles, pipes, warp // WARPS_PER_GROUP, cute.arch.thread_idx()[0] % WARPGROUP)
+            MqaLogitsScoreRoleSm90(config.head_tile).run(args, smem, warp // WARPS_PER_GROUP, cute.arch.thread_idx()[0] % WARPGROUP)
         else:
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == LOAD_WARP:
                 items = WorkItems(args, BLOCKS * config.block_tokens, config.paged)
-                LoadRole(config.paged, config.head_tile).run(items, tiles, pipes)
-                # the kernel behind this one waits for the end of it before it reads or writes anything
+                MqaLogitsLoadRoleSm90(config.paged, config.head_tile).run(items, smem)
+                # the kernel after this one waits for the end of it before it reads or writes anything
                 cute.arch.griddepcontrol_launch_dependents()
 
 
-def initialise(pipes: Pipes) -> None:
-    """Set the arrivals of every barrier."""
-    for ready in (pipes.key_ready, pipes.item_ready):
-        ready.initialise(LANES + 1)
-    for free in (pipes.key_free, pipes.item_free):
-        free.initialise(COMPUTE_WARPS)
-    cute.arch.mbarrier_init_fence()
+def arrivals(smem: MqaLogitsSmemSm90) -> tuple[cta.Arrivals, ...]:
+    """Return the arrivals of every barrier: lanes of the load role and one for bytes, or warps that score."""
+    return (LANES + 1, (smem.key_ready, smem.item_ready)), (COMPUTE_WARPS, (smem.key_free, smem.item_free))
 
 
 def build(config: MqaLogitsConfig, arch: Arch) -> KernelDefinition:

@@ -9,7 +9,7 @@ from cutlass import Float8E4M3FN, Float32, Int32, cute
 from ...spec.mqa_logits import BLOCK_COLUMNS, COLUMNS, HEAD_TILES, ITEM_BLOCKS, TILE_KEYS
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import Array, Barriers, SmemLayout, Table, Tile
-from .items import ItemBoard
+from .items import PostedItems
 
 WARPGROUP = 128
 WARPS_PER_GROUP = WARPGROUP // 32
@@ -42,7 +42,7 @@ SMEM = SmemLayout((
     Tile("sQ", Float8E4M3FN, (BLOCK_COLUMNS, COLUMNS, BLOCKS * ITEM_STAGES)),
     Table("sScales", Float32, (TILE_KEYS, KEY_STAGES)),
     Table("sWeights", Float32, (ITEM_COLUMNS, ITEM_STAGES)),
-    Array("sItems", Int32, ITEM_STAGES * ItemBoard.words(MAX_ITEM_TOKENS), 16),
+    Array("sItems", Int32, ITEM_STAGES * PostedItems.words(MAX_ITEM_TOKENS), 16),
     Barriers("key_ready", KEY_STAGES),
     Barriers("key_free", KEY_STAGES),
     Barriers("item_ready", ITEM_STAGES),
@@ -51,20 +51,14 @@ SMEM = SmemLayout((
 
 
 @dataclass(frozen=True)
-class Tiles:
-    """Shared memory as tensors."""
+class MqaLogitsSmemSm90:
+    """The tensors and barriers of SMEM. sm90.py says who arrives where."""
 
     sK: cute.Tensor  # e4m3 (64 keys, 128 columns, 2 halves of 8 stages)
     sQ: cute.Tensor  # e4m3 (128 rows, 128 columns, 2 row blocks of 2 stages): tokens, with head_tile rows each
     sScales: cute.Tensor  # fp32 (128 keys, 8)
     sWeights: cute.Tensor  # fp32 (256, 2): of the rows of both row blocks
     sItems: cute.Pointer  # int32 (2, words of an item)
-
-
-@dataclass(frozen=True)
-class Pipes:
-    """The barriers of SMEM. sm90.py says who arrives where."""
-
     key_ready: StageBarriers
     key_free: StageBarriers
     item_ready: StageBarriers

@@ -14,7 +14,7 @@ from ..primitives.arithmetic import larger, pin_address, pin_register, smaller
 from ..primitives.pipeline import PipelineState
 from ..primitives.rows import aligned
 from ..primitives.wgmma import ROWS_APART, ROWS_PER_THREAD, flat, fragment_row, half
-from .items import MAX_INT32, ItemBoard, WorkItem
+from .items import MAX_INT32, PostedItems, WorkItem
 from .sm90_config import (
     BLOCKS,
     GROUP_KEYS,
@@ -23,8 +23,7 @@ from .sm90_config import (
     K_STEPS,
     PAIR_THREADS,
     WARPGROUP,
-    Pipes,
-    Tiles,
+    MqaLogitsSmemSm90,
 )
 
 FLOAT_BYTES = 4
@@ -59,16 +58,16 @@ class OutputRow:
 
 
 def logit_at(first: Int64, key: Int32) -> cute.Pointer:
-    """Return where a key's logit lies."""
+    """Return the address of a key's logit."""
     return cute.make_ptr(Float32, first + Int64(key) * FLOAT_BYTES, cute.AddressSpace.gmem, assumed_align=FLOAT_BYTES)
 
 
 def scale_at(first: Int32, stage: Int32) -> cute.Pointer:
-    """Return where a key's scale lies. first: in stage 0."""
+    """Return the address of a key's scale. first: in stage 0."""
     return cute.make_ptr(Float32, first + stage * (TILE_KEYS * FLOAT_BYTES), cute.AddressSpace.smem, assumed_align=FLOAT_BYTES)
 
 
-class ScoreRole:
+class MqaLogitsScoreRoleSm90:
     """Four warpgroups, each with a row block of an item and half of the keys of a tile. head_tile: heads of a token within a row block."""
 
     def __init__(self, head_tile: int) -> None:
@@ -76,73 +75,73 @@ class ScoreRole:
         self.block_tokens = BLOCK_COLUMNS // head_tile
 
     @cute.jit
-    def run(self, args: MqaLogitsArguments, tiles: Tiles, pipes: Pipes, group: Int32, thread: Int32):
+    def run(self, args: MqaLogitsArguments, smem: MqaLogitsSmemSm90, group: Int32, thread: Int32):
         """Wait item_ready, key_ready. Signal item_free, key_free. thread: of the warpgroup."""
         block, side = group // HALVES, group % HALVES
         mma = tiled_mma(BLOCK_COLUMNS, warpgroup.OperandSource.SMEM)
         slice_ = mma.get_slice(thread)
-        tK = slice_.make_fragment_A(slice_.partition_A(tiles.sK))
-        tQ = slice_.make_fragment_B(slice_.partition_B(tiles.sQ))
+        tK = slice_.make_fragment_A(slice_.partition_A(smem.sK))
+        tQ = slice_.make_fragment_B(slice_.partition_B(smem.sQ))
         acc = cute.make_rmem_tensor(slice_.partition_shape_C((GROUP_KEYS, BLOCK_COLUMNS)), Float32)
         rWeights = cute.make_rmem_tensor(cute.make_layout(cute.size(acc) // ROWS_PER_THREAD), Float32)
         # after the sums, the lanes of a quad have these: a row of the thread's two, and every other token
         row = pin_register(side * GROUP_KEYS + fragment_row(thread, 0) + (thread & ROW_BIT) * ROWS_APART)
-        scales = pin_register(tiles.sScales.iterator.toint() + row * FLOAT_BYTES)
+        scales = pin_register(smem.sScales.iterator.toint() + row * FLOAT_BYTES)
         thread = pin_register(thread)
-        board, first_token = ItemBoard(tiles.sItems, BLOCKS * self.block_tokens), block * self.block_tokens
+        posted_items, first_token = PostedItems(smem.sItems, BLOCKS * self.block_tokens), block * self.block_tokens
         turn, keys = Int32(0), PipelineState(Int32(0), Int32(0))
-        pipes.item_ready.consumer_wait(turn)
-        there, item = board.take(turn)
+        smem.item_ready.consumer_wait(turn)
+        there, item = posted_items.take(turn)
         while there:
-            stage = pipes.item_ready.stage(turn)
-            self.load_weights(rWeights, tiles, stage, block, thread)
-            rows = self.output_rows(args, board, item, stage, first_token, thread)
-            begin, end = self.seen(board, stage, first_token)
+            stage = smem.item_ready.stage(turn)
+            self.load_weights(rWeights, smem, stage, block, thread)
+            rows = self.output_rows(args, posted_items, item, stage, first_token, thread)
+            begin, end = self.seen(posted_items, stage, first_token)
             for tile in cutlass.range(item.begin, item.end, unroll=1):
                 sums = cute.make_rmem_tensor(cute.make_layout(self.block_tokens // 2), Float32)
                 sums.fill(0.0)
-                pipes.key_ready.consumer_wait(keys)
+                smem.key_ready.consumer_wait(keys)
                 if (tile * TILE_KEYS < end) & ((tile + 1) * TILE_KEYS > begin):
                     scale = scale_at(scales, keys.stage).load() * 0.5
                     multiply(mma, acc, tK[None, None, None, keys.stage * HALVES + side], tQ[None, None, None, stage * BLOCKS + block])
-                    pipes.key_free.consumer_release(keys)
+                    smem.key_free.consumer_release(keys)
                     self.reduce(sums, flat(acc), rWeights, scale, thread)
                 else:
-                    pipes.key_free.consumer_release(keys)
+                    smem.key_free.consumer_release(keys)
                 for pair in cutlass.range_constexpr(self.block_tokens // 2):
                     rows[pair].store(tile * TILE_KEYS + row, sums[pair])
-                keys = pipes.key_ready.advance(keys)
-            pipes.item_free.consumer_release(turn)
+                keys = smem.key_ready.advance(keys)
+            smem.item_free.consumer_release(turn)
             if args.clean != 0:
                 self.fill(args, item, first_token, side * WARPGROUP + thread)
             turn = turn + 1
-            pipes.item_ready.consumer_wait(turn)
-            there, item = board.take(pipes.item_ready.stage(turn))
+            smem.item_ready.consumer_wait(turn)
+            there, item = posted_items.take(smem.item_ready.stage(turn))
 
-    def seen(self, board: ItemBoard, stage: Int32, first_token: Int32) -> tuple[Int32, Int32]:
+    def seen(self, posted_items: PostedItems, stage: Int32, first_token: Int32) -> tuple[Int32, Int32]:
         """Return begin and end of the keys that any token of the row block sees; begin is not less than end if there are none."""
         begin, end = Int32(MAX_INT32), Int32(0)
         for token in range(self.block_tokens):
-            token_begin, token_end = board.window(stage, first_token + token)
+            token_begin, token_end = posted_items.window(stage, first_token + token)
             sees = token_begin < token_end
             begin = cutlass.select_(sees, smaller(begin, token_begin), begin)
             end = cutlass.select_(sees, larger(end, token_end), end)
         return begin, end
 
-    def load_weights(self, rWeights: cute.Tensor, tiles: Tiles, stage: Int32, block: Int32, thread: Int32) -> None:
+    def load_weights(self, rWeights: cute.Tensor, smem: MqaLogitsSmemSm90, stage: Int32, block: Int32, thread: Int32) -> None:
         """Load the weights of the thread's columns: register 2 e + c is column 8 e + 2 (t % 4) + c."""
-        source = tiles.sWeights.iterator + (stage * ITEM_COLUMNS + block * BLOCK_COLUMNS + 2 * (thread % 4))
+        source = smem.sWeights.iterator + (stage * ITEM_COLUMNS + block * BLOCK_COLUMNS + 2 * (thread % 4))
         for eight in range(BLOCK_COLUMNS // 8):
             pair = cute.make_tensor(aligned(source + 8 * eight, 8), cute.make_layout(2))
             cute.autovec_copy(pair, cute.make_tensor(rWeights.iterator + 2 * eight, cute.make_layout(2)))
 
     def output_rows(
-        self, args: MqaLogitsArguments, board: ItemBoard, item: WorkItem, stage: Int32, first_token: Int32, thread: Int32
+        self, args: MqaLogitsArguments, posted_items: PostedItems, item: WorkItem, stage: Int32, first_token: Int32, thread: Int32
     ) -> list[OutputRow]:
         """Return the rows that this lane writes: every other token of the row block."""
         odd = (thread & TOKEN_BIT) // TOKEN_BIT
         tokens = [first_token + odd + 2 * pair for pair in range(self.block_tokens // 2)]
-        return [OutputRow.create(args, item, token, board.window(stage, token)) for token in tokens]
+        return [OutputRow.create(args, item, token, posted_items.window(stage, token)) for token in tokens]
 
     def reduce(self, sums: cute.Tensor, acc: cute.Tensor, rWeights: cute.Tensor, scale: Float32, thread: Int32) -> None:
         """Sum weight * relu(product) over the heads. scale: half of the key's, since x + |x| is twice relu(x), exactly.

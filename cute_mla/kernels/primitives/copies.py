@@ -1,11 +1,12 @@
-"""Copies by TMA and by matrix instructions, and lines asked of L2."""
+"""Copies by TMA, by cp.async and by matrix instructions, and lines asked of L2."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Uint8, cute
+from cutlass import Boolean, Int32, Int64, Uint8, cute
+from cutlass.cute.typing import AddressSpace
 from cutlass.experimental import primitives
 
 LINE_BYTES = 128
@@ -101,3 +102,14 @@ def load_groups(source: Int32, transposed: bool = True) -> list[Int32]:
     layout = primitives.MMALayout.COL if transposed else primitives.MMALayout.ROW
     words = primitives.ldmatrix(smem_pointer(source).raw_ptr(), 4, layout)
     return [words[i] for i in range(4)]
+
+
+def start_copy(target: cute.Pointer, address: Int64, present: Boolean, nbytes: int) -> None:
+    """Start a copy of 4 or 16 bytes of gmem to shared memory, or of zeros."""
+    primitives.cp_async_shared_global(
+        target.raw_ptr(),
+        cute.make_ptr(Int32, address, AddressSpace.gmem, assumed_align=nbytes).raw_ptr(),
+        nbytes,
+        primitives.LoadCacheModifier.CG if nbytes == CHUNK else primitives.LoadCacheModifier.CA,
+        cp_size=cutlass.select_(present, Int32(nbytes), Int32(0)),
+    )

@@ -9,7 +9,7 @@ words    pairs of 16-bit elements, or four e4m3 values
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float8E4M3FN, Float32, Int32, Int64, Uint8, Uint16, Uint32, cute
@@ -69,12 +69,12 @@ def store_pair(target: cute.Pointer, word: Int32) -> None:
     (halves + 1).store(Uint16((word >> 16) & 0xFFFF))
 
 
-def store_vector(target: cute.Pointer, words: list[Int32]) -> None:
-    """Write 16 bytes to a multiple of 16 bytes."""
-    registers = cute.make_rmem_tensor(cute.make_layout(len(words)), Int32)
+def store_vector(target: cute.Pointer, words: list[Any], dtype: type[cutlass.Numeric] = Int32) -> None:
+    """Write 16 bytes to a multiple of 16 bytes. dtype: of the words."""
+    registers = cute.make_rmem_tensor(cute.make_layout(len(words)), dtype)
     for i, word in enumerate(words):
         registers[i] = word
-    cute.autovec_copy(registers, cute.make_tensor(aligned(cute.recast_ptr(target, dtype=Int32), 16), cute.make_layout(len(words))))
+    cute.autovec_copy(registers, cute.make_tensor(aligned(cute.recast_ptr(target, dtype=dtype), 16), cute.make_layout(len(words))))
 
 
 def store_row(target: cute.Pointer, values: list[Float32], dtype: type[cutlass.Numeric], vectors: bool = True) -> None:

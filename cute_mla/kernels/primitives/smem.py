@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Int64, cute
+from cutlass import Int32, Int64, cute
 from cutlass.cute.nvgpu import warpgroup
 
 from ...manifest import Barrier
 from .pipeline import StageBarriers
+from .rows import store_vector
+
+BOX_ROWS = 64
+ROW_BYTES = 128  # of a row of a box: one period of the swizzle
+CHUNK = 16  # bytes of one access
+CHUNKS_PER_ROW = ROW_BYTES // CHUNK
+CLEARING_THREADS = 128
 
 SWIZZLE_PERIOD = 1024  # bytes of the 128-byte swizzle: tiles begin at a multiple of it
 BARRIER_BYTES = 8
@@ -139,3 +146,18 @@ class SmemLayout:
 def fields_of(group: type, memory: dict[str, Any]) -> dict[str, Any]:
     """Return the allocated fields that a dataclass names, for its constructor; None for one that a variant does without."""
     return {name: memory.get(name) for name in group.__dataclass_fields__}  # type: ignore[attr-defined]
+
+
+@cute.jit
+def clear_rows(first_box: cute.Pointer, boxes: int, first_row: Int32, thread: Int32, others: tuple[Int32, Int32] | None = None):
+    """Zero rows first_row .. 63 of boxes, by 128 threads. The swizzle does not matter to whole rows. others: more rows, begin and end."""
+    rows_per_pass = CLEARING_THREADS // CHUNKS_PER_ROW
+    for box in cutlass.range_constexpr(boxes):
+        for step in cutlass.range_constexpr(BOX_ROWS // rows_per_pass):
+            row = step * rows_per_pass + thread // CHUNKS_PER_ROW
+            unused = row >= first_row
+            if cutlass.const_expr(others is not None):
+                unused = unused | ((row >= others[0]) & (row < others[1]))  # type: ignore[index]  # not None here
+            if unused:
+                place = box * (BOX_ROWS * ROW_BYTES) + row * ROW_BYTES + thread % CHUNKS_PER_ROW * CHUNK
+                store_vector(first_box + place, [Int32(0)] * 4)

@@ -20,24 +20,15 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
-from ..attention.scheduler import QueryOperands
+from ..attention.scheduler import LatentOperands
 from ..attention.softmax import DITHER, Window, follow_maximum, follow_tile
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_word
-from ..primitives.pipeline import StageBarriers
 from ..primitives.rows import store_vector
-from .config import (
-    EXCHANGE_WORDS,
-    GROUP,
-    GROUP_WARPS,
-    ONES_WORD,
-    REFERENCE_WORDS,
-    SCORE_BARRIER,
-    VECTOR,
-    Pipes,
-    Tiles,
-)
-from .score import QueryLoader, ScoreRows
+from .config import EXCHANGE_WORDS, GROUP, GROUP_WARPS, REFERENCE_WORDS, SCORE_BARRIER, VECTOR, LatentSmemSm100
+from .score import LatentQueriesSm100, LatentRowsSm100
+
+ONES_WORD = 0x38383838  # four times 1 in e4m3
 
 GROUPS = 2
 PAIRS_OF_WARPS = GROUP_WARPS // 2  # of a group: a pair has the two halves of 32 rows
@@ -52,43 +43,38 @@ WINDOW = Window(placed=5.0, above=3.75)
 
 
 @dataclass(frozen=True)
-class AlternatingPipes(Pipes):
-    """The shared barriers, and those by which one group hands a row to the other."""
-
-    reference_ready: StageBarriers
-
-
-@dataclass(frozen=True)
-class AlternatingRows(ScoreRows):
+class AlternatingRowsSm100(LatentRowsSm100):
     """The scores and softmax state of a thread of one of two groups.
 
-    group: which tiles are this thread's, 0 or 1. shared: shared memory of both groups; `tiles` begins with this group's.
+    group: which tiles are this thread's, 0 or 1. shared: shared memory of both groups; what a group has of its own begins in `smem`.
     rFactor: for this thread's share of the row sum, when the reference moves. rFirst: number of the work tile's first tile.
     """
 
     group: Int32
-    shared: Tiles
+    shared: LatentSmemSm100
     rFactor: cute.Tensor
     rFirst: cute.Tensor
 
     tile_step = GROUPS
 
     @staticmethod
-    def create(dtype: type[cutlass.Numeric], tiles: Tiles, tmem: Int32, thread: Int32, scale_log2: Float32) -> AlternatingRows:
+    def create(
+        dtype: type[cutlass.Numeric], smem: LatentSmemSm100, tmem: Int32, thread: Int32, scale_log2: Float32
+    ) -> AlternatingRowsSm100:
         """Return the state of a row that has seen nothing, for the tiles of this thread's group.
 
         Each group has a buffer for its scores.
         """
         group = cute.arch.make_warp_uniform(cute.arch.warp_idx()) // GROUP_WARPS
-        rows = ScoreRows.create(dtype, tiles, tmem, thread, scale_log2)
+        rows = LatentRowsSm100.create(dtype, smem, tmem, thread, scale_log2)
         own = replace(
-            rows.tiles,
-            sExchange=rows.tiles.sExchange + group * EXCHANGE_WORDS,
-            sRowValue=rows.tiles.sRowValue + group * GROUP,
+            rows.smem,
+            sExchange=rows.smem.sExchange + group * EXCHANGE_WORDS,
+            sRowValue=rows.smem.sRowValue + group * GROUP,
         )
-        fields = {**vars(rows), "tiles": own, "tmem": rows.tmem - group * TILE_KEYS}
+        fields = {**vars(rows), "smem": own, "tmem": rows.tmem - group * TILE_KEYS}
         rFactor, rFirst = (cute.make_rmem_tensor(cute.make_layout(1), dtype) for dtype in (Float32, Int32))
-        return AlternatingRows(**fields, group=group, shared=rows.tiles, rFactor=rFactor, rFirst=rFirst)
+        return AlternatingRowsSm100(**fields, group=group, shared=rows.smem, rFactor=rFactor, rFirst=rFirst)
 
     @property
     def publishes(self) -> Boolean:
@@ -98,30 +84,28 @@ class AlternatingRows(ScoreRows):
     # ---- the loop over tiles: a group has every other one -----------------------------------------------------------
 
     @cute.jit
-    def load_queries(
-        self, queries: QueryLoader, operands: QueryOperands, pipes: AlternatingPipes, req: Int32, thread: Int32, lanes: Int32
-    ):  # fmt: skip
+    def load_queries(self, queries: LatentQueriesSm100 | None, operands: LatentOperands, req: Int32, thread: Int32, lanes: Int32):
         """Load Q of a work tile that has keys, in one of the groups: both have had every score of the one before."""
         if self.group == 0:
             tcgen05.fence_after_wait()
-            queries.load(operands, pipes, req, thread, lanes)
+            queries.load(operands, self.smem, req, thread, lanes)
 
     def begin(self, tile: Int32) -> Int32:
         """Return the first of the group's tiles of a work tile, which begins with the tile-th tile."""
         self.rFirst[0] = tile
         return (self.group - tile) & 1
 
-    def conclude(self, pipes: AlternatingPipes, last: Int32) -> None:
+    def conclude(self, last: Int32) -> None:
         """Bring this thread's share of the row sum to the reference of a work tile's last tile."""
-        pipes.reference_ready.consumer_wait(last)
-        reference = self._reference(pipes, last).load()
+        self.smem.reference_ready.consumer_wait(last)
+        reference = self._reference(last).load()
         self.rSum[0] = self.rSum[0] * factor_between(self.row_ref[0], reference)
         self.row_ref[0] = reference
 
     @cute.jit
     def store_ones(self):
         """Write what P is multiplied with for its sum: 16 bytes of each of 128 threads, of the group that has the first P."""
-        if cutlass.const_expr(self.tiles.geometry.sums_probs):
+        if cutlass.const_expr(self.smem.geometry.sums_probs):
             self._store_ones()
 
     @cute.jit
@@ -147,46 +131,46 @@ class AlternatingRows(ScoreRows):
 
     def word_of_probs(self, first: int) -> Int32:
         """Return a word of probabilities, rounded; e4m3 ones are dithered, and their sum has been taken before."""
-        if not self.tiles.geometry.sums_probs:
+        if not self.smem.geometry.sums_probs:
             return super().word_of_probs(first)
         values: list[Float32] = []
-        for i in range(first, first + self.tiles.geometry.word_elements, 2):
+        for i in range(first, first + self.smem.geometry.word_elements, 2):
             factors = DITHER[i % len(DITHER)], DITHER[(i + 1) % len(DITHER)]
             values += cute.arch.mul_packed_f32x2((self.rS[i], self.rS[i + 1]), tuple(map(Float32, factors)))
         return pack_word(values, self.dtype)
 
-    def advance(self, pipes: AlternatingPipes, tile: Int32) -> Float32:
+    def advance(self, tile: Int32) -> Float32:
         """Move the reference to a tile if need be. Return the factor for the O accumulated before."""
-        return self._follow(pipes, tile, self.tile_maximum())
+        return self._follow(tile, self.tile_maximum())
 
     @cute.jit
-    def _follow(self, pipes: AlternatingPipes, tile: Int32, candidate: Float32) -> Float32:
+    def _follow(self, tile: Int32, candidate: Float32) -> Float32:
         """Take the reference over from the other group, move it to this tile if need be and hand it on.
 
         Return the factor for the O accumulated before.
         """
         old, greatest = -Float32.inf, candidate
         if tile != self.rFirst[0]:
-            pipes.reference_ready.consumer_wait(tile - 1)
-            before = self._reference(pipes, tile - 1)
+            self.smem.reference_ready.consumer_wait(tile - 1)
+            before = self._reference(tile - 1)
             old = before.load()
             greatest = cute.arch.fmax(greatest, (before + TILE_ROWS).load())
-        if cutlass.const_expr(self.tiles.geometry.sums_probs):
+        if cutlass.const_expr(self.smem.geometry.sums_probs):
             new, alpha = follow_tile(old, candidate, greatest, WINDOW)
         else:
             new, alpha = follow_maximum(old, candidate)
         if self.half == 0:
-            own = self._reference(pipes, tile)
+            own = self._reference(tile)
             own.store(new)
             (own + TILE_ROWS).store(greatest)
         # all four warps: when the other group has these arrivals, it may write over what they have read
-        pipes.reference_ready.producer_commit(tile)
+        self.smem.reference_ready.producer_commit(tile)
         self.rFactor[0] = factor_between(self.row_ref[0], new)
         self.row_ref[0] = new
         return alpha
 
-    def _reference(self, pipes: AlternatingPipes, tile: Int32) -> cute.Pointer:
-        return self.shared.sReference + (pipes.reference_ready.stage(tile) * REFERENCE_WORDS + self.row)
+    def _reference(self, tile: Int32) -> cute.Pointer:
+        return self.shared.sReference + (self.smem.reference_ready.stage(tile) * REFERENCE_WORDS + self.row)
 
     def row_sum(self) -> Float32:
         """Return the sum over all keys seen, 0 iff the row attends to nothing.

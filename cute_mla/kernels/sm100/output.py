@@ -12,28 +12,22 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
-from ..attention.scheduler import LatentOperands, QueryOperands, WorkTile, first_query_row
+from ..attention.scheduler import LatentOperands, WorkTile, first_query_row
 from ..primitives import tcgen05
-from ..primitives.rows import aligned, store_row
-from .config import OUTPUT_COLUMN, SUM_COLUMN, VECTOR, Geometry, Pipes, Tiles
-from .score import thread_and_lanes
+from ..primitives.rows import store_row, store_vector
+from .config import OUTPUT_COLUMN, SUM_COLUMN, VECTOR, LatentSmemSm100, thread_and_lanes
 
-STORED_AT_ONCE = 32  # columns of O
+SCALED_AT_ONCE, STORED_AT_ONCE = 64, 32  # columns of O
 
 
 @dataclass(frozen=True)
-class OutputRole:
-    """Four warps.
+class LatentOutputRoleSm100:
+    """Four warps. dtype: of out."""
 
-    dtype: of out. scaled_at_once: columns of O.
-    """
-
-    geometry: Geometry
     dtype: type[cutlass.Numeric]
-    scaled_at_once: int = 2 * STORED_AT_ONCE
 
     @cute.jit
-    def run(self, operands: QueryOperands, tiles: Tiles, pipes: Pipes, tmem: Int32):
+    def run(self, operands: LatentOperands, smem: LatentSmemSm100, tmem: Int32):
         """Wait alpha_ready, kv_free, stats_ready. Signal output_ready, stats_free. Write out or out_accum."""
         schedule = operands.schedule
         thread, lanes = thread_and_lanes(tmem)
@@ -41,60 +35,34 @@ class OutputRole:
         tile, done = Int32(0), Int32(0)
         while req <= schedule.last_request():
             tile_range = schedule.tile_range(req, begin_tile)
-            self.scale_tiles(tiles, pipes, tile_range.tiles, tile, thread, lanes)
+            for t in cutlass.range(tile_range.tiles, unroll=1):
+                scale_output(smem, tile + t, thread, lanes, t > 0, SCALED_AT_ONCE)
             tile = tile + tile_range.tiles
             work_tile = schedule.work_tile(req, begin_tile)
             if tile_range.tiles > 0:
-                pipes.kv_free.consumer_wait(tile - 1)
+                smem.kv_free.consumer_wait(tile - 1)
                 tcgen05.fence_after_wait()
-            pipes.stats_ready.consumer_wait(done)
-            weight = (tiles.sInverse + thread % TILE_ROWS).load()
-            if cutlass.const_expr(self.geometry.sums_probs):
+            smem.stats_ready.consumer_wait(done)
+            weight = (smem.sInverse + thread % TILE_ROWS).load()
+            if cutlass.const_expr(smem.geometry.sums_probs):
                 weight = divided_by_sum(weight, lanes)
-            pipes.stats_free.consumer_release(done)
-            self.store_rows(operands, req, work_tile, thread, lanes, weight)
+            smem.stats_free.consumer_release(done)
+            self.store_rows(operands, smem, req, work_tile, thread, lanes, weight)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
 
     @cute.jit
-    def scale_tiles(self, tiles: Tiles, pipes: Pipes, count: Int32, tile: Int32, thread: Int32, lanes: Int32):
-        """Rescale O for each tile of a work tile that begins with the tile-th tile."""
-        for t in cutlass.range(count, unroll=1):
-            self.scale_output(tiles, pipes, tile + t, thread, lanes, t > 0)
-
-    @cute.jit
-    def scale_output(self, tiles: Tiles, pipes: Pipes, tile: Int32, thread: Int32, lanes: Int32, begun: Boolean):
-        """Return O *= alpha where the reference has moved, then let P V of this tile begin.
-
-        O of a work tile's first tile is overwritten, so there is nothing to scale, but O of the one before must have been read.
-        """
-        pipes.alpha_ready.consumer_wait(tile)
-        alpha = (tiles.sAlpha + ((tile % self.geometry.parities) * TILE_ROWS + thread % TILE_ROWS)).load()
-        if begun and cute.arch.vote_any_sync(alpha != 1.0):
-            pipes.kv_free.consumer_wait(tile - 1)
-            tcgen05.fence_after_wait()
-            for copy in cutlass.range_constexpr(self.geometry.cta_columns // self.scaled_at_once):
-                place = lanes + (OUTPUT_COLUMN + copy * self.scaled_at_once)
-                values = tcgen05.load_columns(place, self.scaled_at_once)
-                tcgen05.await_loads()
-                tcgen05.store_columns(place, scaled(values, self.scaled_at_once, alpha), Float32)
-            if cutlass.const_expr(self.geometry.sums_probs):
-                total = load_sum(lanes)
-                tcgen05.store_columns(lanes + SUM_COLUMN, [total * alpha], Float32)
-            tcgen05.await_stores()
-        tcgen05.fence_before_signal()
-        pipes.output_ready.producer_commit(tile, cta=self.geometry.mma_cta)
-
-    @cute.jit
-    def store_rows(self, operands: LatentOperands, req: Int32, work_tile: WorkTile, thread: Int32, lanes: Int32, weight: Float32):
+    def store_rows(
+        self, operands: LatentOperands, smem: LatentSmemSm100, req: Int32, work_tile: WorkTile, thread: Int32, lanes: Int32, weight: Float32
+    ):  # fmt: skip
         """Store half of the columns of the thread's row, from tensor memory to out or out_accum."""
         row = first_query_row() + thread % TILE_ROWS
         rows = operands.row_range(req)
         stored = rows.holds(row)
-        column = (thread // TILE_ROWS) * self.geometry.cta_columns
+        column = (thread // TILE_ROWS) * smem.geometry.cta_columns
         out = rows.out_row(row) + column
-        out_accum = operands.out_accum + (operands.accum_row(work_tile, row) * self.geometry.latent + column)
-        for copy in cutlass.range_constexpr(self.geometry.cta_columns // STORED_AT_ONCE):
+        out_accum = operands.out_accum + (operands.accum_row(work_tile, row) * smem.geometry.latent + column)
+        for copy in cutlass.range_constexpr(smem.geometry.cta_columns // STORED_AT_ONCE):
             first = copy * STORED_AT_ONCE
             values = tcgen05.load_columns(lanes + (OUTPUT_COLUMN + first), STORED_AT_ONCE)
             tcgen05.await_loads()
@@ -104,7 +72,32 @@ class OutputRole:
                 if work_tile.direct:
                     store_row(out + first, normal, self.dtype)
                 else:
-                    store_floats(out_accum + first, normal)
+                    for i in cutlass.range_constexpr(0, STORED_AT_ONCE, VECTOR):
+                        store_vector(out_accum + (first + i), normal[i : i + VECTOR], Float32)
+
+
+@cute.jit
+def scale_output(smem: LatentSmemSm100, tile: Int32, thread: Int32, lanes: Int32, begun: Boolean, at_once: cutlass.Constexpr[int]):
+    """Rescale O by alpha where the reference has moved, then let P V of this tile begin.
+
+    O of a work tile's first tile is overwritten: nothing is scaled, but O of the one before must have been read. at_once: columns.
+    """
+    smem.alpha_ready.consumer_wait(tile)
+    alpha = (smem.sAlpha + ((tile % smem.geometry.parities) * TILE_ROWS + thread % TILE_ROWS)).load()
+    if begun and cute.arch.vote_any_sync(alpha != 1.0):
+        smem.kv_free.consumer_wait(tile - 1)
+        tcgen05.fence_after_wait()
+        for copy in cutlass.range_constexpr(smem.geometry.cta_columns // at_once):
+            place = lanes + (OUTPUT_COLUMN + copy * at_once)
+            values = tcgen05.load_columns(place, at_once)
+            tcgen05.await_loads()
+            tcgen05.store_columns(place, scaled(values, at_once, alpha), Float32)
+        if cutlass.const_expr(smem.geometry.sums_probs):
+            total = load_sum(lanes)
+            tcgen05.store_columns(lanes + SUM_COLUMN, [total * alpha], Float32)
+        tcgen05.await_stores()
+    tcgen05.fence_before_signal()
+    smem.output_ready.producer_commit(tile, cta=smem.geometry.mma_cta)
 
 
 def load_sum(lanes: Int32) -> Float32:
@@ -128,12 +121,3 @@ def scaled(values: Any, count: int, factor: Float32) -> list[Float32]:
     for i in range(0, count, 2):
         products += cute.arch.mul_packed_f32x2((values[i], values[i + 1]), (factor, factor))
     return products
-
-
-def store_floats(target: cute.Pointer, values: list[Float32]) -> None:
-    """Store contiguous fp32 values at a multiple of 16 bytes."""
-    for first in range(0, len(values), VECTOR):
-        rValues = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
-        for i in range(VECTOR):
-            rValues[i] = values[first + i]
-        cute.autovec_copy(rValues, cute.make_tensor(aligned(target + first, 16), rValues.layout))

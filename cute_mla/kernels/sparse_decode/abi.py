@@ -11,7 +11,7 @@ from cutlass.experimental import cuda as tensor_maps
 from ...spec.sparse_decode import SparseDecodeArguments, SparseDecodeConfig
 from ..attention.lengths import Lengths
 from ..attention.scheduler import SplitKvSchedule
-from .operands import Operands, SlotCache
+from .operands import SlotCache, SparseDecodeOperands
 
 
 @dataclass(frozen=True)
@@ -32,28 +32,12 @@ class SparseDecodeAbi:
         """Return no maps: rows are gathered by threads."""
         return ()
 
-    def operands(self, args: SparseDecodeArguments) -> Operands:
+    def operands(self, args: SparseDecodeArguments) -> SparseDecodeOperands:
         """Return the arguments by meaning."""
         lengths = Lengths(args.topk_length, args.extra_topk_length, args.topk, args.extra_topk)
-        return Operands(
+        return SparseDecodeOperands(
             args,
-            cache=SlotCache(
-                base=args.cache,
-                indices=args.indices,
-                index_strides=(args.indices_stride_batch, args.indices_stride_token),
-                page_stride=args.page_stride,
-                row_stride=args.row_stride,
-                page_size=args.page_size,
-                slots=args.slots,
-            ),
-            extra=SlotCache(
-                base=args.extra_cache,
-                indices=args.extra_indices,
-                index_strides=(args.extra_indices_stride_batch, args.extra_indices_stride_token),
-                page_stride=args.extra_page_stride,
-                row_stride=args.extra_row_stride,
-                page_size=args.extra_page_size,
-                slots=args.extra_slots,
-            ),
+            cache=SlotCache.create(args, ""),
+            extra=SlotCache.create(args, "extra_"),
             schedule=SplitKvSchedule(args.plan, args.num_splits, lengths, args.batch, args.max_splits, args.accum_rows),
         )

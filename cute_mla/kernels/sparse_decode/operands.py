@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from ...spec.cache_format import CacheFormat, paged_twin
 from ...spec.sparse_decode import SparseDecodeArguments, SparseDecodeConfig
-from ..attention.lengths import RowRange
-from ..attention.scheduler import SplitKvSchedule, WorkTile
+from ..attention.scheduler import LatentOperands, SplitKvSchedule, WorkTile
 
 NO_SLOT = -1
 
@@ -27,13 +27,24 @@ class SlotCache:
     page_size: Int32
     slots: Int32
 
+    @staticmethod
+    def create(args: SparseDecodeArguments, prefix: str) -> SlotCache:
+        """Return the cache whose arguments have a prefix."""
+
+        def argument(name: str) -> Any:
+            return getattr(args, prefix + name)
+
+        strides = argument("indices_stride_batch"), argument("indices_stride_token")
+        others = (argument(name) for name in ("page_stride", "row_stride", "page_size", "slots"))
+        return SlotCache(argument("cache"), argument("indices"), strides, *others)
+
     def index_pointer(self, req: Int32) -> cute.Pointer:
         """Return the first index of this CTA's query token."""
         return self.indices + (Int64(req) * self.index_strides[0] + Int64(query_token()) * self.index_strides[1])
 
 
 @dataclass(frozen=True)
-class Operands:
+class SparseDecodeOperands(LatentOperands):
     """The arguments by meaning."""
 
     args: SparseDecodeArguments
@@ -41,55 +52,8 @@ class Operands:
     extra: SlotCache
     schedule: SplitKvSchedule
 
-    @property
-    def scale_log2(self) -> Float32:
-        """Return the factor of the scores, log2 units."""
-        return self.args.scale_log2
-
-    @property
-    def empty_lse(self) -> Float32:
-        """Return the lse of a row that attends to nothing."""
-        return self.args.empty_lse
-
-    @property
-    def attn_sink(self) -> cute.Pointer:
-        """Return fp32 [h_q], natural log, or null."""
-        return self.args.attn_sink
-
-    def rows(self) -> Int32:
-        """Return the number of query rows that share this CTA's keys: the heads of one query token."""
-        return self.args.h_q
-
-    def row_range(self, req: Int32) -> RowRange:
-        """Return all query rows."""
-        return RowRange(self, req, self.rows())
-
-    def q_row(self, req: Int32, row: Int32) -> cute.Pointer:
-        """Return element 0 of a query row."""
-        return self.args.q + self._offset((self.args.q_stride_batch, self.args.q_stride_token, self.args.q_stride_head), req, row)
-
-    def out_row(self, req: Int32, row: Int32) -> cute.Pointer:
-        """Return element 0 of an output row."""
-        strides = (self.args.out_stride_batch, self.args.out_stride_token, self.args.out_stride_head)
-        return self.args.out + self._offset(strides, req, row)
-
-    def lse_of(self, req: Int32, row: Int32) -> cute.Pointer:
-        """Return the lse of a query row."""
-        strides = (self.args.lse_stride_batch, self.args.lse_stride_token, self.args.lse_stride_head)
-        return self.args.lse + self._offset(strides, req, row)
-
-    def _offset(self, strides: tuple[Int64, Int64, Int64], req: Int32, row: Int32) -> Int64:
+    def _offset(self, strides: tuple[Int64, Int64, Int64], req: Int32, row: Int32, *_: Int32) -> Int64:
         return Int64(req) * strides[0] + Int64(query_token()) * strides[1] + Int64(row) * strides[2]
-
-    @property
-    def out_accum(self) -> cute.Pointer:
-        """Return the fp32 rows of the split accumulators."""
-        return self.args.out_accum
-
-    @property
-    def lse_accum(self) -> cute.Pointer:
-        """Return the lse of every row of the split accumulators."""
-        return self.args.lse_accum
 
     def accum_row(self, work_tile: WorkTile, row: Int32) -> Int64:
         """Return the number of a query row in the split accumulators."""
@@ -102,8 +66,8 @@ def query_token() -> Int32:
 
 
 @dataclass(frozen=True)
-class IndexList:
-    """The indices of this CTA's query token of one request: `main` of the cache, `extra` of the second one behind them."""
+class SparseDecodeIndices:
+    """The indices of this CTA's query token of one request: `main` of the cache, `extra` of the second one after them."""
 
     main: Int32
     extra: Int32
@@ -111,10 +75,10 @@ class IndexList:
     extra_indices: cute.Pointer
 
     @staticmethod
-    def create(operands: Operands, req: Int32) -> IndexList:
+    def create(operands: SparseDecodeOperands, req: Int32) -> SparseDecodeIndices:
         """Return the indices that count of a request."""
         main, extra = operands.schedule.lengths.keys_by_cache(req)
-        return IndexList(main, extra, operands.cache.index_pointer(req), operands.extra.index_pointer(req))
+        return SparseDecodeIndices(main, extra, operands.cache.index_pointer(req), operands.extra.index_pointer(req))
 
     def in_extra(self, position: Int32) -> Boolean:
         """Return whether a key lies in the second cache."""
@@ -122,7 +86,7 @@ class IndexList:
 
 
 @cute.jit
-def look_up(indices: IndexList, position: Int32) -> Int32:
+def look_up(indices: SparseDecodeIndices, position: Int32) -> Int32:
     """Return the index at a position of the list; NO_SLOT past its end, where nothing is read."""
     index = Int32(NO_SLOT)
     if Uint32(position) < Uint32(indices.main + indices.extra):
@@ -133,7 +97,7 @@ def look_up(indices: IndexList, position: Int32) -> Int32:
     return index
 
 
-def slot_address(operands: Operands, config: SparseDecodeConfig, index: Int32, in_extra: Boolean) -> tuple[Int64, Int64]:
+def slot_address(operands: SparseDecodeOperands, config: SparseDecodeConfig, index: Int32, in_extra: Boolean) -> tuple[Int64, Int64]:
     """Return (address of a slot's row, address of its scales) as numbers; (0, 0) for a slot outside the cache."""
 
     def pick(name: str) -> Int64 | Int32:
@@ -161,3 +125,7 @@ def _scales_address(cache: CacheFormat, page: Int64, row: Int64, row_stride: Int
         return inside
     behind = page + (Int64(page_size) * (twin or cache).row_bytes + in_page * cache.scale_bytes)
     return behind if twin is None else cutlass.select_(row_stride == twin.row_bytes, behind, inside)
+
+
+Operands = SparseDecodeOperands
+IndexList = SparseDecodeIndices

@@ -10,7 +10,7 @@ from cutlass.experimental import cuda as tensor_maps
 
 from ...spec.sparse_prefill import SparsePrefillArguments, SparsePrefillConfig
 from ..attention.scheduler import TokenSchedule
-from .operands import Latent, Operands
+from .operands import Latent, SparsePrefillOperands
 
 
 @dataclass(frozen=True)
@@ -18,10 +18,10 @@ class SparsePrefillAbi:
     """The arguments of one variant."""
 
     config: SparsePrefillConfig
+    min_blocks_per_sm: int = 0
 
     op = "sparse_prefill"
     arguments = SparsePrefillArguments
-    min_blocks_per_sm = 0
 
     def elements(self) -> dict[str, type[cutlass.Numeric]]:
         """Return the type of the latent: bytes."""
@@ -31,13 +31,7 @@ class SparsePrefillAbi:
         """Return no maps: rows are gathered by threads."""
         return ()
 
-    def operands(self, args: SparsePrefillArguments) -> Operands:
+    def operands(self, args: SparsePrefillArguments) -> SparsePrefillOperands:
         """Return the arguments by meaning."""
         latent = Latent(args.kv, args.kv_offsets, args.kv_stride_batch, args.kv_stride_row, args.s_kv)
-        return Operands(args, latent, TokenSchedule(args.topk_length, args.topk, args.tokens))
-
-
-class Sm100Abi(SparsePrefillAbi):
-    """The arguments of one variant."""
-
-    min_blocks_per_sm = 1  # unless told that there is a CTA a multiprocessor, ptxas ignores setmaxnreg on Blackwell (C7508)
+        return SparsePrefillOperands(args, latent, TokenSchedule(args.topk_length, args.topk, args.tokens))

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
+from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillArguments
-from ..attention.lengths import RowRange
-from ..attention.scheduler import TokenSchedule
+from ..attention.scheduler import LatentOperands, TokenSchedule
 from ..primitives.arithmetic import clip, larger
 from ..primitives.rows import load_or
 
@@ -35,7 +34,7 @@ class Latent:
 
 
 @dataclass(frozen=True)
-class IndexList:
+class SparsePrefillIndices:
     """The indices of one query token that count, and what they are counted from.
 
     indices: the first one. count: how many. base: address of the request's first row. rows: of the request.
@@ -74,58 +73,20 @@ def entry_before(entries: cute.Pointer, position: Int32, count: Int32) -> Int32:
 
 
 @dataclass(frozen=True)
-class Operands:
+class SparsePrefillOperands(LatentOperands):
     """The arguments by meaning. A query token counts over the batch: request * s_q + place."""
 
     args: SparsePrefillArguments
     latent: Latent
     schedule: TokenSchedule
 
-    @property
-    def scale_log2(self) -> Float32:
-        """Return the factor of the scores, log2 units."""
-        return self.args.scale_log2
-
-    @property
-    def empty_lse(self) -> Float32:
-        """Return the lse of a row that attends to nothing."""
-        return self.args.empty_lse
-
-    @property
-    def attn_sink(self) -> cute.Pointer:
-        """Return fp32 [h_q], natural log, or null."""
-        return self.args.attn_sink
-
-    def rows(self) -> Int32:
-        """Return the number of query rows that share this CTA's keys: the heads of one query token."""
-        return self.args.h_q
-
-    def row_range(self, req: Int32) -> RowRange:
-        """Return all query rows."""
-        return RowRange(self, req, self.rows())
-
-    def q_row(self, token: Int32, row: Int32) -> cute.Pointer:
-        """Return element 0 of a query row."""
-        return self.args.q + self._offset((self.args.q_stride_batch, self.args.q_stride_token, self.args.q_stride_head), token, row)
-
     def q_rows(self, token: Int32) -> tuple[Int64, Int64]:
         """Return (address of element 0 of a token's first query row, bytes from row to row)."""
         return Int64(self.q_row(token, Int32(0)).toint()), self.args.q_stride_head * ELEMENT_BYTES
 
-    def out_row(self, token: Int32, row: Int32) -> cute.Pointer:
-        """Return element 0 of an output row."""
-        strides = (self.args.out_stride_batch, self.args.out_stride_token, self.args.out_stride_head)
-        return self.args.out + self._offset(strides, token, row)
-
     def max_logit_of(self, token: Int32, row: Int32) -> cute.Pointer:
-        """Return the greatest logit of a query row."""
-        strides = (self.args.max_logits_stride_batch, self.args.max_logits_stride_token, self.args.max_logits_stride_head)
-        return self.args.max_logits + self._offset(strides, token, row)
-
-    def lse_of(self, token: Int32, row: Int32) -> cute.Pointer:
-        """Return the lse of a query row."""
-        strides = (self.args.lse_stride_batch, self.args.lse_stride_token, self.args.lse_stride_head)
-        return self.args.lse + self._offset(strides, token, row)
+        """Return the maximum logit of a query row."""
+        return self.element("max_logits", token, row)
 
     def asks_lse_indexer(self) -> Boolean:
         """Return whether the lse of a token's first indexer_topk indices is a result too."""
@@ -133,22 +94,25 @@ class Operands:
 
     def lse_indexer_of(self, token: Int32, row: Int32) -> cute.Pointer:
         """Return the lse of a query row over the first indexer_topk indices."""
-        strides = (self.args.lse_indexer_stride_batch, self.args.lse_indexer_stride_token, self.args.lse_indexer_stride_head)
-        return self.args.lse_indexer + self._offset(strides, token, row)
+        return self.element("lse_indexer", token, row)
 
-    def index_list(self, token: Int32) -> IndexList:
+    def index_list(self, token: Int32) -> SparsePrefillIndices:
         """Return the indices of a query token."""
         req, place = self._request(token)
         first, rows = self.latent.rows_of(req)
         indices = self.args.indices + (Int64(req) * self.args.indices_stride_batch + Int64(place) * self.args.indices_stride_token)
         base = Int64(self.latent.base.toint()) + Int64(req) * self.latent.batch_stride + Int64(first) * self.latent.row_stride
-        return IndexList(indices, self.schedule.keys(token), base, rows, self.latent.row_stride)
+        return SparsePrefillIndices(indices, self.schedule.keys(token), base, rows, self.latent.row_stride)
 
     def _request(self, token: Int32) -> tuple[Int32, Int32]:
         """Return (request, place among its tokens)."""
         req = Int32(Uint32(token) // Uint32(self.args.s_q))
         return req, token - req * self.args.s_q
 
-    def _offset(self, strides: tuple[Int64, Int64, Int64], token: Int32, row: Int32) -> Int64:
-        req, place = self._request(token)
-        return Int64(req) * strides[0] + Int64(place) * strides[1] + Int64(row) * strides[2]
+    def _offset(self, strides: tuple[Int64, Int64, Int64], req: Int32, row: Int32, *_: Int32) -> Int64:
+        request, place = self._request(req)
+        return Int64(request) * strides[0] + Int64(place) * strides[1] + Int64(row) * strides[2]
+
+
+Operands = SparsePrefillOperands
+IndexList = SparsePrefillIndices

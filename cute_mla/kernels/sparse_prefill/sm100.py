@@ -6,7 +6,7 @@ For every query token and head r, over the rows j that the token's indices name 
 
 A pair of CTAs holds the heads of a token, 64 each, and walks every grid-th token, 64 indices (one tile) at a time. Each CTA
 gathers its half of the columns of every key, by cp.async: a key is fetched once, as key and as value, for all heads. Roles
-and pipelines: ../sm100/row_producer.py and dense_decode/sm100.py; what differs here:
+and pipelines: ../sm100/gather.py and dense_decode/sm100.py; what differs here:
 
   kv_free[5]       mma -> gather, output   1, and in the even CTA one more, when the bits have been read
   query_ready      output -> mma           8: Q of a token is in tensor memory, once the last S of the token before is there
@@ -20,102 +20,141 @@ complete as ever, so that use number n of every pipeline remains tile n.
 Between two tokens: the first S of the next token is issued before the last P V of this one. Its Q has waited in registers of the output
 role, and replaces this token's Q once the last S is there. In variants that load Q by words of fewer than 16 bytes, and where either
 token has no tiles, Q is loaded later and S follows P V.
+
+Up to 64 heads: a CTA works alone on each query token.
+
+A pair of CTAs multiplies 128 rows at a time, of which 64 heads fill half. Here a CTA multiplies 64 rows, gathers all columns of every key,
+and walks every grid-th token, 64 indices (one tile) at a time.
+
+The trick: S is split over the columns, as between the CTAs of a pair, but both halves lie in the lanes of one warp.
+  S    A of 64 rows and D of 64 rows take 16 of each warp's 32 lanes (PTX ISA, layout F), at half of the tensor core's rate. Q of the
+       columns 0..255 (and 0..31 of RoPE) and its scores have the lanes 0..15, the other half 16..31. So Q takes 144 columns of tensor
+       memory, not 288, which would not fit beside O; and a thread loads the same rows of both halves and adds them in registers.
+  P V  tcgen05.mma.ws: D of 64 rows takes all lanes (layout E) at the whole rate. Lanes 0..63 have the first 128 of 256 columns of O,
+       lanes 64..127 the others.
+
+Roles: as ../sm100/gather.py, mma in every CTA. Pipelines (producer -> consumer; arrivals per phase):
+  left_ready[3]    gather -> mma           4: columns 0..255 of a tile's keys
+  kv_ready[3]      gather -> mma           4: the other columns
+  left_free[3]     mma -> gather           2: P V has read columns 0..255; the bits have been read
+  kv_free[3]       mma -> gather, output   1: P V has read the others, and P
+  seen_ready[3]    gather -> score, output, and by way of left_ready mma   4: a bit per key of the stage
+  query_ready      output -> mma           4: Q of a token is in tensor memory, once the last S of the token before is there
+  scores_ready     mma -> score, output    1: S of a tile
+  scores_free      score -> mma            4
+  alpha_ready[2]   score -> output         4: rescale factors
+  probs_ready[2]   score -> mma            4: P, over the RoPE columns of its tile
+  output_ready[2]  output -> mma           4: O is scaled; of a token's first tile, O of the token before has been read
+  stats_ready, stats_free   score -> output, and back   4: what the softmax of a token has come to
+
+Order of products: S of tile n + 1, then P V of tile n. A tile of which no index names a row is passed on, as above.
 """
 
 from __future__ import annotations
 
+from typing import Any
+
+import cutlass
 from cutlass import Int32, cute
 
 from ...spec.arch import Arch
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillConfig
-from ..attention.kernel import AttentionKernel
+from ..attention.cta import Arrivals
 from ..definition import KernelDefinition
-from ..sm100.config import EVEN_CTA, SIXTEEN_BIT_PARTS, TMEM_COLUMNS, Tiles
-from ..sm100.indexed_keys import SeenBits, SeenMask, SeenTiles
-from ..sm100.mma import MmaRole, PairGemm
-from ..sm100.output import OutputRole
-from ..sm100.pair import begin, end, initialise
-from ..sm100.row_copy import latent_columns, rope_columns
-from ..sm100.row_producer import (
-    KV_ARRIVALS,
-    MMA_WARP,
-    OUTPUT_WARP,
-    PRODUCER_WARP,
-    THREADS,
-    RowProducer,
-    role_table,
-)
-from ..sm100.score import NAMED_BARRIERS, QueryLoader
-from . import sm100_heads64
-from .abi import Sm100Abi
-from .operands import Operands
-from .sm100_keys import SkippingTile, TokenRows
-from .sm100_output import TokenOutputRole, TokenQueries
-from .sm100_score import TokenPipes, TokenScoreRole
+from ..sm100.config import EVEN_CTA, GROUP_WARPS, SIXTEEN_BIT_PARTS
+from ..sm100.gather import LatentGatherRoleSm100, latent_columns, rope_columns
+from ..sm100.kernel import LatentKernelSm100, LatentRegistersSm100
+from ..sm100.score import LatentQueriesSm100, SeenMaskSm100
+from .abi import SparsePrefillAbi
+from .operands import SparsePrefillOperands
+from .sm100_config import HEADS64, SparsePrefillSmemSm100, heads64_smem, pair_smem
+from .sm100_gather import SkippingTile, SparsePrefillHalvesRoleSm100, SparsePrefillTokenKeys
+from .sm100_mma import Heads64Gemm, Heads64Products, PairProducts, SparsePrefillMmaRoleSm100
+from .sm100_output import SparsePrefillOutputRoleSm100, TokenQueries
+from .sm100_score import Heads64Rows, PairRows, SparsePrefillScoreRoleSm100
 
-# more than the shared ones for output, which holds a row of Q
-SCORE_REGISTERS, OUTPUT_REGISTERS, PRODUCER_REGISTERS, MMA_REGISTERS = 128, 240, 96, 48
-assert SCORE_REGISTERS + OUTPUT_REGISTERS + PRODUCER_REGISTERS + MMA_REGISTERS <= 512, "of a lane in four warps"
+ONE_CTA = 1  # unless told that there is a CTA a multiprocessor, ptxas ignores setmaxnreg on Blackwell (C7508)
+# more for output, which holds a row of Q
+REGISTERS = LatentRegistersSm100(None, 240, 96, 48)
 
 
-class SparsePrefillSm100(AttentionKernel):
-    """One variant of the kernel."""
+class SparsePrefillSm100(LatentKernelSm100):
+    """One variant of the kernel of a pair of CTAs."""
 
-    threads = THREADS
+    registers = REGISTERS
+    smem_type = SparsePrefillSmemSm100
+    mma_role = SparsePrefillMmaRoleSm100(PairProducts())
 
     def __init__(self, config: SparsePrefillConfig, arch: Arch) -> None:
-        super().__init__(Sm100Abi(config), arch)
-        self.has_rope = config.d_qk > D_LATENT
-        self.smem = SIXTEEN_BIT_PARTS.smem(*TokenPipes.fields())
+        super().__init__(SparsePrefillAbi(config, ONE_CTA), arch, SIXTEEN_BIT_PARTS, pair_smem(), has_rope=config.d_qk > D_LATENT)
 
-    @cute.jit
-    def run(self, operands: Operands):
-        """Allocate, initialise the barriers, and give each role its warps."""
-        memory = self.smem.allocate()
-        tiles, pipes = Tiles.create(SIXTEEN_BIT_PARTS, memory), TokenPipes.create(memory)
-        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        if warp == PRODUCER_WARP:
-            with cute.arch.elect_one():
-                pipes.initialise_bits()
-                initialise(pipes, SIXTEEN_BIT_PARTS, KV_ARRIVALS, mma_releases=True)
-        tmem = begin(tiles, warp, MMA_WARP)
-        if warp < OUTPUT_WARP:
-            score = TokenScoreRole(SIXTEEN_BIT_PARTS, self.dtype, SeenMask(waits=False), None, None, validity=SeenTiles())
-            score.run(operands, tiles, pipes, tmem)
-        elif warp < PRODUCER_WARP:
-            cute.arch.setmaxregister_increase(OUTPUT_REGISTERS)
-            queries = TokenQueries(QueryLoader(SIXTEEN_BIT_PARTS, self.has_rope))
-            output = OutputRole(SIXTEEN_BIT_PARTS, self.dtype, scaled_at_once=32)
-            TokenOutputRole(output, self.dtype, queries, SeenTiles()).run(operands, tiles, pipes, tmem)
-        elif warp < MMA_WARP:
-            cute.arch.setmaxregister_decrease(PRODUCER_REGISTERS)
-            RowProducer(self.columns, TokenRows(), SeenBits(SIXTEEN_BIT_PARTS.score_parts)).run(
-                operands, tiles, pipes, warp - PRODUCER_WARP
-            )
-        else:
-            cute.arch.setmaxregister_decrease(MMA_REGISTERS)
-            if warp == MMA_WARP and cute.arch.block_idx_in_cluster() == EVEN_CTA:
-                gemm = PairGemm(self.dtype, self.has_rope, tiles, tmem)
-                MmaRole(SIXTEEN_BIT_PARTS, SeenTiles()).run(operands.schedule, pipes, gemm)
-        end(warp, MMA_WARP, tmem)
+    @staticmethod
+    def kv_releases() -> Int32:
+        """Return the arrivals that free a stage: a commit, and in the even CTA the mma role, which has read the bits.
+
+        Its commits, which arrive in both, order nothing but products.
+        """
+        return cutlass.select_(cute.arch.block_idx_in_cluster() == EVEN_CTA, Int32(2), Int32(1))
+
+    def score_role(self) -> SparsePrefillScoreRoleSm100:
+        """Return the score role."""
+        return SparsePrefillScoreRoleSm100(self.dtype, SeenMaskSm100(), create_rows=PairRows.create)
+
+    def output_role(self) -> SparsePrefillOutputRoleSm100:
+        """Return the output role."""
+        return SparsePrefillOutputRoleSm100(self.dtype, TokenQueries(LatentQueriesSm100(self.geometry, self.has_rope)))
+
+    def producer_role(self, smem: SparsePrefillSmemSm100) -> LatentGatherRoleSm100:
+        """Return the gather role."""
+        return LatentGatherRoleSm100(self.columns, SparsePrefillTokenKeys())
 
     def columns(self, rank: Int32) -> SkippingTile:
-        """Return the mover of half of the latent columns, and of the RoPE columns behind them."""
+        """Return the mover of half of the latent columns, and of the RoPE columns after them."""
         runs = (latent_columns(rank), rope_columns(D_LATENT * ELEMENT_BYTES, rank))
         return SkippingTile(runs if self.has_rope else runs[:1])
 
 
+class SparsePrefillHeads64Sm100(LatentKernelSm100):
+    """One variant of the kernel of a CTA that works alone."""
+
+    registers = REGISTERS
+    named_barriers = ()
+    smem_type = SparsePrefillSmemSm100
+    mma_role = SparsePrefillMmaRoleSm100(Heads64Products())
+    gemm = Heads64Gemm
+
+    def __init__(self, config: SparsePrefillConfig, arch: Arch) -> None:
+        super().__init__(SparsePrefillAbi(config, ONE_CTA), arch, HEADS64, heads64_smem(), has_rope=config.d_qk > D_LATENT)
+
+    @cute.jit
+    def run_mma(self, operands: SparsePrefillOperands, smem: SparsePrefillSmemSm100, tmem: Int32, warp: Int32):
+        """Run the mma role in its warp."""
+        if warp == self.mma_warp:
+            self.mma_role.run(operands, smem, self.gemm(self.dtype, self.has_rope, smem, tmem))
+
+    def score_role(self) -> SparsePrefillScoreRoleSm100:
+        """Return the score role."""
+        return SparsePrefillScoreRoleSm100(self.dtype, SeenMaskSm100(), create_rows=Heads64Rows.create)
+
+    def output_role(self) -> SparsePrefillOutputRoleSm100:
+        """Return the output role."""
+        return SparsePrefillOutputRoleSm100(self.dtype, TokenQueries(LatentQueriesSm100(self.geometry, self.has_rope)))
+
+    def producer_role(self, smem: SparsePrefillSmemSm100) -> SparsePrefillHalvesRoleSm100:
+        """Return the gather role."""
+        return SparsePrefillHalvesRoleSm100(self.has_rope)
+
+    def arrivals(self, smem: Any) -> tuple[Arrivals, ...]:
+        """Return the arrivals of every barrier: warps of the arriving role, or one commit. left_free: also when the bits have been read."""
+        by_warps = (
+            smem.left_ready, smem.kv_ready, smem.seen_ready, smem.query_ready, smem.scores_free, smem.alpha_ready, smem.probs_ready,
+            smem.output_ready, smem.stats_ready, smem.stats_free,
+        )  # fmt: skip
+        return (GROUP_WARPS, by_warps), (2, (smem.left_free,)), (1, (smem.kv_free, smem.scores_ready))
+
+
 def build(config: SparsePrefillConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
-    if config.cluster == 1:
-        return sm100_heads64.build(config, arch)
-    kernel = SparsePrefillSm100(config, arch)
-    return kernel.definition(
-        smem_bytes=kernel.smem.nbytes,
-        barriers=kernel.smem.barriers(),
-        named_barriers=NAMED_BARRIERS,
-        roles=role_table("gather"),
-        expected={"UTCHMMA": SIXTEEN_BIT_PARTS.products_per_tile(kernel.has_rope)},
-        tmem_columns=TMEM_COLUMNS,
-    )
+    kernel = SparsePrefillHeads64Sm100 if config.cluster == 1 else SparsePrefillSm100
+    return kernel(config, arch).built()

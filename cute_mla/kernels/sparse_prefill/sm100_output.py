@@ -15,37 +15,39 @@ from ..attention.scheduler import first_query_row
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_pair, smaller
 from ..primitives.rows import store_packed_row
-from ..sm100.config import CHUNK_COLUMNS, CTA_COLUMNS, OUTPUT_COLUMN, Tiles
-from ..sm100.indexed_keys import SeenTiles
-from ..sm100.output import OutputRole
-from ..sm100.score import QueryLoader, thread_and_lanes
-from .operands import Operands
-from .sm100_score import RowResult, TokenPipes, store_lse_indexer
+from ..sm100.config import CHUNK_COLUMNS, CTA_COLUMNS, OUTPUT_COLUMN, thread_and_lanes
+from ..sm100.output import scale_output
+from ..sm100.score import LatentQueriesSm100
+from .operands import SparsePrefillOperands
+from .sm100_config import SparsePrefillSmemSm100
+from .sm100_score import RowResult, store_lse_indexer
 
-READ_AT_ONCE = 64  # columns of O
+SCALED_AT_ONCE, READ_AT_ONCE = 32, 64  # columns of O
 
 
 @dataclass(frozen=True)
 class TokenQueries:
     """Q, a token ahead: it waits in registers for the last S of the token before."""
 
-    loader: QueryLoader
+    loader: LatentQueriesSm100
 
-    def present(self, operands: Operands, token: Int32) -> Boolean:
+    def present(self, operands: SparsePrefillOperands, token: Int32) -> Boolean:
         """Return whether there is such a token, and it has keys."""
         schedule = operands.schedule
         last = schedule.last_request()
         return (token <= last) & (schedule.tile_range(smaller(token, last), Int32(0)).tiles > 0)
 
     @cute.jit
-    def load(self, operands: Operands, pipes: TokenPipes, token: Int32, present: Boolean, thread: Int32, lanes: Int32):
+    def load(
+        self, operands: SparsePrefillOperands, smem: SparsePrefillSmemSm100, token: Int32, present: Boolean, thread: Int32, lanes: Int32
+    ):
         """Load Q of a token, if it is present. Signal query_ready."""
         if present:
             tcgen05.fence_after_wait()
-            self.loader.load(operands, pipes, token, thread, lanes)
+            self.loader.load(operands, smem, token, thread, lanes)
 
     @cute.jit
-    def fetch(self, operands: Operands, token: Int32, present: Boolean, thread: Int32):
+    def fetch(self, operands: SparsePrefillOperands, token: Int32, present: Boolean, thread: Int32):
         """Start to load the thread's row of Q of a token, if it is present. Return its words."""
         rWords = cute.make_rmem_tensor(cute.make_layout(sum(run.words for run in self.loader.runs())), Int32)
         rWords.fill(0)
@@ -56,23 +58,21 @@ class TokenQueries:
         return rWords
 
     @cute.jit
-    def store(self, pipes: TokenPipes, present: Boolean, rWords: cute.Tensor, lanes: Int32):
+    def store(self, smem: SparsePrefillSmemSm100, present: Boolean, rWords: cute.Tensor, lanes: Int32):
         """Store what fetch has loaded, if the token is present. Signal query_ready."""
         if present:
-            self.loader.store(pipes, rWords, lanes)
+            self.loader.store(smem, rWords, lanes)
 
 
 @dataclass(frozen=True)
-class TokenOutputRole:
-    """Four warps. output: rescales O."""
+class SparsePrefillOutputRoleSm100:
+    """Four warps. dtype: of out."""
 
-    output: OutputRole
     dtype: type[cutlass.Numeric]
     queries: TokenQueries
-    validity: SeenTiles
 
     @cute.jit
-    def run(self, operands: Operands, tiles: Tiles, pipes: TokenPipes, tmem: Int32):
+    def run(self, operands: SparsePrefillOperands, smem: SparsePrefillSmemSm100, tmem: Int32):
         """Wait seen_ready, scores_ready, alpha_ready, kv_free, stats_ready. Signal query_ready, output_ready, stats_free.
 
         Write out, lse, max_logits and lse_indexer.
@@ -82,62 +82,62 @@ class TokenOutputRole:
         token, _ = schedule.first_work_tile()
         tile, done = Int32(0), Int32(0)
         present = self.queries.present(operands, token)
-        self.queries.load(operands, pipes, token, present, thread, lanes)
-        begun = self.begin(pipes, tile, present)
+        self.queries.load(operands, smem, token, present, thread, lanes)
+        begun = self.begin(smem, tile, present)
         while token <= schedule.last_request():
             count = schedule.tile_range(token, Int32(0)).tiles
             following = schedule.work_tile(token, Int32(0)).next_req
             present = self.queries.present(operands, following)
             rWords = self.queries.fetch(operands, following, present, thread)
             for t in cutlass.range(1, count - 1, unroll=1):
-                begun = self.scale(tiles, pipes, tile + t, thread, lanes, begun)
+                begun = self.scale(smem, tile + t, thread, lanes, begun)
             if count > 0:
                 # the token's last S
-                pipes.scores_ready.consumer_wait((tile + count) * self.output.geometry.score_parts - 1)
+                smem.scores_ready.consumer_wait((tile + count) * smem.geometry.score_parts - 1)
                 tcgen05.fence_after_wait()
-            self.queries.store(pipes, present, rWords, lanes)
+            self.queries.store(smem, present, rWords, lanes)
             if count > 1:
-                self.scale(tiles, pipes, tile + count - 1, thread, lanes, begun)
+                self.scale(smem, tile + count - 1, thread, lanes, begun)
             tile = tile + count
-            pipes.stats_ready.consumer_wait(done)
-            result = RowResult.take(pipes, thread)
-            store_lse_indexer(operands, pipes, token, thread)
-            pipes.stats_free.consumer_release(done)
+            smem.stats_ready.consumer_wait(done)
+            result = RowResult.take(smem, thread)
+            store_lse_indexer(operands, smem, token, thread)
+            smem.stats_free.consumer_release(done)
             weight = result.weight(operands, token, thread)
             result.store(operands, token, thread)
             if count > 0:
-                pipes.kv_free.consumer_wait(tile - 1)
+                smem.kv_free.consumer_wait(tile - 1)
                 tcgen05.fence_after_wait()
             words = self.read_output(lanes, weight)
-            begun = self.begin(pipes, tile, present)
-            self.store(operands, token, words, thread)
+            begun = self.begin(smem, tile, present)
+            self.store(operands, smem, token, words, thread)
             token, done = following, done + 1
 
     @cute.jit
-    def scale(self, tiles: Tiles, pipes: TokenPipes, tile: Int32, thread: Int32, lanes: Int32, begun: Boolean):
+    def scale(self, smem: SparsePrefillSmemSm100, tile: Int32, thread: Int32, lanes: Int32, begun: Boolean):
         """Rescale O for a tile, if it has keys and O has been begun, then let its P V begin. Return whether O is begun then."""
-        self.validity.wait(pipes, tile)
-        filled = self.validity.has_keys(pipes, tile)
+        smem.seen_ready.consumer_wait(tile)
+        filled = smem.has_keys(tile)
         if filled:
-            self.output.scale_output(tiles, pipes, tile, thread, lanes, begun)
+            scale_output(smem, tile, thread, lanes, begun, SCALED_AT_ONCE)
         else:
-            pipes.alpha_ready.consumer_wait(tile)
-            pipes.output_ready.producer_commit(tile, cta=self.output.geometry.mma_cta)
+            smem.alpha_ready.consumer_wait(tile)
+            smem.output_ready.producer_commit(tile, cta=smem.geometry.mma_cta)
         return begun | filled
 
     @cute.jit
-    def begin(self, pipes: TokenPipes, tile: Int32, present: Boolean):
+    def begin(self, smem: SparsePrefillSmemSm100, tile: Int32, present: Boolean):
         """Let P V of the first tile of a token begin, if the token is present: O of the one before has been read, so it overwrites O.
 
         Return whether the tile has keys.
         """
         begun = Boolean(False)
         if present:
-            self.validity.wait(pipes, tile)
-            begun = self.validity.has_keys(pipes, tile)
-            pipes.alpha_ready.consumer_wait(tile)
+            smem.seen_ready.consumer_wait(tile)
+            begun = smem.has_keys(tile)
+            smem.alpha_ready.consumer_wait(tile)
             tcgen05.fence_before_signal()
-            pipes.output_ready.producer_commit(tile, cta=self.output.geometry.mma_cta)
+            smem.output_ready.producer_commit(tile, cta=smem.geometry.mma_cta)
         return begun
 
     def read_output(self, lanes: Int32, weight: Float32) -> list[Int32]:
@@ -152,12 +152,12 @@ class TokenOutputRole:
         return words
 
     @cute.jit
-    def store(self, operands: Operands, token: Int32, words: list[Int32], thread: Int32):
+    def store(self, operands: SparsePrefillOperands, smem: SparsePrefillSmemSm100, token: Int32, words: list[Int32], thread: Int32):
         """Store the thread's 256 columns of a row of out."""
         row = first_query_row() + thread % TILE_ROWS
         if row < operands.rows():
             out = operands.out_row(token, row)
-            if cutlass.const_expr(self.output.geometry.paired):
+            if cutlass.const_expr(smem.geometry.paired):
                 store_packed_row(out + (thread // TILE_ROWS) * CTA_COLUMNS, words)
             else:
                 # a lane has every other 128 columns

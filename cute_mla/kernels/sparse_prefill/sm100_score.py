@@ -1,16 +1,22 @@
-"""The score role of sparse prefill on Blackwell, and what it leaves to the output role: the results of a row beside O.
+"""The score role of sparse prefill on Blackwell, and what it leaves to the output role: the results of a row besides O.
 
 lse_indexer sums up the first indexer_topk keys. At the first tile with a key beyond this bound, the role works out what its state would be
 with the keys before the bound alone, which waits in shared memory for the end of the token. Its logarithm has the bits that lse would have
 if topk_length ended there.
 
 A token's softmax ends with dependent steps, of which the score role would do 800 clocks between two tokens, while the output role waits.
+
+With up to 64 heads warp w has the query rows 16 w .. 16 w + 15. The tensor cores leave their scores over the first half of the columns in
+the warp's lanes 0..15, over the second half in 16..31. A thread loads the same rows and keys of both and adds them: nothing is exchanged.
+It has two rows, t / 4 and 8 further, and the keys 8 e + 2 (t % 4) and the next one of each; the four threads of a row find its maximum by
+shuffles.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import reduce
+from typing import Any, Self
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -19,129 +25,322 @@ from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import KeyTile, TileRange, first_query_row
 from ..attention.softmax import LN2, SinkScale, follow_maximum, shift_of
-from ..primitives.arithmetic import smaller
-from ..primitives.smem import Array, Field
-from ..sm100.config import GROUP, HALF_KEYS
-from ..sm100.indexed_keys import IndexedPipes, SeenMask
-from ..sm100.score import ScoreRole, ScoreRows
-from .operands import Operands
+from ..primitives import tcgen05
+from ..primitives.arithmetic import pack_pair, smaller
+from ..primitives.copies import store_groups, writer_address
+from ..primitives.wgmma import ROWS_APART, ROWS_PER_THREAD, half, quad_max
+from ..sm100.config import ALL_SEEN, BOX_BYTES, GROUP, HALF_KEYS, HALF_LANES, ROW_BYTES, SCORE_COLUMN
+from ..sm100.score import LatentRowsSm100, LatentScoreRoleSm100, SeenMaskSm100, score_tile
+from .operands import SparsePrefillOperands
+from .sm100_config import (
+    INDEXER_REFERENCE,
+    INDEXER_SHARES,
+    INDEXER_STATES,
+    LOWER_LANES,
+    MAXIMUM,
+    QUAD,
+    REFERENCE,
+    SHARES,
+    SparsePrefillSmemSm100,
+)
 
-SHARES, REFERENCE, MAXIMUM, INDEXER_SHARES, INDEXER_REFERENCE, ROW_STATES = 0, 2, 3, 4, 6, 7  # shares of a row's threads, others of the row
-
-
-@dataclass(frozen=True)
-class TokenPipes(IndexedPipes):
-    """The barriers of indexed keys, and what the softmax of a token has come to."""
-
-    # fp32 (7, 64 rows): two shares of the row sum, the reference in log2 units, the greatest score, unscaled; before the bound of
-    # lse_indexer, where that is asked for, two shares of the row sum and the reference
-    sRows: cute.Pointer
-    sIndexer: cute.Pointer  # fp32 (2, 128 threads): a thread's share of the row sum before the bound, and its reference
-
-    @staticmethod
-    def fields() -> tuple[Field, ...]:
-        """Return the fields of shared memory behind those of the shared roles."""
-        return (
-            *IndexedPipes.fields(),
-            Array("sRows", Float32, ROW_STATES * TILE_ROWS),
-            Array("sIndexer", Float32, 2 * GROUP),
-        )
-
-
-class BoundedMask(SeenMask):
-    """Mask of the tile that the bound of lse_indexer lies in, which sums up the keys before the bound."""
-
-    def apply(self, operands: Operands, pipes: TokenPipes, rows: ScoreRows, keys: KeyTile, tile: Int32) -> None:
-        """Set scores of keys that do not count to -inf. Keep the state of a row that would have seen the keys before the bound alone."""
-        super().apply(operands, pipes, rows, keys, tile)
-        keep_state(pipes, rows, *state_before(rows, operands.args.indexer_topk % TILE_KEYS))
-        rows.sync_halves()  # between the two swaps of maxima
-
-
-def state_before(rows: ScoreRows, limit: Int32) -> tuple[Float32, Float32]:
-    """Return what a thread's share of the row sum and the reference are with the first `limit` keys of a tile.
-
-    They have the bits that rows.advance and rows.exponentiate would give. State and scores stay.
-    """
-    geometry = rows.tiles.geometry
-    own_limit = limit - rows.half * geometry.run_keys
-    counts = [own_limit > part * geometry.part_keys + place for part, place in (divmod(i, geometry.run_keys) for i in range(HALF_KEYS))]
-    best = -Float32.inf
-    for i in range(HALF_KEYS):
-        best = cute.arch.fmax(best, cutlass.select_(counts[i], rows.rS[i], -Float32.inf))
-    best = cute.arch.fmax(best, rows.swap(best))
-    reference, alpha = follow_maximum(rows.row_ref[0], best * rows.scale_log2)
-    sums = (rows.rSum[0] * alpha, Float32(0))
-    scale, shift = (rows.scale_log2, rows.scale_log2), (-shift_of(reference),) * 2
-    for i in range(0, HALF_KEYS, 2):
-        exponents = cute.arch.fma_packed_f32x2((rows.rS[i], rows.rS[i + 1]), scale, shift)
-        probs = [cute.math.exp2(exponent, fastmath=True) for exponent in exponents]
-        sums = cute.arch.add_packed_f32x2(sums, tuple(cutlass.select_(counts[i + j], probs[j], Float32(0)) for j in range(2)))
-    return sums[0] + sums[1], reference
-
-
-def keep_state(pipes: TokenPipes, rows: ScoreRows, share: Float32, reference: Float32) -> None:
-    """Keep a share of a row sum and the reference, at the bound of lse_indexer, until the end of the token."""
-    kept = pipes.sIndexer + (rows.half * TILE_ROWS + rows.row)
-    kept.store(share)
-    (kept + GROUP).store(reference)
+FRAGMENT = HALF_KEYS  # scores of a thread: two rows, 16 keys each
+WORD_KEYS = 32  # whose bits make a word
+RowFloats = tuple[Float32, Float32]  # of a thread's two rows
 
 
 @dataclass(frozen=True)
-class TokenScoreRole(ScoreRole):
-    """Four warps."""
+class SparsePrefillScoreRoleSm100(LatentScoreRoleSm100):
+    """Four warps, whose rows are PairRows or Heads64Rows. The output role loads Q and stores the results."""
 
     @cute.jit
-    def score_tiles(self, operands: Operands, pipes: TokenPipes, rows: ScoreRows, tile_range: TileRange, tile: Int32):
-        """Score the tiles of a token: those before the bound of lse_indexer, that tile, and those behind.
+    def score_tiles(
+        self, operands: SparsePrefillOperands, rows: Any, tile_range: TileRange, tile: Int32, thread: Int32, lanes: Int32
+    ):  # fmt: skip
+        """Score the tiles of a token: those before the bound of lse_indexer, that tile, and those after.
 
         That tile has code of its own, with which ptxas leaves the loops as they were: by the clock, branches in the one loop cost every
         tile 36 to 116 clocks.
         """
         bound = tiles_before_bound(operands, tile_range.tiles)
         for t in cutlass.range(bound, unroll=1):
-            self.score_valid_tile(operands, pipes, rows, tile_range.tile(t), tile + t)
+            self.score_valid_tile(operands, rows, tile_range.tile(t), tile + t, self.mask)
         if bound < tile_range.tiles:
-            self.score_bounded_tile(operands, pipes, rows, tile_range.tile(bound), tile + bound)
+            self.score_bounded_tile(operands, rows, tile_range.tile(bound), tile + bound)
         for t in cutlass.range(bound + 1, tile_range.tiles, unroll=1):
-            self.score_valid_tile(operands, pipes, rows, tile_range.tile(t), tile + t)
+            self.score_valid_tile(operands, rows, tile_range.tile(t), tile + t, self.mask)
 
     @cute.jit
-    def score_bounded_tile(self, operands: Operands, pipes: TokenPipes, rows: ScoreRows, keys: KeyTile, tile: Int32):
+    def score_valid_tile(self, operands: SparsePrefillOperands, rows: Any, keys: KeyTile, tile: Int32, mask: SeenMaskSm100):
+        """Turn S of one tile into P, or pass the tile on if it has no keys."""
+        smem, parts = rows.smem, rows.smem.geometry.score_parts
+        smem.seen_ready.consumer_wait(tile)
+        if smem.has_keys(tile):
+            score_tile(mask, operands, rows, keys, tile)
+        else:
+            for part in cutlass.range_constexpr(parts):
+                use = tile * parts + part
+                smem.scores_ready.consumer_wait(use)
+                smem.scores_free.consumer_release(use, cta=smem.geometry.mma_cta)
+            if rows.half == 0:
+                smem.alpha_ready.producer_commit(tile)
+            smem.probs_ready.producer_commit(tile, cta=smem.geometry.mma_cta)
+
+    @cute.jit
+    def score_bounded_tile(self, operands: SparsePrefillOperands, rows: Any, keys: KeyTile, tile: Int32):
         """Turn S of the tile that the bound lies in into P, or pass the tile on if it has no keys. Keep the state at the bound."""
-        self.validity.wait(pipes, tile)  # type: ignore[union-attr]  # not None here
-        if not self.validity.has_keys(pipes, tile):  # type: ignore[union-attr]
-            keep_state(pipes, rows, rows.rSum[0], rows.row_ref[0])
-        replace(self, mask=BoundedMask(waits=False)).score_valid_tile(operands, pipes, rows, keys, tile)
+        rows.smem.seen_ready.consumer_wait(tile)
+        if not rows.smem.has_keys(tile):
+            rows.keep()
+        self.score_valid_tile(operands, rows, keys, tile, BoundedMask())
 
-    @cute.jit
-    def publish(self, operands: Operands, pipes: TokenPipes, rows: ScoreRows, req: Int32, begin_tile: Int32) -> Float32:
-        """Hand what a token's softmax has come to to the output role. Return the thread's share of the row sum."""
-        (pipes.sRows + ((SHARES + rows.half) * TILE_ROWS + rows.row)).store(rows.rSum[0])
-        # both threads of a row have the same
-        (pipes.sRows + (REFERENCE * TILE_ROWS + rows.row)).store(rows.row_ref[0])
-        (pipes.sRows + (MAXIMUM * TILE_ROWS + rows.row)).store(rows.row_max[0])
-        if operands.asks_lse_indexer():
-            self.publish_indexer(operands, pipes, rows, req)
+    def publish(self, operands: SparsePrefillOperands, rows: Any, req: Int32, begin_tile: Int32) -> Float32:
+        """Hand what a token's softmax has come to to the output role. Return the thread's share of a row sum."""
+        rows.publish(operands, req)
         return rows.rSum[0]
-
-    @cute.jit
-    def publish_indexer(self, operands: Operands, pipes: TokenPipes, rows: ScoreRows, token: Int32):
-        """Hand what the softmax of the keys before the bound has come to to the output role."""
-        share, reference = rows.rSum[0], rows.row_ref[0]
-        tiles = operands.schedule.tile_range(token, Int32(0)).tiles
-        if tiles_before_bound(operands, tiles) < tiles:
-            kept = pipes.sIndexer + (rows.half * TILE_ROWS + rows.row)
-            share, reference = kept.load(), (kept + GROUP).load()
-        (pipes.sRows + ((INDEXER_SHARES + rows.half) * TILE_ROWS + rows.row)).store(share)
-        (pipes.sRows + (INDEXER_REFERENCE * TILE_ROWS + rows.row)).store(reference)
 
     def store_lse(self, *_: object) -> None:
         """Do nothing: the output role does."""
 
 
-def tiles_before_bound(operands: Operands, tiles: Int32) -> Int32:
-    """Return how many of a token's tiles lie before the tile of the first key that lse_indexer does not count; all if it counts all."""
+class BoundedMask(SeenMaskSm100):
+    """Mask of the tile that the bound of lse_indexer lies in, which sums up the keys before the bound."""
+
+    def apply(self, operands: SparsePrefillOperands, rows: Any, keys: KeyTile, tile: Int32) -> None:
+        """Set scores of keys that do not count to -inf. Keep the state of rows that would have seen the keys before the bound alone."""
+        super().apply(operands, rows, keys, tile)
+        rows.keep_before_bound(operands)
+
+
+@dataclass(frozen=True)
+class PairRows(LatentRowsSm100):
+    """One thread's scores and softmax state, in a pair of CTAs."""
+
+    smem: SparsePrefillSmemSm100
+
+    def _kept(self) -> cute.Pointer:
+        return self.smem.sIndexer + (self.half * TILE_ROWS + self.row)
+
+    def keep(self) -> None:
+        """Keep the share of the row sum and the reference, at the bound of lse_indexer, until the end of the token."""
+        self._keep(self.rSum[0], self.row_ref[0])
+
+    def _keep(self, share: Float32, reference: Float32) -> None:
+        kept = self._kept()
+        kept.store(share)
+        (kept + GROUP).store(reference)
+
+    def keep_before_bound(self, operands: SparsePrefillOperands) -> None:
+        """Keep what the state would be with the keys of the tile before the bound of lse_indexer."""
+        self._keep(*self._state_before(operands.args.indexer_topk % TILE_KEYS))
+        self.sync_halves()  # between the two swaps of maxima
+
+    def _state_before(self, limit: Int32) -> tuple[Float32, Float32]:
+        """Return a thread's share of the row sum, and the reference, with the first `limit` keys of a tile.
+
+        They have the bits that advance and exponentiate would give. State and scores stay.
+        """
+        geometry = self.smem.geometry
+        own_limit = limit - self.half * geometry.run_keys
+        counts = [own_limit > part * geometry.part_keys + place for part, place in (divmod(i, geometry.run_keys) for i in range(HALF_KEYS))]
+        best = -Float32.inf
+        for i in range(HALF_KEYS):
+            best = cute.arch.fmax(best, cutlass.select_(counts[i], self.rS[i], -Float32.inf))
+        best = cute.arch.fmax(best, self.swap(best))
+        reference, alpha = follow_maximum(self.row_ref[0], best * self.scale_log2)
+        sums = (self.rSum[0] * alpha, Float32(0))
+        scale, shift = (self.scale_log2, self.scale_log2), (-shift_of(reference),) * 2
+        for i in range(0, HALF_KEYS, 2):
+            exponents = cute.arch.fma_packed_f32x2((self.rS[i], self.rS[i + 1]), scale, shift)
+            probs = [cute.math.exp2(exponent, fastmath=True) for exponent in exponents]
+            sums = cute.arch.add_packed_f32x2(sums, tuple(cutlass.select_(counts[i + j], probs[j], Float32(0)) for j in range(2)))
+        return sums[0] + sums[1], reference
+
+    @cute.jit
+    def publish(self, operands: SparsePrefillOperands, token: Int32):
+        """Hand what a token's softmax has come to to the output role."""
+        (self.smem.sRows + ((SHARES + self.half) * TILE_ROWS + self.row)).store(self.rSum[0])
+        # both threads of a row have the same
+        (self.smem.sRows + (REFERENCE * TILE_ROWS + self.row)).store(self.row_ref[0])
+        (self.smem.sRows + (MAXIMUM * TILE_ROWS + self.row)).store(self.row_max[0])
+        if operands.asks_lse_indexer():
+            self._publish_indexer(operands, token)
+
+    @cute.jit
+    def _publish_indexer(self, operands: SparsePrefillOperands, token: Int32):
+        """Hand what the softmax of the keys before the bound has come to to the output role."""
+        share, reference = self.rSum[0], self.row_ref[0]
+        tiles = operands.schedule.tile_range(token, Int32(0)).tiles
+        if tiles_before_bound(operands, tiles) < tiles:
+            kept = self._kept()
+            share, reference = kept.load(), (kept + GROUP).load()
+        (self.smem.sRows + ((INDEXER_SHARES + self.half) * TILE_ROWS + self.row)).store(share)
+        (self.smem.sRows + (INDEXER_REFERENCE * TILE_ROWS + self.row)).store(reference)
+
+
+@dataclass(frozen=True)
+class Heads64Rows(LatentRowsSm100):
+    """One thread's scores and running softmax state.
+
+    rS: register i is row half(i), key 8 (i / 4) + 2 quad + i % 2. row: the first of the two rows. quad: which keys are this thread's.
+    row_ref, rSum, row_max: of both rows; rSum is this thread's share. half: 0, since all four warps hand on what they have.
+    """
+
+    smem: SparsePrefillSmemSm100
+    quad: Int32
+
+    @classmethod
+    def create(cls, dtype: type[cutlass.Numeric], smem: Any, tmem: Int32, thread: Int32, scale_log2: Float32) -> Self:
+        """Return the state of rows that have seen nothing."""
+        rS = cute.make_rmem_tensor(cute.make_layout(FRAGMENT), Float32)
+        row_ref, rSum, row_max = (cute.make_rmem_tensor(cute.make_layout(ROWS_PER_THREAD), Float32) for _ in range(3))
+        row = thread // 32 * HALF_LANES + thread % 32 // QUAD
+        return cls(dtype, smem, tmem, Int32(0), row, scale_log2, rS, row_ref, rSum, row_max, thread % QUAD)
+
+    def reset(self) -> None:
+        """Forget all keys."""
+        for r in range(ROWS_PER_THREAD):
+            self.row_ref[r] = -Float32.inf
+            self.rSum[r] = Float32(0)
+            self.row_max[r] = -Float32.inf
+
+    # ---- one tile ---------------------------------------------------------------------------------------------------
+
+    def read_scores(self, tile: Int32) -> None:
+        """Wait scores_ready, signal scores_free. Load the scores over both halves of the columns; add them."""
+        self.smem.scores_ready.consumer_wait(tile)
+        tcgen05.fence_after_wait()
+        first = self.tmem + SCORE_COLUMN
+        left, right = tcgen05.load_fragment(first, TILE_KEYS), tcgen05.load_fragment(first + LOWER_LANES, TILE_KEYS)
+        tcgen05.await_loads()
+        tcgen05.fence_before_signal()
+        self.smem.scores_free.consumer_release(tile)
+        for i in range(0, FRAGMENT, 2):
+            self.rS[i], self.rS[i + 1] = cute.arch.add_packed_f32x2((left[i], left[i + 1]), (right[i], right[i + 1]))
+
+    @cute.jit
+    def mask_seen(self, tile: Int32):
+        """Set scores of keys that do not count to -inf."""
+        words = self.smem.seen_words(tile)
+        seen = words.load(), (words + 1).load()
+        if (seen[0] & seen[1]) != ALL_SEEN:
+            self.mask_keys(seen)
+
+    def mask(self, limit: Int32) -> None:
+        """Set the scores of keys from `limit` on, counted within the tile, to -inf."""
+        own_limit = limit - 2 * self.quad
+        for i in range(FRAGMENT):
+            self.rS[i] = cutlass.select_(own_limit <= 8 * (i // 4) + i % 2, -Float32.inf, self.rS[i])
+
+    def mask_keys(self, seen: tuple[Int32, Int32]) -> None:
+        """Set the scores of keys whose bit is 0 to -inf. seen: bits of the keys 0..31 and 32..63."""
+        own = [word >> (2 * self.quad) for word in seen]
+        for i in range(FRAGMENT):
+            word, bit = divmod(8 * (i // 4) + i % 2, WORD_KEYS)
+            self.rS[i] = cutlass.select_((own[word] & (1 << bit)) == 0, -Float32.inf, self.rS[i])
+
+    def advance(self, tile: Int32) -> RowFloats:
+        """Move the references to this tile if need be.
+
+        Return the factors for everything accumulated before: 1 if the reference stays.
+        """
+        alphas = []
+        for r in range(ROWS_PER_THREAD):
+            best = quad_max(reduce(cute.arch.fmax, [self.rS[i] for i in range(FRAGMENT) if half(i) == r]))
+            self.row_max[r] = cute.arch.fmax(self.row_max[r], best)
+            self.row_ref[r], alpha = follow_maximum(self.row_ref[r], best * self.scale_log2)
+            alphas.append(alpha)
+        return alphas[0], alphas[1]
+
+    def publish_alpha(self, tile: Int32, alphas: RowFloats) -> None:
+        """Hand the factors of both rows of O to the output role. Signal alpha_ready."""
+        self._store_alphas(tile, alphas)
+        self.smem.alpha_ready.producer_commit(tile)
+
+    @cute.jit
+    def _store_alphas(self, tile: Int32, alphas: RowFloats):
+        if self.quad == 0:
+            place = self.smem.sAlpha + ((tile % self.smem.geometry.parities) * TILE_ROWS + self.row)
+            for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+                (place + r * ROWS_APART).store(alphas[r])
+
+    def exponentiate(self, alphas: RowFloats) -> None:
+        """Replace the scores by unnormalised probabilities and add them to the row sums."""
+        scale = (self.scale_log2, self.scale_log2)
+        for r in range(ROWS_PER_THREAD):
+            shift = (-shift_of(self.row_ref[r]),) * 2
+            sums = (self.rSum[r] * alphas[r], Float32(0))
+            for i in range(2 * r, FRAGMENT, 2 * ROWS_PER_THREAD):
+                exponents = cute.arch.fma_packed_f32x2((self.rS[i], self.rS[i + 1]), scale, shift)
+                self.rS[i], self.rS[i + 1] = (cute.math.exp2(exponent, fastmath=True) for exponent in exponents)
+                sums = cute.arch.add_packed_f32x2(sums, (self.rS[i], self.rS[i + 1]))
+            self.rSum[r] = sums[0] + sums[1]
+
+    def store_probs(self, stage: Int32) -> None:
+        """Store the probabilities, packed, over the RoPE columns of their tile: rows of 128 swizzled bytes."""
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        box = Int32((self.smem.stage(stage) + (self.smem.geometry.rope_box * BOX_BYTES + warp * (HALF_LANES * ROW_BYTES))).toint())
+        place = writer_address(box, cute.arch.lane_idx(), ROW_BYTES)
+        words = [pack_pair(self.rS[i], self.rS[i + 1], self.dtype) for i in range(0, FRAGMENT, 2)]
+        for pair in range(len(words) // 4):
+            store_groups(place, 0, pair, words[4 * pair : 4 * pair + 4])
+
+    # ---- the end of a token -----------------------------------------------------------------------------------------
+
+    def _kept(self, r: int) -> cute.Pointer:
+        """Return the place of this thread's share of a row before the bound of lse_indexer; the reference lies INDEXER_STATES further."""
+        return self.smem.sIndexer + ((self.row + r * ROWS_APART) * QUAD + self.quad)
+
+    def keep(self) -> None:
+        """Keep the shares of the row sums and the references, at the bound of lse_indexer, until the end of the token."""
+        for r in range(ROWS_PER_THREAD):
+            kept = self._kept(r)
+            kept.store(self.rSum[r])
+            (kept + INDEXER_STATES).store(self.row_ref[r])
+
+    def keep_before_bound(self, operands: SparsePrefillOperands) -> None:
+        """Keep what the state would be with the keys of the tile before the bound of lse_indexer."""
+        before = self.copy()
+        before.mask(operands.args.indexer_topk % TILE_KEYS)
+        before.exponentiate(before.advance(Int32(0)))
+        before.keep()
+
+    def copy(self) -> Heads64Rows:
+        """Return rows of their own with the same scores, which have seen the same keys."""
+        names = ("rS", "row_ref", "rSum", "row_max")
+        copies = {name: cute.make_rmem_tensor_like(getattr(self, name)) for name in names}
+        for name in names:
+            copies[name].store(getattr(self, name).load())
+        return replace(self, **copies)
+
+    @cute.jit
+    def publish(self, operands: SparsePrefillOperands, token: Int32):
+        """Hand what a token's softmax has come to to the output role: two threads of a quad each give half of the row sum."""
+        for r in cutlass.range_constexpr(ROWS_PER_THREAD):
+            state = self.smem.sRows + (self.row + r * ROWS_APART)
+            self._publish_share(state, self.rSum[r], self.row_ref[r], (SHARES, REFERENCE))
+            if self.quad == 0:
+                (state + MAXIMUM * TILE_ROWS).store(self.row_max[r])
+            if operands.asks_lse_indexer():
+                share, reference = self.rSum[r], self.row_ref[r]
+                tiles = operands.schedule.tile_range(token, Int32(0)).tiles
+                if tiles_before_bound(operands, tiles) < tiles:
+                    kept = self._kept(r)
+                    share, reference = kept.load(), (kept + INDEXER_STATES).load()
+                self._publish_share(state, share, reference, (INDEXER_SHARES, INDEXER_REFERENCE))
+
+    @cute.jit
+    def _publish_share(self, state: cute.Pointer, share: Float32, reference: Float32, places: cutlass.Constexpr[tuple[int, int]]):
+        """Store a row's sum, in two shares of two threads each, and its reference. places: of the first share and of the reference."""
+        share = share + cute.arch.shuffle_sync_bfly(share, 1)
+        if self.quad % 2 == 0:
+            (state + (places[0] + self.quad // 2) * TILE_ROWS).store(share)
+        if self.quad == 0:
+            (state + places[1] * TILE_ROWS).store(reference)
+
+
+def tiles_before_bound(operands: SparsePrefillOperands, tiles: Int32) -> Int32:
+    """Return the number of a token's tiles before that of the first key that lse_indexer does not count; all if it counts all."""
     before = smaller(operands.args.indexer_topk // TILE_KEYS, tiles)
     return cutlass.select_(operands.asks_lse_indexer(), before, tiles)
 
@@ -155,9 +354,9 @@ class RowResult:
     maximum: Float32
 
     @staticmethod
-    def take(pipes: TokenPipes, thread: Int32) -> RowResult:
+    def take(smem: SparsePrefillSmemSm100, thread: Int32) -> RowResult:
         """Read a thread's row."""
-        row = pipes.sRows + thread % TILE_ROWS
+        row = smem.sRows + thread % TILE_ROWS
         total = (row + SHARES * TILE_ROWS).load() + (row + (SHARES + 1) * TILE_ROWS).load()
         return RowResult(total, (row + REFERENCE * TILE_ROWS).load(), (row + MAXIMUM * TILE_ROWS).load())
 
@@ -168,7 +367,7 @@ class RowResult:
         return cutlass.select_(self.total == 0.0, Float32(0), weight)
 
     @cute.jit
-    def store(self, operands: Operands, token: Int32, thread: Int32):
+    def store(self, operands: SparsePrefillOperands, token: Int32, thread: Int32):
         """Store lse and the greatest logit, natural units; one of a row's two threads each."""
         row = first_query_row() + thread % TILE_ROWS
         empty = self.total == 0.0
@@ -182,11 +381,11 @@ class RowResult:
 
 
 @cute.jit
-def store_lse_indexer(operands: Operands, pipes: TokenPipes, token: Int32, thread: Int32):
+def store_lse_indexer(operands: SparsePrefillOperands, smem: SparsePrefillSmemSm100, token: Int32, thread: Int32):
     """Store lse_indexer of a row, natural units, if it is asked for; one of a row's two threads. Until stats_free."""
     row = first_query_row() + thread % TILE_ROWS
     if operands.asks_lse_indexer() and thread < TILE_ROWS and row < operands.rows():
-        state = pipes.sRows + thread
+        state = smem.sRows + thread
         total = (state + INDEXER_SHARES * TILE_ROWS).load() + (state + (INDEXER_SHARES + 1) * TILE_ROWS).load()
         lse = ((state + INDEXER_REFERENCE * TILE_ROWS).load() + cute.math.log2(total, fastmath=True)) * LN2
         operands.lse_indexer_of(token, row).store(cutlass.select_(total == 0.0, operands.empty_lse, lse))

@@ -4,7 +4,7 @@
     step = ceil(T / num_parts)     cap = step + 5, what a part with a cut request may cost
 
     whole requests, if num_parts parts of at most cap hold them:
-        boundary 0 is request 0, and behind a boundary at request i the next one is at the last request j with C_j - C_i <= cap
+        boundary 0 is request 0, and after a boundary at request i the next one is at the last request j with C_j - C_i <= cap
     cuts, else:
         boundary p lies at cost x = min(p * step, T), in the request r with C_r <= x < C_r+1,
         and cuts it at tile max(x - C_r - 5, 0): 0 moves the boundary back to where the request starts.
@@ -19,7 +19,7 @@ threads each own
                                                      only if tokens differ: count its units; block scan -> s_cost[1025], the units before
                                                      each run; search it for each unit, walk inside the run; write the table of units
     phase 1   a run of ceil(batch / 1024) requests   sum its cost; block scan -> s_cost[1025], exclusive, 64 bits
-    phase 2   one request, and one boundary          search s_cost for the boundary behind it -> s_next[1025]; s_next of s_next, 9 times,
+    phase 2   one request, and one boundary          search s_cost for the boundary after it -> s_next[1025]; s_next of s_next, 9 times,
                                                      each time a step of 2^level boundaries -> the boundary; only where runs are requests
     phase 3   the same boundary                      if there are cuts: search s_cost, walk inside the run; -> s_req, s_tile[1025]
     phase 4   the same boundary                      is it a cut, is it the first of its request; block scan -> s_rows[1025],
@@ -34,12 +34,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Int32, Int64, Uint32
 
-from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
 from ...spec.split_plan import (
     MAX_PARTS,
     MOST_WHOLE_REQUESTS,
-    PARAMS,
     PART_BEGIN_REQ,
     PART_BEGIN_SPLIT,
     PART_BEGIN_TILE,
@@ -63,8 +61,8 @@ from ...spec.split_plan import (
 )
 from ..attention.lengths import Lengths, Units, VisibleTiles
 from ..definition import KernelDefinition
-from ..example_arguments import example_arguments
 from ..primitives.arithmetic import clip, inclusive_sum
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 THREADS = 1024
 WARPS = THREADS // 32
@@ -125,7 +123,7 @@ def sum_cost(lengths: Lengths, begin: Int32, end: Int32) -> Int64:
 
 @cute.jit
 def count_not_above(values: cute.Pointer, count: Int32, bound):
-    """Return how many of the ascending values[0 : count] are <= bound; 1 <= count <= 2047."""
+    """Return the number of the ascending values[0 : count] that are <= bound; 1 <= count <= 2047."""
     found = Int32(0)
     for level in cutlass.range_constexpr(11):
         probe = found + (1024 >> level)
@@ -266,110 +264,95 @@ def write_part(row: cute.Pointer, lengths: Lengths, begin: tuple, end: tuple, sp
     row[PART_END_OPEN] = end_open
 
 
-@cute.kernel
-def split_plan(args: SplitPlanArguments):
-    """Write the plan and num_splits, in five phases of one CTA, and before them the table of units."""
-    thread, _, _ = cute.arch.thread_idx()
-    # a plan is made for causal calls; others have more keys in all units but the last one of a request
-    units = Units(args.units, args.requests, args.total_q, args.unit_tokens, Int32(1))
-    window = VisibleTiles(args.reach, args.sink_tiles)
-    keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys, units, window)
-    smem = cutlass.memory.SmemAllocator().allocate(Smem)
-    costs, reqs, tiles, rows = smem.cost.data_ptr(), smem.req.data_ptr(), smem.tile.data_ptr(), smem.rows.data_ptr()
-    whole = smem.whole.data_ptr()
+class SplitPlan(WarpKernel):
+    """The kernel."""
 
-    # The consumer may be launched now: it waits for this grid to end before it reads the plan.
-    cute.arch.griddepcontrol_launch_dependents()
-    cute.arch.griddepcontrol_wait()
+    launch = WarpLaunch("split_plan", "planner", SplitPlanArguments, THREADS)
 
-    # Phase 0: units.
-    batch = args.batch
-    if args.units.toint() != 0:
-        batch = write_units(args, costs, smem.warp_cost.data_ptr())
-    elif args.cu_seqlens_q.toint() != 0:
-        batch = clip(args.cu_seqlens_q[args.requests], args.batch)
+    @cute.kernel
+    def kernel(self, args: SplitPlanArguments):
+        """Write the plan and num_splits, in five phases of one CTA, and before them the table of units."""
+        thread, _, _ = cute.arch.thread_idx()
+        # a plan is made for causal calls; others have more keys in all units but the last one of a request
+        units = Units(args.units, args.requests, args.total_q, args.unit_tokens, Int32(1))
+        window = VisibleTiles(args.reach, args.sink_tiles)
+        keys = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys, units, window)
+        smem = cutlass.memory.SmemAllocator().allocate(Smem)
+        costs, reqs, tiles, rows = smem.cost.data_ptr(), smem.req.data_ptr(), smem.tile.data_ptr(), smem.rows.data_ptr()
+        whole = smem.whole.data_ptr()
 
-    # Phase 1: cost of the runs.
-    run = (batch + (THREADS - 1)) // THREADS
-    run_begin = cutlass.min(thread * run, batch)
-    run_cost = sum_cost(keys, run_begin, cutlass.min(run_begin + run, batch))
-    cost_before, total = block_exclusive_scan(run_cost, smem.warp_cost.data_ptr(), Int64)
-    costs[thread] = cost_before
+        # The consumer may be launched now: it waits for this grid to end before it reads the plan.
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.griddepcontrol_wait()
 
-    # Phase 2: boundaries between whole requests.
-    step = (total + Int64(args.num_parts - 1)) // Int64(args.num_parts)
-    cap = step + PIECE_OVERHEAD_TILES
-    req, tile = batch, Int32(0)
-    if thread == 0:
-        costs[THREADS] = total
-        whole[0] = Int32(0)
-    cute.arch.sync_threads()
-    if run <= 1:
-        req = find_whole(costs, (smem.next.data_ptr(), smem.next_doubled.data_ptr()), batch, cap)
-        if thread == args.num_parts - 1 and total - costs[req] <= cap:
-            whole[0] = Int32(1)
+        # Phase 0: units.
+        batch = args.batch
+        if args.units.toint() != 0:
+            batch = write_units(args, costs, smem.warp_cost.data_ptr())
+        elif args.cu_seqlens_q.toint() != 0:
+            batch = clip(args.cu_seqlens_q[args.requests], args.batch)
+
+        # Phase 1: cost of the runs.
+        run = (batch + (THREADS - 1)) // THREADS
+        run_begin = cutlass.min(thread * run, batch)
+        run_cost = sum_cost(keys, run_begin, cutlass.min(run_begin + run, batch))
+        cost_before, total = block_exclusive_scan(run_cost, smem.warp_cost.data_ptr(), Int64)
+        costs[thread] = cost_before
+
+        # Phase 2: boundaries between whole requests.
+        step = (total + Int64(args.num_parts - 1)) // Int64(args.num_parts)
+        cap = step + PIECE_OVERHEAD_TILES
+        req, tile = batch, Int32(0)
+        if thread == 0:
+            costs[THREADS] = total
+            whole[0] = Int32(0)
+        cute.arch.sync_threads()
+        if run <= 1:
+            req = find_whole(costs, (smem.next.data_ptr(), smem.next_doubled.data_ptr()), batch, cap)
+            if thread == args.num_parts - 1 and total - costs[req] <= cap:
+                whole[0] = Int32(1)
+            cute.arch.sync_threads()
+
+        # Phase 3: cuts. Threads past num_parts only take part in the barriers.
+        if thread < args.num_parts:
+            cost = Int64(thread) * step
+            if whole[0] == 0:
+                req = batch
+            if whole[0] == 0 and cost < total:
+                req, offset = locate(keys, costs, cost, run, batch)
+                tile = cutlass.max(offset - PIECE_OVERHEAD_TILES, 0)
+            reqs[thread] = req
+            tiles[thread] = tile
+        if thread == 0:
+            reqs[args.num_parts] = batch
+            tiles[args.num_parts] = Int32(0)
         cute.arch.sync_threads()
 
-    # Phase 3: cuts. Threads past num_parts only take part in the barriers.
-    if thread < args.num_parts:
-        cost = Int64(thread) * step
-        if whole[0] == 0:
-            req = batch
-        if whole[0] == 0 and cost < total:
-            req, offset = locate(keys, costs, cost, run, batch)
-            tile = cutlass.max(offset - PIECE_OVERHEAD_TILES, 0)
-        reqs[thread] = req
-        tiles[thread] = tile
-    if thread == 0:
-        reqs[args.num_parts] = batch
-        tiles[args.num_parts] = Int32(0)
-    cute.arch.sync_threads()
+        # Phase 4: accumulator rows before each boundary. k cuts of a request make k + 1 rows, the extra one at its first cut.
+        added = Int32(0)
+        if tile > 0:  # never at boundary 0
+            added = Int32(2)
+            if tiles[thread - 1] > 0 and reqs[thread - 1] == req:
+                added = Int32(1)
+        rows_before, total_rows = block_exclusive_scan(added, smem.warp_rows.data_ptr(), Int32)
+        if thread < args.num_parts:
+            rows[thread] = rows_before
+        if thread == 0:
+            rows[args.num_parts] = total_rows
+        cute.arch.sync_threads()
 
-    # Phase 4: accumulator rows before each boundary. k cuts of a request make k + 1 rows, the extra one at its first cut.
-    added = Int32(0)
-    if tile > 0:  # never at boundary 0
-        added = Int32(2)
-        if tiles[thread - 1] > 0 and reqs[thread - 1] == req:
-            added = Int32(1)
-    rows_before, total_rows = block_exclusive_scan(added, smem.warp_rows.data_ptr(), Int32)
-    if thread < args.num_parts:
-        rows[thread] = rows_before
-    if thread == 0:
-        rows[args.num_parts] = total_rows
-    cute.arch.sync_threads()
-
-    # Phase 5: the plan and num_splits.
-    if thread < args.num_parts:
-        split = Int32(0)
-        if tile > 0:
-            split = rows_before + added - 1 - rows[count_not_above(reqs, args.num_parts + 1, req - 1)]
-        end = (reqs[thread + 1], tiles[thread + 1])
-        write_part(args.plan + thread * PLAN_COLUMNS, keys, (req, tile), end, split, args.batch)
-    for request in cutlass.range(thread, args.batch + 1, THREADS, unroll=1):
-        args.num_splits[request] = rows[count_not_above(reqs, args.num_parts + 1, cutlass.min(request, batch) - 1)]
-
-
-@cute.jit
-def launch(args: SplitPlanArguments, name: cutlass.Constexpr):
-    """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
-    split_plan.set_name_prefix(name, remove_cutlass_symbol=True, keep_mangled_name=False)
-    split_plan(args).launch(grid=(1, 1, 1), block=(THREADS, 1, 1), use_pdl=True)
+        # Phase 5: the plan and num_splits.
+        if thread < args.num_parts:
+            split = Int32(0)
+            if tile > 0:
+                split = rows_before + added - 1 - rows[count_not_above(reqs, args.num_parts + 1, req - 1)]
+            end = (reqs[thread + 1], tiles[thread + 1])
+            write_part(args.plan + thread * PLAN_COLUMNS, keys, (req, tile), end, split, args.batch)
+        for request in cutlass.range(thread, args.batch + 1, THREADS, unroll=1):
+            args.num_splits[request] = rows[count_not_above(reqs, args.num_parts + 1, cutlass.min(request, batch) - 1)]
 
 
 def build(config: SplitPlanConfig, arch: Arch) -> KernelDefinition:
     """Return the kernel's source, ready to compile."""
-    name = kernel_name("split_plan", arch.name, config.name)
-    return KernelDefinition(
-        op="split_plan",
-        config=config,
-        host=launch,
-        args=(example_arguments(SplitPlanArguments, {}), name),
-        params=PARAMS,
-        block=(THREADS, 1, 1),
-        cluster=(1, 1, 1),
-        smem_bytes=Smem.size_in_bytes(),  # type: ignore[attr-defined]  # cute.struct adds it
-        barriers=(),
-        named_barriers=(),
-        roles=(Role("planner", 0, WARPS),),
-        expected={"bar.sync": 9 + LEVELS},
-    )
+    smem_bytes = Smem.size_in_bytes()  # type: ignore[attr-defined]  # cute.struct adds it
+    return SplitPlan(config, arch).definition({}, {"bar.sync": 9 + LEVELS}, smem_bytes)

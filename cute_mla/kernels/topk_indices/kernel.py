@@ -1,8 +1,8 @@
 """topk_indices: positions of the greatest numbers of each row, ascending. Every architecture.
 
     key(x)   32 bits, ordered as the numbers are: -0 as +0, NaN 1, -inf above it; 0 stands for no number
-    pivot    keys from least to most, equal or all chosen, with the topk-th greatest among them.     need = topk - #{key > most}
-    out      the positions with key > most, and the first `need` of those at the pivot, in ascending order; -1 behind them
+    pivot    keys from min to max, equal or all chosen, with the topk-th greatest among them.     need = topk - #{key > max}
+    out      the positions with key > max, and the first `need` of those at the pivot, in ascending order; -1 after them
     slot     a variant writes the place in the cache of the key at a position in its stead, by a block table
 
     grid     (rows * cluster, 1, 1), 512 threads: a cluster of 1, 2, 4 or 8 CTAs shares a row, and each of its warps takes one run of it
@@ -14,31 +14,30 @@
     narrow   count the candidates by 11 bits of their distance from the bound, and those that share the chosen digit again, until all of
              them are chosen or equal: once or twice for numbers that differ
     place    each warp counts its keys above and at the pivot, and adds up the counts of the warps before it
-    write    each warp writes its positions behind theirs
+    write    each warp writes its positions after theirs
 
 The trick is the bound: one count for 8 numbers leaves about 2 % of them (131,072, topk 2,048) to be looked at again. It is no estimate, and
 the list is no limit: a row of equal numbers takes longer, and is as exact.
 
 After each histogram the CTAs of a cluster read one another's, each for itself: sums of 64 digits, then the 64 digits in which the rank
-lies. A histogram is cleared behind the next barrier of the cluster, when no CTA reads it any more.
+lies. A histogram is cleared after the next barrier of the cluster, when no CTA reads it any more.
 
 Nothing depends on the order of the atomic sums, so that the bits repeat. Operands and their meaning: cute_mla/spec/topk_indices.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from ...manifest import Role, kernel_name
 from ...spec.arch import Arch
-from ...spec.topk_indices import BLOCKS_PER_SM, PARAMS, RESIDENT, RESIDENT_ROWS, THREADS, WARPS, TopkIndicesArguments, TopkIndicesConfig
+from ...spec.topk_indices import BLOCKS_PER_SM, RESIDENT, RESIDENT_ROWS, THREADS, WARPS, TopkIndicesArguments, TopkIndicesConfig
 from ..definition import KernelDefinition
-from ..example_arguments import example_arguments
 from ..primitives.arithmetic import clip, inclusive_sum, larger, smaller
 from ..primitives.smem import Array, SmemLayout, fields_of
+from ..warp_kernel import WarpKernel, WarpLaunch
 
 LANES = 32
 EACH = 8  # numbers of a lane in flight
@@ -90,7 +89,7 @@ class Memory:
 
 
 @dataclass(frozen=True)
-class Run:
+class LaneRun:
     """The numbers of a row that a warp takes.
 
     first: address of the first. position: its position. count: numbers. kept: where the first keys stay. rest: the first number again, or
@@ -108,7 +107,7 @@ class Run:
 class Candidates:
     """The numbers of a run that may be chosen: those in a list of places in the run, ascending, or the whole run."""
 
-    run: Run
+    run: LaneRun
     places: cute.Pointer
     count: Int32
     listed: Boolean
@@ -188,7 +187,7 @@ def keys_of(keys: cute.Tensor, numbers: cute.Tensor, count: Int32):
 
 
 @cute.jit
-def recall_keys(keys: cute.Tensor, run: Run, place: Int32):
+def recall_keys(keys: cute.Tensor, run: LaneRun, place: Int32):
     """Load a block's keys again, from where they are."""
     if cutlass.const_expr(run.rest is None):
         kept_keys(keys, run, place)
@@ -201,7 +200,7 @@ def recall_keys(keys: cute.Tensor, run: Run, place: Int32):
             keys_of(keys, numbers, run.count - place)
 
 
-def kept_keys(keys: cute.Tensor, run: Run, place: Int32) -> None:
+def kept_keys(keys: cute.Tensor, run: LaneRun, place: Int32) -> None:
     """Load a block's keys from shared memory."""
     for i in range(EACH):
         keys[i] = run.kept[place + LANES * i + cute.arch.lane_idx()]
@@ -217,7 +216,7 @@ def greatest_of(keys: cute.Tensor) -> Uint32:
 
 @cute.jit
 def load_candidates(keys: cute.Tensor, places: cute.Tensor, candidates: Candidates, first: Int32):
-    """Load keys and places of 32 candidates a row, from `first` < count on; the key is 0 behind the last."""
+    """Load keys and places of 32 candidates a row, from `first` < count on; the key is 0 after the last."""
     run = candidates.run
     for i in cutlass.range_constexpr(ROWS):
         places[i] = smaller(first + LANES * i + cute.arch.lane_idx(), candidates.count - 1)
@@ -256,26 +255,15 @@ def warp_sum(value: Int32) -> Int32:
     return value
 
 
-class TopkIndices:
+class TopkIndices(WarpKernel):
     """One variant of the kernel."""
 
-    def __init__(self, config: TopkIndicesConfig, arch: Arch) -> None:
-        self.config = config
-        self.cluster = config.cluster
-        self.name = kernel_name("topk_indices", arch.name, config.name)
+    launch = WarpLaunch("topk_indices", "select", TopkIndicesArguments, THREADS, min_blocks_per_sm=BLOCKS_PER_SM)
 
-    @cute.jit
-    def host(self, args: TopkIndicesArguments):
-        """Compile for the types of the arguments; never run, since the runtime launches the kernel itself."""
-        self.kernel.set_name_prefix(self.name, remove_cutlass_symbol=True, keep_mangled_name=False)
-        self.kernel(args).launch(
-            grid=(self.cluster, 1, 1),
-            block=(THREADS, 1, 1),
-            cluster=(self.cluster, 1, 1),
-            use_pdl=True,
-            min_blocks_per_mp=BLOCKS_PER_SM,
-            preferred_smem_carveout=100,
-        )
+    def __init__(self, config: TopkIndicesConfig, arch: Arch) -> None:
+        super().__init__(config, arch)
+        self.cluster = config.cluster
+        self.launch = replace(self.launch, cluster=self.cluster)
 
     @cute.kernel
     def kernel(self, args: TopkIndicesArguments):
@@ -333,25 +321,25 @@ class TopkIndices:
         begin = smaller(warp * share, length)
         kept = memory.keys + thread // LANES * RESIDENT_ROWS
         rest = None if self.cluster == 1 else first + begin  # the choice of the variant sees to it
-        run = Run(first + begin, begin, smaller(share, length - begin), kept, rest)
+        run = LaneRun(first + begin, begin, smaller(share, length - begin), kept, rest)
         clear_histogram(memory.histograms, Int32(0))  # the first choice clears the other
         cute.arch.sync_threads()
 
-        buffer, least, shift = self.bound(memory, run, topk)
-        candidates = self.gather(memory.lists + thread // LANES * LISTED, run, least)
-        span, rank, count = Uint32(0xFFFFFFFF) - least, topk, Int32(0)
+        buffer, min_key, shift = self.bound(memory, run, topk)
+        candidates = self.gather(memory.lists + thread // LANES * LISTED, run, min_key)
+        span, rank, count = Uint32(0xFFFFFFFF) - min_key, topk, Int32(0)
         while span != 0 and rank != count:
-            self.count_candidates(memory.histograms + buffer * DIGITS, candidates, (least, span), shift)
+            self.count_candidates(memory.histograms + buffer * DIGITS, candidates, (min_key, span), shift)
             digit, rank, count = self.choose(memory, buffer, rank)
             buffer = 1 - buffer
             below = Uint32(digit) << Uint32(shift)
-            least += below
+            min_key += below
             span = Uint32(cutlass.select_(digit == DIGITS - 1, span - below, (Uint32(1) << Uint32(shift)) - 1))
             shift = larger(32 - DIGIT_BITS - Int32(cute.arch.clz(span)), Int32(0))
-        self.write_selected(memory, candidates, out, (least, least + span), rank)
+        self.write_selected(memory, candidates, out, (min_key, min_key + span), rank)
 
     @cute.jit
-    def bound(self, memory: Memory, run: Run, topk: Int32):
+    def bound(self, memory: Memory, run: LaneRun, topk: Int32):
         """Keep the first keys; return the next histogram, clear, a key that no chosen key is below, and the shift of the next digit."""
         keys, ahead = cute.make_rmem_tensor(EACH, Uint32), cute.make_rmem_tensor(EACH, Float32)
         if run.count > 0:
@@ -365,25 +353,25 @@ class TopkIndices:
             greatest = greatest_of(keys)
             count_digit(memory.histograms, Int32(greatest >> FIRST_SHIFT), greatest != 0)
         digit, rank, count = self.choose(memory, Int32(0), topk)
-        least, buffer = Uint32(digit) << FIRST_SHIFT, Int32(1)
+        min_key, buffer = Uint32(digit) << FIRST_SHIFT, Int32(1)
         shift = cutlass.select_(digit == 0, Int32(FIRST_SHIFT), Int32(SECOND_SHIFT))  # the pivot is seldom far above the bound
         if count > CROWDED * topk:
             for place in cutlass.range(0, run.count, BLOCK, unroll=1):
                 recall_keys(keys, run, place)
                 greatest = greatest_of(keys)
                 second = Int32((greatest >> SECOND_SHIFT) & (DIGITS - 1))
-                count_digit(memory.histograms + DIGITS, second, (greatest >> FIRST_SHIFT) == least >> FIRST_SHIFT)
+                count_digit(memory.histograms + DIGITS, second, (greatest >> FIRST_SHIFT) == min_key >> FIRST_SHIFT)
             digit, rank, count = self.choose(memory, Int32(1), rank)
-            least, buffer, shift = least | (Uint32(digit) << SECOND_SHIFT), Int32(0), Int32(0)
-        return buffer, Uint32(larger(least, Uint32(NAN))), shift
+            min_key, buffer, shift = min_key | (Uint32(digit) << SECOND_SHIFT), Int32(0), Int32(0)
+        return buffer, Uint32(larger(min_key, Uint32(NAN))), shift
 
     @cute.jit
-    def gather(self, places: cute.Pointer, run: Run, least: Uint32):
-        """List the numbers with keys of at least `least`; return the candidates."""
+    def gather(self, places: cute.Pointer, run: LaneRun, min_key: Uint32):
+        """List the numbers with keys of at least `min_key`; return the candidates."""
         keys, total = cute.make_rmem_tensor(EACH, Uint32), Int32(0)
         for place in cutlass.range(0, smaller(run.count, Int32(RESIDENT_ROWS)), BLOCK, unroll=1):
             kept_keys(keys, run, place)
-            total = self.list_block(places, keys, place, least, total)
+            total = self.list_block(places, keys, place, min_key, total)
         if cutlass.const_expr(run.rest is not None):
             ahead = cute.make_rmem_tensor(EACH, Float32)
             if run.count > RESIDENT_ROWS:
@@ -391,18 +379,18 @@ class TopkIndices:
             for place in cutlass.range(RESIDENT_ROWS, run.count, BLOCK, unroll=1):
                 keys_of(keys, ahead, run.count - place)
                 load_numbers(ahead, run.rest, run.count, place + BLOCK)
-                total = self.list_block(places, keys, place, least, total)
+                total = self.list_block(places, keys, place, min_key, total)
         cute.arch.sync_warp()
         listed = total <= LISTED
         return Candidates(run, places, cutlass.select_(listed, total, run.count), listed)
 
     @cute.jit
-    def list_block(self, places: cute.Pointer, keys: cute.Tensor, place: Int32, least: Uint32, total: Int32):
-        """List the numbers of a block with keys of at least `least`, behind `total` others; return how many there are then."""
+    def list_block(self, places: cute.Pointer, keys: cute.Tensor, place: Int32, min_key: Uint32, total: Int32):
+        """List the numbers of a block with keys of at least `min_key`, after `total` others; return how many there are then."""
         lane = cute.arch.lane_idx()
         lower_lanes = (Uint32(1) << Uint32(lane)) - 1
         for i in cutlass.range_constexpr(EACH):
-            found = keys[i] >= least
+            found = keys[i] >= min_key
             ballot = Uint32(cute.arch.vote_ballot_sync(found))
             slot = total + Int32(cute.arch.popc(ballot & lower_lanes))
             if found & (slot < LISTED):
@@ -452,7 +440,7 @@ class TopkIndices:
 
     @cute.jit
     def find(self, memory: Memory, buffer: Int32, rank: Int32):
-        """Return what choose does, in one warp."""
+        """Choose as `choose` does, in one warp."""
         lane = cute.arch.lane_idx()
         count = Int32(0)
         groups = memory.groups + (buffer * GROUPS + (GROUPS - 1) - lane)  # lane 0 has the greatest digits
@@ -482,7 +470,7 @@ class TopkIndices:
 
     @cute.jit
     def write_selected(self, memory: Memory, candidates: Candidates, out: Output, pivot: tuple, need: Int32):
-        """Write the positions of keys above the pivot, (least, most), and of the first `need` keys at the pivot."""
+        """Write the positions of keys above the pivot, (min, max), and of the first `need` keys at the pivot."""
         thread, _, _ = cute.arch.thread_idx()
         lane, warp = thread % LANES, thread // LANES
         above, at = count_beside(candidates, pivot)
@@ -537,7 +525,7 @@ def clear_histogram(histograms: cute.Pointer, buffer: Int32):
 
 @cute.jit
 def count_beside(candidates: Candidates, pivot: tuple):
-    """Return how many candidates are above and at the pivot, (least, most), in each lane."""
+    """Return the numbers of candidates above and at the pivot, (min, max), in each lane."""
     keys, places = cute.make_rmem_tensor(ROWS, Uint32), cute.make_rmem_tensor(ROWS, Int32)
     above, at = Int32(0), Int32(0)
     for first in cutlass.range(0, candidates.count, LANES * ROWS, unroll=1):
@@ -551,15 +539,4 @@ def count_beside(candidates: Candidates, pivot: tuple):
 def build(config: TopkIndicesConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
     kernel = TopkIndices(config, arch)
-    return KernelDefinition(
-        op="topk_indices",
-        config=config,
-        host=kernel.host,
-        args=(example_arguments(TopkIndicesArguments, {"logits": Float32}),),
-        params=PARAMS,
-        block=(THREADS, 1, 1),
-        cluster=(config.cluster, 1, 1),
-        smem_bytes=SMEM.nbytes,
-        roles=(Role("select", 0, WARPS),),
-        expected={"ATOMS": 2 + ROWS},
-    )
+    return kernel.definition({"logits": Float32}, {"ATOMS": 2 + ROWS}, SMEM.nbytes)

@@ -1,10 +1,11 @@
-"""Begin and end of a CTA in the prefill kernels: barriers and tensor maps, and tensor memory on Blackwell."""
+"""Begin and end of a CTA in the attention kernels: barriers and tensor maps, and tensor memory on Blackwell."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Protocol
 
+import cutlass
 from cutlass import Int32, cute
 
 from ..primitives import tcgen05
@@ -50,20 +51,39 @@ def initialise(warp: Int32, own: int, arrivals: tuple[Arrivals, ...], maps: tupl
                 prefetch_map(tensor_map)
 
 
+def sync_pair() -> None:
+    """Synchronise all threads of both CTAs.
+
+    Fences and barriers of their own order what they need of each other's memory, so the arrival need not order it: it would wait for
+    every store to gmem.
+    """
+    cute.arch.sync_warp()
+    cute.arch.cluster_arrive_relaxed()
+    cute.arch.cluster_wait()
+
+
 @cute.jit
-def allocate_tmem(smem: TmemCell, warp: Int32, own: int) -> Int32:
-    """Allocate tensor memory in one warp, and wait for all. Return its address. own: the warp's number."""
+def allocate_tmem(smem: TmemCell, warp: Int32, own: int, paired: cutlass.Constexpr[bool] = False) -> Int32:
+    """Allocate tensor memory in one warp, and wait for all, of both CTAs of a pair. Return its address. own: the warp's number."""
     if warp == own:
-        tcgen05.allocate(smem.tmem_cell, TMEM_COLUMNS, tcgen05.OWN_GROUP)
-    cute.arch.sync_threads()
+        tcgen05.allocate(smem.tmem_cell, TMEM_COLUMNS, tcgen05.PAIR_GROUP if paired else tcgen05.OWN_GROUP)
+    cute.arch.sync_threads()  # releases the address of tensor memory, which the relaxed arrival of sync_pair does not
+    if cutlass.const_expr(paired):
+        sync_pair()
     return smem.tmem_cell.load()
 
 
 @cute.jit
-def free_tmem(tmem: Int32, warp: Int32, own: int):
-    """Free tensor memory in the warp that has allocated it, when all are done with it."""
+def free_tmem(tmem: Int32, warp: Int32, own: int, paired: cutlass.Constexpr[bool] = False):
+    """Free tensor memory in the warp that has allocated it, when all are done with it.
+
+    Nobody leaves before the peer has done its last arrival here, and the tensor cores have read this CTA's memory.
+    """
     tcgen05.fence_before_signal()
-    cute.arch.sync_threads()
+    if cutlass.const_expr(paired):
+        sync_pair()
+    else:
+        cute.arch.sync_threads()
     if warp == own:
         tcgen05.fence_after_wait()
-        tcgen05.free(tmem, TMEM_COLUMNS, tcgen05.OWN_GROUP)
+        tcgen05.free(tmem, TMEM_COLUMNS, tcgen05.PAIR_GROUP if paired else tcgen05.OWN_GROUP)
