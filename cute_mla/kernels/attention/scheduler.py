@@ -60,11 +60,6 @@ class KeyTile:
     first: Int32
     remaining: Int32
 
-    @property
-    def left(self) -> Int32:
-        """Return the remaining keys, by the name that the SM90 kernels have for them."""
-        return self.remaining
-
 
 @dataclass(frozen=True)
 class TileRange:
@@ -344,6 +339,3 @@ class LatentOperands:
     def accum_row(self, work_tile: WorkTile, row: Int32) -> Int64:
         """Return the number of a query row in the split accumulators."""
         raise NotImplementedError
-
-
-QueryOperands = LatentOperands

@@ -89,8 +89,6 @@ class DenseDecodeOperands(LatentOperands):
         """Return the keys between the first ones, always seen, and all windows, counted within a tile: begin and end, or begin >= end."""
         return self.args.sink_keys - keys.first, keys.remaining - self.args.reach
 
-    hole = unseen_keys
-
     def key_limit(self, keys: KeyTile, token: Int32) -> Int32:
         """Return the key, counted within a tile, from which on a query token sees none: the end, or bottom-right causal.
 
@@ -193,7 +191,3 @@ class LaneBox:
         """Return this lane's box, from `row` of a page on."""
         offset = cute.arch.lane_idx() * operands.box_keys()
         return LaneBox(offset < TILE_KEYS, offset, page, row)
-
-
-Operands = DenseDecodeOperands
-DescaledRows = DenseDecodeRowScale

@@ -76,7 +76,7 @@ from ..sm90.cta import (
 from ..sm90.output import LatentSm90Output, LatentSm90OutputRole
 from ..sm90.score import LatentSm90ScoreRole, LatentSm90Scores, mask_absent, query_row
 from .abi import DenseDecodeAbi
-from .operands import DescaledRows, LaneBox, Operands
+from .operands import DenseDecodeOperands, DenseDecodeRowScale, LaneBox
 from .page_walk import for_each_tile, for_each_tile_in_groups
 from .sm90_convert import DenseDecodeSm90Fp8Cache
 from .sm90_fp8 import DenseDecodeSm90Fp8
@@ -110,23 +110,23 @@ class DenseDecodeSm90(LatentSm90Parts):
         self.expected = ("HGMMA", self.stages.wgmma_per_tile)
         self.prefetched = PREFETCHED.get((config.d_qk, config.cluster), ())
 
-    def initialise(self, operands: Operands, smem: LatentSm90Smem) -> None:
+    def initialise(self, operands: DenseDecodeOperands, smem: LatentSm90Smem) -> None:
         """Initialise the barriers, and prefetch the tensor map."""
         smem.initialise(self.cluster)
         prefetch_map(operands.args.kv_map)
 
     @cute.jit
-    def produce(self, operands: Operands, smem: LatentSm90Smem, warp: Int32, thread: Int32):
+    def produce(self, operands: DenseDecodeOperands, smem: LatentSm90Smem, warp: Int32, thread: Int32):
         """Run the load role."""
         if warp == 0:
             DenseDecodeSm90LoadRole(self.cluster, self.prefetched).run(operands, smem)
 
-    def score(self, operands: Operands, smem: LatentSm90Smem, thread: Int32) -> None:
+    def score(self, operands: DenseDecodeOperands, smem: LatentSm90Smem, thread: Int32) -> None:
         """Run the score role."""
         scores = partial(LatentSm90Scores.create, self.queries)
-        LatentSm90ScoreRole(scores, DenseDecodeSm90KeyMask(), DescaledRows(LATENT)).run(operands, smem, thread)
+        LatentSm90ScoreRole(scores, DenseDecodeSm90KeyMask(), DenseDecodeRowScale(LATENT)).run(operands, smem, thread)
 
-    def output(self, operands: Operands, smem: LatentSm90Smem, thread: Int32, side: Int32) -> None:
+    def output(self, operands: DenseDecodeOperands, smem: LatentSm90Smem, thread: Int32, side: Int32) -> None:
         """Run the output role."""
         output = partial(LatentSm90Output.create, self.cluster, operands)
         LatentSm90OutputRole(output, self.dtype).run(operands, smem, thread, side)
@@ -140,7 +140,7 @@ class DenseDecodeSm90LoadRole:
         self.prefetched = prefetched
 
     @cute.jit
-    def run(self, operands: Operands, smem: LatentSm90Smem):
+    def run(self, operands: DenseDecodeOperands, smem: LatentSm90Smem):
         """Wait kv_free. Signal kv_ready, rope_ready."""
         # a look-up takes longer than the copies of a tile of few stages are issued in
         for_each = for_each_tile if smem.d_v == D_LATENT else for_each_tile_in_groups
@@ -150,7 +150,7 @@ class DenseDecodeSm90LoadRole:
             smem.await_peer(tiles_done)
 
     @cute.jit
-    def load_tile(self, operands: Operands, smem: LatentSm90Smem, box: LaneBox, tile: Int32):
+    def load_tile(self, operands: DenseDecodeOperands, smem: LatentSm90Smem, box: LaneBox, tile: Int32):
         """Load the tile-th tile of this CTA: all of it, with zeros where the request has no page."""
         lane, stages = cute.arch.lane_idx(), smem.stages
         where = (operands.kv_head(), box.row, box.page)
@@ -174,7 +174,7 @@ class DenseDecodeSm90LoadRole:
                 self.load_rope(operands, smem, box, tile)
 
     @cute.jit
-    def load_rope(self, operands: Operands, smem: LatentSm90Smem, box: LaneBox, tile: Int32):
+    def load_rope(self, operands: DenseDecodeOperands, smem: LatentSm90Smem, box: LaneBox, tile: Int32):
         """Load the RoPE columns of a tile, over P of the tile three before, which has been read: its last stages came free before."""
         ready = smem.rope_ready.barrier(tile)
         kv_map, where = operands.args.kv_map, (smem.d_v, operands.kv_head(), box.row, box.page)
@@ -189,7 +189,7 @@ class DenseDecodeSm90LoadRole:
                 multicast_box(target, kv_map, where, ready)
 
     @cute.jit
-    def prefetch_stages(self, operands: Operands, smem: LatentSm90Smem, box: LaneBox):
+    def prefetch_stages(self, operands: DenseDecodeOperands, smem: LatentSm90Smem, box: LaneBox):
         """Ask L2 for what load_stage fetches of the stages that come free last."""
         kv_map, where = operands.args.kv_map, (operands.kv_head(), box.row, box.page)
         if box.in_tile:
@@ -213,12 +213,12 @@ class DenseDecodeSm90KeyMask:
     """Mask of keys past the end, and of those that causal, tree_mask or a window hide."""
 
     @cute.jit
-    def apply(self, operands: Operands, smem: Any, scores: LatentSm90Scores, state: LatentSm90TileState, keys: KeyTile):
+    def apply(self, operands: DenseDecodeOperands, smem: Any, scores: LatentSm90Scores, state: LatentSm90TileState, keys: KeyTile):
         """Set the scores of keys that a row does not see to -inf."""
         if operands.hides_keys(keys):
             for row_half, first in product(range(ROWS_PER_THREAD), range(0, TILE_KEYS, WORD_KEYS)):
                 # no registers are left to keep what follows from a row
-                token, _ = operands.token_and_head(computed_with(query_row(scores.thread, row_half), keys.left))
+                token, _ = operands.token_and_head(computed_with(query_row(scores.thread, row_half), keys.remaining))
                 word = visible_word(operands, keys, token, first)
                 mask_absent(scores.scores, scores.thread, {first // WORD_KEYS: word}, row_half)
 

@@ -62,7 +62,7 @@ from ..sm90.rows import (
     store_chunk,
 )
 from ..sm90.score import LatentSm90ScoreRole, LatentSm90Scores, query_row
-from .operands import NO_PAGE, DescaledRows, Operands
+from .operands import NO_PAGE, DenseDecodeOperands, DenseDecodeRowScale
 
 CONVERT_REGISTERS = 56
 STAGES = LatentSm90Stages(before_rope=2)
@@ -84,20 +84,20 @@ class DenseDecodeSm90Fp8Cache(LatentSm90Parts):
         super().__init__(config)
         self.layout = LatentSm90Smem.layout(STAGES, QUERIES, self.dtype, RINGS, {"sTarget", "rope_ready", "right_turn"})
 
-    def initialise(self, operands: Operands, smem: LatentSm90Smem) -> None:
+    def initialise(self, operands: DenseDecodeOperands, smem: LatentSm90Smem) -> None:
         """Initialise the barriers."""
         smem.initialise(self.cluster, producers=WARPS_PER_GROUP)
 
-    def produce(self, operands: Operands, smem: LatentSm90Smem, warp: Int32, thread: Int32) -> None:
+    def produce(self, operands: DenseDecodeOperands, smem: LatentSm90Smem, warp: Int32, thread: Int32) -> None:
         """Run the convert role."""
         DenseDecodeSm90ConvertRole(self.dtype).run(operands, smem, thread)
 
-    def score(self, operands: Operands, smem: LatentSm90Smem, thread: Int32) -> None:
+    def score(self, operands: DenseDecodeOperands, smem: LatentSm90Smem, thread: Int32) -> None:
         """Run the score role."""
         scores = partial(LatentSm90Scores.create, QUERIES)
-        LatentSm90ScoreRole(scores, DenseDecodeSm90EndMask(), DescaledRows(FP8_CACHE)).run(operands, smem, thread)
+        LatentSm90ScoreRole(scores, DenseDecodeSm90EndMask(), DenseDecodeRowScale(FP8_CACHE)).run(operands, smem, thread)
 
-    def output(self, operands: Operands, smem: LatentSm90Smem, thread: Int32, side: Int32) -> None:
+    def output(self, operands: DenseDecodeOperands, smem: LatentSm90Smem, thread: Int32, side: Int32) -> None:
         """Run the output role."""
         output = partial(LatentSm90Output.create, self.cluster, None)
         LatentSm90OutputRole(output, self.dtype).run(operands, smem, thread, side)
@@ -107,9 +107,9 @@ class DenseDecodeSm90EndMask:
     """Mask of keys past the end, and of causally hidden ones."""
 
     @cute.jit
-    def apply(self, operands: Operands, smem: Any, scores: Any, state: LatentSm90TileState, keys: KeyTile):
+    def apply(self, operands: DenseDecodeOperands, smem: Any, scores: Any, state: LatentSm90TileState, keys: KeyTile):
         """Set the scores of keys that a row does not see to -inf."""
-        if keys.left - operands.args.hidden_keys < TILE_KEYS:
+        if keys.remaining - operands.args.hidden_keys < TILE_KEYS:
             rows = [query_row(scores.thread, row_half) for row_half in range(ROWS_PER_THREAD)]
             limits = [operands.key_limit(keys, operands.token_and_head(row)[0]) for row in rows]
             mask_keys(scores.scores, scores.thread, limits)
@@ -122,7 +122,7 @@ class DenseDecodeSm90ConvertRole:
         self.dtype = dtype
 
     @cute.jit
-    def run(self, operands: Operands, smem: LatentSm90Smem, thread: Int32):
+    def run(self, operands: DenseDecodeOperands, smem: LatentSm90Smem, thread: Int32):
         """Wait kv_free. Signal kv_ready, rope_ready."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
@@ -144,7 +144,14 @@ class DenseDecodeSm90ConvertRole:
 
     @cute.jit
     def convert_tiles(
-        self, operands: Operands, smem: LatentSm90Smem, req: Int32, keys: DenseDecodeKeyPositions, tile: Int32, end: Int32, thread: Int32
+        self,
+        operands: DenseDecodeOperands,
+        smem: LatentSm90Smem,
+        req: Int32,
+        keys: DenseDecodeKeyPositions,
+        tile: Int32,
+        end: Int32,
+        thread: Int32,
     ):
         """Convert the tiles of one work tile, in this CTA from `tile` to `end`.
 
@@ -177,7 +184,7 @@ class DenseDecodeSm90ConvertRole:
                 self.convert_part(smem, PARTS[p], use, lane)
 
     def addresses(
-        self, operands: Operands, keys: DenseDecodeKeyPositions, pages: tuple[Int32, Int32], source: Int32
+        self, operands: DenseDecodeOperands, keys: DenseDecodeKeyPositions, pages: tuple[Int32, Int32], source: Int32
     ) -> tuple[Int64, Int64]:
         """Return the addresses of byte `source` of the thread's two keys; 0 for an absent key."""
         _, second = second_key_entry(operands, keys.row)
@@ -235,13 +242,13 @@ class DenseDecodeKeyPositions:
     row: Int32
     remaining: Int32
 
-    def following(self, operands: Operands) -> DenseDecodeKeyPositions:
+    def following(self, operands: DenseDecodeOperands) -> DenseDecodeKeyPositions:
         """Return the positions in the next tile."""
         return DenseDecodeKeyPositions(*operands.next_tile_entry(self.entry, self.row), self.remaining - TILE_KEYS)
 
 
 @cute.jit
-def look_up(operands: Operands, req: Int32, keys: DenseDecodeKeyPositions) -> tuple[Int32, Int32]:
+def look_up(operands: DenseDecodeOperands, req: Int32, keys: DenseDecodeKeyPositions) -> tuple[Int32, Int32]:
     """Return the pages of the thread's two keys; NO_PAGE for a key that the work tile does not have, whose entry is never read."""
     first, second = Int32(NO_PAGE), Int32(NO_PAGE)
     table = operands.args.block_table + (Int64(Uint32(req)) * operands.args.table_stride + Int64(Uint32(keys.entry)))
@@ -253,7 +260,7 @@ def look_up(operands: Operands, req: Int32, keys: DenseDecodeKeyPositions) -> tu
     return first, second
 
 
-def second_key_entry(operands: Operands, row: Int32) -> tuple[Int32, Int32]:
+def second_key_entry(operands: DenseDecodeOperands, row: Int32) -> tuple[Int32, Int32]:
     """Return the distance from a thread's first key, in some row of its page, to its second: (entries of the block table, row there).
 
     A page has a tile or more, or is a SMALL_PAGES-th of it. The code compares with the row, which changes, so that no register holds

@@ -48,7 +48,7 @@ from ..primitives.copies import load_box, multicast_box, prefetch_map
 from ..sm90.cta import OUTPUT_BARRIER, LatentSm90Parts, warpgroup_roles
 from ..sm90.output import LatentSm90OutputRole
 from ..sm90.score import LatentSm90ScoreRole
-from .operands import DescaledRows, LaneBox, Operands
+from .operands import DenseDecodeOperands, DenseDecodeRowScale, LaneBox
 from .page_walk import for_each_tile
 from .sm90_convert import DenseDecodeSm90EndMask
 from .sm90_fp8_gemm import (
@@ -81,26 +81,26 @@ class DenseDecodeSm90Fp8(LatentSm90Parts):
         """Return the allocated shared memory as the roles see it."""
         return DenseDecodeSm90Fp8Smem.create(memory)
 
-    def initialise(self, operands: Operands, smem: DenseDecodeSm90Fp8Smem) -> None:
+    def initialise(self, operands: DenseDecodeOperands, smem: DenseDecodeSm90Fp8Smem) -> None:
         """Initialise the barriers, and prefetch the tensor map."""
         smem.initialise(self.cluster)
         prefetch_map(operands.args.kv_map)
 
     @cute.jit
-    def produce(self, operands: Operands, smem: DenseDecodeSm90Fp8Smem, warp: Int32, thread: Int32):
+    def produce(self, operands: DenseDecodeOperands, smem: DenseDecodeSm90Fp8Smem, warp: Int32, thread: Int32):
         """Run the roles load and transpose."""
         if warp == 0:
             DenseDecodeSm90Fp8LoadRole(self.cluster).run(operands, smem)
         else:
             DenseDecodeSm90TransposeRole(self.cluster).run(operands, smem, warp - FIRST_TRANSPOSER)
 
-    def score(self, operands: Operands, smem: DenseDecodeSm90Fp8Smem, thread: Int32) -> None:
+    def score(self, operands: DenseDecodeOperands, smem: DenseDecodeSm90Fp8Smem, thread: Int32) -> None:
         """Run the score role."""
         scores = partial(DenseDecodeSm90Fp8Scores.create, self.cluster)
         softmax = partial(TileSoftmax.create, keeps_maximum=True)
-        LatentSm90ScoreRole(scores, DenseDecodeSm90EndMask(), DescaledRows(FP8), softmax).run(operands, smem, thread)
+        LatentSm90ScoreRole(scores, DenseDecodeSm90EndMask(), DenseDecodeRowScale(FP8), softmax).run(operands, smem, thread)
 
-    def output(self, operands: Operands, smem: DenseDecodeSm90Fp8Smem, thread: Int32, side: Int32) -> None:
+    def output(self, operands: DenseDecodeOperands, smem: DenseDecodeSm90Fp8Smem, thread: Int32, side: Int32) -> None:
         """Write the rows of ones, and run the output role."""
         write_ones(smem, thread, side)
         LatentSm90OutputRole(DenseDecodeSm90Fp8Output.create, self.dtype).run(operands, smem, thread, side)
@@ -113,7 +113,7 @@ class DenseDecodeSm90Fp8LoadRole:
         self.cluster = cluster
 
     @cute.jit
-    def run(self, operands: Operands, smem: DenseDecodeSm90Fp8Smem):
+    def run(self, operands: DenseDecodeOperands, smem: DenseDecodeSm90Fp8Smem):
         """Wait keys_free. Signal kv_ready, rope_ready."""
         tiles_done = for_each_tile(operands, partial(self.load_tile, operands, smem))
         cute.arch.griddepcontrol_launch_dependents()
@@ -122,7 +122,7 @@ class DenseDecodeSm90Fp8LoadRole:
                 smem.keys_free.producer_acquire(tiles_done + i)
 
     @cute.jit
-    def load_tile(self, operands: Operands, smem: DenseDecodeSm90Fp8Smem, box: LaneBox, tile: Int32):
+    def load_tile(self, operands: DenseDecodeOperands, smem: DenseDecodeSm90Fp8Smem, box: LaneBox, tile: Int32):
         """Load the tile-th tile of this CTA: all of it, with zeros where the request has no page."""
         where = (operands.kv_head(), box.row, box.page)
         offset = box.offset * BOX_COLUMNS

@@ -26,7 +26,7 @@ from ..primitives.wgmma import ROWS_PER_THREAD, RowPair, flat
 from ..sm90.cta import OUTPUT_GROUPS, OUTPUT_WARPS, WARPS_PER_GROUP, LatentSm90TileState
 from ..sm90.output import LatentSm90Accumulators
 from ..sm90.score import WARP_ROWS, query_row
-from .operands import Operands
+from .operands import DenseDecodeOperands
 
 BOX_COLUMNS = 128
 BOX_BYTES = TILE_KEYS * BOX_COLUMNS
@@ -216,7 +216,7 @@ class DenseDecodeSm90Fp8Scores:
         """Do nothing: this role loads Q itself."""
 
     @cute.jit
-    def load_queries(self, operands: Operands, req: Int32):
+    def load_queries(self, operands: DenseDecodeOperands, req: Int32):
         """Load Q of a work tile to registers. Rows past the last one repeat it; their results go nowhere.
 
         Columns 16 n + 4 (t % 4) and the next three of row half h are register 2 n + h.

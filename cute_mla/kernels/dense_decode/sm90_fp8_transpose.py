@@ -22,7 +22,7 @@ from cutlass.experimental import primitives
 from ...spec.split_plan import TILE_KEYS
 from ..primitives.copies import BOX_ROW_BYTES, CHUNK, MATRIX_ROWS, ROW_BYTES, load_groups, smem_pointer, store_groups, writer_address
 from ..sm90.cta import OUTPUT_BARRIER, WARPGROUP
-from .operands import Operands
+from .operands import DenseDecodeOperands
 from .sm90_fp8_gemm import BOX_BYTES, CHUNKS, KEY_GROUPS, LATENT_BOXES, ONES_ROWS, VALUE_BYTES, VALUE_STAGES, DenseDecodeSm90Fp8Smem
 
 TRANSPOSERS = 3  # warps; a chunk each, by turns
@@ -59,7 +59,7 @@ class DenseDecodeSm90TransposeRole:
         self.cluster = cluster
 
     @cute.jit
-    def run(self, operands: Operands, smem: DenseDecodeSm90Fp8Smem, rank: Int32):
+    def run(self, operands: DenseDecodeOperands, smem: DenseDecodeSm90Fp8Smem, rank: Int32):
         """Wait kv_ready, values_ready, values_free. Signal values_ready, keys_free. One warp; rank: which of the transposing warps."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()

@@ -15,7 +15,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.split_plan import TILE_KEYS
-from ..attention.scheduler import KeyTile, QueryOperands
+from ..attention.scheduler import KeyTile, LatentOperands
 from ..primitives.arithmetic import pack_pair
 from ..primitives.pipeline import PipelineState
 from ..primitives.rows import aligned, store_word
@@ -195,7 +195,7 @@ class LatentSm90Output(LatentSm90Accumulators):
         """Zero the rows of V of keys that no query token sees: P is 0 there, but 0 times a NaN of an unused row is NaN."""
         if self.unseen.hides_values(keys):
             for stage in stages:
-                clear_rows(smem.sKv, stage.stage, keys.left, self.thread, more=self.unseen.hole(keys))
+                clear_rows(smem.sKv, stage.stage, keys.remaining, self.thread, more=self.unseen.unseen_keys(keys))
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER + side, number_of_threads=WARPGROUP)
 
@@ -208,7 +208,7 @@ class LatentSm90OutputRole:
     dtype: type[cutlass.Numeric]
 
     @cute.jit
-    def run(self, operands: QueryOperands, smem: Any, thread: Int32, side: Int32):
+    def run(self, operands: LatentOperands, smem: Any, thread: Int32, side: Int32):
         """Wait probs_ready, right_turn, stats_ready. Signal kv_free, rope_free, right_turn, stats_free. Write out or out_accum."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()

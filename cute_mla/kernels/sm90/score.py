@@ -16,7 +16,7 @@ from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.split_plan import TILE_KEYS
 from ..attention.lengths import RowRange
-from ..attention.scheduler import BOX_COLUMNS, KeyTile, LatentOperands, QueryOperands, TileRange, WorkTile, first_query_row
+from ..attention.scheduler import BOX_COLUMNS, KeyTile, LatentOperands, TileRange, WorkTile, first_query_row
 from ..attention.softmax import LN2, OnlineSoftmax, RowScale
 from ..primitives.arithmetic import pin_register
 from ..primitives.copies import BOX_ROW_BYTES, store_groups, writer_address
@@ -155,7 +155,7 @@ class LatentSm90Scores:
         )
 
     @cute.jit
-    def load_queries(self, operands: QueryOperands, req: Int32):
+    def load_queries(self, operands: LatentOperands, req: Int32):
         """Load Q of a work tile: the first column tiles to registers, the others through registers to smem.
 
         Rows past the last one repeat it; their results go nowhere.
@@ -277,7 +277,7 @@ class LatentSm90ScoreRole:
     results: LatentSm90RowResults = LSE_ONLY
 
     @cute.jit
-    def run(self, operands: QueryOperands, smem: Any, thread: Int32):
+    def run(self, operands: LatentOperands, smem: Any, thread: Int32):
         """Wait valid_ready, kv_ready, rope_ready, stats_free. Signal probs_ready, stats_ready. Write lse."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
@@ -310,7 +310,7 @@ class LatentSm90ScoreRole:
 
     @cute.jit
     def score_tiles(
-        self, operands: QueryOperands, smem: Any, gemm: LatentSm90Scores, softmax: OnlineSoftmax, tile_range: TileRange, tile: Int32
+        self, operands: LatentOperands, smem: Any, gemm: LatentSm90Scores, softmax: OnlineSoftmax, tile_range: TileRange, tile: Int32
     ):
         """Score the tiles of a work tile, the first of which is the tile-th of this CTA.
 
@@ -346,7 +346,7 @@ class LatentSm90ScoreRole:
             arrive(barrier_at(deferred_barrier))
 
     @cute.jit
-    def read_ahead(self, operands: QueryOperands, gemm: Any, work_tile: WorkTile, last: Int32):
+    def read_ahead(self, operands: LatentOperands, gemm: Any, work_tile: WorkTile, last: Int32):
         """Begin to load Q of the work tile behind this one, if it has keys."""
         tiles = Int32(0)
         if work_tile.next_req <= last:
@@ -366,11 +366,11 @@ class LatentSm90ScoreRole:
 
     @cute.jit
     def softmax_step(
-        self, operands: QueryOperands, smem: Any, gemm: LatentSm90Scores, softmax: OnlineSoftmax, state: LatentSm90TileState, keys: KeyTile
+        self, operands: LatentOperands, smem: Any, gemm: LatentSm90Scores, softmax: OnlineSoftmax, state: LatentSm90TileState, keys: KeyTile
     ):
         """Turn S of one tile into P, in shared memory with its rescale factors. Not handed over yet."""
         self.mask.apply(operands, smem, gemm, state, keys)
-        self.results.see_tile(softmax, gemm, keys.left)
+        self.results.see_tile(softmax, gemm, keys.remaining)
         alpha = softmax.add_tile(gemm.scores)
         gemm.store_probs(state, alpha)
         cute.arch.fence_proxy("async.shared", space="cta")

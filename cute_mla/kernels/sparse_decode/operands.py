@@ -125,7 +125,3 @@ def _scales_address(cache: CacheFormat, page: Int64, row: Int64, row_stride: Int
         return inside
     behind = page + (Int64(page_size) * (twin or cache).row_bytes + in_page * cache.scale_bytes)
     return behind if twin is None else cutlass.select_(row_stride == twin.row_bytes, behind, inside)
-
-
-Operands = SparseDecodeOperands
-IndexList = SparseDecodeIndices

@@ -39,7 +39,7 @@ from ..sm90.cta import (
 from ..sm90.output import LatentSm90Output, LatentSm90OutputRole
 from ..sm90.score import LatentSm90AbsentKeyMask, LatentSm90ScoreRole, LatentSm90Scores
 from .abi import SparseDecodeAbi
-from .operands import Operands
+from .operands import SparseDecodeOperands
 from .sm90_gather import GATHER_BARRIER, SparseDecodeSm90GatherRole
 
 ALTERNATING = (0, 256, 128, 384)  # columns: the output groups' first stages, which come free first, are filled first
@@ -75,16 +75,16 @@ class SparseDecodeSm90(LatentSm90Parts):
         self.layout = LatentSm90Smem.layout(self.stages, self.queries, self.dtype, (kv_stages, 3), optional)
         self.expected = ("HGMMA", self.stages.wgmma_per_tile)
 
-    def produce(self, operands: Operands, smem: LatentSm90Smem, warp: Int32, thread: Int32) -> None:
+    def produce(self, operands: SparseDecodeOperands, smem: LatentSm90Smem, warp: Int32, thread: Int32) -> None:
         """Run the gather role."""
         SparseDecodeSm90GatherRole(self.config, self.dtype, self.stages).run(operands, smem, thread)
 
-    def score(self, operands: Operands, smem: LatentSm90Smem, thread: Int32) -> None:
+    def score(self, operands: SparseDecodeOperands, smem: LatentSm90Smem, thread: Int32) -> None:
         """Run the score role."""
         scores = partial(LatentSm90Scores.create, self.queries)
         LatentSm90ScoreRole(scores, LatentSm90AbsentKeyMask(), SinkScale()).run(operands, smem, thread)
 
-    def output(self, operands: Operands, smem: LatentSm90Smem, thread: Int32, side: Int32) -> None:
+    def output(self, operands: SparseDecodeOperands, smem: LatentSm90Smem, thread: Int32, side: Int32) -> None:
         """Run the output role."""
         output = partial(LatentSm90Output.create, self.cluster, None)
         LatentSm90OutputRole(output, self.dtype).run(operands, smem, thread, side)

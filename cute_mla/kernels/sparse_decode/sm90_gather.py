@@ -60,7 +60,7 @@ from ..sm90.rows import (
     store_chunk,
     zero_behind,
 )
-from .operands import NO_SLOT, IndexList, Operands, slot_address
+from .operands import NO_SLOT, SparseDecodeIndices, SparseDecodeOperands, slot_address
 from .sm90_scales import LOOKED_UP, Conversion, conversion_of, load_scales, source_lane
 
 GATHER_BARRIER = OUTPUT_BARRIER + OUTPUT_GROUPS  # and the following: one for each stage of a tile
@@ -97,7 +97,7 @@ class SparseDecodeSm90GatherRole:
         self.batches = batches_of(tile_steps(self.format, stages, self.cluster)) if self.format.group else ()
 
     @cute.jit
-    def run(self, operands: Operands, smem: LatentSm90Smem, thread: Int32):
+    def run(self, operands: SparseDecodeOperands, smem: LatentSm90Smem, thread: Int32):
         """Wait kv_free, rope_free. Signal kv_ready, rope_ready."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
@@ -117,7 +117,7 @@ class SparseDecodeSm90GatherRole:
             smem.await_peer(tile)
 
     def first_keys(
-        self, operands: Operands, tiles: TileRange, who: SparseDecodeGatherThread
+        self, operands: SparseDecodeOperands, tiles: TileRange, who: SparseDecodeGatherThread
     ) -> tuple[SparseDecodeSm90Indices, Int32, SparseDecodeSm90Keys]:
         """Return the indices of a work tile, and this thread's position and keys in its first tile."""
         indices = SparseDecodeSm90Indices.create(operands, tiles.req, (tiles.begin + tiles.tiles) * TILE_KEYS)
@@ -127,7 +127,7 @@ class SparseDecodeSm90GatherRole:
 
     @cute.jit
     def convert_tiles(
-        self, operands: Operands, smem: LatentSm90Smem, tiles: TileRange, kv: PipelineState, rope: PipelineState, shift: Int32
+        self, operands: SparseDecodeOperands, smem: LatentSm90Smem, tiles: TileRange, kv: PipelineState, rope: PipelineState, shift: Int32
     ) -> tuple[PipelineState, PipelineState]:
         """Gather the tiles of one work tile.
 
@@ -182,7 +182,7 @@ class SparseDecodeSm90GatherRole:
 
     @cute.jit
     def copy_tiles(
-        self, operands: Operands, smem: LatentSm90Smem, tiles: TileRange, kv: PipelineState, rope: PipelineState, shift: Int32
+        self, operands: SparseDecodeOperands, smem: LatentSm90Smem, tiles: TileRange, kv: PipelineState, rope: PipelineState, shift: Int32
     ) -> tuple[PipelineState, PipelineState]:
         """Gather the tiles of one work tile from a 16-bit cache: cp.async moves all bytes, a stage ahead of the one that is handed over.
 
@@ -312,9 +312,9 @@ class SparseDecodeSm90Indices:
     second: cute.Pointer
 
     @staticmethod
-    def create(operands: Operands, req: Int32, end: Int32) -> SparseDecodeSm90Indices:
+    def create(operands: SparseDecodeOperands, req: Int32, end: Int32) -> SparseDecodeSm90Indices:
         """Return the indices of a request before a position."""
-        indices = IndexList.create(operands, req)
+        indices = SparseDecodeIndices.create(operands, req)
         end = smaller(indices.main + indices.extra, end)
         return SparseDecodeSm90Indices(indices.main, end, indices.main_indices, indices.extra_indices - Int64(indices.main))
 
@@ -373,7 +373,7 @@ def position_in_tile(thread: Int32) -> Int32:
 
 
 def find_keys(
-    operands: Operands, conversion: Conversion, index: Int32, in_extra: Boolean, who: SparseDecodeGatherThread
+    operands: SparseDecodeOperands, conversion: Conversion, index: Int32, in_extra: Boolean, who: SparseDecodeGatherThread
 ) -> SparseDecodeSm90Keys:
     """Return this thread's keys.
 

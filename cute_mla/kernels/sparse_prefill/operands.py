@@ -112,7 +112,3 @@ class SparsePrefillOperands(LatentOperands):
     def _offset(self, strides: tuple[Int64, Int64, Int64], req: Int32, row: Int32, *_: Int32) -> Int64:
         request, place = self._request(req)
         return Int64(request) * strides[0] + Int64(place) * strides[1] + Int64(row) * strides[2]
-
-
-Operands = SparsePrefillOperands
-IndexList = SparsePrefillIndices

@@ -49,7 +49,7 @@ from ..sm90.cta import LatentSm90Kernel, LatentSm90Parts, LatentSm90Queries, Lat
 from ..sm90.output import LatentSm90Output, LatentSm90OutputRole
 from ..sm90.score import LatentSm90AbsentKeyMask, LatentSm90ScoreRole
 from .abi import SparsePrefillAbi
-from .operands import Operands
+from .operands import SparsePrefillOperands
 from .sm90_copy import (
     COPY_WARPS,
     DELIVER_WARP,
@@ -85,11 +85,11 @@ class SparsePrefillSm90(LatentSm90Parts):
         """Return the allocated shared memory as the roles see it."""
         return SparsePrefillSm90Smem.create(self.stages, memory)
 
-    def prefetch(self, operands: Operands) -> None:
+    def prefetch(self, operands: SparsePrefillOperands) -> None:
         """Do nothing: there is no plan."""
 
     @cute.jit
-    def produce(self, operands: Operands, smem: SparsePrefillSm90Smem, warp: Int32, thread: Int32):
+    def produce(self, operands: SparsePrefillOperands, smem: SparsePrefillSm90Smem, warp: Int32, thread: Int32):
         """Run the roles copy, deliver and indices."""
         producer = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if producer < COPY_WARPS:
@@ -99,13 +99,13 @@ class SparsePrefillSm90(LatentSm90Parts):
         else:
             SparsePrefillSm90IndexRole(self.queries).run(operands, smem)
 
-    def score(self, operands: Operands, smem: SparsePrefillSm90Smem, thread: Int32) -> None:
+    def score(self, operands: SparsePrefillOperands, smem: SparsePrefillSm90Smem, thread: Int32) -> None:
         """Run the score role."""
         scores = partial(SparsePrefillSm90Scores.create, self.queries)
         softmax, results = partial(OnlineSoftmax.create, keeps_maximum=True), SparsePrefillSm90RowResults.create(smem)
         LatentSm90ScoreRole(scores, LatentSm90AbsentKeyMask(), SinkScale(), softmax, results).run(operands, smem, thread)
 
-    def output(self, operands: Operands, smem: SparsePrefillSm90Smem, thread: Int32, side: Int32) -> None:
+    def output(self, operands: SparsePrefillOperands, smem: SparsePrefillSm90Smem, thread: Int32, side: Int32) -> None:
         """Run the output role."""
         output = partial(LatentSm90Output.create, self.cluster, None)
         LatentSm90OutputRole(output, self.dtype).run(operands, smem, thread, side)

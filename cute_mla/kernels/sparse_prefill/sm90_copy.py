@@ -42,7 +42,7 @@ from ..sm90.rows import (
     hand_over,
     peer_shift,
 )
-from .operands import Operands
+from .operands import SparsePrefillOperands
 
 COPY_WARPS = 2
 DELIVER_WARP = COPY_WARPS
@@ -177,14 +177,14 @@ class SparsePrefillSm90CopyRole:
         self.cluster = cluster
 
     @cute.jit
-    def run(self, operands: Operands, smem: SparsePrefillSm90Smem, thread: Int32):
+    def run(self, operands: SparsePrefillOperands, smem: SparsePrefillSm90Smem, thread: Int32):
         """Wait valid_ready, kv_free, rope_free. Signal kv_landed, rope_landed."""
         lane = SparsePrefillCopyLane.create(thread, halves_of_cta(self.cluster))
         for_each_tile(operands.schedule, partial(self.copy_tile, operands, smem, lane))
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
-    def copy_tile(self, operands: Operands, smem: SparsePrefillSm90Smem, lane: SparsePrefillCopyLane, tile: Int32):
+    def copy_tile(self, operands: SparsePrefillOperands, smem: SparsePrefillSm90Smem, lane: SparsePrefillCopyLane, tile: Int32):
         """Wait valid_ready, kv_free, rope_free. Signal kv_landed, rope_landed."""
         present = smem.await_validity(tile)
         rows = SparsePrefillTileRows.create(smem, tile, operands.latent.row_stride)
@@ -220,7 +220,7 @@ class SparsePrefillSm90DeliverRole:
         self.cluster = cluster
 
     @cute.jit
-    def run(self, operands: Operands, smem: SparsePrefillSm90Smem):
+    def run(self, operands: SparsePrefillOperands, smem: SparsePrefillSm90Smem):
         """Wait valid_ready, kv_landed, rope_landed. Signal kv_ready, rope_ready."""
         tiles_done = for_each_tile(operands.schedule, partial(self.deliver_tile, smem))
         if cutlass.const_expr(self.cluster > 1):

@@ -19,7 +19,7 @@ from ..primitives.arithmetic import smaller
 from ..primitives.copies import LINE_BYTES, prefetch_line
 from ..sm90.cta import BOX_BYTES, LatentSm90Queries
 from ..sm90.rows import CHUNK, HALF_KEYS, HALVES, ROW_BYTES, arrive_landed, copy_chunk
-from .operands import IndexList, Operands
+from .operands import SparsePrefillIndices, SparsePrefillOperands
 from .sm90_copy import KEYS_AT_ONCE, LANES_PER_KEY, SWIZZLE_KEYS, SparsePrefillSm90Smem
 
 LANES = 32
@@ -33,7 +33,7 @@ class SparsePrefillSm90IndexRole:
         self.queries = queries
 
     @cute.jit
-    def run(self, operands: Operands, smem: SparsePrefillSm90Smem):
+    def run(self, operands: SparsePrefillOperands, smem: SparsePrefillSm90Smem):
         """Wait rope_free, queries_free. Signal valid_ready, queries_landed. Indices are asked for a tile ahead."""
         cursor = first_tile(operands)
         entries = cursor.entries()
@@ -52,7 +52,7 @@ class SparsePrefillSm90IndexRole:
             tile = tile + 1
 
     @cute.jit
-    def load_queries(self, operands: Operands, smem: SparsePrefillSm90Smem, token: Int32, number: Int32):
+    def load_queries(self, operands: SparsePrefillOperands, smem: SparsePrefillSm90Smem, token: Int32, number: Int32):
         """Bring Q of a token, the number-th that has keys. Wait queries_free. Signal queries_landed.
 
         Rows past the last one repeat it; their results go nowhere.
@@ -70,7 +70,7 @@ class SparsePrefillSm90IndexRole:
             arrive_landed(smem.queries_landed.barrier(use))
 
     @cute.jit
-    def copy_chunks(self, operands: Operands, base: Int64, pitch: Int64, boxes: Int32, phase: cutlass.Constexpr[list[int]]):
+    def copy_chunks(self, operands: SparsePrefillOperands, base: Int64, pitch: Int64, boxes: Int32, phase: cutlass.Constexpr[list[int]]):
         """Start the copies of some column tiles, 16 bytes a lane: 128 bytes of each of four rows."""
         lane = cute.arch.lane_idx()
         chunk, own = lane % LANES_PER_KEY, lane // LANES_PER_KEY
@@ -82,7 +82,7 @@ class SparsePrefillSm90IndexRole:
                     copy_chunk(target + box * BOX_BYTES, source + phase[box] * ROW_BYTES)
 
     @cute.jit
-    def copy_words(self, operands: Operands, base: Int64, pitch: Int64, boxes: Int32, phase: cutlass.Constexpr[list[int]]):
+    def copy_words(self, operands: SparsePrefillOperands, base: Int64, pitch: Int64, boxes: Int32, phase: cutlass.Constexpr[list[int]]):
         """Start the copies of some column tiles, 4 bytes a lane: 128 bytes of a row."""
         lane = cute.arch.lane_idx()
         for row in cutlass.range(TILE_ROWS, unroll=1):
@@ -92,7 +92,7 @@ class SparsePrefillSm90IndexRole:
                 copy_chunk(boxes + (row * ROW_BYTES + place) + box * BOX_BYTES, source + phase[box] * ROW_BYTES, nbytes=WORD)
 
     @cute.jit
-    def announce(self, smem: SparsePrefillSm90Smem, indices: IndexList, entries: tuple[Int32, Int32], tile: Int32):
+    def announce(self, smem: SparsePrefillSm90Smem, indices: SparsePrefillIndices, entries: tuple[Int32, Int32], tile: Int32):
         """Publish which rows a tile has, from the indices of this lane's keys."""
         low, high = (indices.checked(entry) for entry in entries)
         stage, lane = smem.valid_ready.stage(tile), cute.arch.lane_idx()
@@ -108,7 +108,7 @@ class SparsePrefillSm90IndexRole:
         smem.valid_ready.producer_commit(tile)
 
 
-def row_address(operands: Operands, base: Int64, pitch: Int64, row: Int32) -> Int64:
+def row_address(operands: SparsePrefillOperands, base: Int64, pitch: Int64, row: Int32) -> Int64:
     """Return the address of one of this CTA's query rows."""
     return base + Int64(smaller(first_query_row() + row, operands.rows() - 1)) * pitch
 
@@ -122,7 +122,7 @@ class SparsePrefillCursor:
 
     token: Int32
     position: Int32
-    indices: IndexList
+    indices: SparsePrefillIndices
 
     def entries(self) -> tuple[Int32, Int32]:
         """Start the loads of the indices of this lane's keys, l and l + 32, unchecked."""
@@ -149,21 +149,21 @@ def token_with_keys(schedule: TokenSchedule, token: Int32) -> Int32:
     return token
 
 
-def indices_of(operands: Operands, token: Int32) -> IndexList:
+def indices_of(operands: SparsePrefillOperands, token: Int32) -> SparsePrefillIndices:
     """Return the indices of a token, none past the last one."""
     last = operands.schedule.last_request()
     indices = operands.index_list(smaller(token, last))
     return replace(indices, count=cutlass.select_(token <= last, indices.count, Int32(0)))
 
 
-def first_tile(operands: Operands) -> SparsePrefillCursor:
+def first_tile(operands: SparsePrefillOperands) -> SparsePrefillCursor:
     """Return this CTA's first tile."""
     token = token_with_keys(operands.schedule, operands.schedule.first_work_tile()[0])
     return SparsePrefillCursor(token, Int32(0), indices_of(operands, token))
 
 
 @cute.jit
-def next_tile(operands: Operands, cursor: SparsePrefillCursor, d_qk: cutlass.Constexpr[int]) -> SparsePrefillCursor:
+def next_tile(operands: SparsePrefillOperands, cursor: SparsePrefillCursor, d_qk: cutlass.Constexpr[int]) -> SparsePrefillCursor:
     """Return the tile after one. Ask L2 for the next token's rows of Q, which the score role will need."""
     token, position, indices = cursor.token, cursor.position + TILE_KEYS, cursor.indices
     if position >= indices.count:
@@ -175,7 +175,7 @@ def next_tile(operands: Operands, cursor: SparsePrefillCursor, d_qk: cutlass.Con
 
 
 @cute.jit
-def prefetch_queries(operands: Operands, token: Int32, d_qk: cutlass.Constexpr[int]):
+def prefetch_queries(operands: SparsePrefillOperands, token: Int32, d_qk: cutlass.Constexpr[int]):
     """Bring this CTA's rows of Q to L2. One warp: a lane has every 32nd."""
     for rows_before in cutlass.range_constexpr(0, TILE_ROWS, LANES):
         row = first_query_row() + (rows_before + cute.arch.lane_idx())

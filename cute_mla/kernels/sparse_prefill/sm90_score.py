@@ -24,7 +24,7 @@ from ..primitives.wgmma import ROWS_PER_THREAD, flat, fragment_column, fragment_
 from ..sm90.cta import BOX_BYTES, STAGE_COLUMNS, STEPS_PER_BOX, LatentSm90Queries, LatentSm90Smem
 from ..sm90.rows import CHUNK
 from ..sm90.score import LatentSm90RowResults, LatentSm90Scores, query_row
-from .operands import Operands
+from .operands import SparsePrefillOperands
 from .sm90_copy import SparsePrefillSm90Smem
 
 SUM, REFERENCE = 0, 1  # of sIndexer
@@ -119,7 +119,7 @@ class SparsePrefillSm90RowResults(LatentSm90RowResults):
         """Return the row sum of a row; its reference is TILE_ROWS behind."""
         return self.sIndexer + fragment_row(thread, row_half)
 
-    def begin(self, operands: Operands, keys: Int32) -> None:
+    def begin(self, operands: SparsePrefillOperands, keys: Int32) -> None:
         """Place the bound of a token with so many keys."""
         # at most 2^31 - 1, since indexer_topk is at least 1 and there are at most 2^31 - 64 keys
         place = keys + (TILE_KEYS - operands.args.indexer_topk)
@@ -142,7 +142,7 @@ class SparsePrefillSm90RowResults(LatentSm90RowResults):
         stored.operands.max_logit_of(stored.unit, row).store(softmax.maximum(row_half) * LN2)
 
     @cute.jit
-    def end(self, operands: Operands, req: Int32, softmax: OnlineSoftmax, thread: Int32):
+    def end(self, operands: SparsePrefillOperands, req: Int32, softmax: OnlineSoftmax, thread: Int32):
         """Write lse_indexer of a token, if it is asked for. If the bound is still ahead, all keys lie before it."""
         if operands.asks_lse_indexer():
             for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
