@@ -1,4 +1,7 @@
-"""A fixed sample of calls of the whole API at random (`make fuzz` makes many more), and that the judge notices what is wrong."""
+"""A fixed sample of calls at random, and that the judge notices what is wrong.
+
+`make test` draws for a third of the functions, `make test-full` for all of them; `make fuzz` draws many more.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ BROKEN = replace(RIGHT, breaks=(Break("outs", "dtype", 0),))
 KERNELS = ("dense_decode", "sparse_decode", "sparse_prefill", "dense_prefill")
 
 
-@pytest.mark.parametrize("subject", SUBJECTS)
+@pytest.mark.parametrize("subject", [pytest.param(each, marks=[pytest.mark.slow] if i % 3 else []) for i, each in enumerate(SUBJECTS)])
 def test_a_sample_does_what_is_documented(subject: str) -> None:
     arch = list(ARCHS)[list(SUBJECTS).index(subject) % len(ARCHS)]
     tally = Tally()
