@@ -18,7 +18,7 @@ from .example_arguments import example_arguments
 
 @dataclass(frozen=True)
 class WarpLaunch:
-    """What a kernel is and how it is launched.
+    """Name, sizes and arguments of a kernel, and how it is launched.
 
     role: of its warps. arguments: the NamedTuple of the spec. min_blocks_per_sm: CTAs of which ptxas is told, so that it takes more
     registers than it would unasked; 0: it is told nothing.
