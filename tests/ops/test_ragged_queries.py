@@ -66,7 +66,7 @@ def test_a_call_that_is_repeated_with_fewer_tokens_and_requests(bench: Bench) ->
             decode(CASE, own, cu_seqlens_q, (out, lse))
         assert all((result[used:] == UNTOUCHED).all() for result in (out, lse))
         part = replace(CASE, tokens=tokens, outputs="allocated")
-        expect(part, replace(own, q=q[:used], output_buffers={}), (out[:used], lse[:used]))
+        expect(part, replace(own, q=q[:used], cu_seqlens_q=cu_seqlens_q, output_buffers={}), (out[:used], lse[:used]))
 
 
 def test_a_batch_invariant_request_has_the_bits_that_it_has_alone(bench: Bench) -> None:
