@@ -233,8 +233,14 @@ def _missing_memory(params: Sequence[Param], args: Sequence[Any]) -> Iterator[Fi
 def _raw(param: Param, arg: Any) -> bytes | simulator.TensorMap:
     """Return an argument as the simulator takes it: little-endian bytes, or its own description of a tensor map."""
     if param.kind is ParamKind.TENSOR_MAP:
-        return simulator.TensorMap(arg.dtype, arg.address, arg.dims, arg.strides, arg.box, simulator.Swizzle(arg.swizzle))
+        return simulated_map(arg)
     return struct.pack(_SCALARS[param.kind], address_of(arg) if param.kind is ParamKind.POINTER else arg)
+
+
+def simulated_map(tensor_map: TensorMap) -> simulator.TensorMap:
+    """Return the simulator's own description of a tensor map."""
+    where = (tensor_map.dtype, tensor_map.address, tensor_map.dims, tensor_map.strides, tensor_map.box)
+    return simulator.TensorMap(*where, simulator.Swizzle(tensor_map.swizzle))
 
 
 def _regions(params: Sequence[Param], args: Sequence[Any]) -> Iterator[tuple[str, int, int]]:
