@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from ..simulator import Finding, Module
     from ..simulator.engine.counts import Counts
     from ..simulator.sass.trace import MachineTrace
+    from ..spec.tensor_map import TensorMap
 
 _ON_FINDING = ("raise", "collect")
 _CODES = ("ptx", "sass")
