@@ -41,7 +41,8 @@ def test_the_simulator_imports_nothing_of_the_rest_of_the_package() -> None:
         path.name
         for path in ROOT.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.ImportFrom) and (node.level > len(path.relative_to(ROOT).parts) or (node.module or "").startswith("cute_mla"))
+        if isinstance(node, ast.ImportFrom)
+        and (node.level > len(path.relative_to(ROOT).parts) or (node.module or "").startswith("cute_mla"))
     }
     assert not outside
 

@@ -210,7 +210,8 @@ def _uniform_run(ins: SassInstruction, index: int, operand: Address) -> int:
         dimensions = next(int(word[0]) for word in ins.modifiers if re.fullmatch(r"\dD", word))
         if "GATHER4" in ins.modifiers:
             dimensions = 5  # a column and four rows
-        return dimensions + (2 if ins.base == "UTMALDG" else 1) if index == 0 else 2
+        others = {"UTMALDG": 2, "UTMASTG": 1, "UTMAPF": 0}[ins.base]  # places in shared memory ahead of the coordinates
+        return others + dimensions if index == 0 else 2
     if ins.base == "UBLKCP":
         source_is_global = ins.modifiers[-1] == "G"
         return 2 if index == 0 or source_is_global else 1

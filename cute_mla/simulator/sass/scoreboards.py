@@ -35,7 +35,10 @@ PIPES = {
         "constant": "LDC",
         "tensor memory": "LDTM STTM",
         "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
-        "tensor copy": "UTMALDG UTMAPF UTMASTG",
+        "tensor copy": "UTMACCTL UTMALDG UTMAPF UTMASTG",
+        "tensor product": "UTCBAR UTCCP UTCHMMA UTCQMMA",
+        "special register": "S2R",
+        "uniform special register": "S2UR",
     }.items()
     for opcode in opcodes.split()
 }
@@ -47,12 +50,13 @@ RESULT_ORDERS = {
         "constant": "LDC",
         "tensor memory": "LDTM",
         "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
+        "special register": "S2R",
+        "uniform special register": "S2UR",
     }.items()
     for opcode in opcodes.split()
 }
 UNORDERED = frozenset({
-    "ARRIVES", "BAR", "CCTL", "LDCU", "REDUX", "S2R", "S2UR", "UBLKCP", "UBLKPF", "USETMAXREG", "UTCATOMSWS", "UTCBAR",
-    "UTCHMMA", "UTCQMMA", "UTMACCTL",
+    "ARRIVES", "BAR", "CCTL", "LDCU", "REDUX", "UBLKCP", "UBLKPF", "USETMAXREG", "UTCATOMSWS",
 })  # fmt: skip
 # Rule 7: what takes effect, as a register that its instruction writes and that those who let others see it read.
 EFFECTS = {"MEMBAR": Reg("the memory barrier", "r"), "FENCE": Reg("the proxy fence", "r"), "SYNCS.EXCH": Reg("the mbarrier", "r")}
