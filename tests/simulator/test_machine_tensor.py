@@ -45,6 +45,20 @@ def without_waits(text: str) -> str:
     return "\n".join(lines)
 
 
+def with_a_board_of_its_own(load: int) -> Callable[[str], str]:
+    """Return an edit that gives one LDTM scoreboard 5, which nobody waits for."""
+
+    def edit(text: str) -> str:
+        lines = text.splitlines()
+        place = [number for number, line in enumerate(lines) if re.search(r"\bLDTM ", line)][load] + 1
+        high = int(lines[place].split("0x")[1][:16], 16)
+        assert Control.of(high).write_board != 5
+        lines[place] = f"/* {high & ~(7 << 46) | 5 << 46:#018x} */"
+        return "\n".join(lines)
+
+    return edit
+
+
 def broken(program: str, edit: Callable[[str], str] | None = None, group: int = 1) -> Report:
     """Run a program as machine code, and check that the edit changed it."""
     changed = []
@@ -83,6 +97,17 @@ def test_broken_machine_code_is_noticed(program: str, edit: Callable[[str], str]
         return
     report = broken(program, edit)
     assert any(finding.kind == kind and text in finding.message for finding in report.findings), report.findings
+
+
+TWICE = LOAD.replace("tcgen05.wait", "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r32}, [%r5+4];\ntcgen05.wait") + WAITED + KEEP
+TWICE = fill(32) + TWICE + KEEP.replace("st.shared", f"add.u32 %r30, %r30, %r32;\nst.shared")
+
+
+@pytest.mark.parametrize(("load", "found"), [(0, set()), (1, {"missing_wait"})])
+def test_a_load_of_tensor_memory_is_done_when_a_later_one_is(load: int, found: set[str]) -> None:
+    """What guards the registers of the first load is another matter: the static check finds it."""
+    report = broken(TWICE, with_a_board_of_its_own(load))
+    assert {finding.kind for finding in report.findings} - {"control_code"} == found
 
 
 def test_the_word_in_front_of_an_instruction_descriptor_must_be_0() -> None:

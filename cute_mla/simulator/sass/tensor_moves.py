@@ -71,25 +71,21 @@ def wait_for_loads(e: Emitter, ins: SassInstruction) -> None:
 
 @runtime
 def load_tensor_cells(w: Window, where: Fragment, rows: np.ndarray | slice, address: np.ndarray, boards: int, tainted: bool) -> None:
-    """Execute LDTM; the values are taken at once.
-
-    boards: mask of the scoreboard that it releases. A load without one is done when the next load of its warp is.
-    """
-    cta = w.cta
+    """Execute LDTM; the values are taken at once. boards: mask of the scoreboard that it releases."""
     places, moves = warp_places(w, where, address, False, 0)
     read_cells(w, where, rows, places, tainted)
-    for move in cta.awaited:
-        if not move.boards and move.warp in w.warps:
-            move.boards = boards
     for move in moves:
         move.boards = boards
-    cta.awaited += moves
+    w.cta.awaited += moves
 
 
 @runtime
 def await_tensor_loads(w: Window, mask: int) -> None:
-    """Record that warps have waited for the scoreboards of a mask."""
+    """Record that warps have waited for the scoreboards of a mask. Loads of a warp are done in order: the last one proves the others."""
     cta = w.cta
     for warp in w.warps:
-        finish_moves(cta, warp, [move for move in cta.awaited if move.warp == warp and move.boards & mask])
+        moves = [move for move in cta.awaited if move.warp == warp]
+        while moves and not moves[-1].boards & mask:
+            moves.pop()
+        finish_moves(cta, warp, moves)
     cta.awaited = [move for move in cta.awaited if move.time is None]
