@@ -13,10 +13,13 @@ from cute_mla.simulator.numerics.tma import encode_native_tensor_map
 from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.spec.arch import ARCHS, Arch
-from tests.simulator.small_kernels import REGISTERS, aligned, kinds
+from tests.simulator.barrier_kernels import each_policy
+from tests.simulator.small_kernels import REGISTERS, Kernel, aligned, kinds
 
 THREADS = 64
 Dim3 = tuple[int, int, int]
+DYNAMIC = ".extern .shared .align 1024 .b8 smem[];"
+ADVERSARIAL = Policy.named("adversarial")
 ONE = (1, 1, 1)
 
 
@@ -30,12 +33,18 @@ def load(arch: Arch, body: str, parameters: str = ".param .u64 p0", declarations
 
 
 def execute(
-    module: Module, array: np.ndarray, args: list[bytes], smem: int = 0, grid: Dim3 = (1, 1, 1), cluster: Dim3 = (1, 1, 1)
+    module: Module,
+    array: np.ndarray,
+    args: list[bytes],
+    smem: int = 0,
+    grid: Dim3 = (1, 1, 1),
+    cluster: Dim3 = (1, 1, 1),
+    policy: Policy = ADVERSARIAL,
 ) -> Report:
     memory = GlobalMemory()
     memory.add("array", array.ctypes.data, array.nbytes)
     launch = Launch(module, "k", grid, (THREADS, 1, 1), cluster, smem, [*args], Names())
-    return run(launch, memory, Policy.named("adversarial"))
+    return run(launch, memory, policy)
 
 
 def pointer(array: np.ndarray) -> bytes:
@@ -61,6 +70,38 @@ def test_an_indirect_branch_goes_to_the_place_of_its_table(arch: Arch) -> None:
     assert not report.findings
     ways = [given * 77, given + 1000, given ^ 12345, given * given + 5]
     np.testing.assert_array_equal(array, np.choose(np.minimum(given, 3), ways))
+
+
+WAITING_LANE = """
+mov.u32 %r1, smem; setp.ne.u32 %p1, %r0, 0; @%p1 bra READY; mov.u32 %r2, 1; mbarrier.init.shared.b64 [%r1], %r2;
+READY: bar.sync 0; ld.global.u32 %r3, [%rd2]; setp.ne.u32 %p2, %r3, 32; @%p2 bra JOIN; mul.lo.u32 %r3, %r3, 77;
+WAIT: mbarrier.try_wait.parity.shared.b64 %p3, [%r1], 0; @!%p3 bra WAIT;
+JOIN: add.u32 %r3, %r3, 1; GATHER st.global.u32 [%rd2], %r3; @%p1 bra DONE;
+ARRIVE
+DONE:
+"""
+GATHER = "shfl.sync.bfly.b32 %r3, %r3, 1, 0x1f, -1;"
+ARRIVE = "mbarrier.arrive.shared.b64 _, [%r1];"
+
+
+@each_policy
+@pytest.mark.parametrize(
+    ("gather", "arrive"), [(GATHER, ARRIVE), ("", ARRIVE), ("", "")], ids=["WARPSYNC", "BSYNC", "nobody arrives"]
+)
+def test_a_complete_warp_does_not_wait_for_the_lanes_of_another(policy: Policy, gather: str, arrive: str) -> None:
+    """A lane of the second warp waits for the first warp, which its other lanes stand beside in one convoy."""
+    given = np.arange(THREADS, dtype=np.uint32)
+    expected = np.where(given == 32, 32 * 77, given) + 1
+    body = WAITING_LANE.replace("GATHER", gather).replace("ARRIVE", arrive)
+    for arch in (*ARCHS.values(), None):
+        array = given.copy()
+        if arch is None:
+            report = Kernel(body, THREADS, 64).run(array, policy=policy)
+        else:
+            report = execute(load(arch, body, declarations=DYNAMIC), array, [pointer(array)], 64, policy=policy)
+        assert kinds(report) == (set() if arrive else {"deadlock"}), report.findings
+        if arrive:
+            np.testing.assert_array_equal(array, expected[given ^ 1] if gather else expected)
 
 
 STATIC = """

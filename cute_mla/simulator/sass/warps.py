@@ -184,11 +184,15 @@ def reconverge(e: Emitter, ins: SassInstruction) -> None:
 
 @runtime
 def reconverged(w: Window, mask: np.ndarray, row: int) -> bool:
-    """Return True when all lanes of the region are here, and end it; else hold the group until others come or leave."""
+    """Return True when all lanes of the region are here, and end it; else hold the group until others come or leave.
+
+    Warps of the group that are complete part from the others first: these may wait for what the complete ones do next.
+    """
     if w.whole:
         mask[...] = 0
         return True
     stored = w.cta.registers.banks["r"][row]
+    held = np.zeros(w.n, bool)
     for index, masks in per_warp(w, mask):
         lanes = w.lanes[index]
         first = int(lanes[0]) // 32 * 32
@@ -196,9 +200,12 @@ def reconverged(w: Window, mask: np.ndarray, row: int) -> bool:
         waiting = np.zeros(len(warp), bool)
         waiting[lanes - first] = True
         bits = np.unpackbits(np.array([masks[0]], np.uint32).view(np.uint8), bitorder="little")[: len(warp)].astype(bool)
-        if bool((bits & ~waiting & (warp == masks[0])).any()):
-            w.engine.gather()
-            return False
+        held[index] = bool((bits & ~waiting & (warp == masks[0])).any())
+    if w.engine.must_separate(held):
+        return False
+    if held.any():
+        w.engine.gather()
+        return False
     mask[...] = 0
     return True
 
