@@ -85,9 +85,7 @@ ARRIVE = "mbarrier.arrive.shared.b64 _, [%r1];"
 
 
 @each_policy
-@pytest.mark.parametrize(
-    ("gather", "arrive"), [(GATHER, ARRIVE), ("", ARRIVE), ("", "")], ids=["WARPSYNC", "BSYNC", "nobody arrives"]
-)
+@pytest.mark.parametrize(("gather", "arrive"), [(GATHER, ARRIVE), ("", ARRIVE), ("", "")], ids=["WARPSYNC", "BSYNC", "nobody arrives"])
 def test_a_complete_warp_does_not_wait_for_the_lanes_of_another(policy: Policy, gather: str, arrive: str) -> None:
     """A lane of the second warp waits for the first warp, which its other lanes stand beside in one convoy."""
     given = np.arange(THREADS, dtype=np.uint32)

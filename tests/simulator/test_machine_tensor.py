@@ -99,8 +99,9 @@ def test_broken_machine_code_is_noticed(program: str, edit: Callable[[str], str]
     assert any(finding.kind == kind and text in finding.message for finding in report.findings), report.findings
 
 
-TWICE = LOAD.replace("tcgen05.wait", "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r32}, [%r5+4];\ntcgen05.wait") + WAITED + KEEP
-TWICE = fill(32) + TWICE + KEEP.replace("st.shared", f"add.u32 %r30, %r30, %r32;\nst.shared")
+SECOND = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r32}, [%r5+4];\n"
+SUM = KEEP.replace("st.shared", "add.u32 %r30, %r30, %r32;\nst.shared")
+TWICE = fill(32) + LOAD.replace("tcgen05.wait", SECOND + "tcgen05.wait") + WAITED + SUM
 
 
 @pytest.mark.parametrize(("load", "found"), [(0, set()), (1, {"missing_wait"})])

@@ -91,8 +91,11 @@ _MEMORY = (
 _MATRIX_MOVE = ("LDSM", "STSM")
 _TENSOR_MOVE = ("LDTM", "STTM")
 _TENSOR_PRODUCT = ("UTCHMMA", "UTCQMMA")
-_FRAGMENTS = {"": "32x32b", "16dp64bit": "16x64b", "16dp128bit": "16x128b", "16dp256bit": "16x256b"}
-_FRAGMENT = re.compile(r"(?:LDTM|STTM)(?:\.(16dp\d+bit))?(?:\.x(\d+))?(\.PACK16BIT|\.EXPAND16BIT)?")
+_FRAGMENTS = {
+    "": "32x32b", "16dp64bit": "16x64b", "16dp128bit": "16x128b", "16dp256bit": "16x256b",
+    "16dp32bit_t0_t15": "16x32b_t0_t15", "16dp32bit_t16_t31": "16x32b_t16_t31",
+}  # fmt: skip
+_FRAGMENT = re.compile(r"(?:LDTM|STTM)(?:\.(16dp\d+bit(?:_t\d+_t\d+)?))?(?:\.x(\d+))?(\.PACK16BIT|\.EXPAND16BIT)?")
 _PAIRS = ("FADD2", "FFMA2", "FMUL2")
 _PRODUCT_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 
@@ -117,6 +120,8 @@ def accesses(ins: SassInstruction) -> Access:
             reads.extend(operand.index.registers())
     if ins.base == "R2UR" and "OR" in ins.modifiers:
         reads.extend(writes[:1])
+    if ins.opcode.startswith("LDTM.16dp32bit_t16_t31"):  # the other lanes keep what the first half has loaded
+        reads.extend(writes)
     if ins.base in ("R2P", "P2R"):
         mask = ins.operands[-1]
         assert isinstance(mask, Immediate)

@@ -205,6 +205,8 @@ class ScoreboardCheck:
         for (earlier, is_result), (_, guard) in state.items():
             other = self.facts[earlier]
             hit = other.results & touched if is_result else other.operands & facts.writes
+            if self.code[earlier].base == self.code[index].base == "LDTM":  # two halves of a register come in order
+                hit &= ~facts.writes
             if not hit or (guard is not None and facts.guard == _opposite(guard)):
                 continue
             if not is_result and other.pipe == facts.pipe and self.code[index].base in PIPES:
