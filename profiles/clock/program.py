@@ -405,7 +405,7 @@ def _request(ins: SassInstruction, sectors: np.ndarray) -> Request:
 
 def width_of(ins: SassInstruction) -> int:
     """Return the bytes that each lane of an access moves."""
-    words = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+    words = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32, "F32x2": 8, "F32x4": 16}
     return next((words[word] for word in ins.modifiers if word in words), 4)
 
 

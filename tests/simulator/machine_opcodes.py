@@ -190,6 +190,33 @@ ld.global.u32 %r109, [%rd6+4608]; ld.u32 %r110, [%rd6+5120]; mul.wide.u32 %rd11,
 ld.v2.u32 {%r111, %r112}, [%rd11];
 """
 
+_SUMS = """
+mul.wide.u32 %rd9, %r0, 16; add.s64 %rd9, %rd9, %rd8; st.global.v4.u32 [%rd9], {%r1, %r2, %r3, %r4};
+red.global.add.f32 [%rd9+4], %f1; red.global.add.v2.f32 [%rd9+8], {%f2, %f1}; red.global.add.v4.f32 [%rd9], {%f2, %f3, %f4, %f2};
+red.relaxed.sys.global.add.f32 [%rd9], %f4;
+"""
+
+_LARGEST = """
+mov.u32 %r60, smem; mad.lo.u32 %r60, %r0, 4, %r60; st.shared.u32 [%r60], %r1; st.global.u32 [%rd6+4608], %r1;
+atom.shared.max.s32 %r100, [%r60], %r2; atom.shared.max.u32 %r101, [%r60], %r3; atom.shared.min.s32 %r102, [%r60], %r4;
+atom.shared.min.u32 %r103, [%r60], %r1; atom.shared.exch.b32 %r104, [%r60], %r2; ld.shared.u32 %r105, [%r60];
+atom.global.max.s32 %r106, [%rd6+4608], %r2; atom.global.min.u32 %r107, [%rd6+4608], %r3;
+red.global.min.s32 [%rd6+4608], %r4; red.global.max.u32 [%rd6+4608], %r1; ld.global.u32 %r108, [%rd6+4608];
+"""
+
+_VECTORS = """
+mul.wide.u32 %rd9, %r0, 32; and.b64 %rd9, %rd9, 2047; xor.b64 %rd9, %rd9, 64; add.s64 %rd9, %rd0, %rd9;
+ld.global.v8.b32 {%r10, %r11, %r12, %r13, %r14, %r15, %r16, %r17}, [%rd9];
+ld.global.nc.L1::evict_first.L2::evict_first.v8.b32 {%r20, %r21, %r22, %r23, %r24, %r25, %r26, %r27}, [%rd9];
+ld.global.nc.L1::no_allocate.L2::evict_last.L2::256B.v8.b32 {%r30, %r31, %r32, %r33, %r34, %r35, %r36, %r37}, [%rd9];
+sub.s64 %rd10, %rd8, %rd1; mul.wide.u32 %rd11, %r0, 32; add.s64 %rd10, %rd8, %rd11; xor.b32 %r20, %r20, %r31; xor.b32 %r27, %r27, %r30;
+st.global.v8.b32 [%rd10], {%r17, %r10, %r11, %r12, %r13, %r14, %r15, %r16};
+st.global.L1::no_allocate.L2::evict_first.v8.b32 [%rd10+4096], {%r20, %r21, %r22, %r23, %r24, %r25, %r26, %r27};
+st.global.L1::no_allocate.v4.b32 [%rd10+8192], {%r34, %r35, %r36, %r37}; mov.u32 %r38, 0;
+st.global.L1::no_allocate.b32 [%rd10+8208], %r32; st.global.L1::no_allocate.v2.b32 [%rd10+8216], {%r33, %r38};
+st.global.b32 [%rd10+8212], %r0; st.global.v8.b32 [%rd10+12288], {%r38, %r38, %r38, %r38, %r38, %r38, %r38, %r38};
+"""
+
 _BULK = """
 sub.s64 %rd9, %rd6, %rd1; mov.u32 %r60, smem; shl.b32 %r61, %r0, 2; add.u32 %r62, %r60, %r61; st.shared.u32 [%r62], %r1;
 fence.proxy.async; bar.sync 0; setp.ne.u32 %p1, %r0, 0; @%p1 bra FIRST;
@@ -262,6 +289,11 @@ PLAIN = (
     gathered("packed", _PACKED, "FADD2 FADD2.RM FADD2.FTZ FMUL2 FFMA2 FFMA2.FTZ", floats=True, archs=("sm100",)),
     gathered("words", _WORDS, "SHF.R.U64 FLO.U32"),
     Evidence("global", _GLOBAL, 13, "ATOMG.E.ADD ATOMG.E.XOR ATOMG.E.EXCH REDG.E.ADD LDG.E.CONSTANT ST.E LD.E LD.E.64"),
+    Evidence("sums", _SUMS, 0, "REDG.E.ADD.F32.FTZ.RN REDG.E.ADD.F32x2.FTZ.RN REDG.E.ADD.F32x4.FTZ.RN", floats=True, extra=4),
+    Evidence("largest", _LARGEST, 9, "ATOMS.MAX ATOMS.MAX.S32 ATOMS.MIN ATOMS.MIN.S32 ATOMS.EXCH ATOMG.E.MAX.S32 ATOMG.E.MIN "
+        "REDG.E.MIN.S32 REDG.E.MAX", extra=1),
+    Evidence("vectors", _VECTORS, 0, "LDG.E.ENL2.256 LDG.E.EF.EFL2.256.CONSTANT LDG.E.NA.ELL2.LTC256B.256.CONSTANT STG.E.ENL2.256 "
+        "STG.E.NA.EFL2.256 STG.E.NA.128 STG.E.NA", extra=32, archs=("sm100",)),
     Evidence("bulk", _BULK, 2, "UBLKCP.G.S UTMACMDFLUSH DEPBAR.LE R2UR R2UR.OR BRA.U.ANY CCTL.IVALL"),
     Evidence("spilled", _SPILLED, _MANY, "STL LDL", registers=32),
     Evidence("control", _CONTROL, 4, "BSSY BSYNC BRA"),

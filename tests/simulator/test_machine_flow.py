@@ -195,6 +195,19 @@ def test_a_kernel_knows_its_cluster(arch: Arch) -> None:
     np.testing.assert_array_equal(array, expected)
 
 
+LOCAL = """
+.local .align 8 .b8 own[64]; ld.global.u32 %r1, [%rd2]; and.b32 %r2, %r1, 30; mov.u32 %r3, own; add.u32 %r4, %r3, %r2;
+cvt.u16.u32 %h1, %r1; st.local.s16 [%r4], %h1; ld.local.s16 %h2, [%r4]; cvt.s32.s16 %r5, %h2; st.global.u32 [%rd2], %r5;
+"""
+
+
+def test_halves_of_words_in_local_memory(arch: Arch) -> None:
+    given = np.random.default_rng(3).integers(0, 2**32, THREADS, np.uint32)
+    array = given.copy()
+    assert not execute(load(arch, LOCAL), array, [pointer(array)]).findings
+    np.testing.assert_array_equal(array.view(np.int32), given.astype(np.uint16).view(np.int16))
+
+
 CALL = """
 ld.global.u32 %r1, [%rd2]; setp.ne.u32 %p1, %r1, 7; @%p1 bra DONE;
 mov.u64 %rd5, words; cvta.global.u64 %rd5, %rd5; mov.u64 %rd6, 0;

@@ -58,6 +58,11 @@ def _predicate_first(ins: SassInstruction) -> int:
     return 2 if _is_predicate(ins.operands[0]) else 1
 
 
+def _load(ins: SassInstruction) -> int:
+    """Count one run of registers, or the two of a load of 256 bits."""
+    return 2 if "256" in ins.modifiers else 1
+
+
 def _vote(ins: SassInstruction) -> int:
     return len(ins.operands) - 1
 
@@ -75,16 +80,17 @@ _DESTINATIONS: dict[Callable[[SassInstruction], int], str] = {
     ),
     _one: (
         "ATOMS BSSY CS2R F2F F2FP F2I FADD FADD2 FCHK FFMA FFMA2 FMNMX FMNMX3 FMUL FMUL2 FSEL HADD2 HFMA2 HGMMA I2F I2FP IABS "
-        "FLO HMUL2 LD LDC LDCU LDG LDL LDS LDSM LDTM LEPC MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN RPCMOV S2R S2UR SEL SHF "
+        "FLO HMUL2 LD LDC LDCU LDL LDS LDSM LDTM LEPC MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN RPCMOV S2R S2UR SEL SHF "
         "SYNCS UFLO ULDC UMOV UPOPC UPRMT USEL USHF VIADD VIADDMNMX"
     ),
     _two: "ATOMG ELECT FSETP ISETP PLOP3 SHFL UISETP UPLOP3",
     _with_carries: "IADD3 IMAD LEA UIADD3 UIMAD ULEA VIMNMX VIMNMX3",
     _predicate_first: "LOP3 R2UR ULOP3 USETMAXREG UTCATOMSWS",
+    _load: "LDG",
     _vote: "VOTE VOTEU",
 }
 _COUNT = {opcode: rule for rule, opcodes in _DESTINATIONS.items() for opcode in opcodes.split()}
-_LENGTHS = {"64": 2, "128": 4}
+_LENGTHS = {"64": 2, "128": 4, "256": 4, "F32x2": 2, "F32x4": 4}
 _MEMORY = (
     "ATOMG", "ATOMS", "LD", "LDC", "LDCU", "LDG", "LDL", "LDS", "REDG", "ST", "STAS", "STG", "STL", "STS", "ULDC",
 )  # fmt: skip
