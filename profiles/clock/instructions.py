@@ -19,7 +19,7 @@ _PIPES = {
     "uniform": "ELECT R2UR UFLO UIADD3 UIMAD UISETP ULDC ULEA ULOP3 UMOV UPLOP3 UPOPC UPRMT USEL USHF VOTEU",
     "memory": "ATOMS ATOMG LD LDG LDGSTS LDL LDS LDSM RED REDG SHFL ST STAS STG STL STS STSM",
     "asynchronous": "SYNCS UBLKCP UTMALDG UTMASTG UTMAREDG UTMACCTL UTMACMDFLUSH UTMAPF UBLKPF UTCBAR UTCHMMA UTCQMMA UTCATOMSWS UTCCP "
-    "ARRIVES LDGDEPBAR UVIRTCOUNT",
+    "UGETNEXTWORKID ARRIVES LDGDEPBAR UVIRTCOUNT",
     "tensor": "HGMMA QGMMA LDTM STTM",
     "control": "ACQBULK BAR BPT BRA BREAK BRX BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ENDCOLLECTIVE ERRBAR EXIT FENCE LDC LDCU LEPC MEMBAR "
     "NANOSLEEP NOP PREEXIT REDUX CREDUX RET RPCMOV S2R S2UR UCGABAR_ARV UCGABAR_WAIT USETMAXREG WARPGROUP WARPSYNC YIELD",
@@ -133,6 +133,8 @@ def kind_of(ins: SassInstruction) -> str:
         return {"ARRIVE": "arrive", "EXCH": "initialise"}[ins.modifiers[0]]
     if ins.base == "UBLKCP":
         return {"S.S": "bulk copy", "S.G": "bulk load", "G.S": "tensor store"}[".".join(ins.modifiers[:2])]
+    if ins.base == "UGETNEXTWORKID":  # assumed: a response comes as bytes from L2 do
+        return "bulk load"
     if ins.base == "CCTL":
         return "prefetch" if ins.modifiers[-1] in ("PF1", "PF2", "PML2") else ""
     if ins.base == "BAR":

@@ -14,7 +14,7 @@ class KernelClock:
     """Timing of the first cluster of a launch. listing: the machine code. ctas: of the cluster. warps: of each CTA."""
 
     def __init__(self, listing: Listing, ctas: int, warps: int, constants: Constants, setting: Setting) -> None:
-        self.decoder = Decoder(listing, time_listing(listing, constants))
+        self.decoder = Decoder(listing, time_listing(listing, constants), ctas)
         self.engine = Engine(ctas, warps, constants, setting)
         self._trace: MachineTrace | None = None
         self._done: dict[tuple[int, int], int] = {}

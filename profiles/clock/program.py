@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from ...simulator.frontend.layout import SHARED_WINDOW
+from ...simulator.isa.launch_control import RESPONSE_BYTES
 from ...simulator.sass.accesses import fragment
 from ...simulator.sass.listing import INSTRUCTION_BYTES, Address, Immediate, Listing, Operand, Register, SassInstruction
 from ...simulator.sass.trace import Step
@@ -103,11 +104,15 @@ class Product:
 
 
 class Decoder:
-    """Decoder of the traced steps of one kernel. timed: its instructions by address. buffers: global memory (see lines_of)."""
+    """Decoder of the traced steps of one kernel.
 
-    def __init__(self, listing: Listing, timed: Mapping[int, TimedInstruction]) -> None:
+    timed: its instructions by address. ctas: of a cluster. buffers: global memory (see lines_of).
+    """
+
+    def __init__(self, listing: Listing, timed: Mapping[int, TimedInstruction], ctas: int) -> None:
         self.code = {ins.address: ins for ins in listing.instructions}
         self.timed = timed
+        self.ctas = ctas
         self.buffers: Sequence[Buffer] = ()
         self._waves: dict[tuple[bytes, int], int] = {}
 
@@ -202,13 +207,13 @@ class Decoder:
     def _arrive(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[Arrival, ...]:
         places = self._address(ins.operands[1], step, active)
         values = self._value(ins.operands[2], step, active)
-        form = ins.modifiers[-1] if ins.modifiers[-1] in ("A1T0", "ART0", "A0TR", "A0T1") else "A1TR"
+        form = ins.modifiers[-1] if ins.modifiers[-1] in ("A1T0", "ART0", "A0TR", "A0T1", "A0TX") else "A1TR"
         remote = "RED" in ins.modifiers
         found: dict[tuple[int, int], list[int]] = {}
         for place, value in zip(places.tolist(), values.tolist(), strict=True):
             target = found.setdefault((place >> RANK_SHIFT if remote else rank, place & OFFSET_MASK), [0, 0])
             target[0] += {"A1": 1, "AR": value, "A0": 0}[form[:2]]
-            target[1] += {"T0": 0, "TR": value, "T1": 1}[form[2:]]
+            target[1] += {"T0": 0, "TR": value, "T1": 1, "TX": -value}[form[2:]]
         return tuple(Arrival(*place, *counts) for place, counts in found.items())
 
     def _initialise(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[tuple[int, int], ...]:
@@ -327,6 +332,10 @@ class Decoder:
         return Request(sum(box.layout.inside.size * box.layout.unit for box in boxes) // destinations, (), sectors=sectors)
 
     def _bulk_load(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> TensorLoad:
+        if ins.base == "UGETNEXTWORKID":
+            place = self._run(ins.operands[1], 0, step, active) & OFFSET_MASK
+            ranks = range(self.ctas) if "BROADCAST" in ins.modifiers else (rank,)
+            return TensorLoad(Request(0, ()), RESPONSE_BYTES, tuple((item, Arrival(item, place, 0, -RESPONSE_BYTES)) for item in ranks))
         request = self._bytes(ins.operands[1], ins.operands[2], step, active)
         target, signal = (self._run(ins.operands[0], index, step, active) for index in range(2))
         arrival = Arrival(signal >> RANK_SHIFT, signal & OFFSET_MASK, 0, -request.nbytes)

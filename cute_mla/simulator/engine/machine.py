@@ -346,15 +346,14 @@ class Machine:
         self.wake(barrier)
         return warps
 
-    def cancel_cluster(self) -> tuple[int, int, int, int] | None:
-        """Take the next cluster that has not started, which never will: its first CTA, and 1. None when all have started.
+    def cancel_cluster(self) -> tuple[int, int, int] | None:
+        """Take the next cluster that has not started, which never will: its first CTA. None when all have started.
 
         Random schedules let a cluster start in between, as the hardware may.
         """
         if self.policy.async_mode == "random" and len(self.clusters.running) < MAX_CLUSTERS and self.rng.random() < EARLY:
             self._start_cluster()
-        first = self.clusters.take()
-        return None if first is None else (*first, 1)
+        return self.clusters.take()
 
     # ------------------------------------------------------------ asynchronous work
 

@@ -123,9 +123,9 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
 
 def sum_of_floats(first: np.ndarray, second: np.ndarray, flushes: bool) -> np.ndarray:
     """Return the bits of a + b rounded to f32. flushes: denormals count as zero, as the ISA has it for global memory."""
-    terms = [flush_f32(bits.view(np.float32)) if flushes else bits.view(np.float32) for bits in (first, second)]
-    total = add_f32(*terms)
-    result: np.ndarray = (flush_f32(total) if flushes else total).view(first.dtype)
+    a, b = first.view(np.float32), second.view(np.float32)
+    total = flush_f32(add_f32(flush_f32(a), flush_f32(b))) if flushes else add_f32(a, b)
+    result: np.ndarray = total.view(first.dtype)
     return result
 
 

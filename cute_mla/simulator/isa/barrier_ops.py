@@ -84,6 +84,12 @@ def expect(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"mbarrier_expect(w, {address_of(e, ins, 0)}, {value_of(e, ins.operands[1])}, {bool(m['cluster'])})")
 
 
+@op(rf"mbarrier.complete_tx(.relaxed)?(.(cta|cluster))?{SHARED}.b64", writes=(), pure=False, taint="own")
+def complete(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Emit the arrival of bytes that no copy brings."""
+    e.line(f"mbarrier_complete(w, {address_of(e, ins, 0)}, {value_of(e, ins.operands[1])}, {bool(m['cluster'])})")
+
+
 @op(
     rf"mbarrier.(?P<f>try_wait|test_wait)(?P<p>.parity)?(.(acquire|relaxed))?(.(cta|cluster))?{OWN}.b64",
     pure=False, taint="own", starts=True,
@@ -221,6 +227,17 @@ def mbarrier_expect(w: Window, address: np.ndarray, nbytes: np.ndarray, cluster:
         phases.check_use(w, share.warps, barrier, share.cta is not w.cta)
         barrier.expect(share.values[0] * share.lanes)
         w.engine.note_progress()
+
+
+@runtime
+def mbarrier_complete(w: Window, address: np.ndarray, nbytes: np.ndarray, cluster: bool) -> None:
+    """Execute mbarrier.complete_tx, which is relaxed: who waits for the phase learns nothing of this warp."""
+    for share in each_lane(w, address, cluster, nbytes):
+        barrier = share.cta.mbarrier(share.offset)
+        phases.check_use(w, share.warps, barrier, share.cta is not w.cta)
+        if share.cta is not w.cta:
+            note_visit(w, share)
+        w.engine.complete_tx(barrier, share.values[0] * share.lanes)
 
 
 @runtime

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..isa.async_copies import bulk_to_shared
 from ..isa.emitter import Emitter, Unsupported
+from ..isa.launch_control import cancel_launch
 from ..isa.table import runtime
 from ..isa.tensor_copies import ROWS, Form, tma_load
 from ..state.registers import WARP
@@ -69,6 +70,16 @@ def arrive(e: Emitter, ins: SassInstruction) -> None:
         return
     count = number if form == "ART0" else f"array({constant(e, 'u32', 1)})"
     e.line(f"mbarrier_arrive(w, {place}, {count}, {number if form == 'A1TR' else 'None'}, {remote})")
+
+
+@op(r"SYNCS.ARRIVE.TRANS64.RED.A0TX", pure=False, taint="own")
+def complete(e: Emitter, ins: SassInstruction) -> None:
+    """Emit mbarrier.complete_tx, in any CTA: bytes come, and nobody arrives."""
+    result, _, value = ins.operands
+    if not isinstance(result, Register) or result.number is not None:
+        raise Unsupported("an arrival with a state")
+    checked(e, ins)
+    e.line(f"mbarrier_complete(w, {address(e, memory_operand(ins, 1))}, array({source(e, value, 'u32')}), True)")
 
 
 @op(r"SYNCS.PHASECHK.TRANS64(.TRYWAIT)?", pure=False, taint="own", starts=True)
@@ -200,6 +211,23 @@ def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarra
     destination, barrier = (word[where] for word in words)
     nbytes = np.broadcast_to(size, (w.n,))[where] << np.uint32(4)
     bulk_to_shared(window, destination, start[where], nbytes, barrier, None, between, True)
+
+
+@op(r"UGETNEXTWORKID.(SELFCAST|BROADCAST)", pure=False, taint="own", writes=())
+def take_work(e: Emitter, ins: SassInstruction) -> None:
+    """Emit clusterlaunchcontrol.try_cancel: the places of the response and of the mbarrier. BROADCAST: in every CTA of the cluster."""
+    response, barrier = ins.operands
+    assert isinstance(response, Address)
+    assert isinstance(barrier, Address)
+    words = ", ".join(f"{uniform_words(e, operand, 1)}[0]" for operand in (response, barrier))
+    e.line(f"take_next_cluster(w, {words}, {'BROADCAST' in ins.modifiers})")
+
+
+@runtime
+def take_next_cluster(w: Window, response: np.ndarray, barrier: np.ndarray, multicast: bool) -> None:
+    """Execute UGETNEXTWORKID in the first lane of each warp."""
+    window, where = leaders(w)
+    cancel_launch(window, response[where], barrier[where], multicast, True)
 
 
 @op(r"LDGSTS.E(.BYPASS)?(.LTC(64|128|256)B)?(.64|.128)?", pure=False, taint="own", writes=())

@@ -28,7 +28,7 @@ from .listing import SassInstruction
 from .table import MachineInstruction, lookup, op
 
 _BARRIERS = {"ARRIVES", "BAR", "SYNCS", "UTCBAR"}
-_COPIES = {"LDGSTS", "STAS", "UBLKCP", "UBLKPF", "UTMALDG", "UTMAPF", "UTMAREDG", "UTMASTG"}
+_COPIES = {"LDGSTS", "STAS", "UBLKCP", "UBLKPF", "UGETNEXTWORKID", "UTMALDG", "UTMAPF", "UTMAREDG", "UTMASTG"}
 _MEMORY = {"ATOMG", "ATOMS", "CCTL", "LD", "LDG", "LDS", "LDSM", "RED", "REDG", "ST", "STG", "STS", "STSM"}
 _PRODUCTS = {"HGMMA", "LDTM", "QGMMA", "STTM", "UTCHMMA", "UTCQMMA"}
 TRACED = frozenset(_BARRIERS | _COPIES | _MEMORY | _PRODUCTS)

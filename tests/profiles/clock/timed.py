@@ -20,9 +20,10 @@ from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.listing import Listing, SassInstruction, read_listing
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.simulator.sass.trace import MachineTrace
+from tests.simulator.assembled import assembled
 from tests.simulator.small_kernels import Kernel
 
-H100 = constants("H100")
+H100, B200 = constants("H100"), constants("B200")
 WARM = Setting(hbm_bytes=16.0, cold=False, spans=True)
 POLICY = replace(Policy(), waits_block=True)
 
@@ -65,7 +66,8 @@ def cubin_of(text: str) -> bytes:
 
 def timed(kernel: Kernel, *args: Argument, setting: Setting = WARM, of: Constants = H100) -> Timed:
     """Run a kernel on the clock."""
-    cubin = cubin_of(kernel.text(list(args)))
+    text = kernel.text(list(args))
+    cubin = cubin_of(text) if of.arch == H100.arch else assembled(text)[0]
     text = disassemble(cubin)
     listing = read_listing(text)
     module = load_machine_code(cubin, text, is_traced=True)
