@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -115,14 +116,17 @@ class Decoder:
         self.ctas = ctas
         self.buffers: Sequence[Buffer] = ()
         self._waves: dict[tuple[bytes, int], int] = {}
+        self._place = 0, 0
+        self._parts: Counter[tuple[int, int]] = Counter()
 
-    def program(self, rank: int, steps: Sequence[Step], start: int = 0, is_whole: bool = True) -> tuple[list[Issue], int]:
-        """Return what a warp of the CTA of this rank issues from a step on, and the first step that is left.
+    def program(self, place: tuple[int, int], steps: Sequence[Step], start: int = 0, is_whole: bool = True) -> tuple[list[Issue], int]:
+        """Return what a warp issues from a step on, and the first step that is left. place: rank of its CTA, and its number.
 
         Unless the steps are whole, the last one is left: what follows may still change it, or show where it branches to. Only a test of a
         phase, which waits for the clock's answer, is taken.
         """
         found: list[Issue] = []
+        rank, _ = self._place = place
         stop = len(steps)
         if not is_whole and stop > start and not self.is_question(steps[-1]):
             stop -= 1
@@ -228,7 +232,12 @@ class Decoder:
 
     _phase_test = _phase_wait
 
-    def _barrier_sync(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[int, int]:
+    def _barrier_sync(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[int, int] | None:
+        """Return number and threads of a barrier; None for lanes of a warp that come ahead of its others, which then count for all."""
+        self._parts[self._place] += len(active)
+        if self._parts[self._place] < WARP:
+            return None
+        del self._parts[self._place]
         values = [int(self._value(operand, step, active)[0]) for operand in ins.operands if isinstance(operand, Register | Immediate)]
         return values[0], values[1] if len(values) > 1 else 0
 

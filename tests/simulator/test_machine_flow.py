@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Callable
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from cute_mla.simulator.numerics.tma import encode_native_tensor_map
 from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.spec.arch import ARCHS, Arch
+from tests.simulator.assembled import as_machine_code
 from tests.simulator.barrier_kernels import each_policy
 from tests.simulator.small_kernels import REGISTERS, Kernel, aligned, kinds
 
@@ -100,6 +104,45 @@ def test_a_complete_warp_does_not_wait_for_the_lanes_of_another(policy: Policy, 
         assert kinds(report) == (set() if arrive else {"deadlock"}), report.findings
         if arrive:
             np.testing.assert_array_equal(array, expected[given ^ 1] if gather else expected)
+
+
+PLACES = """
+ld.global.u32 %r1, [%rd2]; and.b32 %r2, %r1, 1; setp.eq.u32 %p1, %r2, 0; mov.u32 %r3, smem; mad.lo.u32 %r4, %r0, 4, %r3;
+xor.b32 %r5, %r4, 132; st.shared.u32 [%r4], %r1; @%p1 bra EVEN;
+mul.lo.u32 %r1, %r1, 77; barrier.sync 3, COUNT; ld.shared.u32 %r6, [%r5]; add.u32 %r1, %r1, %r6; bra JOIN;
+EVEN: add.u32 %r1, %r1, 5; barrier.sync 3, COUNT; ld.shared.u32 %r6, [%r5]; xor.b32 %r1, %r1, %r6;
+JOIN: st.global.u32 [%rd2], %r1;
+"""
+
+
+def converging(text: str) -> str:
+    """Turn BRA.DIV ahead of barriers into the BRA.CONV of older versions of ptxas: a converged warp jumps to the barrier."""
+    lines: list[str] = []
+    pending = ""
+    for line in text.splitlines():
+        if "BRA.DIV" in line:
+            pending = f".L_c_{len(lines)}"
+        elif pending and "BAR.SYNC" in line:
+            lines.append(f"{pending}:")
+            pending = ""
+        lines.append(re.sub(r"BRA\.DIV (UR\d+), `\(\S+\)", rf"BRA.CONV \1, `({pending})", line))
+    return "\n".join(lines)
+
+
+@each_policy
+@pytest.mark.parametrize(("name", "edit"), [("PTX", None), ("BRA.DIV", lambda text: text), ("BRA.CONV", converging)])
+def test_lanes_of_a_warp_reach_a_barrier_in_different_places(policy: Policy, name: str, edit: Callable[[str], str] | None) -> None:
+    given = np.random.default_rng(5).integers(0, 99, THREADS, np.uint32)
+    other = given[np.arange(THREADS) ^ 33]
+    expected = np.where(given & 1, given * 77 + other, given + 5 ^ other)
+    for count, found in ((THREADS, set()), (THREADS - 32, {"barrier_arrivals", "race"}), (THREADS + 32, {"deadlock"})):
+        array = given.copy()
+        with nullcontext([]) if edit is None else as_machine_code(edit) as texts:
+            report = Kernel(PLACES.replace("COUNT", str(count)), THREADS, 4 * THREADS).run(array, policy=policy)
+        assert kinds(report) & found if found else not report.findings
+        if not found:
+            np.testing.assert_array_equal(array, expected)
+        assert all(text.count(name) == 2 for text in texts)
 
 
 STATIC = """

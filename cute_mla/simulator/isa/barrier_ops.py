@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -297,12 +298,10 @@ def warps_of(w: Window, lanes: np.ndarray) -> tuple[int, ...]:
 # ---------------------------------------------------------------- named barriers
 
 
-@op(
-    r"bar(.cta)?.sync", r"barrier(.cta)?.sync(.aligned)?",
-    writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True,
-)  # fmt: skip
+@op(r"bar(.cta)?.sync", r"barrier(.cta)?.sync.aligned", writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True)
+@op(r"barrier(.cta)?.sync", writes=(), pure=False, taint="own", starts=True, ends=True)
 def sync(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit an arrival and a wait. Without .aligned the lanes of a warp may come apart: they gather first, and count once."""
+    """Emit an arrival and a wait. Without .aligned the lanes of a warp may come apart, even from different places, and count once."""
     e.line(f"if not named_sync(w, {barrier_operands(e, ins.operands)}): return BLOCKED")
 
 
@@ -371,17 +370,31 @@ def named_sync(
     barrier, threads = named(w, number, count)
     if source is not None:
         barrier.results.append((function, np.broadcast_to(source, (w.n,)).copy(), out, w))
+    warps = arriving(w, barrier)
     if w.observer is not None:
-        w.observer.barrier(w, barrier, "sync", len(w.warps) * WARP)
-    phases.note_arrival(w, w.warps, barrier, True)
+        w.observer.barrier(w, barrier, "sync", len(warps) * WARP)
+    phases.note_arrival(w, warps, barrier, True)
     order.arrive(cta, w.warps, barrier)
-    if barrier.arrive(len(w.warps) * WARP, threads):
+    if barrier.arrive(len(warps) * WARP, threads):
         release(w, barrier)
         order.wait(cta, w.warps, barrier)
         phases.note_round(cta, w.warps, barrier)
         return True
     w.engine.block([barrier])
     return False
+
+
+def arriving(w: Window, barrier: NamedBarrier) -> Sequence[int]:
+    """Return the warps that arrive at a barrier with the lanes of a window: those whose last live lanes are among them."""
+    if w.whole:
+        return w.warps
+    lanes = Counter((w.lanes // WARP).tolist())
+    for warp, count in lanes.items():
+        barrier.lanes[warp] += count
+    warps = [warp for warp in lanes if barrier.lanes[warp] >= w.cta.live[warp]]
+    for warp in warps:
+        del barrier.lanes[warp]
+    return warps
 
 
 @runtime

@@ -8,6 +8,7 @@ A wait for a scoreboard that loads of tensor memory release becomes an instructi
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 
 from ..frontend.ptx import Instruction, LabelRef, Operand, Reg
 from ..isa.table import Decoded
@@ -23,6 +24,7 @@ SCRATCH = Register("P", 7)  # PT's number, which no instruction writes
 _TRUE = Register("P", None)
 _PREDICATES = ("FSETP", "ISETP", "PLOP3")  # under a guard, poison of any source is poison of the result
 _MOVES = ("MOV", "IMAD.MOV", "IMAD.U32", "NOP")
+_MEETING = "BAR.SYNC.DEFER_BLOCKING"
 _OWN_GUARD = ("ELECT", "R2UR", "REDUX", "VOTE", "VOTEU")  # their emitters look at the guard: it says which lanes take part
 
 Guard = tuple[Reg, bool] | None
@@ -47,6 +49,7 @@ class Lift:
         boards = {ins.control.write_board for ins in listing.instructions if ins.base == "LDTM"}
         self.load_boards = sum(1 << board for board in boards if board != NO_BOARD)
         self.routines = checks_of_routines(listing)
+        self.meetings = barriers_of_lanes(listing)
         self.places = {listing.instructions[listing.index(label)].address for label in targets} | set(self.returns)
 
     def run(self) -> Lift:
@@ -63,6 +66,8 @@ class Lift:
     def _lift(self, ins: SassInstruction) -> None:
         if ins.base == "EXIT":
             self._exit(ins)
+        elif ins.address in self.meetings:
+            self._meet(ins)
         elif ins.opcode == "BRA.DIV":
             self._ordinary(replace(ins, opcode="CONVERGED", operands=ins.operands[:1]), None)
         elif is_foreign(ins):
@@ -154,6 +159,13 @@ class Lift:
             tests = [replace(SCRATCH, negative=tests[0].negative)]
         self._jump(ins, label, guard_of(tests[0]) if tests else None)
 
+    def _meet(self, ins: SassInstruction) -> None:
+        """Lift a branch of lanes to a barrier that their warp may reach in different places, or that barrier, which counts lanes here."""
+        if ins.base == "BAR":
+            self._ordinary(replace(ins, opcode="BAR.SYNC.LANES"), guard_of(ins.guard))
+        elif ins.opcode == "BRA.CONV":
+            self._branch(replace(ins, opcode="BRA", operands=ins.operands[1:]))
+
     def _address(self, target: SassOperand) -> int:
         """Return the address of a label."""
         assert isinstance(target, Target)
@@ -200,6 +212,24 @@ def checks_of_routines(listing: Listing) -> dict[int, bool]:
             branch = code[other.stop - 1]
             if branch.base == "BRA" and is_conditional(branch) and block in [blocks[number] for number in other.successors]:
                 found[branch.address] = other.stop == block.start
+    return found
+
+
+def barriers_of_lanes(listing: Listing) -> set[int]:
+    """Return the addresses of barriers that the lanes of a warp may reach in different places, and of the branches ahead of them.
+
+    BRA.DIV leads diverged warps, and BRA.CONV others past, to code that gathers lanes from all such places (WARPSYNC.COLLECTIVE.ALL).
+    """
+    code = listing.instructions
+    found: set[int] = set()
+    for index, ins in enumerate(code):
+        if ins.opcode not in ("BRA.DIV", "BRA.CONV"):
+            continue
+        (target,) = (listing.index(operand.label) for operand in ins.operands if isinstance(operand, Target))
+        apart, together = (target, index + 1) if ins.opcode == "BRA.DIV" else (index + 1, target)
+        gathered = [item.opcode for item in takewhile(lambda item: item.base != "ENDCOLLECTIVE", code[apart:])]
+        if "WARPSYNC.COLLECTIVE.ALL" in gathered and _MEETING in gathered:
+            found |= {ins.address, next(item.address for item in code[together:] if item.opcode == _MEETING)}
     return found
 
 

@@ -142,8 +142,9 @@ def change_shared(e: Emitter, ins: SassInstruction) -> None:
 
 
 @op(r"BAR.SYNC.DEFER_BLOCKING", pure=False, taint="own", needs="warp", starts=True, ends=True, writes=())
+@op(r"BAR.SYNC.LANES", pure=False, taint="own", starts=True, ends=True, writes=())
 def synchronise(e: Emitter, ins: SassInstruction) -> None:
-    """Emit an arrival at a named barrier and a wait."""
+    """Emit an arrival at a named barrier and a wait. LANES: the lanes of a warp may come one by one."""
     e.line(f"if not named_sync(w, {barrier(e, ins)}): return BLOCKED")
 
 

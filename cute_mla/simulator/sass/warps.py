@@ -236,7 +236,7 @@ def partly_converged() -> None:
     raise Fault("unsupported", "BRA.DIV with a mask of some lanes of a warp")
 
 
-@op(r"WARPSYNC.COLLECTIVE", r"ENDCOLLECTIVE", taint="own", pure=False, writes=())
+@op(r"WARPSYNC.COLLECTIVE(.ALL)?", r"ENDCOLLECTIVE", taint="own", pure=False, writes=())
 def collect(e: Emitter, ins: SassInstruction) -> None:
     """Emit a fault: the code of diverged warps behind BRA.DIV, which is never reached."""
     e.line("reached_collective()")

@@ -199,6 +199,16 @@ def test_a_question_is_answered_by_the_time_at_which_it_is_asked(work: int, answ
     assert (asked >= flip) == (answer == 1)
 
 
+def test_lanes_that_reach_a_barrier_in_different_places_count_as_one_warp() -> None:
+    body = "ld.global.u32 %r1, [%rd2]; and.b32 %r2, %r0, 1; setp.eq.u32 %p1, %r2, 0; @%p1 bra EVEN; mul.lo.u32 %r1, %r1, 7;"
+    body += "barrier.sync 3, 64; add.u32 %r1, %r1, %r0; bra END; EVEN: add.u32 %r1, %r1, 5; barrier.sync 3, 64; xor.b32 %r1, %r1, %r0;"
+    run = timed(Kernel(body + "END: st.global.u32 [%rd2], %r1;", threads=64), words())
+    places = [run.issues("BAR.SYNC", warp) for warp in (0, 1)]
+    assert [len(issues) for issues in places] == [2, 2]
+    last = max(max(issues) for issues in places)
+    assert all(run.next_issue(last, warp) >= last + H100.barrier_latency for warp in (0, 1))
+
+
 def test_work_of_another_cluster_comes_as_bytes_do() -> None:
     """A second mbarrier expects bytes that no copy brings."""
     ask = "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%r100+16], [%r100];\n"
