@@ -79,13 +79,13 @@ _DESTINATIONS: dict[Callable[[SassInstruction], int], str] = {
         "AWAIT CONVERGED FOREIGN LEAVE NOWHERE"  # parts of a lifted wait, branch, call, exit and return
     ),
     _one: (
-        "ATOMS BSSY CS2R F2F F2FP F2I FADD FADD2 FCHK FFMA FFMA2 FMNMX FMNMX3 FMUL FMUL2 FSEL HADD2 HFMA2 HGMMA I2F I2FP IABS "
-        "FLO HMUL2 LD LDC LDCU LDL LDS LDSM LDTM LEPC MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN RPCMOV S2R S2UR SEL SHF "
-        "SYNCS UFLO ULDC UMOV UPOPC UPRMT USEL USHF VIADD VIADDMNMX"
+        "ATOMS BSSY CS2R F2F F2FP F2I FADD FADD2 FCHK FFMA FFMA2 FHADD FHFMA FMNMX FMNMX3 FMUL FMUL2 FSEL HADD2 HFMA2 HGMMA "
+        "HMMA I2F I2FP IABS FLO HMUL2 LD LDC LDCU LDL LDS LDSM LDTM LEPC MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN "
+        "RPCMOV S2R S2UR SEL SGXT SHF SYNCS UFLO ULDC UMOV UP2UR UPOPC UPRMT USEL USHF VIADD VIADDMNMX"
     ),
     _two: "ATOMG ELECT FSETP ISETP PLOP3 SHFL UISETP UPLOP3",
     _with_carries: "IADD3 IMAD LEA UIADD3 UIMAD ULEA VIMNMX VIMNMX3",
-    _predicate_first: "LOP3 R2UR ULOP3 USETMAXREG UTCATOMSWS",
+    _predicate_first: "LOP3 MATCH R2UR ULOP3 USETMAXREG UTCATOMSWS",
     _load: "LDG",
     _vote: "VOTE VOTEU",
 }
@@ -128,10 +128,10 @@ def accesses(ins: SassInstruction) -> Access:
         reads.extend(writes[:1])
     if ins.opcode.startswith("LDTM.16dp32bit_t16_t31"):  # the other lanes keep what the first half has loaded
         reads.extend(writes)
-    if ins.base in ("R2P", "P2R"):
+    if ins.base in ("R2P", "P2R", "UP2UR"):
         mask = ins.operands[-1]
         assert isinstance(mask, Immediate)
-        named = [register("P", number) for number in range(PREDICATES) if mask.bits >> number & 1]
+        named = [register("UP" if ins.base == "UP2UR" else "P", number) for number in range(PREDICATES) if mask.bits >> number & 1]
         (writes if ins.base == "R2P" else reads).extend(named)
     if ins.guard is not None:
         reads.extend(ins.guard.registers())
@@ -160,6 +160,8 @@ def width(ins: SassInstruction, index: int) -> int:
         return fragment(ins).registers
     if base in _TENSOR_PRODUCT and operand.kind == "UR":
         return 2 if "WS" in words else 8 if "2CTA" in words else 4
+    if base == "HMMA":
+        return (4, 4, 2, 4)[index]
     if base in _PAIRS:
         return 2 if index == 0 or "HI_LO" in operand.suffixes else 1
     return _arithmetic_width(ins, index)
@@ -182,6 +184,8 @@ def _arithmetic_width(ins: SassInstruction, index: int) -> int:
         return 2 if "HI" in words and addend else 1
     if base == "UIADD3" and "64" in words:
         return 2
+    if base == "MATCH" and index == len(ins.operands) - 1:
+        return 2 if "U64" in words else 1
     if base == "CS2R":
         return 1 if "32" in words else 2
     if base in ("F2I", "I2F", "F2F"):

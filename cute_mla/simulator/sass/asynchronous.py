@@ -284,11 +284,14 @@ def load_matrices(e: Emitter, ins: SassInstruction) -> None:
     assign_loaded(e, ins, value)
 
 
-@op(r"STSM.16.(M88|MT88).[124]", pure=False, taint="own", needs="warp", writes=())
+_LAYOUTS = {"M88": "rows", "MT88": "columns", "MT168": "bytes"}
+
+
+@op(r"STSM.(16.M88|16.MT88|8.MT168)(.[124])?", pure=False, taint="own", needs="warp", writes=())
 def store_matrices(e: Emitter, ins: SassInstruction) -> None:
-    """Emit stmatrix; MT88 transposes."""
+    """Emit stmatrix; MT88 and MT168 transpose."""
     values, poison = stored(e, ins)
-    e.line(f"store_matrices(w, {own(e, ins, 0)}, {values}, {'MT88' in ins.modifiers}, {poison})")
+    e.line(f"store_matrices(w, {own(e, ins, 0)}, {values}, {_LAYOUTS[ins.modifiers[1]]!r}, {poison})")
 
 
 @op(r"FENCE.VIEW.ASYNC.[GS]", pure=False, taint="own", writes=())

@@ -192,6 +192,14 @@ def shift(e: Emitter, ins: SassInstruction) -> None:
     assign(e, result, "u32", value)
 
 
+@op(r"SGXT(.W)?(.U32)?")
+def extend(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the extension of the low bits: by their sign, or by zeros (U32). Their number is clamped, or modulo 32 (W)."""
+    result, value, count = ins.operands
+    terms = f"{source(e, value, 'u32')}, {source(e, count, 'u32')}"
+    assign(e, result, "u32", f"extended({terms}, {'W' in ins.modifiers}, {'U32' in ins.modifiers})")
+
+
 @runtime
 def shift_pair_left(low: np.ndarray, high: np.ndarray, count: np.ndarray) -> np.ndarray:
     """Return the high word of a 64-bit value shifted left."""

@@ -191,7 +191,7 @@ _TARGET = re.compile(r"`\(([^)]+)\)")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+|-?\d+|[-+]?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|INF|QNAN)\s*")
 _PLACE_REGISTERS = {"Rpc.LO": 256, "Rpc.HI": 257}  # of indirect control flow, which ptxas also keeps values in
 _GENERIC = re.compile(r"(LD|ST)\.E\b")
-_SYSTEM = ("PR", "SRZ", "gsb0")
+_SYSTEM = ("PR", "UPR", "SRZ", "gsb0")
 
 
 def read_listing(text: str) -> Listing:

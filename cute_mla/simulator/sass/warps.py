@@ -12,7 +12,7 @@ from ..isa.table import runtime
 from ..state.window import Window
 from .accesses import destinations
 from .listing import Immediate, Register, SassInstruction
-from .operands import assign, constant, source
+from .operands import assign, constant, pair, source
 from .table import op
 
 
@@ -111,6 +111,22 @@ def to_uniform(e: Emitter, ins: SassInstruction) -> None:
     keep(e, result, "u32", chosen, there, ins)
     for register in result.registers() if taint is not None else ():
         e.line(f"copyto({e.taint(register)}, {mark}, where=vote_any(w, {there}))")
+
+
+@op(r"MATCH.(ANY|ALL)(.U64)?", taint="own", pure=False, needs="warp")
+def match_lanes(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the mask of the lanes with the same value; ALL: of all lanes, with a predicate, where all have it."""
+    *results, value = ins.operands
+    assert isinstance(value, Register)
+    wide = "U64" in ins.modifiers
+    e.check_taint(list(value.registers(1 + wide)), "a match")
+    mask = e.temp()
+    e.line(f"{mask} = matching_lanes(w, {pair(e, value) if wide else source(e, value, 'u32')}, {'ALL' in ins.modifiers})")
+    for operand in results:
+        assert isinstance(operand, Register)
+        assign(e, operand, *(("pred", f"{mask} != 0") if operand.is_predicate else ("u32", mask)))
+        for register in operand.registers() if e.tainted else ():
+            e.line(f"{e.taint(register)}.fill(False)")
 
 
 @runtime
