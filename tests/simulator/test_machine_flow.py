@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cute_mla.aot_build.tools import assemble
-from cute_mla.simulator import GlobalMemory, Launch, Module, Names, Policy, Report, TensorMap, run
+from cute_mla.simulator import GlobalMemory, Launch, Module, Names, Policy, Report, TensorMap, UnsupportedInstruction, run
 from cute_mla.simulator.numerics.tma import encode_native_tensor_map
 from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.module import load_machine_code
@@ -267,6 +267,19 @@ def test_a_call_outside_the_cubin_is_a_finding_when_it_is_reached(arch: Arch, va
     assert kinds(report) == ({"unsupported"} if value == 7 else set())
     if value == 6:
         assert (array == 7).all()
+
+
+def test_a_refusal_names_everything_at_once() -> None:
+    def edit(text: str) -> str:
+        return text.replace("S2R R5, SR_TID.X", "FROB.X R5, R6").replace("IMAD.WIDE.U32", "MOV {R9}, IMAD").replace("STG.E ", "STG.FAR ")
+
+    with as_machine_code(edit), pytest.raises(UnsupportedInstruction) as found:
+        Kernel("ld.global.u32 %r1, [%rd2]; ldu: st.global.u32 [%rd2], %r1;", THREADS).run(aligned(THREADS, np.uint32))
+    for text in ("FROB.X (at 0x10)", "cannot read operand '{R9}'", "STG.FAR (at 0x"):
+        assert text in str(found.value)
+    with as_machine_code(lambda text: text.replace("EXIT ", "JMP `(.L_x_0) ")), pytest.raises(UnsupportedInstruction) as found:
+        Kernel("st.global.u32 [%rd2], %r0;", THREADS).run(aligned(THREADS, np.uint32))
+    assert "indirect control flow is not supported" in str(found.value)
 
 
 CHOSEN = """

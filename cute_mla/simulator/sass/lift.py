@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import takewhile
 
+from ..findings import SassError
 from ..frontend.ptx import Instruction, LabelRef, Operand, Reg
 from ..isa.table import Decoded
 from ..isa.table import lookup as lookup_ptx
@@ -98,7 +99,11 @@ class Lift:
             return
         if guard is not None and spec.taint == "own" and spec.pure and ins.base not in _PREDICATES:
             spec = replace(spec, pure=False)  # its own rule of poison runs on the lanes under the guard alone
-        access = accesses(ins)
+        try:
+            access = accesses(ins)
+        except SassError as error:
+            self.problems[str(error)] = []
+            return
         record = traced(ins) if self.is_traced else None
         if record is not None:
             self.decoded.append(record)
