@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from ..codegen.control_flow import build_flow
 from ..codegen.module import Entry, Module, collection_paused
@@ -68,7 +69,7 @@ def load_machine_code(cubin: bytes, text: str, *, is_traced: bool = False) -> Mo
         flow.undefined["r"] = [row for row in flow.undefined["r"] if row not in masks]
         translator = Translator(name, flow, layout)
     allocates = any(ins.base == "UTCATOMSWS" for ins in listing.instructions)
-    prepare = tensor_allocation.prepare if allocates else None
+    prepare = partial(tensor_allocation.prepare, tensor_allocation.record_of(listing)) if allocates else None
     return Module({name: Entry(name, parameters(info), None, flow, layout, translator, findings=findings(listing), prepare=prepare)})
 
 
