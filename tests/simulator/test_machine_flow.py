@@ -29,11 +29,17 @@ ONE = (1, 1, 1)
 
 def load(arch: Arch, body: str, parameters: str = ".param .u64 p0", declarations: str = "") -> Module:
     """Assemble a kernel with ptxas and load its machine code."""
+    cubin = assembled_for(arch, body, parameters, declarations)
+    return load_machine_code(cubin, disassemble(cubin))
+
+
+def assembled_for(arch: Arch, body: str, parameters: str, declarations: str = "") -> bytes:
+    """Assemble a kernel with ptxas."""
     head = f".version 9.0\n.target {arch.gpu_arch}\n.address_size 64\n{declarations}\n.visible .entry k({parameters})\n.reqntid {THREADS}\n"
     cubin = assemble(f"{head}{{\n{REGISTERS}{body}\nret;\n}}\n", arch.gpu_arch)
     if cubin is None:
         pytest.skip("ptxas is not installed")
-    return load_machine_code(cubin, disassemble(cubin))
+    return cubin
 
 
 def execute(
@@ -74,6 +80,35 @@ def test_an_indirect_branch_goes_to_the_place_of_its_table(arch: Arch) -> None:
     assert not report.findings
     ways = [given * 77, given + 1000, given ^ 12345, given * given + 5]
     np.testing.assert_array_equal(array, np.choose(np.minimum(given, 3), ways))
+
+
+UNIFORM_TABLE = """
+ld.param.u32 %r1, [p1]; min.u32 %r2, %r1, 4;
+places: .branchtargets A, B, C, D, F;
+brx.idx %r2, places;
+A: mul.lo.u32 %r3, %r1, 77; bra E;
+B: add.u32 %r3, %r1, 1000; bar.sync 0; bra E;
+C: xor.b32 %r3, %r0, 12345; bra E;
+D: mad.lo.u32 %r3, %r1, %r1, 5; bra E;
+F: ld.global.u32 %r3, [%rd2];
+E: st.global.u32 [%rd2], %r3;
+"""
+
+
+def test_a_uniform_indirect_branch_goes_to_the_place_of_its_table() -> None:
+    cubin = assembled_for(ARCHS["sm100"], UNIFORM_TABLE, ".param .u64 p0, .param .u64 p1")
+    text = disassemble(cubin)
+    assert "BRXU UR" in text
+    module = load_machine_code(cubin, text)
+    lane = np.arange(THREADS, dtype=np.uint32)
+    for index in range(6):
+        array = lane + 7
+        report = execute(module, array, [pointer(array), struct.pack("<Q", index)])
+        assert not report.findings
+        ways = [0 * lane, 0 * lane + 1001, lane ^ 12345, 0 * lane + 14, lane + 7]
+        np.testing.assert_array_equal(array, ways[min(index, 4)])
+    with pytest.raises(UnsupportedInstruction, match=r"BRXU .* without a list of its targets"):
+        load_machine_code(cubin, re.sub(r'\(\*"BRANCH_TARGETS.*"\*\)', "", text))
 
 
 WAITING_LANE = """

@@ -75,7 +75,7 @@ _DESTINATIONS: dict[Callable[[SassInstruction], int], str] = {
     _none: (
         "ACQBULK ARRIVES BAR BPT BRA BREAK BSYNC CALL CCTL CGAERRBAR DEPBAR ERRBAR EXIT FENCE LDGDEPBAR LDGSTS MEMBAR NANOSLEEP NOP "
         "PREEXIT RET STAS STG STS STSM STTM UBLKCP UBLKPF UCGABAR_ARV UCGABAR_WAIT UTCBAR UTCCP UTCHMMA UTCQMMA UTMACCTL UTMALDG "
-        "UGETNEXTWORKID UVIRTCOUNT WARPGROUP WARPSYNC YIELD BRX ENDCOLLECTIVE REDG ST STL UTMACMDFLUSH UTMAPF UTMASTG "
+        "UGETNEXTWORKID UVIRTCOUNT WARPGROUP WARPSYNC YIELD BRX BRXU ENDCOLLECTIVE REDG ST STL UTMACMDFLUSH UTMAPF UTMASTG "
         "AWAIT CONVERGED FOREIGN LEAVE NOWHERE"  # parts of a lifted wait, branch, call, exit and return
     ),
     _one: (
@@ -192,7 +192,7 @@ def _arithmetic_width(ins: SassInstruction, index: int) -> int:
         return _conversion_width(base, words, index)
     if base == "SYNCS":
         return 2 if words[0] == "EXCH" else 1
-    if base in ("BRX", "CALL", "LEPC", "RET"):
+    if base in ("BRX", "BRXU", "CALL", "LEPC", "RET"):
         return 2
     return 1
 

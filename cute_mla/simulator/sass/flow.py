@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from ..findings import SassError
 from .listing import Listing, Register, SassInstruction, Target
 
-JUMPS = ("BRA", "BRX", "CALL", "EXIT", "RET")
-_REFUSED = ("BRXU", "JMP", "JMX", "JMXU", "KILL", "WARPSYNC.EXCLUSIVE")
+JUMPS = ("BRA", "BRX", "BRXU", "CALL", "EXIT", "RET")
+_REFUSED = ("JMP", "JMX", "JMXU", "KILL", "WARPSYNC.EXCLUSIVE")
 
 
 @dataclass
@@ -64,7 +64,7 @@ def _targets(listing: Listing, ins: SassInstruction) -> tuple[int, ...]:
     if ins.base in ("EXIT", "RET") or is_foreign(ins):
         return ()
     found = [operand for operand in ins.operands if isinstance(operand, Target)]
-    if ins.base == "BRX":
+    if ins.base in ("BRX", "BRXU"):
         if not found:
             raise SassError(f"{ins.address:#x}: {ins.text!r} without a list of its targets: indirect control flow is not supported")
         return tuple(listing.index(operand.label) for operand in found)

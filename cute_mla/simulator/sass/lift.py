@@ -45,7 +45,7 @@ class Lift:
         self.problems: dict[str, list[int]] = {}
         self.returns = [ins.address + 16 for ins in listing.instructions if ins.base == "CALL"]
         self.has_regions = any(ins.base == "BSSY" for ins in listing.instructions)
-        targets = {operand.label for ins in listing.instructions if ins.base in ("BRA", "BRX", "CALL") for operand in ins.operands
+        targets = {operand.label for ins in listing.instructions if ins.base in ("BRA", "BRX", "BRXU", "CALL") for operand in ins.operands
                    if isinstance(operand, Target)}  # fmt: skip
         boards = {ins.control.write_board for ins in listing.instructions if ins.base == "LDTM"}
         self.load_boards = sum(1 << board for board in boards if board != NO_BOARD)
@@ -75,7 +75,7 @@ class Lift:
             self._ordinary(replace(ins, opcode="FOREIGN", operands=()), guard_of(ins.guard))
         elif ins.base in ("BRA", "CALL"):
             self._branch(ins)
-        elif ins.base == "BRX":
+        elif ins.base in ("BRX", "BRXU"):
             self._jump_by_table(ins)
         elif ins.base == "LEPC":
             self._ordinary(replace(ins, operands=(ins.operands[0], Immediate(self._address(ins.operands[1])))), guard_of(ins.guard))
