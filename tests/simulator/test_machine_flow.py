@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import struct
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
@@ -172,7 +172,8 @@ def test_lanes_of_a_warp_reach_a_barrier_in_different_places(policy: Policy, nam
     expected = np.where(given & 1, given * 77 + other, given + 5 ^ other)
     for count, found in ((THREADS, set()), (THREADS - 32, {"barrier_arrivals", "race"}), (THREADS + 32, {"deadlock"})):
         array = given.copy()
-        with nullcontext([]) if edit is None else as_machine_code(edit) as texts:
+        code: AbstractContextManager[list[str]] = nullcontext([]) if edit is None else as_machine_code(edit)
+        with code as texts:
             report = Kernel(PLACES.replace("COUNT", str(count)), THREADS, 4 * THREADS).run(array, policy=policy)
         assert kinds(report) & found if found else not report.findings
         if not found:

@@ -341,7 +341,7 @@ def test_sums_of_floats(as_code: Callable[[], AbstractContextManager[object]]) -
     with as_code():
         assert Kernel(body).run(array).ok
     total = np.arange(32, dtype=np.float32).reshape(4, 8).sum(0)
-    np.testing.assert_array_equal(array[:32].reshape(8, 4), total[:, None] * np.float32([2, 1, 0, 2]))
+    np.testing.assert_array_equal(array[:32].reshape(8, 4), total[:, None] * np.array([2, 1, 0, 2], np.float32))
     with as_code():
         assert kinds(Kernel(body.replace("[%rd3]", "[%rd3+4]")).run(array)) == {"misaligned"}
 

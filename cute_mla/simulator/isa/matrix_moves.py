@@ -61,7 +61,7 @@ def store_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
     e.line(f"store_matrices(w, {e.memory_address(ins.operands[0], 32)}, [{values}], {layout!r}, {poison})")
 
 
-_STORES = {
+_STORES: dict[str, Callable[..., None]] = {
     "rows": partial(matrix_fragments.store_matrices, transposed=False),
     "columns": partial(matrix_fragments.store_matrices, transposed=True),
     "bytes": matrix_fragments.store_byte_matrices,

@@ -51,5 +51,5 @@ def multiply(left: list[Array], right: list[Array], addend: list[Array], kind: s
 def poison(left: list[Array], right: list[Array], addend: list[Array]) -> list[Array]:
     """Return which sums are undefined: those of undefined rows of A or columns of B, or with an undefined addend."""
     rows = np.concatenate([(left[half] | left[half + 2]).reshape(-1, 8, 4).any(2) for half in range(2)], 1)
-    columns = (right[0] | right[1]).reshape(-1, 8, 4).any(2)
+    columns = np.asarray((right[0] | right[1]).reshape(-1, 8, 4).any(2))
     return [part | term for part, term in zip(sums_of_lanes(rows[:, :, None] | columns[:, None, :]), addend, strict=True)]

@@ -110,7 +110,7 @@ ignored(r"WARPGROUP.ARRIVE", "orders register accesses before products", needs="
 @op(r"HMMA.16816.F32(.BF16)?", taint="own", needs="warp")
 def multiply_in_registers(e: Emitter, ins: SassInstruction) -> None:
     """Emit mma.sync.m16n8k16 with sums in f32; RZ is an addend of zeros."""
-    runs = []
+    runs: list[tuple[Reg, ...]] = []
     for operand, count in zip(ins.operands, COUNTS, strict=True):
         if not isinstance(operand, Register) or operand.negative or (operand.number is None and len(runs) < len(COUNTS) - 1):
             raise Unsupported(f"operand {operand} of a product")
