@@ -133,7 +133,7 @@ DONE:
 
 @pytest.mark.parametrize(("body", "opcode"), [(_REGISTERS, "S2UR"), (_MAPS, "UTMACCTL")], ids=["registers", "maps"])
 def test_ptxas_relies_on_these_orders(body: str, opcode: str) -> None:
-    """It leaves some instruction without a scoreboard, which is found once the later ones are not waited for."""
+    """Some instruction has no scoreboard, which is found once the later ones are not waited for."""
     listing = read_listing(assembled(Kernel(body, 128).text([0, 0, 0]))[1])
     assert not check_scoreboards(listing)
     for index in range(len(listing.instructions)):

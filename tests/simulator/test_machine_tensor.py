@@ -106,7 +106,7 @@ TWICE = fill(32) + LOAD.replace("tcgen05.wait", SECOND + "tcgen05.wait") + WAITE
 
 @pytest.mark.parametrize(("load", "found"), [(0, set()), (1, {"missing_wait"})])
 def test_a_load_of_tensor_memory_is_done_when_a_later_one_is(load: int, found: set[str]) -> None:
-    """What guards the registers of the first load is another matter: the static check finds it."""
+    """The registers of the first load are another matter, which the static check finds."""
     report = broken(TWICE, with_a_board_of_its_own(load))
     assert {finding.kind for finding in report.findings} - {"control_code"} == found
 

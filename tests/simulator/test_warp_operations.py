@@ -168,7 +168,7 @@ def test_floats_of_four_bits(kind: str) -> None:
     ],
 )
 def test_spellings_that_ptxas_writes_in_large_kernels_only(edits: dict[str, str], added: int) -> None:
-    """They take the place of others in the text: a byte of the parameters, the kind of cluster, uniform predicates as bits."""
+    """Put spellings in the place of others in the text: a byte of the parameters, the kind of cluster, uniform predicates as bits."""
     body = "ld.param.u32 %r1, [p1]; ld.param.u8 %r2, [p1+1]; add.u32 %r3, %r0, %r1; mul.lo.u32 %r3, %r3, 3; mov.u32 %r4, %ctaid.x;"
     body += "add.u32 %r3, %r3, %r4; add.u32 %r3, %r3, %r2; st.global.u32 [%rd2], %r3;"
 
