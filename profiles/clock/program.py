@@ -13,6 +13,7 @@ import numpy as np
 from ...simulator.frontend.layout import SHARED_WINDOW
 from ...simulator.isa.launch_control import RESPONSE_BYTES
 from ...simulator.sass.accesses import fragment
+from ...simulator.sass.lift import barriers_of_lanes
 from ...simulator.sass.listing import INSTRUCTION_BYTES, Address, Immediate, Listing, Operand, Register, SassInstruction
 from ...simulator.sass.trace import Step
 from ...simulator.state.memory import Buffer
@@ -117,6 +118,7 @@ class Decoder:
         self.buffers: Sequence[Buffer] = ()
         self._waves: dict[tuple[bytes, int], int] = {}
         self._place = 0, 0
+        self._meetings = barriers_of_lanes(listing)
         self._parts: Counter[tuple[int, int]] = Counter()
 
     def program(self, place: tuple[int, int], steps: Sequence[Step], start: int = 0, is_whole: bool = True) -> tuple[list[Issue], int]:
@@ -234,10 +236,11 @@ class Decoder:
 
     def _barrier_sync(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[int, int] | None:
         """Return number and threads of a barrier; None for lanes of a warp that come ahead of its others, which then count for all."""
-        self._parts[self._place] += len(active)
-        if self._parts[self._place] < WARP:
-            return None
-        del self._parts[self._place]
+        if ins.address in self._meetings:
+            self._parts[self._place] += len(active)
+            if self._parts[self._place] < WARP:
+                return None
+            del self._parts[self._place]
         values = [int(self._value(operand, step, active)[0]) for operand in ins.operands if isinstance(operand, Register | Immediate)]
         return values[0], values[1] if len(values) > 1 else 0
 
