@@ -181,6 +181,23 @@ def test_lanes_of_a_warp_reach_a_barrier_in_different_places(policy: Policy, nam
         assert all(text.count(name) == 2 for text in texts)
 
 
+@each_policy
+@pytest.mark.parametrize("code", [nullcontext, as_machine_code], ids=["PTX", "machine code"])
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_warp_arrives_with_the_lanes_that_have_not_exited(
+    policy: Policy, code: Callable[[], AbstractContextManager[object]], behind: bool
+) -> None:
+    """Odd lanes read a word that is 1 and leave, before or after the even ones come to the barrier."""
+    leave = "ld.global.u32 %r3, [%rd2]; setp.ne.u32 %p2, %r3, 1; @%p2 st.global.u32 [%rd2], %r0; ret;"
+    meet = "barrier.sync 3, 64; st.global.u32 [%rd2], %r0; ret;"
+    first, others = (meet, leave) if behind else (leave, meet)
+    body = f"and.b32 %r2, %r0, 1; setp.eq.u32 %p1, %r2, {int(behind)}; @%p1 bra OTHERS; {first} OTHERS: {others}"
+    array = np.ones(THREADS, np.uint32)
+    with code():
+        assert not Kernel(body, THREADS).run(array, policy=policy).findings
+    assert array[::2].tolist() == list(range(0, THREADS, 2))
+
+
 STATIC = """
 mov.u32 %r1, fixed; mad.lo.u32 %r2, %r0, 4, %r1; ld.global.u32 %r3, [%rd2]; st.shared.u32 [%r2], %r3;
 mov.u32 %r4, smem; mad.lo.u32 %r5, %r0, 4, %r4; not.b32 %r6, %r3; st.shared.u32 [%r5], %r6; bar.sync 0;

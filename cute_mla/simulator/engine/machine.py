@@ -13,6 +13,7 @@ from ..checks import exit_checks, phases, tensor_hazards
 from ..codegen.control_flow import Block, register_uses
 from ..codegen.translator import BLOCKED, EXIT, Split
 from ..findings import Fault, Finding
+from ..isa.barrier_ops import leave
 from ..numerics.blas import single_threaded
 from ..numerics.tma import BoxPlan
 from ..state.async_work import PendingCopy
@@ -189,6 +190,7 @@ class Machine:
         group.state = DEAD
         group.siblings.remove(group)
         self.convoys.regather(group.siblings)
+        leave(self, cta, group.warps)
         exit_checks.check_exit(self, cta, group.lanes, group.warps[0])
         self.progress += 1
         cluster = cta.cluster

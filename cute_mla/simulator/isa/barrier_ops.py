@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -15,6 +15,7 @@ from ..frontend.ptx import Imm, Instruction, Operand
 from ..state.access import all_true
 from ..state.barriers import MAX_COUNT, Mbarrier, NamedBarrier
 from ..state.cta import Cta
+from ..state.engine_protocol import Engine
 from ..state.registers import WARP
 from ..state.window import Window
 from .emitter import Emitter, Unsupported
@@ -376,7 +377,7 @@ def named_sync(
     phases.note_arrival(w, warps, barrier, True)
     order.arrive(cta, w.warps, barrier)
     if barrier.arrive(len(warps) * WARP, threads):
-        release(w, barrier)
+        release(w.engine, cta, barrier)
         order.wait(cta, w.warps, barrier)
         phases.note_round(cta, w.warps, barrier)
         return True
@@ -411,11 +412,21 @@ def named_arrive(w: Window, number: np.ndarray, count: np.ndarray) -> None:
         phases.note_arrival(w, warps, barrier, False)
         order.arrive(cta, warps, barrier)
         if barrier.arrive(-(-lanes // WARP) * WARP, threads):
-            release(w, barrier)
+            release(w.engine, cta, barrier)
     w.engine.note_progress()
 
 
-def release(w: Window, barrier: NamedBarrier) -> None:
+def leave(engine: Engine, cta: Cta, warps: Iterable[int]) -> None:
+    """Let warps whose last other lanes have exited arrive at the named barriers where the rest of their lanes are."""
+    for barrier in cta.named.values():
+        for warp in warps:
+            if barrier.expected is not None and 0 < cta.live[warp] <= barrier.lanes[warp]:
+                del barrier.lanes[warp]
+                if barrier.arrive(WARP, barrier.expected):
+                    release(engine, cta, barrier)
+
+
+def release(engine: Engine, cta: Cta, barrier: NamedBarrier) -> None:
     """Complete the round: store the results of bar.red, and let all groups inside go on."""
     if barrier.results:
         votes = np.concatenate([part[1] for part in barrier.results])  # type: ignore[misc]
@@ -426,9 +437,9 @@ def release(w: Window, barrier: NamedBarrier) -> None:
                 window.write_back()
         barrier.results.clear()
     barrier.next_round()
-    for warps in w.engine.release(barrier):
-        order.wait(w.cta, warps, barrier)
-        phases.note_round(w.cta, warps, barrier)
+    for warps in engine.release(barrier):
+        order.wait(cta, warps, barrier)
+        phases.note_round(cta, warps, barrier)
 
 
 # ---------------------------------------------------------------- cluster barrier
