@@ -218,6 +218,7 @@ st.global.b32 [%rd10+8212], %r0; st.global.v8.b32 [%rd10+12288], {%r38, %r38, %r
 """
 
 _EXTENSIONS = [
+    "shf.l.wrap.b32 $, %r1, %r2, %r3;", "shf.l.wrap.b32 $, %r1, %r1, 7;", "shf.l.wrap.b32 $, %r1, %r2, 0;",
     *(f"szext.{m}.{t} $, %r1, {n};" for m in ("clamp", "wrap") for t in ("s32", "u32") for n in ("%r2", "11", "1")),
     "and.b32 %r50, %r2, 63; szext.clamp.s32 $, %r1, %r50;", "and.b32 %r50, %r2, 63; szext.wrap.s32 $, %r1, %r50;",
 ]  # fmt: skip
@@ -343,7 +344,7 @@ PLAIN = (
         "REDG.E.MIN.S32 REDG.E.MAX", extra=1),
     Evidence("vectors", _VECTORS, 0, "LDG.E.ENL2.256 LDG.E.EF.EFL2.256.CONSTANT LDG.E.NA.ELL2.LTC256B.256.CONSTANT STG.E.ENL2.256 "
         "STG.E.NA.EFL2.256 STG.E.NA.128 STG.E.NA", extra=32, archs=("sm100",)),
-    gathered("extensions", _EXTENSIONS, "SGXT SGXT.U32 SGXT.W SGXT.W.U32"),
+    gathered("extensions", _EXTENSIONS, "SGXT SGXT.U32 SGXT.W SGXT.W.U32 SHF.L.W.U32.HI"),
     gathered("matches", _MATCHES, "MATCH.ANY MATCH.ALL MATCH.ANY.U64 MATCH.ALL.U64"),
     gathered("mixed", _MIXED, "FHADD FHADD.BF16 FHFMA FHFMA.BF16 F2FP.SATFINITE.BF16.F32.PACK_AB F2FP.SATFINITE.F16.F32.PACK_AB",
         floats=True, archs=("sm100",)),
