@@ -12,18 +12,18 @@ from .constants import Constants
 
 # Pipes of a scheduler. Every opcode stands in one; an unknown one is refused.
 _PIPES = {
-    "fma": "FADD FFMA FMUL HADD2 HFMA2 FADD2 FFMA2 FMUL2 HMUL2",
+    "fma": "FADD FFMA FHADD FHFMA FMUL HADD2 HFMA2 FADD2 FFMA2 FMUL2 HMUL2",
     "multiply": "IMAD",
-    "alu": "CS2R FMNMX FMNMX3 FSEL FSETP IABS IADD3 ISETP LEA LOP3 MOV P2R PLOP3 PRMT R2P SEL SHF VIADD VIADDMNMX VIMNMX VIMNMX3 VOTE",
+    "alu": "CS2R FMNMX FMNMX3 FSEL FSETP IABS IADD3 ISETP LEA LOP3 MOV P2R PLOP3 PRMT R2P SEL SGXT SHF VIADD VIADDMNMX VIMNMX VIMNMX3 VOTE",
     "convert": "F2FP I2FP",
     "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
-    "uniform": "ELECT R2UR UFLO UIADD3 UIMAD UISETP ULDC ULEA ULOP3 UMOV UPLOP3 UPOPC UPRMT USEL USHF VOTEU",
+    "uniform": "ELECT R2UR UFLO UIADD3 UIMAD UISETP ULDC ULEA ULOP3 UMOV UP2UR UPLOP3 UPOPC UPRMT USEL USHF VOTEU",
     "memory": "ATOMS ATOMG LD LDG LDGSTS LDL LDS LDSM RED REDG SHFL ST STAS STG STL STS STSM",
     "asynchronous": "SYNCS UBLKCP UTMALDG UTMASTG UTMAREDG UTMACCTL UTMACMDFLUSH UTMAPF UBLKPF UTCBAR UTCHMMA UTCQMMA UTCATOMSWS UTCCP "
-    "ARRIVES LDGDEPBAR UVIRTCOUNT",
-    "tensor": "HGMMA QGMMA LDTM STTM",
-    "control": "ACQBULK BAR BPT BRA BREAK BRX BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ENDCOLLECTIVE ERRBAR EXIT FENCE LDC LDCU LEPC MEMBAR "
-    "NANOSLEEP NOP PREEXIT REDUX CREDUX RET RPCMOV S2R S2UR UCGABAR_ARV UCGABAR_WAIT USETMAXREG WARPGROUP WARPSYNC YIELD",
+    "UGETNEXTWORKID ARRIVES LDGDEPBAR UVIRTCOUNT",
+    "tensor": "HMMA HGMMA QGMMA LDTM STTM",
+    "control": "ACQBULK BAR BPT BRA BREAK BRX BRXU BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ENDCOLLECTIVE ERRBAR EXIT FENCE LDC LDCU LEPC "
+    "MATCH MEMBAR NANOSLEEP NOP PREEXIT REDUX CREDUX RET RPCMOV S2R S2UR UCGABAR_ARV UCGABAR_WAIT USETMAXREG WARPGROUP WARPSYNC YIELD",
 }  # fmt: skip
 PIPE_OF = {opcode: pipe for pipe, opcodes in _PIPES.items() for opcode in opcodes.split()}
 PIPE_NUMBERS = {pipe: number for number, pipe in enumerate(_PIPES)}
@@ -50,7 +50,7 @@ _KINDS = {
     "remote store": "STAS",
     "cluster arrive": "UCGABAR_ARV",
     "cluster wait": "UCGABAR_WAIT",
-    "branch": "BRA BRX CALL RET BREAK BSYNC",
+    "branch": "BRA BRX BRXU CALL RET BREAK BSYNC",
     "exit": "EXIT",
 }
 _KIND_OF = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcodes.split()}
@@ -58,7 +58,7 @@ _KIND_OF = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcod
 # Constants that give the latency of instructions without a unit of their own; operand_read_clocks for the others.
 _LATENCIES = {
     "mufu_latency": "F2F F2I FCHK FLO I2F MUFU POPC",
-    "shuffle_latency": "CREDUX REDUX SHFL",
+    "shuffle_latency": "CREDUX MATCH REDUX SHFL",
     "special_latency": "S2R S2UR",
     "constant_latency": "LDC LDCU",
     "fence_clocks": "FENCE MEMBAR",
@@ -134,6 +134,8 @@ def kind_of(ins: SassInstruction) -> str:
         return {"ARRIVE": "arrive", "EXCH": "initialise"}[ins.modifiers[0]]
     if ins.base == "UBLKCP":
         return {"S.S": "bulk copy", "S.G": "bulk load", "G.S": "tensor store"}[".".join(ins.modifiers[:2])]
+    if ins.base == "UGETNEXTWORKID":  # assumed: a response comes as bytes from L2 do
+        return "bulk load"
     if ins.base == "CCTL":
         return "prefetch" if ins.modifiers[-1] in ("PF1", "PF2", "PML2") else ""
     if ins.base == "BAR":

@@ -15,7 +15,7 @@ class KernelClock:
     """Timing of the first cluster of a launch. listing: the machine code. ctas: of the cluster. warps: of each CTA."""
 
     def __init__(self, listing: Listing, ctas: int, warps: int, constants: Constants, setting: Setting) -> None:
-        self.decoder = Decoder(listing, time_listing(listing, constants))
+        self.decoder = Decoder(listing, time_listing(listing, constants), ctas)
         self.engine = Engine(ctas, warps, constants, setting)
         self._trace: MachineTrace | None = None
         self._done: dict[tuple[int, int], int] = {}
@@ -40,7 +40,6 @@ class KernelClock:
     def _feed(self, is_whole: bool) -> None:
         assert self._trace is not None
         self.decoder.buffers = self._trace.buffers
-        for (rank, warp), steps in self._trace.warps.items():
-            start = self._done.get((rank, warp), 0)
-            program, self._done[rank, warp] = self.decoder.program(rank, steps, start, is_whole)
-            self.engine.extend(rank, warp, program)
+        for place, steps in self._trace.warps.items():
+            program, self._done[place] = self.decoder.program(place, steps, self._done.get(place, 0), is_whole)
+            self.engine.extend(*place, program)

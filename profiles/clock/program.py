@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +12,9 @@ from typing import Any
 import numpy as np
 
 from cute_mla.simulator.frontend.layout import SHARED_WINDOW
+from cute_mla.simulator.isa.launch_control import RESPONSE_BYTES
 from cute_mla.simulator.sass.accesses import fragment
+from cute_mla.simulator.sass.lift import barriers_of_lanes
 from cute_mla.simulator.sass.listing import INSTRUCTION_BYTES, Address, Immediate, Listing, Operand, Register, SassInstruction
 from cute_mla.simulator.sass.trace import Step
 from cute_mla.simulator.state.memory import Buffer
@@ -110,21 +113,29 @@ class Product:
 
 
 class Decoder:
-    """Decoder of the traced steps of one kernel. timed: its instructions by address. buffers: global memory (see lines_of)."""
+    """Decoder of the traced steps of one kernel.
 
-    def __init__(self, listing: Listing, timed: Mapping[int, TimedInstruction]) -> None:
+    timed: its instructions by address. ctas: of a cluster. buffers: global memory (see lines_of).
+    """
+
+    def __init__(self, listing: Listing, timed: Mapping[int, TimedInstruction], ctas: int) -> None:
         self.code = {ins.address: ins for ins in listing.instructions}
         self.timed = timed
+        self.ctas = ctas
         self.buffers: Sequence[Buffer] = ()
         self._waves: dict[tuple[bytes, int], int] = {}
+        self._place = 0, 0
+        self._meetings = barriers_of_lanes(listing)
+        self._parts: Counter[tuple[int, int]] = Counter()
 
-    def program(self, rank: int, steps: Sequence[Step], start: int = 0, is_whole: bool = True) -> tuple[list[Issue], int]:
-        """Return what a warp of the CTA of this rank issues from a step on, and the first step that is left.
+    def program(self, place: tuple[int, int], steps: Sequence[Step], start: int = 0, is_whole: bool = True) -> tuple[list[Issue], int]:
+        """Return what a warp issues from a step on, and the first step that is left. place: rank of its CTA, and its number.
 
         Unless the steps are whole, the last one is left: what follows may still change it, or show where it branches to. Only a test of a
         phase, which waits for the clock's answer, is taken.
         """
         found: list[Issue] = []
+        rank, _ = self._place = place
         stop = len(steps)
         if not is_whole and stop > start and not self.is_question(steps[-1]):
             stop -= 1
@@ -209,13 +220,13 @@ class Decoder:
     def _arrive(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[Arrival, ...]:
         places = self._address(ins.operands[1], step, active)
         values = self._value(ins.operands[2], step, active)
-        form = ins.modifiers[-1] if ins.modifiers[-1] in ("A1T0", "ART0", "A0TR", "A0T1") else "A1TR"
+        form = ins.modifiers[-1] if ins.modifiers[-1] in ("A1T0", "ART0", "A0TR", "A0T1", "A0TX") else "A1TR"
         remote = "RED" in ins.modifiers
         found: dict[tuple[int, int], list[int]] = {}
         for place, value in zip(places.tolist(), values.tolist(), strict=True):
             target = found.setdefault((place >> RANK_SHIFT if remote else rank, place & OFFSET_MASK), [0, 0])
             target[0] += {"A1": 1, "AR": value, "A0": 0}[form[:2]]
-            target[1] += {"T0": 0, "TR": value, "T1": 1}[form[2:]]
+            target[1] += {"T0": 0, "TR": value, "T1": 1, "TX": -value}[form[2:]]
         return tuple(Arrival(*place, *counts) for place, counts in found.items())
 
     def _initialise(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[tuple[int, int], ...]:
@@ -230,7 +241,13 @@ class Decoder:
 
     _phase_test = _phase_wait
 
-    def _barrier_sync(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[int, int]:
+    def _barrier_sync(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[int, int] | None:
+        """Return number and threads of a barrier; None for lanes of a warp that come ahead of its others, which then count for all."""
+        if ins.address in self._meetings:
+            self._parts[self._place] += len(active)
+            if self._parts[self._place] < WARP:
+                return None
+            del self._parts[self._place]
         values = [int(self._value(operand, step, active)[0]) for operand in ins.operands if isinstance(operand, Register | Immediate)]
         return values[0], values[1] if len(values) > 1 else 0
 
@@ -334,6 +351,10 @@ class Decoder:
         return Request(sum(box.layout.inside.size * box.layout.unit for box in boxes) // destinations, sectors)
 
     def _bulk_load(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> TensorLoad:
+        if ins.base == "UGETNEXTWORKID":
+            place = self._run(ins.operands[1], 0, step, active) & OFFSET_MASK
+            ranks = range(self.ctas) if "BROADCAST" in ins.modifiers else (rank,)
+            return TensorLoad(Request(0, tuple), RESPONSE_BYTES, tuple((item, Arrival(item, place, 0, -RESPONSE_BYTES)) for item in ranks))
         request = self._bytes(ins.operands[1], ins.operands[2], step, active)
         target, signal = (self._run(ins.operands[0], index, step, active) for index in range(2))
         arrival = Arrival(signal >> RANK_SHIFT, signal & OFFSET_MASK, 0, -request.nbytes)
@@ -412,7 +433,7 @@ def _request(ins: SassInstruction, sectors: np.ndarray) -> Request:
 
 def width_of(ins: SassInstruction) -> int:
     """Return the bytes that each lane of an access moves."""
-    words = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16}
+    words = {"U8": 1, "S8": 1, "U16": 2, "S16": 2, "64": 8, "128": 16, "256": 32, "F32x2": 8, "F32x4": 16}
     return next((words[word] for word in ins.modifiers if word in words), 4)
 
 

@@ -190,6 +190,83 @@ ld.global.u32 %r109, [%rd6+4608]; ld.u32 %r110, [%rd6+5120]; mul.wide.u32 %rd11,
 ld.v2.u32 {%r111, %r112}, [%rd11];
 """
 
+_SUMS = """
+mul.wide.u32 %rd9, %r0, 16; add.s64 %rd9, %rd9, %rd8; st.global.v4.u32 [%rd9], {%r1, %r2, %r3, %r4};
+red.global.add.f32 [%rd9+4], %f1; red.global.add.v2.f32 [%rd9+8], {%f2, %f1}; red.global.add.v4.f32 [%rd9], {%f2, %f3, %f4, %f2};
+red.relaxed.sys.global.add.f32 [%rd9], %f4;
+"""
+
+_LARGEST = """
+mov.u32 %r60, smem; mad.lo.u32 %r60, %r0, 4, %r60; st.shared.u32 [%r60], %r1; st.global.u32 [%rd6+4608], %r1;
+atom.shared.max.s32 %r100, [%r60], %r2; atom.shared.max.u32 %r101, [%r60], %r3; atom.shared.min.s32 %r102, [%r60], %r4;
+atom.shared.min.u32 %r103, [%r60], %r1; atom.shared.exch.b32 %r104, [%r60], %r2; ld.shared.u32 %r105, [%r60];
+atom.global.max.s32 %r106, [%rd6+4608], %r2; atom.global.min.u32 %r107, [%rd6+4608], %r3;
+red.global.min.s32 [%rd6+4608], %r4; red.global.max.u32 [%rd6+4608], %r1; ld.global.u32 %r108, [%rd6+4608];
+"""
+
+_VECTORS = """
+mul.wide.u32 %rd9, %r0, 32; and.b64 %rd9, %rd9, 2047; xor.b64 %rd9, %rd9, 64; add.s64 %rd9, %rd0, %rd9;
+ld.global.v8.b32 {%r10, %r11, %r12, %r13, %r14, %r15, %r16, %r17}, [%rd9];
+ld.global.nc.L1::evict_first.L2::evict_first.v8.b32 {%r20, %r21, %r22, %r23, %r24, %r25, %r26, %r27}, [%rd9];
+ld.global.nc.L1::no_allocate.L2::evict_last.L2::256B.v8.b32 {%r30, %r31, %r32, %r33, %r34, %r35, %r36, %r37}, [%rd9];
+sub.s64 %rd10, %rd8, %rd1; mul.wide.u32 %rd11, %r0, 32; add.s64 %rd10, %rd8, %rd11; xor.b32 %r20, %r20, %r31; xor.b32 %r27, %r27, %r30;
+st.global.v8.b32 [%rd10], {%r17, %r10, %r11, %r12, %r13, %r14, %r15, %r16};
+st.global.L1::no_allocate.L2::evict_first.v8.b32 [%rd10+4096], {%r20, %r21, %r22, %r23, %r24, %r25, %r26, %r27};
+st.global.L1::no_allocate.v4.b32 [%rd10+8192], {%r34, %r35, %r36, %r37}; mov.u32 %r38, 0;
+st.global.L1::no_allocate.b32 [%rd10+8208], %r32; st.global.L1::no_allocate.v2.b32 [%rd10+8216], {%r33, %r38};
+st.global.b32 [%rd10+8212], %r0; st.global.v8.b32 [%rd10+12288], {%r38, %r38, %r38, %r38, %r38, %r38, %r38, %r38};
+"""
+
+_EXTENSIONS = [
+    "shf.l.wrap.b32 $, %r1, %r2, %r3;", "shf.l.wrap.b32 $, %r1, %r1, 7;", "shf.l.wrap.b32 $, %r1, %r2, 0;",
+    *(f"szext.{m}.{t} $, %r1, {n};" for m in ("clamp", "wrap") for t in ("s32", "u32") for n in ("%r2", "11", "1")),
+    "and.b32 %r50, %r2, 63; szext.clamp.s32 $, %r1, %r50;", "and.b32 %r50, %r2, 63; szext.wrap.s32 $, %r1, %r50;",
+]  # fmt: skip
+
+_MATCHES = [
+    "and.b32 %r50, %r1, 3; match.any.sync.b32 $, %r50, -1;", "match.any.sync.b32 $, %r1, -1;", "match.any.sync.b64 $, %rd4, -1;",
+    "shr.u32 %r50, %r0, 5; match.all.sync.b32 $|%p1, %r50, -1;", "shr.u32 %r50, %r0, 4; match.all.sync.b32 $|%p1, %r50, -1;",
+    predicate("match.all.sync.b32 %r51|%p1, %r0, -1;"), predicate("shr.u32 %r50, %r0, 6; match.all.sync.b32 %r51|%p1, %r50, -1;"),
+    "cvt.u64.u32 %rd8, %r0; match.all.sync.b64 $|%p1, %rd8, -1;",
+]  # fmt: skip
+
+_MIXED = [
+    *(f"mov.b32 {{%h1, %h2}}, %r4; {floating(line)}" for t in ("bf16", "f16") for line in (
+        f"add.rn.f32.{t} %f9, %h1, %f2;", f"sub.rn.f32.{t} %f9, %h2, %f2;", f"fma.rn.f32.{t} %f9, %h1, %h2, %f3;",
+        f"fma.rn.f32.{t} %f9, %h2, %h2, %f1;")),
+    "cvt.rn.satfinite.bf16x2.f32 $, %f1, %f2;", "cvt.rn.satfinite.f16x2.f32 $, %f1, %f2;",
+    "mul.f32 %f8, %f1, 0f7E000000; mul.f32 %f9, %f2, 0f7E000000; cvt.rn.satfinite.bf16x2.f32 $, %f8, %f9;",
+]  # fmt: skip
+
+_PRODUCT = "mma.sync.aligned.m16n8k16.row.col.f32.{t}.{t}.f32 {{%f10, %f11, %f12, %f13}}, {{%r10, %r11, %r12, %r13}}, {{{b}}}, {{{c}}};"
+_HALF_WORDS = "".join(f"and.b32 %r{10 + i}, %r{1 + i}, 0xBFFFBFFF; or.b32 %r{10 + i}, %r{10 + i}, 0x30003000;" for i in range(4))
+_PRODUCTS = (
+    "mov.f32 %f20, 0f3F000000;"
+    + _HALF_WORDS
+    + "".join(
+        _PRODUCT.format(t=t, b=b, c=c) + "".join(f"mov.b32 %r{100 + 4 * index + i}, %f{10 + i};" for i in range(4))
+        for index, (t, b, c) in enumerate(
+            (
+                ("bf16", "%r12, %r10", "%f20, %f20, %f20, %f20"),
+                ("bf16", "%r11, %r13", "%f10, %f11, %f12, %f13"),
+                ("f16", "%r12, %r11", "%f13, %f10, %f11, %f12"),
+            )
+        )
+    )
+)
+
+_BYTE_MATRICES = """
+mov.u32 %r60, smem; and.b32 %r61, %r0, 31; shr.u32 %r62, %r0, 5; mad.lo.u32 %r60, %r62, 2048, %r60; mad.lo.u32 %r63, %r61, 16, %r60;
+xor.b32 %r64, %r61, 5; mad.lo.u32 %r64, %r64, 32, %r60; mov.u32 %r65, 0;
+st.shared.v4.u32 [%r63], {%r65, %r65, %r65, %r65}; st.shared.v4.u32 [%r63+512], {%r65, %r65, %r65, %r65};
+st.shared.v4.u32 [%r63+1024], {%r65, %r65, %r65, %r65}; st.shared.v4.u32 [%r63+1536], {%r65, %r65, %r65, %r65}; bar.warp.sync -1;
+stmatrix.sync.aligned.m16n8.x4.trans.shared.b8 [%r64], {%r1, %r2, %r3, %r4}; bar.warp.sync -1;
+ld.shared.v4.u32 {%r100, %r101, %r102, %r103}, [%r63]; ld.shared.v4.u32 {%r104, %r105, %r106, %r107}, [%r63+512]; bar.warp.sync -1;
+stmatrix.sync.aligned.m16n8.x2.trans.shared.b8 [%r64], {%r3, %r1}; bar.warp.sync -1;
+stmatrix.sync.aligned.m16n8.x1.trans.shared.b8 [%r64+16], {%r2}; bar.warp.sync -1;
+ld.shared.v4.u32 {%r108, %r109, %r110, %r111}, [%r63]; ld.shared.v4.u32 {%r112, %r113, %r114, %r115}, [%r63+512];
+"""
+
 _BULK = """
 sub.s64 %rd9, %rd6, %rd1; mov.u32 %r60, smem; shl.b32 %r61, %r0, 2; add.u32 %r62, %r60, %r61; st.shared.u32 [%r62], %r1;
 fence.proxy.async; bar.sync 0; setp.ne.u32 %p1, %r0, 0; @%p1 bra FIRST;
@@ -262,6 +339,17 @@ PLAIN = (
     gathered("packed", _PACKED, "FADD2 FADD2.RM FADD2.FTZ FMUL2 FFMA2 FFMA2.FTZ", floats=True, archs=("sm100",)),
     gathered("words", _WORDS, "SHF.R.U64 FLO.U32"),
     Evidence("global", _GLOBAL, 13, "ATOMG.E.ADD ATOMG.E.XOR ATOMG.E.EXCH REDG.E.ADD LDG.E.CONSTANT ST.E LD.E LD.E.64"),
+    Evidence("sums", _SUMS, 0, "REDG.E.ADD.F32.FTZ.RN REDG.E.ADD.F32x2.FTZ.RN REDG.E.ADD.F32x4.FTZ.RN", floats=True, extra=4),
+    Evidence("largest", _LARGEST, 9, "ATOMS.MAX ATOMS.MAX.S32 ATOMS.MIN ATOMS.MIN.S32 ATOMS.EXCH ATOMG.E.MAX.S32 ATOMG.E.MIN "
+        "REDG.E.MIN.S32 REDG.E.MAX", extra=1),
+    Evidence("vectors", _VECTORS, 0, "LDG.E.ENL2.256 LDG.E.EF.EFL2.256.CONSTANT LDG.E.NA.ELL2.LTC256B.256.CONSTANT STG.E.ENL2.256 "
+        "STG.E.NA.EFL2.256 STG.E.NA.128 STG.E.NA", extra=32, archs=("sm100",)),
+    gathered("extensions", _EXTENSIONS, "SGXT SGXT.U32 SGXT.W SGXT.W.U32 SHF.L.W.U32.HI"),
+    gathered("matches", _MATCHES, "MATCH.ANY MATCH.ALL MATCH.ANY.U64 MATCH.ALL.U64"),
+    gathered("mixed", _MIXED, "FHADD FHADD.BF16 FHFMA FHFMA.BF16 F2FP.SATFINITE.BF16.F32.PACK_AB F2FP.SATFINITE.F16.F32.PACK_AB",
+        floats=True, archs=("sm100",)),
+    Evidence("warp products", _PRODUCTS, 12, "HMMA.16816.F32.BF16 HMMA.16816.F32"),
+    Evidence("byte matrices", _BYTE_MATRICES, 16, "STSM.8.MT168 STSM.8.MT168.2 STSM.8.MT168.4", archs=("sm100",)),
     Evidence("bulk", _BULK, 2, "UBLKCP.G.S UTMACMDFLUSH DEPBAR.LE R2UR R2UR.OR BRA.U.ANY CCTL.IVALL"),
     Evidence("spilled", _SPILLED, _MANY, "STL LDL", registers=32),
     Evidence("control", _CONTROL, 4, "BSSY BSYNC BRA"),

@@ -56,6 +56,8 @@ def narrow_vectors() -> Iterator[Vector]:
         for r in ("", ".rn"):
             summed = partial(lambda a, b, form: encode(exact.total(decode(a, form), decode(b, "f32"), "f32"), "f32"), form=form)
             yield Vector(f"add{r}.f32.{form} {{o}}, {{a}}, {{b}};", "rhr", summed)
+            less = partial(lambda a, b, form: encode(exact.total(decode(a, form), -decode(b, "f32"), "f32"), "f32"), form=form)
+            yield Vector(f"sub{r}.f32.{form} {{o}}, {{a}}, {{b}};", "rhr", less)
 
         def fused(a: int, b: int, c: int, form: str = form) -> int:
             return encode(exact.total(0.0, decode(c, "f32"), "f32", product=(decode(a, form), decode(b, form))), "f32")

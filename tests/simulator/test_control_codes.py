@@ -12,7 +12,9 @@ from cute_mla.simulator.sass.control_codes import hazards
 from cute_mla.simulator.sass.latencies import check_latencies
 from cute_mla.simulator.sass.listing import BOARDS, NO_BOARD, Control, Immediate, read_listing
 from cute_mla.simulator.sass.scoreboards import check_scoreboards
+from tests.simulator.assembled import assembled
 from tests.simulator.machine_code import edited, listing_of, program
+from tests.simulator.small_kernels import Kernel
 
 KERNELS = ("split_plan_sm90_i32", "cache_gather_sm100_bf16_fp8_656")
 SAMPLE = 40
@@ -88,6 +90,58 @@ def test_a_later_load_of_the_pipe_answers_for_an_earlier_one() -> None:
     assert check_scoreboards(program(second, first, ("FADD R8, R4, R6", control(waits=4)), EXIT))
 
 
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ("UTCHMMA gdesc[UR8], gdesc[UR10], tmem[UR4], tmem[UR6], idesc[UR7], UPT", "UTCBAR [UR12], URZ"),
+        ("UTCQMMA gdesc[UR8], gdesc[UR10], tmem[UR4], tmem[UR6], idesc[UR7], UPT", "UTCBAR [UR12], URZ"),
+        ("UTMACCTL.PF [UR8]", "UTMALDG.2D [UR16], [UR14]"),
+    ],
+)
+def test_the_operands_of_an_asynchronous_unit_are_read_in_the_order_of_issue(first: str, second: str) -> None:
+    write = "UMOV UR8, URZ"
+    assert not check_scoreboards(program((first, control()), (second, control(read=1)), (write, control(waits=2)), EXIT))
+    assert check_scoreboards(program((first, control()), (second, control(read=1)), (write, control()), EXIT))
+    assert check_scoreboards(program((second, control(read=1)), (first, control()), (write, control(waits=2)), EXIT))
+    assert check_scoreboards(program((first, control()), ("UBLKPF.L2 [UR4], UR7", control(read=1)), (write, control(waits=2)), EXIT))
+
+
+@pytest.mark.parametrize("read", ["S2R R{}, SR_CTAID.X", "S2UR UR{}, SR_CTAID.X"])
+def test_special_registers_come_in_the_order_of_issue(read: str) -> None:
+    first, second, use = (read.format(4), control()), (read.format(5), control(write=2)), ("IMAD R8, R4, UR4, R5", control(waits=4))
+    assert not check_scoreboards(program(first, second, use, EXIT))
+    assert check_scoreboards(program(second, first, use, EXIT))
+    other = ("S2UR UR9, SR_CTAID.X" if "S2R" in read else "S2R R9, SR_CTAID.X", control(write=2))
+    assert check_scoreboards(program(first, other, use, EXIT))
+
+
+_REGISTERS = """
+mov.u32 %r10, %ctaid.x; mov.u32 %r11, %ctaid.y; mov.u32 %r12, %ctaid.z; mov.u32 %r13, %laneid; mov.u32 %r14, %cluster_ctarank;
+mov.u32 %r16, %lanemask_lt; mov.u32 %r20, smem; mapa.shared::cluster.u32 %r21, %r20, 0; add.u32 %r10, %r10, %r11; add.u32 %r10, %r10, %r12;
+add.u32 %r10, %r10, %r13; add.u32 %r10, %r10, %r14; xor.b32 %r10, %r10, %r16; ld.global.u32 %r22, [%rd2]; ld.global.u32 %r23, [%rd2+512];
+st.global.u32 [%rd2], %r10; ld.shared::cluster.u32 %r25, [%r21]; st.global.u32 [%rd2+12], %r25; st.global.u32 [%rd2+16], %r22;
+st.global.u32 [%rd2+36], %r23;
+"""
+_MAPS = """
+ld.param.u64 %rd10, [p1]; ld.param.u32 %r3, [p2]; mov.u32 %r20, smem; mov.u32 %r21, 0; setp.ne.u32 %p1, %r0, 0; @%p1 bra DONE;
+LOOP: prefetch.tensormap [%rd10]; cp.async.bulk.prefetch.tensor.2d.L2.global.tile [%rd10, {%r21, %r20}]; add.u64 %rd10, %rd10, 128;
+prefetch.tensormap [%rd10]; add.u64 %rd10, %rd10, 128; add.u32 %r20, %r20, 8; add.u32 %r3, %r3, -1; setp.ne.u32 %p2, %r3, 0;
+cp.async.bulk.tensor.2d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%r20], [%rd10, {%r21, %r20}], [%r20]; @%p2 bra LOOP;
+DONE:
+"""
+
+
+@pytest.mark.parametrize(("body", "opcode"), [(_REGISTERS, "S2UR"), (_MAPS, "UTMACCTL")], ids=["registers", "maps"])
+def test_ptxas_relies_on_these_orders(body: str, opcode: str) -> None:
+    """Some instruction has no scoreboard, which is found once the later ones are not waited for."""
+    listing = read_listing(assembled(Kernel(body, 128).text([0, 0, 0]))[1])
+    assert not check_scoreboards(listing)
+    for index in range(len(listing.instructions)):
+        listing = edited(listing, index, waits=0)
+    controls = [hazard.earlier.control for hazard in check_scoreboards(listing) if hazard.earlier.base == opcode]
+    assert any(control.write_board == control.read_board == NO_BOARD for control in controls)
+
+
 def test_a_fence_takes_effect_before_others_may_see_it() -> None:
     barrier, fence = ("MEMBAR.ALL.CTA", control(6, read=3)), ("FENCE.VIEW.ASYNC.S", control(write=3, waits=8))
     for release in ("BAR.SYNC.DEFER_BLOCKING 0x1", "SYNCS.ARRIVE.TRANS64.A1T0 RZ, [UR4], RZ", "UTMALDG.2D [UR8], [UR14]"):
@@ -116,6 +170,9 @@ def test_an_mbarrier_is_initialised_before_others_may_use_it() -> None:
         ("R2UR UR4, R5", "UIADD3 UR6, UR4, 0x1, URZ", 13),
         ("UISETP.GE.AND UP0, UPT, UR4, UR5, UPT", "@UP0 UMOV UR7, URZ", 11),
         ("ULEA UR4, UR5, UR6, 0x3", "IMAD R8, R9, UR4, RZ", 6),
+        ("HFMA2 R7, -RZ, RZ, 0, 0", "IMAD.WIDE.U32 R8, R4, R5, R6", 3),
+        ("HFMA2 R6, -RZ, RZ, 0, 0", "IMAD.WIDE.U32 R8, R4, R5, R6", 4),
+        ("HFMA2 R7, -RZ, RZ, 0, 0", "IMAD.WIDE.U32 R8, R4, R7, R6", 4),
     ],
 )
 def test_a_result_of_fixed_latency_is_used_no_earlier_than_seen(producer: str, consumer: str, least: int) -> None:

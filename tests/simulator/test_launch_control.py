@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
 import numpy as np
 import pytest
 
-from cute_mla.simulator import Policy
-from tests.simulator.barrier_kernels import barrier, each_policy
-from tests.simulator.small_kernels import Kernel, aligned, kinds
+from cute_mla.simulator import GlobalMemory, Launch, Names, Policy, run
+from tests.simulator import small_kernels
+from tests.simulator.assembled import Evidence, as_machine_code, check_machine_code
+from tests.simulator.barrier_kernels import ALL, barrier, each_policy
+from tests.simulator.small_kernels import LAZY, Kernel, aligned, kinds
 
 # every CTA counts the work of its own cluster and of those it cancels: out[ctaid] += 1 + its rank
 LOOP = """
@@ -122,3 +129,54 @@ def test_misuse() -> None:
     assert kinds(kernel(peer, cluster=2, sync=CLUSTER_SYNC).run(out)) == {"out_of_bounds"}
     short = kernel().body.replace("expect_tx.shared.b64 _, [%r100], 16", "expect_tx.shared.b64 _, [%r100], 32")
     assert kinds(Kernel(short, smem=64, grid=12, threads=64).run(out)) == {"deadlock"}
+
+
+# ---------------------------------------------------------------- machine code
+
+MACHINE_CODE: dict[str, Evidence] = {
+    **{f"alone, {policy.schedule} {policy.seed}": (partial(test_all_work_is_done_once, policy, ALL_AXES), "UGETNEXTWORKID.SELFCAST")
+       for policy in ALL},
+    **{f"cluster, {policy.schedule} {policy.seed}": (partial(test_a_response_for_the_whole_cluster, policy), "UGETNEXTWORKID.BROADCAST")
+       for policy in ALL},
+    "other clusters": (test_random_schedules_start_other_clusters_too, "UGETNEXTWORKID.SELFCAST"),
+    "undefined": (partial(test_the_first_cta_of_a_failed_response_is_undefined, LAZY), "UGETNEXTWORKID.SELFCAST"),
+    "no wait": (partial(test_a_response_must_be_waited_for, LAZY), "UGETNEXTWORKID.SELFCAST"),
+    "misuse": (test_misuse, "UGETNEXTWORKID.SELFCAST"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MACHINE_CODE)
+def test_as_machine_code(name: str) -> None:
+    check_machine_code(*MACHINE_CODE[name])
+
+
+GRID = """
+@%p20 bra OUT; mbarrier.arrive.expect_tx.shared.b64 _, [%r100], 16; ASK
+WAITING: mbarrier.try_wait.parity.shared.b64 %p21, [%r100], 0, 10000000; @!%p21 bra WAITING;
+ld.shared.v2.b64 {%rd20, %rd21}, [%r100+16];
+{ .reg .b128 %response; mov.b128 %response, {%rd20, %rd21}; clusterlaunchcontrol.query_cancel.is_canceled.pred.b128 %p23, %response;
+clusterlaunchcontrol.query_cancel.get_first_ctaid.v4.b32.b128 {%r30, %r34, %r35, _}, %response; }
+mov.u32 %r36, %ctaid.x; mov.u32 %r37, %ctaid.y; mov.u32 %r38, %ctaid.z; mad.lo.u32 %r39, %r38, 3, %r37; mad.lo.u32 %r39, %r39, 5, %r36;
+mul.wide.u32 %rd3, %r39, 16; add.s64 %rd3, %rd0, %rd3; selp.u32 %r40, 1, 0, %p23; st.global.u32 [%rd3+12], %r40; @!%p23 bra OUT;
+st.global.u32 [%rd3], %r30; st.global.u32 [%rd3+4], %r34; st.global.u32 [%rd3+8], %r35;
+OUT:
+"""
+
+
+@pytest.mark.parametrize("as_code", [nullcontext, as_machine_code], ids=["PTX", "machine code"])
+def test_a_response_has_three_axes(as_code: Callable[[], AbstractContextManager[object]]) -> None:
+    """Each cluster of 5 x 3 x 2 that runs asks once: those that it cancels are others, each one once."""
+    out = aligned(30 * 4, np.uint32)
+    text = Kernel(barrier(1) + GRID.replace("ASK", ASK), 64, 64).text([out])
+    memory = GlobalMemory()
+    memory.add("out", out.ctypes.data, out.nbytes)
+    with as_code():
+        launch = Launch(
+            small_kernels.load_module(text), "k", (5, 3, 2), (64, 1, 1), (1, 1, 1), 64, [struct.pack("<Q", out.ctypes.data)], Names()
+        )
+        assert run(launch, memory, LAZY).ok
+    found = out.reshape(30, 4)
+    taken = {tuple(row[:3].tolist()) for row in found if row[3]}
+    assert len(taken) == int(found[:, 3].sum()) == 15
+    assert all(x < 5 and y < 3 and z < 2 for x, y, z in taken)
+    assert not any(found[x + 5 * y + 15 * z].any() for x, y, z in taken)

@@ -2,40 +2,59 @@
 
 from __future__ import annotations
 
+import re
 import struct
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
 
 from cute_mla.aot_build.tools import assemble
-from cute_mla.simulator import GlobalMemory, Launch, Module, Names, Policy, Report, TensorMap, run
+from cute_mla.simulator import GlobalMemory, Launch, Module, Names, Policy, Report, TensorMap, UnsupportedInstruction, run
 from cute_mla.simulator.numerics.tma import encode_native_tensor_map
 from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.spec.arch import ARCHS, Arch
-from tests.simulator.small_kernels import REGISTERS, aligned, kinds
+from tests.simulator.assembled import as_machine_code
+from tests.simulator.barrier_kernels import each_policy
+from tests.simulator.small_kernels import REGISTERS, Kernel, aligned, kinds
 
 THREADS = 64
 Dim3 = tuple[int, int, int]
+DYNAMIC = ".extern .shared .align 1024 .b8 smem[];"
+ADVERSARIAL = Policy.named("adversarial")
 ONE = (1, 1, 1)
 
 
 def load(arch: Arch, body: str, parameters: str = ".param .u64 p0", declarations: str = "") -> Module:
     """Assemble a kernel with ptxas and load its machine code."""
+    cubin = assembled_for(arch, body, parameters, declarations)
+    return load_machine_code(cubin, disassemble(cubin))
+
+
+def assembled_for(arch: Arch, body: str, parameters: str, declarations: str = "") -> bytes:
+    """Assemble a kernel with ptxas."""
     head = f".version 9.0\n.target {arch.gpu_arch}\n.address_size 64\n{declarations}\n.visible .entry k({parameters})\n.reqntid {THREADS}\n"
     cubin = assemble(f"{head}{{\n{REGISTERS}{body}\nret;\n}}\n", arch.gpu_arch)
     if cubin is None:
         pytest.skip("ptxas is not installed")
-    return load_machine_code(cubin, disassemble(cubin))
+    return cubin
 
 
 def execute(
-    module: Module, array: np.ndarray, args: list[bytes], smem: int = 0, grid: Dim3 = (1, 1, 1), cluster: Dim3 = (1, 1, 1)
+    module: Module,
+    array: np.ndarray,
+    args: list[bytes],
+    smem: int = 0,
+    grid: Dim3 = (1, 1, 1),
+    cluster: Dim3 = (1, 1, 1),
+    policy: Policy = ADVERSARIAL,
 ) -> Report:
     memory = GlobalMemory()
     memory.add("array", array.ctypes.data, array.nbytes)
     launch = Launch(module, "k", grid, (THREADS, 1, 1), cluster, smem, [*args], Names())
-    return run(launch, memory, Policy.named("adversarial"))
+    return run(launch, memory, policy)
 
 
 def pointer(array: np.ndarray) -> bytes:
@@ -61,6 +80,122 @@ def test_an_indirect_branch_goes_to_the_place_of_its_table(arch: Arch) -> None:
     assert not report.findings
     ways = [given * 77, given + 1000, given ^ 12345, given * given + 5]
     np.testing.assert_array_equal(array, np.choose(np.minimum(given, 3), ways))
+
+
+UNIFORM_TABLE = """
+ld.param.u32 %r1, [p1]; min.u32 %r2, %r1, 4;
+places: .branchtargets A, B, C, D, F;
+brx.idx %r2, places;
+A: mul.lo.u32 %r3, %r1, 77; bra E;
+B: add.u32 %r3, %r1, 1000; bar.sync 0; bra E;
+C: xor.b32 %r3, %r0, 12345; bra E;
+D: mad.lo.u32 %r3, %r1, %r1, 5; bra E;
+F: ld.global.u32 %r3, [%rd2];
+E: st.global.u32 [%rd2], %r3;
+"""
+
+
+def test_a_uniform_indirect_branch_goes_to_the_place_of_its_table() -> None:
+    cubin = assembled_for(ARCHS["sm100"], UNIFORM_TABLE, ".param .u64 p0, .param .u64 p1")
+    text = disassemble(cubin)
+    assert "BRXU UR" in text
+    module = load_machine_code(cubin, text)
+    lane = np.arange(THREADS, dtype=np.uint32)
+    for index in range(6):
+        array = lane + 7
+        report = execute(module, array, [pointer(array), struct.pack("<Q", index)])
+        assert not report.findings
+        ways = [0 * lane, 0 * lane + 1001, lane ^ 12345, 0 * lane + 14, lane + 7]
+        np.testing.assert_array_equal(array, ways[min(index, 4)])
+    with pytest.raises(UnsupportedInstruction, match=r"BRXU .* without a list of its targets"):
+        load_machine_code(cubin, re.sub(r'\(\*"BRANCH_TARGETS.*"\*\)', "", text))
+
+
+WAITING_LANE = """
+mov.u32 %r1, smem; setp.ne.u32 %p1, %r0, 0; @%p1 bra READY; mov.u32 %r2, 1; mbarrier.init.shared.b64 [%r1], %r2;
+READY: bar.sync 0; ld.global.u32 %r3, [%rd2]; setp.ne.u32 %p2, %r3, 32; @%p2 bra JOIN; mul.lo.u32 %r3, %r3, 77;
+WAIT: mbarrier.try_wait.parity.shared.b64 %p3, [%r1], 0; @!%p3 bra WAIT;
+JOIN: add.u32 %r3, %r3, 1; GATHER st.global.u32 [%rd2], %r3; @%p1 bra DONE;
+ARRIVE
+DONE:
+"""
+GATHER = "shfl.sync.bfly.b32 %r3, %r3, 1, 0x1f, -1;"
+ARRIVE = "mbarrier.arrive.shared.b64 _, [%r1];"
+
+
+@each_policy
+@pytest.mark.parametrize(("gather", "arrive"), [(GATHER, ARRIVE), ("", ARRIVE), ("", "")], ids=["WARPSYNC", "BSYNC", "nobody arrives"])
+def test_a_complete_warp_does_not_wait_for_the_lanes_of_another(policy: Policy, gather: str, arrive: str) -> None:
+    """A lane of the second warp waits for the first warp, which its other lanes stand beside in one convoy."""
+    given = np.arange(THREADS, dtype=np.uint32)
+    expected = np.where(given == 32, 32 * 77, given) + 1
+    body = WAITING_LANE.replace("GATHER", gather).replace("ARRIVE", arrive)
+    for arch in (*ARCHS.values(), None):
+        array = given.copy()
+        if arch is None:
+            report = Kernel(body, THREADS, 64).run(array, policy=policy)
+        else:
+            report = execute(load(arch, body, declarations=DYNAMIC), array, [pointer(array)], 64, policy=policy)
+        assert kinds(report) == (set() if arrive else {"deadlock"}), report.findings
+        if arrive:
+            np.testing.assert_array_equal(array, expected[given ^ 1] if gather else expected)
+
+
+PLACES = """
+ld.global.u32 %r1, [%rd2]; and.b32 %r2, %r1, 1; setp.eq.u32 %p1, %r2, 0; mov.u32 %r3, smem; mad.lo.u32 %r4, %r0, 4, %r3;
+xor.b32 %r5, %r4, 132; st.shared.u32 [%r4], %r1; @%p1 bra EVEN;
+mul.lo.u32 %r1, %r1, 77; barrier.sync 3, COUNT; ld.shared.u32 %r6, [%r5]; add.u32 %r1, %r1, %r6; bra JOIN;
+EVEN: add.u32 %r1, %r1, 5; barrier.sync 3, COUNT; ld.shared.u32 %r6, [%r5]; xor.b32 %r1, %r1, %r6;
+JOIN: st.global.u32 [%rd2], %r1;
+"""
+
+
+def converging(text: str) -> str:
+    """Turn BRA.DIV ahead of barriers into the BRA.CONV of older versions of ptxas: a converged warp jumps to the barrier."""
+    lines: list[str] = []
+    pending = ""
+    for line in text.splitlines():
+        if "BRA.DIV" in line:
+            pending = f".L_c_{len(lines)}"
+        elif pending and "BAR.SYNC" in line:
+            lines.append(f"{pending}:")
+            pending = ""
+        lines.append(re.sub(r"BRA\.DIV (UR\d+), `\(\S+\)", rf"BRA.CONV \1, `({pending})", line))
+    return "\n".join(lines)
+
+
+@each_policy
+@pytest.mark.parametrize(("name", "edit"), [("PTX", None), ("BRA.DIV", lambda text: text), ("BRA.CONV", converging)])
+def test_lanes_of_a_warp_reach_a_barrier_in_different_places(policy: Policy, name: str, edit: Callable[[str], str] | None) -> None:
+    given = np.random.default_rng(5).integers(0, 99, THREADS, np.uint32)
+    other = given[np.arange(THREADS) ^ 33]
+    expected = np.where(given & 1, given * 77 + other, given + 5 ^ other)
+    for count, found in ((THREADS, set()), (THREADS - 32, {"barrier_arrivals", "race"}), (THREADS + 32, {"deadlock"})):
+        array = given.copy()
+        code: AbstractContextManager[list[str]] = nullcontext([]) if edit is None else as_machine_code(edit)
+        with code as texts:
+            report = Kernel(PLACES.replace("COUNT", str(count)), THREADS, 4 * THREADS).run(array, policy=policy)
+        assert kinds(report) & found if found else not report.findings
+        if not found:
+            np.testing.assert_array_equal(array, expected)
+        assert all(text.count(name) == 2 for text in texts)
+
+
+@each_policy
+@pytest.mark.parametrize("code", [nullcontext, as_machine_code], ids=["PTX", "machine code"])
+@pytest.mark.parametrize("behind", [True, False])
+def test_a_warp_arrives_with_the_lanes_that_have_not_exited(
+    policy: Policy, code: Callable[[], AbstractContextManager[object]], behind: bool
+) -> None:
+    """Odd lanes read a word that is 1 and leave, before or after the even ones come to the barrier."""
+    leave = "ld.global.u32 %r3, [%rd2]; setp.ne.u32 %p2, %r3, 1; @%p2 st.global.u32 [%rd2], %r0; ret;"
+    meet = "barrier.sync 3, 64; st.global.u32 [%rd2], %r0; ret;"
+    first, others = (meet, leave) if behind else (leave, meet)
+    body = f"and.b32 %r2, %r0, 1; setp.eq.u32 %p1, %r2, {int(behind)}; @%p1 bra OTHERS; {first} OTHERS: {others}"
+    array = np.ones(THREADS, np.uint32)
+    with code():
+        assert not Kernel(body, THREADS).run(array, policy=policy).findings
+    assert array[::2].tolist() == list(range(0, THREADS, 2))
 
 
 STATIC = """
@@ -156,6 +291,19 @@ def test_a_kernel_knows_its_cluster(arch: Arch) -> None:
     np.testing.assert_array_equal(array, expected)
 
 
+LOCAL = """
+.local .align 8 .b8 own[64]; ld.global.u32 %r1, [%rd2]; and.b32 %r2, %r1, 30; mov.u32 %r3, own; add.u32 %r4, %r3, %r2;
+cvt.u16.u32 %h1, %r1; st.local.s16 [%r4], %h1; ld.local.s16 %h2, [%r4]; cvt.s32.s16 %r5, %h2; st.global.u32 [%rd2], %r5;
+"""
+
+
+def test_halves_of_words_in_local_memory(arch: Arch) -> None:
+    given = np.random.default_rng(3).integers(0, 2**32, THREADS, np.uint32)
+    array = given.copy()
+    assert not execute(load(arch, LOCAL), array, [pointer(array)]).findings
+    np.testing.assert_array_equal(array.view(np.int32), given.astype(np.uint16).view(np.int16))
+
+
 CALL = """
 ld.global.u32 %r1, [%rd2]; setp.ne.u32 %p1, %r1, 7; @%p1 bra DONE;
 mov.u64 %rd5, words; cvta.global.u64 %rd5, %rd5; mov.u64 %rd6, 0;
@@ -172,6 +320,19 @@ def test_a_call_outside_the_cubin_is_a_finding_when_it_is_reached(arch: Arch, va
     assert kinds(report) == ({"unsupported"} if value == 7 else set())
     if value == 6:
         assert (array == 7).all()
+
+
+def test_a_refusal_names_everything_at_once() -> None:
+    def edit(text: str) -> str:
+        return text.replace("S2R R5, SR_TID.X", "FROB.X R5, R6").replace("IMAD.WIDE.U32", "MOV {R9}, IMAD").replace("STG.E ", "STG.FAR ")
+
+    with as_machine_code(edit), pytest.raises(UnsupportedInstruction) as found:
+        Kernel("ld.global.u32 %r1, [%rd2]; ldu: st.global.u32 [%rd2], %r1;", THREADS).run(aligned(THREADS, np.uint32))
+    for text in ("FROB.X (at 0x10)", "cannot read operand '{R9}'", "STG.FAR (at 0x"):
+        assert text in str(found.value)
+    with as_machine_code(lambda text: text.replace("EXIT ", "JMP `(.L_x_0) ")), pytest.raises(UnsupportedInstruction) as found:
+        Kernel("st.global.u32 [%rd2], %r0;", THREADS).run(aligned(THREADS, np.uint32))
+    assert "indirect control flow is not supported" in str(found.value)
 
 
 CHOSEN = """

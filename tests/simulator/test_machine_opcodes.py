@@ -59,7 +59,7 @@ def results(module: Module, evidence: Evidence, schedule: str) -> tuple[np.ndarr
     """Run a kernel on the sources of all threads."""
     sources = aligned(words(evidence.floats).size, np.uint32)
     sources[:] = words(evidence.floats).reshape(-1)
-    stored = np.zeros((evidence.cluster * (evidence.results + evidence.extra), THREADS), np.uint32)
+    stored = aligned(evidence.cluster * (evidence.results + evidence.extra) * THREADS, np.uint32).reshape(-1, THREADS)
     memory = GlobalMemory()
     memory.add("sources", sources.ctypes.data, sources.nbytes)
     memory.add("results", stored.ctypes.data, stored.nbytes, initialised=False)

@@ -8,11 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from cute_mla.simulator import Report, UnsupportedInstruction
+from cute_mla.simulator import Policy, Report, UnsupportedInstruction
 from cute_mla.simulator.sass.listing import Control
 from tests.simulator.assembled import as_machine_code
 from tests.simulator.small_kernels import Kernel, aligned, kinds
-from tests.simulator.tensor_kernels import DATA, fill
+from tests.simulator.tensor_kernels import DATA, SCHEDULES, fill
 from tests.simulator.tensor_programs import SIZE, STORE, WAITED, message, report_of
 
 # ---------------------------------------------------------------- what is found
@@ -43,6 +43,20 @@ def without_waits(text: str) -> str:
         high = int(lines[number].split("0x")[1][:16], 16)
         lines[number] = f"/* {high & ~(63 << 52):#018x} */"
     return "\n".join(lines)
+
+
+def with_a_board_of_its_own(load: int) -> Callable[[str], str]:
+    """Return an edit that gives one LDTM scoreboard 5, which nobody waits for."""
+
+    def edit(text: str) -> str:
+        lines = text.splitlines()
+        place = [number for number, line in enumerate(lines) if re.search(r"\bLDTM ", line)][load] + 1
+        high = int(lines[place].split("0x")[1][:16], 16)
+        assert Control.of(high).write_board != 5
+        lines[place] = f"/* {high & ~(7 << 46) | 5 << 46:#018x} */"
+        return "\n".join(lines)
+
+    return edit
 
 
 def broken(program: str, edit: Callable[[str], str] | None = None, group: int = 1) -> Report:
@@ -85,6 +99,18 @@ def test_broken_machine_code_is_noticed(program: str, edit: Callable[[str], str]
     assert any(finding.kind == kind and text in finding.message for finding in report.findings), report.findings
 
 
+SECOND = "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r32}, [%r5+4];\n"
+SUM = KEEP.replace("st.shared", "add.u32 %r30, %r30, %r32;\nst.shared")
+TWICE = fill(32) + LOAD.replace("tcgen05.wait", SECOND + "tcgen05.wait") + WAITED + SUM
+
+
+@pytest.mark.parametrize(("load", "found"), [(0, set()), (1, {"missing_wait"})])
+def test_a_load_of_tensor_memory_is_done_when_a_later_one_is(load: int, found: set[str]) -> None:
+    """The registers of the first load are another matter, which the static check finds."""
+    report = broken(TWICE, with_a_board_of_its_own(load))
+    assert {finding.kind for finding in report.findings} - {"control_code"} == found
+
+
 def test_the_word_in_front_of_an_instruction_descriptor_must_be_0() -> None:
     def edit(text: str) -> str:
         found = re.search(r"tmem\[UR\d+\], tmem\[(UR\d+)\], idesc", text)
@@ -120,6 +146,36 @@ def test_a_deallocation_of_other_columns_is_found(mask: int, text: str) -> None:
     with as_machine_code(edit):
         report = report_of(fill(32), output=False)
     assert any(finding.kind == "tensor_memory" and text in finding.message for finding in report.findings), report.findings
+
+
+ALLOCATION = """
+barrier.cluster.arrive; barrier.cluster.wait; mov.u32 %r1, smem;
+tcgen05.alloc.cta_group::GROUP.sync.aligned.shared::cta.b32 [%r1], 64;
+tcgen05.relinquish_alloc_permit.cta_group::GROUP.sync.aligned; ld.shared.u32 %r2, [%r1];
+tcgen05.dealloc.cta_group::GROUP.sync.aligned.b32 %r2, 64; barrier.cluster.arrive; barrier.cluster.wait;
+"""
+OTHER_PLACES = {"0x8": 0x18, "0x10": 0x20, "0x14": 0x10, "0x18": 0x14, "0x1c": 0x0}
+
+
+def elsewhere(text: str) -> str:
+    """Move the record of tcgen05.alloc to where another version of ptxas has it."""
+    (base,) = set(re.findall(r"ATOMS\.OR RZ, \[(U?R\d+)\+0x14\]", text))
+    found = re.compile(rf"\[{base}(\+URZ)?\+(0x\w+)\]")
+    text = found.sub(lambda place: f"[{base}{place[1] or ''}+{OTHER_PLACES[place[2]]:#x}]", text)
+    return re.sub(rf"VIADD (R\d+), {base}, 0x8(?= )", rf"VIADD \1, {base}, 0x18", text)
+
+
+@pytest.mark.parametrize("group", [1, 2])
+@pytest.mark.parametrize("policy", SCHEDULES)
+def test_the_record_of_an_allocation_lies_in_one_of_two_places(group: int, policy: Policy) -> None:
+    """Without a column noted there the deallocation traps."""
+    kernel = Kernel(ALLOCATION.replace("GROUP", str(group)), smem=64, grid=group, cluster=group)
+    for edit, found in (
+        (elsewhere, set()),
+        (lambda text: re.sub(r"ATOMS\.OR RZ, (\S+\+0x14\S*) R\d+(?= ;)", r"ATOMS.OR RZ, \1 RZ", elsewhere(text)), {"trap"}),
+    ):
+        with as_machine_code(edit):
+            assert kinds(kernel.run(aligned(32, np.uint32), policy=policy)) == found
 
 
 # ---------------------------------------------------------------- conversions

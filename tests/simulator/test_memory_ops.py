@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import pytest
 
 from cute_mla.simulator import Policy, UnsupportedInstruction
+from tests.simulator.assembled import as_machine_code
 from tests.simulator.exact import M32, M64, signed
 from tests.simulator.small_kernels import Kernel, aligned, kinds
 
@@ -324,3 +327,38 @@ def test_atomics_on_bad_memory() -> None:
     assert kinds(Kernel(f"add.s64 %rd3, %rd0, 4;\n{add}").run(np.zeros(1, np.uint32))) == {"out_of_bounds"}
     assert kinds(Kernel(f"mov.b64 %rd3, %rd0;\n{add}").run(np.zeros(1, np.uint32), readonly=(0,))) == {"read_only"}
     assert kinds(Kernel(f"add.s64 %rd3, %rd0, 2;\n{add}").run(np.zeros(2, np.uint32))) == {"misaligned"}
+
+
+@pytest.mark.parametrize("as_code", [nullcontext, as_machine_code], ids=["PTX", "machine code"])
+def test_sums_of_floats(as_code: Callable[[], AbstractContextManager[object]]) -> None:
+    """Each lane adds four floats to one of eight places. Denormals count as zero in global memory."""
+    array = aligned(32 + 32, np.float32)
+    array[:32] = 1e-40
+    body = "and.b32 %r1, %r0, 7; mul.wide.u32 %rd3, %r1, 16; add.s64 %rd3, %rd0, %rd3; cvt.rn.f32.u32 %f1, %r0; mov.f32 %f2, 0f00000001;"
+    body += (
+        "red.global.add.v4.f32 [%rd3], {%f1, %f1, %f2, %f1}; red.global.add.v2.f32 [%rd3+8], {%f2, %f1}; red.global.add.f32 [%rd3], %f1;"
+    )
+    with as_code():
+        assert Kernel(body).run(array).ok
+    total = np.arange(32, dtype=np.float32).reshape(4, 8).sum(0)
+    np.testing.assert_array_equal(array[:32].reshape(8, 4), total[:, None] * np.array([2, 1, 0, 2], np.float32))
+    with as_code():
+        assert kinds(Kernel(body.replace("[%rd3]", "[%rd3+4]")).run(array)) == {"misaligned"}
+
+
+def test_sums_of_floats_in_shared_memory_keep_denormals() -> None:
+    array = aligned(32, np.float32)
+    body = "mov.u32 %r1, smem; mov.f32 %f1, 0f00000001; st.shared.f32 [%r1], %f1; red.shared.add.f32 [%r1], %f1; ld.shared.f32 %f2, [%r1];"
+    assert Kernel(body + "st.global.f32 [%rd2], %f2;", smem=64).run(array).ok
+    assert np.unique(array.view(np.uint32)).tolist() == [33]
+
+
+@pytest.mark.parametrize(("half", "found"), [(0, set()), (16, {"poison"})])
+def test_either_half_of_a_load_of_32_bytes_may_be_undefined(half: int, found: set[str]) -> None:
+    array = aligned(8 * 32, np.uint32)
+    body = "mul.wide.u32 %rd3, %r0, 32; add.s64 %rd3, %rd0, %rd3; st.global.v4.u32 [%rd3], {%r0, %r0, %r0, %r0}; bar.sync 0;"
+    body += "ld.volatile.global.u32 %r1, [%rd3]; ld.global.v8.b32 {%r10, %r11, %r12, %r13, %r14, %r15, %r16, %r17}, [%rd3];"
+    body += f"st.global.v4.b32 [%rd3], {{{'%r10, %r11, %r12, %r13' if half == 0 else '%r14, %r15, %r16, %r17'}}};"
+    for as_code in (nullcontext, as_machine_code):
+        with as_code():
+            assert kinds(Kernel(body).run(array, undefined=(0,))) == found

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
 import numpy as np
 import pytest
 
 from cute_mla.simulator import Policy, UnsupportedInstruction, load_module
+from tests.simulator.assembled import check_opcodes
 from tests.simulator.barrier_kernels import WAIT, barrier, each_policy
 from tests.simulator.small_kernels import Kernel, kinds
 
@@ -74,6 +79,26 @@ def test_bytes_expected_at_the_peer(policy: Policy, order: str) -> None:
     later = f"mbarrier.expect_tx{order.replace('release', 'relaxed')}.shared::cluster.b64 [%r103], 4;"
     later += "\nmbarrier.arrive.shared::cluster.b64 _, [%r103];"
     assert kernel(EXPECTING.format(expect=later), 32).run(out, policy=policy).ok
+
+
+BYTES = """
+    and.b32 %r2, %r101, 1; xor.b32 %r1, %r2, 1; mapa.shared::cluster.u32 %r103, %r100, %r1;
+    @%p20 bra AHEAD; mbarrier.arrive.expect_tx.shared.b64 _, [%r100], 64;
+AHEAD: barrier.cluster.arrive; barrier.cluster.wait; setp.ne.u32 %p24, %r0, 1; @%p24 bra AWAIT;
+    mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r100], OWN; mbarrier.complete_tx.relaxed.cluster.shared::cluster.b64 [%r103], 16;
+AWAIT:
+"""
+
+
+@each_policy
+@pytest.mark.parametrize("as_code", [nullcontext, partial(check_opcodes, "SYNCS.ARRIVE.TRANS64.RED.A0TX")], ids=["PTX", "machine code"])
+def test_bytes_that_no_copy_brings(policy: Policy, as_code: Callable[[], AbstractContextManager[object]]) -> None:
+    """Each CTA completes 48 bytes of its own barrier and 16 of the peer's, which arrive nowhere."""
+    out = np.zeros(32, np.uint32)
+    for own, found in (("48", set()), ("32", {"deadlock"}), ("2097152", {"barrier_tx"})):
+        body = barrier(1) + BYTES.replace("OWN", own) + WAIT + END
+        with as_code():
+            assert kinds(Kernel(body, smem=1024, grid=2, cluster=2).run(out, policy=policy)) == found
 
 
 @each_policy

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import partial
 
 import numpy as np
@@ -194,11 +195,14 @@ MACHINE_CODE: dict[str, Evidence] = {
     **{f"store {count} columns": (partial(test_store, "32x32b", count, False), f"STTM{f'.x{count}' * (count > 1)} FENCE.VIEW.ASYNC.T")
        for count in (1, 8, 16, 64)},
     "packed columns": (partial(test_load, "32x32b", 8, True), "LDTM.x8.PACK16BIT"),
-    **{f"load {shape}": (partial(test_load, shape, 8, False), f"LDTM.{name}.x8") for shape, name in (
-        ("16x64b", "16dp64bit"), ("16x128b", "16dp128bit"), ("16x256b", "16dp256bit"))},
-    **{f"store {shape}": (partial(test_store, shape, 8, packed), f"STTM.{name}") for shape, packed, name in (
+    **{f"load {name}": (partial(test_load, shape, 8, False), f"LDTM.{name}.x8") for shape, name in (
+        ("16x64b", "16dp64bit"), ("16x128b", "16dp128bit"), ("16x256b", "16dp256bit"), ("16x32bx2", "16dp32bit_t0_t15"),
+        ("16x32bx2", "16dp32bit_t16_t31"))},
+    "load packed halves": (partial(test_load, "16x32bx2", 8, True), "LDTM.16dp32bit_t0_t15.x8.PACK16BIT"),
+    **{f"store {name}": (partial(test_store, shape, 8, packed), f"STTM.{name}") for shape, packed, name in (
         ("32x32b", True, "x8.EXPAND16BIT"), ("16x64b", False, "16dp64bit.x8"), ("16x128b", False, "16dp128bit.x8"),
-        ("16x256b", True, "16dp256bit.x8.EXPAND16BIT"))},
+        ("16x256b", True, "16dp256bit.x8.EXPAND16BIT"),
+        ("16x32bx2", False, "16dp32bit_t0_t15.x8"), ("16x32bx2", True, "16dp32bit_t16_t31.x8.EXPAND16BIT"))},
     **{f"copy {shape}": (partial(test_copy, shape, group, SCHEDULES[1]), f"UTCCP.T.S{name}") for shape, group, name in (
         ("128x256b", 1, ""), ("4x256b", 1, ".4dp256bit"), ("128x128b", 2, ".2CTA.128dp128bit"),
         ("64x128b.warpx2::02_13", 1, ".2x64dp128bit_lw02_lw13"), ("64x128b.warpx2::01_23", 1, ".2x64dp128bit_lw01_lw23"),
@@ -211,6 +215,30 @@ def test_as_machine_code(name: str) -> None:
     check_machine_code(*MACHINE_CODE[name])
 
 
-def test_machine_code_of_two_halves_is_refused() -> None:
-    with as_machine_code(), pytest.raises(UnsupportedInstruction, match=r"LDTM\.16dp32bit_t0_t15\.x8 \(at 0x"):
-        test_load("16x32bx2", 8, False)
+def test_machine_code_takes_the_lanes_of_the_warp() -> None:
+    """Whichever quarter an address names. PTX may name the warp's own alone; half a quarter stays what it is (test_tcgen05_misuse.py)."""
+    other = "xor.b32 %r8, %r5, 0x600000;\n"
+    text = fill(8) + other + "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r8], {%r0};\ntcgen05.wait::st.sync.aligned;\n" + other
+    text += "tcgen05.ld.sync.aligned.32x32b.x1.b32 {%r30}, [%r8];\ntcgen05.wait::ld.sync.aligned;\nadd.u32 %r8, %r5, 1;\n"
+    text += "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r8], {%r30};\ntcgen05.wait::st.sync.aligned;\n"
+    with as_machine_code():
+        out, report = TensorKernel(text, 1, 8).run()
+    assert not report.findings
+    assert np.array_equal(out[0, :, 0], np.arange(128))
+    assert np.array_equal(out[0, :, 1], np.arange(128))
+    assert {finding.kind for finding in TensorKernel(text, 1, 8).run()[1].findings} == {"tensor_memory"}
+    with as_machine_code():
+        halves = TensorKernel(text.replace("0x600000", "0x700000"), 1, 8).run()[1]
+    assert {finding.kind for finding in halves.findings} == {"tensor_memory"}
+
+
+def test_poison_of_half_the_lanes() -> None:
+    """The first columns are undefined: so are the registers of the first half of the lanes, and no others."""
+    text = "tcgen05.st.sync.aligned.32x32b.x1.b32 [%r5+8], {%r0};\ntcgen05.wait::st.sync.aligned;\n".replace("%r5+8", "%r8")
+    text = "add.u32 %r8, %r5, 8;\n" + text + "tcgen05.ld.sync.aligned.16x32bx2.x1.b32 {%r30}, [%r5], 8;\ntcgen05.wait::ld.sync.aligned;\n"
+    text += "and.b32 %r31, %r0, 16;\nsetp.eq.u32 %p7, %r31, WHO;\n@%p7 st.global.u32 [%rd2], %r30;\n"
+    for who, found in (("16", set()), ("0", {"poison"})):
+        for load in (nullcontext, as_machine_code):
+            with load():
+                report = TensorKernel(text.replace("WHO", who), output=False).run()[1]
+            assert {finding.kind for finding in report.findings} == found

@@ -49,6 +49,12 @@ TWO: dict[str, Callable[..., int]] = {
 BITS = {"and": lambda a, b: a & b, "or": lambda a, b: a | b, "xor": lambda a, b: a ^ b}
 
 
+def low_bits(a: int, bits: int, is_signed: bool) -> int:
+    """Return the low bits of a word, extended by their sign or by zeros."""
+    low = a & (1 << bits) - 1
+    return signed(low, bits) & M32 if is_signed and bits else low
+
+
 def integer_vectors() -> Iterator[Vector]:
     for bits, bank in BANK.items():
         wide = {"h": "r", "r": "d"}.get(bank)
@@ -94,6 +100,9 @@ def bit_vectors() -> Iterator[Vector]:
         yield Vector(f"shf.l.{mode}.b32 {{o}}, {{a}}, {{b}}, {{c}};", "rrrr", left)
         right = partial(lambda a, b, c, limit: (b << 32 | a) >> limit(c), limit=limit)
         yield Vector(f"shf.r.{mode}.b32 {{o}}, {{a}}, {{b}}, {{c}};", "rrrr", right)
+        for kind in ("s32", "u32"):
+            extended = partial(lambda a, b, limit, kind: low_bits(a, limit(b), kind == "s32"), limit=limit, kind=kind)
+            yield Vector(f"szext.{mode}.{kind} {{o}}, {{a}}, {{b}};", "rrr", extended)
     for width in (32, 64):
         yield Vector(f"popc.b{width} {{o}}, {{a}};", "r" + BANK[str(width)], lambda a: a.bit_count())
         yield Vector(f"clz.b{width} {{o}}, {{a}};", "r" + BANK[str(width)], partial(lambda a, width: width - a.bit_length(), width=width))
@@ -327,11 +336,19 @@ def narrow(a: int, form: str, rounding: str) -> int:
     return encode(exact.exact_round(Fraction(value), form, rounding), form)
 
 
+def finite(bits: int, form: str) -> int:
+    """Return the pattern of the largest finite value in place of an infinity."""
+    return bits - 1 if math.isinf(decode(bits, form)) else bits
+
+
 def narrow_vectors() -> Iterator[Vector]:
     for form, rounding in itertools.product(("f16", "bf16"), ("rn", "rz")):
         one = partial(narrow, form=form, rounding=rounding)
         yield Vector(f"cvt.{rounding}.{form}.f32 {{o}}, {{a}};", "hr", one)
         yield Vector(f"cvt.{rounding}.{form}x2.f32 {{o}}, {{a}}, {{b}};", "rrr", partial(lambda a, b, one: one(a) << 16 | one(b), one=one))
+        if rounding == "rn":
+            both = partial(lambda a, b, one, form: finite(one(a), form) << 16 | finite(one(b), form), one=one, form=form)
+            yield Vector(f"cvt.rn.satfinite.{form}x2.f32 {{o}}, {{a}}, {{b}};", "rrr", both)
     for kind in exact.FP8:
         code = partial(lambda a, kind: exact.encode_fp8(decode(a, "f32"), kind), kind=kind)
         yield Vector(
@@ -454,8 +471,8 @@ REFUSED = """
     add.sat.s32 fma.rn.sat.f32 fma.rn.relu.f16 add.ftz.f16 ex2.approx.f16 tanh.approx.ftz.f32 sin.approx.f32 min.relu.u32
     max.xorsign.abs.f32 setp.lo.s32 setp.lt.b32 setp.eq.f64 setp.eq.f16 selp.f64 selp.f16 mov.f64 mov.v2.b128 bfe.u32 bfi.b32 brev.b32
     bfind.u32 prmt.b32.f4e shf.l.b32 mul.s32 mad.lo.cc.s32 addc.u32 sub.cc.u32 add.s8 mul24.lo.s32 sad.s32 dp4a.s32.s32 div.rz.f32
-    rcp.rz.f32 fma.f32 lg2.f32 add.rn.f64x2 neg.f32x2 max.f32x2 add.rn.f32x2.bf16x2 sub.rn.f32.f16 add.rz.f32.f16 mul.wide.s64
-    redux.sync.max.s32 match.any.sync.b32 activemask.b32 shfl.idx.b32 vote.ballot.b32 movmatrix.sync.aligned.m8n8.trans.b16 brkpt
+    rcp.rz.f32 fma.f32 lg2.f32 add.rn.f64x2 neg.f32x2 max.f32x2 add.rn.f32x2.bf16x2 add.rz.f32.f16 mul.wide.s64
+    redux.sync.max.s32 match.any.sync.b16 activemask.b32 shfl.idx.b32 vote.ballot.b32 movmatrix.sync.aligned.m8n8.trans.b16 brkpt
     atom.global.max.u64 atom.global.add.f32 red.global.inc.u32 red.async.relaxed.cluster.global.add.u32 ld.local.u32 ld.const.u32
     st.param.u32 ld.global.v16.f32 ld.global.f16 ld.release.gpu.global.u32 st.acquire.gpu.global.u32 st.global.v8.b8x2 discard.global.L2
     fence.proxy.alias barrier.sync.unaligned bar.red.popc.s32 mbarrier.init.b64 mbarrier.arrive_drop.shared.b64 mbarrier.pending_count.b64
@@ -463,10 +480,10 @@ REFUSED = """
     cp.async.bulk.tensor.2d.shared::cta.global.im2col.mbarrier::complete_tx::bytes
     cp.async.bulk.tensor.2d.shared::cta.global.tile.mbarrier::complete_tx::bytes.multicast::cluster
     cp.reduce.async.bulk.tensor.2d.global.shared::cta.min.tile.bulk_group cp.async.ca.shared.global.L2::cache_hint mapa.u32
-    ldmatrix.sync.aligned.m8n8.x4.shared.b8 stmatrix.sync.aligned.m16n8.x1.trans.shared.b8
+    ldmatrix.sync.aligned.m8n8.x4.shared.b8 stmatrix.sync.aligned.m16n8.x1.shared.b8
     tcgen05.alloc.cta_group::3.sync.aligned.shared::cta.b32 call.uni trap.foo tensormap.replace.tile.global_address.global.b1024.b64
     cvt.rn.bf16x2.e5m2x2 cvt.rn.ue8m0x2.f32 cvt.rp.ue8m0x2.bf16x2 cvt.rn.satfinite.e2m1x2.f32 cvt.rn.f16x2.e2m1x2
-    cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.e4m3x2 cvt.rn.satfinite.bf16x2.f32 redux.sync.min.abs.f32 max.f32.abs
+    cvt.rn.satfinite.scaled::n2::ue8m0.bf16x2.e4m3x2 cvt.rn.satfinite.relu.bf16x2.f32 redux.sync.min.abs.f32 max.f32.abs
     cp.async.bulk.tensor.3d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes
     cp.async.bulk.tensor.2d.shared::cta.global.tile::gather4.mbarrier::complete_tx::bytes.cta_group::3
     cp.async.bulk.tensor.2d.shared::cluster.global.im2col.mbarrier::complete_tx::bytes.cta_group::2

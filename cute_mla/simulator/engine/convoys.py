@@ -87,7 +87,7 @@ class Convoys:
 
         Raises Fault when some of them have exited.
         """
-        if group.partial:
+        if group.partial and not (block.needs == "warp" and self._leave_incomplete(group)):
             group.state = GATHERING
             return False
         if block.needs == "warpgroup":
@@ -96,6 +96,19 @@ class Convoys:
                 return False
             if not group.lane_set.whole:
                 raise Fault("divergence", "a warpgroup operation after some of its threads have exited")
+        return True
+
+    def _leave_incomplete(self, group: Group) -> bool:
+        """Go on with the warps whose live lanes are all here; the others wait for theirs, maybe for what these do next. False for none."""
+        warps = group.lanes // WARP
+        complete = np.bincount(warps) == np.array(group.cta.live[: int(warps[-1]) + 1])
+        if not complete[warps].any():
+            return False
+        mine, rest = group.lane_set.part(complete[warps])
+        other = group.branch_off(rest, group.pc)
+        other.state = GATHERING
+        group.set_lanes(mine)
+        group.apart_at = other.apart_at = group.pc
         return True
 
     def regather(self, siblings: list[Group]) -> None:

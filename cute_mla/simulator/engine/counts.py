@@ -54,7 +54,7 @@ _CLASSES = tuple(
 _MACHINE_CLASSES = tuple(
     (name, re.compile(pattern))
     for name, pattern in (
-        ("matrix product", r"[A-Z]GMMA|UTC[A-Z]MMA"),
+        ("matrix product", r"[A-Z]GMMA|UTC[A-Z]MMA|HMMA"),
         ("matrix fence", r"WARPGROUP|UTCBAR|FENCE\.VIEW\.ASYNC\.T"),
         ("tensor memory", r"LDTM|STTM|UTC|UVIRTCOUNT"),
         ("bulk copy", r"UTMA|UBLK|CCTL\.E\.PF"),
@@ -66,14 +66,14 @@ _MACHINE_CLASSES = tuple(
         ("ex2", r"MUFU"),
         ("packed f32", r"F(FMA|MUL|ADD)2"),
         ("mov", r"U?MOV|CS2U?R|S2U?R|IMAD\.(MOV|U32)|HFMA2(\.MMA)?$"),
-        ("f32 fma", r"FFMA"),
+        ("f32 fma", r"FH?FMA"),
         ("f32 mul", r"FMUL|HMUL2"),
         ("cvt to f32", r"HADD2\.F32"),
-        ("f32 add", r"FADD|HADD2"),
+        ("f32 add", r"FH?ADD|HADD2"),
         ("max", r"FMNMX"),
         ("cvt", r"F2FP|F2I|I2F|I2FP|F2F"),
         ("permute", r"U?PRMT"),
-        ("setp", r"U?ISETP|FSETP|U?PLOP3|U?SEL|FSEL|P2R|R2P|FCHK"),
+        ("setp", r"U?ISETP|FSETP|U?PLOP3|U?SEL|FSEL|U?P2U?R|R2P|FCHK"),
         ("between lanes", r"SHFL|VOTE|C?REDUX|ELECT|R2UR|MATCH"),
         ("branch", r"BRA|EXIT|CALL|RET|BSSY|BSYNC|BREAK|WARPSYNC|YIELD|BPT|USETMAXREG"),
         ("no operation", r"NOP"),

@@ -14,7 +14,7 @@ def explain(group: Group, block: Block, names: Names) -> Finding:
     instruction = block.instructions[0].instruction
     barrier = None
     if group.state == GATHERING:
-        reason = f"waits for the other threads of its {block.needs} at {instruction.opcode}"
+        reason = f"waits for the other threads of its {block.needs or 'warp'} at {instruction.opcode}"
     else:
         parts = []
         for item in group.blocked_on:

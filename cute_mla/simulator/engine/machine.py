@@ -13,6 +13,7 @@ from ..checks import exit_checks, phases, tensor_hazards
 from ..codegen.control_flow import Block, register_uses
 from ..codegen.translator import BLOCKED, EXIT, Split
 from ..findings import Fault, Finding
+from ..isa.barrier_ops import leave
 from ..numerics.blas import single_threaded
 from ..numerics.tma import BoxPlan
 from ..state.async_work import PendingCopy
@@ -189,6 +190,7 @@ class Machine:
         group.state = DEAD
         group.siblings.remove(group)
         self.convoys.regather(group.siblings)
+        leave(self, cta, group.warps)
         exit_checks.check_exit(self, cta, group.lanes, group.warps[0])
         self.progress += 1
         cluster = cta.cluster
@@ -346,15 +348,14 @@ class Machine:
         self.wake(barrier)
         return warps
 
-    def cancel_cluster(self) -> tuple[int, int, int, int] | None:
-        """Take the next cluster that has not started, which never will: its first CTA, and 1. None when all have started.
+    def cancel_cluster(self) -> tuple[int, int, int] | None:
+        """Take the next cluster that has not started, which never will: its first CTA. None when all have started.
 
         Random schedules let a cluster start in between, as the hardware may.
         """
         if self.policy.async_mode == "random" and len(self.clusters.running) < MAX_CLUSTERS and self.rng.random() < EARLY:
             self._start_cluster()
-        first = self.clusters.take()
-        return None if first is None else (*first, 1)
+        return self.clusters.take()
 
     # ------------------------------------------------------------ asynchronous work
 

@@ -18,6 +18,7 @@ from . import packed_floats as packed_floats
 from . import tcgen05_moves as tcgen05_moves
 from . import tcgen05_ops as tcgen05_ops
 from . import tensor_copies as tensor_copies
+from . import warp_products as warp_products
 from . import wgmma_ops as wgmma_ops
 from .table import NAMESPACE, Spec, decode
 

@@ -32,6 +32,7 @@ statements(
         (rf"mad.lo.(?P<t>{_INTEGER})", "add(multiply({a}, {b}), {c}, {out})", "{t}", "{t}", "{t}", "{t}"),
         (r"mad.hi.(?P<t>[us](?P<n>32|64))", "add(mul_hi({a}, {b}, {n}), {c}, {out})", "{t}", "{t}", "{t}", "{t}"),
         (rf"(?P<f>div|rem).(?P<t>{_INTEGER})", "{out}[...] = divide_{f}({a}, {b})", "{t}", "{t}", "{t}"),
+        (r"szext.(?P<m>clamp|wrap).(?P<t>[us]32)", "{out}[...] = extended({a}, {b}, {m!r} == 'wrap', {t!r} == 'u32')", "u32", "u32", "u32"),
         (r"(?P<f>popc|clz).(?P<t>b32|b64)", "{out}[...] = bits_{f}({a})", "u32", "{t}"),
     )
 )
@@ -360,3 +361,16 @@ def move_pair(e: Emitter, ins: Instruction, m: Match) -> None:
 def move_predicate(e: Emitter, ins: Instruction, m: Match) -> None:
     """Emit a copy of a predicate or constant."""
     e.line(f"{e.dst(ins.operands[0], 'pred')}[...] = {e.src(ins.operands[1], 'pred')}")
+
+
+@runtime
+def extended(value: np.ndarray, count: np.ndarray, wraps: bool, unsigned: bool) -> np.ndarray:
+    """Return the low bits of words, extended by zeros or by their sign; 0 for no bits. wraps: their number counts modulo 32."""
+    drop = np.uint32(32) - (count & np.uint32(31) if wraps else np.minimum(count, np.uint32(32)))
+    moved = (value.astype(np.uint64) << drop.astype(np.uint64)).astype(np.uint32)
+    if unsigned:
+        result = moved.astype(np.uint64) >> drop.astype(np.uint64)
+    else:
+        result = moved.view(np.int32).astype(np.int64) >> drop.astype(np.int64)
+    extended_bits: np.ndarray = result.astype(np.uint32)
+    return extended_bits

@@ -7,10 +7,12 @@ import re
 import numpy as np
 
 from ..checks import global_order, order, races
-from ..frontend.ptx import Instruction, Operand
+from ..findings import Fault
+from ..frontend.ptx import Instruction, Operand, Vec
+from ..numerics.elementwise import add_f32, flush_f32
 from ..state.access import GlobalAccess, shared_pattern
 from ..state.window import Window
-from .emitter import Emitter
+from .emitter import Emitter, Unsupported
 from .memory_ops import SCOPE, SPACE, in_shared, lanes_of, place_shared, shared_part, store_loaded
 from .table import op, registers_of, runtime
 
@@ -30,10 +32,37 @@ def atomic(e: Emitter, ins: Instruction, m: Match) -> None:
     emit_atomic(e, ins, m, ins.operands[0], ins.operands[1], ins.operands[2:])
 
 
-@op(rf"red{_ATOMIC}.(?P<f>add).(?P<t>[us]32|u64)", rf"red{_ATOMIC}.(?P<f>and|or|xor).(?P<t>b(32|64))", writes=(), pure=False, taint="own")
+@op(
+    rf"red{_ATOMIC}.(?P<f>add).(?P<t>[us]32|u64)", rf"red{_ATOMIC}.(?P<f>and|or|xor).(?P<t>b(32|64))",
+    rf"red{_ATOMIC}.(?P<f>min|max).(?P<t>[us]32)", writes=(), pure=False, taint="own",
+)  # fmt: skip
 def reduction(e: Emitter, ins: Instruction, m: Match) -> None:
     """Emit a read-modify-write without a result."""
     emit_atomic(e, ins, m, None, ins.operands[0], ins.operands[1:])
+
+
+@op(rf"red{_ATOMIC}.add(.v(?P<n>2|4))?.f32", writes=(), pure=False, taint="own")
+def add_vector(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Emit the addition of floats to consecutive words of memory, each atomic by itself."""
+    mem, value = ins.operands
+    items = value.items if isinstance(value, Vec) else (value,)
+    shared = m["space"] is not None and m["space"].startswith("shared")
+    if len(items) != int(m["n"] or 1) or (m["n"] and m["space"] != "global"):
+        raise Unsupported("vectors of floats are added in global memory, one register for each element")
+    e.check_taint(registers_of(mem), "an address")
+    e.check_taint(registers_of(value), "an atomic operation")
+    values = ", ".join(e.src(item, "f32") for item in items)
+    e.line(f"add_floats(w, {e.memory_address(mem, 32 if shared else 64)}, {m['space'] or 'generic'!r}, [{values}])")
+
+
+@runtime
+def add_floats(w: Window, address: np.ndarray, space: str, values: list[np.ndarray]) -> None:
+    """Execute red.add.f32 on consecutive words, one after the other."""
+    nbytes = 4 * len(values)
+    if bool(np.any(address % address.dtype.type(nbytes))):
+        raise Fault("misaligned", f"a reduction of {nbytes} bytes at an address that is no multiple of them")
+    for index, value in enumerate(values):
+        atomic_lanes(w, address + address.dtype.type(4 * index), "add", space, [value])
 
 
 def emit_atomic(e: Emitter, ins: Instruction, m: Match, d: Operand | None, mem: Operand | None, rest: list[Operand | None]) -> None:
@@ -73,7 +102,9 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
         where = address[lane : lane + 1]
         before = load_one(w, where, size, space)
         after = operands[-1][lane : lane + 1].view(before.dtype)
-        if name == "add":
+        if name == "add" and values[0].dtype == np.float32:
+            after = sum_of_floats(before, after, space == "global")
+        elif name == "add":
             after = before + after
         elif name in _BITWISE:
             after = _BITWISE[name](before, after)
@@ -88,6 +119,14 @@ def atomic_lanes(w: Window, address: np.ndarray, name: str, space: str, values: 
     w.engine.note_progress()
     order.through_memory(w)
     return old
+
+
+def sum_of_floats(first: np.ndarray, second: np.ndarray, flushes: bool) -> np.ndarray:
+    """Return the bits of a + b rounded to f32. flushes: denormals count as zero, as the ISA has it for global memory."""
+    a, b = first.view(np.float32), second.view(np.float32)
+    total = flush_f32(add_f32(flush_f32(a), flush_f32(b))) if flushes else add_f32(a, b)
+    result: np.ndarray = total.view(first.dtype)
+    return result
 
 
 def load_one(w: Window, address: np.ndarray, size: int, space: str) -> np.ndarray:

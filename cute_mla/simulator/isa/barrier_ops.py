@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,6 +15,7 @@ from ..frontend.ptx import Imm, Instruction, Operand
 from ..state.access import all_true
 from ..state.barriers import MAX_COUNT, Mbarrier, NamedBarrier
 from ..state.cta import Cta
+from ..state.engine_protocol import Engine
 from ..state.registers import WARP
 from ..state.window import Window
 from .emitter import Emitter, Unsupported
@@ -82,6 +84,12 @@ def emit_arrive(e: Emitter, ins: Instruction, m: Match, count: str, nbytes: str)
 def expect(e: Emitter, ins: Instruction, m: Match) -> None:
     """Emit an expectation of bytes without an arrival."""
     e.line(f"mbarrier_expect(w, {address_of(e, ins, 0)}, {value_of(e, ins.operands[1])}, {bool(m['cluster'])})")
+
+
+@op(rf"mbarrier.complete_tx(.relaxed)?(.(cta|cluster))?{SHARED}.b64", writes=(), pure=False, taint="own")
+def complete(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Emit the arrival of bytes that no copy brings."""
+    e.line(f"mbarrier_complete(w, {address_of(e, ins, 0)}, {value_of(e, ins.operands[1])}, {bool(m['cluster'])})")
 
 
 @op(
@@ -224,6 +232,17 @@ def mbarrier_expect(w: Window, address: np.ndarray, nbytes: np.ndarray, cluster:
 
 
 @runtime
+def mbarrier_complete(w: Window, address: np.ndarray, nbytes: np.ndarray, cluster: bool) -> None:
+    """Execute mbarrier.complete_tx, which is relaxed: who waits for the phase learns nothing of this warp."""
+    for share in each_lane(w, address, cluster, nbytes):
+        barrier = share.cta.mbarrier(share.offset)
+        phases.check_use(w, share.warps, barrier, share.cta is not w.cta)
+        if share.cta is not w.cta:
+            note_visit(w, share)
+        w.engine.complete_tx(barrier, share.values[0] * share.lanes)
+
+
+@runtime
 def mbarrier_wait(w: Window, address: np.ndarray, expected: np.ndarray, out: np.ndarray, parity: bool, hint: bool) -> bool:
     """Execute try_wait or test_wait. Return False when the group is blocked and executes this again, once the phase may have changed."""
     cta = w.cta
@@ -280,12 +299,10 @@ def warps_of(w: Window, lanes: np.ndarray) -> tuple[int, ...]:
 # ---------------------------------------------------------------- named barriers
 
 
-@op(
-    r"bar(.cta)?.sync", r"barrier(.cta)?.sync(.aligned)?",
-    writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True,
-)  # fmt: skip
+@op(r"bar(.cta)?.sync", r"barrier(.cta)?.sync.aligned", writes=(), pure=False, taint="own", needs="warp", starts=True, ends=True)
+@op(r"barrier(.cta)?.sync", writes=(), pure=False, taint="own", starts=True, ends=True)
 def sync(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit an arrival and a wait. Without .aligned the lanes of a warp may come apart: they gather first, and count once."""
+    """Emit an arrival and a wait. Without .aligned the lanes of a warp may come apart, even from different places, and count once."""
     e.line(f"if not named_sync(w, {barrier_operands(e, ins.operands)}): return BLOCKED")
 
 
@@ -354,17 +371,31 @@ def named_sync(
     barrier, threads = named(w, number, count)
     if source is not None:
         barrier.results.append((function, np.broadcast_to(source, (w.n,)).copy(), out, w))
+    warps = arriving(w, barrier)
     if w.observer is not None:
-        w.observer.barrier(w, barrier, "sync", len(w.warps) * WARP)
-    phases.note_arrival(w, w.warps, barrier, True)
+        w.observer.barrier(w, barrier, "sync", len(warps) * WARP)
+    phases.note_arrival(w, warps, barrier, True)
     order.arrive(cta, w.warps, barrier)
-    if barrier.arrive(len(w.warps) * WARP, threads):
-        release(w, barrier)
+    if barrier.arrive(len(warps) * WARP, threads):
+        release(w.engine, cta, barrier)
         order.wait(cta, w.warps, barrier)
         phases.note_round(cta, w.warps, barrier)
         return True
     w.engine.block([barrier])
     return False
+
+
+def arriving(w: Window, barrier: NamedBarrier) -> Sequence[int]:
+    """Return the warps that arrive at a barrier with the lanes of a window: those whose last live lanes are among them."""
+    if w.whole:
+        return w.warps
+    lanes = Counter((w.lanes // WARP).tolist())
+    for warp, count in lanes.items():
+        barrier.lanes[warp] += count
+    warps = [warp for warp in lanes if barrier.lanes[warp] >= w.cta.live[warp]]
+    for warp in warps:
+        del barrier.lanes[warp]
+    return warps
 
 
 @runtime
@@ -381,11 +412,21 @@ def named_arrive(w: Window, number: np.ndarray, count: np.ndarray) -> None:
         phases.note_arrival(w, warps, barrier, False)
         order.arrive(cta, warps, barrier)
         if barrier.arrive(-(-lanes // WARP) * WARP, threads):
-            release(w, barrier)
+            release(w.engine, cta, barrier)
     w.engine.note_progress()
 
 
-def release(w: Window, barrier: NamedBarrier) -> None:
+def leave(engine: Engine, cta: Cta, warps: Iterable[int]) -> None:
+    """Let warps whose last other lanes have exited arrive at the named barriers where the rest of their lanes are."""
+    for barrier in cta.named.values():
+        for warp in warps:
+            if barrier.expected is not None and 0 < cta.live[warp] <= barrier.lanes[warp]:
+                del barrier.lanes[warp]
+                if barrier.arrive(WARP, barrier.expected):
+                    release(engine, cta, barrier)
+
+
+def release(engine: Engine, cta: Cta, barrier: NamedBarrier) -> None:
     """Complete the round: store the results of bar.red, and let all groups inside go on."""
     if barrier.results:
         votes = np.concatenate([part[1] for part in barrier.results])  # type: ignore[misc]
@@ -396,9 +437,9 @@ def release(w: Window, barrier: NamedBarrier) -> None:
                 window.write_back()
         barrier.results.clear()
     barrier.next_round()
-    for warps in w.engine.release(barrier):
-        order.wait(w.cta, warps, barrier)
-        phases.note_round(w.cta, warps, barrier)
+    for warps in engine.release(barrier):
+        order.wait(cta, warps, barrier)
+        phases.note_round(cta, warps, barrier)
 
 
 # ---------------------------------------------------------------- cluster barrier

@@ -12,7 +12,7 @@ from ..numerics import elementwise
 from ..state.registers import WARP
 from ..state.window import Window
 from .emitter import Emitter, Unsupported, pair_items
-from .table import op, runtime
+from .table import op, registers_of, runtime
 
 Match = re.Match[str]
 MAX_SHUFFLES = 64  # patterns that a window caches
@@ -111,6 +111,34 @@ def vote(e: Emitter, ins: Instruction, m: Match) -> None:
     if e.tainted and ins.operands[0] is not None:
         e.line(f"{e.taint(ins.operands[0])}[...] = vote_any(w, {e.taint(ins.operands[1]) or 'zeros(w.n, bool)'})")
     e.line(f"{e.dst(ins.operands[0], 'b32' if m['m'] == 'ballot' else 'pred')}[...] = vote_{m['m']}(w, {source})")
+
+
+@op(r"match.any.sync.b(32|64)", r"match.(?P<all>all).sync.b(32|64)", needs="warp", taint="own", pure=False)
+def match_lanes(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Emit the mask of the lanes with the same value; all: of all lanes, with a predicate, where all have it."""
+    member_mask(ins, 2)
+    value = ins.operands[1]
+    d, p = pair_items(ins.operands[0])
+    e.check_taint(registers_of(value), "a match")
+    mask = e.temp()
+    e.line(f"{mask} = matching_lanes(w, {e.src(value, 'b64' if ins.opcode.endswith('b64') else 'b32')}, {'all' in m.groupdict()})")
+    for register, kind, result in ((d, "b32", mask), (p, "pred", f"{mask} != 0")):
+        if register is not None:
+            e.line(f"{e.dst(register, kind)}[...] = {result}")
+            if e.tainted:
+                e.line(f"{e.taint(register)}.fill(False)")
+
+
+@runtime
+def matching_lanes(w: Window, value: np.ndarray, of_all: bool) -> np.ndarray:
+    """Return for each lane the mask of the lanes of its warp with its value; of_all: 0 unless all have it."""
+    result = np.zeros(w.n, np.uint32)
+    for index, values in per_warp(w, value):
+        bits = (np.uint32(1) << w.lane_in_warp[index].astype(np.uint32)).astype(np.uint32)
+        same = values[:, None] == values[None, :]
+        masks = np.bitwise_or.reduce(np.where(same, bits[None, :], np.uint32(0)), axis=1)
+        result[index] = masks if not of_all or bool(same.all()) else 0
+    return result
 
 
 def per_warp(w: Window, value: np.ndarray) -> list[tuple[np.ndarray, np.ndarray]]:

@@ -22,7 +22,8 @@ from .table import op, registers_of, runtime
 Match = re.Match[str]
 
 RESPONSE_BYTES = 16
-# the response, opaque to kernels: x, y, z of the cancelled cluster's first CTA, and whether there is one (32 bits each)
+# The response, opaque to kernels: x, y | z << 16 of the cancelled cluster's first CTA, whether there is one in bit 0, and 0 (32 bits each).
+# Read off the code of query_cancel, which ptxas writes out.
 
 
 @op(
@@ -74,8 +75,8 @@ def halves(response: Operand | None) -> tuple[Operand | None, Operand | None]:
 
 
 @runtime
-def cancel_launch(w: Window, response: np.ndarray, barrier: np.ndarray, multicast: bool) -> None:
-    """Execute clusterlaunchcontrol.try_cancel."""
+def cancel_launch(w: Window, response: np.ndarray, barrier: np.ndarray, multicast: bool, poisons: bool = False) -> None:
+    """Execute clusterlaunchcontrol.try_cancel. poisons: the first CTA of a failed response is undefined in memory already."""
     cta = w.cta
     engine = w.engine
     for lane, (where, signal) in enumerate(zip(lane_values(w, response), lane_values(w, barrier), strict=True)):
@@ -89,11 +90,14 @@ def cancel_launch(w: Window, response: np.ndarray, barrier: np.ndarray, multicas
         barriers = [target.mbarrier(signal & 0xFFFFFF) for target in targets]
 
         def effect(offset: int = offset, targets: list[Cta] = targets, barriers: list[Mbarrier] = barriers) -> None:
-            words = np.array([*(engine.cancel_cluster() or (0, 0, 0, 0))], np.uint32)
+            found = engine.cancel_cluster()
+            x, y, z = (0, 0, 0) if found is None else found
+            words = np.array([x, y | z << 16, found is not None, 0], np.uint32)
             for target in targets:
                 target.smem.check(offset, offset + RESPONSE_BYTES, "the response of a try_cancel")
                 target.smem.data[offset : offset + RESPONSE_BYTES] = words.view(np.uint8)
                 target.smem.valid[offset : offset + RESPONSE_BYTES] = 1
+                target.smem.valid[offset : offset + 8] = found is not None or not poisons
             for item in barriers:
                 engine.complete_tx(item, RESPONSE_BYTES)
 
@@ -105,7 +109,7 @@ def cancel_launch(w: Window, response: np.ndarray, barrier: np.ndarray, multicas
 @runtime
 def launch_cancelled(w: Window, upper: np.ndarray) -> np.ndarray:
     """Return is_canceled; record in the CTA that it has seen a failure."""
-    cancelled: np.ndarray = upper >> np.uint64(32) != 0
+    cancelled: np.ndarray = upper & np.uint64(1) != 0
     if not cancelled.all():
         w.cta.saw_failed_cancel = True
     return cancelled
@@ -115,8 +119,8 @@ def launch_cancelled(w: Window, upper: np.ndarray) -> np.ndarray:
 def cancelled_ctaid(w: Window, lower: np.ndarray, upper: np.ndarray, axis: str | None) -> np.ndarray:
     """Return x, y, z (or one of them) of the first CTA, shape (count, lanes). Leave poison in the CTA where nothing was cancelled."""
     low, high = (np.broadcast_to(half, (w.n,)) for half in (lower, upper))
-    triple = {"x": low, "y": low >> np.uint64(32), "z": high}
+    triple = {"x": low, "y": low >> np.uint64(32) & np.uint64(0xFFFF), "z": low >> np.uint64(48)}
     values = np.stack([triple[name].astype(np.uint32) for name in axis or "xyz"])
-    failed = high >> np.uint64(32) == 0
+    failed = high & np.uint64(1) == 0
     w.cta.poison = np.broadcast_to(failed, values.shape) if failed.any() else None
     return values

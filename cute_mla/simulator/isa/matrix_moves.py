@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 
@@ -44,15 +45,27 @@ def load_byte_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
     store_loaded(e, items, value, "b32")
 
 
-@op(r"stmatrix.sync.aligned.m8n8.x(?P<n>1|2|4)(?P<t>.trans)?.shared(::cta)?.b16", needs="warp", writes=(), pure=False, taint="own")
+@op(
+    r"stmatrix.sync.aligned.m8n8.x(?P<n>1|2|4)(?P<t>.trans)?.shared(::cta)?.b16",
+    r"stmatrix.sync.aligned.m16n8.x(?P<n>1|2|4)(?P<t>.trans).shared(::cta)?.(?P<b>b8)",
+    needs="warp", writes=(), pure=False, taint="own",
+)  # fmt: skip
 def store_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit a store of 8x8 matrices of 16-bit elements to shared memory."""
+    """Emit a store of 8x8 matrices of 16-bit elements, or of 16x8 matrices of bytes, to shared memory."""
     source = ins.operands[1]
     items = source.items if isinstance(source, Vec) else (source,)
     e.check_taint(registers_of(ins.operands[0]), "an address")
     values = ", ".join(e.src(item, "b32") for item in items)
     poison = f"[{', '.join(str(e.taint(item)) for item in items)}]" if e.tainted else "None"
-    e.line(f"store_matrices(w, {e.memory_address(ins.operands[0], 32)}, [{values}], {bool(m['t'])}, {poison})")
+    layout = "bytes" if "b" in m.groupdict() else "columns" if m["t"] else "rows"
+    e.line(f"store_matrices(w, {e.memory_address(ins.operands[0], 32)}, [{values}], {layout!r}, {poison})")
+
+
+_STORES: dict[str, Callable[..., None]] = {
+    "rows": partial(matrix_fragments.store_matrices, transposed=False),
+    "columns": partial(matrix_fragments.store_matrices, transposed=True),
+    "bytes": matrix_fragments.store_byte_matrices,
+}
 
 
 def matrix_offsets(w: Window, address: np.ndarray, count: int) -> tuple[SharedPattern, np.ndarray]:
@@ -99,14 +112,14 @@ def matrices_read(w: Window, rows: SharedPattern, read: Callable[[np.ndarray], l
 
 
 @runtime
-def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], transposed: bool, poison: list[np.ndarray] | None) -> None:
-    """Execute stmatrix."""
+def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], layout: str, poison: list[np.ndarray] | None) -> None:
+    """Execute stmatrix. layout: rows, columns (.trans) or bytes (.trans.b8)."""
     cta = w.cta
     rows, offsets = matrix_offsets(w, address, len(values))
     shaped = [np.broadcast_to(value, (w.n,)).reshape(-1, WARP) for value in values]
     warps = np.repeat(w.warps, 8 * len(values))
     overwrite = races.accesses(w, cta, warps, rows, 16, True)
-    matrix_fragments.store_matrices(cta.smem.data, offsets, shaped, transposed)
+    _STORES[layout](cta.smem.data, offsets, shaped)
     if overwrite is not None:
         overwrite.check(w)
     if poison is None:
@@ -114,7 +127,7 @@ def store_matrices(w: Window, address: np.ndarray, values: list[np.ndarray], tra
     else:
         good = np.uint32(0x01010101)
         shadow = [np.where(mask.reshape(-1, WARP), np.uint32(0), good) for mask in poison]
-        matrix_fragments.store_matrices(cta.smem.valid, offsets, shadow, transposed)
+        _STORES[layout](cta.smem.valid, offsets, shadow)
     smem_hazards.check_store(w, warps, cta, rows, 16)
     if w.observer is not None:
         w.observer.shared_access(w, cta, None, rows.offsets, 16, True)

@@ -59,6 +59,7 @@ def on_pairs(function: Function, *words: np.ndarray) -> np.ndarray:
 statements(
     (
         (r"add(.rn)?.f32.(?P<s>f16|bf16)", "add(half_to_f32({a}, {s!r}), {b}, {out})", "f32", "b16", "f32"),
+        (r"sub(.rn)?.f32.(?P<s>f16|bf16)", "subtract(half_to_f32({a}, {s!r}), {b}, {out})", "f32", "b16", "f32"),
         (
             r"fma.rn.f32.(?P<s>f16|bf16)",
             "{out}[...] = fma_f32(half_to_f32({a}, {s!r}), half_to_f32({b}, {s!r}), {c}, 'rn')",

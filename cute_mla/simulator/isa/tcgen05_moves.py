@@ -143,20 +143,22 @@ def read_cells(w: Window, where: Fragment, rows: np.ndarray | slice, places: lis
         bank[rows] = memory.data[:, columns].T
         known = memory.valid[:, columns].T
     else:
-        known = np.empty((where.registers, w.n), bool)
+        known = np.ones((where.registers, w.n), bool)
         for index, (_, lane, column) in enumerate(places):
-            part = slice(WARP * index, WARP * index + WARP)
+            part = lanes_of_move(where, index)
             bank[rows, part] = tensor_fragments.load(memory.data, where, lane, column)
             known[:, part] = tensor_fragments.load_known(memory.valid, where, lane, column)
-    spread(w, rows, None if known.all() else ~known, tainted)
-
-
-def spread(w: Window, rows: np.ndarray | slice, poison: np.ndarray | None, tainted: bool) -> None:
-    """Move the poison of a load to its registers."""
-    if poison is not None and not tainted:
+    defined = bool(known.all())
+    if not defined and not tainted:
         w.become_tainted()
-    if poison is not None or tainted:
-        w.taints["r"][rows] = False if poison is None else poison
+    for index in range(len(places)) if tainted or not defined else ():
+        part = lanes_of_move(where, index)
+        w.taints["r"][rows, part] = ~known[:, part]
+
+
+def lanes_of_move(where: Fragment, index: int) -> slice:
+    """Return the lanes of a window that take part in the move of its warp of this index."""
+    return slice(WARP * index + where.threads.start, WARP * index + where.threads.stop)
 
 
 @runtime
@@ -166,7 +168,7 @@ def tensor_store(w: Window, where: Fragment, rows: np.ndarray | slice, mask: int
     values = w.banks["r"][rows]
     poison = w.taints["r"][rows] if tainted else None
     for index, (_, lane, column) in enumerate(warp_places(w, where, address, True, mask)[0]):
-        part = slice(WARP * index, WARP * index + WARP)
+        part = lanes_of_move(where, index)
         tensor_fragments.store(memory.data, values[:, part], where, lane, column)
         tensor_fragments.store_known(memory.valid, None if poison is None else ~poison[:, part], where, lane, column)
 

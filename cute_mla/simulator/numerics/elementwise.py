@@ -255,6 +255,13 @@ def f32_to_f16(x: Array, rounding: str = "rn") -> Array:
     return np.where(nan, HALF_NAN, bits) if np.count_nonzero(nan) else bits
 
 
+def finite_halves(pairs: Array, kind: str) -> Array:
+    """Return uint32 pairs of f16 or bf16 with the largest finite value in place of infinities, as .satfinite has it."""
+    halves = np.ascontiguousarray(pairs, dtype=np.uint32).view(np.uint16)
+    infinity = {"f16": 0x7C00, "bf16": 0x7F80}[kind]
+    return np.where(halves & 0x7FFF == infinity, halves - 1, halves).astype(np.uint16).view(np.uint32)
+
+
 def pack_halves(upper: Array, lower: Array) -> Array:
     """Pack two uint16 arrays into one uint32 array."""
     return (upper.astype(np.uint32) << _U16) | lower
@@ -307,6 +314,16 @@ def f32_to_half(x: Array, kind: str, rounding: str = "rn") -> Array:
     if kind == "f16":
         return f32_to_f16(x, rounding)
     raise ValueError(f"16-bit format {kind!r} is not supported, only f16 and bf16")
+
+
+# e2m1, by the four bits of a code: sign, two bits of exponent, one of mantissa
+_E2M1_TO_F32 = np.array([sign * size for sign in (1, -1) for size in (0, 0.5, 1, 1.5, 2, 3, 4, 6)], np.float32)
+
+
+def e2m1x2_to_halves(codes: Array, kind: str) -> Array:
+    """Return uint32 pairs of f16 or bf16 of two e2m1 in each low byte, the lower one first; exact."""
+    table = f32_to_half(_E2M1_TO_F32, kind)
+    return pack_halves(table[codes >> 4 & 15], table[codes & 15])
 
 
 _HALF_OPERATIONS: dict[str, Callable[..., Array]] = {

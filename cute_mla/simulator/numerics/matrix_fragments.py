@@ -1,4 +1,4 @@
-"""ldmatrix and stmatrix: 8x8 matrices of 16-bit elements (and 16x16 of bytes) between shared memory and the registers of a warp.
+"""ldmatrix and stmatrix: 8x8 matrices of 16-bit elements (and 16x16 or 16x8 of bytes) between shared memory and the registers of a warp.
 
 Lanes 8i to 8i+7 give the shared offsets of rows 0 to 7 (16 bytes each) of matrix i, which is register i of every lane. Lane t holds
 elements (t/4, 2*(t%4)) and (t/4, 2*(t%4)+1) of a matrix, lower half first; with .trans it holds them of the transposed matrix.
@@ -60,3 +60,16 @@ def store_matrices(smem: Array, offsets: Array, registers: list[Array], transpos
     if transposed:
         elements = np.ascontiguousarray(elements.swapaxes(-1, -2))
     _chunks(smem)[rows >> 4] = elements.view(_ROW).reshape(rows.shape)
+
+
+def store_byte_matrices(smem: Array, offsets: Array, registers: list[Array]) -> None:
+    """Execute stmatrix.m16n8.trans.b8: each column of a 16x8 matrix of bytes goes to one row of shared memory.
+
+    Lane t holds elements (t/4, 2*(t%4)) and (t/4, 2*(t%4)+1) of a matrix, then those of row t/4 + 8.
+    """
+    count = len(registers)
+    rows = row_offsets(offsets, count)
+    words = np.stack(registers, axis=-2).astype(np.uint32, copy=False)
+    elements = words.view(np.uint8).reshape(*rows.shape[:-1], count, 8, 4, 2, 2)  # row % 8, column // 2, row // 8, column % 2
+    columns = np.moveaxis(elements, (-3, -1, -2, -4), (-4, -3, -2, -1)).reshape(*rows.shape, ROW_BYTES)
+    _chunks(smem)[rows >> 4] = np.ascontiguousarray(columns).view(_ROW).reshape(rows.shape)

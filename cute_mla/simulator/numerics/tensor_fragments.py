@@ -14,8 +14,9 @@ import numpy.typing as npt
 
 Array = npt.NDArray[Any]
 
-_REGISTERS = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1}
-_LARGEST = {"32x32b": 128, "16x64b": 128, "16x128b": 64, "16x256b": 32, "16x32bx2": 128}
+_HALVES = {"16x32b_t0_t15": slice(0, 16), "16x32b_t16_t31": slice(16, 32)}  # machine code moves 16x32bx2 in two
+_REGISTERS = {"32x32b": 1, "16x64b": 1, "16x128b": 2, "16x256b": 4, "16x32bx2": 1, **dict.fromkeys(_HALVES, 1)}
+_LARGEST = {"32x32b": 128, "16x64b": 128, "16x128b": 64, "16x256b": 32, "16x32bx2": 128, **dict.fromkeys(_HALVES, 128)}
 
 
 @dataclass(frozen=True)
@@ -42,15 +43,20 @@ class Fragment:
         return 32 if self.shape == "32x32b" else 16
 
     @property
+    def threads(self) -> slice:
+        """Return the lanes of the warp that take part."""
+        return _HALVES.get(self.shape, slice(0, 32))
+
+    @property
     def spans(self) -> tuple[tuple[int, int], ...]:
         """Return the ranges of columns that the fragment covers."""
-        width = self.count * {"32x32b": 1, "16x64b": 2, "16x128b": 4, "16x256b": 8, "16x32bx2": 1}[self.shape] * (1 + self.packed)
+        width = self.count * {"16x64b": 2, "16x128b": 4, "16x256b": 8}.get(self.shape, 1) * (1 + self.packed)
         return ((0, width), (self.split, self.split + width)) if self.shape == "16x32bx2" else ((0, width),)
 
     @cached_property
     def places(self) -> tuple[Array, Array]:
-        """Return row and column of each (register, lane), both of shape (registers, 32); packed: the first of the two columns."""
-        row, column = _places(self.shape, self.count)
+        """Return row and column of each (register, lane that takes part); packed: the first of the two columns."""
+        row, column = (places[:, self.threads] for places in _places(self.shape, self.count))
         if self.packed:
             column = column * 2
         if self.split:
@@ -81,7 +87,10 @@ def fragment(shape: str, count: int, packed: bool = False, split: int = 0) -> Fr
 
 
 def load(cells: Array, where: Fragment, lane: int, column: int) -> Array:
-    """Return the registers (registers, 32) from cells (128, 512) of uint32. Packed: the lower halves of two neighbouring columns."""
+    """Return the registers (registers, lanes that take part) from cells (128, 512) of uint32.
+
+    Packed: the lower halves of two neighbouring columns.
+    """
     row, offset = where.places
     if where.packed:
         low = cells[row + lane, offset + column] & np.uint32(0xFFFF)
@@ -100,7 +109,7 @@ def load_known(valid: Array, where: Fragment, lane: int, column: int) -> Array:
 
 
 def store(cells: Array, values: Array, where: Fragment, lane: int, column: int) -> None:
-    """Store registers (registers, 32) to cells (128, 512) of uint32. Packed: halves go to two neighbouring columns."""
+    """Store registers (registers, lanes that take part) to cells (128, 512) of uint32. Packed: halves go to two neighbouring columns."""
     row, offset = where.places
     if where.packed:
         cells[row + lane, offset + column] = values & np.uint32(0xFFFF)

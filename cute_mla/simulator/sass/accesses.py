@@ -58,6 +58,11 @@ def _predicate_first(ins: SassInstruction) -> int:
     return 2 if _is_predicate(ins.operands[0]) else 1
 
 
+def _load(ins: SassInstruction) -> int:
+    """Count one run of registers, or the two of a load of 256 bits."""
+    return 2 if "256" in ins.modifiers else 1
+
+
 def _vote(ins: SassInstruction) -> int:
     return len(ins.operands) - 1
 
@@ -70,29 +75,33 @@ _DESTINATIONS: dict[Callable[[SassInstruction], int], str] = {
     _none: (
         "ACQBULK ARRIVES BAR BPT BRA BREAK BSYNC CALL CCTL CGAERRBAR DEPBAR ERRBAR EXIT FENCE LDGDEPBAR LDGSTS MEMBAR NANOSLEEP NOP "
         "PREEXIT RET STAS STG STS STSM STTM UBLKCP UBLKPF UCGABAR_ARV UCGABAR_WAIT UTCBAR UTCCP UTCHMMA UTCQMMA UTMACCTL UTMALDG "
-        "UVIRTCOUNT WARPGROUP WARPSYNC YIELD BRX ENDCOLLECTIVE REDG ST STL UTMACMDFLUSH UTMAPF UTMASTG "
+        "UGETNEXTWORKID UVIRTCOUNT WARPGROUP WARPSYNC YIELD BRX BRXU ENDCOLLECTIVE REDG ST STL UTMACMDFLUSH UTMAPF UTMASTG "
         "AWAIT CONVERGED FOREIGN LEAVE NOWHERE"  # parts of a lifted wait, branch, call, exit and return
     ),
     _one: (
-        "ATOMS BSSY CS2R F2F F2FP F2I FADD FADD2 FCHK FFMA FFMA2 FMNMX FMNMX3 FMUL FMUL2 FSEL HADD2 HFMA2 HGMMA I2F I2FP IABS "
-        "FLO HMUL2 LD LDC LDCU LDG LDL LDS LDSM LDTM LEPC MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN RPCMOV S2R S2UR SEL SHF "
-        "SYNCS UFLO ULDC UMOV UPOPC UPRMT USEL USHF VIADD VIADDMNMX"
+        "ATOMS BSSY CS2R F2F F2FP F2I FADD FADD2 FCHK FFMA FFMA2 FHADD FHFMA FMNMX FMNMX3 FMUL FMUL2 FSEL HADD2 HFMA2 HGMMA "
+        "HMMA I2F I2FP IABS FLO HMUL2 LD LDC LDCU LDL LDS LDSM LDTM LEPC MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN "
+        "RPCMOV S2R S2UR SEL SGXT SHF SYNCS UFLO ULDC UMOV UP2UR UPOPC UPRMT USEL USHF VIADD VIADDMNMX"
     ),
     _two: "ATOMG ELECT FSETP ISETP PLOP3 SHFL UISETP UPLOP3",
     _with_carries: "IADD3 IMAD LEA UIADD3 UIMAD ULEA VIMNMX VIMNMX3",
-    _predicate_first: "LOP3 R2UR ULOP3 USETMAXREG UTCATOMSWS",
+    _predicate_first: "LOP3 MATCH R2UR ULOP3 USETMAXREG UTCATOMSWS",
+    _load: "LDG",
     _vote: "VOTE VOTEU",
 }
 _COUNT = {opcode: rule for rule, opcodes in _DESTINATIONS.items() for opcode in opcodes.split()}
-_LENGTHS = {"64": 2, "128": 4}
+_LENGTHS = {"64": 2, "128": 4, "256": 4, "F32x2": 2, "F32x4": 4}
 _MEMORY = (
     "ATOMG", "ATOMS", "LD", "LDC", "LDCU", "LDG", "LDL", "LDS", "REDG", "ST", "STAS", "STG", "STL", "STS", "ULDC",
 )  # fmt: skip
 _MATRIX_MOVE = ("LDSM", "STSM")
 _TENSOR_MOVE = ("LDTM", "STTM")
 _TENSOR_PRODUCT = ("UTCHMMA", "UTCQMMA")
-_FRAGMENTS = {"": "32x32b", "16dp64bit": "16x64b", "16dp128bit": "16x128b", "16dp256bit": "16x256b"}
-_FRAGMENT = re.compile(r"(?:LDTM|STTM)(?:\.(16dp\d+bit))?(?:\.x(\d+))?(\.PACK16BIT|\.EXPAND16BIT)?")
+_FRAGMENTS = {
+    "": "32x32b", "16dp64bit": "16x64b", "16dp128bit": "16x128b", "16dp256bit": "16x256b",
+    "16dp32bit_t0_t15": "16x32b_t0_t15", "16dp32bit_t16_t31": "16x32b_t16_t31",
+}  # fmt: skip
+_FRAGMENT = re.compile(r"(?:LDTM|STTM)(?:\.(16dp\d+bit(?:_t\d+_t\d+)?))?(?:\.x(\d+))?(\.PACK16BIT|\.EXPAND16BIT)?")
 _PAIRS = ("FADD2", "FFMA2", "FMUL2")
 _PRODUCT_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 
@@ -117,10 +126,12 @@ def accesses(ins: SassInstruction) -> Access:
             reads.extend(operand.index.registers())
     if ins.base == "R2UR" and "OR" in ins.modifiers:
         reads.extend(writes[:1])
-    if ins.base in ("R2P", "P2R"):
+    if ins.opcode.startswith("LDTM.16dp32bit_t16_t31"):  # the other lanes keep what the first half has loaded
+        reads.extend(writes)
+    if ins.base in ("R2P", "P2R", "UP2UR"):
         mask = ins.operands[-1]
         assert isinstance(mask, Immediate)
-        named = [register("P", number) for number in range(PREDICATES) if mask.bits >> number & 1]
+        named = [register("UP" if ins.base == "UP2UR" else "P", number) for number in range(PREDICATES) if mask.bits >> number & 1]
         (writes if ins.base == "R2P" else reads).extend(named)
     if ins.guard is not None:
         reads.extend(ins.guard.registers())
@@ -149,6 +160,8 @@ def width(ins: SassInstruction, index: int) -> int:
         return fragment(ins).registers
     if base in _TENSOR_PRODUCT and operand.kind == "UR":
         return 2 if "WS" in words else 8 if "2CTA" in words else 4
+    if base == "HMMA":
+        return (4, 4, 2, 4)[index]
     if base in _PAIRS:
         return 2 if index == 0 or "HI_LO" in operand.suffixes else 1
     return _arithmetic_width(ins, index)
@@ -171,13 +184,15 @@ def _arithmetic_width(ins: SassInstruction, index: int) -> int:
         return 2 if "HI" in words and addend else 1
     if base == "UIADD3" and "64" in words:
         return 2
+    if base == "MATCH" and index == len(ins.operands) - 1:
+        return 2 if "U64" in words else 1
     if base == "CS2R":
         return 1 if "32" in words else 2
     if base in ("F2I", "I2F", "F2F"):
         return _conversion_width(base, words, index)
     if base == "SYNCS":
         return 2 if words[0] == "EXCH" else 1
-    if base in ("BRX", "CALL", "LEPC", "RET"):
+    if base in ("BRX", "BRXU", "CALL", "LEPC", "RET"):
         return 2
     return 1
 
@@ -210,7 +225,8 @@ def _uniform_run(ins: SassInstruction, index: int, operand: Address) -> int:
         dimensions = next(int(word[0]) for word in ins.modifiers if re.fullmatch(r"\dD", word))
         if "GATHER4" in ins.modifiers:
             dimensions = 5  # a column and four rows
-        return dimensions + (2 if ins.base == "UTMALDG" else 1) if index == 0 else 2
+        others = {"UTMALDG": 2, "UTMASTG": 1, "UTMAPF": 0}[ins.base]  # places in shared memory ahead of the coordinates
+        return others + dimensions if index == 0 else 2
     if ins.base == "UBLKCP":
         source_is_global = ins.modifiers[-1] == "G"
         return 2 if index == 0 or source_is_global else 1

@@ -6,6 +6,7 @@ import numpy as np
 
 from ..isa.async_copies import bulk_to_shared
 from ..isa.emitter import Emitter, Unsupported
+from ..isa.launch_control import cancel_launch
 from ..isa.table import runtime
 from ..isa.tensor_copies import ROWS, Form, tma_load
 from ..state.registers import WARP
@@ -69,6 +70,16 @@ def arrive(e: Emitter, ins: SassInstruction) -> None:
         return
     count = number if form == "ART0" else f"array({constant(e, 'u32', 1)})"
     e.line(f"mbarrier_arrive(w, {place}, {count}, {number if form == 'A1TR' else 'None'}, {remote})")
+
+
+@op(r"SYNCS.ARRIVE.TRANS64.RED.A0TX", pure=False, taint="own")
+def complete(e: Emitter, ins: SassInstruction) -> None:
+    """Emit mbarrier.complete_tx, in any CTA: bytes come, and nobody arrives."""
+    result, _, value = ins.operands
+    if not isinstance(result, Register) or result.number is not None:
+        raise Unsupported("an arrival with a state")
+    checked(e, ins)
+    e.line(f"mbarrier_complete(w, {address(e, memory_operand(ins, 1))}, array({source(e, value, 'u32')}), True)")
 
 
 @op(r"SYNCS.PHASECHK.TRANS64(.TRYWAIT)?", pure=False, taint="own", starts=True)
@@ -202,6 +213,23 @@ def copy_shared_bytes(w: Window, words: tuple[np.ndarray, ...], start: np.ndarra
     bulk_to_shared(window, destination, start[where], nbytes, barrier, None, between, True)
 
 
+@op(r"UGETNEXTWORKID.(SELFCAST|BROADCAST)", pure=False, taint="own", writes=())
+def take_work(e: Emitter, ins: SassInstruction) -> None:
+    """Emit clusterlaunchcontrol.try_cancel: the places of the response and of the mbarrier. BROADCAST: in every CTA of the cluster."""
+    response, barrier = ins.operands
+    assert isinstance(response, Address)
+    assert isinstance(barrier, Address)
+    words = ", ".join(f"{uniform_words(e, operand, 1)}[0]" for operand in (response, barrier))
+    e.line(f"take_next_cluster(w, {words}, {'BROADCAST' in ins.modifiers})")
+
+
+@runtime
+def take_next_cluster(w: Window, response: np.ndarray, barrier: np.ndarray, multicast: bool) -> None:
+    """Execute UGETNEXTWORKID in the first lane of each warp."""
+    window, where = leaders(w)
+    cancel_launch(window, response[where], barrier[where], multicast, True)
+
+
 @op(r"LDGSTS.E(.BYPASS)?(.LTC(64|128|256)B)?(.64|.128)?", pure=False, taint="own", writes=())
 def copy_async(e: Emitter, ins: SassInstruction) -> None:
     """Emit cp.async of 4, 8 or 16 bytes per thread; where the predicate, if there is one, is false, of zeros."""
@@ -256,11 +284,14 @@ def load_matrices(e: Emitter, ins: SassInstruction) -> None:
     assign_loaded(e, ins, value)
 
 
-@op(r"STSM.16.(M88|MT88).[124]", pure=False, taint="own", needs="warp", writes=())
+_LAYOUTS = {"M88": "rows", "MT88": "columns", "MT168": "bytes"}
+
+
+@op(r"STSM.(16.M88|16.MT88|8.MT168)(.[124])?", pure=False, taint="own", needs="warp", writes=())
 def store_matrices(e: Emitter, ins: SassInstruction) -> None:
-    """Emit stmatrix; MT88 transposes."""
+    """Emit stmatrix; MT88 and MT168 transpose."""
     values, poison = stored(e, ins)
-    e.line(f"store_matrices(w, {own(e, ins, 0)}, {values}, {'MT88' in ins.modifiers}, {poison})")
+    e.line(f"store_matrices(w, {own(e, ins, 0)}, {values}, {_LAYOUTS[ins.modifiers[1]]!r}, {poison})")
 
 
 @op(r"FENCE.VIEW.ASYNC.[GS]", pure=False, taint="own", writes=())

@@ -246,12 +246,43 @@ def to_integer(e: Emitter, ins: SassInstruction) -> None:
         assign(e, ins.operands[0], "u32" if kind[0] == "U" else "s32", value)
 
 
-@op(r"F2FP.(BF16|F16).F32.PACK_AB(.RZ)?", batch=True)
+@op(r"F2FP(.SATFINITE)?.(BF16|F16).F32.PACK_AB(.RZ)?", batch=True)
 def pack_halves(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a conversion of two f32 to a pair of 16-bit floats, a in the upper half."""
-    kind = {"BF16": "bf16x2", "F16": "f16x2"}[ins.modifiers[0]]
+    """Emit a conversion of two f32 to a pair of 16-bit floats, a in the upper half. SATFINITE: none is infinite."""
+    kind = "bf16" if "BF16" in ins.modifiers else "f16"
     a, b = (source(e, operand, "f32") for operand in ins.operands[1:3])
-    assign(e, ins.operands[0], "u32", f"f32_to_{kind}({a}, {b}, {rounding(ins)!r})")
+    value = f"f32_to_{kind}x2({a}, {b}, {rounding(ins)!r})"
+    assign(e, ins.operands[0], "u32", f"finite_halves({value}, {kind!r})" if "SATFINITE" in ins.modifiers else value)
+
+
+@op(r"F2FP.(F16|BF16).E2M1.UNPACK_B", batch=True)
+def unpack_nibbles(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a conversion of two 4-bit floats of a byte (B1 to B3, else the lowest) to f16 or bf16. bf16 has two scales, which must be 1."""
+    value = ins.operands[1]
+    if list(ins.operands[2:]) not in ([], [Immediate(_SCALES_OF_1, ("H0",))]) or not isinstance(value, Register):
+        raise Unsupported(f"operands {ins.operands[1:]}")
+    byte = int(value.suffixes[0][1:]) if value.suffixes else 0
+    codes = f"({source(e, replace(value, suffixes=()), 'u32')} >> {constant(e, 'u32', 8 * byte)})"
+    assign(e, ins.operands[0], "u32", f"e2m1x2_to_halves({codes}, {ins.modifiers[0].lower()!r})")
+
+
+@op(r"FHADD(.BF16)?", r"FHFMA(.BF16)?", batch=True)
+def widened(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a + c or a * b + c of 16-bit floats, lower halves but for H1, and an f32, rounded once to f32."""
+    *halves, addend = ins.operands[1:]
+    terms = [widened_half(e, operand, "bf16" if "BF16" in ins.modifiers else "f16") for operand in halves]
+    terms.append(source(e, addend, "f32"))
+    assign(e, ins.operands[0], "f32", f"add({', '.join(terms)})" if ins.base == "FHADD" else f"fma_f32({', '.join(terms)}, 'rn')")
+
+
+def widened_half(e: Emitter, operand: Operand, kind: str) -> str:
+    """Return the expression of a 16-bit float as f32."""
+    if not isinstance(operand, Register) or operand.absolute or operand.inverted or operand.suffixes not in ((), ("H1",)):
+        raise Unsupported(f"operand {operand} as a half")
+    word = source(e, replace(operand, negative=False, suffixes=()), "u32")
+    shifted = f"({word} >> {constant(e, 'u32', 16)})" if operand.suffixes else word
+    value = f"half_to_f32({shifted}.astype({e.constants.thing(np.dtype('u2'))}), {kind!r})"
+    return f"negative({value})" if operand.negative else value
 
 
 @op(r"F2F.(BF16|F16).F32")

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from ..findings import SassError
 from .listing import Listing, Register, SassInstruction, Target
 
-_JUMPS = ("BRA", "BRX", "CALL", "EXIT", "RET")
-_REFUSED = ("BRXU", "JMP", "JMX", "JMXU", "KILL", "WARPSYNC.EXCLUSIVE")
+JUMPS = ("BRA", "BRX", "BRXU", "CALL", "EXIT", "RET")
+_REFUSED = ("JMP", "JMX", "JMXU", "KILL", "WARPSYNC.EXCLUSIVE")
 
 
 @dataclass
@@ -39,7 +39,7 @@ def is_foreign(ins: SassInstruction) -> bool:
 def spans(listing: Listing) -> list[Span]:
     """Split a listing into basic blocks. A return goes to every place behind a call. SassError for indirect jumps."""
     code = listing.instructions
-    jumps = {index: _targets(listing, ins) for index, ins in enumerate(code) if ins.base in _JUMPS}
+    jumps = {index: _targets(listing, ins) for index, ins in enumerate(code) if ins.base in JUMPS}
     for ins in code:
         if ins.base in _REFUSED:
             raise SassError(f"{ins.address:#x}: {ins.text!r}: indirect control flow is not supported")
@@ -53,7 +53,7 @@ def spans(listing: Listing) -> list[Span]:
         following = list(jumps.get(block.stop - 1, ()))
         if last.base == "RET":
             following += returns
-        if (last.base not in _JUMPS or is_conditional(last) or is_foreign(last)) and block.stop < len(code):
+        if (last.base not in JUMPS or is_conditional(last) or is_foreign(last)) and block.stop < len(code):
             following.append(block.stop)
         block.successors = [number[target] for target in dict.fromkeys(following)]
     return blocks
@@ -64,7 +64,7 @@ def _targets(listing: Listing, ins: SassInstruction) -> tuple[int, ...]:
     if ins.base in ("EXIT", "RET") or is_foreign(ins):
         return ()
     found = [operand for operand in ins.operands if isinstance(operand, Target)]
-    if ins.base == "BRX":
+    if ins.base in ("BRX", "BRXU"):
         if not found:
             raise SassError(f"{ins.address:#x}: {ins.text!r} without a list of its targets: indirect control flow is not supported")
         return tuple(listing.index(operand.label) for operand in found)

@@ -168,13 +168,15 @@ def scaled_add_high(e: Emitter, ins: SassInstruction) -> None:
     assign_total(e, result, carries, terms + ([] if carry is None else [carry_in(e, carry)]))
 
 
-@op(r"U?SHF.(L.U32|L.W.U32|R.U32.HI|R.S32.HI|L.U64.HI|R.U32|R.U64)")
+@op(r"U?SHF.(L.U32|L.W.U32|L.W.U32.HI|R.U32.HI|R.S32.HI|L.U64.HI|R.U32|R.U64)")
 def shift(e: Emitter, ins: SassInstruction) -> None:
     """Emit a shift by an unsigned amount: clamped, or modulo 32 (W)."""
     result, low, amount, high = ins.operands
     count = source(e, amount, "u32")
     form = ".".join(ins.modifiers)
-    if form == "L.U64.HI":
+    if form == "L.W.U32.HI":
+        count = f"({count} & {constant(e, 'u32', 31)})"
+    if form in ("L.U64.HI", "L.W.U32.HI"):
         value = f"shift_pair_left({source(e, low, 'u32')}, {source(e, high, 'u32')}, {count})"
     elif form in ("R.U64", "R.U32"):
         if form == "R.U32" and not is_zero(high):
@@ -190,6 +192,14 @@ def shift(e: Emitter, ins: SassInstruction) -> None:
         if not (isinstance(amount, Immediate) and amount.bits < 32):
             value = f"where({count} < {constant(e, 'u32', 32)}, {value}, {constant(e, 'u32', 0)})"
     assign(e, result, "u32", value)
+
+
+@op(r"SGXT(.W)?(.U32)?")
+def extend(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the extension of the low bits: by their sign, or by zeros (U32). Their number is clamped, or modulo 32 (W)."""
+    result, value, count = ins.operands
+    terms = f"{source(e, value, 'u32')}, {source(e, count, 'u32')}"
+    assign(e, result, "u32", f"extended({terms}, {'W' in ins.modifiers}, {'U32' in ins.modifiers})")
 
 
 @runtime

@@ -14,9 +14,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..frontend.ptx import Reg
-from .accesses import accesses
+from .accesses import accesses, destinations
 from .flow import is_never, spans
-from .listing import BOARDS, NO_BOARD, Listing, SassInstruction
+from .listing import BOARDS, NO_BOARD, Listing, Register, SassInstruction
 from .scoreboards import PIPES, UNORDERED
 
 HORIZON = 16  # cycles after which every result is there
@@ -81,7 +81,16 @@ def least_distance(producer: SassInstruction, consumer: SassInstruction, item: R
         return 3 if consumer.base == "IMAD" else 4
     if group == "clear":
         return 5 if "32" in producer.modifiers else 7
-    return 4
+    return 3 if is_upper_addend(consumer, item) else 4
+
+
+def is_upper_addend(ins: SassInstruction, item: Reg) -> bool:
+    """Return True for the upper half of the addend of an IMAD.WIDE, which it reads a cycle later than the rest."""
+    if not ins.opcode.startswith("IMAD.WIDE"):
+        return False
+    *factors, addend = ins.operands[destinations(ins) : destinations(ins) + 3]
+    upper = addend.registers(2)[1:] if isinstance(addend, Register) else ()
+    return item in upper and not any(isinstance(operand, Register) and item in operand.registers() for operand in factors)
 
 
 def is_guard(ins: SassInstruction, item: Reg) -> bool:

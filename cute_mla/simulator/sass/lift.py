@@ -8,7 +8,9 @@ A wait for a scoreboard that loads of tensor memory release becomes an instructi
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import takewhile
 
+from ..findings import SassError
 from ..frontend.ptx import Instruction, LabelRef, Operand, Reg
 from ..isa.table import Decoded
 from ..isa.table import lookup as lookup_ptx
@@ -23,6 +25,7 @@ SCRATCH = Register("P", 7)  # PT's number, which no instruction writes
 _TRUE = Register("P", None)
 _PREDICATES = ("FSETP", "ISETP", "PLOP3")  # under a guard, poison of any source is poison of the result
 _MOVES = ("MOV", "IMAD.MOV", "IMAD.U32", "NOP")
+_MEETING = "BAR.SYNC.DEFER_BLOCKING"
 _OWN_GUARD = ("ELECT", "R2UR", "REDUX", "VOTE", "VOTEU")  # their emitters look at the guard: it says which lanes take part
 
 Guard = tuple[Reg, bool] | None
@@ -42,11 +45,12 @@ class Lift:
         self.problems: dict[str, list[int]] = {}
         self.returns = [ins.address + 16 for ins in listing.instructions if ins.base == "CALL"]
         self.has_regions = any(ins.base == "BSSY" for ins in listing.instructions)
-        targets = {operand.label for ins in listing.instructions if ins.base in ("BRA", "BRX", "CALL") for operand in ins.operands
+        targets = {operand.label for ins in listing.instructions if ins.base in ("BRA", "BRX", "BRXU", "CALL") for operand in ins.operands
                    if isinstance(operand, Target)}  # fmt: skip
         boards = {ins.control.write_board for ins in listing.instructions if ins.base == "LDTM"}
         self.load_boards = sum(1 << board for board in boards if board != NO_BOARD)
         self.routines = checks_of_routines(listing)
+        self.meetings = barriers_of_lanes(listing)
         self.places = {listing.instructions[listing.index(label)].address for label in targets} | set(self.returns)
 
     def run(self) -> Lift:
@@ -63,13 +67,15 @@ class Lift:
     def _lift(self, ins: SassInstruction) -> None:
         if ins.base == "EXIT":
             self._exit(ins)
+        elif ins.address in self.meetings:
+            self._meet(ins)
         elif ins.opcode == "BRA.DIV":
             self._ordinary(replace(ins, opcode="CONVERGED", operands=ins.operands[:1]), None)
         elif is_foreign(ins):
             self._ordinary(replace(ins, opcode="FOREIGN", operands=()), guard_of(ins.guard))
         elif ins.base in ("BRA", "CALL"):
             self._branch(ins)
-        elif ins.base == "BRX":
+        elif ins.base in ("BRX", "BRXU"):
             self._jump_by_table(ins)
         elif ins.base == "LEPC":
             self._ordinary(replace(ins, operands=(ins.operands[0], Immediate(self._address(ins.operands[1])))), guard_of(ins.guard))
@@ -93,7 +99,11 @@ class Lift:
             return
         if guard is not None and spec.taint == "own" and spec.pure and ins.base not in _PREDICATES:
             spec = replace(spec, pure=False)  # its own rule of poison runs on the lanes under the guard alone
-        access = accesses(ins)
+        try:
+            access = accesses(ins)
+        except SassError as error:
+            self.problems[str(error)] = []
+            return
         record = traced(ins) if self.is_traced else None
         if record is not None:
             self.decoded.append(record)
@@ -154,6 +164,13 @@ class Lift:
             tests = [replace(SCRATCH, negative=tests[0].negative)]
         self._jump(ins, label, guard_of(tests[0]) if tests else None)
 
+    def _meet(self, ins: SassInstruction) -> None:
+        """Lift a branch of lanes to a barrier that their warp may reach in different places, or that barrier, which counts lanes here."""
+        if ins.base == "BAR":
+            self._ordinary(replace(ins, opcode="BAR.SYNC.LANES"), guard_of(ins.guard))
+        elif ins.opcode == "BRA.CONV":
+            self._branch(replace(ins, opcode="BRA", operands=ins.operands[1:]))
+
     def _address(self, target: SassOperand) -> int:
         """Return the address of a label."""
         assert isinstance(target, Target)
@@ -200,6 +217,24 @@ def checks_of_routines(listing: Listing) -> dict[int, bool]:
             branch = code[other.stop - 1]
             if branch.base == "BRA" and is_conditional(branch) and block in [blocks[number] for number in other.successors]:
                 found[branch.address] = other.stop == block.start
+    return found
+
+
+def barriers_of_lanes(listing: Listing) -> set[int]:
+    """Return the addresses of barriers that the lanes of a warp may reach in different places, and of the branches ahead of them.
+
+    BRA.DIV leads diverged warps, and BRA.CONV others past, to code that gathers lanes from all such places (WARPSYNC.COLLECTIVE.ALL).
+    """
+    code = listing.instructions
+    found: set[int] = set()
+    for index, ins in enumerate(code):
+        if ins.opcode not in ("BRA.DIV", "BRA.CONV"):
+            continue
+        (target,) = (listing.index(operand.label) for operand in ins.operands if isinstance(operand, Target))
+        apart, together = (target, index + 1) if ins.opcode == "BRA.DIV" else (index + 1, target)
+        gathered = [item.opcode for item in takewhile(lambda item: item.base != "ENDCOLLECTIVE", code[apart:])]
+        if "WARPSYNC.COLLECTIVE.ALL" in gathered and _MEETING in gathered:
+            found |= {ins.address, next(item.address for item in code[together:] if item.opcode == _MEETING)}
     return found
 
 

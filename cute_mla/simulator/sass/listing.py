@@ -185,18 +185,27 @@ _GUARD = re.compile(r"@(!?)(U?P)(T|\d)\s+")
 _REGISTER = re.compile(r"([-~!]*)(\|?)(UR|UP|R|P|B|SB)(Z|T|\d+)((?:\.\w+)*)(\|?)((?:\.\w+)*)")
 _CONSTANT = re.compile(r"c\[0x([0-9a-f]+)\]\[(?:(U?R\d+)\+?)?(?:0x([0-9a-f]+))?\]")
 _NOTE = re.compile(r"\s*\(\*\"(?:BRANCH_TARGETS (?P<targets>[^\"]*)|[^\"]*)\"\*\)")
-_SUM = re.compile(r"(R\d+) (-?0x[0-9a-f]+)")
+_SUM = re.compile(r"(U?R\d+) (-?0x[0-9a-f]+)")
 _ADDRESS = re.compile(r"(?:(gdesc|idesc|tmem|desc)(?=\[))?(?:\[(UR\d+|URZ)\](?=\[))?\[([^\]]*)\]((?:\.\w+)*)")
 _TARGET = re.compile(r"`\(([^)]+)\)")
 _NUMBER = re.compile(r"-?0x[0-9a-f]+|-?\d+|[-+]?(?:\d+(?:\.\d+)?(?:e[-+]?\d+)?|INF|QNAN)\s*")
 _PLACE_REGISTERS = {"Rpc.LO": 256, "Rpc.HI": 257}  # of indirect control flow, which ptxas also keeps values in
 _GENERIC = re.compile(r"(LD|ST)\.E\b")
-_SYSTEM = ("PR", "SRZ", "gsb0")
+_SYSTEM = ("PR", "UPR", "SRZ", "gsb0")
+
+
+class UnreadableError(SassError):
+    """Text with operands outside the grammar. listing: what was read, without the operands of these instructions."""
+
+    def __init__(self, message: str, listing: Listing) -> None:
+        super().__init__(message)
+        self.listing = listing
 
 
 def read_listing(text: str) -> Listing:
-    """Read the output of `nvdisasm -c -hex` for a cubin with one code section. SassError for text that cannot be read."""
+    """Read the output of `nvdisasm -c -hex` for a cubin with one code section. SassError for text that cannot be read, with all of it."""
     instructions: list[SassInstruction] = []
+    unreadable: list[str] = []
     labels: dict[str, int] = {}
     pending: tuple[int, str, int] | None = None
     name = ""
@@ -212,7 +221,12 @@ def read_listing(text: str) -> Listing:
                 raise SassError(
                     f"{name}: instruction at {address:#x}, expected {len(instructions) * INSTRUCTION_BYTES:#x}: several sections?"
                 )
-            instructions.append(read_instruction(address, code, low, int(second[1], 16)))
+            try:
+                instructions.append(read_instruction(address, code, low, int(second[1], 16)))
+            except SassError as error:
+                unreadable.append(str(error))
+                opcode = code[found.end() :] if (found := _GUARD.match(code)) is not None else code
+                instructions.append(SassInstruction(address, opcode.split()[0], (), None, Control.of(int(second[1], 16)), low, 0, code))
             pending = None
             continue
         label = _LABEL.match(line)
@@ -221,6 +235,8 @@ def read_listing(text: str) -> Listing:
             labels[label[1]] = len(instructions) * INSTRUCTION_BYTES
     if not instructions or pending is not None:
         raise SassError("no machine code with encodings: the output of `nvdisasm -c -hex` is needed")
+    if unreadable:
+        raise UnreadableError("\n".join(unreadable), Listing(name, tuple(instructions), labels))
     return Listing(name, tuple(instructions), labels)
 
 

@@ -20,7 +20,7 @@ def load(e: Emitter, ins: SassInstruction) -> None:
     emit_load(e, ins, "load_local", address(e, memory_operand(ins, 1)), e.layout.local_bytes)
 
 
-@op(r"STL(.U8|.U16|.64|.128)?", pure=False, taint="own", writes=())
+@op(r"STL(.U8|.S8|.U16|.S16|.64|.128)?", pure=False, taint="own", writes=())
 def store(e: Emitter, ins: SassInstruction) -> None:
     """Emit a store to the thread's local memory."""
     values, poison = stored(e, ins)

@@ -23,25 +23,29 @@ def element_bytes(ins: SassInstruction) -> int:
     return next((_NARROW[word] for word in ins.modifiers if word in _NARROW), 4)
 
 
-def assign_loaded(e: Emitter, ins: SassInstruction, value: str, result: Operand | None = None) -> None:
-    """Store loaded elements, extended to the register, with their poison. result: the destination, by default the first operand."""
-    result = ins.operands[0] if result is None else result
-    if not isinstance(result, Register):
-        raise Unsupported(f"destination {result}")
-    registers: tuple[Reg, ...] = result.registers(width(ins, ins.operands.index(result)))
+def assign_loaded(e: Emitter, ins: SassInstruction, value: str, *results: Operand) -> None:
+    """Store loaded elements, extended to the register, with their poison. results: the destinations, by default the first operand."""
+    found: list[tuple[int, Reg]] = []
+    count = 0
+    for result in results or ins.operands[:1]:
+        if not isinstance(result, Register):
+            raise Unsupported(f"destination {result}")
+        run = width(ins, ins.operands.index(result))
+        found += enumerate(result.registers(run), count)
+        count += run
     signed = next((word for word in ins.modifiers if word in ("S8", "S16")), None)
-    for index, register in enumerate(registers):
+    for index, register in found:
         item = f"{value}[{index}]"
         if signed is not None:
             item = f"{item}.view({e.constants.thing(np.dtype(f'i{_NARROW[signed]}'))})"
         e.line(f"{e.dst(register, 's32' if signed else 'u32')}[...] = {item}")
-    where = tuple(range(len(registers)))
-    if not registers:
+    where = tuple(index for index, _ in found)
+    if not found:
         return
     if e.tainted:
-        e.line(f"take_poison(w, {where}, ({', '.join(str(e.taint(register)) for register in registers)},))")
+        e.line(f"take_poison(w, {where}, ({', '.join(str(e.taint(register)) for _, register in found)},))")
     else:
-        rows = tuple((register.bank, e.layout.row(register)) for register in registers)
+        rows = tuple((register.bank, e.layout.row(register)) for _, register in found)
         e.line(f"if w.cta.poison is not None: meet_poison(w, {where}, {rows})")
 
 
@@ -53,14 +57,23 @@ def emit_load(e: Emitter, ins: SassInstruction, function: str, place: str, *more
 
 
 _STRONG = r".STRONG.(CTA|GPU|SYS)"
-_HINTS = r"(.EL|.EF|.NA|.LU)?(.LTC(64|128|256)B)?"
+_HINTS = r"(.EL|.EF|.NA|.LU)?(.E[FLN]L2)?(.LTC(64|128|256)B)?"
 
 
-@op(rf"LDG.E{_HINTS}(.U8|.S8|.U16|.S16|.64|.128)?(.CONSTANT|{_STRONG})?", pure=False, taint="own", loads=True)
+@op(rf"LDG.E{_HINTS}(.U8|.S8|.U16|.S16|.64|.128|.256)?(.CONSTANT|{_STRONG})?", pure=False, taint="own", loads=True)
 def load_global(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a load from global memory. CONSTANT: through the cache of data that the kernel does not write."""
+    """Emit a load from global memory. CONSTANT: through the cache of data that the kernel does not write.
+
+    256: the second destination takes the lower 16 bytes, the first the upper ones.
+    """
     if "STRONG" in ins.modifiers:
         e.line("order_memory(w)")
+    if "256" in ins.modifiers:
+        upper, lower = ins.operands[:2]
+        value = e.temp()
+        e.line(f"{value} = load_global(w, {address(e, memory_operand(ins, 2))}, 4, 8)")
+        assign_loaded(e, ins, value, lower, upper)
+        return
     emit_load(e, ins, "load_global", address(e, memory_operand(ins, 1)))
 
 
@@ -71,25 +84,22 @@ def load_shared(e: Emitter, ins: SassInstruction) -> None:
 
 
 def stored(e: Emitter, ins: SassInstruction) -> tuple[str, str]:
-    """Return the expressions of the stored elements and of their poison."""
-    operand = ins.operands[1]
-    if not isinstance(operand, Register) or operand.negative or operand.inverted or operand.absolute:
-        raise Unsupported(f"a store of {operand}")
-    registers = operand.registers(width(ins, 1))
+    """Return the expressions of the stored elements and of their poison. 256: the second operand has the lower 16 bytes."""
+    values, marks = [], []
+    for index in (1, 2) if "256" in ins.modifiers else (1,):
+        operand = ins.operands[index]
+        if not isinstance(operand, Register) or operand.negative or operand.inverted or operand.absolute:
+            raise Unsupported(f"a store of {operand}")
+        registers: tuple[Reg | None, ...] = operand.registers(width(ins, index)) or (None,) * width(ins, index)
+        values += [constant(e, "u32", 0) if register is None else e.row(register, "u32") for register in registers]
+        marks += [e.taint(register) if e.tainted and register is not None else None for register in registers]
     size = element_bytes(ins)
-    if operand.number is None:
-        values = [constant(e, "u32", 0)] * width(ins, 1)
-    else:
-        values = [e.row(register, "u32") for register in registers]
     if size < 4:
         values = [f"{value}.astype({e.constants.thing(np.dtype(f'u{size}'))})" for value in values]
-    poison = "None"
-    if e.tainted:
-        poison = f"[{', '.join(str(e.taint(register)) for register in registers) if registers else ', '.join(['None'] * len(values))}]"
-    return f"[{', '.join(values)}]", poison
+    return f"[{', '.join(values)}]", f"[{', '.join(map(str, marks))}]" if e.tainted else "None"
 
 
-@op(rf"STG.E(.U8|.U16|.64|.128)?({_STRONG})?", pure=False, taint="own", writes=())
+@op(rf"STG.E{_HINTS}(.U8|.U16|.64|.128|.256)?({_STRONG})?", pure=False, taint="own", writes=())
 def store_global(e: Emitter, ins: SassInstruction) -> None:
     """Emit a store to global memory."""
     values, poison = stored(e, ins)
@@ -117,7 +127,7 @@ def own_shared(w: Window, place: np.ndarray) -> np.ndarray:
     return own
 
 
-@op(r"ATOMS.(ADD|AND|OR|XOR)", pure=False, taint="own", loads=True)
+@op(r"ATOMS.(ADD|AND|OR|XOR|EXCH|(MAX|MIN)(.S32)?)", pure=False, taint="own", loads=True)
 def change_shared(e: Emitter, ins: SassInstruction) -> None:
     """Emit a read-modify-write of a word of shared memory that returns the old value; lanes act in order."""
     _, _, value = ins.operands
@@ -126,13 +136,15 @@ def change_shared(e: Emitter, ins: SassInstruction) -> None:
     e.check_taint(list(value.registers()), "an atomic operation")
     old = e.temp()
     place = f"own_shared(w, {address(e, memory_operand(ins, 1))})"
-    e.line(f"{old} = atomic_lanes(w, {place}, {ins.modifiers[0].lower()!r}, 'shared', [array({source(e, value, 'u32')})])")
+    kind = "s32" if "S32" in ins.modifiers else "u32"
+    e.line(f"{old} = atomic_lanes(w, {place}, {ins.modifiers[0].lower()!r}, 'shared', [array({source(e, value, kind)})])")
     assign_loaded(e, ins, old)
 
 
 @op(r"BAR.SYNC.DEFER_BLOCKING", pure=False, taint="own", needs="warp", starts=True, ends=True, writes=())
+@op(r"BAR.SYNC.LANES", pure=False, taint="own", starts=True, ends=True, writes=())
 def synchronise(e: Emitter, ins: SassInstruction) -> None:
-    """Emit an arrival at a named barrier and a wait."""
+    """Emit an arrival at a named barrier and a wait. LANES: the lanes of a warp may come one by one."""
     e.line(f"if not named_sync(w, {barrier(e, ins)}): return BLOCKED")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 
 from ..codegen.control_flow import build_flow
 from ..codegen.module import Entry, Module, collection_paused
@@ -30,9 +31,10 @@ from . import (
 )
 from .control_codes import findings
 from .cubin import CubinInfo, read_cubin
+from .flow import JUMPS, spans
 from .lift import Lift
-from .listing import read_listing
-from .table import MachineInstruction
+from .listing import Listing, UnreadableError, read_listing
+from .table import MachineInstruction, lookup
 
 # importing them fills the instruction table
 FAMILIES = (
@@ -47,12 +49,12 @@ _KINDS = ("P", "UP", "R", "UR", "B")
 def load_machine_code(cubin: bytes, text: str, *, is_traced: bool = False) -> Module:
     """Load a cubin with its disassembly (`nvdisasm -c -hex`). is_traced: every launch needs a MachineTrace as its observer.
 
-    CubinError for bytes that are not a cubin of one kernel, SassError for text that cannot be read, and UnsupportedInstruction with the
+    CubinError for bytes that are not a cubin of one kernel, SassError for text without machine code, and UnsupportedInstruction with the
     list of everything unknown. Registers that the control codes do not guard are findings of every launch.
     """
     info = read_cubin(cubin)
     with collection_paused():
-        listing = read_listing(text)
+        listing = read_known(text)
         (name,) = info.entries
         if listing.name != name:
             raise SassError(f"the disassembly is of {listing.name}, the cubin of {name}")
@@ -61,15 +63,44 @@ def load_machine_code(cubin: bytes, text: str, *, is_traced: bool = False) -> Mo
         problems = lift.problems
         check_operands(lift.decoded, layout, problems)
         if problems:
-            lines = [f"{what} (at {', '.join(f'{place:#x}' for place in where[:5])})" for what, where in problems.items()]
-            raise UnsupportedInstruction(f"unsupported machine code in {name}:\n  " + "\n  ".join(lines))
+            raise UnsupportedInstruction(refusal(name, problems))
         flow = build_flow(lift.decoded, lift.labels, layout)
         masks = {row for name, row in layout.rows.items() if name.startswith("B")}  # of regions: none at the start, not undefined
         flow.undefined["r"] = [row for row in flow.undefined["r"] if row not in masks]
         translator = Translator(name, flow, layout)
     allocates = any(ins.base == "UTCATOMSWS" for ins in listing.instructions)
-    prepare = tensor_allocation.prepare if allocates else None
+    prepare = partial(tensor_allocation.prepare, tensor_allocation.record_of(listing)) if allocates else None
     return Module({name: Entry(name, parameters(info), None, flow, layout, translator, findings=findings(listing), prepare=prepare)})
+
+
+def read_known(text: str) -> Listing:
+    """Read a listing. UnsupportedInstruction names, where something cannot be read or followed, every unknown spelling beside it."""
+    reason = ""
+    try:
+        listing = read_listing(text)
+        spans(listing)
+    except UnreadableError as error:
+        listing, reason = error.listing, str(error)
+    except SassError as error:
+        listing, reason = read_listing(text), str(error)
+    if reason:
+        raise UnsupportedInstruction(refusal(listing.name, {**{line: [] for line in reason.splitlines()}, **unknown(listing)}))
+    return listing
+
+
+def unknown(listing: Listing) -> dict[str, list[int]]:
+    """Return the spellings that no table has, and where they stand."""
+    found: dict[str, list[int]] = {}
+    for ins in listing.instructions:
+        if ins.base not in JUMPS and lookup(ins.opcode) is None:
+            found.setdefault(ins.opcode, []).append(ins.address)
+    return found
+
+
+def refusal(name: str, problems: dict[str, list[int]]) -> str:
+    """Return the message about everything that is not supported in a kernel. problems: what -> addresses, none where it says them."""
+    lines = [f"{what} (at {', '.join(f'{place:#x}' for place in where[:5])})" if where else what for what, where in problems.items()]
+    return f"unsupported machine code in {name}:\n  " + "\n  ".join(lines)
 
 
 def parameters(info: CubinInfo) -> tuple[ParamDecl, ...]:

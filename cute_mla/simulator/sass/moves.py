@@ -34,6 +34,7 @@ _SPECIAL = {
     "SR_TID.X": "tid.x", "SR_TID.Y": "tid.y", "SR_TID.Z": "tid.z", "SR_CTAID.X": "ctaid.x", "SR_CTAID.Y": "ctaid.y",
     "SR_CTAID.Z": "ctaid.z", "SR_LANEID": "laneid", "SR_LTMASK": "lanemask_lt", "SR_CgaCtaId": "cluster_ctarank",
 }  # fmt: skip
+_FIXED = {"SR_SWINHI": SHARED_WINDOW >> 32, "SR_CgaSize": 0}  # upper half of generic addresses of shared memory, kind of cluster
 _OF_THREADS = ("tid.x", "tid.y", "tid.z", "laneid", "lanemask_lt")
 
 
@@ -42,8 +43,8 @@ def read_system(e: Emitter, ins: SassInstruction) -> None:
     """Emit a read of a special register."""
     name = ins.operands[1]
     assert isinstance(name, SystemRegister)
-    if name.name == "SR_SWINHI":  # the upper half of generic addresses of shared memory
-        assign(e, ins.operands[0], "u32", constant(e, "u32", SHARED_WINDOW >> 32))
+    if name.name in _FIXED:
+        assign(e, ins.operands[0], "u32", constant(e, "u32", _FIXED[name.name]))
         return
     found = _SPECIAL.get(name.name)
     if found is None or (found in _OF_THREADS and ins.base == "S2UR"):
@@ -52,7 +53,7 @@ def read_system(e: Emitter, ins: SassInstruction) -> None:
     assign(e, ins.operands[0], "u32", value)
 
 
-@op(r"LDC(.64)?", r"ULDC(.U8|.64)?", r"LDCU(.U8|.64|.128)?")
+@op(r"LDC(.U8|.64)?", r"ULDC(.U8|.64)?", r"LDCU(.U8|.64|.128)?")
 def load_constant(e: Emitter, ins: SassInstruction) -> None:
     """Emit a load from constant bank 0, a table of bank 2, or bank 4, which holds addresses outside the cubin.
 
@@ -166,7 +167,7 @@ def to_predicates(e: Emitter, ins: SassInstruction) -> None:
             e.line(f"{e.dst(register('P', number), 'pred')}[...] = ({source(e, value, 'u32')} & {bit}) != {constant(e, 'u32', 0)}")
 
 
-@op(r"P2R")
+@op(r"P2R", r"UP2UR")
 def from_predicates(e: Emitter, ins: SassInstruction) -> None:
     """Emit the predicates of a mask as bits, and the other bits of c."""
     result, _, other, mask = ins.operands
@@ -175,6 +176,6 @@ def from_predicates(e: Emitter, ins: SassInstruction) -> None:
     terms = [f"({source(e, other, 'u32')} & {constant(e, 'u32', ~mask.bits)})"]
     for number in range(PREDICATES):
         if mask.bits >> number & 1:
-            row = e.row(register("P", number), "pred")
+            row = e.row(register("UP" if ins.base == "UP2UR" else "P", number), "pred")
             terms.append(f"({row}.astype({word}) << {constant(e, 'u32', number)})")
     assign(e, result, "u32", " | ".join(terms))

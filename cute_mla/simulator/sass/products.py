@@ -1,4 +1,4 @@
-"""Matrix products of a warpgroup in machine code: HGMMA, QGMMA and the groups that gsb0 ends."""
+"""Matrix products in machine code: of a warpgroup, HGMMA, QGMMA and the groups that gsb0 ends; of a warp, HMMA."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import numpy as np
 from ..frontend.ptx import Reg
 from ..isa.emitter import Emitter, Unsupported
 from ..isa.table import runtime
+from ..isa.warp_products import COUNTS, emit_poison, emit_product
 from ..isa.wgmma_ops import Step, shared_rows
 from ..numerics import wgmma
 from ..state.registers import WARP
@@ -15,7 +16,7 @@ from ..state.window import Window
 from ..units import wgmma_products
 from .accesses import accesses, descriptors
 from .listing import Address, Immediate, Register, SassInstruction, SystemRegister
-from .operands import source
+from .operands import constant, source
 from .table import ignored, op
 
 _TYPES = {("HGMMA", ""): "f16", ("HGMMA", "BF16"): "bf16", ("QGMMA", "E4M3"): "e4m3"}
@@ -101,3 +102,22 @@ def wait_for_products(w: Window, remaining: int) -> None:
 
 
 ignored(r"WARPGROUP.ARRIVE", "orders register accesses before products", needs="warpgroup", writes=())
+
+
+# ---------------------------------------------------------------- products of a warp
+
+
+@op(r"HMMA.16816.F32(.BF16)?", taint="own", needs="warp")
+def multiply_in_registers(e: Emitter, ins: SassInstruction) -> None:
+    """Emit mma.sync.m16n8k16 with sums in f32; RZ is an addend of zeros."""
+    runs: list[tuple[Reg, ...]] = []
+    for operand, count in zip(ins.operands, COUNTS, strict=True):
+        if not isinstance(operand, Register) or operand.negative or (operand.number is None and len(runs) < len(COUNTS) - 1):
+            raise Unsupported(f"operand {operand} of a product")
+        runs.append(operand.registers(count))
+    sources = [[e.row(register, kind) for register in run] for run, kind in zip(runs[1:], ("u32", "u32", "f32"), strict=True)]
+    sources[-1] = sources[-1] or [constant(e, "f32", 0)] * COUNTS[-1]
+    emit_product(e, sources, [e.dst(register, "f32") for register in runs[0]], "bf16" if "BF16" in ins.modifiers else "f16")
+    if e.tainted:
+        marks = [[e.taint(register) for register in run] for run in runs]
+        emit_poison(e, [*marks[:-1], marks[-1] or [None] * COUNTS[-1]])

@@ -35,7 +35,10 @@ PIPES = {
         "constant": "LDC",
         "tensor memory": "LDTM STTM",
         "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
-        "tensor copy": "UTMALDG UTMAPF UTMASTG",
+        "tensor copy": "UTMACCTL UTMALDG UTMAPF UTMASTG",
+        "tensor product": "UTCBAR UTCCP UTCHMMA UTCQMMA",
+        "special register": "S2R",
+        "uniform special register": "S2UR",
     }.items()
     for opcode in opcodes.split()
 }
@@ -47,12 +50,13 @@ RESULT_ORDERS = {
         "constant": "LDC",
         "tensor memory": "LDTM",
         "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
+        "special register": "S2R",
+        "uniform special register": "S2UR",
     }.items()
     for opcode in opcodes.split()
 }
 UNORDERED = frozenset({
-    "ARRIVES", "BAR", "CCTL", "LDCU", "REDUX", "S2R", "S2UR", "UBLKCP", "UBLKPF", "USETMAXREG", "UTCATOMSWS", "UTCBAR",
-    "UTCHMMA", "UTCQMMA", "UTMACCTL",
+    "ARRIVES", "BAR", "CCTL", "LDCU", "MATCH", "REDUX", "UBLKCP", "UBLKPF", "USETMAXREG", "UTCATOMSWS",
 })  # fmt: skip
 # Rule 7: what takes effect, as a register that its instruction writes and that those who let others see it read.
 EFFECTS = {"MEMBAR": Reg("the memory barrier", "r"), "FENCE": Reg("the proxy fence", "r"), "SYNCS.EXCH": Reg("the mbarrier", "r")}
@@ -201,6 +205,8 @@ class ScoreboardCheck:
         for (earlier, is_result), (_, guard) in state.items():
             other = self.facts[earlier]
             hit = other.results & touched if is_result else other.operands & facts.writes
+            if self.code[earlier].base == self.code[index].base == "LDTM":  # two halves of a register come in order
+                hit &= ~facts.writes
             if not hit or (guard is not None and facts.guard == _opposite(guard)):
                 continue
             if not is_result and other.pipe == facts.pipe and self.code[index].base in PIPES:

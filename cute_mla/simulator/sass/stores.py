@@ -9,6 +9,7 @@ from ..isa.emitter import Emitter, Unsupported
 from ..isa.table import runtime
 from ..isa.tensor_copies import tma_store
 from ..state.window import Window
+from .accesses import width
 from .asynchronous import leaders, uniform_words
 from .listing import Address, Register, SassInstruction
 from .memory import assign_loaded, emit_load, stored
@@ -82,7 +83,7 @@ def store_generic(e: Emitter, ins: SassInstruction) -> None:
     e.line(f"store_generic(w, {address(e, memory_operand(ins, 0))}, {values}, {poison})")
 
 
-@op(r"ATOMG.E.(ADD|AND|OR|XOR|EXCH).STRONG.(GPU|SYS)", pure=False, taint="own", loads=True)
+@op(r"ATOMG.E.(ADD|AND|OR|XOR|EXCH|(MAX|MIN)(.S32)?).STRONG.(GPU|SYS)", pure=False, taint="own", loads=True)
 def change_global(e: Emitter, ins: SassInstruction) -> None:
     """Emit a read-modify-write of a word of global memory that returns the old value; lanes act in order."""
     unused, result, _, value = ins.operands
@@ -93,10 +94,22 @@ def change_global(e: Emitter, ins: SassInstruction) -> None:
     assign_loaded(e, ins, old, result)
 
 
-@op(r"REDG.E.(ADD|AND|OR|XOR).STRONG.(GPU|SYS)", pure=False, taint="own", writes=())
+@op(r"REDG.E.(ADD|AND|OR|XOR|(MAX|MIN)(.S32)?).STRONG.(GPU|SYS)", pure=False, taint="own", writes=())
 def reduce_global(e: Emitter, ins: SassInstruction) -> None:
     """Emit a read-modify-write of a word of global memory without a result."""
     e.line(atomic(e, ins, 0, ins.operands[1]))
+
+
+@op(r"REDG.E.ADD.F32(x2|x4)?.FTZ.RN.STRONG.(GPU|SYS)", pure=False, taint="own", writes=())
+def add_floats(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the addition of one to four floats to consecutive words of global memory."""
+    value = ins.operands[1]
+    if not isinstance(value, Register) or value.number is None:
+        raise Unsupported(f"an atomic operation with {value}")
+    registers = value.registers(width(ins, 1))
+    e.check_taint(list(registers), "an atomic operation")
+    values = ", ".join(e.row(register, "f32") for register in registers)
+    e.line(f"add_floats(w, {address(e, memory_operand(ins, 0))}, 'global', [{values}])")
 
 
 def atomic(e: Emitter, ins: SassInstruction, place: int, value: object) -> str:
@@ -105,4 +118,5 @@ def atomic(e: Emitter, ins: SassInstruction, place: int, value: object) -> str:
         raise Unsupported(f"an atomic operation with {value}")
     e.check_taint(list(value.registers()), "an atomic operation")
     where = address(e, memory_operand(ins, place))
-    return f"atomic_lanes(w, {where}, {ins.modifiers[1].lower()!r}, 'global', [array({source(e, value, 'u32')})])"
+    kind = "s32" if "S32" in ins.modifiers else "u32"
+    return f"atomic_lanes(w, {where}, {ins.modifiers[1].lower()!r}, 'global', [array({source(e, value, kind)})])"

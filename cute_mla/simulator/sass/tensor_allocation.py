@@ -3,14 +3,17 @@
 ptxas writes tcgen05.alloc and tcgen05.dealloc out as code that keeps a second record in the reserved shared memory of the CTA, below the
 kernel's own, and traps when a deallocation does not fit it. The code runs here as it is, on shared memory that holds what it expects:
 
-- at 0x48 an mbarrier of count 1, on which the even CTA of a pair tells the odd one, and the odd one acknowledges;
-- at 0x50 the parity that the CTA waits for next: 1 in even CTAs, 0 in odd ones;
-- at 0x54 and 0x58 the columns in use, and the first ones, in units of 32, both 0; at 0x5c a byte that says "relinquished".
+- an mbarrier of count 1, on which the even CTA of a pair tells the odd one, and the odd one acknowledges;
+- the parity that the CTA waits for next: 1 in even CTAs, 0 in odd ones;
+- the columns in use, and the first ones, in units of 32, both 0; a byte that says "relinquished", 0.
 
-Nothing in the code initialises these. The values are inferred: with them every kernel runs, and with 0 at 0x50 pairs wait for ever.
+Nothing in the code initialises these. The values are inferred: with them every kernel runs, and with a parity of 0 pairs wait for ever.
+Two versions of ptxas place them differently; where the first allocation notes its columns tells which.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -24,24 +27,46 @@ from ..state.cta import Cta
 from ..state.registers import WARP
 from ..state.tensor_memory import COLUMNS, UNIT, TensorMemory
 from ..state.window import Window
-from .listing import Register, SassInstruction
+from .listing import Address, Listing, Register, SassInstruction
 from .operands import assign, source
 from .table import op
 
-_BARRIER = 0x48
-_PARITY = 0x50
-_RECORD_END = 0x60
+
+@dataclass(frozen=True)
+class Record:
+    """Places in shared memory: of the mbarrier, of the parity, and of all other words, from the first to behind the last."""
+
+    barrier: int
+    parity: int
+    words: tuple[int, int]
+
+
+_RECORDS = {
+    0x54: Record(0x48, 0x50, (0x54, 0x60)),  # "relinquished" at 0x5c
+    0x50: Record(0x58, 0x60, (0x40, 0x58)),  # "relinquished" at 0x40
+}
+_BASE, _SPAN = 0x40, 0x20
 _ALL = (1 << COLUMNS // UNIT) - 1
 
 
-def prepare(cta: Cta) -> None:
+def record_of(listing: Listing) -> Record:
+    """Return the places that the code of an allocation uses: it sets bits at the columns in use, then at the first ones."""
+    code = listing.instructions
+    start = next((index for index, ins in enumerate(code) if ins.opcode.startswith("UTCATOMSWS") and "FIND_AND_SET" in ins.modifiers), 0)
+    noted = [ins.operands[1] for ins in code[start:] if ins.opcode == "ATOMS.OR"][:2]
+    places = [_BASE | operand.offset & (_SPAN - 1) for operand in noted if isinstance(operand, Address)]
+    return _RECORDS.get(min(places, default=0), _RECORDS[0x54])
+
+
+def prepare(record: Record, cta: Cta) -> None:
     """Set the reserved shared memory of a CTA that starts."""
     memory = cta.smem
-    memory.data[_PARITY:_RECORD_END] = 0
-    memory.data[_PARITY] = 1 - (cta.rank & 1)
-    memory.valid[_PARITY:_RECORD_END] = 1
-    column = cta.cluster.clocks.copier(cta.rank, _BARRIER)
-    cta.mbarriers[_BARRIER] = Mbarrier("barrier of tcgen05.alloc", 1, column)
+    for first, end in (record.words, (record.parity, record.parity + 4)):
+        memory.data[first:end] = 0
+        memory.valid[first:end] = 1
+    memory.data[record.parity] = 1 - (cta.rank & 1)
+    column = cta.cluster.clocks.copier(cta.rank, record.barrier)
+    cta.mbarriers[record.barrier] = Mbarrier("barrier of tcgen05.alloc", 1, column)
 
 
 @op(r"UTCATOMSWS(.2CTA)?.FIND_AND_SET.ALIGN", pure=False, taint="own", starts=True, ends=True)

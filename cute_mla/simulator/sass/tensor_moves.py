@@ -17,7 +17,8 @@ from .listing import NO_BOARD, Address, Register, SassInstruction
 from .operands import WORD, source
 from .table import op
 
-SHAPE = r"(.16dp(64|128|256)bit)?(.x(2|4|8|16|32|64|128))?"
+QUARTERS = 3 << 21  # bits of an address that name a quarter of the lanes
+SHAPE = r"(.16dp(64bit|128bit|256bit|32bit_t0_t15|32bit_t16_t31))?(.x(2|4|8|16|32|64|128))?"
 
 
 def tensor_address(e: Emitter, operand: object, what: str) -> str:
@@ -29,6 +30,15 @@ def tensor_address(e: Emitter, operand: object, what: str) -> str:
     e.check_taint(list(operand.uniform.registers()), what)
     place = source(e, operand.uniform, "u32")
     return f"({place} + {e.constants.array(WORD, operand.offset & 0xFFFFFFFF)})" if operand.offset else place
+
+
+def own_lanes(e: Emitter, operand: object) -> str:
+    """Return the expression of an address whose quarter of the lanes is left out: a warp has its own.
+
+    Known: the ISA allows a warp no other lanes, and TRTLLM-gen's kernels name lane 32 in warps with other ones. Inferred: the hardware
+    then takes the warp's own, with which these kernels give right values. PTX that names other lanes stays a finding.
+    """
+    return f"({tensor_address(e, operand, 'an address')} & {e.constants.array(WORD, ~QUARTERS & 0xFFFFFFFF)})"
 
 
 def registers_of_move(e: Emitter, ins: SassInstruction, index: int) -> tuple[Fragment, str]:
@@ -44,7 +54,7 @@ def registers_of_move(e: Emitter, ins: SassInstruction, index: int) -> tuple[Fra
 def load(e: Emitter, ins: SassInstruction) -> None:
     """Emit a load of tensor memory to registers."""
     where, rows = registers_of_move(e, ins, 0)
-    place = tensor_address(e, ins.operands[1], "an address")
+    place = own_lanes(e, ins.operands[1])
     boards = 0 if ins.control.write_board == NO_BOARD else 1 << ins.control.write_board
     e.line(f"load_tensor_cells(w, {e.constants.thing(where)}, {rows}, {place}, {boards}, {e.tainted})")
 
@@ -53,7 +63,7 @@ def load(e: Emitter, ins: SassInstruction) -> None:
 def store(e: Emitter, ins: SassInstruction) -> None:
     """Emit a store of registers to tensor memory."""
     where, rows = registers_of_move(e, ins, 1)
-    place = tensor_address(e, ins.operands[0], "an address")
+    place = own_lanes(e, ins.operands[0])
     e.line(f"tensor_store(w, {e.constants.thing(where)}, {rows}, 0, {place}, {e.tainted})")
 
 
@@ -71,25 +81,21 @@ def wait_for_loads(e: Emitter, ins: SassInstruction) -> None:
 
 @runtime
 def load_tensor_cells(w: Window, where: Fragment, rows: np.ndarray | slice, address: np.ndarray, boards: int, tainted: bool) -> None:
-    """Execute LDTM; the values are taken at once.
-
-    boards: mask of the scoreboard that it releases. A load without one is done when the next load of its warp is.
-    """
-    cta = w.cta
+    """Execute LDTM; the values are taken at once. boards: mask of the scoreboard that it releases."""
     places, moves = warp_places(w, where, address, False, 0)
     read_cells(w, where, rows, places, tainted)
-    for move in cta.awaited:
-        if not move.boards and move.warp in w.warps:
-            move.boards = boards
     for move in moves:
         move.boards = boards
-    cta.awaited += moves
+    w.cta.awaited += moves
 
 
 @runtime
 def await_tensor_loads(w: Window, mask: int) -> None:
-    """Record that warps have waited for the scoreboards of a mask."""
+    """Record that warps have waited for the scoreboards of a mask. Loads of a warp are done in order: the last one proves the others."""
     cta = w.cta
     for warp in w.warps:
-        finish_moves(cta, warp, [move for move in cta.awaited if move.warp == warp and move.boards & mask])
+        moves = [move for move in cta.awaited if move.warp == warp]
+        while moves and not moves[-1].boards & mask:
+            moves.pop()
+        finish_moves(cta, warp, moves)
     cta.awaited = [move for move in cta.awaited if move.time is None]

@@ -28,7 +28,7 @@ from .listing import SassInstruction
 from .table import MachineInstruction, lookup, op
 
 _BARRIERS = {"ARRIVES", "BAR", "SYNCS", "UTCBAR"}
-_COPIES = {"LDGSTS", "STAS", "UBLKCP", "UBLKPF", "UTMALDG", "UTMAPF", "UTMAREDG", "UTMASTG"}
+_COPIES = {"LDGSTS", "STAS", "UBLKCP", "UBLKPF", "UGETNEXTWORKID", "UTMALDG", "UTMAPF", "UTMAREDG", "UTMASTG"}
 _MEMORY = {"ATOMG", "ATOMS", "CCTL", "LD", "LDG", "LDS", "LDSM", "RED", "REDG", "ST", "STG", "STS", "STSM"}
 _PRODUCTS = {"HGMMA", "LDTM", "QGMMA", "STTM", "UTCHMMA", "UTCQMMA"}
 TRACED = frozenset(_BARRIERS | _COPIES | _MEMORY | _PRODUCTS)
@@ -137,8 +137,13 @@ class MachineTrace(Observer):
 
 
 def places(block: Block) -> list[tuple[int, bool]]:
-    """Return the address of each instruction of a block, and whether it is a pseudo-instruction."""
-    return [(int(str(item.instruction.source).split(None, 1)[0], 16), item.instruction.opcode == "TRACE") for item in block.instructions]
+    """Return the address of each instruction of a block, and whether it is a pseudo-instruction, which stands for the one behind it."""
+    items = [item.instruction for item in block.instructions]
+    return [
+        (int(str(item.source).split(None, 1)[0], 16), item.opcode == "TRACE")
+        for item in items
+        if item.opcode == "TRACE" or not (isinstance(item, MachineInstruction) and item.sass is not None and item.sass.base in TRACED)
+    ]
 
 
 def traced(ins: SassInstruction) -> Decoded | None:

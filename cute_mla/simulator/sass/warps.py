@@ -12,7 +12,7 @@ from ..isa.table import runtime
 from ..state.window import Window
 from .accesses import destinations
 from .listing import Immediate, Register, SassInstruction
-from .operands import assign, constant, source
+from .operands import assign, constant, pair, source
 from .table import op
 
 
@@ -113,6 +113,22 @@ def to_uniform(e: Emitter, ins: SassInstruction) -> None:
         e.line(f"copyto({e.taint(register)}, {mark}, where=vote_any(w, {there}))")
 
 
+@op(r"MATCH.(ANY|ALL)(.U64)?", taint="own", pure=False, needs="warp")
+def match_lanes(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the mask of the lanes with the same value; ALL: of all lanes, with a predicate, where all have it."""
+    *results, value = ins.operands
+    assert isinstance(value, Register)
+    wide = "U64" in ins.modifiers
+    e.check_taint(list(value.registers(1 + wide)), "a match")
+    mask = e.temp()
+    e.line(f"{mask} = matching_lanes(w, {pair(e, value) if wide else source(e, value, 'u32')}, {'ALL' in ins.modifiers})")
+    for operand in results:
+        assert isinstance(operand, Register)
+        assign(e, operand, *(("pred", f"{mask} != 0") if operand.is_predicate else ("u32", mask)))
+        for register in operand.registers() if e.tainted else ():
+            e.line(f"{e.taint(register)}.fill(False)")
+
+
 @runtime
 def first_lanes(w: Window, value: np.ndarray, there: np.ndarray) -> np.ndarray:
     """Return the value of the first lane of each warp that takes part, in all lanes of the warp."""
@@ -184,11 +200,15 @@ def reconverge(e: Emitter, ins: SassInstruction) -> None:
 
 @runtime
 def reconverged(w: Window, mask: np.ndarray, row: int) -> bool:
-    """Return True when all lanes of the region are here, and end it; else hold the group until others come or leave."""
+    """Return True when all lanes of the region are here, and end it; else hold the group until others come or leave.
+
+    Warps of the group that are complete part from the others first: these may wait for what the complete ones do next.
+    """
     if w.whole:
         mask[...] = 0
         return True
     stored = w.cta.registers.banks["r"][row]
+    held = np.zeros(w.n, bool)
     for index, masks in per_warp(w, mask):
         lanes = w.lanes[index]
         first = int(lanes[0]) // 32 * 32
@@ -196,9 +216,12 @@ def reconverged(w: Window, mask: np.ndarray, row: int) -> bool:
         waiting = np.zeros(len(warp), bool)
         waiting[lanes - first] = True
         bits = np.unpackbits(np.array([masks[0]], np.uint32).view(np.uint8), bitorder="little")[: len(warp)].astype(bool)
-        if bool((bits & ~waiting & (warp == masks[0])).any()):
-            w.engine.gather()
-            return False
+        held[index] = bool((bits & ~waiting & (warp == masks[0])).any())
+    if w.engine.must_separate(held):
+        return False
+    if held.any():
+        w.engine.gather()
+        return False
     mask[...] = 0
     return True
 
@@ -229,7 +252,7 @@ def partly_converged() -> None:
     raise Fault("unsupported", "BRA.DIV with a mask of some lanes of a warp")
 
 
-@op(r"WARPSYNC.COLLECTIVE", r"ENDCOLLECTIVE", taint="own", pure=False, writes=())
+@op(r"WARPSYNC.COLLECTIVE(.ALL)?", r"ENDCOLLECTIVE", taint="own", pure=False, writes=())
 def collect(e: Emitter, ins: SassInstruction) -> None:
     """Emit a fault: the code of diverged warps behind BRA.DIV, which is never reached."""
     e.line("reached_collective()")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 
 from ..findings import Fault
@@ -115,7 +116,7 @@ class NamedBarrier:
     """One bar.sync barrier. expected: threads of the current round, None between rounds.
 
     members: last round of each warp (row of the clocks). passers: warps that have waited in the round before, and the time from
-    which on they know that it is complete. ahead: warps whose last arrival did not wait.
+    which on they know that it is complete. ahead: warps whose last arrival did not wait. lanes: of warps that have come in part.
     """
 
     name: str
@@ -127,6 +128,7 @@ class NamedBarrier:
     members: dict[int, int] = field(default_factory=dict)
     passers: dict[int, int] = field(default_factory=dict)
     ahead: set[int] = field(default_factory=set)
+    lanes: Counter[int] = field(default_factory=Counter)
 
     def arrive(self, threads: int, count: int) -> bool:
         """Count threads that arrive at a barrier of count; return True when the round is complete. Raises Fault for misuse."""
@@ -142,7 +144,9 @@ class NamedBarrier:
         return self.arrived == count
 
     def next_round(self) -> None:
-        """Begin the next round."""
+        """Begin the next round. Raises Fault when lanes of a warp are here whose others are not."""
+        if self.lanes:
+            raise Fault("barrier_arrivals", f"a round ends while lanes of warp {min(self.lanes)} wait for its others", self.name)
         self.expected, self.arrived = None, 0
         self.passers = {}
         self.knowledge.complete()

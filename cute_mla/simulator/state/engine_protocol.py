@@ -98,8 +98,8 @@ class Engine(Protocol):
     def taint_warps(self, cta: Cta, warps: Iterable[int]) -> None:
         """Make all groups with lanes of these warps tainted."""
 
-    def cancel_cluster(self) -> tuple[int, int, int, int] | None:
-        """Take the next cluster that has not started, which never will: its first CTA, and 1. None when all have started."""
+    def cancel_cluster(self) -> tuple[int, int, int] | None:
+        """Take the next cluster that has not started, which never will: its first CTA. None when all have started."""
 
     # ------------------------------------------------------------ asynchronous work
 

@@ -16,7 +16,7 @@ from cute_mla.profiles.clock.spans import ISSUE, TENSOR_CORE, TMA, mbarrier_trac
 from cute_mla.profiles.clock.units import Port, TensorQueue
 from cute_mla.simulator import TensorMap
 from cute_mla.simulator.frontend.layout import SHARED_BASE
-from tests.profiles.clock.timed import H100, WARM, Timed, timed
+from tests.profiles.clock.timed import B200, H100, WARM, Timed, timed
 from tests.simulator.small_kernels import Kernel, aligned
 
 B200 = constants("B200")
@@ -217,6 +217,30 @@ def test_a_question_is_answered_by_the_time_at_which_it_is_asked(work: int, answ
     (asked,) = run.issues("SYNCS.PHASECHK")
     flip = run.spans(mbarrier_track(SHARED_BASE))[0].end
     assert (asked >= flip) == (answer == 1)
+
+
+def test_lanes_that_reach_a_barrier_in_different_places_count_as_one_warp() -> None:
+    body = "ld.global.u32 %r1, [%rd2]; and.b32 %r2, %r0, 1; setp.eq.u32 %p1, %r2, 0; @%p1 bra EVEN; mul.lo.u32 %r1, %r1, 7;"
+    body += "barrier.sync 3, 64; add.u32 %r1, %r1, %r0; bra END; EVEN: add.u32 %r1, %r1, 5; barrier.sync 3, 64; xor.b32 %r1, %r1, %r0;"
+    run = timed(Kernel(body + "END: st.global.u32 [%rd2], %r1;", threads=64), words())
+    places = [run.issues("BAR.SYNC", warp) for warp in (0, 1)]
+    assert [len(issues) for issues in places] == [2, 2]
+    last = max(max(issues) for issues in places)
+    assert all(run.next_issue(last, warp) >= last + H100.barrier_latency for warp in (0, 1))
+
+
+def test_work_of_another_cluster_comes_as_bytes_do() -> None:
+    """A second mbarrier expects bytes that no copy brings."""
+    ask = "clusterlaunchcontrol.try_cancel.async.shared::cta.mbarrier::complete_tx::bytes.b128 [%r100+16], [%r100];\n"
+    expect = "mbarrier.arrive.expect_tx.shared.b64 %rd9, [%r100+{}], {};\n"
+    bring = "mbarrier.complete_tx.relaxed.cta.shared::cta.b64 [%r100+8], 64;\n"
+    body = BARRIERS.format(count=1) + "@%p20 bra WAIT;\n" + expect.format(0, 16) + ask + expect.format(8, 64) + bring + "WAIT:\n"
+    run = timed(Kernel(body + wait("A", 0, 0) + wait("B", 8, 0) + "st.global.u32 [%rd2], %r0;", smem=64), words(), of=B200)
+    (asked,), (brought,) = run.issues("UGETNEXTWORKID"), run.issues("SYNCS.ARRIVE.TRANS64.RED.A0TX")
+    (answered,) = (span.end for span in run.spans(mbarrier_track(SHARED_BASE)))
+    (complete,) = (span.end for span in run.spans(mbarrier_track(SHARED_BASE + 8)))
+    assert asked + 200 < answered < asked + 2000
+    assert complete == brought + B200.arrive_latency
 
 
 def test_warps_that_wait_forever_are_named() -> None:

@@ -22,7 +22,7 @@ from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.simulator.sass.trace import MachineTrace
 from tests.simulator.small_kernels import Kernel
 
-H100 = constants("H100")
+H100, B200 = constants("H100"), constants("B200")
 WARM = Setting(hbm_bytes=16.0, cold=False, spans=True)
 POLICY = replace(Policy(), waits_block=True)
 

@@ -1,0 +1,55 @@
+"""mma.sync.m16n8k16: products of a warp, whose operands and sums lie in its registers.
+
+Lane 4g + t holds of A rows g and g + 8, of B column g, in depth 2t, 2t + 1 and 8 further; of D rows g and g + 8 in columns 2t and 2t + 1.
+Arrays are (warps, 32), one word or float for each lane.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from .elementwise import half_to_f32
+
+Array = npt.NDArray[Any]
+
+
+def operand_of_rows(words: list[Array], kind: str) -> Array:
+    """Return A (warps, 16, 16) of four registers of 16-bit floats."""
+    upper, lower, upper_far, lower_far = (_halves(word, kind) for word in words)
+    return np.concatenate([np.concatenate([upper, upper_far], 2), np.concatenate([lower, lower_far], 2)], 1)
+
+
+def operand_of_columns(words: list[Array], kind: str) -> Array:
+    """Return B (warps, 8, 16), by column, of two registers of 16-bit floats."""
+    return np.concatenate([_halves(word, kind) for word in words], 2)
+
+
+def _halves(words: Array, kind: str) -> Array:
+    """Return (warps, g, 2t + i) of a register."""
+    halves = np.ascontiguousarray(words, np.uint32).view(np.uint16)
+    return half_to_f32(halves, kind).reshape(-1, 8, 8).astype(np.float64)
+
+
+def sums_of_lanes(sums: Array) -> list[Array]:
+    """Return the four registers of D (warps, 16, 8)."""
+    parts = sums.reshape(-1, 2, 32, 2)  # rows g and g + 8; lane 4g + t; columns 2t and 2t + 1
+    return [np.ascontiguousarray(parts[:, half, :, index]) for half in range(2) for index in range(2)]
+
+
+def multiply(left: list[Array], right: list[Array], addend: list[Array], kind: str) -> list[Array]:
+    """Return the registers of A B + C, in f32. Products and sums are exact in float64 but for its own rounding, then rounded once.
+
+    left, right: words. addend: f32. kind: "f16" or "bf16".
+    """
+    products = operand_of_rows(left, kind) @ operand_of_columns(right, kind).transpose(0, 2, 1)
+    return [(part + term).astype(np.float32) for part, term in zip(sums_of_lanes(products), addend, strict=True)]
+
+
+def poison(left: list[Array], right: list[Array], addend: list[Array]) -> list[Array]:
+    """Return which sums are undefined: those of undefined rows of A or columns of B, or with an undefined addend."""
+    rows = np.concatenate([(left[half] | left[half + 2]).reshape(-1, 8, 4).any(2) for half in range(2)], 1)
+    columns = np.asarray((right[0] | right[1]).reshape(-1, 8, 4).any(2))
+    return [part | term for part, term in zip(sums_of_lanes(rows[:, :, None] | columns[:, None, :]), addend, strict=True)]
