@@ -8,7 +8,6 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from cute_mla.profiles.clock.constants import constants
 from cute_mla.profiles.clock.engine import Engine, StandstillError
 from cute_mla.profiles.clock.instructions import time_listing
 from cute_mla.profiles.clock.program import TensorProduct
@@ -19,7 +18,6 @@ from cute_mla.simulator.frontend.layout import SHARED_BASE
 from tests.profiles.clock.timed import B200, H100, WARM, Timed, timed
 from tests.simulator.small_kernels import Kernel, aligned
 
-B200 = constants("B200")
 BARRIERS = """
     mov.u32 %r100, smem; setp.ne.u32 %p20, %r0, 0; @%p20 bra INITIALISED;
     mbarrier.init.shared.b64 [%r100], {count}; mbarrier.init.shared.b64 [%r100+8], {count};
