@@ -33,6 +33,12 @@ def add_twice(x: cute.Tensor, y: cute.Tensor, z: cute.Tensor) -> None:
 
 
 @cute.jit
+def add_cooperatively(x: cute.Tensor, y: cute.Tensor) -> None:
+    """Launch add_kernel as a cooperative grid."""
+    add_kernel(x, y, Float32(1)).launch(grid=(cute.size(x) // THREADS, 1, 1), block=(THREADS, 1, 1), cooperative=True)
+
+
+@cute.jit
 def add_pointers(x: cute.Pointer, y: cute.Pointer, n: Int32) -> None:
     """Launch add_kernel on the memory behind two pointers."""
     layout = cute.make_layout(n)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -139,6 +142,19 @@ def test_functions_of_the_driver_without_a_stand_in_are_refused(monkeypatch: pyt
         programs.TileCopy()(from_dlpack(x, assumed_align=16), from_dlpack(x))
 
 
+def test_cooperative_launches_are_refused() -> None:
+    x, y = vectors(2)
+    with cute_dsl.simulate(), pytest.raises(SimulationError, match="cooperative launch; supported"):
+        programs.add_cooperatively(from_dlpack(x), from_dlpack(y))
+
+
+def test_a_launch_ends_at_its_limit() -> None:
+    x, y = vectors(2)
+    with cute_dsl.simulate(most_instructions=1, on_finding="collect", schedule="adversarial") as device:
+        programs.add(from_dlpack(x), from_dlpack(y), Float32(0))
+    assert [finding.kind for finding in device.findings] == ["instruction_limit"]
+
+
 def test_a_compiled_program_runs_in_a_later_block_and_nowhere_else() -> None:
     x, y = vectors(2)
     with cute_dsl.simulate():
@@ -181,6 +197,14 @@ def test_host_code_is_told_of_the_device() -> None:
 def test_bad_arguments_are_named(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message), cute_dsl.simulate(**given):
         pass
+
+
+def test_the_import_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "cutlass.base_dsl.compiler", None)
+    for name in [name for name in sys.modules if name.startswith("cute_mla.simulator.cute_dsl")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ImportError, match=re.escape("pip install 'cute-mla[build]'")):
+        importlib.import_module("cute_mla.simulator.cute_dsl")
 
 
 def changed_things() -> list[dict[str, Any]]:

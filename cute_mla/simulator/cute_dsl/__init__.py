@@ -7,11 +7,11 @@ with cute_dsl.simulate("sm_90a", schedule="lazy") as device:
 from __future__ import annotations
 
 try:
-    import cutlass as _cutlass  # noqa: F401  # imported where it is used; here only for the message
+    from .context import simulate
 except ImportError as error:
-    raise ImportError("cute_mla.simulator.cute_dsl needs nvidia-cutlass-dsl: pip install 'cute-mla[build]'") from error
-
-from .context import simulate
+    raise ImportError(
+        "cute_mla.simulator.cute_dsl needs the nvidia-cutlass-dsl of the build extra: pip install 'cute-mla[build]'"
+    ) from error
 from .device import CaughtLaunch, ProgramDevice
 
 __all__ = ["CaughtLaunch", "ProgramDevice", "simulate"]

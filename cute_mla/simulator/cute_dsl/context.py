@@ -8,6 +8,7 @@ import inspect
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from cutlass.cute.runtime import _Tensor
 from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
 from cutlass.utils import HardwareInfo
 
+from ..engine.policy import Policy
 from ..findings import SimulationError
-from .device import ProgramDevice, policy_of
+from .device import ProgramDevice
 from .program import Program
 
 _HOST_MEMORY, _DEVICE_MEMORY = 1, 2  # DLDeviceType
@@ -38,6 +40,7 @@ def simulate(
     code: str = "ptx",
     ignored: Collection[str] = (),
     sm_count: int | None = None,
+    most_instructions: int = 100_000_000,
 ) -> Iterator[ProgramDevice]:
     """Run CuTe-DSL programs on the memory of CPU tensors on a simulated device. No GPU and no driver are needed.
 
@@ -46,13 +49,15 @@ def simulate(
     on_finding: "raise" raises SimulationError from the call that made the launch, "collect" fills device.findings.
     code: "ptx" or "sass", the machine code. ignored: kinds of findings that are not reported.
     sm_count: streaming multiprocessors that host code is told of; default those of the usual board.
+    most_instructions: warp instructions that end a launch, with a finding.
 
     Programs must be compiled inside. The DSL is changed in the whole process until the block ends, so other threads must not use it.
     Raises RuntimeError inside another such block.
     """
     if _active:
         raise RuntimeError("a simulated device is active already; supported: one at a time")
-    device = ProgramDevice(gpu_arch, policy_of(schedule, seed, ignored), on_finding, code, sm_count)
+    policy = replace(Policy.named(schedule, seed), ignored=frozenset(ignored), most_instructions=most_instructions)
+    device = ProgramDevice(gpu_arch, policy, on_finding, code, sm_count)
     with ExitStack() as stack:
         _active.append(device)
         stack.callback(_active.clear)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from math import prod
 from typing import Any
 
@@ -110,11 +110,6 @@ class ProgramDevice:
         if report.findings and self._raises:
             text = "\n".join(str(finding) for finding in report.findings)
             raise SimulationError(f"{kernel} on grid {shape.grid}:\n{text}", tuple(report.findings))
-
-
-def policy_of(schedule: str, seed: int, ignored: Collection[str]) -> Policy:
-    """Return the policy of a schedule that does not keep some kinds of findings."""
-    return replace(Policy.named(schedule, seed), ignored=frozenset(ignored))
 
 
 def _region(name: str, address: int, bits: int, shape: Iterable[int], stride: Iterable[int]) -> Region:

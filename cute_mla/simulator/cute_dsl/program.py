@@ -16,9 +16,9 @@ from .device import SHARED_BYTES, ProgramDevice, Shape
 
 _SUCCESS, _FAILURE, _NO_DEVICE = 0, 999, 100  # cudaError_t
 _LIBRARY = 1  # handle; a program has one
-_MULTIPROCESSORS, _SHARED_BYTES = 16, 97  # cudaDeviceAttr
+_SHARED_BYTES = 97  # cudaDeviceAttr
 _STATIC_SHARED_BYTES = 1  # CUfunction_attribute
-_CLUSTER, _DEPENDENT = 4, 6  # cudaLaunchAttributeID
+_COOPERATIVE, _CLUSTER, _DEPENDENT = 2, 4, 6  # cudaLaunchAttributeID
 _MAP_BYTES = 128
 _MAP_DTYPES = ("u8", "u16", "u32", "i32", "u64", "i64", "fp16", "fp32", "fp64", "bf16")  # by CUtensorMapDataType
 _MAP_SWIZZLES = (Swizzle.NONE, Swizzle.B32, Swizzle.B64, Swizzle.B128)  # by CUtensorMapSwizzle
@@ -99,17 +99,11 @@ def _refusal(name: str) -> Callable[..., None]:
 # ---- devices and kernels ------------------------------------------------------------------------------------------------------------
 
 
-@_stands_for("_cudaGetDevice", _POINTER)
-def _get_device(_program: Program, _device: ProgramDevice, result: int) -> None:
-    _INT.from_address(result).value = 0
-
-
 @_stands_for("_cudaDeviceGetAttribute", _POINTER, _INT, _INT)
-def _get_device_attribute(_program: Program, device: ProgramDevice, result: int, attribute: int, _index: int) -> None:
-    known = {_MULTIPROCESSORS: device.sm_count, _SHARED_BYTES: SHARED_BYTES}
-    if attribute not in known:
-        raise SimulationError(f"host code asks for device attribute {attribute}; supported: {', '.join(map(str, known))}")
-    _INT.from_address(result).value = known[attribute]
+def _get_device_attribute(_program: Program, _device: ProgramDevice, result: int, attribute: int, _index: int) -> None:
+    if attribute != _SHARED_BYTES:
+        raise SimulationError(f"host code asks for device attribute {attribute}; supported: {_SHARED_BYTES}")
+    _INT.from_address(result).value = SHARED_BYTES
 
 
 @_stands_for("_cudaLibraryLoadData", _POINTER, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT)
@@ -130,12 +124,6 @@ def _get_kernel_attribute(_program: Program, _device: ProgramDevice, result: int
     _INT.from_address(result).value = 0  # taken off the largest dynamic shared memory, which each launch checks by itself
 
 
-@_stands_for("_cudaOccupancyMaxActiveBlocksPerMultiprocessor", _POINTER, _POINTER, _INT, _LONG)
-def _get_occupancy(_program: Program, _device: ProgramDevice, result: int, *_shape: int) -> None:
-    _INT.from_address(result).value = 1
-
-
-@_stands_for("_cudaFuncSetAttribute", _POINTER, _INT, _INT)
 @_stands_for("_cudaKernelSetAttributeForDevice", _POINTER, _INT, _INT, _INT)
 @_stands_for("cuda_dialect_assert_success", _INT)  # the original ends the process; here the call raises what has failed
 def _nothing(*_args: Any) -> None:
@@ -183,23 +171,15 @@ class _Config(ctypes.Structure):
 
 
 @_stands_for("_cudaLaunchKernelEx", _POINTER, _POINTER, _POINTER)
-def _launch_by_config(program: Program, device: ProgramDevice, config: int, kernel: int, args: int) -> None:
+def _launch(program: Program, device: ProgramDevice, config: int, kernel: int, args: int) -> None:
+    """Run a kernel. args: address of an array with the address of each argument."""
     given = _Config.from_address(config)
     attributes = {given.attributes[index].id: given.attributes[index].value for index in range(given.count)}
+    if _COOPERATIVE in attributes and attributes[_COOPERATIVE][0]:
+        raise SimulationError("host code makes a cooperative launch; supported: clusters that do not wait for each other")
     cluster = attributes[_CLUSTER][:3] if _CLUSTER in attributes else (1, 1, 1)
     dependent = _DEPENDENT in attributes and attributes[_DEPENDENT][0] != 0
-    _launch(program, device, kernel, Shape(tuple(given.grid), tuple(given.block), tuple(cluster), given.smem_bytes, dependent), args)
-
-
-@_stands_for("_cudaLaunchKernel", _POINTER, *[_INT] * 6, _POINTER, _LONG, _POINTER)
-def _launch_by_extents(program: Program, device: ProgramDevice, kernel: int, *rest: Any) -> None:
-    *extents, args, smem_bytes, _stream = rest
-    x, y, z, block_x, block_y, block_z = extents
-    _launch(program, device, kernel, Shape((x, y, z), (block_x, block_y, block_z), (1, 1, 1), smem_bytes, False), args)
-
-
-def _launch(program: Program, device: ProgramDevice, kernel: int, shape: Shape, args: int) -> None:
-    """Run a kernel. args: address of an array with the address of each argument."""
+    shape = Shape(tuple(given.grid), tuple(given.block), tuple(cluster), given.smem_bytes, dependent)
     module, name = program.module(device.code), program.kernels[kernel - 1]
     sizes = [parameter.size for parameter in module.entries[name].params]
     addresses = _array(_POINTER, args, len(sizes))
