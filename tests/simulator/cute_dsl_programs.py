@@ -33,6 +33,12 @@ def add_twice(x: cute.Tensor, y: cute.Tensor, z: cute.Tensor) -> None:
 
 
 @cute.jit
+def add_pair(pair: tuple[cute.Tensor, cute.Tensor]) -> None:
+    """Launch add_kernel on a pair of tensors."""
+    add_kernel(pair[0], pair[1], Float32(1)).launch(grid=(cute.size(pair[0]) // THREADS, 1, 1), block=(THREADS, 1, 1))
+
+
+@cute.jit
 def add_cooperatively(x: cute.Tensor, y: cute.Tensor) -> None:
     """Launch add_kernel as a cooperative grid."""
     add_kernel(x, y, Float32(1)).launch(grid=(cute.size(x) // THREADS, 1, 1), block=(THREADS, 1, 1), cooperative=True)

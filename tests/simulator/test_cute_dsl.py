@@ -15,13 +15,14 @@ from cutlass.base_dsl.compiler import Compiler
 from cutlass.base_dsl.dsl import BaseDSL
 from cutlass.base_dsl.jit_executor import ExecutionArgs, JitCompiledFunction, JitExecutor
 from cutlass.base_dsl.runtime import cuda
-from cutlass.cute.runtime import _Tensor, from_dlpack, make_ptr
+from cutlass.cute.runtime import _Tensor, from_dlpack, make_fake_compact_tensor, make_ptr
 from cutlass.cutlass_dsl import CuTeDSL
 from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
 from cutlass.utils import HardwareInfo
 
 from cute_mla.simulator import SimulationError, UnsupportedInstruction, cute_dsl
 from cute_mla.simulator.cute_dsl import program
+from cute_mla.simulator.cute_dsl.memory import DeviceView
 
 from . import cute_dsl_programs as programs
 from .cute_dsl_programs import THREADS, TILE
@@ -177,6 +178,61 @@ def test_a_program_of_another_architecture_is_refused() -> None:
         compiled = cute.compile(programs.add, *args, options="--gpu-arch sm_100a")
         with pytest.raises(SimulationError, match="outside of a simulated device, or for another architecture"):
             compiled(*args)
+
+
+@pytest.fixture
+def tvm_ffi() -> None:
+    """Skip without the package apache-tvm-ffi, of the dev extra."""
+    pytest.importorskip("tvm_ffi")
+
+
+@pytest.mark.usefixtures("tvm_ffi")
+def test_programs_with_tvm_ffi_take_torch_tensors() -> None:
+    x, y = vectors(2)
+    with cute_dsl.simulate() as device:
+        fake = make_fake_compact_tensor(Float32, (cute.sym_int(),), assumed_align=4)
+        compiled = cute.compile(programs.add, fake, fake, Float32(0), options="--enable-tvm-ffi")
+        compiled(x, y, 0.5)
+        assert torch.equal(y, x + 0.5)
+        compiled(from_dlpack(x, enable_tvm_ffi=True), y=y, offset=1.5)
+        assert torch.equal(y, x + 1.5)
+    assert len(device.launches) == 2
+    with pytest.raises(ValueError, match="expected device_type=cuda"):
+        compiled(x, y, 0.5)
+    with pytest.raises(Exception, match="cudaErrorNoDevice"):
+        compiled(*(from_dlpack_on_device(tensor) for tensor in (x, y)), 0.5)
+    with cute_dsl.simulate(code="sass"):
+        compiled(x, y, 2.5)
+    assert torch.equal(y, x + 2.5)
+
+
+def from_dlpack_on_device(tensor: torch.Tensor) -> Any:
+    from tvm_ffi import from_dlpack as convert
+
+    return convert(DeviceView(tensor))
+
+
+@pytest.mark.usefixtures("tvm_ffi")
+def test_findings_of_programs_with_tvm_ffi_are_raised() -> None:
+    x, y = torch.randn(CTAS * TILE, TILE), torch.zeros(CTAS * TILE, TILE)
+    with cute_dsl.simulate():
+        tensors = [from_dlpack(tensor, assumed_align=16, enable_tvm_ffi=True) for tensor in (x, y)]
+        cute.compile(programs.TileCopy(), *tensors, options="--enable-tvm-ffi")(x, y)
+        assert torch.equal(x, y)
+        with pytest.raises(SimulationError, match="missing_wait"):
+            cute.compile(programs.TileCopy(waits=False), *tensors, options="--enable-tvm-ffi")(x, y)
+        with pytest.raises(UnsupportedInstruction, match="brkpt"):
+            cute.compile(programs.unknown, options="--enable-tvm-ffi")()
+
+
+@pytest.mark.usefixtures("tvm_ffi")
+def test_tensors_inside_arguments_of_tvm_ffi_are_operands() -> None:
+    x, y = vectors(2)
+    with cute_dsl.simulate():
+        pair = tuple(from_dlpack(tensor, enable_tvm_ffi=True) for tensor in (x, y))
+        compiled = cute.compile(programs.add_pair, pair, options="--enable-tvm-ffi")
+        compiled((x, y))
+    assert torch.equal(y, x + 1)
 
 
 def test_host_code_is_told_of_the_device() -> None:

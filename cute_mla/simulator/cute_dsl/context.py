@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +25,9 @@ from cutlass.utils import HardwareInfo
 from ..engine.policy import Policy
 from ..findings import SimulationError
 from .device import ProgramDevice
+from .memory import DeviceView
 from .program import Program
 
-_HOST_MEMORY, _DEVICE_MEMORY = 1, 2  # DLDeviceType
-_DEVICE_TYPE = 8  # offset of it in a DLManagedTensor
 _active: list[ProgramDevice] = []
 
 
@@ -105,6 +105,10 @@ class _Patches:
         yield _Tensor, "__c_pointers__", self._c_pointers(_Tensor.__c_pointers__)
         yield cuda, "initialize_cuda_context", lambda device_id=0, flags=0: None
         yield cuda, "stream_sync", lambda stream: None
+        if find_spec("tvm_ffi"):
+            from . import tvm_ffi
+
+            yield from tvm_ffi.patches(self._device, self._begin_tvm_ffi_call)
         yield HardwareInfo, "__init__", lambda info, device_id=0: None
         yield HardwareInfo, "get_device_multiprocessor_count", lambda info: self._device.sm_count
         yield HardwareInfo, "get_max_active_clusters", lambda info, cluster_size, stream=None: self._device.sm_count // cluster_size
@@ -115,8 +119,6 @@ class _Patches:
         def prepare(dsl: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
             self._adopt(dsl)
             options = copy.deepcopy(dsl.compile_options)  # cute.compile's own object, which outlives this block
-            if options.enable_tvm_ffi or dsl.envar.enable_tvm_ffi:
-                raise SimulationError("the program is compiled with --enable-tvm-ffi; supported: without, as its calls do not pass the DSL")
             for option in (KeepPTX, KeepCUBIN, GenerateLineInfo):
                 options.options[option].value = True
             if not options.options[DumpDir].value:
@@ -159,11 +161,18 @@ class _Patches:
         """Begin the call of a compiled function."""
 
         def generate(execution_args: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            arguments = dict(zip(execution_args.signature.parameters, args, strict=False)) | kwargs
-            self._device.begin_call(_names(arguments))
+            self._begin_call(execution_args, args, kwargs)
             return original(execution_args, args, kwargs)
 
         return generate
+
+    def _begin_call(self, execution_args: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        arguments = dict(zip(execution_args.signature.parameters, args, strict=False)) | kwargs
+        self._device.begin_call(_names(arguments))
+
+    def _begin_tvm_ffi_call(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Program:
+        self._begin_call(function.execution_args, args, kwargs)
+        return _program(function.engine)
 
     def _run_compiled_program(self, original: Callable[..., Any]) -> Callable[..., Any]:
         def execute(executor: Any, exe_args: Any) -> Any:
@@ -191,16 +200,8 @@ class _Patches:
 
 
 def _tensor_in_device_memory(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Let CPU tensors have the address space of device memory, which copies and tensor maps ask for."""
-
-    def init(tensor: Any, *args: Any, **kwargs: Any) -> None:
-        original(tensor, *args, **kwargs)
-        address = ctypes.pythonapi.PyCapsule_GetPointer
-        address.restype, address.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
-        device_type = ctypes.c_int32.from_address(address(tensor._dlpack_data, b"dltensor") + _DEVICE_TYPE)
-        if device_type.value != _HOST_MEMORY:
-            raise SimulationError(f"a tensor lies on DLPack device type {device_type.value}; supported: CPU tensors")
-        device_type.value = _DEVICE_MEMORY
+    def init(tensor: Any, of: Any, *args: Any, **kwargs: Any) -> None:
+        original(tensor, DeviceView(of), *args, **kwargs)
 
     return init
 

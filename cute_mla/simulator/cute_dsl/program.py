@@ -22,6 +22,7 @@ _COOPERATIVE, _CLUSTER, _DEPENDENT = 2, 4, 6  # cudaLaunchAttributeID
 _MAP_BYTES = 128
 _MAP_DTYPES = ("u8", "u16", "u32", "i32", "u64", "i64", "fp16", "fp32", "fp64", "bf16")  # by CUtensorMapDataType
 _MAP_SWIZZLES = (Swizzle.NONE, Swizzle.B32, Swizzle.B64, Swizzle.B128)  # by CUtensorMapSwizzle
+_INITIALISE = "cuda_dialect_init_library_once"  # by TVM-FFI; it must raise an error there or succeed, and later functions fail anyway
 _INT, _LONG, _POINTER = ctypes.c_int32, ctypes.c_int64, ctypes.c_void_p
 
 _FUNCTIONS: dict[str, tuple[Callable[..., None], tuple[Any, ...]]] = {}  # stand-ins with the types of their parameters
@@ -75,14 +76,14 @@ class Program:
         function, parameters = _FUNCTIONS.get(name, (_refusal(name), ()))
 
         def call(*args: Any) -> int:
-            if self._device is None:
-                return _NO_DEVICE
             try:
-                if not self._failures:
+                if self._device is not None and not self._failures:
                     function(self, self._device, *args)
             except BaseException as error:  # C code lies between here and the caller
                 self._failures.append(error)
-            return _FAILURE if self._failures else _SUCCESS
+            if name == _INITIALISE:
+                return _SUCCESS
+            return _NO_DEVICE if self._device is None else _FAILURE if self._failures else _SUCCESS
 
         return ctypes.CFUNCTYPE(_INT, *parameters)(call)
 
@@ -99,6 +100,11 @@ def _refusal(name: str) -> Callable[..., None]:
 # ---- devices and kernels ------------------------------------------------------------------------------------------------------------
 
 
+@_stands_for("_cudaGetDevice", _POINTER)  # by TVM-FFI
+def _get_device(_program: Program, _device: ProgramDevice, result: int) -> None:
+    _INT.from_address(result).value = 0
+
+
 @_stands_for("_cudaDeviceGetAttribute", _POINTER, _INT, _INT)
 def _get_device_attribute(_program: Program, _device: ProgramDevice, result: int, attribute: int, _index: int) -> None:
     if attribute != _SHARED_BYTES:
@@ -109,6 +115,15 @@ def _get_device_attribute(_program: Program, _device: ProgramDevice, result: int
 @_stands_for("_cudaLibraryLoadData", _POINTER, _POINTER, _POINTER, _POINTER, _INT, _POINTER, _POINTER, _INT)
 def _load_library(_program: Program, _device: ProgramDevice, library: int, *_options: Any) -> None:
     _POINTER.from_address(library).value = _LIBRARY
+
+
+@_stands_for(_INITIALISE, *[_POINTER] * 4)
+def _initialise(program: Program, _device: ProgramDevice, _state: int, init: int, load_to_device: int, _set_error: int) -> None:
+    """Let host code load its kernels. Its state stays empty, so it does not ask a driver to unload them."""
+    if not program.kernels:
+        library = _POINTER()
+        ctypes.CFUNCTYPE(_INT, _POINTER)(init)(ctypes.addressof(library))
+        ctypes.CFUNCTYPE(_INT, _POINTER, _INT)(load_to_device)(ctypes.addressof(library), 0)
 
 
 @_stands_for("_cudaLibraryGetKernel", _POINTER, _POINTER, _POINTER)
