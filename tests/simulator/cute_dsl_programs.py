@@ -46,10 +46,10 @@ def add_cooperatively(x: cute.Tensor, y: cute.Tensor) -> None:
 
 @cute.jit
 def add_pointers(x: cute.Pointer, y: cute.Pointer, n: Int32) -> None:
-    """Launch add_kernel on the memory behind two pointers."""
+    """Launch add_kernel on the memory behind two pointers, as one cluster."""
     layout = cute.make_layout(n)
     add_kernel(cute.make_tensor(x, layout), cute.make_tensor(y, layout), Float32(2)).launch(
-        grid=(n // THREADS, 1, 1), block=(THREADS, 1, 1)
+        grid=(n // THREADS, 1, 1), block=(THREADS, 1, 1), cluster=(3, 1, 1)
     )
 
 

@@ -121,6 +121,7 @@ def test_memory_behind_pointers_is_added() -> None:
         device.add("y", y)
         programs.add_pointers(*pointers, Int32(x.numel()))
     assert torch.equal(y, x + 2)
+    assert device.launches[-1].shape.cluster == (CTAS, 1, 1)
 
 
 def test_slices_of_one_tensor_are_one_region() -> None:
@@ -236,7 +237,8 @@ def test_tensors_inside_arguments_of_tvm_ffi_are_operands() -> None:
 
 
 def test_host_code_is_told_of_the_device() -> None:
-    with cute_dsl.simulate(sm_count=8):
+    with cute_dsl.simulate("sm_100a", sm_count=8):
+        assert CuTeDSL._get_dsl().get_arch_enum().name == "sm_100a"
         assert HardwareInfo().get_max_active_clusters(2) == 4
         assert HardwareInfo().get_device_multiprocessor_count() == 8
 

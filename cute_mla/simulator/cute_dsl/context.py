@@ -19,6 +19,7 @@ from cutlass.base_dsl.dsl import BaseDSL
 from cutlass.base_dsl.jit_executor import ExecutionArgs, JitCompiledFunction, JitExecutor
 from cutlass.base_dsl.runtime import cuda
 from cutlass.cute.runtime import _Tensor
+from cutlass.cutlass_dsl import CuTeDSL
 from cutlass.cutlass_dsl.cuda_jit_executor import CudaDialectJitCompiledFunction
 from cutlass.utils import HardwareInfo
 
@@ -62,8 +63,10 @@ def simulate(
         _active.append(device)
         stack.callback(_active.clear)
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        for patch in _Patches(device, Path(folder), stack).all():
+        patches = _Patches(device, Path(folder), stack)
+        for patch in patches.all():
             stack.enter_context(_replaced(*patch))
+        patches.adopt(CuTeDSL._get_dsl())  # host code may ask for the architecture before it compiles anything
         yield device
 
 
@@ -117,7 +120,7 @@ class _Patches:
         """Compile for the device, keep the code, and begin a call: that of a function which is called without `cute.compile`."""
 
         def prepare(dsl: Any, function: Any, *args: Any, **kwargs: Any) -> Any:
-            self._adopt(dsl)
+            self.adopt(dsl)
             options = copy.deepcopy(dsl.compile_options)  # cute.compile's own object, which outlives this block
             for option in (KeepPTX, KeepCUBIN, GenerateLineInfo):
                 options.options[option].value = True
@@ -131,7 +134,7 @@ class _Patches:
 
         return prepare
 
-    def _adopt(self, dsl: Any) -> None:
+    def adopt(self, dsl: Any) -> None:
         """Give a DSL the device's architecture, and a cache of its own: functions compiled outside launch on a GPU."""
         if dsl in self._dsls:
             return

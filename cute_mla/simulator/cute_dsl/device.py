@@ -94,7 +94,7 @@ class ProgramDevice:
     def add_operand(self, tensor: Any) -> None:
         """Let the launches of this call touch the memory of a tensor of the DSL."""
         name = self._names.get(tensor.data_ptr, f"operand {len(self._operands)}")
-        bits = tensor.element_type.width
+        bits = tensor._dltensor_wrapper.dtype.width  # in memory; element_type may be set to a narrower one
         self._operands.append(_region(name, tensor.data_ptr, _BYTE if bits == 1 else bits, tensor.shape, tensor.stride))
 
     def launch(self, module: Module, kernel: str, shape: Shape, args: list[bytes]) -> None:
