@@ -170,6 +170,7 @@ class _Patches:
         return generate
 
     def _begin_call(self, execution_args: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forget the operands of the call before; those of this one have the names of its parameters."""
         arguments = dict(zip(execution_args.signature.parameters, args, strict=False)) | kwargs
         self._device.begin_call(_names(arguments))
 
