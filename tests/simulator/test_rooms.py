@@ -10,7 +10,19 @@ import pytest
 import cute_mla.simulator
 
 ROOT = Path(cute_mla.simulator.__file__).parent
-ROOMS = ("findings", "numerics", "frontend", "state", "checks", "units", "isa", "codegen", "sass", "engine")  # from the ground up
+ROOMS = (
+    "findings",
+    "numerics",
+    "frontend",
+    "state",
+    "checks",
+    "units",
+    "isa",
+    "codegen",
+    "sass",
+    "engine",
+    "cute_dsl",
+)  # from the ground up
 
 
 def imported_rooms(source: str) -> set[str]:
@@ -45,6 +57,18 @@ def test_the_simulator_imports_nothing_of_the_rest_of_the_package() -> None:
         and (node.level > len(path.relative_to(ROOT).parts) or (node.module or "").startswith("cute_mla"))
     }
     assert not outside
+
+
+def test_only_one_room_imports_the_dsl() -> None:
+    """Find imports that would make a simulator of PTX and cubins need CuTe DSL."""
+    importing = {
+        path.relative_to(ROOT).parts[0]
+        for path in ROOT.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        and any(name.startswith("cutlass") for name in (getattr(node, "module", None) or "", *(alias.name for alias in node.names)))
+    }
+    assert importing == {"cute_dsl"}
 
 
 def test_every_file_stands_in_a_room() -> None:

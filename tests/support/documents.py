@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +49,10 @@ def snippets(document: Path) -> list[Snippet]:
 
 
 def execute(document: Path, snippet: Snippet, names: dict[str, Any]) -> None:
-    """Run a Python snippet among these names. A traceback names the line of the document."""
-    exec(compile("\n" * (snippet.line - 1) + snippet.text, name_of(document), "exec"), names)
+    """Run a Python snippet among these names. A traceback names the line of the document, and functions have their source there."""
+    name = name_of(document)
+    linecache.cache[name] = (0, None, document.read_text().splitlines(keepends=True), name)
+    exec(compile("\n" * (snippet.line - 1) + snippet.text, name, "exec"), names)
 
 
 def runs_inside_simulate(document: Path) -> bool:
