@@ -64,7 +64,8 @@ def _run(code: Path, launch: Path, schedule: str, seed: int, most_instructions: 
 
     policy = replace(Policy.named(schedule, seed), most_instructions=most_instructions)
     try:
-        return simulate_file(load_code(code.read_bytes()), read_launch_file(launch), policy)
+        described = read_launch_file(launch)
+        return simulate_file(load_code(code.read_bytes(), described.kernel), described, policy)
     except LaunchFileError as error:
         raise click.ClickException(str(error)) from error
     except (CubinError, SimulationError) as error:

@@ -13,7 +13,7 @@ from cute_mla.simulator.engine.launch_file import LaunchFile, LaunchFileError, W
 from cute_mla.simulator.findings import SassError
 from cute_mla.simulator.sass.cubin import CubinError, read_cubin
 from cute_mla.simulator.sass.disassembler import disassemble
-from cute_mla.simulator.sass.listing import read_listing
+from cute_mla.simulator.sass.listing import read_listing, section_of
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.simulator.sass.trace import MachineTrace
 
@@ -75,10 +75,11 @@ def _every_group(launch: LaunchFile) -> list[WarpRange]:
 def _timed(cubin: bytes, peer: LaunchFile, constants: Constants) -> PeerRun:
     """Run a launch and time its first cluster."""
     try:
-        _check_arch(cubin, constants)
+        _check_arch(cubin, peer.kernel, constants)
         text = disassemble(cubin)
-        module, listing = load_machine_code(cubin, text, is_traced=True), read_listing(text)
+        module = load_machine_code(cubin, text, kernel=peer.kernel, is_traced=True)
         (entry,) = module.entries
+        listing = read_listing(section_of(text, entry))
         launch = Launch(module, entry, peer.grid, peer.block, peer.cluster, peer.smem_bytes, list(peer.parameters))
         ctas = min(prod(peer.grid), constants.sm_count)
         share = min(constants.hbm_bytes * peer.sharing / ctas, float(constants.l2_bytes))
@@ -97,8 +98,8 @@ def _timed(cubin: bytes, peer: LaunchFile, constants: Constants) -> PeerRun:
         raise error if isinstance(error, LaunchFileError) else LaunchFileError(f"{peer.name}: {error}") from error
 
 
-def _check_arch(cubin: bytes, constants: Constants) -> None:
-    found = re.search(r"\bsm_(\d+)", read_cubin(cubin).options)
+def _check_arch(cubin: bytes, kernel: str, constants: Constants) -> None:
+    found = re.search(r"\bsm_(\d+)", read_cubin(cubin, kernel).options)
     expected = constants.arch.removeprefix("sm")
     if found is not None and found[1] != expected:
         raise LaunchFileError(f"the cubin is of sm_{found[1]}; a {constants.gpu} runs sm_{expected}")

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
+from cute_mla.aot_build.tools import assemble
 from cute_mla.cli import commands
 from cute_mla.runtime.artifacts import load_artifacts
 from tests.simulator.small_kernels import Kernel
@@ -98,6 +99,20 @@ def test_a_cubin_runs_by_its_machine_code(tmp_path: Path) -> None:
     result = simulate(tmp_path, code=artifacts.cubin(entry))
     assert result.exit_code == 1
     assert f"1 arguments given, {entry.entry} takes {len(entry.params)}" in result.output
+
+
+def test_a_kernel_of_a_cubin_with_several(tmp_path: Path) -> None:
+    text = KERNEL.text([0])
+    other = text[text.index(".visible") :].replace(".entry k(", ".entry other(").replace("shl.b32 %r1, %r1, 1", "shl.b32 %r1, %r1, 2")
+    cubin = assemble(text + other, "sm_90a")
+    if cubin is None:
+        pytest.skip("ptxas is not installed")
+    assert simulate(tmp_path, code=cubin, kernel="k").exit_code == 0
+    result = simulate(tmp_path, code=cubin, kernel="other")
+    assert result.exit_code == 1
+    assert "first [0]: 128, expected 64" in result.output
+    assert re.search(r"holds 2 kernels \['(k', 'other|other', 'k)'\], expected one\n", simulate(tmp_path, code=cubin).output)
+    assert "expected one, third" in simulate(tmp_path, code=cubin, kernel="third").output
 
 
 @pytest.mark.parametrize(

@@ -30,10 +30,13 @@ class Outcome:
         return self.report.ok and not self.differences
 
 
-def load_code(code: bytes) -> Module:
-    """Load a cubin, or PTX text. CubinError, SassError, PtxError or UnsupportedInstruction, which names everything that is unknown."""
+def load_code(code: bytes, kernel: str = "") -> Module:
+    """Load a cubin, or PTX text. kernel: which one of a cubin with several.
+
+    CubinError, SassError, PtxError, or UnsupportedInstruction, which names everything that is unknown.
+    """
     if code.startswith(ELF):
-        return load_machine_code(code, disassembly(code))
+        return load_machine_code(code, disassembly(code), kernel=kernel)
     try:
         return load_module(code.decode())
     except UnicodeDecodeError as error:

@@ -27,7 +27,7 @@ class CubinError(ValueError):
 class CubinInfo:
     """Contents of a cubin.
 
-    entries: kernels in the file. registers, stack_bytes: per thread. params: (offset, size) in order.
+    entries: the kernel that was asked for. registers, stack_bytes: per thread. params: (offset, size) in order.
     param_base: offset of the parameters in constant bank 0. shared_bytes: end of the static shared memory, 0 for none.
     tool, options: version and options of ptxas. sections: bytes by section name.
     """
@@ -43,15 +43,17 @@ class CubinInfo:
     sections: dict[str, bytes]
 
 
-def read_cubin(cubin: bytes) -> CubinInfo:
-    """Read an ELF file. CubinError if it is no ELF file, or does not hold exactly one kernel."""
+def read_cubin(cubin: bytes, kernel: str = "") -> CubinInfo:
+    """Read an ELF file. kernel: which one, where it holds several. CubinError if it is no ELF file, or does not hold that one kernel."""
     try:
         sections = _sections(cubin)
         symbols = _symbol_names(sections)
         bodies = (name.removeprefix(".text.") for name in sections if name.startswith(".text."))
         entries = tuple(name for name in bodies if f".nv.info.{name}" in sections)  # device functions have no such section
-        if len(entries) != 1:
-            raise CubinError(f"holds {len(entries)} kernels {list(entries)}, expected one")
+        if len(entries) != 1 or kernel:
+            if kernel not in entries:
+                raise CubinError(f"holds {len(entries)} kernels {list(entries)}, expected one" + (f", {kernel}" if kernel else ""))
+            entries = (kernel,)
         per_kernel: dict[int, int] = {}
         for attribute, value in _info_records(sections[".nv.info"]):
             if attribute in (_ATTRIBUTE_REGISTERS, _ATTRIBUTE_FRAME_SIZE, _ATTRIBUTE_MIN_STACK):

@@ -202,6 +202,12 @@ class UnreadableError(SassError):
         self.listing = listing
 
 
+def section_of(text: str, kernel: str) -> str:
+    """Return the code of a kernel in the output of nvdisasm for a cubin of several; all of the text where it has no such section."""
+    parts = re.split(r"^//-+ \.text\.(\S+) +-+$", text, flags=re.MULTILINE)
+    return dict(zip(parts[1::2], parts[2::2], strict=True)).get(kernel, text)
+
+
 def read_listing(text: str) -> Listing:
     """Read the output of `nvdisasm -c -hex` for a cubin with one code section. SassError for text that cannot be read, with all of it."""
     instructions: list[SassInstruction] = []

@@ -33,7 +33,7 @@ from .control_codes import findings
 from .cubin import CubinInfo, read_cubin
 from .flow import JUMPS, spans
 from .lift import Lift
-from .listing import Listing, UnreadableError, read_listing
+from .listing import Listing, UnreadableError, read_listing, section_of
 from .table import MachineInstruction, lookup
 
 # importing them fills the instruction table
@@ -46,16 +46,17 @@ JUMP_TABLES = 2  # constant bank of the tables of indirect branches
 _KINDS = ("P", "UP", "R", "UR", "B")
 
 
-def load_machine_code(cubin: bytes, text: str, *, is_traced: bool = False) -> Module:
-    """Load a cubin with its disassembly (`nvdisasm -c -hex`). is_traced: every launch needs a MachineTrace as its observer.
+def load_machine_code(cubin: bytes, text: str, *, kernel: str = "", is_traced: bool = False) -> Module:
+    """Load a kernel of a cubin with its disassembly (`nvdisasm -c -hex`).
 
-    CubinError for bytes that are not a cubin of one kernel, SassError for text without machine code, and UnsupportedInstruction with the
-    list of everything unknown. Registers that the control codes do not guard are findings of every launch.
+    kernel: which one, where the cubin has several. is_traced: every launch needs a MachineTrace as its observer.
+    CubinError for bytes that are not a cubin with that one kernel, SassError for text without machine code, and UnsupportedInstruction with
+    the list of everything unknown. Registers that the control codes do not guard are findings of every launch.
     """
-    info = read_cubin(cubin)
+    info = read_cubin(cubin, kernel)
     with collection_paused():
-        listing = read_known(text)
         (name,) = info.entries
+        listing = read_known(section_of(text, name))
         if listing.name != name:
             raise SassError(f"the disassembly is of {listing.name}, the cubin of {name}")
         lift = Lift(listing, is_traced).run()
