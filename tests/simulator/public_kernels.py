@@ -1,0 +1,114 @@
+"""CuTe-DSL kernels of other libraries on the simulated device, where their packages are installed.
+
+    python -m tests.simulator.public_kernels [--code ptx|sass] [--schedule lazy]
+
+Each library is called as its users call it, on CPU tensors, with torch's questions about a GPU answered for it. Prints the error against
+torch and the findings of every kernel, and names the packages that are missing, which `pip install --no-deps flash-attn-4 quack-kernels`
+brings.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock, patch
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from cute_mla.simulator import cute_dsl
+
+CAPABILITY = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
+TRITON = ("triton", "triton.language", "triton.testing", "triton.runtime")  # which these libraries import for other kernels
+
+
+class OnGpu(TorchFunctionMode):
+    """CPU tensors say that they are on a GPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Answer is_cuda, and leave everything else as it is."""
+        return True if getattr(func, "__self__", None) is torch.Tensor.is_cuda else func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def gpu_of(arch: str) -> Iterator[None]:
+    """Answer torch's questions about a GPU of an architecture, which has four multiprocessors."""
+    major, minor = CAPABILITY[arch]
+    properties = SimpleNamespace(name=arch, major=major, minor=minor, multi_processor_count=4, total_memory=1 << 36, L2_cache_size=1 << 25)
+    answers: dict[str, Callable[..., Any]] = {
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "get_device_capability": lambda *device: (major, minor),
+        "get_device_properties": lambda *device: properties,
+        "current_stream": lambda *device: SimpleNamespace(cuda_stream=0),
+    }
+    with ExitStack() as stack:
+        for name, answer in answers.items():
+            stack.enter_context(patch.object(torch.cuda, name, answer))
+        stack.enter_context(patch.dict(sys.modules, {name: MagicMock() for name in TRITON if name not in sys.modules}))
+        yield
+
+
+def attention(arch: str) -> float:
+    """Call FlashAttention-4's causal forward pass. Return the greatest error of its output."""
+    forward = import_module("flash_attn.cute.interface")._flash_attn_fwd
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(1, 128, 2, 128).bfloat16() for _ in range(3))
+    out = forward(q, k, v, causal=True, return_lse=True)[0]
+    by_head = [tensor.float().transpose(1, 2) for tensor in (q, k, v)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*by_head, is_causal=True)
+    return float((out.float() - expected.transpose(1, 2)).abs().max())
+
+
+def softmax(arch: str) -> float:
+    """Call quack's softmax. Return its greatest error."""
+    forward = import_module("quack.softmax")._softmax_fwd
+    x = torch.randn(6, 1024).bfloat16()
+    out = torch.empty_like(x)
+    getattr(forward, "_init_fn", forward)(x, out)  # past the op of torch, which asks for tensors of a GPU
+    return float((out.float() - x.float().softmax(-1)).abs().max())
+
+
+def rms_norm(arch: str) -> float:
+    """Call quack's RMS norm. Return its greatest error."""
+    forward = import_module("quack.rmsnorm")._rmsnorm_fwd
+    x, weight = torch.randn(6, 1024).bfloat16(), torch.randn(1024)
+    out = torch.empty_like(x)
+    getattr(forward, "_init_fn", forward)(x, weight, out)
+    return float((out.float() - torch.nn.functional.rms_norm(x.float(), (1024,), weight, 1e-6)).abs().max())
+
+
+CALLS = [(attention, "sm_90a"), (attention, "sm_100a"), (softmax, "sm_90a"), (rms_norm, "sm_90a")]
+
+
+def run(call: Callable[[str], float], arch: str, schedule: str, code: str) -> str:
+    """Run a call and return its line."""
+    try:
+        with gpu_of(arch), cute_dsl.simulate(arch, schedule, on_finding="collect", code=code) as device, OnGpu():
+            error = call(arch)
+    except ModuleNotFoundError as missing:
+        return f"left out, {missing.name} is not installed"
+    except Exception as failure:  # of a library that is not ours: its line says what it was, and the others go on
+        return f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
+    instructions = sum(launch.report.instructions for launch in device.launches)
+    kinds = sorted({finding.kind for finding in device.findings})
+    return f"error {error:.1e}, {instructions:,} warp instructions, findings: {', '.join(kinds) or 'none'}"
+
+
+def main() -> None:
+    """Run every call and print a line for each."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--code", choices=("ptx", "sass"), default="sass")
+    parser.add_argument("--schedule", default="lazy")
+    options = parser.parse_args()
+    for call, arch in CALLS:
+        print(f"{call.__name__} {arch}: {run(call, arch, options.schedule, options.code)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
