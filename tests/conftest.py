@@ -32,6 +32,17 @@ def bench(arch: Arch) -> Bench:
     return Bench(arch)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Function]) -> None:
+    """Give every second case of a test with the mark in_turn the mark slow: where the positions of its parameters add up to an odd number.
+
+    So each case runs on one architecture, and the next one on the other.
+    """
+    for item in items:
+        if item.get_closest_marker("in_turn") is not None and sum(item.callspec.indices.values()) % 2:
+            item.add_marker(pytest.mark.slow)
+
+
 def pytest_collection_finish() -> None:
     """Take modules and tests out of the garbage collector's sight: they stay to the end, and a full collection would take a second."""
     gc.collect()

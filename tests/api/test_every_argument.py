@@ -132,6 +132,7 @@ def test_a_call_that_is_not_traced_goes_through_no_op(device: RecordingDevice, n
         assert [op for op in seen.names if "cute_mla" in op] == []
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("dynamic", [None, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("name", NAMES)
 def test_a_call_is_the_same_compiled(device: RecordingDevice, name: str, dynamic: bool | None) -> None:

@@ -18,7 +18,6 @@ from cute_mla.shared_prefix import SharedPrefix, decode_shared_prefix, split_sha
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.mla import ceil_div
 from cute_mla.testing.compare import DENSE_DECODE_OUT, FP8_DENSE_OUT, LSE, compare, same_bits
-from tests.support.in_turn import in_turn
 
 PAGE_SIZE = 64
 UNUSED = 2_147_480_000
@@ -117,7 +116,11 @@ def random_call(seed: int) -> PrefixCall:
     return PrefixCall(own, prefix, s_q, draw.choice((1, 3, 16)), draw.random() < 0.5, dtype, d_qk, draw.random() < 0.3, seed)
 
 
-@pytest.mark.parametrize(("call", "arch"), in_turn({**CALLS, **{f"random {seed}": random_call(seed) for seed in range(6)}}))
+EVERY_CALL = {**CALLS, **{f"random {seed}": random_call(seed) for seed in range(6)}}
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("call", EVERY_CALL.values(), ids=EVERY_CALL.keys())
 def test_agrees_with_the_reference(call: PrefixCall, arch: Arch) -> None:
     with simulate(arch.name):
         results = call.run()
@@ -128,6 +131,7 @@ def test_agrees_with_the_reference(call: PrefixCall, arch: Arch) -> None:
         assert comparison.passed, comparison.reason
 
 
+@pytest.mark.in_turn
 def test_takes_strided_queries(arch: Arch) -> None:
     call = CALLS["causal"]
     q = call.operands()[0]

@@ -106,6 +106,7 @@ OPS: dict[str, Callable[[random.Random], Drawn]] = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("op", OPS)
 def test_a_call_needs_as_many_bytes_as_workspace_size_says(device: RecordingDevice, op: str) -> None:
     draw = random.Random(0)

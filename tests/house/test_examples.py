@@ -11,7 +11,6 @@ import pytest
 import torch
 
 from cute_mla.spec.arch import Arch
-from tests.support.in_turn import in_turn
 from tests.support.tree import ROOT
 
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
@@ -23,7 +22,8 @@ def test_there_are_examples() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says how it fares on the simulated device")
 @pytest.mark.usefixtures("quick_kernels_only")
-@pytest.mark.parametrize(("example", "arch"), in_turn({example.name: example for example in EXAMPLES}))
+@pytest.mark.slow  # CI runs them apart, with the kernels of the quick suite alone
+@pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.name)
 def test_example_runs(example: Path, arch: Arch) -> None:
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     result = subprocess.run(

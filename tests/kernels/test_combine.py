@@ -192,6 +192,7 @@ def test_a_block_takes_several_query_tokens_of_invariant_calls() -> None:
     run_grids(problem, (None, 1), (1, 1), (4, 1))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("dtype", ["bf16", pytest.param("fp16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("splits", [2, 3, 4, 5, 8, 9, 16, 17, 31, 32, 33, 34, 63, 64, 65, 70, 97, 128, 160, 161, 200])
 def test_number_of_splits(dtype: str, splits: int) -> None:
@@ -207,6 +208,7 @@ def test_heads_and_query_tokens(h_q: int) -> None:
     run_all(Problem([3, 2], s_q=3, h_q=h_q))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("h_q", [1, 7, 9, 16])
 def test_blocks_of_heads(h_q: int) -> None:
     """From 8 heads a CTA to a single one, also where they do not divide h_q."""
@@ -249,6 +251,7 @@ def test_weights_that_underflow(splits: int, largest: int) -> None:
     run_all(problem)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("strides", [(2 * D_V * 3, D_V * 3, D_V), (4096, 1536, 513), (2100, 1030, 514), (D_V, 8 * D_V, 2 * D_V)])
 @pytest.mark.parametrize("offset", [0, 1, 2, 4])
 def test_strides_of_out(strides: tuple[int, int, int], offset: int) -> None:

@@ -31,6 +31,7 @@ CASES = {
 }
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("name", CASES)
 def test_logits_are_those_of_the_formula(bench: Bench, name: str, schedule: str) -> None:

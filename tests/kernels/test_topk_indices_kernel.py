@@ -62,6 +62,7 @@ class Problem:
 PROBLEMS = (Problem("few"), Problem("crowded", topk=20), Problem("signs"), Problem("random"))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("cluster", [1, WIDE])
 @pytest.mark.parametrize("problem", PROBLEMS, ids=lambda problem: problem.values)
 def test_numbers_behind_a_length_are_not_read(problem: Problem, cluster: int) -> None:
@@ -87,6 +88,7 @@ BUGS = (
 )
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_bugs_are_noticed(bug: Bug) -> None:
     def is_noticed(broken: CompiledKernel) -> bool:

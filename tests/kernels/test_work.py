@@ -139,6 +139,7 @@ def test_keys_of_two_caches_with_and_without_tables(kernel: CompiledKernel, seed
     check(kernel, reference_plan(keys.counts, draw.choice([1, 2, 5, 24])), keys, invariant)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("invariant", [False, True])
 @pytest.mark.parametrize("cluster", [1, 2])
 @pytest.mark.parametrize("seed", range(4))

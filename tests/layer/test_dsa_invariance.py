@@ -92,6 +92,7 @@ def step(
     ]
 
 
+@pytest.mark.in_turn
 def test_shuffled_and_resized_batches(prepared: SparseSequences, arch: Arch) -> None:
     """In another order, on other pages, on other SMs, in part and alone.
 

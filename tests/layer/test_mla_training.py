@@ -110,6 +110,7 @@ def test_without_yarn_and_with_an_epsilon_that_counts() -> None:
     expect(training.gradients(training.layer())[1], training.expected(), torch.float32)
 
 
+@pytest.mark.in_turn
 @EVERY_ARCH
 @pytest.mark.parametrize(
     ("model", "lengths", "heads", "dtype"),

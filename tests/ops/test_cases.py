@@ -20,7 +20,6 @@ from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCas
 from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase
 from cute_mla.testing.runner import Schedule, schedules
 from tests.support.bench import Bench
-from tests.support.in_turn import in_turn
 
 SPARSE_PREFILL = SparsePrefillCase(s_q=3, h_q=5, s_kv=100, topk=70, sm_count=2)
 BACKWARD = DensePrefillBackwardCase(lengths=((20, 30), (9, 70)), ends="margins", outputs="given", sm_count=2)
@@ -96,7 +95,8 @@ def named(case: BaseCase) -> str:
     return f"{case.op}-{case.id}"
 
 
-@pytest.mark.parametrize(("case", "arch"), in_turn({named(case): case for case in UNDRAWN}))
+@pytest.mark.in_turn
+@pytest.mark.parametrize("case", UNDRAWN, ids=named)
 def test_cases_that_no_suite_draws(bench: Bench, case: BaseCase) -> None:
     bench.judge(case)
 
@@ -107,7 +107,8 @@ def test_every_number_of_heads_and_of_tokens(bench: Bench, case: BaseCase) -> No
     bench.judge(case)
 
 
-@pytest.mark.parametrize(("case", "arch"), in_turn({named(case): case for case in SCHEDULED}))
+@pytest.mark.in_turn
+@pytest.mark.parametrize("case", SCHEDULED, ids=named)
 def test_every_schedule_gives_the_same_bits(bench: Bench, case: BaseCase) -> None:
     assert len(bench.judge(case, *schedules(4, 0))) == 4
 

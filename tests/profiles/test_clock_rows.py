@@ -53,6 +53,7 @@ def check(name: str) -> None:
     assert not changed, "\n".join([f"predicted clocks are not as recorded; if that is meant: {AGAIN} {name}", *changed])
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_kernels_take_the_clocks_that_are_recorded(name: str) -> None:
     check(name)

@@ -39,7 +39,6 @@ from cute_mla.testing.operations import OPERATIONS
 from tests.profiles import benching
 from tests.profiles.benching import bench, case_of, small_case, with_function
 from tests.support.dispatch_modes import Allocations
-from tests.support.in_turn import in_turn
 from tests.support.recording_device import RecordingDevice
 
 CPU = torch.device("cpu")
@@ -111,7 +110,8 @@ def test_a_timed_call_allocates_nothing(case: Case) -> None:
 
 
 @pytest.mark.usefixtures("few_launches")
-@pytest.mark.parametrize(("case", "arch"), in_turn(CASES))
+@pytest.mark.in_turn
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_a_row_is_checked_and_timed_through_the_api(case: Case, arch: Arch) -> None:
     with cute_mla.simulate(arch, sm_count=4) as device:
         record = measure_case(case, bench())
@@ -155,7 +155,8 @@ def test_a_row_of_written_keys_is_checked_and_timed(name: str, arch: Arch, monke
 
 
 @pytest.mark.usefixtures("few_launches")
-@pytest.mark.parametrize(("name", "arch"), in_turn({name: name for name in INSERTS}))
+@pytest.mark.in_turn
+@pytest.mark.parametrize("name", INSERTS)
 def test_a_row_of_inserted_keys_is_checked_and_timed(name: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
     def with_other_angles(right: Callable[..., Any], *, positions: Tensor, **rest: Any) -> None:
         right(positions=positions.flip(0), **rest)
@@ -196,7 +197,8 @@ def test_a_row_of_selected_positions_is_checked_and_timed(arch: Arch, monkeypatc
 
 
 @pytest.mark.usefixtures("few_launches")
-@pytest.mark.parametrize(("name", "arch"), in_turn({name: name for name in INDEXED}))
+@pytest.mark.in_turn
+@pytest.mark.parametrize("name", INDEXED)
 def test_a_row_of_scored_and_selected_keys_is_checked_and_timed(name: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
     def negated(right: Callable[..., Any], *, q: Tensor, **rest: Any) -> None:
         right(q=(-q.float()).to(q.dtype), **rest)

@@ -91,6 +91,7 @@ def test_every_op_has_a_contract() -> None:
     assert {op for ops in WITHIN.values() for op in ops} <= CUT_CONTRACTS.keys()
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("variant", variants(CONTRACTS))
 def test_a_request_has_its_own_bits(variant: Variant) -> None:
     contract = CONTRACTS[variant.op]
@@ -122,6 +123,7 @@ def test_a_request_that_is_cut_has_its_own_bits_in_every_type(variant: Variant) 
     assert not list(broken(contract, Bench(variant.arch), case, arrangements(operation(case).requests(case))))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("op", CUT_CONTRACTS)
 def test_a_plan_that_depends_on_the_sm_count_breaks_the_contract(arch: Arch, op: str) -> None:
     """Plans of calls without the flag depend on the SM count."""

@@ -18,6 +18,7 @@ from tests.support.bench import Bench, expect, identical
 SMALL = DenseDecodeCase(batch=3, lengths=(70, 0, 129), h_q=9, sm_count=4)
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize(("operands", "page_size"), [("latent", 16), ("latent", 64), ("fp8_cache", 64), ("fp8", 64)])
 def test_a_used_table_entry_outside_the_cache_is_a_page_of_zeros(bench: Bench, operands: str, page_size: int) -> None:
     """The page after the last one, a negative one, and both ends of int32. The pages around it are walked by the same CTA."""

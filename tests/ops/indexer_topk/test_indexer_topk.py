@@ -32,6 +32,7 @@ def limit(monkeypatch: pytest.MonkeyPatch, rows: int, row: int = ROW) -> None:
     monkeypatch.setattr(op, "divide", partial(op.divide, logits_bytes=rows * row + row - 1))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 9, 10])
 @pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("slots", [False, True])

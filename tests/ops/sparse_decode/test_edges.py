@@ -46,6 +46,7 @@ def with_unnamed(cache: Tensor, layout: CacheFormat, numbers: tuple[int, ...]) -
     return filled
 
 
+@pytest.mark.in_turn
 @PAIRS
 def test_what_no_index_names_never_reaches_the_output(bench: Bench, cache: str, extra_cache: str) -> None:
     """NaN values, NaN scales, and finite ones whose products are infinite."""
@@ -96,6 +97,7 @@ def test_every_e4m3_value_and_scales_of_every_size(bench: Bench) -> None:
     torch.testing.assert_close(out[0, 0, 0].float(), expected, rtol=2**-6, atol=1e-37)
 
 
+@pytest.mark.in_turn
 @FP8
 def test_byte_types_of_a_cache_are_the_same(bench: Bench, cache: str) -> None:
     case = replace(SMALL, cache=cache)
@@ -105,6 +107,7 @@ def test_byte_types_of_a_cache_are_the_same(bench: Bench, cache: str) -> None:
         assert identical(bench.run(case, replace(tensors, k_cache=tensors.k_cache.view(dtype))), expected)
 
 
+@pytest.mark.in_turn
 @FORMATS
 def test_a_cache_without_pages_has_no_valid_index(bench: Bench, dtype: str, cache: str) -> None:
     case = replace(SMALL, dtype=dtype, cache=cache, extra=Pool(60, 20), indices="none", empty_lse=-math.inf)

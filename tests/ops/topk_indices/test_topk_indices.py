@@ -15,7 +15,6 @@ from cute_mla.indexer import topk_indices
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.topk_indices import BLOCKS_PER_SM, CLUSTERS, MAX_COLUMNS, MAX_ROWS, MAX_TOPK, NARROW, RESIDENT, WIDE, config_for
 from cute_mla.testing.operations.topk_indices.case import TopkIndicesCase
-from tests.support.in_turn import in_turn
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import RightCall
 from tests.support.right_calls import changed as changed_call
@@ -48,18 +47,18 @@ def test_ties_go_to_the_lower_position(arch: Arch, code: str) -> None:
             assert topk_indices(logits, numbers(10), topk).tolist() == [positions]
 
 
-@pytest.mark.parametrize(
-    ("case", "arch"),
-    in_turn({f"{name}-{topk}": (topk, count) for topk in (255, 256, 257) for name, count in (("alone", FEW_SMS), ("shared", None))}),
-)
-def test_equal_numbers_beyond_any_list(case: tuple[int, int | None], arch: Arch) -> None:
+@pytest.mark.in_turn
+@pytest.mark.parametrize("sm_count", [FEW_SMS, None], ids=["alone", "shared"])
+@pytest.mark.parametrize("topk", [255, 256, 257])
+def test_equal_numbers_beyond_any_list(arch: Arch, topk: int, sm_count: int | None) -> None:
     """Every number is a candidate of its warp, whose list holds 256; topk is one below, at and one above the greater numbers."""
     logits = torch.full((1, 8 * 512 + 5), -2.0)
     logits[:, 7 : 7 + 16 * 256 : 16] = 3.0
-    selected(arch, logits, numbers(logits.shape[1]), *case)
+    selected(arch, logits, numbers(logits.shape[1]), topk, sm_count)
 
 
-@pytest.mark.parametrize(("values", "arch"), in_turn({values: values for values in ("narrow", "rising", "falling", "next")}))
+@pytest.mark.in_turn
+@pytest.mark.parametrize("values", ["narrow", "rising", "falling", "next"])
 def test_numbers_that_share_their_upper_bits(values: str, arch: Arch) -> None:
     """In one digit of the first histogram; neighbouring floats share all but the last bits."""
     places = torch.arange(SHARED)
@@ -85,7 +84,8 @@ def test_lengths_by_rule(arch: Arch) -> None:
     assert found[4].tolist() == [*range(64)]
 
 
-@pytest.mark.parametrize(("schedule", "arch"), in_turn({schedule: schedule for schedule in ("random", "adversarial")}))
+@pytest.mark.in_turn
+@pytest.mark.parametrize("schedule", ["random", "adversarial"])
 def test_a_row_is_the_same_however_it_is_divided(schedule: str, arch: Arch) -> None:
     """Alone and among others, by one CTA and by a cluster, whatever the order of warps."""
     logits, lengths = torch.round(normal(3, SHARED) * 4), numbers(SHARED, SHARED - 9, 400)
