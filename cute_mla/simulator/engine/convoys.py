@@ -31,6 +31,8 @@ class Convoys:
             if other.pc == group.pc and (shares or merging or (other.state == GATHERING and same_warpgroup(group, other))):
                 if shares or (other.apart_at != group.pc and group.apart_at != group.pc):
                     self.merge(group, other)
+                    if group.partial:  # what has joined may bring lanes of warps of a group that was passed over
+                        return self.converge(group)
             elif shares and other.pc < group.pc and other.state == READY and not other.yielded:
                 self.scheduler.remove(other)
                 self.scheduler.add(group)
