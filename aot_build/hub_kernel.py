@@ -48,6 +48,7 @@ PARTS = (
     "torch_ops.py",
     "tracing",
 )
+COMPILERS_ROOM = "cute_dsl"  # of the simulator: it needs the DSL
 VERSION = 1  # of the interface on the Hub: a greater one may change what callers rely on
 _LEAST_KERNELS = "0.17.0"
 _ID_DIGITS = 12
@@ -67,7 +68,7 @@ def make_hub_kernel(tree: Path, artifacts: Path, out: Path) -> Path:
         for part in PARTS:
             source = staged / PACKAGE / part
             if source.is_dir():
-                shutil.copytree(source, made / part)
+                shutil.copytree(source, made / part, ignore=shutil.ignore_patterns(COMPILERS_ROOM))
             else:
                 shutil.copyfile(source, made / part)
         shutil.copyfile(staged / "LICENSE", made / "LICENSE")
