@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -38,7 +39,7 @@ def simulate(code: Path, launch: Path, schedules: tuple[str, ...], seed: int, mo
     Exit 1 if a run has findings, or leaves a buffer that does not hold what the launch file expects.
     """
     check_writable("--json", json_path)
-    outcomes = {name: _run(code, launch, name, seed, most_instructions) for name in schedules or _SCHEDULES}
+    outcomes = _run(code, launch, schedules or _SCHEDULES, seed, most_instructions)
     for name, outcome in outcomes.items():
         for finding in outcome.report.findings:
             click.echo(f"{name}: {finding}")
@@ -55,17 +56,18 @@ def simulate(code: Path, launch: Path, schedules: tuple[str, ...], seed: int, mo
         raise SystemExit(1)
 
 
-def _run(code: Path, launch: Path, schedule: str, seed: int, most_instructions: int) -> Outcome:
-    """Run a launch over buffers as its file describes them. ClickException for what cannot be loaded or launched."""
+def _run(code: Path, launch: Path, schedules: Sequence[str], seed: int, most_instructions: int) -> dict[str, Outcome]:
+    """Run a launch under each schedule, over buffers as its file describes them. ClickException for what cannot be loaded or launched."""
     from cute_mla.simulator import Policy, SimulationError
     from cute_mla.simulator.engine.launch_file import LaunchFileError, read_launch_file
     from cute_mla.simulator.engine.simulate import load_code, simulate_file
     from cute_mla.simulator.sass.cubin import CubinError
 
-    policy = replace(Policy.named(schedule, seed), most_instructions=most_instructions)
+    policies = {name: replace(Policy.named(name, seed), most_instructions=most_instructions) for name in schedules}
     try:
-        described = read_launch_file(launch)
-        return simulate_file(load_code(code.read_bytes(), described.kernel), described, policy)
+        module = load_code(code.read_bytes(), read_launch_file(launch).kernel)
+        # the file is read for each run, which changes the buffers
+        return {name: simulate_file(module, read_launch_file(launch), policy) for name, policy in policies.items()}
     except LaunchFileError as error:
         raise click.ClickException(str(error)) from error
     except (CubinError, SimulationError) as error:

@@ -245,22 +245,9 @@ def simulated_map(tensor_map: TensorMap) -> simulator.TensorMap:
 
 
 def _regions(params: Sequence[Param], args: Sequence[Any]) -> Iterator[tuple[str, int, int]]:
-    """Yield name, first address and end of each memory region that the arguments refer to.
-
-    Regions do not overlap: tensors that interleave, such as slices of one storage, become one region.
-    """
-    ranges = []
-    for param, arg in zip(params, args, strict=True):
-        start, stop = _range(param, arg)
-        if stop > start:
-            ranges.append((start, stop, param.name))
-    ranges.sort()
-    while ranges:
-        start, stop, name = ranges.pop(0)
-        while ranges and ranges[0][0] < stop:
-            _, other_stop, other_name = ranges.pop(0)
-            stop, name = max(stop, other_stop), f"{name}+{other_name}"
-        yield name, start, stop
+    """Yield name, first address and end of each memory region that the arguments refer to, without overlaps."""
+    ranges = ((*_range(param, arg), param.name) for param, arg in zip(params, args, strict=True))
+    return simulator.merged_regions(region for region in ranges if region[1] > region[0])
 
 
 def _range(param: Param, arg: Any) -> tuple[int, int]:

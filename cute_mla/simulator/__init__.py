@@ -15,7 +15,7 @@ from .engine.report import Report
 from .findings import Finding, PtxError, SimulationError, UnsupportedInstruction
 from .frontend.ptx import ParamDecl
 from .numerics.tensor_map import Swizzle, TensorMap
-from .state.memory import GlobalMemory
+from .state.memory import GlobalMemory, merged_regions
 from .state.names import Names
 from .state.window import Observer
 
@@ -36,5 +36,6 @@ __all__ = [
     "TensorMap",
     "UnsupportedInstruction",
     "load_module",
+    "merged_regions",
     "run",
 ]

@@ -1,10 +1,9 @@
-"""CuTe-DSL kernels of other libraries on the simulated device, where their packages are installed.
+"""FlashAttention-4's forward pass for Hopper on the simulated device, where the package is installed.
 
     python -m tests.simulator.public_kernels [--code ptx|sass] [--schedule lazy]
 
-Each library is called as its users call it, on CPU tensors, with torch's questions about a GPU answered for it. Prints the error against
-torch and the findings of every kernel, and names the packages that are missing, which `pip install --no-deps flash-attn-4 quack-kernels`
-brings.
+It is called as its users call it, on CPU tensors, with torch's questions about a GPU answered for it. Prints the error against torch and
+the findings, or what is missing, which `pip install --no-deps flash-attn-4 quack-kernels` brings.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from torch.overrides import TorchFunctionMode
 
 from cute_mla.simulator import cute_dsl
 
-CAPABILITY = {"sm_90a": (9, 0), "sm_100a": (10, 0)}
-TRITON = ("triton", "triton.language", "triton.testing", "triton.runtime")  # which these libraries import for other kernels
+ARCH, CAPABILITY = "sm_90a", (9, 0)
+TRITON = ("triton", "triton.language", "triton.testing", "triton.runtime")  # which the library imports for other kernels
 
 
 class OnGpu(TorchFunctionMode):
@@ -36,14 +35,14 @@ class OnGpu(TorchFunctionMode):
 
 
 @contextmanager
-def gpu_of(arch: str) -> Iterator[None]:
-    """Answer torch's questions about a GPU of an architecture, which has four multiprocessors."""
-    major, minor = CAPABILITY[arch]
-    properties = SimpleNamespace(name=arch, major=major, minor=minor, multi_processor_count=4, total_memory=1 << 36, L2_cache_size=1 << 25)
+def answered_for() -> Iterator[None]:
+    """Answer torch's questions about a GPU, which has four multiprocessors."""
+    major, minor = CAPABILITY
+    properties = SimpleNamespace(name=ARCH, major=major, minor=minor, multi_processor_count=4, total_memory=1 << 36, L2_cache_size=1 << 25)
     answers: dict[str, Callable[..., Any]] = {
         "is_available": lambda: True,
         "current_device": lambda: 0,
-        "get_device_capability": lambda *device: (major, minor),
+        "get_device_capability": lambda *device: CAPABILITY,
         "get_device_properties": lambda *device: properties,
         "current_stream": lambda *device: SimpleNamespace(cuda_stream=0),
     }
@@ -56,8 +55,8 @@ def gpu_of(arch: str) -> Iterator[None]:
         yield
 
 
-def attention(arch: str) -> float:
-    """Call FlashAttention-4's causal forward pass. Return the greatest error of its output."""
+def attention() -> float:
+    """Call the causal forward pass. Return the greatest error of its output."""
     forward = import_module("flash_attn.cute.interface")._flash_attn_fwd
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 128, 2, 128).bfloat16() for _ in range(3))
@@ -67,31 +66,25 @@ def attention(arch: str) -> float:
     return float((out.float() - expected.transpose(1, 2)).abs().max())
 
 
-CALLS = [(attention, "sm_90a")]
-
-
-def run(call: Callable[[str], float], arch: str, schedule: str, code: str) -> str:
-    """Run a call and return its line."""
+def run(schedule: str, code: str) -> str:
+    """Run the call and return what came of it."""
     try:
-        with gpu_of(arch), cute_dsl.simulate(arch, schedule, on_finding="collect", code=code) as device, OnGpu():
-            error = call(arch)
+        with answered_for(), cute_dsl.simulate(ARCH, schedule, on_finding="collect", code=code) as device, OnGpu():
+            error = attention()
     except ModuleNotFoundError as missing:
         return f"left out, {missing.name} is not installed"
-    except Exception as failure:  # of a library that is not ours: its line says what it was, and the others go on
-        return f"{type(failure).__name__}: {str(failure).splitlines()[0]}"
     instructions = sum(launch.report.instructions for launch in device.launches)
     kinds = sorted({finding.kind for finding in device.findings})
     return f"error {error:.1e}, {instructions:,} warp instructions, findings: {', '.join(kinds) or 'none'}"
 
 
 def main() -> None:
-    """Run every call and print a line for each."""
+    """Run the call and print a line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--code", choices=("ptx", "sass"), default="sass")
     parser.add_argument("--schedule", default="lazy")
     options = parser.parse_args()
-    for call, arch in CALLS:
-        print(f"{call.__name__} {arch}: {run(call, arch, options.schedule, options.code)}", flush=True)
+    print(f"FlashAttention-4 {ARCH}: {run(options.schedule, options.code)}")
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from ..engine.machine import run
 from ..engine.policy import Policy
 from ..engine.report import Report
 from ..findings import Finding, SimulationError
-from ..state.memory import GlobalMemory
+from ..state.memory import GlobalMemory, merged_regions
 
 SHARED_BYTES = 227 << 10  # largest dynamic shared memory of a CTA, on all of these architectures
 _SM_COUNTS = {"sm_90a": 132, "sm_100a": 148, "sm_103a": 148}
@@ -42,13 +42,7 @@ class CaughtLaunch:
     report: Report
 
 
-@dataclass(frozen=True)
-class Region:
-    """Host memory that kernels may touch, from the first byte to behind the last one."""
-
-    start: int
-    stop: int
-    name: str
+Region = tuple[int, int, str]  # host memory that kernels may touch: first address, end, name
 
 
 class ProgramDevice:
@@ -102,8 +96,8 @@ class ProgramDevice:
         if shape.smem_bytes > SHARED_BYTES:
             raise ValueError(f"{kernel}: {shape.smem_bytes} bytes of dynamic shared memory; supported: at most {SHARED_BYTES}")
         memory = GlobalMemory()
-        for region in _merged([*self._operands, *self._added]):
-            memory.add(region.name, region.start, region.stop - region.start)
+        for name, start, stop in merged_regions([*self._operands, *self._added]):
+            memory.add(name, start, stop - start)
         launch = Launch(module, kernel, shape.grid, shape.block, shape.cluster, shape.smem_bytes, list(args), dependent=shape.dependent)
         report = run(launch, memory, self._policy)
         self.launches.append(CaughtLaunch(kernel, shape, report))
@@ -116,17 +110,4 @@ def _region(name: str, address: int, bits: int, shape: Iterable[int], stride: It
     """Return the memory of a strided tensor with elements of some bits."""
     shape = tuple(shape)
     last = sum((extent - 1) * step for extent, step in zip(shape, stride, strict=True))
-    return Region(address, address + (((last + 1) * bits + 7) // 8 if prod(shape) else 0), name)
-
-
-def _merged(regions: Iterable[Region]) -> list[Region]:
-    """Return regions that do not overlap: tensors that interleave, or are slices of one storage, become one."""
-    merged: list[Region] = []
-    for region in sorted(set(regions), key=lambda region: region.start):
-        if merged and region.start < merged[-1].stop:
-            last = merged.pop()
-            name = last.name if region.name == last.name else f"{last.name}+{region.name}"
-            merged.append(Region(last.start, max(last.stop, region.stop), name))
-        else:
-            merged.append(region)
-    return merged
+    return address, address + (((last + 1) * bits + 7) // 8 if prod(shape) else 0), name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -227,6 +227,20 @@ class SharedMemory:
     def mark_valid(self, pattern: SharedPattern, nbytes: int) -> None:
         """Record that accesses of nbytes have been written."""
         self.valid_views[nbytes][pattern.index(nbytes)] = np.frombuffer(_ONES, _UNITS[nbytes], 1)[0]
+
+
+def merged_regions(regions: Iterable[tuple[int, int, str]]) -> Iterator[tuple[str, int, int]]:
+    """Yield name, first address and end of regions, given as (first address, end, name), that do not overlap.
+
+    Tensors that interleave, such as slices of one storage, become one region with the names of all.
+    """
+    ordered = sorted(set(regions))
+    while ordered:
+        start, stop, name = ordered.pop(0)
+        while ordered and ordered[0][0] < stop:
+            _, other_stop, other_name = ordered.pop(0)
+            stop, name = max(stop, other_stop), name if name == other_name else f"{name}+{other_name}"
+        yield name, start, stop
 
 
 def packed(values: list[np.ndarray], lanes: int) -> np.ndarray:
