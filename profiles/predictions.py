@@ -1,6 +1,6 @@
 """Predictions of benchmark rows by the clock, as `profile --device model` reports them.
 
-    python -m cute_mla.profiles.predictions [GPU...]        records first rows whose kernels or constants have changed; writes tables
+    python -m cute_mla.profiles.predictions [GPU...]        records rows whose kernels or constants have changed; writes tables
 
 predictions.json has the clocks of each row's launches, one line a row: runs of the clock take seconds to a minute a row. Times follow from
 them, from the plan and from the constants of the GPU whenever they are asked for. A line names the state of kernels and constants that it
@@ -29,10 +29,11 @@ from .clock.streams import stream_kernel
 from .launches.launch import Combine, Launch
 from .launches.of_rows import launch_on
 from .roofline import GPUS, roof
-from .rows import RESULTS, Case, by_priority, every_case
+from .rows import RESULTS, Case, Published, by_priority, every_case
 
 FILE = Path(__file__).resolve().parent / "predictions.json"
 NOTES, README = FILE.parent / "NOTES.md", FILE.parents[1] / "README.md"
+PERFORMANCE = README.parent / "docs" / "performance.md"
 BEGIN, END = "<!-- begin: python -m cute_mla.profiles.predictions -->\n", "<!-- end: predictions -->"
 SHOWN = ("H200", "B200")  # GPUs of the tables
 FIRST_PRIORITIES = 2  # of the rows in NOTES.md; they cover every op
@@ -60,6 +61,11 @@ def recorded() -> dict[str, Line]:
 def first_cases() -> list[Case]:
     """Return the cases that are recorded and shown in NOTES.md, in the order of ops."""
     return [case for case in every_case() if case.priority <= FIRST_PRIORITIES]
+
+
+def published_cases() -> list[tuple[Case, Published]]:
+    """Return the cases that others have timed, in the order of ops."""
+    return [(case, case.published) for case in every_case() if case.published is not None]
 
 
 @cache
@@ -223,6 +229,13 @@ def between(low: float, high: float) -> str:
     return first if first == last else f"{first} to {last}"
 
 
+def _limit_and_time(case: Case, gpu: str, found: Mapping[str, Any]) -> list[str]:
+    """Return the cells of a row on a GPU: its roofline, and its prediction with the range."""
+    limit = roof(case.work, GPUS[gpu]).us
+    time = "-" if "us" not in found else f"{between(found['us'], found['us'])} ({between(found['low_us'], found['high_us'])})"
+    return [between(limit, limit), time]
+
+
 def table(problems: Mapping[str, str], *, with_bound: bool) -> str:
     """Return rows as Markdown: roofline and prediction on each of SHOWN, with the cause of most of the time. problems: by name."""
     heads = [f"{gpu}: {what}" for gpu in SHOWN for what in ("roofline", "clock", "binds")[: 3 if with_bound else 2]]
@@ -231,29 +244,42 @@ def table(problems: Mapping[str, str], *, with_bound: bool) -> str:
     for name, problem in problems.items():
         cells = [name, problem]
         for gpu in SHOWN:
-            found, limit = model_of(cases[name], gpu), roof(cases[name].work, GPUS[gpu]).us
-            time = "-" if "us" not in found else f"{between(found['us'], found['us'])} ({between(found['low_us'], found['high_us'])})"
-            cells += [between(limit, limit), time]
+            found = model_of(cases[name], gpu)
+            cells += _limit_and_time(cases[name], gpu, found)
             if with_bound:
                 cells.append(found["nominal"]["binds"] if "nominal" in found else "-")
         lines.append(f"| {' | '.join(cells)} |\n")
     return "".join(lines)
 
 
+def published_table() -> str:
+    """Return the rows that others have timed as Markdown: roofline and prediction on their GPU, and their times by library."""
+    lines = ["| row | problem | GPU | roofline | clock | measured by others |\n", "|---" * 6 + "|\n"]
+    for case, published in published_cases():
+        theirs = ", ".join(f"{library} {between(us, us)}" for library, us in published.us)
+        cells = [*_limit_and_time(case, published.gpu, model_of(case, published.gpu)), f"[{theirs}]({published.source})"]
+        lines.append(f"| {case.name} | {case.text} | {published.gpu} | {' | '.join(cells)} |\n")
+    return "".join(lines)
+
+
 def tables() -> dict[Path, str]:
     """Return the table of each page that has one."""
     rows = {case.name: case.text for case in first_cases()}
-    return {NOTES: table(rows, with_bound=True), README: table(NUMBERS, with_bound=False)}
+    return {NOTES: table(rows, with_bound=True), README: table(NUMBERS, with_bound=False), PERFORMANCE: published_table()}
 
 
 def main(names: Sequence[str]) -> None:
-    """Record the first rows that are not current on these GPUs, by default SHOWN, after each row, and write the tables."""
-    for gpu in dict.fromkeys(line_gpu(gpu) for gpu in names or SHOWN):
-        for case in by_priority(first_cases()):
-            if is_current(case, gpu) is False:
-                print(f"{gpu} {case.name}", file=sys.stderr, flush=True)
-                line = record_of(case, gpu)
-                write({**recorded(), f"{case.name} {gpu}": line})
+    """Record the rows that are not current, after each row, and write the tables.
+
+    names: GPUs of the first rows, by default SHOWN. Rows that others have timed are recorded on their GPU, if it is among the names.
+    """
+    first = [(case, gpu) for gpu in names or SHOWN for case in by_priority(first_cases())]
+    others = [(case, published.gpu) for case, published in published_cases() if not names or published.gpu in names]
+    for case, gpu in dict.fromkeys((case, line_gpu(gpu)) for case, gpu in first + others):
+        if is_current(case, gpu) is False:
+            print(f"{gpu} {case.name}", file=sys.stderr, flush=True)
+            line = record_of(case, gpu)
+            write({**recorded(), f"{case.name} {gpu}": line})
     for page, block in tables().items():
         before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
         page.write_text(before + BEGIN + block + END + rest.partition(END)[2], encoding="utf-8")

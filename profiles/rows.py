@@ -19,7 +19,7 @@ from cute_mla.spec.sparse_decode import DECODED, DECODED_BESIDE
 from cute_mla.spec.sparse_prefill import HEAD_DIMS
 from cute_mla.spec.topk_indices import DTYPE as LOGITS
 
-from .roofline import Work
+from .roofline import GPUS, Work
 from .shapes import (
     CacheInsertShape,
     CacheWriteShape,
@@ -43,12 +43,21 @@ Table = dict[str, Any]  # a TOML table of a definition
 
 
 @dataclass(frozen=True)
+class Published:
+    """Times of a problem that others have measured and published: libraries with their microseconds, the GPU, and the source."""
+
+    us: tuple[tuple[str, float], ...]
+    gpu: str
+    source: str
+
+
+@dataclass(frozen=True)
 class Case:
     """One problem to measure.
 
     row, case: names such as "D1" and "varlen". title: purpose of the row. priority: 1 runs first.
     seed: for lengths, page order, indices and values.
-    roof_us: bound on `roof_gpu` as written in the definition. goal_us: target time on that GPU, or None.
+    roof_us: bound on `roof_gpu` as written in the definition. goal_us: target time on that GPU, or None. published: others' times, or None.
     """
 
     op: str
@@ -62,6 +71,7 @@ class Case:
     roof_gpu: str
     roof_us: float
     goal_us: float | None
+    published: Published | None = None
 
     @property
     def name(self) -> str:
@@ -161,7 +171,7 @@ def _shape(kind: type[Any], document: Table, entry: Table) -> Shape:
 
 OPS = tuple(_SHAPES)
 _DTYPES = {"topk_indices": (LOGITS,), "indexer_topk": (KEYS,)}  # of ops whose operands are not 16-bit numbers
-_CASE_KEYS = {"name", "priority", "roof_us", "goal_us"}
+_CASE_KEYS = {"name", "priority", "roof_us", "goal_us", "published", "published_on", "source"}
 
 
 def _known(name: str, value: Any, supported: Sequence[Any]) -> Any:
@@ -184,6 +194,13 @@ def parse(text: str) -> tuple[Case, ...]:
     return cases
 
 
+def _published(entry: Table) -> Published | None:
+    """Return others' times of a case. ValueError for a GPU without a roofline, KeyError without GPU or source."""
+    if "published" not in entry:
+        return None
+    return Published(tuple(entry["published"].items()), _known("published_on", entry["published_on"], tuple(GPUS)), entry["source"])
+
+
 def _case(document: Table, row: Table, entry: Table) -> Case:
     kind = _SHAPES[document["op"]]
     known = _CASE_KEYS | _keys(kind)
@@ -203,6 +220,7 @@ def _case(document: Table, row: Table, entry: Table) -> Case:
             roof_gpu=document["roof_gpu"],
             roof_us=entry["roof_us"],
             goal_us=entry.get("goal_us"),
+            published=_published({**row, **entry}),
         )
     except KeyError as error:
         raise ValueError(f"row {row.get('name')}, case {entry.get('name')}: {error.args[0]} is missing") from error

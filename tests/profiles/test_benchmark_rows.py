@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from cute_mla.api import is_supported
-from cute_mla.profiles.rows import OPS, by_priority, every_case, load, parse, select, varlen_lengths
+from cute_mla.profiles.rows import OPS, Published, by_priority, every_case, load, parse, select, varlen_lengths
 from cute_mla.profiles.shapes import DecodeShape, DensePrefillShape, SparseDecodeShape
 from cute_mla.spec import dense_prefill, sparse_prefill
 from cute_mla.spec.arch import ARCHS
@@ -38,11 +38,15 @@ cases = [{ name = "y", lengths = [5, 6], s_q = 2, h_q = 8, h_kv = 2, roof_us = 1
 
 def test_the_suite_has_every_row_once() -> None:
     cases = load("dense_decode")
-    assert list(dict.fromkeys(case.row for case in cases)) == [*(f"D{number}" for number in range(1, 16)), "F1", "F2", "F3", "D16", "D17"]
+    assert list(dict.fromkeys(case.row for case in cases)) == [
+        *(f"D{number}" for number in range(1, 16)),
+        *("F1", "F2", "F3", "D16", "D17"),
+        *(f"O{number}" for number in range(1, 6)),
+    ]
     assert len({case.name for case in cases}) == len(cases)
     rows = {op: list(dict.fromkeys(case.row for case in load(op))) for op in OPS if op != "dense_decode"}
     assert rows == {
-        "sparse_decode": ["S1", "S2", "S3", "S4", "S5", "S6", "S7"],
+        "sparse_decode": ["S1", "S2", "S3", "S4", "S5", "S6", "S7", "O6"],
         "sparse_prefill": ["P1", "P2", "P3"],
         "dense_prefill": ["M1", "M3", "M4", "M7"],
         "dense_prefill_backward": ["M2", "M5", "M6"],
@@ -62,6 +66,16 @@ def test_parse_reads_lengths_shapes_and_goals() -> None:
     first, second = parse(GOOD)
     assert (first.name, first.shape, first.goal_us) == ("A.x", DecodeShape(lengths=(64, 64), s_q=1, h_q=16), None)
     assert (second.name, second.shape, second.goal_us) == ("B.y", DecodeShape(lengths=(5, 6), s_q=2, h_q=8, h_kv=2), 3)
+
+
+def test_times_of_others_are_read_with_their_gpu_and_source() -> None:
+    of_row = 'published_on = "B200"\nsource = "a page"\ncases = [{'
+    of_case = "roof_us = 1.0, published = { Theirs = 2.0, Others = 3.0 } }"
+    theirs = GOOD.replace("cases = [{", of_row, 1).replace("roof_us = 1.0 }", of_case, 1)
+    first, second = parse(theirs)
+    assert (first.published, second.published) == (Published((("Theirs", 2.0), ("Others", 3.0)), "B200", "a page"), None)
+    with pytest.raises(ValueError, match="published_on is 'B2000'; supported: H200, "):
+        parse(theirs.replace("B200", "B2000"))
 
 
 def test_rows_run_by_priority_which_a_case_may_have_of_its_own() -> None:
@@ -111,6 +125,7 @@ def test_select_by_row_and_by_case() -> None:
         ("batch = 2", "batches = 2", "row A: unknown key batches"),
         ("s_q = 1,", "s_q = 1, topk = 8,", "row A: unknown key topk"),
         ("seed = 1", "", "row A, case x: seed is missing"),
+        ("roof_us = 1.0 }", "roof_us = 1.0, published = { Theirs = 2.0 } }", "row A, case x: published_on is missing"),
         ('name = "B"', 'name = "A"', ""),
     ],
 )
