@@ -44,6 +44,11 @@ class Mbarrier:
         """Call wake when the phase of this parity completes."""
         self._waiters.append((parity, wake))
 
+    def lack(self) -> str:
+        """Return what the open phase lacks, in words; nothing if nobody waits for it."""
+        missing = f"lacks {self.pending} of {self.count} arrivals and {self.tx} bytes in phase {self.phase}"
+        return missing if self._waiters else ""
+
 
 class NamedBarrier:
     """A named barrier, or that of the cluster. expected: threads, or warps. Waiters of a round are woken by its last arrival."""

@@ -135,7 +135,8 @@ class Warp:
         if not self.program:
             return f"CTA {self.rank} warp {self.warp} has no program"
         op = self.program[min(self.pc, len(self.program) - 1)][0]
-        return f"CTA {self.rank} warp {self.warp} is at {op.address:#x} {op.text}"
+        waited = sorted({cause for cause, number in zip(self.causes, self.pending, strict=True) if number})
+        return f"CTA {self.rank} warp {self.warp} is at {op.address:#x} {op.text}{' and waits for ' if waited else ''}{', '.join(waited)}"
 
 
 class Engine:
@@ -181,6 +182,10 @@ class Engine:
                 target.why = "mbarrier" if target.program[target.pc][0].kind == "phase wait" else ""
                 self.resume(target, target.ready)
 
+    def has_events(self) -> bool:
+        """Return True if anything is to come but instructions of warps."""
+        return any(function is _call for _, _, function, _ in self.heap)
+
     def run(self) -> tuple[int, int, bool] | None:
         """Run until a warp asks whether a phase is complete, or nothing is left to do. Return rank, warp and answer of a question."""
         heap = self.heap
@@ -192,9 +197,11 @@ class Engine:
 
     def result(self) -> Result:
         """Return the times once all programs are whole and have run. StandstillError if a warp never got to its end."""
-        left = [warp for warp in self.warps.values() if not warp.starved or (warp.rank, warp.warp) not in self.exits]
+        left = [warp.place() for place, warp in self.warps.items() if not warp.starved or any(warp.pending) or place not in self.exits]
         if left:
-            raise StandstillError("the clock stands still: " + "; ".join(warp.place() for warp in left))
+            lacking = [f"CTA {sm.rank} {mbarrier_track(offset)} {lack}" for sm in self.sms for offset, item in sm.mbarriers.items()
+                       if (lack := item.lack())]  # fmt: skip
+            raise StandstillError("the clock stands still: " + "; ".join([*left, *lacking]))
         first = self.sms[0]
         end = max(self.exits.values())
         busy = first.tensor.busy or first.queue.busy
@@ -251,10 +258,11 @@ class Engine:
                 self.record(warp.rank, str(warp.warp), ISSUE, time, time + op.stall, op.address)
             warp.why = ""
             warp.pc += 1
+            if following >= FOREVER:  # whoever lets it go on says when
+                return
             warp.ready = clock = following
-            if following >= FOREVER or self.answer is not None:
-                if following < FOREVER:
-                    self.resume(warp, following)
+            if self.answer is not None:
+                self.resume(warp, following)
                 return
             if heap and heap[0][0] < clock:
                 self.resume(warp, clock)
@@ -295,8 +303,9 @@ class Engine:
     def _do_branch(self, clock: int, warp: Warp, op: TimedInstruction, taken: bool) -> int:
         return clock + op.stall + (self.constants.branch_clocks if taken else 0)
 
-    def _do_exit(self, clock: int, warp: Warp, op: TimedInstruction, operands: Any) -> int | None:
-        self.exits[warp.rank, warp.warp] = clock
+    def _do_exit(self, clock: int, warp: Warp, op: TimedInstruction, is_last: bool) -> int | None:
+        if is_last:
+            self.exits[warp.rank, warp.warp] = clock
         return clock + op.stall
 
     def _do_shared(self, clock: int, warp: Warp, op: TimedInstruction, turns: int) -> int | None:
@@ -393,20 +402,20 @@ class Engine:
         self.hold_both(warp, op, clock + op.read)
         return clock + op.stall
 
-    def _do_phase_wait(self, clock: int, warp: Warp, op: TimedInstruction, wait: tuple[int, int]) -> int:
-        offset, parity = wait
-        barrier = warp.sm.mbarriers.setdefault(offset, Mbarrier(1))  # the one in reserved shared memory is never initialised
+    def _do_phase_wait(self, clock: int, warp: Warp, op: TimedInstruction, waits: Sequence[tuple[int, int]]) -> int:
         latency = self.constants.phase_latency
-        if barrier.is_complete(parity):
-            self.hold(warp, op.write_board, clock + latency, "mbarrier")
-        else:
-            release = self.hold_open(warp, op.write_board, "mbarrier")
-            barrier.wait(parity, lambda now: release(max(now, clock) + latency))
+        for offset, parity in waits:
+            barrier = warp.sm.mbarriers.setdefault(offset, Mbarrier(1))  # the one in reserved shared memory is never initialised
+            if barrier.is_complete(parity):
+                self.hold(warp, op.write_board, clock + latency, "mbarrier")
+            else:
+                release = self.hold_open(warp, op.write_board, "mbarrier")
+                barrier.wait(parity, lambda now, release=release: release(max(now, clock) + latency))  # type: ignore[misc]
         return clock + op.stall
 
-    def _do_phase_test(self, clock: int, warp: Warp, op: TimedInstruction, wait: tuple[int, int]) -> int:
-        offset, parity = wait
-        self.answer = warp.rank, warp.warp, warp.sm.mbarriers[offset].is_complete(parity)
+    def _do_phase_test(self, clock: int, warp: Warp, op: TimedInstruction, waits: Sequence[tuple[int, int]]) -> int:
+        complete = all(warp.sm.mbarriers[offset].is_complete(parity) for offset, parity in waits)
+        self.answer = warp.rank, warp.warp, complete
         self.hold(warp, op.write_board, clock + self.constants.phase_latency, "mbarrier")
         return clock + op.stall
 

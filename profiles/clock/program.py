@@ -147,6 +147,8 @@ class Decoder:
             if timed.kind == "branch":
                 taken = index + 1 < len(steps) and steps[index + 1].address != step.address + INSTRUCTION_BYTES
                 found.append((timed, taken))
+            elif timed.kind == "exit":
+                found.append((timed, index + 1 == len(steps)))
             elif not timed.kind:
                 found.append((timed, None))
             else:
@@ -235,9 +237,11 @@ class Decoder:
         places = self._address(ins.operands[1], step, active) & OFFSET_MASK
         return tuple(dict.fromkeys(zip(places.tolist(), counts.tolist(), strict=True)))
 
-    def _phase_wait(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[int, int]:
-        place = int(self._address(ins.operands[1], step, active)[0]) & OFFSET_MASK
-        return place, int(self._value(ins.operands[2], step, active)[0]) >> 31 & 1
+    def _phase_wait(self, rank: int, ins: SassInstruction, step: Step, active: np.ndarray) -> tuple[tuple[int, int], ...]:
+        """Return place and parity of each mbarrier that some lane waits for."""
+        places = self._address(ins.operands[1], step, active) & OFFSET_MASK
+        parities = self._value(ins.operands[2], step, active) >> 31 & 1
+        return tuple(dict.fromkeys(zip(places.tolist(), parities.tolist(), strict=True)))
 
     _phase_test = _phase_wait
 
@@ -245,7 +249,7 @@ class Decoder:
         """Return number and threads of a barrier; None for lanes of a warp that come ahead of its others, which then count for all."""
         if ins.address in self._meetings:
             self._parts[self._place] += len(active)
-            if self._parts[self._place] < WARP:
+            if self._parts[self._place] < step.live:
                 return None
             del self._parts[self._place]
         values = [int(self._value(operand, step, active)[0]) for operand in ins.operands if isinstance(operand, Register | Immediate)]

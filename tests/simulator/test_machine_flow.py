@@ -17,7 +17,7 @@ from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.spec.arch import ARCHS, Arch
 from tests.simulator.assembled import as_machine_code
-from tests.simulator.barrier_kernels import each_policy
+from tests.simulator.barrier_kernels import PLACES, converging, each_policy
 from tests.simulator.small_kernels import REGISTERS, Kernel, aligned, kinds
 
 THREADS = 64
@@ -139,29 +139,6 @@ def test_a_complete_warp_does_not_wait_for_the_lanes_of_another(policy: Policy, 
         assert kinds(report) == (set() if arrive else {"deadlock"}), report.findings
         if arrive:
             np.testing.assert_array_equal(array, expected[given ^ 1] if gather else expected)
-
-
-PLACES = """
-ld.global.u32 %r1, [%rd2]; and.b32 %r2, %r1, 1; setp.eq.u32 %p1, %r2, 0; mov.u32 %r3, smem; mad.lo.u32 %r4, %r0, 4, %r3;
-xor.b32 %r5, %r4, 132; st.shared.u32 [%r4], %r1; @%p1 bra EVEN;
-mul.lo.u32 %r1, %r1, 77; barrier.sync 3, COUNT; ld.shared.u32 %r6, [%r5]; add.u32 %r1, %r1, %r6; bra JOIN;
-EVEN: add.u32 %r1, %r1, 5; barrier.sync 3, COUNT; ld.shared.u32 %r6, [%r5]; xor.b32 %r1, %r1, %r6;
-JOIN: st.global.u32 [%rd2], %r1;
-"""
-
-
-def converging(text: str) -> str:
-    """Turn BRA.DIV ahead of barriers into the BRA.CONV of older versions of ptxas: a converged warp jumps to the barrier."""
-    lines: list[str] = []
-    pending = ""
-    for line in text.splitlines():
-        if "BRA.DIV" in line:
-            pending = f".L_c_{len(lines)}"
-        elif pending and "BAR.SYNC" in line:
-            lines.append(f"{pending}:")
-            pending = ""
-        lines.append(re.sub(r"BRA\.DIV (UR\d+), `\(\S+\)", rf"BRA.CONV \1, `({pending})", line))
-    return "\n".join(lines)
 
 
 @each_policy

@@ -229,6 +229,8 @@ class Machine:
         if waiting and self.timeout_progress != self.progress:
             self.timeout_progress = self.progress
             for group in waiting:
+                if self.observer is not None:
+                    self.observer.timed_out(group.cta, deadlock.explain(group, self.blocks[group.pc], self.launch.names).message)
                 self.wait_lists.leave(group)
                 group.timed_out, group.state = True, READY
                 self.scheduler.add(group)

@@ -13,10 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..codegen.control_flow import Block
+from ..findings import Fault
 from ..isa.barrier_ops import mbarrier_wait
 from ..isa.emitter import Emitter
 from ..isa.table import Decoded, runtime
 from ..numerics.tma import Box
+from ..state.access import shared_pattern
 from ..state.barriers import Question
 from ..state.cta import Cta
 from ..state.engine_protocol import Engine
@@ -48,13 +50,15 @@ class LoadedBox:
 class Step:
     """One executed instruction of a warp. address: its place in the code. values: the registers that it reads; None if it has no record.
 
-    lanes: the lanes of the warp that reached it, 0 to 31; its guard is among the values. boxes: what a TMA load or prefetch brings.
+    lanes: the lanes of the warp that reached it, 0 to 31; its guard is among the values. boxes: what a TMA load or prefetch brings. live:
+    lanes of the warp that have not exited.
     """
 
     address: int
     values: Values | None = None
     lanes: np.ndarray | None = None
     boxes: Sequence[LoadedBox] = ()
+    live: int = WARP
 
 
 class MachineTrace(Observer):
@@ -63,7 +67,7 @@ class MachineTrace(Observer):
     blocks: of the traced module. cluster: how many clusters start before that one; set it before the launch. oracle: asked when no warp can
     go on; it may give the answer to the question of one warp whether a phase is complete now, as the rank of its CTA, its number and the
     answer. Without an oracle such questions are answered as they stand. buffers: global memory of the launch, known once an instruction has
-    been recorded.
+    been recorded. timeouts: waits that ended without their phase when nothing could go on, in words.
     """
 
     def __init__(self, blocks: Sequence[Block]) -> None:
@@ -71,11 +75,14 @@ class MachineTrace(Observer):
         self.warps: dict[tuple[int, int], list[Step]] = {}
         self.buffers: Sequence[Buffer] = ()
         self.cluster = 0
+        self.timeouts: list[str] = []
         self._places = [places(block) for block in blocks]
+        self._waits = [wait_of(block) for block in blocks]
         self._pending: dict[tuple[int, int], list[Step]] = {}
         self._boxes: dict[int, list[LoadedBox]] = {}  # of the instruction that runs, by warp
         self._questions: dict[tuple[int, int], Question] = {}
         self._answers: dict[tuple[int, int], bool] = {}
+        self._asking: dict[tuple[int, int], list[int]] = {}  # lanes whose question is open
 
     def operands(self, w: Window, address: int, names: tuple[str, ...], rows: Sequence[np.ndarray]) -> None:
         """Note the registers that an instruction is about to read, for each warp of a window."""
@@ -86,7 +93,7 @@ class MachineTrace(Observer):
         for warp in w.warps:
             where = slice(None) if len(w.warps) == 1 else w.lane_warps == warp
             values = {name: np.array(row[where]) for name, row in zip(names, rows, strict=True)}
-            step = Step(address, values, w.lanes[where] % WARP, self._boxes[warp])
+            step = Step(address, values, w.lanes[where] % WARP, self._boxes[warp], w.cta.live[warp])
             self._pending.setdefault((w.cta.rank, warp), []).append(step)
 
     def async_write(self, target: Cta, box: Box, warp: int) -> None:
@@ -104,23 +111,41 @@ class MachineTrace(Observer):
         for warp in warps:
             place = cta.rank, warp
             steps = self.warps.setdefault(place, [])
+            wait = self._waits[block]
+            if wait is not None and steps[-1].address != wait:
+                self._postpone(steps, wait)
             records = {record.address: record for record in self._pending.pop(place, ())}
             for address, is_record in self._places[block]:  # an instruction that was lifted to several counts once
-                if not steps or steps[-1].address != address:
+                if not steps or steps[-1].address != address or (is_record and steps[-1].values is not None):
                     steps.append(records[address] if is_record else Step(address))
                 elif is_record:
                     steps[-1] = records[address]
 
-    def answer(self, w: Window) -> bool | None:
+    def _postpone(self, steps: list[Step], wait: int) -> None:
+        """Move a wait to the end: other lanes of the warp went on while these waited."""
+        if self._questions:  # the clock has seen it where it was
+            raise Fault("unsupported", f"lanes of a warp wait apart at {wait:#x} in a kernel that also tests phases without waiting")
+        number = max(index for index, step in enumerate(steps) if step.address == wait and step.values is not None)
+        steps.append(steps.pop(number))
+
+    def timed_out(self, cta: Cta, reason: str) -> None:
+        """Note a wait that ended without its phase."""
+        if self.records(cta):
+            self.timeouts.append(reason)
+
+    def answer(self, w: Window, address: np.ndarray) -> bool | None:
         """Return the answer to the question of the one warp of a window, or block the warp until there is one (None)."""
         place = w.cta.rank, w.warps[0]
+        if self._asking.setdefault(place, w.lanes.tolist()) != w.lanes.tolist():
+            raise Fault("unsupported", "lanes of a warp that have parted test phases, both before one has its answer")
         if place not in self._answers:
-            w.engine.block([self._questions.setdefault(place, Question())])
+            names = dict.fromkeys(w.cta.mbarrier(offset).name for offset in shared_pattern(address).offsets.tolist())
+            w.engine.block([self._questions.setdefault(place, Question(", ".join(names)))])
         return self._answers.get(place)
 
     def forget(self, w: Window) -> None:
         """Forget the answer that a warp has used."""
-        del self._answers[w.cta.rank, w.warps[0]]
+        del self._answers[w.cta.rank, w.warps[0]], self._asking[w.cta.rank, w.warps[0]]
 
     def stuck(self, engine: Engine) -> bool:
         """Ask the oracle when no warp can go on. Return True when one can."""
@@ -144,6 +169,13 @@ def places(block: Block) -> list[tuple[int, bool]]:
         for item in items
         if item.opcode == "TRACE" or not (isinstance(item, MachineInstruction) and item.sass is not None and item.sass.base in TRACED)
     ]
+
+
+def wait_of(block: Block) -> int | None:
+    """Return the address of the wait for a phase that a block begins with."""
+    first = block.instructions[0].instruction
+    is_wait = isinstance(first, MachineInstruction) and first.sass is not None and first.opcode.endswith(".TRYWAIT")
+    return int(str(first.source).split(None, 1)[0], 16) if is_wait else None
 
 
 def traced(ins: SassInstruction) -> Decoded | None:
@@ -180,7 +212,7 @@ def test_phase_now(w: Window, address: np.ndarray, expected: np.ndarray, out: np
         return mbarrier_wait(w, address, expected, out, True, False)
     if w.engine.must_separate(w.lane_warps):
         return False
-    answer = observer.answer(w)
+    answer = observer.answer(w, address)
     if answer is None or (answer and not mbarrier_wait(w, address, expected, out, True, True)):
         return False
     observer.forget(w)

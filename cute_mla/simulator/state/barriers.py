@@ -194,7 +194,8 @@ class ClusterBarrier:
 class Question:
     """Question of a warp whether a phase is complete now, which waits for the observer that keeps the time."""
 
-    name = "the answer whether a phase is complete"
+    def __init__(self, barriers: str) -> None:
+        self.name = f"the answer whether a phase of {barriers} is complete"
 
     def state(self) -> str:
         """Return the state as findings show it."""

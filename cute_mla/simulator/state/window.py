@@ -60,6 +60,9 @@ class Observer:
         """Note that no warp can go on. Return True if the observer has woken one."""
         return False
 
+    def timed_out(self, cta: Cta, reason: str) -> None:
+        """Note that a wait for a phase of an mbarrier answers false because nothing else can go on."""
+
     def async_write(self, target: Cta, box: Box, warp: int) -> None:
         """Note that a TMA load takes effect in target's shared memory. warp: that issued it."""
 

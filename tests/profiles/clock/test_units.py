@@ -15,30 +15,8 @@ from cute_mla.profiles.clock.spans import ISSUE, TENSOR_CORE, TMA, mbarrier_trac
 from cute_mla.profiles.clock.units import Port, TensorQueue
 from cute_mla.simulator import TensorMap
 from cute_mla.simulator.frontend.layout import SHARED_BASE
-from tests.profiles.clock.timed import B200, H100, WARM, Timed, timed
+from tests.profiles.clock.timed import B200, BARRIERS, H100, WARM, Timed, arrive, timed, wait, words
 from tests.simulator.small_kernels import Kernel, aligned
-
-BARRIERS = """
-    mov.u32 %r100, smem; setp.ne.u32 %p20, %r0, 0; @%p20 bra INITIALISED;
-    mbarrier.init.shared.b64 [%r100], {count}; mbarrier.init.shared.b64 [%r100+8], {count};
-    fence.mbarrier_init.release.cluster;
-INITIALISED: bar.sync 0; shr.u32 %r101, %r0, 5; setp.ne.u32 %p21, %r101, 0;
-"""
-
-
-def wait(label: str, offset: int, parity: int) -> str:
-    """Return a loop that waits for a phase."""
-    return f"{label}: mbarrier.try_wait.parity.shared.b64 %p22, [%r100+{offset}], {parity}; @!%p22 bra {label};\n"
-
-
-def arrive(offset: int) -> str:
-    """Return the arrival of every thread."""
-    return f"mbarrier.arrive.shared.b64 %rd9, [%r100+{offset}];\n"
-
-
-def words(number: int = 128) -> np.ndarray:
-    """Return words of zeros."""
-    return aligned(number, np.uint32)
 
 
 def test_two_warps_hand_over_through_mbarriers() -> None:

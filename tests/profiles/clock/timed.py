@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -15,18 +15,26 @@ from cute_mla.profiles.clock.constants import Constants, constants
 from cute_mla.profiles.clock.engine import Result, Setting
 from cute_mla.profiles.clock.kernel import KernelClock
 from cute_mla.profiles.clock.spans import ISSUE, Span
-from cute_mla.simulator import GlobalMemory, Launch, Policy, TensorMap, run
+from cute_mla.simulator import GlobalMemory, Launch, Policy, Report, TensorMap, run
 from cute_mla.simulator.sass.disassembler import disassemble
 from cute_mla.simulator.sass.listing import Listing, SassInstruction, read_listing
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.simulator.sass.trace import MachineTrace
-from tests.simulator.small_kernels import Kernel
+from tests.simulator.small_kernels import Kernel, aligned
 
 H100, B200 = constants("H100"), constants("B200")
 WARM = Setting(hbm_bytes=16.0, cold=False, spans=True)
-POLICY = replace(Policy(), waits_block=True)
+POLICY = replace(Policy(), waits_block=True, most_instructions=100_000)
+
+BARRIERS = """
+    mov.u32 %r100, smem; setp.ne.u32 %p20, %r0, 0; @%p20 bra INITIALISED;
+    mbarrier.init.shared.b64 [%r100], {count}; mbarrier.init.shared.b64 [%r100+8], {count};
+    fence.mbarrier_init.release.cluster;
+INITIALISED: bar.sync 0; shr.u32 %r101, %r0, 5; setp.ne.u32 %p21, %r101, 0;
+"""
 
 Argument = np.ndarray | TensorMap
+Edit = Callable[[str], str]
 
 
 @dataclass(frozen=True)
@@ -63,10 +71,17 @@ def cubin_of(text: str, target: str = "sm_90a") -> bytes:
     return cubin
 
 
-def timed(kernel: Kernel, *args: Argument, setting: Setting = WARM, of: Constants = H100) -> Timed:
-    """Run a kernel on the clock."""
+def timed(kernel: Kernel, *args: Argument, setting: Setting = WARM, of: Constants = H100, edit: Edit = str) -> Timed:
+    """Run a kernel on the clock. edit: changes the text of its machine code."""
+    clock, listing, report = executed(kernel, *args, setting=setting, of=of, edit=edit)
+    assert not report.findings, report.findings
+    return Timed(listing, clock.result(), {ins.address: ins for ins in listing.instructions})
+
+
+def executed(kernel: Kernel, *args: Argument, setting: Setting, of: Constants, edit: Edit) -> tuple[KernelClock, Listing, Report]:
+    """Run a kernel, and return its clock before it has run to the end."""
     cubin = cubin_of(kernel.text(list(args)), f"sm_{of.arch.removeprefix('sm')}a")
-    text = disassemble(cubin)
+    text = edit(disassemble(cubin))
     listing = read_listing(text)
     module = load_machine_code(cubin, text, is_traced=True)
     memory = GlobalMemory()
@@ -79,11 +94,24 @@ def timed(kernel: Kernel, *args: Argument, setting: Setting = WARM, of: Constant
     clock = KernelClock(listing, kernel.cluster, kernel.threads // 32, of, setting)
     trace = MachineTrace(launch.target.flow.blocks)
     clock.attach(trace)
-    report = run(launch, memory, POLICY, trace)
-    assert not report.findings, report.findings
-    return Timed(listing, clock.result(), {ins.address: ins for ins in listing.instructions})
+    return clock, listing, run(launch, memory, POLICY, trace)
 
 
 def stalls_between(code: Sequence[SassInstruction], first: int, last: int) -> int:
     """Return the stall counts of the instructions from one index to before another."""
     return sum(max(1, ins.control.stall) for ins in code[first:last])
+
+
+def wait(label: str, offset: int, parity: int) -> str:
+    """Return a loop that waits for a phase."""
+    return f"{label}: mbarrier.try_wait.parity.shared.b64 %p22, [%r100+{offset}], {parity}; @!%p22 bra {label};\n"
+
+
+def arrive(offset: int) -> str:
+    """Return the arrival of every thread."""
+    return f"mbarrier.arrive.shared.b64 %rd9, [%r100+{offset}];\n"
+
+
+def words(number: int = 128) -> np.ndarray:
+    """Return words of zeros."""
+    return aligned(number, np.uint32)
