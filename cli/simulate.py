@@ -12,12 +12,14 @@ import click
 
 from .options import check_writable, write_file
 from .output import print_table
+from .timeline import write_launch_timeline
 
 if TYPE_CHECKING:
     from cute_mla.simulator.engine.simulate import Outcome
 
 _SCHEDULES = ("round_robin", "lazy", "random", "adversarial")
 _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_OUT = click.Path(dir_okay=False, path_type=Path)
 
 
 @click.command()
@@ -32,13 +34,28 @@ _FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 @click.option(
     "--most-instructions", type=click.IntRange(min=1), default=100_000_000, show_default=True, help="Warp instructions that end a run."
 )
-@click.option("--json", "json_path", type=click.Path(dir_okay=False, path_type=Path), help="Also write findings and differences to a file.")
-def simulate(code: Path, launch: Path, schedules: tuple[str, ...], seed: int, most_instructions: int, json_path: Path | None) -> None:
+@click.option("--json", "json_path", type=_OUT, help="Also write findings and differences to a file.")
+@click.option("--timeline", type=_OUT, help="Also time the first cluster, of a cubin, and write a JSON trace for ui.perfetto.dev.")
+def simulate(
+    code: Path,
+    launch: Path,
+    schedules: tuple[str, ...],
+    seed: int,
+    most_instructions: int,
+    json_path: Path | None,
+    timeline: Path | None,
+) -> None:
     """Run CODE, a cubin or PTX text, on the simulated device.
 
     Exit 1 if a run has findings, or leaves a buffer that does not hold what the launch file expects.
     """
+    from cute_mla.simulator.engine.launch_file import read_launch_file
+    from cute_mla.simulator.engine.simulate import ELF
+
     check_writable("--json", json_path)
+    check_writable("--timeline", timeline)
+    if timeline is not None and not code.read_bytes().startswith(ELF):
+        raise click.UsageError(f"--timeline needs machine code, which has the time of each instruction; {code} is not a cubin")
     outcomes = _run(code, launch, schedules or _SCHEDULES, seed, most_instructions)
     for name, outcome in outcomes.items():
         for finding in outcome.report.findings:
@@ -52,6 +69,8 @@ def simulate(code: Path, launch: Path, schedules: tuple[str, ...], seed: int, mo
     print_table(("schedule", "findings", "buffers that differ", "warp instructions", "seconds"), rows)
     if json_path is not None:
         write_file(json_path, json.dumps({name: _as_json(outcome) for name, outcome in outcomes.items()}, indent=1) + "\n")
+    if timeline is not None:
+        write_launch_timeline(timeline, code.read_bytes(), read_launch_file(launch), most_instructions)
     if not all(outcome.ok for outcome in outcomes.values()):
         raise SystemExit(1)
 

@@ -96,19 +96,21 @@ class TimedInstruction:
 
 
 def time_listing(listing: Listing, constants: Constants) -> dict[int, TimedInstruction]:
-    """Return the instructions of a kernel by address. UnknownTimeError with all opcodes that have no time."""
-    unknown = sorted({ins.base for ins in listing.instructions if ins.base not in PIPE_OF and not is_never(ins)})
+    """Return the instructions of a kernel by address. UnknownTimeError with all spellings that have no time."""
+    executed = [ins for ins in listing.instructions if not is_never(ins)]
+    unknown = sorted({ins.opcode for ins in executed if ins.base not in PIPE_OF or kind_of(ins) is None})
     if unknown:
         raise UnknownTimeError(f"{listing.name}: the clock does not know {', '.join(unknown)}")
     if not any(ins.control.stall for ins in listing.instructions):
         raise UnknownTimeError(f"{listing.name}: the machine code has no control codes")
-    return {ins.address: time_instruction(ins, constants) for ins in listing.instructions if not is_never(ins)}
+    return {ins.address: time_instruction(ins, constants) for ins in executed}
 
 
 def time_instruction(ins: SassInstruction, constants: Constants) -> TimedInstruction:
     """Return the static timing of one instruction."""
     control = ins.control
     kind = kind_of(ins)
+    assert kind is not None
     pipe = PIPE_OF[ins.base]
     return TimedInstruction(
         ins.address,
@@ -126,14 +128,14 @@ def time_instruction(ins: SassInstruction, constants: Constants) -> TimedInstruc
     )
 
 
-def kind_of(ins: SassInstruction) -> str:
-    """Return the class of an instruction."""
+def kind_of(ins: SassInstruction) -> str | None:
+    """Return the class of an instruction, "" for a plain one; None for an unknown form of one that a unit executes."""
     if ins.base == "SYNCS":
         if ins.modifiers[0] == "PHASECHK":
             return "phase wait" if "TRYWAIT" in ins.modifiers else "phase test"
-        return {"ARRIVE": "arrive", "EXCH": "initialise"}[ins.modifiers[0]]
+        return {"ARRIVE": "arrive", "EXCH": "initialise"}.get(ins.modifiers[0])
     if ins.base == "UBLKCP":
-        return {"S.S": "bulk copy", "S.G": "bulk load", "G.S": "tensor store"}[".".join(ins.modifiers[:2])]
+        return {"S.S": "bulk copy", "S.G": "bulk load", "G.S": "tensor store"}.get(".".join(ins.modifiers[:2]))
     if ins.base == "UGETNEXTWORKID":  # assumed: a response comes as bytes from L2 do
         return "bulk load"
     if ins.base == "CCTL":

@@ -12,27 +12,25 @@ from cute_mla.simulator.state.names import Names
 
 from .constants import Constants
 from .engine import Setting
+from .kernel import KernelClock
 from .kernel_times import clock_kernel
 from .spans import ISSUE, TENSOR_CORE, TMA, Span, mbarrier_offset, mbarrier_track
 
 
 @dataclass(frozen=True)
 class Recorded:
-    """A run of a kernel. title: of the case. end: its last clock. code: machine instructions as text, by address."""
+    """A run of a kernel. title: of the case. names: of its roles and mbarriers. end: its last clock. code: as text, by address."""
 
     title: str
     gpu: str
-    entry: KernelEntry
+    kernel: str
+    ctas: int
+    warps: int
+    names: Names
     end: int
     spans: tuple[Span, ...]
     code: Mapping[int, str]
     lines: SourceLines = field(default_factory=SourceLines)
-
-    @property
-    def ranks(self) -> range:
-        """Return the ranks of the CTAs."""
-        x, y, z = self.entry.cluster
-        return range(x * y * z)
 
     def of(self, rank: int, track: str) -> list[Span]:
         """Return the spans of a track, in order."""
@@ -40,11 +38,8 @@ class Recorded:
 
     def roles(self) -> Iterator[tuple[str, range]]:
         """Yield the roles with their warps. A kernel without roles has one."""
-        warps = -(-self.entry.block[0] * self.entry.block[1] * self.entry.block[2] // 32)
-        if not self.entry.roles:
-            yield "warps", range(warps)
-        for role in self.entry.roles:
-            yield role.name, range(role.first_warp, role.first_warp + role.warps)
+        for name, first, warps in self.names.roles or (("warps", 0, self.warps),):
+            yield name, range(first, first + warps)
 
     def units(self) -> list[str]:
         """Return the tracks of units that did something: the tensor core first, then by name."""
@@ -53,9 +48,8 @@ class Recorded:
 
     def mbarriers(self) -> list[tuple[str, str]]:
         """Return the tracks of mbarriers with their names, in the order of their places."""
-        names = Names(tuple((barrier.name, barrier.offset, barrier.count) for barrier in self.entry.barriers))
         offsets = {offset for span in self.spans if (offset := mbarrier_offset(span.track)) is not None}
-        return [(mbarrier_track(offset), names.mbarrier(offset)) for offset in sorted(offsets)]
+        return [(mbarrier_track(offset), self.names.mbarrier(offset)) for offset in sorted(offsets)]
 
 
 def record(
@@ -66,10 +60,17 @@ def record(
     ValueError for a kernel without a loop over keys, UnknownTimeError for machine code that the clock cannot time.
     """
     clock = clock_kernel(entry, constants, replace(setting, spans=True), blocks)
+    barriers = tuple((barrier.name, barrier.offset, barrier.count) for barrier in entry.barriers)
+    names = Names(barriers, roles=tuple((role.name, role.first_warp, role.warps) for role in entry.roles))
+    return recorded(clock, title, constants.gpu, entry.name, names, lines_of(entry) if lines is None else lines)
+
+
+def recorded(clock: KernelClock, title: str, gpu: str, kernel: str, names: Names, lines: SourceLines) -> Recorded:
+    """Return a launch that has run with spans. StandstillError for one that waits for what never comes."""
     result = clock.result()
+    ctas = len(clock.engine.sms)
     code = {address: ins.text for address, ins in clock.decoder.code.items()}
-    found = lines_of(entry) if lines is None else lines
-    return Recorded(title, constants.gpu, entry, result.end, tuple(result.spans), code, found)
+    return Recorded(title, gpu, kernel, ctas, len(clock.engine.warps) // ctas, names, result.end, tuple(result.spans), code, lines)
 
 
 def lines_of(entry: KernelEntry) -> SourceLines:

@@ -30,11 +30,11 @@ def timeline(runs: Sequence[Recorded], *, every_warp: bool = False) -> dict[str,
     """Return the trace of some runs as the JSON object of Chrome's format. every_warp: not only the first warp of each role."""
     events: list[Event] = []
     for run in runs:
-        for rank in run.ranks:
+        for rank in range(run.ctas):
             process = 1 + len([event for event in events if event["name"] == "process_name"])
-            cta = f", CTA {rank}" if len(run.ranks) > 1 else ""
+            cta = f", CTA {rank}" if run.ctas > 1 else ""
             events += [
-                {"ph": "M", "pid": process, "name": "process_name", "args": {"name": f"{run.title}: {run.entry.name} on {run.gpu}{cta}"}},
+                {"ph": "M", "pid": process, "name": "process_name", "args": {"name": f"{run.title}: {run.kernel} on {run.gpu}{cta}"}},
                 {"ph": "M", "pid": process, "name": "process_sort_index", "args": {"sort_index": process}},
             ]
             for thread, (name, slices) in enumerate(_tracks(run, rank, every_warp), 1):

@@ -97,7 +97,7 @@ def steady_start(run: Recorded) -> int:
     for span in run.of(0, TENSOR_CORE):
         starts.setdefault(span.address, []).append(span.start)
     if not starts:
-        raise ValueError(f"{run.entry.name} has no products on a tensor core")
+        raise ValueError(f"{run.kernel} has no products on a tensor core")
     most = max(len(found) for found in starts.values())
     found = min((found for found in starts.values() if len(found) == most), key=lambda found: found[0])
     return found[(len(found) - 1) // 2]

@@ -115,6 +115,37 @@ def test_a_kernel_of_a_cubin_with_several(tmp_path: Path) -> None:
     assert "expected one, third" in simulate(tmp_path, code=cubin, kernel="third").output
 
 
+def test_a_timeline_of_a_cubin(tmp_path: Path) -> None:
+    out = tmp_path / "timeline.json"
+    assert "kernel.ptx is not a cubin" in simulate(tmp_path, EXCHANGE, "--timeline", str(out)).output
+    cubin = assemble(KERNEL.text([0]), "sm_90a")
+    if cubin is None:
+        pytest.skip("ptxas is not installed")
+    for roles, warps in (([], [0, 1]), ([["double", 0, 2]], [0])):
+        result = simulate(tmp_path, EXCHANGE, "--schedule", "lazy", "--timeline", str(out), code=cubin, roles=roles)
+        assert result.exit_code == 0, result.output
+        clocks = int(re.search(r"([\d,]+) clocks on an H200, predicted", result.output)[1].replace(",", ""))  # type: ignore[index]
+        events = json.loads(out.read_text())["traceEvents"]
+        tracks = [event["args"]["name"] for event in events if event["name"] == "thread_name"]
+        assert tracks == [f"{'double' if roles else 'warps'}, warp {warp}" for warp in warps] + ["shared-memory port"]
+        slices = [event for event in events if event["ph"] == "X"]
+        assert clocks - 5 <= max(event["ts"] + event["dur"] for event in slices) <= clocks + 5
+        waits = {event["args"]["cause"] for event in slices if event["cat"] == "wait"}
+        assert {"LDG", "barrier"} <= waits  # the number, and the other warp
+
+
+def test_a_launch_that_waits_for_ever_has_no_timeline(tmp_path: Path) -> None:
+    cubin = assemble(KERNEL.text([0]).replace("bar.sync 0;", "bar.sync 0, 96;"), "sm_90a")
+    if cubin is None:
+        pytest.skip("ptxas is not installed")
+    result = simulate(tmp_path, EXCHANGE, "--schedule", "lazy", "--timeline", str(tmp_path / "timeline.json"), code=cubin)
+    assert result.exit_code == 1
+    assert re.search(
+        r"--timeline: launch cannot be timed: the clock stands still: CTA 0 warp 0 is at 0x\w+ BAR.*; deadlock: ", result.output
+    )
+    assert not (tmp_path / "timeline.json").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 from cute_mla.aot_build.source_lines import SourceLines
-from cute_mla.manifest import Barrier, KernelEntry, Role
 from cute_mla.profiles.clock.recorded import Recorded
 from cute_mla.profiles.clock.spans import ISSUE, PORT, TENSOR_CORE, TMA, Span, mbarrier_track
+from cute_mla.simulator import Names
 from cute_mla.simulator.frontend.layout import SHARED_BASE
 
-ENTRY = KernelEntry(
-    name="k", op="dense_decode", arch="sm90", config={}, entry="k", cubin="k.cubin", cubin_sha256="0" * 64, ptx="k.ptx",
-    ptx_sha256="0" * 64, params=(), block=(256, 1, 1), cluster=(2, 1, 1), smem_bytes=1024, registers=128, stack_bytes=0,
-    fingerprint="0" * 64, barriers=(Barrier("kv_ready", 16, 2),), roles=(Role("load", 0, 4), Role("score", 4, 4)),
-)  # fmt: skip
+NAMES = Names(barriers=(("kv_ready", 16, 2),), roles=(("load", 0, 4), ("score", 4, 4)))
 CODE = {0: "UTMALDG.2D [UR4], [UR6]", 16: "HGMMA.64x64x16.F32 R24, gdesc[UR4], R24", 32: "FADD R1, R2, R3", 48: "FMUL R1, R1, R1"}
 LINES = SourceLines(
     {0: 7, 16: 9, 32: 12, 48: 13},
@@ -43,4 +39,4 @@ def spans_of_tile(rank: int, start: int) -> list[Span]:
 def recorded(title: str = "D1.fixed", tiles: int = 8) -> Recorded:
     """Return a run of some equal tiles."""
     spans = [span for rank in range(2) for tile in range(tiles) for span in spans_of_tile(rank, tile * TILE)]
-    return Recorded(title, "H200", ENTRY, tiles * TILE, tuple(spans), CODE, LINES)
+    return Recorded(title, "H200", "k", 2, 8, NAMES, tiles * TILE, tuple(spans), CODE, LINES)
