@@ -12,11 +12,11 @@ from .constants import Constants
 
 # Pipes of a scheduler. Every opcode stands in one; an unknown one is refused.
 _PIPES = {
-    "fma": "FADD FFMA FHADD FHFMA FMUL HADD2 HFMA2 FADD2 FFMA2 FMUL2 HMUL2",
-    "multiply": "IMAD",
+    "fma": "FADD FFMA FHADD FHFMA FMUL HADD2 HFMA2 HSET2 HSETP2 FADD2 FFMA2 FMUL2 HMUL2",
+    "multiply": "IDP IMAD",
     "alu": "CS2R FMNMX FMNMX3 FSEL FSETP IABS IADD3 ISETP LEA LOP3 MOV P2R PLOP3 PRMT R2P SEL SGXT SHF VIADD VIADDMNMX VIMNMX VIMNMX3 VOTE",
     "convert": "F2FP I2FP",
-    "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
+    "transcendental": "BREV F2F F2I FCHK FLO I2F MUFU POPC",
     "uniform": "ELECT R2UR UFLO UIADD3 UIMAD UISETP ULDC ULEA ULOP3 UMOV UP2UR UPLOP3 UPOPC UPRMT USEL USHF VOTEU",
     "memory": "ATOMS ATOMG LD LDG LDGSTS LDL LDS LDSM RED REDG SHFL ST STAS STG STL STS STSM",
     "asynchronous": "SYNCS UBLKCP UTMALDG UTMASTG UTMAREDG UTMACCTL UTMACMDFLUSH UTMAPF UBLKPF UTCBAR UTCHMMA UTCQMMA UTCATOMSWS UTCCP "
@@ -57,7 +57,7 @@ _KIND_OF = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcod
 
 # Constants that give the latency of instructions without a unit of their own; operand_read_clocks for the others.
 _LATENCIES = {
-    "mufu_latency": "F2F F2I FCHK FLO I2F MUFU POPC",
+    "mufu_latency": "BREV F2F F2I FCHK FLO I2F MUFU POPC",
     "shuffle_latency": "CREDUX MATCH REDUX SHFL",
     "special_latency": "S2R S2UR",
     "constant_latency": "LDC LDCU",

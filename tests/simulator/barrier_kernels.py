@@ -50,7 +50,7 @@ def converging(text: str) -> str:
     for line in text.splitlines():
         if "BRA.DIV" in line:
             pending = f".L_c_{len(lines)}"
-        elif pending and "BAR.SYNC" in line:
+        elif pending and re.search(r"BAR\.(SYNC|ARV)", line):
             lines.append(f"{pending}:")
             pending = ""
         lines.append(re.sub(r"BRA\.DIV (UR\d+), `\(\S+\)", rf"BRA.CONV \1, `({pending})", line))

@@ -230,6 +230,31 @@ _MATCHES = [
     "cvt.u64.u32 %rd8, %r0; match.all.sync.b64 $|%p1, %rd8, -1;",
 ]  # fmt: skip
 
+_COUNTED = """
+mov.u32 %r60, smem; mad.lo.u32 %r61, %r0, 4, %r60; st.shared.u32 [%r61], %r1; bar.sync 0; and.b32 %r62, %r2, 28; add.u32 %r62, %r62, %r60;
+red.shared.add.u32 [%r62], 1; setp.gt.u32 %p1, %r3, 0x40000000; @%p1 red.shared.add.u32 [%r62+32], 1; bar.sync 0;
+ld.shared.u32 %r100, [%r61];
+"""
+
+_DOTS = [
+    *(f"dp4a.{a}.{b} $, %r1, %r2, %r3;" for a in ("s32", "u32") for b in ("s32", "u32")),
+    *(f"dp2a.{h}.{a}.{b} $, %r1, %r2, %r3;" for h in ("lo", "hi") for a in ("s32", "u32") for b in ("s32", "u32")),
+    "brev.b32 $, %r1;", *(f"bfind{s}.{t} $, %r1;" for s in ("", ".shiftamt") for t in ("s32", "u32")),
+]  # fmt: skip
+
+_ORDERS = ("eq", "ne", "lt", "le", "gt", "ge", "equ", "neu", "ltu", "leu", "gtu", "geu", "num", "nan")
+_HALF_COMPARISONS = [
+    *(f"set.{c}.u32.{t} $, %r1, %r2;" for c in _ORDERS for t in ("bf16x2", "f16x2")),
+    *(f"setp.{c}.{t} %p1|%p2, %r1, %r2; selp.u32 %r50, 1, 2, %p1; selp.u32 %r51, 4, 8, %p2; add.u32 $, %r50, %r51;"
+      for c in _ORDERS for t in ("bf16x2", "f16x2")),
+    "set.lt.bf16x2.bf16x2 $, %r1, %r2;", "set.geu.f16x2.f16x2 $, %r1, %r2;", "set.lt.ftz.f16x2.f16x2 $, %r1, %r2;",
+    *(f"setp.lt.s32 %p3, %r3, %r4; set.ge.{b}.u32.bf16x2 $, %r1, %r2, %p3;" for b in ("and", "or", "xor")),
+    "setp.lt.s32 %p3, %r3, %r4; setp.ge.or.ftz.f16x2 %p1|%p2, %r1, %r2, %p3; selp.u32 %r50, 1, 2, %p1; selp.u32 $, %r50, 8, %p2;",
+    "abs.bf16x2 %r50, %r1; neg.bf16x2 %r51, %r2; set.gt.u32.bf16x2 $, %r50, %r51;",
+    "mov.b32 {%h1, %h2}, %r2; mov.b32 %r50, {%h2, %h2}; set.lt.u32.bf16x2 $, %r1, %r50;",
+    "mov.b32 %r50, 0x3F804000; set.gt.u32.bf16x2 $, %r1, %r50;",
+]  # fmt: skip
+
 _MIXED = [
     *(f"mov.b32 {{%h1, %h2}}, %r4; {floating(line)}" for t in ("bf16", "f16") for line in (
         f"add.rn.f32.{t} %f9, %h1, %f2;", f"sub.rn.f32.{t} %f9, %h2, %f2;", f"fma.rn.f32.{t} %f9, %h1, %h2, %f3;",
@@ -346,6 +371,13 @@ PLAIN = (
         "STG.E.NA.EFL2.256 STG.E.NA.128 STG.E.NA", extra=32, archs=("sm100",)),
     gathered("extensions", _EXTENSIONS, "SGXT SGXT.U32 SGXT.W SGXT.W.U32 SHF.L.W.U32.HI"),
     gathered("matches", _MATCHES, "MATCH.ANY MATCH.ALL MATCH.ANY.U64 MATCH.ALL.U64"),
+    Evidence("counted", _COUNTED, 1, "ATOMS.POPC.INC.32"),
+    gathered("dots", _DOTS, "IDP.4A.S8.S8 IDP.4A.S8.U8 IDP.4A.U8.S8 IDP.4A.U8.U8 IDP.2A.LO.S16.S8 IDP.2A.HI.S16.U8 IDP.2A.LO.U16.S8 "
+        "IDP.2A.HI.U16.U8 BREV FLO FLO.SH FLO.U32.SH FLO.U32"),
+    gathered("comparisons of halves", _HALF_COMPARISONS, " ".join(
+        [f"HSET2.BF16_V2.{c.upper()}.AND HSET2.{c.upper()}.AND HSETP2.BF16_V2.{c.upper()}.AND HSETP2.{c.upper()}.AND" for c in _ORDERS]
+        + ["HSET2.BF16_V2.BF.LT.AND HSET2.BF.GEU.AND HSET2.BF.LT.FTZ.AND HSET2.BF16_V2.GE.OR HSET2.BF16_V2.GE.XOR HSETP2.GE.FTZ.OR"]),
+        floats=True),
     gathered("mixed", _MIXED, "FHADD FHADD.BF16 FHFMA FHFMA.BF16 F2FP.SATFINITE.BF16.F32.PACK_AB F2FP.SATFINITE.F16.F32.PACK_AB",
         floats=True, archs=("sm100",)),
     Evidence("warp products", _PRODUCTS, 12, "HMMA.16816.F32.BF16 HMMA.16816.F32"),

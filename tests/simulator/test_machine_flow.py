@@ -158,6 +158,32 @@ def test_lanes_of_a_warp_reach_a_barrier_in_different_places(policy: Policy, nam
         assert all(text.count(name) == 2 for text in texts)
 
 
+HANDED = """
+ld.global.u32 %r1, [%rd2]; mov.u32 %r3, smem; mad.lo.u32 %r4, %r0, 4, %r3; xor.b32 %r5, %r4, 128; setp.ge.u32 %p3, %r0, 32;
+@%p3 bra OTHER; and.b32 %r2, %r1, 1; setp.eq.u32 %p1, %r2, 0; @%p1 bra EVEN;
+mul.lo.u32 %r1, %r1, 77; st.shared.u32 [%r4], %r1; barrier.arrive 3, COUNT; LEAVE
+EVEN: add.u32 %r1, %r1, 5; st.shared.u32 [%r4], %r1; barrier.arrive 3, COUNT; JOIN: st.global.u32 [%rd2], %r1; bra END;
+OTHER: barrier.sync 3, COUNT; ld.shared.u32 %r1, [%r5]; st.global.u32 [%rd2], %r1; END:
+"""
+
+
+@each_policy
+@pytest.mark.parametrize(("name", "edit"), [("PTX", None), ("BRA.DIV", lambda text: text), ("BRA.CONV", converging)])
+def test_lanes_of_a_warp_arrive_in_different_places(policy: Policy, name: str, edit: Callable[[str], str] | None) -> None:
+    given = np.random.default_rng(5).integers(0, 99, THREADS, np.uint32)
+    changed = np.where(given & 1, given * 77, given + 5)[:32]
+    for count, leave, found in ((64, "bra JOIN;", set()), (64, "ret;", set()), (96, "ret;", {"deadlock"})):
+        array = given.copy()
+        code: AbstractContextManager[list[str]] = nullcontext([]) if edit is None else as_machine_code(edit)
+        with code as texts:
+            report = Kernel(HANDED.replace("LEAVE", leave).replace("COUNT", str(count)), THREADS, 256).run(array, policy=policy)
+        assert kinds(report) == found, report.findings
+        if not found:
+            kept = np.where((given[:32] & 1 == 1) & (leave == "ret;"), given[:32], changed)
+            np.testing.assert_array_equal(array, np.concatenate([kept, changed]))
+        assert all(name in text for text in texts)
+
+
 @each_policy
 @pytest.mark.parametrize("code", [nullcontext, as_machine_code], ids=["PTX", "machine code"])
 @pytest.mark.parametrize("behind", [True, False])

@@ -16,7 +16,7 @@ import pytest
 
 from cute_mla.simulator.isa import table
 from tests.simulator import exact
-from tests.simulator.exact import M32, decode, encode, flush, signed
+from tests.simulator.exact import M16, M32, decode, encode, flush, signed
 from tests.simulator.packed_vectors import EIGHT, MIXED, PACKED, PAIRS, SINGLES
 from tests.simulator.vectors import (
     BANK,
@@ -106,6 +106,16 @@ def bit_vectors() -> Iterator[Vector]:
     for width in (32, 64):
         yield Vector(f"popc.b{width} {{o}}, {{a}};", "r" + BANK[str(width)], lambda a: a.bit_count())
         yield Vector(f"clz.b{width} {{o}}, {{a}};", "r" + BANK[str(width)], partial(lambda a, width: width - a.bit_length(), width=width))
+    yield Vector("brev.b32 {o}, {a};", "rr", lambda a: int(f"{a:032b}"[::-1], 2))
+    for kind, read in (("u32", lambda a: a), ("s32", lambda a: ~a & M32 if a >> 31 else a)):
+        yield Vector(f"bfind.{kind} {{o}}, {{a}};", "rr", partial(lambda a, read: read(a).bit_length() - 1, read=read))
+        place = partial(lambda a, read: 32 - read(a).bit_length() if read(a) else -1, read=read)
+        yield Vector(f"bfind.shiftamt.{kind} {{o}}, {{a}};", "rr", place)
+    for first, second in itertools.product("su", "su"):
+        dot = partial(dot_product, first=first, second=second)
+        yield Vector(f"dp4a.{first}32.{second}32 {{o}}, {{a}}, {{b}}, {{c}};", "rrrr", partial(dot, width=8, start=0))
+        for half, start in (("lo", 0), ("hi", 2)):
+            yield Vector(f"dp2a.{half}.{first}32.{second}32 {{o}}, {{a}}, {{b}}, {{c}};", "rrrr", partial(dot, width=16, start=start))
     for lut in (0xE8, 0x96, 0xCA, 0x01, 0xFE, 0x35):
         yield Vector(f"lop3.b32 {{o}}, {{a}}, {{b}}, {{c}}, {lut:#x};", "rrrr", partial(truth, lut=lut))
     yield Vector("prmt.b32 {o}, {a}, {b}, {c};", "rrrr", exact.prmt)
@@ -121,6 +131,12 @@ def bit_vectors() -> Iterator[Vector]:
     yield Vector("mov.b32 {o}, {{ {a}, {b} }};", "rhh", lambda a, b: b << 16 | a)
     yield Vector("mov.b64 {{ _, {o} }}, {a};", "rd", lambda a: a >> 32)
     yield Vector("mov.b32 {{ {o}, _ }}, {a};", "hr", lambda a: a)
+
+
+def dot_product(a: int, b: int, c: int, first: str, second: str, width: int, start: int) -> int:
+    """Return c plus the products of the bytes or halves of a and bytes of b."""
+    left, right = number(f"{first}{width}"), number(f"{second}8")
+    return c + sum(left(a >> width * index) * right(b >> 8 * (start + index)) for index in range(32 // width))
 
 
 def truth(a: int, b: int, c: int, lut: int) -> int:
@@ -275,11 +291,16 @@ def unordered(test: Callable[[float, float], bool]) -> Callable[[float, float], 
     return lambda a, b: math.isnan(a) or math.isnan(b) or test(a, b)
 
 
+FLOAT_TESTS = {
+    **{name: ordered(test) for name, test in COMPARISONS.items()},
+    **{f"{name}u": unordered(test) for name, test in COMPARISONS.items()},
+    "num": ordered(lambda a, b: True),
+    "nan": unordered(lambda a, b: False),
+}
+
+
 def float_comparisons() -> Iterator[Vector]:
-    tests = {name: ordered(test) for name, test in COMPARISONS.items()}
-    tests |= {f"{name}u": unordered(test) for name, test in COMPARISONS.items()}
-    tests |= {"num": ordered(lambda a, b: True), "nan": unordered(lambda a, b: False)}
-    for name, test in tests.items():
+    for name, test in FLOAT_TESTS.items():
         for combine, z in itertools.product(COMBINE, ("", ".ftz")):
             read = (lambda a: flush(decode(a, "f32"))) if z else (lambda a: decode(a, "f32"))
             for vector in comparison("f32", name, combine, "r", read, test):
@@ -303,6 +324,31 @@ def test_floats(mode: str, seed: int) -> None:
 def half(form: str, function: Callable[..., float]) -> Function:
     """Return a function of 16-bit patterns from one of floats."""
     return lambda *bits: encode(function(*(decode(b, form) for b in bits)), form)
+
+
+def half_comparisons() -> Iterator[Vector]:
+    """Yield comparisons of pairs of 16-bit floats, to words and to two predicates."""
+    for (name, test), combine, form, z in itertools.product(FLOAT_TESTS.items(), COMBINE, ("f16", "bf16"), ("", ".ftz")):
+        if z and form == "bf16":
+            continue
+
+        def read(a: int, form: str = form, z: str = z) -> float:
+            value = decode(a & M16, form)
+            return 0.0 if z and abs(value) < 2.0**-14 else value
+
+        def one(a: int, b: int, c: int = 0, test: Any = test, combine: str = combine, read: Any = read) -> int:
+            return COMBINE[combine](int(test(read(a), read(b))), c)
+
+        def both(a: int, b: int, c: int = 0, one: Any = one, bits: int = 0) -> int:
+            return bits * (one(a, b, c) | one(a >> 16, b >> 16, c) << 16)
+
+        third, last = (", {c}", "p") if combine else ("", "")
+        for kind, bits in (("u32", M16), ("s32", M16), (f"{form}x2", encode(1.0, form))):
+            code = f"set.{name}{combine}{z}.{kind}.{form}x2 {{o}}, {{a}}, {{b}}{third};"
+            yield Vector(code, "rrr" + last, partial(both, bits=bits))
+        code = f"setp.{name}{combine}{z}.{form}x2"
+        yield Vector(f"{code} {{o}}|_, {{a}}, {{b}}{third};", "prr" + last, one)
+        yield Vector(f"{code} _|{{o}}, {{a}}, {{b}}{third};", "prr" + last, partial(lambda a, b, c=0, one=one: one(a >> 16, b >> 16, c)))
 
 
 def half_vectors() -> Iterator[Vector]:
@@ -372,6 +418,7 @@ def widen_vectors() -> Iterator[Vector]:
 
 
 SIXTEEN = [*half_vectors(), *widen_vectors()]
+COMPARED_HALVES = list(half_comparisons())
 NARROWED = list(narrow_vectors())
 
 
@@ -381,6 +428,11 @@ def test_halves(mode: str, seed: int) -> None:
     floats = {vector for vector in SIXTEEN if vector.code.startswith("cvt.f32")}
     check(SIXTEEN, half_inputs(seed), mode, lambda vector: "f32" if vector in floats else "")
     check(NARROWED, float_inputs(seed), mode)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_comparisons_of_halves(mode: str) -> None:
+    check(COMPARED_HALVES, half_inputs(1), mode)
 
 
 # ---------------------------------------------------------------- pairs of f32, and what else Blackwell adds
@@ -459,7 +511,7 @@ def accepted(*families: str) -> set[str]:
 
 
 def test_every_spelling_has_a_vector() -> None:
-    every = [*INTEGERS, *COMPARED, *FLOATS, *TO_INTEGERS, *SIXTEEN, *NARROWED, *PACKED]
+    every = [*INTEGERS, *COMPARED, *FLOATS, *TO_INTEGERS, *SIXTEEN, *COMPARED_HALVES, *NARROWED, *PACKED]
     tested = {vector.code.split()[0] for vector in every}
     wanted = {name for name in accepted("arithmetic", "conversions", "emitter", "floats", "packed_floats") if not name.startswith("cvta")}
     assert wanted - tested == set()
@@ -469,8 +521,9 @@ def test_every_spelling_has_a_vector() -> None:
 REFUSED = """
     add.f64 fma.rn.f64 cvt.rn.f32.f64 cvt.rzi.s8.f32 cvt.sat.u8.s32 cvt.rna.tf32.f32 cvt.rn.relu.bf16.f32 cvt.rm.f16.f32 add.sat.f32
     add.sat.s32 fma.rn.sat.f32 fma.rn.relu.f16 add.ftz.f16 ex2.approx.f16 tanh.approx.ftz.f32 sin.approx.f32 min.relu.u32
-    max.xorsign.abs.f32 setp.lo.s32 setp.lt.b32 setp.eq.f64 setp.eq.f16 selp.f64 selp.f16 mov.f64 mov.v2.b128 bfe.u32 bfi.b32 brev.b32
-    bfind.u32 prmt.b32.f4e shf.l.b32 mul.s32 mad.lo.cc.s32 addc.u32 sub.cc.u32 add.s8 mul24.lo.s32 sad.s32 dp4a.s32.s32 div.rz.f32
+    max.xorsign.abs.f32 setp.lo.s32 setp.lt.b32 setp.eq.f64 setp.eq.f16 selp.f64 selp.f16 mov.f64 mov.v2.b128 bfe.u32 bfi.b32
+    brev.b64 bfind.u64 prmt.b32.f4e shf.l.b32 mul.s32 mad.lo.cc.s32 addc.u32 sub.cc.u32 add.s8 mul24.lo.s32 sad.s32 dp4a.s32.s64 div.rz.f32
+    set.lt.u32.f32 set.lt.ftz.u32.bf16x2 set.lt.f16x2.bf16x2
     rcp.rz.f32 fma.f32 lg2.f32 add.rn.f64x2 neg.f32x2 max.f32x2 add.rn.f32x2.bf16x2 add.rz.f32.f16 mul.wide.s64
     redux.sync.max.s32 match.any.sync.b16 activemask.b32 shfl.idx.b32 vote.ballot.b32 movmatrix.sync.aligned.m8n8.trans.b16 brkpt
     atom.global.max.u64 atom.global.add.f32 red.global.inc.u32 red.async.relaxed.cluster.global.add.u32 ld.local.u32 ld.const.u32

@@ -45,7 +45,8 @@ _CLASSES = tuple(
         ("branch", r"bra|ret|exit|trap|brx|call|setmaxnreg"),
         (
             "integer",
-            r"(cvt|add|sub|mul|mad|div|rem|and|or|xor|not|shl|shr|shf|lop3|min|max|abs|neg|popc|clz|bf[ei]|bfind|cvta|bmsk|szext)\b",
+            r"(cvt|add|sub|mul|mad|div|rem|and|or|xor|not|shl|shr|shf|lop3|min|max|abs|neg|popc|clz|brev|dp[24]a|bf[ei]|bfind|cvta|bmsk"
+            r"|szext)\b",
         ),
     )
 )
@@ -73,11 +74,11 @@ _MACHINE_CLASSES = tuple(
         ("max", r"FMNMX"),
         ("cvt", r"F2FP|F2I|I2F|I2FP|F2F"),
         ("permute", r"U?PRMT"),
-        ("setp", r"U?ISETP|FSETP|U?PLOP3|U?SEL|FSEL|U?P2U?R|R2P|FCHK"),
+        ("setp", r"U?ISETP|FSETP|HSETP?2|U?PLOP3|U?SEL|FSEL|U?P2U?R|R2P|FCHK"),
         ("between lanes", r"SHFL|VOTE|C?REDUX|ELECT|R2UR|MATCH"),
         ("branch", r"BRA|EXIT|CALL|RET|BSSY|BSYNC|BREAK|WARPSYNC|YIELD|BPT|USETMAXREG"),
         ("no operation", r"NOP"),
-        ("integer", r"U?(IADD|IMAD|LEA|LOP3|SHF|VIADD|VIMNMX|IABS|POPC|FLO|BREV|IMNMX|SGXT|BMSK|LOP)|VIADDMNMX"),
+        ("integer", r"U?(IADD|IDP|IMAD|LEA|LOP3|SHF|VIADD|VIMNMX|IABS|POPC|FLO|BREV|IMNMX|SGXT|BMSK|LOP)|VIADDMNMX"),
     )
 )
 _MACHINE_INSTRUCTION = re.compile(r"0x[0-9a-f]+ (?:@!?U?P[T\d] )?([A-Z][\w.]*)")

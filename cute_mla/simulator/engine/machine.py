@@ -190,7 +190,7 @@ class Machine:
         group.state = DEAD
         group.siblings.remove(group)
         self.convoys.regather(group.siblings)
-        leave(self, cta, group.warps)
+        leave(self, cta, group.warps, group.lanes)
         exit_checks.check_exit(self, cta, group.lanes, group.warps[0])
         self.progress += 1
         cluster = cta.cluster

@@ -34,8 +34,15 @@ statements(
         (rf"(?P<f>div|rem).(?P<t>{_INTEGER})", "{out}[...] = divide_{f}({a}, {b})", "{t}", "{t}", "{t}"),
         (r"szext.(?P<m>clamp|wrap).(?P<t>[us]32)", "{out}[...] = extended({a}, {b}, {m!r} == 'wrap', {t!r} == 'u32')", "u32", "u32", "u32"),
         (r"(?P<f>popc|clz).(?P<t>b32|b64)", "{out}[...] = bits_{f}({a})", "u32", "{t}"),
+        (r"brev.b32", "{out}[...] = bits_reversed({a})", "u32", "u32"),
+        (r"bfind(?P<s>.shiftamt)?.(?P<t>[us]32)", "{out}[...] = highest_bit({a}, {s!r} == '.shiftamt')", "u32", "{t}"),
+        (r"dp4a.(?P<f>[us])32.(?P<s>[us])32", "{out}[...] = dot_product({a}, {b}, {c}, {f!r}, {s!r}, '')", "u32", "u32", "u32", "u32"),
+        (
+            r"dp2a.(?P<h>lo|hi).(?P<f>[us])32.(?P<s>[us])32", "{out}[...] = dot_product({a}, {b}, {c}, {f!r}, {s!r}, {h!r})",
+            "u32", "u32", "u32", "u32",
+        ),
     )
-)
+)  # fmt: skip
 
 
 def _wide(kind: str) -> str:
@@ -131,6 +138,35 @@ def bits_clz(a: np.ndarray) -> np.ndarray:
     """Count the leading zero bits."""
     width = a.dtype.itemsize * 8
     return np.array([width - int(x).bit_length() for x in np.atleast_1d(a)], np.uint32)
+
+
+@runtime
+def bits_reversed(a: np.ndarray) -> np.ndarray:
+    """Return words with their bits in the opposite order."""
+    octets = np.ascontiguousarray(np.atleast_1d(a)).view(np.uint8).reshape(-1, 4)
+    bits = np.unpackbits(octets, axis=-1, bitorder="little")[:, ::-1]
+    return np.packbits(bits, axis=-1, bitorder="little").view(np.uint32)[:, 0]
+
+
+@runtime
+def highest_bit(a: np.ndarray, shift: bool) -> np.ndarray:
+    """Return the place of the highest bit that is set, or unlike the sign; shift: how far it is from the top. All ones for none."""
+    words = (np.where(a < 0, ~a, a) if a.dtype.kind == "i" else a).view(np.uint32)
+    zeros = bits_clz(words)
+    result: np.ndarray = np.where(zeros == 32, np.uint32(0xFFFFFFFF), zeros) if shift else np.uint32(31) - zeros
+    return result
+
+
+@runtime
+def dot_product(a: np.ndarray, b: np.ndarray, c: np.ndarray, first: str, second: str, half: str) -> np.ndarray:
+    """Return c plus the products of bytes of a and b, or of halves of a and the lower or upper bytes of b. first, second: signs."""
+    shape = np.broadcast_shapes((1,), a.shape, b.shape)
+    kinds = {"s": "i", "u": "u"}
+    left = np.ascontiguousarray(np.broadcast_to(a, shape)).view(f"{kinds[first]}{2 if half else 1}").reshape(*shape, -1)
+    right = np.ascontiguousarray(np.broadcast_to(b, shape)).view(f"{kinds[second]}1").reshape(*shape, -1)
+    if half:
+        right = right[..., :2] if half == "lo" else right[..., 2:]
+    return (left.astype(np.int64) * right).sum(axis=-1).astype(np.uint32) + c
 
 
 @op(r"lop3.b32")

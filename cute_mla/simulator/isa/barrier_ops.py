@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -307,8 +306,9 @@ def sync(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 @op(r"bar(.cta)?.arrive", r"barrier(.cta)?.arrive.aligned", writes=(), pure=False, taint="own", needs="warp")
+@op(r"barrier(.cta)?.arrive", writes=(), pure=False, taint="own")
 def arrive_only(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit an arrival without a wait."""
+    """Emit an arrival without a wait. Without .aligned the lanes of a warp may come apart, and count once."""
     if len(ins.operands) != 2:
         raise Unsupported("bar.arrive without a thread count")
     e.line(f"named_arrive(w, {barrier_operands(e, ins.operands)})")
@@ -371,7 +371,7 @@ def named_sync(
     barrier, threads = named(w, number, count)
     if source is not None:
         barrier.results.append((function, np.broadcast_to(source, (w.n,)).copy(), out, w))
-    warps = arriving(w, barrier)
+    warps = w.warps if w.whole else arriving(w, barrier, w.lanes)
     if w.observer is not None:
         w.observer.barrier(w, barrier, "sync", len(warps) * WARP)
     phases.note_arrival(w, warps, barrier, True)
@@ -385,14 +385,11 @@ def named_sync(
     return False
 
 
-def arriving(w: Window, barrier: NamedBarrier) -> Sequence[int]:
-    """Return the warps that arrive at a barrier with the lanes of a window: those whose last live lanes are among them."""
-    if w.whole:
-        return w.warps
-    lanes = Counter((w.lanes // WARP).tolist())
-    for warp, count in lanes.items():
-        barrier.lanes[warp] += count
-    warps = [warp for warp in lanes if barrier.lanes[warp] >= w.cta.live[warp]]
+def arriving(w: Window, barrier: NamedBarrier, lanes: np.ndarray) -> tuple[int, ...]:
+    """Return the warps that arrive at a barrier with some lanes: those whose last live lanes are among them."""
+    for lane in lanes.tolist():
+        barrier.lanes.setdefault(lane // WARP, set()).add(lane)
+    warps = tuple(warp for warp in np.unique(lanes // WARP).tolist() if len(barrier.lanes[warp]) >= w.cta.live[warp])
     for warp in warps:
         del barrier.lanes[warp]
     return warps
@@ -404,23 +401,26 @@ def named_arrive(w: Window, number: np.ndarray, count: np.ndarray) -> None:
     cta = w.cta
     flat = np.broadcast_to(number, (w.n,))
     for value in np.unique(flat):
-        lanes = int(np.count_nonzero(flat == value))
-        warps = w.warps if lanes == w.n else tuple(int(warp) for warp in np.unique(w.lanes[flat == value] // WARP))
         barrier, threads = named(w, np.array(value), count)
+        lanes = w.lanes[flat == value]
+        warps = w.warps if w.whole and len(lanes) == w.n else arriving(w, barrier, lanes)
         if w.observer is not None:
-            w.observer.barrier(w, barrier, "arrive", lanes)
+            w.observer.barrier(w, barrier, "arrive", len(warps) * WARP)
         phases.note_arrival(w, warps, barrier, False)
-        order.arrive(cta, warps, barrier)
-        if barrier.arrive(-(-lanes // WARP) * WARP, threads):
+        order.arrive(cta, tuple(np.unique(lanes // WARP).tolist()), barrier)
+        if barrier.arrive(len(warps) * WARP, threads):
             release(w.engine, cta, barrier)
     w.engine.note_progress()
 
 
-def leave(engine: Engine, cta: Cta, warps: Iterable[int]) -> None:
-    """Let warps whose last other lanes have exited arrive at the named barriers where the rest of their lanes are."""
+def leave(engine: Engine, cta: Cta, warps: Iterable[int], lanes: np.ndarray) -> None:
+    """Let warps whose last other lanes have exited arrive at the named barriers where the rest of their lanes are, or have been."""
     for barrier in cta.named.values():
         for warp in warps:
-            if barrier.expected is not None and 0 < cta.live[warp] <= barrier.lanes[warp]:
+            if barrier.expected is None or warp not in barrier.lanes:
+                continue
+            barrier.lanes[warp].difference_update(lanes.tolist())
+            if len(barrier.lanes[warp]) >= cta.live[warp]:
                 del barrier.lanes[warp]
                 if barrier.arrive(WARP, barrier.expected):
                     release(engine, cta, barrier)

@@ -1,4 +1,4 @@
-"""Blackwell's arithmetic on pairs of f32, and on f32 with 16-bit operands."""
+"""Arithmetic on pairs of f32 and on f32 with 16-bit operands, both of Blackwell, and comparisons of pairs of 16-bit floats."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import numpy as np
 
 from ..frontend.ptx import Instruction
 from ..numerics import elementwise
-from .emitter import Emitter
+from .emitter import Emitter, pair_items
 from .floats import subtract_f32
 from .table import op, runtime, statements
 
@@ -68,3 +68,60 @@ statements(
     ),
     batch=True,
 )  # fmt: skip
+
+
+# Comparisons by the one that they negate. Ordered ones are false where an operand is NaN.
+_OPPOSITES = {"neu": "eq", "equ": "ne", "geu": "lt", "gtu": "le", "leu": "gt", "ltu": "ge", "nan": "num"}
+_ORDERED: dict[str, Function] = {
+    "eq": np.equal, "ne": lambda a, b: np.less(a, b) | np.greater(a, b), "lt": np.less, "le": np.less_equal, "gt": np.greater,
+    "ge": np.greater_equal, "num": lambda a, b: ~(np.isnan(a) | np.isnan(b)),
+}  # fmt: skip
+_COMPARED = rf"(?P<c>{'|'.join([*_ORDERED, *_OPPOSITES])})(.(?P<b>and|or|xor))?"
+ONES = {"f16": 0x3C00, "bf16": 0x3F80}
+
+
+@op(rf"set.{_COMPARED}(?P<z>.ftz)?.(?P<d>f16x2|u32|s32).(?P<t>f16)x2", rf"set.{_COMPARED}(?P<z>).(?P<d>bf16x2|u32|s32).(?P<t>bf16)x2")
+def set_halves(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Emit a comparison of both halves: 1.0 or 0.0 in each, or all bits of a half."""
+    bits = ONES[m["t"]] if m["d"].endswith("x2") else 0xFFFF
+    e.line(f"{e.dst(ins.operands[0], 'b32')}[...] = words_of({_compared(e, ins, m)}, {bits})")
+
+
+@op(rf"setp.{_COMPARED}(?P<z>.ftz)?.(?P<t>f16)x2", rf"setp.{_COMPARED}(?P<z>).(?P<t>bf16)x2")
+def compare_both(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Emit a comparison of the lower halves and of the upper ones."""
+    value = e.temp()
+    e.line(f"{value} = {_compared(e, ins, m)}")
+    for index, register in enumerate(pair_items(ins.operands[0])):
+        if register is not None:
+            e.line(f"{e.dst(register, 'pred')}[...] = {value}[..., {index}]")
+
+
+def _compared(e: Emitter, ins: Instruction, m: Match) -> str:
+    a, b = (e.src(operand, "b32") for operand in ins.operands[1:3])
+    other = e.src(ins.operands[3], "pred") if m["b"] else "None"
+    return f"compare_halves({a}, {b}, {m['c']!r}, {m['t']!r}, {bool(m['z'])}, {m['b'] or ''!r}, {other})"
+
+
+@runtime
+def compare_halves(a: np.ndarray, b: np.ndarray, name: str, kind: str, ftz: bool, combine: str, other: np.ndarray | None) -> np.ndarray:
+    """Return a comparison of the lower and the upper halves of words, shape (.., 2), combined with a predicate of the lane."""
+    shape = np.broadcast_shapes((1,), a.shape, b.shape)
+    words = (np.ascontiguousarray(np.broadcast_to(word, shape)).view(np.uint16) for word in (a, b))
+    left, right = (elementwise.half_to_f32(word, kind) for word in words)
+    if ftz:
+        left, right = (np.where(np.abs(value) < 2.0**-14, np.float32(0), value) for value in (left, right))
+    found = _ORDERED[_OPPOSITES.get(name, name)](left, right) ^ (name in _OPPOSITES)
+    result: np.ndarray = found.reshape(*shape, 2)
+    if other is None:
+        return result
+    function = {"and": np.logical_and, "or": np.logical_or, "xor": np.logical_xor}[combine]
+    result = function(result, np.atleast_1d(other)[..., None])
+    return result
+
+
+@runtime
+def words_of(found: np.ndarray, bits: int) -> np.ndarray:
+    """Return words with these bits in the halves where a comparison holds."""
+    halves: np.ndarray = np.where(found, np.uint16(bits), np.uint16(0))
+    return np.ascontiguousarray(halves).view(np.uint32)[..., 0]

@@ -10,6 +10,7 @@ import numpy as np
 from ..isa.arithmetic import COMPARE
 from ..isa.emitter import Emitter, Unsupported
 from ..isa.floats import APPROXIMATIONS
+from ..isa.packed_floats import ONES
 from ..isa.table import runtime
 from ..numerics import elementwise
 from .listing import Immediate, Operand, Register, SassInstruction
@@ -171,6 +172,31 @@ def fused_halves(e: Emitter, ins: SassInstruction) -> None:
     assign(e, ins.operands[0], "u32", f"on_halves({e.constants.thing(function)}, {', '.join(pairs)})")
 
 
+@op(r"HSET2(.BF16_V2)?(.BF)?.((EQ|NE|LT|LE|GT|GE)U?|NUM|NAN)(.FTZ)?.(AND|OR|XOR)")
+def set_halves(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a comparison of both halves: all bits of a half, or with BF 1.0."""
+    kind = "bf16" if "BF16_V2" in ins.modifiers else "f16"
+    assign(e, ins.operands[0], "u32", f"words_of({compared_halves(e, ins, 1)}, {ONES[kind] if 'BF' in ins.modifiers else 0xFFFF})")
+
+
+@op(r"HSETP2(.BF16_V2)?.((EQ|NE|LT|LE|GT|GE)U?|NUM|NAN)(.FTZ)?.(AND|OR|XOR)")
+def compare_halves(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a comparison of the lower halves and of the upper ones."""
+    value = e.temp()
+    e.line(f"{value} = {compared_halves(e, ins, 2)}")
+    for index, result in enumerate(ins.operands[:2]):
+        assign(e, result, "pred", f"{value}[..., {index}]")
+
+
+def compared_halves(e: Emitter, ins: SassInstruction, first: int) -> str:
+    """Return the expression of a comparison of both halves. first: place of the first source."""
+    words = [word for word in ins.modifiers if word not in ("BF16_V2", "BF", "FTZ")]
+    name, combine = (word.lower() for word in words)
+    a, b = half_pairs(e, replace(ins, operands=(ins.operands[0], *ins.operands[first:-1])), 2)
+    kind = "bf16" if "BF16_V2" in ins.modifiers else "f16"
+    return f"compare_halves({a}, {b}, {name!r}, {kind!r}, {'FTZ' in ins.modifiers}, {combine!r}, {source(e, ins.operands[-1], 'pred')})"
+
+
 def half_pairs(e: Emitter, ins: SassInstruction, count: int) -> list[str]:
     """Return the expressions of the sources of an operation on pairs of 16-bit floats. A literal is printed as two halves."""
     sources = [operand for operand in ins.operands[1:] if not isinstance(operand, Immediate)]
@@ -186,9 +212,11 @@ def half_pairs(e: Emitter, ins: SassInstruction, count: int) -> list[str]:
 
 def half_pair(e: Emitter, operand: Operand) -> str:
     """Return the expression of a pair of 16-bit floats."""
-    if not isinstance(operand, Register) or operand.absolute or operand.inverted:
+    if not isinstance(operand, Register) or operand.inverted:
         raise Unsupported(f"operand {operand} as a pair of halves")
-    value = source(e, replace(operand, negative=False, suffixes=()), "u32")
+    value = source(e, replace(operand, negative=False, absolute=False, suffixes=()), "u32")
+    if operand.absolute:
+        value = f"({value} & {constant(e, 'u32', 0x7FFF7FFF)})"
     if operand.suffixes == ("H0_H0",):
         value = f"(({value} & {constant(e, 'u32', 0xFFFF)}) * {constant(e, 'u32', 0x10001)})"
     elif operand.suffixes == ("H1_H1",):

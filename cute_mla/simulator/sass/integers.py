@@ -318,8 +318,23 @@ def population(e: Emitter, ins: SassInstruction) -> None:
     assign(e, ins.operands[0], "u32", f"bits_popc({source(e, ins.operands[1], 'u32')})")
 
 
-@op(r"U?FLO.U32")
+@op(r"U?FLO(.U32)?(.SH)?")
 def leading(e: Emitter, ins: SassInstruction) -> None:
-    """Emit the index of the highest set bit, all ones for none."""
-    one = constant(e, "u32", 31)
-    assign(e, ins.operands[0], "u32", f"{one} - bits_clz({source(e, ins.operands[1], 'u32')})")
+    """Emit the index of the highest bit that is set, or unlike the sign; SH: how far it is from the top. All ones for none."""
+    value = source(e, ins.operands[1], "u32" if "U32" in ins.modifiers else "s32")
+    assign(e, ins.operands[0], "u32", f"highest_bit({value}, {'SH' in ins.modifiers})")
+
+
+@op(r"BREV")
+def turn(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the bits in the opposite order."""
+    assign(e, ins.operands[0], "u32", f"bits_reversed({source(e, ins.operands[1], 'u32')})")
+
+
+@op(r"IDP.4A.[US]8.[US]8", r"IDP.2A.(LO|HI).[US]16.[US]8")
+def dot(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a sum of products of bytes, or of halves and bytes."""
+    terms = ", ".join(source(e, operand, "u32") for operand in ins.operands[1:])
+    half = ins.modifiers[1].lower() if ins.modifiers[0] == "2A" else ""
+    first, second = (word[0].lower() for word in ins.modifiers[-2:])
+    assign(e, ins.operands[0], "u32", f"dot_product({terms}, {first!r}, {second!r}, {half!r})")

@@ -25,7 +25,7 @@ SCRATCH = Register("P", 7)  # PT's number, which no instruction writes
 _TRUE = Register("P", None)
 _PREDICATES = ("FSETP", "ISETP", "PLOP3")  # under a guard, poison of any source is poison of the result
 _MOVES = ("MOV", "IMAD.MOV", "IMAD.U32", "NOP")
-_MEETING = "BAR.SYNC.DEFER_BLOCKING"
+_MEETINGS = {"BAR.SYNC.DEFER_BLOCKING": "BAR.SYNC.LANES", "BAR.ARV": "BAR.ARV.LANES"}
 _OWN_GUARD = ("ELECT", "R2UR", "REDUX", "VOTE", "VOTEU")  # their emitters look at the guard: it says which lanes take part
 
 Guard = tuple[Reg, bool] | None
@@ -167,7 +167,7 @@ class Lift:
     def _meet(self, ins: SassInstruction) -> None:
         """Lift a branch of lanes to a barrier that their warp may reach in different places, or that barrier, which counts lanes here."""
         if ins.base == "BAR":
-            self._ordinary(replace(ins, opcode="BAR.SYNC.LANES"), guard_of(ins.guard))
+            self._ordinary(replace(ins, opcode=_MEETINGS[ins.opcode]), guard_of(ins.guard))
         elif ins.opcode == "BRA.CONV":
             self._branch(replace(ins, opcode="BRA", operands=ins.operands[1:]))
 
@@ -233,8 +233,9 @@ def barriers_of_lanes(listing: Listing) -> set[int]:
         (target,) = (listing.index(operand.label) for operand in ins.operands if isinstance(operand, Target))
         apart, together = (target, index + 1) if ins.opcode == "BRA.DIV" else (index + 1, target)
         gathered = [item.opcode for item in takewhile(lambda item: item.base != "ENDCOLLECTIVE", code[apart:])]
-        if "WARPSYNC.COLLECTIVE.ALL" in gathered and _MEETING in gathered:
-            found |= {ins.address, next(item.address for item in code[together:] if item.opcode == _MEETING)}
+        meeting = next((opcode for opcode in gathered if opcode in _MEETINGS), None)
+        if "WARPSYNC.COLLECTIVE.ALL" in gathered and meeting is not None:
+            found |= {ins.address, next(item.address for item in code[together:] if item.opcode == meeting)}
     return found
 
 

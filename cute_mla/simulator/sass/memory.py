@@ -141,6 +141,16 @@ def change_shared(e: Emitter, ins: SassInstruction) -> None:
     assign_loaded(e, ins, old)
 
 
+@op(r"ATOMS.POPC.INC.32", pure=False, taint="own")
+def count_shared(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the addition of 1 to a word of shared memory by every lane."""
+    result = ins.operands[0]
+    if not isinstance(result, Register) or result.number is not None:
+        raise Unsupported("a counter with a result")
+    place = f"own_shared(w, {address(e, memory_operand(ins, 1))})"
+    e.line(f"atomic_lanes(w, {place}, 'add', 'shared', [{constant(e, 'u32', 1)}])")
+
+
 @op(r"BAR.SYNC.DEFER_BLOCKING", pure=False, taint="own", needs="warp", starts=True, ends=True, writes=())
 @op(r"BAR.SYNC.LANES", pure=False, taint="own", starts=True, ends=True, writes=())
 def synchronise(e: Emitter, ins: SassInstruction) -> None:
@@ -149,8 +159,9 @@ def synchronise(e: Emitter, ins: SassInstruction) -> None:
 
 
 @op(r"BAR.ARV", pure=False, taint="own", needs="warp", writes=())
+@op(r"BAR.ARV.LANES", pure=False, taint="own", writes=())
 def arrive(e: Emitter, ins: SassInstruction) -> None:
-    """Emit an arrival at a named barrier without a wait."""
+    """Emit an arrival at a named barrier without a wait. LANES: the lanes of a warp may come one by one."""
     e.line(f"named_arrive(w, {barrier(e, ins)})")
 
 

@@ -34,7 +34,7 @@ PIPES = {
         "memory": "ATOMG ATOMS LD LDG LDGSTS LDL LDS LDSM REDG SHFL ST STAS STG STL STS STSM SYNCS",
         "constant": "LDC",
         "tensor memory": "LDTM STTM",
-        "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
+        "transcendental": "BREV F2F F2I FCHK FLO I2F MUFU POPC",
         "tensor copy": "UTMACCTL UTMALDG UTMAPF UTMASTG",
         "tensor product": "UTCBAR UTCCP UTCHMMA UTCQMMA",
         "special register": "S2R",
@@ -49,7 +49,7 @@ RESULT_ORDERS = {
         "shared memory": "LDS LDSM SHFL",
         "constant": "LDC",
         "tensor memory": "LDTM",
-        "transcendental": "F2F F2I FCHK FLO I2F MUFU POPC",
+        "transcendental": "BREV F2F F2I FCHK FLO I2F MUFU POPC",
         "special register": "S2R",
         "uniform special register": "S2UR",
     }.items()

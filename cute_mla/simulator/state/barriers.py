@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from dataclasses import dataclass, field
 
 from ..findings import Fault
@@ -116,7 +115,8 @@ class NamedBarrier:
     """One bar.sync barrier. expected: threads of the current round, None between rounds.
 
     members: last round of each warp (row of the clocks). passers: warps that have waited in the round before, and the time from
-    which on they know that it is complete. ahead: warps whose last arrival did not wait. lanes: of warps that have come in part.
+    which on they know that it is complete. ahead: warps whose last arrival did not wait. lanes: of warps that have come in part, but for
+    those that have exited since.
     """
 
     name: str
@@ -128,7 +128,7 @@ class NamedBarrier:
     members: dict[int, int] = field(default_factory=dict)
     passers: dict[int, int] = field(default_factory=dict)
     ahead: set[int] = field(default_factory=set)
-    lanes: Counter[int] = field(default_factory=Counter)
+    lanes: dict[int, set[int]] = field(default_factory=dict)
 
     def arrive(self, threads: int, count: int) -> bool:
         """Count threads that arrive at a barrier of count; return True when the round is complete. Raises Fault for misuse."""
