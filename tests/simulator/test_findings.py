@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+
 import numpy as np
 import pytest
 
 from cute_mla.simulator import Names, Policy, Report, TensorMap, UnsupportedInstruction, load_module
+from tests.simulator.assembled import as_machine_code
 from tests.simulator.barrier_kernels import ALL, WAIT, barrier, each_policy
 from tests.simulator.small_kernels import HEADER, LAZY, Kernel, aligned, kinds, lines_of
 
@@ -102,18 +106,26 @@ def test_poison_of_one_lane_stays_in_that_lane() -> None:
 PACKED = LOAD_UNWRITTEN + "mov.b64 %rd5, {%r0, %r3};\n"
 
 
-@pytest.mark.parametrize("copy", ["", "mov.b64 %rd6, %rd5;\n"])
+@pytest.mark.parametrize("code", [nullcontext, as_machine_code], ids=["PTX", "machine code"])
+@pytest.mark.parametrize("between", [
+    "mov.b64 %rd6, %rd5;", "bar.sync 0; mov.b64 %rd6, %rd5; bar.sync 0;", "add.rn.f32x2 %rd6, %rd5, %rd5;",
+    "mov.b64 %rd7, {%r0, %r0}; fma.rn.f32x2 %rd6, %rd5, %rd7, %rd5; bar.sync 0; mul.rn.f32x2 %rd6, %rd6, %rd7;",
+    "setp.lt.u32 %p1, %r0, 9; @%p1 bra SOME; add.rn.f32x2 %rd6, %rd5, %rd5; bra JOIN; SOME: sub.rn.f32x2 %rd6, %rd5, %rd5; JOIN:",
+])  # fmt: skip
 @pytest.mark.parametrize("bad", [False, True])
-def test_poison_of_one_half_stays_in_that_half(copy: str, bad: bool) -> None:
-    source = "%rd6" if copy else "%rd5"
-    body = f"{PACKED}{copy}mov.b64 {{%r5, %r6}}, {source};\nst.global.u32 [%rd2], %r{6 if bad else 5};"
-    report = Kernel(body, smem=128).run(np.zeros(32, np.uint32))
-    assert report.ok if not bad else {item.kind for item in report.findings} == {"poison"}
+def test_poison_of_one_half_stays_in_that_half(code: Callable[[], AbstractContextManager[object]], between: str, bad: bool) -> None:
+    body = f"{PACKED}bar.sync 0; {between} mov.b64 {{%r5, %r6}}, %rd6; st.shared.u32 [%r2], %r6; st.global.u32 [%rd2], %r{6 if bad else 5};"
+    with code():
+        found = kinds(Kernel(body, smem=128).run(np.zeros(32, np.uint32)))
+    assert found == ({"poison"} if bad else set())
 
 
-@pytest.mark.parametrize("between", ["mul.lo.u64 %rd5, %rd5, 3;\n", "bra NEXT;\nNEXT: "])
+@pytest.mark.parametrize("between", [
+    "mul.lo.u64 %rd5, %rd5, 3;", "setp.eq.u32 %p1, %r0, 3; @%p1 mov.b64 %rd5, {%r3, %r0};", "mov.b64 %rd6, {%r3, %r0}; mov.b64 %rd5, %rd6;",
+    "mov.b64 %rd6, {%r3, %r0}; add.rn.f32x2 %rd5, %rd5, %rd6;", "ld.shared.b64 %rd5, [%r1];",
+])  # fmt: skip
 def test_poison_of_a_register_that_is_no_longer_as_it_was_packed(between: str) -> None:
-    body = f"{PACKED}{between}mov.b64 {{%r5, %r6}}, %rd5;\nst.global.u32 [%rd2], %r5;"
+    body = f"{PACKED}bar.sync 0; {between} bar.sync 0; mov.b64 {{%r5, %r6}}, %rd5;\nst.global.u32 [%rd2], %r5;"
     assert "poison" in kinds(Kernel(body, smem=128).run(np.zeros(32, np.uint32)))
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ..frontend.layout import Layout
-from ..frontend.ptx import Instruction, LabelRef, Reg
+from ..frontend.ptx import Imm, Instruction, LabelRef, Reg, Symbol
 from ..isa import NAMESPACE
 from ..isa.emitter import DTYPES, UNSIGNED, Constants, Emitter
 from ..isa.table import Decoded
@@ -57,6 +57,8 @@ class Translator:
         self.flow = flow
         self.layout = layout
         self.scope: dict[str, Any] = {**_BASE, **NAMESPACE, LINES: {}}
+        halving = (item for block in flow.blocks for item in block.instructions if item.spec.halves and _has_halves(item))
+        self.halved = frozenset(register.name for item in halving for register in (*item.reads, *item.writes) if register.bank == "d")
 
     def compile(self, block: Block, tainted: bool) -> Callable[..., Any]:
         """Return the function of a block."""
@@ -138,7 +140,9 @@ class BlockWriter:
 
     def emitter(self, known: dict[str, int] | None = None) -> Emitter:
         """Return a fresh emitter for a function body."""
-        return Emitter(self.translator.layout, Constants(), self.tainted, known)
+        e = Emitter(self.translator.layout, Constants(), self.tainted, known)
+        e.halved = self.translator.halved
+        return e
 
     def write(self) -> None:
         """Write the functions of the block, itself last."""
@@ -235,6 +239,13 @@ def emit_plain(e: Emitter, item: Decoded) -> None:
     if item.spec.taint == "or":
         e.taint_from(item.writes, item.reads)
     item.spec.emit(e, item.instruction, item.match)
+    if not item.spec.halves:
+        e.join_halves(item.writes)
+
+
+def _has_halves(item: Decoded) -> bool:
+    """Return True for an instruction on halves of 64 bits: not for a plain move."""
+    return not all(isinstance(operand, Reg | Imm | Symbol) for operand in item.instruction.operands) or "x2" in item.instruction.opcode
 
 
 def emit_selected(e: Emitter, item: Decoded) -> None:
@@ -250,6 +261,7 @@ def emit_selected(e: Emitter, item: Decoded) -> None:
         for register in item.writes:
             mark = e.taint(register)
             e.line(f"{mark}[...] = logical_or(where({condition}, {inputs}, {mark}), {e.taint(guard)})")
+        e.join_halves(item.writes)
     outputs: list[tuple[Reg, str]] = []
     for register in item.writes:
         temp = e.temp()

@@ -298,7 +298,7 @@ def combine_comparison(e: Emitter, ins: Instruction, expression: str, combine: s
             e.line(f"{e.dst(register, 'pred')}[...] = {name}")
 
 
-@op(r"mov.(?P<t>[bus](16|32|64)|f32)", taint="own")
+@op(r"mov.(?P<t>[bus](16|32|64)|f32)", taint="own", halves=True)
 def move(e: Emitter, ins: Instruction, m: Match) -> None:
     """Emit a copy, a packing of {a, b} into a wider register, or an unpacking."""
     d, a = ins.operands
@@ -322,7 +322,18 @@ def move(e: Emitter, ins: Instruction, m: Match) -> None:
 
 
 def move_taint(e: Emitter, d: Operand | None, a: Operand | None) -> None:
-    """Emit the poison of a move. Parts that are packed and unpacked within a block keep their own poison."""
+    """Emit the poison of a move. Halves of 64 bits keep their own poison, and other parts that are packed and unpacked within a block."""
+    if isinstance(d, Vec) and isinstance(a, Reg) and a.bank == "d" and len(d.items) == 2:
+        for item, half in zip(d.items, e.half_taints(a), strict=True):
+            if item is not None:
+                e.line(f"{e.taint(item)}[...] = {half}")
+        return
+    if isinstance(d, Reg) and d.bank == "d" and isinstance(a, Vec) and len(a.items) == 2:
+        low, high = (e.taint(item) or "False" for item in a.items)
+        e.taint_halves(d, low, high)
+        return
+    if isinstance(d, Reg) and d.bank == "d" and isinstance(a, Reg) and a.bank == "d":
+        e.taint_halves(d, *e.half_taints(a))
     if isinstance(d, Vec):
         parts = e.parts.get(a.name) if isinstance(a, Reg) else None
         for index, item in enumerate(d.items):
@@ -331,7 +342,9 @@ def move_taint(e: Emitter, d: Operand | None, a: Operand | None) -> None:
         return
     if not isinstance(d, Reg):
         return
-    e.taint_from([d], registers_of(a))
+    if not (d.bank == "d" and isinstance(a, Reg) and a.bank == "d"):
+        e.taint_from([d], registers_of(a))
+        e.join_halves((d,))
     if isinstance(a, Vec):
         parts = []
         for item in a.items:

@@ -101,6 +101,7 @@ class Emitter:
         self.position = 0
         self.redirect: dict[str, str] = {}  # register name -> temporary, for guarded results
         self.parts: dict[str, list[str]] = {}  # register packed in this block -> poison of its parts as locals, lowest first
+        self.halved: frozenset[str] = frozenset()  # 64-bit registers whose halves have a poison of their own
         self.serial = 0
 
     def line(self, code: str) -> None:
@@ -248,6 +249,35 @@ class Emitter:
         for name in names[1:]:
             expression = f"logical_or({expression}, {name})"
         return expression
+
+    def half_taints(self, register: Reg) -> tuple[str, str]:
+        """Return the poison of the lower and of the upper half of a register of 64 bits."""
+        mark = str(self.taint(register))
+        if register.name not in self.halved:
+            return mark, mark
+        low, high = (f"logical_and({mark}, logical_not({row}))" for row in self._half_rows(register))
+        return low, high
+
+    def taint_halves(self, register: Reg, low: str, high: str) -> None:
+        """Emit the poison of the lower and of the upper half of a register of 64 bits."""
+        names = self.temp(), self.temp()
+        for name, value in zip(names, (low, high), strict=True):
+            self.line(f"{name} = array({value})")
+        self.line(f"{self.taint(register)}[...] = logical_or({names[0]}, {names[1]})")
+        if register.name in self.halved:
+            for name, row in zip(names, self._half_rows(register), strict=True):
+                self.line(f"{row}[...] = logical_not({name})")
+
+    def join_halves(self, registers: tuple[Reg, ...]) -> None:
+        """Emit, in the tainted version, that registers are poisoned as a whole, where they are."""
+        for register in registers:
+            if self.tainted and register.name in self.halved:
+                for row in self._half_rows(register):
+                    self.line(f"{row}.fill(False)")
+
+    def _half_rows(self, register: Reg) -> tuple[str, str]:
+        slot = self.layout.row(register)
+        return self._bind("Tlow", slot), self._bind("Thigh", slot)
 
     def check_taint(self, registers: tuple[Reg, ...] | list[Reg], what: str) -> None:
         """Emit, in the tainted version, a report when any of these registers is poisoned in any lane."""

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from functools import cache
+from functools import cache, reduce
 
 import numpy as np
 
-from ..frontend.ptx import Instruction
+from ..frontend.ptx import Instruction, Reg
 from ..numerics import elementwise
 from .emitter import Emitter, pair_items
 from .floats import subtract_f32
@@ -36,9 +36,19 @@ def arithmetic(name: str, rounding: str, ftz: bool) -> Function:
     return flushing if ftz else plain
 
 
-@op(r"(?P<f>add|sub|mul)(.(?P<r>rn|rz|rm|rp))?(?P<z>.ftz)?.f32x2", r"(?P<f>fma).(?P<r>rn|rz|rm|rp)(?P<z>.ftz)?.f32x2", batch=True)
+@op(
+    r"(?P<f>add|sub|mul)(.(?P<r>rn|rz|rm|rp))?(?P<z>.ftz)?.f32x2", r"(?P<f>fma).(?P<r>rn|rz|rm|rp)(?P<z>.ftz)?.f32x2",
+    taint="own", halves=True, batch=True,
+)  # fmt: skip
 def pairs(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit an operation on both f32 of 64-bit registers."""
+    """Emit an operation on both f32 of 64-bit registers, each of which has a poison of its own."""
+    result = ins.operands[0]
+    if e.tainted and isinstance(result, Reg):
+        marks = [e.half_taints(operand) for operand in ins.operands[1:] if isinstance(operand, Reg)]
+        low, high = (
+            reduce(lambda one, other: f"logical_or({one}, {other})", half) for half in zip(("False", "False"), *marks, strict=True)
+        )
+        e.taint_halves(result, low, high)
     function = arithmetic(m["f"], m["r"] or "rn", bool(m["z"]))
     sources = ", ".join(e.src(operand, "b64") for operand in ins.operands[1:])
     e.line(f"{e.dst(ins.operands[0], 'b64')}[...] = on_pairs({e.constants.thing(function)}, {sources})")

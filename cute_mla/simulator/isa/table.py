@@ -28,7 +28,8 @@ class Spec:
     writes: indices of the operands that are destinations. taint: "or" (outputs are poisoned where any input is) or "own"
     (the emitter does it). needs: "warp" or "warpgroup" when all live threads of those must be there together.
     pure: has no effect but its destinations, so a guard can select results. starts, ends: begins or closes a block.
-    loads: may bring poison into its destinations. reason: why a no-op is one. control: "bra", "exit" or "".
+    loads: may bring poison into its destinations. reason: why a no-op is one. control: "bra", "exit" or "". halves: its own rule of poison
+    tells the halves of 64-bit registers apart.
     """
 
     pattern: re.Pattern[str]
@@ -43,6 +44,7 @@ class Spec:
     reason: str = ""
     control: str = ""
     batch: bool = False  # element-wise and costly: worth doing for several registers at once
+    halves: bool = False
     asynchronous: bool = False  # destinations are an accumulator that is read later (wgmma)
 
 

@@ -137,9 +137,17 @@ def lanes_of_pair(e: Emitter, operand: Operand) -> tuple[str, str]:
     return value, value
 
 
-@op(r"(FADD2|FMUL2|FFMA2)(.FTZ)?(.RM|.RP|.RZ)?", batch=True)
+@op(r"(FADD2|FMUL2|FFMA2)(.FTZ)?(.RM|.RP|.RZ)?", taint="own", batch=True)
 def packed(e: Emitter, ins: SassInstruction) -> None:
-    """Emit arithmetic on pairs of floats."""
+    """Emit arithmetic on pairs of floats, each of which has a poison of its own."""
+    result = ins.operands[0]
+    if e.tainted and isinstance(result, Register):
+        runs = [operand.registers(2 if "HI_LO" in operand.suffixes else 1) for operand in ins.operands[1:] if isinstance(operand, Register)]
+        marks = [(e.temp(), e.taint_of([run[index % len(run)] for run in runs if run]) or "False") for index in range(2)]
+        for mark, poison in marks:
+            e.line(f"{mark} = array({poison})")
+        for (mark, _), register in zip(marks, result.registers(2), strict=False):
+            e.line(f"{e.taint(register)}[...] = {mark}")
     values = []
     for sources in zip(*(lanes_of_pair(e, operand) for operand in ins.operands[1:]), strict=True):
         terms = [f"flush_f32({value})" if "FTZ" in ins.modifiers else value for value in sources]

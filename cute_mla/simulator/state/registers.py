@@ -13,18 +13,23 @@ BANK_DTYPES: dict[str, np.dtype[Any]] = {
     "d": np.dtype(np.uint64),
 }
 NAN_BITS = {"p": 1, "h": 0xFFFF, "r": 0xFFFFFFFF, "d": 0xFFFFFFFFFFFFFFFF}  # what an undefined register holds
+SHADOWS = {"p": ("p",), "h": ("h",), "r": ("r",), "d": ("d", "low", "high")}  # rows of poison of each bank
 WARP = 32
 
 
 class RegisterFile:
-    """Registers of all threads of a CTA. banks: bank -> [registers, threads] array; taints: the same shape, bool, true where poisoned."""
+    """Registers of all threads of a CTA.
+
+    banks: bank -> [registers, threads] array; taints: the same shape, bool, true where poisoned. "low" and "high" in taints: true where a
+    register of bank "d" is poisoned, but not in this half.
+    """
 
     def __init__(self, block: tuple[int, int, int], sizes: dict[str, int]) -> None:
         """Allocate registers for a block (threads along x, y, z). sizes: bank -> number of registers."""
         self.block = block
         self.threads = block[0] * block[1] * block[2]
         self.banks = {bank: np.zeros((max(sizes[bank], 1), self.threads), dtype) for bank, dtype in BANK_DTYPES.items()}
-        self.taints = {bank: np.zeros(array.shape, bool) for bank, array in self.banks.items()}
+        self.taints = no_taints(self.banks)
 
     @property
     def nbytes(self) -> int:
@@ -43,6 +48,11 @@ class RegisterFile:
         where = lanes if step is None else slice(int(lanes[0]), int(lanes[-1]) + 1, step)  # a slice is many times as fast
         for shadow in self.taints.values():
             shadow[:, where] = False
+
+
+def no_taints(banks: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return the shadow of registers that are all defined."""
+    return {shadow: np.zeros(array.shape, bool) for bank, array in banks.items() for shadow in SHADOWS[bank]}
 
 
 def progression(index: np.ndarray) -> int | None:

@@ -17,7 +17,7 @@ from .barriers import ClusterBarrier, Mbarrier, NamedBarrier
 from .cta import Cta
 from .engine_protocol import Engine
 from .origin import Origin, instruction_of_caller
-from .registers import WARP, RegisterFile, progression
+from .registers import SHADOWS, WARP, RegisterFile, no_taints, progression
 
 MAX_COMPACTS = 32  # windows on scattered lanes that a slot caches
 
@@ -34,7 +34,7 @@ ROW_LISTS: dict[str, tuple[str, np.dtype[Any]]] = {
     "L": ("d", np.dtype(np.int64)),
     "G": ("d", np.dtype(np.float64)),
 }
-TAINT_LISTS = {"Tp": "p", "Th": "h", "Tr": "r", "Td": "d"}
+TAINT_LISTS = {"Tp": "p", "Th": "h", "Tr": "r", "Td": "d", "Tlow": "low", "Thigh": "high"}
 THREAD_SPECIALS = ("tid.x", "tid.y", "tid.z", "laneid", "warpid", "lanemask_eq", "lanemask_lt", "lanemask_le", "lanemask_gt", "lanemask_ge")
 
 
@@ -85,11 +85,11 @@ class _Rows(dict[int, np.ndarray]):
 class Window:
     """Some lanes of a register file.
 
-    lanes: thread indices within the CTA, ascending. banks: bank -> [registers, lanes] array; taints: the same shape, bool.
+    lanes: thread indices within the CTA, ascending. banks: bank -> [registers, lanes] array; taints: as in the register file.
     cta, engine, observer: as in the slot while it is occupied. lane_warps: the warp of each lane. whole: the lanes are complete warps.
     special: special registers that differ between threads, made on first use. shuffles: cached shuffle patterns (isa/lanes.py).
     parent, index: the window that a compact copy was taken from, and the positions there. dirty: a cached window's poison rows have been
-    used. Row lists (P, H, I, E, U, S, F, D, L, G; Tp, Th, Tr, Td) appear on first use.
+    used. Row lists (P, H, I, E, U, S, F, D, L, G; Tp, Th, Tr, Td, Tlow, Thigh) appear on first use.
     """
 
     def __init__(self, slot: CtaSlot, lanes: np.ndarray, banks: dict[str, np.ndarray], taints: dict[str, np.ndarray]) -> None:
@@ -269,7 +269,7 @@ class CtaSlot:
             if len(self.compacts) >= MAX_COMPACTS:
                 self.compacts.clear()
             banks = {bank: np.empty((array.shape[0], len(lanes)), array.dtype) for bank, array in self.registers.banks.items()}
-            window = Window(self, lanes, banks, {bank: np.zeros(array.shape, bool) for bank, array in banks.items()})
+            window = Window(self, lanes, banks, no_taints(banks))
             self.compacts[key] = window
         if window.dirty and not tainted:
             window.dirty = False
@@ -278,8 +278,8 @@ class CtaSlot:
         for bank, rows in used.items():
             if len(rows):
                 window.banks[bank][rows] = self.registers.banks[bank][rows[:, None], lanes]
-                if tainted:
-                    window.taints[bank][rows] = self.registers.taints[bank][rows[:, None], lanes]
+                for name in SHADOWS[bank] if tainted else ():
+                    window.taints[name][rows] = self.registers.taints[name][rows[:, None], lanes]
         return window
 
     def store(self, window: Window, used: dict[str, np.ndarray], tainted: bool) -> None:
@@ -288,5 +288,5 @@ class CtaSlot:
         for bank, rows in used.items():
             if len(rows):
                 self.registers.banks[bank][rows[:, None], window.lanes] = window.banks[bank][rows]
-                if tainted:
-                    self.registers.taints[bank][rows[:, None], window.lanes] = window.taints[bank][rows]
+                for name in SHADOWS[bank] if tainted else ():
+                    self.registers.taints[name][rows[:, None], window.lanes] = window.taints[name][rows]
