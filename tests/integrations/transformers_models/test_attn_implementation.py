@@ -1,22 +1,27 @@
-"""attn_implementation="cute_mla" of models that are not patched: transformers expands the keys, dense prefill attends to them."""
+"""attn_implementation="cute_mla" of models that are not patched: transformers expands the keys, prefill attends to them.
+
+Torch computes it in fp32: the logits and tokens of the eager models, beyond index_topk too. In bf16 the kernels do on the simulated device.
+"""
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, PreTrainedModel
 
 import cute_mla
 from cute_mla.integrations.transformers import register
 from cute_mla.integrations.transformers.interface import attend
 from cute_mla.spec.arch import Arch
-from tests.integrations.transformers_models.tiny_models import MODELS, make, tokens
+from tests.integrations.transformers_models.tiny_models import MODELS, OTHERS, make, tokens
 from tests.support.launched import record_launches
 
-UNINDEXED = [name for name in MODELS if name not in ("deepseek_v32", "glm_5")]
+FAMILIES = [name for name in (*MODELS, *OTHERS) if name != "kimi_k2_5"]  # its text model is DeepSeek-V3's
+PICKY: dict[str, dict[str, Any]] = {"glm_5_3_flash": {"index_topk": 32}}  # that choose two pools of 16 keys; others 16 keys
 
 
 def expanding(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
@@ -27,12 +32,73 @@ def expanding(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> 
     return model
 
 
-@pytest.mark.parametrize("name", UNINDEXED)
+def walk(model: PreTrainedModel, *lengths: int) -> list[Tensor]:
+    """Return the results of three padded prompts, then those of one and of three further tokens, without those of padding."""
+    ids, mask = tokens(*lengths)
+    cache, found = DynamicCache(config=model.config), []
+    for new in (ids, tokens(1, 1, 1, seed=8)[0], tokens(3, 3, 3, seed=9)[0]):
+        mask = mask if new is ids else torch.cat((mask, torch.ones_like(new)), dim=1)
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -new.shape[1] :]
+        with torch.no_grad():
+            out = model(new, attention_mask=mask, position_ids=positions, cache=cache)[0]
+        found.append(out[mask[:, -new.shape[1] :].bool()])
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_equal_to_eager(name: str) -> None:
+    """Models with an indexer choose, layers may share a choice; sinks, windows and compressed keys are those of the models."""
+    model = make(name, **PICKY.get(name, {"index_topk": 16}))
+    expected = walk(model, 40, 17, 3)
+    register()
+    model.set_attn_implementation("cute_mla")
+    for one, other in zip(walk(model, 40, 17, 3), expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-5 * float(other.abs().max()))
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "kimi_k2_5", "deepseek_v32", "hy_v4", "deepseek_v4"])
 def test_greedy_tokens(name: str) -> None:
     ids, mask = tokens(20, 5, 1)
-    models = (make(name), expanding(name))
+    changes: dict[str, Any] = {"index_topk": 16} if name.startswith(("deepseek_v32", "hy")) else {}
+    models = (make(name, **changes), expanding(name, **changes))
     expected, found = (each.generate(ids, attention_mask=mask, max_new_tokens=8, do_sample=False) for each in models)
     assert torch.equal(found, expected)
+
+
+def test_gradients_of_sinks_and_of_chosen_keys() -> None:
+    ids, _ = tokens(24, 24)
+    grads = []
+    for model in (make("hy_v4", index_topk=16), expanding("hy_v4", index_topk=16)):
+        model(ids, labels=ids, use_cache=False).loss.backward()
+        attention = model.model.layers[0].self_attn
+        grads.append((attention.sinks.grad, attention.kv_b_proj.weight.grad))
+    for found, expected in zip(grads[1], grads[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_gradients_of_sinks_beside_kernels() -> None:
+    """The kernels have none of lse."""
+    ids, _ = tokens(24)
+    grads = []
+    for model in (make("hy_v4", num_experts_per_tok=8), expanding("hy_v4", torch.bfloat16, num_experts_per_tok=8)):
+        with cute_mla.simulate("sm90", 2) if model.dtype == torch.bfloat16 else nullcontext():
+            model(ids, labels=ids, use_cache=False).loss.backward()
+        grads.append(model.model.layers[2].self_attn.sinks.grad)
+    torch.testing.assert_close(grads[1], grads[0], rtol=0.1, atol=0)
+
+
+def test_windows_and_packed_sequences() -> None:
+    """Any model: a window of 5 tokens; then without one, two sequences in a row, that positions tell apart."""
+    sizes = {"vocab_size": 50, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    register()
+    for window, options in ((5, {}), (None, {"position_ids": torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 5]])})):
+        model = MistralForCausalLM(MistralConfig(**sizes, num_key_value_heads=2, sliding_window=window)).eval()
+        found = []
+        for implementation in ("eager", "cute_mla"):
+            model.set_attn_implementation(implementation)
+            with torch.no_grad():
+                found.append(model(tokens(12)[0] % 50, use_cache=False, **options).logits)
+        torch.testing.assert_close(found[1], found[0], rtol=0, atol=1e-5)
 
 
 def test_several_query_heads_for_each_kv_head(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,11 +140,38 @@ def test_the_kernels(name: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> 
     torch.testing.assert_close(found.float(), expected, rtol=0, atol=0.025 * float(expected.abs().max()))
 
 
-def test_models_with_an_indexer_are_for_patch() -> None:
-    ids, _ = tokens(4)
-    for name in ("deepseek_v32", "glm_5"):
-        with pytest.raises(ValueError, match=r"the model has an indexer; supported: cute_mla\.integrations\.transformers\.patch"):
-            expanding(name)(ids)
+@pytest.mark.parametrize(
+    ("name", "changes", "kinds"),
+    [
+        ("deepseek_v32", {"num_hidden_layers": 1}, ["masked_prefill", "dense_prefill", "masked_prefill"]),
+        (
+            "deepseek_v4",
+            {"num_hidden_layers": 2, "layer_types": ["sliding_attention", "compressed_sparse_attention"]},
+            ["sparse_prefill"] * 6,
+        ),
+        ("glm_5", {"num_hidden_layers": 1, "indexer_types": ["full"]}, ["dense_prefill"]),  # of 256 columns none takes a mask
+        ("hy_v4", {"num_hidden_layers": 1, "indexer_types": ["full"], "index_topk": 640}, ["dense_prefill"] * 3),
+        (
+            "mistral_large_4",
+            {"num_hidden_layers": 1, "indexer_types": ["full"], "kv_source_layers": [0], "no_rope_layers": [1]},
+            ["masked_prefill", "dense_prefill", "masked_prefill"],
+        ),
+    ],
+)
+def test_the_kernels_of_chosen_keys(
+    name: str, changes: dict[str, Any], kinds: list[str], arch: Arch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against the same model in torch, which chooses the same keys: of one layer, and of DeepSeek-V4 all compressed ones."""
+    model = expanding(name, torch.bfloat16, **{"index_topk": 16, "num_experts_per_tok": 8, "topk_group": 2, **changes})
+    lengths = (14, 5, 1) if name == "deepseek_v4" else (40, 17, 3)
+    expected = walk(model, *lengths)
+    names = record_launches(monkeypatch)
+    with cute_mla.simulate(arch, 2) as device:
+        found = walk(model, *lengths)
+    assert device.findings == []
+    assert [each.partition("_bf16")[0] for each in names] == kinds
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.float(), other.float(), rtol=0, atol=0.025 * float(other.abs().max()))
 
 
 def states(*shape: int) -> Tensor:
@@ -89,10 +182,10 @@ def states(*shape: int) -> Tensor:
     ("options", "message"),
     [
         ({"dropout": 0.1}, r"dropout is 0\.1; supported: 0"),
-        ({"sliding_window": 4}, r"sliding_window is given; supported: full attention"),
-        ({"softcap": 4.0, "s_aux": torch.zeros(2)}, r"softcap, s_aux is given; supported: full attention"),
-        ({"indices": torch.zeros(1)}, r"indices is given; supported: full attention"),
-        ({"attention_mask": torch.ones(2, 1, 3, 5)}, r"attention_mask has shape \[2, 1, 3, 5\]; supported: \[2, 5\]"),
+        ({"softcap": 4.0}, r"softcap is given; supported: attention without one"),
+        ({"sliding_window": 4}, r"sliding_window is given without a mask of four dimensions; supported: that of the model's mask function"),
+        ({"indices": torch.zeros(1)}, r"indices is given without a mask of four dimensions"),
+        ({"attention_mask": torch.ones(2, 3, 5)}, r"attention_mask has shape \[2, 3, 5\]; supported: \[2, 5\]"),
         ({"attention_mask": torch.ones(2, 4)}, r"attention_mask has shape \[2, 4\]; supported: \[2, 5\]"),
     ],
 )

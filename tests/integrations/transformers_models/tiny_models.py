@@ -87,13 +87,83 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
     ),
     "kimi_k2_5": ("Kimi_K25Config", "Kimi_K25ForConditionalGeneration", {**_V3}),
 }
+_LATENT_Q = {"q_lora_rank": 48, **_MIXED}
 # Models whose modules patch() does not know
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "axk1": ("AXK1Config", "AXK1ForCausalLM", {**_V3}),
+    "axk2_light": (
+        "AXK2Config",
+        "AXK2ForCausalLM",
+        {"kv_lora_rank": 128, "qk_rope_head_dim": 32, "qk_nope_head_dim": 64, "v_head_dim": 64, **_LATENT_Q, **_INDEXED},
+    ),
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        "DeepseekV4ForCausalLM",
+        {
+            "num_key_value_heads": 1,
+            "num_hidden_layers": 3,
+            "layer_types": ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"],
+            "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention": 8},
+            "mlp_layer_types": ["moe"] * 3,
+            "sliding_window": 9,
+            "o_groups": 2,
+            "o_lora_rank": 32,
+            **_LATENT_Q,
+            **_INDEXED,
+        },
+    ),
+    "dots3_note": (
+        "Dots3NoteTextConfig",
+        "Dots3NoteTextModel",
+        {
+            "layer_types": ["indexed_attention", "sliding_attention"],
+            "sliding_window": 9,
+            "swa_num_attention_heads": 2,
+            "swa_num_key_value_heads": 2,
+            "swa_q_lora_rank": 48,
+            **_LATENT_Q,
+            **_INDEXED,
+        },
+    ),
     "glm_5_3_flash": (
         "Glm5NextTextConfig",
         "Glm5NextTextModel",
-        {"q_lora_rank": 48, "layer_types": ["indexed_attention"] * 2, "indexer_types": ["full"] * 2, **_INDEXED, **_MIXED},
+        {"layer_types": ["indexed_attention"] * 2, "indexer_types": ["full"] * 2, **_LATENT_Q, **_INDEXED},
+    ),
+    "hy_v4": (
+        "HYV4Config",
+        "HYV4ForCausalLM",
+        {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], **_LATENT_Q, **_INDEXED},
+    ),
+    "ling_3": (
+        "BailingHybridConfig",
+        "BailingHybridForCausalLM",
+        {"layer_types": ["linear_attention", "full_attention"], "num_experts": 8, "head_dim": 16, "q_lora_rank": None},
+    ),
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        "LongcatFlashForCausalLM",
+        {
+            "num_layers": 1,
+            "q_lora_rank": 48,
+            "zero_expert_num": 2,
+            "moe_topk": 2,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32,
+            **_EXPERTS,
+        },
+    ),
+    "mistral_large_4": (
+        "MistralLarge4TextConfig",
+        "MistralLarge4TextModel",
+        {
+            "num_hidden_layers": 4,
+            "no_rope_layers": [1, 1, 0, 1],
+            "kv_source_layers": [0, 0, 2, 0],
+            "indexer_types": ["full", "shared", "full", "shared"],
+            **_INDEXED,
+            **_EXPERTS,
+        },
     ),
     "sarvam_mla": ("SarvamMLAConfig", "DeepseekV3ForCausalLM", {**_V3, "q_lora_rank": None}),
     "youtu": ("YoutuConfig", "YoutuForCausalLM", {"q_lora_rank": 48}),
@@ -114,8 +184,8 @@ def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTr
         torch.manual_seed(7)
         model = build(config, dtype=torch.float32)
         for parameter_name, weight in model.named_parameters():
-            if weight.dim() == 1 and "norm" in parameter_name:
-                weight.data += 0.2 * torch.randn_like(weight)  # a norm of 1 would hide one that is left out
+            if weight.dim() == 1 and any(word in parameter_name for word in ("norm", "sinks", "alpha", "softmax_scaling")):
+                weight.data += 0.2 * torch.randn_like(weight)  # a norm of 1, or a sink of 0, would hide one that is left out
             elif weight.dim() in (2, 3) and "conv" not in parameter_name:
                 columns = 1 if "embed" in parameter_name else weight.shape[-1]
                 weight.data = torch.randn_like(weight) * columns**-0.5  # so that values stay near 1 on their way
