@@ -25,6 +25,8 @@ MAX_SLOTS = (1 << 31) - 1  # slots that an int32 can name
 BYTES = (torch.uint8, torch.int8, torch.float8_e4m3fn)
 WIDE = (torch.bfloat16, torch.float16)
 
+_NVFP4_BYTES = 352  # of a token in vLLM's nvfp4_ds_mla
+_NVFP4 = "no kernel reads NVFP4 records (nvfp4_ds_mla); supported for the same keys: fp8_656, vLLM's --kv-cache-dtype fp8_ds_mla"
 _BOX_ROW_BYTES = 128  # the span of the swizzle
 _ELEMENT_SIZES = {"bf16": 2, "fp16": 2, "u8": 1}
 _MAX_MAP_SIZE = 1 << 32  # exclusive: of a dimension of a tensor map
@@ -157,6 +159,8 @@ def format_of(name: str, spec: TensorSpec, named: NamedFormat, served: Collectio
     named: as check_format_name returns it. served: formats that the call has kernels for. more: dtypes that a latent cache may have besides
     bf16 and fp16. ValueError for a name that does not fit, for a format without kernels, and where several formats fit.
     """
+    if spec.shape[3:] == (_NVFP4_BYTES,) and spec.dtype in BYTES:
+        raise ValueError(f"{name} has {_NVFP4_BYTES} bytes a token: {_NVFP4}")
     fitting = [cache for cache in KNOWN.values() if _fits(spec, cache, more)]
     if named.value is not None:
         known = KNOWN[named.value]
@@ -184,6 +188,8 @@ def _fits(spec: TensorSpec, cache: CacheFormat, more: tuple[torch.dtype, ...]) -
 
 def check_format_name(value: Any, served: Collection[str], argument: str = "kv_format") -> str | None:
     """Return the name of a format, or None. ValueError for a value that names no format."""
+    if isinstance(value, str) and value.startswith("nvfp4"):
+        raise ValueError(f"{argument} is {short_repr(value)}: {_NVFP4}")
     if value is not None and not (isinstance(value, str) and value in KNOWN):
         raise ValueError(f"{argument} is {short_repr(value)}; supported: None, {', '.join(served)}")
     name: str | None = value

@@ -124,6 +124,8 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "shape of out": (given(out=torch.zeros(16, 512).bfloat16()), r"out has shape \[16, 512\]; supported: \[16, 576\]"),
     "rows of out": (given(out=torch.zeros(1, 576).bfloat16().expand(16, -1)), "supported: an output of distinct elements"),
     "528 bytes": (given("v41_paged"), "as 3 formats have, and kv_format is None; supported: 'v41', 'v41_paged', 'nope_528'"),
+    "NVFP4": (given(k_cache=torch.zeros(3, 16, 1, 352).byte()), "k_cache has 352 bytes a token: no kernel reads NVFP4 .*fp8_656, vLLM's"),
+    "NVFP4 by name": (given(kv_format="nvfp4_ds_mla"), "kv_format is 'nvfp4_ds_mla': no kernel reads NVFP4 records .*fp8_ds_mla"),
     "rows that overlap": (
         given("v41", k_cache=torch.zeros(1 << 14).byte().as_strided((3, 8, 1, 528), (4096, 512, 528, 1)), kv_format="v41"),
         "512 bytes along dimension 1; supported for v41: at least 528 .* are v41_paged",
