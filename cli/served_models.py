@@ -8,7 +8,11 @@ from typing import Any
 
 from cute_mla.spec.arch import ARCHS
 
-HEADS = ("model", "heads", "columns of a key", "columns of a head", "dense decode", "sparse decode", "prefill", "sparse prefill", "layer")
+HEADS = (
+    *("model", "heads", "columns of a key", "columns of a head", "dense decode", "sparse decode", "prefill", "sparse prefill", "layer"),
+    "evidence",
+)
+LAYER, FUNCTION, SIZES = "layer", "`attn_implementation`", "dimensions"  # what is compared with transformers' own module; SIZES: nothing is
 _NONE = "–"  # what a model has no use for
 
 
@@ -18,7 +22,7 @@ class Model:
 
     qk_nope_head_dim, v_head_dim: None where keys are values, and prefill has no heads of its own. formats: of its caches that engines use;
     extra_formats: those beside the first. topk: keys that its indexer chooses; None without an indexer. key_pool: neighbours among them.
-    keys: further keys of its configuration that concern attention.
+    keys: further keys of its configuration that concern attention. evidence: LAYER, FUNCTION or SIZES.
     """
 
     name: str
@@ -32,6 +36,7 @@ class Model:
     topk: int | None = None
     key_pool: int = 1
     keys: Mapping[str, Any] = field(default_factory=dict)
+    evidence: str = LAYER
 
     @property
     def d_qk(self) -> int:
@@ -54,7 +59,8 @@ class Model:
 
 
 _V3_2 = Model("DeepSeek-V3.2", 128, formats=("latent", "fp8_656"), topk=2048)
-_V4 = Model("DeepSeek-V4", 64, qk_nope_head_dim=None, v_head_dim=None, formats=("fp8_584",), topk=512)
+_V4 = Model("DeepSeek-V4", 64, qk_nope_head_dim=None, v_head_dim=None, formats=("fp8_584",), topk=512, evidence=FUNCTION)
+_NOPE = {"mla_use_nope": True}
 
 # Sizes by transformers' configuration_*.py and by the models' cards; formats by FlashMLA, vLLM and SGLang (docs/models.md)
 MODELS: tuple[Model, ...] = (
@@ -63,16 +69,31 @@ MODELS: tuple[Model, ...] = (
     Model("DeepSeek-V3, V3.1, R1", 128),
     _V3_2,
     _V4,
-    replace(_V4, name="DeepSeek-V4.1", formats=("v41", "v41_paged"), extra_formats=("v41_fp4",)),
+    replace(_V4, name="DeepSeek-V4.1", formats=("v41", "v41_paged"), extra_formats=("v41_fp4",), evidence=SIZES),
     Model("Kimi K2", 64),
-    Model("Kimi K3", 96, keys={"mla_use_nope": True, "mla_use_output_gate": True}),
-    Model("Kimi Linear", 32, keys={"mla_use_nope": True}),
-    Model("LongCat Flash", 64, keys={"mla_scale_q_lora": True, "mla_scale_kv_lora": True}),
+    Model("Kimi K3", 96, keys={**_NOPE, "mla_use_output_gate": True}, evidence=SIZES),
+    Model("Kimi Linear", 32, keys=_NOPE),
+    Model("LongCat Flash", 64, keys={"model_type": "longcat_flash", "q_lora_rank": 1536}),
+    Model("Ling 3", 32, keys={"model_type": "bailing_hybrid"}),
+    Model("A.X-K1", 64),
+    Model("A.X-K2-Light", 32, 128, 32, 64, 64, topk=2048, keys={"model_type": "axk2"}, evidence=FUNCTION),
+    Model("Youtu", 16),
+    replace(
+        _V3_2,
+        name="Hy4",
+        num_attention_heads=32,
+        qk_nope_head_dim=192,
+        v_head_dim=256,
+        keys={"model_type": "hy_v4", "learnable_sink_init": 0.0},
+    ),
+    replace(_V3_2, name="dots3-note, 13 of 46 layers", keys={"sliding_window": 512}, evidence=FUNCTION),
+    Model("dots3-note, 33 of 46 layers", 64, 1024, 64, 192, 128, keys={"sliding_window": 512}, evidence=FUNCTION),
+    replace(_V3_2, name="Mistral Large 4", num_attention_heads=64, qk_nope_head_dim=64, keys={"no_rope_layers": [1, 0]}, evidence=FUNCTION),
     Model("GLM-4.7-Flash", 20, qk_nope_head_dim=192, v_head_dim=256),
     replace(_V3_2, name="GLM-5, 5.1, 5.2", num_attention_heads=64, qk_nope_head_dim=192, v_head_dim=256),
     Model("GLM-5.3-Flash", 64, 512, 0, 256, 256, formats=("latent_512", "nope_528"), topk=2048, key_pool=16),
     Model("Mistral Small 4", 32, 256, 64, 64, 128, formats=("latent_320",)),
-    Model("MiniCPM3", 40, 256, 32, 64, 64, formats=("latent",)),
+    Model("MiniCPM3", 40, 256, 32, 64, 64, formats=("latent",), evidence=SIZES),
 )
 
 
@@ -93,6 +114,7 @@ def _row(model: Model) -> tuple[str, ...]:
         _prefill(model),
         _sparse_prefill(model) if sparse else _NONE,
         _layer(model),
+        model.evidence,
     )
 
 

@@ -35,6 +35,7 @@ from .forms import Forms, Sparsity, forms_of
 from .indexer import Indexer
 from .path import MAX_STATES, AttentionPath, Cache, DecodeOptions, Packed, PrefillOptions, attention_path, warn_reference
 from .rope import Rotation, frequencies, rotation
+from .sink_gradients import SinkAttention
 from .weights import MlaWeights
 
 
@@ -79,6 +80,8 @@ class MlaAttention(torch.nn.Module):
     q_a_bias: torch.Tensor | None
     kv_a_bias: torch.Tensor | None
     o_bias: torch.Tensor | None
+    gate: torch.Tensor | None
+    sinks: torch.Tensor | None
 
     def __init__(
         self,
@@ -95,6 +98,8 @@ class MlaAttention(torch.nn.Module):
             raise ValueError("an indexer is given, and the config has none; supported: configs with index_topk")
         if context is not None and config.key_columns != D_QK:
             raise ValueError(f"a context is given, and keys have {config.key_columns} columns; supported: {D_QK}")
+        if context is not None and config.attention_sinks:
+            raise ValueError("a context is given, and the config has attention_sinks; supported: one of them")
         self.config = config
         self.batch_invariant = batch_invariant
         self.context = context
@@ -194,6 +199,8 @@ class MlaAttention(torch.nn.Module):
             attend = self._prefill if forms.prefill in ("dense", "masked") else self._sparse_prefill
             parts.append(attend(step, q[decoded:], own, batch.prefill))
         out = parts[0] if len(parts) == 1 else torch.cat([q.new_empty(0, self.heads, self.config.v_head_dim), *parts])
+        if self.gate is not None:
+            out = out * linear(hidden, self.gate).float().sigmoid().to(out.dtype).unflatten(1, (self.heads, -1))
         return linear(out.flatten(1), self.o, self.o_bias)
 
     def _path(self, device: torch.device) -> AttentionPath:
@@ -241,7 +248,9 @@ class MlaAttention(torch.nn.Module):
         """Return what queries are projected from: [tokens, q_lora_rank], normalised, or the hidden states without q_lora_rank."""
         if self.q_a is None or self.q_a_norm is None:
             return hidden
-        return self._normalise(linear(hidden, self.q_a, self.q_a_bias), self.q_a_norm)
+        columns, scale = linear(hidden, self.q_a, self.q_a_bias), self.config.q_lora_scale
+        normalised = rms_norm(columns.float(), self.q_a_norm.shape, self.q_a_norm.float() * scale, self.config.rms_norm_eps)
+        return normalised.to(columns.dtype)
 
     def _insert(self, inputs: _Inputs, cache: Cache, batch: MlaBatch) -> tuple[torch.Tensor, _Keys]:
         """Project queries and keys; normalise, rotate and write them in one launch. Keys are uninitialised in a batch without prefill."""
@@ -253,7 +262,7 @@ class MlaAttention(torch.nn.Module):
         if self.config.qk_rope_head_dim:
             operands = (rotary, q[..., self.config.qk_nope_head_dim :], torch.cat((inputs.rope.cos, inputs.rope.sin), dim=1))
         insert_kv_cache(
-            *(latent, *operands[:2], cache.keys, batch.slot_mapping, self.kv_a_norm, operands[2]),
+            *(latent, *operands[:2], cache.keys, batch.slot_mapping, self._latent_norm(), operands[2]),
             keys=None if batch.prefill is None else keys,
             descale_k=cache.descale,
             eps=self.config.rms_norm_eps,
@@ -281,16 +290,20 @@ class MlaAttention(torch.nn.Module):
 
     def _new_keys(self, hidden: torch.Tensor, rope: Rotation) -> _Keys:
         latent, rotary = linear(hidden, self.kv_a, self.kv_a_bias).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
-        return _Keys(norm_rope.rms_norm(latent, self.kv_a_norm, self.config.rms_norm_eps), rope.apply(rotary))  # the bits of _insert
+        return _Keys(norm_rope.rms_norm(latent, self._latent_norm(), self.config.rms_norm_eps), rope.apply(rotary))  # the bits of _insert
 
-    def _normalise(self, columns: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """Apply RMSNorm in fp32, rounded once."""
-        return rms_norm(columns.float(), weight.shape, weight.float(), self.config.rms_norm_eps).to(columns.dtype)
+    def _latent_norm(self) -> torch.Tensor:
+        """Return the weight of the norm of latent keys, with their scale."""
+        return self.kv_a_norm if self.config.kv_lora_scale == 1 else self.kv_a_norm * self.config.kv_lora_scale
+
+    def _sinks(self) -> torch.Tensor | None:
+        """Return the sinks in fp32, also of a layer that was cast to another dtype."""
+        return None if self.sinks is None else self.sinks.float()
 
     def _decode(self, step: Step, q: torch.Tensor, requests: DecodeRequests, descale_q: torch.Tensor | None) -> torch.Tensor:
         """Attend in the absorbed form: [tokens, heads, v_head_dim]."""
         by_request = self._absorb(q).unflatten(0, (requests.cache_seqlens.shape[0], requests.s_q))
-        options = DecodeOptions(self.config.softmax_scale, q.dtype, descale_q, self.batch_invariant)
+        options = DecodeOptions(self.config.softmax_scale, q.dtype, descale_q, self.batch_invariant, self._sinks())
         if step.forms.decode == "dense":
             if descale_q is not None:
                 by_request = to_e4m3(by_request.float() / descale_q).view(torch.float8_e4m3fn)
@@ -309,7 +322,7 @@ class MlaAttention(torch.nn.Module):
             for chunk, places in zip(requests.chunks, rows.chunks, strict=True):
                 kv.index_copy_(0, places, step.path.gather(step.cache, chunk, q.dtype))
         chosen = choose_rows(step, requests)
-        return self._expand(step.path.sparse_prefill(self._absorb(q), kv.unsqueeze(1), chosen, self.config.softmax_scale))
+        return self._expand(step.path.sparse_prefill(self._absorb(q), kv.unsqueeze(1), chosen, self.config.softmax_scale, self._sinks()))
 
     def _halves(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the halves of kv_b by head: from queries to the latent space [heads, nope, latent], and back [heads, latent, v]."""
@@ -337,6 +350,9 @@ class MlaAttention(torch.nn.Module):
     def _prefill(self, step: Step, q: torch.Tensor, own: _Keys, requests: PrefillRequests) -> torch.Tensor:
         """Attend in the decompressed form, where tokens choose their keys with masks of these: [tokens, heads, v_head_dim]."""
         path, scale, ends = step.path, self.config.softmax_scale, Packed(requests.cu_seqlens, requests.max_seqlen)
+        sinks = self._sinks()
+        if sinks is not None and path.name == "kernels" and needs_grad(q, *own, self.kv_b, sinks):
+            return SinkAttention.apply(q, *self._decompress(own), sinks, ends, scale)  # there are no cached keys then, nor masks
         masks = mask_keys(step, requests) if step.forms.prefill == "masked" else (None,) * (1 + len(requests.chunks))
         states = [path.varlen(q, self._decompress(own), (ends, ends), PrefillOptions(scale, True, masks[0]))]
         for chunk, mask in zip(requests.chunks, masks[1:], strict=True):
@@ -345,8 +361,8 @@ class MlaAttention(torch.nn.Module):
             if len(states) == MAX_STATES:
                 states = [path.merge(*zip(*states, strict=True))]
             states.append(path.varlen(q, kv, (ends, Packed(chunk.cu_seqlens, chunk.max_seqlen)), PrefillOptions(scale, False, mask)))
-        out, _ = states[0] if len(states) == 1 else path.merge(*zip(*states, strict=True))
-        return out
+        out, lse = states[0] if len(states) == 1 else path.merge(*zip(*states, strict=True))
+        return out if sinks is None else (out * torch.sigmoid(lse - sinks).unsqueeze(-1)).to(out.dtype)
 
     def _decompress(self, keys: _Keys) -> tuple[torch.Tensor, torch.Tensor]:
         """Expand latent keys to keys [tokens, heads, columns of a query] and values [tokens, heads, v_head_dim] of each head."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, Literal
 
 from ..ops.arguments import check_flag, check_integer, is_number, short_repr
 from ..spec.dense_prefill import HEAD_DIMS
@@ -13,6 +13,9 @@ from ..spec.mla import D_LATENT, D_ROPE, LATENT_DIMS
 from .config_keys import check_keys
 from .indexer_config import IndexerConfig
 
+OutputGate = Literal["head", "column"]
+
+_FLAGS = ("rope_interleave", "attention_bias", "mla_use_nope", "mla_scale_q_lora", "mla_scale_kv_lora", "attention_sinks")
 _POSITIVE_INTEGERS = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _YARN_TYPES = ("yarn", "deepseek_yarn")
 _LLAMA3 = "llama3"
@@ -138,6 +141,10 @@ class MlaConfig:
     rope_interleave: True if rotary columns 2i and 2i + 1 of a checkpoint are a pair, as in DeepSeek's; False if i and i + 32 are.
     indexer: that of a model with sparse attention; None: every token attends to all keys.
     attention_bias: True if kv_a, o and, with a q_lora_rank, q_a have a bias.
+    mla_use_nope: True if the rotary columns are not rotated (Kimi).
+    mla_scale_q_lora, mla_scale_kv_lora: True if the root of hidden_size over their rank multiplies queries and latent keys (LongCat).
+    output_gate: whether a sigmoid of a projection of the hidden states multiplies the output before o: of each head, or of each column.
+    attention_sinks: True if each head has a sink, a logit of one more key whose value is 0 (Hy4).
     """
 
     hidden_size: int
@@ -154,6 +161,11 @@ class MlaConfig:
     max_position_embeddings: int = 163_840
     indexer: IndexerConfig | None = None
     attention_bias: bool = False
+    mla_use_nope: bool = False
+    mla_scale_q_lora: bool = False
+    mla_scale_kv_lora: bool = False
+    output_gate: OutputGate | None = None
+    attention_sinks: bool = False
 
     def __post_init__(self) -> None:
         self._check_columns()
@@ -161,8 +173,14 @@ class MlaConfig:
             check_integer(name, getattr(self, name), 1)
         if self.q_lora_rank is not None:
             check_integer("q_lora_rank", self.q_lora_rank, 1)
-        check_flag("rope_interleave", self.rope_interleave)
-        check_flag("attention_bias", self.attention_bias)
+        for name in _FLAGS:
+            check_flag(name, getattr(self, name))
+        if self.mla_scale_q_lora and self.q_lora_rank is None:
+            raise ValueError("mla_scale_q_lora is True with q_lora_rank None; supported: False")
+        if self.mla_use_nope and self.rope_scaling is not None:
+            raise ValueError(f"rope_scaling is {short_repr(self.rope_scaling)} with mla_use_nope; supported: None")
+        if self.output_gate not in (None, "head", "column"):
+            raise ValueError(f"output_gate is {short_repr(self.output_gate)}; supported: None, 'head', 'column'")
         if self.rope_scaling is not None and not isinstance(self.rope_scaling, YarnScaling | Llama3Scaling):
             raise ValueError(f"rope_scaling is {short_repr(self.rope_scaling)}; supported: None, YarnScaling and Llama3Scaling")
         if self.indexer is not None and not isinstance(self.indexer, IndexerConfig):
@@ -199,7 +217,9 @@ class MlaConfig:
         check_keys(config)
         required = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         _check_present("the config", config, (*required, "q_lora_rank"))
-        theta, scaling = _read_rope(config)
+        kind = config.get("model_type")
+        nope = _given(config, "mla_use_nope", kind == "kimi_linear")
+        theta, scaling = (None, None) if nope else _read_rope(config)
         optional = {
             **{name: config.get(name) for name in ("rms_norm_eps", "max_position_embeddings", "rope_interleave", "attention_bias")},
             "rope_theta": theta,
@@ -209,6 +229,11 @@ class MlaConfig:
             q_lora_rank=config["q_lora_rank"],
             rope_scaling=scaling,
             indexer=IndexerConfig.from_hugging_face(config),
+            mla_use_nope=nope,
+            mla_scale_q_lora=_given(config, "mla_scale_q_lora", kind == "longcat_flash"),
+            mla_scale_kv_lora=_given(config, "mla_scale_kv_lora", kind == "longcat_flash"),
+            output_gate=_read_gate(config),
+            attention_sinks=config.get("learnable_sink_init") is not None,
             **{name: value for name, value in optional.items() if value is not None},
         )
         if config.get("qk_head_dim") not in (None, read.query_columns):
@@ -222,6 +247,16 @@ class MlaConfig:
         return scale if self.rope_scaling is None else scale * self.rope_scaling.softmax_scale
 
     @property
+    def q_lora_scale(self) -> float:
+        """Return what queries are multiplied with before their rotation."""
+        return (self.hidden_size / self.q_lora_rank) ** 0.5 if self.mla_scale_q_lora and self.q_lora_rank is not None else 1.0
+
+    @property
+    def kv_lora_scale(self) -> float:
+        """Return what latent keys are multiplied with behind their norm."""
+        return (self.hidden_size / self.kv_lora_rank) ** 0.5 if self.mla_scale_kv_lora else 1.0
+
+    @property
     def query_columns(self) -> int:
         """Return the columns of a head's query."""
         return self.qk_nope_head_dim + self.qk_rope_head_dim
@@ -230,6 +265,22 @@ class MlaConfig:
     def key_columns(self) -> int:
         """Return the columns of a key in the cache."""
         return self.kv_lora_rank + self.qk_rope_head_dim
+
+
+def _given(config: Mapping[str, Any], name: str, default: bool) -> Any:
+    """Return the value of a key, or the default if it is missing or None."""
+    return default if config.get(name) is None else config[name]
+
+
+def _read_gate(config: Mapping[str, Any]) -> OutputGate | None:
+    """Return what the gate of the output multiplies: columns in Kimi K3 and Hy4, heads or columns in Ling 3."""
+    name = "gated_attention_proj_granularity_type"
+    if config.get(name) is not None or config.get("model_type") == "bailing_hybrid":
+        gates: dict[Any, OutputGate] = {None: "head", "head_wise": "head", "element_wise": "column"}
+        if config.get(name) not in gates:
+            raise ValueError(f"{name} is {short_repr(config[name])}; supported: head_wise, element_wise")
+        return gates[config.get(name)]
+    return "column" if config.get("mla_use_output_gate") or config.get("model_type") == "hy_v4" else None
 
 
 def _read_rope(config: Mapping[str, Any]) -> tuple[Any, YarnScaling | Llama3Scaling | None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from ..indexer import prepare_index_queries, write_index_cache
 from ..ops.tensor_spec import record_repr
 from ..spec.index_write import Rope
-from ..spec.mla import ceil_div
+from ..spec.mla import D_ROPE, ceil_div
 from ..spec.mqa_logits import COLUMNS, ROW_BYTES
 from .checkpoint import read_attention
 from .config import MlaConfig
@@ -22,7 +22,6 @@ from .rope import Rotation
 from .weights import check_names, copy_contiguous, read_weight
 
 _PAGE_SIZE = 64  # of keys that are written to be read at once
-_NORM_EPS = 1e-6  # of k_norm, whatever rms_norm_eps says (transformers, modeling_deepseek_v32.py)
 
 
 class IndexQueries(NamedTuple):
@@ -37,7 +36,7 @@ class IndexerWeights:
     """Matrices [out, in] of an indexer; every rank has all of its heads.
 
     wq_b: [heads * 128, q_lora_rank], wk: [128, hidden], bf16; fp32 only on the reference path. k_norm, k_norm_bias: [128], weights_proj:
-    [heads, hidden], fp32, as they are used. Columns are in the order of the checkpoint.
+    [heads, hidden], fp32, as they are used. Columns are in the order of the checkpoint, but with rope_last: rotary ones come first.
     """
 
     wq_b: torch.Tensor
@@ -56,13 +55,25 @@ class IndexerWeights:
         heads, q_columns = supported_indexer(config)
         prefix = f"{prefix}indexer."
         check_names(tensors, prefix, ("wq_b", "wk", "k_norm", "k_norm.bias", "weights_proj"))
-        return IndexerWeights(
+        read = IndexerWeights(
             wq_b=copy_contiguous(read_weight(tensors, f"{prefix}wq_b", (heads * COLUMNS, q_columns))),
             wk=copy_contiguous(read_weight(tensors, f"{prefix}wk", (COLUMNS, config.hidden_size))),
             k_norm=copy_contiguous(read_weight(tensors, f"{prefix}k_norm", (COLUMNS,)).float()),
             k_norm_bias=copy_contiguous(read_weight(tensors, f"{prefix}k_norm.bias", (COLUMNS,)).float()),
             weights_proj=copy_contiguous(read_weight(tensors, f"{prefix}weights_proj", (heads, config.hidden_size)).float()),
         )
+        return read._swapped() if config.indexer is not None and config.indexer.rope_last else read
+
+    def to_tensors(self, config: MlaConfig) -> dict[str, torch.Tensor]:
+        """Return the weights under Hugging Face's names, as from_tensors reads them."""
+        own = self._swapped() if config.indexer is not None and config.indexer.rope_last else self
+        named = {f"indexer.{name}.weight": getattr(own, name) for name in ("wq_b", "wk", "k_norm", "weights_proj")}
+        return {**named, "indexer.k_norm.bias": own.k_norm_bias}
+
+    def _swapped(self) -> IndexerWeights:
+        """Exchange the first and the last 64 columns of queries and keys, whose products stay the same."""
+        names = ("wq_b", "wk", "k_norm", "k_norm_bias")
+        return replace(self, **{name: getattr(self, name).unflatten(0, (-1, COLUMNS)).roll(D_ROPE, 1).flatten(0, 1) for name in names})
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> IndexerWeights:
         """Return the weights on another device, and wq_b and wk in another dtype; the others stay fp32."""
@@ -111,8 +122,14 @@ class Indexer(torch.nn.Module):
         self.heads, _ = supported_indexer(config)
         interleave = config.indexer is not None and config.indexer.rope_interleave
         self.rope: Rope = "interleaved" if interleave else "half_split"
+        self.norm_eps = 1e-6 if config.indexer is None else config.indexer.norm_eps
         for field in fields(weights):
             self.register_parameter(field.name, torch.nn.Parameter(getattr(weights, field.name), requires_grad=False))
+
+    @property
+    def weights(self) -> IndexerWeights:
+        """Return the parameters."""
+        return IndexerWeights(**{field.name: getattr(self, field.name) for field in fields(IndexerWeights)})
 
     def extra_repr(self) -> str:
         """Return the sizes of the indexer, for repr()."""
@@ -127,7 +144,7 @@ class Indexer(torch.nn.Module):
     def write(self, keys: torch.Tensor, rotation: Rotation, index_cache: torch.Tensor, slots: torch.Tensor) -> None:
         """Normalise, rotate and quantise keys, and write them to their slots in an index cache."""
         norm = self.k_norm.float(), self.k_norm_bias.float()
-        write_index_cache(keys, index_cache, slots, *norm, rotation.cos_sin, rope=self.rope, eps=_NORM_EPS)
+        write_index_cache(keys, index_cache, slots, *norm, rotation.cos_sin, rope=self.rope, eps=self.norm_eps)
 
     def rows(self, keys: torch.Tensor, rotation: Rotation) -> IndexRows:
         """Return keys as an index cache would hold them, for all of these tokens."""

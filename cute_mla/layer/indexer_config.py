@@ -14,7 +14,7 @@ from .checkpoint import MAX_LAYERS
 IndexerType = Literal["full", "shared"]
 
 _TYPES: dict[str, IndexerType] = {"full": "full", "shared": "shared", "F": "full", "S": "shared"}
-_INTERLEAVED = ("glm_moe_dsa",)  # values of model_type whose configurations may lack indexer_rope_interleave
+_INTERLEAVED = ("glm_moe_dsa", "hy_v4")  # values of model_type whose configurations may lack indexer_rope_interleave
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class IndexerConfig:
     types: "full" for a layer that has an indexer, "shared" for one that takes what the last layer before it with an indexer chose; layers
     behind the last entry, such as those that draft tokens, have one.
     key_pool: neighbouring keys that are chosen together; indexers of more than one are not supported.
+    rope_last: True if the last 64 columns are rotated, as in Hy4. norm_eps: of the norm of keys, whatever rms_norm_eps says.
     """
 
     topk: int
@@ -34,12 +35,15 @@ class IndexerConfig:
     rope_interleave: bool = False
     types: tuple[IndexerType, ...] = ()
     key_pool: int = 1
+    rope_last: bool = False
+    norm_eps: float = 1e-6
 
     def __post_init__(self) -> None:
         check_integer("index_topk", self.topk, 1, MAX_TOPK)
         check_integer("index_n_heads", self.heads, 1, MAX_HEADS)
         check_integer("index_kpool", self.key_pool, 1)
         check_flag("indexer_rope_interleave", self.rope_interleave)
+        check_flag("rope_last", self.rope_last)
         if "shared" in self.types[:1]:
             raise ValueError("layer 0 shares the keys of an indexer, and there is none before it; supported: full")
 
@@ -60,6 +64,7 @@ class IndexerConfig:
             rope_interleave=config.get("model_type") in _INTERLEAVED if interleave is None else interleave,
             types=_types(config),
             key_pool=config.get("index_kpool") or 1,
+            rope_last=config.get("model_type") == "hy_v4",
         )
 
     def is_full(self, layer: int) -> bool:

@@ -50,12 +50,17 @@ class Cache(NamedTuple):
 
 
 class DecodeOptions(NamedTuple):
-    """Options of decode. scale: of the softmax. dtype: of the result. descale_q: fp32, the scale of e4m3 queries, whose result is bf16."""
+    """Options of decode.
+
+    scale: of the softmax. dtype: of the result. descale_q: fp32, the scale of e4m3 queries, whose result is bf16. sinks: fp32 [heads], or
+    None.
+    """
 
     scale: float
     dtype: torch.dtype
     descale_q: torch.Tensor | None = None
     batch_invariant: bool = False
+    sinks: torch.Tensor | None = None
 
 
 class PrefillOptions(NamedTuple):
@@ -89,7 +94,9 @@ class AttentionPath(Protocol):
         """Compute attention of q [requests, s_q, heads, 576] over the slots chosen: [requests, s_q, heads, 512]."""
         ...
 
-    def sparse_prefill(self, q: torch.Tensor, kv: torch.Tensor, chosen: ChosenKeys, scale: float) -> torch.Tensor:
+    def sparse_prefill(
+        self, q: torch.Tensor, kv: torch.Tensor, chosen: ChosenKeys, scale: float, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """Compute attention of q [tokens, heads, 576] over the rows chosen of kv [rows, 1, 576]: [tokens, heads, 512]."""
         ...
 
@@ -163,6 +170,7 @@ class KernelPath(_CachedKeys):
             requests.schedule,
             softmax_scale=options.scale,
             causal=True,
+            attn_sink=options.sinks,
             descale_q=options.descale_q,
             descale_k=cache.descale,
             batch_invariant=options.batch_invariant,
@@ -182,15 +190,18 @@ class KernelPath(_CachedKeys):
             schedule,
             softmax_scale=options.scale,
             is_fp8_kvcache=cache.is_fp8_656,
+            attn_sink=options.sinks,
             indices=chosen.indices,
             topk_length=chosen.counts,
             batch_invariant=options.batch_invariant,
         )
         return out
 
-    def sparse_prefill(self, q: torch.Tensor, kv: torch.Tensor, chosen: ChosenKeys, scale: float) -> torch.Tensor:
+    def sparse_prefill(
+        self, q: torch.Tensor, kv: torch.Tensor, chosen: ChosenKeys, scale: float, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """Attend as AttentionPath.sparse_prefill."""
-        out, *_ = flash_mla_sparse_fwd(q, kv, chosen.indices, scale, topk_length=chosen.counts)
+        out, *_ = flash_mla_sparse_fwd(q, kv, chosen.indices, scale, attn_sink=sinks, topk_length=chosen.counts)
         return out
 
     def choose_slots(self, queries: IndexQueries, index_cache: torch.Tensor, requests: DecodeRequests, topk: int) -> ChosenKeys:
@@ -226,8 +237,8 @@ class ReferencePath(_CachedKeys):
     def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, options: DecodeOptions) -> torch.Tensor:
         """Decode as AttentionPath.decode."""
         table, lengths, descales = requests.block_table, requests.cache_seqlens, (options.descale_q, cache.descale)
-        out, _ = reference.dense_decode(q, cache.keys, table, lengths, options.scale, causal=True, descales=descales)
-        return out.to(options.dtype)
+        out, lse = reference.dense_decode(q, cache.keys, table, lengths, options.scale, causal=True, descales=descales)
+        return (out if options.sinks is None else reference.scale_by_sink(out, lse, options.sinks)).to(options.dtype)
 
     def sparse_decode(
         self, q: torch.Tensor, cache: Cache, chosen: ChosenKeys, schedule: MlaSchedule, options: DecodeOptions
@@ -235,12 +246,14 @@ class ReferencePath(_CachedKeys):
         """Decode as AttentionPath.sparse_decode."""
         keys = dequantise_cache(cache.keys, FP8_656.name) if cache.is_fp8_656 else cache.keys
         read = reference.IndexedCache(keys.flatten(0, 2), chosen.indices, chosen.counts)
-        out, _ = reference.sparse_decode(q, [read], options.scale)
+        out, _ = reference.sparse_decode(q, [read], options.scale, options.sinks)
         return out.to(options.dtype)
 
-    def sparse_prefill(self, q: torch.Tensor, kv: torch.Tensor, chosen: ChosenKeys, scale: float) -> torch.Tensor:
+    def sparse_prefill(
+        self, q: torch.Tensor, kv: torch.Tensor, chosen: ChosenKeys, scale: float, sinks: torch.Tensor | None
+    ) -> torch.Tensor:
         """Attend as AttentionPath.sparse_prefill."""
-        out, *_ = reference.sparse_prefill(q, kv, chosen.indices, scale, topk_length=chosen.counts)
+        out, *_ = reference.sparse_prefill(q, kv, chosen.indices, scale, attn_sink=sinks, topk_length=chosen.counts)
         return out.to(q.dtype)
 
     def choose_slots(self, queries: IndexQueries, index_cache: torch.Tensor, requests: DecodeRequests, topk: int) -> ChosenKeys:

@@ -38,6 +38,8 @@ class Rotation(NamedTuple):
 def frequencies(config: MlaConfig) -> torch.Tensor:
     """Return the radians per position of each pair of columns, fp32 [pairs]."""
     columns, theta = config.qk_rope_head_dim, config.rope_theta
+    if config.mla_use_nope:
+        return torch.zeros(columns // 2)
     if isinstance(config.rope_scaling, YarnScaling):
         return _stretched(config.rope_scaling, columns, theta)
     return pair_frequencies(columns, theta, config.rope_scaling)
@@ -89,6 +91,11 @@ def interleaved(rows: torch.Tensor) -> torch.Tensor:
         return rows
     halves = rows.unflatten(-2, (2, -1))
     return halves.transpose(-3, -2).flatten(-3, -2)
+
+
+def halved(rows: torch.Tensor) -> torch.Tensor:
+    """Reorder rotary columns back: the inverse of interleaved()."""
+    return rows.unflatten(-2, (-1, 2)).transpose(-3, -2).flatten(-3, -2) if rows.shape[-2] else rows
 
 
 def _ramp(yarn: YarnScaling, columns: int, theta: float) -> tuple[float, float]:

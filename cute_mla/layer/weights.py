@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -13,11 +13,12 @@ from ..ops.arguments import check_integer
 from ..ops.tensor_spec import record_repr
 from .checkpoint import listed, read_attention
 from .config import MlaConfig
-from .rope import interleaved
+from .rope import halved, interleaved
 
 _SCALES = ("weight_scale_inv", "weight_scale")  # names of the scales of an e4m3 weight
 _UNUSED = ("activation_scale", "input_scale")  # of products in e4m3; the layer rounds no activations
 _IGNORED = ("rotary_emb.inv_freq", "k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale")  # the scales: of caches in e4m3
+_BY_HEAD = {"q_b", "kv_b", "gate", "sinks"}  # whose rows are those of heads
 _BLOCK = 128  # rows and columns that share a scale
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _SCALE_DTYPES = (*_FLOATS, torch.float8_e8m0fnu)
@@ -52,6 +53,7 @@ class MlaWeights:
     kv_b: [heads * (nope + v), latent], per head columns of keys, then columns of values
     o: [hidden, heads * v]
     q_a_bias, kv_a_bias, o_bias: [q_lora_rank], [latent + rotary], [hidden]; None without attention_bias. Only the first shard has o_bias
+    gate: [heads, hidden] or [heads * v, hidden], None without output_gate. sinks: [heads], fp32 in any case, None without attention_sinks
 
     nope, rotary, latent and v are the config's qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank and v_head_dim.
 
@@ -68,6 +70,8 @@ class MlaWeights:
     q_a_bias: torch.Tensor | None = None
     kv_a_bias: torch.Tensor | None = None
     o_bias: torch.Tensor | None = None
+    gate: torch.Tensor | None = None
+    sinks: torch.Tensor | None = None
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor], config: MlaConfig, *, shard: Shard | None = None, prefix: str = "") -> MlaWeights:
@@ -80,33 +84,34 @@ class MlaWeights:
         """
         shard = Shard() if shard is None else shard
         held = shard.heads(config)
-        read = {name: read_weight(tensors, prefix + name, shape) for name, shape in _shapes(config).items()}
+        names = _names(config, tensors, prefix)
+        shapes = _shapes(config)
+        read = {name: read_weight(tensors, prefix + name, shapes[field]) for field, name in names.items()}
         check_names(tensors, prefix, read, _IGNORED if config.indexer is None else (*_IGNORED, "indexer."))
-        by_head = {name: read[name].unflatten(0, (config.num_attention_heads, -1)) for name in (_query_name(config), "kv_b_proj")}
-        q_b, kv_a, kv_a_bias = by_head[_query_name(config)][held], read["kv_a_proj_with_mqa"], read.get("kv_a_proj_with_mqa.bias")
+        weights = {field: read[name] for field, name in names.items()}
         if not config.rope_interleave:
-            q_b = torch.cat((q_b[:, : config.qk_nope_head_dim], interleaved(q_b[:, config.qk_nope_head_dim :])), dim=1)
-            kv_a = torch.cat((kv_a[: config.kv_lora_rank], interleaved(kv_a[config.kv_lora_rank :])))
-            if kv_a_bias is not None:
-                plain, rotary = kv_a_bias[: config.kv_lora_rank], kv_a_bias[config.kv_lora_rank :]
-                kv_a_bias = torch.cat((plain, interleaved(rotary.unsqueeze(1)).squeeze(1)))
-        return MlaWeights(
-            q_a=read.get("q_a_proj"),
-            q_a_norm=read.get("q_a_layernorm"),
-            q_b=copy_contiguous(q_b.flatten(0, 1)),
-            kv_a=copy_contiguous(kv_a),
-            kv_a_norm=read["kv_a_layernorm"],
-            kv_b=copy_contiguous(by_head["kv_b_proj"][held].flatten(0, 1)),
-            o=copy_contiguous(read["o_proj"].unflatten(1, (config.num_attention_heads, -1))[:, held].flatten(1)),
-            q_a_bias=read.get("q_a_proj.bias"),
-            kv_a_bias=kv_a_bias,
-            o_bias=read.get("o_proj.bias") if shard.rank == 0 else None,
-        )
+            _reorder(weights, config, interleaved)
+        for field in _BY_HEAD & weights.keys():
+            weights[field] = copy_contiguous(weights[field].unflatten(0, (config.num_attention_heads, -1))[held].flatten(0, 1))
+        weights["o"] = copy_contiguous(weights["o"].unflatten(1, (config.num_attention_heads, -1))[:, held].flatten(1))
+        if shard.rank:
+            weights.pop("o_bias", None)
+        if config.attention_sinks:
+            weights["sinks"] = weights["sinks"].float()
+        return MlaWeights(**{field.name: weights.get(field.name) for field in fields(MlaWeights)})  # type: ignore[arg-type]
+
+    def to_tensors(self, config: MlaConfig) -> dict[str, torch.Tensor]:
+        """Return the weights of a layer with all heads under Hugging Face's names, in the order of rows that from_tensors reads."""
+        weights = {field.name: weight for field in fields(self) for weight in (getattr(self, field.name),) if weight is not None}
+        if not config.rope_interleave:
+            _reorder(weights, config, halved)
+        names = _names(config, {}, "")
+        return {_full(names[field]): weight for field, weight in weights.items()}
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> MlaWeights:
         """Return the weights on another device or in another dtype."""
         weights: dict[str, Any] = {
-            field.name: None if weight is None else weight.to(device=device, dtype=dtype)
+            field.name: None if weight is None else weight.to(device=device, dtype=None if field.name == "sinks" else dtype)
             for field in fields(self)
             for weight in (getattr(self, field.name),)
         }
@@ -138,32 +143,54 @@ def load_weights(
     return MlaWeights.from_tensors(tensors, config, shard=shard, prefix=prefix).to(device, dtype)
 
 
-def _query_name(config: MlaConfig) -> str:
-    return "q_proj" if config.q_lora_rank is None else "q_b_proj"
+def _names(config: MlaConfig, tensors: Mapping[str, torch.Tensor], prefix: str) -> dict[str, str]:
+    """Return the checkpoint's name of each field that the config has. With sinks the gate is Hy4's, unless the tensors have the other."""
+    names = {"q_b": "q_proj"}
+    if config.q_lora_rank is not None:
+        names = {"q_b": "q_b_proj", "q_a": "q_a_proj", "q_a_norm": "q_a_layernorm"}
+    names |= {"kv_a": "kv_a_proj_with_mqa", "kv_a_norm": "kv_a_layernorm", "kv_b": "kv_b_proj", "o": "o_proj"}
+    if config.attention_bias:
+        names |= {f"{field}_bias": f"{names[field]}.bias" for field in ("q_a", "kv_a", "o") if field in names}
+    if config.output_gate is not None:
+        names["gate"] = "gate_proj" if config.attention_sinks and f"{prefix}g_proj.weight" not in tensors else "g_proj"
+    return names | ({"sinks": "sinks"} if config.attention_sinks else {})
 
 
 def _shapes(config: MlaConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each weight in a checkpoint by name; a bias has ".bias" at the end of its name."""
-    heads, latent = config.num_attention_heads, config.kv_lora_rank
-    query_inputs = config.hidden_size if config.q_lora_rank is None else config.q_lora_rank
-    shapes: dict[str, tuple[int, ...]] = {
-        _query_name(config): (heads * config.query_columns, query_inputs),
-        "kv_a_proj_with_mqa": (latent + config.qk_rope_head_dim, config.hidden_size),
-        "kv_a_layernorm": (latent,),
-        "kv_b_proj": (heads * (config.qk_nope_head_dim + config.v_head_dim), latent),
-        "o_proj": (config.hidden_size, heads * config.v_head_dim),
-    }
-    if config.q_lora_rank is not None:
-        shapes |= {"q_a_proj": (config.q_lora_rank, config.hidden_size), "q_a_layernorm": (config.q_lora_rank,)}
-    if config.attention_bias:
-        shapes |= {f"{name}.bias": shapes[name][:1] for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if name in shapes}
-    return shapes
+    """Return the shape of each field in a checkpoint, of all heads."""
+    heads, latent, hidden = config.num_attention_heads, config.kv_lora_rank, config.hidden_size
+    rank = hidden if config.q_lora_rank is None else config.q_lora_rank
+    keys = latent + config.qk_rope_head_dim
+    shapes: dict[str, tuple[int, ...]] = {"q_a": (rank, hidden), "q_a_norm": (rank,), "q_a_bias": (rank,)}
+    shapes |= {"q_b": (heads * config.query_columns, rank), "kv_a": (keys, hidden), "kv_a_bias": (keys,), "kv_a_norm": (latent,)}
+    shapes |= {"kv_b": (heads * (config.qk_nope_head_dim + config.v_head_dim), latent), "o": (hidden, heads * config.v_head_dim)}
+    gates = heads if config.output_gate == "head" else heads * config.v_head_dim
+    return shapes | {"o_bias": (hidden,), "gate": (gates, hidden), "sinks": (heads,)}
+
+
+def _reorder(weights: dict[str, torch.Tensor], config: MlaConfig, order: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Reorder the rows of rotary columns in the weights of all heads that have them."""
+    q_b, kv_a = weights["q_b"].unflatten(0, (config.num_attention_heads, -1)), weights["kv_a"]
+    weights["q_b"] = _with_rotary(q_b, config.qk_nope_head_dim, order).flatten(0, 1)
+    weights["kv_a"] = _with_rotary(kv_a, config.kv_lora_rank, order)
+    if "kv_a_bias" in weights:
+        weights["kv_a_bias"] = _with_rotary(weights["kv_a_bias"].unsqueeze(1), config.kv_lora_rank, order).squeeze(1)
+
+
+def _with_rotary(rows: torch.Tensor, plain: int, order: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """Return rows [.., rows, columns], those behind the plain ones reordered."""
+    return torch.cat((rows[..., :plain, :], order(rows[..., plain:, :])), dim=-2)
+
+
+def _full(name: str) -> str:
+    """Return the name of a tensor in a state dict: a matrix or a norm is a `weight`, biases and sinks are parameters of their own."""
+    return name if name.endswith((".bias", "sinks")) else f"{name}.weight"
 
 
 def check_names(tensors: Mapping[str, torch.Tensor], prefix: str, read: Iterable[str], ignored: Iterable[str] = ()) -> None:
     """Raise ValueError for tensors behind a prefix that nobody reads. read: names of read_weight; ignored: what other names begin with."""
     ends = (".weight", *(f".{scale}" for scale in (*_SCALES, *_UNUSED)))
-    known = {prefix + name + end for name in read for end in (("",) if name.endswith(".bias") else ends)}
+    known = {prefix + name + end for name in read for end in (ends if _full(name) != name else ("",))}
     others = tuple(prefix + name for name in ignored)
     extra = [name for name in tensors if name.startswith(prefix) and name not in known and not name.startswith(others)]
     if extra:
@@ -171,11 +198,11 @@ def check_names(tensors: Mapping[str, torch.Tensor], prefix: str, read: Iterable
 
 
 def read_weight(tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Return a weight of a checkpoint, or a bias by a name with ".bias" at its end, in a 16-bit or 32-bit float dtype.
+    """Return a weight of a checkpoint, or a bias by a name with ".bias" at its end, or sinks, in a 16-bit or 32-bit float dtype.
 
     Raises ValueError for a missing weight, wrong shape or dtype, and for scales of a weight that is not in e4m3.
     """
-    full = name if name.endswith(".bias") else f"{name}.weight"
+    full = _full(name)
     if full not in tensors:
         raise ValueError(f"there is no {full}; supported: a checkpoint with all weights of the layer's attention")
     weight = tensors[full]

@@ -41,10 +41,14 @@ def test_a_model_that_is_not_served_says_why() -> None:
     assert row["dense decode"] == "not served: head_dim is 288; supported: 576, 512, 320"
     assert row["prefill"].startswith("not served: head_dim is 96; supported: 192")
     assert row["layer"] == "not served: kv_lora_rank is 256 with qk_rope_head_dim 32"
-    assert ROWS["Kimi K3"]["layer"] == "not served: the config has mla_use_nope True, mla_use_output_gate True"
-    assert ROWS["Kimi Linear"]["layer"] == "not served: the config has mla_use_nope True"
-    assert ROWS["LongCat Flash"]["layer"] == "not served: the config has mla_scale_q_lora True, mla_scale_kv_lora True"
-    assert sum("not served" in cell for row in ROWS.values() for cell in row.values()) == 8  # three of MiniCPM3, two layers of V4
+    assert ROWS["A.X-K2-Light"]["layer"] == "not served: model_type is 'axk2': A.X-K2 has keys of 128 + 32 columns, which no kernel reads"
+    assert ROWS["Mistral Large 4"]["layer"] == "not served: the config has no_rope_layers [1, 0]"
+    assert ROWS["dots3-note, 13 of 46 layers"]["layer"] == "not served: the config has sliding_window 512"
+    assert {ROWS[name]["layer"] for name in ("Kimi K3", "Kimi Linear", "LongCat Flash", "Ling 3", "A.X-K1", "Youtu")} == {"yes"}
+    assert ROWS["Hy4"]["layer"] == "yes, with indexer"
+    assert (
+        sum("not served" in cell for row in ROWS.values() for cell in row.values()) == 15
+    )  # five of A.X-K2, three each of MiniCPM3 and wide dots3 layers
 
 
 @pytest.mark.parametrize(
@@ -90,7 +94,8 @@ def test_cells_follow_is_supported(monkeypatch: pytest.MonkeyPatch, op: str, fea
         for head, cell in zip(HEADS, cells, strict=True)
         if cell != ROWS[cells[0]][head]
     }
-    assert changed == {("Mistral Small 4", column)}
+    models = ("Mistral Small 4", "Mistral Large 4")[: 2 if features["head_dim"] == 128 else 1]  # keys of Large have 576 columns
+    assert changed == {(model, column) for model in models}
 
 
 def test_the_command_prints_the_table() -> None:

@@ -24,7 +24,7 @@ NOT_RUN = {
     "needs a GPU": 2,
     "needs an engine": 3,
     "needs a checkpoint": 4,
-    "needs transformers, run by make test-transformers": 4,
+    "needs transformers, run by make test-transformers": 5,
     "needs kernels, run by make test-transformers": 2,
     "builds kernels": 1,
     "names a kernel to be written": 2,

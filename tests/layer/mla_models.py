@@ -83,7 +83,16 @@ MISTRAL_FAR: dict[str, Any] = {
     "rope_parameters": {**MISTRAL_SMALL_4["rope_parameters"], "original_max_position_embeddings": 16, "llama_4_scaling_beta": 0.5},
 }
 OTHER_COLUMNS = {"glm_5": GLM_5, "glm_5_3_flash": GLM_5_3_FLASH, "mistral_small_4": MISTRAL_SMALL_4, "mistral_far": MISTRAL_FAR}
-MODELS = {"v3": V3, "v2_lite": V2_LITE, **OTHER_COLUMNS}
+# Options of Kimi K3, and those of LongCat Flash, Ling 3 and Hy4 at once
+KIMI_K3: dict[str, Any] = {**V3, "rope_scaling": None, "mla_use_nope": True, "mla_use_output_gate": True}
+SCALED_GATED: dict[str, Any] = {
+    **V3,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+    "gated_attention_proj_granularity_type": "head_wise",
+    "learnable_sink_init": 0.0,
+}
+MODELS = {"v3": V3, "v2_lite": V2_LITE, "kimi_k3": KIMI_K3, "scaled_gated": SCALED_GATED, **OTHER_COLUMNS}
 PREFIX = "model.layers.0.self_attn."
 
 
@@ -129,7 +138,11 @@ def checkpoint(config: Mapping[str, Any], dtype: torch.dtype = torch.float32, se
         weights |= {"q_proj": matrix(q_rows, hidden)}
     else:
         weights |= {"q_a_proj": matrix(q_lora, hidden), "q_a_layernorm": norm(q_lora), "q_b_proj": matrix(q_rows, q_lora)}
+    if {"mla_use_output_gate", "gated_attention_proj_granularity_type"} & config.keys():
+        weights["g_proj"] = matrix(heads * (columns.v if "mla_use_output_gate" in config else 1), hidden)
     tensors = {f"{PREFIX}{name}.weight": weight for name, weight in weights.items()}
+    if "learnable_sink_init" in config:
+        tensors[f"{PREFIX}sinks"] = 2 + torch.randn(heads, generator=draw)
     if config["attention_bias"]:
         biased = [name for name in ("q_a_proj", "kv_a_proj_with_mqa", "o_proj") if name in weights]
         tensors |= {f"{PREFIX}{name}.bias": 0.5 * matrix(1, len(weights[name]))[0] * len(weights[name]) ** 0.5 for name in biased}
@@ -150,8 +163,8 @@ _RAMPS = {4096: (10, 23), 8192: (12, 25), 16: (0, 4)}
 
 def turned(columns: Tensor, config: Mapping[str, Any]) -> Tensor:
     """Return rotary columns [tokens, .., 64 or 0] of the tokens 0, 1, ..., as complex numbers turned by their positions."""
-    if not columns.shape[-1]:
-        return columns
+    if not columns.shape[-1] or config.get("mla_use_nope"):
+        return columns.double()
     pairs = torch.view_as_complex(columns.double().unflatten(-1, (-1, 2)).contiguous())
     yarn, theta = rope_of(config)
     first, last = _RAMPS[yarn["original_max_position_embeddings"]] if yarn else (0, 1)
@@ -204,18 +217,35 @@ def project(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, 
         q = states @ own["q_proj"].T
     else:
         q = _norm(states @ own["q_a_proj"].T + q_a_bias, own["q_a_layernorm"], eps) @ own["q_b_proj"].T
+        q = q * _lora_scale("mla_scale_q_lora", "q_lora_rank", config)
     columns = Columns.of(config)
     q = q.view(len(hidden), config["num_attention_heads"], columns.nope + columns.rotary) * query_scales(len(hidden), config).view(-1, 1, 1)
     keys = states @ own["kv_a_proj_with_mqa"].T + kv_a_bias
     return Projected(
         q=torch.cat((q[..., : columns.nope], turned(q[..., columns.nope :], config)), dim=-1),
-        latent=_norm(keys[:, : columns.latent], own["kv_a_layernorm"], eps),
+        latent=_norm(keys[:, : columns.latent], own["kv_a_layernorm"], eps) * _lora_scale("mla_scale_kv_lora", "kv_lora_rank", config),
         rotary=turned(keys[:, columns.latent :], config),
     )
 
 
-def _output(columns: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
-    out = columns @ weights[f"{PREFIX}o_proj.weight"].double().T
+def _lora_scale(key: str, rank: str, config: Mapping[str, Any]) -> float:
+    return math.sqrt(config["hidden_size"] / config[rank]) if config.get(key) else 1.0
+
+
+def _shares(scores: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the softmax of scores [heads, .., keys] beside the sinks, if there are any."""
+    if f"{PREFIX}sinks" not in weights:
+        return scores.softmax(dim=-1)
+    sinks = weights[f"{PREFIX}sinks"].double().view(-1, *[1] * (scores.dim() - 1)).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sinks), dim=-1).softmax(dim=-1)[..., :-1]
+
+
+def _output(columns: Tensor, hidden: Tensor, weights: Mapping[str, Tensor]) -> Tensor:
+    """Return the output of columns [tokens, heads, v], behind their gate if there is one."""
+    gate = weights.get(f"{PREFIX}g_proj.weight")
+    if gate is not None:
+        columns = columns * (hidden.double() @ gate.double().T).sigmoid().view(*columns.shape[:2], len(gate) // columns.shape[1])
+    out = columns.flatten(1) @ weights[f"{PREFIX}o_proj.weight"].double().T
     return (out + weights.get(f"{PREFIX}o_proj.bias", torch.zeros(())).double()).float()
 
 
@@ -229,8 +259,8 @@ def naive(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, An
     k = torch.cat((both[..., : columns.nope], own.rotary.unsqueeze(1).expand(-1, heads, -1)), dim=-1)
     scores = torch.einsum("ihd,jhd->hij", own.q, k) * softmax_scale(config)
     unseen = torch.ones(len(hidden), len(hidden), dtype=torch.bool).triu(1) if seen is None else ~seen
-    out = torch.einsum("hij,jhd->ihd", scores.masked_fill(unseen, -math.inf).softmax(dim=-1), both[..., columns.nope :])
-    return _output(out.flatten(1), weights)
+    out = torch.einsum("hij,jhd->ihd", _shares(scores.masked_fill(unseen, -math.inf), weights), both[..., columns.nope :])
+    return _output(out, hidden, weights)
 
 
 def absorbed(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str, Any]) -> Tensor:
@@ -242,8 +272,8 @@ def absorbed(hidden: Tensor, weights: Mapping[str, Tensor], config: Mapping[str,
     for token in range(len(hidden)):
         latent_q = torch.einsum("hd,hdc->hc", own.q[token, :, : columns.nope], up[:, : columns.nope])
         q = torch.cat((latent_q, own.q[token, :, columns.nope :]), dim=-1)
-        shares = torch.softmax(q @ keys[: token + 1].T * softmax_scale(config), dim=-1)
+        shares = _shares(q @ keys[: token + 1].T * softmax_scale(config), weights)
         latent_out = shares @ own.latent[: token + 1]
-        outputs.append(torch.einsum("hdc,hc->hd", up[:, columns.nope :], latent_out).flatten())
-    stacked = torch.stack(outputs) if outputs else torch.empty(0, heads * columns.v, dtype=torch.float64)
-    return _output(stacked, weights)
+        outputs.append(torch.einsum("hdc,hc->hd", up[:, columns.nope :], latent_out))
+    stacked = torch.stack(outputs) if outputs else torch.empty(0, heads, columns.v, dtype=torch.float64)
+    return _output(stacked, hidden, weights)

@@ -60,6 +60,12 @@ READ: dict[str, dict[str, Any]] = {
     "A.X-K1": {**V3, **FIVE, "model_type": "axk1"},
     "Sarvam": {**V2_LITE, "model_type": "sarvam_mla"},
     "Youtu": {**V3, "model_type": "youtu", "embedding_initializer_range": 0.04},
+    "Kimi K3": {"text_config": {**LINEAR, "mla_use_nope": True, "mla_use_output_gate": True, "latent_moe_use_norm": True}},
+    "Kimi Linear": {**LINEAR, "mla_use_nope": True},
+    "LongCat Flash": {**V3, "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_num": 256},
+    "LongcatFlashConfig": {**V3, "model_type": "longcat_flash"},
+    "Ling 3": {**V3, **HYBRID, "model_type": "bailing_hybrid", "kda_safe_gate": True},
+    "Hy4": {**GLM_5, "model_type": "hy_v4", "learnable_sink_init": 0.0},
     "an unknown one": V3,
 }
 
@@ -70,20 +76,43 @@ def test_read(model: str) -> None:
     MlaConfig.from_hugging_face({**MOE, "text_config": {**MOE, **given["text_config"]}} if "text_config" in given else {**MOE, **given})
 
 
+OPTIONS = ("mla_use_nope", "mla_scale_q_lora", "mla_scale_kv_lora", "output_gate", "attention_sinks")
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "options"),
+    [
+        ("Kimi K3", {}, (True, False, False, "column", False)),
+        ("Kimi Linear", {}, (True, False, False, None, False)),
+        ("Kimi Linear", {"mla_use_nope": False}, (False, False, False, None, False)),
+        ("LongCat Flash", {}, (False, True, True, None, False)),
+        ("LongcatFlashConfig", {"mla_scale_q_lora": False}, (False, False, True, None, False)),
+        ("Ling 3", {}, (False, False, False, "head", False)),
+        ("Ling 3", {"gated_attention_proj_granularity_type": "element_wise"}, (False, False, False, "column", False)),
+        ("Hy4", {}, (False, False, False, "column", True)),
+        ("DeepSeek-V3", {}, (False, False, False, None, False)),
+    ],
+)
+def test_options_of_the_layer(model: str, changes: dict[str, Any], options: tuple[Any, ...]) -> None:
+    config = MlaConfig.from_hugging_face({**READ[model].get("text_config", READ[model]), **changes})
+    assert tuple(getattr(config, name) for name in OPTIONS) == options
+    assert config.indexer is None or config.indexer.rope_last == (model == "Hy4")
+
+
+@pytest.mark.parametrize(
+    ("model", "changes", "message"),
+    [
+        ("Ling 3", {"gated_attention_proj_granularity_type": "x"}, "gated_attention_proj_granularity_type is 'x'; supported: head_wise"),
+        ("LongCat Flash", {"q_lora_rank": None}, "mla_scale_q_lora is True with q_lora_rank None; supported: False"),
+        ("Kimi Linear", {"mla_use_nope": 1}, "mla_use_nope is 1; supported"),
+    ],
+)
+def test_options_that_are_refused(model: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MlaConfig.from_hugging_face({**READ[model], **changes})
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "Kimi K3": (
-        {"text_config": {**LINEAR, "mla_use_nope": True, "mla_use_output_gate": True, "latent_moe_use_norm": True}},
-        "model_type 'kimi_linear', mla_use_nope True, mla_use_output_gate True;",
-    ),
-    "Kimi Linear": ({**LINEAR, "mla_use_nope": True}, "model_type 'kimi_linear', mla_use_nope True;"),
-    "KimiLinearConfig": (LINEAR, "model_type 'kimi_linear';"),
-    "LongCat Flash": (
-        {**V3, "mla_scale_q_lora": True, "mla_scale_kv_lora": True, "zero_expert_num": 256},
-        "mla_scale_q_lora True, mla_scale_kv_lora True;",
-    ),
-    "LongcatFlashConfig": ({**V3, "model_type": "longcat_flash"}, "model_type 'longcat_flash';"),
-    "Ling 3": ({**LINEAR, "model_type": "bailing_hybrid", "kda_safe_gate": True}, "model_type 'bailing_hybrid';"),
-    "Hy4": ({**GLM_5, "model_type": "hy_v4", "learnable_sink_init": 0.0}, "model_type 'hy_v4', learnable_sink_init 0.0;"),
     "dots3-note": (
         {**V3, "layer_types": ["sliding_attention"], "sliding_window": 512, "per_layer_config": {"02": {}}},
         r"layer_types \['sliding_attention'\], sliding_window 512, per_layer_config {'02': {}};",
@@ -108,6 +137,14 @@ UNKNOWN = (
 def test_refused_by_name(model: str) -> None:
     given, named = REFUSED[model]
     with pytest.raises(ValueError, match=f"^the config has {named} supported: no other keys of attention .* model_type or deepseek_v2, "):
+        MlaConfig.from_hugging_face(given)
+
+
+def test_a_model_without_kernels_says_what_to_do() -> None:
+    given = {**V3, "kv_lora_rank": 128, "qk_rope_head_dim": 32, "model_type": "axk2", "gated_norm_rank": 16}
+    with pytest.raises(
+        ValueError, match=r"model_type is 'axk2': A\.X-K2 has keys of 128 \+ 32 columns, .*; supported: .*'cute_mla' or 'sdpa'"
+    ):
         MlaConfig.from_hugging_face(given)
 
 

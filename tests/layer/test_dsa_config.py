@@ -11,6 +11,7 @@ import torch
 
 from cute_mla.layer import Indexer, IndexerConfig, IndexerWeights, MlaAttention, MlaConfig, MlaWeights, load_indexer_weights
 from cute_mla.layer.indexer_config import IndexerType
+from cute_mla.layer.rope import Rotation
 from tests.layer.dsa_models import GLM_5_2, V3_2, indexer_checkpoint, short_topk
 from tests.layer.mla_models import GLM_5, GLM_5_3_FLASH, PREFIX, V2_LITE, V3, reduced
 from tests.layer.mla_steps import Sequences
@@ -150,3 +151,23 @@ def test_the_indexer_is_part_of_the_layer() -> None:
     dense = MlaConfig.from_hugging_face(reduced({key: value for key, value in GLM_5.items() if key != "index_topk"}))
     with pytest.raises(ValueError, match="an indexer is given, and the config has none; supported: configs with index_topk"):
         MlaAttention(dense, layer.weights, indexer)
+
+
+def test_columns_and_norm_of_hy4() -> None:
+    """The last 64 columns are rotated: they come first in the layer. The eps of the norm shrinks keys of variance 1 to 1 / sqrt(1 + 3)."""
+    raw = short_topk(reduced({**GLM_5, "model_type": "hy_v4", "learnable_sink_init": 0.0}))
+    config, tensors = MlaConfig.from_hugging_face(raw), indexer_checkpoint(raw)
+    assert config.indexer is not None
+    weights = IndexerWeights.from_tensors(tensors, config, prefix=PREFIX)
+    wk = tensors[f"{PREFIX}indexer.wk.weight"]
+    assert torch.equal(weights.wk, torch.cat((wk[64:], wk[:64])))
+    returned = weights.to_tensors(config)
+    assert all(torch.equal(weight.float(), tensors[f"{PREFIX}{name}"].float()) for name, weight in returned.items())
+    keys, still = torch.randn(3, 128, generator=torch.Generator().manual_seed(1)), Rotation(torch.ones(3, 32), torch.zeros(3, 32))
+    keys = torch.nn.functional.layer_norm(keys, (128,))
+    plain = replace(weights, k_norm=torch.ones(128), k_norm_bias=torch.zeros(128))
+    scales = [
+        Indexer(replace(config, indexer=replace(config.indexer, norm_eps=eps)), plain).rows(keys.bfloat16(), still).scales
+        for eps in (1e-6, 3.0)
+    ]
+    torch.testing.assert_close(scales[1], scales[0] / 2, rtol=0.01, atol=0)

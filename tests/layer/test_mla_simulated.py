@@ -10,7 +10,7 @@ import torch
 
 import cute_mla
 from cute_mla.spec.arch import Arch
-from tests.layer.mla_models import GLM_5, GLM_5_3_FLASH, MISTRAL_FAR, V2_LITE, V3
+from tests.layer.mla_models import GLM_5, GLM_5_3_FLASH, KIMI_K3, MISTRAL_FAR, SCALED_GATED, V2_LITE, V3
 from tests.layer.mla_steps import Sequences
 from tests.support.launched import record_launches
 
@@ -46,8 +46,10 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         (GLM_5, "latent", "bf16_cluster", "bf16_d256", "bf16_d256"),
         (GLM_5_3_FLASH, "latent_512", "bf16_d512_cluster", "bf16_d256", "bf16_d256"),
         (MISTRAL_FAR, "latent_320", "bf16_d320_cluster", "bf16_d128", "bf16_d128"),
+        (KIMI_K3, "latent", "bf16_cluster", "bf16_d192", "bf16_d128"),
+        (SCALED_GATED, "latent", "bf16_cluster", "bf16_d192", "bf16_d128"),
     ],
-    ids=["glm_5", "glm_5_3_flash", "mistral_far"],
+    ids=["glm_5", "glm_5_3_flash", "mistral_far", "kimi_k3", "scaled_gated"],
 )
 def test_other_columns(model: dict[str, Any], cache: str, decode: str, prefill: str, merge: str, arch: Arch, launched: list[str]) -> None:
     """A mixed batch by the kernels of these columns, and of no others. The bytes in the cache are those of the reference path."""

@@ -219,3 +219,23 @@ def test_ranks_that_are_refused() -> None:
             Shard(rank, world)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="4 heads on 3 ranks; supported: a divisor of the number of heads"):
         MlaWeights.from_tensors(checkpoint(SMALL), CONFIG, shard=Shard(0, 3), prefix=PREFIX)
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("interleave", [True, False])
+def test_tensors_come_back(model: str, interleave: bool) -> None:
+    """Under their names, and their rows in the order of the checkpoint."""
+    raw = {**reduced(MODELS[model], hidden=24, heads=4), "attention_bias": True, "rope_interleave": interleave}
+    config, tensors = MlaConfig.from_hugging_face(raw), checkpoint(raw)
+    gate = "gate_proj" if config.attention_sinks else "g_proj"  # beside sinks the gate has the name that it has in Hy4
+    found = MlaWeights.from_tensors(tensors, config, prefix=PREFIX).to_tensors(config)
+    expected = {name.removeprefix(PREFIX).replace("g_proj", gate): weight for name, weight in tensors.items()}
+    assert found.keys() == expected.keys()
+    assert [name for name, weight in found.items() if not torch.equal(weight, expected[name])] == []
+
+
+def test_sinks_stay_in_fp32() -> None:
+    raw = reduced(MODELS["scaled_gated"], hidden=24, heads=4)
+    weights = MlaWeights.from_tensors(checkpoint(raw), MlaConfig.from_hugging_face(raw), prefix=PREFIX).to(dtype=torch.bfloat16)
+    assert weights.sinks is not None
+    assert (weights.q_b.dtype, weights.sinks.dtype) == (torch.bfloat16, torch.float32)

@@ -1,6 +1,7 @@
 """Multi-head latent attention of transformers' models by cute_mla.
 
-patch() replaces the attention modules of a model by cute_mla.layer, over a latent cache that generate() carries. register() makes
+patch() replaces the attention modules of a model by cute_mla.layer, over a latent cache that generate() carries, and unpatch() puts them
+back, with the weights as they are then. register() makes
 attn_implementation="cute_mla" known to transformers, which then expands keys and values itself and calls dense prefill.
 
     patching      the modules that patch() knows, and their weights
@@ -11,6 +12,6 @@ attn_implementation="cute_mla" known to transformers, which then expands keys an
 """
 
 from .interface import register
-from .patching import patch
+from .patching import patch, unpatch
 
-__all__ = ["patch", "register"]
+__all__ = ["patch", "register", "unpatch"]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,17 +17,18 @@ from .step import Planner, StepInputs
 class Traits:
     """Properties of a class of attention modules.
 
-    rotates: False if the rotary columns are not rotated (Kimi Linear). results: results of forward.
+    results: results of forward. keys: what the class computes whatever its configuration says, as keys of a configuration.
     """
 
-    rotates: bool = True
     results: int = 2
+    keys: Mapping[str, Any] = field(default_factory=dict)
 
 
 class LatentAttention(torch.nn.Module):
     """Module in the place of an attention module of transformers, `replaced`.
 
-    attention: the layer, with the weights. dropout: that of the attention weights in training; only 0 is computed.
+    attention: the layer, with the weights. dropout: that of the attention weights in training; only 0 is computed. kind, hf_config: class
+    and configuration of the replaced module; implementation: its attn_implementation.
     """
 
     def __init__(self, attention: MlaAttention, replaced: Any, traits: Traits, planner: Planner) -> None:
@@ -36,6 +38,7 @@ class LatentAttention(torch.nn.Module):
         self.dropout: float = replaced.attention_dropout
         self.results = traits.results
         self.planner = planner
+        self.kind, self.hf_config, self.implementation = type(replaced), replaced.config, replaced.config._attn_implementation
         self.train(replaced.training)
 
     def forward(

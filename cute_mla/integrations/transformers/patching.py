@@ -14,27 +14,31 @@ from ...layer.batch import CHUNK_TOKENS
 from ...layer.rope import frequencies
 from ...ops.arguments import check_integer
 from .attention import LatentAttention, Traits
-from .interface import LATENT, register
+from .interface import EXPANDED, LATENT, register
 from .step import Planner
 
 # By module below transformers.models, and class. Kimi K2 is of the class of DeepSeek-V3; Kimi K2.5 has it inside.
 TRAITS = {
+    "axk1.AXK1Attention": Traits(),
+    "bailing_hybrid.BailingHybridAttention": Traits(),
     "deepseek_v2.DeepseekV2Attention": Traits(),
     "deepseek_v3.DeepseekV3Attention": Traits(),
     "deepseek_v32.DeepseekV32Attention": Traits(),
     "glm4_moe_lite.Glm4MoeLiteAttention": Traits(),
     "glm_moe_dsa.GlmMoeDsaAttention": Traits(results=3),
-    "kimi_linear.KimiLinearAttention": Traits(rotates=False),
+    "hy_v4.HYV4Attention": Traits(results=3, keys={"rope_interleave": False, "indexer_rope_interleave": False}),
+    "kimi_linear.KimiLinearAttention": Traits(),
+    "longcat_flash.LongcatFlashMLA": Traits(),
     "mistral4.Mistral4Attention": Traits(),
+    "youtu.YoutuAttention": Traits(),
 }
 
 
 def patch(model: torch.nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> int:
     """Replace every attention module of a model by cute_mla.layer over a latent cache, and return how many there were.
 
-    model: a model of transformers with its weights, of DeepSeek-V2, V3 or V3.2, GLM-5, GLM-4.7-Flash, Kimi K2, K2.5, Kimi Linear or
-    Mistral Small 4. Changed in place. Its weights move to the new modules, whose names in state_dict() are those of MlaWeights: save a
-    checkpoint before.
+    model: a model of transformers with its weights, whose attention is of a class in TRAITS. Changed in place. Its weights move to the new
+    modules, whose names in state_dict() are those of MlaWeights: unpatch() before saving a checkpoint.
     chunk_tokens: cached keys that prefill decompresses at a time, over all requests.
 
     The model then computes decode in the absorbed form, and prefill of new tokens over cached ones in chunks, both on the layer's path:
@@ -52,12 +56,57 @@ def patch(model: torch.nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> int:
     built = [(parent, name, _config_of(model, module, traits)) for parent, name, module, traits in found]
     planners: dict[int, Planner] = {}
     for (parent, name, config), (_, _, module, traits) in zip(built, found, strict=True):
-        planner = planners.setdefault(id(module.config), Planner(module.layer_idx, chunk_tokens, traits.rotates))
+        planner = planners.setdefault(id(module.config), Planner(module.layer_idx, chunk_tokens))
         setattr(parent, name, LatentAttention(_trainable_as(module, config), module, traits, planner))
     register()
     for _, _, module, _ in found:
         module.config._attn_implementation = LATENT
     return len(found)
+
+
+def unpatch(model: torch.nn.Module) -> int:
+    """Put transformers' own attention modules back, with the weights as they are now, and return how many there were.
+
+    Names and shapes in state_dict() are then those of before patch(), so that save_pretrained() writes a checkpoint that transformers loads
+    alone. Parameters are new tensors, without gradients; an optimizer holds the old ones. Caches of the patched model are of no use.
+
+    Raises ValueError, and changes nothing, if the model has no module that patch() made, or has quantised weights elsewhere: its attention
+    was dequantised, which its configuration does not say.
+    """
+    found = [
+        (parent, name, module)
+        for parent in model.modules()
+        for name, module in parent.named_children()
+        if isinstance(module, LatentAttention)
+    ]
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no attention of cute_mla; supported: a model behind patch()")
+    for _, _, module in found:
+        if getattr(module.hf_config, "quantization_config", None) is not None:
+            raise ValueError("the model's configuration has a quantization_config; supported: models whose weights are not quantised")
+    for parent, name, module in found:
+        setattr(parent, name, _restored(module))
+        module.hf_config._attn_implementation = module.implementation
+    return len(found)
+
+
+def _restored(module: LatentAttention) -> torch.nn.Module:
+    """Return the module that a LatentAttention replaced, with the weights of the latter in the dtypes of the former."""
+    layer = module.attention
+    tensors = layer.weights.to_tensors(layer.config)
+    if layer.indexer is not None:
+        tensors |= layer.indexer.weights.to_tensors(layer.config)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(layer.kv_a.dtype)
+    try:
+        with torch.device("meta"):
+            restored = module.kind(module.hf_config, module.layer_idx)
+    finally:
+        torch.set_default_dtype(before)
+    dtypes = {name: weight.dtype for name, weight in restored.state_dict().items()}
+    held = {name: weight.detach().to(dtypes.get(name), copy=True).contiguous() for name, weight in tensors.items()}
+    restored.load_state_dict(held, assign=True)
+    return restored.requires_grad_(layer.kv_b.requires_grad).train(module.training)
 
 
 def _supported() -> str:
@@ -75,22 +124,25 @@ def _attention_modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module
                     raise ValueError(f"{kind.__name__}.forward has no argument `cache`; supported: that of transformers 5.24")
                 yield parent, name, module, traits
             elif hasattr(module, "kv_a_proj_with_mqa"):
-                raise ValueError(f"the model has latent attention of class {kind.__name__}; supported: {_supported()}")
+                raise ValueError(
+                    f"the model has latent attention of class {kind.__name__}; supported: {_supported()}, and any by "
+                    f"attn_implementation={EXPANDED!r}"
+                )
 
 
 def _config_of(model: torch.nn.Module, module: Any, traits: Traits) -> MlaConfig:
     """Return the layer's configuration. ValueError if the module computes something else than the layer would."""
-    given = module.config.to_dict()
-    if not traits.rotates:
-        given = {name: value for name, value in given.items() if name not in ("rope_parameters", "rope_scaling", "model_type")}
-    config = replace(MlaConfig.from_hugging_face(given), rms_norm_eps=module.kv_a_layernorm.variance_epsilon)
+    config = MlaConfig.from_hugging_face({**module.config.to_dict(), **traits.keys})
+    config = replace(config, rms_norm_eps=module.kv_a_layernorm.variance_epsilon)
+    if config.indexer is not None and module.indexer is not None:
+        config = replace(config, indexer=replace(config.indexer, norm_eps=module.indexer.k_norm.eps))
     if abs(module.scaling / config.softmax_scale - 1) > 1e-6:
         raise ValueError(f"the scale of the softmax is {module.scaling}; supported with this configuration: {config.softmax_scale}")
     if any(weight.is_meta for weight in module.parameters()):
         raise ValueError("the weights are on meta; supported: a model with its weights loaded")
     _layer_of({name: weight.to("meta") for name, weight in module.state_dict().items()}, config)
     for rotary in model.modules():
-        if traits.rotates and getattr(rotary, "config", None) is module.config and hasattr(rotary, "inv_freq"):
+        if not config.mla_use_nope and getattr(rotary, "config", None) is module.config and hasattr(rotary, "inv_freq"):
             _check_rotation(rotary, config)
     return config
 

@@ -55,14 +55,12 @@ class Step:
 class Planner:
     """Plans of the forward calls of one model.
 
-    first_layer: index of the layer that plans a call; the others take its plan. chunk_tokens: as in plan_batch. rotates: False if
-    the model does not rotate its rotary columns.
+    first_layer: index of the layer that plans a call; the others take its plan. chunk_tokens: as in plan_batch.
     """
 
-    def __init__(self, first_layer: int, chunk_tokens: int, rotates: bool) -> None:
+    def __init__(self, first_layer: int, chunk_tokens: int) -> None:
         self.first_layer = first_layer
         self.chunk_tokens = chunk_tokens
-        self.rotates = rotates
         self._step: Step | None = None
 
     def step(self, inputs: StepInputs, layer_idx: int, cached: LatentCacheLayer | None, config: MlaConfig) -> Step:
@@ -89,9 +87,7 @@ class Planner:
             table = torch.arange(batch * pages, dtype=torch.int32, device=inputs.device).view(batch, pages)
             decoded = seen > 0 and set(new) == {tokens} and tokens < absorbed_tokens(config)
             plan = plan_batch(new, lengths, table, PAGE_SIZE, decodes=batch if decoded else 0, chunk_tokens=self.chunk_tokens)
-        if not self.rotates:
-            plan = replace(plan, positions=torch.zeros_like(plan.positions))  # rotated by an angle of 0
-        elif inputs.position_ids is not None:
+        if inputs.position_ids is not None:
             positions = inputs.position_ids.expand(batch, tokens).flatten()
             plan = replace(plan, positions=positions if rows is None else positions[rows])
         return Step(inputs, (tuple(lengths), pages), new, rows, plan)

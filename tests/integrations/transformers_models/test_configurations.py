@@ -12,33 +12,48 @@ import torch
 import transformers
 from transformers import PreTrainedConfig
 
+from cute_mla.cli import served_models
+from cute_mla.integrations.transformers.patching import TRAITS
 from cute_mla.layer import MlaAttention, MlaConfig, MlaWeights, plan_sequences
-from tests.integrations.transformers_models.tiny_models import make, tokens
+from tests.integrations.transformers_models.tiny_models import MODELS, OTHERS, make, tokens
 
 # By class of configuration, a small model with it
 COMPUTED = {
     "AXK1Config": "axk1",
+    "BailingHybridConfig": "ling_3",
     "DeepseekV2Config": "deepseek_v2",
     "DeepseekV3Config": "deepseek_v3",
     "DeepseekV32Config": "deepseek_v32",
     "Glm4MoeLiteConfig": "glm_4_7_flash",
     "Glm5NextTextConfig": "glm_5_3_flash",
     "GlmMoeDsaConfig": "glm_5",
+    "HYV4Config": "hy_v4",
+    "KimiLinearConfig": "kimi_linear",
+    "LongcatFlashConfig": "longcat_flash",
     "Mistral4Config": "mistral_4",
     "SarvamMLAConfig": "sarvam_mla",
     "YoutuConfig": "youtu",
 }
 REFUSED = {
-    "AXK2Config": "gated_norm_rank 16, .*model_type 'axk2'",
-    "BailingHybridConfig": "model_type 'bailing_hybrid'",
+    "AXK2Config": "model_type is 'axk2': A.X-K2 has keys of 128 . 32 columns",
     "Dots3NoteTextConfig": "sliding_attention.*, sliding_window 512, .*model_type 'dots3_note_text', .*per_layer_config",
-    "HYV4Config": "learnable_sink_init 0.0, .*model_type 'hy_v4'",
-    "HYV4VLTextConfig": "learnable_sink_init 0.0, .*model_type 'hy_v4_vl_text'",
-    "KimiLinearConfig": "model_type 'kimi_linear'",
-    "LongcatFlashConfig": "model_type 'longcat_flash'",
+    "HYV4VLTextConfig": "model_type 'hy_v4_vl_text'",
     "MiniCPM3Config": "model_type 'minicpm3'",
     "MistralLarge4TextConfig": "no_rope_layers .*, kv_source_layers .*, model_type 'mistral_large4_text'",
 }
+
+
+# By row of `cute-mla show models`, a small model whose attention is compared with transformers'
+EVIDENCE = dict(
+    pair.split(": ")
+    for pair in (
+        *("DeepSeek-V2: deepseek_v2", "DeepSeek-V2-Lite: deepseek_v2_lite", "DeepSeek-V3, V3.1, R1: deepseek_v3", "Youtu: youtu"),
+        *("DeepSeek-V3.2: deepseek_v32", "Kimi K2: deepseek_v3", "Kimi Linear: kimi_linear", "LongCat Flash: longcat_flash"),
+        *("Ling 3: ling_3", "A.X-K1: axk1", "A.X-K2-Light: axk2_light", "Hy4: hy_v4", "GLM-4.7-Flash: glm_4_7_flash"),
+        *("GLM-5, 5.1, 5.2: glm_5", "GLM-5.3-Flash: glm_5_3_flash", "Mistral Small 4: mistral_4", "DeepSeek-V4: deepseek_v4"),
+        *("Mistral Large 4: mistral_large_4", "dots3-note, 13 of 46 layers: dots3_note", "dots3-note, 33 of 46 layers: dots3_note"),
+    )
+)
 
 
 def configurations() -> dict[str, dict[str, Any]]:
@@ -60,9 +75,17 @@ def test_each_is_listed() -> None:
     assert set(FOUND) == set(COMPUTED) | set(REFUSED)
 
 
+def test_the_table_claims_what_is_compared() -> None:
+    """The layer in test_computed here or behind patch(), and attention in test_equal_to_eager, which takes all small models."""
+    claimed = {model.name: model.evidence for model in served_models.MODELS if model.evidence != served_models.SIZES}
+    layers = {*COMPUTED.values(), *MODELS}
+    assert claimed == {name: served_models.LAYER if small in layers else served_models.FUNCTION for name, small in EVIDENCE.items()}
+    assert set(EVIDENCE.values()) <= {*MODELS, *OTHERS}
+
+
 @pytest.mark.parametrize("name", REFUSED)
 def test_refused_by_name(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"^the config has .*{REFUSED[name]}.*; supported: "):
+    with pytest.raises(ValueError, match=rf"^(the config has .*)?{REFUSED[name]}.*; supported: "):
         MlaConfig.from_hugging_face(FOUND[name])
 
 
@@ -81,7 +104,8 @@ def test_computed(name: str) -> None:
         model(ids, use_cache=False)
     assert len(seen) == len(attentions) > 0
     for module, hidden, out in seen:
-        config = MlaConfig.from_hugging_face(module.config.to_dict())
+        own = TRAITS.get("hy_v4.HYV4Attention") if name == "HYV4Config" else None  # pairs of columns that transformers' class alone has
+        config = MlaConfig.from_hugging_face({**module.config.to_dict(), **(own.keys if own else {})})
         layer = MlaAttention(config, MlaWeights.from_tensors(module.state_dict(), config))
         found = layer(hidden[0], None, plan_sequences([40], "cpu"))
         torch.testing.assert_close(found, out[0], rtol=0, atol=1e-5 * float(out.abs().max()))

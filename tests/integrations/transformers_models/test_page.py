@@ -17,7 +17,7 @@ REASON = "needs transformers, run by make test-transformers"
 def test_the_snippets_run(capsys: pytest.CaptureFixture[str]) -> None:
     names: dict[str, Any] = {"__name__": "snippets"}
     ours = [snippet for snippet in snippets(PAGE) if snippet.reason == REASON]
-    assert len(ours) == 4
+    assert len(ours) == 5
     with torch.random.fork_rng(devices=[]):
         for snippet in ours:
             execute(PAGE, snippet, names)

@@ -71,11 +71,11 @@ def test_a_padded_prompt_and_the_tokens_behind_it(name: str, arch: Arch, launche
     for one, other in zip(found, expected, strict=True):
         agree(one, other)
     indexed = [each for each in launched if each.startswith("index_write")]  # keys of the indexers; all tokens are attended to here
-    assert len(indexed) == {"deepseek_v32": 2, "glm_5": 2}.get(name, 0) * (1 + STEPS)
+    assert len(indexed) == {"deepseek_v32": 2, "glm_5": 2, "hy_v4": 2}.get(name, 0) * (1 + STEPS)
     launched[:] = [each for each in launched if each not in indexed]
-    wide = "d256" if name.startswith("glm") else {"mistral_4": "d128"}.get(name, "d192")
+    wide = "d256" if name.startswith(("glm", "hy")) else {"mistral_4": "d128"}.get(name, "d192")
     insert, decoded = {"mistral_4": ("cache_insert_bf16_latent_320", "bf16_d320")}.get(name, ("cache_insert_bf16_latent", "bf16_cluster"))
-    layers = {"glm_5": 3}.get(name, 2)
+    layers = {"glm_5": 3, "hy_v4": 3, "ling_3": 1}.get(name, 2)
     prefill = [insert, f"dense_prefill_bf16_{wide}"] * layers
     assert launched[: 2 * layers] == prefill
     decode = [each for each in launched[2 * layers :] if not each.startswith("combine")]

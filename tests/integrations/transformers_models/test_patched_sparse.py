@@ -20,7 +20,7 @@ from cute_mla.spec.arch import Arch
 from tests.integrations.transformers_models.tiny_models import make, tokens
 from tests.support.launched import record_launches
 
-NAMES = ["deepseek_v32", "glm_5"]
+NAMES = ["deepseek_v32", "glm_5", "hy_v4"]
 TOPK = 16
 
 
@@ -51,11 +51,13 @@ def test_up_to_topk_tokens_all_are_chosen(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_the_choice_is_that_of_transformers_but_for_roundings(name: str) -> None:
-    """One layer has 0.40 and 0.47 of the difference to dense attention; 1.0 with the indexer's pairs of columns exchanged."""
+    """One layer has 0.40 to 0.47 of the difference to dense attention; 1.0 with the indexer's pairs of columns exchanged."""
     ids, mask = tokens(70, 40)
-    one: dict[str, Any] = {"num_hidden_layers": 1, **({"indexer_types": ["full"]} if name == "glm_5" else {})}
+    one: dict[str, Any] = {"num_hidden_layers": 1, **({} if name == "deepseek_v32" else {"indexer_types": ["full"]})}
     sparse, dense = (logits_of(make(name, index_topk=topk, **one), ids, mask) for topk in (TOPK, 640))
-    found = logits_of(patched(name, **one), ids, mask)
+    ours = patched(name, **one)
+    found = logits_of(ours, ids, mask)
+    assert ours.model.layers[0].self_attn.attention.indexer.norm_eps == make(name, **one).model.layers[0].self_attn.indexer.k_norm.eps
     assert rms(found - sparse) < 0.6 * rms(dense - sparse)
 
 
@@ -82,7 +84,11 @@ def test_pages_of_the_indexer_follow_those_of_the_keys(name: str, options: dict[
 
 @pytest.mark.parametrize(
     ("name", "types", "prefill"),
-    [("deepseek_v32", None, "masked_prefill"), ("glm_5", ["full", "shared"], "sparse_prefill")],  # of 256 columns none takes a mask
+    [
+        ("deepseek_v32", None, "masked_prefill"),
+        ("glm_5", ["full", "shared"], "sparse_prefill"),  # of 256 columns none takes a mask
+        ("hy_v4", ["full", "shared"], "sparse_prefill"),
+    ],
     ids=NAMES,
 )
 def test_the_kernels(name: str, types: list[str] | None, prefill: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -59,7 +59,10 @@ def quantise(model: PreTrainedModel) -> None:
         (rescale, r"the scale of the softmax is 0\.\d+; supported with this configuration: 0\.\d+"),
         (rotate_faster, r"rope_parameters are \{.*\}; supported: no scaling, YaRN or llama3, over 32 pairs"),
         (scale_rotary, r"rope_parameters are \{.*\}; supported: no scaling, YaRN or llama3, over 32 pairs"),
-        (add_other_attention, r"latent attention of class OtherLatentAttention; supported: DeepseekV2Attention, .*KimiLinearAttention"),
+        (
+            add_other_attention,
+            r"latent attention of class OtherLatentAttention; supported: AXK1Attention, .*and any by attn_implementation='cute_mla'",
+        ),
         (forget_weights, r"the weights are on meta; supported: a model with its weights loaded"),
         (quantise, r"o_proj\.weight has shape \[8, 8\]; supported with this config: \[64, 256\]"),
     ],
@@ -89,7 +92,7 @@ def test_configurations_without_kernels(changes: dict[str, Any], message: str) -
 
 
 def test_models_without_latent_attention() -> None:
-    with pytest.raises(ValueError, match=r"Linear has no latent attention to replace; supported: DeepseekV2Attention, "):
+    with pytest.raises(ValueError, match=r"Linear has no latent attention to replace; supported: AXK1Attention, "):
         patch(nn.Linear(3, 3))
     model = make("deepseek_v3")
     assert patch(model) == 2

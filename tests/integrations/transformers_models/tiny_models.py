@@ -44,9 +44,11 @@ _V3 = {
     "max_position_embeddings": 163840,
     **_MIXED,
 }
+_LATENT_Q = {"q_lora_rank": 48, **_MIXED}
 _GROWING = {"llama_4_scaling_beta": 0.5}  # queries grow every 16 positions
 _INDEXED = {"index_topk": 640, "index_head_dim": 128, "index_n_heads": 2}
 _KIMI_VISION = {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "pos_emb_height": 4}
+
 
 # Name of a model: the classes of its configuration and of the model, and what the configuration has besides the sizes above.
 MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -85,12 +87,35 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             **_MIXED,
         },
     ),
+    "axk1": ("AXK1Config", "AXK1ForCausalLM", {**_V3}),
+    "hy_v4": (
+        "HYV4Config",
+        "HYV4ForCausalLM",
+        {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], "rms_norm_eps": 0.01, **_LATENT_Q, **_INDEXED},
+    ),
+    "ling_3": (
+        "BailingHybridConfig",
+        "BailingHybridForCausalLM",
+        {"layer_types": ["linear_attention", "full_attention"], "num_experts": 8, "head_dim": 16, "q_lora_rank": None},
+    ),
+    "longcat_flash": (
+        "LongcatFlashConfig",
+        "LongcatFlashForCausalLM",
+        {
+            "num_layers": 1,
+            "q_lora_rank": 48,
+            "zero_expert_num": 0,
+            "moe_topk": 2,
+            "ffn_hidden_size": 96,
+            "expert_ffn_hidden_size": 32,
+            **_EXPERTS,
+        },
+    ),
+    "youtu": ("YoutuConfig", "YoutuForCausalLM", {"q_lora_rank": 48}),
     "kimi_k2_5": ("Kimi_K25Config", "Kimi_K25ForConditionalGeneration", {**_V3}),
 }
-_LATENT_Q = {"q_lora_rank": 48, **_MIXED}
 # Models whose modules patch() does not know
 OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "axk1": ("AXK1Config", "AXK1ForCausalLM", {**_V3}),
     "axk2_light": (
         "AXK2Config",
         "AXK2ForCausalLM",
@@ -130,29 +155,6 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Glm5NextTextModel",
         {"layer_types": ["indexed_attention"] * 2, "indexer_types": ["full"] * 2, **_LATENT_Q, **_INDEXED},
     ),
-    "hy_v4": (
-        "HYV4Config",
-        "HYV4ForCausalLM",
-        {"num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], **_LATENT_Q, **_INDEXED},
-    ),
-    "ling_3": (
-        "BailingHybridConfig",
-        "BailingHybridForCausalLM",
-        {"layer_types": ["linear_attention", "full_attention"], "num_experts": 8, "head_dim": 16, "q_lora_rank": None},
-    ),
-    "longcat_flash": (
-        "LongcatFlashConfig",
-        "LongcatFlashForCausalLM",
-        {
-            "num_layers": 1,
-            "q_lora_rank": 48,
-            "zero_expert_num": 2,
-            "moe_topk": 2,
-            "ffn_hidden_size": 96,
-            "expert_ffn_hidden_size": 32,
-            **_EXPERTS,
-        },
-    ),
     "mistral_large_4": (
         "MistralLarge4TextConfig",
         "MistralLarge4TextModel",
@@ -166,7 +168,6 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         },
     ),
     "sarvam_mla": ("SarvamMLAConfig", "DeepseekV3ForCausalLM", {**_V3, "q_lora_rank": None}),
-    "youtu": ("YoutuConfig", "YoutuForCausalLM", {"q_lora_rank": 48}),
 }
 
 
@@ -185,7 +186,9 @@ def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTr
         model = build(config, dtype=torch.float32)
         for parameter_name, weight in model.named_parameters():
             if weight.dim() == 1 and any(word in parameter_name for word in ("norm", "sinks", "alpha", "softmax_scaling")):
-                weight.data += 0.2 * torch.randn_like(weight)  # a norm of 1, or a sink of 0, would hide one that is left out
+                weight.data += 0.2 * torch.randn_like(weight)  # a norm of 1 would hide one that is left out
+                if "sinks" in parameter_name:
+                    weight.data += 3  # that they weigh as much as 20 keys
             elif weight.dim() in (2, 3) and "conv" not in parameter_name:
                 columns = 1 if "embed" in parameter_name else weight.shape[-1]
                 weight.data = torch.randn_like(weight) * columns**-0.5  # so that values stay near 1 on their way
