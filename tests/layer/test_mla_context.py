@@ -13,7 +13,7 @@ from cute_mla.layer import MlaAttention, plan_batch
 from cute_mla.parallel import ContextParallel, ContextShard
 from tests.layer.context_ranks import DistributedSteps, rank_main
 from tests.layer.dsa_models import V3_2
-from tests.layer.mla_models import GLM_5, MISTRAL_SMALL_4, V3
+from tests.layer.mla_models import GLM_5, MISTRAL_SMALL_4, SCALED_GATED, V3
 from tests.layer.mla_steps import TOLERANCE, Sequences
 
 # Two decodes, a prefill behind cached keys and one without; more and fewer keys than are chosen; ranks without keys of a request
@@ -55,6 +55,9 @@ def test_what_is_refused() -> None:
     other = Sequences.drawn(MISTRAL_SMALL_4, [3]).layer()
     with pytest.raises(ValueError, match="a context is given, and keys have 320 columns; supported: 576"):
         MlaAttention(other.config, other.weights, context=Alone())
+    sinks = Sequences.drawn(SCALED_GATED, [3]).layer()
+    with pytest.raises(ValueError, match="a context is given, and the config has attention_sinks; supported: one of them"):
+        MlaAttention(sinks.config, sinks.weights, context=Alone())
 
 
 def test_slots_and_room_of_a_rank() -> None:
