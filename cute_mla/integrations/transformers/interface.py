@@ -26,6 +26,7 @@ from ...spec.mla import D_V
 
 EXPANDED = "cute_mla"
 LATENT = "cute_mla_latent"  # of models whose attention modules patch() has replaced
+_HIDES = -1e4  # what a mask adds to the score of a key that is hidden, or less; transformers adds the least value of a dtype
 _SCORES_AT_ONCE = 1 << 28  # that torch computes, of some heads
 
 _States = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -60,7 +61,7 @@ def attend(
 
     Returns [batch, new tokens, heads, columns of value], 0 for padding, and None for the attention weights. Columns, dtypes and gradients
     of causal attention are those of flash_attn_varlen_func where kernels run; torch computes any others. Raises ValueError for dropout,
-    softcaps, windows and indices without their mask, for masks of other shapes, and the errors of flash_attn_varlen_func.
+    softcaps, windows and indices without their mask, for masks of other shapes or with a bias, and the errors of flash_attn_varlen_func.
     """
     if dropout:
         raise ValueError(f"dropout is {dropout}; supported: 0")
@@ -72,7 +73,7 @@ def attend(
     states, sink, keys = (query, key, value), options.get("s_aux"), key.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     if attention_mask is not None and attention_mask.dim() == 4:
-        visible = _visible(attention_mask, options.get("indices"))
+        visible = _visible(attention_mask, (query.shape[0], 1, query.shape[2], keys), options.get("indices"))
         kept = _as_padding(visible)
         trained = sink is not None and needs_grad(*states, sink)  # the kernels have no gradients of lse
         if trained or not _dense_takes(path, query, value) or kept is None:
@@ -88,9 +89,16 @@ def attend(
     return _with_sink(*_packed(path, states, (own, attention_mask), PrefillOptions(scale, causal)), sink), None
 
 
-def _visible(mask: torch.Tensor, indices: torch.Tensor | None) -> torch.Tensor:
-    """Return which keys a token sees, bool [batch, new tokens, all tokens]: those of a mask of four dimensions that indices name."""
-    visible = (mask if mask.dtype == torch.bool else mask >= 0).squeeze(1)
+def _visible(mask: torch.Tensor, shape: tuple[int, ...], indices: torch.Tensor | None) -> torch.Tensor:
+    """Return which keys a token sees, bool [batch, new tokens, all tokens]: those of a mask of four dimensions that indices name.
+
+    Raises ValueError for a mask of another shape than `shape`, and for one that adds more than 0 and what hides a key.
+    """
+    if mask.shape != shape:
+        raise ValueError(f"attention_mask has shape {list(mask.shape)}; supported: {list(shape)}")
+    visible = (mask if mask.dtype == torch.bool else mask == 0).squeeze(1)
+    if mask.dtype != torch.bool and not (visible | (mask.squeeze(1) <= _HIDES)).all():
+        raise ValueError(f"attention_mask adds other values to scores than 0 and {_HIDES:.0f} or less; supported: these, or bool")
     if indices is None:
         return visible
     keys = visible.shape[2]

@@ -185,6 +185,8 @@ def states(*shape: int) -> Tensor:
         ({"softcap": 4.0}, r"softcap is given; supported: attention without one"),
         ({"sliding_window": 4}, r"sliding_window is given without a mask of four dimensions; supported: that of the model's mask function"),
         ({"indices": torch.zeros(1)}, r"indices is given without a mask of four dimensions"),
+        ({"attention_mask": torch.ones(2, 4, 3, 5)}, r"attention_mask has shape \[2, 4, 3, 5\]; supported: \[2, 1, 3, 5\]"),
+        ({"attention_mask": torch.full((2, 1, 3, 5), -0.5)}, r"attention_mask adds other values to scores than 0 and -10000 or less"),
         ({"attention_mask": torch.ones(2, 3, 5)}, r"attention_mask has shape \[2, 3, 5\]; supported: \[2, 5\]"),
         ({"attention_mask": torch.ones(2, 4)}, r"attention_mask has shape \[2, 4\]; supported: \[2, 5\]"),
     ],
