@@ -22,7 +22,6 @@ from .topk_indices import Keys
 
 LOGITS_BYTES = 64 << 20  # most of a workspace
 LOGIT_BYTES = 4
-MAX_CONTEXT = LOGITS_BYTES // LOGIT_BYTES  # keys of a token: a row of logits is not divided
 _WORKSPACE_ALIGNMENT = 16  # bytes
 _MAX_SLOTS = (1 << 31) - 1
 

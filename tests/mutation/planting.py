@@ -54,26 +54,6 @@ def between(landmark: str, first: int, second: int) -> Pick:
     return pick
 
 
-def next_after_last(landmark: str) -> Pick:
-    """Break the first site after the last match of a landmark."""
-
-    def pick(ptx: str, sites: Group) -> list[Group]:
-        end = list(re.finditer(landmark, ptx))[-1].end()
-        return [[next(site for site in sites if site.start > end)]]
-
-    return pick
-
-
-def last_before_last(landmark: str) -> Pick:
-    """Break the last site before the last match of a landmark."""
-
-    def pick(ptx: str, sites: Group) -> list[Group]:
-        start = list(re.finditer(landmark, ptx))[-1].start()
-        return [[[site for site in sites if site.stop < start][-1]]]
-
-    return pick
-
-
 def each_but_around_dealloc(ptx: str, sites: Group) -> list[Group]:
     """Break every site but the last by itself. The last one, in front of tcgen05.dealloc, has no effect."""
     assert ptx[sites[-1].stop :].count("tcgen05.dealloc") == 1, "the planted bug is out of date"

@@ -11,7 +11,6 @@ from ..cases.base import BaseCase
 from ..pairwise import Row, pairs, pairwise_cover
 from .cover import Variant
 
-SMOKE_TILES = 270  # most tiles of a smoke case: two CTAs over a request that a batch-invariant call splits
 REDUCED_TILES = 200  # tiles to which the simulated device's full suite cuts a large case: about 10 CPU seconds
 
 RunMode = Literal["whole", "reduced", "skipped"]

@@ -241,12 +241,6 @@ class DenseDecodeCase(DecodeCase):
             key_tiles = [tiles * ceil_div(tokens, most) for tiles, tokens in zip(key_tiles, self.tokens, strict=True)]
         return sum(key_tiles) * ceil_div(most * self.h_q // self.h_kv, TILE_ROWS) * self.h_kv
 
-    @property
-    def has_masked_rows(self) -> bool:
-        """Return True if the causal mask hides every key of a nonempty request from some query row."""
-        tokens = self.tokens or (self.s_q,) * self.batch
-        return self.causal and any(0 < length < s_q for length, s_q in zip(self.key_lengths, tokens, strict=True))
-
 
 @dataclass(frozen=True)
 class DenseDecodeTensors:

@@ -12,7 +12,7 @@ from ....spec.mqa_logits import COLUMNS, SCALE_BYTES
 from ....spec.topk_indices import config_for
 from ...cases.base import Tags
 from ...cases.tensors import sliced_buffers
-from ..mqa_logits.case import MqaLogitsCase, MqaLogitsTensors, make_mqa_logits_tensors
+from ..mqa_logits.case import LogitsCase, MqaLogitsCase, MqaLogitsTensors, make_mqa_logits_tensors
 from ..topk_indices.case import LogitValues, TopkIndicesCase, TopkProblem, numbers_of
 
 _DIGITS = 5  # of a number, base 16, which e4m3 holds
@@ -21,15 +21,15 @@ _LEAST = -4.0
 
 
 @dataclass(frozen=True)
-class IndexerTopkCase(MqaLogitsCase):
-    """One choice of `topk` keys of each query token; other fields as in MqaLogitsCase, of which `clean` says nothing.
+class IndexerTopkCase(LogitsCase):
+    """One choice of `topk` keys of each query token; other fields as in LogitsCase.
 
     columns: max_seqlen_k of rows. values: those whose logits are exact, so that so is the choice. slots: keys are given by their slots.
     patterns: what logits are instead, by token, as the values of TopkIndicesCase: of one request with pages.
     """
 
     op: ClassVar[str] = "indexer_topk"
-    tags: ClassVar[Tags] = {**MqaLogitsCase.tags, "slots": lambda _: "slots", "patterns": "_".join}
+    tags: ClassVar[Tags] = {**LogitsCase.tags, "slots": lambda _: "slots", "patterns": "_".join}
 
     topk: int = 64
     slots: bool = False
@@ -39,7 +39,7 @@ class IndexerTopkCase(MqaLogitsCase):
     def logits(self) -> MqaLogitsCase:
         """Return the case of the logits."""
         columns = None if self.page_size is None else -(-self.keys // self.page_size) * self.page_size  # all that the table has room for
-        given = {field.name: getattr(self, field.name) for field in fields(MqaLogitsCase)}
+        given = {field.name: getattr(self, field.name) for field in fields(LogitsCase)}
         return MqaLogitsCase(**{**given, "columns": columns, "clean": False, "outputs": "allocated", "sm_count": None})
 
     @property

@@ -40,7 +40,7 @@ _BROKEN_STEP = 3  # of used entries of a broken table, every third is outside th
 
 
 @dataclass(frozen=True)
-class MqaLogitsCase(BaseCase):
+class LogitsCase(BaseCase):
     """Logits of `tokens` query tokens of each request, one request without pages, for `keys` keys, the most of a request with pages.
 
     page_size: of an index cache; None: keys lie in a row.
@@ -50,7 +50,7 @@ class MqaLogitsCase(BaseCase):
     lengths: of requests. "edges": next to borders of pages and tiles, negative ones and more than there are; "near": to 257 of these;
         "last": of the last one all, of the others none.
     per_token: lengths are [requests, tokens].
-    clean: clean_logits. columns: max_seqlen_k of rows, None: 0; max_context_len of pages, None: keys.
+    columns: max_seqlen_k of rows, None: 0; max_context_len of pages, None: keys.
     values: "exact": sums that fp32 holds whatever their order; "plateau": most logits are 0 or -0; "nan_keys": some keys that are seen hold
         NaN, and all others are exact; "normal": normal numbers with scales of amax / 448.
     layout: "strided": slices; rows of keys and pages further apart than they are long; "far_*": an operand's last row lies FAR_ELEMENTS or
@@ -59,13 +59,11 @@ class MqaLogitsCase(BaseCase):
     outputs: far_requests puts the last row far.
     """
 
-    op: ClassVar[str] = "mqa_logits"
     cut_by: ClassVar[str] = "requests"
     tags: ClassVar[Tags] = {
         "windows": str,
         "lengths": lambda lengths: f"{lengths}_lengths",
         "per_token": lambda _: "per_token",
-        "clean": lambda _: "unclean",
         "columns": lambda columns: f"c{columns}",
         "layout": str,
         "broken": lambda _: "broken",
@@ -81,7 +79,6 @@ class MqaLogitsCase(BaseCase):
     windows: KeyWindows = "causal"
     lengths: RequestLengths = "full"
     per_token: bool = False
-    clean: bool = True
     columns: int | None = None
     values: LogitsValues = "exact"
     layout: LogitsLayout = "packed"
@@ -156,7 +153,21 @@ class MqaLogitsTensors:
     output_buffers: Mapping[str, OutputBuffer] = field(default_factory=dict)
 
 
-def make_mqa_logits_tensors(case: MqaLogitsCase, device: str | torch.device = "cpu") -> MqaLogitsTensors:
+@dataclass(frozen=True)
+class MqaLogitsCase(LogitsCase):
+    """A call of mqa_logits. clean: clean_logits."""
+
+    op: ClassVar[str] = "mqa_logits"
+    tags: ClassVar[Tags] = {
+        **{name: tag for name, tag in LogitsCase.tags.items() if name in ("windows", "lengths", "per_token")},
+        "clean": lambda _: "unclean",
+        **LogitsCase.tags,
+    }
+
+    clean: bool = True
+
+
+def make_mqa_logits_tensors(case: LogitsCase, device: str | torch.device = "cpu") -> MqaLogitsTensors:
     """Make the operands of a case: equal for equal cases."""
     device = torch.device(device)
     draw = generator_for(case, 0, torch.device("cpu"))
@@ -175,7 +186,7 @@ def make_mqa_logits_tensors(case: MqaLogitsCase, device: str | torch.device = "c
     return MqaLogitsTensors(q, cache, None, weights, None, lengths.int().to(device), table, buffers)
 
 
-def _e4m3_rows(case: MqaLogitsCase, shape: tuple[int, ...], draw: torch.Generator, sign: int) -> tuple[Tensor, Tensor]:
+def _e4m3_rows(case: LogitsCase, shape: tuple[int, ...], draw: torch.Generator, sign: int) -> tuple[Tensor, Tensor]:
     """Draw rows [*shape, 128] of numbers that e4m3 holds, and their scales, fp32 [*shape]. sign: of all numbers of a plateau."""
     if case.values == "normal":
         numbers = torch.randn(*shape, COLUMNS, generator=draw)
@@ -190,7 +201,7 @@ def _e4m3_rows(case: MqaLogitsCase, shape: tuple[int, ...], draw: torch.Generato
     return numbers.to(torch.float8_e4m3fn), scale
 
 
-def _weights(case: MqaLogitsCase, q_scale: Tensor, draw: torch.Generator) -> Tensor:
+def _weights(case: LogitsCase, q_scale: Tensor, draw: torch.Generator) -> Tensor:
     """Draw the weights, fp32 [rows, heads], of both signs. q_scale: of normal values."""
     if case.values == "normal":
         return torch.randn(q_scale.shape, generator=draw) * q_scale * (case.heads * COLUMNS) ** -0.5
@@ -198,7 +209,7 @@ def _weights(case: MqaLogitsCase, q_scale: Tensor, draw: torch.Generator) -> Ten
     return powers * (1 - 2 * torch.randint(0, 2, q_scale.shape, generator=draw))
 
 
-def _placed_queries(case: MqaLogitsCase, q: Tensor, device: torch.device) -> Tensor:
+def _placed_queries(case: LogitsCase, q: Tensor, device: torch.device) -> Tensor:
     """Copy q [rows, heads, 128] to its layout, [requests, tokens, heads, 128], with NaN in and around it."""
     shape = (case.requests, case.tokens, case.heads, COLUMNS)
     rows, heads, _ = q.shape
@@ -223,7 +234,7 @@ def _placed_rows(values: Tensor, strided: bool, far: bool, device: torch.device)
     return wide[..., around // 2 : around // 2 + values.shape[-1]].copy_(values)
 
 
-def _windows(case: MqaLogitsCase, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+def _windows(case: LogitsCase, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     """Return ks and ke of the tokens of a case without pages, int64 [tokens]."""
     n, tokens = case.keys, case.tokens
     token = torch.arange(tokens)
@@ -250,7 +261,7 @@ def _windows(case: MqaLogitsCase, draw: torch.Generator) -> tuple[Tensor, Tensor
     return tuple(torch.tensor([pairs[i % len(pairs)][side] for i in range(tokens)], dtype=torch.int64) for side in (0, 1))  # type: ignore[return-value]
 
 
-def _lengths(case: MqaLogitsCase, draw: torch.Generator) -> Tensor:
+def _lengths(case: LogitsCase, draw: torch.Generator) -> Tensor:
     """Return context_lens of a case with pages, int64 [requests] or [requests, tokens]."""
     shape = (case.requests, case.tokens) if case.per_token else (case.requests,)
     count, n = math.prod(shape), case.keys
@@ -265,7 +276,7 @@ def _lengths(case: MqaLogitsCase, draw: torch.Generator) -> Tensor:
     return torch.tensor([kinds[i % len(kinds)] for i in range(count)], dtype=torch.int64).view(shape)
 
 
-def _drawn_keys(case: MqaLogitsCase, count: int, seen: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
+def _drawn_keys(case: LogitsCase, count: int, seen: Tensor, draw: torch.Generator) -> tuple[Tensor, Tensor]:
     """Draw the bytes of keys, uint8 [count, 128], and their scales; both NaN of keys not in seen, bool [count]."""
     keys, scales = _e4m3_rows(case, (count,), draw, sign=-1)
     codes = keys.view(torch.uint8)
@@ -276,7 +287,7 @@ def _drawn_keys(case: MqaLogitsCase, count: int, seen: Tensor, draw: torch.Gener
     return codes, scales.masked_fill(~seen, math.nan)
 
 
-def _row_keys(case: MqaLogitsCase, ks: Tensor, ke: Tensor, draw: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
+def _row_keys(case: LogitsCase, ks: Tensor, ke: Tensor, draw: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
     """Make keys e4m3 [keys, 128] and scales fp32 [keys]."""
     place = torch.arange(case.keys)
     seen = ((place >= ks.unsqueeze(1)) & (place < ke.unsqueeze(1))).any(0)
@@ -290,7 +301,7 @@ def _row_keys(case: MqaLogitsCase, ks: Tensor, ke: Tensor, draw: torch.Generator
     return keys, _placed_rows(scales, case.layout == "strided", False, device)
 
 
-def _paged_keys(case: MqaLogitsCase, lengths: Tensor, draw: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
+def _paged_keys(case: LogitsCase, lengths: Tensor, draw: torch.Generator, device: torch.device) -> tuple[Tensor, Tensor]:
     """Make the cache, with the keys of the requests on shuffled pages, and the block table."""
     assert case.page_size is not None
     page, most = case.page_size, case.most_keys
@@ -325,7 +336,7 @@ def _paged_keys(case: MqaLogitsCase, lengths: Tensor, draw: torch.Generator, dev
     return cache, table
 
 
-def _cache(case: MqaLogitsCase, pages: int, device: torch.device) -> Tensor:
+def _cache(case: LogitsCase, pages: int, device: torch.device) -> Tensor:
     """Allocate a cache [pages, page size, 1, 132] in its layout, full of bytes of NaN."""
     assert case.page_size is not None
     own = case.page_size * ROW_BYTES
