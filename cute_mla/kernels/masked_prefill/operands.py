@@ -36,10 +36,6 @@ class MaskedTileWalk(TileWalk):
         """Return the tile that the walk is at."""
         return self.rTiles[1]
 
-    def at_end(self) -> Boolean:
-        """Return whether the walk has no further tile."""
-        return self.rTiles[0] == 0
-
     def next_tile(self) -> Int32:
         """Return the next tile, if there is one."""
         return self.first + highest_bit(self.rTiles[0])

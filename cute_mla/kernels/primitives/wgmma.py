@@ -8,11 +8,10 @@ packed to 16 bits, are an A operand.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
-from cutlass.cute.nvgpu import OperandMajorMode, warp, warpgroup
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from .arithmetic import pin_register
 
@@ -100,12 +99,6 @@ def gather_eights(words: list[Int32], thread: Int32) -> list[Int32]:
             words[low] = cutlass.select_(upper, received, words[low])
             words[high] = cutlass.select_(upper, words[high], received)
     return words
-
-
-def tile_writer(tiled_mma: cute.TiledMma, dtype: type[cutlass.Numeric], thread: Int32) -> Any:
-    """Return the copy of a packed 64x64 fragment to a K-major smem tile by stmatrix, four 8x8 matrices an instruction."""
-    atom = cute.make_copy_atom(warp.StMatrix8x8x16bOp(transpose=False, num_matrices=4), dtype)
-    return cute.make_tiled_copy_C(atom, tiled_mma).get_slice(thread)
 
 
 def quad_max(value: Float32) -> Float32:
