@@ -11,6 +11,14 @@ import pytest
 
 from tests.engines.sglang_parts import ADAPTERS, INTERFACE, MODULES, FlashMlaPlan, Recorded, SparseBase, Written, verify_mask
 
+# SGLang's lists of backends, and the names under which it hands out what adds to them.
+_LISTS = {
+    "ATTENTION_BACKEND_CHOICES": "add_attention_backend_choices",
+    "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS": "add_chunked_prefix_cache_attention_backend",
+    "DETERMINISTIC_ATTENTION_BACKEND_CHOICES": "add_deterministic_attention_backend_choices",
+    "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND": "add_radix_supported_deterministic_attention_backend_choices",
+}
+
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
@@ -21,7 +29,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         kernel=SimpleNamespace(dsa_prefill_backend="flashmla_auto", dsa_decode_backend="flashmla_kv"),
         spec=Recorded(asked["get_spec"], speculative_num_draft_tokens=3, speculative_eagle_topk=None, speculative_algorithm=None),
         factories={},
-        choices=["triton"],
+        deterministic=False,
+        listed={name: ["triton"] for name in _LISTS},
         handlers={},
         split_queries=["dsa"],
         hooks={},
@@ -36,14 +45,19 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     hooks = SimpleNamespace(register=lambda target, hook, kind: answers.hooks.update({target: (hook(), kind)}), apply_hooks=lambda: None)
     handlers = SimpleNamespace(register=answers.handlers.__setitem__)
 
+    added = {add: answers.listed[name].extend for name, add in _LISTS.items()}
+    added["add_chunked_prefix_cache_attention_backend"] = answers.listed["CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS"].append
+
     stand_ins = {
-        "server_args": {"ATTENTION_BACKEND_CHOICES": answers.choices, "add_attention_backend_choices": answers.choices.extend},
+        "server_args": {**answers.listed, **added},
         "layers.attention.attention_registry": {"register_attention_backend": register_attention_backend},
         "layers.attention.base_attn_backend": {"AttentionBackend": base},
         "layers.attention.verify_mask": {"VerifyMask": verify_mask},
         "mem_cache.memory_pool": {"KVWriteLoc": Written},
         "runtime_context": {
-            "get_exec": lambda: SimpleNamespace(kernel=answers.kernel),
+            "get_exec": lambda: SimpleNamespace(
+                kernel=answers.kernel, deterministic=SimpleNamespace(enable_deterministic_inference=answers.deterministic)
+            ),
             "get_parallel": lambda: answers.parallel,
             "get_spec": lambda: answers.spec,
         },
@@ -53,6 +67,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         "models.deepseek_common.attention_backend_handler": {
             "AttentionBackendRegistry": handlers,
             "handle_attention_dsa": "as dsa",
+            "handle_attention_triton": "as triton",
             "handle_attention_trtllm_mla": "as trtllm_mla",
         },
         "models.deepseek_common.utils": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": answers.split_queries},

@@ -18,7 +18,16 @@ RECORDS = Path(__file__).with_name("sglang_interfaces")  # a file per version
 WANTED: dict[str, dict[str, tuple[str, ...]]] = {
     "sglang.srt.plugins": {"GENERAL_PLUGINS_GROUP": ()},
     "sglang.srt.plugins.hook_registry": {"HookRegistry": ("register", "apply_hooks"), "HookType": ("REPLACE",)},
-    "sglang.srt.server_args": {"ATTENTION_BACKEND_CHOICES": (), "add_attention_backend_choices": ()},
+    "sglang.srt.server_args": {
+        "ATTENTION_BACKEND_CHOICES": (),
+        "CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS": (),
+        "DETERMINISTIC_ATTENTION_BACKEND_CHOICES": (),
+        "RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND": (),
+        "add_attention_backend_choices": (),
+        "add_chunked_prefix_cache_attention_backend": (),
+        "add_deterministic_attention_backend_choices": (),
+        "add_radix_supported_deterministic_attention_backend_choices": (),
+    },
     "sglang.srt.layers.attention.attention_registry": {"register_attention_backend": ()},
     "sglang.srt.layers.attention.base_attn_backend": {
         "AttentionBackend": (
@@ -35,7 +44,7 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "DeepseekSparseAttnBackend": (
             *("__init__", "_compute_flashmla_metadata", "_forward_flashmla_sparse", "_forward_flashmla_kv", "_forward_standard_mha"),
             *("dsa_kv_cache_store_fp8", "dsa_index_topk", "kv_cache_dim", "physical_page_size", "num_q_heads"),
-            *("kv_lora_rank", "qk_rope_head_dim"),
+            *("kv_lora_rank", "qk_rope_head_dim", "forward_decode", "forward_extend"),
         ),
     },
     "sglang.srt.layers.attention.dsa.utils": {
@@ -72,6 +81,7 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
     "sglang.srt.models.deepseek_common.attention_backend_handler": {
         "AttentionBackendRegistry": ("register",),
         "handle_attention_dsa": (),
+        "handle_attention_triton": (),
         "handle_attention_trtllm_mla": (),
     },
     "sglang.srt.models.deepseek_common.utils": {"FORWARD_ABSORB_CORE_ATTENTION_BACKENDS": ()},
@@ -85,7 +95,7 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
 }
 # What these return answers by name at run time: recorded is what SGLang's own code asks for.
 ASKED = {
-    "get_exec": ("kernel.dsa_prefill_backend", "kernel.dsa_decode_backend"),
+    "get_exec": ("kernel.dsa_prefill_backend", "kernel.dsa_decode_backend", "deterministic.enable_deterministic_inference"),
     "get_parallel": ("attn_tp_size", "attn_dcp_size"),
     "get_spec": ("speculative_num_draft_tokens", "speculative_eagle_topk", "speculative_algorithm"),
 }

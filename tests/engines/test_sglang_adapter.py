@@ -21,6 +21,7 @@ import cute_mla
 from cute_mla.engines import sglang as adapter
 from cute_mla.reference import attention, visible_keys
 from cute_mla.spec.arch import Arch
+from cute_mla.testing.compare import same_bits
 from tests.engines.sglang_parts import HEADS, INTERFACE, INTERFACES, MODULES, SCALE, Recorded, members, mha_layer, plain
 from tests.support.launched import launched_ops
 
@@ -150,7 +151,8 @@ def test_what_sglang_calls_takes_what_sglang_gives() -> None:
 def test_registration(engine: SimpleNamespace) -> None:
     adapter.register()
     adapter.register()
-    assert engine.choices == ["triton", "cute_mla"]
+    assert len(engine.listed) == 4
+    assert all(names == ["triton", "cute_mla"] for names in engine.listed.values())
     backend = engine.factories["cute_mla"](runner_with(torch.bfloat16))
     assert type(backend).__name__ == "CuteMla"
     assert backend.needs_cpu_seq_lens is False
@@ -345,6 +347,37 @@ def test_replays_find_their_metadata_where_it_was_captured(arch: Arch) -> None:
         backend.forward_metadata = captured  # a graph holds the addresses that it saw
         out = backend.forward_decode(q.flatten(1), None, None, layer_of(), batch_of([100, 3], [2, 1]))
     agree(out, expected(runner, q, [100, 3], [2, 1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, E4M3], ids=str)
+def test_bits_of_deterministic_mode(arch: Arch, engine: SimpleNamespace, dtype: torch.dtype) -> None:
+    """A token has the same bits in a prefill of all, behind cached tokens, among drafts and decoded, beside others and alone."""
+    engine.deterministic = True
+    adapter.register()
+    runner, total, mine, other = runner_with(dtype), 200, 2, 0
+    backend, q, layer = engine.factories["cute_mla"](runner), queries(1, 200)[0], layer_of()
+    assert engine.handlers == {"cute_mla": "as triton"}
+
+    def attended(first: int, last: int, kind: str, beside: int = 0) -> Tensor:
+        """Attend with these of the tokens, the last ones of all; beside: tokens of a request before them."""
+        counts, lengths, requests = [last - first], [last], [mine]
+        if beside:
+            counts, lengths, requests = [beside, *counts], [300, *lengths], [other, mine]
+        extend = {"extend_seq_lens": torch.tensor(counts), "extend_seq_lens_cpu": counts} if kind == "extend" else {}
+        cached = [length - count for length, count in zip(lengths, counts, strict=True)] if kind == "verify" else lengths
+        batch = batch_of(cached, requests, kind, **extend, positions=torch.zeros(sum(counts)))
+        backend.init_forward_metadata(batch)
+        given = torch.cat((q[:beside], q[first:last])).flatten(1)
+        return backend.forward_extend(given, None, None, layer, batch)[beside:]
+
+    with cute_mla.simulate(arch, 6):
+        whole = attended(0, total, "extend")
+        assert same_bits(attended(0, 71, "extend"), whole[:71])
+        assert same_bits(attended(71, total, "extend", beside=9), whole[71:])
+        assert same_bits(attended(total - 3, total, "verify", beside=3), whole[-3:])
+        assert same_bits(attended(total - 1, total, "decode"), whole[-1:])
+        assert same_bits(attended(total - 1, total, "decode", beside=1), whole[-1:])
+    agree(whole, expected(runner, q[None], [total], [mine]))
 
 
 def test_what_is_refused(engine: SimpleNamespace) -> None:

@@ -114,14 +114,24 @@ def test_rows_of_16_bits(arch: Arch, engine: SimpleNamespace, lengths: list[int]
     torch.testing.assert_close(out.float(), expected(q, worth, slots), rtol=1e-2, atol=8e-3)
 
 
-def test_sinks_take_their_share(arch: Arch, engine: SimpleNamespace) -> None:
-    backend, (pool, worth), slots, q = backend_of(engine, 8), pool_of(False), chosen_slots([3]), queries(1, 8)
-    sink = torch.linspace(-1, 1, 8)
-    with launched_ops(arch):
-        out = backend._forward_flashmla_sparse(q, pool, LATENT, slots, SCALE, None, sink)
-    keys = worth[slots[0, :3].long()]
-    scores = torch.cat((q[0].float() @ keys.T * SCALE, sink[:, None]), dim=1).softmax(1)
-    torch.testing.assert_close(out[0].float(), scores[:, :3] @ keys[:, :LATENT], rtol=1e-2, atol=8e-3)
+@pytest.mark.parametrize("heads", [16, 2])
+def test_sinks_take_their_share(arch: Arch, engine: SimpleNamespace, heads: int) -> None:
+    """Hy4: SGLang gives its layers' sinks to backends of names that take rotary columns on their own, and its backend hands them on."""
+    backend, (pool, worth), slots, q = backend_of(engine, heads), pool_of(False), chosen_slots(COUNTS), queries(len(COUNTS), heads)
+    for phase in ("forward_extend", "forward_decode"):
+        assert "attn_sink" in members("layers.attention.dsa_backend", "DeepseekSparseAttnBackend")[phase]
+        assert phase not in vars(type(backend))
+    sink = torch.linspace(-3, 6, heads)
+    with launched_ops(arch) as ops:
+        lengths = torch.tensor(COUNTS, dtype=torch.int32)
+        out = backend._forward_flashmla_sparse(
+            q_all=q, kv_cache=pool, page_table_1=slots, sm_scale=SCALE, v_head_dim=LATENT, topk_length=lengths, attn_sink=sink
+        )
+    assert ops == ["sparse_prefill"]
+    for token, row in enumerate(slots):
+        keys = worth[row[row >= 0].long()]
+        shares = torch.cat((q[token].float() @ keys.T * SCALE, sink[:, None]), dim=1).softmax(1)[:, :-1]
+        torch.testing.assert_close(out[token].float(), shares @ keys[:, :LATENT], rtol=1e-2, atol=8e-3)
 
 
 def test_short_prefill_attends_to_all_keys(arch: Arch, engine: SimpleNamespace) -> None:
@@ -194,6 +204,10 @@ def test_logits_as_sglangs_indexer_calls_them(arch: Arch) -> None:
 def test_what_is_refused(engine: SimpleNamespace) -> None:
     with pytest.raises(ValueError, match="keys have 512 columns; supported: 576"):
         backend_of(engine, 16, qk_rope_head_dim=0)
+    engine.deterministic = True
+    with pytest.raises(ValueError, match=r"--enable-deterministic-inference is given with sparse attention, .*; supported: dense models"):
+        backend_of(engine, 16)
+    engine.deterministic = False
     engine.kernel.dsa_decode_backend = "trtllm"
     with pytest.raises(ValueError, match="--dsa-decode-backend is trtllm; supported: flashmla_sparse, flashmla_kv"):
         backend_of(engine, 16)

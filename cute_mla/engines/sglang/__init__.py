@@ -15,32 +15,55 @@ NAME = "cute_mla"
 
 
 def register() -> None:
-    """Register the backend with SGLang, and add its name to the choices of the command line."""
+    """Register the backend with SGLang, and add its name to the lists of what the command line, prefill and deterministic mode accept."""
     from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.server_args import ATTENTION_BACKEND_CHOICES, add_attention_backend_choices
+    from sglang.srt.server_args import (
+        ATTENTION_BACKEND_CHOICES,
+        CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS,
+        DETERMINISTIC_ATTENTION_BACKEND_CHOICES,
+        RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+        add_attention_backend_choices,
+        add_chunked_prefix_cache_attention_backend,
+        add_deterministic_attention_backend_choices,
+        add_radix_supported_deterministic_attention_backend_choices,
+    )
 
-    if NAME not in ATTENTION_BACKEND_CHOICES:
-        add_attention_backend_choices([NAME])
+    for listed, add in (
+        (ATTENTION_BACKEND_CHOICES, add_attention_backend_choices),
+        (DETERMINISTIC_ATTENTION_BACKEND_CHOICES, add_deterministic_attention_backend_choices),
+        (
+            RADIX_SUPPORTED_DETERMINISTIC_ATTENTION_BACKEND,
+            add_radix_supported_deterministic_attention_backend_choices,
+        ),
+    ):
+        if NAME not in listed:
+            add([NAME])
+    if NAME not in CHUNKED_PREFIX_CACHE_SUPPORTED_ATTENTION_BACKENDS:
+        add_chunked_prefix_cache_attention_backend(NAME)
     register_attention_backend(NAME)(_create)
 
 
 def _create(runner: Any) -> Any:
     """Create the backend of a model runner, and tell the layers of DeepSeek's models how to call a backend of this name.
 
-    Without sparse attention, prefill decompresses new keys and chunks of the cached prefix, as for SGLang's own trtllm_mla.
+    Without sparse attention, prefill decompresses new keys and chunks of the cached prefix, as for SGLang's own trtllm_mla. In
+    deterministic mode it attends to latent keys, as for triton: the bits of a token then do not depend on what was cached.
     """
     from sglang.srt.configs.model_config import is_deepseek_dsa
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
         handle_attention_dsa,
+        handle_attention_triton,
         handle_attention_trtllm_mla,
     )
     from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
+    from sglang.srt.runtime_context import get_exec
 
     if not is_deepseek_dsa(runner.model_config.hf_config):
         from .dense import CuteMla
 
-        AttentionBackendRegistry.register(NAME, handle_attention_trtllm_mla)
+        deterministic = get_exec().deterministic.enable_deterministic_inference
+        AttentionBackendRegistry.register(NAME, handle_attention_triton if deterministic else handle_attention_trtllm_mla)
         return CuteMla(runner)
     from .sparse import CuteMlaSparse
 

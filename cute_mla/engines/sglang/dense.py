@@ -9,7 +9,7 @@ import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 from sglang.srt.layers.attention.verify_mask import VerifyMask
 from sglang.srt.mem_cache.memory_pool import KVWriteLoc
-from sglang.srt.runtime_context import get_parallel, get_spec
+from sglang.srt.runtime_context import get_exec, get_parallel, get_spec
 from sglang.srt.speculative.eagle_utils import TreeMaskMode
 from sglang.srt.speculative.ragged_verify import resolve_ragged_verify_layout
 
@@ -71,6 +71,7 @@ class CuteMla(AttentionBackend):
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.token_to_kv_pool = model_runner.token_to_kv_pool
         self.draft_tokens = speculation.speculative_num_draft_tokens
+        self._invariant = get_exec().deterministic.enable_deterministic_inference
         self._verify_mask = None
         if speculation.speculative_eagle_topk not in (None, 1):
             self._verify_mask = self._make_verify_mask(0)
@@ -185,6 +186,7 @@ class CuteMla(AttentionBackend):
             causal=True,
             is_fp8_kvcache=cache.dtype == torch.float8_e4m3fn,
             out=q.new_zeros((q.shape[0], heads, d_v)) if ragged else None,
+            batch_invariant=self._invariant,
             tree_mask=metadata.tree_mask,
             cu_seqlens_q=metadata.cu_seqlens_q,
             max_seqlen_q=metadata.tokens if ragged else None,

@@ -28,6 +28,10 @@ class CuteMlaSparse(DeepseekSparseAttnBackend):
     """
 
     def __init__(self, model_runner: Any, *options: Any, **more: Any) -> None:
+        if get_exec().deterministic.enable_deterministic_inference:
+            raise ValueError(
+                "--enable-deterministic-inference is given with sparse attention, whose keys SGLang's top-k orders; supported: dense models"
+            )
         chosen = get_exec().kernel
         for option, backend, supported in (
             ("--dsa-prefill-backend", chosen.dsa_prefill_backend, _PREFILL),

@@ -10,9 +10,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
+import cute_mla
 from cute_mla.aot_build.variants import OPS, Variant, closed_variants
 from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.testing.compare import same_bits
 from cute_mla.testing.operations import operation
 from tests.ops.batch_invariance.contracts import CONTRACTS, CUT_CONTRACTS, WITHIN, Contract
 from tests.support.bench import Bench, Result, identical
@@ -121,6 +125,34 @@ def test_a_request_that_is_cut_has_its_own_bits_in_every_type(variant: Variant) 
     contract = CUT_CONTRACTS[variant.op]
     case = contract.case_for(variant.arch, variant.config)
     assert not list(broken(contract, Bench(variant.arch), case, arrangements(operation(case).requests(case))))
+
+
+@pytest.mark.slow
+def test_a_token_of_dense_decode_has_its_own_bits_in_any_division_of_its_request(arch: Arch) -> None:
+    """Tokens whose last keys lie on both sides of a cut, in one call and each on its own."""
+    heads, first, total, draw = 16, 8191, 8194, torch.Generator().manual_seed(0)
+    cache = torch.randn(129, 64, 1, 576, generator=draw).bfloat16()
+    q = torch.randn(total - first, heads, 576, generator=draw).bfloat16()
+    pages = torch.randperm(129, generator=draw)[None].int()
+
+    def attended(begin: int, end: int) -> Tensor:
+        length, starts = torch.tensor([end], dtype=torch.int32), torch.tensor([0, end - begin], dtype=torch.int32)
+        plan = cute_mla.get_mla_metadata(length, (end - begin) * heads, 1, heads, cu_seqlens_q=starts, total_q=end - begin)
+        return cute_mla.flash_mla_with_kvcache(
+            q[begin - first : end - first],
+            cache,
+            pages,
+            length,
+            512,
+            *plan,
+            causal=True,
+            batch_invariant=True,
+            cu_seqlens_q=starts,
+            max_seqlen_q=end - begin,
+        )[0]
+
+    with cute_mla.simulate(arch, 6):
+        assert same_bits(torch.cat([attended(token, token + 1) for token in range(first, total)]), attended(first, total))
 
 
 @pytest.mark.in_turn
