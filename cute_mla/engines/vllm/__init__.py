@@ -6,6 +6,7 @@ backend is imported only when vLLM looks the backend up.
     dense    decode over bf16, fp16 and e4m3 caches
     sparse   decode and prefill by indices, over bf16 caches and FP8 caches of 656 bytes a token
     prefill  dense prefill of new tokens and of chunks of the context
+    indexer  choice of the keys for layers of the sparse backend
 """
 
 from __future__ import annotations
@@ -16,12 +17,17 @@ PREFILL = "CUTE_MLA"
 
 
 def register() -> None:
-    """Register the backends with vLLM. A second call in the same process does nothing."""
+    """Register the backends and the indexer op with vLLM. A second call in the same process does nothing."""
+    from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    from . import indexer_op
 
     for name, path in ((DENSE, "dense.CuteMla"), (SPARSE, "sparse.CuteMlaSparse")):
         if name not in AttentionBackendEnum.__members__:
             register_backend(name, f"{__name__}.{path}")
+    if indexer_op.NAME not in op_registry_oot:
+        CustomOp.register_oot(name=indexer_op.NAME)(indexer_op.CuteMlaIndexer)
     if PREFILL not in MLAPrefillBackendEnum.__members__:
         register_mla_prefill_backend(PREFILL, f"{__name__}.prefill.CuteMlaPrefill")

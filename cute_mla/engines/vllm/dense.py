@@ -19,7 +19,7 @@ from vllm.model_executor.layers.attention.mla_attention import (
     QueryLenSupport,
 )
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionCGSupport, AttentionLayer, MultipleOf, max_decode_query_len
+from vllm.v1.attention.backend import AttentionCGSupport, AttentionLayer, CommonAttentionMetadata, MultipleOf, max_decode_query_len
 from vllm.v1.attention.backends.utils import get_dcp_local_seq_lens
 
 from ...api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
@@ -80,6 +80,11 @@ class CuteMla(MLACommonBackend):
     def supports_batch_invariance(cls) -> bool:
         """Return True if the op is batch invariant on any architecture."""
         return supported_on_any(_OP, batch_invariant=True)
+
+    @classmethod
+    def supports_non_causal(cls) -> bool:
+        """Return True: all drafts of a block may see each other."""
+        return True
 
     @classmethod
     def supports_device_cpu_query_lens_mismatch(cls) -> bool:
@@ -149,6 +154,8 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
     query_len_support: ClassVar[QueryLenSupport] = QueryLenSupport.VARLEN
+    supports_non_causal_multi_token_decode: ClassVar[bool] = True
+    supports_non_causal_multi_token_dcp: ClassVar[bool] = True
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, CuteMlaMetadata, supports_dcp_with_varlen=True)
@@ -170,6 +177,12 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
         """Return the most query tokens of a decode request in a CUDA graph, whose other requests may have fewer."""
         return max_decode_query_len(vllm_config)
 
+    def build(self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False) -> CuteMlaMetadata:
+        """Return the metadata of a batch, or of a block of drafts that all see each other."""
+        self._block = common_attn_metadata.max_query_len if common_attn_metadata.causal is False else None
+        metadata: CuteMlaMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
+        return metadata
+
     def _build_decode(
         self,
         block_table_tensor: torch.Tensor,
@@ -182,9 +195,10 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
         dcp_tot_seq_lens_device: torch.Tensor | None,
     ) -> CuteMlaDecodeMetadata:
         # A graph of any batch is replayed with any lengths: its tokens are the bound. In a batch of padding alone, vLLM's is 0.
-        longest = max(num_decode_tokens if self._decodes_all else max_query_len, 1)
+        # Of drafts that see each other, vLLM's is cut to the target's.
+        longest = max(num_decode_tokens if self._decodes_all else self._block or max_query_len, 1)
         requests = (block_table_tensor, seq_lens_device, query_start_loc_device)
-        if dcp_tot_seq_lens_device is not None and longest > 1:
+        if dcp_tot_seq_lens_device is not None and longest > 1 and self._block is None:
             requests = self._token_rows(block_table_tensor, dcp_tot_seq_lens_device, query_start_loc_device, num_decode_tokens)
             longest = 1
         tables, lengths, starts = requests
@@ -290,7 +304,7 @@ class CuteMlaImpl(CacheWriteMixin, MLACommonImpl[CuteMlaMetadata]):
             metadata,
             num_splits,
             softmax_scale=self.scale,
-            causal=True,
+            causal=attn_metadata.causal,
             descale_q=layer._q_scale if q.dtype == torch.float8_e4m3fn else None,
             descale_k=layer._k_scale if quantised else None,
             is_fp8_kvcache=quantised,

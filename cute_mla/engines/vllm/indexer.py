@@ -1,6 +1,7 @@
-"""The indexer of vLLM's DeepSeek-V3.2 and GLM-5 layers over cute_mla.indexer, in the place of DeepGEMM and vLLM's own top-k.
+"""Indexers of vLLM's layers over cute_mla.indexer, in the place of DeepGEMM and vLLM's own top-k.
 
-vLLM has no registry for it. serve_indexer() replaces three names of vLLM's modules in the process, once a layer uses CUTE_MLA_SPARSE:
+serve_indexer() is called for each layer that uses CUTE_MLA_SPARSE. Layers that own an op SparseAttnIndexer (Hy4) get theirs changed, see
+indexer_op.py. Those of DeepSeek-V3.2 and GLM-5 call a function. It and what it relies on are replaced in vLLM's modules, in the process:
 
     vllm.models.deepseek_v32.attention         sparse_attn_indexer            scores keys and chooses them
     vllm.models.deepseek_v32.common.kernels    mqa_logits_use_mx_scales       False: index caches hold fp32 scales on Blackwell, too
@@ -18,12 +19,13 @@ import vllm.models.deepseek_v32.common.kernels as vllm_kernels
 import vllm.v1.attention.backends.mla.indexer as vllm_metadata
 from vllm import _custom_ops
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
-from vllm.config import CUDAGraphMode
+from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.forward_context import get_forward_context
 from vllm.utils.torch_utils import _resolve_layer_name
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from ...indexer import get_paged_mqa_logits_metadata, indexer_topk, indexer_topk_prefill
+from .indexer_op import CuteMlaIndexer
 
 _SCALE_BYTES = 4  # of a key in an index cache
 
@@ -64,16 +66,26 @@ def serve_indexer(indexer: Any, config: Any) -> bool:
     """Serve the indexer of a layer by cute_mla.indexer, and return whether that is supported.
 
     It is not of other models' indexers, such as GLM-5.3-Flash's over pooled keys, nor where ranks share the keys: vLLM merges the ranks'
-    choices by kernels of its own over DeepGEMM's logits.
+    choices by kernels of its own over DeepGEMM's logits. An op is served where vLLM does not compile the model, which would trace into it.
     """
     parallel = config.parallel_config
-    shared = parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1
-    if shared or not isinstance(indexer, vllm_attention.DeepseekV32Indexer):
+    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return False
-    vllm_attention.sparse_attn_indexer = sparse_attn_indexer
-    vllm_kernels.mqa_logits_use_mx_scales = _uses_mx_scales
+    op = getattr(indexer, "indexer_op", None)
+    if isinstance(indexer, vllm_attention.DeepseekV32Indexer):
+        vllm_attention.sparse_attn_indexer = sparse_attn_indexer
+        vllm_kernels.mqa_logits_use_mx_scales = _uses_mx_scales
+    elif isinstance(op, CuteMlaIndexer) and _has_plain_keys(op) and config.compilation_config.mode == CompilationMode.NONE:
+        op.choose = sparse_attn_indexer
+    else:
+        return False
     vllm_metadata.get_paged_mqa_logits_metadata = _planned
     return True
+
+
+def _has_plain_keys(op: CuteMlaIndexer) -> bool:
+    """Return whether an op chooses among keys of single tokens, which it writes itself, in FP8 with fp32 scales."""
+    return not op.skip_k_cache_insert and not op.use_fp4_cache and op.compress_ratio == 1 and op.candidate_blocks is None
 
 
 def _uses_mx_scales() -> bool:
@@ -89,8 +101,9 @@ def _planned(context_lens: torch.Tensor, block_size: int, num_sms: int, indices:
 def sparse_attn_indexer(*arguments: Any, **options: Any) -> torch.Tensor:
     """Write the keys that each token attends to into vLLM's buffer, by their positions in its request, ascending, -1 behind the last.
 
-    The arguments are those of vLLM's function, IndexerCall. Index keys are in the cache already. In a run without metadata, vLLM's function
-    reserves its workspace, which is larger than what is needed here. Returns the buffer, int32 [tokens, at least topk].
+    The arguments are those of vLLM's function, IndexerCall. New index keys are written to the cache unless they are there. In a run without
+    metadata, vLLM's function reserves its workspace, which is larger than what is needed here. Returns the buffer, int32 [tokens, at least
+    topk].
     """
     call = IndexerCall(*arguments, **options)
     context = get_forward_context()
@@ -98,6 +111,9 @@ def sparse_attn_indexer(*arguments: Any, **options: Any) -> torch.Tensor:
         reserved: torch.Tensor = vllm_indexer.sparse_attn_indexer(*arguments, **options)
         return reserved
     metadata = context.attn_metadata[_resolve_layer_name(call.k_cache_prefix)]
+    if call.k is not None and not call.skip_k_cache_insert:
+        slots = metadata.slot_mapping  # of fewer keys than there are if rows pad a graph
+        _custom_ops.indexer_k_quant_and_cache(call.k[: slots.shape[0]], call.kv_cache, slots, call.quant_block_size, call.scale_fmt)
     if _dense_prefill_alone(call, context):
         return call.topk_indices_buffer
     if not call.skip_topk_buffer_clear:

@@ -45,15 +45,6 @@ def max_decode_tokens(config: Any) -> int:
     return tokens if decodes_all(config) else min(tokens, scheduler.max_num_seqs * max_decode_query_len(config))
 
 
-def graph_query_len(config: Any, varlen_with_dcp: bool) -> int:
-    """Return the most query tokens of a decode request in a CUDA graph, whose other requests may have fewer.
-
-    varlen_with_dcp: whether requests with several query tokens are decoded where ranks share the keys. They are prefill else.
-    """
-    ranks = config.parallel_config.decode_context_parallel_size
-    return max_decode_query_len(config) if ranks == 1 or varlen_with_dcp else 1
-
-
 def reserve_queries(tokens: int, heads: int, columns: int) -> None:
     """Reserve space for this many queries in vLLM's workspace, before vLLM locks it."""
     current_workspace_manager().get_simultaneous(((tokens, heads, columns), torch.get_default_dtype()))

@@ -10,13 +10,21 @@ import torch
 import vllm.envs as envs
 from vllm.config import get_current_vllm_config
 from vllm.config.vllm import get_current_vllm_config_or_none
+from vllm.distributed import get_dcp_group
 from vllm.model_executor.layers.attention.sparse_mla_attention import (
     SparseMLACommonImpl,
     SparseMLACommonMetadata,
     SparseMLACommonMetadataBuilder,
 )
 from vllm.platforms.interface import DeviceCapability
-from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionLayer, CommonAttentionMetadata, MultipleOf
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionLayer,
+    CommonAttentionMetadata,
+    MultipleOf,
+    max_decode_query_len,
+)
 from vllm.v1.attention.backends.mla.index_group import HiSparseMLAIndexGroup
 from vllm.v1.attention.backends.mla.sparse_utils import align_blocks_to_rows, flat_kv_row_view, triton_filter_and_convert_dcp_index
 from vllm.v1.kv_cache_interface import AttentionSpec
@@ -27,7 +35,7 @@ from ..plan_buffers import Plan, PlanBuffers
 from . import SPARSE
 from .capability import PACKED_CACHE, block_sizes, has_kernels_for, head_sizes, supported_on_any, unsupported_reason
 from .indexer import serve_indexer
-from .layers import CacheWriteMixin, check_options, concatenate_queries, graph_query_len, reserve_queries
+from .layers import CacheWriteMixin, check_options, concatenate_queries, reserve_queries
 
 _OP = "sparse_decode"
 _PREFILL = "sparse_prefill"  # also decodes over 16-bit caches of 512 columns
@@ -85,6 +93,11 @@ class CuteMlaSparse(AttentionBackend):
         return has_kernels_for(capability)
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        """Return True if the op has sinks on any architecture."""
+        return supported_on_any(_OP, attn_sink=True)
+
+    @classmethod
     def supports_batch_invariance(cls) -> bool:
         """Return True if the op is batch invariant on any architecture."""
         return supported_on_any(_OP, batch_invariant=True)
@@ -122,6 +135,13 @@ def _rotary_reason(head_size: int) -> str | None:
     return None if given == rotary else f"qk_rope_head_dim is {given} with a head size of {head_size}; supported: {rotary}"
 
 
+def _checked_sinks(sinks: torch.Tensor | None, heads: int) -> torch.Tensor | None:
+    """Return the sinks of a layer. Raises ValueError for other dtypes and shapes than those of kernels."""
+    if sinks is not None and (sinks.dtype, tuple(sinks.shape)) != (torch.float32, (heads,)):
+        raise ValueError(f"sinks are {sinks.dtype} {list(sinks.shape)}; supported: torch.float32 [{heads}]")
+    return sinks
+
+
 @dataclass(kw_only=True)
 class CuteMlaSparseMetadata(SparseMLACommonMetadata):
     """Metadata of a batch. plans: tile_scheduler_metadata and num_splits, keyed by the query tokens of a call."""
@@ -137,8 +157,9 @@ class CuteMlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[CuteMlaSparseM
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # Indices determine the keys of a token: requests may differ in their numbers of tokens, and keys may lie on several ranks.
-        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=shares_single_tokens(vllm_config))
+        # Indices determine the keys of a token: requests may differ in their numbers of tokens, and keys may lie on several ranks, by any
+        # interleave.
+        self._init_reorder_batch_threshold(1, supports_spec_as_decode=True, supports_dcp_with_varlen=True)
         layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
         self._decode_heads = layer.num_heads * self.dcp_world_size
         self._plans = PlanBuffers(vllm_config.scheduler_config.max_num_batched_tokens)
@@ -147,7 +168,7 @@ class CuteMlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[CuteMlaSparseM
     @classmethod
     def get_varlen_cudagraph_max_query_len(cls, vllm_config: Any, kv_cache_spec: Any) -> int:
         """Return the most query tokens of a decode request in a CUDA graph, whose other requests may have fewer."""
-        return graph_query_len(vllm_config, varlen_with_dcp=shares_single_tokens(vllm_config))
+        return max_decode_query_len(vllm_config)
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -173,6 +194,9 @@ class CuteMlaSparseImpl(CacheWriteMixin, SparseMLACommonImpl[CuteMlaSparseMetada
     vLLM also compacts the slots to the front of each row, in an order that differs from run to run, and decides per batch whether prefill
     uses indices. With batch invariance the adapter converts without compaction, and one kernel computes all tokens.
 
+    sinks: fp32 [heads], in the layer's options; they share in the softmax of every token. Where ranks share the keys, the first one folds
+    the sinks of all heads in, by out and lse.
+
     Keys of 512 columns have no rotary ones. Packed caches hold zeros in their place, and so do queries then, as in vLLM's own backends.
     """
 
@@ -184,15 +208,23 @@ class CuteMlaSparseImpl(CacheWriteMixin, SparseMLACommonImpl[CuteMlaSparseMetada
 
     def __init__(self, num_heads: int, head_size: int, scale: float, num_kv_heads: int, **options: Any) -> None:
         check_options(head_size, options)
+        self.sinks = self._folded = _checked_sinks(options.pop("sinks", None), num_heads)
         super().__init__(num_heads, head_size, scale, num_kv_heads, **options)
         self._columns = D_QK if self.kv_cache_dtype == PACKED_CACHE else head_size
         if isinstance(self.index_group, HiSparseMLAIndexGroup):
             raise NotImplementedError("hisparse_config is given; supported: caches on the device")
-        # vLLM would gather packed keys into rows without room for the rotary columns that the model does not have.
-        self.supports_dense_mha_prefill = not envs.VLLM_BATCH_INVARIANT and self._columns == head_size
+        # vLLM would gather packed keys into rows without room for the rotary columns that the model does not have, and without sinks.
+        self.supports_dense_mha_prefill = not envs.VLLM_BATCH_INVARIANT and self._columns == head_size and self.sinks is None
         config = get_current_vllm_config()
         serve_indexer(options.get("indexer"), config)
         reserve_queries(config.scheduler_config.max_num_batched_tokens, num_heads, self._columns)
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Gather the sinks of the heads that attend to this rank's keys; of the first rank alone, since merging would count them again."""
+        super().process_weights_after_loading(act_dtype)
+        if self.sinks is not None and self.dcp_world_size > 1:
+            gathered = get_dcp_group().all_gather(self.sinks.data, dim=0)
+            self._folded = gathered if self.dcp_rank == 0 else None
 
     def forward_mqa(
         self,
@@ -254,12 +286,15 @@ class CuteMlaSparseImpl(CacheWriteMixin, SparseMLACommonImpl[CuteMlaSparseMetada
                 topk_indices.unsqueeze(1),
                 self.scale,
                 D_V,
+                attn_sink=self._folded,
                 topk_length=valid_counts,
                 out=out,
                 lse=lse,
                 empty_lse=-math.inf,
             )
-        return out, lse if self.need_to_return_lse_for_decode else None
+        if not self.need_to_return_lse_for_decode:
+            return out, None
+        return out, lse if self._folded is None else torch.logaddexp(lse, self._folded)
 
     def _decode(
         self,
@@ -283,15 +318,10 @@ class CuteMlaSparseImpl(CacheWriteMixin, SparseMLACommonImpl[CuteMlaSparseMetada
             softmax_scale=self.scale,
             is_fp8_kvcache=self.kv_cache_dtype == PACKED_CACHE,
             indices=slots.unsqueeze(1),
+            attn_sink=self._folded,
             topk_length=counts,
             out=out.unsqueeze(1),
             lse=lse.unsqueeze(2),
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
             empty_lse=-math.inf,
         )
-
-
-def shares_single_tokens(config: Any) -> bool:
-    """Return whether ranks of decode context parallelism take single keys in turn."""
-    interleave: int = config.parallel_config.cp_kv_cache_interleave_size
-    return interleave == 1

@@ -65,11 +65,12 @@ def _slots(
     compact_valid_to_front: bool = True,
     **options: Any,
 ) -> Any:
-    """Return slots of this rank's keys, by interleave 1; the others -1. They move to the front in any order."""
+    """Return slots of this rank's keys; the others -1. They move to the front in any order."""
     ids, (dcp_size, dcp_rank) = token_indices.long(), (options.get("dcp_size", 1), options.get("dcp_rank", 0))
-    local = ids.clamp(min=0) // dcp_size
-    blocks = block_table[req_id.long()].long().gather(1, local // BLOCK_SIZE)
-    mine = (ids >= 0) & (ids.clamp(min=0) % dcp_size == dcp_rank)
+    interleave, known = options.get("cp_kv_cache_interleave_size", 1), ids.clamp(min=0)
+    local = known // (dcp_size * interleave) * interleave + known % interleave
+    mine = (ids >= 0) & (known // interleave % dcp_size == dcp_rank)
+    blocks = block_table[req_id.long()].long().gather(1, torch.where(mine, local, 0) // BLOCK_SIZE)
     slots = torch.where(mine, blocks * BLOCK_STRIDE_ROWS + local % BLOCK_SIZE, -1)
     counts = mine.sum(1).to(torch.int32)
     if compact_valid_to_front:

@@ -6,6 +6,7 @@ them: gathered keys and queries, then states of attention, then their merge.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,14 +17,18 @@ import torch
 import vllm._custom_ops
 from torch import Tensor
 from vllm.config import set_current_vllm_config
-from vllm.model_executor.layers.attention import mla_attention
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers.attention import mla_attention, sparse_mla_attention
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from cute_mla.engines.vllm import dense
+from cute_mla.engines.vllm import dense, sparse
+from cute_mla.reference import attention
 from cute_mla.spec.arch import Arch
 from tests.engines.vllm_adapter.vllm_parts import (
     LATENT,
+    LAYER,
     ROPE,
+    SCALE,
     Request,
     Served,
     Setting,
@@ -39,6 +44,7 @@ from tests.engines.vllm_adapter.vllm_parts import (
 from tests.support.launched import launched_ops
 
 RANKS, HEADS = 2, 4
+SINKS = torch.linspace(-2, 5, RANKS * HEADS)
 REQUESTS = [Request(1, 301), Request(1, 2), Request(20, 150), Request(9, 9)]
 
 
@@ -101,16 +107,25 @@ def batch_on(requests: list[Request], rank: int, interleave: int) -> tuple[Commo
     return batch, own
 
 
-def served_on(rank: int, exchange: Exchange, setting: Setting, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Served:
+def served_on(
+    rank: int, exchange: Exchange, setting: Setting, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str = "CUTE_MLA", **options: Any
+) -> Served:
     """Return a rank's layer: its own heads, and the settings of two ranks."""
     exchange.rank = rank
-    group = SimpleNamespace(world_size=RANKS, rank_in_group=rank)
-    monkeypatch.setattr(mla_attention, "get_dcp_group", lambda: group)
+
+    def all_gather(part: Tensor, dim: int) -> Tensor:
+        assert dim == 0
+        assert torch.equal(part, SINKS[rank * HEADS :][:HEADS])
+        return SINKS
+
+    group = SimpleNamespace(world_size=RANKS, rank_in_group=rank, all_gather=all_gather)
+    monkeypatch.setattr(parallel_state, "get_dcp_world_size_and_rank", lambda *_: (RANKS, rank))
+    for module in (mla_attention, sparse_mla_attention, dense, sparse):
+        monkeypatch.setattr(module, "get_dcp_group", lambda: group)
     bound = type("Bound", (Manager,), {"__init__": lambda self, **_: Manager.__init__(self, exchange)})
-    monkeypatch.setattr(mla_attention, "MLADCPManager", bound)
-    served = serve(setting, folder)
-    served.layer.impl.need_to_return_lse_for_decode = True  # vLLM asks torch.distributed
-    return served
+    for module in (mla_attention, sparse_mla_attention):
+        monkeypatch.setattr(module, "MLADCPManager", bound)
+    return serve(setting, folder, name, **options)
 
 
 def stored(served: Served, own: CommonAttentionMetadata, kv: Sequence[tuple[Tensor, Tensor]], rank: int) -> Tensor:
@@ -192,6 +207,83 @@ def test_drafts_are_decoded(arch: Arch, interleave: int, monkeypatch: pytest.Mon
     assert all(launched == ["split_plan", "dense_decode", "combine"] for launched in ops)
     for out, wanted in results:
         agree(out, wanted, 2e-2)
+
+
+def rank_of(
+    rank: int, setting: Setting, requests: list[Request], folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, **options: Any
+) -> tuple[Served, CommonAttentionMetadata, Tensor]:
+    """Return the layer of a rank, its batch and its cache. Both ranks' heads attend to the keys of each."""
+    served = served_on(rank, Exchange(), setting, folder, monkeypatch, name, **options)
+    batch, own = batch_on(requests, rank, setting.interleave)
+    return served, batch, stored(served, own, keys_of(batch, setting), rank)
+
+
+def state_of(result: tuple[Tensor, Tensor | None]) -> tuple[Tensor, Tensor]:
+    """Return out and lse, of which ranks have both."""
+    out, lse = result
+    assert lse is not None
+    return out, lse
+
+
+def of_both_ranks() -> Tensor:
+    """Return the queries of tokens, by the heads of both ranks."""
+    return torch.randn(6, RANKS * HEADS, LATENT + ROPE, generator=torch.Generator().manual_seed(4)).bfloat16()
+
+
+def over(q: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    """Return out [heads, 512] and lse [heads] of a token."""
+    found, lse = attention(
+        q.float()[:, None], keys[None], keys[None, :, :LATENT], SCALE, torch.ones(1, len(keys), dtype=torch.bool), -math.inf
+    )
+    return found[:, 0], lse[:, 0]
+
+
+DRAFTS = [Request(3, 301), Request(1, 2), Request(2, 129)]
+
+
+@pytest.mark.parametrize("interleave", [1, 16, 64])
+def test_drafts_by_indices_and_sinks_once(arch: Arch, interleave: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Sparse attention with different numbers of drafts: decoded by any interleave. The parts of the ranks merge to the whole."""
+    setting = Setting(HEADS, topk=64, ranks=RANKS, interleave=interleave)
+    q, parts = of_both_ranks(), []
+    chosen, draw = torch.full((6, 64), -1, dtype=torch.int32), torch.Generator().manual_seed(8)
+    owners = [(request, request.keys - request.tokens + i + 1) for request in DRAFTS for i in range(request.tokens)]
+    for row, (_, seen) in zip(chosen, owners, strict=True):
+        row[: min(seen, 64)] = torch.randperm(seen, generator=draw)[:64].to(torch.int32)
+    chosen[3:5] = torch.where(chosen[3:5] // interleave % RANKS == 0, chosen[3:5], -1)  # none of the second rank's
+    for rank in range(RANKS):
+        sinks = SINKS[rank * HEADS :][:HEADS].clone()
+        served, batch, cache = rank_of(rank, setting, DRAFTS, tmp_path, monkeypatch, "CUTE_MLA_SPARSE", sinks=sinks)
+        served.config.speculative_config = SimpleNamespace(num_speculative_tokens=2, parallel_drafting=False)
+        builder = type(served.builder)(served.builder.kv_cache_spec, [LAYER], served.config, torch.device("cpu"))
+        assert builder.reorder_batch_threshold == 3
+        served.layer.impl.topk_indices_buffer[:6] = chosen
+        with launched_ops(arch) as ops, set_current_vllm_config(served.config):
+            metadata = builder.build(0, batch)
+            assert (metadata.num_decodes, metadata.num_decode_tokens) == (3, 6)
+            parts.append(state_of(served.mqa(q, cache, metadata)))
+        assert ops == ["split_plan", "sparse_decode", "combine"]
+    out = merged(parts)
+    kv = keys_of(batch, setting)
+    for token, (request, _) in enumerate(owners):
+        keys = torch.cat(kv[DRAFTS.index(request)], dim=1).float()[chosen[token][chosen[token] >= 0].long()]
+        wanted, lse = over(q[token], keys)
+        agree(out[token], wanted * torch.sigmoid(lse - SINKS)[:, None], 1e-2)
+
+
+@pytest.mark.parametrize("interleave", [1, 16])
+def test_blocks_of_drafts_see_each_other(arch: Arch, interleave: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Every token of a block sees all of this rank's keys."""
+    setting, requests = Setting(HEADS, ranks=RANKS, interleave=interleave), [Request(3, 301), Request(3, 3)]
+    q, parts = of_both_ranks(), []
+    for rank in range(RANKS):
+        served, batch, cache = rank_of(rank, setting, requests, tmp_path, monkeypatch, "CUTE_MLA", non_causal_multi_token_decode=True)
+        batch.causal = False
+        with launched_ops(arch):
+            parts.append(state_of(served.mqa(q, cache, served.build(batch))))
+    out, kv = merged(parts), keys_of(batch, setting)
+    for token in range(6):
+        agree(out[token], over(q[token], torch.cat(kv[token // 3], dim=1).float())[0], 1e-2)
 
 
 def test_graphs_find_the_tokens_in_place(arch: Arch, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -125,6 +125,31 @@ def test_speculative_tokens(tokens: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("on_device")
+@pytest.mark.parametrize("cache", ["auto", "fp8"])
+def test_blocks_of_drafts_see_each_other(cache: str, tmp_path: Path) -> None:
+    """DSpark's drafts over Kimi K3, which has 96 heads: every token of a block sees all keys. A request of padding has none."""
+    served = serve(Setting(96, cache=cache), tmp_path, non_causal_multi_token_decode=True)
+    batch = batch_of([Request(3, 70), Request(3, 3), Request(0, 0)], 64, padded_tokens=9)
+    batch.causal = False
+    filled = filled_cache(batch, served.setting)
+    q = queries(9, 96, torch.bfloat16)
+    metadata = served.build(batch)
+    assert (metadata.num_decodes, metadata.causal) == (3, False)
+    out, _ = served.mqa(q, filled, metadata)
+    for own, request in ((slice(0, 3), 0), (slice(3, 6), 1)):
+        keys = filled[tuple(rows_of(batch, request, 64))].float()[None]
+        wanted, _ = attention(
+            q[own].float().transpose(0, 1), keys, keys[..., :LATENT], SCALE, torch.ones(3, keys.shape[1], dtype=torch.bool)
+        )
+        agree(out[own], wanted.transpose(0, 1))
+    assert (out[6:] == 0).all()
+    batch.causal = True  # the target's batches are as ever
+    served.builder.reorder_batch_threshold = 3
+    out, _ = served.mqa(q, filled, served.build(batch))
+    agree(out, expected(batch, q, filled)[0])
+
+
+@pytest.mark.usefixtures("on_device")
 @pytest.mark.parametrize("quantised", [True, False], ids=["e4m3 queries", "bf16 queries"])
 def test_fp8_cache_with_scales(quantised: bool, tmp_path: Path) -> None:
     served = serve(Setting(16, cache="fp8"), tmp_path)

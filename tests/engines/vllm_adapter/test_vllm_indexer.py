@@ -17,8 +17,11 @@ import vllm.models.deepseek_v32.attention as vllm_attention
 import vllm.models.deepseek_v32.common.kernels as vllm_kernels
 import vllm.v1.attention.backends.mla.indexer as vllm_metadata
 from torch import Tensor
-from vllm.config import CUDAGraphMode, set_current_vllm_config
+from vllm.config import CompilationMode, CUDAGraphMode, set_current_vllm_config
+from vllm.config.vllm import DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES
 from vllm.forward_context import set_forward_context
+from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
+from vllm.models.hy_v4.nvidia import attention as hy_v4
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
@@ -59,6 +62,13 @@ def _gather(cache: Tensor, keys: Tensor, scales: Tensor, table: Tensor, starts: 
         begin, end = starts[request : request + 2].tolist()
         values, factors = indexed_keys(cache.unsqueeze(2), table[request], end - begin)
         keys[begin:end], scales[begin:end] = values, factors.unsqueeze(1).view(torch.uint8)
+
+
+def _parts(cache: Tensor) -> tuple[Tensor, Tensor]:
+    """Return values [blocks, page, columns] and scales, uint8 [blocks, page, 4], of an index cache."""
+    blocks, distance = len(cache), cache.stride(0)
+    values = torch.as_strided(cache, (blocks, PAGE, COLUMNS), (distance, COLUMNS, 1)).view(torch.float8_e4m3fn)
+    return values, torch.as_strided(cache, (blocks, PAGE, 4), (distance, 4, 1), PAGE * COLUMNS)
 
 
 @pytest.fixture(autouse=True)
@@ -127,8 +137,7 @@ class Model:
         draw = torch.Generator().manual_seed(5)
         blocks = int(batch.block_table_tensor.max()) + 1
         self.cache = torch.full((2 * blocks, PAGE, COLUMNS + 4), 0xFF, dtype=torch.uint8)[::2]
-        values = torch.as_strided(self.cache, (blocks, PAGE, COLUMNS), (self.cache.stride(0), COLUMNS, 1)).view(torch.float8_e4m3fn)
-        scales = torch.as_strided(self.cache, (blocks, PAGE, 4), (self.cache.stride(0), 4, 1), PAGE * COLUMNS)
+        values, scales = _parts(self.cache)
         for request in range(batch.num_reqs):
             pages, rows = rows_of(batch, request, PAGE)
             values[pages, rows] = torch.randn(len(rows), COLUMNS, generator=draw).to(torch.float8_e4m3fn)
@@ -264,6 +273,70 @@ def test_a_run_without_metadata_reserves_vllms_workspace(monkeypatch: pytest.Mon
     model.fill(batch_of([Request(1, 1)], PAGE))
     monkeypatch.setattr(vllm_indexer, "sparse_attn_indexer", lambda *given, **_: given)
     assert model.choose(None)[3] is model.q
+
+
+def _write(k: Tensor, cache: Tensor, slots: Tensor, columns: int, fmt: str) -> None:
+    """Torch for vLLM's op that quantises index keys, a power of two as the scale of each, and writes them to their slots."""
+    assert (columns, fmt, len(k)) == (COLUMNS, "ue8m0", len(slots))
+    factors = torch.exp2((k.float().abs().amax(1, keepdim=True).clamp(min=1e-4) / 448).log2().ceil())
+    values, scales = _parts(cache)
+    for row, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            values[slot // PAGE, slot % PAGE] = (k[row].float() / factors[row]).to(torch.float8_e4m3fn)
+            scales[slot // PAGE, slot % PAGE] = factors[row].view(torch.uint8)
+
+
+class OwnOp:
+    """A layer's indexer with an op of its own, over the cache of a model, as Hy4's."""
+
+    def __init__(self, model: Model, **options: Any) -> None:
+        model.config.kernel_config.enable_jit_warmup = False
+        model.config.compilation_config.mode = CompilationMode.NONE  # vLLM's choice for Hy4, whose CUDA graphs break at the indexer
+        cache = SimpleNamespace(prefix=CACHE, kv_cache=model.cache)
+        with set_current_vllm_config(model.config):
+            self.indexer_op = SparseAttnIndexer(cache, 128, "ue8m0", TOPK, COLUMNS, 2048, 4096, model.buffer, **options)
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_layers_with_an_op_of_their_own(arch: Arch, padded: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Hy4: new keys are quantised and written by vLLM, then scored and chosen here. Until the layer is served, vLLM's op does all."""
+    assert "HYV4ForCausalLM" in DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES
+    assert "SparseAttnIndexer" in hy_v4.Indexer.__init__.__code__.co_names
+    monkeypatch.setattr(vllm._custom_ops, "indexer_k_quant_and_cache", _write)
+    requests = [Request(1, 200), Request(1, 5), *([] if padded else [Request(30, 94)])]
+    model, batch = Model(tmp_path, heads=16), batch_of(requests, PAGE)
+    model.fill(batch)
+    tokens, k = batch.num_actual_tokens, torch.randn(40 if padded else 32, COLUMNS, generator=torch.Generator().manual_seed(9)).bfloat16()
+    owner, (values, scales) = OwnOp(model), _parts(model.cache)
+    written = model.cache.clone()
+    _write(k[:tokens], written, batch.slot_mapping, 128, "ue8m0")
+    for part in (values.view(torch.uint8), scales):
+        part[batch.slot_mapping // PAGE, batch.slot_mapping % PAGE] = 0xFF
+    monkeypatch.setattr(SparseAttnIndexer, "forward_cuda", lambda *_: "vLLM's")
+    given = (torch.empty(len(k), 1), model.q, k, model.weights)
+    assert owner.indexer_op.forward_cuda(*given) == "vLLM's"
+    assert indexer.serve_indexer(owner, model.config)
+    assert vllm_metadata.get_paged_mqa_logits_metadata is indexer._planned
+    with launched_ops(arch) as ops, set_forward_context({CACHE: model.build(batch)}, model.config):
+        chosen = owner.indexer_op.forward_cuda(*given)
+    assert ops == (1 if padded else 2) * ["mqa_logits", "topk_indices"]
+    assert torch.equal(model.cache, written)
+    assert torch.equal(chosen[:tokens, :TOPK], model.expected(batch))
+    assert (chosen[tokens : len(k)] == -1).all()
+
+
+def test_ops_that_stay_vllms(tmp_path: Path) -> None:
+    """Ops of models that are compiled, of ranks that share the keys, and over keys of other formats."""
+    model = Model(tmp_path)
+    model.fill(batch_of([Request(1, 1)], PAGE))
+    owner = OwnOp(model)
+    for options in ({"skip_k_cache_insert": True}, {"use_fp4_cache": True}, {"compress_ratio": 4}, {"candidate_blocks": torch.zeros(1)}):
+        assert not indexer.serve_indexer(OwnOp(model, **options), model.config)
+    for ranks in ({"decode_context_parallel_size": 2}, {"prefill_context_parallel_size": 2}):
+        assert not indexer.serve_indexer(owner, parallel(**ranks))
+    model.config.compilation_config.mode = CompilationMode.VLLM_COMPILE
+    assert not indexer.serve_indexer(owner, model.config)
+    assert owner.indexer_op.choose is None
 
 
 def test_the_arguments_are_vllms() -> None:

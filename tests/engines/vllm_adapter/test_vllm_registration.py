@@ -12,6 +12,7 @@ import pytest
 import torch
 import vllm
 from vllm.config import set_current_vllm_config
+from vllm.model_executor.custom_op import op_registry_oot
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport
 from vllm.v1.attention.backends.mla.prefill.base import MLADimensions
@@ -67,9 +68,9 @@ def test_the_entry_point_registers_both_backends_and_prefill() -> None:
 
 
 def test_a_process_may_load_plugins_twice() -> None:
-    before = list(AttentionBackendEnum.__members__), list(MLAPrefillBackendEnum.__members__)
+    before = list(AttentionBackendEnum.__members__), list(MLAPrefillBackendEnum.__members__), dict(op_registry_oot)
     register()
-    assert before == (list(AttentionBackendEnum.__members__), list(MLAPrefillBackendEnum.__members__))
+    assert before == (list(AttentionBackendEnum.__members__), list(MLAPrefillBackendEnum.__members__), op_registry_oot)
 
 
 @pytest.mark.parametrize("capability", ARCH_OF, ids=str)
@@ -116,19 +117,24 @@ def test_options_that_are_supported(name: str, option: str) -> None:
         ({"kv_cache_dtype": "fp8_e5m2"}, "kv_cache_dtype not supported"),
         ({"block_size": 8}, "block_size not supported"),
         ({"use_mla": False}, "non-MLA not supported"),
-        ({"has_sink": True}, "attention sinks not supported"),
         ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
         ({"device_capability": DeviceCapability(8, 0)}, "compute capability not supported"),
         ({"device_capability": DeviceCapability(12, 0)}, "compute capability not supported"),
         ({"attn_type": "encoder"}, "attention type encoder not supported"),
         ({"has_sliding_window": True}, "sliding window not supported"),
-        ({"use_non_causal": True}, "non-causal attention not supported"),
         ({"use_pcp": True}, "PCP not supported"),
         ({"kv_cache_dtype": "float16"}, "kv_cache_dtype is float16 with a model of torch.bfloat16; supported: "),
     ],
 )
 def test_reasons_against(name: str, changes: dict[str, Any], reason: str) -> None:
     assert any(found.startswith(reason) for found in verdict(name, **changes))
+
+
+def test_sinks_are_for_sparse_attention_and_blocks_of_drafts_for_dense() -> None:
+    assert verdict("CUTE_MLA_SPARSE", has_sink=True) == []
+    assert verdict("CUTE_MLA", has_sink=True) == ["attention sinks not supported"]
+    assert verdict("CUTE_MLA", use_non_causal=True, use_dcp=True) == []
+    assert "non-causal attention not supported" in verdict("CUTE_MLA_SPARSE", use_non_causal=True)
 
 
 def test_dense_and_sparse_models_have_different_backends() -> None:
@@ -141,7 +147,7 @@ def test_adaptive_verification_is_supported(name: str) -> None:
     assert verdict(name, use_adaptive_verification=True) == []
 
 
-@pytest.mark.parametrize(("ranks", "interleave", "dense", "sparse"), [(1, 1, 4, 4), (1, 16, 4, 4), (2, 1, 4, 4), (2, 16, 4, 1)])
+@pytest.mark.parametrize(("ranks", "interleave", "dense", "sparse"), [(1, 1, 4, 4), (1, 16, 4, 4), (2, 1, 4, 4), (2, 64, 4, 4)])
 def test_graphs_have_a_bound_on_lengths_of_query(ranks: int, interleave: int, dense: int, sparse: int) -> None:
     parallel = SimpleNamespace(decode_context_parallel_size=ranks, cp_kv_cache_interleave_size=interleave)
     speculation = SimpleNamespace(num_speculative_tokens=3, parallel_drafting=False)

@@ -5,11 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import vllm.envs as envs
 from torch import Tensor
+from vllm.model_executor.model_loader.weight_utils import make_attention_sink
+from vllm.models.hy_v4.nvidia import attention as hy_v4
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.worker.workspace import current_workspace_manager
 
@@ -40,8 +44,8 @@ TOPK = 128
 LSE = {"auto": 5e-4, "fp8_ds_mla": 5e-3}  # of the latter, keys are rounded to bf16 once more
 
 
-def served_by(heads: int, cache: str, folder: Path, columns: Columns = DEEPSEEK_V3) -> Served:
-    return serve(Setting(heads, cache=cache, topk=TOPK, columns=columns), folder, "CUTE_MLA_SPARSE")
+def served_by(heads: int, cache: str, folder: Path, columns: Columns = DEEPSEEK_V3, **options: Any) -> Served:
+    return serve(Setting(heads, cache=cache, topk=TOPK, columns=columns), folder, "CUTE_MLA_SPARSE", **options)
 
 
 def filled_cache(batch: CommonAttentionMetadata, setting: Setting) -> tuple[Tensor, list[Tensor]]:
@@ -151,6 +155,40 @@ def test_keys_without_rotary_columns(arch: Arch, cache: str, whole: bool, monkey
         wide = torch.nn.functional.pad(key, (0, ROPE))
         assert torch.equal(written, quantise_cache(wide[None, :, None], "fp8_656")[0, 0, 0].view(torch.uint8))
     agree(out, expected(batch, q, worth, chosen, (1, 0), GLM_5_3_FLASH.scale)[0], 8e-3)
+
+
+@pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla"])
+@pytest.mark.parametrize("columns", [DEEPSEEK_V3, GLM_5_3_FLASH], ids=["576", "512"])
+def test_sinks(arch: Arch, cache: str, columns: Columns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Hy4: its layer keeps this backend for its sinks, which are loaded when the layer exists. Decode, prefill, a token without keys."""
+    backend = type(served_by(8, cache, tmp_path, columns).builder).__module__, "CuteMlaSparse"
+    monkeypatch.setattr(hy_v4, "get_attn_backend", lambda **_: getattr(__import__(backend[0], fromlist=["_"]), backend[1]))
+    model = SimpleNamespace(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, is_sparse=True, num_local_heads=8)
+    chosen_backend = hy_v4.HYV4MLAAttention._resolve_sink_backend(model, cache)
+    assert chosen_backend is not None
+    assert chosen_backend.get_name() == "CUTE_MLA_SPARSE"
+    sinks = make_attention_sink(8, torch.float32)
+    served = served_by(8, cache, tmp_path, columns, sinks=sinks)
+    assert served.layer.impl.supports_dense_mha_prefill is False
+    sinks.data.copy_(torch.linspace(-3, 6, 8))
+    for requests in BATCHES.values():
+        batch = batch_of(requests, 64)
+        storage, worth = filled_cache(batch, served.setting)
+        chosen = choose(served, batch)
+        chosen[1] = -1
+        q = torch.cat(queries(batch.num_actual_tokens, 8), dim=-1)[..., : columns.latent + columns.rope]
+        with cute_mla.simulate(arch, 6):
+            out, _ = served.mqa(q, storage, served.build(batch))
+        wanted, lse = expected(batch, q, worth, chosen, (1, 0), columns.scale)
+        agree(out, wanted * torch.sigmoid(lse - sinks).unsqueeze(-1), 8e-3)
+        assert (out[1] == 0).all()
+
+
+def test_sinks_of_other_types_and_heads_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"sinks are torch.bfloat16 \[8\]; supported: torch.float32 \[8\]"):
+        served_by(8, "auto", tmp_path, sinks=torch.zeros(8, dtype=torch.bfloat16))
+    with pytest.raises(ValueError, match=r"sinks are torch.float32 \[16\]; supported: torch.float32 \[8\]"):
+        served_by(8, "auto", tmp_path, sinks=torch.zeros(16))
 
 
 @pytest.mark.parametrize("heads", [128, 8, 5])

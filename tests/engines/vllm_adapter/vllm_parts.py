@@ -143,8 +143,8 @@ class Served:
             return self.layer.impl.forward_mqa(q, cache, metadata, self.layer)
 
 
-def serve(setting: Setting, folder: Path, name: str = "CUTE_MLA") -> Served:
-    """Return a layer of this backend, and of our prefill backend, as vLLM makes it."""
+def serve(setting: Setting, folder: Path, name: str = "CUTE_MLA", **options: Any) -> Served:
+    """Return a layer of this backend, and of our prefill backend, as vLLM makes it. options: of vLLM's layer."""
     config = configuration(setting, folder)
     backend = AttentionBackendEnum[name].get_class()
     latent, rope, nope, v = setting.columns
@@ -170,6 +170,7 @@ def serve(setting: Setting, folder: Path, name: str = "CUTE_MLA") -> Served:
                 attn_backend=backend,
                 prefill_backend_cls=MLAPrefillBackendEnum["CUTE_MLA"].get_class(),
                 **sparse,
+                **options,
             )
             layer.process_weights_after_loading(setting.dtype)
             spec = backend.customize_spec(layer.get_kv_cache_spec(config))
