@@ -11,7 +11,10 @@ import torch
 import vllm._custom_ops
 from torch import Tensor
 from vllm.config import set_current_vllm_config
+from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.quantization.utils.quant_utils import kFp8Dynamic128Sym, kFp8StaticTensorSym, kNvfp4Dynamic
+from vllm.models.kimi_k3.nvidia import mla as kimi_k3
+from vllm.v1.attention.ops.merge_attn_states import _merge_attn_states_torch
 
 import cute_mla
 from cute_mla.spec.arch import Arch
@@ -20,6 +23,7 @@ from tests.engines.vllm_adapter.vllm_parts import (
     GLM_4_7_FLASH,
     GLM_5_3_FLASH,
     LATENT,
+    LAYER,
     MISTRAL_SMALL_4,
     ROPE,
     Columns,
@@ -90,6 +94,65 @@ def test_a_layer(arch: Arch, requests: list[Request], cache: str, columns: Colum
         agree(out, wanted, 2e-2)  # vLLM rounds absorbed queries and decompressed keys to bf16
     else:
         assert torch.nn.functional.cosine_similarity(out.float().flatten(), wanted.flatten(), dim=0) > 0.995
+
+
+def k3_write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) -> None:
+    """Torch for what Kimi K3's fused ops do to the cache."""
+    cache[slots // 64, slots % 64] = torch.cat((kv_c, k_pe.squeeze(1)), dim=1)
+
+
+def k3_prefill_keys(q: Tensor, k_nope: Tensor, k_pe: Tensor, kv_c: Tensor, cache: Tensor, slots: Tensor, *rotation: None) -> Tensor:
+    """Torch for the op of new tokens of Kimi K3, whose keys and queries are not rotated."""
+    assert rotation == (None, None)
+    k3_write(kv_c, k_pe, cache, slots)
+    return k3_keys(k_nope, k_pe)
+
+
+def k3_keys(k_nope: Tensor, k_pe: Tensor) -> Tensor:
+    """Torch for the op of keys from a chunk of the context."""
+    return torch.cat((k_nope, k_pe.view(len(k_nope), 1, -1).expand(-1, k_nope.shape[1], -1)), dim=2)
+
+
+def k3_decode_queries(
+    q_nope: Tensor, q_pe: Tensor, kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor, *, positions: None, cos_sin_cache: None
+) -> Tensor:
+    """Torch for the op of decode tokens."""
+    k3_write(kv_c, k_pe, cache, slots)
+    return torch.cat((q_nope, q_pe), dim=2)
+
+
+@pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
+def test_kimi_k3s_own_layer(arch: Arch, requests: list[Request], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its class calls the backends itself; of its parts, projections and collectives are left out."""
+    served = serve(Setting(HEADS), tmp_path)
+    for name, function in (
+        ("fused_mla_key_concat_kv_cache_insert", k3_prefill_keys),
+        ("fused_mla_kv_concat", k3_keys),
+        ("fused_mla_decode_q_concat_kv_cache_insert", k3_decode_queries),
+        ("merge_attn_states", _merge_attn_states_torch),
+    ):
+        monkeypatch.setattr(kimi_k3, name, function)
+    layer = kimi_k3.MultiHeadLatentAttention.__new__(kimi_k3.MultiHeadLatentAttention)
+    torch.nn.Module.__init__(layer)
+    for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "kv_b_proj", "impl", "W_UV", "W_UK_T", "_k_scale"):
+        setattr(layer, name, getattr(served.layer, name))
+    layer.layer_name, layer.num_local_heads, layer.kv_cache_dtype = LAYER, HEADS, "auto"
+    layer.rotary_emb, layer.dcp_world_size = None, 1
+    batch = batch_of(requests, 64)
+    kv = keys_of(batch, served.setting)
+    layer.kv_cache = empty_cache(batch, served.setting)
+    q = torch.randn(batch.num_actual_tokens, HEADS, 192, generator=torch.Generator().manual_seed(6)).to(torch.bfloat16)
+    new = [tuple(part[len(part) - request.tokens :] for part in both) for request, both in zip(requests, kv, strict=True)]
+    latent, rotary = (torch.cat(part) for part in zip(*new, strict=True))
+    for request, (mine, (_, own)) in enumerate(zip(requests, kv, strict=True)):
+        rows = rows_of(batch, request, 64)[:, : mine.keys - mine.tokens]
+        layer.kv_cache[tuple(rows)] = torch.cat(kv[request], dim=1)[: len(own) - mine.tokens]
+    out = torch.full((len(q), HEADS * 128), torch.nan, dtype=torch.bfloat16)
+    with cute_mla.simulate(arch, 6), torch.inference_mode():
+        metadata = {LAYER: served.build(batch)}
+        with set_forward_context(metadata, served.config, slot_mapping={LAYER: batch.slot_mapping}):
+            layer._attention(torch.zeros(len(q)), q, latent, rotary.unsqueeze(1), out)
+    agree(out, layer_output(served, batch, q, kv), 2e-2)
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8"])
