@@ -175,15 +175,19 @@ class CuteMlaSparseMetadataBuilder(SparseMLACommonMetadataBuilder[CuteMlaSparseM
     ) -> CuteMlaSparseMetadata:
         """Return the metadata of a batch, with one plan for its decode tokens and one for all of its tokens.
 
-        The second plan serves layers for which vLLM decides that prefill uses indices, too.
+        The second plan serves layers for which vLLM decides that prefill uses indices, too. HiSparse may gather keys for prefill, whose
+        tokens are then computed apart, by a third plan.
         """
         metadata: CuteMlaSparseMetadata = super().build(common_prefix_len, common_attn_metadata, fast_build)
-        counts = dict.fromkeys((metadata.num_actual_tokens, metadata.num_decode_tokens))
-        metadata.plans = {tokens: self._plan(i, tokens, metadata.req_id_per_token) for i, tokens in enumerate(counts) if tokens}
+        counts = [metadata.num_actual_tokens, metadata.num_decode_tokens]
+        if self.vllm_config.attention_config.hisparse_config is not None:
+            counts.append(metadata.num_actual_tokens - metadata.num_decode_tokens)
+        ids = metadata.req_id_per_token
+        metadata.plans = {tokens: self._plan(i, tokens, ids) for i, tokens in enumerate(dict.fromkeys(counts)) if tokens}
         return metadata
 
     def _plan(self, buffer: int, tokens: int, int32s: torch.Tensor) -> Plan:
-        """Plan this many tokens in one of two persistent buffers. The plan depends on the length of int32s only."""
+        """Plan this many tokens in one of the persistent buffers. The plan depends on the length of int32s only."""
         plan = get_mla_metadata(int32s[:tokens], self._decode_heads, 1, self._decode_heads, True, self._topk)
         return self._plans.store(buffer, plan)
 
@@ -211,8 +215,8 @@ class CuteMlaSparseImpl(CacheWriteMixin, SparseMLACommonImpl[CuteMlaSparseMetada
         self.sinks = self._folded = _checked_sinks(options.pop("sinks", None), num_heads)
         super().__init__(num_heads, head_size, scale, num_kv_heads, **options)
         self._columns = D_QK if self.kv_cache_dtype == PACKED_CACHE else head_size
-        if isinstance(self.index_group, HiSparseMLAIndexGroup):
-            raise NotImplementedError("hisparse_config is given; supported: caches on the device")
+        if isinstance(self.index_group, HiSparseMLAIndexGroup) and envs.VLLM_BATCH_INVARIANT:
+            raise NotImplementedError("hisparse_config is given with VLLM_BATCH_INVARIANT; supported: one of the two")
         # vLLM would gather packed keys into rows without room for the rotary columns that the model does not have, and without sinks.
         self.supports_dense_mha_prefill = not envs.VLLM_BATCH_INVARIANT and self._columns == head_size and self.sinks is None
         config = get_current_vllm_config()
@@ -274,7 +278,7 @@ class CuteMlaSparseImpl(CacheWriteMixin, SparseMLACommonImpl[CuteMlaSparseMetada
         topk_indices: int32 [tokens, topk]. valid_counts: int32 [tokens], number of leading slots that count; None: all. Over a 16-bit
         cache, batches with prefill and keys of 512 columns run sparse prefill, all others sparse decode.
         """
-        rows, _ = flat_kv_row_view(kv_cache, block_size)
+        rows, _ = flat_kv_row_view(kv_cache, kv_cache.shape[1])  # HiSparse's hot buffer has blocks of its own size
         out = q.new_empty((*q.shape[:2], D_V))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         if self.kv_cache_dtype == PACKED_CACHE or (is_decode and self._columns == D_QK):

@@ -40,6 +40,7 @@ def _no_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(sparse, "triton_filter_and_convert_dcp_index", _slots)
     # Not in vLLM 0.32, whose other tests may then run.
     monkeypatch.setattr(sparse_mla_attention, "triton_filter_and_convert_dcp_index", _slots, raising=False)
+    monkeypatch.setattr(sparse_mla_attention, "triton_convert_req_index_to_global_index", _slots)
     monkeypatch.setattr(sparse_mla_attention, "get_tensor_model_parallel_world_size", lambda: 1)
     monkeypatch.setattr(SparseMLAIndexGroup, "convert_logical_to_physical_topk", _slots_of_group)
     init_workspace_manager(torch.device("cpu"))
@@ -60,7 +61,7 @@ def _slots(
     token_indices: Tensor,
     *,
     BLOCK_SIZE: int,
-    BLOCK_STRIDE_ROWS: int,
+    BLOCK_STRIDE_ROWS: int | None = None,
     return_valid_counts: bool = False,
     compact_valid_to_front: bool = True,
     **options: Any,
@@ -71,7 +72,7 @@ def _slots(
     local = known // (dcp_size * interleave) * interleave + known % interleave
     mine = (ids >= 0) & (known // interleave % dcp_size == dcp_rank)
     blocks = block_table[req_id.long()].long().gather(1, torch.where(mine, local, 0) // BLOCK_SIZE)
-    slots = torch.where(mine, blocks * BLOCK_STRIDE_ROWS + local % BLOCK_SIZE, -1)
+    slots = torch.where(mine, blocks * (BLOCK_STRIDE_ROWS or BLOCK_SIZE) + local % BLOCK_SIZE, -1)
     counts = mine.sum(1).to(torch.int32)
     if compact_valid_to_front:
         order = torch.where(mine, torch.rand(mine.shape, generator=_ORDER), 2.0).argsort(1)
