@@ -220,7 +220,7 @@ class CuteMla(AttentionBackend):
 
         The latent keys of new tokens are in the pool already. q: [all tokens, heads * columns]; k, v: alike, of the keys. Returns out [all
         tokens, heads, value columns], 0 for tokens of no request, and lse fp32 [all tokens, heads] in natural log, -inf for a token without
-        keys.
+        keys, 0 for tokens of no request among the new ones.
         """
         heads, keys, metadata = layer.tp_q_head_num, layer.tp_k_head_num, self.forward_metadata
         prefix = bool(forward_batch.attn_attend_prefix_cache)
@@ -229,7 +229,8 @@ class CuteMla(AttentionBackend):
         if prefix:
             chunk = forward_batch.prefix_chunk_idx
             starts, longest = forward_batch.prefix_chunk_cu_seq_lens[chunk], forward_batch.prefix_chunk_max_seq_lens[chunk]
-        lse = q.new_full((q.shape[0], heads), -math.inf, dtype=torch.float32)
+        # SGLang's merge gives NaN for a token with -inf in both parts, which tokens of no request would have.
+        lse = q.new_full((q.shape[0], heads), -math.inf if prefix else 0.0, dtype=torch.float32)
         out, _ = flash_attn_varlen_func(
             q.view(-1, heads, layer.head_dim),
             k.view(-1, keys, layer.head_dim),
