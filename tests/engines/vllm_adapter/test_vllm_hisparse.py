@@ -16,7 +16,7 @@ from vllm.v1.attention.backends.mla.index_group import HiSparseMLAIndexGroup
 
 from cute_mla.engines.vllm import sparse
 from cute_mla.spec.arch import Arch
-from tests.engines.vllm_adapter.test_vllm_sparse import choose, expected, filled_cache, queries, served_by
+from tests.engines.vllm_adapter.sparse_parts import choose, expected, filled_cache, queries, served_by
 from tests.engines.vllm_adapter.vllm_parts import Request, agree, batch_of, rows_of
 from tests.support.launched import launched_ops
 
