@@ -11,6 +11,7 @@ import torch
 import vllm.envs as envs
 from vllm.model_executor.model_loader.weight_utils import make_attention_sink
 from vllm.models.hy_v4.nvidia import attention as hy_v4
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
 from vllm.v1.worker.workspace import current_workspace_manager
 
 import cute_mla
@@ -92,12 +93,10 @@ def test_keys_without_rotary_columns(arch: Arch, cache: str, whole: bool, monkey
 @pytest.mark.parametrize("columns", [DEEPSEEK_V3, GLM_5_3_FLASH], ids=["576", "512"])
 def test_sinks(arch: Arch, cache: str, columns: Columns, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Hy4: its layer keeps this backend for its sinks, which are loaded when the layer exists. Decode, prefill, a token without keys."""
-    backend = type(served_by(8, cache, tmp_path, columns).builder).__module__, "CuteMlaSparse"
-    monkeypatch.setattr(hy_v4, "get_attn_backend", lambda **_: getattr(__import__(backend[0], fromlist=["_"]), backend[1]))
+    backend = AttentionBackendEnum["CUTE_MLA_SPARSE"].get_class()
+    monkeypatch.setattr(hy_v4, "get_attn_backend", lambda **_: backend)
     model = SimpleNamespace(kv_lora_rank=LATENT, qk_rope_head_dim=ROPE, is_sparse=True, num_local_heads=8)
-    chosen_backend = hy_v4.HYV4MLAAttention._resolve_sink_backend(model, cache)
-    assert chosen_backend is not None
-    assert chosen_backend.get_name() == "CUTE_MLA_SPARSE"
+    assert hy_v4.HYV4MLAAttention._resolve_sink_backend(model, cache) is backend
     sinks = make_attention_sink(8, torch.float32)
     served = served_by(8, cache, tmp_path, columns, sinks=sinks)
     assert served.layer.impl.supports_dense_mha_prefill is False
