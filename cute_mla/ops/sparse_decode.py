@@ -120,6 +120,8 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         batch_invariant=call.common.options.batch_invariant,
     )
     num_parts = problem.num_parts(sm_count) if s_q else 1
+    if ragged is None and all(selection.length is None for selection in (call.main, call.extra) if selection is not None):
+        problem = problem.without_combine(num_parts)
     results = layout_results(problem, call.common, num_parts, call.q, call.q.dtype, ragged)
     split = SplitPlanCall(batch, h_q, s_q, topk, extra_topk, ragged)
     planned_for = (batch, s_q) if ragged is None else (ragged.requests, ragged.max_seqlen_q)

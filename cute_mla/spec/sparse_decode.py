@@ -8,7 +8,7 @@ second cache. All query tokens of a request have the same number; they are CTAs 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
@@ -16,7 +16,7 @@ from .arch import Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
 from .dense_decode import TILINGS, num_parts, row_ctas
 from .mla import BF16
-from .split_plan import invariant_splits
+from .split_plan import invariant_splits, keeps_whole
 
 
 class SparseDecodeArguments(NamedTuple):
@@ -163,6 +163,14 @@ class SparseDecodeProblem:
     def num_parts(self, sm_count: int) -> int:
         """Return the number of parts of the plan: as many as keep every SM busy with one CTA."""
         return num_parts(self.arch, self.h_q, self.s_q, sm_count)
+
+    def without_combine(self, num_parts: int) -> SparseDecodeProblem:
+        """Return the problem of a call whose indices all count, which no combine needs to follow if its plan cuts no request.
+
+        It is batch invariant then: with one split a request, its kernel does not cut either where the contents of a plan say so.
+        """
+        one_split = invariant_splits(self.max_keys) == 1
+        return replace(self, batch_invariant=True) if one_split and keeps_whole(self.batch, self.max_keys, num_parts) else self
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return the CTAs along (heads, query tokens, parts)."""

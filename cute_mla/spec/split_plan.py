@@ -150,6 +150,13 @@ def invariant_splits(max_keys: int) -> int:
     return max(ceil_div(ceil_div(max_keys, TILE_KEYS), INVARIANT_SPLIT_TILES), 1)
 
 
+def keeps_whole(batch: int, keys: int, num_parts: int) -> bool:
+    """Return whether the plan for requests of `keys` keys each cuts none of them, because parts can hold them whole."""
+    cost = max(ceil_div(keys, TILE_KEYS), 1) + PIECE_OVERHEAD_TILES
+    most = ceil_div(batch * cost, num_parts) + PIECE_OVERHEAD_TILES
+    return batch <= min(num_parts * (most // cost), MOST_WHOLE_REQUESTS)
+
+
 def accumulator_rows(batch: int, num_parts: int, max_splits: int = 0) -> int:
     """Return the most rows of the split accumulators that a call can need. max_splits: invariant_splits(), or 0 where the plan cuts.
 

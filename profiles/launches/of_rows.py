@@ -135,6 +135,8 @@ def _sparse_decode(case: Case, shape: SparseDecodeShape, target: Target) -> Laun
         shape.topk,
         shape.extra_topk,
     )
+    if not shape.tokens:
+        problem = problem.without_combine(problem.num_parts(target.sm_count))
     return _decode(case, problem, (problem.max_keys,) * batch, s_q, target)
 
 

@@ -21,8 +21,9 @@ from cute_mla.spec.split_plan import (
     PART_LAST_IS_SPLIT,
     PIECE_OVERHEAD_TILES,
     accumulator_rows,
+    keeps_whole,
 )
-from cute_mla.testing.split_plan_reference import SplitPlan, actual_tiles, pieces, planned_tiles, reference_plan
+from cute_mla.testing.split_plan_reference import SplitPlan, actual_tiles, pieces, planned_tiles, reference_plan, whole_boundaries
 
 LENGTHS = st.one_of(
     st.sampled_from([0, 1, 63, 64, 65, 127, 128, 8192, 8193, -1]), st.integers(0, 600), st.integers(0, 40_000), st.integers(0, 300_000)
@@ -59,6 +60,17 @@ def part_costs(plan: SplitPlan, lengths: list[int], split_tiles: int | None = No
         costs[index] += max(piece.end - piece.begin, 1) + PIECE_OVERHEAD_TILES * ((index, piece.request) not in requests)
         requests.add((index, piece.request))
     return costs
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(1, 1100), st.integers(0, 9000), NUM_PARTS)
+def test_requests_of_one_length_are_kept_whole_where_the_host_says_so(batch: int, keys: int, num_parts: int) -> None:
+    lengths = [keys] * batch
+    cost = planned_tiles(keys) + PIECE_OVERHEAD_TILES
+    boundaries = whole_boundaries(range(0, (batch + 1) * cost, cost), num_parts, ceil_div(batch * cost, num_parts) + PIECE_OVERHEAD_TILES)
+    assert keeps_whole(batch, keys, num_parts) == (boundaries[-1] == batch <= 1024)
+    if keeps_whole(batch, keys, num_parts):
+        assert reference_plan(lengths, num_parts).num_splits[-1] == 0
 
 
 @settings(max_examples=300, deadline=None)

@@ -182,6 +182,26 @@ def test_batch_invariant_call(device: RecordingDevice) -> None:
         assert (args["max_splits"], args["accum_rows"]) == (3, 9)
 
 
+@pytest.mark.parametrize(("topk", "extra_topk"), [(2048, None), (8000, 192), (0, 5)])
+def test_no_combine_where_no_request_is_cut(device: RecordingDevice, topk: int, extra_topk: int | None) -> None:
+    parts = 132 // row_ctas(device, 64)
+    sparse_call(topk=topk, extra_topk=extra_topk, batch=parts).run()
+    _, decode = device.launches
+    args = decode.args
+    assert (decode.grid[2], args["max_splits"], args["accum_rows"], args["out_accum"], args["lse_accum"]) == (parts, 1, 0, None, None)
+
+
+@pytest.mark.parametrize("told", ["topk_length", "extra_topk_length"])
+def test_a_combine_where_requests_may_have_fewer_indices(device: RecordingDevice, told: str) -> None:
+    sparse_call(topk=64, extra_topk=64, batch=66).run(**{told: ints(66)})
+    assert len(device.launches) == 3
+
+
+def test_a_combine_where_a_batch_invariant_call_would_cut(device: RecordingDevice) -> None:
+    sparse_call(topk=8193, batch=66).run()
+    assert len(device.launches) == 3
+
+
 def test_block_table_and_lengths_are_not_looked_at(device: RecordingDevice) -> None:
     sparse_call().run(block_table="anything", cache_seqlens=object())
     assert len(device.launches) == 3

@@ -17,11 +17,14 @@ import torch
 from torch import Tensor
 
 import cute_mla
+from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.simulator import Finding
 from cute_mla.spec.arch import SM90, SM100, Arch
+from cute_mla.spec.dense_decode import row_ctas
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from cute_mla.testing.compare import same_bits
 from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
+from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
 from tests.support.bench import Bench, expect
 from tests.support.decoding import with_lengths
 from tests.support.right_calls import RightCall, planned
@@ -188,3 +191,16 @@ def test_a_plan_of_one_architecture_serves_the_other(arch: Arch) -> None:
         with cute_mla.simulate(arch, 12):
             results.append(RightCall(MIXED, tensors).run(**planned(plan)))
     assert all(same_bits(mine, theirs) for mine, theirs in zip(*results, strict=True))
+
+
+def test_a_plan_that_cuts_serves_a_call_that_needs_no_combine(bench: Bench) -> None:
+    """A schedule object keeps the plan of its first call, which said how many indices count."""
+    case = SparseDecodeCase(batch=3, cache="latent", h_q=5, main=Pool(640, 640), sm_count=3 * row_ctas(bench.arch, 5))
+    call = RightCall(case)
+    schedule = MlaSchedule()
+    with cute_mla.simulate(bench.arch, case.sm_count):
+        call.run(**planned((schedule, None)), topk_length=torch.tensor([640, 0, 0], dtype=torch.int32))
+        splits = schedule.num_splits
+        assert splits is not None
+        assert splits[1] == 2
+        expect(case, call.tensors, call.run(**planned((schedule, None))))
