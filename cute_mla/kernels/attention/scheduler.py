@@ -156,9 +156,9 @@ class SplitKvSchedule:
         row = self._plan_row()
         req = clip((row + PART_BEGIN_REQ).load(), self.batch)
         tile = self._cut_tile(row, PART_BEGIN_TILE)
-        if self.invariant:
+        if self.invariant & (tile > 0):
             _, part_end, _ = self._work_tile_bounds(smaller(req, self.batch - 1), tile)
-            if (tile > 0) & (part_end <= tile):
+            if part_end <= tile:
                 req, tile = req + 1, Int32(0)
         return req, tile
 
