@@ -359,6 +359,7 @@ def test_blocks_are_few_where_rows_are_many() -> None:
 
 BUGS = (
     Bug("rows of empty splits read", r"setp\.neu\.f32 (.*), 0f00000000;", r"setp.neu.f32 \1, 0fBF800000;", together),
+    Bug("rows of the first empty splits read", r"setp\.neu\.f32 (.*), 0fFF800000;", r"setp.neu.f32 \1, 0f7F800000;", together),
     Bug("half of the splits left out", r"shfl\.sync\.bfly\.b32 (.*), 16, 31, -1;", r"shfl.sync.bfly.b32 \1, 8, 31, -1;", together),
     Bug("second 32 splits skipped", r"add\.s32 (.*), 32;", r"add.s32 \1, 64;", together),
     Bug("sink in base 2", r"0f3FB8AA3B", "0f3F800000", together),
@@ -368,7 +369,7 @@ BUGS = (
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_planted_bugs_are_noticed(bug: Bug) -> None:
     def is_noticed(broken: CompiledKernel) -> bool:
-        problem = Problem([70], empty={(3, 0, 0), (50, 0, 0)}, sink=[3.0, 4.0])
+        problem = Problem([70], empty={(1, 0, 0), (3, 0, 0), (50, 0, 0)}, sink=[3.0, 4.0])
         return bool(problem.run(broken)) or fails(problem.check)
 
     assert shipped("combine", "bf16").survivors(bug, is_noticed) == []

@@ -7,8 +7,10 @@
              in registers; later ones are loaded again for each of their three uses
     loads    4 columns: two register buffers of 32 elements a lane, one is summed while the other fills
              2 columns: 32 results at once, so that few warps wait for memory as rarely as possible
+             The first results are asked for as soon as their lse are known, before their weights
 
-A result whose weight is 0 is not read. Columns are summed over the results in their order, by one lane.
+An empty result, whose lse is -inf, is not read, and what a row of weight 0 holds does not matter. Columns are summed over the results in
+their order, by one lane.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ from typing import Any
 import cutlass
 from cutlass import Float32, Int32, cute
 
+from ..primitives.arithmetic import pin_register
 from .softmax import sink_weight
 
 VECTOR = 4  # elements that a lane loads at a time
@@ -30,10 +33,11 @@ BUFFER = 32  # elements a lane has in flight per buffer
 class Results:
     """Results to merge. A kernel's subclass says where they lie.
 
-    dtype: of the elements.
+    dtype: of the elements. in_place: whether the merged row may take the place of a result, so that lse is written last.
     """
 
     dtype: type[cutlass.Numeric]
+    in_place = False
 
     def lse(self, result: Int32) -> Float32:
         """Return the lse of a result, base 2; a result with -inf has no weight."""
@@ -45,6 +49,14 @@ class Results:
 
     def load(self, target: cute.Tensor, source: cute.Pointer) -> None:
         """Load as many neighbouring columns as target has."""
+        raise NotImplementedError
+
+    def out_row(self) -> cute.Pointer:
+        """Return this lane's first column of the merged row."""
+        raise NotImplementedError
+
+    def finish(self, shift: Float32, total: Float32) -> None:
+        """Write the lse of the merged row. shift, total: m and the sum of the weights."""
         raise NotImplementedError
 
 
@@ -67,11 +79,9 @@ def lane_weight(results: Any, result: Int32, count: Int32, shift: Float32) -> Fl
 def row_weights(results: Any, count: Int32, held: cute.Tensor):
     """Return (m, or 0 if every result is empty; the sum of all weights). A NaN lse makes the sum NaN.
 
-    held: registers for the weights of the results 32 k + lane, as many as fit.
+    held: registers with the lse of the results 32 k + lane, as many as fit; then with their weights.
     """
     lane = cute.arch.lane_idx()
-    for k in cutlass.range_constexpr(cute.size(held)):
-        held[k] = lane_lse(results, 32 * k + lane, count)
     largest = held[0]
     for k in cutlass.range_constexpr(1, cute.size(held)):
         largest = cute.arch.fmax(largest, held[k])
@@ -106,30 +116,38 @@ def vector_at(pointer: cute.Pointer, align: int, count: int) -> cute.Tensor:
 
 
 @cute.jit
-def fill(buffer: cute.Tensor, weights: cute.Tensor, results: Any, first: Int32, held: Float32):
-    """Load the results [first, first + size(weights)) where their weight is not 0, and 0 elsewhere.
+def fill(buffer: cute.Tensor, results: Any, first: Int32, read: Int32):
+    """Load the results from `first` on that a buffer has room for and whose bit in `read` is set, and 0 in place of others.
 
-    buffer: (columns, groups, results) registers. held: weight of result 32 k + lane, for the k that these belong to.
+    buffer: (columns, groups, results) registers. read: a bit for each of the 32 results that these belong to.
     """
-    weighty = cute.arch.vote_ballot_sync(held != 0) >> (first & 31)  # NaN included; loads that wait for no shuffle
-    for step in cutlass.range_constexpr(cute.size(weights)):
-        weights[step] = cute.arch.shuffle_sync(held, (first & 31) + step)
+    bits = read >> pin_register(first & 31)  # an opaque number, lest ptxas takes a shift that wraps
+    for step in cutlass.range_constexpr(cute.size(buffer, mode=[2])):
         source = results.row(first + step)
         for group in cutlass.range_constexpr(cute.size(buffer, mode=[1])):
             for i in cutlass.range_constexpr(cute.size(buffer, mode=[0])):
                 buffer[i, group, step] = buffer.element_type(0)
-        if (weighty & (1 << step)) != 0:
+        if (bits & (1 << step)) != 0:
             for group in cutlass.range_constexpr(cute.size(buffer, mode=[1])):
                 results.load(buffer[None, group, step], source + group * GROUP)
 
 
 @cute.jit
-def accumulate(sums: cute.Tensor, buffer: cute.Tensor, weights: cute.Tensor):
-    """Add weights * buffer to the sums, result after result."""
-    for step in cutlass.range_constexpr(cute.size(weights)):
+def clear(buffer: cute.Tensor, kept: Int32):
+    """Replace the first results by 0 but for those whose bit in `kept` is set."""
+    for step in cutlass.range_constexpr(cute.size(buffer, mode=[2])):
+        if (kept & (1 << step)) == 0:
+            buffer[None, None, step].fill(buffer.element_type(0))
+
+
+@cute.jit
+def accumulate(sums: cute.Tensor, buffer: cute.Tensor, first: Int32, held: Float32):
+    """Add weights * buffer to the sums, result after result. held: weight of result 32 k + lane, for the k that these belong to."""
+    for step in cutlass.range_constexpr(cute.size(buffer, mode=[2])):
+        weight = cute.arch.shuffle_sync(held, (first & 31) + step)
         for group in cutlass.range_constexpr(cute.size(buffer, mode=[1])):
             for i in cutlass.range_constexpr(cute.size(buffer, mode=[0])):
-                sums[i, group] = sums[i, group] + weights[step] * Float32(buffer[i, group, step])
+                sums[i, group] = sums[i, group] + weight * Float32(buffer[i, group, step])
 
 
 @cute.jit
@@ -148,53 +166,64 @@ def store(out_row: cute.Pointer, sums: cute.Tensor, scale: Float32):
 
 
 @cute.jit
-def merge_row(
-    out_row: cute.Pointer, results: Any, count: Int32, sink: Float32 | None, columns: cutlass.Constexpr, weights: cutlass.Constexpr = 1
-):
-    """Merge columns of a row and return (m, sum of the weights). out_row: this lane's first column.
+def merge_row(results: Any, count: Int32, sink: Float32 | None, columns: cutlass.Constexpr, weights: cutlass.Constexpr = 1):
+    """Merge columns of a row. The first results are asked for before the weights are known, and what does not need them comes after that.
 
     count: results. sink: natural logarithm, or None where there is never one; it weighs on out alone. columns: (neighbouring ones of a
     lane, groups of 32 lanes' columns). weights: a lane keeps, of every 32nd result.
     """
     sums = cute.make_rmem_tensor(cute.make_layout(columns), Float32)
     sums.fill(0.0)
-    kept = cute.make_rmem_tensor(weights, Float32)
-    shift, total = row_weights(results, count, kept)
-    if cutlass.const_expr(columns[0] == NARROW_VECTOR):
-        add_blocks(sums, results, count, shift, kept)
+    steps = 32 if columns[0] == NARROW_VECTOR else BUFFER // cute.size(sums)
+    buffer = cute.make_rmem_tensor(cute.make_layout((*columns, steps)), results.dtype)
+    held = cute.make_rmem_tensor(weights, Float32)
+    for k in cutlass.range_constexpr(weights):
+        held[k] = lane_lse(results, 32 * k + cute.arch.lane_idx(), count)
+    read = cute.arch.vote_ballot_sync(held[0] != -math.inf)  # NaN included
+    fill(buffer, results, Int32(0), read)
+    shift, total = row_weights(results, count, held)
+    weighty = cute.arch.vote_ballot_sync(held[0] != 0)
+    if weighty != read:
+        clear(buffer, weighty)
+    if cutlass.const_expr(not results.in_place):
+        results.finish(shift, total)
+    if cutlass.const_expr(steps == 32):
+        add_blocks(sums, buffer, results, count, shift, held)
     else:
-        add_stream(sums, results, count, shift, kept)
+        add_stream(sums, buffer, results, count, shift, held)
     below = total
     if cutlass.const_expr(sink is not None):
         below = total + sink_weight(sink, shift)
-    store(out_row, sums, Float32(0) if total == 0 else cute.arch.rcp_approx(below))
-    return shift, total
+    store(results.out_row(), sums, Float32(0) if total == 0 else cute.arch.rcp_approx(below))
+    if cutlass.const_expr(results.in_place):
+        results.finish(shift, total)
 
 
 @cute.jit
-def add_blocks(sums: cute.Tensor, results: Any, count: Int32, shift: Float32, kept: cute.Tensor):
-    """Add the weighted results to the sums, 32 at a time. kept: as in row_weights."""
-    buffer = cute.make_rmem_tensor(cute.make_layout((*sums.shape, 32)), results.dtype)
-    weights = cute.make_rmem_tensor(32, Float32)
+def add_blocks(sums: cute.Tensor, buffer: cute.Tensor, results: Any, count: Int32, shift: Float32, kept: cute.Tensor):
+    """Add the weighted results to the sums, 32 at a time. buffer: holds the first 32. kept: as in row_weights."""
+    weight = kept[0]
     for first in cutlass.range(0, count, 32, unroll=1):
-        fill(buffer, weights, results, first, weight_from(results, first, count, shift, kept))
-        accumulate(sums, buffer, weights)
+        accumulate(sums, buffer, Int32(0), weight)
+        following = first + 32
+        if following < count:
+            weight = weight_from(results, following, count, shift, kept)
+            fill(buffer, results, following, cute.arch.vote_ballot_sync(weight != 0))  # loads that wait for no shuffle
 
 
 @cute.jit
-def add_stream(sums: cute.Tensor, results: Any, count: Int32, shift: Float32, kept: cute.Tensor):
-    """Add the weighted results to the sums: one buffer is summed while the other fills. kept: as in row_weights."""
-    steps = BUFFER // cute.size(sums)
-    shape = cute.make_layout((*sums.shape, steps))
-    even, odd = cute.make_rmem_tensor(shape, results.dtype), cute.make_rmem_tensor(shape, results.dtype)
-    even_weights, odd_weights = cute.make_rmem_tensor(steps, Float32), cute.make_rmem_tensor(steps, Float32)
-    held = kept[0]
-    fill(even, even_weights, results, Int32(0), held)
+def add_stream(sums: cute.Tensor, even: cute.Tensor, results: Any, count: Int32, shift: Float32, kept: cute.Tensor):
+    """Add the weighted results to the sums: one buffer is summed while the other fills. even: holds the first ones. kept: likewise."""
+    steps = cute.size(even, mode=[2])
+    odd = cute.make_rmem_tensor(even.layout, results.dtype)
+    weight = kept[0]
     for first in cutlass.range(0, count, 2 * steps, unroll=1):
-        fill(odd, odd_weights, results, first + steps, held)
-        accumulate(sums, even, even_weights)
-        following = first + 2 * steps
+        read = cute.arch.vote_ballot_sync(weight != 0)
+        fill(odd, results, first + steps, read)
+        accumulate(sums, even, first, weight)
+        following, later = first + 2 * steps, weight
         if following % 32 == 0:
-            held = weight_from(results, following, count, shift, kept)
-        fill(even, even_weights, results, following, held)
-        accumulate(sums, odd, odd_weights)
+            later = weight_from(results, following, count, shift, kept)
+        fill(even, results, following, cute.arch.vote_ballot_sync(later != 0))
+        accumulate(sums, odd, first + steps, weight)
+        weight = later

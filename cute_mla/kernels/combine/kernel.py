@@ -11,7 +11,7 @@
     a row    as in attention/merge_rows.py, 2 splits of 16 columns a lane in flight per buffer, 8 of 4, or 32 of 2 at once
 
 The trick is what is not done: a request that was not split is passed by after reading two integers, 32 query tokens of a CTA at once, and
-a split whose weight is 0 (it was empty, and nobody wrote its row) is not read. Operands and their meaning: cute_mla/spec/combine.py.
+a split that was empty, whose row nobody wrote, is not read. Operands and their meaning: cute_mla/spec/combine.py.
 """
 
 import math
@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from ...spec.arch import Arch
 from ...spec.combine import BLOCK_COLUMNS, NARROW_COLUMNS, ROWS_PER_BLOCK, CombineArguments, CombineConfig
@@ -65,12 +65,17 @@ class Splits(Results):
     """The splits of a row.
 
     first: this lane's first column in the first one. lse_row: its lse. strides: elements of either between splits.
+    args, units: of the launch. place: unit, query token and head of the row, first column of the lane. writes_lse: whether this lane does.
     """
 
     first: cute.Pointer
     lse_row: cute.Pointer
     row_stride: Int64
     lse_stride: Int64
+    args: CombineArguments
+    units: Units
+    place: tuple[Int32, Int32, Int32, Int32]
+    writes_lse: Boolean
 
     dtype = Float32
 
@@ -85,6 +90,29 @@ class Splits(Results):
     def load(self, target: cute.Tensor, source: cute.Pointer) -> None:
         """Load a lane's neighbouring columns at once: all rows are aligned."""
         cute.autovec_copy(vector_at(source, 4 * cute.size(target), cute.size(target)), target)
+
+    def token(self) -> Int32:
+        """Return the query token among those of out."""
+        unit, token, _, _ = self.place
+        _, first_token = self.units.missing_and_first(unit)
+        return token + first_token
+
+    def out_row(self) -> cute.Pointer:
+        """Return this lane's first column of the merged row."""
+        args, (unit, _, head, column) = self.args, self.place
+        strides = args.out_stride_batch, args.out_stride_token, args.out_stride_head
+        return args.out + (unit * strides[0] + self.token() * strides[1] + head * strides[2] + column)
+
+    @cute.jit
+    def finish(self, shift: Float32, total: Float32):
+        """Write lse, natural logarithm."""
+        args, (unit, _, head, _) = self.args, self.place
+        if self.writes_lse:
+            value = args.empty_lse
+            if total != 0:  # true for NaN
+                value = (shift + cute.math.log2(total, fastmath=True)) * LN2
+            strides = args.lse_stride_batch, args.lse_stride_token, args.lse_stride_head
+            (args.lse + (unit * strides[0] + self.token() * strides[1] + head * strides[2])).store(value)
 
 
 class Combine(WarpKernel):
@@ -124,9 +152,10 @@ class Combine(WarpKernel):
             request = Int32(Uint32(mine) // Uint32(args.s_q))
             first, count = Int32(0), Int32(0)
             if mine < tokens:
+                first, count = splits_of(keys, args.num_splits, request, args.max_splits, args.accum_rows)
                 missing, _ = units.missing_and_first(request)
-                if mine - request * args.s_q >= missing:
-                    first, count = splits_of(keys, args.num_splits, request, args.max_splits, args.accum_rows)
+                if mine - request * args.s_q < missing:
+                    count = Int32(0)
             split = cute.arch.vote_ballot_sync(count > 1) if head < args.h_q else Int32(0)
             while split != 0:
                 index = cute.arch.popc((split & -split) - 1)  # of the lowest bit
@@ -134,29 +163,23 @@ class Combine(WarpKernel):
                 cut = cute.arch.shuffle_sync(request, index)
                 token = begin + index * token_step - cut * args.s_q
                 row = cute.arch.shuffle_sync(first, index) * stride + (Int64(token) * args.h_q + head)
-                _, first_token = units.missing_and_first(cut)
-                token += first_token
-                out_row = args.out + (cut * args.out_stride_batch + token * args.out_stride_token + head * args.out_stride_head + column)
-                splits = Splits(args.out_accum + (row * d_v + column), args.lse_accum + row, stride * d_v, stride)
-                shift, total = Float32(0), Float32(0)
+                splits = Splits(
+                    args.out_accum + (row * d_v + column), args.lse_accum + row, stride * d_v, stride,
+                    args, units, (cut, token, head, column), (lane == 0) & (column_block == 0),
+                )  # fmt: skip
                 results = cute.arch.shuffle_sync(count, index)
                 if column_blocks == 1:
-                    shift, total = merge_row(out_row, splits, results, sink, (VECTOR, d_v // GROUP))
+                    merge_row(splits, results, sink, (VECTOR, d_v // GROUP))
                 elif column_blocks == d_v // NARROW_COLUMNS:
-                    shift, total = merge_row(out_row, splits, results, sink, (NARROW_VECTOR, 1), KEPT_WEIGHTS)
+                    merge_row(splits, results, sink, (NARROW_VECTOR, 1), KEPT_WEIGHTS)
                 else:
-                    shift, total = merge_row(out_row, splits, results, sink, (VECTOR, 1))
-                if lane == 0 and column_block == 0:
-                    value = args.empty_lse
-                    if total != 0:  # true for NaN
-                        value = (shift + cute.math.log2(total, fastmath=True)) * LN2
-                    (args.lse + (cut * args.lse_stride_batch + head * args.lse_stride_head + token * args.lse_stride_token)).store(value)
+                    merge_row(splits, results, sink, (VECTOR, 1))
             begin += 32 * token_step
 
 
 def build(config: CombineConfig, arch: Arch) -> KernelDefinition:
     """Return the kernel's source for one element type and number of columns of out, ready to compile."""
     elements = {"attn_sink": Float32, "out_accum": Float32, "lse_accum": Float32, "out": ELEMENT_TYPES[config.dtype], "lse": Float32}
-    # Three code paths, each sums 64 elements and weighs the sink. Two fill half of them three times: before the loop and twice in it.
-    expected = {"FFMA": 3 * (2 * BUFFER + 1), "LDG.E.128": 2 * 3 * BUFFER // VECTOR, "LDG.E.64": 2 * BUFFER // NARROW_VECTOR}
+    # Three code paths, each sums 64 elements and weighs the sink, which two fill by halves: one before the loop, both in it.
+    expected = {"FFMA": 3 * (2 * BUFFER + 1), "LDG.E.128": 2 * 3 * BUFFER // VECTOR, "LDG.E.64": 2 * 2 * BUFFER // NARROW_VECTOR}
     return Combine(config, arch).definition(elements, expected)

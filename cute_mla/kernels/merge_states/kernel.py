@@ -52,11 +52,15 @@ class Places:
 
 @dataclass(frozen=True)
 class States(Results):
-    """The states of a row: this lane's first column, and the lse."""
+    """The states of a row: this lane's first column, and the lse. place: request, token and head of the row."""
 
     dtype: type[cutlass.Numeric]
     outs: Places
     lses: Places
+    args: MergeStatesArguments
+    place: tuple[Int32, Int32, Int32]
+
+    in_place = True
 
     def lse(self, result: Int32) -> Float32:
         """Return the lse of a state, base 2; -inf of a state without keys, whatever its convention."""
@@ -71,6 +75,21 @@ class States(Results):
     def load(self, target: cute.Tensor, source: cute.Pointer) -> None:
         """Load 4 columns, at once where the row allows it."""
         load_columns(target, source, (source.toint() & (WIDE_BYTES - 1)) == 0)
+
+    def out_row(self) -> cute.Pointer:
+        """Return this lane's first column of the merged row."""
+        strides = self.args.out_stride_batch, self.args.out_stride_token, self.args.out_stride_head
+        return self.args.out + (offset(strides, *self.place) + cute.arch.lane_idx() * VECTOR)
+
+    @cute.jit
+    def finish(self, shift: Float32, total: Float32):
+        """Write lse, natural logarithm."""
+        args = self.args
+        if cute.arch.lane_idx() == 0:
+            value = args.empty_lse
+            if total != 0:  # true for NaN
+                value = (shift + cute.math.log2(total, fastmath=True)) * LN2
+            (args.lse + offset((args.lse_stride_batch, args.lse_stride_token, args.lse_stride_head), *self.place)).store(value)
 
 
 @cute.jit
@@ -122,16 +141,8 @@ class MergeStates(WarpKernel):
                 offset(strides, req, token, head),
                 args.state_lse_stride_state,
             )
-            results = States(self.dtype, outs, lses)
-            strides = (args.out_stride_batch, args.out_stride_token, args.out_stride_head)
-            out_row = args.out + (offset(strides, req, token, head) + lane * VECTOR)
-            columns = (VECTOR, self.config.head_dim // GROUP)
-            shift, total = merge_row(out_row, results, args.states, None, columns)
-            if lane == 0:
-                value = args.empty_lse
-                if total != 0:  # true for NaN
-                    value = (shift + cute.math.log2(total, fastmath=True)) * LN2
-                (args.lse + offset((args.lse_stride_batch, args.lse_stride_token, args.lse_stride_head), req, token, head)).store(value)
+            states = States(self.dtype, outs, lses, args, (req, token, head))
+            merge_row(states, args.states, None, (VECTOR, self.config.head_dim // GROUP))
 
 
 def build(config: MergeStatesConfig, arch: Arch) -> KernelDefinition:
