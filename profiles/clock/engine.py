@@ -28,13 +28,14 @@ class Setting:
     """Circumstances of a run.
 
     hbm_bytes: a clock, of each SM. cold: the first load of a line comes from HBM. order: of warpgroups in the tensor core.
-    spans: whether to keep what a timeline shows.
+    spans: whether to keep what a timeline shows. rows: query rows of a cluster of decode; 0: all that it has room for.
     """
 
     hbm_bytes: float
     cold: bool = True
     order: str = "fifo"
     spans: bool = False
+    rows: int = 0
 
 
 @dataclass

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from math import prod
 
 from cute_mla.manifest import KernelEntry
 from cute_mla.testing.operations import operation
+from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
+from cute_mla.testing.operations.sparse_decode.case import SparseDecodeCase
 
 from ..kernel_stats.dynamic_counts import case_of, keys_of_block
 from .cluster_run import ClusterRun, clock_call, cluster_run
@@ -84,6 +87,9 @@ def clock_kernel(entry: KernelEntry, constants: Constants, setting: Setting, blo
     if make is None:
         raise ValueError(f"{entry.name} has no loop over keys")
     case = make(blocks * keys_of_block(entry), pieces)
+    if setting.rows:
+        assert isinstance(case, DenseDecodeCase | SparseDecodeCase), "rows of a decode"
+        case = replace(case, h_q=setting.rows, sm_count=prod(entry.cluster))
     tensors = operation(case).make_tensors(case, "cpu")
     assert case.sm_count is not None
     return clock_call(entry, case.sm_count, constants, setting, lambda: operation(case).call(case, tensors, None))

@@ -50,7 +50,7 @@ def setting_of(case: Case, launch: Launch, entry: KernelEntry, constants: Consta
     """
     share = hbm_share(constants, launch, prod(entry.cluster))
     if is_cold(entry):
-        return Setting(share)
+        return Setting(share, rows=launch.rows)
     missing = 0.0
     if isinstance(case.shape, SparsePrefillShape):
         latent = 2.0 * case.shape.d_qk * case.shape.s_kv

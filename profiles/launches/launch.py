@@ -40,6 +40,7 @@ class Launch:
     kernel: name in the manifest. flops: padded FLOP of a block of keys by product, as 16-bit equivalents.
     cta_work: work of each group of CTAs that share keys. row_ctas: CTAs that share the same keys and have different query rows.
     ctas: CTAs that run at the same time. bytes: device memory traffic.
+    rows: query rows of a cluster of decode, 0 for other launches.
     rounds: how often the launch, and what follows it, is made in a call, one time after the other.
     """
 
@@ -51,4 +52,5 @@ class Launch:
     bytes: float
     combine: Combine | None = None
     after: Launch | None = None
+    rows: int = 0
     rounds: int = 1

@@ -22,7 +22,7 @@ from cute_mla.spec import (
 from cute_mla.spec import combine as combine_spec
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_format import FORMATS
-from cute_mla.spec.dense_decode import DenseDecodeProblem, unit_tokens
+from cute_mla.spec.dense_decode import TILE_ROWS, DenseDecodeProblem, unit_tokens
 from cute_mla.spec.mla import D_V, ELEMENT_BYTES, ceil_div
 from cute_mla.spec.mqa_logits import MqaLogitsProblem
 from cute_mla.spec.sparse_decode import SparseDecodeProblem, serving_kernels
@@ -146,8 +146,10 @@ def _decode(case: Case, problem: DenseDecodeProblem | SparseDecodeProblem, lengt
     num_parts = problem.num_parts(target.sm_count)
     work = decode_work(lengths, num_parts, problem.max_splits)
     combine = _combine_after(problem, num_parts, work, target.sm_count)
-    ctas = problem.row_ctas * columns * len(work.cta_work)
-    return Launch(**kernel, cta_work=work.cta_work, row_ctas=problem.row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine)
+    row_ctas = problem.row_ctas
+    ctas = row_ctas * columns * len(work.cta_work)
+    rows = min(problem.rows if isinstance(problem, DenseDecodeProblem) else problem.h_q, TILE_ROWS * problem.config.cluster)
+    return Launch(**kernel, cta_work=work.cta_work, row_ctas=row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine, rows=rows)
 
 
 def _sparse_prefill(case: Case, shape: SparsePrefillShape, target: Target) -> Launch:

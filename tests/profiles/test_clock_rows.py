@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -10,14 +11,18 @@ import pytest
 from cute_mla.manifest import KernelEntry
 from cute_mla.profiles.clock import golden_clocks
 from cute_mla.profiles.clock import rows as module
-from cute_mla.profiles.clock.constants import FAST, NOMINAL, SLOW
+from cute_mla.profiles.clock.cluster_run import HBM, cluster_run
+from cute_mla.profiles.clock.constants import FAST, NOMINAL, SLOW, constants
+from cute_mla.profiles.clock.engine import Setting
 from cute_mla.profiles.clock.golden_clocks import FILE, LIMIT, clocks, differences, read
 from cute_mla.profiles.clock.grid import RowTime
+from cute_mla.profiles.clock.kernel_times import clock_kernel
 from cute_mla.profiles.clock.rows import clock_of, row_clocks, time_of
 from cute_mla.profiles.launches.launch import NoLaunchError
 from cute_mla.profiles.report import clock_document
 from cute_mla.profiles.rows import Case, every_case
 from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.spec.mla import D_QK, ELEMENT_BYTES
 
 AGAIN = "python -m cute_mla.profiles.clock.golden_clocks"
 # a kernel of each structure: roles with TMA, a gather that converts, one that copies, two groups of scores, and tensor memory
@@ -51,6 +56,13 @@ def check(name: str) -> None:
     assert found is not None
     changed = list(differences({name: read()[name]}, {name: found}))
     assert not changed, "\n".join([f"predicted clocks are not as recorded; if that is meant: {AGAIN} {name}", *changed])
+
+
+@pytest.mark.parametrize("name", ["dense_decode_sm90_bf16_cluster1", "sparse_decode_sm100_bf16_latent_cluster2"])
+def test_decode_loads_only_the_query_rows_that_a_row_has(name: str) -> None:
+    entry, values = attention_kernels()[name], constants("H200" if "sm90" in name else "B200")
+    few, many = (cluster_run(clock_kernel(entry, values, Setting(64.0, rows=rows), 2)).busy[HBM] for rows in (16, 64))
+    assert many - few == pytest.approx((64 - 16) * D_QK * ELEMENT_BYTES / 64 / prod(entry.cluster), rel=0.01)  # of one CTA
 
 
 @pytest.mark.in_turn

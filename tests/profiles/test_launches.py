@@ -97,6 +97,15 @@ def test_the_longest_ctas_of_the_backward_pass(name: str, row_tiles: int, key_ti
     assert [max(work.blocks for work in each.cta_work) for each in (launch, launch.after)] == [row_tiles, key_tiles]
 
 
+@pytest.mark.parametrize(
+    ("name", "gpu", "rows"), [("D12.h16", "H200", 16), ("D8.s4", "H200", 64), ("D1.fixed", "H200", 128), ("S3.h8", "B200", 8)]
+)
+def test_query_rows_of_a_cluster(name: str, gpu: str, rows: int) -> None:
+    launch = launch_on(case_named(name), gpu)
+    assert isinstance(launch, Launch)
+    assert launch.rows == rows
+
+
 def test_combine_of_a_small_call_takes_a_row_apart() -> None:
     combine = launch_on(case_named("C1.many"), "H200")
     assert isinstance(combine, Combine)
