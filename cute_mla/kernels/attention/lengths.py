@@ -170,13 +170,26 @@ class RowTile:
         """Return whether rows may not see the last keys. The same for all CTAs of a launch."""
         return (self.mask == CAUSAL) & (self.reach == NO_LIMIT)
 
+    @cute.jit
     def seen_tiles(self, tiles: Int32, length: Int32) -> Int32:
-        """Return how many of a request's first tiles hold a key that one of the rows sees, out of `tiles`. length: keys of the request."""
+        """Return how many of a request's first tiles hold a key that one of the rows sees, out of `tiles`. length: keys of the request.
+
+        A CTA alone does not divide where nothing is hidden. Of a pair, whose Q is twice as long, keys would come the sooner and delay it.
+        """
+        hidden = Int32(0)
+        if cutlass.const_expr(self.ctas > 1):
+            hidden = cutlass.select_(self.hides_tiles(), self._hidden_keys(), Int32(0))
+        else:
+            if self.hides_tiles():
+                hidden = self._hidden_keys()
+        return smaller(tiles, tiles_of(larger(length - hidden, Int32(0))))
+
+    def _hidden_keys(self) -> Int32:
+        """Return how many of the last keys none of the rows sees under a causal mask."""
         x = cute.arch.block_idx()[0]
         row_end = ((pin_register(x) if self.pinned else x) // self.ctas + 1) * (self.ctas * TILE_ROWS)
         last_token = Int32(Uint32(row_end - 1) // Uint32(self.heads_per_kv))
-        hidden = cutlass.select_(self.hides_tiles(), larger(self.s_q - 1 - last_token, Int32(0)), Int32(0))
-        return smaller(tiles, tiles_of(larger(length - hidden, Int32(0))))
+        return larger(self.s_q - 1 - last_token, Int32(0))
 
 
 def tiles_of(keys: Int32) -> Int32:
