@@ -103,7 +103,6 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     extra_strides: tuple[int, ...] = ()
     if call.extra is not None:
         extra, extra_topk, extra_strides = _check_selection(call, call.extra, cache.cache_format)
-    kernels = _kernels(cache, extra)
     check_sink(call.attn_sink, call.q)
     check_rows(TILINGS[arch.name].row_bytes, call.common.address_alignment, {"q": call.q}, {"out": call.common.out})
     if topk + extra_topk > MAX_KEYS:
@@ -111,7 +110,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     problem = SparseDecodeProblem(
         arch=arch,
         dtype=DTYPE_NAMES[call.q.dtype],
-        cache=kernels,
+        cache=_kernels(cache, extra),
         batch=batch,
         s_q=s_q,
         h_q=h_q,
@@ -120,8 +119,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         batch_invariant=call.common.options.batch_invariant,
     )
     num_parts = problem.num_parts(sm_count) if s_q else 1
-    if ragged is None and all(selection.length is None for selection in (call.main, call.extra) if selection is not None):
-        problem = problem.without_combine(num_parts)
+    problem = problem.without_combine(num_parts) if _all_count(call) else problem
     results = layout_results(problem, call.common, num_parts, call.q, call.q.dtype, ragged)
     split = SplitPlanCall(batch, h_q, s_q, topk, extra_topk, ragged)
     planned_for = (batch, s_q) if ragged is None else (ragged.requests, ragged.max_seqlen_q)
@@ -168,6 +166,11 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         split=launch_plan(split, num_parts),
         ragged=ragged,
     )
+
+
+def _all_count(call: CallSpec) -> bool:
+    """Return whether every request has all its indices, as the host knows without reading anything."""
+    return call.cu_seqlens_q is None and call.main.length is None and (call.extra is None or call.extra.length is None)
 
 
 def _selection(names: tuple[str, str, str], kv_format: NamedFormat, k_cache: Any, indices: Any, length: Any) -> Selection:
