@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
-from .arch import Arch
+from .arch import SM90, Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
 from .dense_decode import TILINGS, num_parts, row_ctas
 from .mla import BF16
@@ -90,17 +90,23 @@ def serving_kernels(cache: CacheFormat, extra: CacheFormat | None = None) -> str
 KERNELS = (*dict.fromkeys((dtype, FORMATS[cache].kernels) for dtype, cache in QUERY_AND_CACHE), (BF16, V41_FP4.name))
 
 
+# Heads up to which a call takes the kernel with keys on M, on SM90; 0: never. The rate of m64n16k16 on hardware decides whether that pays.
+FEW_HEADS = 16
+FEW_HEADS_CACHES = (FP8_656.name,)  # as serving_kernels names them
+
+
 @dataclass(frozen=True)
 class SparseDecodeConfig:
     """One compiled variant.
 
     dtype: element type of q and out, and of a latent cache. cache: as serving_kernels names the formats of both caches.
-    cluster: CTAs that share the gathered tiles (1 or 2).
+    cluster: CTAs that share the gathered tiles (1 or 2). few_heads: S^T = K Q^T and O^T = V^T P^T, for up to FEW_HEADS heads.
     """
 
     dtype: str
     cache: str
     cluster: int
+    few_heads: bool = False
 
     @property
     def format(self) -> CacheFormat:
@@ -120,7 +126,7 @@ class SparseDecodeConfig:
     @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
-        return f"{self.dtype}_{self.cache}_cluster{self.cluster}"
+        return f"{self.dtype}_{self.cache}_" + ("few_heads" if self.few_heads else f"cluster{self.cluster}")
 
 
 @dataclass(frozen=True)
@@ -148,7 +154,8 @@ class SparseDecodeProblem:
     @property
     def config(self) -> SparseDecodeConfig:
         """The variant that serves this problem."""
-        return SparseDecodeConfig(self.dtype, self.cache, TILINGS[self.arch.name].cluster(self.row_ctas))
+        few_heads = self.arch is SM90 and self.h_q <= FEW_HEADS and self.cache in FEW_HEADS_CACHES
+        return SparseDecodeConfig(self.dtype, self.cache, TILINGS[self.arch.name].cluster(self.row_ctas), few_heads)
 
     @property
     def max_keys(self) -> int:
@@ -180,4 +187,8 @@ class SparseDecodeProblem:
 def closed_variants(arch: Arch) -> tuple[SparseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
     clusters = TILINGS[arch.name].clusters
-    return tuple(SparseDecodeConfig(dtype, cache, cluster) for dtype, cache in KERNELS for cluster in clusters)
+    few_heads = FEW_HEADS_CACHES if arch is SM90 and FEW_HEADS else ()
+    return (
+        *(SparseDecodeConfig(dtype, cache, cluster) for dtype, cache in KERNELS for cluster in clusters),
+        *(SparseDecodeConfig(BF16, cache, 1, few_heads=True) for cache in few_heads),
+    )

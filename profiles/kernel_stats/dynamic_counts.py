@@ -32,7 +32,7 @@ from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from cute_mla.spec.mla import D_LATENT, D_QK, DTYPES, LATENT_DIMS
 from cute_mla.spec.mqa_logits import HEAD_TILES, ITEM_BLOCKS, MqaLogitsConfig
 from cute_mla.spec.mqa_logits import TILE_KEYS as LOGITS_KEYS
-from cute_mla.spec.sparse_decode import KERNELS
+from cute_mla.spec.sparse_decode import FEW_HEADS, KERNELS
 from cute_mla.spec.split_plan import TILE_KEYS
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.operations import operation
@@ -163,7 +163,7 @@ def _dense_decode(arch: Arch) -> Iterator[CaseFactory]:
 
 
 def _sparse_decode(arch: Arch) -> Iterator[CaseFactory]:
-    for (dtype, kernels), heads in product(KERNELS, _HEADS):
+    for (dtype, kernels), heads in product(KERNELS, (*_HEADS, FEW_HEADS)):
         yield partial(_sparse_decode_case, dtype, kernels, heads)
 
 
@@ -172,7 +172,7 @@ def _sparse_decode_case(dtype: str, kernels: str, heads: int, keys: int, pieces:
     first = FORMATS[kernels].beside
     numbers = (WINDOW * TILE_KEYS, keys - WINDOW * TILE_KEYS) if first else (keys,)
     main, *extra = (Pool(number, number) for number in numbers)
-    case = SparseDecodeCase(dtype, batch=pieces, cache=first or kernels, h_q=heads, main=main, sm_count=heads // TILE_ROWS)
+    case = SparseDecodeCase(dtype, batch=pieces, cache=first or kernels, h_q=heads, main=main, sm_count=-(-heads // TILE_ROWS))
     return replace(case, extra_cache=kernels, extra=extra[0]) if extra else case
 
 

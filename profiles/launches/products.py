@@ -16,6 +16,7 @@ from cute_mla.spec.dense_decode import FP8, TILE_ROWS
 from cute_mla.spec.dense_prefill import HEAD_DIMS as VALUE_COLUMNS_OF
 from cute_mla.spec.dense_prefill import DensePrefillConfig
 from cute_mla.spec.mla import D_QK, D_V, LATENT_DIMS
+from cute_mla.spec.sparse_decode import FEW_HEADS
 from cute_mla.spec.split_plan import TILE_KEYS
 
 Config = Mapping[str, int | str]
@@ -26,8 +27,8 @@ def _product(rows: int, columns: int, depth: int) -> float:
     return 2.0 * rows * columns * depth
 
 
-def _latent(d_qk: int) -> Flops:
-    return {"S": _product(TILE_ROWS, TILE_KEYS, d_qk), "P V": _product(TILE_ROWS, LATENT_DIMS[d_qk].latent, TILE_KEYS)}
+def _latent(d_qk: int, rows: int = TILE_ROWS) -> Flops:
+    return {"S": _product(rows, TILE_KEYS, d_qk), "P V": _product(rows, LATENT_DIMS[d_qk].latent, TILE_KEYS)}
 
 
 def _dense_decode(arch: str, config: Config) -> Flops:
@@ -39,7 +40,7 @@ def _dense_decode(arch: str, config: Config) -> Flops:
 
 
 def _sparse_decode(arch: str, config: Config) -> Flops:
-    return _latent(FORMATS[str(config["cache"])].d_qk)
+    return _latent(FORMATS[str(config["cache"])].d_qk, FEW_HEADS if config.get("few_heads") else TILE_ROWS)
 
 
 def _sparse_prefill(arch: str, config: Config) -> Flops:

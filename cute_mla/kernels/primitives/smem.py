@@ -23,6 +23,7 @@ CLEARING_THREADS = 128
 SWIZZLE_PERIOD = 1024  # bytes of the 128-byte swizzle: tiles begin at a multiple of it
 BARRIER_BYTES = 8
 SWIZZLES = {64: warpgroup.SmemLayoutAtomKind.K_SW64, 128: warpgroup.SmemLayoutAtomKind.K_SW128}
+MN_SWIZZLES = {32: warpgroup.SmemLayoutAtomKind.MN_SW32}
 
 
 @dataclass(frozen=True)
@@ -48,12 +49,16 @@ class Array:
 
 @dataclass(frozen=True)
 class Tile:
-    """A K-major tensor (rows, columns, stages) in boxes of `swizzle` bytes per row, as TMA writes and WGMMA reads them."""
+    """A tensor (rows, columns, stages) in boxes of `swizzle` bytes per row, as TMA writes and WGMMA reads them.
+
+    K-major; MN-major in boxes of `swizzle` bytes per column if `mn_major`.
+    """
 
     name: str
     dtype: type[cutlass.Numeric]
     shape: tuple[int, int, int]
     swizzle: int = 128
+    mn_major: bool = False
 
     alignment = SWIZZLE_PERIOD
 
@@ -64,7 +69,8 @@ class Tile:
 
     def allocate(self, smem: cutlass.memory.SmemAllocator) -> cute.Tensor:
         """Return the swizzled tensor."""
-        atom = warpgroup.make_smem_layout_atom(SWIZZLES[self.swizzle], self.dtype)
+        swizzles = MN_SWIZZLES if self.mn_major else SWIZZLES
+        atom = warpgroup.make_smem_layout_atom(swizzles[self.swizzle], self.dtype)
         layout = cute.tile_to_shape(atom, self.shape, (0, 1, 2))
         return smem.allocate_tensor(self.dtype, layout.outer, self.alignment, layout.inner)
 

@@ -22,7 +22,11 @@ class SparseDecodeAbi:
 
     op = "sparse_decode"
     arguments = SparseDecodeArguments
-    min_blocks_per_sm = 0
+
+    @property
+    def min_blocks_per_sm(self) -> int:
+        """Return 1 for three warpgroups: ptxas ignores setmaxnreg without it, and caps all of them at 168 registers."""
+        return int(self.config.few_heads)
 
     def elements(self) -> dict[str, type[cutlass.Numeric]]:
         """Return the types of the caches: bytes."""

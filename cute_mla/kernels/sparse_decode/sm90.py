@@ -36,10 +36,12 @@ from ..sm90.cta import (
     LatentSm90Stages,
     warpgroup_roles,
 )
+from ..sm90.few_heads_cta import FewHeadsSm90Kernel
 from ..sm90.output import LatentSm90Output, LatentSm90OutputRole
 from ..sm90.score import LatentSm90AbsentKeyMask, LatentSm90ScoreRole, LatentSm90Scores
 from .abi import SparseDecodeAbi
 from .operands import SparseDecodeOperands
+from .sm90_few_heads import SparseDecodeSm90FewHeads
 from .sm90_gather import GATHER_BARRIER, SparseDecodeSm90GatherRole
 
 ALTERNATING = (0, 256, 128, 384)  # columns: the output groups' first stages, which come free first, are filled first
@@ -92,4 +94,6 @@ class SparseDecodeSm90(LatentSm90Parts):
 
 def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
+    if config.few_heads:
+        return FewHeadsSm90Kernel(SparseDecodeAbi(config), arch, SparseDecodeSm90FewHeads(config)).complete()
     return LatentSm90Kernel(SparseDecodeAbi(config), arch, SparseDecodeSm90(config)).complete()

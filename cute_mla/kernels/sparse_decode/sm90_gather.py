@@ -318,6 +318,12 @@ class SparseDecodeSm90Indices:
         end = smaller(indices.main + indices.extra, end)
         return SparseDecodeSm90Indices(indices.main, end, indices.main_indices, indices.extra_indices - Int64(indices.main))
 
+    def found_again(self, operands: SparseDecodeOperands, req: Int32) -> SparseDecodeSm90Indices:
+        """Return the same, with pointers that are computed here, for code whose registers are short."""
+        req = pin_register(req)
+        first, second = operands.cache.index_pointer(req), operands.extra.index_pointer(req)
+        return SparseDecodeSm90Indices(self.main, self.end, first, second - Int64(self.main))
+
     def in_extra(self, position: Int32) -> Boolean:
         """Return whether a key lies in the second cache."""
         return position >= self.main

@@ -1,0 +1,350 @@
+"""Sparse MLA decode on Hopper for up to 16 heads, keys on M.
+
+For a query token of a request with heads h, over the slots j that its indices name:
+
+    s_jh = <k_j, q_h>    p = softmax(scale * s)    out_h = sum_j p_jh k_j[:512]
+
+as S^T [64 keys x 16 heads] = K Q^T and O^T [512 columns x 16 heads] += V^T P^T. With rows on M, a WGMMA would have 64 of them.
+
+Roles (384 threads):
+  convert  warpgroups 0, 1, tiles of a work tile in turn: indices, bytes of the own tile after the next to registers, e4m3 to 16 bits as
+           fragments of A, S^T from these registers, the same registers to shared memory as V, softmax, P
+  output   warpgroup 2: Q to shared memory, O^T += V^T P^T, rescale, lse, out
+
+Shared memory: V, 8 stages of 64 keys x 128 columns (two tiles); Q of two work tiles; P of two tiles, one for each group of columns; maxima,
+references and sums of rows; O on its way to gmem.
+
+Pipelines (producer -> consumer; arrivals per phase):
+  v_free[8]           output -> convert    4: a stage of 128 columns has been multiplied; four stages for either converter
+  p_ready[2]          convert -> output    4: V, P and rescale factors of a converter's tile are written
+  reference_ready[2]  convert -> convert   4: references of a converter's tile are written, those of the tile before read
+  q_ready[2]          output -> convert    4: Q of a work tile is written, and sums of the work tile two before are read
+  sums_ready[2]       convert -> output    8: sums of a work tile are written
+
+P and rescale factors of a tile have no barrier that tells when they are free: v_free of the tile's stages does. Q's two tiles have none
+either: the output role loads Q when all P of the work tile before the last have come.
+
+The trick: scales stay out of the conversion. S^T is summed over groups of columns, each with its scale by row; and P is written once for
+each group, P x scale, rounded once. So e4m3 becomes 16 bits exactly, S is exact but for fp32 sums, and a thread that has two keys of S^T
+needs the scales of these two alone. It looks them up itself.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
+from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+
+from ...spec.cache_format import CacheFormat
+from ...spec.sparse_decode import SparseDecodeConfig
+from ...spec.split_plan import TILE_KEYS
+from ..attention.kernel import ELEMENT_TYPES
+from ..attention.scheduler import BOX_COLUMNS, TileRange
+from ..attention.softmax import SinkScale
+from ..primitives.arithmetic import as_float, pin_register, widen
+from ..primitives.copies import BOX_ROW_BYTES, store_groups, writer_address
+from ..primitives.pipeline import PipelineState
+from ..primitives.wgmma import A_STRIDES, A_VALUES, K_STEP, REGISTERS_PER_STEP, flat, half, packed
+from ..sm90.cta import BOX_BYTES, STAGE_BOXES, STAGE_BYTES, STEPS_PER_BOX, WARPGROUP
+from ..sm90.few_heads_cta import (
+    BOXES,
+    CONVERTERS,
+    HEADS,
+    STAGGER_BARRIER,
+    FewHeadsSm90Parts,
+    FewHeadsSmem,
+    FewHeadsThread,
+)
+from ..sm90.few_heads_output import FewHeadsOutputRole
+from ..sm90.few_heads_softmax import KEYS_APART, REGISTERS, FewHeadsSoftmax, p_writer, store_p
+from ..sm90.rows import CHUNK, CHUNK_WORDS, load_if, part_of
+from .operands import SparseDecodeOperands, slot_address
+from .sm90_gather import SparseDecodeSm90Indices
+
+KEYS = 2  # of a thread in a tile
+OWN_KEYS = CONVERTERS * TILE_KEYS  # from an own tile to the next
+
+
+@dataclass(frozen=True)
+class SparseDecodeFewHeadsPart:
+    """64 columns of a tile, in the order of their products.
+
+    box: of Q. source: their first byte in a key's row. v_box: of V; None: they are not values. group: of columns with one fp32 scale, whose
+    products are summed apart; None: those without. words: that a lane has of a key.
+    """
+
+    box: int
+    source: int
+    quantised: bool
+    v_box: int | None
+    group: int | None
+
+    @property
+    def words(self) -> int:
+        """Return the 32-bit words of a lane, of a key."""
+        return CHUNK_WORDS if self.quantised else 2 * CHUNK_WORDS
+
+
+def parts_of(cache: CacheFormat) -> tuple[SparseDecodeFewHeadsPart, ...]:
+    """Return the parts of a tile: RoPE columns, which are not stored, come first."""
+    boxes = [SparseDecodeFewHeadsPart(b, b * BOX_COLUMNS, True, b, b * BOX_COLUMNS // cache.group) for b in range(BOXES)]
+    return SparseDecodeFewHeadsPart(BOXES, cache.wide_offset, False, None, None), *boxes
+
+
+@dataclass(frozen=True)
+class SparseDecodeFewHeadsKeys:
+    """A thread's two keys of a tile. rows: addresses of the lane's first 16 bytes. scales: addresses. present: 1 or 0."""
+
+    rows: tuple[Int64, ...]
+    scales: tuple[Int64, ...]
+    present: tuple[Int32, ...]
+
+
+@dataclass(frozen=True)
+class SparseDecodeFewHeadsScores:
+    """S^T of one thread, and its A fragments: of a part and of the one before, which is multiplied meanwhile."""
+
+    mma: cute.TiledMma
+    tQ: cute.Tensor
+    fragments: tuple[cute.Tensor, ...]
+    sums: tuple[cute.Tensor, ...]  # of a group of columns, and of the one before
+    total: cute.Tensor
+
+    @staticmethod
+    def create(smem: FewHeadsSmem, thread: FewHeadsThread) -> SparseDecodeFewHeadsScores:
+        """Partition the tiles for one thread."""
+        dtype, source = smem.sQ.element_type, warpgroup.OperandSource.RMEM
+        op = warpgroup.MmaF16BF16Op(dtype, Float32, (TILE_KEYS, HEADS, K_STEP), source, OperandMajorMode.K, OperandMajorMode.K)
+        mma = cute.make_tiled_mma(op)
+        slice_ = mma.get_slice(thread.warp * 32 + thread.lane)
+        fragment = cute.make_layout((A_VALUES, 1, STEPS_PER_BOX), stride=(A_STRIDES, 0, REGISTERS_PER_STEP))
+        return SparseDecodeFewHeadsScores(
+            mma=mma,
+            tQ=slice_.make_fragment_B(slice_.partition_B(smem.sQ)),
+            fragments=tuple(cute.make_rmem_tensor(fragment, dtype) for _ in range(2)),
+            sums=tuple(cute.make_rmem_tensor(slice_.partition_shape_C((TILE_KEYS, HEADS)), Float32) for _ in range(2)),
+            total=cute.make_rmem_tensor(cute.make_layout(REGISTERS), Float32),
+        )
+
+    def multiply(self, number: int, sums: int, box: Int32, begins: bool) -> None:
+        """Issue the products of a part. number: of the fragments. sums: number of the accumulators, overwritten if it begins a group."""
+        warpgroup.fence()
+        for step in range(STEPS_PER_BOX):
+            self.mma.set(warpgroup.Field.ACCUMULATE, not (begins and step == 0))
+            accumulator = self.sums[sums]
+            cute.gemm(self.mma, accumulator, self.fragments[number][None, None, step], self.tQ[None, None, step, box], accumulator)
+        warpgroup.commit_group()
+
+    def fold(self, sums: int, factors: list[Float32] | None, begins: bool) -> None:
+        """Add the sums of a group of columns, times the scales of the thread's keys, to S^T; or begin it with them."""
+        values = flat(self.sums[sums])
+        for i in range(REGISTERS):
+            scaled = values[i] if factors is None else values[i] * factors[half(i)]
+            self.total[i] = scaled if begins else self.total[i] + scaled
+
+
+class SparseDecodeSm90FewHeadsConvertRole:
+    """One of two warpgroups."""
+
+    def __init__(self, config: SparseDecodeConfig, dtype: type[cutlass.Numeric]) -> None:
+        self.config = config
+        self.dtype = dtype
+        self.parts = parts_of(config.format)
+        self.q_boxes = config.format.d_qk // BOX_COLUMNS
+        self.p_groups = config.format.groups
+
+    @cute.jit
+    def run(self, operands: SparseDecodeOperands, smem: FewHeadsSmem, group: Int32):
+        """Wait v_free, reference_ready, q_ready. Signal p_ready, reference_ready, sums_ready."""
+        schedule, thread = operands.schedule, FewHeadsThread.create()
+        req, begin_tile = schedule.first_work_tile()
+        pairs, done, turn, skipped = Int32(0), Int32(0), Int32(0), Int32(0)
+        softmax = FewHeadsSoftmax.create(smem, thread, group, operands.scale_log2)
+        scores = SparseDecodeFewHeadsScores.create(smem, thread)
+        raw = [[cute.make_rmem_tensor(cute.make_layout(part.words), Int32) for _ in range(KEYS)] for part in self.parts]
+        scales = [cute.make_rmem_tensor(cute.make_layout(CHUNK_WORDS), Int32) for _ in range(KEYS)]
+        for words in (*scales, *(words for both in raw for words in both)):
+            words.fill(0)  # what an absent key leaves must be defined
+        while req <= schedule.last_request():
+            tile_range = schedule.tile_range(req, begin_tile)
+            softmax.reset()
+            turn = self.attend(operands, softmax, scores, (raw, scales), tile_range, (pairs, done, turn, skipped))
+            softmax.publish(done)
+            pairs, done = pairs + (tile_range.tiles + 1) // CONVERTERS, done + 1
+            skipped = group & tile_range.tiles
+            # asked here, since few registers are left through the tiles
+            work_tile = schedule.work_tile(req, begin_tile)
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
+        cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def attend(
+        self, operands: SparseDecodeOperands, softmax: FewHeadsSoftmax, scores: SparseDecodeFewHeadsScores, bytes_of_keys: tuple,
+        tiles: TileRange, before: tuple[Int32, Int32, Int32, Int32],
+    ) -> Int32:  # fmt: skip
+        """Score every other tile of a work tile. Return the next turn.
+
+        before: pairs of tiles that the CTA had, work tiles, the parity of own tiles, and whether the last pair lacks the own tile.
+        """
+        raw, scales = bytes_of_keys
+        pairs, done, turn, skipped = before
+        smem, thread, group = softmax.smem, softmax.thread, softmax.group
+        indices = SparseDecodeSm90Indices.create(operands, tiles.req, (tiles.begin + tiles.tiles) * TILE_KEYS)
+        position = (tiles.begin + group) * TILE_KEYS + thread.key
+        v_writer = pin_register(smem.sV.iterator.toint() + writer_address(thread.warp * (16 * BOX_ROW_BYTES), thread.lane, BOX_ROW_BYTES))
+        writer = pin_register(p_writer(smem, thread))
+        if done == 0 and group == 1:
+            cute.arch.barrier(barrier_id=STAGGER_BARRIER, number_of_threads=CONVERTERS * WARPGROUP)
+        keys = self.find_keys(operands, indices, position, indices.look_up(position), indices.look_up(position + KEYS_APART), thread)
+        self.load_scales(keys, scales)
+        for part, words in zip(self.parts, raw, strict=True):
+            self.load_part(part, keys, words, thread)
+        if done == 0 and group == 0:
+            # half a period apart, the loads of one group go on while the other one has its own on their way
+            cute.arch.barrier_arrive(barrier_id=STAGGER_BARRIER, number_of_threads=CONVERTERS * WARPGROUP)
+        present0, present1 = keys.present
+        position = position + OWN_KEYS
+        index0, index1 = indices.look_up(position), indices.look_up(position + KEYS_APART)
+        smem.q_ready.consumer_wait(done)
+        if skipped != 0:
+            softmax.skip_place(CONVERTERS * pairs - 1)
+        t = Int32(group)
+        while t < tiles.tiles:
+            present = present0, present1
+            whole = cute.arch.vote_all_sync((present0 & present1) != 0)
+            indices = indices.found_again(operands, tiles.req)
+            following = self.find_keys(operands, indices, position, index0, index1, thread)
+            factors = self.take_scales(scales, present)
+            self.load_scales(following, scales)
+            self.score_tile(smem, scores, raw, following, (present, whole, factors), (group, turn), (done & 1) * self.q_boxes, v_writer)
+            position = position + OWN_KEYS
+            index0, index1 = indices.look_up(position), indices.look_up(position + KEYS_APART)
+            for i in cutlass.range_constexpr(REGISTERS):
+                scores.total[i] = cutlass.select_(present[half(i)] == 0, -Float32.inf, scores.total[i])
+            softmax.add_tile(scores.total, CONVERTERS * pairs + t, t == 0, turn)
+            for number in cutlass.range_constexpr(self.p_groups):
+                store_p(writer, group * self.p_groups + number, scores.total, factors[number], self.dtype)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            smem.p_ready.producer_commit(PipelineState(group, turn))
+            present0, present1 = following.present
+            turn, t = turn ^ 1, t + CONVERTERS
+        return turn
+
+    @cute.jit
+    def score_tile(
+        self, smem: FewHeadsSmem, scores: SparseDecodeFewHeadsScores, raw: list, following: SparseDecodeFewHeadsKeys, now: tuple,
+        own: tuple[Int32, Int32], first_box: Int32, v_writer: Int32,
+    ):  # fmt: skip
+        """Compute S^T of a tile and store V; load the bytes of the next own tile in place of those that are converted.
+
+        now: of this tile, which keys are present, whether all of the warp are, and the scales. own: warpgroup and turn.
+        """
+        present, whole, factors = now
+        thread = FewHeadsThread.create()
+        last = len(self.parts) - 1
+        for i in cutlass.range_constexpr(len(self.parts)):
+            part = self.parts[i]
+            if cutlass.const_expr(i >= 2):
+                warpgroup.wait_group(1)
+                self.fold_behind(scores, i - 2, factors)
+            stage = 0 if part.v_box is None else part.v_box // STAGE_BOXES
+            state = smem.v_state(*own, stage)
+            free = smem.v_free.try_acquire(state)
+            self.clear_absent(raw[i], present, whole)
+            self.convert(part, raw[i], packed(scores.fragments[i % 2]))
+            self.load_part(part, following, raw[i], thread)
+            scores.multiply(i % 2, self.sums_of(i), first_box + part.box, self.begins_group(i))
+            if cutlass.const_expr(part.v_box is not None):
+                if cutlass.const_expr(part.v_box % STAGE_BOXES == 0):
+                    smem.v_free.finish_acquire(state, free)
+                place = v_writer + state.stage * STAGE_BYTES + part.v_box % STAGE_BOXES * BOX_BYTES
+                words = packed(scores.fragments[i % 2])
+                for step in cutlass.range_constexpr(STEPS_PER_BOX):
+                    store_groups(place, 0, step, [words[4 * step + j] for j in range(4)])
+        warpgroup.wait_group(0)
+        self.fold_behind(scores, last - 1, factors)
+        self.fold_behind(scores, last, factors)
+
+    def begins_group(self, i: int) -> bool:
+        """Return whether a part begins a group of columns."""
+        return i == 0 or self.parts[i].group != self.parts[i - 1].group
+
+    def sums_of(self, i: int) -> int:
+        """Return the accumulators of a part: those of two groups by turns."""
+        return sum(self.begins_group(j) for j in range(1, i + 1)) % 2
+
+    def fold_behind(self, scores: SparseDecodeFewHeadsScores, i: int, factors: list[list[Float32]]) -> None:
+        """Fold the sums of a group if a part, whose products are done, ends it."""
+        if i + 1 == len(self.parts) or self.begins_group(i + 1):
+            group = self.parts[i].group
+            scores.fold(self.sums_of(i), None if group is None else factors[group], self.parts[i].group == self.parts[0].group)
+
+    def find_keys(
+        self, operands: SparseDecodeOperands, indices: SparseDecodeSm90Indices, position: Int32, index0: Int32, index1: Int32,
+        thread: FewHeadsThread,
+    ) -> SparseDecodeFewHeadsKeys:  # fmt: skip
+        """Return the thread's keys from their indices. position: of the first one."""
+        own = thread.lane % 4 * CHUNK
+        found = [
+            slot_address(operands, self.config, index, indices.in_extra(position + KEYS_APART * key))
+            for key, index in enumerate((index0, index1))
+        ]
+        present = tuple(cutlass.select_(row != 0, Int32(1), Int32(0)) for row, _ in found)
+        return SparseDecodeFewHeadsKeys(tuple(row + own for row, _ in found), tuple(scales for _, scales in found), present)
+
+    def load_scales(self, keys: SparseDecodeFewHeadsKeys, scales: list[cute.Tensor]) -> None:
+        """Start the loads of the scales of a tile."""
+        for words, address, present in zip(scales, keys.scales, keys.present, strict=True):
+            load_if(present, words, address)
+
+    def take_scales(self, scales: list[cute.Tensor], present: tuple[Int32, ...]) -> list[list[Float32]]:
+        """Return the scales by group of columns and key, those of absent keys 0, in registers of their own."""
+        return [
+            [as_float(pin_register(words[g] & -there)) for words, there in zip(scales, present, strict=True)] for g in range(self.p_groups)
+        ]
+
+    def load_part(
+        self, part: SparseDecodeFewHeadsPart, keys: SparseDecodeFewHeadsKeys, words: list[cute.Tensor], thread: FewHeadsThread
+    ) -> None:
+        """Start the loads of a part."""
+        for key in range(KEYS):
+            address = keys.rows[key] + part.source
+            if not part.quantised:
+                address = address + thread.lane % 4 * CHUNK  # 32 bytes a lane
+            for first in range(0, part.words, CHUNK_WORDS):
+                load_if(keys.present[key], part_of(words[key], first, CHUNK_WORDS), address + 4 * first)
+
+    @cute.jit
+    def clear_absent(self, words: list[cute.Tensor], present: tuple[Int32, ...], whole: Boolean):
+        """Zero the bytes of absent keys: the registers still have those of another key."""
+        if not whole:
+            for key in cutlass.range_constexpr(KEYS):
+                for i in cutlass.range_constexpr(cute.size(words[key])):
+                    words[key][i] = words[key][i] & -present[key]
+
+    def convert(self, part: SparseDecodeFewHeadsPart, words: list[cute.Tensor], fragment: cute.Tensor) -> None:
+        """Convert a part to fragments of A: of each step of 16 columns two pairs of both keys."""
+        for key in range(KEYS):
+            pairs = widen(words[key], BFloat16) if part.quantised else words[key]
+            for pair in range(2 * STEPS_PER_BOX):
+                fragment[2 * pair + key] = pairs[pair] if part.quantised else pin_register(pairs[pair])
+
+
+class SparseDecodeSm90FewHeads(FewHeadsSm90Parts):
+    """One variant of the kernel."""
+
+    def __init__(self, config: SparseDecodeConfig) -> None:
+        self.dtype = ELEMENT_TYPES[config.dtype]
+        self.role = SparseDecodeSm90FewHeadsConvertRole(config, self.dtype)
+        self.layout = FewHeadsSmem.layout(self.dtype, self.role.q_boxes, self.role.p_groups)
+        self.expected = len(self.role.parts) * STEPS_PER_BOX + BOXES * TILE_KEYS // K_STEP
+
+    def convert(self, operands: SparseDecodeOperands, smem: FewHeadsSmem, group: Int32) -> None:
+        """Run the role that converts and scores."""
+        self.role.run(operands, smem, group)
+
+    def output(self, operands: SparseDecodeOperands, smem: FewHeadsSmem) -> None:
+        """Run the output role."""
+        FewHeadsOutputRole(SinkScale(), self.dtype, self.role.q_boxes, self.role.p_groups).run(operands, smem)
