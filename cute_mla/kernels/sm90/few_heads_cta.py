@@ -46,6 +46,7 @@ OUT_ROW = D_LATENT + 4  # fp32 words: rows 2 q apart lie 8 q banks apart
 SOFTMAX_BARRIER = 1  # and the following: one for each converter
 STAGGER_BARRIER = 3
 OUTPUT_BARRIER = 4
+INDICES_BARRIER = 5
 
 
 @dataclass(frozen=True)
@@ -121,6 +122,7 @@ class FewHeadsSmem:
     sOut: cute.Pointer  # (16 rows, 516) fp32: O by places, on its way to gmem
     v_free: StageBarriers
     p_ready: StageBarriers
+    loads_issued: StageBarriers
     reference_ready: StageBarriers
     q_ready: StageBarriers
     sums_ready: StageBarriers
@@ -141,6 +143,7 @@ class FewHeadsSmem:
             Array("sOut", Float32, HEADS * OUT_ROW, 16),
             Barriers("v_free", V_STAGES),
             Barriers("p_ready", CONVERTERS),
+            Barriers("loads_issued", CONVERTERS),
             Barriers("reference_ready", CONVERTERS),
             Barriers("q_ready", Q_TILES),
             Barriers("sums_ready", Q_TILES),
@@ -157,6 +160,7 @@ class FewHeadsSmem:
         arrivals = (
             (self.v_free, WARPS_PER_GROUP),
             (self.p_ready, WARPS_PER_GROUP),
+            (self.loads_issued, WARPS_PER_GROUP),
             (self.reference_ready, WARPS_PER_GROUP),
             (self.q_ready, WARPS_PER_GROUP),
             (self.sums_ready, WARPS_PER_GROUP * CONVERTERS),
@@ -226,16 +230,17 @@ class FewHeadsSm90Kernel(AttentionKernel):
     def complete(self) -> KernelDefinition:
         """Return the variant, ready to compile."""
         names = "convert_even", "convert_odd", "output"
-        barriers = (
-            ("softmax_even", SOFTMAX_BARRIER),
-            ("softmax_odd", SOFTMAX_BARRIER + 1),
-            ("stagger", STAGGER_BARRIER),
-            ("output", OUTPUT_BARRIER),
-        )
+        barriers = {
+            "softmax_even": SOFTMAX_BARRIER,
+            "softmax_odd": SOFTMAX_BARRIER + 1,
+            "stagger": STAGGER_BARRIER,
+            "output": OUTPUT_BARRIER,
+            "indices": INDICES_BARRIER,
+        }
         return self.definition(
             smem_bytes=self.parts.layout.nbytes,
             barriers=self.parts.layout.barriers(),
-            named_barriers=tuple(NamedBarrier(*barrier) for barrier in barriers),
+            named_barriers=tuple(NamedBarrier(name, number) for name, number in barriers.items()),
             roles=tuple(Role(name, group * WARPS_PER_GROUP, WARPS_PER_GROUP) for group, name in enumerate(names)),
             expected={"HGMMA": self.parts.expected},
         )

@@ -25,8 +25,10 @@ from .few_heads_cta import (
     BOXES,
     CONVERTERS,
     HEADS,
+    INDICES_BARRIER,
     OUT_ROW,
     OUTPUT_BARRIER,
+    THREADS,
     TILE_STAGES,
     FewHeadsSmem,
     FewHeadsThread,
@@ -164,12 +166,15 @@ class FewHeadsOutputRole:
         req, begin_tile = schedule.first_work_tile()
         turns, done = Int32(0), Int32(0)  # turns: a bit for each converter
         output = FewHeadsOutput.create(smem, thread, self.p_groups)
-        if req <= schedule.last_request():
+        last = schedule.last_request()
+        if req <= last:
+            # the first indices come ahead of Q, since rows wait for them
+            cute.arch.barrier(barrier_id=INDICES_BARRIER, number_of_threads=THREADS)
             load_queries(operands, smem, thread, req, done, self.q_boxes)
-        while req <= schedule.last_request():
+        while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)
             following = schedule.work_tile_of(tile_range, req, begin_tile)
-            if following.next_req <= schedule.last_request():
+            if following.next_req <= last:
                 load_queries(operands, smem, thread, following.next_req, done + 1, self.q_boxes)
             for t in cutlass.range(tile_range.tiles, unroll=1):
                 group = t % CONVERTERS
@@ -216,22 +221,29 @@ class FewHeadsOutputRole:
         stored = operands.row_range(req)
         q, c = thread.lane % 4, thread.lane // 4 % 4 + 4 * (thread.lane // 16)
         column, place = 16 * q + 2 * c, 8 * c + 2 * q
-        for i in cutlass.range_constexpr(HEADS // WARPS_PER_GROUP):
-            row = thread.warp + i * WARPS_PER_GROUP
-            if stored.holds(row):
-                source = aligned(smem.sOut + (row * OUT_ROW + place), 8)
-                if work_tile.direct:
+        if work_tile.direct:
+            for i in cutlass.range_constexpr(HEADS // WARPS_PER_GROUP):
+                row = thread.warp + i * WARPS_PER_GROUP
+                pairs = self.load_row(smem.sOut + (row * OUT_ROW + place))
+                words = [pack_pair(pair[0], pair[1], self.dtype) for pair in pairs]
+                if stored.holds(row):
                     target = stored.out_row(row) + column
-                    for box in cutlass.range_constexpr(BOXES):
-                        pair = self.pair_of(source, box)
-                        store_word(target + box * BOX_COLUMNS, pack_pair(pair[0], pair[1], self.dtype))
-                else:
+                    for box, word in enumerate(words):
+                        store_word(target + box * BOX_COLUMNS, word)
+        else:
+            for i in cutlass.range_constexpr(HEADS // WARPS_PER_GROUP):
+                row = thread.warp + i * WARPS_PER_GROUP
+                pairs = self.load_row(smem.sOut + (row * OUT_ROW + place))
+                if stored.holds(row):
                     accum = aligned(operands.out_accum + operands.accum_row(work_tile, row) * D_LATENT + column, 8)
-                    for box in cutlass.range_constexpr(BOXES):
-                        cute.autovec_copy(self.pair_of(source, box), cute.make_tensor(accum + box * BOX_COLUMNS, cute.make_layout(2)))
+                    for box, pair in enumerate(pairs):
+                        cute.autovec_copy(pair, cute.make_tensor(accum + box * BOX_COLUMNS, cute.make_layout(2)))
 
-    def pair_of(self, source: cute.Pointer, box: int) -> cute.Tensor:
-        """Load two neighbouring columns of a box of O from shared memory."""
-        pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-        cute.autovec_copy(cute.make_tensor(source + box * BOX_COLUMNS, cute.make_layout(2)), pair)
-        return pair
+    def load_row(self, source: cute.Pointer) -> list[cute.Tensor]:
+        """Load two neighbouring columns of each box of a row of O from shared memory."""
+        pairs = []
+        for box in range(BOXES):
+            pair = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+            cute.autovec_copy(cute.make_tensor(aligned(source + box * BOX_COLUMNS, 8), cute.make_layout(2)), pair)
+            pairs.append(pair)
+        return pairs

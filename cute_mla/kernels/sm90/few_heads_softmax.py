@@ -120,9 +120,10 @@ class FewHeadsSoftmax:
         return [new for new, _ in pairs], [alpha for _, alpha in pairs]
 
     def skip_place(self, place: Int32) -> None:
-        """Pass on the place of a tile that does not exist, so that each warpgroup sees every phase of the other's barrier."""
-        self.smem.reference_ready.producer_acquire(place + 1)
-        self.smem.reference_ready.producer_commit(place)
+        """Pass on the place of a tile that does not exist, so that each warpgroup sees every phase of the other's barriers."""
+        for barriers in (self.smem.loads_issued, self.smem.reference_ready):
+            barriers.producer_acquire(place + 1)
+            barriers.producer_commit(place)
 
     def publish(self, work_tile: Int32) -> None:
         """Write the sums of a work tile and what they are relative to. Signal sums_ready. work_tile: number in the CTA."""

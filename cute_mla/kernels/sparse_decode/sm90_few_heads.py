@@ -52,7 +52,9 @@ from ..sm90.few_heads_cta import (
     BOXES,
     CONVERTERS,
     HEADS,
+    INDICES_BARRIER,
     STAGGER_BARRIER,
+    THREADS,
     FewHeadsSm90Parts,
     FewHeadsSmem,
     FewHeadsThread,
@@ -63,6 +65,7 @@ from ..sm90.rows import CHUNK, CHUNK_WORDS, load_if, part_of
 from .operands import SparseDecodeOperands, slot_address
 from .sm90_gather import SparseDecodeSm90Indices
 
+TURN_PART = 6
 KEYS = 2  # of a thread in a tile
 OWN_KEYS = CONVERTERS * TILE_KEYS  # from an own tile to the next
 
@@ -195,9 +198,12 @@ class SparseDecodeSm90FewHeadsConvertRole:
         position = (tiles.begin + group) * TILE_KEYS + thread.key
         v_writer = pin_register(smem.sV.iterator.toint() + writer_address(thread.warp * (16 * BOX_ROW_BYTES), thread.lane, BOX_ROW_BYTES))
         writer = pin_register(p_writer(smem, thread))
+        index0, index1 = indices.look_up(position), indices.look_up(position + KEYS_APART)
+        if done == 0:
+            cute.arch.barrier_arrive(barrier_id=INDICES_BARRIER, number_of_threads=THREADS)
+        keys = self.find_keys(operands, indices, position, index0, index1, thread)
         if done == 0 and group == 1:
             cute.arch.barrier(barrier_id=STAGGER_BARRIER, number_of_threads=CONVERTERS * WARPGROUP)
-        keys = self.find_keys(operands, indices, position, indices.look_up(position), indices.look_up(position + KEYS_APART), thread)
         self.load_scales(keys, scales)
         for part, words in zip(self.parts, raw, strict=True):
             self.load_part(part, keys, words, thread)
@@ -218,7 +224,16 @@ class SparseDecodeSm90FewHeadsConvertRole:
             following = self.find_keys(operands, indices, position, index0, index1, thread)
             factors = self.take_scales(scales, present)
             self.load_scales(following, scales)
-            self.score_tile(smem, scores, raw, following, (present, whole, factors), (group, turn), (done & 1) * self.q_boxes, v_writer)
+            self.score_tile(
+                smem,
+                scores,
+                raw,
+                following,
+                (present, whole, factors),
+                (group, turn, CONVERTERS * pairs + t),
+                (done & 1) * self.q_boxes,
+                v_writer,
+            )
             position = position + OWN_KEYS
             index0, index1 = indices.look_up(position), indices.look_up(position + KEYS_APART)
             for i in cutlass.range_constexpr(REGISTERS):
@@ -235,26 +250,29 @@ class SparseDecodeSm90FewHeadsConvertRole:
     @cute.jit
     def score_tile(
         self, smem: FewHeadsSmem, scores: SparseDecodeFewHeadsScores, raw: list, following: SparseDecodeFewHeadsKeys, now: tuple,
-        own: tuple[Int32, Int32], first_box: Int32, v_writer: Int32,
+        own: tuple[Int32, Int32, Int32], first_box: Int32, v_writer: Int32,
     ):  # fmt: skip
         """Compute S^T of a tile and store V; load the bytes of the next own tile in place of those that are converted.
 
-        now: of this tile, which keys are present, whether all of the warp are, and the scales. own: warpgroup and turn.
+        now: of this tile, which keys are present, whether all of the warp are, and the scales. own: warpgroup, turn, and place in the order of tiles.
         """
         present, whole, factors = now
         thread = FewHeadsThread.create()
         last = len(self.parts) - 1
+        smem.loads_issued.producer_acquire(own[2] + 1)  # completed by the tile before
         for i in cutlass.range_constexpr(len(self.parts)):
             part = self.parts[i]
             if cutlass.const_expr(i >= 2):
                 warpgroup.wait_group(1)
                 self.fold_behind(scores, i - 2, factors)
             stage = 0 if part.v_box is None else part.v_box // STAGE_BOXES
-            state = smem.v_state(*own, stage)
+            state = smem.v_state(own[0], own[1], stage)
             free = smem.v_free.try_acquire(state)
             self.clear_absent(raw[i], present, whole)
             self.convert(part, raw[i], packed(scores.fragments[i % 2]))
             self.load_part(part, following, raw[i], thread)
+            if cutlass.const_expr(i == TURN_PART):
+                smem.loads_issued.producer_commit(own[2])
             scores.multiply(i % 2, self.sums_of(i), first_box + part.box, self.begins_group(i))
             if cutlass.const_expr(part.v_box is not None):
                 if cutlass.const_expr(part.v_box % STAGE_BOXES == 0):
