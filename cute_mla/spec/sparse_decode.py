@@ -92,7 +92,7 @@ KERNELS = (*dict.fromkeys((dtype, FORMATS[cache].kernels) for dtype, cache in QU
 
 # Heads up to which a call takes the kernel with keys on M, on SM90; 0: never. The rate of m64n16k16 on hardware decides whether that pays.
 FEW_HEADS = 16
-FEW_HEADS_CACHES = (FP8_656.name,)  # as serving_kernels names them
+FEW_HEADS_CACHES = (FP8_656.name, FP8_584.name, V41.name, NOPE_528.name)  # as serving_kernels names them
 
 
 @dataclass(frozen=True)

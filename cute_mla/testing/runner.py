@@ -153,9 +153,9 @@ class _Expected:
     limits: Mapping[str, ErrorLimit]
 
 
-def _expected(case: BaseCase, tensors: Operands) -> _Expected:
+def _expected(case: BaseCase, tensors: Operands, arch: Arch) -> _Expected:
     op = operation(case)
-    results = op.reference(case, tensors)
+    results = op.reference(case, tensors, arch)
     return _Expected(results, op.limits(case, tensors, results))
 
 
@@ -189,7 +189,7 @@ def run_case(case: BaseCase, target: Target, reduced: str = "") -> list[Record]:
             records.append(_finish(base, reduced, _faults(outcome), findings=list(outcome.findings), seconds=outcome.seconds))
             continue
         if expected is None:
-            expected = _expected(case, tensors)
+            expected = _expected(case, tensors, ARCHS[target.arch])
         records.append(_judge(base, reduced, outcome, first, _compared(case, outcome, expected), operation(case).bounds(case)))
         first = first or outcome
     return records

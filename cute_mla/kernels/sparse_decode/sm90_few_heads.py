@@ -32,6 +32,7 @@ needs the scales of these two alone. It looks them up itself.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
@@ -43,7 +44,7 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
 from ..attention.scheduler import BOX_COLUMNS, TileRange
 from ..attention.softmax import SinkScale
-from ..primitives.arithmetic import as_float, pin_register, widen
+from ..primitives.arithmetic import as_float, multiply_pairs, pin_register, widen
 from ..primitives.copies import BOX_ROW_BYTES, store_groups, writer_address
 from ..primitives.pipeline import PipelineState
 from ..primitives.wgmma import A_STRIDES, A_VALUES, K_STEP, REGISTERS_PER_STEP, flat, half, packed
@@ -64,6 +65,7 @@ from ..sm90.few_heads_softmax import KEYS_APART, REGISTERS, FewHeadsSoftmax, p_w
 from ..sm90.rows import CHUNK, CHUNK_WORDS, load_if, part_of
 from .operands import SparseDecodeOperands, slot_address
 from .sm90_gather import SparseDecodeSm90Indices
+from .sm90_scales import FIRST_HALVES, PAIR_CODES, SECOND_HALVES, powers_of_two
 
 TURN_PART = 6
 KEYS = 2  # of a thread in a tile
@@ -91,9 +93,33 @@ class SparseDecodeFewHeadsPart:
 
 
 def parts_of(cache: CacheFormat) -> tuple[SparseDecodeFewHeadsPart, ...]:
-    """Return the parts of a tile: RoPE columns, which are not stored, come first."""
-    boxes = [SparseDecodeFewHeadsPart(b, b * BOX_COLUMNS, True, b, b * BOX_COLUMNS // cache.group) for b in range(BOXES)]
-    return SparseDecodeFewHeadsPart(BOXES, cache.wide_offset, False, None, None), *boxes
+    """Return the parts of a tile: 16-bit columns that are not values, which are not stored, come first."""
+    number = cache.quantised // BOX_COLUMNS
+    boxes = [
+        SparseDecodeFewHeadsPart(b, b * BOX_COLUMNS, True, b, b * BOX_COLUMNS // cache.group if has_own_p(cache) else None)
+        for b in range(number)
+    ]
+    if number == cache.d_qk // BOX_COLUMNS:
+        return tuple(boxes)
+    wide = SparseDecodeFewHeadsPart(number, cache.wide_offset, False, number if number < BOXES else None, None)
+    return (*boxes, wide) if number < BOXES else (wide, *boxes)
+
+
+def has_own_p(cache: CacheFormat) -> bool:
+    """Return whether a P is written for each scale. Powers of two are multiplied with values instead, which is exact."""
+    return cache.scale == "fp32"
+
+
+def bf16_scales(cache: CacheFormat, words: list[Int32], lane: Int32) -> list[Int32]:
+    """Return the scales of a key for the lane's columns as bf16, those of two boxes in a word: place_of_scale. words: their codes."""
+    if cache.group < BOX_COLUMNS:  # one of two scales of a box
+        return [powers_of_two((word >> (lane % 4 // 2 * 8)) & PAIR_CODES) for word in words]
+    return [powers_of_two((word >> shift) & PAIR_CODES) for word in words for shift in (0, 8)]
+
+
+def place_of_scale(cache: CacheFormat, box: int) -> tuple[int, int]:
+    """Return word and half of a box's scale among bf16_scales."""
+    return divmod(box, 2) if cache.group < BOX_COLUMNS else (2 * (box // 4) + box % 2, box % 4 // 2)
 
 
 @dataclass(frozen=True)
@@ -154,9 +180,10 @@ class SparseDecodeSm90FewHeadsConvertRole:
     def __init__(self, config: SparseDecodeConfig, dtype: type[cutlass.Numeric]) -> None:
         self.config = config
         self.dtype = dtype
-        self.parts = parts_of(config.format)
-        self.q_boxes = config.format.d_qk // BOX_COLUMNS
-        self.p_groups = config.format.groups
+        self.format = config.format
+        self.parts = parts_of(self.format)
+        self.q_boxes = self.format.d_qk // BOX_COLUMNS
+        self.p_groups = self.format.groups if has_own_p(self.format) else 1
 
     @cute.jit
     def run(self, operands: SparseDecodeOperands, smem: FewHeadsSmem, group: Int32):
@@ -167,7 +194,7 @@ class SparseDecodeSm90FewHeadsConvertRole:
         softmax = FewHeadsSoftmax.create(smem, thread, group, operands.scale_log2)
         scores = SparseDecodeFewHeadsScores.create(smem, thread)
         raw = [[cute.make_rmem_tensor(cute.make_layout(part.words), Int32) for _ in range(KEYS)] for part in self.parts]
-        scales = [cute.make_rmem_tensor(cute.make_layout(CHUNK_WORDS), Int32) for _ in range(KEYS)]
+        scales = [cute.make_rmem_tensor(cute.make_layout(self.format.scale_bytes // 4), Int32) for _ in range(KEYS)]
         for words in (*scales, *(words for both in raw for words in both)):
             words.fill(0)  # what an absent key leaves must be defined
         while req <= schedule.last_request():
@@ -222,7 +249,7 @@ class SparseDecodeSm90FewHeadsConvertRole:
             whole = cute.arch.vote_all_sync((present0 & present1) != 0)
             indices = indices.found_again(operands, tiles.req)
             following = self.find_keys(operands, indices, position, index0, index1, thread)
-            factors = self.take_scales(scales, present)
+            factors = self.take_scales(scales, present, thread)
             self.load_scales(following, scales)
             self.score_tile(
                 smem,
@@ -240,7 +267,8 @@ class SparseDecodeSm90FewHeadsConvertRole:
                 scores.total[i] = cutlass.select_(present[half(i)] == 0, -Float32.inf, scores.total[i])
             softmax.add_tile(scores.total, CONVERTERS * pairs + t, t == 0, turn)
             for number in cutlass.range_constexpr(self.p_groups):
-                store_p(writer, group * self.p_groups + number, scores.total, factors[number], self.dtype)
+                scaled = factors[number] if has_own_p(self.format) else None
+                store_p(writer, group * self.p_groups + number, scores.total, scaled, self.dtype)
             cute.arch.fence_proxy("async.shared", space="cta")
             smem.p_ready.producer_commit(PipelineState(group, turn))
             present0, present1 = following.present
@@ -254,7 +282,8 @@ class SparseDecodeSm90FewHeadsConvertRole:
     ):  # fmt: skip
         """Compute S^T of a tile and store V; load the bytes of the next own tile in place of those that are converted.
 
-        now: of this tile, which keys are present, whether all of the warp are, and the scales. own: warpgroup, turn, and place in the order of tiles.
+        now: of this tile, which keys are present, whether all of the warp are, and the scales. own: warpgroup, turn, and place in the order
+        of tiles.
         """
         present, whole, factors = now
         thread = FewHeadsThread.create()
@@ -269,7 +298,7 @@ class SparseDecodeSm90FewHeadsConvertRole:
             state = smem.v_state(own[0], own[1], stage)
             free = smem.v_free.try_acquire(state)
             self.clear_absent(raw[i], present, whole)
-            self.convert(part, raw[i], packed(scores.fragments[i % 2]))
+            self.convert(part, raw[i], packed(scores.fragments[i % 2]), factors)
             self.load_part(part, following, raw[i], thread)
             if cutlass.const_expr(i == TURN_PART):
                 smem.loads_issued.producer_commit(own[2])
@@ -317,11 +346,12 @@ class SparseDecodeSm90FewHeadsConvertRole:
         for words, address, present in zip(scales, keys.scales, keys.present, strict=True):
             load_if(present, words, address)
 
-    def take_scales(self, scales: list[cute.Tensor], present: tuple[Int32, ...]) -> list[list[Float32]]:
-        """Return the scales by group of columns and key, those of absent keys 0, in registers of their own."""
-        return [
-            [as_float(pin_register(words[g] & -there)) for words, there in zip(scales, present, strict=True)] for g in range(self.p_groups)
-        ]
+    def take_scales(self, scales: list[cute.Tensor], present: tuple[Int32, ...], thread: FewHeadsThread) -> list[list[Any]]:
+        """Return the scales, those of absent keys finite, in registers of their own: by group of columns and key, or bf16_scales by key."""
+        words = [[pin_register(own[i] & -there) for i in range(cute.size(own))] for own, there in zip(scales, present, strict=True)]
+        if has_own_p(self.format):
+            return [[as_float(own[group]) for own in words] for group in range(self.p_groups)]
+        return [bf16_scales(self.format, own, thread.lane) for own in words]
 
     def load_part(
         self, part: SparseDecodeFewHeadsPart, keys: SparseDecodeFewHeadsKeys, words: list[cute.Tensor], thread: FewHeadsThread
@@ -342,12 +372,17 @@ class SparseDecodeSm90FewHeadsConvertRole:
                 for i in cutlass.range_constexpr(cute.size(words[key])):
                     words[key][i] = words[key][i] & -present[key]
 
-    def convert(self, part: SparseDecodeFewHeadsPart, words: list[cute.Tensor], fragment: cute.Tensor) -> None:
+    def convert(self, part: SparseDecodeFewHeadsPart, words: list[cute.Tensor], fragment: cute.Tensor, factors: list[list[Any]]) -> None:
         """Convert a part to fragments of A: of each step of 16 columns two pairs of both keys."""
         for key in range(KEYS):
             pairs = widen(words[key], BFloat16) if part.quantised else words[key]
+            scale = None
+            if part.quantised and not has_own_p(self.format):
+                word, second = place_of_scale(self.format, part.box)
+                scale = cute.arch.prmt(factors[key][word], factors[key][word], Int32(SECOND_HALVES if second else FIRST_HALVES))
             for pair in range(2 * STEPS_PER_BOX):
-                fragment[2 * pair + key] = pairs[pair] if part.quantised else pin_register(pairs[pair])
+                value = pairs[pair] if part.quantised else pin_register(pairs[pair])
+                fragment[2 * pair + key] = value if scale is None else multiply_pairs(value, scale)
 
 
 class SparseDecodeSm90FewHeads(FewHeadsSm90Parts):

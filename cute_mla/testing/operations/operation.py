@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...spec.arch import Arch
 from ..cases.base import BaseCase
 from ..cases.tensors import Operands
 from ..compare import EQUAL, ErrorLimit, Tolerance
@@ -30,6 +31,10 @@ def _equal(case: Any) -> Mapping[str, Tolerance]:
 
 def _no_workspace(case: Any, tensors: Any) -> int:
     return 0
+
+
+def _no_form(case: Any, arch: Arch) -> Mapping[str, Any]:
+    return {}
 
 
 def _no_limits(case: Any, tensors: Any, expected: Result) -> Mapping[str, ErrorLimit]:
@@ -56,6 +61,7 @@ class Operation:
     requests(case): how many requests a call has.
     part(case, tensors, request): as `sample`, of a part of a request, for ops whose requests may be too large for the reference.
     plan(case, tensors): makes a plan on the device, for ops whose calls take one.
+    form(case, arch): what `expected` must know of the kernel that serves a case on an architecture, by name, beside the arguments.
     in_place: arguments that the call overwrites, which `arguments` copies from tensors of these names.
     limits(case, tensors, results of the reference): by name of a result, the limit of its errors, for ops that have one besides the
         tolerances.
@@ -77,6 +83,7 @@ class Operation:
     part: Callable[[Any, Any, int], Sample] | None = None
     plan: Callable[[Any, Any], Plan] | None = None
     operands: Callable[[Any, Any], dict[str, Any]] | None = None
+    form: Callable[[Any, Arch], Mapping[str, Any]] = _no_form
     in_place: tuple[str, ...] = ()
 
     def call(self, case: Any, tensors: Any, workspace: Tensor | None) -> Result:
@@ -84,10 +91,10 @@ class Operation:
         arguments = self.arguments(case, tensors, workspace)
         return self.results_of(case, arguments, self.function(**arguments))
 
-    def reference(self, case: Any, tensors: Any) -> Result:
-        """Compute the results of the call of a case."""
+    def reference(self, case: Any, tensors: Any, arch: Arch | None = None) -> Result:
+        """Compute the results of the call of a case, on an architecture if its kernels' contracts differ."""
         arguments = self.arguments(case, tensors, None) if self.operands is None else self.operands(case, tensors)
-        results = self.expected(arguments)
+        results = self.expected(arguments if arch is None else {**arguments, **self.form(case, arch)})
         return self.results_of(case, arguments, results) if self.in_place else results
 
     def sample(self, case: Any, tensors: Any, request: int) -> Sample:

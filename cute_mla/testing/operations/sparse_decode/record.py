@@ -14,6 +14,7 @@ from ....api import flash_mla_with_kvcache, get_mla_metadata, workspace_size
 from ....cache import dequantise_cache
 from ....ops.paged_cache import columns_of
 from ....reference import IndexedCache
+from ....spec.arch import Arch
 from ....spec.cache_format import FORMATS
 from ...bounds import attention_bounds
 from ...cases.paged_cache import named_format
@@ -28,6 +29,7 @@ from .suites import OP_SUITES
 _ROWS = {"bf16": (6e-3, 5e-6), "fp16": (7e-4, 8e-8)}  # 3.3e-3, 3.2e-6; 3.2e-4, 3.9e-8
 
 
+_EXACT_KEYS = "exact_keys"  # scale times value is not rounded: P times scale is, within the bounds of P
 _BY_COLUMNS = {columns_of(layout): layout.name for layout in FORMATS.values()}  # where these tell a format
 
 
@@ -95,7 +97,7 @@ def _expected(arguments: Mapping[str, Any]) -> Result:
 def _selected(arguments: Mapping[str, Any], tokens: slice, *names: str) -> IndexedCache:
     """Return the pages of a cache that indices name, and the indices into these, [tokens, 1, topk] where query tokens are packed.
 
-    names: of cache, indices, length and format. Keys are scale times value, rounded once, as the kernels' contract has it.
+    names: of cache, indices, length and format. Keys are scale times value, rounded once, as the contract of most kernels has it.
     """
     cache, indices, length, named = (arguments.get(name) for name in names)
     assert cache is not None
@@ -106,9 +108,16 @@ def _selected(arguments: Mapping[str, Any], tokens: slice, *names: str) -> Index
     own = torch.full_like(indices, -1)
     own[valid] = (place * rows + indices[valid].long() % max(rows, 1)).to(own)
     used = cache[pages] if len(pages) else cache[:1]
-    slots = dequantise_cache(used, named or _BY_COLUMNS[cache.shape[3]]).to(arguments["q"].dtype).float().flatten(0, 2)
+    slots = dequantise_cache(used, named or _BY_COLUMNS[cache.shape[3]])
+    if not arguments.get(_EXACT_KEYS):
+        slots = slots.to(arguments["q"].dtype)
+    slots = slots.float().flatten(0, 2)
     packed_tokens = arguments.get("cu_seqlens_q") is not None
     return IndexedCache(slots, own[:, None] if packed_tokens else own, None if length is None else length[tokens])
+
+
+def _form(case: SparseDecodeCase, arch: Arch) -> Mapping[str, Any]:
+    return {_EXACT_KEYS: case.problem(arch).config.few_heads}
 
 
 def _bounds(case: SparseDecodeCase) -> Mapping[str, Tolerance]:
@@ -152,6 +161,7 @@ SPARSE_DECODE = Operation(
     _arguments,
     _expected,
     operands=_operands,
+    form=_form,
     workspace_bytes=_workspace_bytes,
     bounds=_bounds,
     taken=_taken,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import product
 
 from ....spec.cache_format import FORMATS
-from ....spec.sparse_decode import KERNELS, QUERY_AND_CACHE
+from ....spec.sparse_decode import FEW_HEADS_CACHES, KERNELS, QUERY_AND_CACHE
 from ....spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ...cases.far import FAR_DIMENSIONS
 from ...cases.tensors import ORDERED
@@ -97,11 +97,22 @@ def _small(choice: Choice) -> SparseDecodeCase | None:
     )  # fmt: skip
 
 
+_HEADS_OF = {"few": (3, 8, 16), "one": (3, 12, 64), "two": (68, 92, 96, 128)}  # by kind of kernel
+_MORE_THAN_FEW = (17, 40, 64)
+
+
+def _kinds() -> Iterator[tuple[str, str, str]]:
+    """Yield dtype and caches of all kernels with few heads, with heads in one CTA and in two."""
+    for dtype, kernels in KERNELS:
+        yield from ((dtype, kernels, kind) for kind in _HEADS_OF if kind != "few" or kernels in FEW_HEADS_CACHES)
+
+
 def _variants() -> Iterator[Variant]:
-    """Yield all kernels with heads in one CTA and in two."""
-    for (dtype, kernels), two in product(KERNELS, (False, True)):
+    """Yield all kernels."""
+    for dtype, kernels, kind in _kinds():
+        two = kind == "two"
         caches = _CACHES.get(kernels, ((kernels, ""),))
-        factors: Factors = {**_FACTORS, "h_q": (68, 92, 96, 128) if two else (3, 12, 64)}
+        factors: Factors = {**_FACTORS, "h_q": _MORE_THAN_FEW if kind == "one" and kernels in FEW_HEADS_CACHES else _HEADS_OF[kind]}
         if len(caches) > 1:
             factors = {**factors, "caches": caches}
         if kernels == "fp8_584":
@@ -110,7 +121,7 @@ def _variants() -> Iterator[Variant]:
             factors = {**factors, "pools": _TWO_FORMATS}
         if two:
             factors = {**factors, "q_layout": ("packed", *FAR_DIMENSIONS), "outputs": ("given", "strided", "far_heads")}
-        yield Variant(f"{dtype} {kernels} {two}", {"dtype": dtype, "kernels": kernels}, factors)
+        yield Variant(f"{dtype} {kernels} {kind}", {"dtype": dtype, "kernels": kernels}, factors)
 
 
 VARIANTS = tuple(_variants())
@@ -119,28 +130,29 @@ VARIANTS = tuple(_variants())
 def _covers() -> Iterator[SparseDecodeCase]:
     """Yield small cases with every feature of every variant."""
     seen: set[object] = set()
-    for variant, ((dtype, kernels), two) in zip(VARIANTS, product(KERNELS, (False, True)), strict=True):
+    for variant, (dtype, kernels, kind) in zip(VARIANTS, _kinds(), strict=True):
         yield from cover(variant, _small, seen)
+        h_q = 66 if kind == "two" else 23 if kind == "one" and kernels in FEW_HEADS_CACHES else 7
         caches = _CACHES.get(kernels, ((kernels, ""),))
         cache, extra_cache = caches[-1]
         yield SparseDecodeCase(  # a case of its own, since tokens without keys hide all other features
-            dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=66 if two else 7, main=Pool(100, 65), extra=Pool(64, 70, 2),
+            dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=h_q, main=Pool(100, 65), extra=Pool(64, 70, 2),
             indices="none", sinks="infinite", empty_lse=_MINUS_INF, sm_count=2,
         )  # fmt: skip
         # rows at multiples of 4 bytes, which Hopper takes, of requests that are cut
         yield SparseDecodeCase(
-            dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=66 if two else 7, main=Pool(300, 130), extra=Pool(64, 70, 2),
+            dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=h_q, main=Pool(300, 130), extra=Pool(64, 70, 2),
             sinks="drawn", q_layout="even", outputs="even", sm_count=12, power_of_two=cache in _FP32_SCALES,
         )  # fmt: skip
-        if not two:
+        if kind != "two":
             other, extra_other = caches[min(1, len(caches) - 1)]
             yield SparseDecodeCase(  # requests with different numbers of query tokens, each with a number of indices of its own
-                dtype, cache=other, extra_cache=extra_other, batch=5, tokens=(2, 0, 3), h_q=7,
+                dtype, cache=other, extra_cache=extra_other, batch=5, tokens=(2, 0, 3), h_q=h_q,
                 main=Pool(140, 130, 62, (130, 0, 3, 70, 500)), extra=Pool(64, 70, 2, "drawn"), sinks="drawn",
                 index_layout="odd", outputs="far_tokens", metadata="object", sm_count=12, power_of_two=other in _FP32_SCALES,
             )  # fmt: skip
         yield SparseDecodeCase(  # results are undefined, but the call keeps to its operands
-            dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=66 if two else 7, main=Pool(100, 66, 64, (66, 3)),
+            dtype, cache=cache, extra_cache=extra_cache, batch=2, h_q=h_q, main=Pool(100, 66, 64, (66, 3)),
             extra=Pool(64, 70, 2) if extra_cache else None, metadata="overwritten", outputs="given", sm_count=12,
         )  # fmt: skip
 
