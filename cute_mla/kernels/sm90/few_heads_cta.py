@@ -46,7 +46,6 @@ OUT_ROW = D_LATENT + 4  # fp32 words: rows 2 q apart lie 8 q banks apart
 SOFTMAX_BARRIER = 1  # and the following: one for each converter
 STAGGER_BARRIER = 3
 OUTPUT_BARRIER = 4
-INDICES_BARRIER = 5
 
 
 @dataclass(frozen=True)
@@ -235,7 +234,6 @@ class FewHeadsSm90Kernel(AttentionKernel):
             "softmax_odd": SOFTMAX_BARRIER + 1,
             "stagger": STAGGER_BARRIER,
             "output": OUTPUT_BARRIER,
-            "indices": INDICES_BARRIER,
         }
         return self.definition(
             smem_bytes=self.parts.layout.nbytes,

@@ -6,7 +6,9 @@ columns in lanes, so O goes to gmem through shared memory.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -25,10 +27,8 @@ from .few_heads_cta import (
     BOXES,
     CONVERTERS,
     HEADS,
-    INDICES_BARRIER,
     OUT_ROW,
     OUTPUT_BARRIER,
-    THREADS,
     TILE_STAGES,
     FewHeadsSmem,
     FewHeadsThread,
@@ -160,16 +160,18 @@ class FewHeadsOutputRole:
     p_groups: int
 
     @cute.jit
-    def run(self, operands: LatentOperands, smem: FewHeadsSmem):
-        """Wait p_ready, sums_ready. Signal q_ready, v_free. Write lse, and out or out_accum."""
+    def run(self, operands: LatentOperands, smem: FewHeadsSmem, ahead: Callable[[Any, Int32, Int32, Int32], None]):
+        """Wait p_ready, sums_ready. Signal q_ready, v_free. Write lse, and out or out_accum.
+
+        ahead(operands, request, tile, thread): asks L2 for what the first keys wait for, ahead of Q.
+        """
         schedule, thread = operands.schedule, FewHeadsThread.create()
         req, begin_tile = schedule.first_work_tile()
         turns, done = Int32(0), Int32(0)  # turns: a bit for each converter
         output = FewHeadsOutput.create(smem, thread, self.p_groups)
         last = schedule.last_request()
         if req <= last:
-            # the first indices come ahead of Q, since rows wait for them
-            cute.arch.barrier(barrier_id=INDICES_BARRIER, number_of_threads=THREADS)
+            ahead(operands, req, begin_tile, thread.warp * 32 + thread.lane)
             load_queries(operands, smem, thread, req, done, self.q_boxes)
         while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)

@@ -42,10 +42,10 @@ from ...spec.cache_format import CacheFormat
 from ...spec.sparse_decode import SparseDecodeConfig
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
-from ..attention.scheduler import BOX_COLUMNS, TileRange
+from ..attention.scheduler import BOX_COLUMNS, INT32_BYTES, TileRange
 from ..attention.softmax import SinkScale
 from ..primitives.arithmetic import as_float, multiply_pairs, pin_register, widen
-from ..primitives.copies import BOX_ROW_BYTES, store_groups, writer_address
+from ..primitives.copies import BOX_ROW_BYTES, LINE_BYTES, prefetch_line, store_groups, writer_address
 from ..primitives.pipeline import PipelineState
 from ..primitives.wgmma import A_STRIDES, A_VALUES, K_STEP, REGISTERS_PER_STEP, flat, half, packed
 from ..sm90.cta import BOX_BYTES, STAGE_BOXES, STAGE_BYTES, STEPS_PER_BOX, WARPGROUP
@@ -53,9 +53,7 @@ from ..sm90.few_heads_cta import (
     BOXES,
     CONVERTERS,
     HEADS,
-    INDICES_BARRIER,
     STAGGER_BARRIER,
-    THREADS,
     FewHeadsSm90Parts,
     FewHeadsSmem,
     FewHeadsThread,
@@ -226,8 +224,6 @@ class SparseDecodeSm90FewHeadsConvertRole:
         v_writer = pin_register(smem.sV.iterator.toint() + writer_address(thread.warp * (16 * BOX_ROW_BYTES), thread.lane, BOX_ROW_BYTES))
         writer = pin_register(p_writer(smem, thread))
         index0, index1 = indices.look_up(position), indices.look_up(position + KEYS_APART)
-        if done == 0:
-            cute.arch.barrier_arrive(barrier_id=INDICES_BARRIER, number_of_threads=THREADS)
         keys = self.find_keys(operands, indices, position, index0, index1, thread)
         if done == 0 and group == 1:
             cute.arch.barrier(barrier_id=STAGGER_BARRIER, number_of_threads=CONVERTERS * WARPGROUP)
@@ -400,4 +396,13 @@ class SparseDecodeSm90FewHeads(FewHeadsSm90Parts):
 
     def output(self, operands: SparseDecodeOperands, smem: FewHeadsSmem) -> None:
         """Run the output role."""
-        FewHeadsOutputRole(SinkScale(), self.dtype, self.role.q_boxes, self.role.p_groups).run(operands, smem)
+        role = FewHeadsOutputRole(SinkScale(), self.dtype, self.role.q_boxes, self.role.p_groups)
+        role.run(operands, smem, prefetch_indices)
+
+
+@cute.jit
+def prefetch_indices(operands: SparseDecodeOperands, req: Int32, begin_tile: Int32, lane: Int32):
+    """Ask L2 for the indices of the first tiles of a work tile. One warp, the first lanes."""
+    first = begin_tile * TILE_KEYS + lane * (LINE_BYTES // INT32_BYTES)
+    if (lane < CONVERTERS * TILE_KEYS * INT32_BYTES // LINE_BYTES) & (first < operands.args.topk):
+        prefetch_line(operands.cache.index_pointer(req) + first)
