@@ -24,12 +24,12 @@ from ..ops.limits import (
 )
 from ..ops.tensor_spec import DTYPE_NAMES
 from ..spec import cache_insert, dense_prefill, dense_prefill_dq, index_write, masked_prefill, mqa_logits, sparse_prefill, topk_indices
-from ..spec.arch import ALIASES, ARCHS
-from ..spec.cache_format import CacheFormat
+from ..spec.arch import ALIASES, ARCHS, Arch
+from ..spec.cache_format import FP8_656, CacheFormat
 from ..spec.cache_rows import CACHED, FP8_576, KNOWN, LATENTS, key_types
 from ..spec.dense_decode import FP8_CACHE, MAX_KEYS, takes_key_masks
 from ..spec.mla import BF16, D_QK, D_V, DTYPES, FP16, LATENT_DIMS, MAX_HEADS, VALUE_COLUMNS, key_dtypes
-from ..spec.sparse_decode import DECODED, DECODED_BESIDE, serving_kernels
+from ..spec.sparse_decode import DECODED, DECODED_BESIDE, FEW_HEADS, few_heads_caches, serving_kernels
 
 
 def _dtype_name(value: Any) -> Any:
@@ -41,6 +41,7 @@ def _dtype_of(*supported: str) -> Limit:
 
 
 MASKED_D_V = dense_prefill.HEAD_DIMS[masked_prefill.HEAD_DIMS[0]]
+_FEW_HEADS = f"; the kernels for up to {FEW_HEADS} heads, with keys on M"
 E4M3 = "e4m3"  # dtype of queries over an e4m3 cache
 _DENSE_DECODE: dict[str, Limit] = {
     "dtype": _dtype_of(*DTYPES, E4M3),
@@ -193,7 +194,8 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
         indexer_topk     the first indices, over which lse_indexer is asked for; 0: it is not
         kv_format, extra_kv_format     names of the formats of the cache and of the extra cache; None: dtype and bytes a token decide
 
-    Returns (True, the verification status of the kernels: whether they have run on hardware, and how else they were checked) or
+    Returns (True, the verification status of the kernels: whether they have run on hardware, and how else they were checked; and whether
+    they are those for few heads) or
     (False, the reason), also for a value that no call could have. Raises ValueError for an unknown op or feature, and for an arch that is
     not "sm" with digits. The answer does not depend on the machine: its device, driver or build.
     """
@@ -213,7 +215,15 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     error = _conflict(op, features) or _mask_conflict(features)
     if error is not None:
         return False, error
-    return True, ARCHS[ALIASES.get(arch, arch)].proof
+    known = ARCHS[ALIASES.get(arch, arch)]
+    return True, known.proof + (_FEW_HEADS if op == "sparse_decode" and _has_few_heads(known, features) else "")
+
+
+def _has_few_heads(arch: Arch, features: dict[str, Any]) -> bool:
+    """Return whether calls with these features take the kernels for few heads."""
+    first, second = DECODED.get(str(features.get("kv_format"))), DECODED_BESIDE.get(str(features.get("extra_kv_format")))
+    kernels = serving_kernels(first, second) if first else FP8_656.name if features.get("fp8_kvcache") else None
+    return features.get("h_q", FEW_HEADS + 1) <= FEW_HEADS and kernels in few_heads_caches(arch)
 
 
 def _conflict(op: str, features: dict[str, Any]) -> str | None:

@@ -48,6 +48,7 @@ class Options(NamedTuple):
     max_seqlen_q: Any
     window: int | None
     window_sink: int
+    few_heads: bool
 
 
 class Results(NamedTuple):
@@ -157,6 +158,7 @@ def check_options(options: Options, value_columns: tuple[int, ...]) -> Options:
         max_seqlen_q=None if max_seqlen_q is None else check_integer("max_seqlen_q", max_seqlen_q, 1, MAX_QUERY_TOKENS),
         window=window,
         window_sink=window_sink,
+        few_heads=check_flag("few_heads", options.few_heads),
     )
 
 

@@ -117,6 +117,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         topk=topk,
         extra_topk=extra_topk,
         batch_invariant=call.common.options.batch_invariant,
+        few_heads=call.common.options.few_heads,
     )
     num_parts = problem.num_parts(sm_count) if s_q else 1
     problem = problem.without_combine(num_parts) if _all_count(call) else problem

@@ -95,6 +95,11 @@ FEW_HEADS = 16
 FEW_HEADS_CACHES = (FP8_656.name, FP8_584.name, V41.name, NOPE_528.name)  # as serving_kernels names them
 
 
+def few_heads_caches(arch: Arch) -> tuple[str, ...]:
+    """Return the caches over which an architecture has kernels for few heads."""
+    return FEW_HEADS_CACHES if arch is SM90 and FEW_HEADS else ()
+
+
 @dataclass(frozen=True)
 class SparseDecodeConfig:
     """One compiled variant.
@@ -133,7 +138,7 @@ class SparseDecodeConfig:
 class SparseDecodeProblem:
     """The shapes of one call. They decide, with the architecture, on variant, grid and workspace.
 
-    cache: as in SparseDecodeConfig.
+    cache: as in SparseDecodeConfig. few_heads: whether the call takes the kernel for few heads, where there is one.
     """
 
     arch: Arch
@@ -145,6 +150,7 @@ class SparseDecodeProblem:
     topk: int
     extra_topk: int = 0
     batch_invariant: bool = False
+    few_heads: bool = True
 
     @property
     def row_ctas(self) -> int:
@@ -154,7 +160,7 @@ class SparseDecodeProblem:
     @property
     def config(self) -> SparseDecodeConfig:
         """The variant that serves this problem."""
-        few_heads = self.arch is SM90 and self.h_q <= FEW_HEADS and self.cache in FEW_HEADS_CACHES
+        few_heads = self.few_heads and self.h_q <= FEW_HEADS and self.cache in few_heads_caches(self.arch)
         return SparseDecodeConfig(self.dtype, self.cache, TILINGS[self.arch.name].cluster(self.row_ctas), few_heads)
 
     @property
@@ -187,8 +193,7 @@ class SparseDecodeProblem:
 def closed_variants(arch: Arch) -> tuple[SparseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
     clusters = TILINGS[arch.name].clusters
-    few_heads = FEW_HEADS_CACHES if arch is SM90 and FEW_HEADS else ()
     return (
         *(SparseDecodeConfig(dtype, cache, cluster) for dtype, cache in KERNELS for cluster in clusters),
-        *(SparseDecodeConfig(BF16, cache, 1, few_heads=True) for cache in few_heads),
+        *(SparseDecodeConfig(BF16, cache, 1, few_heads=True) for cache in few_heads_caches(arch)),
     )

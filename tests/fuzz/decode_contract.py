@@ -27,6 +27,7 @@ def _decode_options(c: Contract) -> None:
         causal=is_flag,
         is_fp8_kvcache=is_flag,
         batch_invariant=is_flag,
+        few_heads=is_flag,
         max_seqlen_q=is_optional(lambda value: is_integer(value) and 1 <= value <= MOST_TOKENS),
     )
     c.require((c.get("cu_seqlens_q") is None) == (c.get("max_seqlen_q") is None), "cu_seqlens_q", "max_seqlen_q")

@@ -92,6 +92,7 @@ class SparseDecodeCase(DecodeCase):
         "padded_rows" are not for formats whose scales lie behind all rows of a page: such a cache is "packed" instead if it is one of two.
     indices: as in draw_key_positions, with invalid values of every kind. index_layout: as in lay_out_indices.
     sinks: as in draw_sinks.
+    few_heads: as in the call.
     tokens: as in DecodeCase, but batch is then the number of all query tokens: each has keys of its own, as a request has without.
     """
 
@@ -101,6 +102,7 @@ class SparseDecodeCase(DecodeCase):
         "sinks": lambda sinks: f"sinks_{sinks}",
         "power_of_two": lambda _: "powers",
         "index_layout": lambda layout: f"idx_{layout}",
+        "few_heads": lambda _: "many_heads",
         **DECODE_TAGS,
     }
 
@@ -114,6 +116,7 @@ class SparseDecodeCase(DecodeCase):
     indices: Indices = "valid"
     index_layout: IndexLayout = "packed"
     sinks: Sinks = "none"
+    few_heads: bool = True
 
     def __post_init__(self) -> None:
         if (self.dtype, self.cache) not in QUERY_AND_CACHE:
@@ -192,6 +195,7 @@ class SparseDecodeCase(DecodeCase):
             topk=self.main.topk,
             extra_topk=0 if self.extra is None else self.extra.topk,
             batch_invariant=self.batch_invariant,
+            few_heads=self.few_heads,
         )
 
     @property

@@ -50,6 +50,7 @@ def _arguments(case: SparseDecodeCase, tensors: SparseDecodeTensors, workspace: 
         "block_table": None,
         "cache_seqlens": None,
         "is_fp8_kvcache": case.format.quantised > 0,
+        "few_heads": case.few_heads,
     }
 
 
