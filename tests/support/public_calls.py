@@ -55,7 +55,7 @@ _CALLS: dict[str, tuple[Callable[[], RightCall], ...]] = {
         partial(call_of, "dense", **_DENSE | {"causal": False}, s_q=2, tree="drawn"),
         partial(call_of, "dense_fp8", **_DENSE, s_q=2),
         partial(call_of, "dense", **_DENSE, tokens=(2, 1)),
-        partial(call_of, "sparse", **_CACHES, s_q=2, h_q=16, metadata="tensors"),
+        partial(call_of, "sparse", **_CACHES, s_q=2, h_q=16, metadata="tensors", few_heads=False),
     ),
     "flash_mla_sparse_fwd": (
         partial(call_of, "sparse_prefill", **_PREFILL, form="ragged", sinks="drawn", empty_lse=-math.inf),

@@ -49,7 +49,7 @@ def broken(contract: Contract, bench: Bench, case: Any, wanted: tuple[Arrangemen
     operands, of = operation(case).make_tensors(case, "cpu"), operation(case).of
     everyone = tuple(range(operation(case).requests(case)))
     whole, together = run(contract, bench, case, operands, Arrangement(everyone, case.sm_count))
-    contract.expect(*whole, together)
+    contract.expect(*whole, together, bench.arch)
     for arrangement in wanted:
         call, results = run(contract, bench, case, operands, arrangement)
         for place, request in enumerate(arrangement.picks):

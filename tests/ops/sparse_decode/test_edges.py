@@ -77,7 +77,7 @@ def test_sinks_far_from_the_scores(bench: Bench, sink: float) -> None:
     out, lse = bench.run(SMALL, tensors)
     assert out.isfinite().all()
     assert lse.isfinite().all()
-    expect(SMALL, tensors, (out, lse))
+    expect(SMALL, tensors, (out, lse), bench.arch)
 
 
 def test_every_e4m3_value_and_scales_of_every_size(bench: Bench) -> None:
@@ -91,7 +91,7 @@ def test_every_e4m3_value_and_scales_of_every_size(bench: Bench) -> None:
     tensors.k_cache[..., :512] = codes.repeat(2)
     tensors.k_cache[..., 512:528] = scales.view(torch.uint8)
     out, lse = bench.run(case, tensors)
-    expect(case, tensors, (out, lse))
+    expect(case, tensors, (out, lse), bench.arch)
     values = codes.view(torch.float8_e4m3fn).float()
     expected = torch.cat([values[:128] * scales[0], values[128:] * scales[1], values[:128] * scales[2], values[128:] * scales[3]])
     torch.testing.assert_close(out[0, 0, 0].float(), expected, rtol=2**-6, atol=1e-37)
@@ -120,4 +120,4 @@ def test_a_cache_without_pages_has_no_valid_index(bench: Bench, dtype: str, cach
     tensors = make_sparse_decode_tensors(second)
     given = replace(tensors, k_cache=torch.empty_like(tensors.k_cache[:0]))
     tensors.indices.fill_(-1)
-    expect(second, tensors, bench.run(second, given))
+    expect(second, tensors, bench.run(second, given), bench.arch)

@@ -21,7 +21,9 @@ KEYS = 16
 E4M3_NANS = (0x7F, 0xFF)
 
 
-def single_keys(bench: Bench, keys: Tensor, scales: Tensor, cache: str, extra_cache: str = "") -> tuple[Tensor, Tensor]:
+def single_keys(
+    bench: Bench, keys: Tensor, scales: Tensor, cache: str, extra_cache: str = "", few_heads: bool = True
+) -> tuple[Tensor, Tensor]:
     """Return (out, the values of the keys): bf16 [keys, 512] of as many tokens, each over one key with these codes and scales.
 
     The key lies in the second cache if extra_cache is given, and every q is 0.
@@ -29,7 +31,7 @@ def single_keys(bench: Bench, keys: Tensor, scales: Tensor, cache: str, extra_ca
     count = len(keys)
     main, extra = Pool(count, 1, 4), Pool(count, 1, 4, (1,))
     second: dict[str, Any] = {"extra_cache": extra_cache, "extra": extra, "main": main._replace(lengths=(0,))} if extra_cache else {}
-    case = replace(SparseDecodeCase(cache=cache, s_q=count, h_q=3, main=main, sm_count=4 * count), **second)
+    case = replace(SparseDecodeCase(cache=cache, s_q=count, h_q=3, main=main, few_heads=few_heads, sm_count=4 * count), **second)
     tensors = make_sparse_decode_tensors(case)
     tensors.q.zero_()
     used, indices = (tensors.extra_k_cache, tensors.extra_indices) if extra_cache else (tensors.k_cache, tensors.indices)
@@ -64,8 +66,12 @@ def test_every_e4m3_value_times_every_power_of_two(bench: Bench, cache: str) -> 
 
 def test_every_e4m3_value_times_fp32_scales(bench: Bench) -> None:
     scales = torch.tensor([2.0**-126, 1.37e-20, 3.1, 1.7e9, 0.0, -2.5, 1e-3, 448.0]).repeat(KEYS // 2).view(KEYS, 4)
-    out, values = single_keys(bench, finite_codes(KEYS * 512).view(KEYS, 512), scales.view(torch.uint8), "nope_528")
+    keys = finite_codes(KEYS * 512).view(KEYS, 512), scales.view(torch.uint8), "nope_528"
+    out, values = single_keys(bench, *keys, few_heads=False)
     assert torch.equal(out, values)
+    # the kernels for few heads round P times scale
+    out, values = single_keys(bench, *keys)
+    torch.testing.assert_close(out, values, rtol=2**-7, atol=1e-37)
 
 
 @pytest.mark.parametrize("cache", ["v41", "v41_paged"])
@@ -139,4 +145,4 @@ def test_rows_of_a_second_cache_that_lie_512_bytes_apart_keep_their_scales_behin
     given = replace(tensors, extra_k_cache=apart.copy_(tensors.extra_k_cache))
     assert given.extra_k_cache is not None
     assert given.extra_k_cache.stride(1) == 512
-    expect(case, given, bench.run(case, given))
+    expect(case, given, bench.run(case, given), bench.arch)
