@@ -292,7 +292,8 @@ class SparseDecodeSm90FewHeadsConvertRole:
                 self.fold_behind(scores, i - 2, factors)
             stage = 0 if part.v_box is None else part.v_box // STAGE_BOXES
             state = smem.v_state(own[0], own[1], stage)
-            free = smem.v_free.try_acquire(state)
+            begins_stage = part.v_box is not None and part.v_box % STAGE_BOXES == 0
+            free = smem.v_free.try_acquire(state) if begins_stage else None
             self.clear_absent(raw[i], present, whole)
             self.convert(part, raw[i], packed(scores.fragments[i % 2]), factors)
             self.load_part(part, following, raw[i], thread)
@@ -300,7 +301,7 @@ class SparseDecodeSm90FewHeadsConvertRole:
                 smem.loads_issued.producer_commit(own[2])
             scores.multiply(i % 2, self.sums_of(i), first_box + part.box, self.begins_group(i))
             if cutlass.const_expr(part.v_box is not None):
-                if cutlass.const_expr(part.v_box % STAGE_BOXES == 0):
+                if cutlass.const_expr(begins_stage):
                     smem.v_free.finish_acquire(state, free)
                 place = v_writer + state.stage * STAGE_BYTES + part.v_box % STAGE_BOXES * BOX_BYTES
                 words = packed(scores.fragments[i % 2])

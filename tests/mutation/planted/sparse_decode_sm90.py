@@ -10,7 +10,9 @@ from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, planted, together
 
 # One CTA, tiles enough to go round the rings, indices of every kind, lengths that end inside a tile.
-ALONE = SparseDecodeCase(batch=2, h_q=9, main=Pool(400, 390, 61, lengths=(390, 70)), indices="mixed", sinks="drawn", sm_count=1)
+ALONE = SparseDecodeCase(
+    batch=2, h_q=9, main=Pool(400, 390, 61, lengths=(390, 70)), indices="mixed", sinks="drawn", few_heads=False, sm_count=1
+)
 PAIR = replace(ALONE, h_q=128, sm_count=2)  # each CTA converts half of the keys for both
 MASKS = r"selp\.f32 (\s*%r\d+), (?:(%r\d+), 0fFF800000|0fFF800000, (%r\d+)),"
 

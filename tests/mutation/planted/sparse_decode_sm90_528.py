@@ -14,7 +14,14 @@ from tests.mutation.planting import Group, Suite, planted, together
 
 # Tiles enough to go round the rings, indices of every kind, lengths that end inside a tile.
 V41 = SparseDecodeCase(
-    cache="v41_paged", batch=2, h_q=9, main=Pool(400, 390, 61, lengths=(390, 70)), values="spread", indices="mixed", sm_count=1
+    cache="v41_paged",
+    batch=2,
+    h_q=9,
+    main=Pool(400, 390, 61, lengths=(390, 70)),
+    values="spread",
+    indices="mixed",
+    few_heads=False,
+    sm_count=1,
 )
 V41_PAIR = replace(V41, h_q=128, sm_count=2)
 ROWS = replace(V41, cache="v41", main=Pool(100, 90, 61))
