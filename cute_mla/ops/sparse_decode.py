@@ -124,7 +124,6 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     results = layout_results(problem, call.common, num_parts, call.q, call.q.dtype, ragged)
     split = SplitPlanCall(batch, h_q, s_q, topk, extra_topk, ragged)
     planned_for = (batch, s_q) if ragged is None else (ragged.requests, ragged.max_seqlen_q)
-    total_q = None if ragged is None else ragged.total_q
     return DecodePlan(
         kernel=problem.config.name,
         grid=(problem.row_ctas, s_q, num_parts),
@@ -159,7 +158,9 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         },
         lengths=("topk_length", "extra_topk_length"),
         key_limits=(topk, extra_topk),
-        schedule_key=ScheduleKey(*planned_for, h_q, 1, cache.page_size, num_parts, call.q.device, topk, extra_topk, total_q),
+        schedule_key=ScheduleKey(
+            *planned_for, h_q, 1, cache.page_size, num_parts, call.q.device, topk, extra_topk, ragged and ragged.total_q
+        ),
         results=results,
         combine=plan_combine(problem, results, (topk, extra_topk), sm_count, split),
         default_scale=d_qk**-0.5,

@@ -7,7 +7,7 @@ from dataclasses import replace
 from cute_mla.spec.arch import SM90
 from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
 from tests.mutation.planted import patterns as ptx
-from tests.mutation.planting import Suite, each, planted, together
+from tests.mutation.planting import Suite, alone, each, planted, together
 
 # One CTA; work tiles of odd and of even numbers of tiles, indices of every kind, lengths that end inside a tile.
 POOL = Pool(400, 390, 61, lengths=(390, 70, 130, 3))
@@ -23,7 +23,7 @@ SUITE = Suite(
     (
         planted("missing arrival", CASE, ptx.ARRIVALS, "", each),
         planted("missing proxy fences", CASE, ptx.PROXY_FENCES, "", each),
-        planted("missing wait for products", CASE, ptx.WGMMA_WAITS, "", each),
+        planted("missing wait for products", CASE, ptx.WGMMA_WAITS, "", alone(-1)),
         planted("mask without effect", CASE, MASKS, r"selp.f32 \1, \2\3, \2\3,", together),
         planted("sink in base 2", CASE, ptx.LOG2_E, ptx.ONE, together),
         planted("no rescale", RISING, r"ex2\.approx\.ftz\.f32 ([^,]*), [^;]*;", r"mov.f32 \1, 0f3F800000;", together),
