@@ -99,10 +99,8 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     if s_q > MAX_GRID_TOKENS:
         raise ValueError(f"q has shape {list(call.q.shape)}; supported {WHERE}: s_q to {MAX_GRID_TOKENS}")
     cache, topk, index_strides = _check_selection(call, call.main)
-    extra, extra_topk = _NO_CACHE, 0
-    extra_strides: tuple[int, ...] = ()
-    if call.extra is not None:
-        extra, extra_topk, extra_strides = _check_selection(call, call.extra, cache.cache_format)
+    second = None if call.extra is None else _check_selection(call, call.extra, cache.cache_format)
+    extra, extra_topk, extra_strides = second or (_NO_CACHE, 0, ())
     check_sink(call.attn_sink, call.q)
     check_rows(TILINGS[arch.name].row_bytes, call.common.address_alignment, {"q": call.q}, {"out": call.common.out})
     if topk + extra_topk > MAX_KEYS:
@@ -124,6 +122,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     results = layout_results(problem, call.common, num_parts, call.q, call.q.dtype, ragged)
     split = SplitPlanCall(batch, h_q, s_q, topk, extra_topk, ragged)
     planned_for = (batch, s_q) if ragged is None else (ragged.requests, ragged.max_seqlen_q)
+    total_q = None if ragged is None else ragged.total_q
     return DecodePlan(
         kernel=problem.config.name,
         grid=(problem.row_ctas, s_q, num_parts),
@@ -158,9 +157,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         },
         lengths=("topk_length", "extra_topk_length"),
         key_limits=(topk, extra_topk),
-        schedule_key=ScheduleKey(
-            *planned_for, h_q, 1, cache.page_size, num_parts, call.q.device, topk, extra_topk, ragged and ragged.total_q
-        ),
+        schedule_key=ScheduleKey(*planned_for, h_q, 1, cache.page_size, num_parts, call.q.device, topk, extra_topk, total_q),
         results=results,
         combine=plan_combine(problem, results, (topk, extra_topk), sm_count, split),
         default_scale=d_qk**-0.5,
