@@ -25,6 +25,7 @@ from ..spec.dense_decode import (
 )
 from ..spec.mla import LATENT_DIMS, VALUE_COLUMNS, ceil_div, key_dtypes
 from ..spec.split_plan import NO_LIMIT, TILE_KEYS, KeyWindow, RaggedQueries
+from ..spec.tensor_map import TensorMap
 from .arguments import check_columns, check_no_grad, short_repr
 from .decode_plan import CommonSpec, DecodePlan, check_tokens, layout_results, plan_combine, query_strides
 from .indices import check_sink
@@ -148,7 +149,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
             **query_strides("tree", "batch token", () if call.tree_mask is None else call.tree_mask.stride[:-1], ragged),
         },
         op="dense_decode",
-        maps={"kv_map": ("k_cache", dense_tensor_map(cache, 0, problem.box_keys))} if cache.pages else {},
+        maps=_maps(cache, problem.box_keys) if cache.pages else {},
         pointers={
             "cache": "k_cache" if problem.operands == FP8_CACHE else None,
             **{name: name for name in ("q", "descale_q", "descale_k", "block_table", "cache_seqlens", "attn_sink", "tree_mask")},
@@ -168,6 +169,11 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         split=launch_plan(split, num_parts),
         ragged=ragged,
     )
+
+
+def _maps(cache: DenseCache, box_keys: int) -> dict[str, tuple[str, TensorMap]]:
+    """Return the tensor maps of a cache, by argument."""
+    return {name: ("k_cache", dense_tensor_map(cache, 0, box_keys, row_bytes)) for name, row_bytes in (("kv_map", 128), ("rope_map", 64))}
 
 
 def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, DenseCache, RaggedQueries | None]:

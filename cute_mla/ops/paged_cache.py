@@ -27,7 +27,7 @@ WIDE = (torch.bfloat16, torch.float16)
 
 _NVFP4_BYTES = 352  # of a token in vLLM's nvfp4_ds_mla
 _NVFP4 = "no kernel reads NVFP4 records (nvfp4_ds_mla); supported for the same keys: fp8_656, vLLM's --kv-cache-dtype fp8_ds_mla"
-_BOX_ROW_BYTES = 128  # the span of the swizzle
+_SWIZZLES = {128: Swizzle.B128, 64: Swizzle.B64}  # by the bytes of a row of a box
 _ELEMENT_SIZES = {"bf16": 2, "fp16": 2, "u8": 1}
 _MAX_MAP_SIZE = 1 << 32  # exclusive: of a dimension of a tensor map
 
@@ -64,15 +64,15 @@ def dense_cache(spec: TensorSpec, dtype: torch.dtype, d_qk: int) -> DenseCache:
 
 
 @lru_cache(maxsize=4096)
-def dense_tensor_map(cache: DenseCache, address: int, box_keys: int) -> TensorMap:
-    """Return the tensor map of a cache at an address, with boxes of 128 bytes by box_keys keys of one head and page."""
+def dense_tensor_map(cache: DenseCache, address: int, box_keys: int, row_bytes: int = 128) -> TensorMap:
+    """Return the tensor map of a cache at an address, with boxes of row_bytes (128 or 64) by box_keys keys of one head and page."""
     return TensorMap(
         dtype=cache.dtype,
         address=address,
         dims=(cache.d_qk, cache.h_kv, cache.page_size, cache.pages),
         strides=cache.strides,
-        box=(_BOX_ROW_BYTES // _ELEMENT_SIZES[cache.dtype], 1, box_keys, 1),
-        swizzle=Swizzle.B128,
+        box=(row_bytes // _ELEMENT_SIZES[cache.dtype], 1, box_keys, 1),
+        swizzle=_SWIZZLES[row_bytes],
     )
 
 

@@ -31,7 +31,8 @@ TREE_WORD_TOKENS = 32  # new tokens of a word of the tree mask
 class DenseDecodeArguments(NamedTuple):
     """Launch arguments of dense_decode, in ABI order: the one list that host, launch and kernel share."""
 
-    kv_map: TensorMap  # dims (d_qk, h_kv, page, pages), box (128 bytes, 1, min(page, 64), 1), 128-byte swizzle
+    kv_map: TensorMap  # dims (d_qk, h_kv, page, pages), box (128 bytes, 1, box_keys of the problem, 1), 128-byte swizzle
+    rope_map: TensorMap  # the same with boxes and a swizzle of 64 bytes; read by the "fp8" kernels of SM100 alone
     q: Pointer  # dtype, or e4m3 [batch, s_q, h_q, d_qk]
     cache: Pointer  # e4m3 [pages, page, 1, 576], multiples of 16 bytes apart; read by the "fp8_cache" kernels alone, else null
     descale_q: Pointer  # fp32 [1], or null for 1: what e4m3 queries are multiplied with
@@ -204,7 +205,8 @@ class DenseDecodeProblem:
     @property
     def box_keys(self) -> int:
         """Keys that one TMA box covers."""
-        return min(self.page_size, TILE_KEYS)
+        halves = self.operands == FP8 and TILINGS[self.arch.name].paired  # of a pair, each CTA loads its half of the keys whole
+        return min(self.page_size, TILE_KEYS // 2 if halves else TILE_KEYS)
 
     @property
     def max_keys(self) -> int:

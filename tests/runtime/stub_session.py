@@ -50,7 +50,8 @@ def main() -> None:
     kernel = device.kernel("dense_decode", "bf16_cluster2")
     kv_map = TensorMap("bf16", 0x70000000, (576, 1, 64, 100), (1152, 1152, 73728), (64, 1, 64, 1), Swizzle.B128)
     args = decode_arguments(kv_map, first_int64=0)
-    floats = 1 + COUNTS[ParamKind.POINTER] + COUNTS[ParamKind.INT64]  # the first of them
+    maps = COUNTS[ParamKind.TENSOR_MAP]
+    floats = maps + COUNTS[ParamKind.POINTER] + COUNTS[ParamKind.INT64]  # the first of them
     int64s = floats - COUNTS[ParamKind.INT64]
     for _ in range(2):
         device.launch(kernel, (2, 1, 66), args, pdl=True)
@@ -65,8 +66,8 @@ def main() -> None:
         "stream": record.stream,
         "attributes": {a.id: list(a.value[:3]) for a in record.attribute[: record.attributes]},
         "map_words": list(record.map_words),
-        "addresses": list(record.argument[1:int64s]),
-        "expected_addresses": [arg.data_ptr() for arg in args[1:int64s]],
+        "addresses": list(record.argument[maps:int64s]),
+        "expected_addresses": [arg.data_ptr() for arg in args[maps:int64s]],
         "int64s": list(record.argument[int64s:floats]),
         "int32s": [word & 0xFFFF_FFFF for word in record.argument[floats + COUNTS[ParamKind.FLOAT32] : len(PARAMS)]],
         "library_bytes": record.library_bytes,

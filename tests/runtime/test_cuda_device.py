@@ -123,9 +123,9 @@ def test_argument_block_holds_every_argument_in_order(fake: FakeDriver) -> None:
     (launch,) = fake.launches
     assert list(launch.arguments) == [param.name for param in dense_decode.PARAMS]
     assert launch.arguments["kv_map"][:124] == struct.pack("<Q", KV_MAP.address) + b"\xee" * 116
-    assert scalar(launch.arguments["q"], "Q") == args[1].data_ptr()
-    assert scalar(launch.arguments["lse"], "Q") == args[10].data_ptr()
-    assert scalar(launch.arguments["lse_accum"], "Q") == args[12].tensor.data_ptr() + 4096
+    assert scalar(launch.arguments["q"], "Q") == args[2].data_ptr()
+    assert scalar(launch.arguments["lse"], "Q") == args[11].data_ptr()
+    assert scalar(launch.arguments["lse_accum"], "Q") == args[13].tensor.data_ptr() + 4096
     assert scalar(launch.arguments["q_stride_batch"], "q") == 2**33
     assert scalar(launch.arguments["table_stride"], "q") == 2**33 + 9
     assert scalar(launch.arguments["scale_log2"], "f") == 0.5
@@ -211,7 +211,7 @@ def test_a_decode_call_asks_the_driver_for_two_launches_and_nothing_else(fake: F
         fake.calls.clear()
         with Refused():
             again.run()
-    assert [name for name, _ in fake.calls] == ["cuTensorMapEncodeTiled", "cuCtxGetDevice", "cuLaunchKernelEx", "cuLaunchKernelEx"]
+    assert [name for name, _ in fake.calls] == ["cuTensorMapEncodeTiled"] * 2 + ["cuCtxGetDevice", "cuLaunchKernelEx", "cuLaunchKernelEx"]
     decode, combine = fake.launches[-2:]
     assert scalar(decode.arguments["q"], "Q") == again["q"].data_ptr()
     assert decode.arguments["kv_map"][:8] == struct.pack("<Q", again["k_cache"].data_ptr())

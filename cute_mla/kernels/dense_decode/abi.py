@@ -42,7 +42,7 @@ class DenseDecodeAbi:
         return {"q": self.query_dtype, "cache": Uint8}
 
     def typed_maps(self, args: DenseDecodeArguments) -> tuple[tensor_maps.TensorMap, ...]:
-        """Return the map of the cache: a box is 128 bytes of 64 keys."""
+        """Return the maps of the cache. Their boxes and swizzles are the host's."""
         kv_map = tensor_maps.create_tensor_map_tiled(
             global_address=args.kv_map.toint(),
             dtype=self.cache_dtype,
@@ -51,7 +51,7 @@ class DenseDecodeAbi:
             box_dims=[BOX_BYTES_PER_KEY * 8 // self.cache_dtype.width, TILE_KEYS],
             swizzle=tensor_maps.TensorMapSwizzle.s128b,
         )
-        return (kv_map,)
+        return kv_map, kv_map
 
     def operands(self, args: DenseDecodeArguments) -> DenseDecodeOperands:
         """Return the arguments by meaning."""

@@ -25,13 +25,14 @@ class DenseDecodeOperands(LatentOperands):
     """The arguments by meaning.
 
     args.scale_log2: with the scales of e4m3 operands after with_descales. key_masks: whether calls of the variant may have tree masks and
-    windows.
+    windows. most_box_keys: of a TMA box, where pages hold as many.
     """
 
     args: DenseDecodeArguments
     schedule: SplitKvSchedule
     units: Units
     key_masks: bool
+    most_box_keys: int = TILE_KEYS
 
     def with_descales(self, row_scale: DenseDecodeRowScale) -> DenseDecodeOperands:
         """Return operands whose scale_log2 includes the scales of q and cache."""
@@ -97,8 +98,8 @@ class DenseDecodeOperands(LatentOperands):
         return keys.remaining - cutlass.select_(self.args.mask == CAUSAL, larger(self.args.s_q - 1 - token, Int32(0)), Int32(0))
 
     def box_keys(self) -> Int32:
-        """Return the keys of one TMA box: a page, or a tile if that is less."""
-        return smaller(self.args.page_size, Int32(TILE_KEYS))
+        """Return the keys of one TMA box: a page, or most_box_keys if that is less."""
+        return smaller(self.args.page_size, Int32(self.most_box_keys))
 
     def page_entry(self, key: Int32) -> tuple[Int32, Int32]:
         """Return (entry in the block table, row in that page) of a key of a request."""

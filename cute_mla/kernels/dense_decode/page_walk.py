@@ -53,25 +53,23 @@ def for_each_tile(operands: DenseDecodeOperands, load_tile: cutlass.Constexpr[Ca
 def for_each_tile_in_groups(operands: DenseDecodeOperands, load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]]) -> Int32:
     """Do as for_each_tile, but look up the entries of several tiles at once, lane l the l-th, so that the loop over tiles has no load.
 
-    A group is as many tiles as 32 boxes hold. The stages that are full hide the latency, once a group.
+    A group is as many tiles as 32 boxes hold. Its entries are asked for when the group before begins: the answer takes longer than what is
+    in flight then.
     """
     schedule = operands.schedule
     lane = cute.arch.lane_idx()
     req, begin_tile = schedule.first_work_tile()
     last = schedule.last_request()
-    group_keys = operands.box_keys() * cute.arch.WARP_SIZE
-    group = group_keys // TILE_KEYS
+    group = operands.box_keys() * cute.arch.WARP_SIZE // TILE_KEYS
     tile = Int32(0)
     while req <= last:
         run = TileRun.create(operands, schedule.tile_range(req, begin_tile))
         entry, row = operands.page_entry(run.tile * TILE_KEYS + lane * operands.box_keys())
+        following = look_up_group(operands, req, run, Int32(0), cute.arch.shuffle_sync(entry, 0), cute.arch.shuffle_sync(row, 0))
         for first in cutlass.range(0, run.span.tiles, group, unroll=1):
             first_entry = cute.arch.shuffle_sync(entry, 0)
-            pages = Int32(NO_PAGE)
-            behind = Int64(lane) * operands.args.page_size - cute.arch.shuffle_sync(row, 0)  # keys from the group's first to the page
-            used = behind < smaller(run.span.keys - first * TILE_KEYS, group_keys)
-            if used & ((first > 0) | sees_box(operands, run.unseen)):
-                pages = (operands.table_row(req) + first_entry + lane).load()
+            pages = cute.arch.shuffle_sync(following, lane)  # a result of its own: else each tile waits for the load that follows
+            following = look_up_group(operands, req, run, first + group, *operands.page_entry((run.tile + first + group) * TILE_KEYS))
             for t in cutlass.range(first, smaller(first + group, run.span.tiles), unroll=1):
                 page = cute.arch.shuffle_sync(pages, entry - first_entry)
                 is_used = lane * operands.box_keys() < run.span.keys - t * TILE_KEYS
@@ -81,6 +79,22 @@ def for_each_tile_in_groups(operands: DenseDecodeOperands, load_tile: cutlass.Co
         work_tile = schedule.work_tile_of(run.span, req, begin_tile)
         req, begin_tile = work_tile.next_req, work_tile.next_tile
     return tile
+
+
+@cute.jit
+def look_up_group(operands: DenseDecodeOperands, req: Int32, run: TileRun, first: Int32, entry: Int32, row: Int32) -> Int32:
+    """Return the page of this lane's entry of a group of tiles, from the first-th of a run on. NO_PAGE where no key of it is in use.
+
+    entry, row: of the group's first key.
+    """
+    pages = Int32(NO_PAGE)
+    lane = cute.arch.lane_idx()
+    remaining = smaller(run.span.keys - first * TILE_KEYS, operands.box_keys() * cute.arch.WARP_SIZE)
+    behind = Int64(lane) * operands.args.page_size - row  # keys from the group's first to the page
+    used = (remaining > 0) & (behind < remaining)
+    if used & ((first > 0) | sees_box(operands, run.unseen)):
+        pages = (operands.table_row(req) + entry + lane).load()
+    return pages
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import KeyTile, first_query_row
 from ..primitives.smem import clear_rows
+from ..sm100.config import HALF_KEYS
 from ..sm100.score import LatentRowsSm100
 from .operands import DenseDecodeOperands
 from .visible_keys import WORD_KEYS, visible_word
@@ -19,10 +20,12 @@ from .visible_keys import WORD_KEYS, visible_word
 class DenseDecodeMaskSm100:
     """Mask of keys past the end, and of those that causal, tree_mask or a window hide.
 
-    clears_unused: whether keys that no query token sees come as they are; else they are zeros.
+    clears_unused: whether keys that no query token sees come as they are; else they are zeros. own_keys_first: whether a CTA's half of the
+    keys comes first in its boxes of values.
     """
 
     clears_unused: bool
+    own_keys_first: bool = False
 
     @cute.jit
     def apply(self, operands: DenseDecodeOperands, rows: LatentRowsSm100, keys: KeyTile, tile: Int32):
@@ -35,12 +38,13 @@ class DenseDecodeMaskSm100:
     def clear_values(self, operands: DenseDecodeOperands, rows: LatentRowsSm100, stage: Int32, keys: KeyTile) -> None:
         """Zero the rows of keys that no query token sees: P is 0 there, but 0 times a NaN of an unused row is NaN."""
         if self.clears_unused:
-            _clear_unused(operands, rows, stage, keys)
+            flip = cute.arch.block_idx_in_cluster() * HALF_KEYS if self.own_keys_first else 0
+            _clear_unused(operands, rows, stage, keys, flip)
 
 
 @cute.jit
-def _clear_unused(operands: DenseDecodeOperands, rows: LatentRowsSm100, stage: Int32, keys: KeyTile):
+def _clear_unused(operands: DenseDecodeOperands, rows: LatentRowsSm100, stage: Int32, keys: KeyTile, flip: int | Int32):
     if operands.hides_values(keys):
         unseen = operands.unseen_keys(keys) if operands.key_masks else None
         thread = rows.half * TILE_ROWS + rows.row
-        clear_rows(rows.smem.stage(stage), rows.smem.geometry.latent_boxes, keys.remaining, thread, unseen)
+        clear_rows(rows.smem.stage(stage), rows.smem.geometry.latent_boxes, keys.remaining, thread, unseen, flip)

@@ -155,8 +155,13 @@ def fields_of(group: type, memory: dict[str, Any]) -> dict[str, Any]:
 
 
 @cute.jit
-def clear_rows(first_box: cute.Pointer, boxes: int, first_row: Int32, thread: Int32, others: tuple[Int32, Int32] | None = None):
-    """Zero rows first_row .. 63 of boxes, by 128 threads. The swizzle does not matter to whole rows. others: more rows, begin and end."""
+def clear_rows(
+    first_box: cute.Pointer, boxes: int, first_row: Int32, thread: Int32, others: tuple[Int32, Int32] | None = None, flip: int | Int32 = 0
+):
+    """Zero rows first_row .. 63 of boxes, by 128 threads. The swizzle does not matter to whole rows.
+
+    others: more rows, begin and end. flip: row r lies where row r ^ flip would, 0 or 32.
+    """
     rows_per_pass = CLEARING_THREADS // CHUNKS_PER_ROW
     for box in cutlass.range_constexpr(boxes):
         for step in cutlass.range_constexpr(BOX_ROWS // rows_per_pass):
@@ -165,5 +170,5 @@ def clear_rows(first_box: cute.Pointer, boxes: int, first_row: Int32, thread: In
             if cutlass.const_expr(others is not None):
                 unused = unused | ((row >= others[0]) & (row < others[1]))  # type: ignore[index]  # not None here
             if unused:
-                place = box * (BOX_ROWS * ROW_BYTES) + row * ROW_BYTES + thread % CHUNKS_PER_ROW * CHUNK
+                place = box * (BOX_ROWS * ROW_BYTES) + (row ^ flip) * ROW_BYTES + thread % CHUNKS_PER_ROW * CHUNK
                 store_vector(first_box + place, [Int32(0)] * 4)

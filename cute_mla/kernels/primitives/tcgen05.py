@@ -16,7 +16,7 @@ PAIR_GROUP = primitives.CTAGroup.CTA_2
 OWN_GROUP = primitives.CTAGroup.CTA_1
 Keep = primitives.Tcgen05MMACollectorOp  # whether the tensor core keeps A for the product that follows
 BOTH_CTAS = 0b11
-SWIZZLE_128B = 2
+SWIZZLES = {128: 2, 64: 4}  # of a descriptor, by the bytes of a row
 
 F32_ACCUMULATOR = 1 << 4
 A_FORMAT, B_FORMAT, B_MN_MAJOR, N_FIELD, M_FIELD = 7, 10, 16, 17, 24  # bit positions in an instruction descriptor
@@ -49,9 +49,9 @@ def instruction(dtype: type[cutlass.Numeric], rows: int, columns: int, transpose
     return Product(kind, F32_ACCUMULATOR | a_and_b | (columns >> 3) << N_FIELD | (rows >> 4) << M_FIELD)
 
 
-def k_major(tile: cute.Pointer) -> Any:
-    """Return an operand of rows of 128 swizzled bytes along the contraction. A step is 32 bytes further."""
-    return _operand(tile, leading=16)
+def k_major(tile: cute.Pointer, row_bytes: int = 128) -> Any:
+    """Return an operand of rows of 128 or 64 swizzled bytes along the contraction. A step is 32 bytes further."""
+    return _operand(tile, leading=16, row_bytes=row_bytes)
 
 
 def mn_major(tile: cute.Pointer, box_bytes: int) -> Any:
@@ -62,10 +62,9 @@ def mn_major(tile: cute.Pointer, box_bytes: int) -> Any:
     return _operand(tile, leading=box_bytes)
 
 
-def _operand(tile: cute.Pointer, leading: int) -> Any:
-    eight_rows = 8 * 128
+def _operand(tile: cute.Pointer, leading: int, row_bytes: int = 128) -> Any:
     return primitives.Tcgen05SmemDesc.build(
-        start_address=tile.toint(), leading_byte_offset=leading, stride_byte_offset=eight_rows, layout=SWIZZLE_128B
+        start_address=tile.toint(), leading_byte_offset=leading, stride_byte_offset=8 * row_bytes, layout=SWIZZLES[row_bytes]
     )
 
 

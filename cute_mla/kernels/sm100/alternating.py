@@ -1,18 +1,18 @@
 """Two groups of score warps that take tiles in turn, for SM100 decode kernels whose products take less time than a softmax.
 
 Group g has every tile whose number is g modulo 2, from the read of its scores to its P. So two softmaxes are under way at a
-time, half a period apart, and S is computed two tiles ahead. What passes from one tile to the next is a row's reference:
+time, half a period apart, and S is computed two tiles ahead or more. What passes from one tile to the next is a row's reference:
 
   reference_ready[2]   score -> score      4: reference of a tile, which the other group begins its own from
 
-Where P is rounded to e4m3, with a dither, the reference follows every tile's maximum, up and down (softmax.follow_tile). P of 16 bits
-takes that of the other kernels (softmax.follow_maximum). A thread keeps its share of the row sum relative to the last reference of its own
+A thread keeps its share of the row sum relative to the last reference of its own
 group; a work tile's four shares meet at its end.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Self
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -21,14 +21,10 @@ from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import LatentOperands
-from ..attention.softmax import DITHER, Window, follow_maximum, follow_tile
+from ..attention.softmax import follow_maximum
 from ..primitives import tcgen05
-from ..primitives.arithmetic import pack_word
-from ..primitives.rows import store_vector
-from .config import EXCHANGE_WORDS, GROUP, GROUP_WARPS, REFERENCE_WORDS, SCORE_BARRIER, VECTOR, LatentSmemSm100
+from .config import GROUP, GROUP_WARPS, REFERENCE_WORDS, SCORE_BARRIER, LatentSmemSm100
 from .score import LatentQueriesSm100, LatentRowsSm100
-
-ONES_WORD = 0x38383838  # four times 1 in e4m3
 
 GROUPS = 2
 PAIRS_OF_WARPS = GROUP_WARPS // 2  # of a group: a pair has the two halves of 32 rows
@@ -37,9 +33,6 @@ ROWS_BARRIER = SCORE_BARRIER + GROUPS * PAIRS_OF_WARPS  # and the next: the warp
 BARRIER_NAMES = ("lower_rows_even", "upper_rows_even", "lower_rows_odd", "upper_rows_odd", "lower_rows", "upper_rows")
 NAMED_BARRIERS = tuple(NamedBarrier(name, SCORE_BARRIER + i) for i, name in enumerate(BARRIER_NAMES))
 ROWS_THREADS = 32 * 2 * GROUPS
-# of the greatest P of a tile: 2^8.75, dithered, is 442, below e4m3's greatest number. A rescale of O takes longer than the products of a
-# tile, and is waited for. So maxima may grow by 3.75 octaves before there is one; ordinary rows then have one, in their first tiles.
-WINDOW = Window(placed=5.0, above=3.75)
 
 
 @dataclass(frozen=True)
@@ -56,11 +49,10 @@ class AlternatingRowsSm100(LatentRowsSm100):
     rFirst: cute.Tensor
 
     tile_step = GROUPS
+    apart = -TILE_KEYS  # columns of tensor memory from the scores of one group to those of the other
 
-    @staticmethod
-    def create(
-        dtype: type[cutlass.Numeric], smem: LatentSmemSm100, tmem: Int32, thread: Int32, scale_log2: Float32
-    ) -> AlternatingRowsSm100:
+    @classmethod
+    def create(cls, dtype: type[cutlass.Numeric], smem: LatentSmemSm100, tmem: Int32, thread: Int32, scale_log2: Float32) -> Self:
         """Return the state of a row that has seen nothing, for the tiles of this thread's group.
 
         Each group has a buffer for its scores.
@@ -69,12 +61,12 @@ class AlternatingRowsSm100(LatentRowsSm100):
         rows = LatentRowsSm100.create(dtype, smem, tmem, thread, scale_log2)
         own = replace(
             rows.smem,
-            sExchange=rows.smem.sExchange + group * EXCHANGE_WORDS,
+            sExchange=rows.smem.sExchange + group * smem.geometry.exchange_words,
             sRowValue=rows.smem.sRowValue + group * GROUP,
         )
-        fields = {**vars(rows), "smem": own, "tmem": rows.tmem - group * TILE_KEYS}
+        fields = {**vars(rows), "smem": own, "tmem": rows.tmem + group * cls.apart}
         rFactor, rFirst = (cute.make_rmem_tensor(cute.make_layout(1), dtype) for dtype in (Float32, Int32))
-        return AlternatingRowsSm100(**fields, group=group, shared=rows.smem, rFactor=rFactor, rFirst=rFirst)
+        return cls(**fields, group=group, shared=rows.smem, rFactor=rFactor, rFirst=rFirst)
 
     @property
     def publishes(self) -> Boolean:
@@ -102,17 +94,6 @@ class AlternatingRowsSm100(LatentRowsSm100):
         self.rSum[0] = self.rSum[0] * factor_between(self.row_ref[0], reference)
         self.row_ref[0] = reference
 
-    @cute.jit
-    def store_ones(self):
-        """Write what P is multiplied with for its sum: 16 bytes of each of 128 threads, of the group that has the first P."""
-        if cutlass.const_expr(self.smem.geometry.sums_probs):
-            self._store_ones()
-
-    @cute.jit
-    def _store_ones(self):
-        if self.group == 0:
-            store_vector(self.shared.sOnes + (self.half * TILE_ROWS + self.row) * 16, [Int32(ONES_WORD)] * VECTOR)
-
     def sync_halves(self) -> None:
         """Wait for the warp that has the other half of this warp's rows."""
         cute.arch.barrier(barrier_id=SCORE_BARRIER + self.group * PAIRS_OF_WARPS + self._rows_pair(), number_of_threads=64)
@@ -129,15 +110,9 @@ class AlternatingRowsSm100(LatentRowsSm100):
         """
         super().exponentiate(self.rFactor[0])
 
-    def word_of_probs(self, first: int) -> Int32:
-        """Return a word of probabilities, rounded; e4m3 ones are dithered, and their sum has been taken before."""
-        if not self.smem.geometry.sums_probs:
-            return super().word_of_probs(first)
-        values: list[Float32] = []
-        for i in range(first, first + self.smem.geometry.word_elements, 2):
-            factors = DITHER[i % len(DITHER)], DITHER[(i + 1) % len(DITHER)]
-            values += cute.arch.mul_packed_f32x2((self.rS[i], self.rS[i + 1]), tuple(map(Float32, factors)))
-        return pack_word(values, self.dtype)
+    def follow(self, old: Float32, candidate: Float32, greatest: Float32) -> tuple[Float32, Float32]:
+        """Return (reference, factor), from the one of the tile before, this tile's maximum and that of all tiles so far."""
+        return follow_maximum(old, candidate)
 
     def advance(self, tile: Int32) -> Float32:
         """Move the reference to a tile if need be. Return the factor for the O accumulated before."""
@@ -155,10 +130,7 @@ class AlternatingRowsSm100(LatentRowsSm100):
             before = self._reference(tile - 1)
             old = before.load()
             greatest = cute.arch.fmax(greatest, (before + TILE_ROWS).load())
-        if cutlass.const_expr(self.smem.geometry.sums_probs):
-            new, alpha = follow_tile(old, candidate, greatest, WINDOW)
-        else:
-            new, alpha = follow_maximum(old, candidate)
+        new, alpha = self.follow(old, candidate, greatest)
         if self.half == 0:
             own = self._reference(tile)
             own.store(new)

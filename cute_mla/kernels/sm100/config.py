@@ -1,6 +1,6 @@
 """Constants of the SM100 kernels over a latent: tile geometry, shared and tensor memory, barriers, roles.
 
-A box is 64 keys x 128 bytes and an MMA contracts 32 bytes, whatever the elements are. What depends on their size is the geometry.
+A box is 64 keys x 128 bytes and an MMA contracts 32 bytes. ../dense_decode/sm100_fp8.py has the geometry of e4m3 operands.
 """
 
 from __future__ import annotations
@@ -8,11 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-import cutlass
 from cutlass import Boolean, Float32, Int32, Uint8, cute
 
 from ...spec.dense_decode import TILE_ROWS
-from ...spec.mla import D_LATENT, D_ROPE
+from ...spec.mla import D_LATENT, D_ROPE, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, Field, SmemLayout, fields_of
@@ -34,7 +33,7 @@ CHUNK_COLUMNS = 128  # of each CTA: an MMA has at most 256
 # O and S of the columns that the even and the odd CTA hold, Q of the columns that each of them multiplies
 OUTPUT_COLUMN = 0
 QUERY_COLUMN = OUTPUT_COLUMN + CTA_COLUMNS
-SUM_COLUMN = QUERY_COLUMN + 96  # sums of rounded P, after 8-bit Q
+SUM_COLUMN = QUERY_COLUMN + 144  # sums of rounded P, after Q: 288 columns of 16 bits or 576 of 8
 TMEM_COLUMNS = 512  # what is allocated: a power of two
 SCORE_COLUMN = TMEM_COLUMNS - TILE_KEYS
 
@@ -49,7 +48,6 @@ SUM_COLUMNS = 16  # of each CTA, equal: the minimum of a product of a pair
 
 VECTOR = 4  # 32-bit words of a 16-byte access
 HALF_KEYS = TILE_KEYS // 2  # keys of a tile whose probabilities one score thread computes
-EXCHANGE_WORDS = PAIR * TILE_ROWS * HALF_KEYS
 REFERENCE_WORDS = 2 * TILE_ROWS
 SEEN_WORDS = TILE_KEYS // HALF_KEYS  # of 32 bits, a bit per key of a stage
 ALL_SEEN = -1
@@ -57,27 +55,33 @@ ALL_SEEN = -1
 
 @dataclass(frozen=True)
 class LatentGeometrySm100:
-    """Numbers that depend on the size of an element of Q, K, V and P.
+    """Numbers that depend on the columns and on the groups of warps.
 
-    element_bytes: 2 (bf16, fp16) or 1 (e4m3). kv_stages: key tiles of the pipeline. score_groups: groups of score warps, which take
-    tiles in turn; so many scores are in tensor memory, and S is so many tiles ahead of P V. score_parts: pieces of S, each of other
-    keys, that are computed, handed over and released one by one. paired: whether two CTAs multiply together, half of the columns each;
-    a CTA that works alone has both halves, half of Q in each 16 of 32 lanes, and quarters of O (sparse_prefill/sm100.py).
+    kv_stages: key tiles of the pipeline. score_groups: groups of score warps, which take tiles in turn; so many scores are in tensor
+    memory. score_parts: pieces of S, each of other keys, that are computed, handed over and released one by one. paired: whether two CTAs
+    multiply together, half of the columns each; a CTA that works alone has both halves, half of Q in each 16 of 32 lanes, and quarters of O
+    (sparse_prefill/sm100.py).
+
+    element_bytes: of Q, K, V and P. sums_probs: whether O is divided by the sum of P as it was multiplied, because P is rounded coarsely:
+    the tensor cores add that sum up, as P times a column of ones. exchange_words: that a group of score warps passes between its halves.
     """
 
-    element_bytes: int
     kv_stages: int
     score_groups: int
     score_parts: int
     latent: int = D_LATENT
     paired: bool = True
 
+    element_bytes = ELEMENT_BYTES
+    sums_probs = False
+    exchange_words = PAIR * TILE_ROWS * HALF_KEYS
+
     @staticmethod
-    def of(dtype: type[cutlass.Numeric], latent: int) -> LatentGeometrySm100:
-        """Return the geometry of an element type and so many latent columns, where keys come by TMA."""
+    def of(latent: int) -> LatentGeometrySm100:
+        """Return the geometry of so many latent columns, where keys come by TMA."""
         if latent != D_LATENT:
             return replace(SIXTEEN_BIT, kv_stages=7, score_groups=2, latent=latent)  # a softmax takes longer than the products of a tile
-        return EIGHT_BIT if dtype.width == 8 else SIXTEEN_BIT_PARTS
+        return SIXTEEN_BIT_PARTS
 
     # ---- roles ------------------------------------------------------------------------------------------------------
 
@@ -97,9 +101,14 @@ class LatentGeometrySm100:
         return self.output_warp + GROUP_WARPS
 
     @property
+    def ahead(self) -> int:
+        """Return how many tiles S is ahead of P V."""
+        return self.score_groups
+
+    @property
     def parities(self) -> int:
         """Return the tiles that may be in flight between two roles."""
-        return self.score_groups + 1
+        return self.ahead + 1
 
     # ---- a stage of keys and values ---------------------------------------------------------------------------------
 
@@ -160,18 +169,10 @@ class LatentGeometrySm100:
         """Return the products of P V over the same keys."""
         return self.cta_columns // CHUNK_COLUMNS
 
-    @property
-    def sums_probs(self) -> bool:
-        """Return whether O is divided by the sum of P as it was multiplied, because P is rounded coarsely.
-
-        The tensor cores add that sum up: P times a column of ones.
-        """
-        return self.element_bytes == 1
-
     def products_per_tile(self, has_rope: bool) -> int:
         """Return the matrix products of one tile."""
         scores = self.latent_steps + (self.rope_steps if has_rope else 0)
-        return self.halves * self.score_parts * scores + (self.output_chunks + (1 if self.sums_probs else 0)) * self.key_steps
+        return self.halves * self.score_parts * scores + self.output_chunks * self.key_steps
 
     # ---- pieces of S ------------------------------------------------------------------------------------------------
 
@@ -198,7 +199,7 @@ class LatentGeometrySm100:
         return SmemLayout((
             Array("sKv", Uint8, self.kv_stages * self.stage_bytes, SWIZZLE_PERIOD),
             *((Array("sOnes", Uint8, SUM_COLUMNS * ROW_BYTES),) if self.sums_probs else ()),
-            Array("sExchange", Float32, groups * EXCHANGE_WORDS),
+            Array("sExchange", Float32, groups * self.exchange_words),
             Array("sRowValue", Float32, groups * GROUP),
             Array("sAlpha", Float32, self.parities * TILE_ROWS),
             Array("sInverse", Float32, TILE_ROWS),
@@ -218,9 +219,8 @@ class LatentGeometrySm100:
         return Barriers("seen_ready", self.kv_stages), Array("sSeen", Int32, SEEN_WORDS * self.kv_stages)
 
 
-SIXTEEN_BIT = LatentGeometrySm100(element_bytes=2, kv_stages=5, score_groups=1, score_parts=1)
+SIXTEEN_BIT = LatentGeometrySm100(kv_stages=5, score_groups=1, score_parts=1)
 SIXTEEN_BIT_PARTS = replace(SIXTEEN_BIT, score_parts=2)  # where the keys come as fast as S, P V and softmax take turns
-EIGHT_BIT = LatentGeometrySm100(element_bytes=1, kv_stages=7, score_groups=2, score_parts=1)
 
 
 @dataclass(frozen=True)
@@ -233,7 +233,7 @@ class LatentSmemSm100:
     geometry: LatentGeometrySm100
     sKv: cute.Pointer  # bytes of stages of boxes of 64 keys x 128 bytes: 256 latent columns, then RoPE columns, later P
     sOnes: cute.Pointer | None  # e4m3 (16 rows, 128): ones, where P is summed up
-    sExchange: cute.Pointer  # fp32 (groups, 2 halves, 8 vectors, 64 rows, 4 keys): partial scores for the other half of the threads
+    sExchange: cute.Pointer  # (groups, 2 halves, vectors, 64 rows, 4 words): partial scores or P for the other half of the threads
     sRowValue: cute.Pointer  # fp32 (groups, 2 halves, 64 rows): row maxima and sums for the other half of the threads
     sAlpha: cute.Pointer  # fp32 (tiles in flight, 64 rows): rescale factors
     sInverse: cute.Pointer  # fp32 (64 rows): 1 / row sum, 0 for a row that attends to nothing

@@ -36,6 +36,7 @@ class LatentRegistersSm100:
 
 
 GATHER_REGISTERS = LatentRegistersSm100(152, 160, 136, 64)
+TWO_GROUPS = LatentRegistersSm100(136, 160, 80, 80)  # of score warps: score and output take registers of the others
 
 
 class LatentKernelSm100(AttentionKernel):
@@ -53,6 +54,7 @@ class LatentKernelSm100(AttentionKernel):
     smem_type: type[LatentSmemSm100] = LatentSmemSm100
     kv_arrivals = PAIR * GROUP_WARPS  # that fill a stage
     kv_releases: Any = 1
+    query_warps = GROUP_WARPS  # that load Q
 
     def __init__(self, abi: KernelAbi, arch: Arch, geometry: LatentGeometrySm100, smem: SmemLayout, has_rope: bool) -> None:
         super().__init__(abi, arch)
@@ -132,7 +134,7 @@ class LatentKernelSm100(AttentionKernel):
             (GROUP_WARPS, optional),
             (self.kv_arrivals, (smem.kv_ready,)),
             (self.kv_releases, (smem.kv_free,)),
-            (PAIR * GROUP_WARPS, (smem.query_ready,)),
+            (PAIR * self.query_warps, (smem.query_ready,)),
             (1, (smem.scores_ready,)),
             (PAIR * GROUP_WARPS, (smem.scores_free,)),
             (GROUP_WARPS // 2, (smem.alpha_ready,)),

@@ -27,8 +27,6 @@ from .config import (
     STEP_BYTES,
     STEP_COLUMNS,
     STEPS_PER_BOX,
-    SUM_COLUMN,
-    SUM_COLUMNS,
     LatentSmemSm100,
 )
 
@@ -79,25 +77,22 @@ class LatentGemmSm100(LatentOperandsSm100):
             )
 
     def output(self, probs: Any, values: Any, accumulate: Boolean) -> None:
-        """Issue O += P V, or O = P V, for the 256 value columns of each CTA; and so the sum of P, where it is asked for."""
+        """Issue O += P V, or O = P V, for the 256 value columns of each CTA."""
         geometry = self.smem.geometry
         wide = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * CHUNK_COLUMNS, transpose_b=True)
-        narrow = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * SUM_COLUMNS)
         chunks = geometry.output_chunks
         chunk_bytes = geometry.latent_boxes // chunks * BOX_BYTES
         for step in range(geometry.key_steps):
             row = step * geometry.step_keys * ROW_BYTES
-            products = [(OUTPUT_COLUMN + chunk * CHUNK_COLUMNS, values, row + chunk * chunk_bytes, wide) for chunk in range(chunks)]
-            if geometry.sums_probs:
-                products.append((SUM_COLUMN, tcgen05.k_major(self.smem.sOnes), 0, narrow))
-            for i, (column, b, offset, product) in enumerate(products):
+            products = [(OUTPUT_COLUMN + chunk * CHUNK_COLUMNS, row + chunk * chunk_bytes) for chunk in range(chunks)]
+            for i, (column, offset) in enumerate(products):
                 # all multiply the same keys of P, which the tensor core may keep: that much less for the port of smem
                 keep = Keep.FILL if i == 0 else Keep.LASTUSE if i == len(products) - 1 else Keep.USE
                 tcgen05.multiply(
                     self.tmem + column,
                     probs.advance_start_address(step * STEP_BYTES),
-                    b.advance_start_address(offset),
-                    product,
+                    values.advance_start_address(offset),
+                    wide,
                     accumulate=accumulate if step == 0 else True,
                     keep_a=keep,
                 )
@@ -129,7 +124,7 @@ class LatentMmaRoleSm100:
     @cute.jit
     def multiply_tiles(self, smem: LatentSmemSm100, gemm: LatentGemmSm100, tiles: Int32, tile: Int32):
         """Multiply a work tile that begins with the tile-th tile."""
-        ahead = smem.geometry.score_groups
+        ahead = smem.geometry.ahead
         for t in cutlass.range(tiles + ahead, unroll=1):
             if t < tiles:
                 self.multiply_scores(smem, gemm, tile + t)

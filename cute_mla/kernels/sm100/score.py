@@ -308,10 +308,10 @@ class LatentRowsSm100:
         """Return as many probabilities as make a word, rounded."""
         return pack_word([self.rS[first + i] for i in range(self.smem.geometry.word_elements)], self.dtype)
 
-    def store_probs(self, stage: Int32) -> None:
+    def store_probs(self, tile: Int32) -> None:
         """Store the probabilities, packed, over the RoPE columns of their tile: rows of 128 swizzled bytes."""
         geometry = self.smem.geometry
-        line = self.smem.stage(stage) + (geometry.rope_box * BOX_BYTES + self.row * ROW_BYTES)
+        line = self.smem.stage(self.smem.kv_ready.stage(tile)) + (geometry.rope_box * BOX_BYTES + self.row * ROW_BYTES)
         chunk_keys = VECTOR * geometry.word_elements  # of 16 bytes
         run_chunks = geometry.run_keys // chunk_keys
         for chunk in range(HALF_KEYS // chunk_keys):
@@ -432,8 +432,7 @@ def score_tile(mask: LatentMaskSm100, operands: LatentOperands, rows: LatentRows
     alpha = rows.advance(tile)
     rows.publish_alpha(tile, alpha)
     rows.exponentiate(alpha)
-    stage = smem.kv_ready.stage(tile)
-    rows.store_probs(stage)
-    mask.clear_values(operands, rows, stage, keys)
+    rows.store_probs(tile)
+    mask.clear_values(operands, rows, smem.kv_ready.stage(tile), keys)
     cute.arch.fence_proxy("async.shared", space="cta")
     smem.probs_ready.producer_commit(tile, cta=smem.geometry.mma_cta)

@@ -276,9 +276,10 @@ class Heads64Rows(LatentRowsSm100):
                 sums = cute.arch.add_packed_f32x2(sums, (self.rS[i], self.rS[i + 1]))
             self.rSum[r] = sums[0] + sums[1]
 
-    def store_probs(self, stage: Int32) -> None:
+    def store_probs(self, tile: Int32) -> None:
         """Store the probabilities, packed, over the RoPE columns of their tile: rows of 128 swizzled bytes."""
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        stage = self.smem.kv_ready.stage(tile)
         box = Int32((self.smem.stage(stage) + (self.smem.geometry.rope_box * BOX_BYTES + warp * (HALF_LANES * ROW_BYTES))).toint())
         place = writer_address(box, cute.arch.lane_idx(), ROW_BYTES)
         words = [pack_pair(self.rS[i], self.rS[i + 1], self.dtype) for i in range(0, FRAGMENT, 2)]

@@ -60,7 +60,7 @@ SUITE = Suite(
         planted("missing wait for stores of O", RISING, ptx.STORE_WAITS, "", alone(1), count=2),
         planted("missing product", WALK, ptx.PRODUCTS, "", alone(0, 17, 18, 35, 36, 43)),
         planted("product that takes Q from an empty collector", WALK, ptx.FILLS, ptx.USE, count=4),
-        planted("first page for a page below 0", BROKEN, ptx.PAGES, ptx.FIRST_PAGE, count=1),
+        planted("first page for a page below 0", BROKEN, ptx.PAGES, ptx.FIRST_PAGE, together, count=2),
         planted("mask without effect", WALK, r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+),", r"selp.f32 \1, \2, \2,", together),
         planted("unused rows not cleared", WALK, ptx.ZERO_STORES, "", together),
         planted("lse in base 2", WALK, ptx.LN_2, ptx.ONE),

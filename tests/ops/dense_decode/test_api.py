@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -67,6 +68,7 @@ def test_dense_decode_arguments(device: RecordingDevice) -> None:
     assert args["kv_map"] == TensorMap(
         "fp16", call["k_cache"].data_ptr(), (576, 3, 32, pages), (1152, 3456, 110_592), (64, 1, 32, 1), Swizzle.B128
     )
+    assert args["rope_map"] == replace(args["kv_map"], box=(32, 1, 32, 1), swizzle=Swizzle.B64)
     assert args["q"] is call["q"]
     assert args["block_table"] is call["block_table"]
     assert args["cache_seqlens"] is call["cache_seqlens"]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from cute_mla.spec.arch import SM100
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE, DenseDecodeConfig, tiling
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.support.recording_device import RecordingDevice
@@ -28,7 +29,7 @@ def decode_args(device: RecordingDevice) -> dict[str, Any]:
 
 @pytest.mark.parametrize(("q_fp8", "operands"), [(False, "fp8_cache"), (True, "fp8")])
 def test_kernel_and_arguments(device: RecordingDevice, q_fp8: bool, operands: str) -> None:
-    call = fp8_call(h_q=128, page_size=32, q_fp8=q_fp8)
+    call = fp8_call(h_q=128, page_size=64, q_fp8=q_fp8)
     descale_k = torch.ones(1)
     descale_q = torch.ones(()) if q_fp8 else None
     out, _ = call.run(descale_q=descale_q, descale_k=descale_k, is_fp8_kvcache=True)
@@ -36,11 +37,15 @@ def test_kernel_and_arguments(device: RecordingDevice, q_fp8: bool, operands: st
     config = DenseDecodeConfig("bf16", tiling(device.arch, operands).cluster(2), operands)
     assert device.launches[1].kernel == f"dense_decode_{device.arch.name}_{config.name}"
     assert f"bf16_{operands}_cluster" in config.name
-    assert args["kv_map"] == TensorMap("u8", cache.data_ptr(), (576, 1, 32, len(cache)), (576, 576, 18_432), (128, 1, 32, 1), Swizzle.B128)
+    box_keys = 32 if q_fp8 and device.arch is SM100 else 64
+    maps = {"kv_map": (128, Swizzle.B128), "rope_map": (64, Swizzle.B64)}
+    for name, (columns, swizzle) in maps.items():
+        box = columns, 1, box_keys, 1
+        assert args[name] == TensorMap("u8", cache.data_ptr(), (576, 1, 64, len(cache)), (576, 576, 36_864), box, swizzle)
     assert args["descale_k"] is descale_k
     assert args["descale_q"] is (descale_q if q_fp8 else None)
     assert args["cache"] is (None if q_fp8 else cache)
-    assert (args["page_stride"], args["row_stride"], args["pages"]) == (18_432, 576, len(cache))
+    assert (args["page_stride"], args["row_stride"], args["pages"]) == (36_864, 576, len(cache))
     assert out.dtype == torch.bfloat16
 
 

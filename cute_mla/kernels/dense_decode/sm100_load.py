@@ -1,0 +1,65 @@
+"""The load role of dense decode on Blackwell: TMA of the columns that a CTA needs of every key, page by page."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+
+from ...spec.mla import ELEMENT_BYTES
+from ..primitives.copies import pair_box
+from ..sm100.config import BOX_BYTES, CTA_ROPE, EVEN_CTA, PAIR, ROW_BYTES, LatentSmemSm100
+from .operands import DenseDecodeOperands, LaneBox
+from .page_walk import for_each_tile_in_groups
+
+
+@dataclass(frozen=True)
+class DenseDecodeLoadRoleSm100:
+    """One warp, of 16-bit keys: half of their columns."""
+
+    has_rope: bool
+
+    @cute.jit
+    def run(self, operands: DenseDecodeOperands, smem: LatentSmemSm100):
+        """Wait kv_free. Signal kv_ready."""
+        tiles_done = for_each_tile_in_groups(operands, partial(self.load_tile, operands, smem))
+        cute.arch.griddepcontrol_launch_dependents()
+        # no signal may reach a CTA that is gone
+        for i in cutlass.range(smem.geometry.kv_stages, unroll=1):
+            smem.kv_free.producer_acquire(tiles_done + i)
+
+    @cute.jit
+    def load_tile(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, box: LaneBox, tile: Int32):
+        """Load what this CTA needs of the tile-th tile, with zeros where the request has no page."""
+        ready = smem.kv_ready.barrier(tile)
+        smem.kv_free.producer_acquire(tile)
+        if self.expects() and cute.arch.lane_idx() == 0:
+            cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * self.loaded_bytes(smem))
+        cute.arch.sync_warp()
+        if box.in_tile:
+            self.load_keys(operands, smem, box, smem.stage(smem.kv_ready.stage(tile)), ready)
+
+    def expects(self) -> Boolean:
+        """Return whether this warp says how many bytes come: for both CTAs, and all their load warps."""
+        return cute.arch.block_idx_in_cluster() == EVEN_CTA
+
+    def loaded_bytes(self, smem: LatentSmemSm100) -> int:
+        """Return the bytes of a tile and CTA."""
+        # without RoPE columns the last box is for P alone
+        return (smem.geometry.latent_boxes + (1 if self.has_rope else 0)) * BOX_BYTES
+
+    @cute.jit
+    def load_keys(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, box: LaneBox, stage: cute.Pointer, ready: cute.Pointer):
+        """Load the columns of a lane's box of keys to a stage."""
+        geometry, rank = smem.geometry, cute.arch.block_idx_in_cluster()
+        where = (operands.kv_head(), box.row, box.page)
+        target = stage + box.offset * ROW_BYTES
+        columns = ROW_BYTES // ELEMENT_BYTES
+        for i in cutlass.range_constexpr(geometry.latent_boxes):
+            pair_box(target + i * BOX_BYTES, operands.args.kv_map, (rank * geometry.cta_columns + i * columns, *where), ready)
+        # a whole box, although half of it or less is used: its other columns are the peer's, or none
+        if cutlass.const_expr(self.has_rope):
+            rope = geometry.latent + rank * CTA_ROPE
+            pair_box(target + geometry.rope_box * BOX_BYTES, operands.args.kv_map, (rope, *where), ready)
