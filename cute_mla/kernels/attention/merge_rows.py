@@ -7,7 +7,8 @@
              in registers; later ones are loaded again for each of their three uses
     loads    4 columns: two register buffers of 32 elements a lane, one is summed while the other fills
              2 columns: 32 results at once, so that few warps wait for memory as rarely as possible
-             The first results are asked for as soon as their lse are known, before their weights
+             The first results are asked for as soon as their lse are known, before their weights, where warps share the columns of a
+             row or results are states
 
 An empty result, whose lse is -inf, is not read, and what a row of weight 0 holds does not matter. Columns are summed over the results in
 their order, by one lane.
@@ -167,7 +168,7 @@ def store(out_row: cute.Pointer, sums: cute.Tensor, scale: Float32):
 
 @cute.jit
 def merge_row(results: Any, count: Int32, sink: Float32 | None, columns: cutlass.Constexpr, weights: cutlass.Constexpr = 1):
-    """Merge columns of a row. The first results are asked for before the weights are known, and what does not need them comes after that.
+    """Merge columns of a row. The first results may be asked for before the weights are known.
 
     count: results. sink: natural logarithm, or None where there is never one; it weighs on out alone. columns: (neighbouring ones of a
     lane, groups of 32 lanes' columns). weights: a lane keeps, of every 32nd result.
@@ -179,12 +180,18 @@ def merge_row(results: Any, count: Int32, sink: Float32 | None, columns: cutlass
     held = cute.make_rmem_tensor(weights, Float32)
     for k in cutlass.range_constexpr(weights):
         held[k] = lane_lse(results, 32 * k + cute.arch.lane_idx(), count)
-    read = cute.arch.vote_ballot_sync(held[0] != -math.inf)  # NaN included
-    fill(buffer, results, Int32(0), read)
+    ahead = columns[1] == 1 or results.in_place  # where combine takes whole rows, memory binds and the order of before is faster
+    read = Int32(0)
+    if cutlass.const_expr(ahead):
+        read = cute.arch.vote_ballot_sync(held[0] != -math.inf)  # NaN included
+        fill(buffer, results, Int32(0), read)
     shift, total = row_weights(results, count, held)
     weighty = cute.arch.vote_ballot_sync(held[0] != 0)
-    if weighty != read:
-        clear(buffer, weighty)
+    if cutlass.const_expr(ahead):
+        if weighty != read:
+            clear(buffer, weighty)
+    else:
+        fill(buffer, results, Int32(0), weighty)
     if cutlass.const_expr(not results.in_place):
         results.finish(shift, total)
     if cutlass.const_expr(steps == 32):
