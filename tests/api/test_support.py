@@ -359,3 +359,14 @@ def test_unknown_names() -> None:
         is_supported("dense_decode", "sm80", windows=True)
     with pytest.raises(ValueError, match="feature 'windows' is unknown; supported: dtype, h_q, "):
         is_supported("dense_decode", "sm90", windows=True)
+
+
+def test_the_answer_names_the_kernels_for_few_heads() -> None:
+    few = [("sm90", 16, {"fp8_kvcache": True}), ("sm90", 1, {"kv_format": "v41"})]
+    many = [("sm90", 17, {"fp8_kvcache": True}), ("sm90", 8, {"kv_format": "latent"}), ("sm100", 16, {"fp8_kvcache": True})]
+    many += [("sm90", 8, {"kv_format": "v41", "extra_kv_format": "v41_fp4"}), ("sm90", 8, {})]
+    for named, calls in ((True, few), (False, many)):
+        for arch, h_q, features in calls:
+            supported, status = is_supported("sparse_decode", arch, h_q=h_q, **features)
+            assert supported
+            assert status.endswith("with keys on M") == named

@@ -95,7 +95,7 @@ CASES: dict[str, tuple[BaseCase, ...]] = {
     "cache_gather": tuple(CacheGatherCase(cache=cache, lengths=(6, 0, 5)) for cache in CACHED),
 }
 AROUND = ("combine", "split_plan")  # kernels that the calls of other ops launch
-HEADS = {"dense_decode": (9, 64), "sparse_decode": (9, 128), "sparse_prefill": (9, 128)}  # one row tile, and two
+HEADS = {"dense_decode": (9, 64), "sparse_decode": (9, 17, 128), "sparse_prefill": (9, 128)}  # few, one row tile, and two
 
 
 def cases(op: str, arch: Arch) -> Iterator[BaseCase]:
@@ -107,5 +107,5 @@ def cases(op: str, arch: Arch) -> Iterator[BaseCase]:
     for heads in HEADS.get(op, (None,)):
         for case in CASES.get(op, ()):
             more = {} if heads is None else {"h_q": heads}
-            sms = 1 if heads is None else pair if heads == 9 else 2
+            sms = 1 if heads is None else pair if heads < 64 else 2
             yield replace(case, sm_count=case.sm_count or sms, **more)  # type: ignore[arg-type]

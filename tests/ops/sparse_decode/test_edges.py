@@ -14,12 +14,14 @@ from torch import Tensor
 
 from cute_mla.cache import dequantise_cache
 from cute_mla.ops.cache_codec import parts_of
+from cute_mla.spec.arch import SM90
 from cute_mla.spec.cache_format import CacheFormat
 from cute_mla.spec.sparse_decode import DECODED as CACHES
-from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
+from cute_mla.spec.sparse_decode import FEW_HEADS, QUERY_AND_CACHE
 from cute_mla.testing.cases.sparse_indices import INT_MAX, INT_MIN
 from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase, make_sparse_decode_tensors
 from tests.support.bench import Bench, expect, identical
+from tests.support.launched import record_launches
 
 FORMATS = pytest.mark.parametrize(("dtype", "cache"), QUERY_AND_CACHE)
 QUANTISED = [cache for cache, layout in CACHES.items() if layout.quantised]
@@ -121,3 +123,13 @@ def test_a_cache_without_pages_has_no_valid_index(bench: Bench, dtype: str, cach
     given = replace(tensors, k_cache=torch.empty_like(tensors.k_cache[:0]))
     tensors.indices.fill_(-1)
     expect(second, tensors, bench.run(second, given), bench.arch)
+
+
+@pytest.mark.parametrize("few_heads", [True, False])
+def test_calls_with_few_heads_take_their_kernels_unless_told_otherwise(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, few_heads: bool
+) -> None:
+    launched = record_launches(monkeypatch)
+    for h_q in (FEW_HEADS, FEW_HEADS + 1):
+        bench.run(replace(SMALL, h_q=h_q, few_heads=few_heads))
+    assert [name.endswith("few_heads") for name in launched if "sparse_decode" in name] == [few_heads and bench.arch is SM90, False]
