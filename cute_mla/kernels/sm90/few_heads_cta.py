@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Float32, Int32, Int64, cute
 
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
@@ -118,6 +118,7 @@ class FewHeadsSmem:
     sSums: cute.Pointer  # [work tile % 2, converter, warp]
     sSeen: cute.Pointer  # [work tile % 2, converter]: what the sums are relative to
     sWeights: cute.Pointer  # of a work tile: factors of rows of O
+    sPlaces: cute.Pointer  # [work tile % 2]: addresses of rows of O, then of their lse
     sOut: cute.Pointer  # (16 rows, 516) fp32: O by places, on its way to gmem
     v_free: StageBarriers
     p_ready: StageBarriers
@@ -139,6 +140,7 @@ class FewHeadsSmem:
             Array("sSums", Float32, HEADS * WARPS_PER_GROUP * CONVERTERS * Q_TILES, 16),
             Array("sSeen", Float32, HEADS * CONVERTERS * Q_TILES, 16),
             Array("sWeights", Float32, HEADS, 16),
+            Array("sPlaces", Int64, HEADS * 2 * Q_TILES, 16),
             Array("sOut", Float32, HEADS * OUT_ROW, 16),
             Barriers("v_free", V_STAGES),
             Barriers("p_ready", CONVERTERS),

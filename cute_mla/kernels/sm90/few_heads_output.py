@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
@@ -112,8 +112,8 @@ class FewHeadsOutput:
                 accumulator = self.accumulators[stage]
                 cute.gemm(self.mma, accumulator, self.tV[None, None, step, v_stage], self.tP[None, None, step, p_number], accumulator)
             warpgroup.commit_group()
-        for stage in cutlass.range_constexpr(TILE_STAGES):
-            warpgroup.wait_group(TILE_STAGES - 1 - stage)
+            # few products at a time, since those of the converters queue behind them
+            warpgroup.wait_group(0)
             smem.v_free.consumer_release(smem.v_state(group, turn, stage))
 
     @cute.jit
@@ -175,31 +175,52 @@ class FewHeadsOutputRole:
             load_queries(operands, smem, thread, req, done, self.q_boxes)
         while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)
-            following = schedule.work_tile_of(tile_range, req, begin_tile)
-            if following.next_req <= last:
-                load_queries(operands, smem, thread, following.next_req, done + 1, self.q_boxes)
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+            if work_tile.next_req <= last:
+                load_queries(operands, smem, thread, work_tile.next_req, done + 1, self.q_boxes)
+            if thread.warp == 0:
+                self.find_places(operands, smem, thread.lane % HEADS, req, work_tile, done)
             for t in cutlass.range(tile_range.tiles, unroll=1):
                 group = t % CONVERTERS
                 output.add_tile(group, (turns >> group) & 1, t > 0)
                 turns = turns ^ (1 << group)
-            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
             smem.sums_ready.consumer_wait(done)
             if thread.warp == 0:
-                self.finish_rows(operands, smem, thread.lane % HEADS, req, work_tile, done)
+                self.finish_rows(operands, smem, thread.lane % HEADS, work_tile, done)
             # behind it, all have read O of the work tile before, too
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER, number_of_threads=WARPGROUP)
             weights = load_heads(smem.table(smem.sWeights, Int32(0), thread))
             output.clear_weightless(weights)
             output.scatter(weights)
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER, number_of_threads=WARPGROUP)
-            self.store_rows(operands, smem, thread, req, work_tile)
+            self.store_rows(smem, thread, work_tile, done)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
 
     @cute.jit
-    def finish_rows(self, operands: LatentOperands, smem: FewHeadsSmem, row: Int32, req: Int32, work_tile: WorkTile, done: Int32):
+    def find_places(self, operands: LatentOperands, smem: FewHeadsSmem, row: Int32, req: Int32, work_tile: WorkTile, done: Int32):
+        """Write the addresses of a row of O and of its lse, 0 for a row that there is not. One warp, ahead of the tiles."""
+        stored = operands.row_range(req)
+        out, lse = Int64(0), Int64(0)
+        if stored.holds(row):
+            if work_tile.direct:
+                out, lse = stored.out_row(row).toint(), stored.lse_of(row).toint()
+            else:
+                accum = operands.accum_row(work_tile, row)
+                out, lse = (operands.out_accum + accum * D_LATENT).toint(), (operands.lse_accum + accum).toint()
+        places = self.places(smem, done) + row
+        places.store(out)
+        (places + HEADS).store(lse)
+
+    def places(self, smem: FewHeadsSmem, done: Int32) -> cute.Pointer:
+        """Return the addresses of rows of O of a work tile; those of lse follow. done: number of the work tile in the CTA."""
+        return smem.sPlaces + (done & 1) * (2 * HEADS)
+
+    @cute.jit
+    def finish_rows(self, operands: LatentOperands, smem: FewHeadsSmem, row: Int32, work_tile: WorkTile, done: Int32):
         """Write the factor of a row of O, and lse: natural log if the request is not cut, else base 2. One warp, a row a lane."""
         first = (done & 1) * CONVERTERS
+        place = (self.places(smem, done) + (HEADS + row)).load()
         seen = [(smem.sSeen + ((first + group) * HEADS + row)).load() for group in range(CONVERTERS)]
         reference = cute.arch.fmax(*seen)
         total, shift = Float32(0), shift_of(reference)
@@ -207,39 +228,37 @@ class FewHeadsOutputRole:
             sums = smem.sSums + ((first + group) * (WARPS_PER_GROUP * HEADS) + row)
             warps = [(sums + warp * HEADS).load() for warp in range(WARPS_PER_GROUP)]
             total = total + ((warps[0] + warps[1]) + (warps[2] + warps[3])) * cute.math.exp2(seen[group] - shift, fastmath=True)
-        stored, empty = operands.row_range(req), total == 0.0
+        empty = total == 0.0
         weight = self.row_scale.weight(operands, lambda: work_tile, row, total, reference)
         (smem.sWeights + row).store(cutlass.select_(empty, Float32(0), weight))
-        if stored.holds(row):
+        if place != 0:
             lse = reference + cute.math.log2(total, fastmath=True)
-            if work_tile.direct:
-                stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
-            else:
-                (operands.lse_accum + operands.accum_row(work_tile, row)).store(cutlass.select_(empty, -Float32.inf, lse))
+            whole = cutlass.select_(empty, operands.empty_lse, lse * LN2)
+            cut = cutlass.select_(empty, -Float32.inf, lse)
+            target = cute.make_ptr(Float32, place, cute.AddressSpace.gmem, assumed_align=WORD_BYTES)
+            target.store(cutlass.select_(work_tile.direct, whole, cut))
 
     @cute.jit
-    def store_rows(self, operands: LatentOperands, smem: FewHeadsSmem, thread: FewHeadsThread, req: Int32, work_tile: WorkTile):
+    def store_rows(self, smem: FewHeadsSmem, thread: FewHeadsThread, work_tile: WorkTile, done: Int32):
         """Store rows of O: a warp takes every fourth one, a lane two neighbouring columns of each box of 64."""
-        stored = operands.row_range(req)
         q, c = thread.lane % 4, thread.lane // 4 % 4 + 4 * (thread.lane // 16)
         column, place = 16 * q + 2 * c, 8 * c + 2 * q
+        targets = [(self.places(smem, done) + (thread.warp + i * WARPS_PER_GROUP)).load() for i in range(HEADS // WARPS_PER_GROUP)]
+        source = smem.sOut + (thread.warp * OUT_ROW + place)
         if work_tile.direct:
-            for i in cutlass.range_constexpr(HEADS // WARPS_PER_GROUP):
-                row = thread.warp + i * WARPS_PER_GROUP
-                pairs = self.load_row(smem.sOut + (row * OUT_ROW + place))
-                words = [pack_pair(pair[0], pair[1], self.dtype) for pair in pairs]
-                if stored.holds(row):
-                    target = stored.out_row(row) + column
+            for i, target in enumerate(targets):
+                words = [pack_pair(pair[0], pair[1], self.dtype) for pair in self.load_row(source + i * (WARPS_PER_GROUP * OUT_ROW))]
+                if target != 0:
+                    row = cute.make_ptr(self.dtype, target, cute.AddressSpace.gmem, assumed_align=WORD_BYTES) + column
                     for box, word in enumerate(words):
-                        store_word(target + box * BOX_COLUMNS, word)
+                        store_word(row + box * BOX_COLUMNS, word)
         else:
-            for i in cutlass.range_constexpr(HEADS // WARPS_PER_GROUP):
-                row = thread.warp + i * WARPS_PER_GROUP
-                pairs = self.load_row(smem.sOut + (row * OUT_ROW + place))
-                if stored.holds(row):
-                    accum = aligned(operands.out_accum + operands.accum_row(work_tile, row) * D_LATENT + column, 8)
+            for i, target in enumerate(targets):
+                pairs = self.load_row(source + i * (WARPS_PER_GROUP * OUT_ROW))
+                if target != 0:
+                    row = cute.make_ptr(Float32, target, cute.AddressSpace.gmem, assumed_align=8) + column
                     for box, pair in enumerate(pairs):
-                        cute.autovec_copy(pair, cute.make_tensor(accum + box * BOX_COLUMNS, cute.make_layout(2)))
+                        cute.autovec_copy(pair, cute.make_tensor(aligned(row + box * BOX_COLUMNS, 8), cute.make_layout(2)))
 
     def load_row(self, source: cute.Pointer) -> list[cute.Tensor]:
         """Load two neighbouring columns of each box of a row of O from shared memory."""
