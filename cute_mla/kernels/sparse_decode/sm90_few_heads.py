@@ -35,8 +35,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
-from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
+from cutlass import BFloat16, Float32, Int32, Int64, cute
 
 from ...spec.cache_format import CacheFormat
 from ...spec.sparse_decode import SparseDecodeConfig
@@ -45,14 +44,14 @@ from ..attention.kernel import ELEMENT_TYPES
 from ..attention.scheduler import BOX_COLUMNS, INT32_BYTES, TileRange
 from ..attention.softmax import SinkScale
 from ..primitives.arithmetic import as_float, multiply_pairs, pin_register, widen
-from ..primitives.copies import BOX_ROW_BYTES, LINE_BYTES, prefetch_line, store_groups, writer_address
+from ..primitives.copies import BOX_ROW_BYTES, LINE_BYTES, prefetch_line, writer_address
 from ..primitives.pipeline import PipelineState
-from ..primitives.wgmma import A_STRIDES, A_VALUES, K_STEP, REGISTERS_PER_STEP, flat, half, packed
-from ..sm90.cta import BOX_BYTES, STAGE_BOXES, STAGE_BYTES, STEPS_PER_BOX, WARPGROUP
+from ..primitives.wgmma import K_STEP, half
+from ..sm90.cta import STEPS_PER_BOX, WARPGROUP
+from ..sm90.few_heads_convert import KEYS, OWN_KEYS, FewHeadsConvertRole, FewHeadsKeys, FewHeadsPart, FewHeadsScores
 from ..sm90.few_heads_cta import (
     BOXES,
     CONVERTERS,
-    HEADS,
     STAGGER_BARRIER,
     FewHeadsSm90Parts,
     FewHeadsSmem,
@@ -60,46 +59,19 @@ from ..sm90.few_heads_cta import (
 )
 from ..sm90.few_heads_output import FewHeadsOutputRole
 from ..sm90.few_heads_softmax import KEYS_APART, REGISTERS, FewHeadsSoftmax, p_writer, store_p
-from ..sm90.rows import CHUNK, CHUNK_WORDS, load_if, part_of
+from ..sm90.rows import CHUNK, load_if
 from .operands import SparseDecodeOperands, slot_address
 from .sm90_gather import SparseDecodeSm90Indices
 from .sm90_scales import FIRST_HALVES, PAIR_CODES, SECOND_HALVES, powers_of_two
 
-TURN_PART = 6
-KEYS = 2  # of a thread in a tile
-OWN_KEYS = CONVERTERS * TILE_KEYS  # from an own tile to the next
 
-
-@dataclass(frozen=True)
-class SparseDecodeFewHeadsPart:
-    """64 columns of a tile, in the order of their products.
-
-    box: of Q. source: their first byte in a key's row. v_box: of V; None: they are not values. group: of columns with one fp32 scale, whose
-    products are summed apart; None: those without. words: that a lane has of a key.
-    """
-
-    box: int
-    source: int
-    quantised: bool
-    v_box: int | None
-    group: int | None
-
-    @property
-    def words(self) -> int:
-        """Return the 32-bit words of a lane, of a key."""
-        return CHUNK_WORDS if self.quantised else 2 * CHUNK_WORDS
-
-
-def parts_of(cache: CacheFormat) -> tuple[SparseDecodeFewHeadsPart, ...]:
+def parts_of(cache: CacheFormat) -> tuple[FewHeadsPart, ...]:
     """Return the parts of a tile: 16-bit columns that are not values, which are not stored, come first."""
     number = cache.quantised // BOX_COLUMNS
-    boxes = [
-        SparseDecodeFewHeadsPart(b, b * BOX_COLUMNS, True, b, b * BOX_COLUMNS // cache.group if has_own_p(cache) else None)
-        for b in range(number)
-    ]
+    boxes = [FewHeadsPart(b, b * BOX_COLUMNS, True, b, b * BOX_COLUMNS // cache.group if has_own_p(cache) else None) for b in range(number)]
     if number == cache.d_qk // BOX_COLUMNS:
         return tuple(boxes)
-    wide = SparseDecodeFewHeadsPart(number, cache.wide_offset, False, number if number < BOXES else None, None)
+    wide = FewHeadsPart(number, cache.wide_offset, False, number if number < BOXES else None, None)
     return (*boxes, wide) if number < BOXES else (wide, *boxes)
 
 
@@ -121,58 +93,13 @@ def place_of_scale(cache: CacheFormat, box: int) -> tuple[int, int]:
 
 
 @dataclass(frozen=True)
-class SparseDecodeFewHeadsKeys:
-    """A thread's two keys of a tile. rows: addresses of the lane's first 16 bytes. scales: addresses. present: 1 or 0."""
+class SparseDecodeFewHeadsKeys(FewHeadsKeys):
+    """Keys with the addresses of their scales."""
 
-    rows: tuple[Int64, ...]
     scales: tuple[Int64, ...]
-    present: tuple[Int32, ...]
 
 
-@dataclass(frozen=True)
-class SparseDecodeFewHeadsScores:
-    """S^T of one thread, and its A fragments: of a part and of the one before, which is multiplied meanwhile."""
-
-    mma: cute.TiledMma
-    tQ: cute.Tensor
-    fragments: tuple[cute.Tensor, ...]
-    sums: tuple[cute.Tensor, ...]  # of a group of columns, and of the one before
-    total: cute.Tensor
-
-    @staticmethod
-    def create(smem: FewHeadsSmem, thread: FewHeadsThread) -> SparseDecodeFewHeadsScores:
-        """Partition the tiles for one thread."""
-        dtype, source = smem.sQ.element_type, warpgroup.OperandSource.RMEM
-        op = warpgroup.MmaF16BF16Op(dtype, Float32, (TILE_KEYS, HEADS, K_STEP), source, OperandMajorMode.K, OperandMajorMode.K)
-        mma = cute.make_tiled_mma(op)
-        slice_ = mma.get_slice(thread.warp * 32 + thread.lane)
-        fragment = cute.make_layout((A_VALUES, 1, STEPS_PER_BOX), stride=(A_STRIDES, 0, REGISTERS_PER_STEP))
-        return SparseDecodeFewHeadsScores(
-            mma=mma,
-            tQ=slice_.make_fragment_B(slice_.partition_B(smem.sQ)),
-            fragments=tuple(cute.make_rmem_tensor(fragment, dtype) for _ in range(2)),
-            sums=tuple(cute.make_rmem_tensor(slice_.partition_shape_C((TILE_KEYS, HEADS)), Float32) for _ in range(2)),
-            total=cute.make_rmem_tensor(cute.make_layout(REGISTERS), Float32),
-        )
-
-    def multiply(self, number: int, sums: int, box: Int32, begins: bool) -> None:
-        """Issue the products of a part. number: of the fragments. sums: number of the accumulators, overwritten if it begins a group."""
-        warpgroup.fence()
-        for step in range(STEPS_PER_BOX):
-            self.mma.set(warpgroup.Field.ACCUMULATE, not (begins and step == 0))
-            accumulator = self.sums[sums]
-            cute.gemm(self.mma, accumulator, self.fragments[number][None, None, step], self.tQ[None, None, step, box], accumulator)
-        warpgroup.commit_group()
-
-    def fold(self, sums: int, factors: list[Float32] | None, begins: bool) -> None:
-        """Add the sums of a group of columns, times the scales of the thread's keys, to S^T; or begin it with them."""
-        values = flat(self.sums[sums])
-        for i in range(REGISTERS):
-            scaled = values[i] if factors is None else values[i] * factors[half(i)]
-            self.total[i] = scaled if begins else self.total[i] + scaled
-
-
-class SparseDecodeSm90FewHeadsConvertRole:
+class SparseDecodeSm90FewHeadsConvertRole(FewHeadsConvertRole):
     """One of two warpgroups."""
 
     def __init__(self, config: SparseDecodeConfig, dtype: type[cutlass.Numeric]) -> None:
@@ -180,36 +107,13 @@ class SparseDecodeSm90FewHeadsConvertRole:
         self.dtype = dtype
         self.format = config.format
         self.parts = parts_of(self.format)
+        self.scale_words = self.format.scale_bytes // 4
         self.q_boxes = self.format.d_qk // BOX_COLUMNS
         self.p_groups = self.format.groups if has_own_p(self.format) else 1
 
     @cute.jit
-    def run(self, operands: SparseDecodeOperands, smem: FewHeadsSmem, group: Int32):
-        """Wait v_free, reference_ready, q_ready. Signal p_ready, reference_ready, sums_ready."""
-        schedule, thread = operands.schedule, FewHeadsThread.create()
-        req, begin_tile = schedule.first_work_tile()
-        pairs, done, turn, skipped = Int32(0), Int32(0), Int32(0), Int32(0)
-        softmax = FewHeadsSoftmax.create(smem, thread, group, operands.scale_log2)
-        scores = SparseDecodeFewHeadsScores.create(smem, thread)
-        raw = [[cute.make_rmem_tensor(cute.make_layout(part.words), Int32) for _ in range(KEYS)] for part in self.parts]
-        scales = [cute.make_rmem_tensor(cute.make_layout(self.format.scale_bytes // 4), Int32) for _ in range(KEYS)]
-        for words in (*scales, *(words for both in raw for words in both)):
-            words.fill(0)  # what an absent key leaves must be defined
-        while req <= schedule.last_request():
-            tile_range = schedule.tile_range(req, begin_tile)
-            softmax.reset()
-            turn = self.attend(operands, softmax, scores, (raw, scales), tile_range, (pairs, done, turn, skipped))
-            softmax.publish(done)
-            pairs, done = pairs + (tile_range.tiles + 1) // CONVERTERS, done + 1
-            skipped = group & tile_range.tiles
-            # asked here, since few registers are left through the tiles
-            work_tile = schedule.work_tile(req, begin_tile)
-            req, begin_tile = work_tile.next_req, work_tile.next_tile
-        cute.arch.griddepcontrol_launch_dependents()
-
-    @cute.jit
     def attend(
-        self, operands: SparseDecodeOperands, softmax: FewHeadsSoftmax, scores: SparseDecodeFewHeadsScores, bytes_of_keys: tuple,
+        self, operands: SparseDecodeOperands, softmax: FewHeadsSoftmax, scores: FewHeadsScores, bytes_of_keys: tuple,
         tiles: TileRange, before: tuple[Int32, Int32, Int32, Int32],
     ) -> Int32:  # fmt: skip
         """Score every other tile of a work tile. Return the next turn.
@@ -271,60 +175,6 @@ class SparseDecodeSm90FewHeadsConvertRole:
             turn, t = turn ^ 1, t + CONVERTERS
         return turn
 
-    @cute.jit
-    def score_tile(
-        self, smem: FewHeadsSmem, scores: SparseDecodeFewHeadsScores, raw: list, following: SparseDecodeFewHeadsKeys, now: tuple,
-        own: tuple[Int32, Int32, Int32], first_box: Int32, v_writer: Int32,
-    ):  # fmt: skip
-        """Compute S^T of a tile and store V; load the bytes of the next own tile in place of those that are converted.
-
-        now: of this tile, which keys are present, whether all of the warp are, and the scales. own: warpgroup, turn, and place in the order
-        of tiles.
-        """
-        present, whole, factors = now
-        thread = FewHeadsThread.create()
-        last = len(self.parts) - 1
-        smem.loads_issued.producer_acquire(own[2] + 1)  # completed by the tile before
-        for i in cutlass.range_constexpr(len(self.parts)):
-            part = self.parts[i]
-            if cutlass.const_expr(i >= 2):
-                warpgroup.wait_group(1)
-                self.fold_behind(scores, i - 2, factors)
-            stage = 0 if part.v_box is None else part.v_box // STAGE_BOXES
-            state = smem.v_state(own[0], own[1], stage)
-            begins_stage = part.v_box is not None and part.v_box % STAGE_BOXES == 0
-            free = smem.v_free.try_acquire(state) if begins_stage else None
-            self.clear_absent(raw[i], present, whole)
-            self.convert(part, raw[i], packed(scores.fragments[i % 2]), factors)
-            self.load_part(part, following, raw[i], thread)
-            if cutlass.const_expr(i == TURN_PART):
-                smem.loads_issued.producer_commit(own[2])
-            scores.multiply(i % 2, self.sums_of(i), first_box + part.box, self.begins_group(i))
-            if cutlass.const_expr(part.v_box is not None):
-                if cutlass.const_expr(begins_stage):
-                    smem.v_free.finish_acquire(state, free)
-                place = v_writer + state.stage * STAGE_BYTES + part.v_box % STAGE_BOXES * BOX_BYTES
-                words = packed(scores.fragments[i % 2])
-                for step in cutlass.range_constexpr(STEPS_PER_BOX):
-                    store_groups(place, 0, step, [words[4 * step + j] for j in range(4)])
-        warpgroup.wait_group(0)
-        self.fold_behind(scores, last - 1, factors)
-        self.fold_behind(scores, last, factors)
-
-    def begins_group(self, i: int) -> bool:
-        """Return whether a part begins a group of columns."""
-        return i == 0 or self.parts[i].group != self.parts[i - 1].group
-
-    def sums_of(self, i: int) -> int:
-        """Return the accumulators of a part: those of two groups by turns."""
-        return sum(self.begins_group(j) for j in range(1, i + 1)) % 2
-
-    def fold_behind(self, scores: SparseDecodeFewHeadsScores, i: int, factors: list[list[Float32]]) -> None:
-        """Fold the sums of a group if a part, whose products are done, ends it."""
-        if i + 1 == len(self.parts) or self.begins_group(i + 1):
-            group = self.parts[i].group
-            scores.fold(self.sums_of(i), None if group is None else factors[group], self.parts[i].group == self.parts[0].group)
-
     def find_keys(
         self, operands: SparseDecodeOperands, indices: SparseDecodeSm90Indices, position: Int32, index0: Int32, index1: Int32,
         thread: FewHeadsThread,
@@ -336,7 +186,7 @@ class SparseDecodeSm90FewHeadsConvertRole:
             for key, index in enumerate((index0, index1))
         ]
         present = tuple(cutlass.select_(row != 0, Int32(1), Int32(0)) for row, _ in found)
-        return SparseDecodeFewHeadsKeys(tuple(row + own for row, _ in found), tuple(scales for _, scales in found), present)
+        return SparseDecodeFewHeadsKeys(tuple(row + own for row, _ in found), present, tuple(scales for _, scales in found))
 
     def load_scales(self, keys: SparseDecodeFewHeadsKeys, scales: list[cute.Tensor]) -> None:
         """Start the loads of the scales of a tile."""
@@ -350,26 +200,7 @@ class SparseDecodeSm90FewHeadsConvertRole:
             return [[as_float(own[group]) for own in words] for group in range(self.p_groups)]
         return [bf16_scales(self.format, own, thread.lane) for own in words]
 
-    def load_part(
-        self, part: SparseDecodeFewHeadsPart, keys: SparseDecodeFewHeadsKeys, words: list[cute.Tensor], thread: FewHeadsThread
-    ) -> None:
-        """Start the loads of a part."""
-        for key in range(KEYS):
-            address = keys.rows[key] + part.source
-            if not part.quantised:
-                address = address + thread.lane % 4 * CHUNK  # 32 bytes a lane
-            for first in range(0, part.words, CHUNK_WORDS):
-                load_if(keys.present[key], part_of(words[key], first, CHUNK_WORDS), address + 4 * first)
-
-    @cute.jit
-    def clear_absent(self, words: list[cute.Tensor], present: tuple[Int32, ...], whole: Boolean):
-        """Zero the bytes of absent keys: the registers still have those of another key."""
-        if not whole:
-            for key in cutlass.range_constexpr(KEYS):
-                for i in cutlass.range_constexpr(cute.size(words[key])):
-                    words[key][i] = words[key][i] & -present[key]
-
-    def convert(self, part: SparseDecodeFewHeadsPart, words: list[cute.Tensor], fragment: cute.Tensor, factors: list[list[Any]]) -> None:
+    def convert(self, part: FewHeadsPart, words: list[cute.Tensor], fragment: cute.Tensor, factors: list[list[Any]]) -> None:
         """Convert a part to fragments of A: of each step of 16 columns two pairs of both keys."""
         for key in range(KEYS):
             pairs = widen(words[key], BFloat16) if part.quantised else words[key]
