@@ -210,8 +210,9 @@ def flash_mla_with_kvcache(
                      of a request; with fewer rows than 128 per KV head it should be small, since tokens that requests lack cost as much
                      as others. The device clips cu_seqlens_q to total_q. Dense decode takes no more than max_seqlen_q tokens of a
                      request; sparse decode, where every token has indices of its own, takes all
-    few_heads        False: the kernels for many heads. True: those for few heads where there are any (sparse decode on Hopper over FP8
-                     caches, up to 16 heads), which read the same plan and are faster; bits differ
+    few_heads        False: the kernels for many heads. True: those for few heads where there are any (on Hopper, sparse decode over
+                     FP8 caches with up to 16 heads, and dense decode over e4m3 with bf16 queries, up to 16 rows and no
+                     batch_invariant), which read the same plan and are faster; bits differ
 
     out, lse and workspace share memory neither with each other nor with operands, nor their elements with one another; only the first
     call with its shapes and options checks that, and that a storage was not shrunk. No tensor may require gradients, unless gradients are

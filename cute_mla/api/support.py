@@ -27,9 +27,9 @@ from ..spec import cache_insert, dense_prefill, dense_prefill_dq, index_write, m
 from ..spec.arch import ALIASES, ARCHS, Arch
 from ..spec.cache_format import FP8_656, CacheFormat
 from ..spec.cache_rows import CACHED, FP8_576, KNOWN, LATENTS, key_types
-from ..spec.dense_decode import FP8_CACHE, MAX_KEYS, takes_key_masks
+from ..spec.dense_decode import FEW_HEADS, FP8_CACHE, MAX_KEYS, few_heads_operands, takes_key_masks
 from ..spec.mla import BF16, D_QK, D_V, DTYPES, FP16, LATENT_DIMS, MAX_HEADS, VALUE_COLUMNS, key_dtypes
-from ..spec.sparse_decode import DECODED, DECODED_BESIDE, FEW_HEADS, few_heads_caches, serving_kernels
+from ..spec.sparse_decode import DECODED, DECODED_BESIDE, few_heads_caches, serving_kernels
 
 
 def _dtype_name(value: Any) -> Any:
@@ -216,11 +216,17 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     if error is not None:
         return False, error
     known = ARCHS[ALIASES.get(arch, arch)]
-    return True, known.proof + (_FEW_HEADS if op == "sparse_decode" and _has_few_heads(known, features) else "")
+    return True, known.proof + (_FEW_HEADS if _has_few_heads(op, known, features) else "")
 
 
-def _has_few_heads(arch: Arch, features: dict[str, Any]) -> bool:
+def _has_few_heads(op: str, arch: Arch, features: dict[str, Any]) -> bool:
     """Return whether calls with these features take the kernels for few heads."""
+    if op == "dense_decode":
+        rows = features.get("s_q", 1) * features.get("h_q", FEW_HEADS + 1)  # of e4m3 caches, which have one KV head
+        converted = features.get("fp8_kvcache") and not features.get("batch_invariant") and _dtype_name(features.get("dtype")) == BF16
+        return bool(converted) and rows <= FEW_HEADS and FP8_CACHE in few_heads_operands(arch)
+    if op != "sparse_decode":
+        return False
     first, second = DECODED.get(str(features.get("kv_format"))), DECODED_BESIDE.get(str(features.get("extra_kv_format")))
     kernels = serving_kernels(first, second) if first else FP8_656.name if features.get("fp8_kvcache") else None
     return features.get("h_q", FEW_HEADS + 1) <= FEW_HEADS and kernels in few_heads_caches(arch)

@@ -226,6 +226,7 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
         batch_invariant=call.common.options.batch_invariant,
         operands=operands,
         d_qk=d_qk,
+        few_heads=call.common.options.few_heads,
     )
     return problem, cache, ragged
 

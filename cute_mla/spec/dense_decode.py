@@ -135,6 +135,17 @@ def takes_key_masks(operands: str) -> bool:
     return operands == LATENT
 
 
+# Query rows of a KV head (in sparse decode of a token: heads) up to which a call takes the kernel with keys on M, on SM90; 0: never. The
+# rate of m64n16k16 on hardware decides whether that pays.
+FEW_HEADS = 16
+FEW_HEADS_OPERANDS = (FP8_CACHE,)
+
+
+def few_heads_operands(arch: Arch) -> tuple[str, ...]:
+    """Return the operands for which an architecture has kernels for few heads."""
+    return FEW_HEADS_OPERANDS if arch is SM90 and FEW_HEADS else ()
+
+
 @dataclass(frozen=True)
 class DenseDecodeConfig:
     """One compiled variant.
@@ -143,12 +154,14 @@ class DenseDecodeConfig:
     cluster: CTAs along the rows that share each key tile (1 or 2).
     operands: LATENT, FP8_CACHE or FP8.
     d_qk: columns of a key, one of LATENT_DIMS; other numbers than D_QK with LATENT and bf16 only.
+    few_heads: S^T = K Q^T and O^T = V^T P^T, for up to FEW_HEADS query rows of a KV head.
     """
 
     dtype: str
     cluster: int
     operands: str = LATENT
     d_qk: int = D_QK
+    few_heads: bool = False
 
     @property
     def dims(self) -> LatentDims:
@@ -160,7 +173,7 @@ class DenseDecodeConfig:
         """The kernel's name in the manifest, without op and arch."""
         types = self.dtype if self.operands == LATENT else f"{self.dtype}_{self.operands}"
         types += "" if self.d_qk == D_QK else f"_d{self.d_qk}"
-        return f"{types}_cluster{self.cluster}"
+        return f"{types}_" + ("few_heads" if self.few_heads else f"cluster{self.cluster}")
 
 
 @dataclass(frozen=True)
@@ -168,6 +181,8 @@ class DenseDecodeProblem:
     """The shapes of one call. They decide, with the architecture, on variant, grid and workspace.
 
     dtype, operands, d_qk: as in DenseDecodeConfig. pages_per_request: columns of the block table, the bound on a request's length.
+    few_heads: whether the call takes the kernel for few heads, where there is one. A batch-invariant call does not: among requests with
+    different numbers of query tokens, those of the others would decide.
     """
 
     arch: Arch
@@ -181,6 +196,7 @@ class DenseDecodeProblem:
     batch_invariant: bool = False
     operands: str = LATENT
     d_qk: int = D_QK
+    few_heads: bool = True
 
     @property
     def d_v(self) -> int:
@@ -200,7 +216,10 @@ class DenseDecodeProblem:
     @property
     def config(self) -> DenseDecodeConfig:
         """The variant that serves this problem."""
-        return DenseDecodeConfig(self.dtype, tiling(self.arch, self.operands).cluster(self.row_ctas), self.operands, self.d_qk)
+        wanted = self.few_heads and not self.batch_invariant
+        few_heads = wanted and self.rows <= FEW_HEADS and self.operands in few_heads_operands(self.arch)
+        cluster = tiling(self.arch, self.operands).cluster(self.row_ctas)
+        return DenseDecodeConfig(self.dtype, cluster, self.operands, self.d_qk, few_heads)
 
     @property
     def box_keys(self) -> int:
@@ -253,10 +272,11 @@ def out_dtypes(operands: str, d_qk: int = D_QK) -> tuple[str, ...]:
 
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
-    return tuple(
+    wide = tuple(
         DenseDecodeConfig(dtype, cluster, operands, d_qk)
         for operands in OPERANDS
         for d_qk in (LATENT_DIMS if operands == LATENT else (D_QK,))
         for dtype in out_dtypes(operands, d_qk)
         for cluster in tiling(arch, operands).clusters
     )
+    return *wide, *(DenseDecodeConfig(BF16, 1, operands, few_heads=True) for operands in few_heads_operands(arch))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .abi import Float32, Int32, Int64, Pointer, params_of
 from .arch import SM90, Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
-from .dense_decode import TILINGS, num_parts, row_ctas
+from .dense_decode import FEW_HEADS, TILINGS, num_parts, row_ctas
 from .mla import BF16
 from .split_plan import invariant_splits, keeps_whole
 
@@ -90,8 +90,6 @@ def serving_kernels(cache: CacheFormat, extra: CacheFormat | None = None) -> str
 KERNELS = (*dict.fromkeys((dtype, FORMATS[cache].kernels) for dtype, cache in QUERY_AND_CACHE), (BF16, V41_FP4.name))
 
 
-# Heads up to which a call takes the kernel with keys on M, on SM90; 0: never. The rate of m64n16k16 on hardware decides whether that pays.
-FEW_HEADS = 16
 FEW_HEADS_CACHES = (FP8_656.name, FP8_584.name, V41.name, NOPE_528.name)  # as serving_kernels names them
 
 

@@ -12,11 +12,10 @@ from collections.abc import Callable, Mapping
 from cute_mla.spec import dense_prefill, dense_prefill_dkdv, dense_prefill_dq, mqa_logits
 from cute_mla.spec.arch import ARCHS, SM90, SM100
 from cute_mla.spec.cache_format import FORMATS
-from cute_mla.spec.dense_decode import FP8, TILE_ROWS
+from cute_mla.spec.dense_decode import FEW_HEADS, FP8, TILE_ROWS
 from cute_mla.spec.dense_prefill import HEAD_DIMS as VALUE_COLUMNS_OF
 from cute_mla.spec.dense_prefill import DensePrefillConfig
 from cute_mla.spec.mla import D_QK, D_V, LATENT_DIMS
-from cute_mla.spec.sparse_decode import FEW_HEADS
 from cute_mla.spec.split_plan import TILE_KEYS
 
 Config = Mapping[str, int | str]
@@ -34,7 +33,7 @@ def _latent(d_qk: int, rows: int = TILE_ROWS) -> Flops:
 def _dense_decode(arch: str, config: Config) -> Flops:
     """Return those of dense decode. QGMMA products run at twice the rate, so their FLOP count half; rows of ones sum P."""
     if config["operands"] != FP8:
-        return _latent(int(config.get("d_qk", D_QK)))
+        return _latent(int(config.get("d_qk", D_QK)), FEW_HEADS if config.get("few_heads") else TILE_ROWS)
     sums = 4 * _product(64, 8, 32) / 2 if arch == SM90.name else 2.0 * 8 * 8192
     return {"S": _product(64, 64, D_QK) / 2, "P V": _product(64, D_V, 64) / 2, "sum of P": sums}
 

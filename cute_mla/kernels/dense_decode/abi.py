@@ -25,7 +25,11 @@ class DenseDecodeAbi:
 
     op = "dense_decode"
     arguments = DenseDecodeArguments
-    min_blocks_per_sm = 0
+
+    @property
+    def min_blocks_per_sm(self) -> int:
+        """Return 1 for three warpgroups: ptxas ignores setmaxnreg without it, and caps all of them at 168 registers."""
+        return int(self.config.few_heads)
 
     @property
     def cache_dtype(self) -> type[cutlass.Numeric]:

@@ -73,12 +73,14 @@ from ..sm90.cta import (
     LatentSm90TileState,
     warpgroup_roles,
 )
+from ..sm90.few_heads_cta import FewHeadsSm90Kernel
 from ..sm90.output import LatentSm90Output, LatentSm90OutputRole
 from ..sm90.score import LatentSm90ScoreRole, LatentSm90Scores, mask_absent, query_row
 from .abi import DenseDecodeAbi
 from .operands import DenseDecodeOperands, DenseDecodeRowScale, LaneBox
 from .page_walk import for_each_tile, for_each_tile_in_groups
 from .sm90_convert import DenseDecodeSm90Fp8Cache
+from .sm90_few_heads import DenseDecodeSm90FewHeads
 from .sm90_fp8 import DenseDecodeSm90Fp8
 from .visible_keys import WORD_KEYS, visible_word
 
@@ -228,4 +230,6 @@ PARTS = {LATENT: DenseDecodeSm90, FP8_CACHE: DenseDecodeSm90Fp8Cache, FP8: Dense
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
+    if config.few_heads:
+        return FewHeadsSm90Kernel(DenseDecodeAbi(config), arch, DenseDecodeSm90FewHeads(config)).complete()
     return LatentSm90Kernel(DenseDecodeAbi(config), arch, PARTS[config.operands](config)).complete()

@@ -72,6 +72,8 @@ def variants(contracts: dict[str, Contract]) -> list[Any]:
     found, seen = [], set()
     for arch in ARCHS.values():
         for variant in closed_variants(arch, tuple(contracts)):
+            if variant.op == "dense_decode" and getattr(variant.config, "few_heads", False):
+                continue  # which batch-invariant calls do not take
             kind = (variant.op, arch.name, *(getattr(variant.config, name, None) for name in ("cache", "operands")))
             found.append(pytest.param(variant, id=variant.name, marks=[pytest.mark.slow] if kind in seen else []))
             seen.add(kind)

@@ -82,6 +82,7 @@ class DenseDecodeCase(DecodeCase):
     operands: which of q and cache are e4m3, as in DenseDecodeConfig; their scales are DESCALE_Q and DESCALE_K.
     scaled: whether the call passes these scales; without them they are 1.
     sinks: as in draw_sinks. tree: "none": no tree mask; else one as in draw_tree_mask, in this layout, "drawn" being packed.
+    few_heads: as in the call.
     window, window_sink: as in the call. Keys that no query token sees are NaN, and the table's entries for their pages out of range.
     """
 
@@ -96,6 +97,7 @@ class DenseDecodeCase(DecodeCase):
         "tree": lambda layout: f"tree_{layout}",
         "window": lambda window: f"window{window}",
         "window_sink": lambda sink: f"first{sink}",
+        "few_heads": lambda _: "many_heads",
         **TABLE_TAGS,
         **DECODE_TAGS,
     }
@@ -119,6 +121,7 @@ class DenseDecodeCase(DecodeCase):
     tree: Tree = "none"
     window: int | None = None
     window_sink: int = 0
+    few_heads: bool = True
 
     def __post_init__(self) -> None:
         if self.operands not in OPERANDS or (self.operands != LATENT and (self.h_kv != 1 or self.d_qk != D_QK)):
@@ -229,6 +232,7 @@ class DenseDecodeCase(DecodeCase):
             batch_invariant=self.batch_invariant,
             operands=self.operands,
             d_qk=self.d_qk,
+            few_heads=self.few_heads,
         )
 
     @property

@@ -41,7 +41,8 @@ def _arguments(case: DenseDecodeCase, tensors: DenseDecodeTensors, workspace: Te
     planned = tensors.cache_seqlens.roll(1) if case.metadata in ("stale", "longer") else tensors.cache_seqlens
     if case.metadata == "longer":
         planned[1] += LONGER_KEYS
-    return {**_operands(case, tensors), **plan_arguments(case, tensors, workspace, lambda: _plan(case, planned, tensors))}
+    plan = plan_arguments(case, tensors, workspace, lambda: _plan(case, planned, tensors))
+    return {**_operands(case, tensors), **plan, "few_heads": case.few_heads}
 
 
 def _plan(case: DenseDecodeCase, lengths: Tensor, tensors: DenseDecodeTensors) -> Plan:
