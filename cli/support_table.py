@@ -12,7 +12,7 @@ from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 
 # Fields that say how a kernel lays out rows. The table leaves them out: listed kernels ship with all values that calls need.
-_UNLISTED_FIELDS = ("cluster", "slots", "head_tile")
+_UNLISTED_FIELDS = ("cluster", "few_heads", "slots", "head_tile")
 _INTERNAL_OPS = ("split_plan", "combine", "dense_prefill_dq")  # run inside other calls; no public function calls them alone
 _HEADS = {**dict.fromkeys((192, 128), "192 or 128 columns of q and k, 128 of v"), 256: "256 columns of q and k, 256 of v"}  # by d_qk
 

@@ -362,8 +362,12 @@ def test_unknown_names() -> None:
 
 
 def test_the_answer_names_the_kernels_for_few_heads() -> None:
-    few = [("sm90", 16, {"fp8_kvcache": True}), ("sm90", 1, {"kv_format": "v41"})]
-    many = [("sm90", 17, {"fp8_kvcache": True}), ("sm90", 8, {"kv_format": "latent"}), ("sm100", 16, {"fp8_kvcache": True})]
+    few: list[tuple[str, int, dict[str, Any]]] = [("sm90", 16, {"fp8_kvcache": True}), ("sm90", 1, {"kv_format": "v41"})]
+    many: list[tuple[str, int, dict[str, Any]]] = [
+        ("sm90", 17, {"fp8_kvcache": True}),
+        ("sm90", 8, {"kv_format": "latent"}),
+        ("sm100", 16, {"fp8_kvcache": True}),
+    ]
     many += [("sm90", 8, {"kv_format": "v41", "extra_kv_format": "v41_fp4"}), ("sm90", 8, {})]
     for named, calls in ((True, few), (False, many)):
         for arch, h_q, features in calls:
