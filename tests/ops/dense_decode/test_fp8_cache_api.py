@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from cute_mla.spec.arch import SM100
+from cute_mla import is_supported
+from cute_mla.spec.arch import SM90, SM100
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE, DenseDecodeConfig, tiling
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from tests.support.recording_device import RecordingDevice
@@ -47,6 +48,31 @@ def test_kernel_and_arguments(device: RecordingDevice, q_fp8: bool, operands: st
     assert args["cache"] is (None if q_fp8 else cache)
     assert (args["page_stride"], args["row_stride"], args["pages"]) == (36_864, 576, len(cache))
     assert out.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(
+    ("fields", "few"),
+    [
+        ({}, True),
+        ({"s_q": 2, "h_q": 8}, True),
+        ({"s_q": 1, "h_q": 17}, False),
+        ({"s_q": 2}, False),
+        ({"few_heads": False}, False),
+        ({"batch_invariant": True}, False),
+    ],
+)
+def test_kernels_for_few_rows(device: RecordingDevice, fields: dict[str, Any], few: bool) -> None:
+    """By query tokens times heads on Hopper; is_supported says the same."""
+    few = few and device.arch is SM90
+    call = fp8_call(**{"s_q": 1, "h_q": 16, **fields})
+    call.run()
+    assert any(launch.kernel == f"dense_decode_{device.arch.name}_bf16_fp8_cache_few_heads" for launch in device.launches) == few
+    if "few_heads" not in fields:
+        s_q, h_q = call["q"].shape[1:3]
+        features = {"dtype": "bf16", "fp8_kvcache": True, "s_q": s_q, "h_q": h_q, "batch_invariant": fields.get("batch_invariant", False)}
+        supported, said = is_supported("dense_decode", device.arch.name, **features)
+        assert supported
+        assert ("keys on M" in said) == few
 
 
 def test_scales_are_optional(device: RecordingDevice) -> None:
