@@ -13,7 +13,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from cutlass.experimental import primitives
 
 from ..attention.softmax import follow_maximum, shift_of
-from ..primitives.arithmetic import pack_pair
+from ..primitives.arithmetic import pack_pair, product
 from ..primitives.copies import smem_pointer
 from ..primitives.wgmma import half
 from .cta import WARPGROUP, WARPS_PER_GROUP
@@ -116,7 +116,7 @@ class FewHeadsSoftmax:
         if not begins:
             old0, old1, old2, old3 = load_heads(smem.table(smem.sReference, self.group ^ 1, self.thread))
         olds = old0, old1, old2, old3
-        pairs = [follow_maximum(old, largest * self.scale_log2) for old, largest in zip(olds, maxima, strict=True)]
+        pairs = [follow_maximum(old, product(largest, self.scale_log2)) for old, largest in zip(olds, maxima, strict=True)]
         return [new for new, _ in pairs], [alpha for _, alpha in pairs]
 
     def skip_place(self, place: Int32) -> None:
