@@ -44,6 +44,6 @@ SUITE = Suite(
         planted("keys past the end", WALK, ENDS, r"setp.eq.u32 \1, 0, 1;\2"),
         planted("pages outside the cache", BROKEN, PAGE_IN_CACHE, r"setp.eq.u32 \1, 0, 0;\3"),
         # The scale of the scores, and that of the values.
-        planted("missing scales", WALK, r"ld\.param\.b64 (\s*%rd\d+), \[\w+_param_4\];", r"mov.b64 \1, 0;", together),
+        planted("missing scales", WALK, r"ld\.param\.b64 (\s*%rd\d+), \[\w+_param_5\];", r"mov.b64 \1, 0;", together),
     ),
 )

@@ -32,6 +32,6 @@ SUITE = Suite(
         planted("second keys past the end", WALK, r"setp\.gt\.s32 (\s*%p\d+, %r\d+), 8;", r"setp.gt.s32 \1, 0;", together),
         planted("pages outside the cache", BROKEN, r"setp\.lt\.u32 (\s*%p\d+), %r\d+, %r\d+;", r"setp.eq.u32 \1, 0, 0;", together),
         planted("four pages a tile", SMALL_PAGES, r"selp\.b32 (\s*%r\d+), 4, 2,", r"selp.b32 \1, 2, 2,", together),
-        planted("missing scale", WALK, r"ld\.param\.b64 (\s*%rd\d+), \[\w+_param_4\];", r"mov.b64 \1, 0;", together),
+        planted("missing scale", WALK, r"ld\.param\.b64 (\s*%rd\d+), \[\w+_param_5\];", r"mov.b64 \1, 0;", together),
     ),
 )

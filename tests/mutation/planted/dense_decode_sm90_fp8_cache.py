@@ -54,6 +54,6 @@ SUITE = Suite(
         # With pages of 16 keys, the entry of the second key is two further in the table.
         planted("page of the first key for the second", SMALL_PAGES, r"selp\.b64 (\s*%rd\d+), 1, 0, ", r"selp.b64 \1, 0, 0, "),
         # The scale of the scores, and that of the values.
-        planted("missing scale", WALK, r"ld\.param\.b64 (\s*%rd\d+), \[\w+_param_4\];", r"mov.b64 \1, 0;"),
+        planted("missing scale", WALK, r"ld\.param\.b64 (\s*%rd\d+), \[\w+_param_5\];", r"mov.b64 \1, 0;"),
     ),
 )
