@@ -37,6 +37,8 @@ def workspace_size(
 ) -> int:
     """Return the bytes of workspace that a call needs. They depend on its shapes and the device, never on lengths.
 
+    Sparse decode without topk_length and cu_seqlens_q needs none where it keeps every request whole; it takes a workspace all the same.
+
     op: "dense_decode", "sparse_decode", "dense_prefill_backward" or "indexer_topk"; "dense_prefill" and "sparse_prefill" need none.
     batch, s_q, h_q, h_kv: as in the call; in prefill s_q is max_seqlen_qo, in decode with cu_seqlens_q max_seqlen_q. In
     indexer_topk_prefill batch is 1 and s_q its tokens.

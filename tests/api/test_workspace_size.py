@@ -42,6 +42,8 @@ def _decode(draw: random.Random, sparse: bool) -> Drawn:
     topk, extra = draw.choice((0, 1, 64, 2048)), draw.choice((None, None, 0, 70))
     if sparse:
         arguments |= {"block_table": None, "cache_seqlens": None, "indices": ints(*tokens, topk)}
+        if not ragged:
+            arguments["topk_length"] = ints(batch)  # without it a call may need no workspace
         if extra is not None:
             second = ints(*tokens, extra)
             arguments |= {"extra_k_cache": zeros(pages, page_size, 1, d_qk), "extra_indices_in_kvcache": second}
