@@ -111,7 +111,12 @@ def plain_cases(subject: str) -> st.SearchStrategy[PlainCase]:
                 "num_attention_heads": st.integers(1, 128),
                 "q_lora_rank": st.none() | st.integers(1, 1600),
             },
-            optional={"rms_norm_eps": st.floats(1e-9, 1.0), "rope_theta": st.floats(1.0, 1e9), "rope_interleave": st.booleans()},
+            optional={
+                "rms_norm_eps": st.floats(1e-9, 1.0),
+                "rope_theta": st.floats(1.0, 1e9),
+                "output_gate": st.sampled_from((None, "head", "column")),
+                **{name: st.booleans() for name in ("rope_interleave", "mla_use_nope", "mla_scale_kv_lora", "attention_sinks")},
+            },
         ),
         "YarnScaling": st.fixed_dictionaries(
             {"factor": st.floats(0.5, 100), "original_max_position_embeddings": st.integers(1, 1 << 20)},

@@ -366,7 +366,14 @@ def _config_faults(arguments: Arguments, setting: Setting) -> set[str]:
         rms_norm_eps=_positive,
         rope_theta=_positive,
         rope_interleave=is_flag,
+        mla_use_nope=is_flag,
+        mla_scale_q_lora=is_flag,
+        mla_scale_kv_lora=is_flag,
+        attention_sinks=is_flag,
+        output_gate=is_optional(is_one_of("head", "column")),
     )
+    scales = arguments.get("mla_scale_q_lora", False)
+    c.require(not (is_flag(scales) and scales) or c.get("q_lora_rank") is not None, "mla_scale_q_lora")
     return c.faults
 
 
