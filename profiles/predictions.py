@@ -42,6 +42,7 @@ NUMBERS = {  # rows of the README
     "D8.s1": "the same with 16 heads",
     "F1.s1": "as D1, e4m3 cache and queries",
     "S1.topk2048": "sparse decode, 2,048 of 32,768 keys, 128 heads, 2 query tokens, FP8 cache of 656 bytes",
+    "S3.h16": "the same with 16 heads and one query token",
     "P1.32k": "sparse prefill, 4,096 tokens, 2,048 of 32,768 keys, 128 heads",
     "M1.8k": "dense prefill, one causal sequence of 8,192 tokens, 128 heads",
 }

@@ -212,7 +212,7 @@ def flash_mla_with_kvcache(
                      request; sparse decode, where every token has indices of its own, takes all
     few_heads        False: the kernels for many heads. True: those for few heads where there are any (on Hopper, sparse decode over
                      FP8 caches with up to 16 heads, and dense decode over e4m3 with bf16 queries, up to 16 rows and no
-                     batch_invariant), which read the same plan and are faster; bits differ
+                     batch_invariant), which read the same plan and are predicted to be faster; bits differ
 
     out, lse and workspace share memory neither with each other nor with operands, nor their elements with one another; only the first
     call with its shapes and options checks that, and that a storage was not shrunk. No tensor may require gradients, unless gradients are

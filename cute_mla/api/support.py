@@ -41,7 +41,7 @@ def _dtype_of(*supported: str) -> Limit:
 
 
 MASKED_D_V = dense_prefill.HEAD_DIMS[masked_prefill.HEAD_DIMS[0]]
-_FEW_HEADS = f"; the kernels for up to {FEW_HEADS} heads, with keys on M"
+_FEW_HEADS = f"; the kernels for up to {FEW_HEADS} heads, in dense decode query rows, with keys on M"
 E4M3 = "e4m3"  # dtype of queries over an e4m3 cache
 _DENSE_DECODE: dict[str, Limit] = {
     "dtype": _dtype_of(*DTYPES, E4M3),
@@ -223,7 +223,8 @@ def _has_few_heads(op: str, arch: Arch, features: dict[str, Any]) -> bool:
     """Return whether calls with these features take the kernels for few heads."""
     if op == "dense_decode":
         rows = features.get("s_q", 1) * features.get("h_q", FEW_HEADS + 1)  # of e4m3 caches, which have one KV head
-        converted = features.get("fp8_kvcache") and not features.get("batch_invariant") and _dtype_name(features.get("dtype")) == BF16
+        e4m3 = features.get("fp8_kvcache") or features.get("kv_format") == FP8_576.name
+        converted = e4m3 and not features.get("batch_invariant") and _dtype_name(features.get("dtype")) == BF16
         return bool(converted) and rows <= FEW_HEADS and FP8_CACHE in few_heads_operands(arch)
     if op != "sparse_decode":
         return False

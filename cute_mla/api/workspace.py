@@ -37,7 +37,7 @@ def workspace_size(
 ) -> int:
     """Return the bytes of workspace that a call needs. They depend on its shapes and the device, never on lengths.
 
-    Sparse decode without topk_length and cu_seqlens_q needs none where it keeps every request whole; it takes a workspace all the same.
+    Sparse decode without topk_length and cu_seqlens_q uses none where it keeps every request whole: there the bytes are an upper bound.
 
     op: "dense_decode", "sparse_decode", "dense_prefill_backward" or "indexer_topk"; "dense_prefill" and "sparse_prefill" need none.
     batch, s_q, h_q, h_kv: as in the call; in prefill s_q is max_seqlen_qo, in decode with cu_seqlens_q max_seqlen_q. In

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ..ops.arguments import check_flag, check_integer, short_repr
+from ..ops.arguments import check_flag, check_integer, is_number, short_repr
 from ..spec.mqa_logits import COLUMNS, MAX_HEADS
 from ..spec.topk_indices import MAX_TOPK
 from .checkpoint import MAX_LAYERS
@@ -44,6 +44,8 @@ class IndexerConfig:
         check_integer("index_kpool", self.key_pool, 1)
         check_flag("indexer_rope_interleave", self.rope_interleave)
         check_flag("rope_last", self.rope_last)
+        if not is_number(self.norm_eps) or not 0 < float(self.norm_eps) < float("inf"):
+            raise ValueError(f"norm_eps is {short_repr(self.norm_eps)}; supported: a positive finite number")
         if "shared" in self.types[:1]:
             raise ValueError("layer 0 shares the keys of an indexer, and there is none before it; supported: full")
 

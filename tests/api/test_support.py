@@ -374,3 +374,14 @@ def test_the_answer_names_the_kernels_for_few_heads() -> None:
             supported, status = is_supported("sparse_decode", arch, h_q=h_q, **features)
             assert supported
             assert status.endswith("with keys on M") == named
+
+
+def test_the_answer_names_the_kernels_for_few_query_rows() -> None:
+    few: list[dict[str, Any]] = [{"kv_format": "fp8_576", "h_q": 16}, {"fp8_kvcache": True, "h_q": 8, "s_q": 2}]
+    many: list[dict[str, Any]] = [{"kv_format": "fp8_576", "h_q": 17}, {"kv_format": "latent", "h_q": 8}]
+    many += [{**few[0], "batch_invariant": True}, {**few[1], "s_q": 3}]
+    for named, calls in ((True, few), (False, many)):
+        for features in calls:
+            supported, status = is_supported("dense_decode", "sm90", dtype="bf16", **features)
+            assert supported
+            assert status.endswith("with keys on M") == named

@@ -171,3 +171,9 @@ def test_columns_and_norm_of_hy4() -> None:
         for eps in (1e-6, 3.0)
     ]
     torch.testing.assert_close(scales[1], scales[0] / 2, rtol=0.01, atol=0)
+
+
+def test_eps_of_the_norm_of_keys() -> None:
+    for eps in (0.0, -1e-6, float("nan"), None):
+        with pytest.raises(ValueError, match=r"norm_eps is .*; supported: a positive finite number"):
+            IndexerConfig(topk=2048, heads=32, norm_eps=eps)  # type: ignore[arg-type]

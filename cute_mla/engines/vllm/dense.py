@@ -165,6 +165,7 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
             self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens
         # Keyed by the tokens of a unit: nothing else that varies affects the number of parts of a plan. A unit has a query token or more.
         self._plans = PlanBuffers(max_decode_tokens(vllm_config))
+        self._block: int | None = None  # tokens of each request of a batch without causality
         self._rows: TokenRows | None = None  # made by the first batch that needs it, which knows the width of block tables
 
     @classmethod

@@ -28,7 +28,7 @@ class LatentAttention(torch.nn.Module):
     """Module in the place of an attention module of transformers, `replaced`.
 
     attention: the layer, with the weights. dropout: that of the attention weights in training; only 0 is computed. kind, hf_config: class
-    and configuration of the replaced module; implementation: its attn_implementation.
+    and configuration of the replaced module; dtypes: of its weights; implementation: its attn_implementation.
     """
 
     def __init__(self, attention: MlaAttention, replaced: Any, traits: Traits, planner: Planner) -> None:
@@ -38,6 +38,7 @@ class LatentAttention(torch.nn.Module):
         self.dropout: float = replaced.attention_dropout
         self.results = traits.results
         self.planner = planner
+        self.dtypes = {name: weight.dtype for name, weight in replaced.state_dict().items()}
         self.kind, self.hf_config, self.implementation = type(replaced), replaced.config, replaced.config._attn_implementation
         self.train(replaced.training)
 

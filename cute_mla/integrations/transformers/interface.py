@@ -72,11 +72,12 @@ def attend(
         warn_reference(query.device)
     states, sink, keys = (query, key, value), options.get("s_aux"), key.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    trained = sink is not None and needs_grad(*states, sink)  # the kernels have no gradients of lse
+    by_dense = not trained and _dense_takes(path, query, value)
     if attention_mask is not None and attention_mask.dim() == 4:
         visible = _visible(attention_mask, (query.shape[0], 1, query.shape[2], keys), options.get("indices"))
         kept = _as_padding(visible)
-        trained = sink is not None and needs_grad(*states, sink)  # the kernels have no gradients of lse
-        if trained or not _dense_takes(path, query, value) or kept is None:
+        if not by_dense or kept is None:
             return _with_sink(*_masked(path, states, visible, scale), sink), None
         return _with_sink(*_packed(path, states, (None, kept), PrefillOptions(scale, True)), sink), None
     given = [name for name in ("sliding_window", "indices") if options.get(name) is not None]
@@ -85,6 +86,8 @@ def attend(
     if attention_mask is not None and attention_mask.shape != (query.shape[0], keys):
         raise ValueError(f"attention_mask has shape {list(attention_mask.shape)}; supported: {[query.shape[0], keys]}")
     causal = bool(options.get("is_causal", getattr(module, "is_causal", True)))
+    if not by_dense:
+        return _with_sink(*_masked(path, states, _plain(query, keys, causal, attention_mask), scale), sink), None
     own = None if attention_mask is None else attention_mask[:, keys - query.shape[2] :]
     return _with_sink(*_packed(path, states, (own, attention_mask), PrefillOptions(scale, causal)), sink), None
 
@@ -106,6 +109,15 @@ def _visible(mask: torch.Tensor, shape: tuple[int, ...], indices: torch.Tensor |
     return visible & chosen.scatter_(2, torch.where(indices < 0, keys, indices).long(), True)[:, :, :keys]
 
 
+def _plain(query: torch.Tensor, keys: int, causal: bool, mask: torch.Tensor | None) -> torch.Tensor:
+    """Return which keys a token sees, as _visible: those that `mask` keeps, up to its own if causal; padding sees none."""
+    tokens = query.shape[2]
+    visible = torch.ones(query.shape[0], tokens, keys, dtype=torch.bool, device=query.device)
+    if causal:
+        visible = visible.tril(keys - tokens)
+    return visible if mask is None else visible & mask.unsqueeze(1) & mask[:, keys - tokens :].unsqueeze(2)
+
+
 def _as_padding(visible: torch.Tensor) -> torch.Tensor | None:
     """Return the keys that the last token sees, bool [batch, keys], if dense prefill over these is what `visible` says, else None.
 
@@ -120,7 +132,9 @@ def _as_padding(visible: torch.Tensor) -> torch.Tensor | None:
 
 def _dense_takes(path: AttentionPath, query: torch.Tensor, value: torch.Tensor) -> bool:
     """Return whether dense prefill takes these heads in this dtype."""
-    return path.name == "reference" or (query.dtype == torch.bfloat16 and DENSE_HEAD_DIMS.get(query.shape[-1]) == value.shape[-1])
+    return path.name == "reference" or (
+        query.dtype in (torch.bfloat16, torch.float16) and DENSE_HEAD_DIMS.get(query.shape[-1]) == value.shape[-1]
+    )
 
 
 def _masked(path: AttentionPath, states: _States, visible: torch.Tensor, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -134,7 +148,7 @@ def _masked(path: AttentionPath, states: _States, visible: torch.Tensor, scale: 
     q, k, v = (each.transpose(1, 2).flatten(0, 1) for each in states)
     if shared:
         counts = visible.sum(2, dtype=torch.int32)
-        rows = visible.byte().topk(int(counts.max()), dim=2).indices
+        rows = visible.byte().sort(dim=2, descending=True, stable=True).indices[:, :, : int(counts.max())]
         rows += keys * torch.arange(batch, device=rows.device).view(-1, 1, 1)
         out, _, lse = flash_mla_sparse_fwd(q, k, rows.flatten(0, 1).unsqueeze(1).int(), scale, topk_length=counts.flatten())
     else:

@@ -81,8 +81,8 @@ def unpatch(model: torch.nn.Module) -> int:
     ]
     if not found:
         raise ValueError(f"{type(model).__name__} has no attention of cute_mla; supported: a model behind patch()")
-    for _, _, module in found:
-        if getattr(module.hf_config, "quantization_config", None) is not None:
+    for config in (getattr(model, "config", None), *(module.hf_config for _, _, module in found)):
+        if getattr(config, "quantization_config", None) is not None:
             raise ValueError("the model's configuration has a quantization_config; supported: models whose weights are not quantised")
     for parent, name, module in found:
         setattr(parent, name, _restored(module))
@@ -96,15 +96,9 @@ def _restored(module: LatentAttention) -> torch.nn.Module:
     tensors = layer.weights.to_tensors(layer.config)
     if layer.indexer is not None:
         tensors |= layer.indexer.weights.to_tensors(layer.config)
-    before = torch.get_default_dtype()
-    torch.set_default_dtype(layer.kv_a.dtype)
-    try:
-        with torch.device("meta"):
-            restored = module.kind(module.hf_config, module.layer_idx)
-    finally:
-        torch.set_default_dtype(before)
-    dtypes = {name: weight.dtype for name, weight in restored.state_dict().items()}
-    held = {name: weight.detach().to(dtypes.get(name), copy=True).contiguous() for name, weight in tensors.items()}
+    with torch.device("meta"):
+        restored = module.kind(module.hf_config, module.layer_idx)
+    held = {name: weight.detach().to(module.dtypes.get(name), copy=True).contiguous() for name, weight in tensors.items()}
     restored.load_state_dict(held, assign=True)
     return restored.requires_grad_(layer.kv_b.requires_grad).train(module.training)
 

@@ -128,7 +128,7 @@ class FewHeadsConvertRole:
 
     @cute.jit
     def run(self, operands: LatentOperands, smem: FewHeadsSmem, group: Int32):
-        """Wait v_free, reference_ready, q_ready. Signal p_ready, reference_ready, sums_ready."""
+        """Wait loads_issued, v_free, reference_ready, q_ready. Signal loads_issued, p_ready, reference_ready, sums_ready."""
         schedule, thread = operands.schedule, FewHeadsThread.create()
         req, begin_tile = schedule.first_work_tile()
         pairs, done, turn, skipped = Int32(0), Int32(0), Int32(0), Int32(0)

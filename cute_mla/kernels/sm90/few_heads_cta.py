@@ -20,6 +20,7 @@ from cutlass import Float32, Int32, Int64, cute
 
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
+from ...spec.dense_decode import FEW_HEADS
 from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel, KernelAbi
@@ -31,6 +32,7 @@ from .cta import STAGE_COLUMNS, WARPGROUP, WARPS_PER_GROUP, group_of, sync_start
 
 HEADS = 16  # rows on N
 HEADS_PER_THREAD = 4
+assert FEW_HEADS <= HEADS, "rows beyond HEADS would not be computed"
 FLOAT_BYTES = 4
 HEAD_TABLE_BYTES = HEADS * FLOAT_BYTES
 CONVERTERS = 2  # warpgroups

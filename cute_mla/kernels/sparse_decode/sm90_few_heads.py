@@ -17,12 +17,13 @@ references and sums of rows; O on its way to gmem.
 Pipelines (producer -> consumer; arrivals per phase):
   v_free[8]           output -> convert    4: a stage of 128 columns has been multiplied; four stages for either converter
   p_ready[2]          convert -> output    4: V, P and rescale factors of a converter's tile are written
+  loads_issued[2]     convert -> convert   4: most bytes of a converter's next tile are asked for, the other one's turn
   reference_ready[2]  convert -> convert   4: references of a converter's tile are written, those of the tile before read
   q_ready[2]          output -> convert    4: Q of a work tile is written, and sums of the work tile two before are read
   sums_ready[2]       convert -> output    8: sums of a work tile are written
 
 P and rescale factors of a tile have no barrier that tells when they are free: v_free of the tile's stages does. Q's two tiles have none
-either: the output role loads Q when all P of the work tile before the last have come.
+either: the output role loads Q when sums_ready of the work tile before the last has come.
 
 The trick: scales stay out of the conversion. S^T is summed over groups of columns, each with its scale by row; and P is written once for
 each group, P x scale, rounded once. So e4m3 becomes 16 bits exactly, S is exact but for fp32 sums, and a thread that has two keys of S^T

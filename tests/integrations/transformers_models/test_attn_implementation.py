@@ -203,3 +203,21 @@ def test_attention_without_causality_and_a_default_scale() -> None:
     expected = torch.nn.functional.scaled_dot_product_attention(q.double(), k.double(), v.double(), enable_gqa=True)
     assert weights is None
     torch.testing.assert_close(found, expected.transpose(1, 2).float())
+
+
+def test_plain_causal_attention_that_no_kernel_takes() -> None:
+    """Heads of 96 columns, and sinks with gradients, of a model whose mask is that of padding: torch, beside kernels too."""
+    mask = torch.tensor([[True] * 5, [False, False, True, True, True]])
+    visible = torch.ones(3, 5, dtype=torch.bool).tril(2) & mask.unsqueeze(1) & mask[:, 2:].unsqueeze(2)
+    for columns in (96, 192):
+        sink = states(4).requires_grad_(columns == 192)
+        q, k, v = (states(*shape).bfloat16() for shape in ((2, 4, 3, columns), (2, 4, 5, columns), (2, 4, 5, columns * 2 // 3)))
+        with cute_mla.simulate("sm90", 2):
+            found, _ = attend(torch.nn.Module(), q, k, v, mask, s_aux=sink)
+        scores = (q.double() @ k.double().mT * columns**-0.5).masked_fill(~visible.unsqueeze(1), -torch.inf)
+        with_sink = torch.cat((scores, sink.double().view(1, 4, 1, 1).expand(2, 4, 3, 1)), dim=3).softmax(3)[..., :5]
+        expected = (with_sink @ v.double() * mask[:, None, 2:, None]).transpose(1, 2)
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=0.02)
+    found.float().sum().backward()
+    assert sink.grad is not None
+    assert bool(sink.grad.isfinite().all())

@@ -72,3 +72,8 @@ def test_models_without_a_way_back() -> None:
     model.config.quantization_config = {"quant_method": "fp8"}
     with pytest.raises(ValueError, match=r"the model's configuration has a quantization_config; supported: models whose weights are not"):
         unpatch(model)
+    outer = make("kimi_k2_5")  # the attention's configuration is that of the text model inside
+    patch(outer)
+    outer.config.quantization_config = {"quant_method": "fp8"}
+    with pytest.raises(ValueError, match=r"the model's configuration has a quantization_config; supported: models whose weights are not"):
+        unpatch(outer)
