@@ -17,11 +17,12 @@ from cute_mla.spec.cache_format import FP8_656, NOPE_528, V41, V41_FP4
 from cute_mla.spec.cache_insert import closed_variants as insert_variants
 from cute_mla.spec.cache_rows import FP8_576, CacheRowsConfig
 from cute_mla.spec.cache_rows import closed_variants as cached_variants
-from cute_mla.spec.dense_decode import OPERANDS, out_dtypes
+from cute_mla.spec.dense_decode import LATENT, OPERANDS, out_dtypes
 from cute_mla.spec.dense_prefill import HEAD_DIMS
 from cute_mla.spec.index_write import closed_variants as index_variants
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from cute_mla.spec.merge_states import closed_variants as merged_variants
+from cute_mla.spec.mla import D_QK, LATENT_DIMS
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
 from cute_mla.spec.sparse_prefill import HEAD_DIMS as SPARSE_HEAD_DIMS
 from cute_mla.spec.topk_indices import BLOCKS_PER_SM, LEAST_SHARED, NARROW, RESIDENT, WIDE, TopkIndicesConfig
@@ -73,10 +74,12 @@ def _dense_cases(lengths: tuple[int, ...]) -> tuple[DenseDecodeCase, ...]:
     """s_q is 2, so that half of MANY_HEADS fill two CTAs."""
     return tuple(
         DenseDecodeCase(
-            dtype, batch=len(lengths), s_q=2, lengths=lengths, h_q=h_q, causal=True, operands=operands, batch_invariant=True, sm_count=3,
+            dtype, batch=len(lengths), s_q=2, lengths=lengths, h_q=h_q, d_qk=d_qk, causal=True, operands=operands, batch_invariant=True,
+            sm_count=3,
         )
         for operands in OPERANDS
-        for dtype, h_q in product(out_dtypes(operands), (FEW_HEADS, MANY_HEADS // 2))
+        for d_qk in (LATENT_DIMS if operands == LATENT else (D_QK,))
+        for dtype, h_q in product(out_dtypes(operands, d_qk), (FEW_HEADS, MANY_HEADS // 2))
     )  # fmt: skip
 
 
