@@ -28,13 +28,12 @@ from ..primitives.copies import BOX_ROW_BYTES, prefetch_line, writer_address
 from ..primitives.pipeline import PipelineState
 from ..primitives.rows import load_or_one
 from ..primitives.wgmma import K_STEP, half
-from ..sm90.cta import STEPS_PER_BOX, WARPGROUP
+from ..sm90.cta import STEPS_PER_BOX
 from ..sm90.few_heads_convert import OWN_KEYS, FewHeadsConvertRole, FewHeadsKeys, FewHeadsPart, FewHeadsScores
 from ..sm90.few_heads_cta import (
     BOXES,
     CONVERTERS,
     HEADS_PER_THREAD,
-    STAGGER_BARRIER,
     FewHeadsSm90Parts,
     FewHeadsSmem,
     FewHeadsThread,
@@ -83,13 +82,7 @@ class DenseDecodeSm90FewHeadsConvertRole(FewHeadsConvertRole):
         keys = DenseDecodeKeyPositions(entry, row, clip(tiles.keys, tiles.tiles * TILE_KEYS) - first)
         page = look_up(operands, request, keys)
         found = self.find_keys(operands, keys, page, thread)
-        if done == 0 and group == 1:
-            cute.arch.barrier(barrier_id=STAGGER_BARRIER, number_of_threads=CONVERTERS * WARPGROUP)
-        for part, words in zip(self.parts, raw, strict=True):
-            self.load_part(part, found, words, thread)
-        if done == 0 and group == 0:
-            # half a period apart, the loads of one group go on while the other one has its own on their way
-            cute.arch.barrier_arrive(barrier_id=STAGGER_BARRIER, number_of_threads=CONVERTERS * WARPGROUP)
+        self.load_first_tile(found, bytes_of_keys, thread, done, group)
         present0, present1 = found.present
         keys = own_keys_behind(operands, keys)
         page = look_up(operands, request, keys)

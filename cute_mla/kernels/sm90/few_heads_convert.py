@@ -18,8 +18,8 @@ from ..attention.scheduler import LatentOperands, TileRange
 from ..primitives.arithmetic import widen
 from ..primitives.copies import store_groups
 from ..primitives.wgmma import A_STRIDES, A_VALUES, K_STEP, REGISTERS_PER_STEP, flat, half, packed
-from .cta import BOX_BYTES, STAGE_BOXES, STAGE_BYTES, STEPS_PER_BOX
-from .few_heads_cta import CONVERTERS, HEADS, FewHeadsSmem, FewHeadsThread
+from .cta import BOX_BYTES, STAGE_BOXES, STAGE_BYTES, STEPS_PER_BOX, WARPGROUP
+from .few_heads_cta import CONVERTERS, HEADS, STAGGER_BARRIER, FewHeadsSmem, FewHeadsThread
 from .few_heads_softmax import REGISTERS, FewHeadsSoftmax
 from .rows import CHUNK, CHUNK_WORDS, load_if, part_of
 
@@ -203,6 +203,22 @@ class FewHeadsConvertRole:
         if i + 1 == len(self.parts) or self.begins_group(i + 1):
             group = self.parts[i].group
             scores.fold(self.sums_of(i), None if group is None else factors[group], self.parts[i].group == self.parts[0].group)
+
+    @cute.jit
+    def load_first_tile(self, keys: FewHeadsKeys, bytes_of_keys: tuple, thread: FewHeadsThread, done: Int32, group: Int32):
+        """Start the loads of the first own tile of a work tile; in the CTA's first one, those of group 1 behind those of group 0."""
+        raw, scales = bytes_of_keys
+        if done == 0 and group == 1:
+            cute.arch.barrier(barrier_id=STAGGER_BARRIER, number_of_threads=CONVERTERS * WARPGROUP)
+        self.load_scales(keys, scales)
+        for part, words in zip(self.parts, raw, strict=True):
+            self.load_part(part, keys, words, thread)
+        if done == 0 and group == 0:
+            # half a period apart, the loads of one group go on while the other one has its own on their way
+            cute.arch.barrier_arrive(barrier_id=STAGGER_BARRIER, number_of_threads=CONVERTERS * WARPGROUP)
+
+    def load_scales(self, keys: Any, scales: list[cute.Tensor]) -> None:
+        """Start the loads of the scales of a tile: none, where the cache has one for all."""
 
     def load_part(self, part: FewHeadsPart, keys: FewHeadsKeys, words: list[cute.Tensor], thread: FewHeadsThread) -> None:
         """Start the loads of a part."""

@@ -48,12 +48,11 @@ from ..primitives.arithmetic import as_float, multiply_pairs, pin_register, wide
 from ..primitives.copies import BOX_ROW_BYTES, LINE_BYTES, prefetch_line, writer_address
 from ..primitives.pipeline import PipelineState
 from ..primitives.wgmma import K_STEP, half
-from ..sm90.cta import STEPS_PER_BOX, WARPGROUP
+from ..sm90.cta import STEPS_PER_BOX
 from ..sm90.few_heads_convert import KEYS, OWN_KEYS, FewHeadsConvertRole, FewHeadsKeys, FewHeadsPart, FewHeadsScores
 from ..sm90.few_heads_cta import (
     BOXES,
     CONVERTERS,
-    STAGGER_BARRIER,
     FewHeadsSm90Parts,
     FewHeadsSmem,
     FewHeadsThread,
@@ -130,14 +129,7 @@ class SparseDecodeSm90FewHeadsConvertRole(FewHeadsConvertRole):
         writer = pin_register(p_writer(smem, thread))
         index0, index1 = indices.look_up(position), indices.look_up(position + KEYS_APART)
         keys = self.find_keys(operands, indices, position, index0, index1, thread)
-        if done == 0 and group == 1:
-            cute.arch.barrier(barrier_id=STAGGER_BARRIER, number_of_threads=CONVERTERS * WARPGROUP)
-        self.load_scales(keys, scales)
-        for part, words in zip(self.parts, raw, strict=True):
-            self.load_part(part, keys, words, thread)
-        if done == 0 and group == 0:
-            # half a period apart, the loads of one group go on while the other one has its own on their way
-            cute.arch.barrier_arrive(barrier_id=STAGGER_BARRIER, number_of_threads=CONVERTERS * WARPGROUP)
+        self.load_first_tile(keys, bytes_of_keys, thread, done, group)
         present0, present1 = keys.present
         position = position + OWN_KEYS
         index0, index1 = indices.look_up(position), indices.look_up(position + KEYS_APART)
