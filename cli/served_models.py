@@ -12,7 +12,8 @@ HEADS = (
     *("model", "heads", "columns of a key", "columns of a head", "dense decode", "sparse decode", "prefill", "sparse prefill", "layer"),
     "evidence",
 )
-LAYER, FUNCTION, SIZES = "layer", "`attn_implementation`", "dimensions"  # what is compared with transformers' own module; SIZES: nothing is
+# What is compared: with transformers' own module, layer or function; with a reference, vLLM's layer over the kernels. SIZES: nothing is
+LAYER, FUNCTION, ENGINE, SIZES = "layer", "`attn_implementation`", "vLLM", "dimensions"
 _NONE = "–"  # what a model has no use for
 
 
@@ -22,7 +23,7 @@ class Model:
 
     qk_nope_head_dim, v_head_dim: None where keys are values, and prefill has no heads of its own. formats: of its caches that engines use;
     extra_formats: those beside the first. topk: keys that its indexer chooses; None without an indexer. key_pool: neighbours among them.
-    keys: further keys of its configuration that concern attention. evidence: LAYER, FUNCTION or SIZES.
+    keys: further keys of its configuration that concern attention. evidence: of LAYER, FUNCTION and ENGINE, or SIZES.
     """
 
     name: str
@@ -59,7 +60,7 @@ class Model:
 
 
 _V3_2 = Model("DeepSeek-V3.2", 128, formats=("latent", "fp8_656"), topk=2048)
-_V4 = Model("DeepSeek-V4", 64, qk_nope_head_dim=None, v_head_dim=None, formats=("fp8_584",), topk=512, evidence=FUNCTION)
+_V4 = Model("DeepSeek-V4", 64, qk_nope_head_dim=None, v_head_dim=None, formats=("fp8_584",), topk=512, evidence=f"{FUNCTION}, {ENGINE}")
 _NOPE = {"mla_use_nope": True}
 
 # Sizes by transformers' configuration_*.py and by the models' cards; formats by FlashMLA, vLLM and SGLang (docs/models.md)
@@ -69,7 +70,7 @@ MODELS: tuple[Model, ...] = (
     Model("DeepSeek-V3, V3.1, R1", 128),
     _V3_2,
     _V4,
-    replace(_V4, name="DeepSeek-V4.1", formats=("v41", "v41_paged"), extra_formats=("v41_fp4",), evidence=SIZES),
+    replace(_V4, name="DeepSeek-V4.1", formats=("v41", "v41_paged"), extra_formats=("v41_fp4",), evidence=ENGINE),
     Model("Kimi K2", 64),
     Model("Kimi K3", 96, keys={**_NOPE, "mla_use_output_gate": True}, evidence=SIZES),
     Model("Kimi Linear", 32, keys=_NOPE),

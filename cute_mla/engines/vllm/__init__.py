@@ -7,6 +7,7 @@ backend is imported only when vLLM looks the backend up.
     sparse   decode and prefill by indices, over bf16 caches and FP8 caches of 656 bytes a token
     prefill  dense prefill of new tokens and of chunks of the context
     indexer  choice of the keys for layers of the sparse backend
+    models   classes of vLLM whose attention layers are picked by deepseek_v4: DeepSeek-V4 and V4.1
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ PREFILL = "CUTE_MLA"
 
 
 def register() -> None:
-    """Register the backends and the indexer op with vLLM. A second call in the same process does nothing."""
+    """Register the backends, the indexer op and DeepSeek-V4's layers with vLLM. A second call in the same process does nothing."""
     from vllm.model_executor.custom_op import CustomOp, op_registry_oot
     from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum, register_mla_prefill_backend
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from . import indexer_op
+    from . import indexer_op, models
 
     for name, path in ((DENSE, "dense.CuteMla"), (SPARSE, "sparse.CuteMlaSparse")):
         if name not in AttentionBackendEnum.__members__:
@@ -31,3 +32,4 @@ def register() -> None:
         CustomOp.register_oot(name=indexer_op.NAME)(indexer_op.CuteMlaIndexer)
     if PREFILL not in MLAPrefillBackendEnum.__members__:
         register_mla_prefill_backend(PREFILL, f"{__name__}.prefill.CuteMlaPrefill")
+    models.register()
