@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.engines.sglang_interface import LATER
 from tests.engines.sglang_parts import ADAPTERS, INTERFACE, MODULES, FlashMlaPlan, Recorded, SparseBase, Written, verify_mask
 
 # SGLang's lists of backends, and the names under which it hands out what adds to them.
@@ -26,7 +27,13 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     asked = INTERFACE["asked"]
     answers = SimpleNamespace(
         parallel=Recorded(asked["get_parallel"], attn_tp_size=8, attn_dcp_size=1),
-        kernel=SimpleNamespace(dsa_prefill_backend="flashmla_auto", dsa_decode_backend="flashmla_kv"),
+        kernel=SimpleNamespace(
+            dsa_prefill_backend="flashmla_auto",
+            dsa_decode_backend="flashmla_kv",
+            dsv4_attn_backend="flashmla",
+            dsv4_prefill_backend="auto",
+        ),
+        platform=Recorded(asked["get_platform"], is_sm120=False),
         spec=Recorded(asked["get_spec"], speculative_num_draft_tokens=3, speculative_eagle_topk=None, speculative_algorithm=None),
         factories={},
         deterministic=False,
@@ -35,6 +42,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         split_queries=["dsa"],
         hooks={},
         sparse=False,
+        v4=False,
     )
     attributes = {"forward_metadata": None, "data_type": None, "needs_cpu_seq_lens": True, "supports_ragged_verify_graph": False}
     base = type("AttentionBackend", (), {**attributes, "verify_mask": None})
@@ -42,7 +50,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     def register_attention_backend(name: str) -> Any:
         return lambda factory: answers.factories.setdefault(name, factory)
 
-    hooks = SimpleNamespace(register=lambda target, hook, kind: answers.hooks.update({target: (hook(), kind)}), apply_hooks=lambda: None)
+    hooks = SimpleNamespace(register=lambda target, hook, kind: answers.hooks.update({target: (hook, kind)}), apply_hooks=lambda: None)
     handlers = SimpleNamespace(register=answers.handlers.__setitem__)
 
     added = {add: answers.listed[name].extend for name, add in _LISTS.items()}
@@ -59,9 +67,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
                 kernel=answers.kernel, deterministic=SimpleNamespace(enable_deterministic_inference=answers.deterministic)
             ),
             "get_parallel": lambda: answers.parallel,
+            "get_platform": lambda: answers.platform,
             "get_spec": lambda: answers.spec,
         },
-        "configs.model_config": {"is_deepseek_dsa": lambda config: answers.sparse},
+        "configs.model_config": {"is_deepseek_dsa": lambda config: answers.sparse, "is_deepseek_v4": lambda config: answers.v4},
+        "layers.attention.deepseek_v4_backend": {"DeepseekV4AttnBackend": lambda runner: (runner, {**answers.hooks})},
         "layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": SparseBase, "DSAFlashMLAMetadata": FlashMlaPlan},
         "plugins.hook_registry": {"HookRegistry": hooks, "HookType": SimpleNamespace(REPLACE="replace")},
         "models.deepseek_common.attention_backend_handler": {
@@ -82,6 +92,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             assert key in MODULES[module.__name__]
             setattr(module, key, value)
         monkeypatch.setitem(sys.modules, module.__name__, module)
+    for name in LATER:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
     yield answers
     for name in ADAPTERS:
         sys.modules.pop(name, None)

@@ -47,6 +47,12 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
             *("kv_lora_rank", "qk_rope_head_dim", "forward_decode", "forward_extend"),
         ),
     },
+    "sglang.srt.layers.attention.deepseek_v4_backend": {
+        "DeepseekV4AttnBackend": (),
+        "_maybe_precompute_flashmla_sched_meta": (),
+        "can_use_swapab_attention": (),
+    },
+    "sglang.kernels.ops.attention.flash_mla_interface": {"flash_mla_with_kvcache": (), "flash_mla_sparse_fwd": (), "get_mla_metadata": ()},
     "sglang.srt.layers.attention.dsa.utils": {
         "resolve_fp8_mqa_logits_fn": (),
         "resolve_fp8_paged_mqa_logits_fn": (),
@@ -77,7 +83,11 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
     "sglang.srt.model_executor.model_runner": {
         "ModelRunner": ("page_size", "device", "kv_cache_dtype", "req_to_token_pool", "token_to_kv_pool", "model_config")
     },
-    "sglang.srt.configs.model_config": {"ModelConfig": ("num_attention_heads", "context_len", "hf_config"), "is_deepseek_dsa": ()},
+    "sglang.srt.configs.model_config": {
+        "ModelConfig": ("num_attention_heads", "context_len", "hf_config"),
+        "is_deepseek_dsa": (),
+        "is_deepseek_v4": (),
+    },
     "sglang.srt.models.deepseek_common.attention_backend_handler": {
         "AttentionBackendRegistry": ("register",),
         "handle_attention_dsa": (),
@@ -91,11 +101,16 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "RaggedVerifyLayout": ("bs", "verify_lens", "qo_indptr_device", "padded_to_bucket"),
         "resolve_ragged_verify_layout": (),
     },
-    "sglang.srt.runtime_context": {"get_exec": (), "get_parallel": (), "get_spec": ()},
+    "sglang.srt.runtime_context": {"get_exec": (), "get_parallel": (), "get_platform": (), "get_spec": ()},
 }
+LATER = {"sglang.kernels.ops.attention.flash_mla_interface"}  # not in SGLang 0.5.22
 # What these return answers by name at run time: recorded is what SGLang's own code asks for.
 ASKED = {
-    "get_exec": ("kernel.dsa_prefill_backend", "kernel.dsa_decode_backend", "deterministic.enable_deterministic_inference"),
+    "get_exec": (
+        *("kernel.dsa_prefill_backend", "kernel.dsa_decode_backend", "kernel.dsv4_attn_backend"),
+        "deterministic.enable_deterministic_inference",
+    ),
+    "get_platform": ("is_sm120",),
     "get_parallel": ("attn_tp_size", "attn_dcp_size"),
     "get_spec": ("speculative_num_draft_tokens", "speculative_eagle_topk", "speculative_algorithm"),
 }
@@ -153,7 +168,10 @@ def record(folder: Path) -> dict[str, Any]:
     modules = {}
     for module, names in WANTED.items():
         path = folder / Path(*module.split("."))
-        tree = ast.parse((path / "__init__.py" if path.is_dir() else path.with_suffix(".py")).read_text())
+        path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        if module in LATER and not path.exists():
+            continue
+        tree = ast.parse(path.read_text())
         modules[module] = {name: describe(tree, name, members) for name, members in names.items()}
     source = "".join(path.read_text() for path in sorted((folder / "sglang" / "srt").rglob("*.py")))
     asked = {function: [name for name in names if f"{function}().{name}" in source] for function, names in ASKED.items()}

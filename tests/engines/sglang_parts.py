@@ -16,7 +16,7 @@ from tests.engines.sglang_interface import RECORDS
 INTERFACES: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))]
 INTERFACE = INTERFACES[-1]
 MODULES: dict[str, dict[str, Any]] = INTERFACE["modules"]
-ADAPTERS = ("cute_mla.engines.sglang.dense", "cute_mla.engines.sglang.sparse")
+ADAPTERS = ("cute_mla.engines.sglang.dense", "cute_mla.engines.sglang.sparse", "cute_mla.engines.sglang.deepseek_v4")
 HEADS = 16
 SCALE = 192**-0.5
 

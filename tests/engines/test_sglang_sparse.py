@@ -155,7 +155,7 @@ def test_registration(engine: SimpleNamespace) -> None:
     assert engine.handlers == {"cute_mla": "as dsa"}
     assert engine.split_queries == ["dsa", "cute_mla"]
     utils = "sglang.srt.layers.attention.dsa.utils"
-    assert engine.hooks == {
+    assert {target: (hook(), kind) for target, (hook, kind) in engine.hooks.items()} == {
         f"{utils}.resolve_fp8_mqa_logits_fn": (indexer.fp8_mqa_logits, "replace"),
         f"{utils}.resolve_fp8_paged_mqa_logits_fn": (indexer.fp8_paged_mqa_logits, "replace"),
         f"{utils}.resolve_paged_mqa_logits_metadata_fn": (indexer.get_paged_mqa_logits_metadata, "replace"),

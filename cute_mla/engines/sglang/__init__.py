@@ -5,6 +5,7 @@ backend is imported only when SGLang creates the backend of a model runner.
 
     dense    decode, verification of draft tokens, prefill
     sparse   the same of models with DeepSeek's sparse attention, over SGLang's own backend of it
+    deepseek_v4   SGLang's own backend of DeepSeek-V4 and V4.1, whose calls of FlashMLA are replaced; with SGLang 0.5.23
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _create(runner: Any) -> Any:
     Without sparse attention, prefill decompresses new keys and chunks of the cached prefix, as for SGLang's own trtllm_mla. In
     deterministic mode it attends to latent keys, as for triton: the bits of a token then do not depend on what was cached.
     """
-    from sglang.srt.configs.model_config import is_deepseek_dsa
+    from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
         handle_attention_dsa,
@@ -59,6 +60,10 @@ def _create(runner: Any) -> Any:
     from sglang.srt.models.deepseek_common.utils import FORWARD_ABSORB_CORE_ATTENTION_BACKENDS
     from sglang.srt.runtime_context import get_exec
 
+    if is_deepseek_v4(runner.model_config.hf_config):
+        from .deepseek_v4 import create
+
+        return create(runner)
     if not is_deepseek_dsa(runner.model_config.hf_config):
         from .dense import CuteMla
 

@@ -21,14 +21,12 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-import torch
 import vllm.v1.attention.backends.mla.sparse_swa as vllm_metadata
 from vllm.platforms import current_platform
 
 from ...api import flash_mla_sparse_fwd, get_mla_metadata
-from ...api import flash_mla_with_kvcache as decode
 from ...spec.arch import ARCHS
-from ...spec.cache_format import V41
+from .. import two_caches
 from . import DENSE, SPARSE
 from .capability import has_kernels_for
 
@@ -64,7 +62,7 @@ class _Picker:
             if not supported:
                 raise ValueError(f"{name} is {given} for DeepSeek-V4; supported: {allowed}")
         flashmla: Any = import_module(f"{self.package}.nvidia.flashmla")
-        flashmla.flash_mla_with_kvcache, flashmla.flash_mla_sparse_fwd = flash_mla_with_kvcache, flash_mla_sparse_fwd
+        flashmla.flash_mla_with_kvcache, flashmla.flash_mla_sparse_fwd = two_caches.decode, flash_mla_sparse_fwd
         vllm_metadata.get_mla_metadata = get_mla_metadata
         return _served(flashmla.DeepseekV4FlashMLAAttention)
 
@@ -80,16 +78,3 @@ def _served(layer: Any) -> type:
             return min(super().get_padded_num_q_heads(num_heads), *(heads for heads in _HEADS if heads >= num_heads))
 
     return CuteMlaAttention
-
-
-def flash_mla_with_kvcache(
-    *, k_cache: torch.Tensor, extra_k_cache: torch.Tensor | None = None, **call: Any
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Call cute_mla.flash_mla_with_kvcache. Caches of 528 bytes a token have the scales behind each token, as in FlashMLA."""
-    formats = _format_of(k_cache), _format_of(extra_k_cache)
-    return decode(k_cache=k_cache, extra_k_cache=extra_k_cache, kv_format=formats[0], extra_kv_format=formats[1], **call)
-
-
-def _format_of(given: torch.Tensor | None) -> str | None:
-    """Return the name of a cache's format where the bytes of a token fit several, None where they decide."""
-    return V41.name if given is not None and given.shape[-1] == V41.page_bytes(1) else None

@@ -10,6 +10,7 @@ import pytest
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms.interface import DeviceCapability
 
+from cute_mla.engines import two_caches
 from cute_mla.engines.vllm import deepseek_v4, models
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.testing.compare import same_bits
@@ -86,7 +87,7 @@ def test_other_backends_stay_vllms(model: str, backend: str | None, tmp_path: Pa
     assert served is not layer
     assert served is pick(model, tmp_path)[0]
     assert issubclass(served, layer)
-    assert flashmla.flash_mla_with_kvcache is deepseek_v4.flash_mla_with_kvcache
+    assert flashmla.flash_mla_with_kvcache is two_caches.decode
 
 
 def test_what_is_not_supported_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
