@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import import_module
-from math import lcm
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,31 +13,32 @@ import torch
 import vllm.v1.attention.backends.mla.sparse_swa as sparse_swa
 from torch import Tensor
 from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.distributed import parallel_state
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.models.registry import ModelRegistry
 from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
-from vllm.v1.kv_cache_interface import SlidingWindowMLASpec
 
 from cute_mla.cache import dequantise_cache, empty_cache, quantise_cache
 from cute_mla.reference.latent import attend_to_all
 from tests.engines.vllm_adapter.vllm_parts import Request, Setting, batch_of, configuration, query_rows, rows_of
 
 COLUMNS, WINDOW, TOPK, SCALE = 512, 40, 24, 512**-0.5
+_SETTING = Setting(16)
 LAYER, SWA = "model.layers.0.attn", "model.layers.0.attn.swa_cache"
 ARCHITECTURES = {"deepseek_v4": "DeepseekV4ForCausalLM", "deepseek_v41": "DeepseekV41ForCausalLM"}
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of layer. ratio: tokens of a compressed key; block: tokens of a block of compressed keys, swa_block: of one of the window."""
+    """A kind of layer. ratio: tokens of a compressed key; block: tokens of a block of compressed keys. cache: vLLM's cache dtype."""
 
     model: str
     ratio: int
     block: int
-    swa_block: int
     formats: tuple[str, str]
+    cache: str = "auto"
 
     @property
     def compressed(self) -> bool:
@@ -50,40 +50,58 @@ def kinds_of(arch: str) -> dict[str, Kind]:
     """Return the kinds of layers on an architecture, with the records that vLLM writes there."""
     hopper = arch == "sm90"
     v4, v41, block = ("fp8_584", "fp8_584"), ("fp8_584", "fp8_584") if hopper else ("v41", "v41"), 64 if hopper else 128
-    kinds = {f"V4, {ratio}": Kind("deepseek_v4", ratio, 256, 64, v4) for ratio in (1, 4, 128)}
-    kinds |= {f"V4.1, {ratio}": Kind("deepseek_v41", ratio, block, 32, v41) for ratio in (0, 1, 2)}
-    return kinds if hopper else kinds | {"V4.1, fp4": Kind("deepseek_v41", 2, block, 32, ("v41", "v41_fp4"))}
+    kinds = {f"V4, {ratio}": Kind("deepseek_v4", ratio, 256, v4) for ratio in (1, 4, 128)}
+    kinds |= {f"V4.1, {ratio}": Kind("deepseek_v41", ratio, block, v41) for ratio in (0, 1, 2)}
+    return kinds if hopper else kinds | {"V4.1, fp4": Kind("deepseek_v41", 2, block, ("v41", "v41_fp4"), "nvfp4_ds_mla")}
 
 
-def pick(model: str, folder: Path, backend: str | None = "CUTE_MLA_SPARSE") -> tuple[Any, VllmConfig]:
+def pick(model: str, folder: Path, backend: str | None = "CUTE_MLA_SPARSE", setting: Setting = _SETTING) -> tuple[Any, VllmConfig]:
     """Load a model's class, and return the class of layer that its module picks, and the configuration."""
-    config = configuration(Setting(16), folder)
+    config = configuration(setting, folder)
     config.attention_config.backend = None if backend is None else AttentionBackendEnum[backend]
-    for name, value in (("sliding_window", WINDOW), ("compress_ratios", [0, 4, 128] if model == "deepseek_v4" else [0, 1, 2])):
-        setattr(config.model_config.hf_config, name, value)
     ModelRegistry.models[ARCHITECTURES[model]].load_model_cls()
     return import_module(f"vllm.models.{model}.nvidia.model")._select_dsv4_attn_cls(config), config
 
 
-def cache_of(batch: CommonAttentionMetadata, kind: str, block: int, seed: int) -> tuple[Tensor, list[Tensor]]:
-    """Return (a cache [blocks, block, bytes] as vLLM binds it, what each request's keys are worth); NaN where there are no keys.
+def layer_of(kind: Kind, heads: int, buffer: Tensor, folder: Path) -> tuple[Any, VllmConfig]:
+    """Return a layer as vLLM makes it, and its configuration."""
+    layer_class, config = pick(kind.model, folder, setting=Setting(heads, cache=kind.cache, block_size=kind.block))
+    rope = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}, "rope_theta": 1e4, "compress_rope_theta": 1.6e5}
+    sizes = {"head_dim": COLUMNS, "qk_rope_head_dim": 64, "o_groups": 1, "o_lora_rank": 64, "sliding_window": WINDOW}
+    indexer = {"index_topk": TOPK, "index_n_heads": 32, "index_head_dim": 128}
+    ratios = {"layer_types": ["it"], "compress_rates": {"it": kind.ratio}, "compress_ratios": [kind.ratio]}
+    sources = {"kv_source_layer_ids": [0], "index_source_layer_ids": [0]} if kind.compressed else {}
+    for name, value in {**rope, **sizes, **indexer, **ratios, **sources}.items():
+        setattr(config.model_config.hf_config, name, value)
+    config.kernel_config.enable_jit_warmup = False
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with set_current_vllm_config(config):
+            return layer_class(config, prefix=LAYER, topk_indices_buffer=buffer), config
+    finally:
+        torch.set_default_dtype(before)
 
-    The blocks of other layers lie between: they are as far apart as vLLM pads them, and twice that.
+
+def cache_of(batch: CommonAttentionMetadata, kind: str, spec: Any, seed: int) -> tuple[Tensor, list[Tensor]]:
+    """Return (a cache [blocks, 1, block, bytes] as vLLM binds it, what each request's keys are worth); NaN where there are no keys.
+
+    spec: vLLM's, which pads pages. They are twice as far apart, as those of other layers lie between.
     """
+    block = spec.num_states
     blocks = int(batch.block_table_tensor.max()) + 1
     keys = torch.full((blocks, block, 1, COLUMNS), float("nan"), dtype=torch.bfloat16)
     for request in range(batch.num_reqs):
         pages, rows = rows_of(batch, request, block)
         keys[pages, rows, 0] = torch.randn(len(rows), COLUMNS, generator=torch.Generator().manual_seed(seed + request)).bfloat16()
     packed = quantise_cache(keys, kind)
-    alignment = 576 if kind == "fp8_584" else lcm(528, 288, 16)
-    stride = -(-block * packed.shape[-1] // alignment) * alignment * 2
-    storage = empty_cache(kind, blocks, block, page_stride=stride, fill=0xFF)
+    assert packed.shape[-1] == spec.state_content_bytes
+    storage = empty_cache(kind, blocks, block, page_stride=2 * spec.page_size_bytes, fill=0xFF)
     storage.copy_(packed.view(torch.uint8))
     values = dequantise_cache(packed, kind).float()
     worth = [values[pages, rows, 0] for pages, rows in (rows_of(batch, r, block) for r in range(batch.num_reqs))]
     assert all(torch.isfinite(each).all() for each in worth)
-    return storage.squeeze(2), worth
+    return storage.transpose(1, 2), worth
 
 
 @dataclass
@@ -98,18 +116,23 @@ class Model:
 
     def __post_init__(self) -> None:
         kind, draw = self.kind, torch.Generator().manual_seed(8)
-        self.layer_class, self.config = pick(kind.model, self.folder)
-        self.batch = batch_of(self.requests, kind.swa_block, padded_tokens=self.padded_tokens)
-        self.swa_cache, self.swa_keys = cache_of(self.batch, kind.formats[0], kind.swa_block, 10)
-        self.tokens = self.batch.num_actual_tokens
         self.buffer = torch.full((256, TOPK), -1, dtype=torch.int32)
-        self.q = torch.randn(self.tokens, self.heads, COLUMNS, generator=draw).bfloat16()
-        self.sinks = torch.nn.Parameter(torch.linspace(-3, 4, self.heads))
+        self.layer, self.config = layer_of(kind, self.heads, self.buffer, self.folder)
+        self.window = self.layer.swa_cache_layer
+        self.spec = self.window.get_kv_cache_spec(self.config)
+        self.batch = batch_of(self.requests, self.spec.block_size, padded_tokens=self.padded_tokens)
+        cache, self.swa_keys = cache_of(self.batch, kind.formats[0], self.spec, 10)
+        self.window.bind_kv_cache(cache)
+        self.tokens = self.batch.num_actual_tokens
+        self.q = torch.zeros(self.tokens, self.layer.padded_heads, COLUMNS, dtype=torch.bfloat16)
+        self.q[:, : self.heads] = torch.randn(self.tokens, self.heads, COLUMNS, generator=draw).bfloat16()
+        self.layer.attn_sink.data[: self.heads] = torch.linspace(-3, 4, self.heads)
         if not kind.compressed:
             return
-        states = kind.block // kind.ratio
-        self.states = batch_of([Request(0, request.keys // kind.ratio) for request in self.requests], states, seed=1)
-        self.cache, self.keys = cache_of(self.states, kind.formats[1], states, 20)
+        spec = self.layer.get_kv_cache_spec(self.config)
+        self.states = batch_of([Request(0, request.keys // kind.ratio) for request in self.requests], spec.num_states, seed=1)
+        cache, self.keys = cache_of(self.states, kind.formats[1], spec, 20)
+        self.layer.bind_kv_cache(cache)
         for request in range(self.batch.num_reqs):
             for token, position in self.positions(request):
                 seen = (position + 1) // kind.ratio
@@ -121,28 +144,12 @@ class Model:
         own, keys = query_rows(self.batch, request), int(self.batch.seq_lens[request])
         return [(token, keys - (own.stop - token)) for token in range(own.start, own.stop)]
 
-    def attention(self) -> Any:
-        """Return a layer without its projections."""
-        layer = self.layer_class.__new__(self.layer_class)
-        torch.nn.Module.__init__(layer)
-        layer.prefix, layer.swa_cache_layer = LAYER, SimpleNamespace(prefix=SWA, kv_cache=self.swa_cache)
-        layer.compress_ratio, layer.kv_cache = self.kind.ratio, self.cache if self.kind.compressed else torch.tensor([])
-        layer.topk_indices_buffer, layer.attn_sink, layer.scale = self.buffer, self.sinks, SCALE
-        layer.window_size, layer.max_num_batched_tokens, layer.max_model_len, layer.max_image_tokens = WINDOW, 256, 2048, 0
-        if self.kind.model == "deepseek_v41":
-            layer.use_pcp, layer.is_kv_source, layer.compressed_cache_prefix, layer._prefill_num_heads = False, True, LAYER, self.heads
-        return layer
-
     @cached_property
     def metadata(self) -> dict[str, Any]:
         """Return vLLM's metadata of the window's cache, and what layers read of those of the compressed one."""
-        spec = SlidingWindowMLASpec(
-            block_size=self.kind.swa_block, num_kv_heads=1, max_tp_shards=1, head_size=COLUMNS, dtype=torch.uint8, sliding_window=WINDOW,
-            model_version="deepseek_v4",
-        )  # fmt: skip
-        builder = self.layer_class.swa_backend_cls.get_builder_cls()
+        builder = self.window.get_attn_backend().get_builder_cls()
         with set_current_vllm_config(self.config):
-            found = {SWA: builder(spec, [SWA], self.config, torch.device("cpu")).build(0, self.batch)}
+            found = {SWA: builder(self.spec, [SWA], self.config, torch.device("cpu")).build(0, self.batch)}
         return found | {LAYER: self._compressed(found[SWA])} if self.kind.compressed else found
 
     def _compressed(self, swa: Any) -> Any:
@@ -162,23 +169,27 @@ class Model:
         """Return the output of the layer [tokens, heads, 512], NaN where it wrote nothing."""
         out = torch.full_like(self.q, float("nan"))
         with set_forward_context(self.metadata, self.config), torch.inference_mode():
-            self.attention().forward_mqa(self.q, self.q[:, 0], torch.empty(0), out)
-        return out
+            self.layer.forward_mqa(self.q, self.q[:, 0], torch.empty(0), out)
+        return out[:, : self.heads]
 
     def expected(self) -> Tensor:
         """Return what every token attends to: the window up to itself, and the compressed keys in its row of the buffer."""
-        out = torch.zeros(self.tokens, self.heads, COLUMNS)
+        out, sinks = torch.zeros(self.tokens, self.heads, COLUMNS), self.layer.attn_sink.detach()[: self.heads]
         for request in range(self.batch.num_reqs):
             for token, position in self.positions(request):
                 keys = [self.swa_keys[request][max(position - WINDOW + 1, 0) : position + 1]]
                 if self.kind.compressed:
                     keys.append(self.keys[request][self.buffer[token][self.buffer[token] >= 0].long()])
-                out[token] = attend_to_all(self.q[token].float(), torch.cat(keys), SCALE, self.sinks.detach())[0]
+                out[token] = attend_to_all(self.q[token, : self.heads].float(), torch.cat(keys), SCALE, sinks)[0]
         return out
 
 
-def replace_triton(monkeypatch: Any) -> None:
-    """Replace vLLM's Triton kernels around the two calls by torch."""
+def stand_in(monkeypatch: Any, capability: DeviceCapability) -> None:
+    """Have vLLM make layers for a device that is not there, and replace its Triton kernels around the two calls by torch."""
+    monkeypatch.setattr(torch.cuda, "Event", object)
+    monkeypatch.setattr(parallel_state, "get_tp_group", lambda: SimpleNamespace(world_size=1, rank_in_group=0))
+    monkeypatch.setattr(type(sparse_swa.current_platform), "device_type", "cpu")
+    monkeypatch.setattr(type(sparse_swa.current_platform), "get_device_capability", lambda *_, **__: capability)
     monkeypatch.setattr(sparse_swa, "_COMPUTE_SWA_INDICES_AND_LENS_KERNEL", _window)
     monkeypatch.setattr(sparse_swa, "_COMPUTE_PREFILL_METADATA_KERNEL", _gather_lengths)
     monkeypatch.setattr(sparse_swa, "get_mla_metadata", sparse_swa.get_mla_metadata)  # restored behind the test, as the names below
@@ -189,8 +200,7 @@ def replace_triton(monkeypatch: Any) -> None:
         monkeypatch.setattr(module, "compute_global_topk_indices_and_lens", global_indices)
         monkeypatch.setattr(module, "dequantize_and_gather_k_cache", _gather)
         monkeypatch.setattr(module, "combine_topk_swa_indices", _combine)
-    capability = DeviceCapability(9, 0)
-    monkeypatch.setattr(type(sparse_swa.current_platform), "get_device_capability", lambda *_, **__: capability)
+        monkeypatch.setattr(import_module(f"vllm.models.{model}.attention"), "get_tensor_model_parallel_world_size", lambda: 1)
 
 
 def _window(slots: Tensor, lens: Tensor, window: int, *given: Any, num_tokens: int, token_offset: int, **_: Any) -> None:

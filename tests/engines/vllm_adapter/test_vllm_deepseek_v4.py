@@ -14,7 +14,7 @@ from cute_mla.engines import two_caches
 from cute_mla.engines.vllm import deepseek_v4, models
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.testing.compare import same_bits
-from tests.engines.vllm_adapter.deepseek_v4_parts import ARCHITECTURES, Kind, Model, kinds_of, pick, replace_triton, sparse_swa
+from tests.engines.vllm_adapter.deepseek_v4_parts import ARCHITECTURES, Kind, Model, kinds_of, pick, sparse_swa, stand_in
 from tests.engines.vllm_adapter.vllm_parts import Request, agree
 from tests.support.launched import launched_ops
 
@@ -26,8 +26,9 @@ BATCHES: dict[str, list[Request]] = {
 
 
 @pytest.fixture(autouse=True)
-def _no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
-    replace_triton(monkeypatch)
+def _device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    arch = request.getfixturevalue("arch") if "arch" in request.fixturenames else ARCHS["sm90"]
+    stand_in(monkeypatch, DeviceCapability(*arch.compute_capabilities[0]))
 
 
 @pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
@@ -59,7 +60,7 @@ def test_drafts_and_rows_that_pad_a_graph(arch: Arch, kind: Kind, tmp_path: Path
     assert (out[4:] == 0).all()
 
 
-@pytest.mark.parametrize("heads", [16, 64, 128])
+@pytest.mark.parametrize("heads", [5, 16, 64, 128])
 def test_heads(arch: Arch, heads: int, tmp_path: Path) -> None:
     model = Model(kinds_of(arch.name)["V4.1, 1"], [Request(1, 70), Request(3, 50)], tmp_path, heads)
     with launched_ops(arch):
