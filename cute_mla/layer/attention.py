@@ -24,7 +24,7 @@ from ..ops.arguments import check_flag, needs_grad
 from ..ops.cache_codec import to_e4m3
 from ..parallel import ContextParallel
 from ..spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
-from ..spec.mla import D_QK, MAX_HEADS
+from ..spec.mla import D_QK, D_ROPE, MAX_HEADS
 from ..tracing.detection import is_dynamo_compiling
 from .batch import DecodeRequests, MlaBatch, PrefillRequests
 from .checks import Given, check_differentiable, check_forms, check_given
@@ -73,8 +73,8 @@ class MlaAttention(torch.nn.Module):
     q_a: torch.Tensor | None
     q_a_norm: torch.Tensor | None
     q_b: torch.Tensor
-    kv_a: torch.Tensor
-    kv_a_norm: torch.Tensor
+    kv_a: torch.Tensor | None
+    kv_a_norm: torch.Tensor | None
     kv_b: torch.Tensor
     o: torch.Tensor
     q_a_bias: torch.Tensor | None
@@ -82,6 +82,9 @@ class MlaAttention(torch.nn.Module):
     o_bias: torch.Tensor | None
     gate: torch.Tensor | None
     sinks: torch.Tensor | None
+    q_scale: torch.Tensor | None
+    q_scale_bias: torch.Tensor | None
+    alpha: torch.Tensor | None
 
     def __init__(
         self,
@@ -94,6 +97,7 @@ class MlaAttention(torch.nn.Module):
     ) -> None:
         super().__init__()
         check_flag("batch_invariant", batch_invariant)
+        config.check_one_layer()
         if indexer is not None and config.indexer is None:
             raise ValueError("an indexer is given, and the config has none; supported: configs with index_topk")
         if context is not None and config.key_columns != D_QK:
@@ -115,7 +119,7 @@ class MlaAttention(torch.nn.Module):
     @property
     def path(self) -> str:
         """Return "kernels", or "reference" if there are no kernels for the device of the weights at the moment."""
-        return attention_path(self.kv_a.device).name
+        return attention_path(self.kv_b.device).name
 
     @property
     def weights(self) -> MlaWeights:
@@ -125,7 +129,7 @@ class MlaAttention(torch.nn.Module):
     def extra_repr(self) -> str:
         """Return the sizes of the layer, for repr()."""
         sizes = f"hidden_size={self.config.hidden_size}, heads={self.heads} of {self.config.num_attention_heads}"
-        return f"{sizes}, q_lora_rank={self.config.q_lora_rank}, dtype={self.kv_a.dtype}, device={str(self.kv_a.device)!r}"
+        return f"{sizes}, q_lora_rank={self.config.q_lora_rank}, dtype={self.kv_b.dtype}, device={str(self.kv_b.device)!r}"
 
     def forward(
         self,
@@ -141,14 +145,14 @@ class MlaAttention(torch.nn.Module):
 
         hidden: [tokens, hidden_size], in the order of the batch, with dtype and device of the weights
         k_cache: [pages, page size, 1, latent + rotary columns] of the same dtype, with the cached keys of the requests, or with 576 columns
-        of float8_e4m3fn, or, with an indexer in the config and weights of bf16, uint8 [pages, page size, 1, 656]; page size and strides as
-        in flash_mla_with_kvcache. Rotary columns 2i and 2i + 1 of a key are a pair. None if the batch reads no cached keys: new keys are
-        not written
+        of float8_e4m3fn, or, with an indexer in the config and weights of bf16, uint8 [pages, page size, 1, 656], without rotary columns
+        528; page size and strides as in flash_mla_with_kvcache. Rotary columns 2i and 2i + 1 of a key are a pair. None if the batch reads
+        no cached keys: new keys are not written. With borrowed latents, the cache of the layer that lends them, which that layer wrote
         index_cache: of a layer with an indexer: uint8 [pages, page size, 1, 132], the indexer's keys in the same slots as those of k_cache,
         in pages of 16, 32, 64 or 128 that are contiguous inside (cute_mla.indexer has the layout). The keys of the new tokens are written
         to it. None if no request has more keys than index_topk, nor ever will
         descale_k: scale of an e4m3 cache, fp32, one element on the device; keys are descale_k * k_cache; default 1. A prefill request
-        attends to its own new keys before they are rounded to e4m3; later steps read the rounded keys. The same holds of 656 bytes a token
+        attends to its own new keys before they are rounded to e4m3; later steps read the rounded keys. The same holds of caches of uint8
         descale_q: with an e4m3 cache, decode rounds its queries divided by this scale to e4m3, fp32, one element on the device; None: it
         does not
 
@@ -168,25 +172,20 @@ class MlaAttention(torch.nn.Module):
         Raises ValueError on bad arguments, and the errors of flash_mla_with_kvcache and flash_attn_varlen_func.
         """
         given = Given(k_cache, index_cache, descale_q, descale_k)
-        check_given(self.config, self.kv_a, hidden, batch, given)
+        check_given(self.config, self.kv_b, hidden, batch, given)
         path = self._path(hidden.device)
         cache = Cache(hidden.new_empty(0, 1, 1, self.config.key_columns) if k_cache is None else k_cache, descale_k)
-        sparsity = Sparsity(self._topk, not cache.is_fp8_656, self.batch_invariant, self._masked_heads)
+        sparsity = Sparsity(self._topk, cache.packed is None, self.batch_invariant, self._masked_heads)
         forms = forms_of(batch, cache.keys.shape[1] * path.world, sparsity)
         check_forms(forms, given, self.indexer is not None)
         if needs_grad(hidden, *self._parameters.values()):
             check_differentiable(batch, forms)
         if path.name == "reference":
             warn_reference(hidden.device)
-        rope = rotation(batch.positions, self._radians, self.config)
-        inputs = _Inputs(hidden, self._query_latent(hidden), rope)
-        if k_cache is not None and path.name == "kernels" and not needs_grad(hidden, *self._parameters.values()):
-            q, keys = self._insert(inputs, cache, batch)
-        else:
-            q, keys = self._queries(inputs), self._new_keys(hidden, rope)
-            if k_cache is not None:
-                rotary = keys.rotary.detach() if self.config.qk_rope_head_dim else None
-                write_kv_cache(keys.latent.detach(), rotary, k_cache, batch.slot_mapping, descale_k=descale_k)
+        radians = self._radians if self.alpha is None else self._radians * self.alpha.exp()
+        inputs = _Inputs(hidden, self._query_latent(hidden), rotation(batch.positions, radians, self.config))
+        fused = k_cache is not None and path.name == "kernels" and not needs_grad(hidden, *self._parameters.values())
+        q, keys = self._states(inputs, cache, batch, fused)
         indexed = None if self.indexer is None else self._index(self.indexer, inputs, batch, forms, index_cache)
         step = Step(path, cache, batch, forms, self._topk, indexed)
         parts = []
@@ -202,6 +201,29 @@ class MlaAttention(torch.nn.Module):
         if self.gate is not None:
             out = out * linear(hidden, self.gate).float().sigmoid().to(out.dtype).unflatten(1, (self.heads, -1))
         return linear(out.flatten(1), self.o, self.o_bias)
+
+    def _states(self, inputs: _Inputs, cache: Cache, batch: MlaBatch, fused: bool) -> tuple[torch.Tensor, _Keys]:
+        """Return queries, and the keys of the new tokens, which are written to the cache, or are those of the layer that lends them.
+
+        fused: whether one launch writes the keys and rotates the queries.
+        """
+        latents, columns = batch.selection.latents, self.config.qk_rope_head_dim
+        if self.config.latents == "borrowed":
+            if columns not in latents:
+                raise ValueError(f"no layer lends latents with {columns} rotary columns; supported: behind a layer that does, in one step")
+            return self._queries(inputs), _Keys(*latents[columns])
+        if fused:
+            q, keys = self._insert(inputs, cache, batch)
+        else:
+            q, keys = self._queries(inputs), self._new_keys(inputs.hidden, inputs.rope)
+            if cache.keys.shape[0]:
+                rotary = keys.rotary.detach() if columns else None
+                write_kv_cache(
+                    *(keys.latent.detach(), rotary, cache.keys, batch.slot_mapping), descale_k=cache.descale, kv_format=cache.packed
+                )
+        if self.config.latents == "lent":
+            latents[columns] = keys
+        return q, keys
 
     def _path(self, device: torch.device) -> AttentionPath:
         """Return the implementation of attention. Raise ValueError for context parallelism without kernels."""
@@ -220,19 +242,22 @@ class MlaAttention(torch.nn.Module):
     @property
     def _masked_heads(self) -> int | None:
         """Return the heads if dense prefill of them takes a mask of keys, else None."""
-        is_masked = self.config.query_columns in MASKED_HEAD_DIMS and self.kv_a.dtype != torch.float16
+        is_masked = self.config.query_columns in MASKED_HEAD_DIMS and self.kv_b.dtype != torch.float16
         return self.heads if is_masked else None
 
     def _index(self, indexer: Indexer, inputs: _Inputs, batch: MlaBatch, forms: Forms, index_cache: torch.Tensor | None) -> Indexed:
         """Make the indexer's keys of the new tokens, write them to its cache, and make queries where tokens choose by them."""
-        keys = indexer.keys(inputs.hidden)
+        keys, inputs = indexer.keys(inputs.hidden), inputs._replace(rope=inputs.rope.unless_empty(D_ROPE // 2))
         if index_cache is not None:
             indexer.write(keys, inputs.rope, index_cache, batch.slot_mapping)
         return Indexed(indexer, inputs.rope, keys, indexer.queries(*inputs) if forms.is_chosen else None, index_cache)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
-        """Apply a function of to(), half() and so on to the parameters. The frequencies follow to their device, and stay in fp32."""
+        """Apply a function of to(), half() and so on to the parameters. Frequencies and alpha follow to their device, and stay in fp32."""
+        alpha = self.alpha
         super()._apply(fn, recurse)
+        if alpha is not None and self.alpha is not None and self.alpha.dtype != torch.float32:
+            self.alpha = torch.nn.Parameter(alpha.to(self.kv_b.device), requires_grad=alpha.requires_grad)
         self._place_frequencies()
         return self
 
@@ -242,7 +267,7 @@ class MlaAttention(torch.nn.Module):
         self._place_frequencies()
 
     def _place_frequencies(self) -> None:
-        self._radians = frequencies(self.config).to(self.kv_a.device)
+        self._radians = frequencies(self.config).to(self.kv_b.device)
 
     def _query_latent(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return what queries are projected from: [tokens, q_lora_rank], normalised, or the hidden states without q_lora_rank."""
@@ -254,7 +279,7 @@ class MlaAttention(torch.nn.Module):
 
     def _insert(self, inputs: _Inputs, cache: Cache, batch: MlaBatch) -> tuple[torch.Tensor, _Keys]:
         """Project queries and keys; normalise, rotate and write them in one launch. Keys are uninitialised in a batch without prefill."""
-        q, projected = self._projected(inputs), linear(inputs.hidden, self.kv_a, self.kv_a_bias)
+        q, projected = self._projected(inputs), self._project_keys(inputs.hidden)
         columns = (self.config.kv_lora_rank, self.config.qk_rope_head_dim)
         latent, rotary = projected.split(columns, dim=1)
         keys = torch.empty_like(projected)
@@ -265,6 +290,7 @@ class MlaAttention(torch.nn.Module):
             *(latent, *operands[:2], cache.keys, batch.slot_mapping, self._latent_norm(), operands[2]),
             keys=None if batch.prefill is None else keys,
             descale_k=cache.descale,
+            kv_format=cache.packed,
             eps=self.config.rms_norm_eps,
         )
         return q, _Keys(*keys.split(columns, dim=1))
@@ -286,14 +312,24 @@ class MlaAttention(torch.nn.Module):
         q = linear(inputs.latent, self.q_b).unflatten(1, (self.heads, -1))
         if inputs.rope.query_scale is not None:
             q = (q * inputs.rope.query_scale.view(-1, 1, 1)).to(q.dtype)
+        if self.q_scale is not None and self.q_scale_bias is not None:
+            q = inputs.rope.scale_heads(q, self.q_scale, self.q_scale_bias)
         return q
 
+    def _project_keys(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Project latent and rotary columns of keys [tokens, columns of a key], before norm and rotation."""
+        if self.kv_a is None:
+            raise ValueError("the layer has no kv_a; supported: a layer with latents of its own")
+        return linear(hidden, self.kv_a, self.kv_a_bias)
+
     def _new_keys(self, hidden: torch.Tensor, rope: Rotation) -> _Keys:
-        latent, rotary = linear(hidden, self.kv_a, self.kv_a_bias).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
+        latent, rotary = self._project_keys(hidden).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
         return _Keys(norm_rope.rms_norm(latent, self._latent_norm(), self.config.rms_norm_eps), rope.apply(rotary))  # the bits of _insert
 
     def _latent_norm(self) -> torch.Tensor:
         """Return the weight of the norm of latent keys, with their scale."""
+        if self.kv_a_norm is None:
+            raise ValueError("the layer has no kv_a_norm; supported: a layer with latents of its own")
         return self.kv_a_norm if self.config.kv_lora_scale == 1 else self.kv_a_norm * self.config.kv_lora_scale
 
     def _sinks(self) -> torch.Tensor | None:

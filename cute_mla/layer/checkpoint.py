@@ -73,8 +73,11 @@ def read_tensors(files: Mapping[str, Path], names: Iterable[str]) -> dict[str, t
     return read
 
 
-def read_attention(path: str | Path, layer: int) -> tuple[dict[str, torch.Tensor], str]:
-    """Return the tensors of a layer's attention, and what their names begin with. Raise the errors of read_headers."""
+def read_attention(path: str | Path, layer: int, shared: Iterable[str] = ()) -> tuple[dict[str, torch.Tensor], str]:
+    """Return the tensors of a layer's attention, and what their names begin with. Raise the errors of read_headers.
+
+    shared: names of tensors that all layers of the model share, which the result has among those of the layer, where there are any.
+    """
     check_integer("layer", layer, 0)
     files = tensor_files(Path(path))
     prefixes = [f"{model}layers.{layer}.self_attn." for model in _MODELS]
@@ -83,7 +86,9 @@ def read_attention(path: str | Path, layer: int) -> tuple[dict[str, torch.Tensor
     if len(found) > 1:
         raise ValueError(f"{path} has tensors named {' and '.join(f'{prefix}*' for prefix in found)}; supported: one model")
     prefix = found[0] if found else prefixes[0]
-    return read_tensors(files, held[prefix]), prefix
+    common = {f"{prefix.removesuffix(f'layers.{layer}.self_attn.')}{name}": f"{prefix}{name}" for name in shared}
+    read = read_tensors(files, [*held[prefix], *(name for name in common if name in files)])
+    return {common.get(name, name): tensor for name, tensor in read.items()}, prefix
 
 
 def listed(names: Iterable[str]) -> str:

@@ -9,12 +9,12 @@ import torch
 
 from ..ops.limits import page_size_error
 from ..ops.tensor_spec import TensorSpec, check_dtype, check_shape, spec_of
-from ..spec.cache_format import FP8_656
 from ..spec.mla import D_QK
 from ..spec.mqa_logits import PAGE_SIZES, ROW_BYTES
 from .batch import MlaBatch
 from .config import MlaConfig
 from .forms import Forms
+from .path import PACKED
 
 _WITHOUT_CACHE = "prefill requests without cached keys, as plan_sequences makes them"
 
@@ -84,10 +84,10 @@ def _check_place(name: str, spec: TensorSpec, weights: TensorSpec) -> None:
 
 def _check_cache(config: MlaConfig, weights: TensorSpec, k_cache: torch.Tensor) -> None:
     cache = spec_of("k_cache", k_cache)
-    columns, quantised = config.key_columns, FP8_656.page_bytes(1)
-    if config.indexer is not None and cache.shape[3:] == (quantised,):
+    columns = config.key_columns
+    quantised = next((packed.page_bytes(1) for packed in PACKED if packed.d_qk == columns), None)
+    if config.indexer is not None and cache.shape[3:] == (quantised,) and k_cache.dtype == torch.uint8:
         check_shape("k_cache", cache, ("pages", "page size", 1, quantised))
-        check_dtype("k_cache", cache, torch.uint8)
     else:
         check_shape("k_cache", cache, ("pages", "page size", 1, columns))
         narrow = columns == D_QK and weights.dtype != torch.float16

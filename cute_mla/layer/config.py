@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 from ..ops.arguments import check_flag, check_integer, is_number, short_repr
 from ..spec.dense_prefill import HEAD_DIMS
 from ..spec.mla import D_LATENT, D_ROPE, LATENT_DIMS
-from .config_keys import check_keys
+from .config_keys import MISTRAL_LARGE_4, check_keys
 from .indexer_config import IndexerConfig
+from .layer_kinds import check_layers, read_layers
 
 OutputGate = Literal["head", "column"]
+Latents = Literal["own", "lent", "borrowed"]
 
-_FLAGS = ("rope_interleave", "attention_bias", "mla_use_nope", "mla_scale_q_lora", "mla_scale_kv_lora", "attention_sinks")
+_FLAGS = (
+    *("rope_interleave", "attention_bias", "mla_use_nope", "mla_scale_q_lora", "mla_scale_kv_lora", "attention_sinks"),
+    *("softmax_scaling", "learned_frequencies"),
+)
 _POSITIVE_INTEGERS = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _YARN_TYPES = ("yarn", "deepseek_yarn")
 _LLAMA3 = "llama3"
@@ -30,6 +35,7 @@ class YarnScaling:
     beta_fast: frequencies with at least this many turns within the original context stay as they are. beta_slow: frequencies with at most
     this many turns are divided by `factor`.
     mscale: scale of the rotary columns of queries and keys. mscale_all_dim: scale of all columns, applied to the scale of the softmax.
+    attention_factor: scale of the rotary columns of queries and keys; None: that of mscale and mscale_all_dim.
     llama_4_scaling_beta: of Mistral's models, whose queries grow with their position: at position p a query is multiplied by
     1 + beta * ln(1 + floor(p / original_max_position_embeddings)) (transformers, modeling_mistral4.py). None: DeepSeek's models.
     """
@@ -41,13 +47,14 @@ class YarnScaling:
     mscale: float = 1.0
     mscale_all_dim: float = 0.0
     llama_4_scaling_beta: float | None = None
+    attention_factor: float | None = None
 
     def __post_init__(self) -> None:
         for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
             _check_positive(f"rope_scaling[{name!r}]", getattr(self, name))
-        for name in ("mscale", "mscale_all_dim", "llama_4_scaling_beta"):
+        for name in ("mscale", "mscale_all_dim", "llama_4_scaling_beta", "attention_factor"):
             value = getattr(self, name)
-            if name == "llama_4_scaling_beta" and value is None:
+            if name in ("llama_4_scaling_beta", "attention_factor") and value is None:
                 continue
             if not is_number(value) or not 0 <= float(value) < math.inf:
                 raise ValueError(f"rope_scaling[{name!r}] is {short_repr(value)}; supported: a number, 0 or more")
@@ -70,6 +77,8 @@ class YarnScaling:
         _check_known(scaling, (*_ROPE, *names, "attention_factor", "max_position_embeddings"))
         yarn = YarnScaling(**{name: scaling[name] for name in names if name in scaling})
         given = scaling.get("attention_factor")
+        if given is not None and not {"mscale", "mscale_all_dim"} & scaling.keys():
+            return replace(yarn, attention_factor=given)
         if given is not None and not (is_number(given) and math.isclose(given, yarn.rotary_scale, rel_tol=1e-6)):
             raise ValueError(f"rope_scaling['attention_factor'] is {short_repr(given)}; supported: {yarn.rotary_scale}, that of mscale")
         return yarn
@@ -77,6 +86,8 @@ class YarnScaling:
     @property
     def rotary_scale(self) -> float:
         """Return the factor of the rotary columns of queries, and of those of keys."""
+        if self.attention_factor is not None:
+            return self.attention_factor
         return _magnitude(self.factor, self.mscale) / _magnitude(self.factor, self.mscale_all_dim)
 
     @property
@@ -130,7 +141,7 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class MlaConfig:
-    """Configuration of a layer, with the names of Hugging Face configs.
+    """Configuration of a layer, with the names of Hugging Face configs. of_layer() is that of one layer where the layers of a model differ.
 
     kv_lora_rank, qk_rope_head_dim: columns of a key in the cache, latent and rotary: 512 and 64, 512 and 0 (no rotary embedding), or 256
     and 64.
@@ -145,6 +156,12 @@ class MlaConfig:
     mla_scale_q_lora, mla_scale_kv_lora: True if the root of hidden_size over their rank multiplies queries and latent keys (LongCat).
     output_gate: whether a sigmoid of a projection of the hidden states multiplies the output before o: of each head, or of each column.
     attention_sinks: True if each head has a sink, a logit of one more key whose value is 0 (Hy4).
+    softmax_scaling: True if a query at position p of head h is multiplied by scale[h] * ln(p + 1) + bias[h] (Mistral Large 4).
+    learned_frequencies: True if the frequencies of RoPE are multiplied by exp(alpha), alpha a weight of the model (LeRoPE).
+    no_rope_layers: for each layer of a model 1, or 0 for a layer whose rotary columns are latent ones; () for layers that are all alike.
+    kv_source_layers: for each layer of a model the one whose latent keys it attends to; () for its own.
+    latents: of one layer: "lent" to the layers behind it with the same columns, "borrowed" from the last layer before it that lends, which
+    then has neither kv_a nor keys of its own in the cache; "own": neither.
     """
 
     hidden_size: int
@@ -166,6 +183,11 @@ class MlaConfig:
     mla_scale_kv_lora: bool = False
     output_gate: OutputGate | None = None
     attention_sinks: bool = False
+    softmax_scaling: bool = False
+    learned_frequencies: bool = False
+    no_rope_layers: tuple[int, ...] = ()
+    kv_source_layers: tuple[int, ...] = ()
+    latents: Latents = "own"
 
     def __post_init__(self) -> None:
         self._check_columns()
@@ -187,6 +209,29 @@ class MlaConfig:
             raise ValueError(f"indexer is {short_repr(self.indexer)}; supported: None and IndexerConfig")
         for name in ("rms_norm_eps", "rope_theta"):
             _check_positive(name, getattr(self, name))
+        if self.latents not in ("own", "lent", "borrowed"):
+            raise ValueError(f"latents is {short_repr(self.latents)}; supported: 'own', 'lent', 'borrowed'")
+        check_layers(self.no_rope_layers, self.kv_source_layers)
+        if 0 in self.no_rope_layers and self.rope_scaling is not None and self.rope_scaling.softmax_scale != 1:
+            raise ValueError(f"rope_scaling is {short_repr(self.rope_scaling)} with layers without RoPE; supported: no mscale_all_dim")
+
+    def of_layer(self, layer: int) -> MlaConfig:
+        """Return the configuration of one layer of the model; of a model whose layers are alike, or of one layer, this configuration."""
+        check_integer("layer", layer, 0)
+        rotary, sources = self.no_rope_layers, self.kv_source_layers
+        latents = self.latents
+        if layer < len(sources):
+            latents = "borrowed" if sources[layer] != layer else "lent" if layer in sources[layer + 1 :] else "own"
+        own = replace(self, no_rope_layers=(), kv_source_layers=(), latents=latents)
+        if layer >= len(rotary) or rotary[layer]:
+            return own
+        columns = {"qk_nope_head_dim": self.query_columns, "qk_rope_head_dim": 0}
+        return replace(own, rope_scaling=None, learned_frequencies=False, **columns)
+
+    def check_one_layer(self) -> None:
+        """Raise ValueError if this is the configuration of a model whose layers differ."""
+        if self.no_rope_layers or self.kv_source_layers:
+            raise ValueError("the config has no_rope_layers or kv_source_layers; supported: that of one layer, config.of_layer(layer)")
 
     def _check_columns(self) -> None:
         """Raise ValueError unless kernels have the columns of keys and of heads."""
@@ -216,8 +261,10 @@ class MlaConfig:
             config = _mapping("text_config", config["text_config"])
         check_keys(config)
         required = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        _check_present("the config", config, (*required, "q_lora_rank"))
         kind = config.get("model_type")
+        large_4 = kind == MISTRAL_LARGE_4
+        # Without these, transformers' class has a pattern of layers and a YaRN of its own; it has no q_lora_rank
+        _check_present("the config", config, (*required, *(("no_rope_layers", "rope_parameters") if large_4 else ("q_lora_rank",))))
         nope = _given(config, "mla_use_nope", kind == "kimi_linear")
         theta, scaling = (None, None) if nope else _read_rope(config)
         optional = {
@@ -226,7 +273,7 @@ class MlaConfig:
         }
         read = MlaConfig(
             **{name: config[name] for name in required},
-            q_lora_rank=config["q_lora_rank"],
+            q_lora_rank=config.get("q_lora_rank"),
             rope_scaling=scaling,
             indexer=IndexerConfig.from_hugging_face(config),
             mla_use_nope=nope,
@@ -234,6 +281,9 @@ class MlaConfig:
             mla_scale_kv_lora=_given(config, "mla_scale_kv_lora", kind == "longcat_flash"),
             output_gate=_read_gate(config),
             attention_sinks=config.get("learnable_sink_init") is not None,
+            softmax_scaling=large_4,
+            learned_frequencies=large_4,
+            **{name: read_layers(config, name) for name in ("no_rope_layers", "kv_source_layers")},
             **{name: value for name, value in optional.items() if value is not None},
         )
         if config.get("qk_head_dim") not in (None, read.query_columns):

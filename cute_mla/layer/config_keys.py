@@ -8,10 +8,13 @@ from typing import Any
 
 from ..ops.arguments import short_repr
 
+MISTRAL_LARGE_4 = "mistral_large4_text"
+
 # Values of model_type with the attention of the layer. That of the others differs, often without a key that says so.
 MODEL_TYPES = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "glm5_next", "glm5_next_text"),
     *("mistral4", "axk1", "sarvam_mla", "youtu", "kimi_linear", "longcat_flash", "bailing_hybrid", "hy_v4"),
+    MISTRAL_LARGE_4,
 )
 _UNSERVED = {
     "axk2": "A.X-K2 has keys of 128 + 32 columns, which no kernel reads; supported: transformers' own modules, with "
@@ -22,7 +25,7 @@ _READ = (
     *("rms_norm_eps", "max_position_embeddings", "rope_interleave", "attention_bias", "rope_theta", "rope_scaling", "rope_parameters"),
     *("index_topk", "index_n_heads", "index_head_dim", "indexer_rope_interleave", "indexer_types", "index_topk_pattern", "index_topk_freq"),
     *("index_skip_topk_offset", "index_kpool", "mla_use_nope", "mla_scale_q_lora", "mla_scale_kv_lora", "mla_use_output_gate"),
-    *("gated_attention_proj_granularity_type", "learnable_sink_init"),
+    *("gated_attention_proj_granularity_type", "learnable_sink_init", "no_rope_layers", "kv_source_layers"),
 )
 # Names of attention all the same: of training, of engines, of sizes that others give, of other parts of a model
 _WITHOUT_EFFECT = (

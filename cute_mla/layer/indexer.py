@@ -5,22 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import layer_norm, linear
 
 from ..indexer import prepare_index_queries, write_index_cache
 from ..ops.tensor_spec import record_repr
 from ..spec.index_write import Rope
-from ..spec.mla import D_ROPE, ceil_div
+from ..spec.mla import D_LATENT, D_QK, D_ROPE, ceil_div
 from ..spec.mqa_logits import COLUMNS, ROW_BYTES
 from .checkpoint import read_attention
 from .config import MlaConfig
 from .index_keys import IndexRows, gather_index_rows
 from .rope import Rotation
-from .weights import check_names, copy_contiguous, read_weight
+from .weights import check_names, copy_contiguous, full_name, read_weight
 
+_MATRICES = ("wq_b", "wk")  # in the dtype of the layer; the others are fp32
+_QUERY_NORM_EPS = 1e-6
 _PAGE_SIZE = 64  # of keys that are written to be read at once
 
 
@@ -36,7 +38,8 @@ class IndexerWeights:
     """Matrices [out, in] of an indexer; every rank has all of its heads.
 
     wq_b: [heads * 128, q_lora_rank], wk: [128, hidden], bf16; fp32 only on the reference path. k_norm, k_norm_bias: [128], weights_proj:
-    [heads, hidden], fp32, as they are used. Columns are in the order of the checkpoint, but with rope_last: rotary ones come first.
+    [heads, hidden], fp32, as they are used. q_norm, q_norm_bias: [hidden], q_scale, q_scale_bias: [heads], fp32; None but with from_hidden,
+    where wq_b is [heads * 128, hidden]. Columns are in the order of the checkpoint, but with rope_last: rotary ones come first.
     """
 
     wq_b: torch.Tensor
@@ -44,6 +47,10 @@ class IndexerWeights:
     k_norm: torch.Tensor
     k_norm_bias: torch.Tensor
     weights_proj: torch.Tensor
+    q_norm: torch.Tensor | None = None
+    q_norm_bias: torch.Tensor | None = None
+    q_scale: torch.Tensor | None = None
+    q_scale_bias: torch.Tensor | None = None
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor], config: MlaConfig, *, prefix: str = "") -> IndexerWeights:
@@ -54,21 +61,25 @@ class IndexerWeights:
         """
         heads, q_columns = supported_indexer(config)
         prefix = f"{prefix}indexer."
-        check_names(tensors, prefix, ("wq_b", "wk", "k_norm", "k_norm.bias", "weights_proj"))
-        read = IndexerWeights(
-            wq_b=copy_contiguous(read_weight(tensors, f"{prefix}wq_b", (heads * COLUMNS, q_columns))),
-            wk=copy_contiguous(read_weight(tensors, f"{prefix}wk", (COLUMNS, config.hidden_size))),
-            k_norm=copy_contiguous(read_weight(tensors, f"{prefix}k_norm", (COLUMNS,)).float()),
-            k_norm_bias=copy_contiguous(read_weight(tensors, f"{prefix}k_norm.bias", (COLUMNS,)).float()),
-            weights_proj=copy_contiguous(read_weight(tensors, f"{prefix}weights_proj", (heads, config.hidden_size)).float()),
-        )
+        shapes: dict[str, tuple[int, ...]] = {
+            "wq_b": (heads * COLUMNS, q_columns),
+            "wk": (COLUMNS, config.hidden_size),
+            "weights_proj": (heads, config.hidden_size),
+            **dict.fromkeys(("k_norm", "k_norm.bias"), (COLUMNS,)),
+            **dict.fromkeys(("q_input_norm", "q_input_norm.bias"), (q_columns,)),
+            **dict.fromkeys(("softmax_scaling.scale", "softmax_scaling.bias"), (heads,)),
+        }
+        names = _names(config)
+        check_names(tensors, prefix, names.values())
+        weights = {field: copy_contiguous(read_weight(tensors, prefix + name, shapes[name])) for field, name in names.items()}
+        weights |= {field: weight.float() for field, weight in weights.items() if field not in _MATRICES}
+        read = IndexerWeights(**weights)
         return read._swapped() if config.indexer is not None and config.indexer.rope_last else read
 
     def to_tensors(self, config: MlaConfig) -> dict[str, torch.Tensor]:
         """Return the weights under Hugging Face's names, as from_tensors reads them."""
         own = self._swapped() if config.indexer is not None and config.indexer.rope_last else self
-        named = {f"indexer.{name}.weight": getattr(own, name) for name in ("wq_b", "wk", "k_norm", "weights_proj")}
-        return {**named, "indexer.k_norm.bias": own.k_norm_bias}
+        return {f"indexer.{full_name(name)}": getattr(own, field) for field, name in _names(config).items()}
 
     def _swapped(self) -> IndexerWeights:
         """Exchange the first and the last 64 columns of queries and keys, whose products stay the same."""
@@ -77,11 +88,12 @@ class IndexerWeights:
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> IndexerWeights:
         """Return the weights on another device, and wq_b and wk in another dtype; the others stay fp32."""
-        return IndexerWeights(
-            self.wq_b.to(device=device, dtype=dtype),
-            self.wk.to(device=device, dtype=dtype),
-            *(weight.to(device=device) for weight in (self.k_norm, self.k_norm_bias, self.weights_proj)),
-        )
+        weights: dict[str, Any] = {
+            field.name: None if weight is None else weight.to(device=device, dtype=dtype if field.name in _MATRICES else None)
+            for field in fields(self)
+            for weight in (getattr(self, field.name),)
+        }
+        return IndexerWeights(**weights)
 
     __repr__ = record_repr
 
@@ -100,8 +112,18 @@ def load_indexer_weights(
     """
     if config.indexer is None or not config.indexer.is_full(layer):
         return None
+    config = config.of_layer(layer)
     tensors, prefix = read_attention(path, layer)
     return IndexerWeights.from_tensors(tensors, config, prefix=prefix).to(device, dtype)
+
+
+def _names(config: MlaConfig) -> dict[str, str]:
+    """Return the checkpoint's name of each weight of the config's indexer, by its field."""
+    names = {"wq_b": "wq_b", "wk": "wk", "k_norm": "k_norm", "k_norm_bias": "k_norm.bias", "weights_proj": "weights_proj"}
+    if config.indexer is not None and config.indexer.from_hidden:
+        names |= {"q_norm": "q_input_norm", "q_norm_bias": "q_input_norm.bias"}
+        names |= {"q_scale": "softmax_scaling.scale", "q_scale_bias": "softmax_scaling.bias"}
+    return names
 
 
 class Indexer(torch.nn.Module):
@@ -116,6 +138,10 @@ class Indexer(torch.nn.Module):
     k_norm: torch.Tensor
     k_norm_bias: torch.Tensor
     weights_proj: torch.Tensor
+    q_norm: torch.Tensor | None
+    q_norm_bias: torch.Tensor | None
+    q_scale: torch.Tensor | None
+    q_scale_bias: torch.Tensor | None
 
     def __init__(self, config: MlaConfig, weights: IndexerWeights) -> None:
         super().__init__()
@@ -124,7 +150,8 @@ class Indexer(torch.nn.Module):
         self.rope: Rope = "interleaved" if interleave else "half_split"
         self.norm_eps = 1e-6 if config.indexer is None else config.indexer.norm_eps
         for field in fields(weights):
-            self.register_parameter(field.name, torch.nn.Parameter(getattr(weights, field.name), requires_grad=False))
+            weight = getattr(weights, field.name)
+            self.register_parameter(field.name, None if weight is None else torch.nn.Parameter(weight, requires_grad=False))
 
     @property
     def weights(self) -> IndexerWeights:
@@ -157,7 +184,12 @@ class Indexer(torch.nn.Module):
     @torch.no_grad()
     def queries(self, hidden: torch.Tensor, latent: torch.Tensor, rotation: Rotation) -> IndexQueries:
         """Return the queries of tokens. hidden: [tokens, hidden_size]; latent: [tokens, q_lora_rank], behind q_a_norm."""
+        if self.q_norm is not None and self.q_norm_bias is not None:
+            norm = self.q_norm.float(), self.q_norm_bias.float()
+            latent = layer_norm(hidden.float(), self.q_norm.shape, *norm, _QUERY_NORM_EPS).to(hidden.dtype)
         projected = linear(latent, self.wq_b).unflatten(1, (self.heads, COLUMNS))
+        if self.q_scale is not None and self.q_scale_bias is not None:
+            projected = rotation.scale_heads(projected, self.q_scale, self.q_scale_bias)
         weights = linear(hidden.float(), self.weights_proj.float())
         return IndexQueries(*prepare_index_queries(projected, weights, rotation.cos_sin, rope=self.rope))
 
@@ -169,9 +201,9 @@ def supported_indexer(config: MlaConfig) -> tuple[int, int]:
         raise ValueError("the config has no indexer; supported: configs with index_topk")
     if indexer.key_pool != 1:
         raise ValueError(f"index_kpool is {indexer.key_pool}; supported: 1, keys that are chosen one by one")
-    if config.q_lora_rank is None:
+    if config.q_lora_rank is None and not indexer.from_hidden:
         raise ValueError("q_lora_rank is None with an indexer; supported: an integer, whose columns the indexer's queries come from")
-    if (config.kv_lora_rank, config.qk_rope_head_dim) != (512, 64):
+    if config.key_columns not in (D_QK, D_LATENT):
         columns = f"{config.kv_lora_rank} and qk_rope_head_dim {config.qk_rope_head_dim}"
-        raise ValueError(f"kv_lora_rank is {columns} with an indexer; supported: 512 and 64")
-    return indexer.heads, config.q_lora_rank
+        raise ValueError(f"kv_lora_rank is {columns} with an indexer; supported: 512 and 64, 512 and 0")
+    return indexer.heads, config.hidden_size if indexer.from_hidden or config.q_lora_rank is None else config.q_lora_rank

@@ -10,11 +10,12 @@ from ..ops.arguments import check_flag, check_integer, is_number, short_repr
 from ..spec.mqa_logits import COLUMNS, MAX_HEADS
 from ..spec.topk_indices import MAX_TOPK
 from .checkpoint import MAX_LAYERS
+from .config_keys import MISTRAL_LARGE_4
 
 IndexerType = Literal["full", "shared"]
 
 _TYPES: dict[str, IndexerType] = {"full": "full", "shared": "shared", "F": "full", "S": "shared"}
-_INTERLEAVED = ("glm_moe_dsa", "hy_v4")  # values of model_type whose configurations may lack indexer_rope_interleave
+_INTERLEAVED = ("glm_moe_dsa", "hy_v4", MISTRAL_LARGE_4)  # values of model_type whose configurations may lack indexer_rope_interleave
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,8 @@ class IndexerConfig:
     behind the last entry, such as those that draft tokens, have one.
     key_pool: neighbouring keys that are chosen together; indexers of more than one are not supported.
     rope_last: True if the last 64 columns are rotated, as in Hy4. norm_eps: of the norm of keys, whatever rms_norm_eps says.
+    from_hidden: True if queries are projected from hidden states, behind a LayerNorm with an epsilon of 1e-6, and multiplied by their
+    position as by MlaConfig.softmax_scaling, with weights of their own (Mistral Large 4); False: from those behind q_a_norm.
     """
 
     topk: int
@@ -37,6 +40,7 @@ class IndexerConfig:
     key_pool: int = 1
     rope_last: bool = False
     norm_eps: float = 1e-6
+    from_hidden: bool = False
 
     def __post_init__(self) -> None:
         check_integer("index_topk", self.topk, 1, MAX_TOPK)
@@ -44,6 +48,7 @@ class IndexerConfig:
         check_integer("index_kpool", self.key_pool, 1)
         check_flag("indexer_rope_interleave", self.rope_interleave)
         check_flag("rope_last", self.rope_last)
+        check_flag("from_hidden", self.from_hidden)
         if not is_number(self.norm_eps) or not 0 < float(self.norm_eps) < float("inf"):
             raise ValueError(f"norm_eps is {short_repr(self.norm_eps)}; supported: a positive finite number")
         if "shared" in self.types[:1]:
@@ -67,6 +72,7 @@ class IndexerConfig:
             types=_types(config),
             key_pool=config.get("index_kpool") or 1,
             rope_last=config.get("model_type") == "hy_v4",
+            from_hidden=config.get("model_type") == MISTRAL_LARGE_4,
         )
 
     def is_full(self, layer: int) -> bool:

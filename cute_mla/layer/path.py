@@ -17,13 +17,15 @@ from ..ops.limits import value_columns
 from ..ops.split_plan import MlaSchedule
 from ..runtime.current import has_kernels
 from ..spec.arch import ARCHS
-from ..spec.cache_format import FP8_656
-from ..spec.mla import D_V
+from ..spec.cache_format import FP8_656, NOPE_528
+from ..spec.mla import D_LATENT, D_V
 from ..tracing.detection import constant_when_traced
 from .batch import ContextChunk, DecodeRequests
 from .index_keys import IndexRows, gather_index_rows
 from .indexer import IndexQueries
 from .selection import ChosenKeys, KeyRows, every_slot
+
+PACKED = (FP8_656, NOPE_528)  # formats of caches whose tokens hold their scales, with rotary columns and without
 
 MAX_STATES = 8  # states that merge_states reads without a copy
 
@@ -44,9 +46,25 @@ class Cache(NamedTuple):
     descale: torch.Tensor | None
 
     @property
-    def is_fp8_656(self) -> bool:
-        """Return whether a token has 656 bytes, which hold their scales."""
-        return self.keys.shape[3] == FP8_656.page_bytes(1)
+    def packed(self) -> str | None:
+        """Return the format of a cache of uint8, whose tokens hold their scales: 656 bytes, or 528 without rotary columns; else None."""
+        return packed_format(self.keys)
+
+
+def packed_format(keys: torch.Tensor) -> str | None:
+    """Return the format of a cache whose tokens hold their scales, None for others."""
+    return next((each.name for each in PACKED if keys.dtype == torch.uint8 and keys.shape[3] == each.page_bytes(1)), None)
+
+
+def rows_of_pages(keys: torch.Tensor) -> torch.Tensor:
+    """Return the keys of a cache in rows [slots, 1, columns], without a copy. Raise ValueError if there is something between its pages."""
+    page_size, columns = keys.shape[1], keys.shape[3]
+    if keys.stride(0) != page_size * keys.stride(1):
+        raise ValueError(
+            f"k_cache has strides {list(keys.stride())}; supported with {columns} columns of 16 bits where tokens choose their keys: pages "
+            "one behind the other"
+        )
+    return keys.flatten(0, 1)
 
 
 class DecodeOptions(NamedTuple):
@@ -146,7 +164,7 @@ class _CachedKeys:
     def gather(self, cache: Cache, chunk: ContextChunk, dtype: torch.dtype) -> torch.Tensor:
         """Gather as AttentionPath.gather."""
         packed = (chunk.block_table, chunk.cu_seqlens, chunk.keys)
-        return gather_kv_cache(cache.keys, *packed, starts=chunk.starts, descale_k=cache.descale, dtype=dtype)
+        return gather_kv_cache(cache.keys, *packed, starts=chunk.starts, descale_k=cache.descale, dtype=dtype, kv_format=cache.packed)
 
     def gather_index(self, index_cache: torch.Tensor, chunk: ContextChunk) -> IndexRows:
         """Gather as AttentionPath.gather_index."""
@@ -180,7 +198,12 @@ class KernelPath(_CachedKeys):
     def sparse_decode(
         self, q: torch.Tensor, cache: Cache, chosen: ChosenKeys, schedule: MlaSchedule, options: DecodeOptions
     ) -> torch.Tensor:
-        """Decode as AttentionPath.sparse_decode."""
+        """Decode as AttentionPath.sparse_decode. Keys of 512 columns of 16 bits are read by sparse prefill, which has kernels for them."""
+        if q.shape[3] == D_LATENT and cache.packed is None:
+            counts = chosen.counts.repeat_interleave(q.shape[1], output_size=q.shape[0] * q.shape[1])
+            rows = ChosenKeys(chosen.indices.flatten(0, 1).unsqueeze(1), counts)
+            out = self.sparse_prefill(q.flatten(0, 1), rows_of_pages(cache.keys), rows, options.scale, options.sinks)
+            return out.unflatten(0, q.shape[:2])
         out, _ = flash_mla_with_kvcache(
             q,
             cache.keys,
@@ -189,7 +212,8 @@ class KernelPath(_CachedKeys):
             D_V,
             schedule,
             softmax_scale=options.scale,
-            is_fp8_kvcache=cache.is_fp8_656,
+            is_fp8_kvcache=cache.packed is not None,
+            kv_format=cache.packed,
             attn_sink=options.sinks,
             indices=chosen.indices,
             topk_length=chosen.counts,
@@ -244,7 +268,7 @@ class ReferencePath(_CachedKeys):
         self, q: torch.Tensor, cache: Cache, chosen: ChosenKeys, schedule: MlaSchedule, options: DecodeOptions
     ) -> torch.Tensor:
         """Decode as AttentionPath.sparse_decode."""
-        keys = dequantise_cache(cache.keys, FP8_656.name) if cache.is_fp8_656 else cache.keys
+        keys = cache.keys if cache.packed is None else dequantise_cache(cache.keys, cache.packed)
         read = reference.IndexedCache(keys.flatten(0, 2), chosen.indices, chosen.counts)
         out, _ = reference.sparse_decode(q, [read], options.scale, options.sinks)
         return out.to(options.dtype)

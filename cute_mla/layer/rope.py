@@ -13,17 +13,33 @@ from .config import Llama3Scaling, MlaConfig, YarnScaling
 class Rotation(NamedTuple):
     """Rotation of some tokens: fp32 cosines and sines [tokens, pairs], YaRN's scale of rotary columns included.
 
-    query_scale: fp32 [tokens], what queries are multiplied with; None for 1.
+    query_scale: fp32 [tokens], what queries are multiplied with; None for 1. log_positions: fp32 [tokens], ln(position + 1), with
+    softmax_scaling.
     """
 
     cos: torch.Tensor
     sin: torch.Tensor
     query_scale: torch.Tensor | None = None
+    log_positions: torch.Tensor | None = None
 
     @property
     def cos_sin(self) -> torch.Tensor:
         """Return cosines, then sines: fp32 [tokens, 2 * pairs]."""
         return torch.cat((self.cos, self.sin), dim=1)
+
+    def scale_heads(self, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        """Multiply queries [tokens, heads, columns] of head h at position p by scale[h] * ln(p + 1) + bias[h]; rounded once."""
+        if self.log_positions is None:
+            return q
+        factors = self.log_positions.unsqueeze(1) * scale.float() + bias.float()
+        return (q * factors.unsqueeze(2)).to(q.dtype)
+
+    def unless_empty(self, pairs: int) -> Rotation:
+        """Return this rotation, or where it has no columns one that leaves so many pairs as they are."""
+        if self.cos.shape[1]:
+            return self
+        shape = (self.cos.shape[0], pairs)
+        return self._replace(cos=self.cos.new_ones(shape), sin=self.sin.new_zeros(shape))
 
     def apply(self, columns: torch.Tensor) -> torch.Tensor:
         """Rotate rotary columns [tokens, .., 64 or 0], whose columns 2i and 2i + 1 are a pair; rounded once, to their dtype."""
@@ -73,7 +89,10 @@ def rotation(positions: torch.Tensor, radians: torch.Tensor, config: MlaConfig) 
     scaling = config.rope_scaling
     scale = 1.0 if scaling is None else scaling.rotary_scale
     return Rotation(
-        angles.cos() * scale, angles.sin() * scale, _query_scale(positions, scaling) if isinstance(scaling, YarnScaling) else None
+        angles.cos() * scale,
+        angles.sin() * scale,
+        _query_scale(positions, scaling) if isinstance(scaling, YarnScaling) else None,
+        (positions + 1).float().log() if config.softmax_scaling else None,
     )
 
 

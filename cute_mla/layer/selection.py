@@ -38,7 +38,8 @@ class Selection:
     """Keys that the last layer with an indexer chose for the tokens of a step; layers without one attend to the same.
 
     decode, prefill: of the requests of each kind, None until a layer has chosen. schedule: of sparse decode, and rows: of prefill requests,
-    both for all layers of the step. masks: of the keys of prefill, None until a layer needs them. A model whose first layers run elsewhere,
+    both for all layers of the step. masks: of the keys of prefill, None until a layer needs them. latents: by the number of rotary
+    columns, latent and rotary columns of the new tokens' keys, of the last layer that lends them. A model whose first layers run elsewhere,
     and end with a layer whose keys are shared, sets decode and prefill itself.
     """
 
@@ -48,6 +49,7 @@ class Selection:
         self.schedule = MlaSchedule()
         self.rows: KeyRows | None = None
         self.masks: KeyMasks | None = None
+        self.latents: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __repr__(self) -> str:
         made = [name for name in ("decode", "prefill") if getattr(self, name) is not None]

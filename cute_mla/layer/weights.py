@@ -15,10 +15,12 @@ from .checkpoint import listed, read_attention
 from .config import MlaConfig
 from .rope import halved, interleaved
 
+ALPHA = "rotary_emb.alpha"  # of a model, whose layers share it
 _SCALES = ("weight_scale_inv", "weight_scale")  # names of the scales of an e4m3 weight
 _UNUSED = ("activation_scale", "input_scale")  # of products in e4m3; the layer rounds no activations
 _IGNORED = ("rotary_emb.inv_freq", "k_scale", "v_scale", "k_proj.k_scale", "v_proj.v_scale")  # the scales: of caches in e4m3
-_BY_HEAD = {"q_b", "kv_b", "gate", "sinks"}  # whose rows are those of heads
+_BY_HEAD = {"q_b", "kv_b", "gate", "sinks", "q_scale", "q_scale_bias"}  # whose rows are those of heads
+_FP32 = ("sinks", "q_scale", "q_scale_bias", "alpha")  # in any case
 _BLOCK = 128  # rows and columns that share a scale
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32)
 _SCALE_DTYPES = (*_FLOATS, torch.float8_e8m0fnu)
@@ -49,11 +51,13 @@ class MlaWeights:
 
     q_a, q_a_norm: [q_lora_rank, hidden] and [q_lora_rank], None without q_lora_rank
     q_b: [heads * (nope + rotary), q_lora_rank or hidden], per head columns without rotary embedding, then rotary columns
-    kv_a, kv_a_norm: [latent + rotary, hidden], and [latent]
+    kv_a, kv_a_norm: [latent + rotary, hidden], and [latent]; None with borrowed latents
     kv_b: [heads * (nope + v), latent], per head columns of keys, then columns of values
     o: [hidden, heads * v]
     q_a_bias, kv_a_bias, o_bias: [q_lora_rank], [latent + rotary], [hidden]; None without attention_bias. Only the first shard has o_bias
     gate: [heads, hidden] or [heads * v, hidden], None without output_gate. sinks: [heads], fp32 in any case, None without attention_sinks
+    q_scale, q_scale_bias: [heads], fp32 in any case, None without softmax_scaling. alpha: [rotary / 2], fp32 in any case, of all layers of
+    a model the same; None without learned_frequencies
 
     nope, rotary, latent and v are the config's qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank and v_head_dim.
 
@@ -63,8 +67,8 @@ class MlaWeights:
     q_a: torch.Tensor | None
     q_a_norm: torch.Tensor | None
     q_b: torch.Tensor
-    kv_a: torch.Tensor
-    kv_a_norm: torch.Tensor
+    kv_a: torch.Tensor | None
+    kv_a_norm: torch.Tensor | None
     kv_b: torch.Tensor
     o: torch.Tensor
     q_a_bias: torch.Tensor | None = None
@@ -72,6 +76,9 @@ class MlaWeights:
     o_bias: torch.Tensor | None = None
     gate: torch.Tensor | None = None
     sinks: torch.Tensor | None = None
+    q_scale: torch.Tensor | None = None
+    q_scale_bias: torch.Tensor | None = None
+    alpha: torch.Tensor | None = None
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor], config: MlaConfig, *, shard: Shard | None = None, prefix: str = "") -> MlaWeights:
@@ -82,6 +89,7 @@ class MlaWeights:
         layer's output. Raises ValueError if a weight is missing, if its shape does not match the config, and for tensors behind the prefix
         that the layer does not use; the indexer's are IndexerWeights'.
         """
+        config.check_one_layer()
         shard = Shard() if shard is None else shard
         held = shard.heads(config)
         names = _names(config, tensors, prefix)
@@ -96,8 +104,7 @@ class MlaWeights:
         weights["o"] = copy_contiguous(weights["o"].unflatten(1, (config.num_attention_heads, -1))[:, held].flatten(1))
         if shard.rank:
             weights.pop("o_bias", None)
-        if config.attention_sinks:
-            weights["sinks"] = weights["sinks"].float()
+        weights |= {field: weights[field].float() for field in _FP32 if field in weights}
         return MlaWeights(**{field.name: weights.get(field.name) for field in fields(MlaWeights)})  # type: ignore[arg-type]
 
     def to_tensors(self, config: MlaConfig) -> dict[str, torch.Tensor]:
@@ -106,12 +113,12 @@ class MlaWeights:
         if not config.rope_interleave:
             _reorder(weights, config, halved)
         names = _names(config, {}, "")
-        return {_full(names[field]): weight for field, weight in weights.items()}
+        return {full_name(names[field]): weight for field, weight in weights.items()}
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> MlaWeights:
         """Return the weights on another device or in another dtype."""
         weights: dict[str, Any] = {
-            field.name: None if weight is None else weight.to(device=device, dtype=None if field.name == "sinks" else dtype)
+            field.name: None if weight is None else weight.to(device=device, dtype=None if field.name in _FP32 else dtype)
             for field in fields(self)
             for weight in (getattr(self, field.name),)
         }
@@ -139,7 +146,8 @@ def load_weights(
     language_model.model or model.language_model. Raises ModuleNotFoundError without the safetensors package, FileNotFoundError if path has
     no .safetensors file or the index names one that is missing, and ValueError also for a damaged file or index.
     """
-    tensors, prefix = read_attention(path, layer)
+    config = config.of_layer(layer)
+    tensors, prefix = read_attention(path, layer, (ALPHA,) if config.learned_frequencies else ())
     return MlaWeights.from_tensors(tensors, config, shard=shard, prefix=prefix).to(device, dtype)
 
 
@@ -148,7 +156,13 @@ def _names(config: MlaConfig, tensors: Mapping[str, torch.Tensor], prefix: str) 
     names = {"q_b": "q_proj"}
     if config.q_lora_rank is not None:
         names = {"q_b": "q_b_proj", "q_a": "q_a_proj", "q_a_norm": "q_a_layernorm"}
-    names |= {"kv_a": "kv_a_proj_with_mqa", "kv_a_norm": "kv_a_layernorm", "kv_b": "kv_b_proj", "o": "o_proj"}
+    if config.latents != "borrowed":
+        names |= {"kv_a": "kv_a_proj_with_mqa", "kv_a_norm": "kv_a_layernorm"}
+    names |= {"kv_b": "kv_b_proj", "o": "o_proj"}
+    if config.softmax_scaling:
+        names |= {"q_scale": "softmax_scaling.scale", "q_scale_bias": "softmax_scaling.bias"}
+    if config.learned_frequencies:
+        names["alpha"] = ALPHA
     if config.attention_bias:
         names |= {f"{field}_bias": f"{names[field]}.bias" for field in ("q_a", "kv_a", "o") if field in names}
     if config.output_gate is not None:
@@ -165,14 +179,16 @@ def _shapes(config: MlaConfig) -> dict[str, tuple[int, ...]]:
     shapes |= {"q_b": (heads * config.query_columns, rank), "kv_a": (keys, hidden), "kv_a_bias": (keys,), "kv_a_norm": (latent,)}
     shapes |= {"kv_b": (heads * (config.qk_nope_head_dim + config.v_head_dim), latent), "o": (hidden, heads * config.v_head_dim)}
     gates = heads if config.output_gate == "head" else heads * config.v_head_dim
+    shapes |= {"alpha": (config.qk_rope_head_dim // 2,), "q_scale": (heads,), "q_scale_bias": (heads,)}
     return shapes | {"o_bias": (hidden,), "gate": (gates, hidden), "sinks": (heads,)}
 
 
 def _reorder(weights: dict[str, torch.Tensor], config: MlaConfig, order: Callable[[torch.Tensor], torch.Tensor]) -> None:
     """Reorder the rows of rotary columns in the weights of all heads that have them."""
-    q_b, kv_a = weights["q_b"].unflatten(0, (config.num_attention_heads, -1)), weights["kv_a"]
+    q_b = weights["q_b"].unflatten(0, (config.num_attention_heads, -1))
     weights["q_b"] = _with_rotary(q_b, config.qk_nope_head_dim, order).flatten(0, 1)
-    weights["kv_a"] = _with_rotary(kv_a, config.kv_lora_rank, order)
+    if "kv_a" in weights:
+        weights["kv_a"] = _with_rotary(weights["kv_a"], config.kv_lora_rank, order)
     if "kv_a_bias" in weights:
         weights["kv_a_bias"] = _with_rotary(weights["kv_a_bias"].unsqueeze(1), config.kv_lora_rank, order).squeeze(1)
 
@@ -182,15 +198,15 @@ def _with_rotary(rows: torch.Tensor, plain: int, order: Callable[[torch.Tensor],
     return torch.cat((rows[..., :plain, :], order(rows[..., plain:, :])), dim=-2)
 
 
-def _full(name: str) -> str:
-    """Return the name of a tensor in a state dict: a matrix or a norm is a `weight`, biases and sinks are parameters of their own."""
-    return name if name.endswith((".bias", "sinks")) else f"{name}.weight"
+def full_name(name: str) -> str:
+    """Return the name of a tensor in a state dict: a matrix or a norm is a `weight`, others are parameters of their own."""
+    return name if name.endswith((".bias", "sinks", ".scale", ".alpha")) else f"{name}.weight"
 
 
 def check_names(tensors: Mapping[str, torch.Tensor], prefix: str, read: Iterable[str], ignored: Iterable[str] = ()) -> None:
     """Raise ValueError for tensors behind a prefix that nobody reads. read: names of read_weight; ignored: what other names begin with."""
     ends = (".weight", *(f".{scale}" for scale in (*_SCALES, *_UNUSED)))
-    known = {prefix + name + end for name in read for end in (ends if _full(name) != name else ("",))}
+    known = {prefix + name + end for name in read for end in (ends if full_name(name) != name else ("",))}
     others = tuple(prefix + name for name in ignored)
     extra = [name for name in tensors if name.startswith(prefix) and name not in known and not name.startswith(others)]
     if extra:
@@ -202,7 +218,7 @@ def read_weight(tensors: Mapping[str, torch.Tensor], name: str, shape: tuple[int
 
     Raises ValueError for a missing weight, wrong shape or dtype, and for scales of a weight that is not in e4m3.
     """
-    full = _full(name)
+    full = full_name(name)
     if full not in tensors:
         raise ValueError(f"there is no {full}; supported: a checkpoint with all weights of the layer's attention")
     weight = tensors[full]

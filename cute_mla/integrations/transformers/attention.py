@@ -27,7 +27,8 @@ class Traits:
 class LatentAttention(torch.nn.Module):
     """Module in the place of an attention module of transformers, `replaced`.
 
-    attention: the layer, with the weights. dropout: that of the attention weights in training; only 0 is computed. kind, hf_config: class
+    attention: the layer, with the weights. source: the layer in whose cache its keys are; they are its own unless the layer borrows
+    latents. dropout: that of the attention weights in training; only 0 is computed. kind, hf_config: class
     and configuration of the replaced module; dtypes: of its weights; implementation: its attn_implementation.
     """
 
@@ -35,6 +36,8 @@ class LatentAttention(torch.nn.Module):
         super().__init__()
         self.attention = attention
         self.layer_idx: int = replaced.layer_idx
+        borrows = attention.config.latents == "borrowed"
+        self.source: int = replaced.config.kv_source_layers[self.layer_idx] if borrows else self.layer_idx
         self.dropout: float = replaced.attention_dropout
         self.results = traits.results
         self.planner = planner
@@ -65,10 +68,11 @@ class LatentAttention(torch.nn.Module):
         attention = self.attention
         cached = None if cache is None else latent_layer(cache, self.layer_idx)
         if cached is not None:
-            cached.reserve(batch, tokens, attention.kv_a, attention.config.key_columns, attention.indexer is not None)
+            columns = attention.config.key_columns if self.source == self.layer_idx else 0
+            cached.reserve(batch, tokens, attention.kv_b, columns, attention.indexer is not None)
         step = self.planner.step(inputs, self.layer_idx, cached, attention.config)
         flat = hidden_states.flatten(0, 1)
-        keys, index_keys = (None, None) if cached is None else (cached.keys, cached.index_keys)
+        keys, index_keys = (None, None) if cached is None else (latent_layer(cache, self.source).keys, cached.index_keys)
         out = attention(flat if step.rows is None else flat[step.rows], keys, step.batch, index_cache=index_keys)
         if cached is not None:
             cached.append(tokens, step.new)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicIndexedLayer, DynamicLayer
+from transformers.cache_utils import Cache, DummyLayer, DynamicIndexedLayer, DynamicLayer
 
 from ...spec.mqa_logits import ROW_BYTES
 
@@ -17,8 +17,8 @@ _REPLACED = (DynamicLayer, DynamicIndexedLayer)  # cache layers without contents
 class LatentCacheLayer(DynamicLayer):
     """Cache layer that a patched attention module writes.
 
-    keys: [batch * pages per request, 64, 1, latent + rotary columns]; request b has the pages from b * pages per request on. Padding
-    tokens take no rows: a request's keys are its first `lengths[b]` rows.
+    keys: [batch * pages per request, 64, 1, latent + rotary columns], or no columns where another layer has them; request b has the pages
+    from b * pages per request on. Padding tokens take no rows: a request's keys are its first `lengths[b]` rows.
 
     index_keys: uint8 [batch * pages per request, 64, 1, 132], the keys of the layer's indexer in the same rows; None without an indexer.
     seen: tokens of each request so far, padding included, as transformers counts them. lengths: keys of each request.
@@ -138,7 +138,7 @@ def latent_layer(cache: Any, index: int) -> LatentCacheLayer:
         while len(cache.layers) <= index:
             cache.layers.append(cache.layer_class_to_replicate())
     layer = cache.layers[index]
-    if type(layer) in _REPLACED and not layer.is_initialized:
+    if type(layer) is DummyLayer or (type(layer) in _REPLACED and not layer.is_initialized):
         layer = cache.layers[index] = LatentCacheLayer()
     if not isinstance(layer, LatentCacheLayer):
         filled = " with keys" if type(layer) in _REPLACED else ""

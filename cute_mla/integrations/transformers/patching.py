@@ -12,6 +12,7 @@ import torch
 from ...layer import Indexer, IndexerWeights, MlaAttention, MlaConfig, MlaWeights
 from ...layer.batch import CHUNK_TOKENS
 from ...layer.rope import frequencies
+from ...layer.weights import ALPHA
 from ...ops.arguments import check_integer
 from .attention import LatentAttention, Traits
 from .interface import EXPANDED, LATENT, register
@@ -30,6 +31,7 @@ TRAITS = {
     "kimi_linear.KimiLinearAttention": Traits(),
     "longcat_flash.LongcatFlashMLA": Traits(),
     "mistral4.Mistral4Attention": Traits(),
+    "mistral_large4.MistralLarge4TextAttention": Traits(results=3),
     "youtu.YoutuAttention": Traits(),
 }
 
@@ -57,7 +59,7 @@ def patch(model: torch.nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> int:
     planners: dict[int, Planner] = {}
     for (parent, name, config), (_, _, module, traits) in zip(built, found, strict=True):
         planner = planners.setdefault(id(module.config), Planner(module.layer_idx, chunk_tokens))
-        setattr(parent, name, LatentAttention(_trainable_as(module, config), module, traits, planner))
+        setattr(parent, name, LatentAttention(_trainable_as(model, module, config), module, traits, planner))
     register()
     for _, _, module, _ in found:
         module.config._attn_implementation = LATENT
@@ -94,6 +96,7 @@ def _restored(module: LatentAttention) -> torch.nn.Module:
     """Return the module that a LatentAttention replaced, with the weights of the latter in the dtypes of the former."""
     layer = module.attention
     tensors = layer.weights.to_tensors(layer.config)
+    tensors.pop(ALPHA, None)  # which the model's own rotary embedding holds
     if layer.indexer is not None:
         tensors |= layer.indexer.weights.to_tensors(layer.config)
     with torch.device("meta"):
@@ -126,19 +129,33 @@ def _attention_modules(model: torch.nn.Module) -> Iterator[tuple[torch.nn.Module
 
 def _config_of(model: torch.nn.Module, module: Any, traits: Traits) -> MlaConfig:
     """Return the layer's configuration. ValueError if the module computes something else than the layer would."""
-    config = MlaConfig.from_hugging_face({**module.config.to_dict(), **traits.keys})
-    config = replace(config, rms_norm_eps=module.kv_a_layernorm.variance_epsilon)
+    config = MlaConfig.from_hugging_face({**module.config.to_dict(), **traits.keys}).of_layer(module.layer_idx)
+    if module.kv_a_layernorm is not None:
+        config = replace(config, rms_norm_eps=module.kv_a_layernorm.variance_epsilon)
     if config.indexer is not None and module.indexer is not None:
         config = replace(config, indexer=replace(config.indexer, norm_eps=module.indexer.k_norm.eps))
     if abs(module.scaling / config.softmax_scale - 1) > 1e-6:
         raise ValueError(f"the scale of the softmax is {module.scaling}; supported with this configuration: {config.softmax_scale}")
     if any(weight.is_meta for weight in module.parameters()):
         raise ValueError("the weights are on meta; supported: a model with its weights loaded")
-    _layer_of({name: weight.to("meta") for name, weight in module.state_dict().items()}, config)
-    for rotary in model.modules():
-        if not config.mla_use_nope and getattr(rotary, "config", None) is module.config and hasattr(rotary, "inv_freq"):
+    _layer_of({name: weight.to("meta") for name, weight in _tensors_of(model, module, config).items()}, config)
+    for rotary in _rotary_embeddings(model, module):
+        if not config.mla_use_nope and config.qk_rope_head_dim:
             _check_rotation(rotary, config)
     return config
+
+
+def _rotary_embeddings(model: torch.nn.Module, module: Any) -> list[Any]:
+    """Return the rotary embeddings of a model that an attention module's queries and keys have."""
+    return [each for each in model.modules() if getattr(each, "config", None) is module.config and hasattr(each, "inv_freq")]
+
+
+def _tensors_of(model: torch.nn.Module, module: Any, config: MlaConfig) -> dict[str, torch.Tensor]:
+    """Return the weights of a module, and alpha of the model's rotary embedding where the layer has it."""
+    tensors = module.state_dict()
+    if config.learned_frequencies:
+        tensors[ALPHA] = _rotary_embeddings(model, module)[0].alpha.detach()
+    return tensors
 
 
 def _check_rotation(rotary: Any, config: MlaConfig) -> None:
@@ -160,12 +177,12 @@ def _layer_of(tensors: Mapping[str, torch.Tensor], config: MlaConfig) -> MlaAtte
     return MlaAttention(config, MlaWeights.from_tensors(tensors, config), indexer)
 
 
-def _trainable_as(module: Any, config: MlaConfig) -> MlaAttention:
-    """Return the layer with the weights of a module, which require gradients as before; those of an indexer do not."""
-    layer = _layer_of(module.state_dict(), config)
+def _trainable_as(model: torch.nn.Module, module: Any, config: MlaConfig) -> MlaAttention:
+    """Return the layer with the weights of a module, which require gradients as before; those of an indexer and alpha do not."""
+    layer = _layer_of(_tensors_of(model, module, config), config)
     trained = any(weight.requires_grad for weight in module.parameters())
     for field in fields(layer.weights):
         weight = getattr(layer, field.name)
-        if weight is not None:
+        if weight is not None and field.name != "alpha":
             weight.requires_grad_(trained)
     return layer

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig
 from cute_mla.cli import served_models
 from cute_mla.integrations.transformers.patching import TRAITS
 from cute_mla.layer import MlaAttention, MlaConfig, MlaWeights, plan_sequences
+from cute_mla.layer.weights import ALPHA
 from tests.integrations.transformers_models.tiny_models import MODELS, OTHERS, make, tokens
 
 # By class of configuration, a small model with it
@@ -31,6 +32,7 @@ COMPUTED = {
     "KimiLinearConfig": "kimi_linear",
     "LongcatFlashConfig": "longcat_flash",
     "Mistral4Config": "mistral_4",
+    "MistralLarge4TextConfig": "mistral_large_4",
     "SarvamMLAConfig": "sarvam_mla",
     "YoutuConfig": "youtu",
 }
@@ -39,7 +41,6 @@ REFUSED = {
     "Dots3NoteTextConfig": "sliding_attention.*, sliding_window 512, .*model_type 'dots3_note_text', .*per_layer_config",
     "HYV4VLTextConfig": "model_type 'hy_v4_vl_text'",
     "MiniCPM3Config": "model_type 'minicpm3'",
-    "MistralLarge4TextConfig": "no_rope_layers .*, kv_source_layers .*, model_type 'mistral_large4_text'",
 }
 
 
@@ -51,7 +52,8 @@ EVIDENCE = dict(
         *("DeepSeek-V3.2: deepseek_v32", "Kimi K2: deepseek_v3", "Kimi Linear: kimi_linear", "LongCat Flash: longcat_flash"),
         *("Ling 3: ling_3", "A.X-K1: axk1", "A.X-K2-Light: axk2_light", "Hy4: hy_v4", "GLM-4.7-Flash: glm_4_7_flash"),
         *("GLM-5, 5.1, 5.2: glm_5", "GLM-5.3-Flash: glm_5_3_flash", "Mistral Small 4: mistral_4", "DeepSeek-V4: deepseek_v4"),
-        *("Mistral Large 4: mistral_large_4", "dots3-note, 13 of 46 layers: dots3_note", "dots3-note, 33 of 46 layers: dots3_note"),
+        *("Mistral Large 4, 54 of 72 layers: mistral_large_4", "Mistral Large 4, 18 of 72 layers: mistral_large_4"),
+        *("dots3-note, 13 of 46 layers: dots3_note", "dots3-note, 33 of 46 layers: dots3_note"),
     )
 )
 
@@ -103,9 +105,13 @@ def test_computed(name: str) -> None:
     with torch.no_grad():
         model(ids, use_cache=False)
     assert len(seen) == len(attentions) > 0
+    batch = plan_sequences([40], "cpu")
     for module, hidden, out in seen:
         own = TRAITS.get("hy_v4.HYV4Attention") if name == "HYV4Config" else None  # pairs of columns that transformers' class alone has
-        config = MlaConfig.from_hugging_face({**module.config.to_dict(), **(own.keys if own else {})})
-        layer = MlaAttention(config, MlaWeights.from_tensors(module.state_dict(), config))
-        found = layer(hidden[0], None, plan_sequences([40], "cpu"))
+        config = MlaConfig.from_hugging_face({**module.config.to_dict(), **(own.keys if own else {})}).of_layer(module.layer_idx)
+        tensors = module.state_dict()
+        if config.learned_frequencies:
+            tensors[ALPHA] = next(each.alpha for each in model.modules() if hasattr(each, "alpha"))
+        layer = MlaAttention(config, MlaWeights.from_tensors(tensors, config))
+        found = layer(hidden[0], None, batch)
         torch.testing.assert_close(found, out[0], rtol=0, atol=1e-5 * float(out.abs().max()))

@@ -20,8 +20,9 @@ from cute_mla.spec.arch import Arch
 from tests.integrations.transformers_models.tiny_models import make, tokens
 from tests.support.launched import record_launches
 
-NAMES = ["deepseek_v32", "glm_5", "hy_v4"]
+NAMES = ["deepseek_v32", "glm_5", "hy_v4", "mistral_large_4"]
 TOPK = 16
+ALONE: dict[str, dict[str, Any]] = {"mistral_large_4": {"no_rope_layers": [1], "kv_source_layers": [0], "indexer_types": ["full"]}}
 
 
 def patched(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
@@ -53,11 +54,12 @@ def test_up_to_topk_tokens_all_are_chosen(name: str) -> None:
 def test_the_choice_is_that_of_transformers_but_for_roundings(name: str) -> None:
     """One layer has 0.40 to 0.47 of the difference to dense attention; 1.0 with the indexer's pairs of columns exchanged."""
     ids, mask = tokens(70, 40)
-    one: dict[str, Any] = {"num_hidden_layers": 1, **({} if name == "deepseek_v32" else {"indexer_types": ["full"]})}
+    one: dict[str, Any] = {"num_hidden_layers": 1, **({} if name == "deepseek_v32" else {"indexer_types": ["full"]}), **ALONE.get(name, {})}
     sparse, dense = (logits_of(make(name, index_topk=topk, **one), ids, mask) for topk in (TOPK, 640))
     ours = patched(name, **one)
     found = logits_of(ours, ids, mask)
-    assert ours.model.layers[0].self_attn.attention.indexer.norm_eps == make(name, **one).model.layers[0].self_attn.indexer.k_norm.eps
+    (own,), (other,) = ([each for each in model.modules() if hasattr(each, "indexer")] for model in (ours, make(name, **one)))
+    assert own.indexer.norm_eps == other.indexer.k_norm.eps
     assert rms(found - sparse) < 0.6 * rms(dense - sparse)
 
 
@@ -83,18 +85,21 @@ def test_pages_of_the_indexer_follow_those_of_the_keys(name: str, options: dict[
 
 
 @pytest.mark.parametrize(
-    ("name", "types", "prefill"),
+    ("name", "changes", "attention"),
     [
-        ("deepseek_v32", None, "masked_prefill"),
-        ("glm_5", ["full", "shared"], "sparse_prefill"),  # of 256 columns none takes a mask
-        ("hy_v4", ["full", "shared"], "sparse_prefill"),
+        ("deepseek_v32", {"num_hidden_layers": 1}, {"masked_prefill", "sparse_decode"}),
+        ("glm_5", {"indexer_types": ["full", "shared"]}, {"sparse_prefill", "sparse_decode"}),  # of 256 columns none takes a mask
+        ("hy_v4", {"indexer_types": ["full", "shared"]}, {"sparse_prefill", "sparse_decode"}),
+        ("mistral_large_4", {"indexer_types": ["full", *["shared"] * 3]}, {"masked_prefill", "sparse_prefill", "sparse_decode"}),
+        # Keys without rotary columns, of an indexer that rotates none: sparse prefill decodes
+        ("mistral_large_4", {**ALONE["mistral_large_4"], "no_rope_layers": [0]}, {"masked_prefill", "sparse_prefill"}),
     ],
-    ids=NAMES,
+    ids=[*NAMES, "mistral_large_4_nope"],
 )
-def test_the_kernels(name: str, types: list[str] | None, prefill: str, arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Prefill of two requests and a token behind each, in bf16, against the same model in torch."""
-    one: dict[str, Any] = {"num_hidden_layers": 1} if types is None else {"num_hidden_layers": 2, "indexer_types": types}
-    model = patched(name, torch.bfloat16, num_experts_per_tok=8, topk_group=2, **one)
+def test_the_kernels(name: str, changes: dict[str, Any], attention: set[str], arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prefill of two requests and a token behind each, in bf16, against the same model in torch, whose first layer alone chooses."""
+    layers = len(changes.get("indexer_types", ["full"]))
+    model = patched(name, torch.bfloat16, **{"num_experts_per_tok": 8, "topk_group": 2, "num_hidden_layers": layers, **changes})
     ids, mask = tokens(24, 20)
     new = torch.ones(2, 1, dtype=torch.long)
     seen = torch.cat((mask, new), dim=1)
@@ -112,7 +117,7 @@ def test_the_kernels(name: str, types: list[str] | None, prefill: str, arch: Arc
         found = walk()
     assert device.findings == []
     kinds = {each.partition("_bf16")[0].partition("_e4m3")[0].partition("_fp32")[0] for each in names}
-    assert {"index_write", "mqa_logits", "topk_indices", "sparse_decode"} <= kinds
-    assert kinds & {"masked_prefill", "sparse_prefill", "dense_prefill", "dense_decode"} == {prefill}
+    assert {"index_write", "mqa_logits", "topk_indices"} <= kinds
+    assert kinds & {"masked_prefill", "sparse_prefill", "sparse_decode", "dense_prefill", "dense_decode"} == attention
     for one_of_them, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one_of_them, other, rtol=0, atol=0.025 * float(other.abs().max()))

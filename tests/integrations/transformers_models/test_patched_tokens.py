@@ -40,10 +40,11 @@ def test_requests_of_different_lengths(name: str) -> None:
     found = agree(make(name), *tokens(70, 5, 1), {"max_new_tokens": 60})
     layers = [layer for layer in found.past_key_values.layers if isinstance(layer, LatentCacheLayer)]
     assert len(layers) == len([layer for layer in found.past_key_values.layers if not found_linear(layer)])
-    for layer in layers:
+    widths = {"mistral_4": [320] * 2, "mistral_large_4": [576, 0, 512, 0]}.get(name, [576] * len(layers))  # 0: keys of another layer
+    for layer, columns in zip(layers, widths, strict=True):
         assert layer.lengths == [129, 64, 60]  # the last token is in no cache
         assert layer.keys is not None
-        assert list(layer.keys.shape) == [3 * layer.pages, PAGE_SIZE, 1, {"mistral_4": 320}.get(name, 576)]
+        assert list(layer.keys.shape) == [3 * layer.pages, PAGE_SIZE, 1, columns]
         assert 3 <= layer.pages <= 4
 
 
@@ -52,11 +53,12 @@ def found_linear(layer: Any) -> bool:
     return not hasattr(layer, "keys")
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm_4_7_flash", "kimi_linear", "mistral_4"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm_4_7_flash", "kimi_linear", "mistral_4", "mistral_large_4"])
 @pytest.mark.parametrize("chunk_tokens", [8192, 100])
 def test_prefill_in_chunks(name: str, chunk_tokens: int) -> None:
     """The later pieces of the prompt attend to cached keys in the decompressed form: at once, or in chunks whose states are merged."""
-    agree(make(name), *tokens(830), {"max_new_tokens": 3, "prefill_chunk_size": 410}, chunk_tokens=chunk_tokens)
+    wide = {"index_topk": 1024} if name == "mistral_large_4" else {}  # all keys are chosen
+    agree(make(name, **wide), *tokens(830), {"max_new_tokens": 3, "prefill_chunk_size": 410}, chunk_tokens=chunk_tokens)
 
 
 def test_prefill_in_chunks_of_padded_requests() -> None:

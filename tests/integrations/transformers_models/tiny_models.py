@@ -47,7 +47,12 @@ _V3 = {
 _LATENT_Q = {"q_lora_rank": 48, **_MIXED}
 _GROWING = {"llama_4_scaling_beta": 0.5}  # queries grow every 16 positions
 _INDEXED = {"index_topk": 640, "index_head_dim": 128, "index_n_heads": 2}
-_KIMI_VISION = {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32, "pos_emb_height": 4}
+_VISION = {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+# Models with vision: model_type of the configuration of their text, and that of their vision
+_AROUND_TEXT: dict[str, tuple[str, dict[str, Any]]] = {
+    "kimi_k2_5": ("deepseek_v3", {**_VISION, "pos_emb_height": 4}),
+    "mistral_large_4": ("mistral_large4_text", {**_VISION, "model_type": "pixtral", "patch_size": 14, "image_size": 28}),
+}
 
 
 # Name of a model: the classes of its configuration and of the model, and what the configuration has besides the sizes above.
@@ -85,6 +90,19 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
             "q_lora_rank": 48,
             "rope_parameters": {**_YARN, "original_max_position_embeddings": 16, "mscale": 1.0, "mscale_all_dim": 1.0, **_GROWING},
             **_MIXED,
+        },
+    ),
+    "mistral_large_4": (
+        "MistralLarge4Config",
+        "MistralLarge4ForConditionalGeneration",
+        {
+            "num_hidden_layers": 4,
+            "qk_nope_head_dim": 64,
+            "no_rope_layers": [1, 1, 0, 1],
+            "kv_source_layers": [0, 0, 2, 0],
+            "indexer_types": ["full", "shared", "full", "full"],
+            **_INDEXED,
+            **_EXPERTS,
         },
     ),
     "axk1": ("AXK1Config", "AXK1ForCausalLM", {**_V3}),
@@ -155,18 +173,6 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Glm5NextTextModel",
         {"layer_types": ["indexed_attention"] * 2, "indexer_types": ["full"] * 2, **_LATENT_Q, **_INDEXED},
     ),
-    "mistral_large_4": (
-        "MistralLarge4TextConfig",
-        "MistralLarge4TextModel",
-        {
-            "num_hidden_layers": 4,
-            "no_rope_layers": [1, 1, 0, 1],
-            "kv_source_layers": [0, 0, 2, 0],
-            "indexer_types": ["full", "shared", "full", "shared"],
-            **_INDEXED,
-            **_EXPERTS,
-        },
-    ),
     "sarvam_mla": ("SarvamMLAConfig", "DeepseekV3ForCausalLM", {**_V3, "q_lora_rank": None}),
 }
 
@@ -175,10 +181,11 @@ def make(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTr
     """Return a model in evaluation mode with eager attention. changes: to its configuration."""
     config_class, model_class, own = {**MODELS, **OTHERS}[name]
     given = {**_SIZES, **own, **changes}
-    if name == "kimi_k2_5":
-        text = {"model_type": "deepseek_v3", **given}
+    if name in _AROUND_TEXT:
+        kind, vision = _AROUND_TEXT[name]
+        text = {"model_type": kind, **given}
         given = {name: given[name] for name in ("pad_token_id", "bos_token_id", "eos_token_id")}
-        given |= {"text_config": text, "vision_config": _KIMI_VISION, "tie_word_embeddings": False}
+        given |= {"text_config": text, "vision_config": vision, "tie_word_embeddings": False}
     config = getattr(transformers, config_class)(**given, attn_implementation="eager")
     build = getattr(transformers, model_class)._from_config
     with torch.random.fork_rng(devices=[]):
