@@ -254,10 +254,10 @@ class MlaAttention(torch.nn.Module):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Apply a function of to(), half() and so on to the parameters. Frequencies and alpha follow to their device, and stay in fp32."""
-        alpha = self.alpha
+        alpha = None if self.alpha is None else self.alpha.detach()
         super()._apply(fn, recurse)
         if alpha is not None and self.alpha is not None and self.alpha.dtype != torch.float32:
-            self.alpha = torch.nn.Parameter(alpha.to(self.kv_b.device), requires_grad=alpha.requires_grad)
+            self.alpha.data = alpha.to(self.kv_b.device)
         self._place_frequencies()
         return self
 

@@ -263,8 +263,10 @@ class MlaConfig:
         required = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         kind = config.get("model_type")
         large_4 = kind == MISTRAL_LARGE_4
-        # Without these, transformers' class has a pattern of layers and a YaRN of its own; it has no q_lora_rank
-        _check_present("the config", config, (*required, *(("no_rope_layers", "rope_parameters") if large_4 else ("q_lora_rank",))))
+        _check_present("the config", config, required if large_4 else (*required, "q_lora_rank"))
+        if large_4:  # whose class in transformers has a pattern of layers and a YaRN of its own without these
+            given = {name: value for name, value in config.items() if value is not None}
+            _check_present("the config", given, ("no_rope_layers", "rope_parameters"))
         nope = _given(config, "mla_use_nope", kind == "kimi_linear")
         theta, scaling = (None, None) if nope else _read_rope(config)
         optional = {

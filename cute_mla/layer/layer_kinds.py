@@ -26,6 +26,9 @@ def check_layers(no_rope_layers: tuple[int, ...], kv_source_layers: tuple[int, .
     Of a layer's kind, rotary or not, the last layer before it whose latents others attend to must be the one that its entry names.
     transformers attends to the former, whatever the entry says (modeling_mistral_large4.py, shared_kv_states).
     """
+    for name, given in (("no_rope_layers", no_rope_layers), ("kv_source_layers", kv_source_layers)):
+        if not isinstance(given, tuple) or not all(is_integer(entry) for entry in given):
+            raise ValueError(f"{name} is {short_repr(given)}; supported: a tuple of integers, one for each layer")
     if any(entry not in (0, 1) for entry in no_rope_layers):
         raise ValueError(f"no_rope_layers is {short_repr(no_rope_layers)}; supported: 1 for a layer with RoPE, 0 for one without")
     kinds = no_rope_layers or (1,) * len(kv_source_layers)

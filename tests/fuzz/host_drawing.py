@@ -116,6 +116,8 @@ def plain_cases(subject: str) -> st.SearchStrategy[PlainCase]:
                 "rope_theta": st.floats(1.0, 1e9),
                 "output_gate": st.sampled_from((None, "head", "column")),
                 **{name: st.booleans() for name in ("rope_interleave", "mla_use_nope", "mla_scale_kv_lora", "attention_sinks")},
+                **{name: st.booleans() for name in ("softmax_scaling", "learned_frequencies")},
+                "latents": st.sampled_from(("own", "lent", "borrowed")),
             },
         ),
         "YarnScaling": st.fixed_dictionaries(

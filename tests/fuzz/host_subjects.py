@@ -370,6 +370,9 @@ def _config_faults(arguments: Arguments, setting: Setting) -> set[str]:
         mla_scale_q_lora=is_flag,
         mla_scale_kv_lora=is_flag,
         attention_sinks=is_flag,
+        softmax_scaling=is_flag,
+        learned_frequencies=is_flag,
+        latents=is_one_of("own", "lent", "borrowed"),
         output_gate=is_optional(is_one_of("head", "column")),
     )
     scales = arguments.get("mla_scale_q_lora", False)
@@ -464,6 +467,7 @@ def _expect_batch(arguments: Arguments, setting: Setting) -> Verify:
 
 
 _LAYER = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_scaling", "max_position_embeddings", "indexer")
+_LAYERS = ("no_rope_layers", "kv_source_layers")
 
 HOST_SUBJECTS: dict[str, Subject] = {
     "workspace_size": Subject(cute_mla.workspace_size, _plain, _workspace_faults, _expect_workspace, ("total_q", "head_dim_v")),
@@ -474,7 +478,7 @@ HOST_SUBJECTS: dict[str, Subject] = {
     "quantise_cache": Subject(quantise_cache, _quantise_arguments, _quantise_faults, _expect_quantised, ("descale_k",)),
     "dequantise_cache": Subject(dequantise_cache, _dequantise_arguments, _dequantise_faults, _expect_dequantised, ("descale_k",)),
     "empty_cache": Subject(empty_cache, _plain, _empty_cache_faults, _expect_empty_cache, ("dtype",)),
-    "MlaConfig": Subject(MlaConfig, _plain, _config_faults, _expect_config, (*_LAYER, "attention_bias")),
-    "YarnScaling": Subject(YarnScaling, _plain, _yarn_faults, _expect_yarn, ("beta_slow", "llama_4_scaling_beta")),
+    "MlaConfig": Subject(MlaConfig, _plain, _config_faults, _expect_config, (*_LAYER, *_LAYERS, "attention_bias")),
+    "YarnScaling": Subject(YarnScaling, _plain, _yarn_faults, _expect_yarn, ("beta_slow", "llama_4_scaling_beta", "attention_factor")),
     "plan_batch": Subject(plan_batch, _batch_arguments, _batch_faults, _expect_batch, ("context",)),
 }

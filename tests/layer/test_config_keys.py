@@ -118,10 +118,6 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         r"layer_types \['sliding_attention'\], sliding_window 512, per_layer_config {'02': {}};",
     ),
     "A.X-K2": ({**V3, "gated_norm_rank": 16}, "gated_norm_rank 16;"),
-    "Mistral Large 4": (
-        {**V3, "no_rope_layers": [1, 0], "kv_source_layers": [0, 0]},
-        r"no_rope_layers \[1, 0\], kv_source_layers \[0, 0\];",
-    ),
     "MiniCPM3": ({**V3, "model_type": "minicpm3", "scale_emb": 12, "scale_depth": 1.4}, "model_type 'minicpm3';"),
     "DeepSeek-V4": ({"model_type": "deepseek_v4", "head_dim": 512}, "model_type 'deepseek_v4';"),
     "DeepSeek-VL2": ({**V3, "use_mla": False}, "use_mla False;"),

@@ -13,7 +13,7 @@ from cute_mla.layer import Indexer, IndexerConfig, IndexerWeights, MlaAttention,
 from cute_mla.layer.indexer_config import IndexerType
 from cute_mla.layer.rope import Rotation
 from tests.layer.dsa_models import GLM_5_2, V3_2, indexer_checkpoint, short_topk
-from tests.layer.mla_models import GLM_5, GLM_5_3_FLASH, PREFIX, V2_LITE, V3, reduced
+from tests.layer.mla_models import GLM_5, GLM_5_3_FLASH, MISTRAL_SMALL_4, PREFIX, V2_LITE, V3, reduced
 from tests.layer.mla_steps import Sequences
 
 
@@ -84,7 +84,10 @@ def test_indexers_that_are_not_supported() -> None:
     for model, message in (
         (GLM_5_3_FLASH, "index_kpool is 16; supported: 1, keys that are chosen one by one"),
         ({**V2_LITE, "index_topk": 9, "index_n_heads": 4}, "q_lora_rank is None with an indexer; supported: an integer"),
-        ({**GLM_5_3_FLASH, "index_kpool": 1}, "kv_lora_rank is 512 and qk_rope_head_dim 0 with an indexer; supported: 512 and 64"),
+        (
+            {**MISTRAL_SMALL_4, "index_topk": 9, "index_n_heads": 4},
+            "kv_lora_rank is 256 and qk_rope_head_dim 64 with an indexer; supported: 512 and 64, 512 and 0",
+        ),
         (V3, "the config has no indexer; supported: configs with index_topk"),
     ):
         with pytest.raises(ValueError, match=message):
