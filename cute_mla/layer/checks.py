@@ -85,9 +85,9 @@ def _check_place(name: str, spec: TensorSpec, weights: TensorSpec) -> None:
 def _check_cache(config: MlaConfig, weights: TensorSpec, k_cache: torch.Tensor) -> None:
     cache = spec_of("k_cache", k_cache)
     columns = config.key_columns
-    quantised = next((packed.page_bytes(1) for packed in PACKED if packed.d_qk == columns), None)
-    if config.indexer is not None and cache.shape[3:] == (quantised,) and k_cache.dtype == torch.uint8:
-        check_shape("k_cache", cache, ("pages", "page size", 1, quantised))
+    quantised = [packed.page_bytes(1) for packed in PACKED if packed.d_qk == columns]
+    if config.indexer is not None and k_cache.dtype == torch.uint8 and list(cache.shape[3:]) == quantised:
+        check_shape("k_cache", cache, ("pages", "page size", 1, *quantised))
     else:
         check_shape("k_cache", cache, ("pages", "page size", 1, columns))
         narrow = columns == D_QK and weights.dtype != torch.float16

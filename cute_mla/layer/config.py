@@ -52,9 +52,11 @@ class YarnScaling:
     def __post_init__(self) -> None:
         for name in ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow"):
             _check_positive(f"rope_scaling[{name!r}]", getattr(self, name))
-        for name in ("mscale", "mscale_all_dim", "llama_4_scaling_beta", "attention_factor"):
+        if self.attention_factor is not None:
+            _check_positive("rope_scaling['attention_factor']", self.attention_factor)
+        for name in ("mscale", "mscale_all_dim", "llama_4_scaling_beta"):
             value = getattr(self, name)
-            if name in ("llama_4_scaling_beta", "attention_factor") and value is None:
+            if name == "llama_4_scaling_beta" and value is None:
                 continue
             if not is_number(value) or not 0 <= float(value) < math.inf:
                 raise ValueError(f"rope_scaling[{name!r}] is {short_repr(value)}; supported: a number, 0 or more")
@@ -225,8 +227,7 @@ class MlaConfig:
         own = replace(self, no_rope_layers=(), kv_source_layers=(), latents=latents)
         if layer >= len(rotary) or rotary[layer]:
             return own
-        columns = {"qk_nope_head_dim": self.query_columns, "qk_rope_head_dim": 0}
-        return replace(own, rope_scaling=None, learned_frequencies=False, **columns)
+        return replace(own, rope_scaling=None, learned_frequencies=False, qk_nope_head_dim=self.query_columns, qk_rope_head_dim=0)
 
     def check_one_layer(self) -> None:
         """Raise ValueError if this is the configuration of a model whose layers differ."""
@@ -285,7 +286,8 @@ class MlaConfig:
             attention_sinks=config.get("learnable_sink_init") is not None,
             softmax_scaling=large_4,
             learned_frequencies=large_4,
-            **{name: read_layers(config, name) for name in ("no_rope_layers", "kv_source_layers")},
+            no_rope_layers=read_layers(config, "no_rope_layers"),
+            kv_source_layers=read_layers(config, "kv_source_layers"),
             **{name: value for name, value in optional.items() if value is not None},
         )
         if config.get("qk_head_dim") not in (None, read.query_columns):

@@ -14,7 +14,7 @@ def read_layers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
     if given is None:
         return ()
     layers = config.get("num_hidden_layers")
-    number = layers if is_integer(layers) else 0
+    number: int = layers if layers is not None and is_integer(layers) else 0
     if not isinstance(given, Sequence) or not all(is_integer(entry) for entry in given) or len(given) < number:
         raise ValueError(f"{name} is {short_repr(given)}; supported: an integer for each of num_hidden_layers {short_repr(layers)}")
     return tuple(given)[: number or None]

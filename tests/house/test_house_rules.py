@@ -74,6 +74,7 @@ PUBLIC_API = {
     "write_index_cache",
     "run_keys",  # its eager body
     "write_kv_cache",
+    "write_pooled_index_keys",
 }
 # Those of adapters are their engine's.
 ENGINE_API = {"supports_combination"}

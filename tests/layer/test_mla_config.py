@@ -134,8 +134,18 @@ def test_magnitudes_that_differ() -> None:
         ({"rope_scaling": {**YARN, "factor": None}}, "rope_scaling has no factor; supported"),
         ({"rope_scaling": {**YARN, "factor": -2}}, r"rope_scaling\['factor'\] is -2; supported: a positive"),
         ({"rope_scaling": {**YARN, "mscale": -1}}, r"rope_scaling\['mscale'\] is -1; supported: a number, 0 or more"),
-        ({"rope_scaling": {**YARN, "attention_factor": 1.2}}, r"rope_scaling\['attention_factor'\] is 1\.2; supported: 1\.36888"),
-        ({"rope_scaling": {**YARN, "attention_factor": "1"}}, r"rope_scaling\['attention_factor'\] is '1'; supported: 1\.36888"),
+        (
+            {"rope_scaling": {**YARN, "mscale": 1.0, "attention_factor": 1.2}},
+            r"rope_scaling\['attention_factor'\] is 1\.2; supported: 1\.36888",
+        ),
+        (
+            {"rope_scaling": {**YARN, "mscale": 1.0, "attention_factor": "1"}},
+            r"rope_scaling\['attention_factor'\] is '1'; supported: 1\.36888",
+        ),
+        (
+            {"rope_scaling": {**YARN, "attention_factor": 0}},
+            r"rope_scaling\['attention_factor'\] is 0; supported: a positive finite number",
+        ),
         ({"rope_scaling": {**YARN, "truncate": False}}, "rope_scaling of type 'yarn' has truncate False; supported: rope_type, type"),
         ({"rope_scaling": {**LLAMA_3, "mscale": 2}}, "rope_scaling of type 'llama3' has mscale 2; supported: rope_type"),
         ({"rope_scaling": {"factor": 40}}, "rope_scaling of type 'default' has factor 40; supported: rope_type"),

@@ -57,7 +57,7 @@ def found_linear(layer: Any) -> bool:
 @pytest.mark.parametrize("chunk_tokens", [8192, 100])
 def test_prefill_in_chunks(name: str, chunk_tokens: int) -> None:
     """The later pieces of the prompt attend to cached keys in the decompressed form: at once, or in chunks whose states are merged."""
-    wide = {"index_topk": 1024} if name == "mistral_large_4" else {}  # all keys are chosen
+    wide: dict[str, Any] = {"index_topk": 1024} if name == "mistral_large_4" else {}  # all keys are chosen
     agree(make(name, **wide), *tokens(830), {"max_new_tokens": 3, "prefill_chunk_size": 410}, chunk_tokens=chunk_tokens)
 
 
