@@ -188,7 +188,7 @@ def test_by_the_kernels(packed: bool, arch: Arch) -> None:
 
 
 def test_gradients_pass_through_lent_latents() -> None:
-    """Those of the lending layer's kv_a: by borrowing layers alone."""
+    """The lending layer's kv_a gets them by borrowing layers alone."""
     hidden, built, batch = [torch.randn(9, HIDDEN, generator=DRAW) for _ in range(4)], layers(), plan_sequences([9], "cpu")
     assert built[0].kv_a is not None
     built[0].kv_a.requires_grad_()

@@ -33,6 +33,7 @@ def test_shapes(model: str) -> None:
     assert (weights.q_a is None) == (weights.q_a_norm is None) == (model == "v2_lite")
     columns = Columns.of(MODELS[model])
     assert weights.q_b.shape == (4 * (columns.nope + columns.rotary), 24 if model == "v2_lite" else MODELS[model]["q_lora_rank"])
+    assert weights.kv_a is not None
     assert weights.kv_a.shape == (columns.latent + columns.rotary, 24)
     assert weights.kv_b.shape == (4 * (columns.nope + columns.v), columns.latent)
 
@@ -44,6 +45,7 @@ def test_a_rank_holds_its_heads() -> None:
     assert torch.equal(weights.q_b, tensors[f"{PREFIX}q_b_proj.weight"][384:])
     assert torch.equal(weights.kv_b, tensors[f"{PREFIX}kv_b_proj.weight"][512:])
     assert torch.equal(weights.o, tensors[f"{PREFIX}o_proj.weight"][:, 256:])
+    assert weights.kv_a is not None
     assert torch.equal(weights.kv_a, tensors[f"{PREFIX}kv_a_proj_with_mqa.weight"])
     for weight in (weights.q_b, weights.kv_b, weights.o):
         assert weight.is_contiguous()

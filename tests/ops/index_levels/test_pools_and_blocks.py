@@ -142,7 +142,7 @@ def test_all_of_it_by_the_kernels(arch: Arch) -> None:
 
 @pytest.mark.parametrize("block", [16, 32])
 def test_keys_within_blocks(block: int, arch: Arch) -> None:
-    """Of all keys in the chosen blocks, indexer_topk over the pages of these takes those with the greatest logits."""
+    """Choose by indexer_topk over the pages of blocks the keys with the greatest logits of all keys in these blocks."""
     cache, q8, weights = index_cache(), drawn(2, 2, 8, 128, seed=3).to(torch.float8_e4m3fn), drawn(4, 8, seed=4)
     later, table = (
         drawn(2, 2, 8, 128, seed=5).to(torch.float8_e4m3fn),
