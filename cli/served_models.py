@@ -22,8 +22,8 @@ class Model:
     """A model, with the sizes of its configuration under Hugging Face's names.
 
     qk_nope_head_dim, v_head_dim: None where keys are values, and prefill has no heads of its own. formats: of its caches that engines use;
-    extra_formats: those beside the first. topk: keys that its indexer chooses; None without an indexer. key_pool: neighbours among them.
-    keys: further keys of its configuration that concern attention. evidence: of LAYER, FUNCTION and ENGINE, or SIZES.
+    extra_formats: those beside the first. topk: keys that its indexer chooses; None without an indexer.
+    keys: further keys of its configuration that concern attention. evidence: LAYER, FUNCTION and ENGINE, or SIZES.
     """
 
     name: str
@@ -35,7 +35,6 @@ class Model:
     formats: tuple[str, ...] = ("latent", "fp8_576")
     extra_formats: tuple[str, ...] = ()
     topk: int | None = None
-    key_pool: int = 1
     keys: Mapping[str, Any] = field(default_factory=dict)
     evidence: str = LAYER
 
@@ -107,7 +106,7 @@ MODELS: tuple[Model, ...] = (
     ),
     Model("GLM-4.7-Flash", 20, qk_nope_head_dim=192, v_head_dim=256),
     replace(_V3_2, name="GLM-5, 5.1, 5.2", num_attention_heads=64, qk_nope_head_dim=192, v_head_dim=256),
-    Model("GLM-5.3-Flash", 64, 512, 0, 256, 256, formats=("latent_512", "nope_528"), topk=2048, key_pool=16),
+    Model("GLM-5.3-Flash", 64, 512, 0, 256, 256, formats=("latent_512", "nope_528"), topk=2048),
     Model("Mistral Small 4", 32, 256, 64, 64, 128, formats=("latent_320",)),
     Model("MiniCPM3", 40, 256, 32, 64, 64, formats=("latent",), evidence=SIZES),
 )
@@ -174,9 +173,7 @@ def _layer(model: Model) -> str:
         MlaConfig.from_hugging_face({"hidden_size": 1, "q_lora_rank": None, **sizes, **model.keys})
     except ValueError as error:
         return f"not served: {str(error).partition(';')[0]}"
-    if model.topk is None or model.key_pool == 1:
-        return "yes" if model.topk is None else "yes, with indexer"
-    return f"up to {model.topk:,} keys, all of which it attends to"
+    return "yes" if model.topk is None else "yes, with indexer"
 
 
 def _sparse_prefill(model: Model) -> str:

@@ -8,6 +8,7 @@ between dense and sparse attention, and selection holds the keys chosen, for all
 from .attention import MlaAttention
 from .batch import ContextChunk, DecodeRequests, MlaBatch, PrefillRequests, plan_batch, plan_sequences
 from .config import Llama3Scaling, MlaConfig, YarnScaling
+from .index_keys import PooledIndexCache
 from .indexer import Indexer, IndexerWeights, load_indexer_weights
 from .indexer_config import IndexerConfig
 from .selection import ChosenKeys, Selection
@@ -25,6 +26,7 @@ __all__ = [
     "MlaBatch",
     "MlaConfig",
     "MlaWeights",
+    "PooledIndexCache",
     "PrefillRequests",
     "Selection",
     "Shard",

@@ -32,8 +32,10 @@ from .choosing import Indexed, Step, choose_rows, choose_slots, mask_keys, rows_
 from .config import MlaConfig
 from .context_path import ContextPath
 from .forms import Forms, Sparsity, forms_of
+from .index_keys import PooledIndexCache, scratch_of
 from .indexer import Indexer
 from .path import MAX_STATES, AttentionPath, Cache, DecodeOptions, Packed, PrefillOptions, attention_path, warn_reference
+from .pools import Pools, spans
 from .rope import Rotation, frequencies, rotation
 from .sink_gradients import SinkAttention
 from .weights import MlaWeights
@@ -137,7 +139,7 @@ class MlaAttention(torch.nn.Module):
         k_cache: torch.Tensor | None,
         batch: MlaBatch,
         *,
-        index_cache: torch.Tensor | None = None,
+        index_cache: torch.Tensor | PooledIndexCache | None = None,
         descale_q: torch.Tensor | None = None,
         descale_k: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -150,7 +152,7 @@ class MlaAttention(torch.nn.Module):
         no cached keys: new keys are not written. With borrowed latents, the cache of the layer that lends them, which that layer wrote
         index_cache: of a layer with an indexer: uint8 [pages, page size, 1, 132], the indexer's keys in the same slots as those of k_cache,
         in pages of 16, 32, 64 or 128 that are contiguous inside (cute_mla.indexer has the layout). The keys of the new tokens are written
-        to it. None if no request has more keys than index_topk, nor ever will
+        to it. None if no request has more keys than index_topk, nor ever will. With index_kpool, a PooledIndexCache
         descale_k: scale of an e4m3 cache, fp32, one element on the device; keys are descale_k * k_cache; default 1. A prefill request
         attends to its own new keys before they are rounded to e4m3; later steps read the rounded keys. The same holds of caches of uint8
         descale_q: with an e4m3 cache, decode rounds its queries divided by this scale to e4m3, fp32, one element on the device; None: it
@@ -245,12 +247,25 @@ class MlaAttention(torch.nn.Module):
         is_masked = self.config.query_columns in MASKED_HEAD_DIMS and self.kv_b.dtype != torch.float16
         return self.heads if is_masked else None
 
-    def _index(self, indexer: Indexer, inputs: _Inputs, batch: MlaBatch, forms: Forms, index_cache: torch.Tensor | None) -> Indexed:
+    def _index(
+        self, indexer: Indexer, inputs: _Inputs, batch: MlaBatch, forms: Forms, index_cache: torch.Tensor | PooledIndexCache | None
+    ) -> Indexed:
         """Make the indexer's keys of the new tokens, write them to its cache, and make queries where tokens choose by them."""
         keys, inputs = indexer.keys(inputs.hidden), inputs._replace(rope=inputs.rope.unless_empty(D_ROPE // 2))
+        queries = indexer.queries(*inputs) if forms.is_chosen else None
+        if index_cache is None and indexer.key_pool > 1 and forms.is_chosen and batch.prefill is not None:
+            index_cache = scratch_of(batch.prefill, inputs.hidden.device, indexer.key_pool)
+        if isinstance(index_cache, PooledIndexCache):
+            indexer.write_pools(keys, inputs.hidden, index_cache, spans(batch))
+            return Indexed(indexer, inputs.rope, keys, queries, None, self._pools(index_cache))
         if index_cache is not None:
             indexer.write(keys, inputs.rope, index_cache, batch.slot_mapping)
-        return Indexed(indexer, inputs.rope, keys, indexer.queries(*inputs) if forms.is_chosen else None, index_cache)
+        return Indexed(indexer, inputs.rope, keys, queries, index_cache)
+
+    def _pools(self, cache: PooledIndexCache) -> Pools | None:
+        """Return the pools of an indexer's cache, and how many a token chooses."""
+        own = self.config.indexer
+        return None if own is None else Pools(cache, own.topk // own.key_pool, own.key_pool)
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Self:
         """Apply a function of to(), half() and so on to the parameters. Frequencies and alpha follow to their device, and stay in fp32."""

@@ -14,6 +14,7 @@ from ..spec.mqa_logits import PAGE_SIZES, ROW_BYTES
 from .batch import MlaBatch
 from .config import MlaConfig
 from .forms import Forms
+from .index_keys import PooledIndexCache
 from .path import PACKED
 
 _WITHOUT_CACHE = "prefill requests without cached keys, as plan_sequences makes them"
@@ -23,7 +24,7 @@ class Given(NamedTuple):
     """Caches and scales of a call of the layer."""
 
     k_cache: torch.Tensor | None
-    index_cache: torch.Tensor | None
+    index_cache: torch.Tensor | PooledIndexCache | None
     descale_q: torch.Tensor | None
     descale_k: torch.Tensor | None
 
@@ -41,7 +42,7 @@ def check_given(config: MlaConfig, weight: torch.Tensor, hidden: torch.Tensor, b
     if given.descale_q is not None:
         _check_query_scale(weights, given.descale_q, given.k_cache)
     if given.index_cache is not None:
-        _check_index_cache(config, weights, given.index_cache, given.k_cache)
+        _check_index_cache(config, weights, given, batch)
     for name in ("positions", "slot_mapping"):
         if getattr(batch, name).device != weights.device:
             raise ValueError(f"the batch is on {getattr(batch, name).device}; supported: the device of the weights, {weights.device}")
@@ -108,18 +109,35 @@ def _check_query_scale(weights: TensorSpec, descale_q: torch.Tensor, k_cache: to
     _check_place("descale_q", scale, weights)
 
 
-def _check_index_cache(config: MlaConfig, weights: TensorSpec, index_cache: torch.Tensor, k_cache: torch.Tensor | None) -> None:
-    if config.indexer is None or k_cache is None:
+def _check_index_cache(config: MlaConfig, weights: TensorSpec, given: Given, batch: MlaBatch) -> None:
+    k_cache, index_cache = given.k_cache, given.index_cache
+    if config.indexer is None or k_cache is None or index_cache is None:
         missing = "k_cache is None" if k_cache is None else "the config has no indexer"
         raise ValueError(f"index_cache is given, and {missing}; supported: the index cache of a layer with an indexer, beside k_cache")
+    places = k_cache.shape[:2]
+    if isinstance(index_cache, PooledIndexCache) != (config.indexer.key_pool > 1):
+        given_as = f"{type(index_cache).__name__} with index_kpool {config.indexer.key_pool}"
+        raise ValueError(f"index_cache is {given_as}; supported: PooledIndexCache with 2 or more, a tensor with 1")
+    if isinstance(index_cache, PooledIndexCache):
+        table = spec_of("index_cache.block_table", index_cache.block_table)
+        check_shape("index_cache.block_table", table, (_requests(batch), "pages per request"), " with this batch")
+        check_dtype("index_cache.block_table", table, torch.int32)
+        index_cache = index_cache.keys
+        places = index_cache.shape[:2]
     cache = spec_of("index_cache", index_cache)
-    check_shape("index_cache", cache, (*k_cache.shape[:2], 1, ROW_BYTES), " with this k_cache")
+    check_shape("index_cache", cache, (*places, 1, ROW_BYTES), " with this k_cache")
     check_dtype("index_cache", cache, torch.uint8)
     _check_place("index_cache", cache, weights)
     if cache.shape[1] not in PAGE_SIZES:
         raise ValueError(f"index_cache has pages of {cache.shape[1]} keys; supported: {', '.join(map(str, PAGE_SIZES))}")
     if cache.stride[1::2] != (ROW_BYTES, 1):
         raise ValueError(f"index_cache has strides {list(cache.stride)}; supported: pages that are contiguous inside")
+
+
+def _requests(batch: MlaBatch) -> int:
+    """Return the requests of a batch."""
+    decodes = 0 if batch.decode is None else batch.decode.cache_seqlens.shape[0]
+    return decodes + (0 if batch.prefill is None else batch.prefill.cu_seqlens.shape[0] - 1)
 
 
 def _check_without_cache(batch: MlaBatch, given: Given) -> None:

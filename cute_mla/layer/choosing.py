@@ -12,18 +12,23 @@ from .index_keys import IndexRows
 from .indexer import Indexer, IndexQueries
 from .key_masks import mask_of_rows
 from .path import AttentionPath, Cache
+from .pools import Pools, choose_pooled_rows, choose_pooled_slots
 from .rope import Rotation
 from .selection import ChosenKeys, KeyMasks, KeyRows, every_row, row_counts
 
 
 class Indexed(NamedTuple):
-    """Results of an indexer for the tokens of a step, and its cache. keys: [tokens, 128], projected; queries: if tokens choose by them."""
+    """Results of an indexer for the tokens of a step, and its cache. keys: [tokens, 128], projected; queries: if tokens choose by them.
+
+    pools: the cache of an indexer of pools, in place of the other.
+    """
 
     indexer: Indexer
     rotation: Rotation
     keys: torch.Tensor
     queries: IndexQueries | None
     cache: torch.Tensor | None
+    pools: Pools | None = None
 
 
 class Step(NamedTuple):
@@ -43,6 +48,9 @@ def choose_slots(step: Step, requests: DecodeRequests) -> ChosenKeys:
     topk, queries, index_cache = _operands(step)
     if step.forms.decode == "all":
         selection.decode = selection.decode or step.path.every_slot(requests, page_size, topk)
+    elif queries is not None and (pools := _pools(step)) is not None:
+        own = IndexQueries(*(part[: requests.tokens] for part in queries))
+        selection.decode = choose_pooled_slots(step.path, own, pools, requests, page_size)
     elif queries is not None and index_cache is not None:
         own = IndexQueries(*(part[: requests.tokens] for part in queries))
         selection.decode = step.path.choose_slots(own, index_cache, requests, topk)
@@ -56,7 +64,10 @@ def choose_rows(step: Step, requests: PrefillRequests) -> ChosenKeys:
     if step.forms.prefill == "all":
         selection.prefill = selection.prefill or every_row(rows, topk)
     elif queries is not None:
-        own = IndexQueries(*(part[step.batch.tokens - requests.tokens :] for part in queries))
+        own, pools = IndexQueries(*(part[step.batch.tokens - requests.tokens :] for part in queries)), _pools(step)
+        if pools is not None:
+            selection.prefill = choose_pooled_rows(step.path, own, pools, requests, rows)
+            return selection.prefill
         positions = step.path.choose_rows(own, _index_rows(step, requests), rows, requests.most_keys, topk)
         indices = torch.where(positions < 0, positions, positions + rows.first.unsqueeze(1))
         selection.prefill = ChosenKeys(indices.unsqueeze(1), row_counts(rows, topk))
@@ -89,6 +100,10 @@ def _operands(step: Step) -> tuple[int, IndexQueries | None, torch.Tensor | None
     if step.topk is None:
         raise ValueError("the config has no indexer; supported: a choice of keys by a config with index_topk")
     return (step.topk, None, None) if step.indexed is None else (step.topk, step.indexed.queries, step.indexed.cache)
+
+
+def _pools(step: Step) -> Pools | None:
+    return None if step.indexed is None else step.indexed.pools
 
 
 def _index_rows(step: Step, requests: PrefillRequests) -> IndexRows:

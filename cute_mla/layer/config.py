@@ -301,6 +301,11 @@ class MlaConfig:
         return scale if self.rope_scaling is None else scale * self.rope_scaling.softmax_scale
 
     @property
+    def scales_by_position(self) -> bool:
+        """Return whether queries of attention or of the indexer are multiplied by their position's logarithm."""
+        return self.softmax_scaling or (self.indexer is not None and self.indexer.from_hidden)
+
+    @property
     def q_lora_scale(self) -> float:
         """Return what queries are multiplied with before their rotation."""
         return (self.hidden_size / self.q_lora_rank) ** 0.5 if self.mla_scale_q_lora and self.q_lora_rank is not None else 1.0

@@ -1,4 +1,4 @@
-"""Keys of the indexer out of its cache, in rows: plain torch, on any device, without synchronisation."""
+"""Caches of an indexer's keys, and keys out of them in rows: plain torch, on any device, without synchronisation."""
 
 from __future__ import annotations
 
@@ -6,7 +6,11 @@ from typing import NamedTuple
 
 import torch
 
+from ..spec.mla import ceil_div
 from ..spec.mqa_logits import COLUMNS, ROW_BYTES
+from .batch import PrefillRequests
+
+_PAGE_SIZE = 64  # of pools that are written to be read at once
 
 
 class IndexRows(NamedTuple):
@@ -14,6 +18,27 @@ class IndexRows(NamedTuple):
 
     values: torch.Tensor
     scales: torch.Tensor
+
+
+class PooledIndexCache(NamedTuple):
+    """Cache of an indexer whose keys are pools of tokens, as write_pooled_index_keys takes it.
+
+    keys: uint8 [pages, page size, 1, 132]. tail: [rows, ring, 256]. block_table: int32 [requests, pages per request], of all requests of
+    the batch, those of pools: a page has the pools of page size * pool tokens. tail_rows: int64 [requests], None for row r of request r.
+    """
+
+    keys: torch.Tensor
+    tail: torch.Tensor
+    block_table: torch.Tensor
+    tail_rows: torch.Tensor | None = None
+
+
+def scratch_of(requests: PrefillRequests, device: torch.device, pool: int) -> PooledIndexCache:
+    """Return a cache for the pools of whole sequences, which are read in the same step."""
+    count, pages = requests.cu_seqlens.shape[0] - 1, max(ceil_div(requests.max_seqlen, pool * _PAGE_SIZE), 1)
+    keys = torch.zeros(count * pages, _PAGE_SIZE, 1, ROW_BYTES, dtype=torch.uint8, device=device)
+    table = torch.arange(count * pages, dtype=torch.int32, device=device).view(count, pages)
+    return PooledIndexCache(keys, torch.zeros(count, pool, 2 * COLUMNS, device=device), table)
 
 
 def gather_index_rows(index_cache: torch.Tensor, slots: torch.Tensor) -> IndexRows:

@@ -1,4 +1,4 @@
-"""The indexer of sparse attention: which keys the tokens of a step attend to (DeepSeek-V3.2, GLM-5)."""
+"""The indexer of sparse attention: which keys the tokens of a step attend to (DeepSeek-V3.2, GLM-5, Mistral Large 4)."""
 
 from __future__ import annotations
 
@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 import torch
 from torch.nn.functional import layer_norm, linear
 
-from ..indexer import prepare_index_queries, write_index_cache
+from ..indexer import prepare_index_queries, write_index_cache, write_pooled_index_keys
 from ..ops.tensor_spec import record_repr
 from ..spec.index_write import Rope
 from ..spec.mla import D_LATENT, D_QK, D_ROPE, ceil_div
 from ..spec.mqa_logits import COLUMNS, ROW_BYTES
 from .checkpoint import read_attention
 from .config import MlaConfig
-from .index_keys import IndexRows, gather_index_rows
+from .index_keys import IndexRows, PooledIndexCache, gather_index_rows
 from .rope import Rotation
 from .weights import check_names, copy_contiguous, full_name, read_weight
 
-_MATRICES = ("wq_b", "wk")  # in the dtype of the layer; the others are fp32
+_MATRICES = ("wq_b", "wk", "pool_gate")  # in the dtype of the layer; the others are fp32
 _QUERY_NORM_EPS = 1e-6
 _PAGE_SIZE = 64  # of keys that are written to be read at once
 
@@ -39,7 +39,8 @@ class IndexerWeights:
 
     wq_b: [heads * 128, q_lora_rank], wk: [128, hidden], bf16; fp32 only on the reference path. k_norm, k_norm_bias: [128], weights_proj:
     [heads, hidden], fp32, as they are used. q_norm, q_norm_bias: [hidden], q_scale, q_scale_bias: [heads], fp32; None but with from_hidden,
-    where wq_b is [heads * 128, hidden]. Columns are in the order of the checkpoint, but with rope_last: rotary ones come first.
+    where wq_b is [heads * 128, hidden]. pool_gate: [128, hidden], in the dtype of wk, and pool_bias: fp32 [key_pool, 128]; None for a
+    key_pool of 1. Columns are in the order of the checkpoint, but with rope_last: rotary ones come first.
     """
 
     wq_b: torch.Tensor
@@ -51,6 +52,8 @@ class IndexerWeights:
     q_norm_bias: torch.Tensor | None = None
     q_scale: torch.Tensor | None = None
     q_scale_bias: torch.Tensor | None = None
+    pool_gate: torch.Tensor | None = None
+    pool_bias: torch.Tensor | None = None
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor], config: MlaConfig, *, prefix: str = "") -> IndexerWeights:
@@ -68,6 +71,8 @@ class IndexerWeights:
             **dict.fromkeys(("k_norm", "k_norm.bias"), (COLUMNS,)),
             **dict.fromkeys(("q_input_norm", "q_input_norm.bias"), (q_columns,)),
             **dict.fromkeys(("softmax_scaling.scale", "softmax_scaling.bias"), (heads,)),
+            "index_kpool_compress_gate": (COLUMNS, config.hidden_size),
+            "index_kpool_compress_ape": (1 if config.indexer is None else config.indexer.key_pool, COLUMNS),
         }
         names = _names(config)
         check_names(tensors, prefix, names.values())
@@ -123,6 +128,8 @@ def _names(config: MlaConfig) -> dict[str, str]:
     if config.indexer is not None and config.indexer.from_hidden:
         names |= {"q_norm": "q_input_norm", "q_norm_bias": "q_input_norm.bias"}
         names |= {"q_scale": "softmax_scaling.scale", "q_scale_bias": "softmax_scaling.bias"}
+    if config.indexer is not None and config.indexer.key_pool > 1:
+        names |= {"pool_gate": "index_kpool_compress_gate", "pool_bias": "index_kpool_compress_ape"}
     return names
 
 
@@ -142,12 +149,15 @@ class Indexer(torch.nn.Module):
     q_norm_bias: torch.Tensor | None
     q_scale: torch.Tensor | None
     q_scale_bias: torch.Tensor | None
+    pool_gate: torch.Tensor | None
+    pool_bias: torch.Tensor | None
 
     def __init__(self, config: MlaConfig, weights: IndexerWeights) -> None:
         super().__init__()
         self.heads, _ = supported_indexer(config)
         interleave = config.indexer is not None and config.indexer.rope_interleave
         self.rope: Rope = "interleaved" if interleave else "half_split"
+        self.key_pool = 1 if config.indexer is None else config.indexer.key_pool
         self.norm_eps = 1e-6 if config.indexer is None else config.indexer.norm_eps
         for field in fields(weights):
             weight = getattr(weights, field.name)
@@ -172,6 +182,21 @@ class Indexer(torch.nn.Module):
         """Normalise, rotate and quantise keys, and write them to their slots in an index cache."""
         norm = self.k_norm.float(), self.k_norm_bias.float()
         write_index_cache(keys, index_cache, slots, *norm, rotation.cos_sin, rope=self.rope, eps=self.norm_eps)
+
+    @torch.no_grad()
+    def write_pools(
+        self, keys: torch.Tensor, hidden: torch.Tensor, cache: PooledIndexCache, spans: tuple[torch.Tensor, torch.Tensor]
+    ) -> None:
+        """Normalise keys, and write the pools that tokens complete. spans: cu_seqlens and context_lens, as in write_pooled_index_keys."""
+        if self.pool_gate is None or self.pool_bias is None:
+            raise ValueError("the indexer has no pool_gate; supported: one of a config with index_kpool")
+        norm = self.k_norm.float(), self.k_norm_bias.float()
+        pooled = (
+            layer_norm(keys.float(), (COLUMNS,), *norm, self.norm_eps),
+            linear(hidden, self.pool_gate).float(),
+            self.pool_bias.float(),
+        )
+        write_pooled_index_keys(*pooled, cache.keys, cache.block_table, cache.tail, *spans, tail_rows=cache.tail_rows)
 
     def rows(self, keys: torch.Tensor, rotation: Rotation) -> IndexRows:
         """Return keys as an index cache would hold them, for all of these tokens."""
@@ -199,8 +224,8 @@ def supported_indexer(config: MlaConfig) -> tuple[int, int]:
     indexer = config.indexer
     if indexer is None:
         raise ValueError("the config has no indexer; supported: configs with index_topk")
-    if indexer.key_pool != 1:
-        raise ValueError(f"index_kpool is {indexer.key_pool}; supported: 1, keys that are chosen one by one")
+    if indexer.key_pool != 1 and config.qk_rope_head_dim:
+        raise ValueError(f"index_kpool is {indexer.key_pool} with qk_rope_head_dim {config.qk_rope_head_dim}; supported: 1, or with 0")
     if config.q_lora_rank is None and not indexer.from_hidden:
         raise ValueError("q_lora_rank is None with an indexer; supported: an integer, whose columns the indexer's queries come from")
     if config.key_columns not in (D_QK, D_LATENT):

@@ -27,7 +27,8 @@ class IndexerConfig:
     i + 32 are, as in DeepSeek-V3.2. MlaConfig.rope_interleave is that of attention's own queries and keys.
     types: "full" for a layer that has an indexer, "shared" for one that takes what the last layer before it with an indexer chose; layers
     behind the last entry, such as those that draft tokens, have one.
-    key_pool: neighbouring keys that are chosen together; indexers of more than one are not supported.
+    key_pool: neighbouring keys that are chosen together, beside those of the last pool, which is not complete; more than one: of keys
+    without rotary columns.
     rope_last: True if the last 64 columns are rotated, as in Hy4. norm_eps: of the norm of keys, whatever rms_norm_eps says.
     from_hidden: True if queries are projected from hidden states, behind a LayerNorm with an epsilon of 1e-6, and multiplied by their
     position as by MlaConfig.softmax_scaling, with weights of their own (Mistral Large 4); False: from those behind q_a_norm.
@@ -46,6 +47,8 @@ class IndexerConfig:
         check_integer("index_topk", self.topk, 1, MAX_TOPK)
         check_integer("index_n_heads", self.heads, 1, MAX_HEADS)
         check_integer("index_kpool", self.key_pool, 1)
+        if self.topk % self.key_pool:
+            raise ValueError(f"index_topk is {self.topk} with index_kpool {self.key_pool}; supported: a multiple of it")
         check_flag("indexer_rope_interleave", self.rope_interleave)
         check_flag("rope_last", self.rope_last)
         check_flag("from_hidden", self.from_hidden)

@@ -48,18 +48,14 @@ class Cache(NamedTuple):
     @property
     def packed(self) -> str | None:
         """Return the format of a cache of uint8, whose tokens hold their scales: 656 bytes, or 528 without rotary columns; else None."""
-        return packed_format(self.keys)
-
-
-def packed_format(keys: torch.Tensor) -> str | None:
-    """Return the format of a cache whose tokens hold their scales, None for others."""
-    return next((each.name for each in PACKED if keys.dtype == torch.uint8 and keys.shape[3] == each.page_bytes(1)), None)
+        bytes_of_token = self.keys.shape[3] if self.keys.dtype == torch.uint8 else 0
+        return next((each.name for each in PACKED if bytes_of_token == each.page_bytes(1)), None)
 
 
 def rows_of_pages(keys: torch.Tensor) -> torch.Tensor:
     """Return the keys of a cache in rows [slots, 1, columns], without a copy. Raise ValueError if there is something between its pages."""
-    page_size, columns = keys.shape[1], keys.shape[3]
-    if keys.stride(0) != page_size * keys.stride(1):
+    pages, page_size, _, columns = keys.shape
+    if pages > 1 and keys.stride(0) != page_size * keys.stride(1):
         raise ValueError(
             f"k_cache has strides {list(keys.stride())}; supported with {columns} columns of 16 bits where tokens choose their keys: pages "
             "one behind the other"
@@ -120,6 +116,12 @@ class AttentionPath(Protocol):
 
     def choose_slots(self, queries: IndexQueries, index_cache: torch.Tensor, requests: DecodeRequests, topk: int) -> ChosenKeys:
         """Return the slots that an indexer chooses for the tokens of decode requests."""
+        ...
+
+    def choose_pools(
+        self, q: torch.Tensor, weights: torch.Tensor, index_cache: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, topk: int
+    ) -> torch.Tensor:
+        """Return the pools that an indexer chooses, int32 [tokens, topk]. lengths: int32 [requests, tokens], pools that a token sees."""
         ...
 
     def every_slot(self, requests: DecodeRequests, page_size: int, topk: int) -> ChosenKeys:
@@ -235,6 +237,12 @@ class KernelPath(_CachedKeys):
         slots = indexer_topk(by_request, queries.weights, index_cache, lengths, table, topk, slots=True)
         return ChosenKeys(slots.unflatten(0, (-1, requests.s_q)), lengths.clamp(0, topk))
 
+    def choose_pools(
+        self, q: torch.Tensor, weights: torch.Tensor, index_cache: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, topk: int
+    ) -> torch.Tensor:
+        """Choose as AttentionPath.choose_pools."""
+        return indexer_topk(q, weights, index_cache, lengths, table, topk)
+
     def choose_rows(self, queries: IndexQueries, keys: IndexRows, rows: KeyRows, most_keys: int, topk: int) -> torch.Tensor:
         """Choose as AttentionPath.choose_rows."""
         return indexer_topk_prefill(queries.q, keys, queries.weights, rows.first, rows.end, topk, max_seqlen_k=most_keys)
@@ -286,6 +294,12 @@ class ReferencePath(_CachedKeys):
         lengths, table = requests.cache_seqlens, requests.block_table
         slots = reference.indexer_topk(by_request, queries.weights, index_cache, lengths, table, topk, slots=True)
         return ChosenKeys(slots.unflatten(0, (-1, requests.s_q)), lengths.clamp(0, topk))
+
+    def choose_pools(
+        self, q: torch.Tensor, weights: torch.Tensor, index_cache: torch.Tensor, lengths: torch.Tensor, table: torch.Tensor, topk: int
+    ) -> torch.Tensor:
+        """Choose as AttentionPath.choose_pools."""
+        return reference.indexer_topk(q, weights, index_cache, lengths, table, topk)
 
     def choose_rows(self, queries: IndexQueries, keys: IndexRows, rows: KeyRows, most_keys: int, topk: int) -> torch.Tensor:
         """Choose as AttentionPath.choose_rows."""

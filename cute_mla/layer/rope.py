@@ -13,8 +13,8 @@ from .config import Llama3Scaling, MlaConfig, YarnScaling
 class Rotation(NamedTuple):
     """Rotation of some tokens: fp32 cosines and sines [tokens, pairs], YaRN's scale of rotary columns included.
 
-    query_scale: fp32 [tokens], what queries are multiplied with; None for 1. log_positions: fp32 [tokens], ln(position + 1), with
-    softmax_scaling.
+    query_scale: fp32 [tokens], what queries are multiplied with; None for 1. log_positions: fp32 [tokens], ln(position + 1), where
+    queries of attention or of an indexer are scaled by it.
     """
 
     cos: torch.Tensor
@@ -30,7 +30,7 @@ class Rotation(NamedTuple):
     def scale_heads(self, q: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         """Multiply queries [tokens, heads, columns] of head h at position p by scale[h] * ln(p + 1) + bias[h]; rounded once."""
         if self.log_positions is None:
-            return q
+            raise ValueError("the rotation has no log_positions; supported: that of a config whose queries are scaled by their position")
         factors = self.log_positions.unsqueeze(1) * scale.float() + bias.float()
         return (q * factors.unsqueeze(2)).to(q.dtype)
 
@@ -92,7 +92,7 @@ def rotation(positions: torch.Tensor, radians: torch.Tensor, config: MlaConfig) 
         angles.cos() * scale,
         angles.sin() * scale,
         _query_scale(positions, scaling) if isinstance(scaling, YarnScaling) else None,
-        (positions + 1).float().log() if config.softmax_scaling else None,
+        (positions + 1).float().log() if config.scales_by_position else None,
     )
 
 

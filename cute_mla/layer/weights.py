@@ -200,7 +200,7 @@ def _with_rotary(rows: torch.Tensor, plain: int, order: Callable[[torch.Tensor],
 
 def full_name(name: str) -> str:
     """Return the name of a tensor in a state dict: a matrix or a norm is a `weight`, others are parameters of their own."""
-    return name if name.endswith((".bias", "sinks", ".scale", ".alpha")) else f"{name}.weight"
+    return name if name.endswith((".bias", "sinks", ".scale", ".alpha", "_compress_ape", "_compress_gate")) else f"{name}.weight"
 
 
 def check_names(tensors: Mapping[str, torch.Tensor], prefix: str, read: Iterable[str], ignored: Iterable[str] = ()) -> None:

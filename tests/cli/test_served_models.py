@@ -42,12 +42,12 @@ def test_a_model_that_is_not_served_says_why() -> None:
     assert row["prefill"].startswith("not served: head_dim is 96; supported: 192")
     assert row["layer"] == "not served: kv_lora_rank is 256 with qk_rope_head_dim 32"
     assert ROWS["A.X-K2-Light"]["layer"] == "not served: model_type is 'axk2': A.X-K2 has keys of 128 + 32 columns, which no kernel reads"
-    assert ROWS["Mistral Large 4"]["layer"] == "not served: the config has no_rope_layers [1, 0]"
+    assert {ROWS[f"Mistral Large 4, {layers} of 72 layers"]["layer"] for layers in (18, 54)} == {"yes, with indexer"}
     assert ROWS["dots3-note, 13 of 46 layers"]["layer"] == "not served: the config has sliding_window 512"
     assert {ROWS[name]["layer"] for name in ("Kimi K3", "Kimi Linear", "LongCat Flash", "Ling 3", "A.X-K1", "Youtu")} == {"yes"}
     assert ROWS["Hy4"]["layer"] == "yes, with indexer"
     assert (
-        sum("not served" in cell for row in ROWS.values() for cell in row.values()) == 15
+        sum("not served" in cell for row in ROWS.values() for cell in row.values()) == 14
     )  # five of A.X-K2, three each of MiniCPM3 and wide dots3 layers
 
 
@@ -67,7 +67,6 @@ def test_sizes_are_those_of_the_configurations(model: str, config: dict[str, Any
     for name in ("num_attention_heads", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"):
         assert getattr(own, name) == config[name]
     assert own.topk == config.get("index_topk")
-    assert own.key_pool == config.get("index_kpool", 1)
     assert own.d_qk == MlaConfig.from_hugging_face(config).key_columns
 
 
@@ -94,7 +93,8 @@ def test_cells_follow_is_supported(monkeypatch: pytest.MonkeyPatch, op: str, fea
         for head, cell in zip(HEADS, cells, strict=True)
         if cell != ROWS[cells[0]][head]
     }
-    models = ("Mistral Small 4", "Mistral Large 4")[: 2 if features["head_dim"] == 128 else 1]  # keys of Large have 576 columns
+    names = ("Mistral Small 4", "Mistral Large 4, 54 of 72 layers", "Mistral Large 4, 18 of 72 layers")
+    models = names[: 3 if features["head_dim"] == 128 else 1]  # keys of Large have 576 columns, or 512
     assert changed == {(model, column) for model in models}
 
 

@@ -82,7 +82,6 @@ def test_what_a_config_may_not_say(change: dict[str, Any], message: str) -> None
 
 def test_indexers_that_are_not_supported() -> None:
     for model, message in (
-        (GLM_5_3_FLASH, "index_kpool is 16; supported: 1, keys that are chosen one by one"),
         ({**V2_LITE, "index_topk": 9, "index_n_heads": 4}, "q_lora_rank is None with an indexer; supported: an integer"),
         (
             {**MISTRAL_SMALL_4, "index_topk": 9, "index_n_heads": 4},

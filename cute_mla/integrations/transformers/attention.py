@@ -17,10 +17,12 @@ from .step import Planner, StepInputs
 class Traits:
     """Properties of a class of attention modules.
 
-    results: results of forward. keys: what the class computes whatever its configuration says, as keys of a configuration.
+    results: results of forward. keys: what the class computes whatever its configuration says, as keys of a configuration. local_mask:
+    whether attention_mask is that of the new tokens alone.
     """
 
     results: int = 2
+    local_mask: bool = False
     keys: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -39,7 +41,7 @@ class LatentAttention(torch.nn.Module):
         borrows = attention.config.latents == "borrowed"
         self.source: int = replaced.config.kv_source_layers[self.layer_idx] if borrows else self.layer_idx
         self.dropout: float = replaced.attention_dropout
-        self.results = traits.results
+        self.results, self.local_mask = traits.results, traits.local_mask
         self.planner = planner
         self.dtypes = {name: weight.dtype for name, weight in replaced.state_dict().items()}
         self.kind, self.hf_config, self.implementation = type(replaced), replaced.config, replaced.config._attn_implementation
@@ -55,7 +57,8 @@ class LatentAttention(torch.nn.Module):
     ) -> tuple[torch.Tensor | None, ...]:
         """Compute attention of new tokens, and write their keys to the cache.
 
-        hidden_states: [batch, new tokens, hidden size]. attention_mask: [batch, cached and new tokens], False for padding, or None.
+        hidden_states: [batch, new tokens, hidden size]. attention_mask: [batch, cached and new tokens], False for padding, or None; with a
+        local_mask [batch, new tokens].
         cache: a DynamicCache, or None. position_ids: [batch or 1, new tokens]. Other options of transformers do not concern the result.
 
         Returns the output [batch, new tokens, hidden size], 0 for padding, and None for each further result of transformers' module.
@@ -64,15 +67,16 @@ class LatentAttention(torch.nn.Module):
         if self.training and self.dropout:
             raise ValueError(f"attention_dropout is {self.dropout} in training; supported: 0")
         batch, tokens = hidden_states.shape[:2]
-        inputs = StepInputs((batch, tokens), hidden_states.device, attention_mask, position_ids)
+        inputs = StepInputs((batch, tokens), hidden_states.device, attention_mask, position_ids, self.local_mask)
         attention = self.attention
         cached = None if cache is None else latent_layer(cache, self.layer_idx)
         if cached is not None:
             columns = attention.config.key_columns if self.source == self.layer_idx else 0
-            cached.reserve(batch, tokens, attention.kv_b, columns, attention.indexer is not None)
+            indexer = attention.config.indexer
+            cached.reserve(batch, tokens, attention.kv_b, columns, 0 if attention.indexer is None or indexer is None else indexer.key_pool)
         step = self.planner.step(inputs, self.layer_idx, cached, attention.config)
         flat = hidden_states.flatten(0, 1)
-        keys, index_keys = (None, None) if cached is None else (latent_layer(cache, self.source).keys, cached.index_keys)
+        keys, index_keys = (None, None) if cached is None else (latent_layer(cache, self.source).keys, cached.index_cache)
         out = attention(flat if step.rows is None else flat[step.rows], keys, step.batch, index_cache=index_keys)
         if cached is not None:
             cached.append(tokens, step.new)

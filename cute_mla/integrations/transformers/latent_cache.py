@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, DummyLayer, DynamicIndexedLayer, DynamicLayer
 
-from ...spec.mqa_logits import ROW_BYTES
+from ...layer import PooledIndexCache
+from ...spec.mqa_logits import COLUMNS, ROW_BYTES
 
 PAGE_SIZE = 64
+RING = 64  # places of a request's tail of pools
 _REPLACED = (DynamicLayer, DynamicIndexedLayer)  # cache layers without contents that a LatentCacheLayer takes the place of
 
 
@@ -21,6 +23,7 @@ class LatentCacheLayer(DynamicLayer):
     from b * pages per request on. Padding tokens take no rows: a request's keys are its first `lengths[b]` rows.
 
     index_keys: uint8 [batch * pages per request, 64, 1, 132], the keys of the layer's indexer in the same rows; None without an indexer.
+    Of an indexer of pools, its pages hold a key for each `pool` tokens, and tail [batch, 64, 256] the last tokens of each request.
     seen: tokens of each request so far, padding included, as transformers counts them. lengths: keys of each request.
     unpadded: the most recent tokens that are padding in no request; crop() removes no more than these.
     """
@@ -31,6 +34,8 @@ class LatentCacheLayer(DynamicLayer):
     def __init__(self) -> None:
         super().__init__()
         self.index_keys: torch.Tensor | None = None
+        self.tail: torch.Tensor | None = None
+        self.pool = 0
         self.seen = 0
         self.lengths: list[int] = []
         self.unpadded = 0
@@ -40,11 +45,19 @@ class LatentCacheLayer(DynamicLayer):
         """Return the pages of each request."""
         return 0 if self.keys is None else self.keys.shape[0] // len(self.lengths)
 
-    def reserve(self, batch: int, tokens: int, like: torch.Tensor, columns: int, indexed: bool) -> None:
+    @property
+    def index_cache(self) -> torch.Tensor | PooledIndexCache | None:
+        """Return the cache of the layer's indexer, None without one."""
+        if self.index_keys is None or self.tail is None:
+            return self.index_keys
+        table = torch.arange(len(self.index_keys), dtype=torch.int32, device=self.index_keys.device)
+        return PooledIndexCache(self.index_keys, self.tail, table.view(len(self.lengths), -1))
+
+    def reserve(self, batch: int, tokens: int, like: torch.Tensor, columns: int, pool: int) -> None:
         """Make room for this many more tokens of each request. like: a tensor with dtype and device of the keys.
 
-        columns: of a key. indexed: whether the layer has an indexer. Pages grow by half or more, so that a token is copied a bounded
-        number of times. Raises ValueError if the cache holds another number of requests.
+        columns: of a key. pool: tokens of a key of the layer's indexer, 0 without one. Pages grow by half or more, so that a token is
+        copied a bounded number of times. Raises ValueError if the cache holds another number of requests.
         """
         if self.keys is None:
             self.lengths = [0] * batch
@@ -56,8 +69,12 @@ class LatentCacheLayer(DynamicLayer):
             return
         pages = max(needed, held + held // 2)
         self.keys = self._grown(self.keys, pages, like.new_empty(0, PAGE_SIZE, 1, columns))
-        if indexed:
-            self.index_keys = self._grown(self.index_keys, pages, like.new_empty(0, PAGE_SIZE, 1, ROW_BYTES, dtype=torch.uint8))
+        self.pool = pool
+        if pool:
+            page = like.new_empty(0, PAGE_SIZE, 1, ROW_BYTES, dtype=torch.uint8)
+            self.index_keys = self._grown(self.index_keys, -(-pages // pool), page)
+        if pool > 1 and self.tail is None:
+            self.tail = like.new_zeros(batch, RING, 2 * COLUMNS, dtype=torch.float32)
         self.values = like.new_empty(0)
         self.device, self.is_initialized = like.device, True
 
@@ -87,12 +104,14 @@ class LatentCacheLayer(DynamicLayer):
     def reset(self) -> None:
         """Drop all keys."""
         super().reset()
-        self.index_keys = None
+        self.index_keys = self.tail = None
         self.seen, self.lengths, self.unpadded = 0, [], 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last -tokens_to_remove tokens. ValueError if one of them may be padding, or if the number is positive."""
         count = -tokens_to_remove
+        if self.tail is not None and count > RING - self.pool + 1:
+            raise ValueError(f"crop({tokens_to_remove}) of a layer with pools of {self.pool} keys; supported: to {self.pool - 1 - RING}")
         if not 0 <= count <= self.unpadded:
             raise ValueError(
                 f"crop({tokens_to_remove}) of {self.unpadded} tokens behind the last padding; supported: 0 to {-self.unpadded}"
@@ -118,7 +137,9 @@ class LatentCacheLayer(DynamicLayer):
         shape = (len(self.lengths), self.pages)
         kept = choose(self.keys.unflatten(0, shape))
         if self.index_keys is not None:
-            self.index_keys = choose(self.index_keys.unflatten(0, shape)).flatten(0, 1)
+            self.index_keys = choose(self.index_keys.unflatten(0, (shape[0], -1))).flatten(0, 1)
+        if self.tail is not None:
+            self.tail = choose(self.tail)
         if len(set(self.lengths)) > 1:
             self.lengths = choose(torch.tensor(self.lengths)).tolist()
         else:

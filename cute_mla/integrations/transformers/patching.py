@@ -26,6 +26,7 @@ TRAITS = {
     "deepseek_v3.DeepseekV3Attention": Traits(),
     "deepseek_v32.DeepseekV32Attention": Traits(),
     "glm4_moe_lite.Glm4MoeLiteAttention": Traits(),
+    "glm5_next.Glm5NextTextAttention": Traits(results=3, local_mask=True),
     "glm_moe_dsa.GlmMoeDsaAttention": Traits(results=3),
     "hy_v4.HYV4Attention": Traits(results=3, keys={"rope_interleave": False, "indexer_rope_interleave": False}),
     "kimi_linear.KimiLinearAttention": Traits(),

@@ -15,13 +15,15 @@ class StepInputs:
     """Inputs of a forward call that all its layers share; the step of two calls is the same if these are.
 
     shape: batch and new tokens. attention_mask: bool [batch, cached and new tokens], False for padding; None without padding.
-    position_ids: [batch or 1, new tokens], or None to count from the first key of each request.
+    position_ids: [batch or 1, new tokens], or None to count from the first key of each request. local_mask: whether attention_mask is that
+    of the new tokens alone.
     """
 
     shape: tuple[int, int]
     device: torch.device
     attention_mask: torch.Tensor | None
     position_ids: torch.Tensor | None
+    local_mask: bool = False
 
     def __post_init__(self) -> None:
         batch, tokens = self.shape
@@ -111,6 +113,9 @@ def _real_tokens(inputs: StepInputs, seen: int, lengths: list[int]) -> tuple[lis
         if any(length != seen for length in lengths):
             raise ValueError(f"attention_mask is None, and some of the {seen} cached tokens are padding; supported: the mask of all tokens")
         return [tokens] * batch, None
+    if inputs.local_mask and mask.shape[1] == tokens:
+        new = mask.sum(1).tolist()
+        return new, None if min(new, default=0) == tokens else mask.bool().flatten().nonzero().squeeze(1)
     if mask.shape[1] != seen + tokens:
         raise ValueError(
             f"attention_mask covers {mask.shape[1]} tokens, with {seen} cached and {tokens} new ones; supported: {seen + tokens}"

@@ -20,9 +20,14 @@ from cute_mla.spec.arch import Arch
 from tests.integrations.transformers_models.tiny_models import make, tokens
 from tests.support.launched import record_launches
 
-NAMES = ["deepseek_v32", "glm_5", "hy_v4", "mistral_large_4"]
+NAMES = ["deepseek_v32", "glm_5", "glm_5_3_flash", "hy_v4", "mistral_large_4"]
 TOPK = 16
-ALONE: dict[str, dict[str, Any]] = {"mistral_large_4": {"no_rope_layers": [1], "kv_source_layers": [0], "indexer_types": ["full"]}}
+# Options of models of one layer
+ALONE: dict[str, dict[str, Any]] = {
+    "deepseek_v32": {},
+    "glm_5_3_flash": {"layer_types": ["indexed_attention"], "indexer_types": ["full"]},
+    "mistral_large_4": {"no_rope_layers": [1], "kv_source_layers": [0], "indexer_types": ["full"]},
+}
 
 
 def patched(name: str, dtype: torch.dtype = torch.float32, **changes: Any) -> PreTrainedModel:
@@ -50,16 +55,14 @@ def test_up_to_topk_tokens_all_are_chosen(name: str) -> None:
     torch.testing.assert_close(logits_of(patched(name), ids), logits_of(make(name, index_topk=TOPK), ids), rtol=0, atol=1e-3)
 
 
-@pytest.mark.parametrize(("name", "rotary"), [*((name, 1) for name in NAMES), ("mistral_large_4", 0)])
-def test_the_choice_is_that_of_transformers_but_for_roundings(name: str, rotary: int) -> None:
+@pytest.mark.parametrize(("name", "changes"), [*((name, {}) for name in NAMES), ("mistral_large_4", {"no_rope_layers": [0]})])
+def test_the_choice_is_that_of_transformers_but_for_roundings(name: str, changes: dict[str, Any]) -> None:
     """One layer has 0.34 to 0.47 of the difference to dense attention; 0.7 to 1.0 with the indexer's pairs of columns exchanged.
 
     Of Mistral Large 4 without RoPE, 0.95 without the scales of the indexer's queries, and 0.66 without their norm.
     """
     ids, mask = tokens(70, 40)
-    one: dict[str, Any] = {"num_hidden_layers": 1, **({} if name == "deepseek_v32" else {"indexer_types": ["full"]})}
-    if name in ALONE:
-        one |= {**ALONE[name], "no_rope_layers": [rotary]}
+    one: dict[str, Any] = {"num_hidden_layers": 1, **ALONE.get(name, {"indexer_types": ["full"]}), **changes}
     sparse, dense = (logits_of(make(name, index_topk=topk, **one), ids, mask) for topk in (TOPK, 640))
     ours = patched(name, **one)
     found = logits_of(ours, ids, mask)
@@ -89,11 +92,25 @@ def test_pages_of_the_indexer_follow_those_of_the_keys(name: str, options: dict[
             assert torch.equal(expected[ends + step].argmax(1), whole[:, 60 + step])
 
 
+@pytest.mark.parametrize("name", ["glm_5_3_flash", "mistral_large_4"])
+def test_drafts_that_are_taken_back(name: str) -> None:
+    """Five tokens, of which three leave the pages and, of pools, the tail; others follow as in one call over the sequence that remains."""
+    model, (prompt, _), (drafts, _), (others, _) = patched(name), tokens(62), tokens(5, seed=4), tokens(4, seed=5)
+    with torch.no_grad():
+        cache = model(prompt, use_cache=True).cache
+        model(drafts, cache=cache)
+        cache.crop(-3)
+        found = model(others, cache=cache).logits[0]
+    expected = logits_of(model, torch.cat((prompt, drafts[:, :2], others), dim=1), use_cache=False)[0, -4:]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-3)
+
+
 @pytest.mark.parametrize(
     ("name", "changes", "attention"),
     [
         ("deepseek_v32", {"num_hidden_layers": 1}, {"masked_prefill", "sparse_decode"}),
         ("glm_5", {"indexer_types": ["full", "shared"]}, {"sparse_prefill", "sparse_decode"}),  # of 256 columns none takes a mask
+        ("glm_5_3_flash", {"layer_types": ["indexed_attention"] * 2, "indexer_types": ["full", "shared"]}, {"sparse_prefill"}),
         ("hy_v4", {"indexer_types": ["full", "shared"]}, {"sparse_prefill", "sparse_decode"}),
         ("mistral_large_4", {"indexer_types": ["full", *["shared"] * 3]}, {"masked_prefill", "sparse_prefill", "sparse_decode"}),
         # Keys without rotary columns, of an indexer that rotates none: sparse prefill decodes

@@ -40,7 +40,9 @@ def test_requests_of_different_lengths(name: str) -> None:
     found = agree(make(name), *tokens(70, 5, 1), {"max_new_tokens": 60})
     layers = [layer for layer in found.past_key_values.layers if isinstance(layer, LatentCacheLayer)]
     assert len(layers) == len([layer for layer in found.past_key_values.layers if not found_linear(layer)])
-    widths = {"mistral_4": [320] * 2, "mistral_large_4": [576, 0, 512, 0]}.get(name, [576] * len(layers))  # 0: keys of another layer
+    widths = {"glm_5_3_flash": [512] * 3, "mistral_4": [320] * 2, "mistral_large_4": [576, 0, 512, 0]}.get(
+        name, [576] * len(layers)
+    )  # 0: keys of another layer
     for layer, columns in zip(layers, widths, strict=True):
         assert layer.lengths == [129, 64, 60]  # the last token is in no cache
         assert layer.keys is not None
@@ -53,11 +55,11 @@ def found_linear(layer: Any) -> bool:
     return not hasattr(layer, "keys")
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "glm_4_7_flash", "kimi_linear", "mistral_4", "mistral_large_4"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "glm_4_7_flash", "glm_5_3_flash", "kimi_linear", "mistral_4", "mistral_large_4"])
 @pytest.mark.parametrize("chunk_tokens", [8192, 100])
 def test_prefill_in_chunks(name: str, chunk_tokens: int) -> None:
     """The later pieces of the prompt attend to cached keys in the decompressed form: at once, or in chunks whose states are merged."""
-    wide: dict[str, Any] = {"index_topk": 1024} if name == "mistral_large_4" else {}  # all keys are chosen
+    wide: dict[str, Any] = {"index_topk": 1024} if name in ("glm_5_3_flash", "mistral_large_4") else {}  # all keys are chosen
     agree(make(name, **wide), *tokens(830), {"max_new_tokens": 3, "prefill_chunk_size": 410}, chunk_tokens=chunk_tokens)
 
 

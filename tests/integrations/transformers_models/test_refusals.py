@@ -91,6 +91,23 @@ def test_configurations_without_kernels(changes: dict[str, Any], message: str) -
         patch(make("deepseek_v3", **changes))
 
 
+def test_layers_that_name_other_latents_than_transformers_reads() -> None:
+    """Layer 2 attends to the latents of layer 1 in transformers, whatever its entry says."""
+    model = make("mistral_large_4", no_rope_layers=[1] * 4, kv_source_layers=[0, 1, 0, 1])
+    with pytest.raises(ValueError, match="layer 2 attends to the latents of layer 0; supported: those of the last layer before it"):
+        patch(model)
+
+
+def test_drafts_beyond_the_tail_of_pools() -> None:
+    model = make("glm_5_3_flash")
+    patch(model)
+    cache = model(tokens(70)[0], use_cache=True).cache
+    with pytest.raises(ValueError, match=r"crop\(-50\) of a layer with pools of 16 keys; supported: to -49"):
+        cache.crop(-50)
+    cache.crop(-49)
+    assert cache.layers[2].lengths == [21]
+
+
 def test_models_without_latent_attention() -> None:
     with pytest.raises(ValueError, match=r"Linear has no latent attention to replace; supported: AXK1Attention, "):
         patch(nn.Linear(3, 3))

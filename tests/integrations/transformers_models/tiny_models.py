@@ -51,6 +51,7 @@ _VISION = {"num_attention_heads": 2, "num_hidden_layers": 1, "hidden_size": 32, 
 # Models with vision: model_type of the configuration of their text, and that of their vision
 _AROUND_TEXT: dict[str, tuple[str, dict[str, Any]]] = {
     "kimi_k2_5": ("deepseek_v3", {**_VISION, "pos_emb_height": 4}),
+    "glm_5_3_flash": ("glm5_next_text", {**_VISION, "out_hidden_size": 64, "projection_intermediate_size": 32}),
     "mistral_large_4": ("mistral_large4_text", {**_VISION, "model_type": "pixtral", "patch_size": 14, "image_size": 28}),
 }
 
@@ -71,6 +72,17 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "GlmMoeDsaConfig",
         "GlmMoeDsaForCausalLM",
         {"q_lora_rank": 48, "num_hidden_layers": 3, "indexer_types": ["full", "shared", "full"], **_MIXED, **_INDEXED},
+    ),
+    "glm_5_3_flash": (
+        "Glm5NextConfig",
+        "Glm5NextForConditionalGeneration",
+        {
+            "num_hidden_layers": 3,
+            "layer_types": ["indexed_attention"] * 3,
+            "indexer_types": ["full", "shared", "full"],
+            **_LATENT_Q,
+            **_INDEXED,
+        },
     ),
     "kimi_linear": (
         "KimiLinearConfig",
@@ -167,11 +179,6 @@ OTHERS: dict[str, tuple[str, str, dict[str, Any]]] = {
             **_LATENT_Q,
             **_INDEXED,
         },
-    ),
-    "glm_5_3_flash": (
-        "Glm5NextTextConfig",
-        "Glm5NextTextModel",
-        {"layer_types": ["indexed_attention"] * 2, "indexer_types": ["full"] * 2, **_LATENT_Q, **_INDEXED},
     ),
     "sarvam_mla": ("SarvamMLAConfig", "DeepseekV3ForCausalLM", {**_V3, "q_lora_rank": None}),
 }
