@@ -18,6 +18,7 @@ from .latent import (
     sequence_rows,
     sparse_decode,
     sparse_prefill,
+    sparse_prefill_backward,
     visible_keys,
     window_keys,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "sequence_rows",
     "sparse_decode",
     "sparse_prefill",
+    "sparse_prefill_backward",
     "topk_indices",
     "visible_keys",
     "window_keys",

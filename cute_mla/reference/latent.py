@@ -253,6 +253,47 @@ def sparse_prefill(
     return out, max_logits, lse
 
 
+def sparse_prefill_backward(
+    dout: torch.Tensor,
+    operands: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    lse: torch.Tensor,
+    sm_scale: float,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    kv_offsets: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the gradients of flash_mla_sparse_fwd by torch's autograd. operands: q, kv and indices.
+
+    dlse: gradient of lse, fp32 of its shape; None: zeros. A row whose lse is infinite, and a head whose sink is +inf, has no gradient and
+    adds nothing to the others. Returns fp32 dq and dkv, of the shapes of q and kv, and d_sink [h_q].
+    """
+    q, kv, indices = operands
+    dq, dkv = torch.zeros(q.shape, device=q.device), torch.zeros(kv.shape, dtype=torch.float64, device=q.device)
+    sinks = torch.full(q.shape[-2:-1], -math.inf, device=q.device) if attn_sink is None else attn_sink
+    d_sink = torch.zeros(sinks.shape, dtype=torch.float64, device=q.device)
+    for token in itertools.product(*map(range, q.shape[:-2])):
+        rows, of_request = (rows_of_request(tensor, kv_offsets, token[:-1]).squeeze(1) for tensor in (kv, dkv))
+        length = None if topk_length is None else topk_length[token]
+        named = named_rows(torch.arange(len(rows), device=q.device), indices[token].squeeze(0), length).long()
+        live = ~lse[token].isinf() & (sinks != math.inf)
+        if not len(named) or not live.any():
+            continue
+        leaves = [tensor.detach().double().requires_grad_() for tensor in (q[token][live], rows[named], sinks[live])]
+        with torch.enable_grad():
+            scores = leaves[0] @ leaves[1].T * sm_scale
+            own = scores.logsumexp(dim=-1)
+            out = (scores - torch.logaddexp(own, leaves[2])[:, None]).exp() @ leaves[1][:, :D_V]
+            loss = (out * dout[token][live].double()).sum()
+            if dlse is not None:
+                loss = loss + (own * dlse[token][live].double()).sum()
+        of_q, of_keys, of_sink = torch.autograd.grad(loss, leaves)
+        dq[token][live] = of_q.float()
+        of_request.index_add_(0, named, of_keys)
+        d_sink[live] += of_sink
+    return dq, dkv.float(), d_sink.float()
+
+
 def lse_indexer(indexer_topk: int, q: torch.Tensor, kv: torch.Tensor, indices: torch.Tensor, *operands: Any) -> torch.Tensor:
     """Return lse_indexer of flash_mla_sparse_fwd, fp32 [.., s_q, h_q]. operands: those of sparse_prefill from sm_scale on."""
     return sparse_prefill(q, kv, indices[..., :indexer_topk], *operands)[2]

@@ -20,9 +20,11 @@ from . import (
     dense_prefill_dkdv,
     dense_prefill_dq,
     index_write,
+    key_lists,
     masked_prefill,
     merge_states,
     mqa_logits,
+    row_sums,
     sparse_decode,
     sparse_prefill,
     split_plan,
@@ -47,7 +49,7 @@ class KernelOp:
 
     params: of a launch, in order. variants: the closed list of an architecture. seconds: of one core for a kernel and its process, the
         mean of a build of 194 s. Machines differ by far more than kernels do, so that only the ratios count.
-    callers: ops of the public functions that launch the kernel; None: the op of the same name.
+    callers: ops of the public functions that launch the kernel; None: the op of the same name; none where a kernel waits for its op.
     by_arch: each architecture has a module, not all of them one.
     """
 
@@ -86,6 +88,8 @@ KERNEL_OPS: dict[str, KernelOp] = {
     "merge_states": KernelOp(merge_states.PARAMS, _same(merge_states.closed_variants), 0.7),
     "mqa_logits": KernelOp(mqa_logits.PARAMS, _same(mqa_logits.closed_variants), 1.3, ("mqa_logits", "indexer_topk"), by_arch=True),
     "topk_indices": KernelOp(topk_indices.PARAMS, _same(topk_indices.closed_variants), 1.3, ("indexer_topk", "topk_indices")),
+    "key_lists": KernelOp(key_lists.PARAMS, _same(key_lists.closed_variants), 0.6, ()),
+    "row_sums": KernelOp(row_sums.PARAMS, _same(row_sums.closed_variants), 0.6, ()),
     "index_write": KernelOp(index_write.PARAMS, _same(index_write.closed_variants), 0.7),
     "cache_write": KernelOp(cache_write.PARAMS, _same(cache_rows.closed_variants), 0.6),
     "cache_insert": KernelOp(cache_insert.PARAMS, _same(cache_insert.closed_variants), 0.9),
@@ -93,4 +97,6 @@ KERNEL_OPS: dict[str, KernelOp] = {
 }
 PARAMS_OF = {op: kernels.params for op, kernels in KERNEL_OPS.items()}
 # Ops of public functions, which the suites test.
-OPS = tuple(dict.fromkeys(caller for op, kernels in KERNEL_OPS.items() for caller in kernels.callers or (op,)))
+OPS = tuple(
+    dict.fromkeys(caller for op, kernels in KERNEL_OPS.items() for caller in ((op,) if kernels.callers is None else kernels.callers))
+)

@@ -1,0 +1,1 @@
+"""Lists of the (token, slot) pairs that name each key."""

@@ -1,0 +1,1 @@
+"""Sums of the rows of each key's list."""
