@@ -27,6 +27,7 @@ from . import (
     row_sums,
     sparse_decode,
     sparse_prefill,
+    sparse_prefill_dkv,
     split_plan,
     topk_indices,
 )
@@ -88,6 +89,7 @@ KERNEL_OPS: dict[str, KernelOp] = {
     "merge_states": KernelOp(merge_states.PARAMS, _same(merge_states.closed_variants), 0.7),
     "mqa_logits": KernelOp(mqa_logits.PARAMS, _same(mqa_logits.closed_variants), 1.3, ("mqa_logits", "indexer_topk"), by_arch=True),
     "topk_indices": KernelOp(topk_indices.PARAMS, _same(topk_indices.closed_variants), 1.3, ("indexer_topk", "topk_indices")),
+    "sparse_prefill_dkv": KernelOp(sparse_prefill_dkv.PARAMS, sparse_prefill_dkv.closed_variants, 1.2, (), by_arch=True),
     "key_lists": KernelOp(key_lists.PARAMS, _same(key_lists.closed_variants), 0.6, ()),
     "row_sums": KernelOp(row_sums.PARAMS, _same(row_sums.closed_variants), 0.6, ()),
     "index_write": KernelOp(index_write.PARAMS, _same(index_write.closed_variants), 0.7),

@@ -234,16 +234,19 @@ class SplitKvSchedule:
 class TokenSchedule:
     """The tokens of a call, in place of requests.
 
-    lengths: int32 [tokens], clipped to `limit`; null at run time: every token has `limit` keys.
+    lengths: int32 [tokens], clipped to `limit`; null at run time: every token has `limit` keys. first: where a launch takes the tokens from
+    there on, up to `tokens`; None: all.
     """
 
     lengths: cute.Pointer
     limit: Int32
     tokens: Int32
+    first: Int32 | None = None
 
     def first_work_tile(self) -> tuple[Int32, Int32]:
         """Return (token, tile) at which this CTA's work begins."""
-        return cute.arch.block_idx()[2], Int32(0)
+        token = cute.arch.block_idx()[2]
+        return (token if self.first is None else token + self.first), Int32(0)
 
     def last_request(self) -> Int32:
         """Return the last token of all."""

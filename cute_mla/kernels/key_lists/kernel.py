@@ -21,15 +21,13 @@ from dataclasses import dataclass
 import cutlass
 import cutlass.cute as cute
 from cutlass import Int32, Int64, Uint32
-from cutlass.cute.typing import AddressSpace
 
 from ...spec.arch import Arch
 from ...spec.key_lists import BLOCK_TOKENS, PLACE_KEYS, KeyListsArguments, KeyListsConfig
-from ..attention.scheduler import TokenSchedule
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import smaller
 from ..primitives.smem import Array, SmemLayout
-from ..sparse_prefill.operands import NO_ROW, Latent, SparsePrefillIndices, SparsePrefillOperands
+from ..sparse_prefill.operands import NO_ROW, SparsePrefillIndices, chunk_operands
 from ..split_plan.kernel import block_exclusive_scan
 from ..warp_kernel import WarpKernel, WarpLaunch
 
@@ -55,10 +53,7 @@ class ListedIndices:
     @staticmethod
     def create(args: KeyListsArguments, place: Int32) -> "ListedIndices":
         """Return the indices of a token."""
-        nowhere = cute.make_ptr(Int32, Int64(0), AddressSpace.gmem, assumed_align=4)
-        latent = Latent(nowhere, args.kv_offsets, Int64(args.request_keys), Int64(1), args.s_kv)
-        schedule = TokenSchedule(args.topk_length, args.topk, args.first_token + args.tokens)
-        operands = SparsePrefillOperands(args, latent, schedule)  # type: ignore[arg-type]  # the names that it reads
+        operands = chunk_operands(args, args.request_keys)
         return ListedIndices(operands.index_list(args.first_token + place), place)
 
     @property

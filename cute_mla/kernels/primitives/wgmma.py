@@ -27,9 +27,15 @@ A_STRIDES = (1, 2, 4)
 REGISTERS_PER_STEP = 8
 
 
-def tiled_mma(dtype: type[cutlass.Numeric], columns: int, source: warpgroup.OperandSource, b_major: OperandMajorMode) -> cute.TiledMma:
+def tiled_mma(
+    dtype: type[cutlass.Numeric],
+    columns: int,
+    source: warpgroup.OperandSource,
+    b_major: OperandMajorMode,
+    a_major: OperandMajorMode = OperandMajorMode.K,
+) -> cute.TiledMma:
     """Return the 64 x columns x 16 WGMMA with fp32 accumulators. source: of A."""
-    op = warpgroup.MmaF16BF16Op(dtype, Float32, (TILE_ROWS, columns, K_STEP), source, OperandMajorMode.K, b_major)
+    op = warpgroup.MmaF16BF16Op(dtype, Float32, (TILE_ROWS, columns, K_STEP), source, a_major, b_major)
     return cute.make_tiled_mma(op)
 
 

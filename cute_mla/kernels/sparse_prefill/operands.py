@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
+from cutlass.cute.typing import AddressSpace
 
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillArguments
@@ -112,3 +114,15 @@ class SparsePrefillOperands(LatentOperands):
     def _offset(self, strides: tuple[Int64, Int64, Int64], req: Int32, row: Int32, *_: Int32) -> Int64:
         request, place = self._request(req)
         return Int64(request) * strides[0] + Int64(place) * strides[1] + Int64(row) * strides[2]
+
+
+def chunk_operands(args: Any, request_keys: Int32 | int = 0) -> SparsePrefillOperands:
+    """Return the operands of a kernel that takes a chunk of tokens and reads their indices alone, not the latent.
+
+    args: with the indices, lengths and offsets of SparsePrefillArguments, and first_token and tokens of the chunk. A row's address is then
+    its number among those of all requests, which lie request_keys apart.
+    """
+    nowhere = cute.make_ptr(Int32, Int64(0), AddressSpace.gmem, assumed_align=4)
+    latent = Latent(nowhere, args.kv_offsets, Int64(request_keys), Int64(1), args.s_kv)
+    schedule = TokenSchedule(args.topk_length, args.topk, args.first_token + args.tokens, args.first_token)
+    return SparsePrefillOperands(args, latent, schedule)

@@ -164,13 +164,14 @@ def first_tile(operands: SparsePrefillOperands) -> SparsePrefillCursor:
 
 @cute.jit
 def next_tile(operands: SparsePrefillOperands, cursor: SparsePrefillCursor, d_qk: cutlass.Constexpr[int]) -> SparsePrefillCursor:
-    """Return the tile after one. Ask L2 for the next token's rows of Q, which the score role will need."""
+    """Return the tile after one. Ask L2 for the next token's rows of Q, which the score role will need, unless d_qk is 0."""
     token, position, indices = cursor.token, cursor.position + TILE_KEYS, cursor.indices
     if position >= indices.count:
         token = token_with_keys(operands.schedule, operands.schedule.work_tile(token, Int32(0)).next_req)
         position = Int32(0)
         indices = indices_of(operands, token)
-        prefetch_queries(operands, token, d_qk)
+        if cutlass.const_expr(d_qk > 0):
+            prefetch_queries(operands, token, d_qk)
     return SparsePrefillCursor(token, position, indices)
 
 
