@@ -43,6 +43,7 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     "sparse_prefill_sm100_bf16_d576_cluster2": {"LDG.E": 2},
     # looks at the indices of the next token, as that of sparse_prefill
     **{f"sparse_prefill_dkv_sm90_bf16_d{d_qk}_heads{heads}": {"LDG.E": 7} for d_qk in (512, 576) for heads in (64, 128)},
+    **{f"sparse_prefill_dq_sm90_bf16_d{d_qk}_cluster1": {"LDG.E": 7} for d_qk in (512, 576)},
     "sparse_prefill_sm90_bf16_d512_cluster1": {"LDG.E": 7},
     "sparse_prefill_sm90_bf16_d512_cluster2": {"LDG.E": 7},
     "sparse_prefill_sm90_bf16_d576_cluster1": {"LDG.E": 7},

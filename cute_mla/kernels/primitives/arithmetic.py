@@ -69,6 +69,11 @@ def as_bits(value: Float32) -> Int32:
     return cute.recast_tensor(word, Int32)[0]
 
 
+def unpack_bf16(word: Int32) -> tuple[Float32, Float32]:
+    """Return the two bf16 numbers of a word. By shifts: behind a conversion ptxas may choose additions of mixed types on Blackwell."""
+    return as_float(word << 16), as_float(word & -(1 << 16))
+
+
 def inclusive_sum(value: Any, lane: Int32, dtype: type[cutlass.Integer]) -> Any:
     """Return the sum over the lanes up to this one, of values of a type. All lanes."""
     for level in range(cute.arch.WARP_SIZE.bit_length() - 1):

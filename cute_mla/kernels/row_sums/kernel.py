@@ -20,13 +20,12 @@ from ...spec.arch import Arch
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.row_sums import FP32, WARP_COLUMNS, RowSumsArguments, RowSumsConfig
 from ..definition import KernelDefinition
-from ..primitives.arithmetic import as_float, pack_pair, smaller
+from ..primitives.arithmetic import pack_pair, smaller, unpack_bf16
 from ..primitives.rows import aligned, load_word, store_word
 from ..warp_kernel import WarpKernel, WarpLaunch
 
 BATCH = 16  # rows of a lane in flight
 PAIR = 2  # columns of a lane
-UPPER_HALF = -(1 << 16)
 
 
 def load_pair(source: cute.Pointer) -> cute.Tensor:
@@ -81,8 +80,8 @@ class RowSums(WarpKernel):
                 words[i] = load_word(rows + Int64(entry) * self.config.columns)
             for i in cutlass.range_constexpr(BATCH):
                 word = cutlass.select_(first + i < end, words[i], Int32(0))
-                total[0] = total[0] + as_float(word << 16)
-                total[1] = total[1] + as_float(word & UPPER_HALF)
+                for which, number in enumerate(unpack_bf16(word)):
+                    total[which] = total[which] + number
 
     @cute.jit
     def write(self, args: RowSumsArguments, total: cute.Tensor, target: cute.Pointer):

@@ -1,0 +1,1 @@
+"""lse with the sink, and delta, of every query row of a backward pass."""

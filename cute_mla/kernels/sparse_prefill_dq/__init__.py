@@ -1,0 +1,1 @@
+"""dQ of sparse prefill, and the gradients of its scores."""
