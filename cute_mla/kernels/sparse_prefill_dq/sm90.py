@@ -55,7 +55,7 @@ from .sm90_score import DqSm90ScoreRole
 class SparsePrefillDqSm90(LatentSm90Parts):
     """One variant of the kernel."""
 
-    registers = (40, 152)
+    registers = (32, 160)
     roles = PRODUCER_ROLES + warpgroup_roles("gather")[1:]
 
     def __init__(self, config: SparsePrefillConfig) -> None:

@@ -9,17 +9,21 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from ...spec.mla import D_LATENT
+from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
-from ..attention.scheduler import BOX_COLUMNS
+from ..attention.scheduler import BOX_COLUMNS, first_query_row
 from ..dense_prefill.sm90_gemm import gather_runs, store_row_words
 from ..primitives.arithmetic import pack_pair
-from ..primitives.copies import BOX_ROW_BYTES, writer_address
+from ..primitives.copies import BOX_ROW_BYTES, CHUNK, smem_pointer, writer_address
+from ..primitives.rows import store_vector
+from ..primitives.smem import CHUNKS_PER_ROW
 from ..primitives.wgmma import K_STEP, ROWS_PER_THREAD, TILE_ROWS, flat, half, packed, tiled_mma
 from ..sm90.cta import ROPE, SCORE_BARRIER, STEPS_PER_BOX, WARPGROUP, LatentSm90TileState
 from ..sm90.score import ALL_VALID, STEPS_PER_STAGE, WARP_ROWS, mask_absent, query_row, store_box
 from .abi import STATISTIC_DELTA, STATISTIC_LSE, DqOperands
 from .sm90_config import DqSm90Smem
+
+ROWS_AT_ONCE = 32 // CHUNKS_PER_ROW  # of a box, by a warp
 
 
 @dataclass(frozen=True)
@@ -41,7 +45,8 @@ class DqSm90ScoreProducts:
     dprobs: cute.Tensor
     rope: Any
     rounded: cute.Tensor  # 16-bit P, then dS
-    writer: Int32  # this lane's row of its warp's matrix stores of dS
+    box: Int32  # address of dS
+    writer: Int32  # this lane's row of its warp's matrix stores there
 
     @staticmethod
     def create(dtype: type[cutlass.Numeric], smem: DqSm90Smem, thread: Int32) -> DqSm90ScoreProducts:
@@ -77,6 +82,7 @@ class DqSm90ScoreProducts:
             dprobs=dprobs,
             rope=rope,
             rounded=cute.make_rmem_tensor_like(scores, dtype),
+            box=smem.sS.iterator.toint(),
             writer=smem.sS.iterator.toint() + writer,
         )
 
@@ -130,14 +136,25 @@ class DqSm90ScoreProducts:
             words[i] = pack_pair(low, high, self.rounded.element_type)
 
     @cute.jit
-    def store_rounded(self, base: cute.Pointer, operands: DqOperands, where: tuple[Int32, Int32]):
-        """Store the rounded rows that exist to P or dS in memory. where: token, and position of the tile in its list."""
-        words = packed(self.rounded)
-        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            row = query_row(self.thread, row_half)
-            runs = gather_runs([words[i] for i in range(row_half, TILE_KEYS // 4, 2)], self.thread)
-            if row < operands.rows():
-                store_row_words(base + operands.score_row(*where, row), runs, self.thread, True)
+    def store_rows(self, base: cute.Pointer, operands: DqOperands, where: tuple[Int32, Int32]):
+        """Copy the warp's rows that exist from the box of dS to P or dS in memory, 128 bytes a row.
+
+        Through shared memory, whose port has less to do than with shuffles. where: token, and position of the tile in its list.
+        """
+        cute.arch.sync_warp()
+        place, chunk = self.thread // 32 * WARP_ROWS + self.thread % 32 // CHUNKS_PER_ROW, self.thread % CHUNKS_PER_ROW
+        source = self.box + place * BOX_ROW_BYTES + (chunk ^ (place % ROWS_AT_ONCE)) * CHUNK
+        row = first_query_row() + place
+        target = base + (operands.score_row(*where, row) + chunk * (CHUNK // ELEMENT_BYTES))
+        remaining = operands.rows() - row
+        words = cute.make_rmem_tensor(cute.make_layout(CHUNK // 4), Int32)
+        for above in cutlass.range_constexpr(0, WARP_ROWS, ROWS_AT_ONCE):
+            flip = above % CHUNKS_PER_ROW * CHUNK  # the swizzle of a row that lies 4 further
+            line = smem_pointer((source ^ flip) + above * BOX_ROW_BYTES)
+            cute.autovec_copy(cute.make_tensor(cute.recast_ptr(line, dtype=Int32), words.layout), words)
+            if above < remaining:
+                store_vector(target + above * TILE_KEYS, [words[i] for i in range(CHUNK // 4)])
+        cute.arch.sync_warp()
 
 
 @dataclass(frozen=True)
@@ -202,13 +219,14 @@ class DqSm90ScoreRole:
             warpgroup.wait_group(1)
             self.make_probs(operands, smem, products, statistics[STATISTIC_LSE], state)
             products.round(products.scores, operands.args.inverse_scale)
-            products.store_rounded(operands.args.probs, operands, where)
+            smem.dscores_free.producer_acquire(state.number)
+            store_box(products.writer, products.rounded)
+            products.store_rows(operands.args.probs, operands, where)
             warpgroup.wait_group(0)
             rS, rD, delta = flat(products.scores), flat(products.dprobs), statistics[STATISTIC_DELTA]
             for i in cutlass.range_constexpr(cute.size(rS)):
                 rD[i] = rS[i] * (rD[i] - delta[half(i)])
             products.round(products.dprobs)
-            smem.dscores_free.producer_acquire(state.number)
             store_box(products.writer, products.rounded)
             cute.arch.fence_proxy("async.shared", space="cta")
             smem.probs_ready.producer_commit(state.rope)
@@ -216,7 +234,7 @@ class DqSm90ScoreRole:
                 cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)  # all rows of dS are there
                 products.add_rope(state.rope.stage)
             smem.rope_free.consumer_release(state.rope)
-            products.store_rounded(operands.args.dscores, operands, where)
+            products.store_rows(operands.args.dscores, operands, where)
         else:
             smem.rope_ready.consumer_wait(state.rope)
             smem.dscores_free.producer_acquire(state.number)
