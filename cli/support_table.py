@@ -12,8 +12,11 @@ from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 
 # Fields that say how a kernel lays out rows. The table leaves them out: listed kernels ship with all values that calls need.
-_UNLISTED_FIELDS = ("cluster", "few_heads", "slots", "head_tile")
-_INTERNAL_OPS = ("split_plan", "combine", "dense_prefill_dq")  # run inside other calls; no public function calls them alone
+_UNLISTED_FIELDS = ("cluster", "few_heads", "slots", "head_tile", "head_tiles")
+_INTERNAL_OPS = (  # run inside other calls; no public function calls them alone
+    *("split_plan", "combine", "dense_prefill_dq"),
+    *("row_statistics", "sparse_prefill_dq", "key_lists", "row_sums"),
+)
 _HEADS = {**dict.fromkeys((192, 128), "192 or 128 columns of q and k, 128 of v"), 256: "256 columns of q and k, 256 of v"}  # by d_qk
 
 # Meaning of the values of a configuration, except the element type. A kernel without an entry here cannot be listed.
@@ -35,6 +38,7 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
         }
     },
     "sparse_prefill": {"d_qk": dict.fromkeys((576, 512), "sparse prefill, rows of 576 and 512")},
+    "sparse_prefill_dkv": {"d_qk": dict.fromkeys((576, 512), "sparse prefill, backward on Hopper, rows of 576 and 512")},
     "dense_prefill": {"d_qk": {d_qk: f"dense prefill, {heads}" for d_qk, heads in _HEADS.items()}},
     "masked_prefill": {
         "d_qk": dict.fromkeys(MASKED_HEAD_DIMS, "dense prefill with a mask of keys, 192 or 128 columns of q and k, 128 of v")
@@ -133,7 +137,7 @@ def summary() -> str:
 def markdown() -> str:
     """Return both tables, and between them the architectures and their verification status.
 
-    ValueError if an architecture lacks types that another one has.
+    ValueError if an architecture has other types of a kernel than another one that has the kernel.
     """
     archs = [f"`{arch.name}` ({arch.gpu_arch}; compute capability {arch.capabilities_text})" for arch in ARCHS.values()]
     (status,) = {arch.proof.replace(arch.name, " and ".join(ARCHS)) for arch in ARCHS.values()}
@@ -152,7 +156,7 @@ def _grouped() -> list[list[str]]:
     """Return a row for each kind of kernel: what descriptions have before the first comma, and what they have behind it with its types."""
     groups: dict[str, list[str]] = {}
     for what, by_arch in kernels():
-        (types,) = {by_arch[arch] for arch in ARCHS}
+        (types,) = set(by_arch.values())
         kind, _, rest = what.partition(", ")
         groups.setdefault(kind, []).append(f"{rest}: {types}" if rest else types)
     return [[kind, "; ".join(formats)] for kind, formats in groups.items()]

@@ -1,6 +1,6 @@
 """Public functions: signatures and reference pages, and nothing else. The bodies are in ops/."""
 
-from .flashmla import MlaSchedule, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from .flashmla import MlaSchedule, flash_mla_sparse_bwd, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from .states import merge_states
 from .support import is_supported
 from .varlen import (
@@ -17,6 +17,7 @@ __all__ = [
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
     "flash_attn_varlen_qkvpacked_func",
+    "flash_mla_sparse_bwd",
     "flash_mla_sparse_fwd",
     "flash_mla_with_kvcache",
     "get_mla_metadata",

@@ -1,4 +1,4 @@
-"""FlashMLA's functions: plans, decode over a paged cache, and sparse prefill. Names and argument meanings are FlashMLA's."""
+"""FlashMLA's functions: plans, decode over a paged cache, sparse prefill and its gradients. Names and argument meanings are FlashMLA's."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Literal, overload
 import torch
 
 from ..ops import split_plan
-from ..ops.arguments import check_flag
+from ..ops.arguments import check_flag, needs_grad
+from ..ops.sparse_prefill_backward import DEFAULT_WORKSPACE
 from ..ops.split_plan import MlaSchedule
 from ..spec.mla import D_V
 from ..tracing import decode, prefill
 from ..tracing.public import public
 
-__all__ = ["MlaSchedule", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = ["MlaSchedule", "flash_mla_sparse_bwd", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 _plan = public(decode.METADATA, tensor="cache_seqlens", name="get_mla_metadata")(split_plan.run)
 
@@ -267,7 +268,7 @@ def flash_mla_sparse_fwd(
 ) -> tuple[torch.Tensor, ...]: ...
 
 
-@public(prefill.SPARSE_FWD)
+@public(prefill.SPARSE_FWD, also=(needs_grad, "q, kv, attn_sink"))
 def flash_mla_sparse_fwd(
     q: torch.Tensor,
     kv: torch.Tensor,
@@ -315,8 +316,10 @@ def flash_mla_sparse_fwd(
                      fp32 [.., s_q, h_q], any strides; lse_indexer only with indexer_topk
     empty_lse        lse and lse_indexer of a row that attends to nothing, inf or -inf
 
-    Results share memory neither with each other nor with operands, nor their elements with one another. No tensor may require gradients,
-    unless gradients are switched off.
+    Results share memory neither with each other nor with operands, nor their elements with one another.
+
+    Gradients of out and lse reach q, kv and attn_sink through flash_mla_sparse_bwd, on Hopper. Gradients of max_logits, of a call with
+    results given or with indexer_topk, and of gradients (double backward) raise ValueError.
 
     Returns (out, max_logits, lse), with indexer_topk (out, max_logits, lse, lse_indexer). max_logits is the greatest sm_scale * score
     of a row, in natural units; lse is the natural log of the sum of exp(sm_scale * score), and lse_indexer the same over the first
@@ -330,4 +333,57 @@ def flash_mla_sparse_fwd(
 
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device
     refuse, SimulationError if the simulated device finds fault with a kernel.
+    """
+
+
+@public(prefill.SPARSE_BWD)
+def flash_mla_sparse_bwd(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = D_V,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    kv_offsets: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+    dkv_accumulate: bool = False,
+    max_workspace: int = DEFAULT_WORKSPACE,
+    dq: torch.Tensor | None = None,
+    dkv: torch.Tensor | None = None,
+    d_sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the gradients of flash_mla_sparse_fwd's q, kv and attn_sink from that of its out. Hopper.
+
+    q, kv, indices, sm_scale, d_v, attn_sink, topk_length, kv_offsets
+                     as in the forward call, with or without a batch
+    out, lse         results of the forward call, of any empty_lse, or of sparse decode over the same rows. lse is the natural logarithm
+                     and does not include the sink
+    dout             bf16 [.., s_q, h_q, 512]: gradient of out, finite in rows whose lse is infinite
+    dlse             fp32 [.., s_q, h_q]: gradient of lse. None: 0
+    dkv_accumulate   add the gradient of kv to dkv, which is fp32
+    max_workspace    bytes that the call may allocate for what lies between its kernels. It works in chunks of tokens that fit, of one
+                     token at least; chunks never change a bit of dq or dkv. 128 heads and 2,048 indices take 3.4 MB a token
+    dq               bf16, of q's shape; last dimension contiguous, address and other strides multiples of 16 bytes
+    dkv              bf16 or fp32, of kv's shape, contiguous
+    d_sink           fp32 [h_q]
+
+    Returns (dq, dkv, d_sink); d_sink is 0 without attn_sink. A row whose lse is inf or -inf, and a head whose sink is inf, has dq 0 and
+    adds nothing to dkv and d_sink. An index that occurs twice counts twice; one that names no row adds nothing, and nothing is read for it.
+    A row of kv that no index names has dkv 0, and may hold anything, NaN too. Where requests share rows by kv_offsets, dkv has the sum.
+
+    There are no atomic additions of floats: a row of dkv is summed in fp32 over the tokens that have chosen it, one after the other, from
+    rows that are rounded to bf16. So the bits of dq and dkv depend neither on other tokens and requests nor on the number of SMs. d_sink is
+    a sum over all tokens by torch.
+
+    Operands of q, out and dout whose rows do not begin at multiples of 16 bytes are copied. Allocates, beside results that are not
+    given, up to max_workspace bytes. Runs on the current stream, does not synchronise, and can be captured in a CUDA graph. CPU
+    tensors run on the simulated device inside cute_mla.simulate("sm90").
+
+    Raises ValueError on bad arguments and on other devices than Hopper, ArtifactError if the built kernels cannot be used, DeviceError if
+    driver or device refuse, SimulationError if the simulated device finds fault with a kernel.
     """

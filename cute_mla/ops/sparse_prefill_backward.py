@@ -2,28 +2,96 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 
+from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec import row_statistics, sparse_prefill_dkv, sparse_prefill_dq
+from ..spec.arch import ARCHS, Arch
 from ..spec.dense_decode import TILE_ROWS
-from ..spec.mla import ELEMENT_BYTES, LOG2E
+from ..spec.key_lists import BLOCK_TOKENS, MAX_ENTRIES
+from ..spec.mla import D_V, ELEMENT_BYTES, LOG2E, ceil_div
 from ..spec.row_statistics import RowStatisticsArguments, RowStatisticsConfig
 from ..spec.sparse_prefill_dkv import SparsePrefillDkvArguments
 from ..spec.sparse_prefill_dq import SparsePrefillDqArguments
 from ..spec.split_plan import TILE_KEYS
 from ..spec.tensor_map import Swizzle, TensorMap
+from . import sparse_prefill
+from .arguments import NO_DOUBLE_BACKWARD, check_flag, check_integer, check_no_grad
 from .key_lists import IndexedKeys, RowSums
-from .tensor_spec import DTYPE_NAMES
+from .launch_plan import LaunchPlan
+from .overlap import check_no_overlap
+from .strides import TMA_ALIGNMENT, as_rows, check_rows, output_strides
+from .tensor_spec import (
+    DTYPE_NAMES,
+    TensorSpec,
+    check_address,
+    check_contiguous,
+    check_device,
+    check_dtype,
+    check_last_contiguous,
+    check_shape,
+    operand_spec,
+    optional_spec,
+)
 
 BOX_COLUMNS = 64
+DEFAULT_WORKSPACE = 4 << 30  # bytes that chunks may take
+FLOAT_BYTES = INT_BYTES = 4
+
+
+class Results(NamedTuple):
+    """The tensors that a call writes, if the caller gives them."""
+
+    dq: torch.Tensor | None
+    dkv: torch.Tensor | None
+    d_sink: torch.Tensor | None
+
+
+class Rows(NamedTuple):
+    """Tensors of query rows that a call takes beside q."""
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    dout: torch.Tensor
+    dlse: torch.Tensor | None
+
+
+class Limits(NamedTuple):
+    """The arguments that are not tensors, beside those of the forward."""
+
+    dkv_accumulate: bool
+    max_workspace: int
+
+
+class CallSpec(NamedTuple):
+    """Everything that decides on the launches, but for values and addresses. forward: the call whose gradients these are."""
+
+    forward: sparse_prefill.CallSpec
+    dout: TensorSpec
+    dlse: TensorSpec | None
+    dq: TensorSpec | None
+    dkv: TensorSpec | None
+    d_sink: TensorSpec | None
+    accumulate: bool
+    max_workspace: int
+
+
+@dataclass(frozen=True)
+class SparsePrefillBackwardPlan(LaunchPlan):
+    """The launches of a call. kernel, grid: of dQ over all tokens. chunk_tokens: that the launches of a chunk take."""
+
+    chunk_tokens: int
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What the backward takes of the forward. All with a batch in front.
+    """Operands and results of the forward, all with a batch in front.
 
     q: [batch, s_q, h_q, d_qk]. kv: [batch, s_kv, d_qk], or [s_kv, d_qk] with kv_offsets. out: [batch, s_q, h_q, 512]. lse: fp32 [batch,
     s_q, h_q]. attn_sink: fp32 [h_q], or None. keys: what the indices name.
@@ -78,6 +146,128 @@ def head_map(tensor: torch.Tensor) -> TensorMap:
     return TensorMap(DTYPE_NAMES[tensor.dtype], tensor.data_ptr(), dims, strides, box, Swizzle.B128)
 
 
+def run(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    dout: torch.Tensor,
+    indices: torch.Tensor,
+    sm_scale: float,
+    d_v: int = D_V,
+    attn_sink: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    *,
+    kv_offsets: torch.Tensor | None = None,
+    dlse: torch.Tensor | None = None,
+    dkv_accumulate: bool = False,
+    max_workspace: int = DEFAULT_WORKSPACE,
+    dq: torch.Tensor | None = None,
+    dkv: torch.Tensor | None = None,
+    d_sink: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute the gradients of sparse prefill, with the arguments of api.flashmla.flash_mla_sparse_bwd."""
+    operands = sparse_prefill.Operands(q, kv, indices, topk_length, attn_sink, kv_offsets)
+    options = sparse_prefill.check_options(sparse_prefill.Options(sm_scale, d_v, 0, math.inf))
+    results, rows = Results(dq, dkv, d_sink), Rows(out, lse, dout, dlse)
+    call = check(operands, options, rows, results, Limits(dkv_accumulate, max_workspace))
+    device = device_for(q.device)
+    launch_plan = plan(call, device.arch, device.sm_count)
+    check_address("kv", kv.data_ptr(), TMA_ALIGNMENT)
+    check_no_overlap(results._asdict(), {**operands._asdict(), **rows._asdict()})
+    dq = q.new_empty(q.shape) if dq is None else dq
+    check_address("dq", dq.data_ptr(), TMA_ALIGNMENT)
+    dkv = kv.new_empty(kv.shape) if dkv is None else dkv
+    d_sink = q.new_zeros(q.shape[-2], dtype=torch.float32) if d_sink is None else d_sink
+    device.mark_uninitialized(dq, *(() if call.accumulate else (dkv,)))
+    saved = _saved(operands, rows, options.sm_scale)
+    gradients = Results(_batched(dq, 4), dkv.reshape(-1, dkv.shape[-1]), d_sink)
+    _launch(device, launch_plan, saved, rows, gradients, call.accumulate)
+    return dq, dkv, d_sink
+
+
+def check(operands: sparse_prefill.Operands, options: sparse_prefill.Options, rows: Rows, results: Results, limits: Limits) -> CallSpec:
+    """Check each argument by itself. ValueError unless it is supported. options: as sparse_prefill.check_options returns them."""
+    check_no_grad(NO_DOUBLE_BACKWARD, **rows._asdict(), **results._asdict())
+    accumulate = check_flag("dkv_accumulate", limits.dkv_accumulate)
+    return CallSpec(
+        forward=sparse_prefill.check(operands, options, sparse_prefill.Results(rows.out, None, rows.lse)),
+        dout=operand_spec("dout", rows.dout),
+        dlse=optional_spec("dlse", rows.dlse),
+        dq=optional_spec("dq", results.dq),
+        dkv=optional_spec("dkv", results.dkv),
+        d_sink=optional_spec("d_sink", results.d_sink),
+        accumulate=accumulate,
+        max_workspace=check_integer("max_workspace", limits.max_workspace, 0),
+    )
+
+
+@lru_cache(maxsize=4096)
+def plan(call: CallSpec, arch: Arch, sm_count: int) -> SparsePrefillBackwardPlan:
+    """Return the launches of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
+    if not sparse_prefill_dq.closed_variants(arch):
+        built = " or ".join(name for name, other in ARCHS.items() if sparse_prefill_dq.closed_variants(other))
+        raise ValueError(f"the device is {arch.name}; supported: {built}, for which there are kernels of flash_mla_sparse_bwd")
+    forward, q, kv = sparse_prefill.plan(call.forward, arch, sm_count), call.forward.q, call.forward.kv
+    check_shape("dout", call.dout, forward.out_shape)
+    check_dtype("dout", call.dout, q.dtype)
+    check_device("dout", call.dout, q.device)
+    output_strides("dlse", call.dlse, forward.row_shape, torch.float32, q)
+    output_strides("dq", call.dq, q.shape, q.dtype, q)
+    if call.dq is not None:
+        check_last_contiguous("dq", call.dq)
+        check_rows(TMA_ALIGNMENT, TMA_ALIGNMENT, {}, {"dq": call.dq})
+    if call.accumulate and call.dkv is None:
+        raise ValueError("dkv is None with dkv_accumulate; supported: a tensor in fp32, to add to")
+    if call.dkv is not None:
+        check_shape("dkv", call.dkv, kv.shape)
+        check_dtype("dkv", call.dkv, *((torch.float32,) if call.accumulate else (kv.dtype, torch.float32)))
+        check_device("dkv", call.dkv, q.device)
+        check_contiguous("dkv", call.dkv)
+    if call.d_sink is not None:
+        output_strides("d_sink", call.d_sink, (q.shape[-2],), torch.float32, q)
+    chunk = _chunk_tokens(call)
+    row_ctas, _, _ = forward.grid
+    return SparsePrefillBackwardPlan(sparse_prefill_dq.config_for(q.shape[-1]).name, (row_ctas, 1, chunk), {}, chunk)
+
+
+def _chunk_tokens(call: CallSpec) -> int:
+    """Return the tokens of a chunk, at least 1: as many as max_workspace has room for."""
+    *leading, h_q, d_qk = call.forward.q.shape
+    topk, keys = call.forward.indices.shape[-1], math.prod(call.forward.kv.shape[:-2])
+    scores = 2 * sparse_prefill_dkv.tiles(topk) * TILE_KEYS * h_q * ELEMENT_BYTES
+    token = scores + topk * (d_qk * ELEMENT_BYTES + INT_BYTES) + ceil_div(keys * INT_BYTES, BLOCK_TOKENS)
+    fixed = keys * (d_qk * FLOAT_BYTES + 3 * INT_BYTES) + math.prod(leading) * h_q * 3 * FLOAT_BYTES
+    most = min(max(math.prod(leading), 1), MAX_ENTRIES // max(topk, 1))
+    return max(min((call.max_workspace - fixed) // max(token, 1), most), 1)
+
+
+def _batched(tensor: torch.Tensor, dimensions: int) -> torch.Tensor:
+    """Return a tensor with a batch in front, of 1 if it lacks one."""
+    return tensor if tensor.dim() == dimensions else tensor.unsqueeze(0)
+
+
+def _saved(operands: sparse_prefill.Operands, rows: Rows, sm_scale: float) -> Saved:
+    """Return what the launches take of the forward."""
+    q, kv = _batched(operands.q, 4), operands.kv.squeeze(-2)
+    if operands.kv_offsets is None:
+        kv = _batched(kv, 3)
+    lengths = None if operands.topk_length is None else _batched(operands.topk_length, 2)
+    keys = IndexedKeys(_batched(operands.indices, 4).squeeze(-2), lengths, operands.kv_offsets, kv.shape[-2])
+    lse = _batched(rows.lse, 3)
+    return Saved(as_rows(q), kv, as_rows(_batched(rows.out, 4)), lse, operands.attn_sink, keys, sm_scale)
+
+
+def _launch(device: Device, launch_plan: SparsePrefillBackwardPlan, saved: Saved, rows: Rows, gradients: Results, accumulate: bool) -> None:
+    """Launch everything. gradients: dq with a batch in front, dkv [keys, d_qk], d_sink."""
+    dlse = None if rows.dlse is None else rows.dlse.contiguous()
+    terms = launch_all(device, saved, as_rows(_batched(rows.dout, 4)), dlse, gradients, launch_plan.chunk_tokens, accumulate)
+    if terms is None:
+        gradients.d_sink.zero_()
+    else:
+        torch.sum(terms, dim=0, out=gradients.d_sink)
+
+
 def launch_statistics(
     device: Device, saved: Saved, dout: torch.Tensor, dlse: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -94,6 +284,8 @@ def launch_statistics(
         *(*saved.out.stride()[:3], *dout.stride()[:3], *saved.lse.stride()),
         *(rows, saved.q.shape[1], saved.heads),
     )
+    if not rows:
+        return statistics, terms
     kernel = device.kernel("row_statistics", RowStatisticsConfig(DTYPE_NAMES[saved.q.dtype]).name)
     device.launch(kernel, row_statistics.grid(rows), args, pdl=True)
     return statistics, terms
@@ -146,23 +338,28 @@ def launch_all(
     saved: Saved,
     dout: torch.Tensor,
     dlse: torch.Tensor | None,
-    dq: torch.Tensor,
-    dkv: torch.Tensor,
+    gradients: Results,
     chunk_tokens: int,
     accumulate: bool = False,
 ) -> torch.Tensor | None:
-    """Compute all gradients, by chunks of so many tokens. Return d_sink, fp32 [h_q], or None without sinks. dkv: [keys, d_qk]."""
+    """Compute dq and dkv, by chunks of so many tokens. Return what each row adds to d_sink [tokens, h_q], or None without sinks.
+
+    gradients: dq with a batch in front, and dkv [keys, d_qk].
+    """
+    dq, dkv = gradients.dq, gradients.dkv
+    assert dq is not None
+    assert dkv is not None
     statistics, terms = launch_statistics(device, saved, dout, dlse)
-    if not saved.keys.topk or not saved.keys.keys:
+    if not saved.tokens or not saved.keys.topk or not saved.keys.keys:
         dq.zero_()
         if not accumulate:
             dkv.zero_()
-        return None if terms is None else terms.sum(dim=0)
+        return terms
     chunks = list(saved.keys.chunks(chunk_tokens))
     sums = saved.lse.new_empty(dkv.shape) if len(chunks) > 1 else None
     total = RowSums(dkv, sums, saved.sm_scale, accumulate)
     for number, chunk in enumerate(chunks):
-        gradients = launch_dq(device, saved, chunk, dout, statistics, dq)
-        rows = launch_rows(device, saved.keys, chunk, (saved.q, dout), gradients)
+        scores = launch_dq(device, saved, chunk, dout, statistics, dq)
+        rows = launch_rows(device, saved.keys, chunk, (saved.q, dout), scores)
         total.add(device, saved.keys.lists(device, chunk), rows, number == 0, number + 1 == len(chunks))
-    return None if terms is None else terms.sum(dim=0)
+    return terms

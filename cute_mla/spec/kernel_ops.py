@@ -52,7 +52,7 @@ class KernelOp:
 
     params: of a launch, in order. variants: the closed list of an architecture. seconds: of one core for a kernel and its process, the
         mean of a build of 194 s. Machines differ by far more than kernels do, so that only the ratios count.
-    callers: ops of the public functions that launch the kernel; None: the op of the same name; none where a kernel waits for its op.
+    callers: ops of the public functions that launch the kernel; None: the op of the same name; empty if no record's is.
     by_arch: each architecture has a module, not all of them one.
     """
 

@@ -1,4 +1,4 @@
-"""Ops of prefill, sparse and dense, and of the backward pass of dense prefill.
+"""Ops of prefill, sparse and dense, and of their backward passes.
 
 A packed form of dense prefill passes slices of its tensor to flash_attn_varlen_func. Where gradients are on it is one op instead,
 flash_attn_varlen_packed, whose backward pass writes the gradients of the slices straight into one gradient of the tensor.
@@ -12,12 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import dense_prefill, dense_prefill_backward, sparse_prefill
+from ..ops import dense_prefill, dense_prefill_backward, sparse_prefill, sparse_prefill_backward
 from ..ops.arguments import NO_BACKWARD, NO_DOUBLE_BACKWARD, NO_GIVEN_RESULTS, check_integer, check_no_grad
 from ..ops.strides import as_rows
 from ..spec.mla import D_V
 from .register import Function, Gradient, TorchOp, ops
 
+_NO_INDEXER = "gradients of calls without indexer_topk"
 _PACKED = {"q": "Tensor? q", "k": "Tensor packed", "v": "int head_dim_qk"}  # k and v are slices of packed, and q too if it is None
 
 
@@ -32,6 +33,21 @@ def _indexer_results(q: Tensor, **others: Any) -> tuple[Tensor, Tensor, Tensor, 
     return *_sparse_results(q), q.new_empty(q.shape[:-1], dtype=torch.float32)
 
 
+def _run_sparse(
+    q: Tensor,
+    kv: Tensor,
+    indices: Tensor,
+    sm_scale: float,
+    d_v: int = D_V,
+    attn_sink: Tensor | None = None,
+    topk_length: Tensor | None = None,
+    kv_offsets: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    """Compute sparse prefill without lse_indexer."""
+    return sparse_prefill.run(q, kv, indices, sm_scale, d_v, attn_sink, topk_length, kv_offsets=kv_offsets, **options)
+
+
 def _run_indexer(*args: Any, **options: Any) -> tuple[Tensor, ...]:
     """Compute sparse prefill with lse_indexer."""
     check_integer("indexer_topk", options["indexer_topk"], 1)
@@ -44,10 +60,19 @@ class _SparseFwd(TorchOp):
 
     def register(self, function: Function, name: str | None = None) -> Function:
         """Register both; return a function that calls the one that a call asks for."""
-        plain = replace(self, spelled={"d_v": f"int d_v={D_V}", "indexer_topk": ""}, without=("lse_indexer",))
-        spelled = {**plain.spelled, "kv_offsets": "SymInt indexer_topk, Tensor? kv_offsets=None"}
+        d_v = {"d_v": f"int d_v={D_V}", "indexer_topk": ""}
+        # torch differentiates ops all of whose tensors may be given by position
+        offsets = {"topk_length": "Tensor? topk_length=None, Tensor? kv_offsets=None", "kv_offsets": ""}
+        plain = replace(self, spelled={**d_v, **offsets}, without=("lse_indexer",), body=_run_sparse)
+        spelled = {**d_v, "kv_offsets": "SymInt indexer_topk, Tensor? kv_offsets=None"}
         indexer = replace(
-            plain, spelled=spelled, fake=_indexer_results, results=(*self.results, "lse_indexer"), body=_run_indexer, without=()
+            plain,
+            spelled=spelled,
+            fake=_indexer_results,
+            results=(*self.results, "lse_indexer"),
+            body=_run_indexer,
+            without=(),
+            gradients=(_NO_INDEXER, _NO_INDEXER),
         )
         calls = TorchOp.register(plain, function), TorchOp.register(indexer, function, f"{function.__name__}_indexer")
 
@@ -58,6 +83,39 @@ class _SparseFwd(TorchOp):
             return calls[0](**arguments)
 
         return call
+
+
+def _sparse_gradients(q: Tensor, kv: Tensor, **others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate dq, dkv and d_sink of sparse prefill."""
+    return q.new_empty(q.shape), kv.new_empty(kv.shape), q.new_empty(q.shape[-2:-1], dtype=torch.float32)
+
+
+def _save_sparse(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
+    """Keep what the backward pass of sparse prefill reads."""
+    names = [argument.name for argument in ops.flash_mla_sparse_fwd.default._schema.arguments]
+    given = dict(zip(names, inputs, strict=False))
+    ctx.set_materialize_grads(False)
+    ctx.inputs = len(inputs)
+    ctx.sm_scale, ctx.has_sink = given["sm_scale"], given.get("attn_sink") is not None
+    out, _, lse = output
+    others = (given.get(name) for name in ("attn_sink", "topk_length", "kv_offsets"))
+    ctx.save_for_backward(given["q"], given["kv"], out, lse, given["indices"], *others)
+
+
+def _sparse_backward(ctx: Any, dout: Tensor | None, dmax: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, kv and attn_sink, and None for the other arguments."""
+    if dmax is not None:
+        raise ValueError("max_logits has a gradient; supported: gradients of out and lse, so max_logits.detach()")
+    if dout is None and dlse is None:
+        return (None,) * ctx.inputs
+    q, kv, out, lse, indices, attn_sink, topk_length, kv_offsets = ctx.saved_tensors
+    dout = torch.zeros_like(out) if dout is None else dout
+    dq, dkv, d_sink = ops.flash_mla_sparse_bwd(
+        q, kv, out, lse, dout, indices, ctx.sm_scale, D_V, attn_sink, topk_length, kv_offsets=kv_offsets, dlse=dlse
+    )
+    # q, kv, indices, sm_scale, d_v, attn_sink, ..
+    made = (dq, dkv, None, None, None, d_sink if ctx.has_sink else None)
+    return (*made, *(None,) * ctx.inputs)[: ctx.inputs]
 
 
 def _varlen_results(q: Tensor, v: Tensor, **others: Any) -> tuple[Tensor, Tensor]:
@@ -198,7 +256,20 @@ def varlen_packed(*args: Any, **options: Any) -> tuple[Tensor, Tensor]:
     return out, lse
 
 
-SPARSE_FWD = _SparseFwd(sparse_prefill.run, _sparse_results, ("out", "max_logits", "lse"), {"d_v": f"int d_v={D_V}"})
+SPARSE_FWD = _SparseFwd(
+    sparse_prefill.run,
+    _sparse_results,
+    ("out", "max_logits", "lse"),
+    {"d_v": f"int d_v={D_V}"},
+    gradients=(Gradient(_sparse_backward, _save_sparse), NO_GIVEN_RESULTS),
+)
+SPARSE_BWD = TorchOp(
+    sparse_prefill_backward.run,
+    _sparse_gradients,
+    ("dq", "dkv", "d_sink"),
+    {"d_v": f"int d_v={D_V}"},
+    gradients=(NO_DOUBLE_BACKWARD, NO_DOUBLE_BACKWARD),
+)
 VARLEN = _Varlen(
     dense_prefill.run,
     _varlen_results,

@@ -174,7 +174,7 @@ def test_fake_tensors_outside_their_mode_become_ops(device: RecordingDevice) -> 
     assert device.launches == []
 
 
-FLOATS = {"dense": "q", "sparse": "attn_sink", "sparse_prefill": "kv", "indexer_prefill": "q"}
+FLOATS = {"dense": "q", "sparse": "attn_sink", "indexer_prefill": "q"}
 
 
 @pytest.mark.parametrize("name", FLOATS)
@@ -185,7 +185,9 @@ def test_gradients_are_refused_by_name(device: RecordingDevice, name: str) -> No
     launches = len(device.launches)
     arguments[FLOATS[name]].requires_grad_()
     for call in (function, op):
-        with pytest.raises(ValueError, match=f"^{FLOATS[name]} requires grad; supported: the forward pass only"):
+        with pytest.raises(
+            ValueError, match=f"^{FLOATS[name]} requires grad; supported: (the forward pass only|gradients of calls without indexer_topk)"
+        ):
             call(**arguments)
     assert len(device.launches) == launches
     with torch.no_grad():

@@ -28,6 +28,7 @@ from cute_mla.ops import (
     mqa_logits,
     sparse_decode,
     sparse_prefill,
+    sparse_prefill_backward,
     split_plan,
     topk_indices,
 )
@@ -37,6 +38,7 @@ from cute_mla.ops.protocol import Op, Planner
 
 OPS: tuple[Op, ...] = (
     *(cache_gather, cache_insert, cache_write, dense_prefill, dense_prefill_backward, merge_states, sparse_prefill, split_plan),
+    sparse_prefill_backward,
     topk_indices,
 )
 DECODE: tuple[Planner, ...] = (dense_decode, sparse_decode)
@@ -45,6 +47,7 @@ PLANNERS: tuple[Planner, ...] = (*DECODE, mqa_logits, index_write)  # whose publ
 # The body of each public function.
 BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "flash_mla_sparse_fwd": (sparse_prefill.run, flashmla.flash_mla_sparse_fwd),
+    "flash_mla_sparse_bwd": (sparse_prefill_backward.run, flashmla.flash_mla_sparse_bwd),
     "flash_attn_varlen_func": (dense_prefill.run, varlen.flash_attn_varlen_func),
     "flash_attn_varlen_backward": (dense_prefill_backward.run, varlen.flash_attn_varlen_backward),
     "merge_states": (merge_states.run, public_merge_states),

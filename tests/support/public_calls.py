@@ -114,7 +114,18 @@ def _packed(left_out: str, **more: Any) -> list[Arguments]:
     return [{**{name: value for name, value in given.items() if name not in left_out.split()}, **more, "head_dim_qk": 192}]
 
 
+def _sparse_gradients() -> list[Arguments]:
+    """Return a call of the backward of sparse prefill over two packed requests."""
+    rows, columns = zeros(2, 3, 4, 512), zeros(2, 3, 4, 576)
+    floats = {name: zeros(*shape, dtype=torch.float32) for name, shape in {"lse": (2, 3, 4), "dlse": (2, 3, 4), "attn_sink": (4,)}.items()}
+    results = {"dq": torch.zeros_like(columns), "dkv": zeros(9, 1, 576, dtype=torch.float32), "d_sink": zeros(4, dtype=torch.float32)}
+    tables = {"indices": ints(2, 3, 1, 5), "topk_length": ints(2, 3), "kv_offsets": ints(3)}
+    options = {"sm_scale": 0.25, "d_v": 512, "dkv_accumulate": True, "max_workspace": 1 << 20}
+    return [{"q": columns, "kv": zeros(9, 1, 576), "out": rows, "dout": torch.zeros_like(rows), **floats, **tables, **options, **results}]
+
+
 _WITHOUT_RECORD: dict[str, Callable[[], list[Arguments]]] = {
+    "flash_mla_sparse_bwd": _sparse_gradients,
     "get_mla_metadata": _plans,
     "flash_attn_varlen_kvpacked_func": lambda: _packed("k v", kv=zeros(71, 2, 320)),
     "flash_attn_varlen_qkvpacked_func": lambda: _packed(

@@ -1,1 +1,1 @@
-"""What query tokens add to the gradients of the rows that they have chosen."""
+"""Rows that query tokens add to the gradient of the latent."""

@@ -11,7 +11,7 @@ import torch
 import cute_mla
 from cute_mla import reference
 from cute_mla.ops.key_lists import IndexedKeys
-from cute_mla.ops.sparse_prefill_backward import Saved, launch_all
+from cute_mla.ops.sparse_prefill_backward import Results, Saved, launch_all
 from cute_mla.spec.arch import SM90
 from cute_mla.testing.compare import same_bits
 from tests.ops.sparse_prefill_backward.keys import drawn, key_of_slots, patterns
@@ -36,8 +36,8 @@ class Problem:
         dq = torch.full_like(self.saved.q, math.nan)
         dkv = self.saved.kv.new_full((self.saved.keys.keys, self.saved.kv.shape[-1]), math.nan)
         with cute_mla.simulate(SM90.name, sm_count=sm_count, schedule=schedule[0], seed=schedule[1], code=code) as device:
-            d_sink = launch_all(device, self.saved, self.dout, self.dlse, dq, dkv, chunk_tokens)
-        return dq, dkv, d_sink
+            terms = launch_all(device, self.saved, self.dout, self.dlse, Results(dq, dkv, None), chunk_tokens)
+        return dq, dkv, None if terms is None else terms.sum(dim=0)
 
     def expect(self, result: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]) -> None:
         """Assert that gradients agree with fp64 autograd, in norm and everywhere. Where they cancel, the rounding of out remains."""
