@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -24,7 +25,7 @@ from ..spec.tensor_map import Swizzle, TensorMap
 from . import sparse_prefill
 from .arguments import NO_DOUBLE_BACKWARD, check_flag, check_integer, check_no_grad
 from .key_lists import IndexedKeys, RowSums
-from .launch_plan import LaunchPlan
+from .launch_plan import LaunchPlan, named_strides
 from .overlap import check_no_overlap
 from .strides import TMA_ALIGNMENT, as_rows, check_rows, output_strides
 from .tensor_spec import (
@@ -262,6 +263,7 @@ def _launch(device: Device, launch_plan: SparsePrefillBackwardPlan, saved: Saved
     """Launch everything. gradients: dq with a batch in front, dkv [keys, d_qk], d_sink."""
     dlse = None if rows.dlse is None else rows.dlse.contiguous()
     terms = launch_all(device, saved, as_rows(_batched(rows.dout, 4)), dlse, gradients, launch_plan.chunk_tokens, accumulate)
+    assert gradients.d_sink is not None
     if terms is None:
         gradients.d_sink.zero_()
     else:
@@ -279,10 +281,19 @@ def launch_statistics(
     terms = None if saved.attn_sink is None else saved.lse.new_empty(saved.tokens, saved.heads)
     device.mark_uninitialized(statistics, *(() if terms is None else (terms,)))
     rows = saved.tokens * saved.heads
+    strides = {"out": saved.out.stride()[:3], "dout": dout.stride()[:3], "lse": saved.lse.stride()}
     args = RowStatisticsArguments(
-        *(saved.out, dout, saved.lse, dlse, saved.attn_sink, statistics, terms),
-        *(*saved.out.stride()[:3], *dout.stride()[:3], *saved.lse.stride()),
-        *(rows, saved.q.shape[1], saved.heads),
+        out=saved.out,
+        dout=dout,
+        lse=saved.lse,
+        dlse=dlse,
+        attn_sink=saved.attn_sink,
+        statistics=statistics,
+        sink_terms=terms,
+        **_head_strides(strides),
+        rows=rows,
+        s_q=saved.q.shape[1],
+        h_q=saved.heads,
     )
     if not rows:
         return statistics, terms
@@ -295,17 +306,29 @@ def launch_dq(
     device: Device, saved: Saved, chunk: tuple[int, int], dout: torch.Tensor, statistics: torch.Tensor, dq: torch.Tensor
 ) -> ScoreGradients:
     """Launch sparse_prefill_dq over a chunk of tokens: write their rows of dq, and return P and dS."""
-    (first, tokens), q, keys = chunk, saved.q, saved.keys
-    gradients = ScoreGradients.empty(device, q, tokens, keys.topk)
+    q, keys = saved.q, saved.keys
+    gradients = ScoreGradients.empty(device, q, chunk[1], keys.topk)
     config = sparse_prefill_dq.config_for(q.shape[-1])
-    kv_batch = saved.kv.stride(0) * ELEMENT_BYTES if saved.kv.dim() == 3 else 0
     args = SparsePrefillDqArguments(
-        *(head_map(q), head_map(dout), q, saved.kv, keys.kv_offsets, keys.indices, keys.topk_length, statistics, dq),
-        *(gradients.probs, gradients.dscores, *q.stride()[:3], *dq.stride()[:3], *keys.indices.stride()[:2]),
-        *(kv_batch, saved.kv.stride(-2) * ELEMENT_BYTES, saved.sm_scale, saved.sm_scale * LOG2E, 1 / saved.sm_scale),
-        *(first, tokens, saved.tokens, q.shape[1], saved.heads, keys.s_kv, keys.topk, sparse_prefill_dkv.tiles(keys.topk)),
+        q_map=head_map(q),
+        dout_map=head_map(dout),
+        q=q,
+        kv=saved.kv,
+        statistics=statistics,
+        dq=dq,
+        probs=gradients.probs,
+        dscores=gradients.dscores,
+        **_head_strides({"q": q.stride()[:3], "dq": dq.stride()[:3]}),
+        kv_stride_batch=saved.kv.stride(0) * ELEMENT_BYTES if saved.kv.dim() == 3 else 0,
+        kv_stride_row=saved.kv.stride(-2) * ELEMENT_BYTES,
+        sm_scale=saved.sm_scale,
+        scale_log2=saved.sm_scale * LOG2E,
+        inverse_scale=1 / saved.sm_scale,
+        all_tokens=saved.tokens,
+        h_q=saved.heads,
+        **_chunk(keys, chunk),
     )
-    grid = sparse_prefill_dq.grid(saved.heads, tokens, device.sm_count)
+    grid = sparse_prefill_dq.grid(saved.heads, chunk[1], device.sm_count)
     device.launch(device.kernel("sparse_prefill_dq", config.name), grid, args, pdl=True)
     return gradients
 
@@ -317,20 +340,38 @@ def launch_rows(
 
     queries: q [batch, s_q, h_q, d_qk] and dout [batch, s_q, h_q, 512], whose rows TMA can load.
     """
-    (first, tokens), q = chunk, queries[0]
+    q, dout = queries
     h_q, d_qk = q.shape[2:]
-    rows = q.new_empty(tokens * call.topk, d_qk)
+    rows = q.new_empty(chunk[1] * call.topk, d_qk)
     device.mark_uninitialized(rows)
     config = sparse_prefill_dkv.config_for(d_qk, h_q)
-    strides = call.indices.stride()
+    probs_map, dscores_map = gradients.maps()
     args = SparsePrefillDkvArguments(
-        *(head_map(tensor) for tensor in queries),
-        *gradients.maps(),
-        *(call.indices, call.topk_length, call.kv_offsets, rows, strides[0], strides[1], first, tokens, q.shape[1]),
-        *(call.s_kv, call.topk, sparse_prefill_dkv.tiles(call.topk)),
+        q_map=head_map(q), dout_map=head_map(dout), probs_map=probs_map, dscores_map=dscores_map, rows=rows, **_chunk(call, chunk)
     )
-    device.launch(device.kernel("sparse_prefill_dkv", config.name), config.grid(tokens, device.sm_count), args, pdl=True)
+    device.launch(device.kernel("sparse_prefill_dkv", config.name), config.grid(chunk[1], device.sm_count), args, pdl=True)
     return rows
+
+
+def _head_strides(strides: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
+    """Name the strides of tensors by batch, token and head."""
+    return {name: stride for tensor in strides for name, stride in named_strides(tensor, "batch token head", strides[tensor]).items()}
+
+
+def _chunk(keys: IndexedKeys, chunk: tuple[int, int]) -> dict[str, Any]:
+    """Return the arguments that say which tokens a launch takes, and what their indices mean."""
+    return {
+        "indices": keys.indices,
+        "topk_length": keys.topk_length,
+        "kv_offsets": keys.kv_offsets,
+        **named_strides("indices", "batch token", keys.indices.stride()[:2]),
+        "first_token": chunk[0],
+        "tokens": chunk[1],
+        "s_q": keys.indices.shape[1],
+        "s_kv": keys.s_kv,
+        "topk": keys.topk,
+        "tiles": sparse_prefill_dkv.tiles(keys.topk),
+    }
 
 
 def launch_all(
@@ -361,5 +402,7 @@ def launch_all(
     for number, chunk in enumerate(chunks):
         scores = launch_dq(device, saved, chunk, dout, statistics, dq)
         rows = launch_rows(device, saved.keys, chunk, (saved.q, dout), scores)
+        del scores  # lest two chunks have memory at a time
         total.add(device, saved.keys.lists(device, chunk), rows, number == 0, number + 1 == len(chunks))
+        del rows
     return terms

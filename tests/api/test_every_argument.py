@@ -22,7 +22,7 @@ from tests.support.recording_device import RecordingDevice
 assert fresh
 
 ONE_VALUE = {"d_v", "dropout_p"}  # arguments with a single supported value, which is the default
-RESULTS = {"out", "lse", "max_logits", "lse_indexer", "workspace", "dq", "dk", "dv", "out_weights"}
+RESULTS = {"out", "lse", "max_logits", "lse_indexer", "workspace", "dq", "dk", "dv", "dkv", "d_sink", "out_weights"}
 NO_OP = {"flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "get_paged_mqa_logits_metadata"}  # call others, or torch
 IN_PARTS = {"kv": ["keys", "scales"]}  # arguments that an op takes as several
 NAMES = public_names()
@@ -61,7 +61,9 @@ def test_an_op_has_the_arguments_and_defaults_of_its_function(name: str) -> None
     if name == "merge_states":
         del given["stacked"]  # an op takes lists alone
     for argument, parameter in parameters(name).items():
-        own = [given.pop(part, None) for part in ((IN_PARTS.get(argument) if name != "flash_mla_sparse_fwd" else None) or [argument])]
+        own = [
+            given.pop(part, None) for part in ((IN_PARTS.get(argument) if not name.startswith("flash_mla_sparse") else None) or [argument])
+        ]
         if argument in RESULTS and own == [None]:
             continue
         for part in own:

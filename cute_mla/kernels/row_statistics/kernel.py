@@ -29,7 +29,7 @@ LANES = 32
 
 def load_chunks(row: cute.Pointer) -> list[Float32]:
     """Load a lane's columns of a row."""
-    values = []
+    values: list[Float32] = []
     for first in range(0, D_LATENT, LANES * CHUNK):
         words = cute.make_rmem_tensor(cute.make_layout(CHUNK_WORDS), Int32)
         source = aligned(cute.recast_ptr(row + (first + cute.arch.lane_idx() * CHUNK), dtype=Int32), 16)

@@ -10,7 +10,6 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 from cutlass.cute.typing import AddressSpace
 
 from ...spec.mla import ELEMENT_BYTES
-from ...spec.sparse_prefill import SparsePrefillArguments
 from ..attention.scheduler import LatentOperands, TokenSchedule
 from ..primitives.arithmetic import clip, larger
 from ..primitives.rows import load_or
@@ -76,9 +75,12 @@ def entry_before(entries: cute.Pointer, position: Int32, count: Int32) -> Int32:
 
 @dataclass(frozen=True)
 class SparsePrefillOperands(LatentOperands):
-    """The arguments by meaning. A query token counts over the batch: request * s_q + place."""
+    """The arguments by meaning. A query token counts over the batch: request * s_q + place.
 
-    args: SparsePrefillArguments
+    args: SparsePrefillArguments, or those of a kernel of the backward.
+    """
+
+    args: Any
     latent: Latent
     schedule: TokenSchedule
 

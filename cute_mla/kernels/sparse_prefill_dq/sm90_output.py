@@ -35,7 +35,7 @@ class DqSm90Sums(LatentSm90Output):
             mma=mma,
             tProbs=own.make_fragment_A(own.partition_A(smem.sS)),
             tV=own.make_fragment_B(own.partition_B(keys)),
-            factors=None,
+            factors=None,  # type: ignore[arg-type]  # of a rescale
             accumulators=tuple(cute.make_rmem_tensor(shape, Float32) for _ in range(smem.stages.output_stages)),
             cluster=1,
             unseen=None,

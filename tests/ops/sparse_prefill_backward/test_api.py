@@ -74,7 +74,7 @@ def test_results_of_the_caller_and_small_workspaces() -> None:
         out, _, lse = cute_mla.flash_mla_sparse_fwd(**call)
         backward = {**call, "out": out, "lse": lse, "dout": torch.randn(out.shape).bfloat16()}
         dq, dkv, d_sink = cute_mla.flash_mla_sparse_bwd(**backward)
-        given = {"dq": torch.full((2, 3, 5, 584), math.nan).bfloat16()[..., :576], "dkv": torch.full(dkv.shape, math.nan)}
+        given: dict[str, Any] = {"dq": torch.full((2, 3, 5, 584), math.nan).bfloat16()[..., :576], "dkv": torch.full(dkv.shape, math.nan)}
         given["d_sink"] = torch.full((5,), math.nan)
         results = cute_mla.flash_mla_sparse_bwd(**backward, **given, max_workspace=0)
         assert all(mine is its for mine, its in zip(given.values(), results, strict=True))
