@@ -18,6 +18,7 @@ import cute_mla.cache
 import cute_mla.torch_ops  # which makes them
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.operations.sparse_decode.case import Pool
+from tests.support.public_calls import calls_of
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import call_of, with_own_memory
 from tests.support.zero_tensors import ints
@@ -88,11 +89,19 @@ def plan_call() -> Call:
     return "get_mla_metadata", {"cache_seqlens": torch.tensor([70, 3], dtype=torch.int32), "num_q_tokens_per_head_k": 8, "num_heads_k": 1}
 
 
+def sparse_gradients_call() -> Call:
+    """Return the backward of sparse prefill."""
+    (given,) = calls_of("flash_mla_sparse_bwd")
+    left_out = ("dq", "dkv", "d_sink", "dkv_accumulate")
+    return "flash_mla_sparse_bwd", {name: value for name, value in given.items() if name not in left_out}
+
+
 CALLS: dict[str, Callable[[], Call]] = {
     **{name: partial(op_call, *case) for name, case in CASES.items()},
     "plan": plan_call,
     "plan_topk": lambda: ("get_mla_metadata", plan_call()[1] | {"num_heads_q": 8, "topk": 70}),
     "plan_sparse": sparse_plan_call,
+    "sparse_backward": sparse_gradients_call,
 }
 _E4M3 = ("fp8", "logits", "paged_logits", "chosen", "paged_chosen", "index_queries")  # calls with e4m3 operands
 SLOW = ("sparse", "sparse_prefill", "indexer_prefill", "merge_stacked")
