@@ -25,7 +25,7 @@ BUGS = {
     "rows: no wait for products": (ROWS, WAITS, "", (0, 1)),
     "lists: no barrier": (FILL, r"bar\.sync\s+0;", "", (1, 2)),
     "lists: a duplicate goes unnoticed": (FILL, r"setp\.(eq|ne)\.b32(\s+%p\d+, %r\d+), 0;(?=\s*@%p\d+ bra)", r"setp.\1.b32\2, 77;", ()),
-    "sums: an entry twice": (SUMS, r"(shfl\.sync\.idx\.b32\s+[^;]*), 3, 31, -1;", r"\1, 2, 31, -1;", ()),
+    "sums: an entry twice": (SUMS, r"(shfl\.sync\.idx\.b32\s+[^;]*), 1, 31, -1;", r"\1, 0, 31, -1;", ()),
     "delta without a lane": (STATISTICS, r"(shfl\.sync\.bfly\.b32\s+[^;]*), 8, 31, -1;", r"\1, 0, 31, -1;", ()),
 }
 SITES = [(name, site) for name, bug in BUGS.items() for site in bug[3] or (None,)]
