@@ -39,6 +39,7 @@ WORDS = VECTOR * ELEMENT_BYTES // 4  # of a vector of 16-bit elements
 SPAN = 32 * VECTOR  # columns that a warp takes at a time
 PAIR = 2  # rotary columns of a lane
 FLOAT_BYTES = 4
+SECTOR_WORDS = 8  # of a sector of L2
 
 
 def aligned(pointer: cute.Pointer, nbytes: int) -> cute.Pointer:
@@ -70,11 +71,12 @@ def store_pair(target: cute.Pointer, word: Int32) -> None:
 
 
 def store_vector(target: cute.Pointer, words: list[Any], dtype: type[cutlass.Numeric] = Int32) -> None:
-    """Write 16 bytes to a multiple of 16 bytes. dtype: of the words."""
+    """Write 16 or 32 bytes to a multiple of as many. dtype: of the words."""
     registers = cute.make_rmem_tensor(cute.make_layout(len(words)), dtype)
     for i, word in enumerate(words):
         registers[i] = word
-    cute.autovec_copy(registers, cute.make_tensor(aligned(cute.recast_ptr(target, dtype=dtype), 16), cute.make_layout(len(words))))
+    place = aligned(cute.recast_ptr(target, dtype=dtype), 4 * len(words))
+    cute.autovec_copy(registers, cute.make_tensor(place, cute.make_layout(len(words))))
 
 
 def store_row(target: cute.Pointer, values: list[Float32], dtype: type[cutlass.Numeric], vectors: bool = True) -> None:
@@ -82,13 +84,13 @@ def store_row(target: cute.Pointer, values: list[Float32], dtype: type[cutlass.N
     store_packed_row(target, [pack_pair(values[i], values[i + 1], dtype) for i in range(0, len(values), 2)], vectors)
 
 
-def store_packed_row(target: cute.Pointer, words: list[Int32], vectors: bool = True) -> None:
-    """Write contiguous pairs of 16-bit elements to gmem, a multiple of 4 pairs, at a multiple of 16 bytes if `vectors`."""
-    for first in range(0, len(words), 4):
+def store_packed_row(target: cute.Pointer, words: list[Int32], vectors: bool = True, at_once: int = 4) -> None:
+    """Write contiguous pairs of 16-bit elements to gmem, `at_once` of them, at a multiple of their size together if `vectors`."""
+    for first in range(0, len(words), at_once):
         if vectors:
-            store_vector(target + 2 * first, words[first : first + 4])
+            store_vector(target + 2 * first, words[first : first + at_once])
         else:
-            for i in range(first, first + 4):
+            for i in range(first, first + at_once):
                 store_pair(target + 2 * i, words[i])
 
 

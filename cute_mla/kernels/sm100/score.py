@@ -17,7 +17,7 @@ from functools import partial, reduce
 from typing import Any, Protocol, Self
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
@@ -25,7 +25,7 @@ from ..attention.scheduler import KeyTile, LatentOperands, TileRange, WorkTile, 
 from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_word
-from ..primitives.rows import aligned, store_vector
+from ..primitives.rows import SECTOR_WORDS, aligned, is_whole, store_vector
 from .config import (
     ALL_SEEN,
     BOX_BYTES,
@@ -83,10 +83,19 @@ class LatentQueriesSm100:
             tcgen05.store_columns(lanes + run.column, self.load_words(source + first, run.words))
         self.hand_over(smem)
 
-    def fetch(self, operands: LatentOperands, req: Int32, thread: Int32) -> list[Int32]:
-        """Start to load the thread's row of Q. Return its words, for store."""
+    @cute.jit
+    def fetch(self, operands: LatentOperands, req: Int32, thread: Int32, rWords: cute.Tensor):
+        """Start to load the thread's row of Q, for store: whole sectors of L2 at a time, if the rows of all lanes begin at one."""
         half, source = self.half_and_source(operands, req, thread)
-        return [word for run in self.runs() for word in self.load_words(source + (half * run.apart + run.begin), run.words)]
+        if cute.arch.vote_all_sync(is_whole(Int64(source.toint()), SECTOR_WORDS * self.geometry.word_elements)):
+            self._load_runs(source, half, SECTOR_WORDS, rWords)
+        else:
+            self._load_runs(source, half, VECTOR, rWords)
+
+    def _load_runs(self, source: cute.Pointer, half: Int32, at_once: int, rWords: cute.Tensor) -> None:
+        words = [word for run in self.runs() for word in self.load_words(source + (half * run.apart + run.begin), run.words, at_once)]
+        for i, word in enumerate(words):
+            rWords[i] = word
 
     def store(self, smem: LatentSmemSm100, rWords: cute.Tensor, lanes: Int32) -> None:
         """Store what fetch has loaded, once every score of the work tile before has been computed. Signal query_ready."""
@@ -117,14 +126,14 @@ class LatentQueriesSm100:
         rope = QueryColumns(self.geometry.latent, CTA_ROPE, CTA_ROPE // elements, QUERY_COLUMN + columns // elements)
         return [*runs, rope] if self.has_rope else runs
 
-    def load_words(self, source: cute.Pointer, count: int) -> list[Int32]:
-        """Load contiguous words of elements of Q."""
+    def load_words(self, source: cute.Pointer, count: int, at_once: int = VECTOR) -> list[Int32]:
+        """Load contiguous words of elements of Q, some at once, from a multiple of their size together."""
         words = []
-        for vector in range(count // VECTOR):
-            first = source + vector * VECTOR * self.geometry.word_elements
-            rWords = cute.make_rmem_tensor(cute.make_layout(VECTOR), Int32)
-            cute.autovec_copy(cute.make_tensor(cute.recast_ptr(aligned(first, 16), dtype=Int32), rWords.layout), rWords)
-            words += [rWords[i] for i in range(VECTOR)]
+        for vector in range(count // at_once):
+            first = source + vector * at_once * self.geometry.word_elements
+            rWords = cute.make_rmem_tensor(cute.make_layout(at_once), Int32)
+            cute.autovec_copy(cute.make_tensor(cute.recast_ptr(aligned(first, 4 * at_once), dtype=Int32), rWords.layout), rWords)
+            words += [rWords[i] for i in range(at_once)]
         return words
 
 

@@ -8,21 +8,21 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ..attention.scheduler import first_query_row
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_pair, smaller
-from ..primitives.rows import store_packed_row
-from ..sm100.config import CHUNK_COLUMNS, CTA_COLUMNS, OUTPUT_COLUMN, thread_and_lanes
+from ..primitives.rows import SECTOR_WORDS, is_whole, store_packed_row
+from ..sm100.config import CHUNK_COLUMNS, CTA_COLUMNS, OUTPUT_COLUMN, PAIR, VECTOR, LatentGeometrySm100, thread_and_lanes
 from ..sm100.output import scale_output
 from ..sm100.score import LatentQueriesSm100
 from .operands import SparsePrefillOperands
 from .sm100_config import SparsePrefillSmemSm100
 from .sm100_score import RowResult, store_lse_indexer
 
-SCALED_AT_ONCE, READ_AT_ONCE = 32, 64  # columns of O
+SCALED_AT_ONCE, READ_AT_ONCE = 16, 64  # columns of O
 
 
 @dataclass(frozen=True)
@@ -52,9 +52,7 @@ class TokenQueries:
         rWords = cute.make_rmem_tensor(cute.make_layout(sum(run.words for run in self.loader.runs())), Int32)
         rWords.fill(0)
         if present:
-            words = self.loader.fetch(operands, token, thread)
-            for i in cutlass.range_constexpr(len(words)):
-                rWords[i] = words[i]
+            self.loader.fetch(operands, token, thread, rWords)
         return rWords
 
     @cute.jit
@@ -105,12 +103,9 @@ class SparsePrefillOutputRoleSm100:
             smem.stats_free.consumer_release(done)
             weight = result.weight(operands, token, thread)
             result.store(operands, token, thread)
-            if count > 0:
-                smem.kv_free.consumer_wait(tile - 1)
-                tcgen05.fence_after_wait()
-            words = self.read_output(lanes, weight)
+            rWords = self.read_output(smem, tile, count > 0, lanes, weight)
             begun = self.begin(smem, tile, present)
-            self.store(operands, smem, token, words, thread)
+            self.store(operands, smem, token, rWords, thread)
             token, done = following, done + 1
 
     @cute.jit
@@ -140,28 +135,47 @@ class SparsePrefillOutputRoleSm100:
             smem.output_ready.producer_commit(tile, cta=smem.geometry.mma_cta)
         return begun
 
-    def read_output(self, lanes: Int32, weight: Float32) -> list[Int32]:
-        """Return the thread's row of O times the weight as pairs of 16-bit elements, 0 for weight 0, whatever tensor memory holds."""
-        words = []
-        for first in range(0, CTA_COLUMNS, READ_AT_ONCE):
-            values = tcgen05.load_columns(lanes + (OUTPUT_COLUMN + first), READ_AT_ONCE)
-            tcgen05.await_loads()
-            for i in range(0, READ_AT_ONCE, 2):
-                pair = cute.arch.mul_packed_f32x2((values[i], values[i + 1]), (weight, weight))
-                words.append(cutlass.select_(weight == 0.0, Int32(0), pack_pair(pair[0], pair[1], self.dtype)))
-        return words
+    @cute.jit
+    def read_output(self, smem: SparsePrefillSmemSm100, tile: Int32, present: Boolean, lanes: Int32, weight: Float32) -> cute.Tensor:
+        """Return the thread's row of O times the weight as pairs of 16-bit elements, 0 for weight 0, whatever tensor memory holds.
+
+        tile: number of the tile after the last one of O, if there is any. A CTA that works alone reads the first half of the columns while
+        P V of that tile still writes the others.
+        """
+        rWords = cute.make_rmem_tensor(cute.make_layout(CTA_COLUMNS // 2), Int32)
+        written = (smem.kv_free,) if smem.geometry.paired else (smem.left_free, smem.kv_free)
+        for part in cutlass.range_constexpr(len(written)):
+            if present:
+                written[part].consumer_wait(tile - 1)
+                tcgen05.fence_after_wait()
+            columns = CTA_COLUMNS // len(written)
+            for first in cutlass.range_constexpr(part * columns, (part + 1) * columns, READ_AT_ONCE):
+                values = tcgen05.load_columns(lanes + (OUTPUT_COLUMN + first), READ_AT_ONCE)
+                tcgen05.await_loads()
+                for i in cutlass.range_constexpr(0, READ_AT_ONCE, 2):
+                    pair = cute.arch.mul_packed_f32x2((values[i], values[i + 1]), (weight, weight))
+                    rWords[(first + i) // 2] = pack_pair(pair[0], pair[1], self.dtype)
+        if cute.arch.vote_any_sync(weight == 0.0):
+            for i in cutlass.range_constexpr(cute.size(rWords)):
+                rWords[i] = cutlass.select_(weight == 0.0, Int32(0), rWords[i])
+        return rWords
 
     @cute.jit
-    def store(self, operands: SparsePrefillOperands, smem: SparsePrefillSmemSm100, token: Int32, words: list[Int32], thread: Int32):
+    def store(self, operands: SparsePrefillOperands, smem: SparsePrefillSmemSm100, token: Int32, rWords: cute.Tensor, thread: Int32):
         """Store the thread's 256 columns of a row of out."""
         row = first_query_row() + thread % TILE_ROWS
+        words = [rWords[i] for i in range(cute.size(rWords))]
         if row < operands.rows():
             out = operands.out_row(token, row)
-            if cutlass.const_expr(smem.geometry.paired):
-                store_packed_row(out + (thread // TILE_ROWS) * CTA_COLUMNS, words)
+            if is_whole(Int64(out.toint()), 2 * SECTOR_WORDS):
+                self._store_words(smem.geometry, out, words, thread, SECTOR_WORDS)
             else:
-                # a lane has every other 128 columns
-                out = out + (thread // TILE_ROWS) * CHUNK_COLUMNS
-                for chunk in cutlass.range_constexpr(CTA_COLUMNS // CHUNK_COLUMNS):
-                    run = words[chunk * CHUNK_COLUMNS // 2 : (chunk + 1) * CHUNK_COLUMNS // 2]
-                    store_packed_row(out + chunk * CTA_COLUMNS, run)
+                self._store_words(smem.geometry, out, words, thread, VECTOR)
+
+    def _store_words(self, geometry: LatentGeometrySm100, out: cute.Pointer, words: list[Int32], thread: Int32, at_once: int) -> None:
+        """Store so many words at once. Without a pair, a lane has every other 128 columns."""
+        columns = CTA_COLUMNS if geometry.paired else CHUNK_COLUMNS
+        first, apart = out + (thread // TILE_ROWS) * columns, PAIR * columns
+        for chunk in range(CTA_COLUMNS // columns):
+            run = words[chunk * columns // 2 : (chunk + 1) * columns // 2]
+            store_packed_row(first + chunk * apart, run, at_once=at_once)

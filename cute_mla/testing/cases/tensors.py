@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ...spec.dense_decode import MAX_ROW_ALIGNMENT
 from ...spec.mla import D_ROPE
 from ...spec.split_plan import TILE_KEYS
 from .base import DTYPES, EVEN_ELEMENTS, BaseCase, DecodeCase, Outputs, QLayout
@@ -215,7 +216,8 @@ def allocate_rows(layout: QLayout, shape: tuple[int, int, int, int], dtype: torc
         case "packed":
             return nan_tensor(shape, dtype, device)
         case "sliced":
-            return nan_tensor((batch, tokens, heads + 2, columns + 64), dtype, device)[:, :, 1:-1, 32:-32]
+            before = MAX_ROW_ALIGNMENT // dtype.itemsize  # no multiple of a sector of L2
+            return nan_tensor((batch, tokens, heads + 2, columns + 64), dtype, device)[:, :, 1:-1, before : before + columns]
         case "even":
             return nan_tensor((batch, tokens, heads, columns + 2), dtype, device)[..., 2:]
         case "heads_first":
@@ -269,9 +271,10 @@ def rows_buffer(outputs: Outputs, shape: tuple[int, int, int, int], dtype: torch
     if outputs in FAR_DIMENSIONS:
         out = far_tensor(shape, FAR_DIMENSIONS.index(outputs), dtype, device)
         return OutputBuffer(out, out)
+    before = {"strided": MAX_ROW_ALIGNMENT // dtype.itemsize, "even": EVEN_ELEMENTS, "odd": 0}[outputs]
     around = {"strided": 64, "even": 2 * EVEN_ELEMENTS, "odd": 1}[outputs]
     out = nan_tensor((batch, tokens, heads + 1, columns + around), dtype, device)
-    return OutputBuffer(out[:, :, 1:, around // 2 : around // 2 + columns], out)
+    return OutputBuffer(out[:, :, 1:, before : before + columns], out)
 
 
 def fp32_buffer(outputs: Outputs, result: Fp32Result, device: torch.device) -> OutputBuffer:

@@ -47,7 +47,8 @@ WAITS = (
     ("kv_free before O is scaled for a token's last tile", RISING),
     ("alpha_ready of a token's last tile, which has no keys", None),
     ("stats_ready", WALK),
-    ("kv_free before O is read", WALK),
+    ("left_free before the first half of O is read", WALK),
+    ("kv_free before the second half is read", WALK),
     ("seen_ready of the next token's first tile", WALK),
     ("alpha_ready of the next token's first tile", WALK),
     ("left_free", WALK),
@@ -62,7 +63,7 @@ WAITS = (
 )
 LOWER_SCORES = r"(add\.s32 \s*%r\d+, %r\d+), 1049024;"  # the address of S in the lanes 16..31
 KEY_SHIFTS = r"shr\.s32 (\s*%r\d+), (%r\d+), %r\d+;(?=\s*(?:shr|and)\.)"  # of bits to a thread's first key
-SECOND_RUN = r"(st\.global\.v4\.b32 \s*\[%rd\d+)\+512\]"  # of the 128 columns of a lane's second run in out
+SECOND_RUN = r"(st\.global\.v8\.b32 \s*\[%rd\d+)\+512\]"  # of the 128 columns of a lane's second run in out
 STATIONARY = r"(tcgen05\.mma)\.ws(\.cta_group::1\.kind::f16)\.collector::b0::discard( [^;]*;)"
 WHOLE_TILES = r"(and\.b32 \s*%r\d+, %r\d+), -64;"  # of indexer_topk
 SECOND_SHUFFLE = r"shfl\.sync\.bfly\.b32 (\s*%r\d+), (%r\d+), 2, 31, -1;"
@@ -82,7 +83,7 @@ SUITE = Suite(
         planted("maximum of half of the keys", RISING, SECOND_SHUFFLE, r"mov.b32 \1, \2;", together),
         planted("scores of the first half of the columns twice", WALK, LOWER_SCORES, r"\1, 448;", alone(0), count=2),
         planted("bits of another thread's keys", WALK, KEY_SHIFTS, r"mov.b32 \1, \2;", together),
-        planted("a run of out 16 bytes too far", WALK, SECOND_RUN, r"\1+528]", count=1),
+        planted("a run of out 32 bytes too far", WALK, SECOND_RUN, r"\1+544]", count=1),
         planted("all keys of a tile in lse_indexer", INDEXER, WHOLE_TILES, r"\1, -128;", count=1),
         planted("P V as products of 64 rows in half of the lanes", WALK, STATIONARY, r"\1\2\3", together),
         planted("logarithms in base 2", INDEXER, ptx.LN_2, ptx.ONE),
