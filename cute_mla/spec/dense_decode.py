@@ -32,7 +32,7 @@ class DenseDecodeArguments(NamedTuple):
     """Launch arguments of dense_decode, in ABI order: the one list that host, launch and kernel share."""
 
     kv_map: TensorMap  # dims (d_qk, h_kv, page, pages), box (128 bytes, 1, box_keys of the problem, 1), 128-byte swizzle
-    rope_map: TensorMap  # the same with boxes and a swizzle of 64 bytes; read by the "fp8" kernels of SM100 alone
+    rope_map: TensorMap  # the same with boxes and a swizzle of 64 bytes; read by the kernels of SM100 that load keys by TMA
     q: Pointer  # dtype, or e4m3 [batch, s_q, h_q, d_qk]
     cache: Pointer  # e4m3 [pages, page, 1, 576], multiples of 16 bytes apart; read by the "fp8_cache" kernels alone, else null
     descale_q: Pointer  # fp32 [1], or null for 1: what e4m3 queries are multiplied with

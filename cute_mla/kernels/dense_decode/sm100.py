@@ -17,16 +17,16 @@ Roles of a CTA (384 threads):
   load    warp 8: TMA of this CTA's columns, page by page
   mma     warp 9, of the even CTA: S = Q K^T and O += P V for both
 
-Tensor memory: O in 256 columns, Q in 144, S in 64. A lane is a query row; the lanes 0..63 and 64..127 are the same rows.
+Tensor memory: O in 256 columns, Q in 144, S in 96. A lane is a query row; the lanes 0..63 and 64..127 are the same rows.
 Shared memory: 5 stages of 64 keys x 256 latent columns and, in a box of its own, the RoPE columns.
 
 Pipelines (producer -> consumer; arrivals per phase). Barriers that the mma role waits for count in the even CTA; what it
 commits arrives in both:
-  kv_ready[5]      load -> mma             1 and the bytes of five boxes from each CTA
+  kv_ready[5]      load -> mma             1 and the bytes of four boxes and a half from each CTA
   kv_free[5]       mma -> load, output     1: P V of the tile is done, so O is complete up to it
   query_ready      score -> mma            8: Q of a work tile is in tensor memory
-  scores_ready[2]  mma -> score            1: 32 keys of S, lower and upper half of the tile
-  scores_free[2]   score -> mma            8: they are in registers
+  scores_ready[3]  mma -> score            1: 32 keys of S, lower and upper half of a tile in turn
+  scores_free[3]   score -> mma            8: they are in registers
   alpha_ready[2]   score -> output         2: rescale factors; the two warps that have the upper keys send none
   probs_ready[2]   score -> mma            8: P is written, keys past the end are cleared
   output_ready[2]  output -> mma           8: O is scaled, or read out
@@ -61,7 +61,7 @@ from .abi import DenseDecodeAbi
 from .operands import DenseDecodeOperands, DenseDecodeRowScale
 from .sm100_convert import PagedKeys, converted_columns
 from .sm100_fp8 import DenseDecodeFp8Sm100
-from .sm100_load import DenseDecodeLoadRoleSm100
+from .sm100_load import DenseDecodeGemmSm100, DenseDecodeLoadRoleSm100
 from .sm100_mask import DenseDecodeMaskSm100
 
 
@@ -71,6 +71,7 @@ class DenseDecodeSm100(LatentKernelSm100):
     producer = "load"
     producer_warps = 1
     kv_arrivals = 1
+    gemm = DenseDecodeGemmSm100
 
     def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
         abi = DenseDecodeAbi(config)
@@ -92,8 +93,8 @@ class DenseDecodeSm100(LatentKernelSm100):
             self.run_mma(operands, smem, tmem, warp)
 
     def tensor_maps(self, operands: DenseDecodeOperands) -> tuple:
-        """Return the map of the cache."""
-        return (operands.args.kv_map,)
+        """Return the maps of the cache."""
+        return (operands.args.kv_map, operands.args.rope_map) if self.has_rope else (operands.args.kv_map,)
 
     def score_role(self) -> LatentScoreRoleSm100:
         """Return the score role: where a softmax takes longer than the products of a tile, two groups of warps take tiles in turn."""

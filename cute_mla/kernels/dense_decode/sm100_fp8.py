@@ -208,7 +208,7 @@ class DenseDecodeFp8GemmSm100(LatentGemmSm100):
         probs = self.tmem + (PROBS_COLUMN + self.smem.scores_ready.stage(tile) * PROBS_COLUMNS)
         return probs, tcgen05.mn_major(self.smem.stage(self.smem.kv_ready.stage(tile)), 2 * HALF_BOX)
 
-    def scores(self, keys: tuple[Any, Any], part: int, buffer: int | Int32 = 0) -> None:
+    def scores(self, keys: tuple[Any, Any], part: int, stage: int | Int32 = 0) -> None:
         """Issue S = Q K^T over all columns, to a buffer for S: lanes 0..63 get the even CTA's keys, the others the odd one's."""
         latent, rope = keys
         shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=TILE_KEYS)
@@ -217,7 +217,7 @@ class DenseDecodeFp8GemmSm100(LatentGemmSm100):
             # boxes of values, of both halves of the keys, come first
             offset = (2 * box if box < 2 else box + 2) * HALF_BOX + step_in_box * STEP_BYTES
             tcgen05.multiply(
-                self.tmem + (SCORE_COLUMN + buffer * HALF_KEYS),
+                self.tmem + (SCORE_COLUMN + stage * HALF_KEYS),
                 tcgen05.a_in_tmem(self.tmem + (QUERY_COLUMN + step * STEP_COLUMNS)),
                 latent.advance_start_address(offset) if box < 4 else rope.advance_start_address(step_in_box * STEP_BYTES),
                 shape,

@@ -1,18 +1,24 @@
-"""The load role of dense decode on Blackwell: TMA of the columns that a CTA needs of every key, page by page."""
+"""The load role of dense decode on Blackwell: TMA of the columns that a CTA needs of every key, page by page; K as it lies then."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Int32, cute
 
 from ...spec.mla import ELEMENT_BYTES
+from ...spec.split_plan import TILE_KEYS
+from ..primitives import tcgen05
 from ..primitives.copies import pair_box
-from ..sm100.config import BOX_BYTES, CTA_ROPE, EVEN_CTA, PAIR, ROW_BYTES, LatentSmemSm100
+from ..sm100.config import BOX_BYTES, CTA_ROPE, EVEN_CTA, PAIR, ROW_BYTES, STEP_BYTES, LatentSmemSm100
+from ..sm100.mma import LatentGemmSm100
 from .operands import DenseDecodeOperands, LaneBox
 from .page_walk import for_each_tile_in_groups
+
+ROPE_ROW_BYTES = CTA_ROPE * ELEMENT_BYTES  # of a CTA's RoPE columns
 
 
 @dataclass(frozen=True)
@@ -47,8 +53,7 @@ class DenseDecodeLoadRoleSm100:
 
     def loaded_bytes(self, smem: LatentSmemSm100) -> int:
         """Return the bytes of a tile and CTA."""
-        # without RoPE columns the last box is for P alone
-        return (smem.geometry.latent_boxes + (1 if self.has_rope else 0)) * BOX_BYTES
+        return smem.geometry.latent_boxes * BOX_BYTES + (TILE_KEYS * ROPE_ROW_BYTES if self.has_rope else 0)
 
     @cute.jit
     def load_keys(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, box: LaneBox, stage: cute.Pointer, ready: cute.Pointer):
@@ -59,7 +64,23 @@ class DenseDecodeLoadRoleSm100:
         columns = ROW_BYTES // ELEMENT_BYTES
         for i in cutlass.range_constexpr(geometry.latent_boxes):
             pair_box(target + i * BOX_BYTES, operands.args.kv_map, (rank * geometry.cta_columns + i * columns, *where), ready)
-        # a whole box, although half of it or less is used: its other columns are the peer's, or none
         if cutlass.const_expr(self.has_rope):
-            rope = geometry.latent + rank * CTA_ROPE
-            pair_box(target + geometry.rope_box * BOX_BYTES, operands.args.kv_map, (rope, *where), ready)
+            rope = stage + (geometry.rope_box * BOX_BYTES + box.offset * ROPE_ROW_BYTES)
+            pair_box(rope, operands.args.rope_map, (geometry.latent + rank * CTA_ROPE, *where), ready)
+
+
+class DenseDecodeGemmSm100(LatentGemmSm100):
+    """Products of a pair, with RoPE columns of keys in rows of half of the width."""
+
+    def keys(self, tile: Int32) -> tuple[Any, Any]:
+        """Return latent and RoPE columns of K of a tile as operands."""
+        stage = self.smem.stage(self.smem.kv_ready.stage(tile))
+        return tcgen05.k_major(stage), tcgen05.k_major(stage + self.smem.geometry.rope_box * BOX_BYTES, ROPE_ROW_BYTES)
+
+    def key_step(self, keys: tuple[Any, Any], part: int, step: int) -> Any:
+        """Return the columns of a part of K that one product contracts."""
+        latent, rope = keys
+        rope_step = step - self.smem.geometry.latent_steps
+        if rope_step < 0:
+            return super().key_step(latent, part, step)
+        return rope.advance_start_address(part * self.smem.geometry.part_keys * ROPE_ROW_BYTES + rope_step * STEP_BYTES)

@@ -60,7 +60,7 @@ class LatentGeometrySm100:
     kv_stages: key tiles of the pipeline. score_groups: groups of score warps, which take tiles in turn; so many scores are in tensor
     memory. score_parts: pieces of S, each of other keys, that are computed, handed over and released one by one. paired: whether two CTAs
     multiply together, half of the columns each; a CTA that works alone has both halves, half of Q in each 16 of 32 lanes, and quarters of O
-    (sparse_prefill/sm100.py).
+    (sparse_prefill/sm100.py). parts_ahead: pieces of S of the tile after next that are computed before P V of a tile.
 
     element_bytes: of Q, K, V and P. sums_probs: whether O is divided by the sum of P as it was multiplied, because P is rounded coarsely:
     the tensor cores add that sum up, as P times a column of ones. exchange_words: that a group of score warps passes between its halves.
@@ -71,6 +71,7 @@ class LatentGeometrySm100:
     score_parts: int
     latent: int = D_LATENT
     paired: bool = True
+    parts_ahead: int = 0
 
     element_bytes = ELEMENT_BYTES
     sums_probs = False
@@ -81,7 +82,7 @@ class LatentGeometrySm100:
         """Return the geometry of so many latent columns, where keys come by TMA."""
         if latent != D_LATENT:
             return replace(SIXTEEN_BIT, kv_stages=7, score_groups=2, latent=latent)  # a softmax takes longer than the products of a tile
-        return SIXTEEN_BIT_PARTS
+        return replace(SIXTEEN_BIT_PARTS, parts_ahead=1)
 
     # ---- roles ------------------------------------------------------------------------------------------------------
 
@@ -186,12 +187,22 @@ class LatentGeometrySm100:
         """Return the keys of a piece of S."""
         return TILE_KEYS // self.score_parts
 
+    @property
+    def scores(self) -> int:
+        """Return the pieces of S that are in tensor memory."""
+        return self.score_groups * self.score_parts + self.parts_ahead
+
+    def score_column(self, part: int, stage: Int32) -> int | Int32:
+        """Return the first column of tensor memory of a piece of S. stage: of its use."""
+        if self.parts_ahead == 0:
+            return SCORE_COLUMN + part * self.part_keys
+        return TMEM_COLUMNS - self.scores * self.part_keys + stage * self.part_keys
+
     # ---- shared memory ----------------------------------------------------------------------------------------------
 
     def smem(self, *added: Field) -> SmemLayout:
         """Return the layout of shared memory of a pair's CTA. added: fields of a kernel's own, after the shared ones."""
         groups, alternating = self.score_groups, self.score_groups > 1
-        scores = groups * self.score_parts
         between_groups = (
             Array("sReference", Float32, groups * REFERENCE_WORDS),
             Array("sShares", Float32, groups * GROUP),
@@ -206,7 +217,7 @@ class LatentGeometrySm100:
             *(between_groups if alternating else ()),
             *(Barriers(name, self.kv_stages) for name in ("kv_ready", "kv_free")),
             Barriers("query_ready", 1),
-            *(Barriers(name, scores) for name in ("scores_ready", "scores_free")),
+            *(Barriers(name, self.scores) for name in ("scores_ready", "scores_free")),
             *(Barriers(name, self.parities) for name in ("alpha_ready", "probs_ready", "output_ready")),
             *(Barriers(name, 1) for name in ("stats_ready", "stats_free")),
             *((Barriers("reference_ready", groups),) if alternating else ()),

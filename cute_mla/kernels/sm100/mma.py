@@ -23,7 +23,6 @@ from .config import (
     PAIR_ROWS,
     QUERY_COLUMN,
     ROW_BYTES,
-    SCORE_COLUMN,
     STEP_BYTES,
     STEP_COLUMNS,
     STEPS_PER_BOX,
@@ -56,25 +55,28 @@ class LatentOperandsSm100:
 class LatentGemmSm100(LatentOperandsSm100):
     """Products of a pair, whose operands lie at the same addresses in both CTAs."""
 
-    def scores(self, keys: Any, part: int, buffer: int | Int32 = 0) -> None:
-        """Issue a part of S = Q K^T over the columns that each CTA holds, to one of the buffers for S.
+    def scores(self, keys: Any, part: int, stage: int | Int32 = 0) -> None:
+        """Issue a part of S = Q K^T over the columns that each CTA holds. stage: of its use of tensor memory, where a part has several.
 
         The lanes 0..63 and 64..127 get the two partial sums, since the even CTA's keys meet the Q in the lower lanes and the odd
         CTA's keys the Q in the upper ones.
         """
         geometry = self.smem.geometry
-        part_keys = geometry.part_keys
-        shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * part_keys)
+        shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * geometry.part_keys)
+        column = geometry.score_column(part, stage) - (stage * TILE_KEYS if geometry.score_groups > 1 else 0)
         for step in range(geometry.latent_steps + (geometry.rope_steps if self.has_rope else 0)):
-            # the box after the latent ones holds the RoPE columns, so the steps run through
-            box, step_in_box = divmod(step, STEPS_PER_BOX)
             tcgen05.multiply(
-                self.tmem + (SCORE_COLUMN + part * part_keys - buffer * TILE_KEYS),
+                self.tmem + column,
                 tcgen05.a_in_tmem(self.tmem + (QUERY_COLUMN + step * STEP_COLUMNS)),
-                keys.advance_start_address(part * part_keys * ROW_BYTES + box * BOX_BYTES + step_in_box * STEP_BYTES),
+                self.key_step(keys, part, step),
                 shape,
                 accumulate=step > 0,
             )
+
+    def key_step(self, keys: Any, part: int, step: int) -> Any:
+        """Return the columns of a part of K that one product contracts. The box after the latent ones has the RoPE columns."""
+        box, step_in_box = divmod(step, STEPS_PER_BOX)
+        return keys.advance_start_address(part * self.smem.geometry.part_keys * ROW_BYTES + box * BOX_BYTES + step_in_box * STEP_BYTES)
 
     def output(self, probs: Any, values: Any, accumulate: Boolean) -> None:
         """Issue O += P V, or O = P V, for the 256 value columns of each CTA."""
@@ -123,25 +125,32 @@ class LatentMmaRoleSm100:
 
     @cute.jit
     def multiply_tiles(self, smem: LatentSmemSm100, gemm: LatentGemmSm100, tiles: Int32, tile: Int32):
-        """Multiply a work tile that begins with the tile-th tile."""
-        ahead = smem.geometry.ahead
-        for t in cutlass.range(tiles + ahead, unroll=1):
-            if t < tiles:
-                self.multiply_scores(smem, gemm, tile + t)
+        """Multiply a work tile that begins with the tile-th tile.
+
+        parts_ahead: the first parts of S of a tile are issued before P V of the tile two before, since their place is free by then.
+        """
+        ahead, early = smem.geometry.ahead, smem.geometry.parts_ahead
+        for t in cutlass.range(-1 if early > 0 else 0, tiles + ahead, unroll=1):
+            if t >= 0 and t < tiles:
+                self.multiply_scores(smem, gemm, tile + t, early, smem.geometry.score_parts)
+            if cutlass.const_expr(early > 0):  # noqa: SIM102  # of the DSL, which traces both operands of "and"
+                if t + 1 < tiles:
+                    self.multiply_scores(smem, gemm, tile + t + 1, 0, early)
             if t > ahead - 1:
                 self.multiply_output(smem, gemm, tile + t - ahead, t > ahead)
 
-    def multiply_scores(self, smem: LatentSmemSm100, gemm: LatentGemmSm100, tile: Int32) -> None:
-        """Issue S of one tile."""
+    def multiply_scores(self, smem: LatentSmemSm100, gemm: LatentGemmSm100, tile: Int32, first: int, end: int) -> None:
+        """Issue the parts first .. end - 1 of S of one tile."""
         keys = gemm.keys(tile)
-        smem.kv_ready.consumer_wait(tile)
-        buffer = smem.scores_ready.stage(tile) if smem.geometry.score_groups > 1 else 0
-        for part in range(smem.geometry.score_parts):
+        if first == 0:
+            smem.kv_ready.consumer_wait(tile)
+        for part in range(first, end):
             use = tile * smem.geometry.score_parts + part
             smem.scores_free.producer_acquire(use)
             tcgen05.fence_after_wait()
+            stage = smem.scores_ready.stage(use)
             with cute.arch.elect_one():
-                gemm.scores(keys, part, buffer)
+                gemm.scores(keys, part, stage)
                 tcgen05.commit(smem.scores_ready.barrier(use))
 
     def multiply_output(self, smem: LatentSmemSm100, gemm: LatentGemmSm100, tile: Int32, accumulate: Boolean) -> None:
@@ -164,5 +173,5 @@ def await_probs(smem: LatentSmemSm100, tile: Int32) -> None:
 def await_score_role(smem: LatentSmemSm100, tiles: Int32):
     """Wait for the last arrivals of the score role, which must not reach a CTA that is gone. tiles: their number."""
     parts = smem.geometry.score_parts
-    for i in cutlass.range_constexpr(smem.geometry.score_groups * parts):
+    for i in cutlass.range_constexpr(smem.geometry.scores):
         smem.scores_free.producer_acquire(tiles * parts + i)

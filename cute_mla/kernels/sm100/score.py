@@ -36,7 +36,6 @@ from .config import (
     QUERY_COLUMN,
     ROW_BYTES,
     SCORE_BARRIER,
-    SCORE_COLUMN,
     SEEN_WORDS,
     VECTOR,
     LatentGeometrySm100,
@@ -208,19 +207,19 @@ class LatentRowsSm100:
             use = tile * parts + part
             self.smem.scores_ready.consumer_wait(use)
             tcgen05.fence_after_wait()
-            others = self._take_partial_sums(part)
+            others = self._take_partial_sums(part, use)
             self.smem.scores_free.consumer_release(use, cta=self.smem.geometry.mma_cta)
             self._send_partial_sums(part, others)
         self._add_partial_sums()
 
-    def _take_partial_sums(self, part: int) -> Any:
+    def _take_partial_sums(self, part: int, use: Int32) -> Any:
         """Load a part of the partial scores from tensor memory, where it may be overwritten when this returns.
 
         Those of this thread's keys become its scores. Return those of the other's keys.
         """
         geometry = self.smem.geometry
         run_keys = geometry.run_keys
-        first = self.tmem + (SCORE_COLUMN + part * geometry.part_keys)
+        first = self.tmem + geometry.score_column(part, self.smem.scores_ready.stage(use))
         own = tcgen05.load_columns(first + self.half * run_keys, run_keys)
         others = tcgen05.load_columns(first + (1 - self.half) * run_keys, run_keys)
         tcgen05.await_loads()

@@ -36,7 +36,7 @@ The trick: S is split over the columns, as between the CTAs of a pair, but both 
 Roles: as ../sm100/gather.py, mma in every CTA. Pipelines (producer -> consumer; arrivals per phase):
   left_ready[3]    gather -> mma           4: columns 0..255 of a tile's keys
   kv_ready[3]      gather -> mma           4: the other columns
-  left_free[3]     mma -> gather           2: P V has read columns 0..255; the bits have been read
+  left_free[3]     mma -> gather, output   2: P V has read columns 0..255, so this half of O is complete; the bits have been read
   kv_free[3]       mma -> gather, output   1: P V has read the others, and P
   seen_ready[3]    gather -> score, output, and by way of left_ready mma   4: a bit per key of the stage
   query_ready      output -> mma           4: Q of a token is in tensor memory, once the last S of the token before is there

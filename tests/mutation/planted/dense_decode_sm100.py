@@ -22,13 +22,12 @@ WAITS = (
     ("kv_free", WALK),
     ("kv_free before the CTA ends", None),
     ("query_ready", WALK),
+    ("scores_free of the upper keys", WALK),
     ("kv_ready", WALK),
     ("scores_free of the lower keys", WALK),
-    ("scores_free of the upper keys", WALK),
     ("probs_ready", WALK),
     ("output_ready", WALK),
-    ("scores_free of the lower keys before the CTA ends", None),
-    ("scores_free of the upper keys before the CTA ends", None),
+    *((f"scores_free before the CTA ends, stage {stage}", None) for stage in range(3)),
 )
 
 NARROW = replace(WALK, d_qk=320)  # 256 + 64 columns: two groups of score warps
@@ -68,7 +67,7 @@ SUITE = Suite(
         planted("missing fence after", WALK, ptx.FENCES_AFTER, "", each_but_around_dealloc, or_case=RISING),
         planted("missing proxy fences", WALK, ptx.PROXY_FENCES, "", together),
         planted("NoPE: missing wait for kv_free", NOPE, ptx.WAITS, ptx.NO_WAIT, alone(7), count=len(WAITS)),
-        planted("NoPE: missing wait for kv_ready", NOPE, ptx.WAITS, ptx.NO_WAIT, alone(10), count=len(WAITS)),
+        planted("NoPE: missing wait for kv_ready", NOPE, ptx.WAITS, ptx.NO_WAIT, alone(11), count=len(WAITS)),
         planted("NoPE: missing wait for probs_ready", NOPE, ptx.WAITS, ptx.NO_WAIT, alone(13), count=len(WAITS)),
         planted("256 + 64: missing copy", NARROW, ptx.TENSOR_COPIES),
         planted("256 + 64: missing product", NARROW, ptx.PRODUCTS, "", alone(0, 9, 10, 13)),
