@@ -27,7 +27,7 @@ from ..spec import cache_insert, dense_prefill, dense_prefill_dq, index_write, m
 from ..spec.arch import ALIASES, ARCHS, Arch
 from ..spec.cache_format import FP8_656, CacheFormat
 from ..spec.cache_rows import CACHED, FP8_576, KNOWN, LATENTS, key_types
-from ..spec.dense_decode import FEW_HEADS, FP8_CACHE, MAX_KEYS, few_heads_operands, takes_key_masks
+from ..spec.dense_decode import FEW_HEADS, FP8_CACHE, MAX_KEYS, few_heads_rows, takes_key_masks
 from ..spec.mla import BF16, D_QK, D_V, DTYPES, FP16, LATENT_DIMS, MAX_HEADS, VALUE_COLUMNS, key_dtypes
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, few_heads_caches, serving_kernels
 
@@ -225,7 +225,7 @@ def _has_few_heads(op: str, arch: Arch, features: dict[str, Any]) -> bool:
         rows = features.get("s_q", 1) * features.get("h_q", FEW_HEADS + 1)  # of e4m3 caches, which have one KV head
         e4m3 = features.get("fp8_kvcache") or features.get("kv_format") == FP8_576.name
         converted = e4m3 and not features.get("batch_invariant") and _dtype_name(features.get("dtype")) == BF16
-        return bool(converted) and rows <= FEW_HEADS and FP8_CACHE in few_heads_operands(arch)
+        return bool(converted) and rows <= FEW_HEADS and bool(few_heads_rows(arch, FP8_CACHE))
     if op != "sparse_decode":
         return False
     first, second = DECODED.get(str(features.get("kv_format"))), DECODED_BESIDE.get(str(features.get("extra_kv_format")))

@@ -139,11 +139,14 @@ def takes_key_masks(operands: str) -> bool:
 # rate of m64n16k16 on hardware decides whether that pays.
 FEW_HEADS = 16
 FEW_HEADS_OPERANDS = (FP8_CACHE,)
+FEW_ROWS = (16, 32, 64)  # rows on N of the kernels with keys on M on SM100, where a call of e4m3 operands takes the least that holds its rows
 
 
-def few_heads_operands(arch: Arch) -> tuple[str, ...]:
-    """Return the operands for which an architecture has kernels for few heads."""
-    return FEW_HEADS_OPERANDS if arch is SM90 and FEW_HEADS else ()
+def few_heads_rows(arch: Arch, operands: str) -> tuple[int, ...]:
+    """Return the rows on N of the kernels for few heads that an architecture has for these operands, ascending."""
+    if arch is SM90:
+        return (FEW_HEADS,) if operands in FEW_HEADS_OPERANDS and FEW_HEADS else ()
+    return FEW_ROWS if operands == FP8 else ()
 
 
 @dataclass(frozen=True)
@@ -154,7 +157,7 @@ class DenseDecodeConfig:
     cluster: CTAs along the rows that share each key tile (1 or 2).
     operands: LATENT, FP8_CACHE or FP8.
     d_qk: columns of a key, one of LATENT_DIMS; other numbers than D_QK with LATENT and bf16 only.
-    few_heads: S^T = K Q^T and O^T = V^T P^T, for up to FEW_HEADS query rows of a KV head.
+    few_heads: S^T = K Q^T and O^T = V^T P^T, for up to few_rows query rows of a KV head.
     """
 
     dtype: str
@@ -162,6 +165,7 @@ class DenseDecodeConfig:
     operands: str = LATENT
     d_qk: int = D_QK
     few_heads: bool = False
+    few_rows: int = FEW_HEADS
 
     @property
     def dims(self) -> LatentDims:
@@ -173,7 +177,9 @@ class DenseDecodeConfig:
         """The kernel's name in the manifest, without op and arch."""
         types = self.dtype if self.operands == LATENT else f"{self.dtype}_{self.operands}"
         types += "" if self.d_qk == D_QK else f"_d{self.d_qk}"
-        return f"{types}_" + ("few_heads" if self.few_heads else f"cluster{self.cluster}")
+        if not self.few_heads:
+            return f"{types}_cluster{self.cluster}"
+        return f"{types}_few_heads" + ("" if self.few_rows == FEW_HEADS else str(self.few_rows))
 
 
 @dataclass(frozen=True)
@@ -209,22 +215,29 @@ class DenseDecodeProblem:
         return self.s_q * (self.h_q // self.h_kv)
 
     @property
+    def few_rows(self) -> int:
+        """Rows on N of the kernel for few heads that serves this problem; 0 where another kernel does."""
+        if not self.few_heads or self.batch_invariant:
+            return 0
+        return next((rows for rows in few_heads_rows(self.arch, self.operands) if self.rows <= rows), 0)
+
+    @property
     def row_ctas(self) -> int:
         """CTAs along the query rows of one KV head."""
-        return row_ctas(self.arch, self.rows)
+        return 1 if self.few_rows else row_ctas(self.arch, self.rows)
 
     @property
     def config(self) -> DenseDecodeConfig:
         """The variant that serves this problem."""
-        wanted = self.few_heads and not self.batch_invariant
-        few_heads = wanted and self.rows <= FEW_HEADS and self.operands in few_heads_operands(self.arch)
+        if self.few_rows:
+            return DenseDecodeConfig(self.dtype, 1, self.operands, self.d_qk, few_heads=True, few_rows=self.few_rows)
         cluster = tiling(self.arch, self.operands).cluster(self.row_ctas)
-        return DenseDecodeConfig(self.dtype, cluster, self.operands, self.d_qk, few_heads)
+        return DenseDecodeConfig(self.dtype, cluster, self.operands, self.d_qk)
 
     @property
     def box_keys(self) -> int:
         """Keys that one TMA box covers."""
-        halves = self.operands == FP8 and TILINGS[self.arch.name].paired  # of a pair, each CTA loads its half of the keys whole
+        halves = self.operands == FP8 and TILINGS[self.arch.name].paired and not self.few_rows  # of a pair, each CTA loads its half of the keys whole
         return min(self.page_size, TILE_KEYS // 2 if halves else TILE_KEYS)
 
     @property
@@ -239,7 +252,7 @@ class DenseDecodeProblem:
 
     def num_parts(self, sm_count: int) -> int:
         """Return the number of parts of the plan: as many as keep every SM busy with one CTA."""
-        return num_parts(self.arch, self.rows, self.h_kv, sm_count)
+        return parts_of(self.row_ctas * self.h_kv, sm_count)
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return the CTAs along (query rows, KV heads, parts)."""
@@ -262,7 +275,12 @@ def row_ctas(arch: Arch, rows: int) -> int:
 
 def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int) -> int:
     """Return the number of parts of a plan for this many query rows per KV head: as many as keep every SM busy with one CTA."""
-    return min(max(sm_count // (h_kv * max(row_ctas(arch, rows), 1)), 1), MAX_PARTS)
+    return parts_of(h_kv * row_ctas(arch, rows), sm_count)
+
+
+def parts_of(ctas: int, sm_count: int) -> int:
+    """Return the number of parts of a plan, each of which so many CTAs have."""
+    return min(max(sm_count // max(ctas, 1), 1), MAX_PARTS)
 
 
 def out_dtypes(operands: str, d_qk: int = D_QK) -> tuple[str, ...]:
@@ -279,4 +297,5 @@ def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
         for dtype in out_dtypes(operands, d_qk)
         for cluster in tiling(arch, operands).clusters
     )
-    return *wide, *(DenseDecodeConfig(BF16, 1, operands, few_heads=True) for operands in few_heads_operands(arch))
+    few = ((operands, rows) for operands in OPERANDS for rows in few_heads_rows(arch, operands))
+    return *wide, *(DenseDecodeConfig(BF16, 1, operands, few_heads=True, few_rows=rows) for operands, rows in few)

@@ -60,6 +60,7 @@ from ..sm100.score import LatentQueriesSm100, LatentRowsSm100, LatentScoreRoleSm
 from .abi import DenseDecodeAbi
 from .operands import DenseDecodeOperands, DenseDecodeRowScale
 from .sm100_convert import PagedKeys, converted_columns
+from .sm100_few_heads import build_few_heads
 from .sm100_fp8 import DenseDecodeFp8Sm100
 from .sm100_load import DenseDecodeGemmSm100, DenseDecodeLoadRoleSm100
 from .sm100_mask import DenseDecodeMaskSm100
@@ -126,5 +127,7 @@ class DenseDecodeFp8CacheSm100(LatentKernelSm100):
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
+    if config.few_heads:
+        return build_few_heads(config, arch)
     kernels = {LATENT: DenseDecodeSm100, FP8_CACHE: DenseDecodeFp8CacheSm100, FP8: DenseDecodeFp8Sm100}
     return kernels[config.operands](config, arch).built()

@@ -16,10 +16,10 @@ PAIR_GROUP = primitives.CTAGroup.CTA_2
 OWN_GROUP = primitives.CTAGroup.CTA_1
 Keep = primitives.Tcgen05MMACollectorOp  # whether the tensor core keeps A for the product that follows
 BOTH_CTAS = 0b11
-SWIZZLES = {128: 2, 64: 4}  # of a descriptor, by the bytes of a row
+SWIZZLES = {128: 2, 64: 4, 32: 6, 16: 0}  # of a descriptor, by the bytes of a row
 
 F32_ACCUMULATOR = 1 << 4
-A_FORMAT, B_FORMAT, B_MN_MAJOR, N_FIELD, M_FIELD = 7, 10, 16, 17, 24  # bit positions in an instruction descriptor
+A_FORMAT, B_FORMAT, A_MN_MAJOR, B_MN_MAJOR, N_FIELD, M_FIELD = 7, 10, 15, 16, 17, 24  # bit positions in an instruction descriptor
 FORMATS = {cutlass.Float16: 0, cutlass.BFloat16: 1, cutlass.Float8E4M3FN: 0}  # within its kind
 
 
@@ -42,10 +42,12 @@ def free(address: Int32, columns: int, group: primitives.CTAGroup = PAIR_GROUP) 
     primitives.tcgen05_dealloc(primitives.make_tmem_ptr(address, Int8), columns, group=group)
 
 
-def instruction(dtype: type[cutlass.Numeric], rows: int, columns: int, transpose_b: bool = False) -> Product:
+def instruction(
+    dtype: type[cutlass.Numeric], rows: int, columns: int, transpose_b: bool = False, transpose_a: bool = False
+) -> Product:  # fmt: skip
     """Return the product of rows x columns x 32 bytes with fp32 accumulators; rows and columns of all CTAs of the group together."""
     kind = primitives.Tcgen05MMAKind.F8F6F4 if dtype.width == 8 else primitives.Tcgen05MMAKind.F16
-    a_and_b = FORMATS[dtype] << A_FORMAT | FORMATS[dtype] << B_FORMAT | int(transpose_b) << B_MN_MAJOR
+    a_and_b = FORMATS[dtype] << A_FORMAT | FORMATS[dtype] << B_FORMAT | int(transpose_a) << A_MN_MAJOR | int(transpose_b) << B_MN_MAJOR
     return Product(kind, F32_ACCUMULATOR | a_and_b | (columns >> 3) << N_FIELD | (rows >> 4) << M_FIELD)
 
 
@@ -54,12 +56,13 @@ def k_major(tile: cute.Pointer, row_bytes: int = 128) -> Any:
     return _operand(tile, leading=16, row_bytes=row_bytes)
 
 
-def mn_major(tile: cute.Pointer, box_bytes: int) -> Any:
-    """Return the rows of 128 swizzled bytes as operand with the contraction across the rows.
+def mn_major(tile: cute.Pointer, box_bytes: int, row_bytes: int = 128) -> Any:
+    """Return the rows of 128, 64 or 32 swizzled bytes as operand with the contraction across the rows.
 
-    `box_bytes` further lie the next 128 bytes of the columns. A step of 16 rows is 2,048 bytes further.
+    `box_bytes` further lie the next bytes of the columns; where rows have 16 bytes, which are not swizzled, the next 8 rows. A step of 16
+    rows of 128 bytes is 2,048 bytes further.
     """
-    return _operand(tile, leading=box_bytes)
+    return _operand(tile, leading=box_bytes, row_bytes=row_bytes)
 
 
 def _operand(tile: cute.Pointer, leading: int, row_bytes: int = 128) -> Any:

@@ -1,0 +1,158 @@
+"""The output role of the SM100 kernels with keys on M: rescale of O^T in tensor memory, epilogue.
+
+Four warps. A thread has the columns thread, 128 + thread, .. of O, of all rows: columns of O lie in lanes, rows in columns of tensor memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, cute
+
+from ...spec.mla import D_LATENT
+from ..attention.scheduler import WorkTile
+from ..attention.softmax import LN2, RowScale
+from ..primitives import tcgen05
+from .config import GROUP, GROUP_WARPS, STEP_COLUMNS, thread_and_lanes
+from .few_heads_cta import BOXES, OUTPUT_BARRIER, FewHeadsSmemSm100, load_floats
+
+ONES_WORD = 0x38383838  # four times 1 in e4m3
+SCALED_AT_ONCE, STORED_AT_ONCE = 16, 8  # rows
+WARP = 32
+
+
+@dataclass(frozen=True)
+class FewHeadsOutputRoleSm100:
+    """Four warps. dtype: of out."""
+
+    dtype: type[cutlass.Numeric]
+    row_scale: RowScale
+
+    @cute.jit
+    def run(self, operands: Any, smem: FewHeadsSmemSm100, tmem: Int32):
+        """Wait alpha_ready, kv_free, stats_ready. Signal output_ready, stats_free. Write lse, and out or out_accum."""
+        schedule = operands.schedule
+        thread, lanes = thread_and_lanes(tmem)
+        tcgen05.store_columns(lanes + smem.geometry.ones_column, [Int32(ONES_WORD)] * STEP_COLUMNS)
+        tcgen05.await_stores()
+        req, begin_tile = schedule.first_work_tile()
+        tile, done = Int32(0), Int32(0)
+        while req <= schedule.last_request():
+            tile_range = schedule.tile_range(req, begin_tile)
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+            self.find_places(operands, smem, req, work_tile, thread, done)
+            for t in cutlass.range(tile_range.tiles, unroll=1):
+                self.scale(smem, tile + t, lanes, t > 0)
+            tile = tile + tile_range.tiles
+            if tile_range.tiles > 0:
+                smem.kv_free.consumer_wait(tile - 1)
+                tcgen05.fence_after_wait()
+            smem.stats_ready.consumer_wait(done)
+            self.finish_rows(operands, smem, req, work_tile, thread, lanes, done)
+            cute.arch.barrier(barrier_id=OUTPUT_BARRIER, number_of_threads=GROUP)
+            smem.stats_free.consumer_release(done)
+            self.store_rows(operands, smem, work_tile, thread, lanes, done)
+            done = done + 1
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
+
+    @cute.jit
+    def scale(self, smem: FewHeadsSmemSm100, tile: Int32, lanes: Int32, begun: Boolean):
+        """Rescale O^T by the factors of a tile where references have moved, then let V^T P^T of this tile begin.
+
+        O^T of a work tile's first tile is overwritten: nothing is scaled, but O^T of the one before must have been read.
+        """
+        rows = smem.geometry.rows
+        smem.alpha_ready.consumer_wait(tile)
+        table = smem.sAlpha + smem.alpha_ready.stage(tile) * rows
+        moved = Boolean(False)
+        for first in cutlass.range_constexpr(0, rows, WARP):
+            moved = moved | ((table + (cute.arch.lane_idx() % rows + first)).load() != 1.0)
+        if begun and cute.arch.vote_any_sync(moved):
+            smem.kv_free.consumer_wait(tile - 1)
+            tcgen05.fence_after_wait()
+            for first in cutlass.range(0, rows, SCALED_AT_ONCE, unroll=1):
+                alpha = load_floats(table + first, SCALED_AT_ONCE)
+                places = [lanes + (box * rows + first) for box in range(BOXES + 1)]  # the sums lie behind O^T
+                loaded = [tcgen05.load_columns(place, SCALED_AT_ONCE) for place in places]
+                tcgen05.await_loads()
+                for place, values in zip(places, loaded, strict=True):
+                    tcgen05.store_columns(place, [values[i] * alpha[i] for i in range(SCALED_AT_ONCE)], Float32)
+            tcgen05.await_stores()
+        tcgen05.fence_before_signal()
+        smem.output_ready.producer_commit(tile)
+
+    @cute.jit
+    def find_places(self, operands: Any, smem: FewHeadsSmemSm100, req: Int32, work_tile: WorkTile, row: Int32, done: Int32):
+        """Write the address of a row of O, 0 for a row that there is not. A row a thread, ahead of the tiles."""
+        if row < smem.geometry.rows:
+            stored = operands.row_range(req)
+            place = Int64(0)
+            if stored.holds(row):
+                if work_tile.direct:
+                    place = stored.out_row(row).toint()
+                else:
+                    place = (operands.out_accum + operands.accum_row(work_tile, row) * D_LATENT).toint()
+            (smem.sPlaces + ((done & 1) * smem.geometry.rows + row)).store(place)
+
+    @cute.jit
+    def finish_rows(
+        self, operands: Any, smem: FewHeadsSmemSm100, req: Int32, work_tile: WorkTile, row: Int32, lanes: Int32, done: Int32
+    ):  # fmt: skip
+        """Write the factor of a row of O, and lse: natural log if the request is not cut, else base 2. A row a thread."""
+        rows = smem.geometry.rows
+        if row - row % WARP < rows:
+            rounded = tcgen05.load_columns(lanes + smem.geometry.sum_column, rows)
+            tcgen05.await_loads()
+            divisor = rounded[0]
+            for i in cutlass.range_constexpr(1, rows):
+                divisor = cutlass.select_(row == i, rounded[i], divisor)
+            if row < rows:
+                reference = (smem.sSeen + row).load()
+                shares = [(smem.sSums + (warp * rows + row)).load() for warp in range(GROUP_WARPS)]
+                total = (shares[0] + shares[1]) + (shares[2] + shares[3])
+                empty = total == 0.0
+                weight = self.row_scale.weight(operands, lambda: work_tile, row, total, reference)
+                # nobody has written the sum of a row that attends to nothing
+                weight = cutlass.select_(empty, Float32(0), weight) / cutlass.select_(empty, Float32(1), divisor)
+                (smem.sWeights + ((done & 1) * rows + row)).store(weight)
+                self.store_lse(operands, req, work_tile, row, (total, reference))
+
+    @cute.jit
+    def store_lse(self, operands: Any, req: Int32, work_tile: WorkTile, row: Int32, softmax: tuple[Float32, Float32]):
+        """Store lse of a row. softmax: its sum and reference."""
+        total, reference = softmax
+        empty = total == 0.0
+        lse = reference + cute.math.log2(total, fastmath=True)
+        stored = operands.row_range(req)
+        if stored.holds(row):
+            if work_tile.direct:
+                stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+            else:
+                (operands.lse_accum + operands.accum_row(work_tile, row)).store(cutlass.select_(empty, -Float32.inf, lse))
+
+    @cute.jit
+    def store_rows(self, operands: Any, smem: FewHeadsSmemSm100, work_tile: WorkTile, thread: Int32, lanes: Int32, done: Int32):
+        """Store the thread's columns of all rows, from tensor memory to out or out_accum."""
+        rows = smem.geometry.rows
+        table = (done & 1) * rows
+        for first in cutlass.range(0, rows, STORED_AT_ONCE, unroll=1):
+            weights = load_floats(smem.sWeights + (table + first), STORED_AT_ONCE)
+            loaded = [tcgen05.load_columns(lanes + (box * rows + first), STORED_AT_ONCE) for box in range(BOXES)]
+            tcgen05.await_loads()
+            for i in cutlass.range_constexpr(STORED_AT_ONCE):
+                place = (smem.sPlaces + (table + (first + i))).load()
+                # a row that attends to nothing is 0 whatever tensor memory holds
+                values = [cutlass.select_(weights[i] == 0.0, Float32(0), columns[i] * weights[i]) for columns in loaded]
+                if place != 0:
+                    if work_tile.direct:
+                        self.store_columns(place, thread, values, self.dtype)
+                    else:
+                        self.store_columns(place, thread, values, Float32)
+
+    def store_columns(self, place: Int64, thread: Int32, values: list[Float32], dtype: type[cutlass.Numeric]) -> None:
+        """Store one row's columns of this thread."""
+        row = cute.make_ptr(dtype, place, cute.AddressSpace.gmem, assumed_align=dtype.width // 8) + thread
+        for box, value in enumerate(values):
+            (row + box * GROUP).store(value if dtype is Float32 else dtype(value))

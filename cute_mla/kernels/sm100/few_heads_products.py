@@ -1,0 +1,159 @@
+"""The roles query, scores and values of the SM100 kernels with keys on M: Q to shared memory, S^T = K Q^T, O^T += V^T P^T.
+
+A warp each. The two that multiply share the tensor cores in the order of issue. So S^T of the next work tile does not wait for the last P
+of this one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Int32, cute
+
+from ...spec.mla import D_LATENT, D_QK, D_ROPE
+from ..primitives import tcgen05
+from ..primitives.copies import CHUNK, start_copy
+from .config import BOX_BYTES, ROW_BYTES, STEP_BYTES, STEPS_PER_BOX
+from .few_heads_cta import BOXES, ROPE_OFFSET, SCORE_STEPS, VALUE_STEPS, FewHeadsSmemSm100, query_place
+
+CHUNKS = D_QK // CHUNK  # of a query row
+LATENT_CHUNKS = D_LATENT // CHUNK
+CHUNKS_PER_BOX = ROW_BYTES // CHUNK
+WARP = 32
+PRODUCTS = SCORE_STEPS + VALUE_STEPS * (BOXES + 1)  # of a tile
+
+
+@dataclass(frozen=True)
+class FewHeadsQueryRoleSm100:
+    """One warp."""
+
+    @cute.jit
+    def run(self, operands: Any, smem: FewHeadsSmemSm100):
+        """Wait query_free, signal query_ready, for every work tile that has keys."""
+        schedule = operands.schedule
+        req, begin_tile = schedule.first_work_tile()
+        number = Int32(0)
+        while req <= schedule.last_request():
+            tile_range = schedule.tile_range(req, begin_tile)
+            if tile_range.tiles > 0:
+                smem.query_free.producer_acquire(number)
+                self.load(operands, smem, req, number)
+                number = number + 1
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
+        # no commit may reach a CTA that is gone
+        for i in cutlass.range_constexpr(smem.geometry.query_buffers):
+            smem.query_free.producer_acquire(number + i)
+
+    @cute.jit
+    def load(self, operands: Any, smem: FewHeadsSmemSm100, req: Int32, number: Int32):
+        """Load Q of a work tile, rows that it lacks as zeros. Each lane has a row, or every other 16 bytes of one."""
+        geometry, lane = smem.geometry, cute.arch.lane_idx()
+        shares = max(WARP // geometry.rows, 1)
+        stored, base = operands.row_range(req), smem.queries(number)
+        for part in cutlass.range_constexpr(max(geometry.rows // WARP, 1)):
+            row = lane // shares + part * WARP
+            source, place = stored.q_row(stored.nearest(row)).toint(), query_place(row)
+            latent = base + place * ROW_BYTES
+            rope = base + (geometry.rows * D_LATENT + place * D_ROPE)
+            for i in cutlass.range_constexpr(CHUNKS // shares):
+                chunk = lane % shares + i * shares
+                box, within = i * shares // CHUNKS_PER_BOX, (chunk % CHUNKS_PER_BOX)
+                if cutlass.const_expr(i * shares < LATENT_CHUNKS):
+                    target = latent + (box * (geometry.rows * ROW_BYTES) + (within ^ place % CHUNKS_PER_BOX) * CHUNK)
+                else:
+                    target = rope + (within ^ place // 2 % (D_ROPE // CHUNK)) * CHUNK
+                start_copy(target, source + chunk * CHUNK, stored.holds(row), CHUNK)
+        cute.arch.cp_async_commit_group()
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        smem.query_ready.producer_commit(number)
+
+
+@dataclass(frozen=True)
+class FewHeadsScoresRoleSm100:
+    """One warp. dtype: of Q and K."""
+
+    dtype: type[cutlass.Numeric]
+
+    @cute.jit
+    def run(self, operands: Any, smem: FewHeadsSmemSm100, tmem: Int32):
+        """Wait kv_ready, query_ready, scores_free. Signal scores_ready, query_free."""
+        schedule = operands.schedule
+        req, begin_tile = schedule.first_work_tile()
+        tile, number = Int32(0), Int32(0)
+        while req <= schedule.last_request():
+            tile_range = schedule.tile_range(req, begin_tile)
+            if tile_range.tiles > 0:
+                smem.query_ready.consumer_wait(number)
+                queries = smem.queries(number)
+                for t in cutlass.range(tile_range.tiles, unroll=1):
+                    self.multiply(smem, tmem, queries, tile + t)
+                with cute.arch.elect_one():
+                    tcgen05.commit_alone(smem.query_free.barrier(number))
+                number = number + 1
+            tile = tile + tile_range.tiles
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
+
+    def multiply(self, smem: FewHeadsSmemSm100, tmem: Int32, queries: cute.Pointer, tile: Int32) -> None:
+        """Issue S^T = K Q^T of one tile."""
+        rows, stage = smem.geometry.rows, smem.stage(tile)
+        latent, rope = tcgen05.k_major(stage), tcgen05.k_major(stage + ROPE_OFFSET, D_ROPE)
+        q_latent, q_rope = tcgen05.k_major(queries), tcgen05.k_major(queries + rows * D_LATENT, D_ROPE)
+        scores = tmem + (smem.geometry.score_column + smem.scores_ready.stage(tile) * rows)
+        shape = tcgen05.instruction(self.dtype, rows=64, columns=rows)
+        smem.kv_ready.consumer_wait(tile)
+        smem.scores_free.producer_acquire(tile)
+        tcgen05.fence_after_wait()
+        with cute.arch.elect_one():
+            for step in range(SCORE_STEPS):
+                box, step_in_box = divmod(step, STEPS_PER_BOX)
+                offset = step_in_box * STEP_BYTES
+                a = latent.advance_start_address(box * BOX_BYTES + offset) if box < BOXES else rope.advance_start_address(offset)
+                b = q_latent.advance_start_address(box * rows * ROW_BYTES + offset) if box < BOXES else q_rope.advance_start_address(offset)
+                tcgen05.multiply(scores, a, b, shape, accumulate=step > 0, group=tcgen05.OWN_GROUP)
+            tcgen05.commit_alone(smem.scores_ready.barrier(tile))
+
+
+@dataclass(frozen=True)
+class FewHeadsValuesRoleSm100:
+    """One warp. dtype: of V and P."""
+
+    dtype: type[cutlass.Numeric]
+
+    @cute.jit
+    def run(self, operands: Any, smem: FewHeadsSmemSm100, tmem: Int32):
+        """Wait probs_ready, output_ready. Signal kv_free."""
+        schedule = operands.schedule
+        req, begin_tile = schedule.first_work_tile()
+        tile = Int32(0)
+        while req <= schedule.last_request():
+            tile_range = schedule.tile_range(req, begin_tile)
+            for t in cutlass.range(tile_range.tiles, unroll=1):
+                self.multiply(smem, tmem, tile + t, t > 0)
+            tile = tile + tile_range.tiles
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
+
+    def multiply(self, smem: FewHeadsSmemSm100, tmem: Int32, tile: Int32, accumulate: Boolean) -> None:
+        """Issue O^T += V^T P^T, or O^T = V^T P^T, of one tile, and the sums of P."""
+        geometry, rows, stage = smem.geometry, smem.geometry.rows, smem.stage(tile)
+        values, probs = tcgen05.mn_major(stage, BOX_BYTES), tcgen05.mn_major(stage + ROPE_OFFSET, 8 * rows, rows)
+        shape = tcgen05.instruction(self.dtype, rows=ROW_BYTES, columns=rows, transpose_a=True, transpose_b=True)
+        sums = tcgen05.instruction(self.dtype, rows=ROW_BYTES, columns=rows, transpose_b=True)
+        smem.probs_ready.consumer_wait(tile)
+        smem.output_ready.consumer_wait(tile)
+        tcgen05.fence_after_wait()
+        with cute.arch.elect_one():
+            for step in range(VALUE_STEPS):
+                b = probs.advance_start_address(step * STEP_BYTES * rows)
+                more = accumulate if step == 0 else True
+                for box in range(BOXES):
+                    a = values.advance_start_address(box * BOX_BYTES + step * STEP_BYTES * ROW_BYTES)
+                    tcgen05.multiply(tmem + box * rows, a, b, shape, accumulate=more, group=tcgen05.OWN_GROUP)
+                ones = tcgen05.a_in_tmem(tmem + geometry.ones_column)
+                tcgen05.multiply(tmem + geometry.sum_column, ones, b, sums, accumulate=more, group=tcgen05.OWN_GROUP)
+            tcgen05.commit_alone(smem.kv_free.barrier(tile))

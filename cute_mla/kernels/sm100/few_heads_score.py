@@ -1,0 +1,251 @@
+"""The score role of the SM100 kernels with keys on M: softmax over the lanes, P to shared memory, rescale factors.
+
+A column of S^T is a query row, whose 64 keys lie in eight lanes of four warps. So a row's maximum takes shuffles among eight lanes and one
+exchange among the warps of a group, through shared memory; all threads then know the references of their rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Self
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from ...spec.split_plan import TILE_KEYS
+from ..attention.scheduler import KeyTile
+from ..attention.softmax import Window, follow_tile, shift_of
+from ..primitives import tcgen05
+from ..primitives.arithmetic import pack_word, pin_register, product
+from ..primitives.rows import store_vector
+from ..primitives.smem import clear_rows
+from .config import GROUP, GROUP_WARPS
+from .few_heads_cta import (
+    BOXES,
+    CHUNK_ROWS,
+    KEYS_APART,
+    ROPE_OFFSET,
+    SOFTMAX_BARRIER,
+    THREAD_ROWS,
+    FewHeadsSmemSm100,
+    FewHeadsThreadSm100,
+    load_floats,
+    registers_of,
+)
+
+LANES_APART = (4, 8, 16)  # that have the same rows
+# of the greatest P of a tile: sm100_fp8.py
+WINDOW = Window(placed=5.0, above=3.75)
+
+
+def log2_dither(lane: Int32) -> Float32:
+    """Return the binary logarithm of the factor of a thread's probabilities before they are rounded: attention.softmax.DITHER.
+
+    Neighbouring keys have different factors, a thread's two keys the same.
+    """
+    r = lane // 4
+    reversed_bits = (r & 1) * 4 + (r & 2) + (r >> 2)
+    return cute.math.log2(Float32(2 * reversed_bits + 249) * Float32(1 / 256), fastmath=True)
+
+
+@dataclass(frozen=True)
+class FewHeadsSoftmaxSm100:
+    """Running state of a thread's rows. rS: S^T, then probabilities. reference, greatest: of all keys, log2 units. rSum: this thread's share.
+
+    dither: log2_dither.
+    """
+
+    smem: FewHeadsSmemSm100
+    thread: FewHeadsThreadSm100
+    scale_log2: Float32
+    dither: Float32
+    rS: cute.Tensor
+    reference: cute.Tensor
+    greatest: cute.Tensor
+    rSum: cute.Tensor
+
+    @classmethod
+    def create(cls, smem: FewHeadsSmemSm100, thread: FewHeadsThreadSm100, scale_log2: Float32) -> Self:
+        """Return the state of rows that have seen nothing."""
+        rows = smem.geometry.thread_rows
+        scores, *state = (cute.make_rmem_tensor(cute.make_layout(count), Float32) for count in (2 * rows, rows, rows, rows))
+        return cls(smem, thread, scale_log2, log2_dither(thread.lane), scores, *state)
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of a thread."""
+        return self.smem.geometry.thread_rows
+
+    def reset(self) -> None:
+        """Forget all keys."""
+        self.reference.fill(-Float32.inf)
+        self.greatest.fill(-Float32.inf)
+        self.rSum.fill(0.0)
+
+    @cute.jit
+    def read(self, tile: Int32, lanes: Int32):
+        """Load S^T of a tile. Wait scores_ready, signal scores_free. lanes: tensor memory at the warp's first lane."""
+        smem, geometry = self.smem, self.smem.geometry
+        smem.scores_ready.consumer_wait(tile)
+        tcgen05.fence_after_wait()
+        column = smem.scores_ready.stage(tile) * geometry.rows + self.thread.group * geometry.group_rows
+        scores = tcgen05.load_fragment(lanes + (geometry.score_column + column), geometry.group_rows)
+        tcgen05.await_loads()
+        tcgen05.fence_before_signal()
+        for i in cutlass.range_constexpr(2 * self.rows):
+            self.rS[i] = scores[i]
+        smem.scores_free.consumer_release(tile)
+
+    def mask_row(self, row: int, seen: Int32) -> None:
+        """Set the scores of one of the thread's rows from key `seen` on, counted from the thread's first key, to -inf."""
+        for half, i in enumerate(registers_of(row)):
+            self.rS[i] = cutlass.select_(half * KEYS_APART >= seen, -Float32.inf, self.rS[i])
+
+    @cute.jit
+    def add_tile(self, tile: Int32):
+        """Replace S^T, absent keys -inf, by unnormalised probabilities. Write rescale factors, signal alpha_ready."""
+        maxima = self.maxima(tile)
+        factors = []
+        for row in cutlass.range_constexpr(self.rows):
+            candidate = maxima[row] * self.scale_log2
+            self.greatest[row] = cute.arch.fmax(self.greatest[row], candidate)
+            self.reference[row], alpha = follow_tile(self.reference[row], candidate, self.greatest[row], WINDOW)
+            factors.append(alpha)
+        self.publish_alpha(tile, factors)
+        for row in cutlass.range_constexpr(self.rows):
+            shift = self.dither - shift_of(self.reference[row])
+            first, second = registers_of(row)
+            for i in (first, second):
+                self.rS[i] = cute.math.exp2(cute.math.fma(self.rS[i], self.scale_log2, shift), fastmath=True)
+            self.rSum[row] = self.rSum[row] * factors[row] + (self.rS[first] + self.rS[second])
+
+    @cute.jit
+    def publish_alpha(self, tile: Int32, factors: list[Float32]):
+        """Hand the rescale factors of a tile to the output role. One warp of a group."""
+        if self.thread.warp == 0:
+            if self.thread.lane < 4:
+                self._store_rows(self.smem.sAlpha + self.smem.alpha_ready.stage(tile) * self.smem.geometry.rows, factors)
+            self.smem.alpha_ready.producer_commit(tile)
+
+    @cute.jit
+    def maxima(self, tile: Int32) -> list[Float32]:
+        """Return the maxima of the thread's rows over all keys of a tile."""
+        found = []
+        for row in cutlass.range_constexpr(self.rows):
+            first, second = registers_of(row)
+            found.append(self._reduced(cute.arch.fmax(self.rS[first], self.rS[second]), cute.arch.fmax))
+        rows = self.smem.geometry.rows
+        table = self.smem.sMaxima + (tile & 1) * (GROUP_WARPS * rows)
+        if self.thread.lane < 4:
+            self._store_rows(table + self.thread.warp * rows, found)
+        self.sync_group()
+        tables = [self._load_rows(table + warp * rows) for warp in range(GROUP_WARPS)]
+        return [cute.arch.fmax(cute.arch.fmax(a, b), cute.arch.fmax(c, d)) for a, b, c, d in zip(*tables, strict=True)]
+
+    def _reduced(self, value: Float32, join: Callable[[Float32, Float32], Float32]) -> Float32:
+        for lanes in LANES_APART:
+            value = join(value, cute.arch.shuffle_sync_bfly(value, lanes))
+        return value
+
+    @cute.jit
+    def sync_group(self):
+        """Synchronise the four warps of a group."""
+        if self.thread.group == 0:
+            cute.arch.barrier(barrier_id=SOFTMAX_BARRIER, number_of_threads=GROUP)
+        else:
+            cute.arch.barrier(barrier_id=SOFTMAX_BARRIER + 1, number_of_threads=GROUP)
+
+    def _store_rows(self, table: cute.Pointer, values: list[Float32]) -> None:
+        for first in range(0, self.rows, THREAD_ROWS):
+            store_vector(table + self.thread.row(self.smem.geometry, first), values[first : first + THREAD_ROWS], Float32)
+
+    def _load_rows(self, table: cute.Pointer) -> list[Float32]:
+        return [
+            value
+            for first in range(0, self.rows, THREAD_ROWS)
+            for value in load_floats(table + self.thread.row(self.smem.geometry, first), THREAD_ROWS)
+        ]
+
+    def probs_address(self) -> Int32:
+        """Return the address of the thread's first word of P in the first stage."""
+        geometry, thread = self.smem.geometry, self.thread
+        return self.smem.sKv.toint() + (ROPE_OFFSET + thread.key * geometry.rows + thread.lane % 4 * THREAD_ROWS)
+
+    def store_probs(self, tile: Int32, dtype: type[cutlass.Numeric]) -> None:
+        """Store P of a tile, over its RoPE columns: a row of swizzled bytes for each key."""
+        geometry, thread = self.smem.geometry, self.thread
+        place = self.smem.stage(tile) + (ROPE_OFFSET + thread.key * geometry.rows + thread.lane % 4 * THREAD_ROWS)
+        chunks = geometry.rows // CHUNK_ROWS
+        flip = thread.key // (8 // chunks) % chunks
+        for chunk in range(geometry.group_rows // CHUNK_ROWS):
+            number = thread.group * (geometry.group_rows // CHUNK_ROWS) + chunk
+            for half in range(2):
+                registers = [8 * chunk + 4 * pair + 2 * half + place for pair in range(2) for place in range(2)]
+                word = pack_word([self.rS[i] for i in registers], dtype)
+                target = place + ((number ^ flip) * CHUNK_ROWS + half * (KEYS_APART * geometry.rows))
+                cute.make_ptr(Int32, target.toint(), cute.AddressSpace.smem, assumed_align=4).store(word)
+
+    def publish(self, done: Int32) -> None:
+        """Hand the sums of a work tile to the output role. Wait stats_free, signal stats_ready. done: number of the work tile."""
+        undithered = cute.math.exp2(-self.dither, fastmath=True)
+        sums = [self._reduced(product(self.rSum[row], undithered), lambda a, b: a + b) for row in range(self.rows)]
+        self.smem.stats_free.producer_acquire(done)
+        self._store_sums(sums)
+        self.smem.stats_ready.producer_commit(done)
+
+    @cute.jit
+    def _store_sums(self, sums: list[Float32]):
+        if self.thread.lane < 4:
+            self._store_rows(self.smem.sSums + self.thread.warp * self.smem.geometry.rows, sums)
+            if self.thread.warp == 0:
+                self._store_rows(self.smem.sSeen, [self.reference[row] for row in range(self.rows)])
+
+
+@dataclass(frozen=True)
+class FewHeadsScoreRoleSm100:
+    """Four warps, or two groups of four. dtype: of P."""
+
+    dtype: type[cutlass.Numeric]
+
+    @cute.jit
+    def run(self, operands: Any, smem: FewHeadsSmemSm100, tmem: Int32):
+        """Wait scores_ready, stats_free. Signal scores_free, alpha_ready, probs_ready, stats_ready."""
+        schedule, thread = operands.schedule, FewHeadsThreadSm100.create()
+        softmax = FewHeadsSoftmaxSm100.create(smem, thread, operands.scale_log2)
+        lanes = tmem + (thread.warp << 21)
+        req, begin_tile = schedule.first_work_tile()
+        tile, done = Int32(0), Int32(0)
+        while req <= schedule.last_request():
+            tile_range = schedule.tile_range(req, begin_tile)
+            softmax.reset()
+            for t in cutlass.range(tile_range.tiles, unroll=1):
+                self.score_tile(operands, softmax, tile_range.tile(t), tile + t, lanes)
+            softmax.publish(done)
+            tile, done = tile + tile_range.tiles, done + 1
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
+
+    @cute.jit
+    def score_tile(self, operands: Any, softmax: FewHeadsSoftmaxSm100, keys: KeyTile, tile: Int32, lanes: Int32):
+        """Turn S^T of one tile into P."""
+        smem, thread = softmax.smem, softmax.thread
+        softmax.read(tile, lanes)
+        self.mask(operands, softmax, keys)
+        softmax.add_tile(tile)
+        softmax.store_probs(tile, self.dtype)
+        if operands.hides_values(keys):
+            # P is 0 there, but 0 times a NaN of an unused row is NaN
+            if thread.group == 0:
+                clear_rows(smem.stage(tile), BOXES, keys.remaining, pin_register(thread.warp * 32 + thread.lane))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        smem.probs_ready.producer_commit(tile)
+
+    @cute.jit
+    def mask(self, operands: Any, softmax: FewHeadsSoftmaxSm100, keys: KeyTile):
+        """Set the scores of keys that a row does not see to -inf."""
+        if keys.remaining - operands.args.hidden_keys < TILE_KEYS:
+            thread = softmax.thread
+            for row in cutlass.range_constexpr(softmax.rows):
+                token, _ = operands.token_and_head(thread.row(softmax.smem.geometry, row))
+                softmax.mask_row(row, operands.key_limit(keys, token) - thread.key)
