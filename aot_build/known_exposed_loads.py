@@ -24,9 +24,9 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
         if takes_key_masks(config.operands)
     },
     # the warp that loads Q reads the plan once a work tile: the loop has no smaller one
-    "dense_decode_sm100_bf16_fp8_few_heads": {"LDG.E": 11},
-    "dense_decode_sm100_bf16_fp8_few_heads32": {"LDG.E": 11},
-    "dense_decode_sm100_bf16_fp8_few_heads64": {"LDG.E": 11},
+    "dense_decode_sm100_bf16_fp8_few_heads": {"LDG.E": 8},
+    "dense_decode_sm100_bf16_fp8_few_heads32": {"LDG.E": 8},
+    "dense_decode_sm100_bf16_fp8_few_heads64": {"LDG.E": 8},
     "dense_prefill_dkdv_sm100_bf16_d128": {"LDG.E": 4},
     "dense_prefill_dkdv_sm100_bf16_d192": {"LDG.E": 4},
     "dense_prefill_dkdv_sm100_bf16_d256": {"LDG.E": 4},

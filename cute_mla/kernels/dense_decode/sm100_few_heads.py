@@ -33,13 +33,15 @@ from dataclasses import dataclass
 from functools import partial
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Int32, Uint32, cute
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, DenseDecodeConfig
 from ...spec.mla import D_LATENT, D_ROPE
+from ...spec.split_plan import TILE_KEYS
 from ..definition import KernelDefinition
-from ..primitives.copies import load_box
+from ..primitives.copies import load_box, prefetch_line
+from ..primitives.rows import load_or_one
 from ..sm100.config import BOX_BYTES, ROW_BYTES
 from ..sm100.few_heads_cta import BOXES, ROPE_OFFSET, STAGE_BYTES, STAGES, FewHeadsGeometrySm100, FewHeadsSm100Kernel, FewHeadsSmemSm100
 from ..sm100.few_heads_output import FewHeadsOutputRoleSm100
@@ -78,6 +80,17 @@ class FewHeadsLoadRole:
             load_box(stage + (ROPE_OFFSET + box.offset * D_ROPE), operands.args.rope_map, (D_LATENT, *where), ready)
 
 
+@cute.jit
+def prefetch_pages(operands: DenseDecodeOperands):
+    """Ask L2 for the entries of the block table that the load role begins with. One warp."""
+    req, begin_tile = operands.schedule.first_work_tile()
+    lane = cute.arch.lane_idx()
+    key = begin_tile * TILE_KEYS + lane * (cute.arch.WARP_SIZE * operands.box_keys() - 1)
+    if (lane < 2) & (req <= operands.schedule.last_request()) & (Uint32(key) < Uint32(operands.args.max_keys)):
+        entry, _ = operands.page_entry(key)
+        prefetch_line(operands.table_row(req) + entry)
+
+
 class DenseDecodeFewHeadsSm100(FewHeadsSm100Kernel):
     """One variant of the kernel."""
 
@@ -85,7 +98,6 @@ class DenseDecodeFewHeadsSm100(FewHeadsSm100Kernel):
         abi = DenseDecodeAbi(config)
         super().__init__(abi, arch, FewHeadsGeometrySm100(config.few_rows))
         self.operand_dtype = abi.query_dtype
-        self.row_scale = DenseDecodeRowScale(FP8)
 
     def tensor_maps(self, operands: DenseDecodeOperands) -> tuple:
         """Return the maps of the cache."""
@@ -93,11 +105,12 @@ class DenseDecodeFewHeadsSm100(FewHeadsSm100Kernel):
 
     def score(self, operands: DenseDecodeOperands, smem: FewHeadsSmemSm100, tmem: Int32) -> None:
         """Run the score role."""
-        FewHeadsScoreRoleSm100(self.operand_dtype).run(operands.with_descales(self.row_scale), smem, tmem)
+        FewHeadsScoreRoleSm100(self.operand_dtype).run(operands.with_descales(DenseDecodeRowScale(FP8)), smem, tmem)
 
     def output(self, operands: DenseDecodeOperands, smem: FewHeadsSmemSm100, tmem: Int32) -> None:
         """Run the output role."""
-        FewHeadsOutputRoleSm100(self.dtype, self.row_scale).run(operands, smem, tmem)
+        row_scale = DenseDecodeRowScale(FP8, load_or_one(operands.args.descale_k))
+        FewHeadsOutputRoleSm100(self.dtype, row_scale).run(operands, smem, tmem)
 
     def load(self, operands: DenseDecodeOperands, smem: FewHeadsSmemSm100, tmem: Int32) -> None:
         """Run the load role."""
@@ -112,7 +125,8 @@ class DenseDecodeFewHeadsSm100(FewHeadsSm100Kernel):
         FewHeadsScoresRoleSm100(self.operand_dtype).run(operands, smem, tmem)
 
     def values(self, operands: DenseDecodeOperands, smem: FewHeadsSmemSm100, tmem: Int32) -> None:
-        """Run the role that multiplies V^T P^T."""
+        """Run the role that multiplies V^T P^T, which has time to ask for the first pages."""
+        prefetch_pages(operands)
         FewHeadsValuesRoleSm100(self.operand_dtype).run(operands, smem, tmem)
 
 

@@ -19,7 +19,8 @@ from .config import GROUP, GROUP_WARPS, STEP_COLUMNS, thread_and_lanes
 from .few_heads_cta import BOXES, OUTPUT_BARRIER, FewHeadsSmemSm100, load_floats
 
 ONES_WORD = 0x38383838  # four times 1 in e4m3
-SCALED_AT_ONCE, STORED_AT_ONCE = 16, 8  # rows
+SCALED_AT_ONCE = 16  # rows
+STORED_AT_ONCE = {1: 16, 2: 8}  # rows, by groups of score warps: with two, a thread has fewer registers
 WARP = 32
 
 
@@ -38,22 +39,27 @@ class FewHeadsOutputRoleSm100:
         tcgen05.store_columns(lanes + smem.geometry.ones_column, [Int32(ONES_WORD)] * STEP_COLUMNS)
         tcgen05.await_stores()
         req, begin_tile = schedule.first_work_tile()
+        last = schedule.last_request()
         tile, done = Int32(0), Int32(0)
-        while req <= schedule.last_request():
+        while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)
             work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
-            self.find_places(operands, smem, req, work_tile, thread, done)
+            lse = self.find_places(operands, smem, req, work_tile, thread, done)
             for t in cutlass.range(tile_range.tiles, unroll=1):
                 self.scale(smem, tile + t, lanes, t > 0)
             tile = tile + tile_range.tiles
+            smem.stats_ready.consumer_wait(done)
+            weight = self.finish_row(operands, smem, work_tile, thread, lse)
             if tile_range.tiles > 0:
                 smem.kv_free.consumer_wait(tile - 1)
                 tcgen05.fence_after_wait()
-            smem.stats_ready.consumer_wait(done)
-            self.finish_rows(operands, smem, req, work_tile, thread, lanes, done)
+            self.store_weight(smem, thread, lanes, done, weight)
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER, number_of_threads=GROUP)
             smem.stats_free.consumer_release(done)
-            self.store_rows(operands, smem, work_tile, thread, lanes, done)
+            if work_tile.direct:
+                self.store_rows(smem, thread, lanes, done, self.dtype)
+            else:
+                self.store_rows(smem, thread, lanes, done, Float32)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
 
@@ -84,75 +90,71 @@ class FewHeadsOutputRoleSm100:
         smem.output_ready.producer_commit(tile)
 
     @cute.jit
-    def find_places(self, operands: Any, smem: FewHeadsSmemSm100, req: Int32, work_tile: WorkTile, row: Int32, done: Int32):
-        """Write the address of a row of O, 0 for a row that there is not. A row a thread, ahead of the tiles."""
+    def find_places(self, operands: Any, smem: FewHeadsSmemSm100, req: Int32, work_tile: WorkTile, row: Int32, done: Int32) -> Int64:
+        """Write the address of a row of O, and return that of its lse; 0 for a row that there is not. A row a thread, ahead of the tiles."""
+        out, lse = Int64(0), Int64(0)
         if row < smem.geometry.rows:
             stored = operands.row_range(req)
-            place = Int64(0)
             if stored.holds(row):
                 if work_tile.direct:
-                    place = stored.out_row(row).toint()
+                    out, lse = stored.out_row(row).toint(), stored.lse_of(row).toint()
                 else:
-                    place = (operands.out_accum + operands.accum_row(work_tile, row) * D_LATENT).toint()
-            (smem.sPlaces + ((done & 1) * smem.geometry.rows + row)).store(place)
+                    accum = operands.accum_row(work_tile, row)
+                    out, lse = (operands.out_accum + accum * D_LATENT).toint(), (operands.lse_accum + accum).toint()
+            (smem.sPlaces + ((done & 1) * smem.geometry.rows + row)).store(out)
+        return lse
 
     @cute.jit
-    def finish_rows(
-        self, operands: Any, smem: FewHeadsSmemSm100, req: Int32, work_tile: WorkTile, row: Int32, lanes: Int32, done: Int32
-    ):  # fmt: skip
-        """Write the factor of a row of O, and lse: natural log if the request is not cut, else base 2. A row a thread."""
+    def finish_row(self, operands: Any, smem: FewHeadsSmemSm100, work_tile: WorkTile, row: Int32, lse_place: Int64) -> Float32:
+        """Write lse of a row: natural log if the request is not cut, else base 2. Return the factor of O, but for the sum of P. A row a thread."""
+        rows = smem.geometry.rows
+        weight = Float32(0)
+        if row < rows:
+            reference = (smem.sSeen + row).load()
+            shares = [(smem.sSums + (warp * rows + row)).load() for warp in range(GROUP_WARPS)]
+            total = (shares[0] + shares[1]) + (shares[2] + shares[3])
+            empty = total == 0.0
+            weight = cutlass.select_(empty, Float32(0), self.row_scale.weight(operands, lambda: work_tile, row, total, reference))
+            if lse_place != 0:
+                lse = reference + cute.math.log2(total, fastmath=True)
+                whole = cutlass.select_(empty, operands.empty_lse, lse * LN2)
+                cut = cutlass.select_(empty, -Float32.inf, lse)
+                target = cute.make_ptr(Float32, lse_place, cute.AddressSpace.gmem, assumed_align=4)
+                target.store(cutlass.select_(work_tile.direct, whole, cut))
+        return weight
+
+    @cute.jit
+    def store_weight(self, smem: FewHeadsSmemSm100, row: Int32, lanes: Int32, done: Int32, weight: Float32):
+        """Write the factor of a row of O. A row a thread. weight: without the sum of P as it was multiplied."""
         rows = smem.geometry.rows
         if row - row % WARP < rows:
             rounded = tcgen05.load_columns(lanes + smem.geometry.sum_column, rows)
             tcgen05.await_loads()
-            divisor = rounded[0]
-            for i in cutlass.range_constexpr(1, rows):
-                divisor = cutlass.select_(row == i, rounded[i], divisor)
+            # nobody has written the sum of a row that attends to nothing
+            divisor = Float32(1)
+            for i in cutlass.range_constexpr(rows):
+                divisor = cutlass.select_((row == i) & (weight != 0.0), rounded[i], divisor)
             if row < rows:
-                reference = (smem.sSeen + row).load()
-                shares = [(smem.sSums + (warp * rows + row)).load() for warp in range(GROUP_WARPS)]
-                total = (shares[0] + shares[1]) + (shares[2] + shares[3])
-                empty = total == 0.0
-                weight = self.row_scale.weight(operands, lambda: work_tile, row, total, reference)
-                # nobody has written the sum of a row that attends to nothing
-                weight = cutlass.select_(empty, Float32(0), weight) / cutlass.select_(empty, Float32(1), divisor)
-                (smem.sWeights + ((done & 1) * rows + row)).store(weight)
-                self.store_lse(operands, req, work_tile, row, (total, reference))
+                (smem.sWeights + ((done & 1) * rows + row)).store(weight / divisor)
 
     @cute.jit
-    def store_lse(self, operands: Any, req: Int32, work_tile: WorkTile, row: Int32, softmax: tuple[Float32, Float32]):
-        """Store lse of a row. softmax: its sum and reference."""
-        total, reference = softmax
-        empty = total == 0.0
-        lse = reference + cute.math.log2(total, fastmath=True)
-        stored = operands.row_range(req)
-        if stored.holds(row):
-            if work_tile.direct:
-                stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
-            else:
-                (operands.lse_accum + operands.accum_row(work_tile, row)).store(cutlass.select_(empty, -Float32.inf, lse))
-
-    @cute.jit
-    def store_rows(self, operands: Any, smem: FewHeadsSmemSm100, work_tile: WorkTile, thread: Int32, lanes: Int32, done: Int32):
-        """Store the thread's columns of all rows, from tensor memory to out or out_accum."""
+    def store_rows(self, smem: FewHeadsSmemSm100, thread: Int32, lanes: Int32, done: Int32, dtype: cutlass.Constexpr):
+        """Store the thread's columns of all rows, from tensor memory to out or out_accum, as elements of a type."""
         rows = smem.geometry.rows
-        table = (done & 1) * rows
-        for first in cutlass.range(0, rows, STORED_AT_ONCE, unroll=1):
-            weights = load_floats(smem.sWeights + (table + first), STORED_AT_ONCE)
-            loaded = [tcgen05.load_columns(lanes + (box * rows + first), STORED_AT_ONCE) for box in range(BOXES)]
+        table, stored = (done & 1) * rows, STORED_AT_ONCE[smem.geometry.groups]
+        for first in cutlass.range(0, rows, stored, unroll=1):
+            loaded = [tcgen05.load_columns(lanes + (box * rows + first), stored) for box in range(BOXES)]
+            weights = load_floats(smem.sWeights + (table + first), stored)
+            places = [(smem.sPlaces + (table + (first + i))).load() for i in range(stored)]
             tcgen05.await_loads()
-            for i in cutlass.range_constexpr(STORED_AT_ONCE):
-                place = (smem.sPlaces + (table + (first + i))).load()
+            for i in cutlass.range_constexpr(stored):
                 # a row that attends to nothing is 0 whatever tensor memory holds
                 values = [cutlass.select_(weights[i] == 0.0, Float32(0), columns[i] * weights[i]) for columns in loaded]
-                if place != 0:
-                    if work_tile.direct:
-                        self.store_columns(place, thread, values, self.dtype)
-                    else:
-                        self.store_columns(place, thread, values, Float32)
+                if places[i] != 0:
+                    self.store_columns(places[i], thread, values, dtype)
 
     def store_columns(self, place: Int64, thread: Int32, values: list[Float32], dtype: type[cutlass.Numeric]) -> None:
-        """Store one row's columns of this thread."""
+        """Store the thread's columns of one row."""
         row = cute.make_ptr(dtype, place, cute.AddressSpace.gmem, assumed_align=dtype.width // 8) + thread
         for box, value in enumerate(values):
             (row + box * GROUP).store(value if dtype is Float32 else dtype(value))

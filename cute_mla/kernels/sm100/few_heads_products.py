@@ -34,8 +34,9 @@ class FewHeadsQueryRoleSm100:
         """Wait query_free, signal query_ready, for every work tile that has keys."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
+        last = schedule.last_request()
         number = Int32(0)
-        while req <= schedule.last_request():
+        while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)
             if tile_range.tiles > 0:
                 smem.query_free.producer_acquire(number)
@@ -83,8 +84,9 @@ class FewHeadsScoresRoleSm100:
         """Wait kv_ready, query_ready, scores_free. Signal scores_ready, query_free."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
+        last = schedule.last_request()
         tile, number = Int32(0), Int32(0)
-        while req <= schedule.last_request():
+        while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)
             if tile_range.tiles > 0:
                 smem.query_ready.consumer_wait(number)
@@ -129,8 +131,9 @@ class FewHeadsValuesRoleSm100:
         """Wait probs_ready, output_ready. Signal kv_free."""
         schedule = operands.schedule
         req, begin_tile = schedule.first_work_tile()
+        last = schedule.last_request()
         tile = Int32(0)
-        while req <= schedule.last_request():
+        while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)
             for t in cutlass.range(tile_range.tiles, unroll=1):
                 self.multiply(smem, tmem, tile + t, t > 0)

@@ -215,8 +215,9 @@ class FewHeadsScoreRoleSm100:
         softmax = FewHeadsSoftmaxSm100.create(smem, thread, operands.scale_log2)
         lanes = tmem + (thread.warp << 21)
         req, begin_tile = schedule.first_work_tile()
+        last = schedule.last_request()
         tile, done = Int32(0), Int32(0)
-        while req <= schedule.last_request():
+        while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)
             softmax.reset()
             for t in cutlass.range(tile_range.tiles, unroll=1):
