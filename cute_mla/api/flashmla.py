@@ -37,6 +37,7 @@ def get_mla_metadata(
     total_q: int | None = None,
     window: int | None = None,
     window_sink: int = 0,
+    is_fp8_q: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -52,6 +53,7 @@ def get_mla_metadata(
     total_q: int | None = None,
     window: int | None = None,
     window_sink: int = 0,
+    is_fp8_q: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[MlaSchedule, None]:
     """Plan how decode work is divided among SMs, now or at the first use of a schedule object.
 
@@ -60,7 +62,7 @@ def get_mla_metadata(
 
     get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, ...) plans at once, on the device, and returns
     (tile_scheduler_metadata int32 [num_sm_parts, 8], num_splits int32 [batch + 1]). Both may be copied into buffers of
-    the same shapes. num_sm_parts depends on the device, num_q_tokens_per_head_k and num_heads_k alone.
+    the same shapes. num_sm_parts depends on the device, num_q_tokens_per_head_k, num_heads_k and is_fp8_q alone.
 
         cache_seqlens            int32 [batch], contiguous: keys of each request. Never read by the host.
         num_q_tokens_per_head_k  s_q * h_q / h_kv
@@ -69,6 +71,8 @@ def get_mla_metadata(
                                  num_heads_q given. Every request counts as having topk keys, and only the length of cache_seqlens
                                  matters. (A schedule object plans by topk_length as well.)
         is_fp8_kvcache           whether the cache is an FP8 one; the plan is the same
+        is_fp8_q                 whether q is e4m3, over an e4m3 cache: on Blackwell the kernels for few heads want twice the parts. A plan for
+                                 other calls serves as well, by the kernels for many heads. (A schedule object sees q.)
         cu_seqlens_q, total_q    for requests with different numbers of query tokens: cu_seqlens_q of the call, int32 [batch + 1], and
                                  q.shape[0]. num_q_tokens_per_head_k is then max_seqlen_q * h_q / h_kv, and num_heads_q must be given
         window, window_sink      those of the calls; num_heads_q must be given with a window. A plan for other windows is less balanced
@@ -86,9 +90,10 @@ def get_mla_metadata(
     Raises ValueError on bad arguments, and ArtifactError and DeviceError like flash_mla_with_kvcache.
     """
     check_flag("is_fp8_kvcache", is_fp8_kvcache)
+    check_flag("is_fp8_q", is_fp8_q)
     if cache_seqlens is None:
         others = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, topk, cu_seqlens_q, total_q, window)
-        if any(value is not None for value in others):
+        if is_fp8_q or any(value is not None for value in others):
             raise ValueError("cache_seqlens is None beside other arguments; supported: get_mla_metadata() or all of the first three")
         return MlaSchedule(), None
     if num_q_tokens_per_head_k is None or num_heads_k is None:
@@ -97,7 +102,7 @@ def get_mla_metadata(
             "supported: get_mla_metadata() or all of the first three"
         )
     ragged = (cu_seqlens_q, total_q)
-    shape = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk, *ragged, window, window_sink)
+    shape = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk, *ragged, window, window_sink, is_fp8_q)
     return _plan(cache_seqlens, *shape)
 
 
@@ -213,7 +218,8 @@ def flash_mla_with_kvcache(
                      request; sparse decode, where every token has indices of its own, takes all
     few_heads        False: the kernels for many heads. True: those for few heads where there are any (on Hopper, sparse decode over
                      FP8 caches with up to 16 heads, and dense decode over e4m3 with bf16 queries, up to 16 rows and no
-                     batch_invariant), which read the same plan and are predicted to be faster; bits differ
+                     batch_invariant; on Blackwell, dense decode of e4m3 over e4m3 with up to 32 rows, no batch_invariant and a plan made
+                     with is_fp8_q), which are predicted to be faster; bits differ
 
     out, lse and workspace share memory neither with each other nor with operands, nor their elements with one another; only the first
     call with its shapes and options checks that, and that a storage was not shrunk. No tensor may require gradients, unless gradients are

@@ -27,7 +27,7 @@ from ..spec import cache_insert, dense_prefill, dense_prefill_dq, index_write, m
 from ..spec.arch import ALIASES, ARCHS, Arch
 from ..spec.cache_format import FP8_656, CacheFormat
 from ..spec.cache_rows import CACHED, FP8_576, KNOWN, LATENTS, key_types
-from ..spec.dense_decode import FEW_HEADS, FP8_CACHE, MAX_KEYS, few_heads_rows, takes_key_masks
+from ..spec.dense_decode import FEW_HEADS, FP8, FP8_CACHE, MAX_KEYS, few_heads_rows, takes_key_masks
 from ..spec.mla import BF16, D_QK, D_V, DTYPES, FP16, LATENT_DIMS, MAX_HEADS, VALUE_COLUMNS, key_dtypes
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, few_heads_caches, serving_kernels
 
@@ -41,7 +41,7 @@ def _dtype_of(*supported: str) -> Limit:
 
 
 MASKED_D_V = dense_prefill.HEAD_DIMS[masked_prefill.HEAD_DIMS[0]]
-_FEW_HEADS = f"; the kernels for up to {FEW_HEADS} heads, in dense decode query rows, with keys on M"
+_FEW_HEADS = "; the kernels for up to {} heads, in dense decode query rows, with keys on M"
 E4M3 = "e4m3"  # dtype of queries over an e4m3 cache
 _DENSE_DECODE: dict[str, Limit] = {
     "dtype": _dtype_of(*DTYPES, E4M3),
@@ -216,21 +216,23 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     if error is not None:
         return False, error
     known = ARCHS[ALIASES.get(arch, arch)]
-    return True, known.proof + (_FEW_HEADS if _has_few_heads(op, known, features) else "")
+    few = _few_heads(op, known, features)
+    return True, known.proof + (_FEW_HEADS.format(few) if few else "")
 
 
-def _has_few_heads(op: str, arch: Arch, features: dict[str, Any]) -> bool:
-    """Return whether calls with these features take the kernels for few heads."""
+def _few_heads(op: str, arch: Arch, features: dict[str, Any]) -> int:
+    """Return the most heads or query rows of the kernels for few heads; 0 if calls with these features do not take one."""
     if op == "dense_decode":
         rows = features.get("s_q", 1) * features.get("h_q", FEW_HEADS + 1)  # of e4m3 caches, which have one KV head
         e4m3 = features.get("fp8_kvcache") or features.get("kv_format") == FP8_576.name
-        converted = e4m3 and not features.get("batch_invariant") and _dtype_name(features.get("dtype")) == BF16
-        return bool(converted) and rows <= FEW_HEADS and bool(few_heads_rows(arch, FP8_CACHE))
+        operands = {BF16: FP8_CACHE, E4M3: FP8}.get(str(_dtype_name(features.get("dtype"))))
+        most = max((0, *few_heads_rows(arch, operands))) if e4m3 and operands and not features.get("batch_invariant") else 0
+        return most if rows <= most else 0
     if op != "sparse_decode":
-        return False
+        return 0
     first, second = DECODED.get(str(features.get("kv_format"))), DECODED_BESIDE.get(str(features.get("extra_kv_format")))
     kernels = serving_kernels(first, second) if first else FP8_656.name if features.get("fp8_kvcache") else None
-    return features.get("h_q", FEW_HEADS + 1) <= FEW_HEADS and kernels in few_heads_caches(arch)
+    return FEW_HEADS if features.get("h_q", FEW_HEADS + 1) <= FEW_HEADS and kernels in few_heads_caches(arch) else 0
 
 
 def _conflict(op: str, features: dict[str, Any]) -> str | None:

@@ -12,7 +12,7 @@ from ..ops.decode_plan import accumulator_bytes
 from ..ops.limits import BACKWARD_OPS, MAX_QUERY_TOKENS, OPS, check_op, heads_error
 from ..ops.split_plan import ragged_queries
 from ..runtime.current import default_device, device_for
-from ..spec.dense_decode import num_parts
+from ..spec.dense_decode import FP8, LATENT, num_parts
 from ..spec.dense_prefill import MAX_TOKENS
 from ..spec.dense_prefill_dq import BackwardWorkspace
 from ..spec.mla import D_V, VALUE_COLUMNS
@@ -33,6 +33,7 @@ def workspace_size(
     topk: int | None = None,
     total_q: int | None = None,
     head_dim_v: int = D_V,
+    is_fp8_q: bool = False,
     device: torch.device | str | int | None = None,
 ) -> int:
     """Return the bytes of workspace that a call needs. They depend on its shapes and the device, never on lengths.
@@ -48,14 +49,14 @@ def workspace_size(
     needed with batch_invariant. In indexer_topk as in the call, always needed. That workspace is at most 64 MB.
     total_q: in decode with cu_seqlens_q, q.shape[0]. In dense_prefill_backward, where it is needed, q.shape[0]; then the workspace has 8
     bytes a query row and head.
-    head_dim_v: as in the call, in dense decode.
+    head_dim_v: as in the call, in dense decode. is_fp8_q: whether q is e4m3, in dense decode.
     device: where the call runs; "cpu" inside cute_mla.simulate(). Default: the simulated device inside cute_mla.simulate(), else the
     current CUDA device.
 
     Raises ValueError on bad arguments, ArtifactError and DeviceError if the device cannot be used, DeviceError also without a GPU.
     """
     check_op(op, (*OPS, *BACKWARD_OPS, _INDEXER_TOPK))
-    batch_invariant = check_flag("batch_invariant", batch_invariant)
+    batch_invariant, is_fp8_q = check_flag("batch_invariant", batch_invariant), check_flag("is_fp8_q", is_fp8_q)
     head_dim_v = check_columns("head_dim_v", head_dim_v, *(VALUE_COLUMNS if op == "dense_decode" else (D_V,)))
     batch, s_q = check_integer("batch", batch, 0), check_integer("s_q", s_q, 0)
     error = heads_error(h_q, h_kv, op)
@@ -78,7 +79,8 @@ def workspace_size(
     if batch == 0:
         return 0
     rows, columns = (h_q, s_q) if op == "sparse_decode" else (s_q * (h_q // h_kv), h_kv)
-    parts = num_parts(found.arch, rows, columns, found.sm_count)
+    few = op == "dense_decode" and is_fp8_q and not batch_invariant
+    parts = num_parts(found.arch, rows, columns, found.sm_count, FP8 if few else LATENT)
     max_splits = invariant_splits(max_keys) if batch_invariant else 0
     return sum(accumulator_bytes(accumulator_rows(batch, parts, max_splits), s_q, h_q, head_dim_v))
 

@@ -258,7 +258,8 @@ def _checked(key: CallKey, named: dict[str, Any], schedule: MlaSchedule | None) 
         if value is not None:
             raise ValueError(f"{name} is {short_repr(value)}: not supported {key.op.WHERE}; supported: None")
     split_plan = plan_specs(*(named[name] for name in _PLAN)) if schedule is None else None
-    call = key.op.check(operands, check_common(key.options, operands.q, results, split_plan))
+    planned_parts = None if schedule is None or schedule.key is None else schedule.key.num_parts
+    call = key.op.check(operands, check_common(key.options, operands.q, results, split_plan, planned_parts))
     device = device_for(operands.q.device)
     plan: DecodePlan = key.op.plan(call, device.arch, device.sm_count)
     if results.workspace is not None:

@@ -62,11 +62,12 @@ class Results(NamedTuple):
 class CommonSpec(NamedTuple):
     """The part of a CallSpec that dense and sparse decode share.
 
-    split_plan: specs of the caller's plan, or None if a schedule object plans. options: plain ones, but for those that do not decide on a
-    launch. address_alignment: what strides.alignment gives for the addresses of q and of the caller's out.
+    split_plan: specs of the caller's plan, or None if a schedule object plans. planned_parts: of a schedule object that has a plan, else
+    None. options: plain ones, but for those that do not decide on a launch. address_alignment: what strides.alignment gives for the addresses of q and of the caller's out.
     """
 
     split_plan: PlanSpecs | None
+    planned_parts: int | None
     out: TensorSpec | None
     lse: TensorSpec | None
     options: Options
@@ -162,11 +163,14 @@ def check_options(options: Options, value_columns: tuple[int, ...]) -> Options:
     )
 
 
-def check_common(options: Options, q: Any, results: Results, split_plan: PlanSpecs | None) -> CommonSpec:
+def check_common(
+    options: Options, q: Any, results: Results, split_plan: PlanSpecs | None, planned_parts: int | None = None
+) -> CommonSpec:  # fmt: skip
     """Check the results of a call. ValueError unless each is supported by itself. options: as check_options returns them."""
     check_no_grad(**results._asdict())
     return CommonSpec(
         split_plan=split_plan,
+        planned_parts=planned_parts,
         out=optional_spec("out", results.out),
         lse=optional_spec("lse", results.lse),
         options=options._replace(softmax_scale=None, empty_lse=math.inf),

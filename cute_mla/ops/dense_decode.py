@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -21,6 +22,7 @@ from ..spec.dense_decode import (
     TREE_WORD_TOKENS,
     DenseDecodeArguments,
     DenseDecodeProblem,
+    num_parts,
     takes_key_masks,
 )
 from ..spec.mla import LATENT_DIMS, VALUE_COLUMNS, ceil_div, key_dtypes
@@ -117,8 +119,8 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     for name, given in (("tree_mask", call.tree_mask), ("window", call.common.options.window)):
         if given is not None and not takes_key_masks(problem.operands):
             raise ValueError(f"{name} is given with a k_cache of {call.k_cache.dtype}: not supported; supported: with a 16-bit k_cache")
-    num_parts = problem.num_parts(sm_count) if problem.rows else 1
-    results = layout_results(problem, call.common, num_parts, call.q, _out_dtype(call), ragged)
+    problem, parts = _with_parts(problem, call.common, sm_count, 0 if ragged is None else ragged.table_rows)
+    results = layout_results(problem, call.common, parts, call.q, _out_dtype(call), ragged)
     requests, total_q = (problem.batch, None) if ragged is None else (ragged.requests, ragged.total_q)
     s_q = problem.s_q if ragged is None else ragged.max_seqlen_q
     mask = _mask(call, s_q)
@@ -126,7 +128,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     split = SplitPlanCall(problem.batch, problem.rows, problem.h_kv, NO_LIMIT, 0, ragged, window)
     return DecodePlan(
         kernel=problem.config.name,
-        grid=(problem.row_ctas, problem.h_kv, num_parts),
+        grid=(problem.row_ctas, problem.h_kv, parts),
         scalars={
             **query_strides("q", "batch token head", call.q.stride[:-1], ragged),
             **results.strides,
@@ -157,7 +159,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         lengths=("cache_seqlens", None),
         key_limits=(NO_LIMIT, 0),  # block tables of any width share a plan
         schedule_key=ScheduleKey(
-            *(requests, s_q, problem.h_q, problem.h_kv, problem.page_size, num_parts, call.q.device),
+            *(requests, s_q, problem.h_q, problem.h_kv, problem.page_size, parts, call.q.device),
             total_q=total_q,
             window=call.common.options.window,
             window_sink=call.common.options.window_sink,
@@ -166,9 +168,25 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         combine=plan_combine(problem, results, (problem.max_keys, 0), sm_count, split, int(mask == CAUSAL)),
         default_scale=problem.d_qk**-0.5,
         has_keys=cache.pages > 0,
-        split=launch_plan(split, num_parts),
+        split=launch_plan(split, parts),
         ragged=ragged,
     )
+
+
+def _with_parts(problem: DenseDecodeProblem, common: CommonSpec, sm_count: int, table_rows: int) -> tuple[DenseDecodeProblem, int]:
+    """Return the problem and the parts of its plan, as a plan that was made for calls of another kernel has them.
+
+    Kernels for few heads on SM100 want twice the parts of others. With a plan for the others, one of them serves the call; they take either.
+    """
+    if not problem.rows:
+        return problem, 1
+    wide = replace(problem, few_heads=False)
+    parts, wide_parts = problem.num_parts(sm_count), wide.num_parts(sm_count)
+    few_parts = num_parts(problem.arch, problem.rows, problem.h_kv, sm_count, FP8)
+    planned = common.planned_parts if common.split_plan is None else common.split_plan.rows - table_rows
+    if planned == parts or planned not in (wide_parts, few_parts):
+        return problem, parts
+    return (wide if planned == wide_parts else problem), planned
 
 
 def _maps(cache: DenseCache, box_keys: int) -> dict[str, tuple[str, TensorMap]]:

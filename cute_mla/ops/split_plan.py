@@ -11,7 +11,7 @@ import torch
 from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec.arch import Arch
-from ..spec.dense_decode import MAX_KEYS, MAX_WINDOW, num_parts, unit_tokens
+from ..spec.dense_decode import FP8, LATENT, MAX_KEYS, MAX_WINDOW, num_parts, unit_tokens
 from ..spec.mla import MAX_HEADS
 from ..spec.split_plan import NO_LIMIT, NO_WINDOW, PLAN_COLUMNS, KeyWindow, RaggedQueries, SplitPlanArguments, SplitPlanConfig
 from .arguments import check_flag, check_integer, short_repr
@@ -43,6 +43,7 @@ class CallSpec(NamedTuple):
 
     batch: requests, or the room for units. rows: query rows that share keys. columns: groups of such rows in a request. limit,
     extra_limit: as in KeyCounts. ragged: given where requests have different numbers of query tokens. window: the keys that count.
+    operands: as in num_parts.
     """
 
     batch: int
@@ -52,6 +53,7 @@ class CallSpec(NamedTuple):
     extra_limit: int
     ragged: RaggedQueries | None = None
     window: KeyWindow = NO_WINDOW
+    operands: str = LATENT
 
 
 class Options(NamedTuple):
@@ -65,6 +67,7 @@ class Options(NamedTuple):
     total_q: int | None = None
     window: int | None = None
     window_sink: int = 0
+    is_fp8_q: bool = False
 
     def key_window(self, s_q: int) -> KeyWindow:
         """Return the keys that any of s_q query tokens sees. ValueError unless the options are supported."""
@@ -77,6 +80,12 @@ class Options(NamedTuple):
 
     def call(self, batch: int) -> CallSpec:
         """Return the CallSpec of so many requests. ValueError unless the options are supported."""
+        is_fp8_q = check_flag("is_fp8_q", self.is_fp8_q)
+        if is_fp8_q and self.topk is not None:
+            raise ValueError(f"is_fp8_q is True with topk {self.topk}; supported: without topk, for dense decode")
+        return self._call(batch)._replace(operands=FP8 if is_fp8_q else LATENT)
+
+    def _call(self, batch: int) -> CallSpec:
         tokens, h_kv, h_q = _check_heads(self.num_q_tokens_per_head_k, self.num_heads_k, self.num_heads_q)
         heads, limit = (0, NO_LIMIT) if self.topk is None else _check_sparse(h_kv, h_q, self.topk)
         if self.total_q is None:
@@ -103,9 +112,10 @@ def run(
     total_q: int | None = None,
     window: int | None = None,
     window_sink: int = 0,
+    is_fp8_q: bool = False,
 ) -> SplitPlan:
     """Plan a batch, with the arguments of api.flashmla.get_mla_metadata."""
-    options = Options(num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk, total_q, window, window_sink)
+    options = Options(num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk, total_q, window, window_sink, is_fp8_q)
     call = check(cache_seqlens, options, cu_seqlens_q)
     device = device_for(cache_seqlens.device)
     lengths = cache_seqlens if topk is None else None
@@ -190,7 +200,7 @@ def ragged_call(ragged: RaggedQueries, heads_per_kv: int, h_kv: int, limit: int,
 @lru_cache(maxsize=4096)
 def plan(call: CallSpec, arch: Arch, sm_count: int) -> PlanLaunch:
     """Return the launch of split_plan on a device with sm_count SMs."""
-    return launch_plan(call, num_parts(arch, call.rows, call.columns, sm_count))
+    return launch_plan(call, num_parts(arch, call.rows, call.columns, sm_count, call.operands))
 
 
 @dataclass(frozen=True)
@@ -326,6 +336,11 @@ class PlanSpecs(NamedTuple):
 
     metadata: TensorSpec
     num_splits: TensorSpec
+
+    @property
+    def rows(self) -> int:
+        """Return the rows of the plan: parts, and units."""
+        return self.metadata.shape[0] if self.metadata.shape else 0
 
 
 def plan_specs(metadata: Any, num_splits: Any) -> PlanSpecs | None:

@@ -139,7 +139,7 @@ def takes_key_masks(operands: str) -> bool:
 # rate of m64n16k16 on hardware decides whether that pays.
 FEW_HEADS = 16
 FEW_HEADS_OPERANDS = (FP8_CACHE,)
-FEW_ROWS = (16, 32, 64)  # rows on N of the kernels with keys on M on SM100, where a call of e4m3 operands takes the least that holds its rows
+FEW_ROWS = (16, 32)  # rows on N of the kernels with keys on M on SM100, where a call of e4m3 operands takes the least that holds its rows
 
 
 def few_heads_rows(arch: Arch, operands: str) -> tuple[int, ...]:
@@ -217,9 +217,7 @@ class DenseDecodeProblem:
     @property
     def few_rows(self) -> int:
         """Rows on N of the kernel for few heads that serves this problem; 0 where another kernel does."""
-        if not self.few_heads or self.batch_invariant:
-            return 0
-        return next((rows for rows in few_heads_rows(self.arch, self.operands) if self.rows <= rows), 0)
+        return few_rows(self.arch, self.operands, self.rows) if self.few_heads and not self.batch_invariant else 0
 
     @property
     def row_ctas(self) -> int:
@@ -273,9 +271,17 @@ def row_ctas(arch: Arch, rows: int) -> int:
     return 2 * ceil_div(tiles, 2) if TILINGS[arch.name].paired else tiles
 
 
-def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int) -> int:
-    """Return the number of parts of a plan for this many query rows per KV head: as many as keep every SM busy with one CTA."""
-    return parts_of(h_kv * row_ctas(arch, rows), sm_count)
+def few_rows(arch: Arch, operands: str, rows: int) -> int:
+    """Return the rows on N of the kernel for few heads that an architecture has for so many query rows of a KV head; 0: there is none."""
+    return next((most for most in few_heads_rows(arch, operands) if rows <= most), 0)
+
+
+def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int, operands: str = LATENT) -> int:
+    """Return the number of parts of a plan for this many query rows per KV head: as many as keep every SM busy with one CTA.
+
+    operands: of calls that take kernels for few heads, where there are any.
+    """
+    return parts_of(h_kv * (1 if few_rows(arch, operands, rows) else row_ctas(arch, rows)), sm_count)
 
 
 def parts_of(ctas: int, sm_count: int) -> int:

@@ -56,7 +56,7 @@ def _planned_by(schedule: MlaSchedule, **arguments: Any) -> tuple[Tensor, Tensor
         topk = extra_topk = None
         per_head = (s_q * (h_q // h_kv), h_kv, h_q)
         given = {"cu_seqlens_q": offsets, "total_q": total_q} | {name: arguments[name] for name in ("window", "window_sink")}
-        plan = ops.get_mla_metadata(arguments["cache_seqlens"], *per_head, **given)
+        plan = ops.get_mla_metadata(arguments["cache_seqlens"], *per_head, **given, is_fp8_q=q.dtype == torch.float8_e4m3fn)
         if total_q is not None:
             table_rows = split_plan.ragged_queries(batch, total_q, s_q, h_q // h_kv).table_rows
     else:
@@ -84,7 +84,7 @@ def _new_sparse_plan(indices: Tensor, num_heads_q: int, **others: Any) -> tuple[
 def _plan_tensors(call: split_plan.CallSpec, like: Tensor) -> tuple[Tensor, Tensor]:
     """Allocate a plan's two tensors."""
     device = device_for(like.device)
-    rows = num_parts(device.arch, call.rows, call.columns, device.sm_count) + (call.ragged.table_rows if call.ragged else 0)
+    rows = num_parts(device.arch, call.rows, call.columns, device.sm_count, call.operands) + (call.ragged.table_rows if call.ragged else 0)
     return like.new_empty((rows, PLAN_COLUMNS)), like.new_empty((call.batch + 1,))
 
 

@@ -470,7 +470,7 @@ _LAYER = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", 
 _LAYERS = ("no_rope_layers", "kv_source_layers")
 
 HOST_SUBJECTS: dict[str, Subject] = {
-    "workspace_size": Subject(cute_mla.workspace_size, _plain, _workspace_faults, _expect_workspace, ("total_q", "head_dim_v")),
+    "workspace_size": Subject(cute_mla.workspace_size, _plain, _workspace_faults, _expect_workspace, ("total_q", "head_dim_v", "is_fp8_q")),
     "is_supported": Subject(cute_mla.is_supported, _plain, _supported_faults, _expect_supported, more=_FEATURES),
     "simulate": Subject(
         _simulated, _plain, _simulate_faults, _expect_simulated, more=("arch", "sm_count", "schedule", "seed", "on_finding")

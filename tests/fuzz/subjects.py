@@ -393,6 +393,6 @@ DEVICE_SUBJECTS: dict[str, Subject] = {
         _plan_arguments,
         lambda arguments, setting: contract.plan_faults(arguments),
         _expect_plan,
-        ("cu_seqlens_q", "total_q", "window", "window_sink"),
+        ("cu_seqlens_q", "total_q", "window", "window_sink", "is_fp8_q"),
     ),
 }

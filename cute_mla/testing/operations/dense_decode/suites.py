@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain, product
 
-from ....spec.dense_decode import FEW_HEADS, FEW_HEADS_OPERANDS, FP8, FP8_CACHE, LATENT, OPERANDS, TILE_ROWS, takes_key_masks
+from ....spec.dense_decode import FEW_HEADS, FP8, FP8_CACHE, LATENT, OPERANDS, TILE_ROWS, takes_key_masks
 from ....spec.mla import BF16, D_QK, D_V, LATENT_DIMS, key_dtypes
 from ....spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ...cases.base import DTYPES, Outputs, QLayout
@@ -78,8 +78,9 @@ _KINDS = (
     *((dtype, LATENT, d_qk) for d_qk in OTHER_COLUMNS for dtype in key_dtypes(d_qk)),
 )
 # Query heads and KV heads, by whether two CTAs or one take a KV head's rows; other operands than LATENT have one KV head.
-# Two or three tokens are 42 rows or more of a tile, so that needles are at all of its keys. Few: the kernels with keys on M.
-_HEADS_OF_ROWS = {"few": ((3, 1), (5, 1)), "one": ((21, 1), (63, 3)), "two": ((42, 1), (126, 3))}
+# Two or three tokens are 42 rows or more of a tile, so that needles are at all of its keys. Few, some: kernels with keys on M.
+_KEYS_ON_M = {"few": FEW_HEADS, "some": 2 * FEW_HEADS}  # most rows
+_HEADS_OF_ROWS = {"few": ((3, 1), (5, 1)), "some": ((9, 1), (10, 1)), "one": ((21, 1), (63, 3)), "two": ((42, 1), (126, 3))}
 
 
 def _small(choice: Choice) -> DenseDecodeCase | None:
@@ -109,8 +110,9 @@ def _small(choice: Choice) -> DenseDecodeCase | None:
 
 
 def _kinds() -> Iterator[tuple[tuple[str, str, int], str]]:
-    """Yield every kind of operands with rows in one CTA and in two, and with few rows if they have a kernel of their own."""
-    return ((kind, rows) for kind, rows in product(_KINDS, _HEADS_OF_ROWS) if rows != "few" or kind[1] in FEW_HEADS_OPERANDS)
+    """Yield every kind of operands with rows in one CTA and in two, and with few rows or some if they have kernels of their own."""
+    on_m = {"few": (FP8_CACHE, FP8), "some": (FP8,)}
+    return ((kind, rows) for kind, rows in product(_KINDS, _HEADS_OF_ROWS) if kind[1] in on_m.get(rows, OPERANDS))
 
 
 def _variants() -> Iterator[Variant]:
@@ -122,7 +124,7 @@ def _variants() -> Iterator[Variant]:
             factors = {**factors, "values": ramps(_STEPS_SCALE_OF_E4M3), "scaled": (True, False)}
         if not takes_key_masks(operands):
             factors = {**factors, "seen": (_ALL_SEEN,)}
-        if rows == "few":  # which batch-invariant calls do not take
+        if rows in _KEYS_ON_M:  # which batch-invariant calls do not take
             factors = {**factors, "batch_invariant": (False,)}
         if rows == "two":
             layouts = {
@@ -165,16 +167,16 @@ def _staircase(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
     its first tiles, where the call must not cut, and behind the first multiple at which it may, where nothing of the request is left. The
     table has room for two splits of a request. Most variants have packed query tokens, and a long request before that has none.
     """
-    tokens = {"few": FEW_HEADS, "one": TILE_ROWS, "two": 2 * TILE_ROWS}[rows]
+    tokens = {**_KEYS_ON_M, "one": TILE_ROWS, "two": 2 * TILE_ROWS}[rows]
     lengths: tuple[int, ...] = (570, tokens + 36, tokens + 108)
-    if rows == "few":  # so that rows of all requests together see every number of keys
-        lengths = (570, 72, 88, 104, 170)
+    if rows in _KEYS_ON_M:  # so that rows of all requests together see every number of keys
+        lengths = (570, 72, 88, 104, 170) if rows == "few" else (570, 96, 128, 170)
     case = DenseDecodeCase(
         dtype, batch=len(lengths), s_q=tokens, h_q=1, lengths=lengths, causal=True, batch_invariant=True, metadata="longer"
     )
     case = replace(case, values="cliff", softmax_scale=CLIFF_SCALE, sinks="drawn")
     case = with_fp8(replace(case, sm_count=4, page_size=16, table_pages=_TWO_SPLITS // 16, far_table=True), operands)
-    if rows == "few":
+    if rows in _KEYS_ON_M:
         case = replace(case, batch_invariant=False, metadata="stale")
     if rows == "two" or operands == FP8_CACHE:
         counts = 0, tokens, tokens - 2, *(tokens,) * (len(lengths) - 2)
@@ -212,7 +214,7 @@ def _ragged(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
     several units; the plan is of other lengths, so that the cut is in the middle of a page.
     """
     whole = rows != "two"  # one CTA holds all rows of a request, or two take them
-    tokens, h_q, sms = ((3, 0, 1, 2, 2), 5 if rows == "few" else 21, 12) if whole else ((5, 0, 1, 4, 2), 42, 6)
+    tokens, h_q, sms = ((3, 0, 1, 2, 2), {"few": 5, "some": 9}.get(rows, 21), 12) if whole else ((5, 0, 1, 4, 2), 42, 6)
     layouts: tuple[QLayout, Outputs] = ("heads_first", "strided")
     if whole:  # without tokens behind those of the last request where the call allocates its results
         layouts = ("far_tokens", "far_tokens" if operands == LATENT else "allocated")
@@ -238,7 +240,7 @@ def _ragged_tree(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
 def _overwritten_plan(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
     """Return a case whose plan is no plan, nor is its table of units. Its results are undefined, but it keeps to its operands."""
     # The row behind the last is the first of a Hopper thread's two rows, or the second where two CTAs share keys.
-    h_q, sms = {"few": (5, 6), "one": (18, 6), "two": (42, 12)}[rows]
+    h_q, sms = {"few": (5, 6), "some": (10, 6), "one": (18, 6), "two": (42, 12)}[rows]
     case = DenseDecodeCase(dtype, batch=5, tokens=(1, 3, 2, 0, 2), lengths=(66, 20, 3, 5, 9), h_q=h_q, sm_count=sms)
     mask = replace(case, tree="drawn") if rows == "two" and takes_key_masks(operands) else replace(case, causal=True)
     return replace(with_fp8(mask, operands), outputs="given", metadata="overwritten")
@@ -331,7 +333,7 @@ def _four_byte_rows() -> Iterator[DenseDecodeCase]:
     for (dtype, operands, d_qk), h_q in product(_KINDS, (21, 2 * TILE_ROWS)):
         case = DenseDecodeCase(dtype, batch=2, lengths=(260, 2), h_q=h_q, d_qk=d_qk, q_layout="even", outputs="even", sm_count=16)
         yield with_fp8(case if h_q == 21 else replace(case, lengths=(130, 70), sm_count=2), operands)
-        if h_q == 21 and operands in FEW_HEADS_OPERANDS:
+        if h_q == 21 and operands == FP8_CACHE:
             yield with_fp8(replace(case, h_q=7), operands)
     yield DenseDecodeCase(batch=10, s_q=64, lengths=(9 * TILE_KEYS, *(3,) * 9), h_q=1, outputs="even", sm_count=256)
 
