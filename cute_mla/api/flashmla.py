@@ -71,8 +71,8 @@ def get_mla_metadata(
                                  num_heads_q given. Every request counts as having topk keys, and only the length of cache_seqlens
                                  matters. (A schedule object plans by topk_length as well.)
         is_fp8_kvcache           whether the cache is an FP8 one; the plan is the same
-        is_fp8_q                 whether q is e4m3, over an e4m3 cache: on Blackwell the kernels for few heads want twice the parts. A plan for
-                                 other calls serves as well, by the kernels for many heads. (A schedule object sees q.)
+        is_fp8_q                 whether q is e4m3, over an e4m3 cache: on Blackwell the kernels for few heads want twice the parts. A plan
+                                 for other calls serves as well, by the kernels for many heads. (A schedule object sees q.)
         cu_seqlens_q, total_q    for requests with different numbers of query tokens: cu_seqlens_q of the call, int32 [batch + 1], and
                                  q.shape[0]. num_q_tokens_per_head_k is then max_seqlen_q * h_q / h_kv, and num_heads_q must be given
         window, window_sink      those of the calls; num_heads_q must be given with a window. A plan for other windows is less balanced

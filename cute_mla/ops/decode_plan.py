@@ -62,8 +62,9 @@ class Results(NamedTuple):
 class CommonSpec(NamedTuple):
     """The part of a CallSpec that dense and sparse decode share.
 
-    split_plan: specs of the caller's plan, or None if a schedule object plans. planned_parts: of a schedule object that has a plan, else
-    None. options: plain ones, but for those that do not decide on a launch. address_alignment: what strides.alignment gives for the addresses of q and of the caller's out.
+    split_plan: specs of the caller's plan, or None if a schedule object plans. planned_parts: parts of that object's plan; None before it
+    has one. options: plain ones, but for those that do not decide on a launch. address_alignment: what strides.alignment gives for the
+    addresses of q and of the caller's out.
     """
 
     split_plan: PlanSpecs | None

@@ -176,7 +176,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
 def _with_parts(problem: DenseDecodeProblem, common: CommonSpec, sm_count: int, table_rows: int) -> tuple[DenseDecodeProblem, int]:
     """Return the problem and the parts of its plan, as a plan that was made for calls of another kernel has them.
 
-    Kernels for few heads on SM100 want twice the parts of others. With a plan for the others, one of them serves the call; they take either.
+    Kernels for few heads on SM100 want twice the parts of others. With a plan for others, one of them serves the call; they take either.
     """
     if not problem.rows:
         return problem, 1

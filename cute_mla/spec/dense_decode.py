@@ -235,7 +235,8 @@ class DenseDecodeProblem:
     @property
     def box_keys(self) -> int:
         """Keys that one TMA box covers."""
-        halves = self.operands == FP8 and TILINGS[self.arch.name].paired and not self.few_rows  # of a pair, each CTA loads its half of the keys whole
+        # of a pair, each CTA loads its half of the keys whole
+        halves = self.operands == FP8 and TILINGS[self.arch.name].paired and not self.few_rows
         return min(self.page_size, TILE_KEYS // 2 if halves else TILE_KEYS)
 
     @property

@@ -5,7 +5,8 @@
 dense_decode/sm100_few_heads.py describes tiles, roles, pipelines and the trick.
 
 A thread of the score role: warp w of four, r = lane / 4, q = lane % 4. It has the keys 16 w + r and 16 w + r + 8 of a tile, and of every 16
-rows of its group the four from 4 q on. registers_of says which registers of S^T are a row's. So four rows of P are a word, and places of P^T and O^T are rows in their order; only Q lies in another order, by query_place.
+rows of its group the four from 4 q on. registers_of says which registers of S^T are a row's. So four rows of P are a word, and columns of
+O^T are rows in their order; only Q lies in another order, by query_place.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
-import cutlass
 from cutlass import Float32, Int32, Int64, Uint8, cute
 
 from ...manifest import NamedBarrier, Role

@@ -1,6 +1,6 @@
 """The output role of the SM100 kernels with keys on M: rescale of O^T in tensor memory, epilogue.
 
-Four warps. A thread has the columns thread, 128 + thread, .. of O, of all rows: columns of O lie in lanes, rows in columns of tensor memory.
+Four warps. Columns of O lie in lanes, rows in columns of tensor memory. A thread has the columns thread, 128 + thread, .. of all rows.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class FewHeadsOutputRoleSm100:
 
     @cute.jit
     def find_places(self, operands: Any, smem: FewHeadsSmemSm100, req: Int32, work_tile: WorkTile, row: Int32, done: Int32) -> Int64:
-        """Write the address of a row of O, and return that of its lse; 0 for a row that there is not. A row a thread, ahead of the tiles."""
+        """Write the address of a row of O, return that of its lse; 0 for a row that there is not. A row a thread, ahead of the tiles."""
         out, lse = Int64(0), Int64(0)
         if row < smem.geometry.rows:
             stored = operands.row_range(req)
@@ -106,7 +106,10 @@ class FewHeadsOutputRoleSm100:
 
     @cute.jit
     def finish_row(self, operands: Any, smem: FewHeadsSmemSm100, work_tile: WorkTile, row: Int32, lse_place: Int64) -> Float32:
-        """Write lse of a row: natural log if the request is not cut, else base 2. Return the factor of O, but for the sum of P. A row a thread."""
+        """Write lse of a row, natural log if the request is not cut, else base 2. A row a thread.
+
+        Return the factor of the row of O, but for the sum of P as it was multiplied.
+        """
         rows = smem.geometry.rows
         weight = Float32(0)
         if row < rows:
@@ -125,7 +128,7 @@ class FewHeadsOutputRoleSm100:
 
     @cute.jit
     def store_weight(self, smem: FewHeadsSmemSm100, row: Int32, lanes: Int32, done: Int32, weight: Float32):
-        """Write the factor of a row of O. A row a thread. weight: without the sum of P as it was multiplied."""
+        """Write the factor of a row of O. A row a thread. weight: as finish_row returns it."""
         rows = smem.geometry.rows
         if row - row % WARP < rows:
             rounded = tcgen05.load_columns(lanes + smem.geometry.sum_column, rows)

@@ -51,9 +51,9 @@ def log2_dither(lane: Int32) -> Float32:
 
 @dataclass(frozen=True)
 class FewHeadsSoftmaxSm100:
-    """Running state of a thread's rows. rS: S^T, then probabilities. reference, greatest: of all keys, log2 units. rSum: this thread's share.
+    """Running state of a thread's rows.
 
-    dither: log2_dither.
+    dither: log2_dither. rS: S^T, then probabilities. reference, greatest: as follow_tile has them. rSum: this thread's share of the sums.
     """
 
     smem: FewHeadsSmemSm100
@@ -166,11 +166,6 @@ class FewHeadsSoftmaxSm100:
             for first in range(0, self.rows, THREAD_ROWS)
             for value in load_floats(table + self.thread.row(self.smem.geometry, first), THREAD_ROWS)
         ]
-
-    def probs_address(self) -> Int32:
-        """Return the address of the thread's first word of P in the first stage."""
-        geometry, thread = self.smem.geometry, self.thread
-        return self.smem.sKv.toint() + (ROPE_OFFSET + thread.key * geometry.rows + thread.lane % 4 * THREAD_ROWS)
 
     def store_probs(self, tile: Int32, dtype: type[cutlass.Numeric]) -> None:
         """Store P of a tile, over its RoPE columns: a row of swizzled bytes for each key."""
