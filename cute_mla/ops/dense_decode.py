@@ -24,6 +24,7 @@ from ..spec.dense_decode import (
     DenseDecodeProblem,
     num_parts,
     takes_key_masks,
+    whole_eighths,
 )
 from ..spec.mla import LATENT_DIMS, VALUE_COLUMNS, ceil_div, key_dtypes
 from ..spec.split_plan import NO_LIMIT, TILE_KEYS, KeyWindow, RaggedQueries
@@ -168,7 +169,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         combine=plan_combine(problem, results, (problem.max_keys, 0), sm_count, split, int(mask == CAUSAL)),
         default_scale=problem.d_qk**-0.5,
         has_keys=cache.pages > 0,
-        split=launch_plan(split, parts),
+        split=launch_plan(split, parts, whole_eighths(arch, problem.operands, problem.rows) if problem.few_rows else 0),
         ragged=ragged,
     )
 

@@ -11,7 +11,7 @@ import torch
 from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec.arch import Arch
-from ..spec.dense_decode import FP8, LATENT, MAX_KEYS, MAX_WINDOW, num_parts, unit_tokens
+from ..spec.dense_decode import FP8, LATENT, MAX_KEYS, MAX_WINDOW, num_parts, unit_tokens, whole_eighths
 from ..spec.mla import MAX_HEADS
 from ..spec.split_plan import NO_LIMIT, NO_WINDOW, PLAN_COLUMNS, KeyWindow, RaggedQueries, SplitPlanArguments, SplitPlanConfig
 from .arguments import check_flag, check_integer, short_repr
@@ -200,7 +200,8 @@ def ragged_call(ragged: RaggedQueries, heads_per_kv: int, h_kv: int, limit: int,
 @lru_cache(maxsize=4096)
 def plan(call: CallSpec, arch: Arch, sm_count: int) -> PlanLaunch:
     """Return the launch of split_plan on a device with sm_count SMs."""
-    return launch_plan(call, num_parts(arch, call.rows, call.columns, sm_count, call.operands))
+    parts = num_parts(arch, call.rows, call.columns, sm_count, call.operands)
+    return launch_plan(call, parts, whole_eighths(arch, call.operands, call.rows))
 
 
 @dataclass(frozen=True)
@@ -228,8 +229,8 @@ def window_scalars(window: KeyWindow) -> dict[str, int]:
     return {"reach": window.reach, "sink_tiles": window.sink_tiles}
 
 
-def launch_plan(call: CallSpec, parts: int) -> PlanLaunch:
-    """Return the launch of split_plan for so many parts."""
+def launch_plan(call: CallSpec, parts: int, eighths: int = 0) -> PlanLaunch:
+    """Return the launch of split_plan for so many parts. eighths: its argument whole_eighths."""
     ragged = call.ragged or RaggedQueries(0, 0, 0)
     scalars = {
         "batch": call.batch,
@@ -241,6 +242,7 @@ def launch_plan(call: CallSpec, parts: int) -> PlanLaunch:
         "max_seqlen_q": ragged.max_seqlen_q,
         "unit_tokens": max(ragged.unit_tokens, 1),
         **window_scalars(call.window),
+        "whole_eighths": eighths,
     }
     return PlanLaunch(SplitPlanConfig().name, (1, 1, 1), scalars, ragged.table_rows)
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
 from .mla import BF16, D_QK, LATENT_DIMS, LatentDims, ceil_div, key_dtypes
-from .split_plan import MAX_PARTS, TILE_KEYS, invariant_splits
+from .split_plan import ALONE_WHOLE_EIGHTHS, MAX_PARTS, TILE_KEYS, invariant_splits
 
 TILE_ROWS = 64  # query rows (query token x head) of one CTA
 UNIT_ROWS = 2 * TILE_ROWS  # of a work unit where requests have different numbers of query tokens
@@ -283,6 +283,11 @@ def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int, operands: str = L
     operands: of calls that take kernels for few heads, where there are any.
     """
     return parts_of(h_kv * (1 if few_rows(arch, operands, rows) else row_ctas(arch, rows)), sm_count)
+
+
+def whole_eighths(arch: Arch, operands: str, rows: int) -> int:
+    """Return the split_plan argument for this many query rows per KV head."""
+    return ALONE_WHOLE_EIGHTHS if arch is SM100 and few_rows(arch, operands, rows) else 0
 
 
 def parts_of(ctas: int, sm_count: int) -> int:

@@ -51,6 +51,9 @@ UNIT_LATER = 4  # those of them that follow the unit
 UNIT_BASE = 5  # UNIT_FIRST_TOKEN less the tokens that the unit lacks
 
 PIECE_OVERHEAD_TILES = 5  # cost of starting a request, in key tiles (FlashMLA's fixed_overhead_num_blocks)
+# Where a CTA alone has a part and waits for HBM, whole requests that leave SMs idle take as long as cut ones, and combine has nothing to
+# merge: the other SMs get the bytes of the idle ones, up to 1.3 times their own.
+ALONE_WHOLE_EIGHTHS = 2
 MAX_PARTS = 1024
 MOST_WHOLE_REQUESTS = 1024  # a plan for more requests cuts them; the cuts are few beside so many requests
 
@@ -77,6 +80,7 @@ class SplitPlanArguments(NamedTuple):
     unit_tokens: Int32  # 1 or more
     reach: Int32  # keys before the end of a request that windows reach; NO_LIMIT without a window
     sink_tiles: Int32  # tiles at the beginning of a request that count in spite of that
+    whole_eighths: Int32  # of a part's share, by which parts of whole requests may exceed it; at least PIECE_OVERHEAD_TILES in any case
 
 
 PARAMS = params_of(SplitPlanArguments)

@@ -50,14 +50,14 @@ def planned_tiles(length: int) -> int:
     return max(actual_tiles(length), 1)
 
 
-def reference_boundaries(lengths: Sequence[int], num_parts: int) -> list[tuple[int, int]]:
-    """Return the num_parts + 1 boundaries (request, tile) of the parts."""
+def reference_boundaries(lengths: Sequence[int], num_parts: int, eighths: int = 0) -> list[tuple[int, int]]:
+    """Return the num_parts + 1 boundaries (request, tile) of the parts. eighths: the argument whole_eighths."""
     starts = [0]
     for length in lengths:
         starts.append(starts[-1] + planned_tiles(length) + PIECE_OVERHEAD_TILES)
     step = ceil_div(starts[-1], num_parts)
     if len(lengths) <= MOST_WHOLE_REQUESTS:
-        whole = whole_boundaries(starts, num_parts, step + PIECE_OVERHEAD_TILES)
+        whole = whole_boundaries(starts, num_parts, step + max(PIECE_OVERHEAD_TILES, step * eighths // 8))
         if whole[-1] == len(lengths):
             return [(request, 0) for request in whole]
     boundaries = []
@@ -111,11 +111,14 @@ def reference_units(cu_seqlens_q: Sequence[int], ragged: RaggedQueries) -> list[
     return units[: ragged.units]
 
 
-def reference_plan(lengths: Sequence[int], num_parts: int, room: int | None = None) -> SplitPlan:
-    """Return the plan for these lengths, computed boundary by boundary. room: for requests, those that there are not included."""
+def reference_plan(lengths: Sequence[int], num_parts: int, room: int | None = None, eighths: int = 0) -> SplitPlan:
+    """Return the plan for these lengths, computed boundary by boundary.
+
+    room: for requests, those that there are not included. eighths: the argument whole_eighths.
+    """
     batch = len(lengths)
     room = batch if room is None else room
-    boundaries = reference_boundaries(lengths, num_parts)
+    boundaries = reference_boundaries(lengths, num_parts, eighths)
     cuts = [0] * batch
     parts = []
     for begin, end in pairwise(boundaries):

@@ -22,7 +22,7 @@ from cute_mla.spec import (
 from cute_mla.spec import combine as combine_spec
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_format import FORMATS
-from cute_mla.spec.dense_decode import TILE_ROWS, DenseDecodeProblem, unit_tokens
+from cute_mla.spec.dense_decode import TILE_ROWS, DenseDecodeProblem, unit_tokens, whole_eighths
 from cute_mla.spec.mla import D_V, ELEMENT_BYTES, ceil_div
 from cute_mla.spec.mqa_logits import MqaLogitsProblem
 from cute_mla.spec.sparse_decode import SparseDecodeProblem, serving_kernels
@@ -144,7 +144,9 @@ def _decode(case: Case, problem: DenseDecodeProblem | SparseDecodeProblem, lengt
     """Return a decode over requests of these lengths, with its combine. columns: CTAs along the grid's second dimension."""
     kernel = _kernel(case.op, problem.config, target)
     num_parts = problem.num_parts(target.sm_count)
-    work = decode_work(lengths, num_parts, problem.max_splits)
+    alone = isinstance(problem, DenseDecodeProblem) and problem.few_rows
+    eighths = whole_eighths(target.arch, problem.operands, problem.rows) if alone else 0
+    work = decode_work(lengths, num_parts, problem.max_splits, eighths)
     combine = _combine_after(problem, num_parts, work, target.sm_count)
     row_ctas = problem.row_ctas
     ctas = row_ctas * columns * len(work.cta_work)

@@ -35,16 +35,16 @@ class DecodeWork:
     most_splits: int
 
 
-def decode_work(lengths: Sequence[int], num_parts: int, max_splits: int = 0) -> DecodeWork:
+def decode_work(lengths: Sequence[int], num_parts: int, max_splits: int = 0, eighths: int = 0) -> DecodeWork:
     """Return the work that split_plan gives to its parts, empty parts left out.
 
-    max_splits: the kernels' argument; not 0 in a batch-invariant call.
+    max_splits: the kernels' argument; not 0 in a batch-invariant call. eighths: split_plan's argument whole_eighths.
     """
     blocks: Counter[int] = Counter()
     count: Counter[int] = Counter()
     splits: Counter[int] = Counter()
     split_tiles = INVARIANT_SPLIT_TILES if max_splits else None
-    for part, piece in pieces(reference_plan(lengths, num_parts), lengths, split_tiles, max_splits):
+    for part, piece in pieces(reference_plan(lengths, num_parts, eighths=eighths), lengths, split_tiles, max_splits):
         blocks[part] += piece.end - piece.begin
         count[part] += 1
         if piece.row is not None:

@@ -45,7 +45,7 @@ def run(kernel: CompiledKernel, lengths: Sequence[int], offsets: Sequence[int], 
     pointers: list[torch.Tensor | int] = [tensors["lengths"], 0, tensors["plan"], tensors["num_splits"], tensors["cu_seqlens_q"]]
     table: torch.Tensor | int = tensors["units"] if ragged.unit_tokens else 0
     scalars = [units, num_parts, NO_LIMIT, 0, ragged.requests, ragged.total_q, ragged.max_seqlen_q, max(ragged.unit_tokens, 1)]
-    findings = launch(kernel, (1, 1, 1), [*pointers, table, *scalars, *WITHOUT_WINDOW], memory)
+    findings = launch(kernel, (1, 1, 1), [*pointers, table, *scalars, *WITHOUT_WINDOW, 0], memory)
     parts = tuple(tuple(row) for row in tensors["plan"].view(num_parts, PLAN_COLUMNS).tolist())
     rows = [tuple(row) for row in tensors["units"].view(-1, UNIT_COLUMNS).tolist()]
     return SplitPlan(parts, tuple(tensors["num_splits"].tolist())), rows, findings

@@ -49,7 +49,7 @@ KV_MAP = TensorMap("bf16", 0x7000_0000, (576, 1, 64, 100), (1152, 1152, 73_728),
 def plan_args(batch: int = 3) -> tuple[Any, ...]:
     """Return arguments of split_plan."""
     lengths, plan, splits = torch.zeros(batch, dtype=torch.int32), torch.zeros(132, 8, dtype=torch.int32), torch.zeros(batch + 1)
-    return SplitPlanArguments(lengths, None, plan, splits, None, None, batch, 132, NO_LIMIT, 0, 0, 0, 0, 1, NO_LIMIT, 0)
+    return SplitPlanArguments(lengths, None, plan, splits, None, None, batch, 132, NO_LIMIT, 0, 0, 0, 0, 1, NO_LIMIT, 0, 0)
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """split_plan: cuts the key tiles of a batch into num_parts parts of equal cost. Every architecture, one CTA.
 
     tiles_r = max(ceil(length_r / 64), 1)     cost_r = tiles_r + 5     C_r = sum of cost before r     T = C_batch
-    step = ceil(T / num_parts)     cap = step + 5, what a part with a cut request may cost
+    step = ceil(T / num_parts)     cap = step + max(5, step * whole_eighths / 8); a part with a cut request may cost step + 5
 
     whole requests, if num_parts parts of at most cap hold them:
         boundary 0 is request 0, and after a boundary at request i the next one is at the last request j with C_j - C_i <= cap
@@ -32,7 +32,7 @@ num_splits, int32, only ever holds accumulator rows. Operands and their meaning:
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Int32, Int64, Uint32
+from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 
 from ...spec.arch import Arch
 from ...spec.split_plan import (
@@ -301,7 +301,7 @@ class SplitPlan(WarpKernel):
 
         # Phase 2: boundaries between whole requests.
         step = (total + Int64(args.num_parts - 1)) // Int64(args.num_parts)
-        cap = step + PIECE_OVERHEAD_TILES
+        cap = step + cutlass.max(Int64(Uint64(step * args.whole_eighths) >> 3), Int64(PIECE_OVERHEAD_TILES))
         req, tile = batch, Int32(0)
         if thread == 0:
             costs[THREADS] = total

@@ -55,6 +55,7 @@ def test_split_plan_arguments(device: RecordingDevice) -> None:
         "unit_tokens": 1,
         "reach": (1 << 31) - 1,
         "sink_tiles": 0,
+        "whole_eighths": 0,
     }
 
 

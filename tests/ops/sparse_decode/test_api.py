@@ -172,6 +172,7 @@ def test_a_plan_made_beforehand_takes_every_request_for_topk_keys(device: Record
         "lengths": None, "extra_lengths": None, "plan": metadata, "num_splits": num_splits,
         "cu_seqlens_q": None, "units": None, "batch": 5, "num_parts": parts, "max_keys": 2048, "extra_max_keys": 0,
         "requests": 0, "total_q": 0, "max_seqlen_q": 0, "unit_tokens": 1, "reach": (1 << 31) - 1, "sink_tiles": 0,
+        "whole_eighths": 0,
     }  # fmt: skip
 
 
