@@ -25,7 +25,7 @@ from ..attention.kernel import AttentionKernel, KernelAbi
 from ..definition import KernelDefinition
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, fields_of
-from .config import BOX_BYTES, GROUP_WARPS, ROW_BYTES, STEP_BYTES
+from .config import BOX_BYTES, GROUP, GROUP_WARPS, ROW_BYTES, STEP_BYTES
 
 BOXES = D_LATENT // ROW_BYTES  # of 64 keys x 128 latent columns
 ROPE_OFFSET = BOXES * BOX_BYTES  # of a stage: 64 rows of 64 bytes, overwritten by P
@@ -114,7 +114,7 @@ class FewHeadsGeometrySm100:
         return SmemLayout((
             Array("sKv", Uint8, STAGES * STAGE_BYTES, SWIZZLE_PERIOD),
             Array("sQ", Uint8, self.query_buffers * self.query_bytes, SWIZZLE_PERIOD),
-            Array("sMaxima", Float32, 2 * GROUP_WARPS * self.rows, 16),
+            Array("sMaxima", Float32, 2 * self.groups * GROUP, 16),
             Array("sAlpha", Float32, STAGES * self.rows, 16),
             Array("sSums", Float32, GROUP_WARPS * self.rows, 16),
             Array("sSeen", Float32, self.rows, 16),
@@ -135,7 +135,7 @@ class FewHeadsSmemSm100:
     geometry: FewHeadsGeometrySm100
     sKv: cute.Pointer  # bytes of stages: boxes of 64 keys x 128 latent columns, then RoPE columns, later P
     sQ: cute.Pointer  # e4m3 of one work tile or two: boxes of rows x 128 columns, then RoPE columns
-    sMaxima: cute.Pointer  # [tile % 2, warp, row]: of a tile
+    sMaxima: cute.Pointer  # [tile % 2, group, warp, lane]: of a tile, by the lane that has a row's
     sAlpha: cute.Pointer  # [stage, row]: rescale factors
     sSums: cute.Pointer  # [warp, row]: of a work tile
     sSeen: cute.Pointer  # [row]: what the sums are relative to

@@ -1,12 +1,11 @@
 """The score role of the SM100 kernels with keys on M: softmax over the lanes, P to shared memory, rescale factors.
 
 A column of S^T is a query row, whose 64 keys lie in eight lanes of four warps. So a row's maximum takes shuffles among eight lanes and one
-exchange among the warps of a group, through shared memory; all threads then know the references of their rows.
+exchange among the warps of a group, through shared memory. All threads then know the references of their rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -30,11 +29,11 @@ from .few_heads_cta import (
     THREAD_ROWS,
     FewHeadsSmemSm100,
     FewHeadsThreadSm100,
-    load_floats,
     registers_of,
 )
 
 LANES_APART = (4, 8, 16)  # that have the same rows
+WARP = 32
 # of the greatest P of a tile: sm100_fp8.py
 WINDOW = Window(placed=5.0, above=3.75)
 
@@ -128,24 +127,41 @@ class FewHeadsSoftmaxSm100:
                 self._store_rows(self.smem.sAlpha + self.smem.alpha_ready.stage(tile) * self.smem.geometry.rows, factors)
             self.smem.alpha_ready.producer_commit(tile)
 
-    @cute.jit
     def maxima(self, tile: Int32) -> list[Float32]:
-        """Return the maxima of the thread's rows over all keys of a tile."""
-        found = []
-        for row in cutlass.range_constexpr(self.rows):
-            first, second = registers_of(row)
-            found.append(self._reduced(cute.arch.fmax(self.rS[first], self.rS[second]), cute.arch.fmax))
-        rows = self.smem.geometry.rows
-        table = self.smem.sMaxima + (tile & 1) * (GROUP_WARPS * rows)
-        if self.thread.lane < 4:
-            self._store_rows(table + self.thread.warp * rows, found)
-        self.sync_group()
-        tables = [self._load_rows(table + warp * rows) for warp in range(GROUP_WARPS)]
-        return [cute.arch.fmax(cute.arch.fmax(a, b), cute.arch.fmax(c, d)) for a, b, c, d in zip(*tables, strict=True)]
+        """Return the maxima of the thread's rows over all keys of a tile.
 
-    def _reduced(self, value: Float32, join: Callable[[Float32, Float32], Float32]) -> Float32:
-        for lanes in LANES_APART:
-            value = join(value, cute.arch.shuffle_sync_bfly(value, lanes))
+        Of the eight lanes with the same rows, each gets the maximum of one row, or two that of one; it meets those of the other warps. So a
+        warp reads shared memory four times, a word a lane, whatever the rows.
+        """
+        found = []
+        for row in range(self.rows):
+            first, second = registers_of(row)
+            found.append(cute.arch.fmax(self.rS[first], self.rS[second]))
+        for apart in LANES_APART[::-1]:
+            found = self._halved(found, apart)
+        lane = self.thread.lane
+        table = self.smem.sMaxima + ((tile & 1) * self.smem.geometry.groups + self.thread.group) * GROUP
+        (table + (self.thread.warp * WARP + lane)).store(found[0])
+        self.sync_group()
+        a, b, c, d = ((table + (warp * WARP + lane)).load() for warp in range(GROUP_WARPS))
+        own = cute.arch.fmax(cute.arch.fmax(a, b), cute.arch.fmax(c, d))
+        holders = WARP // self.rows  # from a lane with a row to that with the next one
+        return [cute.arch.shuffle_sync(own, lane % 4 + row * holders) for row in range(self.rows)]
+
+    def _halved(self, values: list[Float32], apart: int) -> list[Float32]:
+        """Return the maxima of half of the values, the second half in the upper of two lanes; of a single one in both."""
+        if len(values) == 1:
+            return [cute.arch.fmax(values[0], cute.arch.shuffle_sync_bfly(values[0], apart))]
+        lower, upper = values[: len(values) // 2], values[len(values) // 2 :]
+        is_upper = (self.thread.lane & apart) != 0
+        kept = [cutlass.select_(is_upper, high, low) for low, high in zip(lower, upper, strict=True)]
+        sent = [cutlass.select_(is_upper, low, high) for low, high in zip(lower, upper, strict=True)]
+        return [cute.arch.fmax(own, cute.arch.shuffle_sync_bfly(other, apart)) for own, other in zip(kept, sent, strict=True)]
+
+    def _summed(self, value: Float32) -> Float32:
+        """Return the sum over the lanes that have the same rows."""
+        for apart in LANES_APART:
+            value = value + cute.arch.shuffle_sync_bfly(value, apart)
         return value
 
     @cute.jit
@@ -159,13 +175,6 @@ class FewHeadsSoftmaxSm100:
     def _store_rows(self, table: cute.Pointer, values: list[Float32]) -> None:
         for first in range(0, self.rows, THREAD_ROWS):
             store_vector(table + self.thread.row(self.smem.geometry, first), values[first : first + THREAD_ROWS], Float32)
-
-    def _load_rows(self, table: cute.Pointer) -> list[Float32]:
-        return [
-            value
-            for first in range(0, self.rows, THREAD_ROWS)
-            for value in load_floats(table + self.thread.row(self.smem.geometry, first), THREAD_ROWS)
-        ]
 
     def store_probs(self, tile: Int32, dtype: type[cutlass.Numeric]) -> None:
         """Store P of a tile, over its RoPE columns: a row of swizzled bytes for each key."""
@@ -184,7 +193,7 @@ class FewHeadsSoftmaxSm100:
     def publish(self, done: Int32) -> None:
         """Hand the sums of a work tile to the output role. Wait stats_free, signal stats_ready. done: number of the work tile."""
         undithered = cute.math.exp2(-self.dither, fastmath=True)
-        sums = [self._reduced(product(self.rSum[row], undithered), lambda a, b: a + b) for row in range(self.rows)]
+        sums = [self._summed(product(self.rSum[row], undithered)) for row in range(self.rows)]
         self.smem.stats_free.producer_acquire(done)
         self._store_sums(sums)
         self.smem.stats_ready.producer_commit(done)
