@@ -144,8 +144,9 @@ def _decode(case: Case, problem: DenseDecodeProblem | SparseDecodeProblem, lengt
     """Return a decode over requests of these lengths, with its combine. columns: CTAs along the grid's second dimension."""
     kernel = _kernel(case.op, problem.config, target)
     num_parts = problem.num_parts(target.sm_count)
-    alone = isinstance(problem, DenseDecodeProblem) and problem.few_rows
-    eighths = whole_eighths(target.arch, problem.operands, problem.rows) if alone else 0
+    eighths = 0
+    if isinstance(problem, DenseDecodeProblem) and problem.few_rows:
+        eighths = whole_eighths(target.arch, problem.operands, problem.rows)
     work = decode_work(lengths, num_parts, problem.max_splits, eighths)
     combine = _combine_after(problem, num_parts, work, target.sm_count)
     row_ctas = problem.row_ctas

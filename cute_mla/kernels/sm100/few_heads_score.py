@@ -167,7 +167,7 @@ class FewHeadsSoftmaxSm100:
     @cute.jit
     def sync_group(self):
         """Synchronise the four warps of a group."""
-        if self.thread.group == 0:
+        if cutlass.const_expr(self.smem.geometry.groups == 1) or self.thread.group == 0:
             cute.arch.barrier(barrier_id=SOFTMAX_BARRIER, number_of_threads=GROUP)
         else:
             cute.arch.barrier(barrier_id=SOFTMAX_BARRIER + 1, number_of_threads=GROUP)
@@ -239,10 +239,9 @@ class FewHeadsScoreRoleSm100:
         self.mask(operands, softmax, keys)
         softmax.add_tile(tile)
         softmax.store_probs(tile, self.dtype)
-        if operands.hides_values(keys):
+        if (thread.group == 0) & operands.hides_values(keys):
             # P is 0 there, but 0 times a NaN of an unused row is NaN
-            if thread.group == 0:
-                clear_rows(smem.stage(tile), BOXES, keys.remaining, pin_register(thread.warp * 32 + thread.lane))
+            clear_rows(smem.stage(tile), BOXES, keys.remaining, pin_register(thread.warp * WARP + thread.lane))
         cute.arch.fence_proxy("async.shared", space="cta")
         smem.probs_ready.producer_commit(tile)
 

@@ -12,9 +12,10 @@ from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, alone, each_but_around_dealloc, one_by_one, planted, together
 
 WALK, RISING, GAPS, BROKEN = (
-    replace(case, operands=FP8) for case in (cases_sm100.WALK, cases_sm100.RISING, cases_sm100.GAPS, cases_sm100.BROKEN)
+    replace(case, operands=FP8, few_heads=False) for case in (cases_sm100.WALK, cases_sm100.RISING, cases_sm100.GAPS, cases_sm100.BROKEN)
 )
-STEEP = DenseDecodeCase(lengths=(400,), h_q=64, values="falling", softmax_scale=2.0, sm_count=2, operands=FP8)  # by 1,000 octaves and more
+# by 1,000 octaves and more
+STEEP = DenseDecodeCase(lengths=(400,), h_q=64, values="falling", softmax_scale=2.0, sm_count=2, operands=FP8, few_heads=False)
 
 # In the order of the PTX, as for the 16-bit kernel. None: the wait keeps a CTA alive for signals that nobody else waits for.
 WAITS = (

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cute_mla import is_supported
+from cute_mla import get_mla_metadata, is_supported
 from cute_mla.spec.arch import SM90, SM100
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE, DenseDecodeConfig, tiling
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
@@ -75,6 +75,57 @@ def test_kernels_for_few_rows(device: RecordingDevice, fields: dict[str, Any], f
         assert ("keys on M" in said) == few
 
 
+@pytest.mark.parametrize(
+    ("fields", "kernel"),
+    [
+        ({"s_q": 1, "h_q": 16}, "few_heads"),
+        ({"s_q": 2, "h_q": 16}, "few_heads32"),
+        ({"s_q": 4, "h_q": 9}, "few_heads64"),
+        ({"s_q": 5, "h_q": 13}, ""),
+        ({"s_q": 1, "h_q": 16, "few_heads": False}, ""),
+        ({"s_q": 1, "h_q": 16, "batch_invariant": True}, ""),
+    ],
+)
+def test_kernels_for_few_rows_of_e4m3(device: RecordingDevice, fields: dict[str, Any], kernel: str) -> None:
+    """On Blackwell the kernels for few rows have a part for each SM; is_supported says the same."""
+    few = bool(kernel) and device.arch is SM100
+    call = fp8_call(q_fp8=True, **fields)
+    call.run()
+    launch = next(launch for launch in device.launches if "dense_decode" in launch.kernel)
+    assert launch.kernel.endswith(f"_fp8_{kernel}") if few else "_fp8_cluster" in launch.kernel
+    assert launch.grid[2] == device.sm_count // launch.grid[0]
+    assert launch.grid[0] == 1 or not few
+    assert decode_args(device)["kv_map"].box[2] == (32 if device.arch is SM100 and not few else 64)
+    if "few_heads" not in fields:
+        s_q, h_q = call["q"].shape[1:3]
+        features = {"dtype": "e4m3", "fp8_kvcache": True, "s_q": s_q, "h_q": h_q, "batch_invariant": "batch_invariant" in fields}
+        assert ("keys on M" in is_supported("dense_decode", device.arch.name, **features)[1]) == few
+
+
+@pytest.mark.parametrize("q_fp8", [False, True])
+@pytest.mark.parametrize("is_fp8_q", [False, True])
+@pytest.mark.parametrize("batch_invariant", [False, True])
+def test_every_plan_for_few_rows_serves_every_call(device: RecordingDevice, q_fp8: bool, is_fp8_q: bool, batch_invariant: bool) -> None:
+    """A plan with the parts of pairs of CTAs takes the kernel for many heads."""
+    call = fp8_call(q_fp8=q_fp8, s_q=1, h_q=32, batch_invariant=batch_invariant)
+    metadata, num_splits = get_mla_metadata(call["cache_seqlens"], 32, 1, 32, is_fp8_q=is_fp8_q)
+    on_blackwell = device.arch is SM100
+    assert len(metadata) == device.sm_count // (2 if on_blackwell and not is_fp8_q else 1)
+    call.run(tile_scheduler_metadata=metadata, num_splits=num_splits)
+    launch = next(launch for launch in device.launches if "dense_decode" in launch.kernel)
+    assert ("few_heads" in launch.kernel) == (on_blackwell and q_fp8 and is_fp8_q and not batch_invariant)
+    assert launch.grid[2] == len(metadata)
+
+
+def test_a_schedule_object_of_other_calls_serves_few_rows(device: RecordingDevice) -> None:
+    schedule, _ = get_mla_metadata()
+    for invariant in (True, False):
+        fp8_call(q_fp8=True, s_q=1, h_q=16, batch_invariant=invariant).run(tile_scheduler_metadata=schedule, num_splits=None)
+    kernels = [launch.kernel for launch in device.launches if "dense_decode" in launch.kernel]
+    assert len(kernels) == 2
+    assert all("_fp8_cluster" in kernel for kernel in kernels)
+
+
 def test_scales_are_optional(device: RecordingDevice) -> None:
     fp8_call(q_fp8=True).run()
     args = decode_args(device)
@@ -91,7 +142,7 @@ def test_a_cache_of_16_bits_needs_neither_scales_nor_its_address(device: Recordi
 def test_out_is_bf16(device: RecordingDevice, q_fp8: bool) -> None:
     out, _ = fp8_call(q_fp8=q_fp8).run()
     assert out.dtype == torch.bfloat16
-    assert device.launches[-2].kernel.startswith(f"dense_decode_{device.arch.name}_bf16_fp8_c")
+    assert device.launches[-2].kernel.startswith(f"dense_decode_{device.arch.name}_bf16_fp8_")
     assert device.launches[-1].kernel == f"combine_{device.arch.name}_bf16"
 
 
