@@ -103,6 +103,7 @@ def _plans() -> list[Arguments]:
     base = {"cache_seqlens": torch.tensor([70, 3]).int(), "num_q_tokens_per_head_k": 32, "num_heads_k": 1, "num_heads_q": 16}
     return [
         {**base, "window": 40, "window_sink": 4},
+        {**base, "is_fp8_q": True},
         {**base, "topk": 64, "is_fp8_kvcache": True},
         {**base, "cu_seqlens_q": torch.tensor([0, 2, 3]).int(), "total_q": 3},
     ]

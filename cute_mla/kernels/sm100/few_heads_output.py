@@ -129,16 +129,18 @@ class FewHeadsOutputRoleSm100:
     @cute.jit
     def store_weight(self, smem: FewHeadsSmemSm100, row: Int32, lanes: Int32, done: Int32, weight: Float32):
         """Write the factor of a row of O. A row a thread. weight: as finish_row returns it."""
-        rows = smem.geometry.rows
-        if row - row % WARP < rows:
-            rounded = tcgen05.load_columns(lanes + smem.geometry.sum_column, rows)
+        rows, lane = smem.geometry.rows, cute.arch.lane_idx()
+        if row - lane < rows:
+            loaded, first = min(rows, WARP), 0 if rows <= WARP else cute.arch.make_warp_uniform(row - lane)
+            rounded = tcgen05.load_columns(lanes + (smem.geometry.sum_column + first), loaded)
             tcgen05.await_loads()
-            # nobody has written the sum of a row that attends to nothing
-            divisor = Float32(1)
-            for i in cutlass.range_constexpr(rows):
-                divisor = cutlass.select_((row == i) & (weight != 0.0), rounded[i], divisor)
+            divisor = rounded[0]
+            for i in cutlass.range_constexpr(1, loaded):
+                divisor = cutlass.select_(lane == i, rounded[i], divisor)
             if row < rows:
-                (smem.sWeights + ((done & 1) * rows + row)).store(weight / divisor)
+                # nobody has written the sum of a row that attends to nothing
+                factor = weight / cutlass.select_(weight == 0.0, Float32(1), divisor)
+                (smem.sWeights + ((done & 1) * rows + row)).store(factor)
 
     @cute.jit
     def store_rows(self, smem: FewHeadsSmemSm100, thread: Int32, lanes: Int32, done: Int32, dtype: cutlass.Constexpr):
