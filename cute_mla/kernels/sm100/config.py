@@ -60,7 +60,7 @@ class LatentGeometrySm100:
     kv_stages: key tiles of the pipeline. score_groups: groups of score warps, which take tiles in turn; so many scores are in tensor
     memory. score_parts: pieces of S, each of other keys, that are computed, handed over and released one by one. paired: whether two CTAs
     multiply together, half of the columns each; a CTA that works alone has both halves, half of Q in each 16 of 32 lanes, and quarters of O
-    (sparse_prefill/sm100.py). parts_ahead: pieces of S of the tile after next that are computed before P V of a tile.
+    (heads64.py). parts_ahead: pieces of S of the tile after next that are computed before P V of a tile.
 
     element_bytes: of Q, K, V and P. sums_probs: whether O is divided by the sum of P as it was multiplied, because P is rounded coarsely:
     the tensor cores add that sum up, as P times a column of ones. exchange_words: that a group of score warps passes between its halves.
@@ -264,6 +264,8 @@ class LatentSmemSm100:
     stats_free: StageBarriers
     reference_ready: StageBarriers | None  # of two groups of score warps
     seen_ready: StageBarriers | None
+    left_ready: StageBarriers | None  # of a CTA that works alone: of columns 0..255. kv_ready and kv_free, of whole tiles, come later
+    left_free: StageBarriers | None
 
     @classmethod
     def create(cls, geometry: LatentGeometrySm100, memory: dict[str, Any]) -> Self:

@@ -21,17 +21,8 @@ Between two tokens: the first S of the next token is issued before the last P V 
 role, and replaces this token's Q once the last S is there. In variants that load Q by words of fewer than 16 bytes, and where either
 token has no tiles, Q is loaded later and S follows P V.
 
-Up to 64 heads: a CTA works alone on each query token.
-
-A pair of CTAs multiplies 128 rows at a time, of which 64 heads fill half. Here a CTA multiplies 64 rows, gathers all columns of every key,
-and walks every grid-th token, 64 indices (one tile) at a time.
-
-The trick: S is split over the columns, as between the CTAs of a pair, but both halves lie in the lanes of one warp.
-  S    A of 64 rows and D of 64 rows take 16 of each warp's 32 lanes (PTX ISA, layout F), at half of the tensor core's rate. Q of the
-       columns 0..255 (and 0..31 of RoPE) and its scores have the lanes 0..15, the other half 16..31. So Q takes 144 columns of tensor
-       memory, not 288, which would not fit beside O; and a thread loads the same rows of both halves and adds them in registers.
-  P V  tcgen05.mma.ws: D of 64 rows takes all lanes (layout E) at the whole rate. Lanes 0..63 have the first 128 of 256 columns of O,
-       lanes 64..127 the others.
+Up to 64 heads: a CTA works alone on each query token. It gathers all columns of every key, and walks every grid-th token, 64 indices
+(one tile) at a time. Products, and the trick that lets Q fit: ../sm100/heads64.py.
 
 Roles: as ../sm100/gather.py, mma in every CTA. Pipelines (producer -> consumer; arrivals per phase):
   left_ready[3]    gather -> mma           4: columns 0..255 of a tile's keys
@@ -47,7 +38,7 @@ Roles: as ../sm100/gather.py, mma in every CTA. Pipelines (producer -> consumer;
   output_ready[2]  output -> mma           4: O is scaled; of a token's first tile, O of the token before has been read
   stats_ready, stats_free   score -> output, and back   4: what the softmax of a token has come to
 
-Order of products: S of tile n + 1, then P V of tile n. A tile of which no index names a row is passed on, as above.
+A tile of which no index names a row is passed on, as above.
 """
 
 from __future__ import annotations
@@ -62,15 +53,16 @@ from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.sparse_prefill import SparsePrefillConfig
 from ..attention.cta import Arrivals
 from ..definition import KernelDefinition
-from ..sm100.config import EVEN_CTA, GROUP_WARPS, SIXTEEN_BIT_PARTS
+from ..sm100.config import EVEN_CTA, SIXTEEN_BIT_PARTS
 from ..sm100.gather import LatentGatherRoleSm100, latent_columns, rope_columns
+from ..sm100.heads64 import HEADS64, Heads64Gemm, heads64_arrivals
 from ..sm100.kernel import LatentKernelSm100, LatentRegistersSm100
 from ..sm100.score import LatentQueriesSm100, SeenMaskSm100
 from .abi import SparsePrefillAbi
 from .operands import SparsePrefillOperands
-from .sm100_config import HEADS64, SparsePrefillSmemSm100, heads64_smem, pair_smem
+from .sm100_config import SparsePrefillSmemSm100, alone_smem, pair_smem
 from .sm100_gather import SkippingTile, SparsePrefillHalvesRoleSm100, SparsePrefillTokenKeys
-from .sm100_mma import Heads64Gemm, Heads64Products, PairProducts, SparsePrefillMmaRoleSm100
+from .sm100_mma import PairProducts, SparsePrefillMmaRoleSm100, TokenProducts
 from .sm100_output import SparsePrefillOutputRoleSm100, TokenQueries
 from .sm100_score import Heads64Rows, PairRows, SparsePrefillScoreRoleSm100
 
@@ -121,11 +113,11 @@ class SparsePrefillHeads64Sm100(LatentKernelSm100):
     registers = REGISTERS
     named_barriers = ()
     smem_type = SparsePrefillSmemSm100
-    mma_role = SparsePrefillMmaRoleSm100(Heads64Products())
+    mma_role = SparsePrefillMmaRoleSm100(TokenProducts())
     gemm = Heads64Gemm
 
     def __init__(self, config: SparsePrefillConfig, arch: Arch) -> None:
-        super().__init__(SparsePrefillAbi(config, ONE_CTA), arch, HEADS64, heads64_smem(), has_rope=config.d_qk > D_LATENT)
+        super().__init__(SparsePrefillAbi(config, ONE_CTA), arch, HEADS64, alone_smem(), has_rope=config.d_qk > D_LATENT)
 
     @cute.jit
     def run_mma(self, operands: SparsePrefillOperands, smem: SparsePrefillSmemSm100, tmem: Int32, warp: Int32):
@@ -146,12 +138,8 @@ class SparsePrefillHeads64Sm100(LatentKernelSm100):
         return SparsePrefillHalvesRoleSm100(self.has_rope)
 
     def arrivals(self, smem: Any) -> tuple[Arrivals, ...]:
-        """Return the arrivals of every barrier: warps of the arriving role, or one commit. left_free: also when the bits have been read."""
-        by_warps = (
-            smem.left_ready, smem.kv_ready, smem.seen_ready, smem.query_ready, smem.scores_free, smem.alpha_ready, smem.probs_ready,
-            smem.output_ready, smem.stats_ready, smem.stats_free,
-        )  # fmt: skip
-        return (GROUP_WARPS, by_warps), (2, (smem.left_free,)), (1, (smem.kv_free, smem.scores_ready))
+        """Return the arrivals of every barrier. left_free: also when the bits have been read."""
+        return heads64_arrivals(smem, left_releases=2)
 
 
 def build(config: SparsePrefillConfig, arch: Arch) -> KernelDefinition:

@@ -28,8 +28,9 @@ from ..sm100.gather import (
     store_seen,
     warp_rows,
 )
+from ..sm100.heads64 import HALF_BOXES, HALF_COLUMNS, HEADS64
 from .operands import NO_ROW, SparsePrefillIndices, SparsePrefillOperands
-from .sm100_config import HALF_BOXES, HALF_COLUMNS, HEADS64, SparsePrefillSmemSm100
+from .sm100_config import SparsePrefillSmemSm100
 
 HALF_BYTES = HALF_COLUMNS * ELEMENT_BYTES
 
