@@ -14,7 +14,7 @@ from typing import NamedTuple
 from .abi import Float32, Int32, Int64, Pointer, params_of
 from .arch import SM90, Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
-from .dense_decode import FEW_HEADS, TILINGS, num_parts, row_ctas
+from .dense_decode import FEW_HEADS, TILE_ROWS, TILINGS, parts_of, row_ctas
 from .mla import BF16
 from .split_plan import invariant_splits, keeps_whole
 
@@ -103,7 +103,7 @@ class SparseDecodeConfig:
     """One compiled variant.
 
     dtype: element type of q and out, and of a latent cache. cache: as serving_kernels names the formats of both caches.
-    cluster: CTAs that share the gathered tiles (1 or 2). few_heads: S^T = K Q^T and O^T = V^T P^T, for up to FEW_HEADS heads.
+    cluster: CTAs that share the gathered tiles (1 or 2); on sm100, the CTAs along the heads. few_heads: S^T = K Q^T and O^T = V^T P^T, for up to FEW_HEADS heads.
     """
 
     dtype: str
@@ -153,13 +153,15 @@ class SparseDecodeProblem:
     @property
     def row_ctas(self) -> int:
         """CTAs along the heads of one query token."""
-        return row_ctas(self.arch, self.h_q)
+        return head_ctas(self.arch, self.h_q)
 
     @property
     def config(self) -> SparseDecodeConfig:
         """The variant that serves this problem."""
         few_heads = self.few_heads and self.h_q <= FEW_HEADS and self.cache in few_heads_caches(self.arch)
-        return SparseDecodeConfig(self.dtype, self.cache, TILINGS[self.arch.name].cluster(self.row_ctas), few_heads)
+        tiling = TILINGS[self.arch.name]
+        cluster = self.row_ctas if tiling.paired else tiling.cluster(self.row_ctas)
+        return SparseDecodeConfig(self.dtype, self.cache, cluster, few_heads)
 
     @property
     def max_keys(self) -> int:
@@ -188,9 +190,19 @@ class SparseDecodeProblem:
         return self.row_ctas, self.s_q, self.num_parts(sm_count)
 
 
+def head_ctas(arch: Arch, h_q: int) -> int:
+    """Return the CTAs along the heads of one query token. Up to TILE_ROWS heads take one: the rows of a pair would be half empty."""
+    return 1 if h_q <= TILE_ROWS else row_ctas(arch, h_q)
+
+
+def num_parts(arch: Arch, h_q: int, s_q: int, sm_count: int) -> int:
+    """Return the number of parts of a plan for so many heads and query tokens: as many as keep every SM busy with one CTA."""
+    return parts_of(s_q * head_ctas(arch, h_q), sm_count)
+
+
 def closed_variants(arch: Arch) -> tuple[SparseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
-    clusters = TILINGS[arch.name].clusters
+    clusters = (1, 2)  # for up to TILE_ROWS heads, and for more
     return (
         *(SparseDecodeConfig(dtype, cache, cluster) for dtype, cache in KERNELS for cluster in clusters),
         *(SparseDecodeConfig(BF16, cache, 1, few_heads=True) for cache in few_heads_caches(arch)),

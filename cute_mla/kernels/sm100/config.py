@@ -175,6 +175,15 @@ class LatentGeometrySm100:
         scores = self.latent_steps + (self.rope_steps if has_rope else 0)
         return self.halves * self.score_parts * scores + self.output_chunks * self.key_steps
 
+    @property
+    def lane_columns(self) -> int:
+        """Return the columns between those of O in the lanes 0..63 and those in the lanes 64..127, in the same column of tensor memory."""
+        return self.cta_columns if self.paired else CHUNK_COLUMNS
+
+    def output_place(self, column: int) -> int:
+        """Return where a column of O in tensor memory belongs, counted from a lane's first one: of a CTA alone, a lane has every other chunk."""
+        return column if self.paired else column + column // CHUNK_COLUMNS * CHUNK_COLUMNS
+
     # ---- pieces of S ------------------------------------------------------------------------------------------------
 
     @property

@@ -335,9 +335,9 @@ def copy_runs(runs: tuple[Any, ...], rows: WarpRows, keys: LaneKeys) -> None:
             run.copy(step, rows.first, keys)
 
 
-def latent_columns(rank: Int32) -> CopiedColumns:
-    """Return the mover of a CTA's half of the latent columns, where a row begins with them."""
-    return CopiedColumns.create(CTA_COLUMNS * ELEMENT_BYTES // CHUNK, 0, rank * (CTA_COLUMNS * ELEMENT_BYTES))
+def latent_columns(rank: int | Int32) -> CopiedColumns:
+    """Return the mover of half of the latent columns, where a row begins with them."""
+    return CopiedColumns.create(CTA_COLUMNS * ELEMENT_BYTES // CHUNK, 0, Int32(rank * (CTA_COLUMNS * ELEMENT_BYTES)))
 
 
 def rope_columns(first: int, rank: Int32) -> CopiedColumns:
@@ -357,8 +357,8 @@ def both(first: Boolean, second: Boolean | None) -> Boolean:
     return first if second is None else first & second
 
 
-def latent_e4m3_columns(rank: Int32) -> E4m3Columns:
-    """Return the mover of a CTA's half of the latent columns, where a row begins with them, one byte each.
+def latent_e4m3_columns(rank: int | Int32) -> E4m3Columns:
+    """Return the mover of half of the latent columns, where a row begins with them, one byte each.
 
     A pass has two keys, even and odd, in alternating quads of lanes.
     """

@@ -59,21 +59,22 @@ class LatentOutputRoleSm100:
         row = first_query_row() + thread % TILE_ROWS
         rows = operands.row_range(req)
         stored = rows.holds(row)
-        column = (thread // TILE_ROWS) * smem.geometry.cta_columns
+        column = (thread // TILE_ROWS) * smem.geometry.lane_columns
         out = rows.out_row(row) + column
         out_accum = operands.out_accum + (operands.accum_row(work_tile, row) * smem.geometry.latent + column)
         for copy in cutlass.range_constexpr(smem.geometry.cta_columns // STORED_AT_ONCE):
             first = copy * STORED_AT_ONCE
             values = tcgen05.load_columns(lanes + (OUTPUT_COLUMN + first), STORED_AT_ONCE)
             tcgen05.await_loads()
+            place = smem.geometry.output_place(first)
             # a row that attends to nothing is 0 whatever tensor memory holds
             normal = [cutlass.select_(weight == 0.0, Float32(0), values[i] * weight) for i in range(STORED_AT_ONCE)]
             if stored:
                 if work_tile.direct:
-                    store_row(out + first, normal, self.dtype)
+                    store_row(out + place, normal, self.dtype)
                 else:
                     for i in cutlass.range_constexpr(0, STORED_AT_ONCE, VECTOR):
-                        store_vector(out_accum + (first + i), normal[i : i + VECTOR], Float32)
+                        store_vector(out_accum + (place + i), normal[i : i + VECTOR], Float32)
 
 
 @cute.jit

@@ -168,6 +168,11 @@ class LatentRowsSm100:
         """Return whether this thread hands on what a row has come to."""
         return self.half == 0
 
+    @property
+    def result_row(self) -> Int32:
+        """Return the row that this thread hands on."""
+        return self.row
+
     def reset(self) -> None:
         """Forget all keys."""
         self.row_ref[0] = -Float32.inf
@@ -411,16 +416,16 @@ class LatentScoreRoleSm100:
         total = rows.row_sum()
         if rows.publishes:
             empty = total == 0.0
-            row, work_tile = first_query_row() + rows.row, partial(operands.schedule.work_tile, req, begin_tile)
+            row, work_tile = first_query_row() + rows.result_row, partial(operands.schedule.work_tile, req, begin_tile)
             weight = self.row_scale.weight(operands, work_tile, row, total, rows.row_ref[0])
-            (rows.smem.sInverse + rows.row).store(cutlass.select_(empty, Float32(0), weight))
+            (rows.smem.sInverse + rows.result_row).store(cutlass.select_(empty, Float32(0), weight))
         return total
 
     @cute.jit
     def store_lse(self, operands: LatentOperands, rows: LatentRowsSm100, req: Int32, work_tile: WorkTile, total: Float32):
         """Store the natural logarithm if the work tile is the whole request, else base 2."""
         empty = total == 0.0
-        row = first_query_row() + rows.row
+        row = first_query_row() + rows.result_row
         lse = rows.row_ref[0] + cute.math.log2(total, fastmath=True)
         stored = operands.row_range(req)
         if rows.publishes and stored.holds(row):

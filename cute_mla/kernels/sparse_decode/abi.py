@@ -19,14 +19,10 @@ class SparseDecodeAbi:
     """The arguments of one variant."""
 
     config: SparseDecodeConfig
+    min_blocks_per_sm: int = 0
 
     op = "sparse_decode"
     arguments = SparseDecodeArguments
-
-    @property
-    def min_blocks_per_sm(self) -> int:
-        """Return 1 for three warpgroups: ptxas ignores setmaxnreg without it, and caps all of them at 168 registers."""
-        return int(self.config.few_heads)
 
     def elements(self) -> dict[str, type[cutlass.Numeric]]:
         """Return the types of the caches: bytes."""

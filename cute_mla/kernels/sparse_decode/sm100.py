@@ -14,22 +14,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from cutlass import Int32
+from cutlass import Float32, Int32
 
 from ...spec.arch import Arch
+from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT
 from ...spec.sparse_decode import SparseDecodeConfig
+from ..attention.cta import Arrivals
 from ..attention.scheduler import KeyTile
 from ..attention.softmax import SinkScale
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import pin_address
+from ..primitives.smem import Array
 from ..sm100.config import SIXTEEN_BIT
 from ..sm100.gather import LatentGatherRoleSm100, LatentKeySourceSm100
-from ..sm100.kernel import LatentKernelSm100
+from ..sm100.heads64 import HALVES, HEADS64, Heads64Gemm, Heads64MmaRoleSm100, heads64_arrivals, heads64_smem
+from ..sm100.heads64_rows import Heads64RowsSm100
+from ..sm100.kernel import LatentKernelSm100, LatentRegistersSm100
 from ..sm100.score import LatentQueriesSm100, LatentRowsSm100, LatentScoreRoleSm100, SeenMaskSm100
 from .abi import SparseDecodeAbi
 from .operands import SparseDecodeIndices, SparseDecodeOperands, look_up, slot_address
-from .sm100_columns import MixedKeys, ScaledKeys, SparseDecodeSmemSm100, columns_of_cta
+from .sm100_columns import MixedKeys, ScaledKeys, SparseDecodeSmemSm100, half_columns
+from .sm100_heads64 import HalvesGatherRoleSm100
+
+ONE_CTA = 1  # a multiprocessor: unless told so, ptxas ignores setmaxnreg here (C7508)
+HEADS64_REGISTERS = LatentRegistersSm100(160, 160, 144, 48)
 
 
 class SparseDecodeSm100(LatentKernelSm100):
@@ -38,7 +47,7 @@ class SparseDecodeSm100(LatentKernelSm100):
     smem_type = SparseDecodeSmemSm100
 
     def __init__(self, config: SparseDecodeConfig, arch: Arch) -> None:
-        smem = SIXTEEN_BIT.smem(*SIXTEEN_BIT.seen_fields(), *SparseDecodeSmemSm100.fields(config))
+        smem = SIXTEEN_BIT.smem(*SIXTEEN_BIT.seen_fields(), *SparseDecodeSmemSm100.fields(config, SIXTEEN_BIT))
         super().__init__(SparseDecodeAbi(config), arch, SIXTEEN_BIT, smem, has_rope=config.format.d_qk > D_LATENT)
         self.config = config
 
@@ -48,8 +57,37 @@ class SparseDecodeSm100(LatentKernelSm100):
 
     def producer_role(self, smem: SparseDecodeSmemSm100) -> LatentGatherRoleSm100:
         """Return the gather role."""
-        columns = partial(columns_of_cta, self.config, self.dtype, smem)
+        columns = partial(half_columns, self.config, self.dtype, smem)
         return LatentGatherRoleSm100(columns, SlotKeys(self.config), early=self.config.format.quantised > 0)
+
+
+class SparseDecodeHeads64Sm100(LatentKernelSm100):
+    """One variant of the kernel of a CTA that works alone."""
+
+    registers = HEADS64_REGISTERS
+    named_barriers = ()
+    smem_type = SparseDecodeSmemSm100
+    mma_role = Heads64MmaRoleSm100()
+    gemm = Heads64Gemm
+
+    def __init__(self, config: SparseDecodeConfig, arch: Arch) -> None:
+        smem = heads64_smem((Array("sInverse", Float32, TILE_ROWS),), SparseDecodeSmemSm100.fields(config, HEADS64))
+        super().__init__(SparseDecodeAbi(config, ONE_CTA), arch, HEADS64, smem, has_rope=config.format.d_qk > D_LATENT)
+        self.config = config
+
+    def score_role(self) -> LatentScoreRoleSm100:
+        """Return the score role, whose rows may have sinks."""
+        queries = LatentQueriesSm100(HEADS64, self.has_rope)
+        return LatentScoreRoleSm100(self.dtype, SlotMask(), SinkScale(), queries, Heads64RowsSm100.create)
+
+    def producer_role(self, smem: SparseDecodeSmemSm100) -> HalvesGatherRoleSm100:
+        """Return the gather role."""
+        first, second = (half_columns(self.config, self.dtype, smem, half) for half in range(HALVES))
+        return HalvesGatherRoleSm100((first, second), SlotKeys(self.config))
+
+    def arrivals(self, smem: SparseDecodeSmemSm100) -> tuple[Arrivals, ...]:
+        """Return the arrivals of every barrier."""
+        return heads64_arrivals(smem)
 
 
 class SlotMask(SeenMaskSm100):
@@ -86,4 +124,5 @@ class SlotKeys(LatentKeySourceSm100):
 
 def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
-    return SparseDecodeSm100(config, arch).built()
+    kernel = SparseDecodeHeads64Sm100 if config.cluster == 1 else SparseDecodeSm100
+    return kernel(config, arch).built()

@@ -1,4 +1,7 @@
-"""Columns of the keys of sparse decode that a CTA of a pair holds, on SM100: on their way to its half of a key tile in shared memory.
+"""Half of the columns of the keys of sparse decode, on SM100, on their way to a key tile in shared memory.
+
+Each CTA of a pair holds one half. A CTA that works alone holds both, one after the other: of the second, which its rows of a stage follow,
+all 16-bit columns behind the quantised ones.
 
 Columns are done in passes (../sm100/gather.py): e4m3 ones are converted in their stage, 16-bit ones are copied. Scales are copied with
 them, a word or two a lane.
@@ -31,7 +34,7 @@ from ..primitives.arithmetic import (
 )
 from ..primitives.copies import start_copy
 from ..primitives.smem import Array, Field
-from ..sm100.config import CTA_COLUMNS, GROUP_WARPS, PAIR, SIXTEEN_BIT, VECTOR, LatentSmemSm100
+from ..sm100.config import CTA_COLUMNS, GROUP_WARPS, PAIR, SIXTEEN_BIT, VECTOR, LatentGeometrySm100, LatentSmemSm100
 from ..sm100.gather import (
     CHUNK,
     LANES,
@@ -70,15 +73,17 @@ SAME_BYTES = 0x1111  # times the number of a byte: that byte everywhere, as prmt
 class SparseDecodeSmemSm100(LatentSmemSm100):
     """Shared memory, with words for scales where the cache is quantised."""
 
-    sScales: cute.Pointer | None  # int32 (stages, 4 warps, 1 or 2, 32 lanes): ScaledTile, V41Tile and MixedTile say which scales a lane has
-    sNarrow: cute.Pointer | None  # int32 (stages, 4 warps): a bit per key, whether it has e2m1 values
+    sScales: (
+        cute.Pointer | None
+    )  # int32 (stages, halves, 4 warps, 1 or 2, 32 lanes): ScaledTile, V41Tile and MixedTile say which scales a lane has
+    sNarrow: cute.Pointer | None  # int32 (stages, halves, 4 warps): a bit per key, whether it has e2m1 values
 
     @staticmethod
-    def fields(config: SparseDecodeConfig) -> tuple[Field, ...]:
+    def fields(config: SparseDecodeConfig, geometry: LatentGeometrySm100) -> tuple[Field, ...]:
         """Return the fields of shared memory of a variant's own."""
         if not config.format.quantised:
             return ()
-        warps = SIXTEEN_BIT.kv_stages * GROUP_WARPS
+        warps = geometry.kv_stages * geometry.halves * GROUP_WARPS
         if config.mixes_formats:
             return Array("sScales", Int32, warps * HALVES * LANES), Array("sNarrow", Int32, warps)
         return (Array("sScales", Int32, warps * LANES),)
@@ -88,13 +93,13 @@ class SparseDecodeSmemSm100(LatentSmemSm100):
         return self.sScales + (rows.number * (words * LANES) + cute.arch.lane_idx())
 
 
-def columns_of_cta(
-    config: SparseDecodeConfig, dtype: type[cutlass.Numeric], smem: SparseDecodeSmemSm100, rank: Int32
+def half_columns(
+    config: SparseDecodeConfig, dtype: type[cutlass.Numeric], smem: SparseDecodeSmemSm100, rank: int | Int32
 ) -> LatentColumnsSm100:
-    """Return the mover of the columns that the CTA of this rank holds."""
+    """Return the mover of half of the columns: those of the CTA of a rank, or, where a CTA works alone, of the first or second half."""
     cache = config.format
     if not cache.quantised:
-        return TileColumns((latent_columns(rank), rope_columns(cache.wide_offset + D_LATENT * ELEMENT_BYTES, rank)))
+        return TileColumns((latent_columns(rank), *_rope_columns(cache.wide_offset + D_LATENT * ELEMENT_BYTES, rank)))
     if config.mixes_formats:
         return MixedTile(latent_e4m3_columns(rank), rank, smem)
     if cache.scale == "e8m0" and cache.quantised == D_LATENT:
@@ -103,16 +108,28 @@ def columns_of_cta(
     return ScaledTile(ScaledColumns.create(cache, dtype, rank), copied, rank, smem)
 
 
-def _wide_columns(cache: CacheFormat, rank: Int32) -> tuple[CopiedColumns, ...]:
+def _wide_columns(cache: CacheFormat, rank: int | Int32) -> tuple[CopiedColumns, ...]:
     """Return the movers of the 16-bit columns after the quantised ones."""
     if cache.quantised == cache.d_qk:
         return ()
     if cache.d_qk > D_LATENT:
-        return (rope_columns(cache.wide_offset, rank),)
-    # they are the last values, which the odd CTA holds
+        return _rope_columns(cache.wide_offset, rank)
+    # they are the last values, which the odd CTA or the second half holds
+    if isinstance(rank, int):
+        return _second_half(cache.wide_offset, LATENT_BOXES - 1, rank)
     held = rank == PAIR - 1
     box = cutlass.select_(held, Int32(LATENT_BOXES - 1), Int32(SPARE_BOX))
     return (CopiedColumns.create(D_ROPE * ELEMENT_BYTES // CHUNK, box, Int32(cache.wide_offset), held),)
+
+
+def _rope_columns(first: int, rank: int | Int32) -> tuple[CopiedColumns, ...]:
+    """Return the movers of RoPE columns from byte `first` of a row on: half of them, or, where a CTA works alone, all with the second half."""
+    return _second_half(first, LATENT_BOXES, rank) if isinstance(rank, int) else (rope_columns(first, rank),)
+
+
+def _second_half(first: int, box: int, half: int) -> tuple[CopiedColumns, ...]:
+    """Return the mover of the 64 16-bit columns of a CTA that works alone, which go to a box of the second half."""
+    return (CopiedColumns.create(D_ROPE * ELEMENT_BYTES // CHUNK, box, Int32(first)),) if half else ()
 
 
 # ---- scales of wide groups -----------------------------------------------------------------------------------------------
@@ -138,12 +155,13 @@ class ScaledColumns(E4m3Columns):
     group: Int32
 
     @staticmethod
-    def create(cache_format: CacheFormat, dtype: type[cutlass.Numeric], rank: Int32) -> ScaledColumns:
-        """Return the mover of a CTA's columns. Lanes without columns move zeros to the box that P overwrites."""
+    def create(cache_format: CacheFormat, dtype: type[cutlass.Numeric], rank: int | Int32) -> ScaledColumns:
+        """Return the mover of half of the columns. Lanes without columns move zeros to the box that P overwrites."""
         columns = latent_e4m3_columns(rank)
         boxes = cache_format.quantised // BOX_COLUMNS
         fields = vars(columns)
-        if boxes < PAIR * LATENT_BOXES:
+        first_half = isinstance(rank, int) and rank == 0
+        if boxes < PAIR * LATENT_BOXES and not first_half:
             held = rank * LATENT_BOXES + columns.box < boxes
             fields = {**fields, "held": held, "box": cutlass.select_(held, columns.box, Int32(SPARE_BOX))}
         return ScaledColumns(**fields, cache_format=cache_format, dtype=dtype, group=columns.box)
@@ -187,7 +205,7 @@ class ScaledTile:
 
     scaled: ScaledColumns
     copied: tuple[CopiedColumns, ...]
-    rank: Int32
+    rank: int | Int32
     smem: SparseDecodeSmemSm100
 
     def copy(self, rows: WarpRows, keys: ScaledKeys) -> None:
@@ -236,7 +254,7 @@ class V41Tile:
     """
 
     columns: E4m3Columns
-    rank: Int32
+    rank: int | Int32
     smem: SparseDecodeSmemSm100
 
     def copy(self, rows: WarpRows, keys: ScaledKeys) -> None:
@@ -286,7 +304,7 @@ class MixedTile:
     """
 
     columns: E4m3Columns
-    rank: Int32
+    rank: int | Int32
     smem: SparseDecodeSmemSm100
 
     @cute.jit

@@ -95,5 +95,5 @@ class SparseDecodeSm90(LatentSm90Parts):
 def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
     if config.few_heads:
-        return FewHeadsSm90Kernel(SparseDecodeAbi(config), arch, SparseDecodeSm90FewHeads(config)).complete()
+        return FewHeadsSm90Kernel(SparseDecodeAbi(config, 1), arch, SparseDecodeSm90FewHeads(config)).complete()
     return LatentSm90Kernel(SparseDecodeAbi(config), arch, SparseDecodeSm90(config)).complete()
