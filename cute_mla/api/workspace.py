@@ -12,7 +12,8 @@ from ..ops.decode_plan import accumulator_bytes
 from ..ops.limits import BACKWARD_OPS, MAX_QUERY_TOKENS, OPS, check_op, heads_error
 from ..ops.split_plan import ragged_queries
 from ..runtime.current import default_device, device_for
-from ..spec.dense_decode import FP8, LATENT, num_parts
+from ..spec import dense_decode, sparse_decode
+from ..spec.dense_decode import FP8, LATENT
 from ..spec.dense_prefill import MAX_TOKENS
 from ..spec.dense_prefill_dq import BackwardWorkspace
 from ..spec.mla import D_V, VALUE_COLUMNS
@@ -78,9 +79,11 @@ def workspace_size(
         batch, s_q = ragged.units, max(ragged.unit_tokens, 1)
     if batch == 0:
         return 0
-    rows, columns = (h_q, s_q) if op == "sparse_decode" else (s_q * (h_q // h_kv), h_kv)
-    few = op == "dense_decode" and is_fp8_q and not batch_invariant
-    parts = num_parts(found.arch, rows, columns, found.sm_count, FP8 if few else LATENT)
+    if op == "sparse_decode":
+        parts = sparse_decode.num_parts(found.arch, h_q, s_q, found.sm_count)
+    else:
+        operands = FP8 if is_fp8_q and not batch_invariant else LATENT
+        parts = dense_decode.num_parts(found.arch, s_q * (h_q // h_kv), h_kv, found.sm_count, operands)
     max_splits = invariant_splits(max_keys) if batch_invariant else 0
     return sum(accumulator_bytes(accumulator_rows(batch, parts, max_splits), s_q, h_q, head_dim_v))
 

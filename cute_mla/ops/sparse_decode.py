@@ -120,7 +120,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     num_parts = problem.num_parts(sm_count) if s_q else 1
     problem = problem.without_combine(num_parts) if _all_count(call) else problem
     results = layout_results(problem, call.common, num_parts, call.q, call.q.dtype, ragged)
-    split = SplitPlanCall(batch, h_q, s_q, topk, extra_topk, ragged)
+    split = SplitPlanCall(batch, h_q, s_q, topk, extra_topk, ragged, sparse=True)
     planned_for = (batch, s_q) if ragged is None else (ragged.requests, ragged.max_seqlen_q)
     total_q = None if ragged is None else ragged.total_q
     return DecodePlan(

@@ -10,8 +10,9 @@ import torch
 
 from ..runtime.current import device_for
 from ..runtime.device import Device
+from ..spec import dense_decode, sparse_decode
 from ..spec.arch import Arch
-from ..spec.dense_decode import FP8, LATENT, MAX_KEYS, MAX_WINDOW, num_parts, unit_tokens, whole_eighths
+from ..spec.dense_decode import FP8, LATENT, MAX_KEYS, MAX_WINDOW, unit_tokens, whole_eighths
 from ..spec.mla import MAX_HEADS
 from ..spec.split_plan import NO_LIMIT, NO_WINDOW, PLAN_COLUMNS, KeyWindow, RaggedQueries, SplitPlanArguments, SplitPlanConfig
 from .arguments import check_flag, check_integer, short_repr
@@ -43,7 +44,7 @@ class CallSpec(NamedTuple):
 
     batch: requests, or the room for units. rows: query rows that share keys. columns: groups of such rows in a request. limit,
     extra_limit: as in KeyCounts. ragged: given where requests have different numbers of query tokens. window: the keys that count.
-    operands: as in num_parts.
+    operands: as in dense decode's num_parts. sparse: of sparse decode, whose rows are heads and whose columns are query tokens.
     """
 
     batch: int
@@ -54,6 +55,13 @@ class CallSpec(NamedTuple):
     ragged: RaggedQueries | None = None
     window: KeyWindow = NO_WINDOW
     operands: str = LATENT
+    sparse: bool = False
+
+    def num_parts(self, arch: Arch, sm_count: int) -> int:
+        """Return the number of parts on a device with sm_count SMs."""
+        if self.sparse:
+            return sparse_decode.num_parts(arch, self.rows, self.columns, sm_count)
+        return dense_decode.num_parts(arch, self.rows, self.columns, sm_count, self.operands)
 
 
 class Options(NamedTuple):
@@ -90,14 +98,15 @@ class Options(NamedTuple):
         heads, limit = (0, NO_LIMIT) if self.topk is None else _check_sparse(h_kv, h_q, self.topk)
         if self.total_q is None:
             window = self.key_window(tokens * h_kv // (h_q or h_kv))
-            return CallSpec(batch, *((heads, tokens // heads) if heads else (tokens, h_kv)), limit, 0, window=window)
+            rows = (heads, tokens // heads) if heads else (tokens, h_kv)
+            return CallSpec(batch, *rows, limit, 0, window=window, sparse=heads > 0)
         total_q = check_integer("total_q", self.total_q, 0, MAX_QUERY_TOKENS)
         if check_window(self.window, self.window_sink)[0] is not None:
             raise ValueError(f"window is {self.window} with cu_seqlens_q; supported: None, or as many query tokens of each request")
         if h_q is None:
             raise ValueError(f"num_heads_q is None with cu_seqlens_q; supported: 1 to {MAX_HEADS}")
         if heads:
-            return ragged_call(RaggedQueries(batch, total_q, tokens // heads), heads, 1, limit)
+            return ragged_call(RaggedQueries(batch, total_q, tokens // heads), heads, 1, limit, sparse=True)
         return ragged_call(ragged_queries(batch, total_q, tokens * h_kv // h_q, h_q // h_kv), h_q // h_kv, h_kv, limit)
 
 
@@ -174,9 +183,9 @@ def check_sparse(
         if lengths is not None:
             check_counts(name, operand_spec(name, lengths), (tokens[0],), spec.device)
     if cu_seqlens_q is None:
-        return CallSpec(tokens[0], num_heads_q, max(tokens[1], 1), topk, extra_topk)
+        return CallSpec(tokens[0], num_heads_q, max(tokens[1], 1), topk, extra_topk, sparse=True)
     requests = check_offsets(operand_spec("cu_seqlens_q", cu_seqlens_q), spec.device)
-    return ragged_call(RaggedQueries(requests, tokens[0], max(tokens[0], 1)), num_heads_q, 1, topk, extra_topk)
+    return ragged_call(RaggedQueries(requests, tokens[0], max(tokens[0], 1)), num_heads_q, 1, topk, extra_topk, sparse=True)
 
 
 def check_offsets(cu_seqlens_q: TensorSpec, device: torch.device) -> int:
@@ -192,16 +201,15 @@ def ragged_queries(requests: int, total_q: int, max_seqlen_q: int, heads_per_kv:
     return RaggedQueries(requests, total_q, max_seqlen_q, unit_tokens(max_seqlen_q, heads_per_kv))
 
 
-def ragged_call(ragged: RaggedQueries, heads_per_kv: int, h_kv: int, limit: int, extra_limit: int = 0) -> CallSpec:
+def ragged_call(ragged: RaggedQueries, heads_per_kv: int, h_kv: int, limit: int, extra_limit: int = 0, sparse: bool = False) -> CallSpec:
     """Return the CallSpec of requests with different numbers of query tokens."""
-    return CallSpec(ragged.units, max(ragged.unit_tokens, 1) * heads_per_kv, h_kv, limit, extra_limit, ragged)
+    return CallSpec(ragged.units, max(ragged.unit_tokens, 1) * heads_per_kv, h_kv, limit, extra_limit, ragged, sparse=sparse)
 
 
 @lru_cache(maxsize=4096)
 def plan(call: CallSpec, arch: Arch, sm_count: int) -> PlanLaunch:
     """Return the launch of split_plan on a device with sm_count SMs."""
-    parts = num_parts(arch, call.rows, call.columns, sm_count, call.operands)
-    return launch_plan(call, parts, whole_eighths(arch, call.operands, call.rows))
+    return launch_plan(call, call.num_parts(arch, sm_count), whole_eighths(arch, call.operands, call.rows))
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,8 @@ class SparseDecodeConfig:
     """One compiled variant.
 
     dtype: element type of q and out, and of a latent cache. cache: as serving_kernels names the formats of both caches.
-    cluster: CTAs that share the gathered tiles (1 or 2); on sm100, the CTAs along the heads. few_heads: S^T = K Q^T and O^T = V^T P^T, for up to FEW_HEADS heads.
+    cluster: CTAs that share the gathered tiles (1 or 2); on sm100, the CTAs along the heads.
+    few_heads: S^T = K Q^T and O^T = V^T P^T, for up to FEW_HEADS heads.
     """
 
     dtype: str

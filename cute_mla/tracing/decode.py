@@ -11,7 +11,6 @@ from ..ops import decode, split_plan
 from ..ops.limits import value_columns
 from ..ops.split_plan import MlaSchedule, ScheduleKey
 from ..runtime.current import device_for
-from ..spec.dense_decode import num_parts
 from ..spec.split_plan import PLAN_COLUMNS
 from .register import Function, TorchOp, ops
 
@@ -78,13 +77,13 @@ def _new_plan(cache_seqlens: Tensor, **arguments: Any) -> tuple[Tensor, Tensor]:
 
 def _new_sparse_plan(indices: Tensor, num_heads_q: int, **others: Any) -> tuple[Tensor, Tensor]:
     s_q = indices.shape[1] if indices.dim() == 3 else 1
-    return _plan_tensors(split_plan.CallSpec(indices.shape[0], num_heads_q, max(s_q, 1), indices.shape[-1], 0), indices)
+    return _plan_tensors(split_plan.CallSpec(indices.shape[0], num_heads_q, max(s_q, 1), indices.shape[-1], 0, sparse=True), indices)
 
 
 def _plan_tensors(call: split_plan.CallSpec, like: Tensor) -> tuple[Tensor, Tensor]:
     """Allocate a plan's two tensors."""
     device = device_for(like.device)
-    rows = num_parts(device.arch, call.rows, call.columns, device.sm_count, call.operands) + (call.ragged.table_rows if call.ragged else 0)
+    rows = call.num_parts(device.arch, device.sm_count) + (call.ragged.table_rows if call.ragged else 0)
     return like.new_empty((rows, PLAN_COLUMNS)), like.new_empty((call.batch + 1,))
 
 

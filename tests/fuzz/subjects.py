@@ -6,6 +6,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,8 +15,8 @@ from torch import Tensor
 
 import cute_mla
 from cute_mla.ops.split_plan import MlaSchedule
+from cute_mla.spec import dense_decode, sparse_decode
 from cute_mla.spec.arch import ARCHS
-from cute_mla.spec.dense_decode import num_parts
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.compare import (
     DENSE_DECODE_OUT,
@@ -179,8 +180,9 @@ def _is_tame(scale: Any) -> bool:
 
 def _decode_faults(arguments: Arguments, setting: Setting) -> set[str]:
     arch = ARCHS[setting.arch]
+    spec = dense_decode if arguments.get("indices") is None else sparse_decode
     with RecordingDevice(arch, setting.sm_count).active():
-        return decode_faults(arguments, lambda rows, columns: num_parts(arch, rows, columns, setting.sm_count), cute_mla.workspace_size)
+        return decode_faults(arguments, partial(spec.num_parts, arch, sm_count=setting.sm_count), cute_mla.workspace_size)
 
 
 def _expect_decode(arguments: Arguments, setting: Setting) -> Verify:
@@ -321,7 +323,8 @@ def _expect_plan(arguments: Arguments, setting: Setting) -> Verify:
     rows, columns = arguments["num_q_tokens_per_head_k"], arguments["num_heads_k"]
     if topk is not None:
         rows, columns = arguments["num_heads_q"], rows // arguments["num_heads_q"]
-    parts = num_parts(ARCHS[setting.arch], int(rows), int(columns), setting.sm_count)
+    spec = dense_decode if topk is None else sparse_decode
+    parts = spec.num_parts(ARCHS[setting.arch], int(rows), int(columns), setting.sm_count)
     planned = lengths.tolist() if topk is None else [int(topk)] * len(lengths)
     plan = reference_plan(planned, parts)
 

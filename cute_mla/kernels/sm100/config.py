@@ -181,7 +181,7 @@ class LatentGeometrySm100:
         return self.cta_columns if self.paired else CHUNK_COLUMNS
 
     def output_place(self, column: int) -> int:
-        """Return where a column of O in tensor memory belongs, counted from a lane's first one: of a CTA alone, a lane has every other chunk."""
+        """Return where a column of O in tensor memory belongs, counted from the lane's first: a CTA alone has every other chunk there."""
         return column if self.paired else column + column // CHUNK_COLUMNS * CHUNK_COLUMNS
 
     # ---- pieces of S ------------------------------------------------------------------------------------------------

@@ -123,7 +123,7 @@ def _wide_columns(cache: CacheFormat, rank: int | Int32) -> tuple[CopiedColumns,
 
 
 def _rope_columns(first: int, rank: int | Int32) -> tuple[CopiedColumns, ...]:
-    """Return the movers of RoPE columns from byte `first` of a row on: half of them, or, where a CTA works alone, all with the second half."""
+    """Return the movers of RoPE columns from byte `first` of a row on: half, or, where a CTA works alone, all with the second half."""
     return _second_half(first, LATENT_BOXES, rank) if isinstance(rank, int) else (rope_columns(first, rank),)
 
 

@@ -20,7 +20,6 @@ import cute_mla
 from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.simulator import Finding
 from cute_mla.spec.arch import SM90, SM100, Arch
-from cute_mla.spec.dense_decode import row_ctas
 from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from cute_mla.testing.compare import same_bits
 from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
@@ -195,7 +194,7 @@ def test_a_plan_of_one_architecture_serves_the_other(arch: Arch) -> None:
 
 def test_a_plan_that_cuts_serves_a_call_that_needs_no_combine(bench: Bench) -> None:
     """A schedule object keeps the plan of its first call, which said how many indices count."""
-    case = SparseDecodeCase(batch=3, cache="latent", h_q=5, main=Pool(640, 640), sm_count=3 * row_ctas(bench.arch, 5))
+    case = SparseDecodeCase(batch=3, cache="latent", h_q=5, main=Pool(640, 640), sm_count=3)
     call = RightCall(case)
     schedule = MlaSchedule()
     with cute_mla.simulate(bench.arch, case.sm_count):
