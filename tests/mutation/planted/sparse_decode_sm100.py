@@ -8,7 +8,7 @@ from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, alone, each_in, planted, together
 
 # One pair of CTAs, tiles enough to go round the ring, indices of every kind, lengths that end inside a tile.
-WALK = SparseDecodeCase(batch=2, h_q=9, main=Pool(400, 390, 61, lengths=(390, 70)), indices="mixed", sinks="drawn", sm_count=2)
+WALK = SparseDecodeCase(batch=2, h_q=73, main=Pool(400, 390, 61, lengths=(390, 70)), indices="mixed", sinks="drawn", sm_count=2)
 LAST_SCALE = 2 * (8 + 2) + 8 - 1  # of the shuffles of the main loop: two words of an address for each copied pass, then the scales
 MASKS = r"selp\.f32 (\s*%r\d+), (%r\d+), 0fFF800000,"
 

@@ -14,7 +14,7 @@ from tests.mutation.planting import Suite, alone, planted, together
 
 # Tiles enough to go round the ring, indices of every kind, lengths that end inside a tile.
 V41 = SparseDecodeCase(
-    cache="v41_paged", batch=2, h_q=9, main=Pool(400, 390, 61, lengths=(390, 70)), values="spread", indices="mixed", sm_count=2
+    cache="v41_paged", batch=2, h_q=73, main=Pool(400, 390, 61, lengths=(390, 70)), values="spread", indices="mixed", sm_count=2
 )
 ROWS = replace(V41, cache="v41", main=Pool(100, 90, 61))
 NOPE = replace(V41, cache="nope_528")
