@@ -35,15 +35,14 @@ class HalvesGatherRoleSm100:
         tile = Int32(0)
         while req <= schedule.last_request():
             tile_range = schedule.tile_range(req, begin_tile)
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
             self.fill_tiles(operands, smem, tile_range, self.source.first_key(begin_tile, warp), tile, warp)
             tile = tile + tile_range.tiles
-            work_tile = schedule.work_tile(req, begin_tile)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.cp_async_wait_group(0)
-        if tile > 0:
-            for half in cutlass.range_constexpr(HALVES):
-                self.finish(half, smem, tile - 1, warp)
+        for half in cutlass.range_constexpr(HALVES):
+            self.finish_before(half, smem, tile, warp)
+            cute.arch.cp_async_commit_group()  # no copies, in place of those that would follow
 
     @cute.jit
     def fill_tiles(
