@@ -23,6 +23,7 @@ from cute_mla.spec.dense_prefill import HEAD_DIMS as PREFILL_HEAD_DIMS
 from cute_mla.spec.masked_prefill import MASK_WORD_KEYS
 from cute_mla.spec.mla import D_QK, D_ROPE, D_V, ELEMENT_BYTES, LATENT_DIMS, ceil_div
 from cute_mla.spec.mqa_logits import COLUMNS, ROW_BYTES
+from cute_mla.spec.sparse_decode import head_ctas
 
 from .roofline import Work
 
@@ -185,7 +186,7 @@ class SparseDecodeShape:
 
     def tile_padding(self, arch: Arch) -> float | None:
         """Return the padding of the heads of one query token."""
-        return _row_padding(arch, self.h_q)
+        return head_ctas(arch, self.h_q) * TILE_ROWS / self.h_q
 
 
 @dataclass(frozen=True)
@@ -215,7 +216,7 @@ class SparsePrefillShape:
 
     def tile_padding(self, arch: Arch) -> float | None:
         """Return the padding of the heads of one query token."""
-        return _row_padding(arch, self.h_q)
+        return head_ctas(arch, self.h_q) * TILE_ROWS / self.h_q
 
 
 @dataclass(frozen=True)

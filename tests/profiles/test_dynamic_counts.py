@@ -46,6 +46,7 @@ PRODUCTS = [
     ("sparse_decode_sm90_bf16_fp8_584_cluster2", {"score": 4 * 32, "output_left": 4 * 8, "output_right": 4 * 8}),
     ("sparse_prefill_sm100_bf16_d576_cluster2", {"mma": (2 * 18 + 8) / 2}),
     ("sparse_prefill_sm100_bf16_d576_cluster1", {"mma": 2 * 18 + 2 * 4}),
+    ("sparse_decode_sm100_bf16_fp8_656_cluster1", {"mma": 2 * 18 + 2 * 4}),
 ]
 
 

@@ -7,6 +7,23 @@ For every query token and head r, over the slots j that the token's indices name
 A pair of CTAs holds the heads of one query token (block_idx y), 64 each, and walks the work tiles of one partition, 64
 indices (one tile) at a time. Each CTA gathers its half of the columns of every key, converts what is e4m3, and puts it where
 the TMA of the dense kernel would. Roles and pipelines: ../sm100/gather.py and dense_decode/sm100.py.
+
+Up to 64 heads: a CTA works alone on each query token and partition. It gathers all columns of every key, in two halves, which are those of
+the CTAs of a pair. Products, and the trick that lets Q fit: ../sm100/heads64.py.
+
+Roles: as ../sm100/gather.py, mma in every CTA. Pipelines (producer -> consumer; arrivals per phase):
+  left_ready[3]    gather -> mma           4: columns 0..255 of a tile's keys
+  kv_ready[3]      gather -> mma           4: the other columns
+  left_free[3]     mma -> gather           1: P V has read columns 0..255
+  kv_free[3]       mma -> gather, output   1: P V has read the others, and P
+  seen_ready[3]    gather -> score         4: a bit per key of the stage
+  query_ready      score -> mma            4: Q of a work tile is in tensor memory
+  scores_ready     mma -> score            1: S of a tile
+  scores_free      score -> mma            4
+  alpha_ready[2]   score -> output         4: rescale factors
+  probs_ready[2]   score -> mma            4: P, over the RoPE columns of its tile
+  output_ready[2]  output -> mma           4: O is scaled; of a work tile's first tile, O of the one before has been read
+  stats_ready, stats_free   score -> output, and back   4: the factors of O
 """
 
 from __future__ import annotations

@@ -18,8 +18,8 @@ RISING = replace(WALK, batch=1, main=Pool(400, 390), values="rising", indices="v
 V584 = replace(WALK, cache="fp8_584")  # its last box is copied
 FP4 = replace(WALK, cache="v41", extra_cache="v41_fp4", main=Pool(100, 90, 61), extra=Pool(400, 300, 16, (300, 35)))
 
-# In the order of the PTX: a barrier, and a case that notices that nobody waits for it. None: nothing changes. The gather role writes the bits
-# of a tile before it signals left_ready, and scores_ready follows that. A CTA without a peer waits for its own score role before it ends.
+# In the order of the PTX: a barrier, and a case that notices that nobody waits for it. None: nothing changes. The gather role writes the
+# bits of a tile before it signals left_ready, and scores_ready follows that. A CTA without a peer waits for its score role before it ends.
 WAITS = (
     ("scores_ready", WALK),
     ("seen_ready", None),
