@@ -69,7 +69,7 @@ def heads64_smem(arrays: tuple[Field, ...], added: tuple[Field, ...] = ()) -> Sm
     ))  # fmt: skip
 
 
-def heads64_arrivals(smem: LatentSmemSm100, left_releases: int = 1) -> tuple[Arrivals, ...]:
+def heads64_arrivals(smem: Any, left_releases: int = 1) -> tuple[Arrivals, ...]:
     """Return the arrivals of every barrier: warps of the arriving role, or one commit. left_releases: those of left_free."""
     by_warps = (
         smem.left_ready, smem.kv_ready, smem.seen_ready, smem.query_ready, smem.scores_free, smem.alpha_ready, smem.probs_ready,

@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from cutlass import Float32, Int32
 
@@ -102,7 +103,7 @@ class SparseDecodeHeads64Sm100(LatentKernelSm100):
         first, second = (half_columns(self.config, self.dtype, smem, half) for half in range(HALVES))
         return HalvesGatherRoleSm100((first, second), SlotKeys(self.config))
 
-    def arrivals(self, smem: SparseDecodeSmemSm100) -> tuple[Arrivals, ...]:
+    def arrivals(self, smem: Any) -> tuple[Arrivals, ...]:
         """Return the arrivals of every barrier."""
         return heads64_arrivals(smem)
 

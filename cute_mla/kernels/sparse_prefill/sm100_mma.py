@@ -13,6 +13,7 @@ from cutlass import Boolean, Int32, cute
 
 from ..primitives import tcgen05
 from ..primitives.arithmetic import smaller
+from ..sm100.config import LatentSmemSm100
 from ..sm100.heads64 import Heads64Products
 from ..sm100.mma import LatentGemmSm100, await_probs, await_score_role
 from .operands import SparsePrefillOperands
@@ -97,7 +98,7 @@ class PairProducts:
 class TokenProducts(Heads64Products):
     """Products of the tiles of a CTA that works alone."""
 
-    def filled(self, smem: SparsePrefillSmemSm100, tile: Int32) -> Boolean:
+    def filled(self, smem: LatentSmemSm100, tile: Int32) -> Boolean:
         """Return whether a tile has keys. Release the bits."""
         filled = smem.has_keys(tile)
         smem.left_free.consumer_release(tile)
