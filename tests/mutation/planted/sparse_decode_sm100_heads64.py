@@ -50,7 +50,6 @@ SUITE = Suite(
         planted("missing commit", WALK, ptx.COMMITS),
         planted("missing proxy fences", WALK, ptx.PROXY_FENCES),
         planted("halves of a tile still under way", WALK, ptx.COPY_WAITS_BUT_ONE, "cp.async.wait_group 2;"),
-        planted("halves of the last tile still under way", WALK, ptx.COPY_WAITS, "cp.async.wait_group 1;"),
         planted("584: halves of a tile still under way", V584, ptx.COPY_WAITS_BUT_ONE, "cp.async.wait_group 2;"),
         planted("fp4: second cache read as the first", FP4, ptx.BALLOTS, r"mov.b32 \1, 0;", alone(0, 1), count=3),
         planted("scores of the first half of the columns twice", WALK, LOWER_SCORES, r"\1, 448;", together),
