@@ -12,13 +12,13 @@ from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.dense_decode import TILINGS, closed_variants, takes_key_masks
 
 # Words of tree_mask and, where requests have different numbers of query tokens, what the table of units says, for each row of a thread: one
-# where CTAs are paired, else two. Only the tiles with new tokens load them, and only in calls with a tree.
+# where CTAs are paired or divide columns, else two. Only the tiles with new tokens load them, and only in calls with a tree.
 _TREE_WORDS = {True: 8, False: 16}
 
 # fmt: off
 KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     **{
-        kernel_name("dense_decode", arch.name, config.name): {"LDG.E": _TREE_WORDS[TILINGS[arch.name].paired]}
+        kernel_name("dense_decode", arch.name, config.name): {"LDG.E": _TREE_WORDS[TILINGS[arch.name].paired or config.column_ctas > 1]}
         for arch in ARCHS.values()
         for config in closed_variants(arch)
         if takes_key_masks(config.operands)

@@ -182,13 +182,11 @@ def _sparse_prefill(model: Model) -> str:
 
 
 def _refusal(op: str, **features: Any) -> str | None:
-    """Return why bf16 calls with these features are not supported, None if they are. The answers of all architectures must be equal."""
+    """Return why bf16 calls with these features are not supported on one of the architectures, None if they are on all."""
     from cute_mla.api import is_supported
 
     answers = {is_supported(op, arch, dtype="bf16", **features) for arch in ARCHS}
-    verdicts = {(supported, None if supported else reason) for supported, reason in answers}
-    ((_, reason),) = verdicts
-    return reason
+    return next((reason for supported, reason in sorted(answers) if not supported), None)
 
 
 def _code(names: Iterable[str]) -> list[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.dense_decode import OPERANDS
-from cute_mla.spec.mla import DTYPES, LATENT_DIMS
+from cute_mla.spec.mla import DENSE_DIMS, DTYPES
 from cute_mla.spec.mqa_logits import DTYPE as KEYS
 from cute_mla.spec.sparse_decode import DECODED, DECODED_BESIDE
 from cute_mla.spec.sparse_prefill import HEAD_DIMS
@@ -129,7 +129,7 @@ _SHAPES: dict[str, type[Any]] = {
 }
 _SUPPORTED: dict[tuple[type[Any], str], Sequence[Any]] = {
     (DecodeShape, "operands"): OPERANDS,
-    (DecodeShape, "d_qk"): tuple(LATENT_DIMS),
+    (DecodeShape, "d_qk"): tuple(DENSE_DIMS),
     (SparseDecodeShape, "cache"): tuple(DECODED),
     (SparseDecodeShape, "extra"): tuple(DECODED_BESIDE),
     (SparsePrefillShape, "d_qk"): HEAD_DIMS,

@@ -21,7 +21,7 @@ from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.dense_decode import FP8, LATENT, TILE_ROWS, row_ctas
 from cute_mla.spec.dense_prefill import HEAD_DIMS as PREFILL_HEAD_DIMS
 from cute_mla.spec.masked_prefill import MASK_WORD_KEYS
-from cute_mla.spec.mla import D_QK, D_ROPE, D_V, ELEMENT_BYTES, LATENT_DIMS, ceil_div
+from cute_mla.spec.mla import D_QK, D_ROPE, D_V, DENSE_DIMS, ELEMENT_BYTES, ceil_div
 from cute_mla.spec.mqa_logits import COLUMNS, ROW_BYTES
 from cute_mla.spec.sparse_decode import head_ctas
 
@@ -73,6 +73,7 @@ class DecodeShape:
 
     lengths: keys of each request. s_q, h_q: query tokens and heads of a request. page_size: keys of a page.
     operands, d_qk: as in DenseDecodeConfig. tokens: query tokens of each request, packed, of which s_q is the most; empty: s_q each.
+    window: keys that a query token sees; 0: all.
     """
 
     lengths: tuple[int, ...]
@@ -83,6 +84,12 @@ class DecodeShape:
     operands: str = LATENT
     d_qk: int = D_QK
     tokens: tuple[int, ...] = ()
+    window: int = 0
+
+    @property
+    def reached(self) -> tuple[int, ...]:
+        """Keys of each request that some query token sees."""
+        return tuple(min(length, self.window + self.s_q - 1) if self.window else length for length in self.lengths)
 
     @property
     def query_tokens(self) -> tuple[int, ...]:
@@ -92,7 +99,7 @@ class DecodeShape:
     @property
     def d_v(self) -> int:
         """Columns of a value."""
-        return LATENT_DIMS[self.d_qk].latent
+        return DENSE_DIMS[self.d_qk].latent
 
     @property
     def batch(self) -> int:
@@ -113,13 +120,14 @@ class DecodeShape:
     def work(self) -> Work:
         """Products over all keys; bytes of cache rows, q, out, lse and the page table."""
         rows = sum(self.query_tokens) * self.h_q
-        pairs = sum(tokens * length for tokens, length in zip(self.query_tokens, self.lengths, strict=True))
-        pages = sum(ceil_div(length, self.page_size) for length in self.lengths)
+        seen = [min(length, self.window or length) for length in self.lengths]
+        pairs = sum(tokens * length for tokens, length in zip(self.query_tokens, seen, strict=True))
+        pages = sum(ceil_div(length, self.page_size) for length in self.reached)
         q_bytes = self.d_qk * (E4M3_BYTES if self.operands == FP8 else ELEMENT_BYTES)
         row_bytes = q_bytes + ELEMENT_BYTES * self.d_v + FLOAT_BYTES
         return Work(
             flops=float(pair_flops(self.d_qk, self.d_v) * self.h_q * pairs),
-            bytes=float(self.cache_row_bytes * self.h_kv * self.keys + row_bytes * rows + INDEX_BYTES * pages),
+            bytes=float(self.cache_row_bytes * self.h_kv * sum(self.reached) + row_bytes * rows + INDEX_BYTES * pages),
             rate=FP8_RATE if self.operands == FP8 else 1.0,
         )
 
@@ -128,6 +136,7 @@ class DecodeShape:
         """Short form such as "b128 L4096 h128 s1"."""
         operands = "" if self.operands == LATENT else f" {self.operands}"
         operands += "" if self.d_qk == D_QK else f" d{self.d_qk}"
+        operands += f" window {self.window}" if self.window else ""
         return f"b{self.batch} {lengths_text(self.lengths)} h{self.h_q} {tokens_text(self.s_q, self.tokens)}{operands}"
 
     def tile_padding(self, arch: Arch) -> float | None:

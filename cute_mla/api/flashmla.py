@@ -38,6 +38,7 @@ def get_mla_metadata(
     window: int | None = None,
     window_sink: int = 0,
     is_fp8_q: bool = False,
+    head_dim_v: int = D_V,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
@@ -54,6 +55,7 @@ def get_mla_metadata(
     window: int | None = None,
     window_sink: int = 0,
     is_fp8_q: bool = False,
+    head_dim_v: int = D_V,
 ) -> tuple[torch.Tensor, torch.Tensor] | tuple[MlaSchedule, None]:
     """Plan how decode work is divided among SMs, now or at the first use of a schedule object.
 
@@ -62,7 +64,7 @@ def get_mla_metadata(
 
     get_mla_metadata(cache_seqlens, num_q_tokens_per_head_k, num_heads_k, ...) plans at once, on the device, and returns
     (tile_scheduler_metadata int32 [num_sm_parts, 8], num_splits int32 [batch + 1]). Both may be copied into buffers of
-    the same shapes. num_sm_parts depends on the device, num_q_tokens_per_head_k, num_heads_k and is_fp8_q alone.
+    the same shapes. num_sm_parts depends on the device, num_q_tokens_per_head_k, num_heads_k, is_fp8_q and head_dim_v alone.
 
         cache_seqlens            int32 [batch], contiguous: keys of each request. Never read by the host.
         num_q_tokens_per_head_k  s_q * h_q / h_kv
@@ -76,6 +78,7 @@ def get_mla_metadata(
         cu_seqlens_q, total_q    for requests with different numbers of query tokens: cu_seqlens_q of the call, int32 [batch + 1], and
                                  q.shape[0]. num_q_tokens_per_head_k is then max_seqlen_q * h_q / h_kv, and num_heads_q must be given
         window, window_sink      those of the calls; num_heads_q must be given with a window. A plan for other windows is less balanced
+        head_dim_v               that of the calls, in dense decode: with 1,024 columns a plan has half as many parts
 
     With cu_seqlens_q, a plan cuts work units: as many query tokens of one request as have at most 128 rows per KV head (in sparse decode
     each token). num_splits is int32 [units + 1]; in dense decode the rows of tile_scheduler_metadata behind the first num_sm_parts are a
@@ -102,8 +105,8 @@ def get_mla_metadata(
             "supported: get_mla_metadata() or all of the first three"
         )
     ragged = (cu_seqlens_q, total_q)
-    shape = (num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk, *ragged, window, window_sink, is_fp8_q)
-    return _plan(cache_seqlens, *shape)
+    queries = (num_q_tokens_per_head_k, num_heads_k, num_heads_q)
+    return _plan(cache_seqlens, *queries, is_fp8_kvcache, topk, *ragged, window, window_sink, is_fp8_q, head_dim_v)
 
 
 @public(decode.WITH_KVCACHE)
@@ -144,10 +147,11 @@ def flash_mla_with_kvcache(
     """Attend new query tokens to a paged latent cache: out = softmax(softmax_scale * q k^T) v.
 
     Dense (without indices): each request attends to its cache_seqlens keys; v = k[..., :head_dim_v]. Keys have 512
-    latent and 64 rotary columns (d_qk 576), 512 latent ones alone (512), or 256 latent and 64 rotary ones (320).
+    latent and 64 rotary columns (d_qk 576), 512 latent ones alone (512), 256 latent and 64 rotary ones (320), or on Hopper 1,024 latent
+    and 64 rotary ones (1,088).
 
     q                bf16 or fp16 [batch, s_q, h_q, d_qk], h_q 1 to 128; last dimension contiguous; bf16 where dense decode has a d_qk of
-                     512 or 320, or an e4m3 cache. Address and other strides of q and out are multiples of 4 bytes on Hopper, of 16 bytes
+                     512, 320 or 1088, or an e4m3 cache. Address and other strides of q and out are multiples of 4 bytes on Hopper, of 16 bytes
                      on Blackwell; .contiguous() or .clone() makes such a copy
     k_cache          same dtype [pages, page size, h_kv, d_qk], h_kv divides h_q; page size 16, 32 or a multiple of 64;
                      address a multiple and strides positive multiples of 16 bytes, last dimension contiguous (block-strided is fine).
@@ -193,7 +197,7 @@ def flash_mla_with_kvcache(
 
     Both:
 
-    head_dim_v       the latent columns: 512, or 256 in dense decode with d_qk 320
+    head_dim_v       the latent columns: 512, or in dense decode 256 with d_qk 320 and 1024 with d_qk 1088
     tile_scheduler_metadata, num_splits
                      the result of get_mla_metadata: (schedule, None) or the two tensors
     softmax_scale    positive, default q.shape[-1] ** -0.5

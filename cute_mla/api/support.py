@@ -27,8 +27,8 @@ from ..spec import cache_insert, dense_prefill, dense_prefill_dq, index_write, m
 from ..spec.arch import ALIASES, ARCHS, Arch
 from ..spec.cache_format import FP8_656, CacheFormat
 from ..spec.cache_rows import CACHED, FP8_576, KNOWN, LATENTS, key_types
-from ..spec.dense_decode import FEW_HEADS, FP8, FP8_CACHE, MAX_KEYS, few_heads_rows, takes_key_masks
-from ..spec.mla import BF16, D_QK, D_V, DTYPES, FP16, LATENT_DIMS, MAX_HEADS, VALUE_COLUMNS, key_dtypes
+from ..spec.dense_decode import FEW_HEADS, FP8, FP8_CACHE, MAX_KEYS, few_heads_rows, key_columns, takes_key_masks
+from ..spec.mla import BF16, D_QK, D_V, DENSE_DIMS, DENSE_VALUE_COLUMNS, DTYPES, FP16, LATENT_DIMS, MAX_HEADS, key_dtypes
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, few_heads_caches, serving_kernels
 
 
@@ -48,8 +48,8 @@ _DENSE_DECODE: dict[str, Limit] = {
     "h_q": between("h_q", 1, MAX_HEADS),
     "h_kv": between("h_kv", 1, MAX_HEADS),
     "s_q": between("s_q", 1, MAX_QUERY_TOKENS),
-    "head_dim": one_of("head_dim", *LATENT_DIMS),
-    "head_dim_v": one_of("head_dim_v", *VALUE_COLUMNS),
+    "head_dim": one_of("head_dim", *DENSE_DIMS),
+    "head_dim_v": one_of("head_dim_v", *DENSE_VALUE_COLUMNS),
     "page_size": page_size_error,
     "causal": one_of("causal", False, True),
     "batch_invariant": one_of("batch_invariant", False, True),
@@ -162,7 +162,7 @@ _FEATURES_OF = {
 FEATURES = tuple(_DENSE_DECODE)
 # By op and columns (of q, of out), where 16-bit types differ
 _DTYPES_OF_COLUMNS: dict[str, dict[tuple[int, int | None], tuple[str, ...]]] = {
-    "dense_decode": {(d_qk, dims.latent): key_dtypes(d_qk) for d_qk, dims in LATENT_DIMS.items()},
+    "dense_decode": {(d_qk, dims.latent): key_dtypes(d_qk) for d_qk, dims in DENSE_DIMS.items()},
     "dense_prefill": {dims: dense_prefill.head_dtypes(dims[0]) for dims in dense_prefill.HEAD_DIMS.items()},
     "cache_insert": {(cache.d_qk, None): cache_insert.key_types(cache) for cache in LATENTS.values()},
 }
@@ -181,11 +181,11 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
                          be "bf16" or "e4m3"; in cache_write and cache_gather, dtype of the keys outside the cache; "fp32" in topk_indices;
                          "e4m3" in mqa_logits and indexer_topk, "bf16" in index_write, where it is that of keys and queries before
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
-        head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512 or 320; in sparse decode 576, or 512 with an FP8
-                         cache; 576 or 512 in sparse prefill; 192, 128 or 256 in dense prefill, and in its backward pass;
+        head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512 or 320, and 1088 on sm90; in sparse decode
+                         576, or 512 with an FP8 cache; 576 or 512 in sparse prefill; 192, 128 or 256 in dense prefill, and in its backward pass;
                          columns of a key in cache_write and cache_gather: 576, 512 or 320; 128 in mqa_logits and indexer_topk
-        head_dim_v       columns of out: 512, or 256 in dense decode with head_dim 320; 128 in dense prefill, or 256 with a head_dim of
-                         256; None in cache_write and cache_gather
+        head_dim_v       columns of out: 512, or in dense decode 256 with head_dim 320 and 1024 with 1088; 128 in dense prefill, or
+                         256 with a head_dim of 256; None in cache_write and cache_gather
         page_size        keys of a page; None in prefill, whose keys have no pages, and of logits of keys in a row
         causal, batch_invariant        True or False; prefill is always batch invariant, without being asked
         fp8_kvcache, attn_sink, tree_mask, window, key_mask, extra_cache, topk_length, kv_offsets, cu_seqlens_q
@@ -216,8 +216,21 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     if error is not None:
         return False, error
     known = ARCHS[ALIASES.get(arch, arch)]
+    error = _arch_conflict(op, known, features)
+    if error is not None:
+        return False, error
     few = _few_heads(op, known, features)
     return True, known.proof + (_FEW_HEADS.format(few) if few else "")
+
+
+def _arch_conflict(op: str, arch: Arch, features: dict[str, Any]) -> str | None:
+    """Return why features are not supported on one of the architectures, or None if they are."""
+    if op == "dense_decode":
+        columns = key_columns(arch)
+        for name, supported in (("head_dim", columns), ("head_dim_v", tuple(dict.fromkeys(DENSE_DIMS[each].latent for each in columns)))):
+            if features.get(name) is not None and features[name] not in supported:
+                return f"{name} is {features[name]} on {arch.name}; supported: {', '.join(map(str, supported))}"
+    return None
 
 
 def _few_heads(op: str, arch: Arch, features: dict[str, Any]) -> int:
@@ -295,8 +308,8 @@ def _columns_conflict(op: str, features: dict[str, Any]) -> str | None:
     """Return why the columns of a key are not supported with the other features, or None if they are."""
     columns, columns_v, fp8 = features.get("head_dim"), features.get("head_dim_v"), features.get("fp8_kvcache")
     if op == "dense_decode" and columns is not None:
-        if columns_v is not None and columns_v != LATENT_DIMS[columns].latent:
-            return f"head_dim_v is {columns_v} with head_dim {columns}; supported: {LATENT_DIMS[columns].latent}"
+        if columns_v is not None and columns_v != DENSE_DIMS[columns].latent:
+            return f"head_dim_v is {columns_v} with head_dim {columns}; supported: {DENSE_DIMS[columns].latent}"
         if columns != D_QK and (fp8 or _dtype_name(features.get("dtype")) == E4M3):
             return f"head_dim is {columns} with an FP8 cache; supported: {D_QK}"
     if op in CACHE_OPS and fp8 and columns is not None:

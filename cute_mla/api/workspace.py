@@ -16,7 +16,7 @@ from ..spec import dense_decode, sparse_decode
 from ..spec.dense_decode import FP8, LATENT
 from ..spec.dense_prefill import MAX_TOKENS
 from ..spec.dense_prefill_dq import BackwardWorkspace
-from ..spec.mla import D_V, VALUE_COLUMNS
+from ..spec.mla import D_V, DENSE_VALUE_COLUMNS
 from ..spec.split_plan import RaggedQueries, accumulator_rows, invariant_splits
 
 _INDEXER_TOPK = "indexer_topk"
@@ -58,7 +58,7 @@ def workspace_size(
     """
     check_op(op, (*OPS, *BACKWARD_OPS, _INDEXER_TOPK))
     batch_invariant, is_fp8_q = check_flag("batch_invariant", batch_invariant), check_flag("is_fp8_q", is_fp8_q)
-    head_dim_v = check_columns("head_dim_v", head_dim_v, *(VALUE_COLUMNS if op == "dense_decode" else (D_V,)))
+    head_dim_v = check_columns("head_dim_v", head_dim_v, *(DENSE_VALUE_COLUMNS if op == "dense_decode" else (D_V,)))
     batch, s_q = check_integer("batch", batch, 0), check_integer("s_q", s_q, 0)
     error = heads_error(h_q, h_kv, op)
     if error is not None:
@@ -83,7 +83,7 @@ def workspace_size(
         parts = sparse_decode.num_parts(found.arch, h_q, s_q, found.sm_count)
     else:
         operands = FP8 if is_fp8_q and not batch_invariant else LATENT
-        parts = dense_decode.num_parts(found.arch, s_q * (h_q // h_kv), h_kv, found.sm_count, operands)
+        parts = dense_decode.num_parts(found.arch, s_q * (h_q // h_kv), h_kv, found.sm_count, operands, head_dim_v)
     max_splits = invariant_splits(max_keys) if batch_invariant else 0
     return sum(accumulator_bytes(accumulator_rows(batch, parts, max_splits), s_q, h_q, head_dim_v))
 

@@ -22,11 +22,12 @@ from ..spec.dense_decode import (
     TREE_WORD_TOKENS,
     DenseDecodeArguments,
     DenseDecodeProblem,
+    key_columns,
     num_parts,
     takes_key_masks,
     whole_eighths,
 )
-from ..spec.mla import LATENT_DIMS, VALUE_COLUMNS, ceil_div, key_dtypes
+from ..spec.mla import DENSE_DIMS, DENSE_VALUE_COLUMNS, ceil_div, key_dtypes
 from ..spec.split_plan import NO_LIMIT, TILE_KEYS, KeyWindow, RaggedQueries
 from ..spec.tensor_map import TensorMap
 from .arguments import check_columns, check_no_grad, short_repr
@@ -53,7 +54,7 @@ from .tensor_spec import (
 
 Arguments = DenseDecodeArguments  # the kernel's
 WHERE = "without indices"  # the calls of this op, for messages
-HEAD_DIMS_V = VALUE_COLUMNS
+HEAD_DIMS_V = DENSE_VALUE_COLUMNS
 EXCLUDED_OPTIONS = ("extra_kv_format",)  # of sparse_decode
 
 
@@ -199,13 +200,13 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
     """Return the problem, the layout of the cache, and packed query tokens. ValueError unless the operands fit together."""
     q, offsets = call.q, call.cu_seqlens_q
     check_tokens(q, offsets, call.common.options.max_seqlen_q, WHERE)
-    if len(q.shape) != (4 if offsets is None else 3) or q.shape[-1] not in LATENT_DIMS:
-        columns = " or ".join(map(str, LATENT_DIMS))
+    if len(q.shape) != (4 if offsets is None else 3) or q.shape[-1] not in key_columns(arch):
+        columns = " or ".join(map(str, key_columns(arch)))
         raise ValueError(f"q has shape {list(q.shape)}; supported {WHERE}: [batch, s_q, h_q, {columns}]")
     check_dtype("q", q, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
     check_last_contiguous("q", q)
     *tokens, h_q, d_qk = q.shape
-    check_columns("head_dim_v", call.common.options.head_dim_v, LATENT_DIMS[d_qk].latent)
+    check_columns("head_dim_v", call.common.options.head_dim_v, DENSE_DIMS[d_qk].latent)
     if q.dtype != torch.float8_e4m3fn:
         check_dtype_of_columns("q", q, key_dtypes(d_qk))
     cache = dense_cache(call.k_cache, q.dtype, d_qk)

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from ..spec import dense_prefill
 from ..spec.dense_decode import MAX_KEYS, SMALL_PAGES
-from ..spec.mla import D_V, LATENT_DIMS, MAX_HEADS
+from ..spec.mla import D_V, DENSE_DIMS, MAX_HEADS
 from ..spec.split_plan import TILE_KEYS
 from .arguments import is_flag, is_integer, short_repr
 
@@ -54,7 +54,7 @@ def check_op(op: Any, ops: tuple[str, ...] = OPS) -> None:
 def value_columns(d_qk: int) -> int:
     """Return the columns of a value of dense decode, and of out, by those of a key; 512 for keys that are not supported."""
     # no look-up in a dict: a symbol of torch has no hash
-    return next((dims.latent for dims in LATENT_DIMS.values() if dims.d_qk == d_qk), D_V)
+    return next((dims.latent for dims in DENSE_DIMS.values() if dims.d_qk == d_qk), D_V)
 
 
 def one_of(name: str, *supported: Any) -> Limit:

@@ -13,9 +13,9 @@ from ..runtime.device import Device
 from ..spec import dense_decode, sparse_decode
 from ..spec.arch import Arch
 from ..spec.dense_decode import FP8, LATENT, MAX_KEYS, MAX_WINDOW, unit_tokens, whole_eighths
-from ..spec.mla import MAX_HEADS
+from ..spec.mla import D_V, DENSE_VALUE_COLUMNS, MAX_HEADS
 from ..spec.split_plan import NO_LIMIT, NO_WINDOW, PLAN_COLUMNS, KeyWindow, RaggedQueries, SplitPlanArguments, SplitPlanConfig
-from .arguments import check_flag, check_integer, short_repr
+from .arguments import check_columns, check_flag, check_integer, short_repr
 from .indices import check_indices
 from .launch_plan import LaunchPlan
 from .limits import MAX_QUERY_TOKENS, heads_error
@@ -44,7 +44,7 @@ class CallSpec(NamedTuple):
 
     batch: requests, or the room for units. rows: query rows that share keys. columns: groups of such rows in a request. limit,
     extra_limit: as in KeyCounts. ragged: given where requests have different numbers of query tokens. window: the keys that count.
-    operands: as in dense decode's num_parts. sparse: of sparse decode, whose rows are heads and whose columns are query tokens.
+    operands, d_v: as in dense decode's num_parts. sparse: of sparse decode, whose rows are heads and whose columns are query tokens.
     """
 
     batch: int
@@ -55,13 +55,14 @@ class CallSpec(NamedTuple):
     ragged: RaggedQueries | None = None
     window: KeyWindow = NO_WINDOW
     operands: str = LATENT
+    d_v: int = D_V
     sparse: bool = False
 
     def num_parts(self, arch: Arch, sm_count: int) -> int:
         """Return the number of parts on a device with sm_count SMs."""
         if self.sparse:
             return sparse_decode.num_parts(arch, self.rows, self.columns, sm_count)
-        return dense_decode.num_parts(arch, self.rows, self.columns, sm_count, self.operands)
+        return dense_decode.num_parts(arch, self.rows, self.columns, sm_count, self.operands, self.d_v)
 
 
 class Options(NamedTuple):
@@ -76,6 +77,7 @@ class Options(NamedTuple):
     window: int | None = None
     window_sink: int = 0
     is_fp8_q: bool = False
+    head_dim_v: int = D_V
 
     def key_window(self, s_q: int) -> KeyWindow:
         """Return the keys that any of s_q query tokens sees. ValueError unless the options are supported."""
@@ -91,7 +93,8 @@ class Options(NamedTuple):
         is_fp8_q = check_flag("is_fp8_q", self.is_fp8_q)
         if is_fp8_q and self.topk is not None:
             raise ValueError(f"is_fp8_q is True with topk {self.topk}; supported: without topk, for dense decode")
-        return self._call(batch)._replace(operands=FP8 if is_fp8_q else LATENT)
+        d_v = check_columns("head_dim_v", self.head_dim_v, *((D_V,) if self.topk is not None else DENSE_VALUE_COLUMNS))
+        return self._call(batch)._replace(operands=FP8 if is_fp8_q else LATENT, d_v=d_v)
 
     def _call(self, batch: int) -> CallSpec:
         tokens, h_kv, h_q = _check_heads(self.num_q_tokens_per_head_k, self.num_heads_k, self.num_heads_q)
@@ -122,9 +125,11 @@ def run(
     window: int | None = None,
     window_sink: int = 0,
     is_fp8_q: bool = False,
+    head_dim_v: int = D_V,
 ) -> SplitPlan:
     """Plan a batch, with the arguments of api.flashmla.get_mla_metadata."""
-    options = Options(num_q_tokens_per_head_k, num_heads_k, num_heads_q, is_fp8_kvcache, topk, total_q, window, window_sink, is_fp8_q)
+    queries = (num_q_tokens_per_head_k, num_heads_k, num_heads_q)
+    options = Options(*queries, is_fp8_kvcache, topk, total_q, window, window_sink, is_fp8_q, head_dim_v)
     call = check(cache_seqlens, options, cu_seqlens_q)
     device = device_for(cache_seqlens.device)
     lengths = cache_seqlens if topk is None else None

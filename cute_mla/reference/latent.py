@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..spec.mla import D_QK, D_V, LATENT_DIMS
+from ..spec.mla import D_QK, D_V, DENSE_DIMS
 
 _BLOCK_SCORES = 1 << 22  # computed at a time: 32 MB in fp64
 
@@ -146,11 +146,11 @@ def dense_decode(
     """Compute flash_mla_with_kvcache over a dense cache, with its operands. For sinks: scale_by_sink.
 
     causal: the argument, or all that decide on keys. descales: descale_q and descale_k.
-    Returns out fp32 [batch, s_q, h_q, d_v] and lse fp32 [batch, h_q, s_q]; d_v by the columns of q (LATENT_DIMS).
+    Returns out fp32 [batch, s_q, h_q, d_v] and lse fp32 [batch, h_q, s_q]; d_v by the columns of q (DENSE_DIMS).
     """
     seen = causal if isinstance(causal, SeenKeys) else SeenKeys(causal)
     batch, s_q, h_q, d_qk = q.shape
-    d_v = LATENT_DIMS[d_qk].latent
+    d_v = DENSE_DIMS[d_qk].latent
     h_kv = k_cache.shape[2]
     group = h_q // h_kv  # query heads of one KV head: rows over the same keys, which are not repeated
     out = torch.zeros(batch, s_q, h_q, d_v, device=q.device)

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
-from .mla import BF16, D_QK, LATENT_DIMS, LatentDims, ceil_div, key_dtypes
+from .mla import BF16, D_QK, D_V, D_WIDE, DENSE_DIMS, WIDE_DIMS, LatentDims, ceil_div, key_dtypes
 from .split_plan import ALONE_WHOLE_EIGHTHS, MAX_PARTS, TILE_KEYS, invariant_splits
 
 TILE_ROWS = 64  # query rows (query token x head) of one CTA
@@ -113,15 +113,19 @@ class Tiling:
 TILINGS = {SM90.name: Tiling(row_bytes=4, clusters=(1, 2)), SM100.name: Tiling(row_bytes=16, clusters=(2,))}
 
 
+COLUMN_CTAS = 2  # of a cluster that divides 1,024 latent columns of the same 64 rows
+
 LATENT = "latent"  # q and cache of out's type
 FP8_CACHE = "fp8_cache"  # e4m3 cache, converted to q's type; products as with LATENT
 FP8 = "fp8"  # q and cache e4m3, and so are the products' operands, the probabilities too
 OPERANDS = (LATENT, FP8_CACHE, FP8)
 
 
-def tiling(arch: Arch, operands: str) -> Tiling:
-    """Return the tiling of an architecture's kernel for these operands."""
+def tiling(arch: Arch, operands: str, d_qk: int = D_QK) -> Tiling:
+    """Return the tiling of an architecture's kernel for these operands and columns of a key."""
     tiling = TILINGS[arch.name]
+    if d_qk == WIDE_DIMS.d_qk:
+        return replace(tiling, clusters=(COLUMN_CTAS,))
     # Two CTAs that share a tile would save conversions, but copying the tile to the peer costs more: kernels/dense_decode/README.md
     return replace(tiling, clusters=(1,)) if operands == FP8_CACHE and not tiling.paired else tiling
 
@@ -158,9 +162,9 @@ class DenseDecodeConfig:
     """One compiled variant.
 
     dtype: element type of out, and of q and cache where operands do not say otherwise ("bf16" or "fp16").
-    cluster: CTAs along the rows that share each key tile (1 or 2).
+    cluster: CTAs along the rows that share each key tile (1 or 2); where columns are divided, the CTAs that divide them (2).
     operands: LATENT, FP8_CACHE or FP8.
-    d_qk: columns of a key, one of LATENT_DIMS; other numbers than D_QK with LATENT and bf16 only.
+    d_qk: columns of a key, one of DENSE_DIMS; other numbers than D_QK with LATENT and bf16 only.
     few_heads: S^T = K Q^T and O^T = V^T P^T, for up to few_rows query rows of a KV head.
     """
 
@@ -174,7 +178,12 @@ class DenseDecodeConfig:
     @property
     def dims(self) -> LatentDims:
         """The columns of a key by their use."""
-        return LATENT_DIMS[self.d_qk]
+        return DENSE_DIMS[self.d_qk]
+
+    @property
+    def column_ctas(self) -> int:
+        """The CTAs that divide the columns of the same rows."""
+        return column_ctas(self.dims.latent)
 
     @property
     def name(self) -> str:
@@ -211,7 +220,7 @@ class DenseDecodeProblem:
     @property
     def d_v(self) -> int:
         """Columns of a value."""
-        return LATENT_DIMS[self.d_qk].latent
+        return DENSE_DIMS[self.d_qk].latent
 
     @property
     def rows(self) -> int:
@@ -225,15 +234,15 @@ class DenseDecodeProblem:
 
     @property
     def row_ctas(self) -> int:
-        """CTAs along the query rows of one KV head."""
-        return 1 if self.few_rows else row_ctas(self.arch, self.rows)
+        """CTAs along the query rows of one KV head, and those that divide columns."""
+        return 1 if self.few_rows else row_ctas(self.arch, self.rows, self.d_v)
 
     @property
     def config(self) -> DenseDecodeConfig:
         """The variant that serves this problem."""
         if self.few_rows:
             return DenseDecodeConfig(self.dtype, 1, self.operands, self.d_qk, few_heads=True, few_rows=self.few_rows)
-        cluster = tiling(self.arch, self.operands).cluster(self.row_ctas)
+        cluster = tiling(self.arch, self.operands, self.d_qk).cluster(self.row_ctas)
         return DenseDecodeConfig(self.dtype, cluster, self.operands, self.d_qk)
 
     @property
@@ -270,9 +279,16 @@ def unit_tokens(max_seqlen_q: int, heads_per_kv: int) -> int:
     return max(min(max_seqlen_q, UNIT_ROWS // heads_per_kv), 1)
 
 
-def row_ctas(arch: Arch, rows: int) -> int:
-    """Return the CTAs along the query rows of one KV head, TILE_ROWS of them each."""
+def column_ctas(d_v: int) -> int:
+    """Return the CTAs that divide the latent columns of the same query rows."""
+    return COLUMN_CTAS if d_v == D_WIDE else 1
+
+
+def row_ctas(arch: Arch, rows: int, d_v: int = D_V) -> int:
+    """Return the CTAs along the query rows of one KV head, TILE_ROWS of them each, times those that divide columns."""
     tiles = ceil_div(rows, TILE_ROWS)
+    if column_ctas(d_v) > 1:
+        return column_ctas(d_v) * tiles
     return 2 * ceil_div(tiles, 2) if TILINGS[arch.name].paired else tiles
 
 
@@ -281,12 +297,12 @@ def few_rows(arch: Arch, operands: str, rows: int) -> int:
     return next((most for most in few_heads_rows(arch, operands) if rows <= most), 0)
 
 
-def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int, operands: str = LATENT) -> int:
+def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int, operands: str = LATENT, d_v: int = D_V) -> int:
     """Return the number of parts of a plan for this many query rows per KV head: as many as keep every SM busy with one CTA.
 
     operands: of calls that take kernels for few heads, where there are any.
     """
-    return parts_of(h_kv * (1 if few_rows(arch, operands, rows) else row_ctas(arch, rows)), sm_count)
+    return parts_of(h_kv * (1 if few_rows(arch, operands, rows) else row_ctas(arch, rows, d_v)), sm_count)
 
 
 def whole_eighths(arch: Arch, operands: str, rows: int) -> int:
@@ -304,14 +320,19 @@ def out_dtypes(operands: str, d_qk: int = D_QK) -> tuple[str, ...]:
     return key_dtypes(d_qk) if operands == LATENT else (BF16,)
 
 
+def key_columns(arch: Arch) -> tuple[int, ...]:
+    """Return the columns of 16-bit keys for which an architecture has kernels."""
+    return tuple(d_qk for d_qk in DENSE_DIMS if arch is SM90 or d_qk != WIDE_DIMS.d_qk)
+
+
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
     wide = tuple(
         DenseDecodeConfig(dtype, cluster, operands, d_qk)
         for operands in OPERANDS
-        for d_qk in (LATENT_DIMS if operands == LATENT else (D_QK,))
+        for d_qk in (key_columns(arch) if operands == LATENT else (D_QK,))
         for dtype in out_dtypes(operands, d_qk)
-        for cluster in tiling(arch, operands).clusters
+        for cluster in tiling(arch, operands, d_qk).clusters
     )
     few = ((operands, rows) for operands in OPERANDS for rows in few_heads_rows(arch, operands))
     return *wide, *(DenseDecodeConfig(BF16, 1, operands, few_heads=True, few_rows=rows) for operands, rows in few)

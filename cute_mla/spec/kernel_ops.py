@@ -35,7 +35,7 @@ from . import (
 )
 from .abi import Param
 from .arch import Arch
-from .mla import LATENT_DIMS, key_dtypes
+from .mla import DENSE_DIMS, key_dtypes
 
 
 class Config(Protocol):
@@ -68,7 +68,8 @@ class KernelOp:
 
 
 def _combines(arch: Arch) -> Sequence[Config]:
-    configs = (combine.CombineConfig(dtype, dims.latent) for d_qk, dims in LATENT_DIMS.items() for dtype in key_dtypes(d_qk))
+    columns = dense_decode.key_columns(arch)
+    configs = (combine.CombineConfig(dtype, DENSE_DIMS[d_qk].latent) for d_qk in columns for dtype in key_dtypes(d_qk))
     return tuple(dict.fromkeys(configs))
 
 

@@ -28,6 +28,12 @@ class LatentDims:
 LATENT_DIMS = {dims.d_qk: dims for dims in (LatentDims(D_LATENT, D_ROPE), LatentDims(D_LATENT, 0), LatentDims(256, D_ROPE))}
 VALUE_COLUMNS = tuple(dict.fromkeys(dims.latent for dims in LATENT_DIMS.values()))
 
+# Of dense decode, with the window layers of dots3-note
+D_WIDE = 1024
+WIDE_DIMS = LatentDims(D_WIDE, D_ROPE)
+DENSE_DIMS = {**LATENT_DIMS, WIDE_DIMS.d_qk: WIDE_DIMS}
+DENSE_VALUE_COLUMNS = (*VALUE_COLUMNS, D_WIDE)
+
 MAX_HEADS = 128
 
 BF16, FP16 = DTYPES = ("bf16", "fp16")

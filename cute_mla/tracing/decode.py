@@ -54,7 +54,7 @@ def _planned_by(schedule: MlaSchedule, **arguments: Any) -> tuple[Tensor, Tensor
     if indices is None:
         topk = extra_topk = None
         per_head = (s_q * (h_q // h_kv), h_kv, h_q)
-        given = {"cu_seqlens_q": offsets, "total_q": total_q} | {name: arguments[name] for name in ("window", "window_sink")}
+        given = {"cu_seqlens_q": offsets, "total_q": total_q} | {name: arguments[name] for name in ("window", "window_sink", "head_dim_v")}
         plan = ops.get_mla_metadata(arguments["cache_seqlens"], *per_head, **given, is_fp8_q=q.dtype == torch.float8_e4m3fn)
         if total_q is not None:
             table_rows = split_plan.ragged_queries(batch, total_q, s_q, h_q // h_kv).table_rows

@@ -27,7 +27,7 @@ from cute_mla.spec.mla import D_V, ELEMENT_BYTES, ceil_div
 from cute_mla.spec.mqa_logits import MqaLogitsProblem
 from cute_mla.spec.sparse_decode import SparseDecodeProblem, serving_kernels
 from cute_mla.spec.sparse_prefill import SparsePrefillProblem
-from cute_mla.spec.split_plan import TILE_KEYS, accumulator_rows
+from cute_mla.spec.split_plan import NO_WINDOW, TILE_KEYS, KeyWindow, accumulator_rows
 
 from ..roofline import GPUS
 from ..rows import Case
@@ -99,7 +99,8 @@ def _kernel(op: str, config: Any, target: Target) -> dict[str, Any]:
 
 def _dense_decode(case: Case, shape: DecodeShape, target: Target) -> Launch:
     columns = ceil_div(max(shape.lengths, default=0), shape.page_size)
-    requests, s_q, lengths, again = shape.batch, shape.s_q, shape.lengths, 0
+    window = KeyWindow(shape.window + shape.s_q - 1) if shape.window else NO_WINDOW
+    requests, s_q, lengths, again = shape.batch, shape.s_q, tuple(map(window.visible_keys, shape.lengths)), 0
     if shape.tokens:  # work units, of which those of a request read its keys one after the other
         s_q = unit_tokens(shape.s_q, shape.h_q // shape.h_kv)
         units = [(tokens, ceil_div(tokens, s_q), length) for tokens, length in zip(shape.tokens, shape.lengths, strict=True)]

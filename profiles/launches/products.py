@@ -15,7 +15,7 @@ from cute_mla.spec.cache_format import FORMATS
 from cute_mla.spec.dense_decode import FEW_HEADS, FP8, TILE_ROWS
 from cute_mla.spec.dense_prefill import HEAD_DIMS as VALUE_COLUMNS_OF
 from cute_mla.spec.dense_prefill import DensePrefillConfig
-from cute_mla.spec.mla import D_QK, D_V, LATENT_DIMS
+from cute_mla.spec.mla import D_QK, D_V, DENSE_DIMS
 from cute_mla.spec.split_plan import TILE_KEYS
 
 Config = Mapping[str, int | str]
@@ -27,7 +27,7 @@ def _product(rows: int, columns: int, depth: int) -> float:
 
 
 def _latent(d_qk: int, rows: int = TILE_ROWS) -> Flops:
-    return {"S": _product(rows, TILE_KEYS, d_qk), "P V": _product(rows, LATENT_DIMS[d_qk].latent, TILE_KEYS)}
+    return {"S": _product(rows, TILE_KEYS, d_qk), "P V": _product(rows, DENSE_DIMS[d_qk].latent, TILE_KEYS)}
 
 
 def _dense_decode(arch: str, config: Config) -> Flops:

@@ -87,6 +87,7 @@ def _dense_decode_case(row: Case, shape: DecodeShape) -> DenseDecodeCase:
         lengths=shape.lengths,
         tokens=shape.tokens or None,
         causal=shape.s_q > 1,
+        window=shape.window or None,
         d_qk=shape.d_qk,
         operands=shape.operands,
         metadata="tensors",

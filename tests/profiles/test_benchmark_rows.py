@@ -13,7 +13,7 @@ from cute_mla.spec import dense_prefill, sparse_prefill
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.dense_decode import OPERANDS
-from cute_mla.spec.mla import LATENT_DIMS
+from cute_mla.spec.mla import DENSE_DIMS
 from cute_mla.spec.sparse_decode import DECODED, DECODED_BESIDE
 
 WRITERS = ("cache_write", "cache_insert", "index_write")
@@ -40,7 +40,7 @@ def test_the_suite_has_every_row_once() -> None:
     cases = load("dense_decode")
     assert list(dict.fromkeys(case.row for case in cases)) == [
         *(f"D{number}" for number in range(1, 16)),
-        *("F1", "F2", "F3", "D16", "D17"),
+        *("F1", "F2", "F3", "D16", "D17", "D18"),
         *(f"O{number}" for number in range(1, 6)),
     ]
     assert len({case.name for case in cases}) == len(cases)
@@ -159,7 +159,7 @@ def test_rows_are_problems_that_the_kernels_support(op: str) -> None:
 def test_every_format_and_every_number_of_columns_has_a_row() -> None:
     """Everything that ships for an architecture is timed on it: each cache format, also as second cache, and each number of columns."""
     shapes: dict[str, list[Any]] = {op: [case.shape for case in load(op)] for op in OPS}
-    assert {shape.d_qk for shape in shapes["dense_decode"]} == set(LATENT_DIMS)
+    assert {shape.d_qk for shape in shapes["dense_decode"]} == set(DENSE_DIMS)
     assert {shape.operands for shape in shapes["dense_decode"]} == set(OPERANDS)
     assert {shape.cache for shape in shapes["sparse_decode"]} == set(DECODED)
     assert {shape.extra for shape in shapes["sparse_decode"]} - {None} == set(DECODED_BESIDE) - set(DECODED)

@@ -18,7 +18,7 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Int32, Uint32, cute
 
-from ...spec.dense_decode import CAUSAL, TILE_ROWS
+from ...spec.dense_decode import CAUSAL
 from ...spec.split_plan import (
     NO_LIMIT,
     TILE_KEYS,
@@ -154,7 +154,7 @@ class VisibleTiles:
 class RowTile:
     """The query rows of a CTA, or of a cluster whose CTAs share keys, under a causal mask: how many of the last keys they do not see.
 
-    mask, s_q, heads_per_kv, reach: spec.dense_decode. ctas: of the cluster. With a window nothing is skipped here.
+    mask, s_q, heads_per_kv, reach: spec.dense_decode. ctas: of the cluster. rows: of the cluster. With a window nothing is skipped here.
     pinned: whether x of the CTA passes an opaque move. In one form or the other, ptxas 13.4 leaves out waits of uniform registers on SM100
     (gate control_codes): with the move in kernels of 576 16-bit columns, without it in those of 320.
     """
@@ -164,6 +164,7 @@ class RowTile:
     heads_per_kv: Int32
     reach: Int32
     ctas: int
+    rows: int
     pinned: bool = True
 
     def hides_tiles(self) -> Boolean:
@@ -187,7 +188,7 @@ class RowTile:
     def _hidden_keys(self) -> Int32:
         """Return how many of the last keys none of the rows sees under a causal mask."""
         x = cute.arch.block_idx()[0]
-        row_end = ((pin_register(x) if self.pinned else x) // self.ctas + 1) * (self.ctas * TILE_ROWS)
+        row_end = ((pin_register(x) if self.pinned else x) // self.ctas + 1) * self.rows
         last_token = Int32(Uint32(row_end - 1) // Uint32(self.heads_per_kv))
         return larger(self.s_q - 1 - last_token, Int32(0))
 

@@ -125,25 +125,26 @@ class OnlineSoftmax:
     """Running state of the thread's two rows.
 
     row_ref: the reference, log2 units. rSum: this thread's share of the row sum. row_max: the maximum itself, log2 units, where it
-    is asked for.
+    is asked for. rows: 1 if another CTA has the second one.
     """
 
     scale_log2: Float32
     row_ref: cute.Tensor
     rSum: cute.Tensor
     row_max: cute.Tensor | None = None
+    rows: int = ROWS_PER_THREAD
 
     @classmethod
-    def create(cls, scale_log2: Float32, keeps_maximum: bool = False) -> Self:
+    def create(cls, scale_log2: Float32, keeps_maximum: bool = False, rows: int = ROWS_PER_THREAD) -> Self:
         """Return the state of rows that have seen nothing."""
-        state = [cute.make_rmem_tensor(cute.make_layout(ROWS_PER_THREAD), Float32) for _ in range(3 if keeps_maximum else 2)]
-        softmax = cls(scale_log2, *state)
+        state = [cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(3 if keeps_maximum else 2)]
+        softmax = cls(scale_log2, *state, rows=rows)
         softmax.reset()
         return softmax
 
     def reset(self) -> None:
         """Forget all keys."""
-        for row in range(ROWS_PER_THREAD):
+        for row in range(self.rows):
             self.row_ref[row] = -Float32.inf
             self.rSum[row] = Float32(0)
             if self.row_max is not None:
@@ -156,7 +157,7 @@ class OnlineSoftmax:
         """
         rS = flat(scores)
         factors = []
-        for row in range(ROWS_PER_THREAD):
+        for row in range(self.rows):
             registers = [i for i in range(cute.size(rS)) if half(i) == row]
             tile_max = rS[registers[0]]
             for i in registers[1:]:

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Int32, Uint8
 from cutlass.experimental import cuda as tensor_maps
 
-from ...spec.dense_decode import CAUSAL, FP8, LATENT, DenseDecodeArguments, DenseDecodeConfig, takes_key_masks
+from ...spec.dense_decode import CAUSAL, FP8, LATENT, TILE_ROWS, DenseDecodeArguments, DenseDecodeConfig, takes_key_masks
 from ...spec.mla import D_QK
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
@@ -65,6 +65,8 @@ class DenseDecodeAbi:
         window = VisibleTiles(args.reach, args.sink_keys, in_keys=True) if key_masks else None
         lengths = Lengths(args.cache_seqlens, None, args.max_keys, Int32(0), units, window)
         pinned = not key_masks or self.config.d_qk != D_QK
-        rows = RowTile(args.mask, args.s_q, args.heads_per_kv, args.reach, self.config.cluster, pinned)
+        ctas = self.config.cluster
+        cluster_rows = ctas // self.config.column_ctas * TILE_ROWS
+        rows = RowTile(args.mask, args.s_q, args.heads_per_kv, args.reach, ctas, cluster_rows, pinned)
         schedule = SplitKvSchedule(args.plan, args.num_splits, lengths, args.batch, args.max_splits, args.accum_rows, rows)
         return DenseDecodeOperands(args, schedule, units, key_masks)

@@ -52,10 +52,12 @@ from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeConfig
 from ...spec.mla import D_LATENT, LATENT_DIMS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import KeyTile
+from ..attention.softmax import OnlineSoftmax
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import computed_with
 from ..primitives.copies import load_box, multicast_box, prefetch_box, prefetch_map
-from ..primitives.wgmma import ROWS_PER_THREAD
+from ..sm90 import column_pair
+from ..sm90.column_pair import ColumnPairOutputRole, ColumnPairScoreRole, ColumnPairScores, ColumnPairSmem
 from ..sm90.cta import (
     BOX_BYTES,
     BOX_ELEMENTS,
@@ -75,7 +77,7 @@ from ..sm90.cta import (
 )
 from ..sm90.few_heads_cta import FewHeadsSm90Kernel
 from ..sm90.output import LatentSm90Output, LatentSm90OutputRole
-from ..sm90.score import LatentSm90ScoreRole, LatentSm90Scores, mask_absent, query_row
+from ..sm90.score import LatentSm90ScoreRole, LatentSm90Scores, mask_absent
 from .abi import DenseDecodeAbi
 from .operands import DenseDecodeOperands, DenseDecodeRowScale, LaneBox
 from .page_walk import for_each_tile, for_each_tile_in_groups
@@ -137,9 +139,15 @@ class DenseDecodeSm90(LatentSm90Parts):
 class DenseDecodeSm90LoadRole:
     """One warp: TMA of the key tiles. cluster: CTAs that share them. prefetched: stages of a tile that L2 is asked for ahead."""
 
+    awaits_peer = False  # whether stages are released by both CTAs of a pair, though each fills its own
+
     def __init__(self, cluster: int, prefetched: tuple[int, ...]) -> None:
         self.cluster = cluster
         self.prefetched = prefetched
+
+    def column(self, stages: LatentSm90Stages, part: int, box: int | Int32 = 0) -> int | Int32:
+        """Return the first column of a box of a stage, or of ROPE."""
+        return stages.column(part, box)
 
     @cute.jit
     def run(self, operands: DenseDecodeOperands, smem: LatentSm90Smem):
@@ -148,7 +156,7 @@ class DenseDecodeSm90LoadRole:
         for_each = for_each_tile if smem.d_v == D_LATENT else for_each_tile_in_groups
         tiles_done = for_each(operands, partial(self.load_tile, operands, smem))
         cute.arch.griddepcontrol_launch_dependents()
-        if cutlass.const_expr(self.cluster > 1):
+        if cutlass.const_expr(self.cluster > 1 or self.awaits_peer):
             smem.await_peer(tiles_done)
 
     @cute.jit
@@ -169,7 +177,7 @@ class DenseDecodeSm90LoadRole:
                 cute.arch.sync_warp()
                 if box.in_tile:
                     target = smem.sKv.iterator + (kv.stage * STAGE_ELEMENTS + offset)
-                    self.load_stage(operands.args.kv_map, target, partial(stages.column, part), where, ready)
+                    self.load_stage(operands.args.kv_map, target, partial(self.column, stages, part), where, ready)
                 # two stages side by side, then divided anew: no registers are left to carry a state over more
                 kv = smem.kv_ready.advance_in_tile(kv, 0) if part % 2 == 0 else smem.kv_ready.state(tile * stages.count + (part + 1))
             elif cutlass.const_expr(stages.has_rope):
@@ -179,7 +187,7 @@ class DenseDecodeSm90LoadRole:
     def load_rope(self, operands: DenseDecodeOperands, smem: LatentSm90Smem, box: LaneBox, tile: Int32):
         """Load the RoPE columns of a tile, over P of the tile three before, which has been read: its last stages came free before."""
         ready = smem.rope_ready.barrier(tile)
-        kv_map, where = operands.args.kv_map, (smem.d_v, operands.kv_head(), box.row, box.page)
+        kv_map, where = operands.args.kv_map, (self.column(smem.stages, ROPE), operands.kv_head(), box.row, box.page)
         if cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(ready, BOX_BYTES)
         cute.arch.sync_warp()
@@ -197,7 +205,7 @@ class DenseDecodeSm90LoadRole:
         if box.in_tile:
             for stage in self.prefetched:
                 for own in range(STAGE_BOXES) if self.cluster == 1 else (cute.arch.block_idx_in_cluster(),):
-                    prefetch_box(kv_map, (smem.stages.column(stage, own), *where))
+                    prefetch_box(kv_map, (self.column(smem.stages, stage, own), *where))
 
     def load_stage(
         self, kv_map: Any, target: cute.Pointer, column: Callable[[Any], Any], where: tuple[Int32, ...], ready: cute.Pointer
@@ -218,11 +226,55 @@ class DenseDecodeSm90KeyMask:
     def apply(self, operands: DenseDecodeOperands, smem: Any, scores: LatentSm90Scores, state: LatentSm90TileState, keys: KeyTile):
         """Set the scores of keys that a row does not see to -inf."""
         if operands.hides_keys(keys):
-            for row_half, first in product(range(ROWS_PER_THREAD), range(0, TILE_KEYS, WORD_KEYS)):
+            for row_half, first in product(range(scores.row_halves), range(0, TILE_KEYS, WORD_KEYS)):
                 # no registers are left to keep what follows from a row
-                token, _ = operands.token_and_head(computed_with(query_row(scores.thread, row_half), keys.remaining))
+                token, _ = operands.token_and_head(computed_with(scores.query_row(row_half), keys.remaining))
                 word = visible_word(operands, keys, token, first)
                 mask_absent(scores.scores, scores.thread, {first // WORD_KEYS: word}, row_half)
+
+
+class DenseDecodeSm90Wide(DenseDecodeSm90):
+    """The variant of 1,024 latent columns, which a pair of CTAs divides."""
+
+    def __init__(self, config: DenseDecodeConfig) -> None:
+        LatentSm90Parts.__init__(self, config)
+        self.stages = LatentSm90Stages(column_pair.D_QK, before_rope=2)
+        self.queries = LatentSm90Queries(column_pair.D_QK, 5)
+        optional = {"sTarget", "rope_ready", "right_turn"}
+        self.layout = LatentSm90Smem.layout(self.stages, self.queries, self.dtype, (10, 3), optional, *column_pair.ADDED)
+        self.expected = ("HGMMA", self.stages.wgmma_per_tile)
+
+    def smem(self, memory: dict[str, Any]) -> ColumnPairSmem:
+        """Return the allocated shared memory as the roles see it."""
+        return ColumnPairSmem.create(self.stages, memory)
+
+    @cute.jit
+    def produce(self, operands: DenseDecodeOperands, smem: ColumnPairSmem, warp: Int32, thread: Int32):
+        """Run the load role."""
+        if warp == 0:
+            DenseDecodeSm90WideLoadRole(1, ()).run(operands, smem)
+
+    def score(self, operands: DenseDecodeOperands, smem: ColumnPairSmem, thread: Int32) -> None:
+        """Run the score role."""
+        scores, softmax = partial(ColumnPairScores.create, self.queries), partial(OnlineSoftmax.create, rows=1)
+        ColumnPairScoreRole(scores, DenseDecodeSm90KeyMask(), DenseDecodeRowScale(LATENT), softmax).run(operands, smem, thread)
+
+    def output(self, operands: DenseDecodeOperands, smem: ColumnPairSmem, thread: Int32, side: Int32) -> None:
+        """Run the output role."""
+        output = partial(LatentSm90Output.create, self.cluster, operands)
+        ColumnPairOutputRole(output, self.dtype).run(operands, smem, thread, side)
+
+
+class DenseDecodeSm90WideLoadRole(DenseDecodeSm90LoadRole):
+    """One warp: TMA of this CTA's columns of the key tiles. The second half of a RoPE box, which nobody reads, may lie beside the cache."""
+
+    awaits_peer = True
+
+    def column(self, stages: LatentSm90Stages, part: int, box: int | Int32 = 0) -> int | Int32:
+        """Return the first column of a box of a stage, or of ROPE."""
+        if part == ROPE:
+            return column_pair.first_rope_column()
+        return column_pair.first_column() + stages.column(part, box)
 
 
 PARTS = {LATENT: DenseDecodeSm90, FP8_CACHE: DenseDecodeSm90Fp8Cache, FP8: DenseDecodeSm90Fp8}
@@ -230,6 +282,8 @@ PARTS = {LATENT: DenseDecodeSm90, FP8_CACHE: DenseDecodeSm90Fp8Cache, FP8: Dense
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
+    if config.column_ctas > 1:
+        return LatentSm90Kernel(DenseDecodeAbi(config), arch, DenseDecodeSm90Wide(config)).complete()
     if config.few_heads:
         return FewHeadsSm90Kernel(DenseDecodeAbi(config), arch, DenseDecodeSm90FewHeads(config)).complete()
     return LatentSm90Kernel(DenseDecodeAbi(config), arch, PARTS[config.operands](config)).complete()

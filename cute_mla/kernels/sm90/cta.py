@@ -14,7 +14,7 @@ from cutlass import Boolean, Float32, Int32, Int64, Uint8, Uint32, cute
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
 from ...spec.dense_decode import TILE_ROWS
-from ...spec.mla import D_LATENT, D_QK, ELEMENT_BYTES
+from ...spec.mla import D_LATENT, D_QK, ELEMENT_BYTES, ceil_div
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES, AttentionConfig, AttentionKernel, KernelAbi
 from ..attention.scheduler import BOX_COLUMNS
@@ -124,6 +124,11 @@ class LatentSm90Stages:
         return self.d_v if part == ROPE else self.columns[part] + box * BOX_COLUMNS
 
     @property
+    def rope_columns(self) -> int:
+        """Return the columns of a key that are not values."""
+        return self.d_qk - self.d_v
+
+    @property
     def has_rope(self) -> bool:
         """Return whether keys have columns that are not values. Else the RoPE stages hold P only."""
         return self.d_qk > self.d_v
@@ -150,8 +155,12 @@ class LatentSm90Queries:
 
     @property
     def tiles(self) -> int:
-        """Return the column tiles."""
-        return self.d_qk // BOX_COLUMNS
+        """Return the column tiles, the last of which may be a part of one."""
+        return ceil_div(self.d_qk, BOX_COLUMNS)
+
+    def columns(self, tile: int) -> int:
+        """Return the columns of a column tile."""
+        return min(BOX_COLUMNS, self.d_qk - tile * BOX_COLUMNS)
 
     @property
     def phases(self) -> tuple[list[int], list[int]]:
@@ -204,6 +213,8 @@ class LatentSm90Smem:
     stats_free: StageBarriers
     valid_ready: StageBarriers | None  # of sValid, where it is known ahead of the keys: tiles without keys are skipped
 
+    stats_ctas = 1  # whose output roles release the factors and places of rows
+
     @staticmethod
     def layout(
         stages: LatentSm90Stages, queries: LatentSm90Queries, dtype: type[cutlass.Numeric], rings: tuple[int, int], optional: set[str],
@@ -248,7 +259,7 @@ class LatentSm90Smem:
             (self.probs_ready, WARPS_PER_GROUP),
             (self.right_turn, WARPS_PER_GROUP),
             (self.stats_ready, WARPS_PER_GROUP),
-            (self.stats_free, OUTPUT_WARPS),
+            (self.stats_free, OUTPUT_WARPS * self.stats_ctas),
         )
         for barriers, count in arrivals:
             if barriers is not None:

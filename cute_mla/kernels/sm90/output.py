@@ -207,6 +207,14 @@ class LatentSm90OutputRole:
     partition: Callable[[Any, Int32], LatentSm90Accumulators]
     dtype: type[cutlass.Numeric]
 
+    def release_rows(self, smem: Any, done: Int32) -> None:
+        """Release factors and places of the rows of a work tile."""
+        smem.stats_free.consumer_release(done)
+
+    def first_column(self, side: Int32, columns: int) -> Int32:
+        """Return the first column of a group of so many."""
+        return side * columns
+
     @cute.jit
     def run(self, operands: LatentOperands, smem: Any, thread: Int32, side: Int32):
         """Wait probs_ready, right_turn, stats_ready. Signal kv_free, rope_free, right_turn, stats_free. Write out or out_accum."""
@@ -226,7 +234,7 @@ class LatentSm90OutputRole:
             factors = [smem.sInverse[fragment_row(thread, row_half)] for row_half in range(ROWS_PER_THREAD)]
             if cutlass.const_expr(smem.sTarget is not None):
                 targets = [smem.sTarget[fragment_row(thread, row_half)] for row_half in range(ROWS_PER_THREAD)]
-            smem.stats_free.consumer_release(done)
+            self.release_rows(smem, done)
             weights = gemm.row_factors(factors, begun)
             if cutlass.const_expr(smem.sTarget is None):
                 stored = operands.row_range(req)
@@ -234,7 +242,8 @@ class LatentSm90OutputRole:
             gemm.clear_weightless(weights)
             columns = smem.d_v // OUTPUT_GROUPS
             for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-                self.store_row(gemm, row_half, weights[row_half], targets[row_half], (side * columns, columns), work_tile.always_direct)
+                first = self.first_column(side, columns)
+                self.store_row(gemm, row_half, weights[row_half], targets[row_half], (first, columns), work_tile.always_direct)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Int32, Int64, Uint8, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
 from cutlass.experimental import primitives
 
 from ...spec.mla import ELEMENT_BYTES
@@ -64,11 +64,23 @@ def hand_over(ready: cute.Pointer, target: Int32, boxes: int, shift: Int32) -> N
     """
     with cute.arch.elect_one():
         cute.arch.mbarrier_arrive_and_expect_tx(ready, boxes * HALF_BYTES)
-        there = _shared(Int32(ready.toint()) + shift)
+        there = Int32(ready.toint()) + shift
         for box in range(boxes):
             source = target + box * BOX_BYTES
-            copy = cute.make_ptr(Uint8, source + shift, cute.AddressSpace.dsmem, assumed_align=CHUNK).raw_ptr()
-            primitives.cp_async_bulk_shared_cluster_shared_cta(copy, _shared(source), there, HALF_BYTES)
+            copy_to_peer(source + shift, source, there, HALF_BYTES)
+
+
+def copy_to_peer(target: Int32, source: Int32, ready: Int32, nbytes: int) -> None:
+    """Start a bulk copy to the peer's shared memory; its bytes count on the peer's barrier. target, ready: addresses there. One thread."""
+    copy = cute.make_ptr(Uint8, target, cute.AddressSpace.dsmem, assumed_align=CHUNK).raw_ptr()
+    primitives.cp_async_bulk_shared_cluster_shared_cta(copy, _shared(source), _shared(ready), nbytes)
+
+
+def send_to_peer(target: Int32, values: list[Float32], ready: Int32) -> None:
+    """Store one or four fp32 numbers of each lane to the peer's shared memory. target, ready: as in copy_to_peer."""
+    vector, registers = ("", "{$r2}") if len(values) == 1 else (".v4", "{{$r2}, {$r3}, {$r4}, {$r5}}")
+    store = f"st.async.shared::cluster.mbarrier::complete_tx::bytes{vector}.f32 [{{$r0}}], {registers}, [{{$r1}}];"
+    cute.arch.inline_ptx(store, read_only_args=[target, ready, *values])
 
 
 def _shared(address: Int32) -> Any:

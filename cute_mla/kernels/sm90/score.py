@@ -126,6 +126,7 @@ class LatentSm90Scores:
     factors: RowPair  # rescale factors, beside P
 
     reads_ahead = False  # whether another role brings Q, of which part is taken before the rows of the work tile before are finished
+    row_halves = ROWS_PER_THREAD  # of the thread's rows, those whose probabilities it computes
 
     @staticmethod
     def create(queries: LatentSm90Queries, smem: LatentSm90Smem, thread: Int32) -> LatentSm90Scores:
@@ -162,18 +163,26 @@ class LatentSm90Scores:
         """
         rows, stored = [], operands.row_range(req)
         for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            row = stored.nearest(query_row(self.thread, row_half))
+            row = stored.nearest(self.query_row(row_half))
             rows.append(stored.q_row(row) + 2 * (self.thread % 4))
         for tile in cutlass.range_constexpr(self.queries.tiles):
             rQ = self.query_tile(tile)
             for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-                for eight in cutlass.range_constexpr(BOX_COLUMNS // 8):
-                    source = rows[row_half] + (tile * BOX_COLUMNS + 8 * eight)
+                for eight in cutlass.range_constexpr(self.queries.columns(tile) // 8):
+                    source = rows[row_half] + (self.query_column(tile) + 8 * eight)
                     rQ[2 * eight + row_half] = load_word(source)
             if cutlass.const_expr(tile >= self.queries.in_registers):
                 store_box(self.staged + (tile - self.queries.in_registers) * BOX_BYTES, self.rStaged)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)
+
+    def query_row(self, row_half: int) -> Int32:
+        """Return the row, among all row tiles, that one of the thread's fragment rows is."""
+        return query_row(self.thread, row_half)
+
+    def query_column(self, tile: int) -> int | Int32:
+        """Return the first column of a column tile of Q."""
+        return tile * BOX_COLUMNS
 
     def await_smem_queries(self) -> None:
         """Do nothing: load_queries has waited for all of Q."""
@@ -202,7 +211,7 @@ class LatentSm90Scores:
                 self.await_smem_queries()
                 if stages.has_rope:
                     smem.rope_ready.consumer_wait(state.rope)
-                    self._multiply_columns(stages.d_v, STEPS_PER_BOX, self.tRope, state.rope.stage)
+                    self._multiply_columns(stages.d_v, stages.rope_columns // K_STEP, self.tRope, state.rope.stage)
             else:
                 smem.kv_ready.consumer_wait(kv)
                 self._multiply_columns(stages.columns[part], STEPS_PER_STAGE, self.tK, kv.stage)
@@ -276,6 +285,26 @@ class LatentSm90ScoreRole:
     new_softmax: Callable[[Float32], OnlineSoftmax] = OnlineSoftmax.create
     results: LatentSm90RowResults = LSE_ONLY
 
+    row_halves = ROWS_PER_THREAD  # of a thread's rows, those whose results this CTA has
+
+    def query_row(self, thread: Int32, row_half: int) -> Int32:
+        """Return the row, among all row tiles, that one of the thread's fragment rows is."""
+        return query_row(thread, row_half)
+
+    def hand_over(self, probs_barrier: Int32) -> None:
+        """Hand over P that is written. probs_barrier: its address."""
+        arrive(barrier_at(probs_barrier))
+
+    def share_probs(self, gemm: Any, state: LatentSm90TileState) -> None:
+        """Do nothing: no other CTA reads P. Behind the fence of P."""
+
+    def commit_rows(self, smem: Any, done: Int32) -> None:
+        """Hand over factors and places of the rows of a work tile."""
+        smem.stats_ready.producer_commit(done)
+
+    def leave(self, smem: Any, done: Int32) -> None:
+        """Do nothing: no other CTA's arrivals may be on their way. done: work tiles of this CTA."""
+
     @cute.jit
     def run(self, operands: LatentOperands, smem: Any, thread: Int32):
         """Wait valid_ready, kv_ready, rope_ready, stats_free. Signal probs_ready, stats_ready. Write lse."""
@@ -299,7 +328,7 @@ class LatentSm90ScoreRole:
             smem.stats_free.producer_acquire(done)
             if cutlass.const_expr(smem.sTarget is not None):
                 totals = self.publish_rows(operands, smem, req, work_tile, softmax, thread)
-                smem.stats_ready.producer_commit(done)
+                self.commit_rows(smem, done)
                 self.finish_rows(operands, req, work_tile, softmax, totals, thread)
             else:
                 self.publish_and_finish(operands, smem, req, work_tile, softmax, thread)
@@ -307,6 +336,7 @@ class LatentSm90ScoreRole:
             self.results.end(operands, req, softmax, thread)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
+        self.leave(smem, done)
 
     @cute.jit
     def score_tiles(
@@ -327,7 +357,7 @@ class LatentSm90ScoreRole:
             if deferred_barrier != NO_BARRIER:
                 here = cute.arch.mbarrier_test_wait(*gemm.arrival(state))
                 if not cute.arch.vote_all_sync(here):
-                    arrive(barrier_at(deferred_barrier))
+                    self.hand_over(deferred_barrier)
                     deferred_barrier = Int32(NO_BARRIER)
             if cutlass.const_expr(smem.valid_ready is not None):
                 smem.valid_ready.consumer_wait(state.rope)
@@ -343,7 +373,7 @@ class LatentSm90ScoreRole:
                 self.softmax_step(operands, smem, gemm, softmax, state, tile_range.tile(t))
                 deferred_barrier = gemm.probs_barrier(state).toint()
         if deferred_barrier != NO_BARRIER:
-            arrive(barrier_at(deferred_barrier))
+            self.hand_over(deferred_barrier)
 
     @cute.jit
     def read_ahead(self, operands: LatentOperands, gemm: Any, work_tile: WorkTile, last: Int32):
@@ -359,7 +389,7 @@ class LatentSm90ScoreRole:
         """Compute S of one tile. Hand over P of the tile before, if that was deferred, behind the products. last: of the work tile."""
         gemm.multiply(state)
         if deferred_barrier != NO_BARRIER:
-            arrive(barrier_at(deferred_barrier))
+            self.hand_over(deferred_barrier)
         gemm.complete(state)
         gemm.release_queries(last)
         gemm.release_keys(state)
@@ -374,6 +404,7 @@ class LatentSm90ScoreRole:
         alpha = softmax.add_tile(gemm.scores)
         gemm.store_probs(state, alpha)
         cute.arch.fence_proxy("async.shared", space="cta")
+        self.share_probs(gemm, state)
 
     @cute.jit
     def skip_tile(self, smem: LatentSm90Smem, gemm: LatentSm90Scores, state: LatentSm90TileState, deferred_barrier: Int32, last: Boolean):
@@ -412,8 +443,8 @@ class LatentSm90ScoreRole:
     ):
         """Write lse of each row: natural log if the work tile is the whole request, else base 2. totals: the row sums."""
         stored = operands.row_range(req)
-        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            row = query_row(thread, row_half)
+        for row_half in cutlass.range_constexpr(self.row_halves):
+            row = self.query_row(thread, row_half)
             lse = softmax.row_ref[row_half] + cute.math.log2(totals[row_half], fastmath=True)
             empty = totals[row_half] == 0.0
             if (thread % 4 == 0) & stored.holds(row):

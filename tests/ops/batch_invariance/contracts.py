@@ -22,7 +22,7 @@ from cute_mla.spec.dense_prefill import HEAD_DIMS
 from cute_mla.spec.index_write import closed_variants as index_variants
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from cute_mla.spec.merge_states import closed_variants as merged_variants
-from cute_mla.spec.mla import D_QK, LATENT_DIMS
+from cute_mla.spec.mla import D_QK, DENSE_DIMS
 from cute_mla.spec.sparse_decode import QUERY_AND_CACHE
 from cute_mla.spec.sparse_prefill import HEAD_DIMS as SPARSE_HEAD_DIMS
 from cute_mla.spec.topk_indices import BLOCKS_PER_SM, LEAST_SHARED, NARROW, RESIDENT, WIDE, TopkIndicesConfig
@@ -78,7 +78,7 @@ def _dense_cases(lengths: tuple[int, ...]) -> tuple[DenseDecodeCase, ...]:
             sm_count=3,
         )
         for operands in OPERANDS
-        for d_qk in (LATENT_DIMS if operands == LATENT else (D_QK,))
+        for d_qk in (DENSE_DIMS if operands == LATENT else (D_QK,))
         for dtype, h_q in product(out_dtypes(operands, d_qk), (FEW_HEADS, MANY_HEADS // 2))
     )  # fmt: skip
 

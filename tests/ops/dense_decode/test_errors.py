@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cute_mla
-from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.arch import ARCHS, SM90
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import call_of, planned
 from tests.support.zero_tensors import ints, zeros
@@ -17,7 +17,7 @@ from tests.support.zero_tensors import ints, zeros
 pytestmark = pytest.mark.usefixtures("device")
 
 OPERANDS: list[tuple[str, str, Callable[[], Any], str]] = [
-    ("q of rank 3", "q", lambda: zeros(2, 64, 576), r"q has shape \[2, 64, 576\]; supported .*: \[batch, s_q, h_q, 576 or 512 or 320\]"),
+    ("q of rank 3", "q", lambda: zeros(2, 64, 576), r"q has shape \[2, 64, 576\]; supported .*: \[batch, s_q, h_q, 576 or 512 or 320( or 1088)?\]"),
     ("q of 320 columns", "q", lambda: zeros(2, 1, 64, 320), "head_dim_v is 512; supported: 256"),
     ("q of 512 columns", "q", lambda: zeros(2, 1, 64, 512), r"k_cache has shape \[7, 64, 1, 576\]; supported: .*, h_kv, 512\]"),
     ("q fp32", "q", lambda: torch.zeros(2, 1, 64, 576), r"q has dtype torch.float32; supported: torch.bfloat16, torch.float16"),
@@ -33,7 +33,7 @@ OPERANDS: list[tuple[str, str, Callable[[], Any], str]] = [
     ("table of another batch", "block_table", lambda: ints(3, 8), r"block_table has shape \[3, 8\]; supported: \[2, pages per request\]"),
     ("lengths strided", "cache_seqlens", lambda: ints(4)[::2], r"cache_seqlens has shape \[2\] and strides \[2\]; supported: a contiguous"),
     ("lengths a list", "cache_seqlens", lambda: [1, 2], r"cache_seqlens is \[1, 2\]; supported: a torch tensor"),
-    ("head_dim_v", "head_dim_v", lambda: 128, "head_dim_v is 128; supported: 512, 256"),
+    ("head_dim_v", "head_dim_v", lambda: 128, "head_dim_v is 128; supported: 512, 256, 1024"),
     ("head_dim_v of other keys", "head_dim_v", lambda: 256, "head_dim_v is 256; supported: 512"),
 ]  # fmt: skip
 
@@ -50,6 +50,17 @@ def test_other_columns_than_576_are_bf16(device: RecordingDevice, columns: int, 
     with pytest.raises(ValueError, match=f"q has dtype torch.float16 with {columns} columns; supported: torch.bfloat16, as .to"):
         call_of("dense", d_qk=columns, dtype="fp16").run(head_dim_v=values)
     assert device.launches == []
+
+
+def test_keys_of_1088_columns_are_of_hopper_alone(device: RecordingDevice) -> None:
+    call = call_of("dense", d_qk=1088)
+    if device.arch is SM90:
+        call.run(window=512)
+        assert device.launches[1].kernel.endswith("d1088_cluster2")
+        return
+    with pytest.raises(ValueError, match=r"q has shape .* 1088\]; supported without indices: \[batch, s_q, h_q, 576 or 512 or 320\]"):
+        call.run()
+    assert cute_mla.is_supported("dense_decode", "sm100", head_dim=1088) == (False, "head_dim is 1088 on sm100; supported: 576, 512, 320")
 
 
 def test_an_e4m3_cache_has_keys_of_576_columns(device: RecordingDevice) -> None:

@@ -21,7 +21,7 @@ from ....ops.split_plan import key_window, ragged_queries
 from ....reference import window_keys
 from ....spec.arch import Arch
 from ....spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, TREE_WORD_TOKENS, DenseDecodeProblem
-from ....spec.mla import D_QK, LATENT_DIMS, ceil_div
+from ....spec.mla import D_QK, DENSE_DIMS, ceil_div
 from ....spec.split_plan import TILE_KEYS, RaggedQueries
 from ...cases.base import DECODE_TAGS, DTYPES, CausalValues, DecodeCase, Tags
 from ...cases.far import FAR_DIMENSIONS, far_tensor
@@ -78,7 +78,7 @@ class DenseDecodeCase(DecodeCase):
         negative lengths to 0.
     far_table: the last row of the block table lies FAR_ELEMENTS or more from the first.
     broken: every third used entry of the block table lies outside the cache.
-    d_qk: columns of a key, one of LATENT_DIMS.
+    d_qk: columns of a key, one of DENSE_DIMS.
     operands: which of q and cache are e4m3, as in DenseDecodeConfig; their scales are DESCALE_Q and DESCALE_K.
     scaled: whether the call passes these scales; without them they are 1.
     sinks: as in draw_sinks. tree: "none": no tree mask; else one as in draw_tree_mask, in this layout, "drawn" being packed.
@@ -148,7 +148,7 @@ class DenseDecodeCase(DecodeCase):
     @property
     def d_v(self) -> int:  # type: ignore[override]  # of other cases a constant
         """Return the columns of out."""
-        return LATENT_DIMS[self.d_qk].latent
+        return DENSE_DIMS[self.d_qk].latent
 
     @property
     def q_dtype(self) -> torch.dtype:

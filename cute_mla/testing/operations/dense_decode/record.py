@@ -51,7 +51,7 @@ def _plan(case: DenseDecodeCase, lengths: Tensor, tensors: DenseDecodeTensors) -
     return get_mla_metadata(
         lengths, rows, case.h_kv, case.h_q,
         cu_seqlens_q=tensors.cu_seqlens_q, total_q=case.total_q, window=window, window_sink=window_sink,
-        is_fp8_q=case.operands == FP8 and case.few_heads,
+        is_fp8_q=case.operands == FP8 and case.few_heads, head_dim_v=case.d_v,
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import chain, product
 
 from ....spec.dense_decode import FEW_HEADS, FP8, FP8_CACHE, LATENT, OPERANDS, TILE_ROWS, takes_key_masks
-from ....spec.mla import BF16, D_QK, D_V, LATENT_DIMS, key_dtypes
+from ....spec.mla import BF16, D_QK, D_V, DENSE_DIMS, key_dtypes
 from ....spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ...cases.base import DTYPES, Outputs, QLayout
 from ...cases.far import FAR_DIMENSIONS
@@ -22,7 +22,7 @@ GRID_S_K = (20, 140, 4096)
 GRID_H_Q = (1, 3, 9, 63, 64, 126, 128)
 GRID_H_KV = (1, 2, 3, 8)
 GRID_TYPES = (*((dtype, LATENT) for dtype in DTYPES), (BF16, FP8_CACHE), (BF16, FP8))
-OTHER_COLUMNS = tuple(d_qk for d_qk in LATENT_DIMS if d_qk != D_QK)  # of keys, with LATENT only
+OTHER_COLUMNS = tuple(d_qk for d_qk in DENSE_DIMS if d_qk != D_QK)  # of keys, with LATENT only
 
 _TWO_SPLITS = INVARIANT_SPLIT_TILES * TILE_KEYS + TILE_KEYS  # keys of a request that a batch-invariant call splits in two
 _MOST_SEEN = _TWO_SPLITS + 2 * TILE_KEYS + 17  # of one that also has room for cuts of a plan behind the split
@@ -320,7 +320,7 @@ def _other_columns() -> Iterator[DenseDecodeCase]:
     """
     for d_qk, h_q in product(OTHER_COLUMNS, (TILE_ROWS, 2 * TILE_ROWS)):
         yield DenseDecodeCase(s_k=13 * TILE_KEYS - 9, h_q=h_q, d_qk=d_qk, values="rising", sm_count=2)
-    for d_qk, h_q in zip(OTHER_COLUMNS, (2 * TILE_ROWS, TILE_ROWS), strict=True):
+    for d_qk, h_q in zip(OTHER_COLUMNS, (2 * TILE_ROWS, TILE_ROWS, TILE_ROWS), strict=True):
         yield DenseDecodeCase(batch=2, lengths=(100, _MOST_SEEN), h_q=h_q, d_qk=d_qk, page_size=128, batch_invariant=True, sm_count=144)
     yield DenseDecodeCase(s_k=_TWO_SPLITS, h_q=2 * TILE_ROWS, d_qk=D_V, page_size=128, batch_invariant=True, sm_count=4)
 
