@@ -248,8 +248,9 @@ class DenseDecodeProblem:
     @property
     def box_keys(self) -> int:
         """Keys that one TMA box covers."""
-        # of a pair, each CTA loads its half of the keys whole
-        halves = self.operands == FP8 and TILINGS[self.arch.name].paired and not self.few_rows
+        # of a pair, each CTA loads its half of the keys whole; where columns are divided, half a tile without a key in a window is not read
+        paired = self.operands == FP8 and TILINGS[self.arch.name].paired and not self.few_rows
+        halves = paired or self.config.column_ctas > 1
         return min(self.page_size, TILE_KEYS // 2 if halves else TILE_KEYS)
 
     @property

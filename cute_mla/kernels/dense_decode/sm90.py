@@ -252,7 +252,7 @@ class DenseDecodeSm90Wide(DenseDecodeSm90):
     def produce(self, operands: DenseDecodeOperands, smem: ColumnPairSmem, warp: Int32, thread: Int32):
         """Run the load role."""
         if warp == 0:
-            DenseDecodeSm90WideLoadRole(1, ()).run(operands, smem)
+            DenseDecodeSm90WideLoadRole(1, (3,)).run(operands, smem)
 
     def score(self, operands: DenseDecodeOperands, smem: ColumnPairSmem, thread: Int32) -> None:
         """Run the score role."""

@@ -24,6 +24,17 @@ NOPE_WAITS = 12
 NARROW, NARROW_PAIR = replace(WALK, d_qk=320), replace(PAIR, d_qk=320)  # 256 + 64 columns: two stages a tile, no turns
 
 
+# 1,024 + 64 columns: kv_free 4 and for the end; kv_ready 4, rope_ready, peer's P, partial_ready, stats_free and for the end; probs_ready,
+# right_turn, stats_ready.
+WIDE, WIDE_SHORT = replace(WALK, d_qk=1088), replace(SHORT, d_qk=1088)
+WIDE_WAITS = 17
+
+
+def missing_wide_waits(name: str, case: DenseDecodeCase, first: int, count: int) -> Planted:
+    """Delete some of these waits."""
+    return planted(f"1,024 + 64: missing waits: {name}", case, ptx.WAITS, ptx.NO_WAIT, together_in(first, first + count), count=WIDE_WAITS)
+
+
 def missing_waits(name: str, case: DenseDecodeCase, first: int, count: int) -> Planted:
     """Delete some of the 13 waits: kv_free 4; kv_ready 4, rope_ready, stats_free; probs_ready, right_turn, stats_ready."""
     return planted(f"missing waits: {name}", case, ptx.WAITS, ptx.NO_WAIT, together_in(first, first + count), count=13)
@@ -41,6 +52,8 @@ SUITE = Suite(
         "NoPE, short": NOPE_SHORT,
         "256 + 64": NARROW,
         "256 + 64 in a cluster": NARROW_PAIR,
+        "1,024 + 64": WIDE,
+        "1,024 + 64, short": WIDE_SHORT,
     },
     (
         planted("missing arrival", WALK, ptx.CLUSTER_ARRIVALS),
@@ -72,6 +85,17 @@ SUITE = Suite(
         planted("256 + 64: missing copy in a cluster", NARROW_PAIR, ptx.TENSOR_COPIES),
         planted("256 + 64: missing proxy fences", NARROW, ptx.PROXY_FENCES, "", together),
         planted("NoPE: missing proxy fences", NOPE, ptx.PROXY_FENCES, "", together),
+        missing_wide_waits("kv_free", WIDE, 0, 4),
+        missing_wide_waits("kv_ready and rope_ready", WIDE, 5, 5),
+        missing_wide_waits("peer's P, before its part is overwritten", WIDE, 10, 1),
+        missing_wide_waits("partial_ready", WIDE, 11, 1),
+        missing_wide_waits("stats_free", WIDE_SHORT, 12, 1),
+        missing_wide_waits("probs_ready", WIDE, 14, 1),
+        missing_wide_waits("stats_ready", WIDE_SHORT, 16, 1),
+        planted("1,024 + 64: missing arrival", WIDE, ptx.CLUSTER_ARRIVALS),
+        planted("1,024 + 64: missing store to the peer", WIDE, r"st\.async[^;]*;"),
+        planted("1,024 + 64: missing copy to the peer", WIDE, ptx.PEER_COPIES),
+        planted("1,024 + 64: missing proxy fences", WIDE, ptx.PROXY_FENCES, "", together),
         planted("missing named barriers", WALK, r"bar\.sync\s+(1|%r\d+), 128;", "", together),
     ),
 )
