@@ -151,8 +151,8 @@ def flash_mla_with_kvcache(
     and 64 rotary ones (1,088).
 
     q                bf16 or fp16 [batch, s_q, h_q, d_qk], h_q 1 to 128; last dimension contiguous; bf16 where dense decode has a d_qk of
-                     512, 320 or 1088, or an e4m3 cache. Address and other strides of q and out are multiples of 4 bytes on Hopper, of 16 bytes
-                     on Blackwell; .contiguous() or .clone() makes such a copy
+                     512, 320 or 1088, or an e4m3 cache. Address and other strides of q and out are multiples of 4 bytes on Hopper, of 16
+                     bytes on Blackwell; .contiguous() or .clone() makes such a copy
     k_cache          same dtype [pages, page size, h_kv, d_qk], h_kv divides h_q; page size 16, 32 or a multiple of 64;
                      address a multiple and strides positive multiples of 16 bytes, last dimension contiguous (block-strided is fine).
                      Or, with d_qk 576, float8_e4m3fn [pages, page size, 1, 576], likewise: the keys are descale_k * k_cache. q may then be

@@ -249,17 +249,17 @@ class DenseDecodeSm90Wide(DenseDecodeSm90):
         return ColumnPairSmem.create(self.stages, memory)
 
     @cute.jit
-    def produce(self, operands: DenseDecodeOperands, smem: ColumnPairSmem, warp: Int32, thread: Int32):
+    def produce(self, operands: DenseDecodeOperands, smem: Any, warp: Int32, thread: Int32):
         """Run the load role."""
         if warp == 0:
             DenseDecodeSm90WideLoadRole(1, (3,)).run(operands, smem)
 
-    def score(self, operands: DenseDecodeOperands, smem: ColumnPairSmem, thread: Int32) -> None:
+    def score(self, operands: DenseDecodeOperands, smem: Any, thread: Int32) -> None:
         """Run the score role."""
         scores, softmax = partial(ColumnPairScores.create, self.queries), partial(OnlineSoftmax.create, rows=1)
         ColumnPairScoreRole(scores, DenseDecodeSm90KeyMask(), DenseDecodeRowScale(LATENT), softmax).run(operands, smem, thread)
 
-    def output(self, operands: DenseDecodeOperands, smem: ColumnPairSmem, thread: Int32, side: Int32) -> None:
+    def output(self, operands: DenseDecodeOperands, smem: Any, thread: Int32, side: Int32) -> None:
         """Run the output role."""
         output = partial(LatentSm90Output.create, self.cluster, operands)
         ColumnPairOutputRole(output, self.dtype).run(operands, smem, thread, side)

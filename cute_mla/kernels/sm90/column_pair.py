@@ -23,6 +23,7 @@ that the peer has it.
 from __future__ import annotations
 
 from dataclasses import dataclass, fields
+from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, cute
@@ -109,7 +110,7 @@ class ColumnPairScores(LatentSm90Scores):
     row_halves = 1
 
     @staticmethod
-    def create(queries: LatentSm90Queries, smem: ColumnPairSmem, thread: Int32) -> ColumnPairScores:
+    def create(queries: LatentSm90Queries, smem: Any, thread: Int32) -> ColumnPairScores:
         """Partition the tiles for one thread of the score warpgroup."""
         base = LatentSm90Scores.create(queries, smem, thread)
         lane, row = thread % 32, thread % MATRIX_ROWS
@@ -130,8 +131,8 @@ class ColumnPairScores(LatentSm90Scores):
         first = tile * BOX_COLUMNS
         return first_column() + first if first < COLUMNS else first_rope_column()
 
-    def complete(self, state: LatentSm90TileState):
-        """Wait until S of a tile is complete in both CTAs, and add the peer's part. Wait probs_ready, partial_ready. Signal partial_ready."""
+    def complete(self, state: LatentSm90TileState) -> None:
+        """Wait until S of a tile is complete in both CTAs, and add the peer's part. Wait and signal partial_ready. Wait probs_ready."""
         super().complete(state)
         smem = self.smem
         self.await_read(state)
@@ -212,9 +213,7 @@ class ColumnPairScoreRole(LatentSm90ScoreRole):
         smem.stats_free.producer_acquire(done)
 
     @cute.jit
-    def publish_rows(
-        self, operands: LatentOperands, smem: ColumnPairSmem, req: Int32, work_tile: WorkTile, softmax: OnlineSoftmax, thread: Int32
-    ):
+    def publish_rows(self, operands: LatentOperands, smem: Any, req: Int32, work_tile: WorkTile, softmax: OnlineSoftmax, thread: Int32):
         """Publish the factor of each row of O whose sum is here, in both CTAs, and where all rows go. Return the row sums."""
         total = softmax.row_sum(0)
         rows = [self.query_row(thread, row_half) for row_half in range(ROWS_PER_THREAD)]
