@@ -171,8 +171,8 @@ def flash_mla_with_kvcache(
                      j // 32 is set, and all keys before the new tokens. Bits of no token count for nothing. causal then has no effect
     window           query token i, whose own key is cache_seqlens - s_q + i, sees of the keys up to that one only the last `window`, its
                      own included: those from cache_seqlens - s_q + i - window + 1 on. It is window_size[0] + 1 of FlashAttention, and
-                     sliding_window of a model. causal decides on later keys as ever. 1 to 2^30, None: all. Neither with tree_mask nor
-                     with cu_seqlens_q
+                     sliding_window of a model. causal decides on later keys as ever. 1 to 2^30, None: all. Not with tree_mask; with
+                     cu_seqlens_q in causal calls, and the max_seqlen_q keys before all windows of a request must be finite
     window_sink      the first keys, which every token sees in spite of its window; 0 without a window. Tiles of 64 keys of which no
                      token sees a key are skipped: their block_table entries are not read. KV that no token sees may be anything
 

@@ -183,7 +183,8 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
         head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512 or 320, and 1088 on sm90; in sparse decode
                          576, or 512 with an FP8 cache; 576 or 512 in sparse prefill; 192, 128 or 256 in dense prefill, and in its
-                         backward pass; columns of a key in cache_write and cache_gather: 576, 512 or 320; 128 in mqa_logits and indexer_topk
+                         backward pass; columns of a key in cache_write and cache_gather: 576, 512 or 320; 128 in mqa_logits and
+                         indexer_topk
         head_dim_v       columns of out: 512, or in dense decode 256 with head_dim 320 and 1024 with 1088; 128 in dense prefill, or
                          256 with a head_dim of 256; None in cache_write and cache_gather
         page_size        keys of a page; None in prefill, whose keys have no pages, and of logits of keys in a row
@@ -294,8 +295,8 @@ def _mask_conflict(features: dict[str, Any]) -> str | None:
     for name in ("tree_mask", "window"):
         if features.get(name) and fp8 and not takes_key_masks(FP8_CACHE):
             return f"{name} is True with an FP8 cache; supported: False"
-    if features.get("window") and features.get("cu_seqlens_q"):
-        return "window is True with cu_seqlens_q; supported: False"
+    if features.get("window") and features.get("cu_seqlens_q") and features.get("causal") is False:
+        return "window is True with cu_seqlens_q and causal False; supported: causal True"
     if features.get("key_mask"):
         for name, supported in (("dtype", (masked_prefill.DTYPE,)), ("head_dim", masked_prefill.HEAD_DIMS), ("head_dim_v", (MASKED_D_V,))):
             value = _dtype_name(features.get(name))

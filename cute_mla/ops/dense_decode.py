@@ -265,10 +265,13 @@ def _check_tree(call: CallSpec, s_q: int) -> None:
 
 
 def _window(call: CallSpec, problem: DenseDecodeProblem) -> KeyWindow:
-    """Return the keys that any query token of a request sees. ValueError for a window beside a tree mask or cu_seqlens_q."""
+    """Return the keys that any query token of a request sees, or could see if it had as many as a unit holds.
+
+    ValueError for a window beside a tree mask, or with cu_seqlens_q unless the call is causal: a unit then ends with its last token's keys.
+    """
     window = call.common.options.window
-    if window is not None and call.cu_seqlens_q is not None:
-        raise ValueError(f"window is {window} with cu_seqlens_q; supported: None, or as many query tokens of each request")
+    if window is not None and call.cu_seqlens_q is not None and call.tree_mask is None and not call.common.options.causal:
+        raise ValueError(f"window is {window} with cu_seqlens_q and causal False; supported: None, or causal True")
     if window is not None and call.tree_mask is not None:
         raise ValueError(
             f"window is {window} with a tree_mask: not supported, since the position of a token of a tree is its depth, not its place in "

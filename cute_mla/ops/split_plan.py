@@ -104,13 +104,13 @@ class Options(NamedTuple):
             rows = (heads, tokens // heads) if heads else (tokens, h_kv)
             return CallSpec(batch, *rows, limit, 0, window=window, sparse=heads > 0)
         total_q = check_integer("total_q", self.total_q, 0, MAX_QUERY_TOKENS)
-        if check_window(self.window, self.window_sink)[0] is not None:
-            raise ValueError(f"window is {self.window} with cu_seqlens_q; supported: None, or as many query tokens of each request")
         if h_q is None:
             raise ValueError(f"num_heads_q is None with cu_seqlens_q; supported: 1 to {MAX_HEADS}")
         if heads:
+            self.key_window(1)
             return ragged_call(RaggedQueries(batch, total_q, tokens // heads), heads, 1, limit, sparse=True)
-        return ragged_call(ragged_queries(batch, total_q, tokens * h_kv // h_q, h_q // h_kv), h_q // h_kv, h_kv, limit)
+        ragged = ragged_queries(batch, total_q, tokens * h_kv // h_q, h_q // h_kv)
+        return ragged_call(ragged, h_q // h_kv, h_kv, limit)._replace(window=self.key_window(ragged.unit_tokens))
 
 
 def run(

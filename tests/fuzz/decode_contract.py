@@ -194,7 +194,7 @@ def _seen(c: Contract, tokens: Tokens, cache: Tensor) -> None:
     window, first = c.get("window"), c.arguments.get("window_sink", 0)
     c.require(window is None or (is_integer(window) and 1 <= window <= 1 << 30), "window")
     c.require(window is None or c.get("tree_mask") is None, "window", "tree_mask")
-    c.require(window is None or tokens.ragged is None, "window", "cu_seqlens_q")
+    c.require(window is None or tokens.ragged is None or bool(c.arguments["causal"]), "window", "cu_seqlens_q")
     c.require(window is None or cache.dtype != E4M3, "window", "k_cache")
     c.require(is_integer(first) and 0 <= first <= (0 if window is None else 1 << 30), "window_sink")
 

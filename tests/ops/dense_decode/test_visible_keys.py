@@ -107,7 +107,10 @@ def test_trees_and_windows_over_an_e4m3_cache_are_refused(given: dict[str, Any])
         call_of("dense", operands=FP8_CACHE).run(**given)
 
 
-@pytest.mark.usefixtures("device")
-def test_a_window_over_packed_tokens_is_refused() -> None:
-    with pytest.raises(ValueError, match="window is 100 with cu_seqlens_q; supported: None"):
-        cute_mla.get_mla_metadata(ints(2), 128, 1, 64, cu_seqlens_q=ints(3), total_q=4, window=100)
+def test_a_window_over_packed_tokens_is_causal(device: RecordingDevice) -> None:
+    cute_mla.get_mla_metadata(ints(2), 128, 1, 64, cu_seqlens_q=ints(3), total_q=4, window=100)
+    assert device.launches[0].args["reach"] == 101  # of units of two tokens
+    call = call_of("dense")
+    packed = {"q": call["q"].flatten(0, 1), "cu_seqlens_q": ints(3), "max_seqlen_q": 1}
+    with pytest.raises(ValueError, match="window is 100 with cu_seqlens_q and causal False; supported: None, or causal True"):
+        call.run(**packed, window=100)

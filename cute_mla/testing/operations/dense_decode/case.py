@@ -134,8 +134,8 @@ class DenseDecodeCase(DecodeCase):
             raise ValueError(f"tokens: got {len(self.tokens)} for a batch of {self.batch}")
         if self.window is not None and (self.broken or self.tree != "none"):
             raise ValueError("a window hides broken pages, and is not for trees")
-        if self.window is not None and self.tokens is not None:
-            raise ValueError("a window is for requests with equally many query tokens")
+        if self.window is not None and self.tokens is not None and not self.causal:
+            raise ValueError("a window over packed query tokens is for causal calls")
         if self.h_q % self.h_kv:
             raise ValueError(f"h_q must be a multiple of h_kv, got {self.h_q} and {self.h_kv}")
 
@@ -374,8 +374,12 @@ def _paged_cache(case: DenseDecodeCase, device: torch.device) -> tuple[Tensor, T
 
 
 def _unseen_pages(case: DenseDecodeCase, length: int, count: int, keys: Tensor) -> Tensor:
-    """Return bool [count]: the pages of a request of which no query token sees a key. Write NaN to such keys, [count, page, h_kv, d_qk]."""
-    seen = window_keys(case.s_q, length, case.window, case.window_sink, keys.device).any(dim=0)
+    """Return bool [count]: the pages of a request of which no query token sees a key. Write NaN to such keys, [count, page, h_kv, d_qk].
+
+    Of packed query tokens, as many keys more count as a work unit may lack tokens.
+    """
+    tokens = case.s_q if case.ragged is None else (case.max_seqlen_q or 1) + case.ragged.unit_tokens
+    seen = window_keys(tokens, length, case.window, case.window_sink, keys.device).any(dim=0)
     seen = functional.pad(seen, (0, count * case.page_size - length)).view(count, case.page_size)
     keys[~seen] = float("nan")
     return ~seen.any(dim=1)

@@ -155,6 +155,7 @@ def _covers() -> Iterator[DenseDecodeCase]:
             yield replace(_long_window(dtype, operands, rows), d_qk=d_qk)
             yield replace(_tree_staircase(dtype, operands, rows), d_qk=d_qk)
             yield replace(_ragged_tree(dtype, operands, rows), d_qk=d_qk)
+            yield replace(_ragged(dtype, operands, rows), d_qk=d_qk, window=70, window_sink=3, page_size=16, metadata="tensors")
 
 
 def _staircase(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
