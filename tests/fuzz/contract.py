@@ -408,6 +408,9 @@ def plan_faults(arguments: Mapping[str, Any]) -> set[str]:
     if c.get("cache_seqlens") is None:
         c.require(all(value is None for value in (rows, h_kv, h_q, topk)), "cache_seqlens")
         return c.faults
+    columns = (512, 256, 1024) if topk is None else (512,)
+    d_v = c.arguments.get("head_dim_v", 512)
+    c.require(is_integer(d_v) and d_v in columns, "head_dim_v")
     lengths = c.counts("cache_seqlens", (None,))
     if lengths is not None:
         c.require(lengths.device.type == "cpu", "cache_seqlens")

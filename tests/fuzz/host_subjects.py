@@ -13,7 +13,7 @@ from torch import Tensor
 import cute_mla
 from cute_mla.cache import dequantise_cache, empty_cache, quantise_cache
 from cute_mla.layer import MlaBatch, MlaConfig, YarnScaling, plan_batch
-from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.spec.arch import ARCHS, SM90, Arch
 from cute_mla.spec.cache_format import CacheFormat
 from cute_mla.spec.cache_rows import KNOWN
 from cute_mla.testing.runner import SCHEDULES
@@ -132,10 +132,10 @@ def _feature_is_possible(op: str, name: str, value: Any) -> bool:
             limit = {"dense_decode": 1 << 24, "sparse_decode": 65_535}.get(op, (1 << 31) - 1)
             return is_integer(value) and 1 <= value <= limit
         case "head_dim":
-            known_sizes = {"dense_decode": (576, 512, 320), "dense_prefill": (192, 128, 256)}.get(op, (576, 512))
+            known_sizes = {"dense_decode": (576, 512, 320, 1088), "dense_prefill": (192, 128, 256)}.get(op, (576, 512))
             return is_integer(value) and value in known_sizes
         case "head_dim_v":
-            return is_integer(value) and value in {"dense_prefill": (128, 256), "dense_decode": (512, 256)}.get(op, (512,))
+            return is_integer(value) and value in {"dense_prefill": (128, 256), "dense_decode": (512, 256, 1024)}.get(op, (512,))
         case "page_size":
             if not decode:
                 return value is None
@@ -163,7 +163,8 @@ def _expect_supported(arguments: Arguments, setting: Setting) -> Verify:
     features = {name: value for name, value in arguments.items() if name not in ("op", "arch")}
     op = arguments["op"]
     possible = all(_feature_is_possible(op, name, value) for name, value in features.items())
-    together = possible and _possible_together(op, features)
+    wide = op == "dense_decode" and (features.get("head_dim") == 1088 or features.get("head_dim_v") == 1024)
+    together = possible and _possible_together(op, features) and (arguments["arch"] == SM90.name or not wide)
 
     def verify(answer: Any) -> str:
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], bool) and isinstance(answer[1], str)):
@@ -187,12 +188,12 @@ def _possible_together(op: str, features: Mapping[str, Any]) -> bool:
         return fitting and not (half and 256 in (columns, columns_v))
     if op == "dense_decode":
         e4m3 = dtype in ("e4m3", "float8_e4m3fn")
-        fitting = columns is None or columns_v in (None, 256 if columns == 320 else 512)
+        fitting = columns is None or columns_v in (None, {320: 256, 1088: 1024}.get(columns, 512))
         other = columns not in (None, 576)
         return (
             fitting
             and not (other and (half or fp8 or e4m3))
-            and not (half and columns_v == 256)
+            and not (half and columns_v in (256, 1024))
             and not (fp8 and features.get("h_kv", 1) != 1)
             and not (fp8 is not None and not fp8 and e4m3)
         )

@@ -323,8 +323,11 @@ def _expect_plan(arguments: Arguments, setting: Setting) -> Verify:
     rows, columns = arguments["num_q_tokens_per_head_k"], arguments["num_heads_k"]
     if topk is not None:
         rows, columns = arguments["num_heads_q"], rows // arguments["num_heads_q"]
-    spec = dense_decode if topk is None else sparse_decode
-    parts = spec.num_parts(ARCHS[setting.arch], int(rows), int(columns), setting.sm_count)
+    shape = (ARCHS[setting.arch], int(rows), int(columns), setting.sm_count)
+    if topk is None:
+        parts = dense_decode.num_parts(*shape, d_v=int(arguments.get("head_dim_v", 512)))
+    else:
+        parts = sparse_decode.num_parts(*shape)
     planned = lengths.tolist() if topk is None else [int(topk)] * len(lengths)
     plan = reference_plan(planned, parts)
 

@@ -13,7 +13,7 @@ import torch
 
 from cute_mla.testing.operations import OPERATIONS
 from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase, make_dense_prefill_tensors
-from tests.support.bench import Bench, identical
+from tests.support.bench import Bench, expect, identical
 
 KINDS = pytest.mark.parametrize(("dtype", "d_qk"), [("bf16", 192), ("fp16", 128)])
 
@@ -52,6 +52,16 @@ def test_what_lies_behind_a_sequence_reaches_nothing(bench: Bench, dtype: str, d
         k, v = tensors.k.clone(), tensors.v.clone()
         k[~own] = v[~own] = fill
         assert identical(bench.run(case, replace(tensors, k=k, v=v)), tuple(expected)), fill
+
+
+def test_values_of_128_columns_padded_to_256(bench: Bench) -> None:
+    """Heads of the window layers of dots3-note have 256 columns of q and k, and 128 of v."""
+    case = DensePrefillCase(d_qk=256, lengths=((70, 130), (9, 9)), causal=True, sm_count=2)
+    tensors = make_dense_prefill_tensors(case)
+    tensors.v[..., 128:] = 0
+    out, lse = bench.run(case, tensors)
+    assert not out[..., 128:].any()
+    expect(case, tensors, (out, lse))
 
 
 def test_nan_in_a_key_reaches_the_rows_that_see_it(bench: Bench) -> None:
