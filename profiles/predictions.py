@@ -26,7 +26,7 @@ from .clock.constants import constants, gpus
 from .clock.kernel_times import KernelTimes
 from .clock.rows import ENDS, REFUSALS, LaunchClocks, launches_over_keys, row_clocks, time_of
 from .clock.streams import stream_kernel
-from .launches.launch import Combine, Launch
+from .launches.launch import Combine, Launch, NoLaunchError
 from .launches.of_rows import launch_on
 from .roofline import GPUS, roof
 from .rows import RESULTS, Case, Published, by_priority, every_case
@@ -97,7 +97,10 @@ def state_of(case: Case, gpu: str) -> str | None:
         built = load_artifacts().manifest.kernels
     except ArtifactError:
         return None
-    names = kernels_of(case, gpu)
+    try:
+        names = kernels_of(case, gpu)
+    except NoLaunchError:  # its architecture has no such kernel
+        return None
     if any(name not in built for name in names):
         return None
     values = [asdict(replace(constants(gpu, end), gpu="")) for end in ENDS]
