@@ -16,7 +16,7 @@ BLOCK_COLUMNS = 128  # of out that a CTA has where one warp per row would leave 
 NARROW_COLUMNS = 64  # where as many CTAs run at once
 COLUMN_BLOCKS, NARROW_BLOCKS = D_V // BLOCK_COLUMNS, D_V // NARROW_COLUMNS  # along z, of 512 columns
 RESIDENT_BLOCKS = 2  # CTAs that an SM holds at once
-BLOCKS_PER_SM = 4  # at most, twice as many: CTAs without anything to merge cost their start
+BLOCKS_PER_SM = RESIDENT_BLOCKS  # at most: a CTA that comes later costs its start, one without anything to merge too
 
 
 class CombineArguments(NamedTuple):

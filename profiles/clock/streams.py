@@ -43,10 +43,12 @@ def combine_clocks(combine: Combine, dtype: str, constants: Constants, setting: 
     if not combine.merges:
         found = float(_run("combine", entry, dtype, _combine_shape(combine, 1, 0), constants, setting, sms))
     else:
-        one = _run("combine", entry, dtype, _combine_shape(combine, 1, combine.splits), constants, setting, sms)
-        more = combine.merges - 1
-        step = _run("combine", entry, dtype, _combine_shape(combine, 2, combine.splits), constants, setting, sms) - one if more else 0
-        found = float(one + more * step)
+        # a CTA takes whole rows only where there are more query tokens than CTAs
+        least = 1 if combine.columns > 1 else 2
+        few = _run("combine", entry, dtype, _combine_shape(combine, least, combine.splits), constants, setting, sms)
+        more = combine.merges - least
+        step = _run("combine", entry, dtype, _combine_shape(combine, least + 1, combine.splits), constants, setting, sms) - few if more else 0
+        found = float(few + more * step)
     return found + (combine.lookups - 1) * constants.l2_latency
 
 

@@ -347,7 +347,7 @@ def test_grid_is_fine_where_rows_are_few() -> None:
     assert grid(1, 1, 16, 132) == (1, 16, NARROW_BLOCKS)
     assert grid(4, 4, 16, 132) == (16, 2, NARROW_BLOCKS)
     assert grid(4, 1, 128, 132) == (4, 16, COLUMN_BLOCKS)
-    assert grid(128, 2, 128, 132) == (33, 16, 1)
+    assert grid(128, 2, 128, 132) == (16, 16, 1)
 
 
 def test_blocks_are_few_where_rows_are_many() -> None:
