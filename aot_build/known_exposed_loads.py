@@ -14,15 +14,20 @@ from cute_mla.spec.dense_decode import TILINGS, closed_variants, takes_key_masks
 # Words of tree_mask and, where requests have different numbers of query tokens, what the table of units says, for each row of a thread: one
 # where CTAs are paired or divide columns, else two. Only the tiles with new tokens load them, and only in calls with a tree.
 _TREE_WORDS = {True: 8, False: 16}
+# The scout of paired CTAs reads plan, lengths and units once a work tile, and waits for a free record in the same loop.
+_SCOUT_LOADS = {True: 11, False: 0}
 
 # fmt: off
 KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     **{
-        kernel_name("dense_decode", arch.name, config.name): {"LDG.E": _TREE_WORDS[TILINGS[arch.name].paired or config.column_ctas > 1]}
+        kernel_name("dense_decode", arch.name, config.name): {
+            "LDG.E": _TREE_WORDS[TILINGS[arch.name].paired or config.column_ctas > 1] + _SCOUT_LOADS[TILINGS[arch.name].paired]
+        }
         for arch in ARCHS.values()
         for config in closed_variants(arch)
         if takes_key_masks(config.operands)
     },
+    "dense_decode_sm100_bf16_fp8_cluster2": {"LDG.E": _SCOUT_LOADS[True]},
     # the warp that loads Q reads the plan once a work tile: the loop has no smaller one
     "dense_decode_sm100_bf16_fp8_few_heads": {"LDG.E": 8},
     "dense_decode_sm100_bf16_fp8_few_heads32": {"LDG.E": 8},

@@ -47,7 +47,8 @@ def combine_clocks(combine: Combine, dtype: str, constants: Constants, setting: 
         least = 1 if combine.columns > 1 else 2
         few = _run("combine", entry, dtype, _combine_shape(combine, least, combine.splits), constants, setting, sms)
         more = combine.merges - least
-        step = _run("combine", entry, dtype, _combine_shape(combine, least + 1, combine.splits), constants, setting, sms) - few if more else 0
+        more_rows = _combine_shape(combine, least + 1, combine.splits)
+        step = _run("combine", entry, dtype, more_rows, constants, setting, sms) - few if more else 0
         found = float(few + more * step)
     return found + (combine.lookups - 1) * constants.l2_latency
 

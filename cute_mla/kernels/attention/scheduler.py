@@ -218,6 +218,9 @@ class SplitKvSchedule:
             next_tile=cutlass.select_(tile_range.more, self._tile_behind(tile_range, begin_tile), Int32(0)),
         )
 
+    def release(self, begin_tile: Int32) -> None:
+        """Do nothing: this warp is done with a work tile, of which no record is kept."""
+
     def _tile_behind(self, tile_range: TileRange, begin_tile: Int32) -> Int32:
         """Return the tile at which the next work tile of the same request begins.
 
@@ -274,6 +277,9 @@ class TokenSchedule:
             next_req=token + cute.arch.grid_dim()[2],
             next_tile=Int32(0),
         )
+
+    def release(self, begin_tile: Int32) -> None:
+        """Do nothing, as in SplitKvSchedule."""
 
 
 class LatentOperands:

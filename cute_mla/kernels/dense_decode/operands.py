@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint32, cute
 
-from ...spec.dense_decode import CAUSAL, FP8, LATENT, SMALL_PAGES, TREE, DenseDecodeArguments
+from ...spec.dense_decode import CAUSAL, FP8, LATENT, SMALL_PAGES, TILE_ROWS, TREE, DenseDecodeArguments
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import NO_LIMIT, TILE_KEYS
 from ..attention.lengths import RowRange, Units
-from ..attention.scheduler import BOX_COLUMNS, KeyTile, LatentOperands, SplitKvSchedule, WorkTile
+from ..attention.scheduler import BOX_COLUMNS, KeyTile, LatentOperands, SplitKvSchedule, WorkTile, first_query_row
 from ..attention.softmax import FindWorkTile, sink_weight
 from ..primitives.arithmetic import larger, pin_register, smaller
+from ..primitives.copies import prefetch_line, prefetch_row
 from ..primitives.rows import load_or_one
 
 BOX_BYTES_PER_KEY = BOX_COLUMNS * ELEMENT_BYTES
@@ -117,6 +118,22 @@ class DenseDecodeOperands(LatentOperands):
             entry + cutlass.select_(is_small, small, wrapped),
             cutlass.select_(is_small, row, following - wrapped * self.args.page_size),
         )
+
+    @cute.jit
+    def prefetch_table(self, req: Int32, tile: Int32):
+        """Ask L2 for entries of the block table from a tile on, one a lane, as far as the table has room."""
+        entry = tile * TILE_KEYS // self.args.page_size + cute.arch.lane_idx()
+        if Uint32(entry * self.args.page_size) < Uint32(self.args.max_keys):
+            prefetch_line(self.table_row(req) + entry)
+
+    @cute.jit
+    def prefetch_queries(self, req: Int32, row_bytes: cutlass.Constexpr[int]):
+        """Ask L2 for this CTA's rows of Q of a unit. One warp."""
+        rows = self.row_range(req)
+        for first in cutlass.range_constexpr(0, TILE_ROWS, cute.arch.WARP_SIZE):
+            row = first_query_row() + first + cute.arch.lane_idx()
+            if rows.holds(row):
+                prefetch_row(rows.q_row(row).toint(), row_bytes)
 
     def table_row(self, req: Int32) -> cute.Pointer:
         """Return the row of the block table of a unit's request."""

@@ -50,35 +50,57 @@ def for_each_tile(operands: DenseDecodeOperands, load_tile: cutlass.Constexpr[Ca
 
 
 @cute.jit
-def for_each_tile_in_groups(operands: DenseDecodeOperands, load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]]) -> Int32:
+def for_each_tile_in_groups(
+    operands: DenseDecodeOperands,
+    load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]],
+    begin_run: cutlass.Constexpr[Callable[[Int32, Int32], None]],
+) -> Int32:
     """Do as for_each_tile, but look up the entries of several tiles at once, lane l the l-th, so that the loop over tiles has no load.
 
     A group is as many tiles as 32 boxes hold. Its entries are asked for when the group before begins: the answer takes longer than what is
-    in flight then.
+    in flight then. begin_run(request, number of the tile) is called when the first group of a run has been asked for.
     """
     schedule = operands.schedule
-    lane = cute.arch.lane_idx()
-    req, begin_tile = schedule.first_work_tile()
-    last = schedule.last_request()
-    group = operands.box_keys() * cute.arch.WARP_SIZE // TILE_KEYS
+    req, number = schedule.first_work_tile()
     tile = Int32(0)
-    while req <= last:
-        run = TileRun.create(operands, schedule.tile_range(req, begin_tile))
-        entry, row = operands.page_entry(run.tile * TILE_KEYS + lane * operands.box_keys())
-        following = look_up_group(operands, req, run, Int32(0), cute.arch.shuffle_sync(entry, 0), cute.arch.shuffle_sync(row, 0))
-        for first in cutlass.range(0, run.span.tiles, group, unroll=1):
-            first_entry = cute.arch.shuffle_sync(entry, 0)
-            pages = cute.arch.shuffle_sync(following, lane)  # a result of its own: else each tile waits for the load that follows
-            following = look_up_group(operands, req, run, first + group, *operands.page_entry((run.tile + first + group) * TILE_KEYS))
-            for t in cutlass.range(first, smaller(first + group, run.span.tiles), unroll=1):
-                page = cute.arch.shuffle_sync(pages, entry - first_entry)
-                is_used = lane * operands.box_keys() < run.span.keys - t * TILE_KEYS
-                load_tile(LaneBox.create(operands, cutlass.select_(is_used, page, Int32(NO_PAGE)), row), tile + t)
-                entry, row = operands.next_tile_entry(entry, row)
-        tile = tile + run.span.tiles
-        work_tile = schedule.work_tile_of(run.span, req, begin_tile)
-        req, begin_tile = work_tile.next_req, work_tile.next_tile
+    while req <= schedule.last_request():
+        rest = schedule.tile_range(req, number)
+        begin, tiles, keys = rest.begin, rest.tiles, rest.keys
+        while tiles > 0:
+            run = TileRun.create(operands, TileRange(req, begin, tiles, keys, more=False))
+            load_run(operands, req, run, tile, load_tile, begin_run)
+            done = run.span.tiles
+            tile, begin, tiles, keys = tile + done, begin + done, tiles - done, keys - done * TILE_KEYS
+        work_tile = schedule.work_tile(req, number)
+        schedule.release(number)
+        req, number = work_tile.next_req, work_tile.next_tile
     return tile
+
+
+@cute.jit
+def load_run(
+    operands: DenseDecodeOperands,
+    req: Int32,
+    run: TileRun,
+    tile: Int32,
+    load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]],
+    begin_run: cutlass.Constexpr[Callable[[Int32, Int32], None]],
+):
+    """Call load_tile for every tile of a run. tile: number of the first."""
+    lane = cute.arch.lane_idx()
+    group = operands.box_keys() * cute.arch.WARP_SIZE // TILE_KEYS
+    entry, row = operands.page_entry(run.tile * TILE_KEYS + lane * operands.box_keys())
+    following = look_up_group(operands, req, run, Int32(0), cute.arch.shuffle_sync(entry, 0), cute.arch.shuffle_sync(row, 0))
+    begin_run(req, tile)
+    for first in cutlass.range(0, run.span.tiles, group, unroll=1):
+        first_entry = cute.arch.shuffle_sync(entry, 0)
+        pages = cute.arch.shuffle_sync(following, lane)  # a result of its own: else each tile waits for the load that follows
+        following = look_up_group(operands, req, run, first + group, *operands.page_entry((run.tile + first + group) * TILE_KEYS))
+        for t in cutlass.range(first, smaller(first + group, run.span.tiles), unroll=1):
+            page = cute.arch.shuffle_sync(pages, entry - first_entry)
+            is_used = lane * operands.box_keys() < run.span.keys - t * TILE_KEYS
+            load_tile(LaneBox.create(operands, cutlass.select_(is_used, page, Int32(NO_PAGE)), row), tile + t)
+            entry, row = operands.next_tile_entry(entry, row)
 
 
 @cute.jit

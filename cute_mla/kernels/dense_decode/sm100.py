@@ -12,10 +12,11 @@ Each CTA holds all keys of the tile but half of their columns: latent columns 25
 of CTA c, which are also the value columns that it multiplies.
 
 Roles of a CTA (384 threads):
-  score   warps 0..3: Q to tensor memory, softmax, P to shared memory, lse
-  output  warps 4..7: rescale of O, epilogue
+  score   warps 0..3: softmax, P to shared memory, lse
+  output  warps 4..7: Q of the next work tile to tensor memory, rescale of O, epilogue
   load    warp 8: TMA of this CTA's columns, page by page
   mma     warp 9, of the even CTA: S = Q K^T and O += P V for both
+  scout   warp 10: work tiles ahead of the others (../sm100/scout.py)
 
 Tensor memory: O in 256 columns, Q in 144, S in 96. A lane is a query row; the lanes 0..63 and 64..127 are the same rows.
 Shared memory: 5 stages of 64 keys x 256 latent columns and, in a box of its own, the RoPE columns.
@@ -24,7 +25,7 @@ Pipelines (producer -> consumer; arrivals per phase). Barriers that the mma role
 commits arrives in both:
   kv_ready[5]      load -> mma             1 and the bytes of four boxes and a half from each CTA
   kv_free[5]       mma -> load, output     1: P V of the tile is done, so O is complete up to it
-  query_ready      score -> mma            8: Q of a work tile is in tensor memory
+  query_ready      output -> mma           8: Q of a work tile is in tensor memory; the last S of the one before is done
   scores_ready[3]  mma -> score            1: 32 keys of S, lower and upper half of a tile in turn
   scores_free[3]   score -> mma            8: they are in registers
   alpha_ready[2]   score -> output         2: rescale factors; the two warps that have the upper keys send none
@@ -32,6 +33,7 @@ commits arrives in both:
   output_ready[2]  output -> mma           8: O is scaled, or read out
   stats_ready      score -> output         4: 1 / row sum, once per work tile
   stats_free       output -> score         4
+  work_ready[4], work_free[4], pages_asked: ../sm100/scout.py
 
 With 256 + 64 columns two groups of score warps take tiles in turn (512 threads; ../sm100/alternating.py): 7 stages, S of two tiles, S two
 tiles ahead of P V, 3 stages where the table says 2, and 2 for the scores, each of a whole tile.
@@ -57,6 +59,7 @@ from ..sm100.config import SIXTEEN_BIT, LatentGeometrySm100, LatentSmemSm100
 from ..sm100.gather import LatentGatherRoleSm100
 from ..sm100.kernel import TWO_GROUPS, LatentKernelSm100, LatentRegistersSm100, set_registers
 from ..sm100.score import LatentQueriesSm100, LatentRowsSm100, LatentScoreRoleSm100
+from ..sm100.scout import work_fields
 from .abi import DenseDecodeAbi
 from .operands import DenseDecodeOperands, DenseDecodeRowScale
 from .sm100_convert import PagedKeys, converted_columns
@@ -73,11 +76,13 @@ class DenseDecodeSm100(LatentKernelSm100):
     producer_warps = 1
     kv_arrivals = 1
     gemm = DenseDecodeGemmSm100
+    scouted = True
 
     def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
         abi = DenseDecodeAbi(config)
         geometry = LatentGeometrySm100.of(config.dims.latent)
-        super().__init__(abi, arch, geometry, geometry.smem(), has_rope=config.dims.rotary > 0)
+        super().__init__(abi, arch, geometry, geometry.smem(*work_fields()), has_rope=config.dims.rotary > 0)
+        self.queries = LatentQueriesSm100(geometry, self.has_rope)
         self.descales = DenseDecodeRowScale(LATENT)
         self.alternates = geometry.score_groups > 1
         self.registers = TWO_GROUPS if self.alternates else LatentRegistersSm100()
@@ -86,12 +91,12 @@ class DenseDecodeSm100(LatentKernelSm100):
 
     @cute.jit
     def run_others(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, tmem: Int32, warp: Int32):
-        """Give the roles load and mma a warp each."""
+        """Give the roles load, mma and scout a warp each."""
         set_registers(self.registers.mma)
         if warp == self.geometry.load_warp:
-            DenseDecodeLoadRoleSm100(self.has_rope).run(operands, smem)
-        else:
-            self.run_mma(operands, smem, tmem, warp)
+            DenseDecodeLoadRoleSm100(self.has_rope, self.queries.row_bytes()).run(operands, smem)
+        self.run_scout(operands, warp)
+        self.run_mma(operands, smem, tmem, warp)
 
     def tensor_maps(self, operands: DenseDecodeOperands) -> tuple:
         """Return the maps of the cache."""
@@ -99,9 +104,8 @@ class DenseDecodeSm100(LatentKernelSm100):
 
     def score_role(self) -> LatentScoreRoleSm100:
         """Return the score role: where a softmax takes longer than the products of a tile, two groups of warps take tiles in turn."""
-        queries = LatentQueriesSm100(self.geometry, self.has_rope)
         rows = AlternatingRowsSm100.create if self.alternates else LatentRowsSm100.create
-        return LatentScoreRoleSm100(self.dtype, DenseDecodeMaskSm100(clears_unused=True), self.descales, queries, rows)
+        return LatentScoreRoleSm100(self.dtype, DenseDecodeMaskSm100(clears_unused=True), self.descales, create_rows=rows)
 
 
 class DenseDecodeFp8CacheSm100(LatentKernelSm100):

@@ -10,10 +10,11 @@ A pair of CTAs holds 128 query rows, 64 each, and walks tiles of 64 keys. CTA c 
 other columns, too.
 
 Roles of a CTA (512 threads):
-  score   warps 0..3 and 4..7, tiles in turn: Q to tensor memory, softmax, P to tensor memory, lse (../sm100/alternating.py)
-  output  warps 8..11: rescale of O, epilogue
+  score   warps 0..3 and 4..7, tiles in turn: softmax, P to tensor memory, lse (../sm100/alternating.py)
+  output  warps 8..11: Q of the next work tile to tensor memory, rescale of O, epilogue
   load    warps 12, 13: TMA of the own columns of all keys; of the other columns of the own keys
   mma     warp 14, of the even CTA: S = Q K^T and O += P V for both
+  scout   warp 15: work tiles ahead of the others (../sm100/scout.py)
 
 Tensor memory, 512 columns: O in 256, Q in 144, sums of P in 16, S 2 x 32, P 2 x 16. A lane is a query row; the lanes 64 h .. + 63 of half h
 have the 64 rows with all columns of Q, the scores of CTA h's keys, P of all keys, and the columns of O of CTA h.
@@ -22,7 +23,6 @@ Shared memory: 8 stages of 26,624 bytes, each seven boxes of 32 keys; ones; P an
 Pipelines as in sm100.py, of other depths and arrivals:
   kv_ready[8]      load -> mma             1 and the bytes of both CTAs
   kv_free[8]       mma -> load, output, score  1: P V of the tile is done; P of the tile two later may take its place
-  query_ready      score -> mma            16: both groups have loaded half of Q
   scores_ready[2]  mma -> score            1: S of a tile
   scores_free[2]   score -> mma            8
   alpha_ready[4], probs_ready[4], output_ready[4]: S is three tiles ahead of P V
@@ -44,17 +44,15 @@ from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, TILE_ROWS, DenseDecodeConfig
 from ...spec.mla import D_LATENT, D_ROPE
 from ...spec.split_plan import TILE_KEYS
-from ..attention.scheduler import LatentOperands
 from ..attention.softmax import DITHER, Window, follow_tile
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_word
 from ..primitives.copies import pair_box
-from ..primitives.rows import aligned, store_vector
-from ..sm100.alternating import GROUPS, NAMED_BARRIERS, AlternatingRowsSm100
+from ..primitives.rows import aligned, load_or_one, store_vector
+from ..sm100.alternating import NAMED_BARRIERS, AlternatingRowsSm100
 from ..sm100.config import (
     CHUNK_COLUMNS,
     CTA_COLUMNS,
-    GROUP_WARPS,
     HALF_KEYS,
     OUTPUT_COLUMN,
     PAIR,
@@ -73,6 +71,7 @@ from ..sm100.config import (
 from ..sm100.kernel import TWO_GROUPS, LatentKernelSm100, set_registers
 from ..sm100.mma import LatentGemmSm100
 from ..sm100.score import COPY_WORDS, LatentQueriesSm100, LatentScoreRoleSm100, QueryColumns
+from ..sm100.scout import work_fields
 from .abi import DenseDecodeAbi
 from .operands import DenseDecodeOperands, DenseDecodeRowScale, LaneBox
 from .sm100_load import DenseDecodeLoadRoleSm100
@@ -127,40 +126,46 @@ class DenseDecodeFp8Sm100(LatentKernelSm100):
     producer = "load"
     producer_warps = 2
     kv_arrivals = 1
-    query_warps = 2 * GROUP_WARPS
+    scouted = True
     registers = TWO_GROUPS
     named_barriers = NAMED_BARRIERS
 
     def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
         abi = DenseDecodeAbi(config)
         geometry = DenseDecodeFp8GeometrySm100()
-        super().__init__(abi, arch, geometry, geometry.smem(), has_rope=config.dims.rotary > 0)
+        super().__init__(abi, arch, geometry, geometry.smem(*work_fields()), has_rope=config.dims.rotary > 0)
+        self.queries = DenseDecodeFp8QueriesSm100(geometry, self.has_rope)
         self.descales = DenseDecodeRowScale(FP8)
         self.operand_dtype = abi.query_dtype
         self.gemm = DenseDecodeFp8GemmSm100
 
     @cute.jit
     def run_others(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, tmem: Int32, warp: Int32):
-        """Give the roles load and mma their warps."""
+        """Give the roles load, mma and scout their warps."""
         set_registers(self.registers.mma)
         for number in cutlass.range_constexpr(self.producer_warps):
             if warp == self.geometry.load_warp + number:
-                DenseDecodeFp8LoadRoleSm100(self.has_rope, number).run(operands, smem)
+                DenseDecodeFp8LoadRoleSm100(self.has_rope, number * self.queries.row_bytes(), number).run(operands, smem)
+        self.run_scout(operands, warp)
         self.run_mma(operands, smem, tmem, warp)
 
     def tensor_maps(self, operands: DenseDecodeOperands) -> tuple:
         """Return the maps of the cache."""
         return operands.args.kv_map, operands.args.rope_map
 
-    def prepare(self, operands: DenseDecodeOperands) -> DenseDecodeOperands:
-        """Return operands with the scales of q and cache, and boxes of half of a tile's keys."""
-        return replace(operands.with_descales(self.descales), most_box_keys=HALF_KEYS)
+    def prepare(self, operands: DenseDecodeOperands, smem: LatentSmemSm100) -> DenseDecodeOperands:
+        """Return operands with boxes of half of a tile's keys."""
+        return replace(super().prepare(operands, smem), most_box_keys=HALF_KEYS)
 
-    def score_role(self) -> LatentScoreRoleSm100:
-        """Return the score role."""
+    def run_score(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, tmem: Int32) -> None:
+        """Run the score role, which alone takes the scales of q and cache."""
+        self.score_role(load_or_one(operands.args.descale_k)).run(operands.with_descales(self.descales), smem, tmem)
+
+    def score_role(self, k_scale: Float32 | None = None) -> LatentScoreRoleSm100:
+        """Return the score role, which holds the scale of the cache: a load between work tiles would wait behind Q."""
         mask = DenseDecodeMaskSm100(clears_unused=True, own_keys_first=True)
-        queries = DenseDecodeFp8QueriesSm100(self.geometry, self.has_rope)
-        return LatentScoreRoleSm100(self.operand_dtype, mask, self.descales, queries, DenseDecodeFp8RowsSm100.create)
+        descales = replace(self.descales, k_scale=k_scale)
+        return LatentScoreRoleSm100(self.operand_dtype, mask, descales, create_rows=DenseDecodeFp8RowsSm100.create)
 
 
 @dataclass(frozen=True)
@@ -238,14 +243,8 @@ class DenseDecodeFp8GemmSm100(LatentGemmSm100):
             tcgen05.multiply(self.tmem + SUM_COLUMN, a, ones, narrow, accumulate=more)
 
 
-@dataclass(frozen=True)
 class DenseDecodeFp8QueriesSm100(LatentQueriesSm100):
-    """The loads of Q by a group of score warps: every lane has all columns of its row, those that its CTA has as values first.
-
-    group: loads every other run of columns.
-    """
-
-    group: int = 0
+    """The loads of Q: every lane has all columns of its row, those that its CTA has as values first."""
 
     def runs(self) -> list[QueryColumns]:
         """Return the columns that a thread loads."""
@@ -253,7 +252,7 @@ class DenseDecodeFp8QueriesSm100(LatentQueriesSm100):
         runs = [QueryColumns(first, CTA_COLUMNS, COPY_WORDS, 0) for first in range(0, CTA_COLUMNS, copied)]
         runs += [QueryColumns(CTA_COLUMNS + first, -CTA_COLUMNS, COPY_WORDS, 0) for first in range(0, CTA_COLUMNS, copied)]
         runs += [QueryColumns(D_LATENT, 0, COPY_WORDS, 0)] if self.has_rope else []
-        return [replace(run, column=QUERY_COLUMN + i * COPY_WORDS) for i, run in enumerate(runs)][self.group :: GROUPS]
+        return [replace(run, column=QUERY_COLUMN + i * COPY_WORDS) for i, run in enumerate(runs)]
 
 
 @dataclass(frozen=True)
@@ -267,14 +266,6 @@ class DenseDecodeFp8RowsSm100(AlternatingRowsSm100):
         """Write what P is multiplied with for its sum: 16 bytes of each of 128 threads, of the group that has the first P."""
         if self.group == 0:
             store_vector(self.shared.sOnes + (self.half * TILE_ROWS + self.row) * 16, [Int32(ONES_WORD)] * VECTOR)
-
-    @cute.jit
-    def load_queries(self, queries: Any, operands: LatentOperands, req: Int32, thread: Int32, lanes: Int32):
-        """Load Q of a work tile that has keys, each group half of it: both have had every score of the one before."""
-        tcgen05.fence_after_wait()
-        for group in cutlass.range_constexpr(GROUPS):
-            if self.group == group:
-                replace(queries, group=group).load(operands, self.smem, req, thread, lanes)
 
     @cute.jit
     def read_scores(self, tile: Int32):

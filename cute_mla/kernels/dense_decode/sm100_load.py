@@ -23,18 +23,27 @@ ROPE_ROW_BYTES = CTA_ROPE * ELEMENT_BYTES  # of a CTA's RoPE columns
 
 @dataclass(frozen=True)
 class DenseDecodeLoadRoleSm100:
-    """One warp, of 16-bit keys: half of their columns."""
+    """One warp, of 16-bit keys: half of their columns. row_bytes: of Q, where this warp asks L2 for it, else 0."""
 
     has_rope: bool
+    row_bytes: int
 
     @cute.jit
     def run(self, operands: DenseDecodeOperands, smem: LatentSmemSm100):
         """Wait kv_free. Signal kv_ready."""
-        tiles_done = for_each_tile_in_groups(operands, partial(self.load_tile, operands, smem))
+        tiles_done = for_each_tile_in_groups(operands, partial(self.load_tile, operands, smem), partial(self.begin_run, operands, smem))
         cute.arch.griddepcontrol_launch_dependents()
         # no signal may reach a CTA that is gone
         for i in cutlass.range(smem.geometry.kv_stages, unroll=1):
             smem.kv_free.producer_acquire(tiles_done + i)
+
+    @cute.jit
+    def begin_run(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, req: Int32, tile: Int32):
+        """Let Q of the first work tile follow; ask L2 for that of a later one, before its keys. Signal pages_asked."""
+        if tile == 0:
+            smem.pages_asked.producer_commit(tile)
+        elif cutlass.const_expr(self.row_bytes > 0):
+            operands.prefetch_queries(req, self.row_bytes)
 
     @cute.jit
     def load_tile(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, box: LaneBox, tile: Int32):

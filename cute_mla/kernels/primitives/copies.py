@@ -22,6 +22,12 @@ def prefetch_line(pointer: cute.Pointer) -> None:
     primitives.prefetch_l2(pointer.raw_ptr())
 
 
+def prefetch_row(address: Int64, nbytes: int) -> None:
+    """Ask L2 for the lines of a row in gmem."""
+    for byte in range(0, nbytes - 1 + LINE_BYTES, LINE_BYTES):
+        prefetch_line(cute.make_ptr(Uint8, address + min(byte, nbytes - 1), cute.AddressSpace.gmem))
+
+
 def prefetch_map(tensor_map: Any) -> None:
     """Bring the map to where the first copy looks for it. One thread; the map is a kernel parameter."""
     primitives.prefetch_tensormap(tensor_map.get_ptr())

@@ -39,7 +39,8 @@ WORDS = VECTOR * ELEMENT_BYTES // 4  # of a vector of 16-bit elements
 SPAN = 32 * VECTOR  # columns that a warp takes at a time
 PAIR = 2  # rotary columns of a lane
 FLOAT_BYTES = 4
-SECTOR_WORDS = 8  # of a sector of L2
+SECTOR_BYTES = 32  # of L2: an access of a row in halves of a sector brings each of them twice
+SECTOR_WORDS = SECTOR_BYTES // 4
 
 
 def aligned(pointer: cute.Pointer, nbytes: int) -> cute.Pointer:
@@ -71,12 +72,19 @@ def store_pair(target: cute.Pointer, word: Int32) -> None:
 
 
 def store_vector(target: cute.Pointer, words: list[Any], dtype: type[cutlass.Numeric] = Int32) -> None:
-    """Write 16 or 32 bytes to a multiple of as many. dtype: of the words."""
+    """Write as many 32-bit words as there are, 16 or 32 bytes, to a multiple of these bytes. dtype: of the words."""
     registers = cute.make_rmem_tensor(cute.make_layout(len(words)), dtype)
     for i, word in enumerate(words):
         registers[i] = word
     place = aligned(cute.recast_ptr(target, dtype=dtype), 4 * len(words))
     cute.autovec_copy(registers, cute.make_tensor(place, cute.make_layout(len(words))))
+
+
+def store_vectors(target: cute.Pointer, words: list[Any], nbytes: int, dtype: type[cutlass.Numeric]) -> None:
+    """Write contiguous words, so many bytes at a time, of which the target is a multiple. dtype: of the words."""
+    at_once = nbytes // 4
+    for first in range(0, len(words), at_once):
+        store_vector(target + first, words[first : first + at_once], dtype)
 
 
 def store_row(target: cute.Pointer, values: list[Float32], dtype: type[cutlass.Numeric], vectors: bool = True) -> None:

@@ -20,11 +20,9 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
-from ..attention.scheduler import LatentOperands
 from ..attention.softmax import follow_maximum
-from ..primitives import tcgen05
 from .config import GROUP, GROUP_WARPS, REFERENCE_WORDS, SCORE_BARRIER, LatentSmemSm100
-from .score import LatentQueriesSm100, LatentRowsSm100
+from .score import LatentRowsSm100
 
 GROUPS = 2
 PAIRS_OF_WARPS = GROUP_WARPS // 2  # of a group: a pair has the two halves of 32 rows
@@ -74,13 +72,6 @@ class AlternatingRowsSm100(LatentRowsSm100):
         return (self.half == 0) & (self.group == 0)
 
     # ---- the loop over tiles: a group has every other one -----------------------------------------------------------
-
-    @cute.jit
-    def load_queries(self, queries: LatentQueriesSm100 | None, operands: LatentOperands, req: Int32, thread: Int32, lanes: Int32):
-        """Load Q of a work tile that has keys, in one of the groups: both have had every score of the one before."""
-        if self.group == 0:
-            tcgen05.fence_after_wait()
-            queries.load(operands, self.smem, req, thread, lanes)
 
     def begin(self, tile: Int32) -> Int32:
         """Return the first of the group's tiles of a work tile, which begins with the tile-th tile."""

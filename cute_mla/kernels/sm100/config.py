@@ -260,6 +260,7 @@ class LatentSmemSm100:
     sReference: cute.Pointer | None  # fp32 (groups, 2, 64 rows): reference of a group's last tile, maximum so far; log2 units
     sShares: cute.Pointer | None  # fp32 (groups, 2 halves, 64 rows): shares of the row sum
     sSeen: cute.Pointer | None  # int32 (stages, 2): a bit per key, whether it counts, of keys that indices name
+    sWork: cute.Pointer | None  # int32 (records, 8): work tiles that a scout has published
     tmem_cell: cute.Pointer  # int32: address of the tensor memory
     kv_ready: StageBarriers
     kv_free: StageBarriers
@@ -275,6 +276,9 @@ class LatentSmemSm100:
     seen_ready: StageBarriers | None
     left_ready: StageBarriers | None  # of a CTA that works alone: of columns 0..255. kv_ready and kv_free, of whole tiles, come later
     left_free: StageBarriers | None
+    work_ready: StageBarriers | None  # where there is a scout
+    work_free: StageBarriers | None
+    pages_asked: StageBarriers | None
 
     @classmethod
     def create(cls, geometry: LatentGeometrySm100, memory: dict[str, Any]) -> Self:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+import cutlass
 from cutlass import Int32, cute
 
 from ...manifest import NamedBarrier, Role
@@ -16,7 +17,8 @@ from ..primitives.smem import SmemLayout
 from .config import EVEN_CTA, GROUP_WARPS, PAIR, LatentGeometrySm100, LatentSmemSm100
 from .mma import LatentGemmSm100, LatentMmaRoleSm100
 from .output import LatentOutputRoleSm100
-from .score import NAMED_BARRIERS
+from .score import NAMED_BARRIERS, LatentQueriesSm100
+from .scout import PublishedSchedule, ScoutRoleSm100, readers
 
 REGISTERS_AT_LAUNCH = 128  # of a lane, where a CTA has 512 threads
 
@@ -43,7 +45,10 @@ class LatentKernelSm100(AttentionKernel):
     """One variant of a kernel over a latent.
 
     A subclass has score_role and producer_role, and may replace the other roles. producer: the role that brings the keys, its warps.
+    scouted: whether a warp finds the work tiles and the output role loads Q (scout.py).
     """
+
+    scouted = False
 
     registers = GATHER_REGISTERS
     producer = "gather"
@@ -54,7 +59,7 @@ class LatentKernelSm100(AttentionKernel):
     smem_type: type[LatentSmemSm100] = LatentSmemSm100
     kv_arrivals = PAIR * GROUP_WARPS  # that fill a stage
     kv_releases: Any = 1
-    query_warps = GROUP_WARPS  # that load Q
+    queries: LatentQueriesSm100
 
     def __init__(self, abi: KernelAbi, arch: Arch, geometry: LatentGeometrySm100, smem: SmemLayout, has_rope: bool) -> None:
         super().__init__(abi, arch)
@@ -63,6 +68,7 @@ class LatentKernelSm100(AttentionKernel):
         self.has_rope = has_rope
         self.operand_dtype = self.dtype
         self.mma_warp = geometry.load_warp + self.producer_warps
+        self.scout_warp = self.mma_warp + 1
         self.threads = 32 * GROUP_WARPS * (self.mma_warp // GROUP_WARPS + 1)  # registers are dealt out to four warps at a time
 
     @cute.jit
@@ -70,11 +76,14 @@ class LatentKernelSm100(AttentionKernel):
         """Allocate, initialise the barriers, and give each role its warps."""
         smem = self.smem_type.create(self.geometry, self.smem.allocate())
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if cutlass.const_expr(self.scouted):  # noqa: SIM102  # of the DSL, which knows the one and not the other
+            if warp == self.scout_warp:
+                operands.schedule.prefetch()
         cta.initialise(warp, self.geometry.load_warp, self.arrivals(smem), self.tensor_maps(operands))
         tmem = cta.allocate_tmem(smem, warp, self.mma_warp, self.geometry.paired)
         # the plan, the lengths, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
-        operands = self.prepare(operands)
+        operands = self.prepare(operands, smem)
         if warp < self.geometry.output_warp:
             set_registers(self.registers.score)
             self.run_score(operands, smem, tmem)
@@ -96,6 +105,12 @@ class LatentKernelSm100(AttentionKernel):
             self.run_mma(operands, smem, tmem, warp)
 
     @cute.jit
+    def run_scout(self, operands: Any, warp: Int32):
+        """Run the scout in its warp."""
+        if warp == self.scout_warp:
+            ScoutRoleSm100().run(operands)
+
+    @cute.jit
     def run_mma(self, operands: Any, smem: LatentSmemSm100, tmem: Int32, warp: Int32):
         """Run the mma role in its warp, of a pair in that of the even CTA."""
         if warp == self.mma_warp and cute.arch.block_idx_in_cluster() == EVEN_CTA:
@@ -107,9 +122,9 @@ class LatentKernelSm100(AttentionKernel):
         """Return the tensor maps to prefetch."""
         return ()
 
-    def prepare(self, operands: Any) -> Any:
+    def prepare(self, operands: Any, smem: LatentSmemSm100) -> Any:
         """Return the operands of all roles."""
-        return operands
+        return replace(operands, schedule=PublishedSchedule(operands.schedule, smem)) if self.scouted else operands
 
     def run_score(self, operands: Any, smem: LatentSmemSm100, tmem: Int32) -> None:
         """Run the score role."""
@@ -121,7 +136,7 @@ class LatentKernelSm100(AttentionKernel):
 
     def output_role(self) -> Any:
         """Return the output role."""
-        return LatentOutputRoleSm100(self.dtype)
+        return LatentOutputRoleSm100(self.dtype, self.queries if self.scouted else None)
 
     def producer_role(self, smem: Any) -> Any:
         """Return the role that brings the keys."""
@@ -130,11 +145,17 @@ class LatentKernelSm100(AttentionKernel):
     def arrivals(self, smem: LatentSmemSm100) -> tuple[cta.Arrivals, ...]:
         """Return the arrivals of every barrier: warps of the arriving role, of both CTAs where the mma role waits, or one commit."""
         optional = tuple(barriers for barriers in (smem.reference_ready, smem.seen_ready) if barriers is not None)
+        scouted = (
+            (1, (smem.work_ready,)),
+            (readers(self.mma_warp), (smem.work_free,)),
+            (self.producer_warps, (smem.pages_asked,)),
+        )
         return (
+            *(scouted if self.scouted else ()),
             (GROUP_WARPS, optional),
             (self.kv_arrivals, (smem.kv_ready,)),
             (self.kv_releases, (smem.kv_free,)),
-            (PAIR * self.query_warps, (smem.query_ready,)),
+            (PAIR * GROUP_WARPS, (smem.query_ready,)),
             (1, (smem.scores_ready,)),
             (PAIR * GROUP_WARPS, (smem.scores_free,)),
             (GROUP_WARPS // 2, (smem.alpha_ready,)),
@@ -153,6 +174,7 @@ class LatentKernelSm100(AttentionKernel):
             Role("output", geometry.output_warp, GROUP_WARPS),
             Role(self.producer, geometry.load_warp, self.producer_warps),
             Role("mma", self.mma_warp, 1),
+            *((Role("scout", self.scout_warp, 1),) if self.scouted else ()),
         )
         return self.definition(
             smem_bytes=self.smem.nbytes,

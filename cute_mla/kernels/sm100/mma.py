@@ -120,6 +120,7 @@ class LatentMmaRoleSm100:
                 self.multiply_tiles(smem, gemm, tile_range.tiles, tile)
             tile = tile + tile_range.tiles
             work_tile = schedule.work_tile(req, begin_tile)
+            schedule.release(begin_tile)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         await_score_role(smem, tile)
 

@@ -9,22 +9,27 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ..attention.scheduler import LatentOperands, WorkTile, first_query_row
 from ..primitives import tcgen05
-from ..primitives.rows import store_row, store_vector
-from .config import OUTPUT_COLUMN, SUM_COLUMN, VECTOR, LatentSmemSm100, thread_and_lanes
+from ..primitives.arithmetic import larger, pack_pair, smaller
+from ..primitives.copies import prefetch_row
+from ..primitives.rows import SECTOR_BYTES, store_vectors
+from .config import OUTPUT_COLUMN, SUM_COLUMN, LatentSmemSm100, thread_and_lanes
+from .score import LatentQueriesSm100
 
 SCALED_AT_ONCE, STORED_AT_ONCE = 64, 32  # columns of O
+LOCATED_AT = 2  # tile of a work tile after which Q of the next one is looked for: the first ones are waited for
 
 
 @dataclass(frozen=True)
 class LatentOutputRoleSm100:
-    """Four warps. dtype: of out."""
+    """Four warps. dtype: of out. queries: loads Q, where the score role does not."""
 
     dtype: type[cutlass.Numeric]
+    queries: LatentQueriesSm100 | None = None
 
     @cute.jit
     def run(self, operands: LatentOperands, smem: LatentSmemSm100, tmem: Int32):
@@ -33,12 +38,24 @@ class LatentOutputRoleSm100:
         thread, lanes = thread_and_lanes(tmem)
         req, begin_tile = schedule.first_work_tile()
         tile, done = Int32(0), Int32(0)
+        if cutlass.const_expr(self.queries is not None):
+            self.load_queries(smem, self.locate_queries(operands, req, begin_tile, thread), tile, thread, lanes)
         while req <= schedule.last_request():
             tile_range = schedule.tile_range(req, begin_tile)
-            for t in cutlass.range(tile_range.tiles, unroll=1):
-                scale_output(smem, tile + t, thread, lanes, t > 0, SCALED_AT_ONCE)
+            query_row = Int64(0)
+            for t in cutlass.range(larger(tile_range.tiles, Int32(1)), unroll=1):
+                if t < tile_range.tiles:
+                    scale_output(smem, tile + t, thread, lanes, t > 0, SCALED_AT_ONCE)
+                if cutlass.const_expr(self.queries is not None):  # noqa: SIM102  # of the DSL, which knows the one and not the other
+                    if t == smaller(LOCATED_AT, larger(tile_range.tiles - 1, Int32(0))):
+                        following = schedule.work_tile(req, begin_tile)
+                        query_row = self.locate_queries(operands, following.next_req, following.next_tile, thread)
             tile = tile + tile_range.tiles
             work_tile = schedule.work_tile(req, begin_tile)
+            schedule.release(begin_tile)
+            if cutlass.const_expr(self.queries is not None):
+                self.load_queries(smem, query_row, tile, thread, lanes)
+            target, stored = self.target(operands, smem, req, work_tile, thread)
             if tile_range.tiles > 0:
                 smem.kv_free.consumer_wait(tile - 1)
                 tcgen05.fence_after_wait()
@@ -47,34 +64,92 @@ class LatentOutputRoleSm100:
             if cutlass.const_expr(smem.geometry.sums_probs):
                 weight = divided_by_sum(weight, lanes)
             smem.stats_free.consumer_release(done)
-            self.store_rows(operands, smem, req, work_tile, thread, lanes, weight)
+            if work_tile.direct:
+                self.store_row(smem, lanes, weight, target, stored, True)
+            else:
+                self.store_row(smem, lanes, weight, target, stored, False)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
 
     @cute.jit
-    def store_rows(
-        self, operands: LatentOperands, smem: LatentSmemSm100, req: Int32, work_tile: WorkTile, thread: Int32, lanes: Int32, weight: Float32
-    ):  # fmt: skip
-        """Store half of the columns of the thread's row, from tensor memory to out or out_accum."""
+    def locate_queries(self, operands: LatentOperands, req: Int32, begin_tile: Int32, thread: Int32) -> Int64:
+        """Return the address of the thread's row of Q of a work tile; 0 if there is no such work tile, or it has no keys."""
+        last, row = operands.schedule.last_request(), Int64(0)
+        if (req <= last) & (operands.schedule.tile_range(smaller(req, last), begin_tile).tiles > 0):
+            _, source = self.queries.half_and_source(operands, req, thread)
+            row = source.toint()
+        return row
+
+    @cute.jit
+    def load_queries(self, smem: LatentSmemSm100, query_row: Int64, tiles: Int32, thread: Int32, lanes: Int32):
+        """Replace Q by that of the next work tile, when the last S of this one is done. Signal query_ready. tiles: up to here."""
+        if query_row != 0:
+            rWords = self.queries.registers()
+            if tiles == 0:
+                prefetch_row(query_row, self.queries.row_bytes())
+                smem.pages_asked.consumer_wait(tiles)
+            self.queries.fetch_row(query_row, thread, rWords)
+            if tiles > 0:
+                smem.scores_ready.consumer_wait(tiles * smem.geometry.score_parts - 1)
+                tcgen05.fence_after_wait()
+            self.queries.store(smem, rWords, lanes)
+
+    def target(
+        self, operands: LatentOperands, smem: LatentSmemSm100, req: Int32, work_tile: WorkTile, thread: Int32
+    ) -> tuple[Int64, Boolean]:  # fmt: skip
+        """Return the address of the columns of out or out_accum that the thread stores, and whether it has a row."""
         row = first_query_row() + thread % TILE_ROWS
         rows = operands.row_range(req)
-        stored = rows.holds(row)
         column = (thread // TILE_ROWS) * smem.geometry.lane_columns
-        out = rows.out_row(row) + column
+        out = (rows.out_row(row) + column).toint()
         out_accum = operands.out_accum + (operands.accum_row(work_tile, row) * smem.geometry.latent + column)
-        for copy in cutlass.range_constexpr(smem.geometry.cta_columns // STORED_AT_ONCE):
-            first = copy * STORED_AT_ONCE
-            values = tcgen05.load_columns(lanes + (OUTPUT_COLUMN + first), STORED_AT_ONCE)
+        return cutlass.select_(work_tile.direct, out, out_accum.toint()), rows.holds(row)
+
+    @cute.jit
+    def store_row(
+        self,
+        smem: LatentSmemSm100,
+        lanes: Int32,
+        weight: Float32,
+        target: Int64,
+        stored: Boolean,
+        direct: cutlass.Constexpr[bool],
+    ):
+        """Store half of the columns of the thread's row, from tensor memory to out or out_accum: by sectors where rows lie so."""
+        if cute.arch.vote_all_sync((target & (SECTOR_BYTES - 1)) == 0):
+            self.store_columns(smem, lanes, weight, target, stored, direct, SECTOR_BYTES)
+        else:
+            self.store_columns(smem, lanes, weight, target, stored, direct, SECTOR_BYTES // 2)
+
+    @cute.jit
+    def store_columns(
+        self,
+        smem: LatentSmemSm100,
+        lanes: Int32,
+        weight: Float32,
+        target: Int64,
+        stored: Boolean,
+        direct: cutlass.Constexpr[bool],
+        nbytes: cutlass.Constexpr[int],
+    ):
+        """Store as store_row says, so many bytes at a time."""
+        columns = smem.geometry.cta_columns
+        values = tcgen05.load_columns(lanes + OUTPUT_COLUMN, STORED_AT_ONCE)
+        for first in cutlass.range_constexpr(0, columns, STORED_AT_ONCE):
             tcgen05.await_loads()
-            place = smem.geometry.output_place(first)
-            # a row that attends to nothing is 0 whatever tensor memory holds
-            normal = [cutlass.select_(weight == 0.0, Float32(0), values[i] * weight) for i in range(STORED_AT_ONCE)]
+            words = scaled(values, STORED_AT_ONCE, weight)
+            if cutlass.const_expr(first + STORED_AT_ONCE < columns):
+                values = tcgen05.load_columns(lanes + (OUTPUT_COLUMN + first + STORED_AT_ONCE), STORED_AT_ONCE)
+            dtype, zero = Float32, Float32(0)
+            if cutlass.const_expr(direct):
+                words = [pack_pair(words[i], words[i + 1], self.dtype) for i in range(0, STORED_AT_ONCE, 2)]
+                dtype, zero = Int32, Int32(0)
             if stored:
-                if work_tile.direct:
-                    store_row(out + place, normal, self.dtype)
-                else:
-                    for i in cutlass.range_constexpr(0, STORED_AT_ONCE, VECTOR):
-                        store_vector(out_accum + (place + i), normal[i : i + VECTOR], Float32)
+                # a row that attends to nothing is 0 whatever tensor memory holds
+                words = [cutlass.select_(weight == 0.0, zero, word) for word in words]
+                row = cute.make_ptr(dtype, target, cute.AddressSpace.gmem, assumed_align=nbytes)
+                place = smem.geometry.output_place(first) // (2 if direct else 1)
+                store_vectors(row + place, words, nbytes, dtype)
 
 
 @cute.jit

@@ -21,11 +21,12 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
+from ...spec.mla import D_ROPE
 from ..attention.scheduler import KeyTile, LatentOperands, TileRange, WorkTile, first_query_row
 from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_word
-from ..primitives.rows import SECTOR_WORDS, aligned, is_whole, store_vector
+from ..primitives.rows import SECTOR_BYTES, aligned, store_vector
 from .config import (
     ALL_SEEN,
     BOX_BYTES,
@@ -38,6 +39,7 @@ from .config import (
     SCORE_BARRIER,
     SEEN_WORDS,
     VECTOR,
+    WORD_BYTES,
     LatentGeometrySm100,
     LatentSmemSm100,
     thread_and_lanes,
@@ -73,28 +75,46 @@ class LatentQueriesSm100:
     geometry: LatentGeometrySm100
     has_rope: bool
 
+    def row_bytes(self) -> int:
+        """Return the bytes of a row of Q."""
+        return (self.geometry.latent + (D_ROPE if self.has_rope else 0)) * self.geometry.element_bytes
+
     @cute.jit
     def load(self, operands: LatentOperands, smem: LatentSmemSm100, req: Int32, thread: Int32, lanes: Int32):
         """Load Q of a work tile that has keys, once every score of the one before has been computed. Signal query_ready."""
         half, source = self.half_and_source(operands, req, thread)
         for run in self.runs():
-            first = half * run.apart + run.begin
-            tcgen05.store_columns(lanes + run.column, self.load_words(source + first, run.words))
+            first = cute.recast_ptr(source + (half * run.apart + run.begin), dtype=Int32)
+            tcgen05.store_columns(lanes + run.column, load_words(first, run.words, VECTOR * WORD_BYTES))
         self.hand_over(smem)
 
     @cute.jit
     def fetch(self, operands: LatentOperands, req: Int32, thread: Int32, rWords: cute.Tensor):
         """Start to load the thread's row of Q, for store: whole sectors of L2 at a time, if the rows of all lanes begin at one."""
-        half, source = self.half_and_source(operands, req, thread)
-        if cute.arch.vote_all_sync(is_whole(Int64(source.toint()), SECTOR_WORDS * self.geometry.word_elements)):
-            self._load_runs(source, half, SECTOR_WORDS, rWords)
-        else:
-            self._load_runs(source, half, VECTOR, rWords)
+        _, source = self.half_and_source(operands, req, thread)
+        self.fetch_row(source.toint(), thread, rWords)
 
-    def _load_runs(self, source: cute.Pointer, half: Int32, at_once: int, rWords: cute.Tensor) -> None:
-        words = [word for run in self.runs() for word in self.load_words(source + (half * run.apart + run.begin), run.words, at_once)]
-        for i, word in enumerate(words):
-            rWords[i] = word
+    def registers(self) -> cute.Tensor:
+        """Return registers for the words of a thread."""
+        return cute.make_rmem_tensor(cute.make_layout(sum(run.words for run in self.runs())), Int32)
+
+    @cute.jit
+    def fetch_row(self, row: Int64, thread: Int32, rWords: cute.Tensor):
+        """Do as fetch. row: the address of the thread's row."""
+        if cute.arch.vote_all_sync((row & (SECTOR_BYTES - 1)) == 0):
+            self.load_runs(row, thread, rWords, SECTOR_BYTES)
+        else:
+            self.load_runs(row, thread, rWords, VECTOR * WORD_BYTES)
+
+    def load_runs(self, row: Int64, thread: Int32, rWords: cute.Tensor, nbytes: int) -> None:
+        """Load the words of all runs of columns, so many bytes at a time."""
+        first, half = 0, self.half_of(thread)
+        for run in self.runs():
+            offset = (half * run.apart + run.begin) * self.geometry.element_bytes
+            source = cute.make_ptr(Int32, row + offset, cute.AddressSpace.gmem, assumed_align=nbytes)
+            for i, word in enumerate(load_words(source, run.words, nbytes)):
+                rWords[first + i] = word
+            first += run.words
 
     def store(self, smem: LatentSmemSm100, rWords: cute.Tensor, lanes: Int32) -> None:
         """Store what fetch has loaded, once every score of the work tile before has been computed. Signal query_ready."""
@@ -112,10 +132,13 @@ class LatentQueriesSm100:
 
     def half_and_source(self, operands: LatentOperands, req: Int32, thread: Int32) -> tuple[Int32, cute.Pointer]:
         """Return the number of the half of the columns that the thread's lane has, and element 0 of its row."""
-        half = thread // TILE_ROWS if self.geometry.paired else thread // HALF_LANES % 2
         row = first_query_row() + (thread % TILE_ROWS if self.geometry.paired else thread // 32 * HALF_LANES + thread % HALF_LANES)
         stored = operands.row_range(req)
-        return half, stored.q_row(stored.nearest(row))
+        return self.half_of(thread), stored.q_row(stored.nearest(row))
+
+    def half_of(self, thread: Int32) -> Int32:
+        """Return the number of the half of the columns that the thread's lane has."""
+        return thread // TILE_ROWS if self.geometry.paired else thread // HALF_LANES % 2
 
     def runs(self) -> list[QueryColumns]:
         """Return the columns that a thread loads."""
@@ -125,15 +148,15 @@ class LatentQueriesSm100:
         rope = QueryColumns(self.geometry.latent, CTA_ROPE, CTA_ROPE // elements, QUERY_COLUMN + columns // elements)
         return [*runs, rope] if self.has_rope else runs
 
-    def load_words(self, source: cute.Pointer, count: int, at_once: int = VECTOR) -> list[Int32]:
-        """Load contiguous words of elements of Q, some at once, from a multiple of their size together."""
-        words = []
-        for vector in range(count // at_once):
-            first = source + vector * at_once * self.geometry.word_elements
-            rWords = cute.make_rmem_tensor(cute.make_layout(at_once), Int32)
-            cute.autovec_copy(cute.make_tensor(cute.recast_ptr(aligned(first, 4 * at_once), dtype=Int32), rWords.layout), rWords)
-            words += [rWords[i] for i in range(at_once)]
-        return words
+
+def load_words(source: cute.Pointer, count: int, nbytes: int) -> list[Int32]:
+    """Load contiguous words of Q, so many bytes at a time, of which the source is a multiple."""
+    words, at_once = [], nbytes // WORD_BYTES
+    for first in range(0, count, at_once):
+        rWords = cute.make_rmem_tensor(cute.make_layout(at_once), Int32)
+        cute.autovec_copy(cute.make_tensor(aligned(source + first, nbytes), rWords.layout), rWords)
+        words += [rWords[i] for i in range(at_once)]
+    return words
 
 
 @dataclass(frozen=True)
@@ -398,6 +421,7 @@ class LatentScoreRoleSm100:
             done = done + 1
             work_tile = schedule.work_tile(req, begin_tile)
             self.store_lse(operands, rows, req, work_tile, total)
+            schedule.release(begin_tile)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
 
     @cute.jit
@@ -405,7 +429,8 @@ class LatentScoreRoleSm100:
         self, operands: LatentOperands, rows: LatentRowsSm100, tile_range: TileRange, tile: Int32, thread: Int32, lanes: Int32
     ):  # fmt: skip
         """Load Q, and score the tiles of a work tile that are this thread's. tile: number of the work tile's first tile."""
-        rows.load_queries(self.queries, operands, tile_range.req, thread, lanes)
+        if cutlass.const_expr(self.queries is not None):
+            rows.load_queries(self.queries, operands, tile_range.req, thread, lanes)
         for t in cutlass.range(rows.begin(tile), tile_range.tiles, rows.tile_step, unroll=1):
             score_tile(self.mask, operands, rows, tile_range.tile(t), tile + t)
         rows.conclude(tile + tile_range.tiles - 1)

@@ -49,7 +49,7 @@ class TokenQueries:
     @cute.jit
     def fetch(self, operands: SparsePrefillOperands, token: Int32, present: Boolean, thread: Int32):
         """Start to load the thread's row of Q of a token, if it is present. Return its words."""
-        rWords = cute.make_rmem_tensor(cute.make_layout(sum(run.words for run in self.loader.runs())), Int32)
+        rWords = self.loader.registers()
         rWords.fill(0)
         if present:
             self.loader.fetch(operands, token, thread, rWords)

@@ -11,27 +11,45 @@ from tests.mutation.planted import cases_sm100
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, alone, each_but_around_dealloc, one_by_one, planted, together
 
-WALK, RISING, GAPS, BROKEN = (
-    replace(case, operands=FP8, few_heads=False) for case in (cases_sm100.WALK, cases_sm100.RISING, cases_sm100.GAPS, cases_sm100.BROKEN)
+WALK, RISING, GAPS, BROKEN, MANY = (
+    replace(case, operands=FP8, few_heads=False)
+    for case in (cases_sm100.WALK, cases_sm100.RISING, cases_sm100.GAPS, cases_sm100.BROKEN, cases_sm100.MANY)
 )
 # by 1,000 octaves and more
 STEEP = DenseDecodeCase(lengths=(400,), h_q=64, values="falling", softmax_scale=2.0, sm_count=2, operands=FP8, few_heads=False)
 
 # In the order of the PTX, as for the 16-bit kernel. None: the wait keeps a CTA alive for signals that nobody else waits for.
 WAITS = (
+    ("work_ready of the score role's first work tile", WALK),
+    ("work_ready of score", WALK),
     ("scores_ready", WALK),
     ("reference_ready of the tile before", WALK),
     ("kv_free before P is written", WALK),
     ("reference_ready of the last tile", WALK),
     ("stats_free", GAPS),
+    ("work_ready of the output role's first work tile", WALK),
+    ("work_ready before its Q is looked for", None),
+    ("pages_asked", None),
+    ("work_ready of output", None),
     ("alpha_ready", WALK),
     ("kv_free before O is scaled", RISING),
+    ("work_ready before Q of the next work tile is looked for", WALK),
+    ("pages_asked, if no tile came before", None),
+    ("scores_ready before Q is replaced", WALK),
     ("kv_free before O is stored", WALK),
     ("stats_ready", GAPS),
+    ("work_ready of the first work tile's value columns", WALK),
+    ("work_ready of the value columns", WALK),
     ("kv_free of the value columns", WALK),
     ("kv_free of the value columns before the CTA ends", None),
+    ("work_ready of the first work tile's other columns", WALK),
+    ("work_ready of the other columns", WALK),
     ("kv_free of the other columns", WALK),
     ("kv_free of the other columns before the CTA ends", None),
+    ("work_free", MANY),
+    ("work_free of the last record", MANY),
+    ("work_ready of the mma role's first work tile", WALK),
+    ("work_ready of mma", WALK),
     ("query_ready", WALK),
     ("kv_ready", WALK),
     ("scores_free", WALK),
@@ -48,12 +66,12 @@ SUITE = Suite(
     {"walk": WALK, "rising": RISING, "gaps": GAPS, "broken": BROKEN, "steep": STEEP},
     (
         *one_by_one("missing wait: ", WAITS, ptx.WAITS, ptx.NO_WAIT),
-        planted("missing arrival", WALK, r"mbarrier\.arrive\.shared(?:::cluster)?\.b64 [^;]*;"),
+        planted("missing arrival", WALK, r"mbarrier\.arrive\.shared(?:::cluster)?\.b64 [^;]*;", or_case=MANY),
         planted("missing barrier of score warps", WALK, r"bar\.sync\s+%r\d+, (?:64|128);"),
         planted("missing copy", WALK, ptx.TENSOR_COPIES),
         planted("wrong number of arrivals", WALK, ptx.EXPECTED_ARRIVALS, r"\g<1>3;", alone(0, 1)),
-        planted("missing wait for stores of Q or P", WALK, ptx.STORE_WAITS, "", alone(0, 1, 2), count=4),
-        planted("missing wait for stores of O", RISING, ptx.STORE_WAITS, "", alone(3), count=4),
+        planted("missing wait for stores of Q or P", WALK, ptx.STORE_WAITS, "", alone(0, 1, 3), count=4),
+        planted("missing wait for stores of O", RISING, ptx.STORE_WAITS, "", alone(2), count=4),
         # 18 products of S, then twice two of P V and one of the sum.
         planted("missing product", WALK, ptx.PRODUCTS, "", alone(0, 15, 17, 18, 20, 23), count=24),
         planted("ones not written", WALK, ONES, "", count=1),
