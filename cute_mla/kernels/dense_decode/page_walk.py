@@ -53,7 +53,7 @@ def for_each_tile(operands: DenseDecodeOperands, load_tile: cutlass.Constexpr[Ca
 def for_each_tile_in_groups(
     operands: DenseDecodeOperands,
     load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]],
-    begin_run: cutlass.Constexpr[Callable[[Int32, Int32], None]],
+    begin_run: cutlass.Constexpr[Callable[[Int32, Int32], None] | None] = None,
 ) -> Int32:
     """Do as for_each_tile, but look up the entries of several tiles at once, lane l the l-th, so that the loop over tiles has no load.
 
@@ -84,14 +84,15 @@ def load_run(
     run: TileRun,
     tile: Int32,
     load_tile: cutlass.Constexpr[Callable[[LaneBox, Int32], None]],
-    begin_run: cutlass.Constexpr[Callable[[Int32, Int32], None]],
+    begin_run: cutlass.Constexpr[Callable[[Int32, Int32], None] | None],
 ):
     """Call load_tile for every tile of a run. tile: number of the first."""
     lane = cute.arch.lane_idx()
     group = operands.box_keys() * cute.arch.WARP_SIZE // TILE_KEYS
     entry, row = operands.page_entry(run.tile * TILE_KEYS + lane * operands.box_keys())
     following = look_up_group(operands, req, run, Int32(0), cute.arch.shuffle_sync(entry, 0), cute.arch.shuffle_sync(row, 0))
-    begin_run(req, tile)
+    if cutlass.const_expr(begin_run is not None):
+        begin_run(req, tile)
     for first in cutlass.range(0, run.span.tiles, group, unroll=1):
         first_entry = cute.arch.shuffle_sync(entry, 0)
         pages = cute.arch.shuffle_sync(following, lane)  # a result of its own: else each tile waits for the load that follows

@@ -164,8 +164,8 @@ class Heads64MmaRoleSm100(LatentMmaRoleSm100):
 
     products = Heads64Products()
 
-    def multiply_scores(self, smem: LatentSmemSm100, gemm: Any, tile: Int32) -> None:
-        """Issue S of one tile."""
+    def multiply_scores(self, smem: LatentSmemSm100, gemm: Any, tile: Int32, first: int, end: int) -> None:
+        """Issue S of one tile, which has one part."""
         self.products.multiply_scores(smem, gemm, tile)
 
     def multiply_output(self, smem: LatentSmemSm100, gemm: Any, tile: Int32, accumulate: Boolean) -> None:
