@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import (
+        fingerprint,
         flash_attn_varlen_backward,
         flash_attn_varlen_func,
         flash_attn_varlen_kvpacked_func,
@@ -20,10 +21,12 @@ if TYPE_CHECKING:
         get_mla_metadata,
         is_supported,
         merge_states,
+        row_digest,
         workspace_size,
     )
     from .runtime.current import simulate
     from .runtime.errors import ArtifactError, DeviceError
+    from .runtime.recording import record
     from .simulator import SimulationError
 
 __version__ = "0.1.0"
@@ -33,6 +36,7 @@ __all__ = [
     "DeviceError",
     "SimulationError",
     "__version__",
+    "fingerprint",
     "flash_attn_varlen_backward",
     "flash_attn_varlen_func",
     "flash_attn_varlen_kvpacked_func",
@@ -43,6 +47,8 @@ __all__ = [
     "get_mla_metadata",
     "is_supported",
     "merge_states",
+    "record",
+    "row_digest",
     "simulate",
     "workspace_size",
 ]
@@ -51,6 +57,7 @@ _HOME_OF = {
     "ArtifactError": ".runtime.errors",
     "DeviceError": ".runtime.errors",
     "SimulationError": ".simulator",
+    "fingerprint": ".api",
     "flash_attn_varlen_backward": ".api",
     "flash_attn_varlen_func": ".api",
     "flash_attn_varlen_kvpacked_func": ".api",
@@ -61,6 +68,8 @@ _HOME_OF = {
     "get_mla_metadata": ".api",
     "is_supported": ".api",
     "merge_states": ".api",
+    "record": ".runtime.recording",
+    "row_digest": ".api",
     "simulate": ".runtime.current",
     "workspace_size": ".api",
 }

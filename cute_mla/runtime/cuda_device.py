@@ -11,7 +11,7 @@ import torch
 
 from ..manifest import KernelEntry
 from ..spec.arch import ARCHS, Arch, arch_for
-from . import cuda_launches, driver
+from . import cuda_launches, driver, recording
 from .arguments import Argument, ArgumentBlock
 from .artifacts import Artifacts, cubin_toolkit, load_artifacts
 from .call_cache import CallCache
@@ -82,6 +82,8 @@ class CudaDevice:
         grid: CTAs along x, y, z. stream: a raw handle; default torch's current stream of this device.
         pdl: the kernel may start before the kernel ahead of it ends, and waits for that kernel itself.
         """
+        if recording.active:
+            recording.add(kernel, args)
         loaded = self.loaded(kernel)
         handle = self.stream(cuda_launches.current_stream(self.index) if stream is None else stream)
         try:

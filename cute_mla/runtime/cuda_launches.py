@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from . import driver
+from . import driver, recording
 from .arguments import ArgumentBlock
 from .launch import BufferRef, CallSteps, Step
 from .tensor_map import EncodedMaps
@@ -33,6 +33,9 @@ class CudaLaunches:
 
     def start(self, tensors: Sequence[torch.Tensor], addresses: list[int]) -> None:
         """Launch the kernels, as Launches.start says."""
+        if recording.active:
+            for step in self._call.steps:
+                recording.add(step.kernel, step.scalars)
         stream = current_stream(self._device)
         try:
             prepared = self._free.pop()

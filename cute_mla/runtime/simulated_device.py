@@ -15,6 +15,7 @@ from .. import simulator
 from ..manifest import KernelEntry
 from ..spec.abi import Param, ParamKind
 from ..spec.arch import Arch
+from . import recording
 from .arguments import Argument, Span, address_of
 from .artifacts import Artifacts, load_artifacts
 from .block_tables import findings_of
@@ -113,6 +114,8 @@ class SimulatedDevice:
         global memory.
         """
         del stream
+        if recording.active:
+            recording.add(kernel, args)
         missing = list(_missing_memory(kernel.params, args))
         if missing:  # a GPU would fault, and so would this process
             self._report(kernel, grid, missing)

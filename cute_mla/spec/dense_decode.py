@@ -6,12 +6,12 @@ The cache holds 16-bit elements, or e4m3 with one scale for all of it, k = desca
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
 from .mla import BF16, D_QK, D_V, D_WIDE, DENSE_DIMS, WIDE_DIMS, LatentDims, ceil_div, key_dtypes
-from .split_plan import ALONE_WHOLE_EIGHTHS, MAX_PARTS, TILE_KEYS, invariant_splits
+from .split_plan import ALONE_WHOLE_EIGHTHS, INVARIANT_SPLIT, MAX_PARTS, TILE_KEYS, invariant_splits
 
 TILE_ROWS = 64  # query rows (query token x head) of one CTA
 UNIT_ROWS = 2 * TILE_ROWS  # of a work unit where requests have different numbers of query tokens
@@ -193,6 +193,37 @@ class DenseDecodeConfig:
         if not self.few_heads:
             return f"{types}_cluster{self.cluster}"
         return f"{types}_few_heads" + ("" if self.few_rows == FEW_HEADS else str(self.few_rows))
+
+
+# How softmax follows the maximum of a row, and what P is rounded to, as terms of an order (spec/orders.py).
+SOFTMAX_TERMS = {"reference": "follows the row maximum where it moves up by more than 8, log2 units", "exp": "exp2 of an fp32 fma"}
+_E4M3_TERMS = {
+    "reference": "follows the maximum of every tile, so that its greatest P lies in a window",
+    "p": "e4m3, times one of 8 factors by key; O is divided by the sum of rounded P",
+}
+
+
+def order_terms(config: DenseDecodeConfig, arch: Arch) -> dict[str, Any] | None:
+    """Return the terms of a variant's order, or None for few heads, which batch-invariant calls do not take.
+
+    CTAs that share key tiles change no bit, and so `cluster` is no term.
+    """
+    if config.few_heads:
+        return None
+    exact = f"e4m3, exact in {config.dtype}; its scale on scores and outputs"
+    return {
+        "op": "dense_decode",
+        "revision": 1,
+        "arch": arch.name,
+        "dtype": config.dtype,
+        "cache": {LATENT: config.dtype, FP8_CACHE: exact, FP8: "e4m3; its scale on scores and outputs"}[config.operands],
+        "d_qk": config.d_qk,
+        "keys": f"tiles of {TILE_KEYS}, ascending",
+        "split": INVARIANT_SPLIT,
+        **SOFTMAX_TERMS,
+        "p": f"{config.dtype}, unnormalised",
+        **(_E4M3_TERMS if config.operands == FP8 else {}),
+    }
 
 
 @dataclass(frozen=True)

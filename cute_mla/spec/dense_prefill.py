@@ -17,10 +17,11 @@ every sequence has as many as the longest may have, and kernels skip those that 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import SM90, SM100, Arch
+from .dense_decode import SOFTMAX_TERMS
 from .mla import DTYPES, ceil_div
 
 HEAD_DIMS = {192: 128, 128: 128, 256: 256}  # columns of q and k, and those of v and out that go with them
@@ -99,6 +100,23 @@ class DensePrefillConfig:
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
         return f"{self.dtype}_d{self.d_qk}"
+
+
+def order_terms(config: DensePrefillConfig, arch: Arch) -> dict[str, Any]:
+    """Return the terms of a variant's order."""
+    on_fma = {"exp": "exp2 of an fp32 fma; 2 of 8 pairs a polynomial of degree 5"} if arch is SM100 and config.cluster == 1 else {}
+    return {
+        "op": "dense_prefill",
+        "revision": 1,
+        "arch": arch.name,
+        "dtype": config.dtype,
+        "d_qk": config.d_qk,
+        "keys": f"tiles of {config.tile_keys(arch)} of a sequence, the last of {TILE_ROWS[arch.name]} query rows first",
+        "split": "none",
+        **SOFTMAX_TERMS,
+        **on_fma,
+        "p": f"{config.dtype}, unnormalised",
+    }
 
 
 @dataclass(frozen=True)

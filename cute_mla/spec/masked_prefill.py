@@ -6,12 +6,13 @@ neither loaded nor multiplied.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import Arch
 from .dense_prefill import DensePrefillConfig
 from .dense_prefill import closed_variants as unmasked_variants
+from .dense_prefill import order_terms as unmasked_terms
 from .mla import BF16
 
 MASK_WORD_KEYS = 32  # keys of a word of a mask
@@ -56,3 +57,9 @@ PARAMS = params_of(MaskedPrefillArguments)
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
     return tuple(config for config in unmasked_variants(arch) if config.dtype == DTYPE and config.d_qk in HEAD_DIMS)
+
+
+def order_terms(config: DensePrefillConfig, arch: Arch) -> dict[str, Any]:
+    """Return the terms of a variant's order: those without a mask, and tiles without a visible key, which are skipped."""
+    terms = unmasked_terms(config, arch)
+    return {**terms, "op": "masked_prefill", "keys": f"{terms['keys']}, those that a row of the item sees"}

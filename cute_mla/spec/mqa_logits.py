@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .abi import Int32, Int64, Pointer, TensorMap, params_of
+from .arch import SM90, Arch
 from .mla import ceil_div
 
 DTYPE = "e4m3"
@@ -85,6 +86,22 @@ class MqaLogitsConfig:
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
         return f"{self.dtype}_{'pages' if self.paged else 'rows'}_h{self.head_tile}"
+
+
+def order_terms(config: MqaLogitsConfig, arch: Arch) -> dict[str, Any]:
+    """Return the terms of a variant's order, the same for keys in a row and in pages."""
+    return {
+        "op": "mqa_logits",
+        "revision": 1,
+        "arch": arch.name,
+        "dtype": config.dtype,
+        "columns": COLUMNS,
+        "head_tile": config.head_tile,
+        "heads": "in fp32, ascending in a thread, then a tree over a quad"
+        if arch is SM90
+        else "in fp32, neighbouring pairs apart, each ascending",
+        "scale": "of the key, on the sum",
+    }
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,14 @@ second cache. All query tokens of a request have the same number; they are CTAs 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
-from .arch import SM90, Arch
+from .arch import SM90, SM100, Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
-from .dense_decode import FEW_HEADS, TILE_ROWS, TILINGS, parts_of, row_ctas
+from .dense_decode import FEW_HEADS, SOFTMAX_TERMS, TILE_ROWS, TILINGS, parts_of, row_ctas
 from .mla import BF16
-from .split_plan import invariant_splits, keeps_whole
+from .split_plan import INVARIANT_SPLIT, TILE_KEYS, invariant_splits, keeps_whole
 
 
 class SparseDecodeArguments(NamedTuple):
@@ -131,6 +131,30 @@ class SparseDecodeConfig:
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
         return f"{self.dtype}_{self.cache}_" + ("few_heads" if self.few_heads else f"cluster{self.cluster}")
+
+
+def order_terms(config: SparseDecodeConfig, arch: Arch) -> dict[str, Any]:
+    """Return the terms of a variant's order.
+
+    On SM90 CTAs that share key tiles change no bit, and so `cluster` is no term. On SM100 kernels of one CTA and of two have tilings of
+    their own.
+    """
+    few = config.few_heads
+    fp32_scales = few and config.format.scale == "fp32"  # which the kernel for few heads applies to scores and P
+    return {
+        "op": "sparse_decode",
+        "revision": 1,
+        "arch": arch.name,
+        "dtype": config.dtype,
+        "cache": config.cache,
+        "values": "codes exact, fp32 scales on scores and on P" if fp32_scales else f"value x scale, rounded once to {config.dtype}",
+        "d_qk": config.format.d_qk,
+        "rows": f"keys on M, up to {FEW_HEADS} heads" if few else f"heads on M, {config.cluster} CTAs" if arch is SM100 else "heads on M",
+        "keys": f"tiles of {TILE_KEYS}, as given",
+        "split": INVARIANT_SPLIT,
+        **SOFTMAX_TERMS,
+        "p": f"{config.dtype}, unnormalised",
+    }
 
 
 @dataclass(frozen=True)

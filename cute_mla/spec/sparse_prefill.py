@@ -9,12 +9,13 @@ prologue and epilogue overlap with its neighbours. A token is numbered over the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
-from .arch import Arch
-from .dense_decode import TILE_ROWS, TILINGS
+from .arch import SM100, Arch
+from .dense_decode import SOFTMAX_TERMS, TILE_ROWS, TILINGS
 from .mla import BF16, D_LATENT, D_QK, ceil_div
+from .split_plan import TILE_KEYS
 
 HEAD_DIMS = (D_QK, D_LATENT)  # columns of q and of a row of the latent
 DTYPE = BF16  # of q, kv and out
@@ -85,6 +86,22 @@ class SparsePrefillConfig:
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
         return f"{self.dtype}_d{self.d_qk}_cluster{self.cluster}"
+
+
+def order_terms(config: SparsePrefillConfig, arch: Arch) -> dict[str, Any]:
+    """Return the terms of a variant's order; `cluster` is one on SM100 alone, where up to 64 heads and more have two kernels."""
+    return {
+        "op": "sparse_prefill",
+        "revision": 1,
+        "arch": arch.name,
+        "dtype": config.dtype,
+        "d_qk": config.d_qk,
+        "rows": f"{config.cluster} CTAs" if arch is SM100 else "any",
+        "keys": f"tiles of {TILE_KEYS}, as given",
+        "split": "none",
+        **SOFTMAX_TERMS,
+        "p": f"{config.dtype}, unnormalised",
+    }
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,8 @@ MAX_PARTS = 1024
 MOST_WHOLE_REQUESTS = 1024  # a plan for more requests cuts them; the cuts are few beside so many requests
 
 INVARIANT_SPLIT_TILES = 128  # a batch-invariant call cuts a request every 8,192 keys, and nowhere else
+# The same, and what combine does, as a term of an order (spec/orders.py)
+INVARIANT_SPLIT = f"every {INVARIANT_SPLIT_TILES * TILE_KEYS} keys, merged in fp32, ascending"
 
 
 class SplitPlanArguments(NamedTuple):

@@ -7,9 +7,10 @@ row alone, whatever divides it.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .abi import Int32, Int64, Pointer, params_of
+from .arch import Arch
 
 DTYPE = "fp32"  # of logits
 THREADS = 512
@@ -65,6 +66,12 @@ class TopkIndicesConfig:
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
         return f"{self.dtype}_cluster{self.cluster}{'_slots' if self.slots else ''}"
+
+
+def order_terms(config: TopkIndicesConfig, arch: Arch) -> dict[str, Any]:
+    """Return the terms of the order that all variants of all architectures share, since the result is a function of the row."""
+    rule = "greater first, then lower position; -0 as +0, NaN below -inf"
+    return {"op": "topk_indices", "revision": 1, "dtype": config.dtype, "rule": rule, "result": "ascending positions"}
 
 
 def config_for(rows: int, columns: int, sm_count: int, slots: bool = False) -> TopkIndicesConfig:

@@ -94,6 +94,13 @@ def plain_cases(subject: str) -> st.SearchStrategy[PlainCase]:
             st.sampled_from((*ARCHS, "sm103")),
             _chosen(**{name: values | _ODD_VALUES for name, values in _FEATURES.items()}),
         ),
+        "fingerprint": st.builds(
+            lambda op, arch, needed, features: {"op": op, "arch": arch, **needed, **features},
+            ops,
+            st.sampled_from((*ARCHS, "sm103")),
+            st.fixed_dictionaries({"head_dim": st.sampled_from((576, 192)), "h_q": HEADS}),
+            _chosen(few_heads=st.booleans(), **_FEATURES),
+        ),
         "simulate": _chosen(
             arch=st.sampled_from(tuple(ARCHS)),
             sm_count=st.none() | st.integers(1, 200),

@@ -121,7 +121,7 @@ def _feature_is_possible(op: str, name: str, value: Any) -> bool:
     dense, decode = op.startswith("dense"), op.endswith("decode")
     match name:
         case "dtype":
-            known = ("bf16", "fp16", "e4m3") if op == "dense_decode" else ("bf16", "fp16")
+            known = {"dense_decode": ("bf16", "fp16", "e4m3"), "dense_prefill": ("bf16", "fp16")}.get(op, ("bf16",))
             types = (torch.bfloat16, torch.float16, torch.float8_e4m3fn)
             return (isinstance(value, str) and value in known) or (isinstance(value, torch.dtype) and value in types[: len(known)])
         case "h_q":
@@ -150,7 +150,9 @@ def _feature_is_possible(op: str, name: str, value: Any) -> bool:
             allowed = dense
         case "fp8_kvcache":
             allowed = decode
-        case "attn_sink" | "topk_length":
+        case "attn_sink":
+            allowed = op != "dense_prefill"
+        case "topk_length":
             allowed = not dense
         case "extra_cache":
             allowed = op == "sparse_decode"
@@ -200,6 +202,32 @@ def _possible_together(op: str, features: Mapping[str, Any]) -> bool:
     if op == "sparse_decode":
         return not (fp8 and half) and not (fp8 is not None and not fp8 and features.get("head_dim") == 512)
     return True
+
+
+_NEEDED = {"dense_decode": ("head_dim",), "sparse_decode": ("h_q",), "dense_prefill": ("head_dim",), "sparse_prefill": ("head_dim", "h_q")}
+
+
+def _fingerprint_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    c = Contract(arguments)
+    c.numbers(op=is_one_of(*OPS), arch=is_one_of(*ARCHS, "sm103"), few_heads=is_flag)
+    if c.faults:
+        return c.faults
+    op, features = c.get("op"), {name: value for name, value in arguments.items() if name not in ("op", "arch", "few_heads")}
+    for name, value in features.items():
+        c.require(_feature_is_possible(op, name, value), name, name.replace("_", " "))  # "page size" in its error
+    if c.faults or not c.require(_possible_together(op, features), *features):
+        return c.faults
+    c.require(features.get("batch_invariant") is not False, "batch_invariant")
+    for name in _NEEDED[op]:
+        c.require(name in features, name)
+    if op == "sparse_decode":  # calls here name no formats
+        c.require(not features.get("fp8_kvcache") and features.get("head_dim") == 576, "kv_format")
+        c.require(not features.get("extra_cache"), "extra_kv_format")
+    return c.faults
+
+
+def _expect_fingerprint(arguments: Arguments, setting: Setting) -> Verify:
+    return lambda found: "" if len(found.order) == 16 and arguments["op"] in found.terms else f"{found}"
 
 
 def _simulate_faults(arguments: Arguments, setting: Setting) -> set[str]:
@@ -473,6 +501,7 @@ _LAYERS = ("no_rope_layers", "kv_source_layers")
 HOST_SUBJECTS: dict[str, Subject] = {
     "workspace_size": Subject(cute_mla.workspace_size, _plain, _workspace_faults, _expect_workspace, ("total_q", "head_dim_v", "is_fp8_q")),
     "is_supported": Subject(cute_mla.is_supported, _plain, _supported_faults, _expect_supported, more=_FEATURES),
+    "fingerprint": Subject(cute_mla.fingerprint, _plain, _fingerprint_faults, _expect_fingerprint, more=_FEATURES),
     "simulate": Subject(
         _simulated, _plain, _simulate_faults, _expect_simulated, more=("arch", "sm_count", "schedule", "seed", "on_finding")
     ),

@@ -11,6 +11,7 @@ from cute_mla.kernels.attention.lengths import Lengths, RowTile
 from cute_mla.kernels.attention.scheduler import SplitKvSchedule
 from cute_mla.kernels.definition import KernelDefinition
 from cute_mla.spec import abi
+from cute_mla.spec.dense_decode import TILE_ROWS
 from tests.kernels.plain_kernel import plain_kernel
 
 RECORD = 6  # request, first tile, tiles, keys from the first tile on, direct, accumulator row
@@ -43,7 +44,7 @@ class WalkArguments(NamedTuple):
 @cute.kernel
 def walk(args: WalkArguments, cluster: cutlass.Constexpr[int]) -> None:
     lengths = Lengths(args.lengths, args.extra_lengths, args.max_keys, args.extra_max_keys)
-    rows = RowTile(args.mask, args.s_q, args.heads_per_kv, args.reach, cluster) if cluster else None
+    rows = RowTile(args.mask, args.s_q, args.heads_per_kv, args.reach, cluster, cluster * TILE_ROWS) if cluster else None
     schedule = SplitKvSchedule(args.plan, args.num_splits, lengths, args.batch, args.max_splits, args.accum_rows, rows)
     x, _, part = cute.arch.block_idx()
     cta = x * cute.arch.grid_dim()[2] + part

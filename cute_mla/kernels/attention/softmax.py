@@ -138,7 +138,7 @@ class OnlineSoftmax:
     def create(cls, scale_log2: Float32, keeps_maximum: bool = False, rows: int = ROWS_PER_THREAD) -> Self:
         """Return the state of rows that have seen nothing."""
         state = [cute.make_rmem_tensor(cute.make_layout(rows), Float32) for _ in range(3 if keeps_maximum else 2)]
-        softmax = cls(scale_log2, *state, rows=rows)
+        softmax = cls(scale_log2, state[0], state[1], state[2] if keeps_maximum else None, rows)
         softmax.reset()
         return softmax
 

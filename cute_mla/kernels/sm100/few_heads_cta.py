@@ -181,6 +181,9 @@ class FewHeadsSmemSm100:
 class FewHeadsSm100Kernel(AttentionKernel):
     """One variant of a kernel with keys on M. A subclass has the roles: functions of operands, shared memory and tensor memory."""
 
+    score: Any
+    output: Any
+
     def __init__(self, abi: KernelAbi, arch: Arch, geometry: FewHeadsGeometrySm100) -> None:
         super().__init__(abi, arch)
         self.geometry = geometry

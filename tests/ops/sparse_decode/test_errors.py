@@ -146,7 +146,7 @@ def test_more_indices_than_tiles_are_counted(device: RecordingDevice) -> None:
     indices = spec_of("i", call["extra_indices_in_kvcache"])
     second = sparse_decode.Selection(("a", "b", "c"), spec_of("k", call["k_cache"]), indices, None)
     options = Options(*(None,) * len(Options._fields))._replace(is_fp8_kvcache=True)  # type: ignore[arg-type]
-    common = CommonSpec(None, None, None, options, address_alignment=16)
+    common = CommonSpec(None, None, None, None, options, address_alignment=16)
     whole = sparse_decode.CallSpec(spec_of("q", call["q"]), second._replace(indices=spec), second, None, None, common)
     with pytest.raises(
         ValueError, match=f"indices and extra_indices_in_kvcache name {MAX_KEYS + 64} slots a token; supported: to {MAX_KEYS}"
