@@ -160,6 +160,7 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, CuteMlaMetadata, supports_dcp_with_varlen=True)
         self._decode_heads = self.num_heads * self.dcp_world_size  # the heads of all ranks attend to this rank's keys
+        self._fp8_q = vllm_config.cache_config.cache_dtype in E4M3_CACHES  # vLLM quantises queries where the cache is e4m3
         self._decodes_all = decodes_all(vllm_config)
         if self._decodes_all:
             self.reorder_batch_threshold = vllm_config.scheduler_config.max_num_batched_tokens
@@ -235,7 +236,13 @@ class CuteMlaMetadataBuilder(MLACommonMetadataBuilder[CuteMlaMetadata]):
     def _plan(self, lengths: torch.Tensor, query_start_loc: torch.Tensor, tokens: int, max_query_len: int) -> Plan:
         """Plan requests with room for this many query tokens, at most max_query_len each. Lengths stay on the device."""
         plan = get_mla_metadata(
-            lengths, max_query_len * self._decode_heads, 1, self._decode_heads, cu_seqlens_q=query_start_loc, total_q=tokens
+            lengths,
+            max_query_len * self._decode_heads,
+            1,
+            self._decode_heads,
+            cu_seqlens_q=query_start_loc,
+            total_q=tokens,
+            is_fp8_q=self._fp8_q,
         )
         return self._plans.store(unit_tokens(max_query_len, self._decode_heads), plan)
 
@@ -268,6 +275,7 @@ class CuteMlaImpl(CacheWriteMixin, MLACommonImpl[CuteMlaMetadata]):
                 h_q=heads,
                 head_dim_v=self.kv_lora_rank,
                 total_q=min(requests * tokens, room),
+                is_fp8_q=self.kv_cache_dtype in E4M3_CACHES,
                 device=device,
             )
             for tokens in longest
