@@ -176,12 +176,65 @@ def index_cache() -> Tensor:
     return cache
 
 
+def test_pages_and_lengths_out_of_range() -> None:
+    """Negative pages and those behind a table are no slots, and a length is at least 0."""
+    positions, table = torch.tensor([[0, 7, 8, 300, -1]], dtype=torch.int32), torch.tensor([[-1, 2]], dtype=torch.int32)
+    assert slots_of_positions(positions, table, 8).tolist() == [[-1, -1, 16, -1, -1]]
+    assert slots_of_positions(positions, table[:, :0], 8).tolist() == [[-1] * 5]
+    found, counts = expand_pools(torch.full((1, 1), -1, dtype=torch.int32), torch.tensor([-3], dtype=torch.int32), 2)
+    assert (found.tolist(), counts.tolist()) == ([[-1] * 3], [0])
+    pages, _ = pages_of_blocks(torch.tensor([[0, 1]], dtype=torch.int32), torch.tensor([5], dtype=torch.int32), 16, table[:, :0], 8)
+    assert pages.tolist() == [[-1] * 4]
+
+
+@pytest.mark.parametrize("length", [5, 50])
+def test_logits_that_are_no_numbers(length: int, arch: Arch) -> None:
+    """NaN hides no other key of its block, and a length beyond the logits is that of all keys, the last block among them."""
+    logits = torch.tensor([[2.0, 1.0, torch.nan, 5.0, -torch.inf]])
+    with cute_mla.simulate(arch, 1):
+        assert select_blocks(logits, torch.tensor([length], dtype=torch.int32), 2, 2).tolist() == [[1, 2]]
+
+
 def test_shapes_that_do_not_match() -> None:
-    k, table, bounds = torch.zeros(3, 128), TABLE[:1], torch.tensor([0, 3], dtype=torch.int32)
-    cache, context = torch.zeros(5, PAGE, 1, 132, dtype=torch.uint8), torch.zeros(1, dtype=torch.int32)
-    with pytest.raises(ValueError, match=r"there are k \[3, 128\], gate \[3, 64\], .*; supported: \[tokens, 128\] twice, \[pool, 128\]"):
-        write_pooled_index_keys(k, k[:, :64], BIAS, cache, table, torch.zeros(1, 16, 256), bounds, context)
-    with pytest.raises(ValueError, match=r"tail has 15 tokens a row; supported: pools of 16 tokens, and so many or more"):
-        write_pooled_index_keys(k, k, BIAS, cache, table, torch.zeros(1, 15, 256), bounds, context)
-    with pytest.raises(ValueError, match=r"blocks have 24 keys and pages 16; supported: blocks of whole pages"):
-        pages_of_blocks(torch.zeros(1, 1, dtype=torch.int32), torch.ones(1, dtype=torch.int32), 24, table, 16)
+    ints = torch.zeros(4, 4, dtype=torch.int32)
+    given = {
+        "k": torch.zeros(3, 128),
+        "gate": torch.zeros(3, 128),
+        "bias": BIAS,
+        "index_cache": torch.zeros(5, PAGE, 1, 132, dtype=torch.uint8),
+        "block_table": TABLE[:1],
+        "tail": torch.zeros(1, 16, 256),
+        "cu_seqlens": torch.tensor([0, 3], dtype=torch.int32),
+        "context_lens": ints[0, :1],
+    }
+    for changes, message in (
+        ({"gate": torch.zeros(3, 64)}, r"gate has shape \[3, 64\]; supported: \[3, 128\]"),
+        ({"tail": torch.zeros(1, 15, 256)}, "tail has 15 tokens a row; supported: pools of 16 tokens, and so many or more"),
+        ({"tail": torch.zeros(0, 16, 256)}, "tail has 0 rows, and tail_rows is None; supported: a row for each of 1 requests"),
+        ({"tail_rows": torch.tensor([0, 1])}, r"tail_rows has shape \[2\]; supported: \[1\]"),
+        ({"index_cache": torch.zeros(5, PAGE, 1, 132)}, "index_cache has dtype torch.float32; supported: torch.uint8"),
+        ({"index_cache": torch.zeros(5, PAGE, 1, 264, dtype=torch.uint8)[..., :132]}, "supported: contiguous pages"),
+        ({"context_lens": ints[0, :2]}, r"cu_seqlens has shape \[2\]; supported: \[3\]"),
+        ({"block_table": TABLE}, r"block_table has shape \[2, 2\]; supported: \[1, pages per request\]"),
+        ({"bias": BIAS[:0]}, r"bias.shape\[0\] is 0; supported: an integer, 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            write_pooled_index_keys(**{**given, **changes})
+    for call, message in (
+        (
+            lambda: pages_of_blocks(ints[:1, :1], ints[0, :1], 24, TABLE[:1], 16),
+            "blocks have 24 keys and pages 16; supported: blocks of whole",
+        ),
+        (
+            lambda: pages_of_blocks(ints[:3], ints[0, :3], 16, TABLE, 16),
+            "there are 3 tokens and 2 requests; supported: as many tokens of each",
+        ),
+        (lambda: pages_of_blocks(ints, ints[0, :1], 16, TABLE, 16), r"lengths has shape \[1\]; supported: \[4\]"),
+        (lambda: slots_of_positions(ints, TABLE[:0], 16), "there are 4 tokens and 0 requests"),
+        (lambda: slots_of_positions(ints, TABLE, 0), "page_size is 0; supported: an integer, 1 or more"),
+        (lambda: expand_pools(ints, ints[0, :1], 2), r"lengths has shape \[1\]; supported: \[4\]"),
+        (lambda: expand_pools(ints, ints[0], 0), "pool is 0; supported: an integer, 1 or more"),
+        (lambda: select_blocks(torch.zeros(4, 4), ints[0], 1, 0), "block is 0; supported: an integer, 1 or more"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            call()
