@@ -25,7 +25,8 @@ class LatentCacheLayer(DynamicLayer):
     index_keys: uint8 [batch * pages per request, 64, 1, 132], the keys of the layer's indexer in the same rows; None without an indexer.
     Of an indexer of pools, its pages hold a key for each `pool` tokens, and tail [batch, 64, 256] the last tokens of each request.
     seen: tokens of each request so far, padding included, as transformers counts them. lengths: keys of each request.
-    unpadded: the most recent tokens that are padding in no request; crop() removes no more than these.
+    unpadded: the most recent tokens that are padding in no request; crop() removes no more than these. removed: tokens that crop() removed
+    and that others have not replaced since; the tail has lost as many of those before.
     """
 
     keys: torch.Tensor | None
@@ -38,7 +39,7 @@ class LatentCacheLayer(DynamicLayer):
         self.pool = 0
         self.seen = 0
         self.lengths: list[int] = []
-        self.unpadded = 0
+        self.unpadded = self.removed = 0
 
     @property
     def pages(self) -> int:
@@ -92,6 +93,7 @@ class LatentCacheLayer(DynamicLayer):
         self.seen += tokens
         self.lengths = [length + count for length, count in zip(self.lengths, new, strict=True)]
         self.unpadded = self.unpadded + tokens if all(count == tokens for count in new) else 0
+        self.removed = max(self.removed - min(new, default=0), 0)
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Refuse keys of an attention module that was not patched."""
@@ -105,13 +107,13 @@ class LatentCacheLayer(DynamicLayer):
         """Drop all keys."""
         super().reset()
         self.index_keys = self.tail = None
-        self.seen, self.lengths, self.unpadded = 0, [], 0
+        self.seen, self.lengths, self.unpadded, self.removed = 0, [], 0, 0
 
     def crop(self, tokens_to_remove: int) -> None:
         """Drop the last -tokens_to_remove tokens. ValueError if one of them may be padding, or if the number is positive."""
-        count = -tokens_to_remove
-        if self.tail is not None and count > RING - self.pool + 1:
-            raise ValueError(f"crop({tokens_to_remove}) of a layer with pools of {self.pool} keys; supported: to {self.pool - 1 - RING}")
+        count, kept = -tokens_to_remove, RING - self.pool + 1 - self.removed
+        if self.tail is not None and count > kept:
+            raise ValueError(f"crop({tokens_to_remove}) of a layer with pools of {self.pool} keys; supported: to {-kept}")
         if not 0 <= count <= self.unpadded:
             raise ValueError(
                 f"crop({tokens_to_remove}) of {self.unpadded} tokens behind the last padding; supported: 0 to {-self.unpadded}"

@@ -155,7 +155,10 @@ def _tensors_of(model: torch.nn.Module, module: Any, config: MlaConfig) -> dict[
     """Return the weights of a module, and alpha of the model's rotary embedding where the layer has it."""
     tensors = module.state_dict()
     if config.learned_frequencies:
-        tensors[ALPHA] = _rotary_embeddings(model, module)[0].alpha.detach()
+        held = [each.alpha.detach() for each in _rotary_embeddings(model, module)]
+        if not held:
+            raise ValueError(f"{type(model).__name__} has no rotary embedding with alpha; supported: the whole model, which has one")
+        tensors[ALPHA] = held[0]
     return tensors
 
 

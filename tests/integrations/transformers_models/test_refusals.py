@@ -98,14 +98,27 @@ def test_layers_that_name_other_latents_than_transformers_reads() -> None:
         patch(model)
 
 
+def test_layers_without_the_frequencies_of_their_model() -> None:
+    layers = next(module for module in make("mistral_large_4").modules() if isinstance(module, nn.ModuleList) and len(module) == 4)
+    with pytest.raises(ValueError, match="ModuleList has no rotary embedding with alpha; supported: the whole model"):
+        patch(layers)
+
+
 def test_drafts_beyond_the_tail_of_pools() -> None:
     model = make("glm_5_3_flash")
     patch(model)
     cache = model(tokens(70)[0], use_cache=True).cache
     with pytest.raises(ValueError, match=r"crop\(-50\) of a layer with pools of 16 keys; supported: to -49"):
         cache.crop(-50)
-    cache.crop(-49)
+    cache.crop(-40)
+    with pytest.raises(ValueError, match=r"crop\(-10\) of a layer with pools of 16 keys; supported: to -9"):
+        cache.crop(-10)
+    cache.crop(-9)
     assert cache.layers[2].lengths == [21]
+    with torch.no_grad():
+        model(tokens(45)[0], cache=cache, use_cache=True)
+    with pytest.raises(ValueError, match="supported: to -45"):
+        cache.crop(-46)
 
 
 def test_models_without_latent_attention() -> None:
