@@ -214,8 +214,11 @@ class MlaConfig:
         if self.latents not in ("own", "lent", "borrowed"):
             raise ValueError(f"latents is {short_repr(self.latents)}; supported: 'own', 'lent', 'borrowed'")
         check_layers(self.no_rope_layers, self.kv_source_layers)
-        if 0 in self.no_rope_layers and self.rope_scaling is not None and self.rope_scaling.softmax_scale != 1:
-            raise ValueError(f"rope_scaling is {short_repr(self.rope_scaling)} with layers without RoPE; supported: no mscale_all_dim")
+        yarn = self.rope_scaling if 0 in self.no_rope_layers and isinstance(self.rope_scaling, YarnScaling) else None
+        if yarn is not None and (yarn.softmax_scale != 1 or yarn.llama_4_scaling_beta):
+            raise ValueError(
+                f"rope_scaling is {short_repr(yarn)} with layers without RoPE; supported: neither mscale_all_dim nor llama_4_scaling_beta"
+            )
 
     def of_layer(self, layer: int) -> MlaConfig:
         """Return the configuration of one layer of the model; of a model whose layers are alike, or of one layer, this configuration."""

@@ -230,8 +230,10 @@ def test_options_of_layers() -> None:
         ({"kv_source_layers": [0, 1, 3, 1]}, "layer 2 attends to the latents of layer 3; supported"),
         (
             {"rope_parameters": {**LARGE_4["rope_parameters"], "mscale_all_dim": 1.0, "mscale": 1.0, "attention_factor": None}},
-            "no mscale_all",
+            "neither mscale_all_dim nor llama_4_scaling_beta",
         ),
+        ({"rope_parameters": {**LARGE_4["rope_parameters"], "llama_4_scaling_beta": 0.1}}, "neither mscale_all_dim nor llama_4"),
+        ({"model_type": "deepseek_v3", "q_lora_rank": 96}, r"no_rope_layers is \[1, 0, 1, 0\] with model_type 'deepseek_v3'; supported: with"),
         ({"rope_parameters": {**LARGE_4["rope_parameters"], "attention_factor": "1"}}, r"rope_scaling\['attention_factor'\] is '1'; supp"),
     ],
 )
