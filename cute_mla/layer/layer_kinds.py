@@ -16,7 +16,9 @@ def read_layers(config: Mapping[str, Any], name: str) -> tuple[int, ...]:
         return ()
     kind = config.get("model_type")
     if kind not in (None, MISTRAL_LARGE_4):  # whose class in transformers does not read it
-        raise ValueError(f"{name} is {short_repr(given)} with model_type {short_repr(kind)}; supported: with {MISTRAL_LARGE_4} or without one")
+        raise ValueError(
+            f"{name} is {short_repr(given)} with model_type {short_repr(kind)}; supported: with {MISTRAL_LARGE_4} or without one"
+        )
     layers = config.get("num_hidden_layers")
     number: int = layers if layers is not None and is_integer(layers) else 0
     if not isinstance(given, Sequence) or not all(is_integer(entry) for entry in given) or len(given) < number:

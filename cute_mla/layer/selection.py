@@ -39,8 +39,8 @@ class Selection:
 
     decode, prefill: of the requests of each kind, None until a layer has chosen. schedule: of sparse decode, and rows: of prefill requests,
     both for all layers of the step. masks: of the keys of prefill, None until a layer needs them. latents: by the number of rotary
-    columns, latent and rotary columns of the new tokens' keys, of the last layer that lends them. A model whose first layers run elsewhere,
-    and end with a layer whose keys are shared, sets decode and prefill itself.
+    columns, latent and rotary columns of the new tokens' keys, of the last layer that lends them, and whether it ran with gradients. A
+    model whose first layers run elsewhere, and end with a layer whose keys are shared, sets decode and prefill itself.
     """
 
     def __init__(self) -> None:
@@ -49,7 +49,7 @@ class Selection:
         self.schedule = MlaSchedule()
         self.rows: KeyRows | None = None
         self.masks: KeyMasks | None = None
-        self.latents: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self.latents: dict[int, tuple[torch.Tensor, torch.Tensor, bool]] = {}
 
     def __repr__(self) -> str:
         made = [name for name in ("decode", "prefill") if getattr(self, name) is not None]

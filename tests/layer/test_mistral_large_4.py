@@ -233,7 +233,10 @@ def test_options_of_layers() -> None:
             "neither mscale_all_dim nor llama_4_scaling_beta",
         ),
         ({"rope_parameters": {**LARGE_4["rope_parameters"], "llama_4_scaling_beta": 0.1}}, "neither mscale_all_dim nor llama_4"),
-        ({"model_type": "deepseek_v3", "q_lora_rank": 96}, r"no_rope_layers is \[1, 0, 1, 0\] with model_type 'deepseek_v3'; supported: with"),
+        (
+            {"model_type": "deepseek_v3", "q_lora_rank": 96},
+            r"no_rope_layers is \[1, 0, 1, 0\] with model_type 'deepseek_v3'; supported: with",
+        ),
         ({"rope_parameters": {**LARGE_4["rope_parameters"], "attention_factor": "1"}}, r"rope_scaling\['attention_factor'\] is '1'; supp"),
     ],
 )
@@ -252,6 +255,13 @@ def test_calls_that_are_refused() -> None:
     built, hidden = layers(), torch.zeros(3, HIDDEN)
     with pytest.raises(ValueError, match="no layer lends latents with 0 rotary columns; supported: behind a layer that does, in one step"):
         built[3](hidden, None, plan_sequences([3], "cpu"))
+    batch = plan_sequences([3], "cpu")
+    with torch.no_grad():
+        built[1](hidden, None, batch)
+    with pytest.raises(
+        ValueError, match="the layer that lends latents ran under no_grad; supported: both in one mode, as with use_reentrant"
+    ):
+        built[3](hidden.clone().requires_grad_(), None, batch)
     with pytest.raises(ValueError, match=r"the config has no_rope_layers or kv_source_layers; supported: .*config\.of_layer\(layer\)"):
         MlaAttention(MODEL, built[0].weights)
     with pytest.raises(ValueError, match=r"the config has no_rope_layers or kv_source_layers; supported"):
