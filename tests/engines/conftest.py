@@ -43,6 +43,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         hooks={},
         sparse=False,
         v4=False,
+        q8_prefill=False,
     )
     attributes = {"forward_metadata": None, "data_type": None, "needs_cpu_seq_lens": True, "supports_ragged_verify_graph": False}
     base = type("AttentionBackend", (), {**attributes, "verify_mask": None})
@@ -71,7 +72,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             "get_spec": lambda: answers.spec,
         },
         "configs.model_config": {"is_deepseek_dsa": lambda config: answers.sparse, "is_deepseek_v4": lambda config: answers.v4},
-        "layers.attention.deepseek_v4_backend": {"DeepseekV4AttnBackend": lambda runner: (runner, {**answers.hooks})},
+        "layers.attention.deepseek_v4_backend": {
+            **dict.fromkeys(("_maybe_precompute_flashmla_sched_meta", "can_use_swapab_attention")),
+            "DeepseekV4AttnBackend": lambda runner: (runner, {**answers.hooks}),
+            "use_dsv4_q8kv8_sparse_prefill": lambda option: answers.q8_prefill,
+        },
         "layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": SparseBase, "DSAFlashMLAMetadata": FlashMlaPlan},
         "plugins.hook_registry": {"HookRegistry": hooks, "HookType": SimpleNamespace(REPLACE="replace")},
         "models.deepseek_common.attention_backend_handler": {
@@ -93,7 +98,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             setattr(module, key, value)
         monkeypatch.setitem(sys.modules, module.__name__, module)
     for name in LATER:
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+        module = ModuleType(name)
+        vars(module).update(MODULES[name])
+        monkeypatch.setitem(sys.modules, name, module)
     yield answers
     for name in ADAPTERS:
         sys.modules.pop(name, None)

@@ -51,6 +51,7 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "DeepseekV4AttnBackend": (),
         "_maybe_precompute_flashmla_sched_meta": (),
         "can_use_swapab_attention": (),
+        "use_dsv4_q8kv8_sparse_prefill": (),
     },
     "sglang.kernels.ops.attention.flash_mla_interface": {"flash_mla_with_kvcache": (), "flash_mla_sparse_fwd": (), "get_mla_metadata": ()},
     "sglang.srt.layers.attention.dsa.utils": {

@@ -102,7 +102,7 @@ def test_what_is_replaced_is_recorded(engine: SimpleNamespace) -> None:
     calls = served(engine)
     replaced = {(module, name) for module, _, name in (target.rpartition(".") for target in calls)}
     assert replaced == {(INTERFACE, name) for name in MODULES[INTERFACE]} | {
-        (BACKEND, name) for name in MODULES[BACKEND] if name != "DeepseekV4AttnBackend"
+        (BACKEND, name) for name in MODULES[BACKEND] if name not in ("DeepseekV4AttnBackend", "use_dsv4_q8kv8_sparse_prefill")
     }
     assert calls[f"{BACKEND}.can_use_swapab_attention"](*range(6)) is False
 
@@ -129,10 +129,18 @@ def test_options_that_call_other_kernels_are_refused(engine: SimpleNamespace) ->
     engine.deterministic, engine.platform.is_sm120 = False, True
     with pytest.raises(ValueError, match="compute capability 12 is True"):
         served(engine)
+    engine.platform.is_sm120, engine.q8_prefill = False, True
+    with pytest.raises(ValueError, match="SGLANG_DSV4_Q8KV8_PREFILL, which overrides that option, is True for DeepSeek-V4; supported: False"):
+        served(engine)
     assert engine.hooks == {}
 
 
 def test_versions_without_the_interface_are_refused(engine: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as without:
+        without.delattr(sys.modules[BACKEND], "can_use_swapab_attention")
+        with pytest.raises(ValueError, match=f"SGLang has no {BACKEND}.can_use_swapab_attention; DeepSeek-V4 is supported with SGLang 0"):
+            served(engine)
+    assert engine.hooks == {}
     for name in LATER:
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ValueError, match=r"DeepSeek-V4 is supported with SGLang 0\.5\.23"):

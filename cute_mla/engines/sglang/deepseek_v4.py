@@ -15,7 +15,7 @@ from importlib import import_module
 from typing import Any
 
 import torch
-from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend
+from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend, use_dsv4_q8kv8_sparse_prefill
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_exec, get_platform
 
@@ -35,6 +35,7 @@ def create(runner: Any) -> DeepseekV4AttnBackend:
     for option, given, supported in (
         ("--dsv4-attn-backend", execution.kernel.dsv4_attn_backend, ("flashmla",)),
         ("--dsv4-prefill-backend", execution.kernel.dsv4_prefill_backend, ("auto", "flashmla_sparse")),
+        ("SGLANG_DSV4_Q8KV8_PREFILL, which overrides that option,", use_dsv4_q8kv8_sparse_prefill("auto"), (False,)),
         ("--enable-deterministic-inference", deterministic, (False,)),
         ("a device of compute capability 12", get_platform().is_sm120, (False,)),
     ):
@@ -45,13 +46,17 @@ def create(runner: Any) -> DeepseekV4AttnBackend:
 
 
 def _check_version() -> None:
-    """Raise ValueError for versions of SGLang whose backend calls FlashMLA elsewhere."""
-    try:
-        import_module(_INTERFACE)
-    except ModuleNotFoundError as error:
-        if error.name != _INTERFACE:
-            raise
-        raise ValueError(f"SGLang has no {_INTERFACE}; DeepSeek-V4 is supported with SGLang 0.5.23") from error
+    """Raise ValueError for versions of SGLang whose backend calls FlashMLA elsewhere: hooks of missing names are only logged."""
+    for target in _SERVED:
+        module, _, name = target.rpartition(".")
+        try:
+            is_there = hasattr(import_module(module), name)
+        except ModuleNotFoundError as error:
+            if error.name != module:
+                raise
+            is_there = False
+        if not is_there:
+            raise ValueError(f"SGLang has no {target}; DeepSeek-V4 is supported with SGLang 0.5.23")
 
 
 def flash_mla_with_kvcache(*, use_legacy: bool = True, **call: Any) -> tuple[torch.Tensor, torch.Tensor]:
@@ -70,16 +75,18 @@ def _sparse_prefill(*, use_legacy: bool = True, **call: Any) -> tuple[torch.Tens
     return flash_mla_sparse_fwd(**call)
 
 
+_SERVED: dict[str, Callable[..., Any]] = {
+    f"{_INTERFACE}.flash_mla_with_kvcache": flash_mla_with_kvcache,
+    f"{_INTERFACE}.flash_mla_sparse_fwd": _sparse_prefill,
+    f"{_INTERFACE}.get_mla_metadata": get_mla_metadata,
+    f"{_BACKEND}._maybe_precompute_flashmla_sched_meta": lambda *_, **__: None,
+    f"{_BACKEND}.can_use_swapab_attention": lambda *_, **__: False,
+}
+
+
 @cache
 def _replace_flashmla() -> None:
     """Have SGLang's backend call the functions of cute_mla."""
-    served: dict[str, Callable[..., Any]] = {
-        f"{_INTERFACE}.flash_mla_with_kvcache": flash_mla_with_kvcache,
-        f"{_INTERFACE}.flash_mla_sparse_fwd": _sparse_prefill,
-        f"{_INTERFACE}.get_mla_metadata": get_mla_metadata,
-        f"{_BACKEND}._maybe_precompute_flashmla_sched_meta": lambda *_, **__: None,
-        f"{_BACKEND}.can_use_swapab_attention": lambda *_, **__: False,
-    }
-    for target, function in served.items():
+    for target, function in _SERVED.items():
         HookRegistry.register(target, function, HookType.REPLACE)
     HookRegistry.apply_hooks()
