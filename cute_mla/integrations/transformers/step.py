@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
@@ -64,6 +65,10 @@ class Planner:
         self.first_layer = first_layer
         self.chunk_tokens = chunk_tokens
         self._step: Step | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state of copies and files, which is without the last call's plan: its selection may hold tensors with a graph."""
+        return {**vars(self), "_step": None}
 
     def step(self, inputs: StepInputs, layer_idx: int, cached: LatentCacheLayer | None, config: MlaConfig) -> Step:
         """Return the plan of a forward call for a layer; cached: its pages, None without a cache.
