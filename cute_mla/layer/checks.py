@@ -124,6 +124,7 @@ def _check_index_cache(config: MlaConfig, weights: TensorSpec, given: Given, bat
         check_dtype("index_cache.block_table", table, torch.int32)
         index_cache = index_cache.keys
         places = index_cache.shape[:2]
+        _check_room(batch, table.shape[1] * math.prod(places[1:]), config.indexer.key_pool)
     cache = spec_of("index_cache", index_cache)
     check_shape("index_cache", cache, (*places, 1, ROW_BYTES), " with this k_cache")
     check_dtype("index_cache", cache, torch.uint8)
@@ -132,6 +133,17 @@ def _check_index_cache(config: MlaConfig, weights: TensorSpec, given: Given, bat
         raise ValueError(f"index_cache has pages of {cache.shape[1]} keys; supported: {', '.join(map(str, PAGE_SIZES))}")
     if cache.stride[1::2] != (ROW_BYTES, 1):
         raise ValueError(f"index_cache has strides {list(cache.stride)}; supported: pages that are contiguous inside")
+
+
+def _check_room(batch: MlaBatch, pools: int, pool: int) -> None:
+    """Raise ValueError if a request is known to have more pools than the block table of pools has places for, so many of each request."""
+    keys = 0 if batch.prefill is None else batch.prefill.max_seqlen
+    if batch.decode is not None and batch.decode.max_keys is not None:
+        keys = max(keys, batch.decode.max_keys)
+    if keys // pool > pools:
+        raise ValueError(
+            f"a request has {keys} keys; supported with index_cache.block_table: up to {pools * pool + pool - 1}, in {pools} pools"
+        )
 
 
 def _requests(batch: MlaBatch) -> int:

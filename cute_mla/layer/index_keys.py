@@ -24,7 +24,8 @@ class PooledIndexCache(NamedTuple):
     """Cache of an indexer whose keys are pools of tokens, as write_pooled_index_keys takes it.
 
     keys: uint8 [pages, page size, 1, 132]. tail: [rows, ring, 256]. block_table: int32 [requests, pages per request], of all requests of
-    the batch, those of pools: a page has the pools of page size * pool tokens. tail_rows: int64 [requests], None for row r of request r.
+    the batch, those of pools: a page has the pools of page size * pool tokens, and pools behind the last page are neither written nor
+    chosen. tail_rows: int64 [requests], None for row r of request r. Pools are of all new tokens, also of those whose slot is -1.
     """
 
     keys: torch.Tensor

@@ -135,6 +135,11 @@ def test_what_is_refused() -> None:
     short = cache._replace(block_table=cache.block_table[:2])
     with pytest.raises(ValueError, match=r"block_table has shape \[2, 1\]; supported with this batch: \[3, pages per request\]"):
         layer(hidden, sequences.k_cache, batch, index_cache=short)
+    narrow = cache._replace(block_table=cache.block_table[:, :0])
+    with pytest.raises(ValueError, match=r"a request has 101 keys; supported with index_cache\.block_table: up to 15, in 0 pools"):
+        layer(hidden, sequences.k_cache, batch, index_cache=narrow)
+    with pytest.raises(ValueError, match=r"a request has 101 keys; supported"):
+        step(sequences, CONTEXTS, DECODES, narrow, layer)
     with pytest.raises(ValueError, match="index_cache is None, and tokens choose their keys"):
         layer(hidden, sequences.k_cache, batch)
     for config, message in (
