@@ -21,6 +21,15 @@ _LISTS = {
 }
 
 
+def _v4_backend(answers: SimpleNamespace) -> dict[str, Any]:
+    """Return what the adapter uses of SGLang's backend of DeepSeek-V4."""
+    return {
+        **dict.fromkeys(("_maybe_precompute_flashmla_sched_meta", "can_use_swapab_attention")),
+        "DeepseekV4AttnBackend": lambda runner: (runner, {**answers.hooks}),
+        "use_dsv4_q8kv8_sparse_prefill": lambda option: answers.q8_prefill,
+    }
+
+
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     """Yield modules of SGLang that the adapter imports, and what its two look-ups answer."""
@@ -72,11 +81,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             "get_spec": lambda: answers.spec,
         },
         "configs.model_config": {"is_deepseek_dsa": lambda config: answers.sparse, "is_deepseek_v4": lambda config: answers.v4},
-        "layers.attention.deepseek_v4_backend": {
-            **dict.fromkeys(("_maybe_precompute_flashmla_sched_meta", "can_use_swapab_attention")),
-            "DeepseekV4AttnBackend": lambda runner: (runner, {**answers.hooks}),
-            "use_dsv4_q8kv8_sparse_prefill": lambda option: answers.q8_prefill,
-        },
+        "layers.attention.deepseek_v4_backend": _v4_backend(answers),
         "layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": SparseBase, "DSAFlashMLAMetadata": FlashMlaPlan},
         "plugins.hook_registry": {"HookRegistry": hooks, "HookType": SimpleNamespace(REPLACE="replace")},
         "models.deepseek_common.attention_backend_handler": {
