@@ -213,13 +213,13 @@ class MlaAttention(torch.nn.Module):
         if self.config.latents == "borrowed":
             if columns not in latents:
                 raise ValueError(f"no layer lends latents with {columns} rotary columns; supported: behind a layer that does, in one step")
-            q, (*keys, has_graph) = self._queries(inputs), latents[columns]
+            q, (lent, has_graph) = self._queries(inputs), latents[columns]
             if needs_grad(q) and not has_graph:
                 raise ValueError(
                     "hidden or a weight requires grad, and the layer that lends latents ran under no_grad; supported: both in one mode, as "
                     "with use_reentrant=False where activations are checkpointed"
                 )
-            return q, _Keys(*keys)
+            return q, _Keys(*lent)
         if fused:
             q, keys = self._insert(inputs, cache, batch)
         else:
@@ -230,7 +230,7 @@ class MlaAttention(torch.nn.Module):
                     *(keys.latent.detach(), rotary, cache.keys, batch.slot_mapping), descale_k=cache.descale, kv_format=cache.packed
                 )
         if self.config.latents == "lent":
-            latents[columns] = (*keys, torch.is_grad_enabled())
+            latents[columns] = keys, torch.is_grad_enabled()
         return q, keys
 
     def _path(self, device: torch.device) -> AttentionPath:

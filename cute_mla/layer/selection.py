@@ -49,7 +49,7 @@ class Selection:
         self.schedule = MlaSchedule()
         self.rows: KeyRows | None = None
         self.masks: KeyMasks | None = None
-        self.latents: dict[int, tuple[torch.Tensor, torch.Tensor, bool]] = {}
+        self.latents: dict[int, tuple[tuple[torch.Tensor, torch.Tensor], bool]] = {}
 
     def __repr__(self) -> str:
         made = [name for name in ("decode", "prefill") if getattr(self, name) is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -197,7 +198,7 @@ def test_logits_that_are_no_numbers(length: int, arch: Arch) -> None:
 
 def test_shapes_that_do_not_match() -> None:
     ints = torch.zeros(4, 4, dtype=torch.int32)
-    given = {
+    given: dict[str, Any] = {
         "k": torch.zeros(3, 128),
         "gate": torch.zeros(3, 128),
         "bias": BIAS,
