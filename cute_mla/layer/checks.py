@@ -87,7 +87,7 @@ def _check_cache(config: MlaConfig, weights: TensorSpec, k_cache: torch.Tensor) 
     cache = spec_of("k_cache", k_cache)
     columns = config.key_columns
     quantised = [packed.page_bytes(1) for packed in PACKED if packed.d_qk == columns]
-    if config.indexer is not None and k_cache.dtype == torch.uint8 and list(cache.shape[3:]) == quantised:
+    if config.indexer is not None and k_cache.dtype == torch.uint8 and quantised and list(cache.shape[3:]) == quantised:
         check_shape("k_cache", cache, ("pages", "page size", 1, *quantised))
     else:
         check_shape("k_cache", cache, ("pages", "page size", 1, columns))
