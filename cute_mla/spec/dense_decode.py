@@ -143,11 +143,7 @@ def takes_key_masks(operands: str) -> bool:
 # rate of m64n16k16 on hardware decides whether that pays.
 FEW_HEADS = 16
 FEW_HEADS_OPERANDS = (FP8_CACHE,)
-FEW_ROWS = (
-    16,
-    32,
-    64,
-)  # rows on N of the kernels with keys on M on SM100, where a call of e4m3 operands takes the least that holds its rows
+FEW_ROWS = (16, 32, 64)  # rows on N of the kernels with keys on M on SM100: a call of e4m3 operands takes the least that holds its rows
 
 
 def few_heads_rows(arch: Arch, operands: str) -> tuple[int, ...]:

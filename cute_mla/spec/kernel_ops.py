@@ -103,6 +103,8 @@ KERNEL_OPS: dict[str, KernelOp] = {
     "cache_gather": KernelOp(cache_gather.PARAMS, _same(cache_rows.closed_variants), 0.6),
 }
 PARAMS_OF = {op: kernels.params for op, kernels in KERNEL_OPS.items()}
+# Kernels that no suite launches: tests of their own do (tests/ops/sparse_prefill_backward).
+WITHOUT_SUITES = tuple(op for op, kernels in KERNEL_OPS.items() if kernels.callers == ())
 # Ops of public functions, which the suites test.
 OPS = tuple(
     dict.fromkeys(caller for op, kernels in KERNEL_OPS.items() for caller in ((op,) if kernels.callers is None else kernels.callers))

@@ -121,10 +121,10 @@ def test_combine_of_a_small_call_takes_a_row_apart() -> None:
 
 
 def test_combine_passes_over_what_is_not_cut() -> None:
-    """D1: 128 requests, none cut, on 33 CTAs along them. C1.two: all of 128 cut in two."""
+    """D1: 128 requests, none cut, on 16 CTAs along them. C1.two: all of 128 cut in two."""
     behind = launch_on(case_named("D1.fixed"), "H200")
     assert isinstance(behind, Launch)
-    assert behind.combine == Combine(33 * 16, 2, 0.0, heads=8)
+    assert behind.combine == Combine(16 * 16, 2, 0.0, heads=8)
     alone = launch_on(case_named("C1.two"), "H200")
     assert isinstance(alone, Combine)
-    assert (alone.ctas, alone.heads, alone.merges, alone.splits) == (33 * 16, 8, 4, 2)
+    assert (alone.ctas, alone.heads, alone.merges, alone.splits) == (16 * 16, 8, 8, 2)

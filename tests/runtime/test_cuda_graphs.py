@@ -19,7 +19,7 @@ from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.runtime.cuda_device import CudaDevice
 from cute_mla.runtime.current import cpu_tensors_on
 from cute_mla.runtime.errors import DeviceError
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import SM90, Arch
 from cute_mla.testing.operations import operation
 from cute_mla.testing.operations.dense_decode.case import (
     UNUSED_TABLE_ENTRY,
@@ -177,17 +177,21 @@ QUIET = {
     "alias",
     "as_strided",
 }  # operations of torch that do no work
+# The gradient of sinks is a sum by torch, on the device.
+MORE = {"flash_mla_sparse_bwd": {"new_zeros", "squeeze", "sum"}}
 
 
 @pytest.mark.parametrize("name", [name for name in public_names() if name != "get_paged_mqa_logits_metadata"])
-def test_a_captured_call_launches_kernels_and_does_nothing_else(driver: CapturingDriver, name: str) -> None:
+def test_a_captured_call_launches_kernels_and_does_nothing_else(driver: CapturingDriver, name: str, arch: Arch) -> None:
     """So that a replay reads all lengths, slots and indices from the device."""
+    if name == "flash_mla_sparse_bwd" and arch is not SM90:
+        pytest.skip("has kernels on Hopper alone")
     for arguments in calls_of(name):
         function_of(name)(**arguments)
         with captured(driver) as graph:
             function_of(name)(**arguments)
         assert graph.launches
-        assert {operation.split(".")[1] for operation in graph.operations} <= QUIET
+        assert {operation.split(".")[1] for operation in graph.operations} <= QUIET | MORE.get(name, set())
 
 
 def test_logits_are_computed_in_a_graph(driver: CapturingDriver, arch: Arch) -> None:

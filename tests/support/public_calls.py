@@ -108,6 +108,7 @@ def _plans() -> list[Arguments]:
     return [
         {**base, "window": 40, "window_sink": 4},
         {**base, "is_fp8_q": True},
+        {**base, "head_dim_v": 1024},
         {**base, "topk": 64, "is_fp8_kvcache": True},
         {**base, "cu_seqlens_q": torch.tensor([0, 2, 3]).int(), "total_q": 3},
     ]

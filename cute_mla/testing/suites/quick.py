@@ -16,6 +16,7 @@ from typing import Any
 from ...manifest import kernel_name
 from ...spec.arch import ARCHS, Arch
 from ...spec.combine import CombineConfig
+from ...spec.sparse_decode import SparseDecodeProblem
 from ...spec.split_plan import SplitPlanConfig, accumulator_rows
 from ..cases.base import BaseCase, Config
 from ..cases.paged_cache import PagedCacheCase
@@ -58,7 +59,10 @@ def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
     if isinstance(case, DenseDecodeCase | SparseDecodeCase):
         problem = case.problem(arch)
         names.add(kernel_name("split_plan", arch.name, SplitPlanConfig().name))
-        if accumulator_rows(problem.batch, problem.num_parts(case.sm_count or arch.sm_count), problem.max_splits):
+        parts = problem.num_parts(case.sm_count or arch.sm_count)
+        if isinstance(problem, SparseDecodeProblem) and case.all_count:
+            problem = problem.without_combine(parts)
+        if accumulator_rows(problem.batch, parts, problem.max_splits):
             names.add(kernel_name("combine", arch.name, CombineConfig(case.dtype, case.d_v).name))
     return names
 

@@ -39,7 +39,7 @@ WAITS = (
     ("scores_free before the CTA ends", None),
 )
 LOWER_SCORES = r"(add\.s32 \s*%r\d+, %r\d+), 1049024;"  # the address of S in the lanes 16..31
-SECOND_RUN = r"(st\.global\.v4\.b32 \s*\[%rd\d+)\+512\]"  # of the 128 columns of a lane's second run in out
+SECOND_RUN = r"(st\.global\.v8\.b32 \s*\[%rd\d+)\+512\]"  # of the 128 columns of a lane's second run in out
 
 SUITE = Suite(
     SM100,
@@ -53,6 +53,6 @@ SUITE = Suite(
         planted("584: halves of a tile still under way", V584, ptx.COPY_WAITS_BUT_ONE, "cp.async.wait_group 2;"),
         planted("fp4: second cache read as the first", FP4, ptx.BALLOTS, r"mov.b32 \1, 0;", alone(0, 1), count=3),
         planted("scores of the first half of the columns twice", WALK, LOWER_SCORES, r"\1, 448;", together),
-        planted("a run of out 16 bytes too far", WALK, SECOND_RUN, r"\1+528]", alone(0)),
+        planted("a run of out 32 bytes too far", WALK, SECOND_RUN, r"\1+544]", alone(0)),
     ),
 )

@@ -164,6 +164,11 @@ class SparseDecodeCase(DecodeCase):
         """Return the columns of q."""
         return self.format.d_qk
 
+    @property
+    def all_count(self) -> bool:
+        """Return whether every request has all its indices, as the host knows."""
+        return self.tokens is None and all(pool.lengths is None for pool in self.pools)
+
     @cached_property
     def topk_lengths(self) -> tuple[tuple[int, ...] | None, ...]:
         """Return the topk_length argument of each pool: a length per request, or None."""
