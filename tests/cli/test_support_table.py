@@ -21,7 +21,7 @@ def test_every_kernel_that_is_called_by_itself_is_in_one_row() -> None:
         named = {
             (support_table._what(variant), dtype)
             for variant in closed_variants(arch)
-            if variant.op not in ("split_plan", "combine", "dense_prefill_dq")
+            if variant.op not in support_table._INTERNAL_OPS
             for dtype in support_table._joined([variant.config.dtype]).split(", ")  # type: ignore[attr-defined]
         }
         assert shown == named

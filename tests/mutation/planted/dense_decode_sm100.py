@@ -11,7 +11,7 @@ from tests.mutation.planting import Suite, alone, each_but_around_dealloc, one_b
 
 # In the order of the PTX: a barrier, and a case that notices when nobody waits for it. None: the wait only keeps a CTA alive for
 # signals that nobody else waits for. On the simulator, a cluster barrier always comes later than these signals. Or the record of a work
-# tile has been waited for before; or the wait only puts loads in an order.
+# tile has been waited for before; or alpha_ready of the last tile, which follows its S; or the wait only puts loads in an order.
 WAITS = (
     ("work_ready of the score role's first work tile", WALK),
     ("work_ready of score", WALK),
@@ -26,7 +26,7 @@ WAITS = (
     ("kv_free before O is scaled", RISING),
     ("work_ready before Q of the next work tile is looked for", WALK),
     ("pages_asked, if no tile came before", None),
-    ("scores_ready before Q is replaced", GAPS),
+    ("scores_ready before Q is replaced", None),
     ("kv_free before O is stored", WALK),
     ("stats_ready", GAPS),
     ("work_ready of the load role's first work tile", WALK),

@@ -35,7 +35,7 @@ WAITS = (
     ("kv_free before O is scaled", RISING),
     ("work_ready before Q of the next work tile is looked for", WALK),
     ("pages_asked, if no tile came before", None),
-    ("scores_ready before Q is replaced", WALK),
+    ("scores_ready before Q is replaced", None),
     ("kv_free before O is stored", WALK),
     ("stats_ready", GAPS),
     ("work_ready of the first work tile's value columns", WALK),
