@@ -334,8 +334,8 @@ def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int, operands: str = L
 
 
 def whole_eighths(arch: Arch, operands: str, rows: int) -> int:
-    """Return the split_plan argument for this many query rows per KV head."""
-    return ALONE_WHOLE_EIGHTHS if arch is SM100 and few_rows(arch, operands, rows) else 0
+    """Return the split_plan argument for this many query rows per KV head. With TILE_ROWS of them, shared memory binds and not HBM."""
+    return ALONE_WHOLE_EIGHTHS if arch is SM100 and 0 < few_rows(arch, operands, rows) < TILE_ROWS else 0
 
 
 def parts_of(ctas: int, sm_count: int) -> int:
