@@ -60,7 +60,7 @@ def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
         problem = case.problem(arch)
         names.add(kernel_name("split_plan", arch.name, SplitPlanConfig().name))
         parts = problem.num_parts(case.sm_count or arch.sm_count)
-        if isinstance(problem, SparseDecodeProblem) and case.all_count:
+        if isinstance(case, SparseDecodeCase) and isinstance(problem, SparseDecodeProblem) and case.all_count:
             problem = problem.without_combine(parts)
         if accumulator_rows(problem.batch, parts, problem.max_splits):
             names.add(kernel_name("combine", arch.name, CombineConfig(case.dtype, case.d_v).name))
