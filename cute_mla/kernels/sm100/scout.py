@@ -1,4 +1,4 @@
-"""The scout of an SM100 dense decode CTA: one warp finds work tiles ahead of the other roles, and asks L2 for their Q.
+"""The scout of an SM100 dense decode CTA: one warp finds work tiles ahead of the other roles, and asks L2 for their page tables.
 
 A role that reads plan, lengths and splits itself waits for a chain of loads at every work tile, behind the keys on their way from HBM and
 the stores of O. The scout publishes a work tile as a record in shared memory, up to RECORDS of them before they are done:
