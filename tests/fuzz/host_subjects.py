@@ -165,8 +165,9 @@ def _expect_supported(arguments: Arguments, setting: Setting) -> Verify:
     features = {name: value for name, value in arguments.items() if name not in ("op", "arch")}
     op = arguments["op"]
     possible = all(_feature_is_possible(op, name, value) for name, value in features.items())
-    wide = op == "dense_decode" and (features.get("head_dim") == 1088 or features.get("head_dim_v") == 1024)
-    together = possible and _possible_together(op, features) and (arguments["arch"] == SM90.name or not wide)
+    together = possible and _possible_together(op, features)
+    if together and op == "dense_decode" and (features.get("head_dim") == 1088 or features.get("head_dim_v") == 1024):
+        together = arguments["arch"] == SM90.name
 
     def verify(answer: Any) -> str:
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], bool) and isinstance(answer[1], str)):
