@@ -13,6 +13,9 @@ from cute_mla.api.support import FEATURES
 from cute_mla.cli import commands, support_table
 from cute_mla.spec.arch import ARCHS
 
+# Kernels that calls of other ops launch. Written out, so that a kernel which the table leaves out by mistake is noticed.
+INSIDE_OTHERS = ("split_plan", "combine", "dense_prefill_dq", "row_statistics", "sparse_prefill_dq", "key_lists", "row_sums")
+
 
 def test_every_kernel_that_is_called_by_itself_is_in_one_row() -> None:
     listed = dict(support_table.kernels())
@@ -21,7 +24,7 @@ def test_every_kernel_that_is_called_by_itself_is_in_one_row() -> None:
         named = {
             (support_table._what(variant), dtype)
             for variant in closed_variants(arch)
-            if variant.op not in support_table._INTERNAL_OPS
+            if variant.op not in INSIDE_OTHERS
             for dtype in support_table._joined([variant.config.dtype]).split(", ")  # type: ignore[attr-defined]
         }
         assert shown == named
