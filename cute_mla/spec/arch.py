@@ -65,7 +65,18 @@ SM100 = Arch(
     proof=f"the kernels for sm100 have not run on hardware; {_SIMULATED}",
 )
 
-ARCHS: dict[str, Arch] = {arch.name: arch for arch in (SM90, SM100)}
+SM120 = Arch(
+    name="sm120",
+    gpu_arch="sm_120f",  # a family target: one cubin for RTX 5090 and RTX PRO 6000 (12.0) and for DGX Spark (12.1)
+    compute_capabilities=((12, 0), (12, 1)),
+    smem_per_block=101_376,
+    registers_per_block=65_536,
+    sm_count=188,
+    tmem_columns=0,
+    proof=f"the kernels for sm120 have not run on hardware; {_SIMULATED}",
+)
+
+ARCHS: dict[str, Arch] = {arch.name: arch for arch in (SM90, SM100, SM120)}
 
 
 # Other names of architectures, whose devices run the cubins of a family.

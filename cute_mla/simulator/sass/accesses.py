@@ -63,6 +63,10 @@ def _load(ins: SassInstruction) -> int:
     return 2 if "256" in ins.modifiers else 1
 
 
+def _three(ins: SassInstruction) -> int:
+    return 3
+
+
 def _vote(ins: SassInstruction) -> int:
     return len(ins.operands) - 1
 
@@ -80,14 +84,15 @@ _DESTINATIONS: dict[Callable[[SassInstruction], int], str] = {
     ),
     _one: (
         "ATOMS BREV BSSY CS2R F2F F2FP F2I FADD FADD2 FCHK FFMA FFMA2 FHADD FHFMA FMNMX FMNMX3 FMUL FMUL2 FSEL HADD2 HFMA2 HGMMA "
-        "HSET2 IDP "
+        "HSET2 IDP UF2I UFADD UFFMA UFMUL UFSEL UI2F "
         "HMMA I2F I2FP IABS FLO HMUL2 LD LDC LDCU LDL LDS LDSM LDTM LEPC MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN "
         "RPCMOV S2R S2UR SEL SGXT SHF SYNCS UFLO ULDC UMOV UP2UR UPOPC UPRMT USEL USHF VIADD VIADDMNMX"
     ),
-    _two: "ATOMG ELECT FSETP HSETP2 ISETP PLOP3 SHFL UISETP UPLOP3",
-    _with_carries: "IADD3 IMAD LEA UIADD3 UIMAD ULEA VIMNMX VIMNMX3",
+    _two: "ATOMG ELECT FSETP HSETP2 ISETP PLOP3 SHFL UFSETP UISETP UPLOP3",
+    _with_carries: "IADD IADD3 IMAD LEA UIADD3 UIMAD ULEA UVIMNMX VIMNMX VIMNMX3",
     _predicate_first: "LOP3 MATCH R2UR ULOP3 USETMAXREG UTCATOMSWS",
     _load: "LDG",
+    _three: "IMNMX",
     _vote: "VOTE VOTEU",
 }
 _COUNT = {opcode: rule for rule, opcodes in _DESTINATIONS.items() for opcode in opcodes.split()}
@@ -104,6 +109,8 @@ _FRAGMENTS = {
 }  # fmt: skip
 _FRAGMENT = re.compile(r"(?:LDTM|STTM)(?:\.(16dp\d+bit(?:_t\d+_t\d+)?))?(?:\.x(\d+))?(\.PACK16BIT|\.EXPAND16BIT)?")
 _PAIRS = ("FADD2", "FFMA2", "FMUL2")
+_INTEGER_PAIRS = ("IADD", "IMNMX", "ISETP", "MOV", "SEL", "UIADD3", "UISETP")
+_WIDE = frozenset({"64", "S64", "U64"})
 _PRODUCT_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 
@@ -183,7 +190,7 @@ def _arithmetic_width(ins: SassInstruction, index: int) -> int:
         if "WIDE" in words:
             return 2 if index == 0 or addend else 1
         return 2 if "HI" in words and addend else 1
-    if base == "UIADD3" and "64" in words:
+    if base in _INTEGER_PAIRS and not _WIDE.isdisjoint(words):
         return 2
     if base == "MATCH" and index == len(ins.operands) - 1:
         return 2 if "U64" in words else 1

@@ -38,17 +38,17 @@ def finish(e: Emitter, ins: SassInstruction, value: str) -> None:
     assign(e, ins.operands[0], "f32", f"flush_f32({value})" if "FTZ" in ins.modifiers else value)
 
 
-@op(r"(FADD|FMUL)(.FTZ)?(.RM|.RP|.RZ)?")
+@op(r"U?(FADD|FMUL)(.FTZ)?(.RM|.RP|.RZ)?")
 def basic(e: Emitter, ins: SassInstruction) -> None:
     """Emit an addition or a multiplication."""
     a, b = floats(e, ins, ins.operands[1:3])
-    exact = {"FADD": "add", "FMUL": "multiply"}[ins.base]
-    directed = {"FADD": elementwise.add_f32, "FMUL": elementwise.mul_f32}[ins.base]
+    exact = {"FADD": "add", "FMUL": "multiply"}[ins.base.removeprefix("U")]
+    directed = {"FADD": elementwise.add_f32, "FMUL": elementwise.mul_f32}[ins.base.removeprefix("U")]
     way = rounding(ins)
     finish(e, ins, f"{exact}({a}, {b})" if way == "rn" else f"{e.constants.thing(directed)}({a}, {b}, {way!r})")
 
 
-@op(r"FFMA(.FTZ)?(.RM|.RP|.RZ)?", batch=True)
+@op(r"U?FFMA(.FTZ)?(.RM|.RP|.RZ)?", batch=True)
 def fused(e: Emitter, ins: SassInstruction) -> None:
     """Emit a * b + c with one rounding."""
     a, b, c = floats(e, ins, ins.operands[1:4])
@@ -72,7 +72,7 @@ def extremes(e: Emitter, ins: SassInstruction) -> None:
 _UNORDERED = {"equ": "not_equal_ordered", "ltu": "greater_equal", "leu": "greater", "gtu": "less_equal", "geu": "less"}
 
 
-@op(r"FSETP.((EQ|NE|LT|LE|GT|GE)U?|NAN)(.FTZ)?.(AND|OR|XOR)", taint="own", batch=True)
+@op(r"U?FSETP.((EQ|NE|LT|LE|GT|GE)U?|NAN)(.FTZ)?.(AND|OR|XOR)", taint="own", batch=True)
 def compare(e: Emitter, ins: SassInstruction) -> None:
     """Emit a comparison. With a NaN operand, ordered comparisons are false and unordered ones (..U) true; NAN is true only then."""
     left, right, other = ins.operands[2:]
@@ -237,7 +237,7 @@ def half_pair(e: Emitter, operand: Operand) -> str:
 # ---------------------------------------------------------------- conversions
 
 
-@op(r"I2F(.S32|.U32)?(.RP)?", r"I2F.(U64|S64)(.RP)?", r"I2FP.F32.(S32|U32)(.RZ)?", batch=True)
+@op(r"U?I2F(.S32|.U32)?(.RP)?", r"I2F.(U64|S64)(.RP)?", r"I2FP.F32.(S32|U32)(.RZ)?", batch=True)
 def from_integer(e: Emitter, ins: SassInstruction) -> None:
     """Emit a conversion of integers to f32, to nearest, upwards or towards zero."""
     words = ins.modifiers
@@ -269,7 +269,7 @@ def integer_to_f32_short(x: np.ndarray) -> np.ndarray:
     return result
 
 
-@op(r"F2I(.FTZ)?(.U32|.U64|.S64)?.TRUNC(.NTZ)?")
+@op(r"U?F2I(.FTZ)?(.U32|.U64|.S64)?.TRUNC(.NTZ)?")
 def to_integer(e: Emitter, ins: SassInstruction) -> None:
     """Emit a saturating conversion of f32 to integers, towards zero."""
     kind = next((word for word in ins.modifiers if re.fullmatch(r"[US]\d\d", word)), "S32")

@@ -67,6 +67,17 @@ def is_zero(operand: Operand) -> bool:
     return isinstance(operand, Register) and operand.number is None and not operand.inverted and not operand.is_predicate
 
 
+@op(r"IADD(.X)?")
+def add_two(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a + b, under X with a carry in, and its carry outs."""
+    result, carries, sources = parts(ins)
+    if is_dropped(carries) and "X" not in ins.modifiers:
+        assign(e, result, "u32", " + ".join(source(e, operand, "u32") for operand in sources))
+    else:
+        terms = [carry_term(e, operand) for operand in sources[:2]] + [carry_in(e, operand) for operand in sources[2:]]
+        assign_total(e, result, carries, terms)
+
+
 @op(r"U?IADD3.X")
 def add3_carry(e: Emitter, ins: SassInstruction) -> None:
     """Emit a + b + c and up to two carry ins."""
@@ -75,7 +86,7 @@ def add3_carry(e: Emitter, ins: SassInstruction) -> None:
     assign_total(e, result, carries, terms)
 
 
-@op(r"UIADD3.64")
+@op(r"UIADD3.64", r"IADD.64")
 def add_pairs(e: Emitter, ins: SassInstruction) -> None:
     """Emit a sum of 64-bit values."""
     result, carries, sources = parts(ins)
@@ -260,6 +271,30 @@ def compare(e: Emitter, ins: SassInstruction) -> None:
     assign_compared(e, ins, value, [a, b, *others[1:]], others[0])
 
 
+@op(r"U?ISETP.(EQ|NE|LT|LE|GT|GE).(U64|S64).(AND|OR|XOR)", taint="own")
+def compare_pairs(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a comparison of 64-bit values combined with a predicate, and its negation combined."""
+    a, b, other = ins.operands[2:]
+    left, right = signed_pairs(e, ins, (a, b))
+    assign_compared(e, ins, f"{COMPARE[ins.modifiers[0].lower()]}({left}, {right})", [a, b], other, width=2)
+
+
+@op(r"IMNMX.(U64|S64)")
+def extreme_of_pairs(e: Emitter, ins: SassInstruction) -> None:
+    """Emit the minimum (PT) or maximum of 64-bit values."""
+    first, second, result, a, b, which, last = ins.operands
+    if not is_dropped((first, second, last)):
+        raise Unsupported("a predicate of a minimum of 64 bits")
+    value = folded(e, signed_pairs(e, ins, (a, b)), which)
+    assign_pair(e, result, f"{value}.view({e.constants.thing(WIDE)})" if "S64" in ins.modifiers else value)
+
+
+def signed_pairs(e: Emitter, ins: SassInstruction, operands: tuple[Operand, ...]) -> list[str]:
+    """Return 64-bit sources, under S64 as signed numbers."""
+    values = [pair(e, operand) for operand in operands]
+    return [f"{value}.view({e.constants.thing(np.dtype('i8'))})" for value in values] if "S64" in ins.modifiers else values
+
+
 def extended(e: Emitter, name: str, left: str, right: str, low: str) -> str:
     """Return the comparison of 64-bit values whose low words have been compared."""
     if name in ("eq", "ne"):
@@ -268,7 +303,7 @@ def extended(e: Emitter, name: str, left: str, right: str, low: str) -> str:
     return f"logical_or({strict}({left}, {right}), logical_and(equal({left}, {right}), {low}))"
 
 
-@op(r"VIMNMX3?(.U32|.RELU)?")
+@op(r"VIMNMX3?(.U32|.RELU)?", r"U?VIMNMX.(S32|U32)")
 def extremes(e: Emitter, ins: SassInstruction) -> None:
     """Emit the minimum (PT) or maximum of two or three integers. RELU: not below 0."""
     result, carries, sources = parts(ins)

@@ -311,9 +311,10 @@ def read_constant(found: re.Match[str]) -> Constant:
 
 
 def bits_of(literal: str, low: int) -> int:
-    """Return the 32-bit pattern of a literal: of a float from the encoding, whose text rounds."""
+    """Return the 32-bit pattern of a literal, 64-bit of a longer one: of a float from the encoding, whose text rounds."""
     if "0x" in literal:
-        return int(literal, 16) & 0xFFFFFFFF
+        value = int(literal, 16)
+        return value if value >> 32 > 0 else value & 0xFFFFFFFF
     return low >> 32
 
 

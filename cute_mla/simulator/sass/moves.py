@@ -10,7 +10,7 @@ from ..isa.emitter import Emitter, Unsupported
 from ..isa.table import runtime
 from .accesses import PREDICATES, width
 from .listing import Constant, Immediate, Operand, Register, SassInstruction, SystemRegister, register
-from .operands import WORD, assign, assign_run, bank_word, constant, poison_of, source
+from .operands import WORD, assign, assign_pair, assign_run, bank_word, constant, pair, poison_of, source
 from .table import op
 
 FOREIGN_BANK = 4  # constant bank of the addresses that the loader fills in
@@ -20,6 +20,12 @@ FOREIGN_BANK = 4  # constant bank of the addresses that the loader fills in
 def move(e: Emitter, ins: SassInstruction) -> None:
     """Emit a copy."""
     assign(e, ins.operands[0], "u32", source(e, ins.operands[1], "u32"))
+
+
+@op(r"MOV.64")
+def move_pair(e: Emitter, ins: SassInstruction) -> None:
+    """Emit a copy of 64 bits."""
+    assign_pair(e, ins.operands[0], pair(e, ins.operands[1]))
 
 
 @op(r"CS2R(.32)?")
@@ -112,17 +118,34 @@ def code_address(e: Emitter, ins: SassInstruction) -> None:
     assign_run(e, ins.operands[0], [constant(e, "u32", place.bits), constant(e, "u32", 0)])
 
 
-@op(r"(U?SEL|FSEL)", taint="own", batch=True)
+@op(r"(U?SEL|U?FSEL)", taint="own", batch=True)
 def select(e: Emitter, ins: SassInstruction) -> None:
     """Emit p ? a : b; FSEL's operands may be negated. Poison of the operand that is not selected is dropped."""
     result, a, b, condition = ins.operands
-    kind = "f32" if ins.base == "FSEL" else "u32"
+    kind = "f32" if ins.base.endswith("FSEL") else "u32"
     chosen = source(e, condition, "pred")
     if e.tainted and isinstance(result, Register):
         marks = [poison_of(e, operand) for operand in (a, b, condition)]
         for register in result.registers():
             e.line(f"{e.taint(register)}[...] = logical_or(where({chosen}, {marks[0]}, {marks[1]}), {marks[2]})")
     assign(e, result, kind, f"where({chosen}, {source(e, a, kind)}, {source(e, b, kind)})")
+
+
+@op(r"SEL.64", taint="own")
+def select_pair(e: Emitter, ins: SassInstruction) -> None:
+    """Emit p ? a : b of 64 bits. Poison of the operand that is not selected is dropped."""
+    result, a, b, condition = ins.operands
+    assert isinstance(result, Register)
+    chosen = source(e, condition, "pred")
+    if e.tainted:
+        runs = [operand.registers(2) if isinstance(operand, Register) else () for operand in (a, b)]
+        marks = [e.temp() for _ in result.registers(2)]
+        for index, mark in enumerate(marks):
+            left, right = (e.taint_of(run[index : index + 1]) or "False" for run in runs)
+            e.line(f"{mark} = logical_or(where({chosen}, {left}, {right}), {poison_of(e, condition)})")
+        for mark, register in zip(marks, result.registers(2), strict=True):
+            e.line(f"{e.taint(register)}[...] = {mark}")
+    assign_pair(e, result, f"where({chosen}, {pair(e, a)}, {pair(e, b)})")
 
 
 @op(r"U?PRMT", taint="own", batch=True)

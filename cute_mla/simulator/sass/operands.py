@@ -85,9 +85,9 @@ def plain(e: Emitter, operand: Operand, kind: str) -> str:
 
 
 def pair(e: Emitter, operand: Operand) -> str:
-    """Return the expression of a 64-bit operand, unsigned: two registers, or an immediate with its sign extended."""
+    """Return the expression of a 64-bit operand, unsigned: two registers, or an immediate, of 32 bits with its sign extended."""
     if isinstance(operand, Immediate):
-        return e.constants.array(WIDE, operand.bits | (0xFFFFFFFF << 32 if operand.bits >> 31 else 0))
+        return e.constants.array(WIDE, operand.bits | (0xFFFFFFFF << 32 if operand.bits >> 31 == 1 else 0))
     if not isinstance(operand, Register) or operand.is_predicate:
         raise Unsupported(f"operand {operand} read as 64 bits")
     if operand.number is None:

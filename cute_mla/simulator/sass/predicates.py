@@ -79,8 +79,8 @@ def predicate_poison(values: tuple[np.ndarray, ...], marks: tuple[np.ndarray, ..
     return depends
 
 
-def assign_compared(e: Emitter, ins: SassInstruction, value: str, compared: list[Operand], condition: Operand) -> None:
-    """Store a comparison and its negation, each combined with a predicate. compared: what is compared.
+def assign_compared(e: Emitter, ins: SassInstruction, value: str, compared: list[Operand], condition: Operand, width: int = 1) -> None:
+    """Store a comparison and its negation, each combined with a predicate. compared: what is compared, of so many registers.
 
     ptxas compares registers that it has not loaded, and combines that with a predicate that is false then: the result is defined.
     """
@@ -90,7 +90,7 @@ def assign_compared(e: Emitter, ins: SassInstruction, value: str, compared: list
     values = [f"logical_{word.lower()}({name}, {other})", f"logical_{word.lower()}(logical_not({name}), {other})"]
     poison = "False"
     if e.tainted:
-        registers = [register for operand in compared if isinstance(operand, Register) for register in operand.registers()]
+        registers = [register for operand in compared if isinstance(operand, Register) for register in operand.registers(width)]
         poison = e.taint_of(registers) or poison
         if word != "XOR":
             poison = f"logical_and({poison}, {other if word == 'AND' else f'logical_not({other})'})"
