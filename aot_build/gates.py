@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from cute_mla.simulator.sass.cubin import TOOL_NOTE, CubinInfo
 from cute_mla.simulator.sass.exposed_loads import MIN_CLOCKS
 from cute_mla.spec.abi import Param, ParamKind
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import SM120, Arch
 
 from .known_exposed_loads import KNOWN_EXPOSED_LOADS
 from .opcode_counts import count_matching
@@ -221,7 +221,8 @@ def translation(evidence: Evidence) -> Iterator[Finding]:
             yield f"{made} {relation.meaning} in the SASS", f"{'' if relation.exact else 'at least '}the {written} of the PTX"
 
 
-# Products and sums in fp32: opcode of the SASS, those of the PTX that become one each, and those that may become one.
+# Products and sums in fp32: opcode of the SASS, those of the PTX that become one each, and those that may become one. SM120 has no packed
+# ones: ptxas makes two of each. It computes some in the uniform datapath, by opcodes that begin with U.
 FLOATS = (
     ("FMUL", r"mul(\.rn)?\.f32\b", None),
     ("FADD", r"(add|sub)(\.rn)?\.f32\b", r"(neg|abs)\.f32\b"),
@@ -244,11 +245,13 @@ ROUTINES = {
 
 def float_counts(evidence: Evidence) -> Iterator[Finding]:
     """Require equal numbers of products, sums and fmas in PTX and SASS. A contraction makes an fma of a product and a sum."""
-    for opcode, pattern, optional in FLOATS:
+    packed = evidence.arch != SM120
+    for opcode, pattern, optional in FLOATS if packed else FLOATS[:3]:
         routines = sum(evidence.ptx.opcodes[name] * further.get(opcode, 0) for name, further in ROUTINES.items())
         written = evidence.ptx.count(pattern) + routines
+        written += 0 if packed else 2 * evidence.ptx.count(rf"{opcode[1:].lower()}(\.rn)?\.f32x2\b")
         spare = evidence.ptx.count(optional) if optional else 0
-        made = count_matching(evidence.sass, rf"{opcode}(?!\w|\.FTZ|\.R[MPZ])")
+        made = count_matching(evidence.sass, rf"U?{opcode}(?!\w|\.FTZ|\.R[MPZ])")
         if not written <= made <= written + spare:
             yield f"{made} {opcode} in the SASS", f"the {written} of the PTX" + (f" and at most {spare} for negations" if spare else "")
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cute_mla.manifest import kernel_name
-from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.dense_decode import TILINGS, closed_variants, takes_key_masks
+from cute_mla.spec.kernel_ops import ARCHS_OF
 
 # Words of tree_mask and, where requests have different numbers of query tokens, what the table of units says, for each row of a thread: one
 # where CTAs are paired or divide columns, else two. Only the tiles with new tokens load them, and only in calls with a tree.
@@ -23,7 +23,7 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
         kernel_name("dense_decode", arch.name, config.name): {
             "LDG.E": _TREE_WORDS[TILINGS[arch.name].paired or config.column_ctas > 1] + _SCOUT_LOADS[TILINGS[arch.name].paired]
         }
-        for arch in ARCHS.values()
+        for arch in ARCHS_OF["dense_decode"]
         for config in closed_variants(arch)
         if takes_key_masks(config.operands)
     },

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.kernel_ops import ARCHS_OF
 
 HEADS = (
     *("model", "heads", "columns of a key", "columns of a head", "dense decode", "sparse decode", "prefill", "sparse prefill", "layer"),
@@ -185,7 +185,7 @@ def _refusal(op: str, **features: Any) -> str | None:
     """Return why bf16 calls with these features are not supported on one of the architectures, None if they are on all."""
     from cute_mla.api import is_supported
 
-    answers = {is_supported(op, arch, dtype="bf16", **features) for arch in ARCHS}
+    answers = {is_supported(op, arch.name, dtype="bf16", **features) for arch in ARCHS_OF[op]}
     return next((reason for supported, reason in sorted(answers) if not supported), None)
 
 

@@ -28,6 +28,7 @@ from ..spec.arch import ALIASES, ARCHS, Arch
 from ..spec.cache_format import FP8_656, CacheFormat
 from ..spec.cache_rows import CACHED, FP8_576, KNOWN, LATENTS, key_types
 from ..spec.dense_decode import FEW_HEADS, FP8, FP8_CACHE, MAX_KEYS, few_heads_rows, key_columns, takes_key_masks
+from ..spec.kernel_ops import ARCHS_OF
 from ..spec.mla import BF16, D_QK, D_V, DENSE_DIMS, DENSE_VALUE_COLUMNS, DTYPES, FP16, LATENT_DIMS, MAX_HEADS, key_dtypes
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, few_heads_caches, serving_kernels
 
@@ -175,7 +176,8 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     "cache_insert", which is insert_kv_cache; "topk_indices", which has the features dtype, topk and batch_invariant alone; "mqa_logits",
     fp8_mqa_logits and fp8_paged_mqa_logits; "indexer_topk", also of indexer_topk_prefill; "index_write", write_index_cache and
     prepare_index_queries.
-    arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve. Other compute capabilities, such as "sm80", have no kernels.
+    arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve; "sm120" or "sm121" for the ops of caches, merge_states and
+    topk_indices. Other compute capabilities, such as "sm80", have no kernels.
     features: any of these, each with the value that a call would have
         dtype            "bf16", "fp16" or the torch dtype of queries, cache and output; in dense decode over an FP8 cache queries may
                          be "bf16" or "e4m3"; in cache_write and cache_gather, dtype of the keys outside the cache; "fp32" in topk_indices;
@@ -225,7 +227,9 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
 
 
 def _arch_conflict(op: str, arch: Arch, features: dict[str, Any]) -> str | None:
-    """Return why features are not supported on one of the architectures, or None if they are."""
+    """Return why an op, or features of it, are not supported on one of the architectures, or None if they are."""
+    if arch not in ARCHS_OF[op]:
+        return f"arch is {arch.name}; supported for {op}: {', '.join(known.name for known in ARCHS_OF[op])}"
     if op == "dense_decode":
         columns = key_columns(arch)
         for name, supported in (("head_dim", columns), ("head_dim_v", tuple(dict.fromkeys(DENSE_DIMS[each].latent for each in columns)))):

@@ -16,8 +16,8 @@ from ..indexer import indexer_topk, indexer_topk_prefill
 from ..ops.limits import value_columns
 from ..ops.split_plan import MlaSchedule
 from ..runtime.current import has_kernels
-from ..spec.arch import ARCHS
 from ..spec.cache_format import FP8_656, NOPE_528
+from ..spec.kernel_ops import ARCHS_OF
 from ..spec.mla import D_LATENT, D_V
 from ..tracing.detection import constant_when_traced
 from .batch import ContextChunk, DecodeRequests
@@ -329,13 +329,13 @@ def attention_path(device: torch.device) -> AttentionPath:
 @constant_when_traced
 def _kernels_run_on(device: torch.device) -> bool:
     """Return has_kernels as a constant when traced: a layer compiled inside simulate() only works inside, and vice versa."""
-    return has_kernels(device)
+    return has_kernels(device, "dense_decode")
 
 
 @cache
 def warn_reference(device: torch.device) -> None:
     """Log a warning once per device: the reference computes attention."""
-    kinds = ", ".join(f"{arch.capabilities_text} ({arch.name})" for arch in ARCHS.values())
+    kinds = ", ".join(f"{arch.capabilities_text} ({arch.name})" for arch in ARCHS_OF["dense_decode"])
     logger.warning(
         "attention on %s is computed by the torch reference, which is slow: the kernels are for GPUs of compute capability %s, and run on "
         "CPU tensors inside cute_mla.simulate()",

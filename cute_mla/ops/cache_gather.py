@@ -125,7 +125,7 @@ def check(operands: Operands, options: Options, out: Any) -> CallSpec:
         descale_k=optional_spec("descale_k", operands.descale_k),
         options=options._replace(rows=rows),
         out=optional_spec("out", out),
-        kernels=has_kernels(k_cache.device),
+        kernels=has_kernels(k_cache.device, "cache_gather"),
     )
 
 

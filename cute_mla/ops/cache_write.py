@@ -102,7 +102,7 @@ def check(operands: Operands, k_cache: torch.Tensor, power_of_two: bool, kv_form
         k_cache=operand_spec("k_cache", k_cache),
         power_of_two=power_of_two,
         kv_format=check_format_name(kv_format, CACHED),
-        kernels=has_kernels(k_cache.device),
+        kernels=has_kernels(k_cache.device, "cache_write"),
     )
 
 

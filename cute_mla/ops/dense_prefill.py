@@ -150,7 +150,7 @@ def run(
     given = Options(max_seqlen_qo, max_seqlen_kv, dropout_p, softmax_scale, causal, deterministic, is_varlen, empty_lse)
     options = check_options(given)
     call = check(operands, options, out, lse)
-    device = device_for(q.device)
+    device = device_for(q.device, "dense_prefill")
     launch_plan = plan(call, device.arch, device.sm_count)
     check_address("k", k.data_ptr(), TMA_ALIGNMENT)
     check_address("v", v.data_ptr(), TMA_ALIGNMENT)

@@ -147,7 +147,7 @@ def run(
     options = check_options(Options(max_seqlen_qo, max_seqlen_kv, softmax_scale, causal, deterministic))
     results = Results(dq, dk, dv, workspace)
     call = check(operands, options, results)
-    device = device_for(q.device)
+    device = device_for(q.device, _OP)
     launch_plan = plan(call, device.arch, device.sm_count)
     for name, tensor in (("k", k), ("v", v)):
         check_address(name, tensor.data_ptr(), TMA_ALIGNMENT)

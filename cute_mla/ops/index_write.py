@@ -180,7 +180,7 @@ def check(operands: Keys | Queries, written: dict[str, torch.Tensor | None], opt
     specs: tuple[tuple[str, Any], ...] = tuple((name, operand_spec(name, tensor)) for name, tensor in given.items() if name != "positions")
     specs += (("positions", optional_spec("positions", operands.positions)),)
     results = tuple((operand_spec if name == "index_cache" else optional_spec)(name, tensor) for name, tensor in written.items())
-    return CallSpec(specs, results, plain, has_kernels(operands[0].device))
+    return CallSpec(specs, results, plain, has_kernels(operands[0].device, "index_write"))
 
 
 @lru_cache(maxsize=4096)

@@ -94,7 +94,7 @@ def run_pages(
     topk = check_integer("topk", topk, 0, MAX_TOPK)
     operands = Pages(q, index_cache, weights, context_lens, block_table)
     call = mqa_logits.check(operands, MAX_KEYS, False, None, "index_cache")
-    device = device_for(q.device)
+    device = device_for(q.device, "indexer_topk")
     scored = mqa_logits.plan(call, device.sm_count)
     mqa_logits.check_addresses(call, operands)
     batch, tokens = q.shape[:2]
@@ -136,7 +136,7 @@ def run_rows(
     topk = check_integer("topk", topk, 0, MAX_TOPK)
     operands = mqa_logits.rows_of(q, kv, weights, ks, ke)
     call = mqa_logits.check(operands, 1, False, None)
-    device = device_for(q.device)
+    device = device_for(q.device, "indexer_topk")
     total = mqa_logits.plan(call, device.sm_count).scalars["keys"]
     mqa_logits.check_addresses(call, operands)
     columns = total if max_seqlen_k is None else min(check_integer("max_seqlen_k", max_seqlen_k, 0), total)

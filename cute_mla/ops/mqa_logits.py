@@ -179,7 +179,7 @@ def check(operands: Rows | Pages, columns: int, clean_logits: Any, out: Any, cac
 
 def launch(call: CallSpec, operands: Rows | Pages, out: torch.Tensor | None) -> torch.Tensor:
     """Launch the kernel, unless there is nothing to write; return out, or new logits."""
-    device = device_for(operands.q.device)
+    device = device_for(operands.q.device, "mqa_logits")
     planned = plan(call, device.sm_count)
     check_addresses(call, operands)
     keys = operands[1]

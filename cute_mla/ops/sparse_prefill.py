@@ -124,7 +124,7 @@ def run(
     given = Results(out, max_logits, lse, lse_indexer)
     options = check_options(Options(sm_scale, d_v, indexer_topk, empty_lse))
     call = check(operands, options, given)
-    device = device_for(q.device)
+    device = device_for(q.device, "sparse_prefill")
     launch_plan = plan(call, device.arch, device.sm_count)
     check_address("kv", kv.data_ptr(), GATHER_ALIGNMENT)
     check_no_overlap(given._asdict(), operands._asdict())

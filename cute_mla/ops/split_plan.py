@@ -131,7 +131,7 @@ def run(
     queries = (num_q_tokens_per_head_k, num_heads_k, num_heads_q)
     options = Options(*queries, is_fp8_kvcache, topk, total_q, window, window_sink, is_fp8_q, head_dim_v)
     call = check(cache_seqlens, options, cu_seqlens_q)
-    device = device_for(cache_seqlens.device)
+    device = device_for(cache_seqlens.device, "dense_decode" if topk is None else "sparse_decode")
     lengths = cache_seqlens if topk is None else None
     counts = KeyCounts(lengths, None, call.limit, call.extra_limit, cu_seqlens_q)
     return launch(device, plan(call, device.arch, device.sm_count), counts, cache_seqlens.device)
@@ -147,7 +147,7 @@ def run_sparse(
 ) -> SplitPlan:
     """Plan a batch of sparse decode by its indices and their lengths, as a schedule object does at its first use."""
     call = check_sparse(indices, num_heads_q, topk_length, extra_indices, extra_topk_length, cu_seqlens_q)
-    device = device_for(indices.device)
+    device = device_for(indices.device, "sparse_decode")
     counts = KeyCounts(topk_length, extra_topk_length, call.limit, call.extra_limit, cu_seqlens_q)
     return launch(device, plan(call, device.arch, device.sm_count), counts, indices.device)
 

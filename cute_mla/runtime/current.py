@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..spec.arch import ALIASES, ARCHS, Arch, arch_for
+from ..spec.kernel_ops import ARCHS_OF
 from .device import Device
 from .errors import DeviceError
 from .scope import Scope
@@ -26,14 +27,17 @@ _cuda: dict[torch.device, Device] = {}
 _CPU = torch.device("cpu")
 
 
-def device_for(device: torch.device) -> Device:
-    """Return the device that runs kernels on tensors of this torch device. ValueError if there is none."""
+def device_for(device: torch.device, op: str | None = None) -> Device:
+    """Return the device that runs kernels on tensors of this torch device. ValueError if there is none, or it has none of the op."""
     if device == _CPU:
         scope = _simulated.get()
         found = scope.device if scope is not None and scope.is_plain else None
     else:
         found = _cuda.get(device)
-    return _first_use(device) if found is None else found
+    found = _first_use(device) if found is None else found
+    if op is not None and found.arch not in ARCHS_OF[op]:
+        raise ValueError(f"the device is {found.arch.name}; supported for {op}: {', '.join(arch.name for arch in ARCHS_OF[op])}")
+    return found
 
 
 def _simulated_device() -> Device | None:
@@ -71,11 +75,12 @@ def default_device() -> torch.device:
     return torch.device("cuda") if _simulated_device() is None else _CPU
 
 
-def has_kernels(device: torch.device) -> bool:
-    """Return whether kernels run on tensors of this torch device: a supported GPU, or the CPU inside simulate()."""
+def has_kernels(device: torch.device, op: str) -> bool:
+    """Return whether an op's kernels run on tensors of this torch device: a GPU that has them, or the CPU inside simulate() of one."""
     if device.type == "cuda":
-        return arch_for(torch.cuda.get_device_capability(device)) is not None
-    return device.type == "cpu" and _simulated_device() is not None
+        return arch_for(torch.cuda.get_device_capability(device)) in ARCHS_OF[op]
+    simulated = _simulated_device() if device.type == "cpu" else None
+    return simulated is not None and simulated.arch in ARCHS_OF[op]
 
 
 @contextmanager
@@ -92,8 +97,8 @@ def simulate(
 
     While a generator that holds the block is suspended, the code that iterates over the generator is outside of the block.
 
-    arch: "sm90", "sm100" or its alias "sm103", or the Arch. sm_count: streaming multiprocessors of the device; default those of
-    the usual board (132 on sm90, 148 on sm100).
+    arch: "sm90", "sm100" or its alias "sm103", "sm120" or its alias "sm121", or the Arch. sm_count: streaming multiprocessors of the
+    device; default those of the usual board (132 on sm90, 148 on sm100, 188 on sm120).
     schedule: the order in which warps advance and asynchronous work completes: "round_robin", "lazy", "random" or
     "adversarial". seed: seed of the random schedules; a run is repeatable.
     on_finding: "raise" raises SimulationError at the launch that did something wrong, "collect" fills device.findings.

@@ -14,7 +14,7 @@ class Arch:
     compute_capabilities: what the driver may report for a device that can run the cubins.
     smem_per_block: bytes of dynamic shared memory one thread block may opt in to.
     registers_per_block: 32-bit registers of one streaming multiprocessor, all usable by one block.
-    sm_count: streaming multiprocessors of the usual board (H200, B200); the default of the simulated device.
+    sm_count: streaming multiprocessors of the usual board (H200, B200, RTX PRO 6000); the default of the simulated device.
     tmem_columns: columns of 128 lanes of tensor memory of one streaming multiprocessor, 0 without tensor memory.
     proof: verification status of the kernels, in one sentence.
     """
@@ -80,7 +80,7 @@ ARCHS: dict[str, Arch] = {arch.name: arch for arch in (SM90, SM100, SM120)}
 
 
 # Other names of architectures, whose devices run the cubins of a family.
-ALIASES: dict[str, str] = {"sm103": SM100.name}
+ALIASES: dict[str, str] = {"sm103": SM100.name, "sm121": SM120.name}
 
 
 def arch_for(capability: tuple[int, int]) -> Arch | None:

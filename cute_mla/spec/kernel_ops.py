@@ -34,7 +34,7 @@ from . import (
     topk_indices,
 )
 from .abi import Param
-from .arch import Arch
+from .arch import ARCHS, SM90, SM100, Arch
 from .mla import DENSE_DIMS, key_dtypes
 
 
@@ -50,17 +50,26 @@ class Config(Protocol):
 class KernelOp:
     """The kernels of one op.
 
-    params: of a launch, in order. variants: the closed list of an architecture. seconds: of one core for a kernel and its process, the
-        mean of a build of 194 s. Machines differ by far more than kernels do, so that only the ratios count.
+    params: of a launch, in order. closed: the variants of one of archs, the architectures that have kernels. seconds: of one core for a
+        kernel and its process, the mean of a build of 194 s. Machines differ by far more than kernels do, so that only the ratios count.
     callers: ops of the public functions that launch the kernel; None: the op of the same name; empty if no record's is.
     by_arch: each architecture has a module, not all of them one.
     """
 
     params: tuple[Param, ...]
-    variants: Callable[[Arch], Sequence[Config]]
+    closed: Callable[[Arch], Sequence[Config]]
     seconds: float
     callers: tuple[str, ...] | None = None
     by_arch: bool = False
+    archs: tuple[Arch, ...] = tuple(ARCHS.values())
+
+    def variants(self, arch: Arch) -> Sequence[Config]:
+        """Return every variant that ships for an architecture."""
+        return self.closed(arch) if arch in self.archs else ()
+
+    def callers_of(self, op: str) -> tuple[str, ...]:
+        """Return the ops of public functions that launch the kernel of this op."""
+        return (op,) if self.callers is None else self.callers
 
     def module(self, op: str, arch: Arch) -> str:
         """Return the name of the module whose build(config, arch) returns the source."""
@@ -78,22 +87,29 @@ def _same(variants: Callable[[], Sequence[Config]]) -> Callable[[Arch], Sequence
     return lambda arch: variants()
 
 
+_ATTENTION = (SM90, SM100)  # the others have no matrix products yet
 _DECODES, _BACKWARD = ("dense_decode", "sparse_decode"), ("dense_prefill_backward",)
 KERNEL_OPS: dict[str, KernelOp] = {
-    "dense_decode": KernelOp(dense_decode.PARAMS, dense_decode.closed_variants, 2.1, by_arch=True),
-    "sparse_decode": KernelOp(sparse_decode.PARAMS, sparse_decode.closed_variants, 2.1, by_arch=True),
-    "sparse_prefill": KernelOp(sparse_prefill.PARAMS, sparse_prefill.closed_variants, 1.6, by_arch=True),
-    "dense_prefill": KernelOp(dense_prefill.PARAMS, dense_prefill.closed_variants, 2.1, by_arch=True),
-    "masked_prefill": KernelOp(masked_prefill.PARAMS, masked_prefill.closed_variants, 2.1, ("dense_prefill",), by_arch=True),
-    "dense_prefill_dkdv": KernelOp(dense_prefill_dkdv.PARAMS, dense_prefill_dkdv.closed_variants, 1.5, _BACKWARD, by_arch=True),
-    "dense_prefill_dq": KernelOp(dense_prefill_dq.PARAMS, dense_prefill_dq.closed_variants, 1.6, _BACKWARD, by_arch=True),
-    "split_plan": KernelOp(split_plan.PARAMS, lambda arch: (split_plan.SplitPlanConfig(),), 0.8, _DECODES),
-    "combine": KernelOp(combine.PARAMS, _combines, 0.9, _DECODES),
+    "dense_decode": KernelOp(dense_decode.PARAMS, dense_decode.closed_variants, 2.1, by_arch=True, archs=_ATTENTION),
+    "sparse_decode": KernelOp(sparse_decode.PARAMS, sparse_decode.closed_variants, 2.1, by_arch=True, archs=_ATTENTION),
+    "sparse_prefill": KernelOp(sparse_prefill.PARAMS, sparse_prefill.closed_variants, 1.6, by_arch=True, archs=_ATTENTION),
+    "dense_prefill": KernelOp(dense_prefill.PARAMS, dense_prefill.closed_variants, 2.1, by_arch=True, archs=_ATTENTION),
+    "masked_prefill": KernelOp(
+        masked_prefill.PARAMS, masked_prefill.closed_variants, 2.1, ("dense_prefill",), by_arch=True, archs=_ATTENTION
+    ),
+    "dense_prefill_dkdv": KernelOp(
+        dense_prefill_dkdv.PARAMS, dense_prefill_dkdv.closed_variants, 1.5, _BACKWARD, by_arch=True, archs=_ATTENTION
+    ),
+    "dense_prefill_dq": KernelOp(dense_prefill_dq.PARAMS, dense_prefill_dq.closed_variants, 1.6, _BACKWARD, by_arch=True, archs=_ATTENTION),
+    "split_plan": KernelOp(split_plan.PARAMS, lambda arch: (split_plan.SplitPlanConfig(),), 0.8, _DECODES, archs=_ATTENTION),
+    "combine": KernelOp(combine.PARAMS, _combines, 0.9, _DECODES, archs=_ATTENTION),
     "merge_states": KernelOp(merge_states.PARAMS, _same(merge_states.closed_variants), 0.7),
-    "mqa_logits": KernelOp(mqa_logits.PARAMS, _same(mqa_logits.closed_variants), 1.3, ("mqa_logits", "indexer_topk"), by_arch=True),
+    "mqa_logits": KernelOp(
+        mqa_logits.PARAMS, _same(mqa_logits.closed_variants), 1.3, ("mqa_logits", "indexer_topk"), by_arch=True, archs=_ATTENTION
+    ),
     "topk_indices": KernelOp(topk_indices.PARAMS, _same(topk_indices.closed_variants), 1.3, ("indexer_topk", "topk_indices")),
-    "sparse_prefill_dkv": KernelOp(sparse_prefill_dkv.PARAMS, sparse_prefill_dkv.closed_variants, 1.2, (), by_arch=True),
-    "sparse_prefill_dq": KernelOp(sparse_prefill_dq.PARAMS, sparse_prefill_dq.closed_variants, 1.6, (), by_arch=True),
+    "sparse_prefill_dkv": KernelOp(sparse_prefill_dkv.PARAMS, sparse_prefill_dkv.closed_variants, 1.2, (), by_arch=True, archs=_ATTENTION),
+    "sparse_prefill_dq": KernelOp(sparse_prefill_dq.PARAMS, sparse_prefill_dq.closed_variants, 1.6, (), by_arch=True, archs=_ATTENTION),
     "row_statistics": KernelOp(row_statistics.PARAMS, _same(row_statistics.closed_variants), 0.6, ()),
     "key_lists": KernelOp(key_lists.PARAMS, _same(key_lists.closed_variants), 0.6, ()),
     "row_sums": KernelOp(row_sums.PARAMS, _same(row_sums.closed_variants), 0.6, ()),
@@ -106,6 +122,11 @@ PARAMS_OF = {op: kernels.params for op, kernels in KERNEL_OPS.items()}
 # Kernels that no suite launches: tests of their own do (tests/ops/sparse_prefill_backward).
 WITHOUT_SUITES = tuple(op for op, kernels in KERNEL_OPS.items() if kernels.callers == ())
 # Ops of public functions, which the suites test.
-OPS = tuple(
-    dict.fromkeys(caller for op, kernels in KERNEL_OPS.items() for caller in ((op,) if kernels.callers is None else kernels.callers))
-)
+OPS = tuple(dict.fromkeys(caller for op, kernels in KERNEL_OPS.items() for caller in kernels.callers_of(op)))
+# By the op of public functions: the architectures that have all of its kernels.
+ARCHS_OF = {
+    op: tuple(
+        arch for arch in ARCHS.values() if all(arch in each.archs for name, each in KERNEL_OPS.items() if op in each.callers_of(name))
+    )
+    for op in OPS
+}

@@ -11,6 +11,7 @@ from vllm.v1.attention.backend import MultipleOf
 from ...api import is_supported
 from ...spec.arch import ARCHS, arch_for
 from ...spec.dense_decode import SMALL_PAGES
+from ...spec.kernel_ops import ARCHS_OF
 from ...spec.split_plan import TILE_KEYS
 
 # vLLM's names of cache dtypes; "auto" is the dtype of the model.
@@ -26,9 +27,9 @@ def supported_on_any(op: str, **features: Any) -> bool:
     return any(is_supported(op, arch, **features)[0] for arch in ARCHS)
 
 
-def has_kernels_for(capability: DeviceCapability | None) -> bool:
-    """Return True if devices of this compute capability run the kernels."""
-    return capability is not None and arch_for((capability.major, capability.minor)) is not None
+def has_kernels_for(op: str, capability: DeviceCapability | None) -> bool:
+    """Return True if devices of this compute capability run an op's kernels."""
+    return capability is not None and arch_for((capability.major, capability.minor)) in ARCHS_OF[op]
 
 
 def head_sizes(op: str) -> list[int]:
@@ -50,8 +51,8 @@ def unsupported_reason(
     dtype: dtype of the model. kv_cache_dtype: vLLM's name, None for "auto".
     """
     arch = arch_for((capability.major, capability.minor))
-    if arch is None:
-        served = ", ".join(known.capabilities_text for known in ARCHS.values())
+    if arch is None or arch not in ARCHS_OF[op]:
+        served = ", ".join(known.capabilities_text for known in ARCHS_OF[op])
         return f"compute capability is {capability.major}.{capability.minor}; supported: {served}"
     wide = WIDE_CACHES.get(kv_cache_dtype or "auto", dtype)
     if wide != dtype:

@@ -25,7 +25,7 @@ import vllm.v1.attention.backends.mla.sparse_swa as vllm_metadata
 from vllm.platforms import current_platform
 
 from ...api import flash_mla_sparse_fwd, get_mla_metadata
-from ...spec.arch import ARCHS
+from ...spec.kernel_ops import ARCHS_OF
 from .. import two_caches
 from . import DENSE, SPARSE
 from .capability import has_kernels_for
@@ -53,11 +53,11 @@ class _Picker:
         if backend is None or backend.name not in (DENSE, SPARSE):
             return self.vllms(config)
         ranks, capability = config.parallel_config.prefill_context_parallel_size, current_platform.get_device_capability()
-        capabilities = ", ".join(arch.capabilities_text for arch in ARCHS.values())
+        capabilities = ", ".join(arch.capabilities_text for arch in ARCHS_OF["sparse_decode"])
         for name, given, supported, allowed in (
             ("attention backend", backend.name, backend.name == SPARSE, SPARSE),
             ("prefill_context_parallel_size", ranks, ranks == 1, 1),
-            ("compute capability", capability and capability.as_version_str(), has_kernels_for(capability), capabilities),
+            ("compute capability", capability and capability.as_version_str(), has_kernels_for("sparse_decode", capability), capabilities),
         ):
             if not supported:
                 raise ValueError(f"{name} is {given} for DeepSeek-V4; supported: {allowed}")

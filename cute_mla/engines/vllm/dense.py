@@ -74,7 +74,7 @@ class CuteMla(MLACommonBackend):
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
         """Return True if devices of this compute capability run the kernels."""
-        return has_kernels_for(capability)
+        return has_kernels_for(_OP, capability)
 
     @classmethod
     def supports_batch_invariance(cls) -> bool:

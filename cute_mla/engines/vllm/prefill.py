@@ -29,7 +29,7 @@ class CuteMlaPrefill(MLAPrefillBackend):
     @classmethod
     def supports_compute_capability(cls, device_capability: DeviceCapability | None) -> bool:
         """Return True if devices of this compute capability run the kernels."""
-        return has_kernels_for(device_capability)
+        return has_kernels_for(_OP, device_capability)
 
     @classmethod
     def supports_mla_dimensions(cls, mla_dimensions: MLADimensions) -> bool:

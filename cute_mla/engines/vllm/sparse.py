@@ -90,7 +90,7 @@ class CuteMlaSparse(AttentionBackend):
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
         """Return True if devices of this compute capability run the kernels."""
-        return has_kernels_for(capability)
+        return has_kernels_for(_OP, capability)
 
     @classmethod
     def supports_sink(cls) -> bool:

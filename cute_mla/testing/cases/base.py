@@ -11,6 +11,7 @@ import torch
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import MAX_ROW_ALIGNMENT, TILINGS
+from ...spec.kernel_ops import ARCHS_OF
 from ...spec.mla import D_V
 from ...spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 
@@ -144,7 +145,9 @@ class BaseCase:
         return 1
 
     def runs_on(self, arch: Arch) -> bool:
-        """Return whether an architecture takes the rows of q and out."""
+        """Return whether an architecture has kernels of the op and takes the rows of q and out."""
+        if arch not in ARCHS_OF[self.op]:
+            return False
         least = min(
             EVEN_ELEMENTS * self.q_dtype.itemsize if self.q_layout == "even" else MAX_ROW_ALIGNMENT,
             EVEN_ELEMENTS * DTYPES[self.dtype].itemsize if self.outputs == "even" else MAX_ROW_ALIGNMENT,

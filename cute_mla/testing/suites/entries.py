@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Generic, Literal, TypeVar
 
-from ...spec.arch import ARCHS
+from ...spec.kernel_ops import ARCHS_OF
 from ..cases.base import BaseCase
 from ..pairwise import Row, pairs, pairwise_cover
 from .cover import Variant
@@ -51,7 +51,7 @@ class SimulatorReduction(Generic[C]):
     def _cover(self, cases: Sequence[C], others: Mapping[C, Row]) -> dict[C, Row]:
         """Return cases, with their factor values, that have all pairs that the others lack; the cheaper ones in a tie."""
         ordered = sorted(cases, key=lambda case: case.tiles)
-        rows = [(tuple(case.problem(arch).config.name for arch in ARCHS.values()), *self.factors(case)) for case in ordered]
+        rows = [(tuple(case.problem(arch).config.name for arch in ARCHS_OF[case.op]), *self.factors(case)) for case in ordered]
         return {ordered[index]: rows[index] for index in pairwise_cover(rows, set().union(*map(pairs, others.values())))}
 
     def _entry(self, case: C, whole: bool, covering: bool) -> SuiteEntry[C]:

@@ -14,8 +14,9 @@ from functools import cache
 from typing import Any
 
 from ...manifest import kernel_name
-from ...spec.arch import ARCHS, Arch
+from ...spec.arch import Arch
 from ...spec.combine import CombineConfig
+from ...spec.kernel_ops import ARCHS_OF
 from ...spec.sparse_decode import SparseDecodeProblem
 from ...spec.split_plan import SplitPlanConfig, accumulator_rows
 from ..cases.base import BaseCase, Config
@@ -33,7 +34,7 @@ _CASE_TILES = 1  # cost of a case besides its tiles
 _FIRST_KERNELS = {
     "dense_decode_sm90_bf16_cluster1",
     "dense_decode_sm100_bf16_cluster2",
-    *(f"{op}_{arch}_bf16_d192" for op in ("dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv") for arch in ARCHS),
+    *(f"{op}_{arch}_bf16_d192" for op in ("dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv") for arch in ("sm90", "sm100")),
 }
 
 Feature = tuple[str, object]
@@ -91,7 +92,7 @@ def quick_cases(smoke: Sequence[Any]) -> tuple[Any, ...]:
 def _cost(case: BaseCase, known: Iterable[Feature]) -> int:
     """Return the cost of a case beside others with these features, in tiles."""
     new = [feature for feature in _kernels(case) if feature not in known]
-    return case.tiles + _CASE_TILES + _KERNEL_TILES * len(new) // len(ARCHS)
+    return case.tiles + _CASE_TILES + _KERNEL_TILES * len(new) // len(ARCHS_OF[case.op])
 
 
 def _comes_first(new: Iterable[Feature]) -> int:
@@ -100,7 +101,7 @@ def _comes_first(new: Iterable[Feature]) -> int:
 
 
 def _kernels(case: BaseCase) -> Iterator[Feature]:
-    for arch in ARCHS.values():
+    for arch in ARCHS_OF[case.op]:
         if case.runs_on(arch):
             yield from (("kernel", name) for name in kernels_of(case, arch))
 
