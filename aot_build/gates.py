@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from cute_mla.simulator.sass.cubin import TOOL_NOTE, CubinInfo
 from cute_mla.simulator.sass.exposed_loads import MIN_CLOCKS
 from cute_mla.spec.abi import Param, ParamKind
-from cute_mla.spec.arch import SM120, Arch
+from cute_mla.spec.arch import Arch
 
 from .known_exposed_loads import KNOWN_EXPOSED_LOADS
 from .opcode_counts import count_matching
@@ -221,8 +221,8 @@ def translation(evidence: Evidence) -> Iterator[Finding]:
             yield f"{made} {relation.meaning} in the SASS", f"{'' if relation.exact else 'at least '}the {written} of the PTX"
 
 
-# Products and sums in fp32: opcode of the SASS, those of the PTX that become one each, and those that may become one. SM120 has no packed
-# ones: ptxas makes two of each. It computes some in the uniform datapath, by opcodes that begin with U.
+# Products and sums in fp32: opcode of the SASS, those of the PTX that become one each, and those that may become one. Where there are
+# none on pairs, ptxas makes two of each. It computes some in the uniform datapath, by opcodes that begin with U.
 FLOATS = (
     ("FMUL", r"mul(\.rn)?\.f32\b", None),
     ("FADD", r"(add|sub)(\.rn)?\.f32\b", r"(neg|abs)\.f32\b"),
@@ -245,7 +245,7 @@ ROUTINES = {
 
 def float_counts(evidence: Evidence) -> Iterator[Finding]:
     """Require equal numbers of products, sums and fmas in PTX and SASS. A contraction makes an fma of a product and a sum."""
-    packed = evidence.arch != SM120
+    packed = evidence.arch.packed_floats
     for opcode, pattern, optional in FLOATS if packed else FLOATS[:3]:
         routines = sum(evidence.ptx.opcodes[name] * further.get(opcode, 0) for name, further in ROUTINES.items())
         written = evidence.ptx.count(pattern) + routines

@@ -16,6 +16,7 @@ class Arch:
     registers_per_block: 32-bit registers of one streaming multiprocessor, all usable by one block.
     sm_count: streaming multiprocessors of the usual board (H200, B200, RTX PRO 6000); the default of the simulated device.
     tmem_columns: columns of 128 lanes of tensor memory of one streaming multiprocessor, 0 without tensor memory.
+    packed_floats: whether instructions on pairs of fp32 numbers stay one in the machine code; else ptxas makes two.
     proof: verification status of the kernels, in one sentence.
     """
 
@@ -27,6 +28,7 @@ class Arch:
     sm_count: int
     tmem_columns: int
     proof: str
+    packed_floats: bool = True
 
     def __hash__(self) -> int:
         """Hash the name only; runs once per call."""
@@ -74,6 +76,7 @@ SM120 = Arch(
     sm_count=188,
     tmem_columns=0,
     proof=f"the kernels for sm120 have not run on hardware; {_SIMULATED}",
+    packed_floats=False,
 )
 
 ARCHS: dict[str, Arch] = {arch.name: arch for arch in (SM90, SM100, SM120)}

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
-from .arch import SM90, SM100, Arch
+from .arch import SM90, SM100, SM120, Arch
 from .mla import BF16, D_QK, D_V, D_WIDE, DENSE_DIMS, WIDE_DIMS, LatentDims, ceil_div, key_dtypes
 from .split_plan import ALONE_WHOLE_EIGHTHS, INVARIANT_SPLIT, MAX_PARTS, TILE_KEYS, invariant_splits
 
@@ -93,12 +93,13 @@ PARAMS = params_of(DenseDecodeArguments)
 class Tiling:
     """Tiling of query rows by an architecture's kernel.
 
-    row_bytes: every row of q and out begins at a multiple of so many bytes; kernels load and store as many at a time.
+    rows: of a CTA. row_bytes: every row of q and out begins at a multiple of so many bytes; kernels load and store as many at a time.
     clusters: numbers of CTAs that may share every key tile. With (1, 2), two CTAs share if the rows give an even number of CTAs.
     """
 
     row_bytes: int
     clusters: tuple[int, ...]
+    rows: int = TILE_ROWS
 
     @property
     def paired(self) -> bool:
@@ -110,7 +111,7 @@ class Tiling:
         return 2 if self.paired or (2 in self.clusters and row_ctas % 2 == 0) else 1
 
 
-TILINGS = {SM90.name: Tiling(row_bytes=4, clusters=(1, 2)), SM100.name: Tiling(row_bytes=16, clusters=(2,))}
+TILINGS = {SM90.name: Tiling(row_bytes=4, clusters=(1, 2)), SM100.name: Tiling(row_bytes=16, clusters=(2,)), SM120.name: Tiling(row_bytes=16, clusters=(1,), rows=16)}
 
 
 COLUMN_CTAS = 2  # of a cluster that divides 1,024 latent columns of the same 64 rows
@@ -313,8 +314,8 @@ def column_ctas(d_v: int) -> int:
 
 
 def row_ctas(arch: Arch, rows: int, d_v: int = D_V) -> int:
-    """Return the CTAs along the query rows of one KV head, TILE_ROWS of them each, times those that divide columns."""
-    tiles = ceil_div(rows, TILE_ROWS)
+    """Return the CTAs along the query rows of one KV head, times those that divide columns."""
+    tiles = ceil_div(rows, TILINGS[arch.name].rows)
     if column_ctas(d_v) > 1:
         return column_ctas(d_v) * tiles
     return 2 * ceil_div(tiles, 2) if TILINGS[arch.name].paired else tiles
@@ -350,6 +351,8 @@ def out_dtypes(operands: str, d_qk: int = D_QK) -> tuple[str, ...]:
 
 def key_columns(arch: Arch) -> tuple[int, ...]:
     """Return the columns of 16-bit keys for which an architecture has kernels."""
+    if arch == SM120:
+        return (D_QK,)
     return tuple(d_qk for d_qk in DENSE_DIMS if arch is SM90 or d_qk != WIDE_DIMS.d_qk)
 
 

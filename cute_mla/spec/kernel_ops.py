@@ -91,7 +91,7 @@ _ATTENTION = (SM90, SM100)  # the others have no matrix products yet
 _DECODES, _BACKWARD = ("dense_decode", "sparse_decode"), ("dense_prefill_backward",)
 KERNEL_OPS: dict[str, KernelOp] = {
     "dense_decode": KernelOp(dense_decode.PARAMS, dense_decode.closed_variants, 2.1, by_arch=True, archs=_ATTENTION),
-    "sparse_decode": KernelOp(sparse_decode.PARAMS, sparse_decode.closed_variants, 2.1, by_arch=True, archs=_ATTENTION),
+    "sparse_decode": KernelOp(sparse_decode.PARAMS, sparse_decode.closed_variants, 2.1, by_arch=True),
     "sparse_prefill": KernelOp(sparse_prefill.PARAMS, sparse_prefill.closed_variants, 1.6, by_arch=True, archs=_ATTENTION),
     "dense_prefill": KernelOp(dense_prefill.PARAMS, dense_prefill.closed_variants, 2.1, by_arch=True, archs=_ATTENTION),
     "masked_prefill": KernelOp(
@@ -101,8 +101,8 @@ KERNEL_OPS: dict[str, KernelOp] = {
         dense_prefill_dkdv.PARAMS, dense_prefill_dkdv.closed_variants, 1.5, _BACKWARD, by_arch=True, archs=_ATTENTION
     ),
     "dense_prefill_dq": KernelOp(dense_prefill_dq.PARAMS, dense_prefill_dq.closed_variants, 1.6, _BACKWARD, by_arch=True, archs=_ATTENTION),
-    "split_plan": KernelOp(split_plan.PARAMS, lambda arch: (split_plan.SplitPlanConfig(),), 0.8, _DECODES, archs=_ATTENTION),
-    "combine": KernelOp(combine.PARAMS, _combines, 0.9, _DECODES, archs=_ATTENTION),
+    "split_plan": KernelOp(split_plan.PARAMS, lambda arch: (split_plan.SplitPlanConfig(),), 0.8, _DECODES),
+    "combine": KernelOp(combine.PARAMS, _combines, 0.9, _DECODES),
     "merge_states": KernelOp(merge_states.PARAMS, _same(merge_states.closed_variants), 0.7),
     "mqa_logits": KernelOp(
         mqa_logits.PARAMS, _same(mqa_logits.closed_variants), 1.3, ("mqa_logits", "indexer_topk"), by_arch=True, archs=_ATTENTION

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
-from .arch import SM90, SM100, Arch
+from .arch import SM90, SM100, SM120, Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
 from .dense_decode import FEW_HEADS, SOFTMAX_TERMS, TILE_ROWS, TILINGS, parts_of, row_ctas
 from .mla import BF16
@@ -98,6 +98,11 @@ def few_heads_caches(arch: Arch) -> tuple[str, ...]:
     return FEW_HEADS_CACHES if arch is SM90 and FEW_HEADS else ()
 
 
+def kernels_of(arch: Arch) -> tuple[tuple[str, str], ...]:
+    """Return what of KERNELS an architecture has: on SM120 none for two formats of codes in one call."""
+    return tuple((dtype, cache) for dtype, cache in KERNELS if arch != SM120 or not FORMATS[cache].beside)
+
+
 @dataclass(frozen=True)
 class SparseDecodeConfig:
     """One compiled variant.
@@ -150,7 +155,7 @@ def order_terms(config: SparseDecodeConfig, arch: Arch) -> dict[str, Any]:
         "values": "codes exact, fp32 scales on scores and on P" if fp32_scales else f"value x scale, rounded once to {config.dtype}",
         "d_qk": config.format.d_qk,
         "rows": f"keys on M, up to {FEW_HEADS} heads" if few else f"heads on M, {config.cluster} CTAs" if arch is SM100 else "heads on M",
-        "keys": f"tiles of {TILE_KEYS}, as given",
+        "keys": f"tiles of {TILE_KEYS if TILINGS[arch.name].rows == TILE_ROWS else TILE_KEYS // 2}, as given",
         "split": INVARIANT_SPLIT,
         **SOFTMAX_TERMS,
         "p": f"{config.dtype}, unnormalised",
@@ -216,8 +221,8 @@ class SparseDecodeProblem:
 
 
 def head_ctas(arch: Arch, h_q: int) -> int:
-    """Return the CTAs along the heads of one query token. Up to TILE_ROWS heads take one: the rows of a pair would be half empty."""
-    return 1 if h_q <= TILE_ROWS else row_ctas(arch, h_q)
+    """Return the CTAs along the heads of one query token. Up to the rows of one, a call takes one: a pair would be half empty."""
+    return 1 if h_q <= TILINGS[arch.name].rows else row_ctas(arch, h_q)
 
 
 def num_parts(arch: Arch, h_q: int, s_q: int, sm_count: int) -> int:
@@ -227,8 +232,9 @@ def num_parts(arch: Arch, h_q: int, s_q: int, sm_count: int) -> int:
 
 def closed_variants(arch: Arch) -> tuple[SparseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
-    clusters = (1, 2)  # for up to TILE_ROWS heads, and for more
+    tiling = TILINGS[arch.name]
+    clusters = (1, 2) if tiling.rows == TILE_ROWS else tiling.clusters  # for up to TILE_ROWS heads, and for more
     return (
-        *(SparseDecodeConfig(dtype, cache, cluster) for dtype, cache in KERNELS for cluster in clusters),
+        *(SparseDecodeConfig(dtype, cache, cluster) for dtype, cache in kernels_of(arch) for cluster in clusters),
         *(SparseDecodeConfig(BF16, cache, 1, few_heads=True) for cache in few_heads_caches(arch)),
     )

@@ -12,6 +12,7 @@ import cute_mla
 from cute_mla.spec.arch import ARCHS, SM90
 from cute_mla.spec.dense_decode import TILINGS
 from cute_mla.spec.dense_prefill import ROW_BYTES
+from cute_mla.spec.kernel_ops import ARCHS_OF
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import call_of
 
@@ -32,6 +33,7 @@ class Rows(NamedTuple):
         call_of(self.call, **self.fields).run(**{self.name: tensor})
 
 
+ATTENTION = [arch.name for arch in ARCHS_OF["dense_decode"]]
 _DECODE = {"batch": 1, "s_q": 2, "h_q": 16}
 _PREFILL = {"lengths": ((13, 40), (7, 10))}
 DECODED = {
@@ -75,7 +77,7 @@ def supported(name: str, arch: str) -> str:
     return f"supported: multiples of {needed(name, arch)} bytes"
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ATTENTION)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("nbytes", [2, 4, 8, 16, 32])
 def test_rows_apart(name: str, arch: str, nbytes: int) -> None:
@@ -94,7 +96,7 @@ def test_rows_apart(name: str, arch: str, nbytes: int) -> None:
         assert device.launches
 
 
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ATTENTION)
 @pytest.mark.parametrize("name", EVERY)
 @pytest.mark.parametrize("nbytes", [2, 4, 8, 16])
 def test_first_rows(name: str, arch: str, nbytes: int) -> None:
@@ -124,7 +126,7 @@ def test_rows_that_share_memory(name: str) -> None:
 
 
 @pytest.mark.parametrize("gradient", ["dk", "dv"])
-@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("arch", ATTENTION)
 def test_gradients_of_keys_begin_at_any_element(arch: str, gradient: str) -> None:
     columns = {"dk": 192, "dv": 128}[gradient]
     with RecordingDevice(ARCHS[arch]).active() as device:

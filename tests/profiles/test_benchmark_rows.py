@@ -10,9 +10,9 @@ from cute_mla.api import is_supported
 from cute_mla.profiles.rows import OPS, Published, by_priority, every_case, load, parse, select, varlen_lengths
 from cute_mla.profiles.shapes import DecodeShape, DensePrefillShape, SparseDecodeShape
 from cute_mla.spec import dense_prefill, sparse_prefill
-from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.dense_decode import OPERANDS
+from cute_mla.spec.kernel_ops import ARCHS_OF
 from cute_mla.spec.mla import DENSE_DIMS
 from cute_mla.spec.sparse_decode import DECODED, DECODED_BESIDE
 
@@ -152,8 +152,8 @@ def test_shapes_of_every_op_are_read() -> None:
 def test_rows_are_problems_that_the_kernels_support(op: str) -> None:
     for case in load(op):
         features = {name: getattr(case.shape, name) for name in ("s_q", "h_q", "h_kv", "topk", "page_size") if hasattr(case.shape, name)}
-        for arch in ARCHS:
-            assert is_supported(op, arch, dtype=case.dtype, **features)[0], case.name
+        for arch in ARCHS_OF[op]:
+            assert is_supported(op, arch.name, dtype=case.dtype, **features)[0], case.name
 
 
 def test_every_format_and_every_number_of_columns_has_a_row() -> None:

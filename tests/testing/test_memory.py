@@ -13,13 +13,12 @@ MAX_MEGABYTES = 540  # 478 were measured, nearly 300 of them torch, and 565 with
 
 PROGRAM = """
 import resource
-from cute_mla.spec.arch import ARCHS
 from cute_mla.testing.runner import Target, run_all, schedules
 from cute_mla.testing.suite import suite
 
 if __name__ == "__main__":
     entries = suite("quick", "sparse_decode", simulated=True)
-    jobs = [(entry.case, Target(arch, "sim", schedules(1, 0)), "") for arch in ARCHS for entry in entries]
+    jobs = [(entry.case, Target(arch, "sim", schedules(1, 0)), "") for arch in ("sm90", "sm100") for entry in entries]
     records = [record for _, done in run_all(jobs, workers=1) for record in done]
     print(len(records) - len(jobs), sum(not record.passed for record in records), len({record.config for record in records}))
     print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss // 1024)  # the worker's: KiB on Linux

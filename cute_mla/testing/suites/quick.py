@@ -34,7 +34,11 @@ _CASE_TILES = 1  # cost of a case besides its tiles
 _FIRST_KERNELS = {
     "dense_decode_sm90_bf16_cluster1",
     "dense_decode_sm100_bf16_cluster2",
-    *(f"{op}_{arch}_bf16_d192" for op in ("dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv") for arch in ("sm90", "sm100")),
+    *(
+        f"{op}_{arch.name}_bf16_d192"
+        for op in ("dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv")
+        for arch in ARCHS_OF["dense_prefill"]
+    ),
 }
 
 Feature = tuple[str, object]

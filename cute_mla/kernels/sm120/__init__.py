@@ -1,0 +1,1 @@
+"""Roles and products of the SM120 kernels over a latent."""

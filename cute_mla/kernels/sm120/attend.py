@@ -1,0 +1,255 @@
+"""The role of the SM120 decode kernels that multiplies: S, softmax, O, epilogue.
+
+Four warps. Warp w has S of keys 8 w .. 8 w + 7 of a stage over all columns, and O of a fourth of the columns over all keys. So maxima and P
+go through shared memory, behind a named barrier each:
+
+    maxima of 8 keys -> barrier -> reference, P of 8 keys -> barrier -> P of all keys, O += P V
+
+Whoever passes the first barrier of a stage has read P of the stage before, and whoever passes the second has read the maxima of this one:
+neither needs a second buffer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, cute
+
+from ...spec.mla import ELEMENT_BYTES
+from ...spec.split_plan import TILE_KEYS
+from ..attention.lengths import RowRange
+from ..attention.scheduler import LatentOperands, WorkTile
+from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
+from ..primitives.arithmetic import pack_pair, product
+from ..primitives.copies import CHUNK
+from ..primitives.pipeline import PipelineState
+from ..primitives.rows import aligned, registers, store_word, words_at
+from ..primitives.warp_mma import COLUMNS, DEPTH, ROWS, column_operands, load_rows, load_transposed, multiply, row_operand
+from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, WARP_KEYS, WARPS, Sm120Smem, Sm120Thread, first_query_row, pitch_of
+
+CHAINS = 4  # sums of S that are added up at the end: products of one chain wait for each other
+FLOAT_BYTES = 4
+HALVES = 2  # rows of a thread
+CHUNK_WORDS = CHUNK // 4
+QUAD_LANES = (1, 2)  # apart, which have the same rows
+
+
+def sync() -> None:
+    """Wait for all warps of the role."""
+    cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=WARPS * LANES)
+
+
+@dataclass(frozen=True)
+class Sm120Rows:
+    """Running state of the thread's two rows. reference: log2 units. rSum: this thread's share of the sums, of its warp's keys. rO: of its warp's columns."""
+
+    reference: cute.Tensor
+    rSum: cute.Tensor
+    rO: cute.Tensor
+
+    @staticmethod
+    def create(columns: int) -> Sm120Rows:
+        """Return registers for the state. columns: of O, of a warp."""
+        state = [cute.make_rmem_tensor(cute.make_layout(HALVES), Float32) for _ in range(2)]
+        return Sm120Rows(*state, cute.make_rmem_tensor(cute.make_layout(HALVES * columns // 4), Float32))
+
+    def reset(self) -> None:
+        """Forget all keys."""
+        self.reference.fill(-Float32.inf)
+        self.rSum.fill(0.0)
+        self.rO.fill(0.0)
+
+
+@dataclass(frozen=True)
+class Sm120AttendRole:
+    """Four warps. dtype: of out and of products' operands. d_qk, d_v: columns."""
+
+    row_scale: RowScale
+    dtype: type[cutlass.Numeric]
+    d_qk: int
+    d_v: int
+
+    @property
+    def pitch(self) -> int:
+        """Return the bytes from a row of Q or of a key to the next."""
+        return pitch_of(self.d_qk)
+
+    @cute.jit
+    def run(self, operands: LatentOperands, smem: Sm120Smem):
+        """Wait k_ready. Signal k_free. Write lse, and out or out_accum."""
+        schedule, thread = operands.schedule, Sm120Thread.create()
+        scale = self.row_scale.score_scale(operands)
+        rows = Sm120Rows.create(self.d_v // WARPS)
+        state = PipelineState(Int32(0), Int32(0))
+        req, begin_tile = schedule.first_work_tile()
+        last = schedule.last_request()
+        while req <= last:
+            tile_range = schedule.tile_range(req, begin_tile)
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+            sync()  # all have read Q and the sums of the work tile before
+            self.load_queries(operands.row_range(req), smem, thread)
+            sync()
+            rows.reset()
+            for _ in cutlass.range(tile_range.tiles * (TILE_KEYS // KEYS), unroll=1):
+                self.add_stage(smem, rows, thread, scale, state)
+                state = smem.k_ready.advance(state)
+            self.finish(operands, smem, rows, thread, req, work_tile)
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
+
+    @cute.jit
+    def load_queries(self, stored: RowRange, smem: Sm120Smem, thread: Sm120Thread):
+        """Copy this CTA's rows of Q to shared memory, 16 bytes at a time; rows that do not exist as zeros."""
+        chunks = self.d_qk * ELEMENT_BYTES // CHUNK
+        for step in cutlass.range_constexpr(ROWS // WARPS):
+            place = thread.warp + step * WARPS
+            row = first_query_row() + place
+            source = stored.q_row(stored.nearest(row)).toint()
+            for first in cutlass.range_constexpr(0, chunks, LANES):
+                chunk = first + thread.lane
+                if chunk < chunks:
+                    words = registers(CHUNK_WORDS)
+                    words.fill(0)
+                    if stored.holds(row):
+                        cute.autovec_copy(words_at(source + chunk * CHUNK, CHUNK_WORDS), words)
+                    target = smem.sQ.toint() + place * self.pitch + chunk * CHUNK
+                    cute.autovec_copy(words, chunk_at(target))
+
+    @cute.jit
+    def add_stage(self, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, scale: Float32, state: PipelineState):
+        """Attend to the keys of a stage."""
+        smem.k_ready.consumer_wait(state)
+        keys = smem.sK.toint() + state.stage * (KEYS * self.pitch)
+        scores = self.scores(smem, keys, thread)
+        present = smem.sPresent + (state.stage * KEYS + thread.warp * WARP_KEYS + thread.column)
+        for i in cutlass.range_constexpr(2 * HALVES):
+            scores[i] = cutlass.select_((present + i % 2).load() != 0, scores[i], -Float32.inf)
+        self.follow(smem, rows, thread, scores, scale)
+        self.add_values(smem, rows, keys, thread)
+        smem.k_free.consumer_release(state)
+
+    def scores(self, smem: Sm120Smem, keys: Int32, thread: Sm120Thread) -> cute.Tensor:
+        """Return S of the warp's 8 keys: rows, columns as in primitives/warp_mma.py."""
+        left = smem.sQ.toint() + row_operand(thread.lane, self.pitch)
+        right = keys + thread.warp * (WARP_KEYS * self.pitch) + column_operands(thread.lane, self.pitch)
+        sums = [[Float32(0)] * 4 for _ in range(CHAINS)]
+        for step in range(self.d_qk // DEPTH):
+            if step % 2 == 0:
+                both = load_rows(right + step * DEPTH * ELEMENT_BYTES)
+            b = both[2 * (step % 2) : 2 * (step % 2) + 2]
+            chain = step % CHAINS
+            sums[chain] = multiply(load_rows(left + step * DEPTH * ELEMENT_BYTES), b, sums[chain], self.dtype)
+        total = cute.make_rmem_tensor(cute.make_layout(4), Float32)
+        for i in range(4):
+            total[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i])
+        return total
+
+    @cute.jit
+    def follow(self, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, scores: cute.Tensor, scale: Float32):
+        """Write P of the warp's keys, unnormalised, and bring the state to its reference."""
+        maxima = []
+        for half in cutlass.range_constexpr(HALVES):
+            largest = cute.arch.fmax(scores[2 * half], scores[2 * half + 1])
+            for lanes in QUAD_LANES:
+                largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, lanes))
+            maxima.append(largest)
+        self.share(smem, thread, maxima)
+        alphas = []
+        for half in cutlass.range_constexpr(HALVES):
+            top = smem.sRows + (thread.row + half * COLUMNS)
+            found = [(top + warp * ROWS).load() for warp in range(WARPS)]
+            largest = cute.arch.fmax(cute.arch.fmax(found[0], found[1]), cute.arch.fmax(found[2], found[3]))
+            new, alpha = follow_maximum(rows.reference[half], product(largest, scale))
+            shift = -shift_of(new)
+            probs = [cute.math.exp2(scores[2 * half + i] * scale + shift, fastmath=True) for i in range(2)]
+            rows.rSum[half] = rows.rSum[half] * alpha + (probs[0] + probs[1])
+            rows.reference[half] = new
+            alphas.append(alpha)
+            place = smem.sP.toint() + (thread.row + half * COLUMNS) * P_PITCH + (thread.warp * WARP_KEYS + thread.column) * ELEMENT_BYTES
+            cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=4).store(pack_pair(probs[0], probs[1], self.dtype))
+        if cute.arch.vote_any_sync((alphas[0] != 1.0) | (alphas[1] != 1.0)):
+            for i in cutlass.range_constexpr(cute.size(rows.rO)):
+                rows.rO[i] = rows.rO[i] * alphas[i // 2 % HALVES]
+        sync()
+
+    def share(self, smem: Sm120Smem, thread: Sm120Thread, values: list[Float32]) -> None:
+        """Write a number of each of the warp's rows for all warps, and wait for theirs."""
+        place = smem.sRows + (thread.warp * ROWS + thread.row)
+        self.store_if(thread.column == 0, place, values)
+        sync()
+
+    @cute.jit
+    def store_if(self, wanted: Boolean, place: cute.Pointer, values: list[Float32]):
+        """Store a number of each of the thread's rows."""
+        if wanted:
+            for half in cutlass.range_constexpr(HALVES):
+                (place + half * COLUMNS).store(values[half])
+
+    def add_values(self, smem: Sm120Smem, rows: Sm120Rows, keys: Int32, thread: Sm120Thread) -> None:
+        """Add P V of the warp's columns to O."""
+        left = smem.sP.toint() + row_operand(thread.lane, P_PITCH)
+        columns = self.d_v // WARPS
+        right = keys + thread.warp * (columns * ELEMENT_BYTES) + row_operand(thread.lane, self.pitch)
+        for step in range(KEYS // DEPTH):
+            a = load_rows(left + step * DEPTH * ELEMENT_BYTES)
+            for pair in range(columns // (2 * COLUMNS)):
+                b = load_transposed(right + step * DEPTH * self.pitch + pair * (2 * COLUMNS * ELEMENT_BYTES))
+                for side in range(2):
+                    first = 4 * (2 * pair + side)
+                    new = multiply(a, b[2 * side : 2 * side + 2], [rows.rO[first + i] for i in range(4)], self.dtype)
+                    for i in range(4):
+                        rows.rO[first + i] = new[i]
+
+    @cute.jit
+    def finish(self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, req: Int32, work_tile: WorkTile):
+        """Write out or out_accum, and lse: natural log if the request is not cut, else base 2."""
+        partial = []
+        for half in cutlass.range_constexpr(HALVES):
+            total = rows.rSum[half]
+            for lanes in QUAD_LANES:
+                total = total + cute.arch.shuffle_sync_bfly(total, lanes)
+            partial.append(total)
+        self.share(smem, thread, partial)
+        stored = operands.row_range(req)
+        for half in cutlass.range_constexpr(HALVES):
+            sums = smem.sRows + (thread.row + half * COLUMNS)
+            found = [(sums + warp * ROWS).load() for warp in range(WARPS)]
+            total = (found[0] + found[1]) + (found[2] + found[3])
+            row = first_query_row() + thread.row + half * COLUMNS
+            if stored.holds(row):
+                self.store_row(operands, stored, rows, thread, row, half, total, work_tile)
+
+    @cute.jit
+    def store_row(
+        self, operands: LatentOperands, stored: RowRange, rows: Sm120Rows, thread: Sm120Thread, row: Int32, half: cutlass.Constexpr[int],
+        total: Float32, work_tile: WorkTile,
+    ):  # fmt: skip
+        """Write the warp's columns of a row of O, and in the first warp its lse."""
+        reference = rows.reference[half]
+        empty = total == 0.0
+        weight = cutlass.select_(empty, Float32(0), self.row_scale.weight(operands, lambda: work_tile, row, total, reference))
+        lse = reference + cute.math.log2(total, fastmath=True)
+        column = thread.warp * (self.d_v // WARPS) + thread.column
+        values = [[cutlass.select_(empty, Float32(0), rows.rO[4 * n + 2 * half + i]) * weight for i in range(2)] for n in range(cute.size(rows.rO) // 4)]
+        leads = (thread.warp == 0) & (thread.column == 0)
+        if work_tile.direct:
+            out = stored.out_row(row) + column
+            for n, pair in enumerate(values):
+                store_word(out + n * COLUMNS, pack_pair(pair[0], pair[1], self.dtype))
+            if leads:
+                stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+        else:
+            accum = operands.accum_row(work_tile, row)
+            out = operands.out_accum + (accum * self.d_v + column)
+            for n, pair in enumerate(values):
+                both = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+                both[0], both[1] = pair
+                cute.autovec_copy(both, cute.make_tensor(aligned(out + n * COLUMNS, 2 * FLOAT_BYTES), cute.make_layout(2)))
+            if leads:
+                (operands.lse_accum + accum).store(cutlass.select_(empty, -Float32.inf, lse))
+
+
+def chunk_at(address: Int32) -> cute.Tensor:
+    """Return the words of 16 bytes at a shared memory address."""
+    return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=CHUNK), cute.make_layout(CHUNK_WORDS))

@@ -1,0 +1,164 @@
+"""The CTA of the SM120 decode kernels: warps, shared memory with its barriers, start of the roles.
+
+    S [16 rows x 32 keys] = Q K^T        O [16 rows x 512 columns] += P V
+
+Four warps multiply, four bring keys: 256 threads, so that each may have all registers that a thread can have. A row of Q, of a key or of P
+in shared memory is 16 bytes longer than its elements: rows lie in different banks without a swizzle (primitives/warp_mma.py).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import cutlass
+from cutlass import Float32, Int32, cute
+
+from ...manifest import NamedBarrier, Role
+from ...spec.arch import Arch
+from ...spec.mla import ELEMENT_BYTES
+from ..attention.kernel import AttentionKernel, KernelAbi
+from ..definition import KernelDefinition
+from ..primitives.copies import CHUNK
+from ..primitives.pipeline import StageBarriers
+from ..primitives.smem import Array, Barriers, SmemLayout, fields_of
+from ..primitives.warp_mma import DEPTH, ROWS
+
+WARPS = 4  # of a role
+LANES = 32
+THREADS = 2 * WARPS * LANES
+KEYS = 32  # of a stage
+WARP_KEYS = KEYS // WARPS
+STAGES = 2
+P_PITCH = KEYS * ELEMENT_BYTES + CHUNK
+MATH_BARRIER = 1
+
+
+def pitch_of(columns: int) -> int:
+    """Return the bytes from a row of 16-bit elements to the next."""
+    return columns * ELEMENT_BYTES + CHUNK
+
+
+@dataclass(frozen=True)
+class Sm120Smem:
+    """Shared memory."""
+
+    sK: cute.Pointer  # dtype [stage][key][d_qk], rows pitch_of(d_qk) bytes apart; keys that do not exist are zeros
+    sQ: cute.Pointer  # dtype [row][d_qk], likewise; rows that do not exist are zeros
+    sP: cute.Pointer  # dtype [row][key], P_PITCH bytes apart
+    sPresent: cute.Pointer  # int32 [stage][key]: 1 for a key that exists
+    sRows: cute.Pointer  # fp32 [warp][row]: maxima of a stage; at the end of a work tile sums
+    k_ready: StageBarriers
+    k_free: StageBarriers
+
+    @staticmethod
+    def layout(dtype: type[cutlass.Numeric], d_qk: int) -> SmemLayout:
+        """Return the fields. dtype: of Q, keys and P."""
+        elements = pitch_of(d_qk) // ELEMENT_BYTES
+        fields = (
+            Array("sK", dtype, STAGES * KEYS * elements, 128),
+            Array("sQ", dtype, ROWS * elements, 128),
+            Array("sP", dtype, ROWS * P_PITCH // ELEMENT_BYTES, 128),
+            Array("sPresent", Int32, STAGES * KEYS, 16),
+            Array("sRows", Float32, WARPS * ROWS, 16),
+            Barriers("k_ready", STAGES),
+            Barriers("k_free", STAGES),
+        )
+        return SmemLayout(fields)
+
+    @classmethod
+    def create(cls, memory: dict[str, Any]) -> Self:
+        """Return the allocated fields of a layout."""
+        return cls(**fields_of(cls, memory))
+
+    def initialise(self) -> None:
+        """Set the arrivals of every barrier: warps of the arriving role. One thread."""
+        for barriers in (self.k_ready, self.k_free):
+            barriers.initialise(WARPS)
+        cute.arch.mbarrier_init_fence()
+
+
+@dataclass(frozen=True)
+class Sm120Thread:
+    """A thread of a role. warp: of four, uniform. row: of S and O, and the one 8 further. column: the first of two of S and of 8 of O."""
+
+    warp: Int32
+    lane: Int32
+
+    @staticmethod
+    def create() -> Sm120Thread:
+        """Return this thread."""
+        return Sm120Thread(cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS, cute.arch.lane_idx())
+
+    @property
+    def row(self) -> Int32:
+        """Return the first of the thread's rows."""
+        return self.lane // 4
+
+    @property
+    def column(self) -> Int32:
+        """Return the first of the thread's columns of a product."""
+        return self.lane % 4 * 2
+
+
+def first_query_row() -> Int32:
+    """Return the first row of this CTA, among all rows that its CTAs share out along x."""
+    return cute.arch.block_idx()[0] * ROWS
+
+
+class Sm120Parts:
+    """A variant's own part of a kernel. layout: of shared memory. expected: products of a stage in the code."""
+
+    layout: SmemLayout
+    expected: int
+
+    def load(self, operands: Any, smem: Sm120Smem) -> None:
+        """Run the role that brings keys."""
+        raise NotImplementedError
+
+    def attend(self, operands: Any, smem: Sm120Smem) -> None:
+        """Run the role that multiplies."""
+        raise NotImplementedError
+
+
+class Sm120Kernel(AttentionKernel):
+    """One variant of a kernel."""
+
+    threads = THREADS
+
+    def __init__(self, abi: KernelAbi, arch: Arch, parts: Sm120Parts) -> None:
+        super().__init__(abi, arch)
+        self.parts = parts
+
+    @cute.jit
+    def run(self, operands: Any):
+        """Allocate, initialise the barriers, and give each role its warps."""
+        smem = Sm120Smem.create(self.parts.layout.allocate())
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        if warp == 0:
+            with cute.arch.elect_one():
+                smem.initialise()
+        elif warp == 1:
+            operands.schedule.prefetch()
+        cute.arch.sync_threads()
+        # the plan, the lengths, the indices, Q and the cache may come from the kernel before
+        cute.arch.griddepcontrol_wait()
+        if warp < WARPS:
+            self.parts.attend(operands, smem)
+        else:
+            self.parts.load(operands, smem)
+
+    def complete(self) -> KernelDefinition:
+        """Return the variant, ready to compile."""
+        return self.definition(
+            smem_bytes=self.parts.layout.nbytes,
+            barriers=self.parts.layout.barriers(),
+            named_barriers=(NamedBarrier("attend", MATH_BARRIER),),
+            roles=(Role("attend", 0, WARPS), Role("load", WARPS, WARPS)),
+            expected={"HMMA": self.parts.expected},
+        )
+
+
+def products_of_stage(d_qk: int, d_v: int) -> int:
+    """Return the products of a stage in a warp's code."""
+    return d_qk // DEPTH + d_v // WARPS // 8 * (KEYS // DEPTH)

@@ -1,0 +1,202 @@
+"""Sparse MLA decode on RTX boards and DGX Spark.
+
+For a query token of a request with heads h, over the slots j that its indices name:
+
+    s_hj = <q_h, k_j>    p = softmax(scale * s)    out_h = sum_j p_hj k_j[:512]
+
+Roles (256 threads):
+  attend   warps 0..3: Q to shared memory, S = Q K^T, softmax, O += P V, lse, out (sm120/attend.py)
+  load     warps 4..7: indices, bytes of 8 keys of a stage to registers, value x scale, rounded once, to shared memory
+
+A CTA has 16 heads of a query token; CTAs of other heads of the same token find the keys in L2. A stage is 32 keys, half a tile of the plan.
+
+Pipelines (producer -> consumer; arrivals per phase):
+  k_ready[2]   load -> attend   4: keys of a stage, and which of them exist, are written
+  k_free[2]    attend -> load   4: a stage has been multiplied
+
+The trick: codes become 16 bits on their way through registers, so that products read rows of shared memory as they lie, K by rows and V
+by columns of the same bytes; the bytes of a stage are asked for before the wait for its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
+
+from ...spec.arch import Arch
+from ...spec.cache_format import CacheFormat
+from ...spec.mla import D_V, ELEMENT_BYTES
+from ...spec.sparse_decode import SparseDecodeConfig
+from ...spec.split_plan import TILE_KEYS
+from ..attention.kernel import ELEMENT_TYPES
+from ..attention.softmax import SinkScale
+from ..definition import KernelDefinition
+from ..primitives.arithmetic import as_float, pack_pair
+from ..primitives.copies import CHUNK
+from ..primitives.pipeline import PipelineState
+from ..primitives.rows import element_at, exact, registers, words_at
+from ..sm120.attend import CHUNK_WORDS, Sm120AttendRole, chunk_at
+from ..sm120.cta import KEYS, LANES, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, pitch_of, products_of_stage
+from .abi import SparseDecodeAbi
+from .operands import SparseDecodeIndices, SparseDecodeOperands, look_up, slot_address
+
+TAIL_LANES = 8  # 16-byte chunks of 64 16-bit columns: a warp has those of four keys at a time
+E8M0_SHIFT = 23  # from an e8m0 scale to the exponent of an fp32 number
+
+
+class SparseDecodeSm120LoadRole:
+    """Four warps, each with 8 keys of a stage."""
+
+    def __init__(self, config: SparseDecodeConfig, dtype: type[cutlass.Numeric]) -> None:
+        self.config = config
+        self.format: CacheFormat = config.format
+        self.dtype = dtype
+        self.pitch = pitch_of(self.format.d_qk)
+        wide = (self.format.d_qk - self.format.quantised) * ELEMENT_BYTES // CHUNK
+        self.whole = wide // LANES  # loads of 32 chunks of 16-bit columns of a key
+        self.tail = wide % LANES  # chunks behind them
+        assert self.tail in (0, TAIL_LANES)
+
+    @cute.jit
+    def run(self, operands: SparseDecodeOperands, smem: Sm120Smem):
+        """Wait k_free. Signal k_ready."""
+        schedule, thread = operands.schedule, Sm120Thread.create()
+        state = PipelineState(Int32(0), Int32(0))
+        req, begin_tile = schedule.first_work_tile()
+        last = schedule.last_request()
+        while req <= last:
+            tile_range = schedule.tile_range(req, begin_tile)
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+            indices = SparseDecodeIndices.create(operands, req)
+            position = begin_tile * TILE_KEYS + thread.warp * WARP_KEYS + thread.lane % WARP_KEYS
+            index = look_up(indices, position)
+            for _ in cutlass.range(tile_range.tiles * (TILE_KEYS // KEYS), unroll=1):
+                row, scales = slot_address(operands, self.config, index, indices.in_extra(position))
+                position = position + KEYS
+                index = look_up(indices, position)
+                self.load_stage(smem, thread, row, scales, state)
+                state = smem.k_ready.advance(state)
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
+        cute.arch.griddepcontrol_launch_dependents()
+
+    def load_stage(self, smem: Sm120Smem, thread: Sm120Thread, row: Int64, scales: Int64, state: PipelineState) -> None:
+        """Bring the warp's keys of a stage. row, scales: addresses of key lane % 8, 0 for a key that does not exist."""
+        rows = [broadcast(row, Int32(key)) for key in range(WARP_KEYS)]
+        codes, factors = [], []
+        if self.format.quantised:
+            lane_column = thread.lane * CHUNK
+            coded = lane_column < self.format.quantised
+            group = lane_column // self.format.group
+            for key in range(WARP_KEYS):
+                codes.append(load_chunk(rows[key] + lane_column, (rows[key] != 0) & coded))
+                factors.append(self.load_scale(broadcast(scales, Int32(key)), group, (rows[key] != 0) & coded))
+        wide = [
+            load_chunk(rows[key] + (self.format.wide_offset + (step * LANES + thread.lane) * CHUNK), rows[key] != 0)
+            for key in range(WARP_KEYS)
+            for step in range(self.whole)
+        ]
+        tails = []
+        tail_byte = self.format.wide_offset + self.whole * LANES * CHUNK + thread.lane % TAIL_LANES * CHUNK
+        if self.tail:
+            for first in range(0, WARP_KEYS, LANES // TAIL_LANES):
+                mine = broadcast(row, first + thread.lane // TAIL_LANES)
+                tails.append(load_chunk(mine + tail_byte, mine != 0))
+        smem.k_free.producer_acquire(state)
+        place = smem.sK.toint() + (state.stage * KEYS + thread.warp * WARP_KEYS) * self.pitch
+        if self.format.quantised:
+            for key in range(WARP_KEYS):
+                self.store_codes(place + key * self.pitch + 2 * lane_column, codes[key], factors[key], coded)
+        first_wide = place + self.format.quantised * ELEMENT_BYTES
+        for number, words in enumerate(wide):
+            key, step = divmod(number, max(self.whole, 1))
+            cute.autovec_copy(words, chunk_at(first_wide + key * self.pitch + (step * LANES + thread.lane) * CHUNK))
+        for number, words in enumerate(tails):
+            key = number * (LANES // TAIL_LANES) + thread.lane // TAIL_LANES
+            target = first_wide + self.whole * LANES * CHUNK + key * self.pitch + thread.lane % TAIL_LANES * CHUNK
+            cute.autovec_copy(words, chunk_at(target))
+        store_if(thread.lane < WARP_KEYS, smem.sPresent + (state.stage * KEYS + thread.warp * WARP_KEYS + thread.lane), row)
+        smem.k_ready.producer_commit(state)
+
+    @cute.jit
+    def load_scale(self, scales: Int64, group: Int32, wanted: Boolean) -> Float32:
+        """Return the scale of a group of columns; 0 unless wanted."""
+        scale = Float32(0)
+        if wanted:
+            if cutlass.const_expr(self.format.scale == "fp32"):
+                scale = element_at(Float32, scales + group * 4).load()
+            else:
+                scale = as_float(Int32(element_at(Uint8, scales + group).load()) << E8M0_SHIFT)
+        return scale
+
+    @cute.jit
+    def store_codes(self, target: Int32, words: cute.Tensor, scale: Float32, coded: Boolean):
+        """Store 16 columns of a key: value x scale, rounded once."""
+        values = [value * scale for value in exact(words, cutlass.Float8E4M3FN)]
+        if coded:
+            for half in cutlass.range_constexpr(2):
+                packed = registers(CHUNK_WORDS)
+                for i in cutlass.range_constexpr(CHUNK_WORDS):
+                    packed[i] = pack_pair(values[8 * half + 2 * i], values[8 * half + 2 * i + 1], self.dtype)
+                cute.autovec_copy(packed, chunk_at(target + half * CHUNK))
+
+
+@cute.jit
+def store_if(wanted: Boolean, place: cute.Pointer, row: Int64):
+    """Store whether a key exists, if wanted."""
+    if wanted:
+        place.store(cutlass.select_(row != 0, Int32(1), Int32(0)))
+
+
+@cute.jit
+def load_chunk(address: Int64, wanted: Boolean) -> Any:
+    """Load 16 bytes; zeros, and no access, unless wanted."""
+    words = registers(CHUNK_WORDS)
+    words.fill(0)
+    if wanted:
+        cute.autovec_copy(words_at(address, CHUNK_WORDS), words)
+    return words
+
+
+def broadcast(address: Int64, lane: Int32) -> Int64:
+    """Return the address that a lane has."""
+    words = [Int32(address & 0xFFFFFFFF), Int32(address >> 32)]
+    low, high = (cute.arch.shuffle_sync(word, lane) for word in words)
+    return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
+
+
+@dataclass(frozen=True)
+class SparseDecodeSm120(Sm120Parts):
+    """One variant of the kernel."""
+
+    config: SparseDecodeConfig
+
+    @property
+    def dtype(self) -> type[cutlass.Numeric]:
+        """Return the element type of out and of products' operands."""
+        return ELEMENT_TYPES[self.config.dtype]
+
+    @property
+    def layout(self) -> Any:
+        """Return the fields of shared memory."""
+        return Sm120Smem.layout(self.dtype, self.config.format.d_qk)
+
+    @property
+    def expected(self) -> int:
+        """Return the products in the code."""
+        return products_of_stage(self.config.format.d_qk, D_V)
+
+    def load(self, operands: SparseDecodeOperands, smem: Sm120Smem) -> None:
+        """Run the role that brings keys."""
+        SparseDecodeSm120LoadRole(self.config, self.dtype).run(operands, smem)
+
+    def attend(self, operands: SparseDecodeOperands, smem: Sm120Smem) -> None:
+        """Run the role that multiplies."""
+        Sm120AttendRole(SinkScale(), self.dtype, self.config.format.d_qk, D_V).run(operands, smem)
+
+
+def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:
+    """Return the variant, ready to compile."""
+    return Sm120Kernel(SparseDecodeAbi(config, 1), arch, SparseDecodeSm120(config)).complete()
