@@ -48,10 +48,10 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     "masked_prefill_sm90_bf16_d192": {"LDG.E": 16},
     # warps that do nothing but bring keys wait for them, a stage ahead of the products
     "sparse_decode_sm120_bf16_latent_cluster1": {"LDG.E.128": 18},
-    "sparse_decode_sm120_bf16_fp8_584_cluster1": {"LDG.E.128": 5, "LDG.E.U8": 7},
+    "sparse_decode_sm120_bf16_fp8_584_cluster1": {"LDG.E.128": 5, "LDG.E.U8": 5},
     "sparse_decode_sm120_bf16_fp8_656_cluster1": {"LDG.E": 4, "LDG.E.128": 6},
     "sparse_decode_sm120_bf16_nope_528_cluster1": {"LDG.E": 7, "LDG.E.128": 6},
-    "sparse_decode_sm120_bf16_v41_cluster1": {"LDG.E.128": 7, "LDG.E.U8": 7},
+    "sparse_decode_sm120_bf16_v41_cluster1": {"LDG.E.128": 7, "LDG.E.U8": 6},
     "sparse_prefill_sm100_bf16_d512_cluster1": {"LDG.E": 2},
     "sparse_prefill_sm100_bf16_d512_cluster2": {"LDG.E": 2},
     "sparse_prefill_sm100_bf16_d576_cluster1": {"LDG.E": 2},

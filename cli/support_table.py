@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -140,26 +140,39 @@ def markdown() -> str:
     ValueError if an architecture has other types of a kernel than another one that has the kernel.
     """
     archs = [f"`{arch.name}` ({arch.gpu_arch}; compute capability {arch.capabilities_text})" for arch in ARCHS.values()]
-    (status,) = {arch.proof.replace(arch.name, " and ".join(ARCHS)) for arch in ARCHS.values()}
+    (status,) = {arch.proof.replace(arch.name, listed_as(ARCHS)) for arch in ARCHS.values()}
     listed = options()
     ops = list(listed[0][1])
     asked = [[f"`{name}`", *answers.values()] for name, answers in listed]
     parts = (
-        _table(("kernels", "formats or columns: element types"), _grouped()),
-        f"On {' and '.join(archs)}. Verification status: {status}.",
+        _table(("kernels", "formats or columns: element types", "architectures"), _grouped()),
+        f"The architectures: {listed_as(archs)}. Verification status: {status}.",
         _table(["option of a call", *(f"`{op}`" for op in ops)], asked),
     )
     return "\n\n".join(parts) + "\n"
 
 
+def listed_as(names: Iterable[str]) -> str:
+    """Return names as text, such as "a, b and c"."""
+    *others, last = names
+    return f"{', '.join(others)} and {last}" if others else last
+
+
 def _grouped() -> list[list[str]]:
-    """Return a row for each kind of kernel: what descriptions have before the first comma, and what they have behind it with its types."""
-    groups: dict[str, list[str]] = {}
+    """Return a row for each kind of kernel: what descriptions have before the first comma, what they have behind it with its types, and the
+    architectures of the kind. A format that lacks one of these says which it has.
+    """
+    groups: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
     for what, by_arch in kernels():
         (types,) = set(by_arch.values())
         kind, _, rest = what.partition(", ")
-        groups.setdefault(kind, []).append(f"{rest}: {types}" if rest else types)
-    return [[kind, "; ".join(formats)] for kind, formats in groups.items()]
+        groups.setdefault(kind, []).append((f"{rest}: {types}" if rest else types, tuple(by_arch)))
+    rows = []
+    for kind, formats in groups.items():
+        most = tuple(arch for arch in ARCHS if any(arch in archs for _, archs in formats))
+        texts = [text if archs == most else f"{text} ({', '.join(archs)})" for text, archs in formats]
+        rows.append([kind, "; ".join(texts), ", ".join(most)])
+    return rows
 
 
 def _table(heads: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -30,7 +30,7 @@ from ..spec.cache_rows import CACHED, FP8_576, KNOWN, LATENTS, key_types
 from ..spec.dense_decode import FEW_HEADS, FP8, FP8_CACHE, MAX_KEYS, few_heads_rows, key_columns, takes_key_masks
 from ..spec.kernel_ops import ARCHS_OF
 from ..spec.mla import BF16, D_QK, D_V, DENSE_DIMS, DENSE_VALUE_COLUMNS, DTYPES, FP16, LATENT_DIMS, MAX_HEADS, key_dtypes
-from ..spec.sparse_decode import DECODED, DECODED_BESIDE, few_heads_caches, serving_kernels
+from ..spec.sparse_decode import DECODED, DECODED_BESIDE, few_heads_caches, kernels_of, serving_kernels
 
 
 def _dtype_name(value: Any) -> Any:
@@ -230,6 +230,9 @@ def _arch_conflict(op: str, arch: Arch, features: dict[str, Any]) -> str | None:
     """Return why an op, or features of it, are not supported on one of the architectures, or None if they are."""
     if arch not in ARCHS_OF[op]:
         return f"arch is {arch.name}; supported for {op}: {', '.join(known.name for known in ARCHS_OF[op])}"
+    extra = DECODED_BESIDE.get(str(features.get("extra_kv_format")))
+    if op == "sparse_decode" and extra is not None and extra.beside and (BF16, extra.kernels) not in kernels_of(arch):
+        return f"extra_kv_format is {extra.name} on {arch.name}; supported: other formats"
     if op == "dense_decode":
         columns = key_columns(arch)
         for name, supported in (("head_dim", columns), ("head_dim_v", tuple(dict.fromkeys(DENSE_DIMS[each].latent for each in columns)))):

@@ -10,7 +10,7 @@ import torch
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_KEYS, TILINGS
 from ..spec.mla import D_V
-from ..spec.sparse_decode import DECODED, DECODED_BESIDE, SparseDecodeArguments, SparseDecodeProblem, serving_kernels
+from ..spec.sparse_decode import DECODED, DECODED_BESIDE, SparseDecodeArguments, SparseDecodeProblem, kernels_of, serving_kernels
 from ..spec.split_plan import RaggedQueries
 from .arguments import check_no_grad
 from .decode_plan import CommonSpec, DecodePlan, check_tokens, layout_results, plan_combine, query_strides
@@ -117,6 +117,10 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         batch_invariant=call.common.options.batch_invariant,
         few_heads=call.common.options.few_heads,
     )
+    if (problem.dtype, problem.cache) not in kernels_of(arch):
+        raise ValueError(
+            f"the device is {arch.name}: not supported with an extra_k_cache of {extra.cache_format}; supported: other formats"
+        )
     num_parts = problem.num_parts(sm_count) if s_q else 1
     problem = problem.without_combine(num_parts) if _all_count(call) else problem
     results = layout_results(problem, call.common, num_parts, call.q, call.q.dtype, ragged)

@@ -111,7 +111,11 @@ class Tiling:
         return 2 if self.paired or (2 in self.clusters and row_ctas % 2 == 0) else 1
 
 
-TILINGS = {SM90.name: Tiling(row_bytes=4, clusters=(1, 2)), SM100.name: Tiling(row_bytes=16, clusters=(2,)), SM120.name: Tiling(row_bytes=16, clusters=(1,), rows=16)}
+TILINGS = {
+    SM90.name: Tiling(row_bytes=4, clusters=(1, 2)),
+    SM100.name: Tiling(row_bytes=16, clusters=(2,)),
+    SM120.name: Tiling(row_bytes=16, clusters=(1,), rows=16),
+}
 
 
 COLUMN_CTAS = 2  # of a cluster that divides 1,024 latent columns of the same 64 rows

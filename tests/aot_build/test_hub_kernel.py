@@ -45,7 +45,7 @@ def test_the_metadata(build: Path, checkout: Path) -> None:
     assert metadata["name"] == "cute-mla"
     assert metadata["id"].isidentifier()
     assert (metadata["license"], metadata["python-depends"]) == ("Apache-2.0", [])
-    assert metadata["backend"] == {"type": "cuda", "archs": ["9.0a", "10.0f"]}
+    assert metadata["backend"] == {"type": "cuda", "archs": ["9.0a", "10.0f", "12.0f"]}
     assert metadata["digest"] == {"algorithm": "sha256", "files": digests(build)}
     commit = git(checkout, "rev-parse", "HEAD").strip()
     assert metadata["provenance"]["kernel"] == {"commit": commit, "dirty": False}

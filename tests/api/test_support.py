@@ -343,17 +343,23 @@ def test_a_b300_is_served_by_the_cubins_of_its_family() -> None:
     assert is_supported("dense_decode", "sm103", h_q=129)[0] is False
 
 
-@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm120", "sm1000"])
+@pytest.mark.parametrize("arch", ["sm80", "sm89", "sm1000"])
 def test_architectures_without_kernels_are_an_answer(arch: str) -> None:
-    assert is_supported("dense_decode", arch, h_q=16) == (False, f"arch is '{arch}'; supported: sm90, sm100, sm103")
+    assert is_supported("dense_decode", arch, h_q=16) == (False, f"arch is '{arch}'; supported: sm90, sm100, sm120, sm103, sm121")
+
+
+def test_an_architecture_without_an_ops_kernels_is_an_answer() -> None:
+    assert is_supported("sparse_decode", "sm120", h_q=16, kv_format="fp8_656")[0]
+    for op in ("dense_prefill", "sparse_prefill", "mqa_logits"):
+        assert is_supported(op, "sm120") == is_supported(op, "sm121") == (False, f"arch is sm120; supported for {op}: sm90, sm100")
 
 
 def test_unknown_names() -> None:
     with pytest.raises(ValueError, match="op is 'decode'; supported: dense_decode, "):
         is_supported("decode", "sm90")
-    with pytest.raises(ValueError, match="arch is 'hopper'; supported: sm90, sm100, sm103"):
+    with pytest.raises(ValueError, match="arch is 'hopper'; supported: sm90, sm100, sm120, sm103, sm121"):
         is_supported("dense_decode", "hopper")
-    with pytest.raises(ValueError, match="arch is 'sm_90a'; supported: sm90, sm100, sm103"):
+    with pytest.raises(ValueError, match="arch is 'sm_90a'; supported: sm90, sm100, sm120, sm103, sm121"):
         is_supported("dense_decode", "sm_90a")
     with pytest.raises(ValueError, match="feature 'windows' is unknown"):
         is_supported("dense_decode", "sm80", windows=True)

@@ -52,7 +52,7 @@ def test_defaults_are_everything_into_the_folder_that_is_loaded_from(
 ) -> None:
     monkeypatch.setenv("CUTE_MLA_ARTIFACTS", str(tmp_path))
     assert run().exit_code == 0
-    assert asked["archs"] == ["sm90", "sm100"]
+    assert asked["archs"] == ["sm90", "sm100", "sm120"]
     assert asked["ops"] == list(OPS)
     assert (asked["jobs"], asked["out"]) == (None, tmp_path)
 
@@ -79,7 +79,7 @@ def test_single_kernels(asked: dict[str, Any], monkeypatch: pytest.MonkeyPatch) 
         assert f"there is no {arguments[-1]} among the" in result.stderr
 
 
-@pytest.mark.parametrize(("arch", "archs"), [("sm90", ["sm90"]), ("sm100", ["sm100"]), ("all", ["sm90", "sm100"])])
+@pytest.mark.parametrize(("arch", "archs"), [("sm90", ["sm90"]), ("sm100", ["sm100"]), ("all", ["sm90", "sm100", "sm120"])])
 def test_architectures(asked: dict[str, Any], arch: str, archs: list[str]) -> None:
     assert run("--arch", arch, "--out", "/tmp/out").exit_code == 0
     assert asked["archs"] == archs

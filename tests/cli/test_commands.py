@@ -83,8 +83,8 @@ def test_a_boards_architecture_is_answered_as_the_familys() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["build", "--arch", "sm10"], "not supported: sm10; supported: sm90, sm100, sm103, all"),
-        (["verify", "--arch", "sm89"], "not supported: sm89; supported: sm90, sm100, sm103, all"),
+        (["build", "--arch", "sm10"], "not supported: sm10; supported: sm90, sm100, sm120, sm103, sm121, all"),
+        (["verify", "--arch", "sm89"], "not supported: sm89; supported: sm90, sm100, sm120, sm103, sm121, all"),
         (["profile", "--gpu", "A100"], "not supported: A100; supported: H200, H100, H800, B200, B300, all"),
     ],
 )

@@ -181,7 +181,7 @@ def test_env_without_driver_or_artefacts_still_answers(monkeypatch: pytest.Monke
     assert (found["driver"], found["gpus"]) == ("no usable NVIDIA driver", [])
     assert found["artifacts"]["folder"] == found["variables"]["CUTE_MLA_ARTIFACTS"] == "/nonexistent"
     assert "`make build`" in found["artifacts"]["error"]
-    assert found["simulated"] == {"sm90": "none: there are no artefacts", "sm100": "none: there are no artefacts"}
+    assert found["simulated"] == dict.fromkeys(("sm90", "sm100", "sm120"), "none: there are no artefacts")
     assert found["packages"]["torch"] == version("torch")
     assert found["torch build"]["git"] == torch.version.git_version
     assert found["numpy BLAS"]
@@ -231,7 +231,13 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         ((9, 0), 13_000, "sm90", {"dense_decode": "supported"}),
         ((9, 0), 12_040, "sm90", {"dense_decode": "no: compiled with CUDA 13.4, the driver is for CUDA 12.4"}),
         ((10, 3), 13_000, "sm100", {"dense_decode": "no: not built"}),
-        ((12, 0), 13_000, None, "none: there are kernels for compute capability 9.0 (sm90), 10.0 or 10.3 (sm100)"),
+        ((12, 1), 13_000, "sm120", {"dense_decode": "no: not built"}),
+        (
+            (11, 0),
+            13_000,
+            None,
+            "none: there are kernels for compute capability 9.0 (sm90), 10.0 or 10.3 (sm100), 12.0 or 12.1 (sm120)",
+        ),
     ],
 )
 def test_env_says_what_runs_on_each_gpu_and_why_not(

@@ -28,7 +28,7 @@ def test_every_kernel_that_is_called_by_itself_is_in_one_row() -> None:
             for dtype in support_table._joined([variant.config.dtype]).split(", ")  # type: ignore[attr-defined]
         }
         assert shown == named
-    assert listed["sparse decode, FP8 cache of 656 bytes a token"] == dict.fromkeys(("sm90", "sm100"), "bf16")
+    assert listed["sparse decode, FP8 cache of 656 bytes a token"] == dict.fromkeys(ARCHS, "bf16")
     assert listed["dense decode, 16-bit cache"] == dict.fromkeys(("sm90", "sm100"), "bf16, fp16")
 
 

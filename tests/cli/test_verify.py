@@ -21,6 +21,7 @@ from cute_mla.runtime.artifacts import Artifacts
 from cute_mla.runtime.errors import ArtifactError
 from cute_mla.spec import combine
 from cute_mla.spec.arch import ARCHS, Arch
+from cute_mla.spec.kernel_ops import ARCHS_OF
 from cute_mla.testing import runner
 from cute_mla.testing import suite as suites
 from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
@@ -91,7 +92,10 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setattr(runner, "run_all", stand_in.run_all)
     monkeypatch.setattr(runner, "skipped", stand_in.skipped)
-    monkeypatch.setattr(suites, "suite", lambda name, op, simulated, arch, seed: SUITE if op == "dense_decode" else [])
+    served = ARCHS_OF["dense_decode"]
+    monkeypatch.setattr(
+        suites, "suite", lambda name, op, simulated, arch, seed: SUITE if op == "dense_decode" and arch in (None, *served) else []
+    )
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     return stand_in
 

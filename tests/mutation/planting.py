@@ -145,7 +145,9 @@ class Suite:
 
 
 def in_turn(op: str, unbroken: Sequence[Mapping[str, BaseCase]], bugs: Sequence[Planted]) -> dict[str, Suite]:
-    """Return the suites of a source that serves all architectures: each bug is planted in the kernel of one of them, in turn."""
-    return {
-        f"{op}_{arch.name}": Suite(arch, unbroken[index], tuple(bugs[index :: len(ARCHS)])) for index, arch in enumerate(ARCHS.values())
-    }
+    """Return the suites of a source that serves all architectures: each bug is planted in the kernel of one of them, in turn.
+
+    unbroken: of as many architectures as take a turn.
+    """
+    turns = zip(ARCHS.values(), unbroken, strict=False)
+    return {f"{op}_{arch.name}": Suite(arch, cases, tuple(bugs[index :: len(unbroken)])) for index, (arch, cases) in enumerate(turns)}

@@ -11,6 +11,7 @@ from cute_mla.manifest import KernelEntry, Manifest
 from cute_mla.spec import combine, dense_decode, split_plan
 from cute_mla.spec.abi import Param
 from cute_mla.spec.arch import ARCHS, SM90, Arch
+from cute_mla.spec.kernel_ops import ARCHS_OF
 from tests.support.kernel_entries import kernel_entry
 
 
@@ -58,7 +59,7 @@ def write_artifacts(
     """
     cubins = {arch.name: fake_cubin(arch.compute_capabilities[0][0] * 10) if cubin is None else cubin for arch in ARCHS.values()}
     if entries is None:
-        archs = ARCHS.values() if cubin is None else (SM90,)
+        archs = ARCHS_OF["dense_decode"] if cubin is None else (SM90,)
         entries = [each for arch in archs for each in dense_entries(cubins[arch.name], arch)]
     folder.mkdir(parents=True, exist_ok=True)
     for kernel in entries:

@@ -69,7 +69,7 @@ def test_the_default_device_is_torchs_current_one(fake: FakeDriver, monkeypatch:
 def test_a_boards_name_is_answered_as_its_familys() -> None:
     with simulate("sm103") as device:
         assert device.arch is SM100
-    with pytest.raises(ValueError, match="arch is 'sm80'; supported: sm90, sm100, sm103"), simulate("sm80"):
+    with pytest.raises(ValueError, match="arch is 'sm80'; supported: sm90, sm100, sm120, sm103, sm121"), simulate("sm80"):
         pass
 
 

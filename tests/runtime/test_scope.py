@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 def arch_here() -> str | None:
     """Return the architecture of the device of CPU tensors."""
-    return device_for(CPU).arch.name if has_kernels(CPU) else None
+    return device_for(CPU).arch.name if has_kernels(CPU, "merge_states") else None
 
 
 def steps(arch: str) -> Iterator[str | None]:

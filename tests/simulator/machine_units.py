@@ -395,7 +395,7 @@ UNITS = (
     Evidence("box of each lane", _EACH_LANES_BOX, 1, "BRA.U.ANY R2UR R2UR.BROADCAST"),
     Evidence("boxes of a pair", _PAIRS_BOX, 1, "UTMALDG.4D.2CTA", cluster=2, archs=("sm100",)),
     Evidence("flat boxes of a pair", _PAIRS_FLAT_BOX, 1, "UTMALDG.3D.2CTA", cluster=2, archs=("sm100",)),
-    Evidence("box for two CTAs", _SHARED_BOX, 1, "UTMALDG.4D.MULTICAST", cluster=2),
+    Evidence("box for two CTAs", _SHARED_BOX, 1, "UTMALDG.4D.MULTICAST", cluster=2, archs=("sm90", "sm100")),
     _product("bf16 product", "HGMMA.64x64x16.F32.BF16 WARPGROUP.ARRIVE WARPGROUP.DEPBAR.LE", 64, 16, "f32.bf16.bf16", "bf16x2"),
     _product("f16 product", "HGMMA.64x64x16.F32", 64, 16, "f32.f16.f16", "f16x2", from_registers=True, transposed=True),
     _product("wide bf16 product", "HGMMA.64x128x16.F32.BF16", 128, 16, "f32.bf16.bf16", "bf16x2", transposed=True),

@@ -19,13 +19,12 @@ from ...spec.cache_rows import ANY_16_BITS, KEYS_PER_BLOCK, VECTOR, CacheRowsCon
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.kernel import ELEMENT_TYPES
 from ..definition import KernelDefinition
-from ..primitives.arithmetic import E8M0_NAN, MANTISSA_BITS, NAN, as_float, pack_word, registers
+from ..primitives.arithmetic import as_float, e8m0_scale, pack_word, registers
 from ..primitives.rows import PAIR, SPAN, WORDS, Key, element_at, exact, is_whole, load_or_one, load_words, store_elements, vectors_of
 from ..warp_kernel import WarpKernel, WarpLaunch
 
 THREADS = 32 * KEYS_PER_BLOCK
 NEVER = (1 << 31) - 1  # where a request that does not exist ends
-E8M0_SMALLEST = 1 << (MANTISSA_BITS - 1)  # 2^-127, which is subnormal
 
 
 @cute.jit
@@ -161,8 +160,7 @@ class CacheGather(WarpKernel):
         if self.cache.scale == "fp32":
             return as_float(load_scale(Int32, scales + group * 4, wanted))
         code = load_scale(Uint8, scales + group, wanted)
-        power = cutlass.select_(code == 0, Int32(E8M0_SMALLEST), code << MANTISSA_BITS)
-        return as_float(cutlass.select_(code == E8M0_NAN, Int32(NAN), power))
+        return e8m0_scale(code)
 
 
 def build(config: CacheRowsConfig, arch: Arch) -> KernelDefinition:

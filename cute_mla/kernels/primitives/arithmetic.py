@@ -12,6 +12,7 @@ INFINITE = 0x7F800000  # fp32 bits; magnitudes from here on are not finite
 NAN = 0x7FC00000
 MANTISSA_BITS = 23
 E8M0_NAN = 255
+_E8M0_SMALLEST = 1 << 22  # bits of 2^-127, which is subnormal
 E2M1_SCALE = 64.0  # an e2m1 value is this times the e4m3 value that has its bits
 _SIGNS, _MAGNITUDES = 0x80808080 - (1 << 32), 0x1C1C1C1C  # of four e4m3 values
 _FIRST_FOUR, _LAST_FOUR = 0x5140, 0x7362  # bytes of a pair of words, as prmt counts them
@@ -67,6 +68,12 @@ def as_bits(value: Float32) -> Int32:
     word = cute.make_rmem_tensor(cute.make_layout(1), Float32)
     word[0] = value
     return cute.recast_tensor(word, Int32)[0]
+
+
+def e8m0_scale(code: Int32) -> Float32:
+    """Return 2^(code - 127), NaN for 255."""
+    power = cutlass.select_(code == 0, Int32(_E8M0_SMALLEST), code << MANTISSA_BITS)
+    return as_float(cutlass.select_(code == E8M0_NAN, Int32(NAN), power))
 
 
 def unpack_bf16(word: Int32) -> tuple[Float32, Float32]:

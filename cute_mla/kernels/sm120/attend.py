@@ -12,7 +12,6 @@ neither needs a second buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -43,7 +42,10 @@ def sync() -> None:
 
 @dataclass(frozen=True)
 class Sm120Rows:
-    """Running state of the thread's two rows. reference: log2 units. rSum: this thread's share of the sums, of its warp's keys. rO: of its warp's columns."""
+    """Running state of the thread's two rows.
+
+    reference: what the sums are relative to, log2 units. rSum: this thread's share of the sums, of its warp's keys. rO: of its warp's columns.
+    """
 
     reference: cute.Tensor
     rSum: cute.Tensor
@@ -88,7 +90,7 @@ class Sm120AttendRole:
         while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)
             work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
-            sync()  # all have read Q and the sums of the work tile before
+            # all have read Q of the work tile before, ahead of the barrier for its sums; these are read ahead of the next barrier
             self.load_queries(operands.row_range(req), smem, thread)
             sync()
             rows.reset()
@@ -231,7 +233,10 @@ class Sm120AttendRole:
         weight = cutlass.select_(empty, Float32(0), self.row_scale.weight(operands, lambda: work_tile, row, total, reference))
         lse = reference + cute.math.log2(total, fastmath=True)
         column = thread.warp * (self.d_v // WARPS) + thread.column
-        values = [[cutlass.select_(empty, Float32(0), rows.rO[4 * n + 2 * half + i]) * weight for i in range(2)] for n in range(cute.size(rows.rO) // 4)]
+        values = [
+            [cutlass.select_(empty, Float32(0), rows.rO[4 * n + 2 * half + i]) * weight for i in range(2)]
+            for n in range(cute.size(rows.rO) // 4)
+        ]
         leads = (thread.warp == 0) & (thread.column == 0)
         if work_tile.direct:
             out = stored.out_row(row) + column

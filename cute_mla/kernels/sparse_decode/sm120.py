@@ -34,7 +34,7 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
 from ..attention.softmax import SinkScale
 from ..definition import KernelDefinition
-from ..primitives.arithmetic import as_float, pack_pair
+from ..primitives.arithmetic import e8m0_scale, pack_pair
 from ..primitives.copies import CHUNK
 from ..primitives.pipeline import PipelineState
 from ..primitives.rows import element_at, exact, registers, words_at
@@ -44,7 +44,6 @@ from .abi import SparseDecodeAbi
 from .operands import SparseDecodeIndices, SparseDecodeOperands, look_up, slot_address
 
 TAIL_LANES = 8  # 16-byte chunks of 64 16-bit columns: a warp has those of four keys at a time
-E8M0_SHIFT = 23  # from an e8m0 scale to the exponent of an fp32 number
 
 
 class SparseDecodeSm120LoadRole:
@@ -128,7 +127,7 @@ class SparseDecodeSm120LoadRole:
             if cutlass.const_expr(self.format.scale == "fp32"):
                 scale = element_at(Float32, scales + group * 4).load()
             else:
-                scale = as_float(Int32(element_at(Uint8, scales + group).load()) << E8M0_SHIFT)
+                scale = e8m0_scale(Int32(element_at(Uint8, scales + group).load()))
         return scale
 
     @cute.jit

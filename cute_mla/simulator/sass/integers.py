@@ -303,7 +303,7 @@ def extended(e: Emitter, name: str, left: str, right: str, low: str) -> str:
     return f"logical_or({strict}({left}, {right}), logical_and(equal({left}, {right}), {low}))"
 
 
-@op(r"VIMNMX3?(.U32|.RELU)?", r"U?VIMNMX.(S32|U32)")
+@op(r"VIMNMX3?(.U32|.RELU)?", r"U?VIMNMX.(S32|U32)(.RELU)?")
 def extremes(e: Emitter, ins: SassInstruction) -> None:
     """Emit the minimum (PT) or maximum of two or three integers. RELU: not below 0."""
     result, carries, sources = parts(ins)
