@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.arch import ALIASES, ARCHS
 from cute_mla.spec.cache_rows import KNOWN
 from cute_mla.testing.runner import SCHEDULES
 from tests.fuzz.calls import BatchCase, CacheCase, PlainCase, PlanCase
@@ -91,13 +91,13 @@ def plain_cases(subject: str) -> st.SearchStrategy[PlainCase]:
         "is_supported": st.builds(
             lambda op, arch, features: {"op": op, "arch": arch, **features},
             ops,
-            st.sampled_from((*ARCHS, "sm103")),
+            st.sampled_from((*ARCHS, *ALIASES)),
             _chosen(**{name: values | _ODD_VALUES for name, values in _FEATURES.items()}),
         ),
         "fingerprint": st.builds(
             lambda op, arch, needed, features: {"op": op, "arch": arch, **needed, **features},
             ops,
-            st.sampled_from((*ARCHS, "sm103")),
+            st.sampled_from((*ARCHS, *ALIASES)),
             st.fixed_dictionaries({"head_dim": st.sampled_from((576, 192)), "h_q": HEADS}),
             _chosen(few_heads=st.booleans(), **_FEATURES),
         ),

@@ -13,7 +13,7 @@ from torch import Tensor
 import cute_mla
 from cute_mla.cache import dequantise_cache, empty_cache, quantise_cache
 from cute_mla.layer import MlaBatch, MlaConfig, YarnScaling, plan_batch
-from cute_mla.spec.arch import ARCHS, SM90, Arch
+from cute_mla.spec.arch import ALIASES, ARCHS, SM90, Arch
 from cute_mla.spec.cache_format import CacheFormat
 from cute_mla.spec.cache_rows import KNOWN
 from cute_mla.testing.runner import SCHEDULES
@@ -112,7 +112,7 @@ _FEATURES = (
 
 def _supported_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c = Contract(arguments)
-    c.numbers(op=is_one_of(*OPS), arch=is_one_of(*ARCHS, "sm103"))
+    c.numbers(op=is_one_of(*OPS), arch=is_one_of(*ARCHS, *ALIASES))
     return c.faults
 
 
@@ -210,7 +210,7 @@ _NEEDED = {"dense_decode": ("head_dim",), "sparse_decode": ("h_q",), "dense_pref
 
 def _fingerprint_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c = Contract(arguments)
-    c.numbers(op=is_one_of(*OPS), arch=is_one_of(*ARCHS, "sm103"), few_heads=is_flag)
+    c.numbers(op=is_one_of(*OPS), arch=is_one_of(*ARCHS, *ALIASES), few_heads=is_flag)
     if c.faults:
         return c.faults
     op, features = c.get("op"), {name: value for name, value in arguments.items() if name not in ("op", "arch", "few_heads")}

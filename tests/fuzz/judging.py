@@ -20,6 +20,7 @@ from torch import Tensor
 import cute_mla
 from cute_mla.runtime.simulated_device import SimulatedDevice
 from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.kernel_ops import ARCHS_OF
 from cute_mla.testing.compare import same_bits
 from tests.fuzz.breaking import BREAKS
 from tests.fuzz.cache_subjects import CACHE_SUBJECTS
@@ -31,6 +32,23 @@ from tests.fuzz.subjects import ALLOWED_FINDINGS, DEVICE_SUBJECTS, Arguments, Su
 from tests.support.recording_device import RecordingDevice
 
 SUBJECTS: dict[str, Subject] = {**DEVICE_SUBJECTS, **CACHE_SUBJECTS, **INDEXER_SUBJECTS, **INSERT_SUBJECTS, **HOST_SUBJECTS}
+
+# By the subject: the op whose kernels serve it, where not all architectures of attention do, or more.
+_OPS = {
+    "merge_states": "merge_states",
+    "topk_indices": "topk_indices",
+    "write_kv_cache": "cache_write",
+    "gather_kv_cache": "cache_gather",
+    "insert_kv_cache": "cache_insert",
+    "write_index_cache": "index_write",
+    "prepare_index_queries": "index_write",
+}
+
+
+def archs_of(subject: str) -> tuple[str, ...]:
+    """Return the architectures on which a subject is called."""
+    return tuple(arch.name for arch in ARCHS_OF[_OPS.get(subject, "dense_decode")])
+
 
 MOST_SECONDS = 300  # of a call, on a machine that is busy with others
 

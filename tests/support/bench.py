@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import pytest
 from torch import Tensor
 
 import cute_mla
 from cute_mla.simulator import Finding
 from cute_mla.spec.arch import Arch
+from cute_mla.spec.sparse_decode import kernels_of
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.tensors import Operands
 from cute_mla.testing.compare import compare, same_bits, with_error_limit
 from cute_mla.testing.operations import operation
+from cute_mla.testing.operations.sparse_decode.case import SparseDecodeCase
 from cute_mla.testing.runner import Record, Schedule, Target, call, run_case
 
 Result = tuple[Tensor, ...]
@@ -27,16 +30,23 @@ class Bench:
     arch: Arch
 
     def judge(self, case: BaseCase, *schedules: Schedule) -> list[Record]:
-        """Run a case and assert that it passes, under every schedule (default: round robin)."""
+        """Run a case and assert that it passes, under every schedule (default: round robin). Skip one that the architecture refuses."""
+        self.skip_refused(case)
         records = run_case(case, Target(self.arch.name, "sim", schedules or (ROUND_ROBIN,)))
         for record in records:
             assert record.passed, f"{record.case} on {record.arch} under {record.schedule}: {record.reason}"
         return records
 
     def run(self, case: BaseCase, tensors: Operands | None = None, *, schedule: Schedule = ROUND_ROBIN) -> Result:
-        """Make a case's call, with other operands if given. A finding of the simulator raises."""
+        """Make a case's call, with other operands if given. A finding of the simulator raises. Skip as judge does."""
+        self.skip_refused(case)
         with cute_mla.simulate(self.arch, case.sm_count, schedule=schedule.name, seed=schedule.seed):
             return call(case, operation(case).make_tensors(case, "cpu") if tensors is None else tensors)
+
+    def skip_refused(self, case: BaseCase) -> None:
+        """Skip the test if there is no kernel for the formats of a case's caches, which docs/limits.md names."""
+        if isinstance(case, SparseDecodeCase) and (case.dtype, case.kernels) not in kernels_of(self.arch):
+            pytest.skip(f"{self.arch.name} has no kernel for {case.kernels}")
 
     def collect(self, case: BaseCase, tensors: Operands) -> tuple[Result, list[Finding]]:
         """Make a case's call with these operands. Return its results and the findings of the simulator."""

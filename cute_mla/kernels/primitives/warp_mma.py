@@ -45,6 +45,6 @@ def load_rows(source: Int32) -> list[Int32]:
 
 
 def load_transposed(source: Int32) -> list[Int32]:
-    """Load two Bs of neighbouring columns, whose depth goes along 16 rows of shared memory. source: the lane's row, as row_operand has it."""
+    """Load two Bs of neighbouring columns, whose depth goes along 16 rows of shared memory. source: as row_operand has it."""
     words = primitives.ldmatrix(smem_pointer(source).raw_ptr(), 4, primitives.MMALayout.COL)
     return [words[i] for i in range(4)]

@@ -44,7 +44,7 @@ def sync() -> None:
 class Sm120Rows:
     """Running state of the thread's two rows.
 
-    reference: what the sums are relative to, log2 units. rSum: this thread's share of the sums, of its warp's keys. rO: of its warp's columns.
+    reference: what the sums are relative to, log2 units. rSum: this thread's share of the sums, of its warp's keys. rO: of its columns.
     """
 
     reference: cute.Tensor

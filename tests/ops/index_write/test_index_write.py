@@ -14,6 +14,7 @@ from cute_mla.indexer import fp8_paged_mqa_logits, prepare_index_queries, write_
 from cute_mla.ops.index_torch import layer_norm, prepared, transformed
 from cute_mla.ops.norm_rope import angles_at
 from cute_mla.spec.arch import Arch
+from cute_mla.spec.kernel_ops import ARCHS_OF
 from cute_mla.testing.runner import SCHEDULES
 from tests.support.recording_device import RecordingDevice
 
@@ -157,6 +158,7 @@ def test_the_kernels_prepare_the_queries_of_torch(arch: Arch, tokens: int, heads
         assert found[1][-1, -1].isnan()
 
 
+@pytest.mark.parametrize("arch", ARCHS_OF["mqa_logits"], ids=lambda arch: arch.name)
 def test_logits_of_written_keys_are_those_of_the_model(arch: Arch) -> None:
     """Keys and queries of one form, through cache and logits: within the rounding to e4m3 of logits in fp64."""
     for rope, hadamard in FORMS:
