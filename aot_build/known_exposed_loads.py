@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from cute_mla.manifest import kernel_name
+from cute_mla.spec import sparse_prefill_dkv
 from cute_mla.spec.dense_decode import TILINGS, closed_variants, takes_key_masks
 from cute_mla.spec.kernel_ops import ARCHS_OF
 
@@ -57,7 +58,11 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     "sparse_prefill_sm100_bf16_d576_cluster1": {"LDG.E": 2},
     "sparse_prefill_sm100_bf16_d576_cluster2": {"LDG.E": 2},
     # looks at the indices of the next token, as that of sparse_prefill
-    **{f"sparse_prefill_dkv_sm90_bf16_d{d_qk}_heads{heads}": {"LDG.E": 7} for d_qk in (512, 576) for heads in (64, 128)},
+    **{
+        kernel_name("sparse_prefill_dkv", arch.name, config.name): {"LDG.E": 7}
+        for arch in ARCHS_OF["sparse_prefill"]
+        for config in sparse_prefill_dkv.closed_variants()
+    },
     **{f"sparse_prefill_dq_sm90_bf16_d{d_qk}_cluster1": {"LDG.E": 7} for d_qk in (512, 576)},
     "sparse_prefill_sm90_bf16_d512_cluster1": {"LDG.E": 7},
     "sparse_prefill_sm90_bf16_d512_cluster2": {"LDG.E": 7},

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .abi import Int32, Int64, Pointer, TensorMap, params_of
-from .arch import SM90, Arch
 from .dense_decode import TILE_ROWS
 from .mla import BF16, MAX_HEADS, ceil_div
 from .sparse_prefill import HEAD_DIMS
@@ -86,8 +85,6 @@ def tiles(topk: int) -> int:
     return ceil_div(topk, TILE_KEYS)
 
 
-def closed_variants(arch: Arch) -> tuple[SparsePrefillDkvConfig, ...]:
-    """Return every variant that ships for an architecture."""
-    if arch.name != SM90.name:
-        return ()
+def closed_variants() -> tuple[SparsePrefillDkvConfig, ...]:
+    """Return every variant that ships."""
     return tuple(SparsePrefillDkvConfig(BF16, d_qk, head_tiles) for d_qk in HEAD_DIMS for head_tiles in HEAD_TILES)

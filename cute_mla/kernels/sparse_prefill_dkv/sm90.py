@@ -15,8 +15,7 @@ Roles (384 threads):
 Pipelines (producer -> consumer; arrivals per phase):
   tile_ready[n]  load -> rows    1 and the bytes of P and dS of 64 heads; without them behind the last tile
   tile_free[n]   rows -> load    8: the warps of both warpgroups
-  query_ready    load -> rows    1 and the bytes of Q and dO, once per token that has keys
-  query_free     rows -> load    8
+  query_ready    load -> rows    1 and the bytes of Q and dO, once per token that has keys, when the last token's tiles are all free
 
 The trick: slots are rows of the product and heads its depth, so both operands are read transposed as they lie, and nothing is gathered. An
 absent slot spoils its own row alone, which is not written. Heads that do not exist are zeros, by TMA, in all four operands. While
@@ -37,9 +36,10 @@ from ..primitives.smem import fields_of
 from ..sm90.cta import WARPGROUP, WARPS_PER_GROUP, set_registers
 from ..sparse_prefill.operands import SparsePrefillOperands
 from .abi import SparsePrefillDkvAbi
-from .sm90_config import GROUPS, LOAD_REGISTERS, LOAD_WARP, MULTIPLY_REGISTERS, THREADS, DkvSm90Geometry, DkvSm90Smem
-from .sm90_load import DkvSm90LoadRole
+from .load import DkvLoadRole
+from .sm90_config import GROUPS, LOAD_REGISTERS, LOAD_WARP, MULTIPLY_REGISTERS, THREADS, DkvSm90Geometry
 from .sm90_rows import DkvSm90RowRole
+from .tiles import DkvSmem
 
 LOADS = Role("load", LOAD_WARP, 1)
 ROWS = tuple(Role(f"rows_{side}", group * WARPS_PER_GROUP, WARPS_PER_GROUP) for group, side in ((1, "left"), (2, "right")))
@@ -59,7 +59,7 @@ class SparsePrefillDkvSm90(AttentionKernel):
     def run(self, operands: SparsePrefillOperands):
         """Allocate, initialise the barriers, and give each role its warps."""
         args = operands.args
-        smem = DkvSm90Smem(**fields_of(DkvSm90Smem, self.smem.allocate()))
+        smem = DkvSmem(**fields_of(DkvSmem, self.smem.allocate()))
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta.initialise(warp, LOAD_WARP, arrivals(smem), (args.q_map, args.dout_map, args.probs_map, args.dscores_map))
         cute.arch.sync_threads()
@@ -70,7 +70,7 @@ class SparsePrefillDkvSm90(AttentionKernel):
         if group == 0:
             set_registers(LOAD_REGISTERS)
             if warp == LOAD_WARP:
-                DkvSm90LoadRole(self.geometry).run(operands, smem)
+                DkvLoadRole(self.geometry).run(operands, smem)
         else:
             set_registers(MULTIPLY_REGISTERS)
             if group == 1:
@@ -79,9 +79,9 @@ class SparsePrefillDkvSm90(AttentionKernel):
                 DkvSm90RowRole(self.dtype, self.geometry, 1).run(operands, smem, thread)
 
 
-def arrivals(smem: DkvSm90Smem) -> tuple[cta.Arrivals, ...]:
+def arrivals(smem: DkvSmem) -> tuple[cta.Arrivals, ...]:
     """Return the arrivals of every barrier."""
-    return (1, (smem.tile_ready, smem.query_ready)), (GROUPS * WARPS_PER_GROUP, (smem.tile_free, smem.query_free))
+    return (1, (smem.tile_ready, smem.query_ready)), (GROUPS * WARPS_PER_GROUP, (smem.tile_free,))
 
 
 def build(config: SparsePrefillDkvConfig, arch: Arch) -> KernelDefinition:

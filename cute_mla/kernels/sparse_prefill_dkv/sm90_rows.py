@@ -16,7 +16,8 @@ from ..dense_prefill.sm90_gemm import gather_runs, store_row_words
 from ..primitives.arithmetic import pack_pair
 from ..primitives.wgmma import K_STEP, ROWS_PER_THREAD, flat, fragment_row, tiled_mma
 from ..sparse_prefill.operands import SparsePrefillOperands
-from .sm90_config import END, DkvSm90Geometry, DkvSm90Smem, DkvTile
+from .sm90_config import DkvSm90Geometry
+from .tiles import END, DkvSmem, DkvTile
 
 COLUMNS_AT_ONCE = 32  # of a row that a quad stores: four times 16 bytes
 
@@ -80,8 +81,8 @@ class DkvSm90RowRole:
         return self.geometry.has_rope and self.side == 0
 
     @cute.jit
-    def run(self, operands: SparsePrefillOperands, smem: DkvSm90Smem, thread: Int32):
-        """Wait tile_ready, query_ready. Signal tile_free, query_free. Write rows."""
+    def run(self, operands: SparsePrefillOperands, smem: DkvSmem, thread: Int32):
+        """Wait tile_ready, query_ready. Signal tile_free. Write rows."""
         columns, head_tiles = self.geometry.group_columns, self.geometry.config.head_tiles
         first = cute.arch.block_idx()[0] * self.geometry.columns
         keys = DkvSm90Product.create(self.dtype, smem.sQ, columns, None, thread)
@@ -96,8 +97,6 @@ class DkvSm90RowRole:
         tile = DkvTile.load(smem, use)
         while tile.first_row != END:
             if tile.begins != 0:
-                if done > 0:
-                    smem.query_free.consumer_release(done - 1)
                 smem.query_ready.consumer_wait(done)
                 done = done + 1
             self.multiply(smem, products, rope, with_rope, tS, use)
@@ -113,7 +112,7 @@ class DkvSm90RowRole:
     @cute.jit
     def multiply(
         self,
-        smem: DkvSm90Smem,
+        smem: DkvSmem,
         products: cutlass.Constexpr[list],
         rope: DkvSm90Product | None,
         with_rope: Boolean,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import torch
 import cute_mla
 from cute_mla.ops.key_lists import IndexedKeys
 from cute_mla.ops.sparse_prefill_backward import ScoreGradients, launch_rows
-from cute_mla.spec.arch import SM90
+from cute_mla.spec.arch import Arch
 from cute_mla.spec.sparse_prefill_dkv import tiles
 from cute_mla.testing.compare import same_bits
 from tests.ops.sparse_prefill_backward.keys import drawn, key_of_slots
@@ -50,16 +51,21 @@ def expected_rows(call: IndexedKeys, queries: tuple[torch.Tensor, torch.Tensor],
 
 
 def run(
-    call: IndexedKeys, chunk: tuple[int, int], heads: int, columns: int, schedule: tuple[str, int] = ("round_robin", 0), code: str = "ptx"
+    arch: Arch,
+    call: IndexedKeys,
+    chunk: tuple[int, int],
+    shape: tuple[int, int],
+    schedule: tuple[str, int] = ("round_robin", 0),
+    **how: Any,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of a chunk [tokens, topk, columns], 0 where nothing was written, and those in fp64."""
-    queries, gradients = operands(call, heads, columns)
+    """Return the rows of a chunk [tokens, topk, columns], 0 where nothing was written, and those in fp64. shape: heads, columns."""
+    queries, gradients = operands(call, *shape)
     first, tokens = chunk
     own = ScoreGradients(gradients.probs[first : first + tokens], gradients.dscores[first : first + tokens])
-    with cute_mla.simulate(SM90.name, sm_count=4, schedule=schedule[0], seed=schedule[1], code=code) as device:
+    with cute_mla.simulate(arch.name, schedule=schedule[0], seed=schedule[1], **{"sm_count": 4, **how}) as device:
         rows = launch_rows(device, call, chunk, queries, own)
     named = torch.from_numpy(key_of_slots(call) >= 0)[first : first + tokens, :, None]
-    rows = rows.reshape(tokens, call.topk, columns)
+    rows = rows.reshape(tokens, call.topk, shape[1])
     expected = expected_rows(call, queries, gradients)[first : first + tokens]
     return rows.masked_fill(~named, 0.0), expected.masked_fill(~named, 0.0)
 
@@ -70,33 +76,33 @@ def expect(actual: torch.Tensor, expected: torch.Tensor) -> None:
     assert (actual.double() - expected).norm() <= 2.5e-3 * expected.norm()
 
 
-@pytest.mark.parametrize(("heads", "columns"), SHAPES)
-def test_rows(heads: int, columns: int) -> None:
-    expect(*run(call_of(130), (0, 6), heads, columns))
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows(arch: Arch, shape: tuple[int, int]) -> None:
+    expect(*run(arch, call_of(130), (0, 6), shape))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES[1:])
-@pytest.mark.parametrize(("heads", "columns"), [(64, 576), (128, 576)])
-def test_schedules(heads: int, columns: int, schedule: tuple[str, int]) -> None:
+@pytest.mark.parametrize("shape", [(64, 576), (128, 576)])
+def test_schedules(arch: Arch, shape: tuple[int, int], schedule: tuple[str, int]) -> None:
     call = call_of(130)
-    usual, expected = run(call, (0, 6), heads, columns)
-    actual, _ = run(call, (0, 6), heads, columns, schedule)
+    usual, expected = run(arch, call, (0, 6), shape)
+    actual, _ = run(arch, call, (0, 6), shape, schedule)
     expect(actual, expected)
     assert same_bits(actual, usual)
 
 
-@pytest.mark.parametrize(("heads", "columns"), [(64, 576), (96, 512)])
-def test_machine_code(heads: int, columns: int) -> None:
+@pytest.mark.parametrize("shape", [(64, 576), (96, 512)])
+def test_machine_code(arch: Arch, shape: tuple[int, int]) -> None:
     call = call_of(70)
-    expect(*run(call, (0, 6), heads, columns, code="sass"))
+    expect(*run(arch, call, (0, 6), shape, code="sass"))
 
 
 @pytest.mark.parametrize("topk", [1, 63, 64, 65])
-def test_chunks_lengths_and_packed_rows(topk: int) -> None:
-    """A chunk has the bits of the whole; lengths cut tokens short, and offsets leave rows out."""
+def test_chunks_lengths_and_packed_rows(arch: Arch, topk: int) -> None:
+    """A chunk has the bits of the whole, on a device with other SMs too; lengths cut tokens short, and offsets leave rows out."""
     call = call_of(topk)
     lengths = torch.tensor([[topk, 0, 1], [topk + 1, -1, topk // 2]], dtype=torch.int32)
     call = replace(call, topk_length=lengths, kv_offsets=torch.tensor([10, 200, 250], dtype=torch.int32))
-    whole, expected = run(call, (0, 6), 16, 576)
+    whole, expected = run(arch, call, (0, 6), (16, 576))
     expect(whole, expected)
-    assert same_bits(run(call, (2, 3), 16, 576)[0], whole[2:5])
+    assert same_bits(run(arch, call, (2, 3), (16, 576), sm_count=1)[0], whole[2:5])

@@ -1,4 +1,4 @@
-"""The load role of sparse_prefill_dkv on Hopper: one warp that looks ahead over the indices, and copies tiles that have keys."""
+"""The load role of sparse_prefill_dkv: one warp that looks ahead over the indices, and copies tiles that have keys."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from ..primitives.pipeline import arrive
 from ..sm90.cta import BOX_BYTES, BOX_ELEMENTS
 from ..sparse_prefill.operands import SparsePrefillOperands
 from ..sparse_prefill.sm90_indices import first_tile, next_tile
-from .sm90_config import END, STAGE_BYTES, DkvSm90Geometry, DkvSm90Smem, DkvTile
+from .tiles import END, STAGE_BYTES, DkvGeometry, DkvSmem, DkvTile
 
 
 @dataclass(frozen=True)
-class DkvSm90LoadRole:
+class DkvLoadRole:
     """One warp."""
 
-    geometry: DkvSm90Geometry
+    geometry: DkvGeometry
 
     @cute.jit
-    def run(self, operands: SparsePrefillOperands, smem: DkvSm90Smem):
-        """Wait tile_free, query_free. Signal tile_ready, query_ready. Indices are asked for a tile ahead."""
+    def run(self, operands: SparsePrefillOperands, smem: DkvSmem):
+        """Wait tile_free. Signal tile_ready, query_ready. Indices are asked for a tile ahead."""
         cursor = first_tile(operands)
         entries = cursor.entries()
         use, tokens, begins = Int32(0), Int32(0), Int32(1)
@@ -41,6 +41,7 @@ class DkvSm90LoadRole:
                 tile = DkvTile(place * operands.args.topk + cursor.position, begins, low, high)
                 self.load_tile(operands, smem, tile, place, cursor.position, use)
                 if begins != 0:
+                    self.await_tiles(smem, use)
                     self.load_queries(operands, smem, cursor.token, tokens)
                     tokens = tokens + 1
                 use = use + self.geometry.config.head_tiles
@@ -48,15 +49,19 @@ class DkvSm90LoadRole:
             if following.position == 0:
                 begins = Int32(1)
             cursor = following
-        smem.tile_free.producer_acquire(use)
+        self.await_tiles(smem, use)
         with cute.arch.elect_one():
             DkvTile(Int32(END), Int32(0), Int32(0), Int32(0)).store(smem, use)
         arrive(smem.tile_ready.barrier(use))
         # the next kernel waits for the end of this one before it reads or writes anything
         cute.arch.griddepcontrol_launch_dependents()
 
+    def await_tiles(self, smem: DkvSmem, use: Int32) -> None:
+        """Wait until the tiles before a use have been multiplied, and with them Q and dO of their token are free."""
+        smem.tile_free.producer_acquire(use + (self.geometry.stages - 1))
+
     @cute.jit
-    def load_tile(self, operands: SparsePrefillOperands, smem: DkvSm90Smem, tile: DkvTile, place: Int32, position: Int32, use: Int32):
+    def load_tile(self, operands: SparsePrefillOperands, smem: DkvSmem, tile: DkvTile, place: Int32, position: Int32, use: Int32):
         """Start the copies of P and dS of a tile, of 64 heads a stage. place: of the token in the chunk. Wait tile_free."""
         args = operands.args
         number = place * args.tiles + position // TILE_KEYS
@@ -72,8 +77,8 @@ class DkvSm90LoadRole:
                     load_box(target.iterator + stage * BOX_ELEMENTS, tensor_map, (0, head_tile * TILE_ROWS, number), ready)
 
     @cute.jit
-    def load_queries(self, operands: SparsePrefillOperands, smem: DkvSm90Smem, token: Int32, number: Int32):
-        """Start the copies of the CTA's columns of Q and dO of a token, the number-th that has keys. Wait query_free."""
+    def load_queries(self, operands: SparsePrefillOperands, smem: DkvSmem, token: Int32, number: Int32):
+        """Start the copies of the CTA's columns of Q and dO of a token, the number-th that has keys."""
         args, geometry = operands.args, self.geometry
         request = Int32(Uint32(token) // Uint32(args.s_q))
         where = token - request * args.s_q, request
@@ -82,7 +87,6 @@ class DkvSm90LoadRole:
         has_rope = Boolean(geometry.has_rope) & (first + geometry.columns == D_LATENT)
         boxes = geometry.config.head_tiles * (2 * geometry.columns // BOX_COLUMNS)
         rope_boxes = cutlass.select_(has_rope, Int32(geometry.config.head_tiles), Int32(0))
-        smem.query_free.producer_acquire(number)
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(ready, (boxes + rope_boxes) * BOX_BYTES)
             load_columns(args.q_map, smem.sQ, first, where, ready)
