@@ -29,7 +29,7 @@ class DkvSm100Factors(NamedTuple):
     def create(scores: cute.Tensor, queries: cute.Tensor) -> DkvSm100Factors:
         """Return the operands in shared memory."""
         boxes = cute.size(queries, mode=[1]) // BOX_COLUMNS
-        return DkvSm100Factors(*(tcgen05.mn_major(tensor.iterator, BOX_BYTES) for tensor in (scores, queries)), boxes)
+        return DkvSm100Factors(tcgen05.mn_major(scores.iterator, BOX_BYTES), tcgen05.mn_major(queries.iterator, BOX_BYTES), boxes)
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class DkvSm100MmaRole:
                 smem.query_ready.consumer_wait(done)
                 done = done + 1
             for head_tile in cutlass.range_constexpr(head_tiles):
-                smem.tile_ready.consumer_wait(use + head_tile)
+                if cutlass.const_expr(head_tile > 0):
+                    smem.tile_ready.consumer_wait(use + head_tile)
                 smem.tile_free.consumer_release(use + head_tile)
             for first in cutlass.range_constexpr(0, self.geometry.columns, PART_COLUMNS):
                 self.multiply(smem, tmem, (use, part), values, first // BOX_COLUMNS)

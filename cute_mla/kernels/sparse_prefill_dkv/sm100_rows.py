@@ -37,7 +37,8 @@ class DkvSm100RowRole:
         tile = DkvTile.load(smem, use)
         while tile.first_row != END:
             for head_tile in cutlass.range_constexpr(head_tiles):
-                smem.tile_ready.consumer_wait(use + head_tile)
+                if cutlass.const_expr(head_tile > 0):
+                    smem.tile_ready.consumer_wait(use + head_tile)
                 smem.tile_free.consumer_release(use + head_tile)
             word = cutlass.select_(slot < TILE_KEYS // 2, tile.low, tile.high)
             named = ((word >> (slot % (TILE_KEYS // 2))) & 1) != 0
