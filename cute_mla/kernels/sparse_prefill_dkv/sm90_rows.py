@@ -125,13 +125,12 @@ class DkvSm90RowRole:
                 smem.tile_ready.consumer_wait(use + head_tile)
             stage = smem.tile_ready.stage(use + head_tile)
             warpgroup.fence()
-            for number, (product, tA, part) in enumerate(products):
-                product.start(tA, stage, part, head_tile, head_tile + number > 0)
-            warpgroup.commit_group()
             if cutlass.const_expr(self.has_rope):  # noqa: SIM102  # one is known when compiling
                 if with_rope:
                     rope.start(tS, stage, 0, head_tile, head_tile > 0)
-                    warpgroup.commit_group()
+            for number, (product, tA, part) in enumerate(products):
+                product.start(tA, stage, part, head_tile, head_tile + number > 0)
+        warpgroup.commit_group()
         warpgroup.wait_group(0)
 
     @cute.jit

@@ -93,8 +93,11 @@ def test_schedules(arch: Arch, shape: tuple[int, int], schedule: tuple[str, int]
 
 @pytest.mark.parametrize("shape", [(64, 576), (96, 512)])
 def test_machine_code(arch: Arch, shape: tuple[int, int]) -> None:
+    """It has the bits that PTX has."""
     call = call_of(70)
-    expect(*run(arch, call, (0, 6), shape, code="sass"))
+    actual, expected = run(arch, call, (0, 6), shape, code="sass")
+    expect(actual, expected)
+    assert same_bits(actual, run(arch, call, (0, 6), shape)[0])
 
 
 @pytest.mark.parametrize("topk", [1, 63, 64, 65])
