@@ -61,7 +61,7 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     **{
         kernel_name("sparse_prefill_dkv", arch.name, config.name): {"LDG.E": 7}
         for arch in ARCHS_OF["sparse_prefill"]
-        for config in sparse_prefill_dkv.closed_variants()
+        for config in sparse_prefill_dkv.closed_variants(arch)
     },
     **{f"sparse_prefill_dq_sm90_bf16_d{d_qk}_cluster1": {"LDG.E": 7} for d_qk in (512, 576)},
     "sparse_prefill_sm90_bf16_d512_cluster1": {"LDG.E": 7},

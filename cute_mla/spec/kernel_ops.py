@@ -108,7 +108,7 @@ KERNEL_OPS: dict[str, KernelOp] = {
         mqa_logits.PARAMS, _same(mqa_logits.closed_variants), 1.3, ("mqa_logits", "indexer_topk"), by_arch=True, archs=_ATTENTION
     ),
     "topk_indices": KernelOp(topk_indices.PARAMS, _same(topk_indices.closed_variants), 1.3, ("indexer_topk", "topk_indices")),
-    "sparse_prefill_dkv": KernelOp(sparse_prefill_dkv.PARAMS, _same(sparse_prefill_dkv.closed_variants), 1.2, (), by_arch=True, archs=_ATTENTION),
+    "sparse_prefill_dkv": KernelOp(sparse_prefill_dkv.PARAMS, sparse_prefill_dkv.closed_variants, 1.2, (), by_arch=True, archs=_ATTENTION),
     "sparse_prefill_dq": KernelOp(sparse_prefill_dq.PARAMS, sparse_prefill_dq.closed_variants, 1.6, (), by_arch=True, archs=_ATTENTION),
     "row_statistics": KernelOp(row_statistics.PARAMS, _same(row_statistics.closed_variants), 0.6, ()),
     "key_lists": KernelOp(key_lists.PARAMS, _same(key_lists.closed_variants), 0.6, ()),

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .abi import Int32, Int64, Pointer, TensorMap, params_of
+from .arch import Arch
 from .dense_decode import TILE_ROWS
 from .mla import BF16, MAX_HEADS, ceil_div
 from .sparse_prefill import HEAD_DIMS
@@ -85,6 +86,6 @@ def tiles(topk: int) -> int:
     return ceil_div(topk, TILE_KEYS)
 
 
-def closed_variants() -> tuple[SparsePrefillDkvConfig, ...]:
-    """Return every variant that ships."""
+def closed_variants(arch: Arch) -> tuple[SparsePrefillDkvConfig, ...]:
+    """Return every variant that ships for an architecture."""
     return tuple(SparsePrefillDkvConfig(BF16, d_qk, head_tiles) for d_qk in HEAD_DIMS for head_tiles in HEAD_TILES)
