@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Int32, Uint32, cute
+from cutlass import Int32, Uint32, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT
@@ -84,15 +84,15 @@ class DkvLoadRole:
         where = token - request * args.s_q, request
         first = cute.arch.block_idx()[0] * geometry.columns
         ready = smem.query_ready.barrier(number)
-        has_rope = Boolean(geometry.has_rope) & (first + geometry.columns == D_LATENT)
+        takes_rope = geometry.takes_rope(number)
         boxes = geometry.config.head_tiles * (2 * geometry.columns // BOX_COLUMNS)
-        rope_boxes = cutlass.select_(has_rope, Int32(geometry.config.head_tiles), Int32(0))
+        rope_boxes = cutlass.select_(takes_rope, Int32(geometry.config.head_tiles), Int32(0))
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(ready, (boxes + rope_boxes) * BOX_BYTES)
             load_columns(args.q_map, smem.sQ, first, where, ready)
             load_columns(args.dout_map, smem.sD, first, where, ready)
             if cutlass.const_expr(geometry.has_rope):  # noqa: SIM102  # one is known when compiling
-                if has_rope:
+                if takes_rope:
                     load_columns(args.q_map, smem.sRope, Int32(D_LATENT), where, ready)
 
 

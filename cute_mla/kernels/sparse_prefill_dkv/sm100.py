@@ -5,7 +5,7 @@ For every query token and slot j, over its heads h:
     row_j = sum_h dS_hj q_h + P_hj dout_h[:512]
 
 A CTA takes the tokens z, z + grid z and so on, and 64 slots (one tile) at a time. Up to 64 heads it has all columns. With more, the two
-CTAs along x have 256 of the 512 columns each, and the second one those of RoPE. P and dS come as sparse_prefill_dq stores them,
+CTAs along x have 256 of the 512 columns each, and those of RoPE of every other token. P and dS come as sparse_prefill_dq stores them,
 [token][tile][head][64 slots].
 
 Roles (192 threads):

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
-from ...spec.mla import D_LATENT, ELEMENT_BYTES
+from ...spec.mla import ELEMENT_BYTES
 from ..attention.cta import TMEM_COLUMNS, both_ways
 from ..attention.scheduler import BOX_COLUMNS
 from ..primitives.pipeline import StageBarriers
@@ -41,10 +41,6 @@ class DkvSm100Geometry(DkvGeometry):
     def smem(self, dtype: type[cutlass.Numeric]) -> SmemLayout:
         """Return the layout of shared memory. dtype: of all tensors."""
         return SmemLayout((*self.fields(dtype), *both_ways("part", PARTS), Array("tmem_cell", Int32, 1)))
-
-    def has_rope_part(self) -> cutlass.Boolean:
-        """Return whether this CTA has the RoPE columns."""
-        return cutlass.Boolean(self.has_rope) & ((cute.arch.block_idx()[0] + 1) * self.columns == D_LATENT)
 
 
 @dataclass(frozen=True)

@@ -42,7 +42,7 @@ class DkvSm100MmaRole:
     @cute.jit
     def run(self, smem: DkvSm100Smem, tmem: Int32):
         """Wait tile_ready, query_ready, part_free. Signal tile_free, part_ready."""
-        head_tiles, with_rope = self.geometry.config.head_tiles, self.geometry.has_rope_part()
+        head_tiles = self.geometry.config.head_tiles
         values = [DkvSm100Factors.create(smem.sS, smem.sQ), DkvSm100Factors.create(smem.sP, smem.sD)]
         use, part, done = Int32(0), Int32(0), Int32(0)
         tile = DkvTile.load(smem, use)
@@ -58,7 +58,7 @@ class DkvSm100MmaRole:
                 self.multiply(smem, tmem, (use, part), values, first // BOX_COLUMNS)
                 part = part + 1
             if cutlass.const_expr(self.geometry.has_rope):  # noqa: SIM102  # one is known when compiling
-                if with_rope:
+                if self.geometry.takes_rope(done - 1):
                     self.multiply(smem, tmem, (use, part), [DkvSm100Factors.create(smem.sS, smem.sRope)], 0)
                     part = part + 1
             for head_tile in cutlass.range_constexpr(head_tiles):

@@ -28,14 +28,15 @@ class DkvSm100RowRole:
     @cute.jit
     def run(self, operands: SparsePrefillOperands, smem: DkvSm100Smem, tmem: Int32):
         """Wait tile_ready, part_ready. Signal tile_free, part_free. Write rows."""
-        head_tiles, with_rope = self.geometry.config.head_tiles, self.geometry.has_rope_part()
+        head_tiles = self.geometry.config.head_tiles
         thread = cute.arch.thread_idx()[0]
         lanes = tmem + cute.arch.make_warp_uniform(cute.arch.warp_idx()) * (32 * TMEM_LANE)
         slot, half = thread % TILE_KEYS, thread // TILE_KEYS
         columns = cute.arch.block_idx()[0] * self.geometry.columns
-        use, part = Int32(0), Int32(0)
+        use, part, done = Int32(0), Int32(0), Int32(0)
         tile = DkvTile.load(smem, use)
         while tile.first_row != END:
+            done = done + tile.begins
             for head_tile in cutlass.range_constexpr(head_tiles):
                 if cutlass.const_expr(head_tile > 0):
                     smem.tile_ready.consumer_wait(use + head_tile)
@@ -47,7 +48,7 @@ class DkvSm100RowRole:
                 self.store(smem, lanes, part, row + (columns + first + half * PART_TMEM), PART_COLUMNS, named)
                 part = part + 1
             if cutlass.const_expr(self.geometry.has_rope):  # noqa: SIM102  # one is known when compiling
-                if with_rope:
+                if self.geometry.takes_rope(done - 1):
                     target = row + (D_LATENT + half * (BOX_COLUMNS // PART_HALVES))
                     self.store(smem, lanes, part, target, BOX_COLUMNS, named)
                     part = part + 1

@@ -69,7 +69,7 @@ def slot_operand(dtype: type[cutlass.Numeric], tiles: cute.Tensor, columns: int,
 
 @dataclass(frozen=True)
 class DkvSm90RowRole:
-    """One of two warpgroups. side: which; the first one also has the RoPE columns, in the last CTA of a token."""
+    """One of two warpgroups. side: which; the first one also has the RoPE columns that the CTA takes."""
 
     dtype: type[cutlass.Numeric]
     geometry: DkvSm90Geometry
@@ -92,13 +92,13 @@ class DkvSm90RowRole:
         rope = None
         if cutlass.const_expr(self.has_rope):
             rope = DkvSm90Product.create(self.dtype, smem.sRope, BOX_COLUMNS, None, thread)
-        with_rope = Boolean(self.has_rope) & (first + self.geometry.columns == D_LATENT)
         use, done = Int32(0), Int32(0)
         tile = DkvTile.load(smem, use)
         while tile.first_row != END:
             if tile.begins != 0:
                 smem.query_ready.consumer_wait(done)
                 done = done + 1
+            with_rope = Boolean(self.has_rope) & self.geometry.takes_rope(done - 1)
             self.multiply(smem, products, rope, with_rope, tS, use)
             for head_tile in cutlass.range_constexpr(head_tiles):
                 smem.tile_free.consumer_release(use + head_tile)

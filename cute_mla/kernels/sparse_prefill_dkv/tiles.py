@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Int32, cute
+from cutlass import Boolean, Int32, cute
 
 from ...spec.arch import SM90, SM100
 from ...spec.dense_decode import TILE_ROWS
@@ -39,8 +39,13 @@ class DkvGeometry:
 
     @property
     def has_rope(self) -> bool:
-        """Return whether Q has columns that dO lacks. The CTAs of the last group of columns have them as well."""
+        """Return whether Q has columns that dO lacks."""
         return self.config.d_qk > D_LATENT
+
+    def takes_rope(self, number: Int32) -> Boolean:
+        """Return whether this CTA has the RoPE columns of a token as well, the number-th that has keys: the CTAs of a token take turns."""
+        groups = self.config.column_groups
+        return Boolean(self.has_rope) & ((cute.arch.block_idx()[0] + number) % groups == groups - 1)
 
     @property
     def stages(self) -> int:
