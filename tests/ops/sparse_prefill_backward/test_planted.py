@@ -12,7 +12,7 @@ from cute_mla.spec.arch import ARCHS, SM90, SM100
 from tests.mutation.bench import launched_instead
 from tests.ops.sparse_prefill_backward.keys import patterns
 from tests.ops.sparse_prefill_backward.problems import Problem, keys_of, problem
-from tests.ops.sparse_prefill_backward.test_rows import call_of, expect, run
+from tests.ops.sparse_prefill_backward.rows import call_of, expect, run
 
 SCHEDULES = (("adversarial", 0), ("lazy", 0))
 DQ = "sparse_prefill_dq_sm90_bf16_d576_cluster1"
