@@ -206,8 +206,8 @@ def check(operands: sparse_prefill.Operands, options: sparse_prefill.Options, ro
 @lru_cache(maxsize=4096)
 def plan(call: CallSpec, arch: Arch, sm_count: int) -> SparsePrefillBackwardPlan:
     """Return the launches of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
-    if not sparse_prefill_dq.closed_variants(arch):
-        built = " or ".join(name for name, other in ARCHS.items() if sparse_prefill_dq.closed_variants(other))
+    if not sparse_prefill_dkv.closed_variants(arch):
+        built = " or ".join(name for name, other in ARCHS.items() if sparse_prefill_dkv.closed_variants(other))
         raise ValueError(f"the device is {arch.name}; supported: {built}, for which there are kernels of flash_mla_sparse_bwd")
     forward, q, kv = sparse_prefill.plan(call.forward, arch, sm_count), call.forward.q, call.forward.kv
     check_shape("dout", call.dout, forward.out_shape)

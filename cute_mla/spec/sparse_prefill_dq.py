@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
-from .arch import SM90, Arch
+from .arch import Arch
 from .dense_decode import TILE_ROWS
 from .mla import BF16, ceil_div
 from .sparse_prefill import HEAD_DIMS, SparsePrefillConfig
@@ -72,4 +72,4 @@ def grid(h_q: int, tokens: int, sm_count: int) -> tuple[int, int, int]:
 
 def closed_variants(arch: Arch) -> tuple[SparsePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
-    return tuple(map(config_for, HEAD_DIMS)) if arch.name == SM90.name else ()
+    return tuple(map(config_for, HEAD_DIMS))

@@ -186,7 +186,7 @@ def test_the_closed_list_names_each_kernel_once() -> None:
     assert len(names) == len(set(names))
 
 
-LACKING = {"sm90": set(), "sm100": {"sparse_prefill_dq"}}  # the backward of sparse prefill is Hopper's so far
+LACKING = {"sm90": set(), "sm100": set()}
 
 
 def test_the_closed_list_has_every_op_for_every_architecture(arch: Arch) -> None:

@@ -9,21 +9,18 @@ import cutlass
 from cutlass import Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
-from ...spec.mla import D_LATENT, ELEMENT_BYTES
+from ...spec.mla import D_LATENT
 from ...spec.split_plan import TILE_KEYS
-from ..attention.scheduler import BOX_COLUMNS, first_query_row
+from ..attention.scheduler import BOX_COLUMNS
 from ..dense_prefill.sm90_gemm import gather_runs, store_row_words
 from ..primitives.arithmetic import pack_pair
-from ..primitives.copies import BOX_ROW_BYTES, CHUNK, smem_pointer, writer_address
-from ..primitives.rows import store_vector
-from ..primitives.smem import CHUNKS_PER_ROW
+from ..primitives.copies import BOX_ROW_BYTES, writer_address
 from ..primitives.wgmma import K_STEP, ROWS_PER_THREAD, TILE_ROWS, flat, half, packed, tiled_mma
 from ..sm90.cta import ROPE, SCORE_BARRIER, STEPS_PER_BOX, WARPGROUP, LatentSm90TileState
-from ..sm90.score import ALL_VALID, STEPS_PER_STAGE, WARP_ROWS, mask_absent, query_row, store_box
+from ..sm90.score import ALL_VALID, STEPS_PER_STAGE, mask_absent, query_row, store_box
 from .abi import STATISTIC_DELTA, STATISTIC_LSE, DqOperands
+from .score_rows import WARP_ROWS, store_score_rows
 from .sm90_config import DqSm90Smem
-
-ROWS_AT_ONCE = 32 // CHUNKS_PER_ROW  # of a box, by a warp
 
 
 @dataclass(frozen=True)
@@ -135,27 +132,6 @@ class DqSm90ScoreProducts:
                 low, high = low * factor, high * factor
             words[i] = pack_pair(low, high, self.rounded.element_type)
 
-    @cute.jit
-    def store_rows(self, base: cute.Pointer, operands: DqOperands, where: tuple[Int32, Int32]):
-        """Copy the warp's rows that exist from the box of dS to P or dS in memory, 128 bytes a row.
-
-        Through shared memory, whose port has less to do than with shuffles. where: token, and position of the tile in its list.
-        """
-        cute.arch.sync_warp()
-        place, chunk = self.thread // 32 * WARP_ROWS + self.thread % 32 // CHUNKS_PER_ROW, self.thread % CHUNKS_PER_ROW
-        source = self.box + place * BOX_ROW_BYTES + (chunk ^ (place % ROWS_AT_ONCE)) * CHUNK
-        row = first_query_row() + place
-        target = base + (operands.score_row(*where, row) + chunk * (CHUNK // ELEMENT_BYTES))
-        remaining = operands.rows() - row
-        words = cute.make_rmem_tensor(cute.make_layout(CHUNK // 4), Int32)
-        for above in cutlass.range_constexpr(0, WARP_ROWS, ROWS_AT_ONCE):
-            flip = above % CHUNKS_PER_ROW * CHUNK  # the swizzle of a row that lies 4 further
-            line = smem_pointer((source ^ flip) + above * BOX_ROW_BYTES)
-            cute.autovec_copy(cute.make_tensor(cute.recast_ptr(line, dtype=Int32), words.layout), words)
-            if above < remaining:
-                store_vector(target + above * TILE_KEYS, [words[i] for i in range(CHUNK // 4)])
-        cute.arch.sync_warp()
-
 
 @dataclass(frozen=True)
 class DqSm90ScoreRole:
@@ -221,7 +197,7 @@ class DqSm90ScoreRole:
             products.round(products.scores, operands.args.inverse_scale)
             smem.dscores_free.producer_acquire(state.number)
             store_box(products.writer, products.rounded)
-            products.store_rows(operands.args.probs, operands, where)
+            store_score_rows(products.box, products.thread, operands.args.probs, operands, where)
             warpgroup.wait_group(0)
             rS, rD, delta = flat(products.scores), flat(products.dprobs), statistics[STATISTIC_DELTA]
             for i in cutlass.range_constexpr(cute.size(rS)):
@@ -234,7 +210,7 @@ class DqSm90ScoreRole:
                 cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)  # all rows of dS are there
                 products.add_rope(state.rope.stage)
             smem.rope_free.consumer_release(state.rope)
-            products.store_rows(operands.args.dscores, operands, where)
+            store_score_rows(products.box, products.thread, operands.args.dscores, operands, where)
         else:
             smem.rope_ready.consumer_wait(state.rope)
             smem.dscores_free.producer_acquire(state.number)
