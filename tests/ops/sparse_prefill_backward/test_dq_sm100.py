@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass, replace
 
 import pytest
@@ -11,9 +12,13 @@ import torch
 import cute_mla
 from cute_mla.ops.key_lists import IndexedKeys
 from cute_mla.ops.sparse_prefill_backward import launch_dq, launch_statistics
+from cute_mla.runtime.artifacts import load_artifacts
+from cute_mla.simulator import SimulationError
 from cute_mla.spec.arch import SM100
 from cute_mla.testing.compare import same_bits
-from tests.ops.sparse_prefill_backward.keys import key_of_slots, patterns
+from tests.mutation.bench import launched_instead
+from tests.mutation.planted import patterns as ptx
+from tests.ops.sparse_prefill_backward.keys import drawn, key_of_slots, patterns
 from tests.ops.sparse_prefill_backward.problems import Problem, keys_of, problem
 
 SCHEDULES = (("lazy", 0), ("adversarial", 0), ("random", 1), ("random", 2), ("random", 3))
@@ -145,3 +150,41 @@ def test_strided_operands() -> None:
 
     moved = replace(saved, q=wide(saved.q), kv=wide(saved.kv), out=wide(saved.out), lse=saved.lse.mT.contiguous().mT)
     expect_same(run(replace(call, saved=moved, dout=wide(call.dout))), run(call))
+
+
+KERNEL = "sparse_prefill_dq_sm100_bf16_d576_cluster1"
+# Kinds of bugs, and which matches go unnoticed because nothing changes: of a tile without keys, dprobs_ready comes after kv_free and
+# scores_ready, and dQ after what the score role has sent; nobody reads tensor memory after the last fence.
+BUGS = {
+    "no wait": (ptx.WAITS, ptx.NO_WAIT, {4, 5, 6}),
+    "no arrival": (ptx.ARRIVALS, "", set()),
+    "no proxy fence": (ptx.PROXY_FENCES, "", set()),
+    "no fence before a signal": (ptx.FENCES_BEFORE, "", {5}),
+    "no fence after a wait": (ptx.FENCES_AFTER, "", {2, 9}),
+    "no commit": (ptx.COMMITS, "", set()),
+    "no wait for stores": (ptx.STORE_WAITS, "", set()),
+}
+
+
+@pytest.fixture(scope="module")
+def walked() -> Problem:
+    """Return a call whose tokens one CTA takes in turn: of none, one and many tiles, of which some, or all, name no row."""
+    indices = drawn(1, 6, 250, 250)
+    indices[0, 1, 64:128], indices[0, 4, :64], indices[0, 3] = -1, -1, -1
+    lengths = torch.tensor([[130, 200, 0, 70, 250, 100]], dtype=torch.int32)
+    return problem(64, 576, IndexedKeys(indices, lengths, None, 250))
+
+
+@pytest.mark.parametrize("name", BUGS)
+def test_planted_bugs_are_noticed(name: str, walked: Problem) -> None:
+    artifacts = load_artifacts()
+    entry = artifacts.manifest.kernels[KERNEL]
+    text = artifacts.ptx(entry)
+    pattern, replacement, harmless = BUGS[name]
+    found = [match for i, match in enumerate(re.finditer(pattern, text)) if i not in harmless]
+    assert found, f"{pattern!r} does not occur: the planted bug is out of date"
+    for match in found:
+        broken = text[: match.start()] + replacement + text[match.end() :]
+        with launched_instead(entry, broken), pytest.raises((SimulationError, AssertionError)):
+            for schedule in (("lazy", 0), *SCHEDULES):
+                expect(walked, run(walked, schedule=schedule, sm_count=1))
