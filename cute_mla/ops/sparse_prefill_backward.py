@@ -229,7 +229,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> SparsePrefillBackwardPlan
         output_strides("d_sink", call.d_sink, (q.shape[-2],), torch.float32, q)
     chunk = _chunk_tokens(call)
     row_ctas, _, _ = forward.grid
-    return SparsePrefillBackwardPlan(sparse_prefill_dq.config_for(q.shape[-1]).name, (row_ctas, 1, chunk), {}, chunk)
+    return SparsePrefillBackwardPlan(sparse_prefill_dq.config_for(arch, q.shape[-1], q.shape[-2]).name, (row_ctas, 1, chunk), {}, chunk)
 
 
 def _chunk_tokens(call: CallSpec) -> int:
@@ -308,7 +308,7 @@ def launch_dq(
     """Launch sparse_prefill_dq over a chunk of tokens: write their rows of dq, and return P and dS."""
     q, keys = saved.q, saved.keys
     gradients = ScoreGradients.empty(device, q, chunk[1], keys.topk)
-    config = sparse_prefill_dq.config_for(q.shape[-1])
+    config = sparse_prefill_dq.config_for(device.arch, q.shape[-1], saved.heads)
     args = SparsePrefillDqArguments(
         q_map=head_map(q),
         dout_map=head_map(dout),

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
 from .arch import Arch
-from .dense_decode import TILE_ROWS
+from .dense_decode import TILE_ROWS, TILINGS
 from .mla import BF16, ceil_div
 from .sparse_prefill import HEAD_DIMS, SparsePrefillConfig
 
@@ -59,9 +59,9 @@ class SparsePrefillDqArguments(NamedTuple):
 PARAMS = params_of(SparsePrefillDqArguments)
 
 
-def config_for(d_qk: int) -> SparsePrefillConfig:
-    """Return the variant for rows of d_qk columns."""
-    return SparsePrefillConfig(BF16, d_qk, 1)
+def config_for(arch: Arch, d_qk: int, h_q: int) -> SparsePrefillConfig:
+    """Return the variant for rows of d_qk columns of so many heads. On SM100 a pair of CTAs shares what a token's heads read."""
+    return SparsePrefillConfig(BF16, d_qk, ceil_div(h_q, TILE_ROWS) if TILINGS[arch.name].paired else 1)
 
 
 def grid(h_q: int, tokens: int, sm_count: int) -> tuple[int, int, int]:
@@ -72,4 +72,5 @@ def grid(h_q: int, tokens: int, sm_count: int) -> tuple[int, int, int]:
 
 def closed_variants(arch: Arch) -> tuple[SparsePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
-    return tuple(map(config_for, HEAD_DIMS))
+    heads = (TILE_ROWS, 2 * TILE_ROWS) if TILINGS[arch.name].paired else (TILE_ROWS,)
+    return tuple(config_for(arch, d_qk, h_q) for d_qk in HEAD_DIMS for h_q in heads)

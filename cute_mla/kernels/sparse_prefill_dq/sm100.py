@@ -42,6 +42,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+import cutlass
 from cutlass import Int32, cute
 
 from ...manifest import Role
@@ -50,36 +51,39 @@ from ...spec.mla import D_LATENT
 from ...spec.sparse_prefill import SparsePrefillConfig
 from ..attention.cta import Arrivals
 from ..definition import KernelDefinition
+from ..sm100.config import EVEN_CTA, PAIR
 from ..sm100.kernel import LatentKernelSm100, LatentRegistersSm100
 from ..sm100.score import LatentQueriesSm100
 from ..sparse_prefill.sm100_output import TokenQueries
 from .abi import DqOperands, SparsePrefillDqAbi
-from .sm100_config import GEOMETRY, DqSm100Smem, arrivals
+from .sm100_config import GEOMETRY, PAIR_GEOMETRY, DqSm100Smem, arrivals
 from .sm100_load import DqSm100DoutRole, DqSm100GatherRole
-from .sm100_mma import DqSm100Gemm, DqSm100MmaRole
+from .sm100_mma import DqSm100Gemm, DqSm100MmaRole, DqSm100PairGemm, DqSm100PairMmaRole
 from .sm100_output import DqSm100OutputRole
-from .sm100_score import DqSm100ScoreRole
+from .sm100_pair_gather import DqSm100PairGatherRole
+from .sm100_score import DqSm100PairRows, DqSm100Rows, DqSm100ScoreRole
 
 ONE_CTA = 1  # a multiprocessor; else ptxas ignores setmaxnreg
 
 
-class SparsePrefillDqSm100(LatentKernelSm100):
-    """One variant of the kernel."""
+class DqSm100Kernel(LatentKernelSm100):
+    """What both kernels share: registers, roles that a geometry suffices to tell apart."""
 
     registers = LatentRegistersSm100(None, 240, 96, 48)  # more for output, which holds a row of Q
-    named_barriers = ()
     smem_type = DqSm100Smem
+    create_rows: Any
+    gather_role: Any
 
-    def __init__(self, config: SparsePrefillConfig, arch: Arch) -> None:
-        super().__init__(SparsePrefillDqAbi(config, ONE_CTA), arch, GEOMETRY, GEOMETRY.smem(), has_rope=config.d_qk > D_LATENT)
+    def __init__(self, config: SparsePrefillConfig, arch: Arch, geometry: Any) -> None:
+        super().__init__(SparsePrefillDqAbi(config, ONE_CTA), arch, geometry, geometry.smem(), has_rope=config.d_qk > D_LATENT)
 
     @cute.jit
     def run_mma(self, operands: DqOperands, smem: DqSm100Smem, tmem: Int32, warp: Int32):
         """Run the roles mma and dout in their warps."""
-        if warp == self.mma_warp:
-            DqSm100MmaRole().run(operands, smem, DqSm100Gemm(self.dtype, self.has_rope, smem, tmem))
-        elif warp == self.mma_warp + 1:
+        if warp == self.mma_warp + 1:
             DqSm100DoutRole().run(operands, smem)
+        elif warp == self.mma_warp and (not self.geometry.paired or cute.arch.block_idx_in_cluster() == EVEN_CTA):
+            self.mma_role.run(operands, smem, self.gemm(self.dtype, self.has_rope, smem, tmem))
 
     def tensor_maps(self, operands: DqOperands) -> tuple[Any, ...]:
         """Return the map of dO. That of Q is the Hopper kernel's."""
@@ -87,19 +91,19 @@ class SparsePrefillDqSm100(LatentKernelSm100):
 
     def score_role(self) -> DqSm100ScoreRole:
         """Return the score role."""
-        return DqSm100ScoreRole(self.dtype)
+        return DqSm100ScoreRole(self.dtype, self.create_rows)
 
     def output_role(self) -> DqSm100OutputRole:
         """Return the output role."""
         return DqSm100OutputRole(self.dtype, TokenQueries(LatentQueriesSm100(self.geometry, self.has_rope)))
 
-    def producer_role(self, smem: DqSm100Smem) -> DqSm100GatherRole:
+    def producer_role(self, smem: DqSm100Smem) -> Any:
         """Return the gather role."""
-        return DqSm100GatherRole(self.has_rope)
+        return self.gather_role(self.has_rope)
 
     def arrivals(self, smem: Any) -> tuple[Arrivals, ...]:
         """Return the arrivals of every barrier."""
-        return arrivals(smem)
+        return arrivals(smem, self.kv_releases)
 
     def built(self) -> KernelDefinition:
         """Return the variant, ready to compile."""
@@ -107,6 +111,33 @@ class SparsePrefillDqSm100(LatentKernelSm100):
         return replace(definition, roles=(*definition.roles, Role("dout", self.mma_warp + 1, 1)))
 
 
+class SparsePrefillDqSm100(DqSm100Kernel):
+    """One variant of the kernel of a pair of CTAs."""
+
+    create_rows = DqSm100PairRows.create
+    gather_role = DqSm100PairGatherRole
+    mma_role = DqSm100PairMmaRole()
+    gemm = DqSm100PairGemm
+
+    @staticmethod
+    def kv_releases() -> Int32:
+        """Return the arrivals of kv_free: a commit, and in the even CTA the mma role, which has read the bits."""
+        return cutlass.select_(cute.arch.block_idx_in_cluster() == EVEN_CTA, Int32(2), Int32(1))
+
+
+class SparsePrefillDqHeads64Sm100(DqSm100Kernel):
+    """One variant of the kernel of a CTA that works alone."""
+
+    named_barriers = ()
+    create_rows = DqSm100Rows.create
+    gather_role = DqSm100GatherRole
+    mma_role = DqSm100MmaRole()
+    gemm = DqSm100Gemm
+    kv_releases = 2  # of left_free: a commit, and the mma role, which has read the bits
+
+
 def build(config: SparsePrefillConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
-    return SparsePrefillDqSm100(config, arch).built()
+    if config.cluster == PAIR:
+        return SparsePrefillDqSm100(config, arch, PAIR_GEOMETRY).built()
+    return SparsePrefillDqHeads64Sm100(config, arch, GEOMETRY).built()

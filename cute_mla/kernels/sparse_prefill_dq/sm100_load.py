@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import cutlass
 from cutlass import Int32, Uint32, cute
 
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import BOX_COLUMNS, first_query_row
-from ..primitives.copies import load_box
-from ..sm100.config import BOX_BYTES
+from ..primitives.copies import load_box, pair_box
+from ..sm100.config import BOX_BYTES, EVEN_CTA, PAIR
 from ..sm100.gather import NO_POSITION, store_seen, warp_rows
 from ..sparse_prefill.sm100_gather import SparsePrefillHalvesRoleSm100
 from .abi import DqOperands
@@ -57,12 +59,20 @@ class DqSm100DoutRole:
         while token <= schedule.last_request():
             if schedule.tile_range(token, first).tiles > 0:
                 request = Int32(Uint32(token) // Uint32(args.s_q))
-                ready = smem.dout_ready.barrier(number)
                 smem.dout_free.producer_acquire(number)
-                with cute.arch.elect_one():
-                    cute.arch.mbarrier_arrive_and_expect_tx(ready, DOUT_BYTES)
-                    for box in range(DOUT_BOXES):
-                        where = (box * BOX_COLUMNS, first_query_row(), token - request * args.s_q, request)
-                        load_box(smem.sD + box * BOX_BYTES, args.dout_map, where, ready)
+                self.load(smem, args.dout_map, (token - request * args.s_q, request), smem.dout_ready.barrier(number))
                 number = number + 1
             token = schedule.work_tile(token, first).next_req
+
+    @cute.jit
+    def load(self, smem: DqSm100Smem, dout_map: Any, where: tuple[Int32, Int32], ready: cute.Pointer):
+        """Load dO of the CTA's heads of a token. In a pair, the even CTA waits for the bytes of both. where: the token, its request."""
+        paired = smem.geometry.paired
+        start = pair_box if paired else load_box
+        with cute.arch.elect_one():
+            if cutlass.const_expr(not paired):
+                cute.arch.mbarrier_arrive_and_expect_tx(ready, DOUT_BYTES)
+            elif cute.arch.block_idx_in_cluster() == EVEN_CTA:
+                cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * DOUT_BYTES)
+            for box in cutlass.range_constexpr(DOUT_BOXES):
+                start(smem.sD + box * BOX_BYTES, dout_map, (box * BOX_COLUMNS, first_query_row(), *where), ready)

@@ -12,10 +12,11 @@ from ...spec.mla import D_ROPE
 from ...spec.split_plan import TILE_KEYS
 from ..primitives import tcgen05
 from ..primitives.arithmetic import larger, smaller
-from ..sm100.config import BOX_BYTES, ROW_BYTES, SCORE_COLUMN, STEP_BYTES, STEPS_PER_BOX
+from ..sm100.config import BOX_BYTES, PAIR_ROWS, ROW_BYTES, SCORE_COLUMN, STEP_BYTES, STEPS_PER_BOX
 from ..sm100.heads64 import HALVES, LOWER_LANES, Heads64Gemm
+from ..sm100.mma import LatentGemmSm100
 from .abi import DqOperands
-from .sm100_config import DOUT_BOXES, ROPE_COLUMN, DqSm100Smem
+from .sm100_config import DOUT_BOXES, ROPE_COLUMN, ROPE_ROW_BYTES, VALUE_BOX_BYTES, VALUE_BYTES, DqSm100Smem
 
 
 class DqSm100Gemm(Heads64Gemm):
@@ -53,6 +54,56 @@ class DqSm100Gemm(Heads64Gemm):
             )
 
 
+class DqSm100PairGemm(LatentGemmSm100):
+    """Products of a pair, whose operands lie at the same addresses in both CTAs. S and dQ of the latent columns: those of the forward."""
+
+    smem: DqSm100Smem
+
+    def keys(self, tile: Int32) -> tuple[Any, Any]:
+        """Return K of a tile as operands: latent columns, and RoPE columns, whose rows have 64 bytes."""
+        base = self.smem.stage(self.smem.kv_ready.stage(tile))
+        return tcgen05.k_major(base), tcgen05.k_major(base + self.smem.geometry.rope_box * BOX_BYTES, ROPE_ROW_BYTES)
+
+    def key_step(self, keys: tuple[Any, Any], part: int, step: int) -> Any:
+        """Return the columns of K that one product contracts."""
+        latent, rope = keys
+        steps = self.smem.geometry.latent_steps
+        return super().key_step(latent, part, step) if step < steps else rope.advance_start_address((step - steps) * STEP_BYTES)
+
+    def dprobs(self, tile: Int32) -> None:
+        """Issue dP: of each CTA's keys, in the lanes 0..63 those of the even one."""
+        product = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=TILE_KEYS)
+        dout, values = tcgen05.k_major(self.smem.sD), tcgen05.k_major(self.smem.sV + self.smem.value_ready.stage(tile) * VALUE_BYTES)
+        for step in range(DOUT_BOXES * STEPS_PER_BOX):
+            box, step_in_box = divmod(step, STEPS_PER_BOX)
+            tcgen05.multiply(
+                self.tmem + SCORE_COLUMN,
+                dout.advance_start_address(box * BOX_BYTES + step_in_box * STEP_BYTES),
+                values.advance_start_address(box * VALUE_BOX_BYTES + step_in_box * STEP_BYTES),
+                product,
+                accumulate=step > 0,
+            )
+
+    def dq(self, tile: Int32, accumulate: Boolean) -> None:
+        """Issue dQ of the columns of both CTAs, in the lanes 0..63 those of the even one."""
+        geometry, dscores = self.smem.geometry, tcgen05.k_major(self.smem.sS)
+        base = self.smem.stage(self.smem.kv_ready.stage(tile))
+        self.output(dscores, tcgen05.mn_major(base, BOX_BYTES), accumulate)
+        if not self.has_rope:
+            return
+        rope_box = geometry.rope_box * BOX_BYTES
+        keys = tcgen05.mn_major(base + rope_box, TILE_KEYS * ROPE_ROW_BYTES, ROPE_ROW_BYTES)
+        product = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=D_ROPE, transpose_b=True)
+        for step in range(geometry.key_steps):
+            tcgen05.multiply(
+                self.tmem + ROPE_COLUMN,
+                dscores.advance_start_address(step * STEP_BYTES),
+                keys.advance_start_address(step * geometry.step_keys * ROPE_ROW_BYTES),
+                product,
+                accumulate=accumulate if step == 0 else True,
+            )
+
+
 class DqSm100MmaRole:
     """One warp."""
 
@@ -82,7 +133,7 @@ class DqSm100MmaRole:
                     owner = cutlass.select_(t == 0, number - 1, number)
                     begun = self.multiply_dq(smem, gemm, tile + t - 1, owner, waiting == 0, begun, filled)
                     if t == 0:
-                        self.finish(smem, owner, begun)
+                        self.finish(smem, owner)
                 waiting = Int32(-1)
                 if t < tiles:
                     self.multiply_dprobs(smem, gemm, tile + t, number, t == 0, t == tiles - 1, next_filled)
@@ -159,9 +210,69 @@ class DqSm100MmaRole:
                 tcgen05.commit_alone((smem.left_free if half == 0 else smem.kv_free).barrier(tile))
         return begun | filled
 
-    def finish(self, smem: DqSm100Smem, number: Int32, begun: Boolean) -> None:
-        """Hand dQ of a token over. begun: whether any of its tiles had keys."""
+    def finish(self, smem: DqSm100Smem, number: Int32) -> None:
+        """Hand dQ of a token over."""
         with cute.arch.elect_one():
-            smem.sBegun.store(cutlass.select_(begun, Int32(1), Int32(0)))
             tcgen05.commit_alone(smem.dq_ready.barrier(number))
-        smem.dq_ready.producer_commit(number)
+
+
+class DqSm100PairMmaRole(DqSm100MmaRole):
+    """One warp of the even CTA. Commits arrive in both. dP takes columns of S: so S waits until dP of the tile before has been read."""
+
+    @cute.jit
+    def multiply_scores(self, smem: DqSm100Smem, gemm: DqSm100PairGemm, tile: Int32, number: Int32, opens: Boolean, closes: Boolean):
+        """Issue S of one tile. Return whether it has keys. opens, closes: whether it is the first, the last of its token."""
+        keys = gemm.keys(tile)
+        smem.kv_ready.consumer_wait(tile)
+        filled = smem.has_keys(tile)
+        smem.kv_free.consumer_release(tile)  # the bits have been read
+        if opens:
+            smem.query_ready.consumer_wait(number)
+        smem.dprobs_free.producer_acquire(tile)
+        tcgen05.fence_after_wait()
+        with cute.arch.elect_one():
+            if filled:
+                gemm.scores(keys, 0)
+            tcgen05.commit(smem.scores_ready.barrier(tile))
+            if closes:
+                tcgen05.commit(smem.query_free.barrier(number))
+        return filled
+
+    @cute.jit
+    def multiply_dprobs(
+        self, smem: DqSm100Smem, gemm: DqSm100PairGemm, tile: Int32, number: Int32, opens: Boolean, closes: Boolean, filled: Boolean
+    ):  # fmt: skip
+        """Issue dP of one tile, if it has keys, when its S has been read. opens, closes: as in multiply_scores."""
+        if opens:
+            smem.dout_ready.consumer_wait(number)
+        smem.value_ready.consumer_wait(tile)
+        smem.scores_free.consumer_wait(tile)
+        tcgen05.fence_after_wait()
+        with cute.arch.elect_one():
+            if filled:
+                gemm.dprobs(tile)
+            tcgen05.commit(smem.value_free.barrier(tile))
+            tcgen05.commit(smem.dprobs_ready.barrier(tile))
+            if closes:
+                tcgen05.commit(smem.dout_free.barrier(number))
+
+    @cute.jit
+    def multiply_dq(
+        self, smem: DqSm100Smem, gemm: DqSm100PairGemm, tile: Int32, number: Int32, opens: Boolean, begun: Boolean, filled: Boolean
+    ):  # fmt: skip
+        """Issue dQ of one tile, if it has keys. Return whether dQ is begun then."""
+        if opens:
+            smem.dq_free.producer_acquire(number)
+            begun = Boolean(False)
+        smem.dscores_ready.consumer_wait(tile)
+        tcgen05.fence_after_wait()
+        with cute.arch.elect_one():
+            if filled:
+                gemm.dq(tile, begun)
+            tcgen05.commit(smem.kv_free.barrier(tile))
+        return begun | filled
+
+    def finish(self, smem: DqSm100Smem, number: Int32) -> None:
+        """Hand dQ of a token over."""
+        with cute.arch.elect_one():
+            tcgen05.commit(smem.dq_ready.barrier(number))

@@ -16,7 +16,7 @@ from ..primitives.rows import SECTOR_WORDS, is_whole, store_packed_row
 from ..sm100.config import CHUNK_COLUMNS, CTA_COLUMNS, OUTPUT_COLUMN, PAIR, VECTOR, thread_and_lanes
 from ..sparse_prefill.sm100_output import TokenQueries
 from .abi import DqOperands
-from .sm100_config import ROPE_COLUMN, ROPE_COLUMNS, DqSm100Smem
+from .sm100_config import ROPE_COLUMN, ROPE_COLUMNS, TOKENS, DqSm100Smem
 
 READ_AT_ONCE = 32  # columns of dQ
 
@@ -65,7 +65,7 @@ class DqSm100OutputRole:
         if present:
             smem.dq_ready.consumer_wait(number)
             tcgen05.fence_after_wait()
-            if cute.arch.make_warp_uniform(smem.sBegun.load()) != 0:
+            if cute.arch.make_warp_uniform((smem.sBegun + number % TOKENS).load()) != 0:
                 for part, column in enumerate(self.columns):
                     values = tcgen05.load_columns(lanes + column, READ_AT_ONCE)
                     tcgen05.await_loads()
@@ -73,7 +73,7 @@ class DqSm100OutputRole:
                         pair = cute.arch.mul_packed_f32x2((values[i], values[i + 1]), scale)
                         rWords[(part * READ_AT_ONCE + i) // 2] = pack_pair(pair[0], pair[1], self.dtype)
             tcgen05.fence_before_signal()
-            smem.dq_free.consumer_release(number)
+            smem.dq_free.consumer_release(number, cta=smem.geometry.mma_cta)
         return rWords
 
     @cute.jit
@@ -89,10 +89,10 @@ class DqSm100OutputRole:
                 self._store_words(target, words, thread, VECTOR)
 
     def _store_words(self, target: cute.Pointer, words: list[Int32], thread: Int32, at_once: int) -> None:
-        """Store so many words at once: every other 128 of the latent columns, and half of the RoPE columns."""
-        side, run = thread // TILE_ROWS, CHUNK_COLUMNS // 2
+        """Store so many words at once: half of the latent columns, without a pair every other 128 of them, and half of the RoPE columns."""
+        geometry, side, run = self.queries.loader.geometry, thread // TILE_ROWS, CHUNK_COLUMNS // 2
         for chunk in range(PAIR):
-            first = target + (side * CHUNK_COLUMNS + chunk * PAIR * CHUNK_COLUMNS)
+            first = target + (side * geometry.lane_columns + geometry.output_place(chunk * CHUNK_COLUMNS))
             store_packed_row(first, words[chunk * run : (chunk + 1) * run], at_once=at_once)
         if self.queries.loader.has_rope:
             store_packed_row(target + (side * ROPE_COLUMNS + D_LATENT), words[PAIR * run :], at_once=at_once)
