@@ -20,6 +20,7 @@ from ..sm100.config import (
     PAIR,
     QUERY_COLUMN,
     ROW_BYTES,
+    SCORE_COLUMN,
     STEPS_PER_BOX,
     LatentGeometrySm100,
     LatentSmemSm100,
@@ -30,13 +31,14 @@ DOUT_BYTES = DOUT_BOXES * BOX_BYTES
 ROPE_COLUMN = QUERY_COLUMN + 144  # of tensor memory, after Q: dQ of the RoPE columns, half of them in each half of the lanes
 ROPE_COLUMNS = D_ROPE // 2
 
+DPROBS_COLUMN = SCORE_COLUMN + TILE_KEYS // PAIR  # of a pair: dP takes the columns of the second part of S
 TOKENS = 2  # of which it is known whether they have keys
 ROPE_ROW_BYTES = ROPE_COLUMNS * ELEMENT_BYTES  # of a key, in a CTA of a pair
 VALUE_ROWS = TILE_KEYS // PAIR  # keys of a tile all of whose latent columns a CTA of a pair holds, for dP
 VALUE_BOX_BYTES = VALUE_ROWS * ROW_BYTES
 VALUE_BYTES = DOUT_BOXES * VALUE_BOX_BYTES
 ONE_STAGE = (
-    *("query_ready", "query_free", "dout_ready", "dout_free", "scores_ready", "scores_free"),
+    *("query_ready", "query_free", "dout_ready", "dout_free"),
     *("dprobs_ready", "dprobs_free", "dscores_ready", "dq_ready", "dq_free"),
 )
 
@@ -61,7 +63,7 @@ class DqSm100Geometry(LatentGeometrySm100):
             Array("sS", Uint8, BOX_BYTES, SWIZZLE_PERIOD),
             *(Barriers(name, self.kv_stages) for name in ("left_ready", "left_free", "kv_ready", "kv_free")),
             seen_ready,
-            *(Barriers(name, 1) for name in ONE_STAGE),
+            *(Barriers(name, 1) for name in (*ONE_STAGE, "scores_ready", "scores_free")),
             seen_bits,
             Array("sBegun", Int32, TOKENS),
             Array("tmem_cell", Int32, 1),
@@ -71,6 +73,8 @@ class DqSm100Geometry(LatentGeometrySm100):
 @dataclass(frozen=True)
 class DqSm100PairGeometry(LatentGeometrySm100):
     """Numbers of a CTA of a pair. Its RoPE columns, half of them, have a box of their own with rows of 64 bytes."""
+
+    exchange_words = TILE_ROWS * TILE_KEYS // PAIR  # of one part of S
 
     @property
     def stage_bytes(self) -> int:
@@ -87,13 +91,14 @@ class DqSm100PairGeometry(LatentGeometrySm100):
         seen_ready, seen_bits = self.seen_fields()
         return SmemLayout((
             Array("sKv", Uint8, self.kv_stages * self.stage_bytes, SWIZZLE_PERIOD),
-            Array("sV", Uint8, self.kv_stages * VALUE_BYTES, SWIZZLE_PERIOD),
+            Array("sV", Uint8, VALUE_BYTES, SWIZZLE_PERIOD),
             Array("sD", Uint8, DOUT_BYTES, SWIZZLE_PERIOD),
             Array("sS", Uint8, BOX_BYTES, SWIZZLE_PERIOD),
             Array("sExchange", Float32, self.exchange_words, 16),
-            *(Barriers(name, self.kv_stages) for name in ("kv_ready", "kv_free", "value_ready", "value_free")),
+            *(Barriers(name, self.kv_stages) for name in ("kv_ready", "kv_free")),
+            *(Barriers(name, self.score_parts) for name in ("scores_ready", "scores_free")),
             seen_ready,
-            *(Barriers(name, 1) for name in ONE_STAGE),
+            *(Barriers(name, 1) for name in (*ONE_STAGE, "value_ready", "value_free")),
             seen_bits,
             Array("sBegun", Int32, TOKENS),
             Array("tmem_cell", Int32, 1),
@@ -101,7 +106,7 @@ class DqSm100PairGeometry(LatentGeometrySm100):
 
 
 GEOMETRY = DqSm100Geometry(kv_stages=2, score_groups=1, score_parts=1, paired=False)
-PAIR_GEOMETRY = DqSm100PairGeometry(kv_stages=2, score_groups=1, score_parts=1)
+PAIR_GEOMETRY = DqSm100PairGeometry(kv_stages=3, score_groups=1, score_parts=2)
 
 
 @dataclass(frozen=True)
@@ -111,7 +116,7 @@ class DqSm100Smem(LatentSmemSm100):
     sD: cute.Pointer  # bytes of dO: a box for 64 columns
     sS: cute.Pointer  # a box: P on its way to memory, then dS
     sBegun: cute.Pointer  # int32 (2): whether any tile of a token has keys
-    sV: cute.Pointer | None  # of a pair, bytes of stages of boxes of 32 keys x 128 bytes: all latent columns of half of the keys
+    sV: cute.Pointer | None  # of a pair, bytes of boxes of 32 keys x 128 bytes: all latent columns of half of the keys of a tile
     value_ready: StageBarriers | None
     value_free: StageBarriers | None
     query_free: StageBarriers

@@ -16,7 +16,7 @@ from ..sm100.config import BOX_BYTES, PAIR_ROWS, ROW_BYTES, SCORE_COLUMN, STEP_B
 from ..sm100.heads64 import HALVES, LOWER_LANES, Heads64Gemm
 from ..sm100.mma import LatentGemmSm100
 from .abi import DqOperands
-from .sm100_config import DOUT_BOXES, ROPE_COLUMN, ROPE_ROW_BYTES, VALUE_BOX_BYTES, VALUE_BYTES, DqSm100Smem
+from .sm100_config import DOUT_BOXES, DPROBS_COLUMN, ROPE_COLUMN, ROPE_ROW_BYTES, VALUE_BOX_BYTES, DqSm100Smem
 
 
 class DqSm100Gemm(Heads64Gemm):
@@ -68,16 +68,19 @@ class DqSm100PairGemm(LatentGemmSm100):
         """Return the columns of K that one product contracts."""
         latent, rope = keys
         steps = self.smem.geometry.latent_steps
-        return super().key_step(latent, part, step) if step < steps else rope.advance_start_address((step - steps) * STEP_BYTES)
+        if step < steps:
+            return super().key_step(latent, part, step)
+        first = part * self.smem.geometry.part_keys * ROPE_ROW_BYTES
+        return rope.advance_start_address(first + (step - steps) * STEP_BYTES)
 
-    def dprobs(self, tile: Int32) -> None:
+    def dprobs(self) -> None:
         """Issue dP: of each CTA's keys, in the lanes 0..63 those of the even one."""
         product = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=TILE_KEYS)
-        dout, values = tcgen05.k_major(self.smem.sD), tcgen05.k_major(self.smem.sV + self.smem.value_ready.stage(tile) * VALUE_BYTES)
+        dout, values = tcgen05.k_major(self.smem.sD), tcgen05.k_major(self.smem.sV)
         for step in range(DOUT_BOXES * STEPS_PER_BOX):
             box, step_in_box = divmod(step, STEPS_PER_BOX)
             tcgen05.multiply(
-                self.tmem + SCORE_COLUMN,
+                self.tmem + DPROBS_COLUMN,
                 dout.advance_start_address(box * BOX_BYTES + step_in_box * STEP_BYTES),
                 values.advance_start_address(box * VALUE_BOX_BYTES + step_in_box * STEP_BYTES),
                 product,
@@ -217,7 +220,7 @@ class DqSm100MmaRole:
 
 
 class DqSm100PairMmaRole(DqSm100MmaRole):
-    """One warp of the even CTA. Commits arrive in both. dP takes columns of S: so S waits until dP of the tile before has been read."""
+    """One warp of the even CTA. Commits arrive in both. dP takes the columns of the second part of S."""
 
     @cute.jit
     def multiply_scores(self, smem: DqSm100Smem, gemm: DqSm100PairGemm, tile: Int32, number: Int32, opens: Boolean, closes: Boolean):
@@ -228,13 +231,19 @@ class DqSm100PairMmaRole(DqSm100MmaRole):
         smem.kv_free.consumer_release(tile)  # the bits have been read
         if opens:
             smem.query_ready.consumer_wait(number)
-        smem.dprobs_free.producer_acquire(tile)
-        tcgen05.fence_after_wait()
-        with cute.arch.elect_one():
-            if filled:
-                gemm.scores(keys, 0)
-            tcgen05.commit(smem.scores_ready.barrier(tile))
-            if closes:
+        parts = smem.geometry.score_parts
+        for part in cutlass.range_constexpr(parts):
+            if cutlass.const_expr(part == 0):
+                smem.scores_free.producer_acquire(tile * parts)
+            else:
+                smem.dprobs_free.producer_acquire(tile)
+            tcgen05.fence_after_wait()
+            with cute.arch.elect_one():
+                if filled:
+                    gemm.scores(keys, part)
+                tcgen05.commit(smem.scores_ready.barrier(tile * parts + part))
+        if closes:
+            with cute.arch.elect_one():
                 tcgen05.commit(smem.query_free.barrier(number))
         return filled
 
@@ -246,11 +255,11 @@ class DqSm100PairMmaRole(DqSm100MmaRole):
         if opens:
             smem.dout_ready.consumer_wait(number)
         smem.value_ready.consumer_wait(tile)
-        smem.scores_free.consumer_wait(tile)
+        smem.scores_free.consumer_wait(tile * smem.geometry.score_parts + 1)
         tcgen05.fence_after_wait()
         with cute.arch.elect_one():
             if filled:
-                gemm.dprobs(tile)
+                gemm.dprobs()
             tcgen05.commit(smem.value_free.barrier(tile))
             tcgen05.commit(smem.dprobs_ready.barrier(tile))
             if closes:

@@ -1,7 +1,8 @@
 """The gather role of sparse_prefill_dq on Blackwell, of a pair of CTAs.
 
-A CTA holds half of the columns of all 64 keys of a tile, for S and dQ, and all latent columns of half of the keys, for dP. A warp has 8 of
-the lower 32 keys and 8 of the upper: its lane l has the l-th of these 16, l < 16, and the other lanes look whether other keys count.
+A CTA holds half of the columns of all 64 keys of a tile, for S and dQ, and all latent columns of half of the keys, for dP: in each part of
+S, 32 keys, the even CTA has the first 16. A warp has 8 keys of each CTA: its lane l has the l-th of these 16, l < 16, and the other lanes
+look whether other keys count.
 """
 
 from __future__ import annotations
@@ -10,21 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Int32, Uint8, cute
+from cutlass import Boolean, Int32, Int64, Uint8, cute
 
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
+from ..primitives.arithmetic import smaller
 from ..primitives.copies import start_copy
 from ..primitives.pipeline import StageBarriers
-from ..sm100.config import BOX_BYTES, CTA_COLUMNS, CTA_ROPE, EVEN_CTA, HALF_KEYS, ROW_BYTES, SEEN_WORDS
+from ..sm100.config import BOX_BYTES, CTA_COLUMNS, CTA_ROPE, EVEN_CTA, GROUP_WARPS, HALF_KEYS, ROW_BYTES, WORD_BYTES
 from ..sm100.gather import CHUNK, CHUNKS_PER_ROW, LANES, NO_POSITION, WARP_KEYS, LaneKeys
-from ..sparse_prefill.operands import SparsePrefillIndices
 from ..sparse_prefill.sm100_gather import SparsePrefillHalvesRoleSm100, SparsePrefillTokenEntries, TileKeys
 from .abi import DqOperands
-from .sm100_config import ROPE_ROW_BYTES, VALUE_BOX_BYTES, VALUE_BYTES, DqSm100Smem
+from .sm100_config import ROPE_ROW_BYTES, VALUE_BOX_BYTES, DqSm100Smem
 
-OCTET = 8  # keys of a warp in each half of a tile
-OCTETS = HALF_KEYS // OCTET
+OCTET = 8  # keys of a warp, of each CTA
 ROPE_CHUNKS = ROPE_ROW_BYTES // CHUNK
 VALUE_CHUNKS = D_LATENT * ELEMENT_BYTES // CHUNK
 
@@ -35,17 +35,17 @@ class PairEntries(SparsePrefillTokenEntries):
     def first_key(self, begin_tile: Int32, warp: Int32) -> Int32:
         """Return the position of the lane's key, of a token's first tile."""
         lane = cute.arch.lane_idx()
-        octet = (warp + lane // WARP_KEYS) % OCTETS
-        return begin_tile * TILE_KEYS + octet * OCTET + lane % OCTET + lane // OCTET % 2 * HALF_KEYS
+        return begin_tile * TILE_KEYS + first_row((warp + lane // WARP_KEYS) % GROUP_WARPS) + key_row(lane % WARP_KEYS)
 
-    def look_up(self, keys: SparsePrefillIndices, position: Int32) -> tuple[Int32, Int32]:
-        """Return the entries at the lane's position, and two octets from it."""
-        return keys.entry(position), keys.entry(position ^ (2 * OCTET))
+
+def first_row(warp: Int32) -> Int32:
+    """Return the row of a tile of the first of a warp's 16 keys."""
+    return warp // 2 * HALF_KEYS + warp % 2 * OCTET
 
 
 def key_row(key: Int32 | int) -> Int32 | int:
-    """Return the row of a tile of one of the warp's 16 keys, counted from the warp's first."""
-    return key % OCTET + key // OCTET * HALF_KEYS
+    """Return the row of one of the warp's 16 keys, counted from the first."""
+    return key % OCTET + key // OCTET * (HALF_KEYS // 2)
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class PairCopies:
         source = self.rank * (CTA_COLUMNS * ELEMENT_BYTES) + chunk * CHUNK
         for key in range(WARP_KEYS):
             row = keys.row_of(Int32(key))
-            offset = (self.warp * OCTET + key_row(key)) * ROW_BYTES + (place ^ (key % CHUNKS_PER_ROW)) * CHUNK
+            offset = (first_row(self.warp) + key_row(key)) * ROW_BYTES + (place ^ (key % CHUNKS_PER_ROW)) * CHUNK
             start_copy(stage + (box * BOX_BYTES + offset), row + source, row != 0, CHUNK)
 
     def rope(self, box: cute.Pointer, keys: LaneKeys) -> None:
@@ -74,7 +74,7 @@ class PairCopies:
             key = first + lane // ROPE_CHUNKS
             row = keys.row_of(key)
             place = chunk ^ (key // 2 % ROPE_CHUNKS)
-            offset = (self.warp * OCTET + key_row(key)) * ROPE_ROW_BYTES + place * CHUNK
+            offset = (first_row(self.warp) + key_row(key)) * ROPE_ROW_BYTES + place * CHUNK
             start_copy(box + offset, row + source, row != 0, CHUNK)
 
     def values(self, stage: cute.Pointer, keys: LaneKeys) -> None:
@@ -100,42 +100,48 @@ class DqSm100PairGatherRole(SparsePrefillHalvesRoleSm100):
     ):  # fmt: skip
         """Copy the tiles of one token. Wait kv_free, value_free. Signal kv_ready, value_ready, seen_ready.
 
-        Of this lane's keys, the list is asked a tile ahead. first_tile: number of the first tile.
+        Columns of all keys go a tile ahead of all columns of some keys. Of this lane's keys, the list is asked a tile ahead of both.
+        first_tile: number of the first tile.
         """
         listed = self.source.key_list(operands, token)
         position = self.source.first_key(Int32(0), warp)
         copies = PairCopies(cute.arch.block_idx_in_cluster(), warp)
-        for t in cutlass.range(count, unroll=1):
+        row, seen, filled = Int64(0), Boolean(False), Boolean(False)
+        for t in cutlass.range(count + smaller(count, Int32(1)), unroll=1):
             keys = self.source.locate(operands, listed, found, position)
             position = position + TILE_KEYS
             found = self.source.look_up(listed, cutlass.select_(t + 1 < count, position, Int32(NO_POSITION)))
-            tile = first_tile + t
-            stage, filled = smem.kv_ready.stage(tile), keys.any_seen()
-            smem.value_free.producer_acquire(tile)  # earlier than kv_free: of dP, not of dQ
-            if filled:
-                copies.values(smem.sV + stage * VALUE_BYTES, keys)
-            cute.arch.cp_async_commit_group()
-            smem.kv_free.producer_acquire(tile)
-            if filled:
-                copies.latent(smem.stage(stage), keys)
-                if cutlass.const_expr(self.has_rope):
-                    copies.rope(smem.stage(stage) + smem.geometry.rope_box * BOX_BYTES, keys)
-            cute.arch.cp_async_commit_group()
-            self.store_seen(smem, tile, warp, keys)
-            smem.seen_ready.producer_commit(tile)
-            self.hand_over(smem.value_ready, tile, 1)
-            self.hand_over(smem.kv_ready, tile, 0)
+            next_filled = keys.any_seen()
+            if t < count:
+                self.copy_columns(smem, copies, first_tile + t, keys, next_filled)
+            if t > 0:
+                smem.value_free.producer_acquire(first_tile + t - 1)
+                if filled:
+                    copies.values(smem.sV, TileKeys(row, seen))
+                cute.arch.cp_async_commit_group()
+                self.hand_over(smem.value_ready, first_tile + t - 1)
+            if t < count:
+                self.hand_over(smem.kv_ready, first_tile + t)
+            row, seen, filled = keys.row, keys.other, next_filled
 
     @cute.jit
-    def store_seen(self, smem: DqSm100Smem, tile: Int32, warp: Int32, keys: TileKeys):
-        """Write the warp's byte of either word of bits, a bit per key."""
-        seen = keys.seen()
+    def copy_columns(self, smem: DqSm100Smem, copies: PairCopies, tile: Int32, keys: TileKeys, filled: Boolean):
+        """Start the copies of the CTA's columns of a tile, if it has keys, and say which count."""
+        stage = smem.stage(smem.kv_ready.stage(tile))
+        smem.kv_free.producer_acquire(tile)
+        if filled:
+            copies.latent(stage, keys)
+            if cutlass.const_expr(self.has_rope):
+                copies.rope(stage + smem.geometry.rope_box * BOX_BYTES, keys)
+        cute.arch.cp_async_commit_group()
+        bits = keys.seen()
         if cute.arch.lane_idx() == 0:
-            bits = cute.recast_ptr(smem.seen_words(tile), dtype=Uint8) + warp
-            for word in cutlass.range_constexpr(SEEN_WORDS):
-                (bits + word * OCTETS).store(Uint8((seen >> (word * OCTET)) & 0xFF))
+            target = cute.recast_ptr(smem.seen_words(tile), dtype=Uint8) + (copies.warp // 2 * WORD_BYTES + copies.warp % 2)
+            for octet in cutlass.range_constexpr(WARP_KEYS // OCTET):
+                (target + 2 * octet).store(Uint8((bits >> (octet * OCTET)) & 0xFF))
+        smem.seen_ready.producer_commit(tile)
 
-    def hand_over(self, ready: StageBarriers | None, tile: Int32, under_way: int) -> None:
+    def hand_over(self, ready: StageBarriers | None, tile: Int32, under_way: int = 0) -> None:
         """Signal the even CTA that the warp's share is in its stage: all copies have landed but those of the last `under_way` groups."""
         cute.arch.cp_async_wait_group(under_way)
         cute.arch.fence_proxy("async.shared", space="cta")

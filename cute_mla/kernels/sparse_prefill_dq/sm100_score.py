@@ -9,21 +9,24 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
+from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import first_query_row
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_pair
 from ..primitives.copies import BOX_ROW_BYTES, CHUNK, store_groups, writer_address
-from ..primitives.rows import SECTOR_WORDS, store_packed_row, store_vector
+from ..primitives.rows import SECTOR_WORDS, aligned, store_packed_row, store_vector
 from ..primitives.smem import CHUNKS_PER_ROW
 from ..primitives.wgmma import ROWS_APART, ROWS_PER_THREAD, half
-from ..sm100.config import HALF_KEYS, SCORE_COLUMN, VECTOR, thread_and_lanes
+from ..sm100.config import ALL_SEEN, HALF_KEYS, PAIR, SCORE_COLUMN, VECTOR, WORD_BYTES, thread_and_lanes
 from ..sm100.heads64 import LOWER_LANES
 from ..sm100.heads64_rows import FRAGMENT, Heads64RowsSm100
 from ..sm100.score import LatentRowsSm100
 from .abi import STATISTIC_DELTA, STATISTIC_LSE, DqOperands
 from .score_rows import WARP_ROWS, store_score_rows
-from .sm100_config import TOKENS, DqSm100Smem
+from .sm100_config import DPROBS_COLUMN, TOKENS, DqSm100Smem
+
+RUN_CHUNKS = 2  # of 16 bytes, of a thread's keys of one part of S, in a pair
 
 
 def make_probs(rS: cute.Tensor, scale_log2: Float32, lse: list[Float32]) -> None:
@@ -95,7 +98,7 @@ class DqSm100Rows(Heads64RowsSm100):
 
 
 class DqSm100PairRows(LatentRowsSm100):
-    """One thread's scores, then P, then dS, in a CTA of a pair: 32 keys of a row."""
+    """One thread's scores, then P, then dS, in a CTA of a pair: 32 keys of a row, 16 in each part of S."""
 
     smem: DqSm100Smem
 
@@ -105,9 +108,47 @@ class DqSm100PairRows(LatentRowsSm100):
         """Return a number of the row of every pair of scores."""
         return [of_rows[0]] * (HALF_KEYS // 2)
 
+    @cute.jit
+    def read_scores(self, tile: Int32):
+        """Wait scores_ready, signal scores_free. Load the scores of a tile, part by part: one buffer serves both swaps."""
+        geometry = self.smem.geometry
+        for part in cutlass.range_constexpr(geometry.score_parts):
+            use = tile * geometry.score_parts + part
+            self.smem.scores_ready.consumer_wait(use)
+            tcgen05.fence_after_wait()
+            others = self._take_partial_sums(part, use)
+            self.smem.scores_free.consumer_release(use, cta=geometry.mma_cta)
+            self.sync_halves()  # the part before has been read
+            self._send_partial_sums(0, others)
+            self.sync_halves()
+            self._add_part(part)
+
+    def _add_part(self, part: int) -> None:
+        """Complete a part of the scores by what the other thread of the row has sent."""
+        run_keys = self.smem.geometry.run_keys
+        for vector in range(run_keys // VECTOR):
+            received = cute.make_rmem_tensor(cute.make_layout(VECTOR), Float32)
+            source = aligned(self._exchanged(1 - self.half, vector), VECTOR * WORD_BYTES)
+            cute.autovec_copy(cute.make_tensor(source, received.layout), received)
+            for i in range(0, VECTOR, 2):
+                k = part * run_keys + vector * VECTOR + i
+                pair = (received[i], received[i + 1])
+                self.rS[k], self.rS[k + 1] = cute.arch.add_packed_f32x2((self.rS[k], self.rS[k + 1]), pair)
+
+    def _exchanged(self, sender: Int32, vector: int) -> cute.Pointer:
+        return self.smem.sExchange + ((sender * (self.smem.geometry.run_keys // VECTOR) + vector) * TILE_ROWS + self.row) * VECTOR
+
+    @cute.jit
+    def mask_seen(self, tile: Int32):
+        """Set scores of keys that do not count to -inf."""
+        words = self.smem.seen_words(tile)
+        seen = self.own_bits([words.load(), (words + 1).load()])
+        if seen != ALL_SEEN:
+            self.mask_unseen(seen)
+
     def load_dprobs(self) -> Any:
         """Start to load dP."""
-        return tcgen05.load_columns(self.tmem + SCORE_COLUMN, HALF_KEYS)
+        return tcgen05.load_columns(self.tmem + DPROBS_COLUMN, HALF_KEYS)
 
     def put_probs(self, operands: DqOperands, where: tuple[Int32, Int32], tile: Int32) -> None:
         """Write P to memory."""
@@ -118,18 +159,22 @@ class DqSm100PairRows(LatentRowsSm100):
         words = rounded(self.rS, self.dtype)
         line, flip = self.smem.sS + self.row * BOX_ROW_BYTES, self.row % CHUNKS_PER_ROW
         for i in range(0, len(words), VECTOR):
-            chunk = self.half * (CHUNKS_PER_ROW // 2) + i // VECTOR
-            store_vector(line + (chunk ^ flip) * CHUNK, words[i : i + VECTOR])
+            part, chunk = divmod(i // VECTOR, RUN_CHUNKS)
+            place = (PAIR * part + self.half) * RUN_CHUNKS + chunk
+            store_vector(line + (place ^ flip) * CHUNK, words[i : i + VECTOR])
         cute.arch.fence_proxy("async.shared", space="cta")
         self.smem.dscores_ready.producer_commit(tile, cta=self.smem.geometry.mma_cta)
         self._write(operands.args.dscores, operands, where, words)
 
     @cute.jit
     def _write(self, base: cute.Pointer, operands: DqOperands, where: tuple[Int32, Int32], words: list):
-        """Write half of a row of P or dS to memory, if the row exists: 64 bytes."""
-        row = first_query_row() + self.row
+        """Write the thread's share of a row of P or dS to memory, if the row exists: a sector of each part."""
+        row, run = first_query_row() + self.row, self.smem.geometry.run_keys
         if row < operands.rows():
-            store_packed_row(base + (operands.score_row(*where, row) + self.half * HALF_KEYS), words, at_once=SECTOR_WORDS)
+            target = base + (operands.score_row(*where, row) + self.half * run)
+            for part in cutlass.range_constexpr(self.smem.geometry.score_parts):
+                first = part * run // 2
+                store_packed_row(target + part * PAIR * run, words[first : first + run // 2], at_once=SECTOR_WORDS)
 
 
 @dataclass(frozen=True)
@@ -212,8 +257,10 @@ class DqSm100ScoreRole:
             make_dscores(rows.rS, dprobs, delta)
             rows.put_dscores(operands, where, tile)
         else:
-            smem.scores_ready.consumer_wait(tile)
-            smem.scores_free.consumer_release(tile, cta=smem.geometry.mma_cta)
+            for part in cutlass.range_constexpr(smem.geometry.score_parts):
+                use = tile * smem.geometry.score_parts + part
+                smem.scores_ready.consumer_wait(use)
+                smem.scores_free.consumer_release(use, cta=smem.geometry.mma_cta)
             if cutlass.const_expr(not smem.geometry.paired):  # noqa: SIM102  # of the DSL, which knows the one and not the other
                 if tile > 0:
                     smem.kv_free.consumer_wait(tile - 1)

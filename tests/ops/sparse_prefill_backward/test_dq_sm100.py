@@ -21,6 +21,7 @@ from tests.mutation.planted import patterns as ptx
 from tests.ops.sparse_prefill_backward.keys import drawn, key_of_slots, patterns
 from tests.ops.sparse_prefill_backward.problems import Problem, keys_of, problem
 
+VARIANTS = ((64, 576), (64, 512), (128, 576), (128, 512))  # heads, columns
 SCHEDULES = (("lazy", 0), ("adversarial", 0), ("random", 1), ("random", 2), ("random", 3))
 
 
@@ -89,48 +90,51 @@ def test_dq(heads: int, columns: int) -> None:
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("columns", [576, 512])
-def test_schedules(columns: int, schedule: tuple[str, int]) -> None:
+@pytest.mark.parametrize(("heads", "columns"), VARIANTS)
+def test_schedules(heads: int, columns: int, schedule: tuple[str, int]) -> None:
     """No order of warps and copies changes a bit, nor does the number of SMs."""
-    call = problem(64, columns, keys_of(), sinks=True)
+    call = problem(heads, columns, keys_of(), sinks=True)
     scores = run(call, schedule=schedule)
     expect(call, scores)
     expect_same(scores, run(call, sm_count=1))
 
 
-@pytest.mark.parametrize("columns", [576, 512])
-def test_machine_code(columns: int) -> None:
-    call = problem(64, columns, keys_of(260, 300), dlse=True)
-    expect(call, run(call, code="sass", sm_count=1))
+@pytest.mark.parametrize(("heads", "columns"), VARIANTS)
+def test_machine_code(heads: int, columns: int) -> None:
+    call = problem(heads, columns, keys_of(260, 300), dlse=True)
+    expect(call, run(call, code="sass", sm_count=2))
 
 
-@pytest.mark.parametrize("chunk_tokens", [1, 4])
-def test_chunks_do_not_change_a_bit(chunk_tokens: int) -> None:
-    call = problem(16, 576, keys_of(66, 40))
+@pytest.mark.parametrize(("heads", "chunk_tokens"), [(16, 1), (16, 4), (70, 4)])
+def test_chunks_do_not_change_a_bit(heads: int, chunk_tokens: int) -> None:
+    call = problem(heads, 576, keys_of(66, 40))
     scores = run(call, chunk_tokens)
     expect(call, scores)
     expect_same(scores, run(call))
 
 
 @pytest.mark.parametrize("name", [name for name in patterns() if not name.startswith("no ")])
-def test_indices_of_every_kind(name: str) -> None:
+@pytest.mark.parametrize("heads", [3, 67])
+def test_indices_of_every_kind(name: str, heads: int) -> None:
     keys = patterns()[name]
     if name == "two rounds":
         keys = IndexedKeys(keys.indices[..., :200] % 190, None, None, 200)
-    call = problem(3, 512, keys)
+    call = problem(heads, 512, keys)
     expect(call, run(call, 7))
 
 
 @pytest.mark.parametrize("topk", [1, 63, 64, 65])
-def test_short_lists(topk: int) -> None:
+@pytest.mark.parametrize("heads", [20, 80])
+def test_short_lists(topk: int, heads: int) -> None:
     """A token with one tile, without tiles, and with tiles that name no row, in turn in one CTA."""
     lengths = torch.tensor([[topk, 0, 1], [topk + 1, -1, topk // 2]], dtype=torch.int32)
-    call = problem(20, 576, replace(keys_of(topk, 90), topk_length=lengths))
+    call = problem(heads, 576, replace(keys_of(topk, 90), topk_length=lengths))
     expect(call, run(call, schedule=("lazy", 0), sm_count=1))
 
 
-def test_a_request_has_the_bits_that_it_has_alone() -> None:
-    call = problem(8, 576, keys_of(65, 60))
+@pytest.mark.parametrize("heads", [8, 96])
+def test_a_request_has_the_bits_that_it_has_alone(heads: int) -> None:
+    call = problem(heads, 576, keys_of(65, 60))
     dq = run(call).dq
     for request in range(2):
         saved, own = call.saved, slice(request, request + 1)
@@ -139,9 +143,10 @@ def test_a_request_has_the_bits_that_it_has_alone() -> None:
         assert same_bits(run(Problem(alone, call.dout[own], None, ())).dq, dq[own])
 
 
-def test_strided_operands() -> None:
+@pytest.mark.parametrize("heads", [33, 65])
+def test_strided_operands(heads: int) -> None:
     """Rows of wide tensors have the same bits, by accesses of 16 bytes."""
-    call = problem(65, 576, keys_of(33, 50))
+    call = problem(heads, 576, keys_of(33, 50))
     saved = call.saved
 
     def wide(tensor: torch.Tensor) -> torch.Tensor:
