@@ -15,7 +15,6 @@ from cutlass import Boolean, Int32, Int64, Uint8, cute
 
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
-from ..primitives.arithmetic import smaller
 from ..primitives.copies import start_copy
 from ..primitives.pipeline import StageBarriers
 from ..sm100.config import BOX_BYTES, CTA_COLUMNS, CTA_ROPE, EVEN_CTA, GROUP_WARPS, HALF_KEYS, ROW_BYTES, WORD_BYTES
@@ -89,40 +88,45 @@ class PairCopies:
 
 
 class DqSm100PairGatherRole(SparsePrefillHalvesRoleSm100):
-    """Four warps."""
+    """Four warps. The CTA's columns of a tile come before all columns of some keys of the tile in front, of whatever token."""
 
     source: Any = PairEntries()
 
     @cute.jit
-    def fill_tiles(
-        self, operands: DqOperands, smem: DqSm100Smem, count: Int32, token: Int32, found: tuple[Int32, Int32], first_tile: Int32,
-        warp: Int32,
-    ):  # fmt: skip
-        """Copy the tiles of one token. Wait kv_free, value_free. Signal kv_ready, value_ready, seen_ready.
-
-        Columns of all keys go a tile ahead of all columns of some keys. Of this lane's keys, the list is asked a tile ahead of both.
-        first_tile: number of the first tile.
-        """
-        listed = self.source.key_list(operands, token)
-        position = self.source.first_key(Int32(0), warp)
+    def run(self, operands: DqOperands, smem: DqSm100Smem, warp: Int32):
+        """Wait kv_free, value_free. Signal kv_ready, value_ready, seen_ready. Of this lane's keys, the list is asked a tile ahead."""
+        schedule = operands.schedule
         copies = PairCopies(cute.arch.block_idx_in_cluster(), warp)
-        row, seen, filled = Int64(0), Boolean(False), Boolean(False)
-        for t in cutlass.range(count + smaller(count, Int32(1)), unroll=1):
-            keys = self.source.locate(operands, listed, found, position)
-            position = position + TILE_KEYS
-            found = self.source.look_up(listed, cutlass.select_(t + 1 < count, position, Int32(NO_POSITION)))
-            next_filled = keys.any_seen()
-            if t < count:
-                self.copy_columns(smem, copies, first_tile + t, keys, next_filled)
-            if t > 0:
-                smem.value_free.producer_acquire(first_tile + t - 1)
-                if filled:
-                    copies.values(smem.sV, TileKeys(row, seen))
-                cute.arch.cp_async_commit_group()
-                self.hand_over(smem.value_ready, first_tile + t - 1)
-            if t < count:
-                self.hand_over(smem.kv_ready, first_tile + t)
-            row, seen, filled = keys.row, keys.other, next_filled
+        token, _ = schedule.first_work_tile()
+        tile, row, filled = Int32(0), Int64(0), Boolean(False)  # number of a tile; the lane's key of the tile before, and if it has any
+        first, other = self.first_entries(operands, token, warp)
+        while token <= schedule.last_request():
+            count = schedule.tile_range(token, Int32(0)).tiles
+            following = schedule.work_tile(token, Int32(0)).next_req
+            next_first, next_other = self.first_entries(operands, following, warp)
+            listed, position = self.source.key_list(operands, token), self.source.first_key(Int32(0), warp)
+            for t in cutlass.range(count, unroll=1):
+                keys = self.source.locate(operands, listed, (first, other), position)
+                position = position + TILE_KEYS
+                first, other = self.source.look_up(listed, cutlass.select_(t + 1 < count, position, Int32(NO_POSITION)))
+                next_filled = keys.any_seen()
+                self.copy_columns(smem, copies, tile, keys, next_filled)
+                self.copy_values(smem, copies, tile - 1, LaneKeys(row), filled)
+                self.hand_over(smem.kv_ready, tile)
+                tile, row, filled = tile + 1, keys.row, next_filled
+            token, first, other = following, next_first, next_other
+        self.copy_values(smem, copies, tile - 1, LaneKeys(row), filled)
+        cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def copy_values(self, smem: DqSm100Smem, copies: PairCopies, tile: Int32, keys: LaneKeys, filled: Boolean):
+        """Copy all columns of the CTA's keys of a tile, if there is such a tile, and it has keys."""
+        if tile >= 0:
+            smem.value_free.producer_acquire(tile)
+            if filled:
+                copies.values(smem.sV, keys)
+            cute.arch.cp_async_commit_group()
+            self.hand_over(smem.value_ready, tile)
 
     @cute.jit
     def copy_columns(self, smem: DqSm100Smem, copies: PairCopies, tile: Int32, keys: TileKeys, filled: Boolean):
