@@ -4,8 +4,8 @@ For every query token and head r, over the rows j that the token's indices name 
 
     p_rj = exp(scale <q_r, k_j> - lse'_r)    dS_rj = p_rj (<dout_r, k_j[:512]> - delta'_r)    dq_r = scale sum_j dS_rj k_j
 
-A CTA has 64 heads of a query token. It takes the tokens z, z + grid z and so on of a chunk, 64 indices (one tile) at a time. Where Q, S
-and dQ lie, and which half of the columns a stage's half has: ../sm100/heads64.py.
+Up to 64 heads: a CTA works alone on each query token. It takes the tokens z, z + grid z and so on of a chunk, 64 indices (one tile) at a
+time. Where Q, S and dQ lie, and which half of the columns a stage's half has: ../sm100/heads64.py.
 
 Roles (512 threads):
   score    warps 0..3: P and dS: to memory, dS to shared memory
@@ -29,12 +29,27 @@ Pipelines (producer -> consumer; arrivals per phase). left: columns 0..255 of a 
   dprobs_ready    mma -> score             1: dP of a tile
   dprobs_free     score -> mma             4
   dscores_ready   score -> mma             4: dS of a tile is in shared memory
-  dq_ready        mma -> output            2: dQ of a token is complete; whether there is any has been written
+  dq_ready        mma, score -> output     2: dQ of a token is complete; whether any of its tiles has keys has been written
   dq_free         output -> mma            4
 
 The trick: products go in the order S of a tile, dQ of the tile before, dP of the tile, so that exponentials run under dQ and dS is made
 under the next S. dP takes the lanes of the second half of S, while the first half of the next S takes the others: so the tensor cores
 wait for no load of scores, and Q fits into tensor memory beside dQ. A tile without any key is passed by. README.md has the clocks.
+
+More than 64 heads: a pair of CTAs holds 64 heads each of a token. Each gathers half of the columns of all keys of a tile, for S and dQ, and
+all latent columns of half of the keys, for dP (sm100_pair_gather.py). Roles as above, mma in the even CTA; S in two parts of 32 keys, in
+tensor memory as in ../sparse_prefill/sm100.py. What the mma role waits for comes from both CTAs, and what it commits goes to both:
+
+  kv_ready[3]       gather -> mma           8: the CTAs' columns of all keys
+  kv_free[3]        mma -> gather           1, and in the even CTA one more, when the bits have been read
+  value_ready       gather -> mma           8: the CTAs' keys, for dP
+  value_free        mma -> gather           1
+  seen_ready[3]     gather -> score         4, and by way of kv_ready mma
+  scores_ready[2]   mma -> score            1: a part of S
+  scores_free       score -> mma            8: both parts have been read
+  query_ready, dprobs_free, dscores_ready, dq_free   8;  the others as above. dout_ready counts the bytes of both CTAs
+
+The trick: dP takes the columns of the second part of S, so that the first part of the next S runs until dP has been loaded.
 """
 
 from __future__ import annotations
@@ -56,7 +71,7 @@ from ..sm100.kernel import LatentKernelSm100, LatentRegistersSm100
 from ..sm100.score import LatentQueriesSm100
 from ..sparse_prefill.sm100_output import TokenQueries
 from .abi import DqOperands, SparsePrefillDqAbi
-from .sm100_config import GEOMETRY, PAIR_GEOMETRY, DqSm100Smem, arrivals
+from .sm100_config import GEOMETRY, PAIR_GEOMETRY, DqSm100Geometry, DqSm100Smem, arrivals
 from .sm100_load import DqSm100DoutRole, DqSm100GatherRole
 from .sm100_mma import DqSm100Gemm, DqSm100MmaRole, DqSm100PairGemm, DqSm100PairMmaRole
 from .sm100_output import DqSm100OutputRole
@@ -74,8 +89,8 @@ class DqSm100Kernel(LatentKernelSm100):
     create_rows: Any
     gather_role: Any
 
-    def __init__(self, config: SparsePrefillConfig, arch: Arch, geometry: Any) -> None:
-        super().__init__(SparsePrefillDqAbi(config, ONE_CTA), arch, geometry, geometry.smem(), has_rope=config.d_qk > D_LATENT)
+    def __init__(self, config: SparsePrefillConfig, arch: Arch, geometry: DqSm100Geometry) -> None:
+        super().__init__(SparsePrefillDqAbi(config, ONE_CTA), arch, geometry, geometry.layout(), has_rope=config.d_qk > D_LATENT)
 
     @cute.jit
     def run_mma(self, operands: DqOperands, smem: DqSm100Smem, tmem: Int32, warp: Int32):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from cutlass import Float32, Int32, Uint8, cute
 
@@ -38,7 +39,7 @@ VALUE_ROWS = TILE_KEYS // PAIR  # keys of a tile all of whose latent columns a C
 VALUE_BOX_BYTES = VALUE_ROWS * ROW_BYTES
 VALUE_BYTES = DOUT_BOXES * VALUE_BOX_BYTES
 ONE_STAGE = (
-    *("query_ready", "query_free", "dout_ready", "dout_free"),
+    *("query_ready", "query_free", "dout_ready", "dout_free", "scores_free"),
     *("dprobs_ready", "dprobs_free", "dscores_ready", "dq_ready", "dq_free"),
 )
 
@@ -47,15 +48,15 @@ assert TILE_ROWS * BOX_COLUMNS * 2 == BOX_BYTES
 
 @dataclass(frozen=True)
 class DqSm100Geometry(LatentGeometrySm100):
-    """Numbers of a CTA that works alone, with dP and dQ in place of O."""
+    """Numbers of a CTA, with dP and dQ in place of O."""
 
     def products_per_tile(self, has_rope: bool) -> int:
         """Return the matrix products of one tile: S, dP, dQ."""
         rope = self.key_steps if has_rope else 0
         return super().products_per_tile(has_rope) + DOUT_BOXES * STEPS_PER_BOX + rope
 
-    def smem(self) -> SmemLayout:
-        """Return the layout of shared memory."""
+    def layout(self) -> SmemLayout:
+        """Return the layout of shared memory of a CTA that works alone."""
         seen_ready, seen_bits = self.seen_fields()
         return SmemLayout((
             Array("sKv", Uint8, self.kv_stages * self.stage_bytes, SWIZZLE_PERIOD),
@@ -63,7 +64,7 @@ class DqSm100Geometry(LatentGeometrySm100):
             Array("sS", Uint8, BOX_BYTES, SWIZZLE_PERIOD),
             *(Barriers(name, self.kv_stages) for name in ("left_ready", "left_free", "kv_ready", "kv_free")),
             seen_ready,
-            *(Barriers(name, 1) for name in (*ONE_STAGE, "scores_ready", "scores_free")),
+            *(Barriers(name, 1) for name in (*ONE_STAGE, "scores_ready")),
             seen_bits,
             Array("sBegun", Int32, TOKENS),
             Array("tmem_cell", Int32, 1),
@@ -71,7 +72,7 @@ class DqSm100Geometry(LatentGeometrySm100):
 
 
 @dataclass(frozen=True)
-class DqSm100PairGeometry(LatentGeometrySm100):
+class DqSm100PairGeometry(DqSm100Geometry):
     """Numbers of a CTA of a pair. Its RoPE columns, half of them, have a box of their own with rows of 64 bytes."""
 
     exchange_words = TILE_ROWS * TILE_KEYS // PAIR  # of one part of S
@@ -81,13 +82,8 @@ class DqSm100PairGeometry(LatentGeometrySm100):
         """Return the bytes of a stage of the CTA's columns of all keys of a tile."""
         return self.rope_box * BOX_BYTES + TILE_KEYS * ROPE_ROW_BYTES
 
-    def products_per_tile(self, has_rope: bool) -> int:
-        """Return the matrix products of one tile: S, dP, dQ."""
-        rope = self.key_steps if has_rope else 0
-        return super().products_per_tile(has_rope) + DOUT_BOXES * STEPS_PER_BOX + rope
-
-    def smem(self) -> SmemLayout:
-        """Return the layout of shared memory."""
+    def layout(self) -> SmemLayout:
+        """Return the layout of shared memory of a pair's CTA."""
         seen_ready, seen_bits = self.seen_fields()
         return SmemLayout((
             Array("sKv", Uint8, self.kv_stages * self.stage_bytes, SWIZZLE_PERIOD),
@@ -96,7 +92,7 @@ class DqSm100PairGeometry(LatentGeometrySm100):
             Array("sS", Uint8, BOX_BYTES, SWIZZLE_PERIOD),
             Array("sExchange", Float32, self.exchange_words, 16),
             *(Barriers(name, self.kv_stages) for name in ("kv_ready", "kv_free")),
-            *(Barriers(name, self.score_parts) for name in ("scores_ready", "scores_free")),
+            Barriers("scores_ready", self.score_parts),
             seen_ready,
             *(Barriers(name, 1) for name in (*ONE_STAGE, "value_ready", "value_free")),
             seen_bits,
@@ -111,7 +107,7 @@ PAIR_GEOMETRY = DqSm100PairGeometry(kv_stages=3, score_groups=1, score_parts=2)
 
 @dataclass(frozen=True)
 class DqSm100Smem(LatentSmemSm100):
-    """Shared memory, as DqSm100Geometry.smem lays it out."""
+    """Shared memory, as DqSm100Geometry.layout lays it out."""
 
     sD: cute.Pointer  # bytes of dO: a box for 64 columns
     sS: cute.Pointer  # a box: P on its way to memory, then dS
@@ -129,7 +125,7 @@ class DqSm100Smem(LatentSmemSm100):
     dq_free: StageBarriers
 
 
-def arrivals(smem: DqSm100Smem, kv_releases: int | Callable[[], Int32]) -> tuple[Arrivals, ...]:
+def arrivals(smem: Any, kv_releases: int | Callable[[], Int32]) -> tuple[Arrivals, ...]:
     """Return the arrivals of every barrier.
 
     Warps of the arriving role, of a pair those of both CTAs where the mma role waits; one commit or copy; or a commit and a warp of the

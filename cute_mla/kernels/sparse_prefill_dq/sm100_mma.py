@@ -224,7 +224,10 @@ class DqSm100PairMmaRole(DqSm100MmaRole):
 
     @cute.jit
     def multiply_scores(self, smem: DqSm100Smem, gemm: DqSm100PairGemm, tile: Int32, number: Int32, opens: Boolean, closes: Boolean):
-        """Issue S of one tile. Return whether it has keys. opens, closes: whether it is the first, the last of its token."""
+        """Issue S of one tile. Return whether it has keys. opens, closes: whether it is the first, the last of its token.
+
+        S of the tile before has been read: its dP has been issued.
+        """
         keys = gemm.keys(tile)
         smem.kv_ready.consumer_wait(tile)
         filled = smem.has_keys(tile)
@@ -233,9 +236,7 @@ class DqSm100PairMmaRole(DqSm100MmaRole):
             smem.query_ready.consumer_wait(number)
         parts = smem.geometry.score_parts
         for part in cutlass.range_constexpr(parts):
-            if cutlass.const_expr(part == 0):
-                smem.scores_free.producer_acquire(tile * parts)
-            else:
+            if cutlass.const_expr(part > 0):
                 smem.dprobs_free.producer_acquire(tile)
             tcgen05.fence_after_wait()
             with cute.arch.elect_one():
@@ -255,7 +256,7 @@ class DqSm100PairMmaRole(DqSm100MmaRole):
         if opens:
             smem.dout_ready.consumer_wait(number)
         smem.value_ready.consumer_wait(tile)
-        smem.scores_free.consumer_wait(tile * smem.geometry.score_parts + 1)
+        smem.scores_free.consumer_wait(tile)
         tcgen05.fence_after_wait()
         with cute.arch.elect_one():
             if filled:

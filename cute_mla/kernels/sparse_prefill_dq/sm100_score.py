@@ -117,7 +117,8 @@ class DqSm100PairRows(LatentRowsSm100):
             self.smem.scores_ready.consumer_wait(use)
             tcgen05.fence_after_wait()
             others = self._take_partial_sums(part, use)
-            self.smem.scores_free.consumer_release(use, cta=geometry.mma_cta)
+            if cutlass.const_expr(part == geometry.score_parts - 1):
+                self.smem.scores_free.consumer_release(tile, cta=geometry.mma_cta)
             self.sync_halves()  # the part before has been read
             self._send_partial_sums(0, others)
             self.sync_halves()
@@ -258,9 +259,8 @@ class DqSm100ScoreRole:
             rows.put_dscores(operands, where, tile)
         else:
             for part in cutlass.range_constexpr(smem.geometry.score_parts):
-                use = tile * smem.geometry.score_parts + part
-                smem.scores_ready.consumer_wait(use)
-                smem.scores_free.consumer_release(use, cta=smem.geometry.mma_cta)
+                smem.scores_ready.consumer_wait(tile * smem.geometry.score_parts + part)
+            smem.scores_free.consumer_release(tile, cta=smem.geometry.mma_cta)
             if cutlass.const_expr(not smem.geometry.paired):  # noqa: SIM102  # of the DSL, which knows the one and not the other
                 if tile > 0:
                     smem.kv_free.consumer_wait(tile - 1)

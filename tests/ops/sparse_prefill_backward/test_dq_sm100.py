@@ -157,39 +157,48 @@ def test_strided_operands(heads: int) -> None:
     expect_same(run(replace(call, saved=moved, dout=wide(call.dout))), run(call))
 
 
-KERNEL = "sparse_prefill_dq_sm100_bf16_d576_cluster1"
-# Kinds of bugs, and which matches go unnoticed because nothing changes: of a tile without keys, dprobs_ready comes after kv_free and
-# scores_ready, and dQ after what the score role has sent; nobody reads tensor memory after the last fence.
+# Kinds of bugs, and of each the matches, without a pair and with one, that go unnoticed because nothing changes. Of a tile without keys,
+# dprobs_ready comes after scores_ready and kv_free, and dQ after what the score role has sent; nobody reads tensor memory after the last
+# fence; the first Q is stored by the warps that have waited for nothing.
 BUGS = {
-    "no wait": (ptx.WAITS, ptx.NO_WAIT, {4, 5, 6}),
-    "no arrival": (ptx.ARRIVALS, "", set()),
-    "no proxy fence": (ptx.PROXY_FENCES, "", set()),
-    "no fence before a signal": (ptx.FENCES_BEFORE, "", {5}),
-    "no fence after a wait": (ptx.FENCES_AFTER, "", {2, 9}),
-    "no commit": (ptx.COMMITS, "", set()),
-    "no wait for stores": (ptx.STORE_WAITS, "", set()),
+    "no wait": (ptx.WAITS, ptx.NO_WAIT, {4, 5, 6}, {5}),
+    "no arrival": (ptx.CLUSTER_ARRIVALS, "", set(), set()),
+    "no proxy fence": (ptx.PROXY_FENCES, "", set(), set()),
+    "no fence before a signal": (ptx.FENCES_BEFORE, "", {5}, set()),
+    "no fence after a wait": (ptx.FENCES_AFTER, "", {2, 9}, set()),
+    "no commit": (ptx.COMMITS, "", set(), set()),
+    "no wait for stores": (ptx.STORE_WAITS, "", set(), set()),
+    "no barrier of two warps": (r"bar\.sync \s*%r\d+, 64;", "", set(), set()),
 }
+HEADS = (64, 128)
 
 
 @pytest.fixture(scope="module")
-def walked() -> Problem:
-    """Return a call whose tokens one CTA takes in turn: of none, one and many tiles, of which some, or all, name no row."""
+def walked() -> dict[int, Problem]:
+    """Return calls, by heads, whose tokens one CTA or pair takes in turn: of none, one and many tiles, some or all without a row."""
     indices = drawn(1, 6, 250, 250)
     indices[0, 1, 64:128], indices[0, 4, :64], indices[0, 3] = -1, -1, -1
     lengths = torch.tensor([[130, 200, 0, 70, 250, 100]], dtype=torch.int32)
-    return problem(64, 576, IndexedKeys(indices, lengths, None, 250))
+    return {heads: problem(heads, 576, IndexedKeys(indices, lengths, None, 250)) for heads in HEADS}
 
 
+@pytest.mark.parametrize("heads", HEADS)
 @pytest.mark.parametrize("name", BUGS)
-def test_planted_bugs_are_noticed(name: str, walked: Problem) -> None:
-    artifacts = load_artifacts()
-    entry = artifacts.manifest.kernels[KERNEL]
+def test_planted_bugs_are_noticed(name: str, heads: int, walked: dict[int, Problem]) -> None:
+    artifacts, call, ctas = load_artifacts(), walked[heads], heads // HEADS[0]
+    entry = artifacts.manifest.kernels[f"sparse_prefill_dq_sm100_bf16_d576_cluster{ctas}"]
     text = artifacts.ptx(entry)
-    pattern, replacement, harmless = BUGS[name]
-    found = [match for i, match in enumerate(re.finditer(pattern, text)) if i not in harmless]
-    assert found, f"{pattern!r} does not occur: the planted bug is out of date"
-    for match in found:
+    pattern, replacement, *harmless = BUGS[name]
+    found = list(re.finditer(pattern, text))
+    assert found or (name, ctas) == ("no barrier of two warps", 1), f"{pattern!r} does not occur: the planted bug is out of date"
+    for i, match in enumerate(found):
         broken = text[: match.start()] + replacement + text[match.end() :]
-        with launched_instead(entry, broken), pytest.raises((SimulationError, AssertionError)):
-            for schedule in (("lazy", 0), *SCHEDULES):
-                expect(walked, run(walked, schedule=schedule, sm_count=1))
+        if i not in harmless[ctas - 1]:
+            with launched_instead(entry, broken), pytest.raises((SimulationError, AssertionError)):
+                judge(call, ctas)
+
+
+def judge(call: Problem, ctas: int) -> None:
+    """Run a call under every schedule, on so many SMs."""
+    for schedule in (("lazy", 0), *SCHEDULES):
+        expect(call, run(call, schedule=schedule, sm_count=ctas))
