@@ -82,7 +82,7 @@ ONE_CTA = 1  # a multiprocessor; else ptxas ignores setmaxnreg
 
 
 class DqSm100Kernel(LatentKernelSm100):
-    """What both kernels share: registers, roles that a geometry suffices to tell apart."""
+    """Kernel of either form: the roles that a geometry suffices to tell apart."""
 
     registers = LatentRegistersSm100(None, 240, 96, 48)  # more for output, which holds a row of Q
     smem_type = DqSm100Smem

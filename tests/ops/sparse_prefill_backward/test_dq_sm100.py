@@ -27,7 +27,7 @@ SCHEDULES = (("lazy", 0), ("adversarial", 0), ("random", 1), ("random", 2), ("ra
 
 @dataclass(frozen=True)
 class Scores:
-    """What a launch over all tokens writes. probs, dscores: [tokens, heads, slots], 0 where a slot names no row."""
+    """Results of launches over all tokens. probs, dscores: [tokens, heads, slots], 0 where a slot names no row."""
 
     dq: torch.Tensor
     probs: torch.Tensor
