@@ -158,14 +158,14 @@ def test_strided_operands(heads: int) -> None:
 
 
 # Kinds of bugs, and of each the matches, without a pair and with one, that go unnoticed because nothing changes. Of a tile without keys,
-# dprobs_ready comes after scores_ready and kv_free, and dQ after what the score role has sent; nobody reads tensor memory after the last
-# fence; the first Q is stored by the warps that have waited for nothing.
+# dprobs_ready comes after scores_ready and kv_free; nobody reads tensor memory after the last fences; the warps that store the first Q
+# have waited for nothing; and the loads of the first part of S are told of with those of the second.
 BUGS = {
-    "no wait": (ptx.WAITS, ptx.NO_WAIT, {4, 5, 6}, {5}),
+    "no wait": (ptx.WAITS, ptx.NO_WAIT, {4, 5, 6}, {4, 5}),
     "no arrival": (ptx.CLUSTER_ARRIVALS, "", set(), set()),
     "no proxy fence": (ptx.PROXY_FENCES, "", set(), set()),
-    "no fence before a signal": (ptx.FENCES_BEFORE, "", {5}, set()),
-    "no fence after a wait": (ptx.FENCES_AFTER, "", {2, 9}, set()),
+    "no fence before a signal": (ptx.FENCES_BEFORE, "", {5}, {0, 6}),
+    "no fence after a wait": (ptx.FENCES_AFTER, "", {2, 9}, {3, 10}),
     "no commit": (ptx.COMMITS, "", set(), set()),
     "no wait for stores": (ptx.STORE_WAITS, "", set(), set()),
     "no barrier of two warps": (r"bar\.sync \s*%r\d+, 64;", "", set(), set()),
