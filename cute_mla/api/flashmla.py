@@ -328,8 +328,8 @@ def flash_mla_sparse_fwd(
 
     Results share memory neither with each other nor with operands, nor their elements with one another.
 
-    Gradients of out and lse reach q, kv and attn_sink through flash_mla_sparse_bwd, on Hopper. Gradients of max_logits, of a call with
-    results given or with indexer_topk, and of gradients (double backward) raise ValueError.
+    Gradients of out and lse reach q, kv and attn_sink through flash_mla_sparse_bwd. Gradients of max_logits, of a call with results
+    given or with indexer_topk, and of gradients (double backward) raise ValueError.
 
     Returns (out, max_logits, lse), with indexer_topk (out, max_logits, lse, lse_indexer). max_logits is the greatest sm_scale * score
     of a row, in natural units; lse is the natural log of the sum of exp(sm_scale * score), and lse_indexer the same over the first
@@ -367,7 +367,7 @@ def flash_mla_sparse_bwd(
     dkv: torch.Tensor | None = None,
     d_sink: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Compute the gradients of flash_mla_sparse_fwd's q, kv and attn_sink from that of its out. Hopper.
+    """Compute the gradients of flash_mla_sparse_fwd's q, kv and attn_sink from that of its out.
 
     q, kv, indices, sm_scale, d_v, attn_sink, topk_length, kv_offsets
                      as in the forward call, with or without a batch
@@ -394,6 +394,6 @@ def flash_mla_sparse_bwd(
     given, up to max_workspace bytes. Runs on the current stream, does not synchronise, and can be captured in a CUDA graph. CPU
     tensors run on the simulated device inside cute_mla.simulate("sm90").
 
-    Raises ValueError on bad arguments and on other devices than Hopper, ArtifactError if the built kernels cannot be used, DeviceError if
-    driver or device refuse, SimulationError if the simulated device finds fault with a kernel.
+    Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device refuse,
+    SimulationError if the simulated device finds fault with a kernel.
     """

@@ -11,7 +11,7 @@ import cute_mla
 from cute_mla import reference
 from cute_mla.ops.key_lists import IndexedKeys
 from cute_mla.ops.sparse_prefill_backward import Results, Saved, launch_all
-from cute_mla.spec.arch import SM90
+from cute_mla.spec.arch import Arch
 from tests.ops.sparse_prefill_backward.keys import drawn, key_of_slots
 
 SCALE = 576**-0.5
@@ -27,12 +27,12 @@ class Problem:
     expected: tuple[torch.Tensor, ...]
 
     def run(
-        self, chunk_tokens: int = 1 << 20, schedule: tuple[str, int] = ("round_robin", 0), code: str = "ptx", sm_count: int = 4
+        self, arch: Arch, chunk_tokens: int = 1 << 20, schedule: tuple[str, int] = ("round_robin", 0), code: str = "ptx", sm_count: int = 4
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Return dq, dkv [keys, d_qk] and d_sink."""
         dq = torch.full_like(self.saved.q, math.nan)
         dkv = self.saved.kv.new_full((self.saved.keys.keys, self.saved.kv.shape[-1]), math.nan)
-        with cute_mla.simulate(SM90.name, sm_count=sm_count, schedule=schedule[0], seed=schedule[1], code=code) as device:
+        with cute_mla.simulate(arch.name, sm_count=sm_count, schedule=schedule[0], seed=schedule[1], code=code) as device:
             terms = launch_all(device, self.saved, self.dout, self.dlse, Results(dq, dkv, None), chunk_tokens)
         return dq, dkv, None if terms is None else terms.sum(dim=0)
 

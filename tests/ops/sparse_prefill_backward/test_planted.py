@@ -63,7 +63,7 @@ def judge(kernel: str, call: Problem) -> None:
         if kernel in ROW_ARCHS:
             expect(*run(ROW_ARCHS[kernel], call_of(450), (0, 6), (64, 576), schedule, sm_count=1))
         else:
-            call.expect(call.run(schedule=schedule))
+            call.expect(call.run(SM90, schedule=schedule))
 
 
 @pytest.mark.parametrize("kernel", [DQ, *ROW_ARCHS])
