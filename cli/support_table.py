@@ -38,7 +38,7 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
         }
     },
     "sparse_prefill": {"d_qk": dict.fromkeys((576, 512), "sparse prefill, rows of 576 and 512")},
-    "sparse_prefill_dkv": {"d_qk": dict.fromkeys((576, 512), "sparse prefill, backward on Hopper, rows of 576 and 512")},
+    "sparse_prefill_dkv": {"d_qk": dict.fromkeys((576, 512), "sparse prefill, backward, rows of 576 and 512")},
     "dense_prefill": {"d_qk": {d_qk: f"dense prefill, {heads}" for d_qk, heads in _HEADS.items()}},
     "masked_prefill": {
         "d_qk": dict.fromkeys(MASKED_HEAD_DIMS, "dense prefill with a mask of keys, 192 or 128 columns of q and k, 128 of v")
