@@ -23,6 +23,7 @@ def test_gradients(arch: Arch, heads: int, columns: int) -> None:
     call.expect(call.run(arch))
 
 
+@pytest.mark.in_turn
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("columns", [576, 512])
 def test_schedules(arch: Arch, columns: int, schedule: tuple[str, int]) -> None:
