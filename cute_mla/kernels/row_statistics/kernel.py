@@ -12,7 +12,7 @@ import math
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Float32, Int32, Int64, Uint32
 
 from ...spec.arch import Arch
 from ...spec.mla import D_LATENT, LOG2E
@@ -42,6 +42,14 @@ def load_chunks(row: cute.Pointer) -> list[Float32]:
 def exp(value: Float32) -> Float32:
     """Return e to the power of a value."""
     return cute.math.exp2(value * LOG2E, fastmath=True)
+
+
+def log2_with_sink(lse: Float32, sink: Float32) -> tuple[Float32, Boolean]:
+    """Return lse' in log2 units, and whether the row has no gradient: its lse is infinite, or its sink inf."""
+    dead = (lse == Float32.inf) | (lse == -Float32.inf) | (sink == Float32.inf)
+    above = cutlass.select_(lse >= sink, lse, sink)
+    share = cute.math.log2(exp(lse - above) + exp(sink - above), fastmath=True)
+    return cute.math.fma(above, Float32(LOG2E), share), dead
 
 
 class RowStatistics(WarpKernel):
@@ -81,10 +89,7 @@ class RowStatistics(WarpKernel):
         sink = Float32(-math.inf)
         if args.attn_sink.toint() != 0:
             sink = (args.attn_sink + head).load()
-        dead = (lse == Float32.inf) | (lse == -Float32.inf) | (sink == Float32.inf)
-        above = cutlass.select_(lse >= sink, lse, sink)
-        share = cute.math.log2(exp(lse - above) + exp(sink - above), fastmath=True)
-        with_sink = cute.math.fma(above, Float32(LOG2E), share)  # log2 units
+        with_sink, dead = log2_with_sink(lse, sink)
         if args.sink_terms.toint() != 0:
             term = -cute.math.exp2(cute.math.fma(sink, Float32(LOG2E), -with_sink), fastmath=True) * delta
             (args.sink_terms + Int64(row)).store(cutlass.select_(dead, Float32(0), term))
