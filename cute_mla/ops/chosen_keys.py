@@ -13,7 +13,7 @@ from ..spec.head_sums import INDEX_COLUMNS, INDEX_HEADS, MAX_TOKENS
 from ..spec.mla import MAX_HEADS
 from ..spec.sparse_prefill import HEAD_DIMS
 from .indices import check_indices, check_sink
-from .key_lists import IndexedKeys
+from .key_lists import IndexedKeys, KeyPlan
 from .launch_plan import named_strides
 from .paged_cache import GATHER_ALIGNMENT, MAX_SLOTS
 from .strides import as_rows
@@ -149,7 +149,7 @@ class Launched:
     indexed: IndexedKeys
 
     @staticmethod
-    def create(operands: Operands, names: Names) -> Launched:
+    def create(operands: Operands, names: Names, key_plan: KeyPlan | None = None) -> Launched:
         """Return them for operands that have been checked."""
         keys = operands.keys.squeeze(-2) if names.head else operands.keys
         check_address(names.keys, keys.data_ptr(), GATHER_ALIGNMENT)
@@ -159,7 +159,7 @@ class Launched:
             tensor if tensor is None or operands.q.dim() == 4 else tensor.unsqueeze(0)
             for tensor in (operands.q, operands.terms, operands.indices.squeeze(-2), operands.topk_length)
         )
-        indexed = IndexedKeys(indices, lengths, operands.kv_offsets, keys.shape[-2])
+        indexed = IndexedKeys(indices, lengths, operands.kv_offsets, keys.shape[-2], key_plan)
         return Launched(as_rows(q), keys, terms, indexed)
 
     def arguments(self) -> dict[str, Any]:

@@ -4,14 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 
 from ..runtime.device import Device
-from ..spec.key_lists import MAX_ENTRIES, KeyListsArguments, KeyListsConfig, Step, blocks, grid
+from ..spec.key_lists import BLOCK_TOKENS, MAX_ENTRIES, KeyListsArguments, KeyListsConfig, Step, blocks, grid
+from ..spec.mla import ceil_div
 from ..spec.row_sums import RowSumsArguments, RowSumsConfig
-from .tensor_spec import DTYPE_NAMES
+from .arguments import short_repr
+from .tensor_spec import DTYPE_NAMES, TensorSpec, check_contiguous, check_device, check_dtype, check_shape, operand_spec
+
+DEFAULT_WORKSPACE = 4 << 30  # bytes that chunks may take
+FLOAT_BYTES = INT_BYTES = 4
+
+
+class Entries(NamedTuple):
+    """Sizes of a call: query tokens and rows of keys of all requests, and indices of a token."""
+
+    tokens: int
+    topk: int
+    keys: int
+
+    def chunk_tokens(self, token_bytes: int, columns: int, room: int) -> int:
+        """Return the tokens of a chunk, at least 1: as many as have room. token_bytes: beside lists. columns: of the sums of a key."""
+        token = token_bytes + self.topk * INT_BYTES + ceil_div(self.keys * INT_BYTES, BLOCK_TOKENS)
+        fixed = self.keys * (columns * FLOAT_BYTES + 3 * INT_BYTES)
+        most = min(max(self.tokens, 1), MAX_ENTRIES // max(self.topk, 1))
+        return max(min((room - fixed) // max(token, 1), most), 1)
 
 
 @dataclass(frozen=True)
@@ -19,13 +39,14 @@ class IndexedKeys:
     """The indices of all tokens, and the keys that they name.
 
     indices: int32 [batch, s_q, topk]. topk_length: int32 [batch, s_q], or None. kv_offsets: int32 [batch + 1], or None. s_kv: rows of kv,
-    or without kv_offsets of a request's.
+    or without kv_offsets of a request's. plan: the lists, if they have been made.
     """
 
     indices: torch.Tensor
     topk_length: torch.Tensor | None
     kv_offsets: torch.Tensor | None
     s_kv: int
+    plan: KeyPlan | None = None
 
     @property
     def tokens(self) -> int:
@@ -52,13 +73,18 @@ class IndexedKeys:
         for first in range(0, self.tokens, tokens):
             yield first, min(tokens, self.tokens - first)
 
-    def lists(self, device: Device, chunk: tuple[int, int]) -> KeyLists:
-        """Launch the three steps over a chunk of tokens. ValueError if an entry would not be an int32."""
+    def chunk_lists(self, device: Device, number: int, chunk: tuple[int, int]) -> KeyLists:
+        """Return the lists of a chunk of tokens: those of the plan, or new ones."""
+        return self.lists(device, chunk) if self.plan is None else self.plan.of_chunk(number, chunk)
+
+    def lists(self, device: Device, chunk: tuple[int, int], lists: KeyLists | None = None) -> KeyLists:
+        """Launch the three steps over a chunk of tokens. ValueError if an entry would not be an int32. lists: where they go."""
         (first, tokens), entries = chunk, chunk[1] * self.topk
         if entries > MAX_ENTRIES:
             raise ValueError(f"{tokens} tokens of {self.topk} indices; supported: to {MAX_ENTRIES} entries in a chunk")
         counters = self.indices.new_zeros(blocks(tokens) + 1, self.keys)
-        lists = KeyLists(self.indices.new_empty(self.keys + 1), self.indices.new_empty(entries))
+        if lists is None:
+            lists = KeyLists(self.indices.new_empty(self.keys + 1), self.indices.new_empty(entries))
         if not entries or not self.keys:
             lists.row_starts.zero_()
             return lists
@@ -80,6 +106,71 @@ class KeyLists:
 
     row_starts: torch.Tensor
     entries: torch.Tensor
+
+
+class KeyPlan(NamedTuple):
+    """The lists of all chunks of a call, which calls with the same indices share.
+
+    row_starts: int32 [chunks, keys + 1], of a chunk of ceil(tokens / chunks) tokens each. entries: int32 [tokens, topk].
+    """
+
+    row_starts: torch.Tensor
+    entries: torch.Tensor
+
+    @staticmethod
+    def create(device: Device, indexed: IndexedKeys, chunk_tokens: int) -> KeyPlan:
+        """Launch the steps over chunks of at most so many tokens."""
+        indices, chunks = indexed.indices, max(ceil_div(indexed.tokens, chunk_tokens), 1)
+        plan = KeyPlan(indices.new_empty(chunks, indexed.keys + 1), indices.new_empty(indexed.tokens, indexed.topk))
+        if not indexed.tokens:
+            plan.row_starts.zero_()
+        for number, chunk in enumerate(indexed.chunks(ceil_div(max(indexed.tokens, 1), chunks))):
+            indexed.lists(device, chunk, plan.of_chunk(number, chunk))
+        return plan
+
+    @staticmethod
+    def given(plan: Any) -> KeyPlan | None:
+        """Return the argument of a call. ValueError unless it is None or two tensors."""
+        if plan is None:
+            return None
+        if not isinstance(plan, tuple | list) or len(plan) != len(KeyPlan._fields):
+            raise ValueError(f"plan is {short_repr(plan)}; supported: None, and what plan_sparse_backward returns")
+        return KeyPlan(*plan)
+
+    def of_chunk(self, number: int, chunk: tuple[int, int]) -> KeyLists:
+        """Return the lists of a chunk: (its first token, its tokens)."""
+        return KeyLists(self.row_starts[number], self.entries[chunk[0] : sum(chunk)].flatten())
+
+    def specs(self) -> tuple[TensorSpec, ...]:
+        """Return the specs of the tensors."""
+        return tuple(operand_spec(f"plan.{name}", tensor) for name, tensor in self._asdict().items())
+
+
+def planned_tokens(plan: tuple[TensorSpec, ...], call: Entries, device: torch.device) -> int:
+    """Return the tokens of a chunk. ValueError unless the plan has the sizes of a call."""
+    shapes = ("chunks", call.keys + 1), (call.tokens, call.topk)
+    for name, spec, shape in zip(KeyPlan._fields, plan, shapes, strict=True):
+        check_shape(f"plan.{name}", spec, shape)
+        check_dtype(f"plan.{name}", spec, torch.int32)
+        check_device(f"plan.{name}", spec, device)
+        check_contiguous(f"plan.{name}", spec)
+    chunks = max(plan[0].shape[0], 1)
+    tokens = max(ceil_div(call.tokens, chunks), 1)
+    if call.tokens and ceil_div(call.tokens, tokens) != plan[0].shape[0]:
+        raise ValueError(f"plan.row_starts has {plan[0].shape[0]} chunks of {call.tokens} tokens; supported: as plan_sparse_backward returns it")
+    return tokens
+
+
+def check_accumulated(name: str, given: TensorSpec | None, operand: TensorSpec, accumulate: bool) -> None:
+    """Raise ValueError unless the gradient of keys is None, or a tensor that sums can be written to, or in fp32 added to."""
+    if given is None:
+        if accumulate:
+            raise ValueError(f"{name} is None with {name}_accumulate; supported: a tensor in fp32, to add to")
+        return
+    check_shape(name, given, operand.shape)
+    check_dtype(name, given, *((torch.float32,) if accumulate else (operand.dtype, torch.float32)))
+    check_device(name, given, operand.device)
+    check_contiguous(name, given)
 
 
 @dataclass(frozen=True)

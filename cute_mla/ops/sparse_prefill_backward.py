@@ -15,8 +15,7 @@ from ..runtime.device import Device
 from ..spec import row_statistics, sparse_prefill_dkv, sparse_prefill_dq
 from ..spec.arch import Arch
 from ..spec.dense_decode import TILE_ROWS
-from ..spec.key_lists import BLOCK_TOKENS, MAX_ENTRIES
-from ..spec.mla import D_V, ELEMENT_BYTES, LOG2E, ceil_div
+from ..spec.mla import D_V, ELEMENT_BYTES, LOG2E
 from ..spec.row_statistics import RowStatisticsArguments, RowStatisticsConfig
 from ..spec.sparse_prefill_dkv import SparsePrefillDkvArguments
 from ..spec.sparse_prefill_dq import SparsePrefillDqArguments
@@ -24,7 +23,8 @@ from ..spec.split_plan import TILE_KEYS
 from ..spec.tensor_map import Swizzle, TensorMap
 from . import sparse_prefill
 from .arguments import NO_DOUBLE_BACKWARD, check_flag, check_integer, check_no_grad
-from .key_lists import IndexedKeys, RowSums
+from .fixed_sums import neighbour_sums
+from .key_lists import DEFAULT_WORKSPACE, FLOAT_BYTES, Entries, IndexedKeys, KeyPlan, RowSums, check_accumulated, planned_tokens
 from .launch_plan import LaunchPlan, named_strides
 from .overlap import check_no_overlap
 from .strides import TMA_ALIGNMENT, as_rows, check_rows, output_strides
@@ -42,8 +42,6 @@ from .tensor_spec import (
 )
 
 BOX_COLUMNS = 64
-DEFAULT_WORKSPACE = 4 << 30  # bytes that chunks may take
-FLOAT_BYTES = INT_BYTES = 4
 
 
 class Results(NamedTuple):
@@ -68,6 +66,7 @@ class Limits(NamedTuple):
 
     dkv_accumulate: bool
     max_workspace: int
+    key_plan: KeyPlan | None
 
 
 class CallSpec(NamedTuple):
@@ -79,6 +78,7 @@ class CallSpec(NamedTuple):
     dq: TensorSpec | None
     dkv: TensorSpec | None
     d_sink: TensorSpec | None
+    key_plan: tuple[TensorSpec, ...] | None
     accumulate: bool
     max_workspace: int
 
@@ -161,6 +161,7 @@ def run(
     *,
     kv_offsets: torch.Tensor | None = None,
     dlse: torch.Tensor | None = None,
+    key_plan: tuple[torch.Tensor, torch.Tensor] | None = None,
     dkv_accumulate: bool = False,
     max_workspace: int = DEFAULT_WORKSPACE,
     dq: torch.Tensor | None = None,
@@ -171,7 +172,8 @@ def run(
     operands = sparse_prefill.Operands(q, kv, indices, topk_length, attn_sink, kv_offsets)
     options = sparse_prefill.check_options(sparse_prefill.Options(sm_scale, d_v, 0, math.inf))
     results, rows = Results(dq, dkv, d_sink), Rows(out, lse, dout, dlse)
-    call = check(operands, options, rows, results, Limits(dkv_accumulate, max_workspace))
+    limits = Limits(dkv_accumulate, max_workspace, KeyPlan.given(key_plan))
+    call = check(operands, options, rows, results, limits)
     device = device_for(q.device)
     launch_plan = plan(call, device.arch, device.sm_count)
     check_address("kv", kv.data_ptr(), TMA_ALIGNMENT)
@@ -181,7 +183,7 @@ def run(
     dkv = kv.new_empty(kv.shape) if dkv is None else dkv
     d_sink = q.new_zeros(q.shape[-2], dtype=torch.float32) if d_sink is None else d_sink
     device.mark_uninitialized(dq, *(() if call.accumulate else (dkv,)))
-    saved = _saved(operands, rows, options.sm_scale)
+    saved = _saved(operands, rows, options.sm_scale, limits.key_plan)
     gradients = Results(_batched(dq, 4), dkv.reshape(-1, dkv.shape[-1]), d_sink)
     _launch(device, launch_plan, saved, rows, gradients, call.accumulate)
     return dq, dkv, d_sink
@@ -198,6 +200,7 @@ def check(operands: sparse_prefill.Operands, options: sparse_prefill.Options, ro
         dq=optional_spec("dq", results.dq),
         dkv=optional_spec("dkv", results.dkv),
         d_sink=optional_spec("d_sink", results.d_sink),
+        key_plan=None if limits.key_plan is None else limits.key_plan.specs(),
         accumulate=accumulate,
         max_workspace=check_integer("max_workspace", limits.max_workspace, 0),
     )
@@ -215,13 +218,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> SparsePrefillBackwardPlan
     if call.dq is not None:
         check_last_contiguous("dq", call.dq)
         check_rows(TMA_ALIGNMENT, TMA_ALIGNMENT, {}, {"dq": call.dq})
-    if call.accumulate and call.dkv is None:
-        raise ValueError("dkv is None with dkv_accumulate; supported: a tensor in fp32, to add to")
-    if call.dkv is not None:
-        check_shape("dkv", call.dkv, kv.shape)
-        check_dtype("dkv", call.dkv, *((torch.float32,) if call.accumulate else (kv.dtype, torch.float32)))
-        check_device("dkv", call.dkv, q.device)
-        check_contiguous("dkv", call.dkv)
+    check_accumulated("dkv", call.dkv, kv, call.accumulate)
     if call.d_sink is not None:
         output_strides("d_sink", call.d_sink, (q.shape[-2],), torch.float32, q)
     chunk = _chunk_tokens(call)
@@ -230,14 +227,14 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> SparsePrefillBackwardPlan
 
 
 def _chunk_tokens(call: CallSpec) -> int:
-    """Return the tokens of a chunk, at least 1: as many as max_workspace has room for."""
+    """Return the tokens of a chunk, at least 1: those of the plan, or as many as max_workspace has room for."""
     *leading, h_q, d_qk = call.forward.q.shape
-    topk, keys = call.forward.indices.shape[-1], math.prod(call.forward.kv.shape[:-2])
-    scores = 2 * sparse_prefill_dkv.tiles(topk) * TILE_KEYS * h_q * ELEMENT_BYTES
-    token = scores + topk * (d_qk * ELEMENT_BYTES + INT_BYTES) + ceil_div(keys * INT_BYTES, BLOCK_TOKENS)
-    fixed = keys * (d_qk * FLOAT_BYTES + 3 * INT_BYTES) + math.prod(leading) * h_q * 3 * FLOAT_BYTES
-    most = min(max(math.prod(leading), 1), MAX_ENTRIES // max(topk, 1))
-    return max(min((call.max_workspace - fixed) // max(token, 1), most), 1)
+    entries = Entries(math.prod(leading), call.forward.indices.shape[-1], math.prod(call.forward.kv.shape[:-2]))
+    if call.key_plan is not None:
+        return planned_tokens(call.key_plan, entries, call.forward.q.device)
+    scores = 2 * sparse_prefill_dkv.tiles(entries.topk) * TILE_KEYS * h_q * ELEMENT_BYTES
+    room = call.max_workspace - entries.tokens * h_q * 3 * FLOAT_BYTES
+    return entries.chunk_tokens(scores + entries.topk * d_qk * ELEMENT_BYTES, d_qk, room)
 
 
 def _batched(tensor: torch.Tensor, dimensions: int) -> torch.Tensor:
@@ -245,13 +242,13 @@ def _batched(tensor: torch.Tensor, dimensions: int) -> torch.Tensor:
     return tensor if tensor.dim() == dimensions else tensor.unsqueeze(0)
 
 
-def _saved(operands: sparse_prefill.Operands, rows: Rows, sm_scale: float) -> Saved:
+def _saved(operands: sparse_prefill.Operands, rows: Rows, sm_scale: float, key_plan: KeyPlan | None) -> Saved:
     """Return what the launches take of the forward."""
     q, kv = _batched(operands.q, 4), operands.kv.squeeze(-2)
     if operands.kv_offsets is None:
         kv = _batched(kv, 3)
     lengths = None if operands.topk_length is None else _batched(operands.topk_length, 2)
-    keys = IndexedKeys(_batched(operands.indices, 4).squeeze(-2), lengths, operands.kv_offsets, kv.shape[-2])
+    keys = IndexedKeys(_batched(operands.indices, 4).squeeze(-2), lengths, operands.kv_offsets, kv.shape[-2], key_plan)
     lse = _batched(rows.lse, 3)
     return Saved(as_rows(q), kv, as_rows(_batched(rows.out, 4)), lse, operands.attn_sink, keys, sm_scale)
 
@@ -264,7 +261,7 @@ def _launch(device: Device, launch_plan: SparsePrefillBackwardPlan, saved: Saved
     if terms is None:
         gradients.d_sink.zero_()
     else:
-        torch.sum(terms, dim=0, out=gradients.d_sink)
+        gradients.d_sink.copy_(neighbour_sums(terms))
 
 
 def launch_statistics(
@@ -400,6 +397,6 @@ def launch_all(
         scores = launch_dq(device, saved, chunk, dout, statistics, dq)
         rows = launch_rows(device, saved.keys, chunk, (saved.q, dout), scores)
         del scores  # lest two chunks have memory at a time
-        total.add(device, saved.keys.lists(device, chunk), rows, number == 0, number + 1 == len(chunks))
+        total.add(device, saved.keys.chunk_lists(device, number, chunk), rows, number == 0, number + 1 == len(chunks))
         del rows
     return terms

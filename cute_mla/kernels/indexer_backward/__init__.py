@@ -1,0 +1,1 @@
+"""Gradients of an indexer's scores at the keys that tokens have chosen."""
