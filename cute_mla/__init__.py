@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         get_mla_metadata,
         is_supported,
         merge_states,
+        plan_sparse_backward,
         row_digest,
         workspace_size,
     )
@@ -47,6 +48,7 @@ __all__ = [
     "get_mla_metadata",
     "is_supported",
     "merge_states",
+    "plan_sparse_backward",
     "record",
     "row_digest",
     "simulate",
@@ -68,6 +70,7 @@ _HOME_OF = {
     "get_mla_metadata": ".api",
     "is_supported": ".api",
     "merge_states": ".api",
+    "plan_sparse_backward": ".api",
     "record": ".runtime.recording",
     "row_digest": ".api",
     "simulate": ".runtime.current",

@@ -1,6 +1,13 @@
 """Public functions: signatures and reference pages, and nothing else. The bodies are in ops/."""
 
-from .flashmla import MlaSchedule, flash_mla_sparse_bwd, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
+from .flashmla import (
+    MlaSchedule,
+    flash_mla_sparse_bwd,
+    flash_mla_sparse_fwd,
+    flash_mla_with_kvcache,
+    get_mla_metadata,
+    plan_sparse_backward,
+)
 from .orders import Fingerprint, fingerprint, row_digest
 from .states import merge_states
 from .support import is_supported
@@ -26,6 +33,7 @@ __all__ = [
     "get_mla_metadata",
     "is_supported",
     "merge_states",
+    "plan_sparse_backward",
     "row_digest",
     "workspace_size",
 ]

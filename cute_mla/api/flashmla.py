@@ -9,13 +9,20 @@ import torch
 
 from ..ops import split_plan
 from ..ops.arguments import check_flag, needs_grad
-from ..ops.sparse_prefill_backward import DEFAULT_WORKSPACE
+from ..ops.key_lists import CHUNK_TOKENS, DEFAULT_WORKSPACE
 from ..ops.split_plan import MlaSchedule
 from ..spec.mla import D_V
 from ..tracing import decode, prefill
 from ..tracing.public import public
 
-__all__ = ["MlaSchedule", "flash_mla_sparse_bwd", "flash_mla_sparse_fwd", "flash_mla_with_kvcache", "get_mla_metadata"]
+__all__ = [
+    "MlaSchedule",
+    "flash_mla_sparse_bwd",
+    "flash_mla_sparse_fwd",
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+    "plan_sparse_backward",
+]
 
 _plan = public(decode.METADATA, tensor="cache_seqlens", name="get_mla_metadata")(split_plan.run)
 
@@ -361,6 +368,7 @@ def flash_mla_sparse_bwd(
     *,
     kv_offsets: torch.Tensor | None = None,
     dlse: torch.Tensor | None = None,
+    key_plan: tuple[torch.Tensor, torch.Tensor] | None = None,
     dkv_accumulate: bool = False,
     max_workspace: int = DEFAULT_WORKSPACE,
     dq: torch.Tensor | None = None,
@@ -375,6 +383,8 @@ def flash_mla_sparse_bwd(
                      and does not include the sink
     dout             bf16 [.., s_q, h_q, 512]: gradient of out, finite in rows whose lse is infinite
     dlse             fp32 [.., s_q, h_q]: gradient of lse. None: 0
+    key_plan         what plan_sparse_backward returned for these indices, topk_length, kv_offsets and rows of kv; its chunks are those of
+                     the call then, and max_workspace has no effect. Only its sizes are checked. No bit depends on it. None: made anew
     dkv_accumulate   add the gradient of kv to dkv, which is fp32
     max_workspace    bytes that the call may allocate for what lies between its kernels. It works in chunks of tokens that fit, of one
                      token at least; chunks never change a bit of dq or dkv. 128 heads and 2,048 indices take 3.4 MB a token
@@ -388,7 +398,8 @@ def flash_mla_sparse_bwd(
 
     There are no atomic additions of floats: a row of dkv is summed in fp32 over the tokens that have chosen it, one after the other, from
     rows that are rounded to bf16. So the bits of dq and dkv depend neither on other tokens and requests nor on the number of SMs. d_sink is
-    a sum over all tokens by torch.
+    a sum in fp32 over all tokens of the call: neighbours, then neighbouring sums, and so on. Its bits depend on the tokens and their order
+    alone, not on chunks, SMs or the device's kind of addition; those of a part of the batch are not a part of those of the batch.
 
     Operands of q, out and dout whose rows do not begin at multiples of 16 bytes are copied. Allocates, beside results that are not
     given, up to max_workspace bytes. Runs on the current stream, does not synchronise, and can be captured in a CUDA graph. CPU
@@ -396,4 +407,31 @@ def flash_mla_sparse_bwd(
 
     Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or device refuse,
     SimulationError if the simulated device finds fault with a kernel.
+    """
+
+
+@public(prefill.SPARSE_PLAN, tensor="indices")
+def plan_sparse_backward(
+    indices: torch.Tensor,
+    s_kv: int,
+    topk_length: torch.Tensor | None = None,
+    *,
+    kv_offsets: torch.Tensor | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """List the slots that name each key, for the backward passes of sparse attention and of its indexer.
+
+    indices          int32 [s_q, 1, topk] or [batch, s_q, 1, topk], as in flash_mla_sparse_fwd
+    s_kv             rows of kv; with a batch and no kv_offsets, of each request
+    topk_length, kv_offsets  as in flash_mla_sparse_fwd
+    chunk_tokens     query tokens of a chunk at most: a backward pass holds what lies between its kernels of one chunk at a time
+
+    Returns (row_starts, entries) for key_plan of flash_mla_sparse_bwd and indexer_backward: int32 [chunks, keys + 1] and int32
+    [tokens, topk]. Layers that share indices share a plan, which costs 4 bytes a slot, and 4 a key and chunk. Entries of a chunk are
+    (token in the chunk) * topk + slot, ascending for each key; those of key s are from row_starts[c, s] on, up to row_starts[c, s + 1].
+    What lies behind a chunk's last list is not written. The lists are a function of the indices alone.
+
+    Runs on the current stream, does not synchronise, and can be captured in a CUDA graph. CPU tensors run on the simulated device inside
+    cute_mla.simulate(). Raises ValueError on bad arguments, ArtifactError if the built kernels cannot be used, DeviceError if driver or
+    device refuse, SimulationError if the simulated device finds fault with a kernel.
     """

@@ -8,15 +8,19 @@ from typing import Any, NamedTuple, get_args
 
 import torch
 
+from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec.key_lists import BLOCK_TOKENS, MAX_ENTRIES, KeyListsArguments, KeyListsConfig, Step, blocks, grid
 from ..spec.mla import ceil_div
 from ..spec.row_sums import RowSumsArguments, RowSumsConfig
-from .arguments import short_repr
-from .tensor_spec import DTYPE_NAMES, TensorSpec, check_contiguous, check_device, check_dtype, check_shape, operand_spec
+from .arguments import check_integer, short_repr
+from .indices import check_indices
+from .paged_cache import MAX_SLOTS
+from .tensor_spec import DTYPE_NAMES, TensorSpec, check_contiguous, check_counts, check_device, check_dtype, check_shape, operand_spec
 
 DEFAULT_WORKSPACE = 4 << 30  # bytes that chunks may take
 FLOAT_BYTES = INT_BYTES = 4
+CHUNK_TOKENS = 1024  # of a plan: 128 heads and 2,048 indices of so many tokens take 3.4 GB between the kernels of a backward pass
 
 
 class Entries(NamedTuple):
@@ -144,6 +148,33 @@ class KeyPlan(NamedTuple):
     def specs(self) -> tuple[TensorSpec, ...]:
         """Return the specs of the tensors."""
         return tuple(operand_spec(f"plan.{name}", tensor) for name, tensor in self._asdict().items())
+
+
+def run_plan(
+    indices: torch.Tensor,
+    s_kv: int,
+    topk_length: torch.Tensor | None = None,
+    *,
+    kv_offsets: torch.Tensor | None = None,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """List the slots that name each key, with the arguments of api.flashmla.plan_sparse_backward."""
+    spec = operand_spec("indices", indices)
+    if len(spec.shape) not in (3, 4):
+        raise ValueError(f"indices has shape {list(spec.shape)}; supported: [s_q, 1, topk] or [batch, s_q, 1, topk]")
+    check_indices("indices", spec, (*spec.shape[:-2], 1, "topk"), spec)
+    if topk_length is not None:
+        check_counts("topk_length", operand_spec("topk_length", topk_length), spec.shape[:-2], spec.device, "indices")
+    if kv_offsets is not None:
+        if len(spec.shape) == 3:
+            raise ValueError(f"kv_offsets is given with indices of shape {list(spec.shape)}; supported: with [batch, s_q, 1, topk]")
+        check_counts("kv_offsets", operand_spec("kv_offsets", kv_offsets), (spec.shape[0] + 1,), spec.device, "indices")
+    rows, chunk = check_integer("s_kv", s_kv, 0, MAX_SLOTS), check_integer("chunk_tokens", chunk_tokens, 1)
+    plain = indices.squeeze(-2)
+    if plain.dim() == 2:
+        plain, topk_length = plain.unsqueeze(0), None if topk_length is None else topk_length.unsqueeze(0)
+    plan = KeyPlan.create(device_for(indices.device), IndexedKeys(plain, topk_length, kv_offsets, rows), chunk)
+    return plan.row_starts, plan.entries
 
 
 def planned_tokens(plan: tuple[TensorSpec, ...], call: Entries, device: torch.device) -> int:

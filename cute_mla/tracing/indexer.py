@@ -8,8 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops import index_write, indexer_topk, mqa_logits, topk_indices
-from .register import Function, TorchOp
+from ..ops import head_sums, index_write, indexer_backward, indexer_topk, mqa_logits, topk_indices
+from ..ops.arguments import NO_DOUBLE_BACKWARD, NO_GIVEN_RESULTS
+from .prefill import KEY_PLAN
+from .register import Function, Gradient, TorchOp, ops
 
 _IN_PARTS = {"kv": "Tensor keys, Tensor scales"}
 
@@ -52,6 +54,29 @@ def _new_logits(weights: Tensor, max_context_len: int, **others: Any) -> Tensor:
     return weights.new_empty((weights.shape[0], stride))[:, :max_context_len]
 
 
+def _new_sums(q: Tensor, indices: Tensor, **others: Any) -> Tensor:
+    """Allocate the result of attention_head_sums or indexer_scores."""
+    return q.new_empty((*q.shape[:-2], indices.shape[-1]), dtype=torch.float32)
+
+
+def _score_gradients(q: Tensor, k: Tensor, weights: Tensor, **others: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Allocate dq, dk and dweights of indexer_scores."""
+    return q.new_empty(q.shape), k.new_empty(k.shape), weights.new_empty(weights.shape)
+
+
+def _save_scores(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """Keep what the backward pass of indexer_scores reads: all operands."""
+    ctx.inputs = len(inputs)
+    ctx.save_for_backward(*inputs, *(None,) * (len(ops.indexer_scores.default._schema.arguments) - len(inputs)))
+
+
+def _scores_backward(ctx: Any, dscores: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of q, k and weights, and None for the other arguments."""
+    q, k, weights, indices, topk_length, kv_offsets = ctx.saved_tensors
+    made = ops.indexer_backward(q, k, weights, indices, dscores, topk_length, kv_offsets=kv_offsets)
+    return *made, *(None,) * (ctx.inputs - len(made))
+
+
 WRITE = TorchOp(index_write.run_keys, spelled={"index_cache": "Tensor(a!) index_cache"})
 QUERIES = TorchOp(index_write.run_queries, _prepared, ("out", "out_weights"))
 ROW_LOGITS = TorchOp(
@@ -63,3 +88,19 @@ ROW_TOPK = TorchOp(
     indexer_topk.run_rows, _chosen, ("out", "workspace?"), spelled=_IN_PARTS, traced=_with_parts, body=_of_parts(indexer_topk.run_rows)
 )
 TOPK = TorchOp(topk_indices.run, _new_indices, ("out",))
+HEAD_SUMS = TorchOp(head_sums.run_probs, _new_sums, ("out",))
+SCORES = TorchOp(
+    head_sums.run_scores,
+    _new_sums,
+    ("out",),
+    # torch differentiates ops all of whose tensors may be given by position
+    {"topk_length": "Tensor? topk_length=None, Tensor? kv_offsets=None", "kv_offsets": ""},
+    gradients=(Gradient(_scores_backward, _save_scores), NO_GIVEN_RESULTS),
+)
+BACKWARD = TorchOp(
+    indexer_backward.run,
+    _score_gradients,
+    ("dq", "dk", "dweights"),
+    KEY_PLAN,
+    gradients=(NO_DOUBLE_BACKWARD, NO_DOUBLE_BACKWARD),
+)

@@ -6,18 +6,20 @@ flash_attn_varlen_packed, whose backward pass writes the gradients of the slices
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops import dense_prefill, dense_prefill_backward, sparse_prefill, sparse_prefill_backward
+from ..ops import dense_prefill, dense_prefill_backward, key_lists, sparse_prefill, sparse_prefill_backward
 from ..ops.arguments import NO_BACKWARD, NO_DOUBLE_BACKWARD, NO_GIVEN_RESULTS, check_integer, check_no_grad
 from ..ops.strides import as_rows
 from ..spec.mla import D_V
 from .register import Function, Gradient, TorchOp, ops
 
+KEY_PLAN = {"key_plan": "Tensor[]? key_plan=None"}  # row_starts and entries
 _NO_INDEXER = "gradients of calls without indexer_topk"
 _PACKED = {"q": "Tensor? q", "k": "Tensor packed", "v": "int head_dim_qk"}  # k and v are slices of packed, and q too if it is None
 
@@ -88,6 +90,16 @@ class _SparseFwd(TorchOp):
 def _sparse_gradients(q: Tensor, kv: Tensor, **others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate dq, dkv and d_sink of sparse prefill."""
     return q.new_empty(q.shape), kv.new_empty(kv.shape), q.new_empty(q.shape[-2:-1], dtype=torch.float32)
+
+
+def _key_plan(
+    indices: Tensor, s_kv: int, kv_offsets: Tensor | None, chunk_tokens: int, **others: Any
+) -> tuple[Tensor, Tensor]:
+    """Allocate the lists of plan_sparse_backward."""
+    *leading, _, topk = indices.shape
+    tokens, requests = math.prod(leading), leading[0] if len(leading) == 2 and kv_offsets is None else 1
+    chunks = (tokens + chunk_tokens - 1) // chunk_tokens
+    return indices.new_empty((max(chunks, 1), requests * s_kv + 1)), indices.new_empty((tokens, topk))
 
 
 def _save_sparse(ctx: Any, inputs: tuple[Any, ...], keyword_only_inputs: dict[str, Any], output: tuple[Tensor, ...]) -> None:
@@ -267,9 +279,10 @@ SPARSE_BWD = TorchOp(
     sparse_prefill_backward.run,
     _sparse_gradients,
     ("dq", "dkv", "d_sink"),
-    {"d_v": f"int d_v={D_V}"},
+    {"d_v": f"int d_v={D_V}", **KEY_PLAN},
     gradients=(NO_DOUBLE_BACKWARD, NO_DOUBLE_BACKWARD),
 )
+SPARSE_PLAN = TorchOp(key_lists.run_plan, _key_plan, returned="(Tensor row_starts, Tensor entries)")
 VARLEN = _Varlen(
     dense_prefill.run,
     _varlen_results,
