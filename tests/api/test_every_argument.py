@@ -22,9 +22,10 @@ from tests.support.recording_device import RecordingDevice
 assert fresh
 
 ONE_VALUE = {"d_v", "dropout_p"}  # arguments with a single supported value, which is the default
-RESULTS = {"out", "lse", "max_logits", "lse_indexer", "workspace", "dq", "dk", "dv", "dkv", "d_sink", "out_weights"}
+RESULTS = {"out", "lse", "max_logits", "lse_indexer", "workspace", "dq", "dk", "dv", "dkv", "d_sink", "out_weights", "dweights"}
 NO_OP = {"flash_attn_varlen_kvpacked_func", "flash_attn_varlen_qkvpacked_func", "get_paged_mqa_logits_metadata"}  # call others, or torch
 IN_PARTS = {"kv": ["keys", "scales"]}  # arguments that an op takes as several
+WHOLE_KV = ("flash_mla_sparse", "attention_head_sums")  # whose kv is one tensor
 NAMES = public_names()
 EAGER = [name for name in NAMES if name != "get_paged_mqa_logits_metadata"]  # which launches nothing
 
@@ -62,7 +63,7 @@ def test_an_op_has_the_arguments_and_defaults_of_its_function(name: str) -> None
         del given["stacked"]  # an op takes lists alone
     for argument, parameter in parameters(name).items():
         own = [
-            given.pop(part, None) for part in ((IN_PARTS.get(argument) if not name.startswith("flash_mla_sparse") else None) or [argument])
+            given.pop(part, None) for part in ((IN_PARTS.get(argument) if not name.startswith(WHOLE_KV) else None) or [argument])
         ]
         if argument in RESULTS and own == [None]:
             continue

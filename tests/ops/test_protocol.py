@@ -22,8 +22,11 @@ from cute_mla.ops import (
     dense_decode,
     dense_prefill,
     dense_prefill_backward,
+    head_sums,
     index_write,
+    indexer_backward,
     indexer_topk,
+    key_lists,
     merge_states,
     mqa_logits,
     sparse_decode,
@@ -38,16 +41,21 @@ from cute_mla.ops.protocol import Op, Planner
 
 OPS: tuple[Op, ...] = (
     *(cache_gather, cache_insert, cache_write, dense_prefill, dense_prefill_backward, merge_states, sparse_prefill, split_plan),
+    indexer_backward,
     sparse_prefill_backward,
     topk_indices,
 )
 DECODE: tuple[Planner, ...] = (dense_decode, sparse_decode)
-PLANNERS: tuple[Planner, ...] = (*DECODE, mqa_logits, index_write)  # whose public functions have other bodies than `run`
+PLANNERS: tuple[Planner, ...] = (*DECODE, mqa_logits, index_write, head_sums)  # whose public functions have other bodies than `run`
 
 # The body of each public function.
 BODIES: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "flash_mla_sparse_fwd": (sparse_prefill.run, flashmla.flash_mla_sparse_fwd),
     "flash_mla_sparse_bwd": (sparse_prefill_backward.run, flashmla.flash_mla_sparse_bwd),
+    "plan_sparse_backward": (key_lists.run_plan, flashmla.plan_sparse_backward),
+    "attention_head_sums": (head_sums.run_probs, public_indexer.attention_head_sums),
+    "indexer_scores": (head_sums.run_scores, public_indexer.indexer_scores),
+    "indexer_backward": (indexer_backward.run, public_indexer.indexer_backward),
     "flash_attn_varlen_func": (dense_prefill.run, varlen.flash_attn_varlen_func),
     "flash_attn_varlen_backward": (dense_prefill_backward.run, varlen.flash_attn_varlen_backward),
     "merge_states": (merge_states.run, public_merge_states),

@@ -25,6 +25,7 @@ NOT_TRACED = {
 HOST_ONLY = {  # torch code that no op stands for
     "row_digest",
     *("dequantise_cache", "empty_cache", "quantise_cache", "reorder_cache"),
+    *("indexer_loss", "indexer_targets"),
     *("expand_pools", "pages_of_blocks", "select_blocks", "slots_of_positions", "write_pooled_index_keys"),
 }
 Arguments = dict[str, Any]
@@ -126,12 +127,41 @@ def _sparse_gradients() -> list[Arguments]:
     floats = {name: zeros(*shape, dtype=torch.float32) for name, shape in {"lse": (2, 3, 4), "dlse": (2, 3, 4), "attn_sink": (4,)}.items()}
     results = {"dq": torch.zeros_like(columns), "dkv": zeros(9, 1, 576, dtype=torch.float32), "d_sink": zeros(4, dtype=torch.float32)}
     tables = {"indices": ints(2, 3, 1, 5), "topk_length": ints(2, 3), "kv_offsets": ints(3)}
-    options = {"sm_scale": 0.25, "d_v": 512, "dkv_accumulate": True, "max_workspace": 1 << 20}
+    options = {"sm_scale": 0.25, "d_v": 512, "dkv_accumulate": True, "max_workspace": 1 << 20, "key_plan": (ints(2, 10), ints(6, 5))}
     return [{"q": columns, "kv": zeros(9, 1, 576), "out": rows, "dout": torch.zeros_like(rows), **floats, **tables, **options, **results}]
+
+
+def _head_sums() -> list[Arguments]:
+    """Return a call of attention_head_sums over two packed requests."""
+    rows = {"lse": zeros(2, 3, 4, dtype=torch.float32), "out": zeros(2, 3, 5, dtype=torch.float32)}
+    more = {"sm_scale": 0.25, "attn_sink": zeros(4, dtype=torch.float32), "topk_length": ints(2, 3), "kv_offsets": ints(3)}
+    return [{"q": zeros(2, 3, 4, 576), "kv": zeros(9, 1, 576), **rows, "indices": ints(2, 3, 1, 5), **more}]
+
+
+def _scores() -> list[Arguments]:
+    """Return a call of indexer_scores over two packed requests."""
+    weights, out = zeros(2, 3, 4, dtype=torch.float32), zeros(2, 3, 5, dtype=torch.float32)
+    tables = {"indices": ints(2, 3, 1, 5), "topk_length": ints(2, 3), "kv_offsets": ints(3)}
+    return [{"q": zeros(2, 3, 4, 128), "k": zeros(9, 128), "weights": weights, **tables, "out": out}]
+
+
+def _score_gradients() -> list[Arguments]:
+    """Return a call of the backward of indexer_scores."""
+    (scores,) = _scores()
+    dscores, weights = scores.pop("out"), scores["weights"]
+    results = {"dq": torch.zeros_like(scores["q"]), "dk": zeros(9, 128, dtype=torch.float32), "dweights": torch.zeros_like(weights)}
+    options = {"dk_accumulate": True, "max_workspace": 1 << 20, "key_plan": (ints(2, 10), ints(6, 5))}
+    return [{**scores, "dscores": dscores, **options, **results}]
 
 
 _WITHOUT_RECORD: dict[str, Callable[[], list[Arguments]]] = {
     "flash_mla_sparse_bwd": _sparse_gradients,
+    "attention_head_sums": _head_sums,
+    "indexer_scores": _scores,
+    "indexer_backward": _score_gradients,
+    "plan_sparse_backward": lambda: [
+        {"indices": ints(2, 3, 1, 5), "s_kv": 9, "topk_length": ints(2, 3), "kv_offsets": ints(3), "chunk_tokens": 4}
+    ],
     "get_mla_metadata": _plans,
     "flash_attn_varlen_kvpacked_func": lambda: _packed("k v", kv=zeros(71, 2, 320)),
     "flash_attn_varlen_qkvpacked_func": lambda: _packed(

@@ -172,6 +172,11 @@ def add_scores(shape: ChosenShape, scores: cute.Tensor, keys: Int32, queries: In
                 multiply(scores, (2 * pair + half) * SUMS, a, b[2 * half : 2 * half + 2])
 
 
+def relu(score: Float32) -> Float32:
+    """Return a score, 0 for a negative one and NaN for NaN."""
+    return cutlass.select_(score <= 0, Float32(0), score)
+
+
 def own_key(half: int) -> Int32:
     """Return the place in a tile of one of the lane's two keys."""
     return cute.arch.warp_idx() * WARP_KEYS + cute.arch.lane_idx() // 4 + half * (M // ROW_HALVES)

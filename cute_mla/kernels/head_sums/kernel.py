@@ -33,7 +33,19 @@ from ..primitives.warp_products import BOX_COLUMNS, K, SUMS
 from ..row_statistics.kernel import log2_with_sink
 from ..sparse_prefill.operands import NO_ROW, SparsePrefillOperands
 from ..warp_kernel import WarpKernel, WarpLaunch
-from .chosen_keys import ELEMENTS, ROW_HALVES, THREADS, ChosenShape, KeyRing, add_scores, chosen_operands, load_queries, own_head, own_key
+from .chosen_keys import (
+    ELEMENTS,
+    ROW_HALVES,
+    THREADS,
+    ChosenShape,
+    KeyRing,
+    add_scores,
+    chosen_operands,
+    load_queries,
+    own_head,
+    own_key,
+    relu,
+)
 
 ABSENT = {"probs": 0.0, "scores": -math.inf}  # the sum of a slot that names no key
 
@@ -77,7 +89,7 @@ class HeadReduction:
                 if self.config.kind == "probs":
                     total = total + cute.math.exp2(cute.math.fma(score, operands.scale_log2, -term), fastmath=True)
                 else:
-                    total = cute.math.fma(cutlass.select_(score > 0, score, Float32(0)), term, total)
+                    total = cute.math.fma(relu(score), term, total)
         for lane in (1, 2):
             total = total + cute.arch.shuffle_sync_bfly(total, lane)
         return total

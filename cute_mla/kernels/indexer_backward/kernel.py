@@ -43,6 +43,7 @@ from ..head_sums.chosen_keys import (
     load_queries,
     own_head,
     own_key,
+    relu,
 )
 from ..primitives.arithmetic import pack_pair
 from ..primitives.copies import CHUNK, smem_pointer
@@ -112,8 +113,7 @@ class BackwardTile:
                 for half in range(ROW_HALVES):
                     place = column * SUMS + 2 * half + i
                     score = self.scores[place]
-                    positive = cutlass.select_(score > 0, score, Float32(0))
-                    self.dweights[2 * column + i] = cute.math.fma(dscores[half], positive, self.dweights[2 * column + i])
+                    self.dweights[2 * column + i] = cute.math.fma(dscores[half], relu(score), self.dweights[2 * column + i])
                     self.scores[place] = cutlass.select_(score > 0, dscores[half] * weight, Float32(0))
             for half in range(ROW_HALVES):
                 place = column * SUMS + 2 * half
