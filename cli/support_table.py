@@ -12,7 +12,7 @@ from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 
 # Fields that say how a kernel lays out rows. The table leaves them out: listed kernels ship with all values that calls need.
-_UNLISTED_FIELDS = ("cluster", "few_heads", "few_rows", "slots", "head_tile", "head_tiles")
+_UNLISTED_FIELDS = ("cluster", "columns", "few_heads", "few_rows", "slots", "head_tile", "head_tiles")
 _INTERNAL_OPS = (  # run inside other calls; no public function calls them alone
     *("split_plan", "combine", "dense_prefill_dq"),
     *("row_statistics", "sparse_prefill_dq", "key_lists", "row_sums"),
@@ -47,6 +47,8 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
     "mqa_logits": {"paged": dict.fromkeys((False, True), "the indexer's logits, keys in a row and in an index cache")},
     "topk_indices": {"": {None: "`topk_indices`"}},
     "index_write": {"rows": dict.fromkeys(("keys", "queries"), "the indexer's keys and queries")},
+    "head_sums": {"kind": {"probs": "`attention_head_sums`, rows of 576 and 512", "scores": "`indexer_scores`"}},
+    "indexer_backward": {"": {None: "`indexer_scores`, backward"}},
     "merge_states": {"head_dim": dict.fromkeys((512, 256, 128), "`merge_states`, rows of 512, 256 and 128")},
     **{
         op: {

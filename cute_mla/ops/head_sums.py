@@ -16,7 +16,7 @@ from .chosen_keys import ATTENTION, INDEXER, Launched, Names, Operands, OperandS
 from .launch_plan import LaunchPlan
 from .overlap import check_no_overlap
 from .strides import output_strides
-from .tensor_spec import TensorSpec, check_contiguous, optional_spec
+from .tensor_spec import DTYPE_NAMES, TensorSpec, check_contiguous, optional_spec
 
 NAMES: dict[Kind, Names] = {"probs": ATTENTION, "scores": INDEXER}
 
@@ -101,5 +101,5 @@ def plan(call: CallSpec) -> HeadSumsPlan:
     output_strides("out", call.out, shape, torch.float32, operands.q)
     if call.out is not None:
         check_contiguous("out", call.out)
-    config = HeadSumsConfig(call.kind, operands.q.shape[-1])
+    config = HeadSumsConfig(DTYPE_NAMES[operands.q.dtype], call.kind, operands.q.shape[-1])
     return HeadSumsPlan(config.name, (operands.tokens, 1, 1), {}, shape)

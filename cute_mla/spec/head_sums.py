@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
-from .mla import MAX_HEADS
+from .mla import BF16, MAX_HEADS
 from .sparse_prefill import HEAD_DIMS
 
 Kind = Literal["probs", "scores"]
@@ -58,15 +58,16 @@ PARAMS = params_of(HeadSumsArguments)
 
 @dataclass(frozen=True)
 class HeadSumsConfig:
-    """One compiled variant: what is summed, and columns of a key."""
+    """One compiled variant: the element type of queries and keys, what is summed, and columns of a key."""
 
+    dtype: str
     kind: Kind
     columns: int
 
     @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
-        return f"{self.kind}_d{self.columns}"
+        return f"{self.dtype}_{self.kind}_d{self.columns}"
 
     @property
     def heads(self) -> int:
@@ -76,4 +77,4 @@ class HeadSumsConfig:
 
 def closed_variants() -> tuple[HeadSumsConfig, ...]:
     """Return every variant that ships, on each architecture."""
-    return (*(HeadSumsConfig("probs", columns) for columns in HEAD_DIMS), HeadSumsConfig("scores", INDEX_COLUMNS))
+    return (*(HeadSumsConfig(BF16, "probs", columns) for columns in HEAD_DIMS), HeadSumsConfig(BF16, "scores", INDEX_COLUMNS))

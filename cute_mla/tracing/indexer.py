@@ -59,6 +59,19 @@ def _new_sums(q: Tensor, indices: Tensor, **others: Any) -> Tensor:
     return q.new_empty((*q.shape[:-2], indices.shape[-1]), dtype=torch.float32)
 
 
+def _run_scores(
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor,
+    indices: Tensor,
+    topk_length: Tensor | None = None,
+    kv_offsets: Tensor | None = None,
+    **options: Any,
+) -> Tensor:
+    """Compute indexer_scores, all of whose tensors may be given by position."""
+    return head_sums.run_scores(q, k, weights, indices, topk_length, kv_offsets=kv_offsets, **options)
+
+
 def _score_gradients(q: Tensor, k: Tensor, weights: Tensor, **others: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Allocate dq, dk and dweights of indexer_scores."""
     return q.new_empty(q.shape), k.new_empty(k.shape), weights.new_empty(weights.shape)
@@ -96,6 +109,7 @@ SCORES = TorchOp(
     # torch differentiates ops all of whose tensors may be given by position
     {"topk_length": "Tensor? topk_length=None, Tensor? kv_offsets=None", "kv_offsets": ""},
     gradients=(Gradient(_scores_backward, _save_scores), NO_GIVEN_RESULTS),
+    body=_run_scores,
 )
 BACKWARD = TorchOp(
     indexer_backward.run,

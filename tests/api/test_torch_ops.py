@@ -96,12 +96,20 @@ def sparse_gradients_call() -> Call:
     return "flash_mla_sparse_bwd", {name: value for name, value in given.items() if name not in left_out}
 
 
+def training_call(name: str) -> Call:
+    """Return a call of a function that trains an indexer, which allocates its results."""
+    (given,) = calls_of(name)
+    left_out = ("out", "dq", "dk", "dweights", "dk_accumulate")
+    return name, {key: value for key, value in given.items() if key not in left_out}
+
+
 CALLS: dict[str, Callable[[], Call]] = {
     **{name: partial(op_call, *case) for name, case in CASES.items()},
     "plan": plan_call,
     "plan_topk": lambda: ("get_mla_metadata", plan_call()[1] | {"num_heads_q": 8, "topk": 70}),
     "plan_sparse": sparse_plan_call,
     "sparse_backward": sparse_gradients_call,
+    **{name: partial(training_call, name) for name in ("attention_head_sums", "indexer_scores", "indexer_backward", "plan_sparse_backward")},
 }
 _E4M3 = ("fp8", "logits", "paged_logits", "chosen", "paged_chosen", "index_queries")  # calls with e4m3 operands
 SLOW = ("sparse", "sparse_prefill", "indexer_prefill", "merge_stacked")

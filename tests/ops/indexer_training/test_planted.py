@@ -16,7 +16,7 @@ from tests.ops.indexer_training.test_head_sums import expect_probs, expect_score
 from tests.ops.sparse_prefill_backward.keys import drawn
 
 ORDERS = (Simulated(SM90.name, "adversarial"), Simulated(SM90.name, "lazy"))
-SCORES, PROBS, BACKWARD = "head_sums_sm90_scores_d128", "head_sums_sm90_probs_d512", "indexer_backward_sm90_bf16"
+SCORES, PROBS, BACKWARD = "head_sums_sm90_bf16_scores_d128", "head_sums_sm90_bf16_probs_d512", "indexer_backward_sm90_bf16"
 BARRIER, WAIT = r"bar\.sync\s+0;", r"cp\.async\.wait_group\s+0;"
 TRANSPOSED = r"ldmatrix\.sync\.aligned\.m8n8\.x4\.trans"
 
