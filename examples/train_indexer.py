@@ -1,7 +1,7 @@
 """Train sparse attention with its indexer as DeepSeek-V3.2 was: a warm-up over all keys, then both over the keys that the indexer chooses.
 
-In the warm-up the indexer alone learns: attention reads all keys, and the indexer's softmax over them is drawn to attention's probabilities,
-summed over the heads. In the sparse phase each token attends to the keys with the greatest scores. A task trains the attention, and the
+In the warm-up the indexer alone learns: attention reads all keys, and the indexer's softmax over them is drawn to attention's
+probabilities, summed over the heads. In the sparse phase each token attends to the keys with the greatest scores. A task trains the attention, and the
 indexer goes on learning from its probabilities over these keys; its input is detached, so neither loss reaches the other part.
 
 Runs on a GPU if there is one, else on the simulated device. Where sparse attention has no backward pass, as on Blackwell, the indexer
@@ -34,7 +34,13 @@ WARM_UP, SPARSE, LEARNING_RATE = 3, 3, 0.002
 def draw_weights() -> dict[str, Tensor]:
     """Draw fp32 projections: q, kv and out of attention; index_q, index_k and index_weights of the indexer."""
     draw = torch.Generator().manual_seed(1)
-    rows = {"q": HEADS * COLUMNS, "kv": COLUMNS, "index_q": INDEX_HEADS * INDEX_COLUMNS, "index_k": INDEX_COLUMNS, "index_weights": INDEX_HEADS}
+    rows = {
+        "q": HEADS * COLUMNS,
+        "kv": COLUMNS,
+        "index_q": INDEX_HEADS * INDEX_COLUMNS,
+        "index_k": INDEX_COLUMNS,
+        "index_weights": INDEX_HEADS,
+    }
     weights = {name: torch.randn(size, HIDDEN, generator=draw) * HIDDEN**-0.5 for name, size in rows.items()}
     weights["index_weights"] *= INDEX_COLUMNS**-0.5
     weights["out"] = torch.randn(HIDDEN, HEADS * LATENT, generator=draw) * (HEADS * LATENT) ** -0.5

@@ -68,8 +68,8 @@ def indexer_scores(
                      as in flash_mla_sparse_fwd: indices int32 [.., s_q, 1, topk]
     out              fp32 [.., s_q, topk] for the result, contiguous
 
-    Returns fp32 [.., s_q, topk]: sum_h weight_h relu(<q_h, k>), the logits of fp8_mqa_logits from bf16 operands; -inf for slots that name no
-    key. Products are summed in fp32, heads in a fixed order: bits depend on the token, its heads and the key alone. Where an engine
+    Returns fp32 [.., s_q, topk]: sum_h weight_h relu(<q_h, k>), the logits of fp8_mqa_logits from bf16 operands; -inf for slots that name
+    no key. Products are summed in fp32, heads in a fixed order: bits depend on the token, its heads and the key alone. Where an engine
     chooses keys by fp8 logits, pass q and k quantised and dequantised; their gradients go straight through.
 
     Gradients reach q, k and weights through indexer_backward. Allocation, streams, graphs, simulation and errors are as in

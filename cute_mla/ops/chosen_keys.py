@@ -122,7 +122,7 @@ class OperandSpecs(NamedTuple):
             if not batched:
                 raise ValueError(f"kv_offsets is given with q of shape {list(q.shape)}; supported: with q [batch, s_q, h_q, {q.shape[-1]}]")
             check_counts("kv_offsets", offsets, (self.leading[0] + 1,), q.device)
-        shape = ("s_kv", *names.head, q.shape[-1])
+        shape: tuple[int | str, ...] = ("s_kv", *names.head, q.shape[-1])
         own = batched and offsets is None
         check_shape(names.keys, keys, (self.leading[0], *shape) if own else shape, " with a batch and no kv_offsets" if own else "")
         check_dtype(names.keys, keys, q.dtype)
@@ -155,10 +155,10 @@ class Launched:
         check_address(names.keys, keys.data_ptr(), GATHER_ALIGNMENT)
         if operands.kv_offsets is None and operands.q.dim() == 3:
             keys = keys.unsqueeze(0)
-        q, terms, indices, lengths = (
-            tensor if tensor is None or operands.q.dim() == 4 else tensor.unsqueeze(0)
-            for tensor in (operands.q, operands.terms, operands.indices.squeeze(-2), operands.topk_length)
-        )
+        indices, lengths = operands.indices.squeeze(-2), operands.topk_length
+        q, terms, indices = (tensor if operands.q.dim() == 4 else tensor.unsqueeze(0) for tensor in (operands.q, operands.terms, indices))
+        if lengths is not None and lengths.dim() == 1:
+            lengths = lengths.unsqueeze(0)
         indexed = IndexedKeys(indices, lengths, operands.kv_offsets, keys.shape[-2], key_plan)
         return Launched(as_rows(q), keys, terms, indexed)
 
@@ -166,12 +166,19 @@ class Launched:
         """Return the launch arguments that both kernels have, but for the tokens of a launch."""
         keys, size = self.keys, self.keys.itemsize
         return {
-            **{"q": self.q, "kv": keys, "terms": self.terms, "indices": self.indexed.indices},
-            **{"topk_length": self.indexed.topk_length, "kv_offsets": self.indexed.kv_offsets},
+            "q": self.q,
+            "kv": keys,
+            "terms": self.terms,
+            "indices": self.indexed.indices,
+            "topk_length": self.indexed.topk_length,
+            "kv_offsets": self.indexed.kv_offsets,
             **named_strides("q", "batch token head", self.q.stride()[:3]),
             **named_strides("terms", "batch token head", self.terms.stride()),
             **named_strides("indices", "batch token", self.indexed.indices.stride()[:2]),
             "kv_stride_batch": keys.stride(0) * size if keys.dim() == 3 else 0,
             "kv_stride_row": keys.stride(-2) * size,
-            **{"s_q": self.q.shape[1], "h_q": self.q.shape[2], "s_kv": self.indexed.s_kv, "topk": self.indexed.topk},
+            "s_q": self.q.shape[1],
+            "h_q": self.q.shape[2],
+            "s_kv": self.indexed.s_kv,
+            "topk": self.indexed.topk,
         }

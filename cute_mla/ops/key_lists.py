@@ -179,7 +179,7 @@ def run_plan(
 
 def planned_tokens(plan: tuple[TensorSpec, ...], call: Entries, device: torch.device) -> int:
     """Return the tokens of a chunk. ValueError unless the plan has the sizes of a call."""
-    shapes = ("chunks", call.keys + 1), (call.tokens, call.topk)
+    shapes: tuple[tuple[int | str, ...], ...] = (("chunks", call.keys + 1), (call.tokens, call.topk))
     for name, spec, shape in zip(KeyPlan._fields, plan, shapes, strict=True):
         check_shape(f"plan.{name}", spec, shape)
         check_dtype(f"plan.{name}", spec, torch.int32)
@@ -188,7 +188,9 @@ def planned_tokens(plan: tuple[TensorSpec, ...], call: Entries, device: torch.de
     chunks = max(plan[0].shape[0], 1)
     tokens = max(ceil_div(call.tokens, chunks), 1)
     if call.tokens and ceil_div(call.tokens, tokens) != plan[0].shape[0]:
-        raise ValueError(f"plan.row_starts has {plan[0].shape[0]} chunks of {call.tokens} tokens; supported: as plan_sparse_backward returns it")
+        raise ValueError(
+            f"plan.row_starts has {plan[0].shape[0]} chunks of {call.tokens} tokens; supported: as plan_sparse_backward returns it"
+        )
     return tokens
 
 

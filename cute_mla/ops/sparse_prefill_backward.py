@@ -32,7 +32,6 @@ from .tensor_spec import (
     DTYPE_NAMES,
     TensorSpec,
     check_address,
-    check_contiguous,
     check_device,
     check_dtype,
     check_last_contiguous,

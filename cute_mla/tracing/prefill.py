@@ -92,9 +92,7 @@ def _sparse_gradients(q: Tensor, kv: Tensor, **others: Any) -> tuple[Tensor, Ten
     return q.new_empty(q.shape), kv.new_empty(kv.shape), q.new_empty(q.shape[-2:-1], dtype=torch.float32)
 
 
-def _key_plan(
-    indices: Tensor, s_kv: int, kv_offsets: Tensor | None, chunk_tokens: int, **others: Any
-) -> tuple[Tensor, Tensor]:
+def _key_plan(indices: Tensor, s_kv: int, kv_offsets: Tensor | None, chunk_tokens: int, **others: Any) -> tuple[Tensor, Tensor]:
     """Allocate the lists of plan_sparse_backward."""
     *leading, _, topk = indices.shape
     tokens, requests = math.prod(leading), leading[0] if len(leading) == 2 and kv_offsets is None else 1

@@ -62,9 +62,7 @@ def test_an_op_has_the_arguments_and_defaults_of_its_function(name: str) -> None
     if name == "merge_states":
         del given["stacked"]  # an op takes lists alone
     for argument, parameter in parameters(name).items():
-        own = [
-            given.pop(part, None) for part in ((IN_PARTS.get(argument) if not name.startswith(WHOLE_KV) else None) or [argument])
-        ]
+        own = [given.pop(part, None) for part in ((IN_PARTS.get(argument) if not name.startswith(WHOLE_KV) else None) or [argument])]
         if argument in RESULTS and own == [None]:
             continue
         for part in own:

@@ -109,7 +109,9 @@ CALLS: dict[str, Callable[[], Call]] = {
     "plan_topk": lambda: ("get_mla_metadata", plan_call()[1] | {"num_heads_q": 8, "topk": 70}),
     "plan_sparse": sparse_plan_call,
     "sparse_backward": sparse_gradients_call,
-    **{name: partial(training_call, name) for name in ("attention_head_sums", "indexer_scores", "indexer_backward", "plan_sparse_backward")},
+    **{
+        name: partial(training_call, name) for name in ("attention_head_sums", "indexer_scores", "indexer_backward", "plan_sparse_backward")
+    },
 }
 _E4M3 = ("fp8", "logits", "paged_logits", "chosen", "paged_chosen", "index_queries")  # calls with e4m3 operands
 SLOW = ("sparse", "sparse_prefill", "indexer_prefill", "merge_stacked")

@@ -1,7 +1,7 @@
 """Scores of the keys that a query token has chosen, by products of a warp: what head_sums and indexer_backward share.
 
 A CTA of 128 threads has a token. Q stays in shared memory; keys come by cp.async, tile by tile of 64, in boxes of 64 columns. Scores
-are S^T: a warp has 16 keys of a tile and all heads, so that no sum over the heads leaves the warp.
+are S^T: a warp has 16 keys of a tile and all heads, or 32 keys and half of the heads.
 """
 
 from __future__ import annotations
@@ -35,18 +35,22 @@ THREADS = 128
 PASS_ROWS = THREADS // CHUNKS  # of a box, that the CTA copies at a time
 PASSES = TILE_KEYS // PASS_ROWS
 TILE_BOX_BYTES = TILE_KEYS * BOX_ROW_BYTES
-WARP_KEYS = M
-ROW_HALVES = 2  # keys l / 4 and l / 4 + 8 of a warp are those of lane l
+WARPS = THREADS // 32
+ROW_HALVES = 2  # rows l / 4 and l / 4 + 8 of a product are those of lane l
 
 
 @dataclass(frozen=True)
 class ChosenShape:
-    """Sizes of a variant. steps: in which the boxes of a tile come. tiles: that the ring holds. With a step a tile it holds two."""
+    """Sizes of a variant.
+
+    steps: in which the boxes of a tile come. tiles: that the ring holds; with a step a tile it holds two. groups: of heads, a warp has one.
+    """
 
     columns: int
     heads: int
     steps: int
     tiles: int
+    groups: int
 
     @property
     def boxes(self) -> int:
@@ -69,9 +73,44 @@ class ChosenShape:
         return self.heads * BOX_ROW_BYTES
 
     @property
+    def group_heads(self) -> int:
+        """Return the heads of a warp."""
+        return self.heads // self.groups
+
+    @property
+    def warp_keys(self) -> int:
+        """Return the keys of a tile that a warp has."""
+        return TILE_KEYS * self.groups // WARPS
+
+    @property
+    def own_keys(self) -> int:
+        """Return the keys of a tile of which a lane has scores."""
+        return self.warp_keys // M * ROW_HALVES
+
+    @property
     def sums(self) -> int:
         """Return a lane's scores of a tile."""
-        return self.heads // N * SUMS
+        return self.warp_keys // M * (self.group_heads // N) * SUMS
+
+    def place(self, key: int, column: int, i: int) -> int:
+        """Return where the scores of one of the lane's keys are: head i, 0 or 1, of a product."""
+        return (key // ROW_HALVES * (self.group_heads // N) + column) * SUMS + key % ROW_HALVES * 2 + i
+
+    def first_key(self) -> Int32:
+        """Return the warp's first key of a tile."""
+        return cute.arch.warp_idx() // self.groups * self.warp_keys
+
+    def group(self) -> Int32:
+        """Return the warp's group of heads."""
+        return cute.arch.warp_idx() % self.groups
+
+    def own_key(self, key: int) -> Int32:
+        """Return the place in a tile of one of the lane's keys."""
+        return self.first_key() + (key // ROW_HALVES * M + key % ROW_HALVES * (M // ROW_HALVES)) + cute.arch.lane_idx() // 4
+
+    def own_head(self, column: int) -> Int32:
+        """Return the head of the first of two neighbouring scores of a lane. column: number of the product."""
+        return self.group() * self.group_heads + (column * N + cute.arch.lane_idx() % 4 * 2)
 
     def fields(self) -> tuple[Field, ...]:
         """Return the shared memory that every kernel needs."""
@@ -163,28 +202,19 @@ def load_queries(operands: SparsePrefillOperands, shape: cutlass.Constexpr, quer
 
 def add_scores(shape: ChosenShape, scores: cute.Tensor, keys: Int32, queries: Int32) -> None:
     """Add the products of a box of keys and that of the queries to the warp's scores. Arguments: addresses of the boxes."""
-    warp = cute.arch.warp_idx()
+    first_key, first_head = shape.first_key(), shape.group() * shape.group_heads
     for step in range(BOX_COLUMNS // K):
-        a = load_tall(keys, warp * WARP_KEYS, Int32(2 * step))
-        for pair in range(shape.heads // M):
-            b = load_wide(queries, Int32(pair * M), Int32(2 * step))
+        rows = [load_tall(keys, first_key + above, Int32(2 * step)) for above in range(0, shape.warp_keys, M)]
+        for pair in range(shape.group_heads // M):
+            b = load_wide(queries, first_head + pair * M, Int32(2 * step))
             for half in range(2):
-                multiply(scores, (2 * pair + half) * SUMS, a, b[2 * half : 2 * half + 2])
+                for number, a in enumerate(rows):
+                    multiply(scores, shape.place(ROW_HALVES * number, 2 * pair + half, 0), a, b[2 * half : 2 * half + 2])
 
 
 def relu(score: Float32) -> Float32:
     """Return a score, 0 for a negative one and NaN for NaN."""
     return cutlass.select_(score <= 0, Float32(0), score)
-
-
-def own_key(half: int) -> Int32:
-    """Return the place in a tile of one of the lane's two keys."""
-    return cute.arch.warp_idx() * WARP_KEYS + cute.arch.lane_idx() // 4 + half * (M // ROW_HALVES)
-
-
-def own_head(column: int) -> Int32:
-    """Return the head of the first of two neighbouring scores of a lane. column: number of the product."""
-    return column * N + cute.arch.lane_idx() % 4 * 2
 
 
 ELEMENTS = {"q": BFloat16, "kv": Uint8, "terms": Float32}

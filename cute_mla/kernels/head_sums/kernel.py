@@ -4,15 +4,17 @@
     scores   out_j = sum_h weight_h max(<q_h, k_j>, 0)
 
     grid     (tokens), 128 threads; a CTA has one token and walks its keys in tiles of 64
-    a warp   16 keys of a tile and all heads: S^T by mma.sync, A = keys, B = Q
-    a lane   keys l / 4 and l / 4 + 8 of its warp, every fourth pair of heads; sums over its heads in ascending order, then over the quad
+    a warp   32 keys of a tile and half of the heads, or 16 keys and all heads: S^T by mma.sync, A = keys, B = Q
+    a lane   rows l / 4 and l / 4 + 8 of a product, every fourth pair of heads; sums over its heads in ascending order, then over the quad.
+             Behind the next tile's first barrier a thread adds up the groups of heads of a key and writes the sum
     memory   Q (128 heads x 576: 147,456 bytes) and a ring: one tile of nine boxes that come one by one, or two tiles of 128 columns
 
 Copies: cp.async by all threads, one group a step. A step waits for its group and for the CTA, then starts the copy that takes the place of
 the step before; the indices of a tile are loaded a tile ahead.
 
-The trick: keys are the rows of the product. So a head's sum is a lane's sum, neither shared memory nor a barrier is needed for it, and a
-key that is absent spoils its own row alone. Operands and their meaning: cute_mla/spec/head_sums.py.
+The trick: keys are the rows of the product. So a sum over heads is a lane's sum, and a key that is absent spoils its own row alone. With
+two groups of 64 heads, a warp reads half of Q for twice the keys: 3,456 clocks of the port of shared memory a tile, not 5,184. Operands
+and their meaning: cute_mla/spec/head_sums.py.
 """
 
 import math
@@ -20,32 +22,19 @@ from dataclasses import dataclass
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64
 
 from ...spec.arch import Arch
 from ...spec.head_sums import HeadSumsArguments, HeadSumsConfig
-from ...spec.mla import LOG2E
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import tiles_of
 from ..definition import KernelDefinition
-from ..primitives.smem import SmemLayout
-from ..primitives.warp_products import BOX_COLUMNS, K, SUMS
+from ..primitives.smem import Array, SmemLayout
+from ..primitives.warp_products import BOX_COLUMNS, SUMS, K, N
 from ..row_statistics.kernel import log2_with_sink
-from ..sparse_prefill.operands import NO_ROW, SparsePrefillOperands
+from ..sparse_prefill.operands import NO_ROW, SparsePrefillIndices, SparsePrefillOperands
 from ..warp_kernel import WarpKernel, WarpLaunch
-from .chosen_keys import (
-    ELEMENTS,
-    ROW_HALVES,
-    THREADS,
-    ChosenShape,
-    KeyRing,
-    add_scores,
-    chosen_operands,
-    load_queries,
-    own_head,
-    own_key,
-    relu,
-)
+from .chosen_keys import ELEMENTS, THREADS, ChosenShape, KeyRing, add_scores, chosen_operands, load_queries, relu
 
 ABSENT = {"probs": 0.0, "scores": -math.inf}  # the sum of a slot that names no key
 
@@ -53,8 +42,8 @@ ABSENT = {"probs": 0.0, "scores": -math.inf}  # the sum of a slot that names no 
 def shape_of(config: HeadSumsConfig) -> ChosenShape:
     """Return the sizes of a variant."""
     if config.kind == "probs":
-        return ChosenShape(config.columns, config.heads, steps=config.columns // BOX_COLUMNS, tiles=1)
-    return ChosenShape(config.columns, config.heads, steps=1, tiles=2)
+        return ChosenShape(config.columns, config.heads, steps=config.columns // BOX_COLUMNS, tiles=1, groups=2)
+    return ChosenShape(config.columns, config.heads, steps=1, tiles=2, groups=1)
 
 
 @dataclass(frozen=True)
@@ -80,19 +69,22 @@ class HeadReduction:
         if head < self.config.heads:
             (self.terms + head).store(term)
 
-    def sum(self, operands: SparsePrefillOperands, scores: cute.Tensor, half: int) -> Float32:
-        """Return the sum over the heads of one of the lane's keys, in all lanes of the quad."""
-        total = Float32(0)
-        for column in range(cute.size(scores) // SUMS):
-            for i in range(2):
-                score, term = scores[column * SUMS + 2 * half + i], self.terms[own_head(column) + i]
-                if self.config.kind == "probs":
-                    total = total + cute.math.exp2(cute.math.fma(score, operands.scale_log2, -term), fastmath=True)
-                else:
-                    total = cute.math.fma(relu(score), term, total)
-        for lane in (1, 2):
-            total = total + cute.arch.shuffle_sync_bfly(total, lane)
-        return total
+    @cute.jit
+    def store(self, operands: SparsePrefillOperands, shape: cutlass.Constexpr, scores: cute.Tensor, sums: cute.Pointer):
+        """Write the sums of the lane's keys over its group of heads. sums: those of a tile, [groups, 64 keys]."""
+        for key in cutlass.range_constexpr(shape.own_keys):
+            total = Float32(0)
+            for column in cutlass.range_constexpr(shape.group_heads // N):
+                for i in cutlass.range_constexpr(2):
+                    score, term = scores[shape.place(key, column, i)], self.terms[shape.own_head(column) + i]
+                    if cutlass.const_expr(self.config.kind == "probs"):
+                        total = total + cute.math.exp2(cute.math.fma(score, operands.scale_log2, -term), fastmath=True)
+                    else:
+                        total = cute.math.fma(relu(score), term, total)
+            for lane in cutlass.range_constexpr(1, 3):
+                total = total + cute.arch.shuffle_sync_bfly(total, lane)
+            if cute.arch.lane_idx() % 4 == 0:
+                (sums + (shape.group() * TILE_KEYS + shape.own_key(key))).store(total)
 
 
 class HeadSums(WarpKernel):
@@ -103,7 +95,8 @@ class HeadSums(WarpKernel):
     def __init__(self, config: HeadSumsConfig, arch: Arch) -> None:
         super().__init__(config, arch)
         self.shape = shape_of(config)
-        self.smem = SmemLayout(self.shape.fields())
+        self.tile_sums = self.shape.groups * TILE_KEYS
+        self.smem = SmemLayout((*self.shape.fields(), Array("sums", Float32, 2 * self.tile_sums, 16)))
 
     @cute.kernel
     def kernel(self, args: HeadSumsArguments):
@@ -122,26 +115,34 @@ class HeadSums(WarpKernel):
         reduction.load_terms(operands, token)
         ring.begin()
         scores = cute.make_rmem_tensor(cute.make_layout(self.shape.sums), Float32)
-        out = args.sums + Int64(token) * args.topk
         for tile in cutlass.range(tiles, unroll=1):
-            first = tile * TILE_KEYS
-            present = [indices.look_up(first + own_key(half)) != NO_ROW for half in range(ROW_HALVES)]
             scores.fill(0.0)
             for step in cutlass.range_constexpr(self.shape.steps):
                 ring.take(tile, step)
+                if cutlass.const_expr(step == 0):
+                    self.write(args, indices, memory["sums"], tile - 1)
                 for i in cutlass.range_constexpr(self.shape.step_boxes):
                     box = step * self.shape.step_boxes + i
                     add_scores(self.shape, scores, ring.box(tile, box), memory["queries"].toint() + box * self.shape.queries_bytes)
-            for half in cutlass.range_constexpr(ROW_HALVES):
-                self.write(out, first + own_key(half), args.topk, present[half], reduction.sum(operands, scores, half))
+            reduction.store(operands, self.shape, scores, memory["sums"] + tile % 2 * self.tile_sums)
         ring.end()
-        self.write_rest(out, tiles * TILE_KEYS, args.topk)
+        cute.arch.sync_threads()  # the sums of the last tile are there
+        self.write(args, indices, memory["sums"], tiles - 1)
+        self.write_rest(args.sums + Int64(token) * args.topk, tiles * TILE_KEYS, args.topk)
 
     @cute.jit
-    def write(self, out: cute.Pointer, slot: Int32, topk: Int32, present: Boolean, total: Float32):
-        """Write the sum of a slot that exists, one lane of a quad."""
-        if (cute.arch.lane_idx() % 4 == 0) & (slot < topk):
-            (out + slot).store(cutlass.select_(present, total, Float32(ABSENT[self.config.kind])))
+    def write(self, args: HeadSumsArguments, indices: SparsePrefillIndices, sums: cute.Pointer, tile: Int32):
+        """Write the sums of a tile, a thread each, of slots that exist. tile: -1 for none."""
+        token, _, _ = cute.arch.block_idx()
+        thread, _, _ = cute.arch.thread_idx()
+        slot = tile * TILE_KEYS + thread
+        if (tile >= 0) & (thread < TILE_KEYS) & (slot < args.topk):
+            own = sums + (tile % 2 * self.tile_sums + thread)
+            total = own.load()
+            for group in cutlass.range_constexpr(1, self.shape.groups):
+                total = total + (own + group * TILE_KEYS).load()
+            present = indices.look_up(slot) != NO_ROW
+            (args.sums + (Int64(token) * args.topk + slot)).store(cutlass.select_(present, total, Float32(ABSENT[self.config.kind])))
 
     @cute.jit
     def write_rest(self, out: cute.Pointer, first: Int32, topk: Int32):

@@ -35,14 +35,12 @@ from ..head_sums.chosen_keys import (
     ROW_HALVES,
     THREADS,
     TILE_BOX_BYTES,
-    WARP_KEYS,
+    WARPS,
     ChosenShape,
     KeyRing,
     add_scores,
     chosen_operands,
     load_queries,
-    own_head,
-    own_key,
     relu,
 )
 from ..primitives.arithmetic import pack_pair
@@ -63,8 +61,7 @@ from ..primitives.warp_products import (
 from ..sparse_prefill.operands import NO_ROW, SparsePrefillIndices, SparsePrefillOperands
 from ..warp_kernel import WarpKernel, WarpLaunch
 
-SHAPE = ChosenShape(INDEX_COLUMNS, INDEX_HEADS, steps=1, tiles=2)
-WARPS = THREADS // 32
+SHAPE = ChosenShape(INDEX_COLUMNS, INDEX_HEADS, steps=1, tiles=2, groups=1)
 COLUMNS = INDEX_HEADS // N  # products of a score's row: a lane has two heads of each
 BOX_SUMS = BOX_COLUMNS // N * SUMS
 SMEM = SmemLayout(
@@ -75,7 +72,7 @@ SMEM = SmemLayout(
     )
 )
 assert WARPS * M == INDEX_HEADS, "a warp has 16 heads of dQ"
-assert WARPS * WARP_KEYS == TILE_KEYS, "a warp has 16 keys of a tile"
+assert SHAPE.warp_keys == M, "a warp has 16 keys of a tile"
 
 
 @dataclass(frozen=True)
@@ -109,21 +106,21 @@ class BackwardTile:
         terms = self.memory["terms"]
         for column in range(COLUMNS):
             for i in range(2):
-                weight = terms[own_head(column) + i]
+                weight = terms[SHAPE.own_head(column) + i]
                 for half in range(ROW_HALVES):
-                    place = column * SUMS + 2 * half + i
+                    place = SHAPE.place(half, column, i)
                     score = self.scores[place]
                     self.dweights[2 * column + i] = cute.math.fma(dscores[half], relu(score), self.dweights[2 * column + i])
                     self.scores[place] = cutlass.select_(score > 0, dscores[half] * weight, Float32(0))
             for half in range(ROW_HALVES):
-                place = column * SUMS + 2 * half
+                place = SHAPE.place(half, column, 0)
                 self.words[2 * column + half] = pack_pair(self.scores[place], self.scores[place + 1], BFloat16)
 
     def store_gradients(self) -> None:
         """Write the warp's rows of G^T to shared memory."""
         lane, warp = cute.arch.lane_idx(), cute.arch.warp_idx()
         for pair in range(INDEX_HEADS // M):
-            target = chunk_address(self.memory["gradients"].toint(), warp * WARP_KEYS + lane % M, 2 * pair + lane // M)
+            target = chunk_address(self.memory["gradients"].toint(), warp * M + lane % M, 2 * pair + lane // M)
             words = [self.words[4 * pair + i] for i in range(4)]
             primitives.stmatrix(smem_pointer(target).raw_ptr(), words, primitives.MMALayout.ROW)
 
@@ -176,7 +173,7 @@ class IndexerBackward(WarpKernel):
         state = BackwardTile.create(memory)
         dscores, rows = args.dscores + Int64(token) * args.topk, args.rows + Int64(place) * args.topk * INDEX_COLUMNS
         for tile in cutlass.range(tiles_of(indices.count), unroll=1):
-            slots = [tile * TILE_KEYS + own_key(half) for half in range(ROW_HALVES)]
+            slots = [tile * TILE_KEYS + SHAPE.own_key(half) for half in range(ROW_HALVES)]
             own = [self.gradient(dscores, indices, slot) for slot in slots]
             ring.take(tile, 0)
             state.scores.fill(0.0)
@@ -225,7 +222,7 @@ class IndexerBackward(WarpKernel):
         """Write the rows of dq of the warp's heads that exist."""
         thread, _, _ = cute.arch.thread_idx()
         for half in cutlass.range_constexpr(ROW_HALVES):
-            head = own_key(half)  # a warp has as many heads as keys of a tile
+            head = SHAPE.own_key(half)  # a warp has as many heads as keys of a tile
             words = gather_runs(row_words(dq, half), thread)
             if head < args.h_q:
                 store_row_words(args.dq + (Int64(token) * args.h_q + head) * INDEX_COLUMNS, words, thread, True)
@@ -240,7 +237,7 @@ class IndexerBackward(WarpKernel):
                 for lane in (4, 8, 16):
                     total = total + cute.arch.shuffle_sync_bfly(total, lane)
                 if thread % 32 < 4:
-                    (memory + (thread // 32 * INDEX_HEADS + own_head(column) + i)).store(total)
+                    (memory + (thread // 32 * INDEX_HEADS + SHAPE.own_head(column) + i)).store(total)
         cute.arch.sync_threads()
         if thread < args.h_q:
             total = (memory + thread).load()

@@ -42,7 +42,7 @@ class Chosen:
     keys: IndexedKeys
     sinks: torch.Tensor | None = None
 
-    def tables(self) -> dict[str, torch.Tensor | None]:
+    def tables(self) -> dict[str, Any]:
         """Return indices, lengths and offsets by the names of arguments."""
         keys = self.keys
         return {"indices": keys.indices.unsqueeze(-2), "topk_length": keys.topk_length, "kv_offsets": keys.kv_offsets}

@@ -82,7 +82,11 @@ def test_strided_operands_and_results_of_the_caller(arch: Arch) -> None:
     usual = call.gradients(run, dscores)
     wide = torch.full((*call.q.shape[:-1], 152), math.nan).bfloat16()[..., 8:136].copy_(call.q)
     moved = replace(call, q=wide, terms=call.terms.mT.contiguous().mT)
-    given = {"dq": torch.full_like(call.q, math.nan), "dk": torch.full_like(call.k, math.nan), "dweights": torch.full_like(call.terms, math.nan)}
+    given = {
+        "dq": torch.full_like(call.q, math.nan),
+        "dk": torch.full_like(call.k, math.nan),
+        "dweights": torch.full_like(call.terms, math.nan),
+    }
     results = moved.gradients(run, dscores.mT.contiguous().mT, **given)
     assert all(mine is its for mine, its in zip(results, given.values(), strict=True))
     assert all(map(same_bits, results, usual))
@@ -99,7 +103,10 @@ def test_strided_operands_and_results_of_the_caller(arch: Arch) -> None:
         ({"dweights": torch.zeros(3, 4).bfloat16()}, "dweights has dtype torch.bfloat16; supported: torch.float32"),
         ({"max_workspace": -1}, "max_workspace is -1; supported: an integer, 0 or more"),
         ({"key_plan": 3}, "plan is 3; supported: None, and what plan_sparse_backward returns"),
-        ({"key_plan": (torch.zeros(1, 9).int(), torch.zeros(3, 5).int())}, r"plan.row_starts has shape \[1, 9\]; supported: \[chunks, 10\]"),
+        (
+            {"key_plan": (torch.zeros(1, 9).int(), torch.zeros(3, 5).int())},
+            r"plan.row_starts has shape \[1, 9\]; supported: \[chunks, 10\]",
+        ),
         ({"key_plan": (torch.zeros(1, 10).int(), torch.zeros(3, 4).int())}, r"plan.entries has shape \[3, 4\]; supported: \[3, 5\]"),
         ({"key_plan": (torch.zeros(1, 10), torch.zeros(3, 5).int())}, "plan.row_starts has dtype torch.float32; supported: torch.int32"),
         ({"key_plan": (torch.zeros(4, 10).int(), torch.zeros(3, 5).int())}, "plan.row_starts has 4 chunks of 3 tokens"),
