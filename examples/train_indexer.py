@@ -1,8 +1,9 @@
 """Train sparse attention with its indexer as DeepSeek-V3.2 was: a warm-up over all keys, then both over the keys that the indexer chooses.
 
 In the warm-up the indexer alone learns: attention reads all keys, and the indexer's softmax over them is drawn to attention's
-probabilities, summed over the heads. In the sparse phase each token attends to the keys with the greatest scores. A task trains the attention, and the
-indexer goes on learning from its probabilities over these keys; its input is detached, so neither loss reaches the other part.
+probabilities, summed over the heads. In the sparse phase each token attends to the keys with the greatest scores. A task trains the
+attention, and the indexer goes on learning from its probabilities over these keys; its input is detached, so neither loss reaches the
+other part.
 
 Runs on a GPU if there is one, else on the simulated device. Where sparse attention has no backward pass, as on Blackwell, the indexer
 alone learns in the second phase, too. The same steps by eager autograd in fp64, which replays the choices of keys, say what the losses

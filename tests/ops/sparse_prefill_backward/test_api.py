@@ -86,6 +86,45 @@ def test_results_of_the_caller_and_small_workspaces(arch: Arch) -> None:
     torch.testing.assert_close(given["d_sink"], d_sink)
 
 
+@pytest.mark.parametrize("form", ["single", "batched", "packed"])
+def test_plans_do_not_change_a_bit(form: str) -> None:
+    """Of one chunk and of several; the plan's chunks are those of the call. d_sink too is the same."""
+    call = operands(form)
+    tables = {name: call.get(name) for name in ("topk_length", "kv_offsets")}
+    with cute_mla.simulate(SM90.name, sm_count=4) as device:
+        out, _, lse = cute_mla.flash_mla_sparse_fwd(**call)
+        backward = {**call, "out": out, "lse": lse, "dout": torch.randn(out.shape).bfloat16()}
+        usual = cute_mla.flash_mla_sparse_bwd(**backward)
+        for chunk in (2, 100):
+            plan = cute_mla.plan_sparse_backward(call["indices"], 70, **tables, chunk_tokens=chunk)
+            before = device.launches
+            assert all(map(same_bits, cute_mla.flash_mla_sparse_bwd(**backward, key_plan=plan), usual))
+            assert device.launches - before == 1 + 3 * len(plan[0])  # statistics; dq, rows and sums of each chunk
+
+
+def test_a_plan_of_other_sizes_is_refused() -> None:
+    call = operands("single")
+    rows: dict[str, Any] = {"out": torch.zeros(3, 5, 512).bfloat16(), "lse": torch.zeros(3, 5), "dout": torch.zeros(3, 5, 512).bfloat16()}
+    with cute_mla.simulate(SM90.name, sm_count=4):
+        plan = cute_mla.plan_sparse_backward(call["indices"], 69)
+        with pytest.raises(ValueError, match=r"plan.row_starts has shape \[1, 70\]; supported: \[chunks, 71\]"):
+            cute_mla.flash_mla_sparse_bwd(**call, **rows, key_plan=plan)
+
+
+def test_the_order_of_d_sink_is_that_of_neighbours() -> None:
+    """Its bits are those of sums of neighbouring tokens' terms, each of which is the d_sink of the token alone."""
+    call = operands("single")
+    with cute_mla.simulate(SM90.name, sm_count=4):
+        out, _, lse = cute_mla.flash_mla_sparse_fwd(**call)
+        backward = {**call, "out": out, "lse": lse, "dout": torch.randn(out.shape).bfloat16()}
+        _, _, d_sink = cute_mla.flash_mla_sparse_bwd(**backward)
+        by_token = ("q", "indices", "topk_length", "out", "lse", "dout")
+        terms = [
+            cute_mla.flash_mla_sparse_bwd(**{**backward, **{name: backward[name][i : i + 1] for name in by_token}})[2] for i in range(3)
+        ]
+    assert same_bits(d_sink, (terms[0] + terms[1]) + terms[2])
+
+
 def test_dout_of_any_strides(arch: Arch) -> None:
     """The gradient of a sum is expanded, and has no rows that TMA could load."""
     call = operands("single")
