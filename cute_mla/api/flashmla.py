@@ -423,7 +423,8 @@ def plan_sparse_backward(
 
     indices          int32 [s_q, 1, topk] or [batch, s_q, 1, topk], as in flash_mla_sparse_fwd
     s_kv             rows of kv; with a batch and no kv_offsets, of each request
-    topk_length, kv_offsets  as in flash_mla_sparse_fwd
+    topk_length, kv_offsets
+                     as in flash_mla_sparse_fwd
     chunk_tokens     query tokens of a chunk at most: a backward pass holds what lies between its kernels of one chunk at a time
 
     Returns (row_starts, entries) for key_plan of flash_mla_sparse_bwd and indexer_backward: int32 [chunks, keys + 1] and int32

@@ -30,7 +30,8 @@ def attention_head_sums(
 
     q, kv, sm_scale, attn_sink, kv_offsets
                      as in flash_mla_sparse_fwd, with or without a batch; up to 128 heads
-    indices, topk_length  likewise, but need not be those of the attention: any keys of the request may be asked for
+    indices, topk_length
+                     likewise, but need not be those of the attention: any keys of the request may be asked for
     lse              fp32 [.., s_q, h_q], natural logarithm, without the sink: of attention over whatever keys. With the lse of all keys
                      that a token attends to, windows included, the sums are those of its whole softmax
     out              fp32 [.., s_q, topk] for the result, contiguous

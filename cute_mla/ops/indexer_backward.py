@@ -149,7 +149,7 @@ def _launch(
         rows = dq.new_empty(tokens * indexed.topk, INDEX_COLUMNS)
         device.mark_uninitialized(rows)
         args = IndexerBackwardArguments(
-            **launched.arguments(), dscores=dscores, dq=dq, dweights=dweights, rows=rows, first_token=first, tokens=first + tokens
+            **launched.arguments(), dscores=dscores, dq=dq, dweights=dweights, rows=rows, first_token=first, tokens=tokens
         )
         device.launch(device.kernel("indexer_backward", launch_plan.kernel), (tokens, 1, 1), args, pdl=True)
         lists = indexed.chunk_lists(device, number, (first, tokens))

@@ -77,6 +77,7 @@ PUBLIC_API = {
     "workspace_size",
     "write_index_cache",
     "run_keys",  # its eager body
+    "run_probs",  # that of attention_head_sums
     "write_kv_cache",
     "write_pooled_index_keys",
 }

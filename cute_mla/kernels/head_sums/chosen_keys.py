@@ -122,10 +122,10 @@ class ChosenShape:
         )
 
 
-def chosen_operands(args: Any, first_token: Int32 | None = None) -> SparsePrefillOperands:
+def chosen_operands(args: Any) -> SparsePrefillOperands:
     """Return the arguments of a kernel by meaning."""
     latent = Latent(args.kv, args.kv_offsets, args.kv_stride_batch, args.kv_stride_row, args.s_kv)
-    return SparsePrefillOperands(args, latent, TokenSchedule(args.topk_length, args.topk, args.tokens, first_token))
+    return SparsePrefillOperands(args, latent, TokenSchedule(args.topk_length, args.topk, args.tokens))
 
 
 @dataclass(frozen=True)

@@ -48,7 +48,7 @@ def shape_of(config: HeadSumsConfig) -> ChosenShape:
 
 @dataclass(frozen=True)
 class HeadReduction:
-    """What becomes of the scores of a key. terms: fp32 [heads] in shared memory, lse' in log2 units or weights."""
+    """Sum of a function of the scores of a key. terms: fp32 [heads] in shared memory, lse' in log2 units or weights."""
 
     config: HeadSumsConfig
     terms: cute.Pointer

@@ -77,7 +77,7 @@ assert SHAPE.warp_keys == M, "a warp has 16 keys of a tile"
 
 @dataclass(frozen=True)
 class BackwardTile:
-    """What a lane has of a tile, and sums up over tiles.
+    """Registers of a lane: a tile, and sums over tiles.
 
     scores: S^T, then G^T, of 16 keys and all heads. words: G^T in bf16, A of the rows. dweights: of its heads. dq: of 16 heads.
     """

@@ -12,14 +12,22 @@ import cute_mla
 from cute_mla import indexer
 from cute_mla.ops.key_lists import IndexedKeys
 from cute_mla.spec.arch import Arch
-from tests.ops.sparse_prefill_backward.keys import key_of_slots
+from tests.ops.sparse_prefill_backward.keys import drawn, key_of_slots
 
 SCALE = 576**-0.5
 
 
+SMALL: dict[str, Any] = {
+    "q": torch.zeros(3, 4, 128).bfloat16(),
+    "k": torch.zeros(9, 128).bfloat16(),
+    "weights": torch.zeros(3, 4),
+    "indices": torch.zeros(3, 1, 5, dtype=torch.int32),
+}
+
+
 @dataclass(frozen=True)
 class Simulated:
-    """How a call runs."""
+    """Device, order and code of a call."""
 
     arch: str
     schedule: str = "round_robin"
@@ -125,10 +133,33 @@ def chosen(keys: IndexedKeys, heads: int, columns: int, *, sinks: bool = False) 
     return Chosen(q, k, terms if columns == 128 else terms + 4.0, keys, sink)
 
 
+def keys_of(topk: int = 130, s_kv: int = 180) -> IndexedKeys:
+    """Return indices of two requests. The second tile of a token names no key, and neither does a whole token."""
+    indices = drawn(2, 2, topk, s_kv)
+    indices[:, 0, 64:128] = -1
+    indices[1, 1] = 1 << 30
+    return IndexedKeys(indices, None, None, s_kv)
+
+
 def drawn_gradients(call: Chosen) -> torch.Tensor:
     """Draw gradients of scores, NaN in slots that name no key."""
     draw = torch.Generator().manual_seed(5)
     return torch.randn(call.keys.indices.shape, generator=draw).masked_fill(~call.named(), math.nan)
+
+
+def expect_probs(call: Chosen, sums: torch.Tensor) -> None:
+    expected = call.expected_probs()
+    assert ((sums.double() - expected).abs() <= 1e-5 * expected.abs() + 1e-7).all()
+    assert not sums[~call.named()].any()
+
+
+def expect_scores(call: Chosen, scores: torch.Tensor) -> None:
+    """Assert that scores differ from fp64 by roundings of fp32 alone."""
+    named, expected = call.named(), call.expected_scores().detach()
+    assert (scores[~named] == -math.inf).all()
+    products = call.at_slots(call.k.double().nan_to_num().abs(), call.q.double().abs())
+    size = torch.einsum("th,thj->tj", call.terms.double().abs().flatten(0, 1), products)
+    assert ((scores.double() - expected).abs()[named] <= 1e-6 * size.view(named.shape)[named]).all()
 
 
 def expect_gradients(actual: tuple[torch.Tensor, ...], expected: tuple[torch.Tensor, ...]) -> None:

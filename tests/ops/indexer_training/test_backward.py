@@ -14,8 +14,7 @@ from cute_mla.indexer import indexer_backward
 from cute_mla.ops.key_lists import IndexedKeys
 from cute_mla.spec.arch import SM90, Arch
 from cute_mla.testing.compare import same_bits
-from tests.ops.indexer_training.problems import Simulated, chosen, drawn_gradients, expect_gradients, runs
-from tests.ops.indexer_training.test_head_sums import SMALL, keys_of
+from tests.ops.indexer_training.problems import SMALL, Simulated, chosen, drawn_gradients, expect_gradients, keys_of, runs
 from tests.ops.sparse_prefill_backward.keys import drawn, patterns
 
 

@@ -15,31 +15,8 @@ from cute_mla.indexer import attention_head_sums, indexer_scores
 from cute_mla.ops.key_lists import IndexedKeys
 from cute_mla.spec.arch import SM90, Arch
 from cute_mla.testing.compare import same_bits
-from tests.ops.indexer_training.problems import SCALE, Chosen, Simulated, chosen, runs
-from tests.ops.sparse_prefill_backward.keys import drawn, patterns
-
-
-def keys_of(topk: int = 130, s_kv: int = 180) -> IndexedKeys:
-    """Return indices of two requests. The second tile of a token names no key, and neither does a whole token."""
-    indices = drawn(2, 2, topk, s_kv)
-    indices[:, 0, 64:128] = -1
-    indices[1, 1] = 1 << 30
-    return IndexedKeys(indices, None, None, s_kv)
-
-
-def expect_probs(call: Chosen, sums: torch.Tensor) -> None:
-    expected = call.expected_probs()
-    assert ((sums.double() - expected).abs() <= 1e-5 * expected.abs() + 1e-7).all()
-    assert not sums[~call.named()].any()
-
-
-def expect_scores(call: Chosen, scores: torch.Tensor) -> None:
-    """Assert that scores differ from fp64 by roundings of fp32 alone."""
-    named, expected = call.named(), call.expected_scores().detach()
-    assert (scores[~named] == -math.inf).all()
-    products = call.at_slots(call.k.double().nan_to_num().abs(), call.q.double().abs())
-    size = torch.einsum("th,thj->tj", call.terms.double().abs().flatten(0, 1), products)
-    assert ((scores.double() - expected).abs()[named] <= 1e-6 * size.view(named.shape)[named]).all()
+from tests.ops.indexer_training.problems import SCALE, SMALL, Chosen, Simulated, chosen, expect_probs, expect_scores, keys_of, runs
+from tests.ops.sparse_prefill_backward.keys import patterns
 
 
 @pytest.mark.parametrize(("heads", "columns"), [(128, 576), (1, 576), (65, 512)])
@@ -145,14 +122,6 @@ def test_nan_in_a_key_reaches_its_own_sums_alone(arch: Arch) -> None:
     assert scores[hit].isnan().all()
     assert hit.any()
     assert same_bits(scores[~hit], usual[~hit])
-
-
-SMALL: dict[str, Any] = {
-    "q": torch.zeros(3, 4, 128).bfloat16(),
-    "k": torch.zeros(9, 128).bfloat16(),
-    "weights": torch.zeros(3, 4),
-    "indices": torch.zeros(3, 1, 5, dtype=torch.int32),
-}
 
 
 @pytest.mark.parametrize(

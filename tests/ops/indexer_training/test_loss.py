@@ -14,8 +14,7 @@ from cute_mla.indexer import attention_head_sums, indexer_loss, indexer_scores, 
 from cute_mla.ops.fixed_sums import neighbour_sums
 from cute_mla.spec.arch import Arch
 from cute_mla.testing.compare import same_bits
-from tests.ops.indexer_training.problems import SCALE, Simulated, chosen, expect_gradients
-from tests.ops.indexer_training.test_head_sums import keys_of
+from tests.ops.indexer_training.problems import SCALE, Simulated, chosen, expect_gradients, keys_of
 from tests.support.tree import ROOT
 
 
@@ -112,7 +111,7 @@ def test_what_is_refused_with_gradients() -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says how it fares on the simulated device")
 @pytest.mark.slow
 def test_the_program_that_trains_an_indexer_runs(arch: Arch, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It needs kernels that `make quick` does not build, unlike other examples."""
+    """Run it here and not with the other examples: it needs kernels that `make quick` does not build."""
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     run = [sys.executable, str(ROOT / "examples" / "train_indexer.py"), arch.name]
     result = subprocess.run(run, capture_output=True, text=True, timeout=600, check=False)

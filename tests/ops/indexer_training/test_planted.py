@@ -11,8 +11,7 @@ from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.simulator import SimulationError
 from cute_mla.spec.arch import SM90
 from tests.mutation.bench import launched_instead
-from tests.ops.indexer_training.problems import Simulated, chosen, drawn_gradients, expect_gradients
-from tests.ops.indexer_training.test_head_sums import expect_probs, expect_scores
+from tests.ops.indexer_training.problems import Simulated, chosen, drawn_gradients, expect_gradients, expect_probs, expect_scores
 from tests.ops.sparse_prefill_backward.keys import drawn
 
 ORDERS = (Simulated(SM90.name, "adversarial"), Simulated(SM90.name, "lazy"))

@@ -88,7 +88,7 @@ def test_results_of_the_caller_and_small_workspaces(arch: Arch) -> None:
 
 @pytest.mark.parametrize("form", ["single", "batched", "packed"])
 def test_plans_do_not_change_a_bit(form: str) -> None:
-    """Of one chunk and of several; the plan's chunks are those of the call. d_sink too is the same."""
+    """Plans have one chunk or several; the plan's chunks are those of the call. d_sink too is the same."""
     call = operands(form)
     tables = {name: call.get(name) for name in ("topk_length", "kv_offsets")}
     with cute_mla.simulate(SM90.name, sm_count=4) as device:
