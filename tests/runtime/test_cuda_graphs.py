@@ -173,12 +173,16 @@ QUIET = {
     "view",
     "slice",
     "select",
+    "squeeze",
     "detach",
     "alias",
     "as_strided",
 }  # operations of torch that do no work
-# The gradient of sinks is a sum by torch, on the device.
-MORE = {"flash_mla_sparse_bwd": {"new_zeros", "squeeze", "sum"}}
+# Counters of the lists begin at 0, and the gradient of sinks is a sum by torch, all on the device.
+MORE = {
+    "flash_mla_sparse_bwd": {"new_zeros", "add", "cat", "copy_"},
+    **{name: {"new_zeros"} for name in ("plan_sparse_backward", "indexer_backward")},
+}
 
 
 @pytest.mark.parametrize("name", [name for name in public_names() if name != "get_paged_mqa_logits_metadata"])
