@@ -48,7 +48,6 @@ from ..primitives.copies import CHUNK, smem_pointer
 from ..primitives.smem import SWIZZLE_PERIOD, Array, SmemLayout
 from ..primitives.warp_products import (
     BOX_COLUMNS,
-    STEPS_PER_BOX,
     SUMS,
     K,
     M,
@@ -256,6 +255,5 @@ def build(config: IndexerBackwardConfig, arch: Arch) -> KernelDefinition:
     scores = INDEX_COLUMNS // K * (SHAPE.sums // SUMS)
     rows = INDEX_HEADS // K * (INDEX_COLUMNS // N)
     dq = TILE_KEYS // K * (INDEX_COLUMNS // N)
-    assert STEPS_PER_BOX * K == BOX_COLUMNS, "boxes have whole steps"
     elements = {**ELEMENTS, "dscores": Float32, "dq": BFloat16, "dweights": Float32, "rows": BFloat16}
     return IndexerBackward(config, arch).definition(elements, {"HMMA": scores + rows + dq}, SMEM.nbytes)

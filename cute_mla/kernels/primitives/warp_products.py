@@ -16,9 +16,7 @@ from .copies import CHUNK, load_groups
 M, N, K = 16, 8, 16
 BOX_COLUMNS = 64
 BOX_ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES
-CHUNK_COLUMNS = CHUNK // ELEMENT_BYTES
 CHUNKS = BOX_ROW_BYTES // CHUNK  # of a row
-STEPS_PER_BOX = BOX_COLUMNS // K
 SUMS = 4  # of a lane in a product: columns 2 (l % 4) + {0, 1} of row l / 4, then of the row 8 further
 
 
