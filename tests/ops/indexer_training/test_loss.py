@@ -98,6 +98,22 @@ def test_gradients_of_the_loss_reach_the_indexer(arch: Arch) -> None:
     expect_gradients(gradients, torch.autograd.grad(expected.sum(), exact))
 
 
+def test_compiled_gradients_are_the_same() -> None:
+    """The loss is one graph with its backward pass."""
+    torch._dynamo.reset()
+    call = chosen(keys_of(9, 20), 3, 128)
+    leaves = [tensor.requires_grad_() for tensor in (call.q, call.k, call.terms)]
+    sums = call.named().float()
+
+    def loss(*operands: torch.Tensor) -> torch.Tensor:
+        return indexer_loss(indexer_scores(*operands, **call.tables()), sums).sum()
+
+    with cute_mla.simulate("sm90", sm_count=4):
+        usual = torch.autograd.grad(loss(*leaves), leaves)
+        compiled = torch.autograd.grad(torch.compile(loss, backend="aot_eager", fullgraph=True)(*leaves), leaves)
+    assert all(map(same_bits, compiled, usual))
+
+
 def test_what_is_refused_with_gradients() -> None:
     call = chosen(keys_of(5, 9), 2, 128)
     call.q.requires_grad_()
