@@ -45,6 +45,16 @@ def close(actual: Tensor, wanted: Tensor) -> None:
     assert (actual.double() - wanted.double()).norm() <= 5e-3 * wanted.double().norm()
 
 
+def expect(actual: tuple[Tensor, ...], call: dict[str, Any], rows: tuple[Tensor, Tensor, Tensor], dlse: Tensor | None = None) -> None:
+    """Assert that dq, dkv and d_sink are right. rows: out, lse and dout; d_sink follows from out as it is stored, whose rounding shows."""
+    out, lse, dout = rows
+    for gradient, wanted in zip(actual[:2], expected(call, lse, dout, dlse)[:2], strict=True):
+        close(gradient, wanted)
+    sink, lse = call["attn_sink"].double(), lse.double()
+    terms = (sink - torch.logaddexp(lse, sink)).exp() * (out.double() * dout.double()).sum(dim=-1)
+    torch.testing.assert_close(actual[2].double(), -terms.masked_fill(lse.isinf(), 0.0).flatten(0, -2).sum(dim=0), rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("form", ["single", "batched", "packed"])
 def test_autograd(arch: Arch, form: str) -> None:
     """Gradients of out and of lse, together and alone, reach q, kv and the sinks, in their dtypes."""
@@ -58,10 +68,9 @@ def test_autograd(arch: Arch, form: str) -> None:
         of_out = torch.autograd.grad(out.float().sum(), leaves, retain_graph=True)
         of_lse = torch.autograd.grad(lse[seen].sum(), leaves[:2])
     call = {name: value.detach() if isinstance(value, Tensor) else value for name, value in call.items()}
-    for actual, wanted in zip(both, expected(call, lse.detach(), dout, dlse), strict=True):
-        close(actual, wanted)
-    for actual, wanted in zip(of_out, expected(call, lse.detach(), torch.ones_like(out)), strict=True):
-        close(actual, wanted)
+    out, lse = out.detach(), lse.detach()
+    expect(both, call, (out, lse, dout), dlse)
+    expect(of_out, call, (out, lse, torch.ones_like(out)))
     for actual, wanted in zip(of_lse, expected(call, lse.detach(), torch.zeros_like(out), seen.float()), strict=False):
         close(actual, wanted)
     assert [gradient.dtype for gradient in both] == [torch.bfloat16, torch.bfloat16, torch.float32]
