@@ -1,14 +1,16 @@
-"""Products of a warp in registers (mma.sync m16n8k16, bf16 in, fp32 sums), and their operands from boxes in shared memory.
+"""Products of a warp in registers (mma.sync m16n8k16, 16 bits in, fp32 sums), and their operands from shared memory.
 
-A box has rows of 64 bf16 columns, 128 bytes. The 16 bytes c of row r lie at chunk c ^ (r % 8), so that eight rows of one column are
-eight banks. Any architecture from SM80 on has these instructions.
+Eight rows of one column must be eight banks. A box has rows of 64 columns, 128 bytes, of which the 16 bytes c of row r lie at chunk
+c ^ (r % 8). Longer rows need no swizzle if each begins at an odd multiple of 16 bytes behind the one before: their pitch. Any architecture
+from SM80 on has these instructions.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-from cutlass import Float32, Int32, cute
+import cutlass
+from cutlass import BFloat16, Float32, Int32, cute
 
 from ...spec.mla import ELEMENT_BYTES
 from .copies import CHUNK, load_groups
@@ -37,11 +39,22 @@ def load_wide(box: Int32, row: Int32, chunk: Int32, transposed: bool = False) ->
     return load_groups(chunk_address(box, row + lane % N + lane // M * N, chunk + lane // N % 2), transposed)
 
 
-def multiply(total: cute.Tensor, first: int, a: list[Int32], b: list[Int32]) -> None:
-    """Add A B to the four sums of a product, total[first ..]. a: 4 words, b: 2."""
+def row_operand(lane: Int32, pitch: int) -> Int32:
+    """Return the offset of a lane's row of A, 16 rows, or of two transposed Bs, whose depth the rows are. pitch: bytes between rows."""
+    return lane % M * pitch + lane // M * CHUNK
+
+
+def column_operands(lane: Int32, pitch: int) -> Int32:
+    """Return the offset of a lane's row of two Bs of neighbouring depths, whose columns are 8 rows."""
+    return lane % N * pitch + lane // N * CHUNK
+
+
+def multiply(total: cute.Tensor, first: int, a: list[Int32], b: list[Int32], dtype: type[cutlass.Numeric] = BFloat16) -> None:
+    """Add A B to the four sums of a product, total[first ..]. a: 4 words, b: 2, of a 16-bit type."""
+    name = "bf16" if dtype is BFloat16 else "f16"
     outs = ", ".join(f"{{$w{i}}}" for i in range(SUMS))
     ins = [", ".join(f"{{$r{i}}}" for i in range(*run)) for run in ((0, 4), (4, 6), (6, 10))]
-    text = f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{outs}}}, {{{ins[0]}}}, {{{ins[1]}}}, {{{ins[2]}}};"
+    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {{{outs}}}, {{{ins[0]}}}, {{{ins[1]}}}, {{{ins[2]}}};"
     sums = [total[first + i] for i in range(SUMS)]
     results: Any = cute.arch.inline_ptx(text, write_only_types=[Float32] * SUMS, read_only_args=[*a, *b, *sums])
     for i in range(SUMS):

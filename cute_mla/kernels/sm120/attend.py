@@ -22,11 +22,11 @@ from ..attention.lengths import RowRange
 from ..attention.scheduler import LatentOperands, WorkTile
 from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
 from ..primitives.arithmetic import pack_pair, product
-from ..primitives.copies import CHUNK
+from ..primitives.copies import CHUNK, load_groups
 from ..primitives.pipeline import PipelineState
 from ..primitives.rows import aligned, registers, store_word, words_at
-from ..primitives.warp_mma import COLUMNS, DEPTH, ROWS, column_operands, load_rows, load_transposed, multiply, row_operand
-from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, WARP_KEYS, WARPS, Sm120Smem, Sm120Thread, first_query_row, pitch_of
+from ..primitives.warp_products import SUMS, K, N, column_operands, multiply, row_operand
+from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, ROWS, WARP_KEYS, WARPS, Sm120Smem, Sm120Thread, first_query_row, pitch_of
 
 CHAINS = 4  # sums of S that are added up at the end: products of one chain wait for each other
 FLOAT_BYTES = 4
@@ -54,8 +54,9 @@ class Sm120Rows:
     @staticmethod
     def create(columns: int) -> Sm120Rows:
         """Return registers for the state. columns: of O, of a warp."""
-        state = [cute.make_rmem_tensor(cute.make_layout(HALVES), Float32) for _ in range(2)]
-        return Sm120Rows(*state, cute.make_rmem_tensor(cute.make_layout(HALVES * columns // 4), Float32))
+        sizes = HALVES, HALVES, HALVES * columns // 4
+        reference, sums, out = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in sizes)
+        return Sm120Rows(reference, sums, out)
 
     def reset(self) -> None:
         """Forget all keys."""
@@ -132,19 +133,19 @@ class Sm120AttendRole:
         smem.k_free.consumer_release(state)
 
     def scores(self, smem: Sm120Smem, keys: Int32, thread: Sm120Thread) -> cute.Tensor:
-        """Return S of the warp's 8 keys: rows, columns as in primitives/warp_mma.py."""
+        """Return S of the warp's 8 keys: rows, columns as in primitives/warp_products.py."""
         left = smem.sQ.toint() + row_operand(thread.lane, self.pitch)
         right = keys + thread.warp * (WARP_KEYS * self.pitch) + column_operands(thread.lane, self.pitch)
-        sums = [[Float32(0)] * 4 for _ in range(CHAINS)]
-        for step in range(self.d_qk // DEPTH):
+        chains = cute.make_rmem_tensor(cute.make_layout(CHAINS * SUMS), Float32)
+        chains.fill(0.0)
+        for step in range(self.d_qk // K):
             if step % 2 == 0:
-                both = load_rows(right + step * DEPTH * ELEMENT_BYTES)
-            b = both[2 * (step % 2) : 2 * (step % 2) + 2]
-            chain = step % CHAINS
-            sums[chain] = multiply(load_rows(left + step * DEPTH * ELEMENT_BYTES), b, sums[chain], self.dtype)
-        total = cute.make_rmem_tensor(cute.make_layout(4), Float32)
-        for i in range(4):
-            total[i] = (sums[0][i] + sums[1][i]) + (sums[2][i] + sums[3][i])
+                both = load_groups(right + step * K * ELEMENT_BYTES, transposed=False)
+            a = load_groups(left + step * K * ELEMENT_BYTES, transposed=False)
+            multiply(chains, step % CHAINS * SUMS, a, both[2 * (step % 2) : 2 * (step % 2) + 2], self.dtype)
+        total = cute.make_rmem_tensor(cute.make_layout(SUMS), Float32)
+        for i in range(SUMS):
+            total[i] = (chains[i] + chains[SUMS + i]) + (chains[2 * SUMS + i] + chains[3 * SUMS + i])
         return total
 
     @cute.jit
@@ -159,7 +160,7 @@ class Sm120AttendRole:
         self.share(smem, thread, maxima)
         alphas = []
         for half in cutlass.range_constexpr(HALVES):
-            top = smem.sRows + (thread.row + half * COLUMNS)
+            top = smem.sRows + (thread.row + half * N)
             found = [(top + warp * ROWS).load() for warp in range(WARPS)]
             largest = cute.arch.fmax(cute.arch.fmax(found[0], found[1]), cute.arch.fmax(found[2], found[3]))
             new, alpha = follow_maximum(rows.reference[half], product(largest, scale))
@@ -168,7 +169,7 @@ class Sm120AttendRole:
             rows.rSum[half] = rows.rSum[half] * alpha + (probs[0] + probs[1])
             rows.reference[half] = new
             alphas.append(alpha)
-            place = smem.sP.toint() + (thread.row + half * COLUMNS) * P_PITCH + (thread.warp * WARP_KEYS + thread.column) * ELEMENT_BYTES
+            place = smem.sP.toint() + (thread.row + half * N) * P_PITCH + (thread.warp * WARP_KEYS + thread.column) * ELEMENT_BYTES
             cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=4).store(pack_pair(probs[0], probs[1], self.dtype))
         if cute.arch.vote_any_sync((alphas[0] != 1.0) | (alphas[1] != 1.0)):
             for i in cutlass.range_constexpr(cute.size(rows.rO)):
@@ -186,22 +187,19 @@ class Sm120AttendRole:
         """Store a number of each of the thread's rows."""
         if wanted:
             for half in cutlass.range_constexpr(HALVES):
-                (place + half * COLUMNS).store(values[half])
+                (place + half * N).store(values[half])
 
     def add_values(self, smem: Sm120Smem, rows: Sm120Rows, keys: Int32, thread: Sm120Thread) -> None:
         """Add P V of the warp's columns to O."""
         left = smem.sP.toint() + row_operand(thread.lane, P_PITCH)
         columns = self.d_v // WARPS
         right = keys + thread.warp * (columns * ELEMENT_BYTES) + row_operand(thread.lane, self.pitch)
-        for step in range(KEYS // DEPTH):
-            a = load_rows(left + step * DEPTH * ELEMENT_BYTES)
-            for pair in range(columns // (2 * COLUMNS)):
-                b = load_transposed(right + step * DEPTH * self.pitch + pair * (2 * COLUMNS * ELEMENT_BYTES))
+        for step in range(KEYS // K):
+            a = load_groups(left + step * K * ELEMENT_BYTES, transposed=False)
+            for pair in range(columns // (2 * N)):
+                b = load_groups(right + step * K * self.pitch + pair * (2 * N * ELEMENT_BYTES))
                 for side in range(2):
-                    first = 4 * (2 * pair + side)
-                    new = multiply(a, b[2 * side : 2 * side + 2], [rows.rO[first + i] for i in range(4)], self.dtype)
-                    for i in range(4):
-                        rows.rO[first + i] = new[i]
+                    multiply(rows.rO, SUMS * (2 * pair + side), a, b[2 * side : 2 * side + 2], self.dtype)
 
     @cute.jit
     def finish(self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, req: Int32, work_tile: WorkTile):
@@ -215,10 +213,10 @@ class Sm120AttendRole:
         self.share(smem, thread, partial)
         stored = operands.row_range(req)
         for half in cutlass.range_constexpr(HALVES):
-            sums = smem.sRows + (thread.row + half * COLUMNS)
+            sums = smem.sRows + (thread.row + half * N)
             found = [(sums + warp * ROWS).load() for warp in range(WARPS)]
             total = (found[0] + found[1]) + (found[2] + found[3])
-            row = first_query_row() + thread.row + half * COLUMNS
+            row = first_query_row() + thread.row + half * N
             if stored.holds(row):
                 self.store_row(operands, stored, rows, thread, row, half, total, work_tile)
 
@@ -241,7 +239,7 @@ class Sm120AttendRole:
         if work_tile.direct:
             out = stored.out_row(row) + column
             for n, pair in enumerate(values):
-                store_word(out + n * COLUMNS, pack_pair(pair[0], pair[1], self.dtype))
+                store_word(out + n * N, pack_pair(pair[0], pair[1], self.dtype))
             if leads:
                 stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
         else:
@@ -250,7 +248,7 @@ class Sm120AttendRole:
             for n, pair in enumerate(values):
                 both = cute.make_rmem_tensor(cute.make_layout(2), Float32)
                 both[0], both[1] = pair
-                cute.autovec_copy(both, cute.make_tensor(aligned(out + n * COLUMNS, 2 * FLOAT_BYTES), cute.make_layout(2)))
+                cute.autovec_copy(both, cute.make_tensor(aligned(out + n * N, 2 * FLOAT_BYTES), cute.make_layout(2)))
             if leads:
                 (operands.lse_accum + accum).store(cutlass.select_(empty, -Float32.inf, lse))
 

@@ -3,7 +3,7 @@
     S [16 rows x 32 keys] = Q K^T        O [16 rows x 512 columns] += P V
 
 Four warps multiply, four bring keys: 256 threads, so that each may have all registers that a thread can have. A row of Q, of a key or of P
-in shared memory is 16 bytes longer than its elements: rows lie in different banks without a swizzle (primitives/warp_mma.py).
+in shared memory is 16 bytes longer than its elements: rows lie in different banks without a swizzle (primitives/warp_products.py).
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from ..definition import KernelDefinition
 from ..primitives.copies import CHUNK
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import Array, Barriers, SmemLayout, fields_of
-from ..primitives.warp_mma import DEPTH, ROWS
+from ..primitives.warp_products import K, M, N
 
+ROWS = M  # of Q and O
 WARPS = 4  # of a role
 LANES = 32
 THREADS = 2 * WARPS * LANES
@@ -161,4 +162,4 @@ class Sm120Kernel(AttentionKernel):
 
 def products_of_stage(d_qk: int, d_v: int) -> int:
     """Return the products of a stage in a warp's code."""
-    return d_qk // DEPTH + d_v // WARPS // 8 * (KEYS // DEPTH)
+    return d_qk // K + d_v // WARPS // N * (KEYS // K)

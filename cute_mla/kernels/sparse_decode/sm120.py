@@ -20,7 +20,6 @@ by columns of the same bytes; the bytes of a stage are asked for before the wait
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -166,26 +165,14 @@ def broadcast(address: Int64, lane: Int32) -> Int64:
     return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
 
 
-@dataclass(frozen=True)
 class SparseDecodeSm120(Sm120Parts):
     """One variant of the kernel."""
 
-    config: SparseDecodeConfig
-
-    @property
-    def dtype(self) -> type[cutlass.Numeric]:
-        """Return the element type of out and of products' operands."""
-        return ELEMENT_TYPES[self.config.dtype]
-
-    @property
-    def layout(self) -> Any:
-        """Return the fields of shared memory."""
-        return Sm120Smem.layout(self.dtype, self.config.format.d_qk)
-
-    @property
-    def expected(self) -> int:
-        """Return the products in the code."""
-        return products_of_stage(self.config.format.d_qk, D_V)
+    def __init__(self, config: SparseDecodeConfig) -> None:
+        self.config = config
+        self.dtype = ELEMENT_TYPES[config.dtype]
+        self.layout = Sm120Smem.layout(self.dtype, config.format.d_qk)
+        self.expected = products_of_stage(config.format.d_qk, D_V)
 
     def load(self, operands: SparseDecodeOperands, smem: Sm120Smem) -> None:
         """Run the role that brings keys."""
