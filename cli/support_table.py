@@ -56,6 +56,7 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
                 "latent": f"{what}, 16-bit cache",
                 "latent_512": f"{what}, 16-bit cache",
                 "latent_320": f"{what}, 16-bit cache",
+                "latent_1088": f"{what}, 16-bit cache",
                 "fp8_576": f"{what}, e4m3 cache of 576 bytes a token",
                 "fp8_656": f"{what}, FP8 cache of 656 bytes a token",
                 "fp8_584": f"{what}, FP8 cache of 584 bytes a token",

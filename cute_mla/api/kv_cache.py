@@ -22,11 +22,11 @@ def write_kv_cache(
     """Write the keys of new tokens to their slots in a paged cache, quantised where the cache is.
 
     kv_c             latent columns, bf16, or fp16 for a cache of fp16: [tokens, 512], for a cache of 584 bytes a token [tokens, 448], of
-                     320 columns [tokens, 256]; for 528 bytes a token all columns of a key, [tokens, 512]
+                     320 columns [tokens, 256], of 1,088 [tokens, 1024]; for 528 bytes a token all columns of a key, [tokens, 512]
     k_pe             rotary columns [tokens, 64], of the same dtype; None for a cache of 528 bytes a token, or of 512 columns. Of both the
                      last dimension is contiguous, the other stride free
     k_cache          one of, all strides but the last any positive multiples of 16 bytes:
-                     bf16 or fp16 [pages, page size, 1, 576, 512 or 320], of the keys' dtype, which are copied;
+                     bf16 or fp16 [pages, page size, 1, 576, 512, 320 or 1088], of the keys' dtype, which are copied;
                      float8_e4m3fn [pages, page size, 1, 576]: keys divided by descale_k;
                      uint8, int8 or float8_e4m3fn [pages, page size, 1, 656, 584 or 528], as quantise_cache makes it, byte for byte
     slot_mapping     int64 or int32 [tokens]: page * page size + row. A token whose slot is not in [0, pages * page size), such as -1,
@@ -71,8 +71,8 @@ def insert_kv_cache(
                      strides free. Rotated in place. None: there are none
     k_cache, slot_mapping
                      as in write_kv_cache
-    norm_weight      of RMSNorm, of the keys' dtype, contiguous: [512], of 320 columns [256]. In "fp8_584", "v41" and "v41_paged" the norm
-                     is over all 512 columns, rotary ones included; in other formats over those of kv_c
+    norm_weight      of RMSNorm, of the keys' dtype, contiguous: [512], of 320 columns [256], of 1,088 [1024]. In "fp8_584", "v41" and
+                     "v41_paged" the norm is over all 512 columns, rotary ones included; in other formats over those of kv_c
     cos_sin          fp32 [positions, 64]: the cosines of 32 pairs of columns, then their sines; rows multiples of 16 bytes apart. A pair is
                      rotary columns 2i and 2i + 1. Rotary columns are k_pe, in "v41" and "v41_paged" the last 64 of kv_c. None for
                      "latent_512" and "nope_528", whose keys have none, as positions and q_pe
@@ -125,10 +125,9 @@ def gather_kv_cache(
     out              tensor for the result; last dimension contiguous, other stride free
     kv_format        as in write_kv_cache
 
-    Returns out: [rows, 576], for a cache of 584 or 528 bytes a token, or of 512 columns, [rows, 512]; of 320 columns, [rows, 320].
+    Returns out: [rows, 576], for a cache of 584 or 528 bytes a token, or of 512 columns, [rows, 512]; of 320 or 1,088, as many.
     A column times its scale is rounded once. A key that lies in no page (a page number outside the cache, a position beyond the block
-    table) gives a row of zeros; the
-    simulated device reports such a page number.
+    table) gives a row of zeros; the simulated device reports such a page number.
 
     With out given, nothing is allocated. Runs on the current stream, does not synchronise or read lengths on the host, and can be captured
     in a CUDA graph. CPU tensors run on the simulated device inside cute_mla.simulate(). Where there are no kernels (other CPU tensors,

@@ -18,7 +18,7 @@ from ..spec import dense_prefill
 from ..spec.arch import ALIASES, ARCHS, Arch
 from ..spec.cache_format import LATENT
 from ..spec.cache_rows import FP8_576
-from ..spec.dense_decode import FP8, FP8_CACHE, DenseDecodeConfig, tiling
+from ..spec.dense_decode import FP8, FP8_CACHE, DenseDecodeProblem
 from ..spec.dense_decode import LATENT as SIXTEEN_BITS
 from ..spec.kernel_ops import Config
 from ..spec.mla import BF16
@@ -118,8 +118,9 @@ def _dtype(features: dict[str, Any]) -> str:
 def _dense_decode(arch: Arch, features: dict[str, Any]) -> Kernels:
     dtype, converted = _dtype(features), features.get("fp8_kvcache") or features.get("kv_format") == FP8_576.name
     operands = FP8 if dtype == E4M3 else FP8_CACHE if converted else SIXTEEN_BITS
-    cluster, d_qk = tiling(arch, operands).clusters[0], _needed("head_dim", features)
-    return (("dense_decode", DenseDecodeConfig(BF16 if dtype == E4M3 else dtype, cluster, operands, d_qk)),)
+    out, d_qk = BF16 if dtype == E4M3 else dtype, _needed("head_dim", features)
+    call = DenseDecodeProblem(arch, out, 1, 1, 1, 1, TILE_KEYS, 1, batch_invariant=True, operands=operands, d_qk=d_qk)
+    return (("dense_decode", call.config),)
 
 
 def _sparse_decode(arch: Arch, features: dict[str, Any]) -> Kernels:

@@ -27,10 +27,11 @@ from ..spec import cache_insert, dense_prefill, dense_prefill_dq, index_write, m
 from ..spec.arch import ALIASES, ARCHS, Arch
 from ..spec.cache_format import FP8_656, CacheFormat
 from ..spec.cache_rows import CACHED, FP8_576, KNOWN, LATENTS, key_types
-from ..spec.dense_decode import FEW_HEADS, FP8, FP8_CACHE, MAX_KEYS, few_heads_rows, key_columns, takes_key_masks
+from ..spec.dense_decode import FEW_HEADS, FP8, FP8_CACHE, MAX_KEYS, DenseDecodeProblem, key_columns, takes_key_masks
 from ..spec.kernel_ops import ARCHS_OF
-from ..spec.mla import BF16, D_QK, D_V, DENSE_DIMS, DENSE_VALUE_COLUMNS, DTYPES, FP16, LATENT_DIMS, MAX_HEADS, key_dtypes
+from ..spec.mla import BF16, D_QK, D_V, DENSE_DIMS, DENSE_VALUE_COLUMNS, DTYPES, FP16, MAX_HEADS, key_dtypes
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, few_heads_caches, kernels_of, serving_kernels
+from ..spec.split_plan import TILE_KEYS
 
 
 def _dtype_name(value: Any) -> Any:
@@ -114,7 +115,7 @@ _CACHE_ROWS: dict[str, Limit] = {
     "dtype": _dtype_of(*DTYPES),
     **{name: one_of(name, None) for name in ("h_q", "s_q", "head_dim_v")},
     "h_kv": one_of("h_kv", 1),
-    "head_dim": one_of("head_dim", *LATENT_DIMS),
+    "head_dim": one_of("head_dim", *DENSE_DIMS),
     "page_size": between("page_size", 1, MAX_KEYS),
     **{name: one_of(name, False) for name in ("causal", "attn_sink", "tree_mask", "window", "cu_seqlens_q")},
     "kv_format": one_of("kv_format", None, *CACHED),
@@ -185,8 +186,8 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
         head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512 or 320, and 1088 on sm90; in sparse decode
                          576, or 512 with an FP8 cache; 576 or 512 in sparse prefill; 192, 128 or 256 in dense prefill, and in its
-                         backward pass; columns of a key in cache_write and cache_gather: 576, 512 or 320; 128 in mqa_logits and
-                         indexer_topk
+                         backward pass; columns of a key in cache_write, cache_gather and cache_insert: 576, 512, 320 or 1088; 128 in
+                         mqa_logits and indexer_topk
         head_dim_v       columns of out: 512, or in dense decode 256 with head_dim 320 and 1024 with 1088; 128 in dense prefill, or
                          256 with a head_dim of 256; None in cache_write and cache_gather
         page_size        keys of a page; None in prefill, whose keys have no pages, and of logits of keys in a row
@@ -235,7 +236,12 @@ def _arch_conflict(op: str, arch: Arch, features: dict[str, Any]) -> str | None:
         return f"extra_kv_format is {extra.name} on {arch.name}; supported: other formats"
     if op == "dense_decode":
         columns = key_columns(arch)
-        for name, supported in (("head_dim", columns), ("head_dim_v", tuple(dict.fromkeys(DENSE_DIMS[each].latent for each in columns)))):
+        formats = (None, *(LATENTS[each].name for each in columns), FP8_576.name)
+        for name, supported in (
+            ("head_dim", columns),
+            ("head_dim_v", tuple(dict.fromkeys(DENSE_DIMS[each].latent for each in columns))),
+            ("kv_format", formats),
+        ):
             if features.get(name) is not None and features[name] not in supported:
                 return f"{name} is {features[name]} on {arch.name}; supported: {', '.join(map(str, supported))}"
     return None
@@ -244,11 +250,12 @@ def _arch_conflict(op: str, arch: Arch, features: dict[str, Any]) -> str | None:
 def _few_heads(op: str, arch: Arch, features: dict[str, Any]) -> int:
     """Return the most heads or query rows of the kernels for few heads; 0 if calls with these features do not take one."""
     if op == "dense_decode":
-        rows = features.get("s_q", 1) * features.get("h_q", FEW_HEADS + 1)  # of e4m3 caches, which have one KV head
         e4m3 = features.get("fp8_kvcache") or features.get("kv_format") == FP8_576.name
         operands = {BF16: FP8_CACHE, E4M3: FP8}.get(str(_dtype_name(features.get("dtype"))))
-        most = max((0, *few_heads_rows(arch, operands))) if e4m3 and operands and not features.get("batch_invariant") else 0
-        return most if rows <= most else 0
+        if not e4m3 or operands is None:
+            return 0
+        tokens, heads, invariant = features.get("s_q", 1), features.get("h_q", FEW_HEADS + 1), bool(features.get("batch_invariant"))
+        return DenseDecodeProblem(arch, BF16, 1, tokens, heads, 1, TILE_KEYS, 1, batch_invariant=invariant, operands=operands).few_rows
     if op != "sparse_decode":
         return 0
     first, second = DECODED.get(str(features.get("kv_format"))), DECODED_BESIDE.get(str(features.get("extra_kv_format")))

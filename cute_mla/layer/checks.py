@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 
 from ..ops.limits import page_size_error
+from ..ops.mqa_logits import check_cache
 from ..ops.tensor_spec import TensorSpec, check_dtype, check_shape, spec_of
 from ..spec.mla import D_QK
-from ..spec.mqa_logits import PAGE_SIZES, ROW_BYTES
+from ..spec.mqa_logits import ROW_BYTES
 from .batch import MlaBatch
 from .config import MlaConfig
 from .forms import Forms
@@ -127,12 +128,7 @@ def _check_index_cache(config: MlaConfig, weights: TensorSpec, given: Given, bat
         _check_room(batch, table.shape[1] * math.prod(places[1:]), config.indexer.key_pool)
     cache = spec_of("index_cache", index_cache)
     check_shape("index_cache", cache, (*places, 1, ROW_BYTES), " with this k_cache")
-    check_dtype("index_cache", cache, torch.uint8)
-    _check_place("index_cache", cache, weights)
-    if cache.shape[1] not in PAGE_SIZES:
-        raise ValueError(f"index_cache has pages of {cache.shape[1]} keys; supported: {', '.join(map(str, PAGE_SIZES))}")
-    if cache.stride[1::2] != (ROW_BYTES, 1):
-        raise ValueError(f"index_cache has strides {list(cache.stride)}; supported: pages that are contiguous inside")
+    check_cache("index_cache", cache, weights.device, "the weights")
 
 
 def _check_room(batch: MlaBatch, pools: int, pool: int) -> None:

@@ -54,8 +54,8 @@ def empty_cache(
     """Return a cache [pages, page_size, 1, columns or bytes of a token] of any format on the CPU, every byte `fill`.
 
     page_stride: bytes from page to page, default the bytes of a page; FlashMLA pads the pages of fp8_584 to a multiple of 576.
-    dtype: bf16 (default) or fp16 for "latent", "latent_512" and "latent_320", float8_e4m3fn for "fp8_576"; for others uint8 (default),
-    int8 or float8_e4m3fn.
+    dtype: bf16 (default) or fp16 for "latent", "latent_512", "latent_320" and "latent_1088", float8_e4m3fn for "fp8_576"; for others uint8
+    (default), int8 or float8_e4m3fn.
     ValueError for another format or dtype, a stride that is too small or splits an element, or a fill outside 0 .. 255.
     """
     layout = _known_format(cache_format)
@@ -89,8 +89,8 @@ def quantise_cache(
     """Store keys as a cache: kv [pages, page size, 1, d_qk] of any float dtype to [pages, page size, 1, columns or bytes of a token].
 
     cache_format: of d_qk 576 "latent", "fp8_576", "fp8_656"; of 512 "latent_512", "fp8_584", "v41", "v41_paged", "nope_528", "v41_fp4"; of
-    320 "latent_320". 16-bit caches take the keys as they are, rounded to bf16 unless they are fp16. In "fp8_576" a column is divided by
-    descale_k, fp32 of one element, default 1, rounded to the nearest e4m3 and limited to +-448.
+    320 "latent_320"; of 1,088 "latent_1088". 16-bit caches take the keys as they are, rounded to bf16 unless they are fp16. In "fp8_576" a
+    column is divided by descale_k, fp32 of one element, default 1, rounded to the nearest e4m3 and limited to +-448.
     In the others a group of columns is divided by its scale, rounded to the nearest e4m3 (ties to even) and limited to +-448; the other
     columns are rounded to bf16. The scale is amax / 448 in fp32; with power_of_two, and always in fp8_584, v41 and v41_paged, whose scales
     are e8m0, it is the least power of two not below max(amax / 448, 1e-4), as FlashMLA's quantiser takes it. A group with a NaN or an

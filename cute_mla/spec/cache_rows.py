@@ -1,7 +1,8 @@
 """Rows of paged caches, as cache_write and cache_gather move them: the formats, and how a warp takes a key.
 
-A key is a latent part and 64 rotary columns: 512 + 64, in fp8_584 448 + 64. Where one kind of group holds all columns (v41, nope_528), and
-in latent_512, the latent part is the whole key. A lane takes 8 latent columns at a time, and two rotary ones.
+A key is a latent part and 64 rotary columns: 512 + 64, in fp8_584 448 + 64, in latent_320 256 + 64, in latent_1088 1,024 + 64. Where one
+kind of group holds all columns (v41, nope_528), and in latent_512, the latent part is the whole key. A lane takes 8 latent columns at a
+time, and two rotary ones.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_PAGED, CacheFormat
-from .mla import BF16, D_QK, D_ROPE, DTYPES, ELEMENT_BYTES, LATENT_DIMS
+from .mla import BF16, D_QK, D_ROPE, DENSE_DIMS, DTYPES, ELEMENT_BYTES
 
 # All columns e4m3, times one fp32 scale for the whole cache: 576 bytes a token
 FP8_576 = CacheFormat("fp8_576", D_QK, D_QK, 0, D_QK, 0, scales_inside=True)
@@ -17,7 +18,7 @@ FP8_576 = CacheFormat("fp8_576", D_QK, D_QK, 0, D_QK, 0, scales_inside=True)
 # 16-bit columns of the other dimensions, latent ones before rotary ones
 LATENTS = {
     d_qk: LATENT if d_qk == D_QK else CacheFormat(f"latent_{d_qk}", d_qk, 0, 0, d_qk * ELEMENT_BYTES, 0, scales_inside=True)
-    for d_qk in LATENT_DIMS
+    for d_qk in DENSE_DIMS
 }
 
 CACHED: dict[str, CacheFormat] = {
@@ -59,7 +60,7 @@ def config_of(cache: CacheFormat, dtype: str) -> CacheRowsConfig:
 def rotary_columns(cache: CacheFormat) -> int:
     """Return the number of columns of a key that lie apart from the latent columns: 64 or 0."""
     if not cache.quantised:
-        return LATENT_DIMS[cache.d_qk].rotary
+        return DENSE_DIMS[cache.d_qk].rotary
     return 0 if cache.groups and cache.quantised == cache.d_qk else D_ROPE
 
 

@@ -12,7 +12,7 @@ from .mla import ceil_div
 class CacheWriteArguments(NamedTuple):
     """Launch arguments of cache_write, in ABI order: the one list that host, launch and kernel share."""
 
-    kv_c: Pointer  # dtype [tokens, 512 or 448]; for formats of 528 bytes a token all columns
+    kv_c: Pointer  # dtype [tokens, latent columns]; for formats without rotary columns apart all columns
     k_pe: Pointer  # dtype [tokens, 64]; null for formats without rotary columns apart
     slot_mapping: Pointer  # int64 or int32 [tokens]; a slot outside [0, slots) is skipped
     descale_k: Pointer  # fp32 scalar of fp8_576, or null for 1

@@ -83,10 +83,13 @@ ROWS: Values = {
     "dtype": HALVES,
     **dict.fromkeys(("h_q", "s_q", "head_dim_v"), (None,)),
     "h_kv": (1,),
-    "head_dim": (576, 512, 320),
+    "head_dim": (576, 512, 320, 1088),
     "page_size": (1, 2, 61, 64, 4096),
     "fp8_kvcache": BOTH,
-    "kv_format": (None, "latent", "latent_512", "latent_320", "fp8_576", "fp8_656", "fp8_584", "v41", "v41_paged", "nope_528"),
+    "kv_format": (
+        *(None, "latent", "latent_512", "latent_320", "latent_1088", "fp8_576"),
+        *("fp8_656", "fp8_584", "v41", "v41_paged", "nope_528"),
+    ),
 }
 BAD_ROWS: Values = {
     **REFUSED,

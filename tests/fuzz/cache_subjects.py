@@ -17,6 +17,8 @@ from tests.fuzz.subjects import Arguments, Subject, Verify, against, anything, c
 
 _EXACT = Tolerance(1e-30, 1e-30, 1e-12)
 _MOST_ROWS = (1 << 31) - 1
+_LATENTS = {576: "latent", 512: "latent_512", 320: "latent_320", 1088: "latent_1088"}
+KEY_COLUMNS = {"fp8_584": 512, "latent_512": 512, "latent_320": 320, "latent_1088": 1088}  # of a key; of other formats 576
 
 
 def cache_of(c: Contract) -> tuple[Tensor | None, str]:
@@ -24,8 +26,8 @@ def cache_of(c: Contract) -> tuple[Tensor | None, str]:
     cache = c.tensor("k_cache", *WIDE, *BYTES)
     if cache is None or not c.require(cache.dim() == 4 and cache.shape[2] == 1, "k_cache"):
         return None, ""
-    kinds = {(656, True): "fp8_656", (584, True): "fp8_584", (576, False): "latent", (512, False): "latent_512", (320, False): "latent_320"}
-    known = kinds.get((cache.shape[3], cache.dtype in BYTES))
+    kinds = {656: "fp8_656", 584: "fp8_584"} if cache.dtype in BYTES else _LATENTS
+    known = kinds.get(cache.shape[3])
     kind = "fp8_576" if cache.shape[3] == 576 and cache.dtype == E4M3 else known
     if not c.require(kind is not None and cache.shape[0] > 0 and cache.shape[1] > 0, "k_cache"):
         return None, ""
@@ -47,7 +49,8 @@ def key_faults(c: Contract, cache: Tensor, kind: str, slots: Tensor) -> Tensor |
     """Check kv_c, k_pe and the device of the slots; return kv_c."""
     kv_c = c.tensor("kv_c", *((cache.dtype,) if kind.startswith("latent") else WIDE))
     k_pe = c.tensor("k_pe", *(WIDE if kv_c is None else (kv_c.dtype,)), optional=kind == "latent_512")
-    for name, tensor, width in (("kv_c", kv_c, {"fp8_584": 448, "latent_320": 256}.get(kind, 512)), ("k_pe", k_pe, 64)):
+    latent = {"fp8_584": 448, "latent_320": 256, "latent_1088": 1024}.get(kind, 512)
+    for name, tensor, width in (("kv_c", kv_c, latent), ("k_pe", k_pe, 64)):
         if name == "k_pe" and kind == "latent_512":
             c.require(c.get("k_pe") is None, "k_pe", "k_cache")
             continue
@@ -134,7 +137,7 @@ def _gather_faults(arguments: Arguments, setting: Setting) -> set[str]:
     c.require(dtype is None or dtype in allowed, "dtype")
     if out is not None:
         wanted = allowed if dtype is None else (dtype,)
-        c.output("out", (arguments["rows"], {"fp8_584": 512, "latent_512": 512, "latent_320": 320}.get(kind, 576)), wanted, last=True)
+        c.output("out", (arguments["rows"], KEY_COLUMNS.get(kind, 576)), wanted, last=True)
         if "out" in c.faults:
             c.faults |= {"dtype", "rows"}
         c.require(not isinstance(out, Tensor) or out.device.type == "cpu", "out")

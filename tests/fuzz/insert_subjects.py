@@ -8,7 +8,7 @@ from torch import Tensor
 from cute_mla.cache import insert_kv_cache
 from cute_mla.indexer import prepare_index_queries, write_index_cache
 from cute_mla.testing.operations import OPERATIONS
-from tests.fuzz.cache_subjects import cache_of, expect_written, key_faults, scale_faults
+from tests.fuzz.cache_subjects import KEY_COLUMNS, cache_of, expect_written, key_faults, scale_faults
 from tests.fuzz.calls import Setting
 from tests.fuzz.contract import E4M3, WIDE, Contract, is_plain
 from tests.fuzz.scalars import is_eps, is_flag, is_one_of
@@ -46,7 +46,7 @@ def _insert_faults(arguments: Arguments, setting: Setting) -> set[str]:
     kv_c = key_faults(c, cache, kind, slots)
     dtypes = WIDE if kv_c is None else (kv_c.dtype,)
     weight = c.tensor("norm_weight", *dtypes)
-    c.shaped("norm_weight", weight, 256 if kind == "latent_320" else 512, beside="k_cache")
+    c.shaped("norm_weight", weight, {"latent_320": 256, "latent_1088": 1024}.get(kind, 512), beside="k_cache")
     c.require(weight is None or (weight.is_contiguous() and weight.device.type == "cpu"), "norm_weight")
     if kind == "latent_512":
         for name in ("cos_sin", "positions", "q_pe"):
@@ -57,8 +57,7 @@ def _insert_faults(arguments: Arguments, setting: Setting) -> set[str]:
         if q_pe is not None and c.shaped("q_pe", q_pe, len(slots), None, _ROTARY, beside="slot_mapping"):
             c.require(1 <= q_pe.shape[1] <= _MOST_HEADS and len(slots) * q_pe.shape[1] <= 1 << 30 and q_pe.device.type == "cpu", "q_pe")
             c.output("q_pe", tuple(q_pe.shape), dtypes, last=True)
-    columns = {"latent_320": 320, "latent_512": 512, "fp8_584": 512}.get(kind, 576)
-    c.output("keys", (len(slots), columns), dtypes, last=True)
+    c.output("keys", (len(slots), KEY_COLUMNS.get(kind, 576)), dtypes, last=True)
     c.require(c.get("keys") is None or not is_plain(arguments["keys"]) or arguments["keys"].device.type == "cpu", "keys")
     if {"q_pe", "keys", "norm_weight"} & c.faults:
         c.faults |= {"kv_c", "k_cache", "slot_mapping"}

@@ -1,8 +1,9 @@
 """Rows of global memory, read and written by lanes: elements, keys of a cache, arrays that may be null or of two widths.
 
 A warp moves one key:
-lane     latent columns 256 i + 8 lane + {0..7}, i = 0, 1, which the last lanes of fp8_584 have only for i = 0; and rotary columns
-         2 lane + {0, 1}, which v41, nope_528 and latent_512 do not have apart: loads and stores that a warp makes contiguous
+lane     latent columns 256 i + 8 lane + {0..7}, i = 0, 1, which the last lanes of fp8_584 have only for i = 0, and latent_1088 for
+         i = 0 .. 3; and rotary columns 2 lane + {0, 1}, which v41, nope_528 and latent_512 do not have apart: loads and stores that a
+         warp makes contiguous
 words    pairs of 16-bit elements, or four e4m3 values
 """
 

@@ -16,6 +16,8 @@ PAGES = CacheWriteCase(cache="fp8_584", values="nasty", page_size=16, pages=9)
 FLAT = CacheWriteCase(cache="fp8_576", scale_of_cache=0.4)
 ROWS = CacheGatherCase(cache="fp8_656", lengths=(30, 0, 40), starts=(5, 0, 17), page_size=16, pages=9)
 BROKEN = replace(ROWS, broken=True)
+WIDE = CacheWriteCase(cache="latent_1088")
+WIDE_ROWS = replace(ROWS, cache="latent_1088")
 MANY = CacheGatherCase(lengths=(*(0,) * 40, 3, *(0,) * 30, 2), page_size=16)
 
 NEGATIVE_SLOT = r"setp\.lt\.s64\s+(%p\d+), (%rd\d+), 0;"
@@ -37,12 +39,14 @@ BUGS = (
     planted("scale not rounded up to a power of two", PAGES, r"\b2097151\b", "0", together),
     planted("scale of the cache left out", FLAT, DIVISION, r"div.rn.f32\1, 0f3F800000;", together),
     planted("columns of a pair exchanged", NASTY, PAIRS, r"\1, \3, \2;", together),
+    planted("last vector of 1,088 columns over another", WIDE, r"(st\.global\.v4\.b32\s+\[%rd\d+\+)1536\]", r"\g<1>1024]", together),
     planted("request that ends a row late", ROWS, REQUEST_END, r"setp.lt.s32 \1;\2", together),
     planted("32 requests at most", MANY, r"setp\.eq\.b32\s+(%p\d+), (%r\d+), -1;", r"setp.eq.b32 \1, \2, 77;", together),
     planted("pages below 0 read", BROKEN, r"setp\.gt\.s32\s+(%p\d+), (%r\d+), -1;", r"setp.gt.s32 \1, \2, -9;", together),
     planted("pages past the cache read", BROKEN, PAGE_BEYOND, r"\1setp.ge.s32 \2, 0, 0;", together),
+    planted("another vector of 1,088 columns", WIDE_ROWS, r"(ld\.global\.v4\.b32[^;]*\[%rd\d+\+)1536\]", r"\g<1>1024]", together),
     planted("start of another request", ROWS, REQUEST_START, r"\1+4\2", together),
 )
-UNBROKEN = ({"write": NASTY}, {"gather": ROWS, "broken": BROKEN})
+UNBROKEN = ({"write": NASTY, "wide": WIDE}, {"gather": ROWS, "broken": BROKEN, "wide_rows": WIDE_ROWS})
 
 SUITES = in_turn("kv_cache", UNBROKEN, BUGS)
