@@ -10,7 +10,18 @@ from typing import Any
 import pytest
 
 from tests.engines.sglang_interface import LATER
-from tests.engines.sglang_parts import ADAPTERS, INTERFACE, MODULES, FlashMlaPlan, Recorded, SparseBase, Written, verify_mask
+from tests.engines.sglang_parts import (
+    ADAPTERS,
+    INTERFACE,
+    MODULES,
+    FlashMlaPlan,
+    Recorded,
+    SparseBase,
+    WindowBase,
+    Written,
+    padded_rows,
+    verify_mask,
+)
 
 # SGLang's lists of backends, and the names under which it hands out what adds to them.
 _LISTS = {
@@ -52,6 +63,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
         hooks={},
         sparse=False,
         v4=False,
+        dots3=type("Dots3Config", (), {}),
         q8_prefill=False,
     )
     attributes = {"forward_metadata": None, "data_type": None, "needs_cpu_seq_lens": True, "supports_ragged_verify_graph": False}
@@ -68,7 +80,10 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
     stand_ins = {
         "server_args": {**answers.listed, **added},
-        "layers.attention.attention_registry": {"register_attention_backend": register_attention_backend},
+        "layers.attention.attention_registry": {
+            "register_attention_backend": register_attention_backend,
+            "ATTENTION_BACKENDS": {"fa3": lambda runner: ("FlashAttention of", runner)},
+        },
         "layers.attention.base_attn_backend": {"AttentionBackend": base},
         "layers.attention.verify_mask": {"VerifyMask": verify_mask},
         "mem_cache.memory_pool": {"KVWriteLoc": Written},
@@ -81,6 +96,12 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             "get_spec": lambda: answers.spec,
         },
         "configs.model_config": {"is_deepseek_dsa": lambda config: answers.sparse, "is_deepseek_v4": lambda config: answers.v4},
+        "configs.dots3": {"Dots3Config": answers.dots3},
+        "layers.attention.dots_hybrid_backend": {
+            "DotsSWAMLAAttnBackend": WindowBase,
+            "_normalize_cache_seqlens_rows": lambda lengths, seq_lens, batch: padded_rows(lengths, seq_lens[:batch]),
+            "_normalize_page_table_rows": lambda table, batch: padded_rows(table, table.new_zeros(batch, table.shape[1])),
+        },
         "layers.attention.deepseek_v4_backend": _v4_backend(answers),
         "layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": SparseBase, "DSAFlashMLAMetadata": FlashMlaPlan},
         "plugins.hook_registry": {"HookRegistry": hooks, "HookType": SimpleNamespace(REPLACE="replace")},

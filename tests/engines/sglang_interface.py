@@ -28,7 +28,11 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "add_deterministic_attention_backend_choices": (),
         "add_radix_supported_deterministic_attention_backend_choices": (),
     },
-    "sglang.srt.layers.attention.attention_registry": {"register_attention_backend": ()},
+    "sglang.srt.layers.attention.attention_registry": {
+        "register_attention_backend": (),
+        "ATTENTION_BACKENDS": (),
+        "create_dsa_backend": (),
+    },
     "sglang.srt.layers.attention.base_attn_backend": {
         "AttentionBackend": (
             *("forward_decode", "forward_extend", "init_forward_metadata", "init_forward_metadata_out_graph"),
@@ -47,6 +51,19 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
             *("kv_lora_rank", "qk_rope_head_dim", "forward_decode", "forward_extend"),
         ),
     },
+    "sglang.srt.layers.attention.dots_hybrid_backend": {
+        "DotsSWAMLAAttnBackend": (
+            *("__init__", "init_forward_metadata", "init_forward_metadata_out_graph", "forward_swa_mla_absorbed", "selected_backend"),
+            *("maybe_rebuild_metadata_after_dp_padding", "token_to_kv_pool"),
+        ),
+        "_normalize_cache_seqlens_rows": (),
+        "_normalize_page_table_rows": (),
+        "wrap_dots_attention_backend": (),
+    },
+    "sglang.srt.layers.attention.flashattention_backend": {
+        "FlashAttentionBackend": ("page_size", "forward_metadata"),
+        "FlashAttentionMetadata": ("swa_page_table", "cache_seqlens_int32"),
+    },
     "sglang.srt.layers.attention.deepseek_v4_backend": {
         "DeepseekV4AttnBackend": (),
         "_maybe_precompute_flashmla_sched_meta": (),
@@ -61,7 +78,7 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "sglang.srt.layers.attention.verify_mask": {"VerifyMask": ("buffer", "mode", "max_bs", "is_read", "fits")},
     "sglang.srt.layers.radix_attention": {
-        "RadixAttention": ("tp_q_head_num", "tp_k_head_num", "head_dim", "v_head_dim", "scaling", "layer_id")
+        "RadixAttention": (*("tp_q_head_num", "tp_k_head_num", "head_dim", "v_head_dim", "scaling", "layer_id", "sliding_window_size"),)
     },
     "sglang.srt.mem_cache.memory_pool": {
         "KVWriteLoc": ("for_batch",),
@@ -84,8 +101,9 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
     "sglang.srt.model_executor.model_runner": {
         "ModelRunner": ("page_size", "device", "kv_cache_dtype", "req_to_token_pool", "token_to_kv_pool", "model_config")
     },
+    "sglang.srt.configs.dots3": {"Dots3Config": ()},
     "sglang.srt.configs.model_config": {
-        "ModelConfig": ("num_attention_heads", "context_len", "hf_config"),
+        "ModelConfig": ("num_attention_heads", "context_len", "hf_config", "hf_text_config"),
         "is_deepseek_dsa": (),
         "is_deepseek_v4": (),
     },

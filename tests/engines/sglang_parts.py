@@ -16,7 +16,7 @@ from tests.engines.sglang_interface import RECORDS
 INTERFACES: list[dict[str, Any]] = [json.loads(path.read_text()) for path in sorted(RECORDS.glob("*.json"))]
 INTERFACE = INTERFACES[-1]
 MODULES: dict[str, dict[str, Any]] = INTERFACE["modules"]
-ADAPTERS = ("cute_mla.engines.sglang.dense", "cute_mla.engines.sglang.sparse", "cute_mla.engines.sglang.deepseek_v4")
+ADAPTERS = tuple(f"cute_mla.engines.sglang.{name}" for name in ("dense", "sparse", "deepseek_v4", "dots3"))
 HEADS = 16
 SCALE = 192**-0.5
 
@@ -57,6 +57,30 @@ class SparseBase:
         for name, value in model_runner.sparse.items():
             assert known[name] == "attribute"
             setattr(self, name, value)
+
+
+class WindowBase:
+    """Stand-in for SGLang's wrapper of FlashAttention around window layers of dots3-note."""
+
+    def __init__(self, backend: Any) -> None:
+        self.backend, self.token_to_kv_pool = backend, backend.token_to_kv_pool
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        self.backend.init_forward_metadata(forward_batch)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        self.backend.init_forward_metadata(forward_batch)
+
+    def selected_backend(self, forward_batch: Any) -> Any:
+        return self.backend
+
+    def maybe_rebuild_metadata_after_dp_padding(self, forward_batch: Any) -> None:
+        """Do nothing: metadata of tests fit their batches, or have rows too few."""
+
+
+def padded_rows(planned: Tensor, added: Tensor) -> Tensor:
+    """Return rows of metadata and those that pad a batch."""
+    return torch.cat((planned, added[planned.shape[0] :].to(planned.dtype)))
 
 
 def verify_mask(**fields: Any) -> Any:

@@ -33,7 +33,7 @@ def runner_of(heads: int, fp8: bool, **changes: Any) -> Any:
         "kv_lora_rank": 512,
         "qk_rope_head_dim": 64,
     }
-    return SimpleNamespace(sparse={**sparse, **changes}, model_config=SimpleNamespace(hf_config=None))
+    return SimpleNamespace(sparse={**sparse, **changes}, model_config=SimpleNamespace(hf_config=None, hf_text_config=None))
 
 
 def backend_of(answers: SimpleNamespace, heads: int, fp8: bool = False, **changes: Any) -> Any:

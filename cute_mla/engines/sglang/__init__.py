@@ -5,6 +5,7 @@ backend is imported only when SGLang creates the backend of a model runner.
 
     dense    decode, verification of draft tokens, prefill
     sparse   the same of models with DeepSeek's sparse attention, over SGLang's own backend of it
+    dots3    dots3-note: dense decode with a window, beside the backend of sparse attention
     deepseek_v4   SGLang's own backend of DeepSeek-V4 and V4.1, whose calls of FlashMLA are replaced; with SGLang 0.5.23
 """
 
@@ -50,6 +51,7 @@ def _create(runner: Any) -> Any:
     Without sparse attention, prefill decompresses new keys and chunks of the cached prefix, as for SGLang's own trtllm_mla. In
     deterministic mode it attends to latent keys, as for triton: the bits of a token then do not depend on what was cached.
     """
+    from sglang.srt.configs.dots3 import Dots3Config
     from sglang.srt.configs.model_config import is_deepseek_dsa, is_deepseek_v4
     from sglang.srt.models.deepseek_common.attention_backend_handler import (
         AttentionBackendRegistry,
@@ -70,6 +72,10 @@ def _create(runner: Any) -> Any:
         deterministic = get_exec().deterministic.enable_deterministic_inference
         AttentionBackendRegistry.register(NAME, handle_attention_triton if deterministic else handle_attention_trtllm_mla)
         return CuteMla(runner)
+    if isinstance(runner.model_config.hf_text_config, Dots3Config):
+        from .dots3 import create as create_dots3
+
+        return create_dots3(runner)
     from .sparse import CuteMlaSparse
 
     AttentionBackendRegistry.register(NAME, handle_attention_dsa)
