@@ -53,7 +53,7 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
     },
     "sglang.srt.layers.attention.dots_hybrid_backend": {
         "DotsSWAMLAAttnBackend": (
-            *("__init__", "init_forward_metadata", "init_forward_metadata_out_graph", "forward_swa_mla_absorbed", "selected_backend"),
+            *("__init__", "init_forward_metadata", "init_forward_metadata_in_graph", "forward_swa_mla_absorbed", "selected_backend"),
             *("maybe_rebuild_metadata_after_dp_padding", "token_to_kv_pool"),
         ),
         "_normalize_cache_seqlens_rows": (),

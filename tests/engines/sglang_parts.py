@@ -68,8 +68,8 @@ class WindowBase:
     def init_forward_metadata(self, forward_batch: Any) -> None:
         self.backend.init_forward_metadata(forward_batch)
 
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        self.backend.init_forward_metadata(forward_batch)
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Do nothing, as FlashAttention's backend."""
 
     def selected_backend(self, forward_batch: Any) -> Any:
         return self.backend

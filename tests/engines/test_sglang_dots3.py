@@ -78,15 +78,18 @@ def layer() -> Any:
     )
 
 
-def attend(engine: SimpleNamespace, arch: Arch, full: FlashAttention, tokens: int, init: str) -> list[str]:
-    """Attend twice in each of two steps, and return the ops that were launched."""
+def attend(engine: SimpleNamespace, arch: Arch, full: FlashAttention, tokens: int, in_graph: bool) -> list[str]:
+    """Attend twice in each of two steps, and return the ops that were launched. in_graph: warm-up and capture after one initialisation."""
     _, hooks = made(engine)
     backend = hooks[f"{HYBRID}.DotsSWAMLAAttnBackend"](full)
     batch = SimpleNamespace(batch_size=len(full.lengths), seq_lens=full.lengths.long())
     q = torch.randn(len(full.lengths), tokens, HEADS, COLUMNS, generator=torch.Generator().manual_seed(3)).bfloat16()
     with launched_ops(arch) as ops:
-        for _ in range(2):
-            getattr(backend, init)(batch)
+        for step in range(2):
+            if not (in_graph and step):
+                backend.init_forward_metadata(batch)
+            if in_graph:
+                backend.init_forward_metadata_in_graph(batch)
             for _ in range(2):
                 out = backend.forward_swa_mla_absorbed(q.flatten(0, 1), layer(), batch)
                 assert out.shape == (len(full.lengths) * tokens, HEADS * LATENT)
@@ -94,16 +97,16 @@ def attend(engine: SimpleNamespace, arch: Arch, full: FlashAttention, tokens: in
     return ops
 
 
-@pytest.mark.parametrize("init", ["init_forward_metadata", "init_forward_metadata_out_graph"])
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize(("tokens", "lengths"), [(1, [300, 1, 101]), (4, [4, 260])], ids=["decode", "verification"])
-def test_window_layers_decode(arch: Arch, engine: SimpleNamespace, tokens: int, lengths: list[int], init: str) -> None:
+def test_window_layers_decode(arch: Arch, engine: SimpleNamespace, tokens: int, lengths: list[int], in_graph: bool) -> None:
     """The first layer of a step plans for the others."""
     full = FlashAttention(lengths, tokens)
     if not is_supported("dense_decode", arch.name, head_dim=COLUMNS)[0]:
         with pytest.raises(ValueError, match=r"q has shape .* 1088\]; supported"):
-            attend(engine, arch, full, tokens, init)
+            attend(engine, arch, full, tokens, in_graph)
         return
-    assert attend(engine, arch, full, tokens, init) == 2 * ["split_plan", *2 * ["dense_decode", "combine"]]
+    assert attend(engine, arch, full, tokens, in_graph) == 2 * ["split_plan", *2 * ["dense_decode", "combine"]]
 
 
 def test_rows_that_pad_a_batch(engine: SimpleNamespace) -> None:

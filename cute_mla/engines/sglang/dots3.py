@@ -1,7 +1,7 @@
 """dots3-note in SGLang: its hybrid backend, with the kernels of cute_mla.
 
-SGLang attends by its backend `dsa` in layers with sparse attention, and wraps FlashAttention for layers with a window. Prefill of the latter
-decompresses keys; decode and verification attend to latent keys of 1,024 + 64 columns, in torch. FlashAttention stays for such prefill.
+SGLang attends by its backend `dsa` in layers with sparse attention, and wraps FlashAttention for layers with a window. Prefill of these
+decompresses keys; decode and verification attend to latent keys of 1,024 + 64 columns, in torch. FlashAttention stays for that prefill.
 Replaced, in the process, before the backend is wrapped:
 
     sglang.srt.layers.attention.attention_registry     create_dsa_backend      makes the sparse backend of cute_mla
@@ -40,7 +40,7 @@ def create(runner: Any) -> Any:
 class CuteMlaWindow(DotsSWAMLAAttnBackend):
     """SGLang's wrapper of FlashAttention, whose decode and verification of window layers run a kernel over latent keys.
 
-    The first window layer of a step plans for all of them. In a CUDA graph the plan is captured with it.
+    The first window layer of a step plans for all of them.
     """
 
     _schedule: Any = None
@@ -50,10 +50,10 @@ class CuteMlaWindow(DotsSWAMLAAttnBackend):
         self._schedule = None
         super().init_forward_metadata(forward_batch)
 
-    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
-        """Compute the metadata of a batch that is captured or replayed."""
+    def init_forward_metadata_in_graph(self, forward_batch: Any) -> None:
+        """Begin a step of a CUDA graph: each of its warm-ups, and its capture, so that the plan is part of the graph."""
         self._schedule = None
-        super().init_forward_metadata_out_graph(forward_batch, in_capture=in_capture)
+        super().init_forward_metadata_in_graph(forward_batch)
 
     def forward_swa_mla_absorbed(self, q: torch.Tensor, layer: Any, forward_batch: Any) -> torch.Tensor:
         """Attend to the last keys of each request's window pool.

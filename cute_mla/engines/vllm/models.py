@@ -1,4 +1,4 @@
-"""Models of vLLM's registry whose modules pick a class of attention layer themselves: DeepSeek-V4 and V4.1, and their drafts."""
+"""Models of vLLM's registry whose modules pick a class of attention layer or backend themselves, and their drafts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from typing import Any
 
 from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel
 
-PACKAGES = ("vllm.models.deepseek_v4", "vllm.models.deepseek_v41")
+# Package of a model: module here that serves it
+PACKAGES = {"vllm.models.deepseek_v4": "deepseek_v4", "vllm.models.deepseek_v41": "deepseek_v4", "vllm.models.dots3_note": "dots3"}
 
 
 @dataclass(frozen=True)
 class _Model(_LazyRegisteredModel):
-    """A model that is not imported yet. Its module gets another picker when its class is loaded."""
+    """A model that is not imported yet. Names in its module are replaced when its class is loaded."""
 
     def load_model_cls(self) -> Any:
         found = super().load_model_cls()
-        import_module(f"{__package__}.deepseek_v4").serve(self.module_name)
+        import_module(f"{__package__}.{PACKAGES[self.module_name]}").serve(self.module_name)
         return found
 
 

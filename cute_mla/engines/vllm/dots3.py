@@ -1,0 +1,124 @@
+"""dots3-note in vLLM: decode of its window layers, over latent keys of 1,024 + 64 columns.
+
+The model's module names the backend of each kind of layer. serve() is called when vLLM loads the class of the model or of its MTP draft.
+Replaced, in the process:
+
+    vllm.models.dots3_note.nvidia.model    Dots3NoteTritonMLABackend    gathers the keys of a window and multiplies them in torch
+
+by a subclass whose layers, where CUTE_MLA_SPARSE is chosen, decode and write keys with kernels. Prefill, which decompresses keys for
+FlashAttention, and layers with sparse attention stay vLLM's.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import vllm.envs as envs
+from vllm.config import get_current_vllm_config
+from vllm.models.dots3_note.nvidia.attention import (
+    Dots3NoteDecodeMetadata,
+    Dots3NoteMLAMetadataBuilder,
+    Dots3NoteTritonMLABackend,
+    Dots3NoteTritonMLAImpl,
+)
+
+from ...api import flash_mla_with_kvcache, get_mla_metadata
+from ..plan_buffers import Plan, PlanBuffers
+from . import SPARSE
+from .capability import WIDE_CACHES
+from .layers import CacheWriteMixin, concatenate_queries, max_decode_tokens, reserve_queries
+
+_NAME = "Dots3NoteTritonMLABackend"
+
+
+def serve(package: str) -> None:
+    """Replace the backend of window layers in a package that is loaded. A second call does nothing."""
+    sys.modules[f"{package}.nvidia.model"].__dict__[_NAME] = CuteMlaWindow
+
+
+def _is_chosen() -> bool:
+    """Return whether the backend of the current configuration is CUTE_MLA_SPARSE."""
+    backend = get_current_vllm_config().attention_config.backend
+    return backend is not None and backend.name == SPARSE
+
+
+class CuteMlaWindow(Dots3NoteTritonMLABackend):
+    """Backend of window layers: vLLM's own for other choices than CUTE_MLA_SPARSE."""
+
+    @staticmethod
+    def get_impl_cls() -> type[Dots3NoteTritonMLAImpl]:
+        """Return the class of a layer's attention."""
+        return CuteMlaWindowImpl if _is_chosen() else Dots3NoteTritonMLABackend.get_impl_cls()
+
+    @staticmethod
+    def get_builder_cls() -> type[Dots3NoteMLAMetadataBuilder]:
+        """Return the class of the metadata builder, which serves both kinds of layers."""
+        return CuteMlaWindowMetadataBuilder
+
+
+@dataclass
+class WindowDecodeMetadata(Dots3NoteDecodeMetadata):
+    """Metadata of the decode requests. plan: tile_scheduler_metadata and num_splits; None where vLLM's layers decode."""
+
+    plan: Plan | None = None
+
+
+class CuteMlaWindowMetadataBuilder(Dots3NoteMLAMetadataBuilder):
+    """Metadata builder. It plans once a step for all window layers, in the buffers that CUDA graphs read."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self._impl = layer.impl if isinstance(layer.impl, CuteMlaWindowImpl) else None
+        self._plans = PlanBuffers(max_decode_tokens(vllm_config))
+
+    def _build_decode(self, *args: Any, **given: Any) -> WindowDecodeMetadata:
+        decode = super()._build_decode(*args, **given)
+        return WindowDecodeMetadata(**vars(decode), plan=None if self._impl is None else self._plan(decode, self._impl))
+
+    def _plan(self, decode: Dots3NoteDecodeMetadata, impl: CuteMlaWindowImpl) -> Plan:
+        """Plan the requests, all of which have as many query tokens. Lengths stay on the device."""
+        heads, tokens = impl.num_heads, decode.query_len
+        plan = get_mla_metadata(decode.seq_lens, tokens * heads, 1, heads, window=impl.sliding_window, head_dim_v=impl.kv_lora_rank)
+        return self._plans.store(tokens, plan)
+
+
+class CuteMlaWindowImpl(CacheWriteMixin, Dots3NoteTritonMLAImpl):
+    """Attention of a window layer: dense decode with a window over a 16-bit cache."""
+
+    def __init__(self, num_heads: int, head_size: int, **options: Any) -> None:
+        super().__init__(num_heads, head_size, **options)
+        if self.kv_cache_dtype not in ("auto", *WIDE_CACHES):
+            raise NotImplementedError(
+                f"kv_cache_dtype is {self.kv_cache_dtype} in window layers of dots3-note; supported: auto, {', '.join(WIDE_CACHES)}"
+            )
+        if self.dcp_world_size > 1:
+            raise NotImplementedError(f"decode_context_parallel_size is {self.dcp_world_size} in window layers; supported: 1")
+        reserve_queries(max_decode_tokens(get_current_vllm_config()), num_heads, head_size)
+
+    def forward_mqa(
+        self, q: torch.Tensor | tuple[torch.Tensor, torch.Tensor], kv_c_and_k_pe_cache: torch.Tensor, attn_metadata: Any, layer: Any
+    ) -> tuple[torch.Tensor, None]:
+        """Decode all tokens of the decode requests, as many of each.
+
+        q: [tokens, heads, 1,088], or (latent [tokens, heads, 1,024], rotary [tokens, heads, 64]). Cache: [blocks, block size, 1,088].
+        Returns out [tokens, heads, 1,024].
+        """
+        decode, q = attn_metadata.decode, concatenate_queries(q, self.head_size)
+        requests = q.shape[0] // decode.query_len
+        out, _ = flash_mla_with_kvcache(
+            q.view(requests, decode.query_len, *q.shape[1:]),
+            kv_c_and_k_pe_cache.unsqueeze(2),
+            decode.block_table[:requests],
+            decode.seq_lens[:requests],
+            self.kv_lora_rank,
+            *decode.plan,
+            softmax_scale=self.scale,
+            causal=True,
+            window=self.sliding_window,
+            batch_invariant=envs.VLLM_BATCH_INVARIANT,
+        )
+        return out.flatten(0, 1), None
