@@ -1,12 +1,12 @@
-"""dots3-note in vLLM: decode of its window layers, over latent keys of 1,024 + 64 columns.
+"""dots3-note in vLLM: decode of window layers over keys of 1,024 + 64 columns, and sparse attention over rows padded to as many.
 
 The model's module names the backend of each kind of layer. serve() is called when vLLM loads the class of the model or of its MTP draft.
-Replaced, in the process:
+Replaced, in the process, by subclasses that are of use where CUTE_MLA_SPARSE is chosen:
 
-    vllm.models.dots3_note.nvidia.model    Dots3NoteTritonMLABackend    gathers the keys of a window and multiplies them in torch
+    vllm.models.dots3_note.nvidia.model    Dots3NoteTritonMLABackend     gathers the keys of a window and multiplies them in torch
+                                           Dots3NotePaddedMLAAttention   layer with sparse attention, by FlashAttention
 
-by a subclass whose layers, where CUTE_MLA_SPARSE is chosen, decode and write keys with kernels. Prefill, which decompresses keys for
-FlashAttention, and layers with sparse attention stay vLLM's.
+Prefill of window layers, which decompresses keys for FlashAttention, stays vLLM's.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from typing import Any
 import torch
 import vllm.envs as envs
 from vllm.config import get_current_vllm_config
+from vllm.model_executor.layers.attention import MLAAttention
 from vllm.models.dots3_note.nvidia.attention import (
     Dots3NoteDecodeMetadata,
     Dots3NoteMLAMetadataBuilder,
     Dots3NoteTritonMLABackend,
     Dots3NoteTritonMLAImpl,
 )
+from vllm.models.dots3_note.nvidia.model import Dots3NotePaddedMLAAttention
+from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from ...api import flash_mla_with_kvcache, get_mla_metadata
 from ..plan_buffers import Plan, PlanBuffers
 from . import SPARSE
-from .capability import WIDE_CACHES
+from .capability import PACKED_CACHE, WIDE_CACHES
 from .layers import CacheWriteMixin, concatenate_queries, max_decode_tokens, reserve_queries
-
-_NAME = "Dots3NoteTritonMLABackend"
+from .sparse import CuteMlaSparse, CuteMlaSparseImpl
 
 
 def serve(package: str) -> None:
-    """Replace the backend of window layers in a package that is loaded. A second call does nothing."""
-    sys.modules[f"{package}.nvidia.model"].__dict__[_NAME] = CuteMlaWindow
+    """Replace the two names in a package that is loaded. A second call does nothing."""
+    model: Any = sys.modules[f"{package}.nvidia.model"]
+    model.Dots3NoteTritonMLABackend, model.Dots3NotePaddedMLAAttention = CuteMlaWindow, CuteMlaPaddedAttention
 
 
 def _is_chosen() -> bool:
@@ -122,3 +125,47 @@ class CuteMlaWindowImpl(CacheWriteMixin, Dots3NoteTritonMLAImpl):
             batch_invariant=envs.VLLM_BATCH_INVARIANT,
         )
         return out.flatten(0, 1), None
+
+
+class CuteMlaPaddedAttention(Dots3NotePaddedMLAAttention):
+    """Layer with sparse attention, whose rows of the cache are as long as those of window layers; physical_head_size: their columns."""
+
+    def __init__(self, *args: Any, physical_head_size: int, **options: Any) -> None:
+        if not _is_chosen():
+            super().__init__(*args, physical_head_size=physical_head_size, **options)
+            return
+        MLAAttention.__init__(self, *args, **options, attn_backend=CuteMlaPadded)
+        self.physical_head_size = physical_head_size
+
+
+class CuteMlaPadded(CuteMlaSparse):
+    """Backend of such layers."""
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        """Return the layout in which pages of the indexer's keys lie beside those of latent keys."""
+        return (KVCacheLayout.BLHNC,)
+
+    @staticmethod
+    def get_impl_cls() -> type[CuteMlaSparseImpl]:
+        """Return the class of a layer's attention."""
+        return CuteMlaPaddedImpl
+
+
+class CuteMlaPaddedImpl(CuteMlaSparseImpl):
+    """Attention of such a layer, over a 16-bit cache [blocks, block size, 1,088] whose first 576 columns are its keys."""
+
+    def __init__(self, num_heads: int, head_size: int, *args: Any, **options: Any) -> None:
+        super().__init__(num_heads, head_size, *args, **options)
+        if self.kv_cache_dtype == PACKED_CACHE:
+            raise NotImplementedError(f"kv_cache_dtype is {PACKED_CACHE} for dots3-note; supported: auto, bfloat16")
+
+    def do_kv_cache_update(self, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, *args: Any, **given: Any) -> None:
+        """Write new keys to their slots, as in other layers."""
+        super().do_kv_cache_update(kv_c_normed, k_pe, kv_cache[..., : self.head_size], *args, **given)
+
+    def forward_mha(
+        self, q: torch.Tensor, kv_c_normed: torch.Tensor, k_pe: torch.Tensor, kv_cache: torch.Tensor, *args: Any, **given: Any
+    ) -> None:
+        """Attend to all keys of short requests, decompressed."""
+        super().forward_mha(q, kv_c_normed, k_pe, kv_cache[..., : self.head_size], *args, **given)

@@ -279,6 +279,8 @@ class CuteMlaSparseImpl(CacheWriteMixin, SparseMLACommonImpl[CuteMlaSparseMetada
         cache, batches with prefill and keys of 512 columns run sparse prefill, all others sparse decode.
         """
         rows, _ = flat_kv_row_view(kv_cache, kv_cache.shape[1])  # HiSparse's hot buffer has blocks of its own size
+        if self.kv_cache_dtype != PACKED_CACHE:
+            rows = rows[:, : self._columns]  # dots3-note pads rows to those of other layers
         out = q.new_empty((*q.shape[:2], D_V))
         lse = q.new_empty(q.shape[:2], dtype=torch.float32)
         if self.kv_cache_dtype == PACKED_CACHE or (is_decode and self._columns == D_QK):

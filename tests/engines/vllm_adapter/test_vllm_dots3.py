@@ -21,15 +21,20 @@ from vllm.v1.attention.backends.mla import triton_mla
 from vllm.v1.attention.backends.mla.prefill.registry import MLAPrefillBackendEnum
 from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+import cute_mla
 from cute_mla import is_supported
 from cute_mla.engines.vllm import models
 from cute_mla.reference import attention
 from cute_mla.spec.arch import Arch
+from tests.engines.vllm_adapter.sparse_parts import TOPK, choose, filled_cache, queries
+from tests.engines.vllm_adapter.sparse_parts import expected as sparse_expected
 from tests.engines.vllm_adapter.vllm_parts import (
+    DEEPSEEK_V3,
     LAYER,
     Columns,
     Projection,
     Request,
+    Served,
     Setting,
     agree,
     batch_of,
@@ -106,6 +111,37 @@ def layer_of(
     return layer, builder, config
 
 
+def padded_layer(model: Any, folder: Path, backend: str | None = "CUTE_MLA_SPARSE", cache: str = "auto") -> Served:
+    """Return a layer with sparse attention as Dots3NoteFullAttention makes it."""
+    setting = Setting(HEADS, topk=TOPK, cache=cache)
+    config = configuration(setting, folder)
+    config.attention_config.backend = None if backend is None else AttentionBackendEnum[backend]
+    weight = torch.randn(HEADS * 256, 512, generator=torch.Generator().manual_seed(1)) * 0.03
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with set_current_vllm_config(config):
+            layer = model.Dots3NotePaddedMLAAttention(
+                num_heads=HEADS,
+                scale=DEEPSEEK_V3.scale,
+                **dict(zip(("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), DEEPSEEK_V3, strict=True)),
+                q_lora_rank=64,
+                kv_b_proj=Projection(weight.bfloat16()),
+                cache_config=config.cache_config,
+                prefix=LAYER,
+                use_sparse=True,
+                topk_indices_buffer=torch.full((256, TOPK), -1, dtype=torch.int32),
+                prefill_backend_cls=MLAPrefillBackendEnum["CUTE_MLA"].get_class(),
+                physical_head_size=1088,
+            )
+            layer.process_weights_after_loading(torch.bfloat16)
+            spec = layer.attn_backend.customize_spec(layer.get_kv_cache_spec(config))
+            builder = layer.attn_backend.get_builder_cls()(spec, [LAYER], config, torch.device("cpu"))
+    finally:
+        torch.set_default_dtype(before)
+    return Served(setting, config, layer, builder)
+
+
 def expected(q: Tensor, keys: Tensor) -> Tensor:
     """Attention of tokens [tokens, heads, columns], the last of keys [keys, columns], over their windows, in fp32."""
     out = torch.zeros(*q.shape[:2], DOTS3.latent)
@@ -146,9 +182,35 @@ def test_window_layers_decode(arch: Arch, model: Any, tmp_path: Path, tokens: in
     assert ops == ["cache_write", "split_plan", *2 * ["dense_decode", "combine"]]
 
 
-def test_other_backends_keep_vllms_layers(model: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize("requests", [[Request(1, 300), Request(1, 5)], [Request(1, 20), Request(5, 90)]], ids=["decode", "prefill"])
+def test_layers_with_sparse_attention(arch: Arch, model: Any, tmp_path: Path, requests: list[Request]) -> None:
+    """Rows of the cache have 1,088 columns, of which 576 are keys and the others NaN."""
+    served = padded_layer(model, tmp_path)
+    assert served.layer.get_kv_cache_spec(served.config).head_size == 1088
+    batch = batch_of(requests, 64)
+    storage, chosen = empty_cache(batch, WINDOWS), choose(served, batch)
+    (filled, worth), q = filled_cache(batch, served.setting), queries(batch.num_actual_tokens, HEADS)
+    storage[..., :576] = filled
+    pages, rows = rows_of(batch, 1, 64)
+    key = storage[pages[-1], rows[-1], :576].clone()
+    storage[pages[-1], rows[-1]] = torch.nan  # until it is written again
+    with cute_mla.simulate(arch, 6):
+        served.layer.impl.do_kv_cache_update(
+            key[None, :512], key[None, None, 512:], storage, (pages * 64 + rows)[-1:], "auto", served.layer._k_scale
+        )
+        out, _ = served.mqa(q, storage, served.build(batch))
+    assert torch.equal(storage[pages[-1], rows[-1], :576], key)
+    agree(out, sparse_expected(batch, torch.cat(q, dim=-1), worth, chosen, (1, 0), DEEPSEEK_V3.scale)[0], 8e-3)
+
+
+def test_other_backends_keep_vllms_layers(model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, builder, config = layer_of(model, tmp_path, None)
     assert type(layer.impl).__name__ == "Dots3NoteTritonMLAImpl"
+    monkeypatch.setattr(model.Dots3NotePaddedMLAAttention.__mro__[1], "__init__", lambda self, **given: given["taken"].append(given))
+    taken: list[Any] = []
+    with set_current_vllm_config(config):
+        model.Dots3NotePaddedMLAAttention(physical_head_size=1088, taken=taken)
+    assert taken == [{"physical_head_size": 1088, "taken": taken}]
     with set_current_vllm_config(config):
         assert builder.build(0, batch_of([Request(1, 70)], 64)).decode.plan is None
 
@@ -158,6 +220,8 @@ def test_fp8_caches_are_refused(model: Any, tmp_path: Path) -> None:
         NotImplementedError, match="kv_cache_dtype is fp8 in window layers of dots3-note; supported: auto, float16, bfloat16"
     ):
         layer_of(model, tmp_path, setting=Setting(HEADS, cache="fp8"))
+    with pytest.raises(NotImplementedError, match="kv_cache_dtype is fp8_ds_mla for dots3-note; supported: auto, bfloat16"):
+        padded_layer(model, tmp_path, cache="fp8_ds_mla")
 
 
 def test_the_model_and_its_draft_are_watched() -> None:
