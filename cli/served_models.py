@@ -86,8 +86,13 @@ MODELS: tuple[Model, ...] = (
         v_head_dim=256,
         keys={"model_type": "hy_v4", "learnable_sink_init": 0.0},
     ),
-    replace(_V3_2, name="dots3-note, 13 of 46 layers", keys={"sliding_window": 512}, evidence=FUNCTION),
-    Model("dots3-note, 33 of 46 layers", 64, 1024, 64, 192, 128, keys={"sliding_window": 512}, evidence=FUNCTION),
+    replace(_V3_2, name="dots3-note, 13 of 46 layers", keys={"sliding_window": 512}, evidence=f"{FUNCTION}, {ENGINE}"),
+    Model(
+        *("dots3-note, 33 of 46 layers", 64, 1024, 64, 192, 128),
+        formats=("latent_1088",),
+        keys={"sliding_window": 512},
+        evidence=f"{FUNCTION}, {ENGINE}",
+    ),
     replace(
         _V3_2,
         name="Mistral Large 4, 54 of 72 layers",
