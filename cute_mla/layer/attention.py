@@ -5,6 +5,8 @@ multiplied by the value half. Prefill uses the decompressed form: kv_b expands l
 new tokens at once and the cached tokens of the requests in chunks; the states of all chunks are merged. Gradients pass through prefill of
 new tokens only. Where they do, rotary columns are joined by operations that autograd follows; elsewhere they are written in place.
 
+Layers with a window use the absorbed form for prefill, too: no kernel of the decompressed form has windows.
+
 Where tokens choose their keys, decode uses the absorbed form over the keys that an indexer chose. Prefill does so, too, or uses the
 decompressed form with a mask of these keys, by what is faster.
 """
@@ -34,6 +36,7 @@ from .context_path import ContextPath
 from .forms import Forms, Sparsity, forms_of
 from .index_keys import PooledIndexCache, scratch_of
 from .indexer import Indexer
+from .pages import Pages, own_pages
 from .path import MAX_STATES, AttentionPath, Cache, DecodeOptions, Packed, PrefillOptions, attention_path, warn_reference
 from .pools import Pools, spans
 from .rope import Rotation, frequencies, rotation
@@ -87,6 +90,7 @@ class MlaAttention(torch.nn.Module):
     q_scale: torch.Tensor | None
     q_scale_bias: torch.Tensor | None
     alpha: torch.Tensor | None
+    rotary_norm: torch.Tensor | None
 
     def __init__(
         self,
@@ -104,8 +108,9 @@ class MlaAttention(torch.nn.Module):
             raise ValueError("an indexer is given, and the config has none; supported: configs with index_topk")
         if context is not None and config.key_columns != D_QK:
             raise ValueError(f"a context is given, and keys have {config.key_columns} columns; supported: {D_QK}")
-        if context is not None and config.attention_sinks:
-            raise ValueError("a context is given, and the config has attention_sinks; supported: one of them")
+        for name in ("attention_sinks", "sliding_window"):
+            if context is not None and getattr(config, name):
+                raise ValueError(f"a context is given, and the config has {name}; supported: one of them")
         self.config = config
         self.batch_invariant = batch_invariant
         self.context = context
@@ -181,7 +186,7 @@ class MlaAttention(torch.nn.Module):
         forms = forms_of(batch, cache.keys.shape[1] * path.world, sparsity)
         check_forms(forms, given, self.indexer is not None)
         if needs_grad(hidden, *self._parameters.values()):
-            check_differentiable(batch, forms)
+            check_differentiable(self.config, batch, forms)
         if path.name == "reference":
             warn_reference(hidden.device)
         radians = self._radians if self.alpha is None else self._radians * self.alpha.exp()
@@ -198,6 +203,8 @@ class MlaAttention(torch.nn.Module):
         if batch.prefill is not None:
             own = _Keys(*(columns[decoded:] for columns in keys))
             attend = self._prefill if forms.prefill in ("dense", "masked") else self._sparse_prefill
+            if self.config.sliding_window is not None:
+                attend = self._window_prefill
             parts.append(attend(step, q[decoded:], own, batch.prefill))
         out = parts[0] if len(parts) == 1 else torch.cat([q.new_empty(0, self.heads, self.config.v_head_dim), *parts])
         if self.gate is not None:
@@ -341,7 +348,11 @@ class MlaAttention(torch.nn.Module):
         """Project latent and rotary columns of keys [tokens, columns of a key], before norm and rotation."""
         if self.kv_a is None:
             raise ValueError("the layer has no kv_a; supported: a layer with latents of its own")
-        return linear(hidden, self.kv_a, self.kv_a_bias)
+        keys = linear(hidden, self.kv_a, self.kv_a_bias)
+        if self.rotary_norm is None:
+            return keys
+        latent, rotary = keys.split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
+        return torch.cat((latent, norm_rope.rms_norm(rotary, self.rotary_norm, self.config.rms_norm_eps)), dim=1)
 
     def _new_keys(self, hidden: torch.Tensor, rope: Rotation) -> _Keys:
         latent, rotary = self._project_keys(hidden).split((self.config.kv_lora_rank, self.config.qk_rope_head_dim), dim=1)
@@ -360,7 +371,7 @@ class MlaAttention(torch.nn.Module):
     def _decode(self, step: Step, q: torch.Tensor, requests: DecodeRequests, descale_q: torch.Tensor | None) -> torch.Tensor:
         """Attend in the absorbed form: [tokens, heads, v_head_dim]."""
         by_request = self._absorb(q).unflatten(0, (requests.cache_seqlens.shape[0], requests.s_q))
-        options = DecodeOptions(self.config.softmax_scale, q.dtype, descale_q, self.batch_invariant, self._sinks())
+        options = self._options(q.dtype, descale_q)
         if step.forms.decode == "dense":
             if descale_q is not None:
                 by_request = to_e4m3(by_request.float() / descale_q).view(torch.float8_e4m3fn)
@@ -369,6 +380,22 @@ class MlaAttention(torch.nn.Module):
             chosen, schedule = choose_slots(step, requests), step.batch.selection.schedule
             out = step.path.sparse_decode(by_request, step.cache, chosen, schedule, options)
         return self._expand(out.flatten(0, 1))
+
+    def _options(self, dtype: torch.dtype, descale_q: torch.Tensor | None = None) -> DecodeOptions:
+        """Return the options of attention in the absorbed form."""
+        return DecodeOptions(self.config.softmax_scale, dtype, descale_q, self.batch_invariant, self._sinks(), self.config.sliding_window)
+
+    def _window_prefill(self, step: Step, q: torch.Tensor, own: _Keys, requests: PrefillRequests) -> torch.Tensor:
+        """Attend in the absorbed form to the keys of each token's window: [tokens, heads, v_head_dim].
+
+        Cached keys and new ones are read from the cache; new ones alone, which may be in none, from pages of their own.
+        """
+        if requests.chunks:
+            pages = Pages(step.cache.keys, requests.chunks[0].block_table, requests.lengths)
+        else:
+            pages = own_pages(torch.cat(own, dim=1), requests)
+        ends = Packed(requests.cu_seqlens, requests.max_seqlen)
+        return self._expand(step.path.window_prefill(self._absorb(q), pages, ends, self._options(q.dtype)))
 
     def _sparse_prefill(self, step: Step, q: torch.Tensor, own: _Keys, requests: PrefillRequests) -> torch.Tensor:
         """Attend in the absorbed form, over the rows that tokens choose: [tokens, heads, v_head_dim]."""

@@ -30,7 +30,7 @@ class DecodeRequests:
     """Requests of s_q new tokens each, packed one after the other.
 
     block_table: int32 [requests, pages per request]. cache_seqlens: int32 [requests], keys per request, the new keys included; 0: a padding
-    request, whose attention is 0. schedule: valid for all layers of this step only.
+    request, whose attention is 0. schedule: valid for all layers of this step only; window_schedule: of those with a window.
     max_keys: no request has more keys; None: as many as the block table holds. Up to index_topk of a model with an indexer, its layers
     attend to all keys and do without it. share: with context parallelism, the rank's share; block_table then holds the rank's pages.
     """
@@ -39,6 +39,7 @@ class DecodeRequests:
     cache_seqlens: torch.Tensor
     s_q: int = 1
     schedule: MlaSchedule = field(default_factory=MlaSchedule)
+    window_schedule: MlaSchedule = field(default_factory=MlaSchedule)
     max_keys: int | None = None
     share: ShardedRequests | None = None
 
@@ -94,6 +95,11 @@ class PrefillRequests:
     max_seqlen: int
     tokens: int
     chunks: tuple[ContextChunk, ...] = ()
+
+    @property
+    def lengths(self) -> torch.Tensor:
+        """Return the keys of each request, cached and new, int32 [requests]."""
+        return sum((chunk.cu_seqlens.diff() for chunk in self.chunks), self.cu_seqlens.diff())
 
     @property
     def most_keys(self) -> int:

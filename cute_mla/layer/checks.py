@@ -59,8 +59,10 @@ def check_forms(forms: Forms, given: Given, has_indexer: bool) -> None:
         raise ValueError("index_cache is None, and tokens choose their keys; supported: a cache of the indexer's keys beside k_cache")
 
 
-def check_differentiable(batch: MlaBatch, forms: Forms) -> None:
-    """Raise ValueError if a gradient would have to pass through the cache, or through sparse attention."""
+def check_differentiable(config: MlaConfig, batch: MlaBatch, forms: Forms) -> None:
+    """Raise ValueError if a gradient would have to pass through the cache, through sparse attention, or through a window."""
+    if config.sliding_window is not None:
+        raise ValueError("hidden or a weight requires grad, and the config has a sliding_window; supported: inside `with torch.no_grad():`")
     uses = _cached_requests(batch)
     if not uses and forms.is_sparse:
         uses = "sparse attention"

@@ -9,17 +9,18 @@ from typing import Any, Literal
 
 from ..ops.arguments import check_flag, check_integer, is_number, short_repr
 from ..spec.dense_prefill import HEAD_DIMS
-from ..spec.mla import D_LATENT, D_ROPE, LATENT_DIMS
-from .config_keys import MISTRAL_LARGE_4, check_keys
+from ..spec.mla import D_LATENT, D_ROPE, DENSE_DIMS, LATENT_DIMS
+from .config_keys import DOTS3, MISTRAL_LARGE_4, check_keys
 from .indexer_config import IndexerConfig
 from .layer_kinds import check_layers, read_layers
+from .window_layers import split_layers
 
 OutputGate = Literal["head", "column"]
 Latents = Literal["own", "lent", "borrowed"]
 
 _FLAGS = (
     *("rope_interleave", "attention_bias", "mla_use_nope", "mla_scale_q_lora", "mla_scale_kv_lora", "attention_sinks"),
-    *("softmax_scaling", "learned_frequencies"),
+    *("softmax_scaling", "learned_frequencies", "rotary_norm"),
 )
 _POSITIVE_INTEGERS = ("hidden_size", "num_attention_heads", "max_position_embeddings")
 _YARN_TYPES = ("yarn", "deepseek_yarn")
@@ -162,6 +163,11 @@ class MlaConfig:
     learned_frequencies: True if the frequencies of RoPE are multiplied by exp(alpha), alpha a weight of the model (LeRoPE).
     no_rope_layers: for each layer of a model 1, or 0 for a layer whose rotary columns are latent ones; () for layers that are all alike.
     kv_source_layers: for each layer of a model the one whose latent keys it attends to; () for its own.
+    rotary_norm: True if the rotary columns of keys are normalised before their rotation (dots3-note).
+    sliding_window: of one layer: the last keys that a token attends to, its own included; None: all. Such a layer prefills in the absorbed
+    form; its keys may have 1,024 latent columns, and its heads any.
+    window_layers, window: for each layer of a model 1, or 0 for a layer with the configuration `window` in the place of this one; () and
+    None for layers that are all alike.
     latents: of one layer: "lent" to the layers behind it with the same columns, "borrowed" from the last layer before it that lends, which
     then has neither kv_a nor keys of its own in the cache; "own": neither.
     """
@@ -190,6 +196,10 @@ class MlaConfig:
     no_rope_layers: tuple[int, ...] = ()
     kv_source_layers: tuple[int, ...] = ()
     latents: Latents = "own"
+    rotary_norm: bool = False
+    sliding_window: int | None = None
+    window_layers: tuple[int, ...] = ()
+    window: MlaConfig | None = None
 
     def __post_init__(self) -> None:
         self._check_columns()
@@ -214,6 +224,7 @@ class MlaConfig:
         if self.latents not in ("own", "lent", "borrowed"):
             raise ValueError(f"latents is {short_repr(self.latents)}; supported: 'own', 'lent', 'borrowed'")
         check_layers(self.no_rope_layers, self.kv_source_layers)
+        self._check_windows()
         yarn = self.rope_scaling if 0 in self.no_rope_layers and isinstance(self.rope_scaling, YarnScaling) else None
         if yarn is not None and (yarn.softmax_scale != 1 or yarn.llama_4_scaling_beta):
             raise ValueError(
@@ -223,6 +234,8 @@ class MlaConfig:
     def of_layer(self, layer: int) -> MlaConfig:
         """Return the configuration of one layer of the model; of a model whose layers are alike, or of one layer, this configuration."""
         check_integer("layer", layer, 0)
+        if self.window is not None:
+            return self.window if self.window_layers[layer : layer + 1] == (1,) else replace(self, window_layers=(), window=None)
         rotary, sources = self.no_rope_layers, self.kv_source_layers
         latents = self.latents
         if layer < len(sources):
@@ -234,20 +247,39 @@ class MlaConfig:
 
     def check_one_layer(self) -> None:
         """Raise ValueError if this is the configuration of a model whose layers differ."""
-        if self.no_rope_layers or self.kv_source_layers:
-            raise ValueError("the config has no_rope_layers or kv_source_layers; supported: that of one layer, config.of_layer(layer)")
+        if self.no_rope_layers or self.kv_source_layers or self.window is not None:
+            raise ValueError(
+                "the config has no_rope_layers, kv_source_layers or window_layers; supported: that of one layer, config.of_layer(layer)"
+            )
+
+    def _check_windows(self) -> None:
+        """Raise ValueError for a window beside what it does not go with."""
+        if self.rotary_norm and not (self.rope_interleave and self.qk_rope_head_dim):
+            raise ValueError("rotary_norm is True; supported: with rope_interleave and rotary columns")
+        if self.window is not None and (self.no_rope_layers or self.kv_source_layers or self.sliding_window):
+            raise ValueError("window is given; supported: without no_rope_layers, kv_source_layers and sliding_window")
+        if (self.window is None) != (1 not in self.window_layers) or set(self.window_layers) - {0, 1}:
+            raise ValueError(f"window_layers is {short_repr(self.window_layers)}; supported: () without window, with it also 1 for layers")
+        if self.sliding_window is None:
+            return
+        check_integer("sliding_window", self.sliding_window, 1)
+        others = ("indexer", "attention_sinks", "no_rope_layers", "kv_source_layers")
+        given = [name for name in others if getattr(self, name)] + (["latents"] if self.latents != "own" else [])
+        if given:
+            raise ValueError(f"sliding_window is {self.sliding_window} with {', '.join(given)}; supported: without")
 
     def _check_columns(self) -> None:
         """Raise ValueError unless kernels have the columns of keys and of heads."""
         latent, rotary, nope, d_v = (
             check_integer(name, getattr(self, name), 0) for name in ("kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim")
         )
-        keys = [(dims.latent, dims.rotary) for dims in LATENT_DIMS.values()]
+        dims_of = LATENT_DIMS if self.sliding_window is None else DENSE_DIMS
+        keys = [(dims.latent, dims.rotary) for dims in dims_of.values()]
         if (latent, rotary) not in keys:
             listed = ", ".join(f"{known} with {columns}" for known, columns in keys)
             raise ValueError(f"kv_lora_rank is {latent} with qk_rope_head_dim {rotary}; supported: {listed}")
         heads = {d_qk - rotary: columns for d_qk, columns in HEAD_DIMS.items()}
-        if heads.get(nope) != d_v:
+        if self.sliding_window is None and heads.get(nope) != d_v:
             listed = ", ".join(f"{known} with {columns}" for known, columns in heads.items())
             raise ValueError(f"qk_nope_head_dim is {nope} with v_head_dim {d_v}; supported with qk_rope_head_dim {rotary}: {listed}")
         if not rotary and self.rope_scaling is not None:
@@ -263,39 +295,13 @@ class MlaConfig:
         config = _mapping("config", config)
         if "text_config" in config:
             config = _mapping("text_config", config["text_config"])
-        check_keys(config)
-        required = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        kind = config.get("model_type")
-        large_4 = kind == MISTRAL_LARGE_4
-        _check_present("the config", config, required if large_4 else (*required, "q_lora_rank"))
-        if large_4:  # whose class in transformers has a pattern of layers and a YaRN of its own without these
-            given = {name: value for name, value in config.items() if value is not None}
-            _check_present("the config", given, ("no_rope_layers", "rope_parameters"))
-        nope = _given(config, "mla_use_nope", kind == "kimi_linear")
-        theta, scaling = (None, None) if nope else _read_rope(config)
-        optional = {
-            **{name: config.get(name) for name in ("rms_norm_eps", "max_position_embeddings", "rope_interleave", "attention_bias")},
-            "rope_theta": theta,
-        }
-        read = MlaConfig(
-            **{name: config[name] for name in required},
-            q_lora_rank=config.get("q_lora_rank"),
-            rope_scaling=scaling,
-            indexer=IndexerConfig.from_hugging_face(config),
-            mla_use_nope=nope,
-            mla_scale_q_lora=_given(config, "mla_scale_q_lora", kind == "longcat_flash"),
-            mla_scale_kv_lora=_given(config, "mla_scale_kv_lora", kind == "longcat_flash"),
-            output_gate=_read_gate(config),
-            attention_sinks=config.get("learnable_sink_init") is not None,
-            softmax_scaling=large_4,
-            learned_frequencies=large_4,
-            no_rope_layers=read_layers(config, "no_rope_layers"),
-            kv_source_layers=read_layers(config, "kv_source_layers"),
-            **{name: value for name, value in optional.items() if value is not None},
-        )
-        if config.get("qk_head_dim") not in (None, read.query_columns):
-            raise ValueError(f"qk_head_dim is {short_repr(config['qk_head_dim'])}; supported with the other columns: {read.query_columns}")
-        return read
+        if config.get("model_type") == DOTS3 and "layer_types" in config:
+            others, windows, windowed = split_layers(config)
+            read = MlaConfig.from_hugging_face(others)
+            if windows is None:
+                return read
+            return replace(read, window_layers=windowed, window=_read_model(windows, config.get("sliding_window")))
+        return _read_model(config)
 
     @property
     def softmax_scale(self) -> float:
@@ -329,6 +335,45 @@ class MlaConfig:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
+def _read_model(config: Mapping[str, Any], window: int | None = None) -> MlaConfig:
+    """Read a configuration whose layers are alike, or differ by lists. window: of its layers."""
+    check_keys(config)
+    required = ("hidden_size", "num_attention_heads", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    kind = config.get("model_type")
+    large_4 = kind == MISTRAL_LARGE_4
+    _check_present("the config", config, required if large_4 else (*required, "q_lora_rank"))
+    if large_4:  # whose class in transformers has a pattern of layers and a YaRN of its own without these
+        given = {name: value for name, value in config.items() if value is not None}
+        _check_present("the config", given, ("no_rope_layers", "rope_parameters"))
+    nope = _given(config, "mla_use_nope", kind == "kimi_linear")
+    theta, scaling = (None, None) if nope else _read_rope(config)
+    optional = {
+        **{name: config.get(name) for name in ("rms_norm_eps", "max_position_embeddings", "rope_interleave", "attention_bias")},
+        "rope_theta": theta,
+    }
+    read = MlaConfig(
+        **{name: config[name] for name in required},
+        q_lora_rank=config.get("q_lora_rank"),
+        rope_scaling=scaling,
+        indexer=IndexerConfig.from_hugging_face(config),
+        mla_use_nope=nope,
+        mla_scale_q_lora=_given(config, "mla_scale_q_lora", kind in ("longcat_flash", DOTS3)),
+        mla_scale_kv_lora=_given(config, "mla_scale_kv_lora", kind in ("longcat_flash", DOTS3)),
+        output_gate=_read_gate(config),
+        attention_sinks=config.get("learnable_sink_init") is not None,
+        softmax_scaling=large_4,
+        learned_frequencies=large_4,
+        rotary_norm=kind == DOTS3,
+        sliding_window=window,
+        no_rope_layers=read_layers(config, "no_rope_layers"),
+        kv_source_layers=read_layers(config, "kv_source_layers"),
+        **{name: value for name, value in optional.items() if value is not None},
+    )
+    if config.get("qk_head_dim") not in (None, read.query_columns):
+        raise ValueError(f"qk_head_dim is {short_repr(config['qk_head_dim'])}; supported with the other columns: {read.query_columns}")
+    return read
+
+
 def _given(config: Mapping[str, Any], name: str, default: bool) -> Any:
     """Return the value of a key, or the default if it is missing or None."""
     return default if config.get(name) is None else config[name]
@@ -336,6 +381,8 @@ def _given(config: Mapping[str, Any], name: str, default: bool) -> Any:
 
 def _read_gate(config: Mapping[str, Any]) -> OutputGate | None:
     """Return what the gate of the output multiplies: columns in Kimi K3 and Hy4, heads or columns in Ling 3."""
+    if config.get("model_type") == DOTS3:
+        return "head"
     name = "gated_attention_proj_granularity_type"
     if config.get(name) is not None or config.get("model_type") == "bailing_hybrid":
         gates: dict[Any, OutputGate] = {None: "head", "head_wise": "head", "element_wise": "column"}

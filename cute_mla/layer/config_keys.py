@@ -9,12 +9,14 @@ from typing import Any
 from ..ops.arguments import short_repr
 
 MISTRAL_LARGE_4 = "mistral_large4_text"
+DOTS3 = "dots3_note_text"
 
 # Values of model_type with the attention of the layer. That of the others differs, often without a key that says so.
 MODEL_TYPES = (
     *("deepseek_v2", "deepseek_v3", "deepseek_v32", "kimi_k2", "glm4_moe_lite", "glm_moe_dsa", "glm5_next", "glm5_next_text"),
     *("mistral4", "axk1", "sarvam_mla", "youtu", "kimi_linear", "longcat_flash", "bailing_hybrid", "hy_v4"),
     MISTRAL_LARGE_4,
+    DOTS3,
 )
 _UNSERVED = {
     "axk2": "A.X-K2 has keys of 128 + 32 columns, which no kernel reads; supported: transformers' own modules, with "

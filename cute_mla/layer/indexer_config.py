@@ -10,12 +10,13 @@ from ..ops.arguments import check_flag, check_integer, is_number, short_repr
 from ..spec.mqa_logits import COLUMNS, MAX_HEADS
 from ..spec.topk_indices import MAX_TOPK
 from .checkpoint import MAX_LAYERS
-from .config_keys import MISTRAL_LARGE_4
+from .config_keys import DOTS3, MISTRAL_LARGE_4
 
 IndexerType = Literal["full", "shared"]
 
 _TYPES: dict[str, IndexerType] = {"full": "full", "shared": "shared", "F": "full", "S": "shared"}
-_INTERLEAVED = ("glm_moe_dsa", "hy_v4", MISTRAL_LARGE_4)  # values of model_type whose configurations may lack indexer_rope_interleave
+# Values of model_type whose configurations may lack indexer_rope_interleave
+_INTERLEAVED = ("glm_moe_dsa", "hy_v4", MISTRAL_LARGE_4, DOTS3)
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ from ..tracing.detection import constant_when_traced
 from .batch import ContextChunk, DecodeRequests
 from .index_keys import IndexRows, gather_index_rows
 from .indexer import IndexQueries
+from .pages import Pages
 from .selection import ChosenKeys, KeyRows, every_slot
 
 PACKED = (FP8_656, NOPE_528)  # formats of caches whose tokens hold their scales, with rotary columns and without
@@ -67,7 +68,7 @@ class DecodeOptions(NamedTuple):
     """Options of decode.
 
     scale: of the softmax. dtype: of the result. descale_q: fp32, the scale of e4m3 queries, whose result is bf16. sinks: fp32 [heads], or
-    None.
+    None. window: as in flash_mla_with_kvcache.
     """
 
     scale: float
@@ -75,6 +76,7 @@ class DecodeOptions(NamedTuple):
     descale_q: torch.Tensor | None = None
     batch_invariant: bool = False
     sinks: torch.Tensor | None = None
+    window: int | None = None
 
 
 class PrefillOptions(NamedTuple):
@@ -100,6 +102,10 @@ class AttentionPath(Protocol):
 
     def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, options: DecodeOptions) -> torch.Tensor:
         """Compute causal attention of q [requests, s_q, heads, columns of a key] over the cache: [requests, s_q, heads, latent columns]."""
+        ...
+
+    def window_prefill(self, q: torch.Tensor, pages: Pages, ends: Packed, options: DecodeOptions) -> torch.Tensor:
+        """Compute causal attention of packed q [tokens, heads, columns of a key] within a window: [tokens, heads, latent columns]."""
         ...
 
     def sparse_decode(
@@ -187,13 +193,32 @@ class KernelPath(_CachedKeys):
             requests.block_table,
             requests.cache_seqlens,
             d_v,
-            requests.schedule,
+            requests.schedule if options.window is None else requests.window_schedule,
             softmax_scale=options.scale,
             causal=True,
             attn_sink=options.sinks,
             descale_q=options.descale_q,
             descale_k=cache.descale,
             batch_invariant=options.batch_invariant,
+            window=options.window,
+        )
+        return out
+
+    def window_prefill(self, q: torch.Tensor, pages: Pages, ends: Packed, options: DecodeOptions) -> torch.Tensor:
+        """Attend as AttentionPath.window_prefill."""
+        out, _ = flash_mla_with_kvcache(
+            q,
+            pages.keys,
+            pages.table,
+            pages.lengths,
+            value_columns(q.shape[-1]),
+            MlaSchedule(),
+            softmax_scale=options.scale,
+            causal=True,
+            cu_seqlens_q=ends.cu_seqlens,
+            max_seqlen_q=max(ends.max_seqlen, 1),
+            batch_invariant=options.batch_invariant,
+            window=options.window,
         )
         return out
 
@@ -269,8 +294,18 @@ class ReferencePath(_CachedKeys):
     def decode(self, q: torch.Tensor, cache: Cache, requests: DecodeRequests, options: DecodeOptions) -> torch.Tensor:
         """Decode as AttentionPath.decode."""
         table, lengths, descales = requests.block_table, requests.cache_seqlens, (options.descale_q, cache.descale)
-        out, lse = reference.dense_decode(q, cache.keys, table, lengths, options.scale, causal=True, descales=descales)
+        seen = reference.SeenKeys(True, window=(options.window, 0))
+        out, lse = reference.dense_decode(q, cache.keys, table, lengths, options.scale, seen, descales=descales)
         return (out if options.sinks is None else reference.scale_by_sink(out, lse, options.sinks)).to(options.dtype)
+
+    def window_prefill(self, q: torch.Tensor, pages: Pages, ends: Packed, options: DecodeOptions) -> torch.Tensor:
+        """Attend as AttentionPath.window_prefill."""
+        seen, parts = reference.SeenKeys(True, window=(options.window, 0)), []
+        for request, tokens in enumerate(q.split(ends.cu_seqlens.diff().tolist())):
+            own = slice(request, request + 1)
+            out, _ = reference.dense_decode(tokens.unsqueeze(0), pages.keys, pages.table[own], pages.lengths[own], options.scale, seen)
+            parts.append(out.squeeze(0))
+        return torch.cat(parts).to(options.dtype)
 
     def sparse_decode(
         self, q: torch.Tensor, cache: Cache, chosen: ChosenKeys, schedule: MlaSchedule, options: DecodeOptions

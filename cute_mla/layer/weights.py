@@ -57,7 +57,7 @@ class MlaWeights:
     q_a_bias, kv_a_bias, o_bias: [q_lora_rank], [latent + rotary], [hidden]; None without attention_bias. Only the first shard has o_bias
     gate: [heads, hidden] or [heads * v, hidden], None without output_gate. sinks: [heads], fp32 in any case, None without attention_sinks
     q_scale, q_scale_bias: [heads], fp32 in any case, None without softmax_scaling. alpha: [rotary / 2], fp32 in any case, of all layers of
-    a model the same; None without learned_frequencies
+    a model the same; None without learned_frequencies. rotary_norm: [rotary], None without it in the config
 
     nope, rotary, latent and v are the config's qk_nope_head_dim, qk_rope_head_dim, kv_lora_rank and v_head_dim.
 
@@ -79,6 +79,7 @@ class MlaWeights:
     q_scale: torch.Tensor | None = None
     q_scale_bias: torch.Tensor | None = None
     alpha: torch.Tensor | None = None
+    rotary_norm: torch.Tensor | None = None
 
     @staticmethod
     def from_tensors(tensors: Mapping[str, torch.Tensor], config: MlaConfig, *, shard: Shard | None = None, prefix: str = "") -> MlaWeights:
@@ -163,6 +164,8 @@ def _names(config: MlaConfig, tensors: Mapping[str, torch.Tensor], prefix: str) 
         names |= {"q_scale": "softmax_scaling.scale", "q_scale_bias": "softmax_scaling.bias"}
     if config.learned_frequencies:
         names["alpha"] = ALPHA
+    if config.rotary_norm:
+        names["rotary_norm"] = "k_rope_only_layernorm"
     if config.attention_bias:
         names |= {f"{field}_bias": f"{names[field]}.bias" for field in ("q_a", "kv_a", "o") if field in names}
     if config.output_gate is not None:
@@ -179,6 +182,7 @@ def _shapes(config: MlaConfig) -> dict[str, tuple[int, ...]]:
     shapes |= {"q_b": (heads * config.query_columns, rank), "kv_a": (keys, hidden), "kv_a_bias": (keys,), "kv_a_norm": (latent,)}
     shapes |= {"kv_b": (heads * (config.qk_nope_head_dim + config.v_head_dim), latent), "o": (hidden, heads * config.v_head_dim)}
     gates = heads if config.output_gate == "head" else heads * config.v_head_dim
+    shapes["rotary_norm"] = (config.qk_rope_head_dim,)
     shapes |= {"alpha": (config.qk_rope_head_dim // 2,), "q_scale": (heads,), "q_scale_bias": (heads,)}
     return shapes | {"o_bias": (hidden,), "gate": (gates, hidden), "sinks": (heads,)}
 

@@ -7,13 +7,14 @@ is the value of all heads (DeepSeek-V4). Torch computes them for other heads, fo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from itertools import accumulate
 from typing import Any
 
 import torch
 from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.masking_utils import causal_mask_function, eager_mask
+from transformers.masking_utils import causal_mask_function, eager_mask, sliding_window_overlay
 
 from ...api import flash_mla_sparse_fwd
 from ...layer.key_masks import pack_flags
@@ -26,6 +27,7 @@ from ...spec.mla import D_V
 
 EXPANDED = "cute_mla"
 LATENT = "cute_mla_latent"  # of models whose attention modules patch() has replaced
+_WINDOW = sliding_window_overlay(1).__qualname__
 _HIDES = -1e4  # what a mask adds to the score of a key that is hidden, or less; transformers adds the least value of a dtype
 _SCORES_AT_ONCE = 1 << 28  # that torch computes, of some heads
 
@@ -37,7 +39,7 @@ def register() -> None:
     AttentionInterface.register(EXPANDED, attend)
     AttentionInterface.register(LATENT, attend)
     AttentionMaskInterface.register(EXPANDED, expanded_mask)
-    AttentionMaskInterface.register(LATENT, padding_mask)
+    AttentionMaskInterface.register(LATENT, latent_mask)
 
 
 def attend(
@@ -216,6 +218,14 @@ def padding_mask(
     if mask_function is not causal_mask_function:
         raise ValueError("the model asks for a mask that is not plainly causal; supported: the causal mask, with padding")
     return None if attention_mask is None else attention_mask[:, -kv_length:]
+
+
+def latent_mask(*, mask_function: Callable[..., Any], **options: Any) -> torch.Tensor | None:
+    """Return padding_mask for patched layers, also of a causal mask with a window: such layers have it in their configuration."""
+    inner = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
+    windowed = [each for each in inner if each.__qualname__ == _WINDOW]
+    is_window = len(inner) == 2 and len(windowed) == 1 and causal_mask_function in inner
+    return padding_mask(mask_function=causal_mask_function if is_window else mask_function, **options)
 
 
 def expanded_mask(*, config: Any = None, mask_function: Callable[..., Any], **options: Any) -> torch.Tensor | None:

@@ -6,14 +6,15 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.cache_utils import Cache, DummyLayer, DynamicIndexedLayer, DynamicLayer
+from transformers.cache_utils import Cache, DummyLayer, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from ...layer import PooledIndexCache
 from ...spec.mqa_logits import COLUMNS, ROW_BYTES
 
 PAGE_SIZE = 64
 RING = 64  # places of a request's tail of pools
-_REPLACED = (DynamicLayer, DynamicIndexedLayer)  # cache layers without contents that a LatentCacheLayer takes the place of
+# Cache layers without contents that a LatentCacheLayer takes the place of; of those with a window it keeps all keys
+_REPLACED = (DynamicLayer, DynamicIndexedLayer, DynamicSlidingWindowLayer)
 
 
 class LatentCacheLayer(DynamicLayer):

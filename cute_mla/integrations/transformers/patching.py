@@ -25,6 +25,7 @@ TRAITS = {
     "deepseek_v2.DeepseekV2Attention": Traits(),
     "deepseek_v3.DeepseekV3Attention": Traits(),
     "deepseek_v32.DeepseekV32Attention": Traits(),
+    "dots3_note.Dots3NoteTextAttention": Traits(),
     "glm4_moe_lite.Glm4MoeLiteAttention": Traits(),
     "glm5_next.Glm5NextTextAttention": Traits(results=3, local_mask=True),
     "glm_moe_dsa.GlmMoeDsaAttention": Traits(results=3),
@@ -57,9 +58,10 @@ def patch(model: torch.nn.Module, *, chunk_tokens: int = CHUNK_TOKENS) -> int:
     if not found:
         raise ValueError(f"{type(model).__name__} has no latent attention to replace; supported: {_supported()}")
     built = [(parent, name, _config_of(model, module, traits)) for parent, name, module, traits in found]
-    planners: dict[int, Planner] = {}
+    planners: dict[tuple[int, int | None], Planner] = {}
     for (parent, name, config), (_, _, module, traits) in zip(built, found, strict=True):
-        planner = planners.setdefault(id(module.config), Planner(module.layer_idx, chunk_tokens))
+        kind = (id(module.config), config.sliding_window)  # layers with a window and others have masks and plans of their own
+        planner = planners.setdefault(kind, Planner(module.layer_idx, chunk_tokens))
         setattr(parent, name, LatentAttention(_trainable_as(model, module, config), module, traits, planner))
     register()
     for _, _, module, _ in found:
@@ -142,13 +144,21 @@ def _config_of(model: torch.nn.Module, module: Any, traits: Traits) -> MlaConfig
     _layer_of({name: weight.to("meta") for name, weight in _tensors_of(model, module, config).items()}, config)
     for rotary in _rotary_embeddings(model, module):
         if not config.mla_use_nope and config.qk_rope_head_dim:
-            _check_rotation(rotary, config)
+            _check_rotation(rotary, config, _rotary_prefix(module))
     return config
 
 
 def _rotary_embeddings(model: torch.nn.Module, module: Any) -> list[Any]:
     """Return the rotary embeddings of a model that an attention module's queries and keys have."""
-    return [each for each in model.modules() if getattr(each, "config", None) is module.config and hasattr(each, "inv_freq")]
+    name = f"{_rotary_prefix(module)}inv_freq"
+    return [each for each in model.modules() if getattr(each, "config", None) is module.config and hasattr(each, name)]
+
+
+def _rotary_prefix(module: Any) -> str:
+    """Return what the names of a layer's frequencies begin with, where layers have embeddings by their type; else ""."""
+    kinds = getattr(module.config, "layer_types", None)
+    own = (getattr(module.config, "rope_parameters", None) or {}).get(kinds[module.layer_idx]) if kinds else None
+    return f"{kinds[module.layer_idx]}_" if isinstance(own, Mapping) and kinds else ""
 
 
 def _tensors_of(model: torch.nn.Module, module: Any, config: MlaConfig) -> dict[str, torch.Tensor]:
@@ -162,13 +172,13 @@ def _tensors_of(model: torch.nn.Module, module: Any, config: MlaConfig) -> dict[
     return tensors
 
 
-def _check_rotation(rotary: Any, config: MlaConfig) -> None:
+def _check_rotation(rotary: Any, config: MlaConfig, prefix: str) -> None:
     """Raise ValueError if a model's rotary embedding is not the layer's, to the precision that model.to(dtype) has left of it."""
-    expected, given = frequencies(config), rotary.inv_freq
+    expected, given = frequencies(config), getattr(rotary, f"{prefix}inv_freq")
     scale = 1.0 if config.rope_scaling is None else config.rope_scaling.rotary_scale
     rounding = max(torch.finfo(given.dtype).eps, 1e-4)
     same = given.shape == expected.shape and torch.allclose(given.float().cpu(), expected, rtol=rounding, atol=0)
-    if not same or abs(rotary.attention_scaling / scale - 1) > 1e-6:
+    if not same or abs(getattr(rotary, f"{prefix}attention_scaling") / scale - 1) > 1e-6:
         raise ValueError(
             f"rope_parameters are {rotary.config.rope_parameters}; supported: no scaling, YaRN or llama3, over {len(expected)} pairs"
         )

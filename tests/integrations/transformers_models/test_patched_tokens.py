@@ -40,9 +40,12 @@ def test_requests_of_different_lengths(name: str) -> None:
     found = agree(make(name), *tokens(70, 5, 1), {"max_new_tokens": 60})
     layers = [layer for layer in found.past_key_values.layers if isinstance(layer, LatentCacheLayer)]
     assert len(layers) == len([layer for layer in found.past_key_values.layers if not found_linear(layer)])
-    widths = {"glm_5_3_flash": [512] * 3, "mistral_4": [320] * 2, "mistral_large_4": [576, 0, 512, 0]}.get(
-        name, [576] * len(layers)
-    )  # 0: keys of another layer
+    widths = {
+        "dots3_note": [576, 1088, 1088],
+        "glm_5_3_flash": [512] * 3,
+        "mistral_4": [320] * 2,
+        "mistral_large_4": [576, 0, 512, 0],  # 0: keys of another layer
+    }.get(name, [576] * len(layers))
     for layer, columns in zip(layers, widths, strict=True):
         assert layer.lengths == [129, 64, 60]  # the last token is in no cache
         assert layer.keys is not None
