@@ -61,6 +61,7 @@ class Model:
 _V3_2 = Model("DeepSeek-V3.2", 128, formats=("latent", "fp8_656"), topk=2048)
 _V4 = Model("DeepSeek-V4", 64, qk_nope_head_dim=None, v_head_dim=None, formats=("fp8_584",), topk=512, evidence=f"{FUNCTION}, {ENGINE}")
 _NOPE = {"mla_use_nope": True}
+_DOTS3 = {"model_type": "dots3_note_text", "q_lora_rank": 1024}
 
 # Sizes by transformers' configuration_*.py and by the models' cards; formats by FlashMLA, vLLM and SGLang (docs/models.md)
 MODELS: tuple[Model, ...] = (
@@ -86,12 +87,17 @@ MODELS: tuple[Model, ...] = (
         v_head_dim=256,
         keys={"model_type": "hy_v4", "learnable_sink_init": 0.0},
     ),
-    replace(_V3_2, name="dots3-note, 13 of 46 layers", keys={"sliding_window": 512}, evidence=f"{FUNCTION}, {ENGINE}"),
+    replace(_V3_2, name="dots3-note, 13 of 46 layers", keys=_DOTS3, evidence=f"{LAYER}, {ENGINE}"),
     Model(
         *("dots3-note, 33 of 46 layers", 64, 1024, 64, 192, 128),
         formats=("latent_1088",),
-        keys={"sliding_window": 512},
-        evidence=f"{FUNCTION}, {ENGINE}",
+        keys={
+            **_DOTS3,
+            "layer_types": ["sliding_attention"],
+            "sliding_window": 512,
+            "rope_parameters": {"sliding_attention": {"rope_type": "default"}},
+        },
+        evidence=f"{LAYER}, {ENGINE}",
     ),
     replace(
         _V3_2,

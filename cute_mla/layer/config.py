@@ -297,10 +297,11 @@ class MlaConfig:
             config = _mapping("text_config", config["text_config"])
         if config.get("model_type") == DOTS3 and "layer_types" in config:
             others, windows, windowed = split_layers(config)
-            read = MlaConfig.from_hugging_face(others)
-            if windows is None:
-                return read
-            return replace(read, window_layers=windowed, window=_read_model(windows, config.get("sliding_window")))
+            window = None if windows is None else _read_model(windows, config.get("sliding_window"))
+            if others is None and window is not None:
+                return window
+            read = _read_model({} if others is None else others)
+            return read if window is None else replace(read, window_layers=windowed, window=window)
         return _read_model(config)
 
     @property

@@ -7,16 +7,17 @@ from typing import Any
 
 from ..ops.arguments import short_repr
 
-_WINDOW, _OTHERS = "sliding_attention", ("indexed_attention", "full_attention")
+_WINDOW, _OTHERS = "sliding_attention", ["indexed_attention", "full_attention"]
 _MODEL = ("layer_types", "sliding_window", "per_layer_config", "rope_parameters")  # keys that say how layers differ
 _INDEXER = ("index_topk", "index_n_heads", "index_head_dim")
 
 
-def split_layers(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any] | None, tuple[int, ...]]:
-    """Return the configuration of layers without a window, that of those with one or None, and for each layer 1 or 0: whether it has one.
+def split_layers(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dict[str, Any] | None, tuple[int, ...]]:
+    """Return the configuration of layers without a window, that of those with one, and for each layer 1 or 0: whether it has one.
 
-    config: as transformers' Dots3NoteTextConfig has it, whose per_layer_config holds the sizes of window layers. Raises ValueError for
-    others, such as a config.json with names that begin with swa_, and if layers of one kind differ.
+    None stands for the configuration of a kind that no layer has. config: as transformers' Dots3NoteTextConfig has it, whose
+    per_layer_config holds the sizes of window layers. Raises ValueError for others, such as a config.json with names that begin with swa_,
+    and if layers of one kind differ.
     """
     kinds, sizes, rope = config.get("layer_types"), config.get("per_layer_config"), config.get("rope_parameters")
     if not isinstance(kinds, list | tuple) or not isinstance(rope, Mapping) or not isinstance(sizes, Mapping | None):
@@ -25,7 +26,7 @@ def split_layers(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         )
     strange = set(kinds) - {_WINDOW, *_OTHERS}
     full = sorted(set(kinds) - {_WINDOW})
-    if strange or len(full) != 1:
+    if strange or len(full) > 1 or not kinds:
         raise ValueError(f"layer_types is {short_repr(list(kinds))}; supported: {_WINDOW}, and {' or '.join(_OTHERS)}")
     windowed = tuple(int(kind == _WINDOW) for kind in kinds)
     of_layer = {int(layer): values for layer, values in (sizes or {}).items()}
@@ -33,10 +34,7 @@ def split_layers(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     if any(each != own[0] for each in own) or any(of_layer.get(layer) for layer, flag in enumerate(windowed) if not flag):
         raise ValueError(f"per_layer_config is {short_repr(sizes)}; supported: the same for every layer with a window, none for others")
     shared = {name: value for name, value in config.items() if name not in _MODEL}
-    others = {**shared, "rope_parameters": rope[full[0]]}
-    if full[0] != _OTHERS[0]:
-        others = {name: value for name, value in others.items() if name not in _INDEXER}
-    if not own:
-        return others, None, windowed
-    windows = {name: value for name, value in shared.items() if name not in _INDEXER}
-    return others, {**windows, **own[0], "rope_parameters": rope[_WINDOW]}, windowed
+    dense = {name: value for name, value in shared.items() if name not in _INDEXER}
+    windows = {**dense, **own[0], "rope_parameters": rope.get(_WINDOW)} if own else None
+    others = {**(shared if full == _OTHERS[:1] else dense), "rope_parameters": rope.get(full[0])} if full else None
+    return others, windows, windowed

@@ -47,7 +47,25 @@ FLASH: dict[str, Any] = (
     | {"model_type": "glm5_next_text", "mla_use_nope": True, "mhc": True, "hc_mult": 4, "hc_eps": 1e-6, "linear_lower_bound": -5.0}
     | {"index_kpool_compress": True, "index_kpool_always_select_tail": True, "swiglu_limit": 10.0}
 )
+DOTS3: dict[str, Any] = {
+    **V3,
+    **DSA,
+    "model_type": "dots3_note_text",
+    "q_lora_rank": 1024,
+    "rope_scaling": None,
+    "rope_theta": None,
+    "layer_types": ["indexed_attention", "sliding_attention", "sliding_attention"],
+    "sliding_window": 512,
+    "per_layer_config": {
+        layer: {"num_attention_heads": 64, "kv_lora_rank": 1024, "qk_nope_head_dim": 192, "head_dim": 256} for layer in (1, 2)
+    },
+    "rope_parameters": {
+        kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": 0.25}
+        for kind, theta in (("indexed_attention", 8e7), ("sliding_attention", 5e4))
+    },
+}
 READ: dict[str, dict[str, Any]] = {
+    "dots3-note": DOTS3,
     "DeepSeek-V2": {**V3, **FIVE, "model_type": "deepseek_v2", "qk_head_dim": 192},
     "DeepSeek-V3": {**V3, "model_type": "deepseek_v3"},
     "DeepSeek-V3.2": {**V3, **DSA, "model_type": "deepseek_v32"},
@@ -97,6 +115,65 @@ def test_options_of_the_layer(model: str, changes: dict[str, Any], options: tupl
     config = MlaConfig.from_hugging_face({**READ[model].get("text_config", READ[model]), **changes})
     assert tuple(getattr(config, name) for name in OPTIONS) == options
     assert config.indexer is None or config.indexer.rope_last == (model == "Hy4")
+
+
+def test_layers_with_a_window() -> None:
+    config = MlaConfig.from_hugging_face(DOTS3)
+    full, *windowed = (config.of_layer(layer) for layer in range(3))
+    assert windowed[0] == windowed[1]
+    assert (full.sliding_window, full.key_columns, full.num_attention_heads, full.rope_theta) == (None, 576, 128, 8e7)
+    assert full.indexer is not None
+    assert full.indexer.rope_interleave
+    window = windowed[0]
+    assert (window.sliding_window, window.key_columns, window.num_attention_heads, window.rope_theta) == (512, 1088, 64, 5e4)
+    assert window.indexer is None
+    for each in (full, window):
+        assert (each.rotary_norm, each.output_gate, each.mla_scale_q_lora, each.mla_scale_kv_lora) == (True, "head", True, True)
+        each.check_one_layer()
+    with pytest.raises(ValueError, match=r"no_rope_layers, kv_source_layers or window_layers; supported: that of one layer"):
+        config.check_one_layer()
+    sizes = {"0": DOTS3["per_layer_config"][1]}  # as JSON has it
+    every = MlaConfig.from_hugging_face({**DOTS3, "layer_types": ["sliding_attention"], "per_layer_config": sizes})
+    assert every == window
+    dense = MlaConfig.from_hugging_face(
+        {**DOTS3, "layer_types": ["full_attention"], "per_layer_config": None, "rope_parameters": DENSE_ROPE}
+    )
+    assert dense.indexer is None
+
+
+DENSE_ROPE = {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": None}, "the config has no layer_types and no rope_parameters of each; supported of dots3-note: Dots3Note"),
+        ({"layer_types": ["chunked_attention"]}, r"layer_types is \['chunked_attention'\]; supported: sliding_attention, and indexed"),
+        ({"layer_types": ["indexed_attention", "full_attention"]}, "layer_types is .*; supported: sliding_attention, and"),
+        ({"per_layer_config": {1: {}, 2: {"kv_lora_rank": 512}}}, "per_layer_config is .*; supported: the same for every layer with a"),
+        ({"per_layer_config": {0: {"q_lora_rank": 8}}}, "per_layer_config is .*; supported: the same for every layer with a window, none"),
+        ({"sliding_window": 0}, "sliding_window is 0; supported"),
+        ({"rope_interleave": False}, "rotary_norm is True; supported: with rope_interleave and rotary columns"),
+        ({"attn_output_gate": True}, "the config has attn_output_gate True; supported: no other keys"),
+    ],
+)
+def test_layers_with_a_window_that_are_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MlaConfig.from_hugging_face({**DOTS3, **changes})
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"attention_sinks": True}, "sliding_window is 9 with attention_sinks; supported: without"),
+        ({"latents": "lent"}, "sliding_window is 9 with latents; supported: without"),
+        ({"kv_lora_rank": 768}, "kv_lora_rank is 768 with qk_rope_head_dim 64; supported: .*1024 with 64"),
+        ({"window_layers": (1,)}, r"window_layers is \(1,\); supported: \(\) without window"),
+    ],
+)
+def test_windows_beside_what_they_do_not_go_with(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MlaConfig(**{"hidden_size": 64, "num_attention_heads": 2, "q_lora_rank": None, "sliding_window": 9, **changes})
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ COMPUTED = {
     "DeepseekV2Config": "deepseek_v2",
     "DeepseekV3Config": "deepseek_v3",
     "DeepseekV32Config": "deepseek_v32",
+    "Dots3NoteTextConfig": "dots3_note",
     "Glm4MoeLiteConfig": "glm_4_7_flash",
     "Glm5NextTextConfig": "glm_5_3_flash",
     "GlmMoeDsaConfig": "glm_5",
@@ -38,7 +39,6 @@ COMPUTED = {
 }
 REFUSED = {
     "AXK2Config": "model_type is 'axk2': A.X-K2 has keys of 128 . 32 columns",
-    "Dots3NoteTextConfig": "sliding_attention.*, sliding_window 512, .*model_type 'dots3_note_text', .*per_layer_config",
     "HYV4VLTextConfig": "model_type 'hy_v4_vl_text'",
     "MiniCPM3Config": "model_type 'minicpm3'",
 }
