@@ -13,7 +13,7 @@ from torch import Tensor
 from cute_mla import is_supported
 from cute_mla.engines import sglang as adapter
 from cute_mla.reference import attention
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import SM90, Arch
 from tests.engines.sglang_parts import MODULES, Recorded, WindowBase, members
 from tests.support.launched import launched_ops
 
@@ -116,7 +116,7 @@ def test_rows_that_pad_a_batch(engine: SimpleNamespace) -> None:
     _, hooks = made(engine)
     backend = hooks[f"{HYBRID}.DotsSWAMLAAttnBackend"](full)
     batch, q = SimpleNamespace(batch_size=3, seq_lens=full.lengths.long()), torch.ones(3, HEADS, COLUMNS).bfloat16()
-    with launched_ops("sm90"):
+    with launched_ops(SM90):
         backend.init_forward_metadata(batch)
         out = backend.forward_swa_mla_absorbed(q, layer(), batch)
     torch.testing.assert_close(out.view(3, 1, HEADS, LATENT).float(), full.expected(q[:, None]), rtol=1e-2, atol=8e-3)

@@ -112,13 +112,15 @@ class CuteMlaWindowImpl(CacheWriteMixin, Dots3NoteTritonMLAImpl):
         """
         decode, q = attn_metadata.decode, concatenate_queries(q, self.head_size)
         requests = q.shape[0] // decode.query_len
+        plan, num_splits = decode.plan
         out, _ = flash_mla_with_kvcache(
             q.view(requests, decode.query_len, *q.shape[1:]),
             kv_c_and_k_pe_cache.unsqueeze(2),
             decode.block_table[:requests],
             decode.seq_lens[:requests],
             self.kv_lora_rank,
-            *decode.plan,
+            plan,
+            num_splits,
             softmax_scale=self.scale,
             causal=True,
             window=self.sliding_window,
