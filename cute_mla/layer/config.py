@@ -256,9 +256,12 @@ class MlaConfig:
         """Raise ValueError for a window beside what it does not go with."""
         if self.rotary_norm and not (self.rope_interleave and self.qk_rope_head_dim):
             raise ValueError("rotary_norm is True; supported: with rope_interleave and rotary columns")
+        if not isinstance(self.window, MlaConfig | None):
+            raise ValueError(f"window is {short_repr(self.window)}; supported: None and MlaConfig")
         if self.window is not None and (self.no_rope_layers or self.kv_source_layers or self.sliding_window):
             raise ValueError("window is given; supported: without no_rope_layers, kv_source_layers and sliding_window")
-        if (self.window is None) != (1 not in self.window_layers) or set(self.window_layers) - {0, 1}:
+        flags = self.window_layers
+        if not isinstance(flags, tuple) or (self.window is None) != (1 not in flags) or any(flag not in (0, 1) for flag in flags):
             raise ValueError(f"window_layers is {short_repr(self.window_layers)}; supported: () without window, with it also 1 for layers")
         if self.sliding_window is None:
             return

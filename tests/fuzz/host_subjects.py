@@ -402,9 +402,12 @@ def _config_faults(arguments: Arguments, setting: Setting) -> set[str]:
         attention_sinks=is_flag,
         softmax_scaling=is_flag,
         learned_frequencies=is_flag,
+        rotary_norm=is_flag,
         latents=is_one_of("own", "lent", "borrowed"),
         output_gate=is_optional(is_one_of("head", "column")),
     )
+    normed, interleaved = arguments.get("rotary_norm", False), arguments.get("rope_interleave", True)
+    c.require(not (is_flag(normed) and normed) or bool(interleaved), "rotary_norm", "rope_interleave")
     scales = arguments.get("mla_scale_q_lora", False)
     c.require(not (is_flag(scales) and scales) or c.get("q_lora_rank") is not None, "mla_scale_q_lora")
     return c.faults
@@ -497,7 +500,7 @@ def _expect_batch(arguments: Arguments, setting: Setting) -> Verify:
 
 
 _LAYER = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "rope_scaling", "max_position_embeddings", "indexer")
-_LAYERS = ("no_rope_layers", "kv_source_layers")
+_LAYERS = ("no_rope_layers", "kv_source_layers", "sliding_window", "window_layers", "window")
 
 HOST_SUBJECTS: dict[str, Subject] = {
     "workspace_size": Subject(cute_mla.workspace_size, _plain, _workspace_faults, _expect_workspace, ("total_q", "head_dim_v", "is_fp8_q")),

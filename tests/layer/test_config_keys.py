@@ -168,6 +168,8 @@ def test_layers_with_a_window_that_are_refused(changes: dict[str, Any], message:
         ({"attention_sinks": True}, "sliding_window is 9 with attention_sinks; supported: without"),
         ({"latents": "lent"}, "sliding_window is 9 with latents; supported: without"),
         ({"kv_lora_rank": 768}, "kv_lora_rank is 768 with qk_rope_head_dim 64; supported: .*1024 with 64"),
+        ({"window": 3}, "window is 3; supported: None and MlaConfig"),
+        ({"window_layers": 1}, r"window_layers is 1; supported: \(\) without window"),
         ({"window_layers": (1,)}, r"window_layers is \(1,\); supported: \(\) without window"),
     ],
 )
