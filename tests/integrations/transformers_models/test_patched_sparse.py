@@ -20,11 +20,12 @@ from cute_mla.spec.arch import Arch
 from tests.integrations.transformers_models.tiny_models import make, tokens
 from tests.support.launched import record_launches
 
-NAMES = ["deepseek_v32", "glm_5", "glm_5_3_flash", "hy_v4", "mistral_large_4"]
+NAMES = ["deepseek_v32", "dots3_note", "glm_5", "glm_5_3_flash", "hy_v4", "mistral_large_4"]
 TOPK = 16
 # Options of models of one layer
 ALONE: dict[str, dict[str, Any]] = {
     "deepseek_v32": {},
+    "dots3_note": {"layer_types": ["indexed_attention"]},
     "glm_5_3_flash": {"layer_types": ["indexed_attention"], "indexer_types": ["full"]},
     "mistral_large_4": {"no_rope_layers": [1], "kv_source_layers": [0], "indexer_types": ["full"]},
 }
@@ -109,6 +110,7 @@ def test_drafts_that_are_taken_back(name: str) -> None:
     ("name", "changes", "attention"),
     [
         ("deepseek_v32", {"num_hidden_layers": 1}, {"masked_prefill", "sparse_decode"}),
+        ("dots3_note", ALONE["dots3_note"], {"masked_prefill", "sparse_decode"}),
         ("glm_5", {"indexer_types": ["full", "shared"]}, {"sparse_prefill", "sparse_decode"}),  # of 256 columns none takes a mask
         ("glm_5_3_flash", {"layer_types": ["indexed_attention"] * 2, "indexer_types": ["full", "shared"]}, {"sparse_prefill"}),
         ("hy_v4", {"indexer_types": ["full", "shared"]}, {"sparse_prefill", "sparse_decode"}),
