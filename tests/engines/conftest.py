@@ -32,12 +32,27 @@ _LISTS = {
 }
 
 
+_FULL = {"fa3": lambda runner: ("FlashAttention of", runner)}
+
+
 def _v4_backend(answers: SimpleNamespace) -> dict[str, Any]:
     """Return what the adapter uses of SGLang's backend of DeepSeek-V4."""
     return {
         **dict.fromkeys(("_maybe_precompute_flashmla_sched_meta", "can_use_swapab_attention")),
         "DeepseekV4AttnBackend": lambda runner: (runner, {**answers.hooks}),
         "use_dsv4_q8kv8_sparse_prefill": lambda option: answers.q8_prefill,
+    }
+
+
+def _dots3(answers: SimpleNamespace) -> dict[str, dict[str, Any]]:
+    """Return what the adapter uses of SGLang's backend of dots3-note."""
+    return {
+        "configs.dots3": {"Dots3Config": answers.dots3},
+        "layers.attention.dots_hybrid_backend": {
+            "DotsSWAMLAAttnBackend": WindowBase,
+            "_normalize_cache_seqlens_rows": lambda lengths, seq_lens, batch: padded_rows(lengths, seq_lens[:batch]),
+            "_normalize_page_table_rows": lambda table, batch: padded_rows(table, table.new_zeros(batch, table.shape[1])),
+        },
     }
 
 
@@ -80,10 +95,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
 
     stand_ins = {
         "server_args": {**answers.listed, **added},
-        "layers.attention.attention_registry": {
-            "register_attention_backend": register_attention_backend,
-            "ATTENTION_BACKENDS": {"fa3": lambda runner: ("FlashAttention of", runner)},
-        },
+        "layers.attention.attention_registry": {"register_attention_backend": register_attention_backend, "ATTENTION_BACKENDS": _FULL},
         "layers.attention.base_attn_backend": {"AttentionBackend": base},
         "layers.attention.verify_mask": {"VerifyMask": verify_mask},
         "mem_cache.memory_pool": {"KVWriteLoc": Written},
@@ -96,12 +108,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             "get_spec": lambda: answers.spec,
         },
         "configs.model_config": {"is_deepseek_dsa": lambda config: answers.sparse, "is_deepseek_v4": lambda config: answers.v4},
-        "configs.dots3": {"Dots3Config": answers.dots3},
-        "layers.attention.dots_hybrid_backend": {
-            "DotsSWAMLAAttnBackend": WindowBase,
-            "_normalize_cache_seqlens_rows": lambda lengths, seq_lens, batch: padded_rows(lengths, seq_lens[:batch]),
-            "_normalize_page_table_rows": lambda table, batch: padded_rows(table, table.new_zeros(batch, table.shape[1])),
-        },
+        **_dots3(answers),
         "layers.attention.deepseek_v4_backend": _v4_backend(answers),
         "layers.attention.dsa_backend": {"DeepseekSparseAttnBackend": SparseBase, "DSAFlashMLAMetadata": FlashMlaPlan},
         "plugins.hook_registry": {"HookRegistry": hooks, "HookType": SimpleNamespace(REPLACE="replace")},
