@@ -24,9 +24,8 @@ def split_layers(config: Mapping[str, Any]) -> tuple[dict[str, Any] | None, dict
         raise ValueError(
             "the config has no layer_types and no rope_parameters of each; supported of dots3-note: Dots3NoteTextConfig(**config).to_dict()"
         )
-    strange = set(kinds) - {_WINDOW, *_OTHERS}
-    full = sorted(set(kinds) - {_WINDOW})
-    if strange or len(full) > 1 or not kinds:
+    full = [kind for kind in _OTHERS if kind in kinds]
+    if not kinds or len(full) > 1 or any(kind not in (_WINDOW, *full) for kind in kinds):
         raise ValueError(f"layer_types is {short_repr(list(kinds))}; supported: {_WINDOW}, and {' or '.join(_OTHERS)}")
     windowed = tuple(int(kind == _WINDOW) for kind in kinds)
     of_layer = {int(layer): values for layer, values in (sizes or {}).items()}

@@ -222,8 +222,9 @@ def padding_mask(
 
 def latent_mask(*, mask_function: Callable[..., Any], **options: Any) -> torch.Tensor | None:
     """Return padding_mask for patched layers, also of a causal mask with a window: such layers have it in their configuration."""
-    inner = inspect.getclosurevars(mask_function).nonlocals.get("mask_functions", ())
-    windowed = [each for each in inner if each.__qualname__ == _WINDOW]
+    held = inspect.getclosurevars(mask_function).nonlocals if inspect.isfunction(mask_function) else {}
+    inner = held.get("mask_functions", ())
+    windowed = [each for each in inner if getattr(each, "__qualname__", "") == _WINDOW]
     is_window = len(inner) == 2 and len(windowed) == 1 and causal_mask_function in inner
     return padding_mask(mask_function=causal_mask_function if is_window else mask_function, **options)
 
