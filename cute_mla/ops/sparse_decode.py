@@ -11,6 +11,7 @@ from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_KEYS, TILINGS
 from ..spec.mla import D_V
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, SparseDecodeArguments, SparseDecodeProblem, kernels_of, serving_kernels
+from ..spec.sparse_decode import num_parts as parts_of_plan
 from ..spec.split_plan import RaggedQueries
 from .arguments import check_no_grad
 from .decode_plan import CommonSpec, DecodePlan, check_tokens, layout_results, plan_combine, query_strides
@@ -105,6 +106,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     check_rows(TILINGS[arch.name].row_bytes, call.common.address_alignment, {"q": call.q}, {"out": call.common.out})
     if topk + extra_topk > MAX_KEYS:
         raise ValueError(f"indices and extra_indices_in_kvcache name {topk + extra_topk} slots a token; supported: to {MAX_KEYS}")
+    num_parts = parts_of_plan(arch, h_q, s_q, sm_count) if s_q else 1
     problem = SparseDecodeProblem(
         arch=arch,
         dtype=DTYPE_NAMES[call.q.dtype],
@@ -116,13 +118,12 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         extra_topk=extra_topk,
         batch_invariant=call.common.options.batch_invariant,
         few_heads=call.common.options.few_heads,
+        counted_parts=num_parts if _all_count(call) else 0,
     )
     if (problem.dtype, problem.cache) not in kernels_of(arch):
         raise ValueError(
             f"the device is {arch.name}: not supported with an extra_k_cache of {extra.cache_format}; supported: other formats"
         )
-    num_parts = problem.num_parts(sm_count) if s_q else 1
-    problem = problem.without_combine(num_parts) if _all_count(call) else problem
     results = layout_results(problem, call.common, num_parts, call.q, call.q.dtype, ragged)
     split = SplitPlanCall(batch, h_q, s_q, topk, extra_topk, ragged, sparse=True)
     planned_for = (batch, s_q) if ragged is None else (ragged.requests, ragged.max_seqlen_q)

@@ -8,7 +8,7 @@ second cache. All query tokens of a request have the same number; they are CTAs 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, params_of
@@ -166,7 +166,8 @@ def order_terms(config: SparseDecodeConfig, arch: Arch) -> dict[str, Any]:
 class SparseDecodeProblem:
     """The shapes of one call. They decide, with the architecture, on variant, grid and workspace.
 
-    cache: as in SparseDecodeConfig. few_heads: whether the call takes the kernel for few heads, where there is one.
+    cache: as in SparseDecodeConfig. few_heads: whether the call takes the kernel for few heads, where there is one. counted_parts: parts of
+    the plan of a call whose indices all count, as the host knows; 0 in other calls.
     """
 
     arch: Arch
@@ -179,6 +180,7 @@ class SparseDecodeProblem:
     extra_topk: int = 0
     batch_invariant: bool = False
     few_heads: bool = True
+    counted_parts: int = 0
 
     @property
     def row_ctas(self) -> int:
@@ -200,20 +202,18 @@ class SparseDecodeProblem:
 
     @property
     def max_splits(self) -> int:
-        """The most splits of a request in a batch-invariant call; 0 in other calls, where the plan cuts."""
-        return invariant_splits(self.max_keys) if self.batch_invariant else 0
+        """The most splits of a request in a batch-invariant call; 0 in other calls, where the plan cuts.
+
+        If all indices count, and the plan cuts no request, which then has one split, the call is batch invariant: no combine follows, and
+        the kernel does not cut either where the contents of a plan say so.
+        """
+        splits = invariant_splits(self.max_keys)
+        whole = splits == 1 and self.counted_parts > 0 and keeps_whole(self.batch, self.max_keys, self.counted_parts)
+        return splits if self.batch_invariant or whole else 0
 
     def num_parts(self, sm_count: int) -> int:
         """Return the number of parts of the plan: as many as keep every SM busy with one CTA."""
         return num_parts(self.arch, self.h_q, self.s_q, sm_count)
-
-    def without_combine(self, num_parts: int) -> SparseDecodeProblem:
-        """Return the problem of a call whose indices all count, which no combine needs to follow if its plan cuts no request.
-
-        It is batch invariant then: with one split a request, its kernel does not cut either where the contents of a plan say so.
-        """
-        one_split = invariant_splits(self.max_keys) == 1
-        return replace(self, batch_invariant=True) if one_split and keeps_whole(self.batch, self.max_keys, num_parts) else self
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return the CTAs along (heads, query tokens, parts)."""

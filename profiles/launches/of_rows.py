@@ -26,6 +26,7 @@ from cute_mla.spec.dense_decode import TILE_ROWS, DenseDecodeProblem, key_column
 from cute_mla.spec.mla import D_V, ELEMENT_BYTES, ceil_div
 from cute_mla.spec.mqa_logits import MqaLogitsProblem
 from cute_mla.spec.sparse_decode import SparseDecodeProblem, serving_kernels
+from cute_mla.spec.sparse_decode import num_parts as parts_of_plan
 from cute_mla.spec.sparse_prefill import SparsePrefillProblem
 from cute_mla.spec.split_plan import NO_WINDOW, TILE_KEYS, KeyWindow, accumulator_rows
 
@@ -137,9 +138,8 @@ def _sparse_decode(case: Case, shape: SparseDecodeShape, target: Target) -> Laun
         shape.h_q,
         shape.topk,
         shape.extra_topk,
+        counted_parts=0 if shape.tokens else parts_of_plan(target.arch, shape.h_q, s_q, target.sm_count),
     )
-    if not shape.tokens:
-        problem = problem.without_combine(problem.num_parts(target.sm_count))
     return _decode(case, problem, (problem.max_keys,) * batch, s_q, target)
 
 

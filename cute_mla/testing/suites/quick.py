@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from dataclasses import fields, replace
 from functools import cache
 from typing import Any
 
@@ -66,7 +66,7 @@ def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
         names.add(kernel_name("split_plan", arch.name, SplitPlanConfig().name))
         parts = problem.num_parts(case.sm_count or arch.sm_count)
         if isinstance(case, SparseDecodeCase) and isinstance(problem, SparseDecodeProblem) and case.all_count:
-            problem = problem.without_combine(parts)
+            problem = replace(problem, counted_parts=parts)
         if accumulator_rows(problem.batch, parts, problem.max_splits):
             names.add(kernel_name("combine", arch.name, CombineConfig(case.dtype, case.d_v).name))
     return names
