@@ -264,7 +264,7 @@ def test_calls_that_are_refused() -> None:
         built[3](hidden.clone().requires_grad_(), None, batch)
     with pytest.raises(ValueError, match=r"the config has no_rope_layers, kv_source_layers or window_layers; supported: .*config\.of_layer\(layer\)"):
         MlaAttention(MODEL, built[0].weights)
-    with pytest.raises(ValueError, match=r"the config has no_rope_layers or kv_source_layers; supported"):
+    with pytest.raises(ValueError, match=r"the config has no_rope_layers, kv_source_layers or window_layers; supported"):
         MlaWeights.from_tensors(TENSORS[0], MODEL)
     with pytest.raises(ValueError, match=r"kv_source_layers is \[0\]; supported: a tuple of integers, one for each layer"):
         replace(LAYERS[0], kv_source_layers=[0])  # type: ignore[arg-type]
