@@ -262,7 +262,7 @@ def test_calls_that_are_refused() -> None:
         ValueError, match="the layer that lends latents ran under no_grad; supported: both in one mode, as with use_reentrant"
     ):
         built[3](hidden.clone().requires_grad_(), None, batch)
-    with pytest.raises(ValueError, match=r"the config has no_rope_layers, kv_source_layers or window_layers; supported: .*config\.of_layer\(layer\)"):
+    with pytest.raises(ValueError, match=r"no_rope_layers, kv_source_layers or window_layers; supported: .*config\.of_layer\(layer\)"):
         MlaAttention(MODEL, built[0].weights)
     with pytest.raises(ValueError, match=r"the config has no_rope_layers, kv_source_layers or window_layers; supported"):
         MlaWeights.from_tensors(TENSORS[0], MODEL)
