@@ -90,7 +90,7 @@ def _same(variants: Callable[[], Sequence[Config]]) -> Callable[[Arch], Sequence
 
 
 _ATTENTION = (SM90, SM100)  # the others have no matrix products yet
-_DECODES, _BACKWARD = ("dense_decode", "sparse_decode"), ("dense_prefill_backward",)
+_DECODES, _BACKWARD, _SPARSE_BACKWARD = ("dense_decode", "sparse_decode"), ("dense_prefill_backward",), ("sparse_prefill_backward",)
 KERNEL_OPS: dict[str, KernelOp] = {
     "dense_decode": KernelOp(dense_decode.PARAMS, dense_decode.closed_variants, 2.1, by_arch=True, archs=_ATTENTION),
     "sparse_decode": KernelOp(sparse_decode.PARAMS, sparse_decode.closed_variants, 2.1, by_arch=True),
@@ -110,11 +110,15 @@ KERNEL_OPS: dict[str, KernelOp] = {
         mqa_logits.PARAMS, _same(mqa_logits.closed_variants), 1.3, ("mqa_logits", "indexer_topk"), by_arch=True, archs=_ATTENTION
     ),
     "topk_indices": KernelOp(topk_indices.PARAMS, _same(topk_indices.closed_variants), 1.3, ("indexer_topk", "topk_indices")),
-    "sparse_prefill_dkv": KernelOp(sparse_prefill_dkv.PARAMS, sparse_prefill_dkv.closed_variants, 1.2, (), by_arch=True, archs=_ATTENTION),
-    "sparse_prefill_dq": KernelOp(sparse_prefill_dq.PARAMS, sparse_prefill_dq.closed_variants, 1.6, (), by_arch=True, archs=_ATTENTION),
-    "row_statistics": KernelOp(row_statistics.PARAMS, _same(row_statistics.closed_variants), 0.6, ()),
-    "key_lists": KernelOp(key_lists.PARAMS, _same(key_lists.closed_variants), 0.6, ()),
-    "row_sums": KernelOp(row_sums.PARAMS, _same(row_sums.closed_variants), 0.6, ()),
+    "sparse_prefill_dkv": KernelOp(
+        sparse_prefill_dkv.PARAMS, sparse_prefill_dkv.closed_variants, 1.2, _SPARSE_BACKWARD, by_arch=True, archs=_ATTENTION
+    ),
+    "sparse_prefill_dq": KernelOp(
+        sparse_prefill_dq.PARAMS, sparse_prefill_dq.closed_variants, 1.6, _SPARSE_BACKWARD, by_arch=True, archs=_ATTENTION
+    ),
+    "row_statistics": KernelOp(row_statistics.PARAMS, _same(row_statistics.closed_variants), 0.6, _SPARSE_BACKWARD, archs=_ATTENTION),
+    "key_lists": KernelOp(key_lists.PARAMS, _same(key_lists.closed_variants), 0.6, _SPARSE_BACKWARD, archs=_ATTENTION),
+    "row_sums": KernelOp(row_sums.PARAMS, _same(row_sums.closed_variants), 0.6, _SPARSE_BACKWARD, archs=_ATTENTION),
     "head_sums": KernelOp(head_sums.PARAMS, _same(head_sums.closed_variants), 1.0, (), archs=_ATTENTION),
     "indexer_backward": KernelOp(indexer_backward.PARAMS, _same(indexer_backward.closed_variants), 0.8, (), archs=_ATTENTION),
     "index_write": KernelOp(index_write.PARAMS, _same(index_write.closed_variants), 0.7),
@@ -123,7 +127,7 @@ KERNEL_OPS: dict[str, KernelOp] = {
     "cache_gather": KernelOp(cache_gather.PARAMS, _same(cache_rows.closed_variants), 0.6),
 }
 PARAMS_OF = {op: kernels.params for op, kernels in KERNEL_OPS.items()}
-# Kernels that no suite launches: tests of their own do (tests/ops/sparse_prefill_backward).
+# Kernels that no suite launches: tests of their own do (tests/ops/indexer_training).
 WITHOUT_SUITES = tuple(op for op, kernels in KERNEL_OPS.items() if kernels.callers == ())
 # Ops of public functions, which the suites test.
 OPS = tuple(dict.fromkeys(caller for op, kernels in KERNEL_OPS.items() for caller in kernels.callers_of(op)))

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.kernel_ops import KERNEL_OPS
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.runner import Record, Schedule, Target, run_case, schedules_in_turn
 from cute_mla.testing.suite import OPS, suite
@@ -19,19 +20,13 @@ from tests.mutation.sites import Mutation
 
 ROUND_ROBIN = Schedule("round_robin", 0)
 LEAST_SECONDS, SLOWER = 3.0, 5.0  # a broken case may take so much CPU time, and so many times that of the shipped kernel
-_DECODE = ("dense_decode", "sparse_decode")
 _EITHER = {"dense_prefill", "masked_prefill"}  # kernels of which a call launches the one that its case names
-CALLERS = {  # of kernels that others than the op of their name launch, or others alone: the ops whose calls launch them
-    **dict.fromkeys(("split_plan", "combine"), _DECODE),
-    **dict.fromkeys(("dense_prefill_dq", "dense_prefill_dkdv"), ("dense_prefill_backward",)),
-    "masked_prefill": ("dense_prefill",),
-    **{op: (op, "indexer_topk") for op in ("mqa_logits", "topk_indices")},
-}
 
 
 def ops_of(kernel: KernelEntry) -> list[str]:
     """Return the ops whose calls launch a kernel."""
-    return [op for op in OPS if op in CALLERS.get(kernel.op, (kernel.op,))]
+    callers = KERNEL_OPS[kernel.op].callers
+    return [op for op in OPS if op in ((kernel.op,) if callers is None else callers)]
 
 
 def _run(case: BaseCase, kernel: KernelEntry, schedule: Schedule) -> Record:

@@ -16,6 +16,7 @@ from .mqa_logits.record import MQA_LOGITS
 from .operation import Operation, Result
 from .sparse_decode.record import SPARSE_DECODE
 from .sparse_prefill.record import SPARSE_PREFILL
+from .sparse_prefill_backward.record import SPARSE_PREFILL_BACKWARD
 from .topk_indices.record import TOPK_INDICES
 
 __all__ = ["OPERATIONS", "Operation", "Result", "operation"]
@@ -23,7 +24,7 @@ __all__ = ["OPERATIONS", "Operation", "Result", "operation"]
 OPERATIONS = {
     record.case.op: record
     for record in (
-        *(DENSE_DECODE, SPARSE_DECODE, SPARSE_PREFILL, DENSE_PREFILL, DENSE_PREFILL_BACKWARD),
+        *(DENSE_DECODE, SPARSE_DECODE, SPARSE_PREFILL, SPARSE_PREFILL_BACKWARD, DENSE_PREFILL, DENSE_PREFILL_BACKWARD),
         *(MERGE_STATES, MQA_LOGITS, INDEXER_TOPK, TOPK_INDICES, INDEX_WRITE, CACHE_WRITE, CACHE_INSERT, CACHE_GATHER),
     )
 }

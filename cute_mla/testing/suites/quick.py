@@ -25,6 +25,7 @@ from ..operations.dense_decode.case import DenseDecodeCase
 from ..operations.dense_prefill_backward.case import DensePrefillBackwardCase
 from ..operations.indexer_topk.case import IndexerTopkCase
 from ..operations.sparse_decode.case import SparseDecodeCase
+from ..operations.sparse_prefill_backward.case import SparsePrefillBackwardCase
 
 BUDGET_TILES = 52  # an op and an architecture: all ops take some 50 s of a core, under two schedules
 _KERNEL_TILES = 4  # cost of a kernel that no earlier case has launched: its PTX is translated first
@@ -56,6 +57,8 @@ def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
             ("dense_prefill_dkdv", keys.items, keys.config),
         )
         return {kernel_name(op, arch.name, config.name) for op, items, config in both if items}
+    if isinstance(case, SparsePrefillBackwardCase):
+        return {kernel_name(op, arch.name, config.name) for op, config in case.kernels}
     if not _has_rows(case):
         return set()
     names = {kernel_name(case.kernel_op, arch.name, case.problem(arch).config.name)}
@@ -73,6 +76,8 @@ def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
 
 
 def _has_rows(case: BaseCase) -> bool:
+    if isinstance(case, SparsePrefillBackwardCase):
+        return len(case.kernels) > 1
     return case.keys > 0 if isinstance(case, PagedCacheCase) else math.prod(case.q_shape[:3]) > 0
 
 

@@ -42,6 +42,7 @@ from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
 from cute_mla.testing.operations.requests import CUT
 from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
 from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase
+from cute_mla.testing.operations.sparse_prefill_backward.case import DkvCase, SparsePrefillBackwardCase
 from cute_mla.testing.operations.topk_indices.case import TopkIndicesCase, TopkIndicesTensors, TopkProblem
 from tests.support.bench import Bench, Result, expect
 
@@ -101,6 +102,17 @@ _PREFILL_CASES = tuple(
     )
     for d_qk, h_q in product(SPARSE_HEAD_DIMS, (FEW_HEADS, MANY_HEADS))
 )  # fmt: skip
+
+
+def _sparse_gradient_cases(kind: type[SparsePrefillBackwardCase]) -> tuple[SparsePrefillBackwardCase, ...]:
+    """Three requests, which are what keeps its bits: dkv is a sum over the tokens of one."""
+    return tuple(
+        kind(
+            form="batched", batch=3, s_q=2, h_q=h_q, d_qk=d_qk, s_kv=150, topk=140, lengths=(140, 0, 65, 1, 129, 64), indices="mixed",
+            sinks="drawn", sm_count=3,
+        )
+        for d_qk, h_q in product(SPARSE_HEAD_DIMS, (FEW_HEADS, MANY_HEADS))
+    )  # fmt: skip
 
 
 _VARLEN_CASES = tuple(
@@ -204,6 +216,8 @@ CONTRACTS: dict[str, Contract] = {
     "dense_decode": DENSE,
     "sparse_decode": SPARSE,
     "sparse_prefill": Contract(_PREFILL_CASES),
+    "sparse_prefill_dq": Contract(_sparse_gradient_cases(SparsePrefillBackwardCase)),
+    "sparse_prefill_dkv": Contract(_sparse_gradient_cases(DkvCase)),
     "dense_prefill": Contract(_VARLEN_CASES),
     "masked_prefill": Contract(_MASKED_CASES),
     "dense_prefill_dq": Contract(_gradient_cases(DqCase)),
@@ -227,4 +241,7 @@ CUT_CONTRACTS: dict[str, Contract] = {
 }
 
 # Kernels that have no call of their own: the contracts whose calls run them.
-WITHIN = {"split_plan": ("dense_decode", "sparse_decode"), "combine": ("dense_decode", "sparse_decode")}
+WITHIN = {
+    **dict.fromkeys(("split_plan", "combine"), ("dense_decode", "sparse_decode")),
+    **dict.fromkeys(("row_statistics", "key_lists", "row_sums"), ("sparse_prefill_dq", "sparse_prefill_dkv")),
+}

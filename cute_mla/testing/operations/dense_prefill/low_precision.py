@@ -32,9 +32,9 @@ def low_precision_attention(case: DensePrefillCase, tensors: DensePrefillTensors
         visible = visible_keys(own_q.shape[1], own_k.shape[1], case.causal, q.device)
         if tensors.key_mask is not None:
             visible = visible & mask_keys(tensors.key_mask[rows], own_k.shape[1])
-        scores = _product(own_q * case.scale, own_k.mT).masked_fill(~visible, -math.inf)
+        scores = product(own_q * case.scale, own_k.mT).masked_fill(~visible, -math.inf)
         weights = scores.double().softmax(dim=-1).masked_fill(~visible.any(dim=-1, keepdim=True), 0.0).to(q.dtype)
-        out[rows] = _product(weights, own_v).transpose(0, 1)
+        out[rows] = product(weights, own_v).transpose(0, 1)
     return out
 
 
@@ -49,17 +49,17 @@ def low_precision_gradients(case: DensePrefillBackwardCase, tensors: DensePrefil
         q, out, dout = (tensor[rows].transpose(0, 1) for tensor in (tensors.q, tensors.out, tensors.dout))
         k, v = (tensor[keys].transpose(0, 1).repeat_interleave(case.group, dim=0) for tensor in (tensors.k, tensors.v))
         hidden = ~visible_keys(q.shape[1], k.shape[1], case.causal, q.device) | tensors.lse[rows].isinf().T.unsqueeze(-1)
-        scores = (_product(q, k.mT).double() * case.scale).masked_fill(hidden, -math.inf)
+        scores = (product(q, k.mT).double() * case.scale).masked_fill(hidden, -math.inf)
         weights = scores.softmax(dim=-1).masked_fill(hidden, 0.0).to(q.dtype)
         delta = (out.double() * dout.double()).sum(dim=-1, keepdim=True)
-        dscores = (weights * (_product(dout, v.mT) - delta)).masked_fill(hidden, 0.0).to(q.dtype)
-        dq[rows] = (_product(dscores, k) * case.scale).transpose(0, 1)
-        dk[keys] = _over_groups(_product(dscores.mT, q) * case.scale, case)
-        dv[keys] = _over_groups(_product(weights.mT, dout), case)
+        dscores = (weights * (product(dout, v.mT) - delta)).masked_fill(hidden, 0.0).to(q.dtype)
+        dq[rows] = (product(dscores, k) * case.scale).transpose(0, 1)
+        dk[keys] = _over_groups(product(dscores.mT, q) * case.scale, case)
+        dv[keys] = _over_groups(product(weights.mT, dout), case)
     return dq, dk, dv
 
 
-def _product(x: Tensor, y: Tensor) -> Tensor:
+def product(x: Tensor, y: Tensor) -> Tensor:
     """Return x @ y, rounded once to the element type."""
     return (x.double() @ y.double()).to(x.dtype)
 
@@ -73,8 +73,12 @@ def gradient_limits(
     case: DensePrefillBackwardCase, tensors: DensePrefillBackwardTensors, expected: tuple[Tensor, ...]
 ) -> dict[str, ErrorLimit]:
     """Return the limits of the gradients by name: of an element, and of all together, which random errors do not widen."""
-    coarse = low_precision_gradients(case, tensors)
-    pairs = zip(("dq", "dk", "dv"), coarse, expected, strict=True)
+    return limits_of(("dq", "dk", "dv"), low_precision_gradients(case, tensors), expected)
+
+
+def limits_of(names: tuple[str, ...], coarse: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> dict[str, ErrorLimit]:
+    """Return the limits of results by name, given those of plain torch in the element type."""
+    pairs = zip(names, coarse, expected, strict=True)
     return {name: ErrorLimit(_limit(low, gradient, _largest), _limit(low, gradient, _norm)) for name, low, gradient in pairs}
 
 
