@@ -8,13 +8,13 @@ from typing import Any, NamedTuple
 import torch
 
 from ..ops.arguments import check_flag
-from ..ops.limits import check_op
+from ..ops.limits import SPARSE_BACKWARD, check_op
 from ..ops.row_digest import digests
 from ..ops.tensor_spec import DTYPE_NAMES
 from ..runtime.artifacts import load_artifacts
 from ..runtime.errors import ArtifactError
 from ..runtime.recording import code_of
-from ..spec import dense_prefill
+from ..spec import dense_prefill, key_lists, sparse_prefill_dkv, sparse_prefill_dq
 from ..spec.arch import ALIASES, ARCHS, Arch
 from ..spec.cache_format import LATENT
 from ..spec.cache_rows import FP8_576
@@ -24,6 +24,8 @@ from ..spec.kernel_ops import Config
 from ..spec.mla import BF16
 from ..spec.mqa_logits import MqaLogitsProblem
 from ..spec.orders import short_hash, terms_text
+from ..spec.row_statistics import RowStatisticsConfig
+from ..spec.row_sums import RowSumsConfig
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, SparseDecodeProblem, serving_kernels
 from ..spec.sparse_prefill import SparsePrefillProblem
 from ..spec.split_plan import TILE_KEYS
@@ -50,12 +52,14 @@ class Fingerprint(NamedTuple):
 def fingerprint(op: str, arch: str, *, few_heads: bool = True, **features: Any) -> Fingerprint:
     """Return the name of the arithmetic of batch-invariant calls with these features.
 
-    op         "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill", "mqa_logits", "indexer_topk" or "topk_indices"
+    op         "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill", "sparse_prefill_backward", "mqa_logits",
+               "indexer_topk" or "topk_indices"
     arch       as in is_supported
     few_heads  as in flash_mla_with_kvcache
-    features   as in is_supported. Needed are head_dim in dense decode and prefill, h_q in sparse decode and prefill, mqa_logits and
-               indexer_topk, and in sparse decode kv_format with an FP8 cache, extra_kv_format with extra_cache. dtype is "bf16" if it is
-               not given. Features that decide on no bit, such as s_q, page_size and topk, are checked and have no influence
+    features   as in is_supported. Needed are head_dim in dense decode, prefill and backward, h_q in sparse decode, prefill and backward,
+               mqa_logits and indexer_topk, and in sparse decode kv_format with an FP8 cache, extra_kv_format with extra_cache. dtype is
+               "bf16" if it is not given. Features that decide on no bit, such as s_q, page_size and topk, are checked and have no
+               influence. Of a backward with dkv in bf16
 
     Orders know nothing of batch, number of SMs, plan, chunks, pages and workspace. Decode without batch_invariant has no order: its plan
     decides where a request is cut. Nothing is launched, and no device is needed; code is of the kernels that are built here.
@@ -138,6 +142,17 @@ def _sparse_prefill(arch: Arch, features: dict[str, Any]) -> Kernels:
     return (("sparse_prefill", call.config),)
 
 
+def _sparse_prefill_backward(arch: Arch, features: dict[str, Any]) -> Kernels:
+    d_qk, h_q = _needed("head_dim", features), _needed("h_q", features)
+    return (
+        ("row_statistics", RowStatisticsConfig(BF16)),
+        ("sparse_prefill_dq", sparse_prefill_dq.config_for(d_qk)),
+        ("sparse_prefill_dkv", sparse_prefill_dkv.config_for(d_qk, h_q)),
+        ("key_lists", key_lists.closed_variants()[0]),
+        ("row_sums", RowSumsConfig(d_qk, BF16)),
+    )
+
+
 def _dense_prefill(arch: Arch, features: dict[str, Any]) -> Kernels:
     config = dense_prefill.variant(arch, _dtype(features), _needed("head_dim", features))
     return (("masked_prefill" if features.get("key_mask") else "dense_prefill", config),)
@@ -160,6 +175,7 @@ _KERNELS: dict[str, Callable[[Arch, dict[str, Any]], Kernels]] = {
     "sparse_decode": _sparse_decode,
     "dense_prefill": _dense_prefill,
     "sparse_prefill": _sparse_prefill,
+    SPARSE_BACKWARD: _sparse_prefill_backward,
     "mqa_logits": _mqa_logits,
     "indexer_topk": _indexer_topk,
     "topk_indices": _topk_indices,

@@ -15,6 +15,7 @@ from ..ops.limits import (
     MAX_GRID_TOKENS,
     MAX_QUERY_TOKENS,
     OPS,
+    SPARSE_BACKWARD,
     Limit,
     between,
     check_op,
@@ -23,7 +24,17 @@ from ..ops.limits import (
     page_size_error,
 )
 from ..ops.tensor_spec import DTYPE_NAMES
-from ..spec import cache_insert, dense_prefill, dense_prefill_dq, index_write, masked_prefill, mqa_logits, sparse_prefill, topk_indices
+from ..spec import (
+    cache_insert,
+    dense_prefill,
+    dense_prefill_dq,
+    index_write,
+    masked_prefill,
+    mqa_logits,
+    sparse_prefill,
+    sparse_prefill_dq,
+    topk_indices,
+)
 from ..spec.arch import ALIASES, ARCHS, Arch
 from ..spec.cache_format import FP8_656, CacheFormat
 from ..spec.cache_rows import CACHED, FP8_576, KNOWN, LATENTS, key_types
@@ -110,6 +121,7 @@ _SPARSE_PREFILL: dict[str, Limit] = {
     "kv_offsets": one_of("kv_offsets", False, True),
     "indexer_topk": between("indexer_topk", 0, MAX_KEYS),
 }
+_SPARSE_PREFILL_BACKWARD: dict[str, Limit] = {**_SPARSE_PREFILL, "indexer_topk": one_of("indexer_topk", 0)}
 _CACHE_ROWS: dict[str, Limit] = {
     **_DENSE_DECODE,
     "dtype": _dtype_of(*DTYPES),
@@ -156,6 +168,7 @@ _FEATURES_OF = {
     "dense_prefill": _DENSE_PREFILL,
     "dense_prefill_backward": _DENSE_PREFILL_BACKWARD,
     "sparse_prefill": _SPARSE_PREFILL,
+    SPARSE_BACKWARD: _SPARSE_PREFILL_BACKWARD,
     "topk_indices": _TOPK_INDICES,
     "mqa_logits": _MQA_LOGITS,
     "index_write": _INDEX_WRITE,
@@ -173,10 +186,10 @@ _DTYPES_OF_COLUMNS: dict[str, dict[tuple[int, int | None], tuple[str, ...]]] = {
 def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     """Return whether this version has a kernel for an op on an architecture with these features.
 
-    op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"; "dense_prefill_backward"; "cache_write", "cache_gather";
-    "cache_insert", which is insert_kv_cache; "topk_indices", which has the features dtype, topk and batch_invariant alone; "mqa_logits",
-    fp8_mqa_logits and fp8_paged_mqa_logits; "indexer_topk", also of indexer_topk_prefill; "index_write", write_index_cache and
-    prepare_index_queries.
+    op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"; "dense_prefill_backward", "sparse_prefill_backward";
+    "cache_write", "cache_gather"; "cache_insert", which is insert_kv_cache; "topk_indices", which has the features dtype, topk and
+    batch_invariant alone; "mqa_logits", fp8_mqa_logits and fp8_paged_mqa_logits; "indexer_topk", also of indexer_topk_prefill;
+    "index_write", write_index_cache and prepare_index_queries.
     arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve; "sm120" or "sm121" for the ops of caches, merge_states and
     topk_indices. Other compute capabilities, such as "sm80", have no kernels.
     features: any of these, each with the value that a call would have
@@ -203,7 +216,7 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     (False, the reason), also for a value that no call could have. Raises ValueError for an unknown op or feature, and for an arch that is
     not "sm" with digits. The answer does not depend on the machine: its device, driver or build.
     """
-    check_op(op, (*OPS, *BACKWARD_OPS, *CACHE_OPS, *INDEXER_OPS))
+    check_op(op, (*OPS, *BACKWARD_OPS, SPARSE_BACKWARD, *CACHE_OPS, *INDEXER_OPS))
     other_arch = f"arch is {short_repr(arch)}; supported: {', '.join((*ARCHS, *ALIASES))}"
     if not isinstance(arch, str) or not re.fullmatch("sm[0-9]+", arch):
         raise ValueError(other_arch)

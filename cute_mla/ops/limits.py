@@ -15,6 +15,7 @@ OPS = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
 CACHE_OPS = ("cache_write", "cache_gather", "cache_insert")
 INDEXER_OPS = ("mqa_logits", "topk_indices", "indexer_topk", "index_write")
 BACKWARD_OPS = ("dense_prefill_backward",)
+SPARSE_BACKWARD = "sparse_prefill_backward"
 
 MAX_QUERY_TOKENS = 1 << 24  # per request; query rows are numbered in 32 bits
 MAX_GRID_TOKENS = 65_535  # query tokens of sparse decode, which are the second dimension of its grid

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from functools import lru_cache
 from typing import Any
 
-from . import dense_decode, dense_prefill, masked_prefill, mqa_logits, sparse_decode, sparse_prefill, topk_indices
+from . import dense_decode, dense_prefill, gradient_orders, masked_prefill, mqa_logits, sparse_decode, sparse_prefill, topk_indices
 from .arch import Arch
 from .combine import CombineConfig
 from .dense_decode import DenseDecodeConfig
@@ -32,6 +32,7 @@ TERMS: dict[str, Callable[[Any, Arch], dict[str, Any] | None]] = {
     "masked_prefill": masked_prefill.order_terms,
     "mqa_logits": mqa_logits.order_terms,
     "topk_indices": topk_indices.order_terms,
+    **gradient_orders.TERMS,
 }
 
 

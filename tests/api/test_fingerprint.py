@@ -16,6 +16,9 @@ from cute_mla.runtime.cuda_device import CudaDevice
 from cute_mla.runtime.current import cpu_tensors_on
 from cute_mla.runtime.recording import active
 from cute_mla.spec.arch import Arch
+from cute_mla.spec.orders import short_hash
+from cute_mla.testing.operations import operation
+from cute_mla.testing.operations.sparse_prefill_backward.case import SparsePrefillBackwardCase
 from tests.runtime.fake_driver import FakeDriver, installed
 from tests.support.right_calls import call_of
 
@@ -61,6 +64,20 @@ def test_heads_and_architectures_have_classes() -> None:
     assert orders("sparse_decode", "sm90", (1, 128), kv_format="fp8_656", few_heads=False) == [many, many]
     assert orders("mqa_logits", "sm103", (8,)) == orders("mqa_logits", "sm100", (8,)) != orders("mqa_logits", "sm90", (8,))
     assert fingerprint("topk_indices", "sm90").order == fingerprint("topk_indices", "sm100").order
+
+
+def test_a_backward_has_the_orders_of_its_launches() -> None:
+    """In their sequence, each once; heads in one tile of 64 and in two have other sums for dkv."""
+    case = SparsePrefillBackwardCase(s_q=2, h_q=3, s_kv=70, topk=66, chunked=True, sm_count=2)
+    with cute_mla.simulate("sm90", sm_count=2), cute_mla.record() as calls:
+        operation(case).call(case, operation(case).make_tensors(case), None)
+    assert len(calls) == 1 + 2 * 6
+    found = fingerprint("sparse_prefill_backward", "sm90", head_dim=576, h_q=3)
+    assert found.order == short_hash(*dict.fromkeys(str(call.order) for call in calls))
+    assert found.code == short_hash(*dict.fromkeys(str(call.code) for call in calls))
+    assert fingerprint("sparse_prefill_backward", "sm90", head_dim=576, h_q=64) == found
+    others = [fingerprint("sparse_prefill_backward", "sm90", head_dim=d_qk, h_q=h_q) for d_qk, h_q in ((576, 65), (512, 3))]
+    assert len({found, *others}) == 3
 
 
 def test_code_needs_every_kernel_of_an_order(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ import torch
 
 from cute_mla import is_supported
 from cute_mla.api.support import FEATURES
-from cute_mla.ops.limits import BACKWARD_OPS, CACHE_OPS, INDEXER_OPS, OPS
+from cute_mla.ops.limits import BACKWARD_OPS, CACHE_OPS, INDEXER_OPS, OPS, SPARSE_BACKWARD
+from cute_mla.spec import sparse_prefill_dq
 from cute_mla.spec.arch import Arch
 
 BOTH = (False, True)
@@ -159,6 +160,7 @@ GOOD: dict[str, Values] = {
     "dense_prefill": {**DENSE_PREFILL, "key_mask": BOTH},
     "sparse_prefill": {**SPARSE, "s_q": DENSE_PREFILL["s_q"], "kv_offsets": BOTH, "indexer_topk": (0, 1, 65, 2048)},
     **{op: {**DENSE_PREFILL, "dtype": ("bf16", torch.bfloat16)} for op in BACKWARD_OPS},
+    SPARSE_BACKWARD: {**SPARSE, "s_q": DENSE_PREFILL["s_q"], "kv_offsets": BOTH},
     **dict.fromkeys(CACHE_OPS, ROWS),
     "cache_insert": {**ROWS, "h_q": (1, 33, 128)},
     **dict.fromkeys(INDEXER_OPS, SELECTION),
@@ -193,6 +195,7 @@ BAD: dict[str, Values] = {
     "dense_prefill": {**BAD_DENSE_PREFILL, "key_mask": (128,)},
     "sparse_prefill": {**BAD_SPARSE, "s_q": (0, 1 << 31), "kv_offsets": (2,), "indexer_topk": (-1, None, True)},
     **dict.fromkeys(BACKWARD_OPS, BAD_DENSE_PREFILL),
+    SPARSE_BACKWARD: {**BAD_SPARSE, "s_q": (0, 1 << 31), "kv_offsets": (2,), "indexer_topk": (64, None, True)},
     **dict.fromkeys(CACHE_OPS, BAD_ROWS),
     "cache_insert": {**BAD_ROWS, "h_q": (0, 129, None)},
     **dict.fromkeys(INDEXER_OPS, BAD_SELECTION),
@@ -207,7 +210,7 @@ def every(features: dict[str, dict[str, tuple[Any, ...]]]) -> list[tuple[str, st
     return [(op, feature, value) for op, listed in features.items() for feature, values in listed.items() for value in values]
 
 
-@pytest.mark.parametrize("op", [*OPS, *BACKWARD_OPS, *CACHE_OPS, *INDEXER_OPS])
+@pytest.mark.parametrize("op", [*OPS, *BACKWARD_OPS, SPARSE_BACKWARD, *CACHE_OPS, *INDEXER_OPS])
 def test_every_feature_is_tested_and_documented(op: str) -> None:
     assert set(FEATURES) == set(GOOD[op]) == set(BAD[op])
     assert is_supported.__doc__ is not None
@@ -216,7 +219,9 @@ def test_every_feature_is_tested_and_documented(op: str) -> None:
 
 @pytest.mark.parametrize(("op", "feature", "value"), every(GOOD))
 def test_supported(op: str, feature: str, value: Any, arch: Arch) -> None:
-    assert is_supported(op, arch.name, **{feature: value}) == (True, arch.proof)
+    lacking = op == SPARSE_BACKWARD and not sparse_prefill_dq.closed_variants(arch)
+    wanted = (False, f"arch is {arch.name}; supported: sm90") if lacking else (True, arch.proof)
+    assert is_supported(op, arch.name, **{feature: value}) == wanted
 
 
 @pytest.mark.parametrize(("op", "feature", "value"), every(BAD))

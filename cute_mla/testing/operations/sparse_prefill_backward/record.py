@@ -180,7 +180,9 @@ def _of_key(case: SparsePrefillBackwardCase, tensors: SparsePrefillBackwardTenso
 def _of_token(tensors: SparsePrefillBackwardTensors, token: int) -> SparsePrefillBackwardTensors:
     """Return the operands of a token of one request."""
     names = ("q", "indices", "topk_length", *_SAVED)
-    own: dict[str, Any] = {name: None if tensor is None else tensor[:, token : token + 1] for name, tensor in operands_of(tensors, *names).items()}
+    own: dict[str, Any] = {
+        name: None if tensor is None else tensor[:, token : token + 1] for name, tensor in operands_of(tensors, *names).items()
+    }
     return replace(tensors, **own)
 
 
