@@ -28,7 +28,7 @@ from ..spec.row_statistics import RowStatisticsConfig
 from ..spec.row_sums import RowSumsConfig
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, SparseDecodeProblem, serving_kernels
 from ..spec.sparse_prefill import SparsePrefillProblem
-from ..spec.split_plan import TILE_KEYS
+from ..spec.split_plan import INVARIANT_SPLIT_TILES, TILE_KEYS
 from ..spec.topk_indices import closed_variants
 from .support import E4M3, is_supported
 
@@ -59,7 +59,7 @@ def fingerprint(op: str, arch: str, *, few_heads: bool = True, **features: Any) 
     features   as in is_supported. Needed are head_dim in dense decode, prefill and backward, h_q in sparse decode, prefill and backward,
                mqa_logits and indexer_topk, and in sparse decode kv_format with an FP8 cache, extra_kv_format with extra_cache. dtype is
                "bf16" if it is not given. Features that decide on no bit, such as s_q, page_size and topk, are checked and have no
-               influence. Of a backward with dkv in bf16
+               influence; but in sparse decode over a 16-bit latent, topk beyond 8,192. Of a backward with dkv in bf16
 
     Orders know nothing of batch, number of SMs, plan, chunks, pages and workspace. Decode without batch_invariant has no order: its plan
     decides where a request is cut. Nothing is launched, and no device is needed; code is of the kernels that are built here.
@@ -74,7 +74,8 @@ def fingerprint(op: str, arch: str, *, few_heads: bool = True, **features: Any) 
     if not features.get("batch_invariant", True):
         raise ValueError("batch_invariant is False; supported: True, since other calls of decode have no order")
     known = ARCHS[ALIASES.get(arch, arch)]
-    found = [_of_kernel(*kernel, known) for kernel in _KERNELS[op](known, {**features, "few_heads": few_heads})]
+    cut = (features.get("topk") or 0) > INVARIANT_SPLIT_TILES * TILE_KEYS
+    found = [_of_kernel(*kernel, known, cut) for kernel in _KERNELS[op](known, {**features, "few_heads": few_heads})]
     if len(found) == 1:
         return found[0]
     codes = [each.code for each in found if each.code is not None]
@@ -96,9 +97,9 @@ def row_digest(x: torch.Tensor) -> torch.Tensor:
     return digests(x)
 
 
-def _of_kernel(op: str, config: Config, arch: Arch) -> Fingerprint:
-    """Return the fingerprint of one kernel, without code where artefacts are missing."""
-    terms = terms_text(op, config, arch) or ""
+def _of_kernel(op: str, config: Config, arch: Arch, cut: bool) -> Fingerprint:
+    """Return the fingerprint of one kernel, without code where artefacts are missing. cut: as in terms_text."""
+    terms = terms_text(op, config, arch, cut) or ""
     order = short_hash(terms)
     try:
         return Fingerprint(order, code_of(op, arch, order, load_artifacts().manifest), terms)

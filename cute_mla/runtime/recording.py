@@ -53,7 +53,7 @@ def add(kernel: KernelEntry, arguments: Sequence[Any]) -> None:
     scalars = [param for param in kernel.params if param.kind in _SCALARS]
     numbers = zip(scalars, arguments[len(arguments) - len(scalars) :], strict=True)
     dims = {**kernel.config, **{param.name: number for param, number in numbers if param.kind is ParamKind.INT32}}
-    order, code = _named(kernel.op, kernel.arch, kernel.name)
+    order, code = _named(kernel.op, kernel.arch, kernel.name, dims.get("max_splits", 0) > 1)
     if dims.get("max_splits") == 0:
         order = code = None
     for calls in tuple(active):
@@ -61,10 +61,10 @@ def add(kernel: KernelEntry, arguments: Sequence[Any]) -> None:
 
 
 @lru_cache
-def _named(op: str, arch_name: str, kernel: str) -> tuple[str | None, str | None]:
-    """Return order and code of a kernel."""
+def _named(op: str, arch_name: str, kernel: str, cut: bool) -> tuple[str | None, str | None]:
+    """Return order and code of a kernel. cut: as in orders."""
     arch = ARCHS[arch_name]
-    order = orders(op, arch).get(kernel.removeprefix(kernel_name(op, arch_name, "")))
+    order = orders(op, arch, cut).get(kernel.removeprefix(kernel_name(op, arch_name, "")))
     return order, None if order is None else code_of(op, arch, order, load_artifacts().manifest)
 
 

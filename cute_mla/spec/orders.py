@@ -21,6 +21,7 @@ from .dense_decode import DenseDecodeConfig
 from .kernel_ops import KERNEL_OPS, Config
 from .mla import D_V
 from .sparse_decode import SparseDecodeConfig
+from .split_plan import INVARIANT_SPLIT
 
 DIGITS = 16  # hexadecimal ones of a hash
 # By the op of a kernel: the terms of a variant's order, None for a variant without one
@@ -41,23 +42,30 @@ def short_hash(*parts: str) -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:DIGITS]
 
 
-def terms_text(op: str, config: Config, arch: Arch) -> str | None:
-    """Return the terms of a variant's order as canonical JSON, or None if the variant has no order."""
+def terms_text(op: str, config: Config, arch: Arch, cut: bool = False) -> str | None:
+    """Return the terms of a variant's order as canonical JSON, or None if the variant has no order.
+
+    cut: whether a call has room for more keys than a batch-invariant decode takes at once. Sparse decode over a 16-bit latent has the order
+    of sparse prefill if not; all other orders say where a request is cut.
+    """
     terms = TERMS[op](config, arch)
+    if terms is not None and cut and op == "sparse_decode":
+        terms["split"] = INVARIANT_SPLIT
     return None if terms is None else json.dumps(terms, sort_keys=True)
 
 
 @lru_cache
-def orders(op: str, arch: Arch) -> Mapping[str, str]:
-    """Return the order of each variant of a kernel's op, by the variant's name. Variants without an order are absent."""
-    texts = {config.name: terms_text(op, config, arch) for config in KERNEL_OPS[op].variants(arch)}
+def orders(op: str, arch: Arch, cut: bool = False) -> Mapping[str, str]:
+    """Return the order of each variant of a kernel's op, by the variant's name. Variants without an order are absent. cut: as above."""
+    texts = {config.name: terms_text(op, config, arch, cut) for config in KERNEL_OPS[op].variants(arch)}
     return {name: short_hash(text) for name, text in texts.items() if text is not None}
 
 
 @lru_cache
 def kernels_of(op: str, arch: Arch, order: str) -> tuple[tuple[str, str], ...]:
     """Return op and variant of all kernels that may run in calls of an order, sorted: those of the order, and combine behind a decode."""
-    configs = [config for config in KERNEL_OPS[op].variants(arch) if orders(op, arch).get(config.name) == order]
+    known = (orders(op, arch), orders(op, arch, cut=True))
+    configs = [config for config in KERNEL_OPS[op].variants(arch) if order in (named.get(config.name) for named in known)]
     decodes = [config for config in configs if isinstance(config, DenseDecodeConfig | SparseDecodeConfig)]
     combines = (CombineConfig(each.dtype, each.dims.latent if isinstance(each, DenseDecodeConfig) else D_V) for each in decodes)
     return tuple(sorted({*((op, config.name) for config in configs), *(("combine", merging.name) for merging in combines)}))

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from . import sparse_prefill
 from .abi import Float32, Int32, Int64, Pointer, params_of
 from .arch import SM90, SM100, SM120, Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
@@ -142,13 +143,15 @@ def order_terms(config: SparseDecodeConfig, arch: Arch) -> dict[str, Any]:
     """Return the terms of a variant's order.
 
     On SM90 CTAs that share key tiles change no bit, and so `cluster` is no term. On SM100 kernels of one CTA and of two have tilings of
-    their own.
+    their own. Over a 16-bit latent the order is that of sparse prefill, as long as no request is cut.
     """
+    if config.cache == LATENT.name:
+        return sparse_prefill.order_terms(sparse_prefill.SparsePrefillConfig(config.dtype, config.format.d_qk, config.cluster), arch)
     few = config.few_heads
     fp32_scales = few and config.format.scale == "fp32"  # which the kernel for few heads applies to scores and P
     return {
         "op": "sparse_decode",
-        "revision": 1,
+        "revision": 2 if arch is SM100 and config.cluster == 2 else 1,
         "arch": arch.name,
         "dtype": config.dtype,
         "cache": config.cache,

@@ -89,9 +89,12 @@ class SparsePrefillConfig:
 
 
 def order_terms(config: SparsePrefillConfig, arch: Arch) -> dict[str, Any]:
-    """Return the terms of a variant's order; `cluster` is one on SM100 alone, where up to 64 heads and more have two kernels."""
+    """Return the terms of a variant's order; `cluster` is one on SM100 alone, where up to 64 heads and more have two kernels.
+
+    They are those of sparse decode over a 16-bit latent, too, where no request is cut.
+    """
     return {
-        "op": "sparse_prefill",
+        "op": "sparse_attention",
         "revision": 1,
         "arch": arch.name,
         "dtype": config.dtype,

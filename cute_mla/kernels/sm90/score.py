@@ -38,7 +38,6 @@ from ..primitives.wgmma import (
 )
 from .cta import (
     BOX_BYTES,
-    ROPE,
     SCORE_BARRIER,
     STAGE_COLUMNS,
     STEPS_PER_BOX,
@@ -202,20 +201,22 @@ class LatentSm90Scores:
         return cute.make_tensor(registers.iterator + tile * words, cute.make_layout(words))
 
     def multiply(self, state: LatentSm90TileState) -> None:
-        """Issue the products of S of one key tile. Wait for each stage just before its first use: kv_ready, rope_ready."""
+        """Issue the products of S of one key tile. Wait for each stage just before its first use: kv_ready, rope_ready.
+
+        Columns ascend, wherever the RoPE columns come among the stages: so prefill and decode have the same bits.
+        """
         self.from_registers.set(warpgroup.Field.ACCUMULATE, False)
         self.from_smem.set(warpgroup.Field.ACCUMULATE, True)
         smem, stages, kv = self.smem, self.smem.stages, state.kv
-        for part in stages.parts:
-            if part == ROPE:
+        for part in range(stages.count):
+            if part == stages.before_rope:
                 self.await_smem_queries()
-                if stages.has_rope:
-                    smem.rope_ready.consumer_wait(state.rope)
-                    self._multiply_columns(stages.d_v, stages.rope_columns // K_STEP, self.tRope, state.rope.stage)
-            else:
-                smem.kv_ready.consumer_wait(kv)
-                self._multiply_columns(stages.columns[part], STEPS_PER_STAGE, self.tK, kv.stage)
-                kv = smem.kv_ready.advance_in_tile(kv, part)
+            smem.kv_ready.consumer_wait(kv)
+            self._multiply_columns(stages.columns[part], STEPS_PER_STAGE, self.tK, kv.stage)
+            kv = smem.kv_ready.advance_in_tile(kv, part)
+        if stages.has_rope:
+            smem.rope_ready.consumer_wait(state.rope)
+            self._multiply_columns(stages.d_v, stages.rope_columns // K_STEP, self.tRope, state.rope.stage)
         warpgroup.commit_group()
 
     def arrival(self, state: LatentSm90TileState) -> tuple[cute.Pointer, Int32]:

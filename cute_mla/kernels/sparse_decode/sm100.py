@@ -44,7 +44,7 @@ from ..attention.softmax import SinkScale
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import pin_address
 from ..primitives.smem import Array
-from ..sm100.config import SIXTEEN_BIT
+from ..sm100.config import SIXTEEN_BIT_PARTS
 from ..sm100.gather import LatentGatherRoleSm100, LatentKeySourceSm100
 from ..sm100.heads64 import HALVES, HEADS64, Heads64Gemm, Heads64MmaRoleSm100, heads64_arrivals, heads64_smem
 from ..sm100.heads64_rows import Heads64RowsSm100
@@ -65,13 +65,13 @@ class SparseDecodeSm100(LatentKernelSm100):
     smem_type = SparseDecodeSmemSm100
 
     def __init__(self, config: SparseDecodeConfig, arch: Arch) -> None:
-        smem = SIXTEEN_BIT.smem(*SIXTEEN_BIT.seen_fields(), *SparseDecodeSmemSm100.fields(config, SIXTEEN_BIT))
-        super().__init__(SparseDecodeAbi(config), arch, SIXTEEN_BIT, smem, has_rope=config.format.d_qk > D_LATENT)
+        smem = SIXTEEN_BIT_PARTS.smem(*SIXTEEN_BIT_PARTS.seen_fields(), *SparseDecodeSmemSm100.fields(config, SIXTEEN_BIT_PARTS))
+        super().__init__(SparseDecodeAbi(config), arch, SIXTEEN_BIT_PARTS, smem, has_rope=config.format.d_qk > D_LATENT)
         self.config = config
 
     def score_role(self) -> LatentScoreRoleSm100:
         """Return the score role, whose rows may have sinks."""
-        return LatentScoreRoleSm100(self.dtype, SlotMask(), SinkScale(), LatentQueriesSm100(SIXTEEN_BIT, self.has_rope))
+        return LatentScoreRoleSm100(self.dtype, SlotMask(), SinkScale(), LatentQueriesSm100(SIXTEEN_BIT_PARTS, self.has_rope))
 
     def producer_role(self, smem: SparseDecodeSmemSm100) -> LatentGatherRoleSm100:
         """Return the gather role."""

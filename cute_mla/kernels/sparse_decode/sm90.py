@@ -71,7 +71,8 @@ class SparseDecodeSm90(LatentSm90Parts):
         self.config = config
         in_registers, kv_stages, registers = tiling_of(config.format)
         self.registers = registers, SHARED_REGISTERS - registers
-        self.stages = LatentSm90Stages(config.format.d_qk, ALTERNATING)
+        # ascending columns as in sparse prefill, so that both have the same bits
+        self.stages = LatentSm90Stages(config.format.d_qk, *((ALTERNATING,) if config.format.group else ()))
         self.queries = LatentSm90Queries(config.format.d_qk, in_registers)
         optional = {"sValid", "rope_ready", "rope_free"}
         self.layout = LatentSm90Smem.layout(self.stages, self.queries, self.dtype, (kv_stages, 3), optional)

@@ -4,8 +4,8 @@ An operand is read as whole 16-byte chunks: its descriptor gives an array of abs
 reading is one gather. A run of wgmmas on one accumulator may be read as one operand of the summed depth and multiplied at once.
 
 Shapes: A (64, k), B (n, k), D (64, n); registers (register, thread) with the 128 threads of the warpgroup. Products are summed in
-f64, rounded to f32 once and added to D; integers are exact. The hardware sums in another order and rounds more often. Bad opcodes,
-descriptors and ranges raise ValueError.
+f64, rounded to f32 after every ROUNDED instructions and added to D; integers are exact. The hardware sums in another order and rounds more
+often. Bad opcodes, descriptors and ranges raise ValueError.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ Array = npt.NDArray[Any]
 M = 64
 THREADS = 128
 DEPTH_BYTES = 32  # bytes of one row of A or B along k
+ROUNDED = 4  # instructions whose products are rounded together: 128 bytes of depth, a row of a swizzled box
 _CHUNK = np.dtype("V16")
 _ITEM_BYTES = {"f16": 2, "bf16": 2, "tf32": 4, "e4m3": 1, "e5m2": 1, "s8": 1, "u8": 1}
 _FP8 = ("e4m3", "e5m2")
@@ -294,18 +295,21 @@ def tile_to_registers(tile: Array, dtype: str) -> Array:
 def multiply_accumulate(form: Instruction, a: Array, b: Array, c: Array | None, negate: bool = False) -> Array:
     """Return D (64, n) = a b^T + c, with a (64, k) and b (n, k) in float32, k any multiple of the instruction's.
 
-    c: the accumulator tile, None with scale-d 0 (it is then not read). negate: imm-scale-a * imm-scale-b is -1.
+    c: the accumulator tile, None with scale-d 0 (it is then not read). negate: imm-scale-a * imm-scale-b is -1. float32 sums are rounded
+    after every ROUNDED instructions, so that a product has the same bits if others follow from A in registers or in shared memory.
     Returns float32, float16 (rounded once from the f32 sum) or int32, wrapping or, with satfinite, clamped.
     """
-    sums = products(a, b)
-    if negate:
-        np.negative(sums, out=sums)
     if form.d != "s32":
-        product = rounded(sums)
-        if c is not None:
-            product = np.add(product, c, out=product)
-        return product if form.d == "f32" else product.astype(np.float16)
-    total = sums.astype(np.int64)
+        for first in range(0, a.shape[1], depth := ROUNDED * form.k):
+            product = rounded(products(a[:, first : first + depth], b[:, first : first + depth]))
+            if negate:
+                np.negative(product, out=product)
+            c = product if c is None else np.add(product, c, out=product)
+        assert c is not None, "a product has a depth"
+        return c if form.d == "f32" else c.astype(np.float16)
+    total = products(a, b).astype(np.int64)
+    if negate:
+        np.negative(total, out=total)
     if c is not None:
         total += c
     if form.satfinite:

@@ -106,7 +106,13 @@ CASES: tuple[tuple[Run, tuple[int, ...]], ...] = (
 
 
 def test_orders_are_those_of_the_golden_file() -> None:
-    found = [f"{op} {arch.name} {name} {order}" for op in TERMS for arch in ARCHS.values() for name, order in orders(op, arch).items()]
+    """Those of calls whose requests are cut, where they are others, stand behind each variant's own."""
+    found = [
+        " ".join((op, arch.name, name, *dict.fromkeys((order, orders(op, arch, cut=True)[name]))))
+        for op in TERMS
+        for arch in ARCHS.values()
+        for name, order in orders(op, arch).items()
+    ]
     assert found == GOLDEN.read_text().splitlines(), "\n".join(found)
 
 
