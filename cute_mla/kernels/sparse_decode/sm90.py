@@ -44,7 +44,8 @@ from .operands import SparseDecodeOperands
 from .sm90_few_heads import SparseDecodeSm90FewHeads
 from .sm90_gather import GATHER_BARRIER, SparseDecodeSm90GatherRole
 
-ALTERNATING = (0, 256, 128, 384)  # columns: the output groups' first stages, which come free first, are filled first
+# Columns where keys are converted: the output groups' first stages, which come free first, are filled first. Those of a latent ascend.
+ALTERNATING = (0, 256, 128, 384)
 
 
 def tiling_of(cache_format: CacheFormat) -> tuple[int, int, int]:
@@ -71,7 +72,7 @@ class SparseDecodeSm90(LatentSm90Parts):
         self.config = config
         in_registers, kv_stages, registers = tiling_of(config.format)
         self.registers = registers, SHARED_REGISTERS - registers
-        # ascending columns as in sparse prefill, so that both have the same bits
+        # those of a latent ascend as in sparse prefill, so that both have the same bits
         self.stages = LatentSm90Stages(config.format.d_qk, *((ALTERNATING,) if config.format.group else ()))
         self.queries = LatentSm90Queries(config.format.d_qk, in_registers)
         optional = {"sValid", "rope_ready", "rope_free"}

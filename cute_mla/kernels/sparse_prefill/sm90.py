@@ -28,7 +28,8 @@ Q of a token comes while the token before is finished, in two phases through the
 the first phase brings the column tiles of Q that go to registers. Score takes them when it has written P, and then the others come.
 
 A pair shares the first two stages of a tile: each CTA copies half of their keys and hands them to the peer. The other two each copies
-whole: they take the place of stages that have just come free, and the peer's half would come too late. The RoPE columns come between.
+whole: they take the place of stages that have just come free, and the peer's half would come too late. The RoPE columns come between,
+and S takes them last: so the columns of a key are summed up in the sequence of sparse decode, which has the same bits.
 
 A tile without any key is passed by: of it there are only the handshakes. All roles walk from token to token on their own, and the role
 `indices` looks ahead over the end of a token.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ def cases() -> Iterator[SparsePrefillCase]:
         yield replace(TOKENS, h_q=h_q, softmax_scale=2.0, sinks="none", kv_layout="padded_rows")
     for values, scale in ramps():
         rows = 256 if values == "steps" else 192
-        kind = {"s_kv": rows, "topk": rows, "indices": "valid", "lengths": None, "values": values, "softmax_scale": scale}
+        kind: dict[str, Any] = {"s_kv": rows, "topk": rows, "indices": "valid", "lengths": None, "values": values, "softmax_scale": scale}
         yield from (replace(TOKENS, s_q=2, h_q=h_q, **kind) for h_q in (64, 128))
     yield replace(TOKENS, s_q=2, h_q=128, s_kv=700, topk=600, indices="valid", lengths=(600, 333), values="rising")
 
@@ -91,7 +92,7 @@ def test_calls_with_room_for_more_keys_than_a_split_have_another_order(arch: Arc
         out, lse = decoded(case, make_sparse_prefill_tensors(case))
     assert not out.isnan().any()
     assert not torch.isinf(lse[lse != math.inf]).any()
-    shape = {"h_q": h_q, "head_dim": 576}
+    shape: dict[str, Any] = {"h_q": h_q, "head_dim": 576}
     cut = cute_mla.fingerprint("sparse_decode", arch.name, topk=MORE_THAN_A_SPLIT, **shape)
     assert [(call.order, call.code) for call in calls] == [(cut.order, cut.code)]
     assert "8192" in cut.terms
