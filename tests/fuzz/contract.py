@@ -185,9 +185,52 @@ def sparse_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
     c.numbers(d_v=equals(512), sm_scale=is_scale, empty_lse=is_empty_lse, indexer_topk=lambda value: is_integer(value) and value >= 0)
     indexed = arguments.get("indexer_topk", 0)
     c.require(c.get("lse_indexer") is None or not is_integer(indexed) or indexed != 0, "lse_indexer", "indexer_topk")
+    q = _sparse_operands(c)
+    if q is None:
+        return c.faults
+    indices, shape = c.get("indices"), tuple(q.shape[:-1])
+    if is_plain(indices) and indices.dim():
+        c.require(not is_integer(indexed) or indexed <= indices.shape[-1], "indexer_topk", "indices")
+    c.output("out", (*shape, 512), (q.dtype,), last=True)
+    c.rows("q", "out", nbytes=row_bytes())
+    for name in ("max_logits", "lse", "lse_indexer"):
+        c.output(name, shape, (torch.float32,))
+    c.same_device(q, "kv", "indices", "topk_length", "attn_sink", "kv_offsets", "out", "max_logits", "lse", "lse_indexer")
+    c.apart(("out", "max_logits", "lse", "lse_indexer"))
+    return c.faults
+
+
+def sparse_backward_faults(arguments: Mapping[str, Any]) -> set[str]:
+    """Return the faulty arguments of flash_mla_sparse_bwd."""
+    c = Contract(arguments)
+    c.numbers(d_v=equals(512), sm_scale=is_scale, dkv_accumulate=is_flag, max_workspace=lambda value: is_integer(value) and value >= 0)
+    q = _sparse_operands(c)
+    if q is None:
+        return c.faults
+    shape, adds = tuple(q.shape[:-1]), is_flag(c.get("dkv_accumulate")) and bool(c.get("dkv_accumulate"))
+    for name, columns in (("out", (512,)), ("lse", ())):
+        c.require(c.get(name) is not None, name)
+        c.output(name, (*shape, *columns), (torch.float32 if name == "lse" else q.dtype,), last=name == "out")
+    c.rows("q", "out", nbytes=row_bytes())
+    c.shaped("dout", c.tensor("dout", q.dtype), *shape, 512)
+    c.output("dlse", shape, (torch.float32,))
+    c.output("dq", tuple(q.shape), (q.dtype,), last=True)
+    c.rows("dq")
+    kv, dkv = c.get("kv"), c.tensor("dkv", *((torch.float32,) if adds else (q.dtype, torch.float32)), optional=True)
+    c.require(dkv is not None or not adds, "dkv", "dkv_accumulate")
+    if dkv is not None and is_plain(kv) and c.shaped("dkv", dkv, *kv.shape, beside="kv"):
+        c.require(dkv.is_contiguous(), "dkv")
+    c.output("d_sink", (q.shape[-2],), (torch.float32,))
+    c.same_device(q, *(name for name, value in arguments.items() if isinstance(value, Tensor) and name != "q"))
+    c.apart(("dq", "dkv", "d_sink"))
+    return c.faults
+
+
+def _sparse_operands(c: Contract) -> Tensor | None:
+    """Check what sparse prefill and its backward have in common. Return q, None if there is no telling what the rest should be."""
     q = c.tensor("q", *WIDE)
     if q is None or not c.require(q.dim() in (3, 4) and q.shape[-1] in (576, 512) and 1 <= q.shape[-2] <= 128, "q", "kv"):
-        return c.faults
+        return None
     c.last_contiguous("q", q)
     leading, h_q, d_qk = tuple(q.shape[:-2]), q.shape[-2], q.shape[-1]
     c.require(math.prod(leading) <= (1 << 31) - (1 << 16), "q")
@@ -209,18 +252,11 @@ def sparse_prefill_faults(arguments: Mapping[str, Any]) -> set[str]:
     if c.shaped("indices", indices, *leading, 1, None) and indices is not None:
         c.last_contiguous("indices", indices)
         c.require(indices.shape[-1] <= (1 << 31) - 64, "indices")
-        c.require(not is_integer(indexed) or indexed <= indices.shape[-1], "indexer_topk", "indices")
     c.counts("topk_length", leading, optional=True)
     sink = c.tensor("attn_sink", torch.float32, optional=True)
     if sink is not None and c.shaped("attn_sink", sink, h_q):
         c.require(sink.is_contiguous(), "attn_sink")
-    c.output("out", (*leading, h_q, 512), (q.dtype,), last=True)
-    c.rows("q", "out", nbytes=row_bytes())
-    for name in ("max_logits", "lse", "lse_indexer"):
-        c.output(name, (*leading, h_q), (torch.float32,))
-    c.same_device(q, "kv", "indices", "topk_length", "attn_sink", "kv_offsets", "out", "max_logits", "lse", "lse_indexer")
-    c.apart(("out", "max_logits", "lse", "lse_indexer"))
-    return c.faults
+    return q
 
 
 def _varlen(c: Contract, forward: bool = True) -> Tensor | None:

@@ -268,6 +268,7 @@ _DRAWN = {
     "dense_decode": Drawn("dense_decode", _dense_decode),
     "sparse_decode": Drawn("sparse_decode", _sparse_decode, _SPARSE, ("indices",)),
     "sparse_prefill": Drawn("sparse_prefill", _sparse_prefill, wide=("indices",)),
+    "sparse_prefill_backward": Drawn("sparse_prefill_backward", _sparse_prefill, {"dkv": st.sampled_from(("bf16", "fp32"))}, ("indices",)),
     "dense_prefill": Drawn("dense_prefill", _dense_prefill),
     "dense_prefill_kvpacked": Drawn("dense_prefill", _dense_prefill, lacking="mask"),
     "dense_prefill_qkvpacked": Drawn("dense_prefill", partial(_dense_prefill, packed=True), lacking="mask"),

@@ -248,7 +248,7 @@ def _in_place(call: FuzzCall) -> bool:
 
 def _written(arguments: Arguments) -> list[Tensor]:
     results = (
-        ("dq", "dk", "dv") if "dout" in arguments else ("out", "lse", "max_logits", "lse_indexer", "out_weights")
+        ("dq", "dk", "dv", "dkv", "d_sink") if "dout" in arguments else ("out", "lse", "max_logits", "lse_indexer", "out_weights")
     )  # the backward pass reads out and lse
     inserted = ("k_cache", "q_pe", "keys") if "kv_c" in arguments else ("index_cache",) if "norm_bias" in arguments else ()
     names = (*results, "workspace", *inserted)

@@ -219,6 +219,28 @@ def _expect_sparse_prefill(arguments: Arguments, setting: Setting) -> Verify:
     return against_tame(OPERATIONS["sparse_prefill"].expected(arguments), tolerances)
 
 
+def _sparse_backward_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    """Return the faulty arguments; with them the device, if there are no kernels for it."""
+    with RecordingDevice(ARCHS[setting.arch], setting.sm_count).active():
+        faults = contract.sparse_backward_faults(arguments)
+    return faults if cute_mla.is_supported("sparse_prefill_backward", setting.arch)[0] else {*faults, "device"}
+
+
+def _expect_sparse_backward(arguments: Arguments, setting: Setting) -> Verify:
+    """Expect gradients of an lse that belongs to the operands; of others anything."""
+    forward = {name: arguments[name] for name in ("q", "kv", "indices", "sm_scale", "attn_sink", "topk_length", "kv_offsets")}
+    _, _, true_lse = OPERATIONS["sparse_prefill"].expected({**forward, "empty_lse": math.inf, "indexer_topk": 0})
+    known = arguments["lse"].isfinite() & true_lse.isfinite()
+    if not _is_tame(arguments["sm_scale"]) or ((arguments["lse"] - true_lse)[known].abs() > 1e-3).any():
+        return anything
+    if arguments["dkv_accumulate"]:  # the judge has overwritten what is added to
+        return anything
+    if not arguments["dout"].isfinite().all() or (arguments["lse"].isfinite() != true_lse.isfinite())[~true_lse.isfinite()].any():
+        return anything
+    dkv = replace(NO_BOUND, cos_tol=3e-5)
+    return against(OPERATIONS["sparse_prefill_backward"].expected(arguments), {"dq": NO_BOUND, "dkv": dkv, "d_sink": NO_BOUND})
+
+
 def _leaves_open(arguments: Arguments) -> bool:
     """Return whether scale or offsets leave the results of dense prefill open."""
     ends = arguments["cu_seqlens_qo"].clamp(0, len(arguments["q"]))
@@ -363,6 +385,12 @@ DEVICE_SUBJECTS: dict[str, Subject] = {
         case_arguments,
         lambda arguments, setting: contract.sparse_prefill_faults(arguments),
         _expect_sparse_prefill,
+    ),
+    "sparse_prefill_backward": Subject(
+        cute_mla.flash_mla_sparse_bwd,
+        case_arguments,
+        _sparse_backward_faults,
+        _expect_sparse_backward,
     ),
     "dense_prefill": Subject(
         cute_mla.flash_attn_varlen_func,

@@ -18,6 +18,7 @@ from cute_mla.testing.operations.merge_states.case import MergeStatesCase
 from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
 from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
 from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase
+from cute_mla.testing.operations.sparse_prefill_backward.case import SparsePrefillBackwardCase
 from cute_mla.testing.operations.topk_indices.case import TopkIndicesCase
 from tests.fuzz.calls import AnyCase, Break, FuzzCall, PlanCase, Setting
 from tests.fuzz.judging import SUBJECTS, judge
@@ -50,6 +51,7 @@ CALLS: tuple[tuple[str, AnyCase], ...] = (
     ("sparse_prefill", SparsePrefillCase(s_q=3, h_q=3, s_kv=9, topk=5, lengths=(5, 2, 0), sinks="drawn", outputs="given", indexer_topk=2)),
     ("sparse_prefill", SparsePrefillCase(batch=2, form="ragged", s_q=3, h_q=3, s_kv=9, topk=5, outputs="given")),
     ("sparse_prefill", SparsePrefillCase(batch=2, form="batched", s_q=3, h_q=3, s_kv=9, topk=5, lengths="drawn", outputs="given")),
+    ("sparse_prefill_backward", SparsePrefillBackwardCase(s_q=3, h_q=3, s_kv=9, topk=5, sinks="drawn", outputs="given", dlse=True)),
     ("dense_prefill", VARLEN),
     ("dense_prefill", DensePrefillCase(lengths=((5, 9), (3, 4)), d_qk=128, mask="random", outputs="given")),
     ("dense_prefill_kvpacked", VARLEN),
