@@ -192,6 +192,8 @@ def check(operands: sparse_prefill.Operands, options: sparse_prefill.Options, ro
     """Check each argument by itself. ValueError unless it is supported. options: as sparse_prefill.check_options returns them."""
     check_no_grad(NO_DOUBLE_BACKWARD, **rows._asdict(), **results._asdict())
     accumulate = check_flag("dkv_accumulate", limits.dkv_accumulate)
+    for name in ("out", "lse"):  # which a forward call may leave out
+        operand_spec(name, getattr(rows, name))
     return CallSpec(
         forward=sparse_prefill.check(operands, options, sparse_prefill.Results(rows.out, None, rows.lse)),
         dout=operand_spec("dout", rows.dout),

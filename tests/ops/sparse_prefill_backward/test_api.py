@@ -149,6 +149,8 @@ def test_dout_of_any_strides(arch: Arch) -> None:
     ("changes", "message"),
     [
         ({"dout": torch.zeros(3, 5, 576).bfloat16()}, r"dout has shape \[3, 5, 576\]; supported: \[3, 5, 512\]"),
+        ({"out": None}, "out is None; supported: a torch tensor"),
+        ({"lse": None}, "lse is None; supported: a torch tensor"),
         ({"dout": torch.zeros(3, 5, 512)}, "dout has dtype torch.float32; supported: torch.bfloat16"),
         ({"dlse": torch.zeros(3, 4)}, r"dlse has shape \[3, 4\]; supported: \[3, 5\]"),
         ({"dkv_accumulate": True}, "dkv is None with dkv_accumulate; supported: a tensor in fp32, to add to"),
