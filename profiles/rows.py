@@ -32,6 +32,7 @@ from .shapes import (
     MergeShape,
     Shape,
     SparseDecodeShape,
+    SparsePrefillBackwardShape,
     SparsePrefillShape,
     TopkShape,
 )
@@ -117,6 +118,7 @@ _SHAPES: dict[str, type[Any]] = {
     "dense_decode": DecodeShape,
     "sparse_decode": SparseDecodeShape,
     "sparse_prefill": SparsePrefillShape,
+    "sparse_prefill_backward": SparsePrefillBackwardShape,
     "dense_prefill": DensePrefillShape,
     "dense_prefill_backward": DensePrefillBackwardShape,
     "combine": CombineShape,
@@ -133,6 +135,7 @@ _SUPPORTED: dict[tuple[type[Any], str], Sequence[Any]] = {
     (SparseDecodeShape, "cache"): tuple(DECODED),
     (SparseDecodeShape, "extra"): tuple(DECODED_BESIDE),
     (SparsePrefillShape, "d_qk"): HEAD_DIMS,
+    (SparsePrefillBackwardShape, "d_qk"): HEAD_DIMS,
     (CacheWriteShape, "cache"): tuple(CACHED),
     (CacheInsertShape, "cache"): tuple(CACHED),
 }

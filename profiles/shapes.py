@@ -229,6 +229,23 @@ class SparsePrefillShape:
 
 
 @dataclass(frozen=True)
+class SparsePrefillBackwardShape(SparsePrefillShape):
+    """The backward pass of a sparse prefill."""
+
+    @property
+    def work(self) -> Work:
+        """Five products over the selected rows; bytes of the latent and of its gradient once, and those of each query token.
+
+        A token has indices, q, out, dout, lse and dq. What lies between the kernels does not count, nor do zeros of few heads.
+        """
+        row_bytes = ELEMENT_BYTES * 2 * (self.d_qk + D_V) + FLOAT_BYTES
+        return Work(
+            flops=float(2 * (3 * self.d_qk + 2 * D_V) * self.s_q * self.h_q * self.topk),
+            bytes=float(2 * ELEMENT_BYTES * self.d_qk * self.s_kv + self.s_q * (row_bytes * self.h_q + INDEX_BYTES * self.topk)),
+        )
+
+
+@dataclass(frozen=True)
 class DensePrefillShape(UntiledShape):
     """A forward dense prefill of sequences that attend to themselves.
 

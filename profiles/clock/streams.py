@@ -18,6 +18,7 @@ from cute_mla.spec.combine import BLOCKS_PER_SM, NARROW_BLOCKS, RESIDENT_BLOCKS,
 from cute_mla.spec.index_write import ROWS_PER_BLOCK as INDEX_ROWS_PER_BLOCK
 from cute_mla.spec.index_write import IndexWriteConfig
 from cute_mla.spec.merge_states import ROWS_PER_BLOCK, MergeStatesConfig
+from cute_mla.spec.row_sums import RowSumsConfig
 from cute_mla.spec.topk_indices import BLOCKS_PER_SM as SELECTIONS_PER_SM
 from cute_mla.spec.topk_indices import DTYPE as LOGITS
 from cute_mla.spec.topk_indices import TopkIndicesConfig, config_for
@@ -25,7 +26,17 @@ from cute_mla.spec.topk_indices import TopkIndicesConfig, config_for
 from ..launches.launch import Combine
 from ..launches.of_rows import CACHE_INSERT_CTAS_PER_SM
 from ..rows import Case
-from ..shapes import CacheInsertShape, CacheWriteShape, CombineShape, IndexerShape, IndexWriteShape, MergeShape, Shape, TopkShape
+from ..shapes import (
+    CacheInsertShape,
+    CacheWriteShape,
+    CombineShape,
+    IndexerShape,
+    IndexWriteShape,
+    MergeShape,
+    Shape,
+    SparsePrefillBackwardShape,
+    TopkShape,
+)
 from ..workloads import make_workload
 from .cluster_run import run_call
 from .constants import Constants
@@ -59,7 +70,12 @@ def _combine_shape(combine: Combine, tokens: int, splits: int) -> CombineShape:
 
 
 def clocks_after(case: Case, after: Combine, constants: Constants, setting: Setting) -> float:
-    """Return the clocks of the busiest CTA or cluster of what follows a launch over keys: combine, or the selection of an indexer."""
+    """Return the clocks of the busiest CTA or cluster of what follows a launch over keys: combine, or the selection of an indexer.
+
+    row_sums takes the time of its bytes, of which a CTA gets 99.6 % by the clock: 0 here.
+    """
+    if isinstance(case.shape, SparsePrefillBackwardShape):
+        return 0.0
     selection = _selection(case, after)
     return combine_clocks(after, case.dtype, constants, setting) if selection is None else stream_clocks(selection, constants, setting)
 
@@ -75,6 +91,8 @@ def _selection(case: Case, after: Combine) -> Case | None:
 def stream_kernel(case: Case, stream: Combine, constants: Constants) -> str:
     """Return the name of the kernel of a stream, or of what follows a launch over keys."""
     of = _selection(case, stream) or case
+    if isinstance(of.shape, SparsePrefillBackwardShape):
+        return kernel_name("row_sums", constants.arch, RowSumsConfig(of.shape.d_qk, of.dtype).name)
     if isinstance(of.shape, CombineShape) or not isinstance(of.shape, _STREAMS):
         return kernel_name("combine", constants.arch, CombineConfig(case.dtype).name)
     return kernel_name(of.op, constants.arch, _config_of(of, constants)[0].name)

@@ -42,6 +42,7 @@ from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefill
 from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
 from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
 from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase
+from cute_mla.testing.operations.sparse_prefill_backward.case import DkvCase, SparsePrefillBackwardCase
 
 from ..launches.products import prefill_variant
 
@@ -183,6 +184,22 @@ def _sparse_prefill(arch: Arch) -> Iterator[CaseFactory]:
         )
 
 
+def _sparse_prefill_dq(arch: Arch) -> Iterator[CaseFactory]:
+    for d_qk in (D_QK, D_LATENT):
+        yield partial(_sparse_gradient_case, SparsePrefillBackwardCase, d_qk, TILE_ROWS)
+
+
+def _sparse_prefill_dkv(arch: Arch) -> Iterator[CaseFactory]:
+    for d_qk, heads in product((D_QK, D_LATENT), _HEADS):
+        yield partial(_sparse_gradient_case, DkvCase, d_qk, heads)
+
+
+def _sparse_gradient_case(
+    kind: type[SparsePrefillBackwardCase], d_qk: int, heads: int, keys: int, pieces: int = 1
+) -> SparsePrefillBackwardCase:
+    return kind(s_q=pieces, d_qk=d_qk, h_q=heads, s_kv=keys, topk=keys, sm_count=heads // TILE_ROWS)
+
+
 def _dense_prefill(arch: Arch) -> Iterator[CaseFactory]:
     for dtype, d_qk in product(DTYPES, HEAD_DIMS):
         yield lambda keys, pieces=1, d=dtype, c=d_qk: DensePrefillCase(  # type: ignore[misc]
@@ -238,6 +255,8 @@ _CASES: dict[str, Callable[[Arch], Iterator[CaseFactory]]] = {
     "dense_decode": _dense_decode,
     "sparse_decode": _sparse_decode,
     "sparse_prefill": _sparse_prefill,
+    "sparse_prefill_dq": _sparse_prefill_dq,
+    "sparse_prefill_dkv": _sparse_prefill_dkv,
     "dense_prefill": _dense_prefill,
     "masked_prefill": _masked_prefill,
     "dense_prefill_dq": _dense_prefill_dq,

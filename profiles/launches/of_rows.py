@@ -9,6 +9,7 @@ from typing import Any
 
 from cute_mla.manifest import kernel_name
 from cute_mla.ops.indexer_topk import divide
+from cute_mla.ops.sparse_prefill_backward import DEFAULT_WORKSPACE
 from cute_mla.spec import (
     cache_insert,
     cache_write,
@@ -17,6 +18,8 @@ from cute_mla.spec import (
     dense_prefill_dq,
     index_write,
     merge_states,
+    sparse_prefill_dkv,
+    sparse_prefill_dq,
     topk_indices,
 )
 from cute_mla.spec import combine as combine_spec
@@ -43,6 +46,7 @@ from ..shapes import (
     IndexWriteShape,
     MergeShape,
     SparseDecodeShape,
+    SparsePrefillBackwardShape,
     SparsePrefillShape,
     TopkShape,
 )
@@ -64,6 +68,7 @@ from .products import block_flops
 CACHE_WRITE_CTAS_PER_SM = 12  # 128 threads of 40 registers
 CACHE_INSERT_CTAS_PER_SM = 8  # 128 threads of 64 registers
 INDEX_WRITE_CTAS_PER_SM = {True: 12, False: 16}  # by whether rows are keys: 128 threads of 40 registers, of queries 32
+ROW_SUMS_PER_SM = 7  # 288 threads of 32 registers
 COMBINE_CTAS_PER_SM = 2  # 256 threads of 105 registers, and the launch asks for two
 ACCUMULATOR_ROW_BYTES = 4 * (D_V + 1)
 _TOKENS_PER_LOOKUP = 32  # query tokens that combine looks up at once, one a lane
@@ -164,6 +169,48 @@ def _sparse_prefill(case: Case, shape: SparsePrefillShape, target: Target) -> La
     groups = problem.grid(target.sm_count)[2]
     cta_work = sparse_prefill_work(problem.tokens, groups, ceil_div(shape.topk, TILE_KEYS))
     return Launch(**kernel, cta_work=cta_work, row_ctas=problem.row_ctas, ctas=groups * problem.row_ctas, bytes=case.work.bytes)
+
+
+def _sparse_prefill_backward(case: Case, shape: SparsePrefillBackwardShape, target: Target) -> Launch:
+    """Return the launch of dQ over a chunk of tokens, with that of rows for dkv and their sums after it, and the number of chunks.
+
+    P and dS lie between both, and rows behind them. The sums, and the statistics before everything, take the time of their bytes; lists of
+    tokens are left out, a fiftieth of the whole by the clock.
+    """
+    if not sparse_prefill_dq.closed_variants(target.arch):
+        raise NoLaunchError(f"no kernels of the backward of sparse prefill on {target.arch.name}")
+    tokens = _chunk_of(shape)
+    rounds, tiles, queries = ceil_div(shape.s_q, tokens), ceil_div(shape.topk, TILE_KEYS), tokens * shape.h_q * ELEMENT_BYTES
+    scores = 2.0 * queries * tiles * TILE_KEYS
+    rows = float(tokens * shape.topk * shape.d_qk * ELEMENT_BYTES)
+    dkv = sparse_prefill_dkv.config_for(shape.d_qk, shape.h_q)
+    row_ctas, _, groups = sparse_prefill_dq.grid(shape.h_q, tokens, target.sm_count)
+    column_ctas, _, key_groups = dkv.grid(tokens, target.sm_count)
+    after = Launch(
+        **_kernel("sparse_prefill_dkv", dkv, target),
+        cta_work=sparse_prefill_work(tokens, key_groups, tiles),
+        row_ctas=column_ctas,
+        ctas=key_groups * column_ctas,
+        bytes=scores + rows + queries * (shape.d_qk + D_V),
+        combine=Combine(shape.s_kv, ROW_SUMS_PER_SM, rows + 2.0 * queries * D_V, cold=True),
+        rounds=rounds,
+    )
+    return Launch(
+        **_kernel("sparse_prefill_dq", sparse_prefill_dq.config_for(shape.d_qk), target),
+        cta_work=sparse_prefill_work(tokens, groups, tiles),
+        row_ctas=row_ctas,
+        ctas=groups * row_ctas,
+        bytes=scores + queries * (2.0 * shape.d_qk + D_V),
+        after=after,
+        rounds=rounds,
+    )
+
+
+def _chunk_of(shape: SparsePrefillBackwardShape) -> int:
+    """Return the tokens of a chunk, all chunks alike, with the workspace that a call takes unless it says otherwise."""
+    token = shape.topk * (2 * shape.h_q + shape.d_qk) * ELEMENT_BYTES
+    most = max(int((DEFAULT_WORKSPACE - shape.s_kv * shape.d_qk * 4) // token), 1)
+    return ceil_div(shape.s_q, ceil_div(shape.s_q, most))
 
 
 def _dense_prefill(case: Case, shape: DensePrefillShape, target: Target) -> Launch:
@@ -290,6 +337,7 @@ _LAUNCHES: Mapping[type, Callable[..., Launch | Combine]] = {
     DecodeShape: _dense_decode,
     SparseDecodeShape: _sparse_decode,
     SparsePrefillShape: _sparse_prefill,
+    SparsePrefillBackwardShape: _sparse_prefill_backward,
     DensePrefillShape: _dense_prefill,
     DensePrefillBackwardShape: _dense_prefill_backward,
     CombineShape: _combine,

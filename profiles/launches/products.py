@@ -57,6 +57,24 @@ def _sparse_prefill(arch: str, config: Config) -> Flops:
     return flops
 
 
+def _sparse_prefill_dq(arch: str, config: Config) -> Flops:
+    d_qk = int(config["d_qk"])
+    return {
+        "S": _product(TILE_ROWS, TILE_KEYS, d_qk),
+        "dP": _product(TILE_ROWS, TILE_KEYS, D_V),
+        "dQ": _product(TILE_ROWS, d_qk, TILE_KEYS),
+    }
+
+
+def _sparse_prefill_dkv(arch: str, config: Config) -> Flops:
+    """Return those of rows for dkv: a CTA has all heads, and its share of the columns."""
+    heads, share = int(config["head_tiles"]) * TILE_ROWS, int(config["head_tiles"])
+    return {
+        "dS Q": _product(TILE_KEYS, int(config["d_qk"]), heads) / share,
+        "P dO": _product(TILE_KEYS, D_V, heads) / share,
+    }
+
+
 def prefill_variant(config: Config) -> DensePrefillConfig:
     """Return the variant of dense prefill that a configuration of the manifest names."""
     usual = {"d_qk": 192, "cluster": 1}
@@ -97,6 +115,8 @@ _FLOPS: Mapping[str, Callable[[str, Config], Flops]] = {
     "dense_decode": _dense_decode,
     "sparse_decode": _sparse_decode,
     "sparse_prefill": _sparse_prefill,
+    "sparse_prefill_dq": _sparse_prefill_dq,
+    "sparse_prefill_dkv": _sparse_prefill_dkv,
     "dense_prefill": _dense_prefill,
     "masked_prefill": _dense_prefill,
     "dense_prefill_dq": _dense_prefill_dq,

@@ -53,7 +53,7 @@ def _axes_of(op: str, shape: Mapping[str, Any]) -> tuple[str, float | None, floa
             return f"h{shape['h_q']} s{shape['s_q']}{operands}{varied}", len(lengths), sum(lengths) / len(lengths)
         case "sparse_decode":
             return f"h{shape['h_q']} s{shape['s_q']} {shape['cache']}", shape["batch"], shape["topk"]
-        case "sparse_prefill":
+        case "sparse_prefill" | "sparse_prefill_backward":
             return f"h{shape['h_q']} s{shape['s_q']} topk{shape['topk']}", None, shape["s_kv"]
         case "dense_prefill" | "dense_prefill_backward":
             return f"h{shape['h_q']} {'causal' if shape['causal'] else 'full'}{varied}", len(lengths), sum(lengths) / len(lengths)

@@ -31,6 +31,7 @@ OP_COLORS = {
     "dense_decode": "#c23b22",
     "sparse_decode": "#2a7f3f",
     "sparse_prefill": "#8a4fb5",
+    "sparse_prefill_backward": "#5d3480",
     "dense_prefill": "#b07a12",
     "dense_prefill_backward": "#7a5a0e",
     "combine": "#3b6f8f",

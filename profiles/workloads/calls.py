@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_mla.api import flash_attn_varlen_func
+from cute_mla.api import flash_attn_varlen_func, flash_mla_sparse_fwd
 from cute_mla.cache import quantise_cache
 from cute_mla.spec.cache_insert import normalised_columns, rotates
 from cute_mla.spec.cache_rows import latent_columns
@@ -34,6 +34,7 @@ from cute_mla.testing.operations.merge_states.case import MergeStatesCase, Merge
 from cute_mla.testing.operations.mqa_logits.case import MqaLogitsTensors
 from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase, SparseDecodeTensors
 from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase, SparsePrefillTensors
+from cute_mla.testing.operations.sparse_prefill_backward.case import SparsePrefillBackwardCase, SparsePrefillBackwardTensors
 from cute_mla.testing.operations.topk_indices.case import TopkIndicesCase, TopkIndicesTensors
 
 from ..rows import Case
@@ -47,6 +48,7 @@ from ..shapes import (
     IndexWriteShape,
     MergeShape,
     SparseDecodeShape,
+    SparsePrefillBackwardShape,
     SparsePrefillShape,
     TopkShape,
 )
@@ -171,8 +173,8 @@ def _sparse_decode(case: SparseDecodeCase, shape: SparseDecodeShape, draw: torch
 # ---------------------------------------------------------------- prefill
 
 
-def _sparse_prefill_case(row: Case, shape: SparsePrefillShape) -> SparsePrefillCase:
-    return SparsePrefillCase(row.dtype, s_q=shape.s_q, h_q=shape.h_q, d_qk=shape.d_qk, s_kv=shape.s_kv, topk=shape.topk)
+def _sparse_prefill_case(row: Case, shape: SparsePrefillShape, kind: type[SparsePrefillCase] = SparsePrefillCase) -> Any:
+    return kind(row.dtype, s_q=shape.s_q, h_q=shape.h_q, d_qk=shape.d_qk, s_kv=shape.s_kv, topk=shape.topk)
 
 
 def _sparse_prefill(case: SparsePrefillCase, shape: SparsePrefillShape, draw: torch.Generator) -> SparsePrefillTensors:
@@ -186,6 +188,19 @@ def _sparse_prefill(case: SparsePrefillCase, shape: SparsePrefillShape, draw: to
             **{name: nan_tensor(rows, torch.float32, device) for name in ("max_logits", "lse")},
         ),
     )
+
+
+def _sparse_prefill_backward(
+    case: SparsePrefillBackwardCase, shape: SparsePrefillBackwardShape, draw: torch.Generator
+) -> SparsePrefillBackwardTensors:
+    """Draw operands; out and lse are those of a forward call."""
+    forward = _sparse_prefill(case, shape, draw)
+    q, kv = forward.q, forward.kv
+    dout = values(draw, q.dtype, case.s_q, case.h_q, D_V) * 10
+    out, _, lse = flash_mla_sparse_fwd(q, kv, forward.indices, case.scale)
+    shapes = {"dq": (q.shape, q.dtype), "dkv": (kv.shape, q.dtype), "d_sink": ((case.h_q,), torch.float32)}
+    results = _given(**{name: nan_tensor(tuple(size), dtype, q.device) for name, (size, dtype) in shapes.items()})
+    return SparsePrefillBackwardTensors(q=q, kv=kv, indices=forward.indices, dout=dout, out=out, lse=lse, output_buffers=results)
 
 
 def _dense_prefill_case(row: Case, shape: DensePrefillShape, kind: type[DensePrefillCase] = DensePrefillCase) -> Any:
@@ -351,6 +366,9 @@ CALLS: dict[str, RowCall] = {
     "dense_decode": RowCall(_dense_decode_case, _dense_decode),
     "sparse_decode": RowCall(_sparse_decode_case, _sparse_decode),
     "sparse_prefill": RowCall(_sparse_prefill_case, _sparse_prefill),
+    "sparse_prefill_backward": RowCall(
+        lambda row, shape: _sparse_prefill_case(row, shape, SparsePrefillBackwardCase), _sparse_prefill_backward
+    ),
     "dense_prefill": RowCall(_dense_prefill_case, _dense_prefill),
     "dense_prefill_backward": RowCall(
         lambda row, shape: _dense_prefill_case(row, shape, DensePrefillBackwardCase), _dense_prefill_backward

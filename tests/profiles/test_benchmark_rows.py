@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from cute_mla.api import is_supported
+from cute_mla.ops.limits import SPARSE_BACKWARD
 from cute_mla.profiles.rows import OPS, Published, by_priority, every_case, load, parse, select, varlen_lengths
 from cute_mla.profiles.shapes import DecodeShape, DensePrefillShape, SparseDecodeShape
 from cute_mla.spec import dense_prefill, sparse_prefill
@@ -48,6 +49,7 @@ def test_the_suite_has_every_row_once() -> None:
     assert rows == {
         "sparse_decode": ["S1", "S2", "S3", "S4", "S5", "S6", "S7", "O6"],
         "sparse_prefill": ["P1", "P2", "P3"],
+        "sparse_prefill_backward": ["P4", "P5"],
         "dense_prefill": ["M1", "M3", "M4", "M7"],
         "dense_prefill_backward": ["M2", "M5", "M6"],
         "combine": ["C1"],
@@ -164,6 +166,7 @@ def test_every_format_and_every_number_of_columns_has_a_row() -> None:
     assert {shape.cache for shape in shapes["sparse_decode"]} == set(DECODED)
     assert {shape.extra for shape in shapes["sparse_decode"]} - {None} == set(DECODED_BESIDE) - set(DECODED)
     assert {shape.d_qk for shape in shapes["sparse_prefill"]} == set(sparse_prefill.HEAD_DIMS)
+    assert {shape.d_qk for shape in shapes["sparse_prefill_backward"]} == set(sparse_prefill.HEAD_DIMS)
     assert {shape.d_qk for shape in shapes["dense_prefill"]} == set(dense_prefill.HEAD_DIMS)
     assert {shape.d_qk for shape in shapes["dense_prefill_backward"]} == set(dense_prefill.HEAD_DIMS)
     assert {shape.cache for shape in shapes["cache_write"]} == {shape.cache for shape in shapes["cache_insert"]} == set(CACHED)
