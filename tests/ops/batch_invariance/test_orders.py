@@ -106,7 +106,7 @@ CASES: tuple[tuple[Run, tuple[int, ...]], ...] = (
 
 
 def test_orders_are_those_of_the_golden_file() -> None:
-    """Those of calls whose requests are cut, where they are others, stand behind each variant's own."""
+    """Orders of calls whose requests are cut, where they are others, stand behind those of a variant."""
     found = [
         " ".join((op, arch.name, name, *dict.fromkeys((order, orders(op, arch, cut=True)[name]))))
         for op in TERMS
