@@ -162,8 +162,10 @@ def listed_as(names: Iterable[str]) -> str:
 
 
 def _grouped() -> list[list[str]]:
-    """Return a row for each kind of kernel: what descriptions have before the first comma, what they have behind it with its types, and the
-    architectures of the kind. A format that lacks one of these says which it has.
+    """Return a row for each kind of kernel.
+
+    What descriptions have before the first comma, what they have behind it with its types, and the architectures of the kind. A format that
+    lacks one of these says which it has.
     """
     groups: dict[str, list[tuple[str, tuple[str, ...]]]] = {}
     for what, by_arch in kernels():

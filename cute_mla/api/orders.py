@@ -147,7 +147,7 @@ def _sparse_prefill_backward(arch: Arch, features: dict[str, Any]) -> Kernels:
     d_qk, h_q = _needed("head_dim", features), _needed("h_q", features)
     return (
         ("row_statistics", RowStatisticsConfig(BF16)),
-        ("sparse_prefill_dq", sparse_prefill_dq.config_for(d_qk)),
+        ("sparse_prefill_dq", sparse_prefill_dq.config_for(arch, d_qk, h_q)),
         ("sparse_prefill_dkv", sparse_prefill_dkv.config_for(d_qk, h_q)),
         ("key_lists", key_lists.closed_variants()[0]),
         ("row_sums", RowSumsConfig(d_qk, BF16)),

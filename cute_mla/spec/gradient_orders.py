@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .arch import Arch
+from .arch import SM100, Arch
 from .dense_decode import TILE_ROWS
 from .key_lists import KeyListsConfig
 from .row_statistics import RowStatisticsConfig
@@ -26,6 +26,7 @@ def _sparse_prefill_dq(config: SparsePrefillConfig, arch: Arch) -> dict[str, Any
     return {
         "dtype": config.dtype,
         "d_qk": config.d_qk,
+        "rows": f"{config.cluster} CTAs" if arch is SM100 else "any",
         "keys": f"tiles of {TILE_KEYS}, as given",
         "p": f"exp2 of an fp32 fma with lse; over the scale, rounded to {config.dtype}",
         "ds": f"of fp32 P, rounded to {config.dtype}",

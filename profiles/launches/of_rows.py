@@ -177,8 +177,6 @@ def _sparse_prefill_backward(case: Case, shape: SparsePrefillBackwardShape, targ
     P and dS lie between both, and rows behind them. The sums, and the statistics before everything, take the time of their bytes; lists of
     tokens are left out, a fiftieth of the whole by the clock.
     """
-    if not sparse_prefill_dq.closed_variants(target.arch):
-        raise NoLaunchError(f"no kernels of the backward of sparse prefill on {target.arch.name}")
     tokens = _chunk_of(shape)
     rounds, tiles, queries = ceil_div(shape.s_q, tokens), ceil_div(shape.topk, TILE_KEYS), tokens * shape.h_q * ELEMENT_BYTES
     scores = 2.0 * queries * tiles * TILE_KEYS
@@ -196,7 +194,7 @@ def _sparse_prefill_backward(case: Case, shape: SparsePrefillBackwardShape, targ
         rounds=rounds,
     )
     return Launch(
-        **_kernel("sparse_prefill_dq", sparse_prefill_dq.config_for(shape.d_qk), target),
+        **_kernel("sparse_prefill_dq", sparse_prefill_dq.config_for(target.arch, shape.d_qk, shape.h_q), target),
         cta_work=sparse_prefill_work(tokens, groups, tiles),
         row_ctas=row_ctas,
         ctas=groups * row_ctas,

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from cute_mla.api import is_supported
-from cute_mla.ops.limits import SPARSE_BACKWARD
 from cute_mla.profiles.rows import OPS, Published, by_priority, every_case, load, parse, select, varlen_lengths
 from cute_mla.profiles.shapes import DecodeShape, DensePrefillShape, SparseDecodeShape
 from cute_mla.spec import dense_prefill, sparse_prefill

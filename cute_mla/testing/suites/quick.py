@@ -58,7 +58,7 @@ def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
         )
         return {kernel_name(op, arch.name, config.name) for op, items, config in both if items}
     if isinstance(case, SparsePrefillBackwardCase):
-        return {kernel_name(op, arch.name, config.name) for op, config in case.kernels}
+        return {kernel_name(op, arch.name, config.name) for op, config in case.kernels_on(arch)}
     if not _has_rows(case):
         return set()
     names = {kernel_name(case.kernel_op, arch.name, case.problem(arch).config.name)}
@@ -77,7 +77,7 @@ def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
 
 def _has_rows(case: BaseCase) -> bool:
     if isinstance(case, SparsePrefillBackwardCase):
-        return len(case.kernels) > 1
+        return case.has_scores
     return case.keys > 0 if isinstance(case, PagedCacheCase) else math.prod(case.q_shape[:3]) > 0
 
 

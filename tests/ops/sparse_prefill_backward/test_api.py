@@ -96,11 +96,11 @@ def test_results_of_the_caller_and_small_workspaces(arch: Arch) -> None:
 
 
 @pytest.mark.parametrize("form", ["single", "batched", "packed"])
-def test_plans_do_not_change_a_bit(form: str) -> None:
+def test_plans_do_not_change_a_bit(arch: Arch, form: str) -> None:
     """Plans have one chunk or several; the plan's chunks are those of the call. d_sink too is the same."""
     call = operands(form)
     tables = {name: call.get(name) for name in ("topk_length", "kv_offsets")}
-    with cute_mla.simulate(SM90.name, sm_count=4) as device:
+    with cute_mla.simulate(arch.name, sm_count=4) as device:
         out, _, lse = cute_mla.flash_mla_sparse_fwd(**call)
         backward = {**call, "out": out, "lse": lse, "dout": torch.randn(out.shape).bfloat16()}
         usual = cute_mla.flash_mla_sparse_bwd(**backward)
@@ -111,19 +111,19 @@ def test_plans_do_not_change_a_bit(form: str) -> None:
             assert device.launches - before == 1 + 3 * len(plan[0])  # statistics; dq, rows and sums of each chunk
 
 
-def test_a_plan_of_other_sizes_is_refused() -> None:
+def test_a_plan_of_other_sizes_is_refused(arch: Arch) -> None:
     call = operands("single")
     rows: dict[str, Any] = {"out": torch.zeros(3, 5, 512).bfloat16(), "lse": torch.zeros(3, 5), "dout": torch.zeros(3, 5, 512).bfloat16()}
-    with cute_mla.simulate(SM90.name, sm_count=4):
+    with cute_mla.simulate(arch.name, sm_count=4):
         plan = cute_mla.plan_sparse_backward(call["indices"], 69)
         with pytest.raises(ValueError, match=r"plan.row_starts has shape \[1, 70\]; supported: \[chunks, 71\]"):
             cute_mla.flash_mla_sparse_bwd(**call, **rows, key_plan=plan)
 
 
-def test_the_order_of_d_sink_is_that_of_neighbours() -> None:
+def test_the_order_of_d_sink_is_that_of_neighbours(arch: Arch) -> None:
     """Its bits are those of sums of neighbouring tokens' terms, each of which is the d_sink of the token alone."""
     call = operands("single")
-    with cute_mla.simulate(SM90.name, sm_count=4):
+    with cute_mla.simulate(arch.name, sm_count=4):
         out, _, lse = cute_mla.flash_mla_sparse_fwd(**call)
         backward = {**call, "out": out, "lse": lse, "dout": torch.randn(out.shape).bfloat16()}
         _, _, d_sink = cute_mla.flash_mla_sparse_bwd(**backward)

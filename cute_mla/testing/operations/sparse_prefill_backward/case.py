@@ -74,27 +74,27 @@ class SparsePrefillBackwardCase(SparsePrefillCase):
         return "sparse_prefill_dq"
 
     @property
-    def kernels(self) -> tuple[Launched, ...]:
+    def has_scores(self) -> bool:
+        """Return whether there are slots and rows that they could name."""
+        return bool(self.tokens and self.topk and self.kv_rows)
+
+    def kernels_on(self, arch: Arch) -> tuple[Launched, ...]:
         """Return the kernels of the call; of one without scores the first alone."""
         statistics = Launched("row_statistics", RowStatisticsConfig(self.dtype))
-        if not self.tokens or not self.topk or not self.kv_rows:
+        if not self.has_scores:
             return (statistics,) if self.tokens else ()
         sums = RowSumsConfig(self.d_qk, BF16 if self.dkv == "bf16" else FP32)
         return (
             statistics,
-            Launched("sparse_prefill_dq", sparse_prefill_dq.config_for(self.d_qk)),
+            Launched("sparse_prefill_dq", sparse_prefill_dq.config_for(arch, self.d_qk, self.h_q)),
             Launched("sparse_prefill_dkv", sparse_prefill_dkv.config_for(self.d_qk, self.h_q)),
             *(Launched("key_lists", step) for step in list_steps()),
             Launched("row_sums", sums),
         )
 
-    def runs_on(self, arch: Arch) -> bool:
-        """Return whether an architecture has the kernels, and takes the rows of q and out."""
-        return bool(sparse_prefill_dq.closed_variants(arch)) and super().runs_on(arch)
-
     def problem(self, arch: Arch) -> Launched:  # type: ignore[override]
         """Return the kernel that computes dq."""
-        return Launched(self.kernel_op, sparse_prefill_dq.config_for(self.d_qk))
+        return Launched(self.kernel_op, sparse_prefill_dq.config_for(arch, self.d_qk, self.h_q))
 
     @property
     def tiles(self) -> int:
