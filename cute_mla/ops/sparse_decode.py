@@ -110,7 +110,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     problem = SparseDecodeProblem(
         arch=arch,
         dtype=DTYPE_NAMES[call.q.dtype],
-        cache=_kernels(cache, extra),
+        cache=_kernels(cache, extra, arch),
         batch=batch,
         s_q=s_q,
         h_q=h_q,
@@ -120,10 +120,6 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         few_heads=call.common.options.few_heads,
         counted_parts=num_parts if _all_count(call) else 0,
     )
-    if (problem.dtype, problem.cache) not in kernels_of(arch):
-        raise ValueError(
-            f"the device is {arch.name}: not supported with an extra_k_cache of {extra.cache_format}; supported: other formats"
-        )
     results = layout_results(problem, call.common, num_parts, call.q, call.q.dtype, ragged)
     split = SplitPlanCall(batch, h_q, s_q, topk, extra_topk, ragged, sparse=True)
     planned_for = (batch, s_q) if ragged is None else (ragged.requests, ragged.max_seqlen_q)
@@ -208,7 +204,10 @@ def _check_selection(call: CallSpec, selection: Selection, first: str | None = N
     return cache, indices.shape[-1], indices.stride[:-1]
 
 
-def _kernels(cache: GatheredCache, extra: GatheredCache) -> str:
-    """Return the name of the kernels for both caches, whose formats fit together."""
+def _kernels(cache: GatheredCache, extra: GatheredCache, arch: Arch) -> str:
+    """Return the name of the kernels for both caches, whose formats fit together. ValueError unless the architecture has them."""
     beside = DECODED_BESIDE[extra.cache_format] if extra.cache_format else None
-    return serving_kernels(DECODED[cache.cache_format], beside) or ""
+    found = serving_kernels(DECODED[cache.cache_format], beside) or ""
+    if all(found != name for _, name in kernels_of(arch)):
+        raise ValueError(f"extra_k_cache has the format {extra.cache_format} on {arch.name}: not supported; supported: other formats")
+    return found
