@@ -94,7 +94,7 @@ class Tiling:
     """Tiling of query rows by an architecture's kernel.
 
     rows: of a CTA. row_bytes: every row of q and out begins at a multiple of so many bytes; kernels load and store as many at a time.
-    clusters: numbers of CTAs that may share every key tile. With (1, 2), two CTAs share if the rows give an even number of CTAs.
+    clusters: numbers of CTAs that may share every key tile, ascending. With (1, 2), two share if the rows give an even number of CTAs.
     """
 
     row_bytes: int
@@ -108,7 +108,7 @@ class Tiling:
 
     def cluster(self, row_ctas: int) -> int:
         """Return the CTAs that share key tiles where there are this many along the rows."""
-        return 2 if self.paired or (2 in self.clusters and row_ctas % 2 == 0) else 1
+        return self.clusters[-1] if row_ctas % self.clusters[-1] == 0 else self.clusters[0]
 
 
 TILINGS = {
@@ -118,7 +118,7 @@ TILINGS = {
 }
 
 
-COLUMN_CTAS = 2  # of a cluster that divides 1,024 latent columns of the same 64 rows
+COLUMN_CTAS = 2  # that divide 1,024 latent columns of the same 64 rows, on SM100 pairs of CTAs that do so of the same 128
 
 LATENT = "latent"  # q and cache of out's type
 FP8_CACHE = "fp8_cache"  # e4m3 cache, converted to q's type; products as with LATENT
@@ -130,7 +130,7 @@ def tiling(arch: Arch, operands: str, d_qk: int = D_QK) -> Tiling:
     """Return the tiling of an architecture's kernel for these operands and columns of a key."""
     tiling = TILINGS[arch.name]
     if d_qk == WIDE_DIMS.d_qk:
-        return replace(tiling, clusters=(COLUMN_CTAS,))
+        return replace(tiling, clusters=(COLUMN_CTAS * tiling.clusters[0],))
     # Two CTAs that share a tile would save conversions, but copying the tile to the peer costs more: kernels/dense_decode/README.md
     return replace(tiling, clusters=(1,)) if operands == FP8_CACHE and not tiling.paired else tiling
 
@@ -163,7 +163,7 @@ class DenseDecodeConfig:
     """One compiled variant.
 
     dtype: element type of out, and of q and cache where operands do not say otherwise ("bf16" or "fp16").
-    cluster: CTAs along the rows that share each key tile (1 or 2); where columns are divided, the CTAs that divide them (2).
+    cluster: CTAs along the rows that share each key tile (1 or 2); where columns are divided, times those that divide them (2).
     operands: LATENT, FP8_CACHE or FP8.
     d_qk: columns of a key, one of DENSE_DIMS; other numbers than D_QK with LATENT and bf16 only.
     few_heads: S^T = K Q^T and O^T = V^T P^T, for up to few_rows query rows of a KV head.
@@ -320,9 +320,7 @@ def column_ctas(d_v: int) -> int:
 def row_ctas(arch: Arch, rows: int, d_v: int = D_V) -> int:
     """Return the CTAs along the query rows of one KV head, times those that divide columns."""
     tiles = ceil_div(rows, TILINGS[arch.name].rows)
-    if column_ctas(d_v) > 1:
-        return column_ctas(d_v) * tiles
-    return 2 * ceil_div(tiles, 2) if TILINGS[arch.name].paired else tiles
+    return column_ctas(d_v) * (2 * ceil_div(tiles, 2) if TILINGS[arch.name].paired else tiles)
 
 
 def few_rows(arch: Arch, operands: str, rows: int) -> int:
@@ -355,9 +353,7 @@ def out_dtypes(operands: str, d_qk: int = D_QK) -> tuple[str, ...]:
 
 def key_columns(arch: Arch) -> tuple[int, ...]:
     """Return the columns of 16-bit keys for which an architecture has kernels."""
-    if arch == SM120:
-        return (D_QK,)
-    return tuple(d_qk for d_qk in DENSE_DIMS if arch is SM90 or d_qk != WIDE_DIMS.d_qk)
+    return (D_QK,) if arch == SM120 else tuple(DENSE_DIMS)
 
 
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:

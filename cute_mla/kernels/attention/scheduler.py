@@ -317,6 +317,10 @@ class LatentOperands:
         """Return the lse of every row of the split accumulators."""
         return self.args.lse_accum
 
+    def first_row(self) -> Int32:
+        """Return the first query row of this CTA."""
+        return first_query_row()
+
     def rows(self) -> Int32:
         """Return the number of query rows that share this CTA's keys, those of a request that lacks some of them included."""
         return self.args.h_q

@@ -70,4 +70,4 @@ class DenseDecodeAbi:
         rows = RowTile(args.mask, args.s_q, args.heads_per_kv, args.reach, ctas, cluster_rows, pinned)
         schedule = SplitKvSchedule(args.plan, args.num_splits, lengths, args.batch, args.max_splits, args.accum_rows, rows)
         most_box_keys = TILE_KEYS if self.config.column_ctas == 1 else TILE_KEYS // 2
-        return DenseDecodeOperands(args, schedule, units, key_masks, most_box_keys)
+        return DenseDecodeOperands(args, schedule, units, key_masks, most_box_keys, self.config.column_ctas)

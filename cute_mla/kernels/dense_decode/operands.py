@@ -11,13 +11,14 @@ from ...spec.dense_decode import CAUSAL, FP8, LATENT, SMALL_PAGES, TILE_ROWS, TR
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import NO_LIMIT, TILE_KEYS
 from ..attention.lengths import RowRange, Units
-from ..attention.scheduler import BOX_COLUMNS, KeyTile, LatentOperands, SplitKvSchedule, WorkTile, first_query_row
+from ..attention.scheduler import BOX_COLUMNS, KeyTile, LatentOperands, SplitKvSchedule, WorkTile
 from ..attention.softmax import FindWorkTile, sink_weight
 from ..primitives.arithmetic import larger, pin_register, smaller
 from ..primitives.copies import prefetch_line, prefetch_row
 from ..primitives.rows import load_or_one
 
 BOX_BYTES_PER_KEY = BOX_COLUMNS * ELEMENT_BYTES
+PAIR = 2
 NO_PAGE = -1  # of a box or key that is not in use: outside every cache
 
 
@@ -26,7 +27,7 @@ class DenseDecodeOperands(LatentOperands):
     """The arguments by meaning.
 
     args.scale_log2: with the scales of e4m3 operands after with_descales. key_masks: whether calls of the variant may have tree masks and
-    windows. most_box_keys: of a TMA box, where pages hold as many.
+    windows. most_box_keys: of a TMA box, where pages hold as many. row_pairs: pairs of CTAs that have the same rows.
     """
 
     args: DenseDecodeArguments
@@ -34,12 +35,20 @@ class DenseDecodeOperands(LatentOperands):
     units: Units
     key_masks: bool
     most_box_keys: int = TILE_KEYS
+    row_pairs: int = 1
 
     def with_descales(self, row_scale: DenseDecodeRowScale) -> DenseDecodeOperands:
         """Return operands whose scale_log2 includes the scales of q and cache."""
         return replace(self, args=self.args._replace(scale_log2=row_scale.score_scale(self)))
 
     # ---- query rows -------------------------------------------------------------------------------------------------
+
+    def first_row(self) -> Int32:
+        """Return the first query row of this CTA, on SM100."""
+        if self.row_pairs == 1:
+            return super().first_row()
+        x = cute.arch.block_idx()[0]
+        return (x // (PAIR * self.row_pairs) * PAIR + x % PAIR) * TILE_ROWS
 
     def rows(self) -> Int32:
         """Return the number of query rows of one KV head. Computed at every call, lest it lives in a register through the main loop."""
@@ -131,7 +140,7 @@ class DenseDecodeOperands(LatentOperands):
         """Ask L2 for this CTA's rows of Q of a unit. One warp."""
         rows = self.row_range(req)
         for first in cutlass.range_constexpr(0, TILE_ROWS, cute.arch.WARP_SIZE):
-            row = first_query_row() + first + cute.arch.lane_idx()
+            row = self.first_row() + first + cute.arch.lane_idx()
             if rows.holds(row):
                 prefetch_row(rows.q_row(row).toint(), row_bytes)
 

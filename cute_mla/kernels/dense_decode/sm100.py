@@ -53,9 +53,12 @@ from cutlass import Int32, cute
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeConfig
+from ..attention.cta import Arrivals
 from ..definition import KernelDefinition
+from ..primitives.smem import SmemLayout
+from ..sm100 import column_pairs
 from ..sm100.alternating import NAMED_BARRIERS, AlternatingRowsSm100
-from ..sm100.config import SIXTEEN_BIT, LatentGeometrySm100, LatentSmemSm100
+from ..sm100.config import GROUP_WARPS, SIXTEEN_BIT, LatentGeometrySm100, LatentSmemSm100
 from ..sm100.gather import LatentGatherRoleSm100
 from ..sm100.kernel import TWO_GROUPS, LatentKernelSm100, LatentRegistersSm100, set_registers
 from ..sm100.score import LatentQueriesSm100, LatentRowsSm100, LatentScoreRoleSm100
@@ -77,17 +80,24 @@ class DenseDecodeSm100(LatentKernelSm100):
     kv_arrivals = 1
     gemm = DenseDecodeGemmSm100
     scouted = True
+    queries_type = LatentQueriesSm100
+    alternating_rows = AlternatingRowsSm100
 
     def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
         abi = DenseDecodeAbi(config)
-        geometry = LatentGeometrySm100.of(config.dims.latent)
-        super().__init__(abi, arch, geometry, geometry.smem(*work_fields()), has_rope=config.dims.rotary > 0)
-        self.queries = LatentQueriesSm100(geometry, self.has_rope)
+        geometry, layout = self.geometry_and_layout(config.dims.latent)
+        super().__init__(abi, arch, geometry, layout, has_rope=config.dims.rotary > 0)
+        self.queries = self.queries_type(geometry, self.has_rope)
         self.descales = DenseDecodeRowScale(LATENT)
         self.alternates = geometry.score_groups > 1
         self.registers = TWO_GROUPS if self.alternates else LatentRegistersSm100()
         if self.alternates:
             self.named_barriers = NAMED_BARRIERS
+
+    def geometry_and_layout(self, latent: int) -> tuple[LatentGeometrySm100, SmemLayout]:
+        """Return the geometry of so many latent columns, and the layout of shared memory."""
+        geometry = LatentGeometrySm100.of(latent)
+        return geometry, geometry.smem(*work_fields())
 
     @cute.jit
     def run_others(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, tmem: Int32, warp: Int32):
@@ -104,8 +114,24 @@ class DenseDecodeSm100(LatentKernelSm100):
 
     def score_role(self) -> LatentScoreRoleSm100:
         """Return the score role: where a softmax takes longer than the products of a tile, two groups of warps take tiles in turn."""
-        rows = AlternatingRowsSm100.create if self.alternates else LatentRowsSm100.create
+        rows = self.alternating_rows.create if self.alternates else LatentRowsSm100.create
         return LatentScoreRoleSm100(self.dtype, DenseDecodeMaskSm100(clears_unused=True), self.descales, create_rows=rows)
+
+
+class DenseDecodeColumnPairsSm100(DenseDecodeSm100):
+    """The kernel of 1,024 latent columns, which two pairs of CTAs divide (../sm100/column_pairs.py)."""
+
+    smem_type = column_pairs.ColumnPairsSmem
+    queries_type = column_pairs.ColumnPairsQueries
+    alternating_rows = column_pairs.ColumnPairsRows
+
+    def geometry_and_layout(self, latent: int) -> tuple[LatentGeometrySm100, SmemLayout]:
+        """Return geometry and layout of a pair that has a part of the columns."""
+        return column_pairs.GEOMETRY, column_pairs.GEOMETRY.layout()
+
+    def arrivals(self, smem: column_pairs.ColumnPairsSmem) -> tuple[Arrivals, ...]:
+        """Return the arrivals of every barrier."""
+        return *super().arrivals(smem), (GROUP_WARPS, (smem.partial_ready, smem.partial_free))
 
 
 class DenseDecodeFp8CacheSm100(LatentKernelSm100):
@@ -133,5 +159,7 @@ def build(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
     if config.few_heads:
         return build_few_heads(config, arch)
+    if config.column_ctas > 1:
+        return DenseDecodeColumnPairsSm100(config, arch).built()
     kernels = {LATENT: DenseDecodeSm100, FP8_CACHE: DenseDecodeFp8CacheSm100, FP8: DenseDecodeFp8Sm100}
     return kernels[config.operands](config, arch).built()

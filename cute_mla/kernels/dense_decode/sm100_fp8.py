@@ -174,9 +174,9 @@ class DenseDecodeFp8LoadRoleSm100(DenseDecodeLoadRoleSm100):
 
     number: int
 
-    def expects(self) -> Boolean:
+    def expects(self, smem: LatentSmemSm100) -> Boolean:
         """Return whether this warp says how many bytes come, of both warps."""
-        return super().expects() if self.number == 0 else Boolean(False)
+        return super().expects(smem) if self.number == 0 else Boolean(False)
 
     def loaded_bytes(self, smem: LatentSmemSm100) -> int:
         """Return the bytes of a tile and CTA."""

@@ -13,7 +13,7 @@ from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..primitives import tcgen05
 from ..primitives.copies import pair_box
-from ..sm100.config import BOX_BYTES, CTA_ROPE, EVEN_CTA, PAIR, ROW_BYTES, STEP_BYTES, LatentSmemSm100
+from ..sm100.config import BOX_BYTES, CTA_ROPE, PAIR, ROW_BYTES, STEP_BYTES, LatentSmemSm100
 from ..sm100.mma import LatentGemmSm100
 from .operands import DenseDecodeOperands, LaneBox
 from .page_walk import for_each_tile_in_groups
@@ -50,15 +50,15 @@ class DenseDecodeLoadRoleSm100:
         """Load what this CTA needs of the tile-th tile, with zeros where the request has no page."""
         ready = smem.kv_ready.barrier(tile)
         smem.kv_free.producer_acquire(tile)
-        if self.expects() and cute.arch.lane_idx() == 0:
+        if self.expects(smem) and cute.arch.lane_idx() == 0:
             cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * self.loaded_bytes(smem))
         cute.arch.sync_warp()
         if box.in_tile:
             self.load_keys(operands, smem, box, smem.stage(smem.kv_ready.stage(tile)), ready)
 
-    def expects(self) -> Boolean:
+    def expects(self, smem: LatentSmemSm100) -> Boolean:
         """Return whether this warp says how many bytes come: for both CTAs, and all their load warps."""
-        return cute.arch.block_idx_in_cluster() == EVEN_CTA
+        return smem.geometry.multiplies()
 
     def loaded_bytes(self, smem: LatentSmemSm100) -> int:
         """Return the bytes of a tile and CTA."""
@@ -75,7 +75,7 @@ class DenseDecodeLoadRoleSm100:
             pair_box(target + i * BOX_BYTES, operands.args.kv_map, (rank * geometry.cta_columns + i * columns, *where), ready)
         if cutlass.const_expr(self.has_rope):
             rope = stage + (geometry.rope_box * BOX_BYTES + box.offset * ROPE_ROW_BYTES)
-            pair_box(rope, operands.args.rope_map, (geometry.latent + rank * CTA_ROPE, *where), ready)
+            pair_box(rope, operands.args.rope_map, (geometry.row_latent + rank * CTA_ROPE, *where), ready)
 
 
 class DenseDecodeGemmSm100(LatentGemmSm100):

@@ -8,7 +8,7 @@ from cutlass import Int32, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
-from ..attention.scheduler import KeyTile, first_query_row
+from ..attention.scheduler import KeyTile
 from ..primitives.smem import clear_rows
 from ..sm100.config import HALF_KEYS
 from ..sm100.score import LatentRowsSm100
@@ -31,7 +31,7 @@ class DenseDecodeMaskSm100:
     def apply(self, operands: DenseDecodeOperands, rows: LatentRowsSm100, keys: KeyTile, tile: Int32):
         """Set the scores of keys that a row does not see to -inf."""
         if operands.hides_keys(keys):
-            token, _ = operands.token_and_head(first_query_row() + rows.row)
+            token, _ = operands.token_and_head(operands.first_row() + rows.row)
             words = [visible_word(operands, keys, token, first) for first in range(0, TILE_KEYS, WORD_KEYS)]
             rows.mask_unseen(rows.own_bits(words))
 

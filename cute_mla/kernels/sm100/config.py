@@ -8,12 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from cutlass import Boolean, Float32, Int32, Uint8, cute
+from cutlass import Boolean, Float32, Int16, Int32, Uint8, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, D_ROPE, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..primitives.pipeline import StageBarriers
+from ..primitives.tcgen05 import BOTH_CTAS
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, Field, SmemLayout, fields_of
 
 PAIR = 2  # CTAs that share one matrix product
@@ -87,9 +88,17 @@ class LatentGeometrySm100:
     # ---- roles ------------------------------------------------------------------------------------------------------
 
     @property
-    def mma_cta(self) -> int | None:
+    def mma_cta(self) -> int | Int32 | None:
         """Return the CTA of a pair whose mma role waits for the others; None where each CTA has one of its own."""
         return EVEN_CTA if self.paired else None
+
+    def multiplies(self) -> Boolean:
+        """Return whether this CTA's mma role multiplies for its pair."""
+        return cute.arch.block_idx_in_cluster() == EVEN_CTA
+
+    def pair_mask(self) -> int | Int16:
+        """Return the bits of the pair's CTAs among those of the cluster."""
+        return BOTH_CTAS
 
     @property
     def output_warp(self) -> int:
@@ -112,6 +121,15 @@ class LatentGeometrySm100:
         return self.ahead + 1
 
     # ---- a stage of keys and values ---------------------------------------------------------------------------------
+
+    @property
+    def row_latent(self) -> int:
+        """Return the latent columns of a key."""
+        return self.latent
+
+    def first_column(self) -> int | Int32:
+        """Return the first latent column of this pair."""
+        return 0
 
     @property
     def cta_columns(self) -> int:
@@ -200,6 +218,11 @@ class LatentGeometrySm100:
     def scores(self) -> int:
         """Return the pieces of S that are in tensor memory."""
         return self.score_groups * self.score_parts + self.parts_ahead
+
+    @property
+    def groups_apart(self) -> int:
+        """Return the columns of tensor memory from the scores of one group to those of the other."""
+        return -TILE_KEYS if self.score_groups > 1 else 0
 
     def score_column(self, part: int, stage: Int32) -> int | Int32:
         """Return the first column of tensor memory of a piece of S. stage: of its use."""

@@ -14,7 +14,7 @@ from ..attention import cta
 from ..attention.kernel import AttentionKernel, KernelAbi
 from ..definition import KernelDefinition
 from ..primitives.smem import SmemLayout
-from .config import EVEN_CTA, GROUP_WARPS, PAIR, LatentGeometrySm100, LatentSmemSm100
+from .config import GROUP_WARPS, PAIR, LatentGeometrySm100, LatentSmemSm100
 from .mma import LatentGemmSm100, LatentMmaRoleSm100
 from .output import LatentOutputRoleSm100
 from .score import NAMED_BARRIERS, LatentQueriesSm100
@@ -113,7 +113,7 @@ class LatentKernelSm100(AttentionKernel):
     @cute.jit
     def run_mma(self, operands: Any, smem: LatentSmemSm100, tmem: Int32, warp: Int32):
         """Run the mma role in its warp, of a pair in that of the even CTA."""
-        if warp == self.mma_warp and cute.arch.block_idx_in_cluster() == EVEN_CTA:
+        if warp == self.mma_warp and self.geometry.multiplies():
             self.mma_role.run(operands, smem, self.gemm(self.operand_dtype, self.has_rope, smem, tmem))
 
     # ---- what kernels have of their own -----------------------------------------------------------------------------
@@ -147,7 +147,7 @@ class LatentKernelSm100(AttentionKernel):
         optional = tuple(barriers for barriers in (smem.reference_ready, smem.seen_ready) if barriers is not None)
         scouted = (
             (1, (smem.work_ready,)),
-            (readers(self.mma_warp), (smem.work_free,)),
+            (readers(self.mma_warp, self.geometry.multiplies), (smem.work_free,)),
             (self.producer_warps, (smem.pages_asked,)),
         )
         return (

@@ -11,7 +11,6 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import LatentOperands
 from ..primitives import tcgen05
 from ..primitives.tcgen05 import Keep
@@ -63,7 +62,7 @@ class LatentGemmSm100(LatentOperandsSm100):
         """
         geometry = self.smem.geometry
         shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * geometry.part_keys)
-        column = geometry.score_column(part, stage) - (stage * TILE_KEYS if geometry.score_groups > 1 else 0)
+        column = geometry.score_column(part, stage) + (stage * geometry.groups_apart if geometry.groups_apart else 0)
         for step in range(geometry.latent_steps + (geometry.rope_steps if self.has_rope else 0)):
             tcgen05.multiply(
                 self.tmem + column,
@@ -152,7 +151,7 @@ class LatentMmaRoleSm100:
             stage = smem.scores_ready.stage(use)
             with cute.arch.elect_one():
                 gemm.scores(keys, part, stage)
-                tcgen05.commit(smem.scores_ready.barrier(use))
+                tcgen05.commit(smem.scores_ready.barrier(use), smem.geometry.pair_mask())
 
     def multiply_output(self, smem: LatentSmemSm100, gemm: LatentGemmSm100, tile: Int32, accumulate: Boolean) -> None:
         """Issue P V of one tile."""
@@ -160,7 +159,7 @@ class LatentMmaRoleSm100:
         await_probs(smem, tile)
         with cute.arch.elect_one():
             gemm.output(probs, values, accumulate)
-            tcgen05.commit(smem.kv_free.barrier(tile))
+            tcgen05.commit(smem.kv_free.barrier(tile), smem.geometry.pair_mask())
 
 
 def await_probs(smem: LatentSmemSm100, tile: Int32) -> None:

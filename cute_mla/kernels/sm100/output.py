@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from ...spec.dense_decode import TILE_ROWS
-from ..attention.scheduler import LatentOperands, WorkTile, first_query_row
+from ..attention.scheduler import LatentOperands, WorkTile
 from ..primitives import tcgen05
 from ..primitives.arithmetic import larger, pack_pair, smaller
 from ..primitives.copies import prefetch_row
@@ -98,11 +98,11 @@ class LatentOutputRoleSm100:
         self, operands: LatentOperands, smem: LatentSmemSm100, req: Int32, work_tile: WorkTile, thread: Int32
     ) -> tuple[Int64, Boolean]:  # fmt: skip
         """Return the address of the columns of out or out_accum that the thread stores, and whether it has a row."""
-        row = first_query_row() + thread % TILE_ROWS
+        row = operands.first_row() + thread % TILE_ROWS
         rows = operands.row_range(req)
-        column = (thread // TILE_ROWS) * smem.geometry.lane_columns
+        column = (thread // TILE_ROWS) * smem.geometry.lane_columns + smem.geometry.first_column()
         out = (rows.out_row(row) + column).toint()
-        out_accum = operands.out_accum + (operands.accum_row(work_tile, row) * smem.geometry.latent + column)
+        out_accum = operands.out_accum + (operands.accum_row(work_tile, row) * smem.geometry.row_latent + column)
         return cutlass.select_(work_tile.direct, out, out_accum.toint()), rows.holds(row)
 
     @cute.jit

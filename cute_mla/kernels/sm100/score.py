@@ -22,7 +22,7 @@ from cutlass import Boolean, Float32, Int32, Int64, cute
 from ...manifest import NamedBarrier
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_ROPE
-from ..attention.scheduler import KeyTile, LatentOperands, TileRange, WorkTile, first_query_row
+from ..attention.scheduler import KeyTile, LatentOperands, TileRange, WorkTile
 from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_word
@@ -59,7 +59,7 @@ class QueryColumns:
     other threads. words: how many. column: of tensor memory.
     """
 
-    begin: int
+    begin: int | Int32
     apart: int
     words: int
     column: int
@@ -77,7 +77,7 @@ class LatentQueriesSm100:
 
     def row_bytes(self) -> int:
         """Return the bytes of a row of Q."""
-        return (self.geometry.latent + (D_ROPE if self.has_rope else 0)) * self.geometry.element_bytes
+        return (self.geometry.row_latent + (D_ROPE if self.has_rope else 0)) * self.geometry.element_bytes
 
     @cute.jit
     def load(self, operands: LatentOperands, smem: LatentSmemSm100, req: Int32, thread: Int32, lanes: Int32):
@@ -132,7 +132,7 @@ class LatentQueriesSm100:
 
     def half_and_source(self, operands: LatentOperands, req: Int32, thread: Int32) -> tuple[Int32, cute.Pointer]:
         """Return the number of the half of the columns that the thread's lane has, and element 0 of its row."""
-        row = first_query_row() + (thread % TILE_ROWS if self.geometry.paired else thread // 32 * HALF_LANES + thread % HALF_LANES)
+        row = operands.first_row() + (thread % TILE_ROWS if self.geometry.paired else thread // 32 * HALF_LANES + thread % HALF_LANES)
         stored = operands.row_range(req)
         return self.half_of(thread), stored.q_row(stored.nearest(row))
 
@@ -144,8 +144,8 @@ class LatentQueriesSm100:
         """Return the columns that a thread loads."""
         elements = self.geometry.word_elements
         copied, columns = COPY_WORDS * elements, self.geometry.cta_columns
-        runs = [QueryColumns(i * copied, columns, COPY_WORDS, QUERY_COLUMN + i * COPY_WORDS) for i in range(columns // copied)]
-        rope = QueryColumns(self.geometry.latent, CTA_ROPE, CTA_ROPE // elements, QUERY_COLUMN + columns // elements)
+        runs = [QueryColumns(self.geometry.first_column() + i * copied, columns, COPY_WORDS, QUERY_COLUMN + i * COPY_WORDS) for i in range(columns // copied)]
+        rope = QueryColumns(self.geometry.row_latent, CTA_ROPE, CTA_ROPE // elements, QUERY_COLUMN + columns // elements)
         return [*runs, rope] if self.has_rope else runs
 
 
@@ -192,6 +192,11 @@ class LatentRowsSm100:
         return self.half == 0
 
     @property
+    def stores_lse(self) -> Boolean:
+        """Return whether this thread stores the lse of a row."""
+        return self.publishes
+
+    @property
     def result_row(self) -> Int32:
         """Return the row that this thread hands on."""
         return self.row
@@ -219,6 +224,9 @@ class LatentRowsSm100:
 
     def conclude(self, last: Int32) -> None:
         """Bring the state to the end of a work tile, whose last tile is the last-th."""
+
+    def leave(self, tiles: Int32) -> None:
+        """Wait for the last signals to this thread. tiles: of all work tiles."""
 
     # ---- one tile ---------------------------------------------------------------------------------------------------
 
@@ -423,6 +431,7 @@ class LatentScoreRoleSm100:
             self.store_lse(operands, rows, req, work_tile, total)
             schedule.release(begin_tile)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
+        rows.leave(tile)
 
     @cute.jit
     def score_tiles(
@@ -441,7 +450,7 @@ class LatentScoreRoleSm100:
         total = rows.row_sum()
         if rows.publishes:
             empty = total == 0.0
-            row, work_tile = first_query_row() + rows.result_row, partial(operands.schedule.work_tile, req, begin_tile)
+            row, work_tile = operands.first_row() + rows.result_row, partial(operands.schedule.work_tile, req, begin_tile)
             weight = self.row_scale.weight(operands, work_tile, row, total, rows.row_ref[0])
             (rows.smem.sInverse + rows.result_row).store(cutlass.select_(empty, Float32(0), weight))
         return total
@@ -450,10 +459,10 @@ class LatentScoreRoleSm100:
     def store_lse(self, operands: LatentOperands, rows: LatentRowsSm100, req: Int32, work_tile: WorkTile, total: Float32):
         """Store the natural logarithm if the work tile is the whole request, else base 2."""
         empty = total == 0.0
-        row = first_query_row() + rows.result_row
+        row = operands.first_row() + rows.result_row
         lse = rows.row_ref[0] + cute.math.log2(total, fastmath=True)
         stored = operands.row_range(req)
-        if rows.publishes and stored.holds(row):
+        if rows.stores_lse and stored.holds(row):
             if work_tile.direct:
                 stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
             else:

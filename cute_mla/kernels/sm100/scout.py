@@ -10,6 +10,7 @@ the stores of O. The scout publishes a work tile as a record in shared memory, u
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -117,11 +118,10 @@ class ScoutRoleSm100:
         published.publish(number, [Int32(NO_REQUEST)] + [Int32(0)] * (RECORD_WORDS - 1))
 
 
-def readers(warps: int) -> Any:
-    """Return the function that counts the warps which release a record: one more in the CTA that multiplies. warps: beside mma."""
+def readers(warps: int, multiplies: Callable[[], Boolean]) -> Any:
+    """Return the function that counts the warps which release a record: one more in a CTA that multiplies. warps: beside mma."""
 
     def count() -> Int32:
-        multiplies: Boolean = cute.arch.block_idx_in_cluster() == 0
-        return Int32(warps) + cutlass.select_(multiplies, Int32(1), Int32(0))
+        return Int32(warps) + cutlass.select_(multiplies(), Int32(1), Int32(0))
 
     return count

@@ -46,9 +46,10 @@ def halves_of_cta(cluster: int) -> tuple[Half, Half]:
     return rank, 1 - rank
 
 
-def peer_shift(anchor: cute.Pointer) -> Int32:
-    """Return the distance from a shared memory address of this CTA to the same one in the peer's."""
-    peer = 1 - cute.arch.block_idx_in_cluster()
+def peer_shift(anchor: cute.Pointer, peer: Int32 | None = None) -> Int32:
+    """Return the distance from a shared memory address of this CTA to the same one in the peer's. None: of a cluster of two."""
+    if peer is None:
+        peer = 1 - cute.arch.block_idx_in_cluster()
     here = anchor.toint()
     there = cute.arch.inline_ptx(
         "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[Int32(here), Int32(peer)]
