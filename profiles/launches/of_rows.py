@@ -26,7 +26,7 @@ from cute_mla.spec import combine as combine_spec
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_format import FORMATS
 from cute_mla.spec.dense_decode import TILE_ROWS, DenseDecodeProblem, key_columns, unit_tokens, whole_eighths
-from cute_mla.spec.mla import D_V, ELEMENT_BYTES, ceil_div
+from cute_mla.spec.mla import D_V, ELEMENT_BYTES, MAX_HEADS, ceil_div
 from cute_mla.spec.mqa_logits import MqaLogitsProblem
 from cute_mla.spec.sparse_decode import SparseDecodeProblem, serving_kernels
 from cute_mla.spec.sparse_decode import num_parts as parts_of_plan
@@ -159,7 +159,7 @@ def _decode(case: Case, problem: DenseDecodeProblem | SparseDecodeProblem, lengt
     combine = _combine_after(problem, num_parts, work, target.sm_count)
     row_ctas = problem.row_ctas
     ctas = row_ctas * columns * len(work.cta_work)
-    rows = min(problem.rows if isinstance(problem, DenseDecodeProblem) else problem.h_q, TILE_ROWS * problem.config.cluster)
+    rows = min(problem.rows if isinstance(problem, DenseDecodeProblem) else problem.h_q, TILE_ROWS * problem.config.cluster, MAX_HEADS)
     return Launch(**kernel, cta_work=work.cta_work, row_ctas=row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine, rows=rows)
 
 

@@ -124,10 +124,19 @@ class DenseDecodeColumnPairsSm100(DenseDecodeSm100):
     smem_type = column_pairs.ColumnPairsSmem
     queries_type = column_pairs.ColumnPairsQueries
     alternating_rows = column_pairs.ColumnPairsRows
+    mma_role = column_pairs.ScoreMmaRoleSm100()
+    mma_warps = 2
 
     def geometry_and_layout(self, latent: int) -> tuple[LatentGeometrySm100, SmemLayout]:
         """Return geometry and layout of a pair that has a part of the columns."""
         return column_pairs.GEOMETRY, column_pairs.GEOMETRY.layout()
+
+    @cute.jit
+    def run_mma(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, tmem: Int32, warp: Int32):
+        """Give S and P V a warp each."""
+        super().run_mma(operands, smem, tmem, warp)
+        if warp == self.scout_warp + 1 and self.geometry.multiplies():
+            column_pairs.OutputMmaRoleSm100().run(operands, smem, self.gemm(self.operand_dtype, self.has_rope, smem, tmem))
 
     def arrivals(self, smem: column_pairs.ColumnPairsSmem) -> tuple[Arrivals, ...]:
         """Return the arrivals of every barrier."""

@@ -40,6 +40,7 @@ from .config import (
     LatentGeometrySm100,
     LatentSmemSm100,
 )
+from .mma import LatentGemmSm100, LatentMmaRoleSm100
 from .score import LatentQueriesSm100
 from .scout import work_fields
 
@@ -60,6 +61,11 @@ class ColumnPairsGeometry(LatentGeometrySm100):
     scores = 3
     row_latent = D_WIDE
     groups_apart = 0
+
+    @property
+    def parities(self) -> int:
+        """Return the tiles that may be in flight between two roles: those whose keys are in shared memory."""
+        return self.kv_stages
 
     @property
     def exchange_words(self) -> int:
@@ -106,6 +112,32 @@ class ColumnPairsSmem(LatentSmemSm100):
     sPartial: cute.Pointer  # fp32 (groups, vectors, 128 threads, 4 words)
     partial_ready: StageBarriers
     partial_free: StageBarriers
+
+
+class ScoreMmaRoleSm100(LatentMmaRoleSm100):
+    """One warp of an even CTA: S alone."""
+
+    @cute.jit
+    def multiply_tiles(self, smem: LatentSmemSm100, gemm: LatentGemmSm100, tiles: Int32, tile: Int32):
+        """Multiply Q and K of a work tile that begins with the tile-th tile."""
+        for t in cutlass.range(tiles, unroll=1):
+            self.multiply_scores(smem, gemm, tile + t, 0, smem.geometry.score_parts)
+
+
+class OutputMmaRoleSm100(LatentMmaRoleSm100):
+    """Another warp of an even CTA: P V alone."""
+
+    def await_queries(self, smem: LatentSmemSm100, number: Int32) -> None:
+        """Do nothing: P says that Q has been there."""
+
+    def leave(self, smem: LatentSmemSm100, tiles: Int32) -> None:
+        """Do nothing: P V of the last tile was the last to wait for."""
+
+    @cute.jit
+    def multiply_tiles(self, smem: LatentSmemSm100, gemm: LatentGemmSm100, tiles: Int32, tile: Int32):
+        """Multiply P and V of a work tile that begins with the tile-th tile."""
+        for t in cutlass.range(tiles, unroll=1):
+            self.multiply_output(smem, gemm, tile + t, t > 0)
 
 
 @dataclass(frozen=True)

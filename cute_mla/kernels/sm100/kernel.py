@@ -53,6 +53,7 @@ class LatentKernelSm100(AttentionKernel):
     registers = GATHER_REGISTERS
     producer = "gather"
     producer_warps = GROUP_WARPS
+    mma_warps = 1  # of a CTA that multiplies
     named_barriers: tuple[NamedBarrier, ...] = NAMED_BARRIERS
     mma_role: Any = LatentMmaRoleSm100()
     gemm: Any = LatentGemmSm100
@@ -147,7 +148,7 @@ class LatentKernelSm100(AttentionKernel):
         optional = tuple(barriers for barriers in (smem.reference_ready, smem.seen_ready) if barriers is not None)
         scouted = (
             (1, (smem.work_ready,)),
-            (readers(self.mma_warp, self.geometry.multiplies), (smem.work_free,)),
+            (readers(self.mma_warp, self.mma_warps, self.geometry.multiplies), (smem.work_free,)),
             (self.producer_warps, (smem.pages_asked,)),
         )
         return (

@@ -114,14 +114,22 @@ class LatentMmaRoleSm100:
         while req <= schedule.last_request():
             tile_range = schedule.tile_range(req, begin_tile)
             if tile_range.tiles > 0:
-                smem.query_ready.consumer_wait(queries)
+                self.await_queries(smem, queries)
                 queries = queries + 1
                 self.multiply_tiles(smem, gemm, tile_range.tiles, tile)
             tile = tile + tile_range.tiles
             work_tile = schedule.work_tile(req, begin_tile)
             schedule.release(begin_tile)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
-        await_score_role(smem, tile)
+        self.leave(smem, tile)
+
+    def await_queries(self, smem: LatentSmemSm100, number: Int32) -> None:
+        """Wait for the Q of a work tile."""
+        smem.query_ready.consumer_wait(number)
+
+    def leave(self, smem: LatentSmemSm100, tiles: Int32) -> None:
+        """Wait for the last signals to this warp. tiles: of all work tiles."""
+        await_score_role(smem, tiles)
 
     @cute.jit
     def multiply_tiles(self, smem: LatentSmemSm100, gemm: LatentGemmSm100, tiles: Int32, tile: Int32):
