@@ -136,13 +136,13 @@ class DenseDecodeOperands(LatentOperands):
             prefetch_line(self.table_row(req) + entry)
 
     @cute.jit
-    def prefetch_queries(self, req: Int32, row_bytes: cutlass.Constexpr[int]):
-        """Ask L2 for this CTA's rows of Q of a unit. One warp."""
+    def prefetch_queries(self, req: Int32, column: int | Int32, row_bytes: cutlass.Constexpr[int]):
+        """Ask L2 for this CTA's rows of Q of a unit, from a column on. One warp."""
         rows = self.row_range(req)
         for first in cutlass.range_constexpr(0, TILE_ROWS, cute.arch.WARP_SIZE):
             row = self.first_row() + first + cute.arch.lane_idx()
             if rows.holds(row):
-                prefetch_row(rows.q_row(row).toint(), row_bytes)
+                prefetch_row((rows.q_row(row) + column).toint(), row_bytes)
 
     def table_row(self, req: Int32) -> cute.Pointer:
         """Return the row of the block table of a unit's request."""

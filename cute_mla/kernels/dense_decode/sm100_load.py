@@ -43,7 +43,7 @@ class DenseDecodeLoadRoleSm100:
         if tile == 0:
             smem.pages_asked.producer_commit(tile)
         elif cutlass.const_expr(self.row_bytes > 0):
-            operands.prefetch_queries(req, self.row_bytes)
+            operands.prefetch_queries(req, smem.geometry.first_column(), self.row_bytes)
 
     @cute.jit
     def load_tile(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, box: LaneBox, tile: Int32):

@@ -131,6 +131,10 @@ class LatentGeometrySm100:
         """Return the first latent column of this pair."""
         return 0
 
+    def rope_begin(self) -> int | Int32:
+        """Return the first rotary column, counted from there."""
+        return self.row_latent - self.first_column()
+
     @property
     def cta_columns(self) -> int:
         """Return the latent columns of one of the two halves."""

@@ -76,8 +76,8 @@ class LatentQueriesSm100:
     has_rope: bool
 
     def row_bytes(self) -> int:
-        """Return the bytes of a row of Q."""
-        return (self.geometry.row_latent + (D_ROPE if self.has_rope else 0)) * self.geometry.element_bytes
+        """Return the bytes of a row of Q, or as many as this pair of CTAs looks for."""
+        return (self.geometry.latent + (D_ROPE if self.has_rope else 0)) * self.geometry.element_bytes
 
     @cute.jit
     def load(self, operands: LatentOperands, smem: LatentSmemSm100, req: Int32, thread: Int32, lanes: Int32):
@@ -131,10 +131,10 @@ class LatentQueriesSm100:
         smem.query_ready.producer_commit(Int32(0), cta=self.geometry.mma_cta)
 
     def half_and_source(self, operands: LatentOperands, req: Int32, thread: Int32) -> tuple[Int32, cute.Pointer]:
-        """Return the number of the half of the columns that the thread's lane has, and element 0 of its row."""
+        """Return the number of the half of the columns that the thread's lane has, and the first element of its row that the pair needs."""
         row = operands.first_row() + (thread % TILE_ROWS if self.geometry.paired else thread // 32 * HALF_LANES + thread % HALF_LANES)
         stored = operands.row_range(req)
-        return self.half_of(thread), stored.q_row(stored.nearest(row))
+        return self.half_of(thread), stored.q_row(stored.nearest(row)) + self.geometry.first_column()
 
     def half_of(self, thread: Int32) -> Int32:
         """Return the number of the half of the columns that the thread's lane has."""
@@ -144,8 +144,8 @@ class LatentQueriesSm100:
         """Return the columns that a thread loads."""
         elements = self.geometry.word_elements
         copied, columns = COPY_WORDS * elements, self.geometry.cta_columns
-        runs = [QueryColumns(self.geometry.first_column() + i * copied, columns, COPY_WORDS, QUERY_COLUMN + i * COPY_WORDS) for i in range(columns // copied)]
-        rope = QueryColumns(self.geometry.row_latent, CTA_ROPE, CTA_ROPE // elements, QUERY_COLUMN + columns // elements)
+        runs = [QueryColumns(i * copied, columns, COPY_WORDS, QUERY_COLUMN + i * COPY_WORDS) for i in range(columns // copied)]
+        rope = QueryColumns(self.geometry.rope_begin(), CTA_ROPE, CTA_ROPE // elements, QUERY_COLUMN + columns // elements)
         return [*runs, rope] if self.has_rope else runs
 
 
