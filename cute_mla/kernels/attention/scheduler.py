@@ -317,9 +317,9 @@ class LatentOperands:
         """Return the lse of every row of the split accumulators."""
         return self.args.lse_accum
 
-    def first_row(self) -> Int32:
-        """Return the first query row of this CTA."""
-        return first_query_row()
+    def row_at(self, place: Int32, req: Int32) -> Int32:
+        """Return the query row of a request at a place of this CTA's products, on SM100; one past the last where there is none."""
+        return first_query_row() + place
 
     def rows(self) -> Int32:
         """Return the number of query rows that share this CTA's keys, those of a request that lacks some of them included."""

@@ -13,7 +13,7 @@ from ...spec.split_plan import NO_LIMIT, TILE_KEYS
 from ..attention.lengths import RowRange, Units
 from ..attention.scheduler import BOX_COLUMNS, KeyTile, LatentOperands, SplitKvSchedule, WorkTile
 from ..attention.softmax import FindWorkTile, sink_weight
-from ..primitives.arithmetic import larger, pin_register, smaller
+from ..primitives.arithmetic import computed_with, larger, pin_register, smaller
 from ..primitives.copies import prefetch_line, prefetch_row
 from ..primitives.rows import load_or_one
 
@@ -43,12 +43,17 @@ class DenseDecodeOperands(LatentOperands):
 
     # ---- query rows -------------------------------------------------------------------------------------------------
 
-    def first_row(self) -> Int32:
-        """Return the first query row of this CTA, on SM100."""
+    def row_at(self, place: Int32, req: Int32) -> Int32:
+        """Return the query row of a unit at a place of this CTA's products, on SM100; one past the last where there is none.
+
+        Where pairs of CTAs divide columns, either CTA of a pair has half of up to 64 rows, which halves what passes between the pairs.
+        """
         if self.row_pairs == 1:
-            return super().first_row()
-        x = cute.arch.block_idx()[0]
-        return (x // (PAIR * self.row_pairs) * PAIR + x % PAIR) * TILE_ROWS
+            return super().row_at(place, req)
+        x = computed_with(cute.arch.block_idx()[0], req)  # else rows live in registers through all loops
+        tile, few = x // (PAIR * self.row_pairs) * PAIR + x % PAIR, self.rows() <= TILE_ROWS
+        own = cutlass.select_(few, Int32(TILE_ROWS // PAIR), Int32(TILE_ROWS))
+        return cutlass.select_(place < own, tile * own, self.rows()) + place
 
     def rows(self) -> Int32:
         """Return the number of query rows of one KV head. Computed at every call, lest it lives in a register through the main loop."""
@@ -140,7 +145,7 @@ class DenseDecodeOperands(LatentOperands):
         """Ask L2 for this CTA's rows of Q of a unit, from a column on. One warp."""
         rows = self.row_range(req)
         for first in cutlass.range_constexpr(0, TILE_ROWS, cute.arch.WARP_SIZE):
-            row = self.first_row() + first + cute.arch.lane_idx()
+            row = self.row_at(first + cute.arch.lane_idx(), req)
             if rows.holds(row):
                 prefetch_row((rows.q_row(row) + column).toint(), row_bytes)
 

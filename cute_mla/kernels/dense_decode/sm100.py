@@ -47,6 +47,7 @@ clocks.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 
 from cutlass import Int32, cute
@@ -81,7 +82,7 @@ class DenseDecodeSm100(LatentKernelSm100):
     gemm = DenseDecodeGemmSm100
     scouted = True
     queries_type = LatentQueriesSm100
-    alternating_rows = AlternatingRowsSm100
+    group_registers = TWO_GROUPS
 
     def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
         abi = DenseDecodeAbi(config)
@@ -90,7 +91,7 @@ class DenseDecodeSm100(LatentKernelSm100):
         self.queries = self.queries_type(geometry, self.has_rope)
         self.descales = DenseDecodeRowScale(LATENT)
         self.alternates = geometry.score_groups > 1
-        self.registers = TWO_GROUPS if self.alternates else LatentRegistersSm100()
+        self.registers = self.group_registers if self.alternates else LatentRegistersSm100()
         if self.alternates:
             self.named_barriers = NAMED_BARRIERS
 
@@ -114,7 +115,7 @@ class DenseDecodeSm100(LatentKernelSm100):
 
     def score_role(self) -> LatentScoreRoleSm100:
         """Return the score role: where a softmax takes longer than the products of a tile, two groups of warps take tiles in turn."""
-        rows = self.alternating_rows.create if self.alternates else LatentRowsSm100.create
+        rows = AlternatingRowsSm100.create if self.alternates else LatentRowsSm100.create
         return LatentScoreRoleSm100(self.dtype, DenseDecodeMaskSm100(clears_unused=True), self.descales, create_rows=rows)
 
 
@@ -123,13 +124,18 @@ class DenseDecodeColumnPairsSm100(DenseDecodeSm100):
 
     smem_type = column_pairs.ColumnPairsSmem
     queries_type = column_pairs.ColumnPairsQueries
-    alternating_rows = column_pairs.ColumnPairsRows
     mma_role = column_pairs.ScoreMmaRoleSm100()
     mma_warps = 2
+    group_registers = LatentRegistersSm100(136, 176, 64, 64)
 
     def geometry_and_layout(self, latent: int) -> tuple[LatentGeometrySm100, SmemLayout]:
         """Return geometry and layout of a pair that has a part of the columns."""
         return column_pairs.GEOMETRY, column_pairs.GEOMETRY.layout()
+
+    def run_score(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, tmem: Int32) -> None:
+        """Run the score role, which knows which rows exist."""
+        role = replace(self.score_role(), create_rows=partial(column_pairs.ColumnPairsRows.create_for, operands))
+        role.run(operands, smem, tmem)
 
     @cute.jit
     def run_mma(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, tmem: Int32, warp: Int32):

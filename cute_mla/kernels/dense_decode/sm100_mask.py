@@ -31,7 +31,7 @@ class DenseDecodeMaskSm100:
     def apply(self, operands: DenseDecodeOperands, rows: LatentRowsSm100, keys: KeyTile, tile: Int32):
         """Set the scores of keys that a row does not see to -inf."""
         if operands.hides_keys(keys):
-            token, _ = operands.token_and_head(operands.first_row() + rows.row)
+            token, _ = operands.token_and_head(operands.row_at(rows.row, keys.req))
             words = [visible_word(operands, keys, token, first) for first in range(0, TILE_KEYS, WORD_KEYS)]
             rows.mask_unseen(rows.own_bits(words))
 

@@ -16,15 +16,17 @@ Pipelines besides those of dense_decode/sm100.py (producer -> consumer; arrivals
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
 import cutlass
 from cutlass import Boolean, Float32, Int16, Int32, Int64, cute
 
 from ...spec.dense_decode import COLUMN_CTAS, TILE_ROWS
 from ...spec.mla import D_WIDE
+from ..attention.scheduler import LatentOperands
 from ..primitives import tcgen05
-from ..primitives.pipeline import StageBarriers, arrive_at
+from ..primitives.pipeline import StageBarriers, arrive, arrive_at
 from ..primitives.rows import aligned
 from ..primitives.smem import Array, Barriers, SmemLayout
 from ..sm90.rows import peer_shift, send_to_peer
@@ -32,6 +34,7 @@ from .alternating import GROUPS, AlternatingRowsSm100
 from .config import (
     CTA_ROPE,
     GROUP,
+    GROUP_WARPS,
     HALF_KEYS,
     PAIR,
     TMEM_COLUMNS,
@@ -156,7 +159,16 @@ class ColumnPairsQueries(LatentQueriesSm100):
 class ColumnPairsRows(AlternatingRowsSm100):
     """The scores and softmax state of a thread of one of two groups, with the scores of both pairs."""
 
+    idle: Boolean | None = None
+
     apart = 0
+
+    @classmethod
+    def create_for(cls, operands: LatentOperands, *state: Any) -> Self:
+        """Return the state as create does. A warp none of whose rows exists sends and adds nothing."""
+        rows = cls.create(*state)
+        first = cute.arch.make_warp_uniform(cute.arch.warp_idx()) % (GROUP_WARPS // PAIR) * 32
+        return replace(rows, idle=operands.row_at(first, Int32(0)) >= operands.rows())
 
     @property
     def stores_lse(self) -> Boolean:
@@ -166,6 +178,25 @@ class ColumnPairsRows(AlternatingRowsSm100):
     @cute.jit
     def read_scores(self, tile: Int32):
         """Wait scores_ready, signal scores_free. Load the partial scores of a tile; add those of the row's three other threads."""
+        if self.idle:
+            self._pass_scores(tile)
+        else:
+            self._swap_scores(tile)
+        arrive_at(self.smem.partial_free.barrier(tile), rank() ^ PAIR)
+
+    @cute.jit
+    def _pass_scores(self, tile: Int32):
+        arrive(self.smem.partial_ready.barrier(tile))
+        for part in cutlass.range_constexpr(self.smem.geometry.score_parts):
+            use = tile * self.smem.geometry.score_parts + part
+            self.smem.scores_ready.consumer_wait(use)
+            self.smem.scores_free.consumer_release(use, cta=self.smem.geometry.mma_cta)
+        for i in cutlass.range_constexpr(HALF_KEYS):
+            self.rS[i] = -Float32.inf
+        self.smem.partial_ready.consumer_wait(tile)
+
+    @cute.jit
+    def _swap_scores(self, tile: Int32):
         smem, geometry = self.smem, self.smem.geometry
         shift = peer_shift(smem.sPartial, rank() ^ PAIR)
         smem.partial_free.producer_acquire(tile)
@@ -184,7 +215,6 @@ class ColumnPairsRows(AlternatingRowsSm100):
         smem.partial_ready.consumer_wait(tile)
         for vector in cutlass.range_constexpr(HALF_KEYS // VECTOR):
             self._add_vector(vector, self._partial(vector))
-        arrive_at(smem.partial_free.barrier(tile), rank() ^ PAIR)
 
     def leave(self, tiles: Int32) -> None:
         """Wait until the other pair has read what it was sent last."""

@@ -98,7 +98,7 @@ class LatentOutputRoleSm100:
         self, operands: LatentOperands, smem: LatentSmemSm100, req: Int32, work_tile: WorkTile, thread: Int32
     ) -> tuple[Int64, Boolean]:  # fmt: skip
         """Return the address of the columns of out or out_accum that the thread stores, and whether it has a row."""
-        row = operands.first_row() + thread % TILE_ROWS
+        row = operands.row_at(thread % TILE_ROWS, req)
         rows = operands.row_range(req)
         column = (thread // TILE_ROWS) * smem.geometry.lane_columns + smem.geometry.first_column()
         out = (rows.out_row(row) + column).toint()

@@ -132,7 +132,7 @@ class LatentQueriesSm100:
 
     def half_and_source(self, operands: LatentOperands, req: Int32, thread: Int32) -> tuple[Int32, cute.Pointer]:
         """Return the number of the half of the columns that the thread's lane has, and the first element of its row that the pair needs."""
-        row = operands.first_row() + (thread % TILE_ROWS if self.geometry.paired else thread // 32 * HALF_LANES + thread % HALF_LANES)
+        row = operands.row_at(thread % TILE_ROWS if self.geometry.paired else thread // 32 * HALF_LANES + thread % HALF_LANES, req)
         stored = operands.row_range(req)
         return self.half_of(thread), stored.q_row(stored.nearest(row)) + self.geometry.first_column()
 
@@ -450,7 +450,7 @@ class LatentScoreRoleSm100:
         total = rows.row_sum()
         if rows.publishes:
             empty = total == 0.0
-            row, work_tile = operands.first_row() + rows.result_row, partial(operands.schedule.work_tile, req, begin_tile)
+            row, work_tile = operands.row_at(rows.result_row, req), partial(operands.schedule.work_tile, req, begin_tile)
             weight = self.row_scale.weight(operands, work_tile, row, total, rows.row_ref[0])
             (rows.smem.sInverse + rows.result_row).store(cutlass.select_(empty, Float32(0), weight))
         return total
@@ -459,7 +459,7 @@ class LatentScoreRoleSm100:
     def store_lse(self, operands: LatentOperands, rows: LatentRowsSm100, req: Int32, work_tile: WorkTile, total: Float32):
         """Store the natural logarithm if the work tile is the whole request, else base 2."""
         empty = total == 0.0
-        row = operands.first_row() + rows.result_row
+        row = operands.row_at(rows.result_row, req)
         lse = rows.row_ref[0] + cute.math.log2(total, fastmath=True)
         stored = operands.row_range(req)
         if rows.stores_lse and stored.holds(row):
