@@ -196,7 +196,7 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
                          be "bf16" or "e4m3"; in cache_write and cache_gather, dtype of the keys outside the cache; "fp32" in topk_indices;
                          "e4m3" in mqa_logits and indexer_topk, "bf16" in index_write, where it is that of keys and queries before
         h_q, h_kv, s_q   query heads, KV heads, query tokens per request
-        head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512 or 320, and 1088 on sm90; in sparse decode
+        head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512, 320 or 1088; in sparse decode
                          576, or 512 with an FP8 cache; 576 or 512 in sparse prefill; 192, 128 or 256 in dense prefill, and in its
                          backward pass; columns of a key in cache_write, cache_gather and cache_insert: 576, 512, 320 or 1088; 128 in
                          mqa_logits and indexer_topk
@@ -232,9 +232,6 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     if error is not None:
         return False, error
     known = ARCHS[ALIASES.get(arch, arch)]
-    error = _arch_conflict(op, known, features)
-    if error is not None:
-        return False, error
     few = _few_heads(op, known, features)
     return True, known.proof + (_FEW_HEADS.format(few) if few else "")
 

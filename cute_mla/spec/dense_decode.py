@@ -361,7 +361,7 @@ def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     wide = tuple(
         DenseDecodeConfig(dtype, cluster, operands, d_qk)
         for operands in OPERANDS
-        for d_qk in (key_columns(arch) if operands == LATENT else (D_QK,))
+        for d_qk in (DENSE_DIMS if operands == LATENT else (D_QK,))
         for dtype in out_dtypes(operands, d_qk)
         for cluster in tiling(arch, operands, d_qk).clusters
     )

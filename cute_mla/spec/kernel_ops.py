@@ -79,8 +79,7 @@ class KernelOp:
 
 
 def _combines(arch: Arch) -> Sequence[Config]:
-    columns = dense_decode.key_columns(arch)
-    configs = (combine.CombineConfig(dtype, DENSE_DIMS[d_qk].latent) for d_qk in columns for dtype in key_dtypes(d_qk))
+    configs = (combine.CombineConfig(dtype, dims.latent) for d_qk, dims in DENSE_DIMS.items() for dtype in key_dtypes(d_qk))
     return tuple(dict.fromkeys(configs))
 
 

@@ -21,7 +21,7 @@ from cute_mla.manifest import KernelEntry
 from cute_mla.runtime.current import simulate
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_format import FORMATS
-from cute_mla.spec.dense_decode import FEW_HEADS, FEW_ROWS, LATENT, OPERANDS, TILE_ROWS, key_columns
+from cute_mla.spec.dense_decode import FEW_HEADS, FEW_ROWS, LATENT, OPERANDS, TILE_ROWS
 from cute_mla.spec.dense_prefill import HEAD_DIMS, variant
 from cute_mla.spec.dense_prefill import TILE_ROWS as PREFILL_ROWS
 from cute_mla.spec.dense_prefill_dkdv import TILE_KEYS as DKDV_KEYS
@@ -29,7 +29,7 @@ from cute_mla.spec.dense_prefill_dkdv import TILE_QUERIES as DKDV_QUERIES
 from cute_mla.spec.dense_prefill_dq import TILE_KEYS as DQ_KEYS
 from cute_mla.spec.dense_prefill_dq import TILE_ROWS as DQ_ROWS
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
-from cute_mla.spec.mla import D_LATENT, D_QK, DTYPES
+from cute_mla.spec.mla import D_LATENT, D_QK, DENSE_DIMS, DTYPES
 from cute_mla.spec.mqa_logits import HEAD_TILES, ITEM_BLOCKS, MqaLogitsConfig
 from cute_mla.spec.mqa_logits import TILE_KEYS as LOGITS_KEYS
 from cute_mla.spec.sparse_decode import KERNELS
@@ -156,7 +156,7 @@ def case_of(entry: KernelEntry) -> CaseFactory | None:
 
 
 def _dense_decode(arch: Arch) -> Iterator[CaseFactory]:
-    variants = [*((operands, D_QK) for operands in OPERANDS), *((LATENT, d_qk) for d_qk in key_columns(arch) if d_qk != D_QK)]
+    variants = [*((operands, D_QK) for operands in OPERANDS), *((LATENT, d_qk) for d_qk in DENSE_DIMS if d_qk != D_QK)]
     for dtype, (operands, d_qk), heads in product(DTYPES, variants, (*_HEADS, *FEW_ROWS)):
         yield lambda keys, pieces=1, d=dtype, c=d_qk, o=operands, h=heads: DenseDecodeCase(  # type: ignore[misc]
             d, batch=pieces, s_k=keys, h_q=h, d_qk=c, operands=o, outputs="given", sm_count=-(-h // TILE_ROWS)

@@ -25,7 +25,7 @@ from cute_mla.spec import (
 from cute_mla.spec import combine as combine_spec
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_format import FORMATS
-from cute_mla.spec.dense_decode import TILE_ROWS, DenseDecodeProblem, key_columns, unit_tokens, whole_eighths
+from cute_mla.spec.dense_decode import TILE_ROWS, DenseDecodeProblem, unit_tokens, whole_eighths
 from cute_mla.spec.mla import D_V, ELEMENT_BYTES, MAX_HEADS, ceil_div
 from cute_mla.spec.mqa_logits import MqaLogitsProblem
 from cute_mla.spec.sparse_decode import SparseDecodeProblem, serving_kernels
@@ -105,8 +105,6 @@ def _kernel(op: str, config: Any, target: Target) -> dict[str, Any]:
 
 def _dense_decode(case: Case, shape: DecodeShape, target: Target) -> Launch:
     columns = ceil_div(max(shape.lengths, default=0), shape.page_size)
-    if shape.d_qk not in key_columns(target.arch):
-        raise NoLaunchError(f"no kernel for keys of {shape.d_qk} columns on {target.arch.name}")
     window = KeyWindow(shape.window + shape.s_q - 1) if shape.window else NO_WINDOW
     requests, s_q, lengths, again = shape.batch, shape.s_q, tuple(map(window.visible_keys, shape.lengths)), 0
     if shape.tokens:  # work units, of which those of a request read its keys one after the other

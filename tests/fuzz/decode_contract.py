@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from cute_mla.ops.split_plan import MlaSchedule
-from cute_mla.runtime.current import device_for
-from cute_mla.spec.dense_decode import key_columns, unit_tokens
+from cute_mla.spec.dense_decode import unit_tokens
 from cute_mla.spec.split_plan import RaggedQueries
 from tests.fuzz.contract import BYTES, E4M3, WIDE, Contract, is_empty_lse, is_optional, row_bytes
 from tests.fuzz.scalars import is_flag, is_integer, is_scale
 
 MOST_TOKENS = 1 << 24
-DECODE_COLUMNS = {576: 512, 512: 512, 320: 256, 1088: 1024}  # of q and of out, in dense decode; the last ones on Hopper
+DECODE_COLUMNS = {576: 512, 512: 512, 320: 256, 1088: 1024}  # of q and of out, in dense decode
 
 
 def _decode_options(c: Contract) -> None:
@@ -107,7 +106,7 @@ def decode_faults(arguments: Mapping[str, Any], parts: Callable[..., int], works
     for name in (*absent, *(() if sparse else ("topk_length", "extra_topk_length"))):
         c.require(c.get(name) is None, name)
     q = c.tensor("q", *((torch.bfloat16,) if sparse else (*WIDE, E4M3)))
-    columns = {d_qk: DECODE_COLUMNS[d_qk] for d_qk in ((576, 512) if sparse else key_columns(device_for(torch.device("cpu")).arch))}
+    columns = {d_qk: DECODE_COLUMNS[d_qk] for d_qk in ((576, 512) if sparse else DECODE_COLUMNS)}
     dims = 4 if c.get("cu_seqlens_q") is None else 3
     fits = q is not None and q.dim() == dims and q.shape[-1] in columns and 1 <= q.shape[-2] <= 128
     if q is None or not c.require(fits, "q", "indices", "cu_seqlens_q"):

@@ -13,7 +13,7 @@ from torch import Tensor
 import cute_mla
 from cute_mla.cache import dequantise_cache, empty_cache, quantise_cache
 from cute_mla.layer import MlaBatch, MlaConfig, YarnScaling, plan_batch
-from cute_mla.spec.arch import ALIASES, ARCHS, SM90, Arch
+from cute_mla.spec.arch import ALIASES, ARCHS, Arch
 from cute_mla.spec.cache_format import CacheFormat
 from cute_mla.spec.cache_rows import KNOWN
 from cute_mla.testing.runner import SCHEDULES
@@ -166,8 +166,6 @@ def _expect_supported(arguments: Arguments, setting: Setting) -> Verify:
     op = arguments["op"]
     possible = all(_feature_is_possible(op, name, value) for name, value in features.items())
     together = possible and _possible_together(op, features)
-    if together and op == "dense_decode" and (features.get("head_dim") == 1088 or features.get("head_dim_v") == 1024):
-        together = arguments["arch"] == SM90.name
 
     def verify(answer: Any) -> str:
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[0], bool) and isinstance(answer[1], str)):

@@ -1,17 +1,22 @@
 """Two pairs of CTAs on SM100 that divide the latent columns of the same 128 query rows: what roles do besides those of one pair.
 
-A cluster has four CTAs. Pair p has the latent columns 512 p .. 512 p + 511 of keys and values, CTA r those from 256 r on, and the CTAs r and
-r ^ 2 have the same 64 rows. The tensor cores of a pair sum S over its columns; the rotary columns count in pair 0, where in pair 1 the TMA
-fills their boxes with zeros, which lie outside the cache. The CTAs r and r ^ 2 then swap all of S: each adds the other's part to its own. A
-sum of two is the same in both orders, so both compute the same softmax, the same P and the same factors, bit for bit, and nothing else has to
-pass between the pairs. O of 64 rows and 256 columns stays where it is.
+A cluster has four CTAs. Pair p has the latent columns 512 p .. 512 p + 511 of keys and values, CTA r those from 256 r on, and the CTAs r
+and r ^ 2 have the same rows. The tensor cores of a pair sum S over its columns; the rotary columns count in pair 0, where in pair 1 the
+TMA fills their boxes with zeros, which lie outside the cache. The CTAs r and r ^ 2 then swap all of S: each adds the other's part to its
+own. A sum of two is the same in both orders, so both compute the same softmax, the same P and the same factors, bit for bit, and nothing
+else has to pass between the pairs. O of a CTA's rows and its pair's columns stays where it is.
+
+Of up to 64 rows either CTA of a pair has half. A warp of the score role without rows then neither sends nor adds scores.
 
 Two groups of score warps take tiles in turn (alternating.py), so that a swap, 16 KB each way, is under way during the softmax of the
-other group. S comes in parts of 32 keys, of which tensor memory has room for three.
+other group. S comes in parts of 32 keys, of which tensor memory has room for three. S and P V have a warp each, so that S of a tile
+whose keys are late does not hold up P V of a tile before it.
 
 Pipelines besides those of dense_decode/sm100.py (producer -> consumer; arrivals per phase):
   partial_ready[2]   score -> score of CTA r ^ 2   4 of the receiver, and the bytes of the other part of S
   partial_free[2]    back                          4: they are in registers
+alpha_ready, probs_ready and output_ready have as many stages as there are key tiles: what a role finds of a tile is overwritten only
+when its keys are.
 """
 
 from __future__ import annotations
@@ -26,7 +31,7 @@ from ...spec.dense_decode import COLUMN_CTAS, TILE_ROWS
 from ...spec.mla import D_WIDE
 from ..attention.scheduler import LatentOperands
 from ..primitives import tcgen05
-from ..primitives.pipeline import StageBarriers, arrive, arrive_at
+from ..primitives.pipeline import StageBarriers, arrive_at
 from ..primitives.rows import aligned
 from ..primitives.smem import Array, Barriers, SmemLayout
 from ..sm90.rows import peer_shift, send_to_peer
@@ -178,15 +183,20 @@ class ColumnPairsRows(AlternatingRowsSm100):
     @cute.jit
     def read_scores(self, tile: Int32):
         """Wait scores_ready, signal scores_free. Load the partial scores of a tile; add those of the row's three other threads."""
+        self.smem.partial_free.producer_acquire(tile)
+        self._expect_partial_sums(tile)
+        shift = peer_shift(self.smem.sPartial, rank() ^ PAIR)
         if self.idle:
-            self._pass_scores(tile)
+            self._pass_scores(tile, shift)
         else:
-            self._swap_scores(tile)
+            self._swap_scores(tile, shift)
         arrive_at(self.smem.partial_free.barrier(tile), rank() ^ PAIR)
 
     @cute.jit
-    def _pass_scores(self, tile: Int32):
-        arrive(self.smem.partial_ready.barrier(tile))
+    def _pass_scores(self, tile: Int32, shift: Int32):
+        """Take nothing of a tile, and send one number, so that no pipeline runs ahead of this warp."""
+        with cute.arch.elect_one():
+            send_to_peer(Int32(self._partial(0).toint()) + shift, [Float32(0)], self._ready(tile, shift))
         for part in cutlass.range_constexpr(self.smem.geometry.score_parts):
             use = tile * self.smem.geometry.score_parts + part
             self.smem.scores_ready.consumer_wait(use)
@@ -196,11 +206,8 @@ class ColumnPairsRows(AlternatingRowsSm100):
         self.smem.partial_ready.consumer_wait(tile)
 
     @cute.jit
-    def _swap_scores(self, tile: Int32):
+    def _swap_scores(self, tile: Int32, shift: Int32):
         smem, geometry = self.smem, self.smem.geometry
-        shift = peer_shift(smem.sPartial, rank() ^ PAIR)
-        smem.partial_free.producer_acquire(tile)
-        self._expect_partial_sums(tile)
         for part in cutlass.range_constexpr(geometry.score_parts):
             use = tile * geometry.score_parts + part
             smem.scores_ready.consumer_wait(use)
@@ -223,7 +230,11 @@ class ColumnPairsRows(AlternatingRowsSm100):
     def _expect_partial_sums(self, tile: Int32) -> None:
         cute.arch.sync_warp()
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(self.smem.partial_ready.barrier(tile), WARP_BYTES)
+            nbytes = cutlass.select_(self.idle, Int32(WORD_BYTES), Int32(WARP_BYTES))
+            cute.arch.mbarrier_arrive_and_expect_tx(self.smem.partial_ready.barrier(tile), nbytes)
+
+    def _ready(self, tile: Int32, shift: Int32) -> Int32:
+        return Int32(self.smem.partial_ready.barrier(tile).toint()) + shift
 
     def _add_part(self, part: int) -> None:
         """Add a part of the scores that the other thread of the row has sent."""
@@ -241,7 +252,7 @@ class ColumnPairsRows(AlternatingRowsSm100):
 
     def _send_to_pair(self, part: int, tile: Int32, shift: Int32) -> None:
         """Send a part of the scores to the CTA of the other pair that has the same rows."""
-        ready = Int32(self.smem.partial_ready.barrier(tile).toint()) + shift
+        ready = self._ready(tile, shift)
         vectors = self.smem.geometry.run_keys // VECTOR
         for vector in range(part * vectors, (part + 1) * vectors):
             values = [self.rS[vector * VECTOR + i] for i in range(VECTOR)]

@@ -14,8 +14,8 @@ from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, D_ROPE, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..primitives.pipeline import StageBarriers
-from ..primitives.tcgen05 import BOTH_CTAS
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, Field, SmemLayout, fields_of
+from ..primitives.tcgen05 import BOTH_CTAS
 
 PAIR = 2  # CTAs that share one matrix product
 PAIR_ROWS = PAIR * TILE_ROWS

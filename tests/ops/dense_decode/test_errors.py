@@ -52,15 +52,9 @@ def test_other_columns_than_576_are_bf16(device: RecordingDevice, columns: int, 
     assert device.launches == []
 
 
-def test_keys_of_1088_columns_are_of_hopper_alone(device: RecordingDevice) -> None:
-    call = call_of("dense", d_qk=1088)
-    if device.arch is SM90:
-        call.run(window=512)
-        assert device.launches[1].kernel.endswith("d1088_cluster2")
-        return
-    with pytest.raises(ValueError, match=r"q has shape .* 1088\]; supported without indices: \[batch, s_q, h_q, 576 or 512 or 320\]"):
-        call.run()
-    assert cute_mla.is_supported("dense_decode", "sm100", head_dim=1088) == (False, "head_dim is 1088 on sm100; supported: 576, 512, 320")
+def test_keys_of_1088_columns_are_divided_by_ctas_of_a_cluster(device: RecordingDevice) -> None:
+    call_of("dense", d_qk=1088).run(window=512)
+    assert device.launches[1].kernel.endswith("d1088_cluster2" if device.arch is SM90 else "d1088_cluster4")
 
 
 def test_an_e4m3_cache_has_keys_of_576_columns(device: RecordingDevice) -> None:

@@ -20,7 +20,7 @@ from torch.nn import functional
 from ....ops.split_plan import key_window, ragged_queries
 from ....reference import window_keys
 from ....spec.arch import Arch
-from ....spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, TREE_WORD_TOKENS, DenseDecodeProblem, key_columns
+from ....spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, TREE_WORD_TOKENS, DenseDecodeProblem
 from ....spec.mla import D_QK, DENSE_DIMS, ceil_div
 from ....spec.split_plan import TILE_KEYS, RaggedQueries
 from ...cases.base import DECODE_TAGS, DTYPES, CausalValues, DecodeCase, Tags
@@ -234,10 +234,6 @@ class DenseDecodeCase(DecodeCase):
             d_qk=self.d_qk,
             few_heads=self.few_heads,
         )
-
-    def runs_on(self, arch: Arch) -> bool:
-        """Return whether an architecture has a kernel for the case."""
-        return super().runs_on(arch) and self.d_qk in key_columns(arch)
 
     @property
     def tiles(self) -> int:
