@@ -49,6 +49,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 from cutlass import Int32, cute
 
@@ -144,7 +145,7 @@ class DenseDecodeColumnPairsSm100(DenseDecodeSm100):
         if warp == self.scout_warp + 1 and self.geometry.multiplies():
             column_pairs.OutputMmaRoleSm100().run(operands, smem, self.gemm(self.operand_dtype, self.has_rope, smem, tmem))
 
-    def arrivals(self, smem: column_pairs.ColumnPairsSmem) -> tuple[Arrivals, ...]:
+    def arrivals(self, smem: Any) -> tuple[Arrivals, ...]:
         """Return the arrivals of every barrier."""
         return *super().arrivals(smem), (GROUP_WARPS, (smem.partial_ready, smem.partial_free))
 

@@ -31,10 +31,10 @@ from ...spec.dense_decode import COLUMN_CTAS, TILE_ROWS
 from ...spec.mla import D_WIDE
 from ..attention.scheduler import LatentOperands
 from ..primitives import tcgen05
+from ..primitives.peer import peer_shift, send_to_peer
 from ..primitives.pipeline import StageBarriers, arrive_at
 from ..primitives.rows import aligned
 from ..primitives.smem import Array, Barriers, SmemLayout
-from ..sm90.rows import peer_shift, send_to_peer
 from .alternating import GROUPS, AlternatingRowsSm100
 from .config import (
     CTA_ROPE,
@@ -69,16 +69,12 @@ class ColumnPairsGeometry(LatentGeometrySm100):
     scores = 3
     row_latent = D_WIDE
     groups_apart = 0
+    exchange_words = GROUP * HALF_KEYS // 2  # of the two parts of S in turn
 
     @property
     def parities(self) -> int:
         """Return the tiles that may be in flight between two roles: those whose keys are in shared memory."""
         return self.kv_stages
-
-    @property
-    def exchange_words(self) -> int:
-        """Return the words that a group of score warps passes between its halves: a part of S."""
-        return GROUP * self.run_keys
 
     @property
     def mma_cta(self) -> Int32:
@@ -164,6 +160,7 @@ class ColumnPairsQueries(LatentQueriesSm100):
 class ColumnPairsRows(AlternatingRowsSm100):
     """The scores and softmax state of a thread of one of two groups, with the scores of both pairs."""
 
+    smem: ColumnPairsSmem
     idle: Boolean | None = None
 
     apart = 0

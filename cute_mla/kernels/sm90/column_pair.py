@@ -36,12 +36,12 @@ from ..attention.scheduler import BOX_COLUMNS, LatentOperands, WorkTile
 from ..attention.softmax import OnlineSoftmax
 from ..primitives.arithmetic import pin_register
 from ..primitives.copies import BOX_ROW_BYTES, CHUNK, MATRIX_ROWS, smem_pointer
+from ..primitives.peer import copy_to_peer, peer_shift, send_to_peer
 from ..primitives.pipeline import StageBarriers, barrier_at
 from ..primitives.smem import Barriers, Table
 from ..primitives.wgmma import FP32_BYTES, ROWS_APART, ROWS_PER_THREAD, flat, fragment_row, half, packed
 from .cta import BOX_BYTES, OUTPUT_GROUPS, WARPGROUP, LatentSm90Queries, LatentSm90Smem, LatentSm90TileState
 from .output import LatentSm90OutputRole
-from .rows import copy_to_peer, peer_shift, send_to_peer
 from .score import WARP_ROWS, LatentSm90ScoreRole, LatentSm90Scores, output_target
 
 COLUMNS = D_WIDE // COLUMN_CTAS  # latent ones of a CTA

@@ -16,13 +16,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
+from cutlass import Boolean, Int32, Int64, cute
 from cutlass.experimental import primitives
 
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import BOX_COLUMNS
 from ..primitives.arithmetic import pin_register
+from ..primitives.peer import copy_to_peer
 from .cta import BOX_BYTES, WARPS_PER_GROUP
 
 CHUNK = 16  # bytes that a thread loads or stores at a time
@@ -46,17 +47,6 @@ def halves_of_cta(cluster: int) -> tuple[Half, Half]:
     return rank, 1 - rank
 
 
-def peer_shift(anchor: cute.Pointer, peer: Int32 | None = None) -> Int32:
-    """Return the distance from a shared memory address of this CTA to the same one in the peer's. None: of a cluster of two."""
-    if peer is None:
-        peer = 1 - cute.arch.block_idx_in_cluster()
-    here = anchor.toint()
-    there = cute.arch.inline_ptx(
-        "mapa.shared::cluster.u32 {$w0}, {$r0}, {$r1};", write_only_types=[Int32], read_only_args=[Int32(here), Int32(peer)]
-    )
-    return there - here
-
-
 def hand_over(ready: cute.Pointer, target: Int32, boxes: int, shift: Int32) -> None:
     """Commit half a stage, which all who store to it have fenced, and copy it to the peer.
 
@@ -69,23 +59,6 @@ def hand_over(ready: cute.Pointer, target: Int32, boxes: int, shift: Int32) -> N
         for box in range(boxes):
             source = target + box * BOX_BYTES
             copy_to_peer(source + shift, source, there, HALF_BYTES)
-
-
-def copy_to_peer(target: Int32, source: Int32, ready: Int32, nbytes: int) -> None:
-    """Start a bulk copy to the peer's shared memory; its bytes count on the peer's barrier. target, ready: addresses there. One thread."""
-    copy = cute.make_ptr(Uint8, target, cute.AddressSpace.dsmem, assumed_align=CHUNK).raw_ptr()
-    primitives.cp_async_bulk_shared_cluster_shared_cta(copy, _shared(source), _shared(ready), nbytes)
-
-
-def send_to_peer(target: Int32, values: list[Float32], ready: Int32) -> None:
-    """Store one or four fp32 numbers of each lane to the peer's shared memory. target, ready: as in copy_to_peer."""
-    vector, registers = ("", "{$r2}") if len(values) == 1 else (".v4", "{{$r2}, {$r3}, {$r4}, {$r5}}")
-    store = f"st.async.shared::cluster.mbarrier::complete_tx::bytes{vector}.f32 [{{$r0}}], {registers}, [{{$r1}}];"
-    cute.arch.inline_ptx(store, read_only_args=[target, ready, *values])
-
-
-def _shared(address: Int32) -> Any:
-    return cute.make_ptr(Uint8, address, cute.AddressSpace.smem, assumed_align=8).raw_ptr()
 
 
 def copy_chunk(target: Int32, source: Int64, wanted: Boolean | None = None, nbytes: int = CHUNK) -> None:

@@ -21,6 +21,7 @@ from ...spec.sparse_decode import SparseDecodeConfig
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import BOX_COLUMNS, TileRange
 from ..primitives.arithmetic import pin_register, smaller
+from ..primitives.peer import peer_shift
 from ..primitives.pipeline import PipelineState, arrive
 from ..sm90.cta import (
     BOX_BYTES,
@@ -56,7 +57,6 @@ from ..sm90.rows import (
     load_runs_if,
     new_buffers,
     part_of,
-    peer_shift,
     store_chunk,
     zero_behind,
 )

@@ -26,6 +26,7 @@ from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import TokenSchedule
+from ..primitives.peer import peer_shift
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import Array, Barriers, Field
 from ..sm90.cta import BOX_BYTES, ROPE, STAGE_BOXES, WARPS_PER_GROUP, LatentSm90Smem
@@ -40,7 +41,6 @@ from ..sm90.rows import (
     copy_chunk,
     halves_of_cta,
     hand_over,
-    peer_shift,
 )
 from .operands import SparsePrefillOperands
 

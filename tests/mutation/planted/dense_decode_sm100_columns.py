@@ -18,10 +18,10 @@ RISING = replace(cases_sm100.RISING, d_qk=1088, sm_count=4)
 WAITS = (
     ("work_ready of the score role's first work tile", None),
     ("work_ready of score", None),
+    ("partial_free", BOTH),
     ("scores_ready of the lower keys, of a warp without rows", WALK),
     ("scores_ready of the upper keys, of a warp without rows", WALK),
     ("partial_ready of a warp without rows", WALK),
-    ("partial_free", BOTH),
     ("scores_ready of the lower keys", BOTH),
     ("scores_ready of the upper keys", BOTH),
     ("partial_ready", BOTH),
