@@ -225,8 +225,8 @@ class LatentGeometrySm100:
 
     @property
     def groups_apart(self) -> int:
-        """Return the columns of tensor memory from the scores of one group to those of the other."""
-        return -TILE_KEYS if self.score_groups > 1 else 0
+        """Return the columns of tensor memory from the scores of one group back to those of the other; 0 where they share a ring."""
+        return TILE_KEYS if self.score_groups > 1 else 0
 
     def score_column(self, part: int, stage: Int32) -> int | Int32:
         """Return the first column of tensor memory of a piece of S. stage: of its use."""

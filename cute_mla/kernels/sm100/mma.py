@@ -62,7 +62,7 @@ class LatentGemmSm100(LatentOperandsSm100):
         """
         geometry = self.smem.geometry
         shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * geometry.part_keys)
-        column = geometry.score_column(part, stage) + (stage * geometry.groups_apart if geometry.groups_apart else 0)
+        column = geometry.score_column(part, stage) - (stage * geometry.groups_apart if geometry.groups_apart > 0 else 0)
         for step in range(geometry.latent_steps + (geometry.rope_steps if self.has_rope else 0)):
             tcgen05.multiply(
                 self.tmem + column,
