@@ -21,8 +21,8 @@ _NONE = "–"  # what a model has no use for
 class Model:
     """A model, with the sizes of its configuration under Hugging Face's names.
 
-    qk_nope_head_dim, v_head_dim: None where keys are values, and prefill has no heads of its own. formats: of its caches that engines use;
-    extra_formats: those beside the first. topk: keys that its indexer chooses; None without an indexer.
+    qk_nope_head_dim, v_head_dim: None where keys are values, and prefill has no heads of its own. formats: of its caches that engines use,
+    none if they are bf16 without a name here; extra_formats: those beside the first. topk: keys that its indexer chooses; None without an indexer.
     keys: further keys of its configuration that concern attention. evidence: LAYER, FUNCTION and ENGINE, or SIZES.
     """
 
@@ -151,6 +151,8 @@ def _decode(op: str, model: Model) -> str:
     if refused is not None:
         return f"not served: {refused}"
     reads = _served(op, model.formats, features, "kv_format")
+    if not model.formats:
+        return "bf16"
     if not reads:
         return f"not served: its formats are {', '.join(model.formats)}"
     extra = _served(op, model.extra_formats, {**features, "kv_format": reads[0], "extra_cache": True}, "extra_kv_format")

@@ -79,7 +79,8 @@ class KernelOp:
 
 
 def _combines(arch: Arch) -> Sequence[Config]:
-    configs = (combine.CombineConfig(dtype, dims.latent) for d_qk, dims in DENSE_DIMS.items() for dtype in key_dtypes(d_qk))
+    columns = dense_decode.key_columns(arch)
+    configs = (combine.CombineConfig(dtype, DENSE_DIMS[d_qk].latent) for d_qk in columns for dtype in key_dtypes(d_qk))
     return tuple(dict.fromkeys(configs))
 
 

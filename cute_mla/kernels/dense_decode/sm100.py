@@ -38,6 +38,9 @@ commits arrives in both:
 With 256 + 64 columns two groups of score warps take tiles in turn (512 threads; ../sm100/alternating.py): 7 stages, S of two tiles, S two
 tiles ahead of P V, 3 stages where the table says 2, and 2 for the scores, each of a whole tile.
 
+With 1,024 + 64 columns a cluster is two pairs, which divide the columns (../sm100/column_pairs.py): 4 stages, two groups of score warps,
+and a warp each for S and for P V.
+
 The trick: every byte of the cache is fetched once per pair. In a product of 64 rows a CTA, the lower lanes multiply with the
 operand of the even CTA and the upper lanes with that of the odd one. With Q in tensor memory the two halves of the lanes can
 hold different columns of the same rows, so each CTA contributes its half of the columns of K to every score, and the same
