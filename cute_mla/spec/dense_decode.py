@@ -187,6 +187,11 @@ class DenseDecodeConfig:
         return column_ctas(self.dims.latent)
 
     @property
+    def divides_columns_alone(self) -> bool:
+        """Whether the CTAs of a cluster share nothing but query rows, of which they divide the columns."""
+        return self.cluster == self.column_ctas > 1
+
+    @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
         types = self.dtype if self.operands == LATENT else f"{self.dtype}_{self.operands}"
@@ -280,9 +285,9 @@ class DenseDecodeProblem:
     @property
     def box_keys(self) -> int:
         """Keys that one TMA box covers."""
-        # of a pair, each CTA loads its half of the keys whole; where columns are divided, half a tile without a key in a window is not read
+        # of a pair, each CTA loads its half of the keys whole; on SM90 where columns are divided, half a tile that no window has is not read
         paired = self.operands == FP8 and TILINGS[self.arch.name].paired and not self.few_rows
-        halves = paired or self.config.column_ctas > 1
+        halves = paired or self.config.divides_columns_alone
         return min(self.page_size, TILE_KEYS // 2 if halves else TILE_KEYS)
 
     @property
