@@ -22,7 +22,7 @@ class Model:
     """A model, with the sizes of its configuration under Hugging Face's names.
 
     qk_nope_head_dim, v_head_dim: None where keys are values, and prefill has no heads of its own. formats: of its caches that engines use,
-    none if they are bf16 without a name here; extra_formats: those beside the first. topk: keys that its indexer chooses; None without an indexer.
+    none if they are bf16 without a name here; extra_formats: those beside the first. topk: keys that its indexer chooses; None without one.
     keys: further keys of its configuration that concern attention. evidence: LAYER, FUNCTION and ENGINE, or SIZES.
     """
 

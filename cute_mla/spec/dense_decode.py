@@ -188,7 +188,7 @@ class DenseDecodeConfig:
 
     @property
     def divides_columns_alone(self) -> bool:
-        """Whether the CTAs of a cluster share nothing but query rows, of which they divide the columns."""
+        """True if the CTAs of a cluster share nothing but query rows, of which they divide the columns."""
         return self.cluster == self.column_ctas > 1
 
     @property
@@ -285,7 +285,7 @@ class DenseDecodeProblem:
     @property
     def box_keys(self) -> int:
         """Keys that one TMA box covers."""
-        # of a pair, each CTA loads its half of the keys whole; on SM90 where columns are divided, half a tile that no window has is not read
+        # of a pair, each CTA loads its half of the keys whole; on SM90 where columns are divided, half a tile outside windows is left out
         paired = self.operands == FP8 and TILINGS[self.arch.name].paired and not self.few_rows
         halves = paired or self.config.divides_columns_alone
         return min(self.page_size, TILE_KEYS // 2 if halves else TILE_KEYS)
