@@ -70,7 +70,7 @@ def select(device: Device, logits: torch.Tensor | None, columns: int, keys: Keys
     rows, topk = out.shape
     if not out.numel():
         return
-    config = config_for(rows, 0 if logits is None else columns, device.sm_count, keys.block_table is not None)
+    config = config_for(rows, 0 if logits is None else columns, topk, device.sm_count, keys.block_table is not None)
     args = TopkIndicesArguments(
         logits=logits,
         indices=out,
@@ -107,7 +107,7 @@ def plan(call: CallSpec, sm_count: int) -> LaunchPlan:
     strides = output_strides("out", call.out, (rows, call.topk), torch.int32, call.logits)
     if call.out is not None:
         check_last_contiguous("out", call.out)
-    config = config_for(rows, columns, sm_count)
+    config = config_for(rows, columns, call.topk, sm_count)
     scalars = {
         "logits_stride_row": call.logits.stride[0],
         "indices_stride_row": strides[0],

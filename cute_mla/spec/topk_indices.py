@@ -21,6 +21,9 @@ CLUSTERS = (1, 2, 4, 8)  # CTAs that share a row
 WIDE, NARROW = max(CLUSTERS), min(CLUSTERS)
 LEAST_SHARED = 2  # CTAs that share a row which one cannot keep
 BLOCKS_PER_SM = 2
+LISTED = 8192  # numbers that a CTA which reads a row once keeps
+STREAM_TILE = 4096  # numbers that it looks at together
+MAX_STREAMED_TOPK = LISTED - STREAM_TILE
 
 MAX_ROWS = ((1 << 31) - 1) // WIDE  # the grid's first dimension
 MAX_COLUMNS = 1 << 30  # so that every position computed from a warp's share is an int32
@@ -56,16 +59,20 @@ PARAMS = params_of(TopkIndicesArguments)
 
 @dataclass(frozen=True)
 class TopkIndicesConfig:
-    """One compiled variant: element type of the rows, CTAs that share a row, and whether keys are given by their slots."""
+    """One compiled variant: element type of the rows, CTAs that share a row, and whether keys are given by their slots.
+
+    stream: the one CTA of a row reads it once.
+    """
 
     dtype: str
     cluster: int
     slots: bool = False
+    stream: bool = False
 
     @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
-        return f"{self.dtype}_cluster{self.cluster}{'_slots' if self.slots else ''}"
+        return f"{self.dtype}_{'stream' if self.stream else f'cluster{self.cluster}'}{'_slots' if self.slots else ''}"
 
 
 def order_terms(config: TopkIndicesConfig, arch: Arch) -> dict[str, Any]:
@@ -74,13 +81,15 @@ def order_terms(config: TopkIndicesConfig, arch: Arch) -> dict[str, Any]:
     return {"op": "topk_indices", "revision": 1, "dtype": config.dtype, "rule": rule, "result": "ascending positions"}
 
 
-def config_for(rows: int, columns: int, sm_count: int, slots: bool = False) -> TopkIndicesConfig:
+def config_for(rows: int, columns: int, topk: int, sm_count: int, slots: bool = False) -> TopkIndicesConfig:
     """Return the variant for a shape: as many CTAs share a row as run at once, two at least where one cannot keep it.
 
-    Of a row that one can keep, it is eight or one.
+    Of a row that one can keep, it is eight or one. Where rows are too many for two CTAs each, one reads a long row once.
     """
     together = [cluster for cluster in CLUSTERS if rows * cluster <= BLOCKS_PER_SM * sm_count]
     if columns > RESIDENT:
+        if rows * LEAST_SHARED > BLOCKS_PER_SM * sm_count and topk <= MAX_STREAMED_TOPK:
+            return TopkIndicesConfig(DTYPE, NARROW, slots, stream=True)
         cluster = max(LEAST_SHARED, *together, NARROW)
     else:
         cluster = WIDE if WIDE in together and columns > RESIDENT // WIDE else NARROW
@@ -94,4 +103,5 @@ def grid(rows: int, cluster: int) -> tuple[int, int, int]:
 
 def closed_variants() -> tuple[TopkIndicesConfig, ...]:
     """Return every variant that ships, on each architecture."""
-    return tuple(TopkIndicesConfig(DTYPE, cluster, slots) for slots in (False, True) for cluster in CLUSTERS)
+    clusters = (TopkIndicesConfig(DTYPE, cluster, slots) for slots in (False, True) for cluster in CLUSTERS)
+    return *clusters, *(TopkIndicesConfig(DTYPE, NARROW, slots, stream=True) for slots in (False, True))

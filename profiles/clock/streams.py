@@ -122,10 +122,10 @@ def _config_of(case: Case, constants: Constants) -> tuple[Config, Shape, int]:
         small = replace(shape, tokens=min(shape.tokens, INDEX_ROWS_PER_BLOCK))
     elif isinstance(shape, TopkShape):
         sms = constants.sm_count
-        config = config_for(shape.rows, shape.columns, sms)
-        small = replace(shape, rows=1)
-        if config != config_for(1, shape.columns, sms):
-            sms = max(config.cluster // SELECTIONS_PER_SM, 1)  # on which a single row has the variant of many
+        config = config_for(shape.rows, shape.columns, shape.topk, sms)
+        small = replace(shape, rows=2 if config.stream else 1)
+        if config != config_for(1, shape.columns, shape.topk, sms):
+            sms = max(config.cluster // SELECTIONS_PER_SM, 1)  # on which so few rows have the variant of many
     elif isinstance(shape, CacheInsertShape):
         config = cache_insert.config_of(shape.format, case.dtype)
         small = replace(shape, tokens=min(shape.tokens, KEYS_PER_BLOCK))

@@ -82,7 +82,7 @@ class IndexerTopkCase(LogitsCase):
     def problem(self, arch: Arch) -> TopkProblem:  # type: ignore[override]
         """Return the properties of the call that select this kernel."""
         columns = self.most_keys if self.is_scored else 0
-        return TopkProblem(config_for(self.requests * self.tokens, columns, self.sm_count or arch.sm_count, self.slots))
+        return TopkProblem(config_for(self.requests * self.tokens, columns, self.topk, self.sm_count or arch.sm_count, self.slots))
 
 
 def make_indexer_topk_tensors(case: IndexerTopkCase, device: str | torch.device = "cpu") -> MqaLogitsTensors:

@@ -89,7 +89,7 @@ class TopkIndicesCase(BaseCase):
     @property
     def cluster(self) -> int:
         """Return the CTAs that share a row, on each board where a case does not set their number."""
-        return config_for(self.rows, self.columns, self.sm_count or _BOARD).cluster
+        return config_for(self.rows, self.columns, self.topk, self.sm_count or _BOARD).cluster
 
     @property
     def tiles(self) -> int:
@@ -98,7 +98,7 @@ class TopkIndicesCase(BaseCase):
 
     def problem(self, arch: Arch) -> TopkProblem:
         """Return the properties of the call that select the kernel."""
-        return TopkProblem(config_for(self.rows, self.columns, self.sm_count or arch.sm_count))
+        return TopkProblem(config_for(self.rows, self.columns, self.topk, self.sm_count or arch.sm_count))
 
 
 @dataclass(frozen=True)
