@@ -22,6 +22,7 @@ WIDE, NARROW = max(CLUSTERS), min(CLUSTERS)
 LEAST_SHARED = 2  # CTAs that share a row which one cannot keep
 BLOCKS_PER_SM = 2
 LISTED = 8192  # numbers that a CTA which reads a row once keeps
+STREAM_THREADS = 256
 STREAM_TILE = 4096  # numbers that it looks at together
 MAX_STREAMED_TOPK = LISTED - STREAM_TILE
 

@@ -50,7 +50,6 @@ from .selection import (
     Digits,
     Output,
     RowSelection,
-    clear_histogram,
     count_digit,
     key_of,
 )
@@ -197,7 +196,7 @@ class TopkIndices(RowSelection):
         kept = memory.keys + thread // LANES * RESIDENT_ROWS
         rest = None if self.cluster == 1 else first + begin  # the choice of the variant sees to it
         run = LaneRun(first + begin, begin, smaller(share, length - begin), kept, rest)
-        clear_histogram(memory.histograms, Int32(0))  # the first choice clears the other
+        self.clear(memory, Int32(0))  # the first choice clears the other
         cute.arch.sync_threads()
 
         buffer, min_key, shift = self.bound(memory, run, topk)

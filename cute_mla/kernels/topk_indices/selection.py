@@ -23,8 +23,6 @@ DIGITS = 1 << DIGIT_BITS
 GROUP = 64  # digits of a group: two a lane
 GROUPS = DIGITS // GROUP
 assert GROUPS == LANES, "a lane adds up one group"
-HELD = DIGITS // THREADS  # digits of a thread, neighbours
-LANES_PER_GROUP = GROUP // HELD
 
 SIGN = 0x80000000
 NAN = 1  # its key
@@ -123,26 +121,19 @@ def first_shift(span: Uint32) -> Int32:
     return larger(32 - DIGIT_BITS - Int32(cute.arch.clz(span)), Int32(0))
 
 
-@cute.jit
-def clear_histogram(histograms: cute.Pointer, buffer: Int32):
-    """Clear one of the histograms. All threads."""
-    thread, _, _ = cute.arch.thread_idx()
-    zeros = cute.make_rmem_tensor(HELD, Int32)
-    zeros.fill(0)
-    cute.autovec_copy(zeros, cute.make_tensor(histograms + (buffer * DIGITS + thread * HELD), cute.make_layout(HELD)))
-
-
 class RowSelection(WarpKernel):
     """A kernel each of whose CTAs or clusters takes a row. A subclass has `select`, and the arrays and the class of its shared memory."""
 
     launch = WarpLaunch("topk_indices", "select", TopkIndicesArguments, THREADS, min_blocks_per_sm=BLOCKS_PER_SM)
+    threads = THREADS
     smem: SmemLayout
     memory: type
 
     def __init__(self, config: TopkIndicesConfig, arch: Arch) -> None:
         super().__init__(config, arch)
         self.cluster = config.cluster
-        self.launch = replace(self.launch, cluster=self.cluster)
+        self.launch = replace(self.launch, threads=self.threads, cluster=self.cluster)
+        self.held = DIGITS // self.threads  # digits of a thread, neighbours
 
     @cute.kernel
     def kernel(self, args: TopkIndicesArguments):
@@ -188,8 +179,19 @@ class RowSelection(WarpKernel):
     def write_all(self, out: Output, length: Int32, topk: Int32):
         """Write the positions of a row that has no more than topk numbers."""
         thread, _, _ = cute.arch.thread_idx()
-        for place in cutlass.range(self.rank() * THREADS + thread, topk, self.cluster * THREADS, unroll=1):
+        for place in cutlass.range(self.rank() * self.threads + thread, topk, self.cluster * self.threads, unroll=1):
             out.write(place, place, place < length)
+
+    def own_digits(self, memory: Digits, buffer: Int32) -> cute.Tensor:
+        """Return this thread's digits of a histogram."""
+        thread, _, _ = cute.arch.thread_idx()
+        return cute.make_tensor(memory.histograms + (buffer * DIGITS + thread * self.held), cute.make_layout(self.held))
+
+    def clear(self, memory: Digits, buffer: Int32) -> None:
+        """Clear one of the histograms. All threads."""
+        zeros = cute.make_rmem_tensor(self.held, Int32)
+        zeros.fill(0)
+        cute.autovec_copy(zeros, self.own_digits(memory, buffer))
 
     @cute.jit
     def choose(self, memory: Digits, buffer: Int32, rank: Int32):
@@ -200,17 +202,17 @@ class RowSelection(WarpKernel):
         thread, _, _ = cute.arch.thread_idx()
         lane = thread % LANES
         cute.arch.sync_threads()
-        held = cute.make_rmem_tensor(HELD, Int32)
-        cute.autovec_copy(cute.make_tensor(memory.histograms + (buffer * DIGITS + thread * HELD), cute.make_layout(HELD)), held)
+        held, lanes_per_group = cute.make_rmem_tensor(self.held, Int32), GROUP // self.held
+        cute.autovec_copy(self.own_digits(memory, buffer), held)
         total = held[0]
-        for i in cutlass.range_constexpr(1, HELD):
+        for i in cutlass.range_constexpr(1, self.held):
             total += held[i]
-        for level in cutlass.range_constexpr(LANES_PER_GROUP.bit_length() - 1):
+        for level in cutlass.range_constexpr(lanes_per_group.bit_length() - 1):
             total += cute.arch.shuffle_sync_bfly(total, 1 << level)
-        if lane % LANES_PER_GROUP == 0:
-            memory.groups[buffer * GROUPS + thread // LANES_PER_GROUP] = total
+        if lane % lanes_per_group == 0:
+            memory.groups[buffer * GROUPS + thread // lanes_per_group] = total
         self.meet()
-        clear_histogram(memory.histograms, 1 - buffer)
+        self.clear(memory, 1 - buffer)
         if thread < LANES:
             digit, rank_there, count = self.find(memory, buffer, rank)
             if lane == 0:

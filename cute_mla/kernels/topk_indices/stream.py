@@ -28,43 +28,51 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
-from ...spec.topk_indices import LISTED, MAX_STREAMED_TOPK, STREAM_TILE, THREADS, WARPS
-from ..primitives.arithmetic import inclusive_sum, smaller
+from ...spec.topk_indices import LISTED, MAX_STREAMED_TOPK, STREAM_THREADS, STREAM_TILE
+from ..primitives.arithmetic import inclusive_sum, larger, smaller
+from ..primitives.copies import start_copy
+from ..primitives.rows import aligned
 from ..primitives.smem import Array, SmemLayout
 from .selection import (
-    BLOCK,
     CHOICE,
     DIGITS,
-    EACH,
     GROUP_SUMS,
     HISTOGRAMS,
     LANES,
     NAN,
-    ROWS,
     SIGN,
     Digits,
     Output,
     RowSelection,
-    clear_histogram,
-    count_digit,
     first_shift,
     key_of,
 )
 
-assert THREADS * EACH == STREAM_TILE
+WARPS = STREAM_THREADS // LANES
+EACH = STREAM_TILE // STREAM_THREADS  # numbers of a lane in a tile
+BLOCK = LANES * EACH  # of a warp
+VECTOR = 4  # numbers of a lane that follow one another
+VECTORS = EACH // VECTOR
+STEP = LANES * VECTOR  # from one of a lane's vectors to the next
+STAGES = 2  # tiles under way
+ROWS = 8  # listed numbers of a lane that are counted together
 assert MAX_STREAMED_TOPK + STREAM_TILE <= LISTED, "a tile has room behind the chosen"
 
+BYTE = 8  # bits: counts of a warp's vectors are the bytes of a word
+assert VECTORS * BYTE == 32 and STEP < 1 << BYTE, "so that they fit"
 MINUS_INFINITY, INFINITY = 0x007FFFFF, 0xFF800000  # keys; the only ones below are NAN, and 0 for no number
-SPARE = 8  # a compaction may leave topk / 8 keys besides topk
-HIGH = 16  # bits: a pair of counts of a tile is one word
+FINE = 15  # bits: 256 digits for numbers from a power of two to the next
+SPARE = 8  # a compaction may leave topk / 8 numbers besides topk
 
 SMEM = SmemLayout(
     (
-        Array("keys", Uint32, LISTED, 16),
+        Array("numbers", Float32, LISTED, 16),
         Array("places", Int32, LISTED, 16),
+        Array("staged", Float32, STAGES * STREAM_TILE, 16),
         HISTOGRAMS,
         GROUP_SUMS,
         Array("counts", Int32, 2 * WARPS, 16),
+        Array("elsewhere", Int32, LANES, 16),
         CHOICE,
     )
 )
@@ -72,11 +80,17 @@ SMEM = SmemLayout(
 
 @dataclass(frozen=True)
 class Memory(Digits):
-    """Shared memory. keys, places: the list. counts: what each warp found in a tile, in turns."""
+    """Shared memory.
 
-    keys: cute.Pointer
+    numbers, places: the list. staged: tiles of the row. counts: what each warp found in a tile, in turns.
+    elsewhere: a count of each lane that stands for none.
+    """
+
+    numbers: cute.Pointer
     places: cute.Pointer
+    staged: cute.Pointer
     counts: cute.Pointer
+    elsewhere: cute.Pointer
 
 
 @dataclass(frozen=True)
@@ -96,37 +110,44 @@ class Threshold:
 class TopkIndicesStream(RowSelection):
     """One variant of the kernel."""
 
-    smem, memory, counts = SMEM, Memory, 2 * ROWS
+    threads = STREAM_THREADS
+    smem, memory, counts = SMEM, Memory, 2 * (ROWS + 1)
 
     @cute.jit
     def select(self, memory: Memory, first: cute.Pointer, out: Output, length: Int32, topk: Int32):
         """Write the positions of the topk greatest of length > topk numbers."""
         thread, _, _ = cute.arch.thread_idx()
-        mine = thread // LANES * BLOCK + thread % LANES  # the lane's first place in a tile
-        clear_histogram(memory.histograms, Int32(0))  # each choice clears the other
-        numbers, ahead = cute.make_rmem_tensor(EACH, Float32), cute.make_rmem_tensor(EACH, Float32)
-        ballots = cute.make_rmem_tensor(EACH, Uint32)
-        held, least, buffer, turn = Int32(0), Uint32(0), Int32(0), Int32(0)
+        self.clear(memory, Int32(0))  # each choice clears the other
+        if thread < LANES:
+            memory.elsewhere[thread] = Int32(0)
+        numbers, places = cute.make_rmem_tensor(EACH, Float32), cute.make_rmem_tensor(EACH, Int32)
+        held, least, buffer, turn, stage = Int32(0), Uint32(0), Int32(0), Int32(0), Int32(0)
         most = smaller(topk + topk // SPARE, Int32(MAX_STREAMED_TOPK))
-        load_tile(ahead, first, length, mine)
+        for ahead in cutlass.range_constexpr(STAGES):
+            start_tile(memory, first, length, Int32(ahead * STREAM_TILE), Int32(ahead))
         for tile in cutlass.range(0, length, STREAM_TILE, unroll=1):
-            for i in cutlass.range_constexpr(EACH):
-                numbers[i] = ahead[i]
-            load_tile(ahead, first, length, tile + STREAM_TILE + mine)
-            found = mark(ballots, numbers, Threshold.above(least), length - tile - mine)
-            before, total = place(memory, turn, found)
+            cute.arch.cp_async_wait_group(STAGES - 1)
+            cute.arch.sync_warp()
+            load_vectors(numbers, memory.staged + stage * STREAM_TILE)
+            cute.arch.sync_warp()
+            start_tile(memory, first, length, tile + STAGES * STREAM_TILE, stage)
+            stage = 1 - stage
+            found = mark(numbers, Threshold.above(least), length - tile)
+            before, of_warp, first_slot, total = place(memory, turn, found)
             if held + total > LISTED:
                 held, least, buffer, turn = self.compact(memory, held, (least, topk, most), buffer, 1 - turn)
-                found = mark(ballots, numbers, Threshold.above(least), length - tile - mine)
-                before, total = place(memory, turn, found)
+                found = mark(numbers, Threshold.above(least), length - tile)
+                before, of_warp, first_slot, total = place(memory, turn, found)
             turn = 1 - turn
-            if found > 0:
-                append(memory, ballots, numbers, held + before, tile + mine)
+            for i in cutlass.range_constexpr(EACH):
+                places[i] = tile + place_of(i)
+            append(memory, numbers, places, found, slots_of(before, of_warp, held + first_slot))
             held += total
+        cute.arch.cp_async_wait_group(0)  # of tiles behind the last
         cute.arch.sync_threads()
         held, least, buffer, turn = self.compact(memory, held, (least, topk, topk), buffer, turn)
         cute.arch.sync_threads()
-        for at in cutlass.range(thread, topk, THREADS, unroll=1):
+        for at in cutlass.range(thread, topk, STREAM_THREADS, unroll=1):
             out.write(at, memory.places[at])
 
     @cute.jit
@@ -137,115 +158,192 @@ class TopkIndicesStream(RowSelection):
         """
         min_key, topk, most = wanted
         span, rank, count, kept = Uint32(INFINITY) - min_key, topk, held, held
-        shift = first_shift(span)
+        shift = cutlass.select_(min_key > NAN, Int32(FINE), first_shift(span))
         while kept > most and span != 0:
             count_list(memory, buffer, held, (min_key, span), shift)
             min_key, span, rank, count, shift = self.narrow(memory, buffer, rank, (min_key, span), shift)
             buffer = 1 - buffer
             kept = topk - rank + count
         need = cutlass.select_(span == 0, rank, count)
-        left, turn = keep(memory, held, (min_key, min_key + span), need, turn)
+        left, turn = keep(memory, held, min_key, count - need, need, turn)
         below = (min_key > NAN) & (min_key < MINUS_INFINITY)
         return left, Uint32(cutlass.select_(below, Uint32(MINUS_INFINITY), min_key)), buffer, turn
 
 
+def place_of(i: int) -> Int32:
+    """Return the place in a tile of this lane's element i."""
+    thread, _, _ = cute.arch.thread_idx()
+    return thread // LANES * BLOCK + VECTOR * (thread % LANES) + (i // VECTOR * STEP + i % VECTOR)
+
+
 @cute.jit
-def load_tile(numbers: cute.Tensor, first: cute.Pointer, length: Int32, start: Int32):
-    """Load this lane's numbers from `start` on, 32 apart; the last number where there are none."""
+def start_tile(memory: Memory, first: cute.Pointer, length: Int32, tile: Int32, stage: Int32):
+    """Start the copies of the warp's part of a tile, as far as there is one."""
+    thread, _, _ = cute.arch.thread_idx()
+    place = thread // LANES * BLOCK + thread % LANES
+    target = memory.staged + (stage * STREAM_TILE + place)
+    source = (first + (tile + place)).toint()
+    if tile + STREAM_TILE <= length:
+        for i in cutlass.range_constexpr(EACH):
+            start_copy(target + LANES * i, source + 4 * LANES * i, Boolean(True), 4)
+    else:
+        for i in cutlass.range_constexpr(EACH):
+            start_copy(target + LANES * i, source + 4 * LANES * i, tile + place + LANES * i < length, 4)
+    cute.arch.cp_async_commit_group()
+
+
+def load_vectors(values: cute.Tensor, tile: cute.Pointer) -> None:
+    """Load this lane's elements of a tile."""
+    for i in range(0, EACH, VECTOR):
+        vector = cute.make_tensor(aligned(tile + place_of(i), 16), cute.make_layout(VECTOR))
+        cute.autovec_copy(vector, cute.make_tensor(values.iterator + i, cute.make_layout(VECTOR)))
+
+
+def those_of(count: Int32) -> Int32:
+    """Return a bit for each of this lane's elements of a tile of which the first `count` exist."""
+    bits = Int32(0)
+    for i in range(0, EACH, VECTOR):
+        here = smaller(larger(count - place_of(i), Int32(0)), Int32(VECTOR))
+        bits = bits | (((Int32(1) << here) - 1) << i)
+    return bits
+
+
+@cute.jit
+def mark(numbers: cute.Tensor, threshold: Threshold, count: Int32):
+    """Return a bit for each of this lane's numbers that passes, of a tile with `count` numbers."""
+    bits = Int32(0)
     for i in cutlass.range_constexpr(EACH):
-        numbers[i] = first[smaller(start + LANES * i, length - 1)]
+        bits += cutlass.select_(numbers[i] > threshold.bound, Int32(1 << i), Int32(0))
+    if threshold.everything:
+        bits = Int32((1 << EACH) - 1)
+    if count < STREAM_TILE:
+        bits &= those_of(count)
+    return bits
 
 
 @cute.jit
-def mark(ballots: cute.Tensor, numbers: cute.Tensor, threshold: Threshold, count: Int32):
-    """Vote on the lanes' numbers, of which those 32 i < count exist; return how many pass."""
-    found = Int32(0)
-    for i in cutlass.range_constexpr(EACH):
-        passes = ((numbers[i] > threshold.bound) | threshold.everything) & (LANES * i < count)
-        ballots[i] = Uint32(cute.arch.vote_ballot_sync(passes))
-        found += Int32(cute.arch.popc(ballots[i]))
-    return found
+def place(memory: Memory, turn: Int32, bits: Int32):
+    """Place the elements that have a bit in a list of all of them; return what `slots_of` takes, and how many there are.
 
-
-@cute.jit
-def place(memory: Memory, turn: Int32, amount: Int32):
-    """Return the sum of the amounts of the warps before this one, and of all. A barrier of all threads; turns alternate."""
+    A barrier of all threads; turns alternate.
+    """
     thread, _, _ = cute.arch.thread_idx()
     lane, warp = thread % LANES, thread // LANES
+    of_lane = Int32(0)
+    for v in cutlass.range_constexpr(VECTORS):
+        of_lane |= Int32(cute.arch.popc(bits & (((1 << VECTOR) - 1) << (v * VECTOR)))) << (v * BYTE)
+    until = inclusive_sum(of_lane, lane, Int32)
+    of_warp = cute.arch.shuffle_sync(until, LANES - 1)
+    amount = Int32(0)
+    for v in cutlass.range_constexpr(VECTORS):
+        amount += byte_of(of_warp, v)
     counts = memory.counts + turn * WARPS
     if lane == 0:
         counts[warp] = amount
     cute.arch.sync_threads()
-    of_warp = cutlass.select_(lane < WARPS, counts[lane % WARPS], Int32(0))
-    until = inclusive_sum(of_warp, lane, Int32)
-    return cute.arch.shuffle_sync(until, warp) - amount, cute.arch.shuffle_sync(until, WARPS - 1)
+    sums = counts[lane % WARPS]
+    for level in cutlass.range_constexpr(WARPS.bit_length() - 1):
+        below = cute.arch.shuffle_sync_up(sums, 1 << level)
+        sums += cutlass.select_(lane >= 1 << level, below, Int32(0))
+    return until - of_lane, of_warp, cute.arch.shuffle_sync(sums, warp) - amount, cute.arch.shuffle_sync(sums, WARPS - 1)
+
+
+def slots_of(before: Int32, of_warp: Int32, first: Int32) -> list[Int32]:
+    """Return the slot of the first element of each of this lane's vectors.
+
+    before: elements of each vector in the lanes before this one, of_warp: in all lanes, as bytes. first: the warp's first slot.
+    """
+    slots = []
+    for v in range(VECTORS):
+        slots.append(first + byte_of(before, v))
+        first = first + byte_of(of_warp, v)
+    return slots
+
+
+def byte_of(word: Int32, i: int) -> Int32:
+    """Return a byte of a word."""
+    return (word >> (i * BYTE)) & ((1 << BYTE) - 1)
 
 
 @cute.jit
-def append(memory: Memory, ballots: cute.Tensor, numbers: cute.Tensor, slot: Int32, start: Int32):
-    """List the numbers that passed, from `slot` on. start: place of this lane's first."""
-    lane = cute.arch.lane_idx()
-    lower_lanes = (Uint32(1) << Uint32(lane)) - 1
-    for i in cutlass.range_constexpr(EACH):
-        if ballots[i] != 0:
-            at = slot + Int32(cute.arch.popc(ballots[i] & lower_lanes))
-            if (ballots[i] >> Uint32(lane)) & 1 != 0:
-                memory.keys[at] = key_of(numbers[i])
-                memory.places[at] = start + LANES * i
-            slot += Int32(cute.arch.popc(ballots[i]))
+def append(memory: Memory, numbers: cute.Tensor, places: cute.Tensor, bits: Int32, slots: list):
+    """List the elements that have a bit. slots: of the first one of each of this lane's vectors."""
+    for v in cutlass.range_constexpr(VECTORS):
+        slot = slots[v]
+        for i in cutlass.range_constexpr(v * VECTOR, (v + 1) * VECTOR):
+            if bits & (1 << i) != 0:
+                memory.numbers[slot] = numbers[i]
+                memory.places[slot] = places[i]
+                slot += 1
 
 
 @cute.jit
 def count_list(memory: Memory, buffer: Int32, held: Int32, span: tuple, shift: Int32):
-    """Count the listed keys from span[0] to span[0] + span[1] by their distance from span[0], in steps of 2^shift; the last is open."""
+    """Count the listed keys from span[0] to span[0] + span[1] by their distance from span[0], in steps of 2^shift; the last is open.
+
+    Equal digits of a whole block are one sum, so that a plateau does not take turns at one word.
+    """
     thread, _, _ = cute.arch.thread_idx()
-    keys = cute.make_rmem_tensor(ROWS, Uint32)
-    for first in cutlass.range(thread // LANES * (LANES * ROWS), held, THREADS * ROWS, unroll=1):
+    lane = thread % LANES
+    histogram, elsewhere = (memory.histograms + buffer * DIGITS).toint(), (memory.elsewhere + lane).toint()
+    counts = cute.make_rmem_tensor(ROWS, Int32)
+    for first in cutlass.range(thread // LANES * (LANES * ROWS), held, STREAM_THREADS * ROWS, unroll=1):
         for i in cutlass.range_constexpr(ROWS):
-            keys[i] = memory.keys[first + LANES * i + thread % LANES]
-        for i in cutlass.range_constexpr(ROWS):
-            distance = keys[i] - span[0]
+            at = first + LANES * i + lane
+            distance = key_of(memory.numbers[smaller(at, held - 1)]) - span[0]
             digit = Int32(smaller(distance >> Uint32(shift), Uint32(DIGITS - 1)))
-            counts = (distance <= span[1]) & (first + LANES * i + thread % LANES < held)
-            count_digit(memory.histograms + buffer * DIGITS, digit, counts)
+            counts[i] = cutlass.select_((distance <= span[1]) & (at < held), histogram + 4 * digit, elsewhere)
+        least, greatest = counts[0], counts[0]
+        for i in cutlass.range_constexpr(1, ROWS):
+            least, greatest = smaller(least, counts[i]), larger(greatest, counts[i])
+        common = cute.arch.shuffle_sync(least, 0)
+        if cute.arch.vote_all_sync((least == common) & (greatest == common)):
+            if lane == 0:
+                add(common, LANES * ROWS)
+        else:
+            for i in cutlass.range_constexpr(ROWS):
+                add(counts[i], 1)
+
+
+def add(address: Int32, amount: int) -> None:
+    """Add to a count of the CTA."""
+    count = cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=4)
+    cute.arch.red(count, Int32(amount), op="add", dtype="u32", sem="relaxed", scope="cta")
 
 
 @cute.jit
-def keep(memory: Memory, held: Int32, pivot: tuple, need: Int32, turn: Int32):
-    """Move the keys above the pivot, (min, max), and the first `need` keys at it to the front; return their number and the next turn.
+def keep(memory: Memory, held: Int32, min_key: Uint32, beyond: Int32, need: Int32, turn: Int32):
+    """Move the keys from `min_key` on to the front, but for the last `beyond` that equal it: if there are any, `need` stay.
 
-    Each tile of the list is in registers when the barrier in `place` comes, and goes to places that are not behind it.
+    Returns how many are left, and the next turn. Each tile of the list is in registers when the barrier comes, and goes to slots that are
+    not behind it.
     """
-    thread, _, _ = cute.arch.thread_idx()
-    lane, mine = thread % LANES, thread // LANES * BLOCK + thread % LANES
-    lower_lanes = (Uint32(1) << Uint32(lane)) - 1
-    keys, places = cute.make_rmem_tensor(EACH, Uint32), cute.make_rmem_tensor(EACH, Int32)
-    over, same = cute.make_rmem_tensor(EACH, Uint32), cute.make_rmem_tensor(EACH, Uint32)
-    above, at = Int32(0), Int32(0)
+    numbers, places = cute.make_rmem_tensor(EACH, Float32), cute.make_rmem_tensor(EACH, Int32)
+    left, equal = Int32(0), Int32(0)
     for tile in cutlass.range(0, held, STREAM_TILE, unroll=1):
-        found = Int32(0)
+        load_vectors(numbers, memory.numbers + tile)
+        load_vectors(places, memory.places + tile)
+        kept, same = Int32(0), Int32(0)
         for i in cutlass.range_constexpr(EACH):
-            listed = tile + mine + LANES * i
-            keys[i] = memory.keys[listed]
-            places[i] = memory.places[listed]
-            is_over = (listed < held) & (keys[i] > pivot[1])
-            is_same = (listed < held) & (keys[i] >= pivot[0]) & (keys[i] <= pivot[1])
-            over[i] = Uint32(cute.arch.vote_ballot_sync(is_over))
-            same[i] = Uint32(cute.arch.vote_ballot_sync(is_same))
-            found += Int32(cute.arch.popc(over[i])) + (Int32(cute.arch.popc(same[i])) << HIGH)
-        before, total = place(memory, turn, found)
+            key = key_of(numbers[i])
+            kept += cutlass.select_(key >= min_key, Int32(1 << i), Int32(0))
+            same += cutlass.select_(key == min_key, Int32(1 << i), Int32(0))
+        kept &= those_of(held - tile)
+        if beyond > 0:
+            same &= kept
+            before, of_warp, first, total = place(memory, turn, same)
+            slots = slots_of(before, of_warp, equal + first)
+            turn = 1 - turn
+            kept -= same
+            for v in cutlass.range_constexpr(VECTORS):
+                slot = slots[v]
+                for i in cutlass.range_constexpr(v * VECTOR, (v + 1) * VECTOR):
+                    if same & (1 << i) != 0:
+                        kept += cutlass.select_(slot < need, Int32(1 << i), Int32(0))
+                        slot += 1
+            equal += total
+        before, of_warp, first, total = place(memory, turn, kept)
         turn = 1 - turn
-        over_at, same_at = above + (before & ((1 << HIGH) - 1)), at + (before >> HIGH)
-        for i in cutlass.range_constexpr(EACH):
-            over_before = over_at + Int32(cute.arch.popc(over[i] & lower_lanes))
-            same_before = same_at + Int32(cute.arch.popc(same[i] & lower_lanes))
-            is_over, is_same = (over[i] >> Uint32(lane)) & 1 != 0, (same[i] >> Uint32(lane)) & 1 != 0
-            if is_over | (is_same & (same_before < need)):
-                slot = over_before + smaller(same_before, need)
-                memory.keys[slot] = keys[i]
-                memory.places[slot] = places[i]
-            over_at += Int32(cute.arch.popc(over[i]))
-            same_at += Int32(cute.arch.popc(same[i]))
-        above += total & ((1 << HIGH) - 1)
-        at += total >> HIGH
-    return above + smaller(at, need), turn
+        append(memory, numbers, places, kept, slots_of(before, of_warp, left + first))
+        left += total
+    return left, turn
