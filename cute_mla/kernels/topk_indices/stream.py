@@ -49,17 +49,15 @@ from .selection import (
 )
 
 WARPS = STREAM_THREADS // LANES
-EACH = STREAM_TILE // STREAM_THREADS  # numbers of a lane in a tile
+EACH = STREAM_TILE // STREAM_THREADS  # numbers of a lane in a tile, which follow one another
 BLOCK = LANES * EACH  # of a warp
-VECTOR = 4  # numbers of a lane that follow one another
+VECTOR = 4  # numbers of one access
 VECTORS = EACH // VECTOR
-STEP = LANES * VECTOR  # from one of a lane's vectors to the next
 STAGES = 2  # tiles under way
 ROWS = 8  # listed numbers of a lane that are counted together
 assert MAX_STREAMED_TOPK + STREAM_TILE <= LISTED, "a tile has room behind the chosen"
+assert EACH * 2 == LANES, "a turn of copies fills two lanes' numbers, whose vectors `staged_at` places"
 
-BYTE = 8  # bits: counts of a warp's vectors are the bytes of a word
-assert VECTORS * BYTE == 32 and STEP < 1 << BYTE, "so that they fit"
 MINUS_INFINITY, INFINITY = 0x007FFFFF, 0xFF800000  # keys; the only ones below are NAN, and 0 for no number
 FINE = 15  # bits: 256 digits for numbers from a power of two to the next
 SPARE = 8  # a compaction may leave topk / 8 numbers besides topk
@@ -120,29 +118,35 @@ class TopkIndicesStream(RowSelection):
         self.clear(memory, Int32(0))  # each choice clears the other
         if thread < LANES:
             memory.elsewhere[thread] = Int32(0)
-        numbers, places = cute.make_rmem_tensor(EACH, Float32), cute.make_rmem_tensor(EACH, Int32)
+        numbers, ahead = cute.make_rmem_tensor(EACH, Float32), cute.make_rmem_tensor(EACH, Float32)
+        places = cute.make_rmem_tensor(EACH, Int32)
         held, least, buffer, turn, stage = Int32(0), Uint32(0), Int32(0), Int32(0), Int32(0)
         most = smaller(topk + topk // SPARE, Int32(MAX_STREAMED_TOPK))
-        for ahead in cutlass.range_constexpr(STAGES):
-            start_tile(memory, first, length, Int32(ahead * STREAM_TILE), Int32(ahead))
+        for start in cutlass.range_constexpr(STAGES):
+            start_tile(memory, first, length, Int32(start * STREAM_TILE), Int32(start))
+        take_tile(numbers, memory, first, length, Int32(0), stage)
+        found = mark(numbers, Threshold.above(least), length)
+        before, amount = count_before(found)
+        post(memory, turn, amount)
         for tile in cutlass.range(0, length, STREAM_TILE, unroll=1):
-            cute.arch.cp_async_wait_group(STAGES - 1)
-            cute.arch.sync_warp()
-            load_vectors(numbers, memory.staged + stage * STREAM_TILE)
-            cute.arch.sync_warp()
-            start_tile(memory, first, length, tile + STAGES * STREAM_TILE, stage)
             stage = 1 - stage
-            found = mark(numbers, Threshold.above(least), length - tile)
-            before, of_warp, first_slot, total = place(memory, turn, found)
+            take_tile(ahead, memory, first, length, tile + STREAM_TILE, stage)
+            cute.arch.sync_threads()
+            start, total = sums(memory, turn)
             if held + total > LISTED:
                 held, least, buffer, turn = self.compact(memory, held, (least, topk, most), buffer, 1 - turn)
                 found = mark(numbers, Threshold.above(least), length - tile)
-                before, of_warp, first_slot, total = place(memory, turn, found)
-            turn = 1 - turn
+                before, start, total = place(memory, turn, found)
             for i in cutlass.range_constexpr(EACH):
-                places[i] = tile + place_of(i)
-            append(memory, numbers, places, found, slots_of(before, of_warp, held + first_slot))
+                places[i] = tile + first_place() + i
+            append(memory, numbers, places, found, held + start + before)
             held += total
+            for i in cutlass.range_constexpr(EACH):
+                numbers[i] = ahead[i]
+            found = mark(numbers, Threshold.above(least), length - tile - STREAM_TILE)
+            before, amount = count_before(found)
+            turn = 1 - turn
+            post(memory, turn, amount)
         cute.arch.cp_async_wait_group(0)  # of tiles behind the last
         cute.arch.sync_threads()
         held, least, buffer, turn = self.compact(memory, held, (least, topk, topk), buffer, turn)
@@ -170,42 +174,53 @@ class TopkIndicesStream(RowSelection):
         return left, Uint32(cutlass.select_(below, Uint32(MINUS_INFINITY), min_key)), buffer, turn
 
 
-def place_of(i: int) -> Int32:
-    """Return the place in a tile of this lane's element i."""
+def first_place() -> Int32:
+    """Return the place in a tile of this lane's first number."""
     thread, _, _ = cute.arch.thread_idx()
-    return thread // LANES * BLOCK + VECTOR * (thread % LANES) + (i // VECTOR * STEP + i % VECTOR)
+    return thread * EACH
+
+
+def staged_at(lane: Int32, vector: Int32) -> Int32:
+    """Return where a vector of a lane is in the warp's part of a staged tile: turned, so that eight lanes meet all banks."""
+    return lane * EACH + ((vector + lane // 2) % VECTORS) * VECTOR
 
 
 @cute.jit
 def start_tile(memory: Memory, first: cute.Pointer, length: Int32, tile: Int32, stage: Int32):
-    """Start the copies of the warp's part of a tile, as far as there is one."""
+    """Start the copies of the warp's part of a tile, as far as there is one. A turn of 32 fills two lanes' numbers."""
     thread, _, _ = cute.arch.thread_idx()
-    place = thread // LANES * BLOCK + thread % LANES
-    target = memory.staged + (stage * STREAM_TILE + place)
-    source = (first + (tile + place)).toint()
+    lane, block = thread % LANES, thread // LANES * BLOCK
+    source, left = (first + (tile + block + lane)).toint(), length - (tile + block + lane)
+    turned = [
+        memory.staged + (stage * STREAM_TILE + block + staged_at(turn * 2 + lane // EACH, lane % EACH // VECTOR) + lane % VECTOR)
+        for turn in range(VECTORS)
+    ]
     if tile + STREAM_TILE <= length:
         for i in cutlass.range_constexpr(EACH):
-            start_copy(target + LANES * i, source + 4 * LANES * i, Boolean(True), 4)
+            start_copy(turned[i % VECTORS] + i // VECTORS * VECTORS * LANES, source + 4 * LANES * i, Boolean(True), 4)
     else:
         for i in cutlass.range_constexpr(EACH):
-            start_copy(target + LANES * i, source + 4 * LANES * i, tile + place + LANES * i < length, 4)
+            start_copy(turned[i % VECTORS] + i // VECTORS * VECTORS * LANES, source + 4 * LANES * i, LANES * i < left, 4)
     cute.arch.cp_async_commit_group()
 
 
-def load_vectors(values: cute.Tensor, tile: cute.Pointer) -> None:
-    """Load this lane's elements of a tile."""
-    for i in range(0, EACH, VECTOR):
-        vector = cute.make_tensor(aligned(tile + place_of(i), 16), cute.make_layout(VECTOR))
-        cute.autovec_copy(vector, cute.make_tensor(values.iterator + i, cute.make_layout(VECTOR)))
+@cute.jit
+def take_tile(numbers: cute.Tensor, memory: Memory, first: cute.Pointer, length: Int32, tile: Int32, stage: Int32):
+    """Load this lane's numbers of a tile, and start the copies of the one that takes its place."""
+    thread, _, _ = cute.arch.thread_idx()
+    cute.arch.cp_async_wait_group(STAGES - 1)
+    cute.arch.sync_warp()
+    source = memory.staged + (stage * STREAM_TILE + thread // LANES * BLOCK)
+    for v in cutlass.range_constexpr(VECTORS):
+        load_vector(numbers, v, source + staged_at(thread % LANES, Int32(v)))
+    cute.arch.sync_warp()
+    start_tile(memory, first, length, tile + STAGES * STREAM_TILE, stage)
 
 
-def those_of(count: Int32) -> Int32:
-    """Return a bit for each of this lane's elements of a tile of which the first `count` exist."""
-    bits = Int32(0)
-    for i in range(0, EACH, VECTOR):
-        here = smaller(larger(count - place_of(i), Int32(0)), Int32(VECTOR))
-        bits = bits | (((Int32(1) << here) - 1) << i)
-    return bits
+def load_vector(values: cute.Tensor, v: int, source: cute.Pointer) -> None:
+    """Load one of a lane's vectors."""
+    vector = cute.make_tensor(aligned(source, 16), cute.make_layout(VECTOR))
+    cute.autovec_copy(vector, cute.make_tensor(values.iterator + v * VECTOR, cute.make_layout(VECTOR)))
 
 
 @cute.jit
@@ -213,68 +228,59 @@ def mark(numbers: cute.Tensor, threshold: Threshold, count: Int32):
     """Return a bit for each of this lane's numbers that passes, of a tile with `count` numbers."""
     bits = Int32(0)
     for i in cutlass.range_constexpr(EACH):
-        bits += cutlass.select_(numbers[i] > threshold.bound, Int32(1 << i), Int32(0))
-    if threshold.everything:
-        bits = Int32((1 << EACH) - 1)
-    if count < STREAM_TILE:
-        bits &= those_of(count)
-    return bits
+        bits |= cutlass.select_(numbers[i] > threshold.bound, Int32(1 << i), Int32(0))
+    return cutlass.select_(threshold.everything, Int32((1 << EACH) - 1), bits) & those_of(count)
+
+
+def those_of(count: Int32) -> Int32:
+    """Return a bit for each of this lane's elements of a tile of which the first `count` exist."""
+    return (Int32(1) << smaller(larger(count - first_place(), Int32(0)), Int32(EACH))) - 1
+
+
+def count_before(bits: Int32) -> tuple[Int32, Int32]:
+    """Return how many elements of the warp have a bit: in the lanes before this one, and in all."""
+    own = Int32(cute.arch.popc(bits))
+    until = inclusive_sum(own, cute.arch.lane_idx(), Int32)
+    return until - own, cute.arch.shuffle_sync(until, LANES - 1)
 
 
 @cute.jit
-def place(memory: Memory, turn: Int32, bits: Int32):
-    """Place the elements that have a bit in a list of all of them; return what `slots_of` takes, and how many there are.
-
-    A barrier of all threads; turns alternate.
-    """
+def post(memory: Memory, turn: Int32, amount: Int32):
+    """Store the warp's amount for `sums`, behind a barrier of all threads. Turns alternate."""
     thread, _, _ = cute.arch.thread_idx()
-    lane, warp = thread % LANES, thread // LANES
-    of_lane = Int32(0)
-    for v in cutlass.range_constexpr(VECTORS):
-        of_lane |= Int32(cute.arch.popc(bits & (((1 << VECTOR) - 1) << (v * VECTOR)))) << (v * BYTE)
-    until = inclusive_sum(of_lane, lane, Int32)
-    of_warp = cute.arch.shuffle_sync(until, LANES - 1)
-    amount = Int32(0)
-    for v in cutlass.range_constexpr(VECTORS):
-        amount += byte_of(of_warp, v)
-    counts = memory.counts + turn * WARPS
-    if lane == 0:
-        counts[warp] = amount
+    if thread % LANES == 0:
+        memory.counts[turn * WARPS + thread // LANES] = amount
+
+
+def sums(memory: Memory, turn: Int32) -> tuple[Int32, Int32]:
+    """Return the sum of the amounts of the warps before this one, and of all."""
+    thread, _, _ = cute.arch.thread_idx()
+    amounts = cute.make_rmem_tensor(WARPS, Int32)
+    for v in range(WARPS // VECTOR):
+        load_vector(amounts, v, memory.counts + (turn * WARPS + v * VECTOR))
+    start, total = Int32(0), Int32(0)
+    for warp in range(WARPS):
+        start = start + cutlass.select_(warp < thread // LANES, amounts[warp], Int32(0))
+        total = total + amounts[warp]
+    return start, total
+
+
+def place(memory: Memory, turn: Int32, bits: Int32) -> tuple[Int32, Int32, Int32]:
+    """Return how many elements with a bit are in the warp before this lane, in the warps before this one, and in all."""
+    before, amount = count_before(bits)
+    post(memory, turn, amount)
     cute.arch.sync_threads()
-    sums = counts[lane % WARPS]
-    for level in cutlass.range_constexpr(WARPS.bit_length() - 1):
-        below = cute.arch.shuffle_sync_up(sums, 1 << level)
-        sums += cutlass.select_(lane >= 1 << level, below, Int32(0))
-    return until - of_lane, of_warp, cute.arch.shuffle_sync(sums, warp) - amount, cute.arch.shuffle_sync(sums, WARPS - 1)
-
-
-def slots_of(before: Int32, of_warp: Int32, first: Int32) -> list[Int32]:
-    """Return the slot of the first element of each of this lane's vectors.
-
-    before: elements of each vector in the lanes before this one, of_warp: in all lanes, as bytes. first: the warp's first slot.
-    """
-    slots = []
-    for v in range(VECTORS):
-        slots.append(first + byte_of(before, v))
-        first = first + byte_of(of_warp, v)
-    return slots
-
-
-def byte_of(word: Int32, i: int) -> Int32:
-    """Return a byte of a word."""
-    return (word >> (i * BYTE)) & ((1 << BYTE) - 1)
+    return before, *sums(memory, turn)
 
 
 @cute.jit
-def append(memory: Memory, numbers: cute.Tensor, places: cute.Tensor, bits: Int32, slots: list):
-    """List the elements that have a bit. slots: of the first one of each of this lane's vectors."""
-    for v in cutlass.range_constexpr(VECTORS):
-        slot = slots[v]
-        for i in cutlass.range_constexpr(v * VECTOR, (v + 1) * VECTOR):
-            if bits & (1 << i) != 0:
-                memory.numbers[slot] = numbers[i]
-                memory.places[slot] = places[i]
-                slot += 1
+def append(memory: Memory, numbers: cute.Tensor, places: cute.Tensor, bits: Int32, slot: Int32):
+    """List the elements that have a bit, from `slot` on."""
+    for i in cutlass.range_constexpr(EACH):
+        if bits & (1 << i) != 0:
+            memory.numbers[slot] = numbers[i]
+            memory.places[slot] = places[i]
+            slot += 1
 
 
 @cute.jit
@@ -321,8 +327,9 @@ def keep(memory: Memory, held: Int32, min_key: Uint32, beyond: Int32, need: Int3
     numbers, places = cute.make_rmem_tensor(EACH, Float32), cute.make_rmem_tensor(EACH, Int32)
     left, equal = Int32(0), Int32(0)
     for tile in cutlass.range(0, held, STREAM_TILE, unroll=1):
-        load_vectors(numbers, memory.numbers + tile)
-        load_vectors(places, memory.places + tile)
+        for v in cutlass.range_constexpr(VECTORS):
+            load_vector(numbers, v, memory.numbers + (tile + first_place() + v * VECTOR))
+            load_vector(places, v, memory.places + (tile + first_place() + v * VECTOR))
         kept, same = Int32(0), Int32(0)
         for i in cutlass.range_constexpr(EACH):
             key = key_of(numbers[i])
@@ -331,19 +338,17 @@ def keep(memory: Memory, held: Int32, min_key: Uint32, beyond: Int32, need: Int3
         kept &= those_of(held - tile)
         if beyond > 0:
             same &= kept
-            before, of_warp, first, total = place(memory, turn, same)
-            slots = slots_of(before, of_warp, equal + first)
+            before, start, total = place(memory, turn, same)
             turn = 1 - turn
             kept -= same
-            for v in cutlass.range_constexpr(VECTORS):
-                slot = slots[v]
-                for i in cutlass.range_constexpr(v * VECTOR, (v + 1) * VECTOR):
-                    if same & (1 << i) != 0:
-                        kept += cutlass.select_(slot < need, Int32(1 << i), Int32(0))
-                        slot += 1
+            slot = equal + start + before
+            for i in cutlass.range_constexpr(EACH):
+                if same & (1 << i) != 0:
+                    kept += cutlass.select_(slot < need, Int32(1 << i), Int32(0))
+                    slot += 1
             equal += total
-        before, of_warp, first, total = place(memory, turn, kept)
+        before, start, total = place(memory, turn, kept)
         turn = 1 - turn
-        append(memory, numbers, places, kept, slots_of(before, of_warp, left + first))
+        append(memory, numbers, places, kept, left + start + before)
         left += total
     return left, turn
