@@ -29,7 +29,7 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Uint32
 
 from ...spec.topk_indices import LISTED, MAX_STREAMED_TOPK, STREAM_THREADS, STREAM_TILE
-from ..primitives.arithmetic import inclusive_sum, larger, smaller
+from ..primitives.arithmetic import inclusive_sum, larger, pin_register, smaller
 from ..primitives.copies import start_copy
 from ..primitives.rows import aligned
 from ..primitives.smem import Array, SmemLayout
@@ -49,15 +49,17 @@ from .selection import (
 )
 
 WARPS = STREAM_THREADS // LANES
-EACH = STREAM_TILE // STREAM_THREADS  # numbers of a lane in a tile, which follow one another
+EACH = STREAM_TILE // STREAM_THREADS  # numbers of a lane in a tile
 BLOCK = LANES * EACH  # of a warp
-VECTOR = 4  # numbers of one access
+VECTOR = 4  # numbers of a lane that follow one another
 VECTORS = EACH // VECTOR
+STEP = LANES * VECTOR  # from one of a lane's vectors to the next
 STAGES = 2  # tiles under way
 ROWS = 8  # listed numbers of a lane that are counted together
 assert MAX_STREAMED_TOPK + STREAM_TILE <= LISTED, "a tile has room behind the chosen"
-assert EACH * 2 == LANES, "a turn of copies fills two lanes' numbers, whose vectors `staged_at` places"
 
+BYTE = 8  # bits: counts of a warp's vectors are the bytes of a word
+assert VECTORS * BYTE == 32 and STEP < 1 << BYTE, "so that they fit"
 MINUS_INFINITY, INFINITY = 0x007FFFFF, 0xFF800000  # keys; the only ones below are NAN, and 0 for no number
 FINE = 15  # bits: 256 digits for numbers from a power of two to the next
 SPARE = 8  # a compaction may leave topk / 8 numbers besides topk
@@ -125,26 +127,29 @@ class TopkIndicesStream(RowSelection):
         for start in cutlass.range_constexpr(STAGES):
             start_tile(memory, first, length, Int32(start * STREAM_TILE), Int32(start))
         take_tile(numbers, memory, first, length, Int32(0), stage)
-        found = mark(numbers, Threshold.above(least), length)
-        before, amount = count_before(found)
+        there = those_of(length)
+        found = there
+        before, of_warp, amount = count_before(found)
         post(memory, turn, amount)
         for tile in cutlass.range(0, length, STREAM_TILE, unroll=1):
             stage = 1 - stage
             take_tile(ahead, memory, first, length, tile + STREAM_TILE, stage)
+            ahead_there = those_of(length - tile - STREAM_TILE)
             cute.arch.sync_threads()
             start, total = sums(memory, turn)
             if held + total > LISTED:
                 held, least, buffer, turn = self.compact(memory, held, (least, topk, most), buffer, 1 - turn)
-                found = mark(numbers, Threshold.above(least), length - tile)
-                before, start, total = place(memory, turn, found)
+                found = mark(numbers, Threshold.above(least), there)
+                before, of_warp, start, total = place(memory, turn, found)
             for i in cutlass.range_constexpr(EACH):
-                places[i] = tile + first_place() + i
-            append(memory, numbers, places, found, held + start + before)
+                places[i] = tile + place_of(i)
+            append(memory, numbers, places, found, slots_of(before, of_warp, held + start))
             held += total
             for i in cutlass.range_constexpr(EACH):
                 numbers[i] = ahead[i]
-            found = mark(numbers, Threshold.above(least), length - tile - STREAM_TILE)
-            before, amount = count_before(found)
+            there = ahead_there
+            found = mark(numbers, Threshold.above(least), there)
+            before, of_warp, amount = count_before(found)
             turn = 1 - turn
             post(memory, turn, amount)
         cute.arch.cp_async_wait_group(0)  # of tiles behind the last
@@ -174,15 +179,10 @@ class TopkIndicesStream(RowSelection):
         return left, Uint32(cutlass.select_(below, Uint32(MINUS_INFINITY), min_key)), buffer, turn
 
 
-def first_place() -> Int32:
-    """Return the place in a tile of this lane's first number."""
+def place_of(i: int) -> Int32:
+    """Return the place in a tile of this lane's element i."""
     thread, _, _ = cute.arch.thread_idx()
-    return thread * EACH
-
-
-def staged_at(lane: Int32, vector: Int32) -> Int32:
-    """Return where a vector of a lane is in the warp's part of a staged tile: turned, so that eight lanes meet all banks."""
-    return lane * EACH + ((vector + lane // 2) % VECTORS) * VECTOR
+    return thread // LANES * BLOCK + VECTOR * (thread % LANES) + (i // VECTOR * STEP + i % VECTOR)
 
 
 @cute.jit
@@ -191,28 +191,23 @@ def start_tile(memory: Memory, first: cute.Pointer, length: Int32, tile: Int32, 
     thread, _, _ = cute.arch.thread_idx()
     lane, block = thread % LANES, thread // LANES * BLOCK
     source, left = (first + (tile + block + lane)).toint(), length - (tile + block + lane)
-    turned = [
-        memory.staged + (stage * STREAM_TILE + block + staged_at(turn * 2 + lane // EACH, lane % EACH // VECTOR) + lane % VECTOR)
-        for turn in range(VECTORS)
-    ]
+    target = memory.staged + (stage * STREAM_TILE + block + lane)
     if tile + STREAM_TILE <= length:
         for i in cutlass.range_constexpr(EACH):
-            start_copy(turned[i % VECTORS] + i // VECTORS * VECTORS * LANES, source + 4 * LANES * i, Boolean(True), 4)
+            start_copy(target + LANES * i, source + 4 * LANES * i, Boolean(True), 4)
     else:
         for i in cutlass.range_constexpr(EACH):
-            start_copy(turned[i % VECTORS] + i // VECTORS * VECTORS * LANES, source + 4 * LANES * i, LANES * i < left, 4)
+            start_copy(target + LANES * i, source + 4 * LANES * i, LANES * i < left, 4)
     cute.arch.cp_async_commit_group()
 
 
 @cute.jit
 def take_tile(numbers: cute.Tensor, memory: Memory, first: cute.Pointer, length: Int32, tile: Int32, stage: Int32):
     """Load this lane's numbers of a tile, and start the copies of the one that takes its place."""
-    thread, _, _ = cute.arch.thread_idx()
     cute.arch.cp_async_wait_group(STAGES - 1)
     cute.arch.sync_warp()
-    source = memory.staged + (stage * STREAM_TILE + thread // LANES * BLOCK)
     for v in cutlass.range_constexpr(VECTORS):
-        load_vector(numbers, v, source + staged_at(thread % LANES, Int32(v)))
+        load_vector(numbers, v, memory.staged + (stage * STREAM_TILE + place_of(v * VECTOR)))
     cute.arch.sync_warp()
     start_tile(memory, first, length, tile + STAGES * STREAM_TILE, stage)
 
@@ -223,25 +218,57 @@ def load_vector(values: cute.Tensor, v: int, source: cute.Pointer) -> None:
     cute.autovec_copy(vector, cute.make_tensor(values.iterator + v * VECTOR, cute.make_layout(VECTOR)))
 
 
-@cute.jit
-def mark(numbers: cute.Tensor, threshold: Threshold, count: Int32):
-    """Return a bit for each of this lane's numbers that passes, of a tile with `count` numbers."""
+def mark(numbers: cute.Tensor, threshold: Threshold, there: Int32) -> Int32:
+    """Return a bit for each of this lane's numbers that passes, of those that are there.
+
+    A number is greater than the bound if their difference is negative; that of NaN, and of equal infinities, is the NaN without a sign.
+    """
     bits = Int32(0)
-    for i in cutlass.range_constexpr(EACH):
-        bits |= cutlass.select_(numbers[i] > threshold.bound, Int32(1 << i), Int32(0))
-    return cutlass.select_(threshold.everything, Int32((1 << EACH) - 1), bits) & those_of(count)
+    for i in reversed(range(EACH)):
+        bits = append_sign(bits, threshold.bound - numbers[i])
+    return cutlass.select_(threshold.everything, Int32((1 << EACH) - 1), bits) & there
 
 
-def those_of(count: Int32) -> Int32:
+def append_sign(bits: Int32, number: Float32) -> Int32:
+    """Return bits, shifted to the left, with the sign of a number behind them."""
+    return cute.arch.inline_ptx("shf.l.wrap.b32 {$w0}, {$r0}, {$r1}, 1;", write_only_types=[Int32], read_only_args=[number.bitcast(Int32), bits])
+
+
+@cute.jit
+def those_of(count: Int32):
     """Return a bit for each of this lane's elements of a tile of which the first `count` exist."""
-    return (Int32(1) << smaller(larger(count - first_place(), Int32(0)), Int32(EACH))) - 1
+    bits = Int32((1 << EACH) - 1)
+    if count < STREAM_TILE:
+        bits = Int32(0)
+        for i in cutlass.range_constexpr(0, EACH, VECTOR):
+            bits |= ((Int32(1) << smaller(larger(count - place_of(i), Int32(0)), Int32(VECTOR))) - 1) << i
+    return bits
 
 
-def count_before(bits: Int32) -> tuple[Int32, Int32]:
-    """Return how many elements of the warp have a bit: in the lanes before this one, and in all."""
-    own = Int32(cute.arch.popc(bits))
+def count_before(bits: Int32) -> tuple[Int32, Int32, Int32]:
+    """Return how many elements of each vector have a bit, as bytes: in the lanes before this one, and in all; and their sum in all."""
+    own = Int32(0)
+    for v in range(VECTORS):
+        own = own | (Int32(cute.arch.popc(bits & (((1 << VECTOR) - 1) << (v * VECTOR)))) << (v * BYTE))
     until = inclusive_sum(own, cute.arch.lane_idx(), Int32)
-    return until - own, cute.arch.shuffle_sync(until, LANES - 1)
+    of_warp, amount = cute.arch.shuffle_sync(until, LANES - 1), Int32(0)
+    for v in range(VECTORS):
+        amount = amount + byte_of(of_warp, v)
+    return until - own, of_warp, amount
+
+
+def byte_of(word: Int32, i: int) -> Int32:
+    """Return a byte of a word."""
+    return (word >> (i * BYTE)) & ((1 << BYTE) - 1)
+
+
+def slots_of(before: Int32, of_warp: Int32, first: Int32) -> list[Int32]:
+    """Return the slot of the first element of each of this lane's vectors. before, of_warp: see count_before. first: the warp's slot."""
+    slots = []
+    for v in range(VECTORS):
+        slots.append(first + byte_of(before, v))
+        first = first + byte_of(of_warp, v)
+    return slots
 
 
 @cute.jit
@@ -265,22 +292,24 @@ def sums(memory: Memory, turn: Int32) -> tuple[Int32, Int32]:
     return start, total
 
 
-def place(memory: Memory, turn: Int32, bits: Int32) -> tuple[Int32, Int32, Int32]:
-    """Return how many elements with a bit are in the warp before this lane, in the warps before this one, and in all."""
-    before, amount = count_before(bits)
+def place(memory: Memory, turn: Int32, bits: Int32) -> tuple[Int32, Int32, Int32, Int32]:
+    """Return what count_before says of elements with a bit, and how many are in the warps before this one, and in all."""
+    before, of_warp, amount = count_before(bits)
     post(memory, turn, amount)
     cute.arch.sync_threads()
-    return before, *sums(memory, turn)
+    return before, of_warp, *sums(memory, turn)
 
 
 @cute.jit
-def append(memory: Memory, numbers: cute.Tensor, places: cute.Tensor, bits: Int32, slot: Int32):
-    """List the elements that have a bit, from `slot` on."""
-    for i in cutlass.range_constexpr(EACH):
-        if bits & (1 << i) != 0:
-            memory.numbers[slot] = numbers[i]
-            memory.places[slot] = places[i]
-            slot += 1
+def append(memory: Memory, numbers: cute.Tensor, places: cute.Tensor, bits: Int32, slots: list):
+    """List the elements that have a bit. slots: of the first one of each of this lane's vectors."""
+    for v in cutlass.range_constexpr(VECTORS):
+        slot, of_vector = slots[v], pin_register(bits >> (v * VECTOR))  # a few predicates at a time
+        for i in cutlass.range_constexpr(VECTOR):
+            if of_vector & (1 << i) != 0:
+                memory.numbers[slot] = numbers[v * VECTOR + i]
+                memory.places[slot] = places[v * VECTOR + i]
+                slot += 1
 
 
 @cute.jit
@@ -328,8 +357,8 @@ def keep(memory: Memory, held: Int32, min_key: Uint32, beyond: Int32, need: Int3
     left, equal = Int32(0), Int32(0)
     for tile in cutlass.range(0, held, STREAM_TILE, unroll=1):
         for v in cutlass.range_constexpr(VECTORS):
-            load_vector(numbers, v, memory.numbers + (tile + first_place() + v * VECTOR))
-            load_vector(places, v, memory.places + (tile + first_place() + v * VECTOR))
+            load_vector(numbers, v, memory.numbers + (tile + place_of(v * VECTOR)))
+            load_vector(places, v, memory.places + (tile + place_of(v * VECTOR)))
         kept, same = Int32(0), Int32(0)
         for i in cutlass.range_constexpr(EACH):
             key = key_of(numbers[i])
@@ -338,17 +367,19 @@ def keep(memory: Memory, held: Int32, min_key: Uint32, beyond: Int32, need: Int3
         kept &= those_of(held - tile)
         if beyond > 0:
             same &= kept
-            before, start, total = place(memory, turn, same)
+            before, of_warp, start, total = place(memory, turn, same)
             turn = 1 - turn
             kept -= same
-            slot = equal + start + before
-            for i in cutlass.range_constexpr(EACH):
-                if same & (1 << i) != 0:
-                    kept += cutlass.select_(slot < need, Int32(1 << i), Int32(0))
-                    slot += 1
+            slots = slots_of(before, of_warp, equal + start)
+            for v in cutlass.range_constexpr(VECTORS):
+                slot = slots[v]
+                for i in cutlass.range_constexpr(v * VECTOR, (v + 1) * VECTOR):
+                    if same & (1 << i) != 0:
+                        kept += cutlass.select_(slot < need, Int32(1 << i), Int32(0))
+                        slot += 1
             equal += total
-        before, start, total = place(memory, turn, kept)
+        before, of_warp, start, total = place(memory, turn, kept)
         turn = 1 - turn
-        append(memory, numbers, places, kept, left + start + before)
+        append(memory, numbers, places, kept, slots_of(before, of_warp, left + start))
         left += total
     return left, turn
