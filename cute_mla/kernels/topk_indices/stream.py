@@ -126,6 +126,7 @@ class TopkIndicesStream(RowSelection):
         most = smaller(topk + topk // SPARE, Int32(MAX_STREAMED_TOPK))
         for start in cutlass.range_constexpr(STAGES):
             start_tile(memory, first, length, Int32(start * STREAM_TILE), Int32(start))
+        clear_list(memory)
         take_tile(numbers, memory, first, length, Int32(0), stage)
         there = those_of(length)
         found = there
@@ -137,7 +138,7 @@ class TopkIndicesStream(RowSelection):
             ahead_there = those_of(length - tile - STREAM_TILE)
             cute.arch.sync_threads()
             start, total = sums(memory, turn)
-            if held + total > LISTED:
+            if (held + total > LISTED) | ((least == 0) & (held > most)):
                 held, least, buffer, turn = self.compact(memory, held, (least, topk, most), buffer, 1 - turn)
                 found = mark(numbers, Threshold.above(least), there)
                 before, of_warp, start, total = place(memory, turn, found)
@@ -210,6 +211,18 @@ def take_tile(numbers: cute.Tensor, memory: Memory, first: cute.Pointer, length:
         load_vector(numbers, v, memory.staged + (stage * STREAM_TILE + place_of(v * VECTOR)))
     cute.arch.sync_warp()
     start_tile(memory, first, length, tile + STAGES * STREAM_TILE, stage)
+
+
+def clear_list(memory: Memory) -> None:
+    """Write zeros to the list, whose tiles are loaded whole. This takes no time while the first tiles are under way."""
+    thread, _, _ = cute.arch.thread_idx()
+    zeros = cute.make_rmem_tensor(VECTOR, Float32)
+    zeros.fill(0.0)
+    for i in range(0, LISTED, STREAM_THREADS * VECTOR):
+        at = i + thread * VECTOR
+        cute.autovec_copy(zeros, cute.make_tensor(aligned(memory.numbers + at, 16), cute.make_layout(VECTOR)))
+        places = cute.recast_ptr(memory.places, dtype=Float32) + at
+        cute.autovec_copy(zeros, cute.make_tensor(aligned(places, 16), cute.make_layout(VECTOR)))
 
 
 def load_vector(values: cute.Tensor, v: int, source: cute.Pointer) -> None:
