@@ -176,6 +176,8 @@ class TopkCase(TopkIndicesCase):
 def _topk_case(config: TopkIndicesConfig) -> TopkCase:
     columns = {WIDE: RESIDENT // WIDE + 1, NARROW: 900}.get(config.cluster, RESIDENT + 1)
     sm_count = _TOPK_ROWS * config.cluster // BLOCKS_PER_SM if LEAST_SHARED <= config.cluster < WIDE else 132
+    if config.stream:
+        columns, sm_count = RESIDENT + 1, 1
     return TopkCase(rows=_TOPK_ROWS, columns=columns, topk=_TOPK, values="few", lengths="edges", sm_count=sm_count, config=config)
 
 

@@ -13,7 +13,20 @@ import cute_mla
 from cute_mla import reference
 from cute_mla.indexer import topk_indices
 from cute_mla.spec.arch import ARCHS, Arch
-from cute_mla.spec.topk_indices import BLOCKS_PER_SM, CLUSTERS, MAX_COLUMNS, MAX_ROWS, MAX_TOPK, NARROW, RESIDENT, WIDE, config_for
+from cute_mla.spec.topk_indices import (
+    BLOCKS_PER_SM,
+    CLUSTERS,
+    LEAST_SHARED,
+    MAX_COLUMNS,
+    MAX_ROWS,
+    MAX_STREAMED_TOPK,
+    MAX_TOPK,
+    NARROW,
+    RESIDENT,
+    WIDE,
+    TopkIndicesConfig,
+    config_for,
+)
 from cute_mla.testing.operations.topk_indices.case import TopkIndicesCase
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import RightCall
@@ -111,7 +124,10 @@ def test_what_is_launched(arch: Arch) -> None:
 
 @pytest.mark.parametrize("name", ["sm90", "sm100"])
 def test_the_variant_of_a_shape(name: str) -> None:
-    """One CTA keeps at most RESIDENT numbers. CTAs share longer rows, and where rows are few shorter ones, as many as run at once."""
+    """One CTA keeps at most RESIDENT numbers. CTAs share longer rows, and where rows are few shorter ones, as many as run at once.
+
+    Where two CTAs for each row are too many, one reads a long row once, unless topk is more than its list has room for.
+    """
     sms = ARCHS[name].sm_count
     many, more, most = (BLOCKS_PER_SM * sms // cluster + 1 for cluster in (8, 4, 2))
     for rows, columns, cluster in (
@@ -123,10 +139,15 @@ def test_the_variant_of_a_shape(name: str) -> None:
         (many, RESIDENT + 1, 4),
         (more - 1, 1 << 20, 4),
         (more, 1 << 20, 2),
-        (most, 1 << 20, 2),
+        (most - 1, 1 << 20, 2),
     ):
-        assert config_for(rows, columns, sms).cluster == cluster
-    assert {config_for(rows, columns, sms).cluster for rows in (1, 40, 9999) for columns in (1, 1 << 20)} == set(CLUSTERS)
+        assert config_for(rows, columns, 64, sms) == TopkIndicesConfig("fp32", cluster)
+    assert config_for(most, RESIDENT, 64, sms) == TopkIndicesConfig("fp32", NARROW)
+    for topk in (1, MAX_STREAMED_TOPK):
+        assert config_for(most, RESIDENT + 1, topk, sms, slots=True) == TopkIndicesConfig("fp32", NARROW, slots=True, stream=True)
+    assert config_for(most, RESIDENT + 1, MAX_STREAMED_TOPK + 1, sms) == TopkIndicesConfig("fp32", LEAST_SHARED)
+    found = {config_for(rows, columns, 64, sms).cluster for rows in (1, 40, sms, 9999) for columns in (1, 1 << 20)}
+    assert found == set(CLUSTERS)
 
 
 changed: Callable[..., RightCall] = partial(changed_call, TopkIndicesCase(rows=3, columns=40, topk=8, outputs="given"))

@@ -63,9 +63,10 @@ def _many_columns() -> Iterator[IndexerTopkCase]:
 
     With lengths of requests, all keys are chosen.
     """
-    for cluster in CLUSTERS:
-        columns = 300 if cluster == NARROW else RESIDENT + 30
-        yield IndexerTopkCase(tokens=4, keys=columns, windows="near", heads=1, sm_count=2 * cluster)
+    for cluster, stream in (*((cluster, False) for cluster in CLUSTERS), (NARROW, True)):
+        columns = 300 if cluster == NARROW and not stream else RESIDENT + 30
+        sm_count = _FEW_SMS if stream else 2 * cluster
+        yield IndexerTopkCase(tokens=4, keys=columns, windows="near", heads=1, sm_count=sm_count)
         for slots, per_token in product((False, True), (False, True)):
             yield IndexerTopkCase(
                 requests=2,
@@ -79,7 +80,7 @@ def _many_columns() -> Iterator[IndexerTopkCase]:
                 slots=slots,
                 layout="far_table",
                 outputs="far_requests",
-                sm_count=2 * cluster,
+                sm_count=sm_count,
             )
 
 

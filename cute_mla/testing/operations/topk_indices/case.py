@@ -12,13 +12,14 @@ from torch import Tensor
 
 from ....spec.arch import Arch
 from ....spec.mla import ceil_div
-from ....spec.topk_indices import RESIDENT_ROWS, THREADS, TopkIndicesConfig, config_for
+from ....spec.topk_indices import LISTED, RESIDENT_ROWS, STREAM_TILE, THREADS, TopkIndicesConfig, config_for
 from ...cases.base import TAGS, BaseCase, Tags
 from ...cases.far import far_tensor
 from ...cases.tensors import OutputBuffer, generator_for, sliced_buffers
 
 LogitValues = Literal[
-    "random", "rising", "falling", "narrow", "crowded", "twins", "plateau", "equal", "few", "scarce", "sparse", "runs", "specials", "nan"
+    "random", "rising", "falling", "narrow", "crowded", "twins", "plateau", "equal", "few", "scarce", "sparse", "runs", "filling", "specials",
+    "nan",
 ]
 LogitLayout = Literal["packed", "odd", "expanded", "far_rows"]
 RowLengths = Literal["full", "edges", "about_topk", "short", "empty", "last"]
@@ -53,6 +54,7 @@ class TopkIndicesCase(BaseCase):
         twentieth of the places and the next in half of them; "sparse": of 8 numbers of a lane one is as in "narrow", most of them near 1,
         the others are lower, and the last of each warp is the greatest; "runs": in each warp 257, 256, 144 or 129 numbers as in "narrow",
         the last of them the greatest, the others lower: one more than a warp lists, as many, and one more than it looks at together;
+        "filling": a list of a row that is read once gets one less than it holds, as many or one more, by topk % 3;
         "specials": inf, -inf, NaN of both signs, 0, -0 and subnormals among others; "nan": NaN but for topk / 2.
     layout: "odd": rows of n + 1 numbers, from the second on; "expanded": all rows are one; "far_rows": the last row lies FAR_ELEMENTS or
         more from the first.
@@ -157,6 +159,8 @@ def numbers_of(case: TopkIndicesCase, rows: int) -> Tensor:
         case "sparse" | "runs":
             own = ceil_div(case.columns, case.cluster * THREADS) * _LANES
             return _runs(place, own, draw) if case.values == "runs" else _sparse(place, own, draw)
+        case "filling":
+            return _filling(place, case.topk)
         case "specials":
             special = torch.tensor([math.inf, -math.inf, math.nan, -math.nan, 0.0, -0.0, 1e-40, -1e-40, 3.4e38, -3.4e38, 1.0, -1.0])
             return torch.where(torch.rand(shape, generator=draw) < 0.5, special[kind], random)
@@ -187,6 +191,14 @@ def _runs(place: Tensor, own: int, draw: torch.Generator) -> Tensor:
     near = 1.0 + 0.12 * (place % 2) + 0.12 * torch.rand(place.shape, generator=draw)
     low = -2.0 - torch.rand(place.shape, generator=draw)
     return torch.where((behind > 0) & (behind <= count), torch.where((behind == 1) | (place % own == RESIDENT_ROWS - 1), 1.249, near), low)
+
+
+def _filling(place: Tensor, topk: int) -> Tensor:
+    """Return the numbers of "filling" for places [rows, n]: topk are left of the first tile, the second is greater, then a part of the third."""
+    more = LISTED - topk - STREAM_TILE + topk % 3 - 1
+    first = torch.where(place < topk, 10.0, 0.0)
+    later = torch.where(place < 2 * STREAM_TILE + more, 20.0 + place / 256, 0.0)
+    return torch.where(place == place.shape[1] - 1, 5000.0, torch.where(place < STREAM_TILE, first, later))
 
 
 def _row_lengths(case: TopkIndicesCase) -> Tensor:

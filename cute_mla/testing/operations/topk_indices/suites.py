@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 from typing import get_args
 
-from ....spec.topk_indices import BLOCKS_PER_SM, CLUSTERS, LEAST_SHARED, NARROW, RESIDENT, WIDE
+from ....spec.topk_indices import BLOCKS_PER_SM, CLUSTERS, LEAST_SHARED, MAX_STREAMED_TOPK, NARROW, RESIDENT, STREAM_TILE, WIDE
 from ...suites.cover import Choice, Factors, Variant, covers
 from ...suites.entries import OpSuites
 from .case import LogitLayout, LogitValues, TopkIndicesCase
@@ -14,7 +14,8 @@ from .case import LogitLayout, LogitValues, TopkIndicesCase
 _SHARED = RESIDENT // WIDE  # numbers of a row that a CTA takes alone, however few the rows are
 _FEW_SMS = 1  # SMs of a device that every row keeps busy
 
-_OF_SIZES = ("twins", "scarce", "sparse", "runs")  # values that show something in rows of certain sizes alone: those of _EDGES
+_OF_SIZES = ("twins", "scarce", "sparse", "runs", "filling")  # values that show something in rows of certain sizes alone: those of _EDGES
+STREAM = "stream"  # in place of the number of CTAs that share a row
 # Columns of "runs" and "few", of "twins" and "crowded", of "sparse", and of "scarce", by variant. The last warp of a row has 257, 513 or 7
 # numbers, or a multiple of 256, as ends of loops want it; in a cluster of two, warps have more numbers than they keep.
 _EDGES = {
@@ -33,12 +34,15 @@ _FACTORS: Factors = {
     "topk": (1, 63, 64, 65, 300),
 }
 _COLUMNS = {NARROW: (33, 700, 1025), WIDE: (_SHARED + 1, 2600, 4097)}
-_LONG_COLUMNS = (RESIDENT + 1, RESIDENT + 700)  # of rows that 2 or 4 CTAs share
+_LONG_COLUMNS = (RESIDENT + 1, RESIDENT + 700)  # of rows that 2 or 4 CTAs share, or one reads once
 
 
 def _small(choice: Choice) -> TopkIndicesCase:
     """Return the case with these features."""
     cluster, rest = choice["cluster"], {name: value for name, value in choice.items() if name != "cluster"}
+    if cluster == STREAM:
+        rows = 3 if choice["lengths"] in ("edges", "about_topk", "short") else 2
+        return TopkIndicesCase(rows=rows, sm_count=_FEW_SMS, **rest)
     shares = LEAST_SHARED <= cluster < WIDE
     edges = 15 if cluster == NARROW else 3  # of which a cluster has the first, since its rows cost most
     rows = {"edges": edges, "about_topk": 3, "short": 3}.get(choice["lengths"], 2)
@@ -48,7 +52,7 @@ def _small(choice: Choice) -> TopkIndicesCase:
 
 VARIANTS = tuple(
     Variant(f"cluster{cluster}", {"cluster": cluster}, {**_FACTORS, "columns": _COLUMNS.get(cluster, _LONG_COLUMNS)})
-    for cluster in CLUSTERS
+    for cluster in (*CLUSTERS, STREAM)
 )
 
 _MORE: tuple[TopkIndicesCase, ...] = (
@@ -89,12 +93,22 @@ def _edges(cluster: int) -> Iterator[TopkIndicesCase]:
     yield TopkIndicesCase(rows=2, columns=scarce, topk=600 * cluster, lengths="short", outputs="strided", sm_count=several)
 
 
+def _streamed() -> Iterator[TopkIndicesCase]:
+    """Yield rows that are read once: lists that are almost, just and more than full, numbers that all pass, and a topk that fills half."""
+    for topk in (99, 100, 101):
+        yield TopkIndicesCase(rows=2, columns=4 * STREAM_TILE + 1, topk=topk, values="filling", sm_count=_FEW_SMS)
+    rest = {"rows": 2, "columns": 4 * STREAM_TILE + 700, "sm_count": _FEW_SMS}
+    for values, topk in (("rising", 2048), ("random", MAX_STREAMED_TOPK), ("scarce", 3000), ("nan", 4000)):
+        yield TopkIndicesCase(values=values, topk=topk, **rest)
+    yield TopkIndicesCase(values="random", topk=MAX_STREAMED_TOPK + 1, **rest)  # one more than a row that is read once may have
+
+
 # More numbers than a cluster keeps.
 _LONG: tuple[TopkIndicesCase, ...] = tuple(
     TopkIndicesCase(rows=1, columns=RESIDENT * WIDE + 700, topk=2048, values=values) for values in ("random", "few")
 )
 SMOKE: tuple[TopkIndicesCase, ...] = tuple(
-    dict.fromkeys([*_MORE, _LONG[0], *covers(VARIANTS, _small), *(case for c in CLUSTERS for case in _edges(c))])
+    dict.fromkeys([*_MORE, _LONG[0], *covers(VARIANTS, _small), *(case for c in CLUSTERS for case in _edges(c)), *_streamed()])
 )
 
 
