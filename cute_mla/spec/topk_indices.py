@@ -24,7 +24,7 @@ BLOCKS_PER_SM = 2
 LISTED = 8192  # numbers that a CTA which reads a row once keeps
 STREAM_THREADS = 256
 STREAM_TILE = 4096  # numbers that it looks at together
-MAX_STREAMED_TOPK = LISTED - STREAM_TILE
+MAX_STREAMED_TOPK = 2048  # beyond it two CTAs are faster
 
 MAX_ROWS = ((1 << 31) - 1) // WIDE  # the grid's first dimension
 MAX_COLUMNS = 1 << 30  # so that every position computed from a warp's share is an int32

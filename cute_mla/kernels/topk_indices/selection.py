@@ -128,6 +128,7 @@ class RowSelection(WarpKernel):
     threads = THREADS
     smem: SmemLayout
     memory: type
+    select: Any
 
     def __init__(self, config: TopkIndicesConfig, arch: Arch) -> None:
         super().__init__(config, arch)

@@ -28,7 +28,7 @@ LONG_TIES = replace(LONG, values="few")
 LONG_EQUAL = replace(LONG, values="equal", topk=40)
 ONCE = TopkIndicesCase(rows=2, columns=4 * STREAM_TILE + 700, topk=300, values="few", outputs="given", sm_count=1)  # read once
 ONCE_RISING = replace(ONCE, values="rising", topk=2048)
-ONCE_NAN = replace(ONCE, values="nan", topk=4000)
+ONCE_NAN = replace(ONCE, values="nan", topk=2000)
 ONCE_FULL = replace(ONCE, values="filling", topk=101)  # one number more than the list holds
 SLOTS = IndexerTopkCase(requests=3, tokens=2, keys=500, heads=8, page_size=64, topk=300, slots=True, lengths="random", outputs="given")
 BROKEN = replace(SLOTS, lengths="full", topk=450, broken=True)

@@ -17,10 +17,12 @@ from ...cases.base import TAGS, BaseCase, Tags
 from ...cases.far import far_tensor
 from ...cases.tensors import OutputBuffer, generator_for, sliced_buffers
 
+# fmt: off
 LogitValues = Literal[
-    "random", "rising", "falling", "narrow", "crowded", "twins", "plateau", "equal", "few", "scarce", "sparse", "runs", "filling", "specials",
-    "nan",
+    "random", "rising", "falling", "narrow", "crowded", "twins", "plateau", "equal", "few", "scarce", "sparse", "runs",
+    "filling", "specials", "nan",
 ]
+# fmt: on
 LogitLayout = Literal["packed", "odd", "expanded", "far_rows"]
 RowLengths = Literal["full", "edges", "about_topk", "short", "empty", "last"]
 
@@ -194,7 +196,10 @@ def _runs(place: Tensor, own: int, draw: torch.Generator) -> Tensor:
 
 
 def _filling(place: Tensor, topk: int) -> Tensor:
-    """Return the numbers of "filling" for places [rows, n]: topk are left of the first tile, the second is greater, then a part of the third."""
+    """Return the numbers of "filling" for places [rows, n].
+
+    topk of the first tile are left, then comes the second, all of which is greater, then a part of the third.
+    """
     more = LISTED - topk - STREAM_TILE + topk % 3 - 1
     first = torch.where(place < topk, 10.0, 0.0)
     later = torch.where(place < 2 * STREAM_TILE + more, 20.0 + place / 256, 0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import product
 from typing import get_args
 
@@ -33,7 +34,7 @@ _FACTORS: Factors = {
     "outputs": ("allocated", "given", "strided", "odd", "far_requests"),
     "topk": (1, 63, 64, 65, 300),
 }
-_COLUMNS = {NARROW: (33, 700, 1025), WIDE: (_SHARED + 1, 2600, 4097)}
+_COLUMNS: dict[int | str, tuple[int, ...]] = {NARROW: (33, 700, 1025), WIDE: (_SHARED + 1, 2600, 4097)}
 _LONG_COLUMNS = (RESIDENT + 1, RESIDENT + 700)  # of rows that 2 or 4 CTAs share, or one reads once
 
 
@@ -97,10 +98,9 @@ def _streamed() -> Iterator[TopkIndicesCase]:
     """Yield rows that are read once: lists that are almost, just and more than full, numbers that all pass, and a topk that fills half."""
     for topk in (99, 100, 101):
         yield TopkIndicesCase(rows=2, columns=4 * STREAM_TILE + 1, topk=topk, values="filling", sm_count=_FEW_SMS)
-    rest = {"rows": 2, "columns": 4 * STREAM_TILE + 700, "sm_count": _FEW_SMS}
-    for values, topk in (("rising", 2048), ("random", MAX_STREAMED_TOPK), ("scarce", 3000), ("nan", 4000)):
-        yield TopkIndicesCase(values=values, topk=topk, **rest)
-    yield TopkIndicesCase(values="random", topk=MAX_STREAMED_TOPK + 1, **rest)  # one more than a row that is read once may have
+    case = TopkIndicesCase(rows=2, columns=4 * STREAM_TILE + 700, topk=MAX_STREAMED_TOPK, sm_count=_FEW_SMS)
+    yield from (case, replace(case, values="rising"), replace(case, values="scarce", topk=1900), replace(case, values="nan", topk=2000))
+    yield replace(case, topk=MAX_STREAMED_TOPK + 1)  # one more than a row that is read once may have
 
 
 # More numbers than a cluster keeps.
