@@ -28,6 +28,8 @@ LONG_TIES = replace(LONG, values="few")
 LONG_EQUAL = replace(LONG, values="equal", topk=40)
 ONCE = TopkIndicesCase(rows=2, columns=4 * STREAM_TILE + 700, topk=300, values="few", outputs="given", sm_count=1)  # read once
 ONCE_RISING = replace(ONCE, values="rising", topk=2048)
+ONCE_SCARCE = replace(ONCE, values="scarce", topk=1900)
+ONCE_EQUAL = replace(ONCE, values="equal")
 ONCE_NAN = replace(ONCE, values="nan", topk=2000)
 ONCE_FULL = replace(ONCE, values="filling", topk=101)  # one number more than the list holds
 SLOTS = IndexerTopkCase(requests=3, tokens=2, keys=500, heads=8, page_size=64, topk=300, slots=True, lengths="random", outputs="given")
@@ -53,8 +55,7 @@ TILE_WAITS = r"cp\.async\.wait_group(\s+)1;"
 LAST_TIES = r"setp\.ge\.s32(\s+%p\d+, %r\d+, %r\d+);(\s+selp)"
 BELOW_LEAST = r"setp\.lt\.u32(\s+%p\d+, %r\d+, %r\d+);"
 THERE = r"(selp\.b32\s+%r\d+, 65535, %r\d+, %p\d+;\s+)and\.b32(\s+%r\d+, %r\d+), %r\d+;"
-DIGIT_ABOVE = r"add\.s32(\s+%r\d+)(, %r\d+, %r\d+);(?=\s+// begin inline asm\s+clz)"
-EVERYTHING = r"selp\.b32(\s+%r\d+), 65535(, %r\d+), %p\d+;"
+DIGIT_ABOVE = r"shl\.b32(\s+%r\d+)(, %r\d+, %r\d+);(?=\s+setp\.eq\.b32\s+%p\d+, %r\d+, 2047;)"
 PAGE_BELOW = r"setp\.gt\.s32(\s+%p\d+, %r\d+), -1;"
 PAGE_BEYOND = r"setp\.lt\.s32(\s+%p\d+), %r\d+, %r\d+;(?=\s*and\.b32[^;]*;\s*mad)"
 IN_PAGE = r"and\.b32(\s+%r\d+, %r\d+), %r\d+;(?=\s*mad\.lo\.s32)"
@@ -85,11 +86,10 @@ BUGS = (
     planted("read once: a full list takes one more", ONCE_FULL, FULL_LIST, r"setp.lt.s32\1, 8194;", together, count=1),
     planted("read once: no wait for a tile", ONCE_RISING, TILE_WAITS, r"cp.async.wait_group\g<1>2;", alone(-1), count=2),
     planted("read once: no barrier", ONCE_RISING, BARRIERS, "", each, or_case=ONCE),
-    planted("read once: a tie too many", ONCE, LAST_TIES, r"setp.gt.s32\1;\2", together),
+    planted("read once: a tie too many", ONCE_SCARCE, LAST_TIES, r"setp.gt.s32\1;\2", together),
     planted("read once: the least key is dropped", ONCE, BELOW_LEAST, r"setp.le.u32\1;", together, or_case=ONCE_RISING),
-    planted("read once: no NaN is listed", ONCE_NAN, EVERYTHING, r"mov.b32\1\2;", together),
-    planted("read once: numbers behind the last", ONCE_RISING, THERE, r"\1mov.b32\2;", together, or_case=ONCE),
-    planted("read once: a threshold above the chosen digit", ONCE_RISING, DIGIT_ABOVE, r"add.s32\1\2; add.s32\1,\1, 65536;", together),
+    planted("read once: numbers behind the last", ONCE_EQUAL, THERE, r"\1mov.b32\2;", together),
+    planted("read once: a threshold above the chosen digit", ONCE_RISING, DIGIT_ABOVE, r"shl.b32\1\2; add.s32\1,\1, 65536;", together),
 )
 UNBROKEN = (
     {"shared": SHARED, "long": LONG, "slots": SLOTS, "once": ONCE_NAN},
