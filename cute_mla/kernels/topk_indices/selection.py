@@ -1,4 +1,4 @@
-"""What both kernels of topk_indices share: keys of numbers, the rows that a call means, digits counted by many threads, and the result."""
+"""Shared parts of both kernels of topk_indices: keys of numbers, the rows that a call means, digits counted by many threads, and the result."""
 
 from dataclasses import dataclass, replace
 from typing import Any

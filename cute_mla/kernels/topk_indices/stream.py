@@ -97,7 +97,7 @@ class Memory(Digits):
 
 @dataclass(frozen=True)
 class Threshold:
-    """What is looked for: numbers greater than `bound`, or all."""
+    """Threshold of the numbers that are listed: those greater than `bound`, or all."""
 
     bound: Float32
     everything: Boolean

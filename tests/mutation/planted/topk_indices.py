@@ -85,7 +85,7 @@ BUGS = (
     planted("slots: the first key of each page", SLOTS, IN_PAGE, r"and.b32\1, 0;", together),
     planted("read once: a full list takes one more", ONCE_FULL, FULL_LIST, r"setp.lt.s32\1, 8194;", together, count=1),
     planted("read once: no wait for a tile", ONCE_RISING, TILE_WAITS, r"cp.async.wait_group\g<1>2;", alone(-1), count=2),
-    planted("read once: no barrier", ONCE_RISING, BARRIERS, "", each, or_case=ONCE),
+    planted("read once: no barrier", ONCE_RISING, BARRIERS, "", each, or_case=ONCE_SCARCE),
     planted("read once: a tie too many", ONCE_SCARCE, LAST_TIES, r"setp.gt.s32\1;\2", together),
     planted("read once: the least key is dropped", ONCE, BELOW_LEAST, r"setp.le.u32\1;", together, or_case=ONCE_RISING),
     planted("read once: numbers behind the last", ONCE_EQUAL, THERE, r"\1mov.b32\2;", together),
