@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from cute_mla.manifest import kernel_name
 from cute_mla.spec import sparse_prefill_dkv
-from cute_mla.spec.dense_decode import TILINGS, closed_variants, takes_key_masks
+from cute_mla.spec.dense_decode import TILINGS, closed_variants
 from cute_mla.spec.kernel_ops import ARCHS_OF
 
 # Words of tree_mask and, where requests have different numbers of query tokens, what the table of units says, for each row of a thread: one
@@ -26,10 +26,11 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
         }
         for arch in ARCHS_OF["dense_decode"]
         for config in closed_variants(arch)
-        if takes_key_masks(config.operands)
+        if config.key_masks
     },
     "dense_decode_sm100_bf16_fp8_cluster2": {"LDG.E": _SCOUT_LOADS[True]},
     # the warp that loads Q reads the plan once a work tile: the loop has no smaller one
+    "dense_decode_sm100_bf16_few_heads": {"LDG.E": 8},
     "dense_decode_sm100_bf16_fp8_few_heads": {"LDG.E": 8},
     "dense_decode_sm100_bf16_fp8_few_heads32": {"LDG.E": 8},
     "dense_decode_sm100_bf16_fp8_few_heads64": {"LDG.E": 8},

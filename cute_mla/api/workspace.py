@@ -82,8 +82,10 @@ def workspace_size(
     if op == "sparse_decode":
         parts = sparse_decode.num_parts(found.arch, h_q, s_q, found.sm_count)
     else:
-        operands = FP8 if is_fp8_q and not batch_invariant else LATENT
-        parts = dense_decode.num_parts(found.arch, s_q * (h_q // h_kv), h_kv, found.sm_count, operands, head_dim_v)
+        rows = s_q * (h_q // h_kv)
+        few = is_fp8_q or (head_dim_v == D_V and dense_decode.few_rows(found.arch, LATENT, rows) > 0)
+        operands = FP8 if few and not batch_invariant else LATENT
+        parts = dense_decode.num_parts(found.arch, rows, h_kv, found.sm_count, operands, head_dim_v)
     max_splits = invariant_splits(max_keys) if batch_invariant else 0
     return sum(accumulator_bytes(accumulator_rows(batch, parts, max_splits), s_q, h_q, head_dim_v))
 

@@ -169,7 +169,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         combine=plan_combine(problem, results, (problem.max_keys, 0), sm_count, split, int(mask == CAUSAL)),
         default_scale=problem.d_qk**-0.5,
         has_keys=cache.pages > 0,
-        split=launch_plan(split, parts, whole_eighths(arch, problem.operands, problem.rows) if problem.few_rows else 0),
+        split=launch_plan(split, parts, whole_eighths(arch, problem.few_rows)),
         ragged=ragged,
     )
 
@@ -245,7 +245,7 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
         batch_invariant=call.common.options.batch_invariant,
         operands=operands,
         d_qk=d_qk,
-        few_heads=call.common.options.few_heads,
+        few_heads=call.common.options.few_heads and call.tree_mask is None and call.common.options.window is None,
     )
     return problem, cache, ragged
 

@@ -12,7 +12,7 @@ from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec import dense_decode, sparse_decode
 from ..spec.arch import Arch
-from ..spec.dense_decode import FP8, LATENT, MAX_KEYS, MAX_WINDOW, unit_tokens, whole_eighths
+from ..spec.dense_decode import FP8, LATENT, MAX_KEYS, MAX_WINDOW, rows_ahead, unit_tokens, whole_eighths
 from ..spec.mla import D_V, DENSE_VALUE_COLUMNS, MAX_HEADS
 from ..spec.split_plan import NO_LIMIT, NO_WINDOW, PLAN_COLUMNS, KeyWindow, RaggedQueries, SplitPlanArguments, SplitPlanConfig
 from .arguments import check_columns, check_flag, check_integer, short_repr
@@ -214,7 +214,7 @@ def ragged_call(ragged: RaggedQueries, heads_per_kv: int, h_kv: int, limit: int,
 @lru_cache(maxsize=4096)
 def plan(call: CallSpec, arch: Arch, sm_count: int) -> PlanLaunch:
     """Return the launch of split_plan on a device with sm_count SMs."""
-    return launch_plan(call, call.num_parts(arch, sm_count), whole_eighths(arch, call.operands, call.rows))
+    return launch_plan(call, call.num_parts(arch, sm_count), whole_eighths(arch, rows_ahead(arch, call.operands, call.rows)))
 
 
 @dataclass(frozen=True)

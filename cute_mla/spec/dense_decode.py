@@ -149,13 +149,17 @@ def takes_key_masks(operands: str) -> bool:
 FEW_HEADS = 16
 FEW_HEADS_OPERANDS = (FP8_CACHE,)
 FEW_ROWS = (16, 32, 64)  # rows on N of the kernels with keys on M on SM100: a call of e4m3 operands takes the least that holds its rows
+FEW_LATENT_ROWS = (16,)  # the same with a 16-bit cache
 
 
 def few_heads_rows(arch: Arch, operands: str) -> tuple[int, ...]:
-    """Return the rows on N of the kernels for few heads that an architecture has for these operands, ascending."""
+    """Return the rows on N of the kernels for few heads that an architecture has for these operands, ascending.
+
+    They are for bf16 out and keys of 576 columns, without tree masks and windows.
+    """
     if arch is SM90:
         return (FEW_HEADS,) if operands in FEW_HEADS_OPERANDS and FEW_HEADS else ()
-    return FEW_ROWS if operands == FP8 else ()
+    return {FP8: FEW_ROWS, LATENT: FEW_LATENT_ROWS}.get(operands, ())
 
 
 @dataclass(frozen=True)
@@ -190,6 +194,11 @@ class DenseDecodeConfig:
     def divides_columns_alone(self) -> bool:
         """True if the CTAs of a cluster share nothing but query rows, of which they divide the columns."""
         return self.cluster == self.column_ctas > 1
+
+    @property
+    def key_masks(self) -> bool:
+        """Whether calls of the variant may have tree masks and windows."""
+        return takes_key_masks(self.operands) and not self.few_heads
 
     @property
     def name(self) -> str:
@@ -267,7 +276,8 @@ class DenseDecodeProblem:
     @property
     def few_rows(self) -> int:
         """Rows on N of the kernel for few heads that serves this problem; 0 where another kernel does."""
-        return few_rows(self.arch, self.operands, self.rows) if self.few_heads and not self.batch_invariant else 0
+        fits = self.few_heads and not self.batch_invariant and (self.dtype, self.d_qk) == (BF16, D_QK)
+        return few_rows(self.arch, self.operands, self.rows) if fits else 0
 
     @property
     def row_ctas(self) -> int:
@@ -333,17 +343,25 @@ def few_rows(arch: Arch, operands: str, rows: int) -> int:
     return next((most for most in few_heads_rows(arch, operands) if rows <= most), 0)
 
 
-def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int, operands: str = LATENT, d_v: int = D_V) -> int:
-    """Return the number of parts of a plan for this many query rows per KV head: as many as keep every SM busy with one CTA.
+def rows_ahead(arch: Arch, operands: str, rows: int) -> int:
+    """Return few_rows as a plan that is made ahead of its calls has it.
 
-    operands: of calls that take kernels for few heads, where there are any.
+    0 with 16-bit queries, of which nobody has said dtype, columns and masks.
     """
-    return parts_of(h_kv * (1 if few_rows(arch, operands, rows) else row_ctas(arch, rows, d_v)), sm_count)
+    return few_rows(arch, operands, rows) if operands == FP8 else 0
 
 
-def whole_eighths(arch: Arch, operands: str, rows: int) -> int:
-    """Return the split_plan argument for this many query rows per KV head. With TILE_ROWS of them, shared memory binds and not HBM."""
-    return ALONE_WHOLE_EIGHTHS if arch is SM100 and 0 < few_rows(arch, operands, rows) < TILE_ROWS else 0
+def num_parts(arch: Arch, rows: int, h_kv: int, sm_count: int, operands: str = LATENT, d_v: int = D_V) -> int:
+    """Return the parts of a plan made ahead for this many query rows per KV head: as many as keep every SM busy with one CTA.
+
+    operands: FP8 for calls that take the kernels for few heads, where there are any.
+    """
+    return parts_of(h_kv * (1 if rows_ahead(arch, operands, rows) else row_ctas(arch, rows, d_v)), sm_count)
+
+
+def whole_eighths(arch: Arch, few_rows: int) -> int:
+    """Return the split_plan argument for a kernel with few_rows rows on N; 0: another one. With 64, shared memory binds and not HBM."""
+    return ALONE_WHOLE_EIGHTHS if arch is SM100 and 0 < few_rows < TILE_ROWS else 0
 
 
 def parts_of(ctas: int, sm_count: int) -> int:

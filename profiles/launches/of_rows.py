@@ -150,9 +150,7 @@ def _decode(case: Case, problem: DenseDecodeProblem | SparseDecodeProblem, lengt
     """Return a decode over requests of these lengths, with its combine. columns: CTAs along the grid's second dimension."""
     kernel = _kernel(case.op, problem.config, target)
     num_parts = problem.num_parts(target.sm_count)
-    eighths = 0
-    if isinstance(problem, DenseDecodeProblem) and problem.few_rows:
-        eighths = whole_eighths(target.arch, problem.operands, problem.rows)
+    eighths = whole_eighths(target.arch, problem.few_rows) if isinstance(problem, DenseDecodeProblem) else 0
     work = decode_work(lengths, num_parts, problem.max_splits, eighths)
     combine = _combine_after(problem, num_parts, work, target.sm_count)
     row_ctas = problem.row_ctas

@@ -36,10 +36,11 @@ def _dense_decode(arch: str, config: Config) -> Flops:
     With keys on M, S of 64 keys takes the time of 128 on Blackwell, and 128 rows of ones sum P.
     """
     rows = int(config.get("few_rows", FEW_HEADS)) if config.get("few_heads") else TILE_ROWS
+    flops = _latent(int(config.get("d_qk", D_QK)), rows)
     if config["operands"] != FP8:
-        return _latent(int(config.get("d_qk", D_QK)), rows)
+        alone = arch == SM100.name and config.get("few_heads")
+        return {"S, at half of the rate": 2 * flops["S"], "P V": flops["P V"]} if alone else flops
     if config.get("few_heads"):
-        flops = _latent(D_QK, rows)
         return {"S, at half of the rate": flops["S"], "P V": flops["P V"] / 2, "sum of P": _product(128, rows, TILE_KEYS) / 2}
     sums = 4 * _product(64, 8, 32) / 2 if arch == SM90.name else 2.0 * 8 * 8192
     return {"S": _product(64, 64, D_QK) / 2, "P V": _product(64, D_V, 64) / 2, "sum of P": sums}

@@ -8,7 +8,7 @@ import cutlass
 from cutlass import Int32, Uint8
 from cutlass.experimental import cuda as tensor_maps
 
-from ...spec.dense_decode import CAUSAL, FP8, LATENT, TILE_ROWS, DenseDecodeArguments, DenseDecodeConfig, takes_key_masks
+from ...spec.dense_decode import CAUSAL, FP8, LATENT, TILE_ROWS, DenseDecodeArguments, DenseDecodeConfig
 from ...spec.mla import D_QK
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
@@ -61,7 +61,7 @@ class DenseDecodeAbi:
         """Return the arguments by meaning."""
         causal = cutlass.select_(args.mask == CAUSAL, Int32(1), Int32(0))
         units = Units(args.units, args.requests, args.total_q, args.s_q, causal)
-        key_masks = takes_key_masks(self.config.operands)
+        key_masks = self.config.key_masks
         window = VisibleTiles(args.reach, args.sink_keys, in_keys=True) if key_masks else None
         lengths = Lengths(args.cache_seqlens, None, args.max_keys, Int32(0), units, window)
         pinned = not key_masks or self.config.d_qk != D_QK

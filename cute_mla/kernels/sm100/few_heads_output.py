@@ -16,7 +16,7 @@ from ..attention.scheduler import WorkTile
 from ..attention.softmax import LN2, RowScale
 from ..primitives import tcgen05
 from .config import GROUP, GROUP_WARPS, STEP_COLUMNS, thread_and_lanes
-from .few_heads_cta import BOXES, OUTPUT_BARRIER, FewHeadsSmemSm100, load_floats
+from .few_heads_cta import BLOCKS, OUTPUT_BARRIER, FewHeadsSmemSm100, load_floats
 
 ONES_WORD = 0x38383838  # four times 1 in e4m3
 SCALED_AT_ONCE = 16  # rows
@@ -36,8 +36,9 @@ class FewHeadsOutputRoleSm100:
         """Wait alpha_ready, kv_free, stats_ready. Signal output_ready, stats_free. Write lse, and out or out_accum."""
         schedule = operands.schedule
         thread, lanes = thread_and_lanes(tmem)
-        tcgen05.store_columns(lanes + smem.geometry.ones_column, [Int32(ONES_WORD)] * STEP_COLUMNS)
-        tcgen05.await_stores()
+        if cutlass.const_expr(smem.geometry.sums_probs):
+            tcgen05.store_columns(lanes + smem.geometry.ones_column, [Int32(ONES_WORD)] * STEP_COLUMNS)
+            tcgen05.await_stores()
         req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
         tile, done = Int32(0), Int32(0)
@@ -51,7 +52,7 @@ class FewHeadsOutputRoleSm100:
             smem.stats_ready.consumer_wait(done)
             weight = self.finish_row(operands, smem, work_tile, thread, lse)
             if tile_range.tiles > 0:
-                smem.kv_free.consumer_wait(tile - 1)
+                smem.kv_free.consumer_wait(smem.geometry.last_part(tile - 1))
                 tcgen05.fence_after_wait()
             self.store_weight(smem, thread, lanes, done, weight)
             cute.arch.barrier(barrier_id=OUTPUT_BARRIER, number_of_threads=GROUP)
@@ -76,11 +77,12 @@ class FewHeadsOutputRoleSm100:
         for first in cutlass.range_constexpr(0, rows, WARP):
             moved = moved | ((table + (cute.arch.lane_idx() % rows + first)).load() != 1.0)
         if begun and cute.arch.vote_any_sync(moved):
-            smem.kv_free.consumer_wait(tile - 1)
+            smem.kv_free.consumer_wait(smem.geometry.last_part(tile - 1))
             tcgen05.fence_after_wait()
             for first in cutlass.range(0, rows, SCALED_AT_ONCE, unroll=1):
                 alpha = load_floats(table + first, SCALED_AT_ONCE)
-                places = [lanes + (box * rows + first) for box in range(BOXES + 1)]  # the sums lie behind O^T
+                blocks = BLOCKS + smem.geometry.sums_probs  # the sums lie behind O^T
+                places = [lanes + (block * rows + first) for block in range(blocks)]
                 loaded = [tcgen05.load_columns(place, SCALED_AT_ONCE) for place in places]
                 tcgen05.await_loads()
                 for place, values in zip(places, loaded, strict=True):
@@ -108,7 +110,7 @@ class FewHeadsOutputRoleSm100:
     def finish_row(self, operands: Any, smem: FewHeadsSmemSm100, work_tile: WorkTile, row: Int32, lse_place: Int64) -> Float32:
         """Write lse of a row, natural log if the request is not cut, else base 2. A row a thread.
 
-        Return the factor of the row of O, but for the sum of P as it was multiplied.
+        Return the factor of the row of O; of e4m3 P but for the sum of P as it was multiplied.
         """
         rows = smem.geometry.rows
         weight = Float32(0)
@@ -131,15 +133,17 @@ class FewHeadsOutputRoleSm100:
         """Write the factor of a row of O. A row a thread. weight: as finish_row returns it."""
         rows, lane = smem.geometry.rows, cute.arch.lane_idx()
         if row - lane < rows:
-            loaded, first = min(rows, WARP), 0 if rows <= WARP else cute.arch.make_warp_uniform(row - lane)
-            rounded = tcgen05.load_columns(lanes + (smem.geometry.sum_column + first), loaded)
-            tcgen05.await_loads()
-            divisor = rounded[0]
-            for i in cutlass.range_constexpr(1, loaded):
-                divisor = cutlass.select_(lane == i, rounded[i], divisor)
-            if row < rows:
+            factor = weight
+            if cutlass.const_expr(smem.geometry.sums_probs):
+                loaded, first = min(rows, WARP), 0 if rows <= WARP else cute.arch.make_warp_uniform(row - lane)
+                rounded = tcgen05.load_columns(lanes + (smem.geometry.sum_column + first), loaded)
+                tcgen05.await_loads()
+                divisor = rounded[0]
+                for i in cutlass.range_constexpr(1, loaded):
+                    divisor = cutlass.select_(lane == i, rounded[i], divisor)
                 # nobody has written the sum of a row that attends to nothing
                 factor = weight / cutlass.select_(weight == 0.0, Float32(1), divisor)
+            if row < rows:
                 (smem.sWeights + ((done & 1) * rows + row)).store(factor)
 
     @cute.jit
@@ -148,7 +152,7 @@ class FewHeadsOutputRoleSm100:
         rows = smem.geometry.rows
         table, stored = (done & 1) * rows, STORED_AT_ONCE[smem.geometry.groups]
         for first in cutlass.range(0, rows, stored, unroll=1):
-            loaded = [tcgen05.load_columns(lanes + (box * rows + first), stored) for box in range(BOXES)]
+            loaded = [tcgen05.load_columns(lanes + (block * rows + first), stored) for block in range(BLOCKS)]
             weights = load_floats(smem.sWeights + (table + first), stored)
             places = [(smem.sPlaces + (table + (first + i))).load() for i in range(stored)]
             tcgen05.await_loads()
@@ -161,5 +165,5 @@ class FewHeadsOutputRoleSm100:
     def store_columns(self, place: Int64, thread: Int32, values: list[Float32], dtype: type[cutlass.Numeric]) -> None:
         """Store the thread's columns of one row."""
         row = cute.make_ptr(dtype, place, cute.AddressSpace.gmem, assumed_align=dtype.width // 8) + thread
-        for box, value in enumerate(values):
-            (row + box * GROUP).store(value if dtype is Float32 else dtype(value))
+        for block, value in enumerate(values):
+            (row + block * GROUP).store(value if dtype is Float32 else dtype(value))

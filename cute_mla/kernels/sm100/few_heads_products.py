@@ -12,17 +12,16 @@ from typing import Any
 import cutlass
 from cutlass import Boolean, Int32, cute
 
-from ...spec.mla import D_LATENT, D_QK, D_ROPE
+from ...spec.mla import D_LATENT, D_QK
+from ...spec.split_plan import TILE_KEYS
 from ..primitives import tcgen05
 from ..primitives.copies import CHUNK, start_copy
 from .config import BOX_BYTES, ROW_BYTES, STEP_BYTES, STEPS_PER_BOX
-from .few_heads_cta import BOXES, ROPE_OFFSET, SCORE_STEPS, VALUE_STEPS, FewHeadsSmemSm100, query_place
+from .few_heads_cta import BLOCK_COLUMNS, BLOCKS, PART_BOXES, FewHeadsSmemSm100, query_place
 
-CHUNKS = D_QK // CHUNK  # of a query row
-LATENT_CHUNKS = D_LATENT // CHUNK
 CHUNKS_PER_BOX = ROW_BYTES // CHUNK
 WARP = 32
-PRODUCTS = SCORE_STEPS + VALUE_STEPS * (BOXES + 1)  # of a tile
+PART_STEPS = PART_BOXES * STEPS_PER_BOX  # products of S^T of the latent columns of a stage
 
 
 @dataclass(frozen=True)
@@ -58,14 +57,15 @@ class FewHeadsQueryRoleSm100:
             row = lane // shares + part * WARP
             source, place = stored.q_row(stored.nearest(row)).toint(), query_place(row)
             latent = base + place * ROW_BYTES
-            rope = base + (geometry.rows * D_LATENT + place * D_ROPE)
-            for i in cutlass.range_constexpr(CHUNKS // shares):
+            rope = base + (geometry.boxes * geometry.rows * ROW_BYTES + place * geometry.rope_bytes)
+            rope_flip = place // (ROW_BYTES // geometry.rope_bytes) % (geometry.rope_bytes // CHUNK)
+            for i in cutlass.range_constexpr(D_QK * geometry.element_bytes // CHUNK // shares):
                 chunk = lane % shares + i * shares
                 box, within = i * shares // CHUNKS_PER_BOX, (chunk % CHUNKS_PER_BOX)
-                if cutlass.const_expr(i * shares < LATENT_CHUNKS):
+                if cutlass.const_expr(i * shares < D_LATENT * geometry.element_bytes // CHUNK):
                     target = latent + (box * (geometry.rows * ROW_BYTES) + (within ^ place % CHUNKS_PER_BOX) * CHUNK)
                 else:
-                    target = rope + (within ^ place // 2 % (D_ROPE // CHUNK)) * CHUNK
+                    target = rope + (within ^ rope_flip) * CHUNK
                 start_copy(target, source + chunk * CHUNK, stored.holds(row), CHUNK)
         cute.arch.cp_async_commit_group()
         cute.arch.cp_async_wait_group(0)
@@ -102,21 +102,31 @@ class FewHeadsScoresRoleSm100:
 
     def multiply(self, smem: FewHeadsSmemSm100, tmem: Int32, queries: cute.Pointer, tile: Int32) -> None:
         """Issue S^T = K Q^T of one tile."""
-        rows, stage = smem.geometry.rows, smem.stage(tile)
-        latent, rope = tcgen05.k_major(stage), tcgen05.k_major(stage + ROPE_OFFSET, D_ROPE)
-        q_latent, q_rope = tcgen05.k_major(queries), tcgen05.k_major(queries + rows * D_LATENT, D_ROPE)
-        scores = tmem + (smem.geometry.score_column + smem.scores_ready.stage(tile) * rows)
+        geometry, rows = smem.geometry, smem.geometry.rows
+        boxes, rope_bytes = geometry.boxes, geometry.rope_bytes
+        rope = tcgen05.k_major(smem.rope(tile), rope_bytes)
+        q_latent, q_rope = tcgen05.k_major(queries), tcgen05.k_major(queries + boxes * rows * ROW_BYTES, rope_bytes)
+        scores = tmem + (geometry.score_column + smem.scores_ready.stage(tile) * rows)
         shape = tcgen05.instruction(self.dtype, rows=64, columns=rows)
-        smem.kv_ready.consumer_wait(tile)
         smem.scores_free.producer_acquire(tile)
-        tcgen05.fence_after_wait()
+        # one thread issues all products: a commit waits for those of its own thread
         with cute.arch.elect_one():
-            for step in range(SCORE_STEPS):
-                box, step_in_box = divmod(step, STEPS_PER_BOX)
-                offset = step_in_box * STEP_BYTES
-                a = latent.advance_start_address(box * BOX_BYTES + offset) if box < BOXES else rope.advance_start_address(offset)
-                b = q_latent.advance_start_address(box * rows * ROW_BYTES + offset) if box < BOXES else q_rope.advance_start_address(offset)
-                tcgen05.multiply(scores, a, b, shape, accumulate=step > 0, group=tcgen05.OWN_GROUP)
+            for part in range(geometry.parts):
+                number, latent = tile * geometry.parts + part, tcgen05.k_major(smem.part(tile, part))
+                first, end = part * PART_STEPS, geometry.score_steps if part + 1 == geometry.parts else (part + 1) * PART_STEPS
+                smem.kv_ready.consumer_wait(number)
+                tcgen05.fence_after_wait()
+                for step in range(first, end):
+                    box, step_in_box = divmod(step, STEPS_PER_BOX)
+                    offset = step_in_box * STEP_BYTES
+                    if box < boxes:
+                        a = latent.advance_start_address(box % PART_BOXES * BOX_BYTES + offset)
+                        b = q_latent.advance_start_address(box * rows * ROW_BYTES + offset)
+                    else:
+                        a, b = rope.advance_start_address(offset), q_rope.advance_start_address(offset)
+                    tcgen05.multiply(scores, a, b, shape, accumulate=step > 0, group=tcgen05.OWN_GROUP)
+                if geometry.parts > 1:
+                    tcgen05.commit_alone(smem.kv_free.barrier(number))
             tcgen05.commit_alone(smem.scores_ready.barrier(tile))
 
 
@@ -142,21 +152,26 @@ class FewHeadsValuesRoleSm100:
             req, begin_tile = work_tile.next_req, work_tile.next_tile
 
     def multiply(self, smem: FewHeadsSmemSm100, tmem: Int32, tile: Int32, accumulate: Boolean) -> None:
-        """Issue O^T += V^T P^T, or O^T = V^T P^T, of one tile, and the sums of P."""
-        geometry, rows, stage = smem.geometry, smem.geometry.rows, smem.stage(tile)
-        values, probs = tcgen05.mn_major(stage, BOX_BYTES), tcgen05.mn_major(stage + ROPE_OFFSET, 8 * rows, rows)
-        shape = tcgen05.instruction(self.dtype, rows=ROW_BYTES, columns=rows, transpose_a=True, transpose_b=True)
-        sums = tcgen05.instruction(self.dtype, rows=ROW_BYTES, columns=rows, transpose_b=True)
+        """Issue O^T += V^T P^T, or O^T = V^T P^T, of one tile, and the sums of e4m3 P."""
+        geometry, rows = smem.geometry, smem.geometry.rows
+        step_keys, probs_bytes, blocks = geometry.step_keys, geometry.probs_bytes, BLOCKS // geometry.parts
+        probs = tcgen05.mn_major(smem.rope(tile), 8 * probs_bytes, probs_bytes)
+        shape = tcgen05.instruction(self.dtype, rows=BLOCK_COLUMNS, columns=rows, transpose_a=True, transpose_b=True)
+        sums = tcgen05.instruction(self.dtype, rows=BLOCK_COLUMNS, columns=rows, transpose_b=True)
         smem.probs_ready.consumer_wait(tile)
         smem.output_ready.consumer_wait(tile)
         tcgen05.fence_after_wait()
         with cute.arch.elect_one():
-            for step in range(VALUE_STEPS):
-                b = probs.advance_start_address(step * STEP_BYTES * rows)
-                more = accumulate if step == 0 else True
-                for box in range(BOXES):
-                    a = values.advance_start_address(box * BOX_BYTES + step * STEP_BYTES * ROW_BYTES)
-                    tcgen05.multiply(tmem + box * rows, a, b, shape, accumulate=more, group=tcgen05.OWN_GROUP)
-                ones = tcgen05.a_in_tmem(tmem + geometry.ones_column)
-                tcgen05.multiply(tmem + geometry.sum_column, ones, b, sums, accumulate=more, group=tcgen05.OWN_GROUP)
-            tcgen05.commit_alone(smem.kv_free.barrier(tile))
+            for part in range(geometry.parts):
+                values = tcgen05.mn_major(smem.part(tile, part), BOX_BYTES)
+                for step in range(TILE_KEYS // step_keys):
+                    b = probs.advance_start_address(step * step_keys * probs_bytes)
+                    more = accumulate if step == 0 else True
+                    for block in range(blocks):
+                        a = values.advance_start_address(block * (PART_BOXES // blocks) * BOX_BYTES + step * step_keys * ROW_BYTES)
+                        target = tmem + (part * blocks + block) * rows
+                        tcgen05.multiply(target, a, b, shape, accumulate=more, group=tcgen05.OWN_GROUP)
+                    if geometry.sums_probs:
+                        ones = tcgen05.a_in_tmem(tmem + geometry.ones_column)
+                        tcgen05.multiply(tmem + geometry.sum_column, ones, b, sums, accumulate=more, group=tcgen05.OWN_GROUP)
+                tcgen05.commit_alone(smem.kv_free.barrier(tile * geometry.parts + part))

@@ -14,17 +14,17 @@ from cutlass import Float32, Int32, cute
 
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import KeyTile
-from ..attention.softmax import Window, follow_tile, shift_of
+from ..attention.softmax import Window, follow_maximum, follow_tile, shift_of
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_word, pin_register, product
+from ..primitives.copies import CHUNK
 from ..primitives.rows import store_vector
 from ..primitives.smem import clear_rows
 from .config import GROUP, GROUP_WARPS
 from .few_heads_cta import (
-    BOXES,
-    CHUNK_ROWS,
     KEYS_APART,
-    ROPE_OFFSET,
+    PART_BOXES,
+    ROW_GROUP,
     SOFTMAX_BARRIER,
     THREAD_ROWS,
     FewHeadsSmemSm100,
@@ -52,13 +52,14 @@ def log2_dither(lane: Int32) -> Float32:
 class FewHeadsSoftmaxSm100:
     """Running state of a thread's rows.
 
-    dither: log2_dither. rS: S^T, then probabilities. reference, greatest: as follow_tile has them. rSum: this thread's share of the sums.
+    dither: log2_dither of e4m3 probabilities; None of others. rS: S^T, then probabilities. reference, greatest: as follow_tile has them.
+    rSum: this thread's share of the sums.
     """
 
     smem: FewHeadsSmemSm100
     thread: FewHeadsThreadSm100
     scale_log2: Float32
-    dither: Float32
+    dither: Float32 | None
     rS: cute.Tensor
     reference: cute.Tensor
     greatest: cute.Tensor
@@ -69,7 +70,8 @@ class FewHeadsSoftmaxSm100:
         """Return the state of rows that have seen nothing."""
         rows = smem.geometry.thread_rows
         scores, *state = (cute.make_rmem_tensor(cute.make_layout(count), Float32) for count in (2 * rows, rows, rows, rows))
-        return cls(smem, thread, scale_log2, log2_dither(thread.lane), scores, *state)
+        dither = log2_dither(thread.lane) if smem.geometry.sums_probs else None
+        return cls(smem, thread, scale_log2, dither, scores, *state)
 
     @property
     def rows(self) -> int:
@@ -108,16 +110,24 @@ class FewHeadsSoftmaxSm100:
         factors = []
         for row in cutlass.range_constexpr(self.rows):
             candidate = maxima[row] * self.scale_log2
-            self.greatest[row] = cute.arch.fmax(self.greatest[row], candidate)
-            self.reference[row], alpha = follow_tile(self.reference[row], candidate, self.greatest[row], WINDOW)
+            self.reference[row], alpha = self.follow(row, candidate)
             factors.append(alpha)
         self.publish_alpha(tile, factors)
         for row in cutlass.range_constexpr(self.rows):
-            shift = self.dither - shift_of(self.reference[row])
+            shift = -shift_of(self.reference[row])
+            if cutlass.const_expr(self.dither is not None):
+                shift = shift + self.dither
             first, second = registers_of(row)
             for i in (first, second):
                 self.rS[i] = cute.math.exp2(cute.math.fma(self.rS[i], self.scale_log2, shift), fastmath=True)
             self.rSum[row] = self.rSum[row] * factors[row] + (self.rS[first] + self.rS[second])
+
+    def follow(self, row: int, candidate: Float32) -> tuple[Float32, Float32]:
+        """Return (a row's new reference, the factor for what was accumulated) from the scaled maximum of a tile."""
+        if not self.smem.geometry.sums_probs:
+            return follow_maximum(self.reference[row], candidate)
+        self.greatest[row] = cute.arch.fmax(self.greatest[row], candidate)
+        return follow_tile(self.reference[row], candidate, self.greatest[row], WINDOW)
 
     @cute.jit
     def publish_alpha(self, tile: Int32, factors: list[Float32]):
@@ -179,21 +189,25 @@ class FewHeadsSoftmaxSm100:
     def store_probs(self, tile: Int32, dtype: type[cutlass.Numeric]) -> None:
         """Store P of a tile, over its RoPE columns: a row of swizzled bytes for each key."""
         geometry, thread = self.smem.geometry, self.thread
-        place = self.smem.stage(tile) + (ROPE_OFFSET + thread.key * geometry.rows + thread.lane % 4 * THREAD_ROWS)
-        chunks = geometry.rows // CHUNK_ROWS
+        nbytes, own_bytes = geometry.element_bytes, THREAD_ROWS * geometry.element_bytes
+        place = self.smem.rope(tile) + thread.key * geometry.probs_bytes
+        chunks, threads = geometry.probs_bytes // CHUNK, CHUNK // own_bytes  # threads: whose rows are a chunk
         flip = thread.key // (8 // chunks) % chunks
-        for chunk in range(geometry.group_rows // CHUNK_ROWS):
-            number = thread.group * (geometry.group_rows // CHUNK_ROWS) + chunk
+        for group in range(geometry.group_rows // ROW_GROUP):
+            number = (thread.group * (geometry.group_rows // ROW_GROUP) + group) * nbytes + thread.lane % 4 // threads
             for half in range(2):
-                registers = [8 * chunk + 4 * pair + 2 * half + place for pair in range(2) for place in range(2)]
-                word = pack_word([self.rS[i] for i in registers], dtype)
-                target = place + ((number ^ flip) * CHUNK_ROWS + half * (KEYS_APART * geometry.rows))
-                cute.make_ptr(Int32, target.toint(), cute.AddressSpace.smem, assumed_align=4).store(word)
+                values = [self.rS[8 * group + 4 * pair + 2 * half + place] for pair in range(2) for place in range(2)]
+                words = [pack_word(values[first : first + 4 // nbytes], dtype) for first in range(0, THREAD_ROWS, 4 // nbytes)]
+                target = place + ((number ^ flip) * CHUNK + thread.lane % threads * own_bytes + half * KEYS_APART * geometry.probs_bytes)
+                store_vector(target, words)
 
     def publish(self, done: Int32) -> None:
         """Hand the sums of a work tile to the output role. Wait stats_free, signal stats_ready. done: number of the work tile."""
-        undithered = cute.math.exp2(-self.dither, fastmath=True)
-        sums = [self._summed(product(self.rSum[row], undithered)) for row in range(self.rows)]
+        shares = [self.rSum[row] for row in range(self.rows)]
+        if self.dither is not None:
+            undithered = cute.math.exp2(-self.dither, fastmath=True)
+            shares = [product(share, undithered) for share in shares]
+        sums = [self._summed(share) for share in shares]
         self.smem.stats_free.producer_acquire(done)
         self._store_sums(sums)
         self.smem.stats_ready.producer_commit(done)
@@ -241,7 +255,8 @@ class FewHeadsScoreRoleSm100:
         softmax.store_probs(tile, self.dtype)
         if (thread.group == 0) & operands.hides_values(keys):
             # P is 0 there, but 0 times a NaN of an unused row is NaN
-            clear_rows(smem.stage(tile), BOXES, keys.remaining, pin_register(thread.warp * WARP + thread.lane))
+            for part in cutlass.range_constexpr(smem.geometry.parts):
+                clear_rows(smem.part(tile, part), PART_BOXES, keys.remaining, pin_register(thread.warp * WARP + thread.lane))
         cute.arch.fence_proxy("async.shared", space="cta")
         smem.probs_ready.producer_commit(tile)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
 from typing import ClassVar, Literal
@@ -20,7 +20,7 @@ from torch.nn import functional
 from ....ops.split_plan import key_window, ragged_queries
 from ....reference import window_keys
 from ....spec.arch import Arch
-from ....spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, TREE_WORD_TOKENS, DenseDecodeProblem
+from ....spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, TREE_WORD_TOKENS, DenseDecodeProblem, num_parts
 from ....spec.mla import D_QK, DENSE_DIMS, ceil_div
 from ....spec.split_plan import TILE_KEYS, RaggedQueries
 from ...cases.base import DECODE_TAGS, DTYPES, CausalValues, DecodeCase, Tags
@@ -220,7 +220,7 @@ class DenseDecodeCase(DecodeCase):
 
     def problem(self, arch: Arch) -> DenseDecodeProblem:
         """Return the shapes of the call."""
-        return DenseDecodeProblem(
+        problem = DenseDecodeProblem(
             arch=arch,
             dtype=self.dtype,
             batch=self.batch if self.ragged is None else self.ragged.units,
@@ -232,8 +232,17 @@ class DenseDecodeCase(DecodeCase):
             batch_invariant=self.batch_invariant,
             operands=self.operands,
             d_qk=self.d_qk,
-            few_heads=self.few_heads,
+            few_heads=self.few_heads and self.tree == "none" and self.window is None,
         )
+        sm_count = self.sm_count or arch.sm_count
+        ahead = num_parts(arch, problem.rows, self.h_kv, sm_count, FP8 if self.plans_few_heads else LATENT, self.d_v)
+        fits = self.metadata == "object" or problem.num_parts(sm_count) == ahead
+        return problem if fits else replace(problem, few_heads=False)
+
+    @property
+    def plans_few_heads(self) -> bool:
+        """Return whether a plan that is made ahead is one for few heads."""
+        return self.operands == FP8 and self.few_heads
 
     @property
     def tiles(self) -> int:

@@ -51,7 +51,7 @@ def _plan(case: DenseDecodeCase, lengths: Tensor, tensors: DenseDecodeTensors) -
     return get_mla_metadata(
         lengths, rows, case.h_kv, case.h_q,
         cu_seqlens_q=tensors.cu_seqlens_q, total_q=case.total_q, window=window, window_sink=window_sink,
-        is_fp8_q=case.operands == FP8 and case.few_heads, head_dim_v=case.d_v,
+        is_fp8_q=case.plans_few_heads, head_dim_v=case.d_v,
     )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def _workspace_bytes(case: DenseDecodeCase, tensors: DenseDecodeTensors) -> int:
         batch_invariant=case.batch_invariant,
         max_cache_seqlen=case.pages_per_request * case.page_size if case.batch_invariant else None,
         head_dim_v=case.d_v,
-        is_fp8_q=case.operands == FP8 and case.few_heads,
+        is_fp8_q=case.plans_few_heads,
         device=tensors.q.device,
     )
 
