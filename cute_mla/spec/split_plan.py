@@ -50,7 +50,8 @@ UNIT_ALL_TOKENS = 3  # query tokens of its request
 UNIT_LATER = 4  # those of them that follow the unit
 UNIT_BASE = 5  # UNIT_FIRST_TOKEN less the tokens that the unit lacks
 
-PIECE_OVERHEAD_TILES = 5  # cost of starting a request, in key tiles (FlashMLA's fixed_overhead_num_blocks)
+PIECE_OVERHEAD_TILES = 3  # cost of starting a request, in key tiles
+WHOLE_SLACK_TILES = 5  # by which parts of whole requests may exceed their share: a cut costs accumulators and combine, too
 # Where a CTA alone has a part and waits for HBM, whole requests that leave SMs idle take as long as cut ones, and combine has nothing to
 # merge: the other SMs get the bytes of the idle ones, up to 1.3 times their own.
 ALONE_WHOLE_EIGHTHS = 2
@@ -82,7 +83,7 @@ class SplitPlanArguments(NamedTuple):
     unit_tokens: Int32  # 1 or more
     reach: Int32  # keys before the end of a request that windows reach; NO_LIMIT without a window
     sink_tiles: Int32  # tiles at the beginning of a request that count in spite of that
-    whole_eighths: Int32  # of a part's share, by which parts of whole requests may exceed it; at least PIECE_OVERHEAD_TILES in any case
+    whole_eighths: Int32  # of a part's share, by which parts of whole requests may exceed it; at least WHOLE_SLACK_TILES in any case
 
 
 PARAMS = params_of(SplitPlanArguments)
@@ -159,7 +160,7 @@ def invariant_splits(max_keys: int) -> int:
 def keeps_whole(batch: int, keys: int, num_parts: int) -> bool:
     """Return whether the plan for requests of `keys` keys each cuts none of them, because parts can hold them whole."""
     cost = max(ceil_div(keys, TILE_KEYS), 1) + PIECE_OVERHEAD_TILES
-    most = ceil_div(batch * cost, num_parts) + PIECE_OVERHEAD_TILES
+    most = ceil_div(batch * cost, num_parts) + WHOLE_SLACK_TILES
     return batch <= min(num_parts * (most // cost), MOST_WHOLE_REQUESTS)
 
 

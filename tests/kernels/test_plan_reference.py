@@ -20,6 +20,7 @@ from cute_mla.spec.split_plan import (
     PART_FIRST_IS_SPLIT,
     PART_LAST_IS_SPLIT,
     PIECE_OVERHEAD_TILES,
+    WHOLE_SLACK_TILES,
     accumulator_rows,
     keeps_whole,
 )
@@ -67,7 +68,7 @@ def part_costs(plan: SplitPlan, lengths: list[int], split_tiles: int | None = No
 def test_requests_of_one_length_are_kept_whole_where_the_host_says_so(batch: int, keys: int, num_parts: int) -> None:
     lengths = [keys] * batch
     cost = planned_tiles(keys) + PIECE_OVERHEAD_TILES
-    boundaries = whole_boundaries(range(0, (batch + 1) * cost, cost), num_parts, ceil_div(batch * cost, num_parts) + PIECE_OVERHEAD_TILES)
+    boundaries = whole_boundaries(range(0, (batch + 1) * cost, cost), num_parts, ceil_div(batch * cost, num_parts) + WHOLE_SLACK_TILES)
     assert keeps_whole(batch, keys, num_parts) == (boundaries[-1] == batch <= 1024)
     if keeps_whole(batch, keys, num_parts):
         assert reference_plan(lengths, num_parts).num_splits[-1] == 0
@@ -80,7 +81,8 @@ def test_free_plan_covers_balances_and_fits(lengths: list[int], num_parts: int, 
     check_coverage(plan, lengths)
     assert plan.num_splits[-1] <= accumulator_rows(len(lengths), num_parts)
     total = sum(planned_tiles(length) + PIECE_OVERHEAD_TILES for length in lengths)
-    assert all(cost <= ceil_div(total, num_parts) + PIECE_OVERHEAD_TILES for cost in part_costs(plan, lengths))
+    slack = PIECE_OVERHEAD_TILES if plan.num_splits[-1] else WHOLE_SLACK_TILES
+    assert all(cost <= ceil_div(total, num_parts) + slack for cost in part_costs(plan, lengths))
     changed = (later + lengths)[: len(lengths)]
     check_coverage(plan, changed)
 
@@ -91,7 +93,7 @@ def test_every_plan_serves_batch_invariant_calls(lengths: list[int], num_parts: 
     plan = reference_plan(lengths, num_parts)
     check_coverage(plan, lengths, split_tiles)
     total = sum(planned_tiles(length) + PIECE_OVERHEAD_TILES for length in lengths)
-    bound = ceil_div(total, num_parts) + PIECE_OVERHEAD_TILES + split_tiles - 1
+    bound = ceil_div(total, num_parts) + WHOLE_SLACK_TILES + split_tiles - 1
     assert all(cost <= bound for cost in part_costs(plan, lengths, split_tiles))
     check_coverage(plan, (later + lengths)[: len(lengths)], split_tiles)
 
@@ -100,7 +102,7 @@ def test_every_plan_serves_batch_invariant_calls(lengths: list[int], num_parts: 
 @given(st.lists(st.integers(0, 2000), min_size=1, max_size=9), st.integers(1, 6))
 def test_requests_are_cut_only_if_no_parts_of_whole_ones_cost_as_little(lengths: list[int], num_parts: int) -> None:
     costs = [planned_tiles(length) + PIECE_OVERHEAD_TILES for length in lengths]
-    cap = ceil_div(sum(costs), num_parts) + PIECE_OVERHEAD_TILES
+    cap = ceil_div(sum(costs), num_parts) + WHOLE_SLACK_TILES
     ways = combinations_with_replacement(range(len(costs) + 1), num_parts - 1)
     possible = any(all(sum(costs[a:b]) <= cap for a, b in pairwise((0, *way, len(costs)))) for way in ways)
     assert (reference_plan(lengths, num_parts).num_splits[-1] == 0) >= possible

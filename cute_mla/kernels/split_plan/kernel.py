@@ -1,13 +1,13 @@
 """split_plan: cuts the key tiles of a batch into num_parts parts of equal cost. Every architecture, one CTA.
 
-    tiles_r = max(ceil(length_r / 64), 1)     cost_r = tiles_r + 5     C_r = sum of cost before r     T = C_batch
-    step = ceil(T / num_parts)     cap = step + max(5, step * whole_eighths / 8); a part with a cut request may cost step + 5
+    tiles_r = max(ceil(length_r / 64), 1)     cost_r = tiles_r + 3     C_r = sum of cost before r     T = C_batch
+    step = ceil(T / num_parts)     cap = step + max(5, step * whole_eighths / 8); a part with a cut request may cost step + 3
 
     whole requests, if num_parts parts of at most cap hold them:
         boundary 0 is request 0, and after a boundary at request i the next one is at the last request j with C_j - C_i <= cap
     cuts, else:
         boundary p lies at cost x = min(p * step, T), in the request r with C_r <= x < C_r+1,
-        and cuts it at tile max(x - C_r - 5, 0): 0 moves the boundary back to where the request starts.
+        and cuts it at tile max(x - C_r - 3, 0): 0 moves the boundary back to where the request starts.
 
 Requests with different numbers of query tokens are cut into work units first, and "request" means unit above and below. Unit u lies in
 the request r with U_r <= u < U_r+1, where U_r is the number of units before r. Where each query token is a unit, only their number is read.
@@ -56,6 +56,7 @@ from ...spec.split_plan import (
     UNIT_LATER,
     UNIT_REQUEST,
     UNIT_TOKENS,
+    WHOLE_SLACK_TILES,
     SplitPlanArguments,
     SplitPlanConfig,
 )
@@ -301,7 +302,7 @@ class SplitPlan(WarpKernel):
 
         # Phase 2: boundaries between whole requests.
         step = (total + Int64(args.num_parts - 1)) // Int64(args.num_parts)
-        cap = step + cutlass.max(Int64(Uint64(step * args.whole_eighths) >> 3), Int64(PIECE_OVERHEAD_TILES))
+        cap = step + cutlass.max(Int64(Uint64(step * args.whole_eighths) >> 3), Int64(WHOLE_SLACK_TILES))
         req, tile = batch, Int32(0)
         if thread == 0:
             costs[THREADS] = total
