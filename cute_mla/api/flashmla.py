@@ -229,8 +229,9 @@ def flash_mla_with_kvcache(
                      request; sparse decode, where every token has indices of its own, takes all
     few_heads        False: the kernels for many heads. True: those for few heads where there are any (on Hopper, sparse decode over
                      FP8 caches with up to 16 heads, and dense decode over e4m3 with bf16 queries, up to 16 rows and no
-                     batch_invariant; on Blackwell, dense decode of e4m3 over e4m3 with up to 64 rows, no batch_invariant and a plan made
-                     with is_fp8_q), which are predicted to be faster; bits differ
+                     batch_invariant; on Blackwell, dense decode without batch_invariant, of e4m3 over e4m3 with up to 64 rows and a plan
+                     made with is_fp8_q, and of bf16 over bf16 keys of 576 columns with up to 16 rows, a schedule object, no
+                     tree_mask and no window), which are predicted to be faster; bits differ
 
     out, lse and workspace share memory neither with each other nor with operands, nor their elements with one another; only the first
     call with its shapes and options checks that, and that a storage was not shrunk. No tensor may require gradients, unless gradients are

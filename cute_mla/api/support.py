@@ -37,7 +37,7 @@ from ..spec import (
 from ..spec.arch import ALIASES, ARCHS, Arch
 from ..spec.cache_format import FP8_656, CacheFormat
 from ..spec.cache_rows import CACHED, FP8_576, KNOWN, LATENTS, key_types
-from ..spec.dense_decode import FEW_HEADS, FP8, FP8_CACHE, MAX_KEYS, DenseDecodeProblem, key_columns, takes_key_masks
+from ..spec.dense_decode import FEW_HEADS, FP8, FP8_CACHE, LATENT, MAX_KEYS, DenseDecodeProblem, key_columns, takes_key_masks
 from ..spec.kernel_ops import ARCHS_OF
 from ..spec.mla import BF16, D_QK, D_V, DENSE_DIMS, DENSE_VALUE_COLUMNS, DTYPES, FP16, MAX_HEADS, key_dtypes
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, few_heads_caches, kernels_of, serving_kernels
@@ -256,15 +256,24 @@ def _arch_conflict(op: str, arch: Arch, features: dict[str, Any]) -> str | None:
     return None
 
 
+def _dense_operands(features: dict[str, Any]) -> str | None:
+    """Return the operands of dense decode for which kernels for few heads may be asked; None: there are none, or features leave it open."""
+    dtype = _dtype_name(features.get("dtype"))
+    if features.get("fp8_kvcache") or features.get("kv_format") == FP8_576.name:
+        return {BF16: FP8_CACHE, E4M3: FP8}.get(str(dtype))
+    masked = features.get("tree_mask") or features.get("window")
+    return LATENT if dtype == BF16 and features.get("head_dim") == D_QK and not masked else None
+
+
 def _few_heads(op: str, arch: Arch, features: dict[str, Any]) -> int:
     """Return the most heads or query rows of the kernels for few heads; 0 if calls with these features do not take one."""
     if op == "dense_decode":
-        e4m3 = features.get("fp8_kvcache") or features.get("kv_format") == FP8_576.name
-        operands = {BF16: FP8_CACHE, E4M3: FP8}.get(str(_dtype_name(features.get("dtype"))))
-        if not e4m3 or operands is None:
+        operands = _dense_operands(features)
+        if operands is None:
             return 0
         tokens, heads, invariant = features.get("s_q", 1), features.get("h_q", FEW_HEADS + 1), bool(features.get("batch_invariant"))
-        return DenseDecodeProblem(arch, BF16, 1, tokens, heads, 1, TILE_KEYS, 1, batch_invariant=invariant, operands=operands).few_rows
+        kv_heads = features.get("h_kv") or 1
+        return DenseDecodeProblem(arch, BF16, 1, tokens, heads, kv_heads, TILE_KEYS, 1, batch_invariant=invariant, operands=operands).few_rows
     if op != "sparse_decode":
         return 0
     first, second = DECODED.get(str(features.get("kv_format"))), DECODED_BESIDE.get(str(features.get("extra_kv_format")))
