@@ -169,7 +169,7 @@ def test_batch_zero_and_no_query_tokens_return_at_once(device: RecordingDevice) 
 
 @pytest.mark.parametrize("h_q", [1, 3, 9, 63, 64, 65, 126, 128])
 def test_number_of_query_heads_decides_the_grid(device: RecordingDevice, h_q: int) -> None:
-    call_of("dense", h_q=h_q).run()
+    call_of("dense", h_q=h_q, few_heads=False).run()
     ctas = row_ctas(device, h_q)
     assert ctas == (1 if h_q <= 64 and device.arch is SM90 else 2)
     assert device.launches[1].grid == (ctas, 1, 132 // ctas)
@@ -183,8 +183,10 @@ def test_number_of_query_rows_decides_the_parts_of_a_plan(device: RecordingDevic
     assert metadata.shape == (132 // ctas, 8)
     call_of("dense", s_q=rows, h_q=1).run(tile_scheduler_metadata=metadata, num_splits=torch.zeros(3, dtype=torch.int32))
     assert device.launches[-2].grid == (ctas, 1, 132 // ctas)
+    call_of("dense", s_q=rows, h_q=1).run()  # a schedule object's plan has more parts where there is a kernel for few rows
     nbytes = cute_mla.workspace_size("dense_decode", batch=2, s_q=rows, h_q=1, device="cpu")
-    assert nbytes == sum(device.launches[-2].args[name].nbytes for name in ("out_accum", "lse_accum"))
+    launches = [launch for launch in device.launches if "dense_decode" in launch.kernel]
+    assert nbytes == max(sum(launch.args[name].nbytes for name in ("out_accum", "lse_accum")) for launch in launches)
 
 
 @pytest.mark.parametrize("columns", [0, 8])
