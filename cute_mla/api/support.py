@@ -271,9 +271,9 @@ def _few_heads(op: str, arch: Arch, features: dict[str, Any]) -> int:
         operands = _dense_operands(features)
         if operands is None:
             return 0
-        tokens, heads, invariant = features.get("s_q", 1), features.get("h_q", FEW_HEADS + 1), bool(features.get("batch_invariant"))
-        kv_heads = features.get("h_kv") or 1
-        return DenseDecodeProblem(arch, BF16, 1, tokens, heads, kv_heads, TILE_KEYS, 1, batch_invariant=invariant, operands=operands).few_rows
+        invariant = bool(features.get("batch_invariant"))
+        sizes = 1, features.get("s_q", 1), features.get("h_q", FEW_HEADS + 1), features.get("h_kv") or 1
+        return DenseDecodeProblem(arch, BF16, *sizes, TILE_KEYS, 1, batch_invariant=invariant, operands=operands).few_rows
     if op != "sparse_decode":
         return 0
     first, second = DECODED.get(str(features.get("kv_format"))), DECODED_BESIDE.get(str(features.get("extra_kv_format")))

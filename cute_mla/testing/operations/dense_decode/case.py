@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ....ops.split_plan import key_window, ragged_queries
 from ....reference import window_keys
-from ....spec.arch import Arch
+from ....spec.arch import SM100, Arch
 from ....spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, TREE_WORD_TOKENS, DenseDecodeProblem, num_parts
 from ....spec.mla import D_QK, DENSE_DIMS, ceil_div
 from ....spec.split_plan import TILE_KEYS, RaggedQueries
@@ -219,8 +219,20 @@ class DenseDecodeCase(DecodeCase):
         return 0 if self.ragged is None else self.ragged.table_rows
 
     def problem(self, arch: Arch) -> DenseDecodeProblem:
-        """Return the shapes of the call."""
-        problem = DenseDecodeProblem(
+        """Return the shapes of the call, with the kernel that its plan is for."""
+        problem = self._shapes(arch)
+        sm_count = self.sm_count or arch.sm_count
+        ahead = num_parts(arch, problem.rows, self.h_kv, sm_count, FP8 if self.plans_few_heads else LATENT, self.d_v)
+        fits = self.metadata == "object" or problem.num_parts(sm_count) == ahead
+        return problem if fits else replace(problem, few_heads=False)
+
+    @property
+    def plans_few_heads(self) -> bool:
+        """Return whether a plan that is made ahead is one for few heads on Blackwell."""
+        return self.few_heads and (self.operands == FP8 or (self.operands == LATENT and self._shapes(SM100).few_rows > 0))
+
+    def _shapes(self, arch: Arch) -> DenseDecodeProblem:
+        return DenseDecodeProblem(
             arch=arch,
             dtype=self.dtype,
             batch=self.batch if self.ragged is None else self.ragged.units,
@@ -234,15 +246,6 @@ class DenseDecodeCase(DecodeCase):
             d_qk=self.d_qk,
             few_heads=self.few_heads and self.tree == "none" and self.window is None,
         )
-        sm_count = self.sm_count or arch.sm_count
-        ahead = num_parts(arch, problem.rows, self.h_kv, sm_count, FP8 if self.plans_few_heads else LATENT, self.d_v)
-        fits = self.metadata == "object" or problem.num_parts(sm_count) == ahead
-        return problem if fits else replace(problem, few_heads=False)
-
-    @property
-    def plans_few_heads(self) -> bool:
-        """Return whether a plan that is made ahead is one for few heads."""
-        return self.operands == FP8 and self.few_heads
 
     @property
     def tiles(self) -> int:

@@ -111,8 +111,11 @@ def _small(choice: Choice) -> DenseDecodeCase | None:
 
 def _kinds() -> Iterator[tuple[tuple[str, str, int], str]]:
     """Yield every kind of operands with rows in one CTA and in two, and with few rows or some if they have kernels of their own."""
-    on_m = {"few": (FP8_CACHE, FP8), "some": (FP8,)}
-    return ((kind, rows) for kind, rows in product(_KINDS, _HEADS_OF_ROWS) if kind[1] in on_m.get(rows, OPERANDS))
+    on_m: dict[str, tuple[tuple[str, str, int], ...]] = {
+        "few": tuple((BF16, operands, D_QK) for operands in OPERANDS),
+        "some": ((BF16, FP8, D_QK),),
+    }
+    return ((kind, rows) for kind, rows in product(_KINDS, _HEADS_OF_ROWS) if kind in on_m.get(rows, _KINDS))
 
 
 def _variants() -> Iterator[Variant]:
@@ -125,7 +128,7 @@ def _variants() -> Iterator[Variant]:
         if not takes_key_masks(operands):
             factors = {**factors, "seen": (_ALL_SEEN,)}
         if rows in _KEYS_ON_M:  # which batch-invariant calls do not take
-            factors = {**factors, "batch_invariant": (False,)}
+            factors = {**factors, "batch_invariant": (False,), "seen": (_ALL_SEEN,)}
         if rows == "two":
             layouts = {
                 "cache_layout": ("packed", "far", "far_rows"),
@@ -151,7 +154,7 @@ def _covers() -> Iterator[DenseDecodeCase]:
             yield replace(_ragged(dtype, operands, rows), d_qk=d_qk)
         if rows == "one":
             yield replace(_row_tiles(dtype, operands), d_qk=d_qk)
-        if takes_key_masks(operands):
+        if takes_key_masks(operands) and rows not in _KEYS_ON_M:
             yield replace(_long_window(dtype, operands, rows), d_qk=d_qk)
             yield replace(_tree_staircase(dtype, operands, rows), d_qk=d_qk)
             yield replace(_ragged_tree(dtype, operands, rows), d_qk=d_qk)
