@@ -105,7 +105,7 @@ def test_a_record_says_what_ran(kernel: StandIn) -> None:
     assert (record.config, record.seed, record.sm_count, record.kernel_sha256) == ("bf16_cluster1", 3, 5, "0123")
 
 
-@pytest.mark.parametrize(("arch", "config", "sm_count"), [("sm90", "bf16_cluster1", 132), ("sm100", "bf16_cluster2", 148)])
+@pytest.mark.parametrize(("arch", "config", "sm_count"), [("sm90", "bf16_cluster1", 132), ("sm100", "bf16_few_heads", 148)])
 def test_a_record_says_which_variant_ran_on_which_board(kernel: StandIn, arch: str, config: str, sm_count: int) -> None:
     record = run(target=Target(arch, "sim"))
     assert (record.arch, record.config, record.sm_count) == (arch, config, sm_count)
