@@ -51,7 +51,9 @@ UNIT_LATER = 4  # those of them that follow the unit
 UNIT_BASE = 5  # UNIT_FIRST_TOKEN less the tokens that the unit lacks
 
 PIECE_OVERHEAD_TILES = 3  # cost of starting a request, in key tiles
-WHOLE_SLACK_TILES = 5  # by which parts of whole requests may exceed their share: a cut costs accumulators and combine, too
+# Tiles by which parts of whole requests may exceed their share: a cut costs accumulators and combine, too. Always less than requests cost
+# on average, else a part might get one more of short ones and leave another without.
+WHOLE_SLACK_TILES = 5
 # Where a CTA alone has a part and waits for HBM, whole requests that leave SMs idle take as long as cut ones, and combine has nothing to
 # merge: the other SMs get the bytes of the idle ones, up to 1.3 times their own.
 ALONE_WHOLE_EIGHTHS = 2
@@ -83,7 +85,7 @@ class SplitPlanArguments(NamedTuple):
     unit_tokens: Int32  # 1 or more
     reach: Int32  # keys before the end of a request that windows reach; NO_LIMIT without a window
     sink_tiles: Int32  # tiles at the beginning of a request that count in spite of that
-    whole_eighths: Int32  # of a part's share, by which parts of whole requests may exceed it; at least WHOLE_SLACK_TILES in any case
+    whole_eighths: Int32  # of a part's share, by which parts of whole requests may exceed it; at least whole_slack in any case
 
 
 PARAMS = params_of(SplitPlanArguments)
@@ -157,10 +159,15 @@ def invariant_splits(max_keys: int) -> int:
     return max(ceil_div(ceil_div(max_keys, TILE_KEYS), INVARIANT_SPLIT_TILES), 1)
 
 
+def whole_slack(total: int, batch: int) -> int:
+    """Return the tiles by which parts of whole requests may exceed their share. total: cost of all requests, in tiles."""
+    return min(WHOLE_SLACK_TILES, (total - 1) // max(batch, 1))
+
+
 def keeps_whole(batch: int, keys: int, num_parts: int) -> bool:
     """Return whether the plan for requests of `keys` keys each cuts none of them, because parts can hold them whole."""
     cost = max(ceil_div(keys, TILE_KEYS), 1) + PIECE_OVERHEAD_TILES
-    most = ceil_div(batch * cost, num_parts) + WHOLE_SLACK_TILES
+    most = ceil_div(batch * cost, num_parts) + whole_slack(batch * cost, batch)
     return batch <= min(num_parts * (most // cost), MOST_WHOLE_REQUESTS)
 
 

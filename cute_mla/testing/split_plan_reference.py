@@ -18,8 +18,8 @@ from ..spec.split_plan import (
     PART_END_TILE,
     PIECE_OVERHEAD_TILES,
     TILE_KEYS,
-    WHOLE_SLACK_TILES,
     RaggedQueries,
+    whole_slack,
 )
 
 
@@ -58,7 +58,7 @@ def reference_boundaries(lengths: Sequence[int], num_parts: int, eighths: int = 
         starts.append(starts[-1] + planned_tiles(length) + PIECE_OVERHEAD_TILES)
     step = ceil_div(starts[-1], num_parts)
     if len(lengths) <= MOST_WHOLE_REQUESTS:
-        whole = whole_boundaries(starts, num_parts, step + max(WHOLE_SLACK_TILES, step * eighths // 8))
+        whole = whole_boundaries(starts, num_parts, step + max(whole_slack(starts[-1], len(lengths)), step * eighths // 8))
         if whole[-1] == len(lengths):
             return [(request, 0) for request in whole]
     boundaries = []

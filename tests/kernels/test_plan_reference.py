@@ -23,6 +23,7 @@ from cute_mla.spec.split_plan import (
     WHOLE_SLACK_TILES,
     accumulator_rows,
     keeps_whole,
+    whole_slack,
 )
 from cute_mla.testing.split_plan_reference import SplitPlan, actual_tiles, pieces, planned_tiles, reference_plan, whole_boundaries
 
@@ -68,10 +69,16 @@ def part_costs(plan: SplitPlan, lengths: list[int], split_tiles: int | None = No
 def test_requests_of_one_length_are_kept_whole_where_the_host_says_so(batch: int, keys: int, num_parts: int) -> None:
     lengths = [keys] * batch
     cost = planned_tiles(keys) + PIECE_OVERHEAD_TILES
-    boundaries = whole_boundaries(range(0, (batch + 1) * cost, cost), num_parts, ceil_div(batch * cost, num_parts) + WHOLE_SLACK_TILES)
+    boundaries = whole_boundaries(
+        range(0, (batch + 1) * cost, cost), num_parts, ceil_div(batch * cost, num_parts) + whole_slack(batch * cost, batch)
+    )
     assert keeps_whole(batch, keys, num_parts) == (boundaries[-1] == batch <= 1024)
     if keeps_whole(batch, keys, num_parts):
-        assert reference_plan(lengths, num_parts).num_splits[-1] == 0
+        plan = reference_plan(lengths, num_parts)
+        assert plan.num_splits[-1] == 0
+        assert max(part[PART_END_REQ] - part[PART_BEGIN_REQ] + (part[PART_BEGIN_REQ] < batch) for part in plan.parts) == ceil_div(
+            batch, num_parts
+        )
 
 
 @settings(max_examples=300, deadline=None)
@@ -102,7 +109,7 @@ def test_every_plan_serves_batch_invariant_calls(lengths: list[int], num_parts: 
 @given(st.lists(st.integers(0, 2000), min_size=1, max_size=9), st.integers(1, 6))
 def test_requests_are_cut_only_if_no_parts_of_whole_ones_cost_as_little(lengths: list[int], num_parts: int) -> None:
     costs = [planned_tiles(length) + PIECE_OVERHEAD_TILES for length in lengths]
-    cap = ceil_div(sum(costs), num_parts) + WHOLE_SLACK_TILES
+    cap = ceil_div(sum(costs), num_parts) + whole_slack(sum(costs), len(costs))
     ways = combinations_with_replacement(range(len(costs) + 1), num_parts - 1)
     possible = any(all(sum(costs[a:b]) <= cap for a, b in pairwise((0, *way, len(costs)))) for way in ways)
     assert (reference_plan(lengths, num_parts).num_splits[-1] == 0) >= possible

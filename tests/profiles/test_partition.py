@@ -23,10 +23,10 @@ Order = Callable[[PrefillTiles, list[int], int, int], list[list[PrefillItem]]]
 
 
 def test_parts_of_a_plan_by_hand() -> None:
-    # one request of 10 tiles in 3 parts: cost 15, steps of 5; the first 5 units are the request's start, so cuts at tile 0 and 5
+    # one request of 10 tiles in 3 parts: cost 13, steps of 5; the first 3 units are the request's start, so cuts at tiles 2 and 7
     decode = decode_work([640], 3)
-    assert decode.cta_work == (CtaWork(5, 1), CtaWork(5, 1))
-    assert (decode.cut_requests, decode.splits, decode.most_splits) == (1, 2, 2)
+    assert decode.cta_work == (CtaWork(2, 1), CtaWork(5, 1), CtaWork(3, 1))
+    assert (decode.cut_requests, decode.splits, decode.most_splits) == (1, 3, 3)
 
 
 def test_uncut_requests_leave_nothing_to_combine() -> None:

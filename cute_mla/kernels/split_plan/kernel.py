@@ -1,7 +1,8 @@
 """split_plan: cuts the key tiles of a batch into num_parts parts of equal cost. Every architecture, one CTA.
 
     tiles_r = max(ceil(length_r / 64), 1)     cost_r = tiles_r + 3     C_r = sum of cost before r     T = C_batch
-    step = ceil(T / num_parts)     cap = step + max(5, step * whole_eighths / 8); a part with a cut request may cost step + 3
+    step = ceil(T / num_parts)     cap = step + max(min(5, (T - 1) / batch), step * whole_eighths / 8)
+    a part with a cut request may cost step + 3
 
     whole requests, if num_parts parts of at most cap hold them:
         boundary 0 is request 0, and after a boundary at request i the next one is at the last request j with C_j - C_i <= cap
@@ -302,7 +303,10 @@ class SplitPlan(WarpKernel):
 
         # Phase 2: boundaries between whole requests.
         step = (total + Int64(args.num_parts - 1)) // Int64(args.num_parts)
-        cap = step + cutlass.max(Int64(Uint64(step * args.whole_eighths) >> 3), Int64(WHOLE_SLACK_TILES))
+        slack = Int64(PIECE_OVERHEAD_TILES)  # and one more for each of these costs that requests exceed on average
+        for cost_each in range(PIECE_OVERHEAD_TILES + 1, WHOLE_SLACK_TILES + 1):
+            slack += Int64(total > Int64(batch) * cost_each)
+        cap = step + cutlass.max(Int64(Uint64(step * args.whole_eighths) >> 3), slack)
         req, tile = batch, Int32(0)
         if thread == 0:
             costs[THREADS] = total
