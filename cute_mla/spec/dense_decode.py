@@ -197,7 +197,7 @@ class DenseDecodeConfig:
 
     @property
     def key_masks(self) -> bool:
-        """Whether calls of the variant may have tree masks and windows."""
+        """True if calls of the variant may have tree masks and windows."""
         return takes_key_masks(self.operands) and not self.few_heads
 
     @property

@@ -115,7 +115,8 @@ class FewHeadsScoresRoleSm100:
                 number, latent = tile * geometry.parts + part, tcgen05.k_major(smem.part(tile, part))
                 first, end = part * PART_STEPS, geometry.score_steps if part + 1 == geometry.parts else (part + 1) * PART_STEPS
                 smem.kv_ready.consumer_wait(number)
-                tcgen05.fence_after_wait()
+                if part == 0:
+                    tcgen05.fence_after_wait()
                 for step in range(first, end):
                     box, step_in_box = divmod(step, STEPS_PER_BOX)
                     offset = step_in_box * STEP_BYTES

@@ -192,6 +192,14 @@ def write_units(args: SplitPlanArguments, before: cute.Pointer, warp_totals: cut
     return units
 
 
+def slack_of(total: Int64, batch: Int32) -> Int64:
+    """Return whole_slack of the spec, without a division: one tile more for each cost that requests exceed on average."""
+    slack = Int64(PIECE_OVERHEAD_TILES)
+    for cost_each in range(PIECE_OVERHEAD_TILES + 1, WHOLE_SLACK_TILES + 1):
+        slack += Int64(total > Int64(batch) * cost_each)
+    return slack
+
+
 @cute.jit
 def find_whole(costs: cute.Pointer, tables: tuple, batch: Int32, cap: Int64) -> Int32:
     """Return the boundary of this thread, if every part takes as many whole requests as fit: the request it lies at.
@@ -303,10 +311,7 @@ class SplitPlan(WarpKernel):
 
         # Phase 2: boundaries between whole requests.
         step = (total + Int64(args.num_parts - 1)) // Int64(args.num_parts)
-        slack = Int64(PIECE_OVERHEAD_TILES)  # and one more for each of these costs that requests exceed on average
-        for cost_each in range(PIECE_OVERHEAD_TILES + 1, WHOLE_SLACK_TILES + 1):
-            slack += Int64(total > Int64(batch) * cost_each)
-        cap = step + cutlass.max(Int64(Uint64(step * args.whole_eighths) >> 3), slack)
+        cap = step + cutlass.max(Int64(Uint64(step * args.whole_eighths) >> 3), slack_of(total, batch))
         req, tile = batch, Int32(0)
         if thread == 0:
             costs[THREADS] = total

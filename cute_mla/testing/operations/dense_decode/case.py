@@ -19,7 +19,7 @@ from torch.nn import functional
 
 from ....ops.split_plan import key_window, ragged_queries
 from ....reference import window_keys
-from ....spec.arch import SM100, Arch
+from ....spec.arch import ARCHS, Arch
 from ....spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, TREE_WORD_TOKENS, DenseDecodeProblem, num_parts
 from ....spec.mla import D_QK, DENSE_DIMS, ceil_div
 from ....spec.split_plan import TILE_KEYS, RaggedQueries
@@ -228,8 +228,9 @@ class DenseDecodeCase(DecodeCase):
 
     @property
     def plans_few_heads(self) -> bool:
-        """Return whether a plan that is made ahead is one for few heads on Blackwell."""
-        return self.few_heads and (self.operands == FP8 or (self.operands == LATENT and self._shapes(SM100).few_rows > 0))
+        """Return whether a plan that is made ahead is one for few heads, where an architecture has a kernel for them."""
+        few = self.operands == LATENT and any(self._shapes(arch).few_rows for arch in ARCHS.values())
+        return self.few_heads and (self.operands == FP8 or few)
 
     def _shapes(self, arch: Arch) -> DenseDecodeProblem:
         return DenseDecodeProblem(
