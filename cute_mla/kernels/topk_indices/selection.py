@@ -1,4 +1,4 @@
-"""Shared parts of both kernels of topk_indices: keys of numbers, the rows that a call means, digits counted by many threads, and the result."""
+"""Parts that the kernels of topk_indices share: keys of numbers, rows that a call means, digits counted by many threads, the result."""
 
 from dataclasses import dataclass, replace
 from typing import Any
