@@ -51,9 +51,9 @@ UNIT_LATER = 4  # those of them that follow the unit
 UNIT_BASE = 5  # UNIT_FIRST_TOKEN less the tokens that the unit lacks
 
 PIECE_OVERHEAD_TILES = 3  # cost of starting a request, in key tiles
-# Tiles by which parts of whole requests may exceed their share: a cut costs accumulators and combine, too. Always less than requests cost
-# on average, else a part might get one more of short ones and leave another without.
-WHOLE_SLACK_TILES = 5
+# Average costs of requests above which parts of whole ones may exceed their share by a tile more than PIECE_OVERHEAD_TILES: a cut costs
+# accumulators and combine, too. Of short requests a part would else get one more and leave another without.
+MORE_SLACK_ABOVE = (8, 16)
 # Where a CTA alone has a part and waits for HBM, whole requests that leave SMs idle take as long as cut ones, and combine has nothing to
 # merge: the other SMs get the bytes of the idle ones, up to 1.3 times their own.
 ALONE_WHOLE_EIGHTHS = 2
@@ -161,7 +161,7 @@ def invariant_splits(max_keys: int) -> int:
 
 def whole_slack(total: int, batch: int) -> int:
     """Return the tiles by which parts of whole requests may exceed their share. total: cost of all requests, in tiles."""
-    return min(WHOLE_SLACK_TILES, (total - 1) // max(batch, 1))
+    return PIECE_OVERHEAD_TILES + sum(total > batch * cost for cost in MORE_SLACK_ABOVE)
 
 
 def keeps_whole(batch: int, keys: int, num_parts: int) -> bool:

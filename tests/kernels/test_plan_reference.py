@@ -20,7 +20,6 @@ from cute_mla.spec.split_plan import (
     PART_FIRST_IS_SPLIT,
     PART_LAST_IS_SPLIT,
     PIECE_OVERHEAD_TILES,
-    WHOLE_SLACK_TILES,
     accumulator_rows,
     keeps_whole,
     whole_slack,
@@ -88,7 +87,7 @@ def test_free_plan_covers_balances_and_fits(lengths: list[int], num_parts: int, 
     check_coverage(plan, lengths)
     assert plan.num_splits[-1] <= accumulator_rows(len(lengths), num_parts)
     total = sum(planned_tiles(length) + PIECE_OVERHEAD_TILES for length in lengths)
-    slack = PIECE_OVERHEAD_TILES if plan.num_splits[-1] else WHOLE_SLACK_TILES
+    slack = PIECE_OVERHEAD_TILES if plan.num_splits[-1] else whole_slack(total, len(lengths))
     assert all(cost <= ceil_div(total, num_parts) + slack for cost in part_costs(plan, lengths))
     changed = (later + lengths)[: len(lengths)]
     check_coverage(plan, changed)
@@ -100,7 +99,7 @@ def test_every_plan_serves_batch_invariant_calls(lengths: list[int], num_parts: 
     plan = reference_plan(lengths, num_parts)
     check_coverage(plan, lengths, split_tiles)
     total = sum(planned_tiles(length) + PIECE_OVERHEAD_TILES for length in lengths)
-    bound = ceil_div(total, num_parts) + WHOLE_SLACK_TILES + split_tiles - 1
+    bound = ceil_div(total, num_parts) + whole_slack(total, len(lengths)) + split_tiles - 1
     assert all(cost <= bound for cost in part_costs(plan, lengths, split_tiles))
     check_coverage(plan, (later + lengths)[: len(lengths)], split_tiles)
 

@@ -111,7 +111,7 @@ def tiles(*counts: int) -> list[int]:
     return [count * TILE_KEYS for count in counts]
 
 
-# Costs are tiles and 3; a part with whole requests may cost ceil(sum / parts) + 5, or + 3 or 4 where they cost 4 or 5 on average.
+# Costs are tiles and 3; a part with whole requests may cost ceil(sum / parts) + 5, or + 3 or 4 where they cost up to 8 or 16 on average.
 WHOLE = {
     "one each": (tiles(*[30] * 7), 7),
     "fewer than parts": (tiles(*[30] * 5), 6),

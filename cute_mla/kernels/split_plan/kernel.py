@@ -1,7 +1,7 @@
 """split_plan: cuts the key tiles of a batch into num_parts parts of equal cost. Every architecture, one CTA.
 
     tiles_r = max(ceil(length_r / 64), 1)     cost_r = tiles_r + 3     C_r = sum of cost before r     T = C_batch
-    step = ceil(T / num_parts)     cap = step + max(min(5, (T - 1) / batch), step * whole_eighths / 8)
+    step = ceil(T / num_parts)     cap = step + max(3 + (T > 8 batch) + (T > 16 batch), step * whole_eighths / 8)
     a part with a cut request may cost step + 3
 
     whole requests, if num_parts parts of at most cap hold them:
@@ -38,6 +38,7 @@ from cutlass import Boolean, Int32, Int64, Uint32, Uint64
 from ...spec.arch import Arch
 from ...spec.split_plan import (
     MAX_PARTS,
+    MORE_SLACK_ABOVE,
     MOST_WHOLE_REQUESTS,
     PART_BEGIN_REQ,
     PART_BEGIN_SPLIT,
@@ -57,7 +58,6 @@ from ...spec.split_plan import (
     UNIT_LATER,
     UNIT_REQUEST,
     UNIT_TOKENS,
-    WHOLE_SLACK_TILES,
     SplitPlanArguments,
     SplitPlanConfig,
 )
@@ -193,9 +193,9 @@ def write_units(args: SplitPlanArguments, before: cute.Pointer, warp_totals: cut
 
 
 def slack_of(total: Int64, batch: Int32) -> Int64:
-    """Return whole_slack of the spec, without a division: one tile more for each cost that requests exceed on average."""
+    """Return whole_slack of the spec: the tiles by which parts of whole requests may exceed their share."""
     slack = Int64(PIECE_OVERHEAD_TILES)
-    for cost_each in range(PIECE_OVERHEAD_TILES + 1, WHOLE_SLACK_TILES + 1):
+    for cost_each in MORE_SLACK_ABOVE:
         slack += Int64(total > Int64(batch) * cost_each)
     return slack
 
