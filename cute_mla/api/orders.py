@@ -164,7 +164,7 @@ def _mqa_logits(arch: Arch, features: dict[str, Any]) -> Kernels:
 
 
 def _topk_indices(arch: Arch, features: dict[str, Any]) -> Kernels:
-    return (("topk_indices", closed_variants()[0]),)
+    return (("topk_indices", closed_variants(arch)[0]),)
 
 
 def _indexer_topk(arch: Arch, features: dict[str, Any]) -> Kernels:

@@ -9,7 +9,8 @@ import torch
 
 from ..runtime.current import device_for
 from ..runtime.device import Device
-from ..spec.topk_indices import MAX_COLUMNS, MAX_ROWS, MAX_TOPK, TopkIndicesArguments, config_for, grid
+from ..spec.arch import Arch
+from ..spec.topk_indices import MAX_COLUMNS, MAX_ROWS, MAX_TOPK, TopkIndicesArguments, config_for, grid, streams
 from .arguments import check_integer, check_no_grad
 from .launch_plan import LaunchPlan
 from .overlap import check_no_overlap
@@ -49,7 +50,7 @@ def run(logits: torch.Tensor, lengths: torch.Tensor, topk: int, *, out: torch.Te
     """Select positions, with the arguments of indexer.topk_indices."""
     call = check(logits, lengths, topk, out)
     device = device_for(logits.device)
-    launch_plan = plan(call, device.sm_count)
+    launch_plan = plan(call, device.arch, device.sm_count)
     check_no_overlap({"out": out}, {"logits": logits, "lengths": lengths})
     if out is None:
         out = lengths.new_empty((logits.shape[0], call.topk))
@@ -70,7 +71,7 @@ def select(device: Device, logits: torch.Tensor | None, columns: int, keys: Keys
     rows, topk = out.shape
     if not out.numel():
         return
-    config = config_for(rows, 0 if logits is None else columns, topk, device.sm_count, keys.block_table is not None)
+    config = config_for(rows, 0 if logits is None else columns, topk, device.sm_count, keys.block_table is not None, streams(device.arch))
     args = TopkIndicesArguments(
         logits=logits,
         indices=out,
@@ -100,14 +101,14 @@ def check(logits: Any, lengths: Any, topk: Any, out: Any = None) -> CallSpec:
 
 
 @lru_cache(maxsize=4096)
-def plan(call: CallSpec, sm_count: int) -> LaunchPlan:
+def plan(call: CallSpec, arch: Arch, sm_count: int) -> LaunchPlan:
     """Return the launch of a call on a device with sm_count SMs. ValueError unless its tensors fit together."""
     rows, columns = call.logits.shape
     check_counts("lengths", call.lengths, (rows,), call.logits.device, "logits")
     strides = output_strides("out", call.out, (rows, call.topk), torch.int32, call.logits)
     if call.out is not None:
         check_last_contiguous("out", call.out)
-    config = config_for(rows, columns, call.topk, sm_count)
+    config = config_for(rows, columns, call.topk, sm_count, once=streams(arch))
     scalars = {
         "logits_stride_row": call.logits.stride[0],
         "indices_stride_row": strides[0],

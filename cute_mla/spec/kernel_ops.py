@@ -109,7 +109,7 @@ KERNEL_OPS: dict[str, KernelOp] = {
     "mqa_logits": KernelOp(
         mqa_logits.PARAMS, _same(mqa_logits.closed_variants), 1.3, ("mqa_logits", "indexer_topk"), by_arch=True, archs=_ATTENTION
     ),
-    "topk_indices": KernelOp(topk_indices.PARAMS, _same(topk_indices.closed_variants), 1.3, ("indexer_topk", "topk_indices")),
+    "topk_indices": KernelOp(topk_indices.PARAMS, topk_indices.closed_variants, 1.3, ("indexer_topk", "topk_indices")),
     "sparse_prefill_dkv": KernelOp(
         sparse_prefill_dkv.PARAMS, sparse_prefill_dkv.closed_variants, 1.2, _SPARSE_BACKWARD, by_arch=True, archs=_ATTENTION
     ),

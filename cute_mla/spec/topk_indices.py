@@ -25,6 +25,7 @@ LISTED = 8192  # numbers that a CTA which reads a row once keeps
 STREAM_THREADS = 256
 STREAM_TILE = 4096  # numbers that it looks at together
 MAX_STREAMED_TOPK = 2048  # beyond it two CTAs are faster
+STREAM_BYTES = 115_152  # of its shared memory, which not every architecture has
 
 MAX_ROWS = ((1 << 31) - 1) // WIDE  # the grid's first dimension
 MAX_COLUMNS = 1 << 30  # so that every position computed from a warp's share is an int32
@@ -82,14 +83,20 @@ def order_terms(config: TopkIndicesConfig, arch: Arch) -> dict[str, Any]:
     return {"op": "topk_indices", "revision": 1, "dtype": config.dtype, "rule": rule, "result": "ascending positions"}
 
 
-def config_for(rows: int, columns: int, topk: int, sm_count: int, slots: bool = False) -> TopkIndicesConfig:
+def streams(arch: Arch) -> bool:
+    """Return whether an architecture has kernels that read a row once."""
+    return arch.smem_per_block >= STREAM_BYTES
+
+
+def config_for(rows: int, columns: int, topk: int, sm_count: int, slots: bool = False, once: bool = True) -> TopkIndicesConfig:
     """Return the variant for a shape: as many CTAs share a row as run at once, two at least where one cannot keep it.
 
-    Of a row that one can keep, it is eight or one. Where rows are too many for two CTAs each, one reads a long row once.
+    Of a row that one can keep, it is eight or one. Where rows are too many for two CTAs each, one reads a long row once. once: whether the
+    architecture streams.
     """
     together = [cluster for cluster in CLUSTERS if rows * cluster <= BLOCKS_PER_SM * sm_count]
     if columns > RESIDENT:
-        if rows * LEAST_SHARED > BLOCKS_PER_SM * sm_count and topk <= MAX_STREAMED_TOPK:
+        if once and rows * LEAST_SHARED > BLOCKS_PER_SM * sm_count and topk <= MAX_STREAMED_TOPK:
             return TopkIndicesConfig(DTYPE, NARROW, slots, stream=True)
         cluster = max(LEAST_SHARED, *together, NARROW)
     else:
@@ -102,7 +109,8 @@ def grid(rows: int, cluster: int) -> tuple[int, int, int]:
     return rows * cluster, 1, 1
 
 
-def closed_variants() -> tuple[TopkIndicesConfig, ...]:
-    """Return every variant that ships, on each architecture."""
+def closed_variants(arch: Arch) -> tuple[TopkIndicesConfig, ...]:
+    """Return every variant that ships for an architecture."""
     clusters = (TopkIndicesConfig(DTYPE, cluster, slots) for slots in (False, True) for cluster in CLUSTERS)
-    return *clusters, *(TopkIndicesConfig(DTYPE, NARROW, slots, stream=True) for slots in (False, True))
+    once = (TopkIndicesConfig(DTYPE, NARROW, slots, stream=True) for slots in (False, True) if streams(arch))
+    return *clusters, *once

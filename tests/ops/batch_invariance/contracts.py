@@ -226,7 +226,7 @@ CONTRACTS: dict[str, Contract] = {
     "dense_prefill_dkdv": Contract(_gradient_cases(DensePrefillBackwardCase)),
     "merge_states": Contract(_MERGE_CASES),
     "mqa_logits": Contract(_LOGITS_CASES),
-    "topk_indices": Contract(tuple(map(_topk_case, topk_variants())), run=_topk_run, expect=_topk_expect),
+    "topk_indices": Contract(tuple(map(_topk_case, topk_variants(SM90))), run=_topk_run, expect=_topk_expect),
     "index_write": Contract(_INDEX_CASES),
     "cache_write": Contract(_of_caches(CacheWriteCase, cached_variants(), tokens=5, pages=3, values="nasty")),
     "cache_insert": Contract(_of_caches(CacheInsertCase, insert_variants(), tokens=5, pages=3, kept="packed")),

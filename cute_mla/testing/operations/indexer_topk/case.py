@@ -9,7 +9,7 @@ import torch
 
 from ....spec.arch import Arch
 from ....spec.mqa_logits import COLUMNS, SCALE_BYTES
-from ....spec.topk_indices import config_for
+from ....spec.topk_indices import config_for, streams
 from ...cases.base import Tags
 from ...cases.tensors import sliced_buffers
 from ..mqa_logits.case import LogitsCase, MqaLogitsCase, MqaLogitsTensors, make_mqa_logits_tensors
@@ -82,7 +82,9 @@ class IndexerTopkCase(LogitsCase):
     def problem(self, arch: Arch) -> TopkProblem:  # type: ignore[override]
         """Return the properties of the call that select this kernel."""
         columns = self.most_keys if self.is_scored else 0
-        return TopkProblem(config_for(self.requests * self.tokens, columns, self.topk, self.sm_count or arch.sm_count, self.slots))
+        return TopkProblem(
+            config_for(self.requests * self.tokens, columns, self.topk, self.sm_count or arch.sm_count, self.slots, streams(arch))
+        )
 
 
 def make_indexer_topk_tensors(case: IndexerTopkCase, device: str | torch.device = "cpu") -> MqaLogitsTensors:

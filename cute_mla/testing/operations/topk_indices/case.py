@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ....spec.arch import Arch
 from ....spec.mla import ceil_div
-from ....spec.topk_indices import LISTED, RESIDENT_ROWS, STREAM_TILE, THREADS, TopkIndicesConfig, config_for
+from ....spec.topk_indices import LISTED, RESIDENT_ROWS, STREAM_TILE, THREADS, TopkIndicesConfig, config_for, streams
 from ...cases.base import TAGS, BaseCase, Tags
 from ...cases.far import far_tensor
 from ...cases.tensors import OutputBuffer, generator_for, sliced_buffers
@@ -102,7 +102,7 @@ class TopkIndicesCase(BaseCase):
 
     def problem(self, arch: Arch) -> TopkProblem:
         """Return the properties of the call that select the kernel."""
-        return TopkProblem(config_for(self.rows, self.columns, self.topk, self.sm_count or arch.sm_count))
+        return TopkProblem(config_for(self.rows, self.columns, self.topk, self.sm_count or arch.sm_count, once=streams(arch)))
 
 
 @dataclass(frozen=True)
