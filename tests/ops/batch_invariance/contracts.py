@@ -12,7 +12,7 @@ from torch import Tensor
 
 import cute_mla
 from cute_mla.ops.topk_indices import Keys, select
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import SM90, Arch
 from cute_mla.spec.cache_format import FP8_656, NOPE_528, V41, V41_FP4
 from cute_mla.spec.cache_insert import closed_variants as insert_variants
 from cute_mla.spec.cache_rows import FP8_576, CacheRowsConfig
