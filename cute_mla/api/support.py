@@ -37,7 +37,18 @@ from ..spec import (
 from ..spec.arch import ALIASES, ARCHS, Arch
 from ..spec.cache_format import FP8_656, CacheFormat
 from ..spec.cache_rows import CACHED, FP8_576, KNOWN, LATENTS, key_types
-from ..spec.dense_decode import FEW_HEADS, FP8, FP8_CACHE, LATENT, MAX_KEYS, DenseDecodeProblem, key_columns, takes_key_masks
+from ..spec.dense_decode import (
+    FEW_HEADS,
+    FP8,
+    FP8_CACHE,
+    LATENT,
+    MAX_KEYS,
+    DenseDecodeProblem,
+    key_columns,
+    operands_of,
+    reads_by_address,
+    takes_key_masks,
+)
 from ..spec.kernel_ops import ARCHS_OF
 from ..spec.mla import BF16, D_QK, D_V, DENSE_DIMS, DENSE_VALUE_COLUMNS, DTYPES, FP16, MAX_HEADS, key_dtypes
 from ..spec.sparse_decode import DECODED, DECODED_BESIDE, few_heads_caches, kernels_of, serving_kernels
@@ -189,7 +200,7 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     "cache_write", "cache_gather"; "cache_insert", which is insert_kv_cache; "topk_indices", which has the features dtype, topk and
     batch_invariant alone; "mqa_logits", fp8_mqa_logits and fp8_paged_mqa_logits; "indexer_topk", also of indexer_topk_prefill;
     "index_write", write_index_cache and prepare_index_queries.
-    arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve; "sm120" or "sm121" for sparse decode, the ops of caches,
+    arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve; "sm120" or "sm121" for decode, the ops of caches,
     merge_states and topk_indices. Other compute capabilities, such as "sm80", have no kernels.
     features: any of these, each with the value that a call would have
         dtype            "bf16", "fp16" or the torch dtype of queries, cache and output; in dense decode over an FP8 cache queries may
@@ -253,6 +264,17 @@ def _arch_conflict(op: str, arch: Arch, features: dict[str, Any]) -> str | None:
         ):
             if features.get(name) is not None and features[name] not in supported:
                 return f"{name} is {features[name]} on {arch.name}; supported: {', '.join(map(str, supported))}"
+        return _cache_conflict(arch, features)
+    return None
+
+
+def _cache_conflict(arch: Arch, features: dict[str, Any]) -> str | None:
+    """Return why dense decode on one of the architectures does not support the cache, or None if it does."""
+    e4m3 = features.get("fp8_kvcache") or features.get("kv_format") == FP8_576.name or _dtype_name(features.get("dtype")) == E4M3
+    if e4m3 and FP8_CACHE not in operands_of(arch):
+        return f"an FP8 cache is not supported on {arch.name}; supported: fp8_kvcache False with dtype bf16, fp16"
+    if features.get("h_kv", 1) != 1 and reads_by_address(arch, LATENT):
+        return f"h_kv is {features['h_kv']} on {arch.name}; supported: 1"
     return None
 
 

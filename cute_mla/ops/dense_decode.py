@@ -23,6 +23,8 @@ from ..spec.dense_decode import (
     DenseDecodeArguments,
     DenseDecodeProblem,
     num_parts,
+    operands_of,
+    reads_by_address,
     takes_key_masks,
     whole_eighths,
 )
@@ -154,7 +156,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
         op="dense_decode",
         maps=_maps(cache, problem.box_keys) if cache.pages else {},
         pointers={
-            "cache": "k_cache" if problem.operands == FP8_CACHE else None,
+            "cache": "k_cache" if reads_by_address(arch, problem.operands) else None,
             **{name: name for name in ("q", "descale_q", "descale_k", "block_table", "cache_seqlens", "attn_sink", "tree_mask")},
         },
         lengths=("cache_seqlens", None),
@@ -210,6 +212,10 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
         check_dtype_of_columns("q", q, key_dtypes(d_qk))
     cache = dense_cache(call.k_cache, q.dtype, d_qk)
     operands = _operand_types(call)
+    if operands not in operands_of(arch):
+        raise ValueError(f"k_cache has dtype {call.k_cache.dtype} on {arch.name}: not supported; supported: torch.bfloat16, torch.float16")
+    if cache.h_kv > 1 and reads_by_address(arch, operands):
+        raise ValueError(f"k_cache has shape {list(call.k_cache.shape)}: h_kv {cache.h_kv} is not supported on {arch.name}; supported: 1")
     dtype = _out_dtype(call)
     if offsets is None and tokens[1] > MAX_QUERY_TOKENS:
         raise ValueError(f"q has shape {list(q.shape)}; supported: s_q to {MAX_QUERY_TOKENS}")

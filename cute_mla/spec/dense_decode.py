@@ -34,7 +34,7 @@ class DenseDecodeArguments(NamedTuple):
     kv_map: TensorMap  # dims (d_qk, h_kv, page, pages), box (128 bytes, 1, box_keys of the problem, 1), 128-byte swizzle
     rope_map: TensorMap  # the same with boxes and a swizzle of 64 bytes; read by the kernels of SM100 that load keys by TMA
     q: Pointer  # dtype, or e4m3 [batch, s_q, h_q, d_qk]
-    cache: Pointer  # e4m3 [pages, page, 1, 576], multiples of 16 bytes apart; read by the "fp8_cache" kernels alone, else null
+    cache: Pointer  # [pages, page, 1, 576], multiples of 16 bytes apart; see reads_by_address, else null
     descale_q: Pointer  # fp32 [1], or null for 1: what e4m3 queries are multiplied with
     descale_k: Pointer  # fp32 [1], or null for 1: what an e4m3 cache is multiplied with
     block_table: Pointer  # int32 [batch, max_pages]
@@ -152,6 +152,16 @@ FEW_ROWS = (16, 32, 64)  # rows on N of the kernels with keys on M on SM100: a c
 FEW_LATENT_ROWS = (16,)  # the same with a 16-bit cache
 
 
+def operands_of(arch: Arch) -> tuple[str, ...]:
+    """Return the operand types for which an architecture has kernels."""
+    return (LATENT,) if arch == SM120 else OPERANDS
+
+
+def reads_by_address(arch: Arch, operands: str) -> bool:
+    """Return whether threads of a kernel read the cache at its address, for one KV head alone, and not by TMA."""
+    return operands == FP8_CACHE or arch == SM120
+
+
 def few_heads_rows(arch: Arch, operands: str) -> tuple[int, ...]:
     """Return the rows on N of the kernels for few heads that an architecture has for these operands, ascending.
 
@@ -159,7 +169,7 @@ def few_heads_rows(arch: Arch, operands: str) -> tuple[int, ...]:
     """
     if arch is SM90:
         return (FEW_HEADS,) if operands in FEW_HEADS_OPERANDS and FEW_HEADS else ()
-    return {FP8: FEW_ROWS, LATENT: FEW_LATENT_ROWS}.get(operands, ())
+    return {FP8: FEW_ROWS, LATENT: FEW_LATENT_ROWS}.get(operands, ()) if arch == SM100 else ()
 
 
 @dataclass(frozen=True)
@@ -233,7 +243,7 @@ def order_terms(config: DenseDecodeConfig, arch: Arch) -> dict[str, Any] | None:
         "dtype": config.dtype,
         "cache": {LATENT: config.dtype, FP8_CACHE: exact, FP8: "e4m3; its scale on scores and outputs"}[config.operands],
         "d_qk": config.d_qk,
-        "keys": f"tiles of {TILE_KEYS}, ascending",
+        "keys": f"tiles of {TILE_KEYS if TILINGS[arch.name].rows == TILE_ROWS else TILE_KEYS // 2}, ascending",
         "split": INVARIANT_SPLIT,
         **SOFTMAX_TERMS,
         "p": f"{config.dtype}, unnormalised",
@@ -383,10 +393,10 @@ def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
     wide = tuple(
         DenseDecodeConfig(dtype, cluster, operands, d_qk)
-        for operands in OPERANDS
-        for d_qk in (DENSE_DIMS if operands == LATENT else (D_QK,))
+        for operands in operands_of(arch)
+        for d_qk in (key_columns(arch) if operands == LATENT else (D_QK,))
         for dtype in out_dtypes(operands, d_qk)
         for cluster in tiling(arch, operands, d_qk).clusters
     )
-    few = ((operands, rows) for operands in OPERANDS for rows in few_heads_rows(arch, operands))
+    few = ((operands, rows) for operands in operands_of(arch) for rows in few_heads_rows(arch, operands))
     return *wide, *(DenseDecodeConfig(BF16, 1, operands, few_heads=True, few_rows=rows) for operands, rows in few)

@@ -19,9 +19,10 @@ from .operands import BOX_BYTES_PER_KEY, DenseDecodeOperands
 
 @dataclass(frozen=True)
 class DenseDecodeAbi:
-    """The arguments of one variant."""
+    """The arguments of one variant. rows: query rows of a CTA."""
 
     config: DenseDecodeConfig
+    rows: int = TILE_ROWS
 
     op = "dense_decode"
     arguments = DenseDecodeArguments
@@ -66,7 +67,7 @@ class DenseDecodeAbi:
         lengths = Lengths(args.cache_seqlens, None, args.max_keys, Int32(0), units, window)
         pinned = not key_masks or self.config.d_qk != D_QK
         ctas = self.config.cluster
-        cluster_rows = ctas // self.config.column_ctas * TILE_ROWS
+        cluster_rows = ctas // self.config.column_ctas * self.rows
         rows = RowTile(args.mask, args.s_q, args.heads_per_kv, args.reach, ctas, cluster_rows, pinned)
         schedule = SplitKvSchedule(args.plan, args.num_splits, lengths, args.batch, args.max_splits, args.accum_rows, rows)
         most_box_keys = TILE_KEYS // 2 if self.config.divides_columns_alone else TILE_KEYS

@@ -153,8 +153,8 @@ class DenseDecodeOperands(LatentOperands):
         """Return the row of the block table of a unit's request."""
         return self.args.block_table + Int64(self.units.request(req)) * self.args.table_stride
 
-    def e4m3_address(self, page: Int32, row: Int32, byte: Int32) -> Int64:
-        """Return the address of a byte of a row of an e4m3 cache; 0 for a page that the cache does not have."""
+    def cache_address(self, page: Int32, row: Int32, byte: Int32) -> Int64:
+        """Return the address of a byte of a row of a cache that threads read; 0 for a page that the cache does not have."""
         offset = Int64(Uint32(page)) * self.args.page_stride + Int64(Uint32(row)) * self.args.row_stride + byte
         address = self.args.cache.toint() + offset
         return cutlass.select_(Uint32(page) < Uint32(self.args.pages), address, Int64(0))

@@ -86,4 +86,4 @@ class PagedKeys(LatentKeySourceSm100):
 
     def locate(self, operands: DenseDecodeOperands, keys: RequestKeys, found: tuple[Int32, Int32], position: Int32) -> LaneKeys:
         """Return the address of a key's row."""
-        return LaneKeys(operands.e4m3_address(*found, Int32(0)))
+        return LaneKeys(operands.cache_address(*found, Int32(0)))

@@ -188,7 +188,7 @@ class DenseDecodeSm90ConvertRole:
     ) -> tuple[Int64, Int64]:
         """Return the addresses of byte `source` of the thread's two keys; 0 for an absent key."""
         _, second = second_key_entry(operands, keys.row)
-        return operands.e4m3_address(pages[0], keys.row, source), operands.e4m3_address(pages[1], second, source)
+        return operands.cache_address(pages[0], keys.row, source), operands.cache_address(pages[1], second, source)
 
     def copy_part(self, smem: LatentSm90Smem, part: int, tile: Int32, rows: tuple[Int64, Int64], lane: LatentSm90Lane) -> None:
         """Start the copies of a part of a tile, a group of cp.async, when its stage is free; zeros for absent keys."""

@@ -111,7 +111,7 @@ class DenseDecodeSm90FewHeadsConvertRole(FewHeadsConvertRole):
 
     def find_keys(self, operands: DenseDecodeOperands, keys: DenseDecodeKeyPositions, page: Int32, thread: FewHeadsThread) -> FewHeadsKeys:
         """Return the thread's keys from their page."""
-        first = operands.e4m3_address(page, keys.row, thread.lane % 4 * CHUNK)
+        first = operands.cache_address(page, keys.row, thread.lane % 4 * CHUNK)
         there = cutlass.select_(first != 0, Int32(1), Int32(0))
         second = cutlass.select_(keys.remaining > KEYS_APART, there, Int32(0))
         return FewHeadsKeys((first, first + KEYS_APART * operands.args.row_stride), (there, second))

@@ -12,6 +12,7 @@ neither needs a second buffer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -19,7 +20,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..attention.lengths import RowRange
-from ..attention.scheduler import LatentOperands, WorkTile
+from ..attention.scheduler import KeyTile, LatentOperands, WorkTile
 from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
 from ..primitives.arithmetic import pack_pair, product
 from ..primitives.copies import CHUNK, load_groups
@@ -65,10 +66,18 @@ class Sm120Rows:
         self.rO.fill(0.0)
 
 
+class Sm120Mask(Protocol):
+    """What an op hides."""
+
+    def apply(self, operands: Any, smem: Sm120Smem, thread: Sm120Thread, scores: cute.Tensor, stage: Int32, keys: KeyTile) -> None:
+        """Set the scores of keys that a row does not see to -inf. keys: those of the stage, as if a tile began with them."""
+
+
 @dataclass(frozen=True)
 class Sm120AttendRole:
     """Four warps. dtype: of out and of products' operands. d_qk, d_v: columns."""
 
+    mask: Sm120Mask
     row_scale: RowScale
     dtype: type[cutlass.Numeric]
     d_qk: int
@@ -95,8 +104,9 @@ class Sm120AttendRole:
             self.load_queries(operands.row_range(req), smem, thread)
             sync()
             rows.reset()
-            for _ in cutlass.range(tile_range.tiles * (TILE_KEYS // KEYS), unroll=1):
-                self.add_stage(smem, rows, thread, scale, state)
+            for i in cutlass.range(tile_range.tiles * (TILE_KEYS // KEYS), unroll=1):
+                keys = KeyTile(req, begin_tile * TILE_KEYS + i * KEYS, tile_range.keys - i * KEYS)
+                self.add_stage(operands, smem, rows, thread, scale, state, keys)
                 state = smem.k_ready.advance(state)
             self.finish(operands, smem, rows, thread, req, work_tile)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
@@ -120,16 +130,17 @@ class Sm120AttendRole:
                     cute.autovec_copy(words, chunk_at(target))
 
     @cute.jit
-    def add_stage(self, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, scale: Float32, state: PipelineState):
+    def add_stage(
+        self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, scale: Float32, state: PipelineState,
+        keys: KeyTile,
+    ):  # fmt: skip
         """Attend to the keys of a stage."""
         smem.k_ready.consumer_wait(state)
-        keys = smem.sK.toint() + state.stage * (KEYS * self.pitch)
-        scores = self.scores(smem, keys, thread)
-        present = smem.sPresent + (state.stage * KEYS + thread.warp * WARP_KEYS + thread.column)
-        for i in cutlass.range_constexpr(2 * HALVES):
-            scores[i] = cutlass.select_((present + i % 2).load() != 0, scores[i], -Float32.inf)
+        place = smem.sK.toint() + state.stage * (KEYS * self.pitch)
+        scores = self.scores(smem, place, thread)
+        self.mask.apply(operands, smem, thread, scores, state.stage, keys)
         self.follow(smem, rows, thread, scores, scale)
-        self.add_values(smem, rows, keys, thread)
+        self.add_values(smem, rows, place, thread)
         smem.k_free.consumer_release(state)
 
     def scores(self, smem: Sm120Smem, keys: Int32, thread: Sm120Thread) -> cute.Tensor:

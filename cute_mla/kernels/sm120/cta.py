@@ -47,21 +47,21 @@ class Sm120Smem:
     sK: cute.Pointer  # dtype [stage][key][d_qk], rows pitch_of(d_qk) bytes apart; keys that do not exist are zeros
     sQ: cute.Pointer  # dtype [row][d_qk], likewise; rows that do not exist are zeros
     sP: cute.Pointer  # dtype [row][key], P_PITCH bytes apart
-    sPresent: cute.Pointer  # int32 [stage][key]: 1 for a key that exists
     sRows: cute.Pointer  # fp32 [warp][row]: maxima of a stage; at the end of a work tile sums
     k_ready: StageBarriers
     k_free: StageBarriers
+    sPresent: cute.Pointer | None = None  # int32 [stage][key]: 1 for a key that exists; where indices decide on that
 
     @staticmethod
-    def layout(dtype: type[cutlass.Numeric], d_qk: int) -> SmemLayout:
-        """Return the fields. dtype: of Q, keys and P."""
+    def layout(dtype: type[cutlass.Numeric], d_qk: int, *more: Array) -> SmemLayout:
+        """Return the fields. dtype: of Q, keys and P. more: fields of a variant."""
         elements = pitch_of(d_qk) // ELEMENT_BYTES
         fields = (
             Array("sK", dtype, STAGES * KEYS * elements, 128),
             Array("sQ", dtype, ROWS * elements, 128),
             Array("sP", dtype, ROWS * P_PITCH // ELEMENT_BYTES, 128),
-            Array("sPresent", Int32, STAGES * KEYS, 16),
             Array("sRows", Float32, WARPS * ROWS, 16),
+            *more,
             Barriers("k_ready", STAGES),
             Barriers("k_free", STAGES),
         )

@@ -31,18 +31,19 @@ from ...spec.mla import D_V, ELEMENT_BYTES
 from ...spec.sparse_decode import SparseDecodeConfig
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
+from ..attention.scheduler import KeyTile
 from ..attention.softmax import SinkScale
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import e8m0_scale, pack_pair
 from ..primitives.copies import CHUNK
 from ..primitives.pipeline import PipelineState
-from ..primitives.rows import element_at, exact, registers, words_at
+from ..primitives.rows import element_at, exact, registers
+from ..primitives.smem import Array
 from ..sm120.attend import CHUNK_WORDS, Sm120AttendRole, chunk_at
-from ..sm120.cta import KEYS, LANES, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, pitch_of, products_of_stage
+from ..sm120.cta import KEYS, STAGES, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, pitch_of, products_of_stage
+from ..sm120.rows import Sm120Columns, broadcast, load_chunk, rows_of
 from .abi import SparseDecodeAbi
 from .operands import SparseDecodeIndices, SparseDecodeOperands, look_up, slot_address
-
-TAIL_LANES = 8  # 16-byte chunks of 64 16-bit columns: a warp has those of four keys at a time
 
 
 class SparseDecodeSm120LoadRole:
@@ -53,10 +54,8 @@ class SparseDecodeSm120LoadRole:
         self.format: CacheFormat = config.format
         self.dtype = dtype
         self.pitch = pitch_of(self.format.d_qk)
-        wide = (self.format.d_qk - self.format.quantised) * ELEMENT_BYTES // CHUNK
-        self.whole = wide // LANES  # loads of 32 chunks of 16-bit columns of a key
-        self.tail = wide % LANES  # chunks behind them
-        assert self.tail in (0, TAIL_LANES)
+        wide = self.format.d_qk - self.format.quantised
+        self.wide = Sm120Columns(self.format.wide_offset, self.format.quantised * ELEMENT_BYTES, wide, self.pitch)
 
     @cute.jit
     def run(self, operands: SparseDecodeOperands, smem: Sm120Smem):
@@ -82,7 +81,7 @@ class SparseDecodeSm120LoadRole:
 
     def load_stage(self, smem: Sm120Smem, thread: Sm120Thread, row: Int64, scales: Int64, state: PipelineState) -> None:
         """Bring the warp's keys of a stage. row, scales: addresses of key lane % 8, 0 for a key that does not exist."""
-        rows = [broadcast(row, Int32(key)) for key in range(WARP_KEYS)]
+        rows = rows_of(row)
         codes, factors = [], []
         if self.format.quantised:
             lane_column = thread.lane * CHUNK
@@ -91,30 +90,13 @@ class SparseDecodeSm120LoadRole:
             for key in range(WARP_KEYS):
                 codes.append(load_chunk(rows[key] + lane_column, (rows[key] != 0) & coded))
                 factors.append(self.load_scale(broadcast(scales, Int32(key)), group, (rows[key] != 0) & coded))
-        wide = [
-            load_chunk(rows[key] + (self.format.wide_offset + (step * LANES + thread.lane) * CHUNK), rows[key] != 0)
-            for key in range(WARP_KEYS)
-            for step in range(self.whole)
-        ]
-        tails = []
-        tail_byte = self.format.wide_offset + self.whole * LANES * CHUNK + thread.lane % TAIL_LANES * CHUNK
-        if self.tail:
-            for first in range(0, WARP_KEYS, LANES // TAIL_LANES):
-                mine = broadcast(row, first + thread.lane // TAIL_LANES)
-                tails.append(load_chunk(mine + tail_byte, mine != 0))
+        wide = self.wide.load(thread, row, rows)
         smem.k_free.producer_acquire(state)
         place = smem.sK.toint() + (state.stage * KEYS + thread.warp * WARP_KEYS) * self.pitch
         if self.format.quantised:
             for key in range(WARP_KEYS):
                 self.store_codes(place + key * self.pitch + 2 * lane_column, codes[key], factors[key], coded)
-        first_wide = place + self.format.quantised * ELEMENT_BYTES
-        for number, words in enumerate(wide):
-            key, step = divmod(number, max(self.whole, 1))
-            cute.autovec_copy(words, chunk_at(first_wide + key * self.pitch + (step * LANES + thread.lane) * CHUNK))
-        for number, words in enumerate(tails):
-            key = number * (LANES // TAIL_LANES) + thread.lane // TAIL_LANES
-            target = first_wide + self.whole * LANES * CHUNK + key * self.pitch + thread.lane % TAIL_LANES * CHUNK
-            cute.autovec_copy(words, chunk_at(target))
+        self.wide.store(thread, place, wide)
         store_if(thread.lane < WARP_KEYS, smem.sPresent + (state.stage * KEYS + thread.warp * WARP_KEYS + thread.lane), row)
         smem.k_ready.producer_commit(state)
 
@@ -148,21 +130,15 @@ def store_if(wanted: Boolean, place: cute.Pointer, row: Int64):
         place.store(cutlass.select_(row != 0, Int32(1), Int32(0)))
 
 
-@cute.jit
-def load_chunk(address: Int64, wanted: Boolean) -> Any:
-    """Load 16 bytes; zeros, and no access, unless wanted."""
-    words = registers(CHUNK_WORDS)
-    words.fill(0)
-    if wanted:
-        cute.autovec_copy(words_at(address, CHUNK_WORDS), words)
-    return words
+class SparseDecodeSm120Mask:
+    """Mask of slots that do not exist."""
 
-
-def broadcast(address: Int64, lane: Int32) -> Int64:
-    """Return the address that a lane has."""
-    words = [Int32(address & 0xFFFFFFFF), Int32(address >> 32)]
-    low, high = (cute.arch.shuffle_sync(word, lane) for word in words)
-    return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
+    @cute.jit
+    def apply(self, operands: Any, smem: Sm120Smem, thread: Sm120Thread, scores: cute.Tensor, stage: Int32, keys: KeyTile):
+        """Set the scores of keys that do not exist to -inf."""
+        present = smem.sPresent + (stage * KEYS + thread.warp * WARP_KEYS + thread.column)
+        for i in cutlass.range_constexpr(cute.size(scores)):
+            scores[i] = cutlass.select_((present + i % 2).load() != 0, scores[i], -Float32.inf)
 
 
 class SparseDecodeSm120(Sm120Parts):
@@ -171,7 +147,7 @@ class SparseDecodeSm120(Sm120Parts):
     def __init__(self, config: SparseDecodeConfig) -> None:
         self.config = config
         self.dtype = ELEMENT_TYPES[config.dtype]
-        self.layout = Sm120Smem.layout(self.dtype, config.format.d_qk)
+        self.layout = Sm120Smem.layout(self.dtype, config.format.d_qk, Array("sPresent", Int32, STAGES * KEYS, 16))
         self.expected = products_of_stage(config.format.d_qk, D_V)
 
     def load(self, operands: SparseDecodeOperands, smem: Sm120Smem) -> None:
@@ -180,7 +156,7 @@ class SparseDecodeSm120(Sm120Parts):
 
     def attend(self, operands: SparseDecodeOperands, smem: Sm120Smem) -> None:
         """Run the role that multiplies."""
-        Sm120AttendRole(SinkScale(), self.dtype, self.config.format.d_qk, D_V).run(operands, smem)
+        Sm120AttendRole(SparseDecodeSm120Mask(), SinkScale(), self.dtype, self.config.format.d_qk, D_V).run(operands, smem)
 
 
 def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:

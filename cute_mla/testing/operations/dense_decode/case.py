@@ -20,7 +20,18 @@ from torch.nn import functional
 from ....ops.split_plan import key_window, ragged_queries
 from ....reference import window_keys
 from ....spec.arch import ARCHS, Arch
-from ....spec.dense_decode import FP8, LATENT, OPERANDS, TILE_ROWS, TREE_WORD_TOKENS, DenseDecodeProblem, num_parts
+from ....spec.dense_decode import (
+    FP8,
+    LATENT,
+    OPERANDS,
+    TILE_ROWS,
+    TREE_WORD_TOKENS,
+    DenseDecodeProblem,
+    key_columns,
+    num_parts,
+    operands_of,
+    reads_by_address,
+)
 from ....spec.mla import D_QK, DENSE_DIMS, ceil_div
 from ....spec.split_plan import TILE_KEYS, RaggedQueries
 from ...cases.base import DECODE_TAGS, DTYPES, CausalValues, DecodeCase, Tags
@@ -247,6 +258,11 @@ class DenseDecodeCase(DecodeCase):
             d_qk=self.d_qk,
             few_heads=self.few_heads and self.tree == "none" and self.window is None,
         )
+
+    def runs_on(self, arch: Arch) -> bool:
+        """Return whether an architecture has a kernel for the case."""
+        served = self.d_qk in key_columns(arch) and self.operands in operands_of(arch)
+        return super().runs_on(arch) and served and (self.h_kv == 1 or not reads_by_address(arch, self.operands))
 
     @property
     def tiles(self) -> int:

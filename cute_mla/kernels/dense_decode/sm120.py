@@ -1,0 +1,143 @@
+"""Dense MLA decode on RTX boards and DGX Spark, over a 16-bit cache with one KV head.
+
+For every request and every query row r = (query token i, head), over the keys j that the row sees:
+
+    s_rj = <q_r, k_j> over 576 columns     p = softmax(scale * s)     out_r = sum_j p_rj k_j[:512]
+
+Roles (256 threads):
+  attend   warps 0..3: Q to shared memory, S = Q K^T, mask, softmax, O += P V, lse, out (sm120/attend.py)
+  load     warps 4..7: pages, 8 keys of a stage to registers, from there to shared memory (sm120/rows.py)
+
+A CTA has 16 query rows; CTAs of other rows find the keys in L2. A stage is 32 keys, half a tile of the plan.
+
+Pipelines (producer -> consumer; arrivals per phase):
+  k_ready[2]   load -> attend   4: keys of a stage are written, those that no query token sees as zeros
+  k_free[2]    attend -> load   4: a stage has been multiplied
+
+The trick: a page has 16 keys or a multiple, so that a warp's 8 keys share one, which all its lanes look up a stage ahead; the bytes of a
+stage are asked for before the wait for its place.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
+
+from ...spec.arch import Arch
+from ...spec.dense_decode import LATENT, DenseDecodeConfig
+from ...spec.split_plan import TILE_KEYS
+from ..attention.kernel import ELEMENT_TYPES
+from ..attention.lengths import tiles_of
+from ..attention.scheduler import KeyTile, TileRange
+from ..definition import KernelDefinition
+from ..primitives.pipeline import PipelineState
+from ..primitives.warp_mma import COLUMNS, ROWS
+from ..sm120.attend import HALVES, Sm120AttendRole
+from ..sm120.cta import KEYS, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, first_query_row, pitch_of, products_of_stage
+from ..sm120.rows import Sm120Columns, rows_of
+from .abi import DenseDecodeAbi
+from .operands import NO_PAGE, DenseDecodeOperands, DenseDecodeRowScale
+from .visible_keys import visible_word
+
+
+class DenseDecodeSm120LoadRole:
+    """Four warps, each with 8 keys of a stage. d_qk: columns of a key."""
+
+    def __init__(self, d_qk: int) -> None:
+        self.columns = Sm120Columns(0, 0, d_qk, pitch_of(d_qk))
+
+    @cute.jit
+    def run(self, operands: DenseDecodeOperands, smem: Sm120Smem):
+        """Wait k_free. Signal k_ready."""
+        schedule, thread = operands.schedule, Sm120Thread.create()
+        state = PipelineState(Int32(0), Int32(0))
+        req, begin_tile = schedule.first_work_tile()
+        last = schedule.last_request()
+        while req <= last:
+            tile_range = schedule.tile_range(req, begin_tile)
+            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
+            _, skipped = schedule.lengths.keys_and_skipped(req)
+            own = thread.warp * WARP_KEYS + thread.lane % WARP_KEYS
+            page, row = self.look_up(operands, tile_range, skipped, own)
+            for i in cutlass.range(tile_range.tiles * (TILE_KEYS // KEYS), unroll=1):
+                address = operands.cache_address(page, row, Int32(0))
+                page, row = self.look_up(operands, tile_range, skipped, (i + 1) * KEYS + own)
+                self.load_stage(smem, thread, address, state)
+                state = smem.k_ready.advance(state)
+            req, begin_tile = work_tile.next_req, work_tile.next_tile
+        cute.arch.griddepcontrol_launch_dependents()
+
+    @cute.jit
+    def look_up(self, operands: DenseDecodeOperands, tile_range: TileRange, skipped: Int32, index: Int32) -> tuple[Int32, Int32]:
+        """Return (page, row in it) of a key of a work tile; NO_PAGE for one that no query token sees, whose entry is not read.
+
+        skipped: tiles of the request between those with keys that every token sees and those of its windows.
+        """
+        tile = tile_range.begin + index // TILE_KEYS
+        unseen_begin, unseen_end = operands.unseen_keys(tile_range.tile(Int32(0)))
+        tile = tile + cutlass.select_(tile < tiles_of(operands.args.sink_keys), Int32(0), skipped)
+        entry, row = operands.page_entry(tile * TILE_KEYS + index % TILE_KEYS)
+        page = Int32(NO_PAGE)
+        if (index < tile_range.keys) & ((index < unseen_begin) | (index >= unseen_end)):
+            page = (operands.table_row(tile_range.req) + entry).load()
+        return page, row
+
+    def load_stage(self, smem: Sm120Smem, thread: Sm120Thread, row: Int64, state: PipelineState) -> None:
+        """Bring the warp's keys of a stage. row: address of key lane % 8, 0 for a key of zeros."""
+        loaded = self.columns.load(thread, row, rows_of(row))
+        smem.k_free.producer_acquire(state)
+        self.columns.store(thread, smem.sK.toint() + (state.stage * KEYS + thread.warp * WARP_KEYS) * self.columns.pitch, loaded)
+        smem.k_ready.producer_commit(state)
+
+
+class DenseDecodeSm120Mask:
+    """Mask of keys past the end, and of those that causal, tree_mask or a window hide."""
+
+    @cute.jit
+    def apply(self, operands: DenseDecodeOperands, smem: Any, thread: Sm120Thread, scores: cute.Tensor, stage: Int32, keys: KeyTile):
+        """Set the scores of keys that a row does not see to -inf."""
+        if operands.hides_keys(keys):
+            for half in cutlass.range_constexpr(HALVES):
+                token, _ = operands.token_and_head(first_query_row() + thread.row + half * COLUMNS)
+                seen = visible_word(operands, keys, token, 0) >> (thread.warp * WARP_KEYS + thread.column)
+                for i in cutlass.range_constexpr(2):
+                    scores[2 * half + i] = cutlass.select_((seen >> i) & 1 != 0, scores[2 * half + i], -Float32.inf)
+
+
+@dataclass(frozen=True)
+class DenseDecodeSm120(Sm120Parts):
+    """One variant of the kernel."""
+
+    config: DenseDecodeConfig
+
+    @property
+    def dtype(self) -> type[cutlass.Numeric]:
+        """Return the element type of q, cache and out."""
+        return ELEMENT_TYPES[self.config.dtype]
+
+    @property
+    def layout(self) -> Any:
+        """Return the fields of shared memory."""
+        return Sm120Smem.layout(self.dtype, self.config.d_qk)
+
+    @property
+    def expected(self) -> int:
+        """Return the products in the code."""
+        return products_of_stage(self.config.d_qk, self.config.dims.latent)
+
+    def load(self, operands: DenseDecodeOperands, smem: Sm120Smem) -> None:
+        """Run the role that brings keys."""
+        DenseDecodeSm120LoadRole(self.config.d_qk).run(operands, smem)
+
+    def attend(self, operands: DenseDecodeOperands, smem: Sm120Smem) -> None:
+        """Run the role that multiplies."""
+        role = Sm120AttendRole(DenseDecodeSm120Mask(), DenseDecodeRowScale(LATENT), self.dtype, self.config.d_qk, self.config.dims.latent)
+        role.run(operands, smem)
+
+
+def build(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
+    """Return the variant, ready to compile."""
+    return Sm120Kernel(DenseDecodeAbi(config, ROWS), arch, DenseDecodeSm120(config)).complete()

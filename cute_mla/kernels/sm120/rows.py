@@ -1,0 +1,87 @@
+"""16-bit columns of keys on their way from rows of a cache to rows of shared memory, through registers of a warp that has 8 keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from cutlass import Boolean, Int32, Int64, cute
+
+from ...spec.mla import ELEMENT_BYTES
+from ..primitives.copies import CHUNK
+from ..primitives.rows import registers, words_at
+from .attend import CHUNK_WORDS, chunk_at
+from .cta import LANES, WARP_KEYS, Sm120Thread
+
+TAIL_LANES = 8  # 16-byte chunks of 64 16-bit columns: a warp has those of four keys at a time
+
+
+@dataclass(frozen=True)
+class Sm120Columns:
+    """16-bit columns of a key. source, target: their first byte in a row of the cache and of shared memory, whose rows are pitch apart."""
+
+    source: int
+    target: int
+    columns: int
+    pitch: int
+
+    @property
+    def whole(self) -> int:
+        """Return the loads of 32 chunks of a key."""
+        return self.columns * ELEMENT_BYTES // CHUNK // LANES
+
+    @property
+    def tail(self) -> int:
+        """Return the chunks behind them."""
+        tail = self.columns * ELEMENT_BYTES // CHUNK % LANES
+        assert tail in (0, TAIL_LANES)
+        return tail
+
+    def load(self, thread: Sm120Thread, row: Int64, rows: list[Int64]) -> tuple[list[Any], list[Any]]:
+        """Ask for the columns of the warp's keys. row: address of key lane % 8, 0 for a key that does not exist. rows: of all 8."""
+        wide = [
+            load_chunk(rows[key] + (self.source + (step * LANES + thread.lane) * CHUNK), rows[key] != 0)
+            for key in range(WARP_KEYS)
+            for step in range(self.whole)
+        ]
+        tails = []
+        tail_byte = self.source + self.whole * LANES * CHUNK + thread.lane % TAIL_LANES * CHUNK
+        if self.tail:
+            for first in range(0, WARP_KEYS, LANES // TAIL_LANES):
+                mine = broadcast(row, first + thread.lane // TAIL_LANES)
+                tails.append(load_chunk(mine + tail_byte, mine != 0))
+        return wide, tails
+
+    def store(self, thread: Sm120Thread, place: Int32, loaded: tuple[list[Any], list[Any]]) -> None:
+        """Write what `load` returned. place: the row of the warp's first key in shared memory."""
+        wide, tails = loaded
+        first = place + self.target
+        for number, words in enumerate(wide):
+            key, step = divmod(number, max(self.whole, 1))
+            cute.autovec_copy(words, chunk_at(first + key * self.pitch + (step * LANES + thread.lane) * CHUNK))
+        for number, words in enumerate(tails):
+            key = number * (LANES // TAIL_LANES) + thread.lane // TAIL_LANES
+            target = first + self.whole * LANES * CHUNK + key * self.pitch + thread.lane % TAIL_LANES * CHUNK
+            cute.autovec_copy(words, chunk_at(target))
+
+
+def rows_of(row: Int64) -> list[Int64]:
+    """Return the addresses of the warp's keys. row: that of key lane % 8."""
+    return [broadcast(row, Int32(key)) for key in range(WARP_KEYS)]
+
+
+@cute.jit
+def load_chunk(address: Int64, wanted: Boolean) -> Any:
+    """Load 16 bytes; zeros, and no access, unless wanted."""
+    words = registers(CHUNK_WORDS)
+    words.fill(0)
+    if wanted:
+        cute.autovec_copy(words_at(address, CHUNK_WORDS), words)
+    return words
+
+
+def broadcast(address: Int64, lane: Int32) -> Int64:
+    """Return the address that a lane has."""
+    words = [Int32(address & 0xFFFFFFFF), Int32(address >> 32)]
+    low, high = (cute.arch.shuffle_sync(word, lane) for word in words)
+    return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
