@@ -33,7 +33,7 @@ from tests.support.recording_device import RecordingDevice
 
 SUBJECTS: dict[str, Subject] = {**DEVICE_SUBJECTS, **CACHE_SUBJECTS, **INDEXER_SUBJECTS, **INSERT_SUBJECTS, **HOST_SUBJECTS}
 
-# By the subject: the op whose kernels serve it, where not all architectures of attention do, or more.
+# By the subject: the op whose kernels serve it, where more architectures have them than all kernels of attention.
 _OPS = {
     "merge_states": "merge_states",
     "topk_indices": "topk_indices",
@@ -47,7 +47,7 @@ _OPS = {
 
 def archs_of(subject: str) -> tuple[str, ...]:
     """Return the architectures on which a subject is called."""
-    return tuple(arch.name for arch in ARCHS_OF[_OPS.get(subject, "dense_decode")])
+    return tuple(arch.name for arch in ARCHS_OF[_OPS.get(subject, "dense_prefill")])
 
 
 MOST_SECONDS = 300  # of a call, on a machine that is busy with others

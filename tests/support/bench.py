@@ -10,12 +10,10 @@ from torch import Tensor
 import cute_mla
 from cute_mla.simulator import Finding
 from cute_mla.spec.arch import Arch
-from cute_mla.spec.sparse_decode import kernels_of
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.cases.tensors import Operands
 from cute_mla.testing.compare import compare, same_bits, with_error_limit
 from cute_mla.testing.operations import operation
-from cute_mla.testing.operations.sparse_decode.case import SparseDecodeCase
 from cute_mla.testing.runner import Record, Schedule, Target, call, run_case
 
 Result = tuple[Tensor, ...]
@@ -44,9 +42,9 @@ class Bench:
             return call(case, operation(case).make_tensors(case, "cpu") if tensors is None else tensors)
 
     def skip_refused(self, case: BaseCase) -> None:
-        """Skip the test if there is no kernel for the formats of a case's caches, which docs/limits.md names."""
-        if isinstance(case, SparseDecodeCase) and (case.dtype, case.kernels) not in kernels_of(self.arch):
-            pytest.skip(f"{self.arch.name} has no kernel for {case.kernels}")
+        """Skip the test if there is no kernel for a case, as docs/limits.md says."""
+        if not case.runs_on(self.arch):
+            pytest.skip(f"{self.arch.name} has no kernel for {case}")
 
     def collect(self, case: BaseCase, tensors: Operands) -> tuple[Result, list[Finding]]:
         """Make a case's call with these operands. Return its results and the findings of the simulator."""
