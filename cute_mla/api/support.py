@@ -270,9 +270,8 @@ def _arch_conflict(op: str, arch: Arch, features: dict[str, Any]) -> str | None:
 
 def _cache_conflict(arch: Arch, features: dict[str, Any]) -> str | None:
     """Return why dense decode on one of the architectures does not support the cache, or None if it does."""
-    e4m3 = features.get("fp8_kvcache") or features.get("kv_format") == FP8_576.name or _dtype_name(features.get("dtype")) == E4M3
-    if e4m3 and FP8_CACHE not in operands_of(arch):
-        return f"an FP8 cache is not supported on {arch.name}; supported: fp8_kvcache False with dtype bf16, fp16"
+    if _dtype_name(features.get("dtype")) == E4M3 and FP8 not in operands_of(arch):
+        return f"dtype is {E4M3} on {arch.name}; supported: bf16, fp16"
     if features.get("h_kv", 1) != 1 and reads_by_address(arch, LATENT):
         return f"h_kv is {features['h_kv']} on {arch.name}; supported: 1"
     return None

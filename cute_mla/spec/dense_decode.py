@@ -154,7 +154,7 @@ FEW_LATENT_ROWS = (16,)  # the same with a 16-bit cache
 
 def operands_of(arch: Arch) -> tuple[str, ...]:
     """Return the operand types for which an architecture has kernels."""
-    return (LATENT,) if arch == SM120 else OPERANDS
+    return (LATENT, FP8_CACHE) if arch == SM120 else OPERANDS
 
 
 def reads_by_address(arch: Arch, operands: str) -> bool:

@@ -1,4 +1,4 @@
-"""Dense MLA decode on RTX boards and DGX Spark, over a 16-bit cache with one KV head.
+"""Dense MLA decode on RTX boards and DGX Spark, over a cache with one KV head: of 16 bits, or of e4m3, which becomes bf16.
 
 For every request and every query row r = (query token i, head), over the keys j that the row sees:
 
@@ -6,7 +6,8 @@ For every request and every query row r = (query token i, head), over the keys j
 
 Roles (256 threads):
   attend   warps 0..3: Q to shared memory, S = Q K^T, mask, softmax, O += P V, lse, out (sm120/attend.py)
-  load     warps 4..7: pages, 8 keys of a stage to registers, from there to shared memory (sm120/rows.py)
+  load     warps 4..7: pages, 8 keys of a stage to registers, from there to shared memory (sm120/rows.py); e4m3 exactly as bf16, since
+           its scale is a factor of the scores and of the output
 
 A CTA has 16 query rows; CTAs of other rows find the keys in L2. A stage is 32 keys, half a tile of the plan.
 
@@ -28,26 +29,33 @@ from cutlass import Float32, Int32, Int64, cute
 
 from ...spec.arch import Arch
 from ...spec.dense_decode import LATENT, DenseDecodeConfig
+from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
 from ..attention.lengths import tiles_of
 from ..attention.scheduler import KeyTile, TileRange
 from ..definition import KernelDefinition
+from ..primitives.arithmetic import registers, widen
+from ..primitives.copies import CHUNK
 from ..primitives.pipeline import PipelineState
 from ..primitives.warp_mma import COLUMNS, ROWS
-from ..sm120.attend import HALVES, Sm120AttendRole
+from ..sm120.attend import CHUNK_WORDS, HALVES, Sm120AttendRole, chunk_at
 from ..sm120.cta import KEYS, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, first_query_row, pitch_of, products_of_stage
-from ..sm120.rows import Sm120Columns, rows_of
+from ..sm120.rows import Sm120Columns, broadcast, load_chunk, rows_of
 from .abi import DenseDecodeAbi
 from .operands import NO_PAGE, DenseDecodeOperands, DenseDecodeRowScale
 from .visible_keys import visible_word
 
+TAIL_CHUNKS = 4  # of 64 e4m3 columns: a warp has those of its 8 keys at once
+
 
 class DenseDecodeSm120LoadRole:
-    """Four warps, each with 8 keys of a stage. d_qk: columns of a key."""
+    """Four warps, each with 8 keys of a stage."""
 
-    def __init__(self, d_qk: int) -> None:
-        self.columns = Sm120Columns(0, 0, d_qk, pitch_of(d_qk))
+    def __init__(self, config: DenseDecodeConfig) -> None:
+        self.pitch = pitch_of(config.d_qk)
+        wide = Sm120Columns(0, 0, config.d_qk, self.pitch)
+        self.columns = wide if config.operands == LATENT else DenseDecodeSm120Codes(self.pitch, ELEMENT_TYPES[config.dtype])
 
     @cute.jit
     def run(self, operands: DenseDecodeOperands, smem: Sm120Smem):
@@ -89,8 +97,39 @@ class DenseDecodeSm120LoadRole:
         """Bring the warp's keys of a stage. row: address of key lane % 8, 0 for a key of zeros."""
         loaded = self.columns.load(thread, row, rows_of(row))
         smem.k_free.producer_acquire(state)
-        self.columns.store(thread, smem.sK.toint() + (state.stage * KEYS + thread.warp * WARP_KEYS) * self.columns.pitch, loaded)
+        self.columns.store(thread, smem.sK.toint() + (state.stage * KEYS + thread.warp * WARP_KEYS) * self.pitch, loaded)
         smem.k_ready.producer_commit(state)
+
+
+@dataclass(frozen=True)
+class DenseDecodeSm120Codes:
+    """The 576 e4m3 columns of a key: 32 chunks of 16 bytes, and 4. pitch: as in Sm120Columns. dtype: what e4m3 becomes."""
+
+    pitch: int
+    dtype: type[cutlass.Numeric]
+
+    def load(self, thread: Sm120Thread, row: Int64, rows: list[Int64]) -> tuple[list[Any], Any]:
+        """Ask for the columns of the warp's keys, as Sm120Columns does."""
+        codes = [load_chunk(key + thread.lane * CHUNK, key != 0) for key in rows]
+        mine = broadcast(row, thread.lane // TAIL_CHUNKS)
+        return codes, load_chunk(mine + (D_LATENT + thread.lane % TAIL_CHUNKS * CHUNK), mine != 0)
+
+    def store(self, thread: Sm120Thread, place: Int32, loaded: tuple[list[Any], Any]) -> None:
+        """Write what `load` returned. place: the row of the warp's first key in shared memory."""
+        codes, tail = loaded
+        for key, words in enumerate(codes):
+            self.store_chunk(place + key * self.pitch + thread.lane * (CHUNK * ELEMENT_BYTES), words)
+        column = D_LATENT + thread.lane % TAIL_CHUNKS * CHUNK
+        self.store_chunk(place + thread.lane // TAIL_CHUNKS * self.pitch + column * ELEMENT_BYTES, tail)
+
+    def store_chunk(self, target: Int32, words: cute.Tensor) -> None:
+        """Convert and write 16 columns of a key."""
+        wide = widen(words, self.dtype)
+        for half in range(ELEMENT_BYTES):
+            part = registers(CHUNK_WORDS)
+            for i in range(CHUNK_WORDS):
+                part[i] = wide[half * CHUNK_WORDS + i]
+            cute.autovec_copy(part, chunk_at(target + half * CHUNK))
 
 
 class DenseDecodeSm120Mask:
@@ -115,7 +154,7 @@ class DenseDecodeSm120(Sm120Parts):
 
     @property
     def dtype(self) -> type[cutlass.Numeric]:
-        """Return the element type of q, cache and out."""
+        """Return the element type of q and out, and of products' operands."""
         return ELEMENT_TYPES[self.config.dtype]
 
     @property
@@ -130,12 +169,12 @@ class DenseDecodeSm120(Sm120Parts):
 
     def load(self, operands: DenseDecodeOperands, smem: Sm120Smem) -> None:
         """Run the role that brings keys."""
-        DenseDecodeSm120LoadRole(self.config.d_qk).run(operands, smem)
+        DenseDecodeSm120LoadRole(self.config).run(operands, smem)
 
     def attend(self, operands: DenseDecodeOperands, smem: Sm120Smem) -> None:
         """Run the role that multiplies."""
-        role = Sm120AttendRole(DenseDecodeSm120Mask(), DenseDecodeRowScale(LATENT), self.dtype, self.config.d_qk, self.config.dims.latent)
-        role.run(operands, smem)
+        scale, columns = DenseDecodeRowScale(self.config.operands), self.config.dims
+        Sm120AttendRole(DenseDecodeSm120Mask(), scale, self.dtype, columns.d_qk, columns.latent).run(operands, smem)
 
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
