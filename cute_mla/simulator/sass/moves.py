@@ -10,7 +10,7 @@ from ..isa.emitter import Emitter, Unsupported
 from ..isa.table import runtime
 from .accesses import PREDICATES, width
 from .listing import Constant, Immediate, Operand, Register, SassInstruction, SystemRegister, register
-from .operands import WORD, assign, assign_pair, assign_run, bank_word, constant, pair, poison_of, source
+from .operands import WIDE, WORD, assign, assign_pair, assign_run, bank_word, constant, pair, poison_of, source
 from .table import op
 
 FOREIGN_BANK = 4  # constant bank of the addresses that the loader fills in
@@ -24,8 +24,9 @@ def move(e: Emitter, ins: SassInstruction) -> None:
 
 @op(r"MOV.64")
 def move_pair(e: Emitter, ins: SassInstruction) -> None:
-    """Emit a copy of 64 bits."""
-    assign_pair(e, ins.operands[0], pair(e, ins.operands[1]))
+    """Emit a copy of 64 bits, all of which an immediate names: 0xffffffff is 2^32 - 1."""
+    given = ins.operands[1]
+    assign_pair(e, ins.operands[0], e.constants.array(WIDE, given.bits) if isinstance(given, Immediate) else pair(e, given))
 
 
 @op(r"CS2R(.32)?")
