@@ -38,6 +38,7 @@ from ..definition import KernelDefinition
 from ..primitives.arithmetic import registers, widen
 from ..primitives.copies import CHUNK
 from ..primitives.pipeline import PipelineState
+from ..primitives.smem import SmemLayout
 from ..primitives.warp_mma import COLUMNS, ROWS
 from ..sm120.attend import CHUNK_WORDS, HALVES, Sm120AttendRole, chunk_at
 from ..sm120.cta import KEYS, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, first_query_row, pitch_of, products_of_stage
@@ -158,7 +159,7 @@ class DenseDecodeSm120(Sm120Parts):
         return ELEMENT_TYPES[self.config.dtype]
 
     @property
-    def layout(self) -> Any:
+    def layout(self) -> SmemLayout:
         """Return the fields of shared memory."""
         return Sm120Smem.layout(self.dtype, self.config.d_qk)
 

@@ -67,7 +67,7 @@ class Sm120Rows:
 
 
 class Sm120Mask(Protocol):
-    """What an op hides."""
+    """Mask of an op."""
 
     def apply(self, operands: Any, smem: Sm120Smem, thread: Sm120Thread, scores: cute.Tensor, stage: Int32, keys: KeyTile) -> None:
         """Set the scores of keys that a row does not see to -inf. keys: those of the stage, as if a tile began with them."""

@@ -56,7 +56,7 @@ class Sm120Smem:
     def layout(dtype: type[cutlass.Numeric], d_qk: int, *more: Array) -> SmemLayout:
         """Return the fields. dtype: of Q, keys and P. more: fields of a variant."""
         elements = pitch_of(d_qk) // ELEMENT_BYTES
-        fields = (
+        fields: tuple[Array | Barriers, ...] = (
             Array("sK", dtype, STAGES * KEYS * elements, 128),
             Array("sQ", dtype, ROWS * elements, 128),
             Array("sP", dtype, ROWS * P_PITCH // ELEMENT_BYTES, 128),
@@ -108,10 +108,17 @@ def first_query_row() -> Int32:
 
 
 class Sm120Parts:
-    """A variant's own part of a kernel. layout: of shared memory. expected: products of a stage in the code."""
+    """A variant's own part of a kernel."""
 
-    layout: SmemLayout
-    expected: int
+    @property
+    def layout(self) -> SmemLayout:
+        """Return the fields of shared memory."""
+        raise NotImplementedError
+
+    @property
+    def expected(self) -> int:
+        """Return the products in the code."""
+        raise NotImplementedError
 
     def load(self, operands: Any, smem: Sm120Smem) -> None:
         """Run the role that brings keys."""

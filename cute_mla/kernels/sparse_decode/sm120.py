@@ -38,7 +38,7 @@ from ..primitives.arithmetic import e8m0_scale, pack_pair
 from ..primitives.copies import CHUNK
 from ..primitives.pipeline import PipelineState
 from ..primitives.rows import element_at, exact, registers
-from ..primitives.smem import Array
+from ..primitives.smem import Array, SmemLayout
 from ..sm120.attend import CHUNK_WORDS, Sm120AttendRole, chunk_at
 from ..sm120.cta import KEYS, STAGES, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, pitch_of, products_of_stage
 from ..sm120.rows import Sm120Columns, broadcast, load_chunk, rows_of
