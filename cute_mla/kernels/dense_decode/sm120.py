@@ -39,7 +39,7 @@ from ..primitives.arithmetic import registers, widen
 from ..primitives.copies import CHUNK
 from ..primitives.pipeline import PipelineState
 from ..primitives.smem import SmemLayout
-from ..primitives.warp_mma import COLUMNS, ROWS
+from ..primitives.warp_products import M, N
 from ..sm120.attend import CHUNK_WORDS, HALVES, Sm120AttendRole, chunk_at
 from ..sm120.cta import KEYS, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, first_query_row, pitch_of, products_of_stage
 from ..sm120.rows import Sm120Columns, broadcast, load_chunk, rows_of
@@ -141,7 +141,7 @@ class DenseDecodeSm120Mask:
         """Set the scores of keys that a row does not see to -inf."""
         if operands.hides_keys(keys):
             for half in cutlass.range_constexpr(HALVES):
-                token, _ = operands.token_and_head(first_query_row() + thread.row + half * COLUMNS)
+                token, _ = operands.token_and_head(first_query_row() + thread.row + half * N)
                 seen = visible_word(operands, keys, token, 0) >> (thread.warp * WARP_KEYS + thread.column)
                 for i in cutlass.range_constexpr(2):
                     scores[2 * half + i] = cutlass.select_((seen >> i) & 1 != 0, scores[2 * half + i], -Float32.inf)
@@ -180,4 +180,4 @@ class DenseDecodeSm120(Sm120Parts):
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
-    return Sm120Kernel(DenseDecodeAbi(config, ROWS), arch, DenseDecodeSm120(config)).complete()
+    return Sm120Kernel(DenseDecodeAbi(config, M), arch, DenseDecodeSm120(config)).complete()

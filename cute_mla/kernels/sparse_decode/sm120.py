@@ -20,6 +20,7 @@ by columns of the same bytes; the bytes of a stage are asked for before the wait
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import cutlass
@@ -141,14 +142,26 @@ class SparseDecodeSm120Mask:
             scores[i] = cutlass.select_((present + i % 2).load() != 0, scores[i], -Float32.inf)
 
 
+@dataclass(frozen=True)
 class SparseDecodeSm120(Sm120Parts):
     """One variant of the kernel."""
 
-    def __init__(self, config: SparseDecodeConfig) -> None:
-        self.config = config
-        self.dtype = ELEMENT_TYPES[config.dtype]
-        self.layout = Sm120Smem.layout(self.dtype, config.format.d_qk, Array("sPresent", Int32, STAGES * KEYS, 16))
-        self.expected = products_of_stage(config.format.d_qk, D_V)
+    config: SparseDecodeConfig
+
+    @property
+    def dtype(self) -> type[cutlass.Numeric]:
+        """Return the element type of out and of products' operands."""
+        return ELEMENT_TYPES[self.config.dtype]
+
+    @property
+    def layout(self) -> SmemLayout:
+        """Return the fields of shared memory."""
+        return Sm120Smem.layout(self.dtype, self.config.format.d_qk, Array("sPresent", Int32, STAGES * KEYS, 16))
+
+    @property
+    def expected(self) -> int:
+        """Return the products in the code."""
+        return products_of_stage(self.config.format.d_qk, D_V)
 
     def load(self, operands: SparseDecodeOperands, smem: Sm120Smem) -> None:
         """Run the role that brings keys."""
