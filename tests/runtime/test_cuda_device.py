@@ -316,11 +316,11 @@ def test_no_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
     driver._bindings.cache_clear()
 
 
-@pytest.mark.parametrize("capability", [(8, 0), (10, 1), (11, 0), (12, 0)])
+@pytest.mark.parametrize("capability", [(8, 0), (10, 1), (11, 0), (12, 2)])
 def test_another_architecture(fake: FakeDriver, capability: tuple[int, int]) -> None:
     fake.capability = capability
     found = f"{capability[0]}\\.{capability[1]}"
-    supported = r"9\.0 \(sm90\), 10\.0 or 10\.3 \(sm100\)"
+    supported = r"9\.0 \(sm90\), 10\.0 or 10\.3 \(sm100\), 12\.0 or 12\.1 \(sm120\)"
     with pytest.raises(DeviceError, match=rf"cuda:0 \(Fake Board\) has compute capability {found}; supported: {supported}"):
         CudaDevice(0)
 

@@ -119,7 +119,7 @@ def test_options_that_are_supported(name: str, option: str) -> None:
         ({"use_mla": False}, "non-MLA not supported"),
         ({"use_mm_prefix": True}, "partial multimodal token full attention not supported"),
         ({"device_capability": DeviceCapability(8, 0)}, "compute capability not supported"),
-        ({"device_capability": DeviceCapability(12, 0)}, "compute capability not supported"),
+        ({"device_capability": DeviceCapability(11, 0)}, "compute capability not supported"),
         ({"attn_type": "encoder"}, "attention type encoder not supported"),
         ({"has_sliding_window": True}, "sliding window not supported"),
         ({"use_pcp": True}, "PCP not supported"),
