@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cute_mla
-from cute_mla.spec.arch import ARCHS, SM90
+from cute_mla.spec.arch import ARCHS, SM90, SM120
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import call_of, planned
 from tests.support.zero_tensors import ints, zeros
@@ -55,6 +55,23 @@ def test_other_columns_than_576_are_bf16(device: RecordingDevice, columns: int, 
 def test_keys_of_1088_columns_are_divided_by_ctas_of_a_cluster(device: RecordingDevice) -> None:
     call_of("dense", d_qk=1088).run(window=512)
     assert device.launches[1].kernel.endswith("d1088_cluster2" if device.arch is SM90 else "d1088_cluster4")
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"operands": "fp8"}, r"q has dtype torch.float8_e4m3fn on sm120: not supported; supported: torch.bfloat16, torch.float16"),
+        ({"h_kv": 2}, r"k_cache has shape \[.*\]: h_kv 2 is not supported on sm120; supported: 1"),
+        ({"d_qk": 512}, r"q has shape .* 512\]; supported without indices: \[batch, s_q, h_q, 576\]"),
+    ],
+)
+def test_what_rtx_boards_lack_is_refused(fields: dict[str, Any], said: str) -> None:
+    with RecordingDevice(SM120).active() as board:
+        with pytest.raises(ValueError, match=said):
+            call_of("dense", **fields).run()
+        assert board.launches == []
+        call_of("dense", operands="fp8_cache").run()
+        assert board.launches[1].kernel == "dense_decode_sm120_bf16_fp8_cache_cluster1"
 
 
 def test_an_e4m3_cache_has_keys_of_576_columns(device: RecordingDevice) -> None:
