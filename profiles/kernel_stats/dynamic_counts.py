@@ -185,8 +185,8 @@ def _sparse_prefill(arch: Arch) -> Iterator[CaseFactory]:
 
 
 def _sparse_prefill_dq(arch: Arch) -> Iterator[CaseFactory]:
-    for d_qk in (D_QK, D_LATENT):
-        yield partial(_sparse_gradient_case, SparsePrefillBackwardCase, d_qk, TILE_ROWS)
+    for d_qk, heads in product((D_QK, D_LATENT), _HEADS):
+        yield partial(_sparse_gradient_case, SparsePrefillBackwardCase, d_qk, heads)
 
 
 def _sparse_prefill_dkv(arch: Arch) -> Iterator[CaseFactory]:

@@ -53,11 +53,11 @@ class _Picker:
         if backend is None or backend.name not in (DENSE, SPARSE):
             return self.vllms(config)
         ranks, capability = config.parallel_config.prefill_context_parallel_size, current_platform.get_device_capability()
-        capabilities = ", ".join(arch.capabilities_text for arch in ARCHS_OF["sparse_decode"])
+        capabilities = ", ".join(arch.capabilities_text for arch in ARCHS_OF["sparse_prefill"])
         for name, given, supported, allowed in (
             ("attention backend", backend.name, backend.name == SPARSE, SPARSE),
             ("prefill_context_parallel_size", ranks, ranks == 1, 1),
-            ("compute capability", capability and capability.as_version_str(), has_kernels_for("sparse_decode", capability), capabilities),
+            ("compute capability", capability and capability.as_version_str(), has_kernels_for("sparse_prefill", capability), capabilities),
         ):
             if not supported:
                 raise ValueError(f"{name} is {given} for DeepSeek-V4; supported: {allowed}")

@@ -89,8 +89,8 @@ class CuteMlaSparse(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        """Return True if devices of this compute capability run the kernels."""
-        return has_kernels_for(_OP, capability)
+        """Return True if devices of this compute capability run the kernels of prefill, and so those of decode."""
+        return has_kernels_for(_PREFILL, capability)
 
     @classmethod
     def supports_sink(cls) -> bool:

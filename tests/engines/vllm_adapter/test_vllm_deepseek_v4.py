@@ -20,7 +20,7 @@ from tests.engines.vllm_adapter.vllm_parts import Request, agree
 from tests.support.launched import launched_ops
 
 CASES = [
-    pytest.param(arch, kind, id=f"{arch.name}, {name}") for arch in ARCHS_OF["sparse_decode"] for name, kind in kinds_of(arch.name).items()
+    pytest.param(arch, kind, id=f"{arch.name}, {name}") for arch in ARCHS_OF["sparse_prefill"] for name, kind in kinds_of(arch.name).items()
 ]
 BATCHES: dict[str, list[Request]] = {
     "decode": [Request(1, 300), Request(1, 1), Request(1, 64)],
