@@ -243,6 +243,9 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     if error is not None:
         return False, error
     known = ARCHS[ALIASES.get(arch, arch)]
+    error = _arch_conflict(op, known, features)
+    if error is not None:
+        return False, error
     few = _few_heads(op, known, features)
     return True, known.proof + (_FEW_HEADS.format(few) if few else "")
 

@@ -22,6 +22,7 @@ from ..spec.dense_decode import (
     TREE_WORD_TOKENS,
     DenseDecodeArguments,
     DenseDecodeProblem,
+    key_columns,
     num_parts,
     operands_of,
     reads_by_address,
@@ -201,8 +202,8 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
     """Return the problem, the layout of the cache, and packed query tokens. ValueError unless the operands fit together."""
     q, offsets = call.q, call.cu_seqlens_q
     check_tokens(q, offsets, call.common.options.max_seqlen_q, WHERE)
-    if len(q.shape) != (4 if offsets is None else 3) or q.shape[-1] not in DENSE_DIMS:
-        columns = " or ".join(map(str, DENSE_DIMS))
+    if len(q.shape) != (4 if offsets is None else 3) or q.shape[-1] not in key_columns(arch):
+        columns = " or ".join(map(str, key_columns(arch)))
         raise ValueError(f"q has shape {list(q.shape)}; supported {WHERE}: [batch, s_q, h_q, {columns}]")
     check_dtype("q", q, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
     check_last_contiguous("q", q)

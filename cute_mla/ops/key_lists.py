@@ -138,7 +138,7 @@ class KeyPlan(NamedTuple):
         if plan is None:
             return None
         if not isinstance(plan, tuple | list) or len(plan) != len(KeyPlan._fields):
-            raise ValueError(f"plan is {short_repr(plan)}; supported: None, and what plan_sparse_backward returns")
+            raise ValueError(f"key_plan is {short_repr(plan)}; supported: None, and what plan_sparse_backward returns")
         return KeyPlan(*plan)
 
     def of_chunk(self, number: int, chunk: tuple[int, int]) -> KeyLists:
@@ -147,7 +147,7 @@ class KeyPlan(NamedTuple):
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Return the specs of the tensors."""
-        return tuple(operand_spec(f"plan.{name}", tensor) for name, tensor in self._asdict().items())
+        return tuple(operand_spec(f"key_plan.{name}", tensor) for name, tensor in self._asdict().items())
 
 
 def run_plan(
@@ -181,15 +181,15 @@ def planned_tokens(plan: tuple[TensorSpec, ...], call: Entries, device: torch.de
     """Return the tokens of a chunk. ValueError unless the plan has the sizes of a call."""
     shapes: tuple[tuple[int | str, ...], ...] = (("chunks", call.keys + 1), (call.tokens, call.topk))
     for name, spec, shape in zip(KeyPlan._fields, plan, shapes, strict=True):
-        check_shape(f"plan.{name}", spec, shape)
-        check_dtype(f"plan.{name}", spec, torch.int32)
-        check_device(f"plan.{name}", spec, device)
-        check_contiguous(f"plan.{name}", spec)
+        check_shape(f"key_plan.{name}", spec, shape)
+        check_dtype(f"key_plan.{name}", spec, torch.int32)
+        check_device(f"key_plan.{name}", spec, device)
+        check_contiguous(f"key_plan.{name}", spec)
     chunks = max(plan[0].shape[0], 1)
     tokens = max(ceil_div(call.tokens, chunks), 1)
     if call.tokens and ceil_div(call.tokens, tokens) != plan[0].shape[0]:
         raise ValueError(
-            f"plan.row_starts has {plan[0].shape[0]} chunks of {call.tokens} tokens; supported: as plan_sparse_backward returns it"
+            f"key_plan.row_starts has {plan[0].shape[0]} chunks of {call.tokens} tokens; supported: as plan_sparse_backward returns it"
         )
     return tokens
 

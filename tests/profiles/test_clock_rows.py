@@ -46,7 +46,8 @@ def attention_kernels() -> dict[str, KernelEntry]:
     """Return the built kernels whose clocks must be recorded."""
     kernels = load_artifacts().manifest.kernels
     prefills = ("sparse_prefill", "dense_prefill", "masked_prefill", "dense_prefill_dq", "dense_prefill_dkdv")
-    with_keys = ("dense_decode", "sparse_decode", *prefills, "mqa_logits")
+    backward = ("sparse_prefill_dq", "sparse_prefill_dkv")
+    with_keys = ("dense_decode", "sparse_decode", *prefills, *backward, "mqa_logits")
     return {name: entry for name, entry in kernels.items() if entry.op in with_keys and entry.arch in golden_clocks.GPU_OF}
 
 

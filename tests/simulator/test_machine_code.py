@@ -21,7 +21,7 @@ from cute_mla.simulator.sass.cubin import CubinError, read_cubin
 from cute_mla.simulator.sass.listing import read_listing
 from cute_mla.simulator.sass.module import load_machine_code
 from cute_mla.simulator.sass.text_cache import disassembly
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import SM90, SM100, Arch
 from cute_mla.spec.dense_decode import FP8, FP8_CACHE
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.operations import operation
@@ -37,11 +37,10 @@ MAX_TILES = 6
 
 
 def near_case(op: str) -> BaseCase:
-    """Return the largest of the smallest cases, without memory that is too far apart to copy and without findings that it asks for."""
-    entries = [entry for name in ("quick", "smoke") for entry in suite(name, op, simulated=True) if entry.mode != "skipped"]
-    cases = [
-        entry.case for entry in entries if 1 <= entry.case.tiles <= MAX_TILES and not re.search("far|broken|overwritten", entry.case.id)
-    ]
+    """Return the largest of the smallest cases of both architectures, without memory too far apart to copy, and without findings."""
+    entries = [entry.case for name in ("quick", "smoke") for entry in suite(name, op, simulated=True) if entry.mode != "skipped"]
+    cases = [case for case in entries if 1 <= case.tiles <= MAX_TILES and not re.search("far|broken|overwritten", case.id)]
+    cases = [case for case in cases if case.runs_on(SM90) and case.runs_on(SM100)]
     found: BaseCase = max(cases, key=lambda case: (case.tiles, case.id))
     return found
 

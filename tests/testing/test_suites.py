@@ -8,9 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cute_mla.runtime.artifacts import load_artifacts
-from cute_mla.spec import sparse_prefill_dq
 from cute_mla.spec.arch import Arch
-from cute_mla.spec.kernel_ops import KERNEL_OPS
+from cute_mla.spec.kernel_ops import WITHOUT_SUITES
 from cute_mla.testing.operations import operation
 from cute_mla.testing.pairwise import pairs, pairwise_cover
 from cute_mla.testing.suite import OPS, SUITES, suite, suite_kernels
@@ -34,11 +33,9 @@ def test_quick_cases_launch_their_kernels_and_names_are_unique(op: str, arch: Ar
 
 
 def test_the_smoke_suite_reaches_every_kernel(arch: Arch) -> None:
-    """All but sums of an indexer's rows, which no function asks for, and kernels around those that an architecture lacks."""
-    without = {op for op, kernels in KERNEL_OPS.items() if kernels.callers == ("sparse_prefill_backward",)}
-    lacking = set() if sparse_prefill_dq.closed_variants(arch) else without
+    """All but those of the training of an indexer, which no suite calls."""
     kernels = load_artifacts().manifest.kernels
-    built = {name for name, entry in kernels.items() if entry.arch == arch.name and entry.op not in lacking}
+    built = {name for name, entry in kernels.items() if entry.arch == arch.name and entry.op not in WITHOUT_SUITES}
     unasked = {name for name in built if kernels[name].op == "row_sums" and kernels[name].config["columns"] == 128}
     assert {name for op in OPS for name in suite_kernels("smoke", op, arch)} == built - unasked
 

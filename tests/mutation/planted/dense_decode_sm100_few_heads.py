@@ -28,6 +28,7 @@ def waits(walk: DenseDecodeCase, rising: DenseDecodeCase, gaps: DenseDecodeCase,
 
     stages: of a tile.
     """
+    halves = ("",) if stages == 1 else (" of the first half", " of the second half")
     sites = (
         ("scores_ready", walk),
         ("stats_free", gaps),
@@ -35,14 +36,14 @@ def waits(walk: DenseDecodeCase, rising: DenseDecodeCase, gaps: DenseDecodeCase,
         ("kv_free before O is scaled", rising),
         ("stats_ready", gaps),
         ("kv_free before O is stored", walk),
-        *([("kv_free", walk)] * stages),
+        *[(f"kv_free{of}", walk) for of in halves],
         ("kv_free before the CTA ends", None),
         ("query_free", walk),
         ("query_free before the CTA ends", None),
         ("query_free of the other Q before the CTA ends", None),
         ("query_ready", walk),
         ("scores_free", walk),
-        *([("kv_ready", walk)] * stages),
+        *[(f"kv_ready{of}", walk) for of in halves],
         ("probs_ready", walk),
         ("output_ready", walk),
     )

@@ -101,14 +101,17 @@ def test_strided_operands_and_results_of_the_caller(arch: Arch) -> None:
         ({"dq": torch.zeros(3, 4, 136).bfloat16()[..., :128]}, "dq has shape .* supported: a contiguous tensor"),
         ({"dweights": torch.zeros(3, 4).bfloat16()}, "dweights has dtype torch.bfloat16; supported: torch.float32"),
         ({"max_workspace": -1}, "max_workspace is -1; supported: an integer, 0 or more"),
-        ({"key_plan": 3}, "plan is 3; supported: None, and what plan_sparse_backward returns"),
+        ({"key_plan": 3}, "key_plan is 3; supported: None, and what plan_sparse_backward returns"),
         (
             {"key_plan": (torch.zeros(1, 9).int(), torch.zeros(3, 5).int())},
-            r"plan.row_starts has shape \[1, 9\]; supported: \[chunks, 10\]",
+            r"key_plan.row_starts has shape \[1, 9\]; supported: \[chunks, 10\]",
         ),
-        ({"key_plan": (torch.zeros(1, 10).int(), torch.zeros(3, 4).int())}, r"plan.entries has shape \[3, 4\]; supported: \[3, 5\]"),
-        ({"key_plan": (torch.zeros(1, 10), torch.zeros(3, 5).int())}, "plan.row_starts has dtype torch.float32; supported: torch.int32"),
-        ({"key_plan": (torch.zeros(4, 10).int(), torch.zeros(3, 5).int())}, "plan.row_starts has 4 chunks of 3 tokens"),
+        ({"key_plan": (torch.zeros(1, 10).int(), torch.zeros(3, 4).int())}, r"key_plan.entries has shape \[3, 4\]; supported: \[3, 5\]"),
+        (
+            {"key_plan": (torch.zeros(1, 10), torch.zeros(3, 5).int())},
+            "key_plan.row_starts has dtype torch.float32; supported: torch.int32",
+        ),
+        ({"key_plan": (torch.zeros(4, 10).int(), torch.zeros(3, 5).int())}, "key_plan.row_starts has 4 chunks of 3 tokens"),
     ],
 )
 def test_bad_arguments_are_refused(changes: dict[str, Any], message: str) -> None:

@@ -116,7 +116,7 @@ def test_a_plan_of_other_sizes_is_refused(arch: Arch) -> None:
     rows: dict[str, Any] = {"out": torch.zeros(3, 5, 512).bfloat16(), "lse": torch.zeros(3, 5), "dout": torch.zeros(3, 5, 512).bfloat16()}
     with cute_mla.simulate(arch.name, sm_count=4):
         plan = cute_mla.plan_sparse_backward(call["indices"], 69)
-        with pytest.raises(ValueError, match=r"plan.row_starts has shape \[1, 70\]; supported: \[chunks, 71\]"):
+        with pytest.raises(ValueError, match=r"key_plan.row_starts has shape \[1, 70\]; supported: \[chunks, 71\]"):
             cute_mla.flash_mla_sparse_bwd(**call, **rows, key_plan=plan)
 
 
