@@ -35,6 +35,7 @@ _CASE_TILES = 1  # cost of a case besides its tiles
 _FIRST_KERNELS = {
     "dense_decode_sm90_bf16_cluster1",
     "dense_decode_sm100_bf16_cluster2",
+    "dense_decode_sm100_bf16_few_heads",
     *(
         f"{op}_{arch.name}_bf16_d192"
         for op in ("dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv")
