@@ -50,7 +50,7 @@ def draw_weights() -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Projected:
-    """What attention and indexer take of the tokens, rounded to bf16: q [T, heads, 576], kv [T, 576], index_q [T, heads, 128], index_k."""
+    """Inputs of attention and indexer of the tokens, rounded to bf16: q [T, heads, 576], kv [T, 576], index_q [T, heads, 128], index_k."""
 
     q: Tensor
     kv: Tensor
@@ -99,7 +99,7 @@ class Kernels:
 
 
 class Eager:
-    """The same by torch, over masks of keys. choices: those of the kernels, in turn."""
+    """Attention and indexer by torch, over masks of keys. choices: the choices of the kernels, in turn."""
 
     def __init__(self, choices: Iterator[Tensor]) -> None:
         self.choices = choices
