@@ -35,14 +35,14 @@ from ..attention.kernel import ELEMENT_TYPES
 from ..attention.lengths import tiles_of
 from ..attention.scheduler import KeyTile, TileRange
 from ..definition import KernelDefinition
-from ..primitives.arithmetic import registers, widen
+from ..primitives.arithmetic import from_lane, registers, widen
 from ..primitives.copies import CHUNK
 from ..primitives.pipeline import PipelineState
 from ..primitives.smem import SmemLayout
 from ..primitives.warp_products import M, N
 from ..sm120.attend import CHUNK_WORDS, HALVES, Sm120AttendRole, chunk_at
 from ..sm120.cta import KEYS, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, first_query_row, pitch_of, products_of_stage
-from ..sm120.rows import Sm120Columns, broadcast, load_chunk, rows_of
+from ..sm120.rows import Sm120Columns, load_chunk, rows_of
 from .abi import DenseDecodeAbi
 from .operands import NO_PAGE, DenseDecodeOperands, DenseDecodeRowScale
 from .visible_keys import visible_word
@@ -112,7 +112,7 @@ class DenseDecodeSm120Codes:
     def load(self, thread: Sm120Thread, row: Int64, rows: list[Int64]) -> tuple[list[Any], Any]:
         """Ask for the columns of the warp's keys, as Sm120Columns does."""
         codes = [load_chunk(key + thread.lane * CHUNK, key != 0) for key in rows]
-        mine = broadcast(row, thread.lane // TAIL_CHUNKS)
+        mine = from_lane(row, thread.lane // TAIL_CHUNKS)
         return codes, load_chunk(mine + (D_LATENT + thread.lane % TAIL_CHUNKS * CHUNK), mine != 0)
 
     def store(self, thread: Sm120Thread, place: Int32, loaded: tuple[list[Any], Any]) -> None:

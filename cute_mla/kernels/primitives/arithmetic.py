@@ -89,6 +89,13 @@ def inclusive_sum(value: Any, lane: Int32, dtype: type[cutlass.Integer]) -> Any:
     return value
 
 
+def from_lane(value: Int64, lane: Int32) -> Int64:
+    """Return a lane's 64-bit number."""
+    low = cute.arch.shuffle_sync(Int32(value & 0xFFFFFFFF), lane)
+    high = cute.arch.shuffle_sync(Int32(value >> 32), lane)
+    return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
+
+
 def pack_pair(low: Float32, high: Float32, dtype: type[cutlass.Numeric]) -> Int32:
     """Round two fp32 values to a pair of 16-bit elements."""
     return pack_word([low, high], dtype)

@@ -40,7 +40,7 @@ from cutlass import Boolean, Int32, Int64, Uint16, cute
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import BOX_COLUMNS, LatentOperands, TileRange
-from ..primitives.arithmetic import smaller
+from ..primitives.arithmetic import from_lane, smaller
 from ..primitives.copies import start_copy
 from ..primitives.rows import aligned
 from .config import (
@@ -343,13 +343,6 @@ def latent_columns(rank: int | Int32) -> CopiedColumns:
 def rope_columns(first: int, rank: Int32) -> CopiedColumns:
     """Return the mover of a CTA's half of the RoPE columns that lie from byte `first` of a row on, in the box after the values."""
     return CopiedColumns.create(CTA_ROPE * ELEMENT_BYTES // CHUNK, SIXTEEN_BIT.latent_boxes, first + rank * (CTA_ROPE * ELEMENT_BYTES))
-
-
-def from_lane(value: Int64, lane: Int32) -> Int64:
-    """Return a lane's 64-bit number."""
-    low = cute.arch.shuffle_sync(Int32(value & 0xFFFFFFFF), lane)
-    high = cute.arch.shuffle_sync(Int32(value >> 32), lane)
-    return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)
 
 
 def both(first: Boolean, second: Boolean | None) -> Boolean:

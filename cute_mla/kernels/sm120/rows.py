@@ -8,8 +8,9 @@ from typing import Any
 from cutlass import Boolean, Int32, Int64, cute
 
 from ...spec.mla import ELEMENT_BYTES
+from ..primitives.arithmetic import from_lane
 from ..primitives.copies import CHUNK
-from ..primitives.rows import registers, words_at
+from ..primitives.rows import load_words, registers
 from .attend import CHUNK_WORDS, chunk_at
 from .cta import LANES, WARP_KEYS, Sm120Thread
 
@@ -48,7 +49,7 @@ class Sm120Columns:
         tail_byte = self.source + self.whole * LANES * CHUNK + thread.lane % TAIL_LANES * CHUNK
         if self.tail:
             for first in range(0, WARP_KEYS, LANES // TAIL_LANES):
-                mine = broadcast(row, first + thread.lane // TAIL_LANES)
+                mine = from_lane(row, first + thread.lane // TAIL_LANES)
                 tails.append(load_chunk(mine + tail_byte, mine != 0))
         return wide, tails
 
@@ -67,21 +68,11 @@ class Sm120Columns:
 
 def rows_of(row: Int64) -> list[Int64]:
     """Return the addresses of the warp's keys. row: that of key lane % 8."""
-    return [broadcast(row, Int32(key)) for key in range(WARP_KEYS)]
+    return [from_lane(row, Int32(key)) for key in range(WARP_KEYS)]
 
 
-@cute.jit
 def load_chunk(address: Int64, wanted: Boolean) -> Any:
     """Load 16 bytes; zeros, and no access, unless wanted."""
     words = registers(CHUNK_WORDS)
-    words.fill(0)
-    if wanted:
-        cute.autovec_copy(words_at(address, CHUNK_WORDS), words)
+    load_words(words, address, wanted)
     return words
-
-
-def broadcast(address: Int64, lane: Int32) -> Int64:
-    """Return the address that a lane has."""
-    words = [Int32(address & 0xFFFFFFFF), Int32(address >> 32)]
-    low, high = (cute.arch.shuffle_sync(word, lane) for word in words)
-    return (Int64(high) << 32) | (Int64(low) & 0xFFFFFFFF)

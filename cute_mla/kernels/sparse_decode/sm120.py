@@ -35,14 +35,14 @@ from ..attention.kernel import ELEMENT_TYPES
 from ..attention.scheduler import KeyTile
 from ..attention.softmax import SinkScale
 from ..definition import KernelDefinition
-from ..primitives.arithmetic import e8m0_scale, pack_pair
+from ..primitives.arithmetic import e8m0_scale, from_lane, pack_pair
 from ..primitives.copies import CHUNK
 from ..primitives.pipeline import PipelineState
 from ..primitives.rows import element_at, exact, registers
 from ..primitives.smem import Array, SmemLayout
 from ..sm120.attend import CHUNK_WORDS, Sm120AttendRole, chunk_at
 from ..sm120.cta import KEYS, STAGES, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, pitch_of, products_of_stage
-from ..sm120.rows import Sm120Columns, broadcast, load_chunk, rows_of
+from ..sm120.rows import Sm120Columns, load_chunk, rows_of
 from .abi import SparseDecodeAbi
 from .operands import SparseDecodeIndices, SparseDecodeOperands, look_up, slot_address
 
@@ -90,7 +90,7 @@ class SparseDecodeSm120LoadRole:
             group = lane_column // self.format.group
             for key in range(WARP_KEYS):
                 codes.append(load_chunk(rows[key] + lane_column, (rows[key] != 0) & coded))
-                factors.append(self.load_scale(broadcast(scales, Int32(key)), group, (rows[key] != 0) & coded))
+                factors.append(self.load_scale(from_lane(scales, Int32(key)), group, (rows[key] != 0) & coded))
         wide = self.wide.load(thread, row, rows)
         smem.k_free.producer_acquire(state)
         place = smem.sK.toint() + (state.stage * KEYS + thread.warp * WARP_KEYS) * self.pitch
