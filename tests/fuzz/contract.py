@@ -204,6 +204,7 @@ def sparse_backward_faults(arguments: Mapping[str, Any]) -> set[str]:
     """Return the faulty arguments of flash_mla_sparse_bwd."""
     c = Contract(arguments)
     c.numbers(d_v=equals(512), sm_scale=is_scale, dkv_accumulate=is_flag, max_workspace=lambda value: is_integer(value) and value >= 0)
+    c.require(c.get("key_plan") is None, "key_plan")  # calls here are broken by values that are no plan
     q = _sparse_operands(c)
     if q is None:
         return c.faults
