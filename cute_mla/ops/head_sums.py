@@ -71,7 +71,7 @@ def _run(kind: Kind, operands: Operands, scale_log2: float, out: torch.Tensor | 
     """Check, plan and launch a call."""
     call = check(kind, operands, out)
     launch_plan = plan(call)
-    device = device_for(operands.q.device)
+    device = device_for(operands.q.device, "head_sums")
     names = NAMES[kind]
     check_no_overlap({"out": out}, operands.named(names))
     launched = Launched.create(operands, names)

@@ -81,7 +81,7 @@ def run(
     call = check(operands, dscores, given, limits)
     launch_plan = plan(call)
     check_no_overlap(given._asdict(), {**operands.named(INDEXER), "dscores": dscores})
-    device, launched = device_for(q.device), Launched.create(operands, INDEXER, limits.key_plan)
+    device, launched = device_for(q.device, "indexer_backward"), Launched.create(operands, INDEXER, limits.key_plan)
     results = (
         q.new_empty(q.shape) if dq is None else dq,
         k.new_empty(k.shape) if dk is None else dk,

@@ -173,7 +173,7 @@ def run_plan(
     plain = indices.squeeze(-2)
     if plain.dim() == 2:
         plain, topk_length = plain.unsqueeze(0), None if topk_length is None else topk_length.unsqueeze(0)
-    plan = KeyPlan.create(device_for(indices.device), IndexedKeys(plain, topk_length, kv_offsets, rows), chunk)
+    plan = KeyPlan.create(device_for(indices.device, "sparse_prefill_backward"), IndexedKeys(plain, topk_length, kv_offsets, rows), chunk)
     return plan.row_starts, plan.entries
 
 

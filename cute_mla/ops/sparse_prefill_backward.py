@@ -173,7 +173,7 @@ def run(
     results, rows = Results(dq, dkv, d_sink), Rows(out, lse, dout, dlse)
     limits = Limits(dkv_accumulate, max_workspace, KeyPlan.given(key_plan))
     call = check(operands, options, rows, results, limits)
-    device = device_for(q.device)
+    device = device_for(q.device, "sparse_prefill_backward")
     launch_plan = plan(call, device.arch, device.sm_count)
     check_address("kv", kv.data_ptr(), TMA_ALIGNMENT)
     check_no_overlap(results._asdict(), {**operands._asdict(), **rows._asdict()})

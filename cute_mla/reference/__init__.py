@@ -5,6 +5,7 @@ They compute in fp64 and round each result once, to fp32: an error is then the k
 
 from __future__ import annotations
 
+from .chosen_keys import attention_head_sums, indexer_backward, indexer_scores
 from .indexer import fp8_mqa_logits, fp8_paged_mqa_logits, indexed_keys, indexer_topk, indexer_topk_prefill, paged_ends, topk_indices
 from .latent import (
     IndexedCache,
@@ -29,6 +30,7 @@ __all__ = [
     "SeenKeys",
     "attention",
     "attention_gradients",
+    "attention_head_sums",
     "dense_decode",
     "dense_prefill",
     "dense_prefill_backward",
@@ -36,6 +38,8 @@ __all__ = [
     "fp8_paged_mqa_logits",
     "gather_pages",
     "indexed_keys",
+    "indexer_backward",
+    "indexer_scores",
     "indexer_topk",
     "indexer_topk_prefill",
     "lse_indexer",

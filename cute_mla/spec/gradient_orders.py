@@ -1,4 +1,4 @@
-"""Terms of the orders of the backward of sparse prefill, in the sequence of its launches, as spec/orders.py takes them.
+"""Terms of the orders of training: the backward of sparse prefill in the sequence of its launches, and an indexer's, as orders.py takes them.
 
 d_sink is a sum over tokens by torch, and has no order.
 """
@@ -10,6 +10,8 @@ from typing import Any
 
 from .arch import SM100, Arch
 from .dense_decode import TILE_ROWS
+from .head_sums import HeadSumsConfig
+from .indexer_backward import IndexerBackwardConfig
 from .key_lists import KeyListsConfig
 from .row_statistics import RowStatisticsConfig
 from .row_sums import RowSumsConfig
@@ -45,6 +47,25 @@ def _row_sums(config: RowSumsConfig, arch: Arch) -> dict[str, Any]:
     return {"columns": config.columns, "rows": "one after the other in fp32, over chunks", "out": config.out_dtype}
 
 
+def _head_sums(config: HeadSumsConfig, arch: Arch) -> dict[str, Any]:
+    return {
+        "dtype": config.dtype,
+        "columns": config.columns,
+        "sums": config.kind,
+        "heads": "in fp32, of a lane every fourth pair ascending, then over the quad, then over groups of 64",
+    }
+
+
+def _indexer_backward(config: IndexerBackwardConfig, arch: Arch) -> dict[str, Any]:
+    return {
+        "dtype": config.dtype,
+        "g": f"rounded to {config.dtype}",
+        "dq": f"tiles of {TILE_KEYS} keys, as given",
+        "dweights": "fp32, of a lane tile after tile, then over lanes and warps",
+        "rows": config.dtype,
+    }
+
+
 def _of(op: str, terms: Callable[[Any, Arch], dict[str, Any]]) -> Callable[[Any, Arch], dict[str, Any]]:
     """Return the terms with those of every op."""
     return lambda config, arch: {"op": op, "revision": 1, "arch": arch.name, **terms(config, arch)}
@@ -52,5 +73,5 @@ def _of(op: str, terms: Callable[[Any, Arch], dict[str, Any]]) -> Callable[[Any,
 
 TERMS: dict[str, Callable[[Any, Arch], dict[str, Any]]] = {
     terms.__name__[1:]: _of(terms.__name__[1:], terms)
-    for terms in (_row_statistics, _sparse_prefill_dq, _sparse_prefill_dkv, _key_lists, _row_sums)
+    for terms in (_row_statistics, _sparse_prefill_dq, _sparse_prefill_dkv, _key_lists, _row_sums, _head_sums, _indexer_backward)
 }

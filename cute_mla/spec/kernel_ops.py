@@ -54,7 +54,7 @@ class KernelOp:
 
     params: of a launch, in order. closed: the variants of one of archs, the architectures that have kernels. seconds: of one core for a
         kernel and its process, the mean of a build of 194 s. Machines differ by far more than kernels do, so that only the ratios count.
-    callers: ops of the public functions that launch the kernel; None: the op of the same name; empty if no record's is.
+    callers: ops of the public functions that launch the kernel; None: the op of the same name.
     by_arch: each architecture has a module, not all of them one.
     """
 
@@ -91,6 +91,7 @@ def _same(variants: Callable[[], Sequence[Config]]) -> Callable[[Arch], Sequence
 
 _ATTENTION = (SM90, SM100)  # the others have decode alone
 _DECODES, _BACKWARD, _SPARSE_BACKWARD = ("dense_decode", "sparse_decode"), ("dense_prefill_backward",), ("sparse_prefill_backward",)
+_SUMS_OF_ROWS = (*_SPARSE_BACKWARD, "indexer_backward")
 KERNEL_OPS: dict[str, KernelOp] = {
     "dense_decode": KernelOp(dense_decode.PARAMS, dense_decode.closed_variants, 2.1, by_arch=True),
     "sparse_decode": KernelOp(sparse_decode.PARAMS, sparse_decode.closed_variants, 2.1, by_arch=True),
@@ -117,18 +118,16 @@ KERNEL_OPS: dict[str, KernelOp] = {
         sparse_prefill_dq.PARAMS, sparse_prefill_dq.closed_variants, 1.6, _SPARSE_BACKWARD, by_arch=True, archs=_ATTENTION
     ),
     "row_statistics": KernelOp(row_statistics.PARAMS, _same(row_statistics.closed_variants), 0.6, _SPARSE_BACKWARD, archs=_ATTENTION),
-    "key_lists": KernelOp(key_lists.PARAMS, _same(key_lists.closed_variants), 0.6, _SPARSE_BACKWARD, archs=_ATTENTION),
-    "row_sums": KernelOp(row_sums.PARAMS, _same(row_sums.closed_variants), 0.6, _SPARSE_BACKWARD, archs=_ATTENTION),
-    "head_sums": KernelOp(head_sums.PARAMS, _same(head_sums.closed_variants), 1.0, (), archs=_ATTENTION),
-    "indexer_backward": KernelOp(indexer_backward.PARAMS, _same(indexer_backward.closed_variants), 0.8, (), archs=_ATTENTION),
+    "key_lists": KernelOp(key_lists.PARAMS, _same(key_lists.closed_variants), 0.6, _SUMS_OF_ROWS, archs=_ATTENTION),
+    "row_sums": KernelOp(row_sums.PARAMS, _same(row_sums.closed_variants), 0.6, _SUMS_OF_ROWS, archs=_ATTENTION),
+    "head_sums": KernelOp(head_sums.PARAMS, _same(head_sums.closed_variants), 1.0, archs=_ATTENTION),
+    "indexer_backward": KernelOp(indexer_backward.PARAMS, _same(indexer_backward.closed_variants), 0.8, archs=_ATTENTION),
     "index_write": KernelOp(index_write.PARAMS, _same(index_write.closed_variants), 0.7),
     "cache_write": KernelOp(cache_write.PARAMS, _same(cache_rows.closed_variants), 0.6),
     "cache_insert": KernelOp(cache_insert.PARAMS, _same(cache_insert.closed_variants), 0.9),
     "cache_gather": KernelOp(cache_gather.PARAMS, _same(cache_rows.closed_variants), 0.6),
 }
 PARAMS_OF = {op: kernels.params for op, kernels in KERNEL_OPS.items()}
-# Kernels that no suite launches: tests of their own do (tests/ops/indexer_training).
-WITHOUT_SUITES = tuple(op for op, kernels in KERNEL_OPS.items() if kernels.callers == ())
 # Ops of public functions, which the suites test.
 OPS = tuple(dict.fromkeys(caller for op, kernels in KERNEL_OPS.items() for caller in kernels.callers_of(op)))
 # By the op of public functions: the architectures that have all of its kernels.

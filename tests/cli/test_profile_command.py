@@ -23,7 +23,7 @@ from cute_mla.profiles.kernel_stats.static_report import MIX_CLASSES
 from cute_mla.profiles.launches.launch import NoLaunchError
 from cute_mla.profiles.rows import DEFINITIONS, Case
 from cute_mla.runtime.artifacts import FOLDER_VARIABLE
-from cute_mla.spec.kernel_ops import KERNEL_OPS, WITHOUT_SUITES
+from cute_mla.spec.kernel_ops import KERNEL_OPS
 from tests.profiles.clock.recordings import recorded
 from tests.support.kernel_entries import kernel_entry
 
@@ -124,7 +124,7 @@ def test_every_row_of_the_definitions_is_within_reach(artifacts: Path) -> None:
     # kernels that rows of other ops launch, or that have no row
     backward = ("dense_prefill_backward", "sparse_prefill_backward")
     launched = (op for op, kernels in KERNEL_OPS.items() if {*(kernels.callers or ())} & {*backward})
-    without_rows = {"masked_prefill", *launched, *WITHOUT_SUITES}
+    without_rows = {"masked_prefill", *launched}
     assert set(OPS) - {*backward, "indexer_topk"} == set(variants.OPS) - without_rows
     for op, row in written:
         assert {case.row for case in report.cases_for([op], [row])} == {row}

@@ -19,6 +19,7 @@ from cute_mla.testing.operations.cache_write.case import CacheWriteCase
 from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
 from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase
 from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefillBackwardCase
+from cute_mla.testing.operations.head_sums.case import HeadSumsCase
 from cute_mla.testing.operations.index_write.case import IndexWriteCase
 from cute_mla.testing.operations.indexer_topk.case import IndexerTopkCase
 from cute_mla.testing.operations.merge_states.case import MergeStatesCase
@@ -36,6 +37,8 @@ CASES: dict[str, BaseCase] = {
     "dense_fp8": DenseDecodeCase(batch=2, h_q=64, operands=FP8),
     "sparse": SparseDecodeCase(batch=2, h_q=64, main=Pool(128, 128)),
     "sparse_prefill": SparsePrefillCase(s_q=5, h_q=64, s_kv=100, softmax_scale=0.25),
+    "head_sums": HeadSumsCase(s_q=5, h_q=64, s_kv=100),
+    "scores": HeadSumsCase(s_q=5, h_q=64, d_qk=128, s_kv=100),
     "dense_prefill": DensePrefillCase(**_VARLEN),
     "backward": DensePrefillBackwardCase(**_VARLEN),
     "merge": MergeStatesCase(states=4, tokens=3, h_q=2, head_dim=128, form="stacked"),
@@ -53,6 +56,8 @@ CASES: dict[str, BaseCase] = {
 # What gives a call all tensors that it may have, beside results, workspace and plan: fields of the case, and arguments that no case gives.
 _EVERY: dict[str, dict[str, Any]] = {
     "sparse": {"main": Pool(64, 64, 64, "drawn"), "extra": Pool(32, 32, 16, "drawn"), "sinks": "drawn"},
+    "head_sums": {"lengths": "drawn", "sinks": "drawn"},
+    "scores": {"lengths": "drawn"},
     "sparse_prefill": {"lengths": "drawn", "sinks": "drawn", "indexer_topk": 3},
 }
 _MORE: dict[str, dict[str, Any]] = {"paged_logits": {"metadata": torch.zeros(9, 2, dtype=torch.int32)}}

@@ -9,7 +9,9 @@ from .cache_write.record import CACHE_WRITE
 from .dense_decode.record import DENSE_DECODE
 from .dense_prefill.record import DENSE_PREFILL
 from .dense_prefill_backward.record import DENSE_PREFILL_BACKWARD
+from .head_sums.record import HEAD_SUMS
 from .index_write.record import INDEX_WRITE
+from .indexer_backward.record import INDEXER_BACKWARD
 from .indexer_topk.record import INDEXER_TOPK
 from .merge_states.record import MERGE_STATES
 from .mqa_logits.record import MQA_LOGITS
@@ -25,6 +27,7 @@ OPERATIONS = {
     record.case.op: record
     for record in (
         *(DENSE_DECODE, SPARSE_DECODE, SPARSE_PREFILL, SPARSE_PREFILL_BACKWARD, DENSE_PREFILL, DENSE_PREFILL_BACKWARD),
+        *(HEAD_SUMS, INDEXER_BACKWARD),
         *(MERGE_STATES, MQA_LOGITS, INDEXER_TOPK, TOPK_INDICES, INDEX_WRITE, CACHE_WRITE, CACHE_INSERT, CACHE_GATHER),
     )
 }

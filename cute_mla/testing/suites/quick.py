@@ -23,6 +23,8 @@ from ..cases.base import BaseCase, Config
 from ..cases.paged_cache import PagedCacheCase
 from ..operations.dense_decode.case import DenseDecodeCase
 from ..operations.dense_prefill_backward.case import DensePrefillBackwardCase
+from ..operations.head_sums.case import HeadSumsCase
+from ..operations.indexer_backward.case import IndexerBackwardCase
 from ..operations.indexer_topk.case import IndexerTopkCase
 from ..operations.sparse_decode.case import SparseDecodeCase
 from ..operations.sparse_prefill_backward.case import SparsePrefillBackwardCase
@@ -58,7 +60,7 @@ def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
             ("dense_prefill_dkdv", keys.items, keys.config),
         )
         return {kernel_name(op, arch.name, config.name) for op, items, config in both if items}
-    if isinstance(case, SparsePrefillBackwardCase):
+    if isinstance(case, SparsePrefillBackwardCase | IndexerBackwardCase):
         return {kernel_name(op, arch.name, config.name) for op, config in case.kernels_on(arch)}
     if not _has_rows(case):
         return set()
@@ -77,7 +79,7 @@ def kernels_of(case: BaseCase, arch: Arch) -> set[str]:
 
 
 def _has_rows(case: BaseCase) -> bool:
-    if isinstance(case, SparsePrefillBackwardCase):
+    if isinstance(case, SparsePrefillBackwardCase | IndexerBackwardCase | HeadSumsCase):
         return case.has_scores
     return case.keys > 0 if isinstance(case, PagedCacheCase) else math.prod(case.q_shape[:3]) > 0
 

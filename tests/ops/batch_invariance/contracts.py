@@ -19,6 +19,7 @@ from cute_mla.spec.cache_rows import FP8_576, CacheRowsConfig
 from cute_mla.spec.cache_rows import closed_variants as cached_variants
 from cute_mla.spec.dense_decode import LATENT, OPERANDS, out_dtypes
 from cute_mla.spec.dense_prefill import HEAD_DIMS
+from cute_mla.spec.head_sums import closed_variants as summed_variants
 from cute_mla.spec.index_write import closed_variants as index_variants
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 from cute_mla.spec.merge_states import closed_variants as merged_variants
@@ -36,7 +37,9 @@ from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
 from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase
 from cute_mla.testing.operations.dense_prefill.suites import KINDS as PREFILL_KINDS
 from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefillBackwardCase, DqCase
+from cute_mla.testing.operations.head_sums.case import HeadSumsCase
 from cute_mla.testing.operations.index_write.case import IndexWriteCase
+from cute_mla.testing.operations.indexer_backward.case import IndexerBackwardCase
 from cute_mla.testing.operations.merge_states.case import MergeStatesCase
 from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
 from cute_mla.testing.operations.requests import CUT
@@ -115,6 +118,15 @@ def _sparse_gradient_cases(kind: type[SparsePrefillBackwardCase]) -> tuple[Spars
     )  # fmt: skip
 
 
+_SUMS_CASES = tuple(
+    HeadSumsCase(s_q=5, h_q=20, d_qk=config.columns, s_kv=150, topk=140, lengths=(140, 0, 65, 1, 129), indices="mixed", sm_count=3)
+    for config in summed_variants()
+)
+_INDEX_GRADIENT_CASES = (
+    IndexerBackwardCase(
+        form="batched", batch=3, s_q=2, h_q=20, s_kv=150, topk=140, lengths=(140, 0, 65, 1, 129, 64), indices="mixed", sm_count=3
+    ),
+)
 _VARLEN_CASES = tuple(
     DensePrefillCase(dtype, d_qk=d_qk, lengths=SEQUENCES, group=2, causal=d_qk > 128, sm_count=2) for dtype, d_qk in PREFILL_KINDS
 )
@@ -220,6 +232,8 @@ CONTRACTS: dict[str, Contract] = {
     "sparse_prefill": Contract(_PREFILL_CASES),
     "sparse_prefill_dq": Contract(_sparse_gradient_cases(SparsePrefillBackwardCase)),
     "sparse_prefill_dkv": Contract(_sparse_gradient_cases(DkvCase)),
+    "head_sums": Contract(_SUMS_CASES),
+    "indexer_backward": Contract(_INDEX_GRADIENT_CASES),
     "dense_prefill": Contract(_VARLEN_CASES),
     "masked_prefill": Contract(_MASKED_CASES),
     "dense_prefill_dq": Contract(_gradient_cases(DqCase)),
@@ -245,5 +259,6 @@ CUT_CONTRACTS: dict[str, Contract] = {
 # Kernels that have no call of their own: the contracts whose calls run them.
 WITHIN = {
     **dict.fromkeys(("split_plan", "combine"), ("dense_decode", "sparse_decode")),
-    **dict.fromkeys(("row_statistics", "key_lists", "row_sums"), ("sparse_prefill_dq", "sparse_prefill_dkv")),
+    "row_statistics": ("sparse_prefill_dq", "sparse_prefill_dkv"),
+    **dict.fromkeys(("key_lists", "row_sums"), ("sparse_prefill_dq", "sparse_prefill_dkv", "indexer_backward")),
 }

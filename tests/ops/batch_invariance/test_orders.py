@@ -14,7 +14,7 @@ import cute_mla
 import cute_mla.reference
 from cute_mla import row_digest
 from cute_mla.cache import quantise_cache
-from cute_mla.indexer import fp8_mqa_logits, fp8_paged_mqa_logits, topk_indices
+from cute_mla.indexer import attention_head_sums, fp8_mqa_logits, fp8_paged_mqa_logits, indexer_backward, indexer_scores, topk_indices
 from cute_mla.spec import sparse_prefill_dq
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.orders import TERMS, orders
@@ -66,6 +66,21 @@ def sparse_gradients(heads: int, picks: tuple[int, ...]) -> tuple[Tensor, ...]:
     return dq[picks.index(1), :, :SOME], dkv[picks.index(1)]
 
 
+def head_sums(heads: int, picks: tuple[int, ...]) -> tuple[Tensor, ...]:
+    q, kv, lse = drawn(3, HEADS, 576)[list(picks), :heads], drawn(400, 1, 576, seed=1), 60 + drawn(3, HEADS, seed=3).float()
+    indices = torch.randperm(400, generator=torch.Generator().manual_seed(2)).int()[: 2 * KEYS].view(2, 1, KEYS)[[0, 1, 0]][list(picks)]
+    return (attention_head_sums(q, kv, lse[list(picks), :heads], indices, 0.1)[picks.index(1)],)
+
+
+def scores(heads: int, picks: tuple[int, ...]) -> tuple[Tensor, ...]:
+    """Return scores and gradients of a request with two tokens."""
+    q, k = drawn(3, 2, 64, 128)[list(picks), :, :heads], drawn(3, 200, 128, seed=1)[list(picks)]
+    weights, dscores = (drawn(3, 2, last, seed=3).float()[list(picks)] for last in (heads, KEYS))
+    indices = torch.rand(3, 2, 200, generator=torch.Generator().manual_seed(2)).argsort()[list(picks), :, None, :KEYS].int()
+    results = (indexer_scores(q, k, weights, indices), *indexer_backward(q, k, weights, indices, dscores))
+    return tuple(result[picks.index(1)] for result in results)
+
+
 def dense_prefill(heads: int, picks: tuple[int, ...]) -> tuple[Tensor, ...]:
     lengths = [[130, KEYS, 3][pick] for pick in picks]
     starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
@@ -99,6 +114,8 @@ CASES: tuple[tuple[Run, tuple[int, ...]], ...] = (
     (sparse_decode, (5, 17, 65)),
     (sparse_prefill, (5, 65)),
     (sparse_gradients, (5, 65)),
+    (head_sums, (65,)),
+    (scores, (64,)),
     (dense_prefill, (2,)),
     (logits, (20, 64)),
     (chosen, (1,)),

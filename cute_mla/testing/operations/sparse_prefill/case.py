@@ -68,6 +68,7 @@ class SparsePrefillCase(BatchedCase):
 
     op: ClassVar[str] = "sparse_prefill"
     cut_by: ClassVar[str] = "s_q"
+    head_dims: ClassVar[tuple[int, ...]] = HEAD_DIMS
     tags: ClassVar[Tags] = {
         "form": str,
         "lengths": lambda lengths: f"len_{sparse_indices.lengths_tag(lengths)}",
@@ -92,8 +93,8 @@ class SparsePrefillCase(BatchedCase):
     indexer_topk: int = 0
 
     def __post_init__(self) -> None:
-        if self.d_qk not in HEAD_DIMS:
-            raise ValueError(f"d_qk is {self.d_qk}; supported: {HEAD_DIMS}")
+        if self.d_qk not in self.head_dims:
+            raise ValueError(f"d_qk is {self.d_qk}; supported: {self.head_dims}")
         if self.form == "single" and self.batch != 1:
             raise ValueError(f"batch is {self.batch} with form 'single'; supported: 1")
         if isinstance(self.lengths, tuple) and len(self.lengths) != self.tokens:
@@ -208,17 +209,17 @@ def make_sparse_prefill_tensors(case: SparsePrefillCase, device: str | torch.dev
     kv = _kv(case, named.to(device))
     lengths = None if case.topk_lengths is None else _int32(case.topk_lengths, device).view(case.batch, case.s_q)
     return SparsePrefillTensors(
-        q=_as_called(case, _q(case, device)),
-        kv=_as_called(case, kv.unflatten(0, (case.batch, case.s_kv)) if case.offsets is None else kv),
-        indices=_as_called(case, sparse_indices.lay_out_indices(indices, case.index_layout, device)).unsqueeze(-2),
-        topk_length=None if lengths is None else _as_called(case, lengths),
+        q=as_called(case, _q(case, device)),
+        kv=as_called(case, kv.unflatten(0, (case.batch, case.s_kv)) if case.offsets is None else kv),
+        indices=as_called(case, sparse_indices.lay_out_indices(indices, case.index_layout, device)).unsqueeze(-2),
+        topk_length=None if lengths is None else as_called(case, lengths),
         attn_sink=sparse_indices.draw_sinks(case.sinks, case.h_q, case.seed, device),
         kv_offsets=None if case.offsets is None else _int32(case.offsets, device),
         output_buffers=_output_buffers(case, device),
     )
 
 
-def _as_called(case: SparsePrefillCase, tensor: Tensor) -> Tensor:
+def as_called(case: SparsePrefillCase, tensor: Tensor) -> Tensor:
     """Drop the batch dimension of a tensor [b, ..] if the case's form has none."""
     return tensor[0] if case.form == "single" else tensor
 

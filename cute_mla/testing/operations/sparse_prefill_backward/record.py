@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from ...compare import NO_BOUND, ErrorLimit, Tolerance
 from ..dense_prefill.low_precision import limits_of, product
 from ..operation import Operation, Result, Sample, operands_of, outputs_of
 from ..requests import FRONT, Call, Picks, widened
+from ..sparse_prefill.case import SparsePrefillCase, SparsePrefillTensors
 from .case import SparsePrefillBackwardCase, SparsePrefillBackwardTensors, make_sparse_prefill_backward_tensors
 from .suites import OP_SUITES
 
@@ -109,9 +110,18 @@ def _bounds(case: SparsePrefillBackwardCase) -> Mapping[str, Tolerance]:
 
 def _taken(case: SparsePrefillBackwardCase, tensors: SparsePrefillBackwardTensors, picks: Picks, moved: bool) -> Call:
     """Take requests of a call. moved: with the rows of all packed, behind others, and more indices than any token uses."""
+    own = packed_requests(case, tensors, ("q", *_SAVED), picks, moved)
+    taken = replace(case, batch=len(picks), form="batched", lengths=None, dkv="bf16")
+    return taken, replace(tensors, addend=None, output_buffers={}, **own)
+
+
+def packed_requests(
+    case: SparsePrefillCase, tensors: SparsePrefillTensors, names: Sequence[str], picks: Picks, moved: bool
+) -> dict[str, Any]:
+    """Return operands of requests of a call, by name: those named, indices and lengths, kv and its offsets. moved: as in _taken."""
     picked = list(picks)
     single = case.form == "single"
-    named = operands_of(tensors, "q", *_SAVED, "indices", "topk_length")
+    named = operands_of(tensors, *names, "indices", "topk_length")
     own: dict[str, Any] = {name: None if tensor is None else (tensor[None] if single else tensor)[picked] for name, tensor in named.items()}
     ranges = [case.row_ranges[pick] for pick in picked]
     kv = tensors.kv.reshape(-1, *tensors.kv.shape[-2:])
@@ -121,26 +131,24 @@ def _taken(case: SparsePrefillBackwardCase, tensors: SparsePrefillBackwardTensor
     front = kv.new_full((FRONT, *kv.shape[1:]), math.nan)
     if moved:
         own["indices"] = widened(own["indices"], 70, -1)
-    operands = replace(
-        tensors,
-        kv=torch.cat([front, *rows]) if packed else torch.stack(rows),
-        kv_offsets=offsets if packed else None,
-        addend=None,
-        output_buffers={},
-        **own,
-    )
-    return replace(case, batch=len(picked), form="batched", lengths=None, dkv="bf16"), operands
+    return {**own, "kv": torch.cat([front, *rows]) if packed else torch.stack(rows), "kv_offsets": offsets if packed else None}
 
 
 def _of(case: SparsePrefillBackwardCase, tensors: SparsePrefillBackwardTensors, results: Result, place: int) -> Result:
     """Return dq and dkv of a request; d_sink is a sum over all."""
     dq, dkv, _ = results
+    return of_request(tensors, (dq,), dkv, place)
+
+
+def of_request(tensors: SparsePrefillTensors, of_tokens: Result, of_keys: Tensor, place: int) -> Result:
+    """Return the gradients of a request: those of its tokens, and those of its rows of kv."""
     if tensors.q.dim() == 3:
-        return dq[None], dkv
+        return *(result[None] for result in of_tokens), of_keys
+    rows = tuple(result[place : place + 1] for result in of_tokens)
     if tensors.kv_offsets is None:
-        return dq[place : place + 1], dkv[place]
-    first, end = tensors.kv_offsets.clamp(0, len(dkv))[place : place + 2].tolist()
-    return dq[place : place + 1], dkv[first:end]
+        return *rows, of_keys[place]
+    first, end = tensors.kv_offsets.clamp(0, len(of_keys))[place : place + 2].tolist()
+    return *rows, of_keys[first:end]
 
 
 def _part(case: SparsePrefillBackwardCase, tensors: SparsePrefillBackwardTensors, request: int) -> Sample:
