@@ -83,14 +83,14 @@ class Contract:
         """Return an argument, None if it is not given."""
         return self.arguments.get(name)
 
-    def tensor(self, name: str, *dtypes: torch.dtype, optional: bool = False) -> Tensor | None:
-        """Return an argument that has to be a tensor of these types (none: of any); None if it is not."""
+    def tensor(self, name: str, *dtypes: torch.dtype, optional: bool = False, trained: bool = False) -> Tensor | None:
+        """Return an argument that has to be a tensor of these types (none: of any); None if it is not. trained: it may require a gradient."""
         value = self.get(name)
         if value is None and optional:
             return None
         if not self.require(is_plain(value), name):
             return None
-        right = not (value.requires_grad and torch.is_grad_enabled()) and (not dtypes or value.dtype in dtypes)
+        right = (trained or not (value.requires_grad and torch.is_grad_enabled())) and (not dtypes or value.dtype in dtypes)
         return value if self.require(right, name) else None
 
     def same_device(self, q: Tensor | None, *names: str) -> None:

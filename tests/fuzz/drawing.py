@@ -19,7 +19,8 @@ from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.cache_insert import rotates
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.dense_decode import LATENT, UNIT_ROWS, takes_key_masks
-from cute_mla.spec.mla import ceil_div
+from cute_mla.spec.head_sums import INDEX_COLUMNS, INDEX_HEADS
+from cute_mla.spec.mla import MAX_HEADS, ceil_div
 from cute_mla.testing.cases.sparse_indices import Lengths
 from cute_mla.testing.operations import OPERATIONS
 from cute_mla.testing.operations.sparse_decode.case import Pool
@@ -201,6 +202,12 @@ def _sparse_prefill(draw: st.DrawFn, given: Fields) -> Fields:
     return {**shape, **_scores(draw), "indexer_topk": bound}
 
 
+def _chosen_keys(draw: st.DrawFn, given: Fields) -> Fields:
+    drawn = _sparse_prefill(draw, given)
+    most = INDEX_HEADS if given.get("d_qk", INDEX_COLUMNS) == INDEX_COLUMNS else MAX_HEADS
+    return {**drawn, "h_q": min(drawn["h_q"], most), "indexer_topk": 0}
+
+
 def _dense_prefill(draw: st.DrawFn, given: Fields, packed: bool = False) -> Fields:
     """packed: queries and keys are of the same tokens and heads."""
     h_kv, group = draw(st.integers(1, 3)), 1 if packed else draw(st.integers(1, 2))
@@ -269,6 +276,9 @@ _DRAWN = {
     "sparse_decode": Drawn("sparse_decode", _sparse_decode, _SPARSE, ("indices",)),
     "sparse_prefill": Drawn("sparse_prefill", _sparse_prefill, wide=("indices",)),
     "sparse_prefill_backward": Drawn("sparse_prefill_backward", _sparse_prefill, {"dkv": st.sampled_from(("bf16", "fp32"))}, ("indices",)),
+    "attention_head_sums": Drawn("head_sums", _chosen_keys, wide=("indices",), having="holes"),
+    "indexer_scores": Drawn("head_sums", _chosen_keys, wide=("indices",), lacking="holes"),
+    "indexer_backward": Drawn("indexer_backward", _chosen_keys, {"dk": st.sampled_from(("bf16", "fp32"))}, ("indices",)),
     "dense_prefill": Drawn("dense_prefill", _dense_prefill),
     "dense_prefill_kvpacked": Drawn("dense_prefill", _dense_prefill, lacking="mask"),
     "dense_prefill_qkvpacked": Drawn("dense_prefill", partial(_dense_prefill, packed=True), lacking="mask"),

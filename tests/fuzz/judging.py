@@ -29,9 +29,10 @@ from tests.fuzz.host_subjects import HOST_SUBJECTS
 from tests.fuzz.indexer_subjects import INDEXER_SUBJECTS
 from tests.fuzz.insert_subjects import INSERT_SUBJECTS
 from tests.fuzz.subjects import ALLOWED_FINDINGS, DEVICE_SUBJECTS, Arguments, Subject, allowed_findings, anything
+from tests.fuzz.training_subjects import TRAINING_SUBJECTS
 from tests.support.recording_device import RecordingDevice
 
-SUBJECTS: dict[str, Subject] = {**DEVICE_SUBJECTS, **CACHE_SUBJECTS, **INDEXER_SUBJECTS, **INSERT_SUBJECTS, **HOST_SUBJECTS}
+SUBJECTS: dict[str, Subject] = {**DEVICE_SUBJECTS, **CACHE_SUBJECTS, **INDEXER_SUBJECTS, **INSERT_SUBJECTS, **TRAINING_SUBJECTS, **HOST_SUBJECTS}
 
 # By the subject: the op whose kernels serve it, where more architectures have them than all kernels of attention.
 _OPS = {
@@ -217,7 +218,7 @@ def _return(call: FuzzCall, subject: Subject, arguments: Arguments, device: Simu
     verify = subject.expect(arguments, call.setting)
     if verify in (anything, *ALLOWED_FINDINGS) and not call.breaks:
         raise Failure("the judge knows nothing of a right call")
-    written = _written(arguments)
+    written = _written(call.subject, arguments)
     if call.subject not in _REPLACING:
         for tensor in written:
             tensor.detach().fill_(math.nan if tensor.is_floating_point() else 0)
@@ -246,10 +247,14 @@ def _in_place(call: FuzzCall) -> bool:
     return bool(getattr(call.case, "in_place", False))
 
 
-def _written(arguments: Arguments) -> list[Tensor]:
-    results = (
-        ("dq", "dk", "dv", "dkv", "d_sink") if "dout" in arguments else ("out", "lse", "max_logits", "lse_indexer", "out_weights")
+def _written(subject: str, arguments: Arguments) -> list[Tensor]:
+    results: tuple[str, ...] = (
+        ("dq", "dk", "dv", "dkv", "d_sink", "dweights")
+        if "dout" in arguments or "dscores" in arguments
+        else ("out", "lse", "max_logits", "lse_indexer", "out_weights")
     )  # the backward pass reads out and lse
+    if subject == "attention_head_sums":
+        results = ("out",)  # lse is read
     inserted = ("k_cache", "q_pe", "keys") if "kv_c" in arguments else ("index_cache",) if "norm_bias" in arguments else ()
     names = (*results, "workspace", *inserted)
     return [value for name in names if isinstance(value := arguments.get(name), Tensor)]

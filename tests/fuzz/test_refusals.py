@@ -12,7 +12,9 @@ from cute_mla.testing.operations.cache_write.case import CacheWriteCase
 from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase
 from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase
 from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefillBackwardCase
+from cute_mla.testing.operations.head_sums.case import HeadSumsCase
 from cute_mla.testing.operations.index_write.case import IndexWriteCase
+from cute_mla.testing.operations.indexer_backward.case import IndexerBackwardCase
 from cute_mla.testing.operations.indexer_topk.case import IndexerTopkCase
 from cute_mla.testing.operations.merge_states.case import MergeStatesCase
 from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
@@ -52,6 +54,10 @@ CALLS: tuple[tuple[str, AnyCase], ...] = (
     ("sparse_prefill", SparsePrefillCase(batch=2, form="ragged", s_q=3, h_q=3, s_kv=9, topk=5, outputs="given")),
     ("sparse_prefill", SparsePrefillCase(batch=2, form="batched", s_q=3, h_q=3, s_kv=9, topk=5, lengths="drawn", outputs="given")),
     ("sparse_prefill_backward", SparsePrefillBackwardCase(s_q=3, h_q=3, s_kv=9, topk=5, sinks="drawn", outputs="given", dlse=True)),
+    ("attention_head_sums", HeadSumsCase(s_q=3, h_q=3, s_kv=9, topk=5, lengths=(5, 2, 0), sinks="drawn", outputs="given")),
+    ("indexer_scores", HeadSumsCase(batch=2, form="ragged", s_q=3, h_q=3, d_qk=128, s_kv=9, topk=5, outputs="given")),
+    ("indexer_scores", HeadSumsCase(s_q=3, h_q=3, d_qk=128, s_kv=9, topk=5)),
+    ("indexer_backward", IndexerBackwardCase(s_q=3, h_q=3, s_kv=9, topk=5, lengths=(5, 2, 0), outputs="given")),
     ("dense_prefill", VARLEN),
     ("dense_prefill", DensePrefillCase(lengths=((5, 9), (3, 4)), d_qk=128, mask="random", outputs="given")),
     ("dense_prefill_kvpacked", VARLEN),
