@@ -14,6 +14,7 @@ import click
 import torch
 
 from cute_mla.cli.options import Finite
+from cute_mla.spec.arch import ARCHS
 from tests.fuzz.calls import FuzzCall
 from tests.fuzz.campaign import Tally, run, shares
 from tests.fuzz.judging import SUBJECTS, Failure, judge
@@ -24,9 +25,10 @@ from tests.fuzz.judging import SUBJECTS, Failure, judge
 @click.option("--seed", default=0, help="Which of them.")
 @click.option("--right", default=0.15, type=Finite(0, 1), help="The part of them that nothing is broken in.")
 @click.option("--op", "ops", multiple=True, type=click.Choice(sorted(SUBJECTS)), help="Of this function; again for more. Default: all.")
+@click.option("--arch", "archs", multiple=True, type=click.Choice(list(ARCHS)), help="On this architecture; again for more. Default: all.")
 @click.option("--replay", help="A call as a failure shows it, as JSON; nothing else is made.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Writes counts, and what failed, as JSON.")
-def main(count: int, seed: int, right: float, ops: tuple[str, ...], replay: str | None, out: Path | None) -> None:
+def main(count: int, seed: int, right: float, ops: tuple[str, ...], archs: tuple[str, ...], replay: str | None, out: Path | None) -> None:
     """Call the whole API at random, rightly and wrongly: each call agrees with the reference or raises the documented error."""
     faulthandler.enable()
     torch.set_num_threads(1)
@@ -35,7 +37,7 @@ def main(count: int, seed: int, right: float, ops: tuple[str, ...], replay: str 
         return
     start = time.perf_counter()
     tallies: dict[str, Tally] = {}
-    for share in shares(count, seed, right, ops or tuple(SUBJECTS)):
+    for share in shares(count, seed, right, ops or tuple(SUBJECTS), archs or tuple(ARCHS)):
         tally = tallies.setdefault(share.subject, Tally())
         before = len(tally.failures)
         run(share, tally)

@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, Phase
 from cute_mla.spec.arch import ARCHS
 from tests.fuzz.calls import FuzzCall
 from tests.fuzz.drawing import calls
-from tests.fuzz.judging import Failure, Outcome, archs_of, judge
+from tests.fuzz.judging import Failure, Outcome, judge
 
 CHUNK = 60  # calls between two looks at the clock; after a failure, the next chunk goes on
 # Of the calls of each subject: three have one function behind them, some cost next to nothing. Of all others 2.
@@ -69,11 +69,11 @@ class Share:
     seed: int
 
 
-def shares(total: int, seed: int, right: float, names: Sequence[str]) -> Iterator[Share]:
+def shares(total: int, seed: int, right: float, names: Sequence[str], archs: Sequence[str] = tuple(ARCHS)) -> Iterator[Share]:
     """Split calls among subjects on each architecture. right: the part of them that is not broken."""
     weights = {name: _WEIGHTS.get(name, 2) for name in names}
-    whole = sum(weight * len(archs_of(name)) for name, weight in weights.items())
-    for number, (arch, name) in enumerate((arch, name) for arch in ARCHS for name in names if arch in archs_of(name)):
+    whole = sum(weights.values()) * len(archs)
+    for number, (arch, name) in enumerate((arch, name) for arch in archs for name in names):
         count = -(-total * weights[name] // whole)
         good = round(count * right)
         for broken, part in ((True, count - good), (False, good)):

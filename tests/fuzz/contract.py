@@ -61,9 +61,14 @@ def share_memory(tensor: Tensor, other: Tensor) -> bool:
     return max(tensor.numel(), other.numel()) > 1 << 24 or np.intersect1d(bytes_of(tensor), bytes_of(other), True).size > 0
 
 
+def arch_name() -> str:
+    """Return the architecture of the simulated device."""
+    return device_for(torch.device("cpu")).arch.name
+
+
 def row_bytes() -> int:
     """Return the number of bytes at multiples of which rows of decode and of sparse prefill begin, on the simulated device."""
-    return {"sm90": 4, "sm100": 16}[device_for(torch.device("cpu")).arch.name]
+    return {"sm90": 4}.get(arch_name(), 16)
 
 
 class Contract:
@@ -84,7 +89,7 @@ class Contract:
         return self.arguments.get(name)
 
     def tensor(self, name: str, *dtypes: torch.dtype, optional: bool = False, trained: bool = False) -> Tensor | None:
-        """Return an argument that has to be a tensor of these types (none: of any); None if it is not. trained: it may require a gradient."""
+        """Return an argument that has to be a tensor of these types (none: any), None if it is not. trained: it may need a gradient."""
         value = self.get(name)
         if value is None and optional:
             return None

@@ -12,7 +12,7 @@ from torch import Tensor
 from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.spec.dense_decode import unit_tokens
 from cute_mla.spec.split_plan import RaggedQueries
-from tests.fuzz.contract import BYTES, E4M3, WIDE, Contract, is_empty_lse, is_optional, row_bytes
+from tests.fuzz.contract import BYTES, E4M3, WIDE, Contract, arch_name, is_empty_lse, is_optional, row_bytes
 from tests.fuzz.scalars import is_flag, is_integer, is_scale
 
 MOST_TOKENS = 1 << 24
@@ -146,6 +146,9 @@ def _dense_cache(c: Contract, q: Tensor) -> tuple[Tokens, int, int] | None:
     fits = cache.dim() == 4 and cache.shape[3] == q.shape[-1] and (cache.dtype != E4M3 or q.shape[-1] == 576)
     if not c.require(fits, "k_cache", "q"):
         return None
+    if arch_name() == "sm120":  # which has kernels of 16-bit queries, of 576 columns and one KV head
+        c.require(q.dtype != E4M3 and q.shape[-1] == 576, "q")
+        c.require(cache.shape[2] == 1, "k_cache")
     page, h_kv = cache.shape[1:3]
     c.require(page in (16, 32) or (page > 0 and page % 64 == 0), "k_cache")
     c.require(h_kv >= 1 and q.shape[-2] % max(h_kv, 1) == 0 and (h_kv == 1 or cache.dtype != E4M3), "k_cache", "q")
@@ -216,6 +219,7 @@ def _sparse_cache(c: Contract, q: Tensor) -> tuple[Tokens, int, int] | None:
         second = _gathered(c, "extra_k_cache", "extra_kv_format", q, bool(fp8))
         together = kind == second or None in (kind, second) or (kind in V41_ORDERS and second in (*V41_ORDERS, "v41_fp4"))
         c.require(together, "k_cache", "extra_k_cache", "kv_format", "extra_kv_format")
+        c.require(second != "v41_fp4" or arch_name() != "sm120", "extra_k_cache")
     for name, tensor in zip(("indices", "extra_indices_in_kvcache"), indices, strict=False):
         c.shaped(name, tensor, *q.shape[:-2], None)
         c.last_contiguous(name, tensor)

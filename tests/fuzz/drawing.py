@@ -15,12 +15,12 @@ from typing import Any, NamedTuple, get_args, get_type_hints
 import hypothesis
 from hypothesis import strategies as st
 
-from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_insert import rotates
 from cute_mla.spec.cache_rows import CACHED
-from cute_mla.spec.dense_decode import LATENT, UNIT_ROWS, takes_key_masks
+from cute_mla.spec.dense_decode import LATENT, UNIT_ROWS, key_columns, operands_of, reads_by_address, takes_key_masks
 from cute_mla.spec.head_sums import INDEX_COLUMNS, INDEX_HEADS
-from cute_mla.spec.mla import MAX_HEADS, ceil_div
+from cute_mla.spec.mla import D_QK, MAX_HEADS, ceil_div
 from cute_mla.testing.cases.sparse_indices import Lengths
 from cute_mla.testing.operations import OPERATIONS
 from cute_mla.testing.operations.sparse_decode.case import Pool
@@ -40,7 +40,7 @@ Fields = dict[str, Any]
 def calls(subject: str, arch: str, broken: bool) -> st.SearchStrategy[FuzzCall]:
     """Draw calls of a subject on an architecture."""
     breaks = _breaks(subject) if broken else st.just(())
-    return st.builds(FuzzCall, st.just(subject), _cases(subject), settings_of(arch), breaks, st.booleans())
+    return st.builds(FuzzCall, st.just(subject), _cases(subject, arch), settings_of(arch), breaks, st.booleans())
 
 
 def settings_of(arch: str) -> st.SearchStrategy[Setting]:
@@ -55,9 +55,9 @@ def _breaks(subject: str) -> st.SearchStrategy[tuple[Break, ...]]:
     return st.lists(one, min_size=1, max_size=2).map(tuple)
 
 
-def _cases(subject: str) -> st.SearchStrategy[Any]:
+def _cases(subject: str, arch: str) -> st.SearchStrategy[Any]:
     if subject in _DRAWN:
-        return op_cases(_DRAWN[subject])
+        return op_cases(_DRAWN[subject], ARCHS[arch])
     own = {"get_mla_metadata": plan_cases, "quantise_cache": cache_cases, "dequantise_cache": cache_cases, "plan_batch": batch_cases}
     return own[subject]() if subject in own else plain_cases(subject)
 
@@ -91,15 +91,15 @@ class Drawn(NamedTuple):
 
 
 @st.composite
-def op_cases(draw: st.DrawFn, drawn: Drawn) -> Any:
-    """Draw cases of an op, and reject those that are impossible."""
+def op_cases(draw: st.DrawFn, drawn: Drawn, arch: Arch) -> Any:
+    """Draw cases of an op, and reject those that are impossible. arch: decides what is drawn rarely, since it is refused there."""
     kind, variant = OPERATIONS[drawn.op].case, draw(st.sampled_from(drawn.variants))
     factors = {**variant.factors, **{name: get_args(get_type_hints(kind)[name]) for name in drawn.wide}}
     near = {name: [value for value in values if not _is_far(value)] for name, values in factors.items() if not _is_far(name)}
     strategies = {**{name: st.sampled_from(values) for name, values in near.items()}, **drawn.more, "seed": SEEDS}
     if "empty_lse" in near:
         strategies["empty_lse"] = st.sampled_from((None, float("inf"), float("-inf")))
-    given = {**variant.fields, **{name: draw(strategy) for name, strategy in strategies.items()}, "sm_count": None}
+    given = {**variant.fields, **{name: draw(strategy) for name, strategy in strategies.items()}, "sm_count": None, "arch": arch}
     given |= drawn.own(draw, given)
     try:
         return kind(**{field.name: given[field.name] for field in fields(kind) if field.name in given})
@@ -130,14 +130,20 @@ def _batch(draw: st.DrawFn, row_tiles: int, most_keys: int, tiles: int = TILES) 
 
 
 def _dense_decode(draw: st.DrawFn, given: Fields) -> Fields:
-    operands = given["operands"]
+    operands, d_qk, arch = given["operands"], given.get("d_qk", D_QK), given["arch"]
+    refused = draw(st.integers(0, 3)) == 0
+    if not refused and operands not in operands_of(arch):
+        operands = LATENT
+    if not refused and d_qk not in key_columns(arch):
+        d_qk = D_QK
     s_q, h_q = _rows(draw)
-    h_kv = draw(st.sampled_from([n for n in (1, 2, 3, 4) if h_q % n == 0])) if operands == LATENT else 1
+    kv_heads = (1,) if operands != LATENT or (reads_by_address(arch, operands) and not refused) else (1, 2, 3, 4)
+    h_kv = draw(st.sampled_from([n for n in kv_heads if h_q % n == 0]))
     longest = draw(SIZES)
     batch = _batch(draw, ceil_div(s_q * h_q // h_kv, 64) * h_kv, longest)
     lengths = tuple(draw(st.lists(SIZES.map(lambda size: min(size, longest)), min_size=batch, max_size=batch)))
     tokens, s_q = _tokens(draw, batch, s_q, h_q // h_kv)
-    shape = {"batch": batch, "tokens": tokens, "s_q": s_q, "h_q": h_q, "h_kv": h_kv, "lengths": lengths}
+    shape = {"batch": batch, "tokens": tokens, "s_q": s_q, "h_q": h_q, "h_kv": h_kv, "lengths": lengths, "operands": operands, "d_qk": d_qk}
     metadata = given["metadata"] if s_q else "object"
     page_size = draw(st.sampled_from((16, 32, 64, 128, 192)))
     seen = _seen(draw, operands, tokens is not None) if s_q else {}

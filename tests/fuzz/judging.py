@@ -32,23 +32,28 @@ from tests.fuzz.subjects import ALLOWED_FINDINGS, DEVICE_SUBJECTS, Arguments, Su
 from tests.fuzz.training_subjects import TRAINING_SUBJECTS
 from tests.support.recording_device import RecordingDevice
 
-SUBJECTS: dict[str, Subject] = {**DEVICE_SUBJECTS, **CACHE_SUBJECTS, **INDEXER_SUBJECTS, **INSERT_SUBJECTS, **TRAINING_SUBJECTS, **HOST_SUBJECTS}
+SUBJECTS: dict[str, Subject] = {
+    **DEVICE_SUBJECTS,
+    **CACHE_SUBJECTS,
+    **INDEXER_SUBJECTS,
+    **INSERT_SUBJECTS,
+    **TRAINING_SUBJECTS,
+    **HOST_SUBJECTS,
+}
 
-# By the subject: the op whose kernels serve it, where more architectures have them than all kernels of attention.
+# By the subject: the op whose kernels serve it, where its name is another one. Functions of the host have none.
 _OPS = {
-    "merge_states": "merge_states",
-    "topk_indices": "topk_indices",
-    "write_kv_cache": "cache_write",
-    "gather_kv_cache": "cache_gather",
-    "insert_kv_cache": "cache_insert",
-    "write_index_cache": "index_write",
-    "prepare_index_queries": "index_write",
+    **dict.fromkeys(("dense_prefill_kvpacked", "dense_prefill_qkvpacked"), "dense_prefill"),
+    **dict.fromkeys(("fp8_mqa_logits", "fp8_paged_mqa_logits"), "mqa_logits"),
+    **dict.fromkeys(("attention_head_sums", "indexer_scores"), "head_sums"),
 }
 
 
-def archs_of(subject: str) -> tuple[str, ...]:
-    """Return the architectures on which a subject is called."""
-    return tuple(arch.name for arch in ARCHS_OF[_OPS.get(subject, "dense_prefill")])
+def faults_of(call: FuzzCall, arguments: Arguments) -> set[str]:
+    """Return the faulty arguments of a call; with them the device, if it has no kernels of the op."""
+    faults = SUBJECTS[call.subject].faults(arguments, call.setting)
+    archs = ARCHS_OF.get(_OPS.get(call.subject, call.subject), tuple(ARCHS.values()))
+    return faults if ARCHS[call.setting.arch] in archs else {*faults, "device"}
 
 
 MOST_SECONDS = 300  # of a call, on a machine that is busy with others
@@ -111,7 +116,7 @@ def _judge(call: FuzzCall, refusals_only: bool) -> Outcome:
             broken = _broken(call, arguments)
             if broken is None:
                 return Outcome("cannot be broken so")
-            faults = subject.faults(broken, call.setting)
+            faults = faults_of(call, broken)
             if refusals_only and not faults:
                 return Outcome("right")
             launches = device.launches
@@ -163,11 +168,11 @@ def _after_the_right_one(call: FuzzCall, subject: Subject) -> None:
         return
     with RecordingDevice(ARCHS[call.setting.arch], call.setting.sm_count).active():
         arguments = subject.arguments(call.case)
-        if subject.faults(arguments, call.setting):
+        if faults_of(call, arguments):
             return
         subject.function(**arguments)
         broken = _broken(call, arguments)
-        faults = set() if broken is None else subject.faults(broken, call.setting)
+        faults = set() if broken is None else faults_of(call, broken)
         if broken is not None and faults and not all(_is_equal(broken[name], arguments.get(name)) for name in broken):
             _refusal(call, subject, broken, faults)
 

@@ -220,10 +220,8 @@ def _expect_sparse_prefill(arguments: Arguments, setting: Setting) -> Verify:
 
 
 def _sparse_backward_faults(arguments: Arguments, setting: Setting) -> set[str]:
-    """Return the faulty arguments; with them the device, if there are no kernels for it."""
     with RecordingDevice(ARCHS[setting.arch], setting.sm_count).active():
-        faults = contract.sparse_backward_faults(arguments)
-    return faults if cute_mla.is_supported("sparse_prefill_backward", setting.arch)[0] else {*faults, "device"}
+        return contract.sparse_backward_faults(arguments)
 
 
 def _expect_sparse_backward(arguments: Arguments, setting: Setting) -> Verify:
@@ -260,10 +258,8 @@ def _queries_of_sequences(arguments: Arguments) -> list[Tensor]:
 
 
 def _backward_faults(arguments: Arguments, setting: Setting) -> set[str]:
-    """Return the faulty arguments; with them the architecture, if it has no kernels."""
     with RecordingDevice(ARCHS[setting.arch], setting.sm_count).active():
-        faults = contract.backward_faults(arguments, cute_mla.workspace_size)
-    return faults if cute_mla.is_supported("dense_prefill_backward", setting.arch)[0] else {*faults, "arch"}
+        return contract.backward_faults(arguments, cute_mla.workspace_size)
 
 
 def _expect_backward(arguments: Arguments, setting: Setting) -> Verify:
