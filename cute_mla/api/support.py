@@ -51,7 +51,7 @@ from ..spec.dense_decode import (
 )
 from ..spec.kernel_ops import ARCHS_OF
 from ..spec.mla import BF16, D_QK, D_V, DENSE_DIMS, DENSE_VALUE_COLUMNS, DTYPES, FP16, MAX_HEADS, key_dtypes
-from ..spec.sparse_decode import DECODED, DECODED_BESIDE, few_heads_caches, kernels_of, serving_kernels
+from ..spec.sparse_decode import DECODED, DECODED_BESIDE, few_heads_caches, serving_kernels
 from ..spec.split_plan import TILE_KEYS
 
 
@@ -254,9 +254,6 @@ def _arch_conflict(op: str, arch: Arch, features: dict[str, Any]) -> str | None:
     """Return why an op, or features of it, are not supported on one of the architectures, or None if they are."""
     if arch not in ARCHS_OF[op]:
         return f"arch is {arch.name}; supported for {op}: {', '.join(known.name for known in ARCHS_OF[op])}"
-    extra = DECODED_BESIDE.get(str(features.get("extra_kv_format")))
-    if op == "sparse_decode" and extra is not None and extra.beside and (BF16, extra.kernels) not in kernels_of(arch):
-        return f"extra_kv_format is {extra.name} on {arch.name}; supported: other formats"
     if op == "dense_decode":
         columns = key_columns(arch)
         formats = (None, *(LATENTS[each].name for each in columns), FP8_576.name)

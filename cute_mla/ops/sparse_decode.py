@@ -10,7 +10,7 @@ import torch
 from ..spec.arch import Arch
 from ..spec.dense_decode import MAX_KEYS, TILINGS
 from ..spec.mla import D_V
-from ..spec.sparse_decode import DECODED, DECODED_BESIDE, SparseDecodeArguments, SparseDecodeProblem, kernels_of, serving_kernels
+from ..spec.sparse_decode import DECODED, DECODED_BESIDE, SparseDecodeArguments, SparseDecodeProblem, serving_kernels
 from ..spec.sparse_decode import num_parts as parts_of_plan
 from ..spec.split_plan import RaggedQueries
 from .arguments import check_no_grad
@@ -110,7 +110,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     problem = SparseDecodeProblem(
         arch=arch,
         dtype=DTYPE_NAMES[call.q.dtype],
-        cache=_kernels(cache, extra, arch),
+        cache=_kernels(cache, extra),
         batch=batch,
         s_q=s_q,
         h_q=h_q,
@@ -204,10 +204,7 @@ def _check_selection(call: CallSpec, selection: Selection, first: str | None = N
     return cache, indices.shape[-1], indices.stride[:-1]
 
 
-def _kernels(cache: GatheredCache, extra: GatheredCache, arch: Arch) -> str:
-    """Return the name of the kernels for both caches, whose formats fit together. ValueError unless the architecture has them."""
+def _kernels(cache: GatheredCache, extra: GatheredCache) -> str:
+    """Return the name of the kernels for both caches, whose formats fit together."""
     beside = DECODED_BESIDE[extra.cache_format] if extra.cache_format else None
-    found = serving_kernels(DECODED[cache.cache_format], beside) or ""
-    if all(found != name for _, name in kernels_of(arch)):
-        raise ValueError(f"extra_k_cache has the format {extra.cache_format} on {arch.name}: not supported; supported: other formats")
-    return found
+    return serving_kernels(DECODED[cache.cache_format], beside) or ""

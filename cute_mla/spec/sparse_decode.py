@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from . import sparse_prefill
 from .abi import Float32, Int32, Int64, Pointer, params_of
-from .arch import SM90, SM100, SM120, Arch
+from .arch import SM90, SM100, Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
 from .dense_decode import FEW_HEADS, SOFTMAX_TERMS, TILE_ROWS, TILINGS, parts_of, row_ctas
 from .mla import BF16
@@ -97,11 +97,6 @@ FEW_HEADS_CACHES = (FP8_656.name, FP8_584.name, V41.name, NOPE_528.name)  # as s
 def few_heads_caches(arch: Arch) -> tuple[str, ...]:
     """Return the caches over which an architecture has kernels for few heads."""
     return FEW_HEADS_CACHES if arch is SM90 and FEW_HEADS else ()
-
-
-def kernels_of(arch: Arch) -> tuple[tuple[str, str], ...]:
-    """Return what of KERNELS an architecture has: on SM120 none for two formats of codes in one call."""
-    return tuple((dtype, cache) for dtype, cache in KERNELS if arch != SM120 or not FORMATS[cache].beside)
 
 
 @dataclass(frozen=True)
@@ -238,6 +233,6 @@ def closed_variants(arch: Arch) -> tuple[SparseDecodeConfig, ...]:
     tiling = TILINGS[arch.name]
     clusters = (1, 2) if tiling.rows == TILE_ROWS else tiling.clusters  # for up to TILE_ROWS heads, and for more
     return (
-        *(SparseDecodeConfig(dtype, cache, cluster) for dtype, cache in kernels_of(arch) for cluster in clusters),
+        *(SparseDecodeConfig(dtype, cache, cluster) for dtype, cache in KERNELS for cluster in clusters),
         *(SparseDecodeConfig(BF16, cache, 1, few_heads=True) for cache in few_heads_caches(arch)),
     )

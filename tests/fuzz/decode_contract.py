@@ -219,7 +219,6 @@ def _sparse_cache(c: Contract, q: Tensor) -> tuple[Tokens, int, int] | None:
         second = _gathered(c, "extra_k_cache", "extra_kv_format", q, bool(fp8))
         together = kind == second or None in (kind, second) or (kind in V41_ORDERS and second in (*V41_ORDERS, "v41_fp4"))
         c.require(together, "k_cache", "extra_k_cache", "kv_format", "extra_kv_format")
-        c.require(second != "v41_fp4" or arch_name() != "sm120", "extra_k_cache")
     for name, tensor in zip(("indices", "extra_indices_in_kvcache"), indices, strict=False):
         c.shaped(name, tensor, *q.shape[:-2], None)
         c.last_contiguous(name, tensor)

@@ -21,7 +21,7 @@ by columns of the same bytes; the bytes of a stage are asked for before the wait
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
@@ -35,7 +35,7 @@ from ..attention.kernel import ELEMENT_TYPES
 from ..attention.scheduler import KeyTile
 from ..attention.softmax import SinkScale
 from ..definition import KernelDefinition
-from ..primitives.arithmetic import e8m0_scale, from_lane, pack_pair
+from ..primitives.arithmetic import E2M1_SCALE, e4m3_of_e2m1, e8m0_scale, from_lane, pack_pair
 from ..primitives.copies import CHUNK
 from ..primitives.pipeline import PipelineState
 from ..primitives.rows import element_at, exact, registers
@@ -45,6 +45,14 @@ from ..sm120.cta import KEYS, STAGES, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120S
 from ..sm120.rows import Sm120Columns, load_chunk, rows_of
 from .abi import SparseDecodeAbi
 from .operands import SparseDecodeIndices, SparseDecodeOperands, look_up, slot_address
+
+
+class Sm120Slot(NamedTuple):
+    """A slot of a cache: addresses of its row and of its scales, 0 for one that does not exist; whether it is one of the second cache."""
+
+    row: Int64
+    scales: Int64
+    in_extra: Int32
 
 
 class SparseDecodeSm120LoadRole:
@@ -72,41 +80,53 @@ class SparseDecodeSm120LoadRole:
             position = begin_tile * TILE_KEYS + thread.warp * WARP_KEYS + thread.lane % WARP_KEYS
             index = look_up(indices, position)
             for _ in cutlass.range(tile_range.tiles * (TILE_KEYS // KEYS), unroll=1):
-                row, scales = slot_address(operands, self.config, index, indices.in_extra(position))
+                in_extra = indices.in_extra(position)
+                row, scales = slot_address(operands, self.config, index, in_extra)
+                slot = Sm120Slot(row, scales, cutlass.select_(in_extra, Int32(1), Int32(0)))
                 position = position + KEYS
                 index = look_up(indices, position)
-                self.load_stage(smem, thread, row, scales, state)
+                self.load_stage(smem, thread, slot, state)
                 state = smem.k_ready.advance(state)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
 
-    def load_stage(self, smem: Sm120Smem, thread: Sm120Thread, row: Int64, scales: Int64, state: PipelineState) -> None:
-        """Bring the warp's keys of a stage. row, scales: addresses of key lane % 8, 0 for a key that does not exist."""
-        rows = rows_of(row)
-        codes, factors = [], []
+    def load_stage(self, smem: Sm120Smem, thread: Sm120Thread, slot: Sm120Slot, state: PipelineState) -> None:
+        """Bring the warp's keys of a stage. slot: of key lane % 8."""
+        row, rows = slot.row, rows_of(slot.row)
+        codes, factors, narrow = [], [], []
         if self.format.quantised:
             lane_column = thread.lane * CHUNK
             coded = lane_column < self.format.quantised
             group = lane_column // self.format.group
             for key in range(WARP_KEYS):
-                codes.append(load_chunk(rows[key] + lane_column, (rows[key] != 0) & coded))
-                factors.append(self.load_scale(from_lane(scales, Int32(key)), group, (rows[key] != 0) & coded))
+                column, scale = lane_column, group
+                if self.config.mixes_formats:  # two lanes load the same 16 bytes of e2m1 values, and use a half each
+                    narrow.append(cute.arch.shuffle_sync(slot.in_extra, key) != 0)
+                    column = cutlass.select_(narrow[key], thread.lane // 2 * CHUNK, column)
+                    scale = cutlass.select_(narrow[key], thread.lane, scale)
+                codes.append(load_chunk(rows[key] + column, (rows[key] != 0) & coded))
+                factors.append(self.load_scale(from_lane(slot.scales, Int32(key)), scale, (rows[key] != 0) & coded))
         wide = self.wide.load(thread, row, rows)
         smem.k_free.producer_acquire(state)
         place = smem.sK.toint() + (state.stage * KEYS + thread.warp * WARP_KEYS) * self.pitch
         if self.format.quantised:
             for key in range(WARP_KEYS):
-                self.store_codes(place + key * self.pitch + 2 * lane_column, codes[key], factors[key], coded)
+                words, factor = codes[key], factors[key]
+                if self.config.mixes_formats:
+                    words, factor = e4m3_codes(words, narrow[key], thread.lane), scale_of(factor, narrow[key])
+                self.store_codes(place + key * self.pitch + 2 * lane_column, words, factor, coded)
         self.wide.store(thread, place, wide)
         store_if(thread.lane < WARP_KEYS, smem.sPresent + (state.stage * KEYS + thread.warp * WARP_KEYS + thread.lane), row)
         smem.k_ready.producer_commit(state)
 
     @cute.jit
-    def load_scale(self, scales: Int64, group: Int32, wanted: Boolean) -> Float32:
-        """Return the scale of a group of columns; 0 unless wanted."""
-        scale = Float32(0)
+    def load_scale(self, scales: Int64, group: Int32, wanted: Boolean) -> Float32 | Int32:
+        """Return the scale of a group of columns; 0 unless wanted. Where formats mix, its code, which is converted when it has come."""
+        scale = Int32(0) if cutlass.const_expr(self.config.mixes_formats) else Float32(0)
         if wanted:
-            if cutlass.const_expr(self.format.scale == "fp32"):
+            if cutlass.const_expr(self.config.mixes_formats):
+                scale = Int32(element_at(Uint8, scales + group).load())
+            elif cutlass.const_expr(self.format.scale == "fp32"):
                 scale = element_at(Float32, scales + group * 4).load()
             else:
                 scale = e8m0_scale(Int32(element_at(Uint8, scales + group).load()))
@@ -122,6 +142,23 @@ class SparseDecodeSm120LoadRole:
                 for i in cutlass.range_constexpr(CHUNK_WORDS):
                     packed[i] = pack_pair(values[8 * half + 2 * i], values[8 * half + 2 * i + 1], self.dtype)
                 cute.autovec_copy(packed, chunk_at(target + half * CHUNK))
+
+
+def e4m3_codes(words: cute.Tensor, narrow: Boolean, lane: Int32) -> cute.Tensor:
+    """Return e4m3 values of a lane's 16 columns. narrow: words hold e2m1 values of 32 columns, the lane's in a half."""
+    codes = registers(CHUNK_WORDS)
+    for half in range(2):
+        wide = e4m3_of_e2m1(cutlass.select_(lane % 2 != 0, words[2 + half], words[half]))
+        for i in range(2):
+            codes[2 * half + i] = cutlass.select_(narrow, wide[i], words[2 * half + i])
+    return codes
+
+
+def scale_of(code: Int32, narrow: Boolean) -> Float32:
+    """Return the scale that a code of e8m0 stands for; if narrow one of e4m3, times that of e2m1 values in e4m3."""
+    word = registers(1)
+    word[0] = code
+    return cutlass.select_(narrow, exact(word, cutlass.Float8E4M3FN)[0] * E2M1_SCALE, e8m0_scale(code))
 
 
 @cute.jit

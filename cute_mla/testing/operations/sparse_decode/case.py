@@ -20,7 +20,7 @@ from ....spec.arch import Arch
 from ....spec.cache_format import FORMATS, FP8_584, CacheFormat
 from ....spec.dense_decode import TILE_ROWS
 from ....spec.mla import D_ROPE, ceil_div
-from ....spec.sparse_decode import QUERY_AND_CACHE, SparseDecodeProblem, kernels_of, serving_kernels
+from ....spec.sparse_decode import QUERY_AND_CACHE, SparseDecodeProblem, serving_kernels
 from ....spec.split_plan import TILE_KEYS
 from ...cases import sparse_indices
 from ...cases.base import DECODE_TAGS, DTYPES, DecodeCase, Tags, Values
@@ -187,10 +187,6 @@ class SparseDecodeCase(DecodeCase):
     def key_counts(self) -> tuple[int, ...]:
         """Return how many indices the kernel uses per request, over all pools."""
         return tuple(map(sum, zip(*self.counts, strict=True)))
-
-    def runs_on(self, arch: Arch) -> bool:
-        """Return whether an architecture has a kernel for the case."""
-        return super().runs_on(arch) and (self.dtype, self.kernels) in kernels_of(arch)
 
     def problem(self, arch: Arch) -> SparseDecodeProblem:
         """Return the shapes of the call."""
