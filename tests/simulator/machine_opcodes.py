@@ -280,6 +280,18 @@ _PRODUCTS = (
     )
 )
 
+# Codes of numbers below 2: none is NaN.
+_BYTE_WORDS = "".join(f"and.b32 %r{10 + i}, %r{1 + i}, 0xBFBFBFBF;" for i in range(4))
+_BYTE_PRODUCT = _PRODUCT.replace("k16", "k32")
+_BYTE_PRODUCTS = (
+    "mov.f32 %f20, 0f3F000000;"
+    + _BYTE_WORDS
+    + "".join(
+        _BYTE_PRODUCT.format(t="e4m3", b=b, c=c) + "".join(f"mov.b32 %r{100 + 4 * index + i}, %f{10 + i};" for i in range(4))
+        for index, (b, c) in enumerate((("%r12, %r10", "%f20, %f20, %f20, %f20"), ("%r11, %r13", "%f10, %f11, %f12, %f13")))
+    )
+)
+
 _BYTE_MATRICES = """
 mov.u32 %r60, smem; and.b32 %r61, %r0, 31; shr.u32 %r62, %r0, 5; mad.lo.u32 %r60, %r62, 2048, %r60; mad.lo.u32 %r63, %r61, 16, %r60;
 xor.b32 %r64, %r61, 5; mad.lo.u32 %r64, %r64, 32, %r60; mov.u32 %r65, 0;
@@ -381,6 +393,7 @@ PLAIN = (
     gathered("mixed", _MIXED, "FHADD FHADD.BF16 FHFMA FHFMA.BF16 F2FP.SATFINITE.BF16.F32.PACK_AB F2FP.SATFINITE.F16.F32.PACK_AB",
         floats=True, archs=("sm100",)),
     Evidence("warp products", _PRODUCTS, 12, "HMMA.16816.F32.BF16 HMMA.16816.F32"),
+    Evidence("warp products of bytes", _BYTE_PRODUCTS, 8, "QMMA.16832.F32.E4M3.E4M3", archs=("sm120",)),
     Evidence("byte matrices", _BYTE_MATRICES, 16, "STSM.8.MT168 STSM.8.MT168.2 STSM.8.MT168.4", archs=("sm100",)),
     Evidence("bulk", _BULK, 2, "UBLKCP.G.S UTMACMDFLUSH DEPBAR.LE R2UR R2UR.OR BRA.U.ANY CCTL.IVALL"),
     Evidence("spilled", _SPILLED, _MANY, "STL LDL", registers=32),

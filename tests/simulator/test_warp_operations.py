@@ -24,14 +24,22 @@ ld.global.v2.f32 {%f1, %f2}, [%rd3+24]; ld.global.v2.f32 {%f3, %f4}, [%rd3+32];
 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f5, %f6, %f7, %f8}, {%r10, %r11, %r12, %r13}, {%r14, %r15}, {%f1, %f2, %f3, %f4};
 st.global.v2.f32 [%rd3+24], {%f5, %f6}; st.global.v2.f32 [%rd3+32], {%f7, %f8};
 """
+BYTE_PRODUCT = PRODUCT.replace("m16n8k16", "m16n8k32").replace("bf16", "e4m3")
 A_PLACES = [((lane // 4 + 8 * (i % 2), 2 * (lane % 4) + 8 * (i // 2) + half), (lane, i, half))
             for lane in range(32) for i in range(4) for half in range(2)]  # fmt: skip
 B_PLACES = [((2 * (lane % 4) + 8 * i + half, lane // 4), (lane, i, half)) for lane in range(32) for i in range(2) for half in range(2)]
+A_BYTES = [((lane // 4 + 8 * (i % 2), 4 * (lane % 4) + 16 * (i // 2) + byte), (lane, i, byte))
+           for lane in range(32) for i in range(4) for byte in range(4)]  # fmt: skip
+B_BYTES = [((4 * (lane % 4) + 16 * i + byte, lane // 4), (lane, i, byte)) for lane in range(32) for i in range(2) for byte in range(4)]
 D_PLACES = [((lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2), (lane, i)) for lane in range(32) for i in range(4)]
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
     return elementwise.f32_to_bf16(values.astype(np.float32))
+
+
+def e4m3(value: int) -> int:
+    return int(elementwise.f32_to_fp8(np.array([value], np.float32), "e4m3")[0])
 
 
 @both_codes
@@ -52,6 +60,28 @@ def test_a_product_of_a_warp(code: Code) -> None:
     expected = a @ b + c
     for (row, column), (lane, i) in D_PLACES:
         assert words.view(np.float32)[lane, 6 + i] == expected[row, column]
+
+
+@both_codes
+def test_a_product_of_bytes(code: Code) -> None:
+    rng = np.random.default_rng(3)
+    a, b, c = rng.integers(-8, 9, (16, 32)), rng.integers(-16, 17, (32, 8)), rng.integers(-99, 99, (16, 8))
+    array = aligned(32 * 10, np.uint32)
+    words = array.reshape(32, 10)
+    codes = words.view(np.uint8).reshape(32, 10, 4)
+    for (row, column), (lane, i, byte) in A_BYTES:
+        codes[lane, i, byte] = e4m3(a[row, column])
+    for (row, column), (lane, i, byte) in B_BYTES:
+        codes[lane, 4 + i, byte] = e4m3(b[row, column])
+    for (row, column), (lane, i) in D_PLACES:
+        words.view(np.float32)[lane, 6 + i] = c[row, column]
+    codes[4 * 3 + 1, 0, 2] = 0x7F  # row 3
+    with code():
+        assert Kernel(BYTE_PRODUCT).run(array).ok
+    expected = a @ b + c
+    for (row, column), (lane, i) in D_PLACES:
+        found = words.view(np.float32)[lane, 6 + i]
+        assert np.isnan(found) if row == 3 else found == expected[row, column]
 
 
 UNDEFINED = """

@@ -20,9 +20,13 @@ Match = re.Match[str]
 COUNTS = (4, 4, 2, 4)  # registers of D, A, B and C
 
 
-@op(r"mma.sync.aligned.m16n8k16.row.col.f32.(?P<t>f16|bf16).(?P=t).f32", needs="warp", taint="own", pure=False)
+@op(
+    r"mma.sync.aligned.m16n8k16.row.col.f32.(?P<t>f16|bf16).(?P=t).f32",
+    r"mma.sync.aligned.m16n8k32.row.col.f32.(?P<t>e4m3).(?P=t).f32",
+    needs="warp", taint="own", pure=False,
+)  # fmt: skip
 def multiply(e: Emitter, ins: Instruction, m: Match) -> None:
-    """Emit D = A B + C of 16 x 8 x 16."""
+    """Emit D = A B + C of 16 x 8 x 16, or x 32 of 8 bits."""
     runs = [registers_of(operand, count) for operand, count in zip(ins.operands, COUNTS, strict=True)]
     sources = [[e.src(item, kind) for item in run] for run, kind in zip(runs[1:], ("b32", "b32", "f32"), strict=True)]
     emit_product(e, sources, [e.dst(item, "f32") for item in runs[0]], m["t"])
@@ -66,7 +70,7 @@ def by_warp(w: Window, values: Sequence[np.ndarray | None]) -> list[np.ndarray]:
 
 @runtime
 def multiply_warp(w: Window, left: list[np.ndarray], right: list[np.ndarray], addend: list[np.ndarray], kind: str) -> list[np.ndarray]:
-    """Execute mma.sync.m16n8k16."""
+    """Execute mma.sync.m16n8k16 or m16n8k32."""
     if not w.whole:
         raise Fault("divergence", "a product of a warp needs all 32 lanes of its warps")
     sums = warp_products.multiply(by_warp(w, left), by_warp(w, right), by_warp(w, addend), kind)

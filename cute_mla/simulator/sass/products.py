@@ -1,4 +1,4 @@
-"""Matrix products in machine code: of a warpgroup, HGMMA, QGMMA and the groups that gsb0 ends; of a warp, HMMA."""
+"""Matrix products in machine code: of a warpgroup, HGMMA, QGMMA and the groups that gsb0 ends; of a warp, HMMA and QMMA."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .operands import constant, source
 from .table import ignored, op
 
 _TYPES = {("HGMMA", ""): "f16", ("HGMMA", "BF16"): "bf16", ("QGMMA", "E4M3"): "e4m3"}
+_WARP_TYPES = {("HMMA",): "f16", ("HMMA", "BF16"): "bf16", ("QMMA", "E4M3"): "e4m3"}
 _GROUP_ENDS = SystemRegister("gsb0")
 
 
@@ -107,9 +108,9 @@ ignored(r"WARPGROUP.ARRIVE", "orders register accesses before products", needs="
 # ---------------------------------------------------------------- products of a warp
 
 
-@op(r"HMMA.16816.F32(.BF16)?", taint="own", needs="warp")
+@op(r"HMMA.16816.F32(.BF16)?", r"QMMA.16832.F32.E4M3.E4M3", taint="own", needs="warp")
 def multiply_in_registers(e: Emitter, ins: SassInstruction) -> None:
-    """Emit mma.sync.m16n8k16 with sums in f32; RZ is an addend of zeros."""
+    """Emit mma.sync.m16n8k16, or m16n8k32 of e4m3, with sums in f32; RZ is an addend of zeros."""
     runs: list[tuple[Reg, ...]] = []
     for operand, count in zip(ins.operands, COUNTS, strict=True):
         if not isinstance(operand, Register) or operand.negative or (operand.number is None and len(runs) < len(COUNTS) - 1):
@@ -117,7 +118,7 @@ def multiply_in_registers(e: Emitter, ins: SassInstruction) -> None:
         runs.append(operand.registers(count))
     sources = [[e.row(register, kind) for register in run] for run, kind in zip(runs[1:], ("u32", "u32", "f32"), strict=True)]
     sources[-1] = sources[-1] or [constant(e, "f32", 0)] * COUNTS[-1]
-    emit_product(e, sources, [e.dst(register, "f32") for register in runs[0]], "bf16" if "BF16" in ins.modifiers else "f16")
+    emit_product(e, sources, [e.dst(register, "f32") for register in runs[0]], _WARP_TYPES[ins.base, *ins.modifiers[2:3]])
     if e.tainted:
         marks = [[e.taint(register) for register in run] for run in runs]
         emit_poison(e, [*marks[:-1], marks[-1] or [None] * COUNTS[-1]])
