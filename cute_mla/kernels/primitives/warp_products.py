@@ -1,8 +1,8 @@
-"""Products of a warp in registers (mma.sync m16n8k16, 16 bits in, fp32 sums), and their operands from shared memory.
+"""Products of a warp in registers (mma.sync m16n8k16, 16 bits in, or m16n8k32, e4m3 in; fp32 sums), and their operands from shared memory.
 
 Eight rows of one column must be eight banks. A box has rows of 64 columns, 128 bytes, of which the 16 bytes c of row r lie at chunk
 c ^ (r % 8). Longer rows need no swizzle if each begins at an odd multiple of 16 bytes behind the one before: their pitch. Any architecture
-from SM80 on has these instructions.
+from SM80 on has these instructions; e4m3 ones are SM120's. An operand of e4m3 lies like one of 16 bits with half as many columns.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, cute
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, cute
 
 from ...spec.mla import ELEMENT_BYTES
 from .copies import CHUNK, load_groups
@@ -19,6 +19,11 @@ M, N, K = 16, 8, 16
 BOX_COLUMNS = 64
 BOX_ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES
 CHUNKS = BOX_ROW_BYTES // CHUNK  # of a row
+FORMS = {
+    BFloat16: "m16n8k16.row.col.f32.bf16.bf16",
+    Float16: "m16n8k16.row.col.f32.f16.f16",
+    Float8E4M3FN: "m16n8k32.row.col.f32.e4m3.e4m3",
+}
 SUMS = 4  # of a lane in a product: columns 2 (l % 4) + {0, 1} of row l / 4, then of the row 8 further
 
 
@@ -50,11 +55,11 @@ def column_operands(lane: Int32, pitch: int) -> Int32:
 
 
 def multiply(total: cute.Tensor, first: int, a: list[Int32], b: list[Int32], dtype: type[cutlass.Numeric] = BFloat16) -> None:
-    """Add A B to the four sums of a product, total[first ..]. a: 4 words, b: 2, of a 16-bit type."""
-    name = "bf16" if dtype is BFloat16 else "f16"
+    """Add A B to the four sums of a product, total[first ..]. a: 4 words, b: 2. dtype: of 16 bits, or e4m3 with twice the depth."""
+    form = FORMS[dtype]
     outs = ", ".join(f"{{$w{i}}}" for i in range(SUMS))
     ins = [", ".join(f"{{$r{i}}}" for i in range(*run)) for run in ((0, 4), (4, 6), (6, 10))]
-    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {{{outs}}}, {{{ins[0]}}}, {{{ins[1]}}}, {{{ins[2]}}};"
+    text = f"mma.sync.aligned.{form}.f32 {{{outs}}}, {{{ins[0]}}}, {{{ins[1]}}}, {{{ins[2]}}};"
     sums = [total[first + i] for i in range(SUMS)]
     results: Any = cute.arch.inline_ptx(text, write_only_types=[Float32] * SUMS, read_only_args=[*a, *b, *sums])
     for i in range(SUMS):
