@@ -21,8 +21,8 @@ Pipelines (producer -> consumer; arrivals per phase):
   item_free[1]    score -> load   8: a warp has its queries, weights and windows in registers
 
 The trick: queries stay in registers as operands of products, 64 rows a warp, so that only keys are read from shared memory, once for 64
-rows, and one place for items is enough. Warps share out what an item has: four columns groups with half of the keys each, or, where an item has
-tokens of two groups or of one, as in decode, with a fourth or an eighth of the keys.
+rows, and one place for items is enough. Warps share out what an item has: four groups of columns with half of the keys each; where an item has tokens
+of two groups or of one, as in decode, a warp has a fourth or an eighth of the keys.
 """
 
 from __future__ import annotations
@@ -65,28 +65,22 @@ SMEM = MqaLogitsSmem.layout(KEY_STAGES, ITEM_STAGES)
 
 @dataclass(frozen=True)
 class Share:
-    """A warp's share of an item. group: of columns. parts: of each tile, from `part` on."""
+    """A warp's share of an item. group: of columns. part, parts: of each tile. thread, threads: those of the group."""
 
     group: Int32
     part: Int32
     parts: Int32
+    thread: Int32
+    threads: Int32
 
     @staticmethod
-    def create(warp: Int32, groups: Int32) -> Share:
-        """Return the share of one of eight warps. groups: of columns that the item has, up to 4. A warp may have a group that is not there."""
-        parts = cutlass.select_(groups > 2, Int32(GROUPS), groups)
+    def create(warp: Int32, lane: Int32, groups: Int32) -> Share:
+        """Return the share of one of eight warps. groups: of columns, 1 to 4, that the item has; of three, the fourth has warps, too."""
+        doublings = cutlass.select_(groups > 2, Int32(2), groups - 1)
+        parts = Int32(1) << doublings
         group = warp & (parts - 1)
-        return Share(group, warp - group, parts)
-
-    @property
-    def first_thread(self) -> Int32:
-        """Return the threads of the group in warps before this one."""
-        return self.part // self.parts * LANES
-
-    @property
-    def threads(self) -> Int32:
-        """Return the threads of the group."""
-        return WARPS // self.parts * LANES
+        thread = (warp >> doublings) * LANES + lane
+        return Share(group, warp - group, parts, thread, Int32(WARPS * LANES) >> doublings)
 
 
 class MqaLogitsScoreRoleSm120:
@@ -109,7 +103,7 @@ class MqaLogitsScoreRoleSm120:
         smem.item_ready.consumer_wait(turn)
         there, item = posted_items.take(Int32(0))
         while there:
-            share = Share.create(warp, (item.tokens + self.tokens - 1) // self.tokens)
+            share = Share.create(warp, lane, (item.tokens + (self.tokens - 1)) // self.tokens)
             first_token = share.group * self.tokens
             load_weights(rWeights, smem, share.group * GROUP_COLUMNS, lane)
             load_queries(rQueries, smem, share.group)
@@ -130,7 +124,7 @@ class MqaLogitsScoreRoleSm120:
                 smem.key_free.consumer_release(keys)
                 keys = smem.key_ready.advance(keys)
             if args.clean != 0:
-                fill_unscored(args, item, (first_token, self.tokens), share.first_thread + lane, share.threads)
+                fill_unscored(args, item, (first_token, self.tokens), share.thread, share.threads)
             turn = turn + 1
             smem.item_ready.consumer_wait(turn)
             there, item = posted_items.take(Int32(0))
