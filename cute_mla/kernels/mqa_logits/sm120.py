@@ -21,8 +21,9 @@ Pipelines (producer -> consumer; arrivals per phase):
   item_free[1]    score -> load   8: a warp has its queries, weights and windows in registers
 
 The trick: queries stay in registers as operands of products, 64 rows a warp, so that only keys are read from shared memory, once for 64
-rows, and one place for items is enough. Warps share out what an item has: four groups of columns with half of the keys each; where an item has tokens
-of two groups or of one, as in decode, a warp has a fourth or an eighth of the keys.
+rows, and one place for items is enough. Warps share out what an item has: four groups of columns with half of the keys each; where an item
+has tokens of two groups or of one, as in decode, a warp has a fourth or an eighth of the keys. Products are those with scales, all 1: a
+GeForce board has plain ones at half of the rate.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class Share:
     def create(warp: Int32, lane: Int32, groups: Int32) -> Share:
         """Return the share of one of eight warps. groups: of columns, 1 to 4, that the item has; of three, the fourth has warps, too."""
         doublings = cutlass.select_(groups > 2, Int32(2), groups - 1)
-        parts = Int32(1) << doublings
+        parts = pin_register(Int32(1) << doublings)
         group = warp & (parts - 1)
         thread = (warp >> doublings) * LANES + lane
         return Share(group, warp - group, parts, thread, Int32(WARPS * LANES) >> doublings)
@@ -130,7 +131,7 @@ class MqaLogitsScoreRoleSm120:
             there, item = posted_items.take(Int32(0))
 
     def output_row(self, args: MqaLogitsArguments, posted_items: PostedItems, item: WorkItem, first_token: Int32, lane: Int32) -> OutputRow:
-        """Return the row that this lane writes: of one of two tokens of the group; if there is one, every other lane of a quad writes none."""
+        """Return the row that this lane writes, of one of two tokens of the group; where it has one token, two lanes of a quad write none."""
         second = (lane & TOKEN_BIT) // TOKEN_BIT
         if self.tokens == 2:
             token = first_token + second

@@ -170,7 +170,7 @@ def width(ins: SassInstruction, index: int) -> int:
     if base in _TENSOR_PRODUCT and operand.kind == "UR":
         return 2 if "WS" in words else 8 if "2CTA" in words else 4
     if base in _WARP_PRODUCT:
-        return (4, 4, 2, 4)[index]
+        return (4, 4, 2, 4, 1, 1, 1)[index]
     if base in _PAIRS:
         return 2 if index == 0 or "HI_LO" in operand.suffixes else 1
     return _arithmetic_width(ins, index)

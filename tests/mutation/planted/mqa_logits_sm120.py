@@ -35,7 +35,11 @@ GROUP_QUERIES = r"shl\.b32 (\s*%r\d+), %r\d+, 13;"
 GROUP_WEIGHTS = r"shl\.b32 (\s*%r\d+), %r\d+, 8;(?=(?:[^;]*;){1,8}?\s*ld\.shared\.v2)"
 SCALES = r"(ld\.shared\.b32 [^;]*\+)81920\];"
 STEPS = r"xor\.b32 (\s*%r\d+), (%r\d+), (?:32|64|96);"
-PRODUCTS = r"mma\.sync\.aligned\.m16n8k32[^{]*\{([^,}]*), ([^,}]*), ([^,}]*), ([^,}]*)\}[^;]*\{([^,}]*), ([^,}]*), ([^,}]*), ([^,}]*)\};"
+PRODUCTS = (
+    r"mma\.sync\.aligned\.kind[^{]*\{([^,}]*), ([^,}]*), ([^,}]*), ([^,}]*)\}, \{[^}]*\}, \{[^}]*\}, "
+    r"\{([^,}]*), ([^,}]*), ([^,}]*), ([^,}]*)\}[^;]*;"
+)
+UNIT_SCALES = r"mov\.b32 (\s*%r\d+), 2139062143;"
 DROPPED = r"mov.b32 \1, \5; mov.b32 \2, \6; mov.b32 \3, \7; mov.b32 \4, \8;"
 
 SUITE = Suite(
@@ -50,6 +54,7 @@ SUITE = Suite(
         planted("too few bytes", ROWS, ptx.EXPECTED_BYTES, r"\g<1>512;", count=2),
         planted("a copy missing", ROWS, COPY_SIZES, r"\1, 0;", each, count=12),
         planted("a product dropped", ROWS, PRODUCTS, DROPPED, alone(0, 9, 31), count=32),
+        planted("a fourth of the products", ROWS, UNIT_SCALES, r"mov.b32 \1, 2122219134;", together),
         planted("the first columns of keys in another step", ROWS, STEPS, r"mov.b32 \1, \2;", each, count=3),
         planted("queries of the first group for all", ROWS, GROUP_QUERIES, r"mov.b32 \1, 0;", count=1),
         planted("weights of the first group for all", ROWS, GROUP_WEIGHTS, r"mov.b32 \1, 0;", count=1),
