@@ -131,7 +131,7 @@ class MqaLogitsScoreRoleSm120:
             there, item = posted_items.take(Int32(0))
 
     def output_row(self, args: MqaLogitsArguments, posted_items: PostedItems, item: WorkItem, first_token: Int32, lane: Int32) -> OutputRow:
-        """Return the row that this lane writes, of one of two tokens of the group; where it has one token, two lanes of a quad write none."""
+        """Return the row that this lane writes, of one of two tokens of the group; if it has one, two lanes of a quad write none."""
         second = (lane & TOKEN_BIT) // TOKEN_BIT
         if self.tokens == 2:
             token = first_token + second
