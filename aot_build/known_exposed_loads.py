@@ -50,7 +50,7 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     "masked_prefill_sm90_bf16_d192": {"LDG.E": 16},
     # warps that do nothing but bring keys wait for them, a stage ahead of the products
     **{f"dense_decode_sm120_{dtype}_cluster1": {"LDG.E": 9, "LDG.E.128": 18} for dtype in ("bf16", "fp16")},  # and words of a tree
-    "dense_decode_sm120_bf16_fp8_cache_cluster1": {"LDG.E": 1, "LDG.E.128": 9},
+    **{f"dense_decode_sm120_bf16_{kind}_cluster1": {"LDG.E": 1, "LDG.E.128": 9} for kind in ("fp8_cache", "fp8")},
     "sparse_decode_sm120_bf16_latent_cluster1": {"LDG.E.128": 18},
     "sparse_decode_sm120_bf16_fp8_584_cluster1": {"LDG.E.128": 5, "LDG.E.U8": 5},
     "sparse_decode_sm120_bf16_fp8_656_cluster1": {"LDG.E": 4, "LDG.E.128": 6},

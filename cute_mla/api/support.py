@@ -45,7 +45,6 @@ from ..spec.dense_decode import (
     MAX_KEYS,
     DenseDecodeProblem,
     key_columns,
-    operands_of,
     reads_by_address,
     takes_key_masks,
 )
@@ -270,8 +269,6 @@ def _arch_conflict(op: str, arch: Arch, features: dict[str, Any]) -> str | None:
 
 def _cache_conflict(arch: Arch, features: dict[str, Any]) -> str | None:
     """Return why dense decode on one of the architectures does not support the cache, or None if it does."""
-    if _dtype_name(features.get("dtype")) == E4M3 and FP8 not in operands_of(arch):
-        return f"dtype is {E4M3} on {arch.name}; supported: bf16, fp16"
     if features.get("h_kv", 1) != 1 and reads_by_address(arch, LATENT):
         return f"h_kv is {features['h_kv']} on {arch.name}; supported: 1"
     return None

@@ -74,7 +74,7 @@ class KernelEntry:
     @property
     def matrix_products(self) -> int:
         """Tensor-core instructions of the cubin."""
-        return sum(number for mnemonic, number in self.instructions.items() if re.fullmatch(r"[HQI]GMMA|UTC[HQIO]MMA", mnemonic))
+        return sum(number for mnemonic, number in self.instructions.items() if re.fullmatch(r"[HQI]G?MMA|UTC[HQIO]MMA", mnemonic))
 
 
 def kernel_name(op: str, arch: str, config_name: str) -> str:

@@ -24,7 +24,6 @@ from ..spec.dense_decode import (
     DenseDecodeProblem,
     key_columns,
     num_parts,
-    operands_of,
     reads_by_address,
     takes_key_masks,
     whole_eighths,
@@ -213,8 +212,6 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
         check_dtype_of_columns("q", q, key_dtypes(d_qk))
     cache = dense_cache(call.k_cache, q.dtype, d_qk)
     operands = _operand_types(call)
-    if operands not in operands_of(arch):
-        raise ValueError(f"q has dtype {call.q.dtype} on {arch.name}: not supported; supported: torch.bfloat16, torch.float16")
     if cache.h_kv > 1 and reads_by_address(arch, operands):
         raise ValueError(f"k_cache has shape {list(call.k_cache.shape)}: h_kv {cache.h_kv} is not supported on {arch.name}; supported: 1")
     dtype = _out_dtype(call)

@@ -122,7 +122,7 @@ COLUMN_CTAS = 2  # that divide 1,024 latent columns of the same 64 rows, on SM10
 
 LATENT = "latent"  # q and cache of out's type
 FP8_CACHE = "fp8_cache"  # e4m3 cache, converted to q's type; products as with LATENT
-FP8 = "fp8"  # q and cache e4m3, and so are the products' operands, the probabilities too
+FP8 = "fp8"  # q and cache e4m3, and so are the products' operands, the probabilities too; on SM120 all of them become out's type
 OPERANDS = (LATENT, FP8_CACHE, FP8)
 
 
@@ -150,11 +150,6 @@ FEW_HEADS = 16
 FEW_HEADS_OPERANDS = (FP8_CACHE,)
 FEW_ROWS = (16, 32, 64)  # rows on N of the kernels with keys on M on SM100: a call of e4m3 operands takes the least that holds its rows
 FEW_LATENT_ROWS = (16,)  # the same with a 16-bit cache
-
-
-def operands_of(arch: Arch) -> tuple[str, ...]:
-    """Return the operand types for which an architecture has kernels."""
-    return (LATENT, FP8_CACHE) if arch == SM120 else OPERANDS
 
 
 def reads_by_address(arch: Arch, operands: str) -> bool:
@@ -236,18 +231,19 @@ def order_terms(config: DenseDecodeConfig, arch: Arch) -> dict[str, Any] | None:
     if config.few_heads:
         return None
     exact = f"e4m3, exact in {config.dtype}; its scale on scores and outputs"
+    kept = config.operands == FP8 and arch != SM120
     return {
         "op": "dense_decode",
         "revision": 1,
         "arch": arch.name,
         "dtype": config.dtype,
-        "cache": {LATENT: config.dtype, FP8_CACHE: exact, FP8: "e4m3; its scale on scores and outputs"}[config.operands],
+        "cache": {LATENT: config.dtype, FP8_CACHE: exact, FP8: "e4m3; its scale on scores and outputs" if kept else exact}[config.operands],
         "d_qk": config.d_qk,
         "keys": f"tiles of {TILE_KEYS if TILINGS[arch.name].rows == TILE_ROWS else TILE_KEYS // 2}, ascending",
         "split": INVARIANT_SPLIT,
         **SOFTMAX_TERMS,
         "p": f"{config.dtype}, unnormalised",
-        **(_E4M3_TERMS if config.operands == FP8 else {}),
+        **(_E4M3_TERMS if kept else {"q": "e4m3"} if config.operands == FP8 else {}),
     }
 
 
@@ -393,10 +389,10 @@ def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
     wide = tuple(
         DenseDecodeConfig(dtype, cluster, operands, d_qk)
-        for operands in operands_of(arch)
+        for operands in OPERANDS
         for d_qk in (key_columns(arch) if operands == LATENT else (D_QK,))
         for dtype in out_dtypes(operands, d_qk)
         for cluster in tiling(arch, operands, d_qk).clusters
     )
-    few = ((operands, rows) for operands in operands_of(arch) for rows in few_heads_rows(arch, operands))
+    few = ((operands, rows) for operands in OPERANDS for rows in few_heads_rows(arch, operands))
     return *wide, *(DenseDecodeConfig(BF16, 1, operands, few_heads=True, few_rows=rows) for operands, rows in few)

@@ -107,9 +107,7 @@ KERNEL_OPS: dict[str, KernelOp] = {
     "split_plan": KernelOp(split_plan.PARAMS, lambda arch: (split_plan.SplitPlanConfig(),), 0.8, _DECODES),
     "combine": KernelOp(combine.PARAMS, _combines, 0.9, _DECODES),
     "merge_states": KernelOp(merge_states.PARAMS, _same(merge_states.closed_variants), 0.7),
-    "mqa_logits": KernelOp(
-        mqa_logits.PARAMS, _same(mqa_logits.closed_variants), 1.3, ("mqa_logits", "indexer_topk"), by_arch=True, archs=_ATTENTION
-    ),
+    "mqa_logits": KernelOp(mqa_logits.PARAMS, _same(mqa_logits.closed_variants), 1.3, ("mqa_logits", "indexer_topk"), by_arch=True),
     "topk_indices": KernelOp(topk_indices.PARAMS, topk_indices.closed_variants, 1.3, ("indexer_topk", "topk_indices")),
     "sparse_prefill_dkv": KernelOp(
         sparse_prefill_dkv.PARAMS, sparse_prefill_dkv.closed_variants, 1.2, _SPARSE_BACKWARD, by_arch=True, archs=_ATTENTION

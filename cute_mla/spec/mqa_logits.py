@@ -15,7 +15,7 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 from .abi import Int32, Int64, Pointer, TensorMap, params_of
-from .arch import SM90, Arch
+from .arch import SM90, SM120, Arch
 from .mla import ceil_div
 
 DTYPE = "e4m3"
@@ -98,7 +98,7 @@ def order_terms(config: MqaLogitsConfig, arch: Arch) -> dict[str, Any]:
         "columns": COLUMNS,
         "head_tile": config.head_tile,
         "heads": "in fp32, ascending in a thread, then a tree over a quad"
-        if arch is SM90
+        if arch in (SM90, SM120)
         else "in fp32, neighbouring pairs apart, each ascending",
         "scale": "of the key, on the sum",
     }

@@ -358,15 +358,17 @@ def test_architectures_without_kernels_are_an_answer(arch: str) -> None:
 
 def test_an_architecture_without_an_ops_kernels_is_an_answer() -> None:
     assert is_supported("sparse_decode", "sm120", h_q=16, kv_format="fp8_656")[0]
-    for op in ("dense_prefill", "sparse_prefill", "mqa_logits"):
+    for op in ("mqa_logits", "indexer_topk", "index_write"):
+        assert is_supported(op, "sm120")[0]
+    for op in ("dense_prefill", "sparse_prefill"):
         assert is_supported(op, "sm120") == is_supported(op, "sm121") == (False, f"arch is sm120; supported for {op}: sm90, sm100")
 
 
 def test_what_dense_decode_on_rtx_boards_lacks_is_an_answer() -> None:
     assert is_supported("dense_decode", "sm120", dtype="fp16", h_kv=1, h_q=128, s_q=3, head_dim=576, tree_mask=True)[0]
-    assert is_supported("dense_decode", "sm121", dtype="bf16", fp8_kvcache=True)[0]
+    for dtype in ("bf16", "e4m3"):
+        assert is_supported("dense_decode", "sm121", dtype=dtype, fp8_kvcache=True)[0]
     refused: dict[str, dict[str, Any]] = {
-        "dtype is e4m3 on sm120; supported: bf16, fp16": {"dtype": "e4m3", "fp8_kvcache": True},
         "h_kv is 2 on sm120; supported: 1": {"h_kv": 2, "h_q": 4},
         "head_dim is 512 on sm120; supported: 576": {"head_dim": 512},
         "head_dim_v is 256 on sm120; supported: 512": {"head_dim_v": 256},

@@ -34,7 +34,7 @@ def test_only_the_wanted_ops_are_reported_by_name(ops: list[str], names: list[st
 @pytest.mark.parametrize(
     ("mix_class", "mnemonics"),
     [
-        ("tensor", "HGMMA QGMMA HMMA UTCHMMA UTCQMMA"),
+        ("tensor", "HGMMA QGMMA HMMA QMMA UTCHMMA UTCQMMA"),
         ("tma", "UTMALDG UTMASTG UBLKCP"),
         ("sync", "SYNCS BAR WARPGROUP FENCE MEMBAR CGAERRBAR ERRBAR UCGABAR_WAIT ACQBULK PREEXIT USETMAXREG UTCBAR UTCATOMSWS"),
         ("mufu", "MUFU"),

@@ -280,6 +280,34 @@ _PRODUCTS = (
     )
 )
 
+# Codes of numbers below 2: none is NaN.
+_BYTE_WORDS = "".join(f"and.b32 %r{10 + i}, %r{1 + i}, 0xBFBFBFBF;" for i in range(4))
+_BYTE_PRODUCT = _PRODUCT.replace("k16", "k32")
+_BYTE_PRODUCTS = (
+    "mov.f32 %f20, 0f3F000000;"
+    + _BYTE_WORDS
+    + "".join(
+        _BYTE_PRODUCT.format(t="e4m3", b=b, c=c) + "".join(f"mov.b32 %r{100 + 4 * index + i}, %f{10 + i};" for i in range(4))
+        for index, (b, c) in enumerate((("%r12, %r10", "%f20, %f20, %f20, %f20"), ("%r11, %r13", "%f10, %f11, %f12, %f13")))
+    )
+)
+
+_SCALED_PRODUCT = _BYTE_PRODUCT.replace("m16n8", "kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8").replace(".f32 {", ".f32.ue8m0 {")
+_SCALED_PRODUCTS = (
+    "mov.f32 %f20, 0f3F000000; and.b32 %r20, %r1, 0x3F; add.u32 %r20, %r20, 96; mov.u32 %r21, 0x7F7F7F7F;"
+    + _BYTE_WORDS
+    + "".join(
+        _SCALED_PRODUCT.replace(";", scales).format(t="e4m3", b=b, c=c)
+        + "".join(f"mov.b32 %r{100 + 4 * index + i}, %f{10 + i};" for i in range(4))
+        for index, (b, c, scales) in enumerate(
+            (
+                ("%r12, %r10", "%f20, %f20, %f20, %f20", ", %r20, {{0, 0}}, %r21, {{0, 0}};"),
+                ("%r11, %r13", "%f10, %f11, %f12, %f13", ", %r21, {{0, 0}}, %r20, {{0, 0}};"),
+            )
+        )
+    )
+)
+
 _BYTE_MATRICES = """
 mov.u32 %r60, smem; and.b32 %r61, %r0, 31; shr.u32 %r62, %r0, 5; mad.lo.u32 %r60, %r62, 2048, %r60; mad.lo.u32 %r63, %r61, 16, %r60;
 xor.b32 %r64, %r61, 5; mad.lo.u32 %r64, %r64, 32, %r60; mov.u32 %r65, 0;
@@ -381,6 +409,8 @@ PLAIN = (
     gathered("mixed", _MIXED, "FHADD FHADD.BF16 FHFMA FHFMA.BF16 F2FP.SATFINITE.BF16.F32.PACK_AB F2FP.SATFINITE.F16.F32.PACK_AB",
         floats=True, archs=("sm100",)),
     Evidence("warp products", _PRODUCTS, 12, "HMMA.16816.F32.BF16 HMMA.16816.F32"),
+    Evidence("warp products of bytes", _BYTE_PRODUCTS, 8, "QMMA.16832.F32.E4M3.E4M3", archs=("sm120",)),
+    Evidence("scaled warp products of bytes", _SCALED_PRODUCTS, 8, "QMMA.SF.16832.F32.E4M3.E4M3.E8", archs=("sm120",)),
     Evidence("byte matrices", _BYTE_MATRICES, 16, "STSM.8.MT168 STSM.8.MT168.2 STSM.8.MT168.4", archs=("sm100",)),
     Evidence("bulk", _BULK, 2, "UBLKCP.G.S UTMACMDFLUSH DEPBAR.LE R2UR R2UR.OR BRA.U.ANY CCTL.IVALL"),
     Evidence("spilled", _SPILLED, _MANY, "STL LDL", registers=32),

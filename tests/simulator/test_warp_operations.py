@@ -24,14 +24,22 @@ ld.global.v2.f32 {%f1, %f2}, [%rd3+24]; ld.global.v2.f32 {%f3, %f4}, [%rd3+32];
 mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%f5, %f6, %f7, %f8}, {%r10, %r11, %r12, %r13}, {%r14, %r15}, {%f1, %f2, %f3, %f4};
 st.global.v2.f32 [%rd3+24], {%f5, %f6}; st.global.v2.f32 [%rd3+32], {%f7, %f8};
 """
+BYTE_PRODUCT = PRODUCT.replace("m16n8k16", "m16n8k32").replace("bf16", "e4m3")
 A_PLACES = [((lane // 4 + 8 * (i % 2), 2 * (lane % 4) + 8 * (i // 2) + half), (lane, i, half))
             for lane in range(32) for i in range(4) for half in range(2)]  # fmt: skip
 B_PLACES = [((2 * (lane % 4) + 8 * i + half, lane // 4), (lane, i, half)) for lane in range(32) for i in range(2) for half in range(2)]
+A_BYTES = [((lane // 4 + 8 * (i % 2), 4 * (lane % 4) + 16 * (i // 2) + byte), (lane, i, byte))
+           for lane in range(32) for i in range(4) for byte in range(4)]  # fmt: skip
+B_BYTES = [((4 * (lane % 4) + 16 * i + byte, lane // 4), (lane, i, byte)) for lane in range(32) for i in range(2) for byte in range(4)]
 D_PLACES = [((lane // 4 + 8 * (i // 2), 2 * (lane % 4) + i % 2), (lane, i)) for lane in range(32) for i in range(4)]
 
 
 def bf16(values: np.ndarray) -> np.ndarray:
     return elementwise.f32_to_bf16(values.astype(np.float32))
+
+
+def e4m3(value: int) -> int:
+    return int(elementwise.f32_to_fp8(np.array([value], np.float32), "e4m3")[0])
 
 
 @both_codes
@@ -52,6 +60,59 @@ def test_a_product_of_a_warp(code: Code) -> None:
     expected = a @ b + c
     for (row, column), (lane, i) in D_PLACES:
         assert words.view(np.float32)[lane, 6 + i] == expected[row, column]
+
+
+@both_codes
+def test_a_product_of_bytes(code: Code) -> None:
+    rng = np.random.default_rng(3)
+    a, b, c = rng.integers(-8, 9, (16, 32)), rng.integers(-16, 17, (32, 8)), rng.integers(-99, 99, (16, 8))
+    array = aligned(32 * 10, np.uint32)
+    words = array.reshape(32, 10)
+    codes = words.view(np.uint8).reshape(32, 10, 4)
+    for (row, column), (lane, i, byte) in A_BYTES:
+        codes[lane, i, byte] = e4m3(a[row, column])
+    for (row, column), (lane, i, byte) in B_BYTES:
+        codes[lane, 4 + i, byte] = e4m3(b[row, column])
+    for (row, column), (lane, i) in D_PLACES:
+        words.view(np.float32)[lane, 6 + i] = c[row, column]
+    codes[4 * 3 + 1, 0, 2] = 0x7F  # row 3
+    with code():
+        assert Kernel(BYTE_PRODUCT).run(array).ok
+    expected = a @ b + c
+    for (row, column), (lane, i) in D_PLACES:
+        found = words.view(np.float32)[lane, 6 + i]
+        assert np.isnan(found) if row == 3 else found == expected[row, column]
+
+
+SCALED = "kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e4m3.e4m3.f32.ue8m0"
+SCALED_PRODUCT = "add.u32 %r20, %r0, 0x12345678; sub.u32 %r21, 200, %r0;" + BYTE_PRODUCT.replace(
+    "m16n8k32.row.col.f32.e4m3.e4m3.f32", SCALED
+).replace("%f3, %f4};", "%f3, %f4}, %r20, {0, 0}, %r21, {0, 0};", 1)
+
+
+def test_scales_of_rows_and_columns() -> None:
+    """Byte 0: of A those of rows g and g + 8 in lanes 4g and 4g + 1, of B that of column g in lane 4g."""
+    assert SCALED_PRODUCT.count("%r21, {0, 0}") == 1
+    rng = np.random.default_rng(4)
+    a, b = rng.integers(-8, 9, (16, 32)), rng.integers(-16, 17, (32, 8))
+    array = aligned(32 * 10, np.uint32)
+    words = array.reshape(32, 10)
+    codes = words.view(np.uint8).reshape(32, 10, 4)
+    for places, matrix, first in ((A_BYTES, a, 0), (B_BYTES, b, 4)):
+        for (row, column), (lane, i, byte) in places:
+            codes[lane, first + i, byte] = e4m3(matrix[row, column])
+    words[:, 6:] = 0
+    assert Kernel(SCALED_PRODUCT).run(array).ok
+    rows = [2.0 ** (0x78 + 4 * (row % 8) + row // 8 - 127) for row in range(16)]
+    columns = [2.0 ** (200 - 4 * column - 127) for column in range(8)]
+    for (row, column), (lane, i) in D_PLACES:
+        assert words.view(np.float32)[lane, 6 + i] == (a @ b)[row, column] * rows[row] * columns[column]
+
+
+@pytest.mark.parametrize("places", ["{1, 0}, %r21, {0, 0}", "{0, 0}, %r21, {0, 2}"])
+def test_scales_elsewhere_are_refused(places: str) -> None:
+    with pytest.raises(UnsupportedInstruction, match=r"supported: \{0, 0\}"):
+        Kernel(SCALED_PRODUCT.replace("{0, 0}, %r21, {0, 0}", places)).run(aligned(320, np.uint32))
 
 
 UNDEFINED = """
@@ -78,6 +139,22 @@ def test_undefined_rows_and_columns_of_a_product(code: Code, a: str, b: str, whi
     body = UNDEFINED.replace("{A}", f"{{{a}}}").replace("{B}", f"{{{b}}}").replace("WHICH", which).replace("LANES", lanes)
     with code():
         assert kinds(Kernel(body, smem=64).run(aligned(32, np.uint32))) == found
+
+
+@pytest.mark.parametrize(
+    ("row_scale", "column_scale", "which", "lanes", "found"),
+    [
+        ("%r10", "%r0", "%f7", "%r2, 1", {"poison"}),  # of row 9, in lane 5
+        ("%r10", "%r0", "%f5", "%r2, 1", set()),  # row 1
+        ("%r0", "%r10", "%f6", "%r3, 0", set()),  # columns have theirs in lanes 0, 4, ..
+    ],
+)
+def test_undefined_scales_of_a_product(row_scale: str, column_scale: str, which: str, lanes: str, found: set[str]) -> None:
+    body = UNDEFINED.replace("m16n8k16.row.col.f32.bf16.bf16.f32", SCALED).replace(
+        "%f1};", f"%f1}}, {row_scale}, {{0, 0}}, {column_scale}, {{0, 0}};"
+    )
+    body = body.replace("{A}", "{%r0, %r0, %r0, %r0}").replace("{B}", "{%r0, %r0}").replace("WHICH", which).replace("LANES", lanes)
+    assert kinds(Kernel(body, smem=64).run(aligned(32, np.uint32))) == found
 
 
 MATRIX = """

@@ -164,11 +164,13 @@ class DenseDecodeOperands(LatentOperands):
 class DenseDecodeRowScale:
     """Row scale with attention sinks and the scales of e4m3 operands, read when asked for: the kernel before may have written them.
 
-    kind: the variant's operands. k_scale: that of e4m3 values, of a role that has a register for it.
+    kind: the variant's operands. k_scale: that of e4m3 values, of a role that has a register for it. rounds_probs: whether probabilities
+    of e4m3 operands are e4m3 themselves.
     """
 
     kind: str
     k_scale: Float32 | None = None
+    rounds_probs: bool = True
 
     def score_scale(self, operands: DenseDecodeOperands) -> Float32:
         """Return the factor of the scores, with the scales of q and cache."""
@@ -183,7 +185,7 @@ class DenseDecodeRowScale:
         With e4m3 probabilities the output role divides by their sum as it was rounded, so here the row sum counts as 1. The scale is read
         again, once per work tile, unless a register holds it meanwhile.
         """
-        weight = 1.0 / divisor_with_sink(operands, work_tile, row, (total, reference), self.kind == FP8)
+        weight = 1.0 / divisor_with_sink(operands, work_tile, row, (total, reference), self.kind == FP8 and self.rounds_probs)
         if self.kind == LATENT:
             return weight
         return weight * (load_or_one(operands.args.descale_k) if self.k_scale is None else self.k_scale)

@@ -1,5 +1,7 @@
 """Dense MLA decode on RTX boards and DGX Spark, over a cache with one KV head: of 16 bits, or of e4m3, which becomes bf16.
 
+So do e4m3 queries: what bounds the kernel is memory, or L2, and not its products.
+
 For every request and every query row r = (query token i, head), over the keys j that the row sees:
 
     s_rj = <q_r, k_j> over 576 columns     p = softmax(scale * s)     out_r = sum_j p_rj k_j[:512]
@@ -25,14 +27,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from ...spec.arch import Arch
-from ...spec.dense_decode import LATENT, DenseDecodeConfig
+from ...spec.dense_decode import FP8, LATENT, DenseDecodeConfig
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
-from ..attention.lengths import tiles_of
+from ..attention.lengths import RowRange, tiles_of
 from ..attention.scheduler import KeyTile, TileRange
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import from_lane, registers, widen
@@ -41,7 +43,19 @@ from ..primitives.pipeline import PipelineState
 from ..primitives.smem import SmemLayout
 from ..primitives.warp_products import M, N
 from ..sm120.attend import CHUNK_WORDS, HALVES, Sm120AttendRole, chunk_at
-from ..sm120.cta import KEYS, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, first_query_row, pitch_of, products_of_stage
+from ..sm120.cta import (
+    KEYS,
+    LANES,
+    WARP_KEYS,
+    WARPS,
+    Sm120Kernel,
+    Sm120Parts,
+    Sm120Smem,
+    Sm120Thread,
+    first_query_row,
+    pitch_of,
+    products_of_stage,
+)
 from ..sm120.rows import Sm120Columns, load_chunk, rows_of
 from .abi import DenseDecodeAbi
 from .operands import NO_PAGE, DenseDecodeOperands, DenseDecodeRowScale
@@ -133,6 +147,29 @@ class DenseDecodeSm120Codes:
             cute.autovec_copy(part, chunk_at(target + half * CHUNK))
 
 
+class DenseDecodeSm120Fp8AttendRole(Sm120AttendRole):
+    """The role over e4m3 queries, which become the products' type in shared memory, exactly."""
+
+    def load_queries(self, stored: RowRange, smem: Sm120Smem, thread: Sm120Thread) -> None:
+        """Convert this CTA's rows of Q to shared memory, 16 columns at a time, asked for together; rows that do not exist are zeros."""
+        chunks, codes = self.d_qk // CHUNK, DenseDecodeSm120Codes(self.pitch, self.dtype)
+        places = [(thread.warp + step * WARPS, first + thread.lane) for step in range(M // WARPS) for first in range(0, chunks, LANES)]
+        asked = []
+        for place, chunk in places:
+            row = first_query_row() + place
+            source = stored.q_row(stored.nearest(row)).toint() + chunk * CHUNK
+            asked.append(load_chunk(source, stored.holds(row) & (chunk < chunks)))
+        for (place, chunk), words in zip(places, asked, strict=True):
+            target = smem.sQ.toint() + place * self.pitch + chunk * (CHUNK * ELEMENT_BYTES)
+            self.store_codes_if(chunk < chunks, codes, target, words)
+
+    @cute.jit
+    def store_codes_if(self, wanted: Boolean, codes: cutlass.Constexpr[DenseDecodeSm120Codes], target: Int32, words: cute.Tensor):
+        """Convert and write 16 columns of a row, if wanted."""
+        if wanted:
+            codes.store_chunk(target, words)
+
+
 class DenseDecodeSm120Mask:
     """Mask of keys past the end, and of those that causal, tree_mask or a window hide."""
 
@@ -155,7 +192,7 @@ class DenseDecodeSm120(Sm120Parts):
 
     @property
     def dtype(self) -> type[cutlass.Numeric]:
-        """Return the element type of q and out, and of products' operands."""
+        """Return the element type of out, and of products' operands."""
         return ELEMENT_TYPES[self.config.dtype]
 
     @property
@@ -174,8 +211,9 @@ class DenseDecodeSm120(Sm120Parts):
 
     def attend(self, operands: DenseDecodeOperands, smem: Sm120Smem) -> None:
         """Run the role that multiplies."""
-        scale, columns = DenseDecodeRowScale(self.config.operands), self.config.dims
-        Sm120AttendRole(DenseDecodeSm120Mask(), scale, self.dtype, columns.d_qk, columns.latent).run(operands, smem)
+        scale, columns = DenseDecodeRowScale(self.config.operands, rounds_probs=False), self.config.dims
+        role = DenseDecodeSm120Fp8AttendRole if self.config.operands == FP8 else Sm120AttendRole
+        role(DenseDecodeSm120Mask(), scale, self.dtype, columns.d_qk, columns.latent).run(operands, smem)
 
 
 def build(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:

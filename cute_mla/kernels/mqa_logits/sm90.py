@@ -39,23 +39,21 @@ from ..definition import KernelDefinition
 from ..primitives.smem import fields_of
 from .abi import MqaLogitsAbi
 from .items import WorkItems
+from .load import MqaLogitsLoadRole
 from .sm90_config import (
-    BLOCKS,
     COMPUTE_REGISTERS,
     COMPUTE_WARPS,
     GROUPS,
     K_STEPS,
-    LANES,
     LOAD_REGISTERS,
     LOAD_WARP,
     SMEM,
     THREADS,
     WARPGROUP,
     WARPS_PER_GROUP,
-    MqaLogitsSmemSm90,
 )
-from .sm90_load import MqaLogitsLoadRoleSm90
 from .sm90_score import MqaLogitsScoreRoleSm90
+from .smem import BLOCKS, LANES, MqaLogitsSmem
 
 
 class MqaLogitsSm90(AttentionKernel):
@@ -70,7 +68,7 @@ class MqaLogitsSm90(AttentionKernel):
     @cute.jit
     def run(self, args: MqaLogitsArguments):
         """Allocate, initialise the barriers, and give each role its warps."""
-        smem, config = MqaLogitsSmemSm90(**fields_of(MqaLogitsSmemSm90, SMEM.allocate())), self.config
+        smem, config = MqaLogitsSmem(**fields_of(MqaLogitsSmem, SMEM.allocate())), self.config
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         cta.initialise(warp, 0, arrivals(smem), (args.q_map, args.k_map))
         cute.arch.sync_threads()
@@ -84,12 +82,12 @@ class MqaLogitsSm90(AttentionKernel):
             cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
             if warp == LOAD_WARP:
                 items = WorkItems(args, BLOCKS * config.block_tokens, config.paged)
-                MqaLogitsLoadRoleSm90(config.paged, config.head_tile).run(items, smem)
+                MqaLogitsLoadRole(config.paged, config.head_tile).run(items, smem)
                 # the kernel after this one waits for the end of it before it reads or writes anything
                 cute.arch.griddepcontrol_launch_dependents()
 
 
-def arrivals(smem: MqaLogitsSmemSm90) -> tuple[cta.Arrivals, ...]:
+def arrivals(smem: MqaLogitsSmem) -> tuple[cta.Arrivals, ...]:
     """Return the arrivals of every barrier: lanes of the load role and one for bytes, or warps that score."""
     return (LANES + 1, (smem.key_ready, smem.item_ready)), (COMPUTE_WARPS, (smem.key_free, smem.item_free))
 

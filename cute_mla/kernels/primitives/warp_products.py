@@ -1,8 +1,8 @@
-"""Products of a warp in registers (mma.sync m16n8k16, 16 bits in, fp32 sums), and their operands from shared memory.
+"""Products of a warp in registers (mma.sync m16n8k16, 16 bits in, or m16n8k32, e4m3 in; fp32 sums), and their operands from shared memory.
 
 Eight rows of one column must be eight banks. A box has rows of 64 columns, 128 bytes, of which the 16 bytes c of row r lie at chunk
 c ^ (r % 8). Longer rows need no swizzle if each begins at an odd multiple of 16 bytes behind the one before: their pitch. Any architecture
-from SM80 on has these instructions.
+from SM80 on has these instructions; e4m3 ones are SM120's. An operand of e4m3 lies like one of 16 bits with half as many columns.
 """
 
 from __future__ import annotations
@@ -10,15 +10,22 @@ from __future__ import annotations
 from typing import Any
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, cute
+from cutlass import BFloat16, Float8E4M3FN, Float16, Float32, Int32, cute
 
 from ...spec.mla import ELEMENT_BYTES
+from .arithmetic import pin_register
 from .copies import CHUNK, load_groups
 
 M, N, K = 16, 8, 16
 BOX_COLUMNS = 64
 BOX_ROW_BYTES = BOX_COLUMNS * ELEMENT_BYTES
 CHUNKS = BOX_ROW_BYTES // CHUNK  # of a row
+FORMS = {
+    BFloat16: "m16n8k16.row.col.f32.bf16.bf16.f32",
+    Float16: "m16n8k16.row.col.f32.f16.f16.f32",
+    Float8E4M3FN: "kind::mxf8f6f4.block_scale.scale_vec::1X.m16n8k32.row.col.f32.e4m3.e4m3.f32.ue8m0",
+}
+UNIT_SCALES = 0x7F7F7F7F  # UE8M0
 SUMS = 4  # of a lane in a product: columns 2 (l % 4) + {0, 1} of row l / 4, then of the row 8 further
 
 
@@ -50,12 +57,16 @@ def column_operands(lane: Int32, pitch: int) -> Int32:
 
 
 def multiply(total: cute.Tensor, first: int, a: list[Int32], b: list[Int32], dtype: type[cutlass.Numeric] = BFloat16) -> None:
-    """Add A B to the four sums of a product, total[first ..]. a: 4 words, b: 2, of a 16-bit type."""
-    name = "bf16" if dtype is BFloat16 else "f16"
+    """Add A B to the four sums of a product, total[first ..]. a: 4 words, b: 2. dtype: of 16 bits, or e4m3 with twice the depth.
+
+    e4m3 takes the form with scales, all of which are 1: GeForce boards have the plain one at half of the rate.
+    """
     outs = ", ".join(f"{{$w{i}}}" for i in range(SUMS))
     ins = [", ".join(f"{{$r{i}}}" for i in range(*run)) for run in ((0, 4), (4, 6), (6, 10))]
-    text = f"mma.sync.aligned.m16n8k16.row.col.f32.{name}.{name}.f32 {{{outs}}}, {{{ins[0]}}}, {{{ins[1]}}}, {{{ins[2]}}};"
+    scales = [pin_register(Int32(UNIT_SCALES))] if dtype is Float8E4M3FN else []  # a literal is no operand of it
+    more = ", {$r10}, {0, 0}, {$r10}, {0, 0}" if scales else ""
+    text = f"mma.sync.aligned.{FORMS[dtype]} {{{outs}}}, {{{ins[0]}}}, {{{ins[1]}}}, {{{ins[2]}}}{more};"
     sums = [total[first + i] for i in range(SUMS)]
-    results: Any = cute.arch.inline_ptx(text, write_only_types=[Float32] * SUMS, read_only_args=[*a, *b, *sums])
+    results: Any = cute.arch.inline_ptx(text, write_only_types=[Float32] * SUMS, read_only_args=[*a, *b, *sums, *scales])
     for i in range(SUMS):
         total[first + i] = results[i]

@@ -55,7 +55,7 @@ _CLASSES = tuple(
 _MACHINE_CLASSES = tuple(
     (name, re.compile(pattern))
     for name, pattern in (
-        ("matrix product", r"[A-Z]GMMA|UTC[A-Z]MMA|HMMA"),
+        ("matrix product", r"[A-Z]GMMA|UTC[A-Z]MMA|[HQ]MMA"),
         ("matrix fence", r"WARPGROUP|UTCBAR|FENCE\.VIEW\.ASYNC\.T"),
         ("tensor memory", r"LDTM|STTM|UTC|UVIRTCOUNT"),
         ("bulk copy", r"UTMA|UBLK|CCTL\.E\.PF"),

@@ -85,7 +85,7 @@ _DESTINATIONS: dict[Callable[[SassInstruction], int], str] = {
     _one: (
         "ATOMS BREV BSSY CS2R F2F F2FP F2I FADD FADD2 FCHK FFMA FFMA2 FHADD FHFMA FMNMX FMNMX3 FMUL FMUL2 FSEL HADD2 HFMA2 HGMMA "
         "HSET2 IDP UF2I UFADD UFFMA UFMUL UFSEL UI2F "
-        "HMMA I2F I2FP IABS FLO HMUL2 LD LDC LDCU LDL LDS LDSM LDTM LEPC MOV MUFU P2R POPC PRMT QGMMA QUICK R2P REDUX RETURN "
+        "HMMA I2F I2FP IABS FLO HMUL2 LD LDC LDCU LDL LDS LDSM LDTM LEPC MOV MUFU P2R POPC PRMT QGMMA QMMA QUICK R2P REDUX RETURN "
         "RPCMOV S2R S2UR SEL SGXT SHF SYNCS UFLO ULDC UMOV UP2UR UPOPC UPRMT USEL USHF VIADD VIADDMNMX"
     ),
     _two: "ATOMG ELECT FSETP HSETP2 ISETP PLOP3 SHFL UFSETP UISETP UPLOP3",
@@ -103,6 +103,7 @@ _MEMORY = (
 _MATRIX_MOVE = ("LDSM", "STSM")
 _TENSOR_MOVE = ("LDTM", "STTM")
 _TENSOR_PRODUCT = ("UTCHMMA", "UTCQMMA")
+_WARP_PRODUCT = ("HMMA", "QMMA")
 _FRAGMENTS = {
     "": "32x32b", "16dp64bit": "16x64b", "16dp128bit": "16x128b", "16dp256bit": "16x256b",
     "16dp32bit_t0_t15": "16x32b_t0_t15", "16dp32bit_t16_t31": "16x32b_t16_t31",
@@ -168,8 +169,8 @@ def width(ins: SassInstruction, index: int) -> int:
         return fragment(ins).registers
     if base in _TENSOR_PRODUCT and operand.kind == "UR":
         return 2 if "WS" in words else 8 if "2CTA" in words else 4
-    if base == "HMMA":
-        return (4, 4, 2, 4)[index]
+    if base in _WARP_PRODUCT:
+        return (4, 4, 2, 4, 1, 1, 1)[index]
     if base in _PAIRS:
         return 2 if index == 0 or "HI_LO" in operand.suffixes else 1
     return _arithmetic_width(ins, index)

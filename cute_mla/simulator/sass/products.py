@@ -1,4 +1,4 @@
-"""Matrix products in machine code: of a warpgroup, HGMMA, QGMMA and the groups that gsb0 ends; of a warp, HMMA."""
+"""Matrix products in machine code: of a warpgroup, HGMMA, QGMMA and the groups that gsb0 ends; of a warp, HMMA and QMMA."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ from .operands import constant, source
 from .table import ignored, op
 
 _TYPES = {("HGMMA", ""): "f16", ("HGMMA", "BF16"): "bf16", ("QGMMA", "E4M3"): "e4m3"}
+_WARP_TYPES = {("HMMA",): "f16", ("HMMA", "BF16"): "bf16", ("QMMA", "E4M3"): "e4m3"}
 _GROUP_ENDS = SystemRegister("gsb0")
+_FIRST_PLACE = Register("UR", None)  # of scales: byte and lanes
 
 
 def joined_words(e: Emitter, words: tuple[Reg, ...]) -> str:
@@ -107,17 +109,26 @@ ignored(r"WARPGROUP.ARRIVE", "orders register accesses before products", needs="
 # ---------------------------------------------------------------- products of a warp
 
 
-@op(r"HMMA.16816.F32(.BF16)?", taint="own", needs="warp")
+@op(r"HMMA.16816.F32(.BF16)?", r"QMMA.16832.F32.E4M3.E4M3", r"QMMA.SF.16832.F32.E4M3.E4M3.E8", taint="own", needs="warp")
 def multiply_in_registers(e: Emitter, ins: SassInstruction) -> None:
-    """Emit mma.sync.m16n8k16 with sums in f32; RZ is an addend of zeros."""
+    """Emit mma.sync.m16n8k16, or m16n8k32 of e4m3, with sums in f32; RZ is an addend of zeros.
+
+    Scales of e4m3 are in byte 0 of the first lanes of a quad, which URZ says.
+    """
+    operands, words = ins.operands[: len(COUNTS)], [kind for kind in ins.modifiers if kind != "SF"]
+    *scales, place = ins.operands[len(COUNTS) :] or (_FIRST_PLACE,)
+    if place != _FIRST_PLACE or not all(isinstance(scale, Register) and scale.number is not None for scale in scales):
+        raise Unsupported(f"scales {scales} at {place}")
     runs: list[tuple[Reg, ...]] = []
-    for operand, count in zip(ins.operands, COUNTS, strict=True):
+    for operand, count in zip(operands, COUNTS, strict=True):
         if not isinstance(operand, Register) or operand.negative or (operand.number is None and len(runs) < len(COUNTS) - 1):
             raise Unsupported(f"operand {operand} of a product")
         runs.append(operand.registers(count))
     sources = [[e.row(register, kind) for register in run] for run, kind in zip(runs[1:], ("u32", "u32", "f32"), strict=True)]
     sources[-1] = sources[-1] or [constant(e, "f32", 0)] * COUNTS[-1]
-    emit_product(e, sources, [e.dst(register, "f32") for register in runs[0]], "bf16" if "BF16" in ins.modifiers else "f16")
+    factors = [register for scale in scales for register in scale.registers(1)]  # type: ignore[union-attr]  # tested above
+    results, rows = [e.dst(register, "f32") for register in runs[0]], [e.row(register, "u32") for register in factors]
+    emit_product(e, sources, results, _WARP_TYPES[ins.base, *words[2:3]], rows)
     if e.tainted:
         marks = [[e.taint(register) for register in run] for run in runs]
-        emit_poison(e, [*marks[:-1], marks[-1] or [None] * COUNTS[-1]])
+        emit_poison(e, [*marks[:-1], marks[-1] or [None] * COUNTS[-1]], [e.taint(register) for register in factors])

@@ -16,15 +16,17 @@ BOTH_ROWS = replace(WALK, h_q=11, sm_count=2)  # two CTAs, the second one with r
 BROKEN = replace(WALK, lengths=(64, 180, 100), page_size=16, broken=True)  # pages of a request are below 0
 WINDOW = replace(WALK, lengths=(400, 70, 3), page_size=16, window=60, window_sink=5)  # tiles are skipped, keys that nobody sees are NaN
 E4M3 = replace(WALK, operands="fp8_cache")
+E4M3_QUERIES = replace(WALK, operands="fp8")
 SYNCS = r"bar\.sync \s*1, 128;"  # behind Q, behind the maxima, behind P, behind the sums
 SEEN_FIRST = r"selp\.f32 (\s*%r\d+), (%r\d+), 0fFF800000, %p\d+;"  # of keys whose bit is tested for not being 0
 HIDDEN_FIRST = r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+), %p\d+;"  # for being 0; and lse of splits
 FACTORS = r"selp\.f32 (\s*%r\d+), %r\d+, 0f3F800000, %p\d+;"
+SCALE_OF_Q = r"ld\.param\.b64 (\s*%rd\d+), \[\w+_param_4\];"
 ADDRESSES = r"selp\.b64 (\s*%rd\d+), (%rd\d+), 0, %p\d+;"
 
 SUITE = Suite(
     SM120,
-    {"walk": WALK, "rising": RISING, "two CTAs": BOTH_ROWS, "broken": BROKEN, "window": WINDOW, "e4m3": E4M3},
+    {"walk": WALK, "rising": RISING, "two CTAs": BOTH_ROWS, "broken": BROKEN, "window": WINDOW, "e4m3": E4M3, "e4m3 queries": E4M3_QUERIES},
     (
         planted("missing arrival", WALK, ptx.ARRIVALS, "", each),
         planted("missing wait for keys or for their place", WALK, ptx.WAITS, ptx.NO_WAIT, each),
@@ -39,5 +41,8 @@ SUITE = Suite(
         planted("e4m3: missing scale", E4M3, r"ld\.param\.b64 (\s*%rd\d+), \[\w+_param_5\];", r"mov.b64 \1, 0;"),
         planted("e4m3: keys of another row of the page", E4M3, ptx.SHUFFLES, ptx.LANE_0, together),
         planted("e4m3: missing arrival", E4M3, ptx.ARRIVALS, "", each),
+        planted("e4m3 queries: missing scale", E4M3_QUERIES, SCALE_OF_Q, r"mov.b64 \1, 0;"),
+        planted("e4m3 queries: missing barrier", E4M3_QUERIES, SYNCS, "", each),
+        planted("e4m3 queries: missing arrival", E4M3_QUERIES, ptx.ARRIVALS, "", each),
     ),
 )

@@ -60,7 +60,6 @@ def test_keys_of_1088_columns_are_divided_by_ctas_of_a_cluster(device: Recording
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"operands": "fp8"}, r"q has dtype torch.float8_e4m3fn on sm120: not supported; supported: torch.bfloat16, torch.float16"),
         ({"h_kv": 2}, r"k_cache has shape \[.*\]: h_kv 2 is not supported on sm120; supported: 1"),
         ({"d_qk": 512}, r"q has shape .* 512\]; supported without indices: \[batch, s_q, h_q, 576\]"),
     ],
@@ -70,8 +69,10 @@ def test_what_rtx_boards_lack_is_refused(fields: dict[str, Any], said: str) -> N
         with pytest.raises(ValueError, match=said):
             call_of("dense", **fields).run()
         assert board.launches == []
-        call_of("dense", operands="fp8_cache").run()
-        assert board.launches[1].kernel == "dense_decode_sm120_bf16_fp8_cache_cluster1"
+        for operands in ("fp8_cache", "fp8"):
+            call_of("dense", operands=operands).run()
+            assert board.launches.pop(1).kernel == f"dense_decode_sm120_bf16_{operands}_cluster1"
+            board.launches.clear()
 
 
 def test_an_e4m3_cache_has_keys_of_576_columns(device: RecordingDevice) -> None:

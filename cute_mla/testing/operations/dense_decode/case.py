@@ -29,7 +29,6 @@ from ....spec.dense_decode import (
     DenseDecodeProblem,
     key_columns,
     num_parts,
-    operands_of,
     reads_by_address,
 )
 from ....spec.mla import D_QK, DENSE_DIMS, ceil_div
@@ -261,7 +260,7 @@ class DenseDecodeCase(DecodeCase):
 
     def runs_on(self, arch: Arch) -> bool:
         """Return whether an architecture has a kernel for the case."""
-        served = self.d_qk in key_columns(arch) and self.operands in operands_of(arch)
+        served = self.d_qk in key_columns(arch)
         return super().runs_on(arch) and served and (self.h_kv == 1 or not reads_by_address(arch, self.operands))
 
     @property

@@ -1,4 +1,4 @@
-"""The role of the SM90 kernel that brings items, queries, weights, keys and scales: one warp, as far ahead as there are stages."""
+"""The role that brings items, queries, weights, keys and scales on SM90 and SM120: one warp, as far ahead as there are stages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..primitives.arithmetic import smaller
 from ..primitives.copies import load_box, start_copy
 from ..sm90.rows import arrive_landed, copy_chunk
 from .items import LaneItem, PostedItems, WorkItem, WorkItems, for_each_item
-from .sm90_config import BLOCKS, ITEM_COLUMNS, LANES, QUERY_BLOCK_BYTES, TILE_BYTES, MqaLogitsSmemSm90
+from .smem import BLOCKS, ITEM_COLUMNS, LANES, QUERY_BLOCK_BYTES, TILE_BYTES, MqaLogitsSmem
 
 SCALES_PER_LANE = TILE_KEYS // LANES
 FLOAT_BYTES = 4
@@ -36,7 +36,7 @@ class PageBoxes:
         return PageBoxes(page_size, Int32(Uint32(TILE_KEYS) // Uint32(page_size)), page, key - page * page_size)
 
 
-class MqaLogitsLoadRoleSm90:
+class MqaLogitsLoadRole:
     """One warp. head_tile: heads of a token within a row block."""
 
     def __init__(self, paged: bool, head_tile: int) -> None:
@@ -45,7 +45,7 @@ class MqaLogitsLoadRoleSm90:
         self.block_tokens = BLOCK_COLUMNS // head_tile
 
     @cute.jit
-    def run(self, items: WorkItems, smem: MqaLogitsSmemSm90):
+    def run(self, items: WorkItems, smem: MqaLogitsSmem):
         """Wait key_free, item_free. Signal key_ready, item_ready. Behind the last item comes the word that there is none."""
         posted_items = PostedItems(smem.sItems, items.block_tokens)
         boxes = PageBoxes.create(items.args.page_size) if self.paged else None
@@ -66,13 +66,13 @@ class MqaLogitsLoadRoleSm90:
         arrive_landed(smem.item_ready.barrier(posted))
         smem.item_ready.producer_commit(posted)
 
-    def take_stage(self, smem: MqaLogitsSmemSm90, number: Int32) -> Int32:
+    def take_stage(self, smem: MqaLogitsSmem, number: Int32) -> Int32:
         """Wait item_free. Return the stage of an item."""
         smem.item_free.producer_acquire(number)
         return smem.item_ready.stage(number)
 
     @cute.jit
-    def load_queries(self, args: MqaLogitsArguments, smem: MqaLogitsSmemSm90, ready: cute.Pointer, item: WorkItem, stage: Int32):
+    def load_queries(self, args: MqaLogitsArguments, smem: MqaLogitsSmem, ready: cute.Pointer, item: WorkItem, stage: Int32):
         """Start the copies of an item's weights and queries, and hand on what the warp has written of it."""
         lane = cute.arch.lane_idx()
         for row in cutlass.range_constexpr(0, ITEM_COLUMNS, LANES):
@@ -90,7 +90,7 @@ class MqaLogitsLoadRoleSm90:
                 load_box(box, args.q_map, (0, 0, item.first_token + block * self.block_tokens), ready)
 
     @cute.jit
-    def load_rows(self, args: MqaLogitsArguments, smem: MqaLogitsSmemSm90, item: WorkItem, use: Int32):
+    def load_rows(self, args: MqaLogitsArguments, smem: MqaLogitsSmem, item: WorkItem, use: Int32):
         """Start the copies of an item's keys in a row and of their scales. Keys after the last one are zeros. use: of the first tile."""
         lane, keys, scales = cute.arch.lane_idx(), smem.key_ready.state(use), args.scales.toint()
         for tile in cutlass.range(item.begin, item.end, unroll=1):
@@ -108,7 +108,7 @@ class MqaLogitsLoadRoleSm90:
             keys = smem.key_ready.advance(keys)
 
     @cute.jit
-    def load_pages(self, args: MqaLogitsArguments, smem: MqaLogitsSmemSm90, item: WorkItem, boxes: PageBoxes, use: Int32):
+    def load_pages(self, args: MqaLogitsArguments, smem: MqaLogitsSmem, item: WorkItem, boxes: PageBoxes, use: Int32):
         """Start the copies of an item's keys in pages and of their scales.
 
         A page is a box. One after the last key that is seen, and one that is none of the cache's, is zeros, and so are its scales.
@@ -140,7 +140,7 @@ class MqaLogitsLoadRoleSm90:
                 keys = smem.key_ready.advance(keys)
 
 
-def tile_of(smem: MqaLogitsSmemSm90, stage: Int32) -> cute.Pointer:
+def tile_of(smem: MqaLogitsSmem, stage: Int32) -> cute.Pointer:
     """Return the first byte of a stage of keys."""
     return smem.sK.iterator + stage * TILE_BYTES
 
