@@ -28,8 +28,9 @@ HEAD_DIMS = {192: 128, 128: 128, 256: 256}  # columns of q and k, and those of v
 TILE_ROWS = {SM90.name: 128, SM100.name: 256, SM120.name: 128}  # query rows of one work item
 BOX_COLUMNS = 64  # of all boxes: 128 swizzled bytes
 BOX_ROWS = 64  # of boxes of q; of k and v, where they divide a tile
-# Keys of a tile by columns of v. On sm90 with 256 columns O takes half of the registers: what they hold beside it; likewise on sm120.
-TILE_KEYS = {SM90.name: {128: 128, 256: 80}, SM100.name: {128: 128, 256: 128}, SM120.name: {128: 64, 256: 32}}
+# Keys of a tile by columns of v. On sm90 with 256 columns, where O takes half of the registers, what they hold beside it; on sm120 there
+# would be Q beside O.
+TILE_KEYS = {SM90.name: {128: 128, 256: 80}, SM100.name: {128: 128, 256: 128}, SM120.name: {128: 64}}
 ROW_BYTES = 16  # every row of q, k, v and out begins at a multiple of so many bytes
 MAX_ITEMS = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - max(TILE_ROWS.values())  # of q, and of k and v: the end of the last tile can be counted in 32 bits
@@ -165,6 +166,11 @@ def head_dtypes(d_qk: int) -> tuple[str, ...]:
     return DTYPES if HEAD_DIMS[d_qk] == HEAD_DIMS[128] else DTYPES[:1]
 
 
+def head_dims(arch: Arch) -> tuple[int, ...]:
+    """Return the columns of q and k that an architecture has kernels for."""
+    return tuple(d_qk for d_qk, d_v in HEAD_DIMS.items() if d_v in TILE_KEYS[arch.name])
+
+
 def variant(arch: Arch, dtype: str, d_qk: int) -> DensePrefillConfig:
     """Return the variant of an architecture. On sm100 pairs of CTAs take items of heads of 256 columns."""
     paired = arch.name == SM100.name and HEAD_DIMS[d_qk] > HEAD_DIMS[128]
@@ -173,4 +179,4 @@ def variant(arch: Arch, dtype: str, d_qk: int) -> DensePrefillConfig:
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
-    return tuple(variant(arch, dtype, d_qk) for dtype in DTYPES for d_qk in HEAD_DIMS if dtype in head_dtypes(d_qk))
+    return tuple(variant(arch, dtype, d_qk) for dtype in DTYPES for d_qk in head_dims(arch) if dtype in head_dtypes(d_qk))

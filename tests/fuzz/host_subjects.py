@@ -210,6 +210,8 @@ def _possible_on(arch: str, op: str, features: Mapping[str, Any]) -> bool:
     if op == "dense_decode":
         rows = features.get("head_dim", 576), features.get("head_dim_v", 512), features.get("h_kv", 1)
         return rows == (576, 512, 1) and features.get("dtype") not in ("e4m3", torch.float8_e4m3fn)
+    if op == "dense_prefill":
+        return 256 not in (features.get("head_dim"), features.get("head_dim_v"))
     return op == "sparse_decode"
 
 

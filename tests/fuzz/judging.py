@@ -42,12 +42,13 @@ _OPS = {
     "insert_kv_cache": "cache_insert",
     "write_index_cache": "index_write",
     "prepare_index_queries": "index_write",
+    **dict.fromkeys(("dense_prefill", "dense_prefill_kvpacked", "dense_prefill_qkvpacked"), "dense_prefill"),
 }
 
 
 def archs_of(subject: str) -> tuple[str, ...]:
     """Return the architectures on which a subject is called."""
-    return tuple(arch.name for arch in ARCHS_OF[_OPS.get(subject, "dense_prefill")])
+    return tuple(arch.name for arch in ARCHS_OF[_OPS.get(subject, "dense_prefill_backward")])
 
 
 MOST_SECONDS = 300  # of a call, on a machine that is busy with others

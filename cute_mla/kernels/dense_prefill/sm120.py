@@ -50,9 +50,7 @@ from .sm120_config import (
     ITEM_WARP,
     KEY_WARP,
     LANES,
-    LOAD_REGISTERS,
     LOAD_WARPS,
-    MATH_REGISTERS,
     ROLES,
     THREADS,
     VALUE_WARP,
@@ -84,10 +82,10 @@ class DensePrefillSm120(AttentionKernel):
         cute.arch.griddepcontrol_wait()
         queue = self.abi.queue(operands, smem.sItems, smem)
         if warp < LOAD_WARPS:
-            set_registers(LOAD_REGISTERS)
+            set_registers(self.geometry.registers[0])
             self.load(warp, operands, queue, smem)
         else:
-            set_registers(MATH_REGISTERS)
+            set_registers(self.geometry.registers[1])
             attend = DensePrefillSm120AttendRole(self.dtype, self.geometry, self.abi.key_mask(operands))
             attend.run(operands, queue, smem, cute.arch.thread_idx()[0] - LOAD_WARPS * LANES)
 

@@ -9,9 +9,10 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ..attention.softmax import OnlineSoftmax
-from ..primitives.arithmetic import pack_pair
+from ..primitives.arithmetic import pack_pair, pin_register
+from ..primitives.copies import CHUNK, load_groups
 from ..primitives.rows import registers
-from ..primitives.warp_products import CHUNKS, SUMS, K, M, N, load_tall, load_wide, multiply
+from ..primitives.warp_products import BOX_ROW_BYTES, CHUNKS, SUMS, K, M, N, chunk_address, multiply
 from ..primitives.wgmma import fragment_row, half
 from .fragments import FragmentRows
 from .operands import DensePrefillItem, DensePrefillOperands, DensePrefillRows, EveryKey, ItemQueue
@@ -75,10 +76,17 @@ class WarpOutput:
 
 @dataclass(frozen=True)
 class DensePrefillSm120Products:
-    """The two products of one thread, and their operands. thread: of all that attend. queries: A of S, d_qk / 16 times four words."""
+    """The two products of one thread, and their operands.
+
+    thread: of all that attend. warp: of eight, uniform. tall, wide: bytes from a stage to what the lane loads of 16 rows of 16 columns, for Q and V and for K: other
+    columns are flipped bits away, since a stage begins at a multiple of 128 bytes. queries: A of S, d_qk / 16 times four words.
+    """
 
     geometry: DensePrefillSm120Geometry
     thread: Int32
+    warp: Int32
+    tall: Int32
+    wide: Int32
     queries: cute.Tensor
     scores: cute.Tensor  # S = Q K^T, of a tile
     output: WarpOutput  # O += P V
@@ -90,28 +98,37 @@ class DensePrefillSm120Products:
             cute.make_rmem_tensor(cute.make_layout(columns // N * SUMS), Float32) for columns in (geometry.tile_keys, geometry.config.d_v)
         )
         queries = registers(geometry.config.d_qk // K * A_WORDS)
-        return DensePrefillSm120Products(geometry, thread, queries, scores, WarpOutput(dtype, output))
+        lane = cute.arch.lane_idx()
+        tall = chunk_address(Int32(0), lane % M, lane // M)
+        wide = chunk_address(Int32(0), lane % N + lane // M * N, lane // N % 2)
+        places = (pin_register(place) for place in (tall, wide))
+        warp = cute.arch.make_warp_uniform(thread // LANES)
+        return DensePrefillSm120Products(geometry, thread, warp, *places, queries, scores, WarpOutput(dtype, output))
 
     @property
     def first_row(self) -> Int32:
         """Return the first row of the item's block that the warp has."""
-        return self.thread // LANES * M
+        return self.warp * M
 
     def row(self, row_half: int) -> Int32:
         """Return the row of the item's block that one of the thread's fragment rows is."""
         return fragment_row(self.thread, row_half)
 
-    def box(self, tile: Int32, column: int) -> tuple[Int32, int]:
-        """Return the address of the box of a stage that has a column, and the column's 16 bytes in a row."""
+    def sees(self, item: DensePrefillItem, tile: Int32) -> Boolean:
+        """Return whether the sequence has any of the warp's rows, and a causal mask shows one of them a key of a tile."""
+        last = item.diagonal + (self.first_row + (M - 1))
+        return (self.first_row < item.rows) & (tile * self.geometry.tile_keys <= last)
+
+    def load(self, place: Int32, row: int, column: int, transposed: bool = False) -> list[Int32]:
+        """Load 16 rows of 16 columns of a stage. place: of the lane's row and 16 bytes for row 0 and column 0, as an address."""
         box, chunk = divmod(column * STEP_CHUNKS // K, CHUNKS)
-        return tile + box * self.geometry.box_bytes, chunk
+        return load_groups((place ^ (chunk * CHUNK)) + (box * self.geometry.box_bytes + row * BOX_ROW_BYTES), transposed)
 
     def load_queries(self, tile: Int32) -> None:
         """Load the warp's rows. tile: the stage that has them."""
-        row = self.first_row % self.geometry.tile_keys
+        place = tile + self.first_row % self.geometry.tile_keys * BOX_ROW_BYTES + self.tall
         for step in range(self.geometry.config.d_qk // K):
-            box, chunk = self.box(tile, step * K)
-            for i, word in enumerate(load_tall(box, row, Int32(chunk))):
+            for i, word in enumerate(self.load(place, 0, step * K)):
                 self.queries[A_WORDS * step + i] = word
 
     def multiply_keys(self, tile: Int32) -> None:
@@ -119,9 +136,8 @@ class DensePrefillSm120Products:
         self.scores.fill(0.0)
         for step in range(self.geometry.config.d_qk // K):
             a = [self.queries[A_WORDS * step + i] for i in range(A_WORDS)]
-            box, chunk = self.box(tile, step * K)
             for key in range(0, self.geometry.tile_keys, 2 * N):
-                both = load_wide(box, Int32(key), Int32(chunk))
+                both = self.load(tile + self.wide, key, step * K)
                 for side in range(2):
                     multiply(self.scores, SUMS * (key // N + side), a, both[2 * side : 2 * side + 2], self.output.dtype)
 
@@ -131,8 +147,7 @@ class DensePrefillSm120Products:
             first = 2 * SUMS * step
             a = [pack_pair(self.scores[i], self.scores[i + 1], self.output.dtype) for i in range(first, first + 2 * SUMS, 2)]
             for column in range(0, self.geometry.config.d_v, 2 * N):
-                box, chunk = self.box(tile, column)
-                both = load_tall(box, Int32(step * K), Int32(chunk), transposed=True)
+                both = self.load(tile + self.tall, step * K, column, transposed=True)
                 for side in range(2):
                     multiply(self.output.sum, SUMS * (column // N + side), a, both[2 * side : 2 * side + 2], self.output.dtype)
 
@@ -165,7 +180,10 @@ class DensePrefillSm120AttendRole:
             for i in cutlass.range(walk.count, unroll=1):
                 walk.advance()
                 rows.load()
-                self.add_tile(smem, products, softmax, fragments, (use + i, value_use + i), (item, rows, walk.tile(i)))
+                if products.sees(item, walk.tile(i)):
+                    self.add_tile(smem, products, softmax, fragments, (use + i, value_use + i), (item, rows, walk.tile(i)))
+                else:
+                    self.pass_tile(smem, use + i, value_use + i)
             use, value_use = use + walk.count, value_use + walk.count
             if Boolean(item.complete):
                 fragments.finish(operands, DensePrefillRows.of(item), products, softmax)
@@ -192,7 +210,7 @@ class DensePrefillSm120AttendRole:
         uses: tuple[Int32, Int32],
         masked: tuple[DensePrefillItem, EveryKey, Int32],
     ):
-        """Attend to the keys of a tile. uses: of K and V. masked: the item, the mask of the thread's rows, and the tile."""
+        """Attend to a tile. uses: of K and V. masked: the item, the mask of the thread's rows, and the tile."""
         use, value_use = uses
         item, rows, tile = masked
         smem.key_ready.consumer_wait(use)
@@ -205,4 +223,11 @@ class DensePrefillSm120AttendRole:
             products.output.scale(factors)
         smem.value_ready.consumer_wait(value_use)
         products.multiply_values(smem.sV.iterator.toint() + smem.value_ready.stage(value_use) * self.geometry.value_bytes)
+        smem.value_free.consumer_release(value_use)
+
+    def pass_tile(self, smem: DensePrefillSm120Smem, use: Int32, value_use: Int32) -> None:
+        """Release a tile of which the warp sees nothing. Its bytes are waited for, since a warp may not be a phase ahead of the copies."""
+        smem.key_ready.consumer_wait(use)
+        smem.key_free.consumer_release(use)
+        smem.value_ready.consumer_wait(value_use)
         smem.value_free.consumer_release(value_use)

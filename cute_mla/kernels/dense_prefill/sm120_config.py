@@ -16,7 +16,7 @@ from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
 from ..primitives.warp_products import BOX_COLUMNS, K, M, N
 from .operands import ITEM_WORDS
-from .sm90_config import ITEM_STAGES
+from .sm90_config import ITEM_STAGES, SEARCH_REGISTERS
 
 BLOCK_ROWS = TILE_ROWS[SM120.name]
 LANES = 32
@@ -25,8 +25,8 @@ MATH_WARPS = BLOCK_ROWS // M
 THREADS = (LOAD_WARPS + MATH_WARPS) * LANES
 KEY_WARP, VALUE_WARP, ITEM_WARP = range(3)
 ITEM_READERS = 2 + MATH_WARPS  # warps that take items
-LOAD_REGISTERS = 40  # a lane; all threads start with 168
-MATH_REGISTERS = 232
+# A lane's, of the warps that load and find items, and of those that attend; all threads start with 168.
+REGISTERS = 40, 232
 ROLES = (
     Role("keys", KEY_WARP, 1), Role("values", VALUE_WARP, 1), Role("items", ITEM_WARP, 1), Role("attend", LOAD_WARPS, MATH_WARPS),
 )  # fmt: skip
@@ -38,6 +38,11 @@ class DensePrefillSm120Geometry:
 
     config: DensePrefillConfig
     item_words: int = ITEM_WORDS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Return the registers of a lane of the warps that load and find items, and of those that attend."""
+        return SEARCH_REGISTERS if self.item_words > ITEM_WORDS else REGISTERS
 
     @property
     def tile_keys(self) -> int:
