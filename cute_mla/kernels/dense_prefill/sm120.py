@@ -25,15 +25,18 @@ Pipelines (producer -> consumer; arrivals per phase):
   tail_landed      values -> itself    1 and the bytes of such a tile, whose rest it clears before it hands the tile on
   item_ready[4]    items -> others     1: what the next item is, or that there is none
   item_free[4]     others -> items     10: it has been read
+  turn (bar.sync)  attend -> attend    warps 4..7 and 8..11 begin S in turn
 
 The trick: Q has no room of its own. It goes through the pipeline of K as two tiles in front of an item's first, and stays in registers:
-128 rows are as many bytes as two tiles, and no product reads Q from shared memory again.
+128 rows are as many bytes as two tiles, and no product reads Q from shared memory again. The two warps of a scheduler begin S in turn, so that
+one has the tensor core while the other one is at its softmax.
 """
 
 from __future__ import annotations
 
 from cutlass import cute
 
+from ...manifest import NamedBarrier
 from ...spec.arch import Arch
 from ...spec.dense_prefill import DensePrefillConfig
 from ..attention import cta
@@ -43,6 +46,7 @@ from ..primitives.smem import fields_of
 from ..sm90.cta import set_registers
 from .abi import DensePrefillAbi
 from .operands import DensePrefillOperands
+from .sm90_config import TURN_BARRIERS
 from .sm90_items import DensePrefillSm90ItemRole
 from .sm90_load import DensePrefillTileRole
 from .sm120_attend import DensePrefillSm120AttendRole, DensePrefillSm120KeyRole
@@ -116,7 +120,7 @@ def definition(abi: DensePrefillAbi) -> KernelDefinition:
     return kernel.definition(
         smem_bytes=kernel.smem.nbytes,
         barriers=kernel.smem.barriers(),
-        named_barriers=(),
+        named_barriers=tuple(NamedBarrier(*turn) for turn in TURN_BARRIERS),
         roles=ROLES,
         expected={"HMMA": kernel.geometry.products},
     )

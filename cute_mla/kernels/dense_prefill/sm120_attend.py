@@ -13,12 +13,13 @@ from ..primitives.arithmetic import pack_pair, pin_register
 from ..primitives.copies import CHUNK, load_groups
 from ..primitives.rows import registers
 from ..primitives.warp_products import BOX_ROW_BYTES, CHUNKS, SUMS, K, M, N, chunk_address, multiply
-from ..primitives.wgmma import fragment_row, half
+from ..primitives.wgmma import ROWS_PER_THREAD, fragment_row, half
 from .fragments import FragmentRows
 from .operands import DensePrefillItem, DensePrefillOperands, DensePrefillRows, EveryKey, ItemQueue
+from .sm90_attend import give_turn, take_turn
 from .sm90_gemm import row_words
 from .sm90_load import load_tile
-from .sm120_config import LANES, DensePrefillSm120Geometry, DensePrefillSm120Smem
+from .sm120_config import LANES, TURN_WARPS, DensePrefillSm120Geometry, DensePrefillSm120Smem
 
 A_WORDS = 4  # of a lane, of an operand of 16 rows
 STEP_CHUNKS = 2  # of 16 bytes: 16 columns
@@ -110,6 +111,11 @@ class DensePrefillSm120Products:
         """Return the first row of the item's block that the warp has."""
         return self.warp * M
 
+    @property
+    def group(self) -> Int32:
+        """Return which of two warps of its scheduler the warp is, of those that take turns."""
+        return self.warp // TURN_WARPS
+
     def row(self, row_half: int) -> Int32:
         """Return the row of the item's block that one of the thread's fragment rows is."""
         return fragment_row(self.thread, row_half)
@@ -132,19 +138,34 @@ class DensePrefillSm120Products:
                 self.queries[A_WORDS * step + i] = word
 
     def multiply_keys(self, tile: Int32) -> None:
-        """Compute S. tile: the stage of K."""
+        """Compute S. tile: the stage of K. The turn is given in the middle: the other warp's first products come when these end."""
         self.scores.fill(0.0)
-        for step in range(self.geometry.config.d_qk // K):
+        steps = self.geometry.config.d_qk // K
+        for step in range(steps):
+            if step == steps // 2:
+                give_turn(self.group)
             a = [self.queries[A_WORDS * step + i] for i in range(A_WORDS)]
             for key in range(0, self.geometry.tile_keys, 2 * N):
                 both = self.load(tile + self.wide, key, step * K)
                 for side in range(2):
                     multiply(self.scores, SUMS * (key // N + side), a, both[2 * side : 2 * side + 2], self.output.dtype)
 
-    def multiply_values(self, tile: Int32) -> None:
-        """Add P V to O: P is what has taken the place of S, rounded. tile: the stage of V."""
+    def follow(self, softmax: OnlineSoftmax) -> tuple[list[Float32], list[Float32]]:
+        """Bring the references of the thread's rows to what S asks for. Return factors of O, and what to add to scaled scores."""
+        both = [softmax.follow_row(self.scores, self.of_row(row_half), row_half) for row_half in range(ROWS_PER_THREAD)]
+        return [factor for factor, _ in both], [shift for _, shift in both]
+
+    def of_row(self, row_half: int, first: int = 0, count: int | None = None) -> list[int]:
+        """Return the registers of S, or `count` of them from `first` on, that one of the thread's rows has."""
+        end = cute.size(self.scores) if count is None else first + count
+        return [i for i in range(first, end) if half(i) == row_half]
+
+    def add_values(self, tile: Int32, softmax: OnlineSoftmax, shifts: list[Float32]) -> None:
+        """Turn S into P, unnormalised, and add P V to O. tile: the stage of V. Of 16 keys at a time, so that products begin early."""
         for step in range(self.geometry.tile_keys // K):
             first = 2 * SUMS * step
+            for row_half in range(ROWS_PER_THREAD):
+                softmax.add_scores(self.scores, self.of_row(row_half, first, 2 * SUMS), row_half, shifts[row_half])
             a = [pack_pair(self.scores[i], self.scores[i + 1], self.output.dtype) for i in range(first, first + 2 * SUMS, 2)]
             for column in range(0, self.geometry.config.d_v, 2 * N):
                 both = self.load(tile + self.tall, step * K, column, transposed=True)
@@ -162,10 +183,12 @@ class DensePrefillSm120AttendRole:
 
     @cute.jit
     def run(self, operands: DensePrefillOperands, queue: ItemQueue, smem: DensePrefillSm120Smem, thread: Int32):
-        """Wait item_ready, key_ready, value_ready. Signal item_free, key_free, value_free. Write out and lse."""
+        """Wait item_ready, key_ready, value_ready, turn. Signal item_free, key_free, value_free, turn. Write out and lse."""
         products = DensePrefillSm120Products.create(self.geometry, self.dtype, thread)
         softmax = OnlineSoftmax.create(operands.args.scale_log2)
         fragments = FragmentRows(self.geometry.tile_keys, self.geometry.config.d_v, WRITTEN_COLUMNS)
+        if products.group != 0:
+            give_turn(products.group)
         use, value_use, turn = Int32(0), Int32(0), Int32(1)
         more, item = queue.take(Int32(0))
         while more:
@@ -183,12 +206,14 @@ class DensePrefillSm120AttendRole:
                 if products.sees(item, walk.tile(i)):
                     self.add_tile(smem, products, softmax, fragments, (use + i, value_use + i), (item, rows, walk.tile(i)))
                 else:
-                    self.pass_tile(smem, use + i, value_use + i)
+                    self.pass_tile(smem, products.group, use + i, value_use + i)
             use, value_use = use + walk.count, value_use + walk.count
             if Boolean(item.complete):
                 fragments.finish(operands, DensePrefillRows.of(item), products, softmax)
             more, item = queue.take(turn)
             turn = turn + 1
+        if products.group == 0:
+            take_turn(products.group)  # the one that the other group has given last
 
     def take_queries(self, smem: DensePrefillSm120Smem, products: DensePrefillSm120Products, use: Int32) -> None:
         """Load Q of an item from the stages that it has, and release them."""
@@ -214,20 +239,23 @@ class DensePrefillSm120AttendRole:
         use, value_use = uses
         item, rows, tile = masked
         smem.key_ready.consumer_wait(use)
+        take_turn(products.group)
         products.multiply_keys(smem.sK.iterator.toint() + smem.key_ready.stage(use) * self.geometry.key_bytes)
         smem.key_free.consumer_release(use)
         rows.hide(products.scores)
         fragments.mask(item, products, products.scores, tile)
-        factors = softmax.add_tile(products.scores)
+        factors, shifts = products.follow(softmax)
         if cute.arch.vote_any_sync((factors[0] != 1.0) | (factors[1] != 1.0)):
             products.output.scale(factors)
         smem.value_ready.consumer_wait(value_use)
-        products.multiply_values(smem.sV.iterator.toint() + smem.value_ready.stage(value_use) * self.geometry.value_bytes)
+        products.add_values(smem.sV.iterator.toint() + smem.value_ready.stage(value_use) * self.geometry.value_bytes, softmax, shifts)
         smem.value_free.consumer_release(value_use)
 
-    def pass_tile(self, smem: DensePrefillSm120Smem, use: Int32, value_use: Int32) -> None:
+    def pass_tile(self, smem: DensePrefillSm120Smem, group: Int32, use: Int32, value_use: Int32) -> None:
         """Release a tile of which the warp sees nothing. Its bytes are waited for, since a warp may not be a phase ahead of the copies."""
         smem.key_ready.consumer_wait(use)
+        take_turn(group)
+        give_turn(group)
         smem.key_free.consumer_release(use)
         smem.value_ready.consumer_wait(value_use)
         smem.value_free.consumer_release(value_use)

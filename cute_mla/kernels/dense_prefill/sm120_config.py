@@ -22,6 +22,7 @@ BLOCK_ROWS = TILE_ROWS[SM120.name]
 LANES = 32
 LOAD_WARPS = 4  # a warpgroup, whose registers the others get
 MATH_WARPS = BLOCK_ROWS // M
+TURN_WARPS = 4  # one of each scheduler
 THREADS = (LOAD_WARPS + MATH_WARPS) * LANES
 KEY_WARP, VALUE_WARP, ITEM_WARP = range(3)
 ITEM_READERS = 2 + MATH_WARPS  # warps that take items

@@ -34,6 +34,8 @@ SUITE = Suite(
     (
         *one_by_one("missing wait: ", in_case(WALK, WAITS), ptx.WAITS, ptx.NO_WAIT),
         planted("missing arrival", WALK, ptx.ARRIVALS),
+        planted("turn not passed on", WALK, r"bar\.arrive\s+%r\d+, 256;"),
+        planted("turn not awaited", WALK, r"bar\.sync\s+%r\d+, 256;"),
         planted("missing arrival with three stages", NARROW, ptx.ARRIVALS),
         # P is 0 there, and 0 times NaN is NaN.
         planted("values past the end not cleared", WALK, ptx.ZERO_STORES, "", together),
