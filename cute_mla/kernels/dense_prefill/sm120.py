@@ -28,13 +28,13 @@ Pipelines (producer -> consumer; arrivals per phase):
   turn (bar.sync)  attend -> attend    warps 4..7 and 8..11 begin S in turn
 
 The trick: Q has no room of its own. It goes through the pipeline of K as two tiles in front of an item's first, and stays in registers:
-128 rows are as many bytes as two tiles, and no product reads Q from shared memory again. The two warps of a scheduler begin S in turn, so that
-one has the tensor core while the other one is at its softmax.
+128 rows are as many bytes as two tiles, and no product reads Q from shared memory again. The two warps of a scheduler begin S in turn, so
+that one has the tensor core while the other one is at its softmax.
 """
 
 from __future__ import annotations
 
-from cutlass import cute
+from cutlass import Int32, cute
 
 from ...manifest import NamedBarrier
 from ...spec.arch import Arch
@@ -45,7 +45,7 @@ from ..definition import KernelDefinition
 from ..primitives.smem import fields_of
 from ..sm90.cta import set_registers
 from .abi import DensePrefillAbi
-from .operands import DensePrefillOperands
+from .operands import DensePrefillOperands, ItemQueue
 from .sm90_config import TURN_BARRIERS
 from .sm90_items import DensePrefillSm90ItemRole
 from .sm90_load import DensePrefillTileRole
@@ -94,7 +94,7 @@ class DensePrefillSm120(AttentionKernel):
             attend.run(operands, queue, smem, cute.arch.thread_idx()[0] - LOAD_WARPS * LANES)
 
     @cute.jit
-    def load(self, warp, operands, queue, smem):  # type: ignore[no-untyped-def]
+    def load(self, warp: Int32, operands: DensePrefillOperands, queue: ItemQueue, smem: DensePrefillSm120Smem):
         """Give the roles that bring operands and find items their warps."""
         geometry = self.geometry
         if warp == KEY_WARP:

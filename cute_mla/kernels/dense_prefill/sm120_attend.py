@@ -79,8 +79,9 @@ class WarpOutput:
 class DensePrefillSm120Products:
     """The two products of one thread, and their operands.
 
-    thread: of all that attend. warp: of eight, uniform. tall, wide: bytes from a stage to what the lane loads of 16 rows of 16 columns, for Q and V and for K: other
-    columns are flipped bits away, since a stage begins at a multiple of 128 bytes. queries: A of S, d_qk / 16 times four words.
+    thread: of all that attend. warp: of eight, uniform. tall, wide: bytes from a stage to what the lane loads of 16 rows of 16 columns, for
+    Q and V and for K: other columns are flipped bits away, since a stage begins at a multiple of 128 bytes. queries: A of S, d_qk / 16
+    times four words.
     """
 
     geometry: DensePrefillSm120Geometry
@@ -102,9 +103,9 @@ class DensePrefillSm120Products:
         lane = cute.arch.lane_idx()
         tall = chunk_address(Int32(0), lane % M, lane // M)
         wide = chunk_address(Int32(0), lane % N + lane // M * N, lane // N % 2)
-        places = (pin_register(place) for place in (tall, wide))
+        tall, wide = pin_register(tall), pin_register(wide)
         warp = cute.arch.make_warp_uniform(thread // LANES)
-        return DensePrefillSm120Products(geometry, thread, warp, *places, queries, scores, WarpOutput(dtype, output))
+        return DensePrefillSm120Products(geometry, thread, warp, tall, wide, queries, scores, WarpOutput(dtype, output))
 
     @property
     def first_row(self) -> Int32:
@@ -252,10 +253,12 @@ class DensePrefillSm120AttendRole:
         smem.value_free.consumer_release(value_use)
 
     def pass_tile(self, smem: DensePrefillSm120Smem, group: Int32, use: Int32, value_use: Int32) -> None:
-        """Release a tile of which the warp sees nothing. Its bytes are waited for, since a warp may not be a phase ahead of the copies."""
+        """Release a tile of which the warp sees nothing.
+
+        K is waited for: a release needs that of the use before to be complete. Of V the turn says so: all have multiplied the tile before.
+        """
         smem.key_ready.consumer_wait(use)
         take_turn(group)
         give_turn(group)
         smem.key_free.consumer_release(use)
-        smem.value_ready.consumer_wait(value_use)
         smem.value_free.consumer_release(value_use)

@@ -104,7 +104,7 @@ class DensePrefillSm120Geometry:
 
 @dataclass(frozen=True)
 class DensePrefillSm120Smem:
-    """Shared memory, as DensePrefillSm120Geometry.smem lays it out. Tensors are rows x columns x stages. sm120.py says who arrives where."""
+    """Shared memory, as DensePrefillSm120Geometry.smem lays it out. Tensors: rows x columns x stages. sm120.py says who arrives where."""
 
     sK: cute.Tensor  # (keys, d_qk, stages): keys, or rows of Q
     sV: cute.Tensor  # (keys, d_v, stages)

@@ -1,7 +1,7 @@
 """The caller's mask in the attend role of the SM120 kernel.
 
-A lane has 16 scores of each of two rows of a tile of 64 keys. It loads both words of each row, while S is multiplied: its bits lie 2 (t % 4)
-further than those of the quad's first lane.
+A lane has 16 scores of each of two rows of a tile of 64 keys. It loads both words of each row, while S is multiplied: its bits lie
+2 (t % 4) further than those of the quad's first lane.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Suite, in_case, one_by_one, planted, together
 
-# One CTA walks items of several tiles, one and none; rows that see nothing, warps that pass tiles, and a maximum that moves from tile to tile.
+# One CTA walks items of several tiles, one and none; rows that see nothing, warps that pass tiles, a maximum that moves in every tile.
 WALK = DensePrefillCase(
     lengths=((130, 129), (0, 40), (64, 257), (5, 0), (3, 65)), causal=True, values="falling", outputs="given", sm_count=1
 )
@@ -21,7 +21,7 @@ WAITS = (
     "first item_ready of keys", "key_free of Q", "key_free of the rest of Q", "key_free", "item_ready of keys",
     "first item_ready of values", "value_free", "tail_landed", "item_ready of values", "item_free", "item_free of the end",
     "first item_ready of attend", "Q", "the rest of Q", "key_ready", "value_ready", "key_ready of a passed tile",
-    "value_ready of a passed tile", "item_ready of attend",
+    "item_ready of attend",
 )  # fmt: skip
 MASKS = r"selp\.f32 (\s*%r\d+), (%r\d+), 0fFF800000, %p\d+;"
 FACTORS = r"selp\.f32 (\s*%r\d+), %r\d+, 0f3F800000, %p\d+;"
