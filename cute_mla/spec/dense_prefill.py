@@ -7,8 +7,8 @@ the CTAs in alternating direction, so that a CTA with a long item gets a short o
 enough heads that L2 holds their keys.
 
 On sm90 and sm120 a run has the items of some heads of neighbouring sequences: as many sequences as a warp has lanes, or fewer if these
-alone have more items, and as many heads as then fit. Each run begins TURNED_EIGHTHS / 8 of the CTAs further than the one before, so that no CTA
-gets the odd item of every run.
+alone have more items, and as many heads as then fit. Each run begins TURNED_EIGHTHS / 8 of the CTAs further than the one before, so
+that no CTA gets the odd item of every run.
 
 On sm100 items are numbered by sequence, then head, then block of rows, the last block in front (under a causal mask it has the most keys);
 every sequence has as many as the longest may have, and kernels skip those that it does not have. A run is sorted by block.
