@@ -24,7 +24,7 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
         kernel_name("dense_decode", arch.name, config.name): {
             "LDG.E": _TREE_WORDS[TILINGS[arch.name].paired or config.column_ctas > 1] + _SCOUT_LOADS[TILINGS[arch.name].paired]
         }
-        for arch in ARCHS_OF["dense_prefill"]
+        for arch in ARCHS_OF["dense_prefill_backward"]
         for config in closed_variants(arch)
         if config.key_masks
     },
@@ -46,6 +46,8 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     # the warp that finds visible tiles reads the words of four rows, and looks at them
     "masked_prefill_sm100_bf16_d128": {"LDG.E": 16},
     "masked_prefill_sm100_bf16_d192": {"LDG.E": 16},
+    "masked_prefill_sm120_bf16_d128": {"LDG.E": 8},
+    "masked_prefill_sm120_bf16_d192": {"LDG.E": 8},
     "masked_prefill_sm90_bf16_d128": {"LDG.E": 16},
     "masked_prefill_sm90_bf16_d192": {"LDG.E": 16},
     # warps that do nothing but bring keys wait for them, a stage ahead of the products

@@ -198,7 +198,7 @@ def _refusal(op: str, **features: Any) -> str | None:
     """Return why bf16 calls with these features are not supported on Hopper or Blackwell, None if they are on both."""
     from cute_mla.api import is_supported
 
-    answers = {is_supported(op, arch.name, dtype="bf16", **features) for arch in ARCHS_OF["dense_prefill"]}
+    answers = {is_supported(op, arch.name, dtype="bf16", **features) for arch in ARCHS_OF["dense_prefill_backward"]}
     return next((reason for supported, reason in sorted(answers) if not supported), None)
 
 

@@ -20,7 +20,7 @@ settings.load_profile("repeatable")
 torch.set_num_threads(1)  # threads of OpenMP would spin beside the other workers of the test run
 
 
-@pytest.fixture(scope="session", params=ARCHS_OF["dense_prefill"], ids=lambda arch: arch.name)
+@pytest.fixture(scope="session", params=ARCHS_OF["dense_prefill_backward"], ids=lambda arch: arch.name)
 def arch(request: pytest.FixtureRequest) -> Arch:
     """Return every architecture with all kernels of attention in turn."""
     found: Arch = request.param

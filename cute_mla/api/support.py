@@ -256,14 +256,21 @@ def _arch_conflict(op: str, arch: Arch, features: dict[str, Any]) -> str | None:
     if op == "dense_decode":
         columns = key_columns(arch)
         formats = (None, *(LATENTS[each].name for each in columns), FP8_576.name)
-        for name, supported in (
-            ("head_dim", columns),
-            ("head_dim_v", tuple(dict.fromkeys(DENSE_DIMS[each].latent for each in columns))),
-            ("kv_format", formats),
-        ):
-            if features.get(name) is not None and features[name] not in supported:
-                return f"{name} is {features[name]} on {arch.name}; supported: {', '.join(map(str, supported))}"
-        return _cache_conflict(arch, features)
+        values = tuple(dict.fromkeys(DENSE_DIMS[each].latent for each in columns))
+        error = _lacking(arch, features, {"head_dim": columns, "head_dim_v": values, "kv_format": formats})
+        return error or _cache_conflict(arch, features)
+    if op == "dense_prefill":
+        columns = dense_prefill.head_dims(arch)
+        values = tuple(dict.fromkeys(dense_prefill.HEAD_DIMS[each] for each in columns))
+        return _lacking(arch, features, {"head_dim": columns, "head_dim_v": values})
+    return None
+
+
+def _lacking(arch: Arch, features: dict[str, Any], supported: dict[str, tuple[Any, ...]]) -> str | None:
+    """Return which feature has a value that one of the architectures does not support, or None if none has."""
+    for name, values in supported.items():
+        if features.get(name) is not None and features[name] not in values:
+            return f"{name} is {features[name]} on {arch.name}; supported: {', '.join(map(str, values))}"
     return None
 
 

@@ -364,13 +364,13 @@ def attention_path(device: torch.device) -> AttentionPath:
 @constant_when_traced
 def _kernels_run_on(device: torch.device) -> bool:
     """Return has_kernels as a constant when traced: a layer compiled inside simulate() only works inside, and vice versa."""
-    return has_kernels(device, "dense_prefill")  # which fewer architectures have than decode
+    return has_kernels(device, "dense_prefill_backward")  # which only architectures with all kernels have
 
 
 @cache
 def warn_reference(device: torch.device) -> None:
     """Log a warning once per device: the reference computes attention."""
-    kinds = ", ".join(f"{arch.capabilities_text} ({arch.name})" for arch in ARCHS_OF["dense_prefill"])
+    kinds = ", ".join(f"{arch.capabilities_text} ({arch.name})" for arch in ARCHS_OF["dense_prefill_backward"])
     logger.warning(
         "attention on %s is computed by the torch reference, which is slow: the kernels are for GPUs of compute capability %s, and run on "
         "CPU tensors inside cute_mla.simulate()",

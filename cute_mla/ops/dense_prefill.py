@@ -22,6 +22,7 @@ from ..spec.dense_prefill import (
     DensePrefillArguments,
     DensePrefillConfig,
     DensePrefillProblem,
+    head_dims,
     head_dtypes,
 )
 from ..spec.masked_prefill import DTYPE as MASKED_DTYPE
@@ -242,6 +243,8 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
     )
     if call.key_mask is not None:
         check_mask(call.key_mask, q, min(call.max_seqlen_kv, total_k))
+    if d_qk not in head_dims(arch):
+        raise ValueError(f"q has {d_qk} columns on {arch.name}; supported: {' or '.join(map(str, head_dims(arch)))}")
     if problem.items > MAX_ITEMS:
         raise ValueError(
             f"q has shape {list(q.shape)}, cu_seqlens_qo {list(call.cu_seqlens_qo.shape)}, and max_seqlen_qo is {call.max_seqlen_qo}: "
@@ -317,13 +320,13 @@ def _layouts(call: CallSpec, config: DensePrefillConfig, arch: Arch) -> tuple[He
     return tuple(layouts)
 
 
-def check_heads(q: TensorSpec, k: TensorSpec, v: TensorSpec, head_dims: Collection[int] = tuple(HEAD_DIMS)) -> None:
+def check_heads(q: TensorSpec, k: TensorSpec, v: TensorSpec, supported: Collection[int] = tuple(HEAD_DIMS)) -> None:
     """Raise ValueError unless q, k and v have supported head sizes and one dtype, and k and v as many tokens and heads.
 
-    head_dims: supported columns of q.
+    supported: columns of q.
     """
-    if len(q.shape) != 3 or q.shape[-1] not in head_dims:
-        sizes = " or ".join(map(str, head_dims))
+    if len(q.shape) != 3 or q.shape[-1] not in supported:
+        sizes = " or ".join(map(str, supported))
         raise ValueError(f"q has shape {list(q.shape)}; supported: [total_q, h_q, {sizes}], the head sizes that kernels are built for")
     check_shape("k", k, ("total_k", "h_kv", q.shape[-1]))
     check_shape("v", v, (*k.shape[:2], HEAD_DIMS[q.shape[-1]]))

@@ -6,9 +6,9 @@ A work item is TILE_ROWS query rows of one head of one sequence. Runs of consecu
 the CTAs in alternating direction, so that a CTA with a long item gets a short one next. A run is RANKED_ROUNDS items a CTA, of few
 enough heads that L2 holds their keys.
 
-On sm90 a run has the items of some heads of neighbouring sequences: as many sequences as a warp has lanes, or fewer if these alone have
-more items, and as many heads as then fit. Each run begins TURNED_EIGHTHS / 8 of the CTAs further than the one before, so that no CTA
-gets the odd item of every run.
+On sm90 and sm120 a run has the items of some heads of neighbouring sequences: as many sequences as a warp has lanes, or fewer if these
+alone have more items, and as many heads as then fit. Each run begins TURNED_EIGHTHS / 8 of the CTAs further than the one before, so
+that no CTA gets the odd item of every run.
 
 On sm100 items are numbered by sequence, then head, then block of rows, the last block in front (under a causal mask it has the most keys);
 every sequence has as many as the longest may have, and kernels skip those that it does not have. A run is sorted by block.
@@ -20,16 +20,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .abi import Float32, Int32, Int64, Pointer, TensorMap, params_of
-from .arch import SM90, SM100, Arch
+from .arch import SM90, SM100, SM120, Arch
 from .dense_decode import SOFTMAX_TERMS
 from .mla import DTYPES, ceil_div
 
 HEAD_DIMS = {192: 128, 128: 128, 256: 256}  # columns of q and k, and those of v and out that go with them
-TILE_ROWS = {SM90.name: 128, SM100.name: 256}  # query rows of one work item
+TILE_ROWS = {SM90.name: 128, SM100.name: 256, SM120.name: 128}  # query rows of one work item
 BOX_COLUMNS = 64  # of all boxes: 128 swizzled bytes
 BOX_ROWS = 64  # of boxes of q; of k and v, where they divide a tile
-TILE_KEYS = 128
-WIDE_TILE_KEYS = 80  # with 256 columns on sm90, where O takes half of the registers: what they hold beside it
+# Keys of a tile by columns of v. On sm90 with 256 columns, where O takes half of the registers, what they hold beside it; on sm120 there
+# would be Q beside O.
+TILE_KEYS = {SM90.name: {128: 128, 256: 80}, SM100.name: {128: 128, 256: 128}, SM120.name: {128: 64}}
 ROW_BYTES = 16  # every row of q, k, v and out begins at a multiple of so many bytes
 MAX_ITEMS = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - max(TILE_ROWS.values())  # of q, and of k and v: the end of the last tile can be counted in 32 bits
@@ -89,7 +90,7 @@ class DensePrefillConfig:
 
     def tile_keys(self, arch: Arch) -> int:
         """Keys of one tile."""
-        return TILE_KEYS if arch.name != SM90.name or self.d_v == HEAD_DIMS[128] else WIDE_TILE_KEYS
+        return TILE_KEYS[arch.name][self.d_v]
 
     def key_box_rows(self, arch: Arch) -> int:
         """Rows of the boxes of k and v."""
@@ -152,7 +153,7 @@ class DensePrefillProblem:
     @property
     def sorts_sequences(self) -> bool:
         """Return whether items of several sequences are sorted together."""
-        return self.arch.name == SM90.name
+        return self.arch.name != SM100.name
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return one CTA per SM, or as many as an item takes per item if there are fewer items."""
@@ -165,6 +166,11 @@ def head_dtypes(d_qk: int) -> tuple[str, ...]:
     return DTYPES if HEAD_DIMS[d_qk] == HEAD_DIMS[128] else DTYPES[:1]
 
 
+def head_dims(arch: Arch) -> tuple[int, ...]:
+    """Return the columns of q and k that an architecture has kernels for."""
+    return tuple(d_qk for d_qk, d_v in HEAD_DIMS.items() if d_v in TILE_KEYS[arch.name])
+
+
 def variant(arch: Arch, dtype: str, d_qk: int) -> DensePrefillConfig:
     """Return the variant of an architecture. On sm100 pairs of CTAs take items of heads of 256 columns."""
     paired = arch.name == SM100.name and HEAD_DIMS[d_qk] > HEAD_DIMS[128]
@@ -173,4 +179,4 @@ def variant(arch: Arch, dtype: str, d_qk: int) -> DensePrefillConfig:
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
-    return tuple(variant(arch, dtype, d_qk) for dtype in DTYPES for d_qk in HEAD_DIMS if dtype in head_dtypes(d_qk))
+    return tuple(variant(arch, dtype, d_qk) for dtype in DTYPES for d_qk in head_dims(arch) if dtype in head_dtypes(d_qk))

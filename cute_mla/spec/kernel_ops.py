@@ -96,10 +96,8 @@ KERNEL_OPS: dict[str, KernelOp] = {
     "dense_decode": KernelOp(dense_decode.PARAMS, dense_decode.closed_variants, 2.1, by_arch=True),
     "sparse_decode": KernelOp(sparse_decode.PARAMS, sparse_decode.closed_variants, 2.1, by_arch=True),
     "sparse_prefill": KernelOp(sparse_prefill.PARAMS, sparse_prefill.closed_variants, 1.6, by_arch=True, archs=_ATTENTION),
-    "dense_prefill": KernelOp(dense_prefill.PARAMS, dense_prefill.closed_variants, 2.1, by_arch=True, archs=_ATTENTION),
-    "masked_prefill": KernelOp(
-        masked_prefill.PARAMS, masked_prefill.closed_variants, 2.1, ("dense_prefill",), by_arch=True, archs=_ATTENTION
-    ),
+    "dense_prefill": KernelOp(dense_prefill.PARAMS, dense_prefill.closed_variants, 2.1, by_arch=True),
+    "masked_prefill": KernelOp(masked_prefill.PARAMS, masked_prefill.closed_variants, 2.1, ("dense_prefill",), by_arch=True),
     "dense_prefill_dkdv": KernelOp(
         dense_prefill_dkdv.PARAMS, dense_prefill_dkdv.closed_variants, 1.5, _BACKWARD, by_arch=True, archs=_ATTENTION
     ),

@@ -360,7 +360,7 @@ def test_an_architecture_without_an_ops_kernels_is_an_answer() -> None:
     assert is_supported("sparse_decode", "sm120", h_q=16, kv_format="fp8_656")[0]
     for op in ("mqa_logits", "indexer_topk", "index_write"):
         assert is_supported(op, "sm120")[0]
-    for op in ("dense_prefill", "sparse_prefill"):
+    for op in ("dense_prefill_backward", "sparse_prefill"):
         assert is_supported(op, "sm120") == is_supported(op, "sm121") == (False, f"arch is sm120; supported for {op}: sm90, sm100")
 
 
@@ -376,6 +376,17 @@ def test_what_dense_decode_on_rtx_boards_lacks_is_an_answer() -> None:
     for reason, features in refused.items():
         assert is_supported("dense_decode", "sm120", **features) == (False, reason)
         assert is_supported("dense_decode", "sm90", **features)[0]
+
+
+def test_what_dense_prefill_on_rtx_boards_lacks_is_an_answer() -> None:
+    assert is_supported("dense_prefill", "sm121", dtype="bf16", head_dim=192, head_dim_v=128, causal=True, key_mask=True)[0]
+    refused: dict[str, dict[str, Any]] = {
+        "head_dim is 256 on sm120; supported: 192, 128": {"head_dim": 256},
+        "head_dim_v is 256 on sm120; supported: 128": {"head_dim_v": 256},
+    }
+    for reason, features in refused.items():
+        assert is_supported("dense_prefill", "sm120", **features) == (False, reason)
+        assert is_supported("dense_prefill", "sm90", **features)[0]
 
 
 def test_unknown_names() -> None:

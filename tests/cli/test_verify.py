@@ -92,7 +92,7 @@ def stand_in(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     stand_in = StandIn()
     monkeypatch.setattr(runner, "run_all", stand_in.run_all)
     monkeypatch.setattr(runner, "skipped", stand_in.skipped)
-    served = ARCHS_OF["dense_prefill"]
+    served = ARCHS_OF["dense_prefill_backward"]
     monkeypatch.setattr(
         suites, "suite", lambda name, op, simulated, arch, seed: SUITE if op == "dense_decode" and arch in (None, *served) else []
     )

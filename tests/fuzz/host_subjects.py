@@ -212,6 +212,8 @@ def _possible_on(arch: str, op: str, features: Mapping[str, Any]) -> bool:
     if op == "dense_decode":
         rows = features.get("head_dim", 576), features.get("head_dim_v", 512), features.get("h_kv", 1)
         return rows == (576, 512, 1)
+    if op == "dense_prefill":
+        return 256 not in (features.get("head_dim"), features.get("head_dim_v"))
     return op == "sparse_decode"
 
 

@@ -183,7 +183,7 @@ def test_the_reference_path_says_so_once(caplog: pytest.LogCaptureFixture) -> No
 @pytest.mark.parametrize(("capability", "expected"), [((8, 0), False), ((9, 0), True), ((10, 3), True), ((12, 0), False)])
 def test_which_gpus_have_kernels(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], expected: bool) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    assert has_kernels(torch.device("cuda", 0), "dense_prefill") is expected
+    assert has_kernels(torch.device("cuda", 0), "dense_prefill_backward") is expected
     assert not has_kernels(torch.device("cpu"), "dense_prefill")
 
 

@@ -33,7 +33,7 @@ class Rows(NamedTuple):
         call_of(self.call, **self.fields).run(**{self.name: tensor})
 
 
-ATTENTION = [arch.name for arch in ARCHS_OF["dense_prefill"]]
+ATTENTION = [arch.name for arch in ARCHS_OF["dense_prefill_backward"]]
 _DECODE = {"batch": 1, "s_q": 2, "h_q": 16}
 _PREFILL = {"lengths": ((13, 40), (7, 10))}
 DECODED = {

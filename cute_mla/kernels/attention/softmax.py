@@ -159,22 +159,34 @@ class OnlineSoftmax:
         factors = []
         for row in range(self.rows):
             registers = [i for i in range(cute.size(rS)) if half(i) == row]
-            tile_max = rS[registers[0]]
-            for i in registers[1:]:
-                tile_max = cute.arch.fmax(tile_max, rS[i])
-            top = quad_max(tile_max) * self.scale_log2
-            if self.row_max is not None:
-                self.row_max[row] = cute.arch.fmax(self.row_max[row], top)
-            new, alpha = self.follow(row, top)
-            shift = -shift_of(new)
-            total = self.rSum[row] * alpha
-            for i in registers:
-                rS[i] = cute.math.exp2(rS[i] * self.scale_log2 + shift, fastmath=True)
-                total = total + rS[i]
-            self.row_ref[row] = new
-            self.rSum[row] = total
+            alpha, shift = self.follow_row(rS, registers, row)
+            self.add_scores(rS, registers, row, shift)
             factors.append(alpha)
         return factors
+
+    def follow_row(self, rS: cute.Tensor, registers: list[int], row: int) -> tuple[Float32, Float32]:
+        """Bring a row's state to the reference that a tile asks for. registers: of the row.
+
+        Return (the factor for everything accumulated before, what to add to scaled scores).
+        """
+        tile_max = rS[registers[0]]
+        for i in registers[1:]:
+            tile_max = cute.arch.fmax(tile_max, rS[i])
+        top = quad_max(tile_max) * self.scale_log2
+        if self.row_max is not None:
+            self.row_max[row] = cute.arch.fmax(self.row_max[row], top)
+        new, alpha = self.follow(row, top)
+        self.row_ref[row] = new
+        self.rSum[row] = self.rSum[row] * alpha
+        return alpha, -shift_of(new)
+
+    def add_scores(self, rS: cute.Tensor, registers: list[int], row: int, shift: Float32) -> None:
+        """Replace some of a row's scores by unnormalised probabilities and add them up."""
+        total = self.rSum[row]
+        for i in registers:
+            rS[i] = cute.math.exp2(rS[i] * self.scale_log2 + shift, fastmath=True)
+            total = total + rS[i]
+        self.rSum[row] = total
 
     def follow(self, row: int, top: Float32) -> tuple[Float32, Float32]:
         """Return (a row's new reference, the factor for what was accumulated) from the scaled maximum of a tile."""

@@ -11,13 +11,14 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 from cutlass.cute.nvgpu import warpgroup
 
-from ..attention.softmax import LN2, OnlineSoftmax, mask_keys
-from ..primitives.arithmetic import larger, smaller
+from ..attention.softmax import OnlineSoftmax
+from ..primitives.arithmetic import larger
 from ..primitives.pipeline import arrive
 from ..primitives.wgmma import ROWS_PER_THREAD
+from .fragments import FragmentRows
 from .operands import DensePrefillItem, DensePrefillOperands, DensePrefillRows, EveryKey, ItemQueue
-from .sm90_config import GROUP_ROWS, GROUPS, TURN_BARRIER, WARPGROUP, DensePrefillSm90Geometry, DensePrefillSm90Smem
-from .sm90_gemm import DensePrefillProducts, gather_runs, store_row_words
+from .sm90_config import GROUPS, TURN_BARRIER, WARPGROUP, DensePrefillSm90Geometry, DensePrefillSm90Smem
+from .sm90_gemm import DensePrefillProducts
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,11 @@ class DensePrefillSm90AttendRole:
     dtype: type[cutlass.Numeric]
     geometry: DensePrefillSm90Geometry
     key_mask: EveryKey
+
+    @property
+    def rows(self) -> FragmentRows:
+        """Return the rows of a thread."""
+        return FragmentRows(self.geometry.tile_keys, self.geometry.config.d_v, self.geometry.written_columns)
 
     @cute.jit
     def run(
@@ -57,7 +63,7 @@ class DensePrefillSm90AttendRole:
             walk = item.walk(self.geometry.key_tiles(item.keys))
             rows, count = self.key_mask.rows_of(item, products, walk), walk.count
             if item.is_empty(count):
-                self.write_empty_rows(operands, item, products)
+                self.rows.write_empty(operands, item, products)
             for i in cutlass.range(count, unroll=1):
                 walk.advance()
                 rows.load()
@@ -71,7 +77,7 @@ class DensePrefillSm90AttendRole:
                 self.start_scores(smem, products, use + i)
                 if Boolean(due):
                     give_turn(group)
-                    self.finish_rows(operands, owed, products, ended)
+                    self.rows.finish(operands, owed, products, ended)
                     warpgroup.fence()
                 self.start_output(smem, products, larger(use + i - 1, Int32(0)), Boolean(fresh))
                 if not Boolean(due):
@@ -93,11 +99,11 @@ class DensePrefillSm90AttendRole:
         if done > 0:
             self.settle_output(smem, products, factors, use - 2, Boolean(fresh))
             if Boolean(due):
-                self.finish_rows(operands, owed, products, ended)
+                self.rows.finish(operands, owed, products, ended)
             warpgroup.fence()
             self.start_output(smem, products, use - 1, Boolean(fresh))
             warpgroup.wait_group(0)
-            self.finish_rows(operands, before, products, softmax)
+            self.rows.finish(operands, before, products, softmax)
         if group == 0:
             take_turn(group)  # the one that the other warpgroup has given last
 
@@ -114,7 +120,7 @@ class DensePrefillSm90AttendRole:
     ) -> list[Float32]:
         """Turn the scores of a tile into probabilities. rows: the mask of the thread's rows. Return the factors that this asks of O."""
         rows.hide(products.scores.sum)
-        self.mask(item, products, tile)
+        self.rows.mask(item, products, products.scores.sum, tile)
         return softmax.add_tile(products.scores.sum)
 
     def start_scores(self, smem: DensePrefillSm90Smem, products: DensePrefillProducts, use: Int32) -> None:
@@ -153,62 +159,6 @@ class DensePrefillSm90AttendRole:
             if last:  # first: Q of the next item is more urgent than its second tile of K
                 cute.arch.mbarrier_arrive(smem.query_free.barrier(done * GROUPS + group))
             cute.arch.mbarrier_arrive(smem.key_free.barrier(use))
-
-    @cute.jit
-    def mask(self, item: DensePrefillItem, products: DensePrefillProducts, tile: Int32):
-        """Mask keys past the end, and causally hidden ones."""
-        tile_keys = self.geometry.tile_keys
-        remaining = item.keys - tile * tile_keys
-        seen = item.diagonal + 1 - tile * tile_keys  # by row 0 of the block
-        if smaller(remaining, seen + products.group * GROUP_ROWS) < tile_keys:
-            limits = [smaller(remaining, seen + products.row(row_half)) for row_half in range(ROWS_PER_THREAD)]
-            mask_keys(products.scores.sum, products.thread, limits)
-
-    @cute.jit
-    def finish_rows(self, operands: DensePrefillOperands, rows: DensePrefillRows, products: DensePrefillProducts, softmax: OnlineSoftmax):
-        """Normalise and write the rows that the sequence has."""
-        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            total = softmax.row_sum(row_half)
-            empty = total == 0.0
-            inverse = cutlass.select_(empty, Float32(0), 1.0 / total)
-            lse = (softmax.row_ref[row_half] + cute.math.log2(total, fastmath=True)) * LN2
-            for first in cutlass.range_constexpr(0, self.geometry.config.d_v, self.geometry.written_columns):
-                words = products.output.row_words(row_half, inverse, first, self.geometry.written_columns)
-                words = [cutlass.select_(empty, Int32(0), word) for word in words]
-                self.write_row(
-                    operands,
-                    rows,
-                    products,
-                    row_half,
-                    first,
-                    gather_runs(words, products.thread),
-                    cutlass.select_(empty, operands.args.empty_lse, lse),
-                )
-
-    @cute.jit
-    def write_empty_rows(self, operands: DensePrefillOperands, item: DensePrefillItem, products: DensePrefillProducts):
-        """Write the rows of a block that sees no key."""
-        for row_half in cutlass.range_constexpr(ROWS_PER_THREAD):
-            words = [Int32(0)] * (self.geometry.config.d_v // 8)
-            self.write_row(operands, DensePrefillRows.of(item), products, row_half, 0, words, operands.args.empty_lse)
-
-    @cute.jit
-    def write_row(
-        self,
-        operands: DensePrefillOperands,
-        rows: DensePrefillRows,
-        products: DensePrefillProducts,
-        row_half: int,
-        first: int,
-        words: list[Int32],
-        lse: Float32,
-    ):
-        """Write columns of one of the thread's rows from `first` on, and with the first ones lse, if the sequence has the row."""
-        row, thread = products.row(row_half), products.thread
-        if row < rows.rows:
-            if cutlass.const_expr(first == 0) and thread % 4 == 0:
-                operands.row("lse", rows, row).store(lse)
-            store_row_words(operands.row("out", rows, row) + first, words, thread, True)
 
 
 def start_anew(softmax: OnlineSoftmax, ended: OnlineSoftmax) -> None:

@@ -131,13 +131,8 @@ class SumProduct:
             rG[i] = rG[i] * factors[half(i)]
 
     def row_words(self, row_half: int, factor: Float32, first: int = 0, columns: int | None = None) -> list[Int32]:
-        """Return columns of one of the thread's rows of G times a factor, rounded: `columns` from `first` on, or all.
-
-        Word e has columns first + 8 e + 2 (t % 4) and the next.
-        """
-        rG = flat(self.sum)
-        end = cute.size(rG) if columns is None else (first + columns) // 2
-        return [pack_pair(rG[i] * factor, rG[i + 1] * factor, self.dtype) for i in range(first // 2 + 2 * row_half, end, 4)]
+        """Return columns of one of the thread's rows of G times a factor, rounded: as the function of this name."""
+        return row_words(self.sum, self.dtype, row_half, factor, first, columns)
 
 
 @dataclass(frozen=True)
@@ -155,9 +150,26 @@ class DensePrefillProducts:
         scores = ScoreProduct.create(dtype, smem.sQ, smem.sK, thread)
         return DensePrefillProducts(thread, group, scores, SumProduct.create(dtype, smem.sV, thread))
 
+    @property
+    def first_row(self) -> Int32:
+        """Return the first row of the item's block that the warpgroup has."""
+        return self.group * GROUP_ROWS
+
     def row(self, row_half: int) -> Int32:
         """Return the row of the item's block that one of the thread's fragment rows is."""
         return self.group * GROUP_ROWS + fragment_row(self.thread, row_half)
+
+
+def row_words(
+    total: cute.Tensor, dtype: type[cutlass.Numeric], row_half: int, factor: Float32, first: int = 0, columns: int | None = None
+) -> list[Int32]:
+    """Return columns of one of the thread's rows of a sum times a factor, rounded: `columns` from `first` on, or all.
+
+    Word e has columns first + 8 e + 2 (t % 4) and the next.
+    """
+    rG = flat(total)
+    end = cute.size(rG) if columns is None else (first + columns) // 2
+    return [pack_pair(rG[i] * factor, rG[i + 1] * factor, dtype) for i in range(first // 2 + 2 * row_half, end, 4)]
 
 
 def gather_runs(words: list[Int32], thread: Int32) -> list[Int32]:

@@ -41,7 +41,7 @@ _FIRST_KERNELS = {
     *(
         f"{op}_{arch.name}_bf16_d192"
         for op in ("dense_prefill", "dense_prefill_dq", "dense_prefill_dkdv")
-        for arch in ARCHS_OF["dense_prefill"]
+        for arch in ARCHS_OF["dense_prefill_backward"]
     ),
 }
 

@@ -1,13 +1,13 @@
-"""Bugs in dense prefill with a mask of keys, for Hopper and for Blackwell: the mask, the search for visible tiles, items in parts.
+"""Bugs in dense prefill with a mask of keys, for Hopper, Blackwell and RTX boards: the mask, the search for visible tiles, items in parts.
 
-What these kernels share with dense prefill has its bugs in dense_prefill_sm90.py and dense_prefill_sm100.py.
+What these kernels share with dense prefill has its bugs in dense_prefill_sm90.py, dense_prefill_sm100.py and dense_prefill_sm120.py.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from cute_mla.spec.arch import SM90, SM100
+from cute_mla.spec.arch import SM90, SM100, SM120
 from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planting import Planted, Suite, alone, each_in, planted, together, together_in
@@ -36,7 +36,7 @@ UNBROKEN = {"walk": WALK, "steep": STEEP, "gaps": GAPS, "many": MANY}
 
 
 def common() -> tuple[Planted, ...]:
-    """Return the bugs of both architectures."""
+    """Return the bugs of every architecture."""
     return (
         planted("no mask of keys", WALK, SHOWN_BY_NOT, COPY, together),
         planted("the search for visible tiles stops at the first rows", WALK, SEARCHED, r"setp.eq.u32 \1, 0, 0;", alone(0), count=1),
@@ -73,4 +73,16 @@ SUITE_SM100 = Suite(
         planted("missing arrival", MANY, ptx.ARRIVALS, or_case=GAPS),
     ),
 )
-SUITES = {"masked_prefill_sm90": SUITE_SM90, "masked_prefill_sm100": SUITE_SM100}
+OWN_BITS = r"shr\.u32 \t(%r\d+), (%r\d+), %r\d+;(?=\s*(?:shr\.u32|and\.b32))"  # of the words of a lane's rows
+SUITE_SM120 = Suite(
+    SM120,
+    UNBROKEN,
+    (
+        *common(),
+        planted("missing wait", MANY, ptx.WAITS, ptx.NO_WAIT, or_case=GAPS),
+        planted("missing arrival", MANY, ptx.ARRIVALS, or_case=GAPS),
+        planted("mask of one score missing", WALK, SHOWN_BY_NOT, COPY, alone(0, 20)),
+        planted("bits of another lane", WALK, OWN_BITS, r"mov.b32 \1, \2;", together),
+    ),
+)
+SUITES = {"masked_prefill_sm90": SUITE_SM90, "masked_prefill_sm100": SUITE_SM100, "masked_prefill_sm120": SUITE_SM120}

@@ -15,7 +15,7 @@ from cute_mla.runtime.simulated_device import simulated_map
 from cute_mla.simulator.numerics.tma import validate
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import SM100, Arch
-from cute_mla.spec.dense_prefill import MAX_TOKENS
+from cute_mla.spec.dense_prefill import MAX_TOKENS, head_dims
 from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.spec.tensor_map import Swizzle, TensorMap
 from cute_mla.testing.cases.base import DTYPES
@@ -83,6 +83,8 @@ def test_arguments(device: RecordingDevice, causal: bool) -> None:
     ("name", "d_qk", "d_v"), [("bf16", 192, 128), ("fp16", 192, 128), ("bf16", 128, 128), ("fp16", 128, 128), ("bf16", 256, 256)]
 )
 def test_types_and_columns_decide_the_variant(device: RecordingDevice, name: str, d_qk: int, d_v: int) -> None:
+    if d_qk not in head_dims(device.arch):
+        pytest.skip(f"{device.arch.name} has no kernel for {d_qk} columns: test_errors.py")
     out, _ = call_of("dense_prefill", dtype=name, d_qk=d_qk).run()
     assert out.shape == (300, 8, d_v)
     (launch,) = device.launches

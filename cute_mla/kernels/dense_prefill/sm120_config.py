@@ -1,0 +1,126 @@
+"""Tile geometry, shared memory, barriers and registers of the SM120 dense prefill kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import cutlass
+from cutlass import Int32, cute
+
+from ...manifest import Role
+from ...spec.arch import SM120
+from ...spec.dense_prefill import TILE_ROWS, DensePrefillConfig
+from ...spec.mla import ELEMENT_BYTES
+from ..attention.cta import Arrivals, both_ways
+from ..primitives.pipeline import StageBarriers
+from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
+from ..primitives.warp_products import BOX_COLUMNS, K, M, N
+from .operands import ITEM_WORDS
+from .sm90_config import ITEM_STAGES, SEARCH_REGISTERS
+
+BLOCK_ROWS = TILE_ROWS[SM120.name]
+LANES = 32
+LOAD_WARPS = 4  # a warpgroup, whose registers the others get
+MATH_WARPS = BLOCK_ROWS // M
+TURN_WARPS = 4  # one of each scheduler
+THREADS = (LOAD_WARPS + MATH_WARPS) * LANES
+KEY_WARP, VALUE_WARP, ITEM_WARP = range(3)
+ITEM_READERS = 2 + MATH_WARPS  # warps that take items
+# A lane's, of the warps that load and find items, and of those that attend; all threads start with 168.
+REGISTERS = 40, 232
+ROLES = (
+    Role("keys", KEY_WARP, 1), Role("values", VALUE_WARP, 1), Role("items", ITEM_WARP, 1), Role("attend", LOAD_WARPS, MATH_WARPS),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DensePrefillSm120Geometry:
+    """Numbers of a variant. item_words: of an item in the queue."""
+
+    config: DensePrefillConfig
+    item_words: int = ITEM_WORDS
+
+    @property
+    def registers(self) -> tuple[int, int]:
+        """Return the registers of a lane of the warps that load and find items, and of those that attend."""
+        return SEARCH_REGISTERS if self.item_words > ITEM_WORDS else REGISTERS
+
+    @property
+    def tile_keys(self) -> int:
+        """Return the keys of a tile."""
+        return self.config.tile_keys(SM120)
+
+    @property
+    def box_keys(self) -> int:
+        """Return the keys of a TMA box."""
+        return self.config.key_box_rows(SM120)
+
+    @property
+    def box_bytes(self) -> int:
+        """Return the bytes of 64 columns of a tile."""
+        return self.tile_keys * BOX_COLUMNS * ELEMENT_BYTES
+
+    @property
+    def query_uses(self) -> int:
+        """Return the stages of K that Q of an item takes."""
+        return BLOCK_ROWS // self.tile_keys
+
+    def key_tiles(self, keys: Int32) -> Int32:
+        """Return the tiles of that many keys."""
+        return (keys + (self.tile_keys - 1)) // self.tile_keys
+
+    @property
+    def key_bytes(self) -> int:
+        """Return the bytes of one tile of K, or of as many rows of Q."""
+        return self.tile_keys * self.config.d_qk * ELEMENT_BYTES
+
+    @property
+    def value_bytes(self) -> int:
+        """Return the bytes of one tile of V."""
+        return self.tile_keys * self.config.d_v * ELEMENT_BYTES
+
+    @property
+    def stages(self) -> int:
+        """Return the tiles of K, and of V, as many as shared memory has room for with the barriers."""
+        return (SM120.smem_per_block - SWIZZLE_PERIOD) // (self.key_bytes + self.value_bytes)
+
+    @property
+    def products(self) -> int:
+        """Return the products of a tile in a warp's code: S in steps of 16 columns, and P V in steps of 16 keys."""
+        return self.config.d_qk // K * (self.tile_keys // N) + self.tile_keys // K * (self.config.d_v // N)
+
+    def smem(self, dtype: type[cutlass.Numeric]) -> SmemLayout:
+        """Return the layout of shared memory. dtype: of q, k and v."""
+        return SmemLayout((
+            Tile("sK", dtype, (self.tile_keys, self.config.d_qk, self.stages)),
+            Tile("sV", dtype, (self.tile_keys, self.config.d_v, self.stages)),
+            Array("sItems", Int32, ITEM_STAGES * self.item_words, 16),
+            *both_ways("key", self.stages),
+            *both_ways("value", self.stages),
+            Barriers("tail_landed", 1),
+            *both_ways("item", ITEM_STAGES),
+        ))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class DensePrefillSm120Smem:
+    """Shared memory, as DensePrefillSm120Geometry.smem lays it out. Tensors: rows x columns x stages. sm120.py says who arrives where."""
+
+    sK: cute.Tensor  # (keys, d_qk, stages): keys, or rows of Q
+    sV: cute.Tensor  # (keys, d_v, stages)
+    sItems: cute.Pointer  # int32 (4, item_words): items
+    key_ready: StageBarriers
+    key_free: StageBarriers
+    value_ready: StageBarriers
+    value_free: StageBarriers
+    tail_landed: StageBarriers
+    item_ready: StageBarriers
+    item_free: StageBarriers
+
+    def arrivals(self) -> tuple[Arrivals, ...]:
+        """Return the arrivals of every barrier."""
+        return (
+            (1, (self.key_ready, self.value_ready, self.tail_landed, self.item_ready)),
+            (MATH_WARPS, (self.key_free, self.value_free)),
+            (ITEM_READERS, (self.item_free,)),
+        )
