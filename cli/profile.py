@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cute_mla.profiles.rows import Case
 
 OPS = (*PUBLIC_OPS, "combine", "split_plan")  # also of kernels that run inside other calls, of which rows exist or figures are shown
-GPUS = ("H200", "H100", "H800", "B200", "B300")
+GPUS = ("H200", "H100", "H800", "B200", "B300", "RTX PRO 6000", "RTX 5090", "GB10")
 
 CLOCK = "clock"
 _DEFAULT_BUDGET_S = 300.0
