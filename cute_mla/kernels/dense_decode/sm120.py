@@ -42,7 +42,7 @@ from ..primitives.smem import SmemLayout
 from ..primitives.warp_products import M, N
 from ..sm120.attend import CHUNK_WORDS, HALVES, Sm120AttendRole, chunk_at
 from ..sm120.cta import KEYS, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, first_query_row, pitch_of, products_of_stage
-from ..sm120.rows import Sm120Columns, load_chunk, rows_of
+from ..sm120.rows import Sm120Columns, load_chunk, next_tile, rows_of
 from .abi import DenseDecodeAbi
 from .operands import NO_PAGE, DenseDecodeOperands, DenseDecodeRowScale
 from .visible_keys import visible_word
@@ -51,7 +51,7 @@ TAIL_CHUNKS = 4  # of 64 e4m3 columns: a warp has those of its 8 keys at once
 
 
 class DenseDecodeSm120LoadRole:
-    """Four warps, each with 8 keys of a stage."""
+    """Four warps a stage, each with 8 keys of it."""
 
     def __init__(self, config: DenseDecodeConfig) -> None:
         self.pitch = pitch_of(config.d_qk)
@@ -62,20 +62,19 @@ class DenseDecodeSm120LoadRole:
     def run(self, operands: DenseDecodeOperands, smem: Sm120Smem):
         """Wait k_free. Signal k_ready."""
         schedule, thread = operands.schedule, Sm120Thread.create()
-        state = PipelineState(Int32(0), Int32(0))
+        state = PipelineState(thread.stage, Int32(0))
         req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
         while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)
             work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
             _, skipped = schedule.lengths.keys_and_skipped(req)
-            own = thread.warp * WARP_KEYS + thread.lane % WARP_KEYS
-            page, row = self.look_up(operands, tile_range, skipped, own)
-            for i in cutlass.range(tile_range.tiles * (TILE_KEYS // KEYS), unroll=1):
+            page, row = self.look_up(operands, tile_range, skipped, thread.key)
+            for i in cutlass.range(tile_range.tiles, unroll=1):
                 address = operands.cache_address(page, row, Int32(0))
-                page, row = self.look_up(operands, tile_range, skipped, (i + 1) * KEYS + own)
+                page, row = self.look_up(operands, tile_range, skipped, (i + 1) * TILE_KEYS + thread.key)
                 self.load_stage(smem, thread, address, state)
-                state = smem.k_ready.advance(state)
+                state = next_tile(state)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
 

@@ -2,8 +2,10 @@
 
     S [16 rows x 32 keys] = Q K^T        O [16 rows x 512 columns] += P V
 
-Four warps multiply, four bring keys: 256 threads, so that each may have all registers that a thread can have. A row of Q, of a key or of P
-in shared memory is 16 bytes longer than its elements: rows lie in different banks without a swizzle (primitives/warp_products.py).
+Four warps multiply. Of each stage four others bring the keys: what they ask for is in their registers, so that DRAM has the bytes of one
+stage to bring while the warps of the other wait for the latency of theirs, and convert. 384 threads leave 168 registers to each. A row of
+Q, of a key or of P in shared memory is 16 bytes longer than its elements: rows lie in different banks without a swizzle
+(primitives/warp_products.py).
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from cutlass import Float32, Int32, cute
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
 from ...spec.mla import ELEMENT_BYTES
+from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel, KernelAbi
 from ..definition import KernelDefinition
 from ..primitives.copies import CHUNK
@@ -27,10 +30,10 @@ from ..primitives.warp_products import K, M, N
 ROWS = M  # of Q and O
 WARPS = 4  # of a role
 LANES = 32
-THREADS = 2 * WARPS * LANES
 KEYS = 32  # of a stage
 WARP_KEYS = KEYS // WARPS
-STAGES = 2
+STAGES = TILE_KEYS // KEYS
+THREADS = (1 + STAGES) * WARPS * LANES
 P_PITCH = KEYS * ELEMENT_BYTES + CHUNK
 MATH_BARRIER = 1
 
@@ -81,15 +84,26 @@ class Sm120Smem:
 
 @dataclass(frozen=True)
 class Sm120Thread:
-    """A thread of a role. warp: of four, uniform. row: of S and O, and the one 8 further. column: the first of two of S and of 8 of O."""
+    """A thread of a role.
+
+    warp: of four, uniform. lane: of the warp. stage: whose keys the four warps bring; those that multiply have none. row: of S and O, and
+    the one 8 further. column: the first of two of S and of 8 of O.
+    """
 
     warp: Int32
     lane: Int32
+    stage: Int32
 
     @staticmethod
     def create() -> Sm120Thread:
         """Return this thread."""
-        return Sm120Thread(cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS, cute.arch.lane_idx())
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        return Sm120Thread(warp % WARPS, cute.arch.lane_idx(), warp // WARPS - 1)
+
+    @property
+    def key(self) -> Int32:
+        """Return the key of a tile that is the lane's: one of the warp's 8 keys of a stage."""
+        return self.stage * KEYS + self.warp * WARP_KEYS + self.lane % WARP_KEYS
 
     @property
     def row(self) -> Int32:
@@ -162,7 +176,7 @@ class Sm120Kernel(AttentionKernel):
             smem_bytes=self.parts.layout.nbytes,
             barriers=self.parts.layout.barriers(),
             named_barriers=(NamedBarrier("attend", MATH_BARRIER),),
-            roles=(Role("attend", 0, WARPS), Role("load", WARPS, WARPS)),
+            roles=(Role("attend", 0, WARPS), Role("load", WARPS, STAGES * WARPS)),
             expected={"HMMA": self.parts.expected},
         )
 

@@ -10,6 +10,7 @@ from cutlass import Boolean, Int32, Int64, cute
 from ...spec.mla import ELEMENT_BYTES
 from ..primitives.arithmetic import from_lane
 from ..primitives.copies import CHUNK
+from ..primitives.pipeline import PipelineState
 from ..primitives.rows import load_words, registers
 from .attend import CHUNK_WORDS, chunk_at
 from .cta import LANES, WARP_KEYS, Sm120Thread
@@ -64,6 +65,11 @@ class Sm120Columns:
             key = number * (LANES // TAIL_LANES) + thread.lane // TAIL_LANES
             target = first + self.whole * LANES * CHUNK + key * self.pitch + thread.lane % TAIL_LANES * CHUNK
             cute.autovec_copy(words, chunk_at(target))
+
+
+def next_tile(state: PipelineState) -> PipelineState:
+    """Return the state of the same stage a tile later: warps that bring a stage bring it of every tile."""
+    return PipelineState(state.stage, state.phase ^ 1)
 
 
 def rows_of(row: Int64) -> list[Int64]:

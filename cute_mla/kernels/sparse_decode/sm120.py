@@ -42,13 +42,13 @@ from ..primitives.rows import element_at, exact, registers
 from ..primitives.smem import Array, SmemLayout
 from ..sm120.attend import CHUNK_WORDS, Sm120AttendRole, chunk_at
 from ..sm120.cta import KEYS, STAGES, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, pitch_of, products_of_stage
-from ..sm120.rows import Sm120Columns, load_chunk, rows_of
+from ..sm120.rows import Sm120Columns, load_chunk, next_tile, rows_of
 from .abi import SparseDecodeAbi
 from .operands import SparseDecodeIndices, SparseDecodeOperands, look_up, slot_address
 
 
 class SparseDecodeSm120LoadRole:
-    """Four warps, each with 8 keys of a stage."""
+    """Four warps a stage, each with 8 keys of it."""
 
     def __init__(self, config: SparseDecodeConfig, dtype: type[cutlass.Numeric]) -> None:
         self.config = config
@@ -62,21 +62,21 @@ class SparseDecodeSm120LoadRole:
     def run(self, operands: SparseDecodeOperands, smem: Sm120Smem):
         """Wait k_free. Signal k_ready."""
         schedule, thread = operands.schedule, Sm120Thread.create()
-        state = PipelineState(Int32(0), Int32(0))
+        state = PipelineState(thread.stage, Int32(0))
         req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
         while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)
             work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
             indices = SparseDecodeIndices.create(operands, req)
-            position = begin_tile * TILE_KEYS + thread.warp * WARP_KEYS + thread.lane % WARP_KEYS
+            position = begin_tile * TILE_KEYS + thread.key
             index = look_up(indices, position)
-            for _ in cutlass.range(tile_range.tiles * (TILE_KEYS // KEYS), unroll=1):
+            for _ in cutlass.range(tile_range.tiles, unroll=1):
                 row, scales = slot_address(operands, self.config, index, indices.in_extra(position))
-                position = position + KEYS
+                position = position + TILE_KEYS
                 index = look_up(indices, position)
                 self.load_stage(smem, thread, row, scales, state)
-                state = smem.k_ready.advance(state)
+                state = next_tile(state)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
 
