@@ -25,7 +25,7 @@ from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
 from ..primitives.arithmetic import pack_pair, product
 from ..primitives.copies import CHUNK, load_groups
 from ..primitives.pipeline import PipelineState
-from ..primitives.rows import aligned, registers, store_word, words_at
+from ..primitives.rows import aligned, load_words, registers, store_word
 from ..primitives.warp_products import SUMS, K, N, column_operands, multiply, row_operand
 from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, ROWS, WARP_KEYS, WARPS, Sm120Smem, Sm120Thread, first_query_row, pitch_of
 
@@ -111,23 +111,23 @@ class Sm120AttendRole:
             self.finish(operands, smem, rows, thread, req, work_tile)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
 
-    @cute.jit
-    def load_queries(self, stored: RowRange, smem: Sm120Smem, thread: Sm120Thread):
-        """Copy this CTA's rows of Q to shared memory, 16 bytes at a time; rows that do not exist as zeros."""
+    def load_queries(self, stored: RowRange, smem: Sm120Smem, thread: Sm120Thread) -> None:
+        """Copy this CTA's rows of Q to shared memory, 16 bytes at a time; rows that do not exist as zeros. All are asked for at first."""
         chunks = self.d_qk * ELEMENT_BYTES // CHUNK
-        for step in cutlass.range_constexpr(ROWS // WARPS):
-            place = thread.warp + step * WARPS
-            row = first_query_row() + place
-            source = stored.q_row(stored.nearest(row)).toint()
-            for first in cutlass.range_constexpr(0, chunks, LANES):
-                chunk = first + thread.lane
-                if chunk < chunks:
-                    words = registers(CHUNK_WORDS)
-                    words.fill(0)
-                    if stored.holds(row):
-                        cute.autovec_copy(words_at(source + chunk * CHUNK, CHUNK_WORDS), words)
-                    target = smem.sQ.toint() + place * self.pitch + chunk * CHUNK
-                    cute.autovec_copy(words, chunk_at(target))
+        places = [(thread.warp + step * WARPS, first + thread.lane) for step in range(ROWS // WARPS) for first in range(0, chunks, LANES)]
+        asked = []
+        for place, chunk in places:
+            row, words = first_query_row() + place, registers(CHUNK_WORDS)
+            load_words(words, stored.q_row(stored.nearest(row)).toint() + chunk * CHUNK, stored.holds(row) & (chunk < chunks))
+            asked.append(words)
+        for (place, chunk), words in zip(places, asked, strict=True):
+            self.store_chunk_if(chunk < chunks, smem.sQ.toint() + place * self.pitch + chunk * CHUNK, words)
+
+    @cute.jit
+    def store_chunk_if(self, wanted: Boolean, target: Int32, words: cute.Tensor):
+        """Store 16 bytes, if wanted."""
+        if wanted:
+            cute.autovec_copy(words, chunk_at(target))
 
     @cute.jit
     def add_stage(
