@@ -52,10 +52,10 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     **{f"dense_decode_sm120_{dtype}_cluster1": {"LDG.E": 9, "LDG.E.128": 18} for dtype in ("bf16", "fp16")},  # and words of a tree
     "dense_decode_sm120_bf16_fp8_cache_cluster1": {"LDG.E": 1, "LDG.E.128": 9},
     "sparse_decode_sm120_bf16_latent_cluster1": {"LDG.E.128": 18},
-    "sparse_decode_sm120_bf16_fp8_584_cluster1": {"LDG.E.128": 5, "LDG.E.U8": 5},
+    "sparse_decode_sm120_bf16_fp8_584_cluster1": {"LDG.E.128": 6, "LDG.E.U8": 5},
     "sparse_decode_sm120_bf16_fp8_656_cluster1": {"LDG.E": 5, "LDG.E.128": 6},
     "sparse_decode_sm120_bf16_nope_528_cluster1": {"LDG.E": 7, "LDG.E.128": 6},
-    "sparse_decode_sm120_bf16_v41_cluster1": {"LDG.E.128": 7, "LDG.E.U8": 6},
+    "sparse_decode_sm120_bf16_v41_cluster1": {"LDG.E.128": 7, "LDG.E.U8": 7},
     # the output role asks for Q of the next token and waits a token long for a barrier before it uses it; the score role likewise
     "sparse_prefill_dq_sm100_bf16_d512_cluster1": {"LDG.E": 4, "LDG.E.128": 30, "LDG.E.ENL2.256": 16},
     "sparse_prefill_dq_sm100_bf16_d512_cluster2": {"LDG.E": 5, "LDG.E.128": 29, "LDG.E.ENL2.256": 16},
