@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_mla.simulator.sass.flow import is_never
 from cute_mla.simulator.sass.listing import BOARDS, NO_BOARD, Immediate, Listing, Register, SassInstruction
@@ -69,6 +69,7 @@ PRODUCT_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 SCHEDULERS = 4  # of an SM
 WARP_PRODUCT = "HMMA"  # matrix product of a warp, in the tensor core of its scheduler; ptxas leaves clocks to its results, not a scoreboard
 WARP_PRODUCT_ROWS = 16
+FILLER = "UIADD3"  # that never executes: ptxas puts it behind a product, whose latency is more than a stall count can say
 WARP_PRODUCT_SHAPE = re.compile(r"16(8)(8|16)")  # n and k behind the rows
 
 
@@ -107,7 +108,15 @@ def time_listing(listing: Listing, constants: Constants) -> dict[int, TimedInstr
         raise UnknownTimeError(f"{listing.name}: the clock does not know {', '.join(unknown)}")
     if not any(ins.control.stall for ins in listing.instructions):
         raise UnknownTimeError(f"{listing.name}: the machine code has no control codes")
-    return {ins.address: time_instruction(ins, constants) for ins in executed}
+    timed: dict[int, TimedInstruction] = {}
+    last = -1
+    for ins in listing.instructions:
+        if not is_never(ins):
+            last = ins.address
+            timed[last] = time_instruction(ins, constants)
+        elif ins.base == FILLER:
+            timed[last] = replace(timed[last], stall=timed[last].stall + ins.control.stall)
+    return timed
 
 
 def time_instruction(ins: SassInstruction, constants: Constants) -> TimedInstruction:
