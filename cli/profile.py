@@ -76,7 +76,10 @@ class Options:
     "machine code, clock by clock, which takes 10 to 20 s a row. auto: cuda if there is a matching GPU, else model.",
 )
 @click.option(
-    "--gpu", type=Hardware(GPUS), multiple=True, help="GPU to predict for; may be repeated. Default: H200, or B200 with --arch sm100."
+    "--gpu",
+    type=Hardware(GPUS),
+    multiple=True,
+    help="GPU to predict for; may be repeated. Default: H200, or with --arch the first that runs its kernels.",
 )
 @click.option("--rows", show_default="all", help="Rows or cases, comma-separated, such as D1,D5.fixed; prints them without static figures.")
 @click.option("--budget", type=Finite(min=0), default=_DEFAULT_BUDGET_S, help="Time limit in seconds; rows that were not run are named.")

@@ -307,8 +307,9 @@ def _index_write(case: Case, shape: IndexWriteShape, target: Target) -> Combine:
 
 def _topk_indices(case: Case, shape: TopkShape, target: Target) -> Combine:
     """Return topk_indices: CTAs that read their part of a row once, with look-ups in one another's counts behind it."""
-    cluster = topk_indices.config_for(shape.rows, shape.columns, shape.topk, target.sm_count).cluster
-    ctas = topk_indices.grid(shape.rows, cluster)[0]
+    once = topk_indices.streams(target.arch)
+    config = topk_indices.config_for(shape.rows, shape.columns, shape.topk, target.sm_count, once=once)
+    ctas = topk_indices.grid(shape.rows, config.cluster)[0]
     return Combine(ctas, topk_indices.BLOCKS_PER_SM, shape.work.bytes, cold=True)
 
 

@@ -36,14 +36,14 @@ class CuteMlaSparse(DeepseekSparseAttnBackend):
                 "--enable-deterministic-inference is given with sparse attention, whose keys SGLang's top-k orders; supported: dense models"
             )
         chosen = get_exec().kernel
+        by_decode = (_BY_DECODE,) if _lacks("sparse_prefill") else ()
         for option, backend, supported in (
-            ("--dsa-prefill-backend", chosen.dsa_prefill_backend, _PREFILL),
-            ("--dsa-decode-backend", chosen.dsa_decode_backend, _DECODE),
+            ("--dsa-prefill-backend", chosen.dsa_prefill_backend, by_decode or _PREFILL),
+            ("--dsa-decode-backend", chosen.dsa_decode_backend, by_decode or _DECODE),
         ):
-            if _lacks("sparse_prefill"):
-                supported = (_BY_DECODE,)
             if backend not in supported:
-                raise ValueError(f"{option} is {backend}; supported{_place()}: {', '.join(supported)}")
+                place = f" on compute capability {SM120.capabilities_text}" if by_decode else ""
+                raise ValueError(f"{option} is {backend}; supported{place}: {', '.join(supported)}")
         if get_parallel().attn_dcp_size > 1:
             raise ValueError(f"--dcp-size is {get_parallel().attn_dcp_size}; supported: 1")
         super().__init__(model_runner, *options, **more)
@@ -123,11 +123,6 @@ class CuteMlaSparse(DeepseekSparseAttnBackend):
 def _lacks(op: str) -> bool:
     """Return whether the device has no kernels of an op."""
     return get_platform().is_sm120 and SM120 not in ARCHS_OF[op]
-
-
-def _place() -> str:
-    """Return for messages where options are supported, if that is not everywhere."""
-    return f" on compute capability {SM120.capabilities_text}" if get_platform().is_sm120 else ""
 
 
 def _of_rows(lengths: torch.Tensor | None, rows: int) -> torch.Tensor | None:

@@ -67,9 +67,9 @@ class IndexerCall(NamedTuple):
 def serve_indexer(indexer: Any, config: Any) -> bool:
     """Serve the indexer of a layer by cute_mla.indexer, and return whether that is supported.
 
-    It is not of other models' indexers, such as GLM-5.3-Flash's over pooled keys, on devices without kernels of logits, nor where ranks share
-    the keys: vLLM merges the ranks' choices by kernels of its own over DeepGEMM's logits. An op is served where vLLM does not compile the
-    model, which would trace into it.
+    It is not of other models' indexers, such as GLM-5.3-Flash's over pooled keys, on devices without kernels of logits, nor where ranks
+    share the keys: vLLM merges the ranks' choices by kernels of its own over DeepGEMM's logits. An op is served where vLLM does not compile
+    the model, which would trace into it.
     """
     parallel, capability = config.parallel_config, current_platform.get_device_capability()
     if capability is not None and not has_kernels_for("indexer_topk", capability):

@@ -104,7 +104,9 @@ def test_16_bit_caches_want_sparse_prefill() -> None:
     if ARCHS["sm120"] in ARCHS_OF["sparse_prefill"]:
         assert reasons == []
     else:
-        text = "compute capability is 12.0; supported: 9.0, 10.0 or 10.3 over 16-bit caches, for want of sparse prefill; fp8_ds_mla needs none"
+        text = (
+            "compute capability is 12.0; supported: 9.0, 10.0 or 10.3 over 16-bit caches, for want of sparse prefill; fp8_ds_mla needs none"
+        )
         assert reasons == [text]
     assert verdict("CUTE_MLA_SPARSE", device_capability=RTX, kv_cache_dtype="fp8_ds_mla") == []
 

@@ -20,12 +20,15 @@ THREADS = 256  # two warps a scheduler
 def products(chains: int) -> str:
     """Return PRODUCTS products 16 x 8 x 16, in turn on so many sums, and stores of them."""
     sums = [[f"%f{40 + 4 * chain + i}" for i in range(4)] for chain in range(chains)]
-    text = [*(f"add.u32 %r{chain + 1}, %r0, {chain}; " for chain in range(chains)), *(f"mov.f32 {name}, 0f00000000; " for chain in sums for name in chain)]
+    text = [f"add.u32 %r{chain + 1}, %r0, {chain}; " for chain in range(chains)]
+    text += [f"mov.f32 {name}, 0f00000000; " for chain in sums for name in chain]
     for number in range(PRODUCTS):
-        held = ", ".join(sums[number % chains])
-        text += [f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{held}}}, {{%r0, %r0, %r0, %r0}}, {{%r{number % chains + 1}, %r0}}, {{{held}}};\n"]
+        held, chain = ", ".join(sums[number % chains]), number % chains
+        operands = f"{{%r0, %r0, %r0, %r0}}, {{%r{chain + 1}, %r0}}"
+        text += [f"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {{{held}}}, {operands}, {{{held}}};\n"]
     results = [name for chain in sums for name in chain]
-    return "".join([*text, *(f"st.global.f32 [%rd2+{4 * THREADS * place}], {name}; " for place, name in enumerate(results))])
+    text += [f"st.global.f32 [%rd2+{4 * THREADS * place}], {name}; " for place, name in enumerate(results)]
+    return "".join(text)
 
 
 def gaps(chains: int, of: Constants, threads: int = 32) -> list[int]:
@@ -48,7 +51,7 @@ def test_where_the_rate_is_lower_a_chain_takes_it() -> None:
 @pytest.mark.parametrize("of", CLOCKS, ids=lambda of: of.gpu)
 def test_four_chains_take_the_rate(of: Constants) -> None:
     found = gaps(4, of)
-    assert set(found) == {CLOCKS[of]}
+    assert set(found[1:-1]) == {CLOCKS[of]}  # between moves at the ends
 
 
 @pytest.mark.parametrize("of", CLOCKS, ids=lambda of: of.gpu)
