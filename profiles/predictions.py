@@ -39,8 +39,10 @@ BEGIN, END = "<!-- begin: python -m cute_mla.profiles.predictions -->\n", "<!-- 
 BEGIN_BOARDS = BEGIN.replace(" -->", ", RTX boards -->")
 SHOWN = ("H200", "B200")  # GPUs of the tables
 BOARDS = tuple(gpu for gpu in GPUS if GPUS[gpu].arch == SM120.name)  # of a table of their own, with decodes of up to 16 and of 128 heads
-BOARD_ROWS = ("S8.h8", "S8.h16", "S8.h128", "S3.h8", "S3.h16", "S2.b128", "S8.latent_h16", "S8.b128_latent_h16")
-BOARD_ROWS += ("D12.h16", "D8.s1", "F2.h16b1", "F2.h16")
+BOARD_ROWS = (
+    *("S8.h8", "S8.h16", "S8.h128", "S3.h8", "S3.h16", "S2.b128", "S8.latent_h16", "S8.b128_latent_h16", "S1.topk2048"),
+    *("D12.h16", "D8.s1", "D1.fixed", "F2.h16b1", "F2.h16"),
+)
 FIRST_PRIORITIES = 2  # of the rows in NOTES.md; they cover every op
 NUMBERS = {  # rows of the README
     "D1.fixed": "dense decode, 4,096 keys, 128 heads, bf16",
@@ -282,7 +284,7 @@ def tables() -> dict[tuple[Path, str], str]:
     rows, boards = ({case.name: case.text for case in cases} for cases in (first_cases(), board_cases()))
     return {
         (NOTES, BEGIN): table(rows, with_bound=True),
-        (README, BEGIN): table(NUMBERS, with_bound=False),
+        (README, BEGIN): table(NUMBERS, with_bound=False, gpus=(*SHOWN, BOARDS[0])),
         (PERFORMANCE, BEGIN): published_table(),
         (PERFORMANCE, BEGIN_BOARDS): table(boards, with_bound=False, gpus=BOARDS),
     }

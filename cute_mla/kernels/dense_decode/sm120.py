@@ -4,10 +4,10 @@ For every request and every query row r = (query token i, head), over the keys j
 
     s_rj = <q_r, k_j> over 576 columns     p = softmax(scale * s)     out_r = sum_j p_rj k_j[:512]
 
-Roles (256 threads):
+Roles (384 threads):
   attend   warps 0..3: Q to shared memory, S = Q K^T, mask, softmax, O += P V, lse, out (sm120/attend.py)
-  load     warps 4..7: pages, 8 keys of a stage to registers, from there to shared memory (sm120/rows.py); e4m3 exactly as bf16, since
-           its scale is a factor of the scores and of the output
+  load     warps 4..7 and 8..11, for the first and the second stage of each tile: pages, 8 keys to registers, from there to shared memory
+           (sm120/rows.py); e4m3 exactly as bf16, since its scale is a factor of the scores and of the output
 
 A CTA has 16 query rows; CTAs of other rows find the keys in L2. A stage is 32 keys, half a tile of the plan.
 
@@ -15,8 +15,8 @@ Pipelines (producer -> consumer; arrivals per phase):
   k_ready[2]   load -> attend   4: keys of a stage are written, those that no query token sees as zeros
   k_free[2]    attend -> load   4: a stage has been multiplied
 
-The trick: a page has 16 keys or a multiple, so that a warp's 8 keys share one, which all its lanes look up a stage ahead; the bytes of a
-stage are asked for before the wait for its place.
+The trick: a page has 16 keys or a multiple, so that a warp's 8 keys share one, which all its lanes look up a tile ahead; the bytes of a
+stage are asked for before the wait for its place, and two stages are under way at a time.
 """
 
 from __future__ import annotations

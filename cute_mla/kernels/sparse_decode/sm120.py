@@ -4,9 +4,10 @@ For a query token of a request with heads h, over the slots j that its indices n
 
     s_hj = <q_h, k_j>    p = softmax(scale * s)    out_h = sum_j p_hj k_j[:512]
 
-Roles (256 threads):
+Roles (384 threads):
   attend   warps 0..3: Q to shared memory, S = Q K^T, softmax, O += P V, lse, out (sm120/attend.py)
-  load     warps 4..7: indices, bytes of 8 keys of a stage to registers, value x scale, rounded once, to shared memory
+  load     warps 4..7 and 8..11, for the first and the second stage of each tile: indices, bytes of 8 keys to registers, value x scale,
+           rounded once, to shared memory
 
 A CTA has 16 heads of a query token; CTAs of other heads of the same token find the keys in L2. A stage is 32 keys, half a tile of the plan.
 
@@ -15,7 +16,7 @@ Pipelines (producer -> consumer; arrivals per phase):
   k_free[2]    attend -> load   4: a stage has been multiplied
 
 The trick: codes become 16 bits on their way through registers, so that products read rows of shared memory as they lie, K by rows and V
-by columns of the same bytes; the bytes of a stage are asked for before the wait for its place.
+by columns of the same bytes; the bytes of a stage are asked for before the wait for its place, and two stages are under way at a time.
 """
 
 from __future__ import annotations
