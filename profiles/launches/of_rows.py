@@ -32,7 +32,7 @@ from cute_mla.spec.mqa_logits import MqaLogitsProblem
 from cute_mla.spec.sparse_decode import SparseDecodeProblem, serving_kernels
 from cute_mla.spec.sparse_decode import num_parts as parts_of_plan
 from cute_mla.spec.sparse_prefill import SparsePrefillProblem
-from cute_mla.spec.split_plan import NO_WINDOW, TILE_KEYS, KeyWindow, accumulator_rows
+from cute_mla.spec.split_plan import NO_WINDOW, TILE_KEYS, KeyWindow, accumulator_rows, piece_overhead
 
 from ..clock.constants import constants
 from ..roofline import GPUS
@@ -156,7 +156,7 @@ def _decode(case: Case, problem: DenseDecodeProblem | SparseDecodeProblem, lengt
     kernel = _kernel(case.op, problem.config, target)
     num_parts = problem.num_parts(target.sm_count)
     eighths = whole_eighths(target.arch, problem.few_rows) if isinstance(problem, DenseDecodeProblem) else 0
-    work = decode_work(lengths, num_parts, problem.max_splits, eighths)
+    work = decode_work(lengths, num_parts, problem.max_splits, eighths, piece_overhead(target.arch))
     combine = _combine_after(problem, num_parts, work, target.sm_count)
     row_ctas = problem.row_ctas
     ctas = row_ctas * columns * len(work.cta_work)
