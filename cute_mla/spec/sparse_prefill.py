@@ -100,7 +100,7 @@ def order_terms(config: SparsePrefillConfig, arch: Arch) -> dict[str, Any]:
         "dtype": config.dtype,
         "d_qk": config.d_qk,
         "rows": f"{config.cluster} CTAs" if arch is SM100 else "any",
-        "keys": f"tiles of {TILE_KEYS}, as given",
+        "keys": f"tiles of {TILE_KEYS if TILINGS[arch.name].rows == TILE_ROWS else TILE_KEYS // 2}, as given",
         "split": "none",
         **SOFTMAX_TERMS,
         "p": f"{config.dtype}, unnormalised",
@@ -126,7 +126,7 @@ class SparsePrefillProblem:
     @property
     def row_ctas(self) -> int:
         """CTAs along the heads of one query token."""
-        return ceil_div(self.h_q, TILE_ROWS)
+        return ceil_div(self.h_q, TILINGS[self.arch.name].rows)
 
     @property
     def config(self) -> SparsePrefillConfig:

@@ -135,6 +135,8 @@ class DenseDecodeSm120Codes:
 class DenseDecodeSm120Mask:
     """Mask of keys past the end, and of those that causal, tree_mask or a window hide."""
 
+    skips = False
+
     @cute.jit
     def apply(self, operands: DenseDecodeOperands, smem: Any, thread: Sm120Thread, scores: cute.Tensor, stage: Int32, keys: KeyTile):
         """Set the scores of keys that a row does not see to -inf."""

@@ -11,8 +11,10 @@ neither needs a second buffer.
 
 from __future__ import annotations
 
+import operator
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
@@ -41,33 +43,88 @@ def sync() -> None:
     cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=WARPS * LANES)
 
 
+class RowStep(NamedTuple):
+    """What keys make of a row. alpha: factor of what was summed up before. total: the sum with them. probs: of them, unnormalised."""
+
+    reference: Float32
+    alpha: Float32
+    total: Float32
+    probs: list[Float32]
+
+
+class Sm120RowResults:
+    """Results of a thread's two rows besides out and lse. The base class has none. attend: the role."""
+
+    def begin(self) -> None:
+        """Begin a work tile."""
+
+    def see_stage(self, attend: Any, smem: Any, rows: Any, thread: Any, scores: cute.Tensor, keys: KeyTile) -> None:
+        """See the scores of a stage before they are added to the rows."""
+
+    def see_top(self, which: int, top: Float32) -> None:
+        """See the scaled maximum of a stage."""
+
+    def store(self, attend: Any, smem: Any, stored: RowRange, thread: Any, row: Int32, which: int, total: Float32, reference: Float32) -> None:
+        """Write results of a row that exists, with its lse. which: of the thread's rows. total, reference: of all its keys."""
+
+
+LSE_ONLY = Sm120RowResults()
+
+
+class Kept(NamedTuple):
+    """What an op keeps until the end of a work tile, fp32 of shared memory: numbers of rows, as `tops` and `keep` of a role have them."""
+
+    tops: cute.Pointer
+    sums: cute.Pointer
+    references: cute.Pointer
+
+
 @dataclass(frozen=True)
 class Sm120Rows:
     """Running state of the thread's two rows.
 
-    reference: what the sums are relative to, log2 units. rSum: this thread's share of the sums, of its warp's keys. rO: of its columns.
+    scale: of the scores, log2 units. reference: what the sums are relative to, log2 units. rSum: this thread's share of the sums, of its
+    keys. rO: of its columns.
     """
 
+    scale: Float32
+    results: Sm120RowResults
     reference: cute.Tensor
     rSum: cute.Tensor
     rO: cute.Tensor
 
     @staticmethod
-    def create(columns: int) -> Sm120Rows:
-        """Return registers for the state. columns: of O, of a warp."""
-        sizes = HALVES, HALVES, HALVES * columns // 4
-        reference, sums, out = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in sizes)
-        return Sm120Rows(reference, sums, out)
+    def create(scale: Float32, results: Sm120RowResults, values: int) -> Sm120Rows:
+        """Return registers for the state. values: of O, of a thread."""
+        reference, sums, out = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in (HALVES, HALVES, values))
+        return Sm120Rows(scale, results, reference, sums, out)
 
     def reset(self) -> None:
         """Forget all keys."""
         self.reference.fill(-Float32.inf)
         self.rSum.fill(0.0)
         self.rO.fill(0.0)
+        self.results.begin()
+
+    def step(self, which: int, scores: list[Float32], top: Float32) -> RowStep:
+        """Return what keys would make of a row. scores: the thread's. top: the scaled maximum of all."""
+        reference, alpha = follow_maximum(self.reference[which], top)
+        shift = -shift_of(reference)
+        probs = [cute.math.exp2(score * self.scale + shift, fastmath=True) for score in scores]
+        return RowStep(reference, alpha, self.rSum[which] * alpha + sum(probs[1:], probs[0]), probs)
+
+    def follow(self, which: int, scores: list[Float32], top: Float32) -> RowStep:
+        """Bring the reference and the sum of a row to what keys make of it. As step."""
+        self.results.see_top(which, top)
+        step = self.step(which, scores, top)
+        self.rSum[which], self.reference[which] = step.total, step.reference
+        return step
 
 
 class Sm120Mask(Protocol):
-    """Mask of an op."""
+    """Mask of an op. skips: whether stages without a key are passed by, as has_keys(smem, stage) tells."""
+
+    skips: bool
 
     def apply(self, operands: Any, smem: Sm120Smem, thread: Sm120Thread, scores: cute.Tensor, stage: Int32, keys: KeyTile) -> None:
         """Set the scores of keys that a row does not see to -inf. keys: those of the stage, as if a tile began with them."""
@@ -82,6 +139,9 @@ class Sm120AttendRole:
     dtype: type[cutlass.Numeric]
     d_qk: int
     d_v: int
+    results: Sm120RowResults = LSE_ONLY
+
+    kept_floats = 3 * WARPS * ROWS
 
     @property
     def pitch(self) -> int:
@@ -92,8 +152,7 @@ class Sm120AttendRole:
     def run(self, operands: LatentOperands, smem: Sm120Smem):
         """Wait k_ready. Signal k_free. Write lse, and out or out_accum."""
         schedule, thread = operands.schedule, Sm120Thread.create()
-        scale = self.row_scale.score_scale(operands)
-        rows = Sm120Rows.create(self.d_v // WARPS)
+        rows = Sm120Rows.create(self.row_scale.score_scale(operands), self.results, HALVES * self.d_v // WARPS // 4)
         state = PipelineState(Int32(0), Int32(0))
         req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
@@ -106,7 +165,7 @@ class Sm120AttendRole:
             rows.reset()
             for i in cutlass.range(tile_range.tiles * (TILE_KEYS // KEYS), unroll=1):
                 keys = KeyTile(req, begin_tile * TILE_KEYS + i * KEYS, tile_range.keys - i * KEYS)
-                self.add_stage(operands, smem, rows, thread, scale, state, keys)
+                self.add_stage(operands, smem, rows, thread, state, keys)
                 state = smem.k_ready.advance(state)
             self.finish(operands, smem, rows, thread, req, work_tile)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
@@ -131,17 +190,27 @@ class Sm120AttendRole:
 
     @cute.jit
     def add_stage(
-        self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, scale: Float32, state: PipelineState,
-        keys: KeyTile,
+        self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, state: PipelineState, keys: KeyTile
     ):  # fmt: skip
-        """Attend to the keys of a stage."""
+        """Attend to the keys of a stage, unless it is passed by."""
         smem.k_ready.consumer_wait(state)
-        place = smem.sK.toint() + state.stage * (KEYS * self.pitch)
-        scores = self.scores(smem, place, thread)
-        self.mask.apply(operands, smem, thread, scores, state.stage, keys)
-        self.follow(smem, rows, thread, scores, scale)
-        self.add_values(smem, rows, place, thread)
+        if cutlass.const_expr(self.mask.skips):
+            if self.mask.has_keys(smem, state.stage):
+                self.attend_to(operands, smem, rows, thread, state.stage, keys)
+        else:
+            self.attend_to(operands, smem, rows, thread, state.stage, keys)
         smem.k_free.consumer_release(state)
+
+    def attend_to(
+        self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, stage: Int32, keys: KeyTile
+    ) -> None:  # fmt: skip
+        """Attend to the keys of a stage."""
+        place = smem.sK.toint() + stage * (KEYS * self.pitch)
+        scores = self.scores(smem, place, thread)
+        self.mask.apply(operands, smem, thread, scores, stage, keys)
+        rows.results.see_stage(self, smem, rows, thread, scores, keys)
+        self.follow(smem, rows, thread, scores)
+        self.add_values(smem, rows, place, thread)
 
     def scores(self, smem: Sm120Smem, keys: Int32, thread: Sm120Thread) -> cute.Tensor:
         """Return S of the warp's 8 keys: rows, columns as in primitives/warp_products.py."""
@@ -160,38 +229,70 @@ class Sm120AttendRole:
         return total
 
     @cute.jit
-    def follow(self, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, scores: cute.Tensor, scale: Float32):
+    def follow(self, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, scores: cute.Tensor):
         """Write P of the warp's keys, unnormalised, and bring the state to its reference."""
-        maxima = []
-        for half in cutlass.range_constexpr(HALVES):
-            largest = cute.arch.fmax(scores[2 * half], scores[2 * half + 1])
-            for lanes in QUAD_LANES:
-                largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, lanes))
-            maxima.append(largest)
-        self.share(smem, thread, maxima)
+        tops = self.tops(smem.sRows, thread, [scores[i] for i in range(SUMS)])
         alphas = []
         for half in cutlass.range_constexpr(HALVES):
-            top = smem.sRows + (thread.row + half * N)
-            found = [(top + warp * ROWS).load() for warp in range(WARPS)]
-            largest = cute.arch.fmax(cute.arch.fmax(found[0], found[1]), cute.arch.fmax(found[2], found[3]))
-            new, alpha = follow_maximum(rows.reference[half], product(largest, scale))
-            shift = -shift_of(new)
-            probs = [cute.math.exp2(scores[2 * half + i] * scale + shift, fastmath=True) for i in range(2)]
-            rows.rSum[half] = rows.rSum[half] * alpha + (probs[0] + probs[1])
-            rows.reference[half] = new
-            alphas.append(alpha)
+            step = rows.follow(half, [scores[2 * half], scores[2 * half + 1]], product(tops[half], rows.scale))
+            alphas.append(step.alpha)
             place = smem.sP.toint() + (thread.row + half * N) * P_PITCH + (thread.warp * WARP_KEYS + thread.column) * ELEMENT_BYTES
-            cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=4).store(pack_pair(probs[0], probs[1], self.dtype))
+            cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=4).store(pack_pair(step.probs[0], step.probs[1], self.dtype))
         if cute.arch.vote_any_sync((alphas[0] != 1.0) | (alphas[1] != 1.0)):
             for i in cutlass.range_constexpr(cute.size(rows.rO)):
                 rows.rO[i] = rows.rO[i] * alphas[i // 2 % HALVES]
         sync()
 
-    def share(self, smem: Sm120Smem, thread: Sm120Thread, values: list[Float32]) -> None:
-        """Write a number of each of the warp's rows for all warps, and wait for theirs."""
-        place = smem.sRows + (thread.warp * ROWS + thread.row)
-        self.store_if(thread.column == 0, place, values)
+    @staticmethod
+    def first_key(thread: Sm120Thread) -> Int32:
+        """Return the key in a stage of a thread's first score."""
+        return thread.warp * WARP_KEYS + thread.column
+
+    @staticmethod
+    def key_behind_first(i: int) -> int:
+        """Return by how many keys the key of a thread's score lies behind that of the first one."""
+        return i % 2
+
+    @staticmethod
+    def by_row(scores: list[Float32]) -> list[list[Float32]]:
+        """Return the thread's scores of a stage, by row."""
+        return [scores[:2], scores[2:]]
+
+    def tops(self, place: cute.Pointer, thread: Sm120Thread, scores: list[Float32]) -> list[Float32]:
+        """Return the maxima of the thread's rows, of all warps' keys. place: fp32 [warp][row] of shared memory. Waits for all warps."""
+        maxima = [over_quad(cute.arch.fmax(a, b), cute.arch.fmax) for a, b in self.by_row(scores)]
+        self.keep(place, thread, maxima)
         sync()
+        return [self.over_warps(place, thread, half, cute.arch.fmax) for half in range(HALVES)]
+
+    def keep_sums(self, place: cute.Pointer, thread: Sm120Thread, shares: list[Float32]) -> None:
+        """Write the warp's part of a sum of each of its rows. shares: the thread's."""
+        self.keep(place, thread, [over_quad(share, operator.add) for share in shares])
+
+    def sum_of(self, place: cute.Pointer, thread: Sm120Thread, half: int) -> Float32:
+        """Return the sum of a row, of which all warps have written their parts."""
+        return self.over_warps(place, thread, half, operator.add)
+
+    @staticmethod
+    def kept(smem: Sm120Smem) -> Kept:
+        """Return the places of what is kept."""
+        return Kept(*(smem.sKept + i * WARPS * ROWS for i in range(3)))
+
+    def keep(self, place: cute.Pointer, thread: Sm120Thread, values: list[Float32]) -> None:
+        """Write a number of each of the warp's rows. place: fp32 [warp][row]."""
+        self.store_if(thread.column == 0, place + (thread.warp * ROWS + thread.row), values)
+
+    @staticmethod
+    def kept_number(place: cute.Pointer, thread: Sm120Thread, half: int) -> Float32:
+        """Return a number of a row that all warps have kept."""
+        return (place + (thread.row + half * N)).load()
+
+    @staticmethod
+    def over_warps(place: cute.Pointer, thread: Sm120Thread, half: int, both: Callable[[Any, Any], Any]) -> Float32:
+        """Return what all warps have written of a row, by an operation of two."""
+        top = place + (thread.row + half * N)
+        found = [(top + warp * ROWS).load() for warp in range(WARPS)]
+        return both(both(found[0], found[1]), both(found[2], found[3]))
 
     @cute.jit
     def store_if(self, wanted: Boolean, place: cute.Pointer, values: list[Float32]):
@@ -215,26 +316,19 @@ class Sm120AttendRole:
     @cute.jit
     def finish(self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, req: Int32, work_tile: WorkTile):
         """Write out or out_accum, and lse: natural log if the request is not cut, else base 2."""
-        partial = []
-        for half in cutlass.range_constexpr(HALVES):
-            total = rows.rSum[half]
-            for lanes in QUAD_LANES:
-                total = total + cute.arch.shuffle_sync_bfly(total, lanes)
-            partial.append(total)
-        self.share(smem, thread, partial)
+        self.keep_sums(smem.sRows, thread, [rows.rSum[half] for half in range(HALVES)])
+        sync()
         stored = operands.row_range(req)
         for half in cutlass.range_constexpr(HALVES):
-            sums = smem.sRows + (thread.row + half * N)
-            found = [(sums + warp * ROWS).load() for warp in range(WARPS)]
-            total = (found[0] + found[1]) + (found[2] + found[3])
+            total = self.sum_of(smem.sRows, thread, half)
             row = first_query_row() + thread.row + half * N
             if stored.holds(row):
-                self.store_row(operands, stored, rows, thread, row, half, total, work_tile)
+                self.store_row(operands, smem, stored, rows, thread, row, half, total, work_tile)
 
     @cute.jit
     def store_row(
-        self, operands: LatentOperands, stored: RowRange, rows: Sm120Rows, thread: Sm120Thread, row: Int32, half: cutlass.Constexpr[int],
-        total: Float32, work_tile: WorkTile,
+        self, operands: LatentOperands, smem: Sm120Smem, stored: RowRange, rows: Sm120Rows, thread: Sm120Thread, row: Int32,
+        half: cutlass.Constexpr[int], total: Float32, work_tile: WorkTile,
     ):  # fmt: skip
         """Write the warp's columns of a row of O, and in the first warp its lse."""
         reference = rows.reference[half]
@@ -246,13 +340,10 @@ class Sm120AttendRole:
             [cutlass.select_(empty, Float32(0), rows.rO[4 * n + 2 * half + i]) * weight for i in range(2)]
             for n in range(cute.size(rows.rO) // 4)
         ]
-        leads = (thread.warp == 0) & (thread.column == 0)
-        if work_tile.direct:
-            out = stored.out_row(row) + column
-            for n, pair in enumerate(values):
-                store_word(out + n * N, pack_pair(pair[0], pair[1], self.dtype))
-            if leads:
-                stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+        if cutlass.const_expr(work_tile.always_direct):
+            self.store_out(stored.out_row(row) + column, values)
+        elif work_tile.direct:
+            self.store_out(stored.out_row(row) + column, values)
         else:
             accum = operands.accum_row(work_tile, row)
             out = operands.out_accum + (accum * self.d_v + column)
@@ -260,8 +351,26 @@ class Sm120AttendRole:
                 both = cute.make_rmem_tensor(cute.make_layout(2), Float32)
                 both[0], both[1] = pair
                 cute.autovec_copy(both, cute.make_tensor(aligned(out + n * N, 2 * FLOAT_BYTES), cute.make_layout(2)))
-            if leads:
-                (operands.lse_accum + accum).store(cutlass.select_(empty, -Float32.inf, lse))
+        if (thread.warp == 0) & (thread.column == 0):
+            if cutlass.const_expr(work_tile.always_direct):
+                stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+                rows.results.store(self, smem, stored, thread, row, half, total, reference)
+            elif work_tile.direct:
+                stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+            else:
+                (operands.lse_accum + operands.accum_row(work_tile, row)).store(cutlass.select_(empty, -Float32.inf, lse))
+
+    def store_out(self, out: cute.Pointer, values: list[list[Float32]]) -> None:
+        """Write the thread's columns of a row."""
+        for n, pair in enumerate(values):
+            store_word(out + n * N, pack_pair(pair[0], pair[1], self.dtype))
+
+
+def over_quad(value: Float32, both: Callable[[Any, Any], Any]) -> Float32:
+    """Return what the four lanes of a row have, by an operation of two."""
+    for lanes in QUAD_LANES:
+        value = both(value, cute.arch.shuffle_sync_bfly(value, lanes))
+    return value
 
 
 def chunk_at(address: Int32) -> cute.Tensor:

@@ -53,7 +53,8 @@ class Sm120Smem:
     sRows: cute.Pointer  # fp32 [warp][row]: maxima of a stage; at the end of a work tile sums
     k_ready: StageBarriers
     k_free: StageBarriers
-    sPresent: cute.Pointer | None = None  # int32 [stage][key]: 1 for a key that exists; where indices decide on that
+    sPresent: cute.Pointer | None = None  # where indices decide which keys exist: sparse decode's [stage][key], sparse prefill's [stage] of bits
+    sKept: cute.Pointer | None = None  # fp32: what results of an op keep until the end of a work tile
 
     @staticmethod
     def layout(dtype: type[cutlass.Numeric], d_qk: int, *more: Array) -> SmemLayout:
@@ -75,10 +76,10 @@ class Sm120Smem:
         """Return the allocated fields of a layout."""
         return cls(**fields_of(cls, memory))
 
-    def initialise(self) -> None:
-        """Set the arrivals of every barrier: warps of the arriving role. One thread."""
-        for barriers in (self.k_ready, self.k_free):
-            barriers.initialise(WARPS)
+    def initialise(self, producers: int, consumers: int) -> None:
+        """Set the arrivals of every barrier: threads or warps of the arriving role. One thread."""
+        self.k_ready.initialise(producers)
+        self.k_free.initialise(consumers)
         cute.arch.mbarrier_init_fence()
 
 
@@ -122,7 +123,9 @@ def first_query_row() -> Int32:
 
 
 class Sm120Parts:
-    """A variant's own part of a kernel."""
+    """A variant's own part of a kernel. producers: arrivals that hand over a stage."""
+
+    producers = WARPS
 
     @property
     def layout(self) -> SmemLayout:
@@ -159,7 +162,7 @@ class Sm120Kernel(AttentionKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
-                smem.initialise()
+                smem.initialise(self.parts.producers, WARPS)
         elif warp == 1:
             operands.schedule.prefetch()
         cute.arch.sync_threads()

@@ -135,6 +135,8 @@ def store_if(wanted: Boolean, place: cute.Pointer, row: Int64):
 class SparseDecodeSm120Mask:
     """Mask of slots that do not exist."""
 
+    skips = False
+
     @cute.jit
     def apply(self, operands: Any, smem: Sm120Smem, thread: Sm120Thread, scores: cute.Tensor, stage: Int32, keys: KeyTile):
         """Set the scores of keys that do not exist to -inf."""
