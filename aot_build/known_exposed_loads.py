@@ -57,8 +57,7 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     "sparse_decode_sm120_bf16_nope_528_cluster1": {"LDG.E": 7, "LDG.E.128": 6},
     "sparse_decode_sm120_bf16_v41_cluster1": {"LDG.E.128": 7, "LDG.E.U8": 7},
     # the index of a key of the next stage, ahead of the wait for a place
-    "sparse_prefill_sm120_bf16_d512_cluster1": {"LDG.E": 1},
-    "sparse_prefill_sm120_bf16_d576_cluster1": {"LDG.E": 1},
+    **{f"sparse_prefill_sm120_bf16_d{d_qk}_{form}": {"LDG.E": 1} for d_qk in (512, 576) for form in ("cluster1", "rows64")},
     # the output role asks for Q of the next token and waits a token long for a barrier before it uses it; the score role likewise
     "sparse_prefill_dq_sm100_bf16_d512_cluster1": {"LDG.E": 4, "LDG.E.128": 30, "LDG.E.ENL2.256": 16},
     "sparse_prefill_dq_sm100_bf16_d512_cluster2": {"LDG.E": 5, "LDG.E.128": 29, "LDG.E.ENL2.256": 16},

@@ -93,7 +93,7 @@ PARAMS = params_of(DenseDecodeArguments)
 class Tiling:
     """Tiling of query rows by an architecture's kernel.
 
-    rows: of a CTA. row_bytes: every row of q and out begins at a multiple of so many bytes; kernels load and store as many at a time.
+    rows: of a CTA, on SM120 that of a kernel for so many; others have TILE_ROWS where there are such kernels. row_bytes: every row of q and out begins at a multiple of so many bytes; kernels load and store as many at a time.
     clusters: numbers of CTAs that may share every key tile, ascending. With (1, 2), two share if the rows give an even number of CTAs.
     """
 

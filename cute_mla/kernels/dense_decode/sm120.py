@@ -40,8 +40,9 @@ from ..primitives.copies import CHUNK
 from ..primitives.pipeline import PipelineState
 from ..primitives.smem import SmemLayout
 from ..primitives.warp_products import M, N
-from ..sm120.attend import CHUNK_WORDS, HALVES, Sm120AttendRole, chunk_at
+from ..sm120.attend import CHUNK_WORDS, Sm120AttendRole, chunk_at
 from ..sm120.cta import KEYS, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, first_query_row, pitch_of, products_of_stage
+from ..sm120.roles import HALVES
 from ..sm120.rows import Sm120Columns, load_chunk, next_tile, rows_of
 from .abi import DenseDecodeAbi
 from .operands import NO_PAGE, DenseDecodeOperands, DenseDecodeRowScale

@@ -1,4 +1,4 @@
-"""The role of the SM120 decode kernels that multiplies: S, softmax, O, epilogue.
+"""The role that multiplies for up to 16 rows: S, softmax, O, epilogue.
 
 Four warps. Warp w has S of keys 8 w .. 8 w + 7 of a stage over all columns, and O of a fourth of the columns over all keys. So maxima and P
 go through shared memory, behind a named barrier each:
@@ -13,27 +13,24 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.mla import ELEMENT_BYTES
-from ...spec.split_plan import TILE_KEYS
 from ..attention.lengths import RowRange
 from ..attention.scheduler import KeyTile, LatentOperands, WorkTile
-from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
+from ..attention.softmax import LN2
 from ..primitives.arithmetic import pack_pair, product
 from ..primitives.copies import CHUNK, load_groups
-from ..primitives.pipeline import PipelineState
 from ..primitives.rows import aligned, load_words, registers, store_word
 from ..primitives.warp_products import SUMS, K, N, column_operands, multiply, row_operand
-from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, ROWS, WARP_KEYS, WARPS, Sm120Smem, Sm120Thread, first_query_row, pitch_of
+from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, ROWS, WARP_KEYS, WARPS, Sm120Smem, Sm120Thread, first_query_row
+from .roles import HALVES, Kept, Sm120Role, Sm120Rows, by_destination
 
 CHAINS = 4  # sums of S that are added up at the end: products of one chain wait for each other
 FLOAT_BYTES = 4
-HALVES = 2  # rows of a thread
 CHUNK_WORDS = CHUNK // 4
 QUAD_LANES = (1, 2)  # apart, which have the same rows
 
@@ -43,132 +40,24 @@ def sync() -> None:
     cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=WARPS * LANES)
 
 
-class RowStep(NamedTuple):
-    """What keys make of a row. alpha: factor of what was summed up before. total: the sum with them. probs: of them, unnormalised."""
-
-    reference: Float32
-    alpha: Float32
-    total: Float32
-    probs: list[Float32]
-
-
-class Sm120RowResults:
-    """Results of a thread's two rows besides out and lse. The base class has none. attend: the role."""
-
-    def begin(self) -> None:
-        """Begin a work tile."""
-
-    def see_stage(self, attend: Any, smem: Any, rows: Any, thread: Any, scores: cute.Tensor, keys: KeyTile) -> None:
-        """See the scores of a stage before they are added to the rows."""
-
-    def see_top(self, which: int, top: Float32) -> None:
-        """See the scaled maximum of a stage."""
-
-    def store(self, attend: Any, smem: Any, stored: RowRange, thread: Any, row: Int32, which: int, total: Float32, reference: Float32) -> None:
-        """Write results of a row that exists, with its lse. which: of the thread's rows. total, reference: of all its keys."""
-
-
-LSE_ONLY = Sm120RowResults()
-
-
-class Kept(NamedTuple):
-    """What an op keeps until the end of a work tile, fp32 of shared memory: numbers of rows, as `tops` and `keep` of a role have them."""
-
-    tops: cute.Pointer
-    sums: cute.Pointer
-    references: cute.Pointer
-
-
-@dataclass(frozen=True)
-class Sm120Rows:
-    """Running state of the thread's two rows.
-
-    scale: of the scores, log2 units. reference: what the sums are relative to, log2 units. rSum: this thread's share of the sums, of its
-    keys. rO: of its columns.
-    """
-
-    scale: Float32
-    results: Sm120RowResults
-    reference: cute.Tensor
-    rSum: cute.Tensor
-    rO: cute.Tensor
-
-    @staticmethod
-    def create(scale: Float32, results: Sm120RowResults, values: int) -> Sm120Rows:
-        """Return registers for the state. values: of O, of a thread."""
-        reference, sums, out = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in (HALVES, HALVES, values))
-        return Sm120Rows(scale, results, reference, sums, out)
-
-    def reset(self) -> None:
-        """Forget all keys."""
-        self.reference.fill(-Float32.inf)
-        self.rSum.fill(0.0)
-        self.rO.fill(0.0)
-        self.results.begin()
-
-    def step(self, which: int, scores: list[Float32], top: Float32) -> RowStep:
-        """Return what keys would make of a row. scores: the thread's. top: the scaled maximum of all."""
-        reference, alpha = follow_maximum(self.reference[which], top)
-        shift = -shift_of(reference)
-        probs = [cute.math.exp2(score * self.scale + shift, fastmath=True) for score in scores]
-        return RowStep(reference, alpha, self.rSum[which] * alpha + sum(probs[1:], probs[0]), probs)
-
-    def follow(self, which: int, scores: list[Float32], top: Float32) -> RowStep:
-        """Bring the reference and the sum of a row to what keys make of it. As step."""
-        self.results.see_top(which, top)
-        step = self.step(which, scores, top)
-        self.rSum[which], self.reference[which] = step.total, step.reference
-        return step
-
-
-class Sm120Mask(Protocol):
-    """Mask of an op. skips: whether stages without a key are passed by, as has_keys(smem, stage) tells."""
-
-    skips: bool
-
-    def apply(self, operands: Any, smem: Sm120Smem, thread: Sm120Thread, scores: cute.Tensor, stage: Int32, keys: KeyTile) -> None:
-        """Set the scores of keys that a row does not see to -inf. keys: those of the stage, as if a tile began with them."""
-
-
-@dataclass(frozen=True)
-class Sm120AttendRole:
-    """Four warps. dtype: of out and of products' operands. d_qk, d_v: columns."""
-
-    mask: Sm120Mask
-    row_scale: RowScale
-    dtype: type[cutlass.Numeric]
-    d_qk: int
-    d_v: int
-    results: Sm120RowResults = LSE_ONLY
+class Sm120AttendRole(Sm120Role):
+    """Four warps, heads on M: 16 rows of a work tile."""
 
     kept_floats = 3 * WARPS * ROWS
 
-    @property
-    def pitch(self) -> int:
-        """Return the bytes from a row of Q or of a key to the next."""
-        return pitch_of(self.d_qk)
+    def thread(self) -> Sm120Thread:
+        """Return this thread."""
+        return Sm120Thread.create()
 
-    @cute.jit
-    def run(self, operands: LatentOperands, smem: Sm120Smem):
-        """Wait k_ready. Signal k_free. Write lse, and out or out_accum."""
-        schedule, thread = operands.schedule, Sm120Thread.create()
-        rows = Sm120Rows.create(self.row_scale.score_scale(operands), self.results, HALVES * self.d_v // WARPS // 4)
-        state = PipelineState(Int32(0), Int32(0))
-        req, begin_tile = schedule.first_work_tile()
-        last = schedule.last_request()
-        while req <= last:
-            tile_range = schedule.tile_range(req, begin_tile)
-            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
-            # all have read Q of the work tile before, ahead of the barrier for its sums; these are read ahead of the next barrier
-            self.load_queries(operands.row_range(req), smem, thread)
-            sync()
-            rows.reset()
-            for i in cutlass.range(tile_range.tiles * (TILE_KEYS // KEYS), unroll=1):
-                keys = KeyTile(req, begin_tile * TILE_KEYS + i * KEYS, tile_range.keys - i * KEYS)
-                self.add_stage(operands, smem, rows, thread, state, keys)
-                state = smem.k_ready.advance(state)
-            self.finish(operands, smem, rows, thread, req, work_tile)
-            req, begin_tile = work_tile.next_req, work_tile.next_tile
+    def create_rows(self, scale: Float32) -> Sm120Rows:
+        """Return registers for the rows of a thread."""
+        return Sm120Rows.create(scale, self.results, HALVES * self.d_v // WARPS // 4)
+
+    def begin(self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, req: Int32) -> None:
+        """Begin a work tile: bring Q, and wait for all warps."""
+        # all have read Q of the work tile before, ahead of the barrier for its sums; these are read ahead of the next barrier
+        self.load_queries(operands.row_range(req), smem, thread)
+        sync()
 
     def load_queries(self, stored: RowRange, smem: Sm120Smem, thread: Sm120Thread) -> None:
         """Copy this CTA's rows of Q to shared memory, 16 bytes at a time; rows that do not exist as zeros. All are asked for at first."""
@@ -187,19 +76,6 @@ class Sm120AttendRole:
         """Store 16 bytes, if wanted."""
         if wanted:
             cute.autovec_copy(words, chunk_at(target))
-
-    @cute.jit
-    def add_stage(
-        self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, state: PipelineState, keys: KeyTile
-    ):  # fmt: skip
-        """Attend to the keys of a stage, unless it is passed by."""
-        smem.k_ready.consumer_wait(state)
-        if cutlass.const_expr(self.mask.skips):
-            if self.mask.has_keys(smem, state.stage):
-                self.attend_to(operands, smem, rows, thread, state.stage, keys)
-        else:
-            self.attend_to(operands, smem, rows, thread, state.stage, keys)
-        smem.k_free.consumer_release(state)
 
     def attend_to(
         self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, stage: Int32, keys: KeyTile
@@ -334,36 +210,42 @@ class Sm120AttendRole:
         reference = rows.reference[half]
         empty = total == 0.0
         weight = cutlass.select_(empty, Float32(0), self.row_scale.weight(operands, lambda: work_tile, row, total, reference))
-        lse = reference + cute.math.log2(total, fastmath=True)
         column = thread.warp * (self.d_v // WARPS) + thread.column
         values = [
             [cutlass.select_(empty, Float32(0), rows.rO[4 * n + 2 * half + i]) * weight for i in range(2)]
             for n in range(cute.size(rows.rO) // 4)
         ]
-        if cutlass.const_expr(work_tile.always_direct):
-            self.store_out(stored.out_row(row) + column, values)
-        elif work_tile.direct:
-            self.store_out(stored.out_row(row) + column, values)
-        else:
-            accum = operands.accum_row(work_tile, row)
-            out = operands.out_accum + (accum * self.d_v + column)
-            for n, pair in enumerate(values):
-                both = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-                both[0], both[1] = pair
-                cute.autovec_copy(both, cute.make_tensor(aligned(out + n * N, 2 * FLOAT_BYTES), cute.make_layout(2)))
+        by_destination(
+            work_tile,
+            lambda: self.store_out(stored, row, column, values),
+            lambda: self.store_accum(operands, work_tile, row, column, values),
+        )
         if (thread.warp == 0) & (thread.column == 0):
+            lse = reference + cute.math.log2(total, fastmath=True)
             if cutlass.const_expr(work_tile.always_direct):
                 stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
-                rows.results.store(self, smem, stored, thread, row, half, total, reference)
-            elif work_tile.direct:
-                stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+                rows.results.store(self, smem, stored, thread, row, half, (total, reference))
             else:
-                (operands.lse_accum + operands.accum_row(work_tile, row)).store(cutlass.select_(empty, -Float32.inf, lse))
+                if work_tile.direct:
+                    stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+                else:
+                    (operands.lse_accum + operands.accum_row(work_tile, row)).store(cutlass.select_(empty, -Float32.inf, lse))
 
-    def store_out(self, out: cute.Pointer, values: list[list[Float32]]) -> None:
-        """Write the thread's columns of a row."""
+    def store_out(self, stored: RowRange, row: Int32, column: Int32, values: list[list[Float32]]) -> None:
+        """Write the thread's columns of a row of out."""
+        out = stored.out_row(row) + column
         for n, pair in enumerate(values):
             store_word(out + n * N, pack_pair(pair[0], pair[1], self.dtype))
+
+    def store_accum(
+        self, operands: LatentOperands, work_tile: WorkTile, row: Int32, column: Int32, values: list[list[Float32]]
+    ) -> None:  # fmt: skip
+        """Write the thread's columns of a row of out_accum."""
+        out = operands.out_accum + (operands.accum_row(work_tile, row) * self.d_v + column)
+        for n, pair in enumerate(values):
+            both = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+            both[0], both[1] = pair
+            cute.autovec_copy(both, cute.make_tensor(aligned(out + n * N, 2 * FLOAT_BYTES), cute.make_layout(2)))
 
 
 def over_quad(value: Float32, both: Callable[[Any, Any], Any]) -> Float32:

@@ -1,4 +1,4 @@
-"""16-bit columns of keys on their way from rows of a cache to rows of shared memory: through registers of a warp that has 8 keys, or not."""
+"""16-bit columns of keys on their way from rows of a cache to rows of shared memory, through registers of a warp or past them."""
 
 from __future__ import annotations
 

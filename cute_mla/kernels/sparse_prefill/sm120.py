@@ -34,8 +34,10 @@ from ..attention.kernel import ELEMENT_TYPES
 from ..attention.softmax import SinkScale
 from ..definition import KernelDefinition
 from ..primitives.smem import Array, SmemLayout
+from ..sm120 import keys_on_m
 from ..sm120.attend import Sm120AttendRole
-from ..sm120.cta import STAGES, Sm120Kernel, Sm120Parts, Sm120Smem, products_of_stage
+from ..sm120.cta import HEADS_ON_M, KEYS_ON_M, STAGES, Sm120Form, Sm120Kernel, Sm120Parts, Sm120Smem, products_of_stage
+from ..sm120.roles import Sm120Role
 from .abi import SparsePrefillAbi
 from .operands import SparsePrefillOperands
 from .sm120_rows import ARRIVALS, SparsePrefillSm120LoadRole, SparsePrefillSm120Mask, SparsePrefillSm120Results
@@ -50,6 +52,16 @@ class SparsePrefillSm120(Sm120Parts):
     producers = ARRIVALS
 
     @property
+    def role(self) -> type[Sm120Role]:
+        """Return the role that multiplies."""
+        return keys_on_m.Sm120KeysOnMRole if self.config.rows64 else Sm120AttendRole
+
+    @property
+    def form(self) -> Sm120Form:  # type: ignore[override]
+        """Return how the CTA multiplies."""
+        return KEYS_ON_M if self.config.rows64 else HEADS_ON_M
+
+    @property
     def dtype(self) -> type[cutlass.Numeric]:
         """Return the element type of q, rows and out."""
         return ELEMENT_TYPES[self.config.dtype]
@@ -57,13 +69,13 @@ class SparsePrefillSm120(Sm120Parts):
     @property
     def layout(self) -> SmemLayout:
         """Return the fields of shared memory."""
-        present, kept = Array("sPresent", Int32, STAGES), Array("sKept", Float32, Sm120AttendRole.kept_floats, 16)
-        return Sm120Smem.layout(self.dtype, self.config.d_qk, present, kept)
+        present, kept = Array("sPresent", Int32, STAGES), Array("sKept", Float32, self.role.kept_floats, 16)
+        return Sm120Smem.layout(self.dtype, self.config.d_qk, present, kept, form=self.form)
 
     @property
     def expected(self) -> int:
         """Return the products in the code."""
-        return products_of_stage(self.config.d_qk, D_V)
+        return (keys_on_m.products_of_stage if self.config.rows64 else products_of_stage)(self.config.d_qk, D_V)
 
     def load(self, operands: SparsePrefillOperands, smem: Sm120Smem) -> None:
         """Run the role that brings keys."""
@@ -71,8 +83,8 @@ class SparsePrefillSm120(Sm120Parts):
 
     def attend(self, operands: SparsePrefillOperands, smem: Sm120Smem) -> None:
         """Run the role that multiplies."""
-        mask, results = SparsePrefillSm120Mask(Sm120AttendRole), SparsePrefillSm120Results.create(operands)
-        Sm120AttendRole(mask, SinkScale(), self.dtype, self.config.d_qk, D_V, results).run(operands, smem)
+        mask, results = SparsePrefillSm120Mask(self.role), SparsePrefillSm120Results.create(operands)
+        self.role(mask, SinkScale(), self.dtype, self.config.d_qk, D_V, results).run(operands, smem)
 
 
 def build(config: SparsePrefillConfig, arch: Arch) -> KernelDefinition:

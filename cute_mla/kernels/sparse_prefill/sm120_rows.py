@@ -20,8 +20,8 @@ from ..attention.softmax import LN2
 from ..primitives.arithmetic import product
 from ..primitives.copies import arrive_landed
 from ..primitives.pipeline import PipelineState
-from ..sm120.attend import Sm120RowResults
 from ..sm120.cta import KEYS, LANES, WARP_KEYS, WARPS, Sm120Smem, Sm120Thread, pitch_of
+from ..sm120.roles import Sm120RowResults
 from ..sm120.rows import Sm120Columns
 from .operands import SparsePrefillOperands
 
@@ -131,10 +131,11 @@ class SparsePrefillSm120Results(Sm120RowResults):
             self.rBound[0] = Int32(NEVER)
 
     @cute.jit
-    def store(self, attend: Any, smem: Sm120Smem, stored: RowRange, thread: Any, row: Int32, which: int, total: Float32, reference: Float32):
+    def store(self, attend: Any, smem: Sm120Smem, stored: RowRange, thread: Any, row: Int32, which: int, state: tuple[Float32, Float32]):
         """Write the greatest logit of a row, and lse_indexer if it is asked for. If the bound is still ahead, all keys lie before it."""
         self.operands.max_logit_of(stored.unit, row).store(self.rMax[which] * LN2)
         if self.operands.asks_lse_indexer():
+            total, reference = state
             if self.rBound[0] == NEVER:
                 kept = attend.kept(smem)
                 total, reference = attend.sum_of(kept.sums, thread, which), attend.kept_number(kept.references, thread, which)
