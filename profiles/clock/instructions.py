@@ -18,7 +18,7 @@ _PIPES = {
     "VIMNMX3 VOTE",
     "convert": "F2FP I2FP",
     "transcendental": "BREV F2F F2I FCHK FLO I2F MUFU POPC",
-    "uniform": "ELECT R2UR UFLO UI2F UIADD3 UIMAD UISETP ULDC ULEA ULOP3 UMOV UP2UR UPLOP3 UPOPC UPRMT USEL USHF UVIMNMX VOTEU",
+    "uniform": "ELECT R2UR UF2I UFLO UI2F UIADD3 UIMAD UISETP ULDC ULEA ULOP3 UMOV UP2UR UPLOP3 UPOPC UPRMT USEL USHF UVIMNMX VOTEU",
     "memory": "ATOMS ATOMG LD LDG LDGSTS LDL LDS LDSM RED REDG SHFL ST STAS STG STL STS STSM",
     "asynchronous": "SYNCS UBLKCP UTMALDG UTMASTG UTMAREDG UTMACCTL UTMACMDFLUSH UTMAPF UBLKPF UTCBAR UTCHMMA UTCQMMA UTCATOMSWS UTCCP "
     "UGETNEXTWORKID ARRIVES LDGDEPBAR UVIRTCOUNT",
@@ -58,7 +58,7 @@ _KIND_OF = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcod
 
 # Constants that give the latency of instructions without a unit of their own; operand_read_clocks for the others.
 _LATENCIES = {
-    "mufu_latency": "BREV F2F F2I FCHK FLO I2F MUFU POPC UI2F",
+    "mufu_latency": "BREV F2F F2I FCHK FLO I2F MUFU POPC UF2I UI2F",
     "shuffle_latency": "CREDUX MATCH REDUX SHFL",
     "special_latency": "S2R S2UR",
     "constant_latency": "LDC LDCU",

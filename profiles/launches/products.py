@@ -53,7 +53,7 @@ def _sparse_decode(arch: str, config: Config) -> Flops:
 
 def _sparse_prefill(arch: str, config: Config) -> Flops:
     """Return those of sparse prefill. S of 64 rows takes the time of 128 where a CTA works alone on Blackwell."""
-    flops = _latent(int(config["d_qk"]))
+    flops = _latent(int(config["d_qk"]), TILE_ROWS if config.get("rows64") else TILINGS[arch].rows)
     if arch == SM100.name and config["cluster"] == 1:
         return {"S, at half of the rate": 2 * flops["S"], "P V": flops["P V"]}
     return flops

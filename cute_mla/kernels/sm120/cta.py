@@ -22,7 +22,7 @@ from cutlass import Float32, Int32, cute
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
 from ...spec.dense_decode import TILE_ROWS
-from ...spec.mla import ELEMENT_BYTES
+from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel, KernelAbi
 from ..definition import KernelDefinition
@@ -80,7 +80,7 @@ class Sm120Smem:
     sRows: cute.Pointer  # fp32 [warp][row]: maxima of a stage; at the end of a work tile sums. Keys on M: [turn][row]: factors of O
     k_ready: StageBarriers
     k_free: StageBarriers
-    sQ: cute.Pointer | None = None  # heads on M: dtype [row][d_qk], as sK; rows that do not exist are zeros
+    sQ: cute.Pointer | None = None  # dtype [row][d_qk], as sK; rows that do not exist are zeros. Keys on M: words of threads, from column 512 on
     sPresent: cute.Pointer | None = None  # int32, where indices decide which keys exist: [stage][key], or [stage] of bits
     sKept: cute.Pointer | None = None  # fp32: what results of an op keep until the end of a work tile
 
@@ -88,9 +88,10 @@ class Sm120Smem:
     def layout(dtype: type[cutlass.Numeric], d_qk: int, *more: Array, form: Sm120Form = HEADS_ON_M) -> SmemLayout:
         """Return the fields. dtype: of Q, keys and P. more: fields of a variant."""
         elements = pitch_of(d_qk) // ELEMENT_BYTES
+        queries = ROWS * elements if form.rows == ROWS else TILE_ROWS * (d_qk - D_LATENT)
         fields: tuple[Array | Barriers, ...] = (
             Array("sK", dtype, STAGES * KEYS * elements, 128),
-            *((Array("sQ", dtype, ROWS * elements, 128),) if form.rows == ROWS else ()),
+            *((Array("sQ", dtype, queries, 128),) if queries else ()),
             Array("sP", dtype, form.turns * form.rows * P_PITCH // ELEMENT_BYTES, 128),
             Array("sRows", Float32, WARPS * ROWS if form.rows == ROWS else form.turns * form.rows, 16),
             *more,

@@ -1,7 +1,8 @@
 """The role that multiplies for up to 64 rows, keys on M: S^T = K Q^T, softmax, O^T += V^T P^T, epilogue.
 
 Eight warps in four pairs, each of 16 rows. A warp has S of 8 rows over all keys of a stage and O of the pair's 16 rows over half of the
-columns: 72 registers of Q, 128 of O. Its softmax stays within the warp. P and the factors of O go to the other warp through shared memory:
+columns: 64 registers of Q, 128 of O. Columns of Q behind the first 512 wait in shared memory, where each thread finds its own words: with
+72 registers of Q none are left to ask for V ahead. The softmax of a row stays within a warp. P and the factors of O go to the other one through shared memory:
 
     S, P of 8 rows -> barrier of a pair -> O += P V of 16 rows
 
@@ -20,7 +21,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from cutlass.experimental import primitives
 
 from ...spec.dense_decode import TILE_ROWS
-from ...spec.mla import ELEMENT_BYTES
+from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ..attention.lengths import RowRange
 from ..attention.scheduler import KeyTile, LatentOperands, WorkTile
 from ..attention.scheduler import first_query_row as first_row_of_cta
@@ -38,6 +39,8 @@ PAIR_ROWS = PAIR_WARPS * N
 WARPS = TILE_ROWS // N
 TURNS = 2  # buffers of P
 ROW_LANES = (4, 8, 16)  # apart, which have the same rows
+B_WORDS = 2  # of a lane in a product
+STEPS_IN_REGISTERS = D_LATENT // K
 NO_KEYS = -1.0  # the weight of a row that attends to nothing
 STORED_COLUMNS = 2 * M  # of O, that pass through shared memory at a time
 
@@ -87,22 +90,28 @@ class Sm120KeysOnMRole(Sm120Role):
         rows = Sm120Rows.create(scale, self.results, self.d_v // PAIR_WARPS * PAIR_ROWS // LANES)
         turn = cute.make_rmem_tensor(cute.make_layout(1), Int32)
         turn[0] = Int32(0)
-        return Sm120PairRows(**vars(rows), rQ=registers(self.d_qk * N // 2 // LANES), turn=turn)
+        return Sm120PairRows(**vars(rows), rQ=registers(STEPS_IN_REGISTERS * B_WORDS), turn=turn)
 
     def begin(self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120PairRows, thread: Sm120PairThread, req: Int32) -> None:
         """Load Q: of a row that does not exist that of the nearest one, whose results are not stored."""
         stored = operands.row_range(req)
         row = stored.nearest(first_row_of_cta() + thread.warp * N + thread.lane // 4)
         first = stored.q_row(row).toint() + thread.lane % 4 * 4
+        words = [element_at(Int32, first + i * CHUNK).load() for i in range(self.d_qk // K * B_WORDS)]
         for i in range(cute.size(rows.rQ)):
-            rows.rQ[i] = element_at(Int32, first + i * CHUNK).load()
+            rows.rQ[i] = words[i]
+        for i in range(cute.size(rows.rQ), len(words), CHUNK_WORDS):
+            held = registers(CHUNK_WORDS)
+            for word in range(CHUNK_WORDS):
+                held[word] = words[i + word]
+            cute.autovec_copy(held, own_words(smem, thread, i // B_WORDS))
 
     def attend_to(
         self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120PairRows, thread: Sm120PairThread, stage: Int32, keys: KeyTile
     ) -> None:  # fmt: skip
         """Attend to the keys of a stage."""
         place = smem.sK.toint() + stage * (KEYS * self.pitch)
-        scores = self.scores(rows, place, thread)
+        scores = self.scores(smem, rows, place, thread)
         self.mask.apply(operands, smem, thread, scores, stage, keys)
         rows.results.see_stage(self, smem, rows, thread, scores, keys)
         self.follow(smem, rows, thread, scores)
@@ -111,15 +120,22 @@ class Sm120KeysOnMRole(Sm120Role):
         self.add_values(smem, rows, place, thread)
         rows.turn[0] = rows.turn[0] ^ 1
 
-    def scores(self, rows: Sm120PairRows, keys: Int32, thread: Sm120PairThread) -> cute.Tensor:
+    def scores(self, smem: Sm120Smem, rows: Sm120PairRows, keys: Int32, thread: Sm120PairThread) -> cute.Tensor:
         """Return S^T of the warp's 8 rows: of a thread keys lane / 4 + {0, 8, 16, 24} of its two rows."""
         left = keys + row_operand(thread.lane, self.pitch)
         total = cute.make_rmem_tensor(cute.make_layout(KEYS // M * SUMS), Float32)
         total.fill(0.0)
         for step in range(self.d_qk // K):
+            if step < STEPS_IN_REGISTERS:
+                b = [rows.rQ[B_WORDS * step + i] for i in range(B_WORDS)]
+            elif step % 2 == 0:
+                held = registers(CHUNK_WORDS)
+                cute.autovec_copy(own_words(smem, thread, step), held)
+            if step >= STEPS_IN_REGISTERS:
+                b = [held[step % 2 * B_WORDS + i] for i in range(B_WORDS)]
             for tile in range(KEYS // M):
                 a = load_groups(left + tile * M * self.pitch + step * K * ELEMENT_BYTES, transposed=False)
-                multiply(total, tile * SUMS, a, [rows.rQ[2 * step], rows.rQ[2 * step + 1]], self.dtype)
+                multiply(total, tile * SUMS, a, b, self.dtype)
         return total
 
     def follow(self, smem: Sm120Smem, rows: Sm120PairRows, thread: Sm120PairThread, scores: cute.Tensor) -> None:
@@ -166,12 +182,16 @@ class Sm120KeysOnMRole(Sm120Role):
         probs = smem.sP.toint() + (rows.turn[0] * TILE_ROWS + thread.pair * PAIR_ROWS) * P_PITCH + wide_operand(thread.lane, P_PITCH)
         columns = self.d_v // PAIR_WARPS
         left = keys + thread.side * (columns * ELEMENT_BYTES) + wide_operand(thread.lane, self.pitch)
-        for step in range(KEYS // K):
-            b = load_groups(probs + step * K * ELEMENT_BYTES, transposed=False)
-            for tile in range(columns // M):
-                a = load_groups(left + step * K * self.pitch + tile * M * ELEMENT_BYTES)
-                for group in range(PAIR_WARPS):
-                    multiply(rows.rO, SUMS * (PAIR_WARPS * tile + group), a, b[2 * group : 2 * group + 2], self.dtype)
+        places = [(step, tile) for step in range(KEYS // K) for tile in range(columns // M)]
+        following = load_groups(left)
+        for (step, tile), after in zip(places, [*places[1:], None], strict=True):
+            if tile == 0:
+                b = load_groups(probs + step * K * ELEMENT_BYTES, transposed=False)
+            a = following
+            if after is not None:  # ahead of the products, which would else wait for it
+                following = load_groups(left + after[0] * K * self.pitch + after[1] * M * ELEMENT_BYTES)
+            for group in range(PAIR_WARPS):
+                multiply(rows.rO, SUMS * (PAIR_WARPS * tile + group), a, b[2 * group : 2 * group + 2], self.dtype)
 
     @staticmethod
     def first_key(thread: Sm120PairThread) -> Int32:
@@ -305,6 +325,12 @@ class Sm120KeysOnMRole(Sm120Role):
 def sync_pair(thread: Sm120PairThread) -> None:
     """Wait for both warps of a pair."""
     cute.arch.barrier(barrier_id=MATH_BARRIER + thread.pair, number_of_threads=PAIR_WARPS * LANES)
+
+
+def own_words(smem: Sm120Smem, thread: Sm120PairThread, step: int) -> cute.Tensor:
+    """Return this thread's words of Q of two steps, of those that wait in shared memory. step: an even one."""
+    place = (step - STEPS_IN_REGISTERS) // 2 * WARPS * LANES + thread.warp * LANES + thread.lane
+    return chunk_at(smem.sQ.toint() + place * CHUNK)
 
 
 def row_of_sum(i: int) -> int:
