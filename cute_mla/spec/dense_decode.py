@@ -93,13 +93,17 @@ PARAMS = params_of(DenseDecodeArguments)
 class Tiling:
     """Tiling of query rows by an architecture's kernel.
 
-    rows: of a CTA, on SM120 that of a kernel for so many; others have TILE_ROWS where there are such kernels. row_bytes: every row of q and out begins at a multiple of so many bytes; kernels load and store as many at a time.
+    rows: of a CTA. row_bytes: every row of q and out begins at a multiple of so many bytes; kernels load and store as many at a time.
     clusters: numbers of CTAs that may share every key tile, ascending. With (1, 2), two share if the rows give an even number of CTAs.
     """
 
     row_bytes: int
     clusters: tuple[int, ...]
     rows: int = TILE_ROWS
+
+    def takes_rows64(self, rows: int) -> bool:
+        """Return whether so many rows take a kernel with TILE_ROWS rows in a CTA, where an op has one beside a kernel with fewer."""
+        return self.rows < TILE_ROWS and rows > self.rows
 
     @property
     def paired(self) -> bool:

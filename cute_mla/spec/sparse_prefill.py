@@ -126,11 +126,6 @@ class SparsePrefillProblem:
         return self.batch * self.s_q
 
     @property
-    def rows64(self) -> bool:
-        """Whether the kernel with keys on M serves this problem."""
-        return self.h_q > TILINGS[self.arch.name].rows < TILE_ROWS
-
-    @property
     def row_ctas(self) -> int:
         """CTAs along the heads of one query token."""
         return ceil_div(self.h_q, TILE_ROWS)
@@ -139,7 +134,8 @@ class SparsePrefillProblem:
     def config(self) -> SparsePrefillConfig:
         """The variant that serves this problem."""
         tiling = TILINGS[self.arch.name]
-        return SparsePrefillConfig(self.dtype, self.d_qk, self.row_ctas if tiling.paired else tiling.cluster(self.row_ctas), self.rows64)
+        cluster = self.row_ctas if tiling.paired else tiling.cluster(self.row_ctas)
+        return SparsePrefillConfig(self.dtype, self.d_qk, cluster, tiling.takes_rows64(self.h_q))
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return the CTAs along (heads, 1, tokens that run at the same time): as many as keep every SM busy with one CTA."""
@@ -151,5 +147,5 @@ def closed_variants(arch: Arch) -> tuple[SparsePrefillConfig, ...]:
     tiling = TILINGS[arch.name]
     # where CTAs come in pairs, a kernel of its own has up to TILE_ROWS heads, for which the rows of a pair would be half empty
     clusters = (1, 2) if tiling.paired else tiling.clusters
-    forms = (False, True) if tiling.rows < TILE_ROWS else (False,)
+    forms = (False, True) if tiling.takes_rows64(TILE_ROWS) else (False,)
     return tuple(SparsePrefillConfig(DTYPE, d_qk, cluster, form) for d_qk in HEAD_DIMS for cluster in clusters for form in forms)

@@ -1,9 +1,9 @@
 """Products of a block of keys of each attention kernel: padded FLOP on one SM, as 16-bit equivalents.
 
-A block is a tile of 64 keys and 64 query rows, on RTX boards 16; on Blackwell two SMs share 64 keys and 128 rows, but for sparse prefill
-with up to 64 heads. In dense prefill a block has 128 keys, or 80 or 64 with 256 columns on Hopper, and 128 or 256 rows; in its backward
-pass 128 rows and 96 or 128 keys for dQ, 128 keys and 64 to 128 rows for dK and dV. Logits of an indexer have tiles of 128 keys and 256
-rows, 128 with pages.
+A block is a tile of 64 keys and 64 query rows, on RTX boards 16, of sparse prefill with more than 16 heads 64; on Blackwell two SMs share
+64 keys and 128 rows, but for sparse prefill with up to 64 heads.
+In dense prefill a block has 128 keys, or 80 or 64 with 256 columns on Hopper, and 128 or 256 rows; in its backward pass 128 rows and 96 or
+128 keys for dQ, 128 keys and 64 to 128 rows for dK and dV. Logits of an indexer have tiles of 128 keys and 256 rows, 128 with pages.
 """
 
 from __future__ import annotations

@@ -80,7 +80,7 @@ class Sm120Smem:
     sRows: cute.Pointer  # fp32 [warp][row]: maxima of a stage; at the end of a work tile sums. Keys on M: [turn][row]: factors of O
     k_ready: StageBarriers
     k_free: StageBarriers
-    sQ: cute.Pointer | None = None  # dtype [row][d_qk], as sK; rows that do not exist are zeros. Keys on M: words of threads, from column 512 on
+    sQ: cute.Pointer | None = None  # dtype [row][d_qk], as sK, zeros where there is no row. Keys on M: words of threads, behind 512 columns
     sPresent: cute.Pointer | None = None  # int32, where indices decide which keys exist: [stage][key], or [stage] of bits
     sKept: cute.Pointer | None = None  # fp32: what results of an op keep until the end of a work tile
 

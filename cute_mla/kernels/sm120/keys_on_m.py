@@ -2,7 +2,8 @@
 
 Eight warps in four pairs, each of 16 rows. A warp has S of 8 rows over all keys of a stage and O of the pair's 16 rows over half of the
 columns: 64 registers of Q, 128 of O. Columns of Q behind the first 512 wait in shared memory, where each thread finds its own words: with
-72 registers of Q none are left to ask for V ahead. The softmax of a row stays within a warp. P and the factors of O go to the other one through shared memory:
+72 registers of Q none are left to ask for V ahead. The softmax of a row stays within a warp. P and the factors of O go to the other one
+through shared memory:
 
     S, P of 8 rows -> barrier of a pair -> O += P V of 16 rows
 
@@ -32,7 +33,7 @@ from ..primitives.rows import element_at, registers, store_vector
 from ..primitives.warp_products import SUMS, K, M, N, multiply, row_operand, wide_operand
 from .attend import CHUNK_WORDS, chunk_at
 from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, Sm120Smem
-from .roles import HALVES, Kept, Sm120Role, Sm120Rows, by_destination
+from .roles import HALVES, Kept, Sm120Role, Sm120Rows
 
 PAIR_WARPS = 2
 PAIR_ROWS = PAIR_WARPS * N
@@ -106,7 +107,15 @@ class Sm120KeysOnMRole(Sm120Role):
                 held[word] = words[i + word]
             cute.autovec_copy(held, own_words(smem, thread, i // B_WORDS))
 
+    @cute.jit
     def attend_to(
+        self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120PairRows, thread: Sm120PairThread, stage: Int32, keys: KeyTile
+    ):  # fmt: skip
+        """Attend to the keys of a stage, if the pair has a row."""
+        if first_row_of_cta() + thread.pair * PAIR_ROWS < operands.rows():
+            self.attend_with_pair(operands, smem, rows, thread, stage, keys)
+
+    def attend_with_pair(
         self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120PairRows, thread: Sm120PairThread, stage: Int32, keys: KeyTile
     ) -> None:  # fmt: skip
         """Attend to the keys of a stage."""
@@ -245,7 +254,8 @@ class Sm120KeysOnMRole(Sm120Role):
     def finish(
         self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120PairRows, thread: Sm120PairThread, req: Int32, work_tile: WorkTile
     ) -> None:  # fmt: skip
-        """Write out or out_accum, and lse: natural log if the request is not cut, else base 2."""
+        """Write out and lse of a work tile that is not cut."""
+        assert work_tile.always_direct, "there is no code for splits"
         stored = operands.row_range(req)
         weights = [self.finish_row(operands, smem, stored, rows, thread, which, work_tile) for which in range(HALVES)]
         self.keep(self.factors(smem, rows), thread, weights)
@@ -254,11 +264,7 @@ class Sm120KeysOnMRole(Sm120Role):
         for i in range(cute.size(rows.rO)):
             factor = factors[row_of_sum(i)]
             rows.rO[i] = cutlass.select_(factor == NO_KEYS, Float32(0), rows.rO[i] * factor)
-        by_destination(
-            work_tile,
-            lambda: self.store_out(smem, stored, rows, thread),
-            lambda: self.store_accum(operands, stored, rows, thread, work_tile),
-        )
+        self.store_out(smem, stored, rows, thread)
         rows.turn[0] = rows.turn[0] ^ 1
 
     @cute.jit
@@ -273,15 +279,8 @@ class Sm120KeysOnMRole(Sm120Role):
         weight = self.row_scale.weight(operands, lambda: work_tile, row, total, reference)
         if stored.holds(row) & (thread.lane < 4):
             lse = reference + cute.math.log2(total, fastmath=True)
-            if cutlass.const_expr(work_tile.always_direct):
-                stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
-                rows.results.store(self, smem, stored, thread, row, which, (total, reference))
-            else:
-                if work_tile.direct:
-                    stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
-                else:
-                    place = operands.lse_accum + operands.accum_row(work_tile, row)
-                    place.store(cutlass.select_(empty, -Float32.inf, lse))
+            stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+            rows.results.store(self, smem, stored, thread, row, which, (total, reference))
         return cutlass.select_(empty, Float32(NO_KEYS), weight)
 
     @cute.jit
@@ -306,20 +305,6 @@ class Sm120KeysOnMRole(Sm120Role):
                 if stored.holds(own[group]):
                     store_vector(outs[group] + first, [held[i] for i in range(CHUNK_WORDS)])
             cute.arch.sync_warp()
-
-    @cute.jit
-    def store_accum(self, operands: LatentOperands, stored: RowRange, rows: Sm120PairRows, thread: Sm120PairThread, work_tile: WorkTile):
-        """Write the warp's columns of out_accum."""
-        for which in cutlass.range_constexpr(HALVES * PAIR_WARPS):
-            group, i = divmod(which, HALVES)
-            row = first_row_of_cta() + thread.pair * PAIR_ROWS + group * N + thread.lane % 4 * HALVES + i
-            if stored.holds(row):
-                column = thread.side * (self.d_v // PAIR_WARPS) + thread.lane // 4
-                out = operands.out_accum + (operands.accum_row(work_tile, row) * self.d_v + column)
-                for tile in cutlass.range_constexpr(self.d_v // PAIR_WARPS // M):
-                    at = SUMS * (PAIR_WARPS * tile + group)
-                    (out + tile * M).store(rows.rO[at + i])
-                    (out + tile * M + N).store(rows.rO[at + 2 + i])
 
 
 def sync_pair(thread: Sm120PairThread) -> None:

@@ -119,10 +119,7 @@ class SparsePrefillSm120Results(Sm120RowResults):
         """Sum up the keys before the bound, if this stage is the first to have others."""
         if keys.first + KEYS > self.rBound[0]:
             limit = self.rBound[0] - keys.first - attend.first_key(thread)
-            before = [
-                cutlass.select_(attend.key_behind_first(i) < limit, scores[i], -Float32.inf)
-                for i in range(cute.size(scores))
-            ]
+            before = [cutlass.select_(attend.key_behind_first(i) < limit, scores[i], -Float32.inf) for i in range(cute.size(scores))]
             kept = attend.kept(smem)
             tops = attend.tops(kept.tops, thread, before)
             steps = [rows.step(which, attend.by_row(before)[which], product(top, rows.scale)) for which, top in enumerate(tops)]
