@@ -210,7 +210,7 @@ def _possible_on(arch: str, op: str, features: Mapping[str, Any]) -> bool:
     if op == "dense_decode":
         rows = features.get("head_dim", 576), features.get("head_dim_v", 512), features.get("h_kv", 1)
         return rows == (576, 512, 1) and features.get("dtype") not in ("e4m3", torch.float8_e4m3fn)
-    return op == "sparse_decode"
+    return op in ("sparse_decode", "sparse_prefill")
 
 
 _NEEDED = {"dense_decode": ("head_dim",), "sparse_decode": ("h_q",), "dense_prefill": ("head_dim",), "sparse_prefill": ("head_dim", "h_q")}
