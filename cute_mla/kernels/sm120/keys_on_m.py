@@ -29,7 +29,7 @@ from ..attention.scheduler import first_query_row as first_row_of_cta
 from ..attention.softmax import LN2
 from ..primitives.arithmetic import pack_pair, product
 from ..primitives.copies import CHUNK, load_groups, smem_pointer
-from ..primitives.rows import element_at, registers, store_vector
+from ..primitives.rows import load_words, registers, store_vector
 from ..primitives.warp_products import SUMS, K, M, N, multiply, row_operand, wide_operand
 from .attend import CHUNK_WORDS, chunk_at
 from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, Sm120Smem
@@ -94,18 +94,28 @@ class Sm120KeysOnMRole(Sm120Role):
         return Sm120PairRows(**vars(rows), rQ=registers(STEPS_IN_REGISTERS * B_WORDS), turn=turn)
 
     def begin(self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120PairRows, thread: Sm120PairThread, req: Int32) -> None:
-        """Load Q: of a row that does not exist that of the nearest one, whose results are not stored."""
+        """Load Q: of a row that does not exist that of the nearest one, whose results are not stored.
+
+        16 bytes of a row a lane, which pass through the rows of P that the warp itself writes, 32 columns at a time.
+        """
         stored = operands.row_range(req)
         row = stored.nearest(first_row_of_cta() + thread.warp * N + thread.lane // 4)
-        first = stored.q_row(row).toint() + thread.lane % 4 * 4
-        words = [element_at(Int32, first + i * CHUNK).load() for i in range(self.d_qk // K * B_WORDS)]
-        for i in range(cute.size(rows.rQ)):
-            rows.rQ[i] = words[i]
-        for i in range(cute.size(rows.rQ), len(words), CHUNK_WORDS):
-            held = registers(CHUNK_WORDS)
-            for word in range(CHUNK_WORDS):
-                held[word] = words[i + word]
-            cute.autovec_copy(held, own_words(smem, thread, i // B_WORDS))
+        first = stored.q_row(row).toint() + thread.lane % 4 * CHUNK
+        parts = [registers(CHUNK_WORDS) for _ in range(self.d_qk // STORED_COLUMNS)]
+        for i, part in enumerate(parts):
+            load_words(part, first + i * STORED_COLUMNS * ELEMENT_BYTES, Boolean(True))
+        for i, part in enumerate(parts):
+            buffer = self.own_rows(smem, thread, i % TURNS)
+            cute.autovec_copy(part, chunk_at(buffer + lane_of_row(thread)))
+            cute.arch.sync_warp()
+            words = load_groups(buffer + lane_of_matrix(thread), transposed=False)
+            if B_WORDS * 2 * i < cute.size(rows.rQ):
+                for word in range(CHUNK_WORDS):
+                    rows.rQ[CHUNK_WORDS * i + word] = words[word]
+            else:
+                for word in range(CHUNK_WORDS):
+                    part[word] = words[word]
+                cute.autovec_copy(part, own_words(smem, thread, 2 * i))
 
     @cute.jit
     def attend_to(
@@ -153,14 +163,13 @@ class Sm120KeysOnMRole(Sm120Role):
         tops = self.tops(None, thread, [scores[i] for i in range(cute.size(scores))])
         steps = [rows.follow(which, mine[which], product(tops[which], rows.scale)) for which in range(HALVES)]
         words = [pack_pair(steps[0].probs[i], steps[1].probs[i], self.dtype) for i in range(KEYS // N)]
-        self.store_matrices(self.place(smem, rows, thread), words)
+        self.store_matrices(self.own_rows(smem, thread, rows.turn[0]) + lane_of_matrix(thread), words)
         self.keep(self.factors(smem, rows), thread, [step.alpha for step in steps])
 
     @staticmethod
-    def place(smem: Sm120Smem, rows: Sm120PairRows, thread: Sm120PairThread, turns: int = 0) -> Int32:
-        """Return the address of this lane's row of the warp's matrices in the buffer of P that comes so many turns later."""
-        buffer = smem.sP.toint() + (rows.turn[0] ^ turns) * (TILE_ROWS * P_PITCH)
-        return buffer + (thread.warp * N + thread.lane % N) * P_PITCH + thread.lane // N * CHUNK
+    def own_rows(smem: Sm120Smem, thread: Sm120PairThread, turn: Int32 | int) -> Int32:
+        """Return the address of the warp's rows in a buffer of P."""
+        return smem.sP.toint() + (turn * TILE_ROWS + thread.warp * N) * P_PITCH
 
     @staticmethod
     def store_matrices(place: Int32, words: list[Int32]) -> None:
@@ -286,22 +295,21 @@ class Sm120KeysOnMRole(Sm120Role):
     @cute.jit
     def store_out(self, smem: Sm120Smem, stored: RowRange, rows: Sm120PairRows, thread: Sm120PairThread):
         """Write the warp's columns of out, by way of the rows of P that the warp itself writes."""
-        places = [self.place(smem, rows, thread, group) for group in range(PAIR_WARPS)]
+        buffers = [self.own_rows(smem, thread, turn) for turn in range(TURNS)]
         own = [first_row_of_cta() + thread.pair * PAIR_ROWS + group * N + thread.lane // 4 for group in range(PAIR_WARPS)]
         column = thread.side * (self.d_v // PAIR_WARPS) + thread.lane % 4 * (CHUNK // ELEMENT_BYTES)
         outs = [stored.out_row(stored.nearest(row)) + column for row in own]
-        shift = thread.lane // 4 * P_PITCH + thread.lane % 4 * CHUNK - (thread.lane % N * P_PITCH + thread.lane // N * CHUNK)
         for first in cutlass.range_constexpr(0, self.d_v // PAIR_WARPS, STORED_COLUMNS):
             for group in cutlass.range_constexpr(PAIR_WARPS):
                 words = []
                 for tile in cutlass.range_constexpr(STORED_COLUMNS // M):
                     at = SUMS * (PAIR_WARPS * (first // M + tile) + group)
                     words += [pack_pair(rows.rO[at + 2 * i], rows.rO[at + 2 * i + 1], self.dtype) for i in range(2)]
-                self.store_matrices(places[group], words)
+                self.store_matrices(buffers[group] + lane_of_matrix(thread), words)
             cute.arch.sync_warp()
             for group in cutlass.range_constexpr(PAIR_WARPS):
                 held = registers(CHUNK_WORDS)
-                cute.autovec_copy(chunk_at(places[group] + shift), held)
+                cute.autovec_copy(chunk_at(buffers[group] + lane_of_row(thread)), held)
                 if stored.holds(own[group]):
                     store_vector(outs[group] + first, [held[i] for i in range(CHUNK_WORDS)])
             cute.arch.sync_warp()
@@ -316,6 +324,16 @@ def own_words(smem: Sm120Smem, thread: Sm120PairThread, step: int) -> cute.Tenso
     """Return this thread's words of Q of two steps, of those that wait in shared memory. step: an even one."""
     place = (step - STEPS_IN_REGISTERS) // 2 * WARPS * LANES + thread.warp * LANES + thread.lane
     return chunk_at(smem.sQ.toint() + place * CHUNK)
+
+
+def lane_of_matrix(thread: Sm120PairThread) -> Int32:
+    """Return the offset of a lane's row of four matrices that are neighbours in rows of P."""
+    return thread.lane % N * P_PITCH + thread.lane // N * CHUNK
+
+
+def lane_of_row(thread: Sm120PairThread) -> Int32:
+    """Return the offset of a lane's 16 bytes of 64, of the row of P that four lanes share."""
+    return thread.lane // 4 * P_PITCH + thread.lane % 4 * CHUNK
 
 
 def row_of_sum(i: int) -> int:
