@@ -42,7 +42,7 @@ from ..primitives.smem import SmemLayout
 from ..primitives.warp_products import M, N
 from ..sm120.attend import CHUNK_WORDS, Sm120AttendRole, chunk_at
 from ..sm120.cta import KEYS, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, first_query_row, pitch_of, products_of_stage
-from ..sm120.roles import HALVES
+from ..sm120.roles import HALVES, Sm120Mask
 from ..sm120.rows import Sm120Columns, load_chunk, next_tile, rows_of
 from .abi import DenseDecodeAbi
 from .operands import NO_PAGE, DenseDecodeOperands, DenseDecodeRowScale
@@ -133,10 +133,8 @@ class DenseDecodeSm120Codes:
             cute.autovec_copy(part, chunk_at(target + half * CHUNK))
 
 
-class DenseDecodeSm120Mask:
+class DenseDecodeSm120Mask(Sm120Mask):
     """Mask of keys past the end, and of those that causal, tree_mask or a window hide."""
-
-    skips = False
 
     @cute.jit
     def apply(self, operands: DenseDecodeOperands, smem: Any, thread: Sm120Thread, scores: cute.Tensor, stage: Int32, keys: KeyTile):

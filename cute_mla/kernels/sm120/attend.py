@@ -152,6 +152,7 @@ class Sm120AttendRole(Sm120Role):
     @staticmethod
     def kept(smem: Sm120Smem) -> Kept:
         """Return the places of what is kept."""
+        assert smem.sKept is not None, "an op with results has a place for them"
         return Kept(*(smem.sKept + i * WARPS * ROWS for i in range(3)))
 
     def keep(self, place: cute.Pointer, thread: Sm120Thread, values: list[Float32]) -> None:

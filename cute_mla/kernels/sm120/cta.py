@@ -60,6 +60,16 @@ class Sm120Form:
         """Return the threads of a CTA."""
         return (self.warps + self.loaders) * LANES
 
+    def leave_registers(self) -> None:
+        """Leave registers of a warp that brings keys to those that multiply."""
+        if self.registers is not None:
+            cute.arch.setmaxregister_decrease(self.registers[0])
+
+    def take_registers(self) -> None:
+        """Take registers for a warp that multiplies."""
+        if self.registers is not None:
+            cute.arch.setmaxregister_increase(self.registers[1])
+
 
 HEADS_ON_M = Sm120Form(ROWS, WARPS, WARPS, 1, (NamedBarrier("attend", MATH_BARRIER),))
 HEADS_ON_M_BY_REGISTERS = replace(HEADS_ON_M, loaders=STAGES * WARPS)
@@ -197,12 +207,10 @@ class Sm120Kernel(AttentionKernel):
         # the plan, the lengths, the indices, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
         if warp < self.form.warps:
-            if cutlass.const_expr(self.form.registers is not None):
-                cute.arch.setmaxregister_increase(self.form.registers[1])
+            self.form.take_registers()
             self.parts.attend(operands, smem)
         else:
-            if cutlass.const_expr(self.form.registers is not None):
-                cute.arch.setmaxregister_decrease(self.form.registers[0])
+            self.form.leave_registers()
             self.parts.load(operands, smem)
 
     def complete(self) -> KernelDefinition:

@@ -247,6 +247,7 @@ class Sm120KeysOnMRole(Sm120Role):
     @staticmethod
     def kept(smem: Sm120Smem) -> Kept:
         """Return the places of what is kept; maxima are not."""
+        assert smem.sKept is not None, "an op with results has a place for them"
         return Kept(None, smem.sKept, smem.sKept + TILE_ROWS)
 
     def keep(self, place: cute.Pointer, thread: Sm120PairThread, values: list[Float32]) -> None:

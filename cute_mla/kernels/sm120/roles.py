@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Float32, Int32, cute
+from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.split_plan import TILE_KEYS
 from ..attention.lengths import RowRange
@@ -28,6 +28,7 @@ class RowStep(NamedTuple):
     probs: list[Float32]
 
 
+@dataclass(frozen=True)
 class Sm120RowResults:
     """Results of a thread's two rows besides out and lse. The base class has none. attend: the role."""
 
@@ -99,13 +100,18 @@ class Sm120Rows:
         return step
 
 
-class Sm120Mask(Protocol):
-    """Mask of an op. skips: whether stages without a key are passed by, as has_keys(smem, stage) tells."""
+class Sm120Mask:
+    """Mask of an op. skips: whether stages without a key are passed by."""
 
-    skips: bool
+    skips = False
+
+    def has_keys(self, smem: Sm120Smem, stage: Int32) -> Boolean:
+        """Return whether a stage has a key."""
+        raise NotImplementedError
 
     def apply(self, operands: Any, smem: Sm120Smem, thread: Any, scores: cute.Tensor, stage: Int32, keys: KeyTile) -> None:
         """Set the scores of keys that a row does not see to -inf. keys: those of the stage, as if a tile began with them."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -118,6 +124,8 @@ class Sm120Role:
     d_qk: int
     d_v: int
     results: Sm120RowResults = LSE_ONLY
+
+    kept_floats = 0  # of shared memory, for results of an op
 
     @property
     def pitch(self) -> int:

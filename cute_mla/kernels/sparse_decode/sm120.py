@@ -43,6 +43,7 @@ from ..primitives.rows import element_at, exact, registers
 from ..primitives.smem import Array, SmemLayout
 from ..sm120.attend import CHUNK_WORDS, Sm120AttendRole, chunk_at
 from ..sm120.cta import KEYS, STAGES, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, pitch_of, products_of_stage
+from ..sm120.roles import Sm120Mask
 from ..sm120.rows import Sm120Columns, load_chunk, next_tile, rows_of
 from .abi import SparseDecodeAbi
 from .operands import SparseDecodeIndices, SparseDecodeOperands, look_up, slot_address
@@ -132,10 +133,8 @@ def store_if(wanted: Boolean, place: cute.Pointer, row: Int64):
         place.store(cutlass.select_(row != 0, Int32(1), Int32(0)))
 
 
-class SparseDecodeSm120Mask:
+class SparseDecodeSm120Mask(Sm120Mask):
     """Mask of slots that do not exist."""
-
-    skips = False
 
     @cute.jit
     def apply(self, operands: Any, smem: Sm120Smem, thread: Sm120Thread, scores: cute.Tensor, stage: Int32, keys: KeyTile):

@@ -21,7 +21,7 @@ from ..primitives.arithmetic import product
 from ..primitives.copies import arrive_landed
 from ..primitives.pipeline import PipelineState
 from ..sm120.cta import KEYS, LANES, WARP_KEYS, WARPS, Sm120Smem, Sm120Thread, pitch_of
-from ..sm120.roles import Sm120RowResults
+from ..sm120.roles import Sm120Mask, Sm120RowResults
 from ..sm120.rows import Sm120Columns
 from .operands import SparsePrefillOperands
 
@@ -66,7 +66,7 @@ class SparsePrefillSm120LoadRole:
 
 
 @dataclass(frozen=True)
-class SparsePrefillSm120Mask:
+class SparsePrefillSm120Mask(Sm120Mask):
     """Mask of keys whose bit is 0. attend: the role."""
 
     attend: Any
