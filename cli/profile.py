@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cute_mla.profiles.rows import Case
 
 OPS = (*PUBLIC_OPS, "combine", "split_plan")  # also of kernels that run inside other calls, of which rows exist or figures are shown
-GPUS = ("H200", "H100", "H800", "B200", "B300")
+GPUS = ("H200", "H100", "H800", "B200", "B300", "RTX PRO 6000", "RTX 5090", "GB10")
 
 CLOCK = "clock"
 _DEFAULT_BUDGET_S = 300.0
@@ -76,7 +76,10 @@ class Options:
     "machine code, clock by clock, which takes 10 to 20 s a row. auto: cuda if there is a matching GPU, else model.",
 )
 @click.option(
-    "--gpu", type=Hardware(GPUS), multiple=True, help="GPU to predict for; may be repeated. Default: H200, or B200 with --arch sm100."
+    "--gpu",
+    type=Hardware(GPUS),
+    multiple=True,
+    help="GPU to predict for; may be repeated. Default: H200, or with --arch the first that runs its kernels.",
 )
 @click.option("--rows", show_default="all", help="Rows or cases, comma-separated, such as D1,D5.fixed; prints them without static figures.")
 @click.option("--budget", type=Finite(min=0), default=_DEFAULT_BUDGET_S, help="Time limit in seconds; rows that were not run are named.")

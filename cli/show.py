@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     help="What --counts counts: the machine code (SASS) of the cubin, which takes nvdisasm to read, or the PTX.",
 )
 @click.option("--stalls", is_flag=True, help="With kernel: predict which of its instructions wait, and for how long (takes a minute).")
-@click.option("--gpu", metavar="NAME", show_default="H200 or B200", help="With --stalls: the GPU.")
+@click.option("--gpu", metavar="NAME", show_default="H200, B200 or RTX PRO 6000", help="With --stalls: the GPU.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def show(what: str, name: str | None, counts: bool, code: str, stalls: bool, gpu: str | None, as_json: bool) -> None:
     """Print the manifest (the default), one kernel by NAME, the environment, what this version supports, or the models that it serves."""

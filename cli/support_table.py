@@ -12,7 +12,7 @@ from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
 
 # Fields that say how a kernel lays out rows. The table leaves them out: listed kernels ship with all values that calls need.
-_UNLISTED_FIELDS = ("cluster", "columns", "few_heads", "few_rows", "slots", "head_tile", "head_tiles", "stream")
+_UNLISTED_FIELDS = ("cluster", "columns", "few_heads", "few_rows", "rows64", "slots", "head_tile", "head_tiles", "stream")
 _INTERNAL_OPS = (  # run inside other calls; no public function calls them alone
     *("split_plan", "combine", "dense_prefill_dq"),
     *("row_statistics", "sparse_prefill_dq", "key_lists", "row_sums"),

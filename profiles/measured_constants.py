@@ -116,6 +116,6 @@ def with_measured(text: str, measured: Measured) -> str:
     tables[measured.gpu] = {**tables.get(measured.gpu, {}), **new}
     lines = []
     for gpu, table in sorted(tables.items()):
-        lines += [f"\n[measured.{gpu}]\n"]
+        lines += [f'\n[measured."{gpu}"]\n' if " " in gpu else f"\n[measured.{gpu}]\n"]
         lines += [f'{name} = {{ value = {entry["value"]}, source = "{entry["source"]}" }}\n' for name, entry in sorted(table.items())]
     return text.partition("\n" + HEAD)[0] + "\n" + HEAD + "".join(lines)

@@ -20,6 +20,7 @@ from typing import Any
 
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.runtime.errors import ArtifactError
+from cute_mla.spec.arch import SM120
 
 from .clock.cluster_run import HBM, ISSUE, L2, SHARED, TENSOR
 from .clock.constants import constants, gpus
@@ -35,7 +36,13 @@ FILE = Path(__file__).resolve().parent / "predictions.json"
 NOTES, README = FILE.parent / "NOTES.md", FILE.parents[1] / "README.md"
 PERFORMANCE = README.parent / "docs" / "performance.md"
 BEGIN, END = "<!-- begin: python -m cute_mla.profiles.predictions -->\n", "<!-- end: predictions -->"
+BEGIN_BOARDS = BEGIN.replace(" -->", ", RTX boards -->")
 SHOWN = ("H200", "B200")  # GPUs of the tables
+BOARDS = tuple(gpu for gpu in GPUS if GPUS[gpu].arch == SM120.name)  # of a table of their own, with decodes of up to 16 and of 128 heads
+BOARD_ROWS = (
+    *("S8.h8", "S8.h16", "S8.h128", "S3.h8", "S3.h16", "S2.b128", "S8.latent_h16", "S8.b128_latent_h16", "S1.topk2048"),
+    *("D12.h16", "D8.s1", "D1.fixed", "F2.h16b1", "F2.h16"),
+)
 FIRST_PRIORITIES = 2  # of the rows in NOTES.md; they cover every op
 NUMBERS = {  # rows of the README
     "D1.fixed": "dense decode, 4,096 keys, 128 heads, bf16",
@@ -62,6 +69,12 @@ def recorded() -> dict[str, Line]:
 def first_cases() -> list[Case]:
     """Return the cases that are recorded and shown in NOTES.md, in the order of ops."""
     return [case for case in every_case() if case.priority <= FIRST_PRIORITIES]
+
+
+def board_cases() -> list[Case]:
+    """Return the cases that are recorded and shown on RTX boards, in the order of their table."""
+    cases = {case.name: case for case in every_case()}
+    return [cases[name] for name in BOARD_ROWS]
 
 
 def published_cases() -> list[tuple[Case, Published]]:
@@ -240,14 +253,14 @@ def _limit_and_time(case: Case, gpu: str, found: Mapping[str, Any]) -> list[str]
     return [between(limit, limit), time]
 
 
-def table(problems: Mapping[str, str], *, with_bound: bool) -> str:
-    """Return rows as Markdown: roofline and prediction on each of SHOWN, with the cause of most of the time. problems: by name."""
-    heads = [f"{gpu}: {what}" for gpu in SHOWN for what in ("roofline", "clock", "binds")[: 3 if with_bound else 2]]
+def table(problems: Mapping[str, str], *, with_bound: bool, gpus: Sequence[str] = SHOWN) -> str:
+    """Return rows as Markdown: roofline and prediction on each of some GPUs, with the cause of most of the time. problems: by name."""
+    heads = [f"{gpu}: {what}" for gpu in gpus for what in ("roofline", "clock", "binds")[: 3 if with_bound else 2]]
     lines = [f"| row | problem | {' | '.join(heads)} |\n", "|---" * (len(heads) + 2) + "|\n"]
     cases = {case.name: case for case in every_case()}
     for name, problem in problems.items():
         cells = [name, problem]
-        for gpu in SHOWN:
+        for gpu in gpus:
             found = model_of(cases[name], gpu)
             cells += _limit_and_time(cases[name], gpu, found)
             if with_bound:
@@ -266,27 +279,34 @@ def published_table() -> str:
     return "".join(lines)
 
 
-def tables() -> dict[Path, str]:
-    """Return the table of each page that has one."""
-    rows = {case.name: case.text for case in first_cases()}
-    return {NOTES: table(rows, with_bound=True), README: table(NUMBERS, with_bound=False), PERFORMANCE: published_table()}
+def tables() -> dict[tuple[Path, str], str]:
+    """Return the tables by page and the line in front of them."""
+    rows, boards = ({case.name: case.text for case in cases} for cases in (first_cases(), board_cases()))
+    return {
+        (NOTES, BEGIN): table(rows, with_bound=True),
+        (README, BEGIN): table(NUMBERS, with_bound=False, gpus=(*SHOWN, BOARDS[0])),
+        (PERFORMANCE, BEGIN): published_table(),
+        (PERFORMANCE, BEGIN_BOARDS): table(boards, with_bound=False, gpus=BOARDS),
+    }
 
 
 def main(names: Sequence[str]) -> None:
     """Record the rows that are not current, after each row, and write the tables.
 
-    names: GPUs of the first rows, by default SHOWN. Rows that others have timed are recorded on their GPU, if it is among the names.
+    names: GPUs of the first rows, or of those of RTX boards; by default SHOWN and BOARDS. Rows that others have timed are recorded on their
+    GPU, if it is among the names.
     """
-    first = [(case, gpu) for gpu in names or SHOWN for case in by_priority(first_cases())]
+    wanted = names or (*SHOWN, *BOARDS)
+    first = [(case, gpu) for gpu in wanted for case in (board_cases() if gpu in BOARDS else by_priority(first_cases()))]
     others = [(case, published.gpu) for case, published in published_cases() if not names or published.gpu in names]
     for case, gpu in dict.fromkeys((case, line_gpu(gpu)) for case, gpu in first + others):
         if is_current(case, gpu) is False:
             print(f"{gpu} {case.name}", file=sys.stderr, flush=True)
             line = record_of(case, gpu)
             write({**recorded(), f"{case.name} {gpu}": line})
-    for page, block in tables().items():
-        before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-        page.write_text(before + BEGIN + block + END + rest.partition(END)[2], encoding="utf-8")
+    for (page, begin), block in tables().items():
+        before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+        page.write_text(before + begin + block + END + rest.partition(END)[2], encoding="utf-8")
 
 
 if __name__ == "__main__":

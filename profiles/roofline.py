@@ -39,6 +39,9 @@ GPUS: dict[str, Gpu] = {
         Gpu("H800", "sm90", 865.0, 3.0, "published: peak at the throttled 1600 MHz, 3.0 TB/s achieved of 3.35"),
         Gpu("B200", "sm100", 2250.0, 8.0, "datasheet: nothing achieved is known to us"),
         Gpu("B300", "sm100", 2250.0, 8.0, "taken as a B200: its dense bf16 rate and its bandwidth are given as the same"),
+        Gpu("RTX PRO 6000", "sm120", 503.8, 1.792, "datasheet: nothing achieved by us; others reach 96 % of the bandwidth"),
+        Gpu("RTX 5090", "sm120", 209.5, 1.792, "datasheet, fp32 sums at half of the rate: nothing achieved is known to us"),
+        Gpu("GB10", "sm120", 119.0, 0.273, "published for DGX Spark: nothing achieved by us"),
     )
 }
 

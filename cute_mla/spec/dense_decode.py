@@ -101,6 +101,10 @@ class Tiling:
     clusters: tuple[int, ...]
     rows: int = TILE_ROWS
 
+    def takes_rows64(self, rows: int) -> bool:
+        """Return whether so many rows take a kernel with TILE_ROWS rows in a CTA, where an op has one beside a kernel with fewer."""
+        return self.rows < TILE_ROWS and rows > self.rows
+
     @property
     def paired(self) -> bool:
         """True if CTAs come in pairs for any number of rows."""

@@ -89,13 +89,13 @@ def _same(variants: Callable[[], Sequence[Config]]) -> Callable[[Arch], Sequence
     return lambda arch: variants()
 
 
-_ATTENTION = (SM90, SM100)  # the others have decode alone
+_ATTENTION = (SM90, SM100)  # the others have decode and sparse prefill alone
 _DECODES, _BACKWARD, _SPARSE_BACKWARD = ("dense_decode", "sparse_decode"), ("dense_prefill_backward",), ("sparse_prefill_backward",)
 _SUMS_OF_ROWS = (*_SPARSE_BACKWARD, "indexer_backward")
 KERNEL_OPS: dict[str, KernelOp] = {
     "dense_decode": KernelOp(dense_decode.PARAMS, dense_decode.closed_variants, 2.1, by_arch=True),
     "sparse_decode": KernelOp(sparse_decode.PARAMS, sparse_decode.closed_variants, 2.1, by_arch=True),
-    "sparse_prefill": KernelOp(sparse_prefill.PARAMS, sparse_prefill.closed_variants, 1.6, by_arch=True, archs=_ATTENTION),
+    "sparse_prefill": KernelOp(sparse_prefill.PARAMS, sparse_prefill.closed_variants, 1.6, by_arch=True),
     "dense_prefill": KernelOp(dense_prefill.PARAMS, dense_prefill.closed_variants, 2.1, by_arch=True),
     "masked_prefill": KernelOp(masked_prefill.PARAMS, masked_prefill.closed_variants, 2.1, ("dense_prefill",), by_arch=True),
     "dense_prefill_dkdv": KernelOp(

@@ -17,7 +17,7 @@ from .arch import SM90, SM100, Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
 from .dense_decode import FEW_HEADS, SOFTMAX_TERMS, TILE_ROWS, TILINGS, parts_of, row_ctas
 from .mla import BF16
-from .split_plan import INVARIANT_SPLIT, TILE_KEYS, invariant_splits, keeps_whole
+from .split_plan import INVARIANT_SPLIT, TILE_KEYS, invariant_splits, keeps_whole, piece_overhead
 
 
 class SparseDecodeArguments(NamedTuple):
@@ -206,7 +206,8 @@ class SparseDecodeProblem:
         the kernel does not cut either where the contents of a plan say so.
         """
         splits = invariant_splits(self.max_keys)
-        whole = splits == 1 and self.counted_parts > 0 and keeps_whole(self.batch, self.max_keys, self.counted_parts)
+        parts, overhead = self.counted_parts, piece_overhead(self.arch)
+        whole = splits == 1 and parts > 0 and keeps_whole(self.batch, self.max_keys, parts, overhead)
         return splits if self.batch_invariant or whole else 0
 
     def num_parts(self, sm_count: int) -> int:

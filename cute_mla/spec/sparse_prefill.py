@@ -76,16 +76,18 @@ class SparsePrefillConfig:
 
     dtype: element type of q, kv and out. d_qk: columns of a row, 576 or 512.
     cluster: CTAs that share the gathered tiles (1 or 2); on sm100, the CTAs along the heads.
+    rows64: on sm120: keys on M and 64 rows a CTA, for more heads than the 16 rows of the other kernel.
     """
 
     dtype: str
     d_qk: int
     cluster: int
+    rows64: bool = False
 
     @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
-        return f"{self.dtype}_d{self.d_qk}_cluster{self.cluster}"
+        return f"{self.dtype}_d{self.d_qk}_" + ("rows64" if self.rows64 else f"cluster{self.cluster}")
 
 
 def order_terms(config: SparsePrefillConfig, arch: Arch) -> dict[str, Any]:
@@ -99,8 +101,8 @@ def order_terms(config: SparsePrefillConfig, arch: Arch) -> dict[str, Any]:
         "arch": arch.name,
         "dtype": config.dtype,
         "d_qk": config.d_qk,
-        "rows": f"{config.cluster} CTAs" if arch is SM100 else "any",
-        "keys": f"tiles of {TILE_KEYS}, as given",
+        "rows": f"{config.cluster} CTAs" if arch is SM100 else "keys on M" if config.rows64 else "any",
+        "keys": f"tiles of {TILE_KEYS if TILINGS[arch.name].rows == TILE_ROWS else TILE_KEYS // 2}, as given",
         "split": "none",
         **SOFTMAX_TERMS,
         "p": f"{config.dtype}, unnormalised",
@@ -132,7 +134,8 @@ class SparsePrefillProblem:
     def config(self) -> SparsePrefillConfig:
         """The variant that serves this problem."""
         tiling = TILINGS[self.arch.name]
-        return SparsePrefillConfig(self.dtype, self.d_qk, self.row_ctas if tiling.paired else tiling.cluster(self.row_ctas))
+        cluster = self.row_ctas if tiling.paired else tiling.cluster(self.row_ctas)
+        return SparsePrefillConfig(self.dtype, self.d_qk, cluster, tiling.takes_rows64(self.h_q))
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
         """Return the CTAs along (heads, 1, tokens that run at the same time): as many as keep every SM busy with one CTA."""
@@ -144,4 +147,5 @@ def closed_variants(arch: Arch) -> tuple[SparsePrefillConfig, ...]:
     tiling = TILINGS[arch.name]
     # where CTAs come in pairs, a kernel of its own has up to TILE_ROWS heads, for which the rows of a pair would be half empty
     clusters = (1, 2) if tiling.paired else tiling.clusters
-    return tuple(SparsePrefillConfig(DTYPE, d_qk, cluster) for d_qk in HEAD_DIMS for cluster in clusters)
+    forms = (False, True) if tiling.takes_rows64(TILE_ROWS) else (False,)
+    return tuple(SparsePrefillConfig(DTYPE, d_qk, cluster, form) for d_qk in HEAD_DIMS for cluster in clusters for form in forms)

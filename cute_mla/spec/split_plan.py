@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from .abi import Int32, Pointer, params_of
+from .arch import SM120, Arch
 from .mla import ceil_div
 
 TILE_KEYS = 64  # keys of one tile, the unit of the plan
@@ -51,7 +52,8 @@ UNIT_LATER = 4  # those of them that follow the unit
 UNIT_BASE = 5  # UNIT_FIRST_TOKEN less the tokens that the unit lacks
 
 PIECE_OVERHEAD_TILES = 3  # cost of starting a request, in key tiles
-# Average costs of requests above which parts of whole ones may exceed their share by a tile more than PIECE_OVERHEAD_TILES: a cut costs
+DRAM_OVERHEAD_TILES = 1  # the same where a tile takes as long as a start, since it waits for the DRAM of RTX boards
+# Average costs of requests above which parts of whole ones may exceed their share by a tile more than the cost of a start: a cut costs
 # accumulators and combine, too. Of short requests a part would else get one more and leave another without.
 MORE_SLACK_ABOVE = (8, 16)
 # Where a CTA alone has a part and waits for HBM, whole requests that leave SMs idle take as long as cut ones, and combine has nothing to
@@ -159,15 +161,20 @@ def invariant_splits(max_keys: int) -> int:
     return max(ceil_div(ceil_div(max_keys, TILE_KEYS), INVARIANT_SPLIT_TILES), 1)
 
 
-def whole_slack(total: int, batch: int) -> int:
+def piece_overhead(arch: Arch) -> int:
+    """Return the cost of starting a request in an architecture's plans, in key tiles."""
+    return DRAM_OVERHEAD_TILES if arch == SM120 else PIECE_OVERHEAD_TILES
+
+
+def whole_slack(total: int, batch: int, overhead: int = PIECE_OVERHEAD_TILES) -> int:
     """Return the tiles by which parts of whole requests may exceed their share. total: cost of all requests, in tiles."""
-    return PIECE_OVERHEAD_TILES + sum(total > batch * cost for cost in MORE_SLACK_ABOVE)
+    return overhead + sum(total > batch * cost for cost in MORE_SLACK_ABOVE)
 
 
-def keeps_whole(batch: int, keys: int, num_parts: int) -> bool:
+def keeps_whole(batch: int, keys: int, num_parts: int, overhead: int = PIECE_OVERHEAD_TILES) -> bool:
     """Return whether the plan for requests of `keys` keys each cuts none of them, because parts can hold them whole."""
-    cost = max(ceil_div(keys, TILE_KEYS), 1) + PIECE_OVERHEAD_TILES
-    most = ceil_div(batch * cost, num_parts) + whole_slack(batch * cost, batch)
+    cost = max(ceil_div(keys, TILE_KEYS), 1) + overhead
+    most = ceil_div(batch * cost, num_parts) + whole_slack(batch * cost, batch, overhead)
     return batch <= min(num_parts * (most // cost), MOST_WHOLE_REQUESTS)
 
 

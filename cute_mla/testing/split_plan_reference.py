@@ -51,14 +51,16 @@ def planned_tiles(length: int) -> int:
     return max(actual_tiles(length), 1)
 
 
-def reference_boundaries(lengths: Sequence[int], num_parts: int, eighths: int = 0) -> list[tuple[int, int]]:
-    """Return the num_parts + 1 boundaries (request, tile) of the parts. eighths: the argument whole_eighths."""
+def reference_boundaries(
+    lengths: Sequence[int], num_parts: int, eighths: int = 0, overhead: int = PIECE_OVERHEAD_TILES
+) -> list[tuple[int, int]]:
+    """Return the num_parts + 1 boundaries (request, tile) of the parts. eighths: the argument whole_eighths. overhead: of a start."""
     starts = [0]
     for length in lengths:
-        starts.append(starts[-1] + planned_tiles(length) + PIECE_OVERHEAD_TILES)
+        starts.append(starts[-1] + planned_tiles(length) + overhead)
     step = ceil_div(starts[-1], num_parts)
     if len(lengths) <= MOST_WHOLE_REQUESTS:
-        whole = whole_boundaries(starts, num_parts, step + max(whole_slack(starts[-1], len(lengths)), step * eighths // 8))
+        whole = whole_boundaries(starts, num_parts, step + max(whole_slack(starts[-1], len(lengths), overhead), step * eighths // 8))
         if whole[-1] == len(lengths):
             return [(request, 0) for request in whole]
     boundaries = []
@@ -68,7 +70,7 @@ def reference_boundaries(lengths: Sequence[int], num_parts: int, eighths: int = 
             boundaries.append((len(lengths), 0))
             continue
         request = bisect_right(starts, cost) - 1
-        tile = max(cost - starts[request] - PIECE_OVERHEAD_TILES, 0)
+        tile = max(cost - starts[request] - overhead, 0)
         boundaries.append((request, tile))
     return boundaries
 
@@ -112,14 +114,17 @@ def reference_units(cu_seqlens_q: Sequence[int], ragged: RaggedQueries) -> list[
     return units[: ragged.units]
 
 
-def reference_plan(lengths: Sequence[int], num_parts: int, room: int | None = None, eighths: int = 0) -> SplitPlan:
+def reference_plan(
+    lengths: Sequence[int], num_parts: int, room: int | None = None, eighths: int = 0, overhead: int = PIECE_OVERHEAD_TILES
+) -> SplitPlan:
     """Return the plan for these lengths, computed boundary by boundary.
 
-    room: for requests, those that there are not included. eighths: the argument whole_eighths.
+    room: for requests, those that there are not included. eighths: the argument whole_eighths. overhead: piece_overhead of the
+    architecture.
     """
     batch = len(lengths)
     room = batch if room is None else room
-    boundaries = reference_boundaries(lengths, num_parts, eighths)
+    boundaries = reference_boundaries(lengths, num_parts, eighths, overhead)
     cuts = [0] * batch
     parts = []
     for begin, end in pairwise(boundaries):

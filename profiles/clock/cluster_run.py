@@ -16,8 +16,8 @@ from cute_mla.simulator.sass.text_cache import disassembly
 from cute_mla.simulator.sass.trace import MachineTrace
 
 from .constants import Constants
-from .engine import SCHEDULERS, Setting
-from .instructions import UnknownTimeError
+from .engine import Setting
+from .instructions import SCHEDULERS, WARP_PRODUCT, UnknownTimeError
 from .kernel import KernelClock
 from .program import WARP
 
@@ -108,15 +108,19 @@ def cluster_run(clock: KernelClock) -> ClusterRun:
     first = clock.engine.sms[0]
     issued: Counter[int] = Counter()
     schedulers: Counter[int] = Counter()
-    for (warp, _), number in result.issued.items():
+    products: Counter[int] = Counter()  # clocks of products of warps, by scheduler
+    for (warp, address), number in result.issued.items():
         issued[warp] += number
         schedulers[warp % SCHEDULERS] += number
+        timed = clock.decoder.timed[address]
+        if timed.base == WARP_PRODUCT:
+            products[warp % SCHEDULERS] += number * timed.occupancy
     waits: Counter[tuple[int, str]] = Counter()
     for (warp, address, noted), number in result.stalls.items():
         if clock.decoder.timed[address].kind != "exit":  # a warp that has nothing left to do
             waits[warp, cause_of(noted)] += number
     busy = {
-        TENSOR: float(result.product_clocks),
+        TENSOR: float(result.product_clocks or max(products.values(), default=0)),
         SHARED: result.port_clocks + first.port.fetched,
         L2: first.memory.link.busy,
         HBM: first.memory.hbm.busy,

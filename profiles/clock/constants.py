@@ -75,7 +75,7 @@ class Constants:
     l2_latency: int
     hbm_latency: int
     l1_bytes: int
-    l2_bytes: int
+    l2_bytes: float
     hbm_bytes: float
     # the grid and the clock
     boost_ghz: float

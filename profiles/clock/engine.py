@@ -10,12 +10,11 @@ from typing import Any
 
 from .barriers import Mbarrier, NamedBarrier
 from .constants import Constants
-from .instructions import PIPE_NUMBERS, TimedInstruction
+from .instructions import PIPE_NUMBERS, SCHEDULERS, TimedInstruction
 from .program import WARP, Arrival, GlobalAccess, Issue, Product, Request, TensorLoad, TensorProduct
 from .spans import ISSUE, PORT, TENSOR_CORE, TENSOR_MEMORY, TMA, Span, mbarrier_track
 from .units import WARPGROUP, At, CopyEngine, Hbm, Memory, Port, QueuedProduct, Server, TensorCore, TensorQueue
 
-SCHEDULERS = 4
 FOREVER = 1 << 60
 
 

@@ -23,7 +23,7 @@ from .engine import Setting
 from .kernel_times import is_cold, kernel_times
 
 FILE = Path(__file__).resolve().parent / "golden_clocks.json"
-GPU_OF = {constants(gpu).arch: gpu for gpu in ("H200", "B200")}  # by architecture
+GPU_OF = {constants(gpu).arch: gpu for gpu in ("H200", "B200", "RTX PRO 6000")}  # by architecture
 LIMIT = 0.02  # relative change of the clocks of a block
 
 Clocks = Mapping[str, float]  # "block" and "fixed"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cute_mla.simulator.sass.flow import is_never
 from cute_mla.simulator.sass.listing import BOARDS, NO_BOARD, Immediate, Listing, Register, SassInstruction
@@ -14,10 +14,11 @@ from .constants import Constants
 _PIPES = {
     "fma": "FADD FFMA FHADD FHFMA FMUL HADD2 HFMA2 HSET2 HSETP2 FADD2 FFMA2 FMUL2 HMUL2",
     "multiply": "IDP IMAD",
-    "alu": "CS2R FMNMX FMNMX3 FSEL FSETP IABS IADD3 ISETP LEA LOP3 MOV P2R PLOP3 PRMT R2P SEL SGXT SHF VIADD VIADDMNMX VIMNMX VIMNMX3 VOTE",
+    "alu": "CS2R FMNMX FMNMX3 FSEL FSETP IABS IADD IADD3 IMNMX ISETP LEA LOP3 MOV P2R PLOP3 PRMT R2P SEL SGXT SHF VIADD VIADDMNMX VIMNMX "
+    "VIMNMX3 VOTE",
     "convert": "F2FP I2FP",
     "transcendental": "BREV F2F F2I FCHK FLO I2F MUFU POPC",
-    "uniform": "ELECT R2UR UFLO UIADD3 UIMAD UISETP ULDC ULEA ULOP3 UMOV UP2UR UPLOP3 UPOPC UPRMT USEL USHF VOTEU",
+    "uniform": "ELECT R2UR UF2I UFLO UI2F UIADD3 UIMAD UISETP ULDC ULEA ULOP3 UMOV UP2UR UPLOP3 UPOPC UPRMT USEL USHF UVIMNMX VOTEU",
     "memory": "ATOMS ATOMG LD LDG LDGSTS LDL LDS LDSM RED REDG SHFL ST STAS STG STL STS STSM",
     "asynchronous": "SYNCS UBLKCP UTMALDG UTMASTG UTMAREDG UTMACCTL UTMACMDFLUSH UTMAPF UBLKPF UTCBAR UTCHMMA UTCQMMA UTCATOMSWS UTCCP "
     "UGETNEXTWORKID ARRIVES LDGDEPBAR UVIRTCOUNT",
@@ -57,7 +58,7 @@ _KIND_OF = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcod
 
 # Constants that give the latency of instructions without a unit of their own; operand_read_clocks for the others.
 _LATENCIES = {
-    "mufu_latency": "BREV F2F F2I FCHK FLO I2F MUFU POPC",
+    "mufu_latency": "BREV F2F F2I FCHK FLO I2F MUFU POPC UF2I UI2F",
     "shuffle_latency": "CREDUX MATCH REDUX SHFL",
     "special_latency": "S2R S2UR",
     "constant_latency": "LDC LDCU",
@@ -66,6 +67,11 @@ _LATENCIES = {
 _LATENCY_OF = {opcode: constant for constant, opcodes in _LATENCIES.items() for opcode in opcodes.split()}
 
 PRODUCT_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
+SCHEDULERS = 4  # of an SM
+WARP_PRODUCT = "HMMA"  # matrix product of a warp, in the tensor core of its scheduler; ptxas leaves clocks to its results, not a scoreboard
+WARP_PRODUCT_ROWS = 16
+FILLER = "UIADD3"  # that never executes: ptxas puts it behind a product, whose latency is more than a stall count can say
+WARP_PRODUCT_SHAPE = re.compile(r"16(8)(8|16)")  # n and k behind the rows
 
 
 class UnknownTimeError(ValueError):
@@ -103,7 +109,15 @@ def time_listing(listing: Listing, constants: Constants) -> dict[int, TimedInstr
         raise UnknownTimeError(f"{listing.name}: the clock does not know {', '.join(unknown)}")
     if not any(ins.control.stall for ins in listing.instructions):
         raise UnknownTimeError(f"{listing.name}: the machine code has no control codes")
-    return {ins.address: time_instruction(ins, constants) for ins in executed}
+    timed: dict[int, TimedInstruction] = {}
+    last = -1
+    for ins in listing.instructions:
+        if not is_never(ins):
+            last = ins.address
+            timed[last] = time_instruction(ins, constants)
+        elif ins.base == FILLER:
+            timed[last] = replace(timed[last], stall=timed[last].stall + ins.control.stall)
+    return timed
 
 
 def time_instruction(ins: SassInstruction, constants: Constants) -> TimedInstruction:
@@ -151,6 +165,8 @@ def kind_of(ins: SassInstruction) -> str | None:
 
 def occupancy_of(ins: SassInstruction, pipe: str, constants: Constants) -> int:
     """Return the clocks that an instruction holds its pipe."""
+    if ins.base == WARP_PRODUCT:
+        return warp_product_clocks(ins, constants)
     if pipe == "fma":
         return constants.fma_clocks * (2 if ins.base.endswith("2") and ins.base[0] == "F" else 1)
     return {
@@ -161,6 +177,12 @@ def occupancy_of(ins: SassInstruction, pipe: str, constants: Constants) -> int:
         "uniform": constants.uniform_clocks,
         "memory": constants.memory_issue_clocks,
     }.get(pipe, 1)
+
+
+def warp_product_clocks(ins: SassInstruction, constants: Constants) -> int:
+    """Return the clocks of a matrix product of a warp, of 16-bit operands, in one of the four tensor cores of an SM."""
+    shape = next(match for word in ins.modifiers if (match := WARP_PRODUCT_SHAPE.fullmatch(word)))
+    return 2 * WARP_PRODUCT_ROWS * int(shape[1]) * int(shape[2]) * SCHEDULERS // constants.product_flops
 
 
 def latency_of(ins: SassInstruction, constants: Constants) -> int:

@@ -49,7 +49,7 @@ class _Clocked:
 
 
 def gpu_for(cubin: bytes, kernel: str = "") -> str:
-    """Return a GPU of the clock that runs a cubin: H200 or B200. LaunchFileError if there is none."""
+    """Return a GPU of the clock that runs a cubin: H200, B200 or RTX PRO 6000. LaunchFileError if there is none."""
     try:
         found = _arch_of(cubin, kernel)
     except CubinError as error:

@@ -21,7 +21,7 @@ from cute_mla.spec.merge_states import ROWS_PER_BLOCK, MergeStatesConfig
 from cute_mla.spec.row_sums import RowSumsConfig
 from cute_mla.spec.topk_indices import BLOCKS_PER_SM as SELECTIONS_PER_SM
 from cute_mla.spec.topk_indices import DTYPE as LOGITS
-from cute_mla.spec.topk_indices import TopkIndicesConfig, config_for
+from cute_mla.spec.topk_indices import TopkIndicesConfig, config_for, streams
 
 from ..launches.launch import Combine
 from ..launches.of_rows import CACHE_INSERT_CTAS_PER_SM
@@ -121,10 +121,10 @@ def _config_of(case: Case, constants: Constants) -> tuple[Config, Shape, int]:
         config = IndexWriteConfig("queries" if shape.h_q else "keys")
         small = replace(shape, tokens=min(shape.tokens, INDEX_ROWS_PER_BLOCK))
     elif isinstance(shape, TopkShape):
-        sms = constants.sm_count
-        config = config_for(shape.rows, shape.columns, shape.topk, sms)
+        sms, once = constants.sm_count, streams(ARCHS[constants.arch])
+        config = config_for(shape.rows, shape.columns, shape.topk, sms, once=once)
         small = replace(shape, rows=2 if config.stream else 1)
-        if config != config_for(1, shape.columns, shape.topk, sms):
+        if config != config_for(1, shape.columns, shape.topk, sms, once=once):
             sms = max(config.cluster // SELECTIONS_PER_SM, 1)  # on which so few rows have the variant of many
     elif isinstance(shape, CacheInsertShape):
         config = cache_insert.config_of(shape.format, case.dtype)

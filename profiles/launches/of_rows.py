@@ -25,14 +25,16 @@ from cute_mla.spec import (
 from cute_mla.spec import combine as combine_spec
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_format import FORMATS
-from cute_mla.spec.dense_decode import TILE_ROWS, DenseDecodeProblem, unit_tokens, whole_eighths
+from cute_mla.spec.dense_decode import TILINGS, DenseDecodeProblem, unit_tokens, whole_eighths
+from cute_mla.spec.kernel_ops import ARCHS_OF, KERNEL_OPS
 from cute_mla.spec.mla import D_V, ELEMENT_BYTES, MAX_HEADS, ceil_div
 from cute_mla.spec.mqa_logits import MqaLogitsProblem
 from cute_mla.spec.sparse_decode import SparseDecodeProblem, serving_kernels
 from cute_mla.spec.sparse_decode import num_parts as parts_of_plan
 from cute_mla.spec.sparse_prefill import SparsePrefillProblem
-from cute_mla.spec.split_plan import NO_WINDOW, TILE_KEYS, KeyWindow, accumulator_rows
+from cute_mla.spec.split_plan import NO_WINDOW, TILE_KEYS, KeyWindow, accumulator_rows, piece_overhead
 
+from ..clock.constants import constants
 from ..roofline import GPUS
 from ..rows import Case
 from ..shapes import (
@@ -85,8 +87,7 @@ class Target:
 @cache
 def launch_on(case: Case, gpu: str) -> Launch | Combine:
     """Return the launch of a row on a GPU. NoLaunchError, with the reason, for a row without one."""
-    arch = ARCHS[GPUS[gpu].arch]
-    return launch_of(case, Target(arch, arch.sm_count))
+    return launch_of(case, Target(ARCHS[GPUS[gpu].arch], constants(gpu).sm_count))
 
 
 def launch_of(case: Case, target: Target) -> Launch | Combine:
@@ -94,13 +95,17 @@ def launch_of(case: Case, target: Target) -> Launch | Combine:
     make = _LAUNCHES.get(type(case.shape))
     if make is None:
         raise NoLaunchError(f"no launch of {case.op}")
+    if target.arch not in ARCHS_OF.get(case.op, ARCHS.values()):
+        raise NoLaunchError(f"{case.op} has no kernels for {target.arch.name}")
     return make(case, case.shape, target)
 
 
 def _kernel(op: str, config: Any, target: Target) -> dict[str, Any]:
-    """Return the fields of a Launch that describe its kernel."""
-    arch = target.arch.name
-    return {"kernel": kernel_name(op, arch, config.name), "flops": block_flops(op, arch, asdict(config))}
+    """Return the fields of a Launch that describe its kernel. NoLaunchError for a variant that the architecture does not have."""
+    arch = target.arch
+    if config not in KERNEL_OPS[op].variants(arch):
+        raise NoLaunchError(f"{op} has no {config.name} for {arch.name}")
+    return {"kernel": kernel_name(op, arch.name, config.name), "flops": block_flops(op, arch.name, asdict(config))}
 
 
 def _dense_decode(case: Case, shape: DecodeShape, target: Target) -> Launch:
@@ -151,11 +156,12 @@ def _decode(case: Case, problem: DenseDecodeProblem | SparseDecodeProblem, lengt
     kernel = _kernel(case.op, problem.config, target)
     num_parts = problem.num_parts(target.sm_count)
     eighths = whole_eighths(target.arch, problem.few_rows) if isinstance(problem, DenseDecodeProblem) else 0
-    work = decode_work(lengths, num_parts, problem.max_splits, eighths)
+    work = decode_work(lengths, num_parts, problem.max_splits, eighths, piece_overhead(target.arch))
     combine = _combine_after(problem, num_parts, work, target.sm_count)
     row_ctas = problem.row_ctas
     ctas = row_ctas * columns * len(work.cta_work)
-    rows = min(problem.rows if isinstance(problem, DenseDecodeProblem) else problem.h_q, TILE_ROWS * problem.config.cluster, MAX_HEADS)
+    tile_rows = TILINGS[target.arch.name].rows
+    rows = min(problem.rows if isinstance(problem, DenseDecodeProblem) else problem.h_q, tile_rows * problem.config.cluster, MAX_HEADS)
     return Launch(**kernel, cta_work=work.cta_work, row_ctas=row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine, rows=rows)
 
 
@@ -301,8 +307,9 @@ def _index_write(case: Case, shape: IndexWriteShape, target: Target) -> Combine:
 
 def _topk_indices(case: Case, shape: TopkShape, target: Target) -> Combine:
     """Return topk_indices: CTAs that read their part of a row once, with look-ups in one another's counts behind it."""
-    cluster = topk_indices.config_for(shape.rows, shape.columns, shape.topk, target.sm_count).cluster
-    ctas = topk_indices.grid(shape.rows, cluster)[0]
+    once = topk_indices.streams(target.arch)
+    config = topk_indices.config_for(shape.rows, shape.columns, shape.topk, target.sm_count, once=once)
+    ctas = topk_indices.grid(shape.rows, config.cluster)[0]
     return Combine(ctas, topk_indices.BLOCKS_PER_SM, shape.work.bytes, cold=True)
 
 

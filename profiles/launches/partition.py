@@ -10,7 +10,7 @@ from typing import NamedTuple
 from cute_mla.spec.dense_prefill import LANE_BITS, RANKED_ROUNDS, TURNED_EIGHTHS
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.mqa_logits import MqaLogitsProblem
-from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES
+from cute_mla.spec.split_plan import INVARIANT_SPLIT_TILES, PIECE_OVERHEAD_TILES
 from cute_mla.testing.split_plan_reference import pieces, reference_plan
 
 
@@ -35,16 +35,19 @@ class DecodeWork:
     most_splits: int
 
 
-def decode_work(lengths: Sequence[int], num_parts: int, max_splits: int = 0, eighths: int = 0) -> DecodeWork:
+def decode_work(
+    lengths: Sequence[int], num_parts: int, max_splits: int = 0, eighths: int = 0, overhead: int = PIECE_OVERHEAD_TILES
+) -> DecodeWork:
     """Return the work that split_plan gives to its parts, empty parts left out.
 
     max_splits: the kernels' argument; not 0 in a batch-invariant call. eighths: split_plan's argument whole_eighths.
+    overhead: piece_overhead of the architecture.
     """
     blocks: Counter[int] = Counter()
     count: Counter[int] = Counter()
     splits: Counter[int] = Counter()
     split_tiles = INVARIANT_SPLIT_TILES if max_splits else None
-    for part, piece in pieces(reference_plan(lengths, num_parts, eighths=eighths), lengths, split_tiles, max_splits):
+    for part, piece in pieces(reference_plan(lengths, num_parts, eighths=eighths, overhead=overhead), lengths, split_tiles, max_splits):
         blocks[part] += piece.end - piece.begin
         count[part] += 1
         if piece.row is not None:

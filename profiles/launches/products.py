@@ -1,6 +1,7 @@
 """Products of a block of keys of each attention kernel: padded FLOP on one SM, as 16-bit equivalents.
 
-A block is a tile of 64 keys and 64 query rows; on Blackwell two SMs share 64 keys and 128 rows, but for sparse prefill with up to 64 heads.
+A block is a tile of 64 keys and 64 query rows, on RTX boards 16, of sparse prefill with more than 16 heads 64; on Blackwell two SMs share
+64 keys and 128 rows, but for sparse prefill with up to 64 heads.
 In dense prefill a block has 128 keys, or 80 or 64 with 256 columns on Hopper, and 128 or 256 rows; in its backward pass 128 rows and 96 or
 128 keys for dQ, 128 keys and 64 to 128 rows for dK and dV. Logits of an indexer have tiles of 128 keys and 256 rows, 128 with pages.
 """
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping
 from cute_mla.spec import dense_prefill, dense_prefill_dkdv, dense_prefill_dq, mqa_logits
 from cute_mla.spec.arch import ARCHS, SM90, SM100
 from cute_mla.spec.cache_format import FORMATS
-from cute_mla.spec.dense_decode import FEW_HEADS, FP8, TILE_ROWS
+from cute_mla.spec.dense_decode import FEW_HEADS, FP8, TILE_ROWS, TILINGS
 from cute_mla.spec.dense_prefill import HEAD_DIMS as VALUE_COLUMNS_OF
 from cute_mla.spec.dense_prefill import DensePrefillConfig
 from cute_mla.spec.mla import D_QK, D_V, DENSE_DIMS
@@ -35,7 +36,7 @@ def _dense_decode(arch: str, config: Config) -> Flops:
 
     With keys on M, S of 64 keys takes the time of 128 on Blackwell, and 128 rows of ones sum P.
     """
-    rows = int(config.get("few_rows", FEW_HEADS)) if config.get("few_heads") else TILE_ROWS
+    rows = int(config.get("few_rows", FEW_HEADS)) if config.get("few_heads") else TILINGS[arch].rows
     flops = _latent(int(config.get("d_qk", D_QK)), rows)
     if config["operands"] != FP8:
         alone = arch == SM100.name and config.get("few_heads")
@@ -47,12 +48,12 @@ def _dense_decode(arch: str, config: Config) -> Flops:
 
 
 def _sparse_decode(arch: str, config: Config) -> Flops:
-    return _latent(FORMATS[str(config["cache"])].d_qk, FEW_HEADS if config.get("few_heads") else TILE_ROWS)
+    return _latent(FORMATS[str(config["cache"])].d_qk, FEW_HEADS if config.get("few_heads") else TILINGS[arch].rows)
 
 
 def _sparse_prefill(arch: str, config: Config) -> Flops:
     """Return those of sparse prefill. S of 64 rows takes the time of 128 where a CTA works alone on Blackwell."""
-    flops = _latent(int(config["d_qk"]))
+    flops = _latent(int(config["d_qk"]), TILE_ROWS if config.get("rows64") else TILINGS[arch].rows)
     if arch == SM100.name and config["cluster"] == 1:
         return {"S, at half of the rate": 2 * flops["S"], "P V": flops["P V"]}
     return flops

@@ -358,9 +358,10 @@ def test_architectures_without_kernels_are_an_answer(arch: str) -> None:
 
 def test_an_architecture_without_an_ops_kernels_is_an_answer() -> None:
     assert is_supported("sparse_decode", "sm120", h_q=16, kv_format="fp8_656")[0]
+    assert is_supported("sparse_prefill", "sm120", h_q=16, head_dim=512, indexer_topk=64)[0]
     for op in ("mqa_logits", "indexer_topk", "index_write"):
         assert is_supported(op, "sm120")[0]
-    for op in ("dense_prefill_backward", "sparse_prefill"):
+    for op in ("dense_prefill_backward", "sparse_prefill_backward"):
         assert is_supported(op, "sm120") == is_supported(op, "sm121") == (False, f"arch is sm120; supported for {op}: sm90, sm100")
 
 

@@ -132,11 +132,13 @@ def test_every_row_of_the_definitions_is_within_reach(artifacts: Path) -> None:
 
 def test_one_gpu_is_shown_unless_more_are_asked_for(artifacts: Path) -> None:
     assert set(GPUS) == set(roofline.GPUS)
-    tables = {f"{gpu}: microseconds" for gpu in ("H200", "H100", "H800", "B200", "B300")}
+    tables = {f"{gpu}: microseconds" for gpu in GPUS}
     two = ["--gpu", "B200", "--gpu", "H100"]
     asked: tuple[tuple[list[str], set[str]], ...] = (
         ([], {"H200"}),
         (["--arch", "sm100"], {"B200"}),
+        (["--arch", "sm120"], {"RTX PRO 6000"}),
+        (["--gpu", "GB10", "--gpu", "RTX 5090"], {"RTX 5090", "GB10"}),
         (["--gpu", "all"], set(GPUS)),
         (two, {"B200", "H100"}),
     )

@@ -15,7 +15,8 @@ from cute_mla import indexer
 from cute_mla.cache import dequantise_cache, quantise_cache
 from cute_mla.engines import sglang as adapter
 from cute_mla.reference import attention
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import SM120, Arch
+from cute_mla.spec.kernel_ops import ARCHS_OF
 from tests.engines.sglang_parts import SCALE, FlashMlaPlan, Recorded, members, mha_layer, plain
 from tests.support.launched import launched_ops
 
@@ -199,6 +200,35 @@ def test_logits_as_sglangs_indexer_calls_them(arch: Arch) -> None:
     assert logits.shape == (3, 70)
     assert logits.stride(0) % 4 == 0
     assert torch.equal(paged[1, :70], logits[1])
+
+
+def test_devices_of_compute_capability_12_do_with_the_kernels_that_they_have(engine: SimpleNamespace) -> None:
+    """Sparse decode computes prefill, too, and SGLang's logits stay, until there are kernels of sparse prefill and of logits."""
+    engine.platform.is_sm120 = True
+    for option in ("dsa_prefill_backend", "dsa_decode_backend"):
+        setattr(engine.kernel, option, "flashmla_sparse")
+        if SM120 in ARCHS_OF["sparse_prefill"]:
+            backend_of(engine, 16)
+        else:
+            flag = f"--{option.replace('_', '-')} is flashmla_sparse"
+            with pytest.raises(ValueError, match=rf"{flag}; supported on compute capability 12\.0 or 12\.1: flashmla_kv$"):
+                backend_of(engine, 16)
+        setattr(engine.kernel, option, "flashmla_kv")
+    backend = backend_of(engine, 16, fp8=True)
+    if SM120 not in ARCHS_OF["indexer_topk"]:
+        assert engine.hooks == {}
+    (pool, worth), slots, q = pool_of(True), chosen_slots(COUNTS), queries(len(COUNTS), 16)
+    layer = Recorded(members("layers.radix_attention", "RadixAttention"), tp_q_head_num=16, head_dim=576, scaling=SCALE, layer_id=0)
+    lengths = torch.tensor(COUNTS, dtype=torch.int32)
+    with launched_ops(SM120) as ops:
+        plan = backend._compute_flashmla_metadata(cache_seqlens=lengths, seq_len_q=1)
+        known = members("layers.attention.dsa_backend", "DSAMetadata")
+        metadata = Recorded(known, flashmla_metadata=plan, dsa_cache_seqlens_int32=lengths)
+        out = backend._forward_flashmla_kv(
+            q_all=q, kv_cache=pool, sm_scale=SCALE, v_head_dim=LATENT, layer=layer, metadata=metadata, page_table_1=slots
+        )
+    assert ops == ["split_plan", "sparse_decode", "combine"]
+    torch.testing.assert_close(out[:, 0].float(), expected(q, worth, slots), rtol=1e-2, atol=8e-3)
 
 
 def test_what_is_refused(engine: SimpleNamespace) -> None:

@@ -17,6 +17,7 @@ import cute_mla
 from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.spec import dense_decode, sparse_decode
 from cute_mla.spec.arch import ARCHS, SM120
+from cute_mla.spec.split_plan import piece_overhead
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.compare import (
     DENSE_DECODE_OUT,
@@ -358,7 +359,7 @@ def _expect_plan(arguments: Arguments, setting: Setting) -> Verify:
     else:
         parts = sparse_decode.num_parts(*shape)
     planned = lengths.tolist() if topk is None else [int(topk)] * len(lengths)
-    plan = reference_plan(planned, parts)
+    plan = reference_plan(planned, parts, overhead=piece_overhead(ARCHS[setting.arch]))
 
     def verify(result: Any) -> str:
         if list(result[0].shape) != [parts, 8] or list(result[1].shape) != [len(planned) + 1]:

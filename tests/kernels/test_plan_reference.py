@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cute_mla.spec.arch import SM90, SM120
 from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.split_plan import (
     MAX_PARTS,
@@ -22,6 +23,7 @@ from cute_mla.spec.split_plan import (
     PIECE_OVERHEAD_TILES,
     accumulator_rows,
     keeps_whole,
+    piece_overhead,
     whole_slack,
 )
 from cute_mla.testing.split_plan_reference import SplitPlan, actual_tiles, pieces, planned_tiles, reference_plan, whole_boundaries
@@ -31,6 +33,7 @@ LENGTHS = st.one_of(
 )
 BATCHES = st.lists(LENGTHS, min_size=0, max_size=24)
 NUM_PARTS = st.one_of(st.sampled_from([1, 2, 66, 132, MAX_PARTS]), st.integers(1, 40))
+OVERHEADS = [piece_overhead(arch) for arch in (SM90, SM120)]
 SPLIT_TILES = st.sampled_from([2, 7, 128])
 
 
@@ -64,16 +67,17 @@ def part_costs(plan: SplitPlan, lengths: list[int], split_tiles: int | None = No
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(1, 1100), st.integers(0, 9000), NUM_PARTS)
-def test_requests_of_one_length_are_kept_whole_where_the_host_says_so(batch: int, keys: int, num_parts: int) -> None:
+@given(st.integers(1, 1100), st.integers(0, 9000), NUM_PARTS, st.sampled_from(OVERHEADS))
+def test_requests_of_one_length_are_kept_whole_where_the_host_says_so(batch: int, keys: int, num_parts: int, overhead: int) -> None:
     lengths = [keys] * batch
-    cost = planned_tiles(keys) + PIECE_OVERHEAD_TILES
+    cost = planned_tiles(keys) + overhead
     boundaries = whole_boundaries(
-        range(0, (batch + 1) * cost, cost), num_parts, ceil_div(batch * cost, num_parts) + whole_slack(batch * cost, batch)
+        range(0, (batch + 1) * cost, cost), num_parts, ceil_div(batch * cost, num_parts) + whole_slack(batch * cost, batch, overhead)
     )
-    assert keeps_whole(batch, keys, num_parts) == (boundaries[-1] == batch <= 1024)
-    if keeps_whole(batch, keys, num_parts):
-        plan = reference_plan(lengths, num_parts)
+    whole = keeps_whole(batch, keys, num_parts, overhead)
+    assert whole == (boundaries[-1] == batch <= 1024)
+    if whole:
+        plan = reference_plan(lengths, num_parts, overhead=overhead)
         assert plan.num_splits[-1] == 0
         assert max(part[PART_END_REQ] - part[PART_BEGIN_REQ] + (part[PART_BEGIN_REQ] < batch) for part in plan.parts) == ceil_div(
             batch, num_parts

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from cute_mla import simulator
-from cute_mla.spec.arch import Arch
-from cute_mla.spec.split_plan import ALONE_WHOLE_EIGHTHS, MAX_PARTS, PIECE_OVERHEAD_TILES, PLAN_COLUMNS, TILE_KEYS
+from cute_mla.spec.arch import SM120, Arch
+from cute_mla.spec.split_plan import ALONE_WHOLE_EIGHTHS, MAX_PARTS, PIECE_OVERHEAD_TILES, PLAN_COLUMNS, TILE_KEYS, piece_overhead
 from cute_mla.testing.split_plan_reference import SplitPlan, reference_plan
+from tests.kernels import launching
 from tests.kernels.caches import WITHOUT_WINDOW, Keys
 from tests.kernels.launching import CompiledKernel, launch, nbytes, shipped
 from tests.mutation.planting import Bug, together
@@ -151,6 +152,17 @@ def test_requests_stay_whole_where_parts_may_cost_a_quarter_more(
     assert plan == reference_plan(lengths, num_parts, eighths=ALONE_WHOLE_EIGHTHS)
     assert (plan.num_splits[-1] == 0) == stay
     assert reference_plan(lengths, num_parts).num_splits[-1] > 0
+
+
+@pytest.mark.parametrize("tiles_each", [[32] * 128, [64] * 128, [3, 17, 0, 1, 90] * 9, [2048], [1] * 1025])
+def test_a_start_costs_less_on_rtx_boards(tiles_each: list[int]) -> None:
+    lengths, token = tiles(*tiles_each), launching.built_for.set(SM120)
+    plan, findings = run_plan(shipped("split_plan", "i32"), lengths, SM120.sm_count)
+    launching.built_for.reset(token)
+    assert not findings
+    assert plan == reference_plan(lengths, SM120.sm_count, overhead=piece_overhead(SM120))
+    if len(set(tiles_each)) == 1 < len(tiles_each) < 1000:  # the greatest share shrinks towards the mean
+        assert plan != reference_plan(lengths, SM120.sm_count)
 
 
 @pytest.mark.parametrize("case", CUT)

@@ -9,10 +9,11 @@ import pytest
 
 from cute_mla.profiles import predictions
 from cute_mla.profiles.predictions import (
-    BEGIN,
+    BOARDS,
     END,
     SHOWN,
     against,
+    board_cases,
     first_cases,
     line_gpu,
     measured_us,
@@ -82,12 +83,13 @@ def test_nothing_measured_has_no_error(case: Case, tmp_path: Path) -> None:
 def test_the_first_rows_are_recorded_and_none_that_is_gone() -> None:
     first = {f"{case.name} {gpu}" for gpu in SHOWN for case in first_cases()}
     first |= {f"{case.name} {line_gpu(published.gpu)}" for case, published in published_cases()}
+    first |= {f"{case.name} {gpu}" for gpu in BOARDS for case in board_cases()}
     assert first <= recorded().keys() <= {f"{case.name} {line_gpu(gpu)}" for gpu in GPUS for case in every_case()}, AGAIN
 
 
 def test_the_tables_of_the_pages_are_current() -> None:
-    for page, block in tables().items():
-        assert page.read_text().partition(BEGIN)[2].partition(END)[0] == block, f"{page.name}: {AGAIN}"
+    for (page, begin), block in tables().items():
+        assert page.read_text().partition(begin)[2].partition(END)[0] == block, f"{page.name}: {AGAIN}"
 
 
 def check(name: str, gpu: str) -> None:

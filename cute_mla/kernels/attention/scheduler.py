@@ -246,6 +246,9 @@ class TokenSchedule:
     tokens: Int32
     first: Int32 | None = None
 
+    def prefetch(self) -> None:
+        """Do nothing: there is no plan."""
+
     def first_work_tile(self) -> tuple[Int32, Int32]:
         """Return (token, tile) at which this CTA's work begins."""
         token = cute.arch.block_idx()[2]

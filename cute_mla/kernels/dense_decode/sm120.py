@@ -6,10 +6,10 @@ For every request and every query row r = (query token i, head), over the keys j
 
     s_rj = <q_r, k_j> over 576 columns     p = softmax(scale * s)     out_r = sum_j p_rj k_j[:512]
 
-Roles (256 threads):
+Roles (384 threads):
   attend   warps 0..3: Q to shared memory, S = Q K^T, mask, softmax, O += P V, lse, out (sm120/attend.py)
-  load     warps 4..7: pages, 8 keys of a stage to registers, from there to shared memory (sm120/rows.py); e4m3 exactly as bf16, since
-           its scale is a factor of the scores and of the output
+  load     warps 4..7 and 8..11, for the first and the second stage of each tile: pages, 8 keys to registers, from there to shared memory
+           (sm120/rows.py); e4m3 exactly as bf16, since its scale is a factor of the scores and of the output
 
 A CTA has 16 query rows; CTAs of other rows find the keys in L2. A stage is 32 keys, half a tile of the plan.
 
@@ -17,8 +17,8 @@ Pipelines (producer -> consumer; arrivals per phase):
   k_ready[2]   load -> attend   4: keys of a stage are written, those that no query token sees as zeros
   k_free[2]    attend -> load   4: a stage has been multiplied
 
-The trick: a page has 16 keys or a multiple, so that a warp's 8 keys share one, which all its lanes look up a stage ahead; the bytes of a
-stage are asked for before the wait for its place.
+The trick: a page has 16 keys or a multiple, so that a warp's 8 keys share one, which all its lanes look up a tile ahead; the bytes of a
+stage are asked for before the wait for its place, and two stages are under way at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from ..primitives.copies import CHUNK
 from ..primitives.pipeline import PipelineState
 from ..primitives.smem import SmemLayout
 from ..primitives.warp_products import M, N
-from ..sm120.attend import CHUNK_WORDS, HALVES, Sm120AttendRole, chunk_at
+from ..sm120.attend import CHUNK_WORDS, Sm120AttendRole, chunk_at
 from ..sm120.cta import (
     KEYS,
     LANES,
@@ -56,7 +56,8 @@ from ..sm120.cta import (
     pitch_of,
     products_of_stage,
 )
-from ..sm120.rows import Sm120Columns, load_chunk, rows_of
+from ..sm120.roles import HALVES, Sm120Mask
+from ..sm120.rows import Sm120Columns, load_chunk, next_tile, rows_of
 from .abi import DenseDecodeAbi
 from .operands import NO_PAGE, DenseDecodeOperands, DenseDecodeRowScale
 from .visible_keys import visible_word
@@ -65,7 +66,7 @@ TAIL_CHUNKS = 4  # of 64 e4m3 columns: a warp has those of its 8 keys at once
 
 
 class DenseDecodeSm120LoadRole:
-    """Four warps, each with 8 keys of a stage."""
+    """Four warps a stage, each with 8 keys of it."""
 
     def __init__(self, config: DenseDecodeConfig) -> None:
         self.pitch = pitch_of(config.d_qk)
@@ -76,20 +77,19 @@ class DenseDecodeSm120LoadRole:
     def run(self, operands: DenseDecodeOperands, smem: Sm120Smem):
         """Wait k_free. Signal k_ready."""
         schedule, thread = operands.schedule, Sm120Thread.create()
-        state = PipelineState(Int32(0), Int32(0))
+        state = PipelineState(thread.stage, Int32(0))
         req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
         while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)
             work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
             _, skipped = schedule.lengths.keys_and_skipped(req)
-            own = thread.warp * WARP_KEYS + thread.lane % WARP_KEYS
-            page, row = self.look_up(operands, tile_range, skipped, own)
-            for i in cutlass.range(tile_range.tiles * (TILE_KEYS // KEYS), unroll=1):
+            page, row = self.look_up(operands, tile_range, skipped, thread.key)
+            for i in cutlass.range(tile_range.tiles, unroll=1):
                 address = operands.cache_address(page, row, Int32(0))
-                page, row = self.look_up(operands, tile_range, skipped, (i + 1) * KEYS + own)
+                page, row = self.look_up(operands, tile_range, skipped, (i + 1) * TILE_KEYS + thread.key)
                 self.load_stage(smem, thread, address, state)
-                state = smem.k_ready.advance(state)
+                state = next_tile(state)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -170,7 +170,7 @@ class DenseDecodeSm120Fp8AttendRole(Sm120AttendRole):
             codes.store_chunk(target, words)
 
 
-class DenseDecodeSm120Mask:
+class DenseDecodeSm120Mask(Sm120Mask):
     """Mask of keys past the end, and of those that causal, tree_mask or a window hide."""
 
     @cute.jit

@@ -9,8 +9,8 @@ from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from ...spec.mqa_logits import BLOCK_COLUMNS, COLUMNS, TILE_KEYS, MqaLogitsArguments
 from ..primitives.arithmetic import smaller
-from ..primitives.copies import load_box, start_copy
-from ..sm90.rows import arrive_landed, copy_chunk
+from ..primitives.copies import arrive_landed, load_box, start_copy
+from ..sm90.rows import copy_chunk
 from .items import LaneItem, PostedItems, WorkItem, WorkItems, for_each_item
 from .smem import BLOCKS, ITEM_COLUMNS, LANES, QUERY_BLOCK_BYTES, TILE_BYTES, MqaLogitsSmem
 

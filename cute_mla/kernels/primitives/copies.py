@@ -119,3 +119,8 @@ def start_copy(target: cute.Pointer, address: Int64, present: Boolean, nbytes: i
         primitives.LoadCacheModifier.CG if nbytes == CHUNK else primitives.LoadCacheModifier.CA,
         cp_size=cutlass.select_(present, Int32(nbytes), Int32(0)),
     )
+
+
+def arrive_landed(barrier: cute.Pointer) -> None:
+    """Arrive for this thread as soon as all its copies up to here have landed."""
+    primitives.cp_async_mbarrier_arrive(barrier.raw_ptr(), noinc=True)

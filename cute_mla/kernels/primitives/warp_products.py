@@ -56,6 +56,11 @@ def column_operands(lane: Int32, pitch: int) -> Int32:
     return lane % N * pitch + lane // N * CHUNK
 
 
+def wide_operand(lane: Int32, pitch: int) -> Int32:
+    """Return the offset of a lane's row of two Bs of neighbouring columns, 16 rows, or of a transposed A, whose depth the rows are."""
+    return (lane % N + lane // M * N) * pitch + lane // N % 2 * CHUNK
+
+
 def multiply(total: cute.Tensor, first: int, a: list[Int32], b: list[Int32], dtype: type[cutlass.Numeric] = BFloat16) -> None:
     """Add A B to the four sums of a product, total[first ..]. a: 4 words, b: 2. dtype: of 16 bits, or e4m3 with twice the depth.
 

@@ -1,4 +1,4 @@
-"""The role of the SM120 decode kernels that multiplies: S, softmax, O, epilogue.
+"""The role that multiplies for up to 16 rows: S, softmax, O, epilogue.
 
 Four warps. Warp w has S of keys 8 w .. 8 w + 7 of a stage over all columns, and O of a fourth of the columns over all keys. So maxima and P
 go through shared memory, behind a named barrier each:
@@ -11,27 +11,26 @@ neither needs a second buffer.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, Protocol
+import operator
+from collections.abc import Callable
+from typing import Any
 
 import cutlass
 from cutlass import Boolean, Float32, Int32, cute
 
 from ...spec.mla import ELEMENT_BYTES
-from ...spec.split_plan import TILE_KEYS
 from ..attention.lengths import RowRange
 from ..attention.scheduler import KeyTile, LatentOperands, WorkTile
-from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
+from ..attention.softmax import LN2
 from ..primitives.arithmetic import pack_pair, product
 from ..primitives.copies import CHUNK, load_groups
-from ..primitives.pipeline import PipelineState
-from ..primitives.rows import aligned, registers, store_word, words_at
+from ..primitives.rows import aligned, load_words, registers, store_word
 from ..primitives.warp_products import SUMS, K, N, column_operands, multiply, row_operand
-from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, ROWS, WARP_KEYS, WARPS, Sm120Smem, Sm120Thread, first_query_row, pitch_of
+from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, ROWS, WARP_KEYS, WARPS, Sm120Smem, Sm120Thread, first_query_row
+from .roles import HALVES, Kept, Sm120Role, Sm120Rows, by_destination
 
 CHAINS = 4  # sums of S that are added up at the end: products of one chain wait for each other
 FLOAT_BYTES = 4
-HALVES = 2  # rows of a thread
 CHUNK_WORDS = CHUNK // 4
 QUAD_LANES = (1, 2)  # apart, which have the same rows
 
@@ -41,107 +40,53 @@ def sync() -> None:
     cute.arch.barrier(barrier_id=MATH_BARRIER, number_of_threads=WARPS * LANES)
 
 
-@dataclass(frozen=True)
-class Sm120Rows:
-    """Running state of the thread's two rows.
+class Sm120AttendRole(Sm120Role):
+    """Four warps, heads on M: 16 rows of a work tile."""
 
-    reference: what the sums are relative to, log2 units. rSum: this thread's share of the sums, of its warp's keys. rO: of its columns.
-    """
+    kept_floats = 3 * WARPS * ROWS
 
-    reference: cute.Tensor
-    rSum: cute.Tensor
-    rO: cute.Tensor
+    def thread(self) -> Sm120Thread:
+        """Return this thread."""
+        return Sm120Thread.create()
 
-    @staticmethod
-    def create(columns: int) -> Sm120Rows:
-        """Return registers for the state. columns: of O, of a warp."""
-        sizes = HALVES, HALVES, HALVES * columns // 4
-        reference, sums, out = (cute.make_rmem_tensor(cute.make_layout(size), Float32) for size in sizes)
-        return Sm120Rows(reference, sums, out)
+    def create_rows(self, scale: Float32) -> Sm120Rows:
+        """Return registers for the rows of a thread."""
+        return Sm120Rows.create(scale, self.results, HALVES * self.d_v // WARPS // 4)
 
-    def reset(self) -> None:
-        """Forget all keys."""
-        self.reference.fill(-Float32.inf)
-        self.rSum.fill(0.0)
-        self.rO.fill(0.0)
+    def begin(self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, req: Int32) -> None:
+        """Begin a work tile: bring Q, and wait for all warps."""
+        # all have read Q of the work tile before, ahead of the barrier for its sums; these are read ahead of the next barrier
+        self.load_queries(operands.row_range(req), smem, thread)
+        sync()
 
-
-class Sm120Mask(Protocol):
-    """Mask of an op."""
-
-    def apply(self, operands: Any, smem: Sm120Smem, thread: Sm120Thread, scores: cute.Tensor, stage: Int32, keys: KeyTile) -> None:
-        """Set the scores of keys that a row does not see to -inf. keys: those of the stage, as if a tile began with them."""
-
-
-@dataclass(frozen=True)
-class Sm120AttendRole:
-    """Four warps. dtype: of out and of products' operands. d_qk, d_v: columns."""
-
-    mask: Sm120Mask
-    row_scale: RowScale
-    dtype: type[cutlass.Numeric]
-    d_qk: int
-    d_v: int
-
-    @property
-    def pitch(self) -> int:
-        """Return the bytes from a row of Q or of a key to the next."""
-        return pitch_of(self.d_qk)
-
-    @cute.jit
-    def run(self, operands: LatentOperands, smem: Sm120Smem):
-        """Wait k_ready. Signal k_free. Write lse, and out or out_accum."""
-        schedule, thread = operands.schedule, Sm120Thread.create()
-        scale = self.row_scale.score_scale(operands)
-        rows = Sm120Rows.create(self.d_v // WARPS)
-        state = PipelineState(Int32(0), Int32(0))
-        req, begin_tile = schedule.first_work_tile()
-        last = schedule.last_request()
-        while req <= last:
-            tile_range = schedule.tile_range(req, begin_tile)
-            work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
-            # all have read Q of the work tile before, ahead of the barrier for its sums; these are read ahead of the next barrier
-            self.load_queries(operands.row_range(req), smem, thread)
-            sync()
-            rows.reset()
-            for i in cutlass.range(tile_range.tiles * (TILE_KEYS // KEYS), unroll=1):
-                keys = KeyTile(req, begin_tile * TILE_KEYS + i * KEYS, tile_range.keys - i * KEYS)
-                self.add_stage(operands, smem, rows, thread, scale, state, keys)
-                state = smem.k_ready.advance(state)
-            self.finish(operands, smem, rows, thread, req, work_tile)
-            req, begin_tile = work_tile.next_req, work_tile.next_tile
-
-    @cute.jit
-    def load_queries(self, stored: RowRange, smem: Sm120Smem, thread: Sm120Thread):
-        """Copy this CTA's rows of Q to shared memory, 16 bytes at a time; rows that do not exist as zeros."""
+    def load_queries(self, stored: RowRange, smem: Sm120Smem, thread: Sm120Thread) -> None:
+        """Copy this CTA's rows of Q to shared memory, 16 bytes at a time; rows that do not exist as zeros. All are asked for at first."""
         chunks = self.d_qk * ELEMENT_BYTES // CHUNK
-        for step in cutlass.range_constexpr(ROWS // WARPS):
-            place = thread.warp + step * WARPS
-            row = first_query_row() + place
-            source = stored.q_row(stored.nearest(row)).toint()
-            for first in cutlass.range_constexpr(0, chunks, LANES):
-                chunk = first + thread.lane
-                if chunk < chunks:
-                    words = registers(CHUNK_WORDS)
-                    words.fill(0)
-                    if stored.holds(row):
-                        cute.autovec_copy(words_at(source + chunk * CHUNK, CHUNK_WORDS), words)
-                    target = smem.sQ.toint() + place * self.pitch + chunk * CHUNK
-                    cute.autovec_copy(words, chunk_at(target))
+        places = [(thread.warp + step * WARPS, first + thread.lane) for step in range(ROWS // WARPS) for first in range(0, chunks, LANES)]
+        asked = []
+        for place, chunk in places:
+            row, words = first_query_row() + place, registers(CHUNK_WORDS)
+            load_words(words, stored.q_row(stored.nearest(row)).toint() + chunk * CHUNK, stored.holds(row) & (chunk < chunks))
+            asked.append(words)
+        for (place, chunk), words in zip(places, asked, strict=True):
+            self.store_chunk_if(chunk < chunks, smem.sQ.toint() + place * self.pitch + chunk * CHUNK, words)
 
     @cute.jit
-    def add_stage(
-        self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, scale: Float32, state: PipelineState,
-        keys: KeyTile,
-    ):  # fmt: skip
+    def store_chunk_if(self, wanted: Boolean, target: Int32, words: cute.Tensor):
+        """Store 16 bytes, if wanted."""
+        if wanted:
+            cute.autovec_copy(words, chunk_at(target))
+
+    def attend_to(
+        self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, stage: Int32, keys: KeyTile
+    ) -> None:  # fmt: skip
         """Attend to the keys of a stage."""
-        smem.k_ready.consumer_wait(state)
-        place = smem.sK.toint() + state.stage * (KEYS * self.pitch)
+        place = smem.sK.toint() + stage * (KEYS * self.pitch)
         scores = self.scores(smem, place, thread)
-        self.mask.apply(operands, smem, thread, scores, state.stage, keys)
-        self.follow(smem, rows, thread, scores, scale)
+        self.mask.apply(operands, smem, thread, scores, stage, keys)
+        rows.results.see_stage(self, smem, rows, thread, scores, keys)
+        self.follow(smem, rows, thread, scores)
         self.add_values(smem, rows, place, thread)
-        smem.k_free.consumer_release(state)
 
     def scores(self, smem: Sm120Smem, keys: Int32, thread: Sm120Thread) -> cute.Tensor:
         """Return S of the warp's 8 keys: rows, columns as in primitives/warp_products.py."""
@@ -160,38 +105,71 @@ class Sm120AttendRole:
         return total
 
     @cute.jit
-    def follow(self, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, scores: cute.Tensor, scale: Float32):
+    def follow(self, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, scores: cute.Tensor):
         """Write P of the warp's keys, unnormalised, and bring the state to its reference."""
-        maxima = []
-        for half in cutlass.range_constexpr(HALVES):
-            largest = cute.arch.fmax(scores[2 * half], scores[2 * half + 1])
-            for lanes in QUAD_LANES:
-                largest = cute.arch.fmax(largest, cute.arch.shuffle_sync_bfly(largest, lanes))
-            maxima.append(largest)
-        self.share(smem, thread, maxima)
+        tops = self.tops(smem.sRows, thread, [scores[i] for i in range(SUMS)])
         alphas = []
         for half in cutlass.range_constexpr(HALVES):
-            top = smem.sRows + (thread.row + half * N)
-            found = [(top + warp * ROWS).load() for warp in range(WARPS)]
-            largest = cute.arch.fmax(cute.arch.fmax(found[0], found[1]), cute.arch.fmax(found[2], found[3]))
-            new, alpha = follow_maximum(rows.reference[half], product(largest, scale))
-            shift = -shift_of(new)
-            probs = [cute.math.exp2(scores[2 * half + i] * scale + shift, fastmath=True) for i in range(2)]
-            rows.rSum[half] = rows.rSum[half] * alpha + (probs[0] + probs[1])
-            rows.reference[half] = new
-            alphas.append(alpha)
+            step = rows.follow(half, [scores[2 * half], scores[2 * half + 1]], product(tops[half], rows.scale))
+            alphas.append(step.alpha)
             place = smem.sP.toint() + (thread.row + half * N) * P_PITCH + (thread.warp * WARP_KEYS + thread.column) * ELEMENT_BYTES
-            cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=4).store(pack_pair(probs[0], probs[1], self.dtype))
+            cute.make_ptr(Int32, place, cute.AddressSpace.smem, assumed_align=4).store(pack_pair(step.probs[0], step.probs[1], self.dtype))
         if cute.arch.vote_any_sync((alphas[0] != 1.0) | (alphas[1] != 1.0)):
             for i in cutlass.range_constexpr(cute.size(rows.rO)):
                 rows.rO[i] = rows.rO[i] * alphas[i // 2 % HALVES]
         sync()
 
-    def share(self, smem: Sm120Smem, thread: Sm120Thread, values: list[Float32]) -> None:
-        """Write a number of each of the warp's rows for all warps, and wait for theirs."""
-        place = smem.sRows + (thread.warp * ROWS + thread.row)
-        self.store_if(thread.column == 0, place, values)
+    @staticmethod
+    def first_key(thread: Sm120Thread) -> Int32:
+        """Return the key in a stage of a thread's first score."""
+        return thread.warp * WARP_KEYS + thread.column
+
+    @staticmethod
+    def key_behind_first(i: int) -> int:
+        """Return by how many keys the key of a thread's score lies behind that of the first one."""
+        return i % 2
+
+    @staticmethod
+    def by_row(scores: list[Float32]) -> list[list[Float32]]:
+        """Return the thread's scores of a stage, by row."""
+        return [scores[:2], scores[2:]]
+
+    def tops(self, place: cute.Pointer, thread: Sm120Thread, scores: list[Float32]) -> list[Float32]:
+        """Return the maxima of the thread's rows, of all warps' keys. place: fp32 [warp][row] of shared memory. Waits for all warps."""
+        maxima = [over_quad(cute.arch.fmax(a, b), cute.arch.fmax) for a, b in self.by_row(scores)]
+        self.keep(place, thread, maxima)
         sync()
+        return [self.over_warps(place, thread, half, cute.arch.fmax) for half in range(HALVES)]
+
+    def keep_sums(self, place: cute.Pointer, thread: Sm120Thread, shares: list[Float32]) -> None:
+        """Write the warp's part of a sum of each of its rows. shares: the thread's."""
+        self.keep(place, thread, [over_quad(share, operator.add) for share in shares])
+
+    def sum_of(self, place: cute.Pointer, thread: Sm120Thread, half: int) -> Float32:
+        """Return the sum of a row, of which all warps have written their parts."""
+        return self.over_warps(place, thread, half, operator.add)
+
+    @staticmethod
+    def kept(smem: Sm120Smem) -> Kept:
+        """Return the places of what is kept."""
+        assert smem.sKept is not None, "an op with results has a place for them"
+        return Kept(*(smem.sKept + i * WARPS * ROWS for i in range(3)))
+
+    def keep(self, place: cute.Pointer, thread: Sm120Thread, values: list[Float32]) -> None:
+        """Write a number of each of the warp's rows. place: fp32 [warp][row]."""
+        self.store_if(thread.column == 0, place + (thread.warp * ROWS + thread.row), values)
+
+    @staticmethod
+    def kept_number(place: cute.Pointer, thread: Sm120Thread, half: int) -> Float32:
+        """Return a number of a row that all warps have kept."""
+        return (place + (thread.row + half * N)).load()
+
+    @staticmethod
+    def over_warps(place: cute.Pointer, thread: Sm120Thread, half: int, both: Callable[[Any, Any], Any]) -> Float32:
+        """Return what all warps have written of a row, by an operation of two."""
+        top = place + (thread.row + half * N)
+        found = [(top + warp * ROWS).load() for warp in range(WARPS)]
+        return both(both(found[0], found[1]), both(found[2], found[3]))
 
     @cute.jit
     def store_if(self, wanted: Boolean, place: cute.Pointer, values: list[Float32]):
@@ -215,53 +193,67 @@ class Sm120AttendRole:
     @cute.jit
     def finish(self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120Rows, thread: Sm120Thread, req: Int32, work_tile: WorkTile):
         """Write out or out_accum, and lse: natural log if the request is not cut, else base 2."""
-        partial = []
-        for half in cutlass.range_constexpr(HALVES):
-            total = rows.rSum[half]
-            for lanes in QUAD_LANES:
-                total = total + cute.arch.shuffle_sync_bfly(total, lanes)
-            partial.append(total)
-        self.share(smem, thread, partial)
+        self.keep_sums(smem.sRows, thread, [rows.rSum[half] for half in range(HALVES)])
+        sync()
         stored = operands.row_range(req)
         for half in cutlass.range_constexpr(HALVES):
-            sums = smem.sRows + (thread.row + half * N)
-            found = [(sums + warp * ROWS).load() for warp in range(WARPS)]
-            total = (found[0] + found[1]) + (found[2] + found[3])
+            total = self.sum_of(smem.sRows, thread, half)
             row = first_query_row() + thread.row + half * N
             if stored.holds(row):
-                self.store_row(operands, stored, rows, thread, row, half, total, work_tile)
+                self.store_row(operands, smem, stored, rows, thread, row, half, total, work_tile)
 
     @cute.jit
     def store_row(
-        self, operands: LatentOperands, stored: RowRange, rows: Sm120Rows, thread: Sm120Thread, row: Int32, half: cutlass.Constexpr[int],
-        total: Float32, work_tile: WorkTile,
+        self, operands: LatentOperands, smem: Sm120Smem, stored: RowRange, rows: Sm120Rows, thread: Sm120Thread, row: Int32,
+        half: cutlass.Constexpr[int], total: Float32, work_tile: WorkTile,
     ):  # fmt: skip
         """Write the warp's columns of a row of O, and in the first warp its lse."""
         reference = rows.reference[half]
         empty = total == 0.0
         weight = cutlass.select_(empty, Float32(0), self.row_scale.weight(operands, lambda: work_tile, row, total, reference))
-        lse = reference + cute.math.log2(total, fastmath=True)
         column = thread.warp * (self.d_v // WARPS) + thread.column
         values = [
             [cutlass.select_(empty, Float32(0), rows.rO[4 * n + 2 * half + i]) * weight for i in range(2)]
             for n in range(cute.size(rows.rO) // 4)
         ]
-        leads = (thread.warp == 0) & (thread.column == 0)
-        if work_tile.direct:
-            out = stored.out_row(row) + column
-            for n, pair in enumerate(values):
-                store_word(out + n * N, pack_pair(pair[0], pair[1], self.dtype))
-            if leads:
+        by_destination(
+            work_tile,
+            lambda: self.store_out(stored, row, column, values),
+            lambda: self.store_accum(operands, work_tile, row, column, values),
+        )
+        if (thread.warp == 0) & (thread.column == 0):
+            lse = reference + cute.math.log2(total, fastmath=True)
+            if cutlass.const_expr(work_tile.always_direct):
                 stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
-        else:
-            accum = operands.accum_row(work_tile, row)
-            out = operands.out_accum + (accum * self.d_v + column)
-            for n, pair in enumerate(values):
-                both = cute.make_rmem_tensor(cute.make_layout(2), Float32)
-                both[0], both[1] = pair
-                cute.autovec_copy(both, cute.make_tensor(aligned(out + n * N, 2 * FLOAT_BYTES), cute.make_layout(2)))
-            if leads:
-                (operands.lse_accum + accum).store(cutlass.select_(empty, -Float32.inf, lse))
+                rows.results.store(self, smem, stored, thread, row, half, (total, reference))
+            else:
+                if work_tile.direct:
+                    stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
+                else:
+                    (operands.lse_accum + operands.accum_row(work_tile, row)).store(cutlass.select_(empty, -Float32.inf, lse))
+
+    def store_out(self, stored: RowRange, row: Int32, column: Int32, values: list[list[Float32]]) -> None:
+        """Write the thread's columns of a row of out."""
+        out = stored.out_row(row) + column
+        for n, pair in enumerate(values):
+            store_word(out + n * N, pack_pair(pair[0], pair[1], self.dtype))
+
+    def store_accum(
+        self, operands: LatentOperands, work_tile: WorkTile, row: Int32, column: Int32, values: list[list[Float32]]
+    ) -> None:  # fmt: skip
+        """Write the thread's columns of a row of out_accum."""
+        out = operands.out_accum + (operands.accum_row(work_tile, row) * self.d_v + column)
+        for n, pair in enumerate(values):
+            both = cute.make_rmem_tensor(cute.make_layout(2), Float32)
+            both[0], both[1] = pair
+            cute.autovec_copy(both, cute.make_tensor(aligned(out + n * N, 2 * FLOAT_BYTES), cute.make_layout(2)))
+
+
+def over_quad(value: Float32, both: Callable[[Any, Any], Any]) -> Float32:
+    """Return what the four lanes of a row have, by an operation of two."""
+    for lanes in QUAD_LANES:
+        value = both(value, cute.arch.shuffle_sync_bfly(value, lanes))
+    return value
 
 
 def chunk_at(address: Int32) -> cute.Tensor:

@@ -1,14 +1,19 @@
-"""The CTA of the SM120 decode kernels: warps, shared memory with its barriers, start of the roles.
+"""The CTA of the SM120 kernels over a latent: warps, shared memory with its barriers, start of the roles.
 
-    S [16 rows x 32 keys] = Q K^T        O [16 rows x 512 columns] += P V
+    S [rows x 32 keys] = Q K^T        O [rows x 512 columns] += P V
 
-Four warps multiply, four bring keys: 256 threads, so that each may have all registers that a thread can have. A row of Q, of a key or of P
-in shared memory is 16 bytes longer than its elements: rows lie in different banks without a swizzle (primitives/warp_products.py).
+HEADS_ON_M  up to 16 rows. Four warps multiply. Where keys pass registers, four others bring those of each stage, so that DRAM has the
+            bytes of one stage to bring while the warps of the other wait for the latency of theirs, and convert: 384 threads leave 168
+            registers to each. Where they do not, four bring all
+KEYS_ON_M   up to 64 rows. Eight warps multiply, and take registers of the four that bring keys, past registers alone
+
+A row of Q, of a key or of P in shared memory is 16 bytes longer than its elements: rows lie in different banks without a swizzle
+(primitives/warp_products.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import cutlass
@@ -16,7 +21,9 @@ from cutlass import Float32, Int32, cute
 
 from ...manifest import NamedBarrier, Role
 from ...spec.arch import Arch
-from ...spec.mla import ELEMENT_BYTES
+from ...spec.dense_decode import TILE_ROWS
+from ...spec.mla import D_LATENT, ELEMENT_BYTES
+from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import AttentionKernel, KernelAbi
 from ..definition import KernelDefinition
 from ..primitives.copies import CHUNK
@@ -25,14 +32,48 @@ from ..primitives.smem import Array, Barriers, SmemLayout, fields_of
 from ..primitives.warp_products import K, M, N
 
 ROWS = M  # of Q and O
-WARPS = 4  # of a role
+WARPS = 4  # that bring keys, and that multiply with heads on M
 LANES = 32
-THREADS = 2 * WARPS * LANES
 KEYS = 32  # of a stage
 WARP_KEYS = KEYS // WARPS
-STAGES = 2
+STAGES = TILE_KEYS // KEYS
 P_PITCH = KEYS * ELEMENT_BYTES + CHUNK
 MATH_BARRIER = 1
+
+
+@dataclass(frozen=True)
+class Sm120Form:
+    """The warps of a CTA. rows: of Q. warps: that multiply. loaders: warps that bring keys. turns: buffers of P.
+
+    registers: of a lane of the loaders, and of one of the others; None: as at the launch.
+    """
+
+    rows: int
+    warps: int
+    loaders: int
+    turns: int
+    barriers: tuple[NamedBarrier, ...]
+    registers: tuple[int, int] | None = None
+
+    @property
+    def threads(self) -> int:
+        """Return the threads of a CTA."""
+        return (self.warps + self.loaders) * LANES
+
+    def leave_registers(self) -> None:
+        """Leave registers of a warp that brings keys to those that multiply."""
+        if self.registers is not None:
+            cute.arch.setmaxregister_decrease(self.registers[0])
+
+    def take_registers(self) -> None:
+        """Take registers for a warp that multiplies."""
+        if self.registers is not None:
+            cute.arch.setmaxregister_increase(self.registers[1])
+
+
+HEADS_ON_M = Sm120Form(ROWS, WARPS, WARPS, 1, (NamedBarrier("attend", MATH_BARRIER),))
+HEADS_ON_M_BY_REGISTERS = replace(HEADS_ON_M, loaders=STAGES * WARPS)
+KEYS_ON_M = Sm120Form(TILE_ROWS, 8, WARPS, 2, tuple(NamedBarrier(f"pair_{i}", MATH_BARRIER + i) for i in range(4)), (24, 240))
 
 
 def pitch_of(columns: int) -> int:
@@ -45,22 +86,24 @@ class Sm120Smem:
     """Shared memory."""
 
     sK: cute.Pointer  # dtype [stage][key][d_qk], rows pitch_of(d_qk) bytes apart; keys that do not exist are zeros
-    sQ: cute.Pointer  # dtype [row][d_qk], likewise; rows that do not exist are zeros
-    sP: cute.Pointer  # dtype [row][key], P_PITCH bytes apart
-    sRows: cute.Pointer  # fp32 [warp][row]: maxima of a stage; at the end of a work tile sums
+    sP: cute.Pointer  # dtype [turn][row][key], P_PITCH bytes apart
+    sRows: cute.Pointer  # fp32 [warp][row]: maxima of a stage; at the end of a work tile sums. Keys on M: [turn][row]: factors of O
     k_ready: StageBarriers
     k_free: StageBarriers
-    sPresent: cute.Pointer | None = None  # int32 [stage][key]: 1 for a key that exists; where indices decide on that
+    sQ: cute.Pointer | None = None  # dtype [row][d_qk], as sK, zeros where there is no row. Keys on M: words of threads, behind 512 columns
+    sPresent: cute.Pointer | None = None  # int32, where indices decide which keys exist: [stage][key], or [stage] of bits
+    sKept: cute.Pointer | None = None  # fp32: what results of an op keep until the end of a work tile
 
     @staticmethod
-    def layout(dtype: type[cutlass.Numeric], d_qk: int, *more: Array) -> SmemLayout:
+    def layout(dtype: type[cutlass.Numeric], d_qk: int, *more: Array, form: Sm120Form = HEADS_ON_M) -> SmemLayout:
         """Return the fields. dtype: of Q, keys and P. more: fields of a variant."""
         elements = pitch_of(d_qk) // ELEMENT_BYTES
+        queries = ROWS * elements if form.rows == ROWS else TILE_ROWS * (d_qk - D_LATENT)
         fields: tuple[Array | Barriers, ...] = (
             Array("sK", dtype, STAGES * KEYS * elements, 128),
-            Array("sQ", dtype, ROWS * elements, 128),
-            Array("sP", dtype, ROWS * P_PITCH // ELEMENT_BYTES, 128),
-            Array("sRows", Float32, WARPS * ROWS, 16),
+            *((Array("sQ", dtype, queries, 128),) if queries else ()),
+            Array("sP", dtype, form.turns * form.rows * P_PITCH // ELEMENT_BYTES, 128),
+            Array("sRows", Float32, WARPS * ROWS if form.rows == ROWS else form.turns * form.rows, 16),
             *more,
             Barriers("k_ready", STAGES),
             Barriers("k_free", STAGES),
@@ -72,24 +115,35 @@ class Sm120Smem:
         """Return the allocated fields of a layout."""
         return cls(**fields_of(cls, memory))
 
-    def initialise(self) -> None:
-        """Set the arrivals of every barrier: warps of the arriving role. One thread."""
-        for barriers in (self.k_ready, self.k_free):
-            barriers.initialise(WARPS)
+    def initialise(self, producers: int, consumers: int) -> None:
+        """Set the arrivals of every barrier: threads or warps of the arriving role. One thread."""
+        self.k_ready.initialise(producers)
+        self.k_free.initialise(consumers)
         cute.arch.mbarrier_init_fence()
 
 
 @dataclass(frozen=True)
 class Sm120Thread:
-    """A thread of a role. warp: of four, uniform. row: of S and O, and the one 8 further. column: the first of two of S and of 8 of O."""
+    """A thread of a role.
+
+    warp: of four, uniform. lane: of the warp. stage: whose keys the four warps bring; those that multiply have none. row: of S and O, and
+    the one 8 further. column: the first of two of S and of 8 of O.
+    """
 
     warp: Int32
     lane: Int32
+    stage: Int32
 
     @staticmethod
     def create() -> Sm120Thread:
         """Return this thread."""
-        return Sm120Thread(cute.arch.make_warp_uniform(cute.arch.warp_idx()) % WARPS, cute.arch.lane_idx())
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        return Sm120Thread(warp % WARPS, cute.arch.lane_idx(), warp // WARPS - 1)
+
+    @property
+    def key(self) -> Int32:
+        """Return the key of a tile that is the lane's: one of the warp's 8 keys of a stage."""
+        return self.stage * KEYS + self.warp * WARP_KEYS + self.lane % WARP_KEYS
 
     @property
     def row(self) -> Int32:
@@ -108,7 +162,10 @@ def first_query_row() -> Int32:
 
 
 class Sm120Parts:
-    """A variant's own part of a kernel."""
+    """A variant's own part of a kernel. form: how it multiplies. producers: arrivals that hand over a stage."""
+
+    form = HEADS_ON_M_BY_REGISTERS
+    producers = WARPS
 
     @property
     def layout(self) -> SmemLayout:
@@ -132,11 +189,9 @@ class Sm120Parts:
 class Sm120Kernel(AttentionKernel):
     """One variant of a kernel."""
 
-    threads = THREADS
-
     def __init__(self, abi: KernelAbi, arch: Arch, parts: Sm120Parts) -> None:
         super().__init__(abi, arch)
-        self.parts = parts
+        self.parts, self.form, self.threads = parts, parts.form, parts.form.threads
 
     @cute.jit
     def run(self, operands: Any):
@@ -145,15 +200,17 @@ class Sm120Kernel(AttentionKernel):
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         if warp == 0:
             with cute.arch.elect_one():
-                smem.initialise()
+                smem.initialise(self.parts.producers, self.form.warps)
         elif warp == 1:
             operands.schedule.prefetch()
         cute.arch.sync_threads()
         # the plan, the lengths, the indices, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
-        if warp < WARPS:
+        if warp < self.form.warps:
+            self.form.take_registers()
             self.parts.attend(operands, smem)
         else:
+            self.form.leave_registers()
             self.parts.load(operands, smem)
 
     def complete(self) -> KernelDefinition:
@@ -161,8 +218,8 @@ class Sm120Kernel(AttentionKernel):
         return self.definition(
             smem_bytes=self.parts.layout.nbytes,
             barriers=self.parts.layout.barriers(),
-            named_barriers=(NamedBarrier("attend", MATH_BARRIER),),
-            roles=(Role("attend", 0, WARPS), Role("load", WARPS, WARPS)),
+            named_barriers=self.form.barriers,
+            roles=(Role("attend", 0, self.form.warps), Role("load", self.form.warps, self.form.loaders)),
             expected={"HMMA": self.parts.expected},
         )
 

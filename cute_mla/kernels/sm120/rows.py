@@ -1,4 +1,4 @@
-"""16-bit columns of keys on their way from rows of a cache to rows of shared memory, through registers of a warp that has 8 keys."""
+"""16-bit columns of keys on their way from rows of a cache to rows of shared memory, through registers of a warp or past them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from cutlass import Boolean, Int32, Int64, cute
 
 from ...spec.mla import ELEMENT_BYTES
 from ..primitives.arithmetic import from_lane
-from ..primitives.copies import CHUNK
+from ..primitives.copies import CHUNK, smem_pointer, start_copy
+from ..primitives.pipeline import PipelineState
 from ..primitives.rows import load_words, registers
 from .attend import CHUNK_WORDS, chunk_at
 from .cta import LANES, WARP_KEYS, Sm120Thread
@@ -53,6 +54,22 @@ class Sm120Columns:
                 tails.append(load_chunk(mine + tail_byte, mine != 0))
         return wide, tails
 
+    def start(self, thread: Sm120Thread, place: Int32, row: Int64, lane: Int32) -> None:
+        """Start copies of the columns of 8 keys, zeros for one that does not exist.
+
+        place: the row of the first in shared memory. row: address of a lane's key, 0 for one that does not exist. lane: of the first key.
+        """
+        first = place + self.target
+        for key in range(WARP_KEYS):
+            source, target = from_lane(row, lane + key), first + key * self.pitch
+            for step in range(self.whole):
+                offset = (step * LANES + thread.lane) * CHUNK
+                start_copy(smem_pointer(target + offset), source + (self.source + offset), source != 0, CHUNK)
+        for number in range(0, WARP_KEYS if self.tail else 0, LANES // TAIL_LANES):
+            key = number + thread.lane // TAIL_LANES
+            source, offset = from_lane(row, lane + key), (self.whole * LANES + thread.lane % TAIL_LANES) * CHUNK
+            start_copy(smem_pointer(first + key * self.pitch + offset), source + (self.source + offset), source != 0, CHUNK)
+
     def store(self, thread: Sm120Thread, place: Int32, loaded: tuple[list[Any], list[Any]]) -> None:
         """Write what `load` returned. place: the row of the warp's first key in shared memory."""
         wide, tails = loaded
@@ -64,6 +81,11 @@ class Sm120Columns:
             key = number * (LANES // TAIL_LANES) + thread.lane // TAIL_LANES
             target = first + self.whole * LANES * CHUNK + key * self.pitch + thread.lane % TAIL_LANES * CHUNK
             cute.autovec_copy(words, chunk_at(target))
+
+
+def next_tile(state: PipelineState) -> PipelineState:
+    """Return the state of the same stage a tile later: warps that bring a stage bring it of every tile."""
+    return PipelineState(state.stage, state.phase ^ 1)
 
 
 def rows_of(row: Int64) -> list[Int64]:

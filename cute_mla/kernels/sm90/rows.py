@@ -72,11 +72,6 @@ def copy_chunk(target: Int32, source: Int64, wanted: Boolean | None = None, nbyt
     )
 
 
-def arrive_landed(barrier: cute.Pointer) -> None:
-    """Arrive for this thread as soon as all its copies up to here have landed."""
-    primitives.cp_async_mbarrier_arrive(barrier.raw_ptr(), noinc=True)
-
-
 @dataclass(frozen=True)
 class LatentSm90Run:
     """64 columns of a key.

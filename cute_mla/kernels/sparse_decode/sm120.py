@@ -4,9 +4,10 @@ For a query token of a request with heads h, over the slots j that its indices n
 
     s_hj = <q_h, k_j>    p = softmax(scale * s)    out_h = sum_j p_hj k_j[:512]
 
-Roles (256 threads):
+Roles (384 threads):
   attend   warps 0..3: Q to shared memory, S = Q K^T, softmax, O += P V, lse, out (sm120/attend.py)
-  load     warps 4..7: indices, bytes of 8 keys of a stage to registers, value x scale, rounded once, to shared memory
+  load     warps 4..7 and 8..11, for the first and the second stage of each tile: indices, bytes of 8 keys to registers, value x scale,
+           rounded once, to shared memory
 
 A CTA has 16 heads of a query token; CTAs of other heads of the same token find the keys in L2. A stage is 32 keys, half a tile of the plan.
 
@@ -15,7 +16,7 @@ Pipelines (producer -> consumer; arrivals per phase):
   k_free[2]    attend -> load   4: a stage has been multiplied
 
 The trick: codes become 16 bits on their way through registers, so that products read rows of shared memory as they lie, K by rows and V
-by columns of the same bytes; the bytes of a stage are asked for before the wait for its place.
+by columns of the same bytes; the bytes of a stage are asked for before the wait for its place, and two stages are under way at a time.
 """
 
 from __future__ import annotations
@@ -42,7 +43,8 @@ from ..primitives.rows import element_at, exact, registers
 from ..primitives.smem import Array, SmemLayout
 from ..sm120.attend import CHUNK_WORDS, Sm120AttendRole, chunk_at
 from ..sm120.cta import KEYS, STAGES, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, pitch_of, products_of_stage
-from ..sm120.rows import Sm120Columns, load_chunk, rows_of
+from ..sm120.roles import Sm120Mask
+from ..sm120.rows import Sm120Columns, load_chunk, next_tile, rows_of
 from .abi import SparseDecodeAbi
 from .operands import SparseDecodeIndices, SparseDecodeOperands, look_up, slot_address
 
@@ -56,7 +58,7 @@ class Sm120Slot(NamedTuple):
 
 
 class SparseDecodeSm120LoadRole:
-    """Four warps, each with 8 keys of a stage."""
+    """Four warps a stage, each with 8 keys of it."""
 
     def __init__(self, config: SparseDecodeConfig, dtype: type[cutlass.Numeric]) -> None:
         self.config = config
@@ -70,23 +72,23 @@ class SparseDecodeSm120LoadRole:
     def run(self, operands: SparseDecodeOperands, smem: Sm120Smem):
         """Wait k_free. Signal k_ready."""
         schedule, thread = operands.schedule, Sm120Thread.create()
-        state = PipelineState(Int32(0), Int32(0))
+        state = PipelineState(thread.stage, Int32(0))
         req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
         while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)
             work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
             indices = SparseDecodeIndices.create(operands, req)
-            position = begin_tile * TILE_KEYS + thread.warp * WARP_KEYS + thread.lane % WARP_KEYS
+            position = begin_tile * TILE_KEYS + thread.key
             index = look_up(indices, position)
-            for _ in cutlass.range(tile_range.tiles * (TILE_KEYS // KEYS), unroll=1):
+            for _ in cutlass.range(tile_range.tiles, unroll=1):
                 in_extra = indices.in_extra(position)
                 row, scales = slot_address(operands, self.config, index, in_extra)
                 slot = Sm120Slot(row, scales, cutlass.select_(in_extra, Int32(1), Int32(0)))
-                position = position + KEYS
+                position = position + TILE_KEYS
                 index = look_up(indices, position)
                 self.load_stage(smem, thread, slot, state)
-                state = smem.k_ready.advance(state)
+                state = next_tile(state)
             req, begin_tile = work_tile.next_req, work_tile.next_tile
         cute.arch.griddepcontrol_launch_dependents()
 
@@ -168,7 +170,7 @@ def store_if(wanted: Boolean, place: cute.Pointer, row: Int64):
         place.store(cutlass.select_(row != 0, Int32(1), Int32(0)))
 
 
-class SparseDecodeSm120Mask:
+class SparseDecodeSm120Mask(Sm120Mask):
     """Mask of slots that do not exist."""
 
     @cute.jit

@@ -26,6 +26,7 @@ from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import TokenSchedule
+from ..primitives.copies import arrive_landed
 from ..primitives.peer import peer_shift
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import Array, Barriers, Field
@@ -37,7 +38,6 @@ from ..sm90.rows import (
     HALVES,
     ROW_BYTES,
     Half,
-    arrive_landed,
     copy_chunk,
     halves_of_cta,
     hand_over,

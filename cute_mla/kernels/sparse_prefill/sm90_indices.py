@@ -16,9 +16,9 @@ from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import TokenSchedule, first_query_row
 from ..primitives.arithmetic import smaller
-from ..primitives.copies import LINE_BYTES, prefetch_line
+from ..primitives.copies import LINE_BYTES, arrive_landed, prefetch_line
 from ..sm90.cta import BOX_BYTES, LatentSm90Queries
-from ..sm90.rows import CHUNK, HALF_KEYS, HALVES, ROW_BYTES, arrive_landed, copy_chunk
+from ..sm90.rows import CHUNK, HALF_KEYS, HALVES, ROW_BYTES, copy_chunk
 from .operands import SparsePrefillIndices, SparsePrefillOperands
 from .sm90_copy import KEYS_AT_ONCE, LANES_PER_KEY, SWIZZLE_KEYS, SparsePrefillSm90Smem
 

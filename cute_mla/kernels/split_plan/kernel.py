@@ -48,7 +48,6 @@ from ...spec.split_plan import (
     PART_END_TILE,
     PART_FIRST_IS_SPLIT,
     PART_LAST_IS_SPLIT,
-    PIECE_OVERHEAD_TILES,
     PLAN_COLUMNS,
     TILE_KEYS,
     UNIT_ALL_TOKENS,
@@ -60,6 +59,7 @@ from ...spec.split_plan import (
     UNIT_TOKENS,
     SplitPlanArguments,
     SplitPlanConfig,
+    piece_overhead,
 )
 from ..attention.lengths import Lengths, Units, VisibleTiles
 from ..definition import KernelDefinition
@@ -115,11 +115,11 @@ def block_exclusive_scan(value, warp_totals: cute.Pointer, dtype: cutlass.Conste
 
 
 @cute.jit
-def sum_cost(lengths: Lengths, begin: Int32, end: Int32) -> Int64:
-    """Return the cost of the requests [begin, end)."""
+def sum_cost(lengths: Lengths, begin: Int32, end: Int32, overhead: cutlass.Constexpr[int]) -> Int64:
+    """Return the cost of the requests [begin, end). overhead: of the start of each."""
     cost = Int64(0)
     for request in cutlass.range(begin, end, unroll=1):
-        cost += Int64(planned_tiles(lengths.keys(request)) + PIECE_OVERHEAD_TILES)
+        cost += Int64(planned_tiles(lengths.keys(request)) + overhead)
     return cost
 
 
@@ -192,9 +192,9 @@ def write_units(args: SplitPlanArguments, before: cute.Pointer, warp_totals: cut
     return units
 
 
-def slack_of(total: Int64, batch: Int32) -> Int64:
+def slack_of(total: Int64, batch: Int32, overhead: int) -> Int64:
     """Return whole_slack of the spec: the tiles by which parts of whole requests may exceed their share."""
-    slack = Int64(PIECE_OVERHEAD_TILES)
+    slack = Int64(overhead)
     for cost_each in MORE_SLACK_ABOVE:
         slack += Int64(total > Int64(batch) * cost_each)
     return slack
@@ -227,15 +227,15 @@ def find_whole(costs: cute.Pointer, tables: tuple, batch: Int32, cap: Int64) -> 
 
 
 @cute.jit
-def locate(lengths: Lengths, costs: cute.Pointer, cost: Int64, run: Int32, batch: Int32):
-    """Return the request in which a cost < T lies, and the offset in it."""
+def locate(lengths: Lengths, costs: cute.Pointer, cost: Int64, run: Int32, batch: Int32, overhead: cutlass.Constexpr[int]):
+    """Return the request in which a cost < T lies, and the offset in it. overhead: as in sum_cost."""
     index = count_not_above(costs, Int32(THREADS), cost) - 1
     offset = cost - costs[index]
     request = index * run
     last = cutlass.min(request + run, batch) - 1
     inside = Boolean(False)
     while request < last and not inside:
-        request_cost = Int64(planned_tiles(lengths.keys(request)) + PIECE_OVERHEAD_TILES)
+        request_cost = Int64(planned_tiles(lengths.keys(request)) + overhead)
         inside = offset < request_cost
         if not inside:
             offset -= request_cost
@@ -279,6 +279,10 @@ class SplitPlan(WarpKernel):
 
     launch = WarpLaunch("split_plan", "planner", SplitPlanArguments, THREADS)
 
+    def __init__(self, config: SplitPlanConfig, arch: Arch) -> None:
+        super().__init__(config, arch)
+        self.overhead = piece_overhead(arch)
+
     @cute.kernel
     def kernel(self, args: SplitPlanArguments):
         """Write the plan and num_splits, in five phases of one CTA, and before them the table of units."""
@@ -305,13 +309,13 @@ class SplitPlan(WarpKernel):
         # Phase 1: cost of the runs.
         run = (batch + (THREADS - 1)) // THREADS
         run_begin = cutlass.min(thread * run, batch)
-        run_cost = sum_cost(keys, run_begin, cutlass.min(run_begin + run, batch))
+        run_cost = sum_cost(keys, run_begin, cutlass.min(run_begin + run, batch), self.overhead)
         cost_before, total = block_exclusive_scan(run_cost, smem.warp_cost.data_ptr(), Int64)
         costs[thread] = cost_before
 
         # Phase 2: boundaries between whole requests.
         step = (total + Int64(args.num_parts - 1)) // Int64(args.num_parts)
-        cap = step + cutlass.max(Int64(Uint64(step * args.whole_eighths) >> 3), slack_of(total, batch))
+        cap = step + cutlass.max(Int64(Uint64(step * args.whole_eighths) >> 3), slack_of(total, batch, self.overhead))
         req, tile = batch, Int32(0)
         if thread == 0:
             costs[THREADS] = total
@@ -329,8 +333,8 @@ class SplitPlan(WarpKernel):
             if whole[0] == 0:
                 req = batch
             if whole[0] == 0 and cost < total:
-                req, offset = locate(keys, costs, cost, run, batch)
-                tile = cutlass.max(offset - PIECE_OVERHEAD_TILES, 0)
+                req, offset = locate(keys, costs, cost, run, batch, self.overhead)
+                tile = cutlass.max(offset - self.overhead, 0)
             reqs[thread] = req
             tiles[thread] = tile
         if thread == 0:

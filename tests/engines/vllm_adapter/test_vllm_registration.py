@@ -24,10 +24,12 @@ from vllm.v1.worker.utils import select_common_block_size
 from cute_mla import is_supported
 from cute_mla.engines.vllm import register
 from cute_mla.spec.arch import ARCHS
+from cute_mla.spec.kernel_ops import ARCHS_OF
 from tests.engines.vllm_adapter.vllm_parts import GLM_5_3_FLASH, Columns, Setting, configuration
 
 HOPPER, BLACKWELL = DeviceCapability(9, 0), DeviceCapability(10, 0)
-ARCH_OF = {HOPPER: "sm90", BLACKWELL: "sm100", DeviceCapability(10, 3): "sm103"}
+RTX = DeviceCapability(12, 0)
+ARCH_OF = {HOPPER: "sm90", BLACKWELL: "sm100", DeviceCapability(10, 3): "sm103", RTX: "sm120", DeviceCapability(12, 1): "sm121"}
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -83,14 +85,30 @@ def test_what_is_supported_is_valid_and_nothing_else(name: str, capability: Devi
     for head_size, dtype, cache in itertools.product((320, 512, 576), DTYPES, (*wide, "fp8", "fp8_e4m3", "fp8_ds_mla", "fp8_e5m2")):
         known = cache in fp8 or (cache in wide and wide[cache] in (None, dtype))
         # Without rotary columns, packed caches and their queries have zeros for them, and sparse prefill decodes over 16-bit caches.
-        op = "dense_decode" if not sparse else "sparse_decode" if cache in fp8 or head_size == 576 else "sparse_prefill"
+        decode = () if sparse and cache not in fp8 and head_size == 512 else ("sparse_decode" if sparse else "dense_decode",)
+        prefill = ("sparse_prefill",) if sparse and cache not in fp8 else ()
         columns = 576 if sparse and cache in fp8 and head_size == 512 else head_size
-        supported, _ = is_supported(op, ARCH_OF[capability], head_dim=columns, dtype=dtype, fp8_kvcache=cache in fp8, h_kv=1)
-        expected = known and supported
+        features = {"head_dim": columns, "dtype": dtype, "fp8_kvcache": cache in fp8, "h_kv": 1}
+        expected = known and all(is_supported(op, ARCH_OF[capability], **features)[0] for op in (*decode, *prefill))
         reasons = verdict(name, head_size=head_size, dtype=dtype, kv_cache_dtype=cache, device_capability=capability)
         assert (reasons == []) == expected, (head_size, dtype, cache, reasons)
         valid += expected
-    assert valid == (6 if sparse else 10)
+    if capability.major < 12:
+        assert valid == (6 if sparse else 10)
+    else:  # packed caches of keys with and without rotary columns; dense keys of 576
+        assert valid >= (2 if sparse else 5)
+
+
+def test_16_bit_caches_want_sparse_prefill() -> None:
+    reasons = verdict("CUTE_MLA_SPARSE", device_capability=RTX)
+    if ARCHS["sm120"] in ARCHS_OF["sparse_prefill"]:
+        assert reasons == []
+    else:
+        text = (
+            "compute capability is 12.0; supported: 9.0, 10.0 or 10.3 over 16-bit caches, for want of sparse prefill; fp8_ds_mla needs none"
+        )
+        assert reasons == [text]
+    assert verdict("CUTE_MLA_SPARSE", device_capability=RTX, kv_cache_dtype="fp8_ds_mla") == []
 
 
 def test_512_columns_are_for_models_without_rotary_ones(tmp_path: Path) -> None:
@@ -180,7 +198,7 @@ def test_prefill_is_valid_for_the_dimensions_that_are_supported(capability: Devi
     prefill = MLAPrefillBackendEnum["CUTE_MLA"].get_class()
     for nope, rope, v in ((128, 64, 128), (64, 64, 128), (128, 0, 128), (192, 64, 256), (256, 0, 256), (128, 64, 192)):
         config = MLAPrefillSelectorConfig(torch.bfloat16, MLADimensions(qk_nope_head_dim=nope, qk_rope_head_dim=rope, v_head_dim=v))
-        expected = capability in ARCH_OF and is_supported("dense_prefill", ARCHS["sm90"].name, head_dim=nope + rope, head_dim_v=v)[0]
+        expected = capability in ARCH_OF and is_supported("dense_prefill", ARCH_OF[capability], head_dim=nope + rope, head_dim_v=v)[0]
         assert (prefill.validate_configuration(capability, config) == []) == expected
     fp32 = MLAPrefillSelectorConfig(torch.float32, MLADimensions(qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128))
     assert prefill.validate_configuration(HOPPER, fp32) == ["dtype torch.float32 not supported"]

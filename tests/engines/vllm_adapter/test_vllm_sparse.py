@@ -16,7 +16,7 @@ from vllm.v1.worker.workspace import current_workspace_manager
 
 import cute_mla
 from cute_mla.cache import quantise_cache
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import SM120, Arch
 from cute_mla.testing.compare import same_bits
 from tests.engines.vllm_adapter.sparse_parts import TOPK, choose, expected, filled_cache, queries, served_by
 from tests.engines.vllm_adapter.vllm_parts import (
@@ -56,6 +56,12 @@ def test_a_batch(arch: Arch, requests: list[Request], cache: str, invariant: boo
     wanted, _ = expected(batch, torch.cat(q, dim=-1), worth, chosen, (1, 0))
     agree(out, wanted, 8e-3)
     assert lse is None
+
+
+@pytest.mark.parametrize("requests", BATCHES.values(), ids=BATCHES)
+def test_a_batch_of_a_packed_cache_on_rtx_boards(requests: list[Request], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Prefill, too, is sparse decode."""
+    test_a_batch(SM120, requests, "fp8_ds_mla", False, monkeypatch, tmp_path)
 
 
 @pytest.mark.parametrize("cache", ["auto", "fp8_ds_mla"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import cute_mla
-from cute_mla.spec.arch import SM90, Arch
+from cute_mla.spec.arch import SM90, SM120, Arch
 from cute_mla.testing.compare import same_bits
 from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase, SparsePrefillTensors, make_sparse_prefill_tensors
 from cute_mla.testing.suites.cover import ramps
@@ -52,10 +52,8 @@ def decoded(case: SparsePrefillCase, tensors: SparsePrefillTensors) -> tuple[Ten
     return results[0][:, 0], results[1][:, :, 0]
 
 
-@pytest.mark.in_turn
-@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in cases()])
-def test_decode_has_the_bits_of_prefill(arch: Arch, case: SparsePrefillCase) -> None:
-    """On other numbers of SMs, and with as many orders: one. A row without keys has an lse of inf either way."""
+def check_decode_has_the_bits_of_prefill(arch: Arch, case: SparsePrefillCase) -> None:
+    """Check it on other numbers of SMs, and with as many orders: one. A row without keys has an lse of inf either way."""
     tensors = make_sparse_prefill_tensors(case)
     with cute_mla.simulate(arch, case.sm_count), cute_mla.record() as calls:
         out, _, lse = cute_mla.flash_mla_sparse_fwd(
@@ -69,6 +67,25 @@ def test_decode_has_the_bits_of_prefill(arch: Arch, case: SparsePrefillCase) -> 
     assert {call.order for call in (*calls, *others)} == named
     assert [call.op for call in (*calls, *others)] == ["sparse_prefill", "sparse_decode"]
     assert len(named) == 1
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("case", [pytest.param(case, id=case.id) for case in cases()])
+def test_decode_has_the_bits_of_prefill(arch: Arch, case: SparsePrefillCase) -> None:
+    check_decode_has_the_bits_of_prefill(arch, case)
+
+
+@pytest.mark.parametrize("values", ["normal", "rising"])
+@pytest.mark.parametrize("h_q", [5, 16])
+def test_decode_of_few_heads_has_the_bits_of_prefill_on_rtx_boards(h_q: int, values: Any) -> None:
+    rising: dict[str, Any] = {"s_q": 2, "s_kv": 192, "topk": 192, "indices": "valid", "lengths": None} if values == "rising" else {}
+    check_decode_has_the_bits_of_prefill(SM120, replace(TOKENS, h_q=h_q, values=values, **rising))
+
+
+def test_decode_of_many_heads_has_another_order_on_rtx_boards() -> None:
+    """Where prefill has a kernel with keys on M, and decode has not."""
+    named = {cute_mla.fingerprint(op, "sm120", h_q=17, head_dim=576).order for op in ("sparse_prefill", "sparse_decode")}
+    assert len(named) == 2
 
 
 def test_heads_beside_others_have_the_bits_of_prefill_on_hopper() -> None:

@@ -13,7 +13,7 @@ from cute_mla.ops import sparse_prefill
 from cute_mla.ops.tensor_spec import TensorSpec
 from cute_mla.runtime.arguments import ArgumentBlock
 from cute_mla.spec.abi import ParamKind
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import SM120, Arch
 from cute_mla.spec.kernel_ops import PARAMS_OF
 from cute_mla.spec.sparse_prefill import MAX_GROUPS, SparsePrefillProblem
 from tests.support.dispatch_modes import Allocations
@@ -37,7 +37,8 @@ def strides(args: dict[str, Any], tensor: str) -> list[int]:
 def test_a_call_is_one_launch(device: RecordingDevice) -> None:
     out, max_logits, lse = call_of("sparse_prefill", s_q=100, h_q=128).run()
     (launch,) = device.launches
-    assert launch.kernel == f"sparse_prefill_{device.arch.name}_bf16_d576_cluster2"
+    form = "rows64" if device.arch is SM120 else "cluster2"
+    assert launch.kernel == f"sparse_prefill_{device.arch.name}_bf16_d576_{form}"
     assert launch.grid == (2, 1, 66)
     assert launch.pdl
     assert (out.shape, out.dtype) == ((100, 128, 512), torch.bfloat16)
@@ -103,7 +104,7 @@ def test_lengths_and_sinks(device: RecordingDevice, form: str, batch: int) -> No
 def test_columns_decide_the_variant(device: RecordingDevice, d_qk: int) -> None:
     out, _, _ = call_of("sparse_prefill", d_qk=d_qk).run()
     variant = SparsePrefillProblem(device.arch, "bf16", d_qk, batch=1, s_q=5, h_q=64).config.name
-    assert variant.startswith(f"bf16_d{d_qk}_cluster")
+    assert variant.startswith(f"bf16_d{d_qk}_")
     assert device.launches[0].kernel == f"sparse_prefill_{device.arch.name}_{variant}"
     assert out.dtype == torch.bfloat16
 
@@ -175,10 +176,11 @@ def test_heads_and_tokens_decide_the_grid(device: RecordingDevice, h_q: int, s_q
     assert device.launches[0].grid == (ctas, 1, min(132 // ctas, s_q))
 
 
-@pytest.mark.parametrize(("h_q", "cluster"), [(1, 1), (64, 1), (65, 2), (128, 2)])
+@pytest.mark.parametrize(("h_q", "cluster"), [(1, 1), (16, 1), (17, 1), (64, 1), (65, 2), (128, 2)])
 def test_heads_decide_the_variant(device: RecordingDevice, h_q: int, cluster: int) -> None:
     call_of("sparse_prefill", h_q=h_q).run()
-    assert device.launches[0].kernel.endswith(f"_cluster{cluster}")
+    form = ("rows64" if h_q > 16 else "cluster1") if device.arch is SM120 else f"cluster{cluster}"
+    assert device.launches[0].kernel.endswith(f"_{form}")
 
 
 @pytest.mark.parametrize("sm_count", [1, 2, 3, 148])
