@@ -40,9 +40,10 @@ BEGIN_BOARDS = BEGIN.replace(" -->", ", RTX boards -->")
 SHOWN = ("H200", "B200")  # GPUs of the tables
 BOARDS = tuple(gpu for gpu in GPUS if GPUS[gpu].arch == SM120.name)  # of a table of their own, with decodes of up to 16 and of 128 heads
 BOARD_ROWS = (
-    *("S8.h8", "S8.h16", "S8.h128", "S3.h8", "S3.h16", "S2.b128", "S8.latent_h16", "S8.b128_latent_h16", "S1.topk2048"),
-    *("D12.h16", "D8.s1", "D1.fixed", "F2.h16b1", "F2.h16"),
+    *("S8.h8", "S8.h16", "S8.h128", "S3.h8", "S3.h16", "S2.b128", "S8.latent_h16", "S8.b128_latent_h16"),
+    *("D12.h16", "D8.s1", "F2.h16b1", "F2.h16"),
 )
+BOARD_NUMBERS = ("D1.fixed", "S1.topk2048")  # the rest of what the README shows of the first board
 FIRST_PRIORITIES = 2  # of the rows in NOTES.md; they cover every op
 NUMBERS = {  # rows of the README
     "D1.fixed": "dense decode, 4,096 keys, 128 heads, bf16",
@@ -71,10 +72,10 @@ def first_cases() -> list[Case]:
     return [case for case in every_case() if case.priority <= FIRST_PRIORITIES]
 
 
-def board_cases() -> list[Case]:
-    """Return the cases that are recorded and shown on RTX boards, in the order of their table."""
+def board_cases(gpu: str) -> list[Case]:
+    """Return the cases that are recorded on an RTX board, those of the table of all boards first."""
     cases = {case.name: case for case in every_case()}
-    return [cases[name] for name in BOARD_ROWS]
+    return [cases[name] for name in (*BOARD_ROWS, *(BOARD_NUMBERS if gpu == BOARDS[0] else ()))]
 
 
 def published_cases() -> list[tuple[Case, Published]]:
@@ -281,7 +282,7 @@ def published_table() -> str:
 
 def tables() -> dict[tuple[Path, str], str]:
     """Return the tables by page and the line in front of them."""
-    rows, boards = ({case.name: case.text for case in cases} for cases in (first_cases(), board_cases()))
+    rows, boards = ({case.name: case.text for case in cases} for cases in (first_cases(), board_cases(BOARDS[-1])))
     return {
         (NOTES, BEGIN): table(rows, with_bound=True),
         (README, BEGIN): table(NUMBERS, with_bound=False, gpus=(*SHOWN, BOARDS[0])),
@@ -297,7 +298,7 @@ def main(names: Sequence[str]) -> None:
     GPU, if it is among the names.
     """
     wanted = names or (*SHOWN, *BOARDS)
-    first = [(case, gpu) for gpu in wanted for case in (board_cases() if gpu in BOARDS else by_priority(first_cases()))]
+    first = [(case, gpu) for gpu in wanted for case in (board_cases(gpu) if gpu in BOARDS else by_priority(first_cases()))]
     others = [(case, published.gpu) for case, published in published_cases() if not names or published.gpu in names]
     for case, gpu in dict.fromkeys((case, line_gpu(gpu)) for case, gpu in first + others):
         if is_current(case, gpu) is False:

@@ -85,7 +85,7 @@ def test_a_boards_architecture_is_answered_as_the_familys() -> None:
     [
         (["build", "--arch", "sm10"], "not supported: sm10; supported: sm90, sm100, sm120, sm103, sm121, all"),
         (["verify", "--arch", "sm89"], "not supported: sm89; supported: sm90, sm100, sm120, sm103, sm121, all"),
-        (["profile", "--gpu", "A100"], "not supported: A100; supported: H200, H100, H800, B200, B300, all"),
+        (["profile", "--gpu", "A100"], "not supported: A100; supported: H200, H100, H800, B200, B300, RTX PRO 6000, RTX 5090, GB10, all"),
     ],
 )
 def test_other_hardware_is_not_supported_rather_than_misspelt(arguments: list[str], said: str) -> None:

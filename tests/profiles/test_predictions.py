@@ -83,7 +83,7 @@ def test_nothing_measured_has_no_error(case: Case, tmp_path: Path) -> None:
 def test_the_first_rows_are_recorded_and_none_that_is_gone() -> None:
     first = {f"{case.name} {gpu}" for gpu in SHOWN for case in first_cases()}
     first |= {f"{case.name} {line_gpu(published.gpu)}" for case, published in published_cases()}
-    first |= {f"{case.name} {gpu}" for gpu in BOARDS for case in board_cases()}
+    first |= {f"{case.name} {gpu}" for gpu in BOARDS for case in board_cases(gpu)}
     assert first <= recorded().keys() <= {f"{case.name} {line_gpu(gpu)}" for gpu in GPUS for case in every_case()}, AGAIN
 
 
