@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.mla import D_LATENT
@@ -14,13 +14,19 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import BOX_COLUMNS
 from ..dense_prefill.sm90_gemm import gather_runs, store_row_words
 from ..primitives.arithmetic import pack_pair
-from ..primitives.copies import BOX_ROW_BYTES, writer_address
-from ..primitives.wgmma import K_STEP, ROWS_PER_THREAD, TILE_ROWS, flat, half, packed, tiled_mma
-from ..sm90.cta import ROPE, SCORE_BARRIER, STEPS_PER_BOX, WARPGROUP, LatentSm90TileState
-from ..sm90.score import ALL_VALID, STEPS_PER_STAGE, mask_absent, query_row, store_box
+from ..primitives.copies import BOX_ROW_BYTES, store_groups, writer_address
+from ..primitives.wgmma import K_STEP, REGISTERS_PER_STEP, ROWS_PER_THREAD, TILE_ROWS, flat, half, tiled_mma
+from ..sm90.cta import SCORE_BARRIER, STEPS_PER_BOX, WARPGROUP, LatentSm90TileState
+from ..sm90.score import ALL_VALID, STEPS_PER_STAGE, mask_absent, query_row
 from .abi import STATISTIC_DELTA, STATISTIC_LSE, DqOperands
 from .score_rows import WARP_ROWS, store_score_rows
 from .sm90_config import DqSm90Smem
+
+EARLY_STAGES = 2  # of a tile, whose dP is issued between the products of S
+KEY_GROUPS = TILE_KEYS // K_STEP  # whose P is made between steps of dP: a warp that has some steps in flight waits at the next one
+DPROBS_STEPS = (8, 12, 16)  # of dP's later stages that are issued before P of each group of keys, all in all
+
+DprobsStep = tuple[int, Int32, int]  # of 16 columns: where its stage begins in dO, the stage, the step in it
 
 
 @dataclass(frozen=True)
@@ -41,7 +47,6 @@ class DqSm90ScoreProducts:
     scores: cute.Tensor
     dprobs: cute.Tensor
     rope: Any
-    rounded: cute.Tensor  # 16-bit P, then dS
     box: Int32  # address of dS
     writer: Int32  # this lane's row of its warp's matrix stores there
 
@@ -78,59 +83,69 @@ class DqSm90ScoreProducts:
             scores=scores,
             dprobs=dprobs,
             rope=rope,
-            rounded=cute.make_rmem_tensor_like(scores, dtype),
             box=smem.sS.iterator.toint(),
             writer=smem.sS.iterator.toint() + writer,
         )
 
-    def start_scores(self, state: LatentSm90TileState) -> None:
-        """Issue S of a tile, as a group of WGMMAs. Wait kv_ready, rope_ready."""
-        smem, stages, kv = self.smem, self.smem.stages, state.kv
-        for part in stages.parts:
-            if part == ROPE:
-                smem.rope_ready.consumer_wait(state.rope)
-                if stages.has_rope:
-                    self._multiply(self.scores, self.tQ, D_LATENT, self.tRope, state.rope.stage, STEPS_PER_BOX, first=False)
-            else:
-                smem.kv_ready.consumer_wait(kv)
-                self._multiply(self.scores, self.tQ, stages.columns[part], self.tK, kv.stage, STEPS_PER_STAGE, first=part == 0)
-                kv = smem.kv_ready.advance_in_tile(kv, part)
-        warpgroup.commit_group()
+    def start(self, state: LatentSm90TileState) -> list[DprobsStep]:
+        """Issue S of a tile and dP of its first stages, as a group of WGMMAs. Wait kv_ready, rope_ready. Return what is left of dP.
 
-    def start_dprobs(self, state: LatentSm90TileState) -> None:
-        """Issue dP of a tile whose keys have come, as a group of WGMMAs."""
-        stages, kv = self.smem.stages, state.kv
+        So there is work for the tensor cores while keys come, and while P is made. Columns of S ascend as in the forward pass.
+        """
+        smem, stages, kv = self.smem, self.smem.stages, state.kv
+        left = []
+        warpgroup.fence()
         for part in range(stages.count):
-            self._multiply(self.dprobs, self.tD, stages.columns[part], self.tK, kv.stage, STEPS_PER_STAGE, first=part == 0)
-            kv = self.smem.kv_ready.advance_in_tile(kv, part)
+            if part == stages.before_rope:
+                smem.rope_ready.consumer_wait(state.rope)
+            smem.kv_ready.consumer_wait(kv)
+            column, steps = stages.columns[part], range(STEPS_PER_STAGE)
+            self._multiply(self.scores, self.tQ, column, self.tK, kv.stage, steps, first=part == 0)
+            if part < EARLY_STAGES:
+                self._multiply(self.dprobs, self.tD, column, self.tK, kv.stage, steps, first=part == 0)
+            else:
+                left += [(column, kv.stage, step) for step in steps]
+            kv = smem.kv_ready.advance_in_tile(kv, part)
+        if stages.has_rope:
+            self._multiply(self.scores, self.tQ, D_LATENT, self.tRope, state.rope.stage, range(STEPS_PER_BOX), first=False)
+        warpgroup.commit_group()
+        return left
+
+    def add_dprobs(self, steps: list[DprobsStep]) -> None:
+        """Issue some steps of dP, as a group of WGMMAs."""
+        for column, stage, step in steps:
+            self._multiply(self.dprobs, self.tD, column, self.tK, stage, range(step, step + 1), first=False)
         warpgroup.commit_group()
 
     def _multiply(
-        self, total: cute.Tensor, tA: cute.Tensor, column: int, tB: cute.Tensor, stage: Int32, steps: int, *, first: bool
+        self, total: cute.Tensor, tA: cute.Tensor, column: int, tB: cute.Tensor, stage: Int32, steps: range, *, first: bool
     ) -> None:
-        """Add the products of some columns of a stage to S or dP. column: of A. first: overwrite."""
-        warpgroup.fence()
-        for i in range(steps):
+        """Add the products of some columns of a stage to S or dP. column: of A, where the stage begins. first: overwrite."""
+        for i in steps:
             box, step = divmod(column // K_STEP + i, STEPS_PER_BOX)
             mma = self.overwrite if first and i == 0 else self.add
             cute.gemm(mma, total, tA[None, None, step, box], tB[None, None, i, stage], total)
 
     def add_rope(self, stage: Int32) -> None:
-        """Add dS K to dQ of the RoPE columns, and wait until it is complete."""
+        """Add dS K to dQ of the RoPE columns, as a group of WGMMAs."""
         warpgroup.fence()
-        for step in range(TILE_KEYS // K_STEP):
+        for step in range(KEY_GROUPS):
             cute.gemm(self.add_keys, self.rope, self.tS[None, None, step, 0], self.tRopeKeys[None, None, step, stage], self.rope)
         warpgroup.commit_group()
-        warpgroup.wait_group(0)
 
-    def round(self, values: cute.Tensor, factor: Float32 | None = None) -> None:
-        """Round P or dS, times a factor."""
-        words, exact = packed(self.rounded), flat(values)
-        for i in range(cute.size(words)):
-            low, high = exact[2 * i], exact[2 * i + 1]
-            if factor is not None:
-                low, high = low * factor, high * factor
-            words[i] = pack_pair(low, high, self.rounded.element_type)
+    def store(self, group: int, values: list[Float32]) -> None:
+        """Store P or dS of 16 keys, rounded, to the box. group: of keys. values: the thread's, in the order of accumulators."""
+        dtype = self.smem.sS.element_type
+        words = [pack_pair(low, high, dtype) for low, high in zip(values[::2], values[1::2], strict=True)]
+        store_groups(self.writer, 0, group, words)
+
+
+@dataclass(frozen=True)
+class QueriesUse:
+    """Use of Q and dO by a tile. number: of the token. ends: whether the tile is the token's last one."""
+
+    number: Int32
+    ends: Boolean
 
 
 @dataclass(frozen=True)
@@ -160,8 +175,10 @@ class DqSm90ScoreRole:
                 ]
                 smem.queries_landed.consumer_wait(done)
                 for t in cutlass.range(tiles, unroll=1):
-                    self.score_tile(operands, smem, products, statistics, (token, t * TILE_KEYS), smem.tile(tile + t))
-                smem.queries_free.consumer_release(done)
+                    state = smem.tile(tile + t)
+                    self.score_tile(operands, smem, products, statistics, (token, t * TILE_KEYS), state, QueriesUse(done, t + 1 == tiles))
+                warpgroup.wait_group(0)
+                smem.rope_free.consumer_release(tile + tiles - 1)
                 done = done + 1
             if cutlass.const_expr(smem.stages.has_rope):
                 store_dq(operands, token, products.rope, Int32(D_LATENT), thread)
@@ -186,46 +203,81 @@ class DqSm90ScoreRole:
         statistics: list,
         where: tuple[Int32, Int32],
         state: LatentSm90TileState,
+        queries: QueriesUse,
     ):
-        """Compute P and dS of a tile. statistics: lse' and delta' of the thread's rows. where: token, and position in its list."""
+        """Compute P and dS of a tile. statistics: lse' and delta' of the thread's rows. where: token, and position in its list.
+
+        Products of the RoPE columns are complete, and the stage free, when S of the next tile is.
+        """
         smem.valid_ready.consumer_wait(state.rope)
         if smem.has_keys(state.rope.stage):
-            products.start_scores(state)
-            products.start_dprobs(state)
-            warpgroup.wait_group(1)
-            self.make_probs(operands, smem, products, statistics[STATISTIC_LSE], state)
-            products.round(products.scores, operands.args.inverse_scale)
+            left = products.start(state)
+            products.add_dprobs(left[: DPROBS_STEPS[0]])
             smem.dscores_free.producer_acquire(state.number)
-            store_box(products.writer, products.rounded)
+            present = smem.valid_words(state.rope.stage)
+            warpgroup.wait_group(1)
+            self.mask(products, present)
+            for group in cutlass.range_constexpr(KEY_GROUPS):
+                self.make_probs(operands, products, statistics[STATISTIC_LSE], group)
+                if cutlass.const_expr(group + 1 < len(DPROBS_STEPS)):
+                    products.add_dprobs(left[DPROBS_STEPS[group] : DPROBS_STEPS[group + 1]])
+                if cutlass.const_expr(group == 0):
+                    self.release_before(smem, where, state)
             store_score_rows(products.box, products.thread, operands.args.probs, operands, where)
             warpgroup.wait_group(0)
-            rS, rD, delta = flat(products.scores), flat(products.dprobs), statistics[STATISTIC_DELTA]
-            for i in cutlass.range_constexpr(cute.size(rS)):
-                rD[i] = rS[i] * (rD[i] - delta[half(i)])
-            products.round(products.dprobs)
-            store_box(products.writer, products.rounded)
+            self.release_queries(smem, queries)
+            for group in cutlass.range_constexpr(KEY_GROUPS):
+                self.make_dscores(products, statistics[STATISTIC_DELTA], group)
             cute.arch.fence_proxy("async.shared", space="cta")
             smem.probs_ready.producer_commit(state.rope)
+            store_score_rows(products.box, products.thread, operands.args.dscores, operands, where)
             if cutlass.const_expr(smem.stages.has_rope):
                 cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)  # all rows of dS are there
+                smem.right_turn.consumer_wait(state.rope)  # the copy role waits for the stages of the left output group
                 products.add_rope(state.rope.stage)
-            smem.rope_free.consumer_release(state.rope)
-            store_score_rows(products.box, products.thread, operands.args.dscores, operands, where)
         else:
+            warpgroup.wait_group(0)
+            self.release_before(smem, where, state)
+            self.release_queries(smem, queries)
             smem.rope_ready.consumer_wait(state.rope)
             smem.dscores_free.producer_acquire(state.number)
             smem.probs_ready.producer_commit(state.rope)
-            smem.rope_free.consumer_release(state.rope)
 
     @cute.jit
-    def make_probs(self, operands: DqOperands, smem: DqSm90Smem, products: DqSm90ScoreProducts, lse: list, state: LatentSm90TileState):
-        """Replace S by P, 0 for absent keys."""
-        low, high = smem.valid_words(state.rope.stage)
+    def release_queries(self, smem: DqSm90Smem, queries: QueriesUse):
+        """Release Q and dO behind the last products of a token that read them. Signal queries_free."""
+        if queries.ends:
+            smem.queries_free.consumer_release(queries.number)
+
+    @cute.jit
+    def release_before(self, smem: DqSm90Smem, where: tuple[Int32, Int32], state: LatentSm90TileState):
+        """Release the RoPE stage of the tile before, of the same token. Signal rope_free."""
+        if where[1] > 0:
+            smem.rope_free.consumer_release(state.number - 1)
+
+    @cute.jit
+    def mask(self, products: DqSm90ScoreProducts, present: tuple[Int32, Int32]):
+        """Set the scores of absent keys to -inf. present: a bit a key."""
+        low, high = present
         if (low & high) != ALL_VALID:
             mask_absent(products.scores, products.thread, {0: low, 1: high})
-        rS = flat(products.scores)
-        for i in cutlass.range_constexpr(cute.size(rS)):
+
+    def make_probs(self, operands: DqOperands, products: DqSm90ScoreProducts, lse: list, group: int) -> None:
+        """Replace S of 16 keys by P, and store it."""
+        rS, own = flat(products.scores), group_registers(group)
+        for i in own:
             rS[i] = cute.math.exp2(cute.math.fma(rS[i], operands.scale_log2, -lse[half(i)]), fastmath=True)
+        products.store(group, [rS[i] * operands.args.inverse_scale for i in own])
+
+    def make_dscores(self, products: DqSm90ScoreProducts, delta: list, group: int) -> None:
+        """Store dS of 16 keys."""
+        rS, rD = flat(products.scores), flat(products.dprobs)
+        products.store(group, [rS[i] * (rD[i] - delta[half(i)]) for i in group_registers(group)])
+
+
+def group_registers(group: int) -> range:
+    """Return the accumulators of 16 keys."""
+    return range(group * REGISTERS_PER_STEP, (group + 1) * REGISTERS_PER_STEP)
 
 
 @cute.jit
