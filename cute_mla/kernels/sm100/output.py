@@ -63,13 +63,17 @@ class LatentOutputRoleSm100:
             weight = (smem.sInverse + thread % TILE_ROWS).load()
             if cutlass.const_expr(smem.geometry.sums_probs):
                 weight = divided_by_sum(weight, lanes)
-            smem.stats_free.consumer_release(done)
+            self.release_weights(smem, done)
             if work_tile.direct:
                 self.store_row(smem, lanes, weight, target, stored, True)
             else:
                 self.store_row(smem, lanes, weight, target, stored, False)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
+
+    def release_weights(self, smem: LatentSmemSm100, done: Int32) -> None:
+        """Signal stats_free: this warp has read the factors of a work tile's rows."""
+        smem.stats_free.consumer_release(done)
 
     @cute.jit
     def locate_queries(self, operands: LatentOperands, req: Int32, begin_tile: Int32, thread: Int32) -> Int64:
