@@ -38,7 +38,7 @@ commits arrives in both:
 With 256 + 64 columns two groups of score warps take tiles in turn (512 threads; ../sm100/alternating.py): 7 stages, S of two tiles, S two
 tiles ahead of P V, 3 stages where the table says 2, and 2 for the scores, each of a whole tile.
 
-With 1,024 + 64 columns the CTAs of a cluster divide the columns of 64 rows, and each multiplies for itself (../sm100/column_pair.py): 3 stages.
+With 1,024 + 64 columns the CTAs of a cluster divide the columns of 64 rows, and each multiplies for itself: ../sm100/column_pair.py.
 
 The trick: every byte of the cache is fetched once per pair. In a product of 64 rows a CTA, the lower lanes multiply with the
 operand of the even CTA and the upper lanes with that of the odd one. With Q in tensor memory the two halves of the lanes can
@@ -62,7 +62,7 @@ from ..definition import KernelDefinition
 from ..primitives.smem import SmemLayout
 from ..sm100 import column_pair
 from ..sm100.alternating import NAMED_BARRIERS, AlternatingRowsSm100
-from ..sm100.config import GROUP_WARPS, SIXTEEN_BIT, LatentGeometrySm100, LatentSmemSm100
+from ..sm100.config import SIXTEEN_BIT, LatentGeometrySm100, LatentSmemSm100
 from ..sm100.gather import LatentGatherRoleSm100
 from ..sm100.kernel import TWO_GROUPS, LatentKernelSm100, LatentRegistersSm100, set_registers
 from ..sm100.output import LatentOutputRoleSm100

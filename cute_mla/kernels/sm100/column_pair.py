@@ -1,9 +1,9 @@
-"""Two CTAs on SM100 that divide the latent columns of the same 64 query rows: what their roles do besides those of a CTA alone (heads64.py).
+"""Two CTAs on SM100 that divide the latent columns of 64 query rows: what their roles do besides those of a CTA alone (heads64.py).
 
-CTA r of the cluster has the latent columns 512 r .. 512 r + 511 of keys and values, in two halves, and the rotary columns 32 r .. 32 r + 31.
-Its tensor cores sum S over these columns. Of every thread's two rows of S a CTA keeps one and sends the other: it adds the peer's part to
-the row that it keeps, computes the softmax of 32 rows, and sends their P, rescale factors and weights to the peer. O of all 64 rows and
-512 columns stays here.
+CTA r of the cluster has the latent columns 512 r .. 512 r + 511 of keys and values, in two halves, and the rotary
+columns 32 r .. 32 r + 31. Its tensor cores sum S over these columns. Of every thread's two rows of S a CTA keeps one and sends the other: it
+adds the peer's part to the row that it keeps, computes the softmax of 32 rows, and sends their P, rescale factors and weights to the peer.
+O of all 64 rows and 512 columns stays here.
 
 The trick: query row q lies at place q of the products in CTA 0 and at place q ^ 8 in CTA 1. So both keep the first row of each thread and
 send the second, without a select, and P goes from places 16 w .. + 7 of warp w to places 16 w + 8 .. + 15 of the peer: 1,024 neighbouring
@@ -17,8 +17,8 @@ Pipelines besides those of a CTA alone (producer -> consumer; arrivals per phase
   stats_free      output -> score         8: the warps of both CTAs
   kv_free[3]      mma -> load, output     2: a commit of either CTA. A P that is on its way to the peer lies in the stage
 
-One buffer holds the peer's part of S, without a barrier that says when it is free: probs_ready of a tile says that the peer has read what it
-was sent of it.
+One buffer holds the peer's part of S, without a barrier that says when it is free: probs_ready of a tile says that the peer has read what
+it was sent of it.
 """
 
 from __future__ import annotations

@@ -45,8 +45,8 @@ class LatentKernelSm100(AttentionKernel):
     """One variant of a kernel over a latent.
 
     A subclass has score_role and producer_role, and may replace the other roles. producer: the role that brings the keys, its warps.
-    scouted: whether a warp finds the work tiles and the output role loads Q (scout.py). clustered: whether CTAs that multiply alone signal to
-    each other.
+    scouted: whether a warp finds the work tiles and the output role loads Q (scout.py). clustered: whether CTAs that multiply alone signal
+    to each other.
     """
 
     scouted = False
