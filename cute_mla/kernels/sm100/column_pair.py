@@ -1,9 +1,9 @@
 """Two CTAs on SM100 that divide the latent columns of 64 query rows: what their roles do besides those of a CTA alone (heads64.py).
 
 CTA r of the cluster has the latent columns 512 r .. 512 r + 511 of keys and values, in two halves, and the rotary
-columns 32 r .. 32 r + 31. Its tensor cores sum S over these columns. Of every thread's two rows of S a CTA keeps one and sends the other: it
-adds the peer's part to the row that it keeps, computes the softmax of 32 rows, and sends their P, rescale factors and weights to the peer.
-O of all 64 rows and 512 columns stays here.
+columns 32 r .. 32 r + 31. Its tensor cores sum S over these columns. Of every thread's two rows of S a CTA keeps one and sends the other:
+it adds the peer's part to the row that it keeps, computes the softmax of 32 rows, and sends their P, rescale factors and weights to the
+peer. O of all 64 rows and 512 columns stays here.
 
 The trick: query row q lies at place q of the products in CTA 0 and at place q ^ 8 in CTA 1. So both keep the first row of each thread and
 send the second, without a select, and P goes from places 16 w .. + 7 of warp w to places 16 w + 8 .. + 15 of the peer: 1,024 neighbouring
@@ -17,6 +17,8 @@ Pipelines besides those of a CTA alone (producer -> consumer; arrivals per phase
   stats_free      output -> score         8: the warps of both CTAs
   kv_free[3]      mma -> load, output     2: a commit of either CTA. A P that is on its way to the peer lies in the stage
 
+Q of the next work tile is loaded during the last softmax of a work tile, so that its first S follows the last P V at once.
+
 One buffer holds the peer's part of S, without a barrier that says when it is free: probs_ready of a tile says that the peer has read what
 it was sent of it.
 """
@@ -28,12 +30,13 @@ from functools import reduce
 from typing import Any, Self
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Uint8, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
 from cutlass.experimental import primitives
 
 from ...spec.dense_decode import COLUMN_CTAS, TILE_ROWS
 from ...spec.mla import D_WIDE
 from ..attention.cta import Arrivals
+from ..attention.scheduler import LatentOperands, TileRange
 from ..attention.softmax import follow_maximum, shift_of
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_pair, pin_register
@@ -58,7 +61,7 @@ from .config import (
 )
 from .heads64 import HEADS64, LOWER_LANES, Heads64MmaRoleSm100, Heads64Products
 from .heads64_rows import QUAD, WORD_KEYS, Heads64RowsSm100
-from .output import LatentOutputRoleSm100
+from .output import SCALED_AT_ONCE, LatentOutputRoleSm100, scale_output
 
 COLUMNS = D_WIDE // COLUMN_CTAS  # latent ones of a CTA
 KEPT = HALF_KEYS // COLUMN_CTAS  # scores of a thread: one row, 16 keys
@@ -155,6 +158,21 @@ class ColumnPairMmaRole(Heads64MmaRoleSm100):
 @dataclass(frozen=True)
 class ColumnPairOutputRole(LatentOutputRoleSm100):
     """Four warps of each CTA."""
+
+    @cute.jit
+    def scale_tiles(
+        self, operands: LatentOperands, smem: LatentSmemSm100, tile_range: TileRange, begin_tile: Int32, tile: Int32, thread: Int32,
+        lanes: Int32,
+    ) -> Int64:  # fmt: skip
+        """Rescale O for the tiles of a work tile, and load Q of the next one before the last, whose softmax takes as long. Return 0."""
+        last = tile_range.tiles - 1
+        for t in cutlass.range(last, unroll=1):
+            scale_output(smem, tile + t, thread, lanes, t > 0, SCALED_AT_ONCE)
+        query_row = self.locate_following(operands, tile_range.req, begin_tile, thread)
+        self.load_queries(smem, query_row, tile + tile_range.tiles, thread, lanes)
+        if last >= 0:
+            scale_output(smem, tile + last, thread, lanes, last > 0, SCALED_AT_ONCE)
+        return Int64(0)
 
     def release_weights(self, smem: LatentSmemSm100, done: Int32) -> None:
         """Signal stats_free of both CTAs."""
