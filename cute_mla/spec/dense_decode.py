@@ -233,7 +233,7 @@ def order_terms(config: DenseDecodeConfig, arch: Arch) -> dict[str, Any] | None:
     exact = f"e4m3, exact in {config.dtype}; its scale on scores and outputs"
     return {
         "op": "dense_decode",
-        "revision": 1,
+        "revision": 2 if arch is SM100 and config.column_ctas > 1 else 1,
         "arch": arch.name,
         "dtype": config.dtype,
         "cache": {LATENT: config.dtype, FP8_CACHE: exact, FP8: "e4m3; its scale on scores and outputs"}[config.operands],

@@ -83,7 +83,7 @@ class DenseDecodeSm100(LatentKernelSm100):
     producer = "load"
     producer_warps = 1
     kv_arrivals = 1
-    gemm = DenseDecodeGemmSm100
+    gemm: Any = DenseDecodeGemmSm100
     scouted = True
     load_role = DenseDecodeLoadRoleSm100
 

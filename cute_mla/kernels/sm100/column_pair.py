@@ -41,7 +41,7 @@ from ..attention.softmax import follow_maximum, shift_of
 from ..primitives import tcgen05
 from ..primitives.arithmetic import pack_pair, pin_register
 from ..primitives.copies import BOX_ROW_BYTES, CHUNK, MATRIX_ROWS, smem_pointer
-from ..primitives.peer import copy_to_peer, peer_shift, send_to_peer
+from ..primitives.peer import arrive_expecting, copy_to_peer, peer_shift, send_to_peer
 from ..primitives.pipeline import StageBarriers
 from ..primitives.rows import aligned
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, Field, SmemLayout
@@ -74,14 +74,6 @@ SENT_ROW_BYTES = ROWS_APART * FP32_BYTES  # a number a row
 def rank() -> Int32:
     """Return the number of this CTA in the cluster."""
     return cute.arch.block_idx_in_cluster()
-
-
-@cute.jit
-def arrive_expecting(barrier: cute.Pointer, nbytes: cutlass.Constexpr[int]):
-    """Arrive once per warp, after all its lanes, and expect bytes of the peer's warp."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, nbytes)
 
 
 @dataclass(frozen=True)
@@ -129,7 +121,7 @@ class ColumnPairSmem(LatentSmemSm100):
     partial_ready: StageBarriers
 
 
-def column_pair_arrivals(smem: ColumnPairSmem) -> tuple[Arrivals, ...]:
+def column_pair_arrivals(smem: Any) -> tuple[Arrivals, ...]:
     """Return the arrivals of every barrier but those of work tiles."""
     by_warps = (
         smem.query_ready, smem.scores_free, smem.partial_ready, smem.alpha_ready, smem.probs_ready, smem.output_ready, smem.stats_ready,

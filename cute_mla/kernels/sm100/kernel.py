@@ -161,7 +161,7 @@ class LatentKernelSm100(AttentionKernel):
             (GROUP_WARPS, (smem.stats_free,)),
         )
 
-    def work_arrivals(self, smem: LatentSmemSm100) -> tuple[cta.Arrivals, ...]:
+    def work_arrivals(self, smem: Any) -> tuple[cta.Arrivals, ...]:
         """Return the arrivals of the barriers of work tiles."""
         return (
             (1, (smem.work_ready,)),
