@@ -22,7 +22,9 @@ _SCOUT_LOADS = {True: 11, False: 0}
 KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     **{
         kernel_name("dense_decode", arch.name, config.name): {
-            "LDG.E": _TREE_WORDS[TILINGS[arch.name].paired or config.column_ctas > 1] + _SCOUT_LOADS[TILINGS[arch.name].paired]
+            "LDG.E": _TREE_WORDS[TILINGS[arch.name].paired or config.column_ctas > 1]
+            + _SCOUT_LOADS[TILINGS[arch.name].paired]
+            - 2 * (TILINGS[arch.name].paired and config.column_ctas > 1)  # which looks for Q behind its loop over tiles
         }
         for arch in ARCHS_OF["dense_prefill_backward"]
         for config in closed_variants(arch)

@@ -122,7 +122,7 @@ TILINGS = {
 }
 
 
-COLUMN_CTAS = 2  # that divide 1,024 latent columns of the same 64 rows, on SM100 pairs of CTAs that do so of the same 128
+COLUMN_CTAS = 2  # that divide 1,024 latent columns of the same 64 rows
 
 LATENT = "latent"  # q and cache of out's type
 FP8_CACHE = "fp8_cache"  # e4m3 cache, converted to q's type; products as with LATENT
@@ -134,7 +134,7 @@ def tiling(arch: Arch, operands: str, d_qk: int = D_QK) -> Tiling:
     """Return the tiling of an architecture's kernel for these operands and columns of a key."""
     tiling = TILINGS[arch.name]
     if d_qk == WIDE_DIMS.d_qk:
-        return replace(tiling, clusters=(COLUMN_CTAS * tiling.clusters[0],))
+        return replace(tiling, clusters=(COLUMN_CTAS,))
     # Two CTAs that share a tile would save conversions, but copying the tile to the peer costs more: kernels/dense_decode/README.md
     return replace(tiling, clusters=(1,)) if operands == FP8_CACHE and not tiling.paired else tiling
 
@@ -176,7 +176,7 @@ class DenseDecodeConfig:
     """One compiled variant.
 
     dtype: element type of out, and of q and cache where operands do not say otherwise ("bf16" or "fp16").
-    cluster: CTAs along the rows that share each key tile (1 or 2); where columns are divided, times those that divide them (2).
+    cluster: CTAs along the rows that share each key tile (1 or 2); where columns are divided, those that divide them (2).
     operands: LATENT, FP8_CACHE or FP8.
     d_qk: columns of a key, one of DENSE_DIMS; other numbers than D_QK with LATENT and bf16 only.
     few_heads: S^T = K Q^T and O^T = V^T P^T, for up to few_rows query rows of a KV head.
@@ -198,11 +198,6 @@ class DenseDecodeConfig:
     def column_ctas(self) -> int:
         """The CTAs that divide the columns of the same rows."""
         return column_ctas(self.dims.latent)
-
-    @property
-    def divides_columns_alone(self) -> bool:
-        """True if the CTAs of a cluster share nothing but query rows, of which they divide the columns."""
-        return self.cluster == self.column_ctas > 1
 
     @property
     def key_masks(self) -> bool:
@@ -238,7 +233,7 @@ def order_terms(config: DenseDecodeConfig, arch: Arch) -> dict[str, Any] | None:
     kept = config.operands == FP8 and arch != SM120
     return {
         "op": "dense_decode",
-        "revision": 1,
+        "revision": 2 if arch is SM100 and config.column_ctas > 1 else 1,
         "arch": arch.name,
         "dtype": config.dtype,
         "cache": {LATENT: config.dtype, FP8_CACHE: exact, FP8: "e4m3; its scale on scores and outputs" if kept else exact}[config.operands],
@@ -305,9 +300,9 @@ class DenseDecodeProblem:
     @property
     def box_keys(self) -> int:
         """Keys that one TMA box covers."""
-        # of a pair, each CTA loads its half of the keys whole; on SM90 where columns are divided, half a tile outside windows is left out
+        # of a pair, each CTA loads its half of the keys whole; where columns are divided, half a tile outside windows is left out
         paired = self.operands == FP8 and TILINGS[self.arch.name].paired and not self.few_rows
-        halves = paired or self.config.divides_columns_alone
+        halves = paired or self.config.column_ctas > 1
         return min(self.page_size, TILE_KEYS // 2 if halves else TILE_KEYS)
 
     @property
@@ -345,7 +340,8 @@ def column_ctas(d_v: int) -> int:
 def row_ctas(arch: Arch, rows: int, d_v: int = D_V) -> int:
     """Return the CTAs along the query rows of one KV head, times those that divide columns."""
     tiles = ceil_div(rows, TILINGS[arch.name].rows)
-    return column_ctas(d_v) * (2 * ceil_div(tiles, 2) if TILINGS[arch.name].paired else tiles)
+    divided = column_ctas(d_v)
+    return 2 * ceil_div(tiles, 2) if TILINGS[arch.name].paired and divided == 1 else divided * tiles
 
 
 def few_rows(arch: Arch, operands: str, rows: int) -> int:

@@ -63,24 +63,31 @@ def sync_pair() -> None:
 
 
 @cute.jit
-def allocate_tmem(smem: TmemCell, warp: Int32, own: int, paired: cutlass.Constexpr[bool] = False) -> Int32:
-    """Allocate tensor memory in one warp, and wait for all, of both CTAs of a pair. Return its address. own: the warp's number."""
+def allocate_tmem(
+    smem: TmemCell, warp: Int32, own: int, paired: cutlass.Constexpr[bool] = False, clustered: cutlass.Constexpr[bool] = False
+) -> Int32:
+    """Allocate tensor memory in one warp, and wait for all, of both CTAs of a pair. Return its address.
+
+    own: the warp's number. paired: whether two CTAs multiply together. clustered: whether they signal to each other, if not.
+    """
     if warp == own:
         tcgen05.allocate(smem.tmem_cell, TMEM_COLUMNS, tcgen05.PAIR_GROUP if paired else tcgen05.OWN_GROUP)
     cute.arch.sync_threads()  # releases the address of tensor memory, which the relaxed arrival of sync_pair does not
-    if cutlass.const_expr(paired):
+    if cutlass.const_expr(paired or clustered):
         sync_pair()
     return smem.tmem_cell.load()
 
 
 @cute.jit
-def free_tmem(tmem: Int32, warp: Int32, own: int, paired: cutlass.Constexpr[bool] = False):
-    """Free tensor memory in the warp that has allocated it, when all are done with it.
+def free_tmem(
+    tmem: Int32, warp: Int32, own: int, paired: cutlass.Constexpr[bool] = False, clustered: cutlass.Constexpr[bool] = False
+):  # fmt: skip
+    """Free tensor memory in the warp that has allocated it, when all are done with it. Arguments: as of allocate_tmem.
 
     Nobody leaves before the peer has done its last arrival here, and the tensor cores have read this CTA's memory.
     """
     tcgen05.fence_before_signal()
-    if cutlass.const_expr(paired):
+    if cutlass.const_expr(paired or clustered):
         sync_pair()
     else:
         cute.arch.sync_threads()

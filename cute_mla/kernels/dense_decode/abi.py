@@ -70,5 +70,5 @@ class DenseDecodeAbi:
         cluster_rows = ctas // self.config.column_ctas * self.rows
         rows = RowTile(args.mask, args.s_q, args.heads_per_kv, args.reach, ctas, cluster_rows, pinned)
         schedule = SplitKvSchedule(args.plan, args.num_splits, lengths, args.batch, args.max_splits, args.accum_rows, rows)
-        most_box_keys = TILE_KEYS // 2 if self.config.divides_columns_alone else TILE_KEYS
+        most_box_keys = TILE_KEYS // 2 if self.config.column_ctas > 1 else TILE_KEYS
         return DenseDecodeOperands(args, schedule, units, key_masks, most_box_keys, self.config.column_ctas)

@@ -16,9 +16,9 @@ from ..attention.softmax import FindWorkTile, sink_weight
 from ..primitives.arithmetic import computed_with, larger, pin_register, smaller
 from ..primitives.copies import prefetch_line, prefetch_row
 from ..primitives.rows import load_or_one
+from ..primitives.wgmma import ROWS_APART
 
 BOX_BYTES_PER_KEY = BOX_COLUMNS * ELEMENT_BYTES
-PAIR = 2
 NO_PAGE = -1  # of a box or key that is not in use: outside every cache
 
 
@@ -27,7 +27,7 @@ class DenseDecodeOperands(LatentOperands):
     """The arguments by meaning.
 
     args.scale_log2: with the scales of e4m3 operands after with_descales. key_masks: whether calls of the variant may have tree masks and
-    windows. most_box_keys: of a TMA box, where pages hold as many. row_pairs: pairs of CTAs that have the same rows.
+    windows. most_box_keys: of a TMA box, where pages hold as many. column_ctas: CTAs that have the same rows.
     """
 
     args: DenseDecodeArguments
@@ -35,7 +35,7 @@ class DenseDecodeOperands(LatentOperands):
     units: Units
     key_masks: bool
     most_box_keys: int = TILE_KEYS
-    row_pairs: int = 1
+    column_ctas: int = 1
 
     def with_descales(self, row_scale: DenseDecodeRowScale) -> DenseDecodeOperands:
         """Return operands whose scale_log2 includes the scales of q and cache."""
@@ -46,14 +46,12 @@ class DenseDecodeOperands(LatentOperands):
     def row_at(self, place: Int32, req: Int32) -> Int32:
         """Return the query row of a unit at a place of this CTA's products, on SM100; one past the last where there is none.
 
-        Where pairs of CTAs divide columns, either CTA of a pair has half of up to 64 rows, which halves what passes between the pairs.
+        Where two CTAs divide columns, the rows 0..7 and 8..15 of every 16 lie otherwise in the second one.
         """
-        if self.row_pairs == 1:
+        if self.column_ctas == 1:
             return super().row_at(place, req)
         x = computed_with(cute.arch.block_idx()[0], req)  # else rows live in registers through all loops
-        tile, few = x // (PAIR * self.row_pairs) * PAIR + x % PAIR, self.rows() <= TILE_ROWS
-        own = cutlass.select_(few, Int32(TILE_ROWS // PAIR), Int32(TILE_ROWS))
-        return cutlass.select_(place < own, tile * own, self.rows()) + place
+        return x // self.column_ctas * TILE_ROWS + (place ^ (x % self.column_ctas * ROWS_APART))
 
     def rows(self) -> Int32:
         """Return the number of query rows of one KV head. Computed at every call, lest it lives in a register through the main loop."""

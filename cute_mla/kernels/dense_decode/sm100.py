@@ -38,8 +38,7 @@ commits arrives in both:
 With 256 + 64 columns two groups of score warps take tiles in turn (512 threads; ../sm100/alternating.py): 7 stages, S of two tiles, S two
 tiles ahead of P V, 3 stages where the table says 2, and 2 for the scores, each of a whole tile.
 
-With 1,024 + 64 columns a cluster is two pairs, which divide the columns (../sm100/column_pairs.py): 4 stages, two groups of score warps,
-and a warp each for S and for P V.
+With 1,024 + 64 columns the CTAs of a cluster divide the columns of 64 rows, and each multiplies for itself: ../sm100/column_pair.py.
 
 The trick: every byte of the cache is fetched once per pair. In a product of 64 rows a CTA, the lower lanes multiply with the
 operand of the even CTA and the upper lanes with that of the odd one. With Q in tensor memory the two halves of the lanes can
@@ -61,11 +60,12 @@ from ...spec.dense_decode import FP8, FP8_CACHE, LATENT, DenseDecodeConfig
 from ..attention.cta import Arrivals
 from ..definition import KernelDefinition
 from ..primitives.smem import SmemLayout
-from ..sm100 import column_pairs
+from ..sm100 import column_pair
 from ..sm100.alternating import NAMED_BARRIERS, AlternatingRowsSm100
-from ..sm100.config import GROUP_WARPS, SIXTEEN_BIT, LatentGeometrySm100, LatentSmemSm100
+from ..sm100.config import SIXTEEN_BIT, LatentGeometrySm100, LatentSmemSm100
 from ..sm100.gather import LatentGatherRoleSm100
 from ..sm100.kernel import TWO_GROUPS, LatentKernelSm100, LatentRegistersSm100, set_registers
+from ..sm100.output import LatentOutputRoleSm100
 from ..sm100.score import LatentQueriesSm100, LatentRowsSm100, LatentScoreRoleSm100
 from ..sm100.scout import work_fields
 from .abi import DenseDecodeAbi
@@ -73,7 +73,7 @@ from .operands import DenseDecodeOperands, DenseDecodeRowScale
 from .sm100_convert import PagedKeys, converted_columns
 from .sm100_few_heads import build_few_heads
 from .sm100_fp8 import DenseDecodeFp8Sm100
-from .sm100_load import DenseDecodeGemmSm100, DenseDecodeLoadRoleSm100
+from .sm100_load import ColumnPairGemm, ColumnPairLoadRole, DenseDecodeGemmSm100, DenseDecodeLoadRoleSm100
 from .sm100_mask import DenseDecodeMaskSm100
 
 
@@ -83,19 +83,18 @@ class DenseDecodeSm100(LatentKernelSm100):
     producer = "load"
     producer_warps = 1
     kv_arrivals = 1
-    gemm = DenseDecodeGemmSm100
+    gemm: Any = DenseDecodeGemmSm100
     scouted = True
-    queries_type = LatentQueriesSm100
-    group_registers = TWO_GROUPS
+    load_role = DenseDecodeLoadRoleSm100
 
     def __init__(self, config: DenseDecodeConfig, arch: Arch) -> None:
         abi = DenseDecodeAbi(config)
         geometry, layout = self.geometry_and_layout(config.dims.latent)
         super().__init__(abi, arch, geometry, layout, has_rope=config.dims.rotary > 0)
-        self.queries = self.queries_type(geometry, self.has_rope)
+        self.queries = LatentQueriesSm100(geometry, self.has_rope)
         self.descales = DenseDecodeRowScale(LATENT)
         self.alternates = geometry.score_groups > 1
-        self.registers = self.group_registers if self.alternates else LatentRegistersSm100()
+        self.registers = TWO_GROUPS if self.alternates else LatentRegistersSm100()
         if self.alternates:
             self.named_barriers = NAMED_BARRIERS
 
@@ -109,7 +108,7 @@ class DenseDecodeSm100(LatentKernelSm100):
         """Give the roles load, mma and scout a warp each."""
         set_registers(self.registers.mma)
         if warp == self.geometry.load_warp:
-            DenseDecodeLoadRoleSm100(self.has_rope, self.queries.row_bytes()).run(operands, smem)
+            self.load_role(self.has_rope, self.queries.row_bytes()).run(operands, smem)
         self.run_scout(operands, warp)
         self.run_mma(operands, smem, tmem, warp)
 
@@ -123,34 +122,31 @@ class DenseDecodeSm100(LatentKernelSm100):
         return LatentScoreRoleSm100(self.dtype, DenseDecodeMaskSm100(clears_unused=True), self.descales, create_rows=rows)
 
 
-class DenseDecodeColumnPairsSm100(DenseDecodeSm100):
-    """The kernel of 1,024 latent columns, which two pairs of CTAs divide (../sm100/column_pairs.py)."""
+class DenseDecodeColumnPairSm100(DenseDecodeSm100):
+    """The kernel of 1,024 latent columns, which two CTAs divide (../sm100/column_pair.py)."""
 
-    smem_type = column_pairs.ColumnPairsSmem
-    queries_type = column_pairs.ColumnPairsQueries
-    mma_role = column_pairs.ScoreMmaRoleSm100()
-    mma_warps = 2
-    group_registers = LatentRegistersSm100(136, 176, 64, 64)
+    clustered = True
+    smem_type = column_pair.ColumnPairSmem
+    mma_role = column_pair.ColumnPairMmaRole()
+    gemm = ColumnPairGemm
+    load_role = ColumnPairLoadRole
+    named_barriers = ()
 
     def geometry_and_layout(self, latent: int) -> tuple[LatentGeometrySm100, SmemLayout]:
-        """Return geometry and layout of a pair that has a part of the columns."""
-        return column_pairs.GEOMETRY, column_pairs.GEOMETRY.layout()
+        """Return geometry and layout of a CTA that has a part of the columns."""
+        return column_pair.GEOMETRY, column_pair.GEOMETRY.layout(*work_fields())
 
-    def run_score(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, tmem: Int32) -> None:
-        """Run the score role, which knows which rows exist."""
-        role = replace(self.score_role(), create_rows=partial(column_pairs.ColumnPairsRows.create_for, operands))
-        role.run(operands, smem, tmem)
+    def score_role(self) -> LatentScoreRoleSm100:
+        """Return the score role of half of the rows."""
+        return replace(super().score_role(), create_rows=column_pair.ColumnPairRows.create)
 
-    @cute.jit
-    def run_mma(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, tmem: Int32, warp: Int32):
-        """Give S and P V a warp each."""
-        super().run_mma(operands, smem, tmem, warp)
-        if warp == self.scout_warp + 1 and self.geometry.multiplies():
-            column_pairs.OutputMmaRoleSm100().run(operands, smem, self.gemm(self.operand_dtype, self.has_rope, smem, tmem))
+    def output_role(self) -> LatentOutputRoleSm100:
+        """Return the output role, which releases weights in both CTAs."""
+        return column_pair.ColumnPairOutputRole(self.dtype, self.queries)
 
     def arrivals(self, smem: Any) -> tuple[Arrivals, ...]:
         """Return the arrivals of every barrier."""
-        return *super().arrivals(smem), (GROUP_WARPS, (smem.partial_ready, smem.partial_free))
+        return *self.work_arrivals(smem), *column_pair.column_pair_arrivals(smem)
 
 
 class DenseDecodeFp8CacheSm100(LatentKernelSm100):
@@ -179,6 +175,6 @@ def build(config: DenseDecodeConfig, arch: Arch) -> KernelDefinition:
     if config.few_heads:
         return build_few_heads(config, arch)
     if config.column_ctas > 1:
-        return DenseDecodeColumnPairsSm100(config, arch).built()
+        return DenseDecodeColumnPairSm100(config, arch).built()
     kernels = {LATENT: DenseDecodeSm100, FP8_CACHE: DenseDecodeFp8CacheSm100, FP8: DenseDecodeFp8Sm100}
     return kernels[config.operands](config, arch).built()

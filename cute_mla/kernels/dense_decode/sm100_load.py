@@ -12,8 +12,9 @@ from cutlass import Boolean, Int32, cute
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..primitives import tcgen05
-from ..primitives.copies import pair_box
+from ..primitives.copies import load_box, pair_box
 from ..sm100.config import BOX_BYTES, CTA_ROPE, PAIR, ROW_BYTES, STEP_BYTES, LatentSmemSm100
+from ..sm100.heads64 import HALF_BOXES, HALVES, HEADS64, Heads64Gemm
 from ..sm100.mma import LatentGemmSm100
 from .operands import DenseDecodeOperands, LaneBox
 from .page_walk import for_each_tile_in_groups
@@ -76,6 +77,47 @@ class DenseDecodeLoadRoleSm100:
         if cutlass.const_expr(self.has_rope):
             rope = stage + (geometry.rope_box * BOX_BYTES + box.offset * ROPE_ROW_BYTES)
             pair_box(rope, operands.args.rope_map, (geometry.row_latent + rank * CTA_ROPE, *where), ready)
+
+
+@dataclass(frozen=True)
+class ColumnPairLoadRole(DenseDecodeLoadRoleSm100):
+    """One warp of a CTA that has all latent columns of its own, in two halves, of every key (../sm100/column_pair.py)."""
+
+    @cute.jit
+    def load_tile(self, operands: DenseDecodeOperands, smem: LatentSmemSm100, box: LaneBox, tile: Int32):
+        """Wait left_free, kv_free. Signal left_ready, kv_ready. Load a tile, with zeros where the request has no page."""
+        stage = smem.stage(smem.kv_ready.stage(tile)) + box.offset * ROW_BYTES
+        where = (operands.kv_head(), box.row, box.page)
+        first, columns = smem.geometry.first_column(), ROW_BYTES // ELEMENT_BYTES
+        for half in cutlass.range_constexpr(HALVES):
+            ready = (smem.left_ready if half == 0 else smem.kv_ready).barrier(tile)
+            (smem.left_free if half == 0 else smem.kv_free).producer_acquire(tile)
+            if cute.arch.lane_idx() == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(ready, HALF_BOXES * BOX_BYTES + half * TILE_KEYS * ROPE_ROW_BYTES)
+            cute.arch.sync_warp()
+            if box.in_tile:
+                for i in cutlass.range_constexpr(half * HALF_BOXES, (half + 1) * HALF_BOXES):
+                    load_box(stage + i * BOX_BYTES, operands.args.kv_map, (first + i * columns, *where), ready)
+                if cutlass.const_expr(half == HALVES - 1):
+                    rope = stage + (smem.geometry.rope_box * BOX_BYTES - box.offset * (ROW_BYTES - ROPE_ROW_BYTES))
+                    load_box(rope, operands.args.rope_map, (first + smem.geometry.rope_begin(), *where), ready)
+
+
+class ColumnPairGemm(Heads64Gemm):
+    """Products of such a CTA, with RoPE columns of keys in rows of half of the width."""
+
+    def keys(self, tile: Int32) -> tuple[Any, Any]:
+        """Return latent and RoPE columns of K of a tile as operands."""
+        stage = self.smem.stage(self.smem.kv_ready.stage(tile))
+        return tcgen05.k_major(stage), tcgen05.k_major(stage + self.smem.geometry.rope_box * BOX_BYTES, ROPE_ROW_BYTES)
+
+    def latent_scores(self, keys: tuple[Any, Any], half: int) -> None:
+        """Issue S of half of the latent columns."""
+        super().latent_scores(keys[0], half)
+
+    def rope_scores(self, keys: tuple[Any, Any], half: int) -> None:
+        """Add S of half of the RoPE columns, which is one step."""
+        self._score_step(keys[1], half, HEADS64.latent_steps, half * STEP_BYTES)
 
 
 class DenseDecodeGemmSm100(LatentGemmSm100):

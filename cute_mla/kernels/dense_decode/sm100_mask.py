@@ -6,7 +6,6 @@ from dataclasses import dataclass
 
 from cutlass import Int32, cute
 
-from ...spec.dense_decode import TILE_ROWS
 from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import KeyTile
 from ..primitives.smem import clear_rows
@@ -46,5 +45,4 @@ class DenseDecodeMaskSm100:
 def _clear_unused(operands: DenseDecodeOperands, rows: LatentRowsSm100, stage: Int32, keys: KeyTile, flip: int | Int32):
     if operands.hides_values(keys):
         unseen = operands.unseen_keys(keys) if operands.key_masks else None
-        thread = rows.half * TILE_ROWS + rows.row
-        clear_rows(rows.smem.stage(stage), rows.smem.geometry.latent_boxes, keys.remaining, thread, unseen, flip)
+        clear_rows(rows.smem.stage(stage), rows.smem.geometry.rope_box, keys.remaining, rows.thread, unseen, flip)

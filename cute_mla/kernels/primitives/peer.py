@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import cutlass
 from cutlass import Float32, Int32, Uint8, cute
 from cutlass.experimental import primitives
 
@@ -30,6 +31,14 @@ def send_to_peer(target: Int32, values: list[Float32], ready: Int32) -> None:
     vector, registers = ("", "{$r2}") if len(values) == 1 else (".v4", "{{$r2}, {$r3}, {$r4}, {$r5}}")
     store = f"st.async.shared::cluster.mbarrier::complete_tx::bytes{vector}.f32 [{{$r0}}], {registers}, [{{$r1}}];"
     cute.arch.inline_ptx(store, read_only_args=[target, ready, *values])
+
+
+@cute.jit
+def arrive_expecting(barrier: cute.Pointer, nbytes: cutlass.Constexpr[int]):
+    """Arrive once per warp, after all its lanes, and expect bytes of the peer's warp."""
+    cute.arch.sync_warp()
+    with cute.arch.elect_one():
+        cute.arch.mbarrier_arrive_and_expect_tx(barrier, nbytes)
 
 
 def _shared(address: Int32) -> Any:

@@ -102,9 +102,9 @@ def a_in_tmem(address: Int32) -> Any:
     return primitives.make_tmem_ptr(address, Int8)
 
 
-def commit(barrier: cute.Pointer, pair: int | Int16 = BOTH_CTAS) -> None:
-    """Arrive once on the barrier of both CTAs when everything this thread has issued is done. pair: their bits in the cluster."""
-    primitives.tcgen05_commit(barrier.raw_ptr(), multicast_mask=Int16(pair), group=PAIR_GROUP)
+def commit(barrier: cute.Pointer, group: primitives.CTAGroup = PAIR_GROUP) -> None:
+    """Arrive once on the barrier of both CTAs of a cluster of two when everything this thread has issued is done."""
+    primitives.tcgen05_commit(barrier.raw_ptr(), multicast_mask=Int16(BOTH_CTAS), group=group)
 
 
 def commit_alone(barrier: cute.Pointer) -> None:

@@ -8,14 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, Self
 
-from cutlass import Boolean, Float32, Int16, Int32, Uint8, cute
+from cutlass import Boolean, Float32, Int32, Uint8, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, D_ROPE, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, Field, SmemLayout, fields_of
-from ..primitives.tcgen05 import BOTH_CTAS
 
 PAIR = 2  # CTAs that share one matrix product
 PAIR_ROWS = PAIR * TILE_ROWS
@@ -96,10 +95,6 @@ class LatentGeometrySm100:
         """Return whether this CTA's mma role multiplies for its pair."""
         return cute.arch.block_idx_in_cluster() == EVEN_CTA
 
-    def pair_mask(self) -> int | Int16:
-        """Return the bits of the pair's CTAs among those of the cluster."""
-        return BOTH_CTAS
-
     @property
     def output_warp(self) -> int:
         """Return the first warp of the output role."""
@@ -134,6 +129,11 @@ class LatentGeometrySm100:
     def rope_begin(self) -> int | Int32:
         """Return the first rotary column, counted from there."""
         return self.row_latent - self.first_column()
+
+    @property
+    def half_rope(self) -> int:
+        """Return the rotary columns of one of the two halves."""
+        return CTA_ROPE
 
     @property
     def cta_columns(self) -> int:
@@ -175,7 +175,7 @@ class LatentGeometrySm100:
     @property
     def rope_steps(self) -> int:
         """Return MMAs of S over half of the RoPE columns."""
-        return CTA_ROPE * self.element_bytes // STEP_BYTES
+        return self.half_rope * self.element_bytes // STEP_BYTES
 
     @property
     def step_keys(self) -> int:

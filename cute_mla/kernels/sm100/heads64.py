@@ -116,7 +116,11 @@ class Heads64Products:
             for half in cutlass.range_constexpr(HALVES):
                 if filled:
                     gemm.output(probs, values, half, begun)
-                tcgen05.commit_alone((smem.left_free if half == 0 else smem.kv_free).barrier(tile))
+                self.release(half, smem, tile)
+
+    def release(self, half: int, smem: LatentSmemSm100, tile: Int32) -> None:
+        """Signal left_free or kv_free when the products issued so far are done."""
+        tcgen05.commit_alone((smem.left_free if half == 0 else smem.kv_free).barrier(tile))
 
 
 class Heads64Gemm(LatentOperandsSm100):

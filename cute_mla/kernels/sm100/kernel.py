@@ -45,15 +45,16 @@ class LatentKernelSm100(AttentionKernel):
     """One variant of a kernel over a latent.
 
     A subclass has score_role and producer_role, and may replace the other roles. producer: the role that brings the keys, its warps.
-    scouted: whether a warp finds the work tiles and the output role loads Q (scout.py).
+    scouted: whether a warp finds the work tiles and the output role loads Q (scout.py). clustered: whether CTAs that multiply alone signal
+    to each other.
     """
 
     scouted = False
+    clustered = False
 
     registers = GATHER_REGISTERS
     producer = "gather"
     producer_warps = GROUP_WARPS
-    mma_warps = 1  # of a CTA that multiplies
     named_barriers: tuple[NamedBarrier, ...] = NAMED_BARRIERS
     mma_role: Any = LatentMmaRoleSm100()
     gemm: Any = LatentGemmSm100
@@ -81,7 +82,7 @@ class LatentKernelSm100(AttentionKernel):
             if warp == self.scout_warp:
                 operands.schedule.prefetch()
         cta.initialise(warp, self.geometry.load_warp, self.arrivals(smem), self.tensor_maps(operands))
-        tmem = cta.allocate_tmem(smem, warp, self.mma_warp, self.geometry.paired)
+        tmem = cta.allocate_tmem(smem, warp, self.mma_warp, self.geometry.paired, self.clustered)
         # the plan, the lengths, Q and the cache may come from the kernel before
         cute.arch.griddepcontrol_wait()
         operands = self.prepare(operands, smem)
@@ -93,7 +94,7 @@ class LatentKernelSm100(AttentionKernel):
             self.output_role().run(operands, smem, tmem)
         else:
             self.run_others(operands, smem, tmem, warp)
-        cta.free_tmem(tmem, warp, self.mma_warp, self.geometry.paired)
+        cta.free_tmem(tmem, warp, self.mma_warp, self.geometry.paired, self.clustered)
 
     @cute.jit
     def run_others(self, operands: Any, smem: LatentSmemSm100, tmem: Int32, warp: Int32):
@@ -146,13 +147,8 @@ class LatentKernelSm100(AttentionKernel):
     def arrivals(self, smem: LatentSmemSm100) -> tuple[cta.Arrivals, ...]:
         """Return the arrivals of every barrier: warps of the arriving role, of both CTAs where the mma role waits, or one commit."""
         optional = tuple(barriers for barriers in (smem.reference_ready, smem.seen_ready) if barriers is not None)
-        scouted = (
-            (1, (smem.work_ready,)),
-            (readers(self.mma_warp, self.mma_warps, self.geometry.multiplies), (smem.work_free,)),
-            (self.producer_warps, (smem.pages_asked,)),
-        )
         return (
-            *(scouted if self.scouted else ()),
+            *(self.work_arrivals(smem) if self.scouted else ()),
             (GROUP_WARPS, optional),
             (self.kv_arrivals, (smem.kv_ready,)),
             (self.kv_releases, (smem.kv_free,)),
@@ -163,6 +159,14 @@ class LatentKernelSm100(AttentionKernel):
             (PAIR * GROUP_WARPS, (smem.probs_ready, smem.output_ready)),
             (self.geometry.score_groups * GROUP_WARPS, (smem.stats_ready,)),
             (GROUP_WARPS, (smem.stats_free,)),
+        )
+
+    def work_arrivals(self, smem: Any) -> tuple[cta.Arrivals, ...]:
+        """Return the arrivals of the barriers of work tiles."""
+        return (
+            (1, (smem.work_ready,)),
+            (readers(self.mma_warp, self.geometry.multiplies), (smem.work_free,)),
+            (self.producer_warps, (smem.pages_asked,)),
         )
 
     # ---- the manifest -----------------------------------------------------------------------------------------------

@@ -159,7 +159,7 @@ class LatentMmaRoleSm100:
             stage = smem.scores_ready.stage(use)
             with cute.arch.elect_one():
                 gemm.scores(keys, part, stage)
-                tcgen05.commit(smem.scores_ready.barrier(use), smem.geometry.pair_mask())
+                tcgen05.commit(smem.scores_ready.barrier(use))
 
     def multiply_output(self, smem: LatentSmemSm100, gemm: LatentGemmSm100, tile: Int32, accumulate: Boolean) -> None:
         """Issue P V of one tile."""
@@ -167,7 +167,7 @@ class LatentMmaRoleSm100:
         await_probs(smem, tile)
         with cute.arch.elect_one():
             gemm.output(probs, values, accumulate)
-            tcgen05.commit(smem.kv_free.barrier(tile), smem.geometry.pair_mask())
+            tcgen05.commit(smem.kv_free.barrier(tile))
 
 
 def await_probs(smem: LatentSmemSm100, tile: Int32) -> None:

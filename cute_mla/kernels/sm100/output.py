@@ -12,7 +12,7 @@ import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from ...spec.dense_decode import TILE_ROWS
-from ..attention.scheduler import LatentOperands, WorkTile
+from ..attention.scheduler import LatentOperands, TileRange, WorkTile
 from ..primitives import tcgen05
 from ..primitives.arithmetic import larger, pack_pair, smaller
 from ..primitives.copies import prefetch_row
@@ -42,14 +42,7 @@ class LatentOutputRoleSm100:
             self.load_queries(smem, self.locate_queries(operands, req, begin_tile, thread), tile, thread, lanes)
         while req <= schedule.last_request():
             tile_range = schedule.tile_range(req, begin_tile)
-            query_row = Int64(0)
-            for t in cutlass.range(larger(tile_range.tiles, Int32(1)), unroll=1):
-                if t < tile_range.tiles:
-                    scale_output(smem, tile + t, thread, lanes, t > 0, SCALED_AT_ONCE)
-                if cutlass.const_expr(self.queries is not None):  # noqa: SIM102  # of the DSL, which knows the one and not the other
-                    if t == smaller(LOCATED_AT, larger(tile_range.tiles - 1, Int32(0))):
-                        following = schedule.work_tile(req, begin_tile)
-                        query_row = self.locate_queries(operands, following.next_req, following.next_tile, thread)
+            query_row = self.scale_tiles(operands, smem, tile_range, begin_tile, tile, thread, lanes)
             tile = tile + tile_range.tiles
             work_tile = schedule.work_tile(req, begin_tile)
             schedule.release(begin_tile)
@@ -63,13 +56,37 @@ class LatentOutputRoleSm100:
             weight = (smem.sInverse + thread % TILE_ROWS).load()
             if cutlass.const_expr(smem.geometry.sums_probs):
                 weight = divided_by_sum(weight, lanes)
-            smem.stats_free.consumer_release(done)
+            self.release_weights(smem, done)
             if work_tile.direct:
                 self.store_row(smem, lanes, weight, target, stored, True)
             else:
                 self.store_row(smem, lanes, weight, target, stored, False)
             done = done + 1
             req, begin_tile = work_tile.next_req, work_tile.next_tile
+
+    @cute.jit
+    def scale_tiles(
+        self, operands: LatentOperands, smem: LatentSmemSm100, tile_range: TileRange, begin_tile: Int32, tile: Int32, thread: Int32,
+        lanes: Int32,
+    ) -> Int64:  # fmt: skip
+        """Rescale O for the tiles of a work tile. Return where Q of the next one is; 0: nowhere. tile: number of the first."""
+        query_row = Int64(0)
+        for t in cutlass.range(larger(tile_range.tiles, Int32(1)), unroll=1):
+            if t < tile_range.tiles:
+                scale_output(smem, tile + t, thread, lanes, t > 0, SCALED_AT_ONCE)
+            if cutlass.const_expr(self.queries is not None):  # noqa: SIM102  # of the DSL, which knows the one and not the other
+                if t == smaller(LOCATED_AT, larger(tile_range.tiles - 1, Int32(0))):
+                    query_row = self.locate_following(operands, tile_range.req, begin_tile, thread)
+        return query_row
+
+    def locate_following(self, operands: LatentOperands, req: Int32, begin_tile: Int32, thread: Int32) -> Int64:
+        """Return locate_queries of the work tile that follows one."""
+        following = operands.schedule.work_tile(req, begin_tile)
+        return self.locate_queries(operands, following.next_req, following.next_tile, thread)
+
+    def release_weights(self, smem: LatentSmemSm100, done: Int32) -> None:
+        """Signal stats_free: this warp has read the factors of a work tile's rows."""
+        smem.stats_free.consumer_release(done)
 
     @cute.jit
     def locate_queries(self, operands: LatentOperands, req: Int32, begin_tile: Int32, thread: Int32) -> Int64:

@@ -30,7 +30,6 @@ from ..primitives.rows import SECTOR_BYTES, aligned, store_vector
 from .config import (
     ALL_SEEN,
     BOX_BYTES,
-    CTA_ROPE,
     GROUP_WARPS,
     HALF_KEYS,
     HALF_LANES,
@@ -145,7 +144,8 @@ class LatentQueriesSm100:
         elements = self.geometry.word_elements
         copied, columns = COPY_WORDS * elements, self.geometry.cta_columns
         runs = [QueryColumns(i * copied, columns, COPY_WORDS, QUERY_COLUMN + i * COPY_WORDS) for i in range(columns // copied)]
-        rope = QueryColumns(self.geometry.rope_begin(), CTA_ROPE, CTA_ROPE // elements, QUERY_COLUMN + columns // elements)
+        half_rope = self.geometry.half_rope
+        rope = QueryColumns(self.geometry.rope_begin(), half_rope, half_rope // elements, QUERY_COLUMN + columns // elements)
         return [*runs, rope] if self.has_rope else runs
 
 
@@ -185,6 +185,11 @@ class LatentRowsSm100:
         rS = cute.make_rmem_tensor(cute.make_layout(HALF_KEYS), Float32)
         row_ref, rSum, row_max = (cute.make_rmem_tensor(cute.make_layout(1), Float32) for _ in range(3))
         return cls(dtype, smem, tmem, thread // TILE_ROWS, thread % TILE_ROWS, scale_log2, rS, row_ref, rSum, row_max)
+
+    @property
+    def thread(self) -> Int32:
+        """Return the number of this thread among those that have the tile."""
+        return self.half * TILE_ROWS + self.row
 
     @property
     def publishes(self) -> Boolean:
@@ -367,6 +372,18 @@ class LatentRowsSm100:
             target = cute.recast_ptr(aligned(line + place * 16, 16), dtype=Int32)
             cute.autovec_copy(rWords, cute.make_tensor(target, rWords.layout))
 
+    def hand_over_probs(self, tile: Int32) -> None:
+        """Signal probs_ready: P is written, behind the fence of every lane."""
+        self.smem.probs_ready.producer_commit(tile, cta=self.smem.geometry.mma_cta)
+
+    def hand_on_weight(self, weight: Float32) -> None:
+        """Store the factor of this thread's row of O."""
+        (self.smem.sInverse + self.result_row).store(weight)
+
+    def hand_over_weights(self, done: Int32) -> None:
+        """Signal stats_ready of a work tile."""
+        self.smem.stats_ready.producer_commit(done)
+
     def row_sum(self) -> Float32:
         """Return the sum over all keys seen, 0 iff the row attends to nothing."""
         self.sync_halves()
@@ -425,7 +442,7 @@ class LatentScoreRoleSm100:
             tile = tile + tile_range.tiles
             smem.stats_free.producer_acquire(done)
             total = self.publish(operands, rows, req, begin_tile)
-            smem.stats_ready.producer_commit(done)
+            rows.hand_over_weights(done)
             done = done + 1
             work_tile = schedule.work_tile(req, begin_tile)
             self.store_lse(operands, rows, req, work_tile, total)
@@ -452,7 +469,7 @@ class LatentScoreRoleSm100:
             empty = total == 0.0
             row, work_tile = operands.row_at(rows.result_row, req), partial(operands.schedule.work_tile, req, begin_tile)
             weight = self.row_scale.weight(operands, work_tile, row, total, rows.row_ref[0])
-            (rows.smem.sInverse + rows.result_row).store(cutlass.select_(empty, Float32(0), weight))
+            rows.hand_on_weight(cutlass.select_(empty, Float32(0), weight))
         return total
 
     @cute.jit
@@ -482,4 +499,4 @@ def score_tile(mask: LatentMaskSm100, operands: LatentOperands, rows: LatentRows
     rows.store_probs(tile)
     mask.clear_values(operands, rows, smem.kv_ready.stage(tile), keys)
     cute.arch.fence_proxy("async.shared", space="cta")
-    smem.probs_ready.producer_commit(tile, cta=smem.geometry.mma_cta)
+    rows.hand_over_probs(tile)

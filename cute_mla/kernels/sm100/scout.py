@@ -118,10 +118,10 @@ class ScoutRoleSm100:
         published.publish(number, [Int32(NO_REQUEST)] + [Int32(0)] * (RECORD_WORDS - 1))
 
 
-def readers(warps: int, mma_warps: int, multiplies: Callable[[], Boolean]) -> Any:
-    """Return the function that counts the warps which release a record: more in a CTA that multiplies. warps: beside mma."""
+def readers(warps: int, multiplies: Callable[[], Boolean]) -> Any:
+    """Return the function that counts the warps which release a record: one more in a CTA that multiplies. warps: beside mma."""
 
     def count() -> Int32:
-        return Int32(warps) + cutlass.select_(multiplies(), Int32(mma_warps), Int32(0))
+        return Int32(warps) + cutlass.select_(multiplies(), Int32(1), Int32(0))
 
     return count

@@ -36,7 +36,7 @@ from ..attention.scheduler import BOX_COLUMNS, LatentOperands, WorkTile
 from ..attention.softmax import OnlineSoftmax
 from ..primitives.arithmetic import pin_register
 from ..primitives.copies import BOX_ROW_BYTES, CHUNK, MATRIX_ROWS, smem_pointer
-from ..primitives.peer import copy_to_peer, peer_shift, send_to_peer
+from ..primitives.peer import arrive_expecting, copy_to_peer, peer_shift, send_to_peer
 from ..primitives.pipeline import StageBarriers, barrier_at
 from ..primitives.smem import Barriers, Table
 from ..primitives.wgmma import FP32_BYTES, ROWS_APART, ROWS_PER_THREAD, flat, fragment_row, half, packed
@@ -71,14 +71,6 @@ def first_column() -> Int32:
 def first_rope_column() -> Int32:
     """Return the first rotary column of this CTA, among the columns of a key."""
     return D_WIDE + cute.arch.block_idx_in_cluster() * ROPE_COLUMNS
-
-
-@cute.jit
-def arrive_expecting(barrier: cute.Pointer, nbytes: cutlass.Constexpr[int]):
-    """Arrive once per warp, after all its lanes, and expect bytes of the peer's warp."""
-    cute.arch.sync_warp()
-    with cute.arch.elect_one():
-        cute.arch.mbarrier_arrive_and_expect_tx(barrier, nbytes)
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ def test_other_columns_than_576_are_bf16(device: RecordingDevice, columns: int, 
 
 def test_keys_of_1088_columns_are_divided_by_ctas_of_a_cluster(device: RecordingDevice) -> None:
     call_of("dense", d_qk=1088).run(window=512)
-    assert device.launches[1].kernel.endswith("d1088_cluster2" if device.arch is SM90 else "d1088_cluster4")
+    assert device.launches[1].kernel.endswith("d1088_cluster2")
 
 
 @pytest.mark.parametrize(
