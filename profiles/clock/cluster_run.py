@@ -17,7 +17,7 @@ from cute_mla.simulator.sass.trace import MachineTrace
 
 from .constants import Constants
 from .engine import Setting
-from .instructions import SCHEDULERS, WARP_PRODUCT, UnknownTimeError
+from .instructions import SCHEDULERS, WARP_PRODUCTS, UnknownTimeError
 from .kernel import KernelClock
 from .program import WARP
 
@@ -113,7 +113,7 @@ def cluster_run(clock: KernelClock) -> ClusterRun:
         issued[warp] += number
         schedulers[warp % SCHEDULERS] += number
         timed = clock.decoder.timed[address]
-        if timed.base == WARP_PRODUCT:
+        if timed.base in WARP_PRODUCTS:
             products[warp % SCHEDULERS] += number * timed.occupancy
     waits: Counter[tuple[int, str]] = Counter()
     for (warp, address, noted), number in result.stalls.items():

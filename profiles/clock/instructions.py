@@ -22,7 +22,7 @@ _PIPES = {
     "memory": "ATOMS ATOMG LD LDG LDGSTS LDL LDS LDSM RED REDG SHFL ST STAS STG STL STS STSM",
     "asynchronous": "SYNCS UBLKCP UTMALDG UTMASTG UTMAREDG UTMACCTL UTMACMDFLUSH UTMAPF UBLKPF UTCBAR UTCHMMA UTCQMMA UTCATOMSWS UTCCP "
     "UGETNEXTWORKID ARRIVES LDGDEPBAR UVIRTCOUNT",
-    "tensor": "HMMA HGMMA QGMMA LDTM STTM",
+    "tensor": "HMMA QMMA HGMMA QGMMA LDTM STTM",
     "control": "ACQBULK BAR BPT BRA BREAK BRX BRXU BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ENDCOLLECTIVE ERRBAR EXIT FENCE LDC LDCU LEPC "
     "MATCH MEMBAR NANOSLEEP NOP PREEXIT REDUX CREDUX RET RPCMOV S2R S2UR UCGABAR_ARV UCGABAR_WAIT USETMAXREG WARPGROUP WARPSYNC YIELD",
 }  # fmt: skip
@@ -68,10 +68,12 @@ _LATENCY_OF = {opcode: constant for constant, opcodes in _LATENCIES.items() for 
 
 PRODUCT_SHAPE = re.compile(r"(\d+)x(\d+)x(\d+)")
 SCHEDULERS = 4  # of an SM
-WARP_PRODUCT = "HMMA"  # matrix product of a warp, in the tensor core of its scheduler; ptxas leaves clocks to its results, not a scoreboard
+# Bytes of an operand of a warp's matrix product, in the tensor core of its scheduler; ptxas leaves clocks to its results, not a scoreboard.
+WARP_PRODUCTS = {"HMMA": 2, "QMMA": 1}
 WARP_PRODUCT_ROWS = 16
+BLOCK_SCALED_FLOPS = 2048  # a clock and SM, of e4m3 with block scales: GeForce boards halve only the products without
 FILLER = "UIADD3"  # that never executes: ptxas puts it behind a product, whose latency is more than a stall count can say
-WARP_PRODUCT_SHAPE = re.compile(r"16(8)(8|16)")  # n and k behind the rows
+WARP_PRODUCT_SHAPE = re.compile(r"16(8)(8|16|32)")  # n and k behind the rows
 
 
 class UnknownTimeError(ValueError):
@@ -165,7 +167,7 @@ def kind_of(ins: SassInstruction) -> str | None:
 
 def occupancy_of(ins: SassInstruction, pipe: str, constants: Constants) -> int:
     """Return the clocks that an instruction holds its pipe."""
-    if ins.base == WARP_PRODUCT:
+    if ins.base in WARP_PRODUCTS:
         return warp_product_clocks(ins, constants)
     if pipe == "fma":
         return constants.fma_clocks * (2 if ins.base.endswith("2") and ins.base[0] == "F" else 1)
@@ -180,9 +182,10 @@ def occupancy_of(ins: SassInstruction, pipe: str, constants: Constants) -> int:
 
 
 def warp_product_clocks(ins: SassInstruction, constants: Constants) -> int:
-    """Return the clocks of a matrix product of a warp, of 16-bit operands, in one of the four tensor cores of an SM."""
+    """Return the clocks of a matrix product of a warp in one of the four tensor cores of an SM."""
+    rate = BLOCK_SCALED_FLOPS if "SF" in ins.modifiers else constants.product_flops * 2 // WARP_PRODUCTS[ins.base]
     shape = next(match for word in ins.modifiers if (match := WARP_PRODUCT_SHAPE.fullmatch(word)))
-    return 2 * WARP_PRODUCT_ROWS * int(shape[1]) * int(shape[2]) * SCHEDULERS // constants.product_flops
+    return 2 * WARP_PRODUCT_ROWS * int(shape[1]) * int(shape[2]) * SCHEDULERS // rate
 
 
 def latency_of(ins: SassInstruction, constants: Constants) -> int:
