@@ -128,7 +128,7 @@ NOT_SHOWN_HERE = {
     "a trap that no kernel reaches": "BPT.TRAP",
     "for a warp whose lanes come to a collective one by one, as none of the kernels' does": "ENDCOLLECTIVE WARPSYNC.COLLECTIVE",
     "a hint to the scheduler": "YIELD",
-    "ptxas writes others in small kernels": "BRA.DIV BRX LDCU.128 P2R UIMAD.X UPLOP3.LUT",
+    "ptxas writes others in small kernels": "BRA.DIV BRX LDCU.128 P2R UF2I.FTZ.U32.TRUNC.NTZ UIMAD.HI.U32 UIMAD.X UPLOP3.LUT",
 }
 
 
