@@ -9,8 +9,8 @@ from dataclasses import fields
 import pytest
 
 from cute_mla.profiles.clock import constants as clock_constants
-from cute_mla.profiles.clock.constants import FILE, Constants, constants, gpus, sources
-from cute_mla.profiles.measured_constants import FORMULAS, measured_constants, with_measured
+from cute_mla.profiles.clock.constants import FILE, Constants, constants, gpu_of_device, gpus, sources
+from cute_mla.profiles.measured_constants import FORMULAS, Measured, measured_constants, with_measured
 from cute_mla.profiles.roofline import GPUS
 from tests.profiles.microbenchmark_lines import line, lines
 from tests.support.tree import ROOT
@@ -100,3 +100,10 @@ def test_every_gpu_of_the_rooflines_has_constants_with_sources() -> None:
         assert constants(gpu).arch == GPUS[gpu].arch
         assert sources(gpu).keys() == {field.name for field in fields(Constants)} - {"gpu", "arch", "sm_count"}
         assert GPUS[gpu].tflops <= constants(gpu).product_flops * constants(gpu).sm_count * constants(gpu).boost_ghz / 1e3 * 1.01
+
+
+def test_a_gpu_whose_name_has_spaces_has_a_table() -> None:
+    text = with_measured(TEXT, Measured("RTX 5090", {"shared_latency": (30, "[H] made up")}, {}))
+    assert tomllib.loads(text)["measured"]["RTX 5090"]["shared_latency"]["value"] == 30
+    assert gpu_of_device("NVIDIA RTX PRO 6000 Blackwell Workstation Edition") == "RTX PRO 6000"
+    assert gpu_of_device("NVIDIA GB10") == "GB10"

@@ -17,6 +17,7 @@ BROKEN = replace(WALK, lengths=(64, 180, 100), page_size=16, broken=True)  # pag
 WINDOW = replace(WALK, lengths=(400, 70, 3), page_size=16, window=60, window_sink=5)  # tiles are skipped, keys that nobody sees are NaN
 E4M3 = replace(WALK, operands="fp8_cache")
 E4M3_QUERIES = replace(WALK, operands="fp8")
+PHASES = r"xor\.b32 \s*(%r\d+), \1, 1;"  # of the stage that warps bring
 SYNCS = r"bar\.sync \s*1, 128;"  # behind Q, behind the maxima, behind P, behind the sums
 SEEN_FIRST = r"selp\.f32 (\s*%r\d+), (%r\d+), 0fFF800000, %p\d+;"  # of keys whose bit is tested for not being 0
 HIDDEN_FIRST = r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+), %p\d+;"  # for being 0; and lse of splits
@@ -31,6 +32,7 @@ SUITE = Suite(
         planted("missing arrival", WALK, ptx.ARRIVALS, "", each),
         planted("missing wait for keys or for their place", WALK, ptx.WAITS, ptx.NO_WAIT, each),
         planted("missing barrier", WALK, SYNCS, "", each, count=4),
+        planted("warps of a stage wait for the same phase of every tile", WALK, PHASES, "", together, count=1),
         planted("every second key unmasked", WALK, SEEN_FIRST, r"mov.f32 \1, \2;", together),
         planted("the others unmasked", WALK, HIDDEN_FIRST, r"mov.f32 \1, \2;", together),
         planted("sink in base 2", WALK, ptx.LOG2_E, ptx.ONE, together),

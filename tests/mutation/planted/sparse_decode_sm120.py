@@ -16,6 +16,7 @@ RISING = replace(CASE, batch=1, main=Pool(140, 140), values="rising", indices="v
 V41 = replace(CASE, cache="v41")
 FP4 = replace(CASE, cache="v41", extra_cache="v41_fp4", extra=Pool(150, 140, 16, lengths=(140, 65, 1)))
 BOTH_ROWS = replace(CASE, h_q=20, sm_count=2)  # two CTAs, the second one with rows that do not exist
+PHASES = r"xor\.b32 \s*(%r\d+), \1, 1;"  # of the stage that warps bring
 SYNCS = r"bar\.sync \s*1, 128;"  # behind Q, behind the maxima, behind P, behind the sums
 MASKS = r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+), %p\d+;"
 HALVES = r"selp\.b32 (\s*(%r\d+)), %r\d+, (%r\d+), %p\d+;(?=\s*shl\.b32 \s*%r\d+, \2, 4;)"  # of 16 bytes of e2m1 values
@@ -28,6 +29,7 @@ SUITE = Suite(
         planted("missing arrival", CASE, ptx.ARRIVALS, "", each),
         planted("missing wait for keys or for their place", CASE, ptx.WAITS, ptx.NO_WAIT, each),
         planted("missing barrier", CASE, SYNCS, "", each, count=4),
+        planted("warps of a stage wait for the same phase of every tile", CASE, PHASES, "", together, count=1),
         planted("mask without effect", CASE, MASKS, r"mov.f32 \1, \2;", together),
         planted("sink in base 2", CASE, ptx.LOG2_E, ptx.ONE, together),
         planted("no rescale", RISING, FACTORS, r"mov.f32 \1, 0f3F800000;", together),
