@@ -1,4 +1,4 @@
-"""What the SM120 roles that multiply share: the walk over work tiles and stages, the softmax of a thread's rows, results of an op."""
+"""The shared part of the SM120 roles that multiply: the walk over work tiles and stages, softmax of a thread's rows, results of an op."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ HALVES = 2  # rows of a thread
 
 
 class RowStep(NamedTuple):
-    """What keys make of a row. alpha: factor of what was summed up before. total: the sum with them. probs: of them, unnormalised."""
+    """The state of a row with more keys. alpha: factor of sums so far. total: the sum with the keys. probs: of the keys, unnormalised."""
 
     reference: Float32
     alpha: Float32
@@ -51,7 +51,7 @@ LSE_ONLY = Sm120RowResults()
 
 
 class Kept(NamedTuple):
-    """What an op keeps until the end of a work tile, fp32 of shared memory: numbers of rows, as `tops` and `keep` of a role have them."""
+    """Places of what an op keeps until the end of a work tile, fp32: numbers of rows, as `tops` and `keep` of a role have them."""
 
     tops: cute.Pointer | None
     sums: cute.Pointer

@@ -83,7 +83,7 @@ def test_decode_of_few_heads_has_the_bits_of_prefill_on_rtx_boards(h_q: int, val
 
 
 def test_decode_of_many_heads_has_another_order_on_rtx_boards() -> None:
-    """Where prefill has a kernel with keys on M, and decode has not."""
+    """Prefill has a kernel with keys on M there, and decode has not."""
     named = {cute_mla.fingerprint(op, "sm120", h_q=17, head_dim=576).order for op in ("sparse_prefill", "sparse_decode")}
     assert len(named) == 2
 
