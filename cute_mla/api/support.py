@@ -199,8 +199,8 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     "cache_write", "cache_gather"; "cache_insert", which is insert_kv_cache; "topk_indices", which has the features dtype, topk and
     batch_invariant alone; "mqa_logits", fp8_mqa_logits and fp8_paged_mqa_logits; "indexer_topk", also of indexer_topk_prefill;
     "index_write", write_index_cache and prepare_index_queries.
-    arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve; "sm120" or "sm121" for decode, sparse prefill, the
-    ops of caches, merge_states and topk_indices. Other compute capabilities, such as "sm80", have no kernels.
+    arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve; "sm120" or "sm121" for all but gradients. Other compute
+    capabilities, such as "sm80", have no kernels.
     features: any of these, each with the value that a call would have
         dtype            "bf16", "fp16" or the torch dtype of queries, cache and output; in dense decode over an FP8 cache queries may
                          be "bf16" or "e4m3"; in cache_write and cache_gather, dtype of the keys outside the cache; "fp32" in topk_indices;
