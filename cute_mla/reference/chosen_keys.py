@@ -1,4 +1,4 @@
-"""What trains an indexer, at the keys that query tokens have chosen: sums over the heads, scores and their gradients."""
+"""Training of an indexer at the keys that query tokens have chosen: sums over the heads, scores and their gradients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Terms of the orders of training: the backward of sparse prefill in the sequence of its launches, and an indexer's, as orders.py takes them.
+"""Terms of the orders of training, as spec/orders.py takes them: of the backward of sparse prefill by its launches, and of an indexer.
 
 d_sink is a sum over tokens by torch, and has no order.
 """

@@ -1,4 +1,4 @@
-"""What trains an indexer: attention_head_sums, indexer_scores and indexer_backward."""
+"""Subjects of the training of an indexer: attention_head_sums, indexer_scores and indexer_backward."""
 
 from __future__ import annotations
 

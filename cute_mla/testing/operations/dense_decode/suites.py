@@ -290,6 +290,23 @@ _LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
     DenseDecodeCase(s_q=5, s_k=140, h_q=26, h_kv=2, causal=True, sm_count=4),
     # Units of two row tiles, the first of which sees a tile less.
     DenseDecodeCase(batch=2, tokens=(130, 3), lengths=(300, 70), h_q=1, causal=True, outputs="strided", sm_count=4),
+    # Over an e4m3 cache; the keys of later tokens alone fill a tile.
+    DenseDecodeCase(batch=2, tokens=(20, 3), lengths=(130, 70), h_q=8, causal=True, operands=FP8_CACHE, sm_count=4),
+    # A part of a batch-invariant call begins with the last key of a unit, alone in its tile behind the multiple at which the call may cut.
+    *(
+        DenseDecodeCase(
+            batch=3,
+            tokens=(2, 1, 2),
+            lengths=(20, _TWO_SPLITS - TILE_KEYS + 1, 30),
+            h_q=8,
+            page_size=128,
+            causal=True,
+            batch_invariant=True,
+            operands=operands,
+            sm_count=144,
+        )
+        for operands in (LATENT, FP8_CACHE)
+    ),
     # Of several KV heads, whose keys are not masked, under a plan of other lengths.
     DenseDecodeCase(
         batch=3, tokens=(1, 3, 2), s_q=8, lengths=(100, 400, 70), h_q=16, h_kv=2, outputs="given", metadata="stale", sm_count=12
