@@ -23,6 +23,9 @@ from .score_rows import WARP_ROWS, store_score_rows
 from .sm90_config import DqSm90Smem
 
 
+EARLY_STAGES = 2  # of a tile, whose dP is issued between the products of S
+
+
 @dataclass(frozen=True)
 class DqSm90ScoreProducts:
     """S and dP (64 rows x 64 keys), and dQ of the RoPE columns (64 x 64), of one thread. None where keys have no RoPE columns."""
@@ -83,9 +86,13 @@ class DqSm90ScoreProducts:
             writer=smem.sS.iterator.toint() + writer,
         )
 
-    def start_scores(self, state: LatentSm90TileState) -> None:
-        """Issue S of a tile, as a group of WGMMAs. Wait kv_ready, rope_ready."""
+    def start(self, state: LatentSm90TileState) -> None:
+        """Issue S of a tile and dP of its first stages, as a group of WGMMAs, then the rest of dP. Wait kv_ready, rope_ready.
+
+        So there is work for the tensor cores while keys come, and the exponentials run under the rest.
+        """
         smem, stages, kv = self.smem, self.smem.stages, state.kv
+        late = []
         for part in stages.parts:
             if part == ROPE:
                 smem.rope_ready.consumer_wait(state.rope)
@@ -94,16 +101,19 @@ class DqSm90ScoreProducts:
             else:
                 smem.kv_ready.consumer_wait(kv)
                 self._multiply(self.scores, self.tQ, stages.columns[part], self.tK, kv.stage, STEPS_PER_STAGE, first=part == 0)
+                if part < EARLY_STAGES:
+                    self._multiply_dprobs(part, kv.stage)
+                else:
+                    late.append((part, kv.stage))
                 kv = smem.kv_ready.advance_in_tile(kv, part)
         warpgroup.commit_group()
-
-    def start_dprobs(self, state: LatentSm90TileState) -> None:
-        """Issue dP of a tile whose keys have come, as a group of WGMMAs."""
-        stages, kv = self.smem.stages, state.kv
-        for part in range(stages.count):
-            self._multiply(self.dprobs, self.tD, stages.columns[part], self.tK, kv.stage, STEPS_PER_STAGE, first=part == 0)
-            kv = self.smem.kv_ready.advance_in_tile(kv, part)
+        for part, stage in late:
+            self._multiply_dprobs(part, stage)
         warpgroup.commit_group()
+
+    def _multiply_dprobs(self, part: int, stage: Int32) -> None:
+        """Add the products of a stage to dP."""
+        self._multiply(self.dprobs, self.tD, self.smem.stages.columns[part], self.tK, stage, STEPS_PER_STAGE, first=part == 0)
 
     def _multiply(
         self, total: cute.Tensor, tA: cute.Tensor, column: int, tB: cute.Tensor, stage: Int32, steps: int, *, first: bool
@@ -190,8 +200,7 @@ class DqSm90ScoreRole:
         """Compute P and dS of a tile. statistics: lse' and delta' of the thread's rows. where: token, and position in its list."""
         smem.valid_ready.consumer_wait(state.rope)
         if smem.has_keys(state.rope.stage):
-            products.start_scores(state)
-            products.start_dprobs(state)
+            products.start(state)
             warpgroup.wait_group(1)
             self.make_probs(operands, smem, products, statistics[STATISTIC_LSE], state)
             products.round(products.scores, operands.args.inverse_scale)
