@@ -14,16 +14,20 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import BOX_COLUMNS
 from ..dense_prefill.sm90_gemm import gather_runs, store_row_words
 from ..primitives.arithmetic import pack_pair
-from ..primitives.copies import BOX_ROW_BYTES, writer_address
-from ..primitives.wgmma import K_STEP, ROWS_PER_THREAD, TILE_ROWS, flat, half, packed, tiled_mma
+from ..primitives.copies import BOX_ROW_BYTES, store_groups, writer_address
+from ..primitives.wgmma import K_STEP, REGISTERS_PER_STEP, ROWS_PER_THREAD, TILE_ROWS, flat, half, tiled_mma
 from ..sm90.cta import ROPE, SCORE_BARRIER, STEPS_PER_BOX, WARPGROUP, LatentSm90TileState
-from ..sm90.score import ALL_VALID, STEPS_PER_STAGE, mask_absent, query_row, store_box
+from ..sm90.score import ALL_VALID, STEPS_PER_STAGE, mask_absent, query_row
 from .abi import STATISTIC_DELTA, STATISTIC_LSE, DqOperands
 from .score_rows import WARP_ROWS, store_score_rows
 from .sm90_config import DqSm90Smem
 
 
 EARLY_STAGES = 2  # of a tile, whose dP is issued between the products of S
+KEY_GROUPS = TILE_KEYS // K_STEP  # whose P is made between steps of dP: a warp that has some steps in flight waits at the next one
+DPROBS_STEPS = (6, 10, 14, 16)  # of dP's later stages that are issued before P of each group of keys, all in all
+
+DprobsStep = tuple[int, Int32, int]  # of 16 columns: where its stage begins in dO, the stage, the step in it
 
 
 @dataclass(frozen=True)
@@ -44,7 +48,6 @@ class DqSm90ScoreProducts:
     scores: cute.Tensor
     dprobs: cute.Tensor
     rope: Any
-    rounded: cute.Tensor  # 16-bit P, then dS
     box: Int32  # address of dS
     writer: Int32  # this lane's row of its warp's matrix stores there
 
@@ -81,46 +84,46 @@ class DqSm90ScoreProducts:
             scores=scores,
             dprobs=dprobs,
             rope=rope,
-            rounded=cute.make_rmem_tensor_like(scores, dtype),
             box=smem.sS.iterator.toint(),
             writer=smem.sS.iterator.toint() + writer,
         )
 
-    def start(self, state: LatentSm90TileState) -> None:
-        """Issue S of a tile and dP of its first stages, as a group of WGMMAs, then the rest of dP. Wait kv_ready, rope_ready.
+    def start(self, state: LatentSm90TileState) -> list[DprobsStep]:
+        """Issue S of a tile and dP of its first stages, as a group of WGMMAs. Wait kv_ready, rope_ready. Return what is left of dP.
 
-        So there is work for the tensor cores while keys come, and the exponentials run under the rest.
+        So there is work for the tensor cores while keys come, and while P is made.
         """
         smem, stages, kv = self.smem, self.smem.stages, state.kv
-        late = []
+        left = []
+        warpgroup.fence()
         for part in stages.parts:
             if part == ROPE:
                 smem.rope_ready.consumer_wait(state.rope)
                 if stages.has_rope:
-                    self._multiply(self.scores, self.tQ, D_LATENT, self.tRope, state.rope.stage, STEPS_PER_BOX, first=False)
+                    self._multiply(self.scores, self.tQ, D_LATENT, self.tRope, state.rope.stage, range(STEPS_PER_BOX), first=False)
             else:
                 smem.kv_ready.consumer_wait(kv)
-                self._multiply(self.scores, self.tQ, stages.columns[part], self.tK, kv.stage, STEPS_PER_STAGE, first=part == 0)
+                column, steps = stages.columns[part], range(STEPS_PER_STAGE)
+                self._multiply(self.scores, self.tQ, column, self.tK, kv.stage, steps, first=part == 0)
                 if part < EARLY_STAGES:
-                    self._multiply_dprobs(part, kv.stage)
+                    self._multiply(self.dprobs, self.tD, column, self.tK, kv.stage, steps, first=part == 0)
                 else:
-                    late.append((part, kv.stage))
+                    left += [(column, kv.stage, step) for step in steps]
                 kv = smem.kv_ready.advance_in_tile(kv, part)
         warpgroup.commit_group()
-        for part, stage in late:
-            self._multiply_dprobs(part, stage)
+        return left
+
+    def add_dprobs(self, steps: list[DprobsStep]) -> None:
+        """Issue some steps of dP, as a group of WGMMAs."""
+        for column, stage, step in steps:
+            self._multiply(self.dprobs, self.tD, column, self.tK, stage, range(step, step + 1), first=False)
         warpgroup.commit_group()
 
-    def _multiply_dprobs(self, part: int, stage: Int32) -> None:
-        """Add the products of a stage to dP."""
-        self._multiply(self.dprobs, self.tD, self.smem.stages.columns[part], self.tK, stage, STEPS_PER_STAGE, first=part == 0)
-
     def _multiply(
-        self, total: cute.Tensor, tA: cute.Tensor, column: int, tB: cute.Tensor, stage: Int32, steps: int, *, first: bool
+        self, total: cute.Tensor, tA: cute.Tensor, column: int, tB: cute.Tensor, stage: Int32, steps: range, *, first: bool
     ) -> None:
-        """Add the products of some columns of a stage to S or dP. column: of A. first: overwrite."""
-        warpgroup.fence()
-        for i in range(steps):
+        """Add the products of some columns of a stage to S or dP. column: of A, where the stage begins. first: overwrite."""
+        for i in steps:
             box, step = divmod(column // K_STEP + i, STEPS_PER_BOX)
             mma = self.overwrite if first and i == 0 else self.add
             cute.gemm(mma, total, tA[None, None, step, box], tB[None, None, i, stage], total)
@@ -133,14 +136,11 @@ class DqSm90ScoreProducts:
         warpgroup.commit_group()
         warpgroup.wait_group(0)
 
-    def round(self, values: cute.Tensor, factor: Float32 | None = None) -> None:
-        """Round P or dS, times a factor."""
-        words, exact = packed(self.rounded), flat(values)
-        for i in range(cute.size(words)):
-            low, high = exact[2 * i], exact[2 * i + 1]
-            if factor is not None:
-                low, high = low * factor, high * factor
-            words[i] = pack_pair(low, high, self.rounded.element_type)
+    def store(self, group: int, values: list[Float32]) -> None:
+        """Store P or dS of 16 keys, rounded, to the box. group: of keys. values: the thread's, in the order of accumulators."""
+        dtype = self.smem.sS.element_type
+        words = [pack_pair(low, high, dtype) for low, high in zip(values[::2], values[1::2], strict=True)]
+        store_groups(self.writer, 0, group, words)
 
 
 @dataclass(frozen=True)
@@ -200,19 +200,19 @@ class DqSm90ScoreRole:
         """Compute P and dS of a tile. statistics: lse' and delta' of the thread's rows. where: token, and position in its list."""
         smem.valid_ready.consumer_wait(state.rope)
         if smem.has_keys(state.rope.stage):
-            products.start(state)
+            left = products.start(state)
+            products.add_dprobs(left[: DPROBS_STEPS[0]])
             warpgroup.wait_group(1)
-            self.make_probs(operands, smem, products, statistics[STATISTIC_LSE], state)
-            products.round(products.scores, operands.args.inverse_scale)
+            self.mask(smem, products, state)
             smem.dscores_free.producer_acquire(state.number)
-            store_box(products.writer, products.rounded)
+            for group in cutlass.range_constexpr(KEY_GROUPS):
+                self.make_probs(operands, products, statistics[STATISTIC_LSE], group)
+                if cutlass.const_expr(group + 1 < KEY_GROUPS):
+                    products.add_dprobs(left[DPROBS_STEPS[group] : DPROBS_STEPS[group + 1]])
             store_score_rows(products.box, products.thread, operands.args.probs, operands, where)
             warpgroup.wait_group(0)
-            rS, rD, delta = flat(products.scores), flat(products.dprobs), statistics[STATISTIC_DELTA]
-            for i in cutlass.range_constexpr(cute.size(rS)):
-                rD[i] = rS[i] * (rD[i] - delta[half(i)])
-            products.round(products.dprobs)
-            store_box(products.writer, products.rounded)
+            for group in cutlass.range_constexpr(KEY_GROUPS):
+                self.make_dscores(products, statistics[STATISTIC_DELTA], group)
             cute.arch.fence_proxy("async.shared", space="cta")
             smem.probs_ready.producer_commit(state.rope)
             if cutlass.const_expr(smem.stages.has_rope):
@@ -227,14 +227,28 @@ class DqSm90ScoreRole:
             smem.rope_free.consumer_release(state.rope)
 
     @cute.jit
-    def make_probs(self, operands: DqOperands, smem: DqSm90Smem, products: DqSm90ScoreProducts, lse: list, state: LatentSm90TileState):
-        """Replace S by P, 0 for absent keys."""
+    def mask(self, smem: DqSm90Smem, products: DqSm90ScoreProducts, state: LatentSm90TileState):
+        """Set the scores of absent keys to -inf."""
         low, high = smem.valid_words(state.rope.stage)
         if (low & high) != ALL_VALID:
             mask_absent(products.scores, products.thread, {0: low, 1: high})
-        rS = flat(products.scores)
-        for i in cutlass.range_constexpr(cute.size(rS)):
+
+    def make_probs(self, operands: DqOperands, products: DqSm90ScoreProducts, lse: list, group: int) -> None:
+        """Replace S of 16 keys by P, and store it."""
+        rS, own = flat(products.scores), group_registers(group)
+        for i in own:
             rS[i] = cute.math.exp2(cute.math.fma(rS[i], operands.scale_log2, -lse[half(i)]), fastmath=True)
+        products.store(group, [rS[i] * operands.args.inverse_scale for i in own])
+
+    def make_dscores(self, products: DqSm90ScoreProducts, delta: list, group: int) -> None:
+        """Store dS of 16 keys."""
+        rS, rD = flat(products.scores), flat(products.dprobs)
+        products.store(group, [rS[i] * (rD[i] - delta[half(i)]) for i in group_registers(group)])
+
+
+def group_registers(group: int) -> range:
+    """Return the accumulators of 16 keys."""
+    return range(group * REGISTERS_PER_STEP, (group + 1) * REGISTERS_PER_STEP)
 
 
 @cute.jit
