@@ -213,7 +213,8 @@ class TensorCore:
     def _finish(self, clock: int) -> None:
         self.in_flight -= 1
         waiting, self._waiting = self._waiting, []
-        self._start(clock)
+        if clock >= self.busy_until:  # else a product that was issued at this clock has begun
+            self._start(clock)
         for wake in waiting:
             wake(clock)
 
