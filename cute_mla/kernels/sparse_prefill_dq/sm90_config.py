@@ -29,7 +29,6 @@ from ..sparse_prefill.sm90_copy import COPY_WARPS, SparsePrefillSm90Smem
 
 RESERVED = 2048  # bytes for barriers, rows of tiles, and what alignment takes
 ROPE_STAGES = 2
-COLUMNS = (0, 256, 128, 384)  # of a tile's stages: the output groups release theirs in turn
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,7 @@ class DqSm90Geometry:
     @property
     def stages(self) -> LatentSm90Stages:
         """Return the stages of a tile."""
-        return LatentSm90Stages(self.d_qk, COLUMNS, before_rope=2)
+        return LatentSm90Stages(self.d_qk, before_rope=2)
 
     @property
     def query_boxes(self) -> int:
@@ -84,7 +83,7 @@ class DqSm90Geometry:
             Array("sBases", Int64, ROPE_STAGES),
             Array("sRows", Int32, ROPE_STAGES * TILE_KEYS),
             *(Barriers(name, kv) for name in ("kv_ready", "kv_free", "kv_landed")),
-            *(Barriers(name, ROPE_STAGES) for name in ("rope_ready", "rope_free", "rope_landed", "valid_ready", "probs_ready")),
+            *(Barriers(name, ROPE_STAGES) for name in ("rope_ready", "rope_free", "rope_landed", "valid_ready", "probs_ready", "right_turn")),
             *(Barriers(name, 1) for name in ("queries_free", "queries_landed", "dscores_free")),
         ))  # fmt: skip
 
@@ -108,6 +107,7 @@ class DqSm90Smem(SparsePrefillSm90Smem):
             (self.rope_landed, COPY_WARPS * 32),
             (self.valid_ready, 1),
             (self.probs_ready, WARPS_PER_GROUP),
+            (self.right_turn, WARPS_PER_GROUP),
             (self.queries_free, WARPS_PER_GROUP),
             (self.queries_landed, 1),
             (self.dscores_free, OUTPUT_WARPS),

@@ -41,6 +41,24 @@ class DqSm90Sums(LatentSm90Output):
             unseen=None,
         )
 
+    @cute.jit
+    def add_tile(self, smem: DqSm90Smem, state: LatentSm90TileState, begun: Boolean, keys: KeyTile, side: Int32) -> Boolean:
+        """Add dS K of one tile to dQ. Wait valid_ready, probs_ready, right_turn. Signal kv_free, rope_free, right_turn.
+
+        Validity comes long before dS does.
+        """
+        smem.valid_ready.consumer_wait(state.rope)
+        present = smem.has_keys(state.rope.stage)
+        smem.probs_ready.consumer_wait(state.rope)
+        if present:
+            self.add_values(smem, state, begun, keys, side)
+        else:
+            self.give_turn(smem, state, side)
+            for stage in self.stages(smem, state):
+                smem.kv_free.consumer_release(stage)
+        smem.rope_free.consumer_release(state.rope)
+        return begun
+
     def multiply_steps(self, mma: cute.TiledMma, chunk: int, steps: int, probs_stage: Int32, kv_stage: Int32, adds: Boolean) -> None:
         """Issue one chunk, as the base class does, with the only stage of dS."""
         super().multiply_steps(mma, chunk, steps, Int32(0), kv_stage, adds)

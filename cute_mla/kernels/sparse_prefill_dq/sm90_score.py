@@ -16,7 +16,7 @@ from ..dense_prefill.sm90_gemm import gather_runs, store_row_words
 from ..primitives.arithmetic import pack_pair
 from ..primitives.copies import BOX_ROW_BYTES, store_groups, writer_address
 from ..primitives.wgmma import K_STEP, REGISTERS_PER_STEP, ROWS_PER_THREAD, TILE_ROWS, flat, half, tiled_mma
-from ..sm90.cta import ROPE, SCORE_BARRIER, STEPS_PER_BOX, WARPGROUP, LatentSm90TileState
+from ..sm90.cta import SCORE_BARRIER, STEPS_PER_BOX, WARPGROUP, LatentSm90TileState
 from ..sm90.score import ALL_VALID, STEPS_PER_STAGE, mask_absent, query_row
 from .abi import STATISTIC_DELTA, STATISTIC_LSE, DqOperands
 from .score_rows import WARP_ROWS, store_score_rows
@@ -25,7 +25,7 @@ from .sm90_config import DqSm90Smem
 
 EARLY_STAGES = 2  # of a tile, whose dP is issued between the products of S
 KEY_GROUPS = TILE_KEYS // K_STEP  # whose P is made between steps of dP: a warp that has some steps in flight waits at the next one
-DPROBS_STEPS = (6, 10, 14, 16)  # of dP's later stages that are issued before P of each group of keys, all in all
+DPROBS_STEPS = (8, 11, 14, 16)  # of dP's later stages that are issued before P of each group of keys, all in all
 
 DprobsStep = tuple[int, Int32, int]  # of 16 columns: where its stage begins in dO, the stage, the step in it
 
@@ -91,25 +91,24 @@ class DqSm90ScoreProducts:
     def start(self, state: LatentSm90TileState) -> list[DprobsStep]:
         """Issue S of a tile and dP of its first stages, as a group of WGMMAs. Wait kv_ready, rope_ready. Return what is left of dP.
 
-        So there is work for the tensor cores while keys come, and while P is made.
+        So there is work for the tensor cores while keys come, and while P is made. Columns of S ascend as in the forward pass.
         """
         smem, stages, kv = self.smem, self.smem.stages, state.kv
         left = []
         warpgroup.fence()
-        for part in stages.parts:
-            if part == ROPE:
+        for part in range(stages.count):
+            if part == stages.before_rope:
                 smem.rope_ready.consumer_wait(state.rope)
-                if stages.has_rope:
-                    self._multiply(self.scores, self.tQ, D_LATENT, self.tRope, state.rope.stage, range(STEPS_PER_BOX), first=False)
+            smem.kv_ready.consumer_wait(kv)
+            column, steps = stages.columns[part], range(STEPS_PER_STAGE)
+            self._multiply(self.scores, self.tQ, column, self.tK, kv.stage, steps, first=part == 0)
+            if part < EARLY_STAGES:
+                self._multiply(self.dprobs, self.tD, column, self.tK, kv.stage, steps, first=part == 0)
             else:
-                smem.kv_ready.consumer_wait(kv)
-                column, steps = stages.columns[part], range(STEPS_PER_STAGE)
-                self._multiply(self.scores, self.tQ, column, self.tK, kv.stage, steps, first=part == 0)
-                if part < EARLY_STAGES:
-                    self._multiply(self.dprobs, self.tD, column, self.tK, kv.stage, steps, first=part == 0)
-                else:
-                    left += [(column, kv.stage, step) for step in steps]
-                kv = smem.kv_ready.advance_in_tile(kv, part)
+                left += [(column, kv.stage, step) for step in steps]
+            kv = smem.kv_ready.advance_in_tile(kv, part)
+        if stages.has_rope:
+            self._multiply(self.scores, self.tQ, D_LATENT, self.tRope, state.rope.stage, range(STEPS_PER_BOX), first=False)
         warpgroup.commit_group()
         return left
 
@@ -129,12 +128,11 @@ class DqSm90ScoreProducts:
             cute.gemm(mma, total, tA[None, None, step, box], tB[None, None, i, stage], total)
 
     def add_rope(self, stage: Int32) -> None:
-        """Add dS K to dQ of the RoPE columns, and wait until it is complete."""
+        """Add dS K to dQ of the RoPE columns, as a group of WGMMAs."""
         warpgroup.fence()
-        for step in range(TILE_KEYS // K_STEP):
+        for step in range(KEY_GROUPS):
             cute.gemm(self.add_keys, self.rope, self.tS[None, None, step, 0], self.tRopeKeys[None, None, step, stage], self.rope)
         warpgroup.commit_group()
-        warpgroup.wait_group(0)
 
     def store(self, group: int, values: list[Float32]) -> None:
         """Store P or dS of 16 keys, rounded, to the box. group: of keys. values: the thread's, in the order of accumulators."""
@@ -171,6 +169,8 @@ class DqSm90ScoreRole:
                 smem.queries_landed.consumer_wait(done)
                 for t in cutlass.range(tiles, unroll=1):
                     self.score_tile(operands, smem, products, statistics, (token, t * TILE_KEYS), smem.tile(tile + t))
+                warpgroup.wait_group(0)
+                smem.rope_free.consumer_release(tile + tiles - 1)
                 smem.queries_free.consumer_release(done)
                 done = done + 1
             if cutlass.const_expr(smem.stages.has_rope):
@@ -197,14 +197,19 @@ class DqSm90ScoreRole:
         where: tuple[Int32, Int32],
         state: LatentSm90TileState,
     ):
-        """Compute P and dS of a tile. statistics: lse' and delta' of the thread's rows. where: token, and position in its list."""
+        """Compute P and dS of a tile. statistics: lse' and delta' of the thread's rows. where: token, and position in its list.
+
+        Products of the RoPE columns are complete, and the stage free, when S of the next tile is.
+        """
         smem.valid_ready.consumer_wait(state.rope)
         if smem.has_keys(state.rope.stage):
             left = products.start(state)
             products.add_dprobs(left[: DPROBS_STEPS[0]])
-            warpgroup.wait_group(1)
-            self.mask(smem, products, state)
             smem.dscores_free.producer_acquire(state.number)
+            present = smem.valid_words(state.rope.stage)
+            warpgroup.wait_group(1)
+            self.release_before(smem, where, state)
+            self.mask(products, present)
             for group in cutlass.range_constexpr(KEY_GROUPS):
                 self.make_probs(operands, products, statistics[STATISTIC_LSE], group)
                 if cutlass.const_expr(group + 1 < KEY_GROUPS):
@@ -215,21 +220,28 @@ class DqSm90ScoreRole:
                 self.make_dscores(products, statistics[STATISTIC_DELTA], group)
             cute.arch.fence_proxy("async.shared", space="cta")
             smem.probs_ready.producer_commit(state.rope)
+            store_score_rows(products.box, products.thread, operands.args.dscores, operands, where)
             if cutlass.const_expr(smem.stages.has_rope):
                 cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)  # all rows of dS are there
+                smem.right_turn.consumer_wait(state.rope)  # the copy role waits for the stages of the left output group
                 products.add_rope(state.rope.stage)
-            smem.rope_free.consumer_release(state.rope)
-            store_score_rows(products.box, products.thread, operands.args.dscores, operands, where)
         else:
+            warpgroup.wait_group(0)
+            self.release_before(smem, where, state)
             smem.rope_ready.consumer_wait(state.rope)
             smem.dscores_free.producer_acquire(state.number)
             smem.probs_ready.producer_commit(state.rope)
-            smem.rope_free.consumer_release(state.rope)
 
     @cute.jit
-    def mask(self, smem: DqSm90Smem, products: DqSm90ScoreProducts, state: LatentSm90TileState):
-        """Set the scores of absent keys to -inf."""
-        low, high = smem.valid_words(state.rope.stage)
+    def release_before(self, smem: DqSm90Smem, where: tuple[Int32, Int32], state: LatentSm90TileState):
+        """Release the RoPE stage of the tile before, of the same token. Signal rope_free."""
+        if where[1] > 0:
+            smem.rope_free.consumer_release(state.number - 1)
+
+    @cute.jit
+    def mask(self, products: DqSm90ScoreProducts, present: tuple[Int32, Int32]):
+        """Set the scores of absent keys to -inf. present: a bit a key."""
+        low, high = present
         if (low & high) != ALL_VALID:
             mask_absent(products.scores, products.thread, {0: low, 1: high})
 
