@@ -25,7 +25,7 @@ from .sm90_config import DqSm90Smem
 
 EARLY_STAGES = 2  # of a tile, whose dP is issued between the products of S
 KEY_GROUPS = TILE_KEYS // K_STEP  # whose P is made between steps of dP: a warp that has some steps in flight waits at the next one
-DPROBS_STEPS = (8, 11, 14, 16)  # of dP's later stages that are issued before P of each group of keys, all in all
+DPROBS_STEPS = (8, 12, 16)  # of dP's later stages that are issued before P of each group of keys, all in all
 
 DprobsStep = tuple[int, Int32, int]  # of 16 columns: where its stage begins in dO, the stage, the step in it
 
@@ -208,12 +208,13 @@ class DqSm90ScoreRole:
             smem.dscores_free.producer_acquire(state.number)
             present = smem.valid_words(state.rope.stage)
             warpgroup.wait_group(1)
-            self.release_before(smem, where, state)
             self.mask(products, present)
             for group in cutlass.range_constexpr(KEY_GROUPS):
                 self.make_probs(operands, products, statistics[STATISTIC_LSE], group)
-                if cutlass.const_expr(group + 1 < KEY_GROUPS):
+                if cutlass.const_expr(group + 1 < len(DPROBS_STEPS)):
                     products.add_dprobs(left[DPROBS_STEPS[group] : DPROBS_STEPS[group + 1]])
+                if cutlass.const_expr(group == 0):
+                    self.release_before(smem, where, state)
             store_score_rows(products.box, products.thread, operands.args.probs, operands, where)
             warpgroup.wait_group(0)
             for group in cutlass.range_constexpr(KEY_GROUPS):
