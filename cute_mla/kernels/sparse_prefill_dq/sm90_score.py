@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 from cutlass.cute.nvgpu import OperandMajorMode, warpgroup
 
 from ...spec.mla import D_LATENT
@@ -142,6 +142,14 @@ class DqSm90ScoreProducts:
 
 
 @dataclass(frozen=True)
+class QueriesUse:
+    """Use of Q and dO by a tile. number: of the token. ends: whether the tile is the token's last one."""
+
+    number: Int32
+    ends: Boolean
+
+
+@dataclass(frozen=True)
 class DqSm90ScoreRole:
     """One warpgroup."""
 
@@ -168,10 +176,10 @@ class DqSm90ScoreRole:
                 ]
                 smem.queries_landed.consumer_wait(done)
                 for t in cutlass.range(tiles, unroll=1):
-                    self.score_tile(operands, smem, products, statistics, (token, t * TILE_KEYS), smem.tile(tile + t))
+                    state = smem.tile(tile + t)
+                    self.score_tile(operands, smem, products, statistics, (token, t * TILE_KEYS), state, QueriesUse(done, t + 1 == tiles))
                 warpgroup.wait_group(0)
                 smem.rope_free.consumer_release(tile + tiles - 1)
-                smem.queries_free.consumer_release(done)
                 done = done + 1
             if cutlass.const_expr(smem.stages.has_rope):
                 store_dq(operands, token, products.rope, Int32(D_LATENT), thread)
@@ -196,6 +204,7 @@ class DqSm90ScoreRole:
         statistics: list,
         where: tuple[Int32, Int32],
         state: LatentSm90TileState,
+        queries: QueriesUse,
     ):
         """Compute P and dS of a tile. statistics: lse' and delta' of the thread's rows. where: token, and position in its list.
 
@@ -217,6 +226,7 @@ class DqSm90ScoreRole:
                     self.release_before(smem, where, state)
             store_score_rows(products.box, products.thread, operands.args.probs, operands, where)
             warpgroup.wait_group(0)
+            self.release_queries(smem, queries)
             for group in cutlass.range_constexpr(KEY_GROUPS):
                 self.make_dscores(products, statistics[STATISTIC_DELTA], group)
             cute.arch.fence_proxy("async.shared", space="cta")
@@ -229,9 +239,16 @@ class DqSm90ScoreRole:
         else:
             warpgroup.wait_group(0)
             self.release_before(smem, where, state)
+            self.release_queries(smem, queries)
             smem.rope_ready.consumer_wait(state.rope)
             smem.dscores_free.producer_acquire(state.number)
             smem.probs_ready.producer_commit(state.rope)
+
+    @cute.jit
+    def release_queries(self, smem: DqSm90Smem, queries: QueriesUse):
+        """Release Q and dO behind the last products of a token that read them. Signal queries_free."""
+        if queries.ends:
+            smem.queries_free.consumer_release(queries.number)
 
     @cute.jit
     def release_before(self, smem: DqSm90Smem, where: tuple[Int32, Int32], state: LatentSm90TileState):
