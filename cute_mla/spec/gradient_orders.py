@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from .arch import SM100, Arch
+from .arch import SM90, SM100, Arch
 from .dense_decode import TILE_ROWS
 from .key_lists import KeyListsConfig
 from .row_statistics import RowStatisticsConfig
@@ -24,6 +24,7 @@ def _row_statistics(config: RowStatisticsConfig, arch: Arch) -> dict[str, Any]:
 
 def _sparse_prefill_dq(config: SparsePrefillConfig, arch: Arch) -> dict[str, Any]:
     return {
+        "revision": 2 if arch is SM90 else 1,  # columns of a score ascend
         "dtype": config.dtype,
         "d_qk": config.d_qk,
         "rows": f"{config.cluster} CTAs" if arch is SM100 else "any",

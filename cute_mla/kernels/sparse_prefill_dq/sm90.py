@@ -13,22 +13,24 @@ Roles (512 threads):
   score    warpgroup 1: S = Q K^T, dP = dO V^T, P, dS to shared memory; P and dS to memory; dQ of the RoPE columns
   output   warpgroups 2, 3: dQ += dS K, 256 of the latent columns each
 
-Pipelines (producer -> consumer; arrivals per phase). A stage has 128 columns of a tile's keys, in the order 0, 256, 128, 384:
+Pipelines (producer -> consumer; arrivals per phase). A stage has 128 columns of a tile's keys, in ascending order:
   valid_ready[2]   indices -> copy, deliver, score, output   1: rows of a tile, and a bit per key
   kv_landed[n]     copy -> deliver           64: the threads' copies, as they complete
   rope_landed[2]   copy -> deliver           64
   kv_ready[n]      deliver -> score, output  1
   kv_free[n]       output -> copy            4: the warpgroup that has the stage's columns; S and dP are complete then
   rope_ready[2]    deliver -> score          1
-  rope_free[2]     score, output -> indices, copy  12: every warp has done with the tile, its bits included
+  rope_free[2]     score, output -> indices, copy  12: every warp has done with the tile, its bits included; score a tile later
   probs_ready[2]   score -> output           4: dS of a tile
+  right_turn[2]    output -> output, score   4: the left output group has issued its products of a tile, the others may
   dscores_free     output -> score           8: dQ of a tile is complete, and dS may be overwritten
   queries_landed   indices -> score          1 and the bytes of Q and dO, once per token that has keys
   queries_free     score -> indices          4
 
-The trick: the tile of keys serves three products in turn, S and dP as it lies, dQ transposed. There is neither a maximum nor a rescale, so
-dP is issued behind S and runs during the exponentials. A tile without any key is passed by: of it there are only the handshakes.
-README.md has the clocks.
+The trick: the tile of keys serves three products in turn, S and dP as it lies, dQ transposed. There is neither a maximum nor a rescale,
+so dP fills the tensor cores where S alone would leave them idle: of the first two stages it comes between the products of S, while keys
+arrive, of the others between the exponentials. dQ takes the stages in the order in which they are filled again. A tile without any key
+is passed by: of it there are only the handshakes. README.md has the clocks.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ class DqSm90Geometry:
             Array("sBases", Int64, ROPE_STAGES),
             Array("sRows", Int32, ROPE_STAGES * TILE_KEYS),
             *(Barriers(name, kv) for name in ("kv_ready", "kv_free", "kv_landed")),
-            *(Barriers(name, ROPE_STAGES) for name in ("rope_ready", "rope_free", "rope_landed", "valid_ready", "probs_ready", "right_turn")),
+            *(Barriers(name, ROPE_STAGES) for name in ("rope_ready", "rope_free", "rope_landed")),
+            *(Barriers(name, ROPE_STAGES) for name in ("valid_ready", "probs_ready", "right_turn")),
             *(Barriers(name, 1) for name in ("queries_free", "queries_landed", "dscores_free")),
         ))  # fmt: skip
 

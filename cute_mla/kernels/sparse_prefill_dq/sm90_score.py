@@ -22,7 +22,6 @@ from .abi import STATISTIC_DELTA, STATISTIC_LSE, DqOperands
 from .score_rows import WARP_ROWS, store_score_rows
 from .sm90_config import DqSm90Smem
 
-
 EARLY_STAGES = 2  # of a tile, whose dP is issued between the products of S
 KEY_GROUPS = TILE_KEYS // K_STEP  # whose P is made between steps of dP: a warp that has some steps in flight waits at the next one
 DPROBS_STEPS = (8, 12, 16)  # of dP's later stages that are issued before P of each group of keys, all in all

@@ -26,7 +26,7 @@ PHASE = r"mbarrier\.try_wait\S*\s+(\w+)\s*,[^;]*;"
 # Kernel, edit, and matches that are edited each by itself; () if all are at once.
 BUGS = {
     "no fence": (DQ, FENCES, "", tuple(range(6))),
-    "no wait for products": (DQ, WAITS, "", tuple(range(5))),
+    "no wait for products": (DQ, WAITS, "", tuple(range(6))),
     "no barrier between dS and dQ of the RoPE columns": (DQ, r"bar\.sync\s+1[^;]*;", "", ()),
     "rows: no wait for products": (ROWS, WAITS, "", (0, 1)),
     "rows: no wait for a phase": (ROWS, PHASE, NO_WAIT, tuple(range(9))),
