@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 
@@ -10,9 +11,9 @@ import pytest
 
 from cute_mla.profiles.clock.engine import Engine, StandstillError
 from cute_mla.profiles.clock.instructions import time_listing
-from cute_mla.profiles.clock.program import TensorProduct
+from cute_mla.profiles.clock.program import Product, TensorProduct
 from cute_mla.profiles.clock.spans import ISSUE, TENSOR_CORE, TMA, mbarrier_track
-from cute_mla.profiles.clock.units import Port, TensorQueue
+from cute_mla.profiles.clock.units import Port, QueuedProduct, TensorCore, TensorQueue
 from cute_mla.simulator import TensorMap
 from cute_mla.simulator.frontend.layout import SHARED_BASE
 from tests.profiles.clock.timed import B200, BARRIERS, H100, WARM, Timed, arrive, timed, wait, words
@@ -120,6 +121,21 @@ def test_a_warp_stops_when_the_queue_of_products_is_full() -> None:
     for index in range(depth, 12):  # one leaves, the next comes
         assert issued[index] >= spans[index - depth].end
     assert issued[depth - 1] < spans[0].end
+
+
+def test_a_product_that_is_issued_as_another_ends_runs_alone() -> None:
+    ends: list[tuple[int, Callable[[int], None]]] = []
+    tensor = TensorCore(H100, Port(H100), lambda clock, call: ends.append((clock, call)), "fifo", keeps_spans=True)
+    product = Product(128, 16, 2, from_registers=False, ends=True)
+    for warpgroup in (0, 1):
+        tensor.issue(0, QueuedProduct(warpgroup, product, 0, 0))
+    clock, finish = ends.pop()
+    tensor.issue(clock, QueuedProduct(0, product, clock, 0))
+    finish(clock)
+    clock, finish = ends.pop()
+    finish(clock)
+    assert [(start, end) for _, start, end, _ in tensor.spans] == [(64 * index, 64 * (index + 1)) for index in range(3)]
+    assert len(ends) == 1
 
 
 def tma_loads(number: int) -> str:
