@@ -39,13 +39,12 @@ from typing import Any
 
 from cutlass import Int32, cute
 
-from ...manifest import NamedBarrier
 from ...spec.arch import Arch
 from ...spec.sparse_prefill import SparsePrefillConfig
 from ..definition import KernelDefinition
 from ..primitives.copies import prefetch_map
 from ..primitives.smem import fields_of
-from ..sm90.cta import SCORE_BARRIER, LatentSm90Kernel, LatentSm90Parts, warpgroup_roles
+from ..sm90.cta import LatentSm90Kernel, LatentSm90Parts, warpgroup_roles
 from ..sparse_prefill.sm90_copy import COPY_WARPS, DELIVER_WARP, PRODUCER_ROLES, SparsePrefillSm90CopyRole, SparsePrefillSm90DeliverRole
 from .abi import DqOperands, SparsePrefillDqAbi
 from .sm90_config import DqSm90Geometry, DqSm90Smem
@@ -58,6 +57,7 @@ class SparsePrefillDqSm90(LatentSm90Parts):
     """One variant of the kernel."""
 
     registers = (32, 160)
+    named_barriers = ()
     roles = PRODUCER_ROLES + warpgroup_roles("gather")[1:]
 
     def __init__(self, config: SparsePrefillConfig) -> None:
@@ -65,10 +65,6 @@ class SparsePrefillDqSm90(LatentSm90Parts):
         self.geometry = DqSm90Geometry(config.d_qk)
         self.layout = self.geometry.smem(self.dtype)
         self.expected = ("HGMMA", self.geometry.wgmma_per_tile)
-        if self.geometry.stages.has_rope:
-            self.named_barriers = (NamedBarrier("score", SCORE_BARRIER),)
-        else:
-            self.named_barriers = ()
 
     def smem(self, memory: dict[str, Any]) -> DqSm90Smem:
         """Return the allocated shared memory as the roles see it."""

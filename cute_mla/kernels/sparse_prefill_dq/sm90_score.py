@@ -16,7 +16,7 @@ from ..dense_prefill.sm90_gemm import gather_runs, store_row_words
 from ..primitives.arithmetic import pack_pair
 from ..primitives.copies import BOX_ROW_BYTES, store_groups, writer_address
 from ..primitives.wgmma import K_STEP, REGISTERS_PER_STEP, ROWS_PER_THREAD, TILE_ROWS, flat, half, tiled_mma
-from ..sm90.cta import SCORE_BARRIER, STEPS_PER_BOX, WARPGROUP, LatentSm90TileState
+from ..sm90.cta import STEPS_PER_BOX, LatentSm90TileState
 from ..sm90.score import ALL_VALID, STEPS_PER_STAGE, mask_absent, query_row
 from .abi import STATISTIC_DELTA, STATISTIC_LSE, DqOperands
 from .score_rows import WARP_ROWS, store_score_rows
@@ -156,7 +156,7 @@ class DqSm90ScoreRole:
 
     @cute.jit
     def run(self, operands: DqOperands, smem: DqSm90Smem, thread: Int32):
-        """Wait valid_ready, kv_ready, rope_ready, queries_landed, dscores_free. Signal probs_ready, rope_free, queries_free.
+        """Wait valid_ready, kv_ready, rope_ready, queries_landed, dscores_free, right_turn. Signal probs_ready, rope_free, queries_free.
 
         Write P, dS, and the RoPE columns of dq.
         """
@@ -232,8 +232,8 @@ class DqSm90ScoreRole:
             smem.probs_ready.producer_commit(state.rope)
             store_score_rows(products.box, products.thread, operands.args.dscores, operands, where)
             if cutlass.const_expr(smem.stages.has_rope):
-                cute.arch.barrier(barrier_id=SCORE_BARRIER, number_of_threads=WARPGROUP)  # all rows of dS are there
-                smem.right_turn.consumer_wait(state.rope)  # the copy role waits for the stages of the left output group
+                # behind the left output group, for whose stages the copy role waits, and which has waited for all rows of dS
+                smem.right_turn.consumer_wait(state.rope)
                 products.add_rope(state.rope.stage)
         else:
             warpgroup.wait_group(0)
