@@ -100,6 +100,8 @@ def load_run(
         for t in cutlass.range(first, smaller(first + group, run.span.tiles), unroll=1):
             page = cute.arch.shuffle_sync(pages, entry - first_entry)
             is_used = lane * operands.box_keys() < run.span.keys - t * TILE_KEYS
+            if cutlass.const_expr(has_half_boxes(operands, run)):
+                is_used = is_used & ((t > 0) | sees_box(operands, run.unseen))
             load_tile(LaneBox.create(operands, cutlass.select_(is_used, page, Int32(NO_PAGE)), row), tile + t)
             entry, row = operands.next_tile_entry(entry, row)
 
@@ -115,7 +117,10 @@ def look_up_group(operands: DenseDecodeOperands, req: Int32, run: TileRun, first
     remaining = smaller(run.span.keys - first * TILE_KEYS, operands.box_keys() * cute.arch.WARP_SIZE)
     behind = Int64(lane) * operands.args.page_size - row  # keys from the group's first to the page
     used = (remaining > 0) & (behind < remaining)
-    if used & ((first > 0) | sees_box(operands, run.unseen)):
+    is_seen = sees_box(operands, run.unseen)
+    if cutlass.const_expr(has_half_boxes(operands, run)):
+        is_seen = is_seen | (operands.args.page_size >= TILE_KEYS)  # of which the tile sees a part
+    if used & ((first > 0) | is_seen):
         pages = (operands.table_row(req) + entry + lane).load()
     return pages
 
@@ -161,8 +166,13 @@ def _find_run(operands: DenseDecodeOperands, tile_range: TileRange) -> tuple[Int
     return tiles, tile, unseen_begin, unseen_end
 
 
+def has_half_boxes(operands: DenseDecodeOperands, run: TileRun) -> bool:
+    """Return whether a window may leave out a box that is half of a tile, though the page has the other half."""
+    return operands.most_box_keys < TILE_KEYS and run.unseen is not None
+
+
 def sees_box(operands: DenseDecodeOperands, unseen: tuple[Int32, Int32] | None) -> Boolean:
-    """Return whether a key of this lane's box of a tile may be seen. Only a page smaller than a tile may have none."""
+    """Return whether a key of this lane's box of a tile may be seen. Only a box smaller than a tile may have none."""
     if unseen is None:
         return Boolean(True)
     offset = cute.arch.lane_idx() * operands.box_keys()

@@ -7,10 +7,13 @@ from dataclasses import replace
 from cute_mla.spec.arch import SM100
 from tests.mutation.planted import patterns as ptx
 from tests.mutation.planted.cases_sm100 import GAPS, MANY, RISING, WALK
-from tests.mutation.planting import Suite, one_by_one, planted, together
+from tests.mutation.planting import Suite, alone, one_by_one, planted, together
 
 WALK, GAPS, MANY, RISING = (replace(case, d_qk=1088) for case in (WALK, GAPS, MANY, RISING))
+WINDOW = replace(WALK, s_q=1, causal=False, window=40, lengths=(91, 67, 300))  # the first request sees half of its first tile
 RISING = replace(RISING, lengths=(384, 192))  # whole tiles: O is rescaled for the last one, too
+
+TILE_PAGES = r"setp\.gt\.s32 (\s*%p\d+), %r\d+, 63;"  # whether a page holds a tile; lanes beyond the tile's boxes
 
 # In the order of the PTX, as for the kernel of one pair: only waits for barriers that are used otherwise there have a case.
 WAITS = (
@@ -53,13 +56,14 @@ WAITS = (
 
 SUITE = Suite(
     SM100,
-    {"walk": WALK, "gaps": GAPS, "many": MANY, "rising": RISING},
+    {"walk": WALK, "gaps": GAPS, "many": MANY, "rising": RISING, "window": WINDOW},
     (
         *one_by_one("missing wait: ", WAITS, ptx.WAITS, ptx.NO_WAIT),
         planted("missing arrival", WALK, ptx.CLUSTER_ARRIVALS, or_case=MANY),
         planted("missing store to the peer", WALK, r"st\.async[^;]*;"),
         planted("missing copy to the peer", WALK, ptx.PEER_COPIES),
         planted("missing copy", WALK, ptx.TENSOR_COPIES),
+        planted("page left out of a tile that sees half of it", WINDOW, TILE_PAGES, r"setp.ne.u32 \1, 0, 0;", alone(0), count=3),
         planted("missing commit", WALK, ptx.COMMITS),
         planted("commit to one CTA", WALK, r"(tcgen05\.commit[^;]*\], )%rs\d+;", r"\g<1>1;", count=1),
         planted("wrong number of arrivals", WALK, ptx.EXPECTED_ARRIVALS, r"\g<1>3;", or_case=MANY),

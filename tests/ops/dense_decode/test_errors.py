@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cute_mla
-from cute_mla.spec.arch import ARCHS, SM90, SM120
+from cute_mla.spec.arch import ARCHS, SM120
 from tests.support.recording_device import RecordingDevice
 from tests.support.right_calls import call_of, planned
 from tests.support.zero_tensors import ints, zeros
