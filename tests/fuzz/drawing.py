@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_insert import rotates
 from cute_mla.spec.cache_rows import CACHED
-from cute_mla.spec.dense_decode import LATENT, UNIT_ROWS, key_columns, operands_of, reads_by_address, takes_key_masks
+from cute_mla.spec.dense_decode import LATENT, UNIT_ROWS, key_columns, reads_by_address, takes_key_masks
 from cute_mla.spec.head_sums import INDEX_COLUMNS, INDEX_HEADS
 from cute_mla.spec.mla import D_QK, MAX_HEADS, ceil_div
 from cute_mla.testing.cases.sparse_indices import Lengths
@@ -132,8 +132,6 @@ def _batch(draw: st.DrawFn, row_tiles: int, most_keys: int, tiles: int = TILES) 
 def _dense_decode(draw: st.DrawFn, given: Fields) -> Fields:
     operands, d_qk, arch = given["operands"], given.get("d_qk", D_QK), given["arch"]
     refused = draw(st.integers(0, 3)) == 0
-    if not refused and operands not in operands_of(arch):
-        operands = LATENT
     if not refused and d_qk not in key_columns(arch):
         d_qk = D_QK
     s_q, h_q = _rows(draw)

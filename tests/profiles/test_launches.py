@@ -14,14 +14,11 @@ from cute_mla.profiles.launches.products import block_flops
 from cute_mla.profiles.predictions import kernels_of
 from cute_mla.profiles.roofline import GPUS
 from cute_mla.profiles.rows import Case, every_case
-from cute_mla.profiles.shapes import DecodeShape, SparseDecodeShape
+from cute_mla.profiles.shapes import DecodeShape
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import ARCHS, SM90, SM100, SM120, Arch
-from cute_mla.spec.cache_format import FORMATS
-from cute_mla.spec.dense_decode import key_columns, operands_of
+from cute_mla.spec.dense_decode import key_columns
 from cute_mla.spec.kernel_ops import ARCHS_OF
-from cute_mla.spec.sparse_decode import kernels_of as decoding_kernels
-from cute_mla.spec.sparse_decode import serving_kernels
 
 CASES = every_case()
 
@@ -90,10 +87,7 @@ def is_served(case: Case, arch: Arch) -> bool:
     """Return whether an architecture has the kernels of a row."""
     shape = case.shape
     if isinstance(shape, DecodeShape):
-        return shape.operands in operands_of(arch) and shape.d_qk in key_columns(arch)
-    if isinstance(shape, SparseDecodeShape):
-        kernels = serving_kernels(FORMATS[shape.cache], None if shape.extra is None else FORMATS[shape.extra])
-        return (case.dtype, kernels) in decoding_kernels(arch)
+        return shape.d_qk in key_columns(arch)
     return arch in ARCHS_OF.get(case.op, ARCHS.values())
 
 

@@ -9,17 +9,14 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.dsa_backend import DeepseekSparseAttnBackend, DSAFlashMLAMetadata
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_exec, get_parallel, get_platform
+from sglang.srt.runtime_context import get_exec, get_parallel
 
 from ...api import flash_attn_varlen_func, flash_mla_sparse_fwd, flash_mla_with_kvcache, get_mla_metadata
 from ...indexer import fp8_mqa_logits, fp8_paged_mqa_logits, get_paged_mqa_logits_metadata
-from ...spec.arch import SM120
-from ...spec.kernel_ops import ARCHS_OF
 from ...spec.mla import D_QK
 
-_BY_DECODE = "flashmla_kv"
-_PREFILL = ("flashmla_sparse", _BY_DECODE, "flashmla_auto")
-_DECODE = ("flashmla_sparse", _BY_DECODE)
+_PREFILL = ("flashmla_sparse", "flashmla_kv", "flashmla_auto")
+_DECODE = ("flashmla_sparse", "flashmla_kv")
 _UTILS = "sglang.srt.layers.attention.dsa.utils"
 
 
@@ -27,7 +24,7 @@ class CuteMlaSparse(DeepseekSparseAttnBackend):
     """SGLang's backend with the kernels of cute_mla where SGLang calls FlashMLA, dense attention or DeepGEMM's logits.
 
     flashmla_sparse runs sparse prefill over rows of 16 bits, flashmla_kv sparse decode over pools of 16 bits or of 656 bytes a token.
-    Queries are not padded to a number of heads. Devices without kernels of an op keep to the other, and to SGLang's own logits.
+    Queries are not padded to a number of heads.
     """
 
     def __init__(self, model_runner: Any, *options: Any, **more: Any) -> None:
@@ -36,22 +33,19 @@ class CuteMlaSparse(DeepseekSparseAttnBackend):
                 "--enable-deterministic-inference is given with sparse attention, whose keys SGLang's top-k orders; supported: dense models"
             )
         chosen = get_exec().kernel
-        by_decode = (_BY_DECODE,) if _lacks("sparse_prefill") else ()
         for option, backend, supported in (
-            ("--dsa-prefill-backend", chosen.dsa_prefill_backend, by_decode or _PREFILL),
-            ("--dsa-decode-backend", chosen.dsa_decode_backend, by_decode or _DECODE),
+            ("--dsa-prefill-backend", chosen.dsa_prefill_backend, _PREFILL),
+            ("--dsa-decode-backend", chosen.dsa_decode_backend, _DECODE),
         ):
             if backend not in supported:
-                place = f" on compute capability {SM120.capabilities_text}" if by_decode else ""
-                raise ValueError(f"{option} is {backend}; supported{place}: {', '.join(supported)}")
+                raise ValueError(f"{option} is {backend}; supported: {', '.join(supported)}")
         if get_parallel().attn_dcp_size > 1:
             raise ValueError(f"--dcp-size is {get_parallel().attn_dcp_size}; supported: 1")
         super().__init__(model_runner, *options, **more)
         columns = self.kv_lora_rank + self.qk_rope_head_dim
         if columns != D_QK:
             raise ValueError(f"keys have {columns} columns; supported: {D_QK}")
-        if not _lacks("indexer_topk"):
-            _serve_logits()
+        _serve_logits()
 
     def _compute_flashmla_metadata(self, cache_seqlens: torch.Tensor, seq_len_q: int) -> DSAFlashMLAMetadata:
         """Return the plan of sparse decode: of as many query tokens as there are lengths, with topk keys each."""
@@ -118,11 +112,6 @@ class CuteMlaSparse(DeepseekSparseAttnBackend):
             causal=True,
         )
         return out
-
-
-def _lacks(op: str) -> bool:
-    """Return whether the device has no kernels of an op."""
-    return get_platform().is_sm120 and SM120 not in ARCHS_OF[op]
 
 
 def _of_rows(lengths: torch.Tensor | None, rows: int) -> torch.Tensor | None:

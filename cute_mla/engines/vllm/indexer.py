@@ -21,12 +21,10 @@ from vllm import _custom_ops
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.config import CompilationMode, CUDAGraphMode
 from vllm.forward_context import get_forward_context
-from vllm.platforms import current_platform
 from vllm.utils.torch_utils import _resolve_layer_name
 from vllm.v1.worker.workspace import current_workspace_manager
 
 from ...indexer import get_paged_mqa_logits_metadata, indexer_topk, indexer_topk_prefill
-from .capability import has_kernels_for
 from .indexer_op import CuteMlaIndexer
 
 _SCALE_BYTES = 4  # of a key in an index cache
@@ -67,13 +65,10 @@ class IndexerCall(NamedTuple):
 def serve_indexer(indexer: Any, config: Any) -> bool:
     """Serve the indexer of a layer by cute_mla.indexer, and return whether that is supported.
 
-    It is not of other models' indexers, such as GLM-5.3-Flash's over pooled keys, on devices without kernels of logits, nor where ranks
-    share the keys: vLLM merges the ranks' choices by kernels of its own over DeepGEMM's logits. An op is served where vLLM does not compile
-    the model, which would trace into it.
+    It is not of other models' indexers, such as GLM-5.3-Flash's over pooled keys, nor where ranks share the keys: vLLM merges the ranks'
+    choices by kernels of its own over DeepGEMM's logits. An op is served where vLLM does not compile the model, which would trace into it.
     """
-    parallel, capability = config.parallel_config, current_platform.get_device_capability()
-    if capability is not None and not has_kernels_for("indexer_topk", capability):
-        return False
+    parallel = config.parallel_config
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
         return False
     op = getattr(indexer, "indexer_op", None)

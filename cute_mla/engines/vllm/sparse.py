@@ -89,8 +89,8 @@ class CuteMlaSparse(AttentionBackend):
 
     @classmethod
     def supports_compute_capability(cls, capability: DeviceCapability) -> bool:
-        """Return True if devices of this compute capability run the kernels of decode, which serve packed caches alone."""
-        return has_kernels_for(_OP, capability)
+        """Return True if devices of this compute capability run the kernels of prefill, and so those of decode."""
+        return has_kernels_for(_PREFILL, capability)
 
     @classmethod
     def supports_sink(cls) -> bool:
@@ -121,12 +121,8 @@ class CuteMlaSparse(AttentionBackend):
             return reason
         packed = kv_cache_dtype == PACKED_CACHE
         columns = {"head_dim": D_QK if packed else head_size, "head_dim_v": D_V}
-        ops = (_OP,) if packed else (_OP, _PREFILL) if head_size == D_QK else (_PREFILL,)
-        for op in ops:
-            reason = unsupported_reason(op, device_capability, dtype, kv_cache_dtype, **columns, h_kv=1, topk_length=True)
-            if reason is not None:
-                return reason if op == _OP else f"{reason} over 16-bit caches, for want of sparse prefill; {PACKED_CACHE} needs none"
-        return None
+        op = _OP if packed or head_size == D_QK else _PREFILL
+        return unsupported_reason(op, device_capability, dtype, kv_cache_dtype, **columns, h_kv=1, topk_length=True)
 
 
 def _rotary_reason(head_size: int) -> str | None:

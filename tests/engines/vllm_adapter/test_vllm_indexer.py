@@ -22,15 +22,13 @@ from vllm.config.vllm import DEFAULT_BREAKABLE_CUDAGRAPH_ARCHITECTURES
 from vllm.forward_context import set_forward_context
 from vllm.model_executor.layers.sparse_attn_indexer import SparseAttnIndexer
 from vllm.models.hy_v4.nvidia import attention as hy_v4
-from vllm.platforms.interface import DeviceCapability
 from vllm.v1.attention.backend import CommonAttentionMetadata
 from vllm.v1.kv_cache_interface import MLAAttentionSpec
 
 from cute_mla.engines.vllm import indexer
 from cute_mla.engines.vllm.sparse import CuteMlaSparseImpl
 from cute_mla.reference import indexed_keys, indexer_topk
-from cute_mla.spec.arch import Arch, arch_for
-from cute_mla.spec.kernel_ops import ARCHS_OF
+from cute_mla.spec.arch import Arch
 from tests.engines.vllm_adapter.vllm_parts import SCALE, Request, Setting, batch_of, configuration, query_rows, rows_of
 from tests.support.launched import launched_ops
 
@@ -339,15 +337,6 @@ def test_ops_that_stay_vllms(tmp_path: Path) -> None:
     model.config.compilation_config.mode = CompilationMode.VLLM_COMPILE
     assert not indexer.serve_indexer(owner, model.config)
     assert owner.indexer_op.choose is None
-
-
-@pytest.mark.parametrize("capability", [DeviceCapability(9, 0), DeviceCapability(12, 0)], ids=str)
-def test_devices_without_kernels_of_logits_keep_vllms_indexer(monkeypatch: pytest.MonkeyPatch, capability: DeviceCapability) -> None:
-    monkeypatch.setattr(type(indexer.current_platform), "get_device_capability", lambda *_, **__: capability)
-    before = [getattr(module, name) for module, name in REPLACED]
-    served = indexer.serve_indexer(v32_indexer(), parallel())
-    assert served == (arch_for((capability.major, capability.minor)) in ARCHS_OF["indexer_topk"])
-    assert (before == [getattr(module, name) for module, name in REPLACED]) == (not served)
 
 
 def test_the_arguments_are_vllms() -> None:
