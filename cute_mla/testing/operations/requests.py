@@ -49,7 +49,7 @@ def narrowed(numbers: Tensor | None) -> Tensor | None:
     return None if numbers is None else numbers.clamp(-(1 << 31), (1 << 31) - 1).int()
 
 
-def widened(table: Tensor, columns: int, entry: int) -> Tensor:
+def widened(table: Tensor, columns: int, entry: float) -> Tensor:
     """Return more columns behind those that a table has."""
     return torch.cat([table, table.new_full((*table.shape[:-1], columns), entry)], dim=-1)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,7 +91,7 @@ def make_head_sums_tensors(case: HeadSumsCase, device: str | torch.device = "cpu
     return ChosenKeysTensors(**{**fields_of(forward), "output_buffers": buffers}, terms=of_heads(case, drawn))
 
 
-def fields_of(tensors: SparsePrefillTensors) -> dict[str, object]:
+def fields_of(tensors: SparsePrefillTensors) -> dict[str, Any]:
     """Return the operands by name."""
     return {field.name: getattr(tensors, field.name) for field in fields(tensors)}
 

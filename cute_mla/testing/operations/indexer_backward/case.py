@@ -87,14 +87,14 @@ def make_indexer_backward_tensors(case: IndexerBackwardCase, device: str | torch
     shape = (case.batch, case.s_q, case.topk)
     dscores = draw_numbers(case, shape, 601, device)
     unused = torch.arange(case.topk, device=device) >= torch.tensor(case.counts, device=device).view(case.batch, case.s_q, 1)
-    rows = torch.tensor([count for _, count in case.row_ranges], device=device).view(-1, 1, 1)
+    own = torch.tensor([count for _, count in case.row_ranges], device=device).view(-1, 1, 1)
     indices = forward.indices.reshape(shape)
-    dscores.masked_fill_(unused | (indices < 0) | (indices >= rows), math.nan)
+    dscores.masked_fill_(unused | (indices < 0) | (indices >= own), math.nan)
     if case.transposed:
         dscores = dscores.mT.contiguous().mT
     keys = tuple(forward.kv.squeeze(-2).shape)
     dk_dtype = DTYPES[case.dtype] if case.dk == "bf16" else torch.float32
-    results = {} if case.dk == "added" else {"dk": (keys, dk_dtype)}
+    results: dict[str, tuple[tuple[int, ...], torch.dtype]] = {} if case.dk == "added" else {"dk": (keys, dk_dtype)}
     if case.outputs != "allocated":
         rows = tuple(forward.q.shape)
         results |= {"dq": (rows, DTYPES[case.dtype]), "dweights": (rows[:-1], torch.float32)}
