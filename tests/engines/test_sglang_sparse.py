@@ -16,7 +16,6 @@ from cute_mla.cache import dequantise_cache, quantise_cache
 from cute_mla.engines import sglang as adapter
 from cute_mla.reference import attention
 from cute_mla.spec.arch import SM120, Arch
-from cute_mla.spec.kernel_ops import ARCHS_OF
 from tests.engines.sglang_parts import SCALE, FlashMlaPlan, Recorded, members, mha_layer, plain
 from tests.support.launched import launched_ops
 
@@ -202,21 +201,10 @@ def test_logits_as_sglangs_indexer_calls_them(arch: Arch) -> None:
     assert torch.equal(paged[1, :70], logits[1])
 
 
-def test_devices_of_compute_capability_12_do_with_the_kernels_that_they_have(engine: SimpleNamespace) -> None:
-    """Sparse decode computes prefill, too, and SGLang's logits stay, until there are kernels of sparse prefill and of logits."""
+def test_rtx_boards_decode_a_pool_of_656_bytes(engine: SimpleNamespace) -> None:
     engine.platform.is_sm120 = True
-    for option in ("dsa_prefill_backend", "dsa_decode_backend"):
-        setattr(engine.kernel, option, "flashmla_sparse")
-        if SM120 in ARCHS_OF["sparse_prefill"]:
-            backend_of(engine, 16)
-        else:
-            flag = f"--{option.replace('_', '-')} is flashmla_sparse"
-            with pytest.raises(ValueError, match=rf"{flag}; supported on compute capability 12\.0 or 12\.1: flashmla_kv$"):
-                backend_of(engine, 16)
-        setattr(engine.kernel, option, "flashmla_kv")
+    engine.kernel.dsa_prefill_backend = engine.kernel.dsa_decode_backend = "flashmla_kv"
     backend = backend_of(engine, 16, fp8=True)
-    if SM120 not in ARCHS_OF["indexer_topk"]:
-        assert engine.hooks == {}
     (pool, worth), slots, q = pool_of(True), chosen_slots(COUNTS), queries(len(COUNTS), 16)
     layer = Recorded(members("layers.radix_attention", "RadixAttention"), tp_q_head_num=16, head_dim=576, scaling=SCALE, layer_id=0)
     lengths = torch.tensor(COUNTS, dtype=torch.int32)

@@ -11,7 +11,7 @@ from vllm.v1.attention.backends.mla.prefill.base import MLADimensions, MLAPrefil
 
 from ...api import flash_attn_varlen_func
 from . import PREFILL
-from .capability import DTYPES, has_kernels_for, supported_on_any
+from .capability import DTYPES, has_kernels_for, supported_on_any, unsupported_reason
 
 _OP = "dense_prefill"
 
@@ -36,6 +36,17 @@ class CuteMlaPrefill(MLAPrefillBackend):
         """Return True if a layer of these sizes is supported on any architecture."""
         d_qk = mla_dimensions.qk_nope_head_dim + mla_dimensions.qk_rope_head_dim
         return supported_on_any(_OP, head_dim=d_qk, head_dim_v=mla_dimensions.v_head_dim)
+
+    @classmethod
+    def validate_configuration(cls, device_capability: DeviceCapability | None, selector_config: Any) -> list[str]:
+        """Return why layers are not supported on devices of a compute capability: vLLM's reasons, and sizes that others support."""
+        reasons: list[str] = super().validate_configuration(device_capability, selector_config)
+        if reasons or device_capability is None:
+            return reasons
+        sizes = selector_config.mla_dimensions
+        columns = {"head_dim": sizes.qk_nope_head_dim + sizes.qk_rope_head_dim, "head_dim_v": sizes.v_head_dim}
+        reason = unsupported_reason(_OP, device_capability, selector_config.dtype, None, **columns)
+        return [] if reason is None else [reason]
 
     def supports_out(self) -> bool:
         """Return True: the caller may pass out."""

@@ -23,8 +23,6 @@ from vllm.v1.worker.utils import select_common_block_size
 
 from cute_mla import is_supported
 from cute_mla.engines.vllm import register
-from cute_mla.spec.arch import ARCHS
-from cute_mla.spec.kernel_ops import ARCHS_OF
 from tests.engines.vllm_adapter.vllm_parts import GLM_5_3_FLASH, Columns, Setting, configuration
 
 HOPPER, BLACKWELL = DeviceCapability(9, 0), DeviceCapability(10, 0)
@@ -85,30 +83,14 @@ def test_what_is_supported_is_valid_and_nothing_else(name: str, capability: Devi
     for head_size, dtype, cache in itertools.product((320, 512, 576), DTYPES, (*wide, "fp8", "fp8_e4m3", "fp8_ds_mla", "fp8_e5m2")):
         known = cache in fp8 or (cache in wide and wide[cache] in (None, dtype))
         # Without rotary columns, packed caches and their queries have zeros for them, and sparse prefill decodes over 16-bit caches.
-        decode = () if sparse and cache not in fp8 and head_size == 512 else ("sparse_decode" if sparse else "dense_decode",)
-        prefill = ("sparse_prefill",) if sparse and cache not in fp8 else ()
+        op = "dense_decode" if not sparse else "sparse_decode" if cache in fp8 or head_size == 576 else "sparse_prefill"
         columns = 576 if sparse and cache in fp8 and head_size == 512 else head_size
-        features = {"head_dim": columns, "dtype": dtype, "fp8_kvcache": cache in fp8, "h_kv": 1}
-        expected = known and all(is_supported(op, ARCH_OF[capability], **features)[0] for op in (*decode, *prefill))
+        supported, _ = is_supported(op, ARCH_OF[capability], head_dim=columns, dtype=dtype, fp8_kvcache=cache in fp8, h_kv=1)
+        expected = known and supported
         reasons = verdict(name, head_size=head_size, dtype=dtype, kv_cache_dtype=cache, device_capability=capability)
         assert (reasons == []) == expected, (head_size, dtype, cache, reasons)
         valid += expected
-    if capability.major < 12:
-        assert valid == (6 if sparse else 10)
-    else:  # packed caches of keys with and without rotary columns; dense keys of 576
-        assert valid >= (2 if sparse else 5)
-
-
-def test_16_bit_caches_want_sparse_prefill() -> None:
-    reasons = verdict("CUTE_MLA_SPARSE", device_capability=RTX)
-    if ARCHS["sm120"] in ARCHS_OF["sparse_prefill"]:
-        assert reasons == []
-    else:
-        text = (
-            "compute capability is 12.0; supported: 9.0, 10.0 or 10.3 over 16-bit caches, for want of sparse prefill; fp8_ds_mla needs none"
-        )
-        assert reasons == [text]
-    assert verdict("CUTE_MLA_SPARSE", device_capability=RTX, kv_cache_dtype="fp8_ds_mla") == []
+    assert valid == (6 if sparse else 10 if capability.major < 12 else 6)  # RTX boards: dense keys of 576 columns
 
 
 def test_512_columns_are_for_models_without_rotary_ones(tmp_path: Path) -> None:
