@@ -20,7 +20,6 @@ from typing import Any
 
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.runtime.errors import ArtifactError
-from cute_mla.spec.arch import SM120
 
 from .clock.cluster_run import HBM, ISSUE, L2, SHARED, TENSOR
 from .clock.constants import constants, gpus
@@ -38,12 +37,12 @@ PERFORMANCE = README.parent / "docs" / "performance.md"
 BEGIN, END = "<!-- begin: python -m cute_mla.profiles.predictions -->\n", "<!-- end: predictions -->"
 BEGIN_BOARDS = BEGIN.replace(" -->", ", RTX boards -->")
 SHOWN = ("H200", "B200")  # GPUs of the tables
-BOARDS = tuple(gpu for gpu in GPUS if GPUS[gpu].arch == SM120.name)  # of a table of their own, with decodes of up to 16 and of 128 heads
+BOARDS = ("RTX PRO 6000", "RTX 5090", "GB10")  # of a table of their own, with decodes of up to 16 and of 128 heads
 BOARD_ROWS = (
     *("S8.h8", "S8.h16", "S8.h128", "S3.h8", "S3.h16", "S2.b128", "S8.latent_h16", "S8.b128_latent_h16"),
     *("D12.h16", "D8.s1", "F2.h16b1", "F2.h16"),
 )
-BOARD_NUMBERS = ("D1.fixed", "S1.topk2048")  # the rest of what the README shows of the first board
+BOARD_NUMBERS = ("D1.fixed", "S1.topk2048", "P1.32k", "M1.8k")  # the rest of what the README shows of the first board
 FIRST_PRIORITIES = 2  # of the rows in NOTES.md; they cover every op
 NUMBERS = {  # rows of the README
     "D1.fixed": "dense decode, 4,096 keys, 128 heads, bf16",

@@ -68,7 +68,7 @@ def test_e4m3_products_take_twice_the_depth_and_scales_the_full_rate(of: Constan
 
 @pytest.mark.parametrize("of", CLOCKS, ids=lambda of: of.gpu)
 def test_warps_of_a_scheduler_share_its_tensor_core(of: Constants) -> None:
-    """Of two chains, each fits into the latency of the other as far as the rate lets it."""
+    """Fit each of two chains into the latency of the other, as far as the rate lets it."""
     found = gaps(1, of, THREADS)
     assert min(found) == CLOCKS[of]
     assert sum(found) <= (2 * PRODUCTS - 1) * CLOCKS[of] + LATENCY
