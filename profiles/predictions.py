@@ -42,7 +42,7 @@ BOARD_ROWS = (
     *("S8.h8", "S8.h16", "S8.h128", "S3.h8", "S3.h16", "S2.b128", "S8.latent_h16", "S8.b128_latent_h16"),
     *("D12.h16", "D8.s1", "F2.h16b1", "F2.h16"),
 )
-BOARD_NUMBERS = ("D1.fixed", "S1.topk2048", "P1.32k", "M1.8k")  # the rest of what the README shows of the first board
+BOARD_NUMBERS = ("D1.fixed", "F1.s1", "S1.topk2048", "P1.32k", "M1.8k")  # the rest of what the README shows of the first board
 FIRST_PRIORITIES = 2  # of the rows in NOTES.md; they cover every op
 NUMBERS = {  # rows of the README
     "D1.fixed": "dense decode, 4,096 keys, 128 heads, bf16",

@@ -11,7 +11,7 @@ from cute_mla.spec.arch import SM120
 from cute_mla.spec.kernel_ops import ARCHS_OF
 from tests.support.public_calls import calls_of, function_of, public_names
 
-UNSERVED = {"sparse_prefill_backward", "head_sums", "indexer_backward", "dense_prefill"}
+UNSERVED = {"sparse_prefill_backward", "head_sums", "indexer_backward", "dense_prefill_backward"}
 
 
 def refusal(name: str, number: int) -> str:
