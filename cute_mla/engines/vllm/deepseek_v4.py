@@ -25,11 +25,13 @@ import vllm.v1.attention.backends.mla.sparse_swa as vllm_metadata
 from vllm.platforms import current_platform
 
 from ...api import flash_mla_sparse_fwd, get_mla_metadata
+from ...spec.arch import arch_for
 from ...spec.kernel_ops import ARCHS_OF
 from .. import two_caches
 from . import DENSE, SPARSE
-from .capability import has_kernels_for
 
+# Of the architectures with kernels those for which vLLM plans the calls of FlashMLA that are replaced.
+SERVED_ARCHS = tuple(arch for arch in ARCHS_OF["sparse_prefill"] if arch.compute_capabilities[0][0] in (9, 10))
 _HEADS = (8, 16, 32, 64, 128)  # that vLLM's kernels pad queries to
 
 
@@ -53,11 +55,12 @@ class _Picker:
         if backend is None or backend.name not in (DENSE, SPARSE):
             return self.vllms(config)
         ranks, capability = config.parallel_config.prefill_context_parallel_size, current_platform.get_device_capability()
-        capabilities = ", ".join(arch.capabilities_text for arch in ARCHS_OF["sparse_prefill"])
+        served = capability is not None and arch_for((capability.major, capability.minor)) in SERVED_ARCHS
+        capabilities = ", ".join(arch.capabilities_text for arch in SERVED_ARCHS)
         for name, given, supported, allowed in (
             ("attention backend", backend.name, backend.name == SPARSE, SPARSE),
             ("prefill_context_parallel_size", ranks, ranks == 1, 1),
-            ("compute capability", capability and capability.as_version_str(), has_kernels_for("sparse_prefill", capability), capabilities),
+            ("compute capability", capability and capability.as_version_str(), served, capabilities),
         ):
             if not supported:
                 raise ValueError(f"{name} is {given} for DeepSeek-V4; supported: {allowed}")

@@ -13,14 +13,13 @@ from vllm.platforms.interface import DeviceCapability
 from cute_mla.engines import two_caches
 from cute_mla.engines.vllm import deepseek_v4, models
 from cute_mla.spec.arch import ARCHS, Arch
-from cute_mla.spec.kernel_ops import ARCHS_OF
 from cute_mla.testing.compare import same_bits
 from tests.engines.vllm_adapter.deepseek_v4_parts import ARCHITECTURES, Kind, Model, kinds_of, pick, sparse_swa, stand_in
 from tests.engines.vllm_adapter.vllm_parts import Request, agree
 from tests.support.launched import launched_ops
 
 CASES = [
-    pytest.param(arch, kind, id=f"{arch.name}, {name}") for arch in ARCHS_OF["sparse_prefill"] for name, kind in kinds_of(arch.name).items()
+    pytest.param(arch, kind, id=f"{arch.name}, {name}") for arch in deepseek_v4.SERVED_ARCHS for name, kind in kinds_of(arch.name).items()
 ]
 BATCHES: dict[str, list[Request]] = {
     "decode": [Request(1, 300), Request(1, 1), Request(1, 64)],
