@@ -98,7 +98,7 @@ NO_DOUBLE_BACKWARD = "tensors that do not, because the backward pass has no grad
 
 def needs_grad(*tensors: Any) -> bool:
     """Return whether a tensor requires a gradient while gradients are enabled."""
-    return any(getattr(tensor, "requires_grad", False) for tensor in tensors) and torch.is_grad_enabled()
+    return any(getattr(tensor, "requires_grad", False) is True for tensor in tensors) and torch.is_grad_enabled()
 
 
 def check_no_grad(supported: str = NO_BACKWARD, /, **tensors: Any) -> None:

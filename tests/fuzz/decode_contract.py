@@ -79,15 +79,16 @@ def _decode_results(c: Contract, q: Tensor, tokens: Tokens, dtypes: Sequence[tor
     c.apart(("out", "lse", "workspace"))
 
 
-def _plan(c: Contract, q: Tensor, tokens: Tokens, parts: int) -> None:
-    """parts: of a plan for these shapes."""
+def _plan(c: Contract, q: Tensor, tokens: Tokens, parts: set[int]) -> None:
+    """parts: of plans for these shapes, for few heads or not: calls take either."""
     metadata, num_splits = c.get("tile_scheduler_metadata"), c.get("num_splits")
     names = ("tile_scheduler_metadata", "num_splits")
     if isinstance(metadata, MlaSchedule):
         c.require(num_splits is None, *names)
         return
     table = c.tensor(names[0], torch.int32)
-    c.shaped(names[0], table, parts + tokens.table_rows, 8)
+    if c.shaped(names[0], table, None, 8) and table is not None:
+        c.require(len(table) - tokens.table_rows in parts, names[0], "q")
     splits = c.counts(names[1], (tokens.units + 1,))
     if table is not None:
         c.require(table.is_contiguous(), names[0])
@@ -95,8 +96,8 @@ def _plan(c: Contract, q: Tensor, tokens: Tokens, parts: int) -> None:
         c.same_device(q, *names)
 
 
-def decode_faults(arguments: Mapping[str, Any], parts: Callable[..., int], workspace: Callable[..., int]) -> set[str]:
-    """Return the faulty arguments of flash_mla_with_kvcache. parts(rows, h_kv): of a plan. workspace(..): bytes, as workspace_size."""
+def decode_faults(arguments: Mapping[str, Any], parts: Callable[..., set[int]], workspace: Callable[..., int]) -> set[str]:
+    """Return the faulty arguments of flash_mla_with_kvcache. parts(rows, h_kv): of plans. workspace(..): bytes, as workspace_size."""
     c = Contract(arguments)
     _decode_options(c)
     if c.faults:
@@ -128,7 +129,7 @@ def decode_faults(arguments: Mapping[str, Any], parts: Callable[..., int], works
     op = "sparse_decode" if sparse else "dense_decode"
     needed = workspace(op, **tokens.shape, **heads, **bound, batch_invariant=invariant, device="cpu")
     rows = (q.shape[-2], tokens.plan_tokens) if sparse else (tokens.plan_tokens * (q.shape[-2] // h_kv), h_kv)
-    _plan(c, q, tokens, parts(*rows) if tokens.plan_tokens else 1)
+    _plan(c, q, tokens, parts(*rows) if tokens.plan_tokens else {1})
     _decode_results(c, q, tokens, (torch.bfloat16 if q.dtype == E4M3 else q.dtype,), needed)
     return c.faults
 
@@ -146,8 +147,8 @@ def _dense_cache(c: Contract, q: Tensor) -> tuple[Tokens, int, int] | None:
     fits = cache.dim() == 4 and cache.shape[3] == q.shape[-1] and (cache.dtype != E4M3 or q.shape[-1] == 576)
     if not c.require(fits, "k_cache", "q"):
         return None
-    if arch_name() == "sm120":  # which has kernels of 16-bit queries, of 576 columns and one KV head
-        c.require(q.dtype != E4M3 and q.shape[-1] == 576, "q")
+    if arch_name() == "sm120":  # which has kernels of 576 columns and one KV head
+        c.require(q.shape[-1] == 576, "q")
         c.require(cache.shape[2] == 1, "k_cache")
     page, h_kv = cache.shape[1:3]
     c.require(page in (16, 32) or (page > 0 and page % 64 == 0), "k_cache")

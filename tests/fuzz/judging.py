@@ -65,6 +65,7 @@ _SPOKEN = {
     "kv": ("k", "v", "h_kv", "q"),
     "k_cache": ("h_kv", "page size"),
     "k": ("h_kv", "v"),
+    "extra_k_cache": ("extra_indices_in_kvcache",),
     "outs": ("out", "state", "tensors"),
     "lses": ("lse", "state"),
     "cache_seqlens": ("tensors",),

@@ -6,7 +6,6 @@ import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -181,9 +180,15 @@ def _is_tame(scale: Any) -> bool:
 
 def _decode_faults(arguments: Arguments, setting: Setting) -> set[str]:
     arch = ARCHS[setting.arch]
-    spec = dense_decode if arguments.get("indices") is None else sparse_decode
+    d_v: Any = arguments.get("head_dim_v")
+
+    def parts(rows: int, columns: int) -> set[int]:
+        if arguments.get("indices") is not None:
+            return {sparse_decode.num_parts(arch, rows, columns, setting.sm_count)}
+        return {dense_decode.num_parts(arch, rows, columns, setting.sm_count, operands, d_v) for operands in dense_decode.OPERANDS}
+
     with RecordingDevice(arch, setting.sm_count).active():
-        return decode_faults(arguments, partial(spec.num_parts, arch, sm_count=setting.sm_count), cute_mla.workspace_size)
+        return decode_faults(arguments, parts, cute_mla.workspace_size)
 
 
 def _expect_decode(arguments: Arguments, setting: Setting) -> Verify:
