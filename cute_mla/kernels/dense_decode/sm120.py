@@ -34,7 +34,7 @@ from ...spec.dense_decode import FP8, LATENT, DenseDecodeConfig
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ...spec.split_plan import TILE_KEYS
 from ..attention.kernel import ELEMENT_TYPES
-from ..attention.lengths import RowRange, tiles_of
+from ..attention.lengths import tiles_of
 from ..attention.scheduler import KeyTile, TileRange
 from ..definition import KernelDefinition
 from ..primitives.arithmetic import from_lane, registers, widen
@@ -45,9 +45,7 @@ from ..primitives.warp_products import M, N
 from ..sm120.attend import CHUNK_WORDS, Sm120AttendRole, chunk_at
 from ..sm120.cta import (
     KEYS,
-    LANES,
     WARP_KEYS,
-    WARPS,
     Sm120Kernel,
     Sm120Parts,
     Sm120Smem,
@@ -150,24 +148,13 @@ class DenseDecodeSm120Codes:
 class DenseDecodeSm120Fp8AttendRole(Sm120AttendRole):
     """The role over e4m3 queries, which become the products' type in shared memory, exactly."""
 
-    def load_queries(self, stored: RowRange, smem: Sm120Smem, thread: Sm120Thread) -> None:
-        """Convert this CTA's rows of Q to shared memory, 16 columns at a time, asked for together; rows that do not exist are zeros."""
-        chunks, codes = self.d_qk // CHUNK, DenseDecodeSm120Codes(self.pitch, self.dtype)
-        places = [(thread.warp + step * WARPS, first + thread.lane) for step in range(M // WARPS) for first in range(0, chunks, LANES)]
-        asked = []
-        for place, chunk in places:
-            row = first_query_row() + place
-            source = stored.q_row(stored.nearest(row)).toint() + chunk * CHUNK
-            asked.append(load_chunk(source, stored.holds(row) & (chunk < chunks)))
-        for (place, chunk), words in zip(places, asked, strict=True):
-            target = smem.sQ.toint() + place * self.pitch + chunk * (CHUNK * ELEMENT_BYTES)
-            self.store_codes_if(chunk < chunks, codes, target, words)
+    query_bytes = 1
 
     @cute.jit
-    def store_codes_if(self, wanted: Boolean, codes: cutlass.Constexpr[DenseDecodeSm120Codes], target: Int32, words: cute.Tensor):
+    def store_chunk_if(self, wanted: Boolean, target: Int32, words: cute.Tensor):
         """Convert and write 16 columns of a row, if wanted."""
         if wanted:
-            codes.store_chunk(target, words)
+            DenseDecodeSm120Codes(self.pitch, self.dtype).store_chunk(target, words)
 
 
 class DenseDecodeSm120Mask(Sm120Mask):

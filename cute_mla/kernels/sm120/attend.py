@@ -44,6 +44,7 @@ class Sm120AttendRole(Sm120Role):
     """Four warps, heads on M: 16 rows of a work tile."""
 
     kept_floats = 3 * WARPS * ROWS
+    query_bytes = ELEMENT_BYTES  # of an element of Q in global memory
 
     def thread(self) -> Sm120Thread:
         """Return this thread."""
@@ -60,8 +61,8 @@ class Sm120AttendRole(Sm120Role):
         sync()
 
     def load_queries(self, stored: RowRange, smem: Sm120Smem, thread: Sm120Thread) -> None:
-        """Copy this CTA's rows of Q to shared memory, 16 bytes at a time; rows that do not exist as zeros. All are asked for at first."""
-        chunks = self.d_qk * ELEMENT_BYTES // CHUNK
+        """Bring this CTA's rows of Q to shared memory, 16 bytes at a time; rows that do not exist as zeros. All are asked for at first."""
+        chunks, stored_bytes = self.d_qk * self.query_bytes // CHUNK, CHUNK * ELEMENT_BYTES // self.query_bytes
         places = [(thread.warp + step * WARPS, first + thread.lane) for step in range(ROWS // WARPS) for first in range(0, chunks, LANES)]
         asked = []
         for place, chunk in places:
@@ -69,7 +70,7 @@ class Sm120AttendRole(Sm120Role):
             load_words(words, stored.q_row(stored.nearest(row)).toint() + chunk * CHUNK, stored.holds(row) & (chunk < chunks))
             asked.append(words)
         for (place, chunk), words in zip(places, asked, strict=True):
-            self.store_chunk_if(chunk < chunks, smem.sQ.toint() + place * self.pitch + chunk * CHUNK, words)
+            self.store_chunk_if(chunk < chunks, smem.sQ.toint() + place * self.pitch + chunk * stored_bytes, words)
 
     @cute.jit
     def store_chunk_if(self, wanted: Boolean, target: Int32, words: cute.Tensor):
