@@ -224,14 +224,13 @@ class Sm120AttendRole(Sm120Role):
         )
         if (thread.warp == 0) & (thread.column == 0):
             lse = reference + cute.math.log2(total, fastmath=True)
+            by_destination(
+                work_tile,
+                lambda: stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2)),
+                lambda: (operands.lse_accum + operands.accum_row(work_tile, row)).store(cutlass.select_(empty, -Float32.inf, lse)),
+            )
             if cutlass.const_expr(work_tile.always_direct):
-                stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
                 rows.results.store(self, smem, stored, thread, row, half, (total, reference))
-            else:
-                if work_tile.direct:
-                    stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
-                else:
-                    (operands.lse_accum + operands.accum_row(work_tile, row)).store(cutlass.select_(empty, -Float32.inf, lse))
 
     def store_out(self, stored: RowRange, row: Int32, column: Int32, values: list[list[Float32]]) -> None:
         """Write the thread's columns of a row of out."""
