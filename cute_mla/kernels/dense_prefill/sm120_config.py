@@ -9,14 +9,14 @@ from cutlass import Int32, cute
 
 from ...manifest import Role
 from ...spec.arch import SM120
-from ...spec.dense_prefill import TILE_ROWS, DensePrefillConfig
+from ...spec.dense_prefill import TILE_ROWS
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.cta import Arrivals, both_ways
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
 from ..primitives.warp_products import BOX_COLUMNS, K, M, N
-from .operands import ITEM_WORDS
-from .sm90_config import ITEM_STAGES, SEARCH_REGISTERS
+from .sm90_config import ITEM_STAGES
+from .tiles import DensePrefillTiles
 
 BLOCK_ROWS = TILE_ROWS[SM120.name]
 LANES = 32
@@ -26,34 +26,16 @@ TURN_WARPS = 4  # one of each scheduler
 THREADS = (LOAD_WARPS + MATH_WARPS) * LANES
 KEY_WARP, VALUE_WARP, ITEM_WARP = range(3)
 ITEM_READERS = 2 + MATH_WARPS  # warps that take items
-# A lane's, of the warps that load and find items, and of those that attend; all threads start with 168.
-REGISTERS = 40, 232
 ROLES = (
     Role("keys", KEY_WARP, 1), Role("values", VALUE_WARP, 1), Role("items", ITEM_WARP, 1), Role("attend", LOAD_WARPS, MATH_WARPS),
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class DensePrefillSm120Geometry:
-    """Numbers of a variant. item_words: of an item in the queue."""
+class DensePrefillSm120Geometry(DensePrefillTiles):
+    """Numbers of a variant. A tile of K is also one of Q, of as many rows."""
 
-    config: DensePrefillConfig
-    item_words: int = ITEM_WORDS
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Return the registers of a lane of the warps that load and find items, and of those that attend."""
-        return SEARCH_REGISTERS if self.item_words > ITEM_WORDS else REGISTERS
-
-    @property
-    def tile_keys(self) -> int:
-        """Return the keys of a tile."""
-        return self.config.tile_keys(SM120)
-
-    @property
-    def box_keys(self) -> int:
-        """Return the keys of a TMA box."""
-        return self.config.key_box_rows(SM120)
+    arch = SM120
 
     @property
     def box_bytes(self) -> int:
@@ -64,20 +46,6 @@ class DensePrefillSm120Geometry:
     def query_uses(self) -> int:
         """Return the stages of K that Q of an item takes."""
         return BLOCK_ROWS // self.tile_keys
-
-    def key_tiles(self, keys: Int32) -> Int32:
-        """Return the tiles of that many keys."""
-        return (keys + (self.tile_keys - 1)) // self.tile_keys
-
-    @property
-    def key_bytes(self) -> int:
-        """Return the bytes of one tile of K, or of as many rows of Q."""
-        return self.tile_keys * self.config.d_qk * ELEMENT_BYTES
-
-    @property
-    def value_bytes(self) -> int:
-        """Return the bytes of one tile of V."""
-        return self.tile_keys * self.config.d_v * ELEMENT_BYTES
 
     @property
     def stages(self) -> int:

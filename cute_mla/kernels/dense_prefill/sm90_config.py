@@ -9,13 +9,13 @@ from cutlass import Int32, cute
 
 from ...manifest import Role
 from ...spec.arch import SM90
-from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, TILE_ROWS, DensePrefillConfig
+from ...spec.dense_prefill import BOX_COLUMNS, BOX_ROWS, TILE_ROWS
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.cta import Arrivals, both_ways
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
 from ..primitives.wgmma import K_STEP
-from .operands import ITEM_WORDS
+from .tiles import DensePrefillTiles
 
 GROUPS = 2  # of warps that compute, each with its own query rows
 GROUP_ROWS = TILE_ROWS[SM90.name] // GROUPS
@@ -29,10 +29,6 @@ ITEM_STAGES = 4  # items that may be posted ahead
 RANK_KEYS = TILE_ROWS[SM90.name]  # unit of an item's rank: under a causal mask, the keys that a block sees beyond those of the block before
 RANK_BITS = RANK_KEYS.bit_length() - 1
 
-LOAD_REGISTERS = 40  # a lane; all threads start with 168
-COMPUTE_REGISTERS = 232
-SEARCH_REGISTERS = (56, 224)  # the same, where the role that finds items also looks for their visible tiles
-
 COLUMNS_AT_ONCE = 128  # of a row of out
 WIDE_COLUMNS_AT_ONCE = 32  # where O has 128 registers of a lane
 
@@ -45,21 +41,10 @@ BOX_BYTES = BOX_ROWS * BOX_COLUMNS * ELEMENT_BYTES
 
 
 @dataclass(frozen=True)
-class DensePrefillSm90Geometry:
-    """Numbers of a variant. item_words: of an item in the queue."""
+class DensePrefillSm90Geometry(DensePrefillTiles):
+    """Numbers of a variant."""
 
-    config: DensePrefillConfig
-    item_words: int = ITEM_WORDS
-
-    @property
-    def registers(self) -> tuple[int, int]:
-        """Return the registers of a lane of the warps that load and find items, and of those that compute."""
-        return SEARCH_REGISTERS if self.item_words > ITEM_WORDS else (LOAD_REGISTERS, COMPUTE_REGISTERS)
-
-    @property
-    def tile_keys(self) -> int:
-        """Return the keys of a tile."""
-        return self.config.tile_keys(SM90)
+    arch = SM90
 
     @property
     def wide_output(self) -> bool:
@@ -72,28 +57,9 @@ class DensePrefillSm90Geometry:
         return WIDE_COLUMNS_AT_ONCE if self.wide_output else COLUMNS_AT_ONCE
 
     @property
-    def box_keys(self) -> int:
-        """Return the keys of a TMA box."""
-        return self.config.key_box_rows(SM90)
-
-    def key_tiles(self, keys: Int32) -> Int32:
-        """Return the tiles of that many keys."""
-        return (keys + (self.tile_keys - 1)) // self.tile_keys
-
-    @property
     def row_bytes(self) -> int:
         """Return the bytes of one warpgroup's rows: Q."""
         return GROUP_ROWS * self.config.d_qk * ELEMENT_BYTES
-
-    @property
-    def key_bytes(self) -> int:
-        """Return the bytes of one tile of K."""
-        return self.tile_keys * self.config.d_qk * ELEMENT_BYTES
-
-    @property
-    def value_bytes(self) -> int:
-        """Return the bytes of one tile of V."""
-        return self.tile_keys * self.config.d_v * ELEMENT_BYTES
 
     @property
     def stages(self) -> tuple[int, int]:
