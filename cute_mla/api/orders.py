@@ -14,7 +14,7 @@ from ..ops.tensor_spec import DTYPE_NAMES
 from ..runtime.artifacts import load_artifacts
 from ..runtime.errors import ArtifactError
 from ..runtime.recording import code_of
-from ..spec import dense_prefill, key_lists, sparse_prefill_dkv, sparse_prefill_dq
+from ..spec import dense_prefill, head_sums, indexer_backward, key_lists, sparse_prefill_dkv, sparse_prefill_dq
 from ..spec.arch import ALIASES, ARCHS, Arch
 from ..spec.cache_format import LATENT
 from ..spec.cache_rows import FP8_576
@@ -53,13 +53,13 @@ def fingerprint(op: str, arch: str, *, few_heads: bool = True, **features: Any) 
     """Return the name of the arithmetic of batch-invariant calls with these features.
 
     op         "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill", "sparse_prefill_backward", "mqa_logits",
-               "indexer_topk" or "topk_indices"
+               "indexer_topk", "topk_indices", "head_sums" or "indexer_backward"
     arch       as in is_supported
     few_heads  as in flash_mla_with_kvcache
-    features   as in is_supported. Needed are head_dim in dense decode, prefill and backward, h_q in sparse decode, prefill and backward,
-               mqa_logits and indexer_topk, and in sparse decode kv_format with an FP8 cache, extra_kv_format with extra_cache. dtype is
-               "bf16" if it is not given. Features that decide on no bit, such as s_q, page_size and topk, are checked and have no
-               influence; but in sparse decode over a 16-bit latent, topk beyond 8,192. Of a backward with dkv in bf16
+    features   as in is_supported. Needed are head_dim in dense decode, prefill and backward, and head_sums, h_q in sparse decode, prefill
+               and backward, mqa_logits and indexer_topk, and in sparse decode kv_format with an FP8 cache, extra_kv_format with
+               extra_cache. dtype is "bf16" if it is not given. Features that decide on no bit, such as s_q, page_size and topk, are checked
+               and have no influence; but in sparse decode over a 16-bit latent, topk beyond 8,192. Of a backward with dkv or dk in bf16
 
     Orders know nothing of batch, number of SMs, plan, chunks, pages and workspace. Decode without batch_invariant has no order: its plan
     decides where a request is cut. Nothing is launched, and no device is needed; code is of the kernels that are built here.
@@ -149,9 +149,21 @@ def _sparse_prefill_backward(arch: Arch, features: dict[str, Any]) -> Kernels:
         ("row_statistics", RowStatisticsConfig(BF16)),
         ("sparse_prefill_dq", sparse_prefill_dq.config_for(arch, d_qk, h_q)),
         ("sparse_prefill_dkv", sparse_prefill_dkv.config_for(d_qk, h_q)),
-        ("key_lists", key_lists.closed_variants()[0]),
-        ("row_sums", RowSumsConfig(d_qk, BF16)),
+        *_row_sums(d_qk),
     )
+
+
+def _row_sums(columns: int) -> Kernels:
+    return ("key_lists", key_lists.closed_variants()[0]), ("row_sums", RowSumsConfig(columns, BF16))
+
+
+def _head_sums(arch: Arch, features: dict[str, Any]) -> Kernels:
+    columns = _needed("head_dim", features)
+    return tuple(("head_sums", config) for config in head_sums.closed_variants() if config.columns == columns)
+
+
+def _indexer_backward(arch: Arch, features: dict[str, Any]) -> Kernels:
+    return ("indexer_backward", indexer_backward.closed_variants()[0]), *_row_sums(head_sums.INDEX_COLUMNS)
 
 
 def _dense_prefill(arch: Arch, features: dict[str, Any]) -> Kernels:
@@ -180,4 +192,6 @@ _KERNELS: dict[str, Callable[[Arch, dict[str, Any]], Kernels]] = {
     "mqa_logits": _mqa_logits,
     "indexer_topk": _indexer_topk,
     "topk_indices": _topk_indices,
+    "head_sums": _head_sums,
+    "indexer_backward": _indexer_backward,
 }

@@ -28,6 +28,7 @@ from ..spec import (
     cache_insert,
     dense_prefill,
     dense_prefill_dq,
+    head_sums,
     index_write,
     masked_prefill,
     mqa_logits,
@@ -169,6 +170,18 @@ _INDEX_WRITE: dict[str, Limit] = {
     "dtype": _dtype_of(index_write.DTYPE),
     "s_q": one_of("s_q", None),
 }
+_HEAD_SUMS: dict[str, Limit] = {
+    **_SPARSE_PREFILL_BACKWARD,
+    "s_q": between("s_q", 1, head_sums.MAX_TOKENS),
+    "head_dim": one_of("head_dim", *(config.columns for config in head_sums.closed_variants())),
+    "head_dim_v": one_of("head_dim_v", None),
+}
+_INDEXER_BACKWARD: dict[str, Limit] = {
+    **_HEAD_SUMS,
+    "h_q": between("h_q", 1, head_sums.INDEX_HEADS),
+    "head_dim": one_of("head_dim", head_sums.INDEX_COLUMNS),
+    "attn_sink": one_of("attn_sink", False),
+}
 _FEATURES_OF = {
     **dict.fromkeys(CACHE_OPS, _CACHE_ROWS),
     "cache_insert": {**_CACHE_ROWS, "h_q": between("h_q", 1, MAX_HEADS)},
@@ -182,6 +195,8 @@ _FEATURES_OF = {
     "mqa_logits": _MQA_LOGITS,
     "index_write": _INDEX_WRITE,
     "indexer_topk": {**_MQA_LOGITS, "topk": _TOPK_INDICES["topk"]},
+    "head_sums": _HEAD_SUMS,
+    "indexer_backward": _INDEXER_BACKWARD,
 }
 FEATURES = tuple(_DENSE_DECODE)
 # By op and columns (of q, of out), where 16-bit types differ
@@ -198,7 +213,8 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
     op: "dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill"; "dense_prefill_backward", "sparse_prefill_backward";
     "cache_write", "cache_gather"; "cache_insert", which is insert_kv_cache; "topk_indices", which has the features dtype, topk and
     batch_invariant alone; "mqa_logits", fp8_mqa_logits and fp8_paged_mqa_logits; "indexer_topk", also of indexer_topk_prefill;
-    "index_write", write_index_cache and prepare_index_queries.
+    "index_write", write_index_cache and prepare_index_queries; "head_sums", attention_head_sums and with a head_dim of 128
+    indexer_scores; "indexer_backward".
     arch: "sm90", "sm100", or "sm103" (B300), which the cubins of sm100 serve; "sm120" or "sm121" for all but gradients. Other compute
     capabilities, such as "sm80", have no kernels.
     features: any of these, each with the value that a call would have
@@ -209,9 +225,9 @@ def is_supported(op: str, arch: str, **features: Any) -> tuple[bool, str]:
         head_dim         columns of q: in dense decode 576, over a 16-bit cache also 512, 320 or 1088; in sparse decode
                          576, or 512 with an FP8 cache; 576 or 512 in sparse prefill; 192, 128 or 256 in dense prefill, and in its
                          backward pass; columns of a key in cache_write, cache_gather and cache_insert: 576, 512, 320 or 1088; 128 in
-                         mqa_logits and indexer_topk
+                         mqa_logits, indexer_topk and indexer_backward; 576, 512 or 128 in head_sums
         head_dim_v       columns of out: 512, or in dense decode 256 with head_dim 320 and 1024 with 1088; 128 in dense prefill, or
-                         256 with a head_dim of 256; None in cache_write and cache_gather
+                         256 with a head_dim of 256; None in cache_write, cache_gather, head_sums and indexer_backward
         page_size        keys of a page; None in prefill, whose keys have no pages, and of logits of keys in a row
         causal, batch_invariant        True or False; prefill is always batch invariant, without being asked
         fp8_kvcache, attn_sink, tree_mask, window, key_mask, extra_cache, topk_length, kv_offsets, cu_seqlens_q
@@ -327,6 +343,11 @@ def _conflict(op: str, features: dict[str, Any]) -> str | None:
         return "dtype is e4m3 without an FP8 cache; supported: bf16, fp16"
     if fp8 and _dtype_name(features.get("dtype")) == FP16:
         return f"dtype is fp16 with an FP8 cache; supported: {BF16}{f', {E4M3}' if op == 'dense_decode' else ''}"
+    if op == "head_sums" and d_qk == head_sums.INDEX_COLUMNS:
+        for name in ("h_q", "attn_sink"):
+            error = _INDEXER_BACKWARD[name](features[name]) if name in features else None
+            if error is not None:
+                return error.replace(";", f" with head_dim {d_qk};")
     if op == "sparse_decode" and fp8 is False and features.get("head_dim") == D_V:
         return f"head_dim is {D_V} without an FP8 cache; supported: {D_QK}"
     return _columns_conflict(op, features) or _dtype_conflict(op, features)

@@ -13,7 +13,7 @@ from .arguments import is_flag, is_integer, short_repr
 
 OPS = ("dense_decode", "sparse_decode", "dense_prefill", "sparse_prefill")
 CACHE_OPS = ("cache_write", "cache_gather", "cache_insert")
-INDEXER_OPS = ("mqa_logits", "topk_indices", "indexer_topk", "index_write")
+INDEXER_OPS = ("mqa_logits", "topk_indices", "indexer_topk", "index_write", "head_sums", "indexer_backward")
 BACKWARD_OPS = ("dense_prefill_backward",)
 SPARSE_BACKWARD = "sparse_prefill_backward"
 

@@ -11,6 +11,7 @@ import torch
 
 import cute_mla
 from cute_mla import fingerprint, row_digest
+from cute_mla.indexer import attention_head_sums, indexer_backward, indexer_scores
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.runtime.cuda_device import CudaDevice
 from cute_mla.runtime.current import cpu_tensors_on
@@ -42,6 +43,10 @@ CALLS: tuple[tuple[str, Features, Features], ...] = (
     ("indexer_topk", {"h_q": 32}, {"h_q": 5, "topk": 9}),
     ("indexer_topk", {"h_q": 33}, {}),
     ("topk_indices", {}, {"topk": 9}),
+    ("head_sums", {"head_dim": 576}, {"h_q": 3, "s_q": 5, "topk": 9, "attn_sink": True, "kv_offsets": True}),
+    ("head_sums", {"head_dim": 512}, {"h_q": 128}),
+    ("head_sums", {"head_dim": 128}, {"h_q": 64, "topk_length": True}),
+    ("indexer_backward", {}, {"head_dim": 128, "h_q": 64, "s_q": 5, "topk": 9, "kv_offsets": True}),
 )
 
 
@@ -82,6 +87,49 @@ def test_a_backward_has_the_orders_of_its_launches() -> None:
     assert len({found, *others}) == 3
 
 
+def indexer_bits(dk_dtype: torch.dtype, picks: tuple[int, ...], max_workspace: int) -> dict[str, list[int]]:
+    """Return digests of what request 1 of 3 gets in calls of some of them, by the name of their launches. Calls have more slots than it."""
+    draw = torch.Generator().manual_seed(0)
+    q, latent = torch.randn(3, 2, 65, 576, generator=draw).bfloat16(), torch.randn(3, 90, 1, 576, generator=draw).bfloat16()
+    terms = torch.randn(3, 2, 65, generator=draw)
+    indices = torch.rand(3, 2, 1, 90, generator=draw).argsort().int()[..., : 65 + len(picks)]
+    lengths, own, found = torch.full((3, 2), 65, dtype=torch.int32), list(picks), {}
+    q, latent, terms, indices, lengths = (each[own] for each in (q, latent, terms, indices, lengths))
+    index = (q[..., :64, :128], latent[..., 0, :128].contiguous(), terms[..., :64])
+    dscores = torch.ones(indices.shape[:2] + indices.shape[-1:])
+    dk = None if dk_dtype == torch.bfloat16 else torch.empty(index[1].shape, dtype=dk_dtype)
+    for run in (
+        lambda: attention_head_sums(q, latent, terms + 60, indices, 0.1, topk_length=lengths),
+        lambda: attention_head_sums(q[..., :512], latent[..., :512], terms + 60, indices, 0.1, topk_length=lengths),
+        lambda: indexer_scores(*index, indices, lengths),
+        lambda: indexer_backward(*index, indices, dscores, lengths, max_workspace=max_workspace, dk=dk),
+    ):
+        with cute_mla.record() as calls:
+            results = run()
+        orders = tuple(dict.fromkeys(str(call.order) for call in calls))
+        parts = results if isinstance(results, tuple) else (results[..., :65],)
+        bits = torch.cat([row_digest(part[own.index(1)]) for part in parts])
+        found[orders[0] if len(orders) == 1 else short_hash(*orders)] = bits.tolist()
+    return found
+
+
+def test_calls_of_a_trainer_have_their_fingerprints(arch: Arch) -> None:
+    """Alone and in a batch, in chunks and whole, on other numbers of SMs: equal names, and equal bits. dk in fp32 has a name of its own."""
+    names = [fingerprint("head_sums", arch.name, head_dim=columns).order for columns in (576, 512, 128)]
+    names.append(fingerprint("indexer_backward", arch.name).order)
+    calls = ((1, (1,), 1 << 30), (7, (2, 1, 0), 1 << 30), (3, (0, 1), 0))
+    found = []
+    for sm_count, picks, max_workspace in calls:
+        with cute_mla.simulate(arch.name, sm_count=sm_count):
+            found.append(indexer_bits(torch.bfloat16, picks, max_workspace))
+    assert list(found[0]) == names
+    assert found[0] == found[1] == found[2]
+    with cute_mla.simulate(arch.name, sm_count=2):
+        *sums, wide = indexer_bits(torch.float32, (1,), 0)
+    assert sums == names[:3]
+    assert wide != names[3]
+
+
 def test_code_needs_every_kernel_of_an_order(monkeypatch: pytest.MonkeyPatch) -> None:
     built = fingerprint("dense_decode", "sm90", head_dim=576)
     assert built.code is not None
@@ -104,6 +152,8 @@ def test_code_needs_every_kernel_of_an_order(monkeypatch: pytest.MonkeyPatch) ->
         ("sparse_decode", {"h_q": 3, "kv_format": "v41", "extra_cache": True}, "extra_kv_format is missing; supported: "),
         ("dense_decode", {"head_dim": 576, "batch_invariant": False}, "batch_invariant is False; supported: True"),
         ("dense_decode", {"head_dim": 192}, "head_dim is 192; supported: 576, 512, 320"),
+        ("head_sums", {"h_q": 3}, "head_dim is missing; supported: "),
+        ("indexer_backward", {"head_dim": 576}, "head_dim is 576; supported: 128"),
         ("dense_decode", {"head_dim": 576, "few_heads": 1}, "few_heads is 1; supported: True and False"),
     ],
 )

@@ -118,6 +118,20 @@ BAD_SELECTION: Values = {
     "topk": (None, -1, 1.5, (1 << 30) + 1),
     "batch_invariant": (None,),
 }
+SUMS: Values = {
+    **SPARSE,
+    "s_q": (1, 7, (1 << 31) - 1),
+    "kv_offsets": BOTH,
+    "head_dim": (576, 512, 128),
+    "head_dim_v": (None,),
+}
+BAD_SUMS: Values = {
+    **BAD_SPARSE,
+    "s_q": (0, 1 << 31),
+    "kv_offsets": (2,),
+    "head_dim": (192, 320),
+    "head_dim_v": (512, 128),
+}
 LOGITS: Values = {
     **SELECTION,
     "dtype": ("e4m3", torch.float8_e4m3fn),
@@ -167,6 +181,8 @@ GOOD: dict[str, Values] = {
     "mqa_logits": {**LOGITS, "topk": (None,)},
     "indexer_topk": LOGITS,
     "index_write": {**LOGITS, "topk": (None,), "dtype": ("bf16", torch.bfloat16), "s_q": (None,)},
+    "head_sums": SUMS,
+    "indexer_backward": {**SUMS, "h_q": (1, 33, 64), "head_dim": (128,), "attn_sink": (False,)},
 }
 BAD: dict[str, Values] = {
     "dense_decode": {
@@ -202,6 +218,8 @@ BAD: dict[str, Values] = {
     "mqa_logits": {**BAD_LOGITS, "topk": (64,)},
     "indexer_topk": BAD_LOGITS,
     "index_write": {**BAD_LOGITS, "topk": (64,), "dtype": ("fp16", "e4m3"), "s_q": (1,)},
+    "head_sums": BAD_SUMS,
+    "indexer_backward": {**BAD_SUMS, "h_q": (0, 65, 1.5), "head_dim": (576, 512), "attn_sink": (True,)},
 }
 
 
@@ -330,6 +348,15 @@ def test_features_of_dense_prefill_together(head_dim: int, head_dim_v: int, dtyp
     assert refused == (False, "h_kv is 3 with h_q 40; supported: divisors of h_q")
 
 
+def test_features_of_an_indexers_training_together() -> None:
+    assert is_supported("head_sums", "sm90", head_dim=512, h_q=128, h_kv=1, attn_sink=True, topk=77, batch_invariant=True)[0]
+    assert is_supported("head_sums", "sm100", head_dim=128, h_q=64, attn_sink=False, kv_offsets=True)[0]
+    refused = is_supported("head_sums", "sm90", head_dim=128, h_q=65)
+    assert refused == (False, "h_q is 65 with head_dim 128; supported: 1 to 64")
+    refused = is_supported("head_sums", "sm90", head_dim=128, attn_sink=True)
+    assert refused == (False, "attn_sink is True with head_dim 128; supported: False")
+
+
 @pytest.mark.parametrize("op", CACHE_OPS)
 def test_features_of_cache_kernels_together(op: str) -> None:
     assert is_supported(op, "sm90", fp8_kvcache=True, head_dim=512, dtype="bf16", page_size=61)[0]
@@ -361,7 +388,7 @@ def test_an_architecture_without_an_ops_kernels_is_an_answer() -> None:
     assert is_supported("sparse_prefill", "sm120", h_q=16, head_dim=512, indexer_topk=64)[0]
     for op in ("mqa_logits", "indexer_topk", "index_write"):
         assert is_supported(op, "sm120")[0]
-    for op in ("dense_prefill_backward", "sparse_prefill_backward"):
+    for op in ("dense_prefill_backward", "sparse_prefill_backward", "head_sums", "indexer_backward"):
         assert is_supported(op, "sm120") == is_supported(op, "sm121") == (False, f"arch is sm120; supported for {op}: sm90, sm100")
 
 
