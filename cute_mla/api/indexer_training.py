@@ -9,6 +9,7 @@ import torch
 from ..ops.arguments import needs_grad
 from ..ops.fixed_sums import neighbour_sums
 from ..ops.key_lists import DEFAULT_WORKSPACE
+from ..ops.tensor_spec import TensorSpec, check_device, check_dtype, spec_of
 from ..tracing import indexer
 from ..tracing.public import public
 
@@ -121,11 +122,21 @@ def indexer_targets(head_sums: torch.Tensor) -> torch.Tensor:
     """Normalise sums over heads to a sum of 1 over the chosen keys: what an indexer is trained to predict.
 
     head_sums: fp32 [.., topk], as attention_head_sums returns them, of all heads. Returns fp32 [.., topk]; zeros where all sums are 0. The
-    sum over the keys has a fixed order. Nothing has a gradient here.
+    sum over the keys has a fixed order. Nothing has a gradient here. Any strides, any device. Raises ValueError on other tensors.
     """
+    _rows_spec("head_sums", head_sums)
     head_sums = head_sums.detach()
     total = neighbour_sums(head_sums.movedim(-1, 0)).unsqueeze(-1)
     return torch.where(total > 0, head_sums / total, 0.0)
+
+
+def _rows_spec(name: str, tensor: Any) -> TensorSpec:
+    """Return the spec of an argument that is fp32 [.., topk]. ValueError if it is not."""
+    spec = spec_of(name, tensor)
+    check_dtype(name, spec, torch.float32)
+    if not spec.shape:
+        raise ValueError(f"{name} has shape []; supported: [.., topk]")
+    return spec
 
 
 class _Divergence(torch.autograd.Function):
@@ -154,10 +165,13 @@ def indexer_loss(scores: torch.Tensor, head_sums: torch.Tensor) -> torch.Tensor:
     scores: fp32 [.., topk], of indexer_scores, -inf for slots that name no key. head_sums: fp32 [.., topk], of attention_head_sums, 0
     there. Returns fp32 [..], 0 for a token without keys or without probabilities. Its gradient reaches scores alone: softmax(scores) -
     indexer_targets(head_sums). Sums have fixed orders, so that the bits of a token depend on it alone; a sum over tokens is the caller's.
+    Any strides, any device. Raises ValueError on other tensors, and on topk 0.
     """
-    if scores.shape != head_sums.shape or not scores.dim() or not scores.shape[-1]:
+    rows, sums = _rows_spec("scores", scores), _rows_spec("head_sums", head_sums)
+    if rows.shape != sums.shape or not rows.shape[-1]:
         raise ValueError(
-            f"scores has shape {list(scores.shape)} and head_sums {list(head_sums.shape)}; supported: both [.., topk], topk 1 or more"
+            f"scores has shape {list(rows.shape)} and head_sums {list(sums.shape)}; supported: both [.., topk], topk 1 or more"
         )
+    check_device("head_sums", sums, rows.device, "scores")
     loss: torch.Tensor = _Divergence.apply(scores, indexer_targets(head_sums))
     return loss

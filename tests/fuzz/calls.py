@@ -65,13 +65,27 @@ class BatchCase:
 
 
 @dataclass(frozen=True)
+class RowsCase:
+    """A call of the loss of an indexer, or of its targets. shape: of both tensors. absent: share of slots that name no key.
+
+    spread: of the scores. trained: whether these need a gradient.
+    """
+
+    shape: tuple[int, ...] = (3, 5)
+    absent: float = 0.3
+    spread: float = 3.0
+    trained: bool = False
+    seed: int = 0
+
+
+@dataclass(frozen=True)
 class PlainCase:
     """A call whose arguments are plain values."""
 
     arguments: tuple[tuple[str, Any], ...] = ()
 
 
-_OWN = (PlanCase, CacheCase, BatchCase, PlainCase)
+_OWN = (PlanCase, CacheCase, BatchCase, RowsCase, PlainCase)
 
 AnyCase = Any  # one of these
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from cute_mla.spec.arch import ALIASES, ARCHS
 from cute_mla.spec.cache_rows import KNOWN
 from cute_mla.testing.runner import SCHEDULES
-from tests.fuzz.calls import BatchCase, CacheCase, PlainCase, PlanCase
+from tests.fuzz.calls import BatchCase, CacheCase, PlainCase, PlanCase, RowsCase
 
 SIZES = st.sampled_from((0, 1, 2, 15, 16, 63, 64, 65, 100, 128, 129))  # around tiles, and none
 HEADS = st.sampled_from((1, 2, 3, 7, 16, 33, 63, 64, 65, 127, 128)) | st.integers(1, 128)
@@ -54,6 +54,13 @@ def batch_cases(draw: st.DrawFn) -> BatchCase:
     return BatchCase(
         tuple(lengths), decodes, draw(st.sampled_from((16, 32, 64, 128))), draw(st.sampled_from((1, 7, 64, 8192))), draw(st.booleans())
     )
+
+
+def rows_cases() -> st.SearchStrategy[RowsCase]:
+    """Draw rows of an indexer's scores."""
+    leading = st.lists(st.integers(0, 3), max_size=3)
+    shape = st.builds(lambda sizes, topk: (*sizes, topk), leading, st.sampled_from((1, 2, 3, 63, 64, 65, 300)) | st.integers(1, 40))
+    return st.builds(RowsCase, shape, st.sampled_from((0.0, 0.3, 0.9, 1.0)), st.sampled_from((0.1, 3.0, 60.0)), st.booleans(), SEEDS)
 
 
 _FLAGS = ("causal", "batch_invariant", "fp8_kvcache", "attn_sink", "extra_cache", "topk_length", "kv_offsets")

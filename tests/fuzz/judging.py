@@ -149,11 +149,14 @@ def _limited() -> Iterator[None]:
 
 
 def _broken(call: FuzzCall, arguments: Arguments) -> Arguments | None:
-    """Return the arguments after all breaks; None if torch cannot make one of them."""
+    """Return the arguments after all breaks; None if torch cannot make one of them, or would go through 2^40 elements for it."""
     broken = dict(arguments)
     for item in call.breaks:
+        value = broken.get(item.argument)
+        if isinstance(value, Tensor) and value.layout == torch.strided and not value.is_nested and value.numel() >= 1 << 40:
+            return None
         try:
-            broken[item.argument] = BREAKS[item.how](broken.get(item.argument), item.amount, broken)
+            broken[item.argument] = BREAKS[item.how](value, item.amount, broken)
         except (RuntimeError, NotImplementedError, IndexError, TypeError, ValueError, OverflowError):
             return None
     return broken

@@ -22,7 +22,7 @@ from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCas
 from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase
 from cute_mla.testing.operations.sparse_prefill_backward.case import SparsePrefillBackwardCase
 from cute_mla.testing.operations.topk_indices.case import TopkIndicesCase
-from tests.fuzz.calls import AnyCase, Break, FuzzCall, PlanCase, Setting
+from tests.fuzz.calls import AnyCase, Break, FuzzCall, PlanCase, RowsCase, Setting
 from tests.fuzz.judging import SUBJECTS, judge
 
 VARLEN = DensePrefillCase(lengths=((5, 9), (3, 4)), h_kv=2, group=2, outputs="given")
@@ -58,6 +58,7 @@ CALLS: tuple[tuple[str, AnyCase], ...] = (
     ("indexer_scores", HeadSumsCase(batch=2, form="ragged", s_q=3, h_q=3, d_qk=128, s_kv=9, topk=5, outputs="given")),
     ("indexer_scores", HeadSumsCase(s_q=3, h_q=3, d_qk=128, s_kv=9, topk=5)),
     ("indexer_backward", IndexerBackwardCase(s_q=3, h_q=3, s_kv=9, topk=5, lengths=(5, 2, 0), outputs="given")),
+    ("indexer_loss", RowsCase(trained=True)),
     ("dense_prefill", VARLEN),
     ("dense_prefill", DensePrefillCase(lengths=((5, 9), (3, 4)), d_qk=128, mask="random", outputs="given")),
     ("dense_prefill_kvpacked", VARLEN),

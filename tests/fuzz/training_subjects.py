@@ -1,4 +1,4 @@
-"""Subjects of the training of an indexer: attention_head_sums, indexer_scores and indexer_backward."""
+"""Subjects of the training of an indexer: its launches, and its targets and loss, which are torch."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from cute_mla.indexer import attention_head_sums, indexer_backward, indexer_scores
+from cute_mla.indexer import attention_head_sums, indexer_backward, indexer_loss, indexer_scores, indexer_targets
 from cute_mla.testing.compare import NO_BOUND, compare
 from cute_mla.testing.operations import OPERATIONS
-from tests.fuzz.calls import Setting
+from tests.fuzz.calls import RowsCase, Setting
 from tests.fuzz.contract import Contract, is_plain
 from tests.fuzz.scalars import is_flag, is_integer, is_scale
 from tests.fuzz.subjects import Arguments, Subject, Verify, anything, case_arguments
@@ -168,8 +168,73 @@ def _expect_gradients(arguments: Arguments, setting: Setting) -> Verify:
     )
 
 
+_ROUNDED = 3e-5  # relative error of an fp32 power, of a target, and of their sums
+_MOST_NUMBERS = 1 << 20  # beyond it, memory ends before anything is known
+
+
+def _rows(case: RowsCase) -> Arguments:
+    """Return scores and sums. A third of the keys have no probability, though they have scores."""
+    draw = torch.Generator().manual_seed(case.seed)
+    scores, sums, chosen = (torch.rand(case.shape, generator=draw) for _ in range(3))
+    absent = chosen < case.absent
+    sums = (8 * sums).masked_fill(absent | (torch.rand(case.shape, generator=draw) < 1 / 3), 0.0)
+    scores = (case.spread * (2 * scores - 1)).masked_fill(absent, -math.inf)
+    return {"scores": scores.requires_grad_(case.trained), "head_sums": sums}
+
+
+def _rows_faults(arguments: Arguments, setting: Setting) -> set[str]:
+    c = Contract(arguments)
+    tensors = {name: c.tensor(name, torch.float32, trained=True) for name in arguments}
+    for name, tensor in tensors.items():
+        c.require(tensor is None or tensor.dim() > 0, name)
+    scores, sums = tensors.get("scores"), tensors["head_sums"]
+    if scores is not None and sums is not None:
+        fits = scores.shape == sums.shape and scores.device == sums.device and scores.shape[-1:] != (0,)
+        c.require(fits, "scores", "head_sums")
+    return c.faults
+
+
+def _are_sums(sums: Tensor) -> bool:
+    return sums.device.type != "meta" and sums.numel() < _MOST_NUMBERS and bool((sums.isfinite() & (sums >= 0)).all())
+
+
+def _targets_of(sums: Tensor) -> Tensor:
+    sums = sums.detach().double()
+    return (sums / sums.sum(-1, keepdim=True)).nan_to_num()
+
+
+def _expect_targets(arguments: Arguments, setting: Setting) -> Verify:
+    if not _are_sums(arguments["head_sums"]):
+        return anything
+    expected = _targets_of(arguments["head_sums"])
+    return _within({"targets": expected}, {"targets": _ROUNDED * expected})
+
+
+def _expect_loss(arguments: Arguments, setting: Setting) -> Verify:
+    """Expect the divergence, and its gradient where scores have one."""
+    scores, sums = arguments["scores"], arguments["head_sums"]
+    if not _are_sums(sums) or scores.isnan().any() or (scores == math.inf).any() or (scores.isinf() & (sums > 0)).any():
+        return anything
+    targets, exact = _targets_of(sums), scores.detach().double()
+    wanted = targets > 0
+    logs = torch.where(wanted, targets.log() - exact.log_softmax(-1), 0.0)
+    sizes = torch.where(wanted, targets * (1 + targets.log().abs() + (exact - exact.amax(-1, keepdim=True)).abs() + logs.abs()), 0.0)
+    verify = _within({"loss": (targets * logs).sum(-1)}, {"loss": _ROUNDED * sizes.sum(-1)})
+    predicted = torch.where(wanted.any(-1, keepdim=True), exact.softmax(-1), 0.0)
+
+    def verify_both(loss: Tensor) -> str:
+        if not scores.requires_grad or verify(loss):
+            return verify(loss)
+        (gradient,) = torch.autograd.grad(loss.sum(), scores, retain_graph=True)
+        return _within({"gradient": predicted - targets}, {"gradient": _ROUNDED * (predicted + targets)})(gradient)
+
+    return verify_both
+
+
 TRAINING_SUBJECTS: dict[str, Subject] = {
     "attention_head_sums": Subject(attention_head_sums, case_arguments, _head_sums_faults, _expect_head_sums),
     "indexer_scores": Subject(indexer_scores, case_arguments, _scores_faults, _expect_scores),
     "indexer_backward": Subject(indexer_backward, case_arguments, _backward_faults, _expect_gradients),
+    "indexer_targets": Subject(indexer_targets, lambda case: {"head_sums": _rows(case)["head_sums"]}, _rows_faults, _expect_targets),
+    "indexer_loss": Subject(indexer_loss, _rows, _rows_faults, _expect_loss),
 }
