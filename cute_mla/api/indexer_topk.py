@@ -35,10 +35,10 @@ def indexer_topk(
 
     Returns int32 [batch * tokens, topk]: what topk_indices(fp8_paged_mqa_logits(..), lengths, topk) returns, with slots in the place of
     positions if asked for: in ascending order of position, and -1 behind the last. All logits are never held at once: as many tokens as
-    have 64 MB of logits are scored and their keys chosen, then the next. The division has no influence on the result. If no request
-    can have more than topk keys, all are chosen and none is scored.
+    have 40 MB of logits, or 64 MB with more than 131,072 keys a request, are scored and their keys chosen, then the next. The division has
+    no influence on the result. If no request can have more than topk keys, all are chosen and none is scored.
 
-    With workspace and out given, nothing is allocated, unless a single request has more than 64 MB of logits and its length is given as
+    With workspace and out given, nothing is allocated, unless a single request has more than 40 MB of logits and its length is given as
     one number: then the lengths of its tokens take 4 bytes each. Runs on the current stream, does not synchronise or read lengths on the
     host, and can be captured in a CUDA graph. CPU tensors run on the simulated device inside cute_mla.simulate().
 

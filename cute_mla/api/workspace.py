@@ -47,7 +47,8 @@ def workspace_size(
     batch_invariant: as in the call; then max_cache_seqlen, block_table.shape[1] * page size, is needed too in dense decode. It always is in
     indexer_topk; in indexer_topk_prefill it is max_seqlen_k, by default the keys of kv.
     topk: in sparse decode, indices of a token in both caches together, indices.shape[2] + extra_indices_in_kvcache.shape[2];
-    needed with batch_invariant. In indexer_topk as in the call, always needed. That workspace is at most 64 MB.
+    needed with batch_invariant. In indexer_topk as in the call, always needed: at most 40 MB for up to 131,072 keys, 64 MB
+    for more.
     total_q: in decode with cu_seqlens_q, q.shape[0]. In dense_prefill_backward, where it is needed, q.shape[0]; then the workspace has 8
     bytes a query row and head.
     head_dim_v: as in the call, in dense decode. is_fp8_q: whether q is e4m3, in dense decode.
@@ -69,7 +70,7 @@ def workspace_size(
     backward_bytes = _backward_bytes(op, h_q, None if decodes else total_q)
     found = device_for(_torch_device(device))
     if op == _INDEXER_TOPK:
-        return indexer_topk.divide(batch, s_q, max_keys, check_integer("topk", topk, 0)).nbytes
+        return indexer_topk.divide(batch, s_q, max_keys, check_integer("topk", topk, 0), found.sm_count).nbytes
     if op in BACKWARD_OPS:
         return backward_bytes
     if s_q == 0 or op in ("dense_prefill", "sparse_prefill"):

@@ -11,7 +11,7 @@ from ..runtime.current import device_for
 from ..runtime.device import Device
 from ..spec.mla import ceil_div
 from ..spec.mqa_logits import MAX_KEYS
-from ..spec.topk_indices import MAX_TOPK
+from ..spec.topk_indices import BLOCKS_PER_SM, CLUSTERS, MAX_TOPK
 from . import mqa_logits, topk_indices
 from .arguments import check_flag, check_integer, check_no_grad
 from .mqa_logits import ROW_ALIGNMENT, Pages, Rows
@@ -21,7 +21,10 @@ from .tensor_spec import check_address, check_last_contiguous, check_workspace, 
 from .topk_indices import Keys
 
 LOGITS_BYTES = 64 << 20  # most of a workspace
+SHORT_ROW_BYTES, OF_SHORT_ROWS = 1 << 19, 40 << 20  # most of a workspace for rows of 131,072 logits or fewer
 LOGIT_BYTES = 4
+_ROWS_STEP = 8  # rows of a chunk, so that work items of mqa_logits are whole
+_LEAST_WAVE = 0.8  # of the CTAs that run at once
 _WORKSPACE_ALIGNMENT = 16  # bytes
 _MAX_SLOTS = (1 << 31) - 1
 
@@ -61,20 +64,30 @@ class Division(NamedTuple):
         return self.chunks.rows * self.row_stride * LOGIT_BYTES if self.is_scored else 0
 
 
-def divide(batch: int, tokens: int, columns: int, topk: int, logits_bytes: int = LOGITS_BYTES) -> Division:
+def divide(batch: int, tokens: int, columns: int, topk: int, sm_count: int, logits_bytes: int = LOGITS_BYTES) -> Division:
     """Divide a call of `tokens` query tokens a request, each with at most `columns` keys, so that logits take at most logits_bytes.
 
-    ValueError if not even one row of logits fits.
+    Of short rows they take at most OF_SHORT_ROWS. ValueError if not even one row of logits fits.
     """
     row_stride = ceil_div(columns, ROW_ALIGNMENT) * ROW_ALIGNMENT
-    most = logits_bytes // max(row_stride * LOGIT_BYTES, 1)
-    is_scored = columns > topk > 0
-    if is_scored and not most:
+    row_bytes, is_scored = row_stride * LOGIT_BYTES, columns > topk > 0
+    if is_scored and row_bytes > logits_bytes:
         raise ValueError(f"a query token has up to {columns} keys; supported: to {logits_bytes // LOGIT_BYTES}")
-    if not is_scored:
-        most = max(batch * tokens, 1)
+    most = max(batch * tokens, 1)
+    if is_scored:
+        fitting = (min(logits_bytes, OF_SHORT_ROWS) if row_bytes <= SHORT_ROW_BYTES else logits_bytes) // row_bytes
+        most = most if most <= fitting else _whole_waves(fitting, sm_count)
     whole = max(most // max(tokens, 1), 1)
     return Division(Chunks(batch, tokens, whole, min(most, max(tokens, 1))), columns, row_stride, is_scored)
+
+
+def _whole_waves(fitting: int, sm_count: int) -> int:
+    """Return the rows of a chunk, of those that fit: as many as fill all SMs with CTAs of the selection, 1, 2, 4 or 8 a row."""
+    for cluster in CLUSTERS:
+        wave = BLOCKS_PER_SM * sm_count // cluster
+        if fitting >= max(_LEAST_WAVE * wave, _ROWS_STEP):
+            return min(max(fitting // max(wave, 1), 1) * wave, fitting) // _ROWS_STEP * _ROWS_STEP
+    return fitting
 
 
 def run_pages(
@@ -101,7 +114,7 @@ def run_pages(
     columns, page_size, pages = scored.scalars["keys"], scored.scalars["page_size"], scored.scalars["pages"]
     if slots and pages * page_size > _MAX_SLOTS:
         raise ValueError(f"index_cache has shape {list(index_cache.shape)} with slots; supported: to {_MAX_SLOTS} slots")
-    planned = divide(batch, tokens, columns, topk)
+    planned = divide(batch, tokens, columns, topk, device.sm_count)
     out, logits = _memory(device, planned, operands, topk, workspace, out)
     ends = context_lens
     if planned.chunks.tokens_each < tokens and ends.dim() == 1:
@@ -140,7 +153,7 @@ def run_rows(
     total = mqa_logits.plan(call, device.sm_count).scalars["keys"]
     mqa_logits.check_addresses(call, operands)
     columns = total if max_seqlen_k is None else min(check_integer("max_seqlen_k", max_seqlen_k, 0), total)
-    planned = divide(q.shape[0], 1, columns, topk)
+    planned = divide(q.shape[0], 1, columns, topk, device.sm_count)
     out, logits = _memory(device, planned, operands, topk, workspace, out)
     for rows, _ in planned.chunks.slices():
         view = None

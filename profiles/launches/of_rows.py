@@ -319,7 +319,7 @@ def _indexer_topk(case: Case, shape: IndexerShape, target: Target) -> Launch:
     Keys are read again each time.
     """
     requests, tokens = (shape.tokens, 1) if shape.paged else (1, shape.tokens)
-    chunks = divide(requests, tokens, shape.context, shape.topk).chunks
+    chunks = divide(requests, tokens, shape.context, shape.topk, target.sm_count).chunks
     rounds = sum(1 for _ in chunks.slices())
     problem = MqaLogitsProblem(shape.paged, shape.h_q, min(chunks.requests_each, requests), min(chunks.tokens_each, tokens), shape.context)
     keys = replace(shape, tokens=chunks.rows)

@@ -108,7 +108,7 @@ def test_all_keys_are_chosen_without_logits() -> None:
         call_of(PAGES, topk=320).run()
     (launch,) = device.launches
     assert (launch.kernel, launch.args["logits"]) == ("topk_indices_sm90_fp32_cluster1", None)
-    assert op.divide(5, 2, 320, 320).nbytes == 0
+    assert op.divide(5, 2, 320, 320, 132).nbytes == 0
 
 
 def test_the_workspace_is_what_workspace_size_says(arch: Arch) -> None:
@@ -125,14 +125,15 @@ def test_the_workspace_is_what_workspace_size_says(arch: Arch) -> None:
             call.run(out=out, workspace=torch.zeros(nbytes - 1, dtype=torch.uint8))
 
 
+@pytest.mark.parametrize("sm_count", [132, 148, 1])
 @pytest.mark.parametrize(
     ("batch", "tokens", "columns"),
-    [(1, 1, 131_072), (64, 1, 65_536), (4096, 1, 131_072), (4096, 2, 1 << 20), (3, 40, 1 << 20), (1, 1, 1 << 24)],
+    [(1, 1, 131_072), (64, 1, 65_536), (4096, 1, 131_072), (2000, 1, 3000), (4096, 2, 1 << 20), (3, 40, 1 << 20), (1, 1, 1 << 24)],
 )
-def test_logits_take_at_most_64_mb(batch: int, tokens: int, columns: int) -> None:
+def test_logits_take_bounded_memory(batch: int, tokens: int, columns: int, sm_count: int) -> None:
     """And chunks have each token once, in order."""
-    found = op.divide(batch, tokens, columns, 2048)
-    assert 0 < found.nbytes <= 64 << 20
+    found = op.divide(batch, tokens, columns, 2048, sm_count)
+    assert 0 < found.nbytes <= (40 if columns <= 131_072 else 64) << 20
     seen = [
         request * tokens + token
         for requests, part in found.chunks.slices()
@@ -142,6 +143,15 @@ def test_logits_take_at_most_64_mb(batch: int, tokens: int, columns: int) -> Non
     assert seen == list(range(batch * tokens))
     most = max((requests.stop - requests.start) * (part.stop - part.start) for requests, part in found.chunks.slices())
     assert most == found.chunks.rows
+
+
+@pytest.mark.parametrize(
+    ("sm_count", "columns", "rows"),
+    [(132, 131_072, 64), (148, 131_072, 72), (148, 65_536, 144), (132, 3000, 3168), (148, 1 << 18, 64), (132, 1 << 22, 4)],
+)
+def test_a_chunk_fills_the_sms_with_selections(sm_count: int, columns: int, rows: int) -> None:
+    """4, 4, 2, 1, 4 and 8 CTAs a row, two an SM; of rows that are longer still, as many as fit."""
+    assert op.divide(4096, 1, columns, 2048, sm_count).chunks.rows == rows
 
 
 BAD: dict[str, tuple[dict[str, Any], str]] = {
