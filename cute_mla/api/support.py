@@ -275,10 +275,6 @@ def _arch_conflict(op: str, arch: Arch, features: dict[str, Any]) -> str | None:
         values = tuple(dict.fromkeys(DENSE_DIMS[each].latent for each in columns))
         error = _lacking(arch, features, {"head_dim": columns, "head_dim_v": values, "kv_format": formats})
         return error or _cache_conflict(arch, features)
-    if op == "dense_prefill":
-        columns = dense_prefill.head_dims(arch)
-        values = tuple(dict.fromkeys(dense_prefill.HEAD_DIMS[each] for each in columns))
-        return _lacking(arch, features, {"head_dim": columns, "head_dim_v": values})
     return None
 
 

@@ -22,7 +22,6 @@ from ..spec.dense_prefill import (
     DensePrefillArguments,
     DensePrefillConfig,
     DensePrefillProblem,
-    head_dims,
     head_dtypes,
 )
 from ..spec.masked_prefill import DTYPE as MASKED_DTYPE
@@ -243,8 +242,6 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DensePrefillPlan:
     )
     if call.key_mask is not None:
         check_mask(call.key_mask, q, min(call.max_seqlen_kv, total_k))
-    if d_qk not in head_dims(arch):
-        raise ValueError(f"q has {d_qk} columns on {arch.name}; supported: {' or '.join(map(str, head_dims(arch)))}")
     if problem.items > MAX_ITEMS:
         raise ValueError(
             f"q has shape {list(q.shape)}, cu_seqlens_qo {list(call.cu_seqlens_qo.shape)}, and max_seqlen_qo is {call.max_seqlen_qo}: "
@@ -311,7 +308,7 @@ def _layouts(call: CallSpec, config: DensePrefillConfig, arch: Arch) -> tuple[He
     """Return the layouts of q, k and v. ValueError if a tensor map cannot hold a tensor that is always loaded by one."""
     layouts, key_rows = [], config.key_box_rows(arch)
     for name, spec, box_rows, used in (
-        ("q", call.q, BOX_ROWS, call.q.shape[0] > 0),
+        ("q", call.q, config.query_box_rows(arch), call.q.shape[0] > 0),
         ("k", call.k, key_rows, call.k.shape[0] > 0),
         ("v", call.v, key_rows, call.v.shape[0] > 0),
     ):

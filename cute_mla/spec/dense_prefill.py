@@ -27,10 +27,9 @@ from .mla import DTYPES, ceil_div
 HEAD_DIMS = {192: 128, 128: 128, 256: 256}  # columns of q and k, and those of v and out that go with them
 TILE_ROWS = {SM90.name: 128, SM100.name: 256, SM120.name: 128}  # query rows of one work item
 BOX_COLUMNS = 64  # of all boxes: 128 swizzled bytes
-BOX_ROWS = 64  # of boxes of q; of k and v, where they divide a tile
-# Keys of a tile by columns of v. On sm90 with 256 columns, where O takes half of the registers, what they hold beside it; on sm120 there
-# would be Q beside O.
-TILE_KEYS = {SM90.name: {128: 128, 256: 80}, SM100.name: {128: 128, 256: 128}, SM120.name: {128: 64}}
+BOX_ROWS = 64  # of boxes of k and v, where they divide a tile; of q at most
+# Keys of a tile by columns of v. With 256 columns, on sm90 and sm120 O takes half of the registers: what they hold beside it.
+TILE_KEYS = {SM90.name: {128: 128, 256: 80}, SM100.name: {128: 128, 256: 128}, SM120.name: {128: 64, 256: 32}}
 ROW_BYTES = 16  # every row of q, k, v and out begins at a multiple of so many bytes
 MAX_ITEMS = (1 << 31) - 1
 MAX_TOKENS = (1 << 31) - max(TILE_ROWS.values())  # of q, and of k and v: the end of the last tile can be counted in 32 bits
@@ -42,7 +41,7 @@ TURNED_EIGHTHS = 5  # of the CTAs: by how many the first of a run is further tha
 class DensePrefillArguments(NamedTuple):
     """Launch arguments of dense_prefill, in ABI order: the one list that host, launch and kernel share."""
 
-    q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, 64), 128-byte swizzle
+    q_map: TensorMap  # dims (d_qk, h_q, total_q), box (64, 1, query_box_rows), 128-byte swizzle
     k_map: TensorMap  # dims (d_qk, h_kv, total_k), box (64, 1, key_box_rows), likewise
     v_map: TensorMap  # dims (d_v, h_kv, total_k), likewise
     q: Pointer  # dtype [total_q, h_q, d_qk]
@@ -91,6 +90,10 @@ class DensePrefillConfig:
     def tile_keys(self, arch: Arch) -> int:
         """Keys of one tile."""
         return TILE_KEYS[arch.name][self.d_v]
+
+    def query_box_rows(self, arch: Arch) -> int:
+        """Rows of the boxes of q."""
+        return min(BOX_ROWS, self.tile_keys(arch))
 
     def key_box_rows(self, arch: Arch) -> int:
         """Rows of the boxes of k and v."""
@@ -166,11 +169,6 @@ def head_dtypes(d_qk: int) -> tuple[str, ...]:
     return DTYPES if HEAD_DIMS[d_qk] == HEAD_DIMS[128] else DTYPES[:1]
 
 
-def head_dims(arch: Arch) -> tuple[int, ...]:
-    """Return the columns of q and k that an architecture has kernels for."""
-    return tuple(d_qk for d_qk, d_v in HEAD_DIMS.items() if d_v in TILE_KEYS[arch.name])
-
-
 def variant(arch: Arch, dtype: str, d_qk: int) -> DensePrefillConfig:
     """Return the variant of an architecture. On sm100 pairs of CTAs take items of heads of 256 columns."""
     paired = arch.name == SM100.name and HEAD_DIMS[d_qk] > HEAD_DIMS[128]
@@ -179,4 +177,4 @@ def variant(arch: Arch, dtype: str, d_qk: int) -> DensePrefillConfig:
 
 def closed_variants(arch: Arch) -> tuple[DensePrefillConfig, ...]:
     """Return every variant that ships for an architecture."""
-    return tuple(variant(arch, dtype, d_qk) for dtype in DTYPES for d_qk in head_dims(arch) if dtype in head_dtypes(d_qk))
+    return tuple(variant(arch, dtype, d_qk) for dtype in DTYPES for d_qk in HEAD_DIMS if dtype in head_dtypes(d_qk))

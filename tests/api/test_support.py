@@ -406,17 +406,6 @@ def test_what_dense_decode_on_rtx_boards_lacks_is_an_answer() -> None:
         assert is_supported("dense_decode", "sm90", **features)[0]
 
 
-def test_what_dense_prefill_on_rtx_boards_lacks_is_an_answer() -> None:
-    assert is_supported("dense_prefill", "sm121", dtype="bf16", head_dim=192, head_dim_v=128, causal=True, key_mask=True)[0]
-    refused: dict[str, dict[str, Any]] = {
-        "head_dim is 256 on sm120; supported: 192, 128": {"head_dim": 256},
-        "head_dim_v is 256 on sm120; supported: 128": {"head_dim_v": 256},
-    }
-    for reason, features in refused.items():
-        assert is_supported("dense_prefill", "sm120", **features) == (False, reason)
-        assert is_supported("dense_prefill", "sm90", **features)[0]
-
-
 def test_unknown_names() -> None:
     with pytest.raises(ValueError, match="op is 'decode'; supported: dense_decode, "):
         is_supported("decode", "sm90")

@@ -212,9 +212,7 @@ def _possible_on(arch: str, op: str, features: Mapping[str, Any]) -> bool:
     if op == "dense_decode":
         rows = features.get("head_dim", 576), features.get("head_dim_v", 512), features.get("h_kv", 1)
         return rows == (576, 512, 1)
-    if op == "dense_prefill":
-        return 256 not in (features.get("head_dim"), features.get("head_dim_v"))
-    return op in ("sparse_decode", "sparse_prefill")
+    return op in ("dense_prefill", "sparse_decode", "sparse_prefill")
 
 
 _NEEDED = {"dense_decode": ("head_dim",), "sparse_decode": ("h_q",), "dense_prefill": ("head_dim",), "sparse_prefill": ("head_dim", "h_q")}

@@ -15,7 +15,7 @@ from torch import Tensor
 import cute_mla
 from cute_mla.ops.split_plan import MlaSchedule
 from cute_mla.spec import dense_decode, sparse_decode
-from cute_mla.spec.arch import ARCHS, SM120
+from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.split_plan import piece_overhead
 from cute_mla.testing.cases.base import BaseCase
 from cute_mla.testing.compare import (
@@ -252,17 +252,6 @@ def _leaves_open(arguments: Arguments) -> bool:
     return not _is_tame(arguments["softmax_scale"]) or bool((ends.diff() < 0).any()) or longest > arguments["max_seqlen_qo"]
 
 
-def _dense_prefill_faults(common: Callable[[Arguments], set[str]]) -> Callable[[Arguments, Setting], set[str]]:
-    """Return the function that finds faults. common: those on all architectures; on sm120 there are no heads of 256 columns."""
-
-    def faults(arguments: Arguments, setting: Setting) -> set[str]:
-        found, q = common(arguments), arguments.get("q", arguments.get("qkv"))
-        columns = arguments.get("head_dim_qk", q.shape[-1] if isinstance(q, Tensor) and q.dim() else None)
-        return {*found, "q", "qkv"} if ARCHS[setting.arch] == SM120 and isinstance(columns, int) and columns == 256 else found
-
-    return faults
-
-
 def _expect_dense_prefill(arguments: Arguments, setting: Setting) -> Verify:
     if _leaves_open(arguments) or not all(rows.isfinite().all() for rows in _queries_of_sequences(arguments)):
         return anything
@@ -408,19 +397,19 @@ DEVICE_SUBJECTS: dict[str, Subject] = {
     "dense_prefill": Subject(
         cute_mla.flash_attn_varlen_func,
         case_arguments,
-        _dense_prefill_faults(contract.dense_prefill_faults),
+        lambda arguments, setting: contract.dense_prefill_faults(arguments),
         _expect_dense_prefill,
     ),
     "dense_prefill_kvpacked": Subject(
         cute_mla.flash_attn_varlen_kvpacked_func,
         _kvpacked,
-        _dense_prefill_faults(contract.packed_faults("kv", 1)),
+        lambda arguments, setting: contract.packed_faults("kv", 1)(arguments),
         lambda arguments, setting: _expect_dense_prefill(_unpacked(arguments), setting),
     ),
     "dense_prefill_qkvpacked": Subject(
         cute_mla.flash_attn_varlen_qkvpacked_func,
         _qkvpacked,
-        _dense_prefill_faults(contract.packed_faults("qkv", 2)),
+        lambda arguments, setting: contract.packed_faults("qkv", 2)(arguments),
         lambda arguments, setting: _expect_dense_prefill(_unpacked(arguments), setting),
     ),
     "dense_prefill_backward": Subject(

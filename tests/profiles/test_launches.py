@@ -14,11 +14,10 @@ from cute_mla.profiles.launches.products import block_flops
 from cute_mla.profiles.predictions import kernels_of
 from cute_mla.profiles.roofline import GPUS
 from cute_mla.profiles.rows import Case, every_case
-from cute_mla.profiles.shapes import DecodeShape, DensePrefillShape
+from cute_mla.profiles.shapes import DecodeShape
 from cute_mla.runtime.artifacts import load_artifacts
 from cute_mla.spec.arch import ARCHS, SM90, SM100, SM120, Arch
 from cute_mla.spec.dense_decode import key_columns
-from cute_mla.spec.dense_prefill import head_dims
 from cute_mla.spec.kernel_ops import ARCHS_OF
 
 CASES = every_case()
@@ -89,8 +88,6 @@ def is_served(case: Case, arch: Arch) -> bool:
     shape = case.shape
     if isinstance(shape, DecodeShape):
         return shape.d_qk in key_columns(arch)
-    if isinstance(shape, DensePrefillShape) and shape.d_qk not in head_dims(arch):
-        return False
     return arch in ARCHS_OF.get(case.op, ARCHS.values())
 
 

@@ -34,7 +34,7 @@ class DensePrefillAbi:
     def typed_maps(self, args: DensePrefillArguments) -> tuple[tensor_maps.TensorMap, ...]:
         """Return the maps of q, k and v."""
         keys = self.config.key_box_rows(self.arch)
-        boxes = ((self.config.d_qk, BOX_ROWS), (self.config.d_qk, keys), (self.config.d_v, keys))
+        boxes = ((self.config.d_qk, self.config.query_box_rows(self.arch)), (self.config.d_qk, keys), (self.config.d_v, keys))
         return tuple(box_map(pointer, self.config.dtype, *box) for pointer, box in zip(args[: len(boxes)], boxes, strict=True))
 
     @property

@@ -4,10 +4,10 @@ For every sequence and query head, over the keys j that row r sees:
 
     s_rj = <q_r, k_j> over d_qk columns     p = softmax(scale * s)     out_r = sum_j p_rj v_j     (d_v columns)
 
-d_qk and d_v are 192 and 128, or 128 and 128.
+d_qk and d_v are 192 and 128, 128 and 128, or 256 and 256.
 
-A CTA takes one work item after the other: 128 query rows of a head, against tiles of 64 keys, the last tile first, so that
-the tiles that need a mask come before those that do not.
+A CTA takes one work item after the other: 128 query rows of a head, against tiles of 64 keys, of 32 with 256 columns, the last tile first,
+so that the tiles that need a mask come before those that do not.
 
 Roles (384 threads):
   keys     warp 0: TMA of Q, and of K
@@ -15,7 +15,8 @@ Roles (384 threads):
   items    warp 2: finds the CTA's items, up to four ahead of the other roles (sm90_items.py)
   attend   warps 4..11: 16 rows each: S = Q K^T, softmax, O += P V with Q, P and O in registers, out, lse
 
-Shared memory: as many tiles of K and of V as fit: 2 each with 192 columns, 3 with 128.
+Shared memory: as many tiles of K and of V as fit: 2 each with 192 and 256 columns, 3 with 128. With 256 columns each lane keeps its words
+of the last 64 columns of Q there, where no other lane reads them: O and all of Q would not fit into registers.
 
 Pipelines (producer -> consumer; arrivals per phase):
   key_ready[n]     keys -> attend      1 and the bytes of a tile
@@ -27,9 +28,9 @@ Pipelines (producer -> consumer; arrivals per phase):
   item_free[4]     others -> items     10: it has been read
   turn (bar.sync)  attend -> attend    warps 4..7 and 8..11 begin S in turn
 
-The trick: Q has no room of its own. It goes through the pipeline of K as two tiles in front of an item's first, and stays in registers:
-128 rows are as many bytes as two tiles, and no product reads Q from shared memory again. The two warps of a scheduler begin S in turn, so
-that one has the tensor core while the other one is at its softmax.
+The trick: Q has no room of its own. It goes through the pipeline of K as two tiles in front of an item's first, with 256 columns as four,
+two at a time, and stays in registers: no product reads tiles of Q from shared memory again. The two warps of a scheduler begin S in turn,
+so that one has the tensor core while the other one is at its softmax.
 """
 
 from __future__ import annotations

@@ -14,12 +14,13 @@ from ..primitives.copies import CHUNK, load_groups
 from ..primitives.rows import registers
 from ..primitives.warp_products import BOX_ROW_BYTES, CHUNKS, SUMS, K, M, N, chunk_address, multiply
 from ..primitives.wgmma import ROWS_PER_THREAD, fragment_row, half
+from ..sm120.attend import chunk_at
 from .fragments import FragmentRows
 from .operands import DensePrefillItem, DensePrefillOperands, DensePrefillRows, EveryKey, ItemQueue
 from .sm90_attend import give_turn, take_turn
 from .sm90_gemm import row_words
 from .sm90_load import load_tile
-from .sm120_config import LANES, TURN_WARPS, DensePrefillSm120Geometry, DensePrefillSm120Smem
+from .sm120_config import LANES, STEP_BYTES, TURN_WARPS, DensePrefillSm120Geometry, DensePrefillSm120Smem
 
 A_WORDS = 4  # of a lane, of an operand of 16 rows
 STEP_CHUNKS = 2  # of 16 bytes: 16 columns
@@ -81,7 +82,7 @@ class DensePrefillSm120Products:
 
     thread: of all that attend. warp: of eight, uniform. tall, wide: bytes from a stage to what the lane loads of 16 rows of 16 columns, for
     Q and V and for K: other columns are flipped bits away, since a stage begins at a multiple of 128 bytes. queries: A of S, d_qk / 16
-    times four words.
+    times four words; the last kept_steps are in shared memory.
     """
 
     geometry: DensePrefillSm120Geometry
@@ -89,17 +90,20 @@ class DensePrefillSm120Products:
     warp: Int32
     tall: Int32
     wide: Int32
-    queries: cute.Tensor
+    queries: list[cute.Tensor]
     scores: cute.Tensor  # S = Q K^T, of a tile
     output: WarpOutput  # O += P V
 
     @staticmethod
-    def create(geometry: DensePrefillSm120Geometry, dtype: type[cutlass.Numeric], thread: Int32) -> DensePrefillSm120Products:
+    def create(
+        geometry: DensePrefillSm120Geometry, dtype: type[cutlass.Numeric], thread: Int32, smem: DensePrefillSm120Smem
+    ) -> DensePrefillSm120Products:
         """Return the registers of one thread."""
         scores, output = (
             cute.make_rmem_tensor(cute.make_layout(columns // N * SUMS), Float32) for columns in (geometry.tile_keys, geometry.config.d_v)
         )
-        queries = registers(geometry.config.d_qk // K * A_WORDS)
+        queries = [registers(A_WORDS) for _ in range(geometry.config.d_qk // K - geometry.kept_steps)]
+        queries += [chunk_at(smem.sQ.toint() + step * STEP_BYTES + thread * CHUNK) for step in range(geometry.kept_steps)]
         lane = cute.arch.lane_idx()
         tall = chunk_address(Int32(0), lane % M, lane // M)
         wide = chunk_address(Int32(0), lane % N + lane // M * N, lane // N % 2)
@@ -135,8 +139,10 @@ class DensePrefillSm120Products:
         """Load the warp's rows. tile: the stage that has them."""
         place = tile + self.first_row % self.geometry.tile_keys * BOX_ROW_BYTES + self.tall
         for step in range(self.geometry.config.d_qk // K):
+            words = registers(A_WORDS)
             for i, word in enumerate(self.load(place, 0, step * K)):
-                self.queries[A_WORDS * step + i] = word
+                words[i] = word
+            cute.autovec_copy(words, self.queries[step])
 
     def multiply_keys(self, tile: Int32) -> None:
         """Compute S. tile: the stage of K. The turn is given in the middle: the other warp's first products come when these end."""
@@ -145,7 +151,9 @@ class DensePrefillSm120Products:
         for step in range(steps):
             if step == steps // 2:
                 give_turn(self.group)
-            a = [self.queries[A_WORDS * step + i] for i in range(A_WORDS)]
+            words = registers(A_WORDS)
+            cute.autovec_copy(self.queries[step], words)
+            a = [words[i] for i in range(A_WORDS)]
             for key in range(0, self.geometry.tile_keys, 2 * N):
                 both = self.load(tile + self.wide, key, step * K)
                 for side in range(2):
@@ -185,7 +193,7 @@ class DensePrefillSm120AttendRole:
     @cute.jit
     def run(self, operands: DensePrefillOperands, queue: ItemQueue, smem: DensePrefillSm120Smem, thread: Int32):
         """Wait item_ready, key_ready, value_ready, turn. Signal item_free, key_free, value_free, turn. Write out and lse."""
-        products = DensePrefillSm120Products.create(self.geometry, self.dtype, thread)
+        products = DensePrefillSm120Products.create(self.geometry, self.dtype, thread, smem)
         softmax = OnlineSoftmax.create(operands.args.scale_log2)
         fragments = FragmentRows(self.geometry.tile_keys, self.geometry.config.d_v, WRITTEN_COLUMNS)
         if products.group != 0:
@@ -216,15 +224,20 @@ class DensePrefillSm120AttendRole:
         if products.group == 0:
             take_turn(products.group)  # the one that the other group has given last
 
-    def take_queries(self, smem: DensePrefillSm120Smem, products: DensePrefillSm120Products, use: Int32) -> None:
-        """Load Q of an item from the stages that it has, and release them."""
-        uses = self.geometry.query_uses
-        for piece in range(uses):
-            smem.key_ready.consumer_wait(use + piece)
-        own = use + products.first_row // self.geometry.tile_keys
-        products.load_queries(smem.sK.iterator.toint() + smem.key_ready.stage(own) * self.geometry.key_bytes)
-        for piece in range(uses):
-            smem.key_free.consumer_release(use + piece)
+    @cute.jit
+    def take_queries(self, smem: DensePrefillSm120Smem, products: DensePrefillSm120Products, use: Int32):
+        """Load Q of an item from the stages that it has, as many as there are at a time, and release them."""
+        uses, stages = self.geometry.query_uses, self.geometry.stages
+        for first in cutlass.range_constexpr(0, uses, stages):
+            pieces = range(first, min(first + stages, uses))
+            for piece in pieces:
+                smem.key_ready.consumer_wait(use + piece)
+            own = products.first_row // self.geometry.tile_keys
+            tile = smem.sK.iterator.toint() + smem.key_ready.stage(use + own) * self.geometry.key_bytes
+            if cutlass.const_expr(uses <= stages) or own // stages == first // stages:
+                products.load_queries(tile)
+            for piece in pieces:
+                smem.key_free.consumer_release(use + piece)
 
     @cute.jit
     def add_tile(

@@ -12,6 +12,7 @@ from ...spec.arch import SM120
 from ...spec.dense_prefill import TILE_ROWS
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.cta import Arrivals, both_ways
+from ..primitives.copies import CHUNK
 from ..primitives.pipeline import StageBarriers
 from ..primitives.smem import SWIZZLE_PERIOD, Array, Barriers, SmemLayout, Tile
 from ..primitives.warp_products import BOX_COLUMNS, K, M, N
@@ -23,6 +24,8 @@ LANES = 32
 LOAD_WARPS = 4  # a warpgroup, whose registers the others get
 MATH_WARPS = BLOCK_ROWS // M
 TURN_WARPS = 4  # one of each scheduler
+QUERY_COLUMNS = 192  # of Q in registers, at most
+STEP_BYTES = MATH_WARPS * LANES * CHUNK  # of 16 columns of Q, of all lanes
 THREADS = (LOAD_WARPS + MATH_WARPS) * LANES
 KEY_WARP, VALUE_WARP, ITEM_WARP = range(3)
 ITEM_READERS = 2 + MATH_WARPS  # warps that take items
@@ -48,9 +51,14 @@ class DensePrefillSm120Geometry(DensePrefillTiles):
         return BLOCK_ROWS // self.tile_keys
 
     @property
+    def kept_steps(self) -> int:
+        """Return the steps of 16 columns of Q, the last ones, for which there are no registers: lanes keep them in shared memory."""
+        return max(self.config.d_qk - QUERY_COLUMNS, 0) // K
+
+    @property
     def stages(self) -> int:
         """Return the tiles of K, and of V, as many as shared memory has room for with the barriers."""
-        return (SM120.smem_per_block - SWIZZLE_PERIOD) // (self.key_bytes + self.value_bytes)
+        return (SM120.smem_per_block - SWIZZLE_PERIOD - self.kept_steps * STEP_BYTES) // (self.key_bytes + self.value_bytes)
 
     @property
     def products(self) -> int:
@@ -62,6 +70,7 @@ class DensePrefillSm120Geometry(DensePrefillTiles):
         return SmemLayout((
             Tile("sK", dtype, (self.tile_keys, self.config.d_qk, self.stages)),
             Tile("sV", dtype, (self.tile_keys, self.config.d_v, self.stages)),
+            *((Array("sQ", Int32, self.kept_steps * STEP_BYTES // 4, 128),) if self.kept_steps else ()),
             Array("sItems", Int32, ITEM_STAGES * self.item_words, 16),
             *both_ways("key", self.stages),
             *both_ways("value", self.stages),
@@ -84,6 +93,7 @@ class DensePrefillSm120Smem:
     tail_landed: StageBarriers
     item_ready: StageBarriers
     item_free: StageBarriers
+    sQ: cute.Pointer | None = None  # int32 (kept_steps, threads that attend, 4)
 
     def arrivals(self) -> tuple[Arrivals, ...]:
         """Return the arrivals of every barrier."""

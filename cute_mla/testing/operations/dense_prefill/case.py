@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ....reference import visible_keys
 from ....spec.arch import Arch
-from ....spec.dense_prefill import HEAD_DIMS, ROW_BYTES, DensePrefillProblem, head_dims
+from ....spec.dense_prefill import HEAD_DIMS, ROW_BYTES, DensePrefillProblem
 from ....spec.masked_prefill import MASK_WORD_KEYS
 from ....spec.mla import ceil_div
 from ...cases.base import DTYPES, TAGS, BaseCase, CausalValues, Tags
@@ -164,10 +164,6 @@ class DensePrefillCase(BaseCase):
     def q_shape(self) -> tuple[int, int, int, int]:
         """Return (1, total_q, h_q, d_qk)."""
         return 1, self.total_q, self.h_q, self.d_qk
-
-    def runs_on(self, arch: Arch) -> bool:
-        """Return whether an architecture has kernels for these columns, and takes the rows of q and out."""
-        return super().runs_on(arch) and self.d_qk in head_dims(arch)
 
     def row_bytes(self, arch: Arch) -> int:
         """Return the number of bytes at multiples of which rows of q and out must begin."""
