@@ -37,7 +37,7 @@ from .forms import Forms, Sparsity, forms_of
 from .index_keys import PooledIndexCache, scratch_of
 from .indexer import Indexer
 from .pages import Pages, own_pages
-from .path import MAX_STATES, AttentionPath, Cache, DecodeOptions, Packed, PrefillOptions, attention_path, warn_reference
+from .path import MAX_STATES, AttentionPath, Cache, DecodeOptions, Op, Packed, PrefillOptions, attention_path, warn_reference
 from .pools import Pools, spans
 from .rope import Rotation, frequencies, rotation
 from .sink_gradients import SinkAttention
@@ -125,8 +125,8 @@ class MlaAttention(torch.nn.Module):
 
     @property
     def path(self) -> str:
-        """Return "kernels", or "reference" if there are no kernels for the device of the weights at the moment."""
-        return attention_path(self.kv_b.device).name
+        """Return "kernels", or "reference" if dense decode has none for the device of the weights at the moment."""
+        return attention_path(self.kv_b.device, self._ops(Forms("dense", None), trained=False)).name
 
     @property
     def weights(self) -> MlaWeights:
@@ -173,25 +173,26 @@ class MlaAttention(torch.nn.Module):
         keys, and no tokens that choose their keys. Other batches raise ValueError if hidden or a weight requires grad, unless gradients are
         off (torch.no_grad). Keys that are written to the cache are detached.
 
-        On devices without kernels (CPU tensors outside cute_mla.simulate(), GPUs of other architectures) the torch reference computes
-        attention. `path` says so, and a warning does once per device.
+        Where the device has no kernels of an op that the call needs, the torch reference computes attention, and a warning names the op
+        once per device. So it is for CPU tensors outside cute_mla.simulate() and on GPUs of other architectures, of which `path` says so,
+        and for gradients on GPUs of compute capability 12.0 and 12.1.
 
         Raises ValueError on bad arguments, and the errors of flash_mla_with_kvcache and flash_attn_varlen_func.
         """
         given = Given(k_cache, index_cache, descale_q, descale_k)
         check_given(self.config, self.kv_b, hidden, batch, given)
-        path = self._path(hidden.device)
         cache = Cache(hidden.new_empty(0, 1, 1, self.config.key_columns) if k_cache is None else k_cache, descale_k)
         sparsity = Sparsity(self._topk, cache.packed is None, self.batch_invariant, self._masked_heads)
-        forms = forms_of(batch, cache.keys.shape[1] * path.world, sparsity)
+        world = 1 if self.context is None else self.context.shard.world
+        forms = forms_of(batch, cache.keys.shape[1] * world, sparsity)
         check_forms(forms, given, self.indexer is not None)
-        if needs_grad(hidden, *self._parameters.values()):
+        trained = needs_grad(hidden, *self._parameters.values())
+        if trained:
             check_differentiable(self.config, batch, forms)
-        if path.name == "reference":
-            warn_reference(hidden.device)
+        path = self._path(hidden.device, self._ops(forms, trained))
         radians = self._radians if self.alpha is None else self._radians * self.alpha.exp()
         inputs = _Inputs(hidden, self._query_latent(hidden), rotation(batch.positions, radians, self.config))
-        fused = k_cache is not None and path.name == "kernels" and not needs_grad(hidden, *self._parameters.values())
+        fused = k_cache is not None and path.name == "kernels" and not trained
         q, keys = self._states(inputs, cache, batch, fused)
         indexed = None if self.indexer is None else self._index(self.indexer, inputs, batch, forms, index_cache)
         step = Step(path, cache, batch, forms, self._topk, indexed)
@@ -240,10 +241,18 @@ class MlaAttention(torch.nn.Module):
             latents[columns] = keys, torch.is_grad_enabled()
         return q, keys
 
-    def _path(self, device: torch.device) -> AttentionPath:
-        """Return the implementation of attention. Raise ValueError for context parallelism without kernels."""
-        path = attention_path(device)
+    def _ops(self, forms: Forms, trained: bool) -> tuple[Op, ...]:
+        """Return the ops of a call that not all architectures have. trained: whether gradients pass through it."""
+        windowed = self.config.sliding_window is not None and forms.prefill is not None
+        decodes = (Op("dense_decode", self.config.key_columns),) if windowed or forms.decode == "dense" else ()
+        return (*decodes, Op("dense_prefill_backward")) if trained else decodes
+
+    def _path(self, device: torch.device, ops: tuple[Op, ...]) -> AttentionPath:
+        """Return the implementation of attention by these ops. Raise ValueError for context parallelism without kernels."""
+        path = attention_path(device, ops)
         if self.context is None:
+            if path.name == "reference":
+                warn_reference(device, ops)
             return path
         if path.name == "reference":
             raise ValueError(f"the layer has a context, and there are no kernels on {device}; supported: devices with kernels")

@@ -10,14 +10,14 @@ from typing import NamedTuple, Protocol
 import torch
 
 from .. import reference
-from ..api import flash_attn_varlen_func, flash_mla_sparse_fwd, flash_mla_with_kvcache, merge_states
+from ..api import flash_attn_varlen_func, flash_mla_sparse_fwd, flash_mla_with_kvcache, is_supported, merge_states
 from ..cache import dequantise_cache, gather_kv_cache
 from ..indexer import indexer_topk, indexer_topk_prefill
 from ..ops.limits import value_columns
 from ..ops.split_plan import MlaSchedule
-from ..runtime.current import has_kernels
+from ..runtime.current import kernel_arch
+from ..spec.arch import ARCHS, Arch
 from ..spec.cache_format import FP8_656, NOPE_528
-from ..spec.kernel_ops import ARCHS_OF
 from ..spec.mla import D_LATENT, D_V
 from ..tracing.detection import constant_when_traced
 from .batch import ContextChunk, DecodeRequests
@@ -38,6 +38,13 @@ class Packed(NamedTuple):
 
     cu_seqlens: torch.Tensor
     max_seqlen: int
+
+
+class Op(NamedTuple):
+    """An op that a call needs, as is_supported names it. columns: of its queries; None where they do not decide."""
+
+    name: str
+    columns: int | None = None
 
 
 class Cache(NamedTuple):
@@ -356,24 +363,40 @@ class ReferencePath(_CachedKeys):
         return out.to(outs[0].dtype), lse
 
 
-def attention_path(device: torch.device) -> AttentionPath:
-    """Return the implementation for tensors of this device: the kernels if they run here, else the reference."""
-    return KernelPath() if _kernels_run_on(device) else ReferencePath()
+def attention_path(device: torch.device, ops: tuple[Op, ...] = ()) -> AttentionPath:
+    """Return the implementation for tensors of this device: the kernels if it has those of all these ops, else the reference."""
+    return ReferencePath() if _lacking(device, ops) else KernelPath()
 
 
 @constant_when_traced
-def _kernels_run_on(device: torch.device) -> bool:
-    """Return has_kernels as a constant when traced: a layer compiled inside simulate() only works inside, and vice versa."""
-    return has_kernels(device, "dense_prefill_backward")  # which only architectures with all kernels have
+def _lacking(device: torch.device, ops: tuple[Op, ...]) -> str:
+    """Return which op has no kernels here and why, "" if all have.
+
+    A constant when traced: a layer compiled inside simulate() only works inside, and vice versa.
+    """
+    arch = kernel_arch(device)
+    if arch is not None:
+        return _refusal(arch, ops)
+    kinds = ", ".join(f"{known.capabilities_text} ({known.name})" for known in ARCHS.values())
+    return f"the kernels are for GPUs of compute capability {kinds}, and run on CPU tensors inside cute_mla.simulate()"
 
 
 @cache
-def warn_reference(device: torch.device) -> None:
-    """Log a warning once per device: the reference computes attention."""
-    kinds = ", ".join(f"{arch.capabilities_text} ({arch.name})" for arch in ARCHS_OF["dense_prefill_backward"])
-    logger.warning(
-        "attention on %s is computed by the torch reference, which is slow: the kernels are for GPUs of compute capability %s, and run on "
-        "CPU tensors inside cute_mla.simulate()",
-        device,
-        kinds,
-    )
+def _refusal(arch: Arch, ops: tuple[Op, ...]) -> str:
+    """Return which op an architecture does not support and why, "" if it supports all."""
+    for name, columns in ops:
+        served, reason = is_supported(name, arch.name, **({} if columns is None else {"head_dim": columns}))
+        if not served:
+            return f"{name}: {reason}"
+    return ""
+
+
+def warn_reference(device: torch.device, ops: tuple[Op, ...]) -> None:
+    """Log a warning, once per device and op without kernels: the reference computes attention."""
+    warn_once(device, _lacking(device, ops))
+
+
+@cache
+def warn_once(device: torch.device, reason: str) -> None:
+    """Log it."""
+    logger.warning("attention on %s is computed by the torch reference, which is slow: %s", device, reason)

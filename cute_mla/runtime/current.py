@@ -75,12 +75,17 @@ def default_device() -> torch.device:
     return torch.device("cuda") if _simulated_device() is None else _CPU
 
 
-def has_kernels(device: torch.device, op: str) -> bool:
-    """Return whether an op's kernels run on tensors of this torch device: a GPU that has them, or the CPU inside simulate() of one."""
+def kernel_arch(device: torch.device) -> Arch | None:
+    """Return the architecture whose kernels run on tensors of this torch device, a GPU or the CPU inside simulate(); None without any."""
     if device.type == "cuda":
-        return arch_for(torch.cuda.get_device_capability(device)) in ARCHS_OF[op]
+        return arch_for(torch.cuda.get_device_capability(device))
     simulated = _simulated_device() if device.type == "cpu" else None
-    return simulated is not None and simulated.arch in ARCHS_OF[op]
+    return None if simulated is None else simulated.arch
+
+
+def has_kernels(device: torch.device, op: str) -> bool:
+    """Return whether an op's kernels run on tensors of this torch device."""
+    return kernel_arch(device) in ARCHS_OF[op]
 
 
 @contextmanager

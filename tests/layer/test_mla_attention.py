@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from cute_mla.layer import DecodeRequests, MlaAttention, MlaConfig, MlaWeights, Shard, plan_batch
-from cute_mla.layer.path import warn_reference
+from cute_mla.layer.path import warn_once
 from cute_mla.runtime.current import has_kernels
 from tests.layer.mla_models import MODELS, PREFIX, V2_LITE, V3, absorbed, checkpoint, naive, project
 from tests.layer.mla_steps import Reference, Sequences
@@ -169,7 +169,7 @@ def test_no_tokens() -> None:
 
 
 def test_the_reference_path_says_so_once(caplog: pytest.LogCaptureFixture) -> None:
-    warn_reference.cache_clear()
+    warn_once.cache_clear()
     sequences = Sequences.drawn(V3, [3])
     assert sequences.layer().path == "reference"
     with caplog.at_level(logging.WARNING, logger="cute_mla.layer"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint as recompute
 
 import cute_mla
 from cute_mla.layer import MlaAttention, MlaBatch, MlaConfig, MlaWeights, Shard, plan_batch, plan_sequences
+from cute_mla.layer.path import warn_once
 from cute_mla.spec.arch import Arch
 from cute_mla.spec.kernel_ops import ARCHS_OF
 from tests.layer.mla_models import MODELS, PREFIX, V2_LITE, V3, checkpoint, naive, reduced
@@ -141,6 +143,23 @@ def test_gradients_by_the_kernels(trained: Arch, model: str, lengths: Sequence[i
     by_kernels, by_torch = errors(found, expected), errors(training.gradients(layer)[1], expected)
     for name, error in by_kernels.items():
         assert error <= 2 * by_torch[name], name
+
+
+def test_gradients_where_there_is_no_backward_pass(caplog: pytest.LogCaptureFixture) -> None:
+    """The reference computes them, and says so once. Without gradients the same layer runs by the kernels."""
+    warn_once.cache_clear()
+    training = Training.drawn(MODELS["v3"], LENGTHS, torch.bfloat16)
+    layer = training.layer()
+    with cute_mla.simulate("sm120", 2) as device, caplog.at_level(logging.WARNING, logger="cute_mla.layer"):
+        _, found = training.gradients(layer)
+        assert device.launches == 0
+        assert layer.path == "kernels"
+        with torch.no_grad():
+            layer(training.hidden, None, training.batch())
+        assert device.launches == 1
+    expect(found, training.expected(), torch.bfloat16)
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.endswith("dense_prefill_backward: arch is sm120; supported for dense_prefill_backward: sm90, sm100")
 
 
 @EVERY_ARCH

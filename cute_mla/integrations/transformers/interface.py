@@ -18,7 +18,7 @@ from transformers.masking_utils import causal_mask_function, eager_mask, sliding
 
 from ...api import flash_mla_sparse_fwd
 from ...layer.key_masks import pack_flags
-from ...layer.path import AttentionPath, Packed, PrefillOptions, attention_path, warn_reference
+from ...layer.path import AttentionPath, Op, Packed, PrefillOptions, attention_path, warn_reference
 from ...ops.arguments import needs_grad
 from ...spec.dense_prefill import HEAD_DIMS as DENSE_HEAD_DIMS
 from ...spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
@@ -69,9 +69,10 @@ def attend(
         raise ValueError(f"dropout is {dropout}; supported: 0")
     if options.get("softcap") is not None:
         raise ValueError("softcap is given; supported: attention without one")
-    path = attention_path(query.device)
+    ops = (Op("dense_prefill_backward"),) if needs_grad(query, key, value) else ()
+    path = attention_path(query.device, ops)
     if path.name == "reference":
-        warn_reference(query.device)
+        warn_reference(query.device, ops)
     states, sink, keys = (query, key, value), options.get("s_aux"), key.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     trained = sink is not None and needs_grad(*states, sink)  # the kernels have no gradients of lse
