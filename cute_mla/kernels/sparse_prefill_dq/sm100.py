@@ -37,19 +37,24 @@ under the next S. dP takes the lanes of the second half of S, while the first ha
 wait for no load of scores, and Q fits into tensor memory beside dQ. A tile without any key is passed by. README.md has the clocks.
 
 More than 64 heads: a pair of CTAs holds 64 heads each of a token. Each gathers half of the columns of all keys of a tile, for S and dQ, and
-all latent columns of half of the keys, for dP (sm100_pair_gather.py). Roles as above, mma in the even CTA; S in two parts of 32 keys, in
-tensor memory as in ../sparse_prefill/sm100.py. What the mma role waits for comes from both CTAs, and what it commits goes to both:
+all latent columns of half of the keys, for dP (sm100_pair_gather.py). Roles as above, mma in the even CTA; S in two parts, of 48 and of 16
+keys, in tensor memory as in ../sparse_prefill/sm100.py. The score role swaps its sums by halves of 32 keys. What the mma role waits for
+comes from both CTAs, and what it commits goes to both:
 
   kv_ready[3]       gather -> mma           8: the CTAs' columns of all keys
-  kv_free[3]        mma -> gather           1, and in the even CTA one more, when the bits have been read
+  kv_free[3]        score -> gather         4: dS of the next tile is in shared memory, behind its dP, which came after dQ of this tile;
+                                            and in the even CTA one of mma, when the bits have been read
   value_ready       gather -> mma           8: the CTAs' keys, for dP
-  value_free        mma -> gather           1
+  value_free[2]     mma -> gather           1: dP has read half of their columns
   seen_ready[3]     gather -> score         4, and by way of kv_ready mma
   scores_ready[2]   mma -> score            1: a part of S
   scores_free       score -> mma            8: both parts have been read
-  query_ready, dprobs_free, dscores_ready, dq_free   8;  the others as above. dout_ready counts the bytes of both CTAs
+  dout_ready[2]     dout -> mma             1 and the bytes of both CTAs: half of the columns of dO
+  dout_free[2]      mma -> dout             1
+  query_ready, dprobs_free, dscores_ready, dq_free   8;  the others as above
 
-The trick: dP takes the columns of the second part of S, so that the first part of the next S runs until dP has been loaded.
+The trick: dP takes 16 columns of its own and those of the second part of S, so that the first part of the next S runs until dP has been
+loaded. Copies of keys are started when dS is stored, so that they take their turns of shared memory while the tensor cores wait for it.
 """
 
 from __future__ import annotations
@@ -66,7 +71,7 @@ from ...spec.mla import D_LATENT
 from ...spec.sparse_prefill import SparsePrefillConfig
 from ..attention.cta import Arrivals
 from ..definition import KernelDefinition
-from ..sm100.config import EVEN_CTA, PAIR
+from ..sm100.config import EVEN_CTA, GROUP_WARPS, PAIR
 from ..sm100.kernel import LatentKernelSm100, LatentRegistersSm100
 from ..sm100.score import LatentQueriesSm100
 from ..sparse_prefill.sm100_output import TokenQueries
@@ -136,8 +141,8 @@ class SparsePrefillDqSm100(DqSm100Kernel):
 
     @staticmethod
     def kv_releases() -> Int32:
-        """Return the arrivals of kv_free: a commit, and in the even CTA the mma role, which has read the bits."""
-        return cutlass.select_(cute.arch.block_idx_in_cluster() == EVEN_CTA, Int32(2), Int32(1))
+        """Return the arrivals of kv_free: the score role, and in the even CTA the mma role, which has read the bits."""
+        return GROUP_WARPS + cutlass.select_(cute.arch.block_idx_in_cluster() == EVEN_CTA, Int32(1), Int32(0))
 
 
 class SparsePrefillDqHeads64Sm100(DqSm100Kernel):

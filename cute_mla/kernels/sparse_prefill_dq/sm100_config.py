@@ -32,16 +32,16 @@ DOUT_BYTES = DOUT_BOXES * BOX_BYTES
 ROPE_COLUMN = QUERY_COLUMN + 144  # of tensor memory, after Q: dQ of the RoPE columns, half of them in each half of the lanes
 ROPE_COLUMNS = D_ROPE // 2
 
-DPROBS_COLUMN = SCORE_COLUMN + TILE_KEYS // PAIR  # of a pair: dP takes the columns of the second part of S
+PART_KEYS = ((0, 48), (48, 16))  # of a pair: the first key of a part of S, and the number of keys
+PAIR_SCORE_COLUMN = SCORE_COLUMN - PART_KEYS[1][1]
+DPROBS_COLUMN = PAIR_SCORE_COLUMN + PART_KEYS[1][0]  # of a pair: dP takes the columns of the second part, and the last ones
 TOKENS = 2  # of which it is known whether they have keys
 ROPE_ROW_BYTES = ROPE_COLUMNS * ELEMENT_BYTES  # of a key, in a CTA of a pair
 VALUE_ROWS = TILE_KEYS // PAIR  # keys of a tile all of whose latent columns a CTA of a pair holds, for dP
 VALUE_BOX_BYTES = VALUE_ROWS * ROW_BYTES
 VALUE_BYTES = DOUT_BOXES * VALUE_BOX_BYTES
-ONE_STAGE = (
-    *("query_ready", "query_free", "dout_ready", "dout_free", "scores_free"),
-    *("dprobs_ready", "dprobs_free", "dscores_ready", "dq_ready", "dq_free"),
-)
+DPROBS_PARTS = 2  # of a pair, of the columns that dP contracts: their keys and dO come and are free part by part
+ONE_STAGE = ("query_ready", "query_free", "scores_free", "dprobs_ready", "dprobs_free", "dscores_ready", "dq_ready", "dq_free")
 
 assert TILE_ROWS * BOX_COLUMNS * 2 == BOX_BYTES
 
@@ -64,7 +64,7 @@ class DqSm100Geometry(LatentGeometrySm100):
             Array("sS", Uint8, BOX_BYTES, SWIZZLE_PERIOD),
             *(Barriers(name, self.kv_stages) for name in ("left_ready", "left_free", "kv_ready", "kv_free")),
             seen_ready,
-            *(Barriers(name, 1) for name in (*ONE_STAGE, "scores_ready")),
+            *(Barriers(name, 1) for name in (*ONE_STAGE, "scores_ready", "dout_ready", "dout_free")),
             seen_bits,
             Array("sBegun", Int32, TOKENS),
             Array("tmem_cell", Int32, 1),
@@ -82,6 +82,10 @@ class DqSm100PairGeometry(DqSm100Geometry):
         """Return the bytes of a stage of the CTA's columns of all keys of a tile."""
         return self.rope_box * BOX_BYTES + TILE_KEYS * ROPE_ROW_BYTES
 
+    def score_column(self, part: int, stage: Int32) -> int | Int32:
+        """Return the first column of tensor memory of half of S, as the score role reads it."""
+        return PAIR_SCORE_COLUMN + part * self.part_keys
+
     def layout(self) -> SmemLayout:
         """Return the layout of shared memory of a pair's CTA."""
         seen_ready, seen_bits = self.seen_fields()
@@ -94,7 +98,8 @@ class DqSm100PairGeometry(DqSm100Geometry):
             *(Barriers(name, self.kv_stages) for name in ("kv_ready", "kv_free")),
             Barriers("scores_ready", self.score_parts),
             seen_ready,
-            *(Barriers(name, 1) for name in (*ONE_STAGE, "value_ready", "value_free")),
+            *(Barriers(name, 1) for name in (*ONE_STAGE, "value_ready")),
+            *(Barriers(name, DPROBS_PARTS) for name in ("value_free", "dout_ready", "dout_free")),
             seen_bits,
             Array("sBegun", Int32, TOKENS),
             Array("tmem_cell", Int32, 1),
@@ -129,7 +134,7 @@ def arrivals(smem: Any, kv_releases: int | Callable[[], Int32]) -> tuple[Arrival
     """Return the arrivals of every barrier.
 
     Warps of the arriving role, of a pair those of both CTAs where the mma role waits; one commit or copy; or a commit and a warp of the
-    score role. kv_releases: of the barrier of columns that also waits for the bits to be read.
+    score role. kv_releases: of the barrier of columns that does not wait for a commit alone.
     """
     by_mma = (smem.query_ready, smem.scores_free, smem.dprobs_free, smem.dscores_ready, smem.dq_free, smem.kv_ready)
     once = (smem.query_free, smem.dout_ready, smem.dout_free, smem.scores_ready, smem.dprobs_ready)

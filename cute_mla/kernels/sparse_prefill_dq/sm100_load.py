@@ -59,20 +59,25 @@ class DqSm100DoutRole:
         while token <= schedule.last_request():
             if schedule.tile_range(token, first).tiles > 0:
                 request = Int32(Uint32(token) // Uint32(args.s_q))
-                smem.dout_free.producer_acquire(number)
-                self.load(smem, args.dout_map, (token - request * args.s_q, request), smem.dout_ready.barrier(number))
-                number = number + 1
+                for part in cutlass.range_constexpr(smem.dout_ready.stages):
+                    smem.dout_free.producer_acquire(number + part)
+                    where = token - request * args.s_q, request
+                    self.load(smem, args.dout_map, where, smem.dout_ready.barrier(number + part), part)
+                number = number + smem.dout_ready.stages
             token = schedule.work_tile(token, first).next_req
 
     @cute.jit
-    def load(self, smem: DqSm100Smem, dout_map: Any, where: tuple[Int32, Int32], ready: cute.Pointer):
-        """Load dO of the CTA's heads of a token. In a pair, the even CTA waits for the bytes of both. where: the token, its request."""
-        paired = smem.geometry.paired
-        start = pair_box if paired else load_box
+    def load(self, smem: DqSm100Smem, dout_map: Any, where: tuple[Int32, Int32], ready: cute.Pointer, part: cutlass.Constexpr[int]):
+        """Load a part of the columns of dO of the CTA's heads of a token. In a pair, the even CTA waits for the bytes of both.
+
+        where: the token, its request.
+        """
+        paired, parts = smem.geometry.paired, smem.dout_ready.stages
+        start, boxes = pair_box if paired else load_box, DOUT_BOXES // parts
         with cute.arch.elect_one():
             if cutlass.const_expr(not paired):
-                cute.arch.mbarrier_arrive_and_expect_tx(ready, DOUT_BYTES)
+                cute.arch.mbarrier_arrive_and_expect_tx(ready, DOUT_BYTES // parts)
             elif cute.arch.block_idx_in_cluster() == EVEN_CTA:
-                cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * DOUT_BYTES)
-            for box in cutlass.range_constexpr(DOUT_BOXES):
+                cute.arch.mbarrier_arrive_and_expect_tx(ready, PAIR * DOUT_BYTES // parts)
+            for box in cutlass.range_constexpr(part * boxes, (part + 1) * boxes):
                 start(smem.sD + box * BOX_BYTES, dout_map, (box * BOX_COLUMNS, first_query_row(), *where), ready)

@@ -12,11 +12,31 @@ from ...spec.mla import D_ROPE
 from ...spec.split_plan import TILE_KEYS
 from ..primitives import tcgen05
 from ..primitives.arithmetic import larger, smaller
-from ..sm100.config import BOX_BYTES, PAIR_ROWS, ROW_BYTES, SCORE_COLUMN, STEP_BYTES, STEPS_PER_BOX
+from ..sm100.config import (
+    BOX_BYTES,
+    PAIR,
+    PAIR_ROWS,
+    QUERY_COLUMN,
+    ROW_BYTES,
+    SCORE_COLUMN,
+    STEP_BYTES,
+    STEP_COLUMNS,
+    STEPS_PER_BOX,
+)
 from ..sm100.heads64 import HALVES, LOWER_LANES, Heads64Gemm
 from ..sm100.mma import LatentGemmSm100
 from .abi import DqOperands
-from .sm100_config import DOUT_BOXES, DPROBS_COLUMN, ROPE_COLUMN, ROPE_ROW_BYTES, VALUE_BOX_BYTES, DqSm100Smem
+from .sm100_config import (
+    DOUT_BOXES,
+    DPROBS_COLUMN,
+    DPROBS_PARTS,
+    PAIR_SCORE_COLUMN,
+    PART_KEYS,
+    ROPE_COLUMN,
+    ROPE_ROW_BYTES,
+    VALUE_BOX_BYTES,
+    DqSm100Smem,
+)
 
 
 class DqSm100Gemm(Heads64Gemm):
@@ -64,20 +84,35 @@ class DqSm100PairGemm(LatentGemmSm100):
         base = self.smem.stage(self.smem.kv_ready.stage(tile))
         return tcgen05.k_major(base), tcgen05.k_major(base + self.smem.geometry.rope_box * BOX_BYTES, ROPE_ROW_BYTES)
 
-    def key_step(self, keys: tuple[Any, Any], part: int, step: int) -> Any:
-        """Return the columns of K that one product contracts."""
+    def scores(self, keys: tuple[Any, Any], part: int, stage: int | Int32 = 0) -> None:
+        """Issue a part of S, over the columns that each CTA holds."""
+        geometry = self.smem.geometry
+        first, count = PART_KEYS[part]
+        shape = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=PAIR * count)
+        for step in range(geometry.latent_steps + (geometry.rope_steps if self.has_rope else 0)):
+            tcgen05.multiply(
+                self.tmem + (PAIR_SCORE_COLUMN + first),
+                tcgen05.a_in_tmem(self.tmem + (QUERY_COLUMN + step * STEP_COLUMNS)),
+                self.key_step(keys, first, step),
+                shape,
+                accumulate=step > 0,
+            )
+
+    def key_step(self, keys: tuple[Any, Any], first: int, step: int) -> Any:
+        """Return the columns of K that one product contracts. first: key of the product."""
         latent, rope = keys
         steps = self.smem.geometry.latent_steps
-        if step < steps:
-            return super().key_step(latent, part, step)
-        first = part * self.smem.geometry.part_keys * ROPE_ROW_BYTES
-        return rope.advance_start_address(first + (step - steps) * STEP_BYTES)
+        if step >= steps:
+            return rope.advance_start_address(first * ROPE_ROW_BYTES + (step - steps) * STEP_BYTES)
+        box, step_in_box = divmod(step, STEPS_PER_BOX)
+        return latent.advance_start_address(first * ROW_BYTES + box * BOX_BYTES + step_in_box * STEP_BYTES)
 
-    def dprobs(self) -> None:
-        """Issue dP: of each CTA's keys, in the lanes 0..63 those of the even one."""
+    def dprobs(self, part: int) -> None:
+        """Issue dP over a part of the latent columns: of each CTA's keys, in the lanes 0..63 those of the even one."""
         product = tcgen05.instruction(self.dtype, rows=PAIR_ROWS, columns=TILE_KEYS)
         dout, values = tcgen05.k_major(self.smem.sD), tcgen05.k_major(self.smem.sV)
-        for step in range(DOUT_BOXES * STEPS_PER_BOX):
+        steps = DOUT_BOXES * STEPS_PER_BOX // DPROBS_PARTS
+        for step in range(part * steps, (part + 1) * steps):
             box, step_in_box = divmod(step, STEPS_PER_BOX)
             tcgen05.multiply(
                 self.tmem + DPROBS_COLUMN,
@@ -253,18 +288,20 @@ class DqSm100PairMmaRole(DqSm100MmaRole):
         self, smem: DqSm100Smem, gemm: DqSm100PairGemm, tile: Int32, number: Int32, opens: Boolean, closes: Boolean, filled: Boolean
     ):  # fmt: skip
         """Issue dP of one tile, if it has keys, when its S has been read. opens, closes: as in multiply_scores."""
-        if opens:
-            smem.dout_ready.consumer_wait(number)
         smem.value_ready.consumer_wait(tile)
         smem.scores_free.consumer_wait(tile)
         tcgen05.fence_after_wait()
-        with cute.arch.elect_one():
-            if filled:
-                gemm.dprobs()
-            tcgen05.commit(smem.value_free.barrier(tile))
-            tcgen05.commit(smem.dprobs_ready.barrier(tile))
-            if closes:
-                tcgen05.commit(smem.dout_free.barrier(number))
+        for part in cutlass.range_constexpr(DPROBS_PARTS):
+            if opens:
+                smem.dout_ready.consumer_wait(number * DPROBS_PARTS + part)
+            with cute.arch.elect_one():
+                if filled:
+                    gemm.dprobs(part)
+                tcgen05.commit(smem.value_free.barrier(tile * DPROBS_PARTS + part))
+                if cutlass.const_expr(part == DPROBS_PARTS - 1):
+                    tcgen05.commit(smem.dprobs_ready.barrier(tile))
+                if closes:
+                    tcgen05.commit(smem.dout_free.barrier(number * DPROBS_PARTS + part))
 
     @cute.jit
     def multiply_dq(
@@ -279,7 +316,6 @@ class DqSm100PairMmaRole(DqSm100MmaRole):
         with cute.arch.elect_one():
             if filled:
                 gemm.dq(tile, begun)
-            tcgen05.commit(smem.kv_free.barrier(tile))
         return begun | filled
 
     def finish(self, smem: DqSm100Smem, number: Int32) -> None:

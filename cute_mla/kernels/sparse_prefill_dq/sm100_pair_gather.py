@@ -1,6 +1,6 @@
 """The gather role of sparse_prefill_dq on Blackwell, of a pair of CTAs.
 
-A CTA holds half of the columns of all 64 keys of a tile, for S and dQ, and all latent columns of half of the keys, for dP: in each part of
+A CTA holds half of the columns of all 64 keys of a tile, for S and dQ, and all latent columns of half of the keys, for dP: in each half of
 S, 32 keys, the even CTA has the first 16. A warp has 8 keys of each CTA: its lane l has the l-th of these 16, l < 16, and the other lanes
 look whether other keys count.
 """
@@ -21,11 +21,11 @@ from ..sm100.config import BOX_BYTES, CTA_COLUMNS, CTA_ROPE, EVEN_CTA, GROUP_WAR
 from ..sm100.gather import CHUNK, CHUNKS_PER_ROW, LANES, NO_POSITION, WARP_KEYS, LaneKeys
 from ..sparse_prefill.sm100_gather import SparsePrefillHalvesRoleSm100, SparsePrefillTokenEntries, TileKeys
 from .abi import DqOperands
-from .sm100_config import ROPE_ROW_BYTES, VALUE_BOX_BYTES, DqSm100Smem
+from .sm100_config import DPROBS_PARTS, ROPE_ROW_BYTES, VALUE_BOX_BYTES, DqSm100Smem
 
 OCTET = 8  # keys of a warp, of each CTA
+assert DPROBS_PARTS * LANES * CHUNK == D_LATENT * ELEMENT_BYTES
 ROPE_CHUNKS = ROPE_ROW_BYTES // CHUNK
-VALUE_CHUNKS = D_LATENT * ELEMENT_BYTES // CHUNK
 
 
 class PairEntries(SparsePrefillTokenEntries):
@@ -76,19 +76,18 @@ class PairCopies:
             offset = (first_row(self.warp) + key_row(key)) * ROPE_ROW_BYTES + place * CHUNK
             start_copy(box + offset, row + source, row != 0, CHUNK)
 
-    def values(self, stage: cute.Pointer, keys: LaneKeys) -> None:
-        """Start the copies of all latent columns of the CTA's keys: 1,024 bytes a key, in two passes."""
+    def values(self, stage: cute.Pointer, keys: LaneKeys, part: int) -> None:
+        """Start the copies of a part of the latent columns of the CTA's keys: 512 bytes a key."""
+        chunk = part * LANES + cute.arch.lane_idx()
         for key in range(OCTET):
             row = keys.row_of(self.rank * OCTET + key)
-            for first in range(0, VALUE_CHUNKS, LANES):
-                chunk = first + cute.arch.lane_idx()
-                place = (chunk % CHUNKS_PER_ROW) ^ key
-                offset = chunk // CHUNKS_PER_ROW * VALUE_BOX_BYTES + (self.warp * OCTET + key) * ROW_BYTES + place * CHUNK
-                start_copy(stage + offset, row + chunk * CHUNK, row != 0, CHUNK)
+            place = (chunk % CHUNKS_PER_ROW) ^ key
+            offset = chunk // CHUNKS_PER_ROW * VALUE_BOX_BYTES + (self.warp * OCTET + key) * ROW_BYTES + place * CHUNK
+            start_copy(stage + offset, row + chunk * CHUNK, row != 0, CHUNK)
 
 
 class DqSm100PairGatherRole(SparsePrefillHalvesRoleSm100):
-    """Four warps. The CTA's columns of a tile come before all columns of some keys of the tile in front, of whatever token."""
+    """Four warps. All columns of some keys of a tile come before the CTA's columns of the next one, of whatever token."""
 
     source: Any = PairEntries()
 
@@ -110,23 +109,27 @@ class DqSm100PairGatherRole(SparsePrefillHalvesRoleSm100):
                 position = position + TILE_KEYS
                 first, other = self.source.look_up(listed, cutlass.select_(t + 1 < count, position, Int32(NO_POSITION)))
                 next_filled = keys.any_seen()
-                self.copy_columns(smem, copies, tile, keys, next_filled)
                 self.copy_values(smem, copies, tile - 1, LaneKeys(row), filled)
+                self.copy_columns(smem, copies, tile, keys, next_filled)
+                if tile > 0:
+                    self.hand_over(smem.value_ready, tile - 1, 1)
                 self.hand_over(smem.kv_ready, tile)
                 tile, row, filled = tile + 1, keys.row, next_filled
             token, first, other = following, next_first, next_other
         self.copy_values(smem, copies, tile - 1, LaneKeys(row), filled)
+        if tile > 0:
+            self.hand_over(smem.value_ready, tile - 1)
         cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def copy_values(self, smem: DqSm100Smem, copies: PairCopies, tile: Int32, keys: LaneKeys, filled: Boolean):
-        """Copy all columns of the CTA's keys of a tile, if there is such a tile, and it has keys."""
+        """Start the copies of all columns of the CTA's keys of a tile, if there is such a tile, and it has keys."""
         if tile >= 0:
-            smem.value_free.producer_acquire(tile)
-            if filled:
-                copies.values(smem.sV, keys)
+            for part in cutlass.range_constexpr(DPROBS_PARTS):
+                smem.value_free.producer_acquire(tile * DPROBS_PARTS + part)
+                if filled:
+                    copies.values(smem.sV, keys, part)
             cute.arch.cp_async_commit_group()
-            self.hand_over(smem.value_ready, tile)
 
     @cute.jit
     def copy_columns(self, smem: DqSm100Smem, copies: PairCopies, tile: Int32, keys: TileKeys, filled: Boolean):

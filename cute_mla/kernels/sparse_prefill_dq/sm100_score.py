@@ -108,19 +108,20 @@ class DqSm100PairRows(LatentRowsSm100):
         """Return a number of the row of every pair of scores."""
         return [of_rows[0]] * (HALF_KEYS // 2)
 
-    @cute.jit
-    def read_scores(self, tile: Int32):
-        """Wait scores_ready, signal scores_free. Load the scores of a tile, part by part: one buffer serves both swaps."""
+    def read_scores(self, tile: Int32) -> None:
+        """Wait scores_ready, signal scores_free. Load the scores of a tile, then swap them by halves: one buffer serves both swaps."""
         geometry = self.smem.geometry
-        for part in cutlass.range_constexpr(geometry.score_parts):
+        others = []
+        for part in range(geometry.score_parts):
             use = tile * geometry.score_parts + part
             self.smem.scores_ready.consumer_wait(use)
             tcgen05.fence_after_wait()
-            others = self._take_partial_sums(part, use)
-            if cutlass.const_expr(part == geometry.score_parts - 1):
-                self.smem.scores_free.consumer_release(tile, cta=geometry.mma_cta)
-            self.sync_halves()  # the part before has been read
-            self._send_partial_sums(0, others)
+            others.append(self._take_partial_sums(part, use))
+        self.smem.scores_free.consumer_release(tile, cta=geometry.mma_cta)
+        for part in range(geometry.score_parts):
+            if part > 0:
+                self.sync_halves()  # the part before has been read; of the tile before, before its dP, which S has waited for
+            self._send_partial_sums(0, others[part])
             self.sync_halves()
             self._add_part(part)
 
@@ -165,7 +166,14 @@ class DqSm100PairRows(LatentRowsSm100):
             store_vector(line + (place ^ flip) * CHUNK, words[i : i + VECTOR])
         cute.arch.fence_proxy("async.shared", space="cta")
         self.smem.dscores_ready.producer_commit(tile, cta=self.smem.geometry.mma_cta)
+        self.let_keys_come(tile)
         self._write(operands.args.dscores, operands, where, words)
+
+    @cute.jit
+    def let_keys_come(self, tile: Int32):
+        """Signal kv_free of the tile before. Its dQ is complete, since dP is; copies of keys would have held up the stores of dS."""
+        if tile > 0:
+            self.smem.kv_free.consumer_release(tile - 1)
 
     @cute.jit
     def _write(self, base: cute.Pointer, operands: DqOperands, where: tuple[Int32, Int32], words: list):
@@ -267,4 +275,6 @@ class DqSm100ScoreRole:
             smem.dprobs_ready.consumer_wait(tile)
             smem.dprobs_free.consumer_release(tile, cta=smem.geometry.mma_cta)
             smem.dscores_ready.producer_commit(tile, cta=smem.geometry.mma_cta)
+            if cutlass.const_expr(smem.geometry.paired):
+                rows.let_keys_come(tile)
         return filled

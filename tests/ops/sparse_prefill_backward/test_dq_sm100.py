@@ -159,9 +159,11 @@ def test_strided_operands(heads: int) -> None:
 
 # Kinds of bugs, and of each the matches, without a pair and with one, that go unnoticed because nothing changes. Of a tile without keys,
 # dprobs_ready comes after scores_ready and kv_free; nobody reads tensor memory after the last fences; the warps that store the first Q
-# have waited for nothing; and the loads of the first part of S are told of with those of the second.
+# have waited for nothing; the loads of the first part of S are told of with those of the second; and a stage of keys is free when those
+# for dP are, for whose time alone the copies of a pair wait again.
 BUGS = {
-    "no wait": (ptx.WAITS, ptx.NO_WAIT, {4, 5, 6}, {4, 5}),
+    "no wait": (ptx.WAITS, ptx.NO_WAIT, {4, 5, 6}, {4, 5, 11}),
+    "no wait for copies": (rf"{ptx.COPY_WAITS}|{ptx.COPY_WAITS_BUT_ONE}", "", set(), set()),
     "no arrival": (ptx.CLUSTER_ARRIVALS, "", set(), set()),
     "no proxy fence": (ptx.PROXY_FENCES, "", set(), set()),
     "no fence before a signal": (ptx.FENCES_BEFORE, "", {5}, {0, 6}),
