@@ -20,7 +20,7 @@ from torch.nn.functional import rms_norm
 import cute_mla
 from cute_mla.layer import MlaAttention, MlaConfig, MlaWeights, plan_batch
 
-GPUS = ((9, 0), (10, 0), (10, 3))  # compute capabilities that kernels are built for
+GPUS = ((9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # compute capabilities that kernels are built for
 LAYERS, HIDDEN, HEADS, VOCABULARY = 2, 128, 2, 64
 PAGE_SIZE, STEPS = 64, 16
 PROMPTS = [60, 7, 1]  # tokens; the first request reaches its second page during decode

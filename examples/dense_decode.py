@@ -14,7 +14,7 @@ import torch
 
 import cute_mla
 
-GPUS = ((9, 0), (10, 0), (10, 3))  # compute capabilities that kernels are built for
+GPUS = ((9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # compute capabilities that kernels are built for
 PAGE_SIZE, HEAD_DIM, HEAD_DIM_V = 64, 576, 512  # 576 = 512 latent + 64 rotary columns
 
 

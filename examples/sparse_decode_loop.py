@@ -22,7 +22,7 @@ from torch.nn.functional import layer_norm, rms_norm
 import cute_mla
 from cute_mla.layer import Indexer, IndexerWeights, MlaAttention, MlaBatch, MlaConfig, MlaWeights, plan_batch
 
-GPUS = ((9, 0), (10, 0), (10, 3))  # compute capabilities that kernels are built for
+GPUS = ((9, 0), (10, 0), (10, 3), (12, 0), (12, 1))  # compute capabilities that kernels are built for
 LAYERS, HIDDEN, HEADS, VOCABULARY = 2, 128, 2, 64
 Q_LORA, INDEX_HEADS, TOPK = 64, 4, 32  # a token attends to at most so many keys
 PAGE_SIZE, STEPS = 64, 16
