@@ -56,11 +56,11 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     **{f"dense_decode_sm120_{dtype}_cluster1": {"LDG.E": 9, "LDG.E.128": 18} for dtype in ("bf16", "fp16")},  # and words of a tree
     **{f"dense_decode_sm120_bf16_{kind}_cluster1": {"LDG.E": 1, "LDG.E.128": 9} for kind in ("fp8_cache", "fp8")},
     "sparse_decode_sm120_bf16_latent_cluster1": {"LDG.E.128": 18},
-    "sparse_decode_sm120_bf16_fp8_584_cluster1": {"LDG.E.128": 6, "LDG.E.U8": 5},
-    "sparse_decode_sm120_bf16_fp8_656_cluster1": {"LDG.E": 5, "LDG.E.128": 6},
-    "sparse_decode_sm120_bf16_nope_528_cluster1": {"LDG.E": 7, "LDG.E.128": 6},
-    "sparse_decode_sm120_bf16_v41_cluster1": {"LDG.E.128": 7, "LDG.E.U8": 7},
-    "sparse_decode_sm120_bf16_v41_fp4_cluster1": {"LDG.E.128": 8, "LDG.E.U8": 2},
+    "sparse_decode_sm120_bf16_fp8_584_cluster1": {"LDG.E.128": 9, "LDG.E.U8": 7},
+    "sparse_decode_sm120_bf16_fp8_656_cluster1": {"LDG.E": 7, "LDG.E.128": 10},
+    "sparse_decode_sm120_bf16_nope_528_cluster1": {"LDG.E": 8, "LDG.E.128": 8},
+    "sparse_decode_sm120_bf16_v41_cluster1": {"LDG.E.128": 8, "LDG.E.U8": 8},
+    "sparse_decode_sm120_bf16_v41_fp4_cluster1": {"LDG.E.128": 5, "LDG.E.U8": 6},
     # the index of a key of the next stage, ahead of the wait for a place
     **{f"sparse_prefill_sm120_bf16_d{d_qk}_{form}": {"LDG.E": 1} for d_qk in (512, 576) for form in ("cluster1", "rows64")},
     # the output role asks for Q of the next token and waits a token long for a barrier before it uses it; the score role likewise

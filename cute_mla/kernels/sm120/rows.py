@@ -11,7 +11,8 @@ from ...spec.mla import ELEMENT_BYTES
 from ..primitives.arithmetic import from_lane
 from ..primitives.copies import CHUNK, smem_pointer, start_copy
 from ..primitives.pipeline import PipelineState
-from ..primitives.rows import load_words, registers
+from ..primitives.rows import registers
+from ..sm90.rows import load_if
 from .attend import CHUNK_WORDS, chunk_at
 from .cta import LANES, WARP_KEYS, Sm120Thread
 
@@ -94,7 +95,8 @@ def rows_of(row: Int64) -> list[Int64]:
 
 
 def load_chunk(address: Int64, wanted: Boolean) -> Any:
-    """Load 16 bytes; zeros, and no access, unless wanted."""
+    """Start the load of 16 bytes; zeros, and no access, unless wanted. Behind a branch ptxas would wait for it."""
     words = registers(CHUNK_WORDS)
-    load_words(words, address, wanted)
+    words.fill(0)
+    load_if(wanted, words, address)
     return words

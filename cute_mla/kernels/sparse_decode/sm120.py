@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
+from cutlass import Boolean, Float32, Int32, Int64, cute
 
 from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
@@ -36,11 +36,12 @@ from ..attention.kernel import ELEMENT_TYPES
 from ..attention.scheduler import KeyTile
 from ..attention.softmax import SinkScale
 from ..definition import KernelDefinition
-from ..primitives.arithmetic import E2M1_SCALE, e4m3_of_e2m1, e8m0_scale, from_lane, pack_pair
+from ..primitives.arithmetic import E2M1_SCALE, as_float, e4m3_of_e2m1, e8m0_scale, from_lane, pack_pair
 from ..primitives.copies import CHUNK
 from ..primitives.pipeline import PipelineState
-from ..primitives.rows import element_at, exact, registers
+from ..primitives.rows import exact, registers
 from ..primitives.smem import Array, SmemLayout
+from ..sm90.rows import load_if
 from ..sm120.attend import CHUNK_WORDS, Sm120AttendRole, chunk_at
 from ..sm120.cta import KEYS, STAGES, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, pitch_of, products_of_stage
 from ..sm120.roles import Sm120Mask
@@ -95,15 +96,17 @@ class SparseDecodeSm120LoadRole:
     def load_stage(self, smem: Sm120Smem, thread: Sm120Thread, slot: Sm120Slot, state: PipelineState) -> None:
         """Bring the warp's keys of a stage. slot: of key lane % 8."""
         row, rows = slot.row, rows_of(slot.row)
-        codes, factors, narrow = [], [], []
+        codes, factors, narrow = [], [], [None] * WARP_KEYS
         if self.format.quantised:
             lane_column = thread.lane * CHUNK
             coded = lane_column < self.format.quantised
             group = lane_column // self.format.group
+            if self.config.mixes_formats:
+                in_extra = cute.arch.vote_ballot_sync(slot.in_extra != 0)
+                narrow = [in_extra & (1 << key) != 0 for key in range(WARP_KEYS)]
             for key in range(WARP_KEYS):
                 column, scale = lane_column, group
                 if self.config.mixes_formats:  # two lanes load the same 16 bytes of e2m1 values, and use a half each
-                    narrow.append(cute.arch.shuffle_sync(slot.in_extra, key) != 0)
                     column = cutlass.select_(narrow[key], thread.lane // 2 * CHUNK, column)
                     scale = cutlass.select_(narrow[key], thread.lane, scale)
                 codes.append(load_chunk(rows[key] + column, (rows[key] != 0) & coded))
@@ -113,26 +116,32 @@ class SparseDecodeSm120LoadRole:
         place = smem.sK.toint() + (state.stage * KEYS + thread.warp * WARP_KEYS) * self.pitch
         if self.format.quantised:
             for key in range(WARP_KEYS):
-                words, factor = codes[key], factors[key]
+                words, factor = codes[key], self.scale_of(factors[key], narrow[key])
                 if self.config.mixes_formats:
-                    words, factor = e4m3_codes(words, narrow[key], thread.lane), scale_of(factor, narrow[key])
+                    words = e4m3_codes(words, narrow[key], thread.lane)
                 self.store_codes(place + key * self.pitch + 2 * lane_column, words, factor, coded)
         self.wide.store(thread, place, wide)
         store_if(thread.lane < WARP_KEYS, smem.sPresent + (state.stage * KEYS + thread.warp * WARP_KEYS + thread.lane), row)
         smem.k_ready.producer_commit(state)
 
-    @cute.jit
-    def load_scale(self, scales: Int64, group: Int32, wanted: Boolean) -> Float32 | Int32:
-        """Return the scale of a group of columns; 0 unless wanted. Where formats mix, its code, which is converted when it has come."""
-        scale = Int32(0) if cutlass.const_expr(self.config.mixes_formats) else Float32(0)
-        if wanted:
-            if cutlass.const_expr(self.config.mixes_formats):
-                scale = Int32(element_at(Uint8, scales + group).load())
-            elif cutlass.const_expr(self.format.scale == "fp32"):
-                scale = element_at(Float32, scales + group * 4).load()
-            else:
-                scale = e8m0_scale(Int32(element_at(Uint8, scales + group).load()))
-        return scale
+    def load_scale(self, scales: Int64, group: Int32, wanted: Boolean) -> Int32:
+        """Start the load of the scale of a group of columns: bits of fp32, or a code of 8 bits. 0, and no access, unless wanted."""
+        if self.format.scale != "fp32":
+            return load_byte_if(wanted, scales + group)
+        bits = registers(1)
+        bits.fill(0)
+        load_if(wanted, bits, scales + group * 4)
+        return bits[0]
+
+    def scale_of(self, loaded: Int32, narrow: Boolean | None) -> Float32:
+        """Return the scale that load_scale has brought. narrow: whether it is one of e4m3, for e2m1 values in e4m3."""
+        if self.format.scale == "fp32":
+            return as_float(loaded)
+        if narrow is None:
+            return e8m0_scale(loaded)
+        word = registers(1)
+        word[0] = loaded
+        return cutlass.select_(narrow, exact(word, cutlass.Float8E4M3FN)[0] * E2M1_SCALE, e8m0_scale(loaded))
 
     @cute.jit
     def store_codes(self, target: Int32, words: cute.Tensor, scale: Float32, coded: Boolean):
@@ -156,11 +165,13 @@ def e4m3_codes(words: cute.Tensor, narrow: Boolean, lane: Int32) -> cute.Tensor:
     return codes
 
 
-def scale_of(code: Int32, narrow: Boolean) -> Float32:
-    """Return the scale that a code of e8m0 stands for; if narrow one of e4m3, times that of e2m1 values in e4m3."""
-    word = registers(1)
-    word[0] = code
-    return cutlass.select_(narrow, exact(word, cutlass.Float8E4M3FN)[0] * E2M1_SCALE, e8m0_scale(code))
+def load_byte_if(wanted: Boolean, address: Int64) -> Int32:
+    """Start the load of a byte; 0, and no access, unless wanted."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred wanted; setp.ne.b32 wanted, {$r1}, 0; mov.b32 {$w0}, 0; @wanted ld.global.b8 {$w0}, [{$r0}]; }",
+        write_only_types=[Int32],
+        read_only_args=[address, Int32(wanted)],
+    )
 
 
 @cute.jit
