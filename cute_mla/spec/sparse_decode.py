@@ -16,7 +16,7 @@ from .abi import Float32, Int32, Int64, Pointer, params_of
 from .arch import SM90, SM100, Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
 from .dense_decode import FEW_HEADS, SOFTMAX_TERMS, TILE_ROWS, TILINGS, parts_of, row_ctas
-from .mla import BF16
+from .mla import BF16, ceil_div
 from .split_plan import INVARIANT_SPLIT, TILE_KEYS, invariant_splits, keeps_whole, piece_overhead
 
 
@@ -106,12 +106,14 @@ class SparseDecodeConfig:
     dtype: element type of q and out, and of a latent cache. cache: as serving_kernels names the formats of both caches.
     cluster: CTAs that share the gathered tiles (1 or 2); on sm100, the CTAs along the heads.
     few_heads: S^T = K Q^T and O^T = V^T P^T, for up to FEW_HEADS heads.
+    rows64: on sm120: the same products and TILE_ROWS heads a CTA, for more heads than the 16 rows of the other kernel.
     """
 
     dtype: str
     cache: str
     cluster: int
     few_heads: bool = False
+    rows64: bool = False
 
     @property
     def format(self) -> CacheFormat:
@@ -131,7 +133,8 @@ class SparseDecodeConfig:
     @property
     def name(self) -> str:
         """The kernel's name in the manifest, without op and arch."""
-        return f"{self.dtype}_{self.cache}_" + ("few_heads" if self.few_heads else f"cluster{self.cluster}")
+        form = "few_heads" if self.few_heads else "rows64" if self.rows64 else f"cluster{self.cluster}"
+        return f"{self.dtype}_{self.cache}_{form}"
 
 
 def order_terms(config: SparseDecodeConfig, arch: Arch) -> dict[str, Any]:
@@ -141,8 +144,10 @@ def order_terms(config: SparseDecodeConfig, arch: Arch) -> dict[str, Any]:
     their own. Over a 16-bit latent the order is that of sparse prefill, as long as no request is cut.
     """
     if config.cache == LATENT.name:
-        return sparse_prefill.order_terms(sparse_prefill.SparsePrefillConfig(config.dtype, config.format.d_qk, config.cluster), arch)
+        prefill = sparse_prefill.SparsePrefillConfig(config.dtype, config.format.d_qk, config.cluster, config.rows64)
+        return sparse_prefill.order_terms(prefill, arch)
     few = config.few_heads
+    heads = f"heads on M, {config.cluster} CTAs" if arch is SM100 else "heads on M"
     fp32_scales = few and config.format.scale == "fp32"  # which the kernel for few heads applies to scores and P
     return {
         "op": "sparse_decode",
@@ -152,7 +157,7 @@ def order_terms(config: SparseDecodeConfig, arch: Arch) -> dict[str, Any]:
         "cache": config.cache,
         "values": "codes exact, fp32 scales on scores and on P" if fp32_scales else f"value x scale, rounded once to {config.dtype}",
         "d_qk": config.format.d_qk,
-        "rows": f"keys on M, up to {FEW_HEADS} heads" if few else f"heads on M, {config.cluster} CTAs" if arch is SM100 else "heads on M",
+        "rows": f"keys on M, up to {FEW_HEADS} heads" if few else "keys on M" if config.rows64 else heads,
         "keys": f"tiles of {TILE_KEYS if TILINGS[arch.name].rows == TILE_ROWS else TILE_KEYS // 2}, as given",
         "split": INVARIANT_SPLIT,
         **SOFTMAX_TERMS,
@@ -191,7 +196,7 @@ class SparseDecodeProblem:
         few_heads = self.few_heads and self.h_q <= FEW_HEADS and self.cache in few_heads_caches(self.arch)
         tiling = TILINGS[self.arch.name]
         cluster = self.row_ctas if tiling.paired else tiling.cluster(self.row_ctas)
-        return SparseDecodeConfig(self.dtype, self.cache, cluster, few_heads)
+        return SparseDecodeConfig(self.dtype, self.cache, cluster, few_heads, tiling.takes_rows64(self.h_q))
 
     @property
     def max_keys(self) -> int:
@@ -221,7 +226,10 @@ class SparseDecodeProblem:
 
 def head_ctas(arch: Arch, h_q: int) -> int:
     """Return the CTAs along the heads of one query token. Up to the rows of one, a call takes one: a pair would be half empty."""
-    return 1 if h_q <= TILINGS[arch.name].rows else row_ctas(arch, h_q)
+    tiling = TILINGS[arch.name]
+    if tiling.takes_rows64(h_q):
+        return ceil_div(h_q, TILE_ROWS)
+    return 1 if h_q <= tiling.rows else row_ctas(arch, h_q)
 
 
 def num_parts(arch: Arch, h_q: int, s_q: int, sm_count: int) -> int:
@@ -235,5 +243,6 @@ def closed_variants(arch: Arch) -> tuple[SparseDecodeConfig, ...]:
     clusters = (1, 2) if tiling.rows == TILE_ROWS else tiling.clusters  # for up to TILE_ROWS heads, and for more
     return (
         *(SparseDecodeConfig(dtype, cache, cluster) for dtype, cache in KERNELS for cluster in clusters),
+        *(SparseDecodeConfig(dtype, cache, 1, rows64=True) for dtype, cache in KERNELS if tiling.takes_rows64(TILE_ROWS)),
         *(SparseDecodeConfig(BF16, cache, 1, few_heads=True) for cache in few_heads_caches(arch)),
     )

@@ -25,7 +25,7 @@ from cute_mla.spec import (
 from cute_mla.spec import combine as combine_spec
 from cute_mla.spec.arch import ARCHS, Arch
 from cute_mla.spec.cache_format import FORMATS
-from cute_mla.spec.dense_decode import TILINGS, DenseDecodeProblem, unit_tokens, whole_eighths
+from cute_mla.spec.dense_decode import TILE_ROWS, TILINGS, DenseDecodeProblem, unit_tokens, whole_eighths
 from cute_mla.spec.kernel_ops import ARCHS_OF, KERNEL_OPS
 from cute_mla.spec.mla import D_V, ELEMENT_BYTES, MAX_HEADS, ceil_div
 from cute_mla.spec.mqa_logits import MqaLogitsProblem
@@ -160,7 +160,7 @@ def _decode(case: Case, problem: DenseDecodeProblem | SparseDecodeProblem, lengt
     combine = _combine_after(problem, num_parts, work, target.sm_count)
     row_ctas = problem.row_ctas
     ctas = row_ctas * columns * len(work.cta_work)
-    tile_rows = TILINGS[target.arch.name].rows
+    tile_rows = TILE_ROWS if isinstance(problem, SparseDecodeProblem) and problem.config.rows64 else TILINGS[target.arch.name].rows
     rows = min(problem.rows if isinstance(problem, DenseDecodeProblem) else problem.h_q, tile_rows * problem.config.cluster, MAX_HEADS)
     return Launch(**kernel, cta_work=work.cta_work, row_ctas=row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine, rows=rows)
 

@@ -1,6 +1,6 @@
 """Products of a block of keys of each attention kernel: padded FLOP on one SM, as 16-bit equivalents.
 
-A block is a tile of 64 keys and 64 query rows, on RTX boards 16, of sparse prefill with more than 16 heads 64; on Blackwell two SMs share
+A block is a tile of 64 keys and 64 query rows, on RTX boards 16, of sparse ops with more than 16 heads 64; on Blackwell two SMs share
 64 keys and 128 rows, but for sparse prefill with up to 64 heads.
 In dense prefill a block has 128 keys, or 80 or 64 with 256 columns on Hopper, and 128 or 256 rows; in its backward pass 128 rows and 96 or
 128 keys for dQ, 128 keys and 64 to 128 rows for dK and dV. Logits of an indexer have tiles of 128 keys and 256 rows, 128 with pages.
@@ -48,7 +48,8 @@ def _dense_decode(arch: str, config: Config) -> Flops:
 
 
 def _sparse_decode(arch: str, config: Config) -> Flops:
-    return _latent(FORMATS[str(config["cache"])].d_qk, FEW_HEADS if config.get("few_heads") else TILINGS[arch].rows)
+    rows = FEW_HEADS if config.get("few_heads") else TILE_ROWS if config.get("rows64") else TILINGS[arch].rows
+    return _latent(FORMATS[str(config["cache"])].d_qk, rows)
 
 
 def _sparse_prefill(arch: str, config: Config) -> Flops:

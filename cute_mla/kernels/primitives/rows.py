@@ -219,6 +219,24 @@ def load_words(target: cute.Tensor, address: Int64, wanted: Boolean, otherwise: 
         cute.autovec_copy(words_at(address, cute.size(target)), target)
 
 
+def load_if(wanted: Boolean | Int32, words: cute.Tensor, address: Int64) -> None:
+    """Start the load of some neighbouring words at a multiple of their size; no access, and registers as they were, unless wanted.
+
+    One predicated instruction. Zeros for what is not there would be moves to the same registers, which wait for the load.
+    """
+    count = cute.size(words)
+    before = " ".join(f"mov.b32 {{$w{i}}}, {{$r{i + 2}}};" for i in range(count))
+    targets = ", ".join(f"{{$w{i}}}" for i in range(count))
+    load = f"ld.global.b32 {targets}" if count == 1 else f"ld.global.v{count}.b32 {{{targets}}}"
+    loaded = cute.arch.inline_ptx(
+        f"{{ .reg .pred wanted; setp.ne.b32 wanted, {{$r1}}, 0; {before} @wanted {load}, [{{$r0}}]; }}",
+        write_only_types=[Int32] * count,
+        read_only_args=[address, Int32(wanted), *(words[i] for i in range(count))],
+    )
+    for i, word in enumerate(loaded if count > 1 else (loaded,)):
+        words[i] = word
+
+
 @cute.jit
 def load_elements(target: cute.Tensor, address: Int64, whole: Boolean | bool, wanted: Boolean, otherwise: cutlass.Constexpr = 0):
     """Load as load_words does, from 16-bit elements that may begin at any of them. otherwise None: words mean nothing unless wanted."""

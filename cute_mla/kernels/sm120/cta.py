@@ -5,7 +5,7 @@
 HEADS_ON_M  up to 16 rows. Four warps multiply. Where keys pass registers, four others bring those of each stage, so that DRAM has the
             bytes of one stage to bring while the warps of the other wait for the latency of theirs, and convert: 384 threads leave 168
             registers to each. Where they do not, four bring all
-KEYS_ON_M   up to 64 rows. Eight warps multiply, and take registers of the four that bring keys, past registers alone
+KEYS_ON_M   up to 64 rows. Eight warps multiply, and take registers of the four that bring keys past registers, or convert them in place
 
 A row of Q, of a key or of P in shared memory is 16 bytes longer than its elements: rows lie in different banks without a swizzle
 (primitives/warp_products.py).
@@ -39,6 +39,7 @@ WARP_KEYS = KEYS // WARPS
 STAGES = TILE_KEYS // KEYS
 P_PITCH = KEYS * ELEMENT_BYTES + CHUNK
 MATH_BARRIER = 1
+COPY_ARRIVALS = WARPS * LANES + 1  # on k_ready, of threads' copies that land by themselves, and of bits
 
 
 @dataclass(frozen=True)
@@ -76,6 +77,9 @@ HEADS_ON_M_BY_REGISTERS = replace(HEADS_ON_M, loaders=STAGES * WARPS)
 KEYS_ON_M = Sm120Form(TILE_ROWS, 8, WARPS, 2, tuple(NamedBarrier(f"pair_{i}", MATH_BARRIER + i) for i in range(4)), (24, 240))
 
 
+KEYS_ON_M_CONVERTING = replace(KEYS_ON_M, registers=(40, 232))  # as far as slots are looked up and their bytes pass registers
+
+
 def pitch_of(columns: int) -> int:
     """Return the bytes from a row of 16-bit elements to the next."""
     return columns * ELEMENT_BYTES + CHUNK
@@ -92,6 +96,7 @@ class Sm120Smem:
     k_free: StageBarriers
     sQ: cute.Pointer | None = None  # dtype [row][d_qk], as sK, zeros where there is no row. Keys on M: words of threads, behind 512 columns
     sPresent: cute.Pointer | None = None  # int32, where indices decide which keys exist: [stage][key], or [stage] of bits
+    sScales: cute.Pointer | None = None  # bytes [key][..]: scales of a stage that is being converted
     sKept: cute.Pointer | None = None  # fp32: what results of an op keep until the end of a work tile
 
     @staticmethod

@@ -33,7 +33,7 @@ from ..primitives.rows import load_words, registers, store_vector
 from ..primitives.warp_products import SUMS, K, M, N, multiply, row_operand, wide_operand
 from .attend import CHUNK_WORDS, chunk_at
 from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, Sm120Smem
-from .roles import HALVES, Kept, Sm120Role, Sm120Rows
+from .roles import HALVES, Kept, Sm120Role, Sm120Rows, by_destination
 
 PAIR_WARPS = 2
 PAIR_ROWS = PAIR_WARPS * N
@@ -264,8 +264,7 @@ class Sm120KeysOnMRole(Sm120Role):
     def finish(
         self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120PairRows, thread: Sm120PairThread, req: Int32, work_tile: WorkTile
     ) -> None:  # fmt: skip
-        """Write out and lse of a work tile that is not cut."""
-        assert work_tile.always_direct, "there is no code for splits"
+        """Write out or out_accum, and lse: natural log if the request is not cut, else base 2."""
         stored = operands.row_range(req)
         weights = [self.finish_row(operands, smem, stored, rows, thread, which, work_tile) for which in range(HALVES)]
         self.keep(self.factors(smem, rows), thread, weights)
@@ -274,7 +273,11 @@ class Sm120KeysOnMRole(Sm120Role):
         for i in range(cute.size(rows.rO)):
             factor = factors[row_of_sum(i)]
             rows.rO[i] = cutlass.select_(factor == NO_KEYS, Float32(0), rows.rO[i] * factor)
-        self.store_out(smem, stored, rows, thread)
+        by_destination(
+            work_tile,
+            lambda: self.store_out(smem, stored, rows, thread),
+            lambda: self.store_accum(operands, stored, rows, thread, work_tile),
+        )
         rows.turn[0] = rows.turn[0] ^ 1
 
     @cute.jit
@@ -289,8 +292,13 @@ class Sm120KeysOnMRole(Sm120Role):
         weight = self.row_scale.weight(operands, lambda: work_tile, row, total, reference)
         if stored.holds(row) & (thread.lane < 4):
             lse = reference + cute.math.log2(total, fastmath=True)
-            stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2))
-            rows.results.store(self, smem, stored, thread, row, which, (total, reference))
+            by_destination(
+                work_tile,
+                lambda: stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2)),
+                lambda: (operands.lse_accum + operands.accum_row(work_tile, row)).store(cutlass.select_(empty, -Float32.inf, lse)),
+            )
+            if cutlass.const_expr(work_tile.always_direct):
+                rows.results.store(self, smem, stored, thread, row, which, (total, reference))
         return cutlass.select_(empty, Float32(NO_KEYS), weight)
 
     @cute.jit
@@ -314,6 +322,20 @@ class Sm120KeysOnMRole(Sm120Role):
                 if stored.holds(own[group]):
                     store_vector(outs[group] + first, [held[i] for i in range(CHUNK_WORDS)])
             cute.arch.sync_warp()
+
+    @cute.jit
+    def store_accum(self, operands: LatentOperands, stored: RowRange, rows: Sm120PairRows, thread: Sm120PairThread, work_tile: WorkTile):
+        """Write the warp's columns of out_accum: eight lanes have a whole sector of a row."""
+        for which in cutlass.range_constexpr(HALVES * PAIR_WARPS):
+            group, i = divmod(which, HALVES)
+            row = first_row_of_cta() + thread.pair * PAIR_ROWS + group * N + thread.lane % 4 * HALVES + i
+            if stored.holds(row):
+                column = thread.side * (self.d_v // PAIR_WARPS) + thread.lane // 4
+                out = operands.out_accum + (operands.accum_row(work_tile, row) * self.d_v + column)
+                for tile in cutlass.range_constexpr(self.d_v // PAIR_WARPS // M):
+                    at = SUMS * (PAIR_WARPS * tile + group)
+                    (out + tile * M).store(rows.rO[at + i])
+                    (out + tile * M + N).store(rows.rO[at + HALVES + i])
 
 
 def sync_pair(thread: Sm120PairThread) -> None:

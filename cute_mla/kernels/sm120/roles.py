@@ -13,10 +13,12 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.lengths import RowRange
 from ..attention.scheduler import KeyTile, LatentOperands, WorkTile
 from ..attention.softmax import RowScale, follow_maximum, shift_of
+from ..primitives.arithmetic import pin_register
 from ..primitives.pipeline import PipelineState
 from .cta import KEYS, Sm120Smem, pitch_of
 
 HALVES = 2  # rows of a thread
+SIGN_BIT = 31
 
 
 class RowStep(NamedTuple):
@@ -115,6 +117,27 @@ class Sm120Mask:
 
 
 @dataclass(frozen=True)
+class Sm120BitMask(Sm120Mask):
+    """Mask of keys whose bit of sPresent is 0. attend: the role."""
+
+    attend: Any
+
+    skips = True
+
+    def has_keys(self, smem: Sm120Smem, stage: Int32) -> Boolean:
+        """Return whether a stage has a key."""
+        return (smem.sPresent + stage).load() != 0
+
+    @cute.jit
+    def apply(self, operands: Any, smem: Sm120Smem, thread: Any, scores: cute.Tensor, stage: Int32, keys: KeyTile):
+        """Set the scores of keys that do not exist to -inf."""
+        present = (smem.sPresent + stage).load() >> self.attend.first_key(thread)
+        for i in cutlass.range_constexpr(cute.size(scores)):
+            bit = Int32(1 << self.attend.key_behind_first(i))
+            scores[i] = cutlass.select_((present & bit) != 0, scores[i], -Float32.inf)
+
+
+@dataclass(frozen=True)
 class Sm120Role:
     """A role that multiplies. dtype: of out and of products' operands. d_qk, d_v: columns."""
 
@@ -163,7 +186,8 @@ class Sm120Role:
         while req <= last:
             tile_range = schedule.tile_range(req, begin_tile)
             work_tile = schedule.work_tile_of(tile_range, req, begin_tile)
-            self.begin(operands, smem, rows, thread, req)
+            # Q behind the plan, of which ptxas else asks when Q has come; tiles are never negative
+            self.begin(operands, smem, rows, thread, req + (pin_register(tile_range.tiles) >> SIGN_BIT))
             rows.reset()
             for i in cutlass.range(tile_range.tiles * (TILE_KEYS // KEYS), unroll=1):
                 keys = KeyTile(req, begin_tile * TILE_KEYS + i * KEYS, tile_range.keys - i * KEYS)

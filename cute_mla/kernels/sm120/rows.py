@@ -7,14 +7,15 @@ from typing import Any
 
 from cutlass import Boolean, Int32, Int64, cute
 
+from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import ELEMENT_BYTES
+from ..attention.scheduler import LatentOperands, first_query_row
 from ..primitives.arithmetic import from_lane
-from ..primitives.copies import CHUNK, smem_pointer, start_copy
+from ..primitives.copies import CHUNK, LINE_BYTES, prefetch_row, smem_pointer, start_copy
 from ..primitives.pipeline import PipelineState
-from ..primitives.rows import registers
-from ..sm90.rows import load_if
+from ..primitives.rows import load_if, registers
 from .attend import CHUNK_WORDS, chunk_at
-from .cta import LANES, WARP_KEYS, Sm120Thread
+from .cta import LANES, WARP_KEYS, WARPS, Sm120Thread
 
 TAIL_LANES = 8  # 16-byte chunks of 64 16-bit columns: a warp has those of four keys at a time
 
@@ -82,6 +83,20 @@ class Sm120Columns:
             key = number * (LANES // TAIL_LANES) + thread.lane // TAIL_LANES
             target = first + self.whole * LANES * CHUNK + key * self.pitch + thread.lane % TAIL_LANES * CHUNK
             cute.autovec_copy(words, chunk_at(target))
+
+
+def query_lines(d_qk: int) -> int:
+    """Return the lines of a row of Q."""
+    return d_qk * ELEMENT_BYTES // LINE_BYTES
+
+
+@cute.jit
+def ask_for_queries(operands: LatentOperands, req: Int32, line: Int32):
+    """Ask L2 for a line of each of the CTA's rows of Q of a request. Four warps."""
+    place = cute.arch.thread_idx()[0] % (WARPS * LANES)
+    if place < TILE_ROWS:
+        stored = operands.row_range(req)
+        prefetch_row(stored.q_row(stored.nearest(first_query_row() + place)).toint() + line * LINE_BYTES, LINE_BYTES)
 
 
 def next_tile(state: PipelineState) -> PipelineState:

@@ -17,11 +17,12 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import LatentOperands, TileRange
 from ..primitives.arithmetic import widen
 from ..primitives.copies import store_groups
+from ..primitives.rows import load_if
 from ..primitives.wgmma import A_STRIDES, A_VALUES, K_STEP, REGISTERS_PER_STEP, flat, half, packed
 from .cta import BOX_BYTES, STAGE_BOXES, STAGE_BYTES, STEPS_PER_BOX, WARPGROUP
 from .few_heads_cta import CONVERTERS, HEADS, STAGGER_BARRIER, FewHeadsSmem, FewHeadsThread
 from .few_heads_softmax import REGISTERS, FewHeadsSoftmax
-from .rows import CHUNK, CHUNK_WORDS, load_if, part_of
+from .rows import CHUNK, CHUNK_WORDS, part_of
 
 TURN_PART = 6
 KEYS = 2  # of a thread in a tile

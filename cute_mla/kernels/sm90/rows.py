@@ -24,6 +24,7 @@ from ...spec.split_plan import TILE_KEYS
 from ..attention.scheduler import BOX_COLUMNS
 from ..primitives.arithmetic import pin_register
 from ..primitives.peer import copy_to_peer
+from ..primitives.rows import load_if
 from .cta import BOX_BYTES, WARPS_PER_GROUP
 
 CHUNK = 16  # bytes that a thread loads or stores at a time
@@ -172,24 +173,6 @@ class LatentSm90Lane:
 def part_of(words: cute.Tensor, first: int, count: int) -> cute.Tensor:
     """Return some neighbouring registers of a buffer."""
     return cute.make_tensor(words.iterator + first, cute.make_layout(count))
-
-
-def load_if(wanted: Boolean | Int32, words: cute.Tensor, address: Int64) -> None:
-    """Start the load of some neighbouring words at a multiple of their size; no access, and registers as they were, unless wanted.
-
-    One predicated instruction. Zeros for what is not there would be moves to the same registers, which wait for the load.
-    """
-    count = cute.size(words)
-    before = " ".join(f"mov.b32 {{$w{i}}}, {{$r{i + 2}}};" for i in range(count))
-    targets = ", ".join(f"{{$w{i}}}" for i in range(count))
-    load = f"ld.global.b32 {targets}" if count == 1 else f"ld.global.v{count}.b32 {{{targets}}}"
-    loaded = cute.arch.inline_ptx(
-        f"{{ .reg .pred wanted; setp.ne.b32 wanted, {{$r1}}, 0; {before} @wanted {load}, [{{$r0}}]; }}",
-        write_only_types=[Int32] * count,
-        read_only_args=[address, Int32(wanted), *(words[i] for i in range(count))],
-    )
-    for i, word in enumerate(loaded if count > 1 else (loaded,)):
-        words[i] = word
 
 
 def load_runs_if(step: LatentSm90Step, words: cute.Tensor, row: Int64, lane: LatentSm90Lane, wanted: Boolean | Int32) -> None:

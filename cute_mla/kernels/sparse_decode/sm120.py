@@ -25,7 +25,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, Int64, cute
+from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
 
 from ...spec.arch import Arch
 from ...spec.cache_format import CacheFormat
@@ -39,15 +39,29 @@ from ..definition import KernelDefinition
 from ..primitives.arithmetic import E2M1_SCALE, as_float, e4m3_of_e2m1, e8m0_scale, from_lane, pack_pair
 from ..primitives.copies import CHUNK
 from ..primitives.pipeline import PipelineState
-from ..primitives.rows import exact, registers
+from ..primitives.rows import exact, load_if, registers
 from ..primitives.smem import Array, SmemLayout
-from ..sm90.rows import load_if
+from ..sm120 import keys_on_m
 from ..sm120.attend import CHUNK_WORDS, Sm120AttendRole, chunk_at
-from ..sm120.cta import KEYS, STAGES, WARP_KEYS, Sm120Kernel, Sm120Parts, Sm120Smem, Sm120Thread, pitch_of, products_of_stage
-from ..sm120.roles import Sm120Mask
+from ..sm120.cta import (
+    COPY_ARRIVALS,
+    KEYS,
+    KEYS_ON_M_CONVERTING,
+    STAGES,
+    WARP_KEYS,
+    WARPS,
+    Sm120Kernel,
+    Sm120Parts,
+    Sm120Smem,
+    Sm120Thread,
+    pitch_of,
+    products_of_stage,
+)
+from ..sm120.roles import Sm120BitMask, Sm120Mask
 from ..sm120.rows import Sm120Columns, load_chunk, next_tile, rows_of
 from .abi import SparseDecodeAbi
 from .operands import SparseDecodeIndices, SparseDecodeOperands, look_up, slot_address
+from .sm120_rows64 import SparseDecodeSm120CopyRole
 
 
 class Sm120Slot(NamedTuple):
@@ -194,7 +208,7 @@ class SparseDecodeSm120Mask(Sm120Mask):
 
 @dataclass(frozen=True)
 class SparseDecodeSm120(Sm120Parts):
-    """One variant of the kernel."""
+    """One variant of the kernel for up to 16 heads."""
 
     config: SparseDecodeConfig
 
@@ -204,14 +218,19 @@ class SparseDecodeSm120(Sm120Parts):
         return ELEMENT_TYPES[self.config.dtype]
 
     @property
+    def d_qk(self) -> int:
+        """Return the columns of a key."""
+        return self.config.format.d_qk
+
+    @property
     def layout(self) -> SmemLayout:
         """Return the fields of shared memory."""
-        return Sm120Smem.layout(self.dtype, self.config.format.d_qk, Array("sPresent", Int32, STAGES * KEYS, 16))
+        return Sm120Smem.layout(self.dtype, self.d_qk, Array("sPresent", Int32, STAGES * KEYS, 16))
 
     @property
     def expected(self) -> int:
         """Return the products in the code."""
-        return products_of_stage(self.config.format.d_qk, D_V)
+        return products_of_stage(self.d_qk, D_V)
 
     def load(self, operands: SparseDecodeOperands, smem: Sm120Smem) -> None:
         """Run the role that brings keys."""
@@ -219,9 +238,47 @@ class SparseDecodeSm120(Sm120Parts):
 
     def attend(self, operands: SparseDecodeOperands, smem: Sm120Smem) -> None:
         """Run the role that multiplies."""
-        Sm120AttendRole(SparseDecodeSm120Mask(), SinkScale(), self.dtype, self.config.format.d_qk, D_V).run(operands, smem)
+        Sm120AttendRole(SparseDecodeSm120Mask(), SinkScale(), self.dtype, self.d_qk, D_V).run(operands, smem)
+
+
+@dataclass(frozen=True)
+class SparseDecodeSm120Rows64(SparseDecodeSm120):
+    """One variant of the kernel for more heads."""
+
+    form = KEYS_ON_M_CONVERTING
+
+    @property
+    def role(self) -> SparseDecodeSm120CopyRole:
+        """Return the role that brings keys."""
+        return SparseDecodeSm120CopyRole(self.config, self.dtype)
+
+    @property
+    def producers(self) -> int:  # type: ignore[override]
+        """Return the arrivals that hand over a stage."""
+        return WARPS if self.config.format.quantised else COPY_ARRIVALS
+
+    @property
+    def layout(self) -> SmemLayout:
+        """Return the fields of shared memory."""
+        scales = (Array("sScales", Uint8, KEYS * self.role.scale_bytes, 16),) if self.config.format.quantised else ()
+        return Sm120Smem.layout(self.dtype, self.d_qk, Array("sPresent", Int32, STAGES), *scales, form=self.form)
+
+    @property
+    def expected(self) -> int:
+        """Return the products in the code."""
+        return keys_on_m.products_of_stage(self.d_qk, D_V)
+
+    def load(self, operands: SparseDecodeOperands, smem: Sm120Smem) -> None:
+        """Run the role that brings keys."""
+        self.role.run(operands, smem)
+
+    def attend(self, operands: SparseDecodeOperands, smem: Sm120Smem) -> None:
+        """Run the role that multiplies."""
+        role = keys_on_m.Sm120KeysOnMRole
+        role(Sm120BitMask(role), SinkScale(), self.dtype, self.d_qk, D_V).run(operands, smem)
 
 
 def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:
     """Return the variant, ready to compile."""
-    return Sm120Kernel(SparseDecodeAbi(config, 1), arch, SparseDecodeSm120(config)).complete()
+    parts = SparseDecodeSm120Rows64 if config.rows64 else SparseDecodeSm120
+    return Sm120Kernel(SparseDecodeAbi(config, 1), arch, parts(config)).complete()

@@ -47,6 +47,7 @@ from ..attention.softmax import SinkScale
 from ..primitives.arithmetic import as_float, multiply_pairs, pin_register, widen
 from ..primitives.copies import BOX_ROW_BYTES, LINE_BYTES, prefetch_line, writer_address
 from ..primitives.pipeline import PipelineState
+from ..primitives.rows import load_if
 from ..primitives.wgmma import K_STEP, half
 from ..sm90.cta import STEPS_PER_BOX
 from ..sm90.few_heads_convert import KEYS, OWN_KEYS, FewHeadsConvertRole, FewHeadsKeys, FewHeadsPart, FewHeadsScores
@@ -59,7 +60,7 @@ from ..sm90.few_heads_cta import (
 )
 from ..sm90.few_heads_output import FewHeadsOutputRole
 from ..sm90.few_heads_softmax import KEYS_APART, REGISTERS, FewHeadsSoftmax, p_writer, store_p
-from ..sm90.rows import CHUNK, load_if
+from ..sm90.rows import CHUNK
 from .operands import SparseDecodeOperands, slot_address
 from .sm90_gather import SparseDecodeSm90Indices
 from .sm90_scales import FIRST_HALVES, PAIR_CODES, SECOND_HALVES, powers_of_two

@@ -23,6 +23,7 @@ from ..attention.scheduler import BOX_COLUMNS, TileRange
 from ..primitives.arithmetic import pin_register, smaller
 from ..primitives.peer import peer_shift
 from ..primitives.pipeline import PipelineState, arrive
+from ..primitives.rows import load_if
 from ..sm90.cta import (
     BOX_BYTES,
     OUTPUT_BARRIER,
@@ -53,7 +54,6 @@ from ..sm90.rows import (
     copy_chunk,
     halves_of_cta,
     hand_over,
-    load_if,
     load_runs_if,
     new_buffers,
     part_of,

@@ -23,7 +23,8 @@ from cutlass import BFloat16, Boolean, Float32, Int32, Int64, cute
 
 from ...spec.sparse_decode import SparseDecodeConfig
 from ..primitives.arithmetic import E2M1_SCALE, as_float, e4m3_of_e2m1, multiply_pairs, pack_pair, widen
-from ..sm90.rows import CHUNK, CHUNK_WORDS, HALVES, KEYS_PER_WARP, LANES_PER_KEY, LatentSm90Step, load_if
+from ..primitives.rows import load_if
+from ..sm90.rows import CHUNK, CHUNK_WORDS, HALVES, KEYS_PER_WARP, LANES_PER_KEY, LatentSm90Step
 
 LOOKED_UP = HALVES * KEYS_PER_WARP  # keys of a warp; two lanes each find where they lie
 SCALE_SHARE = 8  # bytes of a key's scales that a lane loads, where they are loaded once

@@ -36,11 +36,11 @@ from ..definition import KernelDefinition
 from ..primitives.smem import Array, SmemLayout
 from ..sm120 import keys_on_m
 from ..sm120.attend import Sm120AttendRole
-from ..sm120.cta import HEADS_ON_M, KEYS_ON_M, STAGES, Sm120Form, Sm120Kernel, Sm120Parts, Sm120Smem, products_of_stage
-from ..sm120.roles import Sm120Role
+from ..sm120.cta import COPY_ARRIVALS, HEADS_ON_M, KEYS_ON_M, STAGES, Sm120Form, Sm120Kernel, Sm120Parts, Sm120Smem, products_of_stage
+from ..sm120.roles import Sm120BitMask, Sm120Role
 from .abi import SparsePrefillAbi
 from .operands import SparsePrefillOperands
-from .sm120_rows import ARRIVALS, SparsePrefillSm120LoadRole, SparsePrefillSm120Mask, SparsePrefillSm120Results
+from .sm120_rows import SparsePrefillSm120LoadRole, SparsePrefillSm120Results
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class SparsePrefillSm120(Sm120Parts):
 
     config: SparsePrefillConfig
 
-    producers = ARRIVALS
+    producers = COPY_ARRIVALS
 
     @property
     def role(self) -> type[Sm120Role]:
@@ -83,7 +83,7 @@ class SparsePrefillSm120(Sm120Parts):
 
     def attend(self, operands: SparsePrefillOperands, smem: Sm120Smem) -> None:
         """Run the role that multiplies."""
-        mask, results = SparsePrefillSm120Mask(self.role), SparsePrefillSm120Results.create(operands)
+        mask, results = Sm120BitMask(self.role), SparsePrefillSm120Results.create(operands)
         self.role(mask, SinkScale(), self.dtype, self.config.d_qk, D_V, results).run(operands, smem)
 
 

@@ -1,4 +1,4 @@
-"""Sparse prefill's own parts of the SM120 roles: rows by indices, bits of keys, the greatest logit and lse of a token's first indices.
+"""Sparse prefill's own parts of the SM120 roles: rows by indices, the greatest logit and lse of a token's first indices.
 
 lse_indexer sums up the first indexer_topk keys. At the first stage that reaches beyond this bound and has a key, the state that its keys
 before the bound alone would give waits in shared memory for the end of the token. The logarithm has the bits that lse would have if
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import cutlass
-from cutlass import Boolean, Float32, Int32, cute
+from cutlass import Float32, Int32, cute
 
 from ...spec.split_plan import TILE_KEYS
 from ..attention.lengths import RowRange
@@ -20,12 +20,11 @@ from ..attention.softmax import LN2
 from ..primitives.arithmetic import product
 from ..primitives.copies import arrive_landed
 from ..primitives.pipeline import PipelineState
-from ..sm120.cta import KEYS, LANES, WARP_KEYS, WARPS, Sm120Smem, Sm120Thread, pitch_of
-from ..sm120.roles import Sm120Mask, Sm120RowResults
+from ..sm120.cta import KEYS, WARP_KEYS, Sm120Smem, Sm120Thread, pitch_of
+from ..sm120.roles import Sm120RowResults
 from ..sm120.rows import Sm120Columns
 from .operands import SparsePrefillOperands
 
-ARRIVALS = WARPS * LANES + 1  # on k_ready: every thread's copies, and the bits
 NEVER = (1 << 31) - 1  # at or beyond the end of every list
 
 
@@ -63,27 +62,6 @@ class SparsePrefillSm120LoadRole:
                 state = smem.k_ready.advance(state)
             token = token + cute.arch.grid_dim()[2]
         cute.arch.griddepcontrol_launch_dependents()
-
-
-@dataclass(frozen=True)
-class SparsePrefillSm120Mask(Sm120Mask):
-    """Mask of keys whose bit is 0. attend: the role."""
-
-    attend: Any
-
-    skips = True
-
-    def has_keys(self, smem: Sm120Smem, stage: Int32) -> Boolean:
-        """Return whether a stage has a key."""
-        return (smem.sPresent + stage).load() != 0
-
-    @cute.jit
-    def apply(self, operands: Any, smem: Sm120Smem, thread: Any, scores: cute.Tensor, stage: Int32, keys: KeyTile):
-        """Set the scores of keys that do not exist to -inf."""
-        present = (smem.sPresent + stage).load() >> self.attend.first_key(thread)
-        for i in cutlass.range_constexpr(cute.size(scores)):
-            bit = Int32(1 << self.attend.key_behind_first(i))
-            scores[i] = cutlass.select_((present & bit) != 0, scores[i], -Float32.inf)
 
 
 @dataclass(frozen=True)

@@ -76,16 +76,10 @@ def test_decode_has_the_bits_of_prefill(arch: Arch, case: SparsePrefillCase) -> 
 
 
 @pytest.mark.parametrize("values", ["normal", "rising"])
-@pytest.mark.parametrize("h_q", [5, 16])
-def test_decode_of_few_heads_has_the_bits_of_prefill_on_rtx_boards(h_q: int, values: Any) -> None:
+@pytest.mark.parametrize("h_q", [5, 16, 17, 70])
+def test_decode_has_the_bits_of_prefill_on_rtx_boards(h_q: int, values: Any) -> None:
     rising: dict[str, Any] = {"s_q": 2, "s_kv": 192, "topk": 192, "indices": "valid", "lengths": None} if values == "rising" else {}
     check_decode_has_the_bits_of_prefill(SM120, replace(TOKENS, h_q=h_q, values=values, **rising))
-
-
-def test_decode_of_many_heads_has_another_order_on_rtx_boards() -> None:
-    """Prefill has a kernel with keys on M there, and decode has not."""
-    named = {cute_mla.fingerprint(op, "sm120", h_q=17, head_dim=576).order for op in ("sparse_prefill", "sparse_decode")}
-    assert len(named) == 2
 
 
 def test_heads_beside_others_have_the_bits_of_prefill_on_hopper() -> None:
