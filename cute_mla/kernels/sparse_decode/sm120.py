@@ -238,7 +238,7 @@ class SparseDecodeSm120(Sm120Parts):
 
     def attend(self, operands: SparseDecodeOperands, smem: Sm120Smem) -> None:
         """Run the role that multiplies."""
-        Sm120AttendRole(SparseDecodeSm120Mask(), SinkScale(), self.dtype, self.d_qk, D_V).run(operands, smem)
+        Sm120AttendRole(SparseDecodeSm120Mask(), SinkScale(), self.dtype, self.d_qk, D_V, plan_first=True).run(operands, smem)
 
 
 @dataclass(frozen=True)
@@ -275,7 +275,7 @@ class SparseDecodeSm120Rows64(SparseDecodeSm120):
     def attend(self, operands: SparseDecodeOperands, smem: Sm120Smem) -> None:
         """Run the role that multiplies."""
         role = keys_on_m.Sm120KeysOnMRole
-        role(Sm120BitMask(role), SinkScale(), self.dtype, self.d_qk, D_V).run(operands, smem)
+        role(Sm120BitMask(role), SinkScale(), self.dtype, self.d_qk, D_V, plan_first=True).run(operands, smem)
 
 
 def build(config: SparseDecodeConfig, arch: Arch) -> KernelDefinition:
