@@ -21,13 +21,12 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...spec.mla import ELEMENT_BYTES
 from ..attention.lengths import RowRange
 from ..attention.scheduler import KeyTile, LatentOperands, WorkTile
-from ..attention.softmax import LN2
 from ..primitives.arithmetic import pack_pair, product
 from ..primitives.copies import CHUNK, load_groups
 from ..primitives.rows import aligned, load_words, registers, store_word
 from ..primitives.warp_products import SUMS, K, N, column_operands, multiply, row_operand
 from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, ROWS, WARP_KEYS, WARPS, Sm120Smem, Sm120Thread, first_query_row
-from .roles import HALVES, Kept, Sm120Role, Sm120Rows, by_destination
+from .roles import HALVES, Kept, Sm120Role, Sm120Rows, by_destination, store_lse
 
 CHAINS = 4  # sums of S that are added up at the end: products of one chain wait for each other
 FLOAT_BYTES = 4
@@ -223,12 +222,7 @@ class Sm120AttendRole(Sm120Role):
             lambda: self.store_accum(operands, work_tile, row, column, values),
         )
         if (thread.warp == 0) & (thread.column == 0):
-            lse = reference + cute.math.log2(total, fastmath=True)
-            by_destination(
-                work_tile,
-                lambda: stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2)),
-                lambda: (operands.lse_accum + operands.accum_row(work_tile, row)).store(cutlass.select_(empty, -Float32.inf, lse)),
-            )
+            store_lse(operands, stored, row, (total, reference), work_tile)
             if cutlass.const_expr(work_tile.always_direct):
                 rows.results.store(self, smem, stored, thread, row, half, (total, reference))
 

@@ -75,8 +75,6 @@ class Sm120Form:
 HEADS_ON_M = Sm120Form(ROWS, WARPS, WARPS, 1, (NamedBarrier("attend", MATH_BARRIER),))
 HEADS_ON_M_BY_REGISTERS = replace(HEADS_ON_M, loaders=STAGES * WARPS)
 KEYS_ON_M = Sm120Form(TILE_ROWS, 8, WARPS, 2, tuple(NamedBarrier(f"pair_{i}", MATH_BARRIER + i) for i in range(4)), (24, 240))
-
-
 KEYS_ON_M_CONVERTING = replace(KEYS_ON_M, registers=(40, 232))  # as far as slots are looked up and their bytes pass registers
 
 
@@ -167,10 +165,17 @@ def first_query_row() -> Int32:
 
 
 class Sm120Parts:
-    """A variant's own part of a kernel. form: how it multiplies. producers: arrivals that hand over a stage."""
+    """A variant's own part of a kernel."""
 
-    form = HEADS_ON_M_BY_REGISTERS
-    producers = WARPS
+    @property
+    def form(self) -> Sm120Form:
+        """Return how it multiplies."""
+        return HEADS_ON_M_BY_REGISTERS
+
+    @property
+    def producers(self) -> int:
+        """Return the arrivals that hand over a stage."""
+        return WARPS
 
     @property
     def layout(self) -> SmemLayout:

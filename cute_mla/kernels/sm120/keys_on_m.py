@@ -26,14 +26,13 @@ from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ..attention.lengths import RowRange
 from ..attention.scheduler import KeyTile, LatentOperands, WorkTile
 from ..attention.scheduler import first_query_row as first_row_of_cta
-from ..attention.softmax import LN2
 from ..primitives.arithmetic import pack_pair, product
 from ..primitives.copies import CHUNK, load_groups, smem_pointer
 from ..primitives.rows import load_words, registers, store_vector
 from ..primitives.warp_products import SUMS, K, M, N, multiply, row_operand, wide_operand
 from .attend import CHUNK_WORDS, chunk_at
 from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, Sm120Smem
-from .roles import HALVES, Kept, Sm120Role, Sm120Rows, by_destination
+from .roles import HALVES, Kept, Sm120Role, Sm120Rows, by_destination, store_lse
 
 PAIR_WARPS = 2
 PAIR_ROWS = PAIR_WARPS * N
@@ -291,12 +290,7 @@ class Sm120KeysOnMRole(Sm120Role):
         empty = total == 0.0
         weight = self.row_scale.weight(operands, lambda: work_tile, row, total, reference)
         if stored.holds(row) & (thread.lane < 4):
-            lse = reference + cute.math.log2(total, fastmath=True)
-            by_destination(
-                work_tile,
-                lambda: stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2)),
-                lambda: (operands.lse_accum + operands.accum_row(work_tile, row)).store(cutlass.select_(empty, -Float32.inf, lse)),
-            )
+            store_lse(operands, stored, row, (total, reference), work_tile)
             if cutlass.const_expr(work_tile.always_direct):
                 rows.results.store(self, smem, stored, thread, row, which, (total, reference))
         return cutlass.select_(empty, Float32(NO_KEYS), weight)

@@ -12,7 +12,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from ...spec.split_plan import TILE_KEYS
 from ..attention.lengths import RowRange
 from ..attention.scheduler import KeyTile, LatentOperands, WorkTile
-from ..attention.softmax import RowScale, follow_maximum, shift_of
+from ..attention.softmax import LN2, RowScale, follow_maximum, shift_of
 from ..primitives.arithmetic import pin_register
 from ..primitives.pipeline import PipelineState
 from .cta import KEYS, Sm120Smem, pitch_of
@@ -223,3 +223,14 @@ def by_destination(work_tile: WorkTile, direct: cutlass.Constexpr[Callable[[], N
             direct()
         else:
             split()
+
+
+def store_lse(operands: LatentOperands, stored: RowRange, row: Int32, state: tuple[Float32, Float32], work_tile: WorkTile) -> None:
+    """Write lse of a row: natural log if the request is not cut, else base 2. state: sum and reference."""
+    total, reference = state
+    empty, lse = total == 0.0, reference + cute.math.log2(total, fastmath=True)
+    by_destination(
+        work_tile,
+        lambda: stored.lse_of(row).store(cutlass.select_(empty, operands.empty_lse, lse * LN2)),
+        lambda: (operands.lse_accum + operands.accum_row(work_tile, row)).store(cutlass.select_(empty, -Float32.inf, lse)),
+    )

@@ -36,7 +36,7 @@ from ..attention.kernel import ELEMENT_TYPES
 from ..attention.scheduler import KeyTile
 from ..attention.softmax import SinkScale
 from ..definition import KernelDefinition
-from ..primitives.arithmetic import E2M1_SCALE, as_float, e4m3_of_e2m1, e8m0_scale, from_lane, pack_pair
+from ..primitives.arithmetic import as_float, e4m3_of_e2m1, e8m0_scale, from_lane, pack_pair
 from ..primitives.copies import CHUNK
 from ..primitives.pipeline import PipelineState
 from ..primitives.rows import exact, load_if, registers
@@ -61,7 +61,7 @@ from ..sm120.roles import Sm120BitMask, Sm120Mask
 from ..sm120.rows import Sm120Columns, load_chunk, next_tile, rows_of
 from .abi import SparseDecodeAbi
 from .operands import SparseDecodeIndices, SparseDecodeOperands, look_up, slot_address
-from .sm120_rows64 import SparseDecodeSm120CopyRole
+from .sm120_rows64 import SparseDecodeSm120CopyRole, mixed_scale
 
 
 class Sm120Slot(NamedTuple):
@@ -153,9 +153,7 @@ class SparseDecodeSm120LoadRole:
             return as_float(loaded)
         if narrow is None:
             return e8m0_scale(loaded)
-        word = registers(1)
-        word[0] = loaded
-        return cutlass.select_(narrow, exact(word, cutlass.Float8E4M3FN)[0] * E2M1_SCALE, e8m0_scale(loaded))
+        return mixed_scale(loaded, narrow)
 
     @cute.jit
     def store_codes(self, target: Int32, words: cute.Tensor, scale: Float32, coded: Boolean):
@@ -253,7 +251,7 @@ class SparseDecodeSm120Rows64(SparseDecodeSm120):
         return SparseDecodeSm120CopyRole(self.config, self.dtype)
 
     @property
-    def producers(self) -> int:  # type: ignore[override]
+    def producers(self) -> int:
         """Return the arrivals that hand over a stage."""
         return WARPS if self.config.format.quantised else COPY_ARRIVALS
 

@@ -196,15 +196,20 @@ class SparseDecodeSm120CopyRole:
         code = Int32(cute.make_ptr(Uint8, place + group, cute.AddressSpace.smem).load())
         if not self.config.mixes_formats:
             return e8m0_scale(code)
-        word = registers(1)
-        word[0] = code
-        return cutlass.select_(two, exact(word, cutlass.Float8E4M3FN)[0] * E2M1_SCALE, e8m0_scale(code))
+        return mixed_scale(code, two)
 
     @cute.jit
     def store_if(self, wanted: Boolean, place: Int32, thread: Sm120Thread, words: cute.Tensor):
         """Store a lane's columns of a pass, if they are quantised."""
         if wanted:
             cute.autovec_copy(words, chunk_at(place + thread.lane * CHUNK))
+
+
+def mixed_scale(code: Int32, narrow: Boolean) -> Float32:
+    """Return the scale that a code stands for: e8m0, or if narrow e4m3, times that of e2m1 values in e4m3."""
+    word = registers(1)
+    word[0] = code
+    return cutlass.select_(narrow, exact(word, cutlass.Float8E4M3FN)[0] * E2M1_SCALE, e8m0_scale(code))
 
 
 def is_narrow(narrow: Int32, key: Int32) -> Boolean:

@@ -57,7 +57,7 @@ class SparsePrefillSm120(Sm120Parts):
         return keys_on_m.Sm120KeysOnMRole if self.config.rows64 else Sm120AttendRole
 
     @property
-    def form(self) -> Sm120Form:  # type: ignore[override]
+    def form(self) -> Sm120Form:
         """Return how the CTA multiplies."""
         return KEYS_ON_M if self.config.rows64 else HEADS_ON_M
 
