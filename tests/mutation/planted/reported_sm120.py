@@ -36,13 +36,14 @@ TWICE = "bar.arrive 1, 128; bar.sync 1, 128;"
 COUNTS = r"mbarrier\.init\.shared\.b64 \s*(\[[^]]*\]), %r\d+;"  # of keys ready, ready, free, free
 ONE_LESS, ONE_MORE = (rf"mbarrier.init.shared.b64 \1, {count};" for count in (3, 5))
 # which keys of a stage exist, stored in front of the barrier of the warp that signals their arrival
-LAST_STORE = r"(st\.shared\.b32 [^;]*;\s*)(\$L\w+:\s*add\.s32[^;]*;\s*bar\.warp\.sync(?:[^;]*;){5}\s*mbarrier\.arrive[^;]*;)"
+LAST_STORE = r"(st\.shared\.b32 [^;]*;\s*)(\$L\w+:\s*(?:add\.s32[^;]*;\s*)?bar\.warp\.sync(?:[^;]*;){5}\s*mbarrier\.arrive[^;]*;)"
 LENGTH = r"ld\.param\.b64 (\s*%rd\d+), \[\w+_param_3\];"
 CLIPPED = r"max\.s32 (\s*%r\d+), (%r\d+), 0;"
 CLIPPED_LENGTH = r"(ld\.global\.b32 \s*(%r\d+), [^;]*;\s*)max\.s32 (\s*%r\d+), \2, 0;"
 SLOTS = r"selp\.b64 (\s*%rd\d+), (%rd\d+), 0, %p\d+;"
-NO_KEY = r"mov\.b32 (\s*(%r\d+)), 0;(?=\s*mov\.b64 \s*%rd\d+, \{\2, \2\};)"
-SCALES = r"(mov\.b32 \s*(%r\d+), 0f00000000;(?:[^;]*;){1,7}?\s*ld\.global\.b32 \s*\2, [^;]*;)"
+# loads of keys and scales of which a predicate says whether they exist
+NO_KEY = r"mov\.b32 (%r\d+), %r\d+;(?=[^{}]*@wanted ld\.global\.v4)"
+SCALES = r"(mov\.b32 (%r\d+), %r\d+; @wanted ld\.global\.b32 \2, [^;]*;)"
 
 
 def barriers(case: SparseDecodeCase | DenseDecodeCase) -> tuple[Planted, ...]:
@@ -62,7 +63,7 @@ SUITES = {
         (
             *barriers(SPARSE),
             planted("which keys exist is stored behind the arrival", SPARSE, LAST_STORE, r"\2 \1", together, count=1),
-            planted("indices beyond topk_length are gathered", SHORT, LENGTH, r"mov.b64 \1, 0;", together, count=1),
+            planted("indices beyond topk_length are gathered", SHORT, LENGTH, r"mov.b64 \1, 0;", together),
             planted("a key for an index outside the cache", SPARSE, SLOTS, r"mov.b64 \1, \2;", together, count=2),
             planted("NaN in masked keys", SPARSE, NO_KEY, r"mov.b32 \1, 0x7FFF7FFF;", together),
             planted("fp32 scales read as powers of two", SPARSE, SCALES, r"\1 and.b32 \2, \2, -8388608;", together),
