@@ -60,6 +60,14 @@ def test_the_unbroken_kernel_passes(case: BaseCase, arch: Arch, schedule: Schedu
     assert record.passed, record.reason
 
 
+@pytest.mark.parametrize("name", SUITES)
+def test_every_bug_has_sites(name: str) -> None:
+    """Not only the bugs that `make test` plants fit the kernels that are built."""
+    suite = SUITES[name]
+    for planted in suite.bugs:
+        planted.bug.groups(load_artifacts().ptx(kernel_of(planted.cases[0], suite.arch)))
+
+
 def test_bugs_of_a_suite_have_names_of_their_own() -> None:
     for suite in SUITES.values():
         names = [planted.bug.name for planted in suite.bugs]
