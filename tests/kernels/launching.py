@@ -6,7 +6,7 @@ import struct
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from functools import cache
+from functools import lru_cache
 
 import torch
 
@@ -18,31 +18,26 @@ from cute_mla.simulator import TensorMap
 from cute_mla.spec.abi import ParamKind
 from cute_mla.spec.arch import Arch
 from tests.mutation.planting import Bug, survivors
-from tests.mutation.reloading import load_edited
 
 FORMATS = {ParamKind.POINTER: "<Q", ParamKind.INT32: "<i", ParamKind.INT64: "<q", ParamKind.FLOAT32: "<f"}
 
 
 @dataclass(frozen=True)
 class CompiledKernel:
-    """A kernel's PTX and its description: parameters, block, cluster, shared memory, barriers and roles.
-
-    edit_of: another PTX, of which this one is an edit.
-    """
+    """A kernel's PTX and its description: parameters, block, cluster, shared memory, barriers and roles."""
 
     description: KernelDefinition | KernelEntry
     entry: str
     ptx: str
-    edit_of: str = ""
 
     @property
     def module(self) -> simulator.Module:
         """Return the parsed PTX."""
-        return load_edited(self.edit_of, self.ptx) if self.edit_of else module(self.ptx)
+        return module(self.ptx)
 
     def survivors(self, bug: Bug, is_noticed: Callable[[CompiledKernel], bool]) -> list[str]:
         """Plant a bug in the PTX; return what was not noticed."""
-        return survivors(bug, self.ptx, lambda ptx: is_noticed(CompiledKernel(self.description, self.entry, ptx, self.ptx)))
+        return survivors(bug, self.ptx, lambda ptx: is_noticed(CompiledKernel(self.description, self.entry, ptx)))
 
 
 built_for: ContextVar[Arch] = ContextVar("built_for")  # the architecture whose kernels `shipped` returns
@@ -55,7 +50,7 @@ def shipped(op: str, config_name: str) -> CompiledKernel:
     return CompiledKernel(entry, entry.entry, artifacts.ptx(entry))
 
 
-@cache
+@lru_cache(8)
 def module(ptx: str) -> simulator.Module:
     """Return the parsed PTX."""
     return simulator.load_module(ptx)

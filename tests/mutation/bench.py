@@ -33,7 +33,6 @@ from cute_mla.testing.runner import Record, Schedule, Target, run_case, start_wo
 from tests.mutation.cases import cases
 from tests.mutation.places import Places
 from tests.mutation.planting import EVERY, Planted
-from tests.mutation.reloading import load_edited
 from tests.mutation.sites import Mutation
 
 CPU_SECONDS = 40  # of one run; a broken kernel may run for ever
@@ -80,9 +79,9 @@ def key_of(kernel: KernelEntry, code: str) -> str:
 
 @lru_cache(1)
 def _loaded(kernel: str, text: str, code: str) -> simulator.Module:
-    artifacts = load_artifacts()
     if code == "ptx":
-        return load_edited(artifacts.ptx(artifacts.manifest.kernels[kernel]), text)
+        return simulator.load_module(text)
+    artifacts = load_artifacts()
     return load_machine_code(artifacts.cubin(artifacts.manifest.kernels[kernel]), text)
 
 

@@ -95,13 +95,9 @@ def load_entry(text: EntryText, problems: dict[str, list[int]]) -> Entry | None:
     if problems:
         return None
     flow = build_flow(decoded, labels, layout)
-    return make_entry(text, flow, layout, Translator(text.name, flow, layout))
-
-
-def make_entry(text: EntryText, flow: Flow, layout: Layout, translator: Translator) -> Entry:
-    """Put an entry together from its analysis."""
     names = {(register.bank, layout.rows[name]): name for name, register in text.registers.items()}
     undefined = tuple(names[bank, row] for bank, rows in flow.undefined.items() for row in rows)
+    translator = Translator(text.name, flow, layout)
     return Entry(text.name, text.params, text.reqntid, flow, layout, translator, undefined, missing_fences(flow.blocks))
 
 

@@ -62,21 +62,16 @@ class Translator:
 
     def compile(self, block: Block, tainted: bool) -> Callable[..., Any]:
         """Return the function of a block."""
-        written = self.written(block, tainted)
+        writer = BlockWriter(self, block, tainted)
+        writer.write()
         filename = f"{PREFIX}{self.name} block {block.index}{' tainted' if tainted else ''}>"
-        self.scope[LINES][filename] = written.origins
+        self.scope[LINES][filename] = writer.origins
         places = {NEXT: block.index + 1, TARGET: self.target(block)}
         functions: list[Callable[..., Any]] = []
-        for code, values in zip(codes_of(written.source), written.values, strict=True):
+        for code, values in zip(codes_of("\n".join(writer.lines)), writer.values, strict=True):
             defaults = tuple(self._bound(value, functions, places) for value in values)
             functions.append(FunctionType(code.replace(co_filename=filename), self.scope, code.co_name, defaults))
         return functions[-1]
-
-    def written(self, block: Block, tainted: bool) -> Written:
-        """Return the source of a block."""
-        writer = BlockWriter(self, block, tainted)
-        writer.write()
-        return Written("\n".join(writer.lines), writer.origins, writer.values)
 
     def target(self, block: Block) -> int | None:
         """Return the index of the block that the branch at the end of a block leads to, None without a branch."""
@@ -93,15 +88,6 @@ class Translator:
         if value.__class__ is Guarded:
             return functions[value.index]
         return places[value] if value.__class__ is Place else value
-
-
-@dataclass(frozen=True)
-class Written:
-    """Source of the functions of a block, itself last; the instruction of each line, and the parameters of each function."""
-
-    source: str
-    origins: list[Instruction | None]
-    values: list[list[Any]]
 
 
 @dataclass(frozen=True)
