@@ -87,7 +87,7 @@ $(TRANSFORMERS_STAMP): $(SETUP_STAMP)
 	rm -f $(TRANSFORMERS_VENV)/.setup-*
 	touch $@
 
-# Calls of the whole API at random, right and wrong ones: each agrees with the reference or raises the documented error.
+# Calls of every function that launches kernels, right and wrong: each agrees with the reference or raises the documented error.
 fuzz: build
 	$(BIN)/python -m tests.fuzz $(FUZZ_ARGS)
 

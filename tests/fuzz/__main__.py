@@ -29,7 +29,7 @@ from tests.fuzz.judging import SUBJECTS, Failure, judge
 @click.option("--replay", help="A call as a failure shows it, as JSON; nothing else is made.")
 @click.option("--out", type=click.Path(dir_okay=False, path_type=Path), help="Writes counts, and what failed, as JSON.")
 def main(count: int, seed: int, right: float, ops: tuple[str, ...], archs: tuple[str, ...], replay: str | None, out: Path | None) -> None:
-    """Call the whole API at random, rightly and wrongly: each call agrees with the reference or raises the documented error."""
+    """Call the functions that launch kernels at random: each call agrees with the reference or raises the documented error."""
     faulthandler.enable()
     torch.set_num_threads(1)
     if replay is not None:

@@ -54,17 +54,6 @@ class CacheCase:
 
 
 @dataclass(frozen=True)
-class BatchCase:
-    """A call of plan_batch: (new, cached) tokens of each request, the first `decodes` of which have equally many."""
-
-    lengths: tuple[tuple[int, int], ...] = ((1, 5),)
-    decodes: int = 0
-    page_size: int = 16
-    chunk_tokens: int = 8192
-    slots_given: bool = False
-
-
-@dataclass(frozen=True)
 class RowsCase:
     """A call of the loss of an indexer, or of its targets. shape: of both tensors. absent: share of slots that name no key.
 
@@ -78,14 +67,7 @@ class RowsCase:
     seed: int = 0
 
 
-@dataclass(frozen=True)
-class PlainCase:
-    """A call whose arguments are plain values."""
-
-    arguments: tuple[tuple[str, Any], ...] = ()
-
-
-_OWN = (PlanCase, CacheCase, BatchCase, RowsCase, PlainCase)
+_OWN = (PlanCase, CacheCase, RowsCase)
 
 AnyCase = Any  # one of these
 

@@ -28,7 +28,7 @@ from cute_mla.testing.runner import SCHEDULES
 from cute_mla.testing.suites.cover import Variant
 from tests.fuzz.breaking import BREAKS
 from tests.fuzz.calls import Break, FuzzCall, Setting
-from tests.fuzz.host_drawing import HEADS, SEEDS, SIZES, batch_cases, cache_cases, plain_cases, plan_cases, rows_cases
+from tests.fuzz.host_drawing import HEADS, SEEDS, SIZES, cache_cases, plan_cases, rows_cases
 from tests.fuzz.judging import SUBJECTS
 
 TILES = 4  # of 64 rows x 64 keys, most of a call: about a second on the simulated device
@@ -61,10 +61,9 @@ def _cases(subject: str, arch: str) -> st.SearchStrategy[Any]:
     own: dict[str, Callable[[], st.SearchStrategy[Any]]] = {
         **dict.fromkeys(("quantise_cache", "dequantise_cache"), cache_cases),
         "get_mla_metadata": plan_cases,
-        "plan_batch": batch_cases,
         **dict.fromkeys(("indexer_loss", "indexer_targets"), rows_cases),
     }
-    return own[subject]() if subject in own else plain_cases(subject)
+    return own[subject]()
 
 
 class Drawn(NamedTuple):

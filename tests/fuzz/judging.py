@@ -25,7 +25,7 @@ from cute_mla.testing.compare import same_bits
 from tests.fuzz.breaking import BREAKS
 from tests.fuzz.cache_subjects import CACHE_SUBJECTS
 from tests.fuzz.calls import FuzzCall
-from tests.fuzz.host_subjects import HOST_SUBJECTS
+from tests.fuzz.codec_subjects import CODEC_SUBJECTS
 from tests.fuzz.indexer_subjects import INDEXER_SUBJECTS
 from tests.fuzz.insert_subjects import INSERT_SUBJECTS
 from tests.fuzz.subjects import ALLOWED_FINDINGS, DEVICE_SUBJECTS, Arguments, Subject, allowed_findings, anything
@@ -38,10 +38,10 @@ SUBJECTS: dict[str, Subject] = {
     **INDEXER_SUBJECTS,
     **INSERT_SUBJECTS,
     **TRAINING_SUBJECTS,
-    **HOST_SUBJECTS,
+    **CODEC_SUBJECTS,
 }
 
-# By the subject: the op whose kernels serve it, where its name is another one. Functions of the host have none.
+# By the subject: the op whose kernels serve it, where its name is another one. Caches in plain torch have none.
 _OPS = {
     **dict.fromkeys(("dense_prefill_kvpacked", "dense_prefill_qkvpacked"), "dense_prefill"),
     **dict.fromkeys(("fp8_mqa_logits", "fp8_paged_mqa_logits"), "mqa_logits"),
@@ -71,7 +71,6 @@ _SPOKEN = {
     "cache_seqlens": ("tensors",),
     "cu_seqlens": ("cu_seqlens_qo", "cu_seqlens_kv"),
     "max_seqlen": ("max_seqlen_qo", "max_seqlen_kv"),
-    "arch": ("feature",),
     "tile_scheduler_metadata": ("num_splits",),
 }
 
