@@ -59,11 +59,6 @@ class Options:
         """Return the ops to report."""
         return selected(self.op, OPS)
 
-    @property
-    def latency_plot(self) -> Path | None:
-        """Return the file of the plot of times against batch and length."""
-        return self.plot and self.plot.with_stem(f"{self.plot.stem}-latency")
-
 
 @click.command()
 @click.option("--arch", type=ARCH, default=ALL, help="Architecture of the kernels to report.")
@@ -90,12 +85,7 @@ class Options:
     help="On a GPU: time limit in seconds for each step of a row, such as its set-up or the first run of a peer; beyond it, the row hangs.",
 )
 @click.option("--json", type=_FILE, show_default="none", help="File for the whole document, which has every GPU.")
-@click.option(
-    "--plot",
-    type=_FILE,
-    show_default="none",
-    help="SVG file for the roofline. Times against batch and length go to NAME-latency.svg in the same folder.",
-)
+@click.option("--plot", type=_FILE, show_default="none", help="SVG file for the roofline.")
 @click.option(
     "--timeline",
     type=_FILE,
@@ -121,7 +111,6 @@ def profile(**chosen: Any) -> None:
     options = Options(**chosen)
     check_writable("--json", options.json, make_folder=True)
     check_writable("--plot", options.plot, make_folder=True)
-    check_writable("--plot", options.latency_plot)
     check_writable("--timeline", options.timeline, make_folder=True)
     cases = _cases(options)
     gpus = _shown_gpus(options)
@@ -146,9 +135,6 @@ def profile(**chosen: Any) -> None:
     _write_document(options.json, document)
     if options.plot is not None:
         _write(options.plot, report.plot(document, gpus[0]))
-        latency = report.latency_plot(document)
-        if latency is not None:
-            _write(options.latency_plot, latency)
     show(document, gpus, static=options.rows is None)
     if not succeeded(document):
         raise SystemExit(1)

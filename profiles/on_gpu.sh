@@ -10,7 +10,7 @@
 #
 # Steps, each with a time limit, and its results in OUTDIR before the next begins: preflight, the quick suite (less than a quarter right
 # ends the run), bits of that suite beside those of the simulated device, rows, microbenchmarks, and the smoke suite for what time is left.
-# Writes preflight, quick, bits, profile, smoke and status.json, microbenchmarks.jsonl, roofline plots and a .log of each step.
+# Writes preflight, quick, bits, profile, smoke and status.json, microbenchmarks.jsonl, a roofline and a .log of each step.
 # Exit: 0 all passed, 1 a step did not (status.json says which), 2 usage, 3 this machine cannot run the kernels, 4 ended by the quick suite.
 set -u
 
@@ -40,7 +40,7 @@ OUT="$(cd "$OUT" && pwd)"
 SCRATCH="$(mktemp -d)" || exit 2
 trap 'rm -rf "$SCRATCH"' EXIT
 export PYTHONPATH="$TREE${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-rm -f "$OUT"/{preflight,quick,bits,profile,smoke,status}.json "$OUT"/microbenchmarks.jsonl "$OUT"/roofline{,-latency}.svg
+rm -f "$OUT"/{preflight,quick,bits,profile,smoke,status}.json "$OUT"/microbenchmarks.jsonl "$OUT"/roofline.svg
 rm -f "$OUT"/{wheels,preflight,quick,bits,profile,build,microbenchmarks,smoke}.log
 
 STEPS="" FAILED=0

@@ -16,7 +16,6 @@ from cute_mla.spec.arch import ARCHS, Arch
 from .clock.constants import FAST, NOMINAL, SLOW, constants, sources
 from .clock.rows import ENDS, clock_of
 from .kernel_stats.static_report import static_report
-from .plots.latency_plot import latency_svg, timed_of
 from .plots.roofline_plot import Point, roofline_svg
 from .plots.svg import with_article
 from .predictions import model_of
@@ -194,18 +193,9 @@ def plot(document: dict[str, Any], predicted: str | None = None) -> str:
         rate = values.product_flops * values.boost_ghz * values.sm_count / 1e3
         return roofline_svg(gpu, points, f"Predictions under the roofline of {with_article(gpu.name)}", rate)
     gpu = GPUS.get(gpu_key(document["environment"]["gpu"] or "")) or gpus_of([ARCHS[name] for name in document["archs"]])[0]
-    points = [Point(row["op"], row["row"], row["intensity"], row["tflops"], True) for row in _timed(document) if row["rate"] == 1]
+    timed = [row for row in document["rows"] if row["status"] == "timed" and row["rate"] == 1]
+    points = [Point(row["op"], row["row"], row["intensity"], row["tflops"], True) for row in timed]
     return roofline_svg(gpu, points, f"Useful work on {document['environment']['gpu']}")
-
-
-def latency_plot(document: dict[str, Any]) -> str | None:
-    """Draw the measured times against batch and length as SVG; None if nothing was measured."""
-    times = [time for row in _timed(document) for time in timed_of(row)]
-    return latency_svg(times, f"Times on {document['environment']['gpu']}") if times else None
-
-
-def _timed(document: dict[str, Any]) -> list[dict[str, Any]]:
-    return [row for row in document["rows"] if row["status"] == "timed"]
 
 
 def gpu_key(name: str) -> str:
