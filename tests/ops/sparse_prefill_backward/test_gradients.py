@@ -25,10 +25,10 @@ def test_gradients(arch: Arch, heads: int, columns: int) -> None:
 
 @pytest.mark.in_turn
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize("columns", [576, 512])
-def test_schedules(arch: Arch, columns: int, schedule: tuple[str, int]) -> None:
+@pytest.mark.parametrize(("heads", "columns"), [(64, 576), (64, 512), (128, 576), (128, 512)])
+def test_schedules(arch: Arch, heads: int, columns: int, schedule: tuple[str, int]) -> None:
     """No order of warps and copies changes a bit, nor does the number of SMs."""
-    call = problem(64, columns, keys_of(), sinks=True)
+    call = problem(heads, columns, keys_of(), sinks=True)
     result = call.run(arch, schedule=schedule)
     call.expect(result)
     for actual, usual in zip(result, call.run(arch, sm_count=1), strict=True):
@@ -37,16 +37,16 @@ def test_schedules(arch: Arch, columns: int, schedule: tuple[str, int]) -> None:
         assert same_bits(actual, usual)
 
 
-@pytest.mark.parametrize("columns", [576, 512])
-def test_machine_code(arch: Arch, columns: int) -> None:
-    call = problem(64, columns, keys_of(70), dlse=True)
+@pytest.mark.parametrize(("heads", "columns"), [(64, 576), (64, 512), (128, 576), (128, 512)])
+def test_machine_code(arch: Arch, heads: int, columns: int) -> None:
+    call = problem(heads, columns, keys_of(70), dlse=True)
     call.expect(call.run(arch, code="sass"))
 
 
 @pytest.mark.in_turn
-@pytest.mark.parametrize("chunk_tokens", [1, 4, 5])
-def test_chunks_do_not_change_a_bit(arch: Arch, chunk_tokens: int) -> None:
-    call = problem(16, 576, keys_of(66, 40))
+@pytest.mark.parametrize(("heads", "chunk_tokens"), [(16, 1), (16, 4), (16, 5), (70, 4)])
+def test_chunks_do_not_change_a_bit(arch: Arch, heads: int, chunk_tokens: int) -> None:
+    call = problem(heads, 576, keys_of(66, 40))
     call.expect(call.run(arch, chunk_tokens))
     for actual, usual in zip(call.run(arch, chunk_tokens)[:2], call.run(arch)[:2], strict=True):
         assert same_bits(actual, usual)
@@ -60,6 +60,16 @@ def test_indices_of_every_kind(arch: Arch, name: str) -> None:
         keys = IndexedKeys(keys.indices[..., :200] % 190, None, None, 200)
     call = problem(3, 512, keys)
     call.expect(call.run(arch, 7))
+
+
+@pytest.mark.in_turn
+@pytest.mark.parametrize("topk", [1, 63, 64, 65])
+@pytest.mark.parametrize("heads", [20, 80])
+def test_short_lists(arch: Arch, topk: int, heads: int) -> None:
+    """A token with one tile, without tiles, and with tiles that name no row, in turn in one CTA."""
+    lengths = torch.tensor([[topk, 0, 1], [topk + 1, -1, topk // 2]], dtype=torch.int32)
+    call = problem(heads, 576, replace(keys_of(topk, 90), topk_length=lengths))
+    call.expect(call.run(arch, schedule=("lazy", 0), sm_count=1))
 
 
 def test_a_request_has_the_bits_that_it_has_alone(arch: Arch) -> None:
