@@ -11,15 +11,7 @@ from itertools import cycle, islice
 from pathlib import Path
 from typing import Any
 
-from cute_mla.spec.cache_rows import CACHED
-from cute_mla.spec.dense_decode import OPERANDS
-from cute_mla.spec.mla import DENSE_DIMS, DTYPES
-from cute_mla.spec.mqa_logits import DTYPE as KEYS
-from cute_mla.spec.sparse_decode import DECODED, DECODED_BESIDE
-from cute_mla.spec.sparse_prefill import HEAD_DIMS
-from cute_mla.spec.topk_indices import DTYPE as LOGITS
-
-from .roofline import GPUS, Work
+from .roofline import Work
 from .shapes import (
     CacheInsertShape,
     CacheWriteShape,
@@ -129,106 +121,52 @@ _SHAPES: dict[str, type[Any]] = {
     "topk_indices": TopkShape,
     "indexer_topk": IndexerShape,
 }
-_SUPPORTED: dict[tuple[type[Any], str], Sequence[Any]] = {
-    (DecodeShape, "operands"): OPERANDS,
-    (DecodeShape, "d_qk"): tuple(DENSE_DIMS),
-    (SparseDecodeShape, "cache"): tuple(DECODED),
-    (SparseDecodeShape, "extra"): tuple(DECODED_BESIDE),
-    (SparsePrefillShape, "d_qk"): HEAD_DIMS,
-    (SparsePrefillBackwardShape, "d_qk"): HEAD_DIMS,
-    (CacheWriteShape, "cache"): tuple(CACHED),
-    (CacheInsertShape, "cache"): tuple(CACHED),
-}
-_LENGTHS = {"batch", "length", "lengths", "varlen"}
-
-
-def _keys(kind: type[Any]) -> set[str]:
-    """Return the keys that a case's table may have besides _CASE_KEYS: the fields of its shape, lengths also by other keys."""
-    names = {field.name for field in fields(kind)} - {"page_size"}
-    if kind is DensePrefillBackwardShape:
-        names -= {"cached", "shown"}
-    return names | _LENGTHS if "lengths" in names else names
+_CASE_KEYS = {"name", "priority", "roof_us", "goal_us", "published", "published_on", "source"}  # of a case's table, besides its shape's
 
 
 def _shape(kind: type[Any], document: Table, entry: Table) -> Shape:
-    """Return the shape of a case's table. KeyError for a key without a default, ValueError for a value that is not supported."""
+    """Return the shape of a case's table: lengths also by other keys, KV heads as many as query heads by default."""
+    given = {name: value for name, value in entry.items() if name not in _CASE_KEYS}
     names = {field.name for field in fields(kind)}
-    given = {name: entry[name] for name in names & entry.keys()}
-    for name, value in given.items():
-        if (kind, name) in _SUPPORTED:
-            _known(name, value, _SUPPORTED[kind, name])
     if "page_size" in names:
         given["page_size"] = document["page_size"]
     if "lengths" in names:
-        given["lengths"] = _lengths(document, entry, entry.get("s_q", 1))
+        lengths = _lengths(document, entry, entry.get("s_q", 1))
+        given = {name: value for name, value in given.items() if name not in ("batch", "length", "varlen")} | {"lengths": lengths}
     if {"s_q", "tokens"} <= names:
         given["s_q"], given["tokens"] = _tokens(entry, len(given["lengths"]) if "lengths" in names else entry["batch"])
-    if "extra" in given:
-        given["extra_topk"] = entry["extra_topk"]
-    for field in fields(kind):
-        if field.name not in given and field.default is MISSING:
-            given[field.name] = entry["h_q" if field.name == "h_kv" else field.name]  # KeyError, but KV heads are query heads by default
+    if any(field.name == "h_kv" and field.default is MISSING for field in fields(kind)):
+        given.setdefault("h_kv", entry["h_q"])
     shape: Shape = kind(**given)
     return shape
 
 
 OPS = tuple(_SHAPES)
-_DTYPES = {"topk_indices": (LOGITS,), "indexer_topk": (KEYS,)}  # of ops whose operands are not 16-bit numbers
-_CASE_KEYS = {"name", "priority", "roof_us", "goal_us", "published", "published_on", "source"}
-
-
-def _known(name: str, value: Any, supported: Sequence[Any]) -> Any:
-    if value not in supported:
-        raise ValueError(f"{name} is {value!r}; supported: {', '.join(map(str, supported))}")
-    return value
 
 
 def parse(text: str) -> tuple[Case, ...]:
-    """Return the cases of one definition file, in its order. ValueError for a missing or unknown key, or a duplicate case."""
+    """Return the cases of one definition file, in its order. KeyError for a key that is missing, TypeError for one that is unknown."""
     document = tomllib.loads(text)
-    if document.get("op") not in OPS:
-        raise ValueError(f"op is {document.get('op')!r}; benchmark rows exist for {', '.join(OPS)}")
-    _known("dtype", document.get("dtype"), _DTYPES.get(document["op"], DTYPES))
-    cases = tuple(_case(document, row, entry) for row in document["row"] for entry in row["cases"])
-    names = [case.name for case in cases]
-    for name in names:
-        if names.count(name) > 1:
-            raise ValueError(f"case {name} is defined {names.count(name)} times")
-    return cases
+    return tuple(_case(document, {**row, **entry}, row["name"], entry) for row in document["row"] for entry in row["cases"])
 
 
-def _published(entry: Table) -> Published | None:
-    """Return others' times of a case. ValueError for a GPU without a roofline, KeyError without GPU or source."""
-    if "published" not in entry:
-        return None
-    return Published(tuple(entry["published"].items()), _known("published_on", entry["published_on"], tuple(GPUS)), entry["source"])
-
-
-def _case(document: Table, row: Table, entry: Table) -> Case:
-    kind = _SHAPES[document["op"]]
-    known = _CASE_KEYS | _keys(kind)
-    unknown = entry.keys() - known
-    if unknown:
-        raise ValueError(f"row {row.get('name')}: unknown key {', '.join(sorted(unknown))}; known: {', '.join(sorted(known))}")
-    try:
-        return Case(
-            op=document["op"],
-            row=row["name"],
-            case=entry["name"],
-            title=row["title"],
-            priority={**row, **entry}["priority"],
-            dtype=document["dtype"],
-            shape=_shape(kind, document, entry),
-            seed=document["seed"],
-            roof_gpu=document["roof_gpu"],
-            roof_us=entry["roof_us"],
-            goal_us=entry.get("goal_us"),
-            published=_published({**row, **entry}),
-        )
-    except KeyError as error:
-        raise ValueError(f"row {row.get('name')}, case {entry.get('name')}: {error.args[0]} is missing") from error
-    except ValueError as error:
-        raise ValueError(f"row {row.get('name')}: {error}") from error
+def _case(document: Table, either: Table, row: str, entry: Table) -> Case:
+    """Return a case. either: the keys of its row, and its own in their place."""
+    theirs = entry.get("published")
+    return Case(
+        op=document["op"],
+        row=row,
+        case=entry["name"],
+        title=either["title"],
+        priority=either["priority"],
+        dtype=document["dtype"],
+        shape=_shape(_SHAPES[document["op"]], document, entry),
+        seed=document["seed"],
+        roof_gpu=document["roof_gpu"],
+        roof_us=entry["roof_us"],
+        goal_us=entry.get("goal_us"),
+        published=None if theirs is None else Published(tuple(theirs.items()), either["published_on"], either["source"]),
+    )
 
 
 @cache

