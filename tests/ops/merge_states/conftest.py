@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
+from tests.support.archs import archs_of
 
-from cute_mla.spec.arch import Arch
-from cute_mla.spec.kernel_ops import ARCHS_OF
-
-
-@pytest.fixture(scope="session", params=ARCHS_OF["merge_states"], ids=lambda arch: arch.name)
-def arch(request: pytest.FixtureRequest) -> Arch:
-    """Return every architecture that has the kernels in turn."""
-    found: Arch = request.param
-    return found
+arch = archs_of("merge_states")

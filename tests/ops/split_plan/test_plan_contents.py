@@ -25,7 +25,6 @@ from cute_mla.testing.compare import same_bits
 from cute_mla.testing.operations.dense_decode.case import DenseDecodeCase, DenseDecodeTensors, make_dense_decode_tensors
 from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
 from tests.support.bench import Bench, expect
-from tests.support.decoding import with_lengths
 from tests.support.right_calls import RightCall, planned
 
 CUT = INVARIANT_SPLIT_TILES * TILE_KEYS
@@ -142,7 +141,7 @@ def test_lengths_that_the_table_has_no_room_for(bench: Bench, invariant: bool) -
     tensors = with_columns(tensors, 10)
     with cute_mla.simulate(bench.arch, SM_COUNT):
         for given, meant in (([321, -1, 1 << 30], [320, 0, 320]), ([(1 << 31) - 1, -(1 << 31), 63], [320, 0, 63])):
-            asked, answered = with_lengths(tensors, given), with_lengths(tensors, meant)
+            asked, answered = (replace(tensors, cache_seqlens=torch.tensor(lengths, dtype=torch.int32)) for lengths in (given, meant))
             for plan in (make_plan(SHORT, given), make_plan(SHORT, meant)):
                 expect(SHORT, answered, decode_planned(SHORT, asked, plan, invariant))
 
