@@ -34,8 +34,8 @@ Pipelines (producer -> consumer; arrivals per phase). Those of [2] are one for e
   sums_free[2]      output -> softmax             4
 
 The trick: the two Q tiles take turns. While the softmax of one runs, the tensor cores multiply for the other, in the order
-P V of tile 0, next S of tile 0, P V of tile 1, next S of tile 1. P V starts when three quarters of P are there, and work of
-the exponentials are polynomials on the FMA pipe. README.md has the clocks.
+P V of tile 0, next S of tile 0, P V of tile 1, next S of tile 1. P V starts when three quarters of P are there, and a
+fourth of the exponentials are polynomials on the FMA pipe. README.md has the clocks.
 """
 
 from __future__ import annotations

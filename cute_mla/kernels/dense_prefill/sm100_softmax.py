@@ -187,7 +187,7 @@ def greatest(scores: list[Float32]) -> Float32:
 
 
 def on_fma(pair: int) -> bool:
-    """Return whether a pair of exponentials is computed on the FMA pipe: evenly spread, so that both smem always have work."""
+    """Return whether a pair of exponentials is computed on the FMA pipe: evenly spread, so that both units always have work."""
     return (pair * POLYNOMIAL_PAIRS) % PAIRS_PER_GROUP < POLYNOMIAL_PAIRS
 
 
@@ -350,7 +350,7 @@ class DensePrefillPairSoftmaxRole:
     def softmax_tile(self, smem: DensePrefillPairSmem, state: RowSoftmax, item: DensePrefillItem, first_key: Int32, use: Int32):
         """Turn the scores of the use-th key tile, whose first key is given, into probabilities.
 
-        The last scores are loaded again when the first part of P is handed over, as in sm100_softmax.py.
+        The last scores are loaded again when the first part of P is handed over, as by the kernel of two Q tiles.
         """
         buffer = smem.scores_ready.stage(use)
         rows = replace(state, tile=buffer, scores=state.scores + buffer * TILE_KEYS)

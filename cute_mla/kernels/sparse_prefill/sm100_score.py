@@ -82,7 +82,7 @@ class SparsePrefillScoreRoleSm100(LatentScoreRoleSm100):
         self.score_valid_tile(operands, rows, keys, tile, BoundedMask())
 
     def publish(self, operands: SparsePrefillOperands, rows: Any, req: Int32, begin_tile: Int32) -> Float32:
-        """Hand what a token's softmax has come to to the output role. Return the thread's share of a row sum."""
+        """Hand the state of a token's softmax to the output role. Return the thread's share of a row sum."""
         rows.publish(operands, req)
         return rows.rSum[0]
 
@@ -145,7 +145,7 @@ class PairRows(LatentRowsSm100):
 
     @cute.jit
     def publish(self, operands: SparsePrefillOperands, token: Int32):
-        """Hand what a token's softmax has come to to the output role."""
+        """Hand the state of a token's softmax to the output role."""
         (self.smem.sRows + ((SHARES + self.half) * TILE_ROWS + self.row)).store(self.rSum[0])
         # both threads of a row have the same
         (self.smem.sRows + (REFERENCE * TILE_ROWS + self.row)).store(self.row_ref[0])
@@ -155,7 +155,7 @@ class PairRows(LatentRowsSm100):
 
     @cute.jit
     def _publish_indexer(self, operands: SparsePrefillOperands, token: Int32):
-        """Hand what the softmax of the keys before the bound has come to to the output role."""
+        """Hand the state of the softmax at the bound of lse_indexer to the output role."""
         share, reference = self.rSum[0], self.row_ref[0]
         tiles = operands.schedule.tile_range(token, Int32(0)).tiles
         if tiles_before_bound(operands, tiles) < tiles:
@@ -205,7 +205,7 @@ class Heads64Rows(Heads64RowsSm100):
 
     @cute.jit
     def publish(self, operands: SparsePrefillOperands, token: Int32):
-        """Hand what a token's softmax has come to to the output role: two threads of a quad each give half of the row sum."""
+        """Hand the state of a token's softmax to the output role: two threads of a quad each give half of the row sum."""
         for r in cutlass.range_constexpr(ROWS_PER_THREAD):
             state = self.smem.sRows + (self.row + r * ROWS_APART)
             self._publish_share(state, self.rSum[r], self.row_ref[r], (SHARES, REFERENCE))

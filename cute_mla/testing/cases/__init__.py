@@ -1,5 +1,4 @@
-"""Cases: a case is one call of an op in every particular. One module per op has its cases and makes their tensors.
+"""Cases: a case is one call of an op in every particular. `operations` has a folder for each op, which makes its cases and their tensors.
 
-merge_states, combine and split_plan have no cases: tests of their own check them, and combine and split_plan also run in every decode case
-whose requests are split.
+combine and split_plan have no cases: tests of their own check them, and they also run in every decode case whose requests are split.
 """
