@@ -55,6 +55,7 @@ _PREFILL: dict[str, Any] = {"batch": 2, "h_q": 16, "topk": 70}
 _VARLEN: dict[str, Any] = {**_ONE, "lengths": ((3, 70), (2, 1)), "group": 2}
 _BARE: dict[str, Any] = {"cache": "nope_528", "scale_of_cache": None}
 _ROWS: dict[str, Any] = {"heads": 9, "keys": 70, "outputs": "given"}
+_CHOSEN: dict[str, Any] = {"form": "ragged", "batch": 2, "s_q": 3, "h_q": 4, "s_kv": 9, "topk": 5, "lengths": "drawn", "outputs": "given"}
 _INDEX: dict[str, Any] = {"rope": "interleaved", "hadamard": True}
 _CALLS: dict[str, tuple[Callable[[], RightCall], ...]] = {
     "flash_mla_with_kvcache": (
@@ -74,6 +75,10 @@ _CALLS: dict[str, tuple[Callable[[], RightCall], ...]] = {
         partial(call_of, "dense_prefill", **_VARLEN, outputs="given", empty_lse=-math.inf),
     ),
     "flash_attn_varlen_backward": (partial(call_of, "backward", **_VARLEN, outputs="given"),),
+    "flash_mla_sparse_bwd": (partial(call_of, "sparse_backward", **_CHOSEN, sinks="drawn", dlse=True, dkv="added", chunked=True),),
+    "attention_head_sums": (partial(call_of, "head_sums", **_CHOSEN, sinks="drawn"),),
+    "indexer_scores": (partial(call_of, "scores", **_CHOSEN),),
+    "indexer_backward": (partial(call_of, "indexer_backward", **_CHOSEN, dk="added", chunked=True),),
     "merge_states": (
         partial(call_of, "merge", states=9),
         partial(call_of, "merge", states=2, form="listed", outputs="given", empty_lse=-math.inf),
@@ -94,7 +99,10 @@ _CALLS: dict[str, tuple[Callable[[], RightCall], ...]] = {
 }
 # Arguments that no case gives, or only their default, by place of the call.
 _FLAGS: Arguments = {"dropout_p": 0.0, "deterministic": True, "is_varlen": False}
+_KEY_PLAN = (ints(2, 21), ints(6, 5))  # of two chunks, over the 20 rows that the requests of _CHOSEN have
 _MORE: dict[tuple[str, int], Arguments] = {
+    ("flash_mla_sparse_bwd", 0): {"d_v": 512, "key_plan": _KEY_PLAN},
+    ("indexer_backward", 0): {"key_plan": _KEY_PLAN},
     ("flash_mla_with_kvcache", 3): {"kv_format": "fp8_576"},
     ("flash_mla_with_kvcache", 5): {"extra_kv_format": "v41_fp4"},
     ("flash_attn_varlen_func", 1): _FLAGS,
@@ -121,44 +129,7 @@ def _packed(left_out: str, **more: Any) -> list[Arguments]:
     return [{**{name: value for name, value in given.items() if name not in left_out.split()}, **more, "head_dim_qk": 192}]
 
 
-def _sparse_gradients() -> list[Arguments]:
-    """Return a call of the backward of sparse prefill over two packed requests."""
-    rows, columns = zeros(2, 3, 4, 512), zeros(2, 3, 4, 576)
-    floats = {name: zeros(*shape, dtype=torch.float32) for name, shape in {"lse": (2, 3, 4), "dlse": (2, 3, 4), "attn_sink": (4,)}.items()}
-    results = {"dq": torch.zeros_like(columns), "dkv": zeros(9, 1, 576, dtype=torch.float32), "d_sink": zeros(4, dtype=torch.float32)}
-    tables = {"indices": ints(2, 3, 1, 5), "topk_length": ints(2, 3), "kv_offsets": ints(3)}
-    options = {"sm_scale": 0.25, "d_v": 512, "dkv_accumulate": True, "max_workspace": 1 << 20, "key_plan": (ints(2, 10), ints(6, 5))}
-    return [{"q": columns, "kv": zeros(9, 1, 576), "out": rows, "dout": torch.zeros_like(rows), **floats, **tables, **options, **results}]
-
-
-def _head_sums() -> list[Arguments]:
-    """Return a call of attention_head_sums over two packed requests."""
-    rows = {"lse": zeros(2, 3, 4, dtype=torch.float32), "out": zeros(2, 3, 5, dtype=torch.float32)}
-    more = {"sm_scale": 0.25, "attn_sink": zeros(4, dtype=torch.float32), "topk_length": ints(2, 3), "kv_offsets": ints(3)}
-    return [{"q": zeros(2, 3, 4, 576), "kv": zeros(9, 1, 576), **rows, "indices": ints(2, 3, 1, 5), **more}]
-
-
-def _scores() -> list[Arguments]:
-    """Return a call of indexer_scores over two packed requests."""
-    weights, out = zeros(2, 3, 4, dtype=torch.float32), zeros(2, 3, 5, dtype=torch.float32)
-    tables = {"indices": ints(2, 3, 1, 5), "topk_length": ints(2, 3), "kv_offsets": ints(3)}
-    return [{"q": zeros(2, 3, 4, 128), "k": zeros(9, 128), "weights": weights, **tables, "out": out}]
-
-
-def _score_gradients() -> list[Arguments]:
-    """Return a call of the backward of indexer_scores."""
-    (scores,) = _scores()
-    dscores, weights = scores.pop("out"), scores["weights"]
-    results = {"dq": torch.zeros_like(scores["q"]), "dk": zeros(9, 128, dtype=torch.float32), "dweights": torch.zeros_like(weights)}
-    options = {"dk_accumulate": True, "max_workspace": 1 << 20, "key_plan": (ints(2, 10), ints(6, 5))}
-    return [{**scores, "dscores": dscores, **options, **results}]
-
-
 _WITHOUT_RECORD: dict[str, Callable[[], list[Arguments]]] = {
-    "flash_mla_sparse_bwd": _sparse_gradients,
-    "attention_head_sums": _head_sums,
-    "indexer_scores": _scores,
-    "indexer_backward": _score_gradients,
     "plan_sparse_backward": lambda: [
         {"indices": ints(2, 3, 1, 5), "s_kv": 9, "topk_length": ints(2, 3), "kv_offsets": ints(3), "chunk_tokens": 4}
     ],

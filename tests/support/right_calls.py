@@ -21,12 +21,14 @@ from cute_mla.testing.operations.dense_prefill.case import DensePrefillCase
 from cute_mla.testing.operations.dense_prefill_backward.case import DensePrefillBackwardCase
 from cute_mla.testing.operations.head_sums.case import HeadSumsCase
 from cute_mla.testing.operations.index_write.case import IndexWriteCase
+from cute_mla.testing.operations.indexer_backward.case import IndexerBackwardCase
 from cute_mla.testing.operations.indexer_topk.case import IndexerTopkCase
 from cute_mla.testing.operations.merge_states.case import MergeStatesCase
 from cute_mla.testing.operations.mqa_logits.case import MqaLogitsCase
 from cute_mla.testing.operations.operation import Plan
 from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase
 from cute_mla.testing.operations.sparse_prefill.case import SparsePrefillCase
+from cute_mla.testing.operations.sparse_prefill_backward.case import SparsePrefillBackwardCase
 from cute_mla.testing.operations.topk_indices.case import TopkIndicesCase
 
 _VARLEN: dict[str, Any] = {"lengths": ((290, 400), (10, 100)), "h_kv": 2, "group": 4, "ends": "clipped"}
@@ -37,8 +39,10 @@ CASES: dict[str, BaseCase] = {
     "dense_fp8": DenseDecodeCase(batch=2, h_q=64, operands=FP8),
     "sparse": SparseDecodeCase(batch=2, h_q=64, main=Pool(128, 128)),
     "sparse_prefill": SparsePrefillCase(s_q=5, h_q=64, s_kv=100, softmax_scale=0.25),
+    "sparse_backward": SparsePrefillBackwardCase(s_q=5, h_q=64, s_kv=100),
     "head_sums": HeadSumsCase(s_q=5, h_q=64, s_kv=100),
     "scores": HeadSumsCase(s_q=5, h_q=64, d_qk=128, s_kv=100),
+    "indexer_backward": IndexerBackwardCase(s_q=5, h_q=64, s_kv=100),
     "dense_prefill": DensePrefillCase(**_VARLEN),
     "backward": DensePrefillBackwardCase(**_VARLEN),
     "merge": MergeStatesCase(states=4, tokens=3, h_q=2, head_dim=128, form="stacked"),
