@@ -8,7 +8,7 @@ A test compares the file with the built kernels. A difference is either a regres
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,20 +33,15 @@ def figures(entry: KernelEntry) -> Figures:
     }
 
 
-def differences(
-    golden: Mapping[str, Figures], found: Mapping[str, Figures], *, gone: str = "no longer built", text: Callable[[Any], str] = str
-) -> Iterator[str]:
-    """Yield a line for every kernel whose figures differ from the golden ones: each changed figure, before and after.
-
-    gone: describes a kernel that only the golden file has. text: formats a figure, or None where one side lacks it.
-    """
+def differences(golden: Mapping[str, Figures], found: Mapping[str, Figures]) -> Iterator[str]:
+    """Yield a line for every kernel whose figures differ from the golden ones: each changed figure, before and after."""
     for name in sorted(golden.keys() | found.keys()):
         before, after = golden.get(name), found.get(name)
         if before is None or after is None:
-            yield f"{name}: {'not recorded' if before is None else f'recorded, but {gone}'}"
+            yield f"{name}: {'not recorded' if before is None else 'recorded, but no longer built'}"
         elif before != after:
             changed = (key for key in dict.fromkeys((*before, *after)) if before.get(key) != after.get(key))
-            yield f"{name}: " + ", ".join(f"{key} {text(before.get(key))} -> {text(after.get(key))}" for key in changed)
+            yield f"{name}: " + ", ".join(f"{key} {before.get(key)} -> {after.get(key)}" for key in changed)
 
 
 def read() -> dict[str, Figures]:

@@ -34,10 +34,10 @@ def address_of(e: Emitter, ins: Instruction, index: int) -> str:
     return e.memory_address(ins.operands[index], 32)
 
 
-def value_of(e: Emitter, operand: Operand | None, default: str = "None") -> str:
+def value_of(e: Emitter, operand: Operand | None) -> str:
     """Return the expression of a checked 32-bit operand."""
     if operand is None:
-        return default
+        return "None"
     e.check_taint(registers_of(operand), "a barrier operand")
     return e.src(operand, "u32")
 
