@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.engines.sglang_interface import LATER
 from tests.engines.sglang_parts import (
     ADAPTERS,
     INTERFACE,
@@ -68,7 +67,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             dsv4_attn_backend="flashmla",
             dsv4_prefill_backend="auto",
         ),
-        platform=Recorded(asked["get_platform"], is_sm120=False),
         spec=Recorded(asked["get_spec"], speculative_num_draft_tokens=3, speculative_eagle_topk=None, speculative_algorithm=None),
         factories={},
         deterministic=False,
@@ -104,7 +102,6 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
                 kernel=answers.kernel, deterministic=SimpleNamespace(enable_deterministic_inference=answers.deterministic)
             ),
             "get_parallel": lambda: answers.parallel,
-            "get_platform": lambda: answers.platform,
             "get_spec": lambda: answers.spec,
         },
         "configs.model_config": {"is_deepseek_dsa": lambda config: answers.sparse, "is_deepseek_v4": lambda config: answers.v4},
@@ -130,7 +127,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
             assert key in MODULES[module.__name__]
             setattr(module, key, value)
         monkeypatch.setitem(sys.modules, module.__name__, module)
-    for name in LATER:
+    for name in filter(lambda module: module.startswith("sglang.kernels."), MODULES):
         module = ModuleType(name)
         vars(module).update(MODULES[name])
         monkeypatch.setitem(sys.modules, name, module)

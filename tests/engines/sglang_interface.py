@@ -71,6 +71,7 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "use_dsv4_q8kv8_sparse_prefill": (),
     },
     "sglang.kernels.ops.attention.flash_mla_interface": {"flash_mla_with_kvcache": (), "flash_mla_sparse_fwd": (), "get_mla_metadata": ()},
+    "sglang.kernels.ops.attention.flash_mla_sm120": {"flash_mla_with_kvcache_sm120": ()},
     "sglang.srt.layers.attention.dsa.utils": {
         "resolve_fp8_mqa_logits_fn": (),
         "resolve_fp8_paged_mqa_logits_fn": (),
@@ -120,7 +121,7 @@ WANTED: dict[str, dict[str, tuple[str, ...]]] = {
         "RaggedVerifyLayout": ("bs", "verify_lens", "qo_indptr_device", "padded_to_bucket"),
         "resolve_ragged_verify_layout": (),
     },
-    "sglang.srt.runtime_context": {"get_exec": (), "get_parallel": (), "get_platform": (), "get_spec": ()},
+    "sglang.srt.runtime_context": {"get_exec": (), "get_parallel": (), "get_spec": ()},
 }
 LATER = {"sglang.kernels.ops.attention.flash_mla_interface"}  # not in SGLang 0.5.22
 # What these return answers by name at run time: recorded is what SGLang's own code asks for.
@@ -129,7 +130,6 @@ ASKED = {
         *("kernel.dsa_prefill_backend", "kernel.dsa_decode_backend", "kernel.dsv4_attn_backend"),
         "deterministic.enable_deterministic_inference",
     ),
-    "get_platform": ("is_sm120",),
     "get_parallel": ("attn_tp_size", "attn_dcp_size"),
     "get_spec": ("speculative_num_draft_tokens", "speculative_eagle_topk", "speculative_algorithm"),
 }

@@ -13,12 +13,13 @@ from torch import Tensor
 from cute_mla.cache import dequantise_cache, empty_cache, quantise_cache
 from cute_mla.engines import sglang as adapter
 from cute_mla.reference.latent import attend_to_all
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import SM120, Arch
 from tests.engines.sglang_interface import LATER
 from tests.engines.sglang_parts import MODULES
 from tests.support.launched import launched_ops
 
 INTERFACE, BACKEND = "sglang.kernels.ops.attention.flash_mla_interface", "sglang.srt.layers.attention.deepseek_v4_backend"
+RTX = "sglang.kernels.ops.attention.flash_mla_sm120"
 HEADS, COLUMNS, SCALE = 64, 512, 512**-0.5
 RUNNER = SimpleNamespace(model_config=SimpleNamespace(hf_config=None))
 
@@ -52,36 +53,53 @@ def slots_of(counts: list[int], width: int, page: int, seed: int) -> tuple[Tenso
     return slots, torch.tensor(counts, dtype=torch.int32).clamp(min=1)
 
 
+def a_call(formats: tuple[str, str], page: int = 64, heads: int = HEADS) -> tuple[dict[str, Any], Tensor]:
+    """Return what SGLang calls decode with on any device, for three tokens, and what comes out [tokens, 1, heads, 512]."""
+    draw, sinks = torch.Generator().manual_seed(7), torch.linspace(-3, 4, heads)
+    (pool, worth), (extra, extra_worth) = pool_of(formats[0], page, 1), pool_of(formats[1], 16, 2)
+    (slots, lengths), (extra_slots, extra_lengths) = slots_of([64, 1, 17], 64, page, 3), slots_of([40, 0, 0], 64, 16, 4)
+    q = torch.randn(3, 1, heads, COLUMNS, generator=draw).bfloat16()
+    caches = {"k_cache": pool, "indices": slots, "topk_length": lengths}
+    extras = {"extra_k_cache": extra, "extra_indices_in_kvcache": extra_slots, "extra_topk_length": extra_lengths}
+    wanted = torch.empty(q.shape)
+    for token in range(3):
+        named = [(worth, slots[token, 0]), (extra_worth, extra_slots[token, 0])]
+        keys = torch.cat([rows[ids[ids >= 0].long()] for rows, ids in named])
+        wanted[token, 0] = attend_to_all(q[token, 0].float(), keys, SCALE, sinks)[0]
+    return {"q": q, **caches, **extras, "head_dim_v": COLUMNS, "softmax_scale": SCALE, "attn_sink": sinks}, wanted
+
+
 @pytest.mark.parametrize(
     ("formats", "legacy"),
     [(("fp8_584", "fp8_584"), True), (("v41_paged", "v41_paged"), True), (("v41", "v41"), False), (("v41", "v41_fp4"), False)],
     ids=lambda value: "" if isinstance(value, bool) else value[1],
 )
 def test_decode_over_two_caches(arch: Arch, engine: SimpleNamespace, formats: tuple[str, str], legacy: bool) -> None:
-    calls = served(engine)
-    draw, sinks = torch.Generator().manual_seed(7), torch.linspace(-3, 4, HEADS)
-    (pool, worth), (extra, extra_worth) = pool_of(formats[0], 64, 1), pool_of(formats[1], 16, 2)
-    (slots, lengths), (extra_slots, extra_lengths) = slots_of([64, 1, 17], 64, 64, 3), slots_of([40, 0, 0], 64, 16, 4)
-    q = torch.randn(3, 1, HEADS, COLUMNS, generator=draw).bfloat16()
+    calls, (call, wanted) = served(engine), a_call(formats)
     schedule = calls[f"{INTERFACE}.get_mla_metadata"]()[0]
     calls[f"{BACKEND}._maybe_precompute_flashmla_sched_meta"](
-        schedule, q=q, indices=slots, topk_length=lengths, extra_indices=extra_slots, extra_topk_length=extra_lengths
+        schedule,
+        **{name: call[name] for name in ("q", "indices", "topk_length", "extra_topk_length")},
+        extra_indices=call["extra_indices_in_kvcache"],
     )
-    caches = {"k_cache": pool, "indices": slots, "topk_length": lengths}
-    extras = {"extra_k_cache": extra, "extra_indices_in_kvcache": extra_slots, "extra_topk_length": extra_lengths}
     settled = {"block_table": None, "cache_seqlens": None, "is_fp8_kvcache": True, "use_legacy": legacy}
-    options = {"head_dim_v": COLUMNS, "tile_scheduler_metadata": schedule, "softmax_scale": SCALE, "attn_sink": sinks}
-    given = {"q": q, **caches, **extras, **settled, **options}
+    given = {**call, **settled, "tile_scheduler_metadata": schedule}
     assert given.keys() <= set(MODULES[INTERFACE]["flash_mla_with_kvcache"])
     with launched_ops(arch) as ops:
         out, _ = calls[f"{INTERFACE}.flash_mla_with_kvcache"](**given)
         calls[f"{INTERFACE}.flash_mla_with_kvcache"](**given)
     assert ops == ["split_plan", *2 * ["sparse_decode", "combine"]]
-    for token in range(3):
-        named = [(worth, slots[token, 0]), (extra_worth, extra_slots[token, 0])]
-        keys = torch.cat([rows[ids[ids >= 0].long()] for rows, ids in named])
-        wanted = attend_to_all(q[token, 0].float(), keys, SCALE, sinks)[0]
-        torch.testing.assert_close(out[token, 0].float(), wanted, rtol=1e-2, atol=8e-3)
+    torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=8e-3)
+
+
+@pytest.mark.parametrize(("page", "heads"), [(64, 64), (256, 8), (256, 128)])
+def test_rtx_boards_decode_and_prefill_by_one_call(engine: SimpleNamespace, page: int, heads: int) -> None:
+    """SGLang has pages of 64 or 256 slots there, and gives no schedule."""
+    call, wanted = a_call(("fp8_584", "fp8_584"), page, heads)
+    with launched_ops(SM120) as ops:
+        out, _ = served(engine)[f"{RTX}.flash_mla_with_kvcache_sm120"](**call)
+    assert ops == ["split_plan", "sparse_decode", "combine"]
+    torch.testing.assert_close(out.float(), wanted, rtol=1e-2, atol=8e-3)
 
 
 def test_prefill_over_gathered_rows(arch: Arch, engine: SimpleNamespace) -> None:
@@ -101,7 +119,7 @@ def test_prefill_over_gathered_rows(arch: Arch, engine: SimpleNamespace) -> None
 def test_what_is_replaced_is_recorded(engine: SimpleNamespace) -> None:
     calls = served(engine)
     replaced = {(module, name) for module, _, name in (target.rpartition(".") for target in calls)}
-    assert replaced == {(INTERFACE, name) for name in MODULES[INTERFACE]} | {
+    assert replaced == {(module, name) for module in (INTERFACE, RTX) for name in MODULES[module]} | {
         (BACKEND, name) for name in MODULES[BACKEND] if name not in ("DeepseekV4AttnBackend", "use_dsv4_q8kv8_sparse_prefill")
     }
     assert calls[f"{BACKEND}.can_use_swapab_attention"](*range(6)) is False
@@ -126,10 +144,7 @@ def test_options_that_call_other_kernels_are_refused(engine: SimpleNamespace) ->
     engine.deterministic = True
     with pytest.raises(ValueError, match="--enable-deterministic-inference is True for DeepSeek-V4; supported: False"):
         served(engine)
-    engine.deterministic, engine.platform.is_sm120 = False, True
-    with pytest.raises(ValueError, match="compute capability 12 is True"):
-        served(engine)
-    engine.platform.is_sm120, engine.q8_prefill = False, True
+    engine.deterministic, engine.q8_prefill = False, True
     with pytest.raises(ValueError, match="SGLANG_DSV4_Q8KV8_PREFILL, which overrides that option, is True for DeepSeek-V4"):
         served(engine)
     assert engine.hooks == {}

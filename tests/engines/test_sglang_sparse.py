@@ -202,7 +202,6 @@ def test_logits_as_sglangs_indexer_calls_them(arch: Arch) -> None:
 
 
 def test_rtx_boards_decode_a_pool_of_656_bytes(engine: SimpleNamespace) -> None:
-    engine.platform.is_sm120 = True
     engine.kernel.dsa_prefill_backend = engine.kernel.dsa_decode_backend = "flashmla_kv"
     backend = backend_of(engine, 16, fp8=True)
     (pool, worth), slots, q = pool_of(True), chosen_slots(COUNTS), queries(len(COUNTS), 16)

@@ -3,6 +3,7 @@
 The backend's metadata, pools, indexer and gathering of rows for prefill are kept. Replaced, in the process, before the backend is made:
 
     sglang.kernels.ops.attention.flash_mla_interface      flash_mla_with_kvcache, flash_mla_sparse_fwd, get_mla_metadata
+    sglang.kernels.ops.attention.flash_mla_sm120          flash_mla_with_kvcache_sm120: decodes and prefills on RTX boards
     sglang.srt.layers.attention.deepseek_v4_backend       _maybe_precompute_flashmla_sched_meta: schedules are made by the first call
                                                           can_use_swapab_attention: False, as another kernel would decode V4.1 on Blackwell
 """
@@ -17,18 +18,19 @@ from typing import Any
 import torch
 from sglang.srt.layers.attention.deepseek_v4_backend import DeepseekV4AttnBackend, use_dsv4_q8kv8_sparse_prefill
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-from sglang.srt.runtime_context import get_exec, get_platform
+from sglang.srt.runtime_context import get_exec
 
 from ...api import flash_mla_sparse_fwd, get_mla_metadata
 from ...spec.cache_format import V41, V41_FP4, V41_PAGED
 from .. import two_caches
 
 _INTERFACE = "sglang.kernels.ops.attention.flash_mla_interface"
+_RTX = "sglang.kernels.ops.attention.flash_mla_sm120"
 _BACKEND = "sglang.srt.layers.attention.deepseek_v4_backend"
 
 
 def create(runner: Any) -> DeepseekV4AttnBackend:
-    """Create SGLang's backend over the kernels of cute_mla. Raises ValueError for options and devices with which it calls others."""
+    """Create SGLang's backend over the kernels of cute_mla. Raises ValueError for options with which it calls others."""
     _check_version()
     execution = get_exec()
     deterministic = execution.deterministic.enable_deterministic_inference
@@ -37,7 +39,6 @@ def create(runner: Any) -> DeepseekV4AttnBackend:
         ("--dsv4-prefill-backend", execution.kernel.dsv4_prefill_backend, ("auto", "flashmla_sparse")),
         ("SGLANG_DSV4_Q8KV8_PREFILL, which overrides that option,", use_dsv4_q8kv8_sparse_prefill("auto"), (False,)),
         ("--enable-deterministic-inference", deterministic, (False,)),
-        ("a device of compute capability 12", get_platform().is_sm120, (False,)),
     ):
         if given not in supported:
             raise ValueError(f"{option} is {given} for DeepSeek-V4; supported: {', '.join(map(str, supported))}")
@@ -70,6 +71,12 @@ def flash_mla_with_kvcache(*, use_legacy: bool = True, **call: Any) -> tuple[tor
     return two_caches.decode(v41=V41_PAGED if use_legacy else V41, **call)
 
 
+def _decode_on_rtx(**call: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Decode, or prefill with every token as a request. SGLang has no schedules on RTX boards, so each call plans."""
+    plan, _ = get_mla_metadata()
+    return two_caches.decode(block_table=None, cache_seqlens=None, tile_scheduler_metadata=plan, is_fp8_kvcache=True, **call)
+
+
 def _sparse_prefill(*, use_legacy: bool = True, **call: Any) -> tuple[torch.Tensor, ...]:
     """Attend to gathered rows of 16 bits. Of the results, SGLang's backend reads out alone."""
     return flash_mla_sparse_fwd(**call)
@@ -79,6 +86,7 @@ _SERVED: dict[str, Callable[..., Any]] = {
     f"{_INTERFACE}.flash_mla_with_kvcache": flash_mla_with_kvcache,
     f"{_INTERFACE}.flash_mla_sparse_fwd": _sparse_prefill,
     f"{_INTERFACE}.get_mla_metadata": get_mla_metadata,
+    f"{_RTX}.flash_mla_with_kvcache_sm120": _decode_on_rtx,
     f"{_BACKEND}._maybe_precompute_flashmla_sched_meta": lambda *_, **__: None,
     f"{_BACKEND}.can_use_swapab_attention": lambda *_, **__: False,
 }

@@ -7,7 +7,7 @@ vLLM's modules, in the process:
     vllm.models.deepseek_v4.nvidia.model          _select_dsv4_attn_cls    picks a class of layer; replaced by serve(), the others with it
     vllm.models.deepseek_v4.nvidia.flashmla       flash_mla_with_kvcache   decodes over two caches
                                                   flash_mla_sparse_fwd     prefills over gathered rows of 16 bits
-    vllm.v1.attention.backends.mla.sparse_swa     get_mla_metadata         makes an empty schedule
+    vllm.v1.attention.backends.mla.sparse_swa     get_mla_metadata         makes an empty schedule, but none for RTX boards
 
 and likewise in vllm.models.deepseek_v41. The last three are replaced when the first layer of CUTE_MLA_SPARSE is picked.
 """
@@ -30,8 +30,7 @@ from ...spec.kernel_ops import ARCHS_OF
 from .. import two_caches
 from . import DENSE, SPARSE
 
-# Of the architectures with kernels those for which vLLM plans the calls of FlashMLA that are replaced.
-SERVED_ARCHS = tuple(arch for arch in ARCHS_OF["sparse_prefill"] if arch.compute_capabilities[0][0] in (9, 10))
+SERVED_ARCHS = ARCHS_OF["sparse_prefill"]
 _HEADS = (8, 16, 32, 64, 128)  # that vLLM's kernels pad queries to
 
 
@@ -72,12 +71,19 @@ class _Picker:
 
 @cache
 def _served(layer: Any) -> type:
-    """Return a subclass of vLLM's layer that pads queries to fewer heads than 64 where a rank has few."""
+    """Return a subclass of vLLM's layer that pads queries to fewer heads than 64 where a rank has few, and makes missing schedules."""
 
     class CuteMlaAttention(layer):  # type: ignore[misc]
         @classmethod
         def get_padded_num_q_heads(cls, num_heads: int) -> int:
             """Return the heads that queries and output are allocated with. Raises ValueError for more than 128."""
             return min(super().get_padded_num_q_heads(num_heads), *(heads for heads in _HEADS if heads >= num_heads))
+
+        def _forward_decode(self, *, swa_metadata: Any, **call: Any) -> None:
+            """Decode. On RTX boards, metadata lack the empty schedules, which layers of a kind share in a step."""
+            for name, schedule in vars(swa_metadata).items():
+                if name.startswith("tile_sched_") and schedule is None:
+                    setattr(swa_metadata, name, get_mla_metadata()[0])
+            super()._forward_decode(swa_metadata=swa_metadata, **call)
 
     return CuteMlaAttention

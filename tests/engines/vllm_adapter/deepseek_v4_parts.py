@@ -48,11 +48,12 @@ class Kind:
 
 def kinds_of(arch: str) -> dict[str, Kind]:
     """Return the kinds of layers on an architecture, with the records that vLLM writes there."""
-    hopper = arch == "sm90"
-    v4, v41, block = ("fp8_584", "fp8_584"), ("fp8_584", "fp8_584") if hopper else ("v41", "v41"), 64 if hopper else 128
+    new, block = arch == "sm100", 64 if arch == "sm90" else 128
+    v4 = "fp8_584", "fp8_584"
+    v41 = ("v41", "v41") if new else v4
     kinds = {f"V4, {ratio}": Kind("deepseek_v4", ratio, 256, v4) for ratio in (1, 4, 128)}
     kinds |= {f"V4.1, {ratio}": Kind("deepseek_v41", ratio, block, v41) for ratio in (0, 1, 2)}
-    return kinds if hopper else kinds | {"V4.1, fp4": Kind("deepseek_v41", 2, block, ("v41", "v41_fp4"), "nvfp4_ds_mla")}
+    return kinds | ({"V4.1, fp4": Kind("deepseek_v41", 2, block, ("v41", "v41_fp4"), "nvfp4_ds_mla")} if new else {})
 
 
 def pick(model: str, folder: Path, backend: str | None = "CUTE_MLA_SPARSE", setting: Setting = _SETTING) -> tuple[Any, VllmConfig]:

@@ -63,6 +63,7 @@ def test_drafts_and_rows_that_pad_a_graph(arch: Arch, kind: Kind, tmp_path: Path
 
 
 @pytest.mark.parametrize("heads", [5, 16, 64, 128])
+@pytest.mark.parametrize("arch", deepseek_v4.SERVED_ARCHS, ids=lambda arch: arch.name)
 def test_heads(arch: Arch, heads: int, tmp_path: Path) -> None:
     model = Model(kinds_of(arch.name)["V4.1, 1"], [Request(1, 70), Request(3, 50)], tmp_path, heads)
     with launched_ops(arch):
@@ -102,8 +103,8 @@ def test_what_is_not_supported_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     config.parallel_config.prefill_context_parallel_size = 2
     with pytest.raises(ValueError, match="prefill_context_parallel_size is 2 for DeepSeek-V4; supported: 1"):
         picker(config)
-    monkeypatch.setattr(type(deepseek_v4.current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(12, 0))
-    with pytest.raises(ValueError, match=r"compute capability is 12\.0 for DeepSeek-V4; supported: 9\.0"):
+    monkeypatch.setattr(type(deepseek_v4.current_platform), "get_device_capability", lambda *_, **__: DeviceCapability(8, 9))
+    with pytest.raises(ValueError, match=r"compute capability is 8\.9 for DeepSeek-V4; supported: 9\.0, 10\.0 or 10\.3, 12\.0 or 12\.1"):
         pick("deepseek_v4", tmp_path)
 
 
