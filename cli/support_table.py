@@ -10,6 +10,7 @@ from cute_mla.aot_build.variants import Variant, closed_variants
 from cute_mla.spec.arch import ARCHS
 from cute_mla.spec.cache_rows import CACHED
 from cute_mla.spec.masked_prefill import HEAD_DIMS as MASKED_HEAD_DIMS
+from cute_mla.spec.mla import D_QK
 
 # Fields that say how a kernel lays out rows. The table leaves them out: listed kernels ship with all values that calls need.
 _UNLISTED_FIELDS = ("cluster", "columns", "few_heads", "few_rows", "rows64", "slots", "head_tile", "head_tiles", "stream")
@@ -23,7 +24,8 @@ _HEADS = {**dict.fromkeys((192, 128), "192 or 128 columns of q and k, 128 of v")
 _WORDS: dict[str, dict[str, dict[Any, str]]] = {
     "dense_decode": {
         "operands": {
-            "latent": "dense decode, 16-bit cache",
+            "latent": "dense decode, 16-bit cache of 576 columns",
+            **dict.fromkeys((512, 320, 1088), "dense decode, 16-bit cache of 512, 320 and 1,088 columns"),
             "fp8_cache": "dense decode, e4m3 cache, 16-bit queries",
             "fp8": "dense decode, e4m3 cache and queries (type of out)",
         }
@@ -99,8 +101,8 @@ def _joined(types: Sequence[str]) -> str:
 
 def _what(variant: Variant) -> str:
     fields = {key: value for key, value in asdict(variant.config).items() if key not in (*_UNLISTED_FIELDS, "dtype")}  # type: ignore[call-overload]
-    if "operands" in fields:
-        del fields["d_qk"]  # of dense decode, whose columns the second table lists
+    if "operands" in fields and fields.pop("d_qk") != D_QK:  # dense decode
+        fields["operands"] = asdict(variant.config)["d_qk"]  # type: ignore[call-overload]
     ((name, value),) = fields.items() or ((("", None)),)
     return _WORDS[variant.op][name][value]
 

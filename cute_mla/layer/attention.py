@@ -175,7 +175,7 @@ class MlaAttention(torch.nn.Module):
 
         Where the device has no kernels of an op that the call needs, the torch reference computes attention, and a warning names the op
         once per device. So it is for CPU tensors outside cute_mla.simulate() and on GPUs of other architectures, of which `path` says so,
-        and for gradients on GPUs of compute capability 12.0 and 12.1.
+        and on GPUs of compute capability 12.0 and 12.1 for gradients and for decode of dense attention over other keys than 576 columns.
 
         Raises ValueError on bad arguments, and the errors of flash_mla_with_kvcache and flash_attn_varlen_func.
         """

@@ -203,7 +203,7 @@ def _check_inputs(call: CallSpec, arch: Arch) -> tuple[DenseDecodeProblem, Dense
     check_tokens(q, offsets, call.common.options.max_seqlen_q, WHERE)
     if len(q.shape) != (4 if offsets is None else 3) or q.shape[-1] not in key_columns(arch):
         columns = " or ".join(map(str, key_columns(arch)))
-        raise ValueError(f"q has shape {list(q.shape)}; supported {WHERE}: [batch, s_q, h_q, {columns}]")
+        raise ValueError(f"q has shape {list(q.shape)}; supported {WHERE} on {arch.name}: [batch, s_q, h_q, {columns}]")
     check_dtype("q", q, torch.bfloat16, torch.float16, torch.float8_e4m3fn)
     check_last_contiguous("q", q)
     *tokens, h_q, d_qk = q.shape

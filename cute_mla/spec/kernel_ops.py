@@ -89,7 +89,7 @@ def _same(variants: Callable[[], Sequence[Config]]) -> Callable[[Arch], Sequence
     return lambda arch: variants()
 
 
-_ATTENTION = (SM90, SM100)  # the others have decode and sparse prefill alone
+_ATTENTION = (SM90, SM100)  # the others have no gradients
 _DECODES, _BACKWARD, _SPARSE_BACKWARD = ("dense_decode", "sparse_decode"), ("dense_prefill_backward",), ("sparse_prefill_backward",)
 _SUMS_OF_ROWS = (*_SPARSE_BACKWARD, "indexer_backward")
 KERNEL_OPS: dict[str, KernelOp] = {

@@ -180,11 +180,13 @@ def test_the_time_limit_holds_whatever_hangs(tmp_path: Path, fakes: Path, step: 
     assert f"{step} ran past its" in (tmp_path / "out" / f"{step}.log").read_text()
 
 
-def test_without_a_compiler_the_microbenchmarks_are_left_out(tmp_path: Path, fakes: Path) -> None:
-    (fakes / "nvcc").unlink()
+@pytest.mark.parametrize("lacking", ["no nvcc on this machine", "the microbenchmarks are for Hopper"])
+def test_without_a_compiler_or_hopper_the_microbenchmarks_are_left_out(tmp_path: Path, fakes: Path, lacking: str) -> None:
+    (fakes / "nvcc").rename(fakes / ("none" if "nvcc" in lacking else "nvcc"))
+    (fakes / "preflight").write_text("" if "nvcc" in lacking else """echo '{"environment": {"arch": "sm120"}}' >"$file"\n""")
     assert run(tmp_path / "out", "--python", fakes / "python").returncode == 0
     assert "microbenchmarks" not in status(tmp_path / "out")["steps"]
-    assert "no nvcc on this machine" in (tmp_path / "out" / "build.log").read_text()
+    assert lacking in (tmp_path / "out" / "build.log").read_text()
 
 
 @pytest.mark.parametrize("outcome", ["exit 0", "exit 1"])
