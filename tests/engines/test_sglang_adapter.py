@@ -20,7 +20,7 @@ from torch import Tensor
 import cute_mla
 from cute_mla.engines import sglang as adapter
 from cute_mla.reference import attention, visible_keys
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import SM120, Arch
 from cute_mla.testing.compare import same_bits
 from tests.engines.sglang_interface import LATER
 from tests.engines.sglang_parts import HEADS, INTERFACES, MODULES, SCALE, Recorded, members, mha_layer, plain
@@ -297,6 +297,13 @@ def test_prefill_of_new_tokens_and_of_chunks_of_a_prefix(arch: Arch, columns: in
     assert (out[70:] == 0).all()
     assert lse[0].isfinite().all()  # of padding, too: SGLang's merge gives NaN where no part is finite
     assert (lse[1:, 5:69] == -math.inf).all()  # the second request has no prefix
+
+
+@pytest.mark.usefixtures("engine")
+def test_rtx_boards_run_each_phase() -> None:
+    test_decode(SM120, E4M3, 64, 576)
+    test_drafts_of_different_lengths(SM120, padded=True)
+    test_prefill_of_new_tokens_and_of_chunks_of_a_prefix(SM120, 256, 256)
 
 
 @pytest.mark.usefixtures("engine")

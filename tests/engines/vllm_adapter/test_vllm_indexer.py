@@ -28,7 +28,7 @@ from vllm.v1.kv_cache_interface import MLAAttentionSpec
 from cute_mla.engines.vllm import indexer
 from cute_mla.engines.vllm.sparse import CuteMlaSparseImpl
 from cute_mla.reference import indexed_keys, indexer_topk
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import SM120, Arch
 from tests.engines.vllm_adapter.vllm_parts import SCALE, Request, Setting, batch_of, configuration, query_rows, rows_of
 from tests.support.launched import launched_ops
 
@@ -197,6 +197,10 @@ def test_keys_are_chosen_from_vllms_metadata(arch: Arch, drafts: int, requests: 
     assert torch.equal(chosen[:tokens, :TOPK], model.expected(batch))
     assert (chosen[:tokens, TOPK:] == -1).all()
     assert (chosen[tokens:] == -7).all()
+
+
+def test_keys_are_chosen_on_rtx_boards(tmp_path: Path) -> None:
+    test_keys_are_chosen_from_vllms_metadata(SM120, *BATCHES["mixed"], tmp_path)
 
 
 @pytest.mark.parametrize("heads", [1, 64])

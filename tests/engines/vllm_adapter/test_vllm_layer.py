@@ -17,7 +17,7 @@ from vllm.models.kimi_k3.nvidia import mla as kimi_k3
 from vllm.v1.attention.ops.merge_attn_states import _merge_attn_states_torch
 
 import cute_mla
-from cute_mla.spec.arch import Arch
+from cute_mla.spec.arch import SM120, Arch
 from tests.engines.vllm_adapter.vllm_parts import (
     DEEPSEEK_V3,
     GLM_4_7_FLASH,
@@ -94,6 +94,11 @@ def test_a_layer(arch: Arch, requests: list[Request], cache: str, columns: Colum
         agree(out, wanted, 2e-2)  # vLLM rounds absorbed queries and decompressed keys to bf16
     else:
         assert torch.nn.functional.cosine_similarity(out.float().flatten(), wanted.flatten(), dim=0) > 0.995
+
+
+@pytest.mark.parametrize(("cache", "columns"), [("auto", GLM_4_7_FLASH), ("fp8", DEEPSEEK_V3)], ids=["auto", "fp8"])
+def test_a_layer_on_rtx_boards(cache: str, columns: Columns, tmp_path: Path) -> None:
+    test_a_layer(SM120, BATCHES["mixed"], cache, columns, tmp_path)
 
 
 def k3_write(kv_c: Tensor, k_pe: Tensor, cache: Tensor, slots: Tensor) -> None:
