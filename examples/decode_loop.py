@@ -1,7 +1,7 @@
 """A tiny MLA model: prefill of three prompts, then 16 greedy decode steps over a paged cache.
 
 Runs on a Hopper or Blackwell GPU if there is one, else on the simulated device. At the end the output of every step is compared with fp32
-torch. Run after `cute-mla build` (or `make build`):  python examples/decode_loop.py [sm90|sm100]
+torch. Run after `cute-mla build` (or `make build`):  python examples/decode_loop.py [sm90|sm100|sm120]
 The argument is the architecture of the simulated device.
 """
 

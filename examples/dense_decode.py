@@ -1,6 +1,6 @@
 """One decode step over a paged latent cache, on a Hopper or Blackwell GPU if there is one, else on the simulated device.
 
-Run after `cute-mla build` (or `make build`):  python examples/dense_decode.py [sm90|sm100]
+Run after `cute-mla build` (or `make build`):  python examples/dense_decode.py [sm90|sm100|sm120]
 The argument is the architecture of the simulated device.
 """
 

@@ -2,7 +2,7 @@
 
 Runs on a Hopper or Blackwell GPU if there is one, else on the simulated device. At the end the output of every step is compared with fp32
 torch over the keys chosen, and these with the keys that fp32 torch chooses. Run after `cute-mla build` (or `make build`):
-python examples/sparse_decode_loop.py [sm90|sm100]
+python examples/sparse_decode_loop.py [sm90|sm100|sm120]
 The argument is the architecture of the simulated device.
 """
 

@@ -1,7 +1,7 @@
 """Fit an attention layer to the outputs of another one: 10 steps of Adam on fp32 weights, which each step rounds to bf16.
 
 Runs on a Hopper GPU if there is one, else on the simulated device. The same steps in fp32 torch say how the loss should fall. Run after
-`cute-mla build` (or `make build`):  python examples/train_layer.py [sm90|sm100]
+`cute-mla build` (or `make build`):  python examples/train_layer.py [sm90|sm100|sm120]
 The argument is the architecture of the simulated device.
 """
 
