@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from math import gcd
 from typing import Any
 
+import cutlass
 from cutlass import Boolean, Int32, Int64, cute
 
 from ...spec.dense_decode import TILE_ROWS
@@ -17,7 +20,9 @@ from ..primitives.rows import load_if, registers
 from .attend import CHUNK_WORDS, chunk_at
 from .cta import LANES, WARP_KEYS, WARPS, Sm120Thread
 
-TAIL_LANES = 8  # 16-byte chunks of 64 16-bit columns: a warp has those of four keys at a time
+TAILS = (0, 4, 8)  # 16-byte chunks behind the last 32 of a key, of 64 columns: a warp has those of several keys at a time
+LANE_COLUMNS = CHUNK // ELEMENT_BYTES  # of a key that a lane converts at a time
+PASS_COLUMNS = LANES * LANE_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -38,7 +43,7 @@ class Sm120Columns:
     def tail(self) -> int:
         """Return the chunks behind them."""
         tail = self.columns * ELEMENT_BYTES // CHUNK % LANES
-        assert tail in (0, TAIL_LANES)
+        assert tail in TAILS
         return tail
 
     def load(self, thread: Sm120Thread, row: Int64, rows: list[Int64]) -> tuple[list[Any], list[Any]]:
@@ -49,10 +54,10 @@ class Sm120Columns:
             for step in range(self.whole)
         ]
         tails = []
-        tail_byte = self.source + self.whole * LANES * CHUNK + thread.lane % TAIL_LANES * CHUNK
         if self.tail:
-            for first in range(0, WARP_KEYS, LANES // TAIL_LANES):
-                mine = from_lane(row, first + thread.lane // TAIL_LANES)
+            tail_byte = self.source + self.whole * LANES * CHUNK + thread.lane % self.tail * CHUNK
+            for first in range(0, WARP_KEYS, LANES // self.tail):
+                mine = from_lane(row, first + thread.lane // self.tail)
                 tails.append(load_chunk(mine + tail_byte, mine != 0))
         return wide, tails
 
@@ -67,9 +72,9 @@ class Sm120Columns:
             for step in range(self.whole):
                 offset = (step * LANES + thread.lane) * CHUNK
                 start_copy(smem_pointer(target + offset), source + (self.source + offset), source != 0, CHUNK)
-        for number in range(0, WARP_KEYS if self.tail else 0, LANES // TAIL_LANES):
-            key = number + thread.lane // TAIL_LANES
-            source, offset = from_lane(row, lane + key), (self.whole * LANES + thread.lane % TAIL_LANES) * CHUNK
+        for number in range(0, WARP_KEYS, LANES // self.tail) if self.tail else ():
+            key = number + thread.lane // self.tail
+            source, offset = from_lane(row, lane + key), (self.whole * LANES + thread.lane % self.tail) * CHUNK
             start_copy(smem_pointer(first + key * self.pitch + offset), source + (self.source + offset), source != 0, CHUNK)
 
     def store(self, thread: Sm120Thread, place: Int32, loaded: tuple[list[Any], list[Any]]) -> None:
@@ -80,23 +85,50 @@ class Sm120Columns:
             key, step = divmod(number, max(self.whole, 1))
             cute.autovec_copy(words, chunk_at(first + key * self.pitch + (step * LANES + thread.lane) * CHUNK))
         for number, words in enumerate(tails):
-            key = number * (LANES // TAIL_LANES) + thread.lane // TAIL_LANES
-            target = first + self.whole * LANES * CHUNK + key * self.pitch + thread.lane % TAIL_LANES * CHUNK
+            key = number * (LANES // self.tail) + thread.lane // self.tail
+            target = first + self.whole * LANES * CHUNK + key * self.pitch + thread.lane % self.tail * CHUNK
             cute.autovec_copy(words, chunk_at(target))
 
 
-def query_lines(d_qk: int) -> int:
-    """Return the lines of a row of Q."""
-    return d_qk * ELEMENT_BYTES // LINE_BYTES
+def query_parts(row_bytes: int) -> int:
+    """Return the parts of a row of Q for which L2 is asked, a line or half of one."""
+    return row_bytes // gcd(row_bytes, LINE_BYTES)
 
 
 @cute.jit
-def ask_for_queries(operands: LatentOperands, req: Int32, line: Int32):
-    """Ask L2 for a line of each of the CTA's rows of Q of a request. Four warps."""
+def ask_for_queries(operands: LatentOperands, req: Int32, part: Int32, row_bytes: cutlass.Constexpr[int]):
+    """Ask L2 for a part of each of the CTA's rows of Q of a request. Four warps."""
     place = cute.arch.thread_idx()[0] % (WARPS * LANES)
     if place < TILE_ROWS:
         stored = operands.row_range(req)
-        prefetch_row(stored.q_row(stored.nearest(first_query_row() + place)).toint() + line * LINE_BYTES, LINE_BYTES)
+        part_bytes = row_bytes // query_parts(row_bytes)
+        prefetch_row(stored.q_row(stored.nearest(first_query_row() + place)).toint() + part * part_bytes, part_bytes)
+
+
+def convert_in_place(
+    place: Int32, thread: Sm120Thread, columns: int, load: Callable[[int], Any], convert: Callable[[Any], cute.Tensor]
+) -> None:  # fmt: skip
+    """Convert a key whose codes lie at the beginning of the row that it becomes. place: the row. columns: that have codes.
+
+    load(column): what the 8 columns of a lane become their 16 bytes of, from the warp's first column on; convert does so.
+    """
+    passes = range(0, columns, PASS_COLUMNS)
+    held = [load(first) for first in passes]
+    cute.arch.sync_warp()
+    for first, loaded in zip(passes, held, strict=True):
+        store_chunk_if(first + thread.lane * LANE_COLUMNS < columns, place + first * ELEMENT_BYTES + thread.lane * CHUNK, convert(loaded))
+
+
+def pair_at(address: Int32) -> cute.Tensor:
+    """Return two words at a shared memory address."""
+    return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=8), cute.make_layout(2))
+
+
+@cute.jit
+def store_chunk_if(wanted: Boolean, target: Int32, words: cute.Tensor):
+    """Store 16 bytes, if wanted."""
+    if wanted:
+        cute.autovec_copy(words, chunk_at(target))
 
 
 def next_tile(state: PipelineState) -> PipelineState:

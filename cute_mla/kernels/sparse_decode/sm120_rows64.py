@@ -24,13 +24,10 @@ from ..primitives.arithmetic import E2M1_SCALE, e4m3_of_e2m1, e8m0_scale, from_l
 from ..primitives.copies import CHUNK, arrive_landed, prefetch_row, smem_pointer, start_copy
 from ..primitives.pipeline import PipelineState
 from ..primitives.rows import exact, registers
-from ..sm120.attend import CHUNK_WORDS, chunk_at
-from ..sm120.cta import KEYS, LANES, WARP_KEYS, Sm120Smem, Sm120Thread, pitch_of
-from ..sm120.rows import Sm120Columns, ask_for_queries, query_lines
+from ..sm120.attend import CHUNK_WORDS
+from ..sm120.cta import KEYS, WARP_KEYS, Sm120Smem, Sm120Thread, pitch_of
+from ..sm120.rows import LANE_COLUMNS, Sm120Columns, ask_for_queries, convert_in_place, pair_at, query_parts
 from .operands import SparseDecodeIndices, SparseDecodeOperands, look_up, slot_address
-
-LANE_COLUMNS = CHUNK // ELEMENT_BYTES  # of a key that a lane converts at a time
-PASS_COLUMNS = LANES * LANE_COLUMNS
 
 
 @dataclass(frozen=True)
@@ -59,6 +56,7 @@ class SparseDecodeSm120CopyRole:
     def run(self, operands: SparseDecodeOperands, smem: Sm120Smem):
         """Wait k_free. Signal k_ready."""
         schedule, thread = operands.schedule, Sm120Thread.create()
+        query_bytes = self.format.d_qk * ELEMENT_BYTES
         state = PipelineState(Int32(0), Int32(0))
         req, begin_tile = schedule.first_work_tile()
         last = schedule.last_request()
@@ -81,8 +79,8 @@ class SparseDecodeSm120CopyRole:
                 row, scales = self.slot(operands, indices, position, index)
                 index = look_up(indices, position + KEYS)
                 self.ask_for(thread, (i + 1 < stages) & (row != 0), row)
-                if another & (i < query_lines(self.format.d_qk)):
-                    ask_for_queries(operands, work_tile.next_req, i)
+                if another & (i < query_parts(query_bytes)):
+                    ask_for_queries(operands, work_tile.next_req, i, query_bytes)
                 if present != 0:
                     self.convert_stage(smem, thread, state.stage, narrow)
                 self.hand_over(smem, thread, state, present)
@@ -158,31 +156,34 @@ class SparseDecodeSm120CopyRole:
 
     def convert(self, smem: Sm120Smem, thread: Sm120Thread, place: Int32, key: Int32, narrow: Int32) -> None:
         """Convert a key. place: its row, which begins with its codes."""
-        passes = range(0, self.format.quantised, PASS_COLUMNS)
-        held = []
-        for first in passes:
-            words = registers(2)
-            held.append((words, self.scale(smem, thread, key, first, narrow)))
-            self.load_codes(words, thread, place, key, first, narrow)
-        cute.arch.sync_warp()
-        for first, (words, scale) in zip(passes, held, strict=True):
-            values = [value * scale for value in exact(words, cutlass.Float8E4M3FN)]
-            packed = registers(CHUNK_WORDS)
-            for i in range(CHUNK_WORDS):
-                packed[i] = pack_pair(values[2 * i], values[2 * i + 1], self.dtype)
-            self.store_if(first + thread.lane * LANE_COLUMNS < self.format.quantised, place + first * ELEMENT_BYTES, thread, packed)
 
-    def load_codes(self, words: cute.Tensor, thread: Sm120Thread, place: Int32, key: Int32, first: int, narrow: Int32) -> None:
+        def load(first: int) -> tuple[cute.Tensor, Float32]:
+            scale = self.scale(smem, thread, key, first, narrow)
+            return self.load_codes(thread, place, key, first, narrow), scale
+
+        convert_in_place(place, thread, self.format.quantised, load, self.scaled)
+
+    def scaled(self, loaded: tuple[cute.Tensor, Float32]) -> cute.Tensor:
+        """Return value x scale of a lane's columns, rounded once."""
+        words, scale = loaded
+        values = [value * scale for value in exact(words, cutlass.Float8E4M3FN)]
+        packed = registers(CHUNK_WORDS)
+        for i in range(CHUNK_WORDS):
+            packed[i] = pack_pair(values[2 * i], values[2 * i + 1], self.dtype)
+        return packed
+
+    def load_codes(self, thread: Sm120Thread, place: Int32, key: Int32, first: int, narrow: Int32) -> cute.Tensor:
         """Load the e4m3 values of a lane's columns."""
-        column = first + thread.lane * LANE_COLUMNS
+        words, column = registers(2), first + thread.lane * LANE_COLUMNS
         if not self.config.mixes_formats:
             cute.autovec_copy(pair_at(place + column), words)
-            return
+            return words
         both, two = registers(2), is_narrow(narrow, key)
         cute.autovec_copy(pair_at(place + cutlass.select_(two, column // (2 * LANE_COLUMNS) * LANE_COLUMNS, column)), both)
         codes = e4m3_of_e2m1(cutlass.select_(thread.lane % 2 != 0, both[1], both[0]))
         for i in range(2):
             words[i] = cutlass.select_(two, codes[i], both[i])
+        return words
 
     def scale(self, smem: Sm120Smem, thread: Sm120Thread, key: Int32, first: int, narrow: Int32) -> Float32:
         """Return the scale of a lane's columns."""
@@ -198,12 +199,6 @@ class SparseDecodeSm120CopyRole:
             return e8m0_scale(code)
         return mixed_scale(code, two)
 
-    @cute.jit
-    def store_if(self, wanted: Boolean, place: Int32, thread: Sm120Thread, words: cute.Tensor):
-        """Store a lane's columns of a pass, if they are quantised."""
-        if wanted:
-            cute.autovec_copy(words, chunk_at(place + thread.lane * CHUNK))
-
 
 def mixed_scale(code: Int32, narrow: Boolean) -> Float32:
     """Return the scale that a code stands for: e8m0, or if narrow e4m3, times that of e2m1 values in e4m3."""
@@ -215,11 +210,6 @@ def mixed_scale(code: Int32, narrow: Boolean) -> Float32:
 def is_narrow(narrow: Int32, key: Int32) -> Boolean:
     """Return the bit of a key."""
     return (narrow >> key) & 1 != 0
-
-
-def pair_at(address: Int32) -> cute.Tensor:
-    """Return two words at a shared memory address."""
-    return cute.make_tensor(cute.make_ptr(Int32, address, cute.AddressSpace.smem, assumed_align=8), cute.make_layout(2))
 
 
 def scale_pointer(address: Int32) -> cute.Pointer:
