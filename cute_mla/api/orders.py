@@ -18,7 +18,7 @@ from ..spec import dense_prefill, head_sums, indexer_backward, key_lists, sparse
 from ..spec.arch import ALIASES, ARCHS, Arch
 from ..spec.cache_format import LATENT
 from ..spec.cache_rows import FP8_576
-from ..spec.dense_decode import FP8, FP8_CACHE, DenseDecodeProblem
+from ..spec.dense_decode import FP8, FP8_CACHE, TILE_ROWS, TILINGS, DenseDecodeProblem
 from ..spec.dense_decode import LATENT as SIXTEEN_BITS
 from ..spec.kernel_ops import Config
 from ..spec.mla import BF16
@@ -58,8 +58,9 @@ def fingerprint(op: str, arch: str, *, few_heads: bool = True, **features: Any) 
     few_heads  as in flash_mla_with_kvcache
     features   as in is_supported. Needed are head_dim in dense decode, prefill and backward, and head_sums, h_q in sparse decode, prefill
                and backward, mqa_logits and indexer_topk, and in sparse decode kv_format with an FP8 cache, extra_kv_format with
-               extra_cache. dtype is "bf16" if it is not given. Features that decide on no bit, such as s_q, page_size and topk, are checked
-               and have no influence; but in sparse decode over a 16-bit latent, topk beyond 8,192. Of a backward with dkv or dk in bf16
+               extra_cache, and h_q in dense decode on sm120. dtype is "bf16" if it is not given. Features that decide on no bit, such as
+               s_q, page_size and topk, are checked and have no influence; but in sparse decode over a 16-bit latent, topk beyond 8,192.
+               Of a backward with dkv or dk in bf16
 
     Orders know nothing of batch, number of SMs, plan, chunks, pages and workspace. Decode without batch_invariant has no order: its plan
     decides where a request is cut. Nothing is launched, and no device is needed; code is of the kernels that are built here.
@@ -124,7 +125,8 @@ def _dense_decode(arch: Arch, features: dict[str, Any]) -> Kernels:
     dtype, converted = _dtype(features), features.get("fp8_kvcache") or features.get("kv_format") == FP8_576.name
     operands = FP8 if dtype == E4M3 else FP8_CACHE if converted else SIXTEEN_BITS
     out, d_qk = BF16 if dtype == E4M3 else dtype, _needed("head_dim", features)
-    call = DenseDecodeProblem(arch, out, 1, 1, 1, 1, TILE_KEYS, 1, batch_invariant=True, operands=operands, d_qk=d_qk)
+    heads = _needed("h_q", features) if TILINGS[arch.name].takes_rows64(TILE_ROWS) else 1
+    call = DenseDecodeProblem(arch, out, 1, 1, heads, 1, TILE_KEYS, 1, batch_invariant=True, operands=operands, d_qk=d_qk)
     return (("dense_decode", call.config),)
 
 

@@ -180,6 +180,7 @@ class DenseDecodeConfig:
     operands: LATENT, FP8_CACHE or FP8.
     d_qk: columns of a key, one of DENSE_DIMS; other numbers than D_QK with LATENT and bf16 only.
     few_heads: S^T = K Q^T and O^T = V^T P^T, for up to few_rows query rows of a KV head.
+    rows64: on sm120: the same products and TILE_ROWS query rows a CTA, for more rows than the 16 of the other kernel.
     """
 
     dtype: str
@@ -188,6 +189,7 @@ class DenseDecodeConfig:
     d_qk: int = D_QK
     few_heads: bool = False
     few_rows: int = FEW_HEADS
+    rows64: bool = False
 
     @property
     def dims(self) -> LatentDims:
@@ -210,7 +212,7 @@ class DenseDecodeConfig:
         types = self.dtype if self.operands == LATENT else f"{self.dtype}_{self.operands}"
         types += "" if self.d_qk == D_QK else f"_d{self.d_qk}"
         if not self.few_heads:
-            return f"{types}_cluster{self.cluster}"
+            return f"{types}_rows64" if self.rows64 else f"{types}_cluster{self.cluster}"
         return f"{types}_few_heads" + ("" if self.few_rows == FEW_HEADS else str(self.few_rows))
 
 
@@ -242,6 +244,7 @@ def order_terms(config: DenseDecodeConfig, arch: Arch) -> dict[str, Any] | None:
         "split": INVARIANT_SPLIT,
         **SOFTMAX_TERMS,
         "p": f"{config.dtype}, unnormalised",
+        **({"rows": "keys on M"} if config.rows64 else {}),
         **(_E4M3_TERMS if kept else {"q": "e4m3"} if config.operands == FP8 else {}),
     }
 
@@ -285,9 +288,14 @@ class DenseDecodeProblem:
         return few_rows(self.arch, self.operands, self.rows) if fits else 0
 
     @property
+    def rows64(self) -> bool:
+        """True if the kernel with TILE_ROWS rows serves this problem. In a batch-invariant call heads alone decide."""
+        return TILINGS[self.arch.name].takes_rows64(self.h_q // self.h_kv if self.batch_invariant else self.rows)
+
+    @property
     def row_ctas(self) -> int:
         """CTAs along the query rows of one KV head, and those that divide columns."""
-        return 1 if self.few_rows else row_ctas(self.arch, self.rows, self.d_v)
+        return 1 if self.few_rows else _row_ctas(self.arch, self.rows, self.d_v, self.rows64)
 
     @property
     def config(self) -> DenseDecodeConfig:
@@ -295,7 +303,7 @@ class DenseDecodeProblem:
         if self.few_rows:
             return DenseDecodeConfig(self.dtype, 1, self.operands, self.d_qk, few_heads=True, few_rows=self.few_rows)
         cluster = tiling(self.arch, self.operands, self.d_qk).cluster(self.row_ctas)
-        return DenseDecodeConfig(self.dtype, cluster, self.operands, self.d_qk)
+        return DenseDecodeConfig(self.dtype, cluster, self.operands, self.d_qk, rows64=self.rows64)
 
     @property
     def box_keys(self) -> int:
@@ -339,7 +347,11 @@ def column_ctas(d_v: int) -> int:
 
 def row_ctas(arch: Arch, rows: int, d_v: int = D_V) -> int:
     """Return the CTAs along the query rows of one KV head, times those that divide columns."""
-    tiles = ceil_div(rows, TILINGS[arch.name].rows)
+    return _row_ctas(arch, rows, d_v, TILINGS[arch.name].takes_rows64(rows))
+
+
+def _row_ctas(arch: Arch, rows: int, d_v: int, rows64: bool) -> int:
+    tiles = ceil_div(rows, TILE_ROWS if rows64 else TILINGS[arch.name].rows)
     divided = column_ctas(d_v)
     return 2 * ceil_div(tiles, 2) if TILINGS[arch.name].paired and divided == 1 else divided * tiles
 
@@ -388,11 +400,12 @@ def key_columns(arch: Arch) -> tuple[int, ...]:
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:
     """Return every variant that ships for an architecture."""
     wide = tuple(
-        DenseDecodeConfig(dtype, cluster, operands, d_qk)
+        DenseDecodeConfig(dtype, cluster, operands, d_qk, rows64=rows64)
         for operands in OPERANDS
         for d_qk in (key_columns(arch) if operands == LATENT else (D_QK,))
         for dtype in out_dtypes(operands, d_qk)
         for cluster in tiling(arch, operands, d_qk).clusters
+        for rows64 in ((False, True) if TILINGS[arch.name].takes_rows64(TILE_ROWS) else (False,))
     )
     few = ((operands, rows) for operands in OPERANDS for rows in few_heads_rows(arch, operands))
     return *wide, *(DenseDecodeConfig(BF16, 1, operands, few_heads=True, few_rows=rows) for operands, rows in few)

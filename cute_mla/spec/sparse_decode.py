@@ -16,7 +16,7 @@ from .abi import Float32, Int32, Int64, Pointer, params_of
 from .arch import SM90, SM100, Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
 from .dense_decode import FEW_HEADS, SOFTMAX_TERMS, TILE_ROWS, TILINGS, parts_of, row_ctas
-from .mla import BF16, ceil_div
+from .mla import BF16
 from .split_plan import INVARIANT_SPLIT, TILE_KEYS, invariant_splits, keeps_whole, piece_overhead
 
 
@@ -226,10 +226,7 @@ class SparseDecodeProblem:
 
 def head_ctas(arch: Arch, h_q: int) -> int:
     """Return the CTAs along the heads of one query token. Up to the rows of one, a call takes one: a pair would be half empty."""
-    tiling = TILINGS[arch.name]
-    if tiling.takes_rows64(h_q):
-        return ceil_div(h_q, TILE_ROWS)
-    return 1 if h_q <= tiling.rows else row_ctas(arch, h_q)
+    return 1 if h_q <= TILINGS[arch.name].rows else row_ctas(arch, h_q)
 
 
 def num_parts(arch: Arch, h_q: int, s_q: int, sm_count: int) -> int:

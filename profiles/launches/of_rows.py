@@ -160,7 +160,7 @@ def _decode(case: Case, problem: DenseDecodeProblem | SparseDecodeProblem, lengt
     combine = _combine_after(problem, num_parts, work, target.sm_count)
     row_ctas = problem.row_ctas
     ctas = row_ctas * columns * len(work.cta_work)
-    tile_rows = TILE_ROWS if isinstance(problem, SparseDecodeProblem) and problem.config.rows64 else TILINGS[target.arch.name].rows
+    tile_rows = TILE_ROWS if problem.config.rows64 else TILINGS[target.arch.name].rows
     rows = min(problem.rows if isinstance(problem, DenseDecodeProblem) else problem.h_q, tile_rows * problem.config.cluster, MAX_HEADS)
     return Launch(**kernel, cta_work=work.cta_work, row_ctas=row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine, rows=rows)
 

@@ -1,6 +1,6 @@
 """Products of a block of keys of each attention kernel: padded FLOP on one SM, as 16-bit equivalents.
 
-A block is a tile of 64 keys and 64 query rows, on RTX boards 16, of sparse ops with more than 16 heads 64; on Blackwell two SMs share
+A block is a tile of 64 keys and 64 query rows, on RTX boards 16, in ops over a latent with more than 16 rows 64; on Blackwell two SMs share
 64 keys and 128 rows, but for sparse prefill with up to 64 heads.
 In dense prefill a block has 128 keys, or 80 or 64 with 256 columns on Hopper, and 128 or 256 rows; in its backward pass 128 rows and 96 or
 128 keys for dQ, 128 keys and 64 to 128 rows for dK and dV. Logits of an indexer have tiles of 128 keys and 256 rows, 128 with pages.
@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from cute_mla.spec import dense_prefill, dense_prefill_dkdv, dense_prefill_dq, mqa_logits
-from cute_mla.spec.arch import ARCHS, SM90, SM100
+from cute_mla.spec.arch import ARCHS, SM90, SM100, SM120
 from cute_mla.spec.cache_format import FORMATS
 from cute_mla.spec.dense_decode import FEW_HEADS, FP8, TILE_ROWS, TILINGS
 from cute_mla.spec.dense_prefill import HEAD_DIMS as VALUE_COLUMNS_OF
@@ -31,14 +31,18 @@ def _latent(d_qk: int, rows: int = TILE_ROWS) -> Flops:
     return {"S": _product(rows, TILE_KEYS, d_qk), "P V": _product(rows, DENSE_DIMS[d_qk].latent, TILE_KEYS)}
 
 
+def _rows(arch: str, config: Config) -> int:
+    return TILE_ROWS if config.get("rows64") else TILINGS[arch].rows
+
+
 def _dense_decode(arch: str, config: Config) -> Flops:
     """Return those of dense decode. QGMMA products run at twice the rate, so their FLOP count half; rows of ones sum P.
 
     With keys on M, S of 64 keys takes the time of 128 on Blackwell, and 128 rows of ones sum P.
     """
-    rows = int(config.get("few_rows", FEW_HEADS)) if config.get("few_heads") else TILINGS[arch].rows
+    rows = int(config.get("few_rows", FEW_HEADS)) if config.get("few_heads") else _rows(arch, config)
     flops = _latent(int(config.get("d_qk", D_QK)), rows)
-    if config["operands"] != FP8:
+    if config["operands"] != FP8 or arch == SM120.name:
         alone = arch == SM100.name and config.get("few_heads")
         return {"S, at half of the rate": 2 * flops["S"], "P V": flops["P V"]} if alone else flops
     if config.get("few_heads"):
@@ -48,13 +52,12 @@ def _dense_decode(arch: str, config: Config) -> Flops:
 
 
 def _sparse_decode(arch: str, config: Config) -> Flops:
-    rows = FEW_HEADS if config.get("few_heads") else TILE_ROWS if config.get("rows64") else TILINGS[arch].rows
-    return _latent(FORMATS[str(config["cache"])].d_qk, rows)
+    return _latent(FORMATS[str(config["cache"])].d_qk, FEW_HEADS if config.get("few_heads") else _rows(arch, config))
 
 
 def _sparse_prefill(arch: str, config: Config) -> Flops:
     """Return those of sparse prefill. S of 64 rows takes the time of 128 where a CTA works alone on Blackwell."""
-    flops = _latent(int(config["d_qk"]), TILE_ROWS if config.get("rows64") else TILINGS[arch].rows)
+    flops = _latent(int(config["d_qk"]), _rows(arch, config))
     if arch == SM100.name and config["cluster"] == 1:
         return {"S, at half of the rate": 2 * flops["S"], "P V": flops["P V"]}
     return flops

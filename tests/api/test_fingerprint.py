@@ -69,6 +69,8 @@ def test_heads_and_architectures_have_classes() -> None:
     few, many = orders("sparse_decode", "sm90", (16, 17), kv_format="fp8_656")
     assert few != many
     assert orders("sparse_decode", "sm90", (1, 128), kv_format="fp8_656", few_heads=False) == [many, many]
+    few, some, many = orders("dense_decode", "sm120", (16, 17, 128), head_dim=576)
+    assert few != some == many
     assert orders("mqa_logits", "sm103", (8,)) == orders("mqa_logits", "sm100", (8,)) != orders("mqa_logits", "sm90", (8,))
     assert fingerprint("topk_indices", "sm90").order == fingerprint("topk_indices", "sm100").order
 

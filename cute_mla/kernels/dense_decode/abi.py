@@ -30,7 +30,7 @@ class DenseDecodeAbi:
     @property
     def min_blocks_per_sm(self) -> int:
         """Return 1 for three warpgroups: ptxas ignores setmaxnreg without it, and caps all of them at 168 registers."""
-        return int(self.config.few_heads)
+        return int(self.config.few_heads or self.config.rows64)
 
     @property
     def cache_dtype(self) -> type[cutlass.Numeric]:

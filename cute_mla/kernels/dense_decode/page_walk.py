@@ -125,6 +125,24 @@ def look_up_group(operands: DenseDecodeOperands, req: Int32, run: TileRun, first
     return pages
 
 
+@cute.jit
+def look_up_key(operands: DenseDecodeOperands, tile_range: TileRange, skipped: Int32, index: Int32) -> tuple[Int32, Int32]:
+    """Return (page, row in it) of a key of a work tile; NO_PAGE for one that no query token sees, whose entry is not read.
+
+    skipped: tiles of the request between those with keys that every token sees and those of its windows.
+    """
+    tile, is_seen = tile_range.begin + index // TILE_KEYS, index < tile_range.keys
+    if cutlass.const_expr(operands.key_masks):
+        unseen_begin, unseen_end = operands.unseen_keys(tile_range.tile(Int32(0)))
+        tile = tile + cutlass.select_(tile < tiles_of(operands.args.sink_keys), Int32(0), skipped)
+        is_seen = is_seen & ((index < unseen_begin) | (index >= unseen_end))
+    entry, row = operands.page_entry(tile * TILE_KEYS + index % TILE_KEYS)
+    page = Int32(NO_PAGE)
+    if is_seen:
+        page = (operands.table_row(tile_range.req) + entry).load()
+    return page, row
+
+
 @dataclass(frozen=True)
 class TileRun:
     """First tiles of a work tile that follow one another in the request, without a skipped tile between them.

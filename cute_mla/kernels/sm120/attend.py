@@ -120,6 +120,11 @@ class Sm120AttendRole(Sm120Role):
         sync()
 
     @staticmethod
+    def query_row(thread: Sm120Thread, half: int) -> Int32:
+        """Return one of the thread's rows, among all rows that CTAs share out."""
+        return first_query_row() + thread.row + half * N
+
+    @staticmethod
     def first_key(thread: Sm120Thread) -> Int32:
         """Return the key in a stage of a thread's first score."""
         return thread.warp * WARP_KEYS + thread.column
@@ -198,7 +203,7 @@ class Sm120AttendRole(Sm120Role):
         stored = operands.row_range(req)
         for half in cutlass.range_constexpr(HALVES):
             total = self.sum_of(smem.sRows, thread, half)
-            row = first_query_row() + thread.row + half * N
+            row = self.query_row(thread, half)
             if stored.holds(row):
                 self.store_row(operands, smem, stored, rows, thread, row, half, total, work_tile)
 

@@ -30,7 +30,7 @@ from ..primitives.arithmetic import pack_pair, product
 from ..primitives.copies import CHUNK, load_groups, smem_pointer
 from ..primitives.rows import load_words, registers, store_vector
 from ..primitives.warp_products import SUMS, K, M, N, multiply, row_operand, wide_operand
-from .attend import CHUNK_WORDS, chunk_at
+from .attend import CHUNK_WORDS, FLOAT_BYTES, chunk_at
 from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, Sm120Smem
 from .roles import HALVES, Kept, Sm120Role, Sm120Rows, by_destination, store_lse
 
@@ -80,6 +80,7 @@ class Sm120KeysOnMRole(Sm120Role):
     """Eight warps. A thread's rows of S are neighbours."""
 
     kept_floats = 2 * TILE_ROWS
+    query_bytes = ELEMENT_BYTES  # of an element of Q in global memory
 
     def thread(self) -> Sm120PairThread:
         """Return this thread."""
@@ -99,11 +100,13 @@ class Sm120KeysOnMRole(Sm120Role):
         """
         stored = operands.row_range(req)
         row = stored.nearest(first_row_of_cta() + thread.warp * N + thread.lane // 4)
-        first = stored.q_row(row).toint() + thread.lane % 4 * CHUNK
-        parts = [registers(CHUNK_WORDS) for _ in range(self.d_qk // STORED_COLUMNS)]
+        lane_bytes = CHUNK // ELEMENT_BYTES * self.query_bytes
+        first = stored.q_row(row).toint() + thread.lane % 4 * lane_bytes
+        parts = [registers(lane_bytes // FLOAT_BYTES) for _ in range(self.d_qk // STORED_COLUMNS)]
         for i, part in enumerate(parts):
-            load_words(part, first + i * STORED_COLUMNS * ELEMENT_BYTES, Boolean(True))
-        for i, part in enumerate(parts):
+            load_words(part, first + i * STORED_COLUMNS * self.query_bytes, Boolean(True))
+        for i, asked in enumerate(parts):
+            part = self.query_words(asked)
             buffer = self.own_rows(smem, thread, i % TURNS)
             cute.autovec_copy(part, chunk_at(buffer + lane_of_row(thread)))
             cute.arch.sync_warp()
@@ -115,6 +118,10 @@ class Sm120KeysOnMRole(Sm120Role):
                 for word in range(CHUNK_WORDS):
                     part[word] = words[word]
                 cute.autovec_copy(part, own_words(smem, thread, 2 * i))
+
+    def query_words(self, words: cute.Tensor) -> cute.Tensor:
+        """Return 8 columns of a row of Q as products take them."""
+        return words
 
     @cute.jit
     def attend_to(
@@ -211,6 +218,11 @@ class Sm120KeysOnMRole(Sm120Role):
                 multiply(rows.rO, SUMS * (PAIR_WARPS * tile + group), a, b[2 * group : 2 * group + 2], self.dtype)
 
     @staticmethod
+    def query_row(thread: Sm120PairThread, which: int) -> Int32:
+        """Return one of the thread's rows, among all rows that CTAs share out."""
+        return first_row_of_cta() + thread.row + which
+
+    @staticmethod
     def first_key(thread: Sm120PairThread) -> Int32:
         """Return the key in a stage of a thread's first score."""
         return thread.lane // 4
@@ -286,7 +298,7 @@ class Sm120KeysOnMRole(Sm120Role):
     ) -> Float32:  # fmt: skip
         """Write lse of a row. Return the weight of its O."""
         total, reference = over_row(rows.rSum[which], operator.add), rows.reference[which]
-        row = first_row_of_cta() + thread.row + which
+        row = self.query_row(thread, which)
         empty = total == 0.0
         weight = self.row_scale.weight(operands, lambda: work_tile, row, total, reference)
         if stored.holds(row) & (thread.lane < 4):

@@ -71,7 +71,7 @@ def test_what_rtx_boards_lack_is_refused(fields: dict[str, Any], said: str) -> N
         assert board.launches == []
         for operands in ("fp8_cache", "fp8"):
             call_of("dense", operands=operands).run()
-            assert board.launches.pop(1).kernel == f"dense_decode_sm120_bf16_{operands}_cluster1"
+            assert board.launches.pop(1).kernel == f"dense_decode_sm120_bf16_{operands}_rows64"
             board.launches.clear()
 
 

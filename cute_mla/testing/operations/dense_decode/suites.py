@@ -159,6 +159,10 @@ def _covers() -> Iterator[DenseDecodeCase]:
             yield replace(_tree_staircase(dtype, operands, rows), d_qk=d_qk)
             yield replace(_ragged_tree(dtype, operands, rows), d_qk=d_qk)
             yield replace(_ragged(dtype, operands, rows), d_qk=d_qk, window=70, window_sink=3, page_size=16, metadata="tensors")
+        if takes_key_masks(operands) and rows == "few":  # on RTX boards calls with up to 16 rows, or heads if batch invariant
+            yield _tree_staircase(dtype, operands, rows)
+            yield replace(_ragged_tree(dtype, operands, "one"), batch_invariant=True)
+            yield replace(_ragged(dtype, operands, rows), window=70, window_sink=3, page_size=16, metadata="tensors")
 
 
 def _staircase(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
