@@ -126,7 +126,7 @@ def plan(call: CallSpec, arch: Arch, sm_count: int) -> DecodePlan:
     total_q = None if ragged is None else ragged.total_q
     return DecodePlan(
         kernel=problem.config.name,
-        grid=(problem.row_ctas, s_q, num_parts),
+        grid=(problem.grid(sm_count)[0], s_q, num_parts),
         scalars={
             **query_strides("q", "batch token head", call.q.stride[:-1], ragged),
             **results.strides,

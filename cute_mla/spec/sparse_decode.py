@@ -16,7 +16,7 @@ from .abi import Float32, Int32, Int64, Pointer, params_of
 from .arch import SM90, SM100, Arch
 from .cache_format import FORMATS, FP8_584, FP8_656, LATENT, NOPE_528, V41, V41_FP4, V41_PAGED, CacheFormat
 from .dense_decode import FEW_HEADS, SOFTMAX_TERMS, TILE_ROWS, TILINGS, parts_of, row_ctas
-from .mla import BF16
+from .mla import BF16, ceil_div
 from .split_plan import INVARIANT_SPLIT, TILE_KEYS, invariant_splits, keeps_whole, piece_overhead
 
 
@@ -90,6 +90,8 @@ def serving_kernels(cache: CacheFormat, extra: CacheFormat | None = None) -> str
 # The compiled variants: element type of q and out, and what serving_kernels names
 KERNELS = (*dict.fromkeys((dtype, FORMATS[cache].kernels) for dtype, cache in QUERY_AND_CACHE), (BF16, V41_FP4.name))
 
+
+SPREAD_ROWS = 32  # of a CTA of rows64: a warp of those that multiply on each scheduler
 
 FEW_HEADS_CACHES = (FP8_656.name, FP8_584.name, V41.name, NOPE_528.name)  # as serving_kernels names them
 
@@ -220,8 +222,17 @@ class SparseDecodeProblem:
         return num_parts(self.arch, self.h_q, self.s_q, sm_count)
 
     def grid(self, sm_count: int) -> tuple[int, int, int]:
-        """Return the CTAs along (heads, query tokens, parts)."""
-        return self.row_ctas, self.s_q, self.num_parts(sm_count)
+        """Return the CTAs along (heads, query tokens, parts).
+
+        CTAs of rows64 have SPREAD_ROWS heads each in place of TILE_ROWS where all of them that have keys run at once. No bit depends on it.
+        """
+        parts = self.num_parts(sm_count)
+        if self.config.rows64:
+            cost = self.batch * (max(ceil_div(self.max_keys, TILE_KEYS), 1) + piece_overhead(self.arch))
+            spread = ceil_div(self.h_q, SPREAD_ROWS)
+            if self.s_q * spread * ceil_div(cost, ceil_div(cost, parts)) <= sm_count:
+                return spread, self.s_q, parts
+        return self.row_ctas, self.s_q, parts
 
 
 def head_ctas(arch: Arch, h_q: int) -> int:

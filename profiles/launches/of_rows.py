@@ -29,7 +29,7 @@ from cute_mla.spec.dense_decode import TILE_ROWS, TILINGS, DenseDecodeProblem, u
 from cute_mla.spec.kernel_ops import ARCHS_OF, KERNEL_OPS
 from cute_mla.spec.mla import D_V, ELEMENT_BYTES, MAX_HEADS, ceil_div
 from cute_mla.spec.mqa_logits import MqaLogitsProblem
-from cute_mla.spec.sparse_decode import SparseDecodeProblem, serving_kernels
+from cute_mla.spec.sparse_decode import SPREAD_ROWS, SparseDecodeProblem, serving_kernels
 from cute_mla.spec.sparse_decode import num_parts as parts_of_plan
 from cute_mla.spec.sparse_prefill import SparsePrefillProblem
 from cute_mla.spec.split_plan import NO_WINDOW, TILE_KEYS, KeyWindow, accumulator_rows, piece_overhead
@@ -158,9 +158,11 @@ def _decode(case: Case, problem: DenseDecodeProblem | SparseDecodeProblem, lengt
     eighths = whole_eighths(target.arch, problem.few_rows) if isinstance(problem, DenseDecodeProblem) else 0
     work = decode_work(lengths, num_parts, problem.max_splits, eighths, piece_overhead(target.arch))
     combine = _combine_after(problem, num_parts, work, target.sm_count)
-    row_ctas = problem.row_ctas
+    row_ctas = problem.grid(target.sm_count)[0]
     ctas = row_ctas * columns * len(work.cta_work)
-    tile_rows = TILE_ROWS if problem.config.rows64 else TILINGS[target.arch.name].rows
+    tile_rows = TILINGS[target.arch.name].rows
+    if problem.config.rows64:
+        tile_rows = TILE_ROWS if row_ctas == problem.row_ctas else SPREAD_ROWS
     rows = min(problem.rows if isinstance(problem, DenseDecodeProblem) else problem.h_q, tile_rows * problem.config.cluster, MAX_HEADS)
     return Launch(**kernel, cta_work=work.cta_work, row_ctas=row_ctas, ctas=ctas, bytes=case.work.bytes, combine=combine, rows=rows)
 

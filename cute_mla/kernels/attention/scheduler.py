@@ -324,6 +324,10 @@ class LatentOperands:
         """Return the query row of a request at a place of this CTA's products, on SM100; one past the last where there is none."""
         return first_query_row() + place
 
+    def first_row(self) -> Int32:
+        """Return the first query row of this CTA, where it multiplies with keys on M."""
+        return first_query_row()
+
     def rows(self) -> Int32:
         """Return the number of query rows that share this CTA's keys, those of a request that lacks some of them included."""
         return self.args.h_q

@@ -155,7 +155,7 @@ class DenseDecodeSm120Mask(Sm120Mask):
         """Set the scores of keys that a row does not see to -inf."""
         if operands.hides_keys(keys):
             for which, mine in enumerate(self.attend.by_row(list(range(cute.size(scores))))):
-                token, _ = operands.token_and_head(self.attend.query_row(thread, which))
+                token, _ = operands.token_and_head(self.attend.query_row(operands, thread, which))
                 seen = visible_word(operands, keys, token, 0) >> self.attend.first_key(thread)
                 for i in mine:
                     bit = (seen >> self.attend.key_behind_first(i)) & 1

@@ -120,7 +120,7 @@ class Sm120AttendRole(Sm120Role):
         sync()
 
     @staticmethod
-    def query_row(thread: Sm120Thread, half: int) -> Int32:
+    def query_row(operands: LatentOperands, thread: Sm120Thread, half: int) -> Int32:
         """Return one of the thread's rows, among all rows that CTAs share out."""
         return first_query_row() + thread.row + half * N
 
@@ -203,7 +203,7 @@ class Sm120AttendRole(Sm120Role):
         stored = operands.row_range(req)
         for half in cutlass.range_constexpr(HALVES):
             total = self.sum_of(smem.sRows, thread, half)
-            row = self.query_row(thread, half)
+            row = self.query_row(operands, thread, half)
             if stored.holds(row):
                 self.store_row(operands, smem, stored, rows, thread, row, half, total, work_tile)
 

@@ -25,7 +25,6 @@ from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import D_LATENT, ELEMENT_BYTES
 from ..attention.lengths import RowRange
 from ..attention.scheduler import KeyTile, LatentOperands, WorkTile
-from ..attention.scheduler import first_query_row as first_row_of_cta
 from ..primitives.arithmetic import pack_pair, product
 from ..primitives.copies import CHUNK, load_groups, smem_pointer
 from ..primitives.rows import load_words, registers, store_vector
@@ -99,7 +98,7 @@ class Sm120KeysOnMRole(Sm120Role):
         16 bytes of a row a lane, which pass through the rows of P that the warp itself writes, 32 columns at a time.
         """
         stored = operands.row_range(req)
-        row = stored.nearest(first_row_of_cta() + thread.warp * N + thread.lane // 4)
+        row = stored.nearest(operands.first_row() + thread.warp * N + thread.lane // 4)
         lane_bytes = CHUNK // ELEMENT_BYTES * self.query_bytes
         first = stored.q_row(row).toint() + thread.lane % 4 * lane_bytes
         parts = [registers(lane_bytes // FLOAT_BYTES) for _ in range(self.d_qk // STORED_COLUMNS)]
@@ -128,7 +127,7 @@ class Sm120KeysOnMRole(Sm120Role):
         self, operands: LatentOperands, smem: Sm120Smem, rows: Sm120PairRows, thread: Sm120PairThread, stage: Int32, keys: KeyTile
     ):  # fmt: skip
         """Attend to the keys of a stage, if the pair has a row."""
-        if first_row_of_cta() + thread.pair * PAIR_ROWS < operands.rows():
+        if operands.first_row() + thread.pair * PAIR_ROWS < operands.rows():
             self.attend_with_pair(operands, smem, rows, thread, stage, keys)
 
     def attend_with_pair(
@@ -218,9 +217,9 @@ class Sm120KeysOnMRole(Sm120Role):
                 multiply(rows.rO, SUMS * (PAIR_WARPS * tile + group), a, b[2 * group : 2 * group + 2], self.dtype)
 
     @staticmethod
-    def query_row(thread: Sm120PairThread, which: int) -> Int32:
+    def query_row(operands: LatentOperands, thread: Sm120PairThread, which: int) -> Int32:
         """Return one of the thread's rows, among all rows that CTAs share out."""
-        return first_row_of_cta() + thread.row + which
+        return operands.first_row() + thread.row + which
 
     @staticmethod
     def first_key(thread: Sm120PairThread) -> Int32:
@@ -298,7 +297,7 @@ class Sm120KeysOnMRole(Sm120Role):
     ) -> Float32:  # fmt: skip
         """Write lse of a row. Return the weight of its O."""
         total, reference = over_row(rows.rSum[which], operator.add), rows.reference[which]
-        row = self.query_row(thread, which)
+        row = self.query_row(operands, thread, which)
         empty = total == 0.0
         weight = self.row_scale.weight(operands, lambda: work_tile, row, total, reference)
         if stored.holds(row) & (thread.lane < 4):
@@ -311,7 +310,7 @@ class Sm120KeysOnMRole(Sm120Role):
     def store_out(self, smem: Sm120Smem, stored: RowRange, rows: Sm120PairRows, thread: Sm120PairThread):
         """Write the warp's columns of out, by way of the rows of P that the warp itself writes."""
         buffers = [self.own_rows(smem, thread, turn) for turn in range(TURNS)]
-        own = [first_row_of_cta() + thread.pair * PAIR_ROWS + group * N + thread.lane // 4 for group in range(PAIR_WARPS)]
+        own = [stored.operands.first_row() + thread.pair * PAIR_ROWS + group * N + thread.lane // 4 for group in range(PAIR_WARPS)]
         column = thread.side * (self.d_v // PAIR_WARPS) + thread.lane % 4 * (CHUNK // ELEMENT_BYTES)
         outs = [stored.out_row(stored.nearest(row)) + column for row in own]
         for first in cutlass.range_constexpr(0, self.d_v // PAIR_WARPS, STORED_COLUMNS):
@@ -334,7 +333,7 @@ class Sm120KeysOnMRole(Sm120Role):
         """Write the warp's columns of out_accum: eight lanes have a whole sector of a row."""
         for which in cutlass.range_constexpr(HALVES * PAIR_WARPS):
             group, i = divmod(which, HALVES)
-            row = first_row_of_cta() + thread.pair * PAIR_ROWS + group * N + thread.lane % 4 * HALVES + i
+            row = operands.first_row() + thread.pair * PAIR_ROWS + group * N + thread.lane % 4 * HALVES + i
             if stored.holds(row):
                 column = thread.side * (self.d_v // PAIR_WARPS) + thread.lane // 4
                 out = operands.out_accum + (operands.accum_row(work_tile, row) * self.d_v + column)

@@ -12,7 +12,7 @@ from cutlass import Boolean, Int32, Int64, cute
 
 from ...spec.dense_decode import TILE_ROWS
 from ...spec.mla import ELEMENT_BYTES
-from ..attention.scheduler import LatentOperands, first_query_row
+from ..attention.scheduler import LatentOperands
 from ..primitives.arithmetic import from_lane
 from ..primitives.copies import CHUNK, LINE_BYTES, prefetch_row, smem_pointer, start_copy
 from ..primitives.pipeline import PipelineState
@@ -102,7 +102,7 @@ def ask_for_queries(operands: LatentOperands, req: Int32, part: Int32, row_bytes
     if place < TILE_ROWS:
         stored = operands.row_range(req)
         part_bytes = row_bytes // query_parts(row_bytes)
-        prefetch_row(stored.q_row(stored.nearest(first_query_row() + place)).toint() + part * part_bytes, part_bytes)
+        prefetch_row(stored.q_row(stored.nearest(operands.first_row() + place)).toint() + part * part_bytes, part_bytes)
 
 
 def convert_in_place(

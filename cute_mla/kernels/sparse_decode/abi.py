@@ -11,7 +11,7 @@ from cutlass.experimental import cuda as tensor_maps
 from ...spec.sparse_decode import SparseDecodeArguments, SparseDecodeConfig
 from ..attention.lengths import Lengths
 from ..attention.scheduler import SplitKvSchedule
-from .operands import SlotCache, SparseDecodeOperands
+from .operands import SlotCache, SparseDecodeOperands, SpreadOperands
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,8 @@ class SparseDecodeAbi:
     def operands(self, args: SparseDecodeArguments) -> SparseDecodeOperands:
         """Return the arguments by meaning."""
         lengths = Lengths(args.topk_length, args.extra_topk_length, args.topk, args.extra_topk)
-        return SparseDecodeOperands(
+        operands = SpreadOperands if self.config.rows64 else SparseDecodeOperands
+        return operands(
             args,
             cache=SlotCache.create(args, ""),
             extra=SlotCache.create(args, "extra_"),

@@ -9,8 +9,10 @@ import cutlass
 from cutlass import Boolean, Int32, Int64, Uint32, cute
 
 from ...spec.cache_format import CacheFormat, paged_twin
-from ...spec.sparse_decode import SparseDecodeArguments, SparseDecodeConfig
+from ...spec.dense_decode import TILE_ROWS
+from ...spec.sparse_decode import SPREAD_ROWS, SparseDecodeArguments, SparseDecodeConfig
 from ..attention.scheduler import LatentOperands, SplitKvSchedule, WorkTile
+from ..primitives.arithmetic import smaller
 
 NO_SLOT = -1
 
@@ -58,6 +60,22 @@ class SparseDecodeOperands(LatentOperands):
     def accum_row(self, work_tile: WorkTile, row: Int32) -> Int64:
         """Return the number of a query row in the split accumulators."""
         return (Int64(work_tile.accum_row) * self.args.s_q + query_token()) * self.args.h_q + row
+
+
+@dataclass(frozen=True)
+class SpreadOperands(SparseDecodeOperands):
+    """The arguments of rows64, whose CTAs have SPREAD_ROWS heads each where the grid has more of them than TILE_ROWS would take."""
+
+    def _cta_rows(self) -> Int32:
+        return cutlass.select_((cute.arch.grid_dim()[0] - 1) * TILE_ROWS >= self.args.h_q, Int32(SPREAD_ROWS), Int32(TILE_ROWS))
+
+    def first_row(self) -> Int32:
+        """Return the first head of this CTA."""
+        return cute.arch.block_idx()[0] * self._cta_rows()
+
+    def rows(self) -> Int32:
+        """Return the end of the heads of this CTA."""
+        return smaller(self.first_row() + self._cta_rows(), self.args.h_q)
 
 
 def query_token() -> Int32:

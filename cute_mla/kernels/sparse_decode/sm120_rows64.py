@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import cutlass
 from cutlass import Boolean, Float32, Int32, Int64, Uint8, cute
 
-from ...spec.cache_format import CacheFormat
+from ...spec.cache_format import CacheFormat, paged_twin
 from ...spec.mla import ELEMENT_BYTES
 from ...spec.sparse_decode import SparseDecodeConfig
 from ...spec.split_plan import TILE_KEYS
@@ -52,6 +52,11 @@ class SparseDecodeSm120CopyRole:
         """Return the bytes of shared memory for the scales of a key."""
         return max(self.format.scale_bytes, self.config.extra_format.scale_bytes)
 
+    @property
+    def asks_for_scales(self) -> bool:
+        """Return whether L2 is asked for scales that may lie behind all rows of a page. With two formats ptxas would wait for an index."""
+        return not self.format.scales_inside or (paged_twin(self.format) is not None and not self.config.mixes_formats)
+
     @cute.jit
     def run(self, operands: SparseDecodeOperands, smem: Sm120Smem):
         """Wait k_free. Signal k_ready."""
@@ -78,7 +83,7 @@ class SparseDecodeSm120CopyRole:
                 position = position + KEYS
                 row, scales = self.slot(operands, indices, position, index)
                 index = look_up(indices, position + KEYS)
-                self.ask_for(thread, (i + 1 < stages) & (row != 0), row)
+                self.ask_for(thread, (i + 1 < stages) & (row != 0), row, scales)
                 if another & (i < query_parts(query_bytes)):
                     ask_for_queries(operands, work_tile.next_req, i, query_bytes)
                 if present != 0:
@@ -93,10 +98,12 @@ class SparseDecodeSm120CopyRole:
         return slot_address(operands, self.config, index, indices.in_extra(position))
 
     @cute.jit
-    def ask_for(self, thread: Sm120Thread, wanted: Boolean, row: Int64):
-        """Ask L2 for the bytes of the warp's keys. row: of key lane."""
+    def ask_for(self, thread: Sm120Thread, wanted: Boolean, row: Int64, scales: Int64):
+        """Ask L2 for the bytes of the warp's keys. row, scales: of key lane."""
         if wanted & (thread.lane // WARP_KEYS == thread.warp):
             prefetch_row(row, self.format.row_bytes)
+            if cutlass.const_expr(self.asks_for_scales):
+                prefetch_row(scales, self.format.scale_bytes)
 
     @cute.jit
     def hand_over(self, smem: Sm120Smem, thread: Sm120Thread, state: PipelineState, present: Int32):

@@ -19,6 +19,7 @@ MANY = replace(CASE, h_q=70, sm_count=2)  # two CTAs, of the second one pairs ha
 MANY_RISING = replace(RISING, h_q=30)
 MANY_LATENT, MANY_V41, MANY_FP4 = replace(MANY, cache="latent"), replace(V41, h_q=17), replace(FP4, h_q=17)
 SPLIT = replace(RISING, h_q=17, sm_count=2, values="normal")  # one request, which is cut
+SPREAD = replace(CASE, batch=1, main=Pool(140, 140), h_q=40, sm_count=8)  # 32 heads a CTA
 PHASES = r"xor\.b32 \s*(%r\d+), \1, 1;"  # of the stage that warps bring
 SYNCS = r"bar\.sync \s*1, 128;"  # behind Q, behind the maxima, behind P, behind the sums
 MASKS = r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+), %p\d+;"
@@ -29,6 +30,8 @@ LANDED_FOR_ALL = r"(cp\.async\.wait_group \s*0;\s*)bar\.warp\.sync[^;]*;"
 SOURCES = r"selp\.b32 (\s*%r\d+), 0, 16, %p\d+;"
 SPLIT_STORES = r"st\.global\.b32 \s*\[[^]]*\], %r\d+;"
 FACTORS = r"selp\.f32 (\s*%r\d+), %r\d+, 0f3F800000, %p\d+;"
+CTA_ROWS = r"selp\.b32 (\s*%r\d+), 64, 32, %p\d+;"
+FIRST_ROWS = r"selp\.b32 (\s*%r\d+), 6, 5, %p\d+;"
 
 SUITE = Suite(
     SM120,
@@ -43,6 +46,7 @@ SUITE = Suite(
         "many, v41": MANY_V41,
         "many, v41_fp4": MANY_FP4,
         "many, cut": SPLIT,
+        "spread": SPREAD,
     },
     (
         planted("missing arrival", CASE, ptx.ARRIVALS, "", each),
@@ -70,6 +74,8 @@ SUITE = Suite(
         planted("many: keys of another warp", MANY, ptx.SHUFFLES, ptx.LANE_0, together),
         planted("many, v41: no scale", MANY_V41, r"shl\.b32 (\s*%r\d+), %r\d+, 23;", r"mov.b32 \1, 0x3F800000;", together),
         planted("many, v41_fp4: all keys of one cache", MANY_FP4, ptx.BALLOTS, r"mov.b32 \1, 0;", each),
+        planted("many: CTAs end behind 32 heads", MANY, CTA_ROWS, r"mov.b32 \1, 32;", together),
+        planted("spread: CTAs begin 64 heads apart", SPREAD, FIRST_ROWS, r"mov.b32 \1, 6;", together),
         planted("many, cut: columns of a split are lost", SPLIT, SPLIT_STORES, "", together),
     ),
 )

@@ -14,10 +14,12 @@ from torch import Tensor
 
 from cute_mla.cache import dequantise_cache
 from cute_mla.ops.cache_codec import parts_of
-from cute_mla.spec.arch import SM90
+from cute_mla.spec.arch import SM90, SM120
 from cute_mla.spec.cache_format import CacheFormat
+from cute_mla.spec.dense_decode import TILE_ROWS
+from cute_mla.spec.mla import ceil_div
 from cute_mla.spec.sparse_decode import DECODED as CACHES
-from cute_mla.spec.sparse_decode import FEW_HEADS, QUERY_AND_CACHE
+from cute_mla.spec.sparse_decode import FEW_HEADS, QUERY_AND_CACHE, SPREAD_ROWS
 from cute_mla.testing.cases.sparse_indices import INT_MAX, INT_MIN
 from cute_mla.testing.operations.sparse_decode.case import Pool, SparseDecodeCase, make_sparse_decode_tensors
 from tests.support.bench import Bench, expect, identical
@@ -133,3 +135,14 @@ def test_calls_with_few_heads_take_their_kernels_unless_told_otherwise(
     for h_q in (FEW_HEADS, FEW_HEADS + 1):
         bench.run(replace(SMALL, h_q=h_q, few_heads=few_heads))
     assert [name.endswith("few_heads") for name in launched if "sparse_decode" in name] == [few_heads and bench.arch is SM90, False]
+
+
+@pytest.mark.parametrize("h_q", [40, 70])
+def test_bits_do_not_depend_on_the_heads_of_a_cta(h_q: int) -> None:
+    """On RTX boards with many SMs a CTA has half as many heads where few parts of the plan have keys."""
+    case = replace(SMALL, batch=1, s_q=1, h_q=h_q, sinks="drawn", batch_invariant=True)
+    bench = Bench(SM120)
+    few, many = (replace(case, sm_count=count) for count in (2, 48))
+    grids = [one.problem(SM120).grid(one.sm_count or 0)[0] for one in (few, many)]
+    assert grids == [ceil_div(h_q, TILE_ROWS), ceil_div(h_q, SPREAD_ROWS)]
+    assert identical(bench.run(few), bench.run(many))
