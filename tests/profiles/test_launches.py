@@ -40,6 +40,7 @@ CLOCKS = [
     ("dense_decode", SM100.name, {"operands": "fp8", "cluster": 2}, 560),
     ("dense_decode", SM100.name, {"operands": "fp8_cache", "cluster": 2}, 1088),
     ("dense_decode", SM120.name, {"operands": "fp8_cache", "cluster": 1}, 2176),
+    ("dense_decode", SM120.name, {"operands": "fp8", "cluster": 1, "rows64": True}, 8704),
     ("sparse_decode", SM120.name, {"cache": "fp8_656", "cluster": 1}, 2176),
     ("sparse_decode", SM120.name, {"cache": "fp8_584", "cluster": 1}, 2048),
     ("sparse_decode", SM90.name, {"cache": "fp8_656", "cluster": 1}, 2176),

@@ -131,6 +131,7 @@ def test_a_request_that_is_cut_has_its_own_bits_in_every_type(variant: Variant) 
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
 def test_a_token_of_dense_decode_has_its_own_bits_in_any_division_of_its_request(arch: Arch) -> None:
     """Tokens whose last keys lie on both sides of a cut, in one call and each on its own."""
     heads, first, total, draw = 16, 8191, 8194, torch.Generator().manual_seed(0)
