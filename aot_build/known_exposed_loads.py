@@ -67,9 +67,8 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     # the index of a key of the next stage, ahead of the wait for a place
     **{f"sparse_prefill_sm120_bf16_d{d_qk}_{form}": {"LDG.E": 1} for d_qk in (512, 576) for form in ("cluster1", "rows64")},
     # the same, behind the copies of this stage, of either cache
-    **{f"sparse_decode_sm120_bf16_{cache}_rows64": {"LDG.E": 2} for cache in ("latent", "fp8_656", "nope_528")},
-    "sparse_decode_sm120_bf16_fp8_584_rows64": {"LDG.E": 1},
-    "sparse_decode_sm120_bf16_v41_rows64": {"LDG.E": 1},
+    "sparse_decode_sm120_bf16_latent_rows64": {"LDG.E": 2},
+    **{f"sparse_decode_sm120_bf16_{cache}_rows64": {"LDG.E": 1} for cache in ("fp8_656", "nope_528")},
     # the output role asks for Q of the next token and waits a token long for a barrier before it uses it; the score role likewise
     "sparse_prefill_dq_sm100_bf16_d512_cluster1": {"LDG.E": 4, "LDG.E.128": 30, "LDG.E.ENL2.256": 16},
     "sparse_prefill_dq_sm100_bf16_d512_cluster2": {"LDG.E": 5, "LDG.E.128": 29, "LDG.E.ENL2.256": 16},

@@ -226,12 +226,11 @@ class SparseDecodeProblem:
 
         CTAs of rows64 have SPREAD_ROWS heads each in place of TILE_ROWS where all of them that have keys run at once. No bit depends on it.
         """
-        parts = self.num_parts(sm_count)
-        if self.config.rows64:
-            cost = self.batch * (max(ceil_div(self.max_keys, TILE_KEYS), 1) + piece_overhead(self.arch))
-            spread = ceil_div(self.h_q, SPREAD_ROWS)
-            if self.s_q * spread * ceil_div(cost, ceil_div(cost, parts)) <= sm_count:
-                return spread, self.s_q, parts
+        parts, spread = self.num_parts(sm_count), ceil_div(self.h_q, SPREAD_ROWS)
+        cost = self.batch * (max(ceil_div(self.max_keys, TILE_KEYS), 1) + piece_overhead(self.arch))
+        with_keys = ceil_div(cost, max(ceil_div(cost, parts), 1))
+        if self.config.rows64 and self.s_q * spread * with_keys <= sm_count:
+            return spread, self.s_q, parts
         return self.row_ctas, self.s_q, parts
 
 

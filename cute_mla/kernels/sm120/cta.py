@@ -39,6 +39,9 @@ WARP_KEYS = KEYS // WARPS
 STAGES = TILE_KEYS // KEYS
 P_PITCH = KEYS * ELEMENT_BYTES + CHUNK
 MATH_BARRIER = 1
+TURN_BARRIER = 5  # keys on M: [stage][couple of pairs]
+SCHEDULERS = 4
+REGISTER_COLUMNS = D_LATENT - 2 * K  # of Q that threads have room for with keys on M
 COPY_ARRIVALS = WARPS * LANES + 1  # on k_ready, of threads' copies that land by themselves, and of bits
 
 
@@ -74,7 +77,17 @@ class Sm120Form:
 
 HEADS_ON_M = Sm120Form(ROWS, WARPS, WARPS, 1, (NamedBarrier("attend", MATH_BARRIER),))
 HEADS_ON_M_BY_REGISTERS = replace(HEADS_ON_M, loaders=STAGES * WARPS)
-KEYS_ON_M = Sm120Form(TILE_ROWS, 8, WARPS, 2, tuple(NamedBarrier(f"pair_{i}", MATH_BARRIER + i) for i in range(4)), (24, 240))
+KEYS_ON_M = Sm120Form(
+    TILE_ROWS,
+    8,
+    WARPS,
+    2,
+    (
+        *(NamedBarrier(f"pair_{i}", MATH_BARRIER + i) for i in range(4)),
+        *(NamedBarrier(f"turn_{i}", TURN_BARRIER + i) for i in range(2 * STAGES)),
+    ),
+    (24, 240),
+)
 KEYS_ON_M_CONVERTING = replace(KEYS_ON_M, registers=(40, 232))  # as far as slots are looked up and their bytes pass registers
 
 
@@ -92,7 +105,7 @@ class Sm120Smem:
     sRows: cute.Pointer  # fp32 [warp][row]: maxima of a stage; at the end of a work tile sums. Keys on M: [turn][row]: factors of O
     k_ready: StageBarriers
     k_free: StageBarriers
-    sQ: cute.Pointer | None = None  # dtype [row][d_qk], as sK, zeros where there is no row. Keys on M: words of threads, behind 512 columns
+    sQ: cute.Pointer | None = None  # dtype [row][d_qk], as sK, zeros where there is no row. Keys on M: words of threads
     sPresent: cute.Pointer | None = None  # int32, where indices decide which keys exist: [stage][key], or [stage] of bits
     sScales: cute.Pointer | None = None  # bytes [key][..]: scales of a stage that is being converted
     sKept: cute.Pointer | None = None  # fp32: what results of an op keep until the end of a work tile
@@ -101,10 +114,10 @@ class Sm120Smem:
     def layout(dtype: type[cutlass.Numeric], d_qk: int, *more: Array, form: Sm120Form = HEADS_ON_M) -> SmemLayout:
         """Return the fields. dtype: of Q, keys and P. more: fields of a variant."""
         elements = pitch_of(d_qk) // ELEMENT_BYTES
-        queries = ROWS * elements if form.rows == ROWS else TILE_ROWS * (d_qk - D_LATENT)
+        queries = ROWS * elements if form.rows == ROWS else TILE_ROWS * (d_qk - REGISTER_COLUMNS)
         fields: tuple[Array | Barriers, ...] = (
             Array("sK", dtype, STAGES * KEYS * elements, 128),
-            *((Array("sQ", dtype, queries, 128),) if queries else ()),
+            Array("sQ", dtype, queries, 128),
             Array("sP", dtype, form.turns * form.rows * P_PITCH // ELEMENT_BYTES, 128),
             Array("sRows", Float32, WARPS * ROWS if form.rows == ROWS else form.turns * form.rows, 16),
             *more,

@@ -1,11 +1,14 @@
 """The role that multiplies for up to 64 rows, keys on M: S^T = K Q^T, softmax, O^T += V^T P^T, epilogue.
 
 Eight warps in four pairs, each of 16 rows. A warp has S of 8 rows over all keys of a stage and O of the pair's 16 rows over half of the
-columns: 64 registers of Q, 128 of O. Columns of Q behind the first 512 wait in shared memory, where each thread finds its own words: with
-72 registers of Q none are left to ask for V ahead. The softmax of a row stays within a warp. P and the factors of O go to the other one
-through shared memory:
+columns: 60 registers of Q, 128 of O. Columns of Q behind the first 480 wait in shared memory, where each thread finds its own words: with
+more registers of Q none are left to ask for K and V ahead. The softmax of a row stays within a warp. P and the factors of O go to the other
+one through shared memory:
 
     S, P of 8 rows -> barrier of a pair -> O += P V of 16 rows
+
+Two pairs share two schedulers. The second one begins S of a stage when the first one has half of its own: else both would make their
+softmax at the same time, and no products. It has passed that barrier when it frees the stage, so one for each stage is enough.
 
 Who passes the barrier of a stage knows that the other warp has read P of the stage before: two buffers of P take turns.
 """
@@ -22,7 +25,7 @@ from cutlass import Boolean, Float32, Int32, cute
 from cutlass.experimental import primitives
 
 from ...spec.dense_decode import TILE_ROWS
-from ...spec.mla import D_LATENT, ELEMENT_BYTES
+from ...spec.mla import ELEMENT_BYTES
 from ..attention.lengths import RowRange
 from ..attention.scheduler import KeyTile, LatentOperands, WorkTile
 from ..primitives.arithmetic import pack_pair, product
@@ -30,7 +33,7 @@ from ..primitives.copies import CHUNK, load_groups, smem_pointer
 from ..primitives.rows import load_words, registers, store_vector
 from ..primitives.warp_products import SUMS, K, M, N, multiply, row_operand, wide_operand
 from .attend import CHUNK_WORDS, FLOAT_BYTES, chunk_at
-from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, Sm120Smem
+from .cta import KEYS, LANES, MATH_BARRIER, P_PITCH, REGISTER_COLUMNS, SCHEDULERS, TURN_BARRIER, Sm120Smem
 from .roles import HALVES, Kept, Sm120Role, Sm120Rows, by_destination, store_lse
 
 PAIR_WARPS = 2
@@ -39,7 +42,11 @@ WARPS = TILE_ROWS // N
 TURNS = 2  # buffers of P
 ROW_LANES = (4, 8, 16)  # apart, which have the same rows
 B_WORDS = 2  # of a lane in a product
-STEPS_IN_REGISTERS = D_LATENT // K
+STEPS_IN_REGISTERS = REGISTER_COLUMNS // K
+TURN_PAIRS = SCHEDULERS // PAIR_WARPS  # pairs behind which another one has the same schedulers
+TURN_THREADS = 2 * PAIR_WARPS * LANES
+TURN_PRODUCTS = 36  # of S that are left when a pair gives the turn
+AHEAD = 2  # fragments of K that are asked for before the products of one
 NO_KEYS = -1.0  # the weight of a row that attends to nothing
 STORED_COLUMNS = 2 * M  # of O, that pass through shared memory at a time
 
@@ -128,6 +135,8 @@ class Sm120KeysOnMRole(Sm120Role):
     ):  # fmt: skip
         """Attend to the keys of a stage, if the pair has a row."""
         if operands.first_row() + thread.pair * PAIR_ROWS < operands.rows():
+            if thread.pair >= TURN_PAIRS:
+                cute.arch.barrier(barrier_id=turn_of(thread, stage), number_of_threads=TURN_THREADS)
             self.attend_with_pair(operands, smem, rows, thread, stage, keys)
 
     def attend_with_pair(
@@ -135,7 +144,8 @@ class Sm120KeysOnMRole(Sm120Role):
     ) -> None:  # fmt: skip
         """Attend to the keys of a stage."""
         place = smem.sK.toint() + stage * (KEYS * self.pitch)
-        scores = self.scores(smem, rows, place, thread)
+        turn = (thread.pair < TURN_PAIRS) & (operands.first_row() + (thread.pair + TURN_PAIRS) * PAIR_ROWS < operands.rows())
+        scores = self.scores(smem, rows, place, thread, lambda: give_turn_if(turn, thread, stage))
         self.mask.apply(operands, smem, thread, scores, stage, keys)
         rows.results.see_stage(self, smem, rows, thread, scores, keys)
         self.follow(smem, rows, thread, scores)
@@ -144,22 +154,33 @@ class Sm120KeysOnMRole(Sm120Role):
         self.add_values(smem, rows, place, thread)
         rows.turn[0] = rows.turn[0] ^ 1
 
-    def scores(self, smem: Sm120Smem, rows: Sm120PairRows, keys: Int32, thread: Sm120PairThread) -> cute.Tensor:
+    def scores(
+        self, smem: Sm120Smem, rows: Sm120PairRows, keys: Int32, thread: Sm120PairThread, give_turn: Callable[[], None]
+    ) -> cute.Tensor:
         """Return S^T of the warp's 8 rows: of a thread keys lane / 4 + {0, 8, 16, 24} of its two rows."""
         left = keys + row_operand(thread.lane, self.pitch)
         total = cute.make_rmem_tensor(cute.make_layout(KEYS // M * SUMS), Float32)
         total.fill(0.0)
-        for step in range(self.d_qk // K):
+        places = [(step, tile) for step in range(self.d_qk // K) for tile in range(KEYS // M)]
+
+        def start(place: tuple[int, int]) -> Any:
+            step, tile = place
+            return load_groups(left + tile * M * self.pitch + step * K * ELEMENT_BYTES, transposed=False)
+
+        ahead = [start(place) for place in places[:AHEAD]]
+        for number, (step, tile) in enumerate(places):
             if step < STEPS_IN_REGISTERS:
                 b = [rows.rQ[B_WORDS * step + i] for i in range(B_WORDS)]
-            elif step % 2 == 0:
+            elif step % 2 == 0 and tile == 0:
                 held = registers(CHUNK_WORDS)
                 cute.autovec_copy(own_words(smem, thread, step), held)
             if step >= STEPS_IN_REGISTERS:
                 b = [held[step % 2 * B_WORDS + i] for i in range(B_WORDS)]
-            for tile in range(KEYS // M):
-                a = load_groups(left + tile * M * self.pitch + step * K * ELEMENT_BYTES, transposed=False)
-                multiply(total, tile * SUMS, a, b, self.dtype)
+            ahead += [start(place) for place in places[number + AHEAD : number + AHEAD + 1]]
+            cute.arch.sync_warp()  # ptxas would ask for a fragment right before its products
+            multiply(total, tile * SUMS, ahead[number], b, self.dtype)
+            if number + 1 == len(places) - TURN_PRODUCTS:
+                give_turn()
         return total
 
     def follow(self, smem: Sm120Smem, rows: Sm120PairRows, thread: Sm120PairThread, scores: cute.Tensor) -> None:
@@ -341,6 +362,18 @@ class Sm120KeysOnMRole(Sm120Role):
                     at = SUMS * (PAIR_WARPS * tile + group)
                     (out + tile * M).store(rows.rO[at + i])
                     (out + tile * M + N).store(rows.rO[at + HALVES + i])
+
+
+def turn_of(thread: Sm120PairThread, stage: Int32) -> Int32:
+    """Return the barrier by which a pair lets the other one of its schedulers begin a stage."""
+    return TURN_BARRIER + stage * TURN_PAIRS + thread.pair % TURN_PAIRS
+
+
+@cute.jit
+def give_turn_if(wanted: Boolean, thread: Sm120PairThread, stage: Int32):
+    """Let the other pair of the schedulers begin a stage, if wanted."""
+    if wanted:
+        cute.arch.barrier_arrive(barrier_id=turn_of(thread, stage), number_of_threads=TURN_THREADS)
 
 
 def sync_pair(thread: Sm120PairThread) -> None:

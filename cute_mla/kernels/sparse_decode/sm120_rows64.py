@@ -29,6 +29,8 @@ from ..sm120.cta import KEYS, WARP_KEYS, Sm120Smem, Sm120Thread, pitch_of
 from ..sm120.rows import LANE_COLUMNS, Sm120Columns, ask_for_queries, convert_in_place, pair_at, query_parts
 from .operands import SparseDecodeIndices, SparseDecodeOperands, look_up, slot_address
 
+GROUP_KEYS = 2  # whose copies land together
+
 
 @dataclass(frozen=True)
 class SparseDecodeSm120CopyRole:
@@ -126,23 +128,27 @@ class SparseDecodeSm120CopyRole:
         """Start the copies of the warp's keys. row, scales: addresses of key lane. narrow: a bit for each key of the second cache."""
         first, place, coded = thread.warp * WARP_KEYS, self.place(smem, thread, stage), self.format.quantised
         wide = Sm120Columns(self.format.wide_offset, coded * ELEMENT_BYTES, self.format.d_qk - coded, self.pitch)
-        wide.start(thread, place, row, first)
         if coded:
             byte = thread.lane * CHUNK
+            self.start_scales(smem, thread, scales, narrow)
             for key in range(WARP_KEYS):
                 source, target = from_lane(row, first + key), smem_pointer(place + key * self.pitch + byte)
                 start_copy(target, source + byte, (source != 0) & (byte < self.code_bytes(narrow, first + key)), CHUNK)
-            self.start_scales(smem, thread, scales, narrow)
+                if key % GROUP_KEYS == GROUP_KEYS - 1 and key != WARP_KEYS - 1:
+                    cute.arch.cp_async_commit_group()
+        wide.start(thread, place, row, first)
+        if coded:
             cute.arch.cp_async_commit_group()
 
     def convert_stage(self, smem: Sm120Smem, thread: Sm120Thread, stage: Int32, narrow: Int32) -> None:
         """Convert the warp's keys, once they have landed, where they have codes."""
         if not self.format.quantised:
             return
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_warp()
         first, place = thread.warp * WARP_KEYS, self.place(smem, thread, stage)
         for key in range(WARP_KEYS):
+            if key % GROUP_KEYS == 0:
+                cute.arch.cp_async_wait_group(WARP_KEYS // GROUP_KEYS - 1 - key // GROUP_KEYS)
+                cute.arch.sync_warp()
             self.convert(smem, thread, place + key * self.pitch, first + key, narrow)
 
     def code_bytes(self, narrow: Int32, key: Int32) -> Int32 | int:

@@ -25,8 +25,9 @@ SYNCS = r"bar\.sync \s*1, 128;"  # behind Q, behind the maxima, behind P, behind
 MASKS = r"selp\.f32 (\s*%r\d+), 0fFF800000, (%r\d+), %p\d+;"
 HALVES = r"selp\.b32 (\s*(%r\d+)), %r\d+, (%r\d+), %p\d+;(?=\s*shl\.b32 \s*%r\d+, \2, 4;)"  # of 16 bytes of e2m1 values
 PAIR_SYNCS = r"bar\.sync \s*%r\d+, 64;"  # behind P, behind the weights
+TURN_WAITS, TURN_ARRIVALS = r"bar\.sync \s*%r\d+, 128;", r"bar\.arrive \s*%r\d+, 128;"
+COPY_WAITS = r"cp\.async\.wait_group \s*\d;"
 LANDED = r"cp\.async\.mbarrier\.arrive[^;]*;"
-LANDED_FOR_ALL = r"(cp\.async\.wait_group \s*0;\s*)bar\.warp\.sync[^;]*;"
 SOURCES = r"selp\.b32 (\s*%r\d+), 0, 16, %p\d+;"
 SPLIT_STORES = r"st\.global\.b32 \s*\[[^]]*\], %r\d+;"
 FACTORS = r"selp\.f32 (\s*%r\d+), %r\d+, 0f3F800000, %p\d+;"
@@ -63,8 +64,9 @@ SUITE = Suite(
         planted("many: missing arrival", MANY, ptx.ARRIVALS, "", each),
         planted("many: missing wait for keys or for their place", MANY, ptx.WAITS, ptx.NO_WAIT, each),
         planted("many: missing barrier of a pair", MANY, PAIR_SYNCS, "", each, count=2),
-        planted("many: codes converted before they land", MANY, ptx.COPY_WAITS),
-        planted("many: codes of other lanes converted before they land", MANY, LANDED_FOR_ALL, r"\1"),
+        planted("many: a pair begins a stage out of turn", MANY, TURN_WAITS),
+        planted("many: no turn is given", MANY, TURN_ARRIVALS),
+        planted("many: codes converted before they land", MANY, COPY_WAITS, "", each, count=4),
         planted("many: copies without a signal", MANY_LATENT, LANDED),
         planted("many: absent keys read", MANY, SOURCES, r"mov.b32 \1, 16;", together),
         planted("many: mask without effect", MANY, MASKS, r"mov.f32 \1, \2;", together),

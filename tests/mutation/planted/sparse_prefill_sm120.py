@@ -64,6 +64,6 @@ SUITE = Suite(
     (
         *bugs_of(FEW, FEW_RISING, FEW_SPARSE, SYNCS, 5, "few"),
         *bugs_of(MANY, MANY_RISING, MANY_SPARSE, PAIR_SYNCS, 2, "many"),
-        planted("many: Q behind the first 512 columns is lost", MANY, r"st\.shared\.v4\.b32 \s*\[[^]]*\], \{[^}]*\};", "", together),
+        planted("many: Q behind the first 480 columns is lost", MANY, r"st\.shared\.v4\.b32 \s*\[[^]]*\], \{[^}]*\};", "", together),
     ),
 )
