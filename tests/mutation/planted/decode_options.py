@@ -109,7 +109,11 @@ SILENT = {
     **dict.fromkeys(("first key more seen", "first key less seen"), 1),
 }
 # Of kernels whose name begins so: two roles walk the tiles, and a third site counts tiles that a window hides, which units never have.
-SILENT_OF = {"dense_decode_sm120": {"keys of later tokens seen": 3, "first key more seen": 2, "first key less seen": 2}}
+_WALKS = {"keys of later tokens seen": 3, "first key more seen": 2, "first key less seen": 2}
+# A role asks L2 for Q of the next unit, too, where other rows show nothing.
+_ASKS = dict.fromkeys(("unit that begins a token late", "unit that begins a token early", "unit that lacks a token more"), 1)
+_ROWS64 = [f"dense_decode_sm120_{types}_rows64" for types in ("bf16", "bf16_fp8_cache")]
+SILENT_OF = {**{kernel: {**_WALKS, **_ASKS} for kernel in _ROWS64}, "dense_decode_sm120": _WALKS}
 OF_EVERY_CACHE = UNITS + SINKS
 OF_16_BITS = (*OF_EVERY_CACHE, *TREES_OF_UNITS, *TREES, *WINDOWS)
 WITHOUT_STEADY_VALUES = tuple(bug for bug in OF_16_BITS if not bug.name.startswith("values kept"))  # absent keys are zeros there
