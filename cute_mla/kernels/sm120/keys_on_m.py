@@ -45,7 +45,6 @@ B_WORDS = 2  # of a lane in a product
 STEPS_IN_REGISTERS = REGISTER_COLUMNS // K
 TURN_PAIRS = SCHEDULERS // PAIR_WARPS  # pairs behind which another one has the same schedulers
 TURN_THREADS = 2 * PAIR_WARPS * LANES
-TURN_PRODUCTS = 36  # of S that are left when a pair gives the turn
 AHEAD = 2  # fragments of K that are asked for before the products of one
 NO_KEYS = -1.0  # the weight of a row that attends to nothing
 STORED_COLUMNS = 2 * M  # of O, that pass through shared memory at a time
@@ -179,7 +178,7 @@ class Sm120KeysOnMRole(Sm120Role):
             ahead += [start(place) for place in places[number + AHEAD : number + AHEAD + 1]]
             cute.arch.sync_warp()  # ptxas would ask for a fragment right before its products
             multiply(total, tile * SUMS, ahead[number], b, self.dtype)
-            if number + 1 == len(places) - TURN_PRODUCTS:
+            if number + 1 == len(places) // 2:
                 give_turn()
         return total
 

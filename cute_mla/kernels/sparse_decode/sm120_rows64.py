@@ -29,8 +29,6 @@ from ..sm120.cta import KEYS, WARP_KEYS, Sm120Smem, Sm120Thread, pitch_of
 from ..sm120.rows import LANE_COLUMNS, Sm120Columns, ask_for_queries, convert_in_place, pair_at, query_parts
 from .operands import SparseDecodeIndices, SparseDecodeOperands, look_up, slot_address
 
-GROUP_KEYS = 2  # whose copies land together
-
 
 @dataclass(frozen=True)
 class SparseDecodeSm120CopyRole:
@@ -53,6 +51,14 @@ class SparseDecodeSm120CopyRole:
     def scale_bytes(self) -> int:
         """Return the bytes of shared memory for the scales of a key."""
         return max(self.format.scale_bytes, self.config.extra_format.scale_bytes)
+
+    @property
+    def group_keys(self) -> int:
+        """Return the keys of a warp that are converted as soon as they have landed.
+
+        By the clock a block takes 6 to 7 % less by twos than all at once, but as much more over 584 bytes and with two formats.
+        """
+        return 2 if self.format.scales_inside and not self.config.mixes_formats else WARP_KEYS
 
     @property
     def asks_for_scales(self) -> bool:
@@ -134,7 +140,7 @@ class SparseDecodeSm120CopyRole:
             for key in range(WARP_KEYS):
                 source, target = from_lane(row, first + key), smem_pointer(place + key * self.pitch + byte)
                 start_copy(target, source + byte, (source != 0) & (byte < self.code_bytes(narrow, first + key)), CHUNK)
-                if key % GROUP_KEYS == GROUP_KEYS - 1 and key != WARP_KEYS - 1:
+                if (key + 1) % self.group_keys == 0 and key + 1 != WARP_KEYS:
                     cute.arch.cp_async_commit_group()
         wide.start(thread, place, row, first)
         if coded:
@@ -146,8 +152,8 @@ class SparseDecodeSm120CopyRole:
             return
         first, place = thread.warp * WARP_KEYS, self.place(smem, thread, stage)
         for key in range(WARP_KEYS):
-            if key % GROUP_KEYS == 0:
-                cute.arch.cp_async_wait_group(WARP_KEYS // GROUP_KEYS - 1 - key // GROUP_KEYS)
+            if key % self.group_keys == 0:
+                cute.arch.cp_async_wait_group((WARP_KEYS - 1 - key) // self.group_keys)
                 cute.arch.sync_warp()
             self.convert(smem, thread, place + key * self.pitch, first + key, narrow)
 
