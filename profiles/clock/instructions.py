@@ -25,7 +25,7 @@ _PIPES = {
     "UGETNEXTWORKID ARRIVES LDGDEPBAR UVIRTCOUNT",
     "tensor": "HMMA QMMA HGMMA QGMMA LDTM STTM",
     "control": "ACQBULK BAR BPT BRA BREAK BRX BRXU BSSY BSYNC CALL CCTL CGAERRBAR DEPBAR ENDCOLLECTIVE ERRBAR EXIT FENCE LDC LDCU LEPC "
-    "MATCH MEMBAR NANOSLEEP NOP PREEXIT REDUX CREDUX RET RPCMOV S2R S2UR UCGABAR_ARV UCGABAR_WAIT USETMAXREG WARPGROUP WARPSYNC YIELD",
+    "MATCH MEMBAR MOVM NANOSLEEP NOP PREEXIT REDUX CREDUX RET RPCMOV S2R S2UR UCGABAR_ARV UCGABAR_WAIT USETMAXREG WARPGROUP WARPSYNC YIELD",
 }  # fmt: skip
 PIPE_OF = {opcode: pipe for pipe, opcodes in _PIPES.items() for opcode in opcodes.split()}
 PIPE_NUMBERS = {pipe: number for number, pipe in enumerate(_PIPES)}
@@ -60,7 +60,7 @@ _KIND_OF = {opcode: kind for kind, opcodes in _KINDS.items() for opcode in opcod
 # Constants that give the latency of instructions without a unit of their own; operand_read_clocks for the others.
 _LATENCIES = {
     "mufu_latency": "BREV F2F F2I FCHK FLO I2F MUFU POPC UF2I UI2F",
-    "shuffle_latency": "CREDUX MATCH REDUX SHFL",
+    "shuffle_latency": "CREDUX MATCH MOVM REDUX SHFL",
     "special_latency": "S2R S2UR",
     "constant_latency": "LDC LDCU",
     "fence_clocks": "FENCE MEMBAR",

@@ -21,7 +21,7 @@ _CLASSES = (
     ("convert", re.compile(r"[FI]2\w+")),
     ("float", re.compile(r"F[A-Z]\w+|H(ADD|MUL|FMA|SET|MNMX)\w*")),
     ("memory", re.compile(r"LDTM|STTM|UTCCP|LD[GS]\w*|LDL|ST[GS]\w*|STL|LD|ST|RED\w*|ATOM\w*|CCTL")),
-    ("shuffle", re.compile(r"SHFL|VOTE\w*|ELECT|REDUX|MATCH")),
+    ("shuffle", re.compile(r"SHFL|VOTE\w*|ELECT|REDUX|MATCH|MOVM")),
     ("integer", re.compile(r"U?(I(ADD|MAD|SETP|ABS|MNMX)|LOP|LEA|SHF|SEL|PRMT|POPC|FLO|PLOP|BREV)\w*|VI\w+|LEA|ULEA")),
     ("control", re.compile(r"BRA\w*|BRX\w*|BSSY|BSYNC|CALL|RET|EXIT|NANOSLEEP|NOP|YIELD|BREAK|BMOV")),
 )

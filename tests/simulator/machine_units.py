@@ -184,7 +184,7 @@ mov.u32 %r60, smem; shl.b32 %r61, %r0, 4; add.u32 %r62, %r60, %r61; st.shared.v4
 ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%r100, %r101, %r102, %r103}, [%r62];
 ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%r104, %r105, %r106, %r107}, [%r62]; bar.sync 0;
 stmatrix.sync.aligned.m8n8.x4.shared.b16 [%r62], {%r100, %r105, %r102, %r107}; bar.sync 0;
-ld.shared.v4.u32 {%r108, %r109, %r110, %r111}, [%r62];
+ld.shared.v4.u32 {%r108, %r109, %r110, %r111}, [%r62]; movmatrix.sync.aligned.m8n8.trans.b16 %r112, %r102;
 """
 
 _STORES = """
@@ -381,7 +381,7 @@ UNITS = (
     gathered("packed bytes", _PACKED_BYTES, "F2FP.BF16.E4M3.UNPACK_B F2FP.BF16.E8.UNPACK_B", archs=("sm100",)),
     Evidence("atomics on one word", _ATOMICS, 4, "ATOMS.AND ATOMS.OR ATOMS.XOR REDUX VOTEU.ANY UFLO.U32"),
     Evidence("asynchronous stores", _SENT, 2, "STAS", cluster=2),
-    Evidence("matrices", _MATRICES, 12, "LDSM.16.M88.4 LDSM.16.MT88.4 STSM.16.M88.4"),
+    Evidence("matrices", _MATRICES, 13, "LDSM.16.M88.4 LDSM.16.MT88.4 STSM.16.M88.4 MOVM.16.MT88"),
     Evidence("stores", _STORES, 4, "STG.E.128 STG.E.64 STG.E.U16 STG.E.U8 LDG.E.64 STS LDS", extra=10),
     Evidence("phases", _PHASES, 4, "SYNCS.ARRIVE.TRANS64 SYNCS.ARRIVE.TRANS64.A1T0 UBLKCP.S.S FENCE.VIEW.ASYNC.S"),
     Evidence("words written, then copied", _WRITTEN, 1, "FENCE.VIEW.ASYNC.G UBLKCP.S.G"),

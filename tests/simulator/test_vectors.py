@@ -525,7 +525,7 @@ REFUSED = """
     brev.b64 bfind.u64 prmt.b32.f4e shf.l.b32 mul.s32 mad.lo.cc.s32 addc.u32 sub.cc.u32 add.s8 mul24.lo.s32 sad.s32 dp4a.s32.s64 div.rz.f32
     set.lt.u32.f32 set.lt.ftz.u32.bf16x2 set.lt.f16x2.bf16x2
     rcp.rz.f32 fma.f32 lg2.f32 add.rn.f64x2 neg.f32x2 max.f32x2 add.rn.f32x2.bf16x2 add.rz.f32.f16 mul.wide.s64
-    redux.sync.max.s32 match.any.sync.b16 activemask.b32 shfl.idx.b32 vote.ballot.b32 movmatrix.sync.aligned.m8n8.trans.b16 brkpt
+    redux.sync.max.s32 match.any.sync.b16 activemask.b32 shfl.idx.b32 vote.ballot.b32 movmatrix.sync.aligned.m8n8.b16 brkpt
     atom.global.max.u64 atom.global.add.f32 red.global.inc.u32 red.async.relaxed.cluster.global.add.u32 ld.local.u32 ld.const.u32
     st.param.u32 ld.global.v16.f32 ld.global.f16 ld.release.gpu.global.u32 st.acquire.gpu.global.u32 st.global.v8.b8x2 discard.global.L2
     fence.proxy.alias barrier.sync.unaligned bar.red.popc.s32 mbarrier.init.b64 mbarrier.arrive_drop.shared.b64 mbarrier.pending_count.b64

@@ -177,6 +177,30 @@ def test_a_matrix_of_bytes(code: Code) -> None:
         assert kinds(Kernel(MATRIX.replace("%r0, 16, %r1", "%r0, 8, %r1"), smem=1024).run(array)) == {"misaligned"}
 
 
+TRANSPOSED = """
+ld.global.u32 %r1, [%rd2]; mov.u32 %r4, smem; setp.eq.u32 %p2, LANES; @%p2 ld.shared.u32 %r1, [%r4];
+movmatrix.sync.aligned.m8n8.trans.b16 %r2, %r1; ONLY st.global.u32 [%rd2+128], %r2;
+"""
+
+
+@both_codes
+def test_a_matrix_transposed_in_registers(code: Code) -> None:
+    array = aligned(64, np.uint32)
+    given = array[:32].view(np.uint16)[:] = np.random.default_rng(2).integers(0, 1 << 16, 64)
+    with code():
+        assert Kernel(TRANSPOSED.replace("LANES", "%r0, 32").replace("ONLY", ""), smem=64).run(array).ok
+    np.testing.assert_array_equal(array[32:].view(np.uint16).reshape(8, 8), given.reshape(8, 8).T)
+
+
+@both_codes
+@pytest.mark.parametrize(("lane", "found"), [(8, {"poison"}), (12, {"poison"}), (1, set()), (4, set())])
+def test_undefined_elements_of_a_transposed_matrix(code: Code, lane: int, found: set[str]) -> None:
+    """Elements (0, 2) and (0, 3), which lane 1 holds, become those of lanes 8 and 12."""
+    body = TRANSPOSED.replace("LANES", "%r0, 1").replace("ONLY", f"setp.eq.u32 %p3, %r0, {lane}; @%p3 ")
+    with code():
+        assert kinds(Kernel(body, smem=64).run(aligned(64, np.uint32))) == found
+
+
 @both_codes
 def test_matches(code: Code) -> None:
     array = aligned(64, np.uint32)

@@ -39,9 +39,9 @@ _CLASSES = tuple(
         ("cvt to f32", r"cvt\.f32\.b?f16$"),  # in SASS an addition or a shift
         ("cvt", r"cvt\.r"),  # to floating point, which names its rounding; others change the width of integers
         ("permute", r"prmt"),
-        ("mov", r"mov"),
+        ("mov", r"mov\b"),
         ("setp", r"setp|selp|set\."),
-        ("between lanes", r"shfl|vote|redux|elect|match|activemask"),
+        ("between lanes", r"shfl|vote|redux|elect|match|movmatrix|activemask"),
         ("branch", r"bra|ret|exit|trap|brx|call|setmaxnreg"),
         (
             "integer",
@@ -66,7 +66,7 @@ _MACHINE_CLASSES = tuple(
         ("constant memory", r"U?LDCU?"),
         ("ex2", r"MUFU"),
         ("packed f32", r"F(FMA|MUL|ADD)2"),
-        ("mov", r"U?MOV|CS2U?R|S2U?R|IMAD\.(MOV|U32)|HFMA2(\.MMA)?$"),
+        ("mov", r"U?MOV\b|CS2U?R|S2U?R|IMAD\.(MOV|U32)|HFMA2(\.MMA)?$"),
         ("f32 fma", r"FH?FMA"),
         ("f32 mul", r"FMUL|HMUL2"),
         ("cvt to f32", r"HADD2\.F32"),
@@ -75,7 +75,7 @@ _MACHINE_CLASSES = tuple(
         ("cvt", r"F2FP|F2I|I2F|I2FP|F2F"),
         ("permute", r"U?PRMT"),
         ("setp", r"U?ISETP|FSETP|HSETP?2|U?PLOP3|U?SEL|FSEL|U?P2U?R|R2P|FCHK"),
-        ("between lanes", r"SHFL|VOTE|C?REDUX|ELECT|R2UR|MATCH"),
+        ("between lanes", r"SHFL|VOTE|C?REDUX|ELECT|R2UR|MATCH|MOVM"),
         ("branch", r"BRA|EXIT|CALL|RET|BSSY|BSYNC|BREAK|WARPSYNC|YIELD|BPT|USETMAXREG"),
         ("no operation", r"NOP"),
         ("integer", r"U?(IADD|IDP|IMAD|LEA|LOP3|SHF|VIADD|VIMNMX|IABS|POPC|FLO|BREV|IMNMX|SGXT|BMSK|LOP)|VIADDMNMX"),

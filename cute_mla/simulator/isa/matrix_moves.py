@@ -1,10 +1,11 @@
-"""ldmatrix and stmatrix: matrices between shared memory and the registers of a warp."""
+"""ldmatrix, stmatrix and movmatrix: matrices between shared memory and the registers of a warp, or among these."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -59,6 +60,31 @@ def store_matrix(e: Emitter, ins: Instruction, m: Match) -> None:
     poison = f"[{', '.join(str(e.taint(item)) for item in items)}]" if e.tainted else "None"
     layout = "bytes" if "b" in m.groupdict() else "columns" if m["t"] else "rows"
     e.line(f"store_matrices(w, {e.memory_address(ins.operands[0], 32)}, [{values}], {layout!r}, {poison})")
+
+
+@op(r"movmatrix.sync.aligned.m8n8.trans.b16", needs="warp", pure=False, taint="own")
+def transpose_in_registers(e: Emitter, ins: Instruction, m: Match) -> None:
+    """Emit the transposition of an 8x8 matrix of 16-bit elements. An undefined element poisons the registers that hold it."""
+    d, a = ins.operands
+    emit_transposed(e, d, e.src(a, "b32"), registers_of(a))
+
+
+def emit_transposed(e: Emitter, d: Any, value: str, sources: list[Any]) -> None:
+    """Emit the transposition of a value to register d. sources: the registers that it comes from."""
+    taint = e.taint_of(sources) if e.tainted else None
+    if taint is not None:
+        e.line(f"{e.taint(d)}[...] = transpose_matrix(w, where({taint}, uint32(0xFFFFFFFF), uint32(0))) != 0")
+    elif e.tainted:
+        e.line(f"{e.taint(d)}.fill(False)")
+    e.line(f"{e.dst(d, 'b32')}[...] = transpose_matrix(w, {value})")
+
+
+@runtime
+def transpose_matrix(w: Window, value: np.ndarray) -> np.ndarray:
+    """Execute movmatrix. Raise Fault for partial warps."""
+    if not w.whole:
+        raise Fault("divergence", "movmatrix needs all 32 lanes of its warps")
+    return matrix_fragments.transpose_matrix(lanes_of(w, value).astype(np.uint32).reshape(-1, WARP)).ravel()
 
 
 _STORES: dict[str, Callable[..., None]] = {

@@ -1,4 +1,4 @@
-"""ldmatrix and stmatrix: 8x8 matrices of 16-bit elements (and 16x16 or 16x8 of bytes) between shared memory and the registers of a warp.
+"""ldmatrix, stmatrix, movmatrix: 8x8 matrices of 16-bit elements (16x16 or 16x8 of bytes) in shared memory and registers of a warp.
 
 Lanes 8i to 8i+7 give the shared offsets of rows 0 to 7 (16 bytes each) of matrix i, which is register i of every lane. Lane t holds
 elements (t/4, 2*(t%4)) and (t/4, 2*(t%4)+1) of a matrix, lower half first; with .trans it holds them of the transposed matrix.
@@ -60,6 +60,12 @@ def store_matrices(smem: Array, offsets: Array, registers: list[Array], transpos
     if transposed:
         elements = np.ascontiguousarray(elements.swapaxes(-1, -2))
     _chunks(smem)[rows >> 4] = elements.view(_ROW).reshape(rows.shape)
+
+
+def transpose_matrix(register: Array) -> Array:
+    """Execute movmatrix: return a register (uint32 of the shape (..., 32)) that holds the transposed matrix."""
+    elements = np.ascontiguousarray(register).view(np.uint16).reshape(*register.shape[:-1], 8, 8)
+    return np.ascontiguousarray(elements.swapaxes(-1, -2)).view(np.uint32).reshape(register.shape)
 
 
 def store_byte_matrices(smem: Array, offsets: Array, registers: list[Array]) -> None:

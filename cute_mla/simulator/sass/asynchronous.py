@@ -7,6 +7,7 @@ import numpy as np
 from ..isa.async_copies import bulk_to_shared
 from ..isa.emitter import Emitter, Unsupported
 from ..isa.launch_control import cancel_launch
+from ..isa.matrix_moves import emit_transposed
 from ..isa.table import runtime
 from ..isa.tensor_copies import ROWS, Form, tma_load
 from ..state.registers import WARP
@@ -282,6 +283,14 @@ def load_matrices(e: Emitter, ins: SassInstruction) -> None:
     value = e.temp()
     e.line(f"{value} = load_matrices(w, {own(e, ins, 1)}, {width(ins, 0)}, {'MT88' in ins.modifiers})")
     assign_loaded(e, ins, value)
+
+
+@op(r"MOVM.16.MT88", pure=False, taint="own", needs="warp")
+def transpose_in_registers(e: Emitter, ins: SassInstruction) -> None:
+    """Emit movmatrix."""
+    result, value = ins.operands
+    assert isinstance(value, Register)
+    emit_transposed(e, result, source(e, value, "u32"), list(value.registers()))
 
 
 _LAYOUTS = {"M88": "rows", "MT88": "columns", "MT168": "bytes"}

@@ -56,7 +56,7 @@ RESULT_ORDERS = {
     for opcode in opcodes.split()
 }
 UNORDERED = frozenset({
-    "ARRIVES", "BAR", "CCTL", "LDCU", "MATCH", "REDUX", "UBLKCP", "UBLKPF", "USETMAXREG", "UTCATOMSWS",
+    "ARRIVES", "BAR", "CCTL", "LDCU", "MATCH", "MOVM", "REDUX", "UBLKCP", "UBLKPF", "USETMAXREG", "UTCATOMSWS",
 })  # fmt: skip
 # Rule 7: what takes effect, as a register that its instruction writes and that those who let others see it read.
 EFFECTS = {"MEMBAR": Reg("the memory barrier", "r"), "FENCE": Reg("the proxy fence", "r"), "SYNCS.EXCH": Reg("the mbarrier", "r")}
