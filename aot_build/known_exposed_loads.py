@@ -55,8 +55,10 @@ KNOWN_EXPOSED_LOADS: dict[str, Mapping[str, int]] = {
     # warps that do nothing but bring keys wait for them, a stage ahead of the products
     **{f"dense_decode_sm120_{dtype}_cluster1": {"LDG.E": 9, "LDG.E.128": 18} for dtype in ("bf16", "fp16")},  # and words of a tree
     **{f"dense_decode_sm120_bf16_{kind}_cluster1": {"LDG.E": 1, "LDG.E.128": 9} for kind in ("fp8_cache", "fp8")},
+    "dense_decode_sm120_bf16_d512_cluster1": {"LDG.E": 9, "LDG.E.128": 16},
+    "dense_decode_sm120_bf16_d320_cluster1": {"LDG.E": 9, "LDG.E.128": 10},
     # pages, likewise, and what the table of units says
-    **{f"dense_decode_sm120_{dtype}_rows64": {"LDG.E": 11} for dtype in ("bf16", "fp16")},
+    **{f"dense_decode_sm120_{dtype}_rows64": {"LDG.E": 11} for dtype in ("bf16", "fp16", "bf16_d512", "bf16_d320")},
     **{f"dense_decode_sm120_bf16_{kind}_rows64": {"LDG.E": 3} for kind in ("fp8_cache", "fp8")},
     "sparse_decode_sm120_bf16_latent_cluster1": {"LDG.E.128": 18},
     "sparse_decode_sm120_bf16_fp8_584_cluster1": {"LDG.E.128": 9, "LDG.E.U8": 7},

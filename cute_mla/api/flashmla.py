@@ -154,8 +154,8 @@ def flash_mla_with_kvcache(
     """Attend new query tokens to a paged latent cache: out = softmax(softmax_scale * q k^T) v.
 
     Dense (without indices): each request attends to its cache_seqlens keys; v = k[..., :head_dim_v]. Keys have 512
-    latent and 64 rotary columns (d_qk 576), 512 latent ones alone (512), 256 latent and 64 rotary ones (320), or on Hopper 1,024 latent
-    and 64 rotary ones (1,088).
+    latent and 64 rotary columns (d_qk 576), 512 latent ones alone (512), 256 latent and 64 rotary ones (320), or 1,024 latent and 64
+    rotary ones (1,088; not on RTX boards and DGX Spark).
 
     q                bf16 or fp16 [batch, s_q, h_q, d_qk], h_q 1 to 128; last dimension contiguous; bf16 where dense decode has a d_qk of
                      512, 320 or 1088, or an e4m3 cache. Address and other strides of q and out are multiples of 4 bytes on Hopper, of 16

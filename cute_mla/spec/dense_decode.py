@@ -394,7 +394,7 @@ def out_dtypes(operands: str, d_qk: int = D_QK) -> tuple[str, ...]:
 
 def key_columns(arch: Arch) -> tuple[int, ...]:
     """Return the columns of 16-bit keys for which an architecture has kernels."""
-    return (D_QK,) if arch == SM120 else tuple(DENSE_DIMS)
+    return tuple(d_qk for d_qk in DENSE_DIMS if arch != SM120 or d_qk != WIDE_DIMS.d_qk)
 
 
 def closed_variants(arch: Arch) -> tuple[DenseDecodeConfig, ...]:

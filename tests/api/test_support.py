@@ -398,8 +398,8 @@ def test_what_dense_decode_on_rtx_boards_lacks_is_an_answer() -> None:
         assert is_supported("dense_decode", "sm121", dtype=dtype, fp8_kvcache=True)[0]
     refused: dict[str, dict[str, Any]] = {
         "h_kv is 2 on sm120; supported: 1": {"h_kv": 2, "h_q": 4},
-        "head_dim is 512 on sm120; supported: 576": {"head_dim": 512},
-        "head_dim_v is 256 on sm120; supported: 512": {"head_dim_v": 256},
+        "head_dim is 1088 on sm120; supported: 576, 512, 320": {"head_dim": 1088},
+        "head_dim_v is 1024 on sm120; supported: 512, 256": {"head_dim_v": 1024},
     }
     for reason, features in refused.items():
         assert is_supported("dense_decode", "sm120", **features) == (False, reason)

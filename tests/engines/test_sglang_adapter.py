@@ -302,6 +302,7 @@ def test_prefill_of_new_tokens_and_of_chunks_of_a_prefix(arch: Arch, columns: in
 @pytest.mark.usefixtures("engine")
 def test_rtx_boards_run_each_phase() -> None:
     test_decode(SM120, E4M3, 64, 576)
+    test_decode(SM120, torch.bfloat16, 64, 320)
     test_drafts_of_different_lengths(SM120, padded=True)
     test_prefill_of_new_tokens_and_of_chunks_of_a_prefix(SM120, 256, 256)
 

@@ -10,7 +10,6 @@ import torch
 
 import cute_mla
 from cute_mla.spec.arch import SM100, Arch
-from cute_mla.spec.dense_decode import key_columns
 from tests.layer.mla_models import GLM_5, GLM_5_3_FLASH, KIMI_K3, MISTRAL_FAR, SCALED_GATED, V2_LITE, V3
 from tests.layer.mla_steps import Sequences
 from tests.support.launched import record_launches
@@ -53,30 +52,22 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     ids=["glm_5", "glm_5_3_flash", "mistral_far", "kimi_k3", "scaled_gated"],
 )
 def test_other_columns(model: dict[str, Any], cache: str, decode: str, prefill: str, merge: str, arch: Arch, launched: list[str]) -> None:
-    """A mixed batch by the kernels of these columns, and of no others. The bytes in the cache are those of the reference path.
-
-    Where dense decode has no kernels of these columns, it runs none of attention.
-    """
+    """A mixed batch by the kernels of these columns, and of no others. The bytes in the cache are those of the reference path."""
     sequences = Sequences.drawn(model, [66, 9, 8], torch.bfloat16).with_context(CONTEXTS)
     by_reference = replace(sequences, k_cache=sequences.k_cache.clone())
     with cute_mla.simulate(arch, SMS) as device:
-        served = sequences.layer().path == "kernels"
         out = sequences.step(CONTEXTS, DECODES)
     assert device.findings == []
-    assert served == (sequences.k_cache.shape[3] in key_columns(arch))
-    if served:
-        first, second, *rest = launched
-        assert [first, second] == [f"cache_insert_bf16_{cache}", "split_plan_i32"]
-        keys_on_m = arch == SM100 and cache == "latent"
-        assert rest[0].startswith("dense_decode_bf16_few_heads" if keys_on_m else f"dense_decode_{decode}")
-        assert [name for name in rest[1:] if not name.startswith("combine")] == [
-            f"dense_prefill_{prefill}",
-            f"cache_gather_b16_{cache}",
-            f"dense_prefill_{prefill}",
-            f"merge_states_{merge}",
-        ]
-    else:
-        assert launched == [f"cache_write_b16_{cache}", f"cache_gather_b16_{cache}"]
+    first, second, *rest = launched
+    assert [first, second] == [f"cache_insert_bf16_{cache}", "split_plan_i32"]
+    keys_on_m = arch == SM100 and cache == "latent"
+    assert rest[0].startswith("dense_decode_bf16_few_heads" if keys_on_m else f"dense_decode_{decode}")
+    assert [name for name in rest[1:] if not name.startswith("combine")] == [
+        f"dense_prefill_{prefill}",
+        f"cache_gather_b16_{cache}",
+        f"dense_prefill_{prefill}",
+        f"merge_states_{merge}",
+    ]
     sequences.expect(out, sequences.expected(CONTEXTS))
     by_reference.step(CONTEXTS, DECODES)
     assert torch.equal(by_reference.k_cache.nan_to_num(7.0), sequences.k_cache.nan_to_num(7.0))

@@ -114,7 +114,7 @@ class Sm120Smem:
     def layout(dtype: type[cutlass.Numeric], d_qk: int, *more: Array, form: Sm120Form = HEADS_ON_M) -> SmemLayout:
         """Return the fields. dtype: of Q, keys and P. more: fields of a variant."""
         elements = pitch_of(d_qk) // ELEMENT_BYTES
-        queries = ROWS * elements if form.rows == ROWS else TILE_ROWS * (d_qk - REGISTER_COLUMNS)
+        queries = ROWS * elements if form.rows == ROWS else TILE_ROWS * max(d_qk - REGISTER_COLUMNS, CHUNK // ELEMENT_BYTES)  # never none
         fields: tuple[Array | Barriers, ...] = (
             Array("sK", dtype, STAGES * KEYS * elements, 128),
             Array("sQ", dtype, queries, 128),

@@ -90,7 +90,7 @@ def test_what_is_supported_is_valid_and_nothing_else(name: str, capability: Devi
         reasons = verdict(name, head_size=head_size, dtype=dtype, kv_cache_dtype=cache, device_capability=capability)
         assert (reasons == []) == expected, (head_size, dtype, cache, reasons)
         valid += expected
-    assert valid == (6 if sparse else 10 if capability.major < 12 else 6)  # RTX boards: dense keys of 576 columns
+    assert valid == (6 if sparse else 10)
 
 
 def test_512_columns_are_for_models_without_rotary_ones(tmp_path: Path) -> None:
