@@ -25,7 +25,8 @@ _WORDS: dict[str, dict[str, dict[Any, str]]] = {
     "dense_decode": {
         "operands": {
             "latent": "dense decode, 16-bit cache of 576 columns",
-            **dict.fromkeys((512, 320, 1088), "dense decode, 16-bit cache of 512, 320 and 1,088 columns"),
+            **dict.fromkeys((512, 320), "dense decode, 16-bit cache of 512 and 320 columns"),
+            1088: "dense decode, 16-bit cache of 1,088 columns",
             "fp8_cache": "dense decode, e4m3 cache, 16-bit queries",
             "fp8": "dense decode, e4m3 cache and queries (type of out)",
         }
