@@ -204,13 +204,14 @@ def _long_window(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
     """Return the staircase of 64 tokens with a window, so that what rows see begins at every key of a tile; all scores count.
 
     The first request has a skipped tile, whose last key all windows just miss. A tile of the second has one key that the last window misses
-    and one of the third has one key that all miss. The first keys end with the first key of a tile.
+    and one of the third has one key that all miss. The tile behind a skipped one of the fourth has one key that the first window sees. The
+    first keys end with the first key of a tile.
     """
     case = replace(_staircase(dtype, operands, rows), values="normal", softmax_scale=SPREAD_SCALE)
     window, reach = 150, 150 + TILE_ROWS - 1
-    lengths = (reach + 3 * TILE_KEYS, window + 1 + 2 * TILE_KEYS, reach + 1 + 2 * TILE_KEYS)
+    lengths = (reach + 3 * TILE_KEYS, window + 1 + 2 * TILE_KEYS, reach + 1 + 2 * TILE_KEYS, reach - 1 + 4 * TILE_KEYS)
     h_q = 1 if rows == "one" else 2
-    case = replace(case, s_q=TILE_ROWS, h_q=h_q, batch=3, tokens=None, lengths=lengths)
+    case = replace(case, s_q=TILE_ROWS, h_q=h_q, batch=len(lengths), tokens=None, lengths=lengths)
     return replace(case, window=window, window_sink=TILE_KEYS + 1, page_size=32, table_pages=None)
 
 
@@ -242,7 +243,7 @@ def _ragged_tree(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
     case = replace(_ragged(dtype, operands, rows), q_layout="packed", outputs="given", tree="strided")
     if rows == "one":
         return replace(case, tokens=(12, 0, 17, 2, 2), lengths=(80, 70, 380, 65, 1), s_q=40, h_q=1, outputs="allocated")
-    return replace(case, s_q=33, metadata="tensors", sm_count=20)
+    return replace(case, lengths=(67, 900, 272, 65, 2), s_q=33, metadata="tensors", sm_count=20)
 
 
 def _overwritten_plan(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
@@ -302,14 +303,14 @@ _LARGE_16_BITS: tuple[DenseDecodeCase, ...] = (
             batch=3,
             tokens=(2, 1, 2),
             lengths=(20, _TWO_SPLITS - TILE_KEYS + 1, 30),
-            h_q=8,
+            h_q=h_q,
             page_size=128,
             causal=True,
             batch_invariant=True,
             operands=operands,
-            sm_count=144,
+            sm_count=sms,
         )
-        for operands in (LATENT, FP8_CACHE)
+        for operands, h_q, sms in ((LATENT, 8, 144), (LATENT, 42, 288), (FP8_CACHE, 8, 144))
     ),
     # Of several KV heads, whose keys are not masked, under a plan of other lengths.
     DenseDecodeCase(
