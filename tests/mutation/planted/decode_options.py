@@ -105,7 +105,8 @@ SINKS = (
 # say in each role whether a part begins behind the last visible tile: with a window, or units of one request, it does so under a plan of
 # other lengths alone.
 SILENT = {
-    **dict.fromkeys(("unit without missing tokens", "last token out of reach"), 1),
+    "unit without missing tokens": 1,
+    "last token out of reach": 2,  # of trees, keys in the second half of a tile for half of a fragment's rows
     **dict.fromkeys(("unit of another request", "unit of the first request", "last key of a unit hidden"), 1),
     **dict.fromkeys(("window of a key more", "window of a key less", "skipped tile more"), 5),
     **dict.fromkeys(("first key more seen", "first key less seen", "keys of later tokens seen"), 4),

@@ -243,7 +243,7 @@ def _ragged_tree(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
     case = replace(_ragged(dtype, operands, rows), q_layout="packed", outputs="given", tree="strided")
     if rows == "one":
         return replace(case, tokens=(12, 0, 17, 2, 2), lengths=(80, 70, 380, 65, 1), s_q=40, h_q=1, outputs="allocated")
-    return replace(case, lengths=(67, 900, 272, 65, 2), s_q=33, metadata="tensors", sm_count=20)
+    return replace(case, lengths=(67, 900, 272, 65, 1), s_q=33, metadata="tensors", sm_count=20)
 
 
 def _overwritten_plan(dtype: str, operands: str, rows: str) -> DenseDecodeCase:
