@@ -111,10 +111,11 @@ SILENT = {
     **dict.fromkeys(("window of a key more", "window of a key less", "skipped tile more"), 5),
     **dict.fromkeys(("first key more seen", "first key less seen", "keys of later tokens seen"), 4),
 }
-# Of a kernel: a role asks L2 for Q of the next unit, too, where other rows show nothing.
+# Of kernels in which a role asks L2 for Q of the next unit: other rows show nothing there.
 _ASKS = dict.fromkeys(("unit that begins a token late", "unit that begins a token early", "unit that lacks a token more"), 1)
-_ROWS64 = [f"dense_decode_sm120_{types}_rows64" for types in ("bf16", "bf16_fp8_cache")]
-SILENT_OF = dict.fromkeys(_ROWS64, _ASKS)
+SILENT_OF = dict.fromkeys(
+    ("dense_decode_sm120_bf16_rows64", "dense_decode_sm120_bf16_fp8_cache_rows64", "dense_decode_sm100_bf16_cluster2"), _ASKS
+)
 OF_EVERY_CACHE = UNITS + SINKS
 OF_16_BITS = (*OF_EVERY_CACHE, *TREES_OF_UNITS, *TREES, *WINDOWS)
 WITHOUT_STEADY_VALUES = tuple(bug for bug in OF_16_BITS if not bug.name.startswith("values kept"))  # absent keys are zeros there
