@@ -111,11 +111,19 @@ SILENT = {
     **dict.fromkeys(("window of a key more", "window of a key less", "skipped tile more"), 5),
     **dict.fromkeys(("first key more seen", "first key less seen", "keys of later tokens seen"), 4),
 }
-# Of kernels in which a role asks L2 for Q of the next unit: other rows show nothing there.
+# Of kernels in which a role asks L2 for Q of the next unit, or for pages: others show nothing there.
 _ASKS = dict.fromkeys(("unit that begins a token late", "unit that begins a token early", "unit that lacks a token more"), 1)
-SILENT_OF = dict.fromkeys(
-    ("dense_decode_sm120_bf16_rows64", "dense_decode_sm120_bf16_fp8_cache_rows64", "dense_decode_sm100_bf16_cluster2"), _ASKS
-)
+_AND_FOR_PAGES = {**_ASKS, **dict.fromkeys(("unit of another request", "unit of the first request"), 2)}
+SILENT_OF = {
+    **dict.fromkeys((f"dense_decode_sm120_{types}_rows64" for types in ("bf16", "bf16_fp8_cache")), _ASKS),
+    "dense_decode_sm100_bf16_cluster2": _ASKS,
+    "dense_decode_sm100_bf16_fp8_cluster2": _AND_FOR_PAGES,
+    # Roles read a unit again when they look for the work behind: one that reads it wrong shows nothing, and all of them together do.
+    "dense_decode_sm100_bf16_fp8_cache_cluster2": {
+        "keys of later tokens seen": 10,
+        **dict.fromkeys(("unit of another request", "unit of the first request", "last key of a unit hidden"), 3),
+    },
+}
 OF_EVERY_CACHE = UNITS + SINKS
 OF_16_BITS = (*OF_EVERY_CACHE, *TREES_OF_UNITS, *TREES, *WINDOWS)
 WITHOUT_STEADY_VALUES = tuple(bug for bug in OF_16_BITS if not bug.name.startswith("values kept"))  # absent keys are zeros there
