@@ -71,11 +71,9 @@ def transpose_in_registers(e: Emitter, ins: Instruction, m: Match) -> None:
 
 def emit_transposed(e: Emitter, d: Any, value: str, sources: list[Any]) -> None:
     """Emit the transposition of a value to register d. sources: the registers that it comes from."""
-    taint = e.taint_of(sources) if e.tainted else None
-    if taint is not None:
-        e.line(f"{e.taint(d)}[...] = transpose_matrix(w, where({taint}, uint32(0xFFFFFFFF), uint32(0))) != 0")
-    elif e.tainted:
-        e.line(f"{e.taint(d)}.fill(False)")
+    if e.tainted:
+        taint = e.taint_of(sources)
+        e.line(f"{e.taint(d)}[...] = {f'transpose_poison(w, {taint})' if taint else 'False'}")
     e.line(f"{e.dst(d, 'b32')}[...] = transpose_matrix(w, {value})")
 
 
@@ -85,6 +83,12 @@ def transpose_matrix(w: Window, value: np.ndarray) -> np.ndarray:
     if not w.whole:
         raise Fault("divergence", "movmatrix needs all 32 lanes of its warps")
     return matrix_fragments.transpose_matrix(lanes_of(w, value).astype(np.uint32).reshape(-1, WARP)).ravel()
+
+
+@runtime
+def transpose_poison(w: Window, poisoned: np.ndarray) -> np.ndarray:
+    """Return which lanes have an undefined element of a transposed matrix."""
+    return transpose_matrix(w, np.where(poisoned, np.uint32(0xFFFFFFFF), np.uint32(0))) != 0
 
 
 _STORES: dict[str, Callable[..., None]] = {

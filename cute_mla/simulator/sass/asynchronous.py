@@ -289,8 +289,10 @@ def load_matrices(e: Emitter, ins: SassInstruction) -> None:
 def transpose_in_registers(e: Emitter, ins: SassInstruction) -> None:
     """Emit movmatrix."""
     result, value = ins.operands
+    assert isinstance(result, Register)
     assert isinstance(value, Register)
-    emit_transposed(e, result, source(e, value, "u32"), list(value.registers()))
+    for register in result.registers():
+        emit_transposed(e, register, source(e, value, "u32"), list(value.registers()))
 
 
 _LAYOUTS = {"M88": "rows", "MT88": "columns", "MT168": "bytes"}
