@@ -17,6 +17,7 @@ from tests.support.right_calls import CASES, call_of, given_call
 from tests.support.zero_tensors import ints
 
 RESULTS = ("out", "lse", "max_logits", "lse_indexer", "dq", "dk", "dv", "out_weights")
+TAKE_NO_RESULTS = ("sparse_backward", "indexer_backward")  # which allocate their own, and a workspace
 PLANNERS: dict[str, Any] = {
     "dense_prefill": dense_prefill,
     "sparse_prefill": sparse_prefill,
@@ -46,7 +47,7 @@ def test_no_length_is_read_to_plan(device: RecordingDevice) -> None:
     assert device.launches
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [name for name in CASES if name not in TAKE_NO_RESULTS])
 def test_nothing_is_allocated_when_everything_is_given(device: RecordingDevice, name: str) -> None:
     for call in (given_call(name), given_call(name)):  # checked, then found among the checked calls
         with Allocations() as allocations:
