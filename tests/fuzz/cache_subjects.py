@@ -29,7 +29,7 @@ def cache_of(c: Contract) -> tuple[Tensor | None, str]:
     kinds = {656: "fp8_656", 584: "fp8_584"} if cache.dtype in BYTES else _LATENTS
     known = kinds.get(cache.shape[3])
     kind = "fp8_576" if cache.shape[3] == 576 and cache.dtype == E4M3 else known
-    if not c.require(kind is not None and cache.shape[0] > 0 and cache.shape[1] > 0, "k_cache"):
+    if not c.require(kind is not None and c.get("kv_format") in (None, kind) and cache.shape[0] > 0 and cache.shape[1] > 0, "k_cache"):
         return None, ""
     c.last_contiguous("k_cache", cache)
     c.aligned("k_cache", cache, 0, *(() if kind == "fp8_584" else (1,)))
