@@ -56,6 +56,7 @@ def test_other_columns(model: dict[str, Any], cache: str, decode: str, prefill: 
     sequences = Sequences.drawn(model, [66, 9, 8], torch.bfloat16).with_context(CONTEXTS)
     by_reference = replace(sequences, k_cache=sequences.k_cache.clone())
     with cute_mla.simulate(arch, SMS) as device:
+        assert sequences.layer().path == "kernels"
         out = sequences.step(CONTEXTS, DECODES)
     assert device.findings == []
     first, second, *rest = launched

@@ -118,7 +118,7 @@ SILENT_OF = {
     **dict.fromkeys((f"dense_decode_sm120_{types}_rows64" for types in ("bf16", "bf16_fp8_cache")), _ASKS),
     "dense_decode_sm100_bf16_cluster2": _ASKS,
     "dense_decode_sm100_bf16_fp8_cluster2": _AND_FOR_PAGES,
-    # Roles read a unit again when they look for the work behind: one that reads it wrong shows nothing, and all of them together do.
+    # Roles read a unit again. One that sees keys of later tokens shows nothing, all of them together do; of the others that is not known.
     "dense_decode_sm100_bf16_fp8_cache_cluster2": {
         "keys of later tokens seen": 10,
         **dict.fromkeys(("unit of another request", "unit of the first request", "last key of a unit hidden"), 3),
